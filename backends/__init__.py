@@ -1,0 +1,1 @@
+"""The implementations that the harness judges and the machines that run them; no backend imports a sibling."""

@@ -1,0 +1,157 @@
+"""Compiled artifacts kept on disk by content: what was compiled, how, by what and for what. No CuTeDSL is imported.
+
+An entry is a file named by the SHA-256 of its key: a line with the SHA-256 of the rest, then a ZIP archive. An entry
+that is damaged, cut short, or was made from another key is built anew and replaced, never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import platform
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final, cast
+
+from backends.cutedsl.artifact import Artifact, Resources
+from megamoe.backend import TARGETS, Target
+
+FORMAT: Final = 1
+SUFFIX: Final = ".artifact"
+_MANIFEST, _PTX, _CUBIN, _OBJECT = "manifest.json", "kernel.ptx", "kernel.cubin", "host.o"
+_COMPILING = ("compile.py", "artifact.py", "artifact_cache.py", "cubin.py")
+_ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactKey:
+    """What an artifact depends on. `sources`: every file that the kernel's code comes from; `options`: all constants
+    and compile options by name; `compiler`: name and version, compile.compiler_version()."""
+
+    name: str
+    sources: tuple[Path, ...]
+    options: Mapping[str, str | int | float | bool | None]
+    target: Target
+    compiler: str
+
+    def text(self) -> str:
+        """The key as JSON, file contents as their SHA-256. OSError if a source cannot be read."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "name": self.name,
+                "sources": sorted([path.name, _sha256(path.read_bytes())] for path in self.sources),
+                "options": dict(self.options),
+                "target": self.target,
+                "compiler": self.compiler,
+                "compiled_by": _own_sources(),
+                "processor": platform.machine(),
+            },
+            sort_keys=True,
+        )
+
+
+def default_folder(home: Path) -> Path:
+    """Where artifacts of the user whose home directory is `home` are kept unless another folder is named."""
+    return home / ".cache" / "megamoe" / "cutedsl"
+
+
+def cached_artifact(key: ArtifactKey, build: Callable[[], Artifact], folder: Path | None) -> Artifact:
+    """The artifact of `key` from `folder`, or from `build`, whose result is then kept there.
+
+    Without a folder, or with one that cannot be written, every call builds. What `build` raises passes through.
+    """
+    if folder is None:
+        return build()
+    text = key.text()
+    path = folder / f"{_sha256(text.encode())}{SUFFIX}"
+    found = _read(path, text)
+    if found is None:
+        found = build()
+        _write(path, _pack(found, text))
+    return found
+
+
+def sources_in(folder: Path) -> tuple[Path, ...]:
+    """Every Python file in `folder` and below, sorted: the sources of a package of kernels."""
+    return tuple(sorted(folder.rglob("*.py")))
+
+
+def _read(path: Path, key: str) -> Artifact | None:
+    try:
+        checksum, _, archive = path.read_bytes().partition(b"\n")
+        return _unpack(archive, key) if checksum.decode() == _sha256(archive) else None
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+        return None
+
+
+def _unpack(archive: bytes, key: str) -> Artifact | None:
+    with zipfile.ZipFile(io.BytesIO(archive)) as entry:
+        manifest: dict[str, object] = json.loads(entry.read(_MANIFEST))
+        if manifest["key"] != key or manifest["target"] not in TARGETS:
+            return None
+        resources = cast("dict[str, list[int]]", manifest["resources"])
+        return Artifact(
+            target=cast(Target, manifest["target"]),
+            ptx=entry.read(_PTX).decode(),
+            cubin=entry.read(_CUBIN),
+            host_object=entry.read(_OBJECT),
+            entry=str(manifest["entry"]),
+            packed_entry=str(manifest["packed_entry"]),
+            parameters=tuple(cast("list[str]", manifest["parameters"])),
+            compiler=str(manifest["compiler"]),
+            resources={kernel: Resources(*values) for kernel, values in resources.items()},
+        )
+
+
+def _pack(artifact: Artifact, key: str) -> bytes:
+    manifest = {
+        "key": key,
+        "target": artifact.target,
+        "entry": artifact.entry,
+        "packed_entry": artifact.packed_entry,
+        "parameters": artifact.parameters,
+        "compiler": artifact.compiler,
+        "resources": {kernel: [one.registers, one.stack] for kernel, one in artifact.resources.items()},
+    }
+    parts = {
+        _MANIFEST: json.dumps(manifest).encode(),
+        _PTX: artifact.ptx.encode(),
+        _CUBIN: artifact.cubin,
+        _OBJECT: artifact.host_object,
+    }
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as entry:
+        for name, content in parts.items():
+            entry.writestr(zipfile.ZipInfo(name, _ZIP_EPOCH), content, zipfile.ZIP_DEFLATED)
+    return archive.getvalue()
+
+
+def _write(path: Path, archive: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_sha256(archive).encode() + b"\n" + archive)
+            os.replace(temporary, path)
+        except OSError:
+            Path(temporary).unlink(missing_ok=True)
+    except OSError:
+        return
+
+
+@cache
+def _own_sources() -> str:
+    folder = Path(__file__).parent
+    return _sha256(b"\0".join((folder / name).read_bytes() for name in _COMPILING))
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,38 @@
+"""The raw-PTX backend: kernels written instruction by instruction with an assembler-level builder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from backends.ptx.sm100_fmha.launch import fmha_program
+from backends.ptx.sm100_moe.launch import moe_program
+from megamoe.backend import Program, Target, UnsupportedError
+
+if TYPE_CHECKING:
+    from megamoe.case import Case
+
+KERNELS: dict[tuple[str, Target], Callable[[Case], Program]] = {
+    ("fmha", "sm_100a"): fmha_program,
+    ("nvfp4_moe", "sm_100a"): moe_program,
+}
+
+
+class PtxBackend:
+    """Programs written in PTX by hand."""
+
+    name = "ptx"
+
+    def targets(self, op: str) -> tuple[Target, ...]:
+        """Targets for which there is a kernel of `op`."""
+        return tuple(target for known_op, target in KERNELS if known_op == op)
+
+    def build(self, case: Case, target: Target) -> Program:
+        """The program of `case`. Raises UnsupportedError for an op, target or shape without a kernel."""
+        if (case.op, target) not in KERNELS:
+            known = ", ".join(f"{op} on {known_target}" for op, known_target in KERNELS)
+            raise UnsupportedError(f"{case.id}: the ptx backend has no {case.op} for {target}; it has {known}")
+        return KERNELS[case.op, target](case)
+
+
+BACKEND = PtxBackend()

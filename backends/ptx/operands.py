@@ -1,0 +1,168 @@
+"""What an instruction may name: registers, special registers, addresses, immediates.
+
+A `Register` is an untyped bit container to the hardware but not to us: its declared type is checked against the type
+of every instruction that touches it (PTX ISA, "Operand Type Checking").
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+WIDTHS = {
+    "pred": 1,
+    "b8": 8,
+    **dict.fromkeys(("b16", "u16", "s16", "f16", "bf16"), 16),
+    **dict.fromkeys(("b32", "u32", "s32", "f32", "f16x2", "bf16x2"), 32),
+    **dict.fromkeys(("b64", "u64", "s64", "f64", "f32x2"), 64),
+}
+"""Width in bits of every type that a register or an operand can have; predicates count as 1."""
+
+LEAST_HEX = 1 << 20
+"""Immediates from here on are masks and descriptors, which read better in hexadecimal."""
+
+SPECIAL_REGISTERS = frozenset(
+    {
+        "tid",
+        "ntid",
+        "laneid",
+        "warpid",
+        "nwarpid",
+        "ctaid",
+        "nctaid",
+        "smid",
+        "nsmid",
+        "gridid",
+        "lanemask_eq",
+        "lanemask_le",
+        "lanemask_lt",
+        "lanemask_ge",
+        "lanemask_gt",
+        "is_explicit_cluster",
+        "clusterid",
+        "nclusterid",
+        "cluster_ctaid",
+        "cluster_nctaid",
+        "cluster_ctarank",
+        "cluster_nctarank",
+        "clock",
+        "clock_hi",
+        "clock64",
+        "globaltimer",
+        "globaltimer_lo",
+        "globaltimer_hi",
+        "total_smem_size",
+        "dynamic_smem_size",
+        "aggr_smem_size",
+    }
+)
+"""Names after `%` that belong to the machine (PTX ISA, "Special Registers")."""
+
+
+class BuilderError(ValueError):
+    """A mistake of the kernel author, found while the PTX is being written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """`%name`, declared as `.type`."""
+
+    name: str
+    type: str
+
+    def __str__(self) -> str:
+        return f"%{self.name}"
+
+    def __invert__(self) -> Negated:
+        if self.type != "pred":
+            raise BuilderError(f"only a predicate can be negated; {self} is .{self.type}")
+        return Negated(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Negated:
+    """`!%p`."""
+
+    register: Register
+
+    def __str__(self) -> str:
+        return f"!{self.register}"
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """A special register such as `%tid.x`, or the address of a variable, with the type it reads as."""
+
+    name: str
+    type: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`[base + offset]`, or `[base, {coordinates}]` for a tensor copy. `offset` in the unit of the base."""
+
+    base: Register
+    offset: int = 0
+    coordinates: tuple[Register | int, ...] = ()
+
+    def __str__(self) -> str:
+        inner = f"{self.base}" if self.offset == 0 else f"{self.base} + {self.offset}"
+        if self.coordinates:
+            inner += ", {" + ", ".join(str(item) for item in self.coordinates) + "}"
+        return f"[{inner}]"
+
+    def plus(self, offset: int) -> Address:
+        """The address `offset` further on."""
+        return Address(self.base, self.offset + offset, self.coordinates)
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A place in the code; `Builder.place` puts it there."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"${self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Elected:
+    """`_|%p`, the destination of elect.sync when only the predicate is wanted."""
+
+    predicate: Register
+
+    def __str__(self) -> str:
+        return f"_|{self.predicate}"
+
+
+class Sink:
+    """`_`, a destination that is thrown away."""
+
+    def __str__(self) -> str:
+        return "_"
+
+
+SINK = Sink()
+
+Vector = tuple[Register, ...]
+Operand = Register | Negated | Special | Address | Label | Elected | Sink | Vector | int | float
+
+
+def at(base: Register, offset: int = 0) -> Address:
+    """`[base + offset]`."""
+    return Address(base, offset)
+
+
+def spelled(operand: Operand) -> str:
+    """The operand as PTX writes it. A Python float becomes its exact f32 bit pattern, `0fXXXXXXXX`."""
+    if isinstance(operand, float):
+        return "0f" + struct.pack(">f", operand).hex().upper()
+    if isinstance(operand, int) and operand >= LEAST_HEX:
+        return f"0x{operand:X}"
+    if isinstance(operand, tuple):
+        return "{" + ", ".join(str(item) for item in operand) + "}"
+    return str(operand)

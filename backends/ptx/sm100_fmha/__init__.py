@@ -1,0 +1,1 @@
+"""FMHA forward for sm_100a: kernel.py says how it is built, launch.py how it is called."""

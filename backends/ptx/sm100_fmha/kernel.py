@@ -1,0 +1,70 @@
+"""The FMHA forward kernel of one head dimension, as PTX text.
+
+O and the 512 tensor memory columns. S is double-buffered, 2 x 128 columns, and P (bf16, 64 columns) overlays the S it
+came from; it is the tensor memory A operand of P V for every hd. A claim in the project's notes that P must go
+through shared memory for hd > 64 overlooks that S is dead once its row is in registers. That leaves 256 columns for
+O: hd up to 256 fits, and hd = 512 does not, whatever P does, as O alone would take all 512.
+
+So at hd = 512 two CTAs share a row tile. Each computes all of S, and owns 256 columns of V and O. Q K^T is done
+twice: 1.5 times the MMA work of doing everything once. In return the CTAs do not depend on each other, the kernel is
+the one of hd = 256 with a longer K, and the second reading of K hits L2. What was weighed against it:
+- `cta_group::2`, M = 128: 64 rows a CTA, the upper half of N in lanes 64 to 127, so that O takes 256 columns and S 64
+  (layout B, ptx-facts 2.3). No work is repeated, but a row's scores lie in two lanes, which makes its maximum and sum
+  an exchange between warps, and every barrier of the pipeline spans a cluster. M = 256 does not help: each CTA then
+  holds 128 whole rows of O.
+- Two passes over V in one CTA: S is recomputed all the same, by half as many CTAs, one pass after the other.
+- M = 64 (layout F): the halves of O at lane offsets 0 and 16. P must have the lane offset of its D, so it is stored
+  twice; 64 rows a CTA read K and V twice as often.
+
+Shared memory: Q stays; K and V pass through one ring of stages of up to 128 columns, in the order of use. Registers:
+12 warps leave 168 each, a little less than a whole S row in registers wants, so the softmax warps take some from the
+others (setmaxnreg). Float arithmetic says `.rn` throughout, which forbids ptxas to contract: every rounding is the same
+on a GPU and on the virtual machine, but for the approximate functions and the MMA.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from backends.ptx.builder import Builder
+from backends.ptx.sm100_fmha.correction import emit_correction
+from backends.ptx.sm100_fmha.frame import close_frame, open_frame
+from backends.ptx.sm100_fmha.geometry import THREADS, TILE_M, TILE_N, Geometry
+from backends.ptx.sm100_fmha.mma import emit_mma
+from backends.ptx.sm100_fmha.producer import emit_producer
+from backends.ptx.sm100_fmha.softmax import emit_softmax
+
+PTX_VERSION = (8, 6)
+"""tcgen05 and the .shared::cta destination of tensor copies appeared in PTX ISA 8.6."""
+
+
+def entry_name(hd: int) -> str:
+    """The entry of the kernel for one hd."""
+    return f"fmha_forward_hd{hd}"
+
+
+@cache
+def kernel_text(hd: int) -> str:
+    """PTX for sm_100a that serves every t, s_k, mask, batch and grouping of one hd."""
+    geometry = Geometry(hd)
+    x = Builder(entry_name(hd), target="sm_100a", version=PTX_VERSION, block=THREADS)
+    x.header(_description(geometry))
+    frame = open_frame(x, geometry)
+    emit_producer(frame)
+    emit_mma(frame)
+    emit_softmax(frame)
+    emit_correction(frame)
+    close_frame(frame)
+    return x.text()
+
+
+def _description(geometry: Geometry) -> list[str]:
+    o_end = geometry.o_column + geometry.o_columns - 1
+    lines = [
+        f"FMHA forward, hd = {geometry.hd}: O = softmax(scale Q K^T) V, bf16 in and out, fp32 softmax.",
+        f"A CTA: {TILE_M} folded query rows of a (batch, kv_head), tiles of {TILE_N} keys, {geometry.o_columns} of O.",
+        "Warps 0-3 softmax, 4-7 correction and epilogue, 8 MMA issuer, 9 TMA producer.",
+        f"TMEM columns: S/P buffers 0-127 and 128-255, O {geometry.o_column}-{o_end}.",
+        "Dynamic shared memory, in bytes:",
+    ]
+    return lines + [f"  {offset:6d} +{size:<6d} {name}" for name, (offset, size) in geometry.smem.places.items()]

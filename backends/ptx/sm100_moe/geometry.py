@@ -1,0 +1,104 @@
+"""How the grouped GEMMs are cut into tiles, tensor memory columns and shared memory stages.
+
+Nothing here depends on the case: hidden, intermediate, the number of experts and their loads are known at run time.
+"""
+
+from __future__ import annotations
+
+from backends.ptx.shared_memory import SharedMemory
+
+TILE_M = 128
+"""Rows of one expert a tile, and TMEM lanes."""
+TILE_N = 256
+"""Weight rows a tile: the widest MMA reads the fewest bytes of shared memory a product."""
+HALF_N = TILE_N // 2
+"""Accumulator columns that the epilogue holds in registers at a time."""
+SF_VEC_SIZE = 16
+ATOM_ROWS = 128
+ATOM_BLOCKS = 4
+ATOM_BYTES = ATOM_ROWS * ATOM_BLOCKS
+"""A scale factor atom: 128 rows by 4 block scales along K, in the order that tcgen05.cp takes (ptx-facts 2.4)."""
+MMA_K = 64
+"""e2m1 elements of K in one tcgen05.mma.kind::mxf4nvf4, one scale factor atom (ptx-facts 2.1)."""
+STAGE_STEPS = 4
+STAGE_K = STAGE_STEPS * MMA_K
+STAGE_ROW_BYTES = STAGE_K // 2
+"""One 128-byte swizzle span."""
+MMA_K_BYTES = MMA_K // 2
+A_BYTES = TILE_M * STAGE_ROW_BYTES
+B_BYTES = TILE_N * STAGE_ROW_BYTES
+B_ATOMS = TILE_N // ATOM_ROWS
+SFA_BYTES = STAGE_STEPS * ATOM_BYTES
+SFB_BYTES = B_ATOMS * SFA_BYTES
+STAGE_BYTES = A_BYTES + B_BYTES + SFA_BYTES + SFB_BYTES
+STAGES = 4
+MAX_SMEM = 232448
+"""Dynamic shared memory that one CTA may ask for on sm_100 (ptx-facts 0.1)."""
+SM_COUNT = 148
+"""Persistent CTAs of a grouped GEMM: the streaming multiprocessors of a B200; one CTA takes a whole one."""
+
+EPILOGUE_WARPS = range(4)
+MMA_WARP = 4
+PRODUCER_WARP = 5
+THREADS = 192
+EPILOGUE_THREADS = 128
+
+TMEM_COLUMNS = 512
+ACCUMULATOR_STRIDE = 128
+"""From one accumulator to the other. Both are TILE_N wide: the upper half of the first is the lower half of the second.
+"""
+SF_COLUMN = ACCUMULATOR_STRIDE + TILE_N
+SFA_COLUMNS = TILE_M // 32
+SFB_COLUMNS = TILE_N // 32
+SFB_OFFSET = STAGE_STEPS * SFA_COLUMNS
+SF_SLOTS = 2
+SF_SLOT_COLUMNS = STAGE_STEPS * (SFA_COLUMNS + SFB_COLUMNS)
+"""Columns of the scale factors of one stage."""
+
+
+STAGED_COLUMNS = 32
+"""bf16 columns of expert rows that a warp hands to TMA at a time: as many as there is shared memory for."""
+STAGED_ROW_BYTES = STAGED_COLUMNS * 2
+STAGED_WARP_BYTES = 32 * STAGED_ROW_BYTES
+
+
+def shared_memory(*, staged: bool) -> SharedMemory:
+    """The ring of operands and scale factors, with `staged` room for rows on their way out, and the barriers."""
+    smem = SharedMemory().with_place("a", STAGES * A_BYTES, 1024).with_place("b", STAGES * B_BYTES, 1024)
+    smem = smem.with_place("sfa", STAGES * SFA_BYTES, 128).with_place("sfb", STAGES * SFB_BYTES, 128)
+    if staged:
+        smem = smem.with_place("staged", len(EPILOGUE_WARPS) * STAGED_WARP_BYTES, 1024)
+    for name, count in (("ring_full", STAGES), ("ring_empty", STAGES), ("tile_full", 1), ("tile_free", 1)):
+        smem = smem.with_place(name, 8 * count, 8)
+    return smem.with_place("tmem_base", 4, 4)
+
+
+def instruction_descriptor() -> int:
+    """The 32-bit descriptor of tcgen05.mma.kind::mxf4nvf4: e2m1 A and B, ue4m3 scale factors, K = 64, TILE_M by TILE_N
+    (PTX ISA, Table "Instruction descriptor" of the block-scaled kinds; ptx-facts 2.2)."""
+    a_is_e2m1, b_is_e2m1 = 1 << 7, 1 << 10
+    return a_is_e2m1 | b_is_e2m1 | TILE_N >> 3 << 17 | TILE_M >> 7 << 27
+
+
+def operand_descriptor() -> int:
+    """A 64-bit shared memory descriptor without its start address: K-major, 128-byte swizzle, groups of eight rows
+    1024 bytes apart (ptx-facts 3)."""
+    stride, version, swizzle_128b = 8 * STAGE_ROW_BYTES // 16, 1, 2
+    return stride << 32 | version << 46 | swizzle_128b << 61
+
+
+def scale_descriptor() -> int:
+    """The same of a scale factor atom for tcgen05.cp.32x128b: 32 rows of 16 bytes, no swizzle (ptx-facts 1.2)."""
+    leading, stride, version = 1, 8, 1
+    return leading << 16 | stride << 32 | version << 46
+
+
+def tiles(extent: int, tile: int) -> int:
+    """How many tiles cover an extent."""
+    return -(-extent // tile)
+
+
+def most_row_tiles(routes: int, num_experts: int) -> int:
+    """The most tiles of TILE_M rows that `routes` can need, each expert's rows being padded to whole tiles."""
+    occupied = min(routes, num_experts)
+    return occupied + (routes - occupied) // TILE_M

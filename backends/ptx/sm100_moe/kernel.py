@@ -1,0 +1,74 @@
+"""The kernels of an NVFP4 MoE layer as PTX text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from backends.ptx.builder import Builder
+from backends.ptx.shared_memory import SharedMemory
+from backends.ptx.sm100_moe.epilogue import RowEpilogue, emit_epilogue
+from backends.ptx.sm100_moe.frame import Frame, GemmParams, close_frame, open_frame
+from backends.ptx.sm100_moe.geometry import THREADS, TILE_M, TILE_N, shared_memory
+from backends.ptx.sm100_moe.mma import emit_mma
+from backends.ptx.sm100_moe.producer import emit_producer
+from backends.ptx.sm100_moe.rows import ExpertRow, RowsParams
+from backends.ptx.sm100_moe.swiglu import SwigluParams, SwigluRow, SwigluVariant
+
+PTX_VERSION = (8, 7)
+"""kind::mxf4nvf4 with .scale_vec::4X appeared in PTX ISA 8.7, everything else that is used here earlier."""
+L2_ENTRY = "moe_rows"
+L1_SMEM = shared_memory(staged=False)
+L2_SMEM = shared_memory(staged=True)
+
+
+@dataclass(frozen=True, slots=True)
+class GemmKernel:
+    """A grouped GEMM; `smem` in bytes."""
+
+    builder: Builder
+    smem: int
+
+
+def l1_entry(variant: SwigluVariant) -> str:
+    """The entry of the first GEMM."""
+    parts = ["moe_swiglu", f"interleave{variant.interleave}"]
+    return "_".join(parts + ["clamped"] * variant.clamped + ["weighted"] * variant.weighted)
+
+
+@cache
+def l1_kernel(variant: SwigluVariant) -> GemmKernel:
+    """First GEMM: tokens gathered, SwiGLU, requantised."""
+    x = _gemm(l1_entry(variant), L1_SMEM, "A gathered from the tokens; SwiGLU and requantisation in the epilogue.")
+    gemm, params = GemmParams.declare(x), SwigluParams.declare(x)
+    frame = open_frame(x, gemm, L1_SMEM)
+    emit_producer(frame, params.token_of_row)
+    return _finished(frame, SwigluRow(frame, params, variant))
+
+
+@cache
+def l2_kernel() -> GemmKernel:
+    """Second GEMM: expert rows."""
+    x = _gemm(L2_ENTRY, L2_SMEM, "A in the order of the expert rows; bf16 rows out.")
+    gemm, params = GemmParams.declare(x), RowsParams.declare(x)
+    frame = open_frame(x, gemm, L2_SMEM)
+    emit_producer(frame, None)
+    return _finished(frame, ExpertRow(frame, params))
+
+
+def _finished(frame: Frame, rows: RowEpilogue) -> GemmKernel:
+    emit_mma(frame)
+    emit_epilogue(frame, rows)
+    close_frame(frame)
+    return GemmKernel(frame.x, frame.places.size)
+
+
+def _gemm(entry: str, places: SharedMemory, what: str) -> Builder:
+    x = Builder(entry, target="sm_100a", version=PTX_VERSION, block=THREADS)
+    lines = [
+        f"Grouped NVFP4 GEMM, tiles of {TILE_M} rows of one expert by {TILE_N} rows of its weights. {what}",
+        "Warps 0-3 epilogue, 4 MMA issuer, 5 TMA producer. Persistent: CTA c takes tiles c, c + grid, ...",
+        "TMEM columns: accumulators 0-255 and 128-383, scale factors 384-479. Dynamic shared memory, in bytes:",
+    ]
+    x.header(lines + [f"  {offset:6d} +{size:<6d} {name}" for name, (offset, size) in places.places.items()])
+    return x

@@ -1,0 +1,72 @@
+"""What the kernels need to know of a case, and what they cannot do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backends.ptx.sm100_moe.geometry import MMA_K, SF_VEC_SIZE, TILE_M, most_row_tiles
+from backends.ptx.sm100_moe.swiglu import SwigluVariant
+from megamoe.backend import UnsupportedError
+from megamoe.case import Case
+
+INTERLEAVES = (8, 16, 32, 64)
+"""Those whose gate and up lie in the half of a tile that a thread holds at a time."""
+LEAST_EXTENT = 2 * MMA_K
+"""hidden and intermediate are multiples of it, so that a tile of W1 is whole and no scale factor atom is shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeShape:
+    """The axes of one case; `clamp` is 0 where there is none."""
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    tokens: int
+    topk: int
+    variant: SwigluVariant
+    clamp: float
+    stage: str
+
+    @classmethod
+    def of(cls, case: Case) -> MoeShape:
+        """Reads the case. Raises UnsupportedError for what the kernels cannot do."""
+        hidden, intermediate = case.int("hidden"), case.int("intermediate")
+        for name, extent in (("hidden", hidden), ("intermediate", intermediate)):
+            if extent % (LEAST_EXTENT):
+                raise UnsupportedError(
+                    f"{case.id}: {name} is {extent}; the sm_100a kernels need a multiple of {LEAST_EXTENT}"
+                )
+        if case.int("interleave") not in INTERLEAVES:
+            known = ", ".join(map(str, INTERLEAVES))
+            raise UnsupportedError(f"{case.id}: interleave is {case['interleave']}; the sm_100a kernels have {known}")
+        if case.int("sf_vec_size") != SF_VEC_SIZE:
+            raise UnsupportedError(f"{case.id}: sf_vec_size is {case['sf_vec_size']}; NVFP4 has {SF_VEC_SIZE}")
+        clamp = case["clamp"]
+        variant = SwigluVariant(case.int("interleave"), clamp is not None, case["weight"] == "before")
+        return cls(
+            hidden=hidden,
+            intermediate=intermediate,
+            num_experts=case.int("num_experts"),
+            tokens=case.int("tokens"),
+            topk=case.int("topk"),
+            variant=variant,
+            clamp=0.0 if clamp is None else float(clamp),
+            stage=str(case["stage"]),
+        )
+
+    @property
+    def routes(self) -> int:
+        """(token, choice) pairs."""
+        return self.tokens * self.topk
+
+    @property
+    def row_tiles(self) -> int:
+        """The most tiles of expert rows that the routes can need."""
+        return most_row_tiles(self.routes, self.num_experts)
+
+    @property
+    def held_rows(self) -> int:
+        """Rows of tensors of expert rows: of the spec for a stage by itself, as many as are needed in workspaces."""
+        whole = (self.routes + (TILE_M - 1) * self.num_experts) // TILE_M * TILE_M
+        return self.row_tiles * TILE_M if self.stage == "layer" else whole

@@ -1,0 +1,163 @@
+"""The epilogue of the first GEMM: SwiGLU of gate and up, straight from tensor memory, requantised to NVFP4.
+
+Rows of W1 alternate between `interleave` gates and as many ups, so that a thread finds the up that belongs to gate
+column c in column c + interleave of its own registers. Rounding contract: g and u are the accumulators times
+(x_gs * w1_gs); silu(g) = g * 1/(1 + 2^(-g log2 e)) with ex2.approx.ftz and rcp.approx.ftz, every other operation to
+nearest even in fp32; then times u, then times the top-k weight if it comes before the requantisation.
+
+A thread writes what it made: 32 bytes of codes, a whole sector, and a word of scales for half a row. That is little, a
+fifth of what the second GEMM writes or less, and not worth a way through shared memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from backends.ptx.builder import Builder
+from backends.ptx.operands import Register, at
+from backends.ptx.sm100_moe.frame import Frame, Tile
+from backends.ptx.sm100_moe.geometry import ATOM_BYTES, HALF_N, TILE_N
+from backends.ptx.sm100_moe.requantise import WIDTH, GlobalScale, emit_requantise
+from backends.ptx.sm100_moe.rows import load_of_row
+
+LOG2_E = math.log2(math.e)
+HALF_CODE_BYTES = WIDTH // 2
+VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SwigluVariant:
+    """What is compiled in. `interleave`: granularity of gate and up rows; `clamped`: gates are limited from above, ups
+    from both sides; `weighted`: the top-k weight comes before the requantisation."""
+
+    interleave: int
+    clamped: bool
+    weighted: bool
+
+    def gate_column(self, element: int) -> int:
+        """The accumulator column of the gate of activation `element`; the up is `interleave` further on."""
+        group, inside = divmod(element, self.interleave)
+        return 2 * self.interleave * group + inside
+
+
+@dataclass(frozen=True, slots=True)
+class SwigluParams:
+    """Parameters behind GemmParams, in order. Addresses, but for `tokens`, `intermediate` and `clamp`."""
+
+    token_of_row: Register
+    route_of_row: Register
+    x_gs: Register
+    w1_gs: Register
+    a2_gs: Register
+    topk_weights: Register
+    a2_codes: Register
+    a2_sf: Register
+    tokens: Register
+    intermediate: Register
+    clamp: Register
+
+    @classmethod
+    def declare(cls, x: Builder) -> SwigluParams:
+        """Declares them."""
+        names = ("token_of_row", "route_of_row", "x_gs", "w1_gs", "a2_gs", "topk_weights", "a2_codes", "a2_sf")
+        addresses = [x.param(name, "u64") for name in names]
+        scalars = [x.param("tokens", "u32"), x.param("intermediate", "u32"), x.param("clamp", "f32")]
+        return cls(*addresses, *scalars)
+
+
+class SwigluRow:
+    """The registers of one thread, which owns one row."""
+
+    def __init__(self, frame: Frame, params: SwigluParams, variant: SwigluVariant) -> None:
+        x = frame.x
+        self.frame, self.params, self.variant = frame, params, variant
+        self.scale, self.weight = x.reg("scale", "f32"), x.reg("weight", "f32")
+        self.a2 = GlobalScale(x)
+        self.codes, self.scales = x.reg("codes_at", "u64"), x.reg("scales_at", "u64")
+        self.negated_clamp = x.reg("negated_clamp", "f32")
+
+    def begin(self) -> None:
+        """The lower limit of the ups."""
+        if self.variant.clamped:
+            self.frame.x.emit("neg.f32", self.negated_clamp, self.params.clamp)
+
+    def end(self) -> None:
+        """Nothing: the stores were the threads' own."""
+
+    def begin_tile(self, tile: Tile, row: Register) -> None:
+        """The scales of this row, 0 for one that fills up a tile: its activations are zeros."""
+        x, params = self.frame.x, self.params
+        token = load_of_row(x, "token", params.token_of_row, row)
+        is_token = x.let("is_token", "setp.lt.u32", token, params.tokens)
+        x.emit("mov.f32", self.scale, 0.0)
+        x.emit("ld.global.f32", self.scale, at(_element(x, "x_gs_at", params.x_gs, token)), guard=is_token)
+        if self.variant.weighted:
+            route = load_of_row(x, "route", params.route_of_row, row)
+            x.emit("mov.f32", self.weight, 0.0)
+            weight_at = at(_element(x, "weight_at", params.topk_weights, route))
+            x.emit("ld.global.f32", self.weight, weight_at, guard=is_token)
+        w1_scale = x.let("w1_scale", "ld.global.f32", at(_element(x, "w1_gs_at", params.w1_gs, tile.expert)))
+        x.emit("mul.rn.f32", self.scale, self.scale, w1_scale)
+        x.emit("ld.global.f32", self.a2.gs, at(_element(x, "a2_gs_at", params.a2_gs, tile.expert)))
+        self.a2.invert()
+        self._place_outputs(tile, row)
+
+    def _place_outputs(self, tile: Tile, row: Register) -> None:
+        """a2_codes [rows, intermediate / 2]; a2_sf [row tiles, intermediate / 64] atoms, one word a row and WIDTH."""
+        x, params = self.frame.x, self.params
+        first = x.let("first_activation", "mul.lo.u32", tile.n_tile, TILE_N // 2)
+        element = x.let("first_code", "mul.wide.u32", row, params.intermediate)
+        wide = x.let("first_wide", "cvt.u64.u32", first)
+        x.emit("add.s64", element, element, wide)
+        x.emit("shr.u64", element, element, 1)
+        x.emit("add.s64", self.codes, params.a2_codes, element)
+        atoms = x.let("atoms_of_row", "shr.u32", params.intermediate, WIDTH.bit_length() - 1)
+        atom = x.let("first_atom", "shr.u32", first, WIDTH.bit_length() - 1)
+        x.emit("mad.lo.u32", atom, tile.row_tile, atoms, atom)
+        x.emit("mad.wide.u32", self.scales, atom, ATOM_BYTES, params.a2_sf)
+        x.emit("add.s64", self.scales, self.scales, word_in_atom(x, self.frame.thread))
+
+    def finish_half(self, half: Register, accumulator: tuple[Register, ...]) -> None:
+        """WIDTH activations from HALF_N columns."""
+        x = self.frame.x
+        values = [self._activation(accumulator, element) for element in range(HALF_N // 2)]
+        words, scales = emit_requantise(x, tuple(values), self.a2)
+        codes = x.let("half_codes_at", "mad.wide.u32", half, HALF_CODE_BYTES, self.codes)
+        for first in range(0, len(words), 4):
+            x.emit("st.global.v4.b32", at(codes, first * 4), words[first : first + 4])
+        x.emit("st.global.b32", at(x.let("half_scales_at", "mad.wide.u32", half, ATOM_BYTES, self.scales)), scales)
+
+    def _activation(self, accumulator: tuple[Register, ...], element: int) -> Register:
+        """In the register of the gate."""
+        x, variant = self.frame.x, self.variant
+        column = variant.gate_column(element)
+        gate, up = accumulator[column], accumulator[column + variant.interleave]
+        x.emit("mul.rn.f32", gate, gate, self.scale)
+        x.emit("mul.rn.f32", up, up, self.scale)
+        if variant.clamped:
+            x.emit("min.f32", gate, gate, self.params.clamp)
+            x.emit("min.f32", up, up, self.params.clamp)
+            x.emit("max.f32", up, up, self.negated_clamp)
+        sigmoid = x.let("sigmoid", "mul.rn.f32", gate, -LOG2_E)
+        x.emit("ex2.approx.ftz.f32", sigmoid, sigmoid)
+        x.emit("add.rn.f32", sigmoid, sigmoid, 1.0)
+        x.emit("rcp.approx.ftz.f32", sigmoid, sigmoid)
+        x.emit("mul.rn.f32", gate, gate, sigmoid)
+        x.emit("mul.rn.f32", gate, gate, up)
+        if variant.weighted:
+            x.emit("mul.rn.f32", gate, gate, self.weight)
+        return gate
+
+
+def word_in_atom(x: Builder, row: Register) -> Register:
+    """u64 byte offset of the word of row `row` (below 128) in a scale factor atom: (row % 32) * 16 + (row / 32) * 4."""
+    lane = x.let("atom_lane", "and.b32", row, 31)
+    quarter = x.let("atom_quarter", "shr.u32", row, 5)
+    x.emit("shl.b32", lane, lane, 4)
+    x.emit("mad.lo.u32", lane, quarter, 4, lane)
+    return x.let("word_offset", "cvt.u64.u32", lane)
+
+
+def _element(x: Builder, name: str, base: Register, index: Register) -> Register:
+    return x.let(name, "mad.wide.u32", index, 4, base)

@@ -1,0 +1,18 @@
+"""A PTX virtual machine on the CPU for sm_90a and sm_100a. It imports nothing of ours but itself.
+
+`machine.Machine` runs launches; `executor.EXECUTOR` puts it behind the harness's contract. `isa/` holds the instruction
+families, `forms.py` the table they register in, `numerics/` arithmetic without state. A launch goes: parser -> ast ->
+code (blocks of bound steps) -> warps that a scheduler moves, while `engine` holds the copies and tensor-core work that
+run beside them. `results/coverage.md` lists every spelling, its PTX ISA section and how its meaning is known.
+
+What it checks is in the names of the rules (`Fault.rule`); conformance/isa plants each. What it does NOT notice:
+- a missing tcgen05.fence::*, tcgen05.wait::ld or fence.mbarrier_init, and an MMA that overwrites what an earlier MMA
+  of another accumulator reads: real kernels leave these out, so asking for them would refuse what runs on silicon;
+- races between lanes of one warp, races in global memory, and two generic writers of parts of one 4-byte granule;
+- a wait that acquires more than its own phase, since the clocks of a barrier accumulate;
+- accesses that are too early but happen to be ordered by every schedule tried: it tests schedules, it proves nothing;
+- anything about time, register pressure or caches.
+What it refuses although silicon may run it: lanes of one warp that spin on each other, mbarrier.init over a live
+mbarrier, a kernel that ends with a bulk store that nobody has waited for, uninitialised reads whose value is unused.
+Matrix accumulation follows a declared policy (fast, exact, hopper); Blackwell's own is undocumented.
+"""

@@ -1,0 +1,97 @@
+"""The table of what the machine implements, generated from the registry: `python -m backends.vm.coverage [--json]`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+
+from backends.vm import isa  # noqa: F401  (registers every instruction family)
+from backends.vm.ast import Instruction
+from backends.vm.forms import Form, all_forms, find
+
+WITNESSED = Path(__file__).parents[2] / "results" / "witness_opcodes.json"
+"""The opcodes that kernels of other packages executed while computing what torch computes; by package."""
+
+ISA_EDITION = "9.1"
+"""The edition of the PTX ISA whose section numbers the forms carry."""
+
+
+def family_of(form: Form) -> str:
+    """The module of backends.vm.isa that implements a form."""
+    return form.bind.__module__.rpartition(".")[2]
+
+
+@cache
+def second_kernels() -> dict[str, tuple[str, ...]]:
+    """Packages whose kernels witness a form, by its spelling; UnknownInstructionError for an opcode of no form."""
+    if not WITNESSED.exists():
+        return {}
+    packages: dict[str, set[str]] = {}
+    for package, opcodes in json.loads(WITNESSED.read_text("utf-8")).items():
+        for opcode in opcodes:
+            form, _ = find(Instruction(tuple(opcode.split(".")), (), None, 0, opcode))
+            packages.setdefault(form.spelling, set()).add(package)
+    return {spelling: tuple(sorted(names)) for spelling, names in packages.items()}
+
+
+def _forms() -> list[Form]:
+    def order(form: Form) -> tuple[str, str, str]:
+        return family_of(form), form.spelling, form.section
+
+    return sorted(all_forms(), key=order)
+
+
+def as_json() -> str:
+    """One object a form: family, spelling, words of each slot, PTX ISA section, witnesses."""
+    rows = [
+        {
+            "family": family_of(form),
+            "form": form.spelling,
+            "words": {slot.name: sorted(slot.choices) for slot in form.slots if slot.choices != {slot.name}},
+            "section": form.section,
+            "witness": form.witness,
+            "second_kernels": second_kernels().get(form.spelling, ()),
+        }
+        for form in _forms()
+    ]
+    return json.dumps({"ptx_isa": ISA_EDITION, "forms": rows}, indent=1)
+
+
+def as_markdown() -> str:
+    """A table a family. Spellings are in the notation of the ISA: `{}` is optional, `<slot>` one of its words."""
+    forms, seconds = _forms(), second_kernels()
+    lines = [
+        "# What the PTX virtual machine implements",
+        "",
+        "Generated from the registry by `python -m backends.vm.coverage > results/coverage.md`; a test keeps it so.",
+        f"Sections are those of the PTX ISA {ISA_EDITION}. Witness: `hardware`: the same instruction ran on a GPU",
+        "and its results are test data here; `document`: tests hold it against the ISA's text.",
+        "Second kernel: packages by others whose kernels ran through it and computed what torch does (witness.md).",
+        "",
+        f"{len(forms)} forms in {len({family_of(form) for form in forms})} families; "
+        f"{sum(form.spelling in seconds for form in forms)} have a second kernel.",
+    ]
+    for family, members in groupby(forms, key=family_of):
+        lines += ["", f"## {family}", "", "| form | PTX ISA | witness | second kernel |", "|---|---|---|---|"]
+        lines += [
+            f"| `{form.spelling}` | {form.section} | {form.witness} | {', '.join(seconds.get(form.spelling, ()))} |"
+            for form in members
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table; the exit code is 2 for arguments that mean nothing."""
+    if arguments not in ([], ["--json"]):
+        print(f"coverage: {' '.join(arguments)!r} is not understood; it takes nothing or --json", file=sys.stderr)
+        return 2
+    print(as_json() if arguments else as_markdown(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,151 @@
+"""Runtime calls about devices, libraries and kernels; signatures are those of the CUDA runtime API."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from backends.vm.host.abi import copy_from
+from backends.vm.host.host_error import HostError
+from backends.vm.host.runtime import INVALID_VALUE, LIBRARY, SUCCESS, Runtime, put_s32, put_u64
+from backends.vm.host.symbols import INT, POINTER, SIZE, STRING, UINT, answers
+
+_IMAGES = (b"\x50\xed\x55\xba", b"\x7fELF")
+_SHARED_SIZE, _MAX_THREADS, _CONST_SIZE, _LOCAL_SIZE, _MAX_DYNAMIC = 1, 0, 2, 3, 8
+_NON_PORTABLE_CLUSTER = 14
+
+
+@answers("_cudaGetDevice", POINTER)
+def get_device(runtime: Runtime, device: int) -> None:
+    """Device 0, the only one."""
+    put_s32(device, 0)
+
+
+@answers("_cudaGetDeviceCount", POINTER)
+def get_device_count(runtime: Runtime, count: int) -> None:
+    """One device."""
+    put_s32(count, 1)
+
+
+@answers("_cuDeviceGet", POINTER, INT)
+def device_get(runtime: Runtime, device: int, ordinal: int) -> int:
+    """The handle of device 0 is 0."""
+    put_s32(device, 0)
+    return SUCCESS if ordinal == 0 else INVALID_VALUE
+
+
+@answers("_cudaSetDevice", INT)
+def set_device(runtime: Runtime, device: int) -> int:
+    """Only device 0 can be chosen."""
+    return SUCCESS if device == 0 else INVALID_VALUE
+
+
+@answers("_cudaDeviceGetAttribute", POINTER, INT, INT)
+def device_get_attribute(runtime: Runtime, value: int, attribute: int, device: int) -> None:
+    """An attribute of the device."""
+    put_s32(value, runtime.device.attribute(attribute))
+
+
+@answers("_cudaDeviceSynchronize")
+def device_synchronize(runtime: Runtime) -> None:
+    """Every launch has ended before its call returns."""
+
+
+@answers("_cudaGetLastError")
+def get_last_error(runtime: Runtime) -> int:
+    """An error ends the call, so that none is left to report."""
+    return SUCCESS
+
+
+@answers("_cudaLibraryLoadData", POINTER, POINTER, POINTER, POINTER, UINT, POINTER, POINTER, UINT)
+def library_load_data(
+    runtime: Runtime, library: int, image: int, jit: int, jit_values: int, jit_count: int, options: int, values: int,
+    count: int,
+) -> None:  # fmt: skip
+    """Accept an image; what runs is the PTX that came with the program."""
+    magic = copy_from(image, 4, "the device code given to cudaLibraryLoadData")
+    if magic not in _IMAGES:
+        raise HostError(f"cudaLibraryLoadData is given an image that begins with {magic.hex()}, no fatbin and no cubin")
+    put_u64(library, LIBRARY)
+
+
+@answers("_cudaLibraryUnload", POINTER)
+def library_unload(runtime: Runtime, library: int) -> None:
+    """Nothing is held by a library."""
+
+
+@answers("_cudaLibraryGetKernel", POINTER, POINTER, STRING)
+def library_get_kernel(runtime: Runtime, kernel: int, library: int, name: bytes) -> None:
+    """A kernel by the name of its PTX entry."""
+    put_u64(kernel, runtime.kernel_handle(name.decode()))
+
+
+@answers("_cuKernelGetAttribute", POINTER, INT, POINTER, INT)
+def kernel_get_attribute(runtime: Runtime, value: int, attribute: int, kernel: int, device: int) -> None:
+    """CUfunction_attribute 0, 1, 2, 3 and 8; registers are not known from PTX."""
+    layout = runtime.module.entry(runtime.kernel_name(kernel))
+    known = {
+        _MAX_THREADS: 1024,
+        _SHARED_SIZE: layout.static_shared,
+        _CONST_SIZE: 0,
+        _LOCAL_SIZE: 0,
+        _MAX_DYNAMIC: runtime.device.attribute(97) - layout.static_shared,
+    }
+    if attribute not in known:
+        raise HostError(
+            f"the host function asks for kernel attribute {attribute} (CUfunction_attribute), unknown to the VM"
+        )
+    put_s32(value, known[attribute])
+
+
+@answers("_cudaFuncSetAttribute", POINTER, INT, INT)
+def func_set_attribute(runtime: Runtime, kernel: int, attribute: int, value: int) -> int:
+    """Opt in to more shared memory than 48 KiB, or to clusters of more than 8 CTAs; other attributes are hints."""
+    entry = runtime.kernel_name(kernel)
+    if attribute == _MAX_DYNAMIC:
+        if value > runtime.device.attribute(97) - runtime.module.entry(entry).static_shared:
+            return INVALID_VALUE
+        runtime.dynamic_smem_limit[entry] = value
+    elif attribute == _NON_PORTABLE_CLUSTER and value:
+        runtime.large_clusters.add(entry)
+    return SUCCESS
+
+
+@answers("_cudaKernelSetAttributeForDevice", POINTER, INT, INT, INT)
+def kernel_set_attribute(runtime: Runtime, kernel: int, attribute: int, value: int, device: int) -> int | None:
+    """As cudaFuncSetAttribute."""
+    return func_set_attribute(runtime, kernel, attribute, value)
+
+
+@answers("_cudaOccupancyMaxActiveBlocksPerMultiprocessor", POINTER, POINTER, INT, SIZE)
+def occupancy(runtime: Runtime, count: int, kernel: int, threads: int, dynamic_smem: int) -> None:
+    """CTAs an SM holds by threads and shared memory."""
+    static = runtime.module.entry(runtime.kernel_name(kernel)).static_shared
+    put_s32(count, runtime.device.resident_ctas(threads, static + dynamic_smem))
+
+
+@answers("cuda_dialect_init_library_once", POINTER, POINTER, POINTER, POINTER)
+def init_library_once(runtime: Runtime, state: int, init: int, load_to_device: int, set_error: int) -> int:
+    """CuTeDSL's lazy start of a TVM FFI function: `init(&library)`, then `load_to_device(&library, device)`."""
+    slot = ctypes.c_uint64.from_address(state)
+    if slot.value:
+        return SUCCESS
+    library = ctypes.c_uint64(0)
+    code = _call(init, ctypes.addressof(library)) or (
+        _call(load_to_device, ctypes.addressof(library), 0) if load_to_device else SUCCESS
+    )
+    if runtime.broken is None and code:
+        raise HostError(f"the host object's start-up returned CUDA error {code}")
+    slot.value = library.value
+    return code
+
+
+@answers("cuda_dialect_unload_library_once", POINTER, result=None)
+def unload_library_once(runtime: Runtime, state: int) -> None:
+    """Nothing is held by a library."""
+
+
+def _call(function: int, *arguments: int) -> int:
+    types = [ctypes.c_uint64, ctypes.c_int][: len(arguments)]
+    prototype: Callable[[int], Callable[..., int]] = ctypes.CFUNCTYPE(ctypes.c_int, *types)
+    return prototype(function)(*arguments)

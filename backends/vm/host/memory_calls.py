@@ -1,0 +1,169 @@
+"""Runtime calls about memory, streams and events.
+
+Work is done when it is asked for, in the order of the calls, which every correct use of streams and events permits; an
+order that a device would provide by luck only is therefore not found out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.faults import Fault
+from backends.vm.host.abi import copy_from
+from backends.vm.host.host_error import HostError
+from backends.vm.host.runtime import INVALID_VALUE, SUCCESS, Runtime, put_u64
+from backends.vm.host.symbols import INT, POINTER, SIZE, UINT, answers
+
+Bytes = npt.NDArray[np.uint8]
+_HOST_TO_HOST, _TO_DEVICE, _TO_HOST, _DEVICE_TO_DEVICE, _DEFAULT = range(5)
+
+
+@answers("_cudaMalloc", POINTER, SIZE)
+def malloc(runtime: Runtime, pointer: int, size: int) -> None:
+    """Fresh memory, all 0xFF."""
+    put_u64(pointer, runtime.allocate(size) if size else 0)
+
+
+@answers("_cudaMallocAsync", POINTER, SIZE, POINTER)
+def malloc_async(runtime: Runtime, pointer: int, size: int, stream: int) -> None:
+    """As cudaMalloc, in the order of a stream."""
+    runtime.check_stream(stream, "cudaMallocAsync")
+    malloc(runtime, pointer, size)
+
+
+@answers("_cudaMallocHost", POINTER, SIZE)
+def malloc_host(runtime: Runtime, pointer: int, size: int) -> None:
+    """Host memory that kernels reach too."""
+    malloc(runtime, pointer, size)
+
+
+@answers("_cudaMallocManaged", POINTER, SIZE, UINT)
+def malloc_managed(runtime: Runtime, pointer: int, size: int, flags: int) -> None:
+    """As cudaMalloc."""
+    malloc(runtime, pointer, size)
+
+
+@answers("_cudaFree", POINTER)
+def free(runtime: Runtime, pointer: int) -> None:
+    """Give memory back; a later access to it is a fault."""
+    runtime.free(pointer)
+
+
+@answers("_cudaFreeAsync", POINTER, POINTER)
+def free_async(runtime: Runtime, pointer: int, stream: int) -> None:
+    """As cudaFree, in the order of a stream."""
+    runtime.check_stream(stream, "cudaFreeAsync")
+    runtime.free(pointer)
+
+
+@answers("_cudaFreeHost", POINTER)
+def free_host(runtime: Runtime, pointer: int) -> None:
+    """As cudaFree."""
+    runtime.free(pointer)
+
+
+@answers("_cudaMemcpy", POINTER, POINTER, SIZE, INT)
+def memcpy(runtime: Runtime, to: int, source: int, size: int, kind: int) -> None:
+    """Copy between host and device memory; the device's side must lie inside one tensor or allocation."""
+    if not _HOST_TO_HOST <= kind <= _DEFAULT:
+        raise HostError(f"cudaMemcpy is called with kind {kind}; 0 to 4 exist (cudaMemcpyKind)")
+    if size == 0:
+        return
+    from_device = kind in (_TO_HOST, _DEVICE_TO_DEVICE) or (kind == _DEFAULT and _mapped(runtime, source))
+    to_device = kind in (_TO_DEVICE, _DEVICE_TO_DEVICE) or (kind == _DEFAULT and _mapped(runtime, to))
+    if from_device:
+        moved = _device(runtime, source, size, "the source of cudaMemcpy").tobytes()
+    else:
+        moved = copy_from(source, size, "the source of cudaMemcpy")
+    if to_device:
+        _device(runtime, to, size, "the destination of cudaMemcpy", writing=True)[:] = np.frombuffer(moved, np.uint8)
+    else:
+        ctypes.memmove(to, moved, size)
+
+
+@answers("_cudaMemcpyAsync", POINTER, POINTER, SIZE, INT, POINTER)
+def memcpy_async(runtime: Runtime, to: int, source: int, size: int, kind: int, stream: int) -> None:
+    """As cudaMemcpy, in the order of a stream."""
+    runtime.check_stream(stream, "cudaMemcpyAsync")
+    memcpy(runtime, to, source, size, kind)
+
+
+@answers("_cudaMemset", POINTER, INT, SIZE)
+def memset(runtime: Runtime, to: int, value: int, size: int) -> None:
+    """Set bytes of device memory."""
+    if size:
+        _device(runtime, to, size, "the destination of cudaMemset", writing=True)[:] = value & 0xFF
+
+
+@answers("_cudaMemsetAsync", POINTER, INT, SIZE, POINTER)
+def memset_async(runtime: Runtime, to: int, value: int, size: int, stream: int) -> None:
+    """As cudaMemset, in the order of a stream."""
+    runtime.check_stream(stream, "cudaMemsetAsync")
+    memset(runtime, to, value, size)
+
+
+@answers("_cudaStreamCreate", POINTER)
+def stream_create(runtime: Runtime, stream: int) -> None:
+    """A new stream."""
+    handle = runtime.new_handle()
+    runtime.streams.add(handle)
+    put_u64(stream, handle)
+
+
+@answers("_cudaStreamDestroy", POINTER)
+def stream_destroy(runtime: Runtime, stream: int) -> None:
+    """The stream is gone."""
+    runtime.check_stream(stream, "cudaStreamDestroy")
+    runtime.streams.discard(stream)
+
+
+@answers("_cudaStreamSynchronize", POINTER)
+def stream_synchronize(runtime: Runtime, stream: int) -> None:
+    """Nothing is outstanding."""
+    runtime.check_stream(stream, "cudaStreamSynchronize")
+
+
+@answers("_cudaStreamWaitEvent", POINTER, POINTER)
+def stream_wait_event(runtime: Runtime, stream: int, event: int) -> int:
+    """What the event stands for is over."""
+    runtime.check_stream(stream, "cudaStreamWaitEvent")
+    return SUCCESS if event in runtime.events else INVALID_VALUE
+
+
+@answers("_cudaEventCreate", POINTER)
+def event_create(runtime: Runtime, event: int) -> None:
+    """A new event."""
+    handle = runtime.new_handle()
+    runtime.events.add(handle)
+    put_u64(event, handle)
+
+
+@answers("_cudaEventRecord", POINTER, POINTER)
+def event_record(runtime: Runtime, event: int, stream: int) -> int:
+    """Complete as soon as recorded."""
+    runtime.check_stream(stream, "cudaEventRecord")
+    return SUCCESS if event in runtime.events else INVALID_VALUE
+
+
+@answers("_cudaEventDestroy", POINTER)
+def event_destroy(runtime: Runtime, event: int) -> None:
+    """The event is gone."""
+    runtime.events.discard(event)
+
+
+def _mapped(runtime: Runtime, address: int) -> bool:
+    try:
+        runtime.machine.memory.find(address, 1, "")
+    except Fault:
+        return False
+    return True
+
+
+def _device(runtime: Runtime, address: int, size: int, what: str, *, writing: bool = False) -> Bytes:
+    buffer = runtime.machine.memory.find(address, size, what)
+    if writing and not buffer.writable:
+        raise Fault("read-only", f"{what} lies in `{buffer.name}`, which is an input", address=address)
+    return buffer.data[address - buffer.base : address - buffer.base + size]

@@ -1,0 +1,165 @@
+"""Run a host program: link its object, pass the tensors, and let every launch it makes run on the machine."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.host import error_calls, launch_calls, library_calls, memory_calls, tensor_map_calls
+from backends.vm.host.abi import FfiAny, copy_from
+from backends.vm.host.arguments import Passed, pass_by_ffi, pass_packed
+from backends.vm.host.contract import HostProgramLike
+from backends.vm.host.host_error import HostError
+from backends.vm.host.object_file import PROCESS_SYMBOLS, LinkedObject, ObjectFile
+from backends.vm.host.runtime import LaunchRecord, Runtime, aligned_memory
+from backends.vm.host.symbols import SYMBOLS, answering, bind_runtime
+from backends.vm.machine import Machine, load
+from backends.vm.memory import Buffer
+
+OBJECT_VERSION: Final = "1.1"
+PROCESS_END: Final = 1 << 48
+"""No process of x86-64 or AArch64 has memory at this address or above."""
+ANSWERED: Final = (error_calls, launch_calls, library_calls, memory_calls, tensor_map_calls)
+"""The modules whose functions are registered as runtime symbols by being imported."""
+
+
+def map_in_place(
+    machine: Machine,
+    memory: Mapping[str, npt.NDArray[np.uint8]],
+    scratch: Mapping[str, int],
+    outputs: Collection[str] | None = None,
+) -> dict[str, Buffer]:
+    """Put `memory` (bytes of each tensor) on the machine's map at its real addresses, which host code works with.
+
+    `scratch` names workspaces and their sizes in bytes; they are made here, all 0xFF. `outputs`: the tensors that may
+    be written (None: all). A tensor without bytes is mapped nowhere near the others. HostError if two tensors share
+    memory.
+    """
+    places = dict(memory)
+    for name, size in scratch.items():
+        places[name] = aligned_memory(size)
+    _check_disjoint(places)
+    machine.memory.place_above(PROCESS_END)
+    buffers: dict[str, Buffer] = {}
+    for name, data in places.items():
+        base = int(data.ctypes.data) if data.size else None
+        writable = outputs is None or name in outputs or name in scratch
+        buffers[name] = machine.memory.add(name, data, base, writable=writable)
+    return buffers
+
+
+def _check_disjoint(places: Mapping[str, npt.NDArray[np.uint8]]) -> None:
+    spans = sorted((int(data.ctypes.data), data.size, name) for name, data in places.items() if data.size)
+    for (base, size, name), (next_base, _, other) in itertools.pairwise(spans):
+        if base + size > next_base:
+            raise HostError(f"the tensors {name!r} and {other!r} share memory; each must have its own")
+
+
+def run_host_program(
+    program: HostProgramLike, machine: Machine, buffers: Mapping[str, Buffer], parsed: Path | None = None
+) -> tuple[LaunchRecord, ...]:
+    """Call the host function once on `buffers` (mapped at their real addresses); returns the launches it made.
+
+    `parsed`: a folder that keeps parsed modules, as backends.vm.machine.load takes it.
+
+    HostError for an object, symbol or argument that does not fit; Fault and LaunchError from what it launches.
+    """
+    source = ObjectFile(program.host_object)
+    _check_symbols(source, program)
+    runtime = Runtime(machine, load(program.ptx, parsed), program.target)
+    bind_runtime()
+    linked = LinkedObject(source)
+    try:
+        _check_version(source, linked, program)
+        with answering(runtime):
+            code = _CONVENTIONS[program.convention](linked, program, buffers, runtime)
+    finally:
+        linked.close()
+    _conclude(runtime, code, program)
+    return tuple(runtime.launches)
+
+
+def _conclude(runtime: Runtime, code: int, program: HostProgramLike) -> None:
+    if runtime.broken is not None:
+        raise runtime.broken
+    if runtime.refusal is not None:
+        raise HostError(f"the host function {program.entry} refuses its arguments: {runtime.refusal}")
+    if code:
+        raise HostError(f"the host function {program.entry} returned error {code}")
+    leaked = runtime.leaked()
+    if leaked:
+        raise HostError(leaked)
+
+
+def _check_symbols(source: ObjectFile, program: HostProgramLike) -> None:
+    unknown = sorted(source.undefined - SYMBOLS.keys() - PROCESS_SYMBOLS)
+    if unknown:
+        raise HostError(
+            f"the host object, compiled by {program.compiler}, calls {', '.join(unknown)}, which the VM's CUDA runtime "
+            f"does not have"
+        )
+    if program.convention not in _CONVENTIONS:
+        raise HostError(f"the calling convention {program.convention!r} is none of {', '.join(_CONVENTIONS)}")
+    if program.entry not in source.defined:
+        entries = ", ".join(sorted(n for n in source.defined if "tvm_ffi_" in n or "_mlir_ciface_" in n)) or "none"
+        raise HostError(
+            f"the host object, compiled by {program.compiler}, has no entry {program.entry!r}; "
+            f"its entries are: {entries}"
+        )
+
+
+def _check_version(source: ObjectFile, linked: LinkedObject, program: HostProgramLike) -> None:
+    for symbol in sorted(name for name in source.defined if name.endswith("_version")):
+        raw = copy_from(linked.address(symbol), len(OBJECT_VERSION) + 1, f"the version of the object ({symbol})")
+        version = raw.rstrip(b"\0").decode("ascii", "replace")
+        if version != OBJECT_VERSION:
+            raise HostError(
+                f"the host object, compiled by {program.compiler}, has format {version!r}; "
+                f"the VM knows {OBJECT_VERSION!r}"
+            )
+
+
+def _call_ffi(linked: LinkedObject, program: HostProgramLike, buffers: Mapping[str, Buffer], runtime: Runtime) -> int:
+    passed = pass_by_ffi(program.args, buffers)
+    values, result = (FfiAny * len(passed.values))(*passed.values), FfiAny()
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
+    function = prototype(linked.address(program.entry))
+    return function(None, ctypes.addressof(values), len(passed.values), ctypes.addressof(result))
+
+
+def _call_packed(
+    linked: LinkedObject, program: HostProgramLike, buffers: Mapping[str, Buffer], runtime: Runtime
+) -> int:
+    prefix, found, _ = program.entry.partition("__mlir_ciface_")
+    if not found or not prefix.startswith("_mlir_"):
+        raise HostError(f"the entry {program.entry!r} is not of the packed convention: _mlir_PREFIX__mlir_ciface_NAME")
+    _start(linked, prefix, runtime)
+    if runtime.broken is not None:
+        return 0
+    passed: Passed = pass_packed(program.args, buffers)
+    code = ctypes.c_int32(0)
+    slots = (ctypes.c_uint64 * (len(passed.addresses) + 1))(*passed.addresses, ctypes.addressof(code))
+    prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32)
+    prototype(linked.address(program.entry))(ctypes.addressof(slots), len(slots))
+    return code.value
+
+
+def _start(linked: LinkedObject, prefix: str, runtime: Runtime) -> None:
+    """What the generated header does before the first call: load the library, then its kernels on device 0."""
+    library, device, code = ctypes.c_uint64(0), ctypes.c_int32(0), ctypes.c_int32(0)
+    slot = ctypes.c_uint64(ctypes.addressof(library))
+    addresses = {"library": ctypes.addressof(slot), "device": ctypes.addressof(device), "code": ctypes.addressof(code)}
+    for step, names in (("cuda_init", ("library", "code")), ("cuda_load_to_device", ("library", "device", "code"))):
+        slots = (ctypes.c_uint64 * len(names))(*(addresses[name] for name in names))
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(linked.address(f"{prefix}_{step}"))(ctypes.addressof(slots))
+        if runtime.broken is None and code.value:
+            raise HostError(f"the host object's {step} returned CUDA error {code.value}")
+
+
+_CONVENTIONS: Final = {"tvm_ffi": _call_ffi, "packed": _call_packed}

@@ -1,0 +1,9 @@
+"""Instruction families. Importing this package registers all of them in backends.vm.forms."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

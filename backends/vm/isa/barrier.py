@@ -1,0 +1,232 @@
+"""Barriers of CTA, cluster and warp, and fences (PTX ISA 9.7.13.1 to 9.7.13.4)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from backends.vm.ast import Operand
+from backends.vm.binder import Binder
+from backends.vm.cta import NAMED_BARRIERS, NamedBarrier
+from backends.vm.faults import Fault
+from backends.vm.forms import Step, opcode
+from backends.vm.steps import NEXT, Wait
+from backends.vm.warp import Warp
+
+
+def _arrive(warp: Warp, number: int, count: int | None, *, aligned: bool) -> NamedBarrier:
+    if not 0 <= number < NAMED_BARRIERS:
+        raise Fault("barrier-misuse", f"barrier {number} does not exist; there are 0..{NAMED_BARRIERS - 1}")
+    if count is not None and (count % 32 or count <= 0):
+        raise Fault("barrier-misuse", f"a thread count of {count} for barrier {number} is not a multiple of 32")
+    if aligned:
+        warp.converged(f"barrier {number}")
+    barrier = warp.cta.named[number]
+    if barrier.arrived and barrier.expected != count:
+        raise Fault(
+            "barrier-misuse", f"barrier {number} is awaited with {_expected(count)} here and with "
+            f"{_expected(barrier.expected)} by those that have arrived"
+        )  # fmt: skip
+    barrier.expected = count
+    # A count is in warps, a part of one counting in full (PTX ISA 9.7.13.1); without a count, threads are counted.
+    barrier.arrived += 32 if count is not None and warp.full else int(warp.mask.sum())
+    barrier.arriving.join(warp.clock)
+    warp.next_epoch()
+    warp.cta.machine.engine.events += 1
+    if count is not None and barrier.arrived > count:
+        raise Fault("barrier-misuse", f"{barrier.arrived} threads arrive at barrier {number}, which waits for {count}")
+    warp.cta.complete_barrier(barrier)
+    return barrier
+
+
+def _expected(count: int | None) -> str:
+    return "all threads of the CTA" if count is None else f"{count} threads"
+
+
+def _operands(b: Binder, sources: tuple[Operand, ...]) -> tuple[int, int | None]:
+    rows = [b.source(item, "u32") for item in sources]
+    return rows[0], rows[1] if len(rows) > 1 else None
+
+
+def _uniform(warp: Warp, row: int) -> int:
+    return int(warp.u32[row][int(warp.mask.argmax())])
+
+
+_SYNC = ("bar{.cta}.sync", "barrier{.cta}.sync{.aligned}")
+_ARRIVE = ("bar{.cta}.arrive", "barrier{.cta}.arrive{.aligned}")
+
+
+def _aligned(b: Binder) -> bool:
+    return b.instruction.parts[0] == "bar" or bool(b.words.get("aligned"))
+
+
+@opcode(*_SYNC, section="9.7.13.1", kind="tail", counter="barrier")
+def sync(b: Binder) -> Step:
+    """Arrive at a named barrier and wait until as many threads as it takes have arrived."""
+    row, count = _operands(b, b.expect(1, 2))
+    aligned = _aligned(b)
+
+    def step(warp: Warp) -> object:
+        number = _uniform(warp, row)
+        barrier = _arrive(warp, number, None if count is None else _uniform(warp, count), aligned=aligned)
+        return _wait(warp, number, barrier)
+
+    return step
+
+
+def _wait(warp: Warp, number: int, barrier: NamedBarrier) -> Wait:
+    target = barrier.generation + (1 if barrier.arrived else 0)
+    warp.cta.machine.counters["barrier_waits"] += 1
+    return Wait(
+        ready=lambda: barrier.generation >= target,
+        reason=lambda: f"barrier {number}, where {barrier.arrived} of {_expected(barrier.expected)} have arrived",
+        finish=lambda: warp.clock.join(barrier.released),
+    )
+
+
+@opcode(*_ARRIVE, section="9.7.13.1", counter="barrier")
+def arrive(b: Binder) -> Step:
+    """Arrive at a named barrier without waiting."""
+    row, count = _operands(b, b.expect(2))
+    aligned = _aligned(b)
+
+    def step(warp: Warp) -> None:
+        _arrive(warp, _uniform(warp, row), None if count is None else _uniform(warp, count), aligned=aligned)
+
+    return step
+
+
+@opcode("bar{.cta}.red.<op>.<type>", "barrier{.cta}.red{.aligned}.<op>.<type>", section="9.7.13.1", kind="tail",
+        counter="barrier", op="and or popc", type="pred u32")  # fmt: skip
+def reduce(b: Binder) -> Step:
+    """A barrier that also combines a predicate of all its threads."""
+    d, *between, p = b.expect(3, 4)
+    row, count = _operands(b, tuple(between))
+    rp, negated = b.predicate(p)
+    view = "u32" if b.words["op"] == "popc" else "pred"
+    rd, aligned, operation = b.destination(d, view), _aligned(b), b.words["op"]
+
+    def step(warp: Warp) -> object:
+        number, mask = _uniform(warp, row), warp.mask
+        warp.cta.named[number].votes.extend((warp.pred[rp] ^ negated)[mask].tolist())
+        barrier = _arrive(warp, number, None if count is None else _uniform(warp, count), aligned=aligned)
+        wait = _wait(warp, number, barrier)
+
+        def finish() -> None:
+            warp.clock.join(barrier.released)
+            votes = barrier.outcome
+            outcome = {"and": all(votes), "or": any(votes), "popc": sum(votes)}[operation]
+            np.copyto(getattr(warp, view)[rd], outcome, where=mask, casting="unsafe")
+
+        wait.finish = finish
+        return wait
+
+    return step
+
+
+@opcode("bar.warp.sync", section="9.7.13.2", kind="tail", counter="barrier")
+def warp_sync(b: Binder) -> Step:
+    """Wait until all named lanes of the warp that have not ended are here."""
+    members = b.source(b.expect(1)[0], "u32")
+
+    def step(warp: Warp) -> object:
+        mask, block = warp.mask, warp.block
+        bits = int(warp.u32[members][int(mask.argmax())])
+        named = (bits >> np.arange(32) & 1).astype(np.bool_)
+        if not (named & mask).any() or (mask & ~named).any():
+            raise Fault("barrier-misuse", f"bar.warp.sync {bits:#x} by lanes that it does not name",
+                        lane=int((mask & ~named).argmax()))  # fmt: skip
+
+        def here() -> bool:
+            gathered = np.zeros(32, np.bool_)
+            for strand in warp.strands:
+                if strand.block == block and strand.wait is not None:
+                    gathered |= strand.mask
+            return not (named & warp.alive & ~gathered).any()
+
+        if not (named & warp.alive & ~mask).any():
+            return NEXT
+        return Wait(ready=here, reason=lambda: f"the lanes {bits:#x} of its warp to reach bar.warp.sync",
+                    finish=warp.rejoin, local=True)  # fmt: skip
+
+    return step
+
+
+@opcode("barrier.cluster.arrive{.<sem>}{.aligned}", section="9.7.13.3", counter="barrier", sem="release relaxed")
+def cluster_arrive(b: Binder) -> Step:
+    """Arrive at the barrier of the cluster."""
+    b.expect(0)
+    relaxed = b.words["sem"] == "relaxed"
+
+    def step(warp: Warp) -> None:
+        cluster = warp.cta.cluster
+        twice = warp.mask & warp.cluster_owed
+        if twice.any():
+            raise Fault("barrier-misuse", "barrier.cluster.arrive by a thread that has not waited since its last "
+                        "arrival", lane=int(twice.argmax()))  # fmt: skip
+        warp.cluster_arrived |= warp.mask
+        warp.cluster_owed |= warp.mask
+        warp.cluster_phase[warp.mask] = cluster.generation + 1
+        cluster.arriving.join(warp.released if relaxed else warp.clock)
+        if not relaxed:
+            warp.next_epoch()
+        warp.cta.machine.engine.events += 1
+        cluster.complete_phase()
+
+    return step
+
+
+@opcode("barrier.cluster.wait{.<sem>}{.aligned}", section="9.7.13.3", kind="tail", counter="barrier", sem="acquire")
+def cluster_wait(b: Binder) -> Step:
+    """Wait until all threads of the cluster have arrived."""
+    b.expect(0)
+
+    def step(warp: Warp) -> object:
+        cluster = warp.cta.cluster
+        early = warp.mask & ~warp.cluster_owed
+        if early.any():
+            raise Fault(
+                "barrier-misuse", "barrier.cluster.wait by a thread that has not arrived", lane=int(early.argmax())
+            )
+        target, mask = int(warp.cluster_phase[warp.mask].max()), warp.mask.copy()
+
+        def finish() -> None:
+            warp.cluster_owed &= ~mask
+            warp.clock.join(cluster.released)
+
+        def reason() -> str:
+            arrived = sum(int(w.cluster_arrived.sum()) for w in cluster.warps)
+            alive = sum(int(w.alive.sum()) for w in cluster.warps)
+            return f"the barrier of the cluster, where {arrived} of {alive} threads have arrived"
+
+        return Wait(ready=lambda: cluster.generation >= target, reason=reason, finish=finish)
+
+    return step
+
+
+@opcode("fence.proxy.async{.<space>}", section="9.7.13.4", counter="fence",
+        space="global shared::cta shared::cluster")  # fmt: skip
+@opcode("fence.proxy.alias", section="9.7.13.4", counter="fence")
+def proxy_fence(b: Binder) -> Step:
+    """What is ordered before now becomes visible to the asynchronous proxy; global memory alone is not tracked."""
+    b.expect(0)
+    if b.words.get("space") == "global" or b.instruction.parts[2] == "alias":
+        return lambda warp: None
+    return lambda warp: warp.fence_proxy()
+
+
+@opcode("fence{.<sem>}.<scope>", section="9.7.13.4", counter="fence", sem="sc acq_rel acquire release",
+        scope="cta cluster gpu sys")  # fmt: skip
+@opcode("fence.<sem>.sync_restrict::<what>.cluster", section="9.7.13.4", counter="fence", sem="acquire release",
+        what="shared::cluster shared::cta")  # fmt: skip
+@opcode("fence.mbarrier_init.release.cluster", section="9.7.13.4", counter="fence")
+@opcode("fence.proxy.tensormap::generic.<sem>.<scope>", section="9.7.13.4", counter="fence", sem="acquire release",
+        scope="cta cluster gpu sys")  # fmt: skip
+@opcode("membar.<scope>", section="9.7.13.4", counter="fence", scope="cta gl sys")
+def memory_fence(b: Binder) -> Step:
+    """Memory here is sequentially consistent; a relaxed arrival releases what came before the last such fence."""
+
+    def step(warp: Warp) -> None:
+        warp.released.join(warp.clock)
+        warp.next_epoch()
+
+    return step

@@ -1,0 +1,400 @@
+"""Bulk copies: tensor (TMA) and linear, both directions, reductions, groups, prefetches (PTX ISA 9.7.9.25, .27)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.access import resolve
+from backends.vm.ast import Address, Operand
+from backends.vm.binder import Binder
+from backends.vm.clocks import Clock, stamp
+from backends.vm.copy_groups import Copy, CopyGroups
+from backends.vm.cta import Cta
+from backends.vm.engine import submit
+from backends.vm.faults import Fault
+from backends.vm.forms import Step, opcode
+from backends.vm.mbarrier import MBarrier
+from backends.vm.shared import OFFSET_MASK, RANK_SHIFT
+from backends.vm.steps import Wait
+from backends.vm.tensor_map import MAP_BYTES, TensorMap, decode_tensor_map
+from backends.vm.tma_box import BoxPlan, plan_box, plan_gather4, read_pieces, rounded_to_tf32, write_pieces
+from backends.vm.warp import Warp
+
+Granules = npt.NDArray[np.int64]
+_DIMS = "1d 2d 3d 4d 5d"
+_MODES = "tile tile::gather4"
+
+
+def granules_of(addresses: npt.NDArray[np.int64], size: int) -> Granules:
+    """The 4-byte granules of pieces of `size` bytes at shared `addresses`."""
+    if size >= 4:
+        return ((addresses[:, None] >> 2) + np.arange(size // 4)).ravel()
+    return np.unique(addresses >> 2)
+
+
+def _copy_clock(warp: Warp, agent: int, serial: int) -> Clock:
+    clock = Clock.zero(warp.clock.seen.size)
+    clock.seen[agent] = clock.fenced[agent] = serial
+    return clock
+
+
+def _shared_targets(warp: Warp, address: int, mask: int | None) -> list[tuple[Cta, int]]:
+    """The CTAs that a copy writes to, each with the offset: one, or those whose bit is set in a multicast mask."""
+    cluster = warp.cta.cluster
+    if mask is None:
+        return [(cluster.cta_of(address, "bulk copy"), address & OFFSET_MASK)]
+    ranks = [rank for rank in range(16) if mask >> rank & 1]
+    if not ranks or ranks[-1] >= cluster.size:
+        raise Fault("remote-shared", f"multicast mask {mask:#x} in a cluster of {cluster.size} CTAs", address=address)
+    return [(cluster.ctas[rank], address & OFFSET_MASK) for rank in ranks]
+
+
+def _barrier_for(warp: Warp, cta: Cta, address: int, *, multicast: bool, pair: bool) -> MBarrier:
+    """The mbarrier that is signalled for data landing in `cta` (PTX ISA 9.7.9.27.1.2, .multicast and .cta_group)."""
+    offset = address & OFFSET_MASK
+    if pair:
+        parity = address >> RANK_SHIFT & 1
+        rank = cta.place.cta_rank & ~1 | parity
+        return warp.cta.cluster.ctas[rank].mbarrier(offset, warp.clock)
+    if multicast:
+        return cta.mbarrier(offset, warp.clock)
+    return warp.cta.cluster.cta_of(address, "mbarrier operand").mbarrier(offset, warp.clock)
+
+
+def _lanes(warp: Warp) -> list[int]:
+    return np.flatnonzero(warp.mask).tolist()
+
+
+def _shared(b: Binder, operand: Operand) -> Callable[[Warp, int], int]:
+    """A 32-bit shared address (rank bits included) from a shared or generic operand, by lane."""
+    address = b.address(operand)
+    wide = b.width(getattr(operand, "base", operand)) == 64
+
+    def at(warp: Warp, lane: int) -> int:
+        value = address(warp)[lane : lane + 1]
+        return int((resolve("", value)[1] if wide else value)[0])
+
+    return at
+
+
+class _TensorOperand:
+    """`[map, {coordinates}]`: which map, and where."""
+
+    def __init__(self, b: Binder, operand: Operand) -> None:
+        if not isinstance(operand, Address) or not operand.coordinates:
+            raise b.error("the tensor operand must be [map, {coordinates}]")
+        self._address = b.address(Address(operand.base, operand.offset))
+        items = [item for part in operand.coordinates for item in b.vector(part)]
+        self._rows = [b.source(item, "s32") for item in items]
+
+    def tensor_map(self, warp: Warp, lane: int) -> TensorMap:
+        """The decoded map; its 128 bytes are read now, wherever the kernel keeps them."""
+        address = int(self._address(warp)[lane])
+        if address % 64:
+            raise Fault("misaligned", "a tensor map must lie at a multiple of 64 bytes", lane=lane, address=address)
+        return decode_tensor_map(warp.cta.machine.read_generic(address, MAP_BYTES).tobytes())
+
+    def coordinates(self, warp: Warp, lane: int) -> list[int]:
+        """Coordinates, dimension 0 first."""
+        return [int(warp.s32[row][lane]) for row in self._rows]
+
+
+def _plan(b: Binder, tensor_map: TensorMap, coordinates: list[int], address: int, *, store: bool = False) -> BoxPlan:
+    direction = "store" if store else "load"
+    if "gather4" in b.words.get("mode", "") or "scatter4" in b.words.get("mode", ""):
+        return plan_gather4(tensor_map, coordinates[0], coordinates[1:], address, direction)
+    rank = int(b.words["dim"][0])
+    if rank != tensor_map.rank:
+        raise Fault("tensor-map", f"a .{b.words['dim']} copy with a map of {tensor_map.rank} dimensions")
+    return plan_box(tensor_map, coordinates, address, direction)
+
+
+def _read_global(warp: Warp, plan: BoxPlan, tensor_map: TensorMap) -> npt.NDArray[np.uint8]:
+    pieces = np.empty((plan.smem_addresses.size, plan.piece_bytes), np.uint8)
+    inside = plan.in_bounds
+    addresses = plan.global_addresses if plan.all_in_bounds else plan.global_addresses[inside]
+    if not plan.all_in_bounds:
+        pieces[~inside] = plan.fill
+    if addresses.size:
+        buffer = warp.cta.machine.memory.find_span(addresses, plan.piece_bytes, "tensor copy")
+        found = read_pieces(buffer.data, addresses - buffer.base, plan.piece_bytes)
+        if tensor_map.element.tf32:
+            found = rounded_to_tf32(found.view(np.uint32)).view(np.uint8)
+        if plan.all_in_bounds:
+            return found
+        pieces[inside] = found
+    return pieces
+
+
+@opcode("cp.async.bulk.tensor.<dim>.<dst>.global{.<mode>}.mbarrier::complete_tx::bytes{.multicast::cluster}"
+        "{.<group>}{.L2::cache_hint}",
+        "cp.async.bulk.tensor.<dim>.<dst>.global{.<mode>}.mbarrier::complete_tx::bytes{.multicast::cluster}"
+        ".L2::cache_hint.<group>", section="9.7.9.27.1.2", counter="tma", dim=_DIMS, dst="shared::cluster shared::cta",
+        mode=_MODES, group="cta_group::1 cta_group::2", witness="hardware")  # fmt: skip
+def tensor_load(b: Binder) -> Step:
+    """A box from global memory into shared memory, signalled by complete_tx on an mbarrier."""
+    destination, source, barrier, *rest = b.operands
+    multicast, pair = bool(b.words["multicast::cluster"]), b.words["group"] == "cta_group::2"
+    tensor, to, signal = _TensorOperand(b, source), _shared(b, destination), _shared(b, barrier)
+    mask_row = b.source(rest[0], "u16") if multicast else None
+    line, text = b.instruction.line, b.instruction.text
+
+    def step(warp: Warp) -> None:
+        for lane in _lanes(warp):
+            tensor_map, address = tensor.tensor_map(warp, lane), to(warp, lane)
+            mask = int(warp.u16[mask_row][lane]) if mask_row is not None else None
+            plan = _plan(b, tensor_map, tensor.coordinates(warp, lane), address & OFFSET_MASK)
+            counters = warp.cta.machine.counters
+            counters["tma_loads"] += 1
+            counters["tma_load_bytes"] += int(plan.in_bounds.sum()) * plan.piece_bytes
+            for cta, _ in _shared_targets(warp, address, mask):
+                signalled = _barrier_for(warp, cta, signal(warp, lane), multicast=multicast, pair=pair)
+                _begin_load(
+                    warp, cta, plan, signalled, lambda p=plan, m=tensor_map: _read_global(warp, p, m), line, text
+                )
+
+    return step
+
+
+def _begin_load(
+    warp: Warp,
+    cta: Cta,
+    plan: BoxPlan,
+    barrier: MBarrier,
+    read: Callable[[], npt.NDArray[np.uint8]],
+    line: int,
+    text: str,
+) -> None:
+    serial = warp.cta.cluster.next_copy()
+    granules = granules_of(plan.smem_addresses, plan.piece_bytes)
+    cta.smem.async_write_begins(granules, warp.clock, line, "the bulk copy")
+
+    def perform() -> None:
+        write_pieces(cta.smem.data, plan.smem_addresses, read())
+        cta.smem.async_write_ends(granules, stamp(barrier.copy_agent, serial), line)
+        landed = _copy_clock(warp, barrier.copy_agent, serial)
+        barrier.complete_transactions(plan.transaction_bytes, landed, f"the copy of PTX line {line}")
+
+    barrier.last_copy = submit(warp, "a bulk copy", line, text, perform, signals=(barrier,))
+    barrier.last_copy_serial = serial
+
+
+@opcode("cp.async.bulk.<dst>.global.mbarrier::complete_tx::bytes{.multicast::cluster}{.L2::cache_hint}",
+        "cp.async.bulk.<dst>.shared::cta.mbarrier::complete_tx::bytes", section="9.7.9.25.4.1", counter="tma",
+        dst="shared::cluster shared::cta")  # fmt: skip
+def linear_load(b: Binder) -> Step:
+    """A run of bytes into shared memory from global memory, or from this CTA's shared memory to another's."""
+    destination, source, size, barrier, *rest = b.operands
+    multicast = bool(b.words.get("multicast::cluster"))
+    local = b.instruction.parts[4] == "shared::cta"
+    to, signal, count = _shared(b, destination), _shared(b, barrier), b.source(size, "u32")
+    origin = _shared(b, source) if local else None
+    address_of = None if local else b.address(source)
+    mask_row = b.source(rest[0], "u16") if multicast else None
+    line, text = b.instruction.line, b.instruction.text
+
+    def step(warp: Warp) -> None:
+        for lane in _lanes(warp):
+            bytes_, address = int(warp.u32[count][lane]), to(warp, lane)
+            start = origin(warp, lane) if origin is not None else int(address_of(warp)[lane]) if address_of else 0
+            _check_linear(address, start, bytes_, lane)
+            plan = _linear_plan(address & OFFSET_MASK, bytes_)
+            warp.cta.machine.counters["tma_load_bytes"] += bytes_
+            mask = int(warp.u16[mask_row][lane]) if mask_row is not None else None
+            for cta, _ in _shared_targets(warp, address, mask):
+                signalled = _barrier_for(warp, cta, signal(warp, lane), multicast=multicast, pair=False)
+                read = _linear_reader(warp, start, bytes_, signalled, local=local)
+                _begin_load(warp, cta, plan, signalled, read, line, text)
+
+    return step
+
+
+def _check_linear(destination: int, source: int, size: int, lane: int) -> None:
+    for what, value in (("destination", destination), ("source", source), ("size", size)):
+        if value % 16:
+            raise Fault("misaligned", f"the {what} {value:#x} of a bulk copy is not a multiple of 16", lane=lane)
+    if size <= 0:
+        raise Fault("bulk-copy", f"a bulk copy of {size} bytes", lane=lane)
+
+
+def _linear_plan(offset: int, size: int) -> BoxPlan:
+    addresses = offset + np.arange(0, size, 16, dtype=np.int64)
+    inside = np.ones(addresses.size, np.bool_)
+    return BoxPlan(16, addresses, addresses, inside, True, np.zeros(16, np.uint8), size)
+
+
+def _linear_reader(
+    warp: Warp, start: int, size: int, barrier: MBarrier, *, local: bool
+) -> Callable[[], npt.NDArray[np.uint8]]:
+    machine, cta = warp.cta.machine, warp.cta
+    if local:
+        offset = start & OFFSET_MASK
+        pieces = offset + np.arange(0, size, 16, dtype=np.int64)
+        mark = stamp(barrier.copy_agent, cta.cluster.next_copy())
+        cta.smem.async_read(granules_of(pieces, 16), warp.clock, mark, "the bulk copy")
+        return lambda: cta.smem.data[offset : offset + size].reshape(-1, 16)
+
+    def read() -> npt.NDArray[np.uint8]:
+        buffer = machine.memory.find(start, size, "bulk copy")
+        return buffer.data[start - buffer.base : start - buffer.base + size].reshape(-1, 16)
+
+    return read
+
+
+_REDUCTIONS = "add min max inc dec and or xor"
+
+
+@opcode("cp.async.bulk.tensor.<dim>.global.shared::cta{.<mode>}.bulk_group{.L2::cache_hint}", section="9.7.9.27.1.2",
+        counter="tma", dim=_DIMS, mode="tile tile::scatter4", witness="hardware")  # fmt: skip
+@opcode("cp.reduce.async.bulk.tensor.<dim>.global.shared::cta.<op>{.<mode>}.bulk_group{.L2::cache_hint}",
+        section="9.7.9.27.1.3", counter="tma", dim=_DIMS, mode="tile", op=_REDUCTIONS)  # fmt: skip
+def tensor_store(b: Binder) -> Step:
+    """A box from shared memory to global memory, clipped to the tensor; with an operation it is combined there."""
+    destination, source = b.operands[:2]
+    tensor, origin = _TensorOperand(b, destination), _shared(b, source)
+    operation = b.words.get("op", "")
+    line, text = b.instruction.line, b.instruction.text
+
+    def step(warp: Warp) -> None:
+        for lane in _lanes(warp):
+            tensor_map, address = tensor.tensor_map(warp, lane), origin(warp, lane)
+            offset = warp.cta.own_offset(address, "tensor store")
+            plan = _plan(b, tensor_map, tensor.coordinates(warp, lane), offset, store=True)
+            serial, groups = warp.cta.cluster.next_copy(), CopyGroups.of(warp.copies.bulk, lane, warp.cta.cluster)
+            reader = stamp(groups.agent, serial)
+            granules = granules_of(plan.smem_addresses, plan.piece_bytes)
+            warp.cta.smem.async_read(granules, warp.clock, reader, "the tensor store")
+            counters = warp.cta.machine.counters
+            counters["tma_stores"] += 1
+            counters["tma_store_bytes"] += int(plan.in_bounds.sum()) * plan.piece_bytes
+            done = submit(warp, "a tensor store", line, text, _store_performer(warp, plan, tensor_map, operation))
+            groups.open.append(Copy(done, serial))
+
+    return step
+
+
+def _store_performer(warp: Warp, plan: BoxPlan, tensor_map: TensorMap, operation: str) -> Callable[[], None]:
+    smem, memory = warp.cta.smem, warp.cta.machine.memory
+
+    def perform() -> None:
+        inside = plan.in_bounds
+        if not inside.any():
+            return
+        addresses = plan.global_addresses[inside]
+        pieces = read_pieces(smem.data, plan.smem_addresses, plan.piece_bytes)[inside]
+        buffer = memory.find_span(addresses, plan.piece_bytes, "tensor store", writing=True)
+        if operation:
+            old = read_pieces(buffer.data, addresses - buffer.base, plan.piece_bytes)
+            pieces = reduced(old, pieces, operation, tensor_map.element.name)
+        write_pieces(buffer.data, addresses - buffer.base, np.ascontiguousarray(pieces))
+
+    return perform
+
+
+_NUMPY = {"u8": "u1", "u16": "u2", "u32": "u4", "s32": "i4", "u64": "u8", "s64": "i8", "f16": "f2", "f32": "f4",
+          "f64": "f8", "b32": "u4", "b64": "u8", "f32_ftz": "f4"}  # fmt: skip
+
+
+def _wrapping_increment(old: npt.NDArray[np.uint32], limit: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    return np.where(old >= limit, np.zeros_like(old), old + 1)
+
+
+def _wrapping_decrement(old: npt.NDArray[np.uint32], limit: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    return np.where((old == 0) | (old > limit), limit, old - 1)
+
+
+_COMBINE: dict[str, Callable[..., npt.NDArray[np.generic]]] = {
+    "add": np.add, "min": np.fmin, "max": np.fmax, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "inc": _wrapping_increment, "dec": _wrapping_decrement,
+}  # fmt: skip
+
+
+def reduced(
+    old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], operation: str, element: str
+) -> npt.NDArray[np.uint8]:
+    """Bytes of `old OP new`, elementwise in the type of the tensor map; rounding is to nearest even."""
+    if element == "bf16":
+        wide = [np.left_shift(part.view(np.uint16).astype(np.uint32), 16).view(np.float32) for part in (old, new)]
+        bits = _COMBINE[operation](*wide).astype(np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8).reshape(new.shape)
+    if element not in _NUMPY:
+        raise Fault("bulk-copy", f"a reduction on elements of type {element} is not implemented")
+    dtype = np.dtype(_NUMPY[element])
+    return _COMBINE[operation](old.view(dtype), new.view(dtype)).astype(dtype).view(np.uint8).reshape(new.shape)
+
+
+@opcode("cp.async.bulk.global.shared::cta.bulk_group{.L2::cache_hint}", section="9.7.9.25.4.1", counter="tma")
+@opcode("cp.reduce.async.bulk.global.shared::cta.bulk_group{.L2::cache_hint}.<op>{.noftz}.<type>",
+        section="9.7.9.25.4.2", counter="tma", op=_REDUCTIONS,
+        type="b32 u32 s32 b64 u64 s64 f16 bf16 f32 f64")  # fmt: skip
+def linear_store(b: Binder) -> Step:
+    """A run of bytes from shared to global memory, or a reduction into it."""
+    destination, source, size = b.operands[:3]
+    address_of, origin, count = b.address(destination), _shared(b, source), b.source(size, "u32")
+    operation, element = b.words.get("op", ""), b.words.get("type", "")
+    line, text = b.instruction.line, b.instruction.text
+
+    def step(warp: Warp) -> None:
+        for lane in _lanes(warp):
+            bytes_, target, start = int(warp.u32[count][lane]), int(address_of(warp)[lane]), origin(warp, lane)
+            _check_linear(target, start, bytes_, lane)
+            offset, serial = warp.cta.own_offset(start, "bulk copy"), warp.cta.cluster.next_copy()
+            pieces = offset + np.arange(0, bytes_, 16, dtype=np.int64)
+            groups = CopyGroups.of(warp.copies.bulk, lane, warp.cta.cluster)
+            warp.cta.smem.async_read(granules_of(pieces, 16), warp.clock, stamp(groups.agent, serial), "the bulk copy")
+            warp.cta.machine.counters["tma_store_bytes"] += bytes_
+
+            def perform(target: int = target, offset: int = offset, bytes_: int = bytes_) -> None:
+                buffer = warp.cta.machine.memory.find_span(np.array([target]), bytes_, "bulk copy", writing=True)
+                into = buffer.data[target - buffer.base : target - buffer.base + bytes_]
+                data = warp.cta.smem.data[offset : offset + bytes_]
+                into[:] = reduced(into.copy(), data.copy(), operation, element) if operation else data
+
+            done = submit(warp, "a bulk copy", line, text, perform)
+            groups.open.append(Copy(done, serial))
+
+    return step
+
+
+@opcode("cp.async.bulk.commit_group", section="9.7.9.27.2.1", counter="tma")
+def commit_group(b: Binder) -> Step:
+    """Close the thread's open bulk group."""
+
+    def step(warp: Warp) -> None:
+        for lane in _lanes(warp):
+            CopyGroups.of(warp.copies.bulk, lane, warp.cta.cluster).commit()
+
+    return step
+
+
+@opcode("cp.async.bulk.wait_group{.read}", section="9.7.9.27.2.2", kind="tail", counter="tma")
+def wait_group(b: Binder) -> Step:
+    """Wait until at most N of the thread's latest bulk groups are pending. Sources count as read when all is done."""
+    allowed = b.immediate(b.expect(1)[0])
+
+    def step(warp: Warp) -> object:
+        groups = [CopyGroups.of(warp.copies.bulk, lane, warp.cta.cluster) for lane in _lanes(warp)]
+
+        def finish() -> None:
+            for group in groups:
+                warp.clock.seen[group.agent] = max(int(warp.clock.seen[group.agent]), group.waited(allowed))
+
+        return Wait(
+            ready=lambda: not any(group.outstanding(allowed) for group in groups),
+            reason=lambda: f"all but {allowed} of its bulk groups to end",
+            finish=finish,
+        )
+
+    return step
+
+
+@opcode("cp.async.bulk.prefetch.tensor.<dim>.L2.global{.<mode>}{.L2::cache_hint}", section="9.7.9.27.1.4",
+        counter="tma", dim=_DIMS, mode=_MODES)  # fmt: skip
+@opcode("cp.async.bulk.prefetch.L2.global{.L2::cache_hint}", section="9.7.9.25.4.3", counter="tma")
+@opcode("prefetch{.<space>}.tensormap", section="9.7.9.15", counter="tma", space="param const")
+def prefetch(b: Binder) -> Step:
+    """Caches do not change results here."""
+    return lambda warp: None

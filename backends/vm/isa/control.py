@@ -1,0 +1,58 @@
+"""Control flow: branches, returns, traps and the hints around them (PTX ISA 9.7.12)."""
+
+from __future__ import annotations
+
+from backends.vm.ast import Symbol
+from backends.vm.binder import Binder
+from backends.vm.faults import Fault
+from backends.vm.forms import Step, opcode
+from backends.vm.warp import Warp
+
+
+def _nothing(warp: Warp) -> None:
+    return None
+
+
+@opcode("bra{.uni}", section="9.7.12.3", kind="tail", control="branch", counter="control")
+def bra(b: Binder) -> Step:
+    """Jump; the label is resolved when blocks are cut."""
+    (label,) = b.expect(1)
+    if not isinstance(label, Symbol):
+        raise b.error("the target must be a label")
+    return _nothing
+
+
+@opcode("ret{.uni}", section="9.7.12.6", kind="tail", control="exit", counter="control")
+@opcode("exit", section="9.7.12.7", kind="tail", control="exit", counter="control")
+def leave(b: Binder) -> Step:
+    """End the active lanes."""
+    b.expect(0)
+    return _nothing
+
+
+@opcode("trap", section="9.7.19.4", kind="tail", counter="control")
+def trap(b: Binder) -> Step:
+    """The kernel gives up."""
+
+    def step(warp: Warp) -> object:
+        raise Fault("trap", "the kernel executed trap")
+
+    return step
+
+
+@opcode("brkpt", section="9.7.19.1", counter="control")
+@opcode("nanosleep.u32", section="9.7.19.2", counter="control")
+@opcode("pmevent{.mask}", section="9.7.19.3", counter="control")
+@opcode("griddepcontrol.<action>", section="9.7.13.13", counter="control", action="launch_dependents wait")
+def no_effect(b: Binder) -> Step:
+    """Time, register budgets and dependent launches mean nothing here: grids run one after the other."""
+    return _nothing
+
+
+@opcode("setmaxnreg.<way>.sync.aligned.u32", section="9.7.19.5", counter="control", way="inc dec")
+def setmaxnreg(b: Binder) -> Step:
+    """Registers are not scarce here; the count must still be one that the ISA admits."""
+    count = b.immediate(b.expect(1)[0])
+    if not 24 <= count <= 256 or count % 8:
+        raise b.error(f"the register count {count} must be a multiple of 8 in 24..256")
+    return lambda warp: warp.converged("setmaxnreg")

@@ -1,0 +1,163 @@
+"""Copies of single threads from global to shared memory: cp.async and its groups (PTX ISA 9.7.9.25.3, 9.7.13.15.15)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.binder import Binder
+from backends.vm.clocks import Clock, stamp
+from backends.vm.copy_groups import Copy, ThreadGroups
+from backends.vm.engine import submit
+from backends.vm.faults import Fault
+from backends.vm.forms import Step, opcode
+from backends.vm.isa.mbarrier_ops import places
+from backends.vm.mbarrier import MBarrier
+from backends.vm.memory import check_alignment
+from backends.vm.steps import Wait
+from backends.vm.warp import Warp
+
+_PREFETCH = "L2::64B L2::128B L2::256B"
+Addresses = npt.NDArray[np.int64]
+
+
+def _groups(warp: Warp) -> list[ThreadGroups]:
+    """The groups of the active lanes; the copies of one warp are one agent."""
+    plain, agent = warp.copies.plain, warp.copies.plain_agent
+    if agent is None:
+        agent = warp.copies.plain_agent = warp.cta.cluster.new_copy_agent()
+    return [plain.setdefault(lane, ThreadGroups(agent)) for lane in np.flatnonzero(warp.mask).tolist()]
+
+
+@opcode("cp.async.<cache>.<dst>.global{.L2::cache_hint}{.<prefetch>}", section="9.7.9.25.3.1", counter="memory",
+        cache="ca cg", dst="shared shared::cta", prefetch=_PREFETCH)  # fmt: skip
+def cp_async(b: Binder) -> Step:
+    """4, 8 or 16 bytes a thread (.cg: 16) from global to shared memory; what `src-size` leaves out becomes zero."""
+    destination, source, size_operand, *rest = b.operands
+    size = b.immediate(size_operand)
+    if size not in ((16,) if b.words["cache"] == "cg" else (4, 8, 16)):
+        raise b.error(f"cp-size {size}; it is {'16 with .cg' if b.words['cache'] == 'cg' else '4, 8 or 16'}")
+    if b.words["L2::cache_hint"]:
+        b.source(rest.pop(), "u64")
+    if len(rest) > 1:
+        raise b.error(
+            f"{len(b.operands)} operands; it takes [dst], [src], cp-size and at most a src-size or ignore-src"
+        )
+    ignores = bool(rest) and b.width(rest[0]) == 1
+    count_row = b.source(rest[0], "u32") if rest and not ignores else None
+    ignored = b.predicate(rest[0]) if rest and ignores else None
+    to, origin = b.address(destination), b.address(source)
+    line, text = b.instruction.line, b.instruction.text
+
+    def counts(warp: Warp, lanes: Addresses) -> Addresses:
+        if ignored is not None:
+            row, negated = ignored
+            return np.where(warp.pred[row][lanes] ^ negated, 0, size)
+        return np.full(lanes.size, size) if count_row is None else warp.u32[count_row][lanes].astype(np.int64)
+
+    def step(warp: Warp) -> None:
+        lanes = np.flatnonzero(warp.mask)
+        targets, sources, valid = to(warp)[lanes], origin(warp)[lanes], counts(warp, lanes)
+        smem, cluster = warp.cta.smem, warp.cta.cluster
+        try:
+            offsets = np.array([warp.cta.own_offset(int(address), "cp.async") for address in targets], np.int64)
+            smem.check(offsets, size, "cp.async")
+            check_alignment(sources, size, "cp.async from global memory")
+            if (valid > size).any():
+                raise Fault("cp-async", f"src-size {int(valid.max())} exceeds cp-size {size}", lane=int(valid.argmax()))
+        except Fault as fault:
+            fault.lane = None if fault.lane is None else int(lanes[fault.lane])
+            raise
+        granules = (offsets[:, None] + np.arange(0, size, 4)) >> 2
+        smem.async_write_begins(granules, warp.clock, line, "cp.async", generic=True)
+        groups, serial = _groups(warp), cluster.next_copy()
+
+        def perform() -> None:
+            for address, offset, bytes_ in zip(sources.tolist(), offsets.tolist(), valid.tolist(), strict=True):
+                piece = np.zeros(size, np.uint8)
+                if bytes_:
+                    buffer = warp.cta.machine.memory.find(address, bytes_, "cp.async")
+                    piece[:bytes_] = buffer.data[address - buffer.base : address - buffer.base + bytes_]
+                smem.data[offset : offset + size] = piece
+            smem.async_write_ends(granules, stamp(groups[0].agent, serial), line)
+
+        done = submit(warp, "a cp.async", line, text, perform, queue=warp.copies)
+        for group in groups:
+            group.open.append(Copy(done, serial))
+
+    return step
+
+
+@opcode("cp.async.commit_group", section="9.7.9.25.3.2", counter="memory")
+def commit_group(b: Binder) -> Step:
+    """Close the thread's open group."""
+    b.expect(0)
+
+    def step(warp: Warp) -> None:
+        for group in _groups(warp):
+            group.commit()
+
+    return step
+
+
+@opcode("cp.async.wait_group", section="9.7.9.25.3.3", kind="tail", counter="memory")
+def wait_group(b: Binder) -> Step:
+    """Wait until at most N of the thread's latest groups are pending."""
+    allowed = b.immediate(b.expect(1)[0])
+    return lambda warp: _wait(warp, allowed)
+
+
+@opcode("cp.async.wait_all", section="9.7.9.25.3.3", kind="tail", counter="memory")
+def wait_all(b: Binder) -> Step:
+    """Wait for everything that the thread has issued, as after a commit_group."""
+    b.expect(0)
+
+    def step(warp: Warp) -> object:
+        for group in _groups(warp):
+            group.commit()
+        return _wait(warp, 0)
+
+    return step
+
+
+def _wait(warp: Warp, allowed: int) -> Wait:
+    groups = _groups(warp)
+
+    def finish() -> None:
+        for group in groups:
+            warp.clock.seen[group.agent] = max(int(warp.clock.seen[group.agent]), group.waited(allowed))
+
+    return Wait(
+        ready=lambda: not any(group.outstanding(allowed) for group in groups),
+        reason=lambda: f"all but {allowed} of its cp.async groups to end",
+        finish=finish,
+    )
+
+
+@opcode("cp.async.mbarrier.arrive{.<noinc>}{.<space>}.b64", section="9.7.13.15.15", counter="mbarrier", noinc="noinc",
+        space="shared shared::cta")  # fmt: skip
+def copy_arrive(b: Binder) -> Step:
+    """Arrive when this thread's earlier cp.async have ended; without .noinc the pending count is raised first."""
+    find = places(b, b.expect(1)[0])
+    increments = not b.words["noinc"]
+    line, text = b.instruction.line, b.instruction.text
+
+    def step(warp: Warp) -> None:
+        landed = Clock.zero(warp.clock.seen.size)
+        for group in _groups(warp):
+            landed.seen[group.agent] = warp.cta.cluster.copy_serial
+            group.hand_over()
+        for (cta, offset), lanes in find(warp):
+            barrier = cta.mbarrier(offset, warp.clock)
+            if increments:
+                barrier.pending += len(lanes)
+            perform = partial(_arrive, barrier, len(lanes), landed, f"the cp.async.mbarrier.arrive of PTX line {line}")
+            submit(warp, "an arrival of cp.async", line, text, perform, queue=warp.copies, signals=(barrier,))
+
+    return step
+
+
+def _arrive(barrier: MBarrier, count: int, landed: Clock, by: str) -> None:
+    barrier.arrive(count, landed, by)

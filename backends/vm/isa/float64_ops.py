@@ -1,0 +1,90 @@
+"""Double-precision arithmetic (PTX ISA 9.7.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import numpy as np
+
+from backends.vm.binder import Binder
+from backends.vm.forms import Step, opcode
+from backends.vm.lanewise import Compute, lanewise
+from backends.vm.numerics import f64
+from backends.vm.numerics.formats import Float64, Rounding
+
+_ROUNDINGS = "rn rz rm rp"
+_ROUNDED: dict[str, tuple[Callable[..., Float64], int]] = {
+    "add": (f64.add, 2),
+    "sub": (f64.sub, 2),
+    "mul": (f64.mul, 2),
+    "div": (f64.div, 2),
+    "fma": (f64.fma, 3),
+    "mad": (f64.fma, 3),
+    "sqrt": (f64.sqrt, 1),
+    "rcp": (lambda a, rounding: f64.div(np.ones_like(a), a, rounding=rounding), 1),
+}
+_UPPER_WORD = np.uint64(0xFFFF_FFFF_0000_0000)
+_UPPER_NAN = np.uint64(0x7FFF_FFFF_0000_0000)
+_SMALLEST_NORMAL = 2.0**-1022
+
+
+@opcode("add{.<rnd>}.f64", section="9.7.3.3", counter="float", rnd=_ROUNDINGS)
+@opcode("sub{.<rnd>}.f64", section="9.7.3.4", counter="float", rnd=_ROUNDINGS)
+@opcode("mul{.<rnd>}.f64", section="9.7.3.5", counter="float", rnd=_ROUNDINGS)
+@opcode("fma.<rnd>.f64", section="9.7.3.6", counter="float", rnd=_ROUNDINGS)
+@opcode("mad.<rnd>.f64", section="9.7.3.7", counter="float", rnd=_ROUNDINGS)
+@opcode("div.<rnd>.f64", section="9.7.3.8", counter="float", rnd=_ROUNDINGS)
+@opcode("rcp.<rnd>.f64", section="9.7.3.13", counter="float", rnd=_ROUNDINGS)
+@opcode("sqrt.<rnd>.f64", section="9.7.3.15", counter="float", rnd=_ROUNDINGS)
+def arithmetic(b: Binder) -> Step:
+    """Correctly rounded, to nearest if nothing else is said."""
+    function, count = _ROUNDED[b.instruction.parts[0]]
+    return lanewise(b, "f64", cast(Compute, partial(function, rounding=cast(Rounding, b.words["rnd"] or "rn"))), count)
+
+
+@opcode("abs.f64", section="9.7.3.9", counter="float")
+@opcode("neg.f64", section="9.7.3.10", counter="float")
+def sign_bit(b: Binder) -> Step:
+    """Magnitude or negation."""
+    return lanewise(b, "f64", cast(Compute, np.abs if b.instruction.parts[0] == "abs" else np.negative), 1)
+
+
+@opcode("min.f64", section="9.7.3.11", counter="float")
+@opcode("max.f64", section="9.7.3.12", counter="float")
+def extremum(b: Binder) -> Step:
+    """Smaller or larger; a NaN operand is passed over, and -0 is below +0."""
+    return lanewise(b, "f64", cast(Compute, f64.minimum if b.instruction.parts[0] == "min" else f64.maximum), 2)
+
+
+@opcode("copysign.f64", section="9.7.3.2", counter="float")
+def copysign(b: Binder) -> Step:
+    """The magnitude of the second source with the sign of the first."""
+    return lanewise(b, "f64", lambda a, c: np.copysign(c, a), 2)
+
+
+def _upper(a: Float64) -> Float64:
+    """`a` without its lower 32 bits, subnormals flushed to zero of their sign."""
+    kept = (a.view(np.uint64) & _UPPER_WORD).view(np.float64)
+    return np.where(np.abs(kept) < _SMALLEST_NORMAL, np.copysign(0.0, kept), kept)
+
+
+def _upper_result(values: Float64) -> Float64:
+    bits = _upper(values).view(np.uint64)
+    return np.where(np.isnan(values), _UPPER_NAN, bits).view(np.float64)
+
+
+@opcode("rcp.approx.ftz.f64", section="9.7.3.14", counter="special")
+@opcode("rsqrt.approx.ftz.f64", section="9.7.3.17", counter="special")
+def gross(b: Binder) -> Step:
+    """Reciprocal (square root) to the upper 32 bits: 20 bits of mantissa each, subnormals flushed."""
+    if b.instruction.parts[0] == "rcp":
+        return lanewise(b, "f64", lambda a: _upper_result(1.0 / _upper(a)), 1)
+    return lanewise(b, "f64", lambda a: _upper_result(1.0 / np.sqrt(_upper(a))), 1)
+
+
+@opcode("rsqrt.approx.f64", section="9.7.3.16", counter="special")
+def rsqrt(b: Binder) -> Step:
+    """1 / sqrt(a), within the documented error; a zero gives infinity of its sign."""
+    return lanewise(b, "f64", lambda a: 1.0 / np.sqrt(a), 1)

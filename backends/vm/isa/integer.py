@@ -1,0 +1,399 @@
+"""Integer and bit arithmetic (PTX ISA 9.7.1, 9.7.8). Results wrap; division by zero gives all ones, as on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.ast import Immediate
+from backends.vm.binder import Binder
+from backends.vm.forms import Step, opcode
+from backends.vm.warp import Warp
+
+Result = npt.NDArray[np.generic]
+# Rows come in every integer type; the checker needs one of them.
+Row = npt.NDArray[np.int64]
+Ufunc = Callable[..., object]
+
+_INTEGERS = "u16 s16 u32 s32 u64 s64"
+_BITS = "b16 b32 b64"
+
+
+def _view(type_name: str) -> str:
+    return "u" + type_name[1:] if type_name[0] == "b" else type_name
+
+
+def _dtype(type_name: str) -> np.dtype[np.generic]:
+    kind = "i" if type_name[0] == "s" else "u"
+    return np.dtype(f"{kind}{int(type_name[1:]) // 8}")
+
+
+def _binary(b: Binder, view: str, operation: Ufunc) -> Step:
+    d, a, c = b.expect(3)
+    rd, ra, rc = b.destination(d, view), b.source(a, view), b.source(c, view)
+    if view == "s32":
+        return lambda warp: operation(warp.s32[ra], warp.s32[rc], out=warp.s32[rd], where=warp.where)
+    if view == "u32":
+        return lambda warp: operation(warp.u32[ra], warp.u32[rc], out=warp.u32[rd], where=warp.where)
+    if view == "u64":
+        return lambda warp: operation(warp.u64[ra], warp.u64[rc], out=warp.u64[rd], where=warp.where)
+
+    def step(warp: Warp) -> None:
+        rows = getattr(warp, view)
+        operation(rows[ra], rows[rc], out=rows[rd], where=warp.where)
+
+    return step
+
+
+def _computed(b: Binder, view: str, compute: Callable[..., Result], count: int, destination: str | None = None) -> Step:
+    d, *sources = b.expect(count + 1)
+    out = destination or view
+    rd = b.destination(d, out)
+    rows_of = [b.source(source, view) for source in sources]
+
+    def step(warp: Warp) -> None:
+        rows = getattr(warp, view)
+        np.copyto(getattr(warp, out)[rd], compute(*(rows[row] for row in rows_of)), where=warp.where, casting="unsafe")
+
+    return step
+
+
+@opcode("add.<type>", section="9.7.1.1", type=_INTEGERS)
+def add(b: Binder) -> Step:
+    """d = a + c, wrapping."""
+    return _binary(b, _view(b.words["type"]), np.add)
+
+
+@opcode("sub.<type>", section="9.7.1.2", type=_INTEGERS)
+def sub(b: Binder) -> Step:
+    """d = a - c, wrapping."""
+    return _binary(b, _view(b.words["type"]), np.subtract)
+
+
+@opcode("add.sat.s32", section="9.7.1.1")
+@opcode("sub.sat.s32", section="9.7.1.2")
+def saturating(b: Binder) -> Step:
+    """Addition and subtraction clamped to the range of s32."""
+    sign = 1 if b.instruction.parts[0] == "add" else -1
+
+    def compute(a: Row, c: Row) -> Row:
+        return np.clip(a.astype(np.int64) + sign * c.astype(np.int64), -(2**31), 2**31 - 1)
+
+    return _computed(b, "s32", compute, 2)
+
+
+@opcode("mul.lo.<type>", section="9.7.1.3", type=_INTEGERS)
+def mul_lo(b: Binder) -> Step:
+    """Low half of the product."""
+    return _binary(b, _view(b.words["type"]), np.multiply)
+
+
+def _high(a: Row, c: Row, type_name: str) -> Result:
+    bits = int(type_name[1:])
+    if bits < 64:
+        wide = np.int64 if type_name[0] == "s" else np.uint64
+        return (a.astype(wide) * c.astype(wide)) >> wide(bits)
+    products = [int(x) * int(y) >> 64 for x, y in zip(a.tolist(), c.tolist(), strict=True)]
+    return np.array(products, _dtype(type_name))
+
+
+@opcode("mul.hi.<type>", section="9.7.1.3", type=_INTEGERS)
+def mul_hi(b: Binder) -> Step:
+    """High half of the product."""
+    kind = b.words["type"]
+    return _computed(b, _view(kind), lambda a, c: _high(a, c, kind), 2)
+
+
+_WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
+
+
+@opcode("mul.wide.<type>", section="9.7.1.3", type=" ".join(_WIDER))
+def mul_wide(b: Binder) -> Step:
+    """The whole product, in a register of twice the width."""
+    kind = b.words["type"]
+    wide = _dtype(_WIDER[kind])
+    return _computed(b, kind, lambda a, c: a.astype(wide) * c.astype(wide), 2, _WIDER[kind])
+
+
+@opcode("mad.lo.<type>", section="9.7.1.4", type=_INTEGERS)
+def mad_lo(b: Binder) -> Step:
+    """d = low half of a * c, plus e."""
+    return _computed(b, b.words["type"], lambda a, c, e: a * c + e, 3)
+
+
+@opcode("mad.hi.<type>", section="9.7.1.4", type=_INTEGERS)
+def mad_hi(b: Binder) -> Step:
+    """d = high half of a * c, plus e."""
+    kind = b.words["type"]
+    return _computed(b, kind, lambda a, c, e: _high(a, c, kind).astype(a.dtype) + e, 3)
+
+
+@opcode("mad.wide.<type>", section="9.7.1.4", type=" ".join(_WIDER))
+def mad_wide(b: Binder) -> Step:
+    """d = a * c + e with d and e of twice the width."""
+    kind = b.words["type"]
+    wide, wide_view = _dtype(_WIDER[kind]), _WIDER[kind]
+    d, a, c, e = b.expect(4)
+    rd, ra, rc, re = b.destination(d, wide_view), b.source(a, kind), b.source(c, kind), b.source(e, wide_view)
+
+    def step(warp: Warp) -> None:
+        rows, wides = getattr(warp, kind), getattr(warp, wide_view)
+        product = rows[ra].astype(wide) * rows[rc].astype(wide) + wides[re]
+        np.copyto(wides[rd], product, where=warp.where)
+
+    return step
+
+
+def _divide(a: Row, c: Row, *, remainder: bool) -> Result:
+    safe = np.where(c == 0, 1, c).astype(a.dtype)
+    rest = np.fmod(a, safe)
+    if remainder:
+        return np.where(c == 0, a, rest)
+    # An exact quotient; the most negative value divided by -1 stays, as it wraps.
+    quotient = (a - rest) // safe
+    return np.where(c == 0, np.invert(np.zeros_like(a)), quotient)
+
+
+@opcode("div.<type>", section="9.7.1.8", type=_INTEGERS)
+def div(b: Binder) -> Step:
+    """Truncating division. By zero the ISA leaves the result open; this machine gives all ones."""
+    return _computed(b, b.words["type"], lambda a, c: _divide(a, c, remainder=False), 2)
+
+
+@opcode("rem.<type>", section="9.7.1.9", type=_INTEGERS)
+def rem(b: Binder) -> Step:
+    """Remainder with the sign of the dividend; the dividend itself for a divisor of zero."""
+    return _computed(b, b.words["type"], lambda a, c: _divide(a, c, remainder=True), 2)
+
+
+@opcode("abs.<type>", section="9.7.1.10", type="s16 s32 s64")
+def absolute(b: Binder) -> Step:
+    """|a|; the most negative value stays."""
+    return _computed(b, b.words["type"], np.abs, 1)
+
+
+@opcode("neg.<type>", section="9.7.1.11", type="s16 s32 s64")
+def negate(b: Binder) -> Step:
+    """-a, wrapping."""
+    return _computed(b, b.words["type"], np.negative, 1)
+
+
+@opcode("min.<type>", section="9.7.1.12", type=_INTEGERS)
+@opcode("max.<type>", section="9.7.1.13", type=_INTEGERS)
+def extremum(b: Binder) -> Step:
+    """Smaller or larger of two."""
+    return _binary(b, _view(b.words["type"]), np.minimum if b.instruction.parts[0] == "min" else np.maximum)
+
+
+@opcode("min.relu.s32", section="9.7.1.12")
+@opcode("max.relu.s32", section="9.7.1.13")
+def extremum_relu(b: Binder) -> Step:
+    """Smaller or larger of two, negative results replaced by zero."""
+    choose = np.minimum if b.instruction.parts[0] == "min" else np.maximum
+    return _computed(b, "s32", lambda a, c: np.maximum(choose(a, c), 0), 2)
+
+
+_LOGIC: dict[str, Ufunc] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+
+
+@opcode("and.<type>", section="9.7.8.1", type=_BITS)
+@opcode("or.<type>", section="9.7.8.2", type=_BITS)
+@opcode("xor.<type>", section="9.7.8.3", type=_BITS)
+def logic(b: Binder) -> Step:
+    """Bitwise and, or, exclusive or."""
+    return _binary(b, _view(b.words["type"]), _LOGIC[b.instruction.parts[0]])
+
+
+@opcode("and.pred", section="9.7.8.1")
+@opcode("or.pred", section="9.7.8.2")
+@opcode("xor.pred", section="9.7.8.3")
+def logic_pred(b: Binder) -> Step:
+    """The same on predicates."""
+    d, a, c = b.expect(3)
+    rd = b.destination(d, "pred")
+    (ra, na), (rc, nc) = b.predicate(a), b.predicate(c)
+    operation = _LOGIC[b.instruction.parts[0]]
+
+    def step(warp: Warp) -> None:
+        pred = warp.pred
+        operation(pred[ra] ^ na, pred[rc] ^ nc, pred[rd], where=warp.where)
+
+    return step
+
+
+@opcode("not.<type>", section="9.7.8.4", type=_BITS)
+def invert(b: Binder) -> Step:
+    """Bitwise complement."""
+    return _computed(b, _view(b.words["type"]), np.invert, 1)
+
+
+@opcode("not.pred", section="9.7.8.4")
+def invert_pred(b: Binder) -> Step:
+    """Complement of a predicate."""
+    return _computed(b, "pred", np.logical_not, 1)
+
+
+@opcode("cnot.<type>", section="9.7.8.5", type=_BITS)
+def cnot(b: Binder) -> Step:
+    """1 where a is zero, else 0."""
+    return _computed(b, _view(b.words["type"]), lambda a: a == 0, 1)
+
+
+def _shift(b: Binder, operation: np.ufunc, beyond: Callable[[Row], Result]) -> Step:
+    """Shift by a literal or, lane by lane, a register; `beyond` gives the result for amounts of the width or more."""
+    kind = b.words["type"]
+    view, bits = _view(kind), int(kind[1:])
+    d, a, amount = b.expect(3)
+    rd, ra, rn = b.destination(d, view), b.source(a, view), b.source(amount, "u32")
+    dtype = _dtype(view)
+    fixed = amount.value & 0xFFFF_FFFF if isinstance(amount, Immediate) else bits
+    if fixed < bits:
+        by = dtype.type(fixed)
+        if view == "u32":
+            return lambda warp: operation(warp.u32[ra], by, out=warp.u32[rd], where=warp.where)
+
+        def shift(warp: Warp) -> None:
+            rows = getattr(warp, view)
+            operation(rows[ra], by, out=rows[rd], where=warp.where)
+
+        return shift
+
+    def step(warp: Warp) -> None:
+        rows, counts = getattr(warp, view), warp.u32[rn]
+        shifted = operation(rows[ra], np.minimum(counts, bits - 1).astype(dtype))
+        np.copyto(rows[rd], np.where(counts >= bits, beyond(rows[ra]), shifted), where=warp.where, casting="unsafe")
+
+    return step
+
+
+@opcode("shl.<type>", section="9.7.8.8", type=_BITS)
+def shl(b: Binder) -> Step:
+    """Shift left; by the width or more gives zero."""
+    return _shift(b, np.left_shift, np.zeros_like)
+
+
+@opcode("shr.<type>", section="9.7.8.9", type=_BITS + " " + _INTEGERS)
+def shr(b: Binder) -> Step:
+    """Shift right; signed types copy the sign, and amounts of the width or more leave nothing else."""
+    if b.words["type"][0] == "s":
+        return _shift(b, np.right_shift, lambda a: np.where(a < 0, -1, 0))
+    return _shift(b, np.right_shift, np.zeros_like)
+
+
+@opcode("shf.<way>.<mode>.b32", section="9.7.8.7", way="l r", mode="clamp wrap")
+def funnel(b: Binder) -> Step:
+    """Shift the 64 bits {high c, low a} and keep the upper (left) or lower (right) half."""
+    left, clamp = b.words["way"] == "l", b.words["mode"] == "clamp"
+
+    def compute(low: Row, high: Row, amount: Row) -> Result:
+        n = (np.minimum(amount, 32) if clamp else amount & 31).astype(np.uint64)
+        whole = high.astype(np.uint64) << np.uint64(32) | low.astype(np.uint64)
+        return (whole << n) >> np.uint64(32) if left else (whole >> n) & np.uint64(0xFFFFFFFF)
+
+    return _computed(b, "u32", compute, 3)
+
+
+@opcode("popc.<type>", section="9.7.1.14", type="b32 b64")
+def popc(b: Binder) -> Step:
+    """Number of ones, in a 32-bit register."""
+    return _computed(b, _view(b.words["type"]), np.bitwise_count, 1, "u32")
+
+
+def _top_bit(a: Row) -> Row:
+    return np.array([int(value).bit_length() - 1 for value in a.tolist()], np.int64)
+
+
+@opcode("clz.<type>", section="9.7.1.15", type="b32 b64")
+def clz(b: Binder) -> Step:
+    """Number of leading zeros."""
+    bits = int(b.words["type"][1:])
+    return _computed(b, _view(b.words["type"]), lambda a: bits - 1 - _top_bit(a), 1, "u32")
+
+
+@opcode("bfind{.shiftamt}.<type>", section="9.7.1.16", type="u32 u64 s32 s64")
+def bfind(b: Binder) -> Step:
+    """Position of the highest bit that is not a copy of the sign; all ones if there is none."""
+    kind = b.words["type"]
+    bits = int(kind[1:])
+
+    def compute(a: Row) -> Row:
+        top = _top_bit(np.where(a < 0, ~a, a) if kind[0] == "s" else a)
+        return np.where(top < 0, 0xFFFFFFFF, bits - 1 - top if b.words["shiftamt"] else top)
+
+    return _computed(b, kind, compute, 1, "u32")
+
+
+@opcode("brev.<type>", section="9.7.1.18", type="b32 b64")
+def brev(b: Binder) -> Step:
+    """Bits in reverse order."""
+    bits = int(b.words["type"][1:])
+
+    def compute(a: Row) -> Row:
+        return np.array([int(f"{int(value):0{bits}b}"[::-1], 2) for value in a.tolist()], a.dtype)
+
+    return _computed(b, _view(b.words["type"]), compute, 1)
+
+
+@opcode("bfe.<type>", section="9.7.1.19", type="u32 s32 u64 s64")
+def bfe(b: Binder) -> Step:
+    """Bit field of length c (8 bits) from position p (8 bits), zero- or sign-extended."""
+    kind = b.words["type"]
+    signed, bits, view = kind[0] == "s", int(kind[1:]), "u" + kind[1:]
+    d, a, position, length = b.expect(4)
+    rd, ra, rp, rl = b.destination(d, view), b.source(a, view), b.source(position, "u32"), b.source(length, "u32")
+
+    def one(value: int, start: int, count: int) -> int:
+        start, count = start & 0xFF, count & 0xFF
+        sign = value >> min(start + count - 1, bits - 1) & 1 if signed and count else 0
+        kept = max(0, min(count, bits - start))
+        field = value >> start & ((1 << kept) - 1)
+        return (field | (-1 << kept if sign else 0)) & ((1 << bits) - 1)
+
+    def step(warp: Warp) -> None:
+        rows = getattr(warp, view)
+        columns = zip(rows[ra].tolist(), warp.u32[rp].tolist(), warp.u32[rl].tolist(), strict=True)
+        np.copyto(rows[rd], np.array([one(*column) for column in columns], rows[rd].dtype), where=warp.where)
+
+    return step
+
+
+@opcode("bfi.<type>", section="9.7.1.20", type="b32 b64")
+def bfi(b: Binder) -> Step:
+    """Insert the low bits of a into c at a position, for a length."""
+    view, bits = _view(b.words["type"]), int(b.words["type"][1:])
+    d, *operands = b.expect(5)
+    rd = b.destination(d, view)
+    sources = [(kind, b.source(item, kind)) for kind, item in zip((view, view, "u32", "u32"), operands, strict=True)]
+
+    def one(field: int, into: int, position: int, length: int) -> int:
+        mask = ((1 << (length & 0xFF)) - 1) << (position & 0xFF) & ((1 << bits) - 1)
+        return (into & ~mask) | (field << (position & 0xFF) & mask)
+
+    def step(warp: Warp) -> None:
+        columns = zip(*(getattr(warp, kind)[row].tolist() for kind, row in sources), strict=True)
+        out = getattr(warp, view)[rd]
+        np.copyto(out, np.array([one(*column) for column in columns], out.dtype), where=warp.where)
+
+    return step
+
+
+@opcode("lop3.b32", section="9.7.8.6")
+def lop3(b: Binder) -> Step:
+    """Any bitwise function of three inputs, given by its truth table."""
+    d, a, c, e, table = b.expect(5)
+    lut = b.immediate(table)
+    rd = b.destination(d, "u32")
+    ra, rc, re = (b.source(item, "u32") for item in (a, c, e))
+
+    def step(warp: Warp) -> None:
+        u32 = warp.u32
+        x, y, z = u32[ra], u32[rc], u32[re]
+        out = np.zeros_like(x)
+        for minterm in range(8):
+            if lut >> minterm & 1:
+                out |= (x if minterm & 4 else ~x) & (y if minterm & 2 else ~y) & (z if minterm & 1 else ~z)
+        np.copyto(u32[rd], out, where=warp.where)
+
+    return step

@@ -1,0 +1,220 @@
+"""mbarrier instructions (PTX ISA 9.7.13.15); behaviour of phases and parities measured on an H200 (ptx-facts 6.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.access import resolve
+from backends.vm.ast import Operand, Sink
+from backends.vm.binder import Binder
+from backends.vm.cta import Cta
+from backends.vm.forms import Step, opcode
+from backends.vm.mbarrier import MBarrier
+from backends.vm.shared import OFFSET_MASK
+from backends.vm.steps import NEXT, Wait
+from backends.vm.warp import Warp
+
+_SPACE = "shared shared::cta shared::cluster"
+_SEM = "release relaxed acquire"
+_SCOPE = "cta cluster"
+Where = tuple[Cta, int]
+
+
+def places(b: Binder, operand: Operand, *, remote: bool = False) -> Callable[[Warp], Iterator[tuple[Where, list[int]]]]:
+    """The mbarriers that the active lanes name: (CTA, offset), each with its lanes."""
+    address = b.address(operand)
+    space = b.words.get("space", "") or ("" if b.width(getattr(operand, "base", operand)) == 64 else "shared")
+
+    def find(warp: Warp) -> Iterator[tuple[Where, list[int]]]:
+        lanes = np.flatnonzero(warp.mask)
+        where, addresses = resolve(space, address(warp)[lanes])
+        for value in dict.fromkeys(addresses.tolist()):
+            cta = warp.cta
+            if where == "shared::cluster" and remote:
+                cta = warp.cta.cluster.cta_of(value, "mbarrier operation")
+            elif where != "shared::cluster" or value >> 24 != warp.cta.place.cta_rank:
+                warp.cta.own_offset(value, "mbarrier operation")
+            yield (cta, value & OFFSET_MASK), lanes[addresses == value].tolist()
+
+    return find
+
+
+@opcode("mbarrier.init{.<space>}.b64", section="9.7.13.15.9", counter="mbarrier", space=_SPACE, witness="hardware")
+def init(b: Binder) -> Step:
+    """Phase 0, `count` arrivals pending and expected."""
+    a, count = b.expect(2)
+    find, row = places(b, a), b.source(count, "u32")
+
+    def step(warp: Warp) -> None:
+        for (cta, offset), lanes in find(warp):
+            cta.init_mbarrier(offset, int(warp.u32[row][lanes[0]]), warp)
+
+    return step
+
+
+@opcode("mbarrier.inval{.<space>}.b64", section="9.7.13.15.10", counter="mbarrier", space=_SPACE)
+def inval(b: Binder) -> Step:
+    """End the object; its memory may be used again."""
+    find = places(b, b.expect(1)[0])
+
+    def step(warp: Warp) -> None:
+        for (cta, offset), _ in find(warp):
+            cta.inval_mbarrier(offset)
+
+    return step
+
+
+@opcode("mbarrier.expect_tx{.<sem>}{.<scope>}{.<space>}.b64", section="9.7.13.15.11", counter="mbarrier", sem="relaxed",
+        scope=_SCOPE, space=_SPACE, witness="hardware")  # fmt: skip
+@opcode("mbarrier.complete_tx{.<sem>}{.<scope>}{.<space>}.b64", section="9.7.13.15.12", counter="mbarrier",
+        sem="relaxed", scope=_SCOPE, space=_SPACE, witness="hardware")  # fmt: skip
+def transactions(b: Binder) -> Step:
+    """Raise or lower the transaction count of the current phase."""
+    a, count = b.expect(2)
+    find, row = places(b, a, remote=True), b.source(count, "u32")
+    expects = b.instruction.parts[1] == "expect_tx"
+
+    def step(warp: Warp) -> None:
+        warp.cta.machine.engine.events += 1
+        for (cta, offset), lanes in find(warp):
+            barrier = cta.mbarrier(offset, warp.clock)
+            total = int(warp.u32[row][lanes].sum())
+            if expects:
+                barrier.expect(total)
+            else:
+                barrier.complete_transactions(total, warp.clock, _by(warp, b))
+        warp.next_epoch()
+
+    return step
+
+
+def _by(warp: Warp, b: Binder) -> str:
+    return f"{warp.name} at PTX line {b.instruction.line}"
+
+
+_ARRIVE_FORM = "{.<tx>}{.<sem>}{.<scope>}{.<space>}.b64"
+
+
+@opcode("mbarrier.arrive_drop" + _ARRIVE_FORM, section="9.7.13.15.14", counter="mbarrier", tx="expect_tx", sem=_SEM,
+        scope=_SCOPE, space=_SPACE, witness="hardware")  # fmt: skip
+@opcode("mbarrier.arrive" + _ARRIVE_FORM, "mbarrier.arrive{.<nocomplete>}{.<sem>}{.<scope>}{.<space>}.b64",
+        section="9.7.13.15.13", counter="mbarrier", tx="expect_tx", sem=_SEM, scope=_SCOPE, space=_SPACE,
+        nocomplete="noComplete", witness="hardware")  # fmt: skip
+def arrive(b: Binder) -> Step:
+    """Arrive, with expect_tx first raising the transaction count; the token holds the phase it was taken in."""
+    operands = list(b.expect(1, 2, 3))
+    d = operands.pop(0) if len(operands) > 1 and not _is_address(operands[0]) else None
+    find = places(b, operands[0], remote=True)
+    row = b.source(operands[1], "u32") if len(operands) > 1 else None
+    expects, drop = b.words.get("tx") == "expect_tx", b.instruction.parts[1] == "arrive_drop"
+    relaxed = b.words.get("sem") == "relaxed"
+    token = b.destination(d, "u64") if d is not None and not isinstance(d, Sink) else None
+
+    def step(warp: Warp) -> None:
+        warp.cta.machine.engine.events += 1
+        for (cta, offset), lanes in find(warp):
+            barrier = cta.mbarrier(offset, warp.clock)
+            if token is not None:
+                warp.u64[token][lanes] = _token(barrier)
+            given = warp.u32[row][lanes] if row is not None else None
+            if expects and given is not None:
+                barrier.expect(int(given.sum()))
+            count = len(lanes) if expects or given is None else int(given.sum())
+            barrier.arrive(count, warp.released if relaxed else warp.clock, _by(warp, b), drop=drop)
+        if not relaxed:
+            warp.next_epoch()
+
+    return step
+
+
+def _is_address(operand: Operand) -> bool:
+    return type(operand).__name__ == "Address"
+
+
+def _token(barrier: MBarrier) -> np.uint64:
+    # The layout an H200 shows: parity in bit 63, minus the pending count in bits 62..43 (ptx-facts 6.1).
+    return np.uint64((barrier.phase & 1) << 63 | (-barrier.pending & 0xFFFFF) << 43)
+
+
+@opcode("mbarrier.pending_count.b64", section="9.7.13.15.17", counter="mbarrier", witness="hardware")
+def pending_count(b: Binder) -> Step:
+    """The pending count in a token."""
+    d, a = b.expect(2)
+    rd, ra = b.destination(d, "u32"), b.source(a, "u64")
+
+    def step(warp: Warp) -> None:
+        pending = (np.uint64(1 << 20) - (warp.u64[ra] >> np.uint64(43) & np.uint64(0xFFFFF))) & np.uint64(0xFFFFF)
+        np.copyto(warp.u32[rd], pending.astype(np.uint32), where=warp.where)
+
+    return step
+
+
+_WAIT = "{.<parity>}{.<sem>}{.<scope>}{.<space>}.b64"
+_WAIT_WORDS = {"parity": "parity", "sem": "acquire relaxed", "scope": _SCOPE, "space": _SPACE}
+Answer = Callable[[Warp], npt.NDArray[np.bool_]]
+
+
+def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bool_], list[tuple[MBarrier, int]]]]]:
+    d, a, phase, *_ = b.expect(3, 4)
+    rd, find = b.destination(d, "pred"), places(b, a)
+    by_parity = bool(b.words["parity"])
+    row = b.source(phase, "u32" if by_parity else "u64")
+
+    def ask(warp: Warp) -> tuple[npt.NDArray[np.bool_], list[tuple[MBarrier, int]]]:
+        answers = np.zeros(32, np.bool_)
+        asked: list[tuple[MBarrier, int]] = []
+        values = warp.u32[row] if by_parity else warp.u64[row] >> np.uint64(63)
+        for (cta, offset), lanes in find(warp):
+            barrier = cta.mbarrier(offset, warp.clock)
+            for parity in dict.fromkeys(values[lanes].tolist()):
+                asked.append((barrier, int(parity) & 1))
+                passed = barrier.passed(int(parity) & 1)
+                answers[[lane for lane in lanes if values[lane] == parity]] = passed
+                if passed:
+                    warp.clock.join(barrier.completed)
+        return answers, asked
+
+    return rd, ask
+
+
+@opcode("mbarrier.test_wait" + _WAIT, section="9.7.13.15.16", kind="tail", counter="mbarrier", witness="hardware",
+        vocabulary=_WAIT_WORDS)  # fmt: skip
+def test_wait(b: Binder) -> Step:
+    """Whether the phase of that parity (or of that token) is over, without waiting."""
+    rd, ask = _bind_wait(b)
+
+    def step(warp: Warp) -> object:
+        answers, _ = ask(warp)
+        np.copyto(warp.pred[rd], answers, where=warp.where)
+        return NEXT
+
+    return step
+
+
+@opcode("mbarrier.try_wait" + _WAIT, section="9.7.13.15.16", kind="tail", counter="mbarrier", witness="hardware",
+        vocabulary=_WAIT_WORDS)  # fmt: skip
+def try_wait(b: Binder) -> Step:
+    """As test_wait, but the warp parks while the answer is no; it is told no only when nothing else can move."""
+    rd, ask = _bind_wait(b)
+
+    def step(warp: Warp) -> object:
+        answers, asked = ask(warp)
+        np.copyto(warp.pred[rd], answers, where=warp.where)
+        if answers.any():
+            return NEXT
+        warp.cta.machine.counters["mbarrier_stalls"] += 1
+        return Wait(
+            ready=lambda: any(barrier.passed(parity) for barrier, parity in asked),
+            reason=lambda: " or ".join(
+                f"the phase of parity {parity} of mbarrier {barrier.offset:#x} ({barrier.state()})"
+                for barrier, parity in asked
+            ),
+            again=True,
+            expire=lambda: None,
+            target=asked[0][0],
+        )
+
+    return step

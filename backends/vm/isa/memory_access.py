@@ -1,0 +1,227 @@
+"""Loads, stores, atomics and reductions (PTX ISA 9.7.9.8 ff., 9.7.13.5, 9.7.13.6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from backends.vm import access
+from backends.vm.ast import Operand, Sink
+from backends.vm.binder import Binder
+from backends.vm.forms import Step, opcode
+from backends.vm.registers import LANES
+from backends.vm.warp import Warp
+
+_TYPES = "b8 u8 s8 b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64 b128"
+_SPACES = "global shared shared::cta shared::cluster local param const param::entry param::func"
+_CACHE = "ca cg cs lu cv wb wt"
+_EVICT = ("L1::evict_normal L1::evict_unchanged L1::evict_first L1::evict_last L1::no_allocate "
+          "L2::evict_normal L2::evict_first L2::evict_last")  # fmt: skip
+_HINTS = {
+    "sem": "weak relaxed acquire release volatile mmio",
+    "scope": "cta cluster gpu sys",
+    "space": _SPACES,
+    "nc": "nc",
+    "cache": _CACHE,
+    "evict": _EVICT,
+    "evict2": _EVICT,
+    "hint": "L2::cache_hint",
+    "prefetch": "L2::64B L2::128B L2::256B",
+    "vec": "v2 v4 v8",
+    "type": _TYPES,
+}
+_FORM = "{.<sem>}{.<scope>}{.<space>}{.<nc>}{.<cache>}{.<evict>}{.<evict2>}{.<hint>}{.<prefetch>}{.<vec>}.<type>"
+
+
+def _element(type_name: str) -> np.dtype[np.generic]:
+    bits = int(type_name[1:])
+    if bits == 128:
+        return np.dtype("u8")
+    return np.dtype(f"{'i' if type_name[0] == 's' else 'u'}{bits // 8}")
+
+
+def _space(b: Binder) -> str:
+    return b.words["space"].replace("param::entry", "param").replace("param::func", "param")
+
+
+def _strong(b: Binder) -> bool:
+    return b.words["sem"] in ("relaxed", "acquire", "release", "volatile", "mmio")
+
+
+def _view_for(b: Binder, operand: Operand, type_name: str) -> str:
+    """The view of a register that holds an element of `type_name`: of its own width, signed for signed types."""
+    bits = max(int(type_name[1:]), b.width(operand) or 0, 16)
+    return {True: "s", False: "u"}[type_name[0] == "s"] + str(bits) if bits < 128 else "u64x2"
+
+
+@opcode("ld" + _FORM, section="9.7.9.8", counter="memory", vocabulary=_HINTS)
+@opcode("ldu{.<space>}{.<vec>}.<type>", section="9.7.9.10", counter="memory", space="global", vec="v2 v4", type=_TYPES)
+def ld(b: Binder) -> Step:
+    """Load one element or a vector; a register wider than the element is zero- or sign-extended."""
+    d, a = b.operands[:2]
+    space, kind = _space(b), b.words["type"]
+    if space == "const":
+        space = "global"
+    items = b.vector(d, int(b.words["vec"][1:]) if b.words["vec"] else 1)
+    dtype = _element(kind)
+    words = 2 if kind == "b128" else 1
+    size = len(items) * dtype.itemsize * words
+    views = [(column, _view_for(b, item, kind)) for column, item in enumerate(items) if not isinstance(item, Sink)]
+    targets = [(column, view, b.destination(items[column], view, wider=True)) for column, view in views]
+    address = b.address(a)
+    strong = "sem" in b.words and _strong(b)
+
+    def step(warp: Warp) -> None:
+        addresses = address(warp)
+        whole = warp.where is True
+        if not whole:
+            addresses = addresses[warp.mask]
+        if strong:
+            access.synchronise(warp, space, addresses, acquire=True, release=False)
+        values = access.load(warp, space, addresses, size, strong=strong).view(dtype)
+        for column, view, row in targets:
+            register = getattr(warp, view)[row]
+            part = values if words == 2 else values[:, column]
+            if whole:
+                register[...] = part
+            else:
+                register[warp.mask] = part
+
+    return step
+
+
+@opcode("st" + _FORM, section="9.7.9.11", counter="memory", vocabulary=_HINTS)
+def st(b: Binder) -> Step:
+    """Store one element or a vector; of a wider register the low part."""
+    a, source = b.operands[:2]
+    space, kind = _space(b), b.words["type"]
+    items = b.vector(source, int(b.words["vec"][1:]) if b.words["vec"] else 1)
+    dtype = _element(kind)
+    rows = [(view := _view_for(b, item, kind), b.source(item, view, wider=True)) for item in items]
+    address = b.address(a)
+    line = b.instruction.line
+    strong = _strong(b)
+
+    def step(warp: Warp) -> None:
+        values = np.empty((LANES, len(rows) * (2 if kind == "b128" else 1)), dtype)
+        for column, (view, row) in enumerate(rows):
+            register = getattr(warp, view)[row]
+            if kind == "b128":
+                values[:] = register
+            else:
+                values[:, column] = register
+        addresses = address(warp)
+        if warp.where is not True:
+            addresses, values = addresses[warp.mask], values[warp.mask]
+        access.store(warp, space, addresses, values.view(np.uint8), line, strong=strong)
+        if strong:
+            access.synchronise(warp, space, addresses, acquire=False, release=True)
+
+    return step
+
+
+def _wrap_inc(old: int, limit: int) -> int:
+    return 0 if old >= limit else old + 1
+
+
+def _wrap_dec(old: int, limit: int) -> int:
+    return limit if old == 0 or old > limit else old - 1
+
+
+_UPDATES: dict[str, Callable[..., int | float]] = {
+    "add": lambda old, x, _: old + x,
+    "min": lambda old, x, _: min(old, x),
+    "max": lambda old, x, _: max(old, x),
+    "and": lambda old, x, _: old & x,
+    "or": lambda old, x, _: old | x,
+    "xor": lambda old, x, _: old ^ x,
+    "exch": lambda old, x, _: x,
+    "cas": lambda old, x, y: y if old == x else old,
+    "inc": lambda old, x, _: _wrap_inc(old, x),
+    "dec": lambda old, x, _: _wrap_dec(old, x),
+}
+_ATOMIC_FORM = "{.<sem>}{.<scope>}{.<space>}.<op>{.noftz}{.<hint>}.<type>"
+_ATOMIC = {
+    "sem": "relaxed acquire release acq_rel",
+    "scope": "cta cluster gpu sys",
+    "space": "global shared shared::cta shared::cluster",
+    "op": " ".join(_UPDATES),
+    "hint": "L2::cache_hint",
+    "type": "b32 u32 s32 f32 b64 u64 s64 f64",
+}
+
+
+def _numpy_type(kind: str) -> np.dtype[np.generic]:
+    return np.dtype({"b": "u", "u": "u", "s": "i", "f": "f"}[kind[0]] + str(int(kind[1:]) // 8))
+
+
+def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ...]) -> Step:
+    kind, update, space = b.words["type"], _UPDATES[b.words["op"]], b.words["space"]
+    dtype = _numpy_type(kind)
+    view = "u" + kind[1:] if kind[0] == "b" else kind
+    target = None if d is None or isinstance(d, Sink) else b.destination(d, view)
+    rows = [b.source(item, view) for item in sources]
+    address, line = b.address(a), b.instruction.line
+
+    def step(warp: Warp) -> None:
+        lanes = np.flatnonzero(warp.mask)
+        places, first, which = np.unique(address(warp)[lanes], return_index=True, return_inverse=True)
+        access.synchronise(warp, space, places, acquire=True, release=False)
+        found = access.load(warp, space, places, dtype.itemsize, strong=True, lanes=lanes[first]).view(dtype)[:, 0]
+        held: list[int | float] = found.tolist()
+        returned: list[int | float] = []
+        values = [getattr(warp, view)[row][lanes].tolist() for row in rows]
+        for position, place in enumerate(which.tolist()):
+            operands = [column[position] for column in values]
+            returned.append(held[place])
+            new = update(held[place], *operands, *[None] * (2 - len(operands)))
+            held[place] = _wrapped(new, dtype)
+        stored = np.array(held, dtype)[:, None].view(np.uint8)
+        access.store(warp, space, places, stored, line, strong=True, lanes=lanes[first])
+        access.synchronise(warp, space, places, acquire=False, release=True)
+        if target is not None:
+            getattr(warp, view)[target][lanes] = np.array(returned, dtype)
+
+    return step
+
+
+def _wrapped(value: int | float, dtype: np.dtype[np.generic]) -> int | float:
+    if dtype.kind == "f":
+        return float(dtype.type(value))
+    bits = 8 * dtype.itemsize
+    whole = int(value) & (2**bits - 1)
+    return whole - 2**bits if dtype.kind == "i" and whole >> (bits - 1) else whole
+
+
+@opcode("atom" + _ATOMIC_FORM, section="9.7.13.5", counter="memory", vocabulary=_ATOMIC)
+def atom(b: Binder) -> Step:
+    """Read, modify and write one element a lane, lanes in ascending order; returns the old value."""
+    operands = b.operands[:4] if b.words["op"] == "cas" else b.operands[:3]
+    return _atomic(b, operands[0], operands[1], operands[2:])
+
+
+@opcode("red" + _ATOMIC_FORM, section="9.7.13.6", counter="memory", vocabulary=_ATOMIC)
+def red(b: Binder) -> Step:
+    """Like atom, with no result."""
+    return _atomic(b, None, b.operands[0], b.operands[1:2])
+
+
+@opcode(
+    "prefetch{.<space>}.<level>",
+    section="9.7.9.15",
+    counter="memory",
+    space="global local",
+    level="L1 L2 L2::evict_last",
+)
+@opcode("prefetchu.L1", section="9.7.9.15", counter="memory")
+@opcode("discard{.global}.L2", section="9.7.9.17", counter="memory")
+@opcode("applypriority{.global}.L2::evict_normal", section="9.7.9.16", counter="memory")
+@opcode("createpolicy.fractional.<primary>{.<second>}{.b64}.b64", section="9.7.9.18", counter="memory",
+        primary=_EVICT, second=_EVICT)  # fmt: skip
+def cache_hint(b: Binder) -> Step:
+    """Caches do not change results here; a created policy is an opaque word."""
+    if b.instruction.parts[0] == "createpolicy":
+        row = b.destination(b.operands[0], "u64")
+        return lambda warp: np.copyto(warp.u64[row], np.uint64(0), where=warp.where)
+    return lambda warp: None

@@ -1,0 +1,205 @@
+"""mov in its three shapes (copy, pack, unpack), selp, prmt and cvta (PTX ISA 9.7.9)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.ast import Operand, Register, Sink, Vector
+from backends.vm.binder import Binder
+from backends.vm.forms import Step, opcode
+from backends.vm.memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
+from backends.vm.registers import LANES
+from backends.vm.warp import Warp
+
+_VIEW = {16: "u16", 32: "u32", 64: "u64", 128: "u64x2"}
+_SCALARS = "b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64"
+CLOCKS = {
+    "%clock": 32,
+    "%clock_hi": 32,
+    "%clock64": 64,
+    "%globaltimer": 64,
+    "%globaltimer_lo": 32,
+    "%globaltimer_hi": 32,
+}
+
+
+def bits_of(type_name: str) -> int:
+    """Width in bits of a PTX scalar type name."""
+    return int(type_name.lstrip("bfuse"))
+
+
+@opcode("mov.<type>", section="9.7.9.3", counter="move", type=_SCALARS + " b128")
+def mov(b: Binder) -> Step:
+    """Copy a register, a literal or an address; or pack/unpack a vector of narrower registers."""
+    d, a = b.expect(2)
+    width = bits_of(b.words["type"])
+    if isinstance(d, Vector):
+        return _unpack(b, d, a, width)
+    if isinstance(a, Vector):
+        return _pack(b, d, a, width)
+    if isinstance(a, Register) and a.name in CLOCKS:
+        return _clock(b, d, width)
+    view = _VIEW[width]
+    rd, ra = b.destination(d, view), b.source(a, view)
+
+    def step(warp: Warp) -> None:
+        rows = getattr(warp, view)
+        if warp.where is True:
+            rows[rd][...] = rows[ra]
+        else:
+            rows[rd][warp.mask] = rows[ra][warp.mask]
+
+    return _fast_copy(rd, ra, view) if width in (32, 64) else step
+
+
+def _fast_copy(rd: int, ra: int, view: str) -> Step:
+    if view == "u32":
+        return lambda warp: np.copyto(warp.u32[rd], warp.u32[ra], where=warp.where)
+    return lambda warp: np.copyto(warp.u64[rd], warp.u64[ra], where=warp.where)
+
+
+def _clock(b: Binder, d: Operand, width: int) -> Step:
+    view = _VIEW[width]
+    rd = b.destination(d, view)
+
+    def step(warp: Warp) -> None:
+        elapsed = warp.cta.machine.step_budget - warp.cta.machine.steps_left
+        np.copyto(getattr(warp, view)[rd], np.array(elapsed & (2**width - 1), f"u{width // 8}"), where=warp.where)
+
+    return step
+
+
+@opcode("mov.pred", section="9.7.9.3", counter="move")
+def mov_pred(b: Binder) -> Step:
+    """Copy a predicate."""
+    d, a = b.expect(2)
+    rd, ra = b.destination(d, "pred"), b.source(a, "pred")
+    return lambda warp: np.copyto(warp.pred[rd], warp.pred[ra], where=warp.where)
+
+
+def _pack(b: Binder, d: Operand, a: Vector, width: int) -> Step:
+    part = width // len(a.items)
+    if part not in (16, 32, 64) and not (part == 8 and width in (16, 32)):
+        raise b.error(f"{len(a.items)} parts do not make {width} bits")
+    view, whole = _VIEW[max(part, 16)], _VIEW[width]
+    rd = b.destination(d, whole)
+    sources = [b.source(item, view) for item in a.items]
+    dtype = np.dtype(f"u{part // 8}")
+
+    def step(warp: Warp) -> None:
+        rows = getattr(warp, view)
+        packed = np.empty((LANES, len(sources)), dtype)
+        for column, row in enumerate(sources):
+            packed[:, column] = rows[row]
+        out = getattr(warp, whole)[rd]
+        np.copyto(out.view(dtype).reshape(LANES, -1), packed, where=True if warp.where is True else warp.mask[:, None])
+
+    return step
+
+
+def _unpack(b: Binder, d: Vector, a: Operand, width: int) -> Step:
+    part = width // len(d.items)
+    if part not in (16, 32, 64) and not (part == 8 and width in (16, 32)):
+        raise b.error(f"{width} bits do not make {len(d.items)} parts")
+    view, whole = _VIEW[max(part, 16)], _VIEW[width]
+    ra = b.source(a, whole)
+    targets = [(column, b.destination(item, view)) for column, item in enumerate(d.items) if not isinstance(item, Sink)]
+    dtype = np.dtype(f"u{part // 8}")
+
+    def step(warp: Warp) -> None:
+        parts = np.array(getattr(warp, whole)[ra]).view(dtype).reshape(LANES, -1)
+        rows = getattr(warp, view)
+        for column, row in targets:
+            np.copyto(rows[row], parts[:, column], where=warp.where)
+
+    return step
+
+
+@opcode("selp.<type>", section="9.7.6.3", counter="move", type=_SCALARS)
+def selp(b: Binder) -> Step:
+    """d = p ? a : c."""
+    d, a, c, p = b.expect(4)
+    view = _VIEW[bits_of(b.words["type"])]
+    if b.words["type"] in ("f32", "f64"):
+        view = b.words["type"]
+    rd, ra, rc = b.destination(d, view), b.source(a, view), b.source(c, view)
+    rp, negated = b.predicate(p)
+
+    def step(warp: Warp) -> None:
+        rows = getattr(warp, view)
+        chosen = np.where(warp.pred[rp], rows[rc], rows[ra]) if negated else np.where(warp.pred[rp], rows[ra], rows[rc])
+        np.copyto(rows[rd], chosen, where=warp.where)
+
+    return step
+
+
+# Selectors of the special modes (PTX ISA 9.7.9.7), by the low two bits of the third source.
+_PRMT_MODES = {
+    "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
+    "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
+    "rc8": (0x0000, 0x1111, 0x2222, 0x3333),
+    "ecl": (0x3210, 0x3211, 0x3222, 0x3333),
+    "ecr": (0x0000, 0x1110, 0x2210, 0x3210),
+    "rc16": (0x1010, 0x3232, 0x1010, 0x3232),
+}
+
+
+@opcode("prmt.b32{.<mode>}", section="9.7.9.7", counter="move", mode=" ".join(_PRMT_MODES))
+def prmt(b: Binder) -> Step:
+    """Pick four bytes out of eight; selector nibbles of 8 and up replicate the sign (default mode)."""
+    special = _PRMT_MODES.get(b.words["mode"])
+    selectors = None if special is None else np.array(special, np.uint32)
+    d, a, c, selector = b.expect(4)
+    rd = b.destination(d, "u32")
+    ra, rc, rs = (b.source(item, "u32") for item in (a, c, selector))
+
+    def step(warp: Warp) -> None:
+        pool = np.empty((LANES, 2), np.uint32)
+        pool[:, 0], pool[:, 1] = warp.u32[ra], warp.u32[rc]
+        control = warp.u32[rs] if selectors is None else selectors[warp.u32[rs] & 3]
+        first = int(control[0])
+        if first & 0x8888 == 0 and (control == control[0]).all():
+            chosen = pool.view(np.uint8).take([first & 7, first >> 4 & 7, first >> 8 & 7, first >> 12 & 7], axis=1)
+        else:
+            chosen = _pick_bytes(pool.view(np.uint8), control)
+        np.copyto(warp.u32[rd], chosen.view(np.uint32)[:, 0], where=warp.where)
+
+    return step
+
+
+def _pick_bytes(pool: npt.NDArray[np.uint8], control: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+    picks = control[:, None] >> np.array([0, 4, 8, 12], np.uint32)
+    chosen = np.take_along_axis(pool, (picks & 7).astype(np.intp), axis=1)
+    return np.where(picks & 8 != 0, np.where(chosen & 0x80, 0xFF, 0), chosen).astype(np.uint8)
+
+
+_WINDOW = {"shared": SHARED_WINDOW, "shared::cta": SHARED_WINDOW, "shared::cluster": SHARED_WINDOW,
+           "local": LOCAL_WINDOW, "param": PARAM_WINDOW, "global": 0, "const": 0}  # fmt: skip
+
+
+@opcode("cvta{.to}.<space>.u64", "cvta{.to}.<space>.u32", section="9.7.9.20", counter="move", space=" ".join(_WINDOW))
+def cvta(b: Binder) -> Step:
+    """Between a state space's own addresses and generic ones: the window is put on or taken off."""
+    d, a = b.expect(2)
+    rd, ra = b.destination(d, "u64"), b.source(a, "u64")
+    window = np.uint64(_WINDOW[b.words["space"]])
+    if not window:
+        return lambda warp: np.copyto(warp.u64[rd], warp.u64[ra], where=warp.where)
+    if b.words["to"]:
+        return lambda warp: np.copyto(warp.u64[rd], warp.u64[ra] & ~window, where=warp.where)
+    return lambda warp: np.copyto(warp.u64[rd], warp.u64[ra] | window, where=warp.where)
+
+
+@opcode(
+    "isspacep.<space>",
+    section="9.7.9.19",
+    counter="move",
+    space="shared shared::cta shared::cluster local param const global",
+)
+def isspacep(b: Binder) -> Step:
+    """Whether a generic address lies in a state space."""
+    d, a = b.expect(2)
+    rd, ra = b.destination(d, "pred"), b.source(a, "u64")
+    window = _WINDOW[b.words["space"]] >> 56
+    return lambda warp: np.copyto(warp.pred[rd], warp.u64[ra] >> np.uint64(56) == window, where=warp.where)

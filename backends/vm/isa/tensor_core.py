@@ -1,0 +1,235 @@
+"""tcgen05 work for the tensor core: mma, cp, commit (PTX ISA 9.7.16.9, 9.7.16.10, 9.7.16.12)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.ast import Address, Operand, Vector
+from backends.vm.binder import Binder
+from backends.vm.engine import submit
+from backends.vm.faults import Fault
+from backends.vm.forms import Step, opcode
+from backends.vm.instruction_descriptor import InstructionDescriptor, decode_instruction_descriptor
+from backends.vm.isa.bulk_copy import granules_of
+from backends.vm.isa.mbarrier_ops import places
+from backends.vm.isa.tensor_operands import (
+    COLLECTOR,
+    GROUPS,
+    Accumulator,
+    Fetch,
+    Float32,
+    Issue,
+    elected_lane,
+    group_of,
+    issuing_ctas,
+    same_group,
+    smem_operand,
+    tensor_issue,
+    tmem_operand_a,
+)
+from backends.vm.matrix_descriptor import decode_matrix_descriptor, gather_units, unit_addresses
+from backends.vm.mbarrier import MBarrier
+from backends.vm.numerics import accumulate
+from backends.vm.operand_types import to_float32
+from backends.vm.tmem import LANES, Words
+from backends.vm.tmem_layout import copy_map, decompressed, split_address, store_copied_rows
+from backends.vm.warp import Warp
+
+
+@opcode("tcgen05.mma.<group>.<mma_kind>{.<collector>}", section="9.7.16.10.9.1", counter="mma", group=GROUPS,
+        mma_kind="kind::f16 kind::tf32 kind::f8f6f4 kind::i8", collector=COLLECTOR)  # fmt: skip
+def mma(b: Binder) -> Step:
+    """D [m, n] = A [m, k] B [n, k]^T (+ D 2^-scale); A from shared or tensor memory, B from shared memory.
+
+    With cta_group::2 each CTA holds its half of the rows of A and of B, and its half of D.
+    """
+    d, a, right, idesc, *rest = b.expect(5, 6, 7)
+    group = group_of(b.words["group"])
+    disabled_lanes = _disabled_lanes(b, rest.pop(0), group) if rest and isinstance(rest[0], Vector) else None
+    kind = b.words["mma_kind"].removeprefix("kind::")
+    rd, from_tmem = b.address(d), isinstance(a, Address)
+    ra = b.address(a) if from_tmem else None
+    rda = b.source(a, "u64") if not from_tmem else 0
+    rb, ri = b.source(right, "u64"), b.source(idesc, "u32")
+    rp, negated = b.predicate(rest[0])
+    scale = b.immediate(rest[1]) if len(rest) > 1 else 0
+    if len(rest) > 1 and (kind not in ("f16", "tf32") or not 0 <= scale <= 15):
+        raise b.error("scale-input-d is an integer in 0..15, and only kind::f16 and kind::tf32 have it")
+    line, text = b.instruction.line, b.instruction.text
+
+    def step(warp: Warp) -> None:
+        lane = elected_lane(warp, "tcgen05.mma")
+        ctas = issuing_ctas(warp, group, "tcgen05.mma")
+        descriptor = decode_instruction_descriptor(int(warp.u32[ri][lane]), kind, group)
+        to = int(rd(warp)[lane]) & 0xFFFFFFFF
+        issue = Issue(ctas, *tensor_issue(warp, to, descriptor.m, descriptor.n), line, descriptor)
+        if ra is not None:
+            left = tmem_operand_a(issue, int(ra(warp)[lane]) & 0xFFFFFFFF)
+        else:
+            left = (smem_operand(issue, int(warp.u64[rda][lane]), descriptor.m // group, "A"),)
+        operand_b = smem_operand(issue, int(warp.u64[rb][lane]), descriptor.n // group, "B")
+        enabled = bool(warp.pred[rp][lane]) != negated
+        disabled = disabled_lanes(warp, lane) if disabled_lanes else None
+        target = Accumulator(issue, to, disabled, added_to=enabled)
+        count_mma(warp, descriptor)
+        perform = _performer(descriptor, left, operand_b, target, warp.cta.machine.accumulate,
+                             scale if enabled else None)  # fmt: skip
+        submit(warp, "an mma", line, text, perform, queue=warp.cta.tmem)
+
+    return step
+
+
+def count_mma(warp: Warp, descriptor: InstructionDescriptor) -> None:
+    """Count one instruction and its multiplications and additions."""
+    counters = warp.cta.machine.counters
+    counters["mma_instructions"] += 1
+    counters["mma_flops"] += 2 * descriptor.m * descriptor.n * descriptor.k
+
+
+def _performer(
+    d: InstructionDescriptor, left: tuple[Fetch, ...], right: Fetch, target: Accumulator, policy: str, scale: int | None
+) -> Callable[[], None]:
+    """`scale` None: D is overwritten."""
+    product = _integer_product if d.kind == "i8" else _product
+
+    def perform() -> None:
+        old = None if scale is None else target.load()
+        b = to_float32(right(), d.b_type)
+        b = -b if d.negate_b else b
+        parts: list[Words] = []
+        for i, fetch in enumerate(left):
+            a = to_float32(fetch(), d.a_type)
+            columns = slice(i * d.n // len(left), (i + 1) * d.n // len(left))
+            before = None if old is None else np.ascontiguousarray(old[:, columns])
+            parts.append(product(-a if d.negate_a else a, b[columns], before, d, policy, scale or 0))
+        target.store(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1))
+
+    return perform
+
+
+def _product(
+    a: Float32, b: Float32, old: Words | None, d: InstructionDescriptor, policy: str, scale: int
+) -> Words:  # fmt: skip
+    """Words of A B^T + D 2^-scale; f16 ones in the low halves."""
+    half = d.d_type == "f16"
+    c: Float32 | None = None
+    if old is not None:
+        c = (old & np.uint32(0xFFFF)).astype(np.uint16).view(np.float16).astype(np.float32) if half else old.view("f4")
+        c = c * np.float32(2.0**-scale) if scale else c
+    known = cast(accumulate.Policy, policy)
+    result = accumulate.mma(a, b, c, k_per_instruction=d.k, kind=d.a_type, policy=known)
+    if not half:
+        return result.view(np.uint32)
+    codes = np.where(np.isnan(result), np.uint16(0x7FFF), result.astype(np.float16).view(np.uint16))
+    return codes.astype(np.uint32)
+
+
+def _integer_product(
+    a: Float32, b: Float32, old: Words | None, d: InstructionDescriptor, policy: str, scale: int
+) -> Words:  # fmt: skip
+    total = a.astype(np.float64) @ b.astype(np.float64).T
+    if old is not None:
+        total = total + old.view(np.int32)
+    if d.saturate:
+        total = np.clip(total, -(2**31), 2**31 - 1)
+    return total.astype(np.int64).astype(np.uint32)
+
+
+def _disabled_lanes(b: Binder, mask: Operand, group: int) -> Callable[[Warp, int], npt.NDArray[np.bool_]]:
+    rows = [b.source(item, "u32") for item in b.vector(mask, 4 * group)]
+
+    def lanes(warp: Warp, lane: int) -> npt.NDArray[np.bool_]:
+        words = np.array([warp.u32[row][lane] for row in rows], "<u4")
+        return np.unpackbits(words.view(np.uint8), bitorder="little").astype(np.bool_).reshape(group, LANES)
+
+    return lanes
+
+
+@opcode("tcgen05.commit.<group>.mbarrier::arrive::one{.<space>}{.multicast::cluster}.b64", section="9.7.16.12.1",
+        counter="mma", group=GROUPS, space="shared::cluster")  # fmt: skip
+def commit(b: Binder) -> Step:
+    """One arrival on an mbarrier when all earlier tensor-core work that this CTA issued has ended."""
+    address, *rest = b.expect(2 if b.words["multicast::cluster"] else 1)
+    find = places(b, address, remote=True)
+    mask_row = b.source(rest[0], "u16") if rest else None
+    group = group_of(b.words["group"])
+    line, text = b.instruction.line, b.instruction.text
+
+    def step(warp: Warp) -> None:
+        lane = elected_lane(warp, "tcgen05.commit")
+        same_group(warp, group, "tcgen05.commit")
+        cluster = warp.cta.cluster
+        targets: list[MBarrier] = []
+        for (cta, offset), _ in find(warp):
+            ranks = [cta.place.cta_rank]
+            if mask_row is not None:
+                mask = int(warp.u16[mask_row][lane])
+                ranks = [rank for rank in range(cluster.size) if mask >> rank & 1]
+            targets.extend(cluster.ctas[rank].mbarrier(offset, warp.clock) for rank in ranks)
+        carried, _, _ = tensor_issue(warp)
+        done = warp.cta.tensor_agents
+        carried.seen[done] = carried.fenced[done] = warp.cta.tensor_serial
+        warp.next_epoch()
+
+        def perform() -> None:
+            for barrier in targets:
+                barrier.arrive(1, carried, f"the commit of PTX line {line}")
+
+        submit(warp, "a commit", line, text, perform, queue=warp.cta.tmem, signals=tuple(targets))
+
+    return step
+
+
+# Of the 16 bytes of a unit, those before the padding, which nothing needs to have written.
+_DATA_BYTES = {"b4x16_p64": 8, "b6x16_p32": 12}
+_CP_SHAPES = "128x256b 4x256b 128x128b 64x128b 32x128b"
+
+
+@opcode("tcgen05.cp.<group>.<shape>{.<multicast>}{.<dst>.<src>}", section="9.7.16.9.2", counter="mma",
+        group=GROUPS, shape=_CP_SHAPES, multicast="warpx2::02_13 warpx2::01_23 warpx4", dst="b8x16",
+        src="b4x16_p64 b6x16_p32")  # fmt: skip
+@opcode("tcgen05.cp.<group>.<shape>{.<multicast>}", section="9.7.16.9.2", counter="mma", group=GROUPS,
+        shape=_CP_SHAPES, multicast="warpx2::02_13 warpx2::01_23 warpx4")  # fmt: skip
+def copy(b: Binder) -> Step:
+    """Rows of shared memory, found through a matrix descriptor, into tensor memory; some forms replicate them.
+
+    With cta_group::2 each CTA copies from its own shared memory (ptx-facts 1.2).
+    """
+    destination, source = b.expect(2)
+    try:
+        layout = copy_map(b.words["shape"], b.words["multicast"])
+    except Fault as fault:
+        raise b.error(fault.detail) from None
+    address, row = b.address(destination), b.source(source, "u64")
+    group = group_of(b.words["group"])
+    source_format = b.words.get("src", "")
+    data_bytes = _DATA_BYTES.get(source_format, 16)
+    line, text = b.instruction.line, b.instruction.text
+
+    def step(warp: Warp) -> None:
+        lane = elected_lane(warp, "tcgen05.cp")
+        ctas = issuing_ctas(warp, group, "tcgen05.cp")
+        to_lane, to_column = split_address(int(address(warp)[lane]) & 0xFFFFFFFF)
+        descriptor = decode_matrix_descriptor(int(warp.u64[row][lane]), "sm_100a")
+        units = unit_addresses(descriptor, layout.rows, 16 * layout.units, 8, "k", "sm_100a")
+        clock, mark, _ = tensor_issue(warp)
+        columns = np.arange(to_column, to_column + 4 * layout.units)[None, :]
+        for cta in ctas:
+            cta.smem.async_read(granules_of(units.ravel(), data_bytes), clock, mark, "tcgen05.cp")
+            for lanes in layout.lanes:
+                cta.tmem.begin_write(((lanes + to_lane)[:, None], columns), clock, mark, line, "tcgen05.cp writes")
+
+        def perform() -> None:
+            for cta in ctas:
+                data = gather_units(cta.smem.data, units)
+                if source_format:
+                    data = decompressed(data, source_format)
+                store_copied_rows(cta.tmem.data, to_lane, to_column, layout, data)
+
+        submit(warp, "a copy to tensor memory", line, text, perform, queue=warp.cta.tmem)
+
+    return step

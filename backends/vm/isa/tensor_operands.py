@@ -1,0 +1,232 @@
+"""What tcgen05.mma, cp and commit have in common: who issues, for which CTAs, and where operands and D lie.
+
+Operands are checked when the instruction is issued, with what the issuing warp has seen; data is read and written when
+the schedule lets the operation end. The tensor core of a CTA works in order; that of a pair is the even CTA's. With
+cta_group::2 the same descriptors and tensor-memory addresses are applied in both CTAs (ptx-facts 2.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.clocks import Clock, stamp
+from backends.vm.cta import Cta
+from backends.vm.faults import Fault
+from backends.vm.instruction_descriptor import InstructionDescriptor, check_operand_swizzle
+from backends.vm.isa.bulk_copy import granules_of
+from backends.vm.matrix_descriptor import decode_matrix_descriptor, gather_units, operand_elements, unit_addresses
+from backends.vm.tmem import LANES, Index, Words
+from backends.vm.tmem_layout import (
+    CtaGroup,
+    Patch,
+    accumulator_patches,
+    load_matrix,
+    operand_a_patches,
+    split_address,
+    store_matrix,
+)
+from backends.vm.warp import Warp
+
+Float32 = npt.NDArray[np.float32]
+Raw = npt.NDArray[np.unsignedinteger]
+Fetch = Callable[[], Raw]
+GROUPS = "cta_group::1 cta_group::2"
+COLLECTOR = "collector::a::fill collector::a::use collector::a::lastuse collector::a::discard"
+
+
+def tensor_issue(warp: Warp, *accumulator: int) -> tuple[Clock, int, int]:
+    """The clock that the tensor core works with after this issue, and the stamps of its reads and of its writes.
+
+    It has seen all that the issuing warp has, not what other warps had seen at their issues. `accumulator` (address, m,
+    n) of an mma: of earlier tensor-core writes it has seen those of copies and of MMAs with the same accumulator, which
+    are all that the ISA orders (9.7.16.6.2). Earlier reads it has seen all: FlashAttention-4 overwrites S where the MMA
+    before read P, and block-scaled GEMMs copy new scale factors behind the MMAs that read the old ones.
+    """
+    cta = warp.cta
+    cta.tensor_serial += 1
+    clock = Clock(warp.clock.seen.copy(), warp.clock.fenced.copy())
+    writer = cta.accumulator_agent(*accumulator) if accumulator else cta.tensor_agent
+    for agent in (cta.tensor_agent, writer):
+        clock.seen[agent] = clock.fenced[agent] = cta.tensor_serial
+    return clock, stamp(cta.tensor_agent, cta.tensor_serial), stamp(writer, cta.tensor_serial)
+
+
+def group_of(words: str) -> CtaGroup:
+    """1 or 2, from `cta_group::1` or `cta_group::2`."""
+    return 2 if words.endswith("2") else 1
+
+
+def elected_lane(warp: Warp, what: str) -> int:
+    """The one lane that issues."""
+    lanes = np.flatnonzero(warp.mask)
+    if lanes.size != 1:
+        raise Fault("issued-by-many", f"{what} is issued by {lanes.size} lanes at once; one elected lane issues it")
+    return int(lanes[0])
+
+
+def pair(warp: Warp, what: str) -> tuple[Cta, Cta]:
+    """Even and odd CTA of the pair of `warp`: those whose ranks in the cluster differ in the last bit only."""
+    cluster, rank = warp.cta.cluster, warp.cta.place.cta_rank
+    if rank | 1 >= cluster.size:
+        raise Fault("cta-pair", f"{what} with .cta_group::2 by CTA rank {rank} of a cluster of {cluster.size}, where "
+                    "it has no peer")  # fmt: skip
+    return cluster.ctas[rank & ~1], cluster.ctas[rank | 1]
+
+
+def same_group(warp: Warp, group: CtaGroup, what: str) -> None:
+    """Fault if a tcgen05 instruction of this CTA had the other .cta_group (PTX ISA 9.7.16.7.1)."""
+    tmem = warp.cta.tmem
+    if tmem.cta_group not in (0, group):
+        raise Fault("cta-group", f"{what} has .cta_group::{group} where earlier tcgen05 instructions of this kernel "
+                    f"have .cta_group::{tmem.cta_group}; all must have the same")  # fmt: skip
+    tmem.cta_group = group
+
+
+def issuing_ctas(warp: Warp, group: CtaGroup, what: str) -> tuple[Cta, ...]:
+    """The CTAs that an mma or cp works for, even one first.
+
+    With cta_group::2 the even CTA must issue. The ISA says "a single thread from the CTA pair"; every kernel known to
+    us issues from the even one, and what the odd one's issue would do is not documented.
+    """
+    same_group(warp, group, what)
+    if group == 1:
+        return (warp.cta,)
+    both = pair(warp, what)
+    if both[0] is not warp.cta:
+        raise Fault("cta-pair", f"{what} with .cta_group::2 issued by CTA rank {warp.cta.place.cta_rank}; the even CTA "
+                    "of the pair issues it")  # fmt: skip
+    if both[1].done:
+        raise Fault("cta-pair", f"{what} with .cta_group::2 when the peer CTA rank {both[1].place.cta_rank} has ended")
+    return both
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """One mma as issued by one lane, for one CTA or the two of a pair; `reads`, `writes`: stamps."""
+
+    ctas: tuple[Cta, ...]
+    clock: Clock
+    reads: int
+    writes: int
+    line: int
+    descriptor: InstructionDescriptor
+
+    @property
+    def group(self) -> CtaGroup:
+        """1 or 2."""
+        return 2 if len(self.ctas) == 2 else 1
+
+
+def smem_operand(issue: Issue, raw: int, rows: int, which: str) -> Fetch:
+    """Check an operand in shared memory, `rows` of it in each CTA; the result fetches raw elements [all rows, k].
+
+    4-bit elements are fetched in pairs, uint8 [all rows, k / 2].
+    """
+    d = issue.descriptor
+    descriptor = decode_matrix_descriptor(raw, "sm_100a")
+    check_operand_swizzle(d, "a" if which == "A" else "b", descriptor.swizzle)
+    major = "mn" if (d.transpose_a if which == "A" else d.transpose_b) else "k"
+    units = unit_addresses(descriptor, rows, d.k, d.stored_bits, major, "sm_100a")
+    granules = granules_of(units.ravel(), 16)
+    for cta in issue.ctas:
+        cta.smem.async_read(granules, issue.clock, issue.reads, f"operand {which} of tcgen05.mma")
+
+    def fetch() -> Raw:
+        return _stacked(
+            [operand_elements(gather_units(cta.smem.data, units), rows, d.stored_bits, major) for cta in issue.ctas]
+        )
+
+    return fetch
+
+
+def _stacked(parts: list[Raw]) -> Raw:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def tmem_operand_a(issue: Issue, taddr: int) -> tuple[Fetch, ...]:
+    """Check operand A in tensor memory; the results fetch raw elements [m, k], 4-bit ones in pairs.
+
+    Two of them where a pair holds it twice: the first multiplies the lower half of B's rows, the second the rest.
+    """
+    d = issue.descriptor
+    lane, column = split_address(taddr)
+    dtype = np.dtype(f"u{max(d.stored_bits // 8, 1)}")
+    fetches: list[Fetch] = []
+    for patches in operand_a_patches(d.m, d.k, d.stored_bits, issue.group):
+        for cta in issue.ctas:
+            for block in blocks(patches, lane, column):
+                cta.tmem.read(block, issue.clock, issue.reads, "operand A of tcgen05.mma reads")
+
+        def fetch(patches: tuple[Patch, ...] = patches) -> Raw:
+            parts = [load_matrix(cta.tmem.data, lane, column, patches) for cta in issue.ctas]
+            return _stacked([np.ascontiguousarray(words).view(dtype) for words in parts])
+
+        fetches.append(fetch)
+    return tuple(fetches)
+
+
+def blocks(patches: tuple[Patch, ...], lane: int, column: int) -> list[Index]:
+    """The blocks of tensor memory that `patches` at an address cover."""
+    return [
+        (
+            slice(lane + p.lane, lane + p.lane + p.rows),
+            slice(column + p.tmem_column, column + p.tmem_column + p.columns),
+        )
+        for p in patches
+    ]
+
+
+class Accumulator:
+    """D [m, n] as 32-bit words in the tensor memory of the CTAs of an issue, checked when made.
+
+    `disabled` bool [CTAs, 128]: lanes that are not written.
+    """
+
+    def __init__(self, issue: Issue, taddr: int, disabled: npt.NDArray[np.bool_] | None, *, added_to: bool) -> None:
+        d = issue.descriptor
+        self._ctas = issue.ctas
+        self._lane, self._column = split_address(taddr)
+        rows = d.m // issue.group
+        halves = rows == 64 and issue.group == 1
+        if self._lane not in ((0, 16) if halves else (0,)):
+            raise Fault("tmem-lane", f"the accumulator of M = {d.m} lies at lane {self._lane}; it begins at lane "
+                        f"{'0 or 16' if halves else '0'}", address=taddr)  # fmt: skip
+        self._patches = accumulator_patches(d.m, d.n, issue.group)
+        self._kept = [np.flatnonzero(disabled[i]) if disabled is not None else None for i in range(len(issue.ctas))]
+        for i, cta in enumerate(issue.ctas):
+            covered = blocks(self._patches, self._lane, self._column)
+            for block in covered if disabled is None else _enabled(covered, disabled[i]):
+                if added_to:
+                    cta.tmem.read(block, issue.clock, issue.reads, "accumulator of tcgen05.mma reads")
+                cta.tmem.begin_write(block, issue.clock, issue.writes, issue.line, "tcgen05.mma writes")
+
+    def load(self) -> Words:
+        """What D holds, uint32 [m, n]."""
+        parts = [load_matrix(cta.tmem.data, self._lane, self._column, self._patches) for cta in self._ctas]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def store(self, words: Words) -> None:
+        """Write uint32 [m, n], but for disabled lanes."""
+        for cta, kept, part in zip(self._ctas, self._kept, np.split(words, len(self._ctas)), strict=True):
+            before = cta.tmem.data[kept] if kept is not None else None
+            store_matrix(cta.tmem.data, self._lane, self._column, self._patches, part)
+            if before is not None:
+                cta.tmem.data[kept] = before
+
+
+def _enabled(covered: list[Index], disabled: npt.NDArray[np.bool_]) -> list[Index]:
+    """The cells of some blocks without those in disabled lanes."""
+    if not disabled.any():
+        return covered
+    cells: list[Index] = []
+    for lanes, columns in covered:
+        if isinstance(lanes, slice) and isinstance(columns, slice):
+            left = np.arange(lanes.start, lanes.stop)
+            left = left[~disabled[np.minimum(left, LANES - 1)]]
+            if left.size:
+                cells.append((left[:, None], np.arange(columns.start, columns.stop)[None, :]))
+    return cells

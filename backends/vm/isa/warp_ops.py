@@ -1,0 +1,235 @@
+"""Exchange between the lanes of a warp: shfl, vote, match, redux, elect, activemask (PTX ISA 9.7.13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.ast import Operand
+from backends.vm.binder import Binder
+from backends.vm.faults import Fault
+from backends.vm.forms import Step, opcode
+from backends.vm.numerics import f32
+from backends.vm.registers import LANES
+from backends.vm.warp import Warp
+
+Lanes = npt.NDArray[np.bool_]
+
+_LANE = np.arange(LANES, dtype=np.int64)
+
+
+@lru_cache(maxsize=256)
+def _lanes_of(bits: int) -> Lanes:
+    lanes = (bits >> _LANE & 1).astype(np.bool_)
+    lanes.setflags(write=False)
+    return lanes
+
+
+def member_groups(b: Binder, operand: Operand) -> Callable[[Warp], list[Lanes]]:
+    """The sets of lanes that work together: those that give the same membermask. Usually there is one.
+
+    Fault if a named lane is not here or an executing lane does not name itself (PTX ISA: undefined behaviour).
+    """
+    row = b.source(operand, "u32")
+    what = b.instruction.opcode
+
+    def group(warp: Warp, bits: int, executing: Lanes) -> Lanes:
+        named = _lanes_of(bits) & warp.alive
+        if np.array_equal(named, executing):
+            return named
+        if (executing & ~named).any():
+            lane = int((executing & ~named).argmax())
+            raise Fault("diverged", f"{what} is executed by a lane that its mask {bits:#x} does not name", lane=lane)
+        absent = np.flatnonzero(named & ~executing).tolist()
+        raise Fault("diverged", f"{what} names lanes {absent} in its mask {bits:#x}, which are not executing it with "
+                    "that mask")  # fmt: skip
+
+    def groups(warp: Warp) -> list[Lanes]:
+        masks = warp.u32[row]
+        first = masks[warp.mask.argmax()]
+        same = masks == first
+        if same.all():
+            return [group(warp, int(first), warp.mask)]
+        distinct = np.unique(masks[warp.mask]).tolist()
+        return [group(warp, bits, warp.mask & (masks == bits)) for bits in distinct]
+
+    return groups
+
+
+@opcode("shfl.sync.<mode>.b32", section="9.7.9.6", counter="warp", witness="document", mode="idx up down bfly")
+def shfl(b: Binder) -> Step:
+    """Read another lane's register. c = clamp | segment mask << 8 (PTX ISA 9.7.9.6)."""
+    d, a, lane, limits, mask = b.expect(5)
+    first, second = b.pair(d)
+    rd = b.destination(first, "u32")
+    rp = b.destination(second, "pred") if second is not None else None
+    ra, rb, rc = b.source(a, "u32"), b.source(lane, "u32"), b.source(limits, "u32")
+    groups, mode = member_groups(b, mask), b.words["mode"]
+
+    def step(warp: Warp) -> None:
+        groups(warp)
+        source, valid = _partner(mode, warp.u32[rb].tobytes(), warp.u32[rc].tobytes())
+        absent = warp.mask & valid & ~warp.mask[source]
+        if absent.any():
+            at = int(np.flatnonzero(absent)[0])
+            raise Fault("diverged", f"shfl reads lane {source[at]}, which is not active", lane=at)
+        np.copyto(warp.u32[rd], warp.u32[ra][source], where=warp.where)
+        if rp is not None:
+            np.copyto(warp.pred[rp], valid, where=warp.where)
+
+    return step
+
+
+@lru_cache(maxsize=1024)
+def _partner(mode: str, offsets: bytes, limits: bytes) -> tuple[npt.NDArray[np.int64], Lanes]:
+    """The lane that each lane reads and whether it is in range, from rows b and c (uint32 [32]) as bytes."""
+    b, c = (np.frombuffer(row, np.uint32).astype(np.int64) for row in (offsets, limits))
+    b = b & 31
+    clamp, segment = c & 31, c >> 8 & 31
+    highest = (_LANE & segment) | (clamp & ~segment)
+    lowest = _LANE & segment
+    if mode == "up":
+        source = _LANE - b
+        valid = source >= highest
+    elif mode == "down":
+        source = _LANE + b
+        valid = source <= highest
+    elif mode == "bfly":
+        source = _LANE ^ b
+        valid = source <= highest
+    else:
+        source = lowest | (b & ~segment)
+        valid = source <= highest
+    return np.where(valid, source, _LANE), valid
+
+
+@opcode("vote.sync.<mode>.pred", section="9.7.13.9", counter="warp", mode="all any uni")
+def vote(b: Binder) -> Step:
+    """Whether a predicate holds in all, any, or equally in all named lanes."""
+    d, p, mask = b.expect(3)
+    rd, (rp, negated), groups, mode = b.destination(d, "pred"), b.predicate(p), member_groups(b, mask), b.words["mode"]
+
+    def step(warp: Warp) -> None:
+        for named in groups(warp):
+            votes = (warp.pred[rp] ^ negated)[named]
+            everyone, anyone = bool(votes.all()), bool(votes.any())
+            outcome = {"all": everyone, "any": anyone, "uni": everyone or not anyone}[mode]
+            np.copyto(warp.pred[rd], outcome, where=named)
+
+    return step
+
+
+@opcode("vote.sync.ballot.b32", section="9.7.13.9", counter="warp")
+def ballot(b: Binder) -> Step:
+    """The predicate of each named lane as a bit."""
+    d, p, mask = b.expect(3)
+    rd, (rp, negated), groups = b.destination(d, "u32"), b.predicate(p), member_groups(b, mask)
+
+    def step(warp: Warp) -> None:
+        for named in groups(warp):
+            votes = (warp.pred[rp] ^ negated) & named
+            np.copyto(warp.u32[rd], np.packbits(votes, bitorder="little").view(np.uint32)[0], where=named)
+
+    return step
+
+
+@opcode("activemask.b32", section="9.7.13.11", counter="warp")
+def activemask(b: Binder) -> Step:
+    """The active lanes as bits."""
+    rd = b.destination(b.expect(1)[0], "u32")
+    return lambda warp: np.copyto(
+        warp.u32[rd], np.packbits(warp.mask, bitorder="little").view(np.uint32)[0], where=warp.where
+    )
+
+
+@opcode("elect.sync", section="9.7.13.14", counter="warp", witness="hardware")
+def elect(b: Binder) -> Step:
+    """The lowest named lane is the leader (measured on an H200 with 4 masks); d is its number in every lane."""
+    d, mask = b.expect(2)
+    first, second = b.pair(d)
+    rd = b.destination(first, "u32")
+    rp = b.destination(second, "pred") if second is not None else None
+    groups = member_groups(b, mask)
+
+    def step(warp: Warp) -> None:
+        for named in groups(warp):
+            leader = int(named.argmax())
+            np.copyto(warp.u32[rd], np.uint32(leader), where=named)
+            if rp is not None:
+                np.copyto(warp.pred[rp], leader == _LANE, where=named)
+
+    return step
+
+
+_REDUCE: dict[str, np.ufunc] = {"add": np.add, "min": np.minimum, "max": np.maximum,
+                                "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
+
+
+@opcode("redux.sync.<op>.<type>", section="9.7.13.12", counter="warp", op="add min max", type="u32 s32")
+@opcode("redux.sync.<op>.<type>", section="9.7.13.12", counter="warp", op="and or xor", type="b32")
+def redux(b: Binder) -> Step:
+    """Reduce an integer over the named lanes."""
+    d, a, mask = b.expect(3)
+    view = "s32" if b.words["type"] == "s32" else "u32"
+    rd, ra, groups, operation = (
+        b.destination(d, view),
+        b.source(a, view),
+        member_groups(b, mask),
+        _REDUCE[b.words["op"]],
+    )
+
+    def step(warp: Warp) -> None:
+        rows = getattr(warp, view)
+        values = rows[ra].copy()
+        for named in groups(warp):
+            np.copyto(rows[rd], operation.reduce(values[named], dtype=values.dtype), where=named)
+
+    return step
+
+
+@opcode("redux.sync.<op>{.abs}{.NaN}.f32", section="9.7.13.12", counter="warp", op="min max")
+def redux_float(b: Binder) -> Step:
+    """Smallest or largest float of the named lanes (sm_100a)."""
+    d, a, mask = b.expect(3)
+    rd, ra, groups = b.destination(d, "f32"), b.source(a, "f32"), member_groups(b, mask)
+    nan, absolute = bool(b.words["NaN"]), bool(b.words["abs"])
+    choose = f32.minimum if b.words["op"] == "min" else f32.maximum
+
+    def step(warp: Warp) -> None:
+        values = np.abs(warp.f32[ra]) if absolute else warp.f32[ra].copy()
+        for named in groups(warp):
+            left = values[named]
+            best = left[:1]
+            for lane in range(len(left)):
+                best = choose(best, left[lane : lane + 1], nan=nan)
+            np.copyto(warp.f32[rd], best, where=named)
+
+    return step
+
+
+@opcode("match.any.sync.<type>", "match.all.sync.<type>", section="9.7.13.10", counter="warp", type="b32 b64")
+def match(b: Binder) -> Step:
+    """Lanes that hold the same value (any), or all of them if all do."""
+    d, a, mask = b.expect(3)
+    first, second = b.pair(d)
+    rd = b.destination(first, "u32")
+    rp = b.destination(second, "pred") if second is not None else None
+    view = "u" + b.words["type"][1:]
+    ra, groups, every = b.source(a, view), member_groups(b, mask), b.instruction.parts[1] == "all"
+    if rp is not None and not every:
+        raise b.error("match.any has no predicate destination")
+
+    def step(warp: Warp) -> None:
+        values = getattr(warp, view)[ra].copy()
+        for named in groups(warp):
+            same = (values[:, None] == values[None, :]) & named[None, :]
+            bits = np.packbits(same, axis=1, bitorder="little").view(np.uint32)[:, 0]
+            alike = bool((values[named] == values[named][0]).all())
+            np.copyto(warp.u32[rd], (bits if alike else np.zeros_like(bits)) if every else bits, where=named)
+            if rp is not None:
+                np.copyto(warp.pred[rp], alike, where=named)
+
+    return step

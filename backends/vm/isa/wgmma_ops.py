@@ -1,0 +1,280 @@
+"""wgmma: D [64, n] = A [64, k] B [n, k]^T (+ D) by a warpgroup, asynchronously (PTX ISA 9.7.15, ptx-facts 4).
+
+Operands in shared memory are checked at issue, with what the issuing warp has seen: all of B, and of A the 16 rows
+that the warp multiplies (FlashAttention-3 orders its P among the lanes of one warp only). They are read when the
+schedule lets the operation end, and so are the registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.ast import Operand, Vector
+from backends.vm.binder import Binder
+from backends.vm.clocks import stamp
+from backends.vm.engine import submit
+from backends.vm.faults import Fault
+from backends.vm.forms import Step, opcode
+from backends.vm.fragments import (
+    Elements,
+    Fragment,
+    Words,
+    to_matrix,
+    to_registers,
+    wgmma_accumulator,
+    wgmma_operand_a,
+)
+from backends.vm.isa.bulk_copy import granules_of
+from backends.vm.matrix_descriptor import (
+    Major,
+    decode_matrix_descriptor,
+    gather_units,
+    operand_elements,
+    unit_addresses,
+)
+from backends.vm.numerics import accumulate
+from backends.vm.operand_types import to_float32
+from backends.vm.steps import Wait
+from backends.vm.warp import Warp
+from backends.vm.warpgroup import Key, Multiplication, part_of, warpgroup_of
+
+Float32 = npt.NDArray[np.float32]
+Fetch = Callable[[], Float32]
+
+ROWS = 16
+_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8}
+_EVERY_8 = range(8, 257, 8)
+_INTEGER_N = (8, 16, 24, *range(32, 257, 16))
+
+
+def _shapes(k: int, ns: range | tuple[int, ...] = _EVERY_8) -> str:
+    return " ".join(f"m64n{n}k{k}" for n in ns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What an instruction says before it runs. `k` is 32 bytes of a row; `d_type` f32, f16 or s32."""
+
+    n: int
+    k: int
+    bits: int
+    d_type: str
+    a_type: str
+    b_type: str
+    negate_a: bool
+    negate_b: bool
+    major_a: Major
+    major_b: Major
+    saturate: bool
+
+    @property
+    def accumulator(self) -> Fragment:
+        """The accumulator's 16 rows of one warp."""
+        return _first_warp(wgmma_accumulator(self.n, 16 if self.d_type == "f16" else 32), self.n)
+
+
+def _first_warp(fragment: Fragment, columns: int) -> Fragment:
+    return Fragment((ROWS, columns), fragment.element_bits, fragment.rows[:, :32], fragment.columns[:, :32])
+
+
+@opcode("wgmma.mma_async.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma", shape=_shapes(16),
+        d="f32 f16", a="f16", b="f16", witness="hardware")  # fmt: skip
+@opcode("wgmma.mma_async.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma", shape=_shapes(16),
+        d="f32", a="bf16", b="bf16", witness="hardware")  # fmt: skip
+@opcode("wgmma.mma_async.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma", shape=_shapes(8),
+        d="f32", a="tf32", b="tf32", witness="hardware")  # fmt: skip
+@opcode("wgmma.mma_async.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma", shape=_shapes(32),
+        d="f32 f16", a="e4m3 e5m2", b="e4m3 e5m2", witness="hardware")  # fmt: skip
+@opcode("wgmma.mma_async.sync.aligned.<shape>{.satfinite}.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma",
+        shape=_shapes(32, _INTEGER_N), d="s32", a="s8 u8", b="s8 u8", witness="hardware")  # fmt: skip
+def mma_async(b: Binder) -> Step:
+    """`d, a-desc | {a}, b-desc, scale-d {, scale-a, scale-b {, trans-a, trans-b}}`; see the module's text."""
+    d, a, right, scale_d, *immediates = b.operands
+    form = _form(b, isinstance(a, Vector), immediates)
+    fragment = form.accumulator
+    rows_d = [b.destination(item, "u32") for item in b.vector(d, fragment.registers)]
+    rows_a = [b.source(item, "u32") for item in b.vector(a, 4)] if isinstance(a, Vector) else []
+    descriptor_a = None if rows_a else b.source(a, "u64")
+    descriptor_b = b.source(right, "u64")
+    predicate, negated = b.predicate(scale_d)
+    accumulators: frozenset[Key] = frozenset((32, row) for row in rows_d)
+    inputs: frozenset[Key] = frozenset((32, row) for row in rows_a)
+    line, text = b.instruction.line, b.instruction.text
+    shape = f"m64n{form.n} of {form.d_type}"
+
+    def step(warp: Warp) -> None:
+        warp.converged("wgmma.mma_async")
+        raw_b = _uniform(warp, descriptor_b, "the descriptor of B")
+        raws = (raw_b,) if descriptor_a is None else (_uniform(warp, descriptor_a, "the descriptor of A"), raw_b)
+        group = warpgroup_of(warp)
+        part, serial = group.issue(warp, line, raws)
+        part.used |= accumulators | inputs
+        part.check_overlap(accumulators, inputs, shape)
+        reads = stamp(group.agent, serial)
+        left = _registers_a(warp, rows_a, form) if rows_a else _smem_a(warp, raws[0], form, reads)
+        fetch_b = _smem(warp, raw_b, form.n, form.bits, form.k, form.major_b, form.b_type, reads, "B")
+        enabled = bool(warp.pred[predicate][int(warp.mask.argmax())]) != negated
+        _count(warp, form)
+        perform = _performer(warp, rows_d, fragment, form, left, fetch_b, accumulate_d=enabled)
+        operation = submit(warp, "a wgmma", line, text, perform, queue=part, signals=(group,))
+        part.open.append(Multiplication(accumulators, inputs, shape, line, part.issued - 1, serial, operation))
+
+    return step
+
+
+def _form(b: Binder, from_registers: bool, immediates: list[Operand]) -> _Form:
+    n, _, k = b.words["shape"].removeprefix("m64n").partition("k")
+    a_type, b_type, d_type = b.words["a"], b.words["b"], b.words["d"]
+    values = [b.immediate(item) for item in immediates]
+    wide = _BITS[a_type] == 16
+    wanted = 0 if d_type == "s32" else 2 + (0 if not wide else 1 if from_registers else 2)
+    if len(values) != wanted:
+        raise b.error(f"{len(values)} immediates after scale-d where this form takes {wanted}")
+    scales, transposes = values[:2], values[2:]
+    if any(value not in (1, -1) for value in scales) or any(value not in (0, 1) for value in transposes):
+        raise b.error(f"the immediates are {values}: imm-scale is 1 or -1, imm-trans 0 or 1")
+    if from_registers:
+        transposes = [0, *transposes]
+    majors: list[Major] = ["mn" if value else "k" for value in transposes] or ["k", "k"]
+    majors = majors if len(majors) == 2 else ["k", "k"]
+    return _Form(int(n), int(k), _BITS[a_type], d_type, a_type, b_type, -1 in scales[:1], -1 in scales[1:], majors[0],
+                 majors[1], bool(b.words.get("satfinite")))  # fmt: skip
+
+
+def _uniform(warp: Warp, row: int, what: str) -> int:
+    values = warp.u64[row][warp.mask]
+    if (values != values[0]).any():
+        raise Fault("diverged", f"{what} must be the same in all lanes; they hold {sorted(set(values.tolist()))[:4]}")
+    return int(values[0])
+
+
+def _smem(
+    warp: Warp, raw: int, rows: int, bits: int, k: int, major: Major, type_name: str, reads: int, which: str,
+    part: slice | None = None,
+) -> Fetch:  # fmt: skip
+    """Check an operand in shared memory now; the result fetches it as float32 [rows, k], or the rows of `part`."""
+    descriptor = decode_matrix_descriptor(raw, "sm_90a")
+    units = unit_addresses(descriptor, rows, k, bits, major, "sm_90a")
+    if part is not None:
+        rows = part.stop - part.start
+        units = units[part] if major == "k" else units[:, part.start * bits // 128 : part.stop * bits // 128]
+    smem = warp.cta.smem
+    smem.async_read(granules_of(units.ravel(), 16), warp.clock, reads, f"operand {which} of wgmma")
+    return lambda: to_float32(operand_elements(gather_units(smem.data, units), rows, bits, major), type_name)
+
+
+def _smem_a(warp: Warp, raw: int, form: _Form, reads: int) -> Fetch:
+    first = ROWS * (warp.index % 4)
+    part = slice(first, first + ROWS)
+    return _smem(warp, raw, 64, form.bits, form.k, form.major_a, form.a_type, reads, "A", part)
+
+
+def _registers_a(warp: Warp, rows: list[int], form: _Form) -> Fetch:
+    fragment = _first_warp(wgmma_operand_a(form.bits), form.k)
+    return lambda: to_float32(to_matrix(_gather(warp, rows), fragment), form.a_type)
+
+
+def _gather(warp: Warp, rows: list[int]) -> Words:
+    return np.array([warp.u32[row] for row in rows])
+
+
+def _performer(
+    warp: Warp, rows: list[int], fragment: Fragment, form: _Form, a: Fetch, b: Fetch, *, accumulate_d: bool
+) -> Callable[[], None]:
+    policy = warp.cta.machine.accumulate
+
+    def perform() -> None:
+        left, right = (-a() if form.negate_a else a()), (-b() if form.negate_b else b())
+        old = to_matrix(_gather(warp, rows), fragment) if accumulate_d else None
+        registers = warp.u32
+        for row, words in zip(rows, to_registers(_multiplied(left, right, old, form, policy), fragment), strict=True):
+            registers[row][...] = words
+
+    return perform
+
+
+def _multiplied(a: Float32, b: Float32, old: Elements | None, form: _Form, policy: str) -> Elements:
+    """Raw accumulators [16, n] from the operands and the raw ones before."""
+    if form.d_type == "s32":
+        total = a.astype(np.float64) @ b.astype(np.float64).T
+        if old is not None:
+            total = total + old.view(np.int32)
+        if form.saturate:
+            total = np.clip(total, -(2**31), 2**31 - 1)
+        return total.astype(np.int64).astype(np.uint32)
+    half = form.d_type == "f16"
+    c = None if old is None else old.view(np.float16).astype(np.float32) if half else old.view(np.float32)
+    known = cast(accumulate.Policy, policy)
+    result = accumulate.mma(a, b, c, k_per_instruction=form.k, kind=form.a_type, policy=known)
+    if not half:
+        return result.view(np.uint32)
+    codes = result.astype(np.float16).view(np.uint16)
+    return np.where(np.isnan(result), np.uint16(0x7FFF), codes)
+
+
+def _count(warp: Warp, form: _Form) -> None:
+    counters = warp.cta.machine.counters
+    counters["mma_instructions"] += warp.index % 4 == 0
+    counters["mma_flops"] += 2 * ROWS * form.n * form.k
+
+
+@opcode("wgmma.fence.sync.aligned", section="9.7.15.7.1", counter="mma")
+def fence(b: Binder) -> Step:
+    """Registers used before now may be used by wgmma from now on."""
+    b.expect(0)
+
+    def step(warp: Warp) -> None:
+        warp.converged("wgmma.fence")
+        part_of(warp).fence()
+
+    return step
+
+
+@opcode("wgmma.commit_group.sync.aligned", section="9.7.15.7.2", counter="mma")
+def commit_group(b: Binder) -> Step:
+    """Close the warp's open group; an empty one counts."""
+    b.expect(0)
+
+    def step(warp: Warp) -> None:
+        warp.converged("wgmma.commit_group")
+        part = part_of(warp)
+        part.committed.append(part.open)
+        part.open = []
+
+    return step
+
+
+@opcode("wgmma.wait_group.sync.aligned", section="9.7.15.7.3", kind="tail", counter="mma")
+def wait_group(b: Binder) -> Step:
+    """Wait until at most N of the warp's latest groups are pending; then their registers and operands are free."""
+    allowed = b.immediate(b.expect(1)[0])
+    if not 0 <= allowed <= 7:
+        raise b.error(f"the number of groups is {allowed}; it must be 0..7")
+
+    def step(warp: Warp) -> object:
+        warp.converged("wgmma.wait_group")
+        group = warpgroup_of(warp)
+        part = group.parts[warp.index % 4]
+        last = max((item.number for item in part.covered(allowed)), default=-1)
+
+        def reason() -> str:
+            if late := group.behind(last):
+                return f"warps {late} of its warpgroup to issue wgmma number {last}"
+            return f"all but {allowed} of its wgmma groups"
+
+        def finish() -> None:
+            warp.clock.seen[group.agent] = max(int(warp.clock.seen[group.agent]), part.retire(allowed))
+
+        return Wait(
+            ready=lambda: group.ended(last),
+            reason=reason,
+            finish=finish,
+            target=group,
+        )
+
+    return step

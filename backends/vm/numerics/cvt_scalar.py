@@ -1,0 +1,224 @@
+"""Conversions between scalar types (PTX ISA 9.7.9.21, ptx-facts 7.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.numerics.cvt_rules import SIGNED, UNSIGNED, WIDTH, Bits, Function, Modifiers, Rule, take
+from backends.vm.numerics.formats import (
+    F16,
+    F32,
+    FORMATS,
+    TF32,
+    Float64,
+    Rounding,
+    add_to_odd,
+    decode,
+    directed,
+    encode,
+)
+
+_INTEGERS = tuple(f"{sign}{bits}" for sign in "us" for bits in (8, 16, 32, 64))
+_FLOATS = ("f16", "bf16", "f32", "f64")
+_EXACT = {"f16": ("f16", "f32", "f64"), "bf16": ("bf16", "f32", "f64"), "f32": ("f32", "f64"), "f64": ("f64",)}
+_TO_INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+_DIRECTED = frozenset({"rn", "rz", "rm", "rp"})
+_NEAREST_OR_ZERO = frozenset({"rn", "rz"})
+_F32_NAN = np.uint32(F32.nan)
+# A zero-dimensional array as an operand costs half of what a NumPy scalar does.
+_16 = np.array(16, np.uint32)
+
+
+def flush_f32(values: Float64) -> Float64:
+    """Values that are subnormal in f32 become zero of the same sign."""
+    return np.where(np.abs(values) < 2.0**-126, np.copysign(0.0, values), values)
+
+
+def bf16_nearest(a: Bits) -> npt.NDArray[np.uint16]:
+    """cvt.rn.bf16.f32; `a` are f32 bits."""
+    x = a.view(np.float32)
+    return _canonical(x, x.astype(ml_dtypes.bfloat16).view(np.uint16))
+
+
+def f16_nearest(a: Bits) -> npt.NDArray[np.uint16]:
+    """cvt.rn.f16.f32; `a` are f32 bits."""
+    x = a.view(np.float32)
+    return _canonical(x, x.astype(np.float16).view(np.uint16))
+
+
+def _canonical(x: npt.NDArray[np.float32], codes: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
+    nan = x != x
+    return np.where(nan, np.uint16(F16.nan), codes) if np.count_nonzero(nan) else codes
+
+
+def read_float(bits: Bits, name: str) -> Float64:
+    """The exact values of f16, bf16, f32 or f64 bits."""
+    narrow = take(bits, WIDTH[name])
+    return narrow.view(np.float64) if name == "f64" else decode(narrow, FORMATS[name])
+
+
+def read_integer(bits: Bits, name: str) -> npt.NDArray[np.int64] | npt.NDArray[np.uint64]:
+    """The values of an integer type, as uint64 for unsigned types and int64 for signed ones."""
+    narrow = take(bits, WIDTH[name])
+    return narrow.astype(np.uint64) if name[0] == "u" else narrow.view(SIGNED[WIDTH[name]]).astype(np.int64)
+
+
+def integer_range(name: str) -> tuple[int, int]:
+    bits = WIDTH[name]
+    return (0, (1 << bits) - 1) if name[0] == "u" else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+
+
+def _integer_to_integer(dst: str, src: str, modifiers: Modifiers) -> Function:
+    low = max(integer_range(dst)[0], integer_range(src)[0])
+    high = min(integer_range(dst)[1], integer_range(src)[1])
+    container = UNSIGNED[WIDTH[dst]]
+
+    def extend(a: Bits) -> Bits:
+        return read_integer(a, src).astype(container)
+
+    def saturate(a: Bits) -> Bits:
+        return np.clip(read_integer(a, src), low, high).astype(container)
+
+    return saturate if modifiers.sat else extend
+
+
+def _float_to_integer(dst: str, src: str, modifiers: Modifiers) -> Function:
+    low, high = integer_range(dst)
+    bits = WIDTH[dst]
+    # PTX ISA 9.7.9.21, Integer Notes: NaN gives 0, or the top bit alone where a 64-bit type is involved.
+    nan = np.uint64(1 << (bits - 1)) if src == "f64" or bits == 64 else np.uint64(0)
+    to_integral = _TO_INTEGRAL[modifiers.rounding]
+    wide = np.int64 if low else np.uint64
+
+    def convert(a: Bits) -> Bits:
+        values = read_float(a, src)
+        if modifiers.ftz:
+            values = flush_f32(values)
+        integral = to_integral(values)
+        inside = (integral >= low) & (integral < float(high + 1))
+        codes = np.where(inside, integral, 0.0).astype(wide).astype(np.uint64)
+        codes = np.where(inside, codes, np.where(integral < low, np.uint64(low % (1 << 64)), np.uint64(high)))
+        return np.where(np.isnan(values), nan, codes).astype(UNSIGNED[bits])
+
+    return convert
+
+
+def _integer_to_float(dst: str, src: str, modifiers: Modifiers) -> Function:
+    rounding = cast(Rounding, modifiers.rounding)
+    if dst == "f32" and WIDTH[src] <= 32 and not modifiers.sat and rounding == "rn":
+        return lambda a: read_integer(a, src).astype(np.float32).view(np.uint32)
+
+    def convert(a: Bits) -> Bits:
+        integers = read_integer(a, src)
+        high = np.ldexp((integers >> 32).astype(np.float64), 32)
+        low = (integers & 0xFFFF_FFFF).astype(np.float64)
+        if dst != "f64":
+            return _write(add_to_odd(high, low), dst, modifiers)
+        nearest = high + low
+        return _write(directed(nearest, (high - nearest) + low, rounding), dst, modifiers)
+
+    return convert
+
+
+def _float_to_float(dst: str, src: str, modifiers: Modifiers) -> Function:
+    if (dst, src) in _FAST and modifiers == Modifiers(rounding=_FAST[dst, src][0]):
+        fast = _FAST[dst, src][1]
+        return lambda a: fast(take(a, WIDTH[src]))
+    to_integral = _TO_INTEGRAL.get(modifiers.rounding)
+
+    def convert(a: Bits) -> Bits:
+        values = read_float(a, src)
+        if modifiers.ftz and src == "f32":
+            values = flush_f32(values)
+        return _write(values if to_integral is None else to_integral(values), dst, modifiers)
+
+    return convert
+
+
+def _write(values: Float64, dst: str, modifiers: Modifiers) -> Bits:
+    if modifiers.sat:
+        values = np.where(values > 0, np.minimum(values, 1.0), 0.0)
+    if dst == "f64":
+        return np.asarray(values).view(np.uint64)
+    rounding = cast(Rounding, modifiers.rounding if modifiers.rounding in _DIRECTED else "rn")
+    codes = encode(values, FORMATS[dst], rounding, satfinite=modifiers.satfinite, relu=modifiers.relu)
+    if modifiers.ftz and dst == "f32":
+        codes = np.where(codes & np.uint32(0x7F80_0000), codes, codes & np.uint32(F32.sign_bit))
+    return codes.astype(UNSIGNED[WIDTH[dst]])
+
+
+def _widen_bf16(a: Bits) -> Bits:
+    return np.left_shift(a.astype(np.uint32), _16)
+
+
+def _widen_f16(a: Bits) -> Bits:
+    x = a.view(np.float16)
+    wide = x.astype(np.float32).view(np.uint32)
+    nan = x != x
+    return np.where(nan, _F32_NAN, wide) if np.count_nonzero(nan) else wide
+
+
+_FAST: dict[tuple[str, str], tuple[str, Function]] = {
+    ("f32", "bf16"): ("", _widen_bf16),
+    ("f32", "f16"): ("", _widen_f16),
+    ("bf16", "f32"): ("rn", bf16_nearest),
+    ("f16", "f32"): ("rn", f16_nearest),
+    ("f32", "f32"): ("", lambda a: a),
+    ("f64", "f64"): ("", lambda a: a),
+    ("bf16", "bf16"): ("", lambda a: a),
+    ("f16", "f16"): ("", lambda a: a),
+}
+
+
+def _tf32(modifiers: Modifiers) -> Function:
+    """f32 bits with the low 13 cleared. `.rna` leaves infinity and truncates NaN, which may become infinity [H]."""
+
+    def away(a: Bits) -> Bits:
+        bits = take(a, 32).astype(np.uint32)
+        finite = (bits & np.uint32(0x7F80_0000)) != np.uint32(0x7F80_0000)
+        return (bits + np.where(finite, np.uint32(0x1000), np.uint32(0))) & np.uint32(0xFFFF_E000)
+
+    def rounded(a: Bits) -> Bits:
+        rounding = cast(Rounding, modifiers.rounding)
+        codes = encode(read_float(a, "f32"), TF32, rounding, satfinite=modifiers.satfinite, relu=modifiers.relu)
+        return codes << np.uint32(13)
+
+    return away if modifiers == Modifiers(rounding="rna") else rounded
+
+
+Maker = Callable[[str, str, Modifiers], Function]
+
+
+def scalar_rules() -> dict[tuple[str, str], Rule]:
+    """Rules for every pair of scalar types, and for tf32."""
+    none: frozenset[str] = frozenset()
+    rules: dict[tuple[str, str], Rule] = {}
+
+    def rule(dst: str, src: str, make: Maker, roundings: frozenset[str], flags: frozenset[str]) -> None:
+        rules[dst, src] = Rule(roundings, flags, none, 1, lambda modifiers: make(dst, src, modifiers))
+
+    for dst in _INTEGERS:
+        for src in _INTEGERS:
+            rule(dst, src, _integer_to_integer, frozenset({""}), frozenset({"sat"}))
+        for src in _FLOATS:
+            flags = {"sat", "ftz"} if src == "f32" else {"sat"}
+            rule(dst, src, _float_to_integer, frozenset(_TO_INTEGRAL), frozenset(flags))
+            flags = ({"ftz"} if src == "f32" else set()) | ({"sat"} if src != "bf16" else set())
+            rule(src, dst, _integer_to_float, _DIRECTED, frozenset(flags))
+    for src in _FLOATS:
+        for dst in _FLOATS:
+            flags = ({"sat"} if dst != "bf16" else set()) | ({"ftz"} if "f32" in (src, dst) else set())
+            roundings = _DIRECTED
+            if dst in _EXACT[src]:
+                roundings = frozenset({"", *_TO_INTEGRAL}) if dst == src else frozenset({""})
+            elif src == "f32":
+                flags |= {"relu", "satfinite"}
+            rule(dst, src, _float_to_float, roundings, frozenset(flags))
+    flags = frozenset({"satfinite", "relu"})
+    rules["tf32", "f32"] = Rule(_NEAREST_OR_ZERO | {"rna"}, flags, none, 1, _tf32)
+    return rules

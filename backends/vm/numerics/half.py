@@ -1,0 +1,150 @@
+"""Half-precision arithmetic (PTX ISA 9.7.4) and its mixture with f32 (9.7.5), each result rounded once.
+
+Operands and results are 16-bit codes, `fmt` is `formats.F16` or `formats.BF16`. A `.f16x2` or `.bf16x2` operand is two
+codes, low half first: view the 32-bit array as uint16 and call the same function. Every NaN result is 0x7FFF (measured
+on an H200, ptx-facts 7.2 and 7.3). `ftz` exists for f16 only.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.numerics import f32
+from backends.vm.numerics.compare import COMPARISONS, Truth
+from backends.vm.numerics.f32 import Float32
+from backends.vm.numerics.formats import BF16, Float64, FloatFormat, Rounding, add_to_odd, decode, encode
+
+Codes16 = npt.NDArray[np.uint16]
+
+_SIGN = np.uint16(0x8000)
+
+
+def widen(a: Codes16, fmt: FloatFormat) -> Float32:
+    """The exact value of each code as float32, NaN as 0x7FFFFFFF."""
+    return f32.canonical(decode(a, fmt).astype(np.float32))
+
+
+def flush(a: Codes16, fmt: FloatFormat) -> Codes16:
+    """Subnormals become zero of the same sign."""
+    exponent = np.uint16(fmt.infinity or 0)
+    return np.where(a & exponent, a, a & _SIGN)
+
+
+def _finish(values: Float64, fmt: FloatFormat, ftz: bool, sat: bool, relu: bool) -> Codes16:
+    if sat:
+        values = np.where(values > 0, np.minimum(values, 1.0), 0.0)
+    codes = encode(values, fmt, relu=relu).astype(np.uint16)
+    return flush(codes, fmt) if ftz else codes
+
+
+def add(a: Codes16, b: Codes16, fmt: FloatFormat, *, ftz: bool = False, sat: bool = False) -> Codes16:
+    """9.7.4.1."""
+    if ftz:
+        a, b = flush(a, fmt), flush(b, fmt)
+    return _finish(add_to_odd(decode(a, fmt), decode(b, fmt)), fmt, ftz, sat, False)
+
+
+def sub(a: Codes16, b: Codes16, fmt: FloatFormat, *, ftz: bool = False, sat: bool = False) -> Codes16:
+    """9.7.4.2."""
+    return add(a, b ^ _SIGN, fmt, ftz=ftz, sat=sat)
+
+
+def mul(a: Codes16, b: Codes16, fmt: FloatFormat, *, ftz: bool = False, sat: bool = False) -> Codes16:
+    """9.7.4.3."""
+    if ftz:
+        a, b = flush(a, fmt), flush(b, fmt)
+    return _finish(decode(a, fmt) * decode(b, fmt), fmt, ftz, sat, False)
+
+
+def fma(
+    a: Codes16,
+    b: Codes16,
+    c: Codes16,
+    fmt: FloatFormat,
+    *,
+    ftz: bool = False,
+    sat: bool = False,
+    relu: bool = False,
+) -> Codes16:
+    """9.7.4.4; `relu` makes a negative result +0."""
+    if ftz:
+        a, b, c = flush(a, fmt), flush(b, fmt), flush(c, fmt)
+    return _finish(add_to_odd(decode(a, fmt) * decode(b, fmt), decode(c, fmt)), fmt, ftz, sat, relu)
+
+
+def minimum(
+    a: Codes16, b: Codes16, fmt: FloatFormat, *, nan: bool = False, ftz: bool = False, xorsign_abs: bool = False
+) -> Codes16:
+    """9.7.4.7. One NaN gives the other operand, or NaN with `nan` (`.NaN`); -0 is below +0."""
+    if ftz:
+        a, b = flush(a, fmt), flush(b, fmt)
+    r = f32.minimum(widen(a, fmt), widen(b, fmt), nan=nan, abs=xorsign_abs, xorsign=xorsign_abs)
+    return encode(r.astype(np.float64), fmt).astype(np.uint16)
+
+
+def maximum(
+    a: Codes16, b: Codes16, fmt: FloatFormat, *, nan: bool = False, ftz: bool = False, xorsign_abs: bool = False
+) -> Codes16:
+    """9.7.4.8. One NaN gives the other operand, or NaN with `nan` (`.NaN`); -0 is below +0."""
+    if ftz:
+        a, b = flush(a, fmt), flush(b, fmt)
+    r = f32.maximum(widen(a, fmt), widen(b, fmt), nan=nan, abs=xorsign_abs, xorsign=xorsign_abs)
+    return encode(r.astype(np.float64), fmt).astype(np.uint16)
+
+
+def negate(a: Codes16, fmt: FloatFormat, *, ftz: bool = False) -> Codes16:
+    """9.7.4.5; for NaN, unspecified there, the sign is flipped."""
+    return (flush(a, fmt) if ftz else a) ^ _SIGN
+
+
+def absolute(a: Codes16, fmt: FloatFormat, *, ftz: bool = False) -> Codes16:
+    """9.7.4.6; for NaN, unspecified there, the sign is cleared."""
+    return (flush(a, fmt) if ftz else a) & ~_SIGN
+
+
+def compare(op: str, a: Codes16, b: Codes16, fmt: FloatFormat, *, ftz: bool = False) -> Truth:
+    """One of `compare.COMPARISONS` (9.7.7)."""
+    if ftz:
+        a, b = flush(a, fmt), flush(b, fmt)
+    return COMPARISONS[op](decode(a, fmt), decode(b, fmt))
+
+
+@cache
+def _approximations(function: Literal["ex2", "tanh"], fmt: FloatFormat) -> Codes16:
+    """The correctly rounded result for each of the 65536 codes; an H200 differs from it by at most one code."""
+    codes = np.arange(1 << 16, dtype=np.uint16)
+    flushes = function == "ex2" and fmt is BF16
+    with np.errstate(all="ignore"):
+        values = decode(flush(codes, fmt) if flushes else codes, fmt)
+        return _finish(np.exp2(values) if function == "ex2" else np.tanh(values), fmt, flushes, False, False)
+
+
+def ex2(a: Codes16, fmt: FloatFormat) -> Codes16:
+    """`ex2.approx.f16` and `ex2.approx.ftz.bf16`, whose subnormal inputs and results are flushed (9.7.4.10)."""
+    return _approximations("ex2", fmt)[a]
+
+
+def tanh(a: Codes16, fmt: FloatFormat) -> Codes16:
+    """`tanh.approx` (9.7.4.9)."""
+    return _approximations("tanh", fmt)[a]
+
+
+def mixed_add(a: Codes16, c: Float32, fmt: FloatFormat, *, rounding: Rounding = "rn", sat: bool = False) -> Float32:
+    """`add.f32.f16` and `add.f32.bf16`: a + c in f32 (9.7.5.1)."""
+    return f32.add(widen(a, fmt), c, rounding=rounding, sat=sat)
+
+
+def mixed_sub(a: Codes16, c: Float32, fmt: FloatFormat, *, rounding: Rounding = "rn", sat: bool = False) -> Float32:
+    """`sub.f32.f16` and `sub.f32.bf16`: a - c in f32 (9.7.5.2)."""
+    return f32.sub(widen(a, fmt), c, rounding=rounding, sat=sat)
+
+
+def mixed_fma(
+    a: Codes16, b: Codes16, c: Float32, fmt: FloatFormat, *, rounding: Rounding = "rn", sat: bool = False
+) -> Float32:
+    """`fma.f32.f16` and `fma.f32.bf16`: a * b + c rounded once to f32 (9.7.5.3)."""
+    return f32.fma(widen(a, fmt), widen(b, fmt), c, rounding=rounding, sat=sat)

@@ -1,0 +1,35 @@
+"""What the raw elements of an MMA operand mean as numbers. All of these are exact in float32."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.numerics.formats import FORMATS, decode
+
+Float32 = npt.NDArray[np.float32]
+_BITS = {"e5m2": 8, "e4m3": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4}
+_E2M1_SHIFT = 2
+"""An e2m1 element in an 8-bit container of the f8f6f4 kinds lies in bits 5..2 (ptx-facts 1.2)."""
+
+
+@cache
+def _table(type_name: str) -> Float32:
+    shift = _E2M1_SHIFT if type_name == "e2m1" else 0
+    codes = np.array([byte >> shift & (1 << _BITS[type_name]) - 1 for byte in range(256)], np.uint8)
+    return decode(codes, FORMATS[type_name]).astype(np.float32)
+
+
+def to_float32(elements: npt.NDArray[np.unsignedinteger], type_name: str) -> Float32:
+    """Raw elements (uint8, uint16 or uint32, any shape) of an operand type as float32 of the same shape."""
+    if type_name == "bf16":
+        return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if type_name == "f16":
+        return np.ascontiguousarray(elements).view(np.float16).astype(np.float32)
+    if type_name == "tf32":
+        return (elements & np.uint32(0xFFFFE000)).astype(np.uint32).view(np.float32)
+    if type_name in ("u8", "s8"):
+        return np.ascontiguousarray(elements).view(np.int8 if type_name == "s8" else np.uint8).astype(np.float32)
+    return _table(type_name)[elements]

@@ -1,0 +1,128 @@
+"""What this machine pays for the VM and the harness, beside the bars that the issues set: `nox -s bench -- vm`.
+
+Each benchmark runs the command that a user runs, in a fresh process, so imports and worker start-up are in the time.
+`extra_info` holds the bar, what was judged and the peak memory of the whole process tree. Nothing is asserted about
+time: the table at the end says which bars hold.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from backends.vm.machine import load
+from backends.vm.parser import parse
+from megamoe.backend import load_backend
+from megamoe.spec import load_specs
+
+MEBIBYTE = 2**20
+
+
+def _tree_memory(root: psutil.Process) -> int:
+    total = 0
+    for process in (root, *root.children(recursive=True)):
+        try:
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+def _run(arguments: list[str]) -> dict[str, int]:
+    """Run `megamoe ARGUMENTS` to its end; peak memory of its process tree in bytes, and its exit status."""
+    process = subprocess.Popen([sys.executable, "-m", "megamoe", *arguments], stdout=subprocess.DEVNULL)
+    watched, peak = psutil.Process(process.pid), 0
+
+    def watch() -> None:
+        nonlocal peak
+        while process.poll() is None:
+            try:
+                peak = max(peak, _tree_memory(watched))
+            except psutil.NoSuchProcess:
+                return
+            time.sleep(0.05)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    status = process.wait()
+    watcher.join()
+    return {"peak_bytes": peak, "status": status}
+
+
+def _command(
+    benchmark: BenchmarkFixture, arguments: list[str], bar_seconds: float, bar_mebibytes: float | None
+) -> None:
+    found = benchmark.pedantic(_run, args=(arguments,), rounds=1, iterations=1)
+    benchmark.extra_info["bar_seconds"] = bar_seconds
+    benchmark.extra_info["peak_mebibytes"] = round(found["peak_bytes"] / MEBIBYTE)
+    benchmark.extra_info["bar_mebibytes"] = bar_mebibytes
+    benchmark.extra_info["cores"] = os.cpu_count()
+    assert found["status"] == 0, f"`megamoe {' '.join(arguments)}` ended with status {found['status']}: nothing to time"
+
+
+def test_smoke_profile(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+    """Issue 2: the smoke profile of attention in at most 60 s."""
+    arguments = ["run", "--op", "fmha", "--profile", "smoke", "--backend", "ptx"]
+    _command(benchmark, [*arguments, "--output", str(tmp_path / "smoke.jsonl")], 60, None)
+
+
+def test_published_cells(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+    """Issue 2: all 72 cells under one schedule in at most 4 minutes and 4 GiB."""
+    arguments = ["run", "--op", "fmha", "--profile", "schedules", "--backend", "ptx", "--schedule", "eager"]
+    _command(benchmark, [*arguments, "--output", str(tmp_path / "cells.jsonl")], 240, 4096)
+
+
+def test_smoke_profile_of_everything(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+    """The smoke profile of every op on every backend: what `nox -s conformance` does."""
+    _command(benchmark, ["run", "--output", str(tmp_path / "all.jsonl")], 90, None)
+
+
+def test_published_cells_of_cutedsl(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+    """Issue 3: all 72 cells through the compiled CuTeDSL artifact in at most 5 minutes."""
+    arguments = ["run", "--op", "fmha", "--profile", "schedules", "--backend", "cutedsl", "--schedule", "eager"]
+    _command(benchmark, [*arguments, "--output", str(tmp_path / "cells.jsonl")], 300, None)
+
+
+def test_list(benchmark: BenchmarkFixture) -> None:
+    """Issue 2: `megamoe list` answers in at most 1 s."""
+    _command(benchmark, ["list"], 1, None)
+
+
+@pytest.mark.parametrize("hd", [64, 512])
+def test_parse_module(benchmark: BenchmarkFixture, hd: int) -> None:
+    """PTX text to syntax tree, nothing cached."""
+    ptx = _ptx(hd)
+    benchmark.extra_info["lines"] = ptx.count("\n")
+    benchmark.pedantic(parse, args=(ptx,), rounds=3)
+
+
+def test_load_module_again(benchmark: BenchmarkFixture) -> None:
+    """A module that was decoded before costs a look-up."""
+    ptx = _ptx(64)
+    first = load(ptx)
+    assert benchmark(load, ptx) is first, "the decoded module was not kept"
+
+
+def _ptx(hd: int) -> str:
+    case = load_specs(None)["fmha"].parse_case(f"fmha:hd={hd},t=1,s_k=128")
+    program = load_backend("ptx").build(case, "sm_100a")
+    return program.ptx
+
+
+def test_instruction_rate(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+    """Warp instructions of one cell; `extra_info` has the rate at which the VM executed them."""
+    records = tmp_path / "one.jsonl"
+    arguments = ["run", "--case", "fmha:hd=128,t=128,s_k=1024", "--backend", "ptx", "--output", str(records)]
+    _command(benchmark, arguments, 60, None)
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    counters = next(line["counters"] for line in lines if line.get("counters"))
+    benchmark.extra_info["warp_instructions"] = sum(v for k, v in counters.items() if k.startswith("instructions_"))

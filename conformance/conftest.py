@@ -1,0 +1,66 @@
+"""Hypothesis profiles, and the options that pick cells of the matrix or rerun one example of a law.
+
+`default`: random, failures are remembered. `ci` (environment CI=true): derandomised, nothing is remembered.
+`hunt` (--hypothesis-profile hunt): many examples, for a night.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+# Kernels are small, and threads that wait for each other cost more than they save: ten times more on two busy cores.
+# numpy and torch read these when they are imported, which is after this file.
+for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+
+# An example runs kernels, which takes as long as it takes, and a backend may decline many of the cases drawn.
+_SLOW = settings(
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink],
+)
+settings.register_profile("default", _SLOW)
+settings.register_profile("ci", _SLOW, derandomize=True, database=None, print_blob=False)
+settings.register_profile("hunt", _SLOW, max_examples=20_000)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the laws in conformance/kernels."""
+    group = parser.getgroup("megamoe", "laws of the kernels")
+    group.addoption("--case", help="hold the laws on this case id alone, instead of drawing cases")
+    group.addoption(
+        "--where", action="append", default=[], help="only cells of the matrix with axis=value, as hd=64,t=1"
+    )
+    group.addoption("--schedule", action="append", default=[], help="with --case: a schedule to run it under")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses the profile, unless --hypothesis-profile has."""
+    if not config.getoption("--hypothesis-profile"):
+        settings.load_profile("ci" if os.environ.get("CI") == "true" else "default")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps the cells that --where describes: -k takes no "=", which every case id has."""
+    filters = config.getoption("--where")
+    if not filters:
+        return
+    from megamoe.case import Case
+    from megamoe.rows import SelectionError, matching, parse_where
+
+    cells = {item.nodeid: case for item in items if isinstance(case := _parameters(item).get("case"), Case)}
+    try:
+        kept = set(matching(cells.values(), parse_where(filters)))
+    except SelectionError as error:
+        raise pytest.UsageError(f"--where: {error}") from None
+    chosen = [item for item in items if cells.get(item.nodeid) in kept]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
+
+
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    callspec = getattr(item, "callspec", None)
+    return {} if callspec is None else callspec.params

@@ -1,0 +1,120 @@
+"""Records survive a round trip and a kill; a bad line is named, a torn one is set aside."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megamoe.provenance import run_header
+from megamoe.record import Record, RecordError, RecordWriter, Row, read_records, record_of
+from megamoe.rows import Selection
+
+ROW = Row("fmha:hd=64,t=1,s_k=128", "ptx", "sm_100a", "vm", "random:3")
+
+
+def _write(path: Path, *records: Record) -> None:
+    with RecordWriter(path) as writer:
+        for record in records:
+            writer.append(record)
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    record = record_of(
+        "run-1", ROW, "failed", "o is wrong", 1.25, {"o.max": math.inf, "o.rms": 0.5}, {"mma_flops": 2**60}, "ab", "dir"
+    )
+    header = run_header(Selection(backends=("ptx",)), owed_rows=1)
+    with RecordWriter(tmp_path / "new" / "r.jsonl") as writer:
+        writer.append(header)
+        writer.append(record)
+    found = read_records(tmp_path / "new" / "r.jsonl")
+    assert found.records == (record,), "a record must survive a round trip, infinities and large counters included"
+    assert found.headers == (header,), "a header must survive a round trip"
+    assert found.torn is None, "a file of whole lines has no torn line"
+
+
+def test_every_line_is_strict_json(tmp_path: Path) -> None:
+    _write(tmp_path / "r.jsonl", record_of("run-1", ROW, "failed", "x", metrics={"o.max": math.nan}))
+    assert b"NaN," not in (tmp_path / "r.jsonl").read_bytes().replace(b'"NaN"', b""), "a bare NaN is not JSON"
+    assert math.isnan(read_records(tmp_path / "r.jsonl").records[0].metrics["o.max"]), "NaN must stay NaN"
+
+
+def test_a_sentence_ends_with_the_command_that_reruns_it() -> None:
+    sentence = record_of("run-1", ROW, "failed", "o is wrong.").sentence
+    assert sentence == (
+        "o is wrong. Rerun: megamoe run --case fmha:hd=64,t=1,s_k=128 --backend ptx --target sm_100a "
+        "--executor vm --schedule random:3"
+    )
+
+
+@pytest.mark.parametrize("kept", [1, 40, -1])
+def test_a_torn_last_line_is_reported_and_ignored(tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "r.jsonl"
+    _write(path, record_of("a", ROW, "passed", ""), record_of("b", ROW, "passed", ""))
+    first, second = path.read_bytes().splitlines()
+    path.write_bytes(first + b"\n" + second[:kept])
+    found = read_records(path)
+    assert [record.run for record in found.records] == ["a"], "the whole line must be read, the torn one must not"
+    assert found.torn is not None
+    assert "line 2 is torn" in found.torn, "the torn line must be reported"
+    with pytest.raises(RecordError, match="ends in a torn line"):
+        RecordWriter(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        (b'"status":"passed"', b'"status":"fine"', "status"),
+        (b'"backend":"ptx",', b"", "backend"),
+        (b'"schema_version":1', b'"schema_version":9', "schema_version"),
+        (b'"sentence":""', b'"sentence":"","speed":0.0', "speed"),
+        (b'"sentence":""', b'"sentence":"o is wrong"', "only a pass has none"),
+        (b'"status":"passed"', b'"status":"failed"', "only a pass has none"),
+        (b'"op":"fmha"', b'"op":"gemm"', "op 'gemm' with the case"),
+        (b'"judge_host_seconds":null', b'"judge_host_seconds":-1', "judge_host_seconds"),
+        (b"{", b"[", "Invalid JSON"),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, old: bytes, new: bytes, complaint: str) -> None:
+    path = tmp_path / "r.jsonl"
+    _write(path, record_of("a", ROW, "passed", ""), record_of("b", ROW, "passed", ""))
+    first, second = path.read_bytes().splitlines()
+    assert old in second, "the planted fault must change the line"
+    path.write_bytes(first + b"\n" + second.replace(old, new, 1) + b"\n")
+    with pytest.raises(RecordError, match=rf"line 2.*{complaint}"):
+        read_records(path)
+
+
+def test_a_file_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="cannot read records from"):
+        read_records(tmp_path / "none.jsonl")
+    with pytest.raises(RecordError, match="cannot write records to"):
+        RecordWriter(tmp_path)
+
+
+def _append_for_ever(path: Path) -> None:
+    with RecordWriter(path) as writer:
+        while True:
+            writer.append(record_of("r", ROW, "failed", "x" * 5000))
+
+
+def test_a_kill_leaves_whole_lines_and_at_most_a_torn_last_one(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    writer = multiprocessing.get_context("spawn").Process(target=_append_for_ever, args=(path,))
+    writer.start()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (not path.exists() or path.stat().st_size < 200_000):
+        time.sleep(0.01)
+    with pytest.raises(RecordError, match="written by another run"):
+        RecordWriter(path)
+    assert writer.pid is not None
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.join()
+    found = read_records(path)
+    assert len(found.records) > 20, "every line before the kill must be readable"
+    assert (found.torn is None) == path.read_bytes().endswith(b"\n"), "a torn last line must be reported"

@@ -1,0 +1,84 @@
+"""`python -m conformance.witness [--only TEXT]`: examine every witness and write the record.
+
+Each target has a process of its own, since the compiler reads its target once. A witness that takes too long, or takes
+its process with it, has that as its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+from concurrent.futures import TimeoutError as OverTime
+from importlib import metadata
+from itertools import groupby
+
+from pebble import ProcessExpired, ProcessPool
+
+from conformance.witness.catalogue import WITNESSES
+from conformance.witness.examination import Examination, examine, settle
+from conformance.witness.record import OPCODES, RECORD, TABLE, Row, opcodes_as_text, rows_as_text, table
+from conformance.witness.witness import Witness
+
+LIMIT_SECONDS = 600
+
+
+def _lost(witness: Witness, reason: str) -> Examination:
+    row = Row(witness.package, metadata.version(witness.package), witness.kernel, witness.target, witness.options,
+              witness.shape, "cannot run", None, 0, 0, 0.0, 0.0, reason)  # fmt: skip
+    return Examination(row, frozenset())
+
+
+def _examined(chosen: list[Witness]) -> list[Examination]:
+    found: list[Examination] = []
+    spawn = multiprocessing.get_context("spawn")
+    for target, members in groupby(chosen, key=lambda one: one.target):
+        with ProcessPool(1, context=spawn, initializer=settle, initargs=(target,)) as pool:
+            for witness in members:
+                try:
+                    one = pool.schedule(examine, args=(witness.name,), timeout=LIMIT_SECONDS).result()
+                except OverTime:
+                    one = _lost(witness, f"it did not end in {LIMIT_SECONDS} s")
+                except ProcessExpired as gone:
+                    one = _lost(witness, f"its process ended with exit code {gone.exitcode}")
+                found.append(one)
+                _say(one.row)
+    return found
+
+
+def _say(row: Row) -> None:
+    size = "" if row.error is None else f" error {row.error:.1e},"
+    times = f"compiled in {row.compile_seconds:.1f} s, ran {row.run_seconds:.1f} s"
+    print(f"{row.status:10}  {row.name}:{size} {times}{f': {row.reason}' if row.reason else ''}", flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code is 1 if a witness computed something wrong, or has a fault or none against what is known of it."""
+    parser = argparse.ArgumentParser(prog="conformance.witness", description=__doc__)
+    parser.add_argument("--only", default="", help="examine those whose name contains this, and write no record")
+    only = parser.parse_args(arguments).only
+    chosen = [one for one in WITNESSES if only in one.name]
+    if not chosen:
+        print(f"no witness has {only!r} in its name; there are: {', '.join(one.name for one in WITNESSES)}")
+        return 2
+    found = _examined(chosen)
+    rows = [one.row for one in found]
+    if not only:
+        opcodes: dict[str, set[str]] = {}
+        for one in found:
+            opcodes.setdefault(one.row.package, set()).update(one.opcodes)
+        RECORD.write_text(rows_as_text(rows), encoding="utf-8")
+        TABLE.write_text(table(rows), encoding="utf-8")
+        OPCODES.write_text(opcodes_as_text(opcodes), encoding="utf-8")
+    surprises = [
+        row.name
+        for row, one in zip(rows, chosen, strict=True)
+        if row.status == "wrong" or (row.status == "fault") != bool(one.known_fault)
+    ]
+    if surprises:
+        print(f"not as known: {'; '.join(surprises)}")
+    return int(bool(surprises))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

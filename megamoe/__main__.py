@@ -1,0 +1,8 @@
+"""`python -m megamoe`: the same as the `megamoe` command."""
+
+import sys
+
+from megamoe.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""The `megamoe` command. Each cli_*.py adds its commands here; only this family reads the environment.
+
+Exit status: 0 all well, 1 the gate is closed, 2 input that cannot be used (one sentence on stderr), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from megamoe import cli_doctor, cli_explain, cli_list, cli_run
+from megamoe.expected import ExpectedError
+from megamoe.record import RecordError
+from megamoe.rows import SelectionError
+from megamoe.spec import SpecError
+
+USER_ERRORS = (SelectionError, SpecError, RecordError, ExpectedError)
+
+app = typer.Typer(
+    name="megamoe",
+    help="Conformance and benchmark harness for attention and NVFP4 Mixture-of-Experts kernels.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("list")(cli_list.list_cases)
+app.command("run")(cli_run.run)
+app.command("gate")(cli_run.gate)
+app.command("doctor")(cli_doctor.doctor)
+app.command("explain")(cli_explain.explain_case)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line (sys.argv[1:] by default) and returns its exit status."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="megamoe")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except USER_ERRORS as error:
+        print(f"megamoe: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,170 @@
+"""One row to one Record: build the program, run it between guard bands, compare with the references."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from megamoe.arena import Arena
+from megamoe.backend import Execution, RunOptions, Target, UnsupportedError, load_backend, load_executor
+from megamoe.bundle import Evidence, write_bundle
+from megamoe.compare import compare
+from megamoe.record import Record, Row, Status, record_of
+from megamoe.references import reference
+from megamoe.side_by_side import leave_outputs
+from megamoe.spec import Spec, load_specs
+
+if TYPE_CHECKING:
+    import torch
+
+    from megamoe.backend import AnyProgram, Backend, Executor
+    from megamoe.case import Case
+
+Tensors = Mapping[str, "torch.Tensor"]
+
+
+@dataclass(slots=True)
+class _Findings(Evidence):
+    """What is known about a row so far; what a later step did not reach stays empty."""
+
+    status: Status = "error"
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    counters: Mapping[str, int] = field(default_factory=dict[str, int])
+    input_sha256: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def conclude(self, status: Status, sentence: str) -> None:
+        self.status, self.sentence = status, sentence
+
+
+@lru_cache(maxsize=2)
+def _specs(folder: Path | None) -> dict[str, Spec]:
+    return load_specs(folder)
+
+
+# Rows of one case under several schedules follow each other, and the float64 oracle costs more than a small kernel.
+@lru_cache(maxsize=2)
+def _expected(case: Case) -> tuple[Tensors, Tensors, Tensors]:
+    """Inputs, oracle and simulated reference of `case`."""
+    room = reference(case.op)
+    inputs = room.make_inputs(case)
+    return inputs, room.oracle(case, inputs), room.simulated(case, inputs)
+
+
+def judge(
+    row: Row, run: str, specs: Path | None = None, failures: Path | None = None, outputs: Path | None = None
+) -> Record:
+    """Judges `row` in this process. Never raises for what the backend, the executor or the kernel does wrong.
+
+    `run` is the id of the run; `specs` the folder of the specs (None: ours); `failures` the folder that takes the
+    bundle of a failure (None: none is written); `outputs` the folder that takes the outputs (None: they are dropped).
+    """
+    started = time.perf_counter()
+    findings = _Findings()
+    try:
+        _investigate(row, _specs(specs), findings)
+    except UnsupportedError as error:
+        findings.conclude("unsupported", str(error))
+    except (Exception, SystemExit) as error:
+        findings.conclude("error", _explain(error))
+        findings.traceback = "".join(traceback.format_exception(error))
+    if outputs is not None and findings.outputs:
+        leave_outputs(outputs, row, findings.outputs)
+    bundle = _bundle(row, findings, failures)
+    return record_of(
+        run,
+        row,
+        findings.status,
+        findings.sentence,
+        host_seconds=time.perf_counter() - started,
+        metrics=findings.metrics,
+        counters=findings.counters,
+        program_sha256=None if findings.ptx is None else hashlib.sha256(findings.ptx.encode()).hexdigest(),
+        input_sha256=findings.input_sha256,
+        bundle=bundle,
+    )
+
+
+def _investigate(row: Row, specs: Mapping[str, Spec], findings: _Findings) -> None:
+    spec = specs[row.op]
+    case = spec.parse_case(row.case)
+    backend, executor = load_backend(row.backend), load_executor(row.executor)
+    program = _build(row, case, backend, executor)
+    findings.ptx = program.ptx
+    inputs, oracle, simulated = _expected(case)
+    findings.inputs, findings.oracle = inputs, oracle
+    arena = Arena(spec, case, inputs)
+    findings.input_sha256 = dict(arena.input_sha256)
+    execution = executor.run(program, arena.tensors, RunOptions(schedule=row.schedule, outputs=tuple(oracle)))
+    findings.outputs = {name: arena.tensors[name] for name in oracle}
+    findings.counters = _counters(case, execution)
+    if execution.violation:
+        # The run stopped there: what the outputs lack besides would only hide the cause.
+        findings.conclude("failed", execution.violation)
+        return
+    room = reference(case.op)
+    free = room.free(case, inputs)
+    comparison = compare(
+        case,
+        findings.outputs,
+        oracle,
+        simulated,
+        spec.tolerance,
+        spec.published(case),
+        axes={name: spec.tensors[name].shape for name in oracle},
+        absolute_scale=room.ABSOLUTE_SCALE,
+        free=free,
+        latitude=room.latitude(case, inputs, findings.outputs, oracle),
+    )
+    findings.metrics = comparison.metrics
+    wrong = [sentence for sentence in (arena.damage(), _never_written(arena, free), comparison.sentence) if sentence]
+    findings.conclude("failed" if wrong or not comparison.passed else "passed", "; ".join(wrong))
+
+
+def _never_written(arena: Arena, free: Tensors) -> str | None:
+    """A sentence about outputs that still hold their poison, which a NaN in the oracle would excuse."""
+    left = [f"{count} elements of {name}" for name, count in arena.unwritten(free).items() if count]
+    return f"{' and '.join(left)} were never written" if left else None
+
+
+def _build(row: Row, case: Case, backend: Backend, executor: Executor) -> AnyProgram:
+    target = cast(Target, row.target)
+    offered = backend.targets(row.op)
+    if target not in offered:
+        raise UnsupportedError(
+            f"backend {row.backend} has {row.op} for {', '.join(offered) or 'no target'}, not {target}"
+        )
+    reason = executor.unavailable(target)
+    if reason:
+        raise UnsupportedError(f"executor {row.executor} cannot run {target} here: {reason}")
+    return backend.build(case, target)
+
+
+def _counters(case: Case, execution: Execution) -> dict[str, int]:
+    """The executor's counters, and what the op needs at the least, to hold them against."""
+    room = reference(case.op)
+    return {**execution.counters, "useful_flops": room.useful_flops(case), "minimum_bytes": room.minimum_bytes(case)}
+
+
+def _explain(error: BaseException) -> str:
+    # The import machinery's own frames say nothing about where the fault is.
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<")]
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {str(error) or 'no message'}{where}"
+
+
+def _bundle(row: Row, findings: _Findings, failures: Path | None) -> str | None:
+    if failures is None or findings.status not in ("failed", "error"):
+        return None
+    try:
+        place = write_bundle(failures, row, findings)
+    except OSError as error:
+        findings.sentence += f" (no bundle: cannot write to {failures}: {error.strerror})"
+        return None
+    findings.sentence = f"{findings.sentence.rstrip('.')}. Evidence: {place}"
+    return str(place)

@@ -1,0 +1,69 @@
+"""References in torch, one module an op, found by the op's name: float64 oracle and simulated contract precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    import torch
+
+    from megamoe.case import Case
+    from megamoe.compare import Latitude
+
+
+class Reference(Protocol):
+    """What an op's module gives. Tensors are named as in the op's spec; results lie on the device of `inputs`."""
+
+    ABSOLUTE_SCALE: Mapping[str, float]
+    """Outputs whose error counts in absolute terms, with the magnitude that one unit of it stands for."""
+
+    def make_inputs(self, case: Case, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+        """Every input tensor of `case`: the same bits for the same axes, distribution and seed, everywhere."""
+        ...
+
+    def oracle(self, case: Case, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Every output of `case` in float64, from the inputs as they are, without any other rounding."""
+        ...
+
+    def simulated(self, case: Case, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Every output of `case` in its own dtype, with the roundings that the contract prescribes."""
+        ...
+
+    def free(self, case: Case, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """bool, for the outputs that have them: elements that a kernel may leave alone or write anything to."""
+        ...
+
+    def latitude(
+        self,
+        case: Case,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, torch.Tensor],
+        expected: Mapping[str, torch.Tensor],
+    ) -> Latitude:
+        """What else is correct, in view of a kernel's `outputs`; `expected` is the oracle."""
+        ...
+
+    def useful_flops(self, case: Case) -> int:
+        """Floating-point operations that `case` needs, what masks and padding waste left out."""
+        ...
+
+    def minimum_bytes(self, case: Case) -> int:
+        """Bytes that must cross the memory's interface if each needed one does so once."""
+        ...
+
+
+def referenced_ops() -> tuple[str, ...]:
+    """Ops that have a reference, sorted; a module OP_PART is a part of the reference of OP and is not an op."""
+    names = {module.name for module in iter_modules(__path__)}
+    return tuple(sorted(name for name in names if not any(name.startswith(f"{other}_") for other in names)))
+
+
+def reference(op: str) -> Reference:
+    """The reference of `op`, imported on first use. ValueError, as a sentence, if there is none."""
+    if op not in referenced_ops():
+        known = ", ".join(referenced_ops()) or "none"
+        raise ValueError(f"there is no reference for op {op!r}; references exist for: {known}")
+    return cast(Reference, import_module(f"{__name__}.{op}"))

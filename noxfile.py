@@ -1,0 +1,87 @@
+"""Every job of the project, each with all the set-up it needs: `nox -l` lists them.
+
+All jobs share one environment, .nox/house: torch is large, and every job runs the same code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.4.15"
+nox.options.sessions = ["tests"]
+nox.options.default_venv_backend = "none"
+
+HOUSE = Path(".nox/house").absolute()
+EXTRAS = "test,lint,assembler,cutedsl"
+BIN = HOUSE / "bin"
+
+
+def _run(session: nox.Session, program: str, *arguments: str, extras: str = EXTRAS) -> None:
+    """Make or refresh the house environment, then run one of its programs."""
+    python = str(BIN / "python")
+    if not Path(python).exists():
+        session.run(sys.executable, "-m", "virtualenv", "-q", str(HOUSE), external=True)
+    # pip asks the index each time; what is installed already is known by what asked for it.
+    asked = "\n".join([extras, Path("pyproject.toml").read_text(), Path("constraints.txt").read_text()])
+    stamp = HOUSE / "installed"
+    if not stamp.exists() or stamp.read_text() != asked:
+        install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        session.run(*install, "-e", f".[{extras}]", "-c", "constraints.txt", external=True)
+        stamp.write_text(asked)
+    session.run(str(BIN / program), *arguments, external=True)
+
+
+@nox.session
+def conformance(session: nox.Session) -> None:
+    """The main job: run the matrix and judge every cell. `-- --profile full`, `-- --case ID`, `-- --help`."""
+    _run(session, "megamoe", "run", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All tests: the VM's families, the harness itself, the property tests. Arguments go to pytest."""
+    workers = os.environ.get("MEGAMOE_WORKERS", "auto")
+    _run(session, "pytest", "-q", "-n", workers, "--dist", "worksteal", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Benchmarks; `-- vm` times the harness and the VM on this machine against the bars of the issues."""
+    which, *rest = session.posargs or ["vm"]
+    file = Path("conformance/bench") / f"bench_{which}.py"
+    if not file.exists():
+        known = ", ".join(sorted(path.stem.removeprefix("bench_") for path in file.parent.glob("bench_*.py")))
+        session.error(f"there is no benchmark {which!r}; there are: {known}")
+    _run(session, "pytest", "-q", str(file), "--benchmark-only", *rest)
+
+
+@nox.session
+def witness(session: nox.Session) -> None:
+    """Kernels of flash-attn-4 and quack-kernels in the VM; renews results/witness.*. `-- --only TEXT`, `-- --help`."""
+    _run(session, "python", "-m", "conformance.witness", *session.posargs, extras=f"{EXTRAS},witness")
+    if not session.posargs:
+        table = session.run(str(BIN / "python"), "-m", "backends.vm.coverage", silent=True, external=True)
+        Path("results/coverage.md").write_text(str(table), encoding="utf-8")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff: rules and format."""
+    _run(session, "ruff", "check", ".")
+    _run(session, "ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Pyright over the library, the backends and the tests."""
+    _run(session, "pyright", "--pythonpath", str(BIN / "python"))
+
+
+@nox.session
+def doctor(session: nox.Session) -> None:
+    """What can run on this machine and, for what cannot, why."""
+    _run(session, "megamoe", "doctor", *session.posargs)
