@@ -8,11 +8,13 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 from pebble import ProcessExpired, ProcessPool
@@ -72,9 +74,10 @@ def _one_pool(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, N
     )
     finished: queue.SimpleQueue[tuple[Row, Future[Record]]] = queue.SimpleQueue()
     try:
-        for row in rows:
-            future: Future[Record] = pool.schedule(_judge_row, args=(row, settings), timeout=settings.timeout_s)
-            future.add_done_callback(partial(_hand_over, finished, row))
+        with _interrupts_held_back():
+            for row in rows:
+                future: Future[Record] = pool.schedule(_judge_row, args=(row, settings), timeout=settings.timeout_s)
+                future.add_done_callback(partial(_hand_over, finished, row))
         for _ in rows:
             row, future = _next(finished)
             record = _record_of_future(row, future, settings)
@@ -85,6 +88,21 @@ def _one_pool(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, N
         # Idle workers end on close; stop() ends those that an interrupt or an early exit left busy.
         pool.stop()
         pool.join()
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Workers, and the pool's threads that replace them, inherit the mask: Ctrl-C is this process's to act upon.
+
+    A worker that is interrupted while its interpreter starts would print a traceback of its own.
+    """
+    # Started here because starting it later would lift the mask.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _hand_over(finished: queue.SimpleQueue[tuple[Row, Future[Record]]], row: Row, future: Future[Record]) -> None:
