@@ -6,7 +6,7 @@ memory. An executor binds names to memory, encodes tensor maps and performs the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
@@ -142,7 +142,32 @@ class HostProgram:
     compiler: str = "an unknown compiler"
 
 
-AnyProgram = Program | HostProgram
+class PreparedCall(Protocol):
+    """A call whose plans, workspaces and layouts exist; see PythonProgram."""
+
+    def enqueue(self) -> None:
+        """Launches on torch's current stream; neither allocates anew nor waits, so that a graph can capture it."""
+        ...
+
+    def collect(self) -> None:
+        """Brings what the call has computed into the case's output tensors, where it writes elsewhere. Not timed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PythonProgram:
+    """Somebody else's kernel behind a Python call, for a device only: there is no PTX to hand to a machine.
+
+    `prepare(tensors)` does once what is not timed. `software` names what runs, with versions, for the record.
+    """
+
+    target: Target
+    prepare: Callable[[Mapping[str, torch.Tensor]], PreparedCall]
+    software: Mapping[str, str]
+    ptx: None = None
+
+
+AnyProgram = Program | HostProgram | PythonProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +204,10 @@ class UnsupportedError(Exception):
 
 @runtime_checkable
 class Backend(Protocol):
-    """A source of programs."""
+    """A source of programs.
+
+    A backend may have `executors`, a tuple of names: it owes rows on these only. Without it, it owes rows on all.
+    """
 
     name: str
 
@@ -194,7 +222,10 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Executor(Protocol):
-    """A machine that runs programs."""
+    """A machine that runs programs.
+
+    An executor may have `device`, the torch device in whose memory the tensors of its programs lie; without it, "cpu".
+    """
 
     name: str
 

@@ -40,12 +40,11 @@ from megamoe.record import (
     Agreement,
     Record,
     RecordError,
-    RecordWriter,
     Row,
     RunHeader,
-    read_records,
     record_of,
 )
+from megamoe.record_file import RecordWriter, read_records
 from megamoe.rows import Selection, not_offered, owed_rows
 from megamoe.run import DEFAULT_TIMEOUT_S, RunSettings, judged
 from megamoe.spec import Spec, load_specs

@@ -79,6 +79,8 @@ def explain(spec: Spec, subject: Subject) -> Explanation:
     if reason:
         raise UnsupportedError(f"executor {subject.executor} cannot run {target} here: {reason}")
     program = backend.build(subject.case, target)
+    if program.ptx is None:
+        raise UnsupportedError(f"backend {subject.backend} calls somebody else's kernel: there is no PTX to explain")
     room = reference(op)
     arena = Arena(spec, subject.case, room.make_inputs(subject.case))
     execution = executor.run(program, arena.tensors, RunOptions(schedule=subject.schedule, trace=True))

@@ -98,10 +98,10 @@ def _investigate(row: Row, specs: Mapping[str, Spec], findings: _Findings) -> No
     findings.ptx = program.ptx
     inputs, oracle, simulated = _expected(case)
     findings.inputs, findings.oracle = inputs, oracle
-    arena = Arena(spec, case, inputs)
+    arena = Arena(spec, case, inputs, getattr(executor, "device", "cpu"))
     findings.input_sha256 = dict(arena.input_sha256)
     execution = executor.run(program, arena.tensors, RunOptions(schedule=row.schedule, outputs=tuple(oracle)))
-    findings.outputs = {name: arena.tensors[name] for name in oracle}
+    findings.outputs = {name: arena.tensors[name].cpu() for name in oracle}
     findings.counters = _counters(case, execution)
     if execution.violation:
         # The run stopped there: what the outputs lack besides would only hide the cause.

@@ -1,28 +1,22 @@
-"""One line of JSON a result, written so that a kill at any instant leaves whole lines and at most one torn last one.
+"""The lines of a record file: what a result is. megamoe.record_file writes and reads them.
 
-A record file holds header lines (`kind: run`, the provenance of one run), record lines (`kind: record`) and, where
-several backends ran, lines that hold them against each other (`kind: agreement`), each carrying the id of its run, so
-that files can be concatenated. A line is one write(), but Linux ends a write() of a killed process at a page boundary
-(seen on ext4), so a last line may lack its end: it is reported and ignored on reading. A file has one writer at a time,
-which a lock ensures, so that a torn line can only be the last.
+`kind: run` is the provenance of one run, `record` the verdict on one row, `agreement` what backends made of one case,
+`timing` the device time of one row, `figures` what the compiler says of a program, `acceptance` why a baseline changed.
+Each carries the id of its run, so that files can be concatenated. The form is versioned: `UPGRADES` brings a line of an
+older version to this one.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Literal, NamedTuple, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Status = Literal["passed", "failed", "error", "crashed", "timed_out", "unsupported", "not_run"]
 STATUSES: tuple[Status, ...] = get_args(Status)
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class RecordError(Exception):
@@ -56,12 +50,40 @@ class Row(NamedTuple):
 class _Line(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     run: str
 
 
+class DeviceFacts(BaseModel):
+    """The accelerator on which rows ran, as its driver describes it; clocks in MHz, as found when the run began.
+
+    `copy_bytes_per_s` (bytes read plus bytes written) and `bf16_flops_per_s` are the ceilings measured in the same
+    session, from which floors are made. `flushed_l2_ratio` is the proof that the flush between cold samples works: time
+    of reading a buffer that fits in the L2, after a flush, over that without one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    compute_capability: str
+    driver: str
+    toolkit: str
+    multiprocessors: int
+    memory_bytes: int
+    l2_bytes: int
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    power_limit_w: float | None = None
+    copy_bytes_per_s: float | None = None
+    bf16_flops_per_s: float | None = None
+    flushed_l2_ratio: float | None = None
+
+
 class RunHeader(_Line):
-    """Where a run's records come from. `started` is UTC, ISO 8601; versions are None for what is not installed."""
+    """Where a run's records come from. `started` is UTC, ISO 8601; versions are None for what is not installed.
+
+    `device` is None where no row ran on an accelerator. `software` has the versions of peers and compilers by name.
+    """
 
     kind: Literal["run"] = "run"
     started: str
@@ -75,6 +97,8 @@ class RunHeader(_Line):
     platform: str
     machine: str
     cpu_count: int | None
+    device: DeviceFacts | None = None
+    software: Mapping[str, str] = Field(default_factory=dict)
 
 
 class Record(_Line):
@@ -136,6 +160,74 @@ class Agreement(_Line):
     sentence: str = ""
 
 
+Temperature = Literal["cold", "hot"]
+
+
+class Timing(_Line):
+    """Device time of one row at one temperature of the L2 cache: "cold" after a flush, "hot" right after itself.
+
+    `samples_us` are raw, in the order taken, microseconds a launch; a sample is the mean of `launches_per_sample`
+    launches. `rounds` gives the round of each sample: rounds of all backends of a case alternate. `discarded` counts
+    samples that were thrown away, by reason ("throttled", "under the floor"). `floor_us` is the physical floor, from
+    `floor_by`. `stopped_by` says whether the relative standard error was reached or the budget was spent.
+    Unless `status` is "passed" (the outputs of the timed replays were right), there are no samples.
+    """
+
+    kind: Literal["timing"] = "timing"
+    case: str
+    op: str
+    backend: str
+    target: str
+    executor: str
+    temperature: Temperature
+    method: Literal["graph", "events"]
+    status: Status
+    sentence: str
+    samples_us: tuple[float, ...] = ()
+    rounds: tuple[int, ...] = ()
+    launches_per_sample: int = Field(default=1, ge=1)
+    discarded: Mapping[str, int] = Field(default_factory=dict)
+    stopped_by: Literal["precision", "budget"] | None = None
+    floor_us: float | None = Field(default=None, ge=0)
+    floor_by: Literal["bytes", "flops"] | None = None
+    program_sha256: str | None = None
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Timing:
+        if (self.status == "passed") != bool(self.samples_us):
+            raise ValueError(f"status {self.status!r} with {len(self.samples_us)} samples; only a pass has a time")
+        if len(self.rounds) != len(self.samples_us):
+            raise ValueError(f"{len(self.rounds)} rounds for {len(self.samples_us)} samples")
+        if any(not 0.0 < sample < float("inf") for sample in self.samples_us):
+            raise ValueError("samples_us holds a value that is no time: not positive, or not finite")
+        return self
+
+
+class Figures(_Line):
+    """What the assembler says of a program. `kernels`: entry -> registers, spill_bytes, smem_bytes, code_bytes."""
+
+    kind: Literal["figures"] = "figures"
+    case: str
+    op: str
+    backend: str
+    target: str
+    assembler: str
+    program_sha256: str
+    cubin_sha256: str | None = None
+    kernels: Mapping[str, Mapping[str, int]]
+
+
+class Acceptance(_Line):
+    """Why a line of a baseline is what it is: a person took a change on purpose. `accepted` is UTC, ISO 8601."""
+
+    kind: Literal["acceptance"] = "acceptance"
+    row: str
+    reason: str = Field(min_length=1)
+    accepted: str
+    git_revision: str | None
+    changes: Mapping[str, str] = Field(default_factory=dict)
+
+
 def record_of(
     run: str,
     row: Row,
@@ -166,106 +258,12 @@ def record_of(
     )
 
 
-AnyLine = RunHeader | Record | Agreement
+AnyLine = RunHeader | Record | Agreement | Timing | Figures | Acceptance
 
 
-@dataclass(frozen=True, slots=True)
-class RecordFile:
-    """The content of a record file. `torn` is a sentence about a torn last line, None when there is none."""
-
-    path: Path
-    headers: tuple[RunHeader, ...]
-    records: tuple[Record, ...]
-    torn: str | None
-    agreements: tuple[Agreement, ...] = ()
+def _second_version(line: dict[str, Any]) -> dict[str, Any]:
+    return {**line, "schema_version": 2}
 
 
-class RecordWriter:
-    """Appends lines to a record file, each by one write() to a descriptor opened with O_APPEND, then fsync.
-
-    Raises RecordError when the file cannot be opened, has another writer, already ends in a torn line, or takes less
-    than a whole line.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            self._take_over(path)
-        except OSError as error:
-            raise RecordError(f"cannot write records to {path}: {error.strerror}") from error
-
-    def _take_over(self, path: Path) -> None:
-        refusal = None
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-                refusal = f"{path} ends in a torn line that a killed run left; give another output file"
-        except BlockingIOError:
-            refusal = f"{path} is being written by another run; give another output file"
-        if refusal:
-            os.close(self._descriptor)
-            raise RecordError(refusal)
-
-    def append(self, line: AnyLine) -> None:
-        """Appends one line and forces it to the disk."""
-        data = line.model_dump_json().encode() + b"\n"
-        try:
-            written = os.write(self._descriptor, data)
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise RecordError(f"cannot append to {self.path}: {error.strerror}") from error
-        if written != len(data):
-            raise RecordError(f"{self.path} took {written} of a line's {len(data)} bytes: the disk is probably full")
-
-    def close(self) -> None:
-        """Closes the descriptor; every line appended so far is on the disk already."""
-        os.close(self._descriptor)
-
-    def __enter__(self) -> RecordWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-_LINE: TypeAdapter[AnyLine] = TypeAdapter(Annotated[AnyLine, Field(discriminator="kind")])
-
-
-def read_records(path: Path) -> RecordFile:
-    """Reads a record file; a torn last line is reported, any other bad line raises RecordError with its number."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise RecordError(f"cannot read records from {path}: {error.strerror}") from error
-    *whole, tail = data.split(b"\n")
-    torn = None
-    if tail:
-        torn = f"{path}, line {len(whole) + 1} is torn ({len(tail)} bytes without a newline) and was ignored"
-    headers: list[RunHeader] = []
-    records: list[Record] = []
-    agreements: list[Agreement] = []
-    for number, text in enumerate(whole, 1):
-        line = _parse_line(path, number, text)
-        if isinstance(line, RunHeader):
-            headers.append(line)
-        elif isinstance(line, Agreement):
-            agreements.append(line)
-        else:
-            records.append(line)
-    return RecordFile(path, tuple(headers), tuple(records), torn, tuple(agreements))
-
-
-def _parse_line(path: Path, number: int, text: bytes) -> AnyLine:
-    try:
-        return _LINE.validate_json(text)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        key = f", key {where}" if where else ""
-        raise RecordError(
-            f"{path}, line {number}{key}: not a record of schema {SCHEMA_VERSION}: {first['msg']}"
-        ) from None
+# Version -> what makes a line of the next one of it. The second only added kinds and fields that may be absent.
+UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _second_version}

@@ -190,7 +190,7 @@ def owed_rows(specs: Mapping[str, Spec], selection: Selection) -> list[Row]:
         for backend in backends:
             offered = targets_of(backend, case.op)
             for target in (targets or offered) if offered or asked else ():
-                for executor in executors:
+                for executor in _executors_of(backend, executors):
                     rows.update({Row(case.id, backend, target, executor, name): work for name in schedules})
     if not rows:
         left_out = "".join(f"; {sentence}" for sentence in not_offered(specs, selection))
@@ -201,6 +201,12 @@ def owed_rows(specs: Mapping[str, Spec], selection: Selection) -> list[Row]:
     if idle:
         raise SelectionError(f"backend {idle[0]!r} was asked for, but has no kernel of any selected op: leave it out")
     return sorted(rows, key=lambda row: -rows[row])
+
+
+def _executors_of(backend: str, executors: Sequence[str]) -> list[str]:
+    """Those of `executors` on which `backend` owes rows."""
+    own: tuple[str, ...] | None = getattr(load_backend(backend), "executors", None)
+    return [name for name in executors if own is None or name in own]
 
 
 def not_offered(specs: Mapping[str, Spec], selection: Selection) -> list[str]:

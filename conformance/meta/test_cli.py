@@ -14,7 +14,7 @@ import fake_backends
 import pytest
 
 from megamoe.cli import main
-from megamoe.record import read_records
+from megamoe.record_file import read_records
 from megamoe.rows import Selection, SelectionError, expand_schedules, owed_rows, parse_where
 from megamoe.spec import load_specs
 

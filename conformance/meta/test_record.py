@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from megamoe.provenance import run_header
-from megamoe.record import Record, RecordError, RecordWriter, Row, read_records, record_of
+from megamoe.record import Record, RecordError, Row, record_of
+from megamoe.record_file import RecordWriter, read_records
 from megamoe.rows import Selection
 
+RECORDS = Path(__file__).resolve().parents[2] / "results" / "records"
 ROW = Row("fmha:hd=64,t=1,s_k=128", "ptx", "sm_100a", "vm", "random:3")
 
 
@@ -71,13 +73,13 @@ def test_a_torn_last_line_is_reported_and_ignored(tmp_path: Path, kept: int) -> 
     [
         (b'"status":"passed"', b'"status":"fine"', "status"),
         (b'"backend":"ptx",', b"", "backend"),
-        (b'"schema_version":1', b'"schema_version":9', "schema_version"),
+        (b'"schema_version":2', b'"schema_version":9', "schema_version"),
         (b'"sentence":""', b'"sentence":"","speed":0.0', "speed"),
         (b'"sentence":""', b'"sentence":"o is wrong"', "only a pass has none"),
         (b'"status":"passed"', b'"status":"failed"', "only a pass has none"),
         (b'"op":"fmha"', b'"op":"gemm"', "op 'gemm' with the case"),
         (b'"judge_host_seconds":null', b'"judge_host_seconds":-1', "judge_host_seconds"),
-        (b"{", b"[", "Invalid JSON"),
+        (b"{", b"[", "not JSON"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, old: bytes, new: bytes, complaint: str) -> None:
@@ -118,3 +120,10 @@ def test_a_kill_leaves_whole_lines_and_at_most_a_torn_last_one(tmp_path: Path) -
     found = read_records(path)
     assert len(found.records) > 20, "every line before the kill must be readable"
     assert (found.torn is None) == path.read_bytes().endswith(b"\n"), "a torn last line must be reported"
+
+
+def test_a_file_of_the_first_version_is_still_read() -> None:
+    """Committed before the second version existed."""
+    file = read_records(RECORDS / "fmha-cells-both.jsonl")
+    assert len(file.records) == 144, "every verdict of the first version must be read"
+    assert {line.schema_version for line in file.lines} == {2}, "an old line is handed on in the form of this version"

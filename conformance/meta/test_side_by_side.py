@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megamoe.cli import main
-from megamoe.record import Record, Row, Status, read_records, record_of
+from megamoe.record import Record, Row, Status, record_of
+from megamoe.record_file import read_records
 from megamoe.side_by_side import agreements, leave_outputs
 
 CASE = "fmha:hd=64,t=2,s_k=3"
