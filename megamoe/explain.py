@@ -14,9 +14,11 @@ from megamoe.backend import Execution, RunOptions, Target, UnsupportedError, loa
 from megamoe.case import Case
 from megamoe.explain_assembly import Assembled, assembled
 from megamoe.explain_perfetto import perfetto
+from megamoe.explain_registers import accumulator_tile
+from megamoe.explain_registers_picture import draw_registers
 from megamoe.explain_tmem import tmem_map
 from megamoe.explain_tmem_picture import draw
-from megamoe.explain_trace import LaunchTrace, Trace, TraceError, read_trace
+from megamoe.explain_trace import CtaTrace, LaunchTrace, Trace, TraceError, read_trace
 from megamoe.references import reference
 from megamoe.spec import Spec
 
@@ -112,7 +114,7 @@ def _trace(subject: Subject, execution: Execution) -> Trace:
 
 
 def write_files(found: Explanation, folder: Path) -> list[Path]:
-    """Writes the PTX, a Perfetto trace and a map of tensor memory a launch. Raises ExplainError if it cannot."""
+    """Writes the PTX, a Perfetto trace and maps of tensor memory and of registers. Raises ExplainError if it cannot."""
     subject, trace = found.subject, found.trace
     files: dict[str, str] = {"kernel.ptx": found.ptx}
     names: dict[str, str] = {}
@@ -131,10 +133,28 @@ def write_files(found: Explanation, folder: Path) -> list[Path]:
                 )
                 name = "tmem.svg" if len(trace.launches) == 1 else f"tmem-launch{number}.svg"
                 files[name] = draw(map_, f"Tensor memory of {subject.case.id}", subtitle)
+            picture = _registers(found, launch, cta)
+            if picture is not None:
+                files["registers.svg" if len(trace.launches) == 1 else f"registers-launch{number}.svg"] = picture
+    _write(folder, files)
+    return [folder / name for name in files]
+
+
+def _registers(found: Explanation, launch: LaunchTrace, cta: CtaTrace) -> str | None:
+    """The picture of the first accumulator that a CTA loads into registers, or None."""
+    interleave = dict(found.subject.case.axes).get("interleave")
+    turns = interleave if isinstance(interleave, int) else None
+    tile = accumulator_tile(cta, found.ptx, launch.ends or found.trace.steps, turns)
+    if tile is None:
+        return None
+    where = f"{launch.entry}, CTA {cta.ctaid}; backend {found.subject.backend} on {found.subject.target}"
+    return draw_registers(tile, f"Accumulator in registers, {found.subject.case.id}", where)
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ExplainError(f"cannot write to {folder}: {error.strerror}") from error
-    return [folder / name for name in files]

@@ -30,9 +30,14 @@ _TMA_STORES = _any("cp.async.bulk.tensor.global", "cp.async.bulk.global", "cp.re
 _MMA = _any("tcgen05.mma", "wgmma.mma", "mma.sync")
 _EX2 = _any("ex2")
 _TMEM_LOADS, _TMEM_STORES = _any("tcgen05.ld"), _any("tcgen05.st")
-_GLOBAL_STORES = _any("st.global")
+_GLOBAL_STORES, _SHARED_STORES = _any("st.global"), _any("st.shared", "stmatrix")
 FEW = 8
 """Exponentials a warp may take without being a softmax warp: a rescale factor or a final scale takes some."""
+
+
+def _hands_probabilities_on(opcodes: Opcodes) -> bool:
+    """Whether exponentials go on to an mma, so that they are a softmax; else they activate what a GEMM gave."""
+    return bool(_TMEM_STORES(opcodes) or _MMA(opcodes) or (_SHARED_STORES(opcodes) and not _GLOBAL_STORES(opcodes)))
 
 
 def role_name(opcodes: Opcodes) -> str:
@@ -44,11 +49,14 @@ def role_name(opcodes: Opcodes) -> str:
         names.append("MMA issuer")
     elif _MMA(opcodes):
         names.append("MMA")
-    softmax = _EX2(opcodes) > FEW
+    exponentials = _EX2(opcodes) > FEW
+    softmax = exponentials and _hands_probabilities_on(opcodes)
     if softmax:
         names.append("softmax")
+    elif exponentials:
+        names.append("activation")
     epilogue = bool(_TMA_STORES(opcodes) or (_GLOBAL_STORES(opcodes) and not softmax))
-    if not softmax and _TMEM_LOADS(opcodes) and (_TMEM_STORES(opcodes) or not epilogue):
+    if not exponentials and _TMEM_LOADS(opcodes) and (_TMEM_STORES(opcodes) or not epilogue):
         names.append("correction" if _TMEM_STORES(opcodes) else "accumulator reader")
     if epilogue:
         names.append("epilogue")

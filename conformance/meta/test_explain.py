@@ -190,7 +190,7 @@ def test_too_many_slices_are_left_out_and_said() -> None:
 
 def test_files(tmp_path: Path) -> None:
     files = {path.name: path for path in write_files(_found("lazy"), tmp_path)}
-    assert set(files) == {"kernel.ptx", "trace.perfetto.json", "tmem.svg"}
+    assert set(files) == {"kernel.ptx", "trace.perfetto.json", "tmem.svg", "registers.svg"}
     assert json.loads(files["trace.perfetto.json"].read_text())["otherData"]["clock"].endswith("no time of a GPU")
     picture = ElementTree.parse(files["tmem.svg"]).getroot()
     words = " ".join(text.text or "" for text in picture.iter("{http://www.w3.org/2000/svg}text"))
@@ -272,4 +272,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     ):
         assert wanted in said
     (folder,) = (tmp_path / "results" / "explain").iterdir()
-    assert {"report.txt", "kernel.ptx", "trace.perfetto.json", "tmem.svg"} == {file.name for file in folder.iterdir()}
+    assert {"report.txt", "kernel.ptx", "trace.perfetto.json", "tmem.svg", "registers.svg"} == {
+        file.name for file in folder.iterdir()
+    }
