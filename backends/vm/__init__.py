@@ -6,8 +6,9 @@ code (blocks of bound steps) -> warps that a scheduler moves, while `engine` hol
 run beside them. `results/coverage.md` lists every spelling, its PTX ISA section and how its meaning is known.
 
 What it checks is in the names of the rules (`Fault.rule`); conformance/isa plants each. What it does NOT notice:
-- a missing tcgen05.fence::*, tcgen05.wait::ld or fence.mbarrier_init, and an MMA that overwrites what an earlier MMA
-  of another accumulator reads: real kernels leave these out, so asking for them would refuse what runs on silicon;
+- a missing tcgen05.fence::* or fence.mbarrier_init, and an MMA that overwrites what an earlier MMA of another
+  accumulator reads: real kernels leave these out, so asking for them would refuse what runs on silicon. A missing
+  tcgen05.wait::ld where a register of the load has been used is only counted (`tmem_unwaited_overwrites`);
 - races between lanes of one warp, races in global memory, and two generic writers of parts of one 4-byte granule;
 - a wait that acquires more than its own phase, since the clocks of a barrier accumulate;
 - accesses that are too early but happen to be ordered by every schedule tried: it tests schedules, it proves nothing;

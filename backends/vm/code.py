@@ -19,6 +19,7 @@ from backends.vm.faults import UnknownInstructionError
 from backends.vm.forms import Form, Step, find
 from backends.vm.register_copies import carried, carries
 from backends.vm.steps import checked, guarded, guarded_leave, guarded_tail, jump, jump_if, leave, tracked
+from backends.vm.tmem_loads import end_loads_at_use
 from backends.vm.warpgroup_registers import check_warpgroup_registers
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def build(function: Function, symbol_spaces: Mapping[str, str]) -> Code:
         else:
             item.step = checked(item.step, tuple(key for key in keys if key != item.guard_key))
     check_warpgroup_registers(bound, leaders, followers)
+    end_loads_at_use(bound, leaders, followers)
     for item in bound:
         written = tuple(key for key in item.defines if key in watched)
         if written and item.carries:

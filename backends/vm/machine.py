@@ -264,6 +264,8 @@ class Run:
                 self.machine.counters["tmem_columns"] = max(
                     self.machine.counters["tmem_columns"], cta.tmem.peak_columns
                 )
+                if cta.tmem.unwaited_overwrites:
+                    self.machine.counters["tmem_unwaited_overwrites"] += cta.tmem.unwaited_overwrites
             self.resident.remove(cluster)
             self.warps = [warp for warp in self.warps if warp.cta.cluster is not cluster]
         return bool(over)

@@ -1,7 +1,9 @@
 """Tensor memory of one CTA: 128 lanes x 512 columns x 32 bit, its allocations and who touched what (PTX ISA 9.7.16.1).
 
 Cells carry the same stamps as shared memory. A `tcgen05.st` stays pending, for the warp that issued it too, until
-that warp's `tcgen05.wait::st`; what an MMA wrote is visible to whoever has waited for a commit after it.
+that warp's `tcgen05.wait::st`; what an MMA wrote is visible to whoever has waited for a commit after it. A `tcgen05.ld`
+gives its registers at once, for a register dependence needs no wait, but it may read its cells until it has ended
+(backends.vm.tmem_loads): nobody may overwrite them before (PTX ISA 9.7.16.6.4.5).
 """
 
 from __future__ import annotations
@@ -47,8 +49,10 @@ class Meeting:
 class TensorMemory:
     """All of a CTA's tensor memory. Indices are (lanes, columns) arrays that broadcast against each other.
 
-    `cta_group` is that of the tcgen05 instructions so far, 0 before the first; `collectives` counts those that the CTA
-    has executed as one of a pair, `meetings` (kept by the even CTA) are those of the pair by number.
+    `cta_group` is that of the tcgen05 instructions so far, 0 before the first; `collectives` counts those that the
+    CTA has executed as one of a pair, `meetings` (kept by the even CTA) are those of the pair by number. `loading`
+    holds the PTX line of a tcgen05.ld that may still read the cell: negative once a register of it has been used, 0
+    after its wait. `unwaited_overwrites` counts the writes to cells where it was negative.
     """
 
     data: Words = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.uint32))
@@ -56,6 +60,7 @@ class TensorMemory:
     writer: Stamps = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     reader: Stamps = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     writer_line: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
+    loading: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     owned: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(COLUMNS, np.bool_))
     allocations: list[Allocation] = field(default_factory=list[Allocation])
     permit: bool = True
@@ -63,6 +68,7 @@ class TensorMemory:
     collectives: int = 0
     meetings: dict[int, Meeting] = field(default_factory=dict[int, Meeting])
     peak_columns: int = 0
+    unwaited_overwrites: int = 0
     smallest: int = COLUMNS
     name_of: Callable[[int], str] = str
 
@@ -90,10 +96,11 @@ class TensorMemory:
                 cells = slice(0, LANES), slice(allocation.first, allocation.first + columns)
                 self._check_order(cells, self.writer, clock, "tcgen05.dealloc frees", "wrote")
                 self._check_order(cells, self.reader, clock, "tcgen05.dealloc frees", "read")
+                self._check_loaded(cells, "tcgen05.dealloc frees")
                 self.allocations.remove(allocation)
                 self.owned[cells[1]] = False
                 self.written[cells] = False
-                self.writer[cells] = self.reader[cells] = 0
+                self.writer[cells] = self.reader[cells] = self.loading[cells] = 0
                 return
         held = ", ".join(f"{a.columns} columns at {a.first:#x}" for a in self.allocations) or "none"
         raise Fault("tmem-dealloc", f"tcgen05.dealloc of {columns} columns at {address:#x}; live allocations: {held}",
@@ -136,6 +143,7 @@ class TensorMemory:
         self._check_owned(index, action)
         self._check_order(index, self.writer, clock, action, "wrote", own)
         self._check_order(index, self.reader, clock, action, "read")
+        self._check_loaded(index, action)
         self.written[index] = True
         self.writer[index] = stamp
         self.writer_line[index] = line
@@ -166,6 +174,35 @@ class TensorMemory:
         raise Fault("tmem-race", f"{action} lane {lane}, column {column}, but nothing orders that "
                     f"after {self.name_of(agent_of(stamp))} {did} it{line}: a commit and a wait for it, or a "
                     "barrier, is missing", address=lane << 16 | column)  # fmt: skip
+
+    def _check_loaded(self, index: Index, action: str) -> None:
+        lines = self.loading[index]
+        if not lines.any():
+            return
+        if not (lines > 0).any():
+            self.loading[index] = 0
+            self.unwaited_overwrites += 1
+            return
+        lane, column = self._first(index, lines > 0)
+        raise Fault("tmem-load-not-waited", f"{action} lane {lane}, column {column}, where the tcgen05.ld of PTX line "
+                    f"{self.loading[lane, column]} by {self.name_of(agent_of(int(self.reader[lane, column])))} may "
+                    "still read: tcgen05.wait::ld is missing", address=lane << 16 | column)  # fmt: skip
+
+    def load_begins(self, index: Index, clock: Clock, stamp: int, line: int) -> None:
+        """A tcgen05.ld of PTX `line`: the checks of a read, and the cells are read until `loads_complete`."""
+        self.read(index, clock, stamp, "tcgen05.ld reads")
+        self.loading[index] = line
+
+    def load_used(self, cells: list[Index], line: int) -> None:
+        """A register of the tcgen05.ld of PTX `line` of `cells` has been used."""
+        for index in cells:
+            lines = self.loading[index]
+            self.loading[index] = np.where(lines == line, np.int32(-line), lines)
+
+    def loads_complete(self, cells: list[Index]) -> None:
+        """`tcgen05.wait::ld` of the warp that loads `cells`."""
+        for index in cells:
+            self.loading[index] = 0
 
     def stores_complete(self, agent: int, cells: list[Index], stamp: int) -> None:
         """`tcgen05.wait::st`: the pending cells of `agent` get the stamp of a finished write."""

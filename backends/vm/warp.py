@@ -76,6 +76,7 @@ class Warp:
         self.cluster_owed = np.zeros(LANES, np.bool_)
         self.released = Clock.zero(agents)
         self.tmem_stores: list[Index] = []
+        self.tmem_loads: dict[int, dict[tuple[int, int], list[Index]]] = {}
         self.copies = CopyGroups()
 
     def fill_symbols(self) -> None:

@@ -29,6 +29,8 @@ ld.global.b32 %r31, [%out+380]; min.u32 %r30, %r30, %r31; ld.global.b32 %r31, [%
 setp.eq.u32 %p4, %r30, 0; @%p4 bra SPIN;"""
 """Waits for the last thread of every warp in an order of execution that is no order of the memory model."""
 WAIT_STORE = "tcgen05.wait::st.sync.aligned;"
+ZERO_CELLS = f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r44], {{{', '.join(16 * ['%r18'])}}};"
+"""Writes the cells that LOAD reads, from a register of its own."""
 A_IN_TMEM = MMA.replace("%rd10", "[%r40+16]")
 WIDE = STORE.replace("[%r44]", "[%r44+16]")
 
@@ -140,6 +142,21 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
         },
         "tmem-race",
         ("the tensor core wrote it",),
+    ),
+    "a load that is neither used nor waited for, overwritten by its own warp": (
+        {"read": f"mov.b32 %r18, 0;\n{LOAD}\n{ZERO_CELLS} //!"},
+        "tmem-load-not-waited",
+        ("tcgen05.st writes lane", "where the tcgen05.ld of PTX line", "tcgen05.wait::ld is missing"),
+    ),
+    "a load that is not waited for, overwritten by an mma behind a barrier": (
+        {"read": f"{LOAD}\n{SYNC}\n@%p3 bra NOT_AGAIN;\n{MMA} //!\nNOT_AGAIN:", "out": ""},
+        "tmem-load-not-waited",
+        ("tcgen05.mma writes lane 0, column 0", "by warp 0"),
+    ),
+    "a load that is not waited for in memory that is given back": (
+        {"read": LOAD, "out": "", "free": STAGES["free"] + " //!"},
+        "tmem-load-not-waited",
+        ("tcgen05.dealloc frees lane 0, column 0",),
     ),
     "an operand that nobody wrote": (
         {"fill": "", "issue": marked("issue", MMA)},
@@ -291,3 +308,26 @@ ret;"""
 def test_accumulators_in_two_buffers_by_turns() -> None:
     kernel = Kernel(DOUBLE_BUFFERED, {"out": np.zeros(128, np.float32)}, block=(128, 1, 1))
     assert_clean(kernel, {"out": np.full(128, 80, np.float32)})
+
+
+USE = "add.u32 %r17, %r0, %r0;"
+
+
+@pytest.mark.parametrize(
+    ("between", "counted"), [("tcgen05.wait::ld.sync.aligned;", False), (USE, True), (f"@%p3 {USE}", True)]
+)
+def test_overwriting_what_a_load_has_read(between: str, counted: bool) -> None:
+    """A wait ends the load; the use of a register does too, as FlashAttention-4 has it, but it is counted."""
+    stages = {"read": f"mov.b32 %r18, 0;\n{LOAD}\n{between}\n{ZERO_CELLS}\n{WAIT_STORE}"}
+    for schedule in EVERY_SCHEDULE:
+        data, counters = mma_kernel(stages).run(schedule)
+        assert np.array_equal(data["out"], EXPECTED), f"{schedule}: the load is to give 16 everywhere"
+        writes = counters.get("tmem_unwaited_overwrites", 0)
+        assert (writes > 0) == counted, f"{schedule}: {writes} writes counted that only a register dependence orders"
+
+
+def test_a_load_used_on_one_path_only() -> None:
+    """Where one path uses the load and another does not, the other one is found out."""
+    used = f"setp.eq.u32 %p4, %warp, 0;\n@!%p4 bra UNUSED;\n{USE}\nUNUSED:"
+    kernel = mma_kernel({"read": f"mov.b32 %r18, 0;\n{LOAD}\n{used}\n{ZERO_CELLS} //!"})
+    assert_blamed(kernel, "tmem-load-not-waited", "by warp")

@@ -29,7 +29,7 @@ _SYNCHRONISING = re.compile(
 
 NOT_NOTICED = {
     "tcgen05.fence": "CuTeDSL's own kernels leave these fences out, so the VM does not ask for them",
-    "tcgen05.wait::ld": "the VM delivers tcgen05.ld at once; CuTeDSL's GEMM epilogues rely on that dependence too",
+    "tcgen05.wait::ld": "a load's last piece waits for the pieces before it too, and nobody overwrites them in between",
     "fence.mbarrier_init": "the VM orders mbarrier.init by barriers and does not model other proxies' view of it",
     "bar.warp.sync": "the VM brings diverged lanes together at the first common instruction, sooner than silicon must",
     "%s_free_completed": "an MMA that overwrites what an earlier MMA reads: the VM lets the tensor core read in order, "
@@ -105,7 +105,10 @@ def _outputs(built: Program, schedule: str) -> tuple[dict[str, torch.Tensor], st
     arena = Arena(_spec(), _spec().parse_case(CASE), _inputs())
     arena.poison()
     execution = EXECUTOR.run(built, arena.tensors, RunOptions(schedule=schedule, step_budget=200_000))
-    return {name: arena.tensors[name].clone() for name in ("o", "lse")}, execution.violation or arena.damage() or ""
+    sentence = execution.violation or arena.damage() or ""
+    if not sentence and (unwaited := execution.counters.get("tmem_unwaited_overwrites", 0)):
+        sentence = f"counted: {unwaited} writes to tensor memory that only a register dependence orders after a load"
+    return {name: arena.tensors[name].clone() for name in ("o", "lse")}, sentence
 
 
 def examine(mutant: Mutant, right: dict[str, torch.Tensor]) -> Finding:

@@ -55,19 +55,22 @@ def _layout(b: Binder, split: Operand | None) -> RegisterMap:
 )
 @opcode("tcgen05.ld.sync.aligned.16x32bx2.<num>{.pack::16b}.b32", section="9.7.16.8.3", counter="tmem", num=_NUMS)
 def load(b: Binder) -> Step:
-    """Tensor memory to registers. The data is there at once: a register dependence needs no wait (ptx-facts 1.1)."""
+    """Tensor memory to registers. A register dependence needs no wait; who overwrites the cells needs the load's end,
+    see backends.vm.tmem_loads."""
     d, a, *rest = b.expect(2, 3)
     layout = _layout(b, rest[0] if rest else None)
     items = b.vector(d, len(layout.lanes))
     rows = [(i, b.destination(item, "u32")) for i, item in enumerate(items) if not isinstance(item, Sink)]
-    address = _address_row(b, a)
+    address, line = _address_row(b, a), b.instruction.line
 
     def step(warp: Warp) -> None:
         warp.converged("tcgen05.ld")
         lane, column = _place(warp, address(warp), layout, "tcgen05.ld")
         tmem = warp.cta.tmem
-        for cells in _cells(layout, lane, column):
-            tmem.read(cells, warp.clock, warp.stamp, "tcgen05.ld reads")
+        cells = _cells(layout, lane, column)
+        for block in cells:
+            tmem.load_begins(block, warp.clock, warp.stamp, line)
+        warp.tmem_loads.setdefault(line, {})[lane, column] = cells
         values = load_registers(tmem.data, lane, column, layout)
         registers = warp.u32
         for i, row in rows:
@@ -119,9 +122,17 @@ def store(b: Binder) -> Step:
 
 @opcode("tcgen05.wait::ld.sync.aligned", section="9.7.16.8.5", counter="tmem")
 def wait_load(b: Binder) -> Step:
-    """This thread's tcgen05.ld are complete."""
+    """This thread's tcgen05.ld are complete: whoever is ordered after the warp may overwrite what they have read."""
     b.expect(0)
-    return lambda warp: warp.converged("tcgen05.wait::ld")
+
+    def step(warp: Warp) -> None:
+        warp.converged("tcgen05.wait::ld")
+        for places in warp.tmem_loads.values():
+            for cells in places.values():
+                warp.cta.tmem.loads_complete(cells)
+        warp.tmem_loads.clear()
+
+    return step
 
 
 @opcode("tcgen05.wait::st.sync.aligned", section="9.7.16.8.5", counter="tmem")
