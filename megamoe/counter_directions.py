@@ -60,7 +60,7 @@ class Change:
 
 def direction(name: str) -> Direction | None:
     """What more of `name` means; None for a name that the table does not have, of which any change is just a change."""
-    return _DIRECTIONS.get(name, "cost" if name.startswith(_COST_PREFIXES) else None)
+    return "cost" if name.startswith(_COST_PREFIXES) else _DIRECTIONS.get(name)
 
 
 def changes(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[Change, ...]:
