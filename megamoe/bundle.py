@@ -38,11 +38,12 @@ def bundle_name(row: Row) -> str:
     return re.sub(r"[^A-Za-z0-9=.,_-]+", "_", "-".join(row))
 
 
-def write_bundle(folder: Path, row: Row, evidence: Evidence) -> Path:
+def write_bundle(folder: Path, row: Row, evidence: Evidence, specs: Path | None = None) -> Path:
     """Writes the bundle of `row` under `folder`, in place of an earlier one of the same row, and returns its folder.
 
     tensors.pt holds {"inputs", "outputs", "oracle"} for torch.load; for every output NAME.error.npy is the absolute
-    error against the oracle (float64, NaN where the output is NaN) and NAME.error.txt a heat map of it.
+    error against the oracle (float64, NaN where the output is NaN) and NAME.error.txt a heat map of it. `specs` is the
+    folder of the specs that the run was given.
     """
     place = folder / bundle_name(row)
     if place.exists():
@@ -50,7 +51,7 @@ def write_bundle(folder: Path, row: Row, evidence: Evidence) -> Path:
     place.mkdir(parents=True)
     texts = {
         "sentence.txt": f"{row}\n{evidence.sentence}\n",
-        "rerun.sh": f"#!/bin/sh\n{row.rerun}\n",
+        "rerun.sh": f"#!/bin/sh\n{row.rerun_with(specs)}\n",
         "program.ptx": evidence.ptx,
         "traceback.txt": evidence.traceback,
     }

@@ -115,10 +115,10 @@ def _run_and_record(
                     records.append(record)
                     progress.show(record)
         except KeyboardInterrupt:
-            done = {record.row for record in records}
+            done, why = {record.row for record in records}, "the run was interrupted before this row"
             for row in rows:
                 if row not in done:
-                    records.append(record_of(header.run, row, "not_run", "the run was interrupted before this row"))
+                    records.append(record_of(header.run, row, "not_run", why, specs=settings.specs))
                     writer.append(records[-1])
         together = _side_by_side(header.run, records, settings.outputs)
         for agreement in together:

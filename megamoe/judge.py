@@ -14,19 +14,15 @@ from typing import TYPE_CHECKING, cast
 from megamoe.arena import Arena
 from megamoe.backend import Execution, RunOptions, Target, UnsupportedError, load_backend, load_executor
 from megamoe.bundle import Evidence, write_bundle
-from megamoe.compare import compare
 from megamoe.record import Record, Row, Status, record_of
 from megamoe.references import reference
 from megamoe.side_by_side import leave_outputs
 from megamoe.spec import Spec, load_specs
+from megamoe.verdict import Expected, compared, complaints, expected_of
 
 if TYPE_CHECKING:
-    import torch
-
     from megamoe.backend import AnyProgram, Backend, Executor
     from megamoe.case import Case
-
-Tensors = Mapping[str, "torch.Tensor"]
 
 
 @dataclass(slots=True)
@@ -49,11 +45,9 @@ def _specs(folder: Path | None) -> dict[str, Spec]:
 
 # Rows of one case under several schedules follow each other, and the float64 oracle costs more than a small kernel.
 @lru_cache(maxsize=2)
-def _expected(case: Case) -> tuple[Tensors, Tensors, Tensors]:
+def _expected(case: Case) -> Expected:
     """Inputs, oracle and simulated reference of `case`."""
-    room = reference(case.op)
-    inputs = room.make_inputs(case)
-    return inputs, room.oracle(case, inputs), room.simulated(case, inputs)
+    return expected_of(case, reference(case.op).make_inputs(case))
 
 
 def judge(
@@ -71,11 +65,11 @@ def judge(
     except UnsupportedError as error:
         findings.conclude("unsupported", str(error))
     except (Exception, SystemExit) as error:
-        findings.conclude("error", _explain(error))
+        findings.conclude("error", explain_error(error))
         findings.traceback = "".join(traceback.format_exception(error))
     if outputs is not None and findings.outputs:
         leave_outputs(outputs, row, findings.outputs)
-    bundle = _bundle(row, findings, failures)
+    bundle = _bundle(row, findings, failures, specs)
     return record_of(
         run,
         row,
@@ -87,6 +81,7 @@ def judge(
         program_sha256=None if findings.ptx is None else hashlib.sha256(findings.ptx.encode()).hexdigest(),
         input_sha256=findings.input_sha256,
         bundle=bundle,
+        specs=specs,
     )
 
 
@@ -94,45 +89,28 @@ def _investigate(row: Row, specs: Mapping[str, Spec], findings: _Findings) -> No
     spec = specs[row.op]
     case = spec.parse_case(row.case)
     backend, executor = load_backend(row.backend), load_executor(row.executor)
-    program = _build(row, case, backend, executor)
+    program = build_program(row, case, backend, executor)
     findings.ptx = program.ptx
-    inputs, oracle, simulated = _expected(case)
-    findings.inputs, findings.oracle = inputs, oracle
-    arena = Arena(spec, case, inputs, getattr(executor, "device", "cpu"))
+    expected = _expected(case)
+    findings.inputs, findings.oracle = expected.inputs, expected.oracle
+    arena = Arena(spec, case, expected.inputs, getattr(executor, "device", "cpu"))
     findings.input_sha256 = dict(arena.input_sha256)
-    execution = executor.run(program, arena.tensors, RunOptions(schedule=row.schedule, outputs=tuple(oracle)))
-    findings.outputs = {name: arena.tensors[name].cpu() for name in oracle}
-    findings.counters = _counters(case, execution)
+    options = RunOptions(schedule=row.schedule, outputs=tuple(expected.oracle))
+    execution = executor.run(program, arena.tensors, options)
+    findings.outputs = {name: arena.tensors[name].cpu() for name in expected.oracle}
+    findings.counters = {**execution.counters, **least_work(case)}
     if execution.violation:
         # The run stopped there: what the outputs lack besides would only hide the cause.
         findings.conclude("failed", execution.violation)
         return
-    room = reference(case.op)
-    free = room.free(case, inputs)
-    comparison = compare(
-        case,
-        findings.outputs,
-        oracle,
-        simulated,
-        spec.tolerance,
-        spec.published(case),
-        axes={name: spec.tensors[name].shape for name in oracle},
-        absolute_scale=room.ABSOLUTE_SCALE,
-        free=free,
-        latitude=room.latitude(case, inputs, findings.outputs, oracle),
-    )
+    comparison = compared(spec, expected, findings.outputs)
     findings.metrics = comparison.metrics
-    wrong = [sentence for sentence in (arena.damage(), _never_written(arena, free), comparison.sentence) if sentence]
-    findings.conclude("failed" if wrong or not comparison.passed else "passed", "; ".join(wrong))
+    wrong = complaints(arena, expected, comparison)
+    findings.conclude("failed" if wrong or not comparison.passed else "passed", wrong)
 
 
-def _never_written(arena: Arena, free: Tensors) -> str | None:
-    """A sentence about outputs that still hold their poison, which a NaN in the oracle would excuse."""
-    left = [f"{count} elements of {name}" for name, count in arena.unwritten(free).items() if count]
-    return f"{' and '.join(left)} were never written" if left else None
-
-
-def _build(row: Row, case: Case, backend: Backend, executor: Executor) -> AnyProgram:
+def build_program(row: Row, case: Case, backend: Backend, executor: Executor) -> AnyProgram:
+    """The program of `row`. Raises UnsupportedError for a target that the backend or this machine does not have."""
     target = cast(Target, row.target)
     offered = backend.targets(row.op)
     if target not in offered:
@@ -145,24 +123,25 @@ def _build(row: Row, case: Case, backend: Backend, executor: Executor) -> AnyPro
     return backend.build(case, target)
 
 
-def _counters(case: Case, execution: Execution) -> dict[str, int]:
-    """The executor's counters, and what the op needs at the least, to hold them against."""
+def least_work(case: Case) -> dict[str, int]:
+    """What the op needs at the least, as counters to hold those of an executor against."""
     room = reference(case.op)
-    return {**execution.counters, "useful_flops": room.useful_flops(case), "minimum_bytes": room.minimum_bytes(case)}
+    return {"useful_flops": room.useful_flops(case), "minimum_bytes": room.minimum_bytes(case)}
 
 
-def _explain(error: BaseException) -> str:
+def explain_error(error: BaseException) -> str:
+    """An exception as a sentence: its type, its message, and where in which file it came from."""
     # The import machinery's own frames say nothing about where the fault is.
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<")]
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {str(error) or 'no message'}{where}"
 
 
-def _bundle(row: Row, findings: _Findings, failures: Path | None) -> str | None:
+def _bundle(row: Row, findings: _Findings, failures: Path | None, specs: Path | None) -> str | None:
     if failures is None or findings.status not in ("failed", "error"):
         return None
     try:
-        place = write_bundle(failures, row, findings)
+        place = write_bundle(failures, row, findings, specs)
     except OSError as error:
         findings.sentence += f" (no bundle: cannot write to {failures}: {error.strerror})"
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -39,9 +40,14 @@ class Row(NamedTuple):
 
     @property
     def rerun(self) -> str:
-        """The command line that judges exactly this row again."""
+        """The command line that judges exactly this row again, with the specs of the checkout."""
+        return self.rerun_with(None)
+
+    def rerun_with(self, specs: Path | None) -> str:
+        """As `rerun`, with the specs of the folder that the run was given; None: it was given none."""
         options = [part for name, value in self._asdict().items() for part in (f"--{name}", value)]
-        return shlex.join(["megamoe", "run", *options])
+        folder = [] if specs is None else ["--specs", str(specs)]
+        return shlex.join(["megamoe", "run", *options, *folder])
 
     def __str__(self) -> str:
         return f"{self.case} on {self.backend} {self.target} {self.executor} {self.schedule}"
@@ -239,10 +245,14 @@ def record_of(
     program_sha256: str | None = None,
     bundle: str | None = None,
     input_sha256: Mapping[str, str] | None = None,
+    specs: Path | None = None,
 ) -> Record:
-    """The record of `row`; a sentence about anything but a pass ends with the command that reruns the row."""
+    """The record of `row`; a sentence about anything but a pass ends with the command that reruns the row.
+
+    `specs`: the folder of the specs that the run was given, None for those of the checkout.
+    """
     if status != "passed":
-        sentence = f"{sentence.strip().rstrip('.')}. Rerun: {row.rerun}"
+        sentence = f"{sentence.strip().rstrip('.')}. Rerun: {row.rerun_with(specs)}"
     return Record(
         run=run,
         **row._asdict(),

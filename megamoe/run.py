@@ -62,7 +62,7 @@ def _judged_of_one_backend(rows: Sequence[Row], settings: RunSettings) -> Genera
             yield record
         if len(pending) == before:
             for row in pending:
-                yield record_of(settings.run, row, "crashed", "no worker process could be started for this row")
+                yield _record(row, "crashed", "no worker process could be started for this row", settings)
             return
 
 
@@ -139,7 +139,11 @@ def _record_of_future(row: Row, future: Future[Record], settings: RunSettings) -
         status, sentence = "crashed", f"the worker process died {_manner_of_death(error.exitcode)}"
     else:
         status, sentence = "error", f"the worker returned no record: {type(error).__name__}: {error}"
-    return record_of(settings.run, row, status, sentence)
+    return _record(row, status, sentence, settings)
+
+
+def _record(row: Row, status: Status, sentence: str, settings: RunSettings) -> Record:
+    return record_of(settings.run, row, status, sentence, specs=settings.specs)
 
 
 def _manner_of_death(exit_code: int | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import fake_backends
@@ -156,6 +157,18 @@ def test_a_bundle_replaces_the_one_before(tmp_path: Path) -> None:
         place = Path(_judge(_row("SCALES"), tmp_path).bundle or "")
         assert not list(place.glob("*.old")), f"{leftover}: an earlier failure left evidence behind"
         (place / "x.old").touch()
+
+
+def test_the_command_that_reruns_names_the_specs_that_were_given(tmp_path: Path) -> None:
+    ours = shutil.copytree(Path(__file__).resolve().parents[2] / "specs", tmp_path / "our specs")
+    wanted = f"--specs '{ours}'"
+    judged_here = judge(_row("SCALES"), "run-1", specs=ours, failures=tmp_path / "failures")
+    (died,) = judged([_row("EXITS")], RunSettings("run-1", timeout_s=TIMEOUT_S, specs=ours))
+    for record in (judged_here, died):
+        assert record.status != "passed"
+        assert record.sentence.endswith(f"{record.row.rerun} {wanted}"), "the command must use the same specs"
+    assert wanted in (Path(judged_here.bundle or "") / "rerun.sh").read_text()
+    assert "--specs" not in _row("SCALES").rerun, "a run with the specs of the checkout needs no --specs"
 
 
 def test_a_pass_leaves_none(tmp_path: Path) -> None:
