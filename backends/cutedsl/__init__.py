@@ -6,29 +6,39 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from backends.cutedsl.sm100_fmha_program import fmha_program
+from backends.cutedsl.sm100_moe_program import moe_program
 from megamoe.backend import HostProgram, Target, UnsupportedError
 
 if TYPE_CHECKING:
     from megamoe.case import Case
 
-KERNELS: dict[tuple[str, Target], Callable[[Case], HostProgram]] = {("fmha", "sm_100a"): fmha_program}
-
 
 class CutedslBackend:
-    """Programs compiled from CuTeDSL."""
+    """Programs compiled from CuTeDSL. `cta_group`: CTAs that share a tile of MoE, 1 or 2; None: as pays for the case.
 
-    name = "cutedsl"
+    Named `cutedsl` on the command line, and `backends.cutedsl:CTA_PAIRS` or `:SINGLE_CTAS` where every case of MoE
+    shall be computed one way.
+    """
+
+    def __init__(self, name: str = "cutedsl", cta_group: int | None = None) -> None:
+        self.name = name
+        self.kernels: dict[tuple[str, Target], Callable[[Case], HostProgram]] = {
+            ("fmha", "sm_100a"): fmha_program,
+            ("nvfp4_moe", "sm_100a"): lambda case: moe_program(case, cta_group),
+        }
 
     def targets(self, op: str) -> tuple[Target, ...]:
         """Targets for which there is a kernel of `op`."""
-        return tuple(target for known_op, target in KERNELS if known_op == op)
+        return tuple(target for known_op, target in self.kernels if known_op == op)
 
     def build(self, case: Case, target: Target) -> HostProgram:
         """The program of `case`. Raises UnsupportedError without CuTeDSL, or for an op or target without a kernel."""
-        if (case.op, target) not in KERNELS:
-            known = ", ".join(f"{op} on {known_target}" for op, known_target in KERNELS)
+        if (case.op, target) not in self.kernels:
+            known = ", ".join(f"{op} on {known_target}" for op, known_target in self.kernels)
             raise UnsupportedError(f"{case.id}: the cutedsl backend has no {case.op} for {target}; it has {known}")
-        return KERNELS[case.op, target](case)
+        return self.kernels[case.op, target](case)
 
 
 BACKEND = CutedslBackend()
+SINGLE_CTAS = CutedslBackend("cutedsl-single-ctas", 1)
+CTA_PAIRS = CutedslBackend("cutedsl-cta-pairs", 2)

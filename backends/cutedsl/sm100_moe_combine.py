@@ -1,0 +1,47 @@
+# pyright: reportMissingImports=false
+"""The combine kernel: y of a token is the sum of its expert rows in ascending k, fp32, a thread eight columns."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
+
+THREADS = 256
+VECTOR = 8
+"""Columns a thread: 16 bytes of bf16."""
+
+
+def row_vector(mRows: cute.Tensor, row: Int32, vectors: Int32, vector: Int32) -> cute.Tensor:
+    """Eight columns of one row."""
+    pointer = mRows.iterator + cute.assume((Int64(row) * vectors + vector) * VECTOR, divby=VECTOR)
+    return cute.make_tensor(pointer, cute.make_layout(VECTOR))
+
+
+@cute.kernel
+def combine_kernel(
+    mTopkIds: cute.Tensor,
+    mTopkWeights: cute.Tensor,
+    mRowOfRoute: cute.Tensor,
+    mRows: cute.Tensor,
+    mY: cute.Tensor,
+    topk: Int32,
+    weighted: Int32,
+):
+    """mY (tokens, hidden) bf16 from mRows (rows, hidden) bf16, times mTopkWeights unless `weighted` is 0."""
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    vectors = mY.shape[1] // VECTOR
+    index = block * THREADS + thread
+    token, vector = index // vectors, index % vectors
+    if token < mY.shape[0]:
+        rSum = cute.make_rmem_tensor(VECTOR, Float32)
+        rRow = cute.make_rmem_tensor(VECTOR, BFloat16)
+        rSum.fill(0.0)
+        for k in cutlass.range(topk, unroll=1):
+            route = token * topk + k
+            if mTopkIds[route] >= 0:
+                weight = cutlass.select_(Boolean(weighted != 0), mTopkWeights[route], Float32(1.0))
+                cute.autovec_copy(row_vector(mRows, mRowOfRoute[route], vectors, vector), rRow)
+                rSum.store(rSum.load() + rRow.load().to(Float32) * weight)
+        rY = cute.make_rmem_tensor(VECTOR, BFloat16)
+        rY.store(rSum.load().to(BFloat16))
+        cute.autovec_copy(rY, row_vector(mY, token, vectors, vector))
