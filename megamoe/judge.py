@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from megamoe.arena import Arena
-from megamoe.backend import Execution, RunOptions, Target, UnsupportedError, load_backend, load_executor
+from megamoe.backend import RunOptions, Target, UnsupportedError, load_backend, load_executor
 from megamoe.bundle import Evidence, write_bundle
 from megamoe.record import Record, Row, Status, record_of
 from megamoe.references import reference

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Protocol, cast
@@ -14,11 +15,28 @@ if TYPE_CHECKING:
     from megamoe.compare import Latitude
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A case of fewer rows out of a large one, which has the same results for them: what an oracle can be afforded for.
+
+    `case` keeps the id of the large one, `inputs` are those of the rows chosen. `rows`: output -> int64, the indices
+    along its first axis that the sample's output holds. `doc` says in words what was chosen.
+    """
+
+    case: Case
+    inputs: Mapping[str, torch.Tensor]
+    rows: Mapping[str, torch.Tensor]
+    doc: str
+
+
 class Reference(Protocol):
     """What an op's module gives. Tensors are named as in the op's spec; results lie on the device of `inputs`."""
 
     ABSOLUTE_SCALE: Mapping[str, float]
     """Outputs whose error counts in absolute terms, with the magnitude that one unit of it stands for."""
+
+    MATRIX_RATES: Mapping[str, float]
+    """How many times its bf16 rate a target's matrix unit has on the op's operands; 1 for a target left out."""
 
     def make_inputs(self, case: Case, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
         """Every input tensor of `case`: the same bits for the same axes, distribution and seed, everywhere."""
@@ -44,6 +62,10 @@ class Reference(Protocol):
         expected: Mapping[str, torch.Tensor],
     ) -> Latitude:
         """What else is correct, in view of a kernel's `outputs`; `expected` is the oracle."""
+        ...
+
+    def sample(self, case: Case, inputs: Mapping[str, torch.Tensor], most_flops: int) -> Sample | None:
+        """A part of `case` of about `most_flops` useful operations; None if it has no more, or is of one piece."""
         ...
 
     def useful_flops(self, case: Case) -> int:

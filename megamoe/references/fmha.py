@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ABSOLUTE_SCALE",
+    "MATRIX_RATES",
     "free",
     "latitude",
     "make_inputs",
     "minimum_bytes",
     "oracle",
+    "sample",
     "simulated",
     "useful_flops",
     "visible_keys",
@@ -34,6 +36,8 @@ __all__ = [
 
 # An absolute error of x in lse is a relative error of x in every probability derived from it.
 ABSOLUTE_SCALE: Final[Mapping[str, float]] = {"lse": 1.0}
+# Both products are of bf16 operands.
+MATRIX_RATES: Final[Mapping[str, float]] = {}
 
 # Scores held at once, so that a long cache costs no more memory than a short one.
 SCORES: Final = 1 << 22
@@ -62,6 +66,10 @@ def latitude(
 ) -> Latitude:
     """Nothing but rounding errors is left to a kernel."""
     return Latitude()
+
+
+def sample(case: Case, inputs: Mapping[str, torch.Tensor], most_flops: int) -> None:
+    """Every row is judged: even the longest cache is a second's work in float64 on a device."""
 
 
 def useful_flops(case: Case) -> int:

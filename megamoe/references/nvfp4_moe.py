@@ -27,6 +27,7 @@ from megamoe.nvfp4 import SF_VEC_SIZE, decode_e2m1, decode_e4m3, dequantise, pac
 from megamoe.nvfp4_layout import swizzle_scales, unswizzle_scales
 from megamoe.references.nvfp4_moe_inputs import INPUTS, make_inputs
 from megamoe.references.nvfp4_moe_routing import Routing, draw_topk_ids, expert_rows, routing
+from megamoe.references.nvfp4_moe_sample import sample_tokens
 from megamoe.references.nvfp4_moe_settle import settled
 from megamoe.references.nvfp4_moe_stages import (
     Activation,
@@ -40,10 +41,25 @@ from megamoe.references.nvfp4_moe_steps import choices, code_interval, scale_int
 
 if TYPE_CHECKING:
     from megamoe.case import Case
+    from megamoe.references import Sample
 
-__all__ = ["ABSOLUTE_SCALE", "free", "latitude", "make_inputs", "minimum_bytes", "oracle", "simulated", "useful_flops"]
+__all__ = [
+    "ABSOLUTE_SCALE",
+    "MATRIX_RATES",
+    "free",
+    "latitude",
+    "make_inputs",
+    "minimum_bytes",
+    "oracle",
+    "sample",
+    "simulated",
+    "useful_flops",
+]
 
 ABSOLUTE_SCALE: Final[Mapping[str, float]] = {}
+# tcgen05.mma.kind::mxf4nvf4 does four times the products of kind::f16 (K 64 against 16 an instruction of one shape, PTX
+# ISA, tcgen05.mma); wgmma of sm_90a has no such kind, and a block scale is exact in bf16 only.
+MATRIX_RATES: Final[Mapping[str, float]] = {"sm_100a": 4.0}
 Inputs = Mapping[str, torch.Tensor]
 
 
@@ -152,6 +168,11 @@ def latitude(case: Case, inputs: Inputs, outputs: Inputs, expected: Inputs) -> L
             "a2_sf": Codes(seen, scales.lowest, scales.highest, axes["a2_sf"], routes.row),
         }
     )
+
+
+def sample(case: Case, inputs: Inputs, most_flops: int) -> Sample | None:
+    """Some tokens of a layer too large for its oracle; a stage by itself is small enough."""
+    return sample_tokens(case, inputs, most_flops / useful_flops(case)) if case["stage"] == "layer" else None
 
 
 def useful_flops(case: Case) -> int:
