@@ -133,6 +133,11 @@ def read_records(path: Path) -> RecordFile:
         data = path.read_bytes()
     except OSError as error:
         raise RecordError(f"cannot read records from {path}: {error.strerror}") from error
+    return parse_records(path, data)
+
+
+def parse_records(path: Path, data: bytes) -> RecordFile:
+    """As read_records, of bytes that are at hand already; `path` is what messages call them."""
     *whole, tail = data.split(b"\n")
     torn = None
     if tail:

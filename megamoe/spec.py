@@ -18,6 +18,7 @@ from megamoe.expression import Expression, ExpressionError
 from megamoe.marked_yaml import MarkedYaml, read_marked_yaml
 from megamoe.ranges import Axis
 from megamoe.spec_error import SpecError, nearest
+from megamoe.spec_thresholds import Thresholds
 
 Role = Literal["input", "output"]
 
@@ -96,6 +97,7 @@ class Spec:
     tolerance: Tolerance
     matrices: Mapping[str, tuple[Case, ...]]
     profiles: Mapping[str, Profile]
+    thresholds: Thresholds
     space: CaseSpace = field(repr=False)
     document: MarkedYaml = field(repr=False)
     published_points: frozenset[tuple[tuple[tuple[str, AxisValue], ...], str]] = field(repr=False)

@@ -14,7 +14,8 @@ from megamoe.marked_yaml import KeyPath, MarkedYaml
 from megamoe.ranges import Axis, Range
 from megamoe.spec import Profile, Spec, TensorSpec, Tolerance
 from megamoe.spec_error import nearest
-from megamoe.spec_schema import AxisEntry, ProfileEntry, RangeEntry, Role, SpecEntry, read_entry
+from megamoe.spec_schema import AxisEntry, OverrideEntry, ProfileEntry, RangeEntry, Role, SpecEntry, read_entry
+from megamoe.spec_thresholds import Override, Thresholds
 
 MAX_CELLS = 20_000
 RESERVED = ("inputs", "seed", "op", "null", "true", "false")
@@ -54,6 +55,10 @@ class _Builder:
             ),
             matrices=matrices,
             profiles={name: self._profile(name, profile, matrices) for name, profile in entry.profiles.items()},
+            thresholds=Thresholds(
+                entry.benchmark.threshold.value,
+                tuple(self._override(i, override, matrices) for i, override in enumerate(entry.benchmark.overrides)),
+            ),
             space=self.space,
             document=self.document,
             published_points=frozenset(
@@ -238,6 +243,27 @@ class _Builder:
         if not cases:
             raise self.document.error(path, "selects no case, so nothing would be tested; give matrices or cases")
         return Profile(name, entry.doc, tuple(cases.values()), tuple(entry.schedules))
+
+    # thresholds of times
+
+    def _override(self, i: int, entry: OverrideEntry, matrices: Mapping[str, tuple[Case, ...]]) -> Override:
+        path: KeyPath = ("benchmark", "overrides", i)
+        if entry.matrix is None and entry.where is None and entry.temperature is None:
+            sentence = "selects everything, as the threshold above it does; give it matrix, where or temperature"
+            raise self.document.error(path, sentence)
+        if entry.matrix is not None:
+            self._known((*path, "matrix"), "matrix", entry.matrix, matrices)
+        where: dict[str, tuple[AxisValue, ...]] = {}
+        for name, values in (entry.where or {}).items():
+            here: KeyPath = (*path, "where", name)
+            self._known(here, "axis", name, self.axes)
+            where[name] = tuple(self._coerce((*here, j), self.axes[name], value) for j, value in enumerate(values))
+            self._no_repeats(here, [spell(value) for value in where[name]])
+        cases = None if entry.matrix is None else frozenset(case.id for case in matrices[entry.matrix])
+        override = Override(entry.value, entry.reason, cases, where, entry.temperature)
+        if not any(override.speaks_of(case) for case in itertools.chain(*matrices.values())):
+            raise self.document.error(path, "matches no case of any matrix, so it says nothing; correct or remove it")
+        return override
 
     # lists of names
 

@@ -20,6 +20,7 @@ from megamoe.case import AxisValue, spell
 from megamoe.marked_yaml import KeyPath, MarkedYaml
 from megamoe.ranges import Kind
 from megamoe.spec_error import nearest
+from megamoe.spec_thresholds import DEFAULT_THRESHOLD
 
 Dtype = Literal["bf16", "f16", "f32", "f64", "e4m3", "e5m2", "e2m1", "ue8m0", "u8", "s8", "s32", "u32", "s64"]
 
@@ -118,6 +119,28 @@ class ToleranceEntry(_Entry):
     noise_ratio: BoundEntry
 
 
+class ThresholdEntry(_Entry):
+    """How far apart two times may be, as a share, and why."""
+
+    value: float = Field(gt=0, lt=1)
+    reason: Sentence
+
+
+class OverrideEntry(ThresholdEntry):
+    """A threshold for the cases of a matrix, for those with certain values of axes, for one temperature of the L2."""
+
+    matrix: Name | None = None
+    where: Annotated[Product, Field(min_length=1)] | None = None
+    temperature: Literal["cold", "hot"] | None = None
+
+
+class BenchmarkEntry(_Entry):
+    """How times are compared. The first override that matches counts."""
+
+    threshold: ThresholdEntry = ThresholdEntry(value=DEFAULT_THRESHOLD, reason="the default")
+    overrides: list[OverrideEntry] = []
+
+
 class ProfileEntry(_Entry):
     """What runs where: whole matrices, single rows of matrices, and the schedules."""
 
@@ -142,6 +165,7 @@ class SpecEntry(_Entry):
     inputs: list[Name] = Field(min_length=1)
     laws: list[Name] = Field(min_length=1)
     tolerance: ToleranceEntry
+    benchmark: BenchmarkEntry = BenchmarkEntry()
     profiles: dict[Name, ProfileEntry] = Field(min_length=1)
 
 

@@ -1,0 +1,133 @@
+"""One side of a comparison: record files, folders of them, or the records that a git revision tracks."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from megamoe.record import DeviceFacts, RunHeader
+from megamoe.record_file import RecordFile, parse_records, read_records
+
+BASELINES = "results/baselines"
+GIT_SECONDS = 60
+
+
+class ComparisonError(Exception):
+    """What was given cannot be compared; the text says why and what would be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Record files that stand for one state of things. `label` names it."""
+
+    label: str
+    files: tuple[RecordFile, ...]
+
+    @property
+    def headers(self) -> dict[str, RunHeader]:
+        """The runs of the files, by id."""
+        return {header.run: header for file in self.files for header in file.headers}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about torn files."""
+        return tuple(file.torn for file in self.files if file.torn)
+
+
+def read_side(name: str, root: Path | None = None) -> Side:
+    """The side that `name` means: a file, a folder of *.jsonl, REV (its results/baselines) or REV:PATH.
+
+    What exists as a path is a path. `root` is where git is asked, the current folder by default. Raises
+    ComparisonError or RecordError.
+    """
+    path = Path(name)
+    if path.is_dir():
+        files = sorted(path.glob("*.jsonl"))
+        if not files:
+            raise ComparisonError(f"there is no *.jsonl in the folder {name}")
+        return Side(name, tuple(read_records(file) for file in files))
+    if path.exists():
+        return Side(name, (read_records(path),))
+    return _tracked(name, root or Path.cwd())
+
+
+def _tracked(name: str, root: Path) -> Side:
+    revision, colon, inside = name.partition(":")
+    commit = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+    if commit is None:
+        raise ComparisonError(f"{name}: there is no such file or folder, and {revision!r} is no git revision here")
+    where = commit.decode().strip()
+    inside = inside.rstrip("/") if colon else BASELINES
+    listed = _git(root, "ls-tree", "-r", "-z", "--name-only", "--full-tree", where, "--", inside)
+    paths = [path for path in (listed or b"").decode().split("\0") if path == inside or _directly_in(path, inside)]
+    if not paths:
+        raise ComparisonError(f"{name}: revision {where[:12]} tracks no record file at {inside}")
+    label = name if revision == where else f"{name} ({where[:12]})"
+    return Side(label, tuple(_blob(root, where, path) for path in paths))
+
+
+def _directly_in(path: str, folder: str) -> bool:
+    return Path(path).parent == Path(folder) and path.endswith(".jsonl")
+
+
+def _blob(root: Path, commit: str, path: str) -> RecordFile:
+    data = _git(root, "show", f"{commit}:{path}")
+    if data is None:
+        raise ComparisonError(f"git cannot show {commit[:12]}:{path}")
+    return parse_records(Path(f"{commit[:12]}:{path}"), data)
+
+
+def _git(root: Path, *arguments: str) -> bytes | None:
+    """What git prints, None if it refuses."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, timeout=GIT_SECONDS, check=False)
+    except OSError as error:
+        raise ComparisonError(f"git cannot be run: {error.strerror}") from error
+    except subprocess.TimeoutExpired:
+        raise ComparisonError(f"git {arguments[0]} did not end within {GIT_SECONDS} s") from None
+    return done.stdout if done.returncode == 0 else None
+
+
+# What of a device decides how fast it is. Clocks as found are left out: an idle device lowers them.
+_IDENTITY = ("name", "compute_capability", "driver", "toolkit", "multiprocessors", "memory_bytes", "power_limit_w")
+
+
+def differences_of_machines(before: Side, after: Side, kinds: Set[str]) -> list[str]:
+    """Sentences about the devices and versions that are not the same on both sides, or within one.
+
+    Only what can decide the rows of `kinds` in common: verdicts and counters of a machine without a device depend on
+    neither, figures on the versions of compilers, times on everything.
+    """
+    runs = [_runs_with(side, kinds) for side in (before, after)]
+    found: list[str] = []
+    for run in sorted({run for side in runs for run, header in side.items() if header is None}):
+        found.append(f"the header of run {run} is missing, so that its machine is unknown")
+    headers = [[header for header in side.values() if header is not None] for side in runs]
+    if "timing" in kinds:
+        for name in _IDENTITY:
+            found += _differing(f"device {name}", [[_of(header.device, name) for header in side] for side in headers])
+        found += _differing("torch", [[header.torch or "none" for header in side] for side in headers])
+    for name in sorted({name for side in headers for header in side for name in header.software}):
+        found += _differing(name, [[header.software.get(name, "none") for header in side] for side in headers])
+    return found
+
+
+def _runs_with(side: Side, kinds: Set[str]) -> dict[str, RunHeader | None]:
+    """The header of every run that has a timing or figures, as far as these are compared."""
+    lines = [line for file in side.files for line in file.timings] if "timing" in kinds else []
+    figures = [line for file in side.files for line in file.figures] if "figures" in kinds else []
+    headers = side.headers
+    return {line.run: headers.get(line.run) for line in (*lines, *figures)}
+
+
+def _of(device: DeviceFacts | None, name: str) -> str:
+    return "none" if device is None else str(getattr(device, name))
+
+
+def _differing(what: str, sides: Iterable[Iterable[str]]) -> list[str]:
+    before, after = (" and ".join(sorted(set(side))) for side in sides)
+    if before == after and " and " not in before:
+        return []
+    return [f"{what}: {before} before, {after} after"]
