@@ -105,6 +105,34 @@ class Sm100Fmha:
         `splits` partials, f32, unused when `splits` is 1. `t`: query tokens. A query at p sees keys j with
         p - left < j <= p + right. At most `max_ctas` CTAs share the work.
         """
+        hd, s_k = self.plan.hd, mK.shape[1]
+        kv_batches, rows, _ = mQ.shape
+        tma_q, tQ, tma_k, tK, tma_v, tV = self._make_tma(mQ, mK, mV)
+        self.kernel.set_name_prefix(f"sm100_fmha_hd{hd}", remove_cutlass_symbol=True, keep_mangled_name=False)
+        combine_kernel.set_name_prefix(
+            f"sm100_fmha_combine_hd{hd}", remove_cutlass_symbol=True, keep_mangled_name=False
+        )
+        row_tiles = (rows + TILE_M - 1) // TILE_M
+        work_items = kv_batches * splits * row_tiles * self.plan.o_halves
+        self.kernel(
+            tma_q, tQ, tma_k, tK, tma_v, tV, mO, mLSE, mO_part, mLSE_part,
+            rows, t, s_k, row_tiles, splits, left, right, work_items, scale * LOG2_E,
+        ).launch(
+            grid=[cutlass.min(work_items, max_ctas), 1, 1],
+            block=[self.plan.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+        if splits > 1:
+            all_rows = kv_batches * rows
+            combine_kernel(hd, mO, mLSE, mO_part, mLSE_part, all_rows, splits).launch(
+                grid=[(all_rows + COMBINE_WARPS - 1) // COMBINE_WARPS, 1, 1],
+                block=[32 * COMBINE_WARPS, 1, 1],
+                stream=stream,
+            )
+
+    def _make_tma(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor):
+        """A TMA atom and its coordinates, for Q (rows, hd, batch), K (s_k, hd, batch) and V (hd, s_k, batch)."""
         plan, hd = self.plan, self.plan.hd
         kv_batches, rows, _ = mQ.shape
         s_k = mK.shape[1]
@@ -119,32 +147,11 @@ class Sm100Fmha:
         cluster = cute.tiled_divide(cute.make_layout((1, 1, 1)), (qk_mma.thr_id.shape,)).shape
         make_tma_a, make_tma_b = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
         one_stage = [0, 1, 2]
-        tma_q, tQ = make_tma_a(tma, mQ, cute.select(layout_q(plan), one_stage), QK_TILER, qk_mma, cluster)
-        tma_k, tK = make_tma_b(tma, mK, cute.select(layout_k(plan), one_stage), QK_TILER, qk_mma, cluster)
-        tma_v, tV = make_tma_b(tma, mV, cute.select(layout_v(plan), one_stage), pv_tiler(plan), pv_mma, cluster)
-
-        self.kernel.set_name_prefix(f"sm100_fmha_hd{hd}", remove_cutlass_symbol=True, keep_mangled_name=False)
-        combine_kernel.set_name_prefix(
-            f"sm100_fmha_combine_hd{hd}", remove_cutlass_symbol=True, keep_mangled_name=False
+        return (
+            *make_tma_a(tma, mQ, cute.select(layout_q(plan), one_stage), QK_TILER, qk_mma, cluster),
+            *make_tma_b(tma, mK, cute.select(layout_k(plan), one_stage), QK_TILER, qk_mma, cluster),
+            *make_tma_b(tma, mV, cute.select(layout_v(plan), one_stage), pv_tiler(plan), pv_mma, cluster),
         )
-        row_tiles = (rows + TILE_M - 1) // TILE_M
-        work_items = kv_batches * splits * row_tiles * self.plan.o_halves
-        self.kernel(
-            tma_q, tQ, tma_k, tK, tma_v, tV, mO, mLSE, mO_part, mLSE_part,
-            rows, t, s_k, row_tiles, splits, left, right, work_items, scale * LOG2_E,
-        ).launch(
-            grid=[cutlass.min(work_items, max_ctas), 1, 1],
-            block=[plan.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-        )  # fmt: skip
-        if splits > 1:
-            all_rows = kv_batches * rows
-            combine_kernel(hd, mO, mLSE, mO_part, mLSE_part, all_rows, splits).launch(
-                grid=[(all_rows + COMBINE_WARPS - 1) // COMBINE_WARPS, 1, 1],
-                block=[32 * COMBINE_WARPS, 1, 1],
-                stream=stream,
-            )
 
     @cute.kernel
     def kernel(

@@ -9,7 +9,7 @@ from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
 from backends.cutedsl.sm100_fmha_operands import Shared
 from backends.cutedsl.sm100_fmha_plan import TILE_M, TILE_N, WARPGROUP, Sm100FmhaPlan
-from backends.cutedsl.sm100_fmha_tiles import Problem, work_item
+from backends.cutedsl.sm100_fmha_tiles import Problem, WorkItem, work_item
 from backends.cutedsl.sm100_fmha_tmem import fence_after_sync, fence_before_sync, tmem_rows
 
 CHUNK = 32
@@ -202,6 +202,91 @@ def chunk_of(rS: cute.Tensor, rP_words: cute.Tensor, chunk: int) -> tuple[cute.T
 
 
 @cute.jit
+def scores_of_tile(
+    tmem_ptr: cute.Pointer, thread: Int32, item: WorkItem, tile: Int32, keys: tuple[Int32, Int32], s: PipelineConsumer
+):
+    """This thread's row of S, -inf outside `keys` (first, one past the last) where the tile needs a mask."""
+    s_tile = s.wait_and_advance()
+    fence_after_sync()
+    rS = load_scores(tmem_ptr + s_tile.index * TILE_N, thread)
+    fence_before_sync()
+    s_tile.release()
+    if tile < item.clear_first or tile >= item.clear_last:
+        key_begin, key_end = keys
+        mask_scores(rS, key_begin - tile * TILE_N, key_end - tile * TILE_N)
+    return rS, s
+
+
+@cute.jit
+def raise_base(
+    plan: Sm100FmhaPlan,
+    shared: Shared,
+    thread: Int32,
+    i: Int32,
+    base: Float32,
+    tile_max: Float32,
+    scale_log2: Float32,
+    stat: PipelineProducer,
+    chain_in: PipelineConsumer,
+    chain_out: PipelineProducer,
+):
+    """The row maximum for tile `i` of an item, told to the other warpgroup, and the factor for O, to the correction."""
+    previous = base
+    if cutlass.const_expr(plan.softmax_groups == 2):  # noqa: SIM102 (one is decided at compile time, one at run time)
+        if i > 0:
+            previous, chain_in = take_base(shared.sBase, thread, chain_in)
+    raised = keep_or_raise(previous, cute.arch.fmax(previous, tile_max), scale_log2)
+    if cutlass.const_expr(plan.softmax_groups == 2):
+        chain_out = give_base(shared.sBase, thread, raised, chain_out)
+    stat_tile = stat.acquire_and_advance()
+    shared.sStat[thread, stat_tile.index] = rescaling(previous, raised, scale_log2)
+    stat_tile.commit()
+    return raised, stat, chain_in, chain_out
+
+
+@cute.jit
+def softmax_item(
+    plan: Sm100FmhaPlan,
+    problem: Problem,
+    scale_log2: Float32,
+    tmem_ptr: cute.Pointer,
+    shared: Shared,
+    thread: Int32,
+    item: WorkItem,
+    first_turn: Int32,
+    s: PipelineConsumer,
+    p: PipelineProducer,
+    stat: PipelineProducer,
+    chain_in: PipelineConsumer,
+    chain_out: PipelineProducer,
+):
+    """This warpgroup's tiles of an item, from `first_turn` on: the last maximum it used, its row sum, the pipelines."""
+    groups = cutlass.const_expr(plan.softmax_groups)
+    position = (item.row_tile * TILE_M + thread) % problem.t + problem.s_k - problem.t
+    keys = position - problem.left + 1, cutlass.min(position + problem.right + 1, problem.s_k)
+    rP_words = cute.make_rmem_tensor(TILE_N // 2, Float32)
+    base = -Float32.inf
+    row_sum = Float32(0.0)
+    for i in cutlass.range(first_turn, item.tiles, groups, unroll=1):
+        rS, s = scores_of_tile(tmem_ptr, thread, item, item.first_tile + i, keys, s)
+        raised, stat, chain_in, chain_out = raise_base(
+            plan, shared, thread, i, base, row_maximum(rS), scale_log2, stat, chain_in, chain_out
+        )
+        row_sum = row_sum * rescaling(base, raised, scale_log2)
+        base = raised
+        if cutlass.const_expr(plan.p_in_tmem):
+            tile_sum, p = give_p_tmem(plan, tmem_ptr, rS, rP_words, scale_log2, finite(base), thread, p)
+        else:
+            tile_sum, p = give_p_smem(shared.sP, rS, rP_words, scale_log2, finite(base), thread, p)
+        row_sum += tile_sum
+        if cutlass.const_expr(groups == 2):
+            s.advance()
+            p.advance()
+            stat.advance()
+    return base, row_sum, s, p, stat, chain_in, chain_out
+
+
+@cute.jit
 def softmax_warpgroup(
     plan: Sm100FmhaPlan,
     problem: Problem,
@@ -233,46 +318,13 @@ def softmax_warpgroup(
         chain_in.advance(1 - group)
     start, _, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
-    rP_words = cute.make_rmem_tensor(TILE_N // 2, Float32)
     tiles_before = Int32(0)
     for index in cutlass.range(start, problem.work_items, step, unroll=1):
         item = work_item(plan, problem, index)
-        position = (item.row_tile * TILE_M + thread) % problem.t + problem.s_k - problem.t
-        key_begin = position - problem.left + 1
-        key_end = cutlass.min(position + problem.right + 1, problem.s_k)
-        base = -Float32.inf
-        row_sum = Float32(0.0)
-        for i in cutlass.range((tiles_before + group) % groups, item.tiles, groups, unroll=1):
-            tile = item.first_tile + i
-            s_tile = s.wait_and_advance()
-            fence_after_sync()
-            rS = load_scores(tmem_ptr + s_tile.index * TILE_N, thread)
-            fence_before_sync()
-            s_tile.release()
-            if tile < item.clear_first or tile >= item.clear_last:
-                mask_scores(rS, key_begin - tile * TILE_N, key_end - tile * TILE_N)
-            tile_max = row_maximum(rS)
-            previous = base
-            if cutlass.const_expr(groups == 2):  # noqa: SIM102 (one is decided at compile time, one at run time)
-                if i > 0:
-                    previous, chain_in = take_base(shared.sBase, thread, chain_in)
-            raised = keep_or_raise(previous, cute.arch.fmax(previous, tile_max), scale_log2)
-            if cutlass.const_expr(groups == 2):
-                chain_out = give_base(shared.sBase, thread, raised, chain_out)
-            stat_tile = stat.acquire_and_advance()
-            shared.sStat[thread, stat_tile.index] = rescaling(previous, raised, scale_log2)
-            stat_tile.commit()
-            row_sum = row_sum * rescaling(base, raised, scale_log2)
-            base = raised
-            if cutlass.const_expr(plan.p_in_tmem):
-                tile_sum, p = give_p_tmem(plan, tmem_ptr, rS, rP_words, scale_log2, finite(base), thread, p)
-            else:
-                tile_sum, p = give_p_smem(shared.sP, rS, rP_words, scale_log2, finite(base), thread, p)
-            row_sum += tile_sum
-            if cutlass.const_expr(groups == 2):
-                s.advance()
-                p.advance()
-                stat.advance()
+        base, row_sum, s, p, stat, chain_in, chain_out = softmax_item(
+            plan, problem, scale_log2, tmem_ptr, shared, thread, item, (tiles_before + group) % groups,
+            s, p, stat, chain_in, chain_out,
+        )  # fmt: skip
         tiles_before += item.tiles
         first = (tiles_before + group) % groups == 0
         if cutlass.const_expr(groups == 2):  # noqa: SIM102
