@@ -22,6 +22,9 @@ def list_cases(
     profile: Annotated[str | None, typer.Option("--profile", metavar="NAME", help="Only this profile.")] = None,
     where: Wheres = None,
     specs: Specs = None,
+    axes: Annotated[
+        bool, typer.Option("--axes", help="A column for every axis that varies, defaults included.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON array instead of a table.")] = False,
 ) -> None:
     """Lists the cases of the matrices, as a table or as JSON."""
@@ -35,7 +38,7 @@ def list_cases(
     if as_json:
         print(json.dumps([_as_json(*row) for row in rows], indent=1))
     else:
-        _print_table(rows)
+        _print_table(rows, axes)
 
 
 _Row = tuple[Case, list[str], list[str], bool]
@@ -71,15 +74,16 @@ def _as_json(case: Case, matrices: list[str], profiles: list[str], published: bo
     }
 
 
-def _print_table(rows: list[_Row]) -> None:
-    axes = list(dict.fromkeys(name for case, *_ in rows for name, _ in case.axes))
+def _print_table(rows: list[_Row], with_axes: bool) -> None:
+    """A line a case. Its id names every axis that is not at its default; `with_axes` spells the others out as well."""
+    axes = dict.fromkeys(name for case, *_ in rows for name, _ in case.axes) if with_axes else ()
     varying = [name for name in axes if len({dict(case.axes).get(name) for case, *_ in rows}) > 1]
     table = Table(box=None, header_style="bold")
     table.add_column("case", no_wrap=True, overflow="fold")
     for name in varying:
         table.add_column(name, justify="right")
     for name in ("matrix", "profiles", "published"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for case, matrices, profiles, published in rows:
         values = dict(case.axes)
         cells = [spell(values[name]) if name in values else "" for name in varying]
