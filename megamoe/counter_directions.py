@@ -32,9 +32,14 @@ _DIRECTIONS: Mapping[str, Direction] = {
     "minimum_bytes": "fact",
     "registers": "cost",
     "spill_bytes": "cost",
+    "spill_stores": "cost",
+    "spill_loads": "cost",
     "stack_bytes": "cost",
+    "stack": "cost",
     "smem_bytes": "cost",
+    "static_smem": "cost",
     "code_bytes": "cost",
+    "code_size": "cost",
 }
 _COST_PREFIXES = ("instructions_",)
 
@@ -59,7 +64,11 @@ class Change:
 
 
 def direction(name: str) -> Direction | None:
-    """What more of `name` means; None for a name that the table does not have, of which any change is just a change."""
+    """What more of `name` means; None for a name that the table does not have, of which any change is just a change.
+
+    A figure of one kernel of several is named ENTRY.NAME, and gets worse as NAME does.
+    """
+    name = name.rpartition(".")[2]
     return "cost" if name.startswith(_COST_PREFIXES) else _DIRECTIONS.get(name)
 
 

@@ -61,6 +61,7 @@ def test_the_table_knows_every_counter_of_the_records() -> None:
         ("what_is_this", 10, 11, "changed"),
         ("registers", 168, 168, None),
         ("registers", 168, 255, "worse"),
+        ("gemm_up.registers", 168, 255, "worse"),
     ],
 )
 def test_what_a_difference_means(name: str, before: int | None, after: int | None, trend: str | None) -> None:
