@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 import typer
 
-from megamoe import cli_doctor, cli_explain, cli_list, cli_run
+from megamoe import cli_compare, cli_doctor, cli_explain, cli_list, cli_run
+from megamoe.comparison_side import ComparisonError
 from megamoe.expected import ExpectedError
 from megamoe.record import RecordError
 from megamoe.rows import SelectionError
 from megamoe.spec import SpecError
 
-USER_ERRORS = (SelectionError, SpecError, RecordError, ExpectedError)
+USER_ERRORS = (SelectionError, SpecError, RecordError, ExpectedError, ComparisonError)
 
 app = typer.Typer(
     name="megamoe",
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command("list")(cli_list.list_cases)
 app.command("run")(cli_run.run)
 app.command("gate")(cli_run.gate)
+app.command("compare")(cli_compare.compare)
 app.command("doctor")(cli_doctor.doctor)
 app.command("explain")(cli_explain.explain_case)
 

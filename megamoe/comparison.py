@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from megamoe.comparison_counts import Change, compared_counters, compared_figures
 from megamoe.comparison_row import CALLS, Call, ComparedRow, RowKey, SideRows, rows_of, worst
 from megamoe.comparison_side import ComparisonError, Side, differences_of_machines
+from megamoe.counter_directions import Change, Trend, changes
 from megamoe.record import Figures, Record, Timing
 from megamoe.spec import Spec, SpecError
 from megamoe.spec_thresholds import DEFAULT_THRESHOLD
@@ -130,44 +129,49 @@ def _same(before: str | None, after: str | None) -> bool | None:
 
 def _verdict(key: RowKey, before: Record, after: Record) -> ComparedRow:
     """Counters of a row that did not pass mean nothing, and neither do those of other inputs."""
-    changes: tuple[Change, ...] = ()
+    found: tuple[Change, ...] = ()
     sentence = "" if before.status == "passed" else f"{before.status} on both sides"
     if before.input_sha256 != after.input_sha256 and before.input_sha256 and after.input_sha256:
         sentence = "the inputs are not the same, so counters are not compared"
     elif before.status == "passed":
-        changes = compared_counters(before.counters, after.counters)
-    return _exact(key, changes, sentence, before, after)
+        found = changes(before.counters, after.counters)
+    return _exact(key, found, sentence, before, after)
 
 
 def _exact(
-    key: RowKey, changes: tuple[Change, ...], sentence: str, before: Record | Figures, after: Record | Figures
+    key: RowKey, found: tuple[Change, ...], sentence: str, before: Record | Figures, after: Record | Figures
 ) -> ComparedRow:
-    directions = {change.direction for change in changes}
+    """One cost that got worse is enough; so is one that is not counted any more, as nothing holds it now."""
+    trends = {change.trend for change in found}
     call: Call = "SAME"
-    if directions:
-        call = "WORSE" if "worse" in directions else "BETTER" if "better" in directions else "CHANGED"
+    if trends:
+        call = "WORSE" if trends & {"worse", "vanished"} else "BETTER" if "better" in trends else "CHANGED"
     return ComparedRow(
         key,
         call,
         regression=call == "WORSE",
-        sentence=sentence or _spelt(changes),
+        sentence=sentence or _spelt(found),
         before_status=before.status if isinstance(before, Record) else None,
         after_status=after.status if isinstance(after, Record) else None,
-        changes=changes,
+        changes=found,
         same_program=_same(before.program_sha256, after.program_sha256),
     )
 
 
-def _spelt(changes: Iterable[Change]) -> str:
-    order: tuple[Literal["worse", "better", "changed"], ...] = ("worse", "better", "changed")
-    return ", ".join(str(change) for change in sorted(changes, key=lambda change: order.index(change.direction)))
+def _spelt(found: Iterable[Change]) -> str:
+    order: tuple[Trend, ...] = ("worse", "vanished", "better", "changed")
+    return ", ".join(str(change) for change in sorted(found, key=lambda change: order.index(change.trend)))
 
 
 def _figures(old: SideRows, new: SideRows) -> Iterator[ComparedRow]:
     for key, lines in old.figures.items():
         if key in new.figures:
             before, after = lines[-1], new.figures[key][-1]
-            yield _exact(key, compared_figures(before, after), "", before, after)
+            yield _exact(key, changes(_by_kernel(before), _by_kernel(after)), "", before, after)
+
+
+def _by_kernel(figures: Figures) -> dict[str, int]:
+    return {f"{entry}.{name}": number for entry, kernel in figures.kernels.items() for name, number in kernel.items()}
 
 
 def _timings(old: SideRows, new: SideRows, specs: Mapping[str, Spec]) -> Iterator[ComparedRow]:

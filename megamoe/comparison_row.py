@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, TypeVar, get_args
 
-from megamoe.comparison_counts import Change
 from megamoe.comparison_side import Side
+from megamoe.counter_directions import Change
 from megamoe.record import STATUSES, Figures, Record, Status, Timing
 
 Kind = Literal["verdict", "timing", "figures"]
@@ -19,7 +19,7 @@ CALLS: tuple[Call, ...] = get_args(Call)  # the most severe first
 
 
 class RowKey(NamedTuple):
-    """What is compared. `executor` is the assembler for figures.
+    """What is compared. For figures, `executor` is the assembler without its version.
 
     `variant` is the schedule of a verdict, the temperature of a timing, and empty for figures.
     """
@@ -91,7 +91,7 @@ def rows_of(side: Side, only: Sequence[str] = ()) -> SideRows:
             key = RowKey("timing", line.case, line.backend, line.target, line.executor, line.temperature)
             rows.timings.setdefault(key, []).append(line)
         elif isinstance(line, Figures):
-            key = RowKey("figures", line.case, line.backend, line.target, line.assembler, "")
+            key = RowKey("figures", line.case, line.backend, line.target, line.assembler.partition(" ")[0], "")
             rows.figures.setdefault(key, []).append(line)
     if not only:
         return rows

@@ -97,29 +97,36 @@ _IDENTITY = ("name", "compute_capability", "driver", "toolkit", "multiprocessors
 def differences_of_machines(before: Side, after: Side, kinds: Set[str]) -> list[str]:
     """Sentences about the devices and versions that are not the same on both sides, or within one.
 
-    Only what can decide the rows of `kinds` in common: verdicts and counters of a machine without a device depend on
-    neither, figures on the versions of compilers, times on everything.
+    Only what can decide the rows of `kinds` in common: verdicts and counters depend on no machine, figures on the
+    assembler, times on everything.
     """
-    runs = [_runs_with(side, kinds) for side in (before, after)]
     found: list[str] = []
-    for run in sorted({run for side in runs for run, header in side.items() if header is None}):
-        found.append(f"the header of run {run} is missing, so that its machine is unknown")
-    headers = [[header for header in side.values() if header is not None] for side in runs]
-    if "timing" in kinds:
-        for name in _IDENTITY:
-            found += _differing(f"device {name}", [[_of(header.device, name) for header in side] for side in headers])
-        found += _differing("torch", [[header.torch or "none" for header in side] for side in headers])
+    if "figures" in kinds:
+        assemblers = [{line.assembler for file in side.files for line in file.figures} for side in (before, after)]
+        for name in sorted({one.partition(" ")[0] for one in assemblers[0] | assemblers[1]}):
+            versions = [[one for one in side if one.partition(" ")[0] == name] for side in assemblers]
+            found += _differing(f"assembler {name}", versions) if all(versions) else []
+    return found + (_timing_differences(before, after) if "timing" in kinds else [])
+
+
+def _timing_differences(before: Side, after: Side) -> list[str]:
+    found: list[str] = []
+    headers: list[list[RunHeader]] = [[], []]
+    for side, mine in zip((before, after), headers, strict=True):
+        known = side.headers
+        for run in sorted({line.run for file in side.files for line in file.timings}):
+            if run in known:
+                mine.append(known[run])
+            else:
+                found.append(f"{side.label} has no header of run {run}, so that its machine is unknown")
+    if not all(headers):
+        return found
+    for name in _IDENTITY:
+        found += _differing(f"device {name}", [[_of(header.device, name) for header in side] for side in headers])
+    found += _differing("torch", [[header.torch or "none" for header in side] for side in headers])
     for name in sorted({name for side in headers for header in side for name in header.software}):
         found += _differing(name, [[header.software.get(name, "none") for header in side] for side in headers])
     return found
-
-
-def _runs_with(side: Side, kinds: Set[str]) -> dict[str, RunHeader | None]:
-    """The header of every run that has a timing or figures, as far as these are compared."""
-    lines = [line for file in side.files for line in file.timings] if "timing" in kinds else []
-    figures = [line for file in side.files for line in file.figures] if "figures" in kinds else []
-    headers = side.headers
-    return {line.run: headers.get(line.run) for line in (*lines, *figures)}
 
 
 def _of(device: DeviceFacts | None, name: str) -> str:
