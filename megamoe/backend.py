@@ -225,6 +225,7 @@ class Executor(Protocol):
     """A machine that runs programs.
 
     An executor may have `device`, the torch device in whose memory the tensors of its programs lie; without it, "cpu".
+    It may have `schedules`, a tuple of names: rows are owed on it under these only. Without it, under all.
     """
 
     name: str

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
 from megamoe.backend import AnyProgram, Executor, PreparedCall, RunOptions
 
@@ -60,3 +60,16 @@ class TimedExecutor(Executor, Protocol):
 
 class DeviceError(Exception):
     """A return code of the driver, as a sentence: the call, the code and its meaning, and what was being done."""
+
+
+class DeviceLostError(DeviceError):
+    """A kernel's fault (an illegal address, a trap) that no further call of this process survives.
+
+    `met` is the first one of this process: whoever gives rows to it must let it end and start another.
+    """
+
+    met: ClassVar[str | None] = None
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(f"{sentence}; this process can use the device no more")
+        DeviceLostError.met = DeviceLostError.met or str(self)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 from megamoe.arena import Arena
 from megamoe.backend import RunOptions, Target, UnsupportedError, load_backend, load_executor
 from megamoe.bundle import Evidence, write_bundle
+from megamoe.device import DeviceLostError
 from megamoe.record import Record, Row, Status, record_of
 from megamoe.references import reference
 from megamoe.side_by_side import leave_outputs
@@ -64,6 +65,9 @@ def judge(
         _investigate(row, _specs(specs), findings)
     except UnsupportedError as error:
         findings.conclude("unsupported", str(error))
+    except DeviceLostError as error:
+        # As a rule broken on the VM: the kernel did it, and the sentence says what.
+        findings.conclude("failed", str(error))
     except (Exception, SystemExit) as error:
         findings.conclude("error", explain_error(error))
         findings.traceback = "".join(traceback.format_exception(error))

@@ -5,11 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from math import prod
 from typing import TYPE_CHECKING, Literal, cast
 
-from megamoe.backend import TARGETS, Target, UnsupportedError, backend_names, executor_names, load_backend
+from megamoe.backend import (
+    TARGETS,
+    Target,
+    UnsupportedError,
+    backend_names,
+    executor_names,
+    load_backend,
+    load_executor,
+)
 from megamoe.case import Case, spell
 from megamoe.record import Row
 
@@ -191,11 +200,12 @@ def owed_rows(specs: Mapping[str, Spec], selection: Selection) -> list[Row]:
             offered = targets_of(backend, case.op)
             for target in (targets or offered) if offered or asked else ():
                 for executor in _executors_of(backend, executors):
-                    rows.update({Row(case.id, backend, target, executor, name): work for name in schedules})
+                    names = schedules_of(executor, schedules, bool(selection.schedules))
+                    rows.update({Row(case.id, backend, target, executor, name): work for name in names})
     if not rows:
         left_out = "".join(f"; {sentence}" for sentence in not_offered(specs, selection))
         raise SelectionError(
-            f"the selection holds no row: loosen --profile, --op, --where, --backend or --target{left_out}"
+            f"the selection holds no row: loosen --profile, --op, --where, --backend, --target or --schedule{left_out}"
         )
     idle = [name for name in selection.backends if name not in {row.backend for row in rows}]
     if idle:
@@ -207,6 +217,27 @@ def _executors_of(backend: str, executors: Sequence[str]) -> list[str]:
     """Those of `executors` on which `backend` owes rows."""
     own: tuple[str, ...] | None = getattr(load_backend(backend), "executors", None)
     return [name for name in executors if own is None or name in own]
+
+
+def schedules_of(executor: str, schedules: Sequence[str], asked: bool) -> Sequence[str]:
+    """Those of `schedules` that `executor` has. A profile's become its own if it has none of them; `asked` ones do not.
+
+    Only a machine made of software can order its agents as it is told: a device has one schedule, its own.
+    """
+    own = _own_schedules(executor)
+    return schedules if own is None else [name for name in schedules if name in own] or (() if asked else own)
+
+
+@cache
+def _own_schedules(executor: str) -> tuple[str, ...] | None:
+    # Loading the default executor, which has all schedules, would cost every command the import of torch.
+    if executor == DEFAULT_EXECUTOR:
+        return None
+    try:
+        return getattr(load_executor(executor), "schedules", None)
+    except Exception:
+        # Its rows say why it cannot be loaded.
+        return None
 
 
 def not_offered(specs: Mapping[str, Spec], selection: Selection) -> list[str]:

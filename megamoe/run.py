@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
 from collections.abc import Generator, Sequence
 from concurrent.futures import CancelledError, Future
@@ -13,10 +14,13 @@ from pathlib import Path
 
 from pebble import ProcessExpired, ProcessPool
 
+from megamoe.device import DeviceLostError
 from megamoe.record import Record, Row, Status, record_of
 from megamoe.worker import interrupts_held_back, manner_of_death, start_worker
 
 DEFAULT_TIMEOUT_S = 300.0
+SPENT = 75
+"""The exit status of a worker whose device a kernel of an earlier row has broken (EX_TEMPFAIL of sysexits.h)."""
 _POLL_S = 0.5
 
 
@@ -41,7 +45,8 @@ def judged(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None
     """Yields one record for each of `rows`, as they finish. Closing the iterator, or Ctrl-C, ends the workers.
 
     Each backend has workers of its own, one backend after the other: code of one must not reach the verdicts of
-    another. Rows of a backend start in the order given. Should the pool itself break (a worker that dies while it
+    another. Rows of a backend start in the order given. A worker whose device a kernel has broken ends before its next
+    row, which goes to a fresh one. Should the pool itself break (a worker that dies while it
     starts, say), the rows that are left go to a fresh pool; when a fresh pool finishes no row at all, they are recorded
     as crashed.
     """
@@ -100,7 +105,7 @@ def _next(finished: queue.SimpleQueue[tuple[Row, Future[Record]]]) -> tuple[Row,
 
 
 def _record_of_future(row: Row, future: Future[Record], settings: RunSettings) -> Record | None:
-    """The record of a finished future; None if the pool broke before the row had its turn."""
+    """The record of a finished future; None if the row had no turn: the pool broke, or its worker was spent."""
     # exception() hands over even a SystemExit of the worker's, which result() would raise in this process.
     try:
         error = future.exception()
@@ -116,6 +121,8 @@ def _record_of_future(row: Row, future: Future[Record], settings: RunSettings) -
             "timed_out",
             f"no verdict within {settings.timeout_s:g} host seconds: it hung, or its process left with status 0",
         )
+    elif isinstance(error, ProcessExpired) and error.exitcode == SPENT:
+        return None
     elif isinstance(error, ProcessExpired):
         status, sentence = "crashed", f"the worker process died {manner_of_death(error.exitcode)}"
     else:
@@ -130,5 +137,8 @@ def _record(row: Row, status: Status, sentence: str, settings: RunSettings) -> R
 def _judge_row(row: Row, settings: RunSettings) -> Record:
     from megamoe.judge import judge
 
+    if DeviceLostError.met is not None:
+        # The row before has its record; this one is judged by a process that still has a device.
+        os._exit(SPENT)
     folders = {"failures": settings.failures, "outputs": settings.outputs, "programs": settings.programs}
     return judge(row, settings.run, specs=settings.specs, **folders)

@@ -1,0 +1,153 @@
+"""The executor `gpu`: programs on the CUDA device that torch has chosen, checked and timed there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final
+
+from backends.gpu.driver import call as call_driver
+from backends.gpu.driver import faults_of_others
+from megamoe.backend import AnyProgram, Execution, HostProgram, PreparedCall, Program, RunOptions, Target
+from megamoe.device import DeviceError
+
+if TYPE_CHECKING:
+    import torch
+
+    from backends.gpu.stopwatch import DeviceStopwatch
+    from megamoe.record import DeviceFacts
+
+CAPABILITIES: Final[Mapping[Target, tuple[int, int]]] = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
+"""Code with the suffix "a" runs on exactly one compute capability (PTX ISA, .target)."""
+NEEDED: Final = {"cuda.bindings": "cuda-bindings", "pynvml": "nvidia-ml-py"}
+
+
+class GpuExecutor:
+    """Runs programs on the device, in order on torch's current stream. Order of execution is the hardware's own."""
+
+    name = "gpu"
+    device = "cuda"
+    schedules = ("eager",)
+
+    def unavailable(self, target: Target) -> str | None:
+        """Why `target` cannot run here: no torch for CUDA, no driver, no device, another compute capability."""
+        reason = _no_device()
+        if reason is not None:
+            return reason
+        import torch
+
+        found, wanted = torch.cuda.get_device_capability(), CAPABILITIES.get(target)
+        if wanted is None:
+            return f"the gpu executor knows {', '.join(CAPABILITIES)}, not {target}"
+        if found != wanted:
+            return (
+                f"{target} needs compute capability {wanted[0]}.{wanted[1]}; this is {torch.cuda.get_device_name()} "
+                f"with {found[0]}.{found[1]}"
+            )
+        return None
+
+    def run(self, program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions) -> Execution:
+        """Perform the program once on `tensors` (in the device's memory) and wait for its end.
+
+        DeviceError for what the driver refuses, DeviceLostError for a kernel's fault: the process is spent then.
+        """
+        with self.bind(program, tensors, options) as call:
+            _perform(call)
+        return Execution()
+
+    @contextmanager
+    def bind(
+        self, program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions
+    ) -> Iterator[PreparedCall]:
+        """`program` loaded and ready on `tensors`. Workspaces are made, and hold 0xFF bytes, once a binding."""
+        _check(program, tensors, options)
+        if isinstance(program, Program):
+            from backends.gpu.kernels import bound_program
+
+            with bound_program(program, tensors) as call:
+                yield call
+        elif isinstance(program, HostProgram):
+            from backends.gpu.host_call import HostCall
+
+            yield HostCall(program, tensors)
+        else:
+            with faults_of_others("preparing the call"):
+                call = program.prepare(tensors)
+            yield call
+
+    @contextmanager
+    def stopwatch(self, call: PreparedCall) -> Iterator[DeviceStopwatch]:
+        """A stopwatch for `call`: warm-up and capture are done when the context is entered."""
+        from backends.gpu.stopwatch import DeviceStopwatch
+
+        with faults_of_others("timing"):
+            yield DeviceStopwatch(call)
+
+    def facts(self) -> DeviceFacts:
+        """The device and its measured ceilings; a second call of the same process measures nothing again."""
+        return _facts()
+
+    def throttled(self) -> str | None:
+        """Why the device has lowered its clocks since the last question, None if it has not."""
+        from backends.gpu.clocks import throttle_reasons
+
+        return throttle_reasons()
+
+
+def _perform(call: PreparedCall) -> None:
+    import torch
+
+    with faults_of_others("running the program"):
+        call.enqueue()
+        stream = torch.cuda.current_stream().cuda_stream
+        call_driver("cuStreamSynchronize", stream, doing="waiting for the end of the program")
+        call.collect()
+        call_driver("cuStreamSynchronize", stream, doing="waiting for the results")
+
+
+def _check(program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions) -> None:
+    if options.schedule != "eager":
+        raise DeviceError(f"the schedule {options.schedule!r} on a device, whose only one is called eager")
+    for name, tensor in tensors.items():
+        if tensor.device.type != "cuda" or not tensor.is_contiguous():
+            raise DeviceError(
+                f"tensor {name!r} is on {tensor.device} with strides {tensor.stride()}; the gpu executor needs "
+                f"contiguous tensors in the device's memory"
+            )
+
+
+@cache
+def _facts() -> DeviceFacts:
+    from backends.gpu.facts import measured_facts
+
+    return measured_facts()
+
+
+@cache
+def _no_device() -> str | None:
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    for module, package in NEEDED.items():
+        if not _found(module):
+            return f"the package {package} is not installed; the extra `gpu` of megamoe has it"
+    if torch.cuda.is_available():
+        return None
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"torch finds no device: {' '.join(str(error).split())}"
+    return "torch finds no device"
+
+
+def _found(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+EXECUTOR = GpuExecutor()

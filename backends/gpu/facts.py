@@ -1,0 +1,103 @@
+"""The device as its driver describes it, and what was measured on it: ceilings, and the proof that the flush works."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any, Final
+
+from backends.gpu.clocks import clocks, driver_version
+from backends.gpu.driver import faults_of_others
+from backends.gpu.stopwatch import flush_buffer
+from megamoe.record import DeviceFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COPY_BYTES: Final = 2 << 30
+MATMUL: Final = 8192
+REPETITIONS: Final = 10
+WARM_UP: Final = 3
+
+
+def measured_facts() -> DeviceFacts:
+    """Facts of torch's current device. Takes a second, 4 GiB and the device for itself; DeviceError for its faults."""
+    import torch
+
+    index = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(index)
+    # Before anything is measured: the clocks as the run found them.
+    found = clocks()
+    with faults_of_others("measuring the device's ceilings"):
+        copy, flops, ratio = copy_bytes_per_s(), bf16_flops_per_s(), flushed_l2_ratio(properties.L2_cache_size)
+    torch.cuda.empty_cache()
+    return DeviceFacts(
+        name=properties.name,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        driver=driver_version(),
+        toolkit=str(torch.version.cuda),
+        multiprocessors=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+        l2_bytes=properties.L2_cache_size,
+        sm_clock_mhz=found.sm_mhz,
+        memory_clock_mhz=found.memory_mhz,
+        power_limit_w=found.power_limit_w,
+        copy_bytes_per_s=copy,
+        bf16_flops_per_s=flops,
+        flushed_l2_ratio=ratio,
+    )
+
+
+def copy_bytes_per_s() -> float:
+    """Bytes read plus bytes written a second, by copying COPY_BYTES (or a quarter of the free memory) on the device."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    source = torch.empty(min(COPY_BYTES, free // 4), dtype=torch.uint8, device="cuda").fill_(1)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _seconds(lambda: target.copy_(source))
+
+
+def bf16_flops_per_s() -> float:
+    """Multiplications and additions a second of a product of two random bf16 matrices [MATMUL, MATMUL]."""
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(MATMUL, MATMUL, dtype=torch.bfloat16, device="cuda", generator=generator) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * MATMUL**3 / _seconds(lambda: torch.mm(a, b, out=out))
+
+
+def flushed_l2_ratio(l2_bytes: int) -> float:
+    """Time of reading half an L2 of data after a flush, over that of reading it right after it was read."""
+    import torch
+
+    data = torch.ones(l2_bytes // 8, dtype=torch.float32, device="cuda")
+    out = torch.empty((), dtype=torch.float32, device="cuda")
+
+    def read() -> Any:
+        return torch.sum(data, dim=0, out=out)
+
+    def reread() -> None:
+        flush_buffer().zero_()
+        read()
+        read()
+
+    return _seconds(read, flush_buffer().zero_) / _seconds(read, reread)
+
+
+def _seconds(timed: Callable[[], object], before: Callable[[], object] | None = None) -> float:
+    """Median of REPETITIONS, each between two events right after `before`, which also hides the host's launch."""
+    import torch
+
+    before = before or timed
+    times: list[float] = []
+    for repetition in range(WARM_UP + REPETITIONS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before()
+        start.record()
+        timed()
+        end.record()
+        end.synchronize()
+        if repetition >= WARM_UP:
+            times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
