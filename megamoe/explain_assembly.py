@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Protocol, cast
 
@@ -13,8 +14,16 @@ GROUP = "megamoe.assemblers"
 
 
 class Assembly(Protocol):
-    """Registers a thread; `stack`, `spill_stores`, `spill_loads`, `static_smem` and `code_size` in bytes."""
+    """Registers a thread; `stack`, `spill_stores`, `spill_loads`, `static_smem` and `code_size` in bytes.
 
+    Of a module with several entries: the most of any of them, and all code. `kernels` has these of each entry by name,
+    under the names that megamoe.record.Figures gives them.
+    """
+
+    @property
+    def cubin(self) -> bytes: ...
+    @property
+    def kernels(self) -> Mapping[str, Mapping[str, int]]: ...
     @property
     def registers(self) -> int: ...
     @property
@@ -31,11 +40,13 @@ class Assembly(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """What came of it: numbers by name, or a sentence that says why there are none."""
+    """What came of it: numbers of the module by name and of each kernel, or a sentence that says why there are none."""
 
     assembler: str
     numbers: tuple[tuple[str, int], ...] = ()
     sentence: str | None = None
+    kernels: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
+    cubin_sha256: str | None = None
 
 
 _NAMES = {
@@ -60,7 +71,8 @@ def _one(name: str, load: Callable[[], object], ptx: str, target: Target) -> Ass
     try:
         assemble = cast("Callable[[str, Target], Assembly]", load())
         result = assemble(ptx, target)
-        return Assembled(name, tuple((label, int(getattr(result, field))) for label, field in _NAMES.items()))
+        numbers = tuple((label, int(getattr(result, attribute))) for label, attribute in _NAMES.items())
+        return Assembled(name, numbers, None, result.kernels, hashlib.sha256(result.cubin).hexdigest())
     except UnsupportedError as error:
         return Assembled(name, sentence=str(error))
     except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 import traceback
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from megamoe.arena import Arena
 from megamoe.backend import RunOptions, Target, UnsupportedError, load_backend, load_executor
 from megamoe.bundle import Evidence, write_bundle
 from megamoe.device import DeviceLostError
+from megamoe.figures import leave_program, program_sha256
 from megamoe.record import Record, Row, Status, record_of
 from megamoe.references import reference
 from megamoe.side_by_side import leave_outputs
@@ -52,12 +52,18 @@ def _expected(case: Case) -> Expected:
 
 
 def judge(
-    row: Row, run: str, specs: Path | None = None, failures: Path | None = None, outputs: Path | None = None
+    row: Row,
+    run: str,
+    specs: Path | None = None,
+    failures: Path | None = None,
+    outputs: Path | None = None,
+    programs: Path | None = None,
 ) -> Record:
     """Judges `row` in this process. Never raises for what the backend, the executor or the kernel does wrong.
 
     `run` is the id of the run; `specs` the folder of the specs (None: ours); `failures` the folder that takes the
-    bundle of a failure (None: none is written); `outputs` the folder that takes the outputs (None: they are dropped).
+    bundle of a failure (None: none is written); `outputs` the folder that takes the outputs (None: they are dropped);
+    `programs` the one that takes the PTX (None: it is dropped).
     """
     started = time.perf_counter()
     findings = _Findings()
@@ -73,6 +79,8 @@ def judge(
         findings.traceback = "".join(traceback.format_exception(error))
     if outputs is not None and findings.outputs:
         leave_outputs(outputs, row, findings.outputs)
+    if programs is not None and findings.ptx is not None:
+        leave_program(programs, findings.ptx)
     bundle = _bundle(row, findings, failures, specs)
     return record_of(
         run,
@@ -82,7 +90,7 @@ def judge(
         host_seconds=time.perf_counter() - started,
         metrics=findings.metrics,
         counters=findings.counters,
-        program_sha256=None if findings.ptx is None else hashlib.sha256(findings.ptx.encode()).hexdigest(),
+        program_sha256=program_sha256(findings.ptx),
         input_sha256=findings.input_sha256,
         bundle=bundle,
         specs=specs,

@@ -11,6 +11,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,11 @@ class AssemblyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What ptxas made of one module with one entry. `spill_*`, `stack`, `static_smem` and `code_size` in bytes."""
+    """What ptxas made of a module. `spill_*`, `stack`, `static_smem` and `code_size` in bytes; the most of any entry.
+
+    `code_size` is that of all code. `kernels`: entry -> registers, spill_bytes (stores and loads), stack_bytes,
+    smem_bytes (static) and code_bytes, sorted by name.
+    """
 
     registers: int
     stack: int
@@ -36,6 +41,7 @@ class Assembly:
     static_smem: int
     code_size: int
     cubin: bytes
+    kernels: Mapping[str, Mapping[str, int]]
 
 
 def find_ptxas() -> Path:
@@ -74,33 +80,63 @@ def assemble(ptx: str, target: Target) -> Assembly:
         return _read_report(said, cubin.read_bytes())
 
 
-def _read_report(said: str, cubin: bytes) -> Assembly:
-    def number(pattern: str, absent: int | None = None) -> int:
-        found = re.search(pattern, said)
-        if found is None and absent is None:
-            raise AssemblyError(f"ptxas did not report {pattern!r}; it said: {said}")
-        return int(found.group(1)) if found else absent or 0
+_ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 
+
+def _read_report(said: str, cubin: bytes) -> Assembly:
+    """Figures from the output of `ptxas -v`, which reports one entry after the other."""
+    code = _text_bytes(cubin)
+    _, *reports = _ENTRY.split(said)
+    if not reports:
+        raise AssemblyError(f"ptxas reported no entry function; it said: {said}")
+    entries = {name: _read_entry(name, said) for name, said in zip(reports[::2], reports[1::2], strict=True)}
     return Assembly(
-        registers=number(r"Used (\d+) registers"),
-        stack=number(r"(\d+) bytes stack frame"),
-        spill_stores=number(r"(\d+) bytes spill stores"),
-        spill_loads=number(r"(\d+) bytes spill loads"),
-        static_smem=number(r"(\d+) bytes smem", absent=0),
-        code_size=_text_bytes(cubin),
+        **{figure: max(entry[figure] for entry in entries.values()) for figure in _PATTERNS},
+        code_size=sum(code.values()),
         cubin=cubin,
+        kernels={
+            name: {
+                "registers": entry["registers"],
+                "spill_bytes": entry["spill_stores"] + entry["spill_loads"],
+                "stack_bytes": entry["stack"],
+                "smem_bytes": entry["static_smem"],
+                "code_bytes": code.get(name, 0),
+            }
+            for name, entry in sorted(entries.items())
+        },
     )
 
 
-def _text_bytes(cubin: bytes) -> int:
-    """Total size of the `.text.*` sections of a 64-bit little-endian ELF file (System V gABI, section headers)."""
+_PATTERNS = {
+    "registers": r"Used (\d+) registers",
+    "stack": r"(\d+) bytes stack frame",
+    "spill_stores": r"(\d+) bytes spill stores",
+    "spill_loads": r"(\d+) bytes spill loads",
+    "static_smem": r"(\d+) bytes smem",
+}
+_ABSENT_IS_NONE = ("static_smem",)
+
+
+def _read_entry(name: str, said: str) -> dict[str, int]:
+    figures: dict[str, int] = {}
+    for figure, pattern in _PATTERNS.items():
+        found = re.search(pattern, said)
+        if found is None and figure not in _ABSENT_IS_NONE:
+            raise AssemblyError(f"ptxas did not report {pattern!r} of {name}; it said: {said}")
+        figures[figure] = int(found.group(1)) if found else 0
+    return figures
+
+
+def _text_bytes(cubin: bytes) -> dict[str, int]:
+    """Sizes of the `.text.NAME` sections of a 64-bit little-endian ELF file (System V gABI, section headers)."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     entry_size, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", cubin, table + index * entry_size) for index in range(count)]
     names_offset = headers[names_index][4]
-    total = 0
+    sizes: dict[str, int] = {}
     for name, _kind, _flags, _address, _offset, size in headers:
         start = names_offset + name
-        if cubin[start : cubin.index(b"\0", start)].startswith(b".text."):
-            total += size
-    return total
+        section = cubin[start : cubin.index(b"\0", start)].decode()
+        if section.startswith(".text."):
+            sizes[section.removeprefix(".text.")] = size
+    return sizes

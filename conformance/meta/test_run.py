@@ -76,7 +76,7 @@ def test_closing_the_iterator_ends_busy_workers() -> None:
 
 
 def test_workers_that_cannot_start_are_not_started_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megamoe.run._start_worker", fake_backends.die_at_start)
+    monkeypatch.setattr("megamoe.run.start_worker", fake_backends.die_at_start)
     found = list(judged([_row("WORKS"), NEIGHBOURS[0]], RunSettings("run-1", jobs=2, timeout_s=TIMEOUT_S)))
     assert [record.status for record in found] == ["crashed", "crashed"]
     assert "no worker process could be started" in found[0].sentence
