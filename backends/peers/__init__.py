@@ -1,0 +1,36 @@
+"""Other people's kernels behind the backend contract: what ours are compared with.
+
+Each peer is a backend of its own, for a device only. Nothing foreign is imported before a program is prepared, so that
+a machine without the packages still lists them and says, row by row, what is missing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from backends.peers import cudnn_frontend, flash_attention, grouped_mm, humming_gemm, torch_sdpa
+from backends.peers.peer import Peer
+
+TORCH_SDPA_CUDNN: Final = torch_sdpa.CUDNN
+TORCH_SDPA_CUDNN_FOLDED: Final = torch_sdpa.CUDNN_FOLDED
+TORCH_SDPA_FLASH: Final = torch_sdpa.FLASH
+TORCH_SDPA_EFFICIENT: Final = torch_sdpa.EFFICIENT
+TORCH_SDPA_MATH: Final = torch_sdpa.MATH
+FA3: Final = flash_attention.FA3
+FLASH_ATTN_4: Final = flash_attention.FLASH_ATTN_4
+CUDNN_FRONTEND: Final = cudnn_frontend.CUDNN_FRONTEND
+HUMMING: Final = humming_gemm.HUMMING
+TORCH_GROUPED_MM: Final = grouped_mm.TORCH_GROUPED_MM
+
+PEERS: Final[tuple[Peer, ...]] = (
+    TORCH_SDPA_CUDNN,
+    TORCH_SDPA_CUDNN_FOLDED,
+    TORCH_SDPA_FLASH,
+    TORCH_SDPA_EFFICIENT,
+    TORCH_SDPA_MATH,
+    FA3,
+    FLASH_ATTN_4,
+    CUDNN_FRONTEND,
+    HUMMING,
+    TORCH_GROUPED_MM,
+)
