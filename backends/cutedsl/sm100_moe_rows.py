@@ -75,7 +75,8 @@ def store_tile(tmem_ptr: cute.Pointer, scale: Float32, sStore: cute.Tensor, tens
         round_columns(tmem_ptr + half * STORE_COLUMNS, scale, sStore[None, None, buffer], thread)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        cute.copy(tensors.store, tSsS[None, buffer], tSgS[None, row_box, column_box + half])
+        with cute.arch.elect_one():
+            cute.copy(tensors.store, tSsS[None, buffer], tSgS[None, row_box, column_box + half])
         cute.arch.cp_async_bulk_commit_group()
 
 
