@@ -6,8 +6,8 @@ independent, nearly, are rounds, so that rounds are counted, not samples:
 1. A unit is one round of one run: the logarithm of the median of its samples. A run of fewer than 4 rounds is cut into
    10 blocks of consecutive samples instead. Where a side has 4 runs of a row or more, its units are the runs, as the
    means of theirs: two processes differ by more than two rounds of one.
-2. The centre of a side is the mean of its units without the least and the greatest fifth; its error is Yuen's (1974),
-   from the variance of the winsorised units. One round that something disturbed moves neither.
+2. The centre of a side is the mean of its units without the least and the greatest tenth; its error is Yuen's (1974),
+   from the variance of the winsorised units. Of ten rounds, one that something disturbed moves neither.
 3. Rounds that follow each other may still be alike (clocks that drift). The error is widened by (1 + r) / (1 - r), r
    being the correlation of neighbours, corrected for its bias in short series and held within 0 and 0.6.
 4. The difference of both centres has Welch's interval of Student's t, at 99 %, and half a tick of each clock more: a
@@ -34,7 +34,7 @@ CONFIDENCE = 0.99
 LEAST_ROUNDS = 4
 LEAST_RUNS = 4
 BLOCKS = 10
-TRIM = 0.2
+TRIM = 0.1
 MOST_CORRELATION = 0.6
 LEAST_FREEDOM = 3.0
 
