@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated
 
@@ -27,28 +31,73 @@ Backends = Annotated[_Names, _names("--backend", "NAME", "Registered, or package
 Targets = Annotated[_Names, _names("--target", "NAME", "sm_90a or sm_100a.", "what the backend has")]
 Executors = Annotated[_Names, _names("--executor", "NAME", "As for --backend.", DEFAULT_EXECUTOR)]
 Schedules = Annotated[_Names, _names("--schedule", "NAME", "eager, lazy, random:SEED, random:0-7.", "the profile's")]
+JOBS = os.cpu_count() or 1
 Specs = Annotated[Path | None, _names("--specs", "FOLDER", "Folder of the specs.", "specs of the checkout")]
+Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Worker processes.")]
+TimeLimit = Annotated[float, typer.Option("--timeout", min=0.1, help="Host seconds a row.")]
 Expected = Annotated[Path | None, _names("--expected", "FILE", "Known failures.", "conformance/expected.yaml")]
 
 
-def selection_of(
-    profile: str | None,
-    ops: list[str] | None,
-    cases: list[str] | None,
-    where: list[str] | None,
-    backends: list[str] | None,
-    targets: list[str] | None,
-    executors: list[str] | None,
-    schedules: list[str] | None,
-) -> Selection:
-    """The selection that the options ask for. Raises SelectionError for a contradiction."""
-    if cases and (profile or ops):
-        raise SelectionError("--case names its own rows: drop --profile and --op")
-    find_modules_of_the_user([*(backends or ()), *(executors or ())])
-    return Selection(
-        profile or DEFAULT_PROFILE,
-        *(tuple(names or ()) for names in (ops, cases, where, backends, targets, executors, schedules)),
-    )
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the options about rows were given; None for each that was not."""
+
+    profile: str | None = None
+    op: list[str] | None = None
+    case: list[str] | None = None
+    where: list[str] | None = None
+    backend: list[str] | None = None
+    target: list[str] | None = None
+    executor: list[str] | None = None
+    schedule: list[str] | None = None
+
+    @property
+    def anything(self) -> bool:
+        """Whether any of them was given."""
+        return self != Asked()
+
+    def selection(self) -> Selection:
+        """The selection that they ask for. Raises SelectionError for a contradiction."""
+        if self.case and (self.profile or self.op):
+            raise SelectionError("--case names its own rows: drop --profile and --op")
+        find_modules_of_the_user([*(self.backend or ()), *(self.executor or ())])
+        return Selection(
+            self.profile or DEFAULT_PROFILE,
+            *(tuple(names or ()) for names in (self.op, self.case, self.where, self.backend)),
+            *(tuple(names or ()) for names in (self.target, self.executor, self.schedule)),
+        )
+
+
+_ASKED = {
+    "profile": ProfileName,
+    "op": Ops,
+    "case": Cases,
+    "where": Wheres,
+    "backend": Backends,
+    "target": Targets,
+    "executor": Executors,
+    "schedule": Schedules,
+}
+
+
+def with_selection(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives `command` the options that select rows, in place of its parameter `asked`, which they become.
+
+    Typer reads the options off a signature, so the signature is what is made here.
+    """
+    options = [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=_ASKED[name]) for name in _ASKED]
+    parameters: list[Parameter] = []
+    for parameter in signature(command, eval_str=True).parameters.values():
+        asked = parameter.name == "asked"
+        parameters += options if asked else [parameter.replace(kind=Parameter.KEYWORD_ONLY)]
+
+    @wraps(command)
+    def with_options(**given: object) -> None:
+        asked = Asked(**{name: given.pop(name) for name in _ASKED})  # pyright: ignore[reportArgumentType]
+        command(asked=asked, **given)
+
+    with_options.__signature__ = Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    return with_options
 
 
 def find_modules_of_the_user(names: list[str]) -> None:

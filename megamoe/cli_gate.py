@@ -1,0 +1,186 @@
+"""`megamoe gate`: fails closed on what is missing, what did not pass and what got worse than the tracked baseline."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megamoe import cli_options
+from megamoe.baseline import VM_BASELINE, Baseline, read_baseline
+from megamoe.cli_options import (
+    JOBS,
+    Asked,
+    Expected,
+    Jobs,
+    Specs,
+    TimeLimit,
+    find_modules_of_the_user,
+    with_selection,
+)
+from megamoe.cli_run import INTERRUPTED, How, conduct
+from megamoe.cli_verdict import expectations_of, print_verdict
+from megamoe.expected import Expectation, stale_entries
+from megamoe.gate import Verdict, judge_run
+from megamoe.gate_baseline import Claim, against_baseline
+from megamoe.gate_junit import write_junit
+from megamoe.provenance import git_revision
+from megamoe.record import Figures, Record, RecordError, Row, RunHeader
+from megamoe.record_file import RecordFile, read_records
+from megamoe.rows import Selection, owed_rows
+from megamoe.run import DEFAULT_TIMEOUT_S
+from megamoe.spec import Spec, load_specs
+
+Files = Annotated[list[Path] | None, typer.Argument(metavar="RECORDS", help="Record files; none: run the rows now.")]
+BaselineFile = Annotated[
+    Path | None,
+    typer.Option("--baseline", metavar="FILE", help="Baseline.  [default: results/baselines/vm.jsonl, for our specs]"),
+]
+Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write the verdict as JUnit XML.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Fail, too, on what ought to be accepted as it got better.")]
+
+
+@with_selection
+def gate(
+    asked: Asked,
+    records: Files = None,
+    baseline: BaselineFile = None,
+    junit: Junit = None,
+    strict: Strict = False,
+    jobs: Jobs = JOBS,
+    timeout: TimeLimit = DEFAULT_TIMEOUT_S,
+    output: Annotated[Path | None, typer.Option("--output", help="Record file of the rows that are run now.")] = None,
+    specs: Specs = None,
+    expected: Expected = None,
+) -> None:
+    """Holds a run against the rows that it owed and against the baseline: the smoke profile, run now, or record files.
+
+    Record files owe the rows of the options or, with none, those that their run itself owed.
+    """
+    console = cli_options.console()
+    known = load_specs(specs)
+    expectations = expectations_of(expected)
+    held = _baseline(baseline, specs)
+    files = records or [conduct(console, known, asked.selection(), How(output, specs, jobs, timeout)).path]
+    evidence = _evidence(files, asked if records else Asked(), known)
+    for note in evidence.notes:
+        console.print(note, markup=False)
+    command = _accept_command(records, baseline, specs)
+    verdict = _verdict(evidence, known, expectations, held, command, specs).with_findings((), strict)
+    print_verdict(console, verdict, evidence.records)
+    if junit is not None:
+        write_junit(junit, verdict, evidence.figures, evidence.started)
+        console.print(f"JUnit XML: {junit}", markup=False)
+    interrupted = any(record.status == "not_run" for record in evidence.records)
+    raise typer.Exit(0 if verdict.passed else INTERRUPTED if interrupted and not records else 1)
+
+
+def _baseline(path: Path | None, specs: Path | None) -> Baseline | None:
+    """The baseline to hold rows against; None if the specs are not those that ours is about."""
+    if path is not None and not path.exists():
+        raise RecordError(f"there is no baseline {path}; `megamoe accept` makes one")
+    if path is None and specs is not None:
+        return None
+    return read_baseline(path or VM_BASELINE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    """What there is to judge. `notes` are for the reader, `changed` are sentences that close the gate."""
+
+    rows: list[Row]
+    selections: list[Selection]
+    records: list[Record]
+    figures: list[Figures]
+    started: str
+    notes: list[str]
+    changed: list[str]
+
+
+def _evidence(paths: Sequence[Path], asked: Asked, known: Mapping[str, Spec]) -> _Evidence:
+    files = [read_records(path) for path in paths]
+    headers = [header for file in files for header in file.headers]
+    selections = [asked.selection()] if asked.anything else [_selection_in(header) for header in headers]
+    if not selections:
+        raise RecordError(f"{paths[0]} has no header of a run, so the rows owed are unknown; name them by options")
+    rows = [row for selection in selections for row in owed_rows(known, selection)]
+    changed = [] if asked.anything else [text for header in headers for text in _changed_since(header, known)]
+    notes = [file.torn for file in files if file.torn]
+    notes += [note for note in dict.fromkeys(_other_revision(header) for header in headers) if note]
+    started = headers[0].started if headers else datetime.now(UTC).isoformat(timespec="seconds")
+    return _Evidence(
+        list(dict.fromkeys(rows)), selections, _all_records(files), _all_figures(files), started, notes, changed
+    )
+
+
+def _all_records(files: Sequence[RecordFile]) -> list[Record]:
+    return [record for file in files for record in file.records]
+
+
+def _all_figures(files: Sequence[RecordFile]) -> list[Figures]:
+    return [line for file in files for line in file.figures]
+
+
+def _verdict(
+    evidence: _Evidence,
+    known: Mapping[str, Spec],
+    expectations: Sequence[Expectation],
+    baseline: Baseline | None,
+    accept: Callable[[Row], str],
+    specs: Path | None,
+) -> Verdict:
+    stale = [*stale_entries(expectations, known, date.today()), *evidence.changed]
+    before = baseline.records if baseline else ()
+    verdict = judge_run(evidence.rows, evidence.records, expectations, stale, before, specs)
+    if baseline is None:
+        return verdict
+    whole = owed_rows(known, Selection()) if baseline.path == VM_BASELINE else evidence.rows
+    claim = Claim(frozenset(whole), evidence.selections, accept)
+    more = against_baseline(baseline, claim, evidence.rows, evidence.records, evidence.figures)
+    return verdict.with_findings(more)
+
+
+def _accept_command(records: Sequence[Path] | None, baseline: Path | None, specs: Path | None) -> Callable[[Row], str]:
+    """What makes the command that accepts a row as it is in the files at hand."""
+    options = [part for path in records or () for part in ("--from", str(path))]
+    options += [] if baseline is None else ["--baseline", str(baseline)]
+    options += [] if specs is None else ["--specs", str(specs)]
+    tail = shlex.join(options)
+
+    def command(row: Row) -> str:
+        return f'megamoe accept {shlex.quote(str(row))} --reason "..."{" " if tail else ""}{tail}'
+
+    return command
+
+
+def _changed_since(header: RunHeader, specs: Mapping[str, Spec]) -> list[str]:
+    """A sentence if the selection of a run holds another number of rows by now: specs, backends or the file changed."""
+    now = len(owed_rows(specs, _selection_in(header)))
+    if now == header.owed_rows:
+        return []
+    return [f"run {header.run} owed {header.owed_rows} rows when it began, its selection holds {now} now; run it again"]
+
+
+def _other_revision(header: RunHeader) -> str:
+    """A note if the records are not about the code that is checked out."""
+    here = git_revision(Path(__file__).parent)
+    same = header.git_revision == here
+    return "" if same else f"run {header.run} is of revision {header.git_revision}; checked out is {here}"
+
+
+def _selection_in(header: RunHeader) -> Selection:
+    """What the run of `header` was asked for. RecordError if another version of megamoe wrote it."""
+    if set(header.selection) != {one.name for one in fields(Selection)}:
+        raise RecordError(
+            f"run {header.run} of megamoe {header.megamoe} holds a selection that this version cannot read"
+        )
+    texts = {name: value for name, value in header.selection.items() if isinstance(value, str)}
+    lists = {name: value for name, value in header.selection.items() if not isinstance(value, str)}
+    selection = Selection(**texts, **lists)  # pyright: ignore[reportArgumentType]
+    find_modules_of_the_user([*selection.backends, *selection.executors])
+    return selection
