@@ -21,7 +21,7 @@ from megamoe.expected import stale_entries
 from megamoe.gate import judge_run
 from megamoe.provenance import run_header
 from megamoe.record import Agreement, Record, Row, RunHeader, record_of
-from megamoe.record_file import RecordWriter
+from megamoe.record_file import RecordWriter, read_records
 from megamoe.rows import Selection, not_offered, owed_rows
 from megamoe.run import DEFAULT_TIMEOUT_S, RunSettings, judged
 from megamoe.spec import Spec, load_specs
@@ -118,6 +118,8 @@ def _run_and_record(
                     records.append(record)
                     progress.show(record)
         except KeyboardInterrupt:
+            # The file knows: the interruption may have come between writing a record and keeping it.
+            records = [record for record in read_records(path).records if record.run == header.run]
             done, why = {record.row for record in records}, "the run was interrupted before this row"
             for row in rows:
                 if row not in done:
