@@ -75,6 +75,12 @@ def witness(session: nox.Session) -> None:
 
 
 @nox.session
+def report(session: nox.Session) -> None:
+    """report.html, a page of the tracked records and the newest run; `-- --text`, `-- --against BASE`."""
+    _run(session, "megamoe", "report", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Ruff: rules and format."""
     _run(session, "ruff", "check", ".")

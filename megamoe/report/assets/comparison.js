@@ -1,0 +1,64 @@
+'use strict';
+// The view of a comparison: what megamoe.comparison made of these records against others.
+
+const COMPARED = ['kind', 'case', 'backend', 'target', 'executor', 'variant', 'call', 'regression', 'sentence', 'was', 'is', 'times', 'changes'];
+const GOOD_CALLS = ['FASTER', 'BETTER'], EVEN_CALLS = ['SAME', 'NEW', 'CHANGED', 'AMBIGUOUS'];
+
+function comparedRows() {
+  return DATA.comparison.rows.map((row) => Object.fromEntries(COMPARED.map((name, at) => [name, row[at]])));
+}
+
+function callLook(row) {
+  if (row.regression) return 'call-bad';
+  return GOOD_CALLS.includes(row.call) ? 'call-good' : EVEN_CALLS.includes(row.call) ? 'call-even' : 'call-bad';
+}
+
+function comparedMatches(row) {
+  const text = [DATA.cases[row.case], row.backend, row.target, row.executor, row.variant, row.call, row.kind].join(' ').toLowerCase();
+  const exact = text.replace(':', ' ').split(/[\s,]+/);
+  return state.filter.every((word) => (word.includes('=') ? exact.includes(word) : text.includes(word)));
+}
+
+function comparedLine(row) {
+  const [before, after, ratio, low, high, threshold] = row.times;
+  const told = ratio === null ? (row.was !== row.is ? `${row.was ?? 'none'} → ${row.is ?? 'none'}` : '') : `${micro(before)} → ${micro(after)} µs`;
+  const cells_ = [
+    el('td', { class: `nowrap ${callLook(row)}` }, `${row.regression ? '▲ ' : ''}${row.call}`),
+    el('td', { class: 'mono' }, DATA.cases[row.case]),
+    el('td', { class: 'nowrap' }, [row.backend, row.target, row.executor, row.variant].filter(Boolean).join(' ')),
+    el('td', { class: 'number' }, told),
+    el('td', {}, ratio === null ? '' : ratioPlot(ratio, low, high, threshold)),
+    el('td', { class: 'number' }, ratio === null ? '' : plain(ratio, 4)),
+    el('td', {}, row.changes.join('; '), row.changes.length && DATA.texts[row.sentence] ? el('br') : '', DATA.texts[row.sentence]),
+  ];
+  const subject = DATA.subjects.findIndex((one) => one[0] === row.backend && one[1] === row.target && (row.kind === 'figures' || one[2] === row.executor));
+  const cell = cells.get(cellKey(row.case, subject));
+  const line = el('tr', {}, cells_);
+  return cell ? openable(cell, line) : line;
+}
+
+function callChips(rows) {
+  const chips = Object.entries(DATA.comparison.counts).map(([call, count]) => el('button', {
+    type: 'button', 'aria-pressed': String(state.calls.includes(call)),
+    onclick: () => set({ calls: state.calls.includes(call) ? state.calls.filter((one) => one !== call) : [...state.calls, call] }),
+  }, `${call} ${plain(count)}`));
+  return el('div', { class: 'chips controls', role: 'group', 'aria-label': 'Calls shown' }, chips, el('span', { class: 'muted' }, `${plural(rows.length, 'row')} shown`));
+}
+
+const MOST_COMPARED = 1000;
+
+function comparisonView() {
+  const found = DATA.comparison;
+  if (!found) return [el('p', {}, 'Nothing was compared. ', el('code', {}, 'megamoe report --against BASE'), ' holds these records against a file, a folder or a git revision.')];
+  const rows = comparedRows().filter((row) => state.calls.includes(row.call) && comparedMatches(row));
+  const columns = ['call', 'case', 'row', 'before → after', 'ratio, 1 in the middle; band: threshold', 'ratio', 'what changed'];
+  const head = columns.map((name, at) => el('th', { scope: 'col', class: [3, 5].includes(at) ? 'number' : null }, name));
+  return [
+    el('h2', {}, found.line),
+    el('p', { class: 'muted' }, `${found.before} → ${found.after}; ▲ marks what makes the comparison fail (exit status ${found.status})`),
+    [...found.across, ...found.notes].map((note) => el('p', {}, note)),
+    callChips(rows),
+    el('table', { class: 'list', 'aria-label': 'Compared rows' }, el('thead', {}, el('tr', {}, head)), el('tbody', {}, rows.slice(0, MOST_COMPARED).map(comparedLine))),
+    rows.length > MOST_COMPARED ? el('p', { class: 'muted' }, `${plain(rows.length - MOST_COMPARED)} more: narrow the filter`) : null,
+  ];
+}

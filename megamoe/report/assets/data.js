@@ -1,0 +1,120 @@
+'use strict';
+// The page's data, decoded: megamoe/report/encoding.py says how it is written.
+
+const DATA = JSON.parse(document.getElementById('data').textContent);
+const SUBJECT_PARTS = ['backend', 'target', 'executor'];
+
+// A cell is one case of one subject: its records by schedule and its timings by temperature, each from old to new.
+const cells = new Map();
+const runOrder = new Map(DATA.runs.map((run, place) => [run.run, place]));
+
+function cellKey(caseIndex, subject) {
+  return `${caseIndex}.${subject}`;
+}
+
+function cellAt(caseIndex, subject) {
+  const key = cellKey(caseIndex, subject);
+  if (!cells.has(key)) {
+    cells.set(key, { key, caseIndex, subject, schedules: new Map(), cold: [], hot: [] });
+  }
+  return cells.get(key);
+}
+
+function decodeRecord(row) {
+  const [caseIndex, subject, schedule, run, status, sentence, metrics, counters, seconds, program, inputs, bundle] = row;
+  return {
+    caseIndex, subject, schedule, run, metrics, counters, seconds, inputs,
+    status: DATA.statuses[status],
+    sentence: DATA.texts[sentence],
+    program: program === null ? null : DATA.texts[program],
+    bundle: bundle === null ? null : DATA.texts[bundle],
+  };
+}
+
+function push(map, key, value) {
+  if (!map.has(key)) map.set(key, []);
+  map.get(key).push(value);
+}
+
+for (const row of DATA.records) {
+  const record = decodeRecord(row);
+  push(cellAt(record.caseIndex, record.subject).schedules, record.schedule, record);
+}
+for (const timing of DATA.timings) {
+  timing.status = DATA.statuses[timing.status];
+  timing.sentence = DATA.texts[timing.sentence];
+  cellAt(timing.case, timing.subject)[timing.temperature].push(timing);
+}
+
+function last(list) {
+  return list[list.length - 1];
+}
+
+function subjectName(subject) {
+  return DATA.subjects[subject].join(' ');
+}
+
+// The parts in which these subjects differ; a part that all share is said once, in a heading.
+function shortNames(subjects) {
+  const differing = [0, 1, 2].filter((part) => new Set(subjects.map((one) => DATA.subjects[one][part])).size > 1);
+  const shown = differing.length ? differing : [0];
+  const shared = [0, 1, 2].filter((part) => !shown.includes(part)).map((part) => DATA.subjects[subjects[0]]?.[part]);
+  return { names: new Map(subjects.map((one) => [one, shown.map((part) => DATA.subjects[one][part]).join(' ')])), shared };
+}
+
+function opOf(caseIndex) {
+  return DATA.cases[caseIndex].split(':', 1)[0];
+}
+
+function shortCase(caseIndex, shared = []) {
+  const id = DATA.cases[caseIndex];
+  const parts = id.slice(id.indexOf(':') + 1).split(',').filter((part) => !shared.includes(part));
+  return parts.join(',') || id;
+}
+
+function toNumber(value) {
+  return typeof value === 'string' ? Number(value) : value;
+}
+
+// [name, value] pairs of a place in the table of metrics or counters.
+function named(table, place) {
+  const [names, values] = DATA[table][place];
+  return DATA.names[names].map((name, at) => [name, values[at]]);
+}
+
+// The newest record of each schedule that is shown.
+function newest(cell, schedule) {
+  const found = [];
+  for (const [name, records] of cell.schedules) {
+    if (schedule === null || name === schedule) found.push(last(records));
+  }
+  return found;
+}
+
+function worst(records) {
+  const rank = (record) => DATA.severity.indexOf(record.status);
+  return records.reduce((one, other) => (one === undefined || rank(other) < rank(one) ? other : one), undefined);
+}
+
+const LETTERS = 'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_';
+
+// The samples of a timing in microseconds, in the order taken.
+function samplesOf(timing) {
+  const found = [];
+  for (let at = 0; at < timing.samples.length; at += 2) {
+    const step = LETTERS.indexOf(timing.samples[at]) * 64 + LETTERS.indexOf(timing.samples[at + 1]);
+    found.push(timing.from + ((timing.to - timing.from) * step) / 4095);
+  }
+  return found;
+}
+
+// As Python's shlex.quote: the command can be pasted into a shell.
+function quoted(word) {
+  return /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", `'"'"'`)}'`;
+}
+
+function rerun(cell, schedule) {
+  const [backend, target, executor] = DATA.subjects[cell.subject];
+  const options = { case: DATA.cases[cell.caseIndex], backend, target, executor, schedule };
+  return ['megamoe', 'run', ...Object.entries(options).flatMap(([name, value]) => [`--${name}`, quoted(value)])].join(' ');
+}

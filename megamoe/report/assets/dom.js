@@ -1,0 +1,91 @@
+'use strict';
+// Elements made by hand. Text goes in as text, never as markup: records may hold anything.
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith('on')) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? '' : value);
+  }
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
+}
+
+function el(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+function svg(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS('http://www.w3.org/2000/svg', tag), attributes, children);
+}
+
+function picture(width, height, name, ...children) {
+  return svg('svg', { viewBox: `0 0 ${width} ${height}`, width, height, role: 'img', 'aria-label': name }, ...children);
+}
+
+function plain(value, digits = 3) {
+  if (value === null || value === undefined) return '–';
+  if (typeof value === 'string') return { NaN: 'NaN', Infinity: '∞', '-Infinity': '−∞' }[value] ?? value;
+  if (Number.isInteger(value)) return value.toLocaleString('en-US').replaceAll(',', '\u202f');
+  const size = Math.abs(value);
+  if (size >= 1e5 || size < 1e-3) return value.toExponential(digits - 1);
+  return String(Number(value.toPrecision(digits)));
+}
+
+function micro(value) {
+  return value >= 100 ? value.toFixed(0) : value.toPrecision(3);
+}
+
+function plural(count, word) {
+  return `${plain(count)} ${word}${count === 1 ? '' : 's'}`;
+}
+
+// A value in the few letters that a cell has room for.
+function brief(value, style) {
+  const number = toNumber(value);
+  if (Number.isNaN(number)) return 'NaN';
+  if (!Number.isFinite(number)) return '∞';
+  if (style === 'percent') return number === 0 ? '0' : number < 0.0095 ? '<1%' : `${Math.round(number * 100)}%`;
+  if (number >= 1000) return number.toExponential(0).replace('+', '');
+  if (number >= 100) return number.toFixed(0);
+  return number >= 10 ? number.toFixed(1) : number.toFixed(2);
+}
+
+function copyButton(text) {
+  const button = el('button', { type: 'button' }, 'copy');
+  button.addEventListener('click', async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = 'copied';
+    } catch {
+      button.textContent = 'select it';
+    }
+  });
+  return button;
+}
+
+// One of several values, as a row of buttons; `null` stands for all.
+function choice(name, options, chosen, choose) {
+  const buttons = options.map(([value, label, title]) =>
+    el('button', {
+      type: 'button', title, 'aria-pressed': String(value === chosen), 'data-value': value ?? '',
+      onclick: () => choose(value),
+    }, label));
+  return el('fieldset', { class: 'choice', 'data-choice': name }, el('legend', {}, name), el('div', { class: 'options' }, buttons));
+}
+
+function table(name, columns, rows, className = 'list') {
+  const head = columns.map((column) => el('th', { scope: 'col', class: column.endsWith('#') ? 'number' : null }, column.replace(/#$/, '')));
+  const body = rows.map((row) => el('tr', {}, row.map((value, at) =>
+    el('td', { class: columns[at].endsWith('#') ? 'number' : columns[at].endsWith('*') ? 'mono' : null }, value))));
+  return el('table', { class: className, 'aria-label': name }, el('thead', {}, el('tr', {}, head)), el('tbody', {}, body));
+}
+
+function facts(pairs) {
+  const shown = pairs.filter(([, value]) => value !== null && value !== undefined && value !== '');
+  return el('dl', { class: 'facts' }, shown.map(([name, value]) => [el('dt', {}, name), el('dd', {}, value)]));
+}
+
+function section(title, ...children) {
+  return el('section', {}, el('h3', {}, title), ...children);
+}

@@ -1,0 +1,204 @@
+"""The page's data: one compact object of lists and numbers, in which every record of the input can be found again.
+
+What repeats (texts, metrics, counters) is held once and pointed at by its index; a record is a dozen small numbers. The
+decoder is assets/data.js, and `decode_records` here, which tests hold against the input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Generic, TypeVar
+
+from megamoe.record import Agreement, Figures, Record, Timing
+from megamoe.report.material import Material, Subject
+from megamoe.report.measures import counter_ratios, error_ratio, spread
+
+Json = dict[str, object]
+DIGITS = 5
+MOST_SAMPLES = 256
+"""Samples of one timing that the page draws, and its extremes; its median and interval are of all of them."""
+STEPS = 4095
+_ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+RECORD_FIELDS = (
+    "case", "subject", "schedule", "run", "status", "sentence", "metrics", "counters", "seconds", "program", "inputs",
+    "bundle",
+)  # fmt: skip
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+class Index(Generic[_Key]):
+    """Gives each distinct value the number of its place."""
+
+    def __init__(self, values: Sequence[_Key] = ()) -> None:
+        self._places: dict[_Key, int] = {value: place for place, value in enumerate(values)}
+
+    def __getitem__(self, value: _Key) -> int:
+        return self._places.setdefault(value, len(self._places))
+
+    @property
+    def values(self) -> list[_Key]:
+        """The values in the order of their places."""
+        return list(self._places)
+
+
+def number(value: float) -> float | int | str | None:
+    """`value` as JSON has it, with DIGITS significant digits; what JSON has no number for is spelt as in records."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, int):
+        return value
+    rounded = float(f"{value:.{DIGITS}g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+
+
+class Encoder:
+    """Turns lines into rows of numbers; what they point at is in `tables` once all of them are encoded."""
+
+    def __init__(self, material: Material) -> None:
+        self.texts: Index[str] = Index()
+        self.cases: Index[str] = Index()
+        self.subjects: Index[Subject] = Index(material.subjects)
+        self.schedules: Index[str] = Index()
+        self.runs: Index[str] = Index([header.run for header in material.runs])
+        self.statuses: Index[str] = Index()
+        self._names: Index[tuple[str, ...]] = Index()
+        self._metrics: Index[tuple[int, tuple[float | int | str | None, ...]]] = Index()
+        self._worst: list[list[object] | None] = []
+        self._counters: Index[tuple[int, tuple[int, ...]]] = Index()
+        self._ratios: list[Json] = []
+        self._inputs: Index[tuple[tuple[int, int], ...]] = Index()
+
+    def record(self, line: Record) -> list[object]:
+        """The record as the values of RECORD_FIELDS; None for what it does not have."""
+        return [
+            self.cases[line.case],
+            self.subjects[Subject(line.backend, line.target, line.executor)],
+            self.schedules[line.schedule],
+            self.runs[line.run],
+            self.statuses[line.status],
+            self.texts[line.sentence],
+            self._metric_place(line.metrics),
+            self._counter_place(line.counters),
+            line.judge_host_seconds and round(line.judge_host_seconds, 2),
+            line.program_sha256 and self.texts[line.program_sha256],
+            self._inputs[tuple((self.texts[name], self.texts[sha]) for name, sha in line.input_sha256.items())],
+            line.bundle and self.texts[line.bundle],
+        ]
+
+    def _metric_place(self, metrics: Mapping[str, float]) -> int:
+        key = (self._names[tuple(metrics)], tuple(number(value) for value in metrics.values()))
+        place = self._metrics[key]
+        if place == len(self._worst):
+            worst = error_ratio(metrics)
+            self._worst.append(worst and [number(worst[0]), worst[1]])
+        return place
+
+    def _counter_place(self, counters: Mapping[str, int]) -> int:
+        place = self._counters[self._names[tuple(counters)], tuple(counters.values())]
+        if place == len(self._ratios):
+            self._ratios.append({name: number(value) for name, value in counter_ratios(counters).items()})
+        return place
+
+    def agreement(self, line: Agreement) -> Json:
+        """What backends made of one case."""
+        return {
+            "case": self.cases[line.case], "target": line.target, "executor": line.executor, "schedule": line.schedule,
+            "run": self.runs[line.run], "backends": line.backends, "alone": line.alone, "sentence": line.sentence,
+            "metrics": self._metric_place(line.metrics),
+        }  # fmt: skip
+
+    def timing(self, line: Timing) -> Json:
+        """Device time of a row: its spread, and its samples thinned out to what can be drawn."""
+        found: Json = {
+            "case": self.cases[line.case],
+            "subject": self.subjects[Subject(line.backend, line.target, line.executor)],
+            "run": self.runs[line.run],
+            "temperature": line.temperature,
+            "status": self.statuses[line.status],
+            "sentence": self.texts[line.sentence],
+            "method": line.method,
+            "launches": line.launches_per_sample,
+            "discarded": dict(line.discarded),
+            "stopped": line.stopped_by,
+            "floor": None if line.floor_us is None else number(line.floor_us),
+            "by": line.floor_by,
+        }
+        told = spread(line.samples_us)
+        if told is not None:
+            found |= {
+                "median": number(told.median), "low": number(told.low), "high": number(told.high),
+                "count": len(line.samples_us), **_packed(line.samples_us, line.rounds),
+            }  # fmt: skip
+        return found
+
+    def figures(self, line: Figures) -> Json:
+        """What an assembler says."""
+        return {
+            "case": self.cases[line.case], "backend": line.backend, "target": line.target, "run": self.runs[line.run],
+            "assembler": line.assembler, "program": self.texts[line.program_sha256],
+            "cubin": line.cubin_sha256 and self.texts[line.cubin_sha256],
+            "kernels": {name: dict(kernel) for name, kernel in line.kernels.items()},
+        }  # fmt: skip
+
+    def tables(self) -> Json:
+        """What the encoded lines point at."""
+        metrics = zip(self._metrics.values, self._worst, strict=True)
+        counters = zip(self._counters.values, self._ratios, strict=True)
+        return {
+            "texts": self.texts.values, "cases": self.cases.values,
+            "subjects": [list(one) for one in self.subjects.values], "schedules": self.schedules.values,
+            "statuses": self.statuses.values, "names": [list(one) for one in self._names.values],
+            "metrics": [[names, list(values), worst] for (names, values), worst in metrics],
+            "counters": [[names, list(values), ratios] for (names, values), ratios in counters],
+            "inputs": [[list(pair) for pair in one] for one in self._inputs.values],
+        }  # fmt: skip
+
+
+def _packed(samples: Sequence[float], rounds: Sequence[int]) -> Json:
+    """Samples as two letters each, STEPS between the least and the greatest; rounds as pairs of round and length."""
+    kept = sorted({*_evenly(len(samples)), samples.index(min(samples)), samples.index(max(samples))})
+    shown = [samples[place] for place in kept]
+    low, high = min(shown), max(shown)
+    steps = [round((value - low) / (high - low) * STEPS) if high > low else 0 for value in shown]
+    groups = groupby(rounds[place] for place in kept)
+    return {
+        "from": number(low), "to": number(high),
+        "samples": "".join(_ALPHABET[step >> 6] + _ALPHABET[step & 63] for step in steps),
+        "rounds": [[name, len(list(group))] for name, group in groups],
+    }  # fmt: skip
+
+
+def _evenly(count: int) -> list[int]:
+    if count <= MOST_SAMPLES:
+        return list(range(count))
+    return [round(place * (count - 1) / (MOST_SAMPLES - 1)) for place in range(MOST_SAMPLES)]
+
+
+def decode_records(data: Mapping[str, list[list[object]]]) -> Iterator[Json]:
+    """The records of a page's data, field by field: what assets/data.js does, for tests and for scripts."""
+    for row in data["records"]:
+        found = dict(zip(RECORD_FIELDS, row, strict=True))
+        backend, target, executor = data["subjects"][_place(found["subject"])]
+        yield {
+            "case": data["cases"][_place(found["case"])], "backend": backend, "target": target, "executor": executor,
+            "schedule": data["schedules"][_place(found["schedule"])], "run": data["run_ids"][_place(found["run"])],
+            "status": data["statuses"][_place(found["status"])], "sentence": data["texts"][_place(found["sentence"])],
+            "metrics": _named(data, "metrics", found["metrics"]),
+            "counters": _named(data, "counters", found["counters"]),
+        }  # fmt: skip
+
+
+def _place(value: object) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f"the index of a table is {value!r}, not an integer")
+    return value
+
+
+def _named(data: Mapping[str, list[list[object]]], table: str, place: object) -> dict[object, object]:
+    names, values, *_ = data[table][_place(place)]
+    assert isinstance(values, list)
+    return dict(zip(data["names"][_place(names)], values, strict=True))

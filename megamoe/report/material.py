@@ -1,0 +1,144 @@
+"""What a report is made of: the lines of record files, in the order of their runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from megamoe.record import Acceptance, Agreement, AnyLine, Figures, Record, RecordError, RunHeader, Timing
+from megamoe.record_file import RecordFile, read_records
+
+DEFAULT_FOLDERS = ("results/baselines", "results/records")
+RUNS = "results/runs"
+
+
+class Subject(NamedTuple):
+    """Whose kernels, for which target, run by what: a heat map has one band of rows for each."""
+
+    backend: str
+    target: str
+    executor: str
+
+    def __str__(self) -> str:
+        return " ".join(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """Lines of every kind, each once, from the oldest run to the newest; `notes` are sentences a reader must see.
+
+    A run whose header is in none of the files is older than any whose header is.
+    """
+
+    files: tuple[RecordFile, ...]
+    runs: tuple[RunHeader, ...]
+    records: tuple[Record, ...]
+    agreements: tuple[Agreement, ...]
+    timings: tuple[Timing, ...]
+    figures: tuple[Figures, ...]
+    acceptances: tuple[Acceptance, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def subjects(self) -> list[Subject]:
+        """Everyone who has a verdict or a time, sorted: backends by name, targets, then executors."""
+        lines: Iterable[Record | Timing] = (*self.records, *self.timings)
+        return sorted({Subject(line.backend, line.target, line.executor) for line in lines})
+
+    @property
+    def ops(self) -> list[str]:
+        """The ops that occur, sorted."""
+        return sorted({line.op for line in (*self.records, *self.timings, *self.figures)})
+
+    @property
+    def latest(self) -> list[Record]:
+        """The newest record of each row, in the order of `records`."""
+        return list({record.row: record for record in self.records}.values())
+
+    @property
+    def latest_timings(self) -> list[Timing]:
+        """The newest timing of each row and temperature."""
+        return list(
+            {(one.case, one.backend, one.target, one.executor, one.temperature): one for one in self.timings}.values()
+        )
+
+
+def record_files(given: Sequence[Path] = (), home: Path = Path()) -> list[Path]:
+    """The files to read: those given, a folder standing for the *.jsonl in it; if none is given, those of `home`.
+
+    Of `home` these are results/baselines, results/records and the newest file of results/runs, whose names begin with
+    the time. Raises RecordError when that is no file.
+    """
+    if given:
+        found = [file for path in given for file in (_in_folder(path) if path.is_dir() else [path])]
+        if not found:
+            raise RecordError(f"there is no *.jsonl in {', '.join(map(str, given))}: give record files")
+        return list(dict.fromkeys(found))
+    found = [file for folder in DEFAULT_FOLDERS for file in _in_folder(home / folder)]
+    newest = newest_run(home)
+    found += [newest] if newest else []
+    if not found:
+        places = ", ".join((*DEFAULT_FOLDERS, RUNS))
+        raise RecordError(f"there is no record file in {places}: run `megamoe run` first, or name the files")
+    return found
+
+
+def newest_run(home: Path = Path()) -> Path | None:
+    """The newest file of results/runs in `home`, None if there is none."""
+    return max(_in_folder(home / RUNS), default=None)
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.jsonl"))
+
+
+def gather(paths: Sequence[Path]) -> Material:
+    """Reads the files. Raises RecordError for one that cannot be read, and when all of them together hold nothing."""
+    files = tuple(read_records(path) for path in paths)
+    lines = list(dict.fromkeys(_Once(line) for file in files for line in file.lines))
+    if not lines:
+        names = ", ".join(str(path) for path in paths)
+        raise RecordError(f"nothing to report: there is no whole line in {names}")
+    found = [one.line for one in lines]
+    headers = sorted((line for line in found if isinstance(line, RunHeader)), key=lambda run: (run.started, run.run))
+    order = {header.run: place for place, header in enumerate(headers)}
+    found.sort(key=lambda line: order.get(line.run, -1))
+    return Material(
+        files,
+        tuple({header.run: header for header in headers}.values()),
+        tuple(line for line in found if isinstance(line, Record)),
+        tuple(line for line in found if isinstance(line, Agreement)),
+        tuple(line for line in found if isinstance(line, Timing)),
+        tuple(line for line in found if isinstance(line, Figures)),
+        tuple(line for line in found if isinstance(line, Acceptance)),
+        tuple(_notes(files, found, order)),
+    )
+
+
+class _Once:
+    """A line that equals another of the same text: a run in two files counts once."""
+
+    __slots__ = ("line", "text")
+
+    def __init__(self, line: AnyLine) -> None:
+        self.line, self.text = line, line.model_dump_json()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Once) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+def _notes(files: Sequence[RecordFile], lines: Sequence[AnyLine], known: dict[str, int]) -> Iterable[str]:
+    for file in files:
+        if file.torn:
+            yield file.torn
+        if not file.lines:
+            yield f"{file.path} holds no line"
+    stray = sorted({line.run for line in lines} - known.keys())
+    if stray:
+        more = f" and {len(stray) - 1} more" if len(stray) > 1 else ""
+        yield f"run {stray[0]}{more} has no header in these files, so where its lines come from is unknown"

@@ -1,0 +1,174 @@
+"""What a cell of the heat map may show: numbers that records and timings have, and scales on which to read them.
+
+Every scale runs from 0, at the ideal, to 6, far from it, so that a strong colour always asks for attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megamoe.record import Status
+
+LEVELS = 7
+Style = Literal["number", "percent", "microseconds"]
+
+# Shapes before colours: a letter or sign that a colour-blind reader and a black-and-white printer keep apart.
+SIGNS: Mapping[Status, str] = {
+    "passed": "✓",
+    "failed": "✗",
+    "error": "E",
+    "crashed": "C",
+    "timed_out": "T",
+    "unsupported": "\u2013",
+    "not_run": "○",
+}
+# The worst first: of several schedules, a cell shows the worst.
+SEVERITY: tuple[Status, ...] = ("failed", "crashed", "timed_out", "error", "not_run", "unsupported", "passed")
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A number of a row. `bounds`: LEVELS - 1 limits between the levels, from the ideal outwards; none for verdicts.
+
+    `source` says which numbers it is made of: "metrics" and "counters" of records, "cold" and "hot" timings.
+    """
+
+    name: str
+    title: str
+    meaning: str
+    source: Literal["status", "metrics", "counters", "cold", "hot"]
+    style: Style = "number"
+    bounds: tuple[float, ...] = ()
+    higher_is_better: bool = False
+
+    def level(self, value: float) -> int:
+        """0 at the ideal to 6; what is no number is 6."""
+        if math.isnan(value):
+            return LEVELS - 1
+        beyond = (value < bound if self.higher_is_better else value > bound for bound in self.bounds)
+        return sum(beyond)
+
+
+_OVERHEAD = (1.0, 1.1, 1.5, 2.0, 4.0, 16.0)
+_FLOOR = (0.9, 0.75, 0.6, 0.4, 0.2, 0.1)
+
+MEASURES: tuple[Measure, ...] = (
+    Measure("verdict", "verdict", "status of the row, the worst of the schedules shown", "status"),
+    Measure(
+        "error",
+        "error / bar",
+        "largest error of an output, as a share of the bar it is held to; above 1 fails",
+        "metrics",
+        bounds=(0.25, 0.5, 0.7, 0.85, 0.95, 1.0),
+    ),
+    Measure(
+        "floor_cold",
+        "floor / time, cold",
+        "physical floor over median device time, L2 flushed before each launch; 1 is the floor",
+        "cold",
+        bounds=_FLOOR,
+        higher_is_better=True,
+    ),
+    Measure(
+        "floor_hot",
+        "floor / time, hot",
+        "physical floor over median device time, launches back to back; above 1 the L2 helps",
+        "hot",
+        bounds=_FLOOR,
+        higher_is_better=True,
+    ),
+    Measure(
+        "mma_flops",
+        "MMA FLOPs / useful",
+        "FLOPs that the tensor cores were told to do over those that the case needs",
+        "counters",
+        bounds=_OVERHEAD,
+    ),
+    Measure(
+        "tma_bytes",
+        "TMA bytes / minimum",
+        "bytes that TMA moved over those of all inputs and outputs once; below 1, the rest moved otherwise",
+        "counters",
+        bounds=_OVERHEAD,
+    ),
+    Measure(
+        "bank_conflicts",
+        "bank conflicts",
+        "share of the passes over the shared-memory banks that a conflict caused",
+        "counters",
+        "percent",
+        bounds=(0.0, 0.01, 0.05, 0.1, 0.25, 0.5),
+    ),
+)
+
+
+def error_ratio(metrics: Mapping[str, float]) -> tuple[float, str] | None:
+    """The largest TENSOR.METRIC over its TENSOR.METRIC.bar, and its name; None where nothing is held to a bar.
+
+    Outputs of codes have no bar: a wrong code is infinitely far above it, none is at 0. A NaN is above any bar.
+    """
+    found = [
+        (_over(value, metrics[f"{name}.bar"]), name) for name, value in metrics.items() if f"{name}.bar" in metrics
+    ]
+    found += [
+        (math.inf if value > 0 else 0.0, name)
+        for name, value in metrics.items()
+        if name.endswith(".wrong") and not name.endswith("share.wrong")
+    ]
+    return max(found, default=None)
+
+
+def _over(value: float, bar: float) -> float:
+    if math.isnan(value) or math.isnan(bar):
+        return math.inf
+    return value / bar if bar else (0.0 if value == 0 else math.inf)
+
+
+def counter_ratios(counters: Mapping[str, int]) -> dict[str, float]:
+    """The measures of source "counters" that these counters give, by name."""
+    found: dict[str, float] = {}
+    if counters.get("useful_flops") and "mma_flops" in counters:
+        found["mma_flops"] = counters["mma_flops"] / counters["useful_flops"]
+    moved = [counters[name] for name in ("tma_load_bytes", "tma_store_bytes") if name in counters]
+    if counters.get("minimum_bytes") and moved:
+        found["tma_bytes"] = sum(moved) / counters["minimum_bytes"]
+    if counters.get("smem_wavefronts"):
+        found["bank_conflicts"] = counters.get("smem_bank_conflicts", 0) / counters["smem_wavefronts"]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median of samples with a distribution-free interval of at least 95 % confidence, from order statistics.
+
+    Fewer than six samples give less: the interval is then all of them.
+    """
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(samples: Sequence[float]) -> Spread | None:
+    """The spread of `samples`; None of none."""
+    if not samples:
+        return None
+    ordered = sorted(samples)
+    count, middle = len(ordered), len(ordered) // 2
+    median = ordered[middle] if count % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    rank = _rank(count)
+    return Spread(median, ordered[rank], ordered[count - 1 - rank])
+
+
+def _rank(count: int) -> int:
+    """Samples to leave out at either end: the most of which 2 P(Binomial(count, 1/2) <= rank) is within 5 %."""
+    if count > 1000:
+        return max(0, math.floor(count / 2 - 0.98 * math.sqrt(count)) - 1)
+    tail, rank = 1, 0
+    while 40 * tail <= 2**count:
+        rank += 1
+        tail += math.comb(count, rank)
+    return max(0, rank - 1)

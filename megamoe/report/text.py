@@ -1,0 +1,213 @@
+"""The terminal's share of a report: the matrix by op and subject, the worst rows, counters, and a comparison's line."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from megamoe.record import Record, Status, Timing
+from megamoe.report.layout import Grid, Listing, lay_out, spans
+from megamoe.report.material import Material, Subject
+from megamoe.report.measures import MEASURES, SEVERITY, SIGNS, counter_ratios, error_ratio, spread
+from megamoe.spec import Spec
+
+if TYPE_CHECKING:
+    from megamoe.comparison import Comparison
+
+MOST_WORST = 10
+MOST_SENTENCE = 300
+_STYLES: Mapping[Status, str] = {"passed": "", "unsupported": "dim", "not_run": "yellow"}
+_BAD = "bold white on red"
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """A case of a subject: its worst status over the schedules, and the share of the floor that it reaches, cold."""
+
+    status: Status
+    floor: float | None
+
+    @property
+    def text(self) -> Text:
+        share = "" if self.floor is None else f"{min(self.floor, 9.99):.2f}".removeprefix("0")
+        return Text(SIGNS[self.status] + share, style=_STYLES.get(self.status, _BAD))
+
+
+_Cells = Mapping[tuple[str, Subject], _Cell]
+
+
+def tables(material: Material, specs: Mapping[str, Spec], comparison: Comparison | None = None) -> Group:
+    """Everything, to be printed."""
+    cells = _cells(material)
+    parts: list[RenderableType] = [_heading(material)]
+    for op in material.ops:
+        parts += _matrix(op, material, specs.get(op), cells)
+    parts += _worst(material)
+    parts += _counters(material)
+    if comparison is not None:
+        parts += _comparison(comparison)
+    parts += [Text(note, style="yellow") for note in material.notes]
+    return Group(*parts)
+
+
+def _heading(material: Material) -> Text:
+    counts = Counter(record.status for record in material.latest)
+    text = Text("")
+    for status in reversed(SEVERITY):
+        if counts[status]:
+            text.append(f"{SIGNS[status]} {counts[status]:,} {status.replace('_', ' ')}  ", _STYLES.get(status, _BAD))
+    text.append(f"{len(material.records):,} records and {len(material.timings):,} timings of {len(material.runs)} runs")
+    if material.runs:
+        newest = material.runs[-1]
+        device = next((run.device.name for run in reversed(material.runs) if run.device), "no device")
+        revision = (newest.git_revision or "unknown")[:10]
+        text.append(f"; newest {newest.started[:16]} UTC at {revision}, {device}", style="dim")
+    return text
+
+
+def _cells(material: Material) -> dict[tuple[str, Subject], _Cell]:
+    statuses: dict[tuple[str, Subject], list[Status]] = {}
+    floors: dict[tuple[str, Subject], float | None] = {}
+    for record in material.latest:
+        statuses.setdefault(_key(record), []).append(record.status)
+    for timing in material.latest_timings:
+        statuses.setdefault(_key(timing), [timing.status])
+        if timing.temperature == "cold":
+            floors[_key(timing)] = _share_of_floor(timing)
+    return {key: _Cell(min(found, key=SEVERITY.index), floors.get(key)) for key, found in statuses.items()}
+
+
+def _key(line: Record | Timing) -> tuple[str, Subject]:
+    return line.case, Subject(line.backend, line.target, line.executor)
+
+
+def _share_of_floor(timing: Timing) -> float | None:
+    told = spread(timing.samples_us)
+    return timing.floor_us / told.median if told and timing.floor_us is not None else None
+
+
+def _matrix(op: str, material: Material, spec: Spec | None, cells: _Cells) -> Iterator[RenderableType]:
+    lines = (*material.records, *material.timings, *material.figures)
+    cases = [line.case for line in lines if line.op == op]
+    subjects = [one for one in material.subjects if any((case, one) in cells for case in cases)]
+    yield Text(f"\n{op}", style="bold")
+    for block in lay_out(spec, cases):
+        if isinstance(block, Grid):
+            yield _grid(block, subjects, cells)
+        else:
+            yield _listing(block, subjects, cells)
+
+
+def _grid(block: Grid, subjects: Sequence[Subject], cells: _Cells) -> Table:
+    fixed = "".join(f" {name}={value}" for name, value in block.fixed.items())
+    table = Table(box=None, title=f"{block.title}{fixed}", title_justify="left", title_style="dim", pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column(f"{block.row_axis} \\ {', '.join(block.column_axes)}", justify="right", no_wrap=True)
+    for label in _column_labels(block):
+        table.add_column(label, justify="left", no_wrap=True)
+    for subject in subjects:
+        for place, (value, row) in enumerate(zip(block.rows, block.cells, strict=True)):
+            texts = [_text(cells.get((case, subject)) if case else None) for case in row]
+            if any(texts):
+                table.add_row("" if place else str(subject), value, *texts)
+    return table
+
+
+def _column_labels(block: Grid) -> list[str]:
+    """Headers of several lines, one an axis; a value is said where it changes."""
+    lines: list[list[str]] = []
+    for level in range(len(block.column_axes)):
+        lines.append([label for value, span in spans(block.columns, level) for label in [value, *[""] * (span - 1)]])
+    return ["\n".join(column) for column in zip(*lines, strict=True)]
+
+
+def _text(cell: _Cell | None) -> Text:
+    return Text("") if cell is None else cell.text
+
+
+def _listing(block: Listing, subjects: Sequence[Subject], cells: _Cells) -> Table:
+    table = Table(box=None, title=f"{block.title}, {len(block.cases)} cases in order", title_justify="left",
+                  title_style="dim", pad_edge=False, show_header=False)  # fmt: skip
+    for subject in subjects:
+        found = [cells.get((case, subject)) for case in block.cases]
+        if any(found):
+            signs = [cell.text if cell else Text("·", style="dim") for cell in found]
+            timed = any(cell and cell.floor is not None for cell in found)
+            table.add_row(str(subject), Text(" " if timed else "").join(signs))
+    return table
+
+
+def _worst(material: Material) -> Iterator[RenderableType]:
+    """Rows that did not pass, or else those nearest to their bars."""
+    bad = [record for record in material.latest if record.status not in ("passed", "unsupported")]
+    bad.sort(key=lambda record: SEVERITY.index(record.status))
+    if bad:
+        yield Text("\nrows that did not pass", style="bold")
+        for record in bad[:MOST_WORST]:
+            sentence = (
+                record.sentence if len(record.sentence) <= MOST_SENTENCE else record.sentence[:MOST_SENTENCE] + " …"
+            )
+            yield Text(f"{SIGNS[record.status]} {record.row}: {sentence}")
+        if len(bad) > MOST_WORST:
+            yield Text(f"… and {len(bad) - MOST_WORST:,} more", style="dim")
+        return
+    cells = {_key(record): record for record in material.latest}
+    held = [(ratio, record) for record in cells.values() if (ratio := error_ratio(record.metrics))]
+    held.sort(key=lambda pair: -pair[0][0])
+    if held:
+        table = Table(box=None, title="nearest to their bars", title_justify="left", title_style="bold", pad_edge=False)
+        for name in ("error / bar", "metric", "row"):
+            table.add_column(name)
+        for (ratio, name), record in held[:MOST_WORST]:
+            table.add_row(f"{ratio:.3f}", name, escape(str(record.row)))
+        yield Text("")
+        yield table
+
+
+def _counters(material: Material) -> Iterator[RenderableType]:
+    """Median and worst of the counters' ratios, by op and subject."""
+    measures = [measure for measure in MEASURES if measure.source == "counters"]
+    found: dict[tuple[str, Subject], list[dict[str, float]]] = {}
+    for record in material.latest:
+        if ratios := counter_ratios(record.counters):
+            found.setdefault((record.op, _key(record)[1]), []).append(ratios)
+    if not found:
+        return
+    title = "counters: median and worst over the cases"
+    table = Table(box=None, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    table.add_column("op")
+    table.add_column("subject")
+    for measure in measures:
+        table.add_column(measure.title, justify="right")
+    for (op, subject), ratios in sorted(found.items()):
+        if len({*ratios[0]} & {"mma_flops", "tma_bytes", "bank_conflicts"}):
+            table.add_row(op, str(subject), *(_median_and_worst(ratios, one.name, one.style) for one in measures))
+    yield Text("")
+    yield table
+
+
+def _median_and_worst(ratios: Iterable[Mapping[str, float]], name: str, style: str) -> str:
+    values = [one[name] for one in ratios if name in one and math.isfinite(one[name])]
+    if not values:
+        return "-"
+    pair = median(values), max(values)
+    return " / ".join(f"{value:.1%}" if style == "percent" else f"{value:.2f}" for value in pair)
+
+
+def _comparison(found: Comparison) -> Iterator[RenderableType]:
+    from megamoe.comparison_text import as_table, lines_of, shown
+
+    yield Text("\ncomparison", style="bold")
+    yield from (Text(line) for line in lines_of(found))
+    if rows := shown(found)[:MOST_WORST]:
+        yield as_table(rows)
+    yield Text(found.line, style="bold red" if found.exit_status() else "bold green")
