@@ -1,0 +1,153 @@
+"""Everything that only a device can witness, in one go: python3 -m conformance.gpu.on_device OUT [--carried FOLDER].
+
+Each section runs in a process of its own, so that a fault in one costs no other; what it finds is printed, and written
+to OUT. The status is that of the worst section.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+SECTION_SECONDS = 280
+FAULT_SECONDS = 45.0
+PROBES = ("product", "exchange", "cutedsl-tvm_ffi", "cutedsl-packed")
+CASES = tuple(f"fmha:hd=64,t=4,s_k=256{',seed=' * bool(seed)}{seed or ''}" for seed in range(11))
+WANTED = {1: "failed", 3: "timed_out", 5: "failed", 7: "failed", 9: "error"}
+
+
+def facts(out: Path, carried: Path | None) -> bool:
+    """The device as the executor describes it, with versions of what runs it."""
+    from backends.gpu.executor import EXECUTOR
+
+    for name in ("torch", "triton", "cuda-bindings", "nvidia-ml-py", "apache-tvm-ffi", "nvidia-cutlass-dsl"):
+        print(f"{name}: {_version(name)}")
+    print(f"python: {platform.python_version()}")
+    reasons = {target: EXECUTOR.unavailable(target) for target in ("sm_90a", "sm_100a")}
+    print(f"unavailable: {reasons}")
+    began = time.perf_counter()
+    found = EXECUTOR.facts()
+    print(f"facts in {time.perf_counter() - began:.1f} s: {found.model_dump_json(indent=1)}")
+    print(f"throttled: {EXECUTOR.throttled()}; asked again: {EXECUTOR.throttled()}")
+    (out / "facts.json").write_text(found.model_dump_json(indent=1))
+    return reasons["sm_90a"] is None
+
+
+def probe(name: str) -> Callable[[Path, Path | None], bool]:
+    """A section: one probe on the device against what the VM gave."""
+
+    def section(out: Path, carried: Path | None) -> bool:
+        from backends.gpu.executor import EXECUTOR
+        from conformance.gpu.probe import differences, load
+
+        if carried is None:
+            raise SystemExit("the results of the VM are needed: --carried FOLDER, as conformance.gpu.pack makes it")
+        held = load(carried / f"{name}.probe")
+        good = True
+        for attempt in range(3):
+            found = held.on(EXECUTOR, "cuda")
+            unequal = differences(found, held.expected)
+            good = good and not any(unequal.values())
+            print(f"run {attempt}: elements that differ from the VM's: {unequal}")
+        return good
+
+    return section
+
+
+def faults(out: Path, carried: Path | None) -> bool:
+    """Rows that break the device, each between two that must pass."""
+    from megamoe.provenance import run_header
+    from megamoe.record import Row
+    from megamoe.record_file import RecordWriter
+    from megamoe.rows import Selection
+    from megamoe.run import RunSettings, judged
+
+    rows = [Row(case, "conformance.gpu.faulty_backend:BACKEND", "sm_90a", "gpu", "eager") for case in CASES]
+    header = run_header(Selection(cases=CASES), len(rows))
+    good = True
+    with RecordWriter(out / "faults.jsonl") as writer:
+        writer.append(header)
+        for record in judged(rows, RunSettings(header.run, timeout_s=FAULT_SECONDS)):
+            wanted = WANTED.get(CASES.index(record.case), "passed")
+            good = good and record.status == wanted
+            mark = "as wanted" if record.status == wanted else f"WANTED {wanted}"
+            print(f"{record.case} -> {record.status} ({mark}), {record.judge_host_seconds} s: {record.sentence}")
+            writer.append(record)
+    return good
+
+
+def times(out: Path, carried: Path | None) -> bool:
+    """The stopwatch against triton.testing.do_bench."""
+    from conformance.gpu.agreement import KERNELS, compared
+
+    table: dict[str, Mapping[str, list[float]]] = {}
+    good = True
+    for name, make in KERNELS.items():
+        try:
+            medians = table[name] = compared(make())
+        except Exception:
+            traceback.print_exc()
+            good = False
+            continue
+        for way, found in medians.items():
+            other = medians["do_bench" if way.startswith("cold") else "do_bench_cudagraph"]
+            ratios = " ".join(f"{one / two:.4f}" for one, two in zip(found, other, strict=True))
+            print(f"{name:12} {way:20} {' '.join(f'{one:10.3f}' for one in found)} us   over do_bench's: {ratios}")
+    (out / "times.json").write_text(json.dumps(table, indent=1))
+    return good
+
+
+SECTIONS: Mapping[str, Callable[[Path, Path | None], bool]] = {
+    "facts": facts,
+    **{name: probe(name) for name in PROBES},
+    "times": times,
+    "faults": faults,
+}
+
+
+def main() -> int:
+    """Runs every section, or the one that is named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, help="folder that takes the results")
+    parser.add_argument("--carried", type=Path, help="folder with the probes, as conformance.gpu.pack makes it")
+    parser.add_argument("--section", choices=SECTIONS, help="only this one, in this process")
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS), help="these, each in a process")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.section:
+        return 0 if SECTIONS[given.section](given.out, given.carried) else 1
+    codes = {name: _in_a_process(name, given.out, given.carried) for name in given.only}
+    print(f"sections: {codes}")
+    return max(codes.values(), default=0)
+
+
+def _in_a_process(name: str, out: Path, carried: Path | None) -> int:
+    print(f"===== {name}", flush=True)
+    began = time.perf_counter()
+    command = [sys.executable, "-u", "-m", "conformance.gpu.on_device", str(out), "--section", name]
+    command += ["--carried", str(carried)] if carried else []
+    try:
+        code = abs(subprocess.run(command, timeout=SECTION_SECONDS, check=False).returncode)
+    except subprocess.TimeoutExpired:
+        code = 124
+    print(f"===== {name}: status {code} after {time.perf_counter() - began:.1f} s", flush=True)
+    return code
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
