@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megamoe.case import Case
 from megamoe.comparison_row import CALLS, Call, ComparedRow, RowKey, SideRows, rows_of, worst
 from megamoe.comparison_side import ComparisonError, Side, differences_of_machines
 from megamoe.counter_directions import Change, Trend, changes
@@ -237,19 +238,15 @@ def _about(call: Call, ratio: float, low: float, high: float, threshold: float) 
 
 
 def _thresholds(keys: Sequence[RowKey], specs: Mapping[str, Spec]) -> list[float]:
-    found: dict[tuple[str, str], float] = {}
-    for key in keys:
-        if (key.case, key.variant) not in found:
-            found[key.case, key.variant] = _threshold(key, specs)
-    return [found[key.case, key.variant] for key in keys]
+    known = {case.id: case for spec in specs.values() for cases in spec.matrices.values() for case in cases}
+    return [_threshold(key, specs.get(key.op), known.get(key.case)) for key in keys]
 
 
-def _threshold(key: RowKey, specs: Mapping[str, Spec]) -> float:
+def _threshold(key: RowKey, spec: Spec | None, case: Case | None) -> float:
     """The default for a case that no spec knows: an old record may speak of what is not there any more."""
-    spec = specs.get(key.op)
-    if spec is None:
-        return DEFAULT_THRESHOLD
+    if spec is None or not spec.thresholds.overrides:
+        return DEFAULT_THRESHOLD if spec is None else spec.thresholds.default
     try:
-        return spec.thresholds.of(spec.parse_case(key.case), "cold" if key.variant == "cold" else "hot")
+        return spec.thresholds.of(case or spec.parse_case(key.case), "cold" if key.variant == "cold" else "hot")
     except SpecError:
         return spec.thresholds.default

@@ -61,7 +61,8 @@ def _tracked(name: str, root: Path) -> Side:
     where = commit.decode().strip()
     inside = inside.rstrip("/") if colon else BASELINES
     listed = _git(root, "ls-tree", "-r", "-z", "--name-only", "--full-tree", where, "--", inside)
-    paths = [path for path in (listed or b"").decode().split("\0") if path == inside or _directly_in(path, inside)]
+    names = [path for path in (listed or b"").decode().split("\0") if path]
+    paths = [path for path in names if path == inside or _directly_in(path, inside)]
     if not paths:
         raise ComparisonError(f"{name}: revision {where[:12]} tracks no record file at {inside}")
     label = name if revision == where else f"{name} ({where[:12]})"
@@ -73,9 +74,9 @@ def _directly_in(path: str, folder: str) -> bool:
 
 
 def _blob(root: Path, commit: str, path: str) -> RecordFile:
-    data = _git(root, "show", f"{commit}:{path}")
+    data = _git(root, "cat-file", "blob", f"{commit}:{path}")
     if data is None:
-        raise ComparisonError(f"git cannot show {commit[:12]}:{path}")
+        raise ComparisonError(f"git cannot read {commit[:12]}:{path}")
     return parse_records(Path(f"{commit[:12]}:{path}"), data)
 
 
