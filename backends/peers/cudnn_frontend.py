@@ -1,7 +1,8 @@
 """The CuTeDSL attention kernel of nvidia-cudnn-frontend for Hopper: the only packaged one with hd 512.
 
-It takes q, k and v as they lie, [batch, heads, rows, hd]. Its wrapper allocates o and lse; `collect` copies them. It
-compiles on first use, when the call is prepared.
+It takes q, k and v as they lie, [batch, heads, rows, hd]. Its wrapper does not pack heads that share keys into a tile,
+and would read the cache once a head: where no key is hidden they are folded into rows, a view. The wrapper allocates
+o and lse; `collect` copies them. It compiles on first use, when the call is prepared.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from backends.peers.attention import AttentionLimits, mask_of, place_heads_first, scale_of
+from backends.peers.attention import AttentionLimits, folded, mask_of, place_heads_first, scale_of
 from backends.peers.peer import OwnResults, Peer, Tensors
 
 if TYPE_CHECKING:
@@ -25,12 +26,13 @@ if TYPE_CHECKING:
 def _prepare(case: Case, tensors: Tensors) -> PreparedCall:
     attend = import_module("cudnn.sdpa.fwd").sdpa_fwd_wrapper_dsl_sm90
     mask = mask_of(case)
+    q = tensors["q"] if mask.hides else folded(case, tensors["q"])
     # Its window is the distance to the farthest key that is still seen.
     options = {} if mask.window is None else {"window_size_left": mask.window - 1}
 
     def launch() -> Sequence[torch.Tensor]:
         results = attend(
-            tensors["q"],
+            q,
             tensors["k"],
             tensors["v"],
             is_causal=mask.causal,
@@ -55,5 +57,5 @@ CUDNN_FRONTEND: Final = Peer(
         blind="queries that see no key (causal, t > s_k)",
     ),
     _prepare,
-    "cudnn.sdpa.fwd.sdpa_fwd_wrapper_dsl_sm90",
+    "cudnn.sdpa.fwd.sdpa_fwd_wrapper_dsl_sm90; query heads folded into rows where nothing is masked",
 )

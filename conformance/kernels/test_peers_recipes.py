@@ -5,8 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from law import spec_of
 from peers_on_cpu import Foreign, install
 from test_peers import BY_NAME, CAUSAL, CAUSAL_GQA, DECODE, GQA, L2, NO_LSE, OPEN_WINDOW, POISONED, WIDE_WINDOW, judged
+
+from backends.peers import PEERS
+from backends.peers.peer import Peer
+from megamoe.arena import layouts_of
+
+WIDE_MQA = "fmha:hd=512,t=1,s_k=128,heads=64"
 
 
 def calls(monkeypatch: pytest.MonkeyPatch, peer: str, case: str) -> Foreign:
@@ -47,6 +55,8 @@ def test_heads_that_share_keys_are_folded_where_the_kernel_would_read_them_again
     assert calls(monkeypatch, "torch-sdpa-flash", CAUSAL_GQA).called("flash")[0]["max"] == (4, 257)
     assert calls(monkeypatch, "torch-sdpa-cudnn-folded", GQA).called("cudnn")[0]["q"] == (1, 2, 16, 64)
     assert calls(monkeypatch, "torch-sdpa-cudnn", GQA).called("cudnn")[0]["q"] == (1, 8, 4, 64)
+    assert calls(monkeypatch, "cudnn-frontend", WIDE_MQA).called("cudnn-frontend")[0]["q"] == (1, 1, 64, 512)
+    assert calls(monkeypatch, "cudnn-frontend", WIDE_WINDOW).called("cudnn-frontend")[0]["q"] == (1, 4, 4, 512)
 
 
 def test_the_memory_efficient_kernel_counts_from_the_last_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,3 +89,22 @@ def test_humming_gets_rows_sorted_by_expert_with_nothing_between(case: str, monk
     assert call["compute_config"] == {"gemm_type": "grouped_contiguous"}
     assert call["tuning_config"] == [("transformed", "grouped_contiguous")], "its heuristics must choose the tiles"
     assert environment == {"HUMMING_DISABLE_PARALLEL_BUILD": "1"}, "it must not fork a process with a CUDA context"
+
+
+@pytest.mark.parametrize(
+    "peer", [peer for peer in PEERS if peer.name.startswith("torch-sdpa")], ids=lambda peer: peer.name
+)
+def test_operators_of_the_installed_torch_take_the_call_and_give_the_shapes(peer: Peer) -> None:
+    """Tensors without memory: torch's own shape functions answer, for cases too large for this machine as well."""
+    spec = spec_of(peer.op)
+    cases = [case for name in ("edges", "decode") if name in spec.matrices for case in spec.cases(name)]
+    served = [case for case in cases if peer.limits.refusal(case) is None]
+    assert served, f"{peer.name} serves none of {len(cases)} cases"
+    for case in served:
+        tensors = {
+            name: torch.empty(layout.shape, dtype=layout.dtype, device="meta")
+            for name, layout in layouts_of(spec, case).items()
+        }
+        call = peer.prepare(case, tensors)
+        call.enqueue()
+        call.collect()
