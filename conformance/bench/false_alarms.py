@@ -1,0 +1,140 @@
+"""How often two runs of the same program are called different: `python -m conformance.bench.false_alarms DIR`.
+
+DIR holds record files of repetitions of one benchmark (A/A runs). Every pair of them is compared, as
+`megamoe compare` does; all pairs and, apart from them, each with the next (what CI does). A row called SLOWER or
+FASTER is a false alarm. Ends with 1 if more than 1 % are, and with 2 for files that cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+
+from megamoe.comparison import ComparedRow, ComparisonError, RowKey, compare_runs
+from megamoe.comparison_row import Call
+from megamoe.comparison_side import Side, read_side
+from megamoe.comparison_text import write_text
+from megamoe.record import RecordError
+from megamoe.spec import SpecError, load_specs
+
+FORMAT = "megamoe-false-alarms-1"
+MOST_FALSE_ALARMS = 0.01
+ALARMS: tuple[Call, ...] = ("SLOWER", "FASTER")
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of many comparisons of timings: rows by call, and the false alarms themselves."""
+
+    pairs: int = 0
+    counts: Counter[Call] = field(default_factory=Counter[Call])
+    alarms: list[tuple[str, str, ComparedRow]] = field(default_factory=list[tuple[str, str, ComparedRow]])
+
+    def add(self, before: str, after: str, rows: Iterable[ComparedRow]) -> None:
+        """One more comparison."""
+        self.pairs += 1
+        for row in rows:
+            self.counts[row.call] += 1
+            if row.call in ALARMS:
+                self.alarms.append((before, after, row))
+
+    @property
+    def share(self) -> float:
+        """False alarms among all rows."""
+        return len(self.alarms) / max(1, self.counts.total())
+
+    def as_json(self) -> dict[str, object]:
+        """Counts and shares."""
+        total = max(1, self.counts.total())
+        shares = {call: round(number / total, 5) for call, number in sorted(self.counts.items())}
+        return {"pairs": self.pairs, "rows": self.counts.total(), "counts": dict(self.counts), "shares": shares}
+
+
+def measured(folder: Path, specs: Path | None = None) -> dict[str, object]:
+    """The summary of all record files in `folder`. ComparisonError or RecordError if they cannot be compared."""
+    files = sorted(folder.glob("*.jsonl"))
+    if len(files) < 2:
+        raise ComparisonError(f"{folder} holds {len(files)} record files (*.jsonl); false alarms need at least 2")
+    sides = [read_side(str(file)) for file in files]
+    known = load_specs(specs)
+    every, following = Tally(), Tally()
+    spread: dict[RowKey, float] = {}
+    for (i, before), (j, after) in combinations(enumerate(sides), 2):
+        rows = [row for row in compare_runs(before, after, known).rows if row.key.kind == "timing"]
+        if not rows:
+            raise ComparisonError(f"{after.label} holds no times, so there is nothing to call SLOWER")
+        every.add(files[i].name, files[j].name, rows)
+        if j == i + 1:
+            following.add(files[i].name, files[j].name, rows)
+        for row in rows:
+            if row.ratio is not None:
+                spread[row.key] = max(spread.get(row.key, 0.0), abs(row.ratio - 1))
+    return {
+        "format": FORMAT,
+        "files": [file.name for file in files],
+        "device": _device(sides[0]),
+        "rows": len(spread),
+        "all_pairs": {**every.as_json(), "false_alarms": round(every.share, 5)},
+        "consecutive_pairs": {**following.as_json(), "false_alarms": round(following.share, 5)},
+        "alarms": [_alarm(*one) for one in every.alarms],
+        "widest": [
+            {"row": str(key), "largest_difference": round(value, 5)}
+            for key, value in sorted(spread.items(), key=lambda item: -item[1])
+        ],
+    }
+
+
+def _device(side: Side) -> dict[str, object] | None:
+    devices = [header.device for header in side.headers.values() if header.device]
+    return devices[0].model_dump() if devices else None
+
+
+def _alarm(before: str, after: str, row: ComparedRow) -> dict[str, object]:
+    return {"before": before, "after": after, "row": str(row.key), "call": row.call, "sentence": row.sentence}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the summary, writes it if asked to, and says by its status whether the bar is kept."""
+    parser = argparse.ArgumentParser(description="How often two runs of the same program are called different.")
+    parser.add_argument("folder", type=Path, help="record files of repetitions of one benchmark")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary to FILE")
+    parser.add_argument("--specs", type=Path, metavar="FOLDER", help="folder of the specs")
+    chosen = parser.parse_args(arguments)
+    try:
+        found = measured(chosen.folder, chosen.specs)
+        if chosen.json:
+            write_text(chosen.json, json.dumps(found, indent=1, allow_nan=False) + "\n")
+    except (ComparisonError, RecordError, SpecError) as error:
+        print(f"false_alarms: {error}", file=sys.stderr)
+        return 2
+    return _print(found)
+
+
+def _print(found: dict[str, object]) -> int:
+    tallies = {name: found[name] for name in ("all_pairs", "consecutive_pairs")}
+    for name, tally in tallies.items():
+        assert isinstance(tally, dict)
+        calls = ", ".join(f"{share:.2%} {call}" for call, share in tally["shares"].items())
+        print(
+            f"{name}: {tally['pairs']} pairs, {tally['rows']} rows: {calls}; false alarms {tally['false_alarms']:.2%}"
+        )
+    alarms, widest = found["alarms"], found["widest"]
+    assert isinstance(alarms, list)
+    assert isinstance(widest, list)
+    for alarm in alarms[:20]:
+        print(f"{alarm['call']} {alarm['before']} -> {alarm['after']}: {alarm['row']}: {alarm['sentence']}")
+    for row in widest[:10]:
+        print(f"largest difference of two runs {row['largest_difference']:.2%}: {row['row']}")
+    kept = all(isinstance(tally, dict) and tally["false_alarms"] <= MOST_FALSE_ALARMS for tally in tallies.values())
+    print(f"at most {MOST_FALSE_ALARMS:.0%} may be false alarms: {'kept' if kept else 'NOT kept'}")
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
