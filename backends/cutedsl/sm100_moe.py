@@ -24,7 +24,7 @@ from backends.cutedsl.sm100_moe_combine import combine_kernel
 from backends.cutedsl.sm100_moe_gather import gather_kernel
 from backends.cutedsl.sm100_moe_gemm import launch_shape, rows_kernel, swiglu_kernel
 from backends.cutedsl.sm100_moe_operands import layout_a, layout_w, make_operand
-from backends.cutedsl.sm100_moe_plan import H_COLUMNS, TILE_K, TILE_M, TILE_N, Sm100MoePlan
+from backends.cutedsl.sm100_moe_plan import H_COLUMNS, TILE_K, TILE_M, Sm100MoePlan
 from backends.cutedsl.sm100_moe_requantise import requantise_kernel
 from backends.cutedsl.sm100_moe_routing import routing_kernel
 from backends.cutedsl.sm100_moe_rows import RowsTensors, make_rows_store
@@ -78,14 +78,14 @@ def l1(
         block=[32 * sm100_moe_gather.WARPS, 1, 1],
         stream=stream,
     )
-    a = make_operand(plan, mA1_codes, mA1_sf, TILE_M, layout_a(plan))
-    w = make_operand(plan, mW1_codes, mW1_sf, plan.w_rows, layout_w(plan))
+    a = make_operand(plan, mA1_codes, mA1_sf, 1, layout_a(plan))
+    w = make_operand(plan, mW1_codes, mW1_sf, plan.cta_group, layout_w(plan))
     w_rows = mW1_codes.shape[1]
     swiglu_kernel.set_name_prefix("sm100_moe_swiglu", remove_cutlass_symbol=True, keep_mangled_name=False)
     swiglu_kernel(
         plan, interleave, a, w, mUnits, w_rows, ceil_div(mA1_codes.shape[1] * 2, TILE_K), tensors
     ).launch(
-        stream=stream, **launch_shape(plan, mA1_codes.shape[0] // TILE_M, w_rows // TILE_N, max_ctas)
+        stream=stream, **launch_shape(plan, mA1_codes.shape[0] // TILE_M, ceil_div(w_rows, plan.tile_n), max_ctas)
     )  # fmt: skip
 
 
@@ -105,13 +105,13 @@ def l2(
     stream: cuda.CUstream,
 ):
     """Queue L2."""
-    a = make_operand(plan, mA2_codes, mA2_sf, TILE_M, layout_a(plan))
-    w = make_operand(plan, mW2_codes, mW2_sf, plan.w_rows, layout_w(plan))
+    a = make_operand(plan, mA2_codes, mA2_sf, 1, layout_a(plan))
+    w = make_operand(plan, mW2_codes, mW2_sf, plan.cta_group, layout_w(plan))
     tensors = RowsTensors(*make_rows_store(mRows), mRouteOfRow, mA2_gs, mW2_gs)
     w_rows = mW2_codes.shape[1]
     rows_kernel.set_name_prefix("sm100_moe_rows", remove_cutlass_symbol=True, keep_mangled_name=False)
     rows_kernel(plan, a, w, mUnits, w_rows, ceil_div(mA2_codes.shape[1] * 2, TILE_K), tensors).launch(
-        stream=stream, **launch_shape(plan, mRows.shape[0] // TILE_M, w_rows // TILE_N, max_ctas)
+        stream=stream, **launch_shape(plan, mRows.shape[0] // TILE_M, ceil_div(w_rows, plan.tile_n), max_ctas)
     )
 
 

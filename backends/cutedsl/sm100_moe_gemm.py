@@ -8,7 +8,7 @@
 Two pipelines, each a ring of (full, empty) mbarriers:
 
     ring      TMA -> MMA        128 rows of A and of W, 256 of K, codes and scales
-    acc       MMA -> epilogue   an accumulator of 128 columns: two, so that the epilogue of a tile overlaps the next
+    acc       MMA -> epilogue   an accumulator, so that the epilogue of a tile overlaps the products of the next
 
 CTAs, or pairs of them, walk over the tiles of all experts with a fixed stride. How many tiles there are, and whose,
 is in the schedule that the routing kernel wrote (sm100_moe_routing): the grid is what the machine holds, whatever
@@ -27,7 +27,6 @@ from backends.cutedsl.sm100_moe_load import load_warp
 from backends.cutedsl.sm100_moe_mma import mma_warp
 from backends.cutedsl.sm100_moe_operands import Operand, allocate_ring
 from backends.cutedsl.sm100_moe_plan import (
-    ACC_STAGES,
     LOAD_WARP,
     MMA_WARP,
     THREADS,
@@ -45,13 +44,13 @@ def cluster_layout(plan: Sm100MoePlan) -> cute.Layout:
 
 
 def make_pipelines(plan: Sm100MoePlan, smem: utils.SmemAllocator):
-    """(producer, consumer) of the ring and of the accumulators."""
+    """(pipeline, producer, consumer) of the ring and of the accumulators."""
 
     def threads(count: int) -> pipeline.CooperativeGroup:
         return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
 
     def make(kind, stages: int, consumers: int, **tx_count: int):
-        return kind.create(
+        made = kind.create(
             num_stages=stages,
             producer_group=threads(1),
             consumer_group=threads(consumers),
@@ -59,12 +58,13 @@ def make_pipelines(plan: Sm100MoePlan, smem: utils.SmemAllocator):
             cta_layout_vmnk=cluster_layout(plan),
             defer_sync=True,
             **tx_count,
-        ).make_participants()
+        )
+        return made, *made.make_participants()
 
     loaded = plan.stage_bytes * plan.cta_group
     return (
         make(pipeline.PipelineTmaUmma, plan.ring_stages, 1, tx_count=loaded),
-        make(pipeline.PipelineUmmaAsync, ACC_STAGES, WARPGROUP * plan.cta_group),
+        make(pipeline.PipelineUmmaAsync, plan.acc_stages, WARPGROUP * plan.cta_group),
     )
 
 
@@ -104,19 +104,19 @@ def grouped_gemm(
     pipeline.pipeline_init_wait(cluster_shape_mn=cluster_shape)
 
     if warp == LOAD_WARP:
-        load_warp(plan, a, w, shared, mUnits, w_rows, k_tiles, rank, ring[0])
+        load_warp(plan, a, w, shared, mUnits, w_rows, k_tiles, rank, ring[1])
     if warp == MMA_WARP:
         tmem.wait_for_alloc()
         tmem_ptr = tmem.retrieve_ptr(Float32)
-        mma_warp(plan, shared, tmem_ptr, mUnits, w_rows, k_tiles, rank, ring[1], acc[0])
+        mma_warp(plan, shared, tmem_ptr, mUnits, w_rows, k_tiles, rank, ring[2], ring[0], acc[1])
     if warp < MMA_WARP:
         tmem.allocate(TMEM_COLUMNS)
         tmem.wait_for_alloc()
         tmem_ptr = tmem.retrieve_ptr(Float32)
         if cutlass.const_expr(plan.swiglu):
-            swiglu_warpgroup(plan, interleave, tmem_ptr, mUnits, tensors, w_rows, rank, acc[1])
+            swiglu_warpgroup(plan, interleave, tmem_ptr, mUnits, tensors, w_rows, rank, acc[2])
         else:
-            rows_warpgroup(plan, tmem_ptr, mUnits, sStore, tensors, w_rows, rank, acc[1])
+            rows_warpgroup(plan, tmem_ptr, mUnits, sStore, tensors, w_rows, rank, acc[2])
         tmem.relinquish_alloc_permit()
         # Every other use of tensor memory lies before the last accumulator, which this warpgroup has just read.
         pipeline.NamedBarrier(barrier_id=2, num_threads=WARPGROUP).arrive_and_wait()

@@ -7,7 +7,7 @@ from cutlass import Int32
 from cutlass.pipeline import PipelineProducer
 
 from backends.cutedsl.sm100_moe_operands import Operand, Shared, partition_codes, partition_scales
-from backends.cutedsl.sm100_moe_plan import TILE_M, TILE_N, Sm100MoePlan
+from backends.cutedsl.sm100_moe_plan import TILE_M, Sm100MoePlan
 from backends.cutedsl.sm100_moe_tiles import walk, work_item
 
 
@@ -24,24 +24,24 @@ def load_warp(
     ring: PipelineProducer,
 ):
     """The producer's work loop. `rank`: which CTA of the pair. The next item is read while this one is loaded."""
-    tAgA, tAsA = partition_codes(a, shared.sA, TILE_M, plan.ring_stages)
-    tWgW, tWsW = partition_codes(w, shared.sW, plan.w_rows, plan.ring_stages)
+    tAgA, tAsA = partition_codes(a, shared.sA, plan.ring_stages)
+    tWgW, tWsW = partition_codes(w, shared.sW, plan.ring_stages)
     tAgSF, tAsSF = partition_scales(a, shared.sSFA)
-    tWgSF, tWsSF = partition_scales(w, shared.sSFW)
     items = walk(plan, mUnits, w_rows)
     item = work_item(mUnits, items, items.first)
     expert, row_tile = item.expert, item.row_tile
     for index in cutlass.range(items.first, items.end, items.step, unroll=1):
         following = work_item(mUnits, items, index + items.step)
-        w_tile = index % items.w_tiles
         a_tile = row_tile + rank
-        w_part = w_tile * plan.cta_group + rank
-        w_sf_tile = expert * (w_rows // TILE_N) + w_tile
+        w_first = index % items.w_tiles * plan.cta_group
+        w_tile = w_first + rank
+        mScales = cute.domain_offset((0, expert * (w_rows // TILE_M) + w_first), w.mScales)
+        tWgSF, tWsSF = partition_scales(w._replace(mScales=mScales), shared.sSFW)
         for k_tile in cutlass.range(k_tiles, unroll=1):
             stage = ring.acquire_and_advance()
             slot, barrier = stage.index, stage.barrier
-            cute.copy(w.codes, tWgW[None, w_part, k_tile, expert], tWsW[None, slot], tma_bar_ptr=barrier)
-            cute.copy(w.scales, tWgSF[None, k_tile, w_sf_tile], tWsSF[None, slot], tma_bar_ptr=barrier)
+            cute.copy(w.codes, tWgW[None, w_tile, k_tile, expert], tWsW[None, slot], tma_bar_ptr=barrier)
+            cute.copy(w.scales, tWgSF[None, k_tile, 0], tWsSF[None, slot], tma_bar_ptr=barrier)
             cute.copy(a.codes, tAgA[None, a_tile, k_tile, 0], tAsA[None, slot], tma_bar_ptr=barrier)
             cute.copy(a.scales, tAgSF[None, k_tile, a_tile], tAsSF[None, slot], tma_bar_ptr=barrier)
         expert, row_tile = following.expert, following.row_tile

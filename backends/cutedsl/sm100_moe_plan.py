@@ -8,21 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TILE_M = 128
-"""Expert rows a CTA: the 128 lanes of tensor memory, one epilogue thread a row."""
-TILE_N = 128
-"""Rows of W1 or W2 a tile: columns of one accumulator."""
+"""Expert rows a CTA: the 128 lanes of tensor memory, one epilogue thread a row. Also rows of W a CTA loads."""
 TILE_K = 256
 """Elements along K a ring stage: 128 bytes of codes, one swizzle row; four instructions of 64."""
+HALF_N = 128
+"""Columns of an accumulator that an epilogue thread holds in registers at a time: all of a single CTA's tile, half of a
+pair's."""
 SF_VEC_SIZE = 16
-ACC_STAGES = 2
-"""Accumulators in tensor memory: the epilogue reads one while the tensor core fills the other."""
 MAX_RING_STAGES = 8
 TMEM_COLUMNS = 512
 SF_ROWS_PER_COLUMN = 32
 """Scales of 32 rows share a column of tensor memory: a word of 4 scales a lane (ptx-facts, section 2.4)."""
 K_BLOCKS = TILE_K // 64
-SF_COLUMNS = (TILE_M + TILE_N) // SF_ROWS_PER_COLUMN * K_BLOCKS
-"""Columns that the scales of one ring stage take: 16 of A and 16 of B."""
 WARPGROUP = 128
 MMA_WARP, LOAD_WARP = 4, 5
 THREADS = 192
@@ -31,8 +28,8 @@ SMEM_BYTES = 224 * 1024
 SM_COUNT = 148
 """Streaming multiprocessors of a B200."""
 MAX_EXPERTS = 512
-H_COLUMNS = TILE_N // 2
-"""Columns of h that a tile of L1 makes: half of its columns are gate, half are up. One atom of block scales."""
+H_COLUMNS = HALF_N // 2
+"""Columns of h that 128 columns of L1 make: half of them are gate, half are up. One atom of block scales."""
 STORE_COLUMNS = 64
 """Columns of bf16 rows that one TMA store of L2 writes: a 128-byte swizzle row."""
 STORE_STAGES = 2
@@ -44,27 +41,37 @@ UNIT_FIELDS = 4
 class Sm100MoePlan:
     """The compile-time shape of one grouped GEMM. `cta_group`: CTAs that share a tile; `swiglu`: L1, else L2.
 
-    The accumulators take 2 x 128 of the 512 columns of tensor memory, and every ring stage has 32 columns of its own
-    for its scales: so scales are copied as soon as a stage arrives, ahead of the instructions that read them, and never
-    over scales that are still read. A tile of 256 columns would leave no room for scales beside two accumulators.
+    A single CTA computes 128 x 128, a pair 256 x 256 with 128 rows of A and of W in each. Few tokens an expert want the
+    first: the work is to stream W, and small tiles spread it evenly over the machine. Many want the second: a stage of
+    38 KiB feeds 512 cycles of the tensor core instead of 36 KiB 256, and L2 could not serve the latter to every SM.
 
-    A pair of CTAs computes 256 rows of one expert. Each holds its own 128 rows of A and half of the rows of W, so that
-    the tensor core reads 3/4 of the shared memory for a product, and W comes from L2 half as often. It pays where
-    experts have more than 128 rows; with fewer, the second CTA computes nothing of use.
+    Tensor memory of a single CTA: two accumulators, 2 x 128 columns, and 32 columns of scales for every ring stage. Of
+    a pair: two accumulators of 256 columns that share 128, as regions 0, 1 and 1, 2 of 3 x 128; then two slots of 48
+    columns of scales. The epilogue reads the shared region first, and the next tile begins when it is in registers.
     """
 
     cta_group: int
     swiglu: bool
 
     @property
-    def w_rows(self) -> int:
-        """Rows of W that one CTA holds in a ring stage."""
-        return TILE_N // self.cta_group
+    def tile_n(self) -> int:
+        """Rows of W a tile: columns of an accumulator."""
+        return HALF_N * self.cta_group
+
+    @property
+    def halves(self) -> int:
+        """Times 128 columns that the epilogue takes of an accumulator."""
+        return self.tile_n // HALF_N
+
+    @property
+    def acc_stages(self) -> int:
+        """Accumulators that are handed over as a whole. The two of a pair overlap, so they take turns as one."""
+        return 2 if self.cta_group == 1 else 1
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of a ring stage of one CTA: codes of A and W, scales of A, scales of all of W's rows."""
-        return (TILE_M + self.w_rows) * TILE_K // 2 + (TILE_M + TILE_N) * TILE_K // SF_VEC_SIZE
+        """Bytes of a ring stage of one CTA: codes of A and of its part of W, scales of A and of all of W."""
+        return 2 * TILE_M * TILE_K // 2 + (TILE_M + self.tile_n) * TILE_K // SF_VEC_SIZE
 
     @property
     def store_bytes(self) -> int:
@@ -73,13 +80,30 @@ class Sm100MoePlan:
 
     @property
     def ring_stages(self) -> int:
-        """Stages of the operand ring: what shared memory holds, at most 8, as many as there are columns for scales."""
+        """Stages of the operand ring: what shared memory holds, 8 at most."""
         return min(MAX_RING_STAGES, (SMEM_BYTES - self.store_bytes) // self.stage_bytes)
 
     @property
     def tmem_sf(self) -> int:
         """First tensor-memory column of block scales."""
-        return ACC_STAGES * TILE_N
+        return 2 * HALF_N if self.cta_group == 1 else 3 * HALF_N
+
+    @property
+    def sfa_columns(self) -> int:
+        """Columns that the scales of A take of a slot."""
+        return TILE_M // SF_ROWS_PER_COLUMN * K_BLOCKS
+
+    @property
+    def sf_columns(self) -> int:
+        """Columns of a slot: the scales of one ring stage, of A and of W."""
+        return (TILE_M + self.tile_n) // SF_ROWS_PER_COLUMN * K_BLOCKS
+
+    @property
+    def sf_slots(self) -> int:
+        """Slots of scales in tensor memory. With as many as ring stages a slot is free when its stage is loaded; with
+        fewer, the MMA warp waits for the instructions that read a slot before it copies into it: nothing else orders a
+        tcgen05.cp after a tcgen05.mma (PTX ISA 9.7.16.6.2.1)."""
+        return min(self.ring_stages, (TMEM_COLUMNS - self.tmem_sf) // self.sf_columns)
 
 
 def pays_as_pair(rows: int, num_experts: int) -> bool:
@@ -87,30 +111,12 @@ def pays_as_pair(rows: int, num_experts: int) -> bool:
     return rows > TILE_M * num_experts
 
 
-def swiglu_columns(interleave: int, h_column: int) -> tuple[int, int]:
-    """(gate, up) columns of an L1 accumulator that column `h_column` (0..63) of the tile's h is made of.
+def swiglu_registers(interleave: int, h_column: int) -> tuple[int, int]:
+    """(gate, up) registers of an L1 epilogue thread that column `h_column` (0..63) of its row of h is made of.
 
-    `tcgen05.ld.32x32b` of column c gives thread t row t, in register c: so this is also which registers meet. The
-    accumulator of thread t, register c belongs to (M, N) = (t, c) of the tile whatever the interleave, h column n of
-    that row being silu(register 2 n - n mod i) * (register 2 n - n mod i + i) with i the interleave.
+    `tcgen05.ld.32x32b` gives thread t of the warpgroup lane t, register r its column r. So the fused tile has the
+    plainest of layouts: thread t, register r hold (M, N) = (t, r) of the 128 columns, whatever the interleave, and gate
+    and up of an h column meet in one thread, `interleave` registers apart.
     """
     gate = 2 * h_column - h_column % interleave
     return gate, gate + interleave
-
-
-def block_loads(interleave: int, block: int) -> tuple[tuple[int, int], ...]:
-    """(first column, columns) of the accumulator loads that together hold h block `block` (0..3) of 16 columns.
-
-    With an interleave of 8 or 16 its gates and ups lie in 32 neighbouring columns, else in two runs of 16.
-    """
-    gate, up = swiglu_columns(interleave, block * SF_VEC_SIZE)
-    if interleave <= SF_VEC_SIZE:
-        return ((gate, 2 * SF_VEC_SIZE),)
-    return ((gate, SF_VEC_SIZE), (up, SF_VEC_SIZE))
-
-
-def block_registers(interleave: int) -> tuple[tuple[int, int], ...]:
-    """For each of the 16 columns of an h block, the registers of (gate, up) among those of `block_loads`, in order."""
-    columns = [swiglu_columns(interleave, column) for column in range(SF_VEC_SIZE)]
-    loaded = [first + i for first, count in block_loads(interleave, 0) for i in range(count)]
-    return tuple((loaded.index(gate), loaded.index(up)) for gate, up in columns)

@@ -10,9 +10,9 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineConsumer
 
-from backends.cutedsl.sm100_moe_plan import STORE_COLUMNS, STORE_STAGES, TILE_M, TILE_N, Sm100MoePlan
+from backends.cutedsl.sm100_moe_plan import HALF_N, STORE_COLUMNS, STORE_STAGES, TILE_M, Sm100MoePlan
 from backends.cutedsl.sm100_moe_tiles import walk, work_item
-from backends.cutedsl.sm100_moe_tmem import fence_after_sync, fence_before_sync, load_columns
+from backends.cutedsl.sm100_moe_tmem import fence_after_sync, fence_before_sync, half_of_tile, load_half
 
 VECTOR = 8
 """bf16 of a 16-byte store to shared memory."""
@@ -45,12 +45,9 @@ def allocate_store(smem) -> cute.Tensor:
 
 
 @cute.jit
-def round_columns(tmem_ptr: cute.Pointer, scale: Float32, sBox: cute.Tensor, thread: Int32):
-    """64 columns of this thread's row, times `scale`, as bf16 into its warp's box."""
-    rAcc = cute.make_rmem_tensor(STORE_COLUMNS, Float32)
+def round_columns(rAcc: cute.Tensor, scale: Float32, sBox: cute.Tensor, thread: Int32):
+    """rAcc (64) f32, columns of this thread's row, times `scale`, as bf16 into its warp's box."""
     rRow = cute.make_rmem_tensor(STORE_COLUMNS, BFloat16)
-    load_columns(tmem_ptr, STORE_COLUMNS, rAcc, thread)
-    cute.arch.fence_view_async_tmem_load()
     for j in cutlass.range_constexpr(0, STORE_COLUMNS, 2):
         rAcc[j], rAcc[j + 1] = cute.arch.mul_packed_f32x2((rAcc[j], rAcc[j + 1]), (scale, scale))
     rRow.store(rAcc.load().to(BFloat16))
@@ -60,23 +57,27 @@ def round_columns(tmem_ptr: cute.Pointer, scale: Float32, sBox: cute.Tensor, thr
 
 
 @cute.jit
-def store_tile(tmem_ptr: cute.Pointer, scale: Float32, sStore: cute.Tensor, tensors: RowsTensors, box, thread: Int32):
-    """128 columns of a warp's 32 rows. `box`: which of the 32-row boxes, and which 64 columns are the first."""
+def store_half(rAcc: cute.Tensor, scale: Float32, sStore: cute.Tensor, tensors: RowsTensors, box, thread: Int32):
+    """128 columns of a warp's 32 rows. `box`: which of the 32-row boxes, and which 64 columns are the first.
+
+    A lane has stored what it elected itself for; columns past the end of the rows are left out by the TMA.
+    """
     row_box, column_box = box
     gRows = cute.flat_divide(tensors.mRows, STORE_BOX)
     tSsS, tSgS = cpasync.tma_partition(
         tensors.store, 0, cute.make_layout(1), cute.group_modes(sStore, 0, 2), cute.group_modes(gRows, 0, 2)
     )
     warp = cute.arch.make_warp_uniform(thread // 32)
-    for half in cutlass.range_constexpr(TILE_N // STORE_COLUMNS):
-        buffer = warp * STORE_STAGES + half % STORE_STAGES
+    for box_step in cutlass.range_constexpr(HALF_N // STORE_COLUMNS):
+        buffer = warp * STORE_STAGES + box_step % STORE_STAGES
         cute.arch.cp_async_bulk_wait_group(STORE_STAGES - 1, read=True)
         cute.arch.sync_warp()
-        round_columns(tmem_ptr + half * STORE_COLUMNS, scale, sStore[None, None, buffer], thread)
+        rBox = cute.make_tensor(rAcc.iterator + box_step * STORE_COLUMNS, cute.make_layout(STORE_COLUMNS))
+        round_columns(rBox, scale, sStore[None, None, buffer], thread)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.copy(tensors.store, tSsS[None, buffer], tSgS[None, row_box, column_box + half])
+            cute.copy(tensors.store, tSsS[None, buffer], tSgS[None, row_box, column_box + box_step])
         cute.arch.cp_async_bulk_commit_group()
 
 
@@ -93,7 +94,10 @@ def rows_warpgroup(
 ):
     """The epilogue's work loop. Warps whose rows are all padding store nothing; padding rows of others are stored."""
     thread, _, _ = cute.arch.thread_idx()
+    rAcc = cute.make_rmem_tensor(HALF_N, Float32)
+    rAcc.fill(0.0)
     items = walk(plan, mUnits, w_rows)
+    turn = Int32(0)
     for index in cutlass.range(items.first, items.end, items.step, unroll=1):
         item = work_item(mUnits, items, index)
         row_tile = item.row_tile + rank
@@ -101,11 +105,19 @@ def rows_warpgroup(
         if rank < item.row_tiles:
             route = tensors.mRouteOfRow[row_tile * TILE_M + thread]
         scale = tensors.mA2_gs[item.expert] * tensors.mW2_gs[item.expert]
+        needed = cute.arch.vote_any_sync(route >= 0)
         acc_tile = acc.wait_and_advance()
         fence_after_sync()
-        if cute.arch.vote_any_sync(route >= 0):
-            box = (row_tile * (TILE_M // 32) + thread // 32, item.w_tile * (TILE_N // STORE_COLUMNS))
-            store_tile(tmem_ptr + acc_tile.index * TILE_N, scale, sStore, tensors, box, thread)
-        fence_before_sync()
-        acc_tile.release()
+        for step in cutlass.range_constexpr(plan.halves):
+            column, half = half_of_tile(plan, step, turn)
+            if needed:
+                load_half(tmem_ptr + column, rAcc, thread)
+            if cutlass.const_expr(step == 0):
+                fence_before_sync()
+                acc_tile.release()
+            if needed:
+                first = (item.w_tile * plan.halves + half) * (HALF_N // STORE_COLUMNS)
+                box = (row_tile * (TILE_M // 32) + thread // 32, first)
+                store_half(rAcc, scale, sStore, tensors, box, thread)
+        turn ^= 1
     cute.arch.cp_async_bulk_wait_group(0, read=False)

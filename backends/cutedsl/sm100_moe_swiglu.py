@@ -9,18 +9,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.pipeline import PipelineConsumer
 
-from backends.cutedsl.sm100_moe_plan import (
-    H_COLUMNS,
-    SF_VEC_SIZE,
-    TILE_M,
-    TILE_N,
-    Sm100MoePlan,
-    block_loads,
-    block_registers,
-)
+from backends.cutedsl.sm100_moe_plan import H_COLUMNS, HALF_N, TILE_M, Sm100MoePlan, swiglu_registers
 from backends.cutedsl.sm100_moe_quantise import quantise, store_quantised
 from backends.cutedsl.sm100_moe_tiles import walk, work_item
-from backends.cutedsl.sm100_moe_tmem import fence_after_sync, fence_before_sync, load_columns
+from backends.cutedsl.sm100_moe_tmem import fence_after_sync, fence_before_sync, half_of_tile, load_half
 
 LOG2_E = 1.4426950408889634
 
@@ -58,31 +50,14 @@ def swiglu_pair(gate, up, alpha: Float32, weight: Float32, clamp: Float32):
 
 
 @cute.jit
-def swiglu_row(
-    interleave: cutlass.Constexpr,
-    tmem_ptr: cute.Pointer,
-    thread: Int32,
-    rH: cute.Tensor,
-    alpha: Float32,
-    weight: Float32,
-    clamp: Float32,
+def swiglu_half(
+    interleave: cutlass.Constexpr, rAcc: cute.Tensor, rH: cute.Tensor, alpha: Float32, weight: Float32, clamp: Float32
 ):
-    """rH (64) f32: this thread's row of the tile. `block_registers` says which registers are a column's gate and up."""
-    rAcc = cute.make_rmem_tensor(2 * SF_VEC_SIZE, Float32)
-    for block in cutlass.range_constexpr(H_COLUMNS // SF_VEC_SIZE):
-        register = 0
-        for column, count in block_loads(interleave, block):
-            load_columns(
-                tmem_ptr + column, count, cute.make_tensor(rAcc.iterator + register, cute.make_layout(count)), thread
-            )
-            register += count
-        cute.arch.fence_view_async_tmem_load()
-        where = block_registers(interleave)
-        for j in cutlass.range_constexpr(0, SF_VEC_SIZE, 2):
-            (gate_0, up_0), (gate_1, up_1) = where[j], where[j + 1]
-            gate, up = (rAcc[gate_0], rAcc[gate_1]), (rAcc[up_0], rAcc[up_1])
-            first = block * SF_VEC_SIZE + j
-            rH[first], rH[first + 1] = swiglu_pair(gate, up, alpha, weight, clamp)
+    """rH (64) f32 from rAcc (128): 64 columns of this thread's row. Which registers meet, `swiglu_registers` says."""
+    for h_column in cutlass.range_constexpr(0, H_COLUMNS, 2):
+        (gate_0, up_0), (gate_1, up_1) = (swiglu_registers(interleave, h_column + i) for i in range(2))
+        gate, up = (rAcc[gate_0], rAcc[gate_1]), (rAcc[up_0], rAcc[up_1])
+        rH[h_column], rH[h_column + 1] = swiglu_pair(gate, up, alpha, weight, clamp)
 
 
 @cute.jit
@@ -98,9 +73,12 @@ def swiglu_warpgroup(
 ):
     """The epilogue's work loop. Warps whose rows are all padding do nothing but give the accumulator back."""
     thread, _, _ = cute.arch.thread_idx()
+    rAcc = cute.make_rmem_tensor(HALF_N, Float32)
     rH = cute.make_rmem_tensor(H_COLUMNS, Float32)
     rCodes = cute.make_rmem_tensor(H_COLUMNS // 8, Uint32)
+    rAcc.fill(0.0)
     items = walk(plan, mUnits, w_rows)
+    turn = Int32(0)
     for index in cutlass.range(items.first, items.end, items.step, unroll=1):
         item = work_item(mUnits, items, index)
         row = (item.row_tile + rank) * TILE_M + thread
@@ -112,14 +90,19 @@ def swiglu_warpgroup(
             alpha = tensors.mX_gs[route // tensors.topk] * tensors.mW1_gs[item.expert]
             gs = tensors.mA2_gs[item.expert]
             weight = cutlass.select_(Boolean(tensors.weighted != 0), tensors.mTopkWeights[route], Float32(1.0))
+        needed = cute.arch.vote_any_sync(route >= 0)
         acc_tile = acc.wait_and_advance()
         fence_after_sync()
-        if cute.arch.vote_any_sync(route >= 0):
-            swiglu_row(interleave, tmem_ptr + acc_tile.index * TILE_N, thread, rH, alpha, weight, tensors.clamp)
-            fence_before_sync()
-            acc_tile.release()
+        for step in cutlass.range_constexpr(plan.halves):
+            column, half = half_of_tile(plan, step, turn)
+            if needed:
+                load_half(tmem_ptr + column, rAcc, thread)
+            if cutlass.const_expr(step == 0):
+                fence_before_sync()
+                acc_tile.release()
             if route >= 0:
+                swiglu_half(interleave, rAcc, rH, alpha, weight, tensors.clamp)
                 scales = quantise(rH, gs, rCodes)
-                store_quantised(tensors.mA2_codes, tensors.mA2_sf, row, item.w_tile, rCodes, scales)
-        else:
-            acc_tile.release()
+                group = item.w_tile * plan.halves + half
+                store_quantised(tensors.mA2_codes, tensors.mA2_sf, row, group, rCodes, scales)
+        turn ^= 1

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
-from backends.cutedsl.sm100_moe_plan import TILE_N, Sm100MoePlan
+from backends.cutedsl.sm100_moe_plan import Sm100MoePlan
 
 
 class Walk(NamedTuple):
@@ -33,7 +33,7 @@ def walk(plan: Sm100MoePlan, mUnits: cute.Tensor, w_rows: Int32) -> Walk:
     """What this CTA has to do. The tiles of W of one unit are neighbours: its rows of A are read from memory once."""
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
-    w_tiles = w_rows // TILE_N
+    w_tiles = (w_rows + plan.tile_n - 1) // plan.tile_n
     return Walk(block // plan.cta_group, blocks // plan.cta_group, mUnits[0, 0] * w_tiles, w_tiles)
 
 

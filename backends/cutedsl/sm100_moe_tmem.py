@@ -1,12 +1,16 @@
 # pyright: reportMissingImports=false
 """Accumulators as the epilogue's threads see them, and the fences around handing them from thread to thread."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.experimental.primitives import nvvm_wrapper
 
-from backends.cutedsl.sm100_moe_plan import TILE_M
+from backends.cutedsl.sm100_moe_plan import HALF_N, TILE_M, Sm100MoePlan
+
+CHUNK = 32
+"""Columns of one tcgen05.ld."""
 
 
 def fence_before_sync() -> None:
@@ -19,14 +23,29 @@ def fence_after_sync() -> None:
     nvvm_wrapper.tcgen05_fence("after_thread_sync")
 
 
+def half_of_tile(plan: Sm100MoePlan, step: int, turn: Int32) -> tuple[Int32, Int32]:
+    """(first tensor-memory column, which half of the tile's columns) of the epilogue's step `step`, 0 or 1.
+
+    `turn`: 0 for the first tile of the CTA, 1 for the second, 0 for the third and so on. A pair's accumulator is
+    columns 0..255 or 128..383; its first step is the region that both share, after which the next tile may begin.
+    """
+    if plan.cta_group == 1:
+        return turn * HALF_N, Int32(0)
+    if step == 0:
+        return Int32(HALF_N), 1 - turn
+    return turn * 2 * HALF_N, turn
+
+
 @cute.jit
-def load_columns(tmem_ptr: cute.Pointer, count: int, rAcc: cute.Tensor, thread: Int32):
-    """rAcc (count) f32: `count` columns from `tmem_ptr` on, of the row that is this thread's; queued, not waited for.
+def load_half(tmem_ptr: cute.Pointer, rAcc: cute.Tensor, thread: Int32):
+    """rAcc (128) f32: 128 columns from `tmem_ptr` on, of the row that is this thread's.
 
     32x32b: thread t of the warpgroup has lane t, register r column r. A lane is 2^16 addresses on (ptx-facts 1).
     """
-    tAcc = cute.make_tensor(tmem_ptr, cute.make_layout((TILE_M, count), stride=(1 << 16, 1)))
-    atom = cute.make_copy_atom(tcgen05.copy.Ld32x32bOp(tcgen05.copy.Repetition(count)), Float32)
-    load = tcgen05.make_tmem_copy(atom, tAcc).get_slice(thread)
-    shape = load.partition_D(cute.make_identity_tensor((TILE_M, count))).shape
-    cute.copy(load, load.partition_S(tAcc), cute.make_tensor(rAcc.iterator, cute.make_layout(shape)))
+    for column in cutlass.range_constexpr(0, HALF_N, CHUNK):
+        tAcc = cute.make_tensor(tmem_ptr + column, cute.make_layout((TILE_M, CHUNK), stride=(1 << 16, 1)))
+        atom = cute.make_copy_atom(tcgen05.copy.Ld32x32bOp(tcgen05.copy.Repetition(CHUNK)), Float32)
+        load = tcgen05.make_tmem_copy(atom, tAcc).get_slice(thread)
+        shape = load.partition_D(cute.make_identity_tensor((TILE_M, CHUNK))).shape
+        cute.copy(load, load.partition_S(tAcc), cute.make_tensor(rAcc.iterator + column, cute.make_layout(shape)))
+    cute.arch.fence_view_async_tmem_load()
