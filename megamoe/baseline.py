@@ -12,14 +12,15 @@ import fcntl
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from megamoe.record import Acceptance, AnyLine, Figures, Record, RecordError, Row, RunHeader, Timing
 from megamoe.record_file import RecordFile, read_records
+from megamoe.rows import Selection
 
 RUN = "baseline"
 """The id of the run in lines that are the same whichever run they come from."""
@@ -107,6 +108,44 @@ def settled_figures(figures: Figures) -> Figures:
     """As `settled`: the numbers of every kernel in order of their names."""
     kernels = {entry: dict(sorted(numbers.items())) for entry, numbers in sorted(figures.kernels.items())}
     return figures.model_copy(update={"run": RUN, "cubin_sha256": None, "kernels": kernels})
+
+
+def rebuilt(
+    baseline: Baseline,
+    lines: Iterable[Record | Figures | Timing],
+    headers: Mapping[str, RunHeader],
+    accepted: Sequence[Acceptance],
+) -> Baseline:
+    """A baseline of `lines`, with the headers of their runs (those of `headers` first) and with `accepted` at its end.
+
+    Lines of a machine that repeats exactly are settled, under one header; those of a device keep their runs, as times
+    mean nothing without the device that took them.
+    """
+    lines = list(lines)
+    known = {**baseline.headers, **headers}
+    if any(isinstance(line, Timing) for line in lines):
+        kept = {line.run: known[line.run] for line in lines if line.run in known}
+    else:
+        latest = max(headers.values(), key=lambda header: header.started, default=baseline.headers.get(RUN))
+        rows = sum(isinstance(line, Record) for line in lines)
+        kept = {} if latest is None else {RUN: _settled_header(latest, rows)}
+        lines = [settled(line) if isinstance(line, Record) else line for line in lines]
+        lines = [settled_figures(line) if isinstance(line, Figures) else line for line in lines]
+    return Baseline(
+        baseline.path,
+        kept,
+        {line.row: line for line in lines if isinstance(line, Record)},
+        {figures_key(line): line for line in lines if isinstance(line, Figures)},
+        {timing_key(line): line for line in lines if isinstance(line, Timing)},
+        (*baseline.acceptances, *accepted),
+    )
+
+
+def _settled_header(header: RunHeader, rows: int) -> RunHeader:
+    """The header of lines that are the same on every host: versions and revision of whoever accepted last."""
+    selection: dict[str, str | tuple[str, ...]] = asdict(Selection())
+    anywhere = {"platform": "any", "machine": "any", "cpu_count": None, "device": None}
+    return header.model_copy(update={"run": RUN, "selection": selection, "owed_rows": rows, **anywhere})
 
 
 def read_baseline(path: Path) -> Baseline:

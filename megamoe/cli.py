@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from megamoe import cli_compare, cli_doctor, cli_explain, cli_gate, cli_list, cli_report, cli_run
+from megamoe import cli_accept, cli_compare, cli_doctor, cli_explain, cli_gate, cli_list, cli_report, cli_run
 from megamoe.comparison_side import ComparisonError
 from megamoe.expected import ExpectedError
 from megamoe.record import RecordError
@@ -30,6 +30,7 @@ app = typer.Typer(
 app.command("list")(cli_list.list_cases)
 app.command("run")(cli_run.run)
 app.command("gate")(cli_gate.gate)
+app.command("accept")(cli_accept.accept)
 app.command("compare")(cli_compare.compare)
 app.command("doctor")(cli_doctor.doctor)
 app.command("explain")(cli_explain.explain_case)
