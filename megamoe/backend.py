@@ -150,7 +150,10 @@ class PreparedCall(Protocol):
         ...
 
     def collect(self) -> None:
-        """Brings what the call has computed into the case's output tensors, where it writes elsewhere. Not timed."""
+        """Brings what the call has computed into the case's output tensors, where it writes elsewhere. Not timed.
+
+        May spoil what it has read, so that a replay that computes nothing is noticed: one launch before each.
+        """
         ...
 
 
@@ -217,6 +220,15 @@ class Backend(Protocol):
 
     def build(self, case: Case, target: Target) -> AnyProgram:
         """The program of `case`. Raises UnsupportedError with a reason for what it cannot do."""
+        ...
+
+
+@runtime_checkable
+class Borrowed(Backend, Protocol):
+    """A backend that calls packages of others, which need not be installed."""
+
+    def missing(self) -> str | None:
+        """A sentence about what is not installed here; None if all is."""
         ...
 
 

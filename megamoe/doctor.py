@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megamoe.backend import TARGETS, Target, backend_names, executor_names, load_backend, load_executor
+from megamoe.backend import TARGETS, Borrowed, Target, backend_names, executor_names, load_backend, load_executor
 from megamoe.provenance import git_revision, installed_version
 from megamoe.spec import SpecError, load_specs
 
@@ -48,8 +48,13 @@ def _backend_findings(name: str, ops: tuple[str, ...]) -> Iterator[Finding]:
     try:
         backend = load_backend(name)
         offers = {op: backend.targets(op) for op in ops}
+        absent = backend.missing() if isinstance(backend, Borrowed) else None
     except Exception as error:
         yield Finding(f"backend {name}", False, f"cannot be loaded: {_one_line(error)}")
+        return
+    if isinstance(backend, Borrowed):
+        has = [f"{op} for {', '.join(targets)}" for op, targets in offers.items() if targets]
+        yield Finding(f"backend {name}", absent is None, absent or f"{'; '.join(has)}; on a device only")
         return
     for op, targets in offers.items():
         missing = [target for target in TARGETS if target not in targets]

@@ -21,6 +21,7 @@ from backends.peers.attention import mask_of
 from backends.peers.peer import Peer
 from megamoe.backend import PythonProgram, UnsupportedError, backend_names, load_backend
 from megamoe.case import Case
+from megamoe.doctor import diagnose
 from megamoe.judge import judge
 from megamoe.record import Record, Row
 
@@ -232,3 +233,12 @@ def test_a_mask_that_hides_nothing_is_none(case: str, causal: bool, window: int 
     seen = visible_keys(parsed, torch.arange(parsed.int("t")))
     assert mask.hides == (not bool(seen.all())), f"{case}: the reference says otherwise"
     assert mask.blind == (not bool(seen.any(dim=1).all())), f"{case}: the reference says otherwise"
+
+
+def test_doctor_says_what_of_each_peer_is_missing() -> None:
+    found = {one.subject: one for one in diagnose() if one.subject.startswith("backend ")}
+    for peer in PEERS:
+        finding = found[f"backend {peer.name}"]
+        assert finding.works == (peer.missing() is None), f"{peer.name} is or is not installed: {finding}"
+        words = peer.op if finding.works else "pip install"
+        assert words in finding.detail, f"the finding must contain {words!r}: {finding}"
