@@ -18,8 +18,9 @@ from megamoe.cli_options import JOBS, Asked, Expected, Jobs, Specs, TimeLimit, i
 from megamoe.cli_progress import RunProgress
 from megamoe.cli_verdict import expectations_of, print_verdict
 from megamoe.expected import stale_entries
+from megamoe.figures import FigureMaker
 from megamoe.gate import judge_run
-from megamoe.provenance import run_header
+from megamoe.provenance import installed_version, run_header
 from megamoe.record import Agreement, Record, Row, RunHeader, record_of
 from megamoe.record_file import RecordWriter, read_records
 from megamoe.rows import Selection, not_offered, owed_rows
@@ -81,15 +82,24 @@ def conduct(console: Console, known: Mapping[str, Spec], selection: Selection, h
     if not (selection.targets and (selection.ops or selection.cases)):
         for sentence in not_offered(known, selection):
             console.print(sentence, markup=False)
-    header = run_header(selection, len(rows))
+    header = run_header(selection, len(rows)).model_copy(update={"software": _compilers()})
     path = how.output or RUNS / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{selection.label}.jsonl"
-    with TemporaryDirectory(prefix="megamoe-") as outputs:
+    with TemporaryDirectory(prefix="megamoe-") as name:
+        outputs, programs = Path(name, "outputs"), Path(name, "programs")
+        outputs.mkdir()
+        programs.mkdir()
         several = len({row.backend for row in rows}) > 1
-        kept = Path(outputs) if several else None
-        settings = RunSettings(header.run, how.jobs, how.timeout, how.specs, FAILURES, kept)
+        kept = outputs if several else None
+        settings = RunSettings(header.run, how.jobs, how.timeout, how.specs, FAILURES, kept, programs)
         records, together = _run_and_record(console, rows, path, header, settings)
     console.print(f"records: {path}", markup=False)
     return Conducted(path, rows, records, together)
+
+
+def _compilers() -> dict[str, str]:
+    """The versions that compiler figures depend on."""
+    found = ((name, installed_version(name)) for name in ("nvidia-cuda-nvcc", "nvidia-cutlass-dsl"))
+    return {name: version for name, version in found if version is not None}
 
 
 def end_if_interrupted(console: Console, done: Conducted) -> None:
@@ -103,13 +113,17 @@ def end_if_interrupted(console: Console, done: Conducted) -> None:
 def _run_and_record(
     console: Console, rows: Sequence[Row], path: Path, header: RunHeader, settings: RunSettings
 ) -> tuple[list[Record], list[Agreement]]:
-    """Runs `rows` and appends each record as it comes, then what holds the backends against each other.
+    """Runs `rows` and appends each record as it comes, then what the backends' outputs say of each other, then figures.
 
     After Ctrl-C the rows that are left are recorded as not_run.
     """
     records: list[Record] = []
     bar = console.is_terminal and not in_ci()
-    with RecordWriter(path) as writer, RunProgress(console, len(rows), bar) as progress:
+    with (
+        RecordWriter(path) as writer,
+        RunProgress(console, len(rows), bar) as progress,
+        FigureMaker(header.run, settings.programs or Path(), settings.jobs) as figures,
+    ):
         writer.append(header)
         try:
             with closing(judged(rows, settings)) as results:
@@ -117,6 +131,7 @@ def _run_and_record(
                     writer.append(record)
                     records.append(record)
                     progress.show(record)
+                    figures.begin(record.row, record.program_sha256)
         except KeyboardInterrupt:
             # The file knows: the interruption may have come between writing a record and keeping it.
             records = [record for record in read_records(path).records if record.run == header.run]
@@ -126,8 +141,9 @@ def _run_and_record(
                     records.append(record_of(header.run, row, "not_run", why, specs=settings.specs))
                     writer.append(records[-1])
         together = _side_by_side(header.run, records, settings.outputs)
-        for agreement in together:
-            writer.append(agreement)
+        programs = {record.row[:3]: record for record in records}.values()
+        for line in (*together, *(line for one in programs for line in figures.of(one.row, one.program_sha256))):
+            writer.append(line)
     return records, together
 
 
