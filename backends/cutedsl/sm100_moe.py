@@ -10,6 +10,9 @@
 Nothing returns to the host in between: the routing kernel leaves on the device which route is which row and what the
 grouped GEMMs have to do (sm100_moe_routing). Sizes are run-time values; compile-time is whether pairs of CTAs work
 together and, where there is an L1, the interleave of gate and up.
+
+Each kernel but the first may be launched while the one before it still runs (programmatic dependent launch): it sets
+up its barriers and tensor memory, then waits until that kernel is complete, which had waited for its own predecessor.
 """
 
 from collections.abc import Callable
@@ -77,6 +80,7 @@ def l1(
         grid=[cutlass.min(ceil_div(routes, sm100_moe_gather.WARPS), 8 * max_ctas), 1, 1],
         block=[32 * sm100_moe_gather.WARPS, 1, 1],
         stream=stream,
+        use_pdl=True,
     )
     a = make_operand(plan, mA1_codes, mA1_sf, 1, layout_a(plan))
     w = make_operand(plan, mW1_codes, mW1_sf, plan.cta_group, layout_w(plan))
@@ -124,6 +128,7 @@ def combine(mTopkIds, mTopkWeights, mRowOfRoute, mRows, mY, weighted: Int32, str
         grid=[ceil_div(vectors, sm100_moe_combine.THREADS), 1, 1],
         block=[sm100_moe_combine.THREADS, 1, 1],
         stream=stream,
+        use_pdl=True,
     )
 
 
@@ -236,6 +241,7 @@ class Sm100Moe:
             grid=[cutlass.min(ceil_div(groups, sm100_moe_requantise.THREADS), 8 * max_ctas), 1, 1],
             block=[sm100_moe_requantise.THREADS, 1, 1],
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.jit

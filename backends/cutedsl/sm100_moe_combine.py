@@ -27,6 +27,8 @@ def combine_kernel(
     weighted: Int32,
 ):
     """mY (tokens, hidden) bf16 from mRows (rows, hidden) bf16, times mTopkWeights unless `weighted` is 0."""
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     vectors = mY.shape[1] // VECTOR

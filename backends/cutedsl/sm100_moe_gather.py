@@ -42,6 +42,8 @@ def gather_kernel(
     topk: Int32,
 ):
     """mX_codes (tokens, hidden / 2) and mX_sf (swizzled, by token) to mA1_codes and mA1_sf, by expert row."""
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()

@@ -102,6 +102,8 @@ def grouped_gemm(
     cluster_shape = (plan.cta_group, 1)
     pipeline.pipeline_init_arrive(cluster_shape_mn=cluster_shape, is_relaxed=True)
     pipeline.pipeline_init_wait(cluster_shape_mn=cluster_shape)
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
 
     if warp == LOAD_WARP:
         load_warp(plan, a, w, shared, mUnits, w_rows, k_tiles, rank, ring[1])
@@ -155,5 +157,5 @@ def rows_kernel(
 def launch_shape(plan: Sm100MoePlan, row_tiles: Int32, w_tiles: Int32, max_ctas: Int32) -> Mapping[str, object]:
     """Grid, cluster and block: no more CTAs than there can be tiles, nor than `max_ctas`."""
     pairs = cutlass.min(row_tiles * w_tiles, max_ctas // plan.cta_group)
-    shape = {"grid": [pairs * plan.cta_group, 1, 1], "block": [THREADS, 1, 1], "min_blocks_per_mp": 1}
+    shape = {"grid": [pairs * plan.cta_group, 1, 1], "block": [THREADS, 1, 1], "min_blocks_per_mp": 1, "use_pdl": True}
     return shape | ({"cluster": [2, 1, 1]} if plan.cta_group == 2 else {})

@@ -21,6 +21,8 @@ def requantise_kernel(
     mA2_sf: cute.Tensor,
 ):
     """mH (rows, intermediate) f32 to mA2_codes and mA2_sf under mA2_gs (experts), rows that are routes only."""
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()

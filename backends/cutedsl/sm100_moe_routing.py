@@ -97,6 +97,7 @@ def routing_kernel(
     experts: Int32,
 ):
     """mTopkIds (tokens * topk); see above. A warp an expert, `WARPS` experts a CTA."""
+    cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
