@@ -10,7 +10,17 @@ from collections.abc import Sequence
 
 import typer
 
-from megamoe import cli_accept, cli_compare, cli_doctor, cli_explain, cli_gate, cli_list, cli_report, cli_run
+from megamoe import (
+    cli_accept,
+    cli_compare,
+    cli_doctor,
+    cli_explain,
+    cli_gate,
+    cli_list,
+    cli_report,
+    cli_run,
+    cli_schema,
+)
 from megamoe.comparison_side import ComparisonError
 from megamoe.expected import ExpectedError
 from megamoe.record import RecordError
@@ -35,6 +45,7 @@ app.command("compare")(cli_compare.compare)
 app.command("doctor")(cli_doctor.doctor)
 app.command("explain")(cli_explain.explain_case)
 app.command("report")(cli_report.report)
+app.command("schema")(cli_schema.schema)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -76,7 +76,7 @@ class RecordWriter:
     """Appends lines to a record file, each by one write() to a descriptor opened with O_APPEND, then fsync.
 
     Raises RecordError when the file cannot be opened, has another writer, already ends in a torn line, or takes less
-    than a whole line.
+    than a whole line, and for a line that could not be read again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -103,6 +103,10 @@ class RecordWriter:
     def append(self, line: AnyLine) -> None:
         """Appends one line and forces it to the disk."""
         data = line.model_dump_json().encode() + b"\n"
+        try:
+            _LINE.validate_json(data)
+        except ValidationError as error:
+            raise RecordError(f"a line of kind {line.kind} is not written to {self.path}{_complaint(error)}") from None
         try:
             written = os.write(self._descriptor, data)
             os.fsync(self._descriptor)
@@ -154,12 +158,16 @@ def _parse_line(path: Path, number: int, text: bytes) -> AnyLine:
 
 def _upgraded(text: bytes) -> bytes:
     """The line in this version's form; what is no object, or of no known version, is left for validation to refuse."""
-    line: object = json.loads(text)
+    try:
+        line: object = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     while isinstance(line, dict):
-        upgrade = UPGRADES.get(cast("dict[str, int]", line).get("schema_version", 0))
-        if upgrade is None:
+        known = cast("dict[str, object]", line)
+        version = known.setdefault("schema_version", None)
+        if type(version) is not int or version not in UPGRADES:
             break
-        line = upgrade(cast("dict[str, object]", line))
+        line = UPGRADES[version](known)
     return json.dumps(line).encode()
 
 

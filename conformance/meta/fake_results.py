@@ -9,7 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from megamoe.comparison_side import Side
-from megamoe.record import AnyLine, DeviceFacts, Figures, Record, RunHeader, Status, Temperature, Timing
+from megamoe.record import (
+    Acceptance,
+    Agreement,
+    AnyLine,
+    DeviceFacts,
+    Figures,
+    Record,
+    RunHeader,
+    Status,
+    Temperature,
+    Timing,
+)
 from megamoe.record_file import RecordFile, RecordWriter
 
 CASE = "fmha:hd=64,t=1,s_k=128"
@@ -23,6 +34,17 @@ H200 = DeviceFacts(
     l2_bytes=60_000_000,
     sm_clock_mhz=1980,
 )
+AGREEMENT = Agreement(
+    run="run-1",
+    case=CASE,
+    op="fmha",
+    target="sm_100a",
+    executor="vm",
+    schedule="eager",
+    backends=("cutedsl", "ptx"),
+    metrics={"cutedsl~ptx.o.max": 0.5},
+)
+ACCEPTANCE = Acceptance(run="run-1", row="a row", reason="on purpose", accepted="2026-11-21", git_revision=None)
 
 
 def header(

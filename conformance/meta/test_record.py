@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import multiprocessing
 import os
 import signal
 import time
 from pathlib import Path
+from random import Random
 
 import pytest
 
+from conformance.meta.fake_results import ACCEPTANCE, AGREEMENT, figures, header, record, timing
 from megamoe.provenance import run_header
-from megamoe.record import Record, RecordError, Row, record_of
+from megamoe.record import AnyLine, Record, RecordError, Row, record_of
 from megamoe.record_file import RecordWriter, read_records
 from megamoe.rows import Selection
 
@@ -99,27 +102,76 @@ def test_a_file_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None:
         RecordWriter(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b"null", "schema 2"),
+        (b"7", "schema 2"),
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b'{"schema_version": {}}', "schema 2"),
+        (b'{"schema_version": 1e999}', "schema 2"),
+        (b'{"kind": "run"}', "schema_version"),
+    ],
+    ids=lambda value: "" if isinstance(value, bytes) else value,
+)
+def test_garbage_is_refused_in_a_sentence(tmp_path: Path, text: bytes, complaint: str) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(text + b"\n")
+    with pytest.raises(RecordError, match=f"r.jsonl, line 1.*{complaint}"):
+        read_records(path)
+
+
+LINES = (header(), record("failed", {"mma_flops": 1}), timing([[1.0] * 3000]), figures(128), AGREEMENT, ACCEPTANCE)
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.kind)
+def test_a_torn_line_of_any_kind_is_set_aside(tmp_path: Path, line: AnyLine) -> None:
+    """Cut anywhere: after the first byte, in the middle of a word, before the newline."""
+    path = tmp_path / "r.jsonl"
+    text = line.model_dump_json().encode()
+    for kept in (1, 2, len(text) // 3, len(text) // 2, len(text) - 1, len(text)):
+        path.write_bytes(text + b"\n" + text[:kept])
+        found = read_records(path)
+        assert found.lines == (line,), f"the whole line before a torn one of {kept} bytes must be read"
+        assert found.torn is not None
+        assert f"({kept} bytes without a newline)" in found.torn
+
+
 def _append_for_ever(path: Path) -> None:
+    filler = timing([[1.0] * 5000])
     with RecordWriter(path) as writer:
-        while True:
-            writer.append(record_of("r", ROW, "failed", "x" * 5000))
+        for number in itertools.count():
+            writer.append(record_of("r", ROW, "failed", "x" * (number * 997 % 9000)))
+            writer.append(filler)
 
 
-def test_a_kill_leaves_whole_lines_and_at_most_a_torn_last_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_a_kill_at_any_instant_leaves_whole_lines_and_at_most_a_torn_last_one(tmp_path: Path, seed: int) -> None:
+    random = Random(seed)
     path = tmp_path / "r.jsonl"
     writer = multiprocessing.get_context("spawn").Process(target=_append_for_ever, args=(path,))
     writer.start()
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and (not path.exists() or path.stat().st_size < 200_000):
-        time.sleep(0.01)
+    size, deadline = random.randrange(1, 2_000_000), time.monotonic() + 60
+    while time.monotonic() < deadline and (not path.exists() or path.stat().st_size < size):
+        time.sleep(0.001)
     with pytest.raises(RecordError, match="written by another run"):
         RecordWriter(path)
+    time.sleep(random.random() / 100)
     assert writer.pid is not None
     os.kill(writer.pid, signal.SIGKILL)
     writer.join()
-    found = read_records(path)
-    assert len(found.records) > 20, "every line before the kill must be readable"
-    assert (found.torn is None) == path.read_bytes().endswith(b"\n"), "a torn last line must be reported"
+    data, found = path.read_bytes(), read_records(path)
+    assert len(data) >= size, "the writer must have written as much before it was killed"
+    assert len(found.lines) == data.count(b"\n"), "every whole line before the kill must be read"
+    assert (found.torn is None) == data.endswith(b"\n"), "a torn last line must be reported"
+    if found.torn:
+        with pytest.raises(RecordError, match="ends in a torn line"):
+            RecordWriter(path)
+    else:
+        _write(path, record_of("after", ROW, "passed", ""))
+        assert read_records(path).records[-1].run == "after", "a file that is whole can be continued"
 
 
 def test_a_file_of_the_first_version_is_still_read() -> None:
