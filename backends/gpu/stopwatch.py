@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FLUSH_BYTES: Final = 256 << 20
 """What do_bench writes; more where the L2 is larger than half of it."""
 WARM_UP: Final = 3
-MOST_FLUSHES: Final = 200
+MOST_FLUSHES: Final = 2000
 
 
 @cache
@@ -69,9 +69,9 @@ class DeviceStopwatch:
 
     def _hot(self, launches: int) -> float:
         if self.method == "graph":
-            once, many, host_launches = self._graph(1).replay, self._graph(launches).replay, 1
+            once, many, host_launches = self._graph(1).replay, self._graph(launches).replay, 2
         else:
-            once, many, host_launches = self._call.enqueue, lambda: self._repeat(launches), launches
+            once, many, host_launches = self._call.enqueue, lambda: self._repeat(launches), launches + 1
         return self._region(host_launches, many, once) / launches
 
     def _repeat(self, launches: int) -> None:

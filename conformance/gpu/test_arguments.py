@@ -1,0 +1,83 @@
+"""Arguments as the device gets them are those of the VM: two encoders, written apart, must give the same bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import numpy as np
+import pytest
+
+from backends.gpu import host_values
+from backends.gpu.arguments import scalar_bytes
+from backends.vm.host import arguments as vm
+from backends.vm.machine import Machine
+from backends.vm.memory import Buffer
+from megamoe.backend import BufferArg, HostArg, PackedFields, ScalarArg, ShapeArg, StreamArg, TensorArg
+from megamoe.device import DeviceError
+
+STREAM = vm.GIVEN_STREAM
+ARGUMENTS: list[HostArg] = [
+    TensorArg("x", "f32", (4, 8), packed=PackedFields(dims=(0, 1), strides=(0,))),
+    TensorArg("x", "bf16", (2, 3, 4), (16, 4, 1), 32, PackedFields(dims=(2,), strides=(0, 1), stride_bits=32)),
+    TensorArg("x", "e2m1x2", (8,), packed=PackedFields(dims=(0,), dim_bits=64)),
+    BufferArg("x", 16),
+    ScalarArg("f32", 0.1),
+    ScalarArg("s32", -7),
+    ScalarArg("bool", 1),
+    ScalarArg("u64", 2**63),
+    ShapeArg((3, 5)),
+    ShapeArg((3, 5), 64),
+    StreamArg(),
+    None,
+]
+
+
+@pytest.fixture
+def buffers() -> dict[str, Buffer]:
+    return {"x": Machine().memory.add("x", np.zeros(256, np.uint8))}
+
+
+def _told(value: ctypes.Structure) -> object:
+    """What a called function reads of a TVMFFIAny, pointers followed."""
+    kind, place = value.type_index, value.value.pointer  # pyright: ignore[reportAttributeAccessIssue]
+    if kind == host_values.DLTENSOR:
+        tensor = host_values.DLTensor.from_address(place)
+        sizes = [(tensor.shape[i], tensor.strides[i]) for i in range(tensor.ndim)]
+        return tensor.data, tensor.device_type, tensor.code, tensor.bits, tensor.lanes, sizes, tensor.byte_offset
+    if kind == host_values.ARRAY:
+        array = host_values.FfiArray.from_address(place)
+        return array.type_index, [(array.data[i].type_index, array.data[i].value.integer) for i in range(array.size)]
+    return kind, place
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS, ids=str)
+def test_tvm_ffi_values_are_those_of_the_vm(argument: HostArg, buffers: dict[str, Buffer]) -> None:
+    addresses = {name: buffer.base for name, buffer in buffers.items()}
+    ours = host_values.ffi_values([argument], addresses, 0, STREAM)
+    theirs = vm.pass_by_ffi([argument], buffers)
+    assert _told(ours.slots[0]) == _told(theirs.values[0])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS, ids=str)
+def test_packed_values_are_those_of_the_vm(argument: HostArg, buffers: dict[str, Buffer]) -> None:
+    addresses = {name: buffer.base for name, buffer in buffers.items()}
+    ours = host_values.packed_values([argument], addresses, STREAM)
+    theirs = vm.pass_packed([argument], buffers)
+    assert len(ours.slots) == len(theirs.addresses) + 1, "one slot an argument, and one for the error code"
+    for mine, other, kept in zip(ours.slots, theirs.addresses, theirs.kept, strict=False):
+        size = ctypes.sizeof(kept)  # pyright: ignore[reportArgumentType]
+        assert ctypes.string_at(mine, size) == ctypes.string_at(other, size)
+
+
+def test_a_scalar_that_does_not_fit_is_refused() -> None:
+    assert scalar_bytes(ScalarArg("u32", 7)) == struct.pack("<I", 7)
+    with pytest.raises(DeviceError, match="does not fit a scalar argument of u8"):
+        scalar_bytes(ScalarArg("u8", 256))
+    with pytest.raises(DeviceError, match="dtype 'f24'"):
+        scalar_bytes(ScalarArg("f24", 1))
+
+
+def test_a_tensor_that_is_not_there_is_named() -> None:
+    with pytest.raises(DeviceError, match=r"the tensor 'y', which was not given; there are: x"):
+        host_values.ffi_values([BufferArg("y")], {"x": 16}, 0, 0)

@@ -1,0 +1,103 @@
+"""What the driver is told, by a driver that writes down every call and launches nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.skipif(shutil.which("cc") is None, reason="the driver that writes down its calls is made by cc"),
+    pytest.mark.skipif(
+        find_spec("cuda") is None or find_spec("cuda.bindings") is None,
+        reason="calling a driver needs cuda-bindings (the extra `gpu`)",
+    ),
+]
+SCRIPT = """
+import sys
+import backends.gpu.kernels as kernels
+from backends.gpu.driver import call
+from conformance.gpu import raw_probe
+from megamoe.backend import Launch, TensorMapArg
+from megamoe.device import DeviceError, DeviceLostError
+kernels.current_stream = lambda: 0x77
+probe = getattr(raw_probe, sys.argv[1])()
+try:
+    with kernels.bound_program(probe.program, probe.tensors) as bound:
+        bound.enqueue()
+        call("cuStreamSynchronize", 0x77, doing="waiting for the end")
+except DeviceError as error:
+    print(type(error).__name__, error)
+print("lost to:", DeviceLostError.met)
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a libcuda.so.1 of our own."""
+    folder = tmp_path_factory.mktemp("driver")
+    source = Path(__file__).with_name("fake_driver.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source), "-ldl"], check=True)
+    return folder
+
+
+def told(driver: Path, probe: str, failure: str = "") -> list[str]:
+    """What the driver wrote down, and how it ended."""
+    environment = {"LD_LIBRARY_PATH": str(driver), "PYTHONPATH": str(ROOT), "PATH": os.defpath}
+    if failure:
+        environment["FAKE_FAILURE"] = failure
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, probe], capture_output=True, text=True, env=environment, check=False, cwd=driver
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_tensor_map_and_a_launch_are_what_the_program_says(driver: Path) -> None:
+    lines = told(driver, "product_probe")
+    maps = [line for line in lines if line.startswith("cuTensorMapEncodeTiled")]
+    wanted = "aligned=1 type=9 rank=2 dims=64,64 stride=128 box=64,64 steps=1,1 swizzle=3"
+    assert maps == [f"cuTensorMapEncodeTiled {wanted}"] * 2, "other tensor maps were asked for"
+    launch = next(line for line in lines if line.startswith("grid="))
+    assert launch.startswith("grid=1,1,1 block=128,1,1 smem=16448 stream=0x77 attrs=0")
+    assert launch.endswith("first=5a5a5a5a5a5a5a5a"), "the first parameter is not the map that the driver encoded"
+    assert "cuModuleUnload 0x11" in lines, "the module was not unloaded"
+
+
+def test_a_cluster_and_much_shared_memory_are_asked_for(driver: Path) -> None:
+    lines = told(driver, "exchange_probe")
+    # 8 is CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 4 is CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION.
+    assert "cuFuncSetAttribute 0x22 8 98304" in lines
+    assert any("smem=98304 stream=0x77 attrs=1 id=4 cluster=2,1,1" in line for line in lines)
+    allowed = lines.index("cuFuncSetAttribute 0x22 8 98304")
+    assert allowed < lines.index("cuLaunchKernelEx 0x22"), "the opt-in came after the launch"
+
+
+@pytest.mark.parametrize(
+    ("call", "doing"),
+    [
+        ("cuModuleLoadData", "loading"),
+        ("cuModuleGetFunction", "looking up the kernel product"),
+        ("cuTensorMapEncodeTiled", "encoding the tensor map of 'a'"),
+        ("cuLaunchKernelEx", "launching product with grid (1, 1, 1), block (128, 1, 1)"),
+        ("cuStreamSynchronize", "waiting for the end"),
+    ],
+)
+def test_a_return_code_is_a_sentence(driver: Path, call: str, doing: str) -> None:
+    lines = told(driver, "product_probe", f"{call}=1")
+    said = next(line for line in lines if line.startswith("DeviceError "))
+    assert f"{call} returned CUDA_ERROR_INVALID_VALUE (invalid argument) while {doing}" in said
+    assert lines[-1] == "lost to: None", "a refused call does not break the device"
+
+
+def test_a_fault_says_that_the_device_is_lost(driver: Path) -> None:
+    lines = told(driver, "exchange_probe", "fault=700")
+    said = next(line for line in lines if line.startswith("DeviceLostError "))
+    assert "cuStreamSynchronize returned CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)" in said
+    assert lines[-1].startswith("lost to: cuStreamSynchronize returned")

@@ -1,0 +1,61 @@
+"""The stopwatch on a simulated device whose times are known: it returns the device's time and none of the host's."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import pytest
+
+from backends.gpu import stopwatch as module
+from backends.gpu.stopwatch import DeviceStopwatch
+from conformance.gpu.timeline import SimulatedCall, Timeline
+from megamoe.device import DeviceLostError
+
+
+@pytest.fixture
+def line(monkeypatch: pytest.MonkeyPatch) -> Timeline:
+    line = Timeline()
+    line.install(monkeypatch)
+    return line
+
+
+def _refuse() -> NoReturn:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+CALLS = [(5.0, 3.0), (5.0, 60.0), (5.0, 900.0), (1000.0, 3.0), (5000.0, 400.0)]
+
+
+@pytest.mark.parametrize(("device_us", "host_us"), CALLS)
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("launches", [1, 7])
+def test_a_sample_is_the_devices_time(
+    line: Timeline, device_us: float, host_us: float, captured: bool, launches: int
+) -> None:
+    watch = DeviceStopwatch(SimulatedCall(line, device_us, host_us, None if captured else _refuse))
+    assert watch.method == ("graph" if captured else "events")
+    assert watch.sample("cold", 1) == pytest.approx(device_us), "the host's time is in a cold sample"
+    assert watch.sample("hot", launches) == pytest.approx(device_us), "the host's time is in a hot sample"
+
+
+def test_an_idle_device_would_have_shown_the_host(line: Timeline) -> None:
+    """What the law above would find: with no flush in front, the wait for the launch is measured."""
+    call = SimulatedCall(line, 5.0, 900.0)
+    watch = DeviceStopwatch(call)
+    watch._flushes_a_launch = 0.0
+    assert watch.sample("cold", 1) > 100.0
+
+
+def test_every_cold_sample_comes_after_a_flush(line: Timeline) -> None:
+    watch = DeviceStopwatch(SimulatedCall(line, 5.0))
+    for _ in range(3):
+        before = line.flushes
+        watch.sample("cold", 1)
+        assert line.flushes > before
+
+
+def test_a_fault_while_capturing_is_no_refusal(line: Timeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "lost_to", lambda: "CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access)")
+    with pytest.raises(DeviceLostError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        DeviceStopwatch(SimulatedCall(line, 5.0, refuses=_refuse))
+    monkeypatch.setattr(DeviceLostError, "met", None)
