@@ -12,7 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from backends.peers.attention import AttentionLimits, folded, mask_of, place_heads_first, scale_of
-from backends.peers.peer import OwnResults, Peer, Tensors
+from backends.peers.own_results import OwnResults
+from backends.peers.peer import Peer, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

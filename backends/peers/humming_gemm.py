@@ -21,7 +21,8 @@ from backends.peers.expert_rows import (
     place_rows,
     weight_scales,
 )
-from backends.peers.peer import OwnResults, Peer, Tensors
+from backends.peers.own_results import OwnResults
+from backends.peers.peer import Peer, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -86,33 +86,3 @@ def _installed(name: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
-
-
-class OwnResults:
-    """A call whose kernel leaves its results in memory of its own.
-
-    `launch` returns them; a graph that captures it replays into those of the last capture. `place` copies them into the
-    case's tensors. Results are then overwritten with NaN, so that a replay that computes nothing is noticed; hence one
-    `enqueue`, or replay of it, before each `collect`. Making the object launches once: what compiles or plans on first
-    use does it here.
-    """
-
-    def __init__(
-        self, launch: Callable[[], Sequence[torch.Tensor]], place: Callable[[Sequence[torch.Tensor]], None]
-    ) -> None:
-        self._launch, self._place = launch, place
-        self._results = launch()
-        self._spoil()
-
-    def enqueue(self) -> None:
-        """Launches on torch's current stream; memory comes from torch's allocator, which graphs know."""
-        self._results = self._launch()
-
-    def collect(self) -> None:
-        """Copies the results into the case's tensors and spoils them."""
-        self._place(self._results)
-        self._spoil()
-
-    def _spoil(self) -> None:
-        for result in self._results:
-            result.fill_(float("nan"))

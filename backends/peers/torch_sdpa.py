@@ -21,7 +21,8 @@ from backends.peers.attention import (
     place_heads_second,
     scale_of,
 )
-from backends.peers.peer import OwnResults, Peer, Tensors
+from backends.peers.own_results import OwnResults
+from backends.peers.peer import Peer, Tensors
 from megamoe.backend import Target, UnsupportedError
 
 if TYPE_CHECKING:
