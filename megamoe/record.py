@@ -176,7 +176,8 @@ class Timing(_Line):
     launches. `rounds` gives the round of each sample: rounds of all backends of a case alternate. `discarded` counts
     samples that were thrown away, by reason ("throttled", "under the floor"). `floor_us` is the physical floor, from
     `floor_by`. `stopped_by` says whether the relative standard error was reached or the budget was spent.
-    Unless `status` is "passed" (the outputs of the timed replays were right), there are no samples.
+    Unless `status` is "passed" (the outputs of the timed replays were right), there are no samples; `method` is None
+    for a row that nothing was timed of.
     """
 
     kind: Literal["timing"] = "timing"
@@ -186,7 +187,7 @@ class Timing(_Line):
     target: str
     executor: str
     temperature: Temperature
-    method: Literal["graph", "events"]
+    method: Literal["graph", "events"] | None = None
     status: Status
     sentence: str
     samples_us: tuple[float, ...] = ()

@@ -14,6 +14,7 @@ spent.
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from itertools import count
 from statistics import median, stdev
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from megamoe.record import Status, Temperature, Timing
+from megamoe.record import Row, Status, Temperature, Timing
 
 if TYPE_CHECKING:
     from megamoe.device import Stopwatch
@@ -53,7 +54,8 @@ class Policy:
 
 # Of all samples of a series, the share that may lie under the floor before it is a verdict and no longer a stray.
 STRAYS: Final = 0.05
-# In calibration, how many times longer than one launch `most_launches` in a row must take at the least.
+# So many launches in a row, or more, must take more than FOLLOWS times as long as one.
+FEWEST_TO_FOLLOW: Final = 8
 FOLLOWS: Final = 2.0
 
 
@@ -138,7 +140,9 @@ def take(
     """
     table = {temperature: {name: Series(name, temperature) for name in contenders} for temperature in TEMPERATURES}
     for name, contender in contenders.items():
+        watch.begin(name)
         _calibrate(table["hot"][name], contender.stopwatch, policy)
+        _fail_both(table, name, watch.end(name))
     names = list(contenders)
     for number in count():
         first = number % len(names) if names else 0
@@ -149,10 +153,15 @@ def take(
         for series in turns:
             if series.running:
                 wrong = _turn(series, number, contenders[series.name], watch, throttled, policy)
-                if wrong:
-                    for both in table.values():
-                        both[series.name].fail("failed", wrong)
+                _fail_both(table, series.name, wrong)
     raise AssertionError("the rounds have no end but the one above")
+
+
+def _fail_both(table: Mapping[Temperature, Mapping[str, Series]], name: str, wrong: str | None) -> None:
+    """Ends both series of a contender whose outputs are wrong."""
+    if wrong:
+        for group in table.values():
+            group[name].fail("failed", wrong)
 
 
 def _calibrate(series: Series, stopwatch: Stopwatch, policy: Policy) -> None:
@@ -162,11 +171,12 @@ def _calibrate(series: Series, stopwatch: Stopwatch, policy: Policy) -> None:
         series.fail("error", _no_time(alone))
         return
     series.launches = max(1, min(policy.most_launches, math.ceil(policy.hot_sample_us / alone)))
-    many = policy.most_launches
-    together = stopwatch.sample("hot", many) * many
-    if series.launches == many and not together > FOLLOWS * alone:
+    if series.launches < FEWEST_TO_FOLLOW:
+        return
+    together = stopwatch.sample("hot", series.launches) * series.launches
+    if not together > FOLLOWS * alone:
         sentence = (
-            f"{many} launches in a row took {together:.4g} us, one alone {alone:.4g} us: "
+            f"{series.launches} launches in a row took {together:.4g} us, one alone {alone:.4g} us: "
             "the clock does not follow the work, or the work is done once only"
         )
         series.fail("error", sentence)
@@ -244,29 +254,21 @@ def _no_time(sample: float) -> str:
     return f"the stopwatch said {sample:g} us a launch, which is no time: the device's clock stands still or is broken"
 
 
-def timing_of(
-    series: Series,
-    run: str,
-    case: str,
-    backend: str,
-    target: str,
-    executor: str,
-    contender: Contender,
-    program_sha256: str | None,
-) -> Timing:
-    """The line of a record file that keeps `series`."""
-    floor = contender.floors.get(series.temperature)
+def timing_of(series: Series, run: str, row: Row, contender: Contender | None, program_sha256: str | None) -> Timing:
+    """The line of a record file that keeps `series` of `row`; `contender` is None for a row that was never timed."""
+    floor = contender.floors.get(series.temperature) if contender else None
+    again = f"{series.sentence.rstrip('.')}. Rerun: {bench_again(row)}"
     return Timing(
         run=run,
-        case=case,
-        op=case.partition(":")[0],
-        backend=backend,
-        target=target,
-        executor=executor,
+        case=row.case,
+        op=row.op,
+        backend=row.backend,
+        target=row.target,
+        executor=row.executor,
         temperature=series.temperature,
-        method=contender.stopwatch.method,
+        method=contender.stopwatch.method if contender else None,
         status=series.status,
-        sentence=series.sentence,
+        sentence=again if series.sentence else "",
         samples_us=tuple(series.samples_us),
         rounds=tuple(series.rounds),
         launches_per_sample=series.launches,
@@ -276,3 +278,9 @@ def timing_of(
         floor_by=floor.by if floor else None,
         program_sha256=program_sha256,
     )
+
+
+def bench_again(row: Row) -> str:
+    """The command line that times exactly this row again."""
+    options = [part for name in ("case", "backend", "target", "executor") for part in (f"--{name}", getattr(row, name))]
+    return shlex.join(["nox", "-s", "bench", "--", *options])
