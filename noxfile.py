@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import nox
@@ -63,19 +64,22 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Benchmarks; `-- vm` times the harness and the VM on this machine against the bars of the issues."""
-    which, *rest = session.posargs or ["vm"]
+    """Rows as benchmarks: times on a device, counters and compiler figures anywhere. `-- --profile full`, `-- --help`.
+
+    `-- vm`, `-- harness`, `-- nvfp4`: what this host pays, against the bars of the issues.
+    """
+    which, rest = "rows", list(session.posargs)
+    if rest and not rest[0].startswith("-"):
+        which, *rest = rest
     file = Path("conformance/bench") / f"bench_{which}.py"
     if not file.exists():
         known = ", ".join(sorted(path.stem.removeprefix("bench_") for path in file.parent.glob("bench_*.py")))
         session.error(f"there is no benchmark {which!r}; there are: {known}")
+    if which == "rows" and not any(option.startswith("--benchmark-json") for option in rest):
+        runs = Path("results/runs")
+        runs.mkdir(parents=True, exist_ok=True)
+        rest.append(f"--benchmark-json={runs / datetime.now(UTC).strftime('%Y%m%dT%H%M%S.%fZ-bench.json')}")
     _run(session, "pytest", "-q", str(file), "--benchmark-only", *rest)
-
-
-@nox.session
-def compare(session: nox.Session) -> None:
-    """What became of every row between two runs: `-- BEFORE AFTER`, record files, folders or git revisions."""
-    _end_as(session, "megamoe", "compare", *session.posargs)
 
 
 @nox.session
