@@ -82,13 +82,18 @@ def _gpu() -> Finding:
         import torch
 
         if torch.cuda.is_available():
-            name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-            return Finding("GPU", True, f"{name}, compute capability {capability[0]}.{capability[1]}")
+            device = torch.cuda.get_device_properties(torch.cuda.current_device())
+            detail = (
+                f"{device.name}, compute capability {device.major}.{device.minor}, {device.multi_processor_count} "
+                f"multiprocessors, {device.total_memory / 2**30:.0f} GiB, L2 of {device.L2_cache_size >> 20} MiB; "
+                f"torch for CUDA {torch.version.cuda}"
+            )
+            return Finding("GPU", True, detail)
         built_for = torch.version.cuda
     except Exception as error:
         return Finding("GPU", False, f"torch cannot say: {_one_line(error)}")
     why = "no device or driver is visible" if built_for else "this torch is built without CUDA"
-    return Finding("GPU", False, f"none: {why}; the vm executor needs none")
+    return Finding("GPU", False, f"none: {why}; the vm executor needs none, and rows on gpu are owed if asked for only")
 
 
 def _assembler() -> Finding:

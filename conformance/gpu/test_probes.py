@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def test_each_cta_has_its_neighbours_words() -> None:
 
 @pytest.mark.parametrize("make", [product_probe, exchange_probe])
 @pytest.mark.parametrize("schedule", ["lazy", "random:1"])
-def test_the_probes_obey_every_rule_of_the_machine(make: type[Probe], schedule: str) -> None:
+def test_the_probes_obey_every_rule_of_the_machine(make: Callable[[], Probe], schedule: str) -> None:
     probe = make()
     tensors = {name: tensor.clone() for name, tensor in probe.tensors.items()}
     execution = VM.run(probe.program, tensors, RunOptions(schedule=schedule))
