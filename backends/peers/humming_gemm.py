@@ -38,14 +38,16 @@ _GEMM: Final = "grouped_contiguous"
 def _prepare(case: Case, tensors: Tensors) -> PreparedCall:
     import torch
 
-    # Read on import; its pool of compilers would fork a process that holds a CUDA context.
+    # As it was measured: it compiles one kernel after the other.
     os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
     rows = expert_rows(case, tensors)
     a = activations(case, tensors, rows)
     layer = _layer(case, tensors)
     offsets = torch.nn.functional.pad(rows.ends, (1, 0))
     y = torch.empty(len(a), case.int("hidden"), dtype=torch.bfloat16, device=a.device)
-    tuning = import_module("humming.tune").get_heuristics_config(layer.humming_config, gemm_type=_GEMM)
+    configurations = import_module("humming.tune").get_heuristics_config(layer.humming_config, gemm_type=_GEMM)
+    # Each is for numbers of rows above the first and up to the second; those given are compiled, wanted or not.
+    tuning = [one for one in configurations if one[0] < len(a) <= one[1]]
 
     def launch() -> Sequence[torch.Tensor]:
         layer(

@@ -148,8 +148,13 @@ def _modules(foreign: Foreign) -> dict[str, Mapping[str, object]]:
         **_cudnn_frontend(foreign),
         "humming": {},
         "humming.layer": {"HummingLayer": lambda **options: HummingLayerStandIn(foreign, **options)},
-        "humming.tune": {"get_heuristics_config": lambda config, gemm_type: [(config, gemm_type)]},
+        "humming.tune": {"get_heuristics_config": _tuned},
     }
+
+
+def _tuned(config: object, gemm_type: str) -> list[list[object]]:
+    """[rows above, rows up to, configuration] of each kernel."""
+    return [[low, high, {"for": (config, gemm_type)}] for low, high in ((0, 8), (8, 64), (64, 1 << 30))]
 
 
 def _fa3(foreign: Foreign) -> dict[str, Mapping[str, object]]:
