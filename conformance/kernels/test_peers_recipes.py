@@ -89,9 +89,7 @@ def test_humming_gets_rows_sorted_by_expert_with_nothing_between(case: str, monk
     assert call["compute_config"] == {"gemm_type": "grouped_contiguous"}
     low, high = (8, 64) if case == L2 else (0, 8)
     tuned = [[low, high, {"for": ("transformed", "grouped_contiguous")}]]
-    assert call["tuning_config"] == tuned, (
-        f"its own tiles for {call['rows']} rows, and no others"
-    )
+    assert call["tuning_config"] == tuned, f"its own tiles for {call['rows']} rows, and no others"
     assert environment == {"HUMMING_DISABLE_PARALLEL_BUILD": "1"}, "it is called as it was measured"
 
 
