@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from megamoe.spec import Spec, SpecError, load_spec, load_specs
+from megamoe.spec_thresholds import DEFAULT_THRESHOLD
 
 SOUND = """\
 op: toy_moe
@@ -47,6 +49,11 @@ laws: [matches_reference]
 tolerance:
   cosine: {value: 0.99, reason: as published}
   noise_ratio: {value: 2.0, reason: twice the noise}
+benchmark:
+  threshold: {value: 0.02, reason: as measured}
+  overrides:
+    - {matrix: big, value: 0.03, reason: large}
+    - {where: {hidden: [16], debug: [false]}, temperature: hot, value: 0.05, reason: short}
 profiles:
   smoke:
     doc: A little.
@@ -135,6 +142,40 @@ TYPES = [
     plant("tokens: 3,", "seed: true, tokens: 3,", "seed: true", "matrices.edges[1].seed", "seed must be an integer"),
     plant("[eager, ", "[eagre, ", "eagre", "profiles.smoke.schedules[0]", "'eagre' is no schedule", "random:SEED"),
     plant('"random:3"', '"random:x"', "random:x", "profiles.smoke.schedules[1]", "'random:x' is no schedule"),
+]
+
+THRESHOLDS = [
+    plant(
+        "  threshold: {", "  treshold: {", "treshold", "benchmark.treshold", "did you mean 'threshold'?", "overrides"
+    ),
+    plant("value: 0.02, reason", "value: 0.02, raeson", "raeson", "benchmark.threshold.raeson", "'reason'?"),
+    plant("value: 0.02, ", "", "{reason: as m", "benchmark.threshold", "key 'value' is missing; known: value, reason"),
+    plant("value: 0.02", "value: 2%", "2%", "benchmark.threshold.value", "must be a number, not '2%'"),
+    plant("value: 0.02", "value: 0", "value: 0,", "benchmark.threshold.value", "greater than 0"),
+    plant("value: 0.02", "value: 1.5", "1.5", "benchmark.threshold.value", "less than 1"),
+    plant("reason: as measured", "reason: ''", "''", "benchmark.threshold.reason", "must be a sentence"),
+    plant("benchmark:\n", "benchmark: 0.02\nx:\n", "benchmark: 0", "benchmark", "must be a mapping, not 0.02"),
+    plant("    - {matrix: big", "    - {matirx: big", "matirx", "benchmark.overrides[0].matirx", "'matrix'?"),
+    plant("{matrix: big, ", "{matrix: bgi, ", "bgi", "benchmark.overrides[0].matrix", "no matrix 'bgi'", "'big'?"),
+    plant(
+        "{hidden: [16], d", "{hiden: [16], d", "hiden", "benchmark.overrides[1].where.hiden", "did you mean 'hidden'?"
+    ),
+    plant(
+        "{hidden: [16], d", "{hidden: 16, d", "hidden: 16, d", "benchmark.overrides[1].where.hidden", "a list, not 16"
+    ),
+    plant(
+        "{hidden: [16], d", "{hidden: [x], d", "[x], d", "benchmark.overrides[1].where.hidden[0]", "an integer, not 'x'"
+    ),
+    plant(
+        "{hidden: [16], d", "{hidden: [16, 16], d", "[16, 16]", "benchmark.overrides[1].where.hidden[1]", "given twice"
+    ),
+    plant("debug: [false]}, ", "debug: [true]}, ", "[true]", "benchmark.overrides[1]", "matches no case of any matrix"),
+    plant(
+        "where: {hidden: [16], debug: [false]}", "where: {}", "where: {}", "benchmark.overrides[1].where", "is empty"
+    ),
+    plant("temperature: hot", "temperature: warm", "warm", "benchmark.overrides[1].temperature", "'cold' or 'hot'"),
+    plant("{matrix: big, value", "{value", "{value: 0.03", "benchmark.overrides[0]", "selects everything"),
+    plant("matrix: big, value: 0.03", "matrix: big", "matrix: big", "benchmark.overrides[0]", "key 'value' is missing"),
 ]
 
 MEANINGS = [
@@ -261,7 +302,28 @@ def test_the_spec_that_is_spoilt_is_sound(tmp_path: Path) -> None:
     assert [len(spec.cases(name)) for name in ("grid", "edges", "big")] == [4, 2, 1]
 
 
-@pytest.mark.parametrize("planted", [*KEYS, *TYPES, *MEANINGS, *YAML], ids=str)
+def test_the_first_override_that_matches_counts(tmp_path: Path) -> None:
+    (tmp_path / "toy_moe.yaml").write_text(SOUND)
+    spec = load_specs(tmp_path)["toy_moe"]
+
+    def threshold(case: str, temperature: Literal["cold", "hot"]) -> float:
+        return spec.thresholds.of(spec.parse_case(f"toy_moe:{case}"), temperature)
+
+    assert threshold("hidden=32,tokens=64", "hot") == 0.03, "a row of the matrix"
+    assert threshold("hidden=16,tokens=4", "hot") == 0.05, "axes and temperature both match"
+    assert threshold("hidden=16,tokens=4", "cold") == 0.02, "the temperature does not match"
+    assert threshold("hidden=16,tokens=4,debug=true", "hot") == 0.02, "an axis does not match"
+    assert threshold("hidden=16,tokens=63", "hot") == 0.05, "a case need not be in a matrix"
+
+
+def test_without_the_key_every_threshold_is_the_default(tmp_path: Path) -> None:
+    start, _, rest = SOUND.partition("benchmark:")
+    (tmp_path / "toy_moe.yaml").write_text(start + rest[rest.index("profiles:") :])
+    thresholds = load_specs(tmp_path)["toy_moe"].thresholds
+    assert (thresholds.default, thresholds.overrides) == (DEFAULT_THRESHOLD, ())
+
+
+@pytest.mark.parametrize("planted", [*KEYS, *TYPES, *THRESHOLDS, *MEANINGS, *YAML], ids=str)
 def test_planted_fault_is_refused_where_it_is(planted: Plant, tmp_path: Path) -> None:
     assert planted.old in SOUND, f"{planted.old!r} is not in the sound spec, so nothing is planted"
     text = SOUND.replace(planted.old, planted.new, 1)
