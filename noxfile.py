@@ -83,6 +83,12 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def compare(session: nox.Session) -> None:
+    """What became of every row between two runs: `-- BEFORE AFTER`, record files, folders or git revisions."""
+    _end_as(session, "megamoe", "compare", *session.posargs)
+
+
+@nox.session
 def witness(session: nox.Session) -> None:
     """Kernels of flash-attn-4 and quack-kernels in the VM; renews results/witness.*. `-- --only TEXT`, `-- --help`."""
     _run(session, "python", "-m", "conformance.witness", *session.posargs, extras=f"{EXTRAS},witness")
