@@ -1,12 +1,13 @@
 """Packs what a device machine without a network lacks: python -m conformance.gpu.pack FOLDER [PACKAGE ...].
 
-FOLDER then holds wheels for Python 3.12 on x86-64, this package's metadata, CuTeDSL's runtime library and the probes
-with the results of the VM. There, from the repository's root: source FOLDER/activate.sh. A further PACKAGE is a pip
-requirement, taken without what it needs.
+FOLDER then holds wheels for Python 3.12 on x86-64, CuTeDSL's runtime library and the probes with the results of the VM.
+There, from the repository's root: source FOLDER/activate.sh, which also registers the backends and executors of
+pyproject.toml. A further PACKAGE is a pip requirement, taken without what it needs.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -34,6 +35,7 @@ if [ ! -f $site/ready ]; then
     python3 -m tarfile -e {folder}/extra.tar.xz $site && touch $site/ready || echo "installing the wheels failed" >&2
 fi
 export PYTHONPATH=$PWD:$site${{PYTHONPATH:+:$PYTHONPATH}} PYTHONUNBUFFERED=1
+python3 -m conformance.gpu.pack --metadata $site
 """
 
 
@@ -57,7 +59,7 @@ def metadata(folder: Path) -> None:
     """A dist-info of this package, so that entry points are found although nothing is installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     place = folder / f"{project['name']}-{project['version']}.dist-info"
-    place.mkdir(parents=True)
+    place.mkdir(parents=True, exist_ok=True)
     (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
     groups = {"console_scripts": project["scripts"], **project["entry-points"]}
     texts = [
@@ -96,23 +98,30 @@ def probes(folder: Path) -> None:
 
 
 def main() -> None:
-    """Makes the folder anew."""
-    folder = Path(sys.argv[1])
+    """Makes the folder anew, or writes the metadata alone."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("packages", nargs="*", help="further wheels")
+    parser.add_argument("--metadata", action="store_true", help="only this package's metadata, into FOLDER")
+    given = parser.parse_args()
+    folder: Path = given.folder
+    if given.metadata:
+        return metadata(folder)
     if folder.exists():
         shutil.rmtree(folder)
     extra = folder / "extra"
     extra.mkdir(parents=True)
     probes(folder)
-    metadata(extra)
     runtime(extra)
     with tarfile.open(folder / "extra.tar.xz", "w:xz", preset=3) as archive:
         for path in sorted(extra.iterdir()):
             archive.add(path, path.name)
     shutil.rmtree(extra)
-    download((*PACKAGES, *sys.argv[2:]), folder)
+    download((*PACKAGES, *given.packages), folder)
     (folder / "activate.sh").write_text(_ACTIVATE.format(folder=folder))
     size = sum(path.stat().st_size for path in folder.iterdir())
     print(f"{folder}: {len(list(folder.iterdir()))} files, {size / 2**20:.1f} MiB")
+    return None
 
 
 def _normal(name: str) -> str:
