@@ -9,7 +9,9 @@ What it checks is in the names of the rules (`Fault.rule`); conformance/isa plan
 - a missing tcgen05.fence::* or fence.mbarrier_init, and an MMA that overwrites what an earlier MMA of another
   accumulator reads: real kernels leave these out, so asking for them would refuse what runs on silicon. A missing
   tcgen05.wait::ld where a register of the load has been used is only counted (`tmem_unwaited_overwrites`);
-- races between lanes of one warp, races in global memory, and two generic writers of parts of one 4-byte granule;
+- races between lanes of one warp, and two generic writers of parts of one 4-byte granule of shared memory;
+- in global memory: a race with any but the last reader of a byte, a missing fence.proxy.async, a tensor map that is
+  read while it is changed, and a dependent launch that reads before its griddepcontrol.wait;
 - a wait that acquires more than its own phase, since the clocks of a barrier accumulate;
 - accesses that are too early but happen to be ordered by every schedule tried: it tests schedules, it proves nothing;
 - anything about time, register pressure or caches.

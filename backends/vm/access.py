@@ -81,7 +81,13 @@ def _load(warp: Warp, space: str, addresses: Addresses, size: int, lanes: Addres
         return _load_param(warp, addresses, size)
     if space == "local":
         return warp.local[_local_index(warp, addresses, size, lanes)]
-    return warp.cta.machine.memory.load(addresses, size)
+    machine = warp.cta.machine
+    buffer, offsets = machine.memory.locate(addresses, size, "load")
+    if buffer is None:
+        return _split_load(warp, addresses, size, lanes, strong=strong)
+    if buffer.writable and not strong:
+        machine.races.read(buffer, addresses, size, warp, warp.stamp)
+    return buffer.data[offsets[:, None] + np.arange(size)]
 
 
 def store(
@@ -122,6 +128,23 @@ def _store(
         raise Fault("read-only", "store to parameter space", lane=0, address=int(addresses[0]))
     else:
         warp.cta.machine.memory.store(addresses, values)
+        _note_store(warp, addresses, values.shape[1], line, strong=strong)
+
+
+def _split_load(warp: Warp, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool) -> Bytes:
+    """A load whose lanes lie in several buffers."""
+    one = [slice(i, i + 1) for i in range(addresses.size)]
+    return np.concatenate([_load(warp, "global", addresses[i], size, lanes[i], strong=strong) for i in one])
+
+
+def _note_store(warp: Warp, addresses: Addresses, size: int, line: int, *, strong: bool) -> None:
+    machine = warp.cta.machine
+    buffer, _ = machine.memory.locate(addresses, size, "store")
+    if buffer is not None:
+        machine.races.write(buffer, addresses, size, warp, warp.stamp, line, strong=strong)
+        return
+    for i in range(addresses.size):
+        _note_store(warp, addresses[i : i + 1], size, line, strong=strong)
 
 
 def _groups(space: str, addresses: Addresses) -> list[Addresses] | None:
@@ -174,21 +197,30 @@ def _count_banks(warp: Warp, offsets: Addresses, size: int) -> None:
     counters["smem_bank_conflicts"] += taken - least
 
 
-def synchronise(warp: Warp, space: str, addresses: Addresses, *, acquire: bool, release: bool) -> None:
+def synchronise(
+    warp: Warp, space: str, addresses: Addresses, sem: str, scope: str, *, acquire: bool, release: bool
+) -> None:
     """A strong operation on flags: releases carry the warp's clock to them, acquires take over what they carry.
 
-    Relaxed operations are treated as both, because the fences that make them so are separate instructions. An acquire
-    comes before the access, a release after it.
+    An acquire comes before the access, a release after it. In global memory with a scope beyond the cluster a relaxed
+    operation needs the fence of the ISA's patterns (backends.vm.grid_clocks); elsewhere it is treated as both.
     """
+    races = warp.cta.machine.races
     for address in dict.fromkeys(addresses.tolist()):
         where, own = resolve(space, np.array([address], np.int64))
-        flags, key = warp.cta.cluster.flags, (where.partition("::")[0], int(own[0]))
-        clock = flags.get(key)
-        if clock is None:
-            clock = flags[key] = Clock.zero(warp.clock.seen.size)
-        if acquire:
-            warp.clock.join(clock)
-        if release:
-            clock.join(warp.clock)
+        place = int(own[0])
+        wide = where == "global" and scope not in ("cta", "cluster")
+        takes, gives = not wide or sem in ("acquire", "acq_rel"), not wide or sem in ("release", "acq_rel")
+        if wide and acquire:
+            races.acquire(place, warp, ordered=takes)
+        if wide and release:
+            races.release(place, warp, ordered=gives)
+        flags, key = warp.cta.cluster.flags, (where.partition("::")[0], place)
+        if acquire and takes and key in flags:
+            warp.clock.join(flags[key])
+        if release and gives:
+            if key not in flags:
+                flags[key] = Clock.zero(warp.clock.seen.size)
+            flags[key].join(warp.clock)
     if release:
         warp.next_epoch()

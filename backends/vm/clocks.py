@@ -17,6 +17,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.grid_clocks import GridClock
+
 Epochs = npt.NDArray[np.int64]
 Stamps = npt.NDArray[np.int32]
 _IntOrArray = TypeVar("_IntOrArray", int, Stamps)
@@ -60,10 +62,14 @@ def _settled(stamps: Stamps, seen: Epochs) -> bool:
 
 @dataclass(slots=True)
 class Clock:
-    """The pair of vector clocks that an agent or a barrier carries; arrays of shape [agents]."""
+    """The pair of vector clocks that an agent or a barrier carries; arrays of shape [agents].
+
+    `grid` is what it knows of other clusters, None until a flag in global memory or a fence of gpu scope matters.
+    """
 
     seen: Epochs
     fenced: Epochs
+    grid: GridClock | None = None
 
     @classmethod
     def zero(cls, agents: int) -> Clock:
@@ -74,11 +80,27 @@ class Clock:
         """See everything that `other` has seen."""
         np.maximum(self.seen, other.seen, out=self.seen)
         np.maximum(self.fenced, other.fenced, out=self.fenced)
+        if other.grid is not None:
+            self.grid_part().join(other.grid)
+
+    def copy(self) -> Clock:
+        """A clock of its own that has seen the same."""
+        made = Clock(self.seen.copy(), self.fenced.copy())
+        if self.grid is not None:
+            made.grid_part().join(self.grid)
+        return made
+
+    def grid_part(self) -> GridClock:
+        """`grid`, made on first use."""
+        if self.grid is None:
+            self.grid = GridClock()
+        return self.grid
 
     def clear(self) -> None:
         """Forget everything."""
         self.seen[:] = 0
         self.fenced[:] = 0
+        self.grid = None
 
     def fence_proxy(self) -> None:
         """`fence.proxy.async`: what is ordered before now becomes visible to the asynchronous proxy."""

@@ -21,15 +21,22 @@ class Copy:
 
 @dataclass(slots=True)
 class ThreadGroups:
-    """One thread's open group and its committed ones not yet waited for, oldest first; `agent`: their clock index."""
+    """One thread's open group and its committed ones not yet waited for, oldest first.
+
+    `agent` is the clock index of what they read and of what they write to shared memory, `writer` that of what they
+    write to global memory. `writing` holds the newest serial number of each group whose end no wait has covered.
+    """
 
     agent: int
+    writer: int
     open: list[Copy] = field(default_factory=list[Copy])
     committed: list[list[Copy]] = field(default_factory=list[list[Copy]])
+    writing: list[int] = field(default_factory=list[int])
 
     def commit(self) -> None:
         """Close the open group; an empty one counts (PTX ISA 9.7.9.27.2.1)."""
         self.committed.append(self.open)
+        self.writing.append(max((copy.serial for copy in self.open), default=0))
         self.open = []
 
     def outstanding(self, allowed: int) -> list[Copy]:
@@ -44,9 +51,16 @@ class ThreadGroups:
         del self.committed[:count]
         return newest
 
+    def written(self, allowed: int) -> int:
+        """As `waited`, of the groups whose writes a wait without .read for `allowed` covers."""
+        count = max(len(self.writing) - allowed, 0)
+        newest = max(self.writing[:count], default=0)
+        del self.writing[:count]
+        return newest
+
     def hand_over(self) -> None:
         """What has been issued is waited for at an mbarrier (cp.async.mbarrier.arrive)."""
-        self.open, self.committed = [], []
+        self.open, self.committed, self.writing = [], [], []
 
     def unread(self) -> Copy | None:
         """The first copy that no wait has covered."""
@@ -65,5 +79,5 @@ class CopyGroups:
     def of(groups: dict[int, ThreadGroups], lane: int, cluster: Cluster) -> ThreadGroups:
         """The groups of one lane, made on first use."""
         if lane not in groups:
-            groups[lane] = ThreadGroups(cluster.new_copy_agent())
+            groups[lane] = ThreadGroups(cluster.new_copy_agent(), cluster.new_copy_agent())
         return groups[lane]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from backends.vm.clocks import Clock
 from backends.vm.faults import Fault
+from backends.vm.global_races import CLUSTER_SHIFT
 from backends.vm.mbarrier import MBarrier
 from backends.vm.memory import PARAM_WINDOW
 from backends.vm.shared import MBARRIER, OFFSET_MASK, RANK_SHIFT, SharedMemory
@@ -203,7 +204,8 @@ class Cluster:
     Clock indices (agents): all warps by CTA rank, then the tensor cores' accumulators, then copies. Copies that are
     waited for together,
     at one mbarrier or in one thread's groups, are one agent; beyond COPY_AGENTS such places agents are shared, and a
-    missing wait can hide behind another place's wait.
+    missing wait can hide behind another place's wait. `serial` numbers the clusters of a launch from 1, `mark` is that
+    number where marks of global memory hold it.
     """
 
     def __init__(self, machine: Machine, first: Dim3, size: Dim3, grid: Dim3, block: Dim3, layout: FunctionLayout,
@@ -213,6 +215,8 @@ class Cluster:
         self.size = size[0] * size[1] * size[2]
         self.first_copy = self.size * (self.warps_per_cta + 1 + ACCUMULATORS)
         self.agents = self.first_copy + COPY_AGENTS
+        self.serial = machine.races.begin_cluster(first)
+        self.mark = self.serial << CLUSTER_SHIFT
         self.copy_places = 0
         self.copy_serial = 0
         self.arriving = Clock.zero(self.agents)

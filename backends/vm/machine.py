@@ -19,6 +19,7 @@ from backends.vm.cta import Cluster
 from backends.vm.deadlock import report
 from backends.vm.engine import Engine
 from backends.vm.faults import Fault, LaunchError
+from backends.vm.global_races import GlobalRaces
 from backends.vm.layout import FunctionLayout, lay_out
 from backends.vm.memory import PARAM_WINDOW, WINDOW_SHIFT, Bytes, GlobalMemory
 from backends.vm.parse_cache import parse_cached
@@ -91,6 +92,7 @@ class Machine:
         self.blocks_run: dict[int, Block] = {}
         self.params: Bytes = np.zeros(0, np.uint8)
         self.unstarted: list[Dim3] = []
+        self.races = GlobalRaces()
         self._variables: dict[tuple[int, str], int] = {}
         self._module: LoadedModule | None = None
 
@@ -112,6 +114,7 @@ class Machine:
         _check_launch(layout, grid, block, cluster, dynamic_smem)
         self._module = module
         self.params = _param_block(layout, params)
+        self.races.begin_launch()
         run = Run(self, layout, grid, block, cluster, dynamic_smem)
         with np.errstate(all="ignore"), nullcontext() if self.recorder is None else self.recorder.launch(run):
             run.to_the_end()

@@ -92,6 +92,11 @@ class GlobalMemory:
         side = "after the end" if address >= near.end - 16 else "before the start"
         return f"; the nearest is `{near.name}` ({near.data.size} bytes), {gap(near)} bytes {side}"
 
+    def holding(self, address: int) -> Buffer | None:
+        """The buffer that `address` lies in, or None."""
+        index = bisect.bisect(self._bases, address) - 1
+        return self._buffers[index] if index >= 0 and address < self._buffers[index].end else None
+
     def find_span(self, addresses: Addresses, size: int, access: str, *, writing: bool = False) -> Buffer:
         """The one buffer that holds `size` bytes at every address (a tensor lies in one allocation)."""
         low, high = int(addresses.min()), int(addresses.max())
@@ -105,7 +110,7 @@ class GlobalMemory:
 
     def load(self, addresses: Addresses, size: int) -> Bytes:
         """Bytes at each address: uint8 [n, size]. Lanes may lie in different buffers."""
-        buffer, offsets = self._locate_or_split(addresses, size, "load")
+        buffer, offsets = self.locate(addresses, size, "load")
         if buffer is None:
             return np.stack([self.load(addresses[i : i + 1], size)[0] for i in range(addresses.size)])
         return buffer.data[offsets[:, None] + np.arange(size)]
@@ -113,7 +118,7 @@ class GlobalMemory:
     def store(self, addresses: Addresses, values: Bytes) -> None:
         """Write uint8 [n, size] at each address; where lanes collide the highest lane wins."""
         size = values.shape[1]
-        buffer, offsets = self._locate_or_split(addresses, size, "store")
+        buffer, offsets = self.locate(addresses, size, "store")
         if buffer is None:
             for lane in range(addresses.size):
                 try:
@@ -127,7 +132,9 @@ class GlobalMemory:
                         address=int(addresses[0]))  # fmt: skip
         buffer.data[offsets[:, None] + np.arange(size)] = values
 
-    def _locate_or_split(self, addresses: Addresses, size: int, access: str) -> tuple[Buffer | None, Addresses]:
+    def locate(self, addresses: Addresses, size: int, access: str) -> tuple[Buffer | None, Addresses]:
+        """The buffer that holds `size` bytes at every address, with offsets in it; None and the addresses if they lie
+        in several. Fault if one lies in none, or is not aligned to `size`."""
         check_alignment(addresses, size, access)
         low, high = int(addresses.min()), int(addresses.max())
         index = bisect.bisect(self._bases, low) - 1

@@ -52,10 +52,10 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
     "a copy into what another warp still reads": (
         {
             "compute": f"ld.shared.u32 %r1, [%r42];\nsetp.lt.u32 %p4, %tx, 32; @%p4 bar.sync 1, 32;\n@%p3 bra END;\n"
-            f"{STAGES['compute'].splitlines()[0]}\nSPIN: ld.global.u32 %r2, [%flag]; "
+            f"{STAGES['compute'].splitlines()[0]}\nSPIN: ld.relaxed.gpu.global.u32 %r2, [%flag]; "
             "setp.eq.u32 %p5, %r2, 0; @%p5 bra SPIN;\n"
             f"{EXPECT}\n{LOAD} //!",
-            "wait": STAGES["wait"] + "\nld.shared.u32 %r1, [%r42];\nst.global.u32 [%flag], 1;",
+            "wait": STAGES["wait"] + "\nld.shared.u32 %r1, [%r42];\nst.relaxed.gpu.global.u32 [%flag], 1;",
         },
         "race",
         ("overwritten", "warp 1 read it"),
@@ -83,7 +83,7 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
     "a store with neither fence nor barrier": (
         {
             "publish": "",
-            "compute": STAGES["compute"] + "\nst.global.u32 [%flag], 1;",
+            "compute": STAGES["compute"] + "\nst.relaxed.gpu.global.u32 [%flag], 1;",
             "before store": STAGES["before store"],
             "store": f"{STORE} //!",
         },
@@ -188,15 +188,18 @@ def test_planted(name: str) -> None:
     changes, rule, clauses = PLANTED[name]
     schedules = EVERY_SCHEDULE
     if name == "a store with neither fence nor barrier":
-        spin = "SPIN: ld.global.u32 %r2, [%flag]; setp.eq.u32 %p5, %r2, 0; @%p5 bra SPIN;"
+        spin = "SPIN: ld.relaxed.gpu.global.u32 %r2, [%flag]; setp.eq.u32 %p5, %r2, 0; @%p5 bra SPIN;"
         changes = {
             **changes,
-            "compute": changes["compute"].replace("st.global", "@%p6 st.global"),
+            "compute": changes["compute"].replace("st.relaxed", "@%p6 st.relaxed"),
             "before store": f"{STAGES['before store']}\n{spin}",
             "addresses": STAGES["addresses"] + " setp.eq.u32 %p6, %warp, 1;",
         }
     if name == "a copy into what another warp still reads":
-        changes = {**changes, "wait": changes["wait"].replace("st.global", "setp.eq.u32 %p6, %tx, 63;\n@%p6 st.global")}
+        changes = {
+            **changes,
+            "wait": changes["wait"].replace("st.relaxed", "setp.eq.u32 %p6, %tx, 63;\n@%p6 st.relaxed"),
+        }
     assert_blamed(copy_kernel(changes, {"flag": np.zeros(1, np.uint32)}), rule, *clauses, schedules=schedules)
 
 

@@ -63,9 +63,9 @@ def test_an_mbarrier_askew() -> None:
 def test_an_init_that_nothing_orders_before_its_use() -> None:
     """Warp 1 arrives certainly after warp 0 has initialised, but not in the order of the memory model."""
     body = f"""{ONE}{INIT}
-    setp.eq.u32 %p2, %warp, 0; @%p2 st.global.u32 [%out], 1;
+    setp.eq.u32 %p2, %warp, 0; @%p2 st.relaxed.gpu.global.u32 [%out], 1;
     @%p2 bra END;
-    SPIN: ld.global.u32 %r1, [%out]; setp.eq.u32 %p3, %r1, 0; @%p3 bra SPIN;
+    SPIN: ld.relaxed.gpu.global.u32 %r1, [%out]; setp.eq.u32 %p3, %r1, 0; @%p3 bra SPIN;
     setp.eq.u32 %p4, %lane, 0;
     @%p4 mbarrier.arrive.shared::cta.b64 _, [mbar]; //!
     END: ret;"""

@@ -24,10 +24,12 @@ def marked(stage: str, instruction: str, replacement: str | None = None) -> str:
 ZEROS = "mov.b32 {0}, 0;"
 FILL_REGISTERS = " ".join(ZEROS.format(f"%r{index}") for index in range(16))
 MINE = ".reg .pred %p16; setp.ne.u32 %p16, %warp, 0;\n"
-SPIN_UNTIL_STORED = """SPIN: ld.global.b32 %r30, [%out+124]; ld.global.b32 %r31, [%out+252]; min.u32 %r30, %r30, %r31;
-ld.global.b32 %r31, [%out+380]; min.u32 %r30, %r30, %r31; ld.global.b32 %r31, [%out+508]; min.u32 %r30, %r30, %r31;
+SPIN_UNTIL_STORED = """SPIN: ld.relaxed.gpu.global.b32 %r30, [%out+124]; ld.relaxed.gpu.global.b32 %r31, [%out+252];
+min.u32 %r30, %r30, %r31; ld.relaxed.gpu.global.b32 %r31, [%out+380]; min.u32 %r30, %r30, %r31;
+ld.relaxed.gpu.global.b32 %r31, [%out+508]; min.u32 %r30, %r30, %r31;
 setp.eq.u32 %p4, %r30, 0; @%p4 bra SPIN;"""
 """Waits for the last thread of every warp in an order of execution that is no order of the memory model."""
+RELAXED_OUT = STAGES["out"].replace("st.global", "st.relaxed.gpu.global")
 WAIT_STORE = "tcgen05.wait::st.sync.aligned;"
 ZERO_CELLS = f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r44], {{{', '.join(16 * ['%r18'])}}};"
 """Writes the cells that LOAD reads, from a register of its own."""
@@ -71,7 +73,7 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
         ("tcgen05.dealloc frees lane 0, column 0", "the tensor core wrote"),
     ),
     "dealloc before the others have read": (
-        {"free": f"{SPIN_UNTIL_STORED}\n" + STAGES["free"].replace(SYNC, "").strip() + " //!"},
+        {"out": RELAXED_OUT, "free": f"{SPIN_UNTIL_STORED}\n" + STAGES["free"].replace(SYNC, "").strip() + " //!"},
         "tmem-race",
         ("tcgen05.dealloc frees", "nothing orders that after warp", "read it"),
     ),
@@ -116,7 +118,8 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
     "a stored operand with no barrier before the mma": (
         {
             "fill": STAGES["fill"] + f"\n{STAGES['publish']}",
-            "publish": f"{FILL_REGISTERS}\n{WIDE}\n{WAIT_STORE}\nmov.b32 %r0, 1; {STAGES['out']}",
+            "publish": f"{FILL_REGISTERS}\n{WIDE}\n{WAIT_STORE}\nmov.b32 %r0, 1; {RELAXED_OUT}",
+            "out": RELAXED_OUT,
             "before": STAGES["before"] + f"\n{SPIN_UNTIL_STORED}",
             "issue": f"{A_IN_TMEM} //!\n{COMMIT}",
         },

@@ -62,7 +62,7 @@ COPIED:
   tcgen05.wait::ld.sync.aligned;
   mul.wide.u32 %o, %t, 4;
   add.u64 %dst, %dst, %o;
-  st.global.b32 [%dst], %v;
+  st.relaxed.gpu.global.b32 [%dst], %v;
   bar.sync 0;
   setp.ne.u32 %p, %warp, 0;
   @%p bra DONE;

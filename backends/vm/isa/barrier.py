@@ -223,9 +223,13 @@ def proxy_fence(b: Binder) -> Step:
         scope="cta cluster gpu sys")  # fmt: skip
 @opcode("membar.<scope>", section="9.7.13.4", counter="fence", scope="cta gl sys")
 def memory_fence(b: Binder) -> Step:
-    """Memory here is sequentially consistent; a relaxed arrival releases what came before the last such fence."""
+    """Memory here is sequentially consistent; a relaxed arrival releases what came before the last such fence. Relaxed
+    accesses to global memory need one of gpu scope."""
+    wide = b.instruction.parts[-1] in ("gpu", "sys", "gl")
 
     def step(warp: Warp) -> None:
+        if wide:
+            warp.clock.grid_part().fence(warp.cta.cluster.serial, warp.clock.seen)
         warp.released.join(warp.clock)
         warp.next_epoch()
 

@@ -10,12 +10,14 @@ import numpy.typing as npt
 from backends.vm.access import resolve
 from backends.vm.ast import Address, Operand
 from backends.vm.binder import Binder
+from backends.vm.bulk_reduction import reduced
 from backends.vm.clocks import Clock, stamp
 from backends.vm.copy_groups import Copy, CopyGroups
 from backends.vm.cta import Cta
 from backends.vm.engine import submit
 from backends.vm.faults import Fault
 from backends.vm.forms import Step, opcode
+from backends.vm.global_races import Pieces
 from backends.vm.mbarrier import MBarrier
 from backends.vm.shared import OFFSET_MASK, RANK_SHIFT
 from backends.vm.steps import Wait
@@ -152,11 +154,19 @@ def tensor_load(b: Binder) -> Step:
             counters["tma_load_bytes"] += int(plan.in_bounds.sum()) * plan.piece_bytes
             for cta, _ in _shared_targets(warp, address, mask):
                 signalled = _barrier_for(warp, cta, signal(warp, lane), multicast=multicast, pair=pair)
-                _begin_load(
+                serial = _begin_load(
                     warp, cta, plan, signalled, lambda p=plan, m=tensor_map: _read_global(warp, p, m), line, text
                 )
+                _note_read(warp, plan, stamp(signalled.copy_agent, serial))
 
     return step
+
+
+def _note_read(warp: Warp, plan: BoxPlan, mark: int) -> None:
+    addresses = plan.global_addresses if plan.all_in_bounds else plan.global_addresses[plan.in_bounds]
+    machine = warp.cta.machine
+    if addresses.size:
+        machine.races.copied_from(machine.memory, addresses, plan.piece_bytes, warp, mark)
 
 
 def _begin_load(
@@ -167,7 +177,7 @@ def _begin_load(
     read: Callable[[], npt.NDArray[np.uint8]],
     line: int,
     text: str,
-) -> None:
+) -> int:
     serial = warp.cta.cluster.next_copy()
     granules = granules_of(plan.smem_addresses, plan.piece_bytes)
     cta.smem.async_write_begins(granules, warp.clock, line, "the bulk copy")
@@ -180,6 +190,7 @@ def _begin_load(
 
     barrier.last_copy = submit(warp, "a bulk copy", line, text, perform, signals=(barrier,))
     barrier.last_copy_serial = serial
+    return serial
 
 
 @opcode("cp.async.bulk.<dst>.global.mbarrier::complete_tx::bytes{.multicast::cluster}{.L2::cache_hint}",
@@ -207,7 +218,10 @@ def linear_load(b: Binder) -> Step:
             for cta, _ in _shared_targets(warp, address, mask):
                 signalled = _barrier_for(warp, cta, signal(warp, lane), multicast=multicast, pair=False)
                 read = _linear_reader(warp, start, bytes_, signalled, local=local)
-                _begin_load(warp, cta, plan, signalled, read, line, text)
+                serial = _begin_load(warp, cta, plan, signalled, read, line, text)
+                if not local:
+                    origin_plan = _linear_plan(start, bytes_)
+                    _note_read(warp, origin_plan, stamp(signalled.copy_agent, serial))
 
     return step
 
@@ -259,6 +273,7 @@ def tensor_store(b: Binder) -> Step:
     line, text = b.instruction.line, b.instruction.text
 
     def step(warp: Warp) -> None:
+        written: list[Pieces] = []
         for lane in _lanes(warp):
             tensor_map, address = tensor.tensor_map(warp, lane), origin(warp, lane)
             offset = warp.cta.own_offset(address, "tensor store")
@@ -270,8 +285,11 @@ def tensor_store(b: Binder) -> Step:
             counters = warp.cta.machine.counters
             counters["tma_stores"] += 1
             counters["tma_store_bytes"] += int(plan.in_bounds.sum()) * plan.piece_bytes
+            written.append((plan.global_addresses[plan.in_bounds], plan.piece_bytes, stamp(groups.writer, serial)))
             done = submit(warp, "a tensor store", line, text, _store_performer(warp, plan, tensor_map, operation))
             groups.open.append(Copy(done, serial))
+        machine = warp.cta.machine
+        machine.races.copied_to(machine.memory, written, warp, line, strong=bool(operation))
 
     return step
 
@@ -294,38 +312,6 @@ def _store_performer(warp: Warp, plan: BoxPlan, tensor_map: TensorMap, operation
     return perform
 
 
-_NUMPY = {"u8": "u1", "u16": "u2", "u32": "u4", "s32": "i4", "u64": "u8", "s64": "i8", "f16": "f2", "f32": "f4",
-          "f64": "f8", "b32": "u4", "b64": "u8", "f32_ftz": "f4"}  # fmt: skip
-
-
-def _wrapping_increment(old: npt.NDArray[np.uint32], limit: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    return np.where(old >= limit, np.zeros_like(old), old + 1)
-
-
-def _wrapping_decrement(old: npt.NDArray[np.uint32], limit: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    return np.where((old == 0) | (old > limit), limit, old - 1)
-
-
-_COMBINE: dict[str, Callable[..., npt.NDArray[np.generic]]] = {
-    "add": np.add, "min": np.fmin, "max": np.fmax, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    "inc": _wrapping_increment, "dec": _wrapping_decrement,
-}  # fmt: skip
-
-
-def reduced(
-    old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], operation: str, element: str
-) -> npt.NDArray[np.uint8]:
-    """Bytes of `old OP new`, elementwise in the type of the tensor map; rounding is to nearest even."""
-    if element == "bf16":
-        wide = [np.left_shift(part.view(np.uint16).astype(np.uint32), 16).view(np.float32) for part in (old, new)]
-        bits = _COMBINE[operation](*wide).astype(np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8).reshape(new.shape)
-    if element not in _NUMPY:
-        raise Fault("bulk-copy", f"a reduction on elements of type {element} is not implemented")
-    dtype = np.dtype(_NUMPY[element])
-    return _COMBINE[operation](old.view(dtype), new.view(dtype)).astype(dtype).view(np.uint8).reshape(new.shape)
-
-
 @opcode("cp.async.bulk.global.shared::cta.bulk_group{.L2::cache_hint}", section="9.7.9.25.4.1", counter="tma")
 @opcode("cp.reduce.async.bulk.global.shared::cta.bulk_group{.L2::cache_hint}.<op>{.noftz}.<type>",
         section="9.7.9.25.4.2", counter="tma", op=_REDUCTIONS,
@@ -338,6 +324,7 @@ def linear_store(b: Binder) -> Step:
     line, text = b.instruction.line, b.instruction.text
 
     def step(warp: Warp) -> None:
+        written: list[Pieces] = []
         for lane in _lanes(warp):
             bytes_, target, start = int(warp.u32[count][lane]), int(address_of(warp)[lane]), origin(warp, lane)
             _check_linear(target, start, bytes_, lane)
@@ -347,6 +334,8 @@ def linear_store(b: Binder) -> Step:
             warp.cta.smem.async_read(granules_of(pieces, 16), warp.clock, stamp(groups.agent, serial), "the bulk copy")
             warp.cta.machine.counters["tma_store_bytes"] += bytes_
 
+            written.append((target + np.arange(0, bytes_, 16, dtype=np.int64), 16, stamp(groups.writer, serial)))
+
             def perform(target: int = target, offset: int = offset, bytes_: int = bytes_) -> None:
                 buffer = warp.cta.machine.memory.find_span(np.array([target]), bytes_, "bulk copy", writing=True)
                 into = buffer.data[target - buffer.base : target - buffer.base + bytes_]
@@ -355,6 +344,8 @@ def linear_store(b: Binder) -> Step:
 
             done = submit(warp, "a bulk copy", line, text, perform)
             groups.open.append(Copy(done, serial))
+        machine = warp.cta.machine
+        machine.races.copied_to(machine.memory, written, warp, line, strong=bool(operation))
 
     return step
 
@@ -372,8 +363,9 @@ def commit_group(b: Binder) -> Step:
 
 @opcode("cp.async.bulk.wait_group{.read}", section="9.7.9.27.2.2", kind="tail", counter="tma")
 def wait_group(b: Binder) -> Step:
-    """Wait until at most N of the thread's latest bulk groups are pending. Sources count as read when all is done."""
-    allowed = b.immediate(b.expect(1)[0])
+    """Wait until at most N of the thread's latest bulk groups are pending. Sources count as read when all is done; with
+    .read what was written is nobody's to read."""
+    allowed, reads = b.immediate(b.expect(1)[0]), bool(b.words["read"])
 
     def step(warp: Warp) -> object:
         groups = [CopyGroups.of(warp.copies.bulk, lane, warp.cta.cluster) for lane in _lanes(warp)]
@@ -381,6 +373,8 @@ def wait_group(b: Binder) -> Step:
         def finish() -> None:
             for group in groups:
                 warp.clock.seen[group.agent] = max(int(warp.clock.seen[group.agent]), group.waited(allowed))
+                if not reads:
+                    warp.clock.seen[group.writer] = max(int(warp.clock.seen[group.writer]), group.written(allowed))
 
         return Wait(
             ready=lambda: not any(group.outstanding(allowed) for group in groups),

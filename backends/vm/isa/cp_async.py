@@ -28,7 +28,7 @@ def _groups(warp: Warp) -> list[ThreadGroups]:
     plain, agent = warp.copies.plain, warp.copies.plain_agent
     if agent is None:
         agent = warp.copies.plain_agent = warp.cta.cluster.new_copy_agent()
-    return [plain.setdefault(lane, ThreadGroups(agent)) for lane in np.flatnonzero(warp.mask).tolist()]
+    return [plain.setdefault(lane, ThreadGroups(agent, agent)) for lane in np.flatnonzero(warp.mask).tolist()]
 
 
 @opcode("cp.async.<cache>.<dst>.global{.L2::cache_hint}{.<prefetch>}", section="9.7.9.25.3.1", counter="memory",
@@ -73,6 +73,10 @@ def cp_async(b: Binder) -> Step:
         granules = (offsets[:, None] + np.arange(0, size, 4)) >> 2
         smem.async_write_begins(granules, warp.clock, line, "cp.async", generic=True)
         groups, serial = _groups(warp), cluster.next_copy()
+        machine = warp.cta.machine
+        for count in dict.fromkeys(valid[valid > 0].tolist()):
+            mark = stamp(groups[0].agent, serial)
+            machine.races.copied_from(machine.memory, sources[valid == count], count, warp, mark)
 
         def perform() -> None:
             for address, offset, bytes_ in zip(sources.tolist(), offsets.tolist(), valid.tolist(), strict=True):
@@ -128,6 +132,7 @@ def _wait(warp: Warp, allowed: int) -> Wait:
     def finish() -> None:
         for group in groups:
             warp.clock.seen[group.agent] = max(int(warp.clock.seen[group.agent]), group.waited(allowed))
+            group.written(allowed)
 
     return Wait(
         ready=lambda: not any(group.outstanding(allowed) for group in groups),

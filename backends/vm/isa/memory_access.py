@@ -70,6 +70,7 @@ def ld(b: Binder) -> Step:
     views = [(column, _view_for(b, item, kind)) for column, item in enumerate(items) if not isinstance(item, Sink)]
     targets = [(column, view, b.destination(items[column], view, wider=True)) for column, view in views]
     address = b.address(a)
+    sem, scope = b.words.get("sem", ""), b.words.get("scope", "")
     strong = "sem" in b.words and _strong(b)
 
     def step(warp: Warp) -> None:
@@ -78,7 +79,7 @@ def ld(b: Binder) -> Step:
         if not whole:
             addresses = addresses[warp.mask]
         if strong:
-            access.synchronise(warp, space, addresses, acquire=True, release=False)
+            access.synchronise(warp, space, addresses, sem, scope, acquire=True, release=False)
         values = access.load(warp, space, addresses, size, strong=strong).view(dtype)
         for column, view, row in targets:
             register = getattr(warp, view)[row]
@@ -101,7 +102,7 @@ def st(b: Binder) -> Step:
     rows = [(view := _view_for(b, item, kind), b.source(item, view, wider=True)) for item in items]
     address = b.address(a)
     line = b.instruction.line
-    strong = _strong(b)
+    strong, sem, scope = _strong(b), b.words["sem"], b.words["scope"]
 
     def step(warp: Warp) -> None:
         values = np.empty((LANES, len(rows) * (2 if kind == "b128" else 1)), dtype)
@@ -116,7 +117,7 @@ def st(b: Binder) -> Step:
             addresses, values = addresses[warp.mask], values[warp.mask]
         access.store(warp, space, addresses, values.view(np.uint8), line, strong=strong)
         if strong:
-            access.synchronise(warp, space, addresses, acquire=False, release=True)
+            access.synchronise(warp, space, addresses, sem, scope, acquire=False, release=True)
 
     return step
 
@@ -158,6 +159,7 @@ def _numpy_type(kind: str) -> np.dtype[np.generic]:
 
 def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ...]) -> Step:
     kind, update, space = b.words["type"], _UPDATES[b.words["op"]], b.words["space"]
+    sem, scope = b.words["sem"], b.words["scope"]
     dtype = _numpy_type(kind)
     view = "u" + kind[1:] if kind[0] == "b" else kind
     target = None if d is None or isinstance(d, Sink) else b.destination(d, view)
@@ -167,7 +169,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
     def step(warp: Warp) -> None:
         lanes = np.flatnonzero(warp.mask)
         places, first, which = np.unique(address(warp)[lanes], return_index=True, return_inverse=True)
-        access.synchronise(warp, space, places, acquire=True, release=False)
+        access.synchronise(warp, space, places, sem, scope, acquire=True, release=False)
         found = access.load(warp, space, places, dtype.itemsize, strong=True, lanes=lanes[first]).view(dtype)[:, 0]
         held: list[int | float] = found.tolist()
         returned: list[int | float] = []
@@ -179,7 +181,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
             held[place] = _wrapped(new, dtype)
         stored = np.array(held, dtype)[:, None].view(np.uint8)
         access.store(warp, space, places, stored, line, strong=True, lanes=lanes[first])
-        access.synchronise(warp, space, places, acquire=False, release=True)
+        access.synchronise(warp, space, places, sem, scope, acquire=False, release=True)
         if target is not None:
             getattr(warp, view)[target][lanes] = np.array(returned, dtype)
 

@@ -48,7 +48,7 @@ def tensor_issue(warp: Warp, *accumulator: int) -> tuple[Clock, int, int]:
     """
     cta = warp.cta
     cta.tensor_serial += 1
-    clock = Clock(warp.clock.seen.copy(), warp.clock.fenced.copy())
+    clock = warp.clock.copy()
     writer = cta.accumulator_agent(*accumulator) if accumulator else cta.tensor_agent
     for agent in (cta.tensor_agent, writer):
         clock.seen[agent] = clock.fenced[agent] = cta.tensor_serial
