@@ -75,18 +75,20 @@ class Outcome:
 class BenchRun:
     """A run of `rows`, which measures as its outcomes are asked for and appends every line to `output` at once.
 
-    To be closed. RecordError if the file cannot be written.
+    To be closed. `timed`: the rows whose executor keeps time. `header.device` is known once something was measured.
     """
 
     def __init__(self, rows: Sequence[Row], selection: Selection, settings: BenchSettings, output: Path) -> None:
         self.rows, self.settings, self.output = tuple(dict.fromkeys(rows)), settings, output
+        clocks = {name: _keeps_time(name) for name in {row.executor for row in self.rows}}
+        self.timed = frozenset(row for row in self.rows if clocks[row.executor])
         self.header: RunHeader = run_header(selection, len(self.rows)).model_copy(update={"software": _software()})
-        self._writer = RecordWriter(output)
+        self._writer: RecordWriter | None = None
         self._outcomes: dict[Row, Outcome] = {}
         self._measuring = self._measure()
 
     def outcome(self, row: Row) -> Outcome:
-        """What came of `row`, which is one of the run's; measures up to it."""
+        """What came of `row`, one of the run's; measures up to it. RecordError if the file cannot be written."""
         while row not in self._outcomes:
             found = next(self._measuring)
             self._outcomes[found.record.row] = found
@@ -99,7 +101,8 @@ class BenchRun:
     def close(self) -> None:
         """Ends the workers. Rows that were not asked for are not in the file."""
         self._measuring.close()
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def __enter__(self) -> BenchRun:
         return self
@@ -108,29 +111,28 @@ class BenchRun:
         self.close()
 
     def _measure(self) -> Generator[Outcome, None, None]:
-        timed = {row for row in self.rows if _keeps_time(row.executor)}
         with TemporaryDirectory(prefix="megamoe-bench-") as name:
             folder = Path(name)
             with FigureMaker(self.header.run, folder, self.settings.jobs) as figures:
-                for found in self._measured(timed, folder, figures):
+                for found in self._measured(folder, figures):
                     digest = found.record.program_sha256
                     whole = Outcome(
                         found.record, found.timings, tuple(figures.of(found.record.row, digest)), found.software
                     )
-                    for line in whole.lines:
-                        self._writer.append(line)
+                    self._append(*whole.lines)
                     yield whole
 
-    def _measured(self, timed: set[Row], folder: Path, figures: FigureMaker) -> Generator[Outcome, None, None]:
+    def _measured(self, folder: Path, figures: FigureMaker) -> Generator[Outcome, None, None]:
         """Those on devices first, alone on the machine; then the others, as they finish."""
+        timed = [row for row in self.rows if row in self.timed]
         if timed:
             with BenchWorker(folder / "progress") as worker:
-                self._begin(device_of(next(row.executor for row in self.rows if row in timed), worker, folder))
-                for group in by_case([row for row in self.rows if row in timed]):
+                self._begin(device_of(timed[0].executor, worker, folder))
+                for group in by_case(timed):
                     yield from timed_group(group, self.header.run, self.settings, worker, folder)
         else:
             self._begin(None)
-        untimed = [row for row in self.rows if row not in timed]
+        untimed = [row for row in self.rows if row not in self.timed]
         settings = self.settings
         run = RunSettings(
             self.header.run, settings.jobs, settings.timeout_s, settings.specs, settings.failures, programs=folder
@@ -143,7 +145,13 @@ class BenchRun:
 
     def _begin(self, device: DeviceFacts | None) -> None:
         self.header = self.header.model_copy(update={"device": device})
-        self._writer.append(self.header)
+        self._append(self.header)
+
+    def _append(self, *lines: AnyLine) -> None:
+        if self._writer is None:
+            self._writer = RecordWriter(self.output)
+        for line in lines:
+            self._writer.append(line)
 
 
 def by_case(rows: Sequence[Row]) -> list[list[Row]]:

@@ -1,0 +1,156 @@
+"""Which rows are measured, and where the measurements go: options and the one run behind all benchmarks of a session.
+
+`--case`, `--where` and `--schedule` are those of conformance/conftest.py.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamoe.bench import BenchRun, BenchSettings
+from megamoe.record import Row, Temperature
+from megamoe.rows import Selection, SelectionError, owed_rows
+from megamoe.spec import Spec, SpecError, load_specs
+from megamoe.timing import TEMPERATURES, Policy
+
+RUNS = Path("results/runs")
+_RUN = pytest.StashKey[BenchRun]()
+_SPECS = pytest.StashKey[dict[str, Spec]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of bench_rows.py."""
+    group = parser.getgroup("megamoe bench", "rows to measure")
+    for name in ("backend", "target", "executor", "op"):
+        group.addoption(f"--{name}", action="append", default=[], help=f"only this {name}; may be given several times")
+    group.addoption("--profile", help="default: gpu where an executor with a clock runs, else smoke")
+    group.addoption("--specs", type=Path, help="folder of the specs")
+    group.addoption("--output", type=Path, help=f"record file; default: a new one in {RUNS}")
+    group.addoption("--jobs", type=int, help="worker processes where nothing is timed; default: one a core")
+    group.addoption("--rse", type=float, default=Policy().target, help="relative standard error that is enough")
+    group.addoption("--budget", type=float, default=Policy().budget_s, help="device seconds of a row and temperature")
+    group.addoption("--patience", type=float, default=1.0, help="factor on the time limits of what runs on a device")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A row that fails before it has a time, or a session in which all do, is no reason for a warning."""
+    from pytest_benchmark.logger import PytestBenchmarkWarning
+
+    config.addinivalue_line("filterwarnings", "ignore::pytest_benchmark.logger.PytestBenchmarkWarning")
+    # What comes at the very end of a session is filtered by what was set before the line above.
+    warnings.filterwarnings("ignore", category=PytestBenchmarkWarning)
+
+
+def selection_of(config: pytest.Config) -> Selection:
+    """What the options ask for. UsageError for a contradiction."""
+    case, where = config.option.case, config.option.where
+    executors = tuple(config.option.executor) or default_executors()
+    if case and (config.option.profile or config.option.op):
+        raise pytest.UsageError("--case names its own row: drop --profile and --op")
+    return Selection(
+        config.option.profile or ("smoke" if executors == ("vm",) else "gpu"),
+        ops=tuple(config.option.op),
+        cases=(case,) if case else (),
+        where=tuple(where),
+        backends=tuple(config.option.backend),
+        targets=tuple(config.option.target),
+        executors=executors,
+        schedules=tuple(config.option.schedule) or ("eager",),
+    )
+
+
+def default_executors() -> tuple[str, ...]:
+    """The gpu where it can run anything, else the vm."""
+    from megamoe.backend import TARGETS, UnsupportedError, load_executor
+
+    try:
+        gpu = load_executor("gpu")
+    except (UnsupportedError, ImportError):
+        return ("vm",)
+    return ("vm",) if all(gpu.unavailable(target) for target in TARGETS) else ("gpu",)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One benchmark for each row of an executor without a clock; two, cold and hot, for each row of one that has."""
+    if "row" not in metafunc.fixturenames:
+        return
+    config = metafunc.config
+    try:
+        specs = load_specs(config.option.specs)
+        selection = selection_of(config)
+        rows = owed_rows(specs, selection)
+    except (SelectionError, SpecError) as error:
+        raise pytest.UsageError(str(error)) from None
+    settings = BenchSettings(
+        jobs=config.option.jobs or os.cpu_count() or 1,
+        specs=config.option.specs,
+        policy=Policy(target=config.option.rse, budget_s=config.option.budget),
+        patience=config.option.patience,
+    )
+    output = config.option.output or RUNS / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-bench-{selection.label}.jsonl"
+    config.stash[_RUN] = run = BenchRun(rows, selection, settings, output)
+    found = measurements(rows, run)
+    cases = {row.case: specs[row.op].parse_case(row.case) for row in rows}
+    metafunc.parametrize(
+        ("case", "row", "temperature"),
+        [(cases[row.case], row, temperature) for row, temperature in found],
+        ids=[row_id(row, temperature) for row, temperature in found],
+    )
+
+
+def measurements(rows: Sequence[Row], run: BenchRun) -> list[tuple[Row, Temperature | None]]:
+    """Each row with the temperatures at which it has a time, or with None where nothing keeps time."""
+    found: list[tuple[Row, Temperature | None]] = []
+    for row in rows:
+        if row in run.timed:
+            found.extend((row, temperature) for temperature in TEMPERATURES)
+        else:
+            found.append((row, None))
+    return found
+
+
+def row_id(row: Row, temperature: Temperature | None) -> str:
+    """How pytest and pytest-benchmark name one measurement."""
+    return "|".join([*row[:4], temperature or row.schedule])
+
+
+@pytest.fixture(scope="session")
+def bench_run(pytestconfig: pytest.Config) -> Iterator[BenchRun]:
+    """The run behind all rows; it measures as they are asked for."""
+    with pytestconfig.stash[_RUN] as run:
+        yield run
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    """What a time depends on: the device as its driver describes it, and the versions of what ran."""
+    run = config.stash.get(_RUN, None)
+    if run is None:
+        return
+    header = run.header
+    machine_info["gpu"] = None if header.device is None else header.device.model_dump()
+    machine_info["software"] = {**header.software, "torch": header.torch, "numpy": header.numpy}
+
+
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
+    """Which of our runs the file belongs to."""
+    run = config.stash.get(_RUN, None)
+    if run is not None:
+        output_json["megamoe"] = {
+            "run": run.header.run,
+            "records": str(run.output),
+            "revision": run.header.git_revision,
+        }
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Where the records are."""
+    run = config.stash.get(_RUN, None)
+    if run is not None and run.output.exists():
+        terminalreporter.write_line(f"records: {run.output}")
