@@ -19,13 +19,14 @@ from conformance.gpu.pack import PLATFORMS, download
 
 # Beyond them: torch with CUDA, triton, numpy, jinja2, filelock and typing_extensions, which a machine with torch has.
 PACKAGES = (
-    "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu13",
-    "apache-tvm-ffi", "torch_c_dlpack_ext", "einops", "flash-attn-4", "quack-kernels", "fa3-fwd", "nvidia-cudnn-frontend",
-    "humming-kernels", "pytest-benchmark", "py-cpuinfo",
+    "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core",
+    "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi", "torch_c_dlpack_ext", "einops", "flash-attn-4", "quack-kernels",
+    "fa3-fwd", "nvidia-cudnn-frontend", "humming-kernels", "pytest-benchmark", "py-cpuinfo",
 )  # fmt: skip
 PRESET = 5
+SITE = "/tmp/megamoe-peers"
 _ACTIVATE = """# Source this from the repository's root, after each part has come; once per shell later on.
-site=/tmp/megamoe-peers parts=/tmp/megamoe-peers-parts
+site={site} parts={site}-parts
 if [ ! -f $site/ready ] && [ -f {folder}/{part} ]; then
   mkdir -p $parts && cp {folder}/{part} $parts/
   if [ "$(ls $parts | wc -l)" = {parts} ]; then
@@ -62,8 +63,8 @@ def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return entry
 
 
-def spread(archive: Path, folders: list[Path]) -> None:
-    """Cuts the archive into equal parts, one for each folder, made anew, and says in each how to put it together."""
+def spread(archive: Path, folders: list[Path], site: str = SITE) -> None:
+    """Cuts the archive into equal parts, one for each folder, made anew; each says how they come together in `site`."""
     content = archive.read_bytes()
     size = -(-len(content) // len(folders))
     for number, folder in enumerate(folders):
@@ -72,7 +73,7 @@ def spread(archive: Path, folders: list[Path]) -> None:
         folder.mkdir(parents=True)
         part = f"part.{number:02}"
         (folder / part).write_bytes(content[number * size : (number + 1) * size])
-        (folder / "activate.sh").write_text(_ACTIVATE.format(folder=folder, part=part, parts=len(folders)))
+        (folder / "activate.sh").write_text(_ACTIVATE.format(folder=folder, part=part, parts=len(folders), site=site))
         print(f"{folder}: {(folder / part).stat().st_size / 2**20:.1f} MiB")
 
 
