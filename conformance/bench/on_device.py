@@ -1,0 +1,105 @@
+"""What only a device can measure, in sections: python3 -m conformance.bench.on_device OUT SECTION...
+
+Each section is a session of bench_rows.py (A/A: ten of them) in a process of its own, ended after its share of time;
+records and pytest-benchmark's JSON go to OUT, packed as OUT/SECTION.tar.gz. The status is that of the worst section;
+a row that fails is one of these, so look at the records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+BENCH = "conformance/bench/bench_rows.py"
+SDPA = ("torch-sdpa-cudnn", "torch-sdpa-flash", "torch-sdpa-efficient")
+# Section -> seconds for all of it, sessions, and the options of each.
+SECTIONS: dict[str, tuple[float, int, tuple[str, ...]]] = {
+    "small": (
+        120.0,
+        1,
+        ("--op", "fmha", "--profile", "gpu", "--where", "hd=64|128,t=1|128,s_k=128|512,heads=1,window=null"),
+    ),
+    "decode": (280.0, 1, ("--op", "fmha", "--profile", "gpu", "--where", "s_k=8192|32768")),
+    "slices": (
+        280.0,
+        1,
+        ("--op", "nvfp4_moe", "--profile", "gpu", "--where", "num_experts=48,load=slice|one_token,hidden=7168"),
+    ),
+    # Kernels of 5 us to 130 us, three backends, each session in processes of its own.
+    "aa": (
+        400.0,
+        10,
+        (
+            *(
+                "--op",
+                "fmha",
+                "--profile",
+                "gpu",
+                "--where",
+                "hd=64|128,t=1|4|128,s_k=512|1024|8192,batch=1|4,window=null",
+            ),
+            *(part for name in SDPA for part in ("--backend", name)),
+        ),
+    ),
+}
+
+
+def session(out: Path, name: str, options: tuple[str, ...], seconds: float) -> int:
+    """One session of bench_rows.py; its exit status, 124 when its time was over."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=line",
+        BENCH,
+        "--benchmark-only",
+        "--executor",
+        "gpu",
+        *options,
+    ]
+    command += ["--target", "sm_90a"]
+    command += ["--output", str(out / f"{name}.jsonl"), f"--benchmark-json={out / name}.json", "--benchmark-quiet"]
+    try:
+        return subprocess.run(command, timeout=max(seconds, 1.0), check=False).returncode
+    except subprocess.TimeoutExpired:
+        return 124
+
+
+def section(out: Path, name: str) -> int:
+    """All sessions of a section, as far as its time goes."""
+    seconds, sessions, options = SECTIONS[name]
+    began, worst = time.monotonic(), 0
+    with TemporaryDirectory() as folder:
+        for number in range(sessions):
+            left = seconds - (time.monotonic() - began)
+            if left < seconds / sessions / 2:
+                print(f"{name}: time for {number} of {sessions} sessions only")
+                break
+            stem = f"{name}-{number}" if sessions > 1 else name
+            status = session(Path(folder), stem, options, left)
+            print(f"{stem}: status {status} after {time.monotonic() - began:.0f} s")
+            worst = max(worst, status)
+        with tarfile.open(out / f"{name}.tar.gz", "w:gz") as archive:
+            for path in sorted(Path(folder).iterdir()):
+                archive.add(path, path.name)
+    return worst
+
+
+def main() -> int:
+    """Runs the sections that are asked for, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], default=list(SECTIONS))
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    return max(section(given.out, name) for name in given.sections)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
