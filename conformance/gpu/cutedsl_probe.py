@@ -1,8 +1,6 @@
-"""A probe compiled by CuTeDSL for sm_90a: y += 2 x by a host function, in both of its calling conventions."""
+"""Probes compiled by CuTeDSL for sm_90a, as host objects in both of their calling conventions."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 
@@ -12,10 +10,11 @@ from conformance.gpu.probe import Probe
 from megamoe.backend import PackedFields, ScalarArg, StreamArg, TensorArg
 
 N = 4099
+M, K = 64, 192
 
 
-def compiled() -> Artifact:
-    """The artifact, which needs CuTeDSL but no device. UnsupportedError without CuTeDSL."""
+def compiled_scale_add() -> Artifact:
+    """y += alpha * x. It needs CuTeDSL but no device; UnsupportedError without CuTeDSL."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
@@ -27,11 +26,34 @@ def compiled() -> Artifact:
     return compile_host_function(scale_add, x, y, cutlass.Float32(1), make_fake_stream(), target="sm_90a")
 
 
-def scale_add_probe(artifact: Artifact, convention: Literal["tvm_ffi", "packed"]) -> Probe:
+def compiled_product() -> Artifact:
+    """c = a b^T by TMA and wgmma; k is known at run time only. As compiled_scale_add."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+    from conformance.gpu.cutedsl_kernel import product
+
+    k = cute.sym_int32(divisibility=64)
+    a, b = (make_fake_compact_tensor(cutlass.BFloat16, (M, k), stride_order=(1, 0), assumed_align=16) for _ in range(2))
+    c = make_fake_compact_tensor(cutlass.Float32, (M, M), stride_order=(1, 0), assumed_align=16)
+    return compile_host_function(product, a, b, c, make_fake_stream(), target="sm_90a")
+
+
+def scale_add_probe() -> Probe:
     """N elements, not a multiple of a CTA's 128. A product with 2 is exact: fused or not, the sum has the same bits."""
     generator = torch.Generator().manual_seed(7)
     tensors = {name: torch.randn(N, generator=generator) for name in "xy"}
     vectors = {name: TensorArg(name, "f32", (N,), packed=PackedFields(dims=(0,))) for name in "xy"}
     arguments = {**vectors, "alpha": ScalarArg("f32", 2.0), "stream": StreamArg()}
-    program = artifact.program(arguments, convention=convention)
-    return Probe(f"cutedsl-{convention}", program, tensors, ("y",))
+    program = compiled_scale_add().program(arguments, convention="packed")
+    return Probe("cutedsl-packed", program, tensors, ("y",))
+
+
+def product_probe() -> Probe:
+    """One tile over three blocks of k: the host function encodes two tensor maps on the device's own driver."""
+    generator = torch.Generator().manual_seed(8)
+    operands = {name: torch.randn(M, K, generator=generator).to(torch.bfloat16) for name in "ab"}
+    arguments = {name: TensorArg(name, "bf16", (M, K)) for name in "ab"}
+    program = compiled_product().program({**arguments, "c": TensorArg("c", "f32", (M, M)), "stream": StreamArg()})
+    return Probe("cutedsl-tvm_ffi", program, {**operands, "c": torch.full((M, M), float("nan"))}, ("c",))

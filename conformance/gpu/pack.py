@@ -87,13 +87,16 @@ def runtime(folder: Path) -> None:
 
 def probes(folder: Path) -> None:
     """Every probe with the VM's outputs; those of CuTeDSL are compiled here."""
-    from conformance.gpu.cutedsl_probe import compiled, scale_add_probe
+    from conformance.gpu import cutedsl_probe, raw_probe
     from conformance.gpu.probe import save
-    from conformance.gpu.raw_probe import exchange_probe, product_probe
 
-    artifact = compiled()
-    made = (product_probe(), exchange_probe(), *(scale_add_probe(artifact, way) for way in ("tvm_ffi", "packed")))
-    for probe in made:
+    for make in (
+        raw_probe.product_probe,
+        raw_probe.exchange_probe,
+        cutedsl_probe.product_probe,
+        cutedsl_probe.scale_add_probe,
+    ):
+        probe = make()
         save(probe.with_expected(), folder / f"{probe.name}.probe")
 
 

@@ -12,7 +12,7 @@ import torch
 
 from conformance.gpu.probe import Probe, differences, load, save
 from conformance.gpu.raw_probe import WORDS, exchange_probe, product_probe
-from megamoe.backend import RunOptions, load_executor
+from megamoe.backend import HostProgram, RunOptions, load_executor
 
 VM = load_executor("vm")
 
@@ -64,10 +64,11 @@ def test_a_broken_rule_is_no_result() -> None:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_the_compiled_probes_compute_what_they_say() -> None:
-    from conformance.gpu.cutedsl_probe import compiled, scale_add_probe
+    from conformance.gpu import cutedsl_probe
 
-    artifact = compiled()
-    for convention in ("tvm_ffi", "packed"):
-        probe = scale_add_probe(artifact, convention)
-        found = probe.on(VM)["y"]
-        assert torch.equal(found, probe.tensors["y"] + 2 * probe.tensors["x"]), convention
+    product, scaled = cutedsl_probe.product_probe(), cutedsl_probe.scale_add_probe()
+    conventions = {probe.program.convention for probe in (product, scaled) if isinstance(probe.program, HostProgram)}
+    assert conventions == {"tvm_ffi", "packed"}
+    exact = product.tensors["a"].double() @ product.tensors["b"].double().T
+    assert torch.allclose(product.on(VM)["c"].double(), exact, atol=1e-4), "the product is wrong"
+    assert torch.equal(scaled.on(VM)["y"], scaled.tensors["y"] + 2 * scaled.tensors["x"]), "the sum is wrong"
