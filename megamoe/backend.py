@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -256,16 +257,22 @@ class Executor(Protocol):
 
 def backend_names() -> tuple[str, ...]:
     """Names of all registered backends, sorted. A registration is one line of pyproject.toml."""
-    return tuple(sorted(point.name for point in entry_points(group="megamoe.backends")))
+    return tuple(sorted(_points("megamoe.backends")))
 
 
 def executor_names() -> tuple[str, ...]:
     """Names of all registered executors, sorted."""
-    return tuple(sorted(point.name for point in entry_points(group="megamoe.executors")))
+    return tuple(sorted(_points("megamoe.executors")))
+
+
+# Every look goes through the metadata of all that is installed, and each row of a matrix asks.
+@cache
+def _points(group: str) -> Mapping[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=group)}
 
 
 def _load(group: str, kind: str, name: str) -> object:
-    points = {point.name: point for point in entry_points(group=group)}
+    points = _points(group)
     if ":" in name:
         return _load_attribute(group, kind, name)
     if name not in points:
