@@ -16,6 +16,9 @@ from backends.vm.forms import Form, all_forms, find
 WITNESSED = Path(__file__).parents[2] / "results" / "witness_opcodes.json"
 """The opcodes that kernels of other packages executed while computing what torch computes; by package."""
 
+MEASURED = Path(__file__).parents[2] / "conformance" / "isa" / "witnessed.json"
+"""The opcodes that a GPU executed, by the file beside it that holds what they gave."""
+
 ISA_EDITION = "9.1"
 """The edition of the PTX ISA whose section numbers the forms carry."""
 
@@ -25,17 +28,33 @@ def family_of(form: Form) -> str:
     return form.bind.__module__.rpartition(".")[2]
 
 
-@cache
-def second_kernels() -> dict[str, tuple[str, ...]]:
-    """Packages whose kernels witness a form, by its spelling; UnknownInstructionError for an opcode of no form."""
-    if not WITNESSED.exists():
-        return {}
-    packages: dict[str, set[str]] = {}
-    for package, opcodes in json.loads(WITNESSED.read_text("utf-8")).items():
+def _ran(file: Path) -> dict[Form, dict[str, list[str]]]:
+    """Who ran which opcodes of each form, from a JSON file of lists of opcodes by who ran them.
+
+    UnknownInstructionError for an opcode of no form.
+    """
+    found: dict[Form, dict[str, list[str]]] = {}
+    for who, opcodes in json.loads(file.read_text("utf-8")).items() if file.exists() else ():
         for opcode in opcodes:
             form, _ = find(Instruction(tuple(opcode.split(".")), (), None, 0, opcode))
-            packages.setdefault(form.spelling, set()).add(package)
-    return {spelling: tuple(sorted(names)) for spelling, names in packages.items()}
+            found.setdefault(form, {}).setdefault(who, []).append(opcode)
+    return found
+
+
+@cache
+def second_kernels() -> dict[Form, tuple[str, ...]]:
+    """Packages whose kernels witness a form."""
+    return {form: tuple(sorted(packages)) for form, packages in _ran(WITNESSED).items()}
+
+
+@cache
+def hardware() -> dict[Form, dict[str, list[str]]]:
+    """Of a form that a GPU witnesses: the opcodes that ran there, by the file with the results."""
+    return _ran(MEASURED)
+
+
+def _witness(form: Form) -> str:
+    return "hardware" if form in hardware() else "document"
 
 
 def _forms() -> list[Form]:
@@ -46,15 +65,16 @@ def _forms() -> list[Form]:
 
 
 def as_json() -> str:
-    """One object a form: family, spelling, words of each slot, PTX ISA section, witnesses."""
+    """One object a form: family, spelling, words of each slot, PTX ISA section, witnesses, measured opcodes by file."""
     rows = [
         {
             "family": family_of(form),
             "form": form.spelling,
             "words": {slot.name: sorted(slot.choices) for slot in form.slots if slot.choices != {slot.name}},
             "section": form.section,
-            "witness": form.witness,
-            "second_kernels": second_kernels().get(form.spelling, ()),
+            "witness": _witness(form),
+            "measured": hardware().get(form, {}),
+            "second_kernels": second_kernels().get(form, ()),
         }
         for form in _forms()
     ]
@@ -68,19 +88,27 @@ def as_markdown() -> str:
         "# What the PTX virtual machine implements",
         "",
         "Generated from the registry by `python -m backends.vm.coverage > results/coverage.md`; a test keeps it so.",
-        f"Sections are those of the PTX ISA {ISA_EDITION}. Witness: `hardware`: the same instruction ran on a GPU",
-        "and its results are test data here; `document`: tests hold it against the ISA's text.",
+        f"Sections are those of the PTX ISA {ISA_EDITION}. Witness: `hardware`: it ran on a GPU, with the words",
+        "listed at the end, and what it gave is test data here; `document`: tests hold it against the ISA's text.",
         "Second kernel: packages by others whose kernels ran through it and computed what torch does (witness.md).",
         "",
         f"{len(forms)} forms in {len({family_of(form) for form in forms})} families; "
-        f"{sum(form.spelling in seconds for form in forms)} have a second kernel.",
+        f"{sum(form in hardware() for form in forms)} are witnessed by hardware, "
+        f"{sum(form in seconds for form in forms)} by a second kernel.",
     ]
     for family, members in groupby(forms, key=family_of):
         lines += ["", f"## {family}", "", "| form | PTX ISA | witness | second kernel |", "|---|---|---|---|"]
         lines += [
-            f"| `{form.spelling}` | {form.section} | {form.witness} | {', '.join(seconds.get(form.spelling, ()))} |"
+            f"| `{form.spelling}` | {form.section} | {_witness(form)} | {', '.join(seconds.get(form, ()))} |"
             for form in members
         ]
+    lines += ["", "## What ran on a GPU", "", "Files are under conformance/isa.", ""]
+    lines += ["| data | opcodes |", "|---|---|"]
+    files: dict[str, list[str]] = {}
+    for measured in hardware().values():
+        for file, opcodes in measured.items():
+            files.setdefault(file, []).extend(opcodes)
+    lines += [f"| {file} | {', '.join(f'`{one}`' for one in sorted(files[file]))} |" for file in sorted(files)]
     return "\n".join(lines) + "\n"
 
 

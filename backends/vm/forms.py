@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 Step = Callable[["Warp"], object]
 Bind = Callable[["Binder"], Step]
 Kind = Literal["step", "tail"]
-Witness = Literal["hardware", "document"]
 
 _TOKEN = re.compile(r"(?P<open>\{)?\.?(?P<name><\w+>|[^.{}<>]+)(?P<close>\})?")
 
@@ -40,7 +39,7 @@ class Form:
     """One accepted spelling of a family.
 
     `kind` "tail" marks an instruction that may block or branch: it stands alone in its basic block and its step
-    returns a Wait, or None to go on. `section` is the PTX ISA section; `witness` how its semantics is known.
+    returns a Wait, or None to go on. `section` is the PTX ISA section.
     """
 
     spelling: str
@@ -48,7 +47,6 @@ class Form:
     bind: Bind
     kind: Kind
     section: str
-    witness: Witness
     counter: str
     control: str
 
@@ -94,7 +92,6 @@ def opcode(
     *spellings: str,
     section: str,
     kind: Kind = "step",
-    witness: Witness = "document",
     counter: str = "alu",
     control: str = "",
     vocabulary: Mapping[str, str] | None = None,
@@ -110,7 +107,7 @@ def opcode(
 
     def register(bind: Bind) -> Bind:
         for spelling in spellings:
-            form = Form(spelling, _compile(spelling, listed), bind, kind, section, witness, counter, control)
+            form = Form(spelling, _compile(spelling, listed), bind, kind, section, counter, control)
             first = next(iter(form.slots[0].choices))
             _TABLE.setdefault(first, []).append(form)
         return bind

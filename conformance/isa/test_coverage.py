@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from backends.vm import coverage
 from backends.vm.ast import Instruction
-from backends.vm.coverage import as_json, as_markdown, main
+from backends.vm.coverage import MEASURED, as_json, as_markdown, main
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.forms import all_forms, find
 
@@ -32,6 +34,43 @@ def test_the_json_has_a_row_for_every_form() -> None:
     rows = json.loads(as_json())["forms"]
     assert len(rows) == len(all_forms())
     assert all(row["witness"] in ("hardware", "document") for row in rows)
+
+
+def test_every_data_file_says_what_ran() -> None:
+    """witnessed.json lists the files of results and nothing else."""
+    files = {
+        str(file.relative_to(HERE))
+        for folder in ("golden", "golden_movement")
+        for file in (HERE / folder).rglob("*")
+        if file.suffix in (".npz", ".json")
+    }
+    assert files == set(json.loads(MEASURED.read_text())), "the opcodes behind each file belong into witnessed.json"
+
+
+@pytest.mark.parametrize("name", ["approx_specials", "binary", "cvt_f32", "half"])
+def test_arrays_named_after_an_opcode_are_listed(name: str) -> None:
+    file = f"golden/numerics/{name}.npz"
+    arrays = [key for key in np.load(HERE / file).files if "." in key]
+    assert json.loads(MEASURED.read_text())[file] == sorted(arrays)
+
+
+def test_a_form_is_witnessed_for_the_words_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two forms that are spelt alike the one whose words ran has the witness; an opcode of no form is refused."""
+    file = tmp_path / "witnessed.json"
+    monkeypatch.setattr(coverage, "MEASURED", file)
+    for opcode, known in (("setp.ne.b32", True), ("setp.nobody.knows", False)):
+        file.write_text(json.dumps({"some.npz": [opcode]}))
+        coverage.hardware.cache_clear()
+        try:
+            if known:
+                form, _ = find(instruction(opcode))
+                assert coverage.hardware() == {form: {"some.npz": [opcode]}}
+                assert sum(row["witness"] == "hardware" for row in json.loads(as_json())["forms"]) == 1
+            else:
+                with pytest.raises(UnknownInstructionError, match="setp"):
+                    coverage.hardware()
+        finally:
+            coverage.hardware.cache_clear()
 
 
 def test_bad_arguments_are_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import operator
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from backends.vm.faults import Fault, UnknownInstructionError
 
 LANE = np.arange(32, dtype=np.uint32)
 ALL = 0xFFFF_FFFF
+MEASURED = Path(__file__).parent / "golden_movement" / "warp_and_barrier.json"
 
 
 def semantics(mode: str, lane: int, b: int, c: int) -> tuple[int, bool]:
@@ -90,13 +93,13 @@ def test_lanes_with_masks_of_their_own_form_groups() -> None:
     assert np.array_equal(found["t"], masks), "match.any.sync within each group"
 
 
-@pytest.mark.parametrize("mask", [0xFFFF_FFFF, 0xFFFF_FFF0, 0x8000_0000, 0x00F0_F000])
-def test_elect_chooses_the_lowest_named_lane(mask: int) -> None:
-    """Measured on an H200 with these four masks (ptx-facts 5): d is the leader's number in every named lane."""
+@pytest.mark.parametrize("one", json.loads(MEASURED.read_text())["elect"], ids=lambda one: hex(one["mask"]))
+def test_elect_chooses_as_an_h200_does(one: dict[str, int]) -> None:
+    """The lowest named lane leads, and d is its number in every named lane."""
+    mask, leader = one["mask"], one["leader"]
     named = lanes_of(mask)
     inputs = {"in": named, "d": np.full(32, 99, np.uint32), "p": np.zeros(32, np.bool_)}
     found = run_ptx(f"@%in elect.sync %d|%p, {mask};", inputs, {"d": np.uint32, "p": np.bool_})
-    leader = (mask & -mask).bit_length() - 1
     assert np.array_equal(found["d"], np.where(named, leader, 99)), f"elect.sync of {mask:#x}"
     assert np.flatnonzero(found["p"]).tolist() == [leader], f"elect.sync of {mask:#x} elects more or others"
     sunk = run_ptx(f"@%in elect.sync _|%p, {mask};", {"in": named, "p": np.zeros(32, np.bool_)}, {"p": np.bool_})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,39 +12,14 @@ from hypothesis import strategies as st
 from kernels_blocks import SYNC, wait
 from kernels_run import EVERY_SCHEDULE, Kernel, assert_clean
 
-ARRIVE = "mbarrier.arrive.shared::cta.b64 %state, [mbar];"
 EXPECT = "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [mbar], {};"
 COMPLETE = "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [mbar], {};"
+ARRIVE = "mbarrier.arrive.shared::cta.b64 %state, [mbar];"
 INIT = "mbarrier.init.shared::cta.b64 [mbar], {};"
-TWICE = "mbarrier.arrive.shared::cta.b64 %state, [mbar], 2;"
-DROP = "mbarrier.arrive_drop.shared::cta.b64 %state, [mbar];"
-ARRIVE_EXPECT = "mbarrier.arrive.expect_tx.shared::cta.b64 %state, [mbar], {};"
-
-# Operation, test_wait.parity of 0 and of 1 afterwards, and the upper 21 bits of the returned state (phase, minus the
-# pending count) where there is one. Measured on an H200 (sm_90a, driver 580); an H200 lets init follow init, the ISA
-# and this machine want mbarrier.inval in between.
-MEASURED: list[tuple[str, int, int, int | None]] = [
-    (INIT.format(3), 0, 1, None),
-    (ARRIVE, 0, 1, 0x7FFFE80080248004 >> 43),
-    (EXPECT.format(0x1230), 0, 1, None),
-    (ARRIVE_EXPECT.format(0x10), 0, 1, 0x7FFFF3FD80248004 >> 43),
-    (COMPLETE.format(0x1000), 0, 1, None),
-    (ARRIVE, 0, 1, 0x7FFFFBFF80248004 >> 43),
-    (COMPLETE.format(0x240), 1, 0, None),
-    (COMPLETE.format(0x80), 1, 0, None),
-    (EXPECT.format(0x80), 1, 0, None),
-    (TWICE, 1, 0, 0xFFFFE80000000000 >> 43),
-    (DROP, 0, 1, 0xFFFFF80000000000 >> 43),
-    (TWICE, 1, 0, 0x7FFFF00000000000 >> 43),
-    ("mbarrier.inval.shared::cta.b64 [mbar]; " + INIT.format(0xFFFFF), 0, 1, None),
-    ("mbarrier.inval.shared::cta.b64 [mbar]; " + INIT.format(1), 0, 1, None),
-    (EXPECT.format(0xFFFFF), 0, 1, None),
-    ("mbarrier.inval.shared::cta.b64 [mbar]; " + INIT.format(1), 0, 1, None),
-    (ARRIVE, 1, 0, 0x7FFFF80000000001 >> 43),
-    (ARRIVE, 0, 1, 0xFFFFF80000000001 >> 43),
-    (ARRIVE, 1, 0, 0x7FFFF80000000000 >> 43),
-    (ARRIVE, 0, 1, 0xFFFFF80000000001 >> 43),
-]
+FILE = Path(__file__).parent / "golden_movement" / "warp_and_barrier.json"
+MEASURED = [tuple(row.values()) for row in json.loads(FILE.read_text())["mbarrier"]]
+"""Operation, test_wait.parity of 0 and of 1 afterwards, and the upper 21 bits of the returned state (phase, minus the
+pending count) where there is one. An H200 lets init follow init; the ISA and this machine want mbarrier.inval first."""
 PROBE = """mbarrier.test_wait.parity.shared::cta.b64 %p1, [mbar], 0; selp.u64 %rd1, 1, 0, %p1;
 st.global.u64 [%out+{0}], %rd1;
 mbarrier.test_wait.parity.shared::cta.b64 %p1, [mbar], 1; selp.u64 %rd1, 1, 0, %p1;

@@ -135,7 +135,7 @@ def _read_global(warp: Warp, plan: BoxPlan, tensor_map: TensorMap) -> npt.NDArra
         "{.<group>}{.L2::cache_hint}",
         "cp.async.bulk.tensor.<dim>.<dst>.global{.<mode>}.mbarrier::complete_tx::bytes{.multicast::cluster}"
         ".L2::cache_hint.<group>", section="9.7.9.27.1.2", counter="tma", dim=_DIMS, dst="shared::cluster shared::cta",
-        mode=_MODES, group="cta_group::1 cta_group::2", witness="hardware")  # fmt: skip
+        mode=_MODES, group="cta_group::1 cta_group::2")  # fmt: skip
 def tensor_load(b: Binder) -> Step:
     """A box from global memory into shared memory, signalled by complete_tx on an mbarrier."""
     destination, source, barrier, *rest = b.operands
@@ -262,7 +262,7 @@ _REDUCTIONS = "add min max inc dec and or xor"
 
 
 @opcode("cp.async.bulk.tensor.<dim>.global.shared::cta{.<mode>}.bulk_group{.L2::cache_hint}", section="9.7.9.27.1.2",
-        counter="tma", dim=_DIMS, mode="tile tile::scatter4", witness="hardware")  # fmt: skip
+        counter="tma", dim=_DIMS, mode="tile tile::scatter4")  # fmt: skip
 @opcode("cp.reduce.async.bulk.tensor.<dim>.global.shared::cta.<op>{.<mode>}.bulk_group{.L2::cache_hint}",
         section="9.7.9.27.1.3", counter="tma", dim=_DIMS, mode="tile", op=_REDUCTIONS)  # fmt: skip
 def tensor_store(b: Binder) -> Step:

@@ -19,8 +19,7 @@ from backends.vm.shared import OFFSET_MASK, RANK_SHIFT
 from backends.vm.warp import Warp
 
 
-@opcode("mapa.shared::cluster.<type>", "mapa.<type>", section="9.7.9.23", counter="move", type="u32 u64",
-        witness="hardware")  # fmt: skip
+@opcode("mapa.shared::cluster.<type>", "mapa.<type>", section="9.7.9.23", counter="move", type="u32 u64")  # fmt: skip
 def mapa(b: Binder) -> Step:
     """The same variable in the CTA of another rank: bits 31..24 of a shared address hold the rank.
 
@@ -40,8 +39,7 @@ def mapa(b: Binder) -> Step:
     return step
 
 
-@opcode("getctarank.shared::cluster.<type>", "getctarank.<type>", section="9.7.9.24", counter="move", type="u32 u64",
-        witness="hardware")  # fmt: skip
+@opcode("getctarank.shared::cluster.<type>", "getctarank.<type>", section="9.7.9.24", counter="move", type="u32 u64")
 def getctarank(b: Binder) -> Step:
     """The rank of the CTA that a shared address belongs to."""
     d, a = b.expect(2)

@@ -22,19 +22,19 @@ def _container(bits: int) -> int:
     return max(bits, 16)
 
 
-@opcode("cvt{.<rnd>}{.ftz}{.sat}.<dst>.<src>", section="9.7.9.21", counter="convert", witness="hardware",
+@opcode("cvt{.<rnd>}{.ftz}{.sat}.<dst>.<src>", section="9.7.9.21", counter="convert",
         rnd="rni rzi rmi rpi rn rz rm rp", dst=_SCALARS, src=_SCALARS)  # fmt: skip
-@opcode("cvt.<rnd>{.relu}{.satfinite}.<dst>.f32", section="9.7.9.21", counter="convert", witness="hardware",
+@opcode("cvt.<rnd>{.relu}{.satfinite}.<dst>.f32", section="9.7.9.21", counter="convert",
         rnd="rn rz", dst="f16 bf16 f16x2 bf16x2")  # fmt: skip
 @opcode("cvt.rs{.relu}{.satfinite}.<dst>.f32", section="9.7.9.21", counter="convert", dst="f16x2 bf16x2")
-@opcode("cvt.<rnd>{.satfinite}{.relu}.tf32.f32", section="9.7.9.21", counter="convert", witness="hardware",
+@opcode("cvt.<rnd>{.satfinite}{.relu}.tf32.f32", section="9.7.9.21", counter="convert",
         rnd="rna rn rz")  # fmt: skip
-@opcode("cvt.rn.satfinite{.relu}.<fp8>.<src>", section="9.7.9.21", counter="convert", witness="hardware",
+@opcode("cvt.rn.satfinite{.relu}.<fp8>.<src>", section="9.7.9.21", counter="convert",
         fp8=_FP8, src="f32 f16x2")  # fmt: skip
 @opcode("cvt.rn.satfinite{.relu}.<fp8>.bf16x2", section="9.7.9.21", counter="convert", fp8=_FP8)
 @opcode("cvt.rn.satfinite{.relu}.<fp6_or_fp4>.<src>", section="9.7.9.21", counter="convert",
         fp6_or_fp4=_FP6_AND_FP4, src="f32 f16x2 bf16x2")  # fmt: skip
-@opcode("cvt.rn{.relu}.f16x2.<fp8>", section="9.7.9.21", counter="convert", witness="hardware", fp8=_FP8)
+@opcode("cvt.rn{.relu}.f16x2.<fp8>", section="9.7.9.21", counter="convert", fp8=_FP8)
 @opcode("cvt.rn{.relu}.f16x2.<fp6_or_fp4>", section="9.7.9.21", counter="convert", fp6_or_fp4=_FP6_AND_FP4)
 @opcode("cvt.<rnd>{.satfinite}.ue8m0x2.<src>", section="9.7.9.21", counter="convert", rnd="rz rp", src="f32 bf16x2")
 @opcode("cvt.rn.bf16x2.ue8m0x2", section="9.7.9.21", counter="convert")

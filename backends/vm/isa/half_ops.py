@@ -70,9 +70,9 @@ def extremum(b: Binder) -> Step:
     return lanewise(b, view, cast(Compute, partial(function, fmt=fmt, **options)), 2)
 
 
-@opcode("tanh.approx.<type>", section="9.7.4.9", counter="special", witness="hardware", type=f"{_F16} {_BF16}")
-@opcode("ex2.approx.<type>", section="9.7.4.10", counter="special", witness="hardware", type=_F16)
-@opcode("ex2.approx.ftz.<type>", section="9.7.4.10", counter="special", witness="hardware", type=_BF16)
+@opcode("tanh.approx.<type>", section="9.7.4.9", counter="special", type=f"{_F16} {_BF16}")
+@opcode("ex2.approx.<type>", section="9.7.4.10", counter="special", type=_F16)
+@opcode("ex2.approx.ftz.<type>", section="9.7.4.10", counter="special", type=_BF16)
 def approximate(b: Binder) -> Step:
     """2^a or the hyperbolic tangent, correctly rounded; an H200 is at most one code away."""
     view, fmt = _type(b)

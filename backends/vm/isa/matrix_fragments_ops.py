@@ -32,8 +32,13 @@ def _resolve(space: str, addresses: access.Addresses, what: str) -> tuple[str, a
     return space, addresses
 
 
-@opcode("ldmatrix.sync.aligned.m8n8.<count>{.trans}{.<space>}.b16", section="9.7.14.5.15", counter="memory",
-        witness="hardware", count="x1 x2 x4", space="shared shared::cta")  # fmt: skip
+@opcode(
+    "ldmatrix.sync.aligned.m8n8.<count>{.trans}{.<space>}.b16",
+    section="9.7.14.5.15",
+    counter="memory",
+    count="x1 x2 x4",
+    space="shared shared::cta",
+)
 def ldmatrix(b: Binder) -> Step:
     """Load 8x8 matrices of 16-bit elements whose rows lie at the addresses that the lower lanes give."""
     d, address = b.expect(2)
@@ -51,8 +56,13 @@ def ldmatrix(b: Binder) -> Step:
     return step
 
 
-@opcode("stmatrix.sync.aligned.m8n8.<count>{.trans}{.<space>}.b16", section="9.7.14.5.16", counter="memory",
-        witness="hardware", count="x1 x2 x4", space="shared shared::cta")  # fmt: skip
+@opcode(
+    "stmatrix.sync.aligned.m8n8.<count>{.trans}{.<space>}.b16",
+    section="9.7.14.5.16",
+    counter="memory",
+    count="x1 x2 x4",
+    space="shared shared::cta",
+)
 def stmatrix(b: Binder) -> Step:
     """Store 8x8 matrices of 16-bit elements to rows at the addresses that the lower lanes give."""
     address, source = b.expect(2)
@@ -69,7 +79,7 @@ def stmatrix(b: Binder) -> Step:
     return step
 
 
-@opcode("movmatrix.sync.aligned.m8n8.trans.b16", section="9.7.14.5.17", counter="move", witness="hardware")
+@opcode("movmatrix.sync.aligned.m8n8.trans.b16", section="9.7.14.5.17", counter="move")
 def movmatrix(b: Binder) -> Step:
     """Transpose an 8x8 matrix of 16-bit elements across the warp."""
     d, a = b.expect(2)

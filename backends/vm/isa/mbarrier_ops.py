@@ -42,7 +42,7 @@ def places(b: Binder, operand: Operand, *, remote: bool = False) -> Callable[[Wa
     return find
 
 
-@opcode("mbarrier.init{.<space>}.b64", section="9.7.13.15.9", counter="mbarrier", space=_SPACE, witness="hardware")
+@opcode("mbarrier.init{.<space>}.b64", section="9.7.13.15.9", counter="mbarrier", space=_SPACE)
 def init(b: Binder) -> Step:
     """Phase 0, `count` arrivals pending and expected."""
     a, count = b.expect(2)
@@ -68,9 +68,9 @@ def inval(b: Binder) -> Step:
 
 
 @opcode("mbarrier.expect_tx{.<sem>}{.<scope>}{.<space>}.b64", section="9.7.13.15.11", counter="mbarrier", sem="relaxed",
-        scope=_SCOPE, space=_SPACE, witness="hardware")  # fmt: skip
+        scope=_SCOPE, space=_SPACE)  # fmt: skip
 @opcode("mbarrier.complete_tx{.<sem>}{.<scope>}{.<space>}.b64", section="9.7.13.15.12", counter="mbarrier",
-        sem="relaxed", scope=_SCOPE, space=_SPACE, witness="hardware")  # fmt: skip
+        sem="relaxed", scope=_SCOPE, space=_SPACE)  # fmt: skip
 def transactions(b: Binder) -> Step:
     """Raise or lower the transaction count of the current phase."""
     a, count = b.expect(2)
@@ -99,10 +99,10 @@ _ARRIVE_FORM = "{.<tx>}{.<sem>}{.<scope>}{.<space>}.b64"
 
 
 @opcode("mbarrier.arrive_drop" + _ARRIVE_FORM, section="9.7.13.15.14", counter="mbarrier", tx="expect_tx", sem=_SEM,
-        scope=_SCOPE, space=_SPACE, witness="hardware")  # fmt: skip
+        scope=_SCOPE, space=_SPACE)  # fmt: skip
 @opcode("mbarrier.arrive" + _ARRIVE_FORM, "mbarrier.arrive{.<nocomplete>}{.<sem>}{.<scope>}{.<space>}.b64",
         section="9.7.13.15.13", counter="mbarrier", tx="expect_tx", sem=_SEM, scope=_SCOPE, space=_SPACE,
-        nocomplete="noComplete", witness="hardware")  # fmt: skip
+        nocomplete="noComplete")  # fmt: skip
 def arrive(b: Binder) -> Step:
     """Arrive, with expect_tx first raising the transaction count; the token holds the phase it was taken in."""
     operands = list(b.expect(1, 2, 3))
@@ -139,7 +139,7 @@ def _token(barrier: MBarrier) -> np.uint64:
     return np.uint64((barrier.phase & 1) << 63 | (-barrier.pending & 0xFFFFF) << 43)
 
 
-@opcode("mbarrier.pending_count.b64", section="9.7.13.15.17", counter="mbarrier", witness="hardware")
+@opcode("mbarrier.pending_count.b64", section="9.7.13.15.17", counter="mbarrier")
 def pending_count(b: Binder) -> Step:
     """The pending count in a token."""
     d, a = b.expect(2)
@@ -180,7 +180,7 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
     return rd, ask
 
 
-@opcode("mbarrier.test_wait" + _WAIT, section="9.7.13.15.16", kind="tail", counter="mbarrier", witness="hardware",
+@opcode("mbarrier.test_wait" + _WAIT, section="9.7.13.15.16", kind="tail", counter="mbarrier",
         vocabulary=_WAIT_WORDS)  # fmt: skip
 def test_wait(b: Binder) -> Step:
     """Whether the phase of that parity (or of that token) is over, without waiting."""
@@ -194,7 +194,7 @@ def test_wait(b: Binder) -> Step:
     return step
 
 
-@opcode("mbarrier.try_wait" + _WAIT, section="9.7.13.15.16", kind="tail", counter="mbarrier", witness="hardware",
+@opcode("mbarrier.try_wait" + _WAIT, section="9.7.13.15.16", kind="tail", counter="mbarrier",
         vocabulary=_WAIT_WORDS)  # fmt: skip
 def try_wait(b: Binder) -> Step:
     """As test_wait, but the warp parks while the answer is no; it is told no only when nothing else can move."""

@@ -51,11 +51,10 @@ def _bytes(raw: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
 
 
 @opcode("tensormap.replace.tile.<field>{.<space>}.b1024.b64", section="9.7.9.28", counter="tma", space=_SPACES,
-        field="global_address global_stride", witness="hardware")  # fmt: skip
+        field="global_address global_stride")  # fmt: skip
 @opcode("tensormap.replace.tile.<field>{.<space>}.b1024.b32", section="9.7.9.28", counter="tma", space=_SPACES,
         field="rank box_dim global_dim element_stride elemtype interleave_layout swizzle_mode swizzle_atomicity "
-        "fill_mode",
-        witness="hardware")  # fmt: skip
+        "fill_mode")  # fmt: skip
 def replace(b: Binder) -> Step:
     """`[addr] {, ordinal}, value`: one field of the map in memory."""
     field, space = b.words["field"], b.words["space"].partition("::")[0]

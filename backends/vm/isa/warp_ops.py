@@ -59,7 +59,7 @@ def member_groups(b: Binder, operand: Operand) -> Callable[[Warp], list[Lanes]]:
     return groups
 
 
-@opcode("shfl.sync.<mode>.b32", section="9.7.9.6", counter="warp", witness="document", mode="idx up down bfly")
+@opcode("shfl.sync.<mode>.b32", section="9.7.9.6", counter="warp", mode="idx up down bfly")
 def shfl(b: Binder) -> Step:
     """Read another lane's register. c = clamp | segment mask << 8 (PTX ISA 9.7.9.6)."""
     d, a, lane, limits, mask = b.expect(5)
@@ -145,7 +145,7 @@ def activemask(b: Binder) -> Step:
     )
 
 
-@opcode("elect.sync", section="9.7.13.14", counter="warp", witness="hardware")
+@opcode("elect.sync", section="9.7.13.14", counter="warp")
 def elect(b: Binder) -> Step:
     """The lowest named lane is the leader (measured on an H200 with 4 masks); d is its number in every lane."""
     d, mask = b.expect(2)

@@ -83,15 +83,15 @@ def _first_warp(fragment: Fragment, columns: int) -> Fragment:
 
 
 @opcode("wgmma.mma_async.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma", shape=_shapes(16),
-        d="f32 f16", a="f16", b="f16", witness="hardware")  # fmt: skip
+        d="f32 f16", a="f16", b="f16")  # fmt: skip
 @opcode("wgmma.mma_async.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma", shape=_shapes(16),
-        d="f32", a="bf16", b="bf16", witness="hardware")  # fmt: skip
+        d="f32", a="bf16", b="bf16")  # fmt: skip
 @opcode("wgmma.mma_async.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma", shape=_shapes(8),
-        d="f32", a="tf32", b="tf32", witness="hardware")  # fmt: skip
+        d="f32", a="tf32", b="tf32")  # fmt: skip
 @opcode("wgmma.mma_async.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma", shape=_shapes(32),
-        d="f32 f16", a="e4m3 e5m2", b="e4m3 e5m2", witness="hardware")  # fmt: skip
+        d="f32 f16", a="e4m3 e5m2", b="e4m3 e5m2")  # fmt: skip
 @opcode("wgmma.mma_async.sync.aligned.<shape>{.satfinite}.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma",
-        shape=_shapes(32, _INTEGER_N), d="s32", a="s8 u8", b="s8 u8", witness="hardware")  # fmt: skip
+        shape=_shapes(32, _INTEGER_N), d="s32", a="s8 u8", b="s8 u8")  # fmt: skip
 def mma_async(b: Binder) -> Step:
     """`d, a-desc | {a}, b-desc, scale-d {, scale-a, scale-b {, trans-a, trans-b}}`; see the module's text."""
     d, a, right, scale_d, *immediates = b.operands
