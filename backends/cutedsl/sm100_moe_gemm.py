@@ -20,7 +20,7 @@ from collections.abc import Mapping
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, pipeline, utils
+from cutlass import Float32, Int32, Int64, memory, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from backends.cutedsl.sm100_moe_load import load_warp
@@ -43,7 +43,7 @@ def cluster_layout(plan: Sm100MoePlan) -> cute.Layout:
     return cute.make_layout((plan.cta_group, 1, 1, 1))
 
 
-def make_pipelines(plan: Sm100MoePlan, smem: utils.SmemAllocator):
+def make_pipelines(plan: Sm100MoePlan, smem: memory.SmemAllocator):
     """(pipeline, producer, consumer) of the ring and of the accumulators."""
 
     def threads(count: int) -> pipeline.CooperativeGroup:
@@ -88,11 +88,11 @@ def grouped_gemm(
         for atom in (a.codes, a.scales, w.codes, w.scales):
             cpasync.prefetch_descriptor(atom)
 
-    smem = utils.SmemAllocator()
+    smem = memory.SmemAllocator()
     shared = allocate_ring(plan, smem)
     sStore = None if plan.swiglu else allocate_store(smem)
     ring, acc = make_pipelines(plan, smem)
-    tmem = utils.TmemAllocator(
+    tmem = memory.TmemAllocator(
         smem.allocate_array(Int32, 1),
         barrier_for_retrieve=pipeline.NamedBarrier(barrier_id=1, num_threads=WARPGROUP + 32),
         allocator_warp_id=0,

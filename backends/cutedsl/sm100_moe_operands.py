@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float4E2M1FN, Float8E4M3FN, Int32, Int64, utils
+from cutlass import Float4E2M1FN, Float8E4M3FN, Int32, Int64, memory
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
@@ -125,7 +125,7 @@ def partition_scales(operand: Operand, sSF: cute.Tensor):
     return global_, shared
 
 
-def allocate_ring(plan: Sm100MoePlan, smem: utils.SmemAllocator) -> Shared:
+def allocate_ring(plan: Sm100MoePlan, smem: memory.SmemAllocator) -> Shared:
     """The ring in shared memory."""
 
     def codes(layout: cute.ComposedLayout) -> cute.Tensor:

@@ -11,7 +11,7 @@ that of the routes, so no atomic decides where a row lies.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, utils
+from cutlass import Int32, memory
 
 from backends.cutedsl.sm100_moe_plan import MAX_EXPERTS, TILE_M
 
@@ -102,7 +102,7 @@ def routing_kernel(
     block, _, _ = cute.arch.block_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     lane = cute.arch.lane_idx()
-    smem = utils.SmemAllocator()
+    smem = memory.SmemAllocator()
     sCounts, sTiles, sUnits = (
         smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS), byte_alignment=16) for _ in range(3)
     )
