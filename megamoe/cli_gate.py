@@ -71,8 +71,11 @@ def gate(
     for note in evidence.notes:
         console.print(note, markup=False)
     command = _accept_command(records, baseline, specs)
-    verdict = _verdict(evidence, known, expectations, held, command, specs).with_findings((), strict)
+    verdict = _verdict(evidence, known, expectations, held, lambda row: command(str(row)), specs)
+    verdict = verdict.with_findings((), strict)
     print_verdict(console, verdict, evidence.records)
+    if len({finding.row for finding in verdict.findings if finding.accept}) > 1:
+        console.print(f"All of these at once: {command('--all-of', '*')}", markup=False)
     if junit is not None:
         write_junit(junit, verdict, evidence.figures, evidence.started)
         console.print(f"JUnit XML: {junit}", markup=False)
@@ -145,15 +148,15 @@ def _verdict(
     return verdict.with_findings(more)
 
 
-def _accept_command(records: Sequence[Path] | None, baseline: Path | None, specs: Path | None) -> Callable[[Row], str]:
-    """What makes the command that accepts a row as it is in the files at hand."""
+def _accept_command(records: Sequence[Path] | None, baseline: Path | None, specs: Path | None) -> Callable[..., str]:
+    """What makes the command that accepts what its arguments name, as it is in the files at hand."""
     options = [part for path in records or () for part in ("--from", str(path))]
     options += [] if baseline is None else ["--baseline", str(baseline)]
     options += [] if specs is None else ["--specs", str(specs)]
     tail = shlex.join(options)
 
-    def command(row: Row) -> str:
-        return f'megamoe accept {shlex.quote(str(row))} --reason "..."{" " if tail else ""}{tail}'
+    def command(*words: str) -> str:
+        return f'megamoe accept {shlex.join(words)} --reason "..."{" " if tail else ""}{tail}'
 
     return command
 
