@@ -15,6 +15,7 @@ from megamoe import (
     cli_compare,
     cli_doctor,
     cli_explain,
+    cli_export,
     cli_gate,
     cli_list,
     cli_report,
@@ -44,6 +45,7 @@ app.command("accept")(cli_accept.accept)
 app.command("compare")(cli_compare.compare)
 app.command("doctor")(cli_doctor.doctor)
 app.command("explain")(cli_explain.explain_case)
+app.add_typer(cli_export.export, name="export")
 app.command("report")(cli_report.report)
 app.command("schema")(cli_schema.schema)
 
