@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Generic, TypeVar
 
 from megamoe.record import Agreement, Figures, Record, Timing
@@ -25,6 +24,8 @@ RECORD_FIELDS = (
     "case", "subject", "schedule", "run", "status", "sentence", "metrics", "counters", "seconds", "program", "inputs",
     "bundle",
 )  # fmt: skip
+TIMING_FIELDS = ("case", "subject", "run", "hot", "status", "sentence", "how", "spread", "samples")
+FIGURES_FIELDS = ("case", "backend", "target", "run", "assembler", "program", "cubin", "kernels")
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -111,38 +112,35 @@ class Encoder:
             "metrics": self._metric_place(line.metrics),
         }  # fmt: skip
 
-    def timing(self, line: Timing) -> Json:
-        """Device time of a row: its spread, and its samples thinned out to what can be drawn."""
-        found: Json = {
-            "case": self.cases[line.case],
-            "subject": self.subjects[Subject(line.backend, line.target, line.executor)],
-            "run": self.runs[line.run],
-            "temperature": line.temperature,
-            "status": self.statuses[line.status],
-            "sentence": self.texts[line.sentence],
-            "method": line.method,
-            "launches": line.launches_per_sample,
-            "discarded": dict(line.discarded),
-            "stopped": line.stopped_by,
-            "floor": None if line.floor_us is None else number(line.floor_us),
-            "by": line.floor_by,
-        }
+    def timing(self, line: Timing, drawn: bool) -> list[object]:
+        """Device time of a row as the values of TIMING_FIELDS; its samples, thinned out, if they are to be `drawn`."""
         told = spread(line.samples_us)
-        if told is not None:
-            found |= {
-                "median": number(told.median), "low": number(told.low), "high": number(told.high),
-                "count": len(line.samples_us), **_packed(line.samples_us, line.rounds),
-            }  # fmt: skip
-        return found
+        floor = None if line.floor_us is None else number(line.floor_us)
+        return [
+            self.cases[line.case],
+            self.subjects[Subject(line.backend, line.target, line.executor)],
+            self.runs[line.run],
+            line.temperature == "hot",
+            self.statuses[line.status],
+            self.texts[line.sentence],
+            [line.method, line.launches_per_sample, line.stopped_by, floor, line.floor_by, dict(line.discarded)],
+            [len(line.samples_us), *map(number, (told.median, told.low, told.high))] if told else None,
+            _packed(line.samples_us) if drawn and told else None,
+        ]
 
-    def figures(self, line: Figures) -> Json:
-        """What an assembler says."""
-        return {
-            "case": self.cases[line.case], "backend": line.backend, "target": line.target, "run": self.runs[line.run],
-            "assembler": line.assembler, "program": self.texts[line.program_sha256],
-            "cubin": line.cubin_sha256 and self.texts[line.cubin_sha256],
-            "kernels": {name: dict(kernel) for name, kernel in line.kernels.items()},
-        }  # fmt: skip
+    def figures(self, line: Figures) -> list[object]:
+        """What an assembler says, as the values of FIGURES_FIELDS."""
+        kernels = [[self.texts[name], self._counter_place(kernel)] for name, kernel in line.kernels.items()]
+        return [
+            self.cases[line.case],
+            self.texts[line.backend],
+            self.texts[line.target],
+            self.runs[line.run],
+            self.texts[line.assembler],
+            self.texts[line.program_sha256],
+            line.cubin_sha256 and self.texts[line.cubin_sha256],
+            kernels,
+        ]
 
     def tables(self) -> Json:
         """What the encoded lines point at."""
@@ -158,18 +156,13 @@ class Encoder:
         }  # fmt: skip
 
 
-def _packed(samples: Sequence[float], rounds: Sequence[int]) -> Json:
-    """Samples as two letters each, STEPS between the least and the greatest; rounds as pairs of round and length."""
+def _packed(samples: Sequence[float]) -> list[object]:
+    """The least and the greatest of what is shown, and each sample as two letters: STEPS between these."""
     kept = sorted({*_evenly(len(samples)), samples.index(min(samples)), samples.index(max(samples))})
     shown = [samples[place] for place in kept]
     low, high = min(shown), max(shown)
     steps = [round((value - low) / (high - low) * STEPS) if high > low else 0 for value in shown]
-    groups = groupby(rounds[place] for place in kept)
-    return {
-        "from": number(low), "to": number(high),
-        "samples": "".join(_ALPHABET[step >> 6] + _ALPHABET[step & 63] for step in steps),
-        "rounds": [[name, len(list(group))] for name, group in groups],
-    }  # fmt: skip
+    return [number(low), number(high), "".join(_ALPHABET[step >> 6] + _ALPHABET[step & 63] for step in steps)]
 
 
 def _evenly(count: int) -> list[int]:

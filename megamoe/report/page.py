@@ -86,6 +86,7 @@ def _digest(text: str) -> str:
 def page_data(material: Material, extras: Extras) -> Json:
     """What the page knows, as one object; encoding.py says how lines are written in it."""
     encoder = Encoder(material)
+    newest = {id(line) for line in material.latest_timings}
     data: Json = {
         "made": {"at": extras.made.isoformat(timespec="seconds"), "revision": extras.revision, "by": extras.version},
         "sources": [{"path": str(file.path), "lines": len(file.lines)} for file in material.files],
@@ -93,7 +94,7 @@ def page_data(material: Material, extras: Extras) -> Json:
         "runs": [header.model_dump(mode="json", exclude={"kind", "schema_version"}) for header in material.runs],
         "records": [encoder.record(line) for line in material.records],
         "agreements": [encoder.agreement(line) for line in material.agreements],
-        "timings": [encoder.timing(line) for line in material.timings],
+        "timings": [encoder.timing(line, id(line) in newest) for line in material.timings],
         "figures": [encoder.figures(line) for line in material.figures],
         "acceptances": [line.model_dump(mode="json", include=_ACCEPTANCE) for line in material.acceptances],
         "measures": [asdict(measure) for measure in MEASURES],
@@ -170,5 +171,6 @@ def _compared(row: ComparedRow, encoder: Encoder) -> list[object]:
     return [
         key.kind, encoder.cases[key.case], key.backend, key.target, key.executor, key.variant, row.call,
         int(row.regression), encoder.texts[row.sentence], row.before_status, row.after_status,
-        [None if value is None else number(value) for value in times], [str(change) for change in row.changes],
+        None if row.ratio is None else [None if value is None else number(value) for value in times],
+        [str(change) for change in row.changes],
     ]  # fmt: skip

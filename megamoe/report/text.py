@@ -10,7 +10,6 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -118,7 +117,7 @@ def _grid(block: Grid, subjects: Sequence[Subject], cells: _Cells) -> Table:
         for place, (value, row) in enumerate(zip(block.rows, block.cells, strict=True)):
             texts = [_text(cells.get((case, subject)) if case else None) for case in row]
             if any(texts):
-                table.add_row("" if place else str(subject), value, *texts)
+                table.add_row(Text("" if place else str(subject)), value, *texts)
     return table
 
 
@@ -142,7 +141,7 @@ def _listing(block: Listing, subjects: Sequence[Subject], cells: _Cells) -> Tabl
         if any(found):
             signs = [cell.text if cell else Text("·", style="dim") for cell in found]
             timed = any(cell and cell.floor is not None for cell in found)
-            table.add_row(str(subject), Text(" " if timed else "").join(signs))
+            table.add_row(Text(str(subject)), Text(" " if timed else "").join(signs))
     return table
 
 
@@ -168,7 +167,7 @@ def _worst(material: Material) -> Iterator[RenderableType]:
         for name in ("error / bar", "metric", "row"):
             table.add_column(name)
         for (ratio, name), record in held[:MOST_WORST]:
-            table.add_row(f"{ratio:.3f}", name, escape(str(record.row)))
+            table.add_row(f"{ratio:.3f}", Text(name), Text(str(record.row)))
         yield Text("")
         yield table
 
@@ -189,8 +188,8 @@ def _counters(material: Material) -> Iterator[RenderableType]:
     for measure in measures:
         table.add_column(measure.title, justify="right")
     for (op, subject), ratios in sorted(found.items()):
-        if len({*ratios[0]} & {"mma_flops", "tma_bytes", "bank_conflicts"}):
-            table.add_row(op, str(subject), *(_median_and_worst(ratios, one.name, one.style) for one in measures))
+        told = [_median_and_worst(ratios, one.name, one.style) for one in measures]
+        table.add_row(Text(op), Text(str(subject)), *told)
     yield Text("")
     yield table
 

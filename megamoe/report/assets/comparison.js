@@ -19,17 +19,22 @@ function comparedMatches(row) {
   return state.filter.every((word) => (word.includes('=') ? exact.includes(word) : text.includes(word)));
 }
 
-function comparedLine(row) {
-  const [before, after, ratio, low, high, threshold] = row.times;
+// How far the ratios of these rows must reach on either side of 1: a round number, 1 at the most.
+function ratioSpan(rows) {
+  const far = rows.filter((row) => row.times).map(({ times: [, , ratio, , , threshold] }) => Math.max(Math.abs(ratio - 1) * 1.2, (threshold ?? 0) * 2));
+  return [0.05, 0.1, 0.2, 0.5].find((span) => far.every((one) => one <= span)) ?? 1;
+}
+
+function comparedLine(row, span) {
+  const [before, after, ratio] = row.times ?? [null, null, null];
   const told = ratio === null ? (row.was !== row.is ? `${row.was ?? 'none'} → ${row.is ?? 'none'}` : '') : `${micro(before)} → ${micro(after)} µs`;
   const cells_ = [
     el('td', { class: `nowrap ${callLook(row)}` }, `${row.regression ? '▲ ' : ''}${row.call}`),
-    el('td', { class: 'mono' }, DATA.cases[row.case]),
-    el('td', { class: 'nowrap' }, [row.backend, row.target, row.executor, row.variant].filter(Boolean).join(' ')),
+    el('td', {}, el('span', { class: 'mono' }, DATA.cases[row.case]), el('br'), [row.backend, row.target, row.executor, row.variant].filter(Boolean).join(' ')),
     el('td', { class: 'number' }, told),
-    el('td', {}, ratio === null ? '' : ratioPlot(ratio, low, high, threshold)),
+    el('td', {}, ratio === null ? '' : ratioPlot(row.times, span)),
     el('td', { class: 'number' }, ratio === null ? '' : plain(ratio, 4)),
-    el('td', {}, row.changes.join('; '), row.changes.length && DATA.texts[row.sentence] ? el('br') : '', DATA.texts[row.sentence]),
+    el('td', {}, row.changes.map((step) => [step, el('br')]), withoutRerun(DATA.texts[row.sentence])),
   ];
   const subject = DATA.subjects.findIndex((one) => one[0] === row.backend && one[1] === row.target && (row.kind === 'figures' || one[2] === row.executor));
   const cell = cells.get(cellKey(row.case, subject));
@@ -51,14 +56,15 @@ function comparisonView() {
   const found = DATA.comparison;
   if (!found) return [el('p', {}, 'Nothing was compared. ', el('code', {}, 'megamoe report --against BASE'), ' holds these records against a file, a folder or a git revision.')];
   const rows = comparedRows().filter((row) => state.calls.includes(row.call) && comparedMatches(row));
-  const columns = ['call', 'case', 'row', 'before → after', 'ratio, 1 in the middle; band: threshold', 'ratio', 'what changed'];
-  const head = columns.map((name, at) => el('th', { scope: 'col', class: [3, 5].includes(at) ? 'number' : null }, name));
+  const span = ratioSpan(rows);
+  const columns = ['call', 'row', 'before → after', `−${span * 100}% … +${span * 100}%`, 'ratio', 'what changed'];
+  const head = columns.map((name, at) => el('th', { scope: 'col', class: [2, 4].includes(at) ? 'number' : null }, name));
   return [
     el('h2', {}, found.line),
-    el('p', { class: 'muted' }, `${found.before} → ${found.after}; ▲ marks what makes the comparison fail (exit status ${found.status})`),
+    el('p', { class: 'muted' }, `${found.before} → ${found.after}; ▲ marks what makes the comparison fail (exit status ${found.status}); ratios have their 99% interval, and a band for the threshold`),
     [...found.across, ...found.notes].map((note) => el('p', {}, note)),
     callChips(rows),
-    el('table', { class: 'list', 'aria-label': 'Compared rows' }, el('thead', {}, el('tr', {}, head)), el('tbody', {}, rows.slice(0, MOST_COMPARED).map(comparedLine))),
+    el('table', { class: 'list', 'aria-label': 'Compared rows' }, el('thead', {}, el('tr', {}, head)), el('tbody', {}, rows.slice(0, MOST_COMPARED).map((row) => comparedLine(row, span)))),
     rows.length > MOST_COMPARED ? el('p', { class: 'muted' }, `${plain(rows.length - MOST_COMPARED)} more: narrow the filter`) : null,
   ];
 }

@@ -18,9 +18,9 @@ function familyRow(family, forms) {
   const second = kept.filter((one) => one.kernels.length).length;
   const bar = el('span', { class: 'hardware' });
   bar.style.width = `${(hardware / kept.length) * 100}%`;
-  return el('tr', {}, el('td', {}, el('details', { open: state.filter.length > 0 }, el('summary', {}, family), formTable(family, kept))),
-    el('td', { class: 'number' }, plain(kept.length)), el('td', { class: 'number' }, plain(hardware)), el('td', { class: 'number' }, plain(second)),
-    el('td', {}, el('div', { class: 'track' }, bar)));
+  const told = `${plural(kept.length, 'form')}, ${hardware} by hardware, ${second} in a second kernel`;
+  return el('details', { class: 'family', open: state.filter.length > 0 }, el('summary', {}, el('b', {}, family), el('span', { class: 'track' }, bar), el('span', { class: 'muted' }, told)),
+    formTable(family, kept));
 }
 
 function foreignTable() {
@@ -32,12 +32,10 @@ function foreignTable() {
 function coverageView() {
   if (!DATA.coverage.length) return [el('p', {}, 'results/coverage.md is not beside these records. ', el('code', {}, 'python -m backends.vm.coverage'), ' writes it.')];
   const count = (test) => DATA.coverage.filter(test).length;
-  const columns = ['family', 'forms', 'hardware', 'second kernel', 'share that hardware witnesses'];
-  const head = columns.map((name, at) => el('th', { scope: 'col', class: at > 0 && at < 4 ? 'number' : null }, name));
   return [
     el('h2', {}, 'What the PTX virtual machine implements'),
     el('p', { class: 'muted' }, `${plural(DATA.coverage.length, 'form')} in ${plural(families().size, 'family').replace('familys', 'families')}: ${count((one) => one[3] === 'hardware')} witnessed by hardware (the same instruction ran on a GPU and its results are test data), the others by the ISA's text; ${count((one) => one.length > 4)} also ran in kernels that none of us wrote.`),
-    el('table', { class: 'list', 'aria-label': 'Coverage' }, el('thead', {}, el('tr', {}, head)), el('tbody', {}, [...families()].map(([family, forms]) => familyRow(family, forms)).filter(Boolean))),
+    [...families()].map(([family, forms]) => familyRow(family, forms)),
     DATA.foreign.length ? el('section', { class: 'block' }, el('h3', {}, 'Kernels by others in the VM'), foreignTable()) : null,
   ];
 }

@@ -40,11 +40,25 @@ for (const row of DATA.records) {
   const record = decodeRecord(row);
   push(cellAt(record.caseIndex, record.subject).schedules, record.schedule, record);
 }
-for (const timing of DATA.timings) {
-  timing.status = DATA.statuses[timing.status];
-  timing.sentence = DATA.texts[timing.sentence];
-  cellAt(timing.case, timing.subject)[timing.temperature].push(timing);
+
+function decodeTiming([caseIndex, subject, run, hot, status, sentence, how, spread, packed]) {
+  const [method, launches, stopped, floor, by, discarded] = how;
+  const [count, median, low, high] = spread ?? [0, null, null, null];
+  return {
+    caseIndex, subject, run, method, launches, stopped, floor, by, discarded, count, median, low, high, packed,
+    temperature: hot ? 'hot' : 'cold', status: DATA.statuses[status], sentence: DATA.texts[sentence],
+  };
 }
+
+for (const row of DATA.timings) {
+  const timing = decodeTiming(row);
+  cellAt(timing.caseIndex, timing.subject)[timing.temperature].push(timing);
+}
+
+const FIGURES = DATA.figures.map(([caseIndex, backend, target, run, assembler, program, cubin, kernels]) => ({
+  caseIndex, run, kernels, backend: DATA.texts[backend], target: DATA.texts[target], assembler: DATA.texts[assembler],
+  program: DATA.texts[program], cubin: cubin === null ? null : DATA.texts[cubin],
+}));
 
 function last(list) {
   return list[list.length - 1];
@@ -98,19 +112,21 @@ function worst(records) {
 
 const LETTERS = 'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_';
 
-// The samples of a timing in microseconds, in the order taken.
+// The samples of a timing in microseconds, in the order taken; older timings have none in the page.
 function samplesOf(timing) {
-  const found = [];
-  for (let at = 0; at < timing.samples.length; at += 2) {
-    const step = LETTERS.indexOf(timing.samples[at]) * 64 + LETTERS.indexOf(timing.samples[at + 1]);
-    found.push(timing.from + ((timing.to - timing.from) * step) / 4095);
-  }
-  return found;
+  const [low, high, letters] = timing.packed ?? [0, 0, ''];
+  const step = (at) => LETTERS.indexOf(letters[2 * at]) * 64 + LETTERS.indexOf(letters[2 * at + 1]);
+  return Array.from({ length: letters.length / 2 }, (_, at) => low + ((high - low) * step(at)) / 4095);
 }
 
 // As Python's shlex.quote: the command can be pasted into a shell.
 function quoted(word) {
   return /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", `'"'"'`)}'`;
+}
+
+// The sentence of a record ends with the command that reruns it, which the page shows by itself.
+function withoutRerun(sentence) {
+  return sentence.replace(/ Rerun: megamoe run [^\n]*$/, '');
 }
 
 function rerun(cell, schedule) {

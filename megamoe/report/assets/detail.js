@@ -21,7 +21,7 @@ function scheduleChips(cell, record) {
 
 function verdictSection(cell, record) {
   const command = rerun(cell, DATA.schedules[record.schedule]);
-  const sentence = record.sentence ? el('p', { class: 'sentence', tabindex: 0, role: 'region', 'aria-label': 'Sentence' }, record.sentence) : null;
+  const sentence = record.sentence ? el('p', { class: 'sentence', tabindex: 0, role: 'region', 'aria-label': 'Sentence' }, withoutRerun(record.sentence)) : null;
   const run = DATA.runs[runOrder.get(DATA.run_ids[record.run])];
   const known = facts([
     ['run', `${DATA.run_ids[record.run]}${run ? `, ${run.started.slice(0, 16)} UTC, revision ${revision(run.git_revision)}` : ''}`],
@@ -66,20 +66,20 @@ function countersSection(record) {
     .map((measure) => [measure.title, brief(ratios[measure.name], measure.style), measure.meaning]);
   const rows = counters.toSorted(([one], [other]) => (one < other ? -1 : 1)).map(([name, value]) => [name.replaceAll('_', ' '), plain(value)]);
   return section('counters, exact and repeatable', about.length ? table('ratios', ['ratio', 'value#', ''], about) : null,
-    el('details', { open: true }, el('summary', {}, plural(rows.length, 'counter')), el('div', { class: 'columns' }, table('counters', ['counter', 'value#'], rows))));
+    el('details', { open: true }, el('summary', {}, plural(rows.length, 'counter')), el('div', { class: 'columns' }, table('counters', ['counter', 'value#'], rows, 'list headless'))));
 }
 
 // What an assembler says of the newest program: registers, spills and sizes of each kernel, and the digests.
 function figuresSection(cell) {
   const [backend, target] = DATA.subjects[cell.subject];
-  const found = DATA.figures.filter((one) => one.case === cell.caseIndex && one.backend === backend && one.target === target);
+  const found = FIGURES.filter((one) => one.caseIndex === cell.caseIndex && one.backend === backend && one.target === target);
   if (!found.length) return null;
-  const newestOne = new Map(found.map((one) => [one.assembler, one]));
-  return section('PTX and SASS', [...newestOne.values()].map((one) => {
-    const names = [...new Set(Object.values(one.kernels).flatMap(Object.keys))];
-    const rows = Object.entries(one.kernels).map(([kernel, numbers]) => [kernel, ...names.map((name) => plain(numbers[name]))]);
+  return section('PTX and SASS', [...new Map(found.map((one) => [one.assembler, one])).values()].map((one) => {
+    const kernels = one.kernels.map(([name, place]) => [DATA.texts[name], new Map(named('counters', place))]);
+    const names = [...new Set(kernels.flatMap(([, numbers]) => [...numbers.keys()]))];
+    const rows = kernels.map(([kernel, numbers]) => [kernel, ...names.map((name) => plain(numbers.get(name)))]);
     return [table(`figures of ${one.assembler}`, [`kernel (${one.assembler})*`, ...names.map((name) => `${name.replaceAll('_', ' ')}#`)], rows),
-      facts([['PTX sha256', DATA.texts[one.program]], ['cubin sha256', one.cubin === null ? null : DATA.texts[one.cubin]]])];
+      facts([['PTX sha256', one.program], ['cubin sha256', one.cubin]])];
   }));
 }
 

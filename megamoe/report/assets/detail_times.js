@@ -62,7 +62,7 @@ function historySection(cell, record) {
   const series = historySeries(cell, record);
   const signs = records.map((one) => el('span', { class: `swatch ${one.status}`, title: `${runLabel(one.run)} ${one.status}`, role: 'img', 'aria-label': `${runLabel(one.run)} ${one.status}` }, DATA.signs[one.status]));
   const told = (value, style) => (style === 'whole' ? plain(value) : brief(value, style));
-  const rows = series.map(({ name, style, values }) => [name, values.length > 1 ? sparkline(values, `${name} over ${values.length} runs`) : '',
+  const rows = series.map(({ name, style, values }) => [name, new Set(values).size > 1 ? sparkline(values, `${name} over ${values.length} runs`) : '',
     told(values[0], style), told(last(values), style), values.every((value) => value === values[0]) ? (values.length > 1 ? 'unchanged' : 'one run') : change(values)]);
   if (!rows.length && !records.length) return null;
   const title = `history${record ? ` under ${DATA.schedules[record.schedule]}` : ''}`;
@@ -72,5 +72,7 @@ function historySection(cell, record) {
 
 function change(values) {
   const [first, final] = [toNumber(values[0]), toNumber(last(values))];
-  return first && Number.isFinite(final / first) ? `${final >= first ? '+' : '−'}${Math.abs((final / first - 1) * 100).toPrecision(2)}%` : '';
+  if (!first || !Number.isFinite(final / first)) return '';
+  const percent = Math.abs(final / first - 1) * 100;
+  return `${final >= first ? '+' : '−'}${percent < 10 ? percent.toPrecision(2) : percent.toFixed(0)}%`;
 }

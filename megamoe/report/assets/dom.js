@@ -20,7 +20,7 @@ function svg(tag, attributes = {}, ...children) {
 }
 
 function picture(width, height, name, ...children) {
-  return svg('svg', { viewBox: `0 0 ${width} ${height}`, width, height, role: 'img', 'aria-label': name }, ...children);
+  return svg('svg', { viewBox: `0 0 ${width} ${height}`, width, height, ...(name ? { role: 'img', 'aria-label': name } : { 'aria-hidden': 'true' }) }, ...children);
 }
 
 function plain(value, digits = 3) {
@@ -75,7 +75,7 @@ function choice(name, options, chosen, choose) {
 }
 
 function table(name, columns, rows, className = 'list') {
-  const head = columns.map((column) => el('th', { scope: 'col', class: column.endsWith('#') ? 'number' : null }, column.replace(/#$/, '')));
+  const head = columns.map((column) => el('th', { scope: 'col', class: column.endsWith('#') ? 'number' : null }, column.replace(/[#*]$/, '')));
   const body = rows.map((row) => el('tr', {}, row.map((value, at) =>
     el('td', { class: columns[at].endsWith('#') ? 'number' : columns[at].endsWith('*') ? 'mono' : null }, value))));
   return el('table', { class: className, 'aria-label': name }, el('thead', {}, el('tr', {}, head)), el('tbody', {}, body));

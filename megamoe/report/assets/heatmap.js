@@ -1,7 +1,7 @@
 'use strict';
 // The matrix: a heat map for each op. Grids have a band of rows for each subject, listings a column.
 
-const LABEL_WIDTH = 8, CELL_WIDTH = 48, GAP = 28;
+const LETTER_WIDTH = 7.3, CELL_WIDTH = 48, GAP = 36;
 
 function shownSubjects(op) {
   const used = new Set([...cells.values()].filter((cell) => opOf(cell.caseIndex) === op).map((cell) => cell.subject));
@@ -75,7 +75,7 @@ function listTable(block, indexes, subjects, names) {
 function listTables(block, subjects, names) {
   const matching = (index) => subjects.some((subject) => cells.has(cellKey(index, subject)) && matches(cells.get(cellKey(index, subject)), state.filter));
   const kept = state.filter.length ? block.cases.filter(matching) : block.cases;
-  const label = Math.min(70, Math.max(...kept.map((index) => shortCase(index, block.shared).length), 8)) * LABEL_WIDTH;
+  const label = Math.min(70, Math.max(...kept.map((index) => shortCase(index, block.shared).length), 8)) * LETTER_WIDTH;
   const room = document.getElementById('main').clientWidth || 1200;
   const abreast = Math.max(1, Math.floor((room + GAP) / (label + subjects.length * CELL_WIDTH + GAP)));
   const rows = Math.max(6, Math.ceil(kept.length / abreast));

@@ -119,7 +119,7 @@ function listen() {
   new ResizeObserver(([entry]) => {
     if (Math.abs(entry.contentRect.width - width) < 40) return;
     width = entry.contentRect.width;
-    requestAnimationFrame(draw);
+    if (state.view === 'matrix') requestAnimationFrame(draw);
   }).observe(document.getElementById('main'));
 }
 

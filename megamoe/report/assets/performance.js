@@ -24,9 +24,10 @@ function shownTimings(op, device) {
 }
 
 // Series keep their colour and marker whatever is filtered.
+const TIMED = [...new Set([...cells.values()].filter((cell) => cell.cold.length || cell.hot.length).map((cell) => cell.subject))].sort((one, other) => one - other);
+
 function seriesOf(subject) {
-  const timed = [...new Set([...cells.values()].filter((cell) => cell.cold.length || cell.hot.length).map((cell) => cell.subject))];
-  return timed.sort((one, other) => one - other).indexOf(subject);
+  return TIMED.indexOf(subject);
 }
 
 function seriesLegend(subjects) {
@@ -70,10 +71,10 @@ function roof(device, x, y, [left, right]) {
   const label = (value, text, anchor) => svg('text', { x: x(value), y: y(at(value)) - 6, 'text-anchor': anchor }, text);
   return [svg('polyline', { class: 'roof', points: points.join(' ') }),
     peak && right > knee ? label(right, `bf16 ${plain(peak / 1e12)} TFLOP/s, measured`, 'end') : null,
-    bytes && left < knee ? svg('text', { x: x(left) + 8, y: y(at(left)) - 8 }, `copy ${plain(bytes / 1e12)} TB/s, measured`) : null];
+    bytes && left < knee ? svg('text', { x: x(left) + 30, y: y(at(left)) + 6 }, `copy ${plain(bytes / 1e12)} TB/s, measured`) : null];
 }
 
-function roofline(shown, device) {
+function roofline(shown, device, op) {
   const points = shown.map(placed).filter(Boolean);
   if (!points.length) return el('p', { class: 'muted' }, 'No timing has both useful FLOPs and least bytes in its record, so that nothing can be placed under a roofline.');
   const { width, height, left, right, top, bottom } = PLOT;
@@ -87,14 +88,14 @@ function roofline(shown, device) {
   }));
   marks.forEach((mark, at) => mark.append(svg('title', {}, `${DATA.cases[points[at].cell.caseIndex]}\n${subjectName(points[at].cell.subject)}\n${micro(points[at].timing.median)} µs, ${plain(points[at].y)} TFLOP/s`)));
   const missing = shown.length - points.length;
-  return el('figure', {}, picture(width, height, `Roofline, ${plural(points.length, 'point')}`, clipped(), axes(x, y, acrossRange, upRange),
-    svg('g', { 'clip-path': 'url(#plot-area)' }, roof(device, x, y, acrossRange)), marks),
+  return el('figure', {}, picture(width, height, `Roofline, ${plural(points.length, 'point')}`, clipped(`plot-${op}`), axes(x, y, acrossRange, upRange),
+    marks, svg('g', { 'clip-path': `url(#plot-${CSS.escape(op)})`, class: 'roofs' }, roof(device, x, y, acrossRange))),
   missing ? el('figcaption', { class: 'muted' }, `${plural(missing, 'timing')} without known work left out`) : null);
 }
 
-function clipped() {
+function clipped(id) {
   const { width, height, left, right, top, bottom } = PLOT;
-  return svg('clipPath', { id: 'plot-area' }, svg('rect', { x: left, y: 0, width: width - left - right, height: height - bottom + top - top }));
+  return svg('clipPath', { id }, svg('rect', { x: left, y: 0, width: width - left - right, height: height - bottom + top - top }));
 }
 
 const SORTS = [['matrix', 'matrix order'], ['lowest', 'lowest first'], ['gap', 'largest gap first']];
@@ -123,14 +124,14 @@ function floorBars(shown) {
     const floor = el('i');
     floor.style.left = `${100 / 1.1}%`;
     return openable(cell, el('tr', { class: at ? null : 'group' }, el('td', { class: 'mono nowrap' }, at ? '' : shortCase(cell.caseIndex)),
-      el('td', { class: 'nowrap' }, picture(14, 12, '', marker(series, 7, 6, 4)), ), el('td', { class: 'nowrap' }, names.get(cell.subject)),
+      el('td', { class: 'nowrap' }, picture(14, 12, '', marker(series, 7, 6, 4))), el('td', { class: 'nowrap' }, names.get(cell.subject)),
       el('td', {}, el('div', { class: 'track' }, bar, floor)), el('td', { class: 'number' }, fraction === null ? '–' : brief(fraction)),
       el('td', { class: 'number' }, micro(timing.median)), el('td', { class: 'number' }, `${micro(timing.low)} – ${micro(timing.high)}`),
       el('td', { class: 'number' }, timing.floor === null ? '–' : `${micro(timing.floor)} ${timing.by}`)));
   }));
-  const columns = ['case', '', '', 'share of the floor reached; dashed: 1', 'floor / time', 'median µs', '95% interval', 'floor µs'];
+  const columns = ['case', '', '', 'share of the floor reached (dashed: all of it)', 'floor / time', 'median µs', '95% interval', 'floor µs'];
   const head = columns.map((name, at) => el('th', { scope: 'col', class: at > 3 ? 'number' : null }, name));
-  return el('table', { class: 'list', 'aria-label': 'Achieved over floor' }, el('thead', {}, el('tr', {}, head)), el('tbody', {}, rows));
+  return el('table', { class: 'list bars', 'aria-label': 'Achieved over floor' }, el('thead', {}, el('tr', {}, head)), el('tbody', {}, rows));
 }
 
 // A table row that opens the drawer by click or Enter.
@@ -147,13 +148,13 @@ function performanceOp(op, name, device) {
   if (!shown.length) return null;
   const subjects = [...new Set(shown.map(({ cell }) => cell.subject))].sort((one, other) => seriesOf(one) - seriesOf(other));
   return el('section', { class: 'op' }, el('h2', {}, op, ' ', el('small', {}, `${name ?? 'device unknown'}, ${state.temperature}, ${plural(shown.length, 'timing')}`)),
-    seriesLegend(subjects), device ? roofline(shown, device) : null, floorBars(shown));
+    seriesLegend(subjects), device ? roofline(shown, device, op) : null, floorBars(shown));
 }
 
 function performanceView() {
   if (!DATA.timings.length) return [el('p', {}, 'These records hold no device time. ', el('code', {}, 'nox -s bench'), ' on a machine with a GPU makes them.')];
   const known = devices();
-  const names = [...new Set(DATA.timings.map(deviceOf))];
+  const names = [...new Set([...cells.values()].flatMap((cell) => [...cell.cold, ...cell.hot]).map(deviceOf))];
   const pick = (part, at) => (values(at).length > 1 ? choice(part, [[null, 'all'], ...values(at).map((value) => [value, value])], state[part], (value) => set({ [part]: value })) : null);
   const controls = el('div', { class: 'controls', role: 'group', 'aria-label': 'Which times' },
     choice('L2', [['cold', 'cold'], ['hot', 'hot']], state.temperature, (value) => set({ temperature: value })),

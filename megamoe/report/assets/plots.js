@@ -37,7 +37,7 @@ function logScale(low, high, from, to) {
 function strip(timings) {
   const width = 640, left = 40, right = 12, height = 64, top = 6;
   const all = timings.flatMap(samplesOf);
-  const floors = timings.map((timing) => timing.floor).filter((floor) => floor !== null && floor > Math.min(...all) * 0.5);
+  const floors = timings.map((timing) => timing.floor).filter((floor) => floor !== null && floor > Math.min(...all) * 0.97);
   const low = Math.min(...all, ...floors), high = Math.max(...all);
   const margin = (high - low || high * 0.01) * 0.03;
   const x = scale(low - margin, high + margin, left, width - right);
@@ -84,8 +84,8 @@ function barPlot(ratio) {
 }
 
 // The ratio of two times with its interval, on a logarithmic scale around 1; the band is the threshold.
-function ratioPlot(ratio, low, high, threshold) {
-  const width = 150, middle = 75, reach = Math.log(1.5);
+function ratioPlot([, , ratio, low, high, threshold], span) {
+  const width = 150, middle = 75, reach = Math.log(1 + span);
   const x = (value) => Math.max(2, Math.min(width - 2, middle + (Math.log(value) / reach) * (middle - 4)));
   const from = low > 0 ? low : 1e-6, to = typeof high === 'number' ? high : 1e6;
   return picture(width, 14, `ratio ${plain(ratio)}, from ${plain(low)} to ${plain(high)}`,
@@ -120,8 +120,8 @@ const MARKERS = [
   (r) => `M0 ${-1.4 * r}L${1.4 * r} 0L0 ${1.4 * r}L${-1.4 * r} 0z`,
   (r) => `M0 ${1.3 * r}L${1.3 * r} ${-r}H${-1.3 * r}z`,
   (r) => `M${-0.4 * r} ${-1.3 * r}h${0.8 * r}v${0.9 * r}h${0.9 * r}v${0.8 * r}h${-0.9 * r}v${0.9 * r}h${-0.8 * r}v${-0.9 * r}h${-0.9 * r}v${-0.8 * r}h${0.9 * r}z`,
-  (r) => `M${-1.2 * r} 0L0 ${-1.2 * r}V${1.2 * r}z`,
-  (r) => `M${1.2 * r} 0L0 ${-1.2 * r}V${1.2 * r}z`,
+  (r) => `M${-1.3 * r} 0L${r} ${-1.2 * r}V${1.2 * r}z`,
+  (r) => `M${1.3 * r} 0L${-r} ${-1.2 * r}V${1.2 * r}z`,
 ];
 
 function marker(series, x, y, size = 4.5, attributes = {}) {

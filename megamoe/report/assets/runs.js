@@ -25,7 +25,7 @@ function provenance() {
   const devices_ = [...devices().values()].map((device) => device.name);
   return ['newest run ', el('b', {}, `${run.started.slice(0, 16).replace('T', ' ')} UTC`), ' at revision ', el('b', {}, revision(run.git_revision)),
     ` · ${devices_.length ? devices_.join(', ') : 'no device'} · ${run.platform} · ${versionText(run)} · `,
-    `${plural(DATA.records.length, 'record')}, ${plural(DATA.timings.length, 'timing')} of ${plural(DATA.runs.length, 'run')} · report made ${DATA.made.at.slice(0, 16).replace('T', ' ')} UTC`];
+    `${plural(DATA.records.length, 'record')} and ${plural(DATA.timings.length, 'timing')} of ${plural(DATA.runs.length, 'run')}`];
 }
 
 function acceptanceTable(acceptances) {
@@ -34,10 +34,10 @@ function acceptanceTable(acceptances) {
 }
 
 function runsTable() {
-  const count = (lines, run) => lines.filter((line) => DATA.run_ids[Array.isArray(line) ? line[3] : line.run] === run).length;
+  const count = (lines, field, run) => lines.filter((line) => DATA.run_ids[line[field]] === run).length;
   return table('Runs', ['run*', 'started', 'revision', 'device', 'host', 'versions', 'owed#', 'records#', 'timings#'], DATA.runs.toReversed().map((run) => [run.run,
     run.started.slice(0, 19).replace('T', ' '), revision(run.git_revision), deviceText(run.device), `${run.platform}, ${run.cpu_count ?? '?'} CPUs`, versionText(run), plain(run.owed_rows),
-    plain(count(DATA.records, run.run)), plain(count(DATA.timings, run.run))]));
+    plain(count(DATA.records, 3, run.run)), plain(count(DATA.timings, 2, run.run))]));
 }
 
 function runsView() {

@@ -1,0 +1,45 @@
+"""`megamoe report --text`: what a report says in a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from conformance.meta.fake_results import header, record, timing
+from conformance.meta.hostile_records import HOSTILE, data_of, hostile_records, material_of, printed
+from conformance.meta.simulated_matrix import full_matrix, write_runs
+from megamoe.report.material import gather
+from megamoe.report.measures import SEVERITY, SIGNS
+
+
+def test_the_terminal_says_what_failed(tmp_path: Path) -> None:
+    matrix = gather(write_runs(tmp_path, list(full_matrix(runs=1, samples=5))))
+    text = printed(matrix)
+    for op in matrix.ops:
+        assert op in text
+    counts = Counter(one.status for one in matrix.latest)
+    for status in SEVERITY:
+        said = f"{SIGNS[status]} {counts[status]:,} {status.replace('_', ' ')}"
+        assert (said in text) == (counts[status] > 0), f"{counts[status]} rows are {status}"
+    hostile = printed(material_of(tmp_path, header(), *hostile_records()))
+    assert HOSTILE[0] in hostile, "a sentence is shown as it is"
+    assert "[red]no markup[/red]" in hostile
+    assert max(map(len, hostile.splitlines())) < 1000
+
+
+def test_the_terminal_shows_what_is_nearest_to_its_bar(tmp_path: Path) -> None:
+    near = record().model_copy(update={"metrics": {"o.rms": 0.93, "o.rms.bar": 1.0}})
+    assert "0.930" in printed(material_of(tmp_path, header(), near))
+
+
+def test_times_alone_are_a_report(tmp_path: Path) -> None:
+    material = material_of(
+        tmp_path, header(), timing([4.0] * 10).model_copy(update={"floor_us": 2.0, "floor_by": "bytes"})
+    )
+    assert "✓.50" in printed(material)
+    assert len(data_of(material)["timings"]) == 1  # type: ignore[arg-type]
+
+
+def test_a_timing_keeps_its_status(tmp_path: Path) -> None:
+    failed = timing([1.0], status="timed_out")
+    assert "T" in printed(material_of(tmp_path, header(), failed))
