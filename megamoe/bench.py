@@ -21,7 +21,7 @@ from megamoe.figures import FigureMaker
 from megamoe.provenance import installed_version, run_header
 from megamoe.record import AnyLine, DeviceFacts, Figures, Record, Row, RunHeader, Timing
 from megamoe.record_file import RecordWriter
-from megamoe.rows import Selection
+from megamoe.rows import DEFAULT_EXECUTOR, Selection
 from megamoe.run import DEFAULT_TIMEOUT_S, RunSettings, judged
 from megamoe.timing import Policy
 
@@ -195,6 +195,9 @@ def timed_group(
 
 
 def _keeps_time(executor: str) -> bool:
+    # Loading the default executor, which has no clock, would cost every collection the import of torch.
+    if executor == DEFAULT_EXECUTOR:
+        return False
     try:
         return isinstance(load_executor(executor), TimedExecutor)
     except UnsupportedError:

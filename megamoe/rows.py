@@ -194,14 +194,14 @@ def owed_rows(specs: Mapping[str, Spec], selection: Selection) -> list[Row]:
     targets = checked_targets(selection.targets)
     rows: dict[Row, int] = {}
     asked = bool(selection.ops or selection.cases)
+    places: dict[str, list[tuple[str, Target, str]]] = {}
     for case, schedules in _cases_and_schedules(specs, selection):
+        if case.op not in places:
+            places[case.op] = _places(case.op, backends, executors, targets, asked)
         work = work_hint(case)
-        for backend in backends:
-            offered = targets_of(backend, case.op)
-            for target in (targets or offered) if offered or asked else ():
-                for executor in _executors_of(backend, executors):
-                    names = schedules_of(executor, schedules, bool(selection.schedules))
-                    rows.update({Row(case.id, backend, target, executor, name): work for name in names})
+        for backend, target, executor in places[case.op]:
+            names = schedules_of(executor, schedules, bool(selection.schedules))
+            rows.update({Row(case.id, backend, target, executor, name): work for name in names})
     if not rows:
         left_out = "".join(f"; {sentence}" for sentence in not_offered(specs, selection))
         raise SelectionError(
@@ -211,6 +211,18 @@ def owed_rows(specs: Mapping[str, Spec], selection: Selection) -> list[Row]:
     if idle:
         raise SelectionError(f"backend {idle[0]!r} was asked for, but has no kernel of any selected op: leave it out")
     return sorted(rows, key=lambda row: -rows[row])
+
+
+def _places(
+    op: str, backends: Sequence[str], executors: Sequence[str], targets: Sequence[Target], asked: bool
+) -> list[tuple[str, Target, str]]:
+    """Backend, target and executor of the rows that a case of `op` owes. `asked`: for the op or the case, by name."""
+    found: list[tuple[str, Target, str]] = []
+    for backend in backends:
+        offered = targets_of(backend, op)
+        for target in (targets or offered) if offered or asked else ():
+            found.extend((backend, target, executor) for executor in _executors_of(backend, executors))
+    return found
 
 
 def _executors_of(backend: str, executors: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 
 from megamoe.bench import BenchRun, BenchSettings
 from megamoe.record import Row, Temperature
-from megamoe.rows import Selection, SelectionError, owed_rows
+from megamoe.rows import Selection, SelectionError, known_cases, owed_rows
 from megamoe.spec import Spec, SpecError, load_specs
 from megamoe.timing import TEMPERATURES, Policy
 
@@ -97,7 +97,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     output = config.option.output or RUNS / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-bench-{selection.label}.jsonl"
     config.stash[_RUN] = run = BenchRun(rows, selection, settings, output)
     found = measurements(rows, run)
-    cases = {row.case: specs[row.op].parse_case(row.case) for row in rows}
+    listed = {id: case for spec in specs.values() for id, case in known_cases(spec).items()}
+    cases = {row.case: listed.get(row.case) or specs[row.op].parse_case(row.case) for row in rows}
     metafunc.parametrize(
         ("case", "row", "temperature"),
         [(cases[row.case], row, temperature) for row, temperature in found],
