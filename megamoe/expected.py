@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
@@ -21,6 +21,8 @@ from megamoe.record import Row
 from megamoe.rows import MOST_SEEDS, SelectionError, checked_names, known_cases, spec_of
 from megamoe.spec import Spec, SpecError
 
+MOST_DAYS = 180
+"""How far ahead an entry may expire: what is expected for ever is accepted, not expected."""
 _SCHEDULES = ("eager", "lazy", *(f"random:{seed}" for seed in range(MOST_SEEDS)))
 
 
@@ -70,6 +72,12 @@ class Expectation:
         entry = self.entry
         if entry.expires < today:
             return f"{self.where}: the entry for {entry.case} expired on {entry.expires}; fix the kernel or renew it"
+        latest = today + timedelta(days=MOST_DAYS)
+        if entry.expires > latest:
+            return (
+                f"{self.where}: the entry for {entry.case} expires on {entry.expires}, more than {MOST_DAYS} days from "
+                f"now; {latest} is the latest day, so that somebody looks at it again"
+            )
         try:
             checked_names("executor", [entry.executor], executor_names())
             checked_names("backend", [entry.backend], backend_names())

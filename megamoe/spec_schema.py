@@ -159,7 +159,8 @@ class SpecEntry(_Entry):
     tensors: dict[Name, TensorEntry] = Field(min_length=1)
     constraints: list[str] = []
     matrices: dict[Name, Matrix] = Field(min_length=1)
-    published: list[Name] = []
+    # Left out where nothing is published; an empty list would look like a bar that holds.
+    published: list[Name] = Field(default=[], min_length=1)
     beyond_ranges: list[Name] = []
     ranges: dict[Name, RangeEntry] = {}
     inputs: list[Name] = Field(min_length=1)

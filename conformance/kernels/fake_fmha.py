@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from law import spec_of
+from fake_executor import FakeExecutor
 
-from megamoe.backend import Execution, Program, RunOptions, Target, UnsupportedError
+from megamoe.backend import Program, Target, UnsupportedError
 from megamoe.case import Case
 
 ROW_TILE: Final = 128
@@ -65,25 +65,12 @@ class FakeBackend:
         return Program(target, f"{self.name}\n{case.id}", ())
 
 
-class FakeExecutor:
-    """Computes what the program names. It counts its runs, which is the history that leaks."""
-
-    name = "fake"
-
-    def __init__(self) -> None:
-        self.runs = 0
-
-    def unavailable(self, target: Target) -> str | None:
-        return None
-
-    def run(self, program: Program, tensors: Mapping[str, torch.Tensor], options: RunOptions) -> Execution:
-        fault, case_id = program.ptx.split("\n")
-        self.runs += 1
-        if fault == "executor_raises":
-            raise IndexError("register 300 of 255")
-        kernel = Kernel(spec_of("fmha").parse_case(case_id), fault, options.schedule, self.runs)
-        kernel.write(tensors)
-        return Execution({}, "line 7, warp 2: mbarrier 3 overflows" if fault == "rule_broken" else None)
+def emulate(case: Case, tensors: Mapping[str, torch.Tensor], name: str, schedule: str, run: int) -> str | None:
+    """Writes the outputs of `case`; returns what breaks a rule of the machine, if the fault is to break one."""
+    if name == "executor_raises":
+        raise IndexError("register 300 of 255")
+    Kernel(case, name, schedule, run).write(tensors)
+    return "line 7, warp 2: mbarrier 3 overflows" if name == "rule_broken" else None
 
 
 @dataclass(frozen=True)
@@ -194,6 +181,6 @@ class Kernel:
         return acc * inverse[:, None], (reference + torch.log2(row_sum)) * math.log(2.0)
 
 
-EXECUTOR = FakeExecutor()
+EXECUTOR = FakeExecutor(emulate)
 BACKENDS = {name: FakeBackend(name) for name in (*FAULTS, *LEGAL, "narrow", "nothing")}
 globals().update({name.upper(): backend for name, backend in BACKENDS.items()})

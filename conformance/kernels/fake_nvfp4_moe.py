@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import torch
-from law import spec_of
+from fake_executor import FakeExecutor
 
-from megamoe.backend import Execution, Program, RunOptions, Target
+from megamoe.backend import Program, Target
 from megamoe.case import Case
 from megamoe.nvfp4 import decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3
 
@@ -97,24 +97,6 @@ class FakeBackend:
 
     def build(self, case: Case, target: Target) -> Program:
         return Program(target, f"{self.name}\n{case.id}", ())
-
-
-class FakeExecutor:
-    """Computes what the program names. It counts its runs, which is the history that leaks."""
-
-    name = "fake"
-
-    def __init__(self) -> None:
-        self.runs = 0
-
-    def unavailable(self, target: Target) -> str | None:
-        return None
-
-    def run(self, program: Program, tensors: Mapping[str, torch.Tensor], options: RunOptions) -> Execution:
-        name, case_id = program.ptx.split("\n")
-        self.runs += 1
-        emulate(spec_of("nvfp4_moe").parse_case(case_id), tensors, name, options.schedule, self.runs)
-        return Execution({}, None)
 
 
 def emulate(case: Case, tensors: Mapping[str, torch.Tensor], name: str, schedule: str = "eager", run: int = 1) -> None:
@@ -342,6 +324,6 @@ class Kernel:
                     out.view(torch.int16)[0, 0] ^= self.run & 1
 
 
-EXECUTOR = FakeExecutor()
+EXECUTOR = FakeExecutor(emulate)
 BACKENDS = {name: FakeBackend(name) for name in (*FAULTS, *LAW_FAULTS, *STYLES)}
 globals().update({name.upper(): backend for name, backend in BACKENDS.items()})

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -135,6 +136,30 @@ def test_published_matrix_has_72_cells() -> None:
     schedules = FMHA.profile("schedules")
     assert [case.id for case in schedules.cases] == grid + long
     assert schedules.schedules == ("eager", "lazy", *(f"random:{seed}" for seed in range(8)))
+
+
+# What is published with the matrix, and what was chosen since, is changed here and in the spec, or not at all.
+TOLERANCES = {"fmha": (0.999996, 2.0), "nvfp4_moe": (0.9999, 2.0)}
+
+
+def _bars(text: str) -> tuple[object, object]:
+    """The numbers as the file has them, read by nothing of ours."""
+    tolerance = yaml.safe_load(text)["tolerance"]
+    return tolerance["cosine"]["value"], tolerance["noise_ratio"]["value"]
+
+
+def test_the_tolerances_are_those_that_were_published() -> None:
+    files = {op: spec.file for op, spec in load_specs().items()}
+    assert {op: _bars(file.read_text("utf-8")) for op, file in files.items()} == TOLERANCES
+    for op, spec in load_specs().items():
+        assert (spec.tolerance.cosine, spec.tolerance.noise_ratio) == TOLERANCES[op]
+
+
+@pytest.mark.parametrize(("old", "new"), [("0.999996", "0.99"), ("value: 2.0", "value: 20.0")])
+def test_a_tolerance_that_was_loosened_is_noticed(old: str, new: str) -> None:
+    text = FMHA.file.read_text("utf-8")
+    assert old in text, "the planted fault must change the file"
+    assert _bars(text.replace(old, new)) != TOLERANCES["fmha"]
 
 
 def test_cosine_bar_holds_for_the_published_cells_only() -> None:

@@ -109,6 +109,7 @@ KEYS = [
     plant("[tokens, hidden]", "[tokens, hiden]", "hiden]", "tensors.o.shape[1]", "'hiden'", "did you mean 'hidden'?"),
     plant("when: debug", "when: debog", "debog", "tensors.sf.when", "no bool axis 'debog'", "'debug'?"),
     plant("published: [grid]", "published: [gird]", "gird", "published[0]", "no matrix 'gird'; did you mean 'grid'?"),
+    plant("published: [grid]", "published: []", "published", "published", "is empty; it needs at least one entry"),
     plant("[grid, edges]", "[grid, edgs]", "edgs", "profiles.full.matrices[1]", "did you mean 'edges'?"),
     plant("  hidden: {type", "  Hidden: {type", "Hidden:", "axes.Hidden", "'Hidden' is no name"),
     plant("  debug: {type", "  seed: {type", "  seed:", "axes.seed", "'seed' cannot name an axis"),
