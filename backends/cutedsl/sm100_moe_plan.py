@@ -106,6 +106,20 @@ class Sm100MoePlan:
         return min(self.ring_stages, (TMEM_COLUMNS - self.tmem_sf) // self.sf_columns)
 
 
+def half_of_tile(cta_group: int, step: int, turn: int) -> tuple[int, int]:
+    """(first tensor-memory column, which half of the tile's columns) of the epilogue's step `step` (0, or 0 and 1).
+
+    `turn`: 0 for the first tile of the CTA, 1 for the second, 0 for the third and so on; accumulators begin at column
+    128 `turn`. A pair's first step is the region that both of its accumulators share: then the next tile may begin.
+    In a kernel `turn` is an Int32, and so is what comes back.
+    """
+    if cta_group == 1:
+        return turn * HALF_N, 0
+    if step == 0:
+        return HALF_N, 1 - turn
+    return turn * (2 * HALF_N), turn
+
+
 def pays_as_pair(rows: int, num_experts: int) -> bool:
     """Whether the experts' tiles should be computed by pairs of CTAs: if experts have more than 128 rows on average."""
     return rows > TILE_M * num_experts

@@ -10,9 +10,9 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineConsumer
 
-from backends.cutedsl.sm100_moe_plan import HALF_N, STORE_COLUMNS, STORE_STAGES, TILE_M, Sm100MoePlan
+from backends.cutedsl.sm100_moe_plan import HALF_N, STORE_COLUMNS, STORE_STAGES, TILE_M, Sm100MoePlan, half_of_tile
 from backends.cutedsl.sm100_moe_tiles import walk, work_item
-from backends.cutedsl.sm100_moe_tmem import fence_after_sync, fence_before_sync, half_of_tile, load_half
+from backends.cutedsl.sm100_moe_tmem import fence_after_sync, fence_before_sync, load_half
 
 VECTOR = 8
 """bf16 of a 16-byte store to shared memory."""
@@ -109,7 +109,7 @@ def rows_warpgroup(
         acc_tile = acc.wait_and_advance()
         fence_after_sync()
         for step in cutlass.range_constexpr(plan.halves):
-            column, half = half_of_tile(plan, step, turn)
+            column, half = half_of_tile(plan.cta_group, step, turn)
             if needed:
                 load_half(tmem_ptr + column, rAcc, thread)
             if cutlass.const_expr(step == 0):

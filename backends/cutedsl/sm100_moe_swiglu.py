@@ -9,10 +9,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.pipeline import PipelineConsumer
 
-from backends.cutedsl.sm100_moe_plan import H_COLUMNS, HALF_N, TILE_M, Sm100MoePlan, swiglu_registers
+from backends.cutedsl.sm100_moe_plan import H_COLUMNS, HALF_N, TILE_M, Sm100MoePlan, half_of_tile, swiglu_registers
 from backends.cutedsl.sm100_moe_quantise import quantise, store_quantised
 from backends.cutedsl.sm100_moe_tiles import walk, work_item
-from backends.cutedsl.sm100_moe_tmem import fence_after_sync, fence_before_sync, half_of_tile, load_half
+from backends.cutedsl.sm100_moe_tmem import fence_after_sync, fence_before_sync, load_half
 
 LOG2_E = 1.4426950408889634
 
@@ -94,7 +94,7 @@ def swiglu_warpgroup(
         acc_tile = acc.wait_and_advance()
         fence_after_sync()
         for step in cutlass.range_constexpr(plan.halves):
-            column, half = half_of_tile(plan, step, turn)
+            column, half = half_of_tile(plan.cta_group, step, turn)
             if needed:
                 load_half(tmem_ptr + column, rAcc, thread)
             if cutlass.const_expr(step == 0):

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.experimental.primitives import nvvm_wrapper
 
-from backends.cutedsl.sm100_moe_plan import HALF_N, TILE_M, Sm100MoePlan
+from backends.cutedsl.sm100_moe_plan import HALF_N, TILE_M
 
 CHUNK = 32
 """Columns of one tcgen05.ld."""
@@ -21,19 +21,6 @@ def fence_before_sync() -> None:
 def fence_after_sync() -> None:
     """Order what this thread does in tensor memory from here on after the wait that it has just done."""
     nvvm_wrapper.tcgen05_fence("after_thread_sync")
-
-
-def half_of_tile(plan: Sm100MoePlan, step: int, turn: Int32) -> tuple[Int32, Int32]:
-    """(first tensor-memory column, which half of the tile's columns) of the epilogue's step `step`, 0 or 1.
-
-    `turn`: 0 for the first tile of the CTA, 1 for the second, 0 for the third and so on. A pair's accumulator is
-    columns 0..255 or 128..383; its first step is the region that both share, after which the next tile may begin.
-    """
-    if plan.cta_group == 1:
-        return turn * HALF_N, Int32(0)
-    if step == 0:
-        return Int32(HALF_N), 1 - turn
-    return turn * 2 * HALF_N, turn
 
 
 @cute.jit
