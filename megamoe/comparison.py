@@ -18,7 +18,7 @@ from megamoe.case import Case
 from megamoe.comparison_row import CALLS, Call, ComparedRow, RowKey, SideRows, rows_of, worst
 from megamoe.comparison_side import ComparisonError, Side, differences_of_machines
 from megamoe.counter_directions import Change, Trend, changes
-from megamoe.record import Figures, Record, Timing
+from megamoe.record import Figures, Record, Status, Timing
 from megamoe.spec import Spec, SpecError
 from megamoe.spec_thresholds import DEFAULT_THRESHOLD
 
@@ -95,10 +95,20 @@ def _missing_or_new(old: SideRows, new: SideRows) -> Iterator[ComparedRow]:
     before, after = dict.fromkeys(old.keys()), dict.fromkeys(new.keys())
     for key in before:
         if key not in after:
-            yield ComparedRow(key, "MISSING", True, "it has a result before and none after")
+            status = _status(old, key)
+            sentence = f"it is there before{f' ({status})' if status else ''} and not after"
+            yield ComparedRow(key, "MISSING", True, sentence, before_status=status)
     for key in after:
         if key not in before:
-            yield ComparedRow(key, "NEW", False, "it has a result after and none before")
+            status = _status(new, key)
+            sentence = f"it is there after{f' ({status})' if status else ''} and not before"
+            yield ComparedRow(key, "NEW", False, sentence, after_status=status)
+
+
+def _status(rows: SideRows, key: RowKey) -> Status | None:
+    if key in rows.verdicts:
+        return worst(rows.verdicts[key]).status
+    return worst(rows.timings[key]).status if key in rows.timings else None
 
 
 def _verdicts(old: SideRows, new: SideRows) -> Iterator[ComparedRow]:

@@ -62,8 +62,8 @@ def _timings(rows: Sequence[ComparedRow], span: float) -> Table:
     for row in rows:
         assert row.ratio is not None
         times = [f"{time:.2f}" if time is not None else "" for time in (row.before_us, row.after_us)]
-        cells = [escape(_name(row)), *times, f"{row.ratio - 1:+.1%}", forest(row, span), _same_program(row)]
-        table.add_row(Text(row.call, _STYLES[row.call]), *cells)
+        cells = [escape(str(row.key)), *times, f"{row.ratio - 1:+.1%}", forest(row, span), _same_program(row)]
+        table.add_row(_styled(row), *cells)
     return table
 
 
@@ -72,12 +72,20 @@ def _others(rows: Sequence[ComparedRow]) -> Table:
     for name in ("", "row", ""):
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(Text(row.call, _STYLES[row.call]), escape(_name(row)), escape(row.sentence))
+        table.add_row(_styled(row), escape(str(row.key)), escape(row.sentence))
     return table
 
 
-def _name(row: ComparedRow) -> str:
-    return str(row.key)
+def _styled(row: ComparedRow) -> Text:
+    style = "green" if row.call == "STATUS-CHANGED" and not row.regression else _STYLES[row.call]
+    return Text(_called(row), style)
+
+
+def _called(row: ComparedRow) -> str:
+    """The call; of a status that changed, which way."""
+    if row.call != "STATUS-CHANGED":
+        return row.call
+    return f"{row.call} ({'worse' if row.regression else 'better'})"
 
 
 def _same_program(row: ComparedRow) -> str:
@@ -142,7 +150,7 @@ def as_markdown(comparison: Comparison, strict: bool = False) -> str:
 def _markdown_row(row: ComparedRow) -> str:
     mark = "**" if row.regression else ""
     times = "" if row.before_us is None or row.after_us is None else f"{row.before_us:.2f} → {row.after_us:.2f} µs"
-    return f"| {mark}{row.call}{mark} | `{_cell(str(row.key))}` | {times} | {_cell(row.sentence)} |"
+    return f"| {mark}{_called(row)}{mark} | `{_cell(str(row.key))}` | {times} | {_cell(row.sentence)} |"
 
 
 def _cell(text: str) -> str:

@@ -161,7 +161,7 @@ def test_files_for_machines_and_comments(before: Path, tmp_path: Path, capsys: p
     found = json.loads((tmp_path / "new" / "c.json").read_text())
     assert found["exit_status"] == 1
     assert found["rows"][0]["call"] == "STATUS-CHANGED"
-    assert "**STATUS-CHANGED**" in (tmp_path / "c.md").read_text()
+    assert "**STATUS-CHANGED (worse)**" in (tmp_path / "c.md").read_text()
     assert not list(tmp_path.rglob("*.part")), "nothing half written may be left"
 
 
