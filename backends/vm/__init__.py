@@ -15,7 +15,8 @@ What it checks is in the names of the rules (`Fault.rule`); conformance/isa plan
 - a wait that acquires more than its own phase, since the clocks of a barrier accumulate;
 - accesses that are too early but happen to be ordered by every schedule tried: it tests schedules, it proves nothing;
 - anything about time, register pressure or caches.
-What it refuses although silicon may run it: lanes of one warp that spin on each other, mbarrier.init over a live
-mbarrier, a kernel that ends with a bulk store that nobody has waited for, uninitialised reads whose value is unused.
+What it refuses although silicon may run it: mbarrier.init over a live mbarrier, a kernel that ends with a bulk store
+that nobody has waited for, uninitialised reads whose value is unused, and an `.aligned` instruction behind a loop in
+which some lanes of a warp neither store, copy nor wait for 4096 blocks: they count as spinning (lane_turns.py).
 Matrix accumulation follows a declared policy (fast, exact, hopper); Blackwell's own is undocumented.
 """

@@ -12,6 +12,7 @@ from backends.vm import registers, special
 from backends.vm.clocks import Clock, stamp
 from backends.vm.copy_groups import CopyGroups
 from backends.vm.faults import Fault
+from backends.vm.lane_turns import LaneTurns, merged
 from backends.vm.registers import LANES
 from backends.vm.steps import HANDLED, NEXT, Wait
 from backends.vm.tmem import Index
@@ -78,6 +79,7 @@ class Warp:
         self.tmem_stores: list[Index] = []
         self.tmem_loads: dict[int, dict[tuple[int, int], list[Index]]] = {}
         self.copies = CopyGroups()
+        self.turns = LaneTurns()
 
     def fill_symbols(self) -> None:
         """Write special registers and symbol addresses; once, when the CTA is complete."""
@@ -179,6 +181,10 @@ class Warp:
                 return position > 0
         return False
 
+    def sort_strands(self) -> None:
+        """The strand in the lowest block first; strands in one block join."""
+        self.strands[:] = merged(self.strands)
+
     def run(self, quantum: int) -> int:
         """Execute up to `quantum` blocks; stop at a wait or the end. Returns how many blocks were executed."""
         done = 0
@@ -195,6 +201,8 @@ class Warp:
             self.block = strand.block
             self._execute(strand, self.code.blocks[strand.block])
             done += 1
+            if len(self.strands) > 1:
+                self.turns.after_block(self)
         return done
 
     def _resume(self, strand: Strand) -> bool:

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_run import EVERY_SCHEDULE, TWENTY, Kernel, assert_clean
 
+from backends.vm.faults import Fault
+
 STORE = "mul.wide.u32 %rd1, %tx, 4; add.u64 %rd1, %rd1, %out; st.global.u32 [%rd1], %r1;"
 LANES = np.arange(64)
 
@@ -110,3 +112,52 @@ def test_any_ladder_of_branches(steps: list[tuple[str, int, int]], exits: int) -
     assert_clean(
         kernel("\n".join(text)), {"out": np.where(alive, model, 77).astype(np.uint32)}, schedules=EVERY_SCHEDULE
     )
+
+
+FLAG = """.shared .align 4 .b32 flag; setp.eq.u32 %p1, %lane, 0; @%p1 st.shared.b32 [flag], 0; bar.warp.sync -1;
+setp.lt.u32 %p2, %lane, 16; mul.wide.u32 %rd1, %lane, 4; add.u64 %rd1, %rd1, %out;"""
+POLL = "SPIN: ld.relaxed.cta.shared.b32 %r1, [flag]; setp.lt.u32 %p3, %r1, {}; @%p3 bra SPIN;"
+ADD = "atom.relaxed.cta.shared.add.u32 %r2, [flag], 1;"
+FEW = ("eager", "lazy", "random:0")
+INTRA_WARP = {
+    "the lower half spins until the upper half has set a flag": (
+        f"@!%p2 bra SET; {POLL.format(16)} bra JOIN; SET: {ADD} JOIN:",
+        np.zeros(32),
+    ),
+    "each lane spins until the lane above has passed": (
+        """sub.u32 %r3, 31, %lane; SPIN: ld.relaxed.cta.shared.b32 %r1, [flag]; setp.ne.u32 %p3, %r1, %r3;
+        @%p3 bra SPIN; add.u32 %r2, %r1, 1; st.relaxed.cta.shared.b32 [flag], %r2;""",
+        np.zeros(32),
+    ),
+    "a spin lock of every lane": (
+        """SPIN: atom.acquire.cta.shared.cas.b32 %r1, [flag], 0, 1; setp.ne.u32 %p3, %r1, 0; @%p3 bra SPIN;
+        ld.relaxed.gpu.global.b32 %r4, [%out]; add.u32 %r4, %r4, 1; bra INSIDE; INSIDE:
+        st.relaxed.gpu.global.b32 [%out], %r4; st.release.cta.shared.b32 [flag], 0; bra DONE; DONE:""",
+        np.array([32] + [0] * 31),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INTRA_WARP)
+def test_lanes_of_one_warp_wait_for_each_other(name: str) -> None:
+    """Threads of a warp are concurrent (PTX ISA 3.2)."""
+    body, expected = INTRA_WARP[name]
+    kernel = Kernel(f"{FLAG}\n{body}\nret;", {"out": np.zeros(32, np.uint32)})
+    assert_clean(kernel, {"out": expected.astype(np.uint32)}, schedules=FEW)
+
+
+def test_lanes_that_wait_for_what_no_lane_does() -> None:
+    kernel = Kernel(f"{FLAG}\n@!%p2 ret; {POLL.format(1)} ret;", {"out": np.zeros(32, np.uint32)}, step_budget=6000)
+    for schedule in FEW:
+        with pytest.raises(Fault, match=r"\[runaway\].*6000 basic blocks.*warp 0 is at PTX line \d+"):
+            kernel.run(schedule)
+
+
+def test_a_long_computation_of_some_lanes_is_no_spin() -> None:
+    """While one lane issues work, the others stay where they meet again: what follows wants all of them."""
+    body = """setp.ne.u32 %p1, %lane, 0; @%p1 bra MEET; mov.u32 %r1, 0;
+    LOOP: st.global.b32 [%out], %r1; add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 6000; @%p2 bra LOOP;
+    MEET: bar.sync 0; ret;"""
+    expected = np.zeros(32, np.uint32)
+    expected[0] = 5999
+    assert_clean(Kernel(body, {"out": np.zeros(32, np.uint32)}), {"out": expected}, schedules=("eager", "lazy"))

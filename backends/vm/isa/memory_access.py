@@ -181,6 +181,9 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
             held[place] = _wrapped(new, dtype)
         stored = np.array(held, dtype)[:, None].view(np.uint8)
         access.store(warp, space, places, stored, line, strong=True, lanes=lanes[first])
+        if np.array_equal(stored, found.view(np.uint8).reshape(stored.shape)):
+            # A failed cas lets nobody move on, so that lanes that try for a lock count as spinning.
+            warp.cta.machine.engine.events -= 1
         access.synchronise(warp, space, places, sem, scope, acquire=False, release=True)
         if target is not None:
             getattr(warp, view)[target][lanes] = np.array(returned, dtype)
