@@ -66,9 +66,9 @@ def measured(folder: Path, specs: Path | None = None) -> dict[str, object]:
     every, following = Tally(), Tally()
     spread: dict[RowKey, float] = {}
     for (i, before), (j, after) in combinations(enumerate(sides), 2):
-        rows = [row for row in compare_runs(before, after, known).rows if row.key.kind == "timing"]
+        rows = [row for row in compare_runs(before, after, known).rows if row.ratio is not None]
         if not rows:
-            raise ComparisonError(f"{after.label} holds no times, so there is nothing to call SLOWER")
+            raise ComparisonError(f"{before.label} and {after.label} share no time, so there is nothing to call SLOWER")
         every.add(files[i].name, files[j].name, rows)
         if j == i + 1:
             following.add(files[i].name, files[j].name, rows)

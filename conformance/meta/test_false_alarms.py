@@ -60,4 +60,4 @@ def test_what_cannot_be_measured_is_status_2(tmp_path: Path, capsys: pytest.Capt
     for name in ("a", "b"):
         write(tmp_path / f"{name}.jsonl", record())
     assert main([str(tmp_path)]) == 2
-    assert "holds no times" in capsys.readouterr().err
+    assert "share no time" in capsys.readouterr().err
