@@ -40,7 +40,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses the profile, unless --hypothesis-profile has."""
     if not config.getoption("--hypothesis-profile"):
-        settings.load_profile("ci" if os.environ.get("CI") == "true" else "default")
+        settings.load_profile("ci" if _in_ci() else "default")
+
+
+def _in_ci() -> bool:
+    return os.environ.get("CI") == "true"
+
+
+@pytest.fixture(scope="session")
+def in_ci() -> bool:
+    """Whether a CI service runs this: there, what is not installed is not excused."""
+    return _in_ci()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

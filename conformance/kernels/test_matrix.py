@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import date
+from pathlib import Path
+
 import pytest
 from law import Machine, specs
-from machines import machines, skip_unless_available
+from machines import end_as_unsupported, machines, skip_unless_available
 
 from megamoe.case import Case
+from megamoe.expected import Expectation, ExpectedEntry, read_expected
 from megamoe.judge import judge
 
 PROFILE = "smoke"
+EXPECTED = Path(__file__).resolve().parents[1] / "expected.yaml"
 CELLS = [
     pytest.param(machine, case, id=f"{machine}-{case.id}")
     for op, spec in specs().items()
@@ -23,10 +28,32 @@ def test_the_profile_has_cells() -> None:
 
 
 @pytest.mark.parametrize(("machine", "case"), CELLS)
-def test_cell(machine: Machine, case: Case) -> None:
+def test_cell(machine: Machine, case: Case, in_ci: bool) -> None:
     skip_unless_available(machine)
     record = judge(machine.row(case, "eager"), run="pytest")
     if record.status == "unsupported":
-        pytest.skip(record.sentence)
+        end_as_unsupported(record, in_ci, read_expected(EXPECTED))
     if record.status != "passed":
         pytest.fail(f"{case.id} {record.status}: {record.sentence}", pytrace=False)
+
+
+def test_a_cell_that_is_unsupported_fails_in_ci_and_is_skipped_elsewhere() -> None:
+    declining = Machine("fake_fmha:NOTHING", "sm_100a", "fake_fmha:EXECUTOR")
+    record = judge(declining.row(specs()["fmha"].profile(PROFILE).cases[0], "eager"), run="pytest")
+    assert record.status == "unsupported"
+    with pytest.raises(pytest.fail.Exception, match=r"fake_fmha:NOTHING .* is owed here and unsupported: .*no kernel"):
+        end_as_unsupported(record, in_ci=True)
+    with pytest.raises(pytest.skip.Exception, match=r"unsupported: .*this backend has no kernel that works"):
+        end_as_unsupported(record, in_ci=False)
+    entry = ExpectedEntry(
+        case="fmha:*",
+        backend=record.backend,
+        target="sm_100a",
+        executor=record.executor,
+        status="unsupported",
+        reason="there is no kernel on purpose",
+        expires=date(2026, 12, 24),
+        example=record.case,
+    )
+    with pytest.raises(pytest.skip.Exception):
+        end_as_unsupported(record, in_ci=True, expected=[Expectation(entry, "expected.yaml, line 1")])
