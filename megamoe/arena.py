@@ -37,6 +37,9 @@ POISON: Final[Mapping[torch.dtype, bytes]] = {
     torch.int64: b"\xa5\xa5\xa5\xa5\xa5\xa5\xa5\xa5",
 }
 
+# Size in bytes -> the integers of that size.
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "bf16": torch.bfloat16,
     "f16": torch.float16,
@@ -213,10 +216,9 @@ def is_poison(tensor: torch.Tensor) -> torch.Tensor:
     """bool, of the tensor's shape: whether an element still holds POISON bit for bit. All False for a foreign dtype."""
     if tensor.dtype not in POISON:
         return torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
-    size = tensor.dtype.itemsize
-    poison = torch.tensor(list(POISON[tensor.dtype]), dtype=torch.uint8, device=tensor.device)
-    stored = tensor.detach().contiguous().reshape(-1).view(torch.uint8).view(-1, size)
-    return (stored == poison).all(dim=1).view(tensor.shape)
+    bits = _BITS[tensor.dtype.itemsize]
+    poison = torch.frombuffer(bytearray(POISON[tensor.dtype]), dtype=bits).item()
+    return (tensor.detach().contiguous().reshape(-1).view(bits) == poison).view(tensor.shape)
 
 
 def coordinate(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Protocol, cast
@@ -77,6 +78,7 @@ class Reference(Protocol):
         ...
 
 
+@cache
 def referenced_ops() -> tuple[str, ...]:
     """Ops that have a reference, sorted; a module OP_PART is a part of the reference of OP and is not an op."""
     names = {module.name for module in iter_modules(__path__)}
