@@ -29,7 +29,7 @@ def machines(op: str) -> list[Machine]:
 
 
 def end_as_unsupported(record: Record, in_ci: bool, expected: Sequence[Expectation] = ()) -> NoReturn:
-    """Ends the test of a cell that this machine cannot do: skipped, with the reason, but failed in CI if none of `expected` says so.
+    """Ends the test of a cell that this machine cannot do: skipped with the reason, failed in CI unless expected.
 
     A service that lacks what a backend needs (CuTeDSL, say) would otherwise be green without having tried it.
     """
