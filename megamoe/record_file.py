@@ -134,6 +134,8 @@ _LINE: TypeAdapter[AnyLine] = TypeAdapter(Annotated[AnyLine, Field(discriminator
 def read_records(path: Path) -> RecordFile:
     """Reads a record file; a torn last line is reported, any other bad line raises RecordError with its number."""
     try:
+        if path.is_char_device():
+            raise RecordError(f"cannot read records from {path}: it is a device, which may never end")
         data = path.read_bytes()
     except OSError as error:
         raise RecordError(f"cannot read records from {path}: {error.strerror}") from error

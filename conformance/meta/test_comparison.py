@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from conformance.meta.fake_results import CASE, H200, figures, header, record, side, timing
 from megamoe.comparison import Comparison, ComparisonError, compare_runs
@@ -232,6 +234,57 @@ def test_a_torn_file_is_noted(tmp_path: Path) -> None:
     torn = side(record())
     torn = replace(torn, files=(replace(torn.files[0], torn="line 2 is torn"),))
     assert compare_runs(torn, side(record()), SPECS).notes == ("line 2 is torn",)
+
+
+KEYS = [(backend, schedule) for backend in ("cutedsl", "ptx", "peer") for schedule in ("eager", "lazy")]
+FAULTS: dict[str, tuple[str, AnyLine | None]] = {
+    "gone": ("MISSING", None),
+    "wrong": ("STATUS-CHANGED", record("failed")),
+    "not run": ("STATUS-CHANGED", record("not_run")),
+    "more work": ("WORSE", record("passed", {"mma_flops": 11, "tma_loads": 3})),
+    "a cost more": ("WORSE", record("passed", {"mma_flops": 10, "tma_loads": 3, "smem_bank_conflicts": 1})),
+    "not counted": ("WORSE", record("passed", {"tma_loads": 3})),
+    "slower": ("SLOWER", timing(QUIET * 1.1)),
+    "no time": ("STATUS-CHANGED", timing(QUIET, status="error")),
+}
+
+
+def _rows() -> list[AnyLine]:
+    """A verdict with counters and a time of every key."""
+    rows: list[AnyLine] = []
+    for backend, schedule in KEYS:
+        rows.append(record("passed", {"mma_flops": 10, "tma_loads": 3}, backend=backend, schedule=schedule))
+        rows.append(timing(QUIET, backend=backend, temperature="cold" if schedule == "eager" else "hot"))
+    return rows
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@given(st.data())
+@settings(max_examples=15)
+def test_one_regression_among_many_rows_is_found(fault: str, data: st.DataObject) -> None:
+    """Wherever it is, whatever got better elsewhere, in whatever order the lines come."""
+    call, planted = FAULTS[fault]
+    before = _rows()
+    places = [i for i, line in enumerate(before) if planted is None or line.kind == planted.kind]
+    place = data.draw(st.sampled_from(places))
+    after = [line for i, line in enumerate(before) if i != place]
+    if planted is not None:
+        names = {"backend", "schedule"} if planted.kind == "record" else {"backend", "temperature"}
+        after.append(planted.model_copy(update={name: getattr(before[place], name) for name in names}))
+    after.append(record("passed", {"mma_flops": 1}, backend="new"))
+    comparison = compare_runs(side(header(), *before), side(header(), *data.draw(st.permutations(after))), SPECS)
+    assert [row.call for row in comparison.regressions] == [call]
+    assert comparison.rows[0].regression, "it comes first"
+    assert comparison.exit_status() == 1
+    assert comparison.counts["NEW"] == 1
+
+
+@given(st.permutations(_rows()))
+@settings(max_examples=15)
+def test_a_run_is_the_same_as_itself_in_any_order(lines: list[AnyLine]) -> None:
+    comparison = compare_runs(side(header(), *_rows()), side(header(), *lines), SPECS)
+    assert comparison.counts == {"SAME": len(lines)}
+    assert comparison.exit_status(strict=True) == 0
 
 
 def _row(low: float, ratio: float, high: float) -> ComparedRow:

@@ -98,6 +98,8 @@ def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, old: bytes, new: 
 def test_a_file_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="cannot read records from"):
         read_records(tmp_path / "none.jsonl")
+    with pytest.raises(RecordError, match="may never end"):
+        read_records(Path("/dev/zero"))
     with pytest.raises(RecordError, match="cannot write records to"):
         RecordWriter(tmp_path)
 
