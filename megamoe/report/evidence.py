@@ -1,7 +1,11 @@
-"""What lies on disk beside the records: bundles of failures with their error maps, and recorded runs of the VM."""
+"""What lies on disk beside the records: bundles of failures with their error maps, and recorded runs of the VM.
+
+Small things are shown in the page, an error map and a map of tensor memory; the rest is linked.
+"""
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -12,16 +16,20 @@ from urllib.parse import quote
 from megamoe.record import Record
 
 EXPLAINED = Path("results/explain")
-MOST_MAP_BYTES = 64_000
-MOST_BYTES = 600_000
+MOST_FILE_BYTES = 64_000
+MOST_BYTES = 400_000
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Files about one row. `links`: name -> URL relative to the page. `maps`: tensor -> the text of its error map."""
+    """Files about one row. `links`: name -> URL relative to the page. `maps`: tensor -> the text of its error map.
+
+    `pictures`: name -> data URL of an SVG file; as the source of an image it can neither run nor load anything.
+    """
 
     links: Mapping[str, str] = field(default_factory=dict[str, str])
     maps: Mapping[str, str] = field(default_factory=dict[str, str])
+    pictures: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def bundles(records: Iterable[Record], page: Path, home: Path = Path()) -> dict[str, Evidence]:
@@ -35,7 +43,7 @@ def bundles(records: Iterable[Record], page: Path, home: Path = Path()) -> dict[
         folder = home / name
         maps: dict[str, str] = {}
         for file in _files(folder):
-            text = _map_text(file) if file.name.endswith(".error.txt") else None
+            text = _small_text(file) if file.name.endswith(".error.txt") else None
             if text is not None and len(text) <= left:
                 left -= len(text)
                 maps[file.name.removesuffix(".error.txt")] = text
@@ -46,13 +54,23 @@ def bundles(records: Iterable[Record], page: Path, home: Path = Path()) -> dict[
 
 
 def traces(records: Iterable[Record], page: Path, home: Path = Path()) -> dict[str, Evidence]:
-    """What `megamoe explain` left, by "case backend target", for the records whose folder is there."""
+    """What `megamoe explain` left, by "case backend target", for the records whose folder is there.
+
+    Pictures of tensor memory beyond MOST_BYTES in all are linked only.
+    """
     found: dict[str, Evidence] = {}
+    left = MOST_BYTES
     for case, backend, target in dict.fromkeys((one.case, one.backend, one.target) for one in records):
         folder = home / EXPLAINED / explain_folder(case, backend, target)
+        pictures: dict[str, str] = {}
+        for file in _files(folder):
+            text = _small_text(file) if file.name.startswith("tmem") and file.suffix == ".svg" else None
+            if text is not None and len(text) <= left:
+                left -= len(text)
+                pictures[file.name] = f"data:image/svg+xml;base64,{base64.b64encode(text.encode()).decode()}"
         links = {file.name: link(file, page) for file in _files(folder)}
         if links:
-            found[f"{case} {backend} {target}"] = Evidence(links)
+            found[f"{case} {backend} {target}"] = Evidence(links, pictures=pictures)
     return found
 
 
@@ -74,8 +92,8 @@ def _files(folder: Path) -> list[Path]:
         return []
 
 
-def _map_text(file: Path) -> str | None:
+def _small_text(file: Path) -> str | None:
     try:
-        return file.read_text(encoding="utf-8") if file.stat().st_size <= MOST_MAP_BYTES else None
+        return file.read_text(encoding="utf-8") if file.stat().st_size <= MOST_FILE_BYTES else None
     except (OSError, UnicodeDecodeError):
         return None

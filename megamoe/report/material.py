@@ -138,7 +138,7 @@ def _notes(files: Sequence[RecordFile], lines: Sequence[AnyLine], known: dict[st
             yield file.torn
         if not file.lines:
             yield f"{file.path} holds no line"
-    stray = sorted({line.run for line in lines} - known.keys())
+    stray = sorted({line.run for line in lines if not isinstance(line, Acceptance)} - known.keys())
     if stray:
         more = f" and {len(stray) - 1} more" if len(stray) > 1 else ""
         yield f"run {stray[0]}{more} has no header in these files, so where its lines come from is unknown"

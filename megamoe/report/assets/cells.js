@@ -64,7 +64,8 @@ function subjectsWith(measure, schedule) {
     for (const cell of cells.values()) {
       if (found.has(cell.subject)) continue;
       const seen = reading(cell, measure, schedule);
-      if (seen && (measure.source === 'status' || seen.value !== null || seen.status !== 'passed')) found.add(cell.subject);
+      if (seen && (measure.source === 'status' || seen.value !== null || seen.status !== 'passed'))
+        found.add(cell.subject);
     }
     measured.set(key, found);
   }
@@ -97,19 +98,24 @@ function matches(cell, filter) {
   });
 }
 
+// The words of a level: up to where it reaches, and beyond the last bound.
 function limit(measure, at) {
-  const bounds = measure.style === 'percent' ? measure.bounds.map((bound) => `${bound * 100}%`) : measure.bounds.map(String);
+  const spelt = measure.bounds.map((bound) => (measure.style === 'percent' ? `${bound * 100}%` : String(bound)));
   const [inner, outer] = measure.higher_is_better ? ['≥', '<'] : ['≤', '>'];
-  return at < bounds.length ? `${inner} ${bounds[at]}` : `${outer} ${last(bounds)}`;
+  return at < spelt.length ? `${inner} ${spelt[at]}` : `${outer} ${last(spelt)}`;
+}
+
+function legendKey(look, sign, meaning) {
+  return el('span', { class: 'key' }, el('span', { class: `swatch ${look}` }, sign), meaning);
 }
 
 function legend(measure) {
-  const signs = DATA.severity.toReversed().map((status) => el('span', { class: 'key' },
-    el('span', { class: `swatch ${status}` }, DATA.signs[status]), status.replace('_', ' ')));
-  const scale = Array.from({ length: measure.bounds.length ? 7 : 0 }, (_, at) => el('span', { class: 'key' },
-    el('span', { class: `swatch level${at}`, 'aria-hidden': 'true' }, ''), limit(measure, at)));
-  const none = el('span', { class: 'key' }, el('span', { class: 'swatch absent' }, measure.bounds.length ? '·' : ' '),
-    measure.bounds.length ? 'not measured' : 'blank: no result');
-  const shown = measure.bounds.length ? [...scale, none, signs.slice(1)] : [signs, none];
+  const statuses = DATA.severity.toReversed();
+  const signs = statuses.map((status) => legendKey(status, DATA.signs[status], status.replace('_', ' ')));
+  const steps = measure.bounds.length ? [...measure.bounds.keys(), measure.bounds.length] : [];
+  const levels = steps.map((at) => legendKey(`level${at}`, '', limit(measure, at)));
+  const shown = levels.length
+    ? [levels, legendKey('absent', '·', 'not measured'), signs.slice(1)]
+    : [signs, legendKey('absent', ' ', 'blank: no result')];
   return el('div', { class: 'legend', 'aria-label': 'Legend' }, el('span', {}, `${measure.meaning}:`), shown);
 }

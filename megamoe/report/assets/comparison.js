@@ -1,8 +1,23 @@
 'use strict';
 // The view of a comparison: what megamoe.comparison made of these records against others.
 
-const COMPARED = ['kind', 'case', 'backend', 'target', 'executor', 'variant', 'call', 'regression', 'sentence', 'was', 'is', 'times', 'changes'];
-const GOOD_CALLS = ['FASTER', 'BETTER'], EVEN_CALLS = ['SAME', 'NEW', 'CHANGED', 'AMBIGUOUS'];
+const COMPARED = [
+  'kind',
+  'case',
+  'backend',
+  'target',
+  'executor',
+  'variant',
+  'call',
+  'regression',
+  'sentence',
+  'was',
+  'is',
+  'times',
+  'changes',
+];
+const GOOD_CALLS = ['FASTER', 'BETTER'],
+  EVEN_CALLS = ['SAME', 'NEW', 'CHANGED', 'AMBIGUOUS'];
 
 function comparedRows() {
   return DATA.comparison.rows.map((row) => Object.fromEntries(COMPARED.map((name, at) => [name, row[at]])));
@@ -14,57 +29,100 @@ function callLook(row) {
 }
 
 function comparedMatches(row) {
-  const text = [DATA.cases[row.case], row.backend, row.target, row.executor, row.variant, row.call, row.kind].join(' ').toLowerCase();
+  const text = [DATA.cases[row.case], row.backend, row.target, row.executor, row.variant, row.call, row.kind]
+    .join(' ')
+    .toLowerCase();
   const exact = text.replace(':', ' ').split(/[\s,]+/);
   return state.filter.every((word) => (word.includes('=') ? exact.includes(word) : text.includes(word)));
 }
 
 // How far the ratios of these rows must reach on either side of 1: a round number, 1 at the most.
 function ratioSpan(rows) {
-  const far = rows.filter((row) => row.times).map(({ times: [, , ratio, , , threshold] }) => Math.max(Math.abs(ratio - 1) * 1.2, (threshold ?? 0) * 2));
+  const far = rows
+    .filter((row) => row.times)
+    .map(({ times: [, , ratio, , , threshold] }) => Math.max(Math.abs(ratio - 1) * 1.2, (threshold ?? 0) * 2));
   return [0.05, 0.1, 0.2, 0.5].find((span) => far.every((one) => one <= span)) ?? 1;
 }
 
 function comparedLine(row, span) {
   const [before, after, ratio] = row.times ?? [null, null, null];
-  const told = ratio === null ? (row.was !== row.is ? `${row.was ?? 'none'} → ${row.is ?? 'none'}` : '') : `${micro(before)} → ${micro(after)} µs`;
+  const told =
+    ratio === null
+      ? row.was !== row.is
+        ? `${row.was ?? 'none'} → ${row.is ?? 'none'}`
+        : ''
+      : `${micro(before)} → ${micro(after)} µs`;
   const cells_ = [
     el('td', { class: `nowrap ${callLook(row)}` }, `${row.regression ? '▲ ' : ''}${row.call}`),
-    el('td', {}, el('span', { class: 'mono' }, DATA.cases[row.case]), el('br'), [row.backend, row.target, row.executor, row.variant].filter(Boolean).join(' ')),
+    el(
+      'td',
+      {},
+      el('span', { class: 'mono' }, DATA.cases[row.case]),
+      el('br'),
+      [row.backend, row.target, row.executor, row.variant].filter(Boolean).join(' '),
+    ),
     el('td', { class: 'number' }, told),
     el('td', {}, ratio === null ? '' : ratioPlot(row.times, span)),
     el('td', { class: 'number' }, ratio === null ? '' : plain(ratio, 4)),
-    el('td', {}, row.changes.map((step) => [step, el('br')]), withoutRerun(DATA.texts[row.sentence])),
+    el(
+      'td',
+      {},
+      row.changes.map((step) => [step, el('br')]),
+      withoutRerun(DATA.texts[row.sentence]),
+    ),
   ];
-  const subject = DATA.subjects.findIndex((one) => one[0] === row.backend && one[1] === row.target && (row.kind === 'figures' || one[2] === row.executor));
+  const subject = DATA.subjects.findIndex(
+    (one) => one[0] === row.backend && one[1] === row.target && (row.kind === 'figures' || one[2] === row.executor),
+  );
   const cell = cells.get(cellKey(row.case, subject));
   const line = el('tr', {}, cells_);
   return cell ? openable(cell, line) : line;
 }
 
 function callChips(rows) {
-  const chips = Object.entries(DATA.comparison.counts).map(([call, count]) => el('button', {
-    type: 'button', 'aria-pressed': String(state.calls.includes(call)),
-    onclick: () => set({ calls: state.calls.includes(call) ? state.calls.filter((one) => one !== call) : [...state.calls, call] }),
-  }, `${call} ${plain(count)}`));
-  return el('div', { class: 'chips controls', role: 'group', 'aria-label': 'Calls shown' }, chips, el('span', { class: 'muted' }, `${plural(rows.length, 'row')} shown`));
+  const chips = Object.entries(DATA.comparison.counts).map(([call, count]) =>
+    el(
+      'button',
+      {
+        type: 'button',
+        'aria-pressed': String(state.calls.includes(call)),
+        onclick: () =>
+          set({
+            calls: state.calls.includes(call) ? state.calls.filter((one) => one !== call) : [...state.calls, call],
+          }),
+      },
+      `${call} ${plain(count)}`,
+    ),
+  );
+  return el(
+    'div',
+    { class: 'chips controls', role: 'group', 'aria-label': 'Calls shown' },
+    chips,
+    el('span', { class: 'muted' }, `${plural(rows.length, 'row')} shown`),
+  );
 }
 
 const MOST_COMPARED = 1000;
 
+function comparedTable(rows) {
+  const span = ratioSpan(rows);
+  const columns = ['call', 'row', 'before → after#', `−${span * 100}% … +${span * 100}%`, 'ratio#', 'what changed'];
+  const lines = rows.slice(0, MOST_COMPARED).map((row) => comparedLine(row, span));
+  return rowsTable('Compared rows', columns, lines);
+}
+
 function comparisonView() {
   const found = DATA.comparison;
-  if (!found) return [el('p', {}, 'Nothing was compared. ', el('code', {}, 'megamoe report --against BASE'), ' holds these records against a file, a folder or a git revision.')];
+  const how = el('code', {}, 'megamoe report --against BASE');
+  if (!found) return [el('p', {}, 'Nothing was compared. ', how, ' holds these records against a file or a revision.')];
   const rows = comparedRows().filter((row) => state.calls.includes(row.call) && comparedMatches(row));
-  const span = ratioSpan(rows);
-  const columns = ['call', 'row', 'before → after', `−${span * 100}% … +${span * 100}%`, 'ratio', 'what changed'];
-  const head = columns.map((name, at) => el('th', { scope: 'col', class: [2, 4].includes(at) ? 'number' : null }, name));
+  const marked = `▲ marks what makes the comparison fail (exit status ${found.status})`;
   return [
     el('h2', {}, found.line),
-    el('p', { class: 'muted' }, `${found.before} → ${found.after}; ▲ marks what makes the comparison fail (exit status ${found.status}); ratios have their 99% interval, and a band for the threshold`),
+    muted(`${found.before} → ${found.after}; ${marked}; ratios have their 99% interval, and a band for the threshold`),
     [...found.across, ...found.notes].map((note) => el('p', {}, note)),
     callChips(rows),
-    el('table', { class: 'list', 'aria-label': 'Compared rows' }, el('thead', {}, el('tr', {}, head)), el('tbody', {}, rows.slice(0, MOST_COMPARED).map((row) => comparedLine(row, span)))),
-    rows.length > MOST_COMPARED ? el('p', { class: 'muted' }, `${plain(rows.length - MOST_COMPARED)} more: narrow the filter`) : null,
+    comparedTable(rows),
+    rows.length > MOST_COMPARED ? muted(`${plain(rows.length - MOST_COMPARED)} more: narrow the filter`) : null,
   ];
 }

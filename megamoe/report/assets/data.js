@@ -21,9 +21,17 @@ function cellAt(caseIndex, subject) {
 }
 
 function decodeRecord(row) {
-  const [caseIndex, subject, schedule, run, status, sentence, metrics, counters, seconds, program, inputs, bundle] = row;
+  const [caseIndex, subject, schedule, run, status, sentence, metrics, counters, seconds, program, inputs, bundle] =
+    row;
   return {
-    caseIndex, subject, schedule, run, metrics, counters, seconds, inputs,
+    caseIndex,
+    subject,
+    schedule,
+    run,
+    metrics,
+    counters,
+    seconds,
+    inputs,
     status: DATA.statuses[status],
     sentence: DATA.texts[sentence],
     program: program === null ? null : DATA.texts[program],
@@ -45,8 +53,23 @@ function decodeTiming([caseIndex, subject, run, hot, status, sentence, how, spre
   const [method, launches, stopped, floor, by, discarded] = how;
   const [count, median, low, high] = spread ?? [0, null, null, null];
   return {
-    caseIndex, subject, run, method, launches, stopped, floor, by, discarded, count, median, low, high, packed,
-    temperature: hot ? 'hot' : 'cold', status: DATA.statuses[status], sentence: DATA.texts[sentence],
+    caseIndex,
+    subject,
+    run,
+    method,
+    launches,
+    stopped,
+    floor,
+    by,
+    discarded,
+    count,
+    median,
+    low,
+    high,
+    packed,
+    temperature: hot ? 'hot' : 'cold',
+    status: DATA.statuses[status],
+    sentence: DATA.texts[sentence],
   };
 }
 
@@ -56,8 +79,14 @@ for (const row of DATA.timings) {
 }
 
 const FIGURES = DATA.figures.map(([caseIndex, backend, target, run, assembler, program, cubin, kernels]) => ({
-  caseIndex, run, kernels, backend: DATA.texts[backend], target: DATA.texts[target], assembler: DATA.texts[assembler],
-  program: DATA.texts[program], cubin: cubin === null ? null : DATA.texts[cubin],
+  caseIndex,
+  run,
+  kernels,
+  backend: DATA.texts[backend],
+  target: DATA.texts[target],
+  assembler: DATA.texts[assembler],
+  program: DATA.texts[program],
+  cubin: cubin === null ? null : DATA.texts[cubin],
 }));
 
 function last(list) {
@@ -73,7 +102,10 @@ function shortNames(subjects) {
   const differing = [0, 1, 2].filter((part) => new Set(subjects.map((one) => DATA.subjects[one][part])).size > 1);
   const shown = differing.length ? differing : [0];
   const shared = [0, 1, 2].filter((part) => !shown.includes(part)).map((part) => DATA.subjects[subjects[0]]?.[part]);
-  return { names: new Map(subjects.map((one) => [one, shown.map((part) => DATA.subjects[one][part]).join(' ')])), shared };
+  return {
+    names: new Map(subjects.map((one) => [one, shown.map((part) => DATA.subjects[one][part]).join(' ')])),
+    shared,
+  };
 }
 
 function opOf(caseIndex) {
@@ -82,7 +114,10 @@ function opOf(caseIndex) {
 
 function shortCase(caseIndex, shared = []) {
   const id = DATA.cases[caseIndex];
-  const parts = id.slice(id.indexOf(':') + 1).split(',').filter((part) => !shared.includes(part));
+  const parts = id
+    .slice(id.indexOf(':') + 1)
+    .split(',')
+    .filter((part) => !shared.includes(part));
   return parts.join(',') || id;
 }
 
@@ -91,9 +126,9 @@ function toNumber(value) {
 }
 
 // [name, value] pairs of a place in the table of metrics or counters.
-function named(table, place) {
-  const [names, values] = DATA[table][place];
-  return DATA.names[names].map((name, at) => [name, values[at]]);
+function named(kind, place) {
+  const [names, numbers] = DATA[kind][place];
+  return DATA.names[names].map((name, at) => [name, numbers[at]]);
 }
 
 // The newest record of each schedule that is shown.
@@ -132,5 +167,7 @@ function withoutRerun(sentence) {
 function rerun(cell, schedule) {
   const [backend, target, executor] = DATA.subjects[cell.subject];
   const options = { case: DATA.cases[cell.caseIndex], backend, target, executor, schedule };
-  return ['megamoe', 'run', ...Object.entries(options).flatMap(([name, value]) => [`--${name}`, quoted(value)])].join(' ');
+  return ['megamoe', 'run', ...Object.entries(options).flatMap(([name, value]) => [`--${name}`, quoted(value)])].join(
+    ' ',
+  );
 }

@@ -3,7 +3,11 @@
 
 function selectedRecord(cell) {
   const shown = newest(cell, null);
-  return shown.find((record) => record.schedule === state.detailSchedule) ?? worst(newest(cell, state.schedule)) ?? worst(shown);
+  return (
+    shown.find((record) => record.schedule === state.detailSchedule) ??
+    worst(newest(cell, state.schedule)) ??
+    worst(shown)
+  );
 }
 
 function scheduleChips(cell, record) {
@@ -11,24 +15,44 @@ function scheduleChips(cell, record) {
   if (names.length < 2) return null;
   const chips = names.map((name) => {
     const newestOne = last(cell.schedules.get(name));
-    return el('button', {
-      type: 'button', class: newestOne.status, 'aria-pressed': String(newestOne === record),
-      onclick: () => set({ detailSchedule: name }),
-    }, `${DATA.signs[newestOne.status]} ${DATA.schedules[name]}`);
+    return el(
+      'button',
+      {
+        type: 'button',
+        class: newestOne.status,
+        'aria-pressed': String(newestOne === record),
+        onclick: () => set({ detailSchedule: name }),
+      },
+      `${DATA.signs[newestOne.status]} ${DATA.schedules[name]}`,
+    );
   });
   return section('schedules', el('div', { class: 'chips' }, chips));
 }
 
 function verdictSection(cell, record) {
   const command = rerun(cell, DATA.schedules[record.schedule]);
-  const sentence = record.sentence ? el('p', { class: 'sentence', tabindex: 0, role: 'region', 'aria-label': 'Sentence' }, withoutRerun(record.sentence)) : null;
+  const sentence = record.sentence
+    ? el(
+        'p',
+        { class: 'sentence', tabindex: 0, role: 'region', 'aria-label': 'Sentence' },
+        withoutRerun(record.sentence),
+      )
+    : null;
   const run = DATA.runs[runOrder.get(DATA.run_ids[record.run])];
   const known = facts([
-    ['run', `${DATA.run_ids[record.run]}${run ? `, ${run.started.slice(0, 16)} UTC, revision ${revision(run.git_revision)}` : ''}`],
+    [
+      'run',
+      `${DATA.run_ids[record.run]}${run ? `, ${run.started.slice(0, 16)} UTC, revision ${revision(run.git_revision)}` : ''}`,
+    ],
     ['PTX sha256', record.program],
     ['judged in', record.seconds === null ? null : `${plain(record.seconds)} s on the host, never a time of a GPU`],
   ]);
-  return section('verdict', sentence, el('div', { class: 'command' }, el('code', {}, command), copyButton(command)), known);
+  return section(
+    'verdict',
+    sentence,
+    el('div', { class: 'command' }, el('code', {}, command), copyButton(command)),
+    known,
+  );
 }
 
 function metricsSection(record) {
@@ -36,69 +60,142 @@ function metricsSection(record) {
   const held = [...metrics.keys()].filter((name) => metrics.has(`${name}.bar`));
   if (!metrics.size) return null;
   const ratio = (name) => toNumber(metrics.get(name)) / toNumber(metrics.get(`${name}.bar`));
-  const rows = held.map((name) => [name, plain(metrics.get(name)), plain(metrics.get(`${name}.bar`)), brief(ratio(name)), barPlot(ratio(name))]);
+  const rows = held.map((name) => [
+    name,
+    plain(metrics.get(name)),
+    plain(metrics.get(`${name}.bar`)),
+    brief(ratio(name)),
+    barPlot(ratio(name)),
+  ]);
   const others = [...metrics].filter(([name]) => !metrics.has(`${name}.bar`) && !name.endsWith('.bar'));
-  const bar = DATA.ops[opOf(record.caseIndex)].cosine, published = DATA.ops[opOf(record.caseIndex)].published.includes(record.caseIndex);
-  const noted = (name) => (name.endsWith('.cosine') ? (published ? `published bar: at least ${bar}` : 'held to no bar: not a published cell') : '');
-  const rest = others.map(([name, value]) => [name, typeof value === 'number' && name.endsWith('.cosine') ? value.toFixed(9) : plain(value), noted(name)]);
-  return section('errors against their bars',
+  const bar = DATA.ops[opOf(record.caseIndex)].cosine,
+    published = DATA.ops[opOf(record.caseIndex)].published.includes(record.caseIndex);
+  const noted = (name) =>
+    name.endsWith('.cosine')
+      ? published
+        ? `published bar: at least ${bar}`
+        : 'held to no bar: not a published cell'
+      : '';
+  const rest = others.map(([name, value]) => [
+    name,
+    typeof value === 'number' && name.endsWith('.cosine') ? value.toFixed(9) : plain(value),
+    noted(name),
+  ]);
+  return section(
+    'errors against their bars',
     rows.length ? table('errors', ['metric', 'value#', 'bar#', 'ratio#', ''], rows) : null,
-    rest.length ? table('other metrics', ['metric', 'value#', ''], rest) : null);
+    rest.length ? table('other metrics', ['metric', 'value#', ''], rest) : null,
+  );
 }
 
 function agreementSection(cell, record) {
   const [, target, executor] = DATA.subjects[cell.subject];
-  const found = DATA.agreements.filter((one) => one.case === cell.caseIndex && one.target === target &&
-    one.executor === executor && one.schedule === DATA.schedules[record.schedule]);
+  const found = DATA.agreements.filter(
+    (one) =>
+      one.case === cell.caseIndex &&
+      one.target === target &&
+      one.executor === executor &&
+      one.schedule === DATA.schedules[record.schedule],
+  );
   if (!found.length) return null;
   const newestOne = last(found);
   const rows = named('metrics', newestOne.metrics).map(([name, value]) => [name, plain(value)]);
-  return section(`agreement of ${newestOne.backends.join(', ')}`,
+  return section(
+    `agreement of ${newestOne.backends.join(', ')}`,
     newestOne.alone ? el('p', {}, el('b', {}, `${newestOne.alone} stands alone. `), newestOne.sentence) : null,
-    table('agreement', ['difference of outputs', 'value#'], rows));
+    table('agreement', ['difference of outputs', 'value#'], rows),
+  );
 }
 
 function countersSection(record) {
   const counters = named('counters', record.counters);
   if (!counters.length) return null;
   const ratios = DATA.counters[record.counters][2];
-  const about = DATA.measures.filter((measure) => ratios[measure.name] !== undefined)
+  const about = DATA.measures
+    .filter((measure) => ratios[measure.name] !== undefined)
     .map((measure) => [measure.title, brief(ratios[measure.name], measure.style), measure.meaning]);
-  const rows = counters.toSorted(([one], [other]) => (one < other ? -1 : 1)).map(([name, value]) => [name.replaceAll('_', ' '), plain(value)]);
-  return section('counters, exact and repeatable', about.length ? table('ratios', ['ratio', 'value#', ''], about) : null,
-    el('details', { open: true }, el('summary', {}, plural(rows.length, 'counter')), el('div', { class: 'columns' }, table('counters', ['counter', 'value#'], rows, 'list headless'))));
+  const rows = counters
+    .toSorted(([one], [other]) => (one < other ? -1 : 1))
+    .map(([name, value]) => [name.replaceAll('_', ' '), plain(value)]);
+  return section(
+    'counters, exact and repeatable',
+    about.length ? table('ratios', ['ratio', 'value#', ''], about) : null,
+    el(
+      'details',
+      { open: true },
+      el('summary', {}, plural(rows.length, 'counter')),
+      el('div', { class: 'columns' }, table('counters', ['counter', 'value#'], rows, 'list headless')),
+    ),
+  );
 }
 
 // What an assembler says of the newest program: registers, spills and sizes of each kernel, and the digests.
 function figuresSection(cell) {
   const [backend, target] = DATA.subjects[cell.subject];
-  const found = FIGURES.filter((one) => one.caseIndex === cell.caseIndex && one.backend === backend && one.target === target);
+  const found = FIGURES.filter(
+    (one) => one.caseIndex === cell.caseIndex && one.backend === backend && one.target === target,
+  );
   if (!found.length) return null;
-  return section('PTX and SASS', [...new Map(found.map((one) => [one.assembler, one])).values()].map((one) => {
-    const kernels = one.kernels.map(([name, place]) => [DATA.texts[name], new Map(named('counters', place))]);
-    const names = [...new Set(kernels.flatMap(([, numbers]) => [...numbers.keys()]))];
-    const rows = kernels.map(([kernel, numbers]) => [kernel, ...names.map((name) => plain(numbers.get(name)))]);
-    return [table(`figures of ${one.assembler}`, [`kernel (${one.assembler})*`, ...names.map((name) => `${name.replaceAll('_', ' ')}#`)], rows),
-      facts([['PTX sha256', one.program], ['cubin sha256', one.cubin]])];
-  }));
+  return section(
+    'PTX and SASS',
+    [...new Map(found.map((one) => [one.assembler, one])).values()].map((one) => {
+      const kernels = one.kernels.map(([name, place]) => [DATA.texts[name], new Map(named('counters', place))]);
+      const names = [...new Set(kernels.flatMap(([, numbers]) => [...numbers.keys()]))];
+      const rows = kernels.map(([kernel, numbers]) => [kernel, ...names.map((name) => plain(numbers.get(name)))]);
+      return [
+        table(
+          `figures of ${one.assembler}`,
+          [`kernel (${one.assembler})*`, ...names.map((name) => `${name.replaceAll('_', ' ')}#`)],
+          rows,
+        ),
+        facts([
+          ['PTX sha256', one.program],
+          ['cubin sha256', one.cubin],
+        ]),
+      ];
+    }),
+  );
 }
 
 function linkList(links) {
-  return el('p', {}, Object.entries(links).map(([name, url], at) => [at ? ' · ' : '', el('a', { href: url }, name)]));
+  return el(
+    'p',
+    {},
+    Object.entries(links).map(([name, url], at) => [at ? ' · ' : '', el('a', { href: url }, name)]),
+  );
 }
 
 function evidenceSection(record) {
   const found = record.bundle === null ? undefined : DATA.bundles[record.bundle];
-  if (!found) return record.bundle === null ? null : section('evidence', el('p', { class: 'muted' }, `${record.bundle} is not on this machine`));
+  if (!found)
+    return record.bundle === null
+      ? null
+      : section('evidence', el('p', { class: 'muted' }, `${record.bundle} is not on this machine`));
   return section('evidence', linkList(found.links), Object.values(found.maps).map(errorMap));
 }
 
 function traceSection(cell, record) {
   const [backend, target] = DATA.subjects[cell.subject];
   const found = DATA.traces[`${DATA.cases[cell.caseIndex]} ${backend} ${target}`];
-  if (!found && !Object.keys(Object.fromEntries(named('counters', record.counters))).some((name) => name.startsWith('instructions_'))) return null;
+  if (
+    !found &&
+    !Object.keys(Object.fromEntries(named('counters', record.counters))).some((name) =>
+      name.startsWith('instructions_'),
+    )
+  )
+    return null;
   const command = `megamoe explain ${quoted(DATA.cases[cell.caseIndex])} --backend ${quoted(backend)} --target ${target}`;
-  if (found) return section('trace of the VM', linkList(found.links), el('p', { class: 'muted' }, 'Open *.perfetto.json in ui.perfetto.dev; a VM step is shown as a microsecond and is no time of a GPU.'));
+  if (found)
+    return section(
+      'trace of the VM',
+      Object.entries(found.pictures).map(([name, source]) => el('img', { src: source, alt: name })),
+      linkList(found.links),
+      el(
+        'p',
+        { class: 'muted' },
+        'Open *.perfetto.json in ui.perfetto.dev; a VM step is shown as a microsecond and is no time of a GPU.',
+      ),
+    );
   return section('trace of the VM', el('div', { class: 'command' }, el('code', {}, command), copyButton(command)));
 }
 
@@ -113,11 +210,28 @@ function detailOf(cell) {
   const status = record?.status ?? last([...cell.cold, ...cell.hot]).status;
   const badge = el('span', { class: `badge ${status}` }, `${DATA.signs[status]} ${status.replace('_', ' ')}`);
   const close = el('button', { type: 'button', title: 'Escape', onclick: closeDetail, 'aria-label': 'Close' }, '✕');
-  const head = el('header', {}, el('h2', {}, DATA.cases[cell.caseIndex], el('br'), el('small', {}, subjectName(cell.subject))), badge, close);
+  const head = el(
+    'header',
+    {},
+    el('h2', {}, DATA.cases[cell.caseIndex], el('br'), el('small', {}, subjectName(cell.subject))),
+    badge,
+    close,
+  );
   if (!record) return [head, timesSection(cell), figuresSection(cell), historySection(cell, null)];
-  return [head, scheduleChips(cell, record), verdictSection(cell, record), timesSection(cell), metricsSection(record), evidenceSection(record),
-    agreementSection(cell, record), countersSection(record), figuresSection(cell), historySection(cell, record), acceptedSection(cell),
-    traceSection(cell, record)];
+  return [
+    head,
+    scheduleChips(cell, record),
+    verdictSection(cell, record),
+    timesSection(cell),
+    metricsSection(record),
+    evidenceSection(record),
+    agreementSection(cell, record),
+    countersSection(record),
+    figuresSection(cell),
+    historySection(cell, record),
+    acceptedSection(cell),
+    traceSection(cell, record),
+  ];
 }
 
 function showDetail() {

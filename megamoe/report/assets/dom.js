@@ -20,7 +20,16 @@ function svg(tag, attributes = {}, ...children) {
 }
 
 function picture(width, height, name, ...children) {
-  return svg('svg', { viewBox: `0 0 ${width} ${height}`, width, height, ...(name ? { role: 'img', 'aria-label': name } : { 'aria-hidden': 'true' }) }, ...children);
+  return svg(
+    'svg',
+    {
+      viewBox: `0 0 ${width} ${height}`,
+      width,
+      height,
+      ...(name ? { role: 'img', 'aria-label': name } : { 'aria-hidden': 'true' }),
+    },
+    ...children,
+  );
 }
 
 function plain(value, digits = 3) {
@@ -34,6 +43,12 @@ function plain(value, digits = 3) {
 
 function micro(value) {
   return value >= 100 ? value.toFixed(0) : value.toPrecision(3);
+}
+
+const MOST_LETTERS = 90;
+
+function clip(text) {
+  return text.length > MOST_LETTERS ? `${text.slice(0, MOST_LETTERS - 1)}…` : text;
 }
 
 function plural(count, word) {
@@ -67,23 +82,56 @@ function copyButton(text) {
 // One of several values, as a row of buttons; `null` stands for all.
 function choice(name, options, chosen, choose) {
   const buttons = options.map(([value, label, title]) =>
-    el('button', {
-      type: 'button', title, 'aria-pressed': String(value === chosen), 'data-value': value ?? '',
-      onclick: () => choose(value),
-    }, label));
-  return el('fieldset', { class: 'choice', 'data-choice': name }, el('legend', {}, name), el('div', { class: 'options' }, buttons));
+    el(
+      'button',
+      {
+        type: 'button',
+        title,
+        'aria-pressed': String(value === chosen),
+        'data-value': value ?? '',
+        onclick: () => choose(value),
+      },
+      label,
+    ),
+  );
+  return el(
+    'fieldset',
+    { class: 'choice', 'data-choice': name },
+    el('legend', {}, name),
+    el('div', { class: 'options' }, buttons),
+  );
 }
 
-function table(name, columns, rows, className = 'list') {
-  const head = columns.map((column) => el('th', { scope: 'col', class: column.endsWith('#') ? 'number' : null }, column.replace(/[#*]$/, '')));
-  const body = rows.map((row) => el('tr', {}, row.map((value, at) =>
-    el('td', { class: columns[at].endsWith('#') ? 'number' : columns[at].endsWith('*') ? 'mono' : null }, value))));
-  return el('table', { class: className, 'aria-label': name }, el('thead', {}, el('tr', {}, head)), el('tbody', {}, body));
+// A column whose name ends in # holds numbers, in * things spelt as in code.
+function columnClass(column) {
+  return { '#': 'number', '*': 'mono' }[last(column)] ?? null;
+}
+
+function rowsTable(name, columns, rows, className = 'list') {
+  const head = columns.map((column) =>
+    el('th', { scope: 'col', class: columnClass(column) === 'number' ? 'number' : null }, column.replace(/[#*]$/, '')),
+  );
+  const parts = [el('thead', {}, el('tr', {}, head)), el('tbody', {}, rows)];
+  return el('table', { class: className, 'aria-label': name }, parts);
+}
+
+function table(name, columns, rows, className) {
+  const cell = (value, at) => el('td', { class: columnClass(columns[at]) }, value);
+  const lines = rows.map((row) => el('tr', {}, row.map(cell)));
+  return rowsTable(name, columns, lines, className);
+}
+
+function muted(text) {
+  return el('p', { class: 'muted' }, text);
 }
 
 function facts(pairs) {
   const shown = pairs.filter(([, value]) => value !== null && value !== undefined && value !== '');
-  return el('dl', { class: 'facts' }, shown.map(([name, value]) => [el('dt', {}, name), el('dd', {}, value)]));
+  return el(
+    'dl',
+    { class: 'facts' },
+    shown.map(([name, value]) => [el('dt', {}, name), el('dd', {}, value)]),
+  );
 }
 
 function section(title, ...children) {

@@ -1,12 +1,19 @@
 'use strict';
 // The matrix: a heat map for each op. Grids have a band of rows for each subject, listings a column.
 
-const LETTER_WIDTH = 7.3, CELL_WIDTH = 48, GAP = 36;
+const LETTER_WIDTH = 7.3,
+  CELL_WIDTH = 48,
+  GAP = 36;
 
 function shownSubjects(op) {
   const used = new Set([...cells.values()].filter((cell) => opOf(cell.caseIndex) === op).map((cell) => cell.subject));
-  return DATA.subjects.map((_, at) => at).filter((subject) => used.has(subject) && SUBJECT_PARTS.every((part, place) =>
-    state[part] === null || DATA.subjects[subject][place] === state[part]));
+  return DATA.subjects
+    .map((_, at) => at)
+    .filter(
+      (subject) =>
+        used.has(subject) &&
+        SUBJECT_PARTS.every((part, place) => state[part] === null || DATA.subjects[subject][place] === state[part]),
+    );
 }
 
 function makeCell(caseIndex, subject, first) {
@@ -48,44 +55,71 @@ function gridHead(block) {
   return { head: el('thead', {}, lines), starts };
 }
 
+// The lines of a grid in the order that is asked for: all rows of a subject, or all subjects of a row.
+function gridBands(block, subjects, names) {
+  const rowName = (row) => `${block.row} ${block.rows[row]}`;
+  const places = block.rows.map((_, row) => row);
+  const bySubject = (subject) => places.map((row) => [names.get(subject), rowName(row), subject, row]);
+  const byRow = (row) => subjects.map((subject) => [rowName(row), names.get(subject), subject, row]);
+  return state.order === 'row' ? places.map(byRow) : subjects.map(bySubject);
+}
+
 function gridTable(block, subjects, names) {
   const { head, starts } = gridHead(block);
-  const line = (subject, row) => block.cells[row].map((index, at) => makeCell(index, subject, at > 0 && starts.has(at)));
-  const rowHead = (text) => el('th', { scope: 'row' }, text);
-  const count = block.rows.length;
-  const bySubject = () => subjects.map((subject) => el('tbody', {}, block.rows.map((value, row) => el('tr', {},
-    row ? null : el('th', { scope: 'rowgroup', rowspan: count, class: 'subject' }, names.get(subject)),
-    rowHead(`${block.row} ${value}`), line(subject, row)))));
-  const byRow = () => block.rows.map((value, row) => el('tbody', {}, subjects.map((subject, at) => el('tr', {},
-    at ? null : el('th', { scope: 'rowgroup', rowspan: subjects.length, class: 'subject' }, `${block.row} ${value}`),
-    rowHead(names.get(subject)), line(subject, row)))));
-  const body = state.order === 'row' ? byRow() : bySubject();
-  return el('table', { role: 'grid', class: 'heat', 'aria-label': block.title }, head, body);
+  const line = (subject, row) =>
+    block.cells[row].map((index, at) => makeCell(index, subject, at > 0 && starts.has(at)));
+  const bandHead = (name, rowspan) => el('th', { scope: 'rowgroup', rowspan, class: 'subject' }, name);
+  const bands = gridBands(block, subjects, names).map((lines) =>
+    lines.map(([band, name, subject, row], at) =>
+      el('tr', {}, at ? null : bandHead(band, lines.length), el('th', { scope: 'row' }, name), line(subject, row)),
+    ),
+  );
+  const bodies = bands.map((lines) => el('tbody', {}, lines));
+  return el('table', { role: 'grid', class: 'heat', 'aria-label': block.title }, head, bodies);
 }
 
 function listTable(block, indexes, subjects, names) {
-  const head = el('tr', {}, el('th', {}, ''), subjects.map((subject) =>
-    el('th', { scope: 'col', class: 'upright' }, el('span', {}, names.get(subject)))));
-  const rows = indexes.map((index) => el('tr', {}, el('th', { scope: 'row', class: 'case', title: DATA.cases[index] },
-    shortCase(index, block.shared).slice(0, 70)), subjects.map((subject) => makeCell(index, subject, false))));
-  return el('table', { role: 'grid', class: 'heat', 'aria-label': block.title }, el('thead', {}, head), el('tbody', {}, rows));
+  const upright = (subject) => el('th', { scope: 'col', class: 'upright' }, el('span', {}, names.get(subject)));
+  const rows = indexes.map((index) => {
+    const label = clip(shortCase(index, block.shared));
+    const head = el('th', { scope: 'row', class: 'case', title: DATA.cases[index] }, label);
+    return el(
+      'tr',
+      {},
+      head,
+      subjects.map((subject) => makeCell(index, subject, false)),
+    );
+  });
+  const top = el('thead', {}, el('tr', {}, el('th'), subjects.map(upright)));
+  return el('table', { role: 'grid', class: 'heat', 'aria-label': block.title }, top, el('tbody', {}, rows));
 }
 
 // Listings are cut into as many tables side by side as there is room for.
 function listTables(block, subjects, names) {
-  const matching = (index) => subjects.some((subject) => cells.has(cellKey(index, subject)) && matches(cells.get(cellKey(index, subject)), state.filter));
+  const matching = (index) =>
+    subjects.some(
+      (subject) => cells.has(cellKey(index, subject)) && matches(cells.get(cellKey(index, subject)), state.filter),
+    );
   const kept = state.filter.length ? block.cases.filter(matching) : block.cases;
-  const label = Math.min(70, Math.max(...kept.map((index) => shortCase(index, block.shared).length), 8)) * LETTER_WIDTH;
+  const label = Math.max(...kept.map((index) => clip(shortCase(index, block.shared)).length), 8) * LETTER_WIDTH;
   const room = document.getElementById('main').clientWidth || 1200;
   const abreast = Math.max(1, Math.floor((room + GAP) / (label + subjects.length * CELL_WIDTH + GAP)));
   const rows = Math.max(6, Math.ceil(kept.length / abreast));
-  const parts = Array.from({ length: Math.ceil(kept.length / rows) }, (_, at) => kept.slice(at * rows, (at + 1) * rows));
-  return el('div', { class: 'side-by-side' }, parts.map((part) => listTable(block, part, subjects, names)));
+  const parts = Array.from({ length: Math.ceil(kept.length / rows) }, (_, at) =>
+    kept.slice(at * rows, (at + 1) * rows),
+  );
+  return el(
+    'div',
+    { class: 'side-by-side' },
+    parts.map((part) => listTable(block, part, subjects, names)),
+  );
 }
 
 function makeBlock(block, subjects, names) {
   const shared = block.shared.length ? el('small', {}, `all with ${block.shared.join(', ')}`) : null;
-  const body = block.cells ? el('div', { class: 'scroll' }, gridTable(block, subjects, names)) : listTables(block, subjects, names);
+  const body = block.cells
+    ? el('div', { class: 'scroll' }, gridTable(block, subjects, names))
+    : listTables(block, subjects, names);
   return el('div', { class: 'block' }, el('h3', {}, block.title, shared), body);
 }
 
@@ -95,25 +129,58 @@ function makeOp(op) {
   const subjects = all.filter((subject) => subjectsWith(measure, state.schedule).has(subject));
   const { names, shared } = shortNames(subjects);
   const hidden = all.length - subjects.length;
-  const note = [shared.length && subjects.length ? `on ${shared.join(', ')}` : '', hidden ? `${plural(hidden, 'subject')} without this measure` : ''];
+  const note = [
+    shared.length && subjects.length ? `on ${shared.join(', ')}` : '',
+    hidden ? `${plural(hidden, 'subject')} without this measure` : '',
+  ];
   const blocks = subjects.length ? DATA.ops[op].blocks.map((block) => makeBlock(block, subjects, names)) : [];
-  return el('section', { class: 'op', 'data-op': op }, el('h2', {}, op, ' ', el('small', {}, note.filter(Boolean).join('; '))), blocks);
+  return el(
+    'section',
+    { class: 'op', 'data-op': op },
+    el('h2', {}, op, ' ', el('small', {}, note.filter(Boolean).join('; '))),
+    blocks,
+  );
 }
 
-function values(part) {
+function partValues(part) {
   return [...new Set(DATA.subjects.map((subject) => subject[part]))].sort();
 }
 
 function matrixControls() {
-  const pick = (name, label, options) => (options.length > 1
-    ? choice(label, [[null, 'all'], ...options.map((value) => [value, value])], state[name], (value) => set({ [name]: value })) : null);
+  const pick = (name, label, options) =>
+    options.length > 1
+      ? choice(label, [[null, 'all'], ...options.map((value) => [value, value])], state[name], (value) =>
+          set({ [name]: value }),
+        )
+      : null;
   const schedules = DATA.schedules.map((name, at) => [at, name]).sort((one, other) => (one[1] < other[1] ? -1 : 1));
   const shownMeasures = DATA.measures.filter((measure) => subjectsWith(measure, null).size);
-  return el('div', { class: 'controls', role: 'group', 'aria-label': 'What the cells show' },
-    choice('show', shownMeasures.map((measure) => [measure.name, measure.title, measure.meaning]), state.measure, (value) => set({ measure: value })),
-    pick('op', 'op', Object.keys(DATA.ops)), SUBJECT_PARTS.map((part, at) => pick(part, part, values(at))),
-    schedules.length > 1 ? choice('schedule', [[null, 'worst'], ...schedules], state.schedule, (value) => set({ schedule: value })) : null,
-    DATA.subjects.length > 1 ? choice('band', [['subject', 'by backend'], ['row', 'by row']], state.order, (value) => set({ order: value })) : null);
+  return el(
+    'div',
+    { class: 'controls', role: 'group', 'aria-label': 'What the cells show' },
+    choice(
+      'show',
+      shownMeasures.map((measure) => [measure.name, measure.title, measure.meaning]),
+      state.measure,
+      (value) => set({ measure: value }),
+    ),
+    pick('op', 'op', Object.keys(DATA.ops)),
+    SUBJECT_PARTS.map((part, at) => pick(part, part, partValues(at))),
+    schedules.length > 1
+      ? choice('schedule', [[null, 'worst'], ...schedules], state.schedule, (value) => set({ schedule: value }))
+      : null,
+    DATA.subjects.length > 1
+      ? choice(
+          'band',
+          [
+            ['subject', 'by backend'],
+            ['row', 'by row'],
+          ],
+          state.order,
+          (value) => set({ order: value }),
+        )
+      : null,
+  );
 }
 
 function tally() {
@@ -121,8 +188,16 @@ function tally() {
   for (const cell of cells.values()) {
     for (const record of newest(cell, null)) counts.set(record.status, (counts.get(record.status) ?? 0) + 1);
   }
-  const shown = DATA.severity.filter((status) => counts.has(status)).map((status) => el('span', {},
-    el('span', { class: `swatch ${status}` }, DATA.signs[status]), ` ${plain(counts.get(status))} ${status.replace('_', ' ')}`));
+  const shown = DATA.severity
+    .filter((status) => counts.has(status))
+    .map((status) =>
+      el(
+        'span',
+        {},
+        el('span', { class: `swatch ${status}` }, DATA.signs[status]),
+        ` ${plain(counts.get(status))} ${status.replace('_', ' ')}`,
+      ),
+    );
   return el('p', { class: 'tally legend', 'aria-label': 'Rows by status' }, shown);
 }
 

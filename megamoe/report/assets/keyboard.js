@@ -2,9 +2,16 @@
 // Keys, the help about them, and the theme.
 
 const KEYS = [
-  ['← → ↑ ↓', 'move in the heat map'], ['Home End', 'first and last cell of a line'], ['Enter', 'open the row'],
-  ['n  N', 'next and previous row that did not pass'], ['Escape', 'close the row, or clear the filter'], ['/', 'filter: words, axis=value, -word'],
-  ['m', 'next measure'], ['1 … 5', 'views'], ['d', 'dark or light'], ['?', 'these keys'],
+  ['← → ↑ ↓', 'move in the heat map'],
+  ['Home End', 'first and last cell of a line'],
+  ['Enter', 'open the row'],
+  ['n  N', 'next and previous row that did not pass'],
+  ['Escape', 'close the row, or clear the filter'],
+  ['/', 'filter: words, axis=value, -word'],
+  ['m', 'next measure'],
+  ['1 … 5', 'views'],
+  ['d', 'dark or light'],
+  ['?', 'these keys'],
 ];
 
 function focusCell(node) {
@@ -18,23 +25,36 @@ function focusCell(node) {
 
 function currentCell() {
   const node = document.activeElement;
-  return node?.matches?.('#main td[data-cell]') ? node : document.querySelector(`#main td[data-cell="${CSS.escape(state.focus ?? '')}"]`);
+  return node?.matches?.('#main td[data-cell]')
+    ? node
+    : document.querySelector(`#main td[data-cell="${CSS.escape(state.focus ?? '')}"]`);
 }
 
 function nearest(line, from) {
-  const middle = (node) => { const box = node.getBoundingClientRect(); return box.left + box.width / 2; };
-  return line.reduce((one, other) => (Math.abs(middle(other) - middle(from)) < Math.abs(middle(one) - middle(from)) ? other : one));
+  const middle = (node) => {
+    const box = node.getBoundingClientRect();
+    return box.left + box.width / 2;
+  };
+  return line.reduce((one, other) =>
+    Math.abs(middle(other) - middle(from)) < Math.abs(middle(one) - middle(from)) ? other : one,
+  );
 }
 
 function moveFocus(key) {
-  const lines = cellLines(), from = currentCell();
+  const lines = cellLines(),
+    from = currentCell();
   if (!lines.length) return;
   const row = lines.findIndex((line) => line.includes(from));
   if (row < 0) return void focusCell(lines[0][0]);
-  const line = lines[row], at = line.indexOf(from);
+  const line = lines[row],
+    at = line.indexOf(from);
   const moves = {
-    ArrowLeft: () => line[at - 1], ArrowRight: () => line[at + 1], Home: () => line[0], End: () => last(line),
-    ArrowUp: () => lines[row - 1] && nearest(lines[row - 1], from), ArrowDown: () => lines[row + 1] && nearest(lines[row + 1], from),
+    ArrowLeft: () => line[at - 1],
+    ArrowRight: () => line[at + 1],
+    Home: () => line[0],
+    End: () => last(line),
+    ArrowUp: () => lines[row - 1] && nearest(lines[row - 1], from),
+    ArrowDown: () => lines[row + 1] && nearest(lines[row + 1], from),
   };
   focusCell(moves[key]() ?? from);
   if (state.open !== null) set({ open: state.focus });
@@ -46,7 +66,8 @@ function moveToFailure(step) {
   const bad = nodes.filter((node) => worst(newest(cells.get(node.dataset.cell), null))?.status !== 'passed');
   if (!bad.length) return;
   const at = nodes.indexOf(currentCell());
-  const ahead = step > 0 ? bad.find((node) => nodes.indexOf(node) > at) : bad.findLast((node) => nodes.indexOf(node) < at);
+  const ahead =
+    step > 0 ? bad.find((node) => nodes.indexOf(node) > at) : bad.findLast((node) => nodes.indexOf(node) < at);
   focusCell(ahead ?? (step > 0 ? bad[0] : last(bad)));
 }
 
@@ -57,11 +78,19 @@ function showTheme(theme) {
   else document.documentElement.dataset.theme = theme;
   document.getElementById('theme').textContent = `theme: ${theme}`;
   state.theme = theme;
-  try { localStorage.setItem('megamoe-theme', theme); } catch { /* a file may have no storage */ }
+  try {
+    localStorage.setItem('megamoe-theme', theme);
+  } catch {
+    /* a file may have no storage */
+  }
 }
 
 function storedTheme() {
-  try { return THEMES.find((theme) => theme === localStorage.getItem('megamoe-theme')) ?? 'auto'; } catch { return 'auto'; }
+  try {
+    return THEMES.find((theme) => theme === localStorage.getItem('megamoe-theme')) ?? 'auto';
+  } catch {
+    return 'auto';
+  }
 }
 
 function nextTheme() {
@@ -70,8 +99,15 @@ function nextTheme() {
 
 function showKeys() {
   const dialog = document.getElementById('keys');
-  dialog.replaceChildren(el('h2', { id: 'keys-title' }, 'Keys'), el('dl', {}, KEYS.map(([key, meaning]) => [el('dt', {}, el('kbd', {}, key)), el('dd', {}, meaning)])),
-    el('button', { type: 'button', onclick: () => dialog.close() }, 'close'));
+  dialog.replaceChildren(
+    el('h2', { id: 'keys-title' }, 'Keys'),
+    el(
+      'dl',
+      {},
+      KEYS.map(([key, meaning]) => [el('dt', {}, el('kbd', {}, key)), el('dd', {}, meaning)]),
+    ),
+    el('button', { type: 'button', onclick: () => dialog.close() }, 'close'),
+  );
   dialog.showModal();
 }
 
@@ -82,25 +118,40 @@ function nextMeasure() {
 
 function escape() {
   if (state.open !== null) closeDetail();
-  else if (document.getElementById('filter').value) { setFilter(''); document.getElementById('filter').blur(); }
-  else document.activeElement?.blur();
+  else if (document.getElementById('filter').value) {
+    setFilter('');
+    document.getElementById('filter').blur();
+  } else document.activeElement?.blur();
 }
 
 const COMMANDS = {
-  Escape: escape, n: () => moveToFailure(1), N: () => moveToFailure(-1), m: nextMeasure, d: nextTheme, '?': showKeys,
+  Escape: escape,
+  n: () => moveToFailure(1),
+  N: () => moveToFailure(-1),
+  m: nextMeasure,
+  d: nextTheme,
+  '?': showKeys,
   '/': () => document.getElementById('filter').focus(),
 };
 
+const MOVES = ['ArrowLeft', 'ArrowRight', 'ArrowUp', 'ArrowDown', 'Home', 'End'];
+
+// What a key does here, or nothing.
+function commandOf(key, target) {
+  if (target.matches('input')) return key === 'Escape' ? escape : null;
+  if (key === 'Enter' && target.matches('#main td[data-cell]')) return () => set({ open: target.dataset.cell });
+  if (MOVES.includes(key)) {
+    const elsewhere = state.view !== 'matrix' || target.closest('[role="tab"], #detail');
+    return elsewhere ? null : () => moveFocus(key);
+  }
+  const view = /^[1-9]$/.test(key) && VIEWS[key - 1];
+  return view ? () => set({ view: view[0] }) : COMMANDS[key];
+}
+
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || document.getElementById('keys').open) return;
-  const typing = event.target.matches('input');
-  if (typing && event.key !== 'Escape') return;
-  if (event.key === 'Enter' && event.target.matches('#main td[data-cell]')) set({ open: event.target.dataset.cell });
-  else if (['ArrowLeft', 'ArrowRight', 'ArrowUp', 'ArrowDown', 'Home', 'End'].includes(event.key) && state.view === 'matrix') {
-    if (event.target.closest('[role="tab"], #detail')) return;
-    moveFocus(event.key);
-  } else if (/^[1-9]$/.test(event.key) && VIEWS[event.key - 1]) set({ view: VIEWS[event.key - 1][0] });
-  else if (COMMANDS[event.key]) COMMANDS[event.key]();
-  else return;
+  const command = commandOf(event.key, event.target);
+  if (!command) return;
+  command();
   event.preventDefault();
 }

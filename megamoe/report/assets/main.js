@@ -2,14 +2,30 @@
 // The state of the page, what of it the address keeps, and what is drawn when it changes.
 
 const VIEWS = [
-  ['matrix', 'matrix', matrixView], ['times', 'times', performanceView], ['comparison', 'comparison', comparisonView],
-  ['coverage', 'VM coverage', coverageView], ['runs', 'runs', runsView],
+  ['matrix', 'matrix', matrixView],
+  ['times', 'times', performanceView],
+  ['comparison', 'comparison', comparisonView],
+  ['coverage', 'VM coverage', coverageView],
+  ['runs', 'runs', runsView],
 ];
 const KEPT = ['view', 'measure', 'op', 'backend', 'target', 'executor', 'order', 'temperature', 'sort'];
 
 const state = {
-  view: 'matrix', measure: 'verdict', op: null, backend: null, target: null, executor: null, schedule: null, order: 'subject', temperature: 'cold',
-  sort: 'matrix', filter: [], open: null, detailSchedule: null, focus: null, theme: 'auto',
+  view: 'matrix',
+  measure: 'verdict',
+  op: null,
+  backend: null,
+  target: null,
+  executor: null,
+  schedule: null,
+  order: 'subject',
+  temperature: 'cold',
+  sort: 'matrix',
+  filter: [],
+  open: null,
+  detailSchedule: null,
+  focus: null,
+  theme: 'auto',
   calls: Object.keys(DATA.comparison?.counts ?? {}).filter((call) => call !== 'SAME'),
 };
 
@@ -26,23 +42,31 @@ function set(changes) {
 }
 
 function markOpen() {
-  for (const node of document.querySelectorAll('#main [data-cell]')) node.classList.toggle('open', node.dataset.cell === state.open);
+  for (const node of document.querySelectorAll('#main [data-cell]'))
+    node.classList.toggle('open', node.dataset.cell === state.open);
 }
 
 function focusMark() {
   const node = document.activeElement;
   if (node?.dataset?.cell) return `#main ${node.tagName.toLowerCase()}[data-cell="${CSS.escape(node.dataset.cell)}"]`;
   const group = node?.closest?.('[data-choice]');
-  return group ? `[data-choice="${CSS.escape(group.dataset.choice)}"] [data-value="${CSS.escape(node.dataset.value)}"]` : null;
+  return group
+    ? `[data-choice="${CSS.escape(group.dataset.choice)}"] [data-value="${CSS.escape(node.dataset.value)}"]`
+    : null;
 }
 
 function draw() {
   const mark = focusMark();
   const main = document.getElementById('main');
   const top = main.scrollTop;
-  main.replaceChildren(...VIEWS.find(([name]) => name === state.view)[2]().flat(Infinity).filter(Boolean));
+  main.replaceChildren(
+    ...VIEWS.find(([name]) => name === state.view)[2]()
+      .flat(Infinity)
+      .filter(Boolean),
+  );
   main.scrollTop = top;
-  const first = main.querySelector(`td[data-cell="${CSS.escape(state.focus ?? '')}"]`) ?? main.querySelector('td[data-cell]');
+  const first =
+    main.querySelector(`td[data-cell="${CSS.escape(state.focus ?? '')}"]`) ?? main.querySelector('td[data-cell]');
   if (first) first.tabIndex = 0;
   if (mark) document.querySelector(mark)?.focus();
   for (const tab of document.querySelectorAll('[role="tab"]')) {
@@ -76,13 +100,26 @@ function keepAddress() {
   const kept = new URLSearchParams(KEPT.filter((name) => state[name] !== null).map((name) => [name, state[name]]));
   if (state.filter.length) kept.set('filter', state.filter.join(' '));
   if (state.open !== null) kept.set('row', addressOf(cells.get(state.open)));
-  try { history.replaceState(null, '', `#${kept}`); } catch { /* a page without an address */ }
+  try {
+    history.replaceState(null, '', `#${kept}`);
+  } catch {
+    /* a page without an address */
+  }
 }
 
 function fromAddress() {
   const kept = new URLSearchParams(location.hash.slice(1));
-  const known = { view: VIEWS.map(([name]) => name), measure: [...measures.keys()], order: ['subject', 'row'], temperature: ['cold', 'hot'], sort: SORTS.map(([name]) => name), op: Object.keys(DATA.ops) };
-  SUBJECT_PARTS.forEach((part, at) => { known[part] = values(at); });
+  const known = {
+    view: VIEWS.map(([name]) => name),
+    measure: [...measures.keys()],
+    order: ['subject', 'row'],
+    temperature: ['cold', 'hot'],
+    sort: SORTS.map(([name]) => name),
+    op: Object.keys(DATA.ops),
+  };
+  SUBJECT_PARTS.forEach((part, at) => {
+    known[part] = partValues(at);
+  });
   for (const name of KEPT) if (known[name].includes(kept.get(name))) state[name] = kept.get(name);
   state.filter = words(kept.get('filter') ?? '');
   document.getElementById('filter').value = state.filter.join(' ');
@@ -90,9 +127,20 @@ function fromAddress() {
 }
 
 function makeTabs() {
-  const tabs = VIEWS.map(([name, label], at) => el('button', {
-    type: 'button', role: 'tab', 'data-view': name, 'aria-controls': 'main', title: `key ${at + 1}`, onclick: () => set({ view: name }),
-  }, label));
+  const tabs = VIEWS.map(([name, label], at) =>
+    el(
+      'button',
+      {
+        type: 'button',
+        role: 'tab',
+        'data-view': name,
+        'aria-controls': 'main',
+        title: `key ${at + 1}`,
+        onclick: () => set({ view: name }),
+      },
+      label,
+    ),
+  );
   const bar = document.getElementById('tabs');
   bar.append(...tabs);
   bar.addEventListener('keydown', (event) => {

@@ -17,14 +17,25 @@ function shownTimings(op, device) {
   const found = [];
   for (const cell of cells.values()) {
     const timing = last(cell[state.temperature]);
-    const admitted = SUBJECT_PARTS.every((part, at) => state[part] === null || DATA.subjects[cell.subject][at] === state[part]);
-    if (timing?.median && opOf(cell.caseIndex) === op && deviceOf(timing) === device && admitted && matches(cell, state.filter)) found.push({ cell, timing });
+    const admitted = SUBJECT_PARTS.every(
+      (part, at) => state[part] === null || DATA.subjects[cell.subject][at] === state[part],
+    );
+    if (
+      timing?.median &&
+      opOf(cell.caseIndex) === op &&
+      deviceOf(timing) === device &&
+      admitted &&
+      matches(cell, state.filter)
+    )
+      found.push({ cell, timing });
   }
   return found;
 }
 
 // Series keep their colour and marker whatever is filtered.
-const TIMED = [...new Set([...cells.values()].filter((cell) => cell.cold.length || cell.hot.length).map((cell) => cell.subject))].sort((one, other) => one - other);
+const TIMED = [
+  ...new Set([...cells.values()].filter((cell) => cell.cold.length || cell.hot.length).map((cell) => cell.subject)),
+].sort((one, other) => one - other);
 
 function seriesOf(subject) {
   return TIMED.indexOf(subject);
@@ -32,8 +43,9 @@ function seriesOf(subject) {
 
 function seriesLegend(subjects) {
   const { names, shared } = shortNames(subjects);
-  const keys = subjects.map((subject) => el('span', { class: 'key' },
-    picture(14, 14, '', marker(seriesOf(subject), 7, 7)), names.get(subject)));
+  const keys = subjects.map((subject) =>
+    el('span', { class: 'key' }, picture(14, 14, '', marker(seriesOf(subject), 7, 7)), names.get(subject)),
+  );
   return el('div', { class: 'legend' }, shared.length ? el('span', {}, `on ${shared.join(', ')}:`) : null, keys);
 }
 
@@ -43,7 +55,7 @@ function placed({ cell, timing }) {
   return { cell, timing, x: work[0] / work[1], y: work[0] / timing.median / 1e6 };
 }
 
-function bounds(values, wider) {
+function logBounds(values, wider) {
   return [Math.min(...values) / wider, Math.max(...values) * wider];
 }
 
@@ -52,53 +64,104 @@ function axes(x, y, [left, right], [low, high]) {
   return [
     logTicks(left, right).map((value) => [
       svg('line', { class: 'grid', x1: x(value), x2: x(value), y1: top, y2: height - bottom }),
-      svg('text', { class: 'value', x: x(value), y: height - bottom + 15, 'text-anchor': 'middle' }, plain(value))]),
+      svg('text', { class: 'value', x: x(value), y: height - bottom + 15, 'text-anchor': 'middle' }, plain(value)),
+    ]),
     logTicks(low, high).map((value) => [
       svg('line', { class: 'grid', x1: PLOT.left, x2: width - PLOT.right, y1: y(value), y2: y(value) }),
-      svg('text', { class: 'value', x: PLOT.left - 6, y: y(value) + 4, 'text-anchor': 'end' }, plain(value))]),
-    svg('text', { x: width - PLOT.right, y: height - 8, 'text-anchor': 'end' }, 'arithmetic intensity, useful FLOP / minimum byte'),
+      svg('text', { class: 'value', x: PLOT.left - 6, y: y(value) + 4, 'text-anchor': 'end' }, plain(value)),
+    ]),
+    svg(
+      'text',
+      { x: width - PLOT.right, y: height - 8, 'text-anchor': 'end' },
+      'arithmetic intensity, useful FLOP / minimum byte',
+    ),
     svg('text', { x: PLOT.left, y: top - 4 }, 'achieved, useful TFLOP/s'),
   ];
 }
 
 // The ceilings that were measured in the same session: copy bandwidth, and the matrix rate in bf16.
 function roof(device, x, y, [left, right]) {
-  const bytes = device.copy_bytes_per_s, peak = device.bf16_flops_per_s;
+  const bytes = device.copy_bytes_per_s,
+    peak = device.bf16_flops_per_s;
   if (!bytes && !peak) return [];
   const at = (intensity) => Math.min(bytes ? (intensity * bytes) / 1e12 : Infinity, peak ? peak / 1e12 : Infinity);
   const knee = bytes && peak ? peak / bytes : left;
-  const points = [left, Math.max(left, Math.min(right, knee)), right].map((value) => `${x(value).toFixed(1)},${y(at(value)).toFixed(1)}`);
+  const points = [left, Math.max(left, Math.min(right, knee)), right].map(
+    (value) => `${x(value).toFixed(1)},${y(at(value)).toFixed(1)}`,
+  );
   const label = (value, text, anchor) => svg('text', { x: x(value), y: y(at(value)) - 6, 'text-anchor': anchor }, text);
-  return [svg('polyline', { class: 'roof', points: points.join(' ') }),
+  return [
+    svg('polyline', { class: 'roof', points: points.join(' ') }),
     peak && right > knee ? label(right, `bf16 ${plain(peak / 1e12)} TFLOP/s, measured`, 'end') : null,
-    bytes && left < knee ? svg('text', { x: x(left) + 30, y: y(at(left)) + 6 }, `copy ${plain(bytes / 1e12)} TB/s, measured`) : null];
+    bytes && left < knee
+      ? svg('text', { x: x(left) + 30, y: y(at(left)) + 6 }, `copy ${plain(bytes / 1e12)} TB/s, measured`)
+      : null,
+  ];
+}
+
+function rooflineMark(point, x, y) {
+  const { cell, timing } = point;
+  const series = seriesOf(cell.subject);
+  const told = [
+    DATA.cases[cell.caseIndex],
+    subjectName(cell.subject),
+    `${micro(timing.median)} µs, ${plain(point.y)} TFLOP/s`,
+  ];
+  const mark = marker(series, x(point.x), y(point.y), 4.5, {
+    class: `mark series${series % 8}${cell.key === state.open ? ' open' : ''}`,
+    'data-cell': cell.key,
+    onclick: () => set({ open: cell.key }),
+  });
+  mark.append(svg('title', {}, told.join('\n')));
+  return mark;
+}
+
+function rooflinePicture(points, device, op) {
+  const { width, height, left, right, top, bottom } = PLOT;
+  const across = points.map((point) => point.x);
+  const up = points.map((point) => point.y);
+  const acrossRange = logBounds(across, 2);
+  const upRange = logBounds(device.bf16_flops_per_s ? [...up, device.bf16_flops_per_s / 1e12] : up, 1.6);
+  const x = logScale(...acrossRange, left, width - right);
+  const y = logScale(...upRange, height - bottom, top);
+  const area = `plot-${op}`;
+  return picture(
+    width,
+    height,
+    `Roofline, ${plural(points.length, 'point')}`,
+    clipped(area),
+    axes(x, y, acrossRange, upRange),
+    points.map((point) => rooflineMark(point, x, y)),
+    svg('g', { 'clip-path': `url(#${CSS.escape(area)})`, class: 'roofs' }, roof(device, x, y, acrossRange)),
+  );
 }
 
 function roofline(shown, device, op) {
   const points = shown.map(placed).filter(Boolean);
-  if (!points.length) return el('p', { class: 'muted' }, 'No timing has both useful FLOPs and least bytes in its record, so that nothing can be placed under a roofline.');
-  const { width, height, left, right, top, bottom } = PLOT;
-  const acrossRange = bounds(points.map((point) => point.x), 2);
-  const peak = device.bf16_flops_per_s ? [device.bf16_flops_per_s / 1e12] : [];
-  const upRange = bounds([...points.map((point) => point.y), ...peak], 1.6);
-  const x = logScale(...acrossRange, left, width - right), y = logScale(...upRange, height - bottom, top);
-  const marks = points.map((point) => marker(seriesOf(point.cell.subject), x(point.x), y(point.y), 4.5, {
-    class: `mark series${seriesOf(point.cell.subject) % 8}${point.cell.key === state.open ? ' open' : ''}`, 'data-cell': point.cell.key,
-    onclick: () => set({ open: point.cell.key }),
-  }));
-  marks.forEach((mark, at) => mark.append(svg('title', {}, `${DATA.cases[points[at].cell.caseIndex]}\n${subjectName(points[at].cell.subject)}\n${micro(points[at].timing.median)} µs, ${plain(points[at].y)} TFLOP/s`)));
   const missing = shown.length - points.length;
-  return el('figure', {}, picture(width, height, `Roofline, ${plural(points.length, 'point')}`, clipped(`plot-${op}`), axes(x, y, acrossRange, upRange),
-    marks, svg('g', { 'clip-path': `url(#plot-${CSS.escape(op)})`, class: 'roofs' }, roof(device, x, y, acrossRange))),
-  missing ? el('figcaption', { class: 'muted' }, `${plural(missing, 'timing')} without known work left out`) : null);
+  if (!points.length) return muted('No record has the work of these cases, so that no roofline can be drawn.');
+  return el(
+    'figure',
+    {},
+    rooflinePicture(points, device, op),
+    missing ? muted(`${plural(missing, 'timing')} of cases whose work no record has are left out`) : null,
+  );
 }
 
 function clipped(id) {
   const { width, height, left, right, top, bottom } = PLOT;
-  return svg('clipPath', { id }, svg('rect', { x: left, y: 0, width: width - left - right, height: height - bottom + top - top }));
+  return svg(
+    'clipPath',
+    { id },
+    svg('rect', { x: left, y: 0, width: width - left - right, height: height - bottom + top - top }),
+  );
 }
 
-const SORTS = [['matrix', 'matrix order'], ['lowest', 'lowest first'], ['gap', 'largest gap first']];
+const SORTS = [
+  ['matrix', 'matrix order'],
+  ['lowest', 'lowest first'],
+  ['gap', 'largest gap first'],
+];
 
 function sortedGroups(shown) {
   const groups = new Map();
@@ -114,24 +177,54 @@ function sortedGroups(shown) {
   return ordered;
 }
 
+// The bar reaches as far as the share of the floor; the dashed line, at 1, is all of it.
+function floorTrack(fraction, series) {
+  const whole = 1.1;
+  const bar = el('span', { class: `series${series % 8}` });
+  bar.style.width = `${Math.min(1, (fraction ?? 0) / whole) * 100}%`;
+  const floor = el('i');
+  floor.style.left = `${100 / whole}%`;
+  return el('div', { class: 'track' }, bar, floor);
+}
+
+function floorRow({ cell, timing }, name, first) {
+  const fraction = timingNumber(timing);
+  const series = seriesOf(cell.subject);
+  const number = (text) => el('td', { class: 'number' }, text);
+  return openable(
+    cell,
+    el(
+      'tr',
+      { class: first ? 'group' : null },
+      el('td', { class: 'mono nowrap' }, first ? clip(shortCase(cell.caseIndex)) : ''),
+      el('td', { class: 'nowrap' }, picture(14, 12, '', marker(series, 7, 6, 4))),
+      el('td', { class: 'nowrap' }, name),
+      el('td', {}, floorTrack(fraction, series)),
+      number(fraction === null ? '–' : brief(fraction)),
+      number(micro(timing.median)),
+      number(`${micro(timing.low)} – ${micro(timing.high)}`),
+      number(timing.floor === null ? '–' : `${micro(timing.floor)} ${timing.by}`),
+    ),
+  );
+}
+
+const BAR_COLUMNS = [
+  'case',
+  '',
+  '',
+  'share of the floor reached (dashed: all of it)',
+  'floor / time#',
+  'median µs#',
+  '95% interval#',
+  'floor µs#',
+];
+
 function floorBars(shown) {
-  const subjects = [...new Set(shown.map(({ cell }) => cell.subject))];
-  const { names } = shortNames(subjects);
-  const rows = sortedGroups(shown).flatMap((group) => group.map(({ cell, timing }, at) => {
-    const fraction = timingNumber(timing), series = seriesOf(cell.subject);
-    const bar = el('span', { class: `series${series % 8}` });
-    bar.style.width = `${Math.min(1, (fraction ?? 0) / 1.1) * 100}%`;
-    const floor = el('i');
-    floor.style.left = `${100 / 1.1}%`;
-    return openable(cell, el('tr', { class: at ? null : 'group' }, el('td', { class: 'mono nowrap' }, at ? '' : shortCase(cell.caseIndex)),
-      el('td', { class: 'nowrap' }, picture(14, 12, '', marker(series, 7, 6, 4))), el('td', { class: 'nowrap' }, names.get(cell.subject)),
-      el('td', {}, el('div', { class: 'track' }, bar, floor)), el('td', { class: 'number' }, fraction === null ? '–' : brief(fraction)),
-      el('td', { class: 'number' }, micro(timing.median)), el('td', { class: 'number' }, `${micro(timing.low)} – ${micro(timing.high)}`),
-      el('td', { class: 'number' }, timing.floor === null ? '–' : `${micro(timing.floor)} ${timing.by}`)));
-  }));
-  const columns = ['case', '', '', 'share of the floor reached (dashed: all of it)', 'floor / time', 'median µs', '95% interval', 'floor µs'];
-  const head = columns.map((name, at) => el('th', { scope: 'col', class: at > 3 ? 'number' : null }, name));
-  return el('table', { class: 'list bars', 'aria-label': 'Achieved over floor' }, el('thead', {}, el('tr', {}, head)), el('tbody', {}, rows));
+  const { names } = shortNames([...new Set(shown.map(({ cell }) => cell.subject))]);
+  const rows = sortedGroups(shown).flatMap((group) =>
+    group.map((one, at) => floorRow(one, names.get(one.cell.subject), at === 0)),
+  );
+  return rowsTable('Achieved over floor', BAR_COLUMNS, rows, 'list bars');
 }
 
 // A table row that opens the drawer by click or Enter.
@@ -146,18 +239,61 @@ function openable(cell, row) {
 function performanceOp(op, name, device) {
   const shown = shownTimings(op, name);
   if (!shown.length) return null;
-  const subjects = [...new Set(shown.map(({ cell }) => cell.subject))].sort((one, other) => seriesOf(one) - seriesOf(other));
-  return el('section', { class: 'op' }, el('h2', {}, op, ' ', el('small', {}, `${name ?? 'device unknown'}, ${state.temperature}, ${plural(shown.length, 'timing')}`)),
-    seriesLegend(subjects), device ? roofline(shown, device, op) : null, floorBars(shown));
+  const subjects = [...new Set(shown.map(({ cell }) => cell.subject))].sort(
+    (one, other) => seriesOf(one) - seriesOf(other),
+  );
+  return el(
+    'section',
+    { class: 'op' },
+    el(
+      'h2',
+      {},
+      op,
+      ' ',
+      el('small', {}, `${name ?? 'device unknown'}, ${state.temperature}, ${plural(shown.length, 'timing')}`),
+    ),
+    seriesLegend(subjects),
+    device ? roofline(shown, device, op) : null,
+    floorBars(shown),
+  );
 }
 
 function performanceView() {
-  if (!DATA.timings.length) return [el('p', {}, 'These records hold no device time. ', el('code', {}, 'nox -s bench'), ' on a machine with a GPU makes them.')];
+  if (!DATA.timings.length)
+    return [
+      el(
+        'p',
+        {},
+        'These records hold no device time. ',
+        el('code', {}, 'nox -s bench'),
+        ' on a machine with a GPU makes them.',
+      ),
+    ];
   const known = devices();
   const names = [...new Set([...cells.values()].flatMap((cell) => [...cell.cold, ...cell.hot]).map(deviceOf))];
-  const pick = (part, at) => (values(at).length > 1 ? choice(part, [[null, 'all'], ...values(at).map((value) => [value, value])], state[part], (value) => set({ [part]: value })) : null);
-  const controls = el('div', { class: 'controls', role: 'group', 'aria-label': 'Which times' },
-    choice('L2', [['cold', 'cold'], ['hot', 'hot']], state.temperature, (value) => set({ temperature: value })),
-    choice('order', SORTS, state.sort, (value) => set({ sort: value })), SUBJECT_PARTS.map(pick));
-  return [controls, names.flatMap((name) => Object.keys(DATA.ops).map((op) => performanceOp(op, name, known.get(name))))];
+  const pick = (part, at) =>
+    partValues(at).length > 1
+      ? choice(part, [[null, 'all'], ...partValues(at).map((value) => [value, value])], state[part], (value) =>
+          set({ [part]: value }),
+        )
+      : null;
+  const controls = el(
+    'div',
+    { class: 'controls', role: 'group', 'aria-label': 'Which times' },
+    choice(
+      'L2',
+      [
+        ['cold', 'cold'],
+        ['hot', 'hot'],
+      ],
+      state.temperature,
+      (value) => set({ temperature: value }),
+    ),
+    choice('order', SORTS, state.sort, (value) => set({ sort: value })),
+    SUBJECT_PARTS.map(pick),
+  );
+  return [
+    controls,
+    names.flatMap((name) => Object.keys(DATA.ops).map((op) => performanceOp(op, name, known.get(name)))),
+  ];
 }

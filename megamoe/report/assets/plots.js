@@ -4,10 +4,12 @@
 // Round values between low and high, about `count` of them.
 function ticks(low, high, count = 5) {
   if (!(high > low)) return [low];
-  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
+  const rough = (high - low) / count,
+    power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough);
   const found = [];
-  for (let at = Math.ceil(low / step); at * step <= high + step * 1e-9; at += 1) found.push(Number((at * step).toPrecision(12)));
+  for (let at = Math.ceil(low / step); at * step <= high + step * 1e-9; at += 1)
+    found.push(Number((at * step).toPrecision(12)));
   return found;
 }
 
@@ -24,75 +26,141 @@ function logTicks(low, high) {
   return found;
 }
 
-function scale(low, high, from, to) {
+function linearScale(low, high, from, to) {
   return (value) => from + ((value - low) / (high - low || 1)) * (to - from);
 }
 
 function logScale(low, high, from, to) {
-  const linear = scale(Math.log10(low), Math.log10(high), from, to);
+  const linear = linearScale(Math.log10(low), Math.log10(high), from, to);
   return (value) => linear(Math.log10(value));
 }
 
 // Each dot a sample, left to right its time, top to bottom the order in which it was taken: drift is seen as a slope.
 function strip(timings) {
-  const width = 640, left = 40, right = 12, height = 64, top = 6;
+  const width = 640,
+    left = 40,
+    right = 12,
+    height = 64,
+    top = 6;
   const all = timings.flatMap(samplesOf);
-  const floors = timings.map((timing) => timing.floor).filter((floor) => floor !== null && floor > Math.min(...all) * 0.97);
-  const low = Math.min(...all, ...floors), high = Math.max(...all);
+  const floors = timings
+    .map((timing) => timing.floor)
+    .filter((floor) => floor !== null && floor > Math.min(...all) * 0.97);
+  const low = Math.min(...all, ...floors),
+    high = Math.max(...all);
   const margin = (high - low || high * 0.01) * 0.03;
-  const x = scale(low - margin, high + margin, left, width - right);
+  const x = linearScale(low - margin, high + margin, left, width - right);
   const bottom = top + timings.length * (height + 8);
   const marks = ticks(low, high, 6).map((value) => [
     svg('line', { class: 'grid', x1: x(value), x2: x(value), y1: top, y2: bottom }),
-    svg('text', { class: 'value', x: x(value), y: bottom + 13, 'text-anchor': 'middle' }, plain(value, 4))]);
+    svg('text', { class: 'value', x: x(value), y: bottom + 13, 'text-anchor': 'middle' }, plain(value, 4)),
+  ]);
   const strips = timings.map((timing, at) => oneStrip(timing, top + at * (height + 8), height, x));
-  return picture(width, bottom + 30, `Samples: ${timings.map((timing) => timing.temperature).join(' and ')}`, marks, strips,
-    svg('text', { x: width - right, y: bottom + 27, 'text-anchor': 'end' }, 'µs a launch; dots in the order taken, downwards; line: median, band: its 95% interval'));
+  return picture(
+    width,
+    bottom + 30,
+    `Samples: ${timings.map((timing) => timing.temperature).join(' and ')}`,
+    marks,
+    strips,
+    svg(
+      'text',
+      { x: width - right, y: bottom + 27, 'text-anchor': 'end' },
+      'µs a launch; dots in the order taken, downwards; line: median, band: its 95% interval',
+    ),
+  );
 }
 
 function oneStrip(timing, top, height, x) {
   const samples = samplesOf(timing);
   const y = (at) => top + 3 + (at / Math.max(1, samples.length - 1)) * (height - 6);
-  const dots = samples.map((value, at) => svg('circle', { class: 'dot', cx: x(value).toFixed(1), cy: y(at).toFixed(1), r: 1.7 }));
-  const floor = timing.floor !== null && x(timing.floor) >= 40
-    ? svg('line', { class: 'floor', x1: x(timing.floor), x2: x(timing.floor), y1: top, y2: top + height }) : null;
-  return svg('g', {},
+  const dots = samples.map((value, at) =>
+    svg('circle', { class: 'dot', cx: x(value).toFixed(1), cy: y(at).toFixed(1), r: 1.7 }),
+  );
+  const floor =
+    timing.floor !== null && x(timing.floor) >= 40
+      ? svg('line', { class: 'floor', x1: x(timing.floor), x2: x(timing.floor), y1: top, y2: top + height })
+      : null;
+  return svg(
+    'g',
+    {},
     svg('text', { x: 0, y: top + height / 2 + 4 }, timing.temperature),
-    svg('rect', { class: 'band', x: x(timing.low), y: top, width: Math.max(1, x(timing.high) - x(timing.low)), height }),
-    dots, svg('line', { class: 'median', x1: x(timing.median), x2: x(timing.median), y1: top, y2: top + height }), floor);
+    svg('rect', {
+      class: 'band',
+      x: x(timing.low),
+      y: top,
+      width: Math.max(1, x(timing.high) - x(timing.low)),
+      height,
+    }),
+    dots,
+    svg('line', { class: 'median', x1: x(timing.median), x2: x(timing.median), y1: top, y2: top + height }),
+    floor,
+  );
 }
 
 function sparkline(values, name) {
-  const width = 150, height = 20;
+  const width = 150,
+    height = 20;
   const numbers = values.map(toNumber).filter(Number.isFinite);
-  const y = scale(Math.min(...numbers), Math.max(...numbers), height - 3, 3);
-  const x = scale(0, Math.max(1, values.length - 1), 3, width - 4);
+  const y = linearScale(Math.min(...numbers), Math.max(...numbers), height - 3, 3);
+  const x = linearScale(0, Math.max(1, values.length - 1), 3, width - 4);
   const points = values.map((value, at) => [x(at), y(toNumber(value))]).filter(([, place]) => Number.isFinite(place));
   const path = points.map(([a, b]) => `${a.toFixed(1)},${b.toFixed(1)}`).join(' ');
   const end = last(points);
-  return picture(width, height, name, svg('polyline', { class: 'spark', points: path }),
-    end ? svg('circle', { class: 'spark-end', cx: end[0], cy: end[1], r: 2.5 }) : null);
+  return picture(
+    width,
+    height,
+    name,
+    svg('polyline', { class: 'spark', points: path }),
+    end ? svg('circle', { class: 'spark-end', cx: end[0], cy: end[1], r: 2.5 }) : null,
+  );
 }
 
 // A value against its bar: the bar is the tick at four fifths of the width.
 function barPlot(ratio) {
-  const width = 120, tick = 96, number = toNumber(ratio);
+  const width = 120,
+    tick = 96,
+    number = toNumber(ratio);
   const length = Number.isFinite(number) ? Math.min(width, number * tick) : width;
-  return picture(width, 12, `${plain(ratio)} of the bar`,
-    svg('rect', { class: number > 1 || Number.isNaN(number) ? 'bar-over' : 'bar-ok', x: 0, y: 3, width: Math.max(1, length), height: 6 }),
-    svg('line', { class: 'axis', x1: tick, x2: tick, y1: 0, y2: 12 }));
+  return picture(
+    width,
+    12,
+    `${plain(ratio)} of the bar`,
+    svg('rect', {
+      class: number > 1 || Number.isNaN(number) ? 'bar-over' : 'bar-ok',
+      x: 0,
+      y: 3,
+      width: Math.max(1, length),
+      height: 6,
+    }),
+    svg('line', { class: 'axis', x1: tick, x2: tick, y1: 0, y2: 12 }),
+  );
 }
 
 // The ratio of two times with its interval, on a logarithmic scale around 1; the band is the threshold.
 function ratioPlot([, , ratio, low, high, threshold], span) {
-  const width = 150, middle = 75, reach = Math.log(1 + span);
+  const width = 150,
+    middle = 75,
+    reach = Math.log(1 + span);
   const x = (value) => Math.max(2, Math.min(width - 2, middle + (Math.log(value) / reach) * (middle - 4)));
-  const from = low > 0 ? low : 1e-6, to = typeof high === 'number' ? high : 1e6;
-  return picture(width, 14, `ratio ${plain(ratio)}, from ${plain(low)} to ${plain(high)}`,
-    threshold ? svg('rect', { class: 'band', x: x(1 / (1 + threshold)), y: 0, width: x(1 + threshold) - x(1 / (1 + threshold)), height: 14 }) : null,
+  const from = low > 0 ? low : 1e-6,
+    to = typeof high === 'number' ? high : 1e6;
+  return picture(
+    width,
+    14,
+    `ratio ${plain(ratio)}, from ${plain(low)} to ${plain(high)}`,
+    threshold
+      ? svg('rect', {
+          class: 'band',
+          x: x(1 / (1 + threshold)),
+          y: 0,
+          width: x(1 + threshold) - x(1 / (1 + threshold)),
+          height: 14,
+        })
+      : null,
     svg('line', { class: 'axis', x1: middle, x2: middle, y1: 0, y2: 14 }),
     svg('line', { class: 'range', x1: x(from), x2: x(to), y1: 7, y2: 7 }),
-    svg('circle', { class: 'spark-end', cx: x(ratio), cy: 7, r: 3 }));
+    svg('circle', { class: 'spark-end', cx: x(ratio), cy: 7, r: 3 }),
+  );
 }
 
 const SHADES = ' .:-=+*#%@';
@@ -101,15 +169,27 @@ const SHADES = ' .:-=+*#%@';
 function errorMap(text) {
   const [title, ...lines] = text.trimEnd().split('\n');
   const rows = lines.filter((line) => line.startsWith('|')).map((line) => line.slice(1, -1));
-  const side = 9, paths = new Map();
-  rows.forEach((row, y) => [...row].forEach((letter, x) => {
-    const shade = SHADES.indexOf(letter);
-    const look = shade < 0 ? 'shade-odd' : `shade${Math.round((shade / 9) * 6)}`;
-    push(paths, look, `M${x * side} ${y * side}h${side - 1}v${side - 1}h${1 - side}z`);
-  }));
+  const side = 9,
+    paths = new Map();
+  rows.forEach((row, y) =>
+    [...row].forEach((letter, x) => {
+      const shade = SHADES.indexOf(letter);
+      const look = shade < 0 ? 'shade-odd' : `shade${Math.round((shade / 9) * 6)}`;
+      push(paths, look, `M${x * side} ${y * side}h${side - 1}v${side - 1}h${1 - side}z`);
+    }),
+  );
   const width = Math.max(1, ...rows.map((row) => row.length)) * side;
-  return el('figure', {}, el('figcaption', { class: 'muted' }, title),
-    picture(width, Math.max(1, rows.length) * side, title, [...paths].map(([look, path]) => svg('path', { class: look, d: path.join('') }))));
+  return el(
+    'figure',
+    {},
+    el('figcaption', { class: 'muted' }, title),
+    picture(
+      width,
+      Math.max(1, rows.length) * side,
+      title,
+      [...paths].map(([look, path]) => svg('path', { class: look, d: path.join('') })),
+    ),
+  );
 }
 
 // Markers by series, so that no plot rests on colour alone.
@@ -119,12 +199,18 @@ const MARKERS = [
   (r) => `M0 ${-1.3 * r}L${1.3 * r} ${r}H${-1.3 * r}z`,
   (r) => `M0 ${-1.4 * r}L${1.4 * r} 0L0 ${1.4 * r}L${-1.4 * r} 0z`,
   (r) => `M0 ${1.3 * r}L${1.3 * r} ${-r}H${-1.3 * r}z`,
-  (r) => `M${-0.4 * r} ${-1.3 * r}h${0.8 * r}v${0.9 * r}h${0.9 * r}v${0.8 * r}h${-0.9 * r}v${0.9 * r}h${-0.8 * r}v${-0.9 * r}h${-0.9 * r}v${-0.8 * r}h${0.9 * r}z`,
+  (r) =>
+    `M${-0.4 * r} ${-1.3 * r}h${0.8 * r}v${0.9 * r}h${0.9 * r}v${0.8 * r}h${-0.9 * r}v${0.9 * r}h${-0.8 * r}v${-0.9 * r}h${-0.9 * r}v${-0.8 * r}h${0.9 * r}z`,
   (r) => `M${-1.3 * r} 0L${r} ${-1.2 * r}V${1.2 * r}z`,
   (r) => `M${1.3 * r} 0L${-r} ${-1.2 * r}V${1.2 * r}z`,
 ];
 
 function marker(series, x, y, size = 4.5, attributes = {}) {
   const shape = MARKERS[series % MARKERS.length];
-  return svg('path', { class: `mark series${series % 8}`, transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})`, d: shape(size), ...attributes });
+  return svg('path', {
+    class: `mark series${series % 8}`,
+    transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})`,
+    d: shape(size),
+    ...attributes,
+  });
 }
