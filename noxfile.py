@@ -89,6 +89,12 @@ def compare(session: nox.Session) -> None:
 
 
 @nox.session
+def gate(session: nox.Session) -> None:
+    """What CI asks, with no GPU: is anything missing, failed or worse? `-- --junit FILE`, `-- RECORDS`, `-- --help`."""
+    _end_as(session, "megamoe", "gate", *session.posargs)
+
+
+@nox.session
 def witness(session: nox.Session) -> None:
     """Kernels of flash-attn-4 and quack-kernels in the VM; renews results/witness.*. `-- --only TEXT`, `-- --help`."""
     _run(session, "python", "-m", "conformance.witness", *session.posargs, extras=f"{EXTRAS},witness")
