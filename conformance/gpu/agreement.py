@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from backends.gpu.clocks import clocks
 from backends.gpu.executor import EXECUTOR
-from backends.gpu.stopwatch import DeviceStopwatch
+from backends.gpu.stopwatch import DeviceStopwatch, flush_buffer
 from megamoe.backend import PythonProgram, RunOptions
 
-REPETITIONS = 3
+REPETITIONS = 5
 SAMPLED_MS = 150.0
 LEAST, MOST = 20, 400
 
@@ -56,31 +57,51 @@ KERNELS: Mapping[str, Callable[[], Callable[[], object]]] = {
 
 
 @contextmanager
-def stopwatch(operation: Callable[[], object], cold_by_graph: bool) -> Iterator[DeviceStopwatch]:
-    """A stopwatch of the executor's for a torch operation."""
+def stopwatch(operation: Callable[[], object], **options: bool) -> Iterator[DeviceStopwatch]:
+    """A stopwatch for a torch operation; `options` are DeviceStopwatch's."""
     program = PythonProgram("sm_90a", lambda _: TorchCall(operation), {})
     with EXECUTOR.bind(program, {}, RunOptions()) as call:
-        yield DeviceStopwatch(call, cold_by_graph)
+        yield DeviceStopwatch(call, **options)
 
 
-def compared(operation: Callable[[], object]) -> dict[str, list[float]]:
-    """Medians in microseconds, one a repetition, by way of measuring; the ways take turns."""
-    # Torch for CUDA brings triton; where there is no device, nobody gets here.
+def queued(operation: Callable[[], object], samples: int) -> float:
+    """Median of cold samples handed over all at once, as do_bench does, but for its warm-up and its estimates."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(samples)]
+    for start, end in events:
+        flush_buffer().zero_()
+        start.record()
+        operation()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(1e3 * start.elapsed_time(end) for start, end in events)
+
+
+def compared(operation: Callable[[], object]) -> tuple[dict[str, list[float]], dict[str, list[int | None]]]:
+    """Medians in microseconds and SM clocks in MHz, one a repetition, by way of measuring; the ways take turns."""
     from triton.testing import do_bench, do_bench_cudagraph  # pyright: ignore[reportMissingImports]
 
     medians: dict[str, list[float]] = {}
-    with stopwatch(operation, False) as events, stopwatch(operation, True) as graph:
-        once = events.sample("cold", 1)
+    mhz: dict[str, list[int | None]] = {}
+    with (
+        stopwatch(operation) as watch,
+        stopwatch(operation, cold_by_graph=True) as graph,
+        stopwatch(operation, busy=False) as idle,
+    ):
+        once = watch.sample("cold", 1)
         samples = int(min(max(SAMPLED_MS * 1e3 / once, LEAST), MOST))
         launches = int(min(max(2000 / once, 1), 100))
         ways: dict[str, Callable[[], float]] = {
-            "cold": lambda: statistics.median(events.sample("cold", 1) for _ in range(samples)),
-            "cold, graph": lambda: statistics.median(graph.sample("cold", 1) for _ in range(samples)),
+            "cold": lambda: statistics.median(watch.sample("cold", 1) for _ in range(samples)),
             "do_bench": lambda: 1e3 * float(do_bench(operation, return_mode="median")),
-            "hot": lambda: statistics.median(events.sample("hot", launches) for _ in range(LEAST)),
+            "cold, graph": lambda: statistics.median(graph.sample("cold", 1) for _ in range(samples)),
+            "cold, idle": lambda: statistics.median(idle.sample("cold", 1) for _ in range(samples)),
+            "cold, queued": lambda: queued(operation, samples),
+            "hot": lambda: statistics.median(watch.sample("hot", launches) for _ in range(LEAST)),
             "do_bench_cudagraph": lambda: 1e3 * float(do_bench_cudagraph(operation, return_mode="median")),
         }
-        for _ in range(REPETITIONS):
-            for name, way in ways.items():
-                medians.setdefault(name, []).append(way())
-    return medians
+        for repetition in range(REPETITIONS):
+            # Those to be compared directly follow each other in either order.
+            for name in list(ways) if repetition % 2 else reversed(ways):
+                medians.setdefault(name, []).append(ways[name]())
+                mhz.setdefault(name, []).append(clocks().sm_mhz)
+    return medians, mhz
