@@ -112,6 +112,7 @@ class Machine:
         """
         layout = module.entry(entry) if self.recorder is None else self.recorder.layout(module, entry)
         _check_launch(layout, grid, block, cluster, dynamic_smem)
+        self.counters["smem_bytes"] = max(self.counters["smem_bytes"], layout.static_shared + dynamic_smem)
         self._module = module
         self.params = _param_block(layout, params)
         self.races.begin_launch()

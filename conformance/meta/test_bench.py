@@ -162,6 +162,7 @@ def test_counters_of_the_vm_are_exactly_repeatable(twice: list[dict[Row, Outcome
         assert first.status == "passed", first.sentence
         assert first.counters == second.counters
         assert first.counters["mma_flops"] > 0
+        assert first.counters["smem_bytes"] > 1024, "shared memory of the largest launch, which no assembler knows"
         assert not twice[0][one].timings, "a machine without a clock gives no times"
 
 
