@@ -2,7 +2,7 @@
 
 Registers are uint32 [registers, threads]: 128 threads (a warpgroup) for wgmma, 32 lanes otherwise. A `Fragment` gives
 the row and the column of every element of every register, from the low bits up. All maps were verified on an H200
-(ptx-facts 4 and 5; PTX ISA 9.7.15.5.1 and 9.7.14.5).
+(facts.md 4 and 5; PTX ISA 9.7.15.5.1 and 9.7.14.5).
 """
 
 from __future__ import annotations

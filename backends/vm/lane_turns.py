@@ -22,7 +22,7 @@ TURN = 32
 
 @dataclass(slots=True)
 class LaneTurns:
-    """`quiet` blocks have run since event number `events` of the machine; lane `chosen` has `left` blocks of its turn."""
+    """`quiet` blocks have run since event `events` of the machine; lane `chosen` has `left` blocks of its turn."""
 
     patience: int = FIRST_PATIENCE
     quiet: int = 0

@@ -2,7 +2,7 @@
 
 Everything is counted in 16-byte units, which no layout splits. A K-major operand of R rows is an array of units
 [R, K bytes / 16]; an MN-major one is [K, R bytes / 16], each unit holding neighbouring rows at one k. The address
-formula was verified bit-exactly on an H200 with random starts, offsets, swizzles and base offsets (ptx-facts 3.1);
+formula was verified bit-exactly on an H200 with random starts, offsets, swizzles and base offsets (facts.md 3.1);
 tcgen05 uses the same canonical layouts by specification.
 """
 

@@ -1,4 +1,4 @@
-"""mbarrier objects: phases, pending arrivals and transaction counts (PTX ISA 9.7.13.15; ptx-facts 6.1)."""
+"""mbarrier objects: phases, pending arrivals and transaction counts (PTX ISA 9.7.13.15; facts.md 6.1)."""
 
 from __future__ import annotations
 

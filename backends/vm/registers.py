@@ -1,7 +1,7 @@
 """Register files: bit containers without a type, one row of 32 lanes a register, with a view for each way to read them.
 
 PTX as CuTeDSL writes it declares only `.pred/.b16/.b32/.b64/.b128` and applies any operation of that width
-(ptx-facts 0.1), so a register is storage and the instruction brings the type.
+(facts.md 0.1), so a register is storage and the instruction brings the type.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Whether a byte was ever written; per 4-byte granule who wrote last and who read last (stamps of backends.vm.clocks);
 and whether a bulk copy into it is still in flight. Addresses are 32-bit shared addresses whose bits 31..24 hold the
-CTA's rank in its cluster and whose first 0x400 bytes are reserved (measured on an H200, ptx-facts 0.1).
+CTA's rank in its cluster and whose first 0x400 bytes are reserved (measured on an H200, facts.md 0.1).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MBARRIER = -1
 RANK_SHIFT = 24
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
 MAX_DYNAMIC = 232448
-"""Most dynamic shared memory of a block, bytes, on sm_90 and sm_100 (ptx-facts 0.1)."""
+"""Most dynamic shared memory of a block, bytes, on sm_90 and sm_100 (facts.md 0.1)."""
 
 
 class SharedMemory:

@@ -1,7 +1,7 @@
 """Shared-memory swizzles: bijections on byte addresses that TMA and the matrix descriptors have in common.
 
 A swizzle XORs some of the address bits 9..7 into bits 6..4. It acts on the absolute shared address, so it does not
-matter where a tile starts (measured on an H200 with starts at every multiple of 16 bytes; ptx-facts 3.1 and 3.2).
+matter where a tile starts (measured on an H200 with starts at every multiple of 16 bytes; facts.md 3.1 and 3.2).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def swizzled(mode: Swizzle, addresses: IntArray, base_offset: int = 0) -> IntArr
     """Where the bytes at linear `addresses` (absolute shared addresses, any shape) really lie.
 
     `base_offset` is the field of a matrix descriptor: it is subtracted from the 128-byte line number before the line
-    selects a pattern (measured on an H200, ptx-facts 3.1). With `base_offset` 0 the map is its own inverse.
+    selects a pattern (measured on an H200, facts.md 3.1). With `base_offset` 0 the map is its own inverse.
     """
     mask, shift = _LINE_MASK_AND_SHIFT[mode]
     if mask == 0:

@@ -1,7 +1,7 @@
 """The 128-byte TMA tensor map (tiled mode): encode as cuTensorMapEncodeTiled does, decode what the TMA unit reads.
 
 Only the first 64 bytes mean anything to the hardware. The format was read off the driver's encoder, tensormap.replace
-on an H200 and CuTeDSL's own maps (ptx-facts 6.3). Kernels build maps in device code too, so decoding takes raw bits.
+on an H200 and CuTeDSL's own maps (facts.md 6.3). Kernels build maps in device code too, so decoding takes raw bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fields of a tensor map that tensormap.replace writes, by bit (PTX ISA 9.7.9.28; ptx-facts 6.3, from an H200)."""
+"""The fields of a tensor map that tensormap.replace writes, by bit (PTX ISA 9.7.9.28; facts.md 6.3, from an H200)."""
 
 from __future__ import annotations
 

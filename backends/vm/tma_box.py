@@ -3,7 +3,7 @@
 A piece is a run of bytes that no swizzle, padding or tensor edge splits: 16 bytes, or fewer where the inner edge of the
 tensor cuts a 16-byte unit or the type is padded. The caller moves the pieces. The model is bit-exact against 37 dumps
 from an H200: all swizzles, narrow boxes, offset destinations, every kind of overhang, ranks 1 to 5, element strides,
-loads and stores (ptx-facts 6.4).
+loads and stores (facts.md 6.4).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Direction = Literal["load", "store"]
 SMEM_ALIGNMENT = 128
 GATHER_ROWS = 4
 
-# NaN fill by element bits, as an H200 writes it (ptx-facts 6.4).
+# NaN fill by element bits, as an H200 writes it (facts.md 6.4).
 _NAN_FILL = {16: 0x7FF7, 32: 0x7FF77FF7}
 _PIECE_DTYPE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
@@ -95,7 +95,7 @@ def transaction_bytes(tensor_map: TensorMap, rows: int) -> int:
     """Bytes of global memory that `rows` rows of a box stand for; paddings inside 16-byte containers do not count.
 
     The latter is what CuTeDSL says of TensorMap.global_tx_bytes and what its fp4 and fp6 kernels expect. That a box
-    which overhangs the tensor counts in full is library practice, not measured (ptx-facts 6.4).
+    which overhangs the tensor counts in full is library practice, not measured (facts.md 6.4).
     """
     return rows * tensor_map.box[0] * tensor_map.element.bits // 8
 
@@ -238,7 +238,7 @@ def write_pieces(memory: Bytes, offsets: IntArray, pieces: Bytes) -> None:
 def rounded_to_tf32(values: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """What a load of a tf32 map makes of float32 bits: round to nearest at bit 13, NaN to 0x7FFFE000.
 
-    Measured on an H200 except for exact ties, which go to even here, as `cvt.rn.tf32.f32` does (ptx-facts 6.4, 7.2).
+    Measured on an H200 except for exact ties, which go to even here, as `cvt.rn.tf32.f32` does (facts.md 6.4, 7.2).
     """
     magnitude = values & np.uint32(0x7FFFFFFF)
     is_nan = magnitude > 0x7F800000

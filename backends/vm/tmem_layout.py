@@ -2,7 +2,7 @@
 
 Three views: registers of a warp (tcgen05.ld and st, PTX ISA 9.7.16.2.3), rows copied from shared memory (tcgen05.cp,
 9.7.16.9) and matrices of an MMA (9.7.16.10.5). The closed forms come from the ISA and agree with CUTLASS's layouts
-(ptx-facts 1 and 2); none has been held against Blackwell silicon.
+(facts.md 1 and 2); none has been held against Blackwell silicon.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LD_ST_SHAPES = {
 def split_address(taddr: int) -> tuple[int, int]:
     """(lane, column) of a tensor-memory address: bits 22..16 and 15..0.
 
-    Bits 31..30 of a scale-factor address repeat the scale-factor id (ptx-facts 1) and are dropped with the rest.
+    Bits 31..30 of a scale-factor address repeat the scale-factor id (facts.md 1) and are dropped with the rest.
     """
     return taddr >> 16 & LANES - 1, taddr & 0xFFFF
 
@@ -206,7 +206,7 @@ def accumulator_patches(
 ) -> tuple[Patch, ...]:
     """How D [rows of this CTA, n] lies in a CTA's tensor memory; with cta_group 2 a CTA holds m / 2 rows.
 
-    One 32-bit column an element (PTX ISA 9.7.16.10.5, layouts A to G; ptx-facts 2.3).
+    One 32-bit column an element (PTX ISA 9.7.16.10.5, layouts A to G; facts.md 2.3).
     """
     rows = m // cta_group
     if weight_stationary and m in (32, 64):
@@ -229,7 +229,7 @@ def operand_a_patches(
     """How A [rows of this CTA, k] lies in tensor memory, as 32-bit words along k: one tuple of patches a replica.
 
     Two replicas for M = 128 with cta_group 2: the first serves columns n < N/2 of D, the second the rest. Elements are
-    packed little-endian along k; 4- and 6-bit types of the f8f6f4 kinds count as 8 bits (ptx-facts 2.3).
+    packed little-endian along k; 4- and 6-bit types of the f8f6f4 kinds count as 8 bits (facts.md 2.3).
     """
     if weight_stationary and m != 128:
         raise Fault("tmem-shape", f"how .ws with M = {m} finds A in tensor memory is not documented; take A from smem")
@@ -278,7 +278,7 @@ def _part(matrix: Words, patch: Patch) -> Words:
 def load_scale_factors(tmem: Words, column: int, rows: int, blocks: int, sf_id: int) -> Bytes:
     """Scale factors uint8 [rows, blocks] (raw codes) of A (rows = M of this CTA) or B (rows = N).
 
-    Row r lies in lane r % 32 of every 32-lane quarter, column r / 32, bytes sf_id .. sf_id + blocks (ptx-facts 2.4).
+    Row r lies in lane r % 32 of every 32-lane quarter, column r / 32, bytes sf_id .. sf_id + blocks (facts.md 2.4).
     Raises Fault `scale-factor-replicas` if the quarters disagree: they are four copies of the same thing.
     """
     selected = _quarters(tmem, column, rows)[..., sf_id : sf_id + blocks]
@@ -289,7 +289,7 @@ def load_scale_factors(tmem: Words, column: int, rows: int, blocks: int, sf_id: 
 def load_split_scale_factors(tmem: Words, column: int, n: int, blocks: int, sf_id: int) -> Bytes:
     """Scale factors of B uint8 [n, blocks] for M = 128 with cta_group 2.
 
-    Rows n < N/2 lie in quarters 0 and 1, the others in quarters 2 and 3, both from `column` on (ptx-facts 2.4).
+    Rows n < N/2 lie in quarters 0 and 1, the others in quarters 2 and 3, both from `column` on (facts.md 2.4).
     """
     selected = _quarters(tmem, column, n // 2)[..., sf_id : sf_id + blocks]
     _check_replicas(selected[:2], column, (0, 1))

@@ -17,7 +17,7 @@ from backends.vm.machine import Machine, load
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
 BASE = 0x400
-"""Where dynamic shared memory begins (ptx-facts 0.1)."""
+"""Where dynamic shared memory begins (facts.md 0.1)."""
 SCHEDULES = ("eager", "lazy", "random:5")
 
 _STAGES = {

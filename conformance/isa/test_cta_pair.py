@@ -1,4 +1,4 @@
-"""tcgen05 with cta_group::2: what each CTA of a pair holds (PTX ISA 9.7.16.5, ptx-facts 2.3), and what can go wrong."""
+"""tcgen05 with cta_group::2: what each CTA of a pair holds (PTX ISA 9.7.16.5, facts.md 2.3), and what can go wrong."""
 
 from __future__ import annotations
 

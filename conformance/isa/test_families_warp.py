@@ -35,7 +35,7 @@ def semantics(mode: str, lane: int, b: int, c: int) -> tuple[int, bool]:
     return (source if valid else lane), valid
 
 
-# c of CuTeDSL's kernels (ptx-facts 5): idx n,31; up n,0; down n,7171; bfly n,31. The rest are segments of 8 and 16.
+# c of CuTeDSL's kernels (facts.md 5): idx n,31; up n,0; down n,7171; bfly n,31. The rest are segments of 8 and 16.
 SHUFFLES = [
     ("idx", 0, 31), ("idx", 5, 31), ("up", 1, 0), ("up", 16, 0), ("down", 1, 7171), ("bfly", 16, 31), ("bfly", 1, 31),
     ("idx", 3, 0x181F), ("up", 2, 0x1800), ("down", 4, 0x181F), ("bfly", 8, 0x181F), ("down", 40, 31), ("idx", 9, 4),

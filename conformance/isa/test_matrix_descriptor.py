@@ -58,7 +58,7 @@ def operand(smem: np.ndarray, raw: int, dtype: str, rows: int, major: Major) -> 
 
 
 def accumulator(registers: np.ndarray, dtype: str) -> np.ndarray:
-    """[64, n] from the registers [128, n / 2] of a warpgroup, by the fragment table of ptx-facts 4."""
+    """[64, n] from the registers [128, n / 2] of a warpgroup, by the fragment table of facts.md 4."""
     thread, register = np.indices(registers.shape)
     row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (register // 2 % 2)
     column = 8 * (register // 4) + 2 * (thread % 4) + register % 2
@@ -109,7 +109,7 @@ def test_a_descriptor_with_one_field_off_does_not_give_the_h200s_answer(field: t
     )
 
 
-# Constants that CuTeDSL and the ISA's examples show (ptx-facts 3.1): value, target, fields.
+# Constants that CuTeDSL and the ISA's examples show (facts.md 3.1): value, target, fields.
 KNOWN: list[tuple[int, Target, MatrixDescriptor]] = [
     (0x4000404000010000, "sm_100a", MatrixDescriptor(0, 16, 1024, 0, Swizzle.B128)),
     (0x4000004000010000, "sm_90a", MatrixDescriptor(0, 16, 1024, 0, Swizzle.B128)),

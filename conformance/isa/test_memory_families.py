@@ -136,7 +136,7 @@ st.global.v4.u32 [%rd1+32], {%r10, %r11, %r12, %r13}; st.global.u32 [%rd1+48], %
 
 
 def test_addresses_in_a_cluster_are_those_of_an_h200() -> None:
-    """Ranks in bits 31..24, static objects from 0x400, a 1024-aligned dynamic array at 0x800 (ptx-facts 0.1)."""
+    """Ranks in bits 31..24, static objects from 0x400, a 1024-aligned dynamic array at 0x800 (facts.md 0.1)."""
     rows = []
     for rank in range(4):
         own = rank << 24 | 0x400

@@ -51,7 +51,7 @@ def test_specials_are_those_of_an_h200(op: str) -> None:
 
 @pytest.mark.parametrize("op", [op for op in FUNCTIONS if op[:3] not in ("sin", "cos")])
 def test_ordinary_values_lie_within_the_measured_error_of_an_h200s(op: str) -> None:
-    """ptx-facts 7.4: at most 2.06 units in the last place, tanh 2^-16.5."""
+    """facts.md 7.4: at most 2.06 units in the last place, tanh 2^-16.5."""
     got, answered = FUNCTIONS[op](X).astype(np.float64), GOLDEN[op].view(np.float32).astype(np.float64)
     finite = np.isfinite(answered) & np.isfinite(got) & (answered != 0)
     bound = 2.0**-16 if op.startswith("tanh") else 2.0**-21

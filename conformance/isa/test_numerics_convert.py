@@ -76,7 +76,7 @@ def test_a_swapped_pair_and_a_wrong_tie_would_be_seen() -> None:
     assert np.any(parse("cvt.rn.satfinite.bf16x2.f32").apply(FROM_F32["a"], FROM_F32["b"]) != answered)
 
 
-# PTX ISA 5.2.3 and the values of ptx-facts 7.2: code to magnitude.
+# PTX ISA 5.2.3 and the values of facts.md 7.2: code to magnitude.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -150,7 +150,7 @@ def test_six_bit_maxima_and_nan() -> None:
 
 @pytest.mark.parametrize("source", ["f32", "bf16x2"])
 def test_ue8m0_takes_the_exponent_rounded_as_told(source: str) -> None:
-    """value = 2^(code - 127), 0xFF NaN, .satfinite 0xFE (ptx-facts 7.2)."""
+    """value = 2^(code - 127), 0xFF NaN, .satfinite 0xFE (facts.md 7.2)."""
     # Value: the code under rz and under rp.
     table = {1.0: (127, 127), 1.5: (127, 128), 2.0: (128, 128), 1.984375: (127, 128), np.nan: (255, 255)}
     table |= {2.0**-127: (0, 0), 65 * 2.0**-133: (0, 1), 1.5 * 2.0**-127: (0, 1), 2.0**-126: (1, 1)}

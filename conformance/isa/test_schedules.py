@@ -95,7 +95,7 @@ def test_a_ring_built_on_named_barriers() -> None:
 
 
 def test_a_probe_that_may_fail_and_is_followed_by_a_loop() -> None:
-    """One try_wait whose answer is used later, as CuTeDSL's pipelines do (ptx-facts 6.1)."""
+    """One try_wait whose answer is used later, as CuTeDSL's pipelines do (facts.md 6.1)."""
     body = f""".shared .align 8 .b64 mbar; .shared .align 16 .b8 buf[128];
     {init("mbar")}
     @%p13 mbarrier.arrive.expect_tx.shared::cta.b64 _, [mbar], 128;

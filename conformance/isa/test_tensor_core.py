@@ -1,6 +1,6 @@
 """tcgen05.mma as an instruction: operands laid out here by the documented formulas, against plain sums of products.
 
-All values are small integers, so every order of summation gives the same float32. Formulas: ptx-facts 2.2, 2.3, 3.1.
+All values are small integers, so every order of summation gives the same float32. Formulas: facts.md 2.2, 2.3, 3.1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Layout:
     lbo: int
 
     def offset(self, r: int, k: int, size: int) -> int:
-        """Linear byte offset of element (r, k), before the swizzle: the table of ptx-facts 3.1."""
+        """Linear byte offset of element (r, k), before the swizzle: the table of facts.md 3.1."""
         t, w = 16 // size, SPAN[self.swizzle]
         if self.major == "k" and self.swizzle == "none":
             return r % 8 * 16 + r // 8 * self.sbo + k // t * self.lbo + k % t * size
@@ -218,7 +218,7 @@ def test_every_layout_of_either_operand(operand: str, major: str, swizzle: str) 
 
 @pytest.mark.parametrize("advance", [32, 64, 96])
 def test_an_operand_that_begins_inside_a_swizzle_atom(advance: int) -> None:
-    """K advances by adding to the start address; the swizzle acts on the absolute address (ptx-facts 3.1)."""
+    """K advances by adding to the start address; the swizzle acts on the absolute address (facts.md 3.1)."""
     item = product("f16", 64, 16, a_swizzle="128B", b_swizzle="128B", a_start=advance, b_start=advance)
     assert_clean(item.kernel(), {"cells": item.expected()}, SCHEDULES)
 

@@ -1,4 +1,4 @@
-"""tcgen05.ld, st and cp as instructions, against the closed forms of ptx-facts 1.1 and 1.2, typed here anew."""
+"""tcgen05.ld, st and cp as instructions, against the closed forms of facts.md 1.1 and 1.2, typed here anew."""
 
 from __future__ import annotations
 

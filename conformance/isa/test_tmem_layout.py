@@ -1,4 +1,4 @@
-"""Tensor-memory layouts, held against the tables of ptx-facts 1 and 2 written out lane by lane, and against each other.
+"""Tensor-memory layouts, held against the tables of facts.md 1 and 2 written out lane by lane, and against each other.
 
 No Blackwell silicon has answered here: the witness is the document (PTX ISA 9.7.16) and CUTLASS's layouts.
 """
@@ -43,7 +43,7 @@ def test_addresses_split_into_lane_and_column(taddr: int, lane: int, column: int
     assert split_address(taddr) == (lane, column), f"{taddr:#010x} is lane {lane}, column {column}"
 
 
-# Lane and column, relative to the address, of register r of thread t (ptx-facts 1.1).
+# Lane and column, relative to the address, of register r of thread t (facts.md 1.1).
 CASES = [
     ("32x32b", 8, 0, 0, 0, 0),
     ("32x32b", 8, 31, 5, 31, 5),
@@ -122,7 +122,7 @@ def test_forms_that_the_isa_does_not_have_are_refused(shape: str, num: int) -> N
     assert refusal.value.rule == "tmem-shape"
 
 
-# Lanes that source row r of a tcgen05.cp goes to (ptx-facts 1.2).
+# Lanes that source row r of a tcgen05.cp goes to (facts.md 1.2).
 COPIES = [
     ("128x256b", "", 2, 100, {100}),
     ("128x128b", "", 1, 127, {127}),
@@ -165,7 +165,7 @@ def test_decompression_spreads_elements_over_bytes() -> None:
 
 
 def expected_place(m: int, n_total: int, cta_group: int, ws: bool, row: int, n: int) -> tuple[int, int]:
-    """Lane and column of D(row, n) in its CTA, by the table of ptx-facts 2.3."""
+    """Lane and column of D(row, n) in its CTA, by the table of facts.md 2.3."""
     if ws and m == 64:
         return (row, n) if n < n_total // 2 else (64 + row, n - n_total // 2)
     if ws and m == 32:
@@ -245,7 +245,7 @@ def scale_atom(rows: int) -> np.ndarray:
 
 
 def copied_scale_factors(codes: np.ndarray, column: int) -> np.ndarray:
-    """Tensor memory after tcgen05.cp.32x128b.warpx4 of the library's 512-byte atoms (ptx-facts 2.4)."""
+    """Tensor memory after tcgen05.cp.32x128b.warpx4 of the library's 512-byte atoms (facts.md 2.4)."""
     tmem = np.zeros((LANES, COLUMNS), dtype=np.uint32)
     for block, start in enumerate(range(0, len(codes), 128)):
         atom = np.zeros(512, dtype=np.uint8)

@@ -12,13 +12,13 @@ from backends.vm.host.host_error import HostError
 
 
 class LaunchAttribute(ctypes.Structure):
-    """cudaLaunchAttribute: 72 bytes, the value at byte 8 (ptx-facts, section 0.2)."""
+    """cudaLaunchAttribute: 72 bytes, the value at byte 8 (facts.md 0.2)."""
 
     _fields_ = (("id", ctypes.c_uint32), ("padding", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16))
 
 
 class LaunchConfig(ctypes.Structure):
-    """cudaLaunchConfig_t: 56 bytes (ptx-facts, section 0.2)."""
+    """cudaLaunchConfig_t: 56 bytes (facts.md 0.2)."""
 
     _fields_ = (
         ("grid", ctypes.c_uint32 * 3),

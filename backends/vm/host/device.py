@@ -1,7 +1,7 @@
 """The device that a host function asks about: attributes of a B200 (sm_100a) and an H200 (sm_90a).
 
-Numbers are those of cudaDeviceAttr (CUDA runtime API). Values common to both are in ptx-facts and the CUDA programming
-guide's table of compute capabilities 9.0 and 10.0; the number of SMs is that of the full product.
+Numbers are those of cudaDeviceAttr (CUDA runtime API). Values common to both are in facts.md 0.1 and the CUDA
+programming guide's table of compute capabilities 9.0 and 10.0; the number of SMs is that of the full product.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from backends.vm.host.runtime import Runtime
 from backends.vm.host.symbols import INT, POINTER, UINT, answers
 from backends.vm.tensor_map import MAP_BYTES, MAX_RANK, TensorMapError, encode_tensor_map
 
-# CUtensorMapDataType and CUtensorMapSwizzle, in their order; measured on an H200 up to 12 (ptx-facts, section 6.3).
+# CUtensorMapDataType and CUtensorMapSwizzle, in their order; measured on an H200 up to 12 (facts.md 6.3).
 _DTYPES = (
     "u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16", "f32_ftz", "tf32", "tf32_ftz", "b4x16",
     "b4x16_p64", "b6x16_p32",

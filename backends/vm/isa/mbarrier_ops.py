@@ -1,4 +1,4 @@
-"""mbarrier instructions (PTX ISA 9.7.13.15); behaviour of phases and parities measured on an H200 (ptx-facts 6.1)."""
+"""mbarrier instructions (PTX ISA 9.7.13.15); behaviour of phases and parities measured on an H200 (facts.md 6.1)."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _is_address(operand: Operand) -> bool:
 
 
 def _token(barrier: MBarrier) -> np.uint64:
-    # The layout an H200 shows: parity in bit 63, minus the pending count in bits 62..43 (ptx-facts 6.1).
+    # The layout an H200 shows: parity in bit 63, minus the pending count in bits 62..43 (facts.md 6.1).
     return np.uint64((barrier.phase & 1) << 63 | (-barrier.pending & 0xFFFFF) << 43)
 
 

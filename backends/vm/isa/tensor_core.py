@@ -197,7 +197,7 @@ _CP_SHAPES = "128x256b 4x256b 128x128b 64x128b 32x128b"
 def copy(b: Binder) -> Step:
     """Rows of shared memory, found through a matrix descriptor, into tensor memory; some forms replicate them.
 
-    With cta_group::2 each CTA copies from its own shared memory (ptx-facts 1.2).
+    With cta_group::2 each CTA copies from its own shared memory (facts.md 1.2).
     """
     destination, source = b.expect(2)
     try:

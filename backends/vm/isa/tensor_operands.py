@@ -2,7 +2,7 @@
 
 Operands are checked when the instruction is issued, with what the issuing warp has seen; data is read and written when
 the schedule lets the operation end. The tensor core of a CTA works in order; that of a pair is the even CTA's. With
-cta_group::2 the same descriptors and tensor-memory addresses are applied in both CTAs (ptx-facts 2.3).
+cta_group::2 the same descriptors and tensor-memory addresses are applied in both CTAs (facts.md 2.3).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""wgmma: D [64, n] = A [64, k] B [n, k]^T (+ D) by a warpgroup, asynchronously (PTX ISA 9.7.15, ptx-facts 4).
+"""wgmma: D [64, n] = A [64, k] B [n, k]^T (+ D) by a warpgroup, asynchronously (PTX ISA 9.7.15, facts.md 4).
 
 Operands in shared memory are checked at issue, with what the issuing warp has seen: all of B, and of A the 16 rows
 that the warp multiplies (FlashAttention-3 orders its P among the lanes of one warp only). They are read when the

@@ -1,7 +1,7 @@
 """Matrix multiply-accumulate D = A B^T + C under a declared policy.
 
 `fast` and `exact` are single sums of the whole product; `hopper` is the bit-exact model of one H200 instruction after
-another (ptx-facts 7.1). How Blackwell accumulates is undocumented, so there every policy is an approximation.
+another (facts.md 7.1). How Blackwell accumulates is undocumented, so there every policy is an approximation.
 """
 
 from __future__ import annotations

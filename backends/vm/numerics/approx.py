@@ -1,7 +1,7 @@
 """Approximate functions of single precision: the correctly rounded value, with the specials a GPU gives.
 
 A GPU's own last bits are not documented; the correctly rounded value lies within every documented bound (PTX ISA
-9.7.3.8 and 9.7.3.13 to 9.7.3.22) and is what an H200 returns for most inputs (ptx-facts 7.4, which also has the
+9.7.3.8 and 9.7.3.13 to 9.7.3.22) and is what an H200 returns for most inputs (facts.md 7.4, which also has the
 measured errors). Specials follow the values measured there: signed zeros, infinities, subnormals under `ftz`, NaN.
 """
 

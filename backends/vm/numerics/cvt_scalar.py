@@ -1,4 +1,4 @@
-"""Conversions between scalar types (PTX ISA 9.7.9.21, ptx-facts 7.2)."""
+"""Conversions between scalar types (PTX ISA 9.7.9.21, facts.md 7.2)."""
 
 from __future__ import annotations
 

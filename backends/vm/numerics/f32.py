@@ -1,6 +1,6 @@
 """Single-precision arithmetic (PTX ISA 9.7.3): correctly rounded, subnormals kept unless `ftz`, one NaN pattern.
 
-Measured on an H200 (ptx-facts 7.3): every NaN result is 0x7FFFFFFF, min and max order -0 below +0. A `.f32x2` operand
+Measured on an H200 (facts.md 7.3): every NaN result is 0x7FFFFFFF, min and max order -0 below +0. A `.f32x2` operand
 is two float32 values, low word first: view the 64-bit array as float32 and call the same function.
 The common case, round to nearest without flushing, has functions of its own (`add_rn`, ...) with no options to read.
 """

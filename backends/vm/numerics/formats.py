@@ -25,7 +25,7 @@ class FloatFormat:
     """A format of at most 32 bits: sign, exponent, mantissa, from the top bit down.
 
     `nan` is the code that a conversion writes for NaN (PTX ISA 9.7.9.21 for the four- and six-bit formats, which have
-    none and take +maximum; measured on an H200 for the others, ptx-facts 7.2). `infinity` is None where there is none.
+    none and take +maximum; measured on an H200 for the others, facts.md 7.2). `infinity` is None where there is none.
     """
 
     name: str
@@ -93,7 +93,7 @@ def encode(
 
     Overflow goes to infinity or to the maximum as the rounding mode has it, and always to the maximum with `satfinite`
     or where the format has no infinity. NaN gives `fmt.nan` with the sign dropped. `relu` gives +0 for a negative
-    result and leaves NaN (ptx-facts 7.2). A value that is itself inexact must have been rounded to odd.
+    result and leaves NaN (facts.md 7.2). A value that is itself inexact must have been rounded to odd.
     """
     bits = np.asarray(values, dtype=np.float64).view(np.uint64)
     negative = (bits >> np.uint64(63)).astype(bool)

@@ -2,7 +2,7 @@
 
 Operands and results are 16-bit codes, `fmt` is `formats.F16` or `formats.BF16`. A `.f16x2` or `.bf16x2` operand is two
 codes, low half first: view the 32-bit array as uint16 and call the same function. Every NaN result is 0x7FFF (measured
-on an H200, ptx-facts 7.2 and 7.3). `ftz` exists for f16 only.
+on an H200, facts.md 7.2 and 7.3). `ftz` exists for f16 only.
 """
 
 from __future__ import annotations
