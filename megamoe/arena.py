@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ALIGNMENT: Final = 256
 POISON_RUN: Final = 16
 
-# Quiet NaNs with a payload that no conversion or arithmetic makes (those give 0x7FFF, ptx-facts, section 7.3). A format
+# Quiet NaNs with a payload that no conversion or arithmetic makes (those give 0x7FFF, facts.md 7.3). A format
 # without NaN payloads gets its NaN, an integer a pattern that is neither zero nor all ones.
 POISON: Final[Mapping[torch.dtype, bytes]] = {
     torch.bfloat16: b"\xd5\x7f",

@@ -64,7 +64,7 @@ class Floor:
 # A 16-bit output is the rounding of a sum of products of which one operand was rounded to the same dtype; both are off
 # by at most half an ulp, so that a row may be off by one ulp and an element that cancels by more. Over many rows the
 # two roundings have an rms of 0.3 ulp. An fp32 output has been through accumulations in an order that nobody
-# prescribes, truncated rather than rounded in tensor cores (ptx-facts, section 7.1), and approximate functions of 2
+# prescribes, truncated rather than rounded in tensor cores (facts.md 7.1), and approximate functions of 2
 # ulps.
 FLOORS: Final[Mapping[torch.dtype, Floor]] = {
     torch.bfloat16: Floor(rms=0.5, row=1.0, max=2.5),

@@ -1,7 +1,7 @@
 """NVFP4: 4-bit floats (e2m1), one e4m3 scale for each 16 of them, one fp32 global scale for many.
 
 A number is decode_e2m1(code) * decode_scales(sf) * gs. Two codes share a byte, the first of them in the low nibble
-(ptx-facts, section 2.5); blocks of 16 lie along the last axis, K. Layouts of scales and rows: megamoe.nvfp4_layout.
+(facts.md 2.5); blocks of 16 lie along the last axis, K. Layouts of scales and rows: megamoe.nvfp4_layout.
 
     gs = global_scale(w, per=1)                     # one for each index of the first axis: per expert, per token
     codes, sf = quantise(w, gs)                     # uint8 [..., K / 2] and uint8 [..., K / 16]

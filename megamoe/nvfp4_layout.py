@@ -1,7 +1,7 @@
 """Where NVFP4 block scales and weight rows lie in memory, as the tensor core and a fused SwiGLU want them.
 
 Swizzled block scales: atoms of 512 bytes for 128 rows by 4 blocks along K; scale `j` of row `r` of an atom is at byte
-(r % 32) * 16 + (r // 32) * 4 + j, atoms along K next to each other (ptx-facts, section 2.4). tcgen05.cp.32x128b.warpx4
+(r % 32) * 16 + (r // 32) * 4 + j, atoms along K next to each other (facts.md 2.4). tcgen05.cp.32x128b.warpx4
 of an atom is what tcgen05.mma reads. Rows and blocks that fill up the last atoms are padding, which means nothing.
 """
 

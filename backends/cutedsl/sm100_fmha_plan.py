@@ -20,7 +20,7 @@ WARPGROUP = 128
 S_STAGES = 2
 STAT_STAGES = 2
 SMEM_BYTES = 224 * 1024
-"""Shared memory for Q, P and the ring. A CTA may have 227 KiB (ptx-facts 0.1): 3 KiB are left for the rest."""
+"""Shared memory for Q, P and the ring. A CTA may have 227 KiB (facts.md 0.1): 3 KiB are left for the rest."""
 UNBOUNDED = 1 << 30
 """A window or look-ahead that hides nothing: above every admissible s_k, and s_k + UNBOUNDED still fits an int32."""
 SM_COUNT = 148

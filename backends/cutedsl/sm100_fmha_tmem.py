@@ -8,7 +8,7 @@ from backends.cutedsl.sm100_fmha_plan import TILE_M
 
 
 def tmem_rows(tmem_ptr: cute.Pointer, columns: int) -> cute.Tensor:
-    """(128, columns) fp32 words of tensor memory from `tmem_ptr`: a lane is 2^16 addresses on (ptx-facts section 1)."""
+    """(128, columns) fp32 words of tensor memory from `tmem_ptr`: a lane is 2^16 addresses on (facts.md 1)."""
     return cute.make_tensor(tmem_ptr, cute.make_layout((TILE_M, columns), stride=(1 << 16, 1)))
 
 

@@ -4,7 +4,7 @@
 
 A CTA loads what lies in its own shared memory, in plain tiles: rows of A, its part of the rows of W, and the block
 scales of both, four atoms of 512 bytes that are one run of 2 KiB in memory. Scales of W are for all rows of the tile,
-in each CTA of a pair (ptx-facts, section 2.4).
+in each CTA of a pair (facts.md 2.4).
 """
 
 from typing import NamedTuple

@@ -18,13 +18,13 @@ SF_VEC_SIZE = 16
 MAX_RING_STAGES = 8
 TMEM_COLUMNS = 512
 SF_ROWS_PER_COLUMN = 32
-"""Scales of 32 rows share a column of tensor memory: a word of 4 scales a lane (ptx-facts, section 2.4)."""
+"""Scales of 32 rows share a column of tensor memory: a word of 4 scales a lane (facts.md 2.4)."""
 K_BLOCKS = TILE_K // 64
 WARPGROUP = 128
 MMA_WARP, LOAD_WARP = 4, 5
 THREADS = 192
 SMEM_BYTES = 224 * 1024
-"""Shared memory for the ring and the epilogue. A CTA may have 227 KiB (ptx-facts 0.1): 3 KiB are left for the rest."""
+"""Shared memory for the ring and the epilogue. A CTA may have 227 KiB (facts.md 0.1): 3 KiB are left for the rest."""
 SM_COUNT = 148
 """Streaming multiprocessors of a B200."""
 MAX_EXPERTS = 512

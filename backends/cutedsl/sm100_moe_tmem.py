@@ -27,7 +27,7 @@ def fence_after_sync() -> None:
 def load_half(tmem_ptr: cute.Pointer, rAcc: cute.Tensor, thread: Int32):
     """rAcc (128) f32: 128 columns from `tmem_ptr` on, of the row that is this thread's.
 
-    32x32b: thread t of the warpgroup has lane t, register r column r. A lane is 2^16 addresses on (ptx-facts 1).
+    32x32b: thread t of the warpgroup has lane t, register r column r. A lane is 2^16 addresses on (facts.md 1).
     """
     for column in cutlass.range_constexpr(0, HALF_N, CHUNK):
         tAcc = cute.make_tensor(tmem_ptr + column, cute.make_layout((TILE_M, CHUNK), stride=(1 << 16, 1)))

@@ -20,7 +20,7 @@ def numbered(rows: int, blocks: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("rows", "blocks"), SHAPES)
 def test_every_scale_is_where_the_tensor_core_looks(rows: int, blocks: int) -> None:
-    """ptx-facts, section 2.4: byte (row % 32) * 16 + (row // 32) * 4 + sf of an atom of 512, atoms along K first."""
+    """facts.md 2.4: byte (row % 32) * 16 + (row // 32) * 4 + sf of an atom of 512, atoms along K first."""
     sf = numbered(rows, blocks)
     stored = swizzle_scales(sf, padding=0).flatten().tolist()
     k_atoms = -(-blocks // 4)

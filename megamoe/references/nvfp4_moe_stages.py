@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Inputs = Mapping[str, torch.Tensor]
 
 ULP: Final = 2.0**-23
-# One tcgen05.mma takes K = 64 (ptx-facts, section 2.1), and its sum may be truncated, not rounded, to fp32.
+# One tcgen05.mma takes K = 64 (facts.md 2.1), and its sum may be truncated, not rounded, to fp32.
 K_PER_MMA: Final = 64
 # exp and reciprocal, products with global scales and weights: 8 ulps, and exp2 of a rounded product of g.
 SWIGLU_ULPS: Final = 8.0

@@ -11,7 +11,7 @@ from megamoe.nvfp4 import E2M1_MAX, SF_VEC_SIZE, decode_e2m1, decode_e4m3, encod
 from megamoe.references.nvfp4_moe_stages import ULP, Activation, Requantised
 
 # A scale is a maximum, divided twice; a code is a quotient by a product: each a few roundings, or an approximate
-# reciprocal of 1 ulp (ptx-facts, section 7.4).
+# reciprocal of 1 ulp (facts.md 7.4).
 QUOTIENT_SLACK: Final = 4.0 * ULP
 
 

@@ -14,14 +14,14 @@ TILE_M = 128
 TILE_N = 128
 """Keys a tile."""
 MMA_K = 16
-"""bf16 elements of K in one tcgen05.mma.kind::f16 (ptx-facts 2.1)."""
+"""bf16 elements of K in one tcgen05.mma.kind::f16 (facts.md 2.1)."""
 PANEL_COLUMNS = 64
 """bf16 columns in a 128-byte swizzle span."""
 PANEL_BYTES = TILE_M * PANEL_COLUMNS * 2
 SWIZZLE_ATOM_BYTES = 8 * 128
 TMEM_COLUMNS = 512
 MAX_SMEM = 232448
-"""Dynamic shared memory that one CTA may ask for on sm_100 (ptx-facts 0.1)."""
+"""Dynamic shared memory that one CTA may ask for on sm_100 (facts.md 0.1)."""
 MAX_RING_STAGES = 8
 SUPPORTED_HD = (64, 128, 256, 512)
 
@@ -116,14 +116,14 @@ class Geometry:
 
 def instruction_descriptor(n: int, *, b_is_mn_major: bool) -> int:
     """The 32-bit descriptor of tcgen05.mma.kind::f16: bf16 A and B, f32 D, M = TILE_M (PTX ISA, Table "Instruction
-    descriptor"; ptx-facts 2.2)."""
+    descriptor"; facts.md 2.2)."""
     d_is_f32, a_is_bf16, b_is_bf16 = 1 << 4, 1 << 7, 1 << 10
     return d_is_f32 | a_is_bf16 | b_is_bf16 | b_is_mn_major << 16 | n // 8 << 17 | TILE_M // 16 << 24
 
 
 def smem_descriptor(leading_bytes: int) -> int:
     """A 64-bit shared memory matrix descriptor without its start address: 128-byte swizzle, 8-row groups 1024 bytes
-    apart, `leading_bytes` between 64-column panels (used by MN-major operands only; ptx-facts 3)."""
+    apart, `leading_bytes` between 64-column panels (used by MN-major operands only; facts.md 3)."""
     leading, stride = leading_bytes // 16, SWIZZLE_ATOM_BYTES // 16
     version, swizzle_128b = 1, 2
     return leading << 16 | stride << 32 | version << 46 | swizzle_128b << 61

@@ -9,7 +9,7 @@ So at hd = 512 two CTAs share a row tile. Each computes all of S, and owns 256 c
 twice: 1.5 times the MMA work of doing everything once. In return the CTAs do not depend on each other, the kernel is
 the one of hd = 256 with a longer K, and the second reading of K hits L2. What was weighed against it:
 - `cta_group::2`, M = 128: 64 rows a CTA, the upper half of N in lanes 64 to 127, so that O takes 256 columns and S 64
-  (layout B, ptx-facts 2.3). No work is repeated, but a row's scores lie in two lanes, which makes its maximum and sum
+  (layout B, facts.md 2.3). No work is repeated, but a row's scores lie in two lanes, which makes its maximum and sum
   an exchange between warps, and every barrier of the pipeline spans a cluster. M = 256 does not help: each CTA then
   holds 128 whole rows of O.
 - Two passes over V in one CTA: S is recomputed all the same, by half as many CTAs, one pass after the other.

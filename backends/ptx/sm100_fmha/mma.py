@@ -26,7 +26,7 @@ from backends.ptx.sm100_fmha.tmem import buffer_of, tmem_address
 MMA = "tcgen05.mma.cta_group::1.kind::f16"
 COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64"
 P_COLUMNS_PER_STEP = MMA_K // 2
-"""TMEM columns that MMA_K bf16 elements of A take: two to a 32-bit column (ptx-facts 2.3)."""
+"""TMEM columns that MMA_K bf16 elements of A take: two to a 32-bit column (facts.md 2.3)."""
 
 
 class MmaIssuer:

@@ -6,7 +6,7 @@ from backends.ptx.builder import Builder
 from backends.ptx.operands import Register
 
 LANE_QUARTER_SHIFT = 21
-"""Warp w of a warpgroup reaches lanes 32 w to 32 w + 31; the lane is in bits 31..16 of an address (ptx-facts 1)."""
+"""Warp w of a warpgroup reaches lanes 32 w to 32 w + 31; the lane is in bits 31..16 of an address (facts.md 1)."""
 
 
 def buffer_of(x: Builder, tile: Register, role: str) -> tuple[Register, Register]:

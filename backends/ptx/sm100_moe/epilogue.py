@@ -14,7 +14,7 @@ from backends.ptx.sm100_moe.frame import Frame, Tile
 from backends.ptx.sm100_moe.geometry import ACCUMULATOR_STRIDE, EPILOGUE_WARPS, HALF_N
 
 LANE_QUARTER_SHIFT = 21
-"""Warp w reaches TMEM lanes 32 w to 32 w + 31; the lane is in bits 31..16 of an address (ptx-facts 1)."""
+"""Warp w reaches TMEM lanes 32 w to 32 w + 31; the lane is in bits 31..16 of an address (facts.md 1)."""
 CHUNK = HALF_N
 """Columns a tcgen05.ld: all at once, as ptxas would put off a second one, and the arrival behind it, to save registers.
 """

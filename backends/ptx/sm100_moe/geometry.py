@@ -17,9 +17,9 @@ SF_VEC_SIZE = 16
 ATOM_ROWS = 128
 ATOM_BLOCKS = 4
 ATOM_BYTES = ATOM_ROWS * ATOM_BLOCKS
-"""A scale factor atom: 128 rows by 4 block scales along K, in the order that tcgen05.cp takes (ptx-facts 2.4)."""
+"""A scale factor atom: 128 rows by 4 block scales along K, in the order that tcgen05.cp takes (facts.md 2.4)."""
 MMA_K = 64
-"""e2m1 elements of K in one tcgen05.mma.kind::mxf4nvf4, one scale factor atom (ptx-facts 2.1)."""
+"""e2m1 elements of K in one tcgen05.mma.kind::mxf4nvf4, one scale factor atom (facts.md 2.1)."""
 STAGE_STEPS = 4
 STAGE_K = STAGE_STEPS * MMA_K
 STAGE_ROW_BYTES = STAGE_K // 2
@@ -33,7 +33,7 @@ SFB_BYTES = B_ATOMS * SFA_BYTES
 STAGE_BYTES = A_BYTES + B_BYTES + SFA_BYTES + SFB_BYTES
 STAGES = 4
 MAX_SMEM = 232448
-"""Dynamic shared memory that one CTA may ask for on sm_100 (ptx-facts 0.1)."""
+"""Dynamic shared memory that one CTA may ask for on sm_100 (facts.md 0.1)."""
 SM_COUNT = 148
 """Persistent CTAs of a grouped GEMM: the streaming multiprocessors of a B200; one CTA takes a whole one."""
 
@@ -75,20 +75,20 @@ def shared_memory(*, staged: bool) -> SharedMemory:
 
 def instruction_descriptor() -> int:
     """The 32-bit descriptor of tcgen05.mma.kind::mxf4nvf4: e2m1 A and B, ue4m3 scale factors, K = 64, TILE_M by TILE_N
-    (PTX ISA, Table "Instruction descriptor" of the block-scaled kinds; ptx-facts 2.2)."""
+    (PTX ISA, Table "Instruction descriptor" of the block-scaled kinds; facts.md 2.2)."""
     a_is_e2m1, b_is_e2m1 = 1 << 7, 1 << 10
     return a_is_e2m1 | b_is_e2m1 | TILE_N >> 3 << 17 | TILE_M >> 7 << 27
 
 
 def operand_descriptor() -> int:
     """A 64-bit shared memory descriptor without its start address: K-major, 128-byte swizzle, groups of eight rows
-    1024 bytes apart (ptx-facts 3)."""
+    1024 bytes apart (facts.md 3)."""
     stride, version, swizzle_128b = 8 * STAGE_ROW_BYTES // 16, 1, 2
     return stride << 32 | version << 46 | swizzle_128b << 61
 
 
 def scale_descriptor() -> int:
-    """The same of a scale factor atom for tcgen05.cp.32x128b: 32 rows of 16 bytes, no swizzle (ptx-facts 1.2)."""
+    """The same of a scale factor atom for tcgen05.cp.32x128b: 32 rows of 16 bytes, no swizzle (facts.md 1.2)."""
     leading, stride, version = 1, 8, 1
     return leading << 16 | stride << 32 | version << 46
 
