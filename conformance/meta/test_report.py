@@ -131,6 +131,22 @@ def test_the_newest_record_of_a_row_counts_whatever_the_order_of_files(tmp_path:
         assert any("run-0 has no header" in note for note in material.notes)
 
 
+def test_a_baseline_is_older_than_any_run(tmp_path: Path) -> None:
+    accepted = header("baseline").model_copy(update={"started": "2027-01-01T00:00:00+00:00"})
+    elsewhere = header("baseline", device=None)
+    paths = [
+        write(tmp_path / "vm.jsonl", elsewhere, record("error", run="baseline")),
+        write(tmp_path / "run.jsonl", header("run-1"), record("failed")),
+        write(tmp_path / "h200.jsonl", accepted, timing([5.0], run="baseline")),
+    ]
+    material = gather(paths)
+    assert [one.status for one in material.latest] == ["failed"], "what happened last is what a run found"
+    devices = {header.run: header.device and header.device.name for header in material.runs}
+    assert devices[material.timings[0].run] == "NVIDIA H200", "two baselines of one name keep their machines"
+    assert devices[material.records[0].run] is None
+    assert not material.notes
+
+
 def test_torn_and_empty_files_are_said(tmp_path: Path) -> None:
     torn = write(tmp_path / "torn.jsonl", header(), record())
     torn.write_bytes(torn.read_bytes() + b'{"schema_version":2,"ru')

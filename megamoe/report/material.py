@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from megamoe.baseline import RUN as BASELINE
 from megamoe.record import Acceptance, Agreement, AnyLine, Figures, Record, RecordError, RunHeader, Timing
 from megamoe.record_file import RecordFile, read_records
 
@@ -95,14 +96,19 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def gather(paths: Sequence[Path]) -> Material:
-    """Reads the files. Raises RecordError for one that cannot be read, and when all of them together hold nothing."""
-    files = tuple(read_records(path) for path in paths)
+    """Reads the files. Raises RecordError for one that cannot be read, and when all of them together hold nothing.
+
+    A baseline says what is expected, not what happened last: it counts as older than any run, and the runs of several
+    baselines, which all have one name, get that of their file.
+    """
+    files = tuple(_with_name_of_its_own(read_records(path)) for path in paths)
     lines = list(dict.fromkeys(_Once(line) for file in files for line in file.lines))
     if not lines:
         names = ", ".join(str(path) for path in paths)
         raise RecordError(f"nothing to report: there is no whole line in {names}")
     found = [one.line for one in lines]
-    headers = sorted((line for line in found if isinstance(line, RunHeader)), key=lambda run: (run.started, run.run))
+    headers = [line for line in found if isinstance(line, RunHeader)]
+    headers.sort(key=lambda header: (not header.run.startswith(BASELINE), header.started, header.run))
     order = {header.run: place for place, header in enumerate(headers)}
     found.sort(key=lambda line: order.get(line.run, -1))
     return Material(
@@ -115,6 +121,14 @@ def gather(paths: Sequence[Path]) -> Material:
         tuple(line for line in found if isinstance(line, Acceptance)),
         tuple(_notes(files, found, order)),
     )
+
+
+def _with_name_of_its_own(file: RecordFile) -> RecordFile:
+    if not any(header.run == BASELINE for header in file.headers):
+        return file
+    name = f"{BASELINE} {file.path.stem}"
+    lines = (line.model_copy(update={"run": name}) if line.run == BASELINE else line for line in file.lines)
+    return replace(file, lines=tuple(lines))
 
 
 class _Once:

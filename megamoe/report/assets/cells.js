@@ -57,12 +57,12 @@ function content(found, measure) {
 const measured = new Map();
 
 // The subjects that have anything to show under a measure, so that a band of empty cells is not drawn.
-function subjectsWith(measure, schedule) {
-  const key = `${measure.name} ${schedule}`;
+function subjectsWith(measure, schedule, op = null) {
+  const key = `${measure.name} ${schedule} ${op}`;
   if (!measured.has(key)) {
     const found = new Set();
     for (const cell of cells.values()) {
-      if (found.has(cell.subject)) continue;
+      if (found.has(cell.subject) || (op !== null && opOf(cell.caseIndex) !== op)) continue;
       const seen = reading(cell, measure, schedule);
       if (seen && (measure.source === 'status' || seen.value !== null || seen.status !== 'passed'))
         found.add(cell.subject);

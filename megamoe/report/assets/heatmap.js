@@ -115,18 +115,22 @@ function listTables(block, subjects, names) {
   );
 }
 
-function makeBlock(block, subjects, names) {
+// A block with the subjects that have anything in it; nothing if none has.
+function makeBlock(block, candidates, names) {
+  const indexes = (block.cells?.flat() ?? block.cases).filter((index) => index !== null);
+  const subjects = candidates.filter((subject) => indexes.some((index) => cells.has(cellKey(index, subject))));
+  if (!subjects.length) return null;
   const shared = block.shared.length ? el('small', {}, `all with ${block.shared.join(', ')}`) : null;
   const body = block.cells
     ? el('div', { class: 'scroll' }, gridTable(block, subjects, names))
     : listTables(block, subjects, names);
-  return el('div', { class: 'block' }, el('h3', {}, block.title, shared), body);
+  return el('div', { class: block.cells ? 'block' : 'block wide' }, el('h3', {}, block.title, shared), body);
 }
 
 function makeOp(op) {
   const measure = measures.get(state.measure);
   const all = shownSubjects(op);
-  const subjects = all.filter((subject) => subjectsWith(measure, state.schedule).has(subject));
+  const subjects = all.filter((subject) => subjectsWith(measure, state.schedule, op).has(subject));
   const { names, shared } = shortNames(subjects);
   const hidden = all.length - subjects.length;
   const note = [
@@ -138,7 +142,7 @@ function makeOp(op) {
     'section',
     { class: 'op', 'data-op': op },
     el('h2', {}, op, ' ', el('small', {}, note.filter(Boolean).join('; '))),
-    blocks,
+    el('div', { class: 'blocks' }, blocks),
   );
 }
 
@@ -171,7 +175,7 @@ function matrixControls() {
       : null,
     DATA.subjects.length > 1
       ? choice(
-          'band',
+          'rows',
           [
             ['subject', 'by backend'],
             ['row', 'by row'],
