@@ -29,7 +29,8 @@ _WORKSPACES = {
 
 def moe_program(case: Case, cta_group: int | None = None, max_ctas: int = SM_COUNT) -> HostProgram:
     """The call that performs `case`. `cta_group` (1 or 2) replaces the rule of `pays_as_pair`; a CTA walks over several
-    tiles when there are more than `max_ctas` of them. UnsupportedError for more experts than the routing kernel counts.
+    tiles when there are more than `max_ctas` of them, a pair at least. UnsupportedError for more experts than the
+    routing kernel counts.
     """
     stage, experts = str(case["stage"]), case.int("num_experts")
     if experts > MAX_EXPERTS:
@@ -44,7 +45,7 @@ def moe_program(case: Case, cta_group: int | None = None, max_ctas: int = SM_COU
         "num_experts": ScalarArg("s32", experts),
         "weight_before": ScalarArg("s32", int(case["weight"] == "before")),
         "clamp": ScalarArg("f32", math.inf if case["clamp"] is None else float(case["clamp"])),
-        "max_ctas": ScalarArg("s32", max_ctas),
+        "max_ctas": ScalarArg("s32", max(max_ctas, cta_group)),
         "stream": StreamArg(),
     }
     artifact = compiled(stage, *_compiled_for(stage, cta_group, case.int("interleave")))

@@ -60,7 +60,8 @@ def round_columns(rAcc: cute.Tensor, scale: Float32, sBox: cute.Tensor, thread: 
 def store_half(rAcc: cute.Tensor, scale: Float32, sStore: cute.Tensor, tensors: RowsTensors, box, thread: Int32):
     """128 columns of a warp's 32 rows. `box`: which of the 32-row boxes, and which 64 columns are the first.
 
-    A lane has stored what it elected itself for; columns past the end of the rows are left out by the TMA.
+    One lane issues the store of all 32 rows, and waits for its stores to have read a box before that is written anew.
+    Columns past the end of the rows are left out by the TMA.
     """
     row_box, column_box = box
     gRows = cute.flat_divide(tensors.mRows, STORE_BOX)
