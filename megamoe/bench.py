@@ -129,7 +129,7 @@ class BenchRun:
             with BenchWorker(folder / "progress") as worker:
                 self._begin(device_of(timed[0].executor, worker, folder))
                 for group in by_case(timed):
-                    yield from timed_group(group, self.header.run, self.settings, worker, folder)
+                    yield from timed_group(group, self.header, self.settings, worker, folder)
         else:
             self._begin(None)
         untimed = [row for row in self.rows if row not in self.timed]
@@ -171,12 +171,12 @@ def device_of(executor: str, worker: BenchWorker, folder: Path) -> DeviceFacts |
 
 
 def timed_group(
-    rows: Sequence[Row], run: str, settings: BenchSettings, worker: BenchWorker, folder: Path
+    rows: Sequence[Row], header: RunHeader, settings: BenchSettings, worker: BenchWorker, folder: Path
 ) -> Generator[Outcome, None, None]:
     """Every row of one case, in as many processes as it takes."""
     from megamoe.bench_case import CaseSettings, lost, measure_case
 
-    case = CaseSettings(run, settings.policy, settings.specs, folder, patience=settings.patience)
+    case = CaseSettings(header.run, header.device, settings.policy, settings.specs, folder, patience=settings.patience)
     pending = list(rows)
     while pending:
         result = worker.call(measure_case, pending, case, folder / "progress")

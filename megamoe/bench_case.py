@@ -8,6 +8,7 @@ in them, is found out in the turn where it happens.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from megamoe.device import DeviceLostError, TimedExecutor
 from megamoe.figures import leave_program, program_sha256
 from megamoe.floor import floor_of
 from megamoe.judge import build_program, explain_error, least_work
-from megamoe.record import Record, Row, Status, Timing, record_of
+from megamoe.record import DeviceFacts, Record, Row, Status, Timing, record_of
 from megamoe.references import reference
 from megamoe.spec import load_specs
 from megamoe.timing import TEMPERATURES, Contender, Policy, Series, take, timing_of
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from megamoe.spec import Spec
 
 # Useful operations of a case up to which all of its outputs are judged.
-MOST_ORACLE_FLOPS = 2 * 10**12
+MOST_ORACLE_FLOPS = 2 * 10**11
 # Digests of more input than this would take longer than the measurement.
 MOST_DIGESTED_BYTES = 1 << 30
 # A turn whose outputs differ from those judged before is judged in full, this often; the last one always is.
@@ -46,9 +47,13 @@ MOST_JUDGED_TURNS = 3
 
 @dataclass(frozen=True, slots=True)
 class CaseSettings:
-    """How to measure a case. `programs`: the folder that takes the PTX (megamoe.figures). `patience`: see Progress."""
+    """How to measure a case. `device`: as the run found it, None to ask again; `patience` as in Progress.
+
+    `programs`: the folder that takes the PTX (megamoe.figures).
+    """
 
     run: str
+    device: DeviceFacts | None = None
     policy: Policy = field(default_factory=Policy)
     specs: Path | None = None
     programs: Path | None = None
@@ -103,6 +108,8 @@ def measure_case(rows: Sequence[Row], settings: CaseSettings, progress: Path) ->
 
     Never raises for what a backend, the executor or a kernel does wrong. `progress` is the file for the stages.
     """
+    # Drawing and comparing tensors of gigabytes is what the host does; nothing of it is timed.
+    torch.set_num_threads(os.cpu_count() or 1)
     candidates = [_Candidate(row) for row in rows]
     stages = Progress(progress, settings.patience)
     bench: _CaseBench | None = None
@@ -251,7 +258,7 @@ class _CaseBench:
             stopwatch = self.bindings.enter_context(self.executor.stopwatch(candidate.call))
             if not self.arena.intact():
                 self._judge(candidate, "in a replay before the first sample: ")
-            facts = self.executor.facts()
+            facts = self.settings.device or self.executor.facts()
             floors: dict[Temperature, Floor] = {}
             for temperature in TEMPERATURES:
                 floor = floor_of(self.case, self.target, facts, temperature)
