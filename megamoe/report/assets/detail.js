@@ -239,4 +239,5 @@ function showDetail() {
   const cell = state.open === null ? undefined : cells.get(state.open);
   aside.hidden = !cell;
   aside.replaceChildren(...(cell ? detailOf(cell).filter(Boolean) : []));
+  if (cell && getComputedStyle(aside.parentElement).flexDirection === 'column') aside.scrollIntoView();
 }

@@ -20,7 +20,7 @@ const state = {
   schedule: null,
   order: 'subject',
   temperature: 'cold',
-  sort: 'matrix',
+  sort: 'lowest',
   filter: [],
   open: null,
   detailSchedule: null,
