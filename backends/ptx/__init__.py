@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from backends.ptx.sm90_fmha.launch import fmha_program as hopper_fmha_program
 from backends.ptx.sm100_fmha.launch import fmha_program
 from backends.ptx.sm100_moe.launch import moe_program
 from megamoe.backend import Program, Target, UnsupportedError
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from megamoe.case import Case
 
 KERNELS: dict[tuple[str, Target], Callable[[Case], Program]] = {
+    ("fmha", "sm_90a"): hopper_fmha_program,
     ("fmha", "sm_100a"): fmha_program,
     ("nvfp4_moe", "sm_100a"): moe_program,
 }

@@ -9,6 +9,7 @@ operands, destination marked by `=`:
     b32 ...  exactly that width
     pred     a predicate
     V:T      a register, or a vector of the length that `.v2`/`.v4` (else 1) says
+    N:f32    the accumulators of a wgmma of shape `.m64nNk16`: N / 2 registers; A:b32 is its A operand in four registers
     X:b32    a vector of the length that `.x32`, `.x16`, ... says (tcgen05.ld and st, shape 32x32b)
     P        a vector of narrower registers that fill the instruction's own type together (`mov` packs and unpacks)
     [32]     an address with a 32-bit base (shared memory, tensor memory); [64] global or generic
@@ -20,6 +21,7 @@ operands, destination marked by `=`:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from backends.ptx.operands import (
@@ -81,6 +83,7 @@ SIGNATURES: dict[str, str] = {
     "vote.sync": "=pred pred b32",
     "vote.sync.ballot": "=b32 pred b32",
     "elect.sync": "=elected b32",
+    "shfl.sync": "=T T b32 b32 b32",
     "fence": "",
     "ret": "",
     "mbarrier.init": "[32] b32",
@@ -91,6 +94,10 @@ SIGNATURES: dict[str, str] = {
     "cp.async.bulk.tensor": "[32] [map] [32]",
     "cp.async.bulk.commit_group": "",
     "cp.async.bulk.wait_group": "imm",
+    "wgmma.fence": "",
+    "wgmma.commit_group": "",
+    "wgmma.wait_group": "imm",
+    "wgmma.mma_async": "=N:f32 b64 b64 pred imm imm imm imm",
     "tcgen05.alloc": "[32] imm",
     "tcgen05.dealloc": "b32 imm",
     "tcgen05.relinquish_alloc_permit": "",
@@ -110,11 +117,14 @@ SIGNATURES: dict[str, str] = {
 CONTAINERS = {"bf16x2": "b32", "f16x2": "b32", "f32x2": "b64", "bf16": "b16"}
 """Packed types are declared as untyped registers (PTX ISA, "Packed Data Types")."""
 
+WGMMA_A_REGISTERS = 4
+"""A of 64 x 16 16-bit elements, eight a thread (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16")."""
 GATHERED_COORDINATES = 5
 """A column and four rows (PTX ISA, tile::gather4 mode)."""
 
 SPELLING_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("cp.async.bulk.tensor", "global.shared::cta"): "[map] [32]",
+    ("wgmma.mma_async", "register_a"): "=N:f32 A:b32 b64 pred imm imm imm",
     ("tcgen05.mma", "tmem_a"): "[mma] [mma] b64 b32 pred",
     ("mov", "pack"): "=T P",
     ("mov", "unpack"): "=P T",
@@ -158,6 +168,8 @@ class Instruction:
         if key == "tcgen05.mma" and len(self.operands) > 1 and isinstance(self.operands[1], Address):
             return SPELLING_EXCEPTIONS[key, "tmem_a"]
         vectors = [isinstance(operand, tuple) for operand in self.operands]
+        if key == "wgmma.mma_async" and sum(vectors) > 1:
+            return SPELLING_EXCEPTIONS[key, "register_a"]
         if key == "mov" and any(vectors):
             return SPELLING_EXCEPTIONS[key, "unpack" if vectors[0] and len(vectors) > 1 else "pack"]
         return SIGNATURES[key]
@@ -207,7 +219,7 @@ class Instruction:
                 raise self.fail(f"wants a {kind} where {spelled(operand)} stands")
         elif kind == "P":
             self._check_parts(operand)
-        elif kind.startswith(("V:", "X:")):
+        elif kind.startswith(("V:", "X:", "N:", "A:")):
             self._check_vector(kind, operand)
         else:
             self._check_value(self._resolved(kind), operand)
@@ -259,14 +271,22 @@ class Instruction:
 
     def _check_vector(self, kind: str, operand: Operand) -> None:
         letter, _, element = kind.partition(":")
-        prefix = "v" if letter == "V" else "x"
-        lengths = [int(part[1:]) for part in self.parts if part[:1] == prefix and part[1:].isdigit()]
-        length = lengths[0] if lengths else 1
+        length = self._vector_length(letter)
         items = operand if isinstance(operand, tuple) else (operand,)
-        if len(items) != length or (letter == "X" and not isinstance(operand, tuple)):
+        if len(items) != length or (letter != "V" and not isinstance(operand, tuple)):
             raise self.fail(f"moves {length} registers; {len(items)} are named")
         for item in items:
             self._check_value(self._resolved(element), item)
+
+    def _vector_length(self, letter: str) -> int:
+        if letter == "A":
+            return WGMMA_A_REGISTERS
+        if letter == "N":
+            shapes = [re.fullmatch(r"m64n(\d+)k\d+", part) for part in self.parts]
+            return next((int(shape[1]) // 2 for shape in shapes if shape), 0)
+        prefix = "v" if letter == "V" else "x"
+        lengths = [int(part[1:]) for part in self.parts if part[:1] == prefix and part[1:].isdigit()]
+        return lengths[0] if lengths else 1
 
 
 def _is_float(type_name: str) -> bool:
