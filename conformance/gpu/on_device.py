@@ -21,7 +21,7 @@ from pathlib import Path
 SECTION_SECONDS = 280
 FAULT_SECONDS = 45.0
 PEERS = {"hot": "do_bench_cudagraph", "do_bench_cudagraph": "do_bench_cudagraph"}
-PROBES = ("product", "exchange", "cutedsl-tvm_ffi", "cutedsl-packed")
+PROBES = ("product", "exchange", "cutedsl-tvm_ffi", "cutedsl-packed", "fmha-64", "fmha-128", "fmha-256", "fmha-512")
 CASES = tuple(f"fmha:hd=64,t=4,s_k=256{',seed=' * bool(seed)}{seed or ''}" for seed in range(11))
 WANTED = {1: "failed", 3: "timed_out", 5: "failed", 7: "failed", 9: "error"}
 
@@ -58,7 +58,11 @@ def probe(name: str) -> Callable[[Path, Path | None], bool]:
             found = held.on(EXECUTOR, "cuda")
             unequal = differences(found, held.expected)
             good = good and not any(unequal.values())
-            print(f"run {attempt}: elements that differ from the VM's: {unequal}")
+            sizes = {output: tensor.numel() for output, tensor in found.items()}
+            print(f"run {attempt}: elements that differ from the VM's: {unequal} of {sizes}")
+            for output in (output for output, count in unequal.items() if count):
+                difference = (found[output].double() - held.expected[output].double()).abs()
+                print(f"  {output}: largest difference {difference.nan_to_num(0.0).max():.3g}")
         return good
 
     return section
@@ -86,6 +90,29 @@ def faults(out: Path, carried: Path | None) -> bool:
     return good
 
 
+def rows(out: Path, carried: Path | None) -> bool:
+    """Every cell of the full profile that our own kernels for this device have, judged as anywhere."""
+    from megamoe.provenance import run_header
+    from megamoe.record_file import RecordWriter
+    from megamoe.rows import Selection, owed_rows
+    from megamoe.run import RunSettings, judged
+    from megamoe.spec import load_specs
+
+    selection = Selection("full", ops=("fmha",), backends=("ptx",), targets=("sm_90a",), executors=("gpu",))
+    owed = owed_rows(load_specs(), selection)
+    header = run_header(selection, len(owed))
+    found: dict[str, int] = {}
+    with RecordWriter(out / "rows.jsonl") as writer:
+        writer.append(header)
+        for record in judged(owed, RunSettings(header.run, jobs=4, timeout_s=FAULT_SECONDS)):
+            found[record.status] = found.get(record.status, 0) + 1
+            writer.append(record)
+            if record.status != "passed":
+                print(f"{record.case} -> {record.status}: {record.sentence}")
+    print(f"{len(owed)} rows: {found}")
+    return found.get("passed") == len(owed)
+
+
 def times(out: Path, carried: Path | None) -> bool:
     """The stopwatch against triton.testing.do_bench."""
     from conformance.gpu.agreement import KERNELS, compared
@@ -111,6 +138,7 @@ def times(out: Path, carried: Path | None) -> bool:
 SECTIONS: Mapping[str, Callable[[Path, Path | None], bool]] = {
     "facts": facts,
     **{name: probe(name) for name in PROBES},
+    "rows": rows,
     "times": times,
     "faults": faults,
 }

@@ -87,16 +87,16 @@ def runtime(folder: Path) -> None:
 
 def probes(folder: Path) -> None:
     """Every probe with the VM's outputs; those of CuTeDSL are compiled here."""
-    from conformance.gpu import cutedsl_probe, raw_probe
+    from conformance.gpu import cutedsl_probe, fmha_probe, raw_probe
     from conformance.gpu.probe import save
 
-    for make in (
+    small = (
         raw_probe.product_probe,
         raw_probe.exchange_probe,
         cutedsl_probe.product_probe,
         cutedsl_probe.scale_add_probe,
-    ):
-        probe = make()
+    )
+    for probe in (*(make() for make in small), *fmha_probe.probes()):
         save(probe.with_expected(), folder / f"{probe.name}.probe")
 
 

@@ -1,0 +1,32 @@
+"""Probes of the ptx backend's attention: every output of the device against the VM's, bit by bit, by no tolerance."""
+
+from __future__ import annotations
+
+from backends.ptx import BACKEND
+from conformance.gpu.probe import Probe
+from megamoe.arena import Arena
+from megamoe.backend import Program
+from megamoe.references import reference
+from megamoe.spec import load_specs
+
+CASES = (
+    "fmha:hd=64,t=4,s_k=330,batch=3",
+    "fmha:hd=128,t=4,s_k=257,heads=8,kv_heads=2,causal=true",
+    "fmha:hd=256,t=64,s_k=320,causal=true,window=129",
+    "fmha:hd=512,t=40,s_k=384,causal=true",
+)
+NAMES = tuple(f"fmha-{case.partition('hd=')[2].partition(',')[0]}" for case in CASES)
+
+
+def probes() -> list[Probe]:
+    """One for each head dimension: ragged, grouped, with a window, causal."""
+    return [_probe(name, case) for name, case in zip(NAMES, CASES, strict=True)]
+
+
+def _probe(name: str, case_id: str) -> Probe:
+    spec = load_specs()["fmha"]
+    case = spec.parse_case(case_id)
+    program = BACKEND.build(case, "sm_90a")
+    assert isinstance(program, Program)
+    arena = Arena(spec, case, reference("fmha").make_inputs(case))
+    return Probe(name, program, {key: tensor.clone() for key, tensor in arena.tensors.items()}, ("o", "lse"))
