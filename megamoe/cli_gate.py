@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Annotated
@@ -65,22 +67,42 @@ def gate(
     console = cli_options.console()
     known = load_specs(specs)
     expectations = expectations_of(expected)
-    held = _baseline(baseline, specs)
-    files = records or [conduct(console, known, asked.selection(), How(output, specs, jobs, timeout)).path]
-    evidence = _evidence(files, asked if records else Asked(), known)
+    with _nothing_collected():
+        held = _baseline(baseline, specs)
+    if records:
+        with _nothing_collected():
+            files = [read_records(path) for path in records]
+    else:
+        done = conduct(console, known, asked.selection(), How(output, specs, jobs, timeout))
+        asked, files = Asked(), [_of_run(read_records(done.path), done.run)]
+    command = _accept_command(records, baseline, specs)
+    with _nothing_collected():
+        evidence = _evidence(files, asked, known)
+        verdict = _verdict(evidence, known, expectations, held, lambda row: command(str(row)), specs)
+    verdict = verdict.with_findings((), strict)
     for note in evidence.notes:
         console.print(note, markup=False)
-    command = _accept_command(records, baseline, specs)
-    verdict = _verdict(evidence, known, expectations, held, lambda row: command(str(row)), specs)
-    verdict = verdict.with_findings((), strict)
     print_verdict(console, verdict, evidence.records)
     if len({finding.row for finding in verdict.findings if finding.accept}) > 1:
         console.print(f"All of these at once: {command('--all-of', '*')}", markup=False)
     if junit is not None:
-        write_junit(junit, verdict, evidence.figures, evidence.started)
+        with _nothing_collected():
+            write_junit(junit, verdict, evidence.figures, evidence.started)
         console.print(f"JUnit XML: {junit}", markup=False)
     interrupted = any(record.status == "not_run" for record in evidence.records)
     raise typer.Exit(0 if verdict.passed else INTERRUPTED if interrupted and not records else 1)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keeps Python from looking for garbage among hundreds of thousands of lines, all of them in use."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _baseline(path: Path | None, specs: Path | None) -> Baseline | None:
@@ -105,19 +127,29 @@ class _Evidence:
     changed: list[str]
 
 
-def _evidence(paths: Sequence[Path], asked: Asked, known: Mapping[str, Spec]) -> _Evidence:
-    files = [read_records(path) for path in paths]
+def _of_run(file: RecordFile, run: str) -> RecordFile:
+    return replace(file, lines=tuple(line for line in file.lines if line.run == run))
+
+
+def _evidence(files: Sequence[RecordFile], asked: Asked, known: Mapping[str, Spec]) -> _Evidence:
     headers = [header for file in files for header in file.headers]
     selections = [asked.selection()] if asked.anything else [_selection_in(header) for header in headers]
     if not selections:
-        raise RecordError(f"{paths[0]} has no header of a run, so the rows owed are unknown; name them by options")
-    rows = [row for selection in selections for row in owed_rows(known, selection)]
-    changed = [] if asked.anything else [text for header in headers for text in _changed_since(header, known)]
+        raise RecordError(f"{files[0].path} has no header of a run, so the rows owed are unknown; name them by options")
+    owed = {selection: owed_rows(known, selection) for selection in selections}
+    judged = () if asked.anything else zip(headers, selections, strict=True)
+    changed = [text for header, selection in judged for text in _changed_since(header, len(owed[selection]))]
     notes = [file.torn for file in files if file.torn]
     notes += [note for note in dict.fromkeys(_other_revision(header) for header in headers) if note]
     started = headers[0].started if headers else datetime.now(UTC).isoformat(timespec="seconds")
     return _Evidence(
-        list(dict.fromkeys(rows)), selections, _all_records(files), _all_figures(files), started, notes, changed
+        list(dict.fromkeys(row for rows in owed.values() for row in rows)),
+        selections,
+        _all_records(files),
+        _all_figures(files),
+        started,
+        notes,
+        changed,
     )
 
 
@@ -161,9 +193,8 @@ def _accept_command(records: Sequence[Path] | None, baseline: Path | None, specs
     return command
 
 
-def _changed_since(header: RunHeader, specs: Mapping[str, Spec]) -> list[str]:
+def _changed_since(header: RunHeader, now: int) -> list[str]:
     """A sentence if the selection of a run holds another number of rows by now: specs, backends or the file changed."""
-    now = len(owed_rows(specs, _selection_in(header)))
     if now == header.owed_rows:
         return []
     return [f"run {header.run} owed {header.owed_rows} rows when it began, its selection holds {now} now; run it again"]

@@ -68,8 +68,9 @@ class How:
 
 @dataclass(frozen=True, slots=True)
 class Conducted:
-    """A run that is over, and what it left in the file at `path`."""
+    """A run that is over, by its id, and what it left in the file at `path`, which may hold earlier runs."""
 
+    run: str
     path: Path
     rows: list[Row]
     records: list[Record]
@@ -93,7 +94,7 @@ def conduct(console: Console, known: Mapping[str, Spec], selection: Selection, h
         settings = RunSettings(header.run, how.jobs, how.timeout, how.specs, FAILURES, kept, programs)
         records, together = _run_and_record(console, rows, path, header, settings)
     console.print(f"records: {path}", markup=False)
-    return Conducted(path, rows, records, together)
+    return Conducted(header.run, path, rows, records, together)
 
 
 def _compilers() -> dict[str, str]:

@@ -219,6 +219,12 @@ def test_the_rows_are_run_if_no_file_is_given(capsys: pytest.CaptureFixture[str]
     assert len(list(ElementTree.parse("out/gate.xml").iter("failure"))) == 1
 
 
+def test_an_earlier_run_in_the_same_file_is_not_this_one_s_business() -> None:
+    asked = ["gate", "--case", ROW.case, "--jobs", "1", "--executor", f"{FAKE}:EXECUTOR", "--output", "run.jsonl"]
+    assert main([*asked, "--backend", f"{FAKE}:SCALES"]) == 1
+    assert main([*asked, "--backend", f"{FAKE}:WORKS"]) == 0
+
+
 def test_a_real_kernel_from_run_to_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
     run = [
         "gate",
