@@ -20,11 +20,11 @@ SDPA = ("torch-sdpa-cudnn", "torch-sdpa-flash", "torch-sdpa-efficient")
 # Section -> seconds for all of it, sessions, and the options of each.
 SECTIONS: dict[str, tuple[float, int, tuple[str, ...]]] = {
     "small": (
-        120.0,
+        200.0,
         1,
         ("--op", "fmha", "--profile", "gpu", "--where", "hd=64|128,t=1|128,s_k=128|512,heads=1,window=null"),
     ),
-    "decode": (280.0, 1, ("--op", "fmha", "--profile", "gpu", "--where", "s_k=8192|32768")),
+    "decode": (420.0, 1, ("--op", "fmha", "--profile", "gpu", "--where", "s_k=8192|32768")),
     "slices": (
         280.0,
         1,
@@ -32,7 +32,7 @@ SECTIONS: dict[str, tuple[float, int, tuple[str, ...]]] = {
     ),
     # Kernels of 5 us to 130 us, three backends, each session in processes of its own.
     "aa": (
-        400.0,
+        520.0,
         10,
         (
             *(
