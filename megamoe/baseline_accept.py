@@ -32,16 +32,20 @@ class Seen:
     lines: Sequence[_Line]
 
     @property
+    def unsupported(self) -> set[Row]:
+        """The rows that the machine of the run could not do: a peer that lacks a shape, say."""
+        return {_row_of(line) for line in self.lines if not isinstance(line, Figures) and line.status == "unsupported"}
+
+    @property
     def rows(self) -> dict[Row, RunHeader | None]:
         """Every row that has a record or times, with the header of the last run that saw it."""
-        found: dict[Row, RunHeader | None] = {}
-        for line in self.lines:
-            if isinstance(line, Record):
-                found[line.row] = self.headers.get(line.run)
-            elif isinstance(line, Timing):
-                row = Row(line.case, line.backend, line.target, line.executor, "eager")
-                found[row] = self.headers.get(line.run)
-        return found
+        lines = (line for line in self.lines if not isinstance(line, Figures))
+        return {_row_of(line): self.headers.get(line.run) for line in lines}
+
+
+def _row_of(line: Record | Timing) -> Row:
+    """The row of a line; a time has no schedule, as devices have one alone."""
+    return line.row if isinstance(line, Record) else Row(line.case, line.backend, line.target, line.executor, "eager")
 
 
 def seen_in(files: Sequence[RecordFile]) -> Seen:
@@ -158,8 +162,9 @@ def rows_matching(
 ) -> list[Row]:
     """The rows whose case matches the glob: those that were seen, those of the baseline that nobody owes any more.
 
-    `excused` rows, which fail as expected, are left out.
+    `excused` rows, which fail as expected, and `seen.unsupported` ones are left out.
     """
     seen_rows = seen.rows
+    excused = {*excused, *seen.unsupported}
     gone = [row for row in baseline.records if row not in owed and row not in seen_rows]
     return [row for row in (*seen_rows, *gone) if fnmatchcase(row.case, pattern) and row not in excused]

@@ -75,6 +75,9 @@ def accept(
     for one in accepted:
         steps = ", ".join(f"{name} {step}" for name, step in one.changes.items())
         console.print(f"accepted: {one.row}: {steps}", markup=False)
+    left_out = len(seen.unsupported) if all_of else 0
+    if left_out:
+        console.print(f"left out: {left_out} rows that are unsupported where they were run")
     console.print(f"{len(accepted)} rows of {path} changed; commit it with the change that it is about", markup=False)
 
 

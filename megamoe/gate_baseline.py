@@ -103,7 +103,8 @@ def _of_programs(
     """What compilers say, program by program. A row stands for each, so that one command accepts both."""
     rows: dict[_Program, Row] = {}
     for row in seen:
-        rows.setdefault(row[:3], row)
+        if row in claim.rows or row in baseline.records:
+            rows.setdefault(row[:3], row)
     before = _by_program(baseline.figures)
     after = _by_program({figures_key(line): line for line in figures})
     for program, row in rows.items():

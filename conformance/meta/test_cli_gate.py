@@ -9,11 +9,12 @@ from xml.etree import ElementTree
 
 import fake_backends
 import pytest
+from fake_results import H200
 from gate_lines import COUNTERS, KERNEL, NEIGHBOUR, ROW, figures, header, record
 
 from megamoe.baseline import read_baseline
 from megamoe.cli import main
-from megamoe.record import Figures, Record, Row, RunHeader
+from megamoe.record import Figures, Record, Row, RunHeader, Temperature, Timing
 from megamoe.record_file import RecordWriter
 
 FAKE = fake_backends.__name__
@@ -34,6 +35,23 @@ def _run_of(*lines: Record | Figures | RunHeader, path: str = "run.jsonl") -> No
     with RecordWriter(Path(path)) as writer:
         for line in (header(), *lines):
             writer.append(line)
+
+
+def _timing(row: Row, temperature: Temperature) -> Timing:
+    return Timing(
+        run="run-7",
+        case=row.case,
+        op=row.op,
+        backend=row.backend,
+        target=row.target,
+        executor=row.executor,
+        temperature=temperature,
+        method="graph",
+        status="passed",
+        sentence="",
+        samples_us=(9.0, 10.0),
+        rounds=(0, 0),
+    )
 
 
 def _accept_all(*lines: Record | Figures) -> None:
@@ -160,6 +178,24 @@ def test_what_the_baseline_says_already_is_not_accepted_again(capsys: pytest.Cap
     _accept_all(*GOOD)
     assert main([*ACCEPT, str(ROW)]) == 2
     assert "there is nothing to accept" in capsys.readouterr().err
+
+
+def test_times_of_a_device_go_into_its_own_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megamoe.baseline.BASELINES", tmp_path / "baselines")
+    row = Row(ROW.case, "ptx", "sm_90a", "gpu", "eager")
+    cold, hot = (_timing(row, temperature) for temperature in ("cold", "hot"))
+    peer = record(row._replace(backend="somebody"), {}, status="unsupported")
+    with RecordWriter(Path("run.jsonl")) as writer:
+        for line in (header().model_copy(update={"device": H200}), record(row), cold, hot, figures(row), peer):
+            writer.append(line)
+    assert main(["accept", "--from", "run.jsonl", "--all-of", "*", "--reason", "the first times"]) == 0
+    assert "left out: 1 rows that are unsupported" in capsys.readouterr().out
+    held = read_baseline(tmp_path / "baselines" / "h200.jsonl")
+    assert [line.samples_us for line in held.timings.values()] == [cold.samples_us, hot.samples_us]
+    assert {line.run for line in held.timings.values()} == set(held.headers), "times keep the device that took them"
+    assert set(held.records) == {row}, "what a peer cannot do is no baseline"
 
 
 def test_a_row_may_be_pasted_without_quotes() -> None:

@@ -162,6 +162,14 @@ def test_one_kernel_may_be_renamed_but_several_may_not() -> None:
     assert "a.registers none -> 168" in found.sentence
 
 
+def test_the_program_of_a_row_on_a_device_is_the_business_of_its_row_in_the_vm() -> None:
+    device = ROW._replace(executor="gpu")
+    worse = figures(ROW, {**KERNEL, "registers": 255})
+    assert (
+        _findings(record(device), worse, owed=(device,), claimed=claim(ROW, selection=Selection(cases=(CASE,)))) == []
+    )
+
+
 def test_figures_that_are_not_there_close_the_gate() -> None:
     (held,) = _findings(record(ROW), *BOTH[2:])
     assert held.closes
