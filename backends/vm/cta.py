@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from backends.vm.clocks import Clock
@@ -58,16 +59,13 @@ class Cta:
         self.smem = SharedMemory(layout.static_shared, dynamic, layout.dynamic_align)
         self.smem.name_of = cluster.agent_name
         self.smem.first_engine, self.smem.first_copy = cluster.tensor_agent(0), cluster.first_copy
-        self.tmem = TensorMemory(name_of=cluster.agent_name)
         self.local_size = layout.local_size
         self.mbarriers: dict[int, MBarrier] = {}
         self.warpgroups: dict[int, Warpgroup] = {}
         self.tensor_agent = cluster.tensor_agent(place.cta_rank)
         self.tensor_serial = 0
         self._accumulators: dict[tuple[int, ...], int] = {}
-        self.named = [
-            NamedBarrier(Clock.zero(cluster.agents), Clock.zero(cluster.agents)) for _ in range(NAMED_BARRIERS)
-        ]
+        self.named: dict[int, NamedBarrier] = {}
         threads = place.block[0] * place.block[1] * place.block[2]
         self.warps = [
             Warp(layout.code, self, index, min(32, threads - 32 * index), cluster.warp_agent(place.cta_rank, index),
@@ -76,6 +74,16 @@ class Cta:
         ]  # fmt: skip
         for warp in self.warps:
             warp.fill_symbols()
+
+    @cached_property
+    def tmem(self) -> TensorMemory:
+        """Tensor memory, made on first use: most CTAs of some launches have none."""
+        return TensorMemory(name_of=self.cluster.agent_name)
+
+    @property
+    def used_tmem(self) -> TensorMemory | None:
+        """`tmem` if anything has used it."""
+        return self.__dict__.get("tmem")
 
     def accumulator_agent(self, *accumulator: int) -> int:
         """Clock index of the chain of MMAs with this accumulator: (address, m, n)."""
@@ -154,9 +162,15 @@ class Cta:
 
     def threads_ended(self) -> None:
         """Barriers that only waited for threads that have now ended are complete (PTX ISA 9.7.13.1)."""
-        for barrier in self.named:
+        for barrier in self.named.values():
             if barrier.arrived and barrier.expected is None:
                 self.complete_barrier(barrier)
+
+    def named_barrier(self, number: int) -> NamedBarrier:
+        """Barrier resource `number`, made on first use."""
+        if number not in self.named:
+            self.named[number] = NamedBarrier(Clock.zero(self.cluster.agents), Clock.zero(self.cluster.agents))
+        return self.named[number]
 
     def complete_barrier(self, barrier: NamedBarrier) -> None:
         """End the phase of a named barrier if all that it waits for have arrived."""
@@ -192,7 +206,7 @@ class Cta:
                 raise Fault("exit-with-pending-operation", f"{left.what} was issued, but nobody has waited for it at "
                             f"mbarrier {barrier.offset:#x} when the CTA ends", kernel=left.kernel, line=left.line,
                             text=left.text, where=left.issuer)  # fmt: skip
-        if self.tmem.allocations:
+        if self.used_tmem is not None and self.used_tmem.allocations:
             held = ", ".join(f"{a.columns} columns at {a.first} (PTX line {a.line})" for a in self.tmem.allocations)
             raise Fault("tmem-leak", f"the CTA ends with tensor memory allocated: {held}; tcgen05.dealloc is missing",
                         kernel=self.layout.code.function.name, where=f"CTA {self.place.ctaid}")  # fmt: skip

@@ -265,11 +265,10 @@ class Run:
             self._check_nothing_pending(cluster)
             for cta in cluster.ctas:
                 self._count(cta.warps)
-                self.machine.counters["tmem_columns"] = max(
-                    self.machine.counters["tmem_columns"], cta.tmem.peak_columns
-                )
-                if cta.tmem.unwaited_overwrites:
-                    self.machine.counters["tmem_unwaited_overwrites"] += cta.tmem.unwaited_overwrites
+                tmem, counters = cta.used_tmem, self.machine.counters
+                counters["tmem_columns"] = max(counters["tmem_columns"], tmem.peak_columns if tmem is not None else 0)
+                if tmem is not None and tmem.unwaited_overwrites:
+                    counters["tmem_unwaited_overwrites"] += tmem.unwaited_overwrites
             self.resident.remove(cluster)
             self.warps = [warp for warp in self.warps if warp.cta.cluster is not cluster]
         return bool(over)

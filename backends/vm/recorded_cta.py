@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.cta import NAMED_BARRIERS
 from backends.vm.recorded_code import mnemonic
 from backends.vm.recorded_memory import Bounds, RecordedMBarrier, RecordedSharedMemory, RecordedTensorMemory, Verb
 from backends.vm.shared import Granules
@@ -165,8 +166,9 @@ class RecordedCta:
             ("mbarrier", self.number, offset): (barrier.phase, barrier.pending, barrier.transactions)
             for offset, barrier in self.cta.mbarriers.items()
         }
-        for number, barrier in enumerate(self.cta.named):
-            states["barrier", self.number, number] = (barrier.generation, barrier.arrived)
+        for number in range(NAMED_BARRIERS):
+            barrier = self.cta.named.get(number)
+            states["barrier", self.number, number] = (barrier.generation, barrier.arrived) if barrier else (0, 0)
         states["cluster", 0, id(self.cta.cluster)] = (self.cta.cluster.generation,)
         return states
 

@@ -33,24 +33,32 @@ WIDTH_OF_VIEW = {name: width for width, names in VIEWS_OF_WIDTH.items() for name
 Row = npt.NDArray[np.generic]
 
 
-def allocate(counts: dict[int, int], constants: dict[int, list[int]]) -> dict[str, list[Row]]:
-    """Views of a fresh register file: for each view name a list of rows, shape [32] (or [32, n] for packed views).
+Storage = dict[int, Row]
+"""Rows of each width: [registers and literals, 32], for 128 bits [.., 32, 2]."""
+
+
+def allocate(counts: dict[int, int], constants: dict[int, list[int]]) -> Storage:
+    """A fresh register file.
 
     `counts` gives the registers of each width; `constants` the bit patterns of literals, placed from the last row
     backwards, so that literal number i is row -(i+1). Registers start as zero; reading one that was never written is
     found by backends.vm.assignment.
     """
-    views: dict[str, list[Row]] = {}
-    for width, kinds in _DTYPES.items():
+    rows: Storage = {}
+    for width, dtype in _STORAGE.items():
         literal = constants.get(width, [])
         total = counts.get(width, 0) + len(literal)
-        shape = (total, LANES, 2) if width == 128 else (total, LANES)
-        storage = np.zeros(shape, _STORAGE[width])
+        storage = rows[width] = np.zeros((total, LANES, 2) if width == 128 else (total, LANES), dtype)
         for position, bits in enumerate(literal):
             storage[total - 1 - position] = [bits & (2**64 - 1), bits >> 64] if width == 128 else bits
-        for name, dtype in kinds:
-            view = storage.view(dtype)
-            if width in (32, 64) and view.shape != storage.shape:
-                view = view.reshape(total, LANES, view.shape[-1] // LANES)
-            views[name] = list(view)
-    return views
+    return rows
+
+
+def view(storage: Storage, name: str) -> list[Row]:
+    """The rows of a register file as the view `name` shows them: arrays [32], or [32, n] for packed views."""
+    width = WIDTH_OF_VIEW[name]
+    rows = storage[width]
+    shown = rows.view(dict(_DTYPES[width])[name])
+    if width in (32, 64) and shown.shape != rows.shape:
+        shown = shown.reshape(rows.shape[0], LANES, shown.shape[-1] // LANES)
+    return list(shown)

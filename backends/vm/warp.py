@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,21 @@ class Warp:
     `mask` holds the active lanes; `where` is the same for ufuncs, or True when all 32 are active.
     """
 
+    pred: list[Mask]
+    u16: list[npt.NDArray[np.uint16]]
+    s16: list[npt.NDArray[np.int16]]
+    f16: list[npt.NDArray[np.float16]]
+    u32: list[npt.NDArray[np.uint32]]
+    s32: list[npt.NDArray[np.int32]]
+    f32: list[npt.NDArray[np.float32]]
+    u16x2: list[npt.NDArray[np.uint16]]
+    u64: list[npt.NDArray[np.uint64]]
+    s64: list[npt.NDArray[np.int64]]
+    f64: list[npt.NDArray[np.float64]]
+    f32x2: list[npt.NDArray[np.float32]]
+    u32x2: list[npt.NDArray[np.uint32]]
+    u64x2: list[npt.NDArray[np.uint64]]
+
     def __init__(self, code: Code, cta: Cta, index: int, lanes: int, agent: int, agents: int) -> None:
         self.code = code
         self.cta = cta
@@ -49,21 +64,7 @@ class Warp:
         self.clock = Clock.zero(agents)
         self.clock.seen[agent] = self.clock.fenced[agent] = 1
         self.stamp = stamp(agent, 1)
-        views = registers.allocate(code.rows.counts, code.rows.constants)
-        self.pred = cast("list[Mask]", views["pred"])
-        self.u16 = cast("list[npt.NDArray[np.uint16]]", views["u16"])
-        self.s16 = cast("list[npt.NDArray[np.int16]]", views["s16"])
-        self.f16 = cast("list[npt.NDArray[np.float16]]", views["f16"])
-        self.u32 = cast("list[npt.NDArray[np.uint32]]", views["u32"])
-        self.s32 = cast("list[npt.NDArray[np.int32]]", views["s32"])
-        self.f32 = cast("list[npt.NDArray[np.float32]]", views["f32"])
-        self.u16x2 = cast("list[npt.NDArray[np.uint16]]", views["u16x2"])
-        self.u64 = cast("list[npt.NDArray[np.uint64]]", views["u64"])
-        self.s64 = cast("list[npt.NDArray[np.int64]]", views["s64"])
-        self.f64 = cast("list[npt.NDArray[np.float64]]", views["f64"])
-        self.f32x2 = cast("list[npt.NDArray[np.float32]]", views["f32x2"])
-        self.u32x2 = cast("list[npt.NDArray[np.uint32]]", views["u32x2"])
-        self.u64x2 = cast("list[npt.NDArray[np.uint64]]", views["u64x2"])
+        self._storage = registers.allocate(code.rows.counts, code.rows.constants)
         self.written = {key: np.zeros(LANES, np.uint16) for key in code.tracked}
         self.executed = [0] * len(code.blocks)
         self.local = np.zeros((LANES, cta.local_size), np.uint8)
@@ -80,6 +81,14 @@ class Warp:
         self.tmem_loads: dict[int, dict[tuple[int, int], list[Index]]] = {}
         self.copies = CopyGroups()
         self.turns = LaneTurns()
+
+    def __getattr__(self, name: str) -> list[registers.Row]:
+        """A view of the registers, made when an instruction first reads them so: most are never needed."""
+        if name not in registers.WIDTH_OF_VIEW:
+            raise AttributeError(f"a warp has no {name!r}")
+        rows = registers.view(self._storage, name)
+        setattr(self, name, rows)
+        return rows
 
     def fill_symbols(self) -> None:
         """Write special registers and symbol addresses; once, when the CTA is complete."""

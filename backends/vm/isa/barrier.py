@@ -20,7 +20,7 @@ def _arrive(warp: Warp, number: int, count: int | None, *, aligned: bool) -> Nam
         raise Fault("barrier-misuse", f"a thread count of {count} for barrier {number} is not a multiple of 32")
     if aligned:
         warp.converged(f"barrier {number}")
-    barrier = warp.cta.named[number]
+    barrier = warp.cta.named_barrier(number)
     if barrier.arrived and barrier.expected != count:
         raise Fault(
             "barrier-misuse", f"barrier {number} is awaited with {_expected(count)} here and with "
@@ -107,7 +107,7 @@ def reduce(b: Binder) -> Step:
 
     def step(warp: Warp) -> object:
         number, mask = _uniform(warp, row), warp.mask
-        warp.cta.named[number].votes.extend((warp.pred[rp] ^ negated)[mask].tolist())
+        warp.cta.named_barrier(number).votes.extend((warp.pred[rp] ^ negated)[mask].tolist())
         barrier = _arrive(warp, number, None if count is None else _uniform(warp, count), aligned=aligned)
         wait = _wait(warp, number, barrier)
 
