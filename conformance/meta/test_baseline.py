@@ -194,13 +194,9 @@ print(json.dumps([[one.status, one.program_sha256, dict(one.counters)] for one i
 
 
 def _on_a_host(environment: Mapping[str, str]) -> object:
-    done = subprocess.run(
-        [sys.executable, "-c", ON_A_HOST],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    settings = [f"{name}={value}" for name, value in environment.items()]
+    command = ["env", *settings, sys.executable, "-c", ON_A_HOST]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
