@@ -10,10 +10,12 @@ import pytest
 from backends.ptx import BACKEND
 from backends.ptx.assembler import Assembly, AssemblyError, assemble
 from backends.ptx.builder import Builder, BuilderError
-from backends.ptx.sm90_fmha.geometry import MAX_SMEM, SUPPORTED_HD, THREADS, Geometry
+from backends.ptx.sm90_fmha.geometry import MAX_SMEM, SPLIT_KEYS, SUPPORTED_HD, THREADS, Geometry, splits_of
 from backends.ptx.sm90_fmha.kernel import PTX_VERSION, kernel_text
 from megamoe.arena import Arena
 from megamoe.backend import KernelArg, RunOptions, ScalarArg, TensorMapArg, UnsupportedError, load_executor
+from megamoe.judge import judge
+from megamoe.record import Row
 from megamoe.references import reference
 from megamoe.spec import load_specs
 
@@ -29,9 +31,10 @@ def assembled(ptx: str) -> Assembly:
         pytest.skip(f"unsupported: {missing}")
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("hd", SUPPORTED_HD)
-def test_it_assembles_without_spills(hd: int) -> None:
-    assembly = assembled(kernel_text(hd))
+def test_it_assembles_without_spills(hd: int, split: bool) -> None:
+    assembly = assembled(kernel_text(hd, split))
     used = assembly.stack + assembly.spill_stores + assembly.spill_loads
     assert used == 0, f"hd={hd} uses local memory: {assembly}"
     assert assembly.registers <= MOST_REGISTERS
@@ -70,13 +73,31 @@ def param_of(argument: KernelArg) -> str:
 
 
 @pytest.mark.parametrize("hd", SUPPORTED_HD)
+@pytest.mark.parametrize("s_k", [130, 1000])
 @pytest.mark.parametrize("lse", [True, False])
-def test_arguments_are_the_parameters(hd: int, lse: bool) -> None:
-    case = load_specs()["fmha"].case(hd=hd, t=3, s_k=130, heads=4, kv_heads=2, lse=lse)
+def test_arguments_are_the_parameters(hd: int, s_k: int, lse: bool) -> None:
+    case = load_specs()["fmha"].case(hd=hd, t=3, s_k=s_k, heads=4, kv_heads=2, lse=lse)
     program = BACKEND.build(case, "sm_90a")
-    declared = re.findall(r"^    \.param (.*) \w+(?:\[128\])?,?$", program.ptx, re.MULTILINE)
-    passed = [param_of(argument) for argument in program.launches[0].args]
-    assert passed == declared, f"{case}: the launch passes {passed}, the entry declares {declared}"
+    entries = program.ptx.split(".visible .entry ")[1:]
+    assert len(entries) == len(program.launches) == (2 if s_k > SPLIT_KEYS else 1)
+    for entry, launch in zip(entries, program.launches, strict=True):
+        declared = re.findall(r"^    \.param (.*) \w+(?:\[128\])?,?$", entry, re.MULTILINE)
+        passed = [param_of(argument) for argument in launch.args]
+        assert passed == declared, f"{case}: {launch.entry} is passed {passed} and declares {declared}"
+
+
+@pytest.mark.parametrize(("t", "s_k", "splits"), [(1, 512, 1), (1, 513, 2), (16, 8192, 16), (17, 8192, 1)])
+def test_the_keys_of_few_queries_are_split(t: int, s_k: int, splits: int) -> None:
+    assert splits_of(t, s_k) == splits
+    assert all(SPLIT_KEYS % Geometry(hd).tile_n == 0 for hd in SUPPORTED_HD), "a split begins within a tile"
+
+
+@pytest.mark.parametrize("hd", SUPPORTED_HD)
+def test_parts_without_a_key_count_for_nothing(hd: int) -> None:
+    """A window of one key: of three parts, two see nothing of either query or of one."""
+    case = load_specs()["fmha"].case(hd=hd, t=2, s_k=1025, heads=2, causal=True, window=1)
+    record = judge(Row(case.id, "ptx", "sm_90a", "vm", "lazy"), "pytest")
+    assert record.status == "passed", record.sentence
 
 
 @pytest.mark.parametrize(

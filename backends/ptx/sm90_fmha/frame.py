@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from backends.ptx.builder import TID_X, Builder
 from backends.ptx.operands import Address, Register, Special, at
-from backends.ptx.sm90_fmha.geometry import TILE_M, Geometry
+from backends.ptx.sm90_fmha.geometry import SPLIT_KEYS, TILE_M, Geometry
 
 FULL_WARP = 0xFFFFFFFF
 
@@ -14,7 +14,11 @@ FULL_WARP = 0xFFFFFFFF
 @dataclass(frozen=True, slots=True)
 class Params:
     """The kernel's parameters, in order. `rows`: group * t folded query rows of a (batch, kv_head); `ahead`: how many
-    keys past its own position a row may see (0 when causal); `lse`: address, or 0 when it is not wanted."""
+    keys past its own position a row may see (0 when causal); `lse`: address, or 0 when it is not wanted.
+
+    Where the keys are split, `o` is that of the partial outputs (f32 [splits][batch * kv_heads * rows][hd]), `lse` that
+    of the partial statistics (f32 [splits][batch * kv_heads * rows][2]: reference and sum), and there are `splits`.
+    """
 
     q: Register
     k: Register
@@ -28,6 +32,7 @@ class Params:
     window: Register
     ahead: Register
     scale_log2: Register
+    splits: Register | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +58,17 @@ class Frame:
     """Key tiles to visit; 0 when no row sees a key."""
     position_offset: Register
     """s_k - t: what turns a query index into its position among the keys."""
+    part: Register
+    """First row of this CTA's partial results, split * batch * kv_heads * rows (u64); 0 where nothing is split."""
 
     def place(self, name: str, offset: int = 0) -> Address:
         """The shared memory address `offset` bytes into a named place."""
         return at(self.smem, self.geometry.smem[name] + offset)
 
 
-def open_frame(x: Builder, geometry: Geometry) -> Frame:
-    """Declares the parameters, computes the tile range and sets up the barriers."""
-    params = _declare_params(x)
+def open_frame(x: Builder, geometry: Geometry, split: bool) -> Frame:
+    """Declares the parameters, computes the tile range and sets up the barriers. `split`: whether CTAs share keys."""
+    params = _declare_params(x, split)
     smem = x.dynamic_smem("dynamic_smem", 1024)
     for name, (offset, _) in geometry.smem.places.items():
         x.name_place(at(smem, offset), name)
@@ -76,9 +83,10 @@ def open_frame(x: Builder, geometry: Geometry) -> Frame:
     row_origin = x.let("row_origin", "mul.lo.u32", row_tile, TILE_M)
     kv_head = x.let("kv_head", "mov.u32", Special("%ctaid.y", "u32"))
     batch = x.let("batch", "mov.u32", Special("%ctaid.z", "u32"))
+    index, part = _split(x, params, batch)
     batch_head = x.let("batch_head", "mad.lo.u32", batch, params.kv_heads, kv_head)
     position_offset = x.let("position_offset", "sub.s32", params.s_k, params.t)
-    first_key, tiles = _key_range(x, geometry, params, position_offset)
+    first_key, tiles = _key_range(x, geometry, params, position_offset, index)
     _init_barriers(x, geometry, smem, is_leader)
     return Frame(
         x=x,
@@ -93,6 +101,7 @@ def open_frame(x: Builder, geometry: Geometry) -> Frame:
         first_key=first_key,
         tiles=tiles,
         position_offset=position_offset,
+        part=part,
     )
 
 
@@ -112,7 +121,7 @@ def end_visible(x: Builder, params: Params, position: Register, name: str) -> Re
     return end
 
 
-def _declare_params(x: Builder) -> Params:
+def _declare_params(x: Builder, split: bool) -> Params:
     return Params(
         q=x.tensor_map("q_map"),
         k=x.tensor_map("k_map"),
@@ -126,15 +135,40 @@ def _declare_params(x: Builder) -> Params:
         window=x.param("window", "s32"),
         ahead=x.param("ahead", "s32"),
         scale_log2=x.param("scale_log2", "f32"),
+        splits=x.param("splits", "u32") if split else None,
     )
 
 
-def _key_range(x: Builder, geometry: Geometry, params: Params, position_offset: Register) -> tuple[Register, Register]:
+def _split(x: Builder, params: Params, batch: Register) -> tuple[Register | None, Register]:
+    """Which split of the keys this CTA has (None: there is one), and where its partial results begin.
+
+    `batch` comes in as the third index of the CTA, which counts the splits of a batch first, and becomes the batch.
+    """
+    if params.splits is None:
+        return None, x.let("part", "mov.u64", 0)
+    x.comment("The third index of the grid: batch * splits + split.")
+    index = x.let("split", "rem.u32", batch, params.splits)
+    x.emit("div.u32", batch, batch, params.splits)
+    layers = x.let("layers", "mov.u32", Special("%nctaid.z", "u32"))
+    x.emit("div.u32", layers, layers, params.splits)
+    x.emit("mul.lo.u32", layers, layers, params.kv_heads)
+    x.emit("mul.lo.u32", layers, layers, index)
+    return index, x.let("part", "mul.wide.u32", layers, params.rows)
+
+
+def _key_range(
+    x: Builder, geometry: Geometry, params: Params, position_offset: Register, split: Register | None
+) -> tuple[Register, Register]:
     x.comment("Some row's query is the first of its sequence, some row's the last, or nearly: t is 128 at most. So the")
     x.comment("tiles are those that any query of the sequence sees: from the window of query 0 to the reach of t - 1.")
     last = x.let("last_position", "sub.s32", params.s_k, 1)
     first = first_visible(x, params, position_offset, "tile")
     end = end_visible(x, params, last, "tile")
+    if split is not None:
+        split_first = x.let("split_first", "mul.lo.u32", split, SPLIT_KEYS)
+        split_end = x.let("split_end", "add.u32", split_first, SPLIT_KEYS)
+        x.emit("max.s32", first, first, split_first)
+        x.emit("min.s32", end, end, split_end)
     first_key = x.let("first_key", "and.b32", first, -geometry.tile_n)
     reach = x.let("reach", "sub.s32", end, first_key)
     x.emit("max.s32", reach, reach, 0)

@@ -20,7 +20,12 @@ SUPPORTED_HD = (64, 128, 256, 512)
 THREADS = 128
 MOST_O_COLUMNS = 256
 """N of wgmma is 256 at most, and its f32 accumulator then takes 128 registers a thread."""
-BARRIER_BYTES = 256
+SPLIT_KEYS = 512
+"""Keys that one CTA visits where the keys are split; a multiple of every tile_n. Where a split begins depends on the
+key alone, so that the bits of a row depend on neither batch nor heads nor window."""
+MOST_SPLIT_QUERIES = 16
+"""Queries a sequence up to which the keys are split: beyond, the row tiles fill the machine, and the partial outputs
+would cost more than they bring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,11 @@ class Geometry:
         smem = smem.with_place("ring", self.stages * (self.k_bytes + self.v_bytes), 1024)
         smem = smem.with_place("q_full", 8, 8)
         return smem.with_place("k_full", 8 * self.stages, 8).with_place("v_full", 8 * self.stages, 8)
+
+
+def splits_of(t: int, s_k: int) -> int:
+    """CTAs that share a row tile's keys: 1, and no combining, for few keys or many queries."""
+    return -(-s_k // SPLIT_KEYS) if t <= MOST_SPLIT_QUERIES else 1
 
 
 def descriptor_bits(leading_bytes: int = 0) -> int:

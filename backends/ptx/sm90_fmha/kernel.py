@@ -1,9 +1,11 @@
-"""The FMHA forward kernel of one head dimension for sm_90a, as PTX text: one warpgroup, no split of the keys.
+"""The FMHA forward kernel of one head dimension for sm_90a, as PTX text: one warpgroup a tile of 64 query rows.
 
 Q K^T takes both operands from shared memory. P stays in registers: the accumulator of the first wgmma, two neighbours
 packed into a bf16 pair, is the A operand of the second one as it lies. V is read as it was stored, keys outermost, by
 the transposing (MN-major) form of B. At hd = 512 the accumulator of O would take 256 registers a thread, so two CTAs
 share a row tile, each with 256 columns of V and O; both compute all of S, as on sm_100a.
+
+With few queries (decoding) the keys are split over CTAs, whose partial results a second kernel combines.
 
 The tiles in flight and two or three CTAs an SM hide what a single warpgroup cannot overlap. Float arithmetic says `.rn`
 throughout, which forbids ptxas to contract: every rounding is the same on a GPU and on the virtual machine.
@@ -14,8 +16,9 @@ from __future__ import annotations
 import math
 from functools import cache
 
-from backends.ptx.builder import Builder
+from backends.ptx.builder import Builder, module_text
 from backends.ptx.operands import Register, at
+from backends.ptx.sm90_fmha.combine import combine_kernel
 from backends.ptx.sm90_fmha.frame import Frame, open_frame
 from backends.ptx.sm90_fmha.geometry import (
     MMA_K,
@@ -41,21 +44,29 @@ def entry_name(hd: int) -> str:
 
 
 @cache
-def kernel_text(hd: int) -> str:
-    """PTX for sm_90a that serves every t, s_k, mask, batch and grouping of one hd."""
+def kernel_text(hd: int, split: bool = False) -> str:
+    """PTX for sm_90a that serves every t, s_k, mask, batch and grouping of one hd.
+
+    `split`: with partial results, and the kernel that combines them.
+    """
+    attention = _attention(hd, split)
+    return module_text([attention, combine_kernel(hd, PTX_VERSION)]) if split else attention.text()
+
+
+def _attention(hd: int, split: bool) -> Builder:
     geometry = Geometry(hd)
     x = Builder(entry_name(hd), target="sm_90a", version=PTX_VERSION, block=THREADS)
     x.header(_description(geometry))
-    frame = open_frame(x, geometry)
+    frame = open_frame(x, geometry, split)
     load_first(frame)
     rows = open_rows(frame)
     outputs = x.regs("o_acc", "f32", geometry.o_columns // 2)
     for register in outputs:
         x.emit("mov.f32", register, 0.0)
     _tiles(frame, rows, outputs)
-    _epilogue(frame, rows, outputs)
+    (_partial_epilogue if split else _epilogue)(frame, rows, outputs)
     x.emit("ret")
-    return x.text()
+    return x
 
 
 def _tiles(frame: Frame, rows: tuple[Row, Row], outputs: tuple[Register, ...]) -> None:
@@ -163,6 +174,33 @@ def _epilogue(frame: Frame, rows: tuple[Row, Row], outputs: tuple[Register, ...]
                     x.emit("mul.rn.f32", value, value, inverse)
                 pair = x.let("pair", "cvt.rn.bf16x2.f32", odd, even)
                 x.emit("st.global.b32", at(address, 16 * block), pair)
+
+
+def _partial_epilogue(frame: Frame, rows: tuple[Row, Row], outputs: tuple[Register, ...]) -> None:
+    """O as it stands, in fp32, and what it is relative to: combine.py makes one of all splits."""
+    x, params, geometry = frame.x, frame.params, frame.geometry
+    x.section("epilogue: partial results")
+    quad_lane = x.let("quad_lane", "and.b32", frame.thread, 3)
+    wanted = x.let("statistics_wanted", "setp.eq.u32", quad_lane, 0)
+    x.emit("setp.eq.and.u32", wanted, frame.o_origin, 0, wanted, note="one thread a row, of one CTA")
+    first_row = x.let("first_row", "mul.wide.u32", frame.batch_head, params.rows)
+    x.emit("add.s64", first_row, first_row, frame.part)
+    for index, row in enumerate(rows):
+        quad_sum(x, row.total)
+        number = x.let("row_wide", "cvt.u64.u32", row.number)
+        x.emit("add.s64", number, number, first_row)
+        stored = x.let("statistics_stored", "and.pred", wanted, row.is_row)
+        place = x.let("statistics_at", "shl.b64", number, 3)
+        x.emit("add.s64", place, place, params.lse)
+        x.emit("st.global.v2.f32", at(place), (row.reference, row.total), guard=stored)
+        address = x.let("o_at", "mul.lo.u64", number, 4 * geometry.hd)
+        x.emit("add.s64", address, address, params.o)
+        column = x.let("o_column", "mad.lo.u32", quad_lane, 2, frame.o_origin)
+        x.emit("add.s64", address, address, x.let("o_column_bytes", "mul.wide.u32", column, 4))
+        with x.when(row.is_row, "store_row"):
+            for block in range(geometry.o_columns // 8):
+                pair = outputs[4 * block + 2 * index : 4 * block + 2 * index + 2]
+                x.emit("st.global.v2.f32", at(address, 32 * block), pair)
 
 
 def _store_lse(frame: Frame, row: Row, number: Register, wanted: Register) -> None:
