@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from datetime import date, timedelta
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,7 +15,7 @@ from gate_lines import COUNTERS, KERNEL, NEIGHBOUR, ROW, figures, header, record
 
 from megamoe.baseline import read_baseline
 from megamoe.cli import main
-from megamoe.record import Figures, Record, Row, RunHeader, Temperature, Timing
+from megamoe.record import Figures, Record, Row, RunHeader, Status, Temperature, Timing
 from megamoe.record_file import RecordWriter
 
 FAKE = fake_backends.__name__
@@ -228,6 +229,49 @@ def test_a_baseline_that_cannot_be_used_is_a_sentence_and_status_2(
         Path("base.jsonl").write_text(content)
     assert main(GATE) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("days", "status", "said"),
+    [
+        (-1, "failed", "expired on"),
+        (181, "failed", "more than 180 days from now"),
+        (30, "passed", "is expected to be failed but passed; remove the entry"),
+        (30, "crashed", "is expected to be failed but is crashed"),
+        (30, "failed", None),
+    ],
+)
+def test_an_expected_failure_holds_until_it_does_not(
+    days: int, status: Status, said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _accept_all(*GOOD)
+    _run_of(record(ROW, status=status), *GOOD[1:])
+    expires = date.today() + timedelta(days=days)
+    fields = f"{{case: '{ROW.case}', backend: ptx, target: sm_100a, executor: vm, status: failed, expires: {expires}"
+    Path("e.yaml").write_text(f"expected:\n- {fields}, reason: the ring deadlocks, example: '{ROW.case}'}}\n")
+    capsys.readouterr()
+    assert main([*GATE, "--expected", "e.yaml"]) == (0 if said is None else 1)
+    assert (said or "1 of these as expected") in capsys.readouterr().out
+
+
+def test_without_the_tracked_file_every_row_is_new(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megamoe.cli_gate.VM_BASELINE", Path("nowhere.jsonl"))
+    _run_of(*GOOD)
+    assert main(["gate", "run.jsonl", *OWED]) == 1, "a baseline that was deleted must not open the gate"
+    assert "2 passed, 0 failed, 1 new" in capsys.readouterr().out, "the other row is none of the smoke profile"
+
+
+def test_specs_of_one_s_own_have_no_baseline_but_one_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    specs = ["--specs", str(Path(__file__).resolve().parents[2] / "specs")]
+    _run_of(*GOOD)
+    assert main(["gate", "run.jsonl", *OWED, *specs]) == 0
+    assert main([*ACCEPT, "--all-of", "*"]) == 0
+    _run_of(record(ROW, WORSE), *GOOD[1:])
+    capsys.readouterr()
+    assert main([*GATE, *specs]) == 1
+    assert main(_printed_command(capsys.readouterr().out, "on purpose")) == 0, "with the same specs"
 
 
 def test_a_row_of_a_device_is_owed_only_if_it_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

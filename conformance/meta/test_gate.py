@@ -62,6 +62,11 @@ def test_a_missing_row_closes_it() -> None:
     assert f"there is no record of {OTHER} on ptx sm_100a vm eager" in verdict.problems[0]
 
 
+def test_the_command_for_a_missing_row_names_the_specs_that_were_given() -> None:
+    (problem,) = judge_run([ROW], [], specs=Path("my specs")).problems
+    assert problem.endswith(f"Rerun: {ROW.rerun} --specs 'my specs'")
+
+
 def test_nothing_owed_closes_it() -> None:
     assert not judge_run([], []).passed, "a run of nothing proves nothing"
 
