@@ -195,3 +195,26 @@ def test_st_async_into_the_other_cta() -> None:
     hasty = hasty.replace("[%r3];\nmul", "[%r3]; //!\nmul")
     assert_blamed(Kernel(hasty, **options), "copy-not-awaited", "the copy of PTX line")  # type: ignore[arg-type]
     assert SYNC not in hasty
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_vector_atomics_add_each_element(count: int) -> None:
+    """Two CTAs of 32 lanes add to 8 vectors; what they got back are the sums before, so that the largest misses one."""
+    values = ", ".join(f"%f{i}" for i in range(count))
+    olds = ", ".join(f"%f{i + 8}" for i in range(count))
+    body = f"""and.b32 %r1, %lane, 7; mul.wide.u32 %rd1, %r1, {4 * count}; add.u64 %rd1, %rd1, %out;
+    {" ".join(f"mov.f32 %f{i}, 0f{np.float32(i + 1).view(np.uint32):08x};" for i in range(count))}
+    red.relaxed.gpu.global.add.v{count}.f32 [%rd1], {{{values}}};
+    atom.global.add.v{count}.f32 {{{olds}}}, [%rd1], {{{values}}};
+    setp.ge.f32 %p1, %f{count + 7}, 0f{np.float32(15 * count).view(np.uint32):08x};
+    @%p1 red.global.add.u32 [%seen], 1; ret;"""
+    buffers = {"out": np.zeros(8 * count, np.float32), "seen": np.zeros(1, np.uint32)}
+    out = np.tile(np.arange(1, count + 1, dtype=np.float32) * 16, 8)
+    assert_clean(Kernel(body, buffers, grid=(2, 1, 1)), {"out": out, "seen": np.array([8], np.uint32)})
+
+
+def test_a_vector_atomic_is_aligned_to_all_of_it() -> None:
+    body = (
+        "add.u64 %rd1, %out, 8; mov.f32 %f0, 0f00000000;\nred.global.add.v4.f32 [%rd1], {%f0, %f0, %f0, %f0}; //!\nret;"
+    )
+    assert_blamed(Kernel(body, {"out": np.zeros(16, np.float32)}), "misaligned", "vector atomic of 16 bytes")

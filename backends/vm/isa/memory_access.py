@@ -10,6 +10,7 @@ from backends.vm import access
 from backends.vm.ast import Operand, Sink
 from backends.vm.binder import Binder
 from backends.vm.forms import Step, opcode
+from backends.vm.memory import check_alignment
 from backends.vm.registers import LANES
 from backends.vm.warp import Warp
 
@@ -157,7 +158,7 @@ def _numpy_type(kind: str) -> np.dtype[np.generic]:
     return np.dtype({"b": "u", "u": "u", "s": "i", "f": "f"}[kind[0]] + str(int(kind[1:]) // 8))
 
 
-def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ...]) -> Step:
+def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ...], offset: int = 0) -> Step:
     kind, update, space = b.words["type"], _UPDATES[b.words["op"]], b.words["space"]
     sem, scope = b.words["sem"], b.words["scope"]
     dtype = _numpy_type(kind)
@@ -168,7 +169,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
 
     def step(warp: Warp) -> None:
         lanes = np.flatnonzero(warp.mask)
-        places, first, which = np.unique(address(warp)[lanes], return_index=True, return_inverse=True)
+        places, first, which = np.unique(address(warp)[lanes] + offset, return_index=True, return_inverse=True)
         access.synchronise(warp, space, places, sem, scope, acquire=True, release=False)
         found = access.load(warp, space, places, dtype.itemsize, strong=True, lanes=lanes[first]).view(dtype)[:, 0]
         held: list[int | float] = found.tolist()
@@ -210,6 +211,40 @@ def atom(b: Binder) -> Step:
 def red(b: Binder) -> Step:
     """Like atom, with no result."""
     return _atomic(b, None, b.operands[0], b.operands[1:2])
+
+
+def _vector(b: Binder, d: Operand | None, a: Operand, source: Operand) -> Step:
+    """Elements of a vector are added one by one: the ISA makes each of them atomic, not the whole."""
+    count = int(b.words["vec"][1:])
+    sources = b.vector(source, count)
+    targets = [None] * count if d is None or isinstance(d, Sink) else b.vector(d, count)
+    address, size = b.address(a), 4 * count
+    steps = [_atomic(b, targets[i], a, (sources[i],), 4 * i) for i in range(count)]
+
+    def step(warp: Warp) -> None:
+        check_alignment(address(warp)[warp.mask], size, "vector atomic")
+        for one in steps:
+            one(warp)
+
+    return step
+
+
+_VECTOR_FORM = "{.<sem>}{.<scope>}{.<space>}.<op>{.<hint>}.<vec>.<type>"
+_VECTOR = {**_ATOMIC, "space": "global", "op": "add", "vec": "v2 v4", "type": "f32"}
+
+
+@opcode("atom" + _VECTOR_FORM, section="9.7.13.5", counter="memory", vocabulary=_VECTOR)
+def atom_vector(b: Binder) -> Step:
+    """Add each element of a vector to memory; the old elements are the result."""
+    d, a, source = b.operands[:3]
+    return _vector(b, d, a, source)
+
+
+@opcode("red" + _VECTOR_FORM, section="9.7.13.6", counter="memory", vocabulary=_VECTOR)
+def red_vector(b: Binder) -> Step:
+    """Like a vector atom, with no result."""
+    a, source = b.operands[:2]
+    return _vector(b, None, a, source)
 
 
 @opcode(
