@@ -138,7 +138,9 @@ def take(
     (both temperatures then), when more than STRAYS of its samples lie under the floor, when the clock stands still, or
     when nothing is left of it.
     """
-    table = {temperature: {name: Series(name, temperature) for name in contenders} for temperature in TEMPERATURES}
+    table: dict[Temperature, dict[str, Series]] = {"cold": {}, "hot": {}}
+    for temperature, group in table.items():
+        group.update({name: Series(name, temperature) for name in contenders})
     for name, contender in contenders.items():
         watch.begin(name)
         _calibrate(table["hot"][name], contender.stopwatch, policy)
