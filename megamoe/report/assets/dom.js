@@ -61,6 +61,7 @@ function brief(value, style) {
   if (Number.isNaN(number)) return 'NaN';
   if (!Number.isFinite(number)) return '∞';
   if (style === 'percent') return number === 0 ? '0' : number < 0.0095 ? '<1%' : `${Math.round(number * 100)}%`;
+  if (number > 0 && number < 0.005) return '<.01';
   if (number >= 1000) return number.toExponential(0).replace('+', '');
   if (number >= 100) return number.toFixed(0);
   return number >= 10 ? number.toFixed(1) : number.toFixed(2);

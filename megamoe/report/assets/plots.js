@@ -35,65 +35,63 @@ function logScale(low, high, from, to) {
   return (value) => linear(Math.log10(value));
 }
 
+const STRIP = { width: 640, left: 40, right: 12, height: 56, below: 24 };
+
 // Each dot a sample, left to right its time, top to bottom the order in which it was taken: drift is seen as a slope.
 function strip(timings) {
-  const width = 640,
-    left = 40,
-    right = 12,
-    height = 64,
-    top = 6;
-  const all = timings.flatMap(samplesOf);
-  const floors = timings
-    .map((timing) => timing.floor)
-    .filter((floor) => floor !== null && floor > Math.min(...all) * 0.97);
-  const low = Math.min(...all, ...floors),
-    high = Math.max(...all);
-  const margin = (high - low || high * 0.01) * 0.03;
-  const x = linearScale(low - margin, high + margin, left, width - right);
-  const bottom = top + timings.length * (height + 8);
-  const marks = ticks(low, high, 6).map((value) => [
-    svg('line', { class: 'grid', x1: x(value), x2: x(value), y1: top, y2: bottom }),
-    svg('text', { class: 'value', x: x(value), y: bottom + 13, 'text-anchor': 'middle' }, plain(value, 4)),
-  ]);
-  const strips = timings.map((timing, at) => oneStrip(timing, top + at * (height + 8), height, x));
+  const { width, right, height, below } = STRIP;
+  const bottom = timings.length * (height + below) + 4;
+  const meaning = 'µs a launch; dots in the order taken, downwards; line: median, band: its 95% interval';
   return picture(
     width,
-    bottom + 30,
+    bottom + 16,
     `Samples: ${timings.map((timing) => timing.temperature).join(' and ')}`,
-    marks,
-    strips,
-    svg(
-      'text',
-      { x: width - right, y: bottom + 27, 'text-anchor': 'end' },
-      'µs a launch; dots in the order taken, downwards; line: median, band: its 95% interval',
-    ),
+    timings.map((timing, at) => oneStrip(timing, 4 + at * (height + below))),
+    svg('text', { x: width - right, y: bottom + 12, 'text-anchor': 'end' }, meaning),
   );
 }
 
-function oneStrip(timing, top, height, x) {
+// From the least sample (or the floor, if it is near) to where nearly all of them end: a few strays stand at the edge.
+function stripRange(samples, timing) {
+  const ordered = samples.toSorted((one, other) => one - other);
+  const usual = ordered[Math.floor(ordered.length * 0.95)];
+  const near = timing.floor !== null && timing.floor > ordered[0] * 0.97;
+  const low = near ? Math.min(timing.floor, ordered[0]) : ordered[0];
+  const high = Math.min(last(ordered), usual + 3 * (usual - ordered[0]) + ordered[0] * 1e-3);
+  const margin = (high - low || high * 0.01) * 0.03;
+  return [low - margin, high + margin];
+}
+
+function oneStrip(timing, top) {
+  const { width, left, right, height } = STRIP;
   const samples = samplesOf(timing);
+  const [low, high] = stripRange(samples, timing);
+  const x = linearScale(low, high, left, width - right);
   const y = (at) => top + 3 + (at / Math.max(1, samples.length - 1)) * (height - 6);
-  const dots = samples.map((value, at) =>
-    svg('circle', { class: 'dot', cx: x(value).toFixed(1), cy: y(at).toFixed(1), r: 1.7 }),
-  );
-  const floor =
-    timing.floor !== null && x(timing.floor) >= 40
-      ? svg('line', { class: 'floor', x1: x(timing.floor), x2: x(timing.floor), y1: top, y2: top + height })
-      : null;
+  const upright = (look, value, reach = 0) =>
+    svg('line', { class: look, x1: x(value), x2: x(value), y1: top, y2: top + height + reach });
+  const dots = samples.map((value, at) => {
+    const place = { cx: x(Math.min(value, high)).toFixed(1), cy: y(at).toFixed(1), r: value > high ? 3 : 1.7 };
+    return svg('circle', { class: 'dot', ...place }, value > high ? svg('title', {}, `${micro(value)} µs`) : null);
+  });
+  const band = { x: x(timing.low), y: top, width: Math.max(1, x(timing.high) - x(timing.low)), height };
+  const label = { x: width - right, y: top + height + 13, 'text-anchor': 'end' };
+  const strays = samples.filter((value) => value > high);
   return svg(
     'g',
     {},
     svg('text', { x: 0, y: top + height / 2 + 4 }, timing.temperature),
-    svg('rect', {
-      class: 'band',
-      x: x(timing.low),
-      y: top,
-      width: Math.max(1, x(timing.high) - x(timing.low)),
-      height,
-    }),
+    ticks(low, high, 6).map((value) => [
+      upright('grid', value, 3),
+      svg('text', { class: 'value', x: x(value), y: label.y, 'text-anchor': 'middle' }, plain(value, 5)),
+    ]),
+    svg('rect', { class: 'band', ...band }),
     dots,
-    svg('line', { class: 'median', x1: x(timing.median), x2: x(timing.median), y1: top, y2: top + height }),
-    floor,
+    upright('median', timing.median),
+    timing.floor !== null && timing.floor > low ? upright('floor', timing.floor) : null,
+    strays.length
+      ? svg('text', { class: 'stray', ...label }, `${strays.length} up to ${micro(Math.max(...strays))} ▸`)
+      : null,
   );
 }
 
