@@ -24,7 +24,7 @@ FLAGS = (
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
-def found() -> tuple[str, str]:
+def chromium_paths() -> tuple[str, str]:
     """Paths of the browser and its driver. Without them the tests are skipped, but in CI they fail."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     driver = shutil.which("chromedriver")
@@ -40,7 +40,7 @@ def found() -> tuple[str, str]:
 @contextmanager
 def chromium() -> Iterator[Chrome]:
     """A browser with an empty profile that keeps what its console says and what it asks a network for."""
-    browser, driver = found()
+    browser, driver = chromium_paths()
     options = Options()
     options.binary_location = browser
     for flag in FLAGS:

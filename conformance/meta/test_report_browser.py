@@ -11,7 +11,7 @@ from selenium.webdriver import ActionChains, Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
-from conformance.meta.chromium import chromium, complaints, nameless, open_page, requests
+from conformance.meta.chromium import chromium, chromium_paths, complaints, nameless, open_page, requests
 from conformance.meta.fake_results import figures, header, record, timing, write
 from conformance.meta.hostile_records import HOSTILE, NOW, ROOT, SPECS, hostile_records
 from conformance.meta.simulated_matrix import full_matrix, write_runs
@@ -98,6 +98,16 @@ def test_a_page_that_asks_a_network_or_complains_is_noticed(browser: Chrome, tmp
     assert any("planted" in text for text in complaints(browser))
     assert any("nowhere.png" in url for url in requests(browser))
     assert any("button" in text for text in nameless(browser))
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_a_missing_browser_is_skipped_here_and_fails_in_ci(
+    ci: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(outcome, match="chromium is not installed"):
+        chromium_paths()
 
 
 @pytest.mark.parametrize(
