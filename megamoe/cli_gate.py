@@ -25,7 +25,7 @@ from megamoe.cli_options import (
     find_modules_of_the_user,
     with_selection,
 )
-from megamoe.cli_run import INTERRUPTED, How, conduct
+from megamoe.cli_run import How, conduct, end_if_interrupted
 from megamoe.cli_verdict import expectations_of, print_verdict
 from megamoe.expected import Expectation, stale_entries
 from megamoe.gate import Verdict, judge_run
@@ -69,15 +69,12 @@ def gate(
     expectations = expectations_of(expected)
     with _nothing_collected():
         held = _baseline(baseline, specs)
-    if records:
-        with _nothing_collected():
-            files = [read_records(path) for path in records]
-    else:
-        done = conduct(console, known, asked.selection(), How(output, specs, jobs, timeout))
-        asked, files = Asked(), [_of_run(read_records(done.path), done.run)]
+    done = None if records else conduct(console, known, asked.selection(), How(output, specs, jobs, timeout))
     command = _accept_command(records, baseline, specs)
     with _nothing_collected():
-        evidence = _evidence(files, asked, known)
+        files = [read_records(path) for path in records or ()]
+        files += [_of_run(read_records(done.path), done.run)] if done else []
+        evidence = _evidence(files, Asked() if done else asked, known)
         verdict = _verdict(evidence, known, expectations, held, lambda row: command(str(row)), specs)
     verdict = verdict.with_findings((), strict)
     for note in evidence.notes:
@@ -89,8 +86,9 @@ def gate(
         with _nothing_collected():
             write_junit(junit, verdict, evidence.figures, evidence.started)
         console.print(f"JUnit XML: {junit}", markup=False)
-    interrupted = any(record.status == "not_run" for record in evidence.records)
-    raise typer.Exit(0 if verdict.passed else INTERRUPTED if interrupted and not records else 1)
+    if done is not None:
+        end_if_interrupted(console, done)
+    raise typer.Exit(0 if verdict.passed else 1)
 
 
 @contextmanager
