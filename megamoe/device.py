@@ -5,7 +5,7 @@ The executor of backends/gpu fulfils it; tests fulfil it with a simulated device
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -27,6 +27,10 @@ class Stopwatch(Protocol):
 
         Every launch is a replay of the same work on the same tensors. DeviceError if the device reports a fault.
         """
+        ...
+
+    def samples(self, temperature: Temperature, launches: int, count: int) -> Sequence[float]:
+        """`count` samples in a row, handed over together so that the device is never idle between them."""
         ...
 
 

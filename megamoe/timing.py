@@ -198,7 +198,7 @@ def _turn(
     if series.temperature == "hot":
         # What ran before has filled the L2 with something else.
         contender.stopwatch.sample("hot", series.launches)
-    taken = [contender.stopwatch.sample(series.temperature, series.launches) for _ in range(policy.samples_a_turn)]
+    taken = contender.stopwatch.samples(series.temperature, series.launches, policy.samples_a_turn)
     slow = throttled()
     wrong = watch.end(series.name)
     if wrong:

@@ -27,6 +27,10 @@ FLUSH_BYTES: Final = 256 << 20
 """What do_bench writes; more where the L2 is larger than half of it."""
 WARM_UP: Final = 3
 MOST_FLUSHES: Final = 2000
+HOST_MARGIN: Final = 2.0
+"""Device work in front of a sample, in times of the host's: a host that is interrupted once must not show up in it."""
+LOOK_AHEAD: Final = 3
+"""Flushes and calls behind the last sample of a row."""
 
 
 @cache
@@ -43,73 +47,66 @@ class DeviceStopwatch:
 
     `method` is "events" where the call refuses to be captured (its host side then runs in every sample, behind enough
     flushes to hide it). `cold_by_graph`: whether a cold sample replays a graph of one launch instead of enqueueing.
-    `busy`: whether a flush follows each sample, so that the device has work until the next one is handed over: one that
-    idles between samples runs at clocks that it does not keep, and is several per cent faster on short kernels.
     """
 
-    def __init__(self, call: PreparedCall, cold_by_graph: bool = False, busy: bool = True) -> None:
-        import torch
-
+    def __init__(self, call: PreparedCall, cold_by_graph: bool = False) -> None:
         self._call = call
+        self._cold_by_graph = cold_by_graph
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._cold_by_graph, self._busy = cold_by_graph, busy
-        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        host_us = self._warmed_up()
+        self._replay_host_us: dict[int, float] = {}
+        self._enqueue_host_us = _host_us(call.enqueue)
         flush_buffer().zero_()
-        flush_us = self._region(0, flush_buffer().zero_)
-        # Twice the host's time: a host that is interrupted once must not show up in a sample.
-        self._flushes_a_launch = 2 * host_us / max(flush_us, 1.0)
+        start, end = _region(flush_buffer().zero_)
+        end.synchronize()
+        self._flush_us = max(1e3 * start.elapsed_time(end), 1.0)
         self.method: Literal["graph", "events"] = "graph" if self._captured(1) else "events"
 
     def sample(self, temperature: Temperature, launches: int) -> float:
         """Microseconds a launch, as the contract says. DeviceLostError if the device reports a fault."""
-        with faults_of_others("timing the call"):
-            if temperature == "cold":
-                single = self._graph(1).replay if self._cold_by_graph and self.method == "graph" else self._call.enqueue
-                return self._region(1, single)
-            return self._hot(launches)
+        return self.samples(temperature, launches, 1)[0]
 
-    def _hot(self, launches: int) -> float:
-        if self.method == "graph":
-            once, many, host_launches = self._graph(1).replay, self._graph(launches).replay, 2
-        else:
-            once, many, host_launches = self._call.enqueue, lambda: self._repeat(launches), launches + 1
-        return self._region(host_launches, many, once) / launches
+    def samples(self, temperature: Temperature, launches: int, count: int) -> list[float]:
+        """`count` samples in a row, handed over together, with more work behind the last: a device whose queue runs dry
+        is up to a microsecond faster a launch than one that is kept busy. DeviceLostError as `sample`."""
+        launches = 1 if temperature == "cold" else launches
+        with faults_of_others("timing the call"):
+            before = self._once if temperature == "hot" else None
+            timed, host_us = self._timed(temperature, launches)
+            flushes = math.ceil(HOST_MARGIN * (host_us + (self._once_host_us if before else 0.0)) / self._flush_us)
+            regions: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+            for _ in range(count):
+                self._flush(flushes)
+                if before is not None:
+                    before()
+                regions.append(_region(timed))
+            for _ in range(LOOK_AHEAD):
+                self._flush(1)
+                timed()
+            regions[-1][1].synchronize()
+            return [1e3 * start.elapsed_time(end) / launches for start, end in regions]
+
+    def _flush(self, times: int) -> None:
+        for _ in range(min(max(times, 1), MOST_FLUSHES)):
+            flush_buffer().zero_()
+
+    def _timed(self, temperature: Temperature, launches: int) -> tuple[Callable[[], object], float]:
+        """What runs between the events, and the microseconds that the host takes to hand it over."""
+        by_graph = self.method == "graph" and (temperature == "hot" or self._cold_by_graph)
+        if by_graph:
+            return self._graph(launches).replay, self._replay_host_us[launches]
+        return lambda: self._repeat(launches), self._enqueue_host_us * launches
+
+    def _once(self) -> None:
+        """One call untimed, so that the L2 holds what the next finds there."""
+        (self._graphs[1].replay if self.method == "graph" else self._call.enqueue)()
+
+    @property
+    def _once_host_us(self) -> float:
+        return self._replay_host_us[1] if self.method == "graph" else self._enqueue_host_us
 
     def _repeat(self, launches: int) -> None:
         for _ in range(launches):
             self._call.enqueue()
-
-    def _region(
-        self, host_launches: int, timed: Callable[[], object], before: Callable[[], object] | None = None
-    ) -> float:
-        """Microseconds from the end of the flush (and of `before`) to the end of `timed`."""
-        flushes = math.ceil(self._flushes_a_launch * host_launches) if host_launches else 1
-        for _ in range(min(max(flushes, 1), MOST_FLUSHES)):
-            flush_buffer().zero_()
-        if before is not None:
-            before()
-        self._start.record()
-        timed()
-        self._end.record()
-        if self._busy:
-            flush_buffer().zero_()
-        self._end.synchronize()
-        return 1e3 * self._start.elapsed_time(self._end)
-
-    def _warmed_up(self) -> float:
-        """Microseconds that the host takes to enqueue the call, after the first calls have made what they keep."""
-        import torch
-
-        for _ in range(WARM_UP):
-            self._call.enqueue()
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(WARM_UP):
-            self._call.enqueue()
-        host_us = (time.perf_counter() - began) / WARM_UP * 1e6
-        torch.cuda.synchronize()
-        return host_us
 
     def _graph(self, launches: int) -> torch.cuda.CUDAGraph:
         if launches not in self._graphs and not self._captured(launches):
@@ -126,13 +123,38 @@ class DeviceStopwatch:
         try:
             with torch.cuda.graph(graph):
                 self._repeat(launches)
-            graph.replay()
-            torch.cuda.synchronize()
+            host_us = _host_us(graph.replay)
         except Exception:
             # Whatever a library does that a capture refuses: the call is timed without a graph. A fault is no refusal.
             fault = lost_to()
             if fault is not None:
                 raise DeviceLostError(f"the device reports {fault} while a graph of the call was replayed") from None
             return False
-        self._graphs[launches] = graph
+        self._graphs[launches], self._replay_host_us[launches] = graph, host_us
         return True
+
+
+def _region(timed: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Start event, `timed`, end event, as they lie in the stream."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    timed()
+    end.record()
+    return start, end
+
+
+def _host_us(enqueue: Callable[[], object]) -> float:
+    """Microseconds that the host takes to hand over, after the first calls have made what they keep."""
+    import torch
+
+    for _ in range(WARM_UP):
+        enqueue()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(WARM_UP):
+        enqueue()
+    host_us = (time.perf_counter() - began) / WARM_UP * 1e6
+    torch.cuda.synchronize()
+    return host_us

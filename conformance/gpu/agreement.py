@@ -11,12 +11,12 @@ import torch
 
 from backends.gpu.clocks import clocks
 from backends.gpu.executor import EXECUTOR
-from backends.gpu.stopwatch import DeviceStopwatch, flush_buffer
+from backends.gpu.stopwatch import DeviceStopwatch
 from megamoe.backend import PythonProgram, RunOptions
 
 REPETITIONS = 5
 SAMPLED_MS = 150.0
-LEAST, MOST = 20, 400
+LEAST, MOST, TURN = 20, 400, 10
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,15 @@ def product(size: int) -> Callable[[], object]:
     return lambda: torch.mm(a, b, out=out)
 
 
+def addition(elements: int) -> Callable[[], object]:
+    """c = a + b in f32."""
+    a, b = (torch.randn(elements, device="cuda") for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: torch.add(a, b, out=out)
+
+
 KERNELS: Mapping[str, Callable[[], Callable[[], object]]] = {
+    "add 1 Mi": lambda: addition(1 << 20),
     "copy 2 MiB": lambda: copy(2),
     "copy 64 MiB": lambda: copy(64),
     "matmul 4096": lambda: product(4096),
@@ -64,16 +72,9 @@ def stopwatch(operation: Callable[[], object], **options: bool) -> Iterator[Devi
         yield DeviceStopwatch(call, **options)
 
 
-def queued(operation: Callable[[], object], samples: int) -> float:
-    """Median of cold samples handed over all at once, as do_bench does, but for its warm-up and its estimates."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(samples)]
-    for start, end in events:
-        flush_buffer().zero_()
-        start.record()
-        operation()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(1e3 * start.elapsed_time(end) for start, end in events)
+def in_turns(watch: DeviceStopwatch, samples: int) -> list[float]:
+    """Cold samples as a benchmark takes them, TURN in a row."""
+    return [sample for _ in range(0, samples, TURN) for sample in watch.samples("cold", 1, TURN)]
 
 
 def compared(operation: Callable[[], object]) -> tuple[dict[str, list[float]], dict[str, list[int | None]]]:
@@ -82,21 +83,17 @@ def compared(operation: Callable[[], object]) -> tuple[dict[str, list[float]], d
 
     medians: dict[str, list[float]] = {}
     mhz: dict[str, list[int | None]] = {}
-    with (
-        stopwatch(operation) as watch,
-        stopwatch(operation, cold_by_graph=True) as graph,
-        stopwatch(operation, busy=False) as idle,
-    ):
+    with stopwatch(operation) as watch, stopwatch(operation, cold_by_graph=True) as graph:
         once = watch.sample("cold", 1)
         samples = int(min(max(SAMPLED_MS * 1e3 / once, LEAST), MOST))
         launches = int(min(max(2000 / once, 1), 100))
         ways: dict[str, Callable[[], float]] = {
-            "cold": lambda: statistics.median(watch.sample("cold", 1) for _ in range(samples)),
+            "cold": lambda: statistics.median(in_turns(watch, samples)),
             "do_bench": lambda: 1e3 * float(do_bench(operation, return_mode="median")),
-            "cold, graph": lambda: statistics.median(graph.sample("cold", 1) for _ in range(samples)),
-            "cold, idle": lambda: statistics.median(idle.sample("cold", 1) for _ in range(samples)),
-            "cold, queued": lambda: queued(operation, samples),
-            "hot": lambda: statistics.median(watch.sample("hot", launches) for _ in range(LEAST)),
+            "cold, graph": lambda: statistics.median(in_turns(graph, samples)),
+            "cold, single": lambda: statistics.median(watch.sample("cold", 1) for _ in range(samples)),
+            "cold, queued": lambda: statistics.median(watch.samples("cold", 1, samples)),
+            "hot": lambda: statistics.median(watch.samples("hot", launches, LEAST)),
             "do_bench_cudagraph": lambda: 1e3 * float(do_bench_cudagraph(operation, return_mode="median")),
         }
         for repetition in range(REPETITIONS):

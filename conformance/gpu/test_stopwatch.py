@@ -10,6 +10,7 @@ from backends.gpu import stopwatch as module
 from backends.gpu.stopwatch import DeviceStopwatch
 from conformance.gpu.timeline import SimulatedCall, Timeline
 from megamoe.device import DeviceLostError
+from megamoe.record import Temperature
 
 
 @pytest.fixture
@@ -42,8 +43,21 @@ def test_an_idle_device_would_have_shown_the_host(line: Timeline) -> None:
     """What the law above would find: with no flush in front, the wait for the launch is measured."""
     call = SimulatedCall(line, 5.0, 900.0)
     watch = DeviceStopwatch(call)
-    watch._flushes_a_launch = 0.0
+    watch._enqueue_host_us = 0.0
     assert watch.sample("cold", 1) > 100.0
+
+
+@pytest.mark.parametrize("temperature", ["cold", "hot"])
+def test_samples_in_a_row_are_as_many_single_ones(line: Timeline, temperature: Temperature) -> None:
+    watch = DeviceStopwatch(SimulatedCall(line, 30.0, 200.0, _refuse))
+    launches = 1 if temperature == "cold" else 4
+    assert watch.samples(temperature, launches, 10) == pytest.approx([30.0] * 10)
+
+
+def test_work_lies_behind_the_last_sample(line: Timeline) -> None:
+    watch = DeviceStopwatch(SimulatedCall(line, 30.0))
+    watch.samples("cold", 1, 5)
+    assert line.device > line.host, "the queue ran dry before the last sample was over"
 
 
 def test_every_cold_sample_comes_after_a_flush(line: Timeline) -> None:

@@ -71,7 +71,7 @@ class _Event:
         self.at = self.line.device
 
     def synchronize(self) -> None:
-        self.line.synchronize()
+        self.line.host = max(self.line.host, self.at)
 
     def elapsed_time(self, end: _Event) -> float:
         return (end.at - self.at) / 1e3

@@ -96,6 +96,10 @@ class SimulatedStopwatch:
         spent = sum(self._launch(temperature) for _ in range(launches))
         return spent / launches
 
+    def samples(self, temperature: Temperature, launches: int, count: int) -> list[float]:
+        """As Stopwatch.samples."""
+        return [self.sample(temperature, launches) for _ in range(count)]
+
     def _launch(self, temperature: Temperature) -> float:
         self.work()
         us = self.hot_us * (COLD if temperature == "cold" else 1.0) * self.noise(self.source, self.clock.now_us)
