@@ -15,7 +15,6 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Final, cast
 
@@ -30,31 +29,44 @@ _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """A file and what it held when it was read; `sha256` is empty if it could not be."""
+
+    path: Path
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class ArtifactKey:
-    """What an artifact depends on. `sources`: every file that the kernel's code comes from; `options`: all constants
-    and compile options by name; `compiler`: name and version, compile.compiler_version()."""
+    """What an artifact depends on. `sources`: every file that the kernel's code comes from, read before the code was
+    imported; `options`: all constants and compile options by name; `compiler`: name and version,
+    compile.compiler_version()."""
 
     name: str
-    sources: tuple[Path, ...]
+    sources: tuple[Source, ...]
     options: Mapping[str, str | int | float | bool | None]
     target: Target
     compiler: str
 
     def text(self) -> str:
-        """The key as JSON, file contents as their SHA-256. OSError if a source cannot be read."""
+        """The key as JSON, file contents as their SHA-256."""
         return json.dumps(
             {
                 "format": FORMAT,
                 "name": self.name,
-                "sources": sorted([path.name, _sha256(path.read_bytes())] for path in self.sources),
+                "sources": sorted([source.path.name, source.sha256] for source in self.sources),
                 "options": dict(self.options),
                 "target": self.target,
                 "compiler": self.compiler,
-                "compiled_by": _own_sources(),
+                "compiled_by": [source.sha256 for source in IMPORTED if source.path.name in _COMPILING],
                 "processor": platform.machine(),
             },
             sort_keys=True,
         )
+
+    def is_current(self) -> bool:
+        """Whether the files still hold what `sources` says."""
+        return all(source == _read_source(source.path) for source in self.sources)
 
 
 def default_folder(home: Path) -> Path:
@@ -65,7 +77,8 @@ def default_folder(home: Path) -> Path:
 def cached_artifact(key: ArtifactKey, build: Callable[[], Artifact], folder: Path | None) -> Artifact:
     """The artifact of `key` from `folder`, or from `build`, whose result is then kept there.
 
-    Without a folder, or with one that cannot be written, every call builds. What `build` raises passes through.
+    Without a folder, or with one that cannot be written, every call builds; so it does where a source was edited since
+    it was read, as nobody knows which text was compiled. What `build` raises passes through.
     """
     if folder is None:
         return build()
@@ -74,13 +87,19 @@ def cached_artifact(key: ArtifactKey, build: Callable[[], Artifact], folder: Pat
     found = _read(path, text)
     if found is None:
         found = build()
-        _write(path, _pack(found, text))
+        if key.is_current():
+            _write(path, _pack(found, text))
     return found
 
 
-def sources_in(folder: Path) -> tuple[Path, ...]:
+def sources_in(folder: Path) -> tuple[Source, ...]:
     """Every Python file in `folder` and below, sorted: the sources of a package of kernels."""
-    return tuple(sorted(folder.rglob("*.py")))
+    return tuple(_read_source(path) for path in sorted(folder.rglob("*.py")))
+
+
+def imported(prefix: str) -> tuple[Source, ...]:
+    """The files of this backend whose names begin with `prefix`, as they were when the backend was imported."""
+    return tuple(source for source in IMPORTED if source.path.name.startswith(prefix))
 
 
 def _read(path: Path, key: str) -> Artifact | None:
@@ -147,11 +166,17 @@ def _write(path: Path, archive: bytes) -> None:
         return
 
 
-@cache
-def _own_sources() -> str:
-    folder = Path(__file__).parent
-    return _sha256(b"\0".join((folder / name).read_bytes() for name in _COMPILING))
+def _read_source(path: Path) -> Source:
+    try:
+        return Source(path, _sha256(path.read_bytes()))
+    except OSError:
+        return Source(path, "")
 
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+# Read when this module is imported, which is before any kernel is: a process that runs on after an edit computes with
+# the text that it imported, and must not keep the outcome under the name of the new text.
+IMPORTED: Final = sources_in(Path(__file__).parent)

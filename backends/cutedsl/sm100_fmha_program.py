@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backends.cutedsl.artifact import Artifact
-from backends.cutedsl.artifact_cache import ArtifactKey, cached_artifact, default_folder
+from backends.cutedsl.artifact_cache import ArtifactKey, cached_artifact, default_folder, imported
 from backends.cutedsl.compile import compile_host_function, compiler_version
 from backends.cutedsl.sm100_fmha_plan import SM_COUNT, UNBOUNDED, split_count
 from megamoe.backend import HostArg, HostProgram, ScalarArg, StreamArg, TensorArg
@@ -55,10 +55,9 @@ def compiled(hd: int) -> Artifact:
 
     UnsupportedError if CuTeDSL is not installed.
     """
-    folder = Path(__file__).parent
     key = ArtifactKey(
         name="sm100_fmha",
-        sources=tuple(sorted(folder.glob("sm100_fmha*.py"))),
+        sources=imported("sm100_fmha"),
         options={"hd": hd},
         target="sm_100a",
         compiler=compiler_version(),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backends.cutedsl.artifact import Artifact
-from backends.cutedsl.artifact_cache import ArtifactKey, cached_artifact, default_folder
+from backends.cutedsl.artifact_cache import ArtifactKey, cached_artifact, default_folder, imported
 from backends.cutedsl.compile import compile_host_function, compiler_version
 from backends.cutedsl.sm100_moe_plan import MAX_EXPERTS, SM_COUNT, TILE_M, UNIT_FIELDS, pays_as_pair
 from megamoe.backend import HostArg, HostProgram, ScalarArg, StreamArg, TensorArg, UnsupportedError
@@ -96,10 +96,9 @@ def compiled(stage: str, cta_group: int, interleave: int) -> Artifact:
 
     UnsupportedError if CuTeDSL is not installed.
     """
-    folder = Path(__file__).parent
     key = ArtifactKey(
         name=f"sm100_moe_{stage}",
-        sources=tuple(sorted(folder.glob("sm100_moe*.py"))),
+        sources=imported("sm100_moe"),
         options={"cta_group": cta_group, "interleave": interleave},
         target="sm_100a",
         compiler=compiler_version(),

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backends.cutedsl.artifact import Artifact, Resources
-from backends.cutedsl.artifact_cache import SUFFIX, ArtifactKey, cached_artifact, default_folder, sources_in
+from backends.cutedsl.artifact_cache import SUFFIX, ArtifactKey, cached_artifact, default_folder, imported, sources_in
 
 ARTIFACT = Artifact(
     target="sm_100a",
@@ -59,8 +59,9 @@ def test_an_artifact_is_built_once_and_comes_back_whole(tmp_path: Path) -> None:
 
 def edit_source(key: ArtifactKey) -> ArtifactKey:
     """The same key after an edit of one kernel file."""
-    key.sources[0].write_text("# another kernel")
-    return key
+    folder = key.sources[0].path.parent
+    key.sources[0].path.write_text("# another kernel")
+    return replace(key, sources=sources_in(folder))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,30 @@ def test_an_entry_under_another_keys_name_is_not_used(tmp_path: Path) -> None:
     second.write_bytes(first.read_bytes())
     build = Builder(replace(ARTIFACT, entry="moe"))
     assert cached_artifact(other, build, cache).entry == "moe", "an entry says whose it is, and is held to it"
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_was_compiled_from_text_that_is_no_longer_there_is_not_kept(tmp_path: Path, early: bool) -> None:
+    key, cache = key_in(tmp_path), tmp_path / "cache"
+
+    def edit() -> Artifact:
+        key.sources[0].path.write_text("# another kernel")
+        return ARTIFACT
+
+    if early:
+        edit()
+    assert cached_artifact(key, edit, cache) == ARTIFACT
+    now, build = replace(key, sources=sources_in(tmp_path)), Builder()
+    for one in (key, now):
+        cached_artifact(one, build, cache)
+    assert build.calls == 2, "neither the old text nor the new one is known to be what was compiled"
+
+
+def test_the_key_of_a_running_process_is_of_the_text_that_it_imported() -> None:
+    for prefix in ("sm100_fmha", "sm100_moe"):
+        names = [source.path.name for source in imported(prefix)]
+        assert f"{prefix}_plan.py" in names, f"{names}: the files of {prefix} are missing, so that edits go unnoticed"
+        assert all(source.sha256 for source in imported(prefix)), "every file is read, or none of them is held to it"
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
