@@ -33,7 +33,7 @@ With more than one split, items write partials to a workspace and a second kerne
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, pipeline, utils
+from cutlass import BFloat16, Float32, Int32, Int64, memory, pipeline
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from backends.cutedsl.sm100_fmha_combine import WARPS as COMBINE_WARPS
@@ -187,10 +187,10 @@ class Sm100Fmha:
             cpasync.prefetch_descriptor(tma_k)
             cpasync.prefetch_descriptor(tma_v)
 
-        smem = utils.SmemAllocator()
+        smem = memory.SmemAllocator()
         shared = self._allocate(smem)
         q, kv, s, p, stat, chain, o = self._make_pipelines(smem)
-        tmem = utils.TmemAllocator(
+        tmem = memory.TmemAllocator(
             smem.allocate_array(Int32, 1),
             barrier_for_retrieve=pipeline.NamedBarrier(barrier_id=1, num_threads=plan.threads - 3 * 32),
             allocator_warp_id=self.correction_warp,
@@ -228,7 +228,7 @@ class Sm100Fmha:
             pipeline.NamedBarrier(barrier_id=2, num_threads=WARPGROUP).arrive_and_wait()
             tmem.free(tmem_ptr)
 
-    def _make_pipelines(self, smem: utils.SmemAllocator):
+    def _make_pipelines(self, smem: memory.SmemAllocator):
         """(producer, consumer) of q, kv, s, p, stat, chain, o."""
         plan = self.plan
 
@@ -256,7 +256,7 @@ class Sm100Fmha:
             make(from_mma, 1, 1, WARPGROUP),
         )
 
-    def _allocate(self, smem: utils.SmemAllocator) -> Shared:
+    def _allocate(self, smem: memory.SmemAllocator) -> Shared:
         plan = self.plan
 
         def operand(layout: cute.ComposedLayout) -> cute.Tensor:
