@@ -190,7 +190,7 @@ function errorMap(text) {
   );
 }
 
-// Markers by series, so that no plot rests on colour alone.
+// Markers by series, so that no plot rests on colour alone. After eight, the same markers in other colours.
 const MARKERS = [
   (r) => `M${-r} 0a${r} ${r} 0 1 0 ${2 * r} 0a${r} ${r} 0 1 0 ${-2 * r} 0z`,
   (r) => `M${-r} ${-r}h${2 * r}v${2 * r}h${-2 * r}z`,
@@ -206,7 +206,7 @@ const MARKERS = [
 function marker(series, x, y, size = 4.5, attributes = {}) {
   const shape = MARKERS[series % MARKERS.length];
   return svg('path', {
-    class: `mark series${series % 8}`,
+    class: `mark series${(series + 3 * Math.floor(series / MARKERS.length)) % 8}`,
     transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})`,
     d: shape(size),
     ...attributes,
