@@ -2,7 +2,8 @@
 
 Errors are measured against the float64 oracle and normalised, so that one bar holds for every magnitude. A *row* is a
 slice along the last axis; its scale is the root mean square of the oracle's row, no less than the smallest normal
-number of the output's dtype nor than the output's `absolute_scale`. Three errors are held to a bar each:
+number of the output's dtype nor than the output's `absolute_scale`. Rows that may hold anything do not count. Three
+errors are held to a bar each:
 
 * `rms`: over the tensor, of error / scale of the row. Sees a small systematic error.
 * `row`: the largest over rows, of the rms within the row. Sees a fault of a single row, head, tile or mask.
@@ -126,7 +127,10 @@ class Latitude:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """One output with what it is held against, all of one shape. `settled`: the oracle after the kernel's choices."""
+    """One output with what it is held against, all of one shape. `settled`: the oracle after the kernel's choices.
+
+    `held` (bool, all axes but the last): rows of which anything is expected; None if that is all of them.
+    """
 
     name: str
     axes: tuple[str, ...]
@@ -135,6 +139,7 @@ class _Output:
     simulated: torch.Tensor
     absolute_scale: float
     settled: torch.Tensor | None
+    held: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +178,10 @@ def compare(
             continue
         named = _axis_names((axes or {}).get(name, ()), actual[name].dim())
         least_scale = (absolute_scale or {}).get(name, 0.0)
-        seen = _without_free(actual[name], simulated[name], (free or {}).get(name))
-        output = _Output(name, named, seen, oracle[name], simulated[name], least_scale, given.oracle.get(name))
+        anything = (free or {}).get(name)
+        seen = _without_free(actual[name], simulated[name], anything)
+        held = None if anything is None else ~anything.to(seen.device).all(dim=-1)
+        output = _Output(name, named, seen, oracle[name], simulated[name], least_scale, given.oracle.get(name), held)
         verdict = _judge_codes(name, given.codes[name]) if name in given.codes else _judge(output, tolerance, published)
         metrics.update({f"{name}.{metric}": value for metric, value in verdict.metrics.items()})
         if verdict.complaint:
@@ -248,7 +255,7 @@ def _judge(output: _Output, tolerance: Bars, published: bool) -> _Verdict:
     own = torch.where(counted & torch.isfinite(own), own, 0.0)
     scale = _row_scale(torch.where(counted, oracle, 0.0), output)
     element_scale = torch.maximum(torch.where(counted, oracle, 0.0).abs(), scale)
-    seen, noise = _errors(error, scale, element_scale), _errors(own, scale, element_scale)
+    seen, noise = (_errors(one, scale, element_scale, output.held) for one in (error, own))
     floors = _floors(output)
     bars = {name: max(tolerance.noise_ratio * noise[name], floors[name]) for name in ERRORS}
     cosine = _cosine(torch.where(counted, actual, 0.0), torch.where(counted, oracle, 0.0))
@@ -289,9 +296,15 @@ def _row_scale(oracle: torch.Tensor, output: _Output) -> torch.Tensor:
     return square.sqrt().clamp(min=least)
 
 
-def _errors(error: torch.Tensor, scale: torch.Tensor, element_scale: torch.Tensor) -> dict[str, float]:
+def _errors(
+    error: torch.Tensor, scale: torch.Tensor, element_scale: torch.Tensor, held: torch.Tensor | None
+) -> dict[str, float]:
     relative = (error / scale).square()
     row = relative if relative.dim() == 0 else relative.mean(dim=-1)
+    # Rows of which nothing is expected have no error, so that any number of them would hide that of the others.
+    row = row if held is None else row[held]
+    if not row.numel():
+        return dict.fromkeys(ERRORS, 0.0)
     return {
         "rms": math.sqrt(float(row.mean())),
         "row": math.sqrt(float(row.max())),
@@ -302,6 +315,7 @@ def _errors(error: torch.Tensor, scale: torch.Tensor, element_scale: torch.Tenso
 def _floors(output: _Output) -> dict[str, float]:
     floor, ulp = FLOORS[output.actual.dtype], torch.finfo(output.actual.dtype).eps
     rows = output.actual.numel() // (output.actual.shape[-1] if output.actual.dim() else 1)
+    rows = rows if output.held is None else max(1, int(output.held.sum()))
     rms = min(floor.row, math.hypot(floor.rms, floor.row * math.sqrt(ROW_EXCESS / rows)))
     return {"rms": rms * ulp, "row": floor.row * ulp, "max": floor.max * ulp}
 

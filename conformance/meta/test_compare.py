@@ -219,3 +219,32 @@ def test_a_scalar_output_can_be_compared() -> None:
     assert compare(CASE, {"y": oracle.float()}, {"y": oracle}, simulated, Bars(), True).passed
     wrong = compare(CASE, {"y": torch.tensor(3.1)}, {"y": oracle}, simulated, Bars(), False)
     assert "seen 3.1, expected 3" in wrong.sentence, wrong.sentence
+
+
+def test_rows_of_which_nothing_is_expected_do_not_dilute_the_error_of_the_others() -> None:
+    """40 rows that are 0.6 % too large, alone and among 472 rows of padding: one verdict, the same errors."""
+    oracle = exact((40, 64))
+    padded = torch.cat((oracle, torch.zeros(472, 64, dtype=torch.float64)))
+    free = (torch.arange(512) >= 40)[:, None].expand(-1, 64)
+    alone = compare(CASE, {"y": (oracle * 1.006).bfloat16()}, {"y": oracle}, {"y": oracle.bfloat16()}, Bars(), False)
+    among = compare(
+        CASE,
+        {"y": torch.where(free, math.nan, padded * 1.006).bfloat16()},
+        {"y": padded},
+        {"y": padded.bfloat16()},
+        Bars(),
+        False,
+        free={"y": free},
+    )
+    assert not alone.passed, f"the example must be above a bar: {alone.metrics}"
+    assert not among.passed, f"padding hides the error: {among.metrics}"
+    for name in ("y.rms", "y.rms.bar", "y.row", "y.max"):
+        assert among.metrics[name] == pytest.approx(alone.metrics[name]), f"{name} depends on the amount of padding"
+
+
+def test_an_output_of_padding_alone_has_no_error() -> None:
+    nothing = torch.zeros(128, 64, dtype=torch.float64)
+    free = {"y": torch.ones(128, 64, dtype=torch.bool)}
+    seen = {"y": torch.full((128, 64), math.nan).bfloat16()}
+    result = compare(CASE, seen, {"y": nothing}, {"y": nothing.bfloat16()}, Bars(), False, free=free)
+    assert result.passed, f"a rank without a route owes no row: {result.sentence}"
