@@ -19,8 +19,10 @@ SF_VEC_SIZE: Final = 16
 E2M1_MAX: Final = 6.0
 E4M3_MAX: Final = 448.0
 E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Elements worked on at a time, so that what each pass writes is still in the cache for the next one.
+# Elements worked on at a time: by a CPU so many that what each pass writes is still in its cache for the next one; by a
+# device so many that launching the passes costs less than they do.
 CHUNK: Final = 1 << 16
+DEVICE_CHUNK: Final = 1 << 24
 
 _EXPONENT: Final = 0x7F800000
 _ONE: Final = 127 << 23
@@ -124,7 +126,7 @@ def quantise(values: torch.Tensor, gs: torch.Tensor) -> tuple[torch.Tensor, torc
     row_gs = _expanded(gs, values.shape[:-1]).reshape(-1, 1)
     codes = torch.empty(len(rows), k // 2, dtype=torch.uint8, device=values.device)
     sf = torch.empty(len(rows), k // SF_VEC_SIZE, dtype=torch.uint8, device=values.device)
-    step = max(1, CHUNK // k)
+    step = max(1, _chunk(values) // k)
     for start in range(0, len(rows), step):
         here = slice(start, start + step)
         largest = _quantise_rows(rows[here], row_gs[here], codes[here], sf[here])
@@ -150,6 +152,10 @@ def _quantise_rows(values: torch.Tensor, gs: torch.Tensor, codes: torch.Tensor, 
     return largest
 
 
+def _chunk(tensor: torch.Tensor) -> int:
+    return CHUNK if tensor.device.type == "cpu" else DEVICE_CHUNK
+
+
 def _expanded(gs: torch.Tensor, leading: torch.Size) -> torch.Tensor:
     if gs.shape != leading[: gs.dim()]:
         raise ValueError(f"global scales of shape {tuple(gs.shape)} for values of leading axes {tuple(leading)}")
@@ -173,7 +179,7 @@ def dequantise(
     rows, scales = codes.reshape(-1, codes.shape[-1]), sf.reshape(-1, sf.shape[-1])
     row_gs = None if gs is None else _expanded(gs, codes.shape[:-1]).reshape(-1, 1, 1)
     values = torch.empty(*scales.shape, SF_VEC_SIZE, dtype=dtype, device=codes.device)
-    table, step = _pairs(dtype).to(codes.device), max(1, CHUNK // 2 // codes.shape[-1])
+    table, step = _pairs(dtype).to(codes.device), max(1, _chunk(codes) // 2 // codes.shape[-1])
     for start in range(0, len(values), step):
         here = slice(start, start + step)
         pairs = torch.index_select(table, 0, rows[here].reshape(-1).int())

@@ -45,9 +45,9 @@ def _prepare(case: Case, tensors: Tensors) -> PreparedCall:
     layer = _layer(case, tensors)
     offsets = torch.nn.functional.pad(rows.ends, (1, 0))
     y = torch.empty(len(a), case.int("hidden"), dtype=torch.bfloat16, device=a.device)
-    configurations = import_module("humming.tune").get_heuristics_config(layer.humming_config, gemm_type=_GEMM)
-    # Each is for numbers of rows above the first and up to the second; those given are compiled, wanted or not.
-    tuning = [one for one in configurations if one[0] < len(a) <= one[1]]
+    # A configuration by itself is for any number of rows. In a list each has a range, and the launcher looks up one
+    # row first, whatever the call has; a list that holds both, and all between, is dozens of kernels to compile.
+    tuning = import_module("humming.tune").get_heuristics_config(layer.humming_config, shape_m=len(a), gemm_type=_GEMM)
 
     def launch() -> Sequence[torch.Tensor]:
         layer(

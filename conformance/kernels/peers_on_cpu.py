@@ -152,9 +152,10 @@ def _modules(foreign: Foreign) -> dict[str, Mapping[str, object]]:
     }
 
 
-def _tuned(config: object, gemm_type: str) -> list[list[object]]:
-    """[rows above, rows up to, configuration] of each kernel."""
-    return [[low, high, {"for": (config, gemm_type)}] for low, high in ((0, 8), (8, 64), (64, 1 << 30))]
+def _tuned(config: object, shape_m: int, gemm_type: str) -> dict[str, object]:
+    """The configuration for that many rows."""
+    block_m = next(rows for rows in (8, 16, 64) if shape_m <= 4 * rows or rows == 64)
+    return {"for": (config, gemm_type), "block_m": block_m}
 
 
 def _fa3(foreign: Foreign) -> dict[str, Mapping[str, object]]:
@@ -213,6 +214,15 @@ def _second(
     return o.transpose(1, 2), lse
 
 
+def _check_ranges(tuning: object, rows: object) -> None:
+    """As its launcher (launcher.cpp, find_kernel_configs_target_index): a configuration by itself is for any number of
+    rows, each of a list for those above its first and up to its second number. A single row is looked up first, then
+    those of the call."""
+    for wanted in (1, rows):
+        if isinstance(tuning, list) and not any(low < wanted <= high for low, high, _ in tuning):
+            raise RuntimeError("shape_m is not within any range defined in configs.")
+
+
 class HummingLayerStandIn:
     """modelopt's NVFP4: weight u8 [E, N, K / 2], weight_scale e4m3 [E, N, K / 16], weight_scale_2 f32 [E]."""
 
@@ -238,6 +248,7 @@ class HummingLayerStandIn:
     def __call__(self, a: torch.Tensor, *, outputs: torch.Tensor, expert_layout: torch.Tensor, **call: object) -> None:
         assert self.humming_config == "transformed", "call transform() before forward()"
         self.foreign.note("humming", {"layout": expert_layout.tolist(), "rows": len(a), **call})
+        _check_ranges(call["tuning_config"], call["valid_shape_m"])
         if self.foreign.faults.stale and len(self.foreign.called("humming")) > 1:
             return
         for expert, (start, end) in enumerate(pairwise(expert_layout)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -87,10 +88,23 @@ def test_humming_gets_rows_sorted_by_expert_with_nothing_between(case: str, monk
     assert layout[-1] == call["rows"] == call["valid_shape_m"], f"offsets end at the number of rows: {layout}"
     assert layout == sorted(layout), f"offsets never fall: {layout}"
     assert call["compute_config"] == {"gemm_type": "grouped_contiguous"}
-    low, high = (8, 64) if case == L2 else (0, 8)
-    tuned = [[low, high, {"for": ("transformed", "grouped_contiguous")}]]
+    # 40 rows, and at most 32 of a slice.
+    tuned = {"for": ("transformed", "grouped_contiguous"), "block_m": 16 if case == L2 else 8}
     assert call["tuning_config"] == tuned, f"its own tiles for {call['rows']} rows, and no others"
     assert environment == {"HUMMING_DISABLE_PARALLEL_BUILD": "1"}, "it is called as it was measured"
+
+
+@pytest.mark.parametrize(("low", "high"), [(8, 64), (0, 39)])
+def test_humming_without_tiles_for_one_row_and_for_all_of_them_is_an_error(
+    low: int, high: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = install(monkeypatch)
+    tune = import_module("humming.tune")
+    monkeypatch.setattr(tune, "get_heuristics_config", lambda *_, **__: [[low, high, {}]], raising=True)
+    record = judged(BY_NAME["humming"], L2)
+    assert foreign.called("humming"), "the layer must be called"
+    assert record.status == "error", f"40 rows with tiles for {low} < rows <= {high} cannot pass: {record.status}"
+    assert "shape_m is not within any range" in record.sentence
 
 
 @pytest.mark.parametrize(

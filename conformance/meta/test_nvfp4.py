@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megamoe.nvfp4 import (
     CHUNK,
+    DEVICE_CHUNK,
     E2M1_VALUES,
     decode_e2m1,
     decode_e4m3,
@@ -225,6 +226,18 @@ def test_chunks_make_no_difference() -> None:
         assert torch.equal(alone[0][0], codes[row]), f"row {row}"
         assert torch.equal(alone[1][0], sf[row]), f"row {row}"
     assert torch.equal(dequantise(codes, sf, gs)[-1], dequantise(codes[-1:], sf[-1:], gs[-1:])[0])
+
+
+def test_chunks_of_a_device_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(2 * CHUNK // 48 + 7, 48, generator=torch.Generator().manual_seed(5))
+    gs = global_scale(values, per=1)
+    codes, sf = quantise(values, gs)
+    numbers = dequantise(codes, sf, gs)
+    monkeypatch.setattr("megamoe.nvfp4.CHUNK", DEVICE_CHUNK)
+    again = quantise(values, gs)
+    assert torch.equal(again[0], codes), "codes"
+    assert torch.equal(again[1], sf), "scales"
+    assert torch.equal(dequantise(codes, sf, gs), numbers), "numbers"
 
 
 def test_global_scale_uses_the_whole_range() -> None:
