@@ -248,3 +248,18 @@ def test_an_output_of_padding_alone_has_no_error() -> None:
     seen = {"y": torch.full((128, 64), math.nan).bfloat16()}
     result = compare(CASE, seen, {"y": nothing}, {"y": nothing.bfloat16()}, Bars(), False, free=free)
     assert result.passed, f"a rank without a route owes no row: {result.sentence}"
+
+
+def test_a_fault_among_padding_is_named_by_its_place_in_the_output() -> None:
+    oracle = exact((512, 64))
+    free = (torch.arange(512) % 128 >= 3)[:, None].expand(-1, 64)
+    seen = oracle.bfloat16()
+    assert compare(CASE, {"y": seen}, {"y": oracle}, {"y": seen}, Bars(), False, free={"y": free}).passed
+    wrong = torch.where(free, math.nan, seen.double()).bfloat16()
+    wrong[257, 5] = 100.0
+    result = compare(
+        CASE, {"y": wrong}, {"y": oracle}, {"y": seen}, Bars(), False, axes={"y": ("r", "c")}, free={"y": free}
+    )
+    assert not result.passed, "row 257 is wrong, and is no padding"
+    assert result.worst is not None, result.sentence
+    assert result.worst.coordinate == (("r", 257), ("c", 5)), f"it is y[257, 5]: {result.sentence}"
