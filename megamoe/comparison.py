@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megamoe.case import Case
 from megamoe.comparison_row import CALLS, Call, ComparedRow, RowKey, SideRows, rows_of, worst
@@ -115,7 +115,9 @@ def _verdicts(old: SideRows, new: SideRows) -> Iterator[ComparedRow]:
     for key, lines in old.verdicts.items():
         if key in new.verdicts:
             before, after = worst(lines), worst(new.verdicts[key])
-            yield _status_changed(key, before, after) or _verdict(key, before, after)
+            changed = _status_changed(key, before, after)
+            alike = [line for line in new.verdicts[key] if line.status == after.status]
+            yield changed or _most_severe(_verdict(key, before, line) for line in alike)
 
 
 def _status_changed(key: RowKey, before: Record | Timing, after: Record | Timing) -> ComparedRow | None:
@@ -139,14 +141,16 @@ def _same(before: str | None, after: str | None) -> bool | None:
 
 
 def _verdict(key: RowKey, before: Record, after: Record) -> ComparedRow:
-    """Counters of a row that did not pass mean nothing, and neither do those of other inputs."""
+    """Counters of a row that did not pass mean nothing, nor do those of other inputs; the latter is not called SAME."""
     found: tuple[Change, ...] = ()
     sentence = "" if before.status == "passed" else f"{before.status} on both sides"
-    if before.input_sha256 != after.input_sha256 and before.input_sha256 and after.input_sha256:
+    other_inputs = before.input_sha256 != after.input_sha256 and before.input_sha256 and after.input_sha256
+    if other_inputs:
         sentence = "the inputs are not the same, so counters are not compared"
     elif before.status == "passed":
         found = changes(before.counters, after.counters)
-    return _exact(key, found, sentence, before, after)
+    row = _exact(key, found, sentence, before, after)
+    return replace(row, call="CHANGED") if other_inputs else row
 
 
 def _exact(
@@ -177,8 +181,15 @@ def _spelt(found: Iterable[Change]) -> str:
 def _figures(old: SideRows, new: SideRows) -> Iterator[ComparedRow]:
     for key, lines in old.figures.items():
         if key in new.figures:
-            before, after = lines[-1], new.figures[key][-1]
-            yield _exact(key, changes(_by_kernel(before), _by_kernel(after)), "", before, after)
+            before, held = lines[-1], _by_kernel(lines[-1])
+            yield _most_severe(
+                _exact(key, changes(held, _by_kernel(after)), "", before, after) for after in new.figures[key]
+            )
+
+
+def _most_severe(rows: Iterable[ComparedRow]) -> ComparedRow:
+    """Of several lines of a row after, none can hide a regression of another; the last of those that are alike."""
+    return min(reversed([*rows]), key=lambda row: CALLS.index(row.call))
 
 
 def _by_kernel(figures: Figures) -> dict[str, int]:

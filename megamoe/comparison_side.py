@@ -42,6 +42,8 @@ def read_side(name: str, root: Path | None = None) -> Side:
     What exists as a path is a path. `root` is where git is asked, the current folder by default. Raises
     ComparisonError or RecordError.
     """
+    if not name:
+        raise ComparisonError("a side has an empty name; give a record file, a folder of them, or a git revision")
     path = Path(name)
     if path.is_dir():
         files = sorted(path.glob("*.jsonl"))

@@ -17,6 +17,7 @@ from megamoe.record import Figures, Record, Row
 from megamoe.rows import DEFAULT_PROFILE, Selection
 
 _Program = tuple[str, str, str]
+_Lines = tuple[Figures, ...]
 REPEATABLE = "vm"
 """The executor whose counters are the same on every machine."""
 
@@ -105,12 +106,12 @@ def _of_programs(
     for row in seen:
         if row in claim.rows or row in baseline.records:
             rows.setdefault(row[:3], row)
-    before = _by_program(baseline.figures)
-    after = _by_program({figures_key(line): line for line in figures})
+    before = _by_program({key: (line,) for key, line in baseline.figures.items()})
+    after = _by_program(_by_key(figures))
     for program, row in rows.items():
         was, now = before.get(program, {}), after.get(program, {})
         for key in {**was, **now}:
-            found = _of_assembler(key, was.get(key), now.get(key), row, claim)
+            found = _worst_of_assembler(key, was.get(key, ()), now.get(key, ()), row, claim)
             # Of a row that is new as a whole, one finding is enough.
             if found is not None and (found.kind != "new" or row in baseline.records):
                 yield found
@@ -119,11 +120,25 @@ def _of_programs(
             yield Finding("figures", sentence, row)
 
 
-def _by_program(figures: Mapping[FiguresKey, Figures]) -> dict[_Program, dict[FiguresKey, Figures]]:
-    programs: dict[_Program, dict[FiguresKey, Figures]] = {}
-    for key, line in figures.items():
-        programs.setdefault(key[:3], {})[key] = line
+def _by_key(figures: Iterable[Figures]) -> dict[FiguresKey, tuple[Figures, ...]]:
+    lines: dict[FiguresKey, tuple[Figures, ...]] = {}
+    for line in figures:
+        lines[figures_key(line)] = (*lines.get(figures_key(line), ()), line)
+    return lines
+
+
+def _by_program(figures: Mapping[FiguresKey, _Lines]) -> dict[_Program, dict[FiguresKey, _Lines]]:
+    programs: dict[_Program, dict[FiguresKey, _Lines]] = {}
+    for key, lines in figures.items():
+        programs.setdefault(key[:3], {})[key] = lines
     return programs
+
+
+def _worst_of_assembler(key: FiguresKey, before: _Lines, after: _Lines, row: Row, claim: Claim) -> Finding | None:
+    """As for records: of several lines of one program the worst counts, whichever was written last."""
+    was = before[0] if before else None
+    found = [one for now in after or (None,) if (one := _of_assembler(key, was, now, row, claim)) is not None]
+    return next((one for one in found if one.closes), found[0] if found else None)
 
 
 def _of_assembler(

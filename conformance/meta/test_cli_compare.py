@@ -112,10 +112,15 @@ def _file_that_cannot_be_written(folder: Path) -> tuple[object, ...]:
     return file, file, "--json", file / "x.json"
 
 
+def _empty_names(folder: Path) -> tuple[object, ...]:
+    return "", write(folder / "a.jsonl", record())
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (_torn, "holds no row"),
+        (_empty_names, "a side has an empty name"),
         (_garbage, "line 1: not JSON"),
         (_other_schema, "schema_version"),
         (_nothing_in_common, "no row is in both"),

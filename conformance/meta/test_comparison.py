@@ -128,8 +128,19 @@ def test_counters_of_other_inputs_are_not_compared() -> None:
     row = compared(
         record("passed", {"tma_loads": 1}, inputs={"q": "a"}), record("passed", {"tma_loads": 2}, inputs={"q": "b"})
     )
-    assert (row.call, row.changes) == ("SAME", ())
+    assert (row.call, row.changes) == ("CHANGED", ()), "what was not compared is not called the same"
     assert "inputs are not the same" in row.sentence
+
+
+@pytest.mark.parametrize("last", ["worse", "same"])
+def test_no_line_of_a_row_hides_what_got_worse_in_another(last: str) -> None:
+    for good, bad in (
+        (record("passed", {"tma_loads": 1}), record("passed", {"tma_loads": 2})),
+        (figures(128), figures(168)),
+    ):
+        after = (good, bad) if last == "worse" else (bad, good)
+        row = only(compare_runs(side(header(), good), side(header(), *after), SPECS))
+        assert (row.call, row.regression) == ("WORSE", True), f"{row}: the line after it hides the regression"
 
 
 def test_figures_are_exact() -> None:
