@@ -11,13 +11,17 @@ What it checks is in the names of the rules (`Fault.rule`); conformance/isa plan
   accumulator reads: real kernels leave these out, so asking for them would refuse what runs on silicon. A missing
   tcgen05.wait::ld where a register of the load has been used is only counted (`tmem_unwaited_overwrites`);
 - races between lanes of one warp, and two generic writers of parts of one 4-byte granule of shared memory;
-- in global memory: a race with any but the last reader of a byte, a missing fence.proxy.async, a tensor map that is
-  read while it is changed, and a dependent launch that reads before its griddepcontrol.wait;
+- in global memory: a race with any but the last reader of a byte, a missing fence.proxy.async, and a tensor map that is
+  read while it is changed;
+- in a dependent launch before its griddepcontrol.wait: strong loads, as they may be the "other means" of the CUDA
+  guide, launches of another stream, and an overwrite of what an earlier launch only read by strong loads;
 - a wait that acquires more than its own phase, since the clocks of a barrier accumulate;
 - accesses that are too early but happen to be ordered by every schedule tried: it tests schedules, it proves nothing;
 - anything about time, register pressure or caches.
 What it refuses although silicon may run it: mbarrier.init over a live mbarrier, a kernel that ends with a bulk store
-that nobody has waited for, uninitialised reads whose value is unused, and an `.aligned` instruction behind a loop in
-which some lanes of a warp neither store, copy nor wait for 4096 blocks: they count as spinning (lane_turns.py).
+that nobody has waited for, uninitialised reads whose value is unused, a dependent launch that before its own wait
+touches what a launch further back did, although the one in between waited before it launched its dependents, and an
+`.aligned` instruction behind a loop in which some lanes of a warp neither store, copy nor wait for 4096 blocks: they
+count as spinning (lane_turns.py).
 Matrix accumulation follows a declared policy (fast, exact, hopper); Blackwell's own is undocumented.
 """

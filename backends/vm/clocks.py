@@ -29,6 +29,9 @@ EPOCH_MASK = (1 << EPOCH_BITS) - 1
 PENDING = EPOCH_MASK
 """The epoch of a write that is not complete for anybody, the writer included (tcgen05.st before its wait)."""
 
+WAITED = -1
+"""The last element of `seen` belongs to no agent: it is 1 for whoever is ordered after a griddepcontrol.wait."""
+
 
 def stamp(agent: int, epoch: int) -> int:
     """Agent and epoch in one int32; epochs stop short of PENDING."""
@@ -75,6 +78,13 @@ class Clock:
     def zero(cls, agents: int) -> Clock:
         """A clock that has seen nothing (epoch 0 of everybody, which nobody writes in)."""
         return cls(np.zeros(agents, np.int64), np.zeros(agents, np.int64))
+
+    def of_copy(self) -> Clock:
+        """A new clock for what the end of a copy brings, of a copy that the owner of this one issues: it comes after a
+        griddepcontrol.wait before the issue, and of other things only after the copy."""
+        made = Clock.zero(self.seen.size)
+        made.seen[WAITED] = self.seen[WAITED]
+        return made
 
     def join(self, other: Clock) -> None:
         """See everything that `other` has seen."""

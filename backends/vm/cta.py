@@ -216,10 +216,9 @@ class Cluster:
     """CTAs that are launched together.
 
     Clock indices (agents): all warps by CTA rank, then the tensor cores' accumulators, then copies. Copies that are
-    waited for together,
-    at one mbarrier or in one thread's groups, are one agent; beyond COPY_AGENTS such places agents are shared, and a
-    missing wait can hide behind another place's wait. `serial` numbers the clusters of a launch from 1, `mark` is that
-    number where marks of global memory hold it.
+    waited for together, at one mbarrier or in one thread's groups, are one agent; beyond COPY_AGENTS such places agents
+    are shared, and a missing wait can hide behind another place's wait. Last comes clocks.WAITED. `serial` numbers the
+    clusters of a launch from 1, `mark` is that number where marks of global memory hold it.
     """
 
     def __init__(self, machine: Machine, first: Dim3, size: Dim3, grid: Dim3, block: Dim3, layout: FunctionLayout,
@@ -228,7 +227,7 @@ class Cluster:
         self.warps_per_cta = -(-threads // 32)
         self.size = size[0] * size[1] * size[2]
         self.first_copy = self.size * (self.warps_per_cta + 1 + ACCUMULATORS)
-        self.agents = self.first_copy + COPY_AGENTS
+        self.agents = self.first_copy + COPY_AGENTS + 1
         self.serial = machine.races.begin_cluster(first)
         self.mark = self.serial << CLUSTER_SHIFT
         self.copy_places = 0

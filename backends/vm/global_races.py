@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.clocks import agent_of, unordered
+from backends.vm.dependent_launch import LaunchChain
 from backends.vm.faults import Fault
 from backends.vm.grid_clocks import Snapshot, merge
 
@@ -34,7 +35,7 @@ STAMP_MASK = (1 << CLUSTER_SHIFT) - 1
 
 
 @dataclass(slots=True)
-class _Shadow:
+class Shadow:
     """Marks of one buffer; granule i holds 2 ** shift bytes from base + (i << shift); `line`: of the last write."""
 
     base: int
@@ -44,7 +45,7 @@ class _Shadow:
     line: npt.NDArray[np.int32]
 
     @classmethod
-    def of(cls, buffer: Buffer) -> _Shadow:
+    def of(cls, buffer: Buffer) -> Shadow:
         base = buffer.base // COARSE * COARSE
         count = (buffer.end - base) // COARSE + 1
         return cls(
@@ -74,13 +75,15 @@ class GlobalRaces:
     def __init__(self) -> None:
         self.flags: dict[int, Snapshot] = {}
         self.first_ctas: dict[int, Dim3] = {}
-        self._shadows: dict[int, _Shadow] = {}
+        self.chain = LaunchChain()
+        self._shadows: dict[int, Shadow] = {}
 
-    def begin_launch(self) -> None:
-        """Everything up to now comes before everything from now on."""
+    def begin_launch(self, kernel: str, *, dependent: bool = False) -> None:
+        """Everything up to now comes before everything from now on, but for what a `dependent` launch may overlap."""
+        self.chain.begin(kernel, self._shadows, dependent=dependent)
         self.flags.clear()
         self.first_ctas.clear()
-        self._shadows.clear()
+        self._shadows = {}
 
     def begin_cluster(self, first: Dim3) -> int:
         """The serial number of a cluster that begins at CTA `first`."""
@@ -93,6 +96,8 @@ class GlobalRaces:
     ) -> None:
         """Addresses [n] of one buffer are read, `size` bytes each, for `warp` by the agent and epoch of `stamp`; Fault
         for a race, with the number of the access as its lane if `by_lane`."""
+        if self.chain.before:
+            self.chain.check(buffer, addresses, size, warp, writes=False, by_lane=by_lane)
         shadow = self._shadow(buffer)
         granules = shadow.granules(addresses, size)
         self._check(shadow, granules, shadow.writer, buffer, warp, "is read", by_lane)
@@ -110,7 +115,9 @@ class GlobalRaces:
         strong: bool,
         by_lane: bool = True,
     ) -> None:
-        """As `read`, for a write at PTX `line`; a `strong` one is noted and not checked."""
+        """As `read`, for a write at PTX `line`; a `strong` one races with nothing of its own launch."""
+        if self.chain.before:
+            self.chain.check(buffer, addresses, size, warp, writes=True, by_lane=by_lane)
         shadow = self._shadow(buffer)
         granules = shadow.granules(addresses, size)
         if not strong:
@@ -137,15 +144,15 @@ class GlobalRaces:
             if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
                 self.write(buffer, addresses, size, warp, stamps, line, strong=strong, by_lane=False)
 
-    def _shadow(self, buffer: Buffer) -> _Shadow:
+    def _shadow(self, buffer: Buffer) -> Shadow:
         found = self._shadows.get(buffer.base)
         if found is None:
-            found = self._shadows[buffer.base] = _Shadow.of(buffer)
+            found = self._shadows[buffer.base] = Shadow.of(buffer)
         return found
 
     def _check(
         self,
-        shadow: _Shadow,
+        shadow: Shadow,
         granules: Addresses,
         marks: Addresses,
         buffer: Buffer,

@@ -105,8 +105,12 @@ class Machine:
         params: Sequence[bytes],
         cluster: Dim3 = (1, 1, 1),
         dynamic_smem: int = 0,
+        *,
+        dependent: bool = False,
     ) -> None:
         """Run a grid to its end. `params` holds the bytes of each parameter; sizes in threads, CTAs and bytes.
+
+        `dependent`: it may overlap the launch before it (programmatic dependent launch; backends.vm.dependent_launch).
 
         Raises LaunchError for a launch that no GPU would take, Fault for the first rule that the kernel breaks.
         """
@@ -115,7 +119,7 @@ class Machine:
         self.counters["smem_bytes"] = max(self.counters["smem_bytes"], layout.static_shared + dynamic_smem)
         self._module = module
         self.params = _param_block(layout, params)
-        self.races.begin_launch()
+        self.races.begin_launch(entry, dependent=dependent)
         run = Run(self, layout, grid, block, cluster, dynamic_smem)
         with np.errstate(all="ignore"), nullcontext() if self.recorder is None else self.recorder.launch(run):
             run.to_the_end()

@@ -16,7 +16,8 @@ MMA_TILER = (128, 64, 64)
 
 @cute.kernel
 def scale_add_kernel(x: cute.Tensor, y: cute.Tensor, alpha: Float32):
-    """y[i] += alpha * x[i], one thread an element."""
+    """y[i] += alpha * x[i], one thread an element. It may be launched before the kernel that writes x has ended."""
+    cute.arch.griddepcontrol_wait()
     tid, _, _ = cute.arch.thread_idx()
     bid, _, _ = cute.arch.block_idx()
     i = bid * THREADS + tid

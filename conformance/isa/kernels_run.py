@@ -3,6 +3,9 @@
 A kernel is the body of an entry. Each buffer `x` is the 64-bit register `%x`, each tensor map `m` the register `%m`
 with its generic address. Registers %r0..%r47, %rd0..%rd23, %f0..%f15, %h0..%h7 and %p0..%p15 are declared, and %tx,
 %warp, %lane, %cta hold %tid.x, the warp's number, the lane and %ctaid.x. The line that must be blamed ends in `//!`.
+
+`others` holds the bodies of further entries with the same parameters, `sequence` the entries to launch, each with
+whether it is a dependent launch; without a sequence `kernel` is launched `launches` times.
 """
 
 from __future__ import annotations
@@ -60,6 +63,8 @@ class Kernel:
     step_budget: int = 2_000_000
     module: str = ""
     launches: int = 1
+    others: Mapping[str, str] = field(default_factory=dict)
+    sequence: Sequence[tuple[str, bool]] = ()
 
     @property
     def ptx(self) -> str:
@@ -67,11 +72,15 @@ class Kernel:
         params = [f".param .u64 p_{name}" for name in self.buffers]
         params += [f".param .align 64 .b8 p_{name}[128]" for name in self.maps]
         names = [*self.buffers, *self.maps]
-        head = [f"{_HEAD}{self.module}", f".visible .entry kernel({', '.join(params)})", "{", _REGISTERS]
+        head = [f".visible .entry ENTRY({', '.join(params)})", "{", _REGISTERS]
         head += [f".reg .b64 %{name};" for name in names]
         head += [f"ld.param.u64 %{name}, [p_{name}];" for name in self.buffers]
         head += [f"mov.b64 %{name}, p_{name}; cvta.param.u64 %{name}, %{name};" for name in self.maps]
-        return "\n".join([*head, self.body, "}"])
+        entries = [
+            "\n".join([*head, body, "}"]).replace("ENTRY", name, 1)
+            for name, body in {"kernel": self.body, **self.others}.items()
+        ]
+        return "\n".join([f"{_HEAD}{self.module}", *entries])
 
     @property
     def blamed_line(self) -> int:
@@ -103,8 +112,10 @@ class Kernel:
                 )
             )
         module = load(self.ptx)
-        for _ in range(self.launches):
-            machine.launch(module, "kernel", self.grid, self.block, params, self.cluster, self.dynamic_smem)
+        for entry, dependent in self.sequence or [("kernel", False)] * self.launches:
+            machine.launch(
+                module, entry, self.grid, self.block, params, self.cluster, self.dynamic_smem, dependent=dependent
+            )
         return data, machine.counters
 
 

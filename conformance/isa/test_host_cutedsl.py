@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Literal
 
@@ -94,6 +95,20 @@ def test_two_launches_of_one_call(convention: Convention) -> None:
     }  # fmt: skip
     run("scale_add_twice", arguments, {"x": x, "y": y, "z": z}, convention)
     torch.testing.assert_close(z, 3 * (1 + 2 * x), msg="the second kernel must see what the first has written")
+
+
+def test_a_launch_that_may_begin_early_must_wait() -> None:
+    artifact = compiled("scale_add_twice")
+    arguments: dict[str, HostArg] = {
+        "x": vector("x"), "y": vector("y"), "z": vector("z"), "count": ScalarArg("s32", 3)
+    }  # fmt: skip
+    program = artifact.program({**arguments, "stream": StreamArg()})
+    assert program.ptx.count("griddepcontrol.wait;") == 2, "each of the two kernels waits"
+    hasty = replace(program, ptx=program.ptx.replace("griddepcontrol.wait;", ""))
+    violation = EXECUTOR.run(hasty, {name: torch.zeros(N) for name in "xyz"}, RunOptions()).violation
+    assert violation is not None, "the second launch reads what the first writes, and nothing makes it wait"
+    assert "[dependent-launch-not-awaited]" in violation, violation
+    assert "of `y` is read" in violation, violation
 
 
 def test_the_cluster_of_the_launch_attribute_is_used() -> None:

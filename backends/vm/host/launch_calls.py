@@ -16,14 +16,16 @@ from backends.vm.special import Dim3
 
 MOST_ATTRIBUTES: Final = 32
 PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
-CLUSTER, COOPERATIVE = 4, 2
+CLUSTER, COOPERATIVE, PROGRAMMATIC_SERIALIZATION = 4, 2, 6
 # cudaLaunchAttributeID. All but the cluster's size only order or place work; running launches one after another, with
-# every CTA admitted when those before it wait, satisfies them.
+# every CTA admitted when those before it wait, satisfies them. What a launch that may begin early must not touch yet
+# is checked where the launch before it is the last thing that its stream was given.
 ATTRIBUTES: Final[Mapping[int, str]] = {
     0: "Ignore", 1: "AccessPolicyWindow", COOPERATIVE: "Cooperative", 3: "SynchronizationPolicy",
-    CLUSTER: "ClusterDimension", 5: "ClusterSchedulingPolicyPreference", 6: "ProgrammaticStreamSerialization",
-    7: "ProgrammaticEvent", 8: "Priority", 9: "MemSyncDomainMap", 10: "MemSyncDomain",
-    11: "PreferredClusterDimension", 12: "LaunchCompletionEvent", 14: "PreferredSharedMemoryCarveout",
+    CLUSTER: "ClusterDimension", 5: "ClusterSchedulingPolicyPreference",
+    PROGRAMMATIC_SERIALIZATION: "ProgrammaticStreamSerialization", 7: "ProgrammaticEvent", 8: "Priority",
+    9: "MemSyncDomainMap", 10: "MemSyncDomain", 11: "PreferredClusterDimension", 12: "LaunchCompletionEvent",
+    14: "PreferredSharedMemoryCarveout",
 }  # fmt: skip
 
 
@@ -64,8 +66,17 @@ def _run(runtime: Runtime, record: LaunchRecord) -> None:
     if record.attributes.get(COOPERATIVE, (0,))[0]:
         _check_cooperative(runtime, record)
     runtime.launches.append(record)
+    early = bool(record.attributes.get(PROGRAMMATIC_SERIALIZATION, (0,))[0])
+    dependent, runtime.last_in = early and runtime.last_in == record.stream, record.stream
     runtime.machine.launch(
-        runtime.module, record.entry, record.grid, record.block, record.params, record.cluster, record.dynamic_smem
+        runtime.module,
+        record.entry,
+        record.grid,
+        record.block,
+        record.params,
+        record.cluster,
+        record.dynamic_smem,
+        dependent=dependent,
     )
 
 

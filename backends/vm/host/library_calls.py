@@ -49,6 +49,7 @@ def device_get_attribute(runtime: Runtime, value: int, attribute: int, device: i
 @answers("_cudaDeviceSynchronize")
 def device_synchronize(runtime: Runtime) -> None:
     """Every launch has ended before its call returns."""
+    runtime.last_in = None
 
 
 @answers("_cudaGetLastError")

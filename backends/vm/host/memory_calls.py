@@ -70,6 +70,7 @@ def memcpy(runtime: Runtime, to: int, source: int, size: int, kind: int) -> None
     """Copy between host and device memory; the device's side must lie inside one tensor or allocation."""
     if not _HOST_TO_HOST <= kind <= _DEFAULT:
         raise HostError(f"cudaMemcpy is called with kind {kind}; 0 to 4 exist (cudaMemcpyKind)")
+    runtime.last_in = None
     if size == 0:
         return
     from_device = kind in (_TO_HOST, _DEVICE_TO_DEVICE) or (kind == _DEFAULT and _mapped(runtime, source))
@@ -94,6 +95,7 @@ def memcpy_async(runtime: Runtime, to: int, source: int, size: int, kind: int, s
 @answers("_cudaMemset", POINTER, INT, SIZE)
 def memset(runtime: Runtime, to: int, value: int, size: int) -> None:
     """Set bytes of device memory."""
+    runtime.last_in = None
     if size:
         _device(runtime, to, size, "the destination of cudaMemset", writing=True)[:] = value & 0xFF
 
@@ -124,12 +126,14 @@ def stream_destroy(runtime: Runtime, stream: int) -> None:
 def stream_synchronize(runtime: Runtime, stream: int) -> None:
     """Nothing is outstanding."""
     runtime.check_stream(stream, "cudaStreamSynchronize")
+    runtime.last_in = None
 
 
 @answers("_cudaStreamWaitEvent", POINTER, POINTER)
 def stream_wait_event(runtime: Runtime, stream: int, event: int) -> int:
     """What the event stands for is over."""
     runtime.check_stream(stream, "cudaStreamWaitEvent")
+    runtime.last_in = None
     return SUCCESS if event in runtime.events else INVALID_VALUE
 
 

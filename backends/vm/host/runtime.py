@@ -37,7 +37,10 @@ class LaunchRecord:
 
 
 class Runtime:
-    """One call's worth of CUDA runtime: kernels by handle, allocations, streams, events, and what has gone wrong."""
+    """One call's worth of CUDA runtime: kernels by handle, allocations, streams, events, and what has gone wrong.
+
+    `last_in`: the stream of the latest launch, None once something else has waited for that launch to end.
+    """
 
     def __init__(self, machine: Machine, module: LoadedModule, target: str) -> None:
         self.machine = machine
@@ -50,6 +53,7 @@ class Runtime:
         self.refusal: str | None = None
         self.dynamic_smem_limit: dict[str, int] = {}
         self.large_clusters: set[str] = set()
+        self.last_in: int | None = None
         self._kernels: list[str] = []
         self._allocations: dict[int, Buffer] = {}
         self._next_handle = GIVEN_STREAM
@@ -93,6 +97,7 @@ class Runtime:
         if address not in self._allocations:
             raise HostError(f"the host function frees {address:#x}, which it has not allocated or has freed before")
         self.machine.memory.remove(self._allocations.pop(address))
+        self.last_in = None
 
     def leaked(self) -> str | None:
         """A sentence on memory that the call allocated and did not free; None if there is none."""

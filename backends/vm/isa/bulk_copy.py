@@ -38,7 +38,7 @@ def granules_of(addresses: npt.NDArray[np.int64], size: int) -> Granules:
 
 
 def _copy_clock(warp: Warp, agent: int, serial: int) -> Clock:
-    clock = Clock.zero(warp.clock.seen.size)
+    clock = warp.clock.of_copy()
     clock.seen[agent] = clock.fenced[agent] = serial
     return clock
 
@@ -181,11 +181,11 @@ def _begin_load(
     serial = warp.cta.cluster.next_copy()
     granules = granules_of(plan.smem_addresses, plan.piece_bytes)
     cta.smem.async_write_begins(granules, warp.clock, line, "the bulk copy")
+    landed = _copy_clock(warp, barrier.copy_agent, serial)
 
     def perform() -> None:
         write_pieces(cta.smem.data, plan.smem_addresses, read())
         cta.smem.async_write_ends(granules, stamp(barrier.copy_agent, serial), line)
-        landed = _copy_clock(warp, barrier.copy_agent, serial)
         barrier.complete_transactions(plan.transaction_bytes, landed, f"the copy of PTX line {line}")
 
     barrier.last_copy = submit(warp, "a bulk copy", line, text, perform, signals=(barrier,))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from backends.vm.access import resolve
 from backends.vm.ast import Operand
 from backends.vm.binder import Binder
-from backends.vm.clocks import Clock, stamp
+from backends.vm.clocks import stamp
 from backends.vm.cta import Cta
 from backends.vm.engine import submit
 from backends.vm.faults import Fault
@@ -93,12 +93,12 @@ def st_async(b: Binder) -> Step:
         granules = np.arange(offset >> 2, (offset + size) >> 2, dtype=np.int64)
         serial = warp.cta.cluster.next_copy()
         cta.smem.async_write_begins(granules, warp.clock, line, "st.async", generic=True)
+        landed = warp.clock.of_copy()
+        landed.seen[signalled.copy_agent] = serial
 
         def perform() -> None:
             cta.smem.data[offset : offset + size] = data
             cta.smem.async_write_ends(granules, stamp(signalled.copy_agent, serial), line)
-            landed = Clock.zero(warp.clock.seen.size)
-            landed.seen[signalled.copy_agent] = serial
             signalled.complete_transactions(size, landed, f"the st.async of PTX line {line}")
 
         signalled.last_copy = submit(warp, "an st.async", line, text, perform, signals=(signalled,))

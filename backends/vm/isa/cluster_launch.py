@@ -12,7 +12,7 @@ import numpy as np
 from backends.vm.access import resolve
 from backends.vm.ast import Operand, Sink
 from backends.vm.binder import Binder
-from backends.vm.clocks import Clock, stamp
+from backends.vm.clocks import stamp
 from backends.vm.cta import Cta
 from backends.vm.engine import submit
 from backends.vm.forms import Step, opcode
@@ -74,13 +74,15 @@ def _performer(
     serial: int,
     line: int,
 ) -> Callable[[], None]:
+    issued = warp.clock.of_copy()
+
     def perform() -> None:
         waiting = warp.cta.machine.unstarted
         words = np.array([*waiting.pop(0), 1] if waiting else [0, 0, 0, 0], "<u4")
         for cta, signalled in told:
             cta.smem.data[offset : offset + RESPONSE_BYTES] = words.view(np.uint8)
             cta.smem.async_write_ends(granules, stamp(signalled.copy_agent, serial), line)
-            landed = Clock.zero(warp.clock.seen.size)
+            landed = issued.copy()
             landed.seen[signalled.copy_agent] = landed.fenced[signalled.copy_agent] = serial
             signalled.complete_transactions(RESPONSE_BYTES, landed, f"the try_cancel of PTX line {line}")
 

@@ -43,10 +43,18 @@ def trap(b: Binder) -> Step:
 @opcode("brkpt", section="9.7.19.1", counter="control")
 @opcode("nanosleep.u32", section="9.7.19.2", counter="control")
 @opcode("pmevent{.mask}", section="9.7.19.3", counter="control")
-@opcode("griddepcontrol.<action>", section="9.7.13.13", counter="control", action="launch_dependents wait")
 def no_effect(b: Binder) -> Step:
-    """Time, register budgets and dependent launches mean nothing here: grids run one after the other."""
+    """Time means nothing here."""
     return _nothing
+
+
+@opcode("griddepcontrol.<action>", section="9.7.13.13", counter="control", action="launch_dependents wait")
+def griddepcontrol(b: Binder) -> Step:
+    """Grids run one after the other; who has waited for the one before is a matter of clocks."""
+    b.expect(0)
+    if b.words["action"] == "launch_dependents":
+        return _nothing
+    return lambda warp: warp.cta.machine.races.chain.wait(warp)
 
 
 @opcode("setmaxnreg.<way>.sync.aligned.u32", section="9.7.19.5", counter="control", way="inc dec")

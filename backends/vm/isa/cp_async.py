@@ -150,7 +150,7 @@ def copy_arrive(b: Binder) -> Step:
     line, text = b.instruction.line, b.instruction.text
 
     def step(warp: Warp) -> None:
-        landed = Clock.zero(warp.clock.seen.size)
+        landed = warp.clock.of_copy()
         for group in _groups(warp):
             landed.seen[group.agent] = warp.cta.cluster.copy_serial
             group.hand_over()
