@@ -1,7 +1,8 @@
 """Device time between two events on a stream that is kept busy, so that no launch latency of the host is in it.
 
-Cold: a buffer of more than twice the L2 is written, then comes start event, call, end event. That is the region that
-triton.testing.do_bench times, and the two agree (conformance/gpu/on_device.py holds them against each other).
+Cold: a buffer of more than twice the L2 is written, then comes start event, call, end event: the region that
+triton.testing.do_bench times, in a queue as full as its own (conformance/gpu/on_device.py holds the two against each
+other).
 Hot: the call runs once, then as often as asked between the events, as one CUDA graph where it can be captured.
 """
 
