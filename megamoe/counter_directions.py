@@ -27,6 +27,7 @@ _DIRECTIONS: Mapping[str, Direction] = {
     "tma_store_bytes": "cost",
     "tma_stores": "cost",
     "tmem_columns": "cost",
+    "tmem_unordered_copies": "cost",
     "tmem_unwaited_overwrites": "cost",
     "useful_flops": "fact",
     "minimum_bytes": "fact",

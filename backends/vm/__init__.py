@@ -8,8 +8,9 @@ run beside them. `results/coverage.md` lists every spelling, its PTX ISA section
 
 What it checks is in the names of the rules (`Fault.rule`); conformance/isa plants each. What it does NOT notice:
 - a missing tcgen05.fence::* or fence.mbarrier_init, and an MMA that overwrites what an earlier MMA of another
-  accumulator reads: real kernels leave these out, so asking for them would refuse what runs on silicon. A missing
-  tcgen05.wait::ld where a register of the load has been used is only counted (`tmem_unwaited_overwrites`);
+  accumulator reads: real kernels leave these out, so asking for them would refuse what runs on silicon. Only counted
+  are a missing tcgen05.wait::ld where a register of the load has been used (`tmem_unwaited_overwrites`), and a
+  tcgen05.cp into what an mma still reads, an order that the ISA does not promise (`tmem_unordered_copies`);
 - races between lanes of one warp, and two generic writers of parts of one 4-byte granule of shared memory;
 - in global memory: a race with any but the last reader of a byte, a missing fence.proxy.async, and a tensor map that is
   read while it is changed;

@@ -148,6 +148,12 @@ class TensorMemory:
         self.writer[index] = stamp
         self.writer_line[index] = line
 
+    def read_by_tensor_core(self, index: Index, clock: Clock, agent: int) -> bool:
+        """Whether the tensor core `agent` reads cells at `index` for an mma whose end `clock` has not seen."""
+        found = self.reader[index]
+        late = unordered(found, clock.seen)
+        return bool(late.any()) and bool((late & (agent_of(found) == agent)).any())
+
     def _first(self, index: Index, bad: npt.NDArray[np.bool_]) -> tuple[int, int]:
         lanes, columns = _as_array(index[0]), _as_array(index[1])
         if isinstance(index[0], slice):

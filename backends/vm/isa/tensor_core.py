@@ -197,7 +197,10 @@ _CP_SHAPES = "128x256b 4x256b 128x128b 64x128b 32x128b"
 def copy(b: Binder) -> Step:
     """Rows of shared memory, found through a matrix descriptor, into tensor memory; some forms replicate them.
 
-    With cta_group::2 each CTA copies from its own shared memory (facts.md 1.2).
+    With cta_group::2 each CTA copies from its own shared memory (facts.md 1.2). The ISA orders a copy before a later
+    mma and not an mma before a later copy (9.7.16.6.2). The block-scaled GEMMs of quack-kernels rely on the latter
+    order too, so that it is kept here, and `tmem_unordered_copies` counts who overwrites what an mma not yet waited for
+    reads.
     """
     destination, source = b.expect(2)
     try:
@@ -218,10 +221,15 @@ def copy(b: Binder) -> Step:
         units = unit_addresses(descriptor, layout.rows, 16 * layout.units, 8, "k", "sm_100a")
         clock, mark, _ = tensor_issue(warp)
         columns = np.arange(to_column, to_column + 4 * layout.units)[None, :]
+        unordered = False
         for cta in ctas:
             cta.smem.async_read(granules_of(units.ravel(), data_bytes), clock, mark, "tcgen05.cp")
             for lanes in layout.lanes:
-                cta.tmem.begin_write(((lanes + to_lane)[:, None], columns), clock, mark, line, "tcgen05.cp writes")
+                cells = (lanes + to_lane)[:, None], columns
+                unordered |= cta.tmem.read_by_tensor_core(cells, warp.clock, warp.cta.tensor_agent)
+                cta.tmem.begin_write(cells, clock, mark, line, "tcgen05.cp writes")
+        if unordered:
+            warp.cta.machine.counters["tmem_unordered_copies"] += 1
 
         def perform() -> None:
             for cta in ctas:

@@ -44,7 +44,8 @@ def tensor_issue(warp: Warp, *accumulator: int) -> tuple[Clock, int, int]:
     It has seen all that the issuing warp has, not what other warps had seen at their issues. `accumulator` (address, m,
     n) of an mma: of earlier tensor-core writes it has seen those of copies and of MMAs with the same accumulator, which
     are all that the ISA orders (9.7.16.6.2). Earlier reads it has seen all: FlashAttention-4 overwrites S where the MMA
-    before read P, and block-scaled GEMMs copy new scale factors behind the MMAs that read the old ones.
+    before read P, and block-scaled GEMMs copy new scale factors behind the MMAs that read the old ones (counted where
+    they are issued).
     """
     cta = warp.cta
     cta.tensor_serial += 1
