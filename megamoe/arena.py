@@ -8,7 +8,8 @@ without a gap, so that a store one byte past a ragged end is seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -136,6 +137,19 @@ class Arena:
         for plot in self._plots.values():
             if plot.layout.role == "output":
                 _fill(plot.body, plot.layout.dtype)
+
+    @contextmanager
+    def scaled_inputs(self) -> Iterator[None]:
+        """Within it, every floating-point input is what it was times a power of two: another one for each, below 1."""
+        floats = [name for name in self._seals if self.tensors[name].dtype.is_floating_point]
+        given = {name: self.tensors[name].clone() for name in floats}
+        for place, name in enumerate(floats):
+            self.tensors[name].mul_(2.0 ** (place - len(floats)))
+        try:
+            yield
+        finally:
+            for name, tensor in given.items():
+                self.tensors[name].copy_(tensor)
 
     def unwritten(self, free: Mapping[str, torch.Tensor] | None = None) -> dict[str, int]:
         """Number of elements of each output that still hold POISON bit for bit; those marked in `free` do not count.

@@ -2,7 +2,7 @@
 
 Before every turn the outputs are poisoned; after it the guard bands, the inputs and the outputs are looked at, so that
 what is judged is what timed launches wrote. A program that was right once and is wrong in its replays, or does nothing
-in them, is found out in the turn where it happens.
+in them, is found out in the turn where it happens; one that keeps what it computed, in a last replay on other inputs.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from megamoe.verdict import Expected, compared, complaints, expected_of
 if TYPE_CHECKING:
     from megamoe.backend import AnyProgram, PreparedCall
     from megamoe.case import Case
+    from megamoe.device import Stopwatch
     from megamoe.floor import Floor
     from megamoe.record import Temperature
     from megamoe.spec import Spec
@@ -285,7 +286,26 @@ class _CaseBench:
             candidate.contender.stopwatch.sample("hot", 1)
             self._collect(candidate)
             self._judge(candidate, "in a replay after the last sample: ")
+            if candidate.status is None and not isinstance(candidate.program, PythonProgram):
+                self._change_inputs(candidate, candidate.contender.stopwatch)
             candidate.conclude("passed", "")
+
+    def _change_inputs(self, candidate: _Candidate, stopwatch: Stopwatch) -> None:
+        """Concludes a candidate that keeps what it once computed: right, and fast, as long as no input changes.
+
+        Its outputs are not poisoned, so that it is also found out if that is what it looks at. Programs of libraries
+        are let off: of the inputs of a GEMM they prepare all but the product, which is not timed.
+        """
+        before = {name: self.arena.tensors[name].clone() for name in self.expected.oracle}
+        with self.arena.scaled_inputs():
+            self._synchronise()
+            stopwatch.sample("hot", 1)
+            self._collect(candidate)
+            kept = all(_same_bits(self.arena.tensors[name], seen) for name, seen in before.items())
+            self._synchronise()
+        if kept:
+            sentence = "in a replay on other inputs: the outputs are still those of the inputs before"
+            candidate.conclude("failed", f"{sentence}, so that what was timed is not the work")
 
     def begin(self, name: str) -> None:
         """See Watch."""
@@ -318,8 +338,11 @@ class _CaseBench:
 
     def _poison(self) -> None:
         self.arena.poison()
+        self._synchronise()
+
+    def _synchronise(self) -> None:
         if _is_cuda(self.executor.device):
-            # A replay may run on another stream than the one that poisons.
+            # A replay may run on another stream than the one that fills its tensors.
             torch.cuda.synchronize()
 
     def _collect(self, candidate: _Candidate) -> None:

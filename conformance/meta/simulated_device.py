@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from megamoe.arena import is_poison
 from megamoe.backend import AnyProgram, Execution, Program, RunOptions, Target, UnsupportedError
 from megamoe.case import Case
 from megamoe.device import DeviceError
@@ -155,8 +156,13 @@ class SimulatedCall:
     def __init__(self, ptx: str, tensors: Tensors) -> None:
         self.behaviour, case_id, hot_us = ptx.split("\n")
         self.hot_us, self.tensors, self.launched = float(hot_us), tensors, 0
-        case = load_specs()[case_id.partition(":")[0]].parse_case(case_id)
-        self.outputs = reference(case.op).simulated(case, tensors)
+        self.case = load_specs()[case_id.partition(":")[0]].parse_case(case_id)
+        self.compute()
+
+    def compute(self) -> None:
+        """The outputs for the inputs as they are now."""
+        self.of = self.tensors["v"].clone()
+        self.outputs = reference(self.case.op).simulated(self.case, self.tensors)
 
     def collect(self) -> None:
         """Everything is where it belongs."""
@@ -166,6 +172,11 @@ class SimulatedCall:
         self.launched += 1
         if self.behaviour == "idle_in_replays" and self.launched > 1:
             return
+        if self.behaviour == "leaves_what_is_there" and not is_poison(self.tensors["o"]).any():
+            return
+        # A simulated launch shall be quick; what changes on this device changes as a whole.
+        if self.behaviour != "keeps_its_outputs" and not torch.equal(self.of, self.tensors["v"]):
+            self.compute()
         for name, value in self.outputs.items():
             self.tensors[name].copy_(value)
         self._misbehave()
@@ -253,6 +264,8 @@ WRONG = SimulatedBackend("wrong")
 WRONG_FROM_THE_SECOND = SimulatedBackend("wrong_from_the_second")
 WRONG_LATE = SimulatedBackend("wrong_late")
 IDLE_IN_REPLAYS = SimulatedBackend("idle_in_replays")
+KEEPS_ITS_OUTPUTS = SimulatedBackend("keeps_its_outputs")
+LEAVES_WHAT_IS_THERE = SimulatedBackend("leaves_what_is_there")
 CHANGES_AN_INPUT = SimulatedBackend("changes_an_input")
 WRITES_PAST_THE_END = SimulatedBackend("writes_past_the_end")
 CRASHES = SimulatedBackend("crashes")

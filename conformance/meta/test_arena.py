@@ -165,3 +165,18 @@ def test_wrong_inputs_are_refused_in_words(inputs: dict[str, torch.Tensor], guar
     layouts = {"x": Layout((2, 2), torch.float32, "input")}
     with pytest.raises(ValueError, match=sentence):
         Arena.of_layouts(layouts, inputs, guard=guard)
+
+
+def test_scaled_inputs_all_differ_from_what_they_were_and_come_back_bit_by_bit() -> None:
+    spec = load_specs()["nvfp4_moe"]
+    case = spec.parse_case("nvfp4_moe:hidden=128,intermediate=128,num_experts=2,tokens=3,topk=2")
+    inputs = reference("nvfp4_moe").make_inputs(case)
+    held = Arena(spec, case, inputs)
+    with held.scaled_inputs():
+        ratios = {name: held.tensors[name] / given for name, given in inputs.items() if given.is_floating_point()}
+        for name in inputs.keys() - ratios.keys():
+            assert torch.equal(held.tensors[name], inputs[name]), f"{name} holds codes or numbers of experts"
+    factors = {name: set(ratio.flatten().tolist()) for name, ratio in ratios.items()}
+    assert all(len(found) == 1 and max(found) < 1 for found in factors.values()), f"{factors}: one factor a tensor"
+    assert len(set.union(*factors.values())) == len(factors), "no two have the same, or one may undo the other"
+    assert held.damage() is None, "the inputs are as they were"

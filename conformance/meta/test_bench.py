@@ -36,6 +36,8 @@ FAULTS: dict[str, tuple[Status, str]] = {
     "WRONG_FROM_THE_SECOND": ("failed", "in a timed replay: fmha:hd=64,t=2,s_k=3: tensor o: "),
     "WRONG_LATE": ("failed", "in a timed replay: "),
     "IDLE_IN_REPLAYS": ("failed", "never written"),
+    "KEEPS_ITS_OUTPUTS": ("failed", "in a replay on other inputs: the outputs are still those of the inputs before"),
+    "LEAVES_WHAT_IS_THERE": ("failed", "in a replay on other inputs: "),
     "CHANGES_AN_INPUT": ("failed", "input k was changed"),
     "WRITES_PAST_THE_END": ("failed", "guard bytes above tensor o were overwritten"),
     "CRASHES": ("crashed", "the worker process died with exit status 3, while being timed"),
