@@ -10,6 +10,7 @@ says, exactly. (megamoe.compare is something else: it compares tensors.)
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -222,13 +223,16 @@ def _timed(keys: Sequence[RowKey], old: SideRows, new: SideRows, thresholds: Seq
     samples = [side.samples.tolist() for side in (before, after)]
     numbers = zip(found.ratio.tolist(), found.low.tolist(), found.high.tolist(), thresholds, strict=True)
     for i, (key, (ratio, low, high, threshold)) in enumerate(zip(keys, numbers, strict=True)):
-        programs = (worst(old.timings[key]).program_sha256, worst(new.timings[key]).program_sha256)
+        was, now = worst(old.timings[key]), worst(new.timings[key])
         call = _call(low, high, threshold)
+        # Enough samples before and too few after: what was held is held no more, as if the row were missing.
+        lost = math.isfinite(float(before.error[i])) and not math.isfinite(float(after.error[i]))
+        how = "" if was.method == now.method else f"; timed by {was.method} before, by {now.method} after"
         yield ComparedRow(
             key,
             call,
-            regression=call == "SLOWER",
-            sentence=_about(call, ratio, low, high, threshold),
+            regression=call == "SLOWER" or lost,
+            sentence=_about(call, ratio, low, high, threshold) + ("; there were enough before" if lost else "") + how,
             before_status="passed",
             after_status="passed",
             before_us=us[0][i],
@@ -238,7 +242,7 @@ def _timed(keys: Sequence[RowKey], old: SideRows, new: SideRows, thresholds: Seq
             high=high,
             threshold=threshold,
             samples=(samples[0][i], samples[1][i]),
-            same_program=_same(*programs),
+            same_program=_same(was.program_sha256, now.program_sha256),
         )
 
 

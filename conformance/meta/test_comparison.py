@@ -58,6 +58,19 @@ def test_one_sample_a_side_is_ambiguous() -> None:
     row = compared(timing([10.0]), timing([20.0]))
     assert row.call == "AMBIGUOUS", "twice the time, but nothing is known of the noise"
     assert "too few samples" in row.sentence
+    assert not row.regression, "nothing was known before either"
+
+
+def test_samples_that_are_there_before_and_not_after_are_missed() -> None:
+    row = compared(timing(QUIET), timing([20.0]))
+    assert (row.call, row.regression) == ("AMBIGUOUS", True), "one sample is no way around a regression"
+    assert row.sentence == "there are too few samples to say anything; there were enough before"
+    assert not compared(timing([20.0]), timing(QUIET)).regression, "more is known than before"
+
+
+def test_times_of_two_methods_say_so() -> None:
+    row = compared(timing(QUIET), timing(QUIET).model_copy(update={"method": "events"}))
+    assert row.sentence.endswith("; timed by graph before, by events after"), row.sentence
 
 
 def test_the_threshold_is_that_of_the_spec() -> None:
