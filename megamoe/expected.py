@@ -101,6 +101,8 @@ def stale_entries(expected: Iterable[Expectation], specs: Mapping[str, Spec], to
 
 def read_expected(path: Path) -> tuple[Expectation, ...]:
     """Reads and validates the entries of one YAML file, a list under the key `expected`. Raises ExpectedError."""
+    if path.is_fifo() or path.is_char_device():
+        raise ExpectedError(f"cannot read {path}: it is no file")
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:

@@ -136,6 +136,8 @@ def read_records(path: Path) -> RecordFile:
     try:
         if path.is_char_device():
             raise RecordError(f"cannot read records from {path}: it is a device, which may never end")
+        if path.is_fifo():
+            raise RecordError(f"cannot read records from {path}: it is a pipe, to which nobody may ever write")
         data = path.read_bytes()
     except OSError as error:
         raise RecordError(f"cannot read records from {path}: {error.strerror}") from error

@@ -100,6 +100,13 @@ def test_a_file_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None:
         read_records(tmp_path / "none.jsonl")
     with pytest.raises(RecordError, match="may never end"):
         read_records(Path("/dev/zero"))
+
+
+def test_a_pipe_that_nobody_writes_to_is_refused(tmp_path: Path) -> None:
+    pipe = tmp_path / "records.jsonl"
+    os.mkfifo(pipe)
+    with pytest.raises(RecordError, match="it is a pipe"):
+        read_records(pipe)
     with pytest.raises(RecordError, match="cannot write records to"):
         RecordWriter(tmp_path)
 
