@@ -19,6 +19,10 @@ def _complaints(file: RecordFile) -> list[str]:
     for header in (header for header in file.headers if header.device is None):
         if header.git_revision is None or not re.fullmatch(r"[0-9a-f]{40}", header.git_revision):
             found.append(f"{file.path.name} is of revision {header.git_revision}, which nobody can check out")
+    for header in file.headers[-1:]:
+        rows = {record.row for record in file.records if record.run == header.run}
+        if len(rows) != header.owed_rows:
+            found.append(f"{file.path.name}: run {header.run} owed {header.owed_rows} rows and has {len(rows)}")
     return found
 
 
@@ -36,9 +40,18 @@ def test_a_torn_file_of_changed_code_is_noticed(tmp_path: Path) -> None:
     header = FILES[0].read_text("utf-8").splitlines()[0]
     revision = read_records(FILES[0]).headers[0].git_revision
     (tmp_path / "r.jsonl").write_text(header.replace(f'"{revision}"', f'"{revision}+changes"') + '\n{"torn')
-    torn, changed = _complaints(read_records(tmp_path / "r.jsonl"))
+    torn, changed, cut = _complaints(read_records(tmp_path / "r.jsonl"))
     assert "is torn" in torn
     assert "+changes, which nobody can check out" in changed
+    assert "rows and has 0" in cut
+
+
+def test_a_run_that_was_cut_short_is_the_last_of_no_file(tmp_path: Path) -> None:
+    lines = (RECORDS / "smoke.jsonl").read_text("utf-8").splitlines(keepends=True)
+    last = max(number for number, line in enumerate(lines) if '"kind":"record"' in line)
+    (tmp_path / "r.jsonl").write_text("".join(lines[:last] + lines[last + 1 :]))
+    (cut,) = _complaints(read_records(tmp_path / "r.jsonl"))
+    assert re.search(r"owed (\d+) rows and has \d+", cut), cut
 
 
 def test_the_smoke_profile_passed_as_a_whole() -> None:
