@@ -12,8 +12,9 @@ What it checks is in the names of the rules (`Fault.rule`); conformance/isa plan
   are a missing tcgen05.wait::ld where a register of the load has been used (`tmem_unwaited_overwrites`), and a
   tcgen05.cp into what an mma still reads, an order that the ISA does not promise (`tmem_unordered_copies`);
 - races between lanes of one warp, and two generic writers of parts of one 4-byte granule of shared memory;
-- in global memory: a race with any but the last reader of a byte, a missing fence.proxy.async, and a tensor map that is
-  read while it is changed;
+- in global memory: a race with any but the last reader of a byte, a missing fence.proxy.async before a bulk reduction,
+  and a tensor map that is read while it is changed;
+- a missing fence.proxy.async between generic reads and a bulk copy that overwrites what they read;
 - in a dependent launch before its griddepcontrol.wait: strong loads, as they may be the "other means" of the CUDA
   guide, launches of another stream, and an overwrite of what an earlier launch only read by strong loads;
 - a wait that acquires more than its own phase, since the clocks of a barrier accumulate;

@@ -1,10 +1,10 @@
 """Who may see whose writes: vector clocks over the agents of a cluster, one pair a warp.
 
 `seen` orders everything: agent a's actions up to epoch seen[a] happen before the owner's next action. `fenced` is the
-part of it that is also visible to the asynchronous proxy. `fence.proxy.async` sets fenced = seen; barriers and
-mbarriers carry both along, so either idiom (each writer fences before the barrier, or the issuer fences after it) is
-accepted, and a path without a proxy fence is found out (PTX ISA, Memory Consistency Model, proxy-preserved base
-causality order).
+part of it that is also visible to the asynchronous proxy in shared memory; grid_clocks holds that of global memory.
+`fence.proxy.async` sets fenced = seen; barriers and mbarriers carry both along, so either idiom (each writer fences
+before the barrier, or the issuer fences after it) is accepted, and a path without a proxy fence is found out (PTX ISA,
+Memory Consistency Model, proxy-preserved base causality order).
 
 Memory keeps a stamp for each granule: the agent that wrote (or read) last and its epoch then, in one int32.
 """

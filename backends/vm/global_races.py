@@ -2,7 +2,9 @@
 
 A mark is the serial number of a cluster (bits 63..32) and a stamp of backends.vm.clocks below it; 0 is nobody, as the
 start of a launch comes after everything before it. Granules are of 16 bytes until an access of fewer bytes is seen.
-Strong accesses (atomics, volatile, relaxed and up) race with nobody; the asynchronous proxy is not told apart.
+Strong accesses (atomics, volatile, relaxed and up) race with nobody. What bulk copies read and overwrite of generic
+writes of the same launch needs a proxy fence in between, on either side (PTX ISA 8.6, 9.7.9.25.2); the other way there
+is one at the end of each copy. `stored`: there has been a generic write, so that proxy fences matter.
 """
 
 from __future__ import annotations
@@ -76,6 +78,7 @@ class GlobalRaces:
         self.flags: dict[int, Snapshot] = {}
         self.first_ctas: dict[int, Dim3] = {}
         self.chain = LaunchChain()
+        self.stored = False
         self._shadows: dict[int, Shadow] = {}
 
     def begin_launch(self, kernel: str, *, dependent: bool = False) -> None:
@@ -84,6 +87,7 @@ class GlobalRaces:
         self.flags.clear()
         self.first_ctas.clear()
         self._shadows = {}
+        self.stored = False
 
     def begin_cluster(self, first: Dim3) -> int:
         """The serial number of a cluster that begins at CTA `first`."""
@@ -92,15 +96,25 @@ class GlobalRaces:
         return serial
 
     def read(
-        self, buffer: Buffer, addresses: Addresses, size: int, warp: Warp, stamp: Marks, *, by_lane: bool = True
+        self,
+        buffer: Buffer,
+        addresses: Addresses,
+        size: int,
+        warp: Warp,
+        stamp: Marks,
+        *,
+        by_lane: bool = True,
+        bulk: bool = False,
     ) -> None:
         """Addresses [n] of one buffer are read, `size` bytes each, for `warp` by the agent and epoch of `stamp`; Fault
-        for a race, with the number of the access as its lane if `by_lane`."""
+        for a race, with the number of the access as its lane if `by_lane`. `bulk`: through the asynchronous proxy."""
         if self.chain.before:
             self.chain.check(buffer, addresses, size, warp, writes=False, by_lane=by_lane)
         shadow = self._shadow(buffer)
         granules = shadow.granules(addresses, size)
         self._check(shadow, granules, shadow.writer, buffer, warp, "is read", by_lane)
+        if bulk and self.stored:
+            self._check_fenced(shadow, granules, buffer, warp, "reads")
         shadow.reader[granules] = warp.cta.cluster.mark | stamp
 
     def write(
@@ -114,6 +128,7 @@ class GlobalRaces:
         *,
         strong: bool,
         by_lane: bool = True,
+        bulk: bool = False,
     ) -> None:
         """As `read`, for a write at PTX `line`; a `strong` one races with nothing of its own launch."""
         if self.chain.before:
@@ -123,17 +138,22 @@ class GlobalRaces:
         if not strong:
             self._check(shadow, granules, shadow.writer, buffer, warp, "is overwritten", by_lane)
             self._check(shadow, granules, shadow.reader, buffer, warp, "is overwritten", by_lane)
+            if bulk and self.stored:
+                self._check_fenced(shadow, granules, buffer, warp, "overwrites")
+        self.stored |= not bulk
         shadow.writer[granules] = warp.cta.cluster.mark | stamp
         shadow.line[granules] = line
 
-    def copied_from(self, memory: GlobalMemory, addresses: Addresses, size: int, warp: Warp, stamp: int) -> None:
+    def copied_from(
+        self, memory: GlobalMemory, addresses: Addresses, size: int, warp: Warp, stamp: int, *, bulk: bool
+    ) -> None:
         """A copy for `warp` reads `size` bytes at each address; all lie in one buffer, or the copy itself will fail."""
         buffer = memory.holding(int(addresses[0]))
         if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
-            self.read(buffer, addresses, size, warp, stamp, by_lane=False)
+            self.read(buffer, addresses, size, warp, stamp, by_lane=False, bulk=bulk)
 
     def copied_to(self, memory: GlobalMemory, pieces: Sequence[Pieces], warp: Warp, line: int, *, strong: bool) -> None:
-        """As `copied_from`, for what one instruction at PTX `line` writes. Its lanes do not race with each other."""
+        """As `copied_from`, for what one bulk copy at PTX `line` writes. Its lanes do not race with each other."""
         for size in dict.fromkeys(size for _, size, _ in pieces):
             same = [(addresses, stamp) for addresses, bytes_, stamp in pieces if bytes_ == size and addresses.size]
             if not same:
@@ -142,7 +162,7 @@ class GlobalRaces:
             stamps = np.concatenate([np.full((addresses.size, 1), stamp, np.int64) for addresses, stamp in same])
             buffer = memory.holding(int(addresses[0]))
             if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
-                self.write(buffer, addresses, size, warp, stamps, line, strong=strong, by_lane=False)
+                self.write(buffer, addresses, size, warp, stamps, line, strong=strong, by_lane=False, bulk=True)
 
     def _shadow(self, buffer: Buffer) -> Shadow:
         found = self._shadows.get(buffer.base)
@@ -174,6 +194,17 @@ class GlobalRaces:
                     f"{self._name(int(marks[at]), warp)} {did} it{line}: a barrier, or a release and an acquire of gpu "
                     "scope, with fences if they are relaxed, is missing",
                     lane=int(np.argwhere(late)[0][0]) if by_lane else None, address=buffer.base + offset)  # fmt: skip
+
+    def _check_fenced(self, shadow: Shadow, granules: Addresses, buffer: Buffer, warp: Warp, action: str) -> None:
+        late = _unfenced(shadow.writer[granules], warp)
+        if not late.any():
+            return
+        at = int(granules[late][0])
+        offset = max(shadow.base + (at << shadow.shift) - buffer.base, 0)
+        who = self._name(int(shadow.writer[at]), warp)
+        raise Fault("missing-proxy-fence", f"a bulk copy {action} byte {offset} of `{buffer.name}`, which {who} wrote "
+                    f"at PTX line {shadow.line[at]} through the generic proxy with no fence.proxy.async of global "
+                    "memory in between", address=buffer.base + offset)  # fmt: skip
 
     def _name(self, mark: int, warp: Warp) -> str:
         cluster, serial = warp.cta.cluster, mark >> CLUSTER_SHIFT
@@ -232,4 +263,18 @@ def _late(found: Addresses, warp: Warp) -> npt.NDArray[np.bool_]:
             late |= here
         else:
             late |= here & unordered(np.where(here, found & STAMP_MASK, 0).astype(np.int32), seen)
+    return late
+
+
+def _unfenced(found: Addresses, warp: Warp) -> npt.NDArray[np.bool_]:
+    """Which marks are of generic writes that no proxy fence has made visible to the copies of `warp`."""
+    late = (found != 0) & (agent_of(found & STAMP_MASK) < warp.cta.cluster.tensor_agent(0))
+    if not late.any() or warp.clock.grid is None:
+        return late
+    clusters = found >> CLUSTER_SHIFT
+    for serial in np.unique(clusters[late]).tolist():
+        visible = warp.clock.grid.known.get(-serial)
+        if visible is not None:
+            here = clusters == serial
+            late &= ~here | unordered(np.where(here, found & STAMP_MASK, 0).astype(np.int32), visible)
     return late

@@ -3,6 +3,9 @@
 Clusters order each other through flags in global memory (PTX ISA 8.9: release and acquire patterns). A release there
 carries all that its warp has seen, a relaxed access only what a fence of gpu scope has covered; what an acquire finds
 is known at once, what a relaxed access finds only after such a fence. Barriers carry all three parts along.
+
+The asynchronous proxy sees of generic writes only what a proxy fence has covered; that part of what is known of cluster
+n stands under -n, the own cluster included, and travels the same ways.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import numpy.typing as npt
 
 Epochs = npt.NDArray[np.int64]
 Snapshot = dict[int, Epochs]
-"""By serial number of a cluster, what is ordered before of each of its agents. The arrays are never changed."""
+"""By serial number of a cluster, what is ordered before of each of its agents; by the negative number, what of that is
+visible to the asynchronous proxy. The arrays are never changed."""
 
 
 def merge(into: Snapshot, other: Snapshot) -> None:
@@ -27,8 +31,8 @@ def merge(into: Snapshot, other: Snapshot) -> None:
 
 @dataclass(slots=True)
 class GridClock:
-    """`known`: ordered before, other clusters only. `published`: what fences have covered, the own cluster included.
-    `noticed`: found by relaxed accesses, and known after the next fence."""
+    """`known`: ordered before, of the own cluster only what the asynchronous proxy sees. `published`: what fences have
+    covered, the own cluster included. `noticed`: found by relaxed accesses, and known after the next fence."""
 
     known: Snapshot = field(default_factory=dict[int, Epochs])
     published: Snapshot = field(default_factory=dict[int, Epochs])
@@ -45,6 +49,12 @@ class GridClock:
         merge(self.known, {number: epochs for number, epochs in found.items() if number != cluster})
         if cluster in found:
             np.maximum(seen, found[cluster], out=seen)
+
+    def fence_proxy(self, cluster: int, seen: Epochs) -> None:
+        """`fence.proxy.async` of global memory by a warp of `cluster` whose own cluster's clock is `seen`."""
+        visible = {-number: epochs for number, epochs in self.known.items() if number > 0}
+        self.known.update(visible)
+        self.known[-cluster] = seen.copy()
 
     def fence(self, cluster: int, seen: Epochs) -> None:
         """A fence of gpu scope by a warp of `cluster` whose own cluster's clock is `seen`."""

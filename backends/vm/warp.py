@@ -123,9 +123,12 @@ class Warp:
         self.clock.seen[self.agent] = epoch
         self.stamp = stamp(self.agent, epoch)
 
-    def fence_proxy(self) -> None:
-        """`fence.proxy.async`: writes ordered before now are visible to the asynchronous proxy."""
-        self.clock.fence_proxy()
+    def fence_proxy(self, *, shared: bool, global_: bool) -> None:
+        """`fence.proxy.async`: what was ordered before now in these memories is visible to the asynchronous proxy."""
+        if shared:
+            self.clock.fence_proxy()
+        if global_ and self.cta.machine.races.stored:
+            self.clock.grid_part().fence_proxy(self.cta.cluster.serial, self.clock.seen)
         self.next_epoch()
 
     @property

@@ -207,11 +207,13 @@ def cluster_wait(b: Binder) -> Step:
         space="global shared::cta shared::cluster")  # fmt: skip
 @opcode("fence.proxy.alias", section="9.7.13.4", counter="fence")
 def proxy_fence(b: Binder) -> Step:
-    """What is ordered before now becomes visible to the asynchronous proxy; global memory alone is not tracked."""
+    """What is ordered before now becomes visible to the asynchronous proxy: in one state space, or in both."""
     b.expect(0)
-    if b.words.get("space") == "global" or b.instruction.parts[2] == "alias":
+    if b.instruction.parts[2] == "alias":
         return lambda warp: None
-    return lambda warp: warp.fence_proxy()
+    space = b.words.get("space")
+    shared, global_ = space != "global", space in ("global", "", None)
+    return lambda warp: warp.fence_proxy(shared=shared, global_=global_)
 
 
 @opcode("fence{.<sem>}.<scope>", section="9.7.13.4", counter="fence", sem="sc acq_rel acquire release",

@@ -166,7 +166,7 @@ def _note_read(warp: Warp, plan: BoxPlan, mark: int) -> None:
     addresses = plan.global_addresses if plan.all_in_bounds else plan.global_addresses[plan.in_bounds]
     machine = warp.cta.machine
     if addresses.size:
-        machine.races.copied_from(machine.memory, addresses, plan.piece_bytes, warp, mark)
+        machine.races.copied_from(machine.memory, addresses, plan.piece_bytes, warp, mark, bulk=True)
 
 
 def _begin_load(

@@ -76,7 +76,7 @@ def cp_async(b: Binder) -> Step:
         machine = warp.cta.machine
         for count in dict.fromkeys(valid[valid > 0].tolist()):
             mark = stamp(groups[0].agent, serial)
-            machine.races.copied_from(machine.memory, sources[valid == count], count, warp, mark)
+            machine.races.copied_from(machine.memory, sources[valid == count], count, warp, mark, bulk=False)
 
         def perform() -> None:
             for address, offset, bytes_ in zip(sources.tolist(), offsets.tolist(), valid.tolist(), strict=True):
