@@ -42,7 +42,7 @@ def test_a_sample_is_the_devices_time(
 def test_an_idle_device_would_have_shown_the_host(line: Timeline) -> None:
     """What the law above would find: with no flush in front, the wait for the launch is measured."""
     call = SimulatedCall(line, 5.0, 900.0)
-    watch = DeviceStopwatch(call)
+    watch = DeviceStopwatch(call, cold_by_graph=False)
     watch._enqueue_host_us = 0.0
     assert watch.sample("cold", 1) > 100.0
 
