@@ -10,7 +10,6 @@ says, exactly. (megamoe.compare is something else: it compares tensors.)
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -221,12 +220,13 @@ def _timed(keys: Sequence[RowKey], old: SideRows, new: SideRows, thresholds: Seq
     found = ratios(before, after)
     us = [side.microseconds.tolist() for side in (before, after)]
     samples = [side.samples.tolist() for side in (before, after)]
+    enough = [side.known for side in (before, after)]
     numbers = zip(found.ratio.tolist(), found.low.tolist(), found.high.tolist(), thresholds, strict=True)
     for i, (key, (ratio, low, high, threshold)) in enumerate(zip(keys, numbers, strict=True)):
         was, now = worst(old.timings[key]), worst(new.timings[key])
         call = _call(low, high, threshold)
         # Enough samples before and too few after: what was held is held no more, as if the row were missing.
-        lost = math.isfinite(float(before.error[i])) and not math.isfinite(float(after.error[i]))
+        lost = enough[0][i] and not enough[1][i]
         how = "" if was.method == now.method else f"; timed by {was.method} before, by {now.method} after"
         yield ComparedRow(
             key,

@@ -1,17 +1,22 @@
 """The interval in which the ratio of two device times lies, from raw samples.
 
-Samples of one round are not independent: they share a clock frequency, a temperature and whatever else ran. What is
-independent, nearly, are rounds, so that rounds are counted, not samples:
+Samples that were taken together are not independent: they share a clock frequency, a temperature, and a host that is
+busy for a second and slow to launch. So it is not samples that are counted:
 
-1. A unit is one round of one run: the logarithm of the median of its samples. A run of fewer than 4 rounds is cut into
-   10 blocks of consecutive samples instead. Where a side has 4 runs of a row or more, its units are the runs, as the
-   means of theirs: two processes differ by more than two rounds of one.
-2. The centre of a side is the mean of its units without the least and the greatest tenth; its error is Yuen's (1974),
+1. A unit is one round of one run. A run of more than 10 rounds has 10 units instead, blocks of consecutive rounds, as
+   what disturbs a device lasts longer than a round; so does one of fewer than 4, blocks of consecutive samples. Where a
+   side has 4 runs of a row or more, its units are the runs, as the means of theirs: two processes differ by more than
+   two parts of one.
+2. A unit says two things: the logarithms of its median and of its lower quartile. What disturbs a kernel adds time, so
+   that the quartile is what is least disturbed; a kernel that is slower only now and then shows in the median.
+3. The centre of a side is the mean of its units without the least and the greatest tenth; its error is Yuen's (1974),
    from the variance of the winsorised units. Of ten rounds, one that something disturbed moves neither.
-3. Rounds that follow each other may still be alike (clocks that drift). The error is widened by (1 + r) / (1 - r), r
+4. Units that follow each other may still be alike (clocks that drift). The error is widened by (1 + r) / (1 - r), r
    being the correlation of neighbours, corrected for its bias in short series and held within 0 and 0.6.
-4. The difference of both centres has Welch's interval of Student's t, at 99 %, and half a tick of each clock more: a
+5. The difference of both centres has Welch's interval of Student's t, at 99 %, and half a tick of each clock more: a
    clock that counts in steps of 32 ns cannot see less.
+6. The interval of a row holds that of the medians and that of the quartiles: for a difference both must show it, and to
+   be the same, both must be. The ratio is that of the medians.
 
 Less than two units a side give no error, and so an infinite interval: then nothing can be said. How often two runs of
 the same program are called different by this is measured (conformance/bench/false_alarms.py); a shift between processes
@@ -31,6 +36,7 @@ import numpy.typing as npt
 from megamoe.record import Timing
 
 CONFIDENCE = 0.99
+QUANTILES = (0.5, 0.25)
 LEAST_ROUNDS = 4
 LEAST_RUNS = 4
 BLOCKS = 10
@@ -44,7 +50,7 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Centres:
-    """One side of every row, as arrays of one element a row.
+    """One side of every row: arrays [quantile of QUANTILES, row], but for `samples` [row].
 
     `centre`: log of microseconds. `error`: its standard error, infinite where it is unknown. `freedom`: degrees of
     freedom of that error. `tick`: step of the clock, log of microseconds. `samples`: how many.
@@ -58,8 +64,13 @@ class Centres:
 
     @property
     def microseconds(self) -> Floats:
-        """The centre as a time."""
-        return np.exp(self.centre)
+        """The centre of the medians, as times [row]."""
+        return np.exp(self.centre[0])
+
+    @property
+    def known(self) -> list[bool]:
+        """Whether there are samples enough to know an error [row]."""
+        return np.all(np.isfinite(self.error), axis=0).tolist()
 
 
 def centres(rows: Sequence[Sequence[Timing]]) -> Centres:
@@ -70,10 +81,12 @@ def centres(rows: Sequence[Sequence[Timing]]) -> Centres:
     rounds = np.fromiter(chain.from_iterable(line.rounds for line in lines), np.int64, int(lengths.sum()))
     row_of_line = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
     values, unit_sizes, line_of_unit = _units(values, rounds, lengths)
-    units = np.log(_medians(values, unit_sizes))
-    units, row_of_unit = _runs_as_units(units, line_of_unit, row_of_line)
-    centre, error, freedom = _trimmed(units, np.bincount(row_of_unit, minlength=len(rows)))
     samples = np.bincount(row_of_line, weights=lengths, minlength=len(rows)).astype(np.int64)
+    sides: list[tuple[Floats, Floats, Floats]] = []
+    for units in np.log(_quantiles(values, unit_sizes)):
+        of_runs, row_of_unit = _runs_as_units(units, line_of_unit, row_of_line)
+        sides.append(_trimmed(of_runs, np.bincount(row_of_unit, minlength=len(rows))))
+    centre, error, freedom = (np.stack(part) for part in zip(*sides, strict=True))
     return Centres(centre, error, freedom, _ticks(values, samples) / np.exp(centre), samples)
 
 
@@ -87,7 +100,7 @@ class Ratios:
 
 
 def ratios(before: Centres, after: Centres) -> Ratios:
-    """The ratio of both sides of each row, with its interval: from 0 to infinity where nothing can be said."""
+    """The ratio of the medians of each row, and the interval: from 0 to infinity where nothing can be said."""
     before_share, after_share = before.error**2, after.error**2
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         variance = before_share + after_share
@@ -96,7 +109,8 @@ def ratios(before: Centres, after: Centres) -> Ratios:
         freedom = np.where(np.isfinite(freedom), freedom, LEAST_FREEDOM)
         half = student(freedom) * np.sqrt(variance) + (before.tick + after.tick) / 2
         difference = after.centre - before.centre
-        return Ratios(np.exp(difference), np.exp(difference - half), np.exp(difference + half))
+        low, high = (difference - half).min(axis=0), (difference + half).max(axis=0)
+        return Ratios(np.exp(difference[0]), np.exp(low), np.exp(high))
 
 
 def student(freedom: Floats) -> Floats:
@@ -126,11 +140,27 @@ def _units(values: Floats, rounds: Integers, lengths: Integers) -> tuple[Floats,
     if np.any(same_line & (rounds[1:] < rounds[:-1])):
         order = np.lexsort((rounds, line))
         values, rounds = values[order], rounds[order]
-    position = np.arange(len(values)) - (np.cumsum(lengths) - lengths)[line]
-    few = np.bincount(line[_starts(line, rounds)], minlength=len(lengths)) < LEAST_ROUNDS
-    block = position * np.minimum(lengths, BLOCKS)[line] // lengths[line]
-    starts = np.flatnonzero(_starts(line, np.where(few[line], block, rounds)))
+    starts = np.flatnonzero(_starts(line, _parts(line, rounds, lengths)))
     return values, np.diff(np.append(starts, len(values))), line[starts]
+
+
+def _parts(line: Integers, rounds: Integers, lengths: Integers) -> Integers:
+    """For each sample, the part of its line that it belongs to: its round, or a block of rounds or of samples."""
+    first = _starts(line, rounds)
+    of_line = np.bincount(line[first], minlength=len(lengths))
+    begin = np.cumsum(lengths) - lengths
+    # The number of its round within its line, from 0.
+    ordinal = np.cumsum(first) - 1
+    ordinal = ordinal - ordinal[begin][line]
+    position = np.arange(len(line)) - begin[line]
+    blocks = np.minimum(lengths, BLOCKS)
+    in_blocks = np.where(
+        (of_line < LEAST_ROUNDS)[line],
+        position * blocks[line] // lengths[line],
+        ordinal * BLOCKS // of_line[line],
+    )
+    as_rounds = (of_line >= LEAST_ROUNDS) & (of_line <= BLOCKS)
+    return np.where(as_rounds[line], ordinal, in_blocks)
 
 
 def _starts(line: Integers, part: Integers) -> npt.NDArray[np.bool_]:
@@ -160,12 +190,17 @@ def _by_size(sizes: Integers) -> Iterator[tuple[Integers, Integers, npt.NDArray[
         yield which, np.where(inside, starts[which, None] + column, 0), inside
 
 
-def _medians(values: Floats, sizes: Integers) -> Floats:
-    found = np.empty(len(sizes))
+def _quantiles(values: Floats, sizes: Integers) -> Floats:
+    """[quantile of QUANTILES, unit], between two samples in proportion."""
+    found = np.empty((len(QUANTILES), len(sizes)))
     for which, index, inside in _by_size(sizes):
         ordered = np.sort(np.where(inside, values[index], np.inf), axis=1)
-        row, size = np.arange(len(which)), sizes[which]
-        found[which] = (ordered[row, (size - 1) // 2] + ordered[row, size // 2]) / 2
+        row, last = np.arange(len(which)), sizes[which] - 1
+        for i, quantile in enumerate(QUANTILES):
+            below = np.floor(quantile * last).astype(np.int64)
+            share = quantile * last - below
+            above = np.minimum(below + 1, last)
+            found[i, which] = (1 - share) * ordered[row, below] + share * ordered[row, above]
     return found
 
 

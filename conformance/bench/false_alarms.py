@@ -12,7 +12,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -20,11 +20,13 @@ from megamoe.comparison import ComparedRow, ComparisonError, RowKey, compare_run
 from megamoe.comparison_row import Call
 from megamoe.comparison_side import Side, read_side
 from megamoe.comparison_text import write_text
-from megamoe.record import RecordError
+from megamoe.record import AnyLine, RecordError, Timing
 from megamoe.spec import SpecError, load_specs
 
 FORMAT = "megamoe-false-alarms-1"
 MOST_FALSE_ALARMS = 0.01
+PLANTED = (1.05, 1.1, 1.2)
+"""Slowdowns that are planted in the second run of each consecutive pair, to see how many are noticed."""
 ALARMS: tuple[Call, ...] = ("SLOWER", "FASTER")
 
 
@@ -64,6 +66,8 @@ def measured(folder: Path, specs: Path | None = None) -> dict[str, object]:
     sides = [read_side(str(file)) for file in files]
     known = load_specs(specs)
     every, following = Tally(), Tally()
+    by_temperature = {"cold": Tally(), "hot": Tally()}
+    planted = {factor: {"cold": Tally(), "hot": Tally()} for factor in PLANTED}
     spread: dict[RowKey, float] = {}
     for (i, before), (j, after) in combinations(enumerate(sides), 2):
         rows = [row for row in compare_runs(before, after, known).rows if row.ratio is not None]
@@ -72,6 +76,12 @@ def measured(folder: Path, specs: Path | None = None) -> dict[str, object]:
         every.add(files[i].name, files[j].name, rows)
         if j == i + 1:
             following.add(files[i].name, files[j].name, rows)
+            for factor, tallies in planted.items():
+                slower = compare_runs(before, _slower(after, factor), known).rows
+                for temperature, tally in tallies.items():
+                    tally.add(files[i].name, files[j].name, _timed_at(slower, temperature))
+        for temperature, tally in by_temperature.items():
+            tally.add(files[i].name, files[j].name, _timed_at(rows, temperature))
         for row in rows:
             if row.ratio is not None:
                 spread[row.key] = max(spread.get(row.key, 0.0), abs(row.ratio - 1))
@@ -82,12 +92,32 @@ def measured(folder: Path, specs: Path | None = None) -> dict[str, object]:
         "rows": len(spread),
         "all_pairs": {**every.as_json(), "false_alarms": round(every.share, 5)},
         "consecutive_pairs": {**following.as_json(), "false_alarms": round(following.share, 5)},
+        "all_pairs_by_temperature": {name: tally.as_json() for name, tally in by_temperature.items()},
+        "planted_slowdowns": {
+            f"{factor - 1:.0%}": {name: tally.as_json()["shares"] for name, tally in tallies.items()}
+            for factor, tallies in planted.items()
+        },
         "alarms": [_alarm(*one) for one in every.alarms],
         "widest": [
             {"row": str(key), "largest_difference": round(value, 5)}
             for key, value in sorted(spread.items(), key=lambda item: -item[1])
         ],
     }
+
+
+def _timed_at(rows: Iterable[ComparedRow], temperature: str) -> list[ComparedRow]:
+    return [row for row in rows if row.ratio is not None and row.key.variant == temperature]
+
+
+def _slower(side: Side, factor: float) -> Side:
+    """The same run, had every launch taken `factor` times as long."""
+
+    def slowed(line: AnyLine) -> AnyLine:
+        if not isinstance(line, Timing):
+            return line
+        return line.model_copy(update={"samples_us": tuple(sample * factor for sample in line.samples_us)})
+
+    return replace(side, files=tuple(replace(file, lines=tuple(map(slowed, file.lines))) for file in side.files))
 
 
 def _device(side: Side) -> dict[str, object] | None:
@@ -124,6 +154,8 @@ def _print(found: dict[str, object]) -> int:
         print(
             f"{name}: {tally['pairs']} pairs, {tally['rows']} rows: {calls}; false alarms {tally['false_alarms']:.2%}"
         )
+    for name in ("all_pairs_by_temperature", "planted_slowdowns"):
+        print(f"{name}: {json.dumps(found[name])}")
     alarms, widest = found["alarms"], found["widest"]
     assert isinstance(alarms, list)
     assert isinstance(widest, list)

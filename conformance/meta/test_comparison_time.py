@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.meta.fake_results import timing
+from megamoe import comparison_time
 from megamoe.comparison_time import centres, ratios, student
 from megamoe.record import Timing
 
@@ -63,6 +64,15 @@ def ticking(random: np.random.Generator, rounds: int, samples: int) -> Table:
     return np.round(200 + 0.8 * random.standard_normal((ROWS, rounds, samples))) / 200
 
 
+def slow_phases(random: np.random.Generator, rounds: int, samples: int) -> Table:
+    """A host that is busy for a while: up to half of a run, in one piece, has samples of several times their length."""
+    began, part = random.random((ROWS, 1)), 0.5 * random.random((ROWS, 1))
+    when = (np.arange(rounds) / rounds)[None, :]
+    inside = ((when - began) % 1 < part)[:, :, None]
+    late = inside * (random.random((ROWS, rounds, samples)) < 0.8) * random.exponential(3.0, (ROWS, rounds, samples))
+    return 1 + 0.01 * random.standard_normal((ROWS, rounds, samples)) + late
+
+
 SHAPES: Sequence[Noise] = (
     normal,
     heavy_tail,
@@ -72,6 +82,7 @@ SHAPES: Sequence[Noise] = (
     drift,
     alike_neighbours,
     ticking,
+    slow_phases,
 )
 
 
@@ -88,7 +99,7 @@ def _name(noise: object) -> str:
     return getattr(noise, "__name__", str(noise))
 
 
-@pytest.mark.parametrize(("rounds", "samples"), [(5, 20), (10, 10), (20, 10)])
+@pytest.mark.parametrize(("rounds", "samples"), [(5, 20), (10, 10), (60, 5)])
 @pytest.mark.parametrize("noise", SHAPES, ids=_name)
 def test_two_runs_of_the_same_program_are_rarely_called_different(noise: Noise, rounds: int, samples: int) -> None:
     random = np.random.default_rng(1)
@@ -150,6 +161,33 @@ def test_one_disturbed_round_of_ten_changes_little() -> None:
     low, ratio, high = _interval(quiet, disturbed)
     assert np.all(np.abs(ratio - 1) < 0.01), "a round that took half as long again must not move the ratio by 1 %"
     assert np.mean((low >= 1 - THRESHOLD) & (high <= 1 + THRESHOLD)) > 0.95, "nor make the row ambiguous"
+
+
+@pytest.mark.parametrize("rounds", [10, 50])
+def test_a_kernel_that_is_slower_now_and_then_is_not_called_the_same(rounds: int) -> None:
+    """Three samples of five take half as long again: no false SAME, although the least disturbed ones are as before."""
+    random = np.random.default_rng(8)
+    quiet = 1 + 0.005 * random.standard_normal((ROWS, rounds, 20))
+    slower = quiet * (1 + 0.5 * (random.random(quiet.shape) < 0.6))
+    low, _, high = _interval(quiet, slower)
+    assert not np.any((low >= 1 - THRESHOLD) & (high <= 1 + THRESHOLD))
+    assert not np.any(high < 1 - THRESHOLD), "and never FASTER"
+
+
+def test_a_disturbance_of_many_rounds_is_not_believed_to_be_many_disturbances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault that blocks, quartiles and the correlation of neighbours are there for: without them, false alarms."""
+    random = np.random.default_rng(9)
+    before, after = (slow_phases(random, 60, 5) for _ in range(2))
+
+    def alarms() -> float:
+        low, _, high = _interval(before, after)
+        return float(np.mean((low > 1 + THRESHOLD) | (high < 1 - THRESHOLD)))
+
+    assert alarms() <= 0.01
+    monkeypatch.setattr(comparison_time, "BLOCKS", 60)
+    monkeypatch.setattr(comparison_time, "QUANTILES", (0.5,))
+    monkeypatch.setattr(comparison_time, "MOST_CORRELATION", 0.0)
+    assert alarms() > 0.1, "then this test shows nothing"
 
 
 def test_four_runs_or_more_are_counted_as_runs() -> None:

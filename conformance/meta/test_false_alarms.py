@@ -44,6 +44,8 @@ def test_repetitions_of_one_program_keep_the_bar(tmp_path: Path, capsys: pytest.
     assert found["all_pairs"]["false_alarms"] <= 0.01
     assert found["device"]["name"] == "NVIDIA H200"
     assert len(found["widest"]) == ROWS
+    assert found["all_pairs_by_temperature"]["cold"]["rows"] == 45 * ROWS
+    assert found["planted_slowdowns"]["20%"]["cold"] == {"SLOWER": 1.0}, "what is planted must be seen"
 
 
 def test_a_run_that_was_slower_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
