@@ -12,6 +12,7 @@ from conformance.bench.false_alarms import main
 from conformance.meta.fake_results import header, record, timing, write
 
 ROWS, RUNS = 40, 10
+REPETITIONS = Path(__file__).resolve().parents[2] / "results" / "records" / "aa"
 
 
 def repetitions(folder: Path, odd_one: float = 1.0) -> Path:
@@ -63,3 +64,15 @@ def test_what_cannot_be_measured_is_status_2(tmp_path: Path, capsys: pytest.Capt
         write(tmp_path / f"{name}.jsonl", record())
     assert main([str(tmp_path)]) == 2
     assert "share no time" in capsys.readouterr().err
+
+
+def test_the_committed_repetitions_keep_the_bar(tmp_path: Path) -> None:
+    """Ten sessions on an H200, in processes of their own; the summary beside them is what the command says today."""
+    summary = tmp_path / "summary.json"
+    status = main([str(REPETITIONS), "--json", str(summary)])
+    found = json.loads(summary.read_text())
+    committed = json.loads((REPETITIONS / "false-alarms.json").read_text("utf-8"))
+    assert len(found["files"]) == RUNS
+    for name in ("all_pairs", "consecutive_pairs", "all_pairs_by_temperature", "planted_slowdowns"):
+        assert found[name] == committed[name], "renew it: python -m conformance.bench.false_alarms FOLDER --json FILE"
+    assert status == 0, f"more than 1 % are false alarms: {found['all_pairs']}"

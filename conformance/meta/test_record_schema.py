@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from megamoe.record_file import RecordWriter, parse_records
 from megamoe.record_schema import VERSIONS, record_schema
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
-VALIDATORS = {version: Draft202012Validator(record_schema(version)) for version in VERSIONS}
+SCHEMAS = {version: record_schema(version) for version in VERSIONS}
+VALIDATORS = {version: Draft202012Validator(schema) for version, schema in SCHEMAS.items()}
 Line = dict[str, Any]
 
 
@@ -69,16 +71,25 @@ def committed() -> Iterator[tuple[str, bytes]]:
                 yield f"{file.name}, line {number}", text
 
 
+@cache
+def of_kind(version: int, kind: str) -> Draft202012Validator:
+    """The validator of one kind of lines by itself: as strict, and much faster on long ones."""
+    schema = SCHEMAS[version]
+    return Draft202012Validator({**schema, "oneOf": [{"$ref": schema["discriminator"]["mapping"][kind]}]})
+
+
 def test_every_committed_line_fits_the_schema_of_its_version_and_of_this_one() -> None:
     seen: dict[int, int] = {}
     for where, text in committed():
         line = json.loads(text)
         version = line["schema_version"]
         seen[version] = seen.get(version, 0) + 1
-        assert not refused_by_schema(line, version), f"{where}: {next(VALIDATORS[version].iter_errors(line)).message}"
+        check = of_kind(version, line["kind"])
+        assert check.is_valid(line), f"{where}: {next(check.iter_errors(line)).message}"
         (upgraded,) = parse_records(Path(where), text + b"\n").lines
         again = json.loads(upgraded.model_dump_json())
-        assert not refused_by_schema(again), f"{where}, upgraded: {next(VALIDATORS[2].iter_errors(again)).message}"
+        check = of_kind(2, line["kind"])
+        assert check.is_valid(again), f"{where}, upgraded: {next(check.iter_errors(again)).message}"
     assert seen.get(1), "there must be lines of the first version to read"
 
 
