@@ -31,7 +31,7 @@ MOST_FLUSHES: Final = 2000
 HOST_MARGIN: Final = 2.0
 """Device work in front of a row of samples, in times of what the host needs to hand them over: a device at the end of
 its queue is up to a microsecond faster a launch, and one that waits for its host slower without limit."""
-CHEAP_ENQUEUE: Final = 1 / 6
+CHEAP_ENQUEUE: Final = 1 / 2
 """Share of a flush's time that a call's host side may take to be enqueued in cold samples; a dearer one is replayed."""
 LOOK_AHEAD: Final = 3
 """Flushes and calls behind the last sample of a row."""
