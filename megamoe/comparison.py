@@ -22,7 +22,17 @@ from megamoe.record import Figures, Record, Status, Timing
 from megamoe.spec import Spec, SpecError
 from megamoe.spec_thresholds import DEFAULT_THRESHOLD
 
-__all__ = ["CALLS", "Call", "Change", "ComparedRow", "Comparison", "ComparisonError", "RowKey", "compare_runs"]
+__all__ = [
+    "CALLS",
+    "Call",
+    "Change",
+    "ComparedRow",
+    "Comparison",
+    "ComparisonError",
+    "RowKey",
+    "called",
+    "compare_runs",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +234,7 @@ def _timed(keys: Sequence[RowKey], old: SideRows, new: SideRows, thresholds: Seq
     numbers = zip(found.ratio.tolist(), found.low.tolist(), found.high.tolist(), thresholds, strict=True)
     for i, (key, (ratio, low, high, threshold)) in enumerate(zip(keys, numbers, strict=True)):
         was, now = worst(old.timings[key]), worst(new.timings[key])
-        call = _call(low, high, threshold)
+        call = called(low, high, threshold)
         # Enough samples before and too few after: what was held is held no more, as if the row were missing.
         lost = enough[0][i] and not enough[1][i]
         how = "" if was.method == now.method else f"; timed by {was.method} before, by {now.method} after"
@@ -246,7 +256,7 @@ def _timed(keys: Sequence[RowKey], old: SideRows, new: SideRows, thresholds: Seq
         )
 
 
-def _call(low: float, high: float, threshold: float) -> Call:
+def called(low: float, high: float, threshold: float) -> Call:
     """A difference counts only if the whole interval lies beyond the threshold; they are the same if it lies within."""
     if low > 1 + threshold:
         return "SLOWER"

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
-from megamoe.comparison import ComparedRow, ComparisonError, RowKey, compare_runs
+from megamoe.comparison import ComparedRow, ComparisonError, RowKey, called, compare_runs
 from megamoe.comparison_row import Call
 from megamoe.comparison_side import Side, read_side
 from megamoe.comparison_text import write_text
 from megamoe.record import AnyLine, RecordError, Timing
 from megamoe.spec import SpecError, load_specs
+from megamoe.spec_thresholds import DEFAULT_THRESHOLD
 
 FORMAT = "megamoe-false-alarms-1"
 MOST_FALSE_ALARMS = 0.01
@@ -65,7 +66,7 @@ def measured(folder: Path, specs: Path | None = None) -> dict[str, object]:
         raise ComparisonError(f"{folder} holds {len(files)} record files (*.jsonl); false alarms need at least 2")
     sides = [read_side(str(file)) for file in files]
     known = load_specs(specs)
-    every, following = Tally(), Tally()
+    every, following, at_default = Tally(), Tally(), Tally()
     by_temperature = {"cold": Tally(), "hot": Tally()}
     planted = {factor: {"cold": Tally(), "hot": Tally()} for factor in PLANTED}
     spread: dict[RowKey, float] = {}
@@ -74,6 +75,7 @@ def measured(folder: Path, specs: Path | None = None) -> dict[str, object]:
         if not rows:
             raise ComparisonError(f"{before.label} and {after.label} share no time, so there is nothing to call SLOWER")
         every.add(files[i].name, files[j].name, rows)
+        at_default.add(files[i].name, files[j].name, _at_default_threshold(rows))
         if j == i + 1:
             following.add(files[i].name, files[j].name, rows)
             for factor, tallies in planted.items():
@@ -92,6 +94,7 @@ def measured(folder: Path, specs: Path | None = None) -> dict[str, object]:
         "rows": len(spread),
         "all_pairs": {**every.as_json(), "false_alarms": round(every.share, 5)},
         "consecutive_pairs": {**following.as_json(), "false_alarms": round(following.share, 5)},
+        "all_pairs_at_default_threshold": {**at_default.as_json(), "false_alarms": round(at_default.share, 5)},
         "all_pairs_by_temperature": {name: tally.as_json() for name, tally in by_temperature.items()},
         "planted_slowdowns": {
             f"{factor - 1:.0%}": {name: tally.as_json()["shares"] for name, tally in tallies.items()}
@@ -107,6 +110,16 @@ def measured(folder: Path, specs: Path | None = None) -> dict[str, object]:
 
 def _timed_at(rows: Iterable[ComparedRow], temperature: str) -> list[ComparedRow]:
     return [row for row in rows if row.ratio is not None and row.key.variant == temperature]
+
+
+def _at_default_threshold(rows: Iterable[ComparedRow]) -> list[ComparedRow]:
+    """What the rows would be called if no spec had a threshold of its own."""
+    intervals = [(row, row.low, row.high) for row in rows]
+    return [
+        replace(row, call=called(low, high, DEFAULT_THRESHOLD))
+        for row, low, high in intervals
+        if low is not None and high is not None
+    ]
 
 
 def _slower(side: Side, factor: float) -> Side:
@@ -154,7 +167,7 @@ def _print(found: dict[str, object]) -> int:
         print(
             f"{name}: {tally['pairs']} pairs, {tally['rows']} rows: {calls}; false alarms {tally['false_alarms']:.2%}"
         )
-    for name in ("all_pairs_by_temperature", "planted_slowdowns"):
+    for name in ("all_pairs_at_default_threshold", "all_pairs_by_temperature", "planted_slowdowns"):
         print(f"{name}: {json.dumps(found[name])}")
     alarms, widest = found["alarms"], found["widest"]
     assert isinstance(alarms, list)
