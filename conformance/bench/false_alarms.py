@@ -100,6 +100,7 @@ def measured(folder: Path, specs: Path | None = None) -> dict[str, object]:
             f"{factor - 1:.0%}": {name: tally.as_json()["shares"] for name, tally in tallies.items()}
             for factor, tallies in planted.items()
         },
+        "rows_with_alarms_at_default_threshold": sorted({str(row.key) for _, _, row in at_default.alarms}),
         "alarms": [_alarm(*one) for one in every.alarms],
         "widest": [
             {"row": str(key), "largest_difference": round(value, 5)}
