@@ -279,8 +279,11 @@ def _thresholds(keys: Sequence[RowKey], specs: Mapping[str, Spec]) -> list[float
 
 def _threshold(key: RowKey, spec: Spec | None, case: Case | None) -> float:
     """The default for a case that no spec knows: an old record may speak of what is not there any more."""
-    if spec is None or not spec.thresholds.overrides:
-        return DEFAULT_THRESHOLD if spec is None else spec.thresholds.default
+    if spec is None:
+        return DEFAULT_THRESHOLD
+    # A case of no matrix is spelt out only for an override that is not about a matrix: that takes a while.
+    if case is None and all(override.cases is not None for override in spec.thresholds.overrides):
+        return spec.thresholds.default
     try:
         return spec.thresholds.of(case or spec.parse_case(key.case), "cold" if key.variant == "cold" else "hot")
     except SpecError:
