@@ -14,16 +14,18 @@ import typer
 from rich.console import Console
 
 from megamoe import cli_options
+from megamoe.backend import load_executor
 from megamoe.cli_options import JOBS, Asked, Expected, Jobs, Specs, TimeLimit, in_ci, with_selection
 from megamoe.cli_progress import RunProgress
 from megamoe.cli_verdict import expectations_of, print_verdict
+from megamoe.device import TimedExecutor
 from megamoe.expected import stale_entries
 from megamoe.figures import FigureMaker
 from megamoe.gate import judge_run
 from megamoe.provenance import installed_version, run_header
-from megamoe.record import Agreement, Record, Row, RunHeader, record_of
+from megamoe.record import Agreement, DeviceFacts, Record, Row, RunHeader, record_of
 from megamoe.record_file import RecordWriter, read_records
-from megamoe.rows import Selection, not_offered, owed_rows
+from megamoe.rows import DEFAULT_EXECUTOR, Selection, not_offered, owed_rows
 from megamoe.run import DEFAULT_TIMEOUT_S, RunSettings, judged
 from megamoe.spec import Spec, load_specs
 
@@ -89,12 +91,26 @@ def conduct(console: Console, known: Mapping[str, Spec], selection: Selection, h
         outputs, programs = Path(name, "outputs"), Path(name, "programs")
         outputs.mkdir()
         programs.mkdir()
+        header = header.model_copy(update={"device": _device(rows, Path(name))})
         several = len({row.backend for row in rows}) > 1
         kept = outputs if several else None
         settings = RunSettings(header.run, how.jobs, how.timeout, how.specs, FAILURES, kept, programs)
         records, together = _run_and_record(console, rows, path, header, settings)
     console.print(f"records: {path}", markup=False)
     return Conducted(header.run, path, rows, records, together)
+
+
+def _device(rows: Sequence[Row], folder: Path) -> DeviceFacts | None:
+    """The device of the first executor that has one, asked in a process of its own; None if there is none."""
+    for name in dict.fromkeys(row.executor for row in rows if row.executor != DEFAULT_EXECUTOR):
+        # Only now: this brings torch.
+        from megamoe.bench import device_of
+        from megamoe.bench_worker import BenchWorker
+
+        if isinstance(load_executor(name), TimedExecutor):
+            with BenchWorker(folder / "progress") as worker:
+                return device_of(name, worker, folder)
+    return None
 
 
 def _compilers() -> dict[str, str]:

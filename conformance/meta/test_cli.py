@@ -13,6 +13,7 @@ from pathlib import Path
 
 import fake_backends
 import pytest
+from simulated_device import EXECUTOR
 
 from megamoe.cli import main
 from megamoe.record_file import read_records
@@ -222,3 +223,12 @@ def test_long_rows_start_first() -> None:
     assert rows.index(next(row for row in rows if row.case == "fmha:hd=512,t=128,s_k=1024")) < rows.index(
         next(row for row in rows if row.case == "fmha:hd=64,t=1,s_k=128")
     )
+
+
+def test_a_run_on_a_device_says_which(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    there = ["--backend", "simulated_device:WORKS", "--executor", "simulated_device:EXECUTOR", "--target", "sm_90a"]
+    assert main(["run", "--case", CASE, "--jobs", "1", *there, "--output", str(path)]) == 0
+    (header,) = read_records(path).headers
+    assert header.device is not None, "a record of a device must say of which"
+    assert header.device == EXECUTOR.facts()

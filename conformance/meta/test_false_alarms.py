@@ -66,7 +66,7 @@ def test_what_cannot_be_measured_is_status_2(tmp_path: Path, capsys: pytest.Capt
     assert "share no time" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("folder", ["aa", "aa-busy-host"])
+@pytest.mark.parametrize("folder", ["aa", "aa-later", "aa-busy-host"])
 def test_the_committed_repetitions_keep_the_bar(tmp_path: Path, folder: str) -> None:
     """Ten sessions on an H200, in processes of their own; the summary beside them is what the command says today."""
     summary = tmp_path / "summary.json"
