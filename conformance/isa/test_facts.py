@@ -30,7 +30,7 @@ def cited(text: str) -> set[str]:
 
 def citations() -> dict[str, set[str]]:
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if listed.returncode:
+    if listed.returncode or not listed.stdout:
         pytest.skip("this is no git checkout, so that its files cannot be listed")
     files = [name for name in listed.stdout.splitlines() if (ROOT / name).is_file() and name != "test_facts.py"]
     texts = {name: (ROOT / name).read_text("utf-8") for name in files if not name.endswith("isa/test_facts.py")}
