@@ -52,7 +52,7 @@ def _prepare(session: nox.Session, extras: str) -> None:
 @nox.session
 def conformance(session: nox.Session) -> None:
     """The main job: run the matrix and judge every cell. `-- --profile full`, `-- --case ID`, `-- --help`."""
-    _run(session, "megamoe", "run", *session.posargs)
+    _end_as(session, "megamoe", "run", *session.posargs)
 
 
 @nox.session
@@ -106,7 +106,7 @@ def witness(session: nox.Session) -> None:
 @nox.session
 def report(session: nox.Session) -> None:
     """report.html, a page of the tracked records and the newest run; `-- --text`, `-- --against BASE`."""
-    _run(session, "megamoe", "report", *session.posargs)
+    _end_as(session, "megamoe", "report", *session.posargs)
 
 
 @nox.session
@@ -125,4 +125,4 @@ def types(session: nox.Session) -> None:
 @nox.session
 def doctor(session: nox.Session) -> None:
     """What can run on this machine and, for what cannot, why."""
-    _run(session, "megamoe", "doctor", *session.posargs)
+    _end_as(session, "megamoe", "doctor", *session.posargs)
