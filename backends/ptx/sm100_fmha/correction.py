@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from backends.ptx.attention import PANEL_COLUMNS
 from backends.ptx.builder import Builder
 from backends.ptx.operands import Address, Elected, Register, at
 from backends.ptx.sm100_fmha.frame import FULL_WARP, Frame
-from backends.ptx.sm100_fmha.geometry import CORRECTION_REGISTERS, CORRECTION_WARPS, PANEL_BYTES, PANEL_COLUMNS, TILE_M
+from backends.ptx.sm100_fmha.geometry import CORRECTION_REGISTERS, CORRECTION_WARPS, PANEL_BYTES, TILE_M
 from backends.ptx.sm100_fmha.tmem import LANE_QUARTER_SHIFT, buffer_of
 
 CHUNK = 32

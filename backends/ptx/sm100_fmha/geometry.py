@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from backends.ptx.attention import PANEL_COLUMNS
 from backends.ptx.shared_memory import SharedMemory
 
 TILE_M = 128
@@ -15,8 +16,6 @@ TILE_N = 128
 """Keys a tile."""
 MMA_K = 16
 """bf16 elements of K in one tcgen05.mma.kind::f16 (facts.md 2.1)."""
-PANEL_COLUMNS = 64
-"""bf16 columns in a 128-byte swizzle span."""
 PANEL_BYTES = TILE_M * PANEL_COLUMNS * 2
 SWIZZLE_ATOM_BYTES = 8 * 128
 TMEM_COLUMNS = 512

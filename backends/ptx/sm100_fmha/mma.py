@@ -8,13 +8,13 @@ read P from the same columns, is reported done; the sums into O are ordered by i
 
 from __future__ import annotations
 
+from backends.ptx.attention import PANEL_COLUMNS
 from backends.ptx.operands import Address, Elected, Register, at
 from backends.ptx.sm100_fmha.frame import FULL_WARP, Frame
 from backends.ptx.sm100_fmha.geometry import (
     MMA_K,
     MMA_WARP,
     PANEL_BYTES,
-    PANEL_COLUMNS,
     SWIZZLE_ATOM_BYTES,
     TILE_N,
     instruction_descriptor,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from backends.ptx.attention import PANEL_COLUMNS
 from backends.ptx.operands import SINK, Address, Elected, Register, at
 from backends.ptx.sm100_fmha.frame import FULL_WARP, Frame
 from backends.ptx.sm100_fmha.geometry import (
     ISSUER_REGISTERS,
     MMA_WARP,
     PANEL_BYTES,
-    PANEL_COLUMNS,
     PRODUCER_WARP,
     TILE_N,
 )

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 
+from backends.ptx.attention import end_visible, first_visible
 from backends.ptx.builder import Builder
 from backends.ptx.operands import Register, at
-from backends.ptx.sm100_fmha.frame import FULL_WARP, Frame, end_visible, first_visible
+from backends.ptx.sm100_fmha.frame import FULL_WARP, Frame
 from backends.ptx.sm100_fmha.geometry import SOFTMAX_REGISTERS, SOFTMAX_WARPS, TILE_M, TILE_N
 from backends.ptx.sm100_fmha.tmem import LANE_QUARTER_SHIFT, buffer_of
 

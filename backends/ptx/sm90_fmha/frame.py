@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from backends.ptx.attention import end_visible, first_visible
 from backends.ptx.builder import TID_X, Builder
 from backends.ptx.operands import Address, Register, Special, at
 from backends.ptx.sm90_fmha.geometry import SPLIT_KEYS, TILE_M, Geometry
@@ -103,22 +104,6 @@ def open_frame(x: Builder, geometry: Geometry, split: bool) -> Frame:
         position_offset=position_offset,
         part=part,
     )
-
-
-def first_visible(x: Builder, params: Params, position: Register, name: str) -> Register:
-    """The first key that the row at `position` sees; 0 at least."""
-    first = x.let(f"{name}_first_key", "sub.s32", position, params.window)
-    x.emit("add.s32", first, first, 1)
-    x.emit("max.s32", first, first, 0)
-    return first
-
-
-def end_visible(x: Builder, params: Params, position: Register, name: str) -> Register:
-    """The key behind the last one that the row at `position` sees; no more than s_k, perhaps below 0."""
-    end = x.let(f"{name}_end_key", "add.s32", position, params.ahead)
-    x.emit("add.s32", end, end, 1)
-    x.emit("min.s32", end, end, params.s_k)
-    return end
 
 
 def _declare_params(x: Builder, split: bool) -> Params:

@@ -10,8 +10,6 @@ TILE_M = 64
 """Folded query rows a CTA: M of wgmma."""
 MMA_K = 16
 """bf16 elements of K in one wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Shape")."""
-PANEL_COLUMNS = 64
-"""bf16 columns in a 128-byte swizzle span."""
 ROW_BYTES = 128
 SWIZZLE_ATOM_BYTES = 8 * ROW_BYTES
 MAX_SMEM = 232448

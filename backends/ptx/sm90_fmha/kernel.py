@@ -16,13 +16,13 @@ from __future__ import annotations
 import math
 from functools import cache
 
+from backends.ptx.attention import PANEL_COLUMNS
 from backends.ptx.builder import Builder, module_text
 from backends.ptx.operands import Register, at
 from backends.ptx.sm90_fmha.combine import combine_kernel
 from backends.ptx.sm90_fmha.frame import Frame, open_frame
 from backends.ptx.sm90_fmha.geometry import (
     MMA_K,
-    PANEL_COLUMNS,
     ROW_BYTES,
     THREADS,
     TILE_M,

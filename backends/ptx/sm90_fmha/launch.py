@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from backends.ptx.attention import LOG2_E, FmhaShape, tensor_map
 from backends.ptx.sm90_fmha.combine import combine_name
-from backends.ptx.sm90_fmha.geometry import PANEL_COLUMNS, THREADS, TILE_M, Geometry, splits_of
+from backends.ptx.sm90_fmha.geometry import SUPPORTED_HD, THREADS, TILE_M, Geometry, splits_of
 from backends.ptx.sm90_fmha.kernel import entry_name, kernel_text
-from backends.ptx.sm100_fmha.launch import BF16_BYTES, LOG2_E, FmhaShape
-from megamoe.backend import BufferArg, KernelArg, Launch, Program, ScalarArg, TensorMapArg
+from megamoe.backend import BufferArg, KernelArg, Launch, Program, ScalarArg
 from megamoe.case import Case
 
 PARTIAL_O, PARTIAL_STATISTICS = "partial_o", "partial_statistics"
@@ -15,7 +15,7 @@ F32_BYTES = 4
 
 def fmha_program(case: Case) -> Program:
     """The program of an fmha case on sm_90a: one launch, or two and workspaces where the keys are split."""
-    shape = FmhaShape.of(case)
+    shape = FmhaShape.of(case, "sm_90a", SUPPORTED_HD)
     geometry = Geometry(shape.hd)
     splits = splits_of(shape.t, shape.s_k)
     attention = Launch(
@@ -54,9 +54,9 @@ def _arguments(shape: FmhaShape, geometry: Geometry, splits: int) -> tuple[Kerne
     if splits > 1:
         outputs = (BufferArg(PARTIAL_O), BufferArg(PARTIAL_STATISTICS))
     return (
-        _tensor_map(shape, "q", shape.rows, TILE_M),
-        _tensor_map(shape, "k", shape.s_k, geometry.tile_n),
-        _tensor_map(shape, "v", shape.s_k, geometry.tile_n),
+        tensor_map(shape, "q", shape.rows, TILE_M),
+        tensor_map(shape, "k", shape.s_k, geometry.tile_n),
+        tensor_map(shape, "v", shape.s_k, geometry.tile_n),
         *outputs,
         ScalarArg("u32", shape.t),
         ScalarArg("u32", shape.s_k),
@@ -66,18 +66,4 @@ def _arguments(shape: FmhaShape, geometry: Geometry, splits: int) -> tuple[Kerne
         ScalarArg("s32", shape.ahead),
         ScalarArg("f32", shape.scale * LOG2_E),
         *((ScalarArg("u32", splits),) if splits > 1 else ()),
-    )
-
-
-def _tensor_map(shape: FmhaShape, tensor: str, rows: int, box_rows: int) -> TensorMapArg:
-    """[batch * kv_heads][rows][hd] in boxes of 64 columns: a row beyond the last reads as zeros, never as the next
-    head's."""
-    row_bytes = shape.hd * BF16_BYTES
-    return TensorMapArg(
-        tensor=tensor,
-        dtype="bf16",
-        dims=(shape.hd, rows, shape.batch * shape.kv_heads),
-        strides=(row_bytes, rows * row_bytes),
-        box=(PANEL_COLUMNS, box_rows, 1),
-        swizzle="128B",
     )

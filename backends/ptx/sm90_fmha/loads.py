@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from backends.ptx.attention import PANEL_COLUMNS
 from backends.ptx.operands import SINK, Address, Register, at
 from backends.ptx.sm90_fmha.frame import Frame
-from backends.ptx.sm90_fmha.geometry import PANEL_COLUMNS, ROW_BYTES, TILE_M
+from backends.ptx.sm90_fmha.geometry import ROW_BYTES, TILE_M
 
 TMA_LOAD = "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 EXPECT = "mbarrier.arrive.expect_tx.shared::cta.b64"

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from backends.ptx.attention import end_visible, first_visible
 from backends.ptx.builder import Builder
 from backends.ptx.operands import Register
-from backends.ptx.sm90_fmha.frame import FULL_WARP, Frame, end_visible, first_visible
+from backends.ptx.sm90_fmha.frame import FULL_WARP, Frame
 
 MINUS_INFINITY = -math.inf
 NEVER_ENDS = (1 << 31) - 1
