@@ -25,6 +25,7 @@ from megamoe.backend import load_backend
 from megamoe.spec import load_specs
 
 MEBIBYTE = 2**20
+EXPERT = "nvfp4_moe:hidden=7168,intermediate=3072,num_experts=1,tokens=128"
 
 
 def _tree_memory(root: psutil.Process) -> int:
@@ -90,6 +91,18 @@ def test_published_cells_of_cutedsl(benchmark: BenchmarkFixture, tmp_path: Path)
     """Issue 3: all 72 cells through the compiled CuTeDSL artifact in at most 5 minutes."""
     arguments = ["run", "--op", "fmha", "--profile", "schedules", "--backend", "cutedsl", "--schedule", "eager"]
     _command(benchmark, [*arguments, "--output", str(tmp_path / "cells.jsonl")], 300, None)
+
+
+@pytest.mark.parametrize("backend", ["ptx", "cutedsl"])
+def test_real_expert(benchmark: BenchmarkFixture, tmp_path: Path, backend: str) -> None:
+    """Issue 4: one expert of a real layer in at most 90 s and 6 GiB a backend."""
+    arguments = ["run", "--case", EXPERT, "--backend", backend, "--output", str(tmp_path / "expert.jsonl")]
+    _command(benchmark, arguments, 90, 6144)
+
+
+def test_full_profile_of_everything(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+    """Issue 4: the full profile of both ops on both backends in at most 25 minutes."""
+    _command(benchmark, ["run", "--profile", "full", "--output", str(tmp_path / "full.jsonl")], 1500, None)
 
 
 def test_list(benchmark: BenchmarkFixture) -> None:
