@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, date, datetime
@@ -28,7 +28,7 @@ from megamoe.cli_options import (
 from megamoe.cli_run import How, conduct, end_if_interrupted
 from megamoe.cli_verdict import expectations_of, print_verdict
 from megamoe.expected import Expectation, stale_entries
-from megamoe.gate import Verdict, judge_run
+from megamoe.gate import Finding, Verdict, judge_run
 from megamoe.gate_baseline import Claim, against_baseline
 from megamoe.gate_junit import write_junit
 from megamoe.provenance import git_revision
@@ -44,7 +44,9 @@ BaselineFile = Annotated[
     typer.Option("--baseline", metavar="FILE", help="Baseline.  [default: results/baselines/vm.jsonl, for our specs]"),
 ]
 Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write the verdict as JUnit XML.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Fail, too, on what ought to be accepted as it got better.")]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Fail, too, on what got better, and on records of another git revision.")
+]
 
 
 @with_selection
@@ -76,7 +78,7 @@ def gate(
         files += [_of_run(read_records(done.path), done.run)] if done else []
         evidence = _evidence(files, Asked() if done else asked, known)
         verdict = _verdict(evidence, known, expectations, held, lambda row: command(str(row)), specs)
-    verdict = verdict.with_findings((), strict)
+    verdict = verdict.with_findings(evidence.elsewhere, strict)
     for note in evidence.notes:
         console.print(note, markup=False)
     print_verdict(console, verdict, evidence.records)
@@ -114,7 +116,8 @@ def _baseline(path: Path | None, specs: Path | None) -> Baseline | None:
 
 @dataclass(frozen=True, slots=True)
 class _Evidence:
-    """What there is to judge. `notes` are for the reader, `changed` are sentences that close the gate."""
+    """What there is to judge. `notes` are for the reader, `changed` are sentences that close the gate; `elsewhere`:
+    runs of another revision, which close a strict one."""
 
     rows: list[Row]
     selections: list[Selection]
@@ -123,6 +126,7 @@ class _Evidence:
     started: str
     notes: list[str]
     changed: list[str]
+    elsewhere: list[Finding]
 
 
 def _of_run(file: RecordFile, run: str) -> RecordFile:
@@ -138,7 +142,8 @@ def _evidence(files: Sequence[RecordFile], asked: Asked, known: Mapping[str, Spe
     judged = () if asked.anything else zip(headers, selections, strict=True)
     changed = [text for header, selection in judged for text in _changed_since(header, len(owed[selection]))]
     notes = [file.torn for file in files if file.torn]
-    notes += [note for note in dict.fromkeys(_other_revision(header) for header in headers) if note]
+    unknown, elsewhere = _of_other_revisions(headers)
+    notes += unknown
     started = headers[0].started if headers else datetime.now(UTC).isoformat(timespec="seconds")
     return _Evidence(
         list(dict.fromkeys(row for rows in owed.values() for row in rows)),
@@ -148,6 +153,7 @@ def _evidence(files: Sequence[RecordFile], asked: Asked, known: Mapping[str, Spe
         started,
         notes,
         changed,
+        elsewhere,
     )
 
 
@@ -198,11 +204,19 @@ def _changed_since(header: RunHeader, now: int) -> list[str]:
     return [f"run {header.run} owed {header.owed_rows} rows when it began, its selection holds {now} now; run it again"]
 
 
-def _other_revision(header: RunHeader) -> str:
-    """A note if the records are not about the code that is checked out."""
+def _of_other_revisions(headers: Iterable[RunHeader]) -> tuple[list[str], list[Finding]]:
+    """Notes about runs of which nobody knows whether they are about the code that is checked out, as a machine without
+    git history ran them or judges them; findings about those that are not."""
     here = git_revision(Path(__file__).parent)
-    same = header.git_revision == here
-    return "" if same else f"run {header.run} is of revision {header.git_revision}; checked out is {here}"
+    notes: list[str] = []
+    found: list[Finding] = []
+    for header in headers:
+        about, there = f"run {header.run} is of revision {header.git_revision}", f"checked out is {here}"
+        if header.git_revision is None or here is None:
+            notes += [] if header.git_revision == here else [f"{about}; {there}"]
+        elif header.git_revision != here:
+            found.append(Finding("revision", f"{about}, not of the code at hand; {there}; run it again", closes=False))
+    return list(dict.fromkeys(notes)), list(dict.fromkeys(found))
 
 
 def _selection_in(header: RunHeader) -> Selection:

@@ -16,7 +16,7 @@ from megamoe.expected import Expectation
 from megamoe.record import STATUSES, Record, Row, Status
 
 FindingKind = Literal[
-    "missing", "status", "expectation", "empty", "not owed", "regressed", "new", "gone", "figures", "renew"
+    "missing", "status", "expectation", "empty", "not owed", "regressed", "new", "gone", "figures", "renew", "revision"
 ]
 
 
@@ -24,7 +24,8 @@ FindingKind = Literal[
 class Finding:
     """One thing that the gate has to say, as a sentence. `row` is None if it is about no single row.
 
-    `closes`: whether it closes the gate. What does not only asks: to renew the baseline, which is better than it says.
+    `closes`: whether it closes the gate. What does not only asks: to renew a baseline that is worse than what was seen,
+    or to run again what was run at another revision.
     `accept` is the command that takes the change on purpose, None where nothing but a fix will do.
     """
 
@@ -59,7 +60,7 @@ class Verdict:
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Sentences about a baseline that is worse than what was seen, so that it ought to be renewed."""
+        """Sentences about what ought to be renewed, and closes the gate only if it is strict."""
         return tuple(str(finding) for finding in self.findings if not finding.closes)
 
     @property

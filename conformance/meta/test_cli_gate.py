@@ -31,6 +31,13 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
+def _check_out(revision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked_out(folder: Path) -> str | None:
+        return revision
+
+    monkeypatch.setattr("megamoe.cli_gate.git_revision", checked_out)
+
+
 def _run_of(*lines: Record | Figures | RunHeader, path: str = "run.jsonl") -> None:
     Path(path).unlink(missing_ok=True)
     with RecordWriter(Path(path)) as writer:
@@ -109,7 +116,10 @@ def test_the_command_that_is_printed_accepts_the_change(capsys: pytest.CaptureFi
     assert last.changes == {"mma_flops": "4096 -> 8192"}
 
 
-def test_what_got_better_asks_and_strict_insists(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_got_better_asks_and_strict_insists(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _check_out(header().git_revision, monkeypatch)
     _accept_all(*GOOD)
     _run_of(record(ROW, {**COUNTERS, "mma_flops": 2048}), *GOOD[1:])
     capsys.readouterr()
@@ -120,6 +130,42 @@ def test_what_got_better_asks_and_strict_insists(capsys: pytest.CaptureFixture[s
     assert main([*GATE, "--strict"]) == 0
     _run_of(*GOOD)
     assert main(GATE) == 1, "what was gained must not be lost again"
+
+
+@pytest.mark.parametrize(
+    ("ran", "here", "strict", "said"),
+    [
+        ("abc", "abc", 0, None),
+        ("abc", "def", 1, "run run-7 is of revision abc, not of the code at hand; checked out is def; run it again"),
+        ("abc", "abc+changes", 1, "run run-7 is of revision abc, not of the code at hand; checked out is abc+changes"),
+        (None, "def", 0, "run run-7 is of revision None; checked out is def"),
+        ("abc", None, 0, "run run-7 is of revision abc; checked out is None"),
+        (None, None, 0, None),
+    ],
+)
+def test_records_of_another_revision_are_noted_and_close_a_strict_gate(
+    ran: str | None,
+    here: str | None,
+    strict: int,
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Unknown is not another: a machine without git history can have run it, or can judge it."""
+    _accept_all(*GOOD)
+    Path("run.jsonl").unlink()
+    with RecordWriter(Path("run.jsonl")) as writer:
+        for line in (header().model_copy(update={"git_revision": ran}), *GOOD):
+            writer.append(line)
+    _check_out(here, monkeypatch)
+    capsys.readouterr()
+    assert main(GATE) == 0, "without --strict it is for the reader"
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert (said or "2 passed") in out
+    assert ("is of revision" in out) == (said is not None)
+    assert main([*GATE, "--strict", "--junit", "gate.xml"]) == strict
+    assert (said or "2 passed") in capsys.readouterr().out.replace("\n", " ")
+    assert len(list(ElementTree.parse("gate.xml").iter("failure"))) == strict, "CI reads the JUnit file"
 
 
 def test_a_new_row_closes_the_gate_until_it_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
