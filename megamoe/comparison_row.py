@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, TypeVar, get_args
 
-from megamoe.comparison_side import Side
+from megamoe.comparison_side import ComparisonError, Side
 from megamoe.counter_directions import Change
-from megamoe.record import STATUSES, Figures, Record, Status, Timing
+from megamoe.record import STATUSES, AnyLine, Figures, Record, Status, Timing
 
 Kind = Literal["verdict", "timing", "figures"]
 Call = Literal[
@@ -81,14 +81,20 @@ class SideRows(NamedTuple):
 
 
 def rows_of(side: Side, only: Sequence[str] = ()) -> SideRows:
-    """The rows of `side` whose text matches any of the globs `only`, or all if there are none."""
+    """The rows of `side` whose text matches any of the globs `only`, or all if there are none.
+
+    Raises ComparisonError if the side has two times of one row, one temperature and one run: a run takes one, and
+    copies of it would outvote the times of other runs.
+    """
     rows = SideRows({}, {}, {})
-    for line in (line for file in side.files for line in file.lines):
+    timed: dict[tuple[RowKey, str], str] = {}
+    for place, line in _lines(side):
         if isinstance(line, Record):
             key = RowKey("verdict", line.case, line.backend, line.target, line.executor, line.schedule)
             rows.verdicts.setdefault(key, []).append(line)
         elif isinstance(line, Timing):
             key = RowKey("timing", line.case, line.backend, line.target, line.executor, line.temperature)
+            _note_place(timed, key, line.run, place)
             rows.timings.setdefault(key, []).append(line)
         elif isinstance(line, Figures):
             key = RowKey("figures", line.case, line.backend, line.target, line.assembler.partition(" ")[0], "")
@@ -96,6 +102,23 @@ def rows_of(side: Side, only: Sequence[str] = ()) -> SideRows:
     if not only:
         return rows
     return SideRows(_matching(rows.verdicts, only), _matching(rows.timings, only), _matching(rows.figures, only))
+
+
+def _lines(side: Side) -> Iterator[tuple[str, AnyLine]]:
+    """Each line and where it is."""
+    for file in side.files:
+        for number, line in enumerate(file.lines, 1):
+            yield f"{file.path}, line {number}", line
+
+
+def _note_place(timed: dict[tuple[RowKey, str], str], key: RowKey, run: str, place: str) -> None:
+    first = timed.get((key, run))
+    if first is not None:
+        raise ComparisonError(
+            f"{place}: run {run} has a second time of {key}; the first is at {first}. "
+            f"A run times a row once, so that copies count no more than it; keep one of them"
+        )
+    timed[key, run] = place
 
 
 _Line = TypeVar("_Line", Record, Timing, Figures)

@@ -107,6 +107,11 @@ def _other_machine(folder: Path) -> tuple[object, ...]:
     return write(folder / "a.jsonl", header(), timing(QUIET)), write(folder / "b.jsonl", other, timing(QUIET))
 
 
+def _a_time_nine_times(folder: Path) -> tuple[object, ...]:
+    copies = write(folder / "b.jsonl", header(), timing(QUIET * 1.5), *[timing(QUIET)] * 9)
+    return write(folder / "a.jsonl", header(), timing(QUIET)), copies
+
+
 def _file_that_cannot_be_written(folder: Path) -> tuple[object, ...]:
     file = write(folder / "a.jsonl", record())
     return file, file, "--json", file / "x.json"
@@ -129,6 +134,10 @@ def _empty_names(folder: Path) -> tuple[object, ...]:
         (_an_option, "is no git revision here"),
         (_no_such_specs, "there is no such folder"),
         (_other_machine, "device name: NVIDIA H200 before, NVIDIA H100 after"),
+        (
+            _a_time_nine_times,
+            "b.jsonl, line 3: run run-1 has a second time of fmha:hd=64,t=1,s_k=128 on ptx sm_90a gpu",
+        ),
         (_file_that_cannot_be_written, "cannot write"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",

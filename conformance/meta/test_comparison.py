@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from conformance.meta.fake_results import CASE, H200, figures, header, record, side, timing
 from megamoe.comparison import Comparison, ComparisonError, compare_runs
 from megamoe.comparison_row import CALLS, ComparedRow, RowKey
+from megamoe.comparison_side import Side
 from megamoe.comparison_text import FOREST_WIDTH, as_json, as_markdown, forest, forest_span
 from megamoe.record import STATUSES, AnyLine, Status
 from megamoe.spec import load_specs
@@ -173,8 +174,30 @@ def test_whether_the_program_is_the_same_is_said() -> None:
 def test_of_several_lines_of_a_row_the_worst_counts() -> None:
     row = only(compare_runs(side(record()), side(record("failed"), record()), SPECS))
     assert row.regression, "a row that failed once did not pass"
-    row = only(compare_runs(side(header(), timing(QUIET), timing(QUIET)), side(header(), timing(QUIET)), SPECS))
+    two_runs = side(header(), timing(QUIET), header("run-2"), timing(QUIET, run="run-2"))
+    row = only(compare_runs(two_runs, side(header(), timing(QUIET)), SPECS))
     assert row.samples == (200, 100), "samples of several lines of a row belong together"
+
+
+@pytest.mark.parametrize("slow", [0, 4, 9])
+def test_copies_of_a_good_time_cannot_drown_a_slow_one(slow: int) -> None:
+    """Ten lines of one run, of which one is slow: wherever it is, the side is refused, whichever it is."""
+    lines = [timing(QUIET * (1.5 if i == slow else 1.0)) for i in range(10)]
+    copied, sound = side(header(), *lines), side(header(), timing(QUIET))
+    for before, after in ((sound, copied), (copied, sound)):
+        with pytest.raises(ComparisonError, match=r"side, line 3: run run-1 has a second time of fmha.* line 2\."):
+            compare_runs(before, after, SPECS)
+
+
+def test_a_file_that_is_twice_in_a_side_is_refused_if_it_has_times() -> None:
+    one, other = side(header(), timing(QUIET), label="a.jsonl"), side(header(), timing(QUIET), label="b.jsonl")
+    both = Side("folder", (*one.files, *other.files))
+    with pytest.raises(ComparisonError, match=r"b\.jsonl, line 2: .*; the first is at a\.jsonl, line 2\."):
+        compare_runs(one, both, SPECS)
+    with pytest.raises(ComparisonError, match=r"a\.jsonl, line 2: .*; the first is at a\.jsonl, line 2\."):
+        compare_runs(one, Side("a, a", one.files * 2), SPECS)
+    cold_and_hot = side(header(), timing(QUIET), timing(QUIET, temperature="hot"), timing(QUIET, backend="peer"))
+    assert compare_runs(cold_and_hot, cold_and_hot, SPECS).counts == {"SAME": 3}, "other rows, other temperatures"
 
 
 @pytest.mark.parametrize(
