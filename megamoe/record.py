@@ -11,17 +11,24 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Status = Literal["passed", "failed", "error", "crashed", "timed_out", "unsupported", "not_run"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 SCHEMA_VERSION = 2
+MOST_CHARACTERS = 200
+"""Of a value that a message repeats; a line of a record file may hold megabytes."""
 
 
 class RecordError(Exception):
     """A record file that cannot be read or written; the text says which file, which line and why."""
+
+
+def shortened(text: str) -> str:
+    """`text`, or its beginning and how long it is."""
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}… ({len(text)} characters)"
 
 
 class Row(NamedTuple):
@@ -113,8 +120,8 @@ class Record(_Line):
     `judge_host_seconds` is what the judge took on this host, comparison included, and the reference unless the row
     before was of the same case: never a time of a GPU. None when the judge did not finish.
     `program_sha256` is the digest of the PTX text, None when no program was built; `input_sha256` those of the inputs.
-    `metrics` come from the comparison, `counters` from the executor and the reference. `bundle` is the folder with the
-    evidence of a failure.
+    `metrics` come from the comparison, `counters` (0 or more) from the executor and the reference. `bundle` is the
+    folder with the evidence of a failure.
     """
 
     kind: Literal["record"] = "record"
@@ -127,7 +134,7 @@ class Record(_Line):
     status: Status
     sentence: str
     metrics: Mapping[str, float] = Field(default_factory=dict)
-    counters: Mapping[str, int] = Field(default_factory=dict)
+    counters: Mapping[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     judge_host_seconds: float | None = Field(ge=0)
     program_sha256: str | None = None
     input_sha256: Mapping[str, str] = Field(default_factory=dict)
@@ -136,9 +143,10 @@ class Record(_Line):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Record:
         if (self.status == "passed") != (self.sentence == ""):
-            raise ValueError(f"status {self.status!r} with the sentence {self.sentence!r}; only a pass has none")
+            sentence = shortened(repr(self.sentence))
+            raise ValueError(f"status {self.status!r} with the sentence {sentence}; only a pass has none")
         if self.op != self.row.op:
-            raise ValueError(f"op {self.op!r} with the case {self.case!r}")
+            raise ValueError(f"op {shortened(repr(self.op))} with the case {shortened(repr(self.case))}")
         return self
 
     @property

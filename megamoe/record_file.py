@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, cast
+from typing import Annotated, cast, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -28,8 +28,10 @@ from megamoe.record import (
     RecordError,
     RunHeader,
     Timing,
+    shortened,
 )
 
+_KINDS = ", ".join(model.model_fields["kind"].default for model in get_args(AnyLine))
 _THIS_VERSION = f'{{"schema_version":{SCHEMA_VERSION},'.encode()
 
 
@@ -153,6 +155,10 @@ def parse_records(path: Path, data: bytes) -> RecordFile:
     return RecordFile(path, tuple(_parse_line(path, number, text) for number, text in enumerate(whole, 1)), torn)
 
 
+class _VersionError(ValueError):
+    """A line of a version that is not read here; the text is what follows the number of the line."""
+
+
 def _parse_line(path: Path, number: int, text: bytes) -> AnyLine:
     try:
         return _LINE.validate_json(text if text.startswith(_THIS_VERSION) else _upgraded(text))
@@ -161,24 +167,43 @@ def _parse_line(path: Path, number: int, text: bytes) -> AnyLine:
 
 
 def _upgraded(text: bytes) -> bytes:
-    """The line in this version's form; what is no object, or of no known version, is left for validation to refuse."""
+    """The line in this version's form; what is no object is left for validation to refuse."""
     try:
         line: object = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    while isinstance(line, dict):
-        known = cast("dict[str, object]", line)
-        version = known.setdefault("schema_version", None)
-        if type(version) is not int or version not in UPGRADES:
-            break
-        line = UPGRADES[version](known)
-    return json.dumps(line).encode()
+    if not isinstance(line, dict):
+        return text
+    known = cast("dict[str, object]", line)
+    while (version := _version(known)) != SCHEMA_VERSION:
+        known = UPGRADES[version](known)
+    return json.dumps(known).encode()
+
+
+def _version(line: dict[str, object]) -> int:
+    """The version of a line that can be read here. What a line of another one is, not even its kind, nobody knows."""
+    readable = f"this megamoe reads {' and '.join(f'schema {one}' for one in (*UPGRADES, SCHEMA_VERSION))}"
+    if "schema_version" not in line:
+        raise _VersionError(f": it has no schema_version; {readable}")
+    version = line["schema_version"]
+    if type(version) is int and (version == SCHEMA_VERSION or version in UPGRADES):
+        return version
+    newer = type(version) is int and version > SCHEMA_VERSION
+    why = "is newer, so read it with a newer megamoe" if newer else "is unknown"
+    raise _VersionError(f", key schema_version: {shortened(json.dumps(version))} {why}; {readable}")
 
 
 def _complaint(error: ValueError) -> str:
+    if isinstance(error, _VersionError):
+        return str(error)
     if not isinstance(error, ValidationError):
         return f": not JSON: {error}"
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
-    key = f", key {where}" if where else ""
-    return f"{key}: not a record of schema {SCHEMA_VERSION}: {first['msg']}"
+    key = f", key {shortened(where if where.isprintable() else repr(where))}" if where else ""
+    message = first["msg"]
+    if first["type"] == "union_tag_not_found":
+        message = f"it has no kind; the kinds are {_KINDS}"
+    elif first["type"] == "union_tag_invalid":
+        message = f"its kind is {shortened(repr(first.get('ctx', {})['tag']))}; the kinds are {_KINDS}"
+    return f"{key}: not a record of schema {SCHEMA_VERSION}: {message}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import multiprocessing
 import os
@@ -76,7 +77,10 @@ def test_a_torn_last_line_is_reported_and_ignored(tmp_path: Path, kept: int) -> 
     [
         (b'"status":"passed"', b'"status":"fine"', "status"),
         (b'"backend":"ptx",', b"", "backend"),
-        (b'"schema_version":2', b'"schema_version":9', "schema_version"),
+        (b'"schema_version":2', b'"schema_version":9', "schema_version: 9 is newer, .* reads schema 1 and schema 2"),
+        (b'"kind":"record",', b"", "it has no kind; the kinds are run, record, agreement"),
+        (b'"kind":"record"', b'"kind":"verdict"', "its kind is 'verdict'; the kinds are run, record, agreement"),
+        (b'"counters":{}', b'"counters":{"mma_flops":-1}', "counters.mma_flops.*greater than or equal to 0"),
         (b'"sentence":""', b'"sentence":"","speed":0.0', "speed"),
         (b'"sentence":""', b'"sentence":"o is wrong"', "only a pass has none"),
         (b'"status":"passed"', b'"status":"failed"', "only a pass has none"),
@@ -121,7 +125,11 @@ def test_a_pipe_that_nobody_writes_to_is_refused(tmp_path: Path) -> None:
         (b"\xff\xfe", "not JSON"),
         (b'{"schema_version": {}}', "schema 2"),
         (b'{"schema_version": 1e999}', "schema 2"),
-        (b'{"kind": "run"}', "schema_version"),
+        (b'{"schema_version": -1}', "schema_version: -1 is unknown; this megamoe reads schema 1 and schema 2"),
+        (b'{"schema_version": 0, "kind": "run"}', "schema_version: 0 is unknown"),
+        (b'{"schema_version": true}', "schema_version: true is unknown"),
+        (b'{"schema_version": 3}', "schema_version: 3 is newer, so read it with a newer megamoe"),
+        (b'{"kind": "run"}', "it has no schema_version; this megamoe reads schema 1 and schema 2"),
     ],
     ids=lambda value: "" if isinstance(value, bytes) else value,
 )
@@ -130,6 +138,22 @@ def test_garbage_is_refused_in_a_sentence(tmp_path: Path, text: bytes, complaint
     path.write_bytes(text + b"\n")
     with pytest.raises(RecordError, match=f"r.jsonl, line 1.*{complaint}"):
         read_records(path)
+
+
+@pytest.mark.parametrize("key", ["sentence", "case", "op", "kind", "schema_version", "LONG"])
+@pytest.mark.parametrize("filler", ["x", "\\n", "\\u001b"], ids=repr)
+def test_a_complaint_repeats_no_more_than_the_beginning_of_a_value(tmp_path: Path, key: str, filler: str) -> None:
+    """A line may hold megabytes, and what a terminal takes for a command."""
+    path = tmp_path / "r.jsonl"
+    line = json.loads(record_of("a", ROW, "passed", "").model_dump_json())
+    text = json.dumps({**line, key: "LONG"}).replace("LONG", filler * 100_000)
+    path.write_text(text + "\n")
+    with pytest.raises(RecordError, match="line 1") as refusal:
+        read_records(path)
+    said = str(refusal.value).removeprefix(str(path))
+    assert len(said) < 600, f"{len(said)} characters are no sentence"
+    assert said.isprintable(), f"one line, as text: {said!r}"
+    assert "…" in said, "that something is left out must be said"
 
 
 LINES = (header(), record("failed", {"mma_flops": 1}), timing([[1.0] * 3000]), figures(128), AGREEMENT, ACCEPTANCE)
