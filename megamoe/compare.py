@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
@@ -129,7 +129,8 @@ class Latitude:
 class _Output:
     """One output with what it is held against, all of one shape. `settled`: the oracle after the kernel's choices.
 
-    `held` (bool, all axes but the last): rows of which anything is expected; None if that is all of them.
+    `held` (bool, all axes of the output but the last): which of its rows the tensors have, one after another; None if
+    they have all of them and its shape. `axes` are those of the output.
     """
 
     name: str
@@ -139,7 +140,7 @@ class _Output:
     simulated: torch.Tensor
     absolute_scale: float
     settled: torch.Tensor | None
-    held: torch.Tensor | None
+    held: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +181,9 @@ def compare(
         least_scale = (absolute_scale or {}).get(name, 0.0)
         anything = (free or {}).get(name)
         seen = _without_free(actual[name], simulated[name], anything)
-        held = None if anything is None else ~anything.to(seen.device).all(dim=-1)
-        output = _Output(name, named, seen, oracle[name], simulated[name], least_scale, given.oracle.get(name), held)
+        whole = _Output(name, named, seen, oracle[name], simulated[name], least_scale, given.oracle.get(name))
         codes = given.codes.get(name)
-        verdict = _judge_codes(name, codes) if codes else _judge_held(output, tolerance, published)
+        verdict = _judge_codes(name, codes) if codes else _judge(_held_rows(whole, anything), tolerance, published)
         metrics.update({f"{name}.{metric}": value for metric, value in verdict.metrics.items()})
         if verdict.complaint:
             failures.append((f"tensor {name}: {verdict.complaint}", verdict.worst))
@@ -241,24 +241,24 @@ def _judge_codes(name: str, codes: Codes) -> _Verdict:
     return _Verdict(metrics, f"{where}; worst at {place}: seen {worst.seen:g}, correct is {allowed}", worst)
 
 
-def _judge_held(output: _Output, tolerance: Bars, published: bool) -> _Verdict:
-    """As _judge, without the work for rows that may hold anything: of expert rows they may be 127 of 128."""
-    held = output.held
-    if held is None or bool(held.all()) or not bool(held.any()):
-        return _judge(output, tolerance, published)
-    actual, oracle, simulated = (
-        part[held.to(part.device)] for part in (output.actual, output.oracle, output.simulated)
-    )
-    settled = None if output.settled is None else output.settled[held.to(output.settled.device)]
-    axes = ("row", *output.axes[output.actual.dim() - 1 :])
-    verdict = _judge(
-        _Output(output.name, axes, actual, oracle, simulated, output.absolute_scale, settled, None),
-        tolerance,
-        published,
-    )
-    # A complaint names coordinates of the whole output.
-    whole = _judge(output, tolerance, published) if verdict.complaint else verdict
-    return whole if whole.complaint else verdict
+def _held_rows(whole: _Output, free: torch.Tensor | None) -> _Output:
+    """The rows of which anything is expected. The others, of expert rows perhaps 127 of 128, have no error, so that any
+    number of them would hide that of the rest, and take most of the time."""
+    held = None if free is None else ~free.to(whole.actual.device).all(dim=-1)
+    if held is None or bool(held.all()):
+        return whole
+    actual, oracle, simulated = (part[held.to(part.device)] for part in (whole.actual, whole.oracle, whole.simulated))
+    settled = None if whole.settled is None else whole.settled[held.to(whole.settled.device)]
+    return replace(whole, actual=actual, oracle=oracle, simulated=simulated, settled=settled, held=held)
+
+
+def _in_place(output: _Output, part: torch.Tensor) -> torch.Tensor:
+    """`part`, of the rows that are held, in the shape of the output; 0 elsewhere."""
+    if output.held is None:
+        return part
+    whole = part.new_zeros((*output.held.shape, part.shape[-1]))
+    whole[output.held] = part
+    return whole
 
 
 def _judge(output: _Output, tolerance: Bars, published: bool) -> _Verdict:
@@ -276,7 +276,7 @@ def _judge(output: _Output, tolerance: Bars, published: bool) -> _Verdict:
     own = torch.where(counted & torch.isfinite(own), own, 0.0)
     scale = _row_scale(torch.where(counted, oracle, 0.0), output)
     element_scale = torch.maximum(torch.where(counted, oracle, 0.0).abs(), scale)
-    seen, noise = (_errors(one, scale, element_scale, output.held) for one in (error, own))
+    seen, noise = (_errors(one, scale, element_scale) for one in (error, own))
     floors = _floors(output)
     bars = {name: max(tolerance.noise_ratio * noise[name], floors[name]) for name in ERRORS}
     cosine = _cosine(torch.where(counted, actual, 0.0), torch.where(counted, oracle, 0.0))
@@ -293,6 +293,7 @@ def _judge(output: _Output, tolerance: Bars, published: bool) -> _Verdict:
         complaints.append(f"cosine {cosine:.9f} is below the published {tolerance.cosine} ({attained})")
     weight = error / element_scale
     worst = _worst(output, weight, actual, oracle)
+    weight = _in_place(output, weight)
     where = describe(weight > floors["max"] / 2, weight, output.axes)
     return _Verdict(metrics, f"{', '.join(complaints)}; worst at {worst}; {where}", worst)
 
@@ -306,6 +307,7 @@ def _misplaced(actual: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
 
 def _nonfinite(output: _Output, misplaced: torch.Tensor) -> str:
     unwritten = int(is_poison(output.actual).sum())
+    misplaced = _in_place(output, misplaced)
     where = describe(misplaced, misplaced.double(), output.axes)
     never = f", {unwritten} were never written" if unwritten else ""
     return f"NaN or infinity where the oracle has none, or none where it has: {where}{never}"
@@ -317,15 +319,11 @@ def _row_scale(oracle: torch.Tensor, output: _Output) -> torch.Tensor:
     return square.sqrt().clamp(min=least)
 
 
-def _errors(
-    error: torch.Tensor, scale: torch.Tensor, element_scale: torch.Tensor, held: torch.Tensor | None
-) -> dict[str, float]:
+def _errors(error: torch.Tensor, scale: torch.Tensor, element_scale: torch.Tensor) -> dict[str, float]:
+    if not error.numel():
+        return dict.fromkeys(ERRORS, 0.0)
     relative = (error / scale).square()
     row = relative if relative.dim() == 0 else relative.mean(dim=-1)
-    # Rows of which nothing is expected have no error, so that any number of them would hide that of the others.
-    row = row if held is None else row[held]
-    if not row.numel():
-        return dict.fromkeys(ERRORS, 0.0)
     return {
         "rms": math.sqrt(float(row.mean())),
         "row": math.sqrt(float(row.max())),
@@ -335,13 +333,14 @@ def _errors(
 
 def _floors(output: _Output) -> dict[str, float]:
     floor, ulp = FLOORS[output.actual.dtype], torch.finfo(output.actual.dtype).eps
-    rows = output.actual.numel() // (output.actual.shape[-1] if output.actual.dim() else 1)
-    rows = rows if output.held is None else max(1, int(output.held.sum()))
+    rows = max(1, output.actual.numel() // (output.actual.shape[-1] or 1 if output.actual.dim() else 1))
     rms = min(floor.row, math.hypot(floor.rms, floor.row * math.sqrt(ROW_EXCESS / rows)))
     return {"rms": rms * ulp, "row": floor.row * ulp, "max": floor.max * ulp}
 
 
 def _cosine(actual: torch.Tensor, oracle: torch.Tensor) -> float:
+    if not actual.numel():
+        return 1.0
     # Dividing by the largest magnitude first keeps the squares of subnormal outputs from vanishing.
     a, b = (x / x.abs().max().clamp(min=torch.finfo(torch.float64).tiny) for x in (actual, oracle))
     lengths = float(a.norm() * b.norm())
@@ -358,5 +357,6 @@ def _over(name: str, seen: float, bar: float, noise: float, tolerance: Bars, flo
 def _worst(output: _Output, weight: torch.Tensor, actual: torch.Tensor, oracle: torch.Tensor) -> Worst:
     index = torch.unravel_index(weight.argmax(), weight.shape) if weight.dim() else ()
     at = tuple(int(i) for i in index)
-    coordinate = tuple(zip(output.axes, at, strict=True))
+    place = at if output.held is None else (*output.held.nonzero()[at[0]].tolist(), *at[1:])
+    coordinate = tuple(zip(output.axes, place, strict=True))
     return Worst(output.name, coordinate, float(actual[at]), float(oracle[at]))

@@ -263,3 +263,52 @@ def test_a_fault_among_padding_is_named_by_its_place_in_the_output() -> None:
     assert not result.passed, "row 257 is wrong, and is no padding"
     assert result.worst is not None, result.sentence
     assert result.worst.coordinate == (("r", 257), ("c", 5)), f"it is y[257, 5]: {result.sentence}"
+
+
+def test_what_the_reference_computes_for_padding_is_nobody_s_error() -> None:
+    """Its simulated rows are anything, as the kernel's are: not in the errors, the cosine, the sentence, the place."""
+    oracle = exact((4, 128, 64))
+    free = (torch.arange(128) >= 3).expand(4, 128)[..., None].expand(-1, -1, 64)
+    axes = {"y": ("expert", "rows", "columns")}
+    simulated = torch.where(free, 1e6, oracle).bfloat16()
+    wrong = simulated.clone()
+    wrong[2, 1] *= 1.5
+    for seen, passes in ((simulated, True), (wrong, False)):
+        among = compare(CASE, {"y": seen}, {"y": oracle}, {"y": simulated}, Bars(), True, axes=axes, free={"y": free})
+        held = ~free[..., 0]
+        alone = compare(CASE, {"y": seen[held]}, {"y": oracle[held]}, {"y": simulated[held]}, Bars(), True)
+        assert among.passed == alone.passed == passes, f"{among.sentence}{alone.sentence}"
+        assert among.metrics == pytest.approx(alone.metrics), "padding is in a metric"
+    assert among.worst is not None
+    assert among.worst.coordinate[:2] == (("expert", 2), ("rows", 1)), f"it is y[2, 1]: {among.sentence}"
+    assert alone.worst is not None
+    assert (among.worst.seen, among.worst.expected) == (alone.worst.seen, alone.worst.expected)
+    assert "all in expert=2, rows=1" in among.sentence, among.sentence
+
+
+@pytest.mark.parametrize("shape", [(128, 64), (2, 3, 8), (64,), ()], ids=str)
+def test_an_output_of_padding_alone_is_right_whatever_the_reference_has_there(shape: tuple[int, ...]) -> None:
+    nothing, anything = torch.zeros(shape, dtype=torch.float64), torch.full(shape, 7.0).bfloat16()
+    free = {"y": torch.ones(shape, dtype=torch.bool)}
+    result = compare(CASE, {"y": anything}, {"y": nothing}, {"y": anything}, Bars(), True, free=free)
+    assert result.passed, result.sentence
+    assert (result.metrics["y.max"], result.metrics["y.cosine"]) == (0.0, 1.0)
+
+
+def test_a_value_that_is_not_finite_among_padding_is_named_by_its_place() -> None:
+    oracle = exact((512, 64))
+    free = (torch.arange(512) % 128 >= 3)[:, None].expand(-1, 64)
+    seen = oracle.bfloat16()
+    seen[257, 5] = math.inf
+    result = compare(
+        CASE,
+        {"y": seen},
+        {"y": oracle},
+        {"y": oracle.bfloat16()},
+        Bars(),
+        False,
+        axes={"y": ("r", "c")},
+        free={"y": free},
+    )
+    assert "all in r=257, c=5" in result.sentence, result.sentence
+    assert "first at r=257, c=5: seen inf" in result.sentence, result.sentence
