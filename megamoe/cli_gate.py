@@ -215,7 +215,8 @@ def _of_other_revisions(headers: Iterable[RunHeader]) -> tuple[list[str], list[F
         if header.git_revision is None or here is None:
             notes += [] if header.git_revision == here else [f"{about}; {there}"]
         elif header.git_revision != here:
-            found.append(Finding("revision", f"{about}, not of the code at hand; {there}; run it again", closes=False))
+            why = "the records are not about this code, so run it again"
+            found.append(Finding("revision", f"{about}; {there}: {why}", closes=False))
     return list(dict.fromkeys(notes)), list(dict.fromkeys(found))
 
 

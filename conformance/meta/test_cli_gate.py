@@ -136,8 +136,18 @@ def test_what_got_better_asks_and_strict_insists(
     ("ran", "here", "strict", "said"),
     [
         ("abc", "abc", 0, None),
-        ("abc", "def", 1, "run run-7 is of revision abc, not of the code at hand; checked out is def; run it again"),
-        ("abc", "abc+changes", 1, "run run-7 is of revision abc, not of the code at hand; checked out is abc+changes"),
+        (
+            "abc",
+            "def",
+            1,
+            "run run-7 is of revision abc; checked out is def: the records are not about this code, so run it",
+        ),
+        (
+            "abc",
+            "abc+changes",
+            1,
+            "run run-7 is of revision abc; checked out is abc+changes: the records are not about this code",
+        ),
         (None, "def", 0, "run run-7 is of revision None; checked out is def"),
         ("abc", None, 0, "run run-7 is of revision abc; checked out is None"),
         (None, None, 0, None),
