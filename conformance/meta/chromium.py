@@ -61,6 +61,8 @@ def open_page(browser: Chrome, path: Path, address: str = "") -> None:
     complaints(browser)
     requests(browser)
     browser.get(f"{path.as_uri()}{address}")
+    # What a page draws once it knows its size comes a frame or two after it has loaded.
+    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0])))")
 
 
 def complaints(browser: Chrome) -> list[str]:

@@ -240,11 +240,11 @@ def test_a_row_shows_its_errors_counters_figures_times_and_history(
     open_page(browser, full)
     newest = material.latest
     timed = next(one for one in material.latest_timings if one.temperature == "cold" and one.status == "passed")
-    cell_of(browser, f"{timed.case} {timed.backend} {timed.target} {timed.executor}").click()
+    click(browser, f"{timed.case} {timed.backend} {timed.target} {timed.executor}")
     dots = browser.find_elements(By.CSS_SELECTOR, "#detail circle.dot")
     assert len(dots) >= len(timed.samples_us), "every sample is a dot"
     shown = next(one for one in newest if one.executor == "vm" and one.status == "passed" and one.backend == "ptx")
-    cell_of(browser, f"{shown.case} {shown.backend} {shown.target} {shown.executor}").click()
+    click(browser, f"{shown.case} {shown.backend} {shown.target} {shown.executor}")
     detail = one(browser, "#detail").text
     for name in ("o.rms", "o.max", "mma flops", "registers", "code bytes", "history", "megamoe explain"):
         assert name in detail, f"the drawer says nothing of {name}"
@@ -256,8 +256,7 @@ def test_a_row_shows_its_errors_counters_figures_times_and_history(
 
 def test_the_address_keeps_what_is_shown(browser: Chrome, full: Path) -> None:
     open_page(browser, full)
-    cell = cell_of(browser, "fmha:hd=256,t=4,s_k=512 ptx sm_100a vm")
-    cell.click()
+    click(browser, "fmha:hd=256,t=4,s_k=512 ptx sm_100a vm")
     press(browser, "m")
     address = browser.current_url.partition("#")[2]
     open_page(browser, full, f"#{address}")

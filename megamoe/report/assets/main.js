@@ -163,8 +163,10 @@ function listen() {
     focusCell(node);
     set({ open: node.dataset.cell });
   });
-  let width = 0;
+  // The first call comes with the size that the page was drawn at.
+  let width = null;
   new ResizeObserver(([entry]) => {
+    width ??= entry.contentRect.width;
     if (Math.abs(entry.contentRect.width - width) < 40) return;
     width = entry.contentRect.width;
     if (state.view === 'matrix') requestAnimationFrame(draw);
