@@ -79,7 +79,7 @@ def bench(session: nox.Session) -> None:
         runs = Path("results/runs")
         runs.mkdir(parents=True, exist_ok=True)
         rest.append(f"--benchmark-json={runs / datetime.now(UTC).strftime('%Y%m%dT%H%M%S.%fZ-bench.json')}")
-    _run(session, "pytest", "-q", str(file), "--benchmark-only", *rest)
+    _end_as(session, "pytest", "-q", str(file), "--benchmark-only", *rest)
 
 
 @nox.session

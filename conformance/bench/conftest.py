@@ -22,6 +22,7 @@ from megamoe.timing import TEMPERATURES, Policy
 
 RUNS = Path("results/runs")
 _RUN = pytest.StashKey[BenchRun]()
+_WRONG = pytest.StashKey[str]()
 _SPECS = pytest.StashKey[dict[str, Spec]]()
 
 
@@ -86,8 +87,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         specs = load_specs(config.option.specs)
         selection = selection_of(config)
         rows = owed_rows(specs, selection)
-    except (SelectionError, SpecError) as error:
-        raise pytest.UsageError(str(error)) from None
+    except (SelectionError, SpecError, pytest.UsageError) as error:
+        config.stash[_WRONG] = str(error)
+        metafunc.parametrize(("case", "row", "temperature"), [])
+        return
     settings = BenchSettings(
         jobs=config.option.jobs or os.cpu_count() or 1,
         specs=config.option.specs,
@@ -104,6 +107,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         [(cases[row.case], row, temperature) for row, temperature in found],
         ids=[row_id(row, temperature) for row, temperature in found],
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config) -> None:
+    """UsageError for options that select nothing: raised while tests are generated, it would come with a traceback."""
+    if _WRONG in config.stash:
+        raise pytest.UsageError(config.stash[_WRONG])
 
 
 def measurements(rows: Sequence[Row], run: BenchRun) -> list[tuple[Row, Temperature | None]]:
