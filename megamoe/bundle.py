@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,16 +53,23 @@ def write_bundle(folder: Path, row: Row, evidence: Evidence, specs: Path | None 
     place.mkdir(parents=True)
     texts = {
         "sentence.txt": f"{row}\n{evidence.sentence}\n",
-        "rerun.sh": f"#!/bin/sh\n{row.rerun_with(specs)}\n",
+        "rerun.sh": _rerun(row, specs),
         "program.ptx": evidence.ptx,
         "traceback.txt": evidence.traceback,
     }
     for name, text in texts.items():
         if text is not None:
             (place / name).write_text(text, encoding="utf-8")
+    (place / "rerun.sh").chmod(0o755)
     if evidence.inputs is not None:
         _write_tensors(place, evidence.inputs, evidence.outputs or {}, evidence.oracle or {})
     return place
+
+
+def _rerun(row: Row, specs: Path | None) -> str:
+    """A script that judges the row again where this run began, with its Python, from whatever folder it is called."""
+    here, programs = shlex.quote(str(Path.cwd())), shlex.quote(str(Path(sys.executable).parent))
+    return f'#!/bin/sh\ncd {here} && PATH={programs}:"$PATH" && {row.rerun_with(specs)}\n'
 
 
 def _write_tensors(

@@ -46,6 +46,9 @@ def explain_case(
         files = write_files(found, folder)
     except (UnsupportedError, ExplainError) as error:
         raise SelectionError(str(error)) from error
+    except Exception as error:
+        # What a backend's own code raises: it may be the user's.
+        raise SelectionError(f"{case} on {backend} cannot be explained: {type(error).__name__}: {error}") from error
     with (folder / "report.txt").open("w", encoding="utf-8") as text:
         Console(file=text, width=REPORT_WIDTH, highlight=False).print(report(found))
     console = cli_options.console()
@@ -54,3 +57,5 @@ def explain_case(
     for file in [folder / "report.txt", *files]:
         note = ": open it in ui.perfetto.dev" if file.suffix == ".json" else ""
         console.print(f"{file}{note}", markup=False)
+    if found.violation:
+        raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""The physical floor of a case: no kernel beats its bytes and its FLOPs at the rates that the device attains."""
+"""The floor of a case: its bytes and its FLOPs at the rates that a copy and a matrix product attain on the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLACK: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Microseconds below which no correct kernel can be, and which of the two ceilings says so."""
+    """Microseconds that a kernel takes at the ceilings, and which of the two says so."""
 
     us: float
     by: Literal["bytes", "flops"]

@@ -240,6 +240,7 @@ def test_ticks_are_few_round_and_inside(low: int, high: int) -> None:
             "leaves no trace",
         ),
         ([CASE, "--backend", "ptx", "--output", "taken"], "cannot write to taken"),
+        ([CASE, "--backend", f"{fake_backends.__name__}:RAISES"], "cannot be explained: "),
     ],
 )
 def test_bad_input_is_a_sentence(
@@ -275,3 +276,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert {"report.txt", "kernel.ptx", "trace.perfetto.json", "tmem.svg", "registers.svg"} == {
         file.name for file in folder.iterdir()
     }
+
+
+def test_a_kernel_that_broke_a_rule_is_explained_and_ends_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", "fmha:hd=64,t=1,s_k=128", "--backend", "broken_ptx:BACKEND"]) == 1
+    assert "tmem-store-not-waited" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import fake_backends
@@ -184,3 +185,12 @@ def test_a_heat_map_shows_the_block_that_is_wrong() -> None:
     marked = [(y, x) for y, line in enumerate(lines) for x, shade in enumerate(line[1:-1]) if shade != " "]
     assert marked == [(5, 2), (31, 63)], "row 10 column 4 falls into block (5, 2), the NaN into the last"
     assert lines[31][-2] == "?"
+
+
+def test_the_script_of_a_bundle_runs_from_anywhere(tmp_path: Path) -> None:
+    record = _judge(_row("SCALES"), tmp_path)
+    script = Path(record.bundle or "") / "rerun.sh"
+    ended = subprocess.run([script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    # The backend of this test is on no search path of a user.
+    assert ended.returncode == 2, f"megamoe itself must answer: {ended.stderr}"
+    assert "the backend 'fake_backends:SCALES' cannot be loaded" in ended.stderr

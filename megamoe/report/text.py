@@ -67,10 +67,18 @@ def _heading(material: Material) -> Text:
     text.append(f"{len(material.records):,} records and {len(material.timings):,} timings of {len(material.runs)} runs")
     if material.runs:
         newest = material.runs[-1]
-        device = next((run.device.name for run in reversed(material.runs) if run.device), "no device")
+        device = newest.device.name if newest.device else "no device"
         revision = (newest.git_revision or "unknown")[:10]
         text.append(f"; newest {newest.started[:16]} UTC at {revision}, {device}", style="dim")
+    if timed := _timed_on(material):
+        text.append(f"; times of: {', '.join(timed)}", style="dim")
     return text
+
+
+def _timed_on(material: Material) -> list[str]:
+    """The devices of the runs that the timings belong to, which need not be the newest run's."""
+    devices = {run.run: run.device.name for run in material.runs if run.device}
+    return list(dict.fromkeys(devices[line.run] for line in material.timings if line.run in devices))
 
 
 def _cells(material: Material) -> dict[tuple[str, Subject], _Cell]:

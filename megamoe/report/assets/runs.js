@@ -45,14 +45,15 @@ function versionText(run) {
 function provenance() {
   const run = last(DATA.runs);
   if (!run) return ['no header: where these lines come from is unknown'];
-  const devices_ = [...devices().values()].map((device) => device.name);
+  const timed = [...new Set(DATA.timings.map(deviceOf))].filter(Boolean);
   return [
     'newest run ',
     el('b', {}, `${run.started.slice(0, 16).replace('T', ' ')} UTC`),
     ' at revision ',
     el('b', {}, revision(run.git_revision)),
-    ` · ${devices_.length ? devices_.join(', ') : 'no device'} · ${run.platform} · ${versionText(run)} · `,
+    ` · ${run.device?.name ?? 'no device'} · ${run.platform} · ${versionText(run)} · `,
     `${plural(DATA.records.length, 'record')} and ${plural(DATA.timings.length, 'timing')} of ${plural(DATA.runs.length, 'run')}`,
+    timed.length ? ` · times of: ${timed.join(', ')}` : '',
   ];
 }
 
