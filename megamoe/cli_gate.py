@@ -31,6 +31,7 @@ from megamoe.expected import Expectation, stale_entries
 from megamoe.gate import Finding, Verdict, judge_run
 from megamoe.gate_baseline import Claim, against_baseline
 from megamoe.gate_junit import write_junit
+from megamoe.gate_open import open_line
 from megamoe.provenance import git_revision
 from megamoe.record import Figures, Record, RecordError, Row, RunHeader
 from megamoe.record_file import RecordFile, read_records
@@ -82,6 +83,9 @@ def gate(
     for note in evidence.notes:
         console.print(note, markup=False)
     print_verdict(console, verdict, evidence.records)
+    if verdict.passed:
+        told = open_line(verdict, held, evidence.records, evidence.figures)
+        console.print(told, style="bold green", markup=False, highlight=False, soft_wrap=True)
     if len({finding.row for finding in verdict.findings if finding.accept}) > 1:
         console.print(f"All of these at once: {command('--all-of', '*')}", markup=False)
     if junit is not None:
