@@ -13,7 +13,7 @@ from selenium.webdriver.remote.webelement import WebElement
 
 from conformance.meta.chromium import chromium, chromium_paths, complaints, nameless, open_page, requests
 from conformance.meta.fake_results import figures, header, record, timing, write
-from conformance.meta.hostile_records import HOSTILE, NOW, ROOT, SPECS, hostile_records
+from conformance.meta.hostile_records import HOSTILE, NOW, ROOT, SPECS, hostile_records, material_of
 from conformance.meta.simulated_matrix import full_matrix, write_runs
 from megamoe.comparison import compare_runs
 from megamoe.comparison_side import read_side
@@ -332,6 +332,17 @@ def test_bars_and_compared_rows_open_their_row(browser: Chrome, full: Path) -> N
     assert len(browser.find_elements(By.CSS_SELECTOR, "svg path.mark[data-cell]")) > 50, "the roofline has its points"
     assert browser.find_elements(By.CSS_SELECTOR, "svg .roof")
     assert not complaints(browser)
+
+
+def test_the_newest_run_has_its_own_device_and_times_theirs(browser: Chrome, tmp_path: Path) -> None:
+    on_the_vm = header("run-2", device=None).model_copy(update={"started": "2026-11-21T19:00:00+00:00"})
+    path = tmp_path / "page.html"
+    material = material_of(tmp_path, header(), timing([4.0] * 10), on_the_vm)
+    path.write_text(page(material, Extras(SPECS, NOW)), encoding="utf-8")
+    open_page(browser, path)
+    said = one(browser, "#provenance").text
+    assert "newest run 2026-11-21 19:00 UTC at revision abc · no device · Linux" in said
+    assert said.endswith("times of: NVIDIA H200")
 
 
 def test_no_two_elements_share_an_id(browser: Chrome, full: Path) -> None:

@@ -43,3 +43,13 @@ def test_times_alone_are_a_report(tmp_path: Path) -> None:
 def test_a_timing_keeps_its_status(tmp_path: Path) -> None:
     failed = timing([1.0], status="timed_out")
     assert "T" in printed(material_of(tmp_path, header(), failed))
+
+
+def test_the_newest_run_is_not_said_to_have_the_device_of_an_older_one(tmp_path: Path) -> None:
+    on_the_vm = header("run-2", device=None).model_copy(update={"started": "2026-11-21T19:00:00+00:00"})
+    text = " ".join(printed(material_of(tmp_path, header(), timing([4.0] * 10), on_the_vm)).split())
+    assert "newest 2026-11-21T19:00 UTC at abc, no device; times of: NVIDIA H200" in text
+    (tmp_path / "alone").mkdir()
+    text = " ".join(printed(material_of(tmp_path / "alone", header(), record())).split())
+    assert "newest 2026-11-21T18:00 UTC at abc, NVIDIA H200" in text
+    assert "times of" not in text, "there is no timing"

@@ -45,7 +45,7 @@ function versionText(run) {
 function provenance() {
   const run = last(DATA.runs);
   if (!run) return ['no header: where these lines come from is unknown'];
-  const timed = [...new Set(DATA.timings.map(deviceOf))].filter(Boolean);
+  const timed = [...new Set(DATA.timings.map(decodeTiming).map(deviceOf))].filter(Boolean);
   return [
     'newest run ',
     el('b', {}, `${run.started.slice(0, 16).replace('T', ' ')} UTC`),
