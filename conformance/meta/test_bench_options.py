@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 HOME = Path(__file__).parents[2]
+# In a worker of xdist pytest-benchmark would turn itself off.
+APART = ("env", "-u", "PYTEST_XDIST_WORKER")
 BENCH = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "conformance/bench/bench_rows.py", "--benchmark-only")
 
 
@@ -21,7 +23,7 @@ BENCH = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "conformance/bench/benc
 )
 def test_a_wrong_selection_is_one_sentence_and_a_usage_error(options: tuple[str, ...], said: str) -> None:
     done = subprocess.run(
-        [sys.executable, *BENCH, *options], cwd=HOME, capture_output=True, text=True, timeout=120, check=False
+        [*APART, sys.executable, *BENCH, *options], cwd=HOME, capture_output=True, text=True, timeout=120, check=False
     )
     told = done.stdout + done.stderr
     assert said in told
