@@ -58,8 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     filters = config.getoption("--where")
     if not filters:
         return
-    from megamoe.case import Case
-    from megamoe.rows import SelectionError, matching, parse_where
+    from megamoe.contract import Case
+    from megamoe.spec.selection import SelectionError, matching, parse_where
 
     cells = {item.nodeid: case for item in items if isinstance(case := _parameters(item).get("case"), Case)}
     try:

@@ -1,1 +1,6 @@
 """megamoe: one matrix of shapes, two kernel backends, one reference, and a verdict for every cell."""
+
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+"""The folder that holds specs/, conformance/ and results/."""

@@ -2,7 +2,7 @@
 
 import sys
 
-from megamoe.cli import main
+from megamoe.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from backends.cutedsl.sm100_fmha_program import fmha_program
-from backends.cutedsl.sm100_moe_program import moe_program
-from megamoe.backend import HostProgram, Target, UnsupportedError
+from backends.cutedsl.sm100_fmha.program import fmha_program
+from backends.cutedsl.sm100_moe.program import moe_program
+from megamoe.contract import HostProgram, Target, UnsupportedError
 
 if TYPE_CHECKING:
-    from megamoe.case import Case
+    from megamoe.contract import Case
 
 
 class CutedslBackend:

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from backends.gpu.tensor_map import encoded_map
-from megamoe.backend import BufferArg, KernelArg, Launch, ScalarArg
-from megamoe.device import DeviceError
+from megamoe.contract import BufferArg, DeviceError, KernelArg, Launch, ScalarArg
 
 SCALAR_FORMATS: Final[Mapping[str, str]] = {
     "bool": "<?", "u8": "<B", "s8": "<b", "u16": "<H", "s16": "<h", "u32": "<I", "s32": "<i", "b32": "<I", "f16": "<e",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib.metadata import entry_points
 
-from megamoe.backend import Target, UnsupportedError
-from megamoe.device import DeviceError
+from megamoe.contract import DeviceError, Target, UnsupportedError
 
 GROUP = "megamoe.assemblers"
 

@@ -8,7 +8,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
-from megamoe.device import DeviceError
+from megamoe.contract import DeviceError
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that mean: slower than the device could be. Not among them are an idle
 # device, clocks that somebody has set, and the power cap, which is the board's ordinary state under a heavy kernel.

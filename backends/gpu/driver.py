@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from megamoe.device import DeviceError, DeviceLostError
+from megamoe.contract import DeviceError, DeviceLostError
 
 SUCCESS = 0
 # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to _WRONG_THREAD: waiting is refused while a graph is captured, no fault.

@@ -10,14 +10,22 @@ from typing import TYPE_CHECKING, Final
 
 from backends.gpu.driver import call as call_driver
 from backends.gpu.driver import faults_of_others
-from megamoe.backend import AnyProgram, Execution, HostProgram, PreparedCall, Program, RunOptions, Target
-from megamoe.device import DeviceError
+from megamoe.contract import (
+    AnyProgram,
+    DeviceError,
+    Execution,
+    HostProgram,
+    PreparedCall,
+    Program,
+    RunOptions,
+    Target,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from backends.gpu.stopwatch import DeviceStopwatch
-    from megamoe.record import DeviceFacts
+    from megamoe.contract import DeviceFacts
 
 CAPABILITIES: Final[Mapping[Target, tuple[int, int]]] = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
 """Code with the suffix "a" runs on exactly one compute capability (PTX ISA, .target)."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from backends.gpu.clocks import clocks, driver_version
 from backends.gpu.driver import faults_of_others
 from backends.gpu.stopwatch import flush_buffer
-from megamoe.record import DeviceFacts
+from megamoe.contract import DeviceFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,12 +10,12 @@ from backends.gpu.driver import described, driver, lost_to
 from backends.gpu.host_library import FFI, runtime_library, shared_library
 from backends.gpu.host_values import CUDA, FfiAny, HostValues, ffi_values, packed_values
 from backends.gpu.kernels import current_stream, scratch_memory
-from megamoe.device import DeviceError, DeviceLostError
+from megamoe.contract import DeviceError, DeviceLostError
 
 if TYPE_CHECKING:
     import torch
 
-    from megamoe.backend import HostProgram
+    from megamoe.contract import HostProgram
 
 OBJECT_HEADER: Final = 24
 """Bytes of a TVMFFIObject, in front of an error's cell (tvm/ffi/c_api.h)."""

@@ -11,8 +11,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Final
 
-from megamoe.backend import UnsupportedError
-from megamoe.device import DeviceError
+from megamoe.contract import DeviceError, UnsupportedError
 
 RUNTIME: Final = "libcute_dsl_runtime.so"
 FFI: Final = "libtvm_ffi.so"

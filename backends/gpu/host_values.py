@@ -12,8 +12,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from backends.gpu.arguments import address_of, scalar_bytes
-from megamoe.backend import BufferArg, HostArg, ScalarArg, ShapeArg, StreamArg, TensorArg
-from megamoe.device import DeviceError
+from megamoe.contract import (
+    BufferArg,
+    DeviceError,
+    HostArg,
+    ScalarArg,
+    ShapeArg,
+    StreamArg,
+    TensorArg,
+)
 
 NONE, INT, BOOL, FLOAT, POINTER, DLTENSOR, ARRAY = 0, 1, 2, 3, 4, 7, 71
 CUDA: Final = 2

@@ -13,7 +13,7 @@ from backends.gpu.driver import call, driver
 if TYPE_CHECKING:
     import torch
 
-    from megamoe.backend import Launch, Program
+    from megamoe.contract import Launch, Program
 
 SMEM_WITHOUT_ASKING: Final = 48 * 1024
 """Dynamic shared memory a CTA, in bytes, that needs no opt-in (CUDA programming guide, shared memory)."""

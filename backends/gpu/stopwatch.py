@@ -14,15 +14,14 @@ from functools import cache
 from typing import TYPE_CHECKING, Final, Literal
 
 from backends.gpu.driver import faults_of_others, lost_to
-from megamoe.device import DeviceLostError
+from megamoe.contract import DeviceLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from megamoe.backend import PreparedCall
-    from megamoe.record import Temperature
+    from megamoe.contract import PreparedCall, Temperature
 
 FLUSH_BYTES: Final = 256 << 20
 """What do_bench writes; more where the L2 is larger than half of it."""

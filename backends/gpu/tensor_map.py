@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from backends.gpu.driver import described, driver, driver_library
-from megamoe.backend import TensorMapArg
-from megamoe.device import DeviceError
+from megamoe.contract import DeviceError, TensorMapArg
 
 MAP_BYTES: Final = 128
 ALIGNMENT: Final = 64

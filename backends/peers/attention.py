@@ -12,7 +12,7 @@ from backends.peers.peer import Tensors
 if TYPE_CHECKING:
     import torch
 
-    from megamoe.case import Case
+    from megamoe.contract import Case
 
 ALL_HD = (64, 128, 256, 512)
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from backends.peers.peer import Tensors
-from megamoe.backend import UnsupportedError
+from megamoe.contract import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
-    from megamoe.case import Case
+    from megamoe.contract import Case
 
 _REASONS = {
     "layer": "stage layer: it is a grouped GEMM; routing, SwiGLU, requantisation and combine are other kernels",
@@ -57,7 +57,7 @@ class ExpertRows:
 
 def expert_rows(case: Case, tensors: Tensors) -> ExpertRows:
     """The routes, sorted by expert. UnsupportedError if there is none: a GEMM of no rows is not a measurement."""
-    from megamoe.references.nvfp4_moe_routing import routing
+    from megamoe.codec.routing import routing
 
     routes = routing(case, tensors["topk_ids"])
     if not len(routes.row):
@@ -70,8 +70,8 @@ def activations(case: Case, tensors: Tensors, rows: ExpertRows) -> torch.Tensor:
     """bf16 [routes, intermediate]: codes times block scales, exact; without the global scale."""
     import torch
 
-    from megamoe.nvfp4 import SF_VEC_SIZE, dequantise
-    from megamoe.nvfp4_layout import unswizzle_scales
+    from megamoe.codec.layout import unswizzle_scales
+    from megamoe.codec.nvfp4 import SF_VEC_SIZE, dequantise
 
     codes = tensors["a2_codes"]
     sf = unswizzle_scales(tensors["a2_sf"], len(codes), case.int("intermediate") // SF_VEC_SIZE)
@@ -81,8 +81,8 @@ def activations(case: Case, tensors: Tensors, rows: ExpertRows) -> torch.Tensor:
 
 def weight_scales(case: Case, tensors: Tensors) -> torch.Tensor:
     """uint8 [num_experts, hidden, intermediate / 16]: the block scales of w2, row after row."""
-    from megamoe.nvfp4 import SF_VEC_SIZE
-    from megamoe.nvfp4_layout import unswizzle_scales
+    from megamoe.codec.layout import unswizzle_scales
+    from megamoe.codec.nvfp4 import SF_VEC_SIZE
 
     return unswizzle_scales(tensors["w2_sf"], case.int("hidden"), case.int("intermediate") // SF_VEC_SIZE)
 

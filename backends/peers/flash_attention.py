@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from megamoe.backend import PreparedCall
-    from megamoe.case import Case
+    from megamoe.contract import Case, PreparedCall
 
 
 def _prepare_fa3(case: Case, tensors: Tensors) -> PreparedCall:

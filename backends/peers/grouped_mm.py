@@ -22,14 +22,13 @@ from backends.peers.own_results import OwnResults
 from backends.peers.peer import Peer, Tensors
 
 if TYPE_CHECKING:
-    from megamoe.backend import PreparedCall
-    from megamoe.case import Case
+    from megamoe.contract import Case, PreparedCall
 
 
 def _prepare(case: Case, tensors: Tensors) -> PreparedCall:
     import torch
 
-    from megamoe.nvfp4 import dequantise
+    from megamoe.codec.nvfp4 import dequantise
 
     rows = expert_rows(case, tensors)
     scale = output_scale(tensors)[rows.expert][:, None]

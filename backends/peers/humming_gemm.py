@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from megamoe.backend import PreparedCall
-    from megamoe.case import Case
+    from megamoe.contract import Case, PreparedCall
 
 _GEMM: Final = "grouped_contiguous"
 

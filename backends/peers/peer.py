@@ -8,12 +8,12 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Protocol
 
-from megamoe.backend import PreparedCall, PythonProgram, Target, UnsupportedError
+from megamoe.contract import PreparedCall, PythonProgram, Target, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
-    from megamoe.case import Case
+    from megamoe.contract import Case
 
 Tensors = Mapping[str, "torch.Tensor"]
 

@@ -23,13 +23,12 @@ from backends.peers.attention import (
 )
 from backends.peers.own_results import OwnResults
 from backends.peers.peer import Peer, Tensors
-from megamoe.backend import Target, UnsupportedError
+from megamoe.contract import Target, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
-    from megamoe.backend import PreparedCall
-    from megamoe.case import Case
+    from megamoe.contract import Case, PreparedCall
 
 # CausalFromBottomRight of the memory-efficient kernel's mask types.
 _EFFICIENT_BOTTOM_RIGHT: Final = 2

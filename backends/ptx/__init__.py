@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from backends.ptx.sm90_fmha.launch import fmha_program as hopper_fmha_program
 from backends.ptx.sm100_fmha.launch import fmha_program
 from backends.ptx.sm100_moe.launch import moe_program
-from megamoe.backend import Program, Target, UnsupportedError
+from megamoe.contract import Program, Target, UnsupportedError
 
 if TYPE_CHECKING:
-    from megamoe.case import Case
+    from megamoe.contract import Case
 
 KERNELS: dict[tuple[str, Target], Callable[[Case], Program]] = {
     ("fmha", "sm_90a"): hopper_fmha_program,

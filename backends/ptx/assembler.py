@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megamoe.backend import Target, UnsupportedError
+from megamoe.contract import Target, UnsupportedError
 
 PTXAS_SECONDS = 120
 COMPLAINTS = ("warning", "Potential Performance Loss")

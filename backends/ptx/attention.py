@@ -9,8 +9,7 @@ from typing import Protocol
 
 from backends.ptx.builder import Builder
 from backends.ptx.operands import Register
-from megamoe.backend import Target, TensorMapArg, UnsupportedError
-from megamoe.case import Case
+from megamoe.contract import Case, Target, TensorMapArg, UnsupportedError
 
 BF16_BYTES = 2
 LOG2_E = math.log2(math.e)

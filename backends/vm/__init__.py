@@ -4,7 +4,7 @@
 families, `forms.py` the table they register in, `numerics/` arithmetic without state. A launch goes: parser -> ast ->
 code (blocks of bound steps) -> warps that a scheduler moves, while `engine` holds the copies and tensor-core work that
 run beside them. `results/coverage.md` lists every spelling, its PTX ISA section and how its meaning is known.
-`facts.md N.M` in comments, here and elsewhere, is conformance/isa/facts.md.
+`facts.md N.M` in comments, here and elsewhere, is conformance/vm/facts.md.
 
 What it checks is in the names of the rules (`Fault.rule`); conformance/isa plants each. What it does NOT notice:
 - a missing tcgen05.fence::* or fence.mbarrier_init, and an MMA that overwrites what an earlier MMA of another

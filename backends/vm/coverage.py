@@ -10,13 +10,13 @@ from itertools import groupby
 from pathlib import Path
 
 from backends.vm import isa  # noqa: F401  (registers every instruction family)
-from backends.vm.ast import Instruction
-from backends.vm.forms import Form, all_forms, find
+from backends.vm.bind.forms import Form, all_forms, find
+from backends.vm.ptx.ast import Instruction
 
 WITNESSED = Path(__file__).parents[2] / "results" / "witness_opcodes.json"
 """The opcodes that kernels of other packages executed while computing what torch computes; by package."""
 
-MEASURED = Path(__file__).parents[2] / "conformance" / "isa" / "witnessed.json"
+MEASURED = Path(__file__).parents[2] / "conformance" / "vm" / "isa" / "witnessed.json"
 """The opcodes that a GPU executed, by the file beside it that holds what they gave."""
 
 ISA_EDITION = "9.1"

@@ -14,12 +14,12 @@ import torch
 
 from backends.vm.faults import Fault, LaunchError, UnknownInstructionError
 from backends.vm.host.contract import HostProgramLike
-from backends.vm.machine import Machine, load
-from backends.vm.memory import Buffer
-from backends.vm.recorder import Recorder
-from backends.vm.special import Dim3
-from backends.vm.syntax_error import PtxSyntaxError
-from backends.vm.tensor_map import encode_tensor_map
+from backends.vm.machine.machine import Machine, load
+from backends.vm.machine.special import Dim3
+from backends.vm.memory.memory import Buffer
+from backends.vm.ptx.syntax_error import PtxSyntaxError
+from backends.vm.tensor.tensor_map import encode_tensor_map
+from backends.vm.trace.recorder import Recorder
 
 Target = str
 
@@ -85,7 +85,7 @@ _SCALAR_FORMATS = {
 
 
 PARSED = Path.home() / ".cache" / "megamoe" / "ptx"
-"""Where parsed modules are kept between processes; see backends.vm.parse_cache."""
+"""Where parsed modules are kept between processes; see backends.vm.ptx.parse_cache."""
 
 
 class VmExecutor:

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from conformance.meta.fake_results import header, record, timing
-from megamoe.record import AnyLine
+from conformance.fakes.results import header, record, timing
+from megamoe.records.lines import AnyLine
 
 ROWS = 10_000
 BAR_SECONDS = 2

@@ -13,14 +13,14 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import ten_thousand
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from conformance.meta import gate_lines
-from megamoe.baseline import RUN, Baseline, rebuilt, write_baseline
-from megamoe.record import AnyLine, Figures, Record, Row
-from megamoe.rows import Selection, owed_rows
-from megamoe.spec import load_specs
+from conformance.fakes import gate_lines, ten_thousand
+from megamoe.contract import Row
+from megamoe.gate.baseline import RUN, Baseline, rebuilt, write_baseline
+from megamoe.records.lines import AnyLine, Figures, Record
+from megamoe.spec.load import load_specs
+from megamoe.spec.selection import Selection, owed_rows
 
 HERE = Path(__file__).resolve().parent
 BAR_SECONDS = 2

@@ -16,20 +16,19 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-import instant_executor
 import pytest
-import ten_thousand
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from megamoe.judge import judge
-from megamoe.record import Row
-from megamoe.record_file import RecordWriter
-from megamoe.rows import Selection, owed_rows
-from megamoe.run import RunSettings, judged
-from megamoe.spec import load_specs
+from conformance import ROOT
+from conformance.fakes import instant_executor, ten_thousand
+from megamoe.contract import Row
+from megamoe.judge.judge import judge
+from megamoe.judge.run import RunSettings, judged
+from megamoe.records.files import RecordWriter
+from megamoe.spec.load import load_specs
+from megamoe.spec.selection import Selection, owed_rows
 
-ROOT = Path(__file__).resolve().parents[2]
 ROOM = ten_thousand.__name__
 BAR_COLLECT_S = 3.0
 BAR_ROW_MS = 10.0

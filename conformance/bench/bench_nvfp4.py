@@ -13,10 +13,10 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from megamoe.nvfp4 import dequantise, global_scale, quantise
-from megamoe.nvfp4_layout import swizzle_scales
-from megamoe.references import reference
-from megamoe.spec import load_specs
+from megamoe.codec.layout import swizzle_scales
+from megamoe.codec.nvfp4 import dequantise, global_scale, quantise
+from megamoe.ops import reference
+from megamoe.spec.load import load_specs
 
 ROWS, K = 6144, 7168
 BAR_MB_S = 200

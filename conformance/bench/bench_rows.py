@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from device_clock import report_samples
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from megamoe.bench import BenchRun, Outcome
-from megamoe.case import Case
-from megamoe.record import Row, Temperature, Timing
+from conformance.bench.device_clock import report_samples
+from megamoe.bench.run import BenchRun, Outcome
+from megamoe.contract import Case, Row, Temperature
+from megamoe.records.lines import Timing
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Benchmark fixture was not used:pytest_benchmark.logger.PytestBenchmarkWarning"

@@ -19,10 +19,10 @@ import psutil
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from backends.vm.machine import load
-from backends.vm.parser import parse
-from megamoe.backend import load_backend
-from megamoe.spec import load_specs
+from backends.vm.machine.machine import load
+from backends.vm.ptx.parser import parse
+from megamoe.contract import load_backend
+from megamoe.spec.load import load_specs
 
 MEBIBYTE = 2**20
 EXPERT = "nvfp4_moe:hidden=7168,intermediate=3072,num_experts=1,tokens=128"

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
-from megamoe.bench import BenchRun, BenchSettings
-from megamoe.record import Row, Temperature
-from megamoe.rows import Selection, SelectionError, known_cases, owed_rows
-from megamoe.spec import Spec, SpecError, load_specs
-from megamoe.timing import TEMPERATURES, Policy
+from megamoe.bench.run import BenchRun, BenchSettings
+from megamoe.bench.timing import TEMPERATURES, Policy
+from megamoe.contract import Row, Temperature
+from megamoe.spec.error import SpecError
+from megamoe.spec.load import load_specs
+from megamoe.spec.selection import Selection, SelectionError, known_cases, owed_rows
+from megamoe.spec.spec import Spec
 
 RUNS = Path("results/runs")
 _RUN = pytest.StashKey[BenchRun]()
@@ -69,7 +71,7 @@ def selection_of(config: pytest.Config) -> Selection:
 
 def default_executors() -> tuple[str, ...]:
     """The gpu where it can run anything, else the vm."""
-    from megamoe.backend import TARGETS, UnsupportedError, load_executor
+    from megamoe.contract import TARGETS, UnsupportedError, load_executor
 
     try:
         gpu = load_executor("gpu")

@@ -1,8 +1,8 @@
 """How times that are known already reach pytest-benchmark: a clock that shows what we say, in its `pedantic` mode.
 
 pytest-benchmark reads its timer once before and once after each round; between the two we move the clock by one
-sample. The timer of a fixture is private (`_timer`): conformance/meta/test_device_clock.py holds the pinned version to
-what this file assumes.
+sample. The timer of a fixture is private (`_timer`): conformance/meta/bench/test_device_clock.py holds
+the pinned version to what this file assumes.
 """
 
 from __future__ import annotations

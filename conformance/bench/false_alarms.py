@@ -16,13 +16,14 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
-from megamoe.comparison import ComparedRow, ComparisonError, RowKey, called, compare_runs
-from megamoe.comparison_row import Call
-from megamoe.comparison_side import Side, read_side
-from megamoe.comparison_text import write_text
-from megamoe.record import AnyLine, RecordError, Timing
-from megamoe.spec import SpecError, load_specs
-from megamoe.spec_thresholds import DEFAULT_THRESHOLD
+from megamoe.diff.differ import ComparedRow, ComparisonError, RowKey, called, compare_runs
+from megamoe.diff.rows import Call
+from megamoe.diff.sides import Side, read_side
+from megamoe.records.lines import AnyLine, RecordError, Timing
+from megamoe.report.comparison import write_text
+from megamoe.spec.error import SpecError
+from megamoe.spec.load import load_specs
+from megamoe.spec.thresholds import DEFAULT_THRESHOLD
 
 FORMAT = "megamoe-false-alarms-1"
 MOST_FALSE_ALARMS = 0.01

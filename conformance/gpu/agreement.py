@@ -12,7 +12,7 @@ import torch
 from backends.gpu.clocks import clocks
 from backends.gpu.executor import EXECUTOR
 from backends.gpu.stopwatch import DeviceStopwatch
-from megamoe.backend import PythonProgram, RunOptions
+from megamoe.contract import PythonProgram, RunOptions
 
 REPETITIONS = 5
 SAMPLED_MS = 150.0

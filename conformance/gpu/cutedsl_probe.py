@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from backends.cutedsl.artifact import Artifact
-from backends.cutedsl.compile import compile_host_function
+from backends.cutedsl.compile.artifact import Artifact
+from backends.cutedsl.compile.compile import compile_host_function
 from conformance.gpu.probe import Probe
-from megamoe.backend import PackedFields, ScalarArg, StreamArg, TensorArg
+from megamoe.contract import PackedFields, ScalarArg, StreamArg, TensorArg
 
 N = 4099
 M, K = 64, 192
@@ -19,7 +19,7 @@ def compiled_scale_add() -> Artifact:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-    from conformance.isa.cutedsl_kernels import scale_add
+    from conformance.vm.host.cutedsl_kernels import scale_add
 
     n = cute.sym_int32()
     x, y = (make_fake_compact_tensor(cutlass.Float32, (n,), assumed_align=16) for _ in range(2))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from backends.ptx import BACKEND
 from conformance.gpu.probe import Probe
-from megamoe.arena import Arena
-from megamoe.backend import Program
-from megamoe.references import reference
-from megamoe.spec import load_specs
+from megamoe.contract import Program
+from megamoe.judge.arena import Arena
+from megamoe.ops import reference
+from megamoe.spec.load import load_specs
 
 CASES = (
     "fmha:hd=64,t=4,s_k=1330,batch=2",

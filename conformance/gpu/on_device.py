@@ -70,13 +70,13 @@ def probe(name: str) -> Callable[[Path, Path | None], bool]:
 
 def faults(out: Path, carried: Path | None) -> bool:
     """Rows that break the device, each between two that must pass."""
-    from megamoe.provenance import run_header
-    from megamoe.record import Row
-    from megamoe.record_file import RecordWriter
-    from megamoe.rows import Selection
-    from megamoe.run import RunSettings, judged
+    from megamoe.contract import Row
+    from megamoe.judge.run import RunSettings, judged
+    from megamoe.records.files import RecordWriter
+    from megamoe.records.provenance import run_header
+    from megamoe.spec.selection import Selection
 
-    rows = [Row(case, "conformance.gpu.faulty_backend:BACKEND", "sm_90a", "gpu", "eager") for case in CASES]
+    rows = [Row(case, "conformance.fakes.faulty_backend:BACKEND", "sm_90a", "gpu", "eager") for case in CASES]
     header = run_header(Selection(cases=CASES), len(rows))
     good = True
     with RecordWriter(out / "faults.jsonl") as writer:
@@ -92,11 +92,11 @@ def faults(out: Path, carried: Path | None) -> bool:
 
 def rows(out: Path, carried: Path | None) -> bool:
     """Every cell of the full profile that our own kernels for this device have, judged as anywhere."""
-    from megamoe.provenance import run_header
-    from megamoe.record_file import RecordWriter
-    from megamoe.rows import Selection, owed_rows
-    from megamoe.run import RunSettings, judged
-    from megamoe.spec import load_specs
+    from megamoe.judge.run import RunSettings, judged
+    from megamoe.records.files import RecordWriter
+    from megamoe.records.provenance import run_header
+    from megamoe.spec.load import load_specs
+    from megamoe.spec.selection import Selection, owed_rows
 
     selection = Selection("full", ops=("fmha",), backends=("ptx",), targets=("sm_90a",), executors=("gpu",))
     owed = owed_rows(load_specs(), selection)

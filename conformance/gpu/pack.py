@@ -17,7 +17,8 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from conformance import ROOT
+
 # What megamoe and the executor `gpu` import and a machine with torch, triton, numpy and pytest lacks; llvmlite is
 # left out for its size: only the VM's host programs need it.
 PACKAGES = (

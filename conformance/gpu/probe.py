@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megamoe.backend import Executor, HostProgram, Program, RunOptions, load_executor
+from megamoe.contract import Executor, HostProgram, Program, RunOptions, load_executor
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from conformance.gpu.probe import Probe
-from megamoe.backend import BufferArg, Launch, Program, ScalarArg, TensorMapArg
+from megamoe.contract import BufferArg, Launch, Program, ScalarArg, TensorMapArg
 
 M = N = K = 64
 TILE_BYTES = 2 * M * K

@@ -11,10 +11,18 @@ import pytest
 from backends.gpu import host_values
 from backends.gpu.arguments import scalar_bytes
 from backends.vm.host import arguments as vm
-from backends.vm.machine import Machine
-from backends.vm.memory import Buffer
-from megamoe.backend import BufferArg, HostArg, PackedFields, ScalarArg, ShapeArg, StreamArg, TensorArg
-from megamoe.device import DeviceError
+from backends.vm.machine.machine import Machine
+from backends.vm.memory.memory import Buffer
+from megamoe.contract import (
+    BufferArg,
+    DeviceError,
+    HostArg,
+    PackedFields,
+    ScalarArg,
+    ShapeArg,
+    StreamArg,
+    TensorArg,
+)
 
 STREAM = vm.GIVEN_STREAM
 ARGUMENTS: list[HostArg] = [

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from conformance import ROOT
+
 pytestmark = [
     pytest.mark.skipif(shutil.which("cc") is None, reason="the driver that writes down its calls is made by cc"),
     pytest.mark.skipif(
@@ -24,8 +25,7 @@ import sys
 import backends.gpu.kernels as kernels
 from backends.gpu.driver import call
 from conformance.gpu import raw_probe
-from megamoe.backend import Launch, TensorMapArg
-from megamoe.device import DeviceError, DeviceLostError
+from megamoe.contract import DeviceError, DeviceLostError
 kernels.current_stream = lambda: 0x77
 probe = getattr(raw_probe, sys.argv[1])()
 try:
@@ -42,7 +42,7 @@ print("lost to:", DeviceLostError.met)
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a libcuda.so.1 of our own."""
     folder = tmp_path_factory.mktemp("driver")
-    source = Path(__file__).with_name("fake_driver.c")
+    source = ROOT / "conformance" / "fakes" / "driver.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source), "-ldl"], check=True)
     return folder
 

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from backends.gpu import binary, clocks
-from megamoe.backend import UnsupportedError
-from megamoe.device import DeviceError
+from megamoe.contract import DeviceError, UnsupportedError
 
 
 class NotSupportedError(Exception):

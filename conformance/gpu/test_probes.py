@@ -12,7 +12,7 @@ import torch
 
 from conformance.gpu.probe import Probe, differences, load, save
 from conformance.gpu.raw_probe import WORDS, exchange_probe, product_probe
-from megamoe.backend import HostProgram, RunOptions, load_executor
+from megamoe.contract import HostProgram, RunOptions, load_executor
 
 VM = load_executor("vm")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.gpu import lost_device
-from megamoe.record import Record, Row
-from megamoe.rows import Selection, SelectionError, owed_rows
-from megamoe.run import RunSettings, judged
-from megamoe.spec import load_specs
+from conformance.fakes import lost_device
+from megamoe.contract import Row
+from megamoe.judge.run import RunSettings, judged
+from megamoe.records.lines import Record
+from megamoe.spec.load import load_specs
+from megamoe.spec.selection import Selection, SelectionError, owed_rows
 
 ROOM = lost_device.__name__
 ROWS = [

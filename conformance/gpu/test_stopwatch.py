@@ -8,9 +8,8 @@ import pytest
 
 from backends.gpu import stopwatch as module
 from backends.gpu.stopwatch import DeviceStopwatch
-from conformance.gpu.timeline import SimulatedCall, Timeline
-from megamoe.device import DeviceLostError
-from megamoe.record import Temperature
+from conformance.fakes.timeline import SimulatedCall, Timeline
+from megamoe.contract import DeviceLostError, Temperature
 
 
 @pytest.fixture

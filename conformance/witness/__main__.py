@@ -17,7 +17,15 @@ from pebble import ProcessExpired, ProcessPool
 
 from conformance.witness.catalogue import WITNESSES
 from conformance.witness.examination import Examination, examine, settle
-from conformance.witness.record import OPCODES, RECORD, TABLE, Row, opcodes_as_text, rows_as_text, table
+from conformance.witness.record import (
+    OPCODES,
+    RECORD,
+    TABLE,
+    Row,
+    opcodes_as_text,
+    rows_as_text,
+    table,
+)
 from conformance.witness.witness import Witness
 
 LIMIT_SECONDS = 600

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from megamoe.backend import TensorArg
+from megamoe.contract import TensorArg
 
 ATOM_ROWS, ATOM_BLOCKS = 128, 4
 """A scale-factor atom: 128 rows of 4 blocks in 512 bytes, row r at byte 16 (r mod 32) + 4 (r div 32)."""

@@ -13,12 +13,12 @@ from backends.vm.executor import map_tensors
 from backends.vm.faults import Fault, LaunchError, UnknownInstructionError
 from backends.vm.host.host_error import HostError
 from backends.vm.host.program import run_host_program
-from backends.vm.machine import Machine
-from backends.vm.syntax_error import PtxSyntaxError
+from backends.vm.machine.machine import Machine
+from backends.vm.ptx.syntax_error import PtxSyntaxError
 from conformance.witness.catalogue import WITNESSES
 from conformance.witness.record import Row, Status
 from conformance.witness.witness import TOLERANCE, Call, Witness, error
-from megamoe.backend import Target
+from megamoe.contract import Target
 
 SCHEDULES = ("eager", "lazy", "random:7")
 SM_COUNT = 4

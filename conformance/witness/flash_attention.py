@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backends.cutedsl.compile import compile_host_function
+from backends.cutedsl.compile.compile import compile_host_function
 from conformance.witness.witness import Call, Witness
-from megamoe.backend import HostArg, ScalarArg, StreamArg, Target, TensorArg
+from megamoe.contract import HostArg, ScalarArg, StreamArg, Target, TensorArg
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

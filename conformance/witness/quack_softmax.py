@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 
-from backends.cutedsl.compile import compile_host_function
+from backends.cutedsl.compile.compile import compile_host_function
 from conformance.witness.quack_gemm import PACKAGE
 from conformance.witness.witness import Call, Witness
-from megamoe.backend import StreamArg, Target, TensorArg
+from megamoe.contract import StreamArg, Target, TensorArg
 
 
 def _prepare(target: Target, rows: int, columns: int, online: bool) -> Call:

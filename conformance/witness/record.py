@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Literal
 
+from conformance import ROOT
+
 Status = Literal["pass", "wrong", "fault", "cannot run"]
-RESULTS = Path(__file__).parents[2] / "results"
+RESULTS = ROOT / "results"
 RECORD, TABLE, OPCODES = (RESULTS / f"witness{end}" for end in (".jsonl", ".md", "_opcodes.json"))
 MEANING: Mapping[Status, str] = {
     "pass": "under the schedules eager, lazy and random:7 every output is torch's within the tolerance of its dtype",

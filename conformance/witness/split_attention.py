@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from backends.cutedsl.artifact import Artifact
-from backends.cutedsl.compile import compile_host_function
+from backends.cutedsl.compile.artifact import Artifact
+from backends.cutedsl.compile.compile import compile_host_function
 from conformance.witness.flash_attention import PACKAGE, Attention, operands
 from conformance.witness.witness import Call, Witness
-from megamoe.backend import HostArg, ScalarArg, StreamArg, TensorArg
+from megamoe.contract import HostArg, ScalarArg, StreamArg, TensorArg
 
 
 def _prepare(case: Attention, splits: int) -> Call:

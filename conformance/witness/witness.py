@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megamoe.backend import HostProgram, Target
+from megamoe.contract import HostProgram, Target
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-3}
 """Largest error that passes, by dtype of the output, as `error` measures it: about five roundings to that dtype for

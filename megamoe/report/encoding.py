@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from megamoe.record import Agreement, Figures, Record, Timing
+from megamoe.records.lines import Agreement, Figures, Record, Timing
 from megamoe.report.material import Material, Subject
 from megamoe.report.measures import counter_ratios, error_ratio, spread
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from megamoe.record import Record
+from megamoe.records.lines import Record
 
 EXPLAINED = Path("results/explain")
 MOST_FILE_BYTES = 64_000
@@ -75,7 +75,7 @@ def traces(records: Iterable[Record], page: Path, home: Path = Path()) -> dict[s
 
 
 def explain_folder(case: str, backend: str, target: str) -> str:
-    """The name that megamoe.explain gives to a folder; its own property would bring torch."""
+    """The name that megamoe.explain.explain gives to a folder; its own property would bring torch."""
     return re.sub(r"[^\w.=-]+", "_", f"{case}-{backend}-{target}")
 
 

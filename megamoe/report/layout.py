@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from megamoe.case import AxisValue, Case, spell
-from megamoe.rows import known_cases
-from megamoe.spec import Spec, SpecError
+from megamoe.contract import AxisValue, Case, spell
+from megamoe.spec.error import SpecError
+from megamoe.spec.selection import known_cases
+from megamoe.spec.spec import Spec
 
 OTHER = "other cases"
 

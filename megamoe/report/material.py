@@ -7,9 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megamoe.baseline import RUN as BASELINE
-from megamoe.record import Acceptance, Agreement, AnyLine, Figures, Record, RecordError, RunHeader, Timing
-from megamoe.record_file import RecordFile, read_records
+from megamoe.gate.baseline import RUN as BASELINE
+from megamoe.records.files import RecordFile, read_records
+from megamoe.records.lines import (
+    Acceptance,
+    Agreement,
+    AnyLine,
+    Figures,
+    Record,
+    RecordError,
+    RunHeader,
+    Timing,
+)
 
 DEFAULT_FOLDERS = ("results/baselines", "results/records")
 RUNS = "results/runs"

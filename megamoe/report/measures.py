@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megamoe.record import Status
+from megamoe.contract import Status
 
 LEVELS = 7
 Style = Literal["number", "percent", "microseconds"]

@@ -24,11 +24,12 @@ from megamoe.report.evidence import Evidence
 from megamoe.report.layout import Block, Listing, lay_out, spans
 from megamoe.report.material import Material
 from megamoe.report.measures import MEASURES, SEVERITY, SIGNS
-from megamoe.spec import Spec, SpecError
+from megamoe.spec.error import SpecError
+from megamoe.spec.spec import Spec
 
 if TYPE_CHECKING:
-    from megamoe.comparison import Comparison
-    from megamoe.comparison_row import ComparedRow
+    from megamoe.diff.differ import Comparison
+    from megamoe.diff.rows import ComparedRow
 
 SCRIPTS = (
     "data.js", "dom.js", "cells.js", "heatmap.js", "plots.js", "detail.js", "detail_times.js", "performance.js",

@@ -13,14 +13,22 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megamoe.record import Record, Status, Timing
+from megamoe.contract import Status
+from megamoe.records.lines import Record, Timing
 from megamoe.report.layout import Grid, Listing, lay_out, spans
 from megamoe.report.material import Material, Subject
-from megamoe.report.measures import MEASURES, SEVERITY, SIGNS, counter_ratios, error_ratio, spread
-from megamoe.spec import Spec
+from megamoe.report.measures import (
+    MEASURES,
+    SEVERITY,
+    SIGNS,
+    counter_ratios,
+    error_ratio,
+    spread,
+)
+from megamoe.spec.spec import Spec
 
 if TYPE_CHECKING:
-    from megamoe.comparison import Comparison
+    from megamoe.diff.differ import Comparison
 
 MOST_WORST = 10
 MOST_SENTENCE = 300
@@ -211,7 +219,7 @@ def _median_and_worst(ratios: Iterable[Mapping[str, float]], name: str, style: s
 
 
 def _comparison(found: Comparison) -> Iterator[RenderableType]:
-    from megamoe.comparison_text import as_table, lines_of, shown
+    from megamoe.report.comparison import as_table, lines_of, shown
 
     yield Text("\ncomparison", style="bold")
     yield from (Text(line) for line in lines_of(found))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from backends.ptx.attention import LOG2_E, FmhaShape, tensor_map
 from backends.ptx.sm100_fmha.geometry import SUPPORTED_HD, THREADS, TILE_M, TILE_N, Geometry
 from backends.ptx.sm100_fmha.kernel import entry_name, kernel_text
-from megamoe.backend import BufferArg, KernelArg, Launch, Program, ScalarArg
-from megamoe.case import Case
+from megamoe.contract import BufferArg, Case, KernelArg, Launch, Program, ScalarArg
 
 ROWS_PER_STORE = 32
 

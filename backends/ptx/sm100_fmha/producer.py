@@ -5,13 +5,7 @@ from __future__ import annotations
 from backends.ptx.attention import PANEL_COLUMNS
 from backends.ptx.operands import SINK, Address, Elected, Register, at
 from backends.ptx.sm100_fmha.frame import FULL_WARP, Frame
-from backends.ptx.sm100_fmha.geometry import (
-    ISSUER_REGISTERS,
-    MMA_WARP,
-    PANEL_BYTES,
-    PRODUCER_WARP,
-    TILE_N,
-)
+from backends.ptx.sm100_fmha.geometry import ISSUER_REGISTERS, MMA_WARP, PANEL_BYTES, PRODUCER_WARP, TILE_N
 from backends.ptx.sm100_fmha.ring import RingPosition
 
 TMA_LOAD = "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes"

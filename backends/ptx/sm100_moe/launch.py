@@ -28,8 +28,15 @@ from backends.ptx.sm100_moe.tensor_maps import (
     weight_codes,
     weight_scales,
 )
-from megamoe.backend import BufferArg, KernelArg, Launch, Program, ScalarArg, TensorMapArg
-from megamoe.case import Case
+from megamoe.contract import (
+    BufferArg,
+    Case,
+    KernelArg,
+    Launch,
+    Program,
+    ScalarArg,
+    TensorMapArg,
+)
 
 BF16_BYTES = 2
 WORD_BYTES = 4

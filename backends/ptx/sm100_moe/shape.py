@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from backends.ptx.sm100_moe.geometry import MMA_K, SF_VEC_SIZE, TILE_M, most_row_tiles
 from backends.ptx.sm100_moe.swiglu import SwigluVariant
-from megamoe.backend import UnsupportedError
-from megamoe.case import Case
+from megamoe.contract import Case, UnsupportedError
 
 INTERLEAVES = (8, 16, 32, 64)
 """Those whose gate and up lie in the half of a tile that a thread holds at a time."""

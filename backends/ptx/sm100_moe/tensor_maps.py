@@ -15,7 +15,7 @@ from backends.ptx.sm100_moe.geometry import (
     TILE_M,
     TILE_N,
 )
-from megamoe.backend import TensorMapArg
+from megamoe.contract import TensorMapArg
 
 ATOM_WORDS = ATOM_BYTES // 4
 

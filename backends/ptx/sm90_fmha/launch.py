@@ -6,8 +6,7 @@ from backends.ptx.attention import LOG2_E, FmhaShape, tensor_map
 from backends.ptx.sm90_fmha.combine import combine_name
 from backends.ptx.sm90_fmha.geometry import SUPPORTED_HD, THREADS, TILE_M, Geometry, splits_of
 from backends.ptx.sm90_fmha.kernel import entry_name, kernel_text
-from megamoe.backend import BufferArg, KernelArg, Launch, Program, ScalarArg
-from megamoe.case import Case
+from megamoe.contract import BufferArg, Case, KernelArg, Launch, Program, ScalarArg
 
 PARTIAL_O, PARTIAL_STATISTICS = "partial_o", "partial_statistics"
 F32_BYTES = 4

@@ -1,6 +1,6 @@
 """Arguments by name made into what compiled code takes: TVM FFI values, or pointers to packed descriptors.
 
-Arguments are read by their shape (the fields of megamoe.backend's TensorArg and its like), so
+Arguments are read by their shape (the fields of megamoe.contract's TensorArg and its like), so
 that nothing of ours is imported. Everything that compiled code will read is kept alive by the returned object.
 """
 
@@ -29,7 +29,7 @@ from backends.vm.host.abi import (
 )
 from backends.vm.host.host_error import HostError
 from backends.vm.host.runtime import GIVEN_STREAM
-from backends.vm.memory import Buffer
+from backends.vm.memory.memory import Buffer
 
 SCALAR_FORMATS: Final[Mapping[str, str]] = {
     "bool": "<?", "u8": "<B", "s8": "<b", "u16": "<H", "s16": "<h", "u32": "<I", "s32": "<i", "b32": "<I", "f16": "<e",

@@ -1,4 +1,4 @@
-"""What a host program must have to be run; megamoe.backend.HostProgram has it."""
+"""What a host program must have to be run; megamoe.contract.HostProgram has it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from backends.vm.host.host_error import HostError
-from backends.vm.shared import MAX_DYNAMIC
+from backends.vm.memory.shared import MAX_DYNAMIC
 
 SMEM_PER_SM: Final = 233_472
 SMEM_RESERVED: Final = 1024

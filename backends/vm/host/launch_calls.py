@@ -12,7 +12,7 @@ from backends.vm.host.abi import LaunchAttribute, LaunchConfig, copy_from
 from backends.vm.host.host_error import HostError
 from backends.vm.host.runtime import LaunchRecord, Runtime
 from backends.vm.host.symbols import INT, POINTER, SIZE, answers
-from backends.vm.special import Dim3
+from backends.vm.machine.special import Dim3
 
 MOST_ATTRIBUTES: Final = 32
 PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16

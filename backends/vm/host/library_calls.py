@@ -7,8 +7,22 @@ from collections.abc import Callable
 
 from backends.vm.host.abi import copy_from
 from backends.vm.host.host_error import HostError
-from backends.vm.host.runtime import INVALID_VALUE, LIBRARY, SUCCESS, Runtime, put_s32, put_u64
-from backends.vm.host.symbols import INT, POINTER, SIZE, STRING, UINT, answers
+from backends.vm.host.runtime import (
+    INVALID_VALUE,
+    LIBRARY,
+    SUCCESS,
+    Runtime,
+    put_s32,
+    put_u64,
+)
+from backends.vm.host.symbols import (
+    INT,
+    POINTER,
+    SIZE,
+    STRING,
+    UINT,
+    answers,
+)
 
 _IMAGES = (b"\x50\xed\x55\xba", b"\x7fELF")
 _SHARED_SIZE, _MAX_THREADS, _CONST_SIZE, _LOCAL_SIZE, _MAX_DYNAMIC = 1, 0, 2, 3, 8

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from backends.vm.host.device import Device
 from backends.vm.host.host_error import HostError
-from backends.vm.machine import LoadedModule, Machine
-from backends.vm.memory import Buffer
-from backends.vm.special import Dim3
+from backends.vm.machine.machine import LoadedModule, Machine
+from backends.vm.machine.special import Dim3
+from backends.vm.memory.memory import Buffer
 
 SUCCESS, INVALID_VALUE, UNKNOWN = 0, 1, 999
 FIRST_KERNEL, KERNEL_STEP = 0xF000_0000, 16

@@ -9,7 +9,7 @@ from backends.vm.host.abi import copy_from
 from backends.vm.host.host_error import HostError
 from backends.vm.host.runtime import Runtime
 from backends.vm.host.symbols import INT, POINTER, UINT, answers
-from backends.vm.tensor_map import MAP_BYTES, MAX_RANK, TensorMapError, encode_tensor_map
+from backends.vm.tensor.tensor_map import MAP_BYTES, MAX_RANK, TensorMapError, encode_tensor_map
 
 # CUtensorMapDataType and CUtensorMapSwizzle, in their order; measured on an H200 up to 12 (facts.md 6.3).
 _DTYPES = (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from backends.vm.ast import Operand
-from backends.vm.binder import Binder
-from backends.vm.cta import NAMED_BARRIERS, NamedBarrier
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
+from backends.vm.bind.steps import NEXT, Wait
 from backends.vm.faults import Fault
-from backends.vm.forms import Step, opcode
-from backends.vm.steps import NEXT, Wait
-from backends.vm.warp import Warp
+from backends.vm.machine.cta import NAMED_BARRIERS, NamedBarrier
+from backends.vm.machine.warp import Warp
+from backends.vm.ptx.ast import Operand
 
 
 def _arrive(warp: Warp, number: int, count: int | None, *, aligned: bool) -> NamedBarrier:

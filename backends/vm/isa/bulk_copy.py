@@ -7,23 +7,30 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.access import resolve
-from backends.vm.ast import Address, Operand
-from backends.vm.binder import Binder
-from backends.vm.bulk_reduction import reduced
-from backends.vm.clocks import Clock, stamp
-from backends.vm.copy_groups import Copy, CopyGroups
-from backends.vm.cta import Cta
-from backends.vm.engine import submit
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
+from backends.vm.bind.steps import Wait
 from backends.vm.faults import Fault
-from backends.vm.forms import Step, opcode
-from backends.vm.global_races import Pieces
-from backends.vm.mbarrier import MBarrier
-from backends.vm.shared import OFFSET_MASK, RANK_SHIFT
-from backends.vm.steps import Wait
-from backends.vm.tensor_map import MAP_BYTES, TensorMap, decode_tensor_map
-from backends.vm.tma_box import BoxPlan, plan_box, plan_gather4, read_pieces, rounded_to_tf32, write_pieces
-from backends.vm.warp import Warp
+from backends.vm.machine.access import resolve
+from backends.vm.machine.copy_groups import Copy, CopyGroups
+from backends.vm.machine.cta import Cta
+from backends.vm.machine.engine import submit
+from backends.vm.machine.warp import Warp
+from backends.vm.memory.clocks import Clock, stamp
+from backends.vm.memory.global_races import Pieces
+from backends.vm.memory.mbarrier import MBarrier
+from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
+from backends.vm.ptx.ast import Address, Operand
+from backends.vm.tensor.bulk_reduction import reduced
+from backends.vm.tensor.tensor_map import MAP_BYTES, TensorMap, decode_tensor_map
+from backends.vm.tensor.tma_box import (
+    BoxPlan,
+    plan_box,
+    plan_gather4,
+    read_pieces,
+    rounded_to_tf32,
+    write_pieces,
+)
 
 Granules = npt.NDArray[np.int64]
 _DIMS = "1d 2d 3d 4d 5d"

@@ -7,16 +7,16 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.access import resolve
-from backends.vm.ast import Operand
-from backends.vm.binder import Binder
-from backends.vm.clocks import stamp
-from backends.vm.cta import Cta
-from backends.vm.engine import submit
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
-from backends.vm.forms import Step, opcode
-from backends.vm.shared import OFFSET_MASK, RANK_SHIFT
-from backends.vm.warp import Warp
+from backends.vm.machine.access import resolve
+from backends.vm.machine.cta import Cta
+from backends.vm.machine.engine import submit
+from backends.vm.machine.warp import Warp
+from backends.vm.memory.clocks import stamp
+from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
+from backends.vm.ptx.ast import Operand
 
 
 @opcode("mapa.shared::cluster.<type>", "mapa.<type>", section="9.7.9.23", counter="move", type="u32 u64")  # fmt: skip

@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from backends.vm.access import resolve
-from backends.vm.ast import Operand, Sink
-from backends.vm.binder import Binder
-from backends.vm.clocks import stamp
-from backends.vm.cta import Cta
-from backends.vm.engine import submit
-from backends.vm.forms import Step, opcode
-from backends.vm.mbarrier import MBarrier
-from backends.vm.warp import Warp
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
+from backends.vm.machine.access import resolve
+from backends.vm.machine.cta import Cta
+from backends.vm.machine.engine import submit
+from backends.vm.machine.warp import Warp
+from backends.vm.memory.clocks import stamp
+from backends.vm.memory.mbarrier import MBarrier
+from backends.vm.ptx.ast import Operand, Sink
 
 RESPONSE_BYTES = 16
 _AXES = {"": 0, "get_first_ctaid::x": 0, "get_first_ctaid::y": 1, "get_first_ctaid::z": 2}

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from backends.vm.binder import Binder
-from backends.vm.forms import Step, opcode
-from backends.vm.warp import Warp
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
+from backends.vm.machine.warp import Warp
 
 Compare = Callable[..., np.ndarray]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from backends.vm.ast import Symbol
-from backends.vm.binder import Binder
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
-from backends.vm.forms import Step, opcode
-from backends.vm.warp import Warp
+from backends.vm.machine.warp import Warp
+from backends.vm.ptx.ast import Symbol
 
 
 def _nothing(warp: Warp) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.ast import Operand
-from backends.vm.binder import Binder
-from backends.vm.forms import Step, opcode
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
+from backends.vm.machine.warp import Warp
 from backends.vm.numerics.convert import WIDTH, Modifiers, UnknownConversionError, conversion
 from backends.vm.numerics.cvt_rules import SIGNED
-from backends.vm.warp import Warp
+from backends.vm.ptx.ast import Operand
 
 _INTEGERS = "u8 u16 u32 u64 s8 s16 s32 s64"
 _SCALARS = _INTEGERS + " f16 bf16 f32 f64"

@@ -7,17 +7,17 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.binder import Binder
-from backends.vm.clocks import Clock, stamp
-from backends.vm.copy_groups import Copy, ThreadGroups
-from backends.vm.engine import submit
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
+from backends.vm.bind.steps import Wait
 from backends.vm.faults import Fault
-from backends.vm.forms import Step, opcode
 from backends.vm.isa.mbarrier_ops import places
-from backends.vm.mbarrier import MBarrier
-from backends.vm.memory import check_alignment
-from backends.vm.steps import Wait
-from backends.vm.warp import Warp
+from backends.vm.machine.copy_groups import Copy, ThreadGroups
+from backends.vm.machine.engine import submit
+from backends.vm.machine.warp import Warp
+from backends.vm.memory.clocks import Clock, stamp
+from backends.vm.memory.mbarrier import MBarrier
+from backends.vm.memory.memory import check_alignment
 
 _PREFETCH = "L2::64B L2::128B L2::256B"
 Addresses = npt.NDArray[np.int64]

@@ -7,12 +7,12 @@ from typing import cast
 
 import numpy as np
 
-from backends.vm.binder import Binder
-from backends.vm.forms import Step, opcode
-from backends.vm.lanewise import Compute, bind_lanewise, lanewise
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
+from backends.vm.bind.lanewise import Compute, bind_lanewise, lanewise
+from backends.vm.machine.warp import Warp
 from backends.vm.numerics import f32
 from backends.vm.numerics.formats import Rounding
-from backends.vm.warp import Warp
 
 _ROUNDINGS = "rn rz rm rp"
 _NEAREST: dict[str, np.ufunc] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}

@@ -8,9 +8,9 @@ from typing import cast
 
 import numpy as np
 
-from backends.vm.binder import Binder
-from backends.vm.forms import Step, opcode
-from backends.vm.lanewise import Compute, lanewise
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
+from backends.vm.bind.lanewise import Compute, lanewise
 from backends.vm.numerics import f64
 from backends.vm.numerics.formats import Float64, Rounding
 

@@ -7,15 +7,15 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.ast import Pair
-from backends.vm.binder import Binder
-from backends.vm.forms import Step, opcode
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
+from backends.vm.bind.lanewise import PACKED, write
 from backends.vm.isa.compare import INTEGER_COMPARISONS, bind_setp
-from backends.vm.lanewise import PACKED, write
+from backends.vm.machine.warp import Warp
 from backends.vm.numerics import f32, half
 from backends.vm.numerics.compare import COMPARISONS
 from backends.vm.numerics.formats import FORMATS
-from backends.vm.warp import Warp
+from backends.vm.ptx.ast import Pair
 
 Truth = npt.NDArray[np.bool_]
 Compare = Callable[..., Truth]

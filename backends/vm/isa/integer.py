@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.ast import Immediate
-from backends.vm.binder import Binder
-from backends.vm.forms import Step, opcode
-from backends.vm.warp import Warp
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
+from backends.vm.machine.warp import Warp
+from backends.vm.ptx.ast import Immediate
 
 Result = npt.NDArray[np.generic]
 # Rows come in every integer type; the checker needs one of them.

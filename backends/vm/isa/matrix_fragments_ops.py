@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from backends.vm import access
-from backends.vm.binder import Binder
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
-from backends.vm.forms import Step, opcode
-from backends.vm.fragments import MATRIX_ROW_BYTES, Words, load_matrices, store_matrices, transposed_matrix
-from backends.vm.warp import Warp
+from backends.vm.machine import access
+from backends.vm.machine.warp import Warp
+from backends.vm.tensor.fragments import MATRIX_ROW_BYTES, Words, load_matrices, store_matrices, transposed_matrix
 
 _COUNT = {"x1": 1, "x2": 2, "x4": 4}
 _ROWS = 8

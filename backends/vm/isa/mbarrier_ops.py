@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.access import resolve
-from backends.vm.ast import Operand, Sink
-from backends.vm.binder import Binder
-from backends.vm.cta import Cta
-from backends.vm.forms import Step, opcode
-from backends.vm.mbarrier import MBarrier
-from backends.vm.shared import OFFSET_MASK
-from backends.vm.steps import NEXT, Wait
-from backends.vm.warp import Warp
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
+from backends.vm.bind.steps import NEXT, Wait
+from backends.vm.machine.access import resolve
+from backends.vm.machine.cta import Cta
+from backends.vm.machine.warp import Warp
+from backends.vm.memory.mbarrier import MBarrier
+from backends.vm.memory.shared import OFFSET_MASK
+from backends.vm.ptx.ast import Operand, Sink
 
 _SPACE = "shared shared::cta shared::cluster"
 _SEM = "release relaxed acquire"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.ast import Operand, Register, Sink, Vector
-from backends.vm.binder import Binder
-from backends.vm.forms import Step, opcode
-from backends.vm.memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
-from backends.vm.registers import LANES
-from backends.vm.warp import Warp
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
+from backends.vm.machine.registers import LANES
+from backends.vm.machine.warp import Warp
+from backends.vm.memory.memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
+from backends.vm.ptx.ast import Operand, Register, Sink, Vector
 
 _VIEW = {16: "u16", 32: "u32", 64: "u64", 128: "u64x2"}
 _SCALARS = "b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64"

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backends.vm.access import resolve
-from backends.vm.binder import Binder
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
+from backends.vm.bind.steps import NEXT, Wait
 from backends.vm.faults import Fault
-from backends.vm.forms import Step, opcode
 from backends.vm.isa.tensor_operands import GROUPS, group_of, pair, same_group
-from backends.vm.shared import OFFSET_MASK
-from backends.vm.steps import NEXT, Wait
-from backends.vm.tmem import COLUMNS, Meeting, TensorMemory
-from backends.vm.warp import Warp
+from backends.vm.machine.access import resolve
+from backends.vm.machine.warp import Warp
+from backends.vm.memory.shared import OFFSET_MASK
+from backends.vm.memory.tmem import COLUMNS, Meeting, TensorMemory
 
 if TYPE_CHECKING:
-    from backends.vm.cta import Cta
+    from backends.vm.machine.cta import Cta
 
 _COUNTS = (32, 64, 128, 256, 512)
 

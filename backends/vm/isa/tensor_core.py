@@ -8,12 +8,9 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.ast import Address, Operand, Vector
-from backends.vm.binder import Binder
-from backends.vm.engine import submit
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
-from backends.vm.forms import Step, opcode
-from backends.vm.instruction_descriptor import InstructionDescriptor, decode_instruction_descriptor
 from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.isa.mbarrier_ops import places
 from backends.vm.isa.tensor_operands import (
@@ -31,13 +28,16 @@ from backends.vm.isa.tensor_operands import (
     tensor_issue,
     tmem_operand_a,
 )
-from backends.vm.matrix_descriptor import decode_matrix_descriptor, gather_units, unit_addresses
-from backends.vm.mbarrier import MBarrier
+from backends.vm.machine.engine import submit
+from backends.vm.machine.warp import Warp
+from backends.vm.memory.mbarrier import MBarrier
+from backends.vm.memory.tmem import LANES, Words
 from backends.vm.numerics import accumulate
-from backends.vm.operand_types import to_float32
-from backends.vm.tmem import LANES, Words
-from backends.vm.tmem_layout import copy_map, decompressed, split_address, store_copied_rows
-from backends.vm.warp import Warp
+from backends.vm.ptx.ast import Address, Operand, Vector
+from backends.vm.tensor.instruction_descriptor import InstructionDescriptor, decode_instruction_descriptor
+from backends.vm.tensor.matrix_descriptor import decode_matrix_descriptor, gather_units, unit_addresses
+from backends.vm.tensor.operand_types import to_float32
+from backends.vm.tensor.tmem_layout import copy_map, decompressed, split_address, store_copied_rows
 
 
 @opcode("tcgen05.mma.<group>.<mma_kind>{.<collector>}", section="9.7.16.10.9.1", counter="mma", group=GROUPS,

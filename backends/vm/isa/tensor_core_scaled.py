@@ -13,12 +13,9 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.ast import Address
-from backends.vm.binder import Binder
-from backends.vm.engine import submit
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
-from backends.vm.forms import Step, opcode
-from backends.vm.instruction_descriptor import InstructionDescriptor, decode_instruction_descriptor
 from backends.vm.isa.tensor_core import count_mma
 from backends.vm.isa.tensor_operands import (
     COLLECTOR,
@@ -35,12 +32,15 @@ from backends.vm.isa.tensor_operands import (
     tensor_issue,
     tmem_operand_a,
 )
+from backends.vm.machine.engine import submit
+from backends.vm.machine.warp import Warp
+from backends.vm.memory.tmem import LANES, Index
 from backends.vm.numerics.f32 import canonical
 from backends.vm.numerics.formats import FORMATS, decode
-from backends.vm.operand_types import to_float32
-from backends.vm.tmem import LANES, Index
-from backends.vm.tmem_layout import Bytes, load_scale_factors, load_split_scale_factors, split_address
-from backends.vm.warp import Warp
+from backends.vm.ptx.ast import Address
+from backends.vm.tensor.instruction_descriptor import InstructionDescriptor, decode_instruction_descriptor
+from backends.vm.tensor.operand_types import to_float32
+from backends.vm.tensor.tmem_layout import Bytes, load_scale_factors, load_split_scale_factors, split_address
 
 ScaleFactors = Callable[[], list[Bytes]]
 """Raw scale factors uint8 [rows, blocks], one array a CTA."""

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from backends.vm.access import resolve
-from backends.vm.binder import Binder
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
-from backends.vm.forms import Step, opcode
-from backends.vm.tensor_map import MAP_BYTES
-from backends.vm.tensor_map_fields import ORDINALS, replace_field
-from backends.vm.warp import Warp
+from backends.vm.machine.access import resolve
+from backends.vm.machine.warp import Warp
+from backends.vm.tensor.tensor_map import MAP_BYTES
+from backends.vm.tensor.tensor_map_fields import ORDINALS, replace_field
 
 _SPACES = "global shared::cta"
 _HALF = MAP_BYTES // 2

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from backends.vm.ast import Operand, Sink
-from backends.vm.binder import Binder
-from backends.vm.clocks import pending_stamp
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
-from backends.vm.forms import Step, opcode
-from backends.vm.tmem import Index
-from backends.vm.tmem_layout import RegisterMap, load_registers, register_map, split_address, store_registers
-from backends.vm.warp import Warp
+from backends.vm.machine.warp import Warp
+from backends.vm.memory.clocks import pending_stamp
+from backends.vm.memory.tmem import Index
+from backends.vm.ptx.ast import Operand, Sink
+from backends.vm.tensor.tmem_layout import RegisterMap, load_registers, register_map, split_address, store_registers
 
 _SHAPES = "16x64b 16x128b 16x256b 32x32b"
 _NUMS = "x1 x2 x4 x8 x16 x32 x64 x128"
@@ -56,7 +56,7 @@ def _layout(b: Binder, split: Operand | None) -> RegisterMap:
 @opcode("tcgen05.ld.sync.aligned.16x32bx2.<num>{.pack::16b}.b32", section="9.7.16.8.3", counter="tmem", num=_NUMS)
 def load(b: Binder) -> Step:
     """Tensor memory to registers. A register dependence needs no wait; who overwrites the cells needs the load's end,
-    see backends.vm.tmem_loads."""
+    see backends.vm.bind.tmem_loads."""
     d, a, *rest = b.expect(2, 3)
     layout = _layout(b, rest[0] if rest else None)
     items = b.vector(d, len(layout.lanes))

@@ -13,14 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.clocks import Clock, stamp
-from backends.vm.cta import Cta
 from backends.vm.faults import Fault
-from backends.vm.instruction_descriptor import InstructionDescriptor, check_operand_swizzle
 from backends.vm.isa.bulk_copy import granules_of
-from backends.vm.matrix_descriptor import decode_matrix_descriptor, gather_units, operand_elements, unit_addresses
-from backends.vm.tmem import LANES, Index, Words
-from backends.vm.tmem_layout import (
+from backends.vm.machine.cta import Cta
+from backends.vm.machine.warp import Warp
+from backends.vm.memory.clocks import Clock, stamp
+from backends.vm.memory.tmem import LANES, Index, Words
+from backends.vm.tensor.instruction_descriptor import InstructionDescriptor, check_operand_swizzle
+from backends.vm.tensor.matrix_descriptor import (
+    decode_matrix_descriptor,
+    gather_units,
+    operand_elements,
+    unit_addresses,
+)
+from backends.vm.tensor.tmem_layout import (
     CtaGroup,
     Patch,
     accumulator_patches,
@@ -29,7 +35,6 @@ from backends.vm.tmem_layout import (
     split_address,
     store_matrix,
 )
-from backends.vm.warp import Warp
 
 Float32 = npt.NDArray[np.float32]
 Raw = npt.NDArray[np.unsignedinteger]

@@ -7,14 +7,14 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.binder import Binder
-from backends.vm.forms import Step, opcode
-from backends.vm.fragments import Fragment, Words, mma_fragment, to_matrix, to_registers
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
 from backends.vm.isa.matrix_fragments_ops import whole_warp
+from backends.vm.machine.warp import Warp
 from backends.vm.numerics import accumulate
 from backends.vm.numerics.f32 import Float32
 from backends.vm.numerics.formats import F16, FORMATS, decode, encode
-from backends.vm.warp import Warp
+from backends.vm.tensor.fragments import Fragment, Words, mma_fragment, to_matrix, to_registers
 
 _ELEMENT_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "u8": 8, "s8": 8}
 _TF32_MASK = np.uint32(0xFFFF_E000)

@@ -8,13 +8,13 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.ast import Operand
-from backends.vm.binder import Binder
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
-from backends.vm.forms import Step, opcode
+from backends.vm.machine.registers import LANES
+from backends.vm.machine.warp import Warp
 from backends.vm.numerics import f32
-from backends.vm.registers import LANES
-from backends.vm.warp import Warp
+from backends.vm.ptx.ast import Operand
 
 Lanes = npt.NDArray[np.bool_]
 

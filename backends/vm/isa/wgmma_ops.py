@@ -14,13 +14,18 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.ast import Operand, Vector
-from backends.vm.binder import Binder
-from backends.vm.clocks import stamp
-from backends.vm.engine import submit
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
+from backends.vm.bind.steps import Wait
 from backends.vm.faults import Fault
-from backends.vm.forms import Step, opcode
-from backends.vm.fragments import (
+from backends.vm.isa.bulk_copy import granules_of
+from backends.vm.machine.engine import submit
+from backends.vm.machine.warp import Warp
+from backends.vm.machine.warpgroup import Key, Multiplication, part_of, warpgroup_of
+from backends.vm.memory.clocks import stamp
+from backends.vm.numerics import accumulate
+from backends.vm.ptx.ast import Operand, Vector
+from backends.vm.tensor.fragments import (
     Elements,
     Fragment,
     Words,
@@ -29,19 +34,14 @@ from backends.vm.fragments import (
     wgmma_accumulator,
     wgmma_operand_a,
 )
-from backends.vm.isa.bulk_copy import granules_of
-from backends.vm.matrix_descriptor import (
+from backends.vm.tensor.matrix_descriptor import (
     Major,
     decode_matrix_descriptor,
     gather_units,
     operand_elements,
     unit_addresses,
 )
-from backends.vm.numerics import accumulate
-from backends.vm.operand_types import to_float32
-from backends.vm.steps import Wait
-from backends.vm.warp import Warp
-from backends.vm.warpgroup import Key, Multiplication, part_of, warpgroup_of
+from backends.vm.tensor.operand_types import to_float32
 
 Float32 = npt.NDArray[np.float32]
 Fetch = Callable[[], Float32]

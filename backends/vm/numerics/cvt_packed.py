@@ -12,7 +12,14 @@ import numpy.typing as npt
 
 from backends.vm.numerics.cvt_rules import Bits, Function, Modifiers, Rule, take
 from backends.vm.numerics.cvt_scalar import read_float
-from backends.vm.numerics.formats import BF16, F16, FORMATS, Rounding, decode, encode
+from backends.vm.numerics.formats import (
+    BF16,
+    F16,
+    FORMATS,
+    Rounding,
+    decode,
+    encode,
+)
 
 Uint16 = npt.NDArray[np.uint16]
 Uint8 = npt.NDArray[np.uint8]

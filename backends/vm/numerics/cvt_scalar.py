@@ -9,7 +9,16 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.numerics.cvt_rules import SIGNED, UNSIGNED, WIDTH, Bits, Function, Modifiers, Rule, take
+from backends.vm.numerics.cvt_rules import (
+    SIGNED,
+    UNSIGNED,
+    WIDTH,
+    Bits,
+    Function,
+    Modifiers,
+    Rule,
+    take,
+)
 from backends.vm.numerics.formats import (
     F16,
     F32,

@@ -16,7 +16,15 @@ import numpy.typing as npt
 from backends.vm.numerics import f32
 from backends.vm.numerics.compare import COMPARISONS, Truth
 from backends.vm.numerics.f32 import Float32
-from backends.vm.numerics.formats import BF16, Float64, FloatFormat, Rounding, add_to_odd, decode, encode
+from backends.vm.numerics.formats import (
+    BF16,
+    Float64,
+    FloatFormat,
+    Rounding,
+    add_to_odd,
+    decode,
+    encode,
+)
 
 Codes16 = npt.NDArray[np.uint16]
 

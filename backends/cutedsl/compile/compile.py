@@ -1,0 +1,96 @@
+"""Compile a CuTeDSL host function for a target, on a machine that needs no GPU."""
+
+from __future__ import annotations
+
+import inspect
+import platform
+import tempfile
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+from typing import Final, Protocol, cast
+
+from backends.cutedsl.compile.artifact import Artifact
+from backends.cutedsl.compile.cubin import kernel_resources
+from megamoe.contract import Target, UnsupportedError
+
+DISTRIBUTIONS: Final = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
+PREFIX: Final = "megamoe"
+# Plain x86-64: an artifact must run on every machine that shares the cache, not only where it was compiled.
+_TRIPLES: Final = {"x86_64": "x86_64-unknown-linux-gnu"}
+
+
+class _ExecutionArgs(Protocol):
+    signature: inspect.Signature
+
+
+class _Compiled(Protocol):
+    """What cute.compile returns, as far as it is used here."""
+
+    function_name: str
+    execution_args: _ExecutionArgs
+
+    @property
+    def __ptx__(self) -> str | bytes | None: ...
+    @property
+    def __cubin__(self) -> str | bytes | None: ...
+    def dump_to_object(self, function_prefix: str) -> bytes:
+        """The relocatable object, its symbols beginning with the prefix."""
+        ...
+
+
+def compiler_version() -> str:
+    """Names and versions of what compiles; UnsupportedError if it is not installed. Imports nothing."""
+    try:
+        return ", ".join(f"{name} {metadata.version(name)}" for name in DISTRIBUTIONS)
+    except metadata.PackageNotFoundError as missing:
+        raise UnsupportedError(
+            f"compiling CuTeDSL kernels needs the package {missing.name}, which is not installed; "
+            f"the extra `cutedsl` of megamoe has it"
+        ) from None
+
+
+def compile_host_function(
+    function: Callable[..., object], *args: object, target: Target, options: str = ""
+) -> Artifact:
+    """Compile `function` (a cute.jit function, or an object whose __call__ is one) and the kernels it launches.
+
+    `args` are fake tensors, numbers, streams (cutlass.cute.runtime.make_fake_*) and constants; `options` are added to
+    those of cute.compile. Errors of CuTeDSL pass through. UnsupportedError if CuTeDSL is not installed.
+    """
+    compiler = compiler_version()
+    import cutlass.cute as cute
+
+    with tempfile.TemporaryDirectory(prefix="megamoe-cutedsl-") as folder, warnings.catch_warnings():
+        # Long static loops are meant: registers cannot be indexed at run time. CuTeDSL turns the warning into an error
+        # of another kind where warnings are errors.
+        warnings.filterwarnings("ignore", message="This static loop has")
+        kept = f"--gpu-arch {target} --keep-ptx --keep-cubin --dump-dir={folder} --enable-tvm-ffi"
+        compiled = cast(_Compiled, cute.compile(function, *args, options=f"{kept} {_host_target()} {options}"))
+        ptx, cubin = _text(compiled.__ptx__), compiled.__cubin__
+    # Of a function that launches nothing, the names of the files are left that would have been written.
+    if ".entry" not in ptx or not isinstance(cubin, bytes):
+        raise UnsupportedError(
+            f"CuTeDSL ({compiler}) gave no PTX and cubin for {target}: {compiled.function_name} launches no kernel"
+        )
+    name = compiled.function_name
+    return Artifact(
+        target=target,
+        ptx=ptx,
+        cubin=cubin,
+        host_object=compiled.dump_to_object(PREFIX),
+        entry=f"{PREFIX}___tvm_ffi_{name}",
+        packed_entry=f"_mlir_{PREFIX}__mlir_ciface_{name}",
+        parameters=tuple(compiled.execution_args.signature.parameters),
+        compiler=compiler,
+        resources=kernel_resources(cubin),
+    )
+
+
+def _text(content: str | bytes | None) -> str:
+    return (content.decode() if isinstance(content, bytes) else content or "").rstrip("\0")
+
+
+def _host_target() -> str:
+    triple = _TRIPLES.get(platform.machine())
+    return f"--host-target 'llvm -mtriple={triple}'" if triple else ""

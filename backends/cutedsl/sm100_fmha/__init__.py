@@ -1,0 +1,1 @@
+"""FMHA forward for sm_100a in CuTeDSL."""

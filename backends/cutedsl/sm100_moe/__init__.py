@@ -1,0 +1,1 @@
+"""NVFP4 MoE for sm_100a in CuTeDSL."""

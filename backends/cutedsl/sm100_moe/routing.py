@@ -1,0 +1,127 @@
+# pyright: reportMissingImports=false
+"""The routing kernel: which route is which expert row, and the schedule of the grouped GEMMs. All on the device.
+
+    mRowOfRoute (tokens * topk)     the expert row of a route; not written for a route to an expert of another rank
+    mRouteOfRow (rows)              its inverse, -1 for padding rows of tiles that have a route
+    mUnits (1 + row tiles, 4)       entry 0: how many units there are; then (expert, first row tile, row tiles) of each
+
+A unit is what one CTA, or one pair of CTAs, computes of an expert: one row tile, or two. The order within an expert is
+that of the routes, so no atomic decides where a row lies.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, memory
+
+from backends.cutedsl.sm100_moe.plan import MAX_EXPERTS, TILE_M
+
+WARPS = 8
+THREADS = 32 * WARPS
+FULL_WARP = 0xFFFFFFFF
+
+
+@cute.jit
+def count_routes(ids: cute.Tensor, sCounts: cute.Tensor, routes: Int32, thread: Int32):
+    """sCounts[expert]: its routes. Every CTA counts all of them for itself, rather than to wait for another."""
+    for expert in cutlass.range_constexpr(0, MAX_EXPERTS, THREADS):
+        sCounts[expert + thread] = Int32(0)
+    cute.arch.sync_threads()
+    for route in cutlass.range(thread, routes, THREADS, unroll=1):
+        expert = ids[route]
+        if expert >= 0:
+            cute.arch.atomic_add(sCounts.iterator + expert, Int32(1))
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def inclusive_sum(value: Int32, lane: Int32) -> Int32:
+    """Sums over the lanes up to this one."""
+    for step in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(value, 1 << step, mask_and_clamp=0)
+        value += cutlass.select_(lane >= (1 << step), below, Int32(0))
+    return value
+
+
+@cute.jit
+def place_experts(cta_group: cutlass.Constexpr, sCounts, sTiles, sUnits, experts: Int32, lane: Int32) -> Int32:
+    """sTiles[expert], sUnits[expert]: row tiles and units of the experts before it. One warp; returns all units."""
+    tiles_before, units_before = Int32(0), Int32(0)
+    for first in cutlass.range(0, experts, 32, unroll=1):
+        expert = first + lane
+        tiles = (sCounts[expert] + TILE_M - 1) // TILE_M
+        units = (tiles + cta_group - 1) // cta_group
+        tile_end, unit_end = inclusive_sum(tiles, lane), inclusive_sum(units, lane)
+        sTiles[expert] = tiles_before + tile_end - tiles
+        sUnits[expert] = units_before + unit_end - units
+        tiles_before += cute.arch.shuffle_sync(tile_end, 31)
+        units_before += cute.arch.shuffle_sync(unit_end, 31)
+    return units_before
+
+
+@cute.jit
+def place_rows(
+    ids: cute.Tensor,
+    mRouteOfRow: cute.Tensor,
+    mRowOfRoute: cute.Tensor,
+    expert: Int32,
+    first_row: Int32,
+    count: Int32,
+    lane: Int32,
+):
+    """The rows of one expert, by one warp: its routes in ascending order, then padding."""
+    routes = cute.size(mRowOfRoute)
+    placed = Int32(0)
+    for first in cutlass.range(0, routes, 32, unroll=1):
+        route = first + lane
+        here = False
+        if route < routes:
+            here = ids[route] == expert
+        ballot = cute.arch.vote_ballot_sync(here)
+        if here:
+            row = first_row + placed + cute.arch.popc(ballot & cute.arch.lanemask_lt())
+            mRouteOfRow[row] = route
+            mRowOfRoute[route] = row
+        placed += cute.arch.popc(ballot)
+    end = (count + TILE_M - 1) // TILE_M * TILE_M
+    for padding in cutlass.range(count + lane, end, 32, unroll=1):
+        mRouteOfRow[first_row + padding] = Int32(-1)
+
+
+@cute.kernel
+def routing_kernel(
+    cta_group: cutlass.Constexpr,
+    mTopkIds: cute.Tensor,
+    mRowOfRoute: cute.Tensor,
+    mRouteOfRow: cute.Tensor,
+    mUnits: cute.Tensor,
+    experts: Int32,
+):
+    """mTopkIds (tokens * topk); see above. A warp an expert, `WARPS` experts a CTA."""
+    cute.arch.griddepcontrol_launch_dependents()
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    lane = cute.arch.lane_idx()
+    smem = memory.SmemAllocator()
+    sCounts, sTiles, sUnits = (
+        smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS), byte_alignment=16) for _ in range(3)
+    )
+    count_routes(mTopkIds, sCounts, cute.size(mTopkIds), thread)
+    if warp == 0:
+        units = place_experts(cta_group, sCounts, sTiles, sUnits, experts, lane)
+        if block == 0 and lane == 0:
+            mUnits[0, 0] = units
+    cute.arch.sync_threads()
+    expert = block * WARPS + warp
+    count = Int32(0)
+    if expert < experts:
+        count = sCounts[expert]
+    if count > 0:
+        first_tile = sTiles[expert]
+        place_rows(mTopkIds, mRouteOfRow, mRowOfRoute, expert, first_tile * TILE_M, count, lane)
+        tiles = (count + TILE_M - 1) // TILE_M
+        for unit in cutlass.range(lane, (tiles + cta_group - 1) // cta_group, 32, unroll=1):
+            entry = 1 + sUnits[expert] + unit
+            mUnits[entry, 0] = expert
+            mUnits[entry, 1] = first_tile + unit * cta_group
+            mUnits[entry, 2] = cutlass.min(tiles - unit * cta_group, Int32(cta_group))

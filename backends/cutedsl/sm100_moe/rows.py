@@ -1,0 +1,131 @@
+# ruff: noqa: N815
+# pyright: reportMissingImports=false
+"""The epilogue of L2: accumulators times global scales to bf16 expert rows, by TMA stores of 32 rows a warp."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.pipeline import PipelineConsumer
+
+from backends.cutedsl.sm100_moe.plan import (
+    HALF_N,
+    STORE_COLUMNS,
+    STORE_STAGES,
+    TILE_M,
+    Sm100MoePlan,
+    half_of_tile,
+)
+from backends.cutedsl.sm100_moe.tiles import walk, work_item
+from backends.cutedsl.sm100_moe.tmem import fence_after_sync, fence_before_sync, load_half
+
+VECTOR = 8
+"""bf16 of a 16-byte store to shared memory."""
+STORE_BOX = (32, STORE_COLUMNS)
+SWIZZLE = (3, 4, 3)
+
+
+class RowsTensors(NamedTuple):
+    """Where rows go: a TMA store and its coordinates (rows, hidden); which rows there are; global scales of experts."""
+
+    store: cute.CopyAtom
+    mRows: cute.Tensor
+    mRouteOfRow: cute.Tensor
+    mA2_gs: cute.Tensor
+    mW2_gs: cute.Tensor
+
+
+def make_rows_store(mRows: cute.Tensor):
+    """The TMA store of 32 rows of 64 columns, a 128-byte swizzle row each, and its coordinate tensor."""
+    layout = cute.make_composed_layout(
+        cute.make_swizzle(*SWIZZLE), 0, cute.make_layout(STORE_BOX, stride=(STORE_COLUMNS, 1))
+    )
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mRows, layout, STORE_BOX)
+
+
+def allocate_store(smem) -> cute.Tensor:
+    """(32 rows, 64 columns, warp * stages + stage) bf16, swizzled."""
+    layout = cute.make_layout((*STORE_BOX, 4 * STORE_STAGES), stride=(STORE_COLUMNS, 1, 32 * STORE_COLUMNS))
+    return smem.allocate_tensor(BFloat16, layout, byte_alignment=1024, swizzle=cute.make_swizzle(*SWIZZLE))
+
+
+@cute.jit
+def round_columns(rAcc: cute.Tensor, scale: Float32, sBox: cute.Tensor, thread: Int32):
+    """rAcc (64) f32, columns of this thread's row, times `scale`, as bf16 into its warp's box."""
+    rRow = cute.make_rmem_tensor(STORE_COLUMNS, BFloat16)
+    for j in cutlass.range_constexpr(0, STORE_COLUMNS, 2):
+        rAcc[j], rAcc[j + 1] = cute.arch.mul_packed_f32x2((rAcc[j], rAcc[j + 1]), (scale, scale))
+    rRow.store(rAcc.load().to(BFloat16))
+    vectors = cute.logical_divide(sBox[thread % 32, None], cute.make_layout(VECTOR))
+    for vector in cutlass.range_constexpr(STORE_COLUMNS // VECTOR):
+        cute.autovec_copy(cute.logical_divide(rRow, cute.make_layout(VECTOR))[None, vector], vectors[None, vector])
+
+
+@cute.jit
+def store_half(rAcc: cute.Tensor, scale: Float32, sStore: cute.Tensor, tensors: RowsTensors, box, thread: Int32):
+    """128 columns of a warp's 32 rows. `box`: which of the 32-row boxes, and which 64 columns are the first.
+
+    One lane issues the store of all 32 rows, and waits for its stores to have read a box before that is written anew.
+    Columns past the end of the rows are left out by the TMA.
+    """
+    row_box, column_box = box
+    gRows = cute.flat_divide(tensors.mRows, STORE_BOX)
+    tSsS, tSgS = cpasync.tma_partition(
+        tensors.store, 0, cute.make_layout(1), cute.group_modes(sStore, 0, 2), cute.group_modes(gRows, 0, 2)
+    )
+    warp = cute.arch.make_warp_uniform(thread // 32)
+    for box_step in cutlass.range_constexpr(HALF_N // STORE_COLUMNS):
+        buffer = warp * STORE_STAGES + box_step % STORE_STAGES
+        cute.arch.cp_async_bulk_wait_group(STORE_STAGES - 1, read=True)
+        cute.arch.sync_warp()
+        rBox = cute.make_tensor(rAcc.iterator + box_step * STORE_COLUMNS, cute.make_layout(STORE_COLUMNS))
+        round_columns(rBox, scale, sStore[None, None, buffer], thread)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.copy(tensors.store, tSsS[None, buffer], tSgS[None, row_box, column_box + box_step])
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def rows_warpgroup(
+    plan: Sm100MoePlan,
+    tmem_ptr: cute.Pointer,
+    mUnits: cute.Tensor,
+    sStore: cute.Tensor,
+    tensors: RowsTensors,
+    w_rows: Int32,
+    rank: Int32,
+    acc: PipelineConsumer,
+):
+    """The epilogue's work loop. Warps whose rows are all padding store nothing; padding rows of others are stored."""
+    thread, _, _ = cute.arch.thread_idx()
+    rAcc = cute.make_rmem_tensor(HALF_N, Float32)
+    rAcc.fill(0.0)
+    items = walk(plan, mUnits, w_rows)
+    turn = Int32(0)
+    for index in cutlass.range(items.first, items.end, items.step, unroll=1):
+        item = work_item(mUnits, items, index)
+        row_tile = item.row_tile + rank
+        route = Int32(-1)
+        if rank < item.row_tiles:
+            route = tensors.mRouteOfRow[row_tile * TILE_M + thread]
+        scale = tensors.mA2_gs[item.expert] * tensors.mW2_gs[item.expert]
+        needed = cute.arch.vote_any_sync(route >= 0)
+        acc_tile = acc.wait_and_advance()
+        fence_after_sync()
+        for step in cutlass.range_constexpr(plan.halves):
+            column, half = half_of_tile(plan.cta_group, step, turn)
+            if needed:
+                load_half(tmem_ptr + column, rAcc, thread)
+            if cutlass.const_expr(step == 0):
+                fence_before_sync()
+                acc_tile.release()
+            if needed:
+                first = (item.w_tile * plan.halves + half) * (HALF_N // STORE_COLUMNS)
+                box = (row_tile * (TILE_M // 32) + thread // 32, first)
+                store_half(rAcc, scale, sStore, tensors, box, thread)
+        turn ^= 1
+    cute.arch.cp_async_bulk_wait_group(0, read=False)

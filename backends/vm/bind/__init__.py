@@ -1,0 +1,1 @@
+"""A syntax tree to steps that a warp runs."""

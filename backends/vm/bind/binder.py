@@ -1,0 +1,215 @@
+"""Operands of one instruction bound to rows of the register file, with every mismatch of width a sentence."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.faults import UnknownInstructionError
+from backends.vm.machine.registers import WIDTH_OF_TYPE, WIDTH_OF_VIEW
+from backends.vm.machine.special import SPECIAL_REGISTERS
+from backends.vm.ptx.ast import (
+    Address,
+    Immediate,
+    Instruction,
+    Negated,
+    Operand,
+    Pair,
+    Register,
+    Sink,
+    Symbol,
+    Vector,
+)
+
+if TYPE_CHECKING:
+    from backends.vm.machine.warp import Warp
+
+Key = tuple[int, int]
+AddressOf = Callable[["Warp"], npt.NDArray[np.int64]]
+
+
+@dataclass(slots=True)
+class Allocation:
+    """Rows given to the registers, literals, special registers and symbol addresses of one function.
+
+    Rows count from 0 in each width; literals follow the registers, at `counts[width] + position`.
+    """
+
+    widths: Mapping[str, int]
+    types: Mapping[str, str]
+    symbols: Mapping[str, str]
+    rows: dict[str, Key] = field(default_factory=dict[str, Key])
+    counts: dict[int, int] = field(default_factory=dict[int, int])
+    constants: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    specials: dict[str, Key] = field(default_factory=dict[str, Key])
+    addresses: dict[tuple[str, int, int], Key] = field(default_factory=dict[tuple[str, int, int], Key])
+    _literals: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+
+    @classmethod
+    def of(cls, types: Mapping[str, str], symbols: Mapping[str, str]) -> Allocation:
+        """Rows for declared registers (`types`: name to PTX type) beside `symbols` (name to state space)."""
+        made = cls({name: WIDTH_OF_TYPE[kind] for name, kind in types.items()}, types, symbols)
+        for name, width in made.widths.items():
+            made.rows[name] = made.reserve(width)
+        return made
+
+    def reserve(self, width: int) -> Key:
+        """A fresh row of `width` bits. Literals must come after: they are placed when the code is complete."""
+        row = self.counts.get(width, 0)
+        self.counts[width] = row + 1
+        return width, row
+
+    def literal(self, width: int, bits: int) -> int:
+        """The (negative) handle of a literal; `resolve` of the register file layout turns it into a row."""
+        known = self._literals.get((width, bits))
+        if known is None:
+            pool = self.constants.setdefault(width, [])
+            pool.append(bits)
+            known = self._literals[width, bits] = -len(pool)
+        return known
+
+    def special(self, name: str) -> Key:
+        """The row that a warp fills with special register `name` when it starts."""
+        if name not in self.specials:
+            self.specials[name] = self.reserve(32)
+        return self.specials[name]
+
+    def address(self, name: str, offset: int, width: int) -> Key:
+        """The row that a warp fills with the address of symbol `name` plus `offset`."""
+        key = (name, offset, width)
+        if key not in self.addresses:
+            self.addresses[key] = self.reserve(width)
+        return self.addresses[key]
+
+
+@dataclass(slots=True)
+class Binder:
+    """What a family sees of one instruction: `words` chosen by its form, `operands`, and rows for them.
+
+    Literal rows are negative: literals are stored after the registers of their width, last one first, so that a
+    negative list index finds them without knowing how many registers there are.
+    """
+
+    instruction: Instruction
+    words: Mapping[str, str]
+    rows: Allocation
+    uses: list[Key] = field(default_factory=list[Key])
+    defines: list[Key] = field(default_factory=list[Key])
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The operands as parsed."""
+        return self.instruction.operands
+
+    def error(self, reason: str) -> UnknownInstructionError:
+        """The refusal to raise: line, instruction and `reason`."""
+        return UnknownInstructionError(f"PTX line {self.instruction.line}: `{self.instruction.text}`: {reason}")
+
+    def expect(self, *counts: int) -> tuple[Operand, ...]:
+        """The operands, of which there must be one of `counts`."""
+        if len(self.operands) not in counts:
+            wanted = " or ".join(str(count) for count in counts)
+            raise self.error(f"{len(self.operands)} operands where this form takes {wanted}")
+        return self.operands
+
+    def _register(self, operand: Register) -> Key:
+        if operand.name in self.rows.rows:
+            return self.rows.rows[operand.name]
+        if operand.name in SPECIAL_REGISTERS:
+            return self.rows.special(operand.name)
+        raise self.error(f"`{operand.name}` is neither declared nor a special register that this machine has")
+
+    def source(self, operand: Operand, view: str, *, wider: bool = False) -> int:
+        """Row of a source in `view` ("f32", "u64", ...); `wider` admits a register wider than the type (ld/st/cvt)."""
+        width = WIDTH_OF_VIEW[view]
+        if isinstance(operand, Immediate):
+            return self.rows.literal(width, self._literal_bits(operand, view))
+        if isinstance(operand, Symbol):
+            return self.rows.address(operand.name, operand.offset, width)[1]
+        if not isinstance(operand, Register):
+            raise self.error(f"operand {operand} cannot be a {view} source")
+        key = self._register(operand)
+        if key[0] != width and not (wider and key[0] > width):
+            raise self.error(f"`{operand.name}` holds {key[0]} bits where {view} needs {width}")
+        if operand.name in self.rows.rows:
+            self.uses.append(key)
+        return key[1]
+
+    def predicate(self, operand: Operand) -> tuple[int, bool]:
+        """Row and inversion of a predicate source, which may be written `!%p`."""
+        if isinstance(operand, Negated):
+            return self.source(operand.operand, "pred"), True
+        return self.source(operand, "pred"), False
+
+    def width(self, operand: Operand) -> int:
+        """Container width in bits of a register operand; 0 for anything else."""
+        return self._register(operand)[0] if isinstance(operand, Register) else 0
+
+    def destination(self, operand: Operand, view: str, *, wider: bool = False) -> int:
+        """Row of a destination in `view`. The sink `_` gets a row of its own that nobody reads."""
+        width = WIDTH_OF_VIEW[view]
+        if isinstance(operand, Sink):
+            return self.rows.address("_", 0, width)[1]
+        if not isinstance(operand, Register) or operand.name not in self.rows.rows:
+            raise self.error(f"operand {operand} cannot be written")
+        key = self._register(operand)
+        if key[0] != width and not (wider and key[0] > width):
+            raise self.error(f"`{operand.name}` holds {key[0]} bits where {view} needs {width}")
+        self.defines.append(key)
+        return key[1]
+
+    def vector(self, operand: Operand, *counts: int) -> tuple[Operand, ...]:
+        """The items of `{a, b, ...}`; a lone operand counts as a vector of one. Must have one of `counts` items."""
+        items = operand.items if isinstance(operand, Vector) else (operand,)
+        if counts and len(items) not in counts:
+            raise self.error(f"a vector of {len(items)} where {' or '.join(map(str, counts))} are needed")
+        return items
+
+    def pair(self, operand: Operand) -> tuple[Operand, Operand | None]:
+        """Both destinations of `%d|%p`, or the one there is and None."""
+        return (operand.first, operand.second) if isinstance(operand, Pair) else (operand, None)
+
+    def immediate(self, operand: Operand) -> int:
+        """The value of an operand that must be an integer literal."""
+        if isinstance(operand, Immediate) and operand.kind == "int":
+            return operand.value
+        raise self.error(f"operand {operand} must be an integer constant here")
+
+    def address(self, operand: Operand) -> AddressOf:
+        """How to compute the 32 lane addresses (int64) of `[base + offset]`."""
+        if isinstance(operand, Address):
+            base, offset = operand.base, operand.offset
+        elif isinstance(operand, Register):
+            base, offset = operand, 0
+        else:
+            raise self.error(f"operand {operand} is not an address")
+        if isinstance(base, Immediate):
+            base, offset = Immediate(base.value + offset), 0
+        if isinstance(base, Symbol):
+            base, offset = Symbol(base.name, base.offset + offset), 0
+        width = self.width(base) or 64
+        if width == 64:
+            row = self.source(base, "s64")
+            return lambda warp: warp.s64[row] + offset
+        if width != 32:
+            raise self.error(f"an address register holds 32 or 64 bits, this one {width}")
+        row = self.source(base, "u32")
+        return lambda warp: warp.u32[row].astype(np.int64) + offset
+
+    def _literal_bits(self, operand: Immediate, view: str) -> int:
+        width = WIDTH_OF_VIEW[view]
+        if operand.kind == "int":
+            if view in ("f32", "f64", "f16") and operand.value != 0:
+                raise self.error(f"the integer literal {operand.value} stands where a {view} is needed")
+            return operand.value & (2**width - 1) if width > 1 else int(operand.value != 0)
+        if operand.kind == "f64" and width == 32:
+            value = struct.unpack("<d", struct.pack("<Q", operand.value))[0]
+            return int(np.float32(value).view(np.uint32))
+        if (operand.kind == "f64") != (width == 64):
+            raise self.error(f"a {operand.kind} literal stands where {width} bits are needed")
+        return operand.value

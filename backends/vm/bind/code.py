@@ -1,0 +1,190 @@
+"""From a parsed function to something a warp can run: basic blocks of bound steps, in program order.
+
+A block is a straight run of steps and a tail. Instructions that may wait stand alone as the tail of their own block,
+so that a parked warp executes just that instruction again. Branch targets are block numbers, and block numbers grow
+with the program counter: the strand of a diverged warp that runs is the one in the lowest block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from backends.vm.bind.assignment import unproven_reads
+from backends.vm.bind.binder import Allocation, Binder, Key
+from backends.vm.bind.forms import Form, Step, find
+from backends.vm.bind.register_copies import carried, carries
+from backends.vm.bind.steps import (
+    checked,
+    guarded,
+    guarded_leave,
+    guarded_tail,
+    jump,
+    jump_if,
+    leave,
+    tracked,
+)
+from backends.vm.bind.tmem_loads import end_loads_at_use
+from backends.vm.bind.warpgroup_registers import check_warpgroup_registers
+from backends.vm.faults import UnknownInstructionError
+from backends.vm.ptx.ast import Function, Instruction, Symbol
+
+if TYPE_CHECKING:
+    from backends.vm.machine.warp import Warp
+
+Tail = Callable[["Warp"], object]
+
+
+@dataclass(slots=True)
+class Bound:
+    """One instruction with its meaning: the form, the step, the registers read and written."""
+
+    instruction: Instruction
+    form: Form
+    step: Step
+    uses: tuple[Key, ...]
+    defines: tuple[Key, ...]
+    guard: tuple[int, bool] | None
+    doubtful_guard: bool = False
+
+    @property
+    def carries(self) -> bool:
+        """Whether it passes on the state of what it reads, instead of using the value."""
+        return carries(self.instruction)
+
+    @property
+    def guard_key(self) -> Key | None:
+        """The guard's register as a key."""
+        return (1, self.guard[0]) if self.guard else None
+
+
+@dataclass(slots=True)
+class Block:
+    """Steps in order, then `tail` (None: fall through). `classes` counts its instructions by counter name."""
+
+    steps: list[Step]
+    instructions: list[Instruction]
+    tail: Tail | None = None
+    classes: Counter[str] = field(default_factory=Counter[str])
+    length: int = 0
+
+
+@dataclass(slots=True)
+class Code:
+    """A function ready to run. `tracked` registers need a record of which lanes have written them."""
+
+    function: Function
+    blocks: list[Block]
+    rows: Allocation
+    tracked: frozenset[Key]
+
+
+def build(function: Function, symbol_spaces: Mapping[str, str]) -> Code:
+    """Bind every instruction of `function` and cut it into blocks.
+
+    `symbol_spaces` maps the names of variables and parameters that it may address to their state space. Raises
+    UnknownInstructionError for the first instruction that this machine does not have.
+    """
+    rows = Allocation.of(function.registers, symbol_spaces)
+    bound = [_bind(instruction, rows) for instruction in function.instructions]
+    leaders = _leaders(function, bound)
+    block_of = {start: number for number, start in enumerate(leaders)}
+    edges = [
+        _successors(function, bound, start, end) for start, end in zip(leaders, [*leaders[1:], len(bound)], strict=True)
+    ]
+    followers = [[block_of[target] for target in targets] for targets in edges]
+    doubtful = unproven_reads(bound, leaders, followers)
+    watched = {key for _, keys in doubtful for key in keys}
+    for index, keys in doubtful:
+        item = bound[index]
+        item.doubtful_guard = item.guard_key in keys
+        if item.carries:
+            watched.update(item.defines)
+        else:
+            item.step = checked(item.step, tuple(key for key in keys if key != item.guard_key))
+    check_warpgroup_registers(bound, leaders, followers)
+    end_loads_at_use(bound, leaders, followers)
+    for item in bound:
+        written = tuple(key for key in item.defines if key in watched)
+        if written and item.carries:
+            item.step = carried(item.step, item.instruction, rows.rows)
+        elif written:
+            item.step = tracked(item.step, written)
+    blocks = [
+        _block(function, bound, start, end, block_of)
+        for start, end in zip(leaders, [*leaders[1:], len(bound)], strict=True)
+    ]
+    return Code(function, blocks, rows, frozenset(watched))
+
+
+def _bind(instruction: Instruction, rows: Allocation) -> Bound:
+    form, words = find(instruction)
+    binder = Binder(instruction, words, rows)
+    guard = None
+    if instruction.guard is not None:
+        key = rows.rows.get(instruction.guard.register)
+        if key is None or key[0] != 1:
+            raise binder.error(f"the guard `{instruction.guard.register}` is not a predicate register")
+        guard = (key[1], instruction.guard.negated)
+        binder.uses.append(key)
+    step = form.bind(binder)
+    return Bound(instruction, form, step, tuple(binder.uses), tuple(binder.defines), guard)
+
+
+def _leaders(function: Function, bound: list[Bound]) -> list[int]:
+    starts = {0} | set(function.labels.values())
+    for index, item in enumerate(bound):
+        if item.form.kind == "tail":
+            starts.add(index + 1)
+            if not item.form.control:
+                starts.add(index)
+    return sorted(start for start in starts if start < len(bound)) or [0]
+
+
+def branch_target(function: Function, instruction: Instruction) -> int:
+    """Index of the instruction that a `bra` goes to."""
+    label = instruction.operands[0] if instruction.operands else None
+    if not isinstance(label, Symbol) or label.name not in function.labels:
+        raise UnknownInstructionError(f"PTX line {instruction.line}: `{instruction.text}`: no such label")
+    return function.labels[label.name]
+
+
+def _successors(function: Function, bound: list[Bound], start: int, end: int) -> list[int]:
+    if end <= start:
+        return []
+    last = bound[end - 1]
+    targets: list[int] = []
+    if last.form.control == "branch":
+        targets.append(branch_target(function, last.instruction))
+    if not last.form.control or last.guard is not None:
+        targets.append(end)
+    return [target for target in targets if target < len(bound)]
+
+
+def _block(function: Function, bound: list[Bound], start: int, end: int, block_of: Mapping[int, int]) -> Block:
+    body = bound[start:end]
+    block = Block([], [item.instruction for item in body], length=len(body))
+    block.classes.update(item.form.counter for item in body)
+    after = block_of.get(end, len(block_of))
+    for item in body:
+        step = _controlled(function, item, after, block_of)
+        if item.doubtful_guard and item.guard_key:
+            step = checked(step, (item.guard_key,))
+        if item.form.kind == "tail":
+            block.tail = step
+        else:
+            block.steps.append(step)
+    return block
+
+
+def _controlled(function: Function, item: Bound, after: int, block_of: Mapping[int, int]) -> Step:
+    if item.form.kind == "step":
+        return guarded(item.step, item.guard) if item.guard else item.step
+    if item.form.control == "branch":
+        target = block_of.get(branch_target(function, item.instruction), len(block_of))
+        return jump_if(target, after, item.guard) if item.guard else jump(target)
+    if item.form.control == "exit":
+        return guarded_leave(item.guard) if item.guard else leave
+    return guarded_tail(item.step, item.guard, after) if item.guard else item.step

@@ -1,0 +1,152 @@
+"""The instruction table: every family registers the spellings it accepts, in the notation of the PTX ISA.
+
+A form such as `add{.<rnd>}{.ftz}{.sat}.f32` is matched against the dotted parts of an instruction: literals must be
+there, `{...}` may be, `<rnd>` stands for one of the words listed for it. What no form lists is refused by name, with
+the forms that come closest; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+from backends.vm.faults import UnknownInstructionError
+
+if TYPE_CHECKING:
+    from backends.vm.bind.binder import Binder
+    from backends.vm.machine.warp import Warp
+    from backends.vm.ptx.ast import Instruction
+
+Step = Callable[["Warp"], object]
+Bind = Callable[["Binder"], Step]
+Kind = Literal["step", "tail"]
+
+_TOKEN = re.compile(r"(?P<open>\{)?\.?(?P<name><\w+>|[^.{}<>]+)(?P<close>\})?")
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    name: str
+    choices: frozenset[str]
+    optional: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One accepted spelling of a family.
+
+    `kind` "tail" marks an instruction that may block or branch: it stands alone in its basic block and its step
+    returns a Wait, or None to go on. `section` is the PTX ISA section.
+    """
+
+    spelling: str
+    slots: tuple[_Slot, ...]
+    bind: Bind
+    kind: Kind
+    section: str
+    counter: str
+    control: str
+
+    def match(self, parts: tuple[str, ...]) -> Mapping[str, str] | None:
+        """Words chosen for each slot ("" for an absent optional), or None if the spelling does not fit."""
+        return _match(self.slots, parts, 0, 0, {})
+
+
+def _match(
+    slots: tuple[_Slot, ...], parts: tuple[str, ...], slot: int, part: int, found: dict[str, str]
+) -> dict[str, str] | None:
+    if slot == len(slots):
+        return found if part == len(parts) else None
+    here = slots[slot]
+    if part < len(parts) and parts[part] in here.choices:
+        rest = _match(slots, parts, slot + 1, part + 1, {**found, here.name: parts[part]})
+        if rest is not None:
+            return rest
+    if here.optional:
+        return _match(slots, parts, slot + 1, part, {**found, here.name: ""})
+    return None
+
+
+def _compile(spelling: str, words: Mapping[str, str]) -> tuple[_Slot, ...]:
+    slots: list[_Slot] = []
+    for token in _TOKEN.finditer(spelling):
+        name = token["name"]
+        if name.startswith("<"):
+            name = name[1:-1]
+            if name not in words:
+                raise ValueError(f"form {spelling!r} names the slot <{name}> but lists no words for it")
+            choices = frozenset(words[name].split())
+        else:
+            choices = frozenset([name])
+        slots.append(_Slot(name, choices, token["open"] is not None))
+    return tuple(slots)
+
+
+_TABLE: dict[str, list[Form]] = {}
+
+
+def opcode(
+    *spellings: str,
+    section: str,
+    kind: Kind = "step",
+    counter: str = "alu",
+    control: str = "",
+    vocabulary: Mapping[str, str] | None = None,
+    **words: str,
+) -> Callable[[Bind], Bind]:
+    """Register a family under every spelling given. Keyword arguments list the words of `<slots>`, space-separated;
+    `vocabulary` is the same for families that share them.
+
+    `counter` is the instruction class it is counted in; `control` is "branch", "exit" or "" (see bind/code.py).
+    """
+
+    listed = {**(vocabulary or {}), **words}
+
+    def register(bind: Bind) -> Bind:
+        for spelling in spellings:
+            form = Form(spelling, _compile(spelling, listed), bind, kind, section, counter, control)
+            first = next(iter(form.slots[0].choices))
+            _TABLE.setdefault(first, []).append(form)
+        return bind
+
+    return register
+
+
+@cache
+def _lookup(parts: tuple[str, ...]) -> tuple[Form, Mapping[str, str]] | None:
+    for form in _TABLE.get(parts[0], []):
+        words = form.match(parts)
+        if words is not None:
+            return form, words
+    return None
+
+
+def find(instruction: Instruction) -> tuple[Form, Mapping[str, str]]:
+    """The form that an instruction is spelt in and the words of its slots; UnknownInstructionError if there is none."""
+    found = _lookup(instruction.parts)
+    if found is not None:
+        return found
+    family = _TABLE.get(instruction.parts[0])
+    if not family:
+        raise UnknownInstructionError(
+            f"PTX line {instruction.line}: `{instruction.text}`: this machine does not know the opcode "
+            f"`{instruction.parts[0]}`"
+        )
+    common = sorted(family, key=lambda form: -_shared(form, instruction.parts))[:4]
+    listed = "; ".join(f"`{form.spelling}` (PTX ISA {form.section})" for form in common)
+    raise UnknownInstructionError(
+        f"PTX line {instruction.line}: `{instruction.text}`: no form of `{instruction.opcode}` is known; "
+        f"the nearest are {listed}"
+    )
+
+
+def _shared(form: Form, parts: tuple[str, ...]) -> int:
+    return sum(any(part in slot.choices for slot in form.slots) for part in parts)
+
+
+def all_forms() -> list[Form]:
+    """Every registered form, sorted by spelling: the coverage table is generated from this."""
+    return sorted((form for forms in _TABLE.values() for form in forms), key=lambda form: form.spelling)

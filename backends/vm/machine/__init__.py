@@ -1,0 +1,1 @@
+"""Warps, CTAs, clusters, the scheduler and the launches that they belong to."""

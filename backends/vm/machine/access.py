@@ -1,0 +1,226 @@
+"""Lane-wise access to any state space: one place that knows windows, ranks, ordering and counters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.faults import Fault
+from backends.vm.memory.banks import wavefronts
+from backends.vm.memory.clocks import Clock
+from backends.vm.memory.memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, check_alignment
+from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
+
+if TYPE_CHECKING:
+    from backends.vm.machine.cta import Cta
+    from backends.vm.machine.warp import Warp
+
+Bytes = npt.NDArray[np.uint8]
+Addresses = npt.NDArray[np.int64]
+
+_SPACE_OF_WINDOW = {0: "global", 1: "shared::cluster", 2: "local", 3: "param"}
+
+
+def resolve(space: str, addresses: Addresses) -> tuple[str, Addresses]:
+    """The state space that generic addresses fall into (`space` ""), with addresses of that space."""
+    if space:
+        return space, addresses
+    windows = addresses >> WINDOW_SHIFT
+    window = int(windows[0])
+    if (windows != window).any():
+        raise Fault("mixed-windows", "lanes of one generic access fall into different state spaces")
+    if window not in _SPACE_OF_WINDOW:
+        raise Fault("out-of-bounds", "a generic address outside of every window", lane=0, address=int(addresses[0]))
+    return _SPACE_OF_WINDOW[window], addresses if window in (0, 3) else addresses & ((1 << WINDOW_SHIFT) - 1)
+
+
+def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Cta, Addresses]:
+    """The CTA whose shared memory is meant, and offsets in it. All lanes must mean the same CTA."""
+    ranks = addresses >> RANK_SHIFT
+    cluster = warp.cta.cluster
+    if (ranks >= cluster.size).any():
+        lane = int((ranks >= cluster.size).argmax())
+        raise Fault("out-of-bounds", f"shared {access} at an address of CTA rank {ranks[lane]} of a cluster of "
+                    f"{cluster.size}", lane=lane, address=int(addresses[lane]))  # fmt: skip
+    if space != "shared::cluster" and (ranks != warp.cta.place.cta_rank).any():
+        lane = int((ranks != warp.cta.place.cta_rank).argmax())
+        try:
+            warp.cta.own_offset(int(addresses[lane]), access)
+        except Fault as fault:
+            fault.lane = lane
+            raise
+    return cluster.ctas[int(ranks[0])], addresses & OFFSET_MASK
+
+
+def load(
+    warp: Warp, space: str, addresses: Addresses, size: int, *, strong: bool = False, lanes: Addresses | None = None
+) -> Bytes:
+    """`size` bytes at each address, uint8 [n, size]. `lanes` they belong to: the active ones unless given."""
+    lanes = np.flatnonzero(warp.mask) if lanes is None else lanes
+    groups = _groups(space, addresses)
+    if groups is not None:
+        values = np.empty((addresses.size, size), np.uint8)
+        for group in groups:
+            values[group] = load(warp, space, addresses[group], size, strong=strong, lanes=lanes[group])
+        return values
+    try:
+        return _load(warp, space, addresses, size, lanes, strong=strong)
+    except Fault as fault:
+        raise _of_lane(fault, lanes) from None
+
+
+def _load(warp: Warp, space: str, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool) -> Bytes:
+    space, addresses = resolve(space, addresses)
+    if space.startswith("shared"):
+        cta, offsets = owner(warp, space, addresses, "load")
+        _count_banks(warp, offsets, size)
+        return cta.smem.load(offsets, size, warp.clock, warp.stamp, strong=strong)
+    if space == "param":
+        return _load_param(warp, addresses, size)
+    if space == "local":
+        return warp.local[_local_index(warp, addresses, size, lanes)]
+    machine = warp.cta.machine
+    buffer, offsets = machine.memory.locate(addresses, size, "load")
+    if buffer is None:
+        return _split_load(warp, addresses, size, lanes, strong=strong)
+    if buffer.writable and not strong:
+        machine.races.read(buffer, addresses, size, warp, warp.stamp)
+    return buffer.data[offsets[:, None] + np.arange(size)]
+
+
+def store(
+    warp: Warp,
+    space: str,
+    addresses: Addresses,
+    values: Bytes,
+    line: int,
+    *,
+    strong: bool = False,
+    lanes: Addresses | None = None,
+) -> None:
+    """Write uint8 [n, size] at each address. `lanes` they belong to: the active ones unless given."""
+    lanes = np.flatnonzero(warp.mask) if lanes is None else lanes
+    groups = _groups(space, addresses)
+    if groups is not None:
+        for group in groups:
+            store(warp, space, addresses[group], values[group], line, strong=strong, lanes=lanes[group])
+        return
+    try:
+        _store(warp, space, addresses, values, line, lanes, strong=strong)
+    except Fault as fault:
+        raise _of_lane(fault, lanes) from None
+
+
+def _store(
+    warp: Warp, space: str, addresses: Addresses, values: Bytes, line: int, lanes: Addresses, *, strong: bool
+) -> None:
+    space, addresses = resolve(space, addresses)
+    warp.cta.machine.engine.events += 1
+    if space.startswith("shared"):
+        cta, offsets = owner(warp, space, addresses, "store")
+        _count_banks(warp, offsets, values.shape[1])
+        cta.smem.store(offsets, values, warp.clock, warp.stamp, line, strong=strong)
+    elif space == "local":
+        warp.local[_local_index(warp, addresses, values.shape[1], lanes)] = values
+    elif space == "param":
+        raise Fault("read-only", "store to parameter space", lane=0, address=int(addresses[0]))
+    else:
+        warp.cta.machine.memory.store(addresses, values)
+        _note_store(warp, addresses, values.shape[1], line, strong=strong)
+
+
+def _split_load(warp: Warp, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool) -> Bytes:
+    """A load whose lanes lie in several buffers."""
+    one = [slice(i, i + 1) for i in range(addresses.size)]
+    return np.concatenate([_load(warp, "global", addresses[i], size, lanes[i], strong=strong) for i in one])
+
+
+def _note_store(warp: Warp, addresses: Addresses, size: int, line: int, *, strong: bool) -> None:
+    machine = warp.cta.machine
+    buffer, _ = machine.memory.locate(addresses, size, "store")
+    if buffer is not None:
+        machine.races.write(buffer, addresses, size, warp, warp.stamp, line, strong=strong)
+        return
+    for i in range(addresses.size):
+        _note_store(warp, addresses[i : i + 1], size, line, strong=strong)
+
+
+def _groups(space: str, addresses: Addresses) -> list[Addresses] | None:
+    """Positions of the lanes by state space (generic) or CTA (shared::cluster); None if there is one group."""
+    if space not in ("", "shared::cluster"):
+        return None
+    keys = addresses >> WINDOW_SHIFT
+    shared = (keys == SHARED_WINDOW >> WINDOW_SHIFT) | (space != "")
+    keys = np.where(shared, keys << 32 | (addresses >> RANK_SHIFT & 0xFF), keys)
+    if (keys == keys[0]).all():
+        return None
+    return [np.flatnonzero(keys == key) for key in dict.fromkeys(keys.tolist())]
+
+
+def _of_lane(fault: Fault, lanes: Addresses) -> Fault:
+    """Memories count the addresses of one access; reports count lanes of the warp."""
+    if fault.lane is not None:
+        fault.lane = int(lanes[fault.lane])
+    return fault
+
+
+def _load_param(warp: Warp, addresses: Addresses, size: int) -> Bytes:
+    params = warp.cta.machine.params
+    offsets = addresses - PARAM_WINDOW if int(addresses[0]) >= PARAM_WINDOW else addresses
+    check_alignment(offsets, size, "parameter load")
+    outside = (offsets < 0) | (offsets + size > params.size)
+    if outside.any():
+        lane = int(outside.argmax())
+        raise Fault("out-of-bounds", f"parameter load of {size} bytes outside of the {params.size} bytes of parameters",
+                    lane=lane, address=int(offsets[lane]))  # fmt: skip
+    return params[offsets[:, None] + np.arange(size)]
+
+
+def _local_index(
+    warp: Warp, addresses: Addresses, size: int, lanes: Addresses
+) -> tuple[npt.NDArray[np.intp], Addresses]:
+    check_alignment(addresses, size, "local access")
+    outside = (addresses < 0) | (addresses + size > warp.local.shape[1])
+    if outside.any():
+        lane = int(outside.argmax())
+        raise Fault("out-of-bounds", f"local access of {size} bytes; a thread has {warp.local.shape[1]} bytes",
+                    lane=lane, address=int(addresses[lane]))  # fmt: skip
+    return lanes[:, None].astype(np.intp), addresses[:, None] + np.arange(size)
+
+
+def _count_banks(warp: Warp, offsets: Addresses, size: int) -> None:
+    counters = warp.cta.machine.counters
+    least, taken = wavefronts(offsets, size)
+    counters["smem_wavefronts"] += taken
+    counters["smem_bank_conflicts"] += taken - least
+
+
+def synchronise(
+    warp: Warp, space: str, addresses: Addresses, sem: str, scope: str, *, acquire: bool, release: bool
+) -> None:
+    """A strong operation on flags: releases carry the warp's clock to them, acquires take over what they carry.
+
+    An acquire comes before the access, a release after it. In global memory with a scope beyond the cluster a relaxed
+    operation needs the fence of the ISA's patterns (backends.vm.memory.grid_clocks); elsewhere it is treated as both.
+    """
+    races = warp.cta.machine.races
+    for address in dict.fromkeys(addresses.tolist()):
+        where, own = resolve(space, np.array([address], np.int64))
+        place = int(own[0])
+        wide = where == "global" and scope not in ("cta", "cluster")
+        takes, gives = not wide or sem in ("acquire", "acq_rel"), not wide or sem in ("release", "acq_rel")
+        if wide and acquire:
+            races.acquire(place, warp, ordered=takes)
+        if wide and release:
+            races.release(place, warp, ordered=gives)
+        flags, key = warp.cta.cluster.flags, (where.partition("::")[0], place)
+        if acquire and takes and key in flags:
+            warp.clock.join(flags[key])
+        if release and gives:
+            if key not in flags:
+                flags[key] = Clock.zero(warp.clock.seen.size)
+            flags[key].join(warp.clock)
+    if release:
+        warp.next_epoch()

@@ -1,0 +1,300 @@
+"""A CTA and the cluster it belongs to: shared memory, tensor memory, mbarriers, named barriers, warps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from backends.vm.faults import Fault
+from backends.vm.machine.special import Dim3, Place
+from backends.vm.machine.warp import Warp
+from backends.vm.machine.warpgroup import Warpgroup
+from backends.vm.memory.clocks import Clock
+from backends.vm.memory.global_races import CLUSTER_SHIFT
+from backends.vm.memory.mbarrier import MBarrier
+from backends.vm.memory.memory import PARAM_WINDOW
+from backends.vm.memory.shared import MBARRIER, OFFSET_MASK, RANK_SHIFT, SharedMemory
+from backends.vm.memory.tmem import TensorMemory
+
+if TYPE_CHECKING:
+    from backends.vm.bind.layout import FunctionLayout
+    from backends.vm.machine.machine import Machine
+
+NAMED_BARRIERS = 16
+ACCUMULATORS = 8
+"""Accumulators of a CTA whose chains of MMAs are told apart; 512 columns hold four of 128."""
+COPY_AGENTS = 48
+
+
+@dataclass(slots=True)
+class NamedBarrier:
+    """`barrier` resource 0..15 of a CTA (PTX ISA 9.7.13.1): arrivals in threads, and the clocks they bring.
+
+    `expected` None: every thread of the CTA that has not ended, however many those are when the last one arrives.
+    """
+
+    arriving: Clock
+    released: Clock
+    arrived: int = 0
+    expected: int | None = None
+    generation: int = 0
+    votes: list[bool] = field(default_factory=list[bool])
+    outcome: list[bool] = field(default_factory=list[bool])
+
+
+class Cta:
+    """One CTA.
+
+    Its tensor core is several agents, from clock index `tensor_agent` on: one for tcgen05.cp, which every later mma
+    follows in order, and one for each accumulator, since only MMAs of the same accumulator and shape are ordered among
+    themselves (PTX ISA 9.7.16.6.2). Beyond ACCUMULATORS of them agents are shared and a missing wait can hide.
+    """
+
+    def __init__(self, machine: Machine, cluster: Cluster, place: Place, layout: FunctionLayout, dynamic: int) -> None:
+        self.machine = machine
+        self.cluster = cluster
+        self.place = place
+        self.layout = layout
+        self.smem = SharedMemory(layout.static_shared, dynamic, layout.dynamic_align)
+        self.smem.name_of = cluster.agent_name
+        self.smem.first_engine, self.smem.first_copy = cluster.tensor_agent(0), cluster.first_copy
+        self.local_size = layout.local_size
+        self.mbarriers: dict[int, MBarrier] = {}
+        self.warpgroups: dict[int, Warpgroup] = {}
+        self.tensor_agent = cluster.tensor_agent(place.cta_rank)
+        self.tensor_serial = 0
+        self._accumulators: dict[tuple[int, ...], int] = {}
+        self.named: dict[int, NamedBarrier] = {}
+        threads = place.block[0] * place.block[1] * place.block[2]
+        self.warps = [
+            Warp(layout.code, self, index, min(32, threads - 32 * index), cluster.warp_agent(place.cta_rank, index),
+                 cluster.agents)
+            for index in range(-(-threads // 32))
+        ]  # fmt: skip
+        for warp in self.warps:
+            warp.fill_symbols()
+
+    @cached_property
+    def tmem(self) -> TensorMemory:
+        """Tensor memory, made on first use: most CTAs of some launches have none."""
+        return TensorMemory(name_of=self.cluster.agent_name)
+
+    @property
+    def used_tmem(self) -> TensorMemory | None:
+        """`tmem` if anything has used it."""
+        return self.__dict__.get("tmem")
+
+    def accumulator_agent(self, *accumulator: int) -> int:
+        """Clock index of the chain of MMAs with this accumulator: (address, m, n)."""
+        known = self._accumulators.get(accumulator)
+        if known is None:
+            known = self.tensor_agent + 1 + len(self._accumulators) % ACCUMULATORS
+            self._accumulators[accumulator] = known
+        return known
+
+    @property
+    def tensor_agents(self) -> slice:
+        """Clock indices of everything that the tensor core does."""
+        return slice(self.tensor_agent, self.tensor_agent + 1 + ACCUMULATORS)
+
+    @property
+    def rank_bits(self) -> int:
+        """What this CTA's shared addresses carry in bits 31..24."""
+        return self.place.cta_rank << RANK_SHIFT
+
+    def symbol_address(self, name: str, *, generic: bool) -> int:
+        """The address of a variable or parameter in its own state space."""
+        space, offset = self.layout.place_of(name, self.smem.dynamic_offset)
+        if space == "shared":
+            return self.rank_bits | offset
+        if space == "param":
+            return PARAM_WINDOW + offset
+        if space in ("global", "const"):
+            return self.machine.variable_address(name)
+        return offset
+
+    def own_offset(self, address: int, access: str) -> int:
+        """Offset of a `.shared` (own CTA) address; another CTA's rank bits are a fault, as on an H200."""
+        if address >> RANK_SHIFT != self.place.cta_rank:
+            raise Fault("remote-shared", f"{access} through .shared with the address of CTA rank "
+                        f"{address >> RANK_SHIFT} from CTA rank {self.place.cta_rank}: use .shared::cluster",
+                        address=address)  # fmt: skip
+        return address & OFFSET_MASK
+
+    def init_mbarrier(self, offset: int, count: int, warp: Warp) -> None:
+        """`mbarrier.init` at a shared offset by `warp`."""
+        if offset in self.mbarriers:
+            raise Fault("mbarrier-misuse", "mbarrier.init where an mbarrier already lies (mbarrier.inval comes first)",
+                        address=offset)  # fmt: skip
+        self.smem.check_region(offset, 8, "mbarrier.init")
+        made = MBarrier.create(offset, count, self.cluster.agents)
+        made.creator, made.created = warp.agent, int(warp.clock.seen[warp.agent])
+        made.copy_agent = self.cluster.new_copy_agent()
+        self.mbarriers[offset] = made
+        self.smem.in_flight[offset // 4 : offset // 4 + 2] = MBARRIER
+        self.smem.written[offset : offset + 8] = True
+
+    def inval_mbarrier(self, offset: int) -> None:
+        """`mbarrier.inval`: the memory may be used for other things."""
+        self.mbarrier(offset)
+        del self.mbarriers[offset]
+        self.smem.in_flight[offset // 4 : offset // 4 + 2] = 0
+        self.smem.written[offset : offset + 8] = False
+
+    def mbarrier(self, offset: int, clock: Clock | None = None) -> MBarrier:
+        """The live mbarrier at a shared offset. `clock` of who asks: its initialisation must be ordered before."""
+        found = self.mbarriers.get(offset)
+        if found is None:
+            known = ", ".join(f"{at:#x}" for at in sorted(self.mbarriers)) or "none"
+            raise Fault("mbarrier-misuse", f"no mbarrier has been initialised here; live ones of this CTA: {known}",
+                        address=offset)  # fmt: skip
+        if clock is not None and clock.seen[found.creator] < found.created:
+            raise Fault("mbarrier-misuse", f"nothing orders this after the mbarrier.init by "
+                        f"{self.cluster.agent_name(found.creator)}: a barrier is missing between the two",
+                        address=offset)  # fmt: skip
+        return found
+
+    @property
+    def done(self) -> bool:
+        """Whether all warps have ended."""
+        return all(warp.done for warp in self.warps)
+
+    def threads_ended(self) -> None:
+        """Barriers that only waited for threads that have now ended are complete (PTX ISA 9.7.13.1)."""
+        for barrier in self.named.values():
+            if barrier.arrived and barrier.expected is None:
+                self.complete_barrier(barrier)
+
+    def named_barrier(self, number: int) -> NamedBarrier:
+        """Barrier resource `number`, made on first use."""
+        if number not in self.named:
+            self.named[number] = NamedBarrier(Clock.zero(self.cluster.agents), Clock.zero(self.cluster.agents))
+        return self.named[number]
+
+    def complete_barrier(self, barrier: NamedBarrier) -> None:
+        """End the phase of a named barrier if all that it waits for have arrived."""
+        alive = sum(int(warp.alive.sum()) for warp in self.warps)
+        if barrier.arrived == (alive if barrier.expected is None else barrier.expected):
+            barrier.arrived = 0
+            barrier.generation += 1
+            barrier.released.join(barrier.arriving)
+            barrier.arriving.clear()
+            barrier.outcome, barrier.votes = barrier.votes, []
+            self.machine.engine.events += 1
+
+    def check_exit(self) -> None:
+        """What must be in order when a CTA ends: copies waited for, tensor memory given back."""
+        for warp in self.warps:
+            kinds = (("cp.async.bulk", warp.copies.bulk), ("cp.async", warp.copies.plain))
+            for kind, lane, groups in ((kind, lane, groups) for kind, all_ in kinds for lane, groups in all_.items()):
+                if (left := groups.unread()) is not None:
+                    raise Fault("exit-with-pending-operation", f"{left.operation.what} was issued, but the thread ends "
+                                f"without a {kind}.wait_group for it", lane=lane, kernel=left.operation.kernel,
+                                line=left.operation.line, text=left.operation.text, where=warp.name)  # fmt: skip
+        for group in self.warpgroups.values():
+            for warp, part in zip(self.warps[group.first :], group.parts, strict=False):
+                if pending := part.pending():
+                    left = pending[0].operation
+                    raise Fault("exit-with-pending-operation", f"{left.what} was issued, but the warp ends without a "
+                                "wgmma.wait_group for it", kernel=left.kernel, line=left.line, text=left.text,
+                                where=warp.name)  # fmt: skip
+        for barrier in self.mbarriers.values():
+            seen = max(int(warp.clock.seen[barrier.copy_agent]) for warp in self.cluster.warps)
+            if barrier.last_copy is not None and barrier.last_copy_serial > seen:
+                left = barrier.last_copy
+                raise Fault("exit-with-pending-operation", f"{left.what} was issued, but nobody has waited for it at "
+                            f"mbarrier {barrier.offset:#x} when the CTA ends", kernel=left.kernel, line=left.line,
+                            text=left.text, where=left.issuer)  # fmt: skip
+        if self.used_tmem is not None and self.used_tmem.allocations:
+            held = ", ".join(f"{a.columns} columns at {a.first} (PTX line {a.line})" for a in self.tmem.allocations)
+            raise Fault("tmem-leak", f"the CTA ends with tensor memory allocated: {held}; tcgen05.dealloc is missing",
+                        kernel=self.layout.code.function.name, where=f"CTA {self.place.ctaid}")  # fmt: skip
+
+
+class Cluster:
+    """CTAs that are launched together.
+
+    Clock indices (agents): all warps by CTA rank, then the tensor cores' accumulators, then copies. Copies that are
+    waited for together, at one mbarrier or in one thread's groups, are one agent; beyond COPY_AGENTS such places agents
+    are shared, and a missing wait can hide behind another place's wait. Last comes clocks.WAITED. `serial` numbers the
+    clusters of a launch from 1, `mark` is that number where marks of global memory hold it.
+    """
+
+    def __init__(self, machine: Machine, first: Dim3, size: Dim3, grid: Dim3, block: Dim3, layout: FunctionLayout,
+                 dynamic: int) -> None:  # fmt: skip
+        threads = block[0] * block[1] * block[2]
+        self.warps_per_cta = -(-threads // 32)
+        self.size = size[0] * size[1] * size[2]
+        self.first_copy = self.size * (self.warps_per_cta + 1 + ACCUMULATORS)
+        self.agents = self.first_copy + COPY_AGENTS + 1
+        self.serial = machine.races.begin_cluster(first)
+        self.mark = self.serial << CLUSTER_SHIFT
+        self.copy_places = 0
+        self.copy_serial = 0
+        self.arriving = Clock.zero(self.agents)
+        self.released = Clock.zero(self.agents)
+        self.generation = 0
+        self.flags: dict[tuple[str, int], Clock] = {}
+        self.ctas: list[Cta] = []
+        for rank in range(self.size):
+            x, y, z = rank % size[0], rank // size[0] % size[1], rank // (size[0] * size[1])
+            ctaid = (first[0] + x, first[1] + y, first[2] + z)
+            self.ctas.append(Cta(machine, self, Place(grid, size, block, ctaid, rank), layout, dynamic))
+
+    def warp_agent(self, rank: int, warp: int) -> int:
+        """Clock index of a warp."""
+        return rank * self.warps_per_cta + warp
+
+    def tensor_agent(self, rank: int) -> int:
+        """First clock index of a CTA's tensor core."""
+        return self.size * self.warps_per_cta + rank * (1 + ACCUMULATORS)
+
+    def new_copy_agent(self) -> int:
+        """The agent of one more place (an mbarrier, a thread) at which copies are waited for."""
+        self.copy_places += 1
+        return self.first_copy + (self.copy_places - 1) % COPY_AGENTS
+
+    def agent_name(self, agent: int) -> str:
+        """How reports call an agent."""
+        if agent >= self.first_copy:
+            return "a copy"
+        rank, index = divmod(agent, self.warps_per_cta)
+        if agent >= self.tensor_agent(0):
+            rank, index = (agent - self.tensor_agent(0)) // (1 + ACCUMULATORS), -1
+        of = f" of CTA rank {rank}" if self.size > 1 else ""
+        return f"the tensor core{of}" if index < 0 else f"warp {index}{of}"
+
+    def next_copy(self) -> int:
+        """A serial number for a bulk copy: its epoch as an agent."""
+        self.copy_serial += 1
+        return self.copy_serial
+
+    def cta_of(self, address: int, access: str) -> Cta:
+        """The CTA whose shared memory a `.shared::cluster` address names."""
+        rank = address >> RANK_SHIFT
+        if rank >= self.size:
+            raise Fault("remote-shared", f"{access} names CTA rank {rank} of a cluster of {self.size}", address=address)
+        return self.ctas[rank]
+
+    def complete_phase(self) -> None:
+        """End the phase of the cluster barrier when every living thread has arrived (PTX ISA 9.7.13.3)."""
+        warps = self.warps
+        if any((warp.alive & ~warp.cluster_arrived).any() for warp in warps) or not any(w.alive.any() for w in warps):
+            return
+        if any(warp.cluster_arrived.any() for warp in warps):
+            for warp in warps:
+                warp.cluster_arrived[:] = False
+            self.generation += 1
+            self.released.join(self.arriving)
+            self.arriving.clear()
+
+    @property
+    def done(self) -> bool:
+        """Whether all CTAs have ended."""
+        return all(cta.done for cta in self.ctas)
+
+    @property
+    def warps(self) -> list[Warp]:
+        """All warps, by CTA rank."""
+        return [warp for cta in self.ctas for warp in cta.warps]

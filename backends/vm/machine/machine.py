@@ -1,0 +1,328 @@
+"""The machine: global memory, loaded modules, and launches that run to their end or to the first broken rule."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from backends.vm import isa  # noqa: F401  (registers every instruction family)
+from backends.vm.bind.code import Block
+from backends.vm.bind.layout import FunctionLayout, lay_out
+from backends.vm.faults import Fault, LaunchError
+from backends.vm.machine.cta import Cluster
+from backends.vm.machine.deadlock import report
+from backends.vm.machine.engine import Engine
+from backends.vm.machine.scheduler import Schedule, schedule
+from backends.vm.machine.special import Dim3
+from backends.vm.machine.warp import Warp
+from backends.vm.memory.global_races import GlobalRaces
+from backends.vm.memory.memory import PARAM_WINDOW, WINDOW_SHIFT, Bytes, GlobalMemory
+from backends.vm.memory.shared import MAX_DYNAMIC
+from backends.vm.ptx.ast import Module, Variable
+from backends.vm.ptx.parse_cache import parse_cached
+from backends.vm.ptx.variables import AddressedVariable
+
+if TYPE_CHECKING:
+    from backends.vm.trace.recorder import Recorder
+
+
+MAX_GRID = (2**31 - 1, 65535, 65535)
+MAX_BLOCK = (1024, 1024, 64)
+MAX_CLUSTER = 16
+"""Launch limits of compute capability 9.0 and 10.0 (CUDA programming guide; more than 8 CTAs is not portable)."""
+LONG_RUN = 2000
+"""Turns after which one more cluster joins those in flight: the ones there may be waiting for it in global memory."""
+
+
+class LoadedModule:
+    """A parsed module whose functions are bound on first use and then kept."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self._layouts: dict[str, FunctionLayout] = {}
+
+    def entry(self, name: str) -> FunctionLayout:
+        """Code and layout of entry `name`; LaunchError if the module has none."""
+        function = self.module.functions.get(name)
+        if function is None or not function.is_entry:
+            entries = ", ".join(n for n, f in self.module.functions.items() if f.is_entry) or "none"
+            raise LaunchError(f"the module has no entry {name!r}; its entries are: {entries}")
+        if name not in self._layouts:
+            self._layouts[name] = lay_out(self.module, function)
+        return self._layouts[name]
+
+
+@lru_cache(maxsize=64)
+def load(ptx: str, folder: Path | None = None) -> LoadedModule:
+    """Parse `ptx`; the result is kept, so that a kernel is decoded once however often it is launched.
+
+    `folder` keeps parsed modules between processes.
+    """
+    return LoadedModule(parse_cached(ptx, folder=folder))
+
+
+class Machine:
+    """A GPU without a clock: memory, a schedule, an accumulation policy, and counters over all launches.
+
+    `unstarted`: first CTAs of the clusters of the running launch that have not begun.
+    """
+
+    def __init__(
+        self,
+        schedule_name: str = "eager",
+        accumulate: str = "fast",
+        step_budget: int = 200_000_000,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.memory = GlobalMemory()
+        self.schedule: Schedule = schedule(schedule_name)
+        self.accumulate = accumulate
+        self.step_budget = step_budget
+        self.steps_left = step_budget
+        self.recorder = recorder
+        self.engine = Engine(self.schedule.defers) if recorder is None else recorder.engine(self.schedule.defers)
+        self.counters: Counter[str] = Counter()
+        self.blocks_run: dict[int, Block] = {}
+        self.params: Bytes = np.zeros(0, np.uint8)
+        self.unstarted: list[Dim3] = []
+        self.races = GlobalRaces()
+        self._variables: dict[tuple[int, str], int] = {}
+        self._module: LoadedModule | None = None
+
+    def launch(
+        self,
+        module: LoadedModule,
+        entry: str,
+        grid: Dim3,
+        block: Dim3,
+        params: Sequence[bytes],
+        cluster: Dim3 = (1, 1, 1),
+        dynamic_smem: int = 0,
+        *,
+        dependent: bool = False,
+    ) -> None:
+        """Run a grid to its end. `params` holds the bytes of each parameter; sizes in threads, CTAs and bytes.
+
+        `dependent`: it may overlap the launch before it (programmatic dependent launch).
+
+        Raises LaunchError for a launch that no GPU would take, Fault for the first rule that the kernel breaks.
+        """
+        layout = module.entry(entry) if self.recorder is None else self.recorder.layout(module, entry)
+        _check_launch(layout, grid, block, cluster, dynamic_smem)
+        self.counters["smem_bytes"] = max(self.counters["smem_bytes"], layout.static_shared + dynamic_smem)
+        self._module = module
+        self.params = _param_block(layout, params)
+        self.races.begin_launch(entry, dependent=dependent)
+        run = Run(self, layout, grid, block, cluster, dynamic_smem)
+        with np.errstate(all="ignore"), nullcontext() if self.recorder is None else self.recorder.launch(run):
+            run.to_the_end()
+
+    def opcodes_run(self) -> frozenset[tuple[str, ...]]:
+        """Opcodes, in their dotted parts, of every basic block that ran in a launch that has ended."""
+        return frozenset(one.parts for block in self.blocks_run.values() for one in block.instructions)
+
+    def variable_address(self, name: str) -> int:
+        """Global address of a module variable, which is placed on first use."""
+        key = (id(self._module), name)
+        if key not in self._variables and self._module is not None:
+            variable = self._module.module.variables[name]
+            data = np.zeros(max(variable.size, 1), np.uint8)
+            if variable.initial is not None:
+                data[: len(variable.initial)] = np.frombuffer(variable.initial, np.uint8)
+            self._variables[key] = self.memory.add(name, data, writable=variable.space != "const").base
+            self._fill_addresses(variable, data)
+        return self._variables[key]
+
+    def _fill_addresses(self, variable: Variable, data: Bytes) -> None:
+        if not isinstance(variable, AddressedVariable):
+            return
+        for item in variable.addresses:
+            address = self.variable_address(item.symbol) + item.addend
+            width = variable.size - item.offset if variable.size - item.offset < 8 else 8
+            data[item.offset : item.offset + width] = np.frombuffer(address.to_bytes(8, "little"), np.uint8)[:width]
+
+    def read_generic(self, address: int, size: int) -> Bytes:
+        """Bytes at a generic address that lies in parameter or global space (tensor maps)."""
+        if address >> WINDOW_SHIFT == PARAM_WINDOW >> WINDOW_SHIFT:
+            offset = address - PARAM_WINDOW
+            if offset + size > self.params.size:
+                raise Fault("out-of-bounds", f"read of {size} bytes past the {self.params.size} bytes of parameters",
+                            address=address)  # fmt: skip
+            return self.params[offset : offset + size]
+        return self.memory.load(np.array([address], np.int64), size)[0]
+
+
+def _check_launch(layout: FunctionLayout, grid: Dim3, block: Dim3, cluster: Dim3, dynamic_smem: int) -> None:
+    name = layout.code.function.name
+    threads = block[0] * block[1] * block[2]
+    if min(*grid, *block, *cluster) < 1 or threads > 1024:
+        raise LaunchError(
+            f"{name}: grid {grid}, cluster {cluster}, block {block}: every size is at least 1 and a block has at most "
+            "1024 threads"
+        )
+    for what, sizes, most in (("grid", grid, MAX_GRID), ("block", block, MAX_BLOCK)):
+        for axis, size, limit in zip("xyz", sizes, most, strict=True):
+            if size > limit:
+                raise LaunchError(f"{name}: {what} {sizes}: {size} in {axis}, where at most {limit} are possible")
+    if cluster[0] * cluster[1] * cluster[2] > MAX_CLUSTER:
+        raise LaunchError(f"{name}: a cluster of {cluster} CTAs; at most {MAX_CLUSTER} are possible")
+    if any(size % part for size, part in zip(grid, cluster, strict=True)):
+        raise LaunchError(f"{name}: grid {grid} is not a multiple of the cluster {cluster}")
+    if dynamic_smem + layout.static_shared > MAX_DYNAMIC:
+        raise LaunchError(
+            f"{name}: {dynamic_smem} bytes of dynamic shared memory and {layout.static_shared} static ones exceed "
+            f"{MAX_DYNAMIC}"
+        )
+    required = layout.code.function.directives.get("reqntid")
+    if required and tuple([*required, 1, 1][:3]) != tuple(block):
+        raise LaunchError(f"{name}: block {block} where the kernel declares .reqntid {required}")
+    most = layout.code.function.directives.get("maxntid")
+    if most and threads > int(np.prod(most)):
+        raise LaunchError(f"{name}: {threads} threads where the kernel declares .maxntid {most}")
+
+
+def _param_block(layout: FunctionLayout, params: Sequence[bytes]) -> Bytes:
+    declared = layout.code.function.params
+    if len(declared) != len(params):
+        raise LaunchError(f"{layout.code.function.name} takes {len(declared)} parameters, {len(params)} were given")
+    block = np.zeros(layout.param_size, np.uint8)
+    for variable, value in zip(declared, params, strict=True):
+        if len(value) != variable.size:
+            raise LaunchError(
+                f"{layout.code.function.name}: parameter `{variable.name}` has {variable.size} bytes, {len(value)} "
+                "were given"
+            )
+        offset = layout.offsets[variable.name][1]
+        block[offset : offset + variable.size] = np.frombuffer(value, np.uint8)
+    return block
+
+
+class Run:
+    """One launch in progress: clusters not yet begun, those resident, and the warps that can move."""
+
+    def __init__(
+        self, machine: Machine, layout: FunctionLayout, grid: Dim3, block: Dim3, cluster: Dim3, dynamic: int
+    ) -> None:
+        self.machine = machine
+        self.engine = machine.engine
+        self.layout = layout
+        self.shape = (grid, block, cluster, dynamic)
+        firsts = [
+            (x, y, z)
+            for z in range(0, grid[2], cluster[2])
+            for y in range(0, grid[1], cluster[1])
+            for x in range(0, grid[0], cluster[0])
+        ]
+        self.queue = machine.unstarted = [firsts[i] for i in machine.schedule.order(len(firsts))]
+        self.resident: list[Cluster] = []
+        self.warps: list[Warp] = []
+
+    def to_the_end(self) -> None:
+        """Run until every CTA has ended; Fault for a deadlock, a leak or a broken rule."""
+        stuck_at: object = None
+        turns = 0
+        while self._admit(self.machine.schedule.resident):
+            if self.machine.schedule.turn(self):
+                turns += 1
+                if turns % LONG_RUN == 0:
+                    self.admit_one_more()
+                continue
+            if self._retire() or any(warp.yield_strand() for warp in self.warps):
+                continue
+            if self._admit(len(self.resident) + 1, only_new=True):
+                continue
+            state = (self.engine.events, [(warp.index, warp.block) for warp in self.warps])
+            if state == stuck_at or not self._expire():
+                raise Fault(
+                    "deadlock", report(self.warps), kernel=self.layout.code.function.name, where="all warps wait"
+                )
+            stuck_at = state
+
+    def _admit(self, limit: int, *, only_new: bool = False) -> bool:
+        self._retire()
+        before = len(self.resident)
+        while self.queue and len(self.resident) < limit:
+            grid, block, cluster, dynamic = self.shape
+            begun = Cluster(self.machine, self.queue.pop(0), cluster, grid, block, self.layout, dynamic)
+            self.resident.append(begun)
+            if self.machine.recorder is not None:
+                self.machine.recorder.cluster_begins(begun)
+            self.warps.extend(begun.warps)
+        return len(self.resident) > before if only_new else bool(self.resident)
+
+    def admit_one_more(self) -> None:
+        """Launch one more cluster than the schedule keeps in flight."""
+        self._admit(len(self.resident) + 1)
+
+    def _retire(self) -> bool:
+        over = [cluster for cluster in self.resident if cluster.done]
+        for cluster in over:
+            for cta in cluster.ctas:
+                cta.check_exit()
+            self._check_nothing_pending(cluster)
+            for cta in cluster.ctas:
+                self._count(cta.warps)
+                tmem, counters = cta.used_tmem, self.machine.counters
+                counters["tmem_columns"] = max(counters["tmem_columns"], tmem.peak_columns if tmem is not None else 0)
+                if tmem is not None and tmem.unwaited_overwrites:
+                    counters["tmem_unwaited_overwrites"] += tmem.unwaited_overwrites
+            self.resident.remove(cluster)
+            self.warps = [warp for warp in self.warps if warp.cta.cluster is not cluster]
+        return bool(over)
+
+    def _check_nothing_pending(self, cluster: Cluster) -> None:
+        names = {warp.name for warp in cluster.warps}
+        for operation in self.engine.pending:
+            if operation.issuer in names:
+                raise Fault("exit-with-pending-operation", f"{operation.what} was issued, but its CTA ends without "
+                            "having waited for it", kernel=operation.kernel, line=operation.line, text=operation.text,
+                            where=operation.issuer)  # fmt: skip
+
+    def _count(self, warps: list[Warp]) -> None:
+        counters = self.machine.counters
+        for warp in warps:
+            for block, times in zip(warp.code.blocks, warp.executed, strict=True):
+                if times:
+                    self.machine.blocks_run[id(block)] = block
+                    for name, number in block.classes.items():
+                        counters[f"instructions_{name}"] += number * times
+
+    def advance(self, warp: Warp, quantum: int) -> int:
+        """Let a warp run up to `quantum` blocks; returns how many it ran."""
+        if warp.done:
+            return 0
+        recorder = self.machine.recorder
+        ran = warp.run(quantum) if recorder is None else recorder.run(warp, quantum)
+        self.machine.steps_left -= ran
+        if self.machine.steps_left < 0:
+            raise Fault("runaway", f"the launch has executed {self.machine.step_budget} basic blocks, its budget; "
+                        f"{warp.name} is at PTX line {warp.line}", kernel=self.layout.code.function.name,
+                        where="step budget")  # fmt: skip
+        return ran
+
+    def awaited(self) -> list[object]:
+        """What the parked warps wait for (mbarriers and the like)."""
+        waits = [warp.strands[0].wait for warp in self.warps if warp.strands]
+        return [wait.target for wait in waits if wait is not None and wait.target is not None]
+
+    def expire_one(self, choice: random.Random) -> bool:
+        """Let one wait that may time out do so; False if there is none."""
+        waiting = [warp for warp in self.warps if (wait := warp.waiting()) is not None and wait.expire]
+        if not waiting:
+            return False
+        choice.choice(waiting).expire()
+        self.machine.steps_left -= 1
+        return True
+
+    def _expire(self) -> bool:
+        waiting = [warp for warp in self.warps if warp.strands and warp.strands[0].wait and warp.strands[0].wait.expire]
+        for warp in waiting:
+            warp.expire()
+        return bool(waiting)

@@ -1,0 +1,64 @@
+"""Register files: bit containers without a type, one row of 32 lanes a register, with a view for each way to read them.
+
+PTX as CuTeDSL writes it declares only `.pred/.b16/.b32/.b64/.b128` and applies any operation of that width
+(facts.md 0.1), so a register is storage and the instruction brings the type.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+LANES = 32
+
+WIDTH_OF_TYPE = {
+    "pred": 1, "b8": 16, "u8": 16, "s8": 16, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16,
+    "b32": 32, "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32,
+    "b64": 64, "u64": 64, "s64": 64, "f64": 64, "f32x2": 64, "b128": 128,
+}  # fmt: skip
+"""Container width in bits of a register declared with a PTX type; 8-bit registers live in 16-bit containers."""
+
+_DTYPES: dict[int, tuple[tuple[str, type[np.generic]], ...]] = {
+    1: (("pred", np.bool_),),
+    16: (("u16", np.uint16), ("s16", np.int16), ("f16", np.float16)),
+    32: (("u32", np.uint32), ("s32", np.int32), ("f32", np.float32), ("u16x2", np.uint16)),
+    64: (("u64", np.uint64), ("s64", np.int64), ("f64", np.float64), ("f32x2", np.float32), ("u32x2", np.uint32)),
+    128: (("u64x2", np.uint64),),
+}
+_STORAGE: dict[int, type[np.generic]] = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}
+
+VIEWS_OF_WIDTH = {width: tuple(name for name, _ in views) for width, views in _DTYPES.items()}
+WIDTH_OF_VIEW = {name: width for width, names in VIEWS_OF_WIDTH.items() for name in names}
+
+Row = npt.NDArray[np.generic]
+
+
+Storage = dict[int, Row]
+"""Rows of each width: [registers and literals, 32], for 128 bits [.., 32, 2]."""
+
+
+def allocate(counts: dict[int, int], constants: dict[int, list[int]]) -> Storage:
+    """A fresh register file.
+
+    `counts` gives the registers of each width; `constants` the bit patterns of literals, placed from the last row
+    backwards, so that literal number i is row -(i+1). Registers start as zero; reading one that was never written is
+    found by backends.vm.bind.assignment.
+    """
+    rows: Storage = {}
+    for width, dtype in _STORAGE.items():
+        literal = constants.get(width, [])
+        total = counts.get(width, 0) + len(literal)
+        storage = rows[width] = np.zeros((total, LANES, 2) if width == 128 else (total, LANES), dtype)
+        for position, bits in enumerate(literal):
+            storage[total - 1 - position] = [bits & (2**64 - 1), bits >> 64] if width == 128 else bits
+    return rows
+
+
+def view(storage: Storage, name: str) -> list[Row]:
+    """The rows of a register file as the view `name` shows them: arrays [32], or [32, n] for packed views."""
+    width = WIDTH_OF_VIEW[name]
+    rows = storage[width]
+    shown = rows.view(dict(_DTYPES[width])[name])
+    if width in (32, 64) and shown.shape != rows.shape:
+        shown = shown.reshape(rows.shape[0], LANES, shown.shape[-1] // LANES)
+    return list(shown)

@@ -1,0 +1,106 @@
+"""Special registers: what a warp finds in `%tid.x`, `%laneid`, `%cluster_ctarank` and their like when it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.machine.registers import LANES
+
+if TYPE_CHECKING:
+    from backends.vm.machine.warp import Warp
+
+Dim3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a CTA stands: sizes and coordinates of grid, cluster and block (PTX ISA 10)."""
+
+    grid: Dim3
+    cluster: Dim3
+    block: Dim3
+    ctaid: Dim3
+    cta_rank: int
+
+    @property
+    def clusterid(self) -> Dim3:
+        """Coordinates of the cluster in the grid of clusters."""
+        return _divide(self.ctaid, self.cluster)
+
+    @property
+    def cluster_ctaid(self) -> Dim3:
+        """Coordinates of the CTA in its cluster."""
+        x, y, z = (position % size for position, size in zip(self.ctaid, self.cluster, strict=True))
+        return x, y, z
+
+
+def _divide(a: Dim3, b: Dim3) -> Dim3:
+    return a[0] // b[0], a[1] // b[1], a[2] // b[2]
+
+
+_AXES = ("x", "y", "z")
+_TRIPLES = ("tid", "ntid", "ctaid", "nctaid", "clusterid", "nclusterid", "cluster_ctaid", "cluster_nctaid")
+_SINGLES = (
+    "laneid", "warpid", "nwarpid", "smid", "nsmid", "gridid", "cluster_ctarank", "cluster_nctarank",
+    "is_explicit_cluster", "lanemask_eq", "lanemask_le", "lanemask_lt", "lanemask_ge", "lanemask_gt",
+    "dynamic_smem_size", "total_smem_size", "aggr_smem_size",
+)  # fmt: skip
+SPECIAL_REGISTERS = frozenset(
+    [f"%{name}.{axis}" for name in _TRIPLES for axis in _AXES] + [f"%{name}" for name in _SINGLES]
+)
+"""Special registers that hold one value for the whole life of a warp; clocks are read by `mov` alone."""
+
+
+def value(name: str, warp: Warp) -> npt.NDArray[np.uint32]:
+    """The 32 lanes of special register `name`, shape [32] or broadcastable to it."""
+    base, _, axis = name[1:].partition(".")
+    place = warp.cta.place
+    lanes = np.arange(LANES, dtype=np.int64)
+    if axis:
+        return np.asarray(_triple(base, warp, place, lanes)[_AXES.index(axis)]).astype(np.uint32)
+    return np.asarray(_single(base, warp, place, lanes)).astype(np.uint32)
+
+
+def _triple(base: str, warp: Warp, place: Place, lanes: npt.NDArray[np.int64]) -> tuple[object, object, object]:
+    if base == "tid":
+        linear = warp.index * LANES + lanes
+        x, y, _ = place.block
+        return linear % x, linear // x % y, linear // (x * y)
+    return {
+        "ntid": place.block,
+        "ctaid": place.ctaid,
+        "nctaid": place.grid,
+        "clusterid": place.clusterid,
+        "nclusterid": _divide(place.grid, place.cluster),
+        "cluster_ctaid": place.cluster_ctaid,
+        "cluster_nctaid": place.cluster,
+    }[base]
+
+
+def _single(base: str, warp: Warp, place: Place, lanes: npt.NDArray[np.int64]) -> object:
+    ones = np.int64(1)
+    if base.startswith("lanemask"):
+        below, here = (ones << lanes) - 1, ones << lanes
+        full = 2**32 - 1
+        return {"eq": here, "lt": below, "le": below | here, "gt": full & ~(below | here), "ge": full & ~below}[
+            base[9:]
+        ]
+    smem = warp.cta.smem
+    return {
+        "laneid": lanes,
+        "warpid": warp.index,
+        "nwarpid": len(warp.cta.warps),
+        "smid": 0,
+        "nsmid": 1,
+        "gridid": 0,
+        "cluster_ctarank": place.cta_rank,
+        "cluster_nctarank": int(np.prod(place.cluster)),
+        "is_explicit_cluster": int(place.cluster != (1, 1, 1)),
+        "dynamic_smem_size": smem.dynamic_size,
+        "total_smem_size": smem.size,
+        "aggr_smem_size": smem.size,
+    }[base]

@@ -1,0 +1,292 @@
+"""A warp: 32 lanes in step, the registers they hold, and the strands they fall into when they diverge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.bind.steps import HANDLED, NEXT, Wait
+from backends.vm.faults import Fault
+from backends.vm.machine import registers, special
+from backends.vm.machine.copy_groups import CopyGroups
+from backends.vm.machine.lane_turns import LaneTurns, merged
+from backends.vm.machine.registers import LANES
+from backends.vm.memory.clocks import Clock, stamp
+from backends.vm.memory.tmem import Index
+
+if TYPE_CHECKING:
+    from backends.vm.bind.code import Block, Code
+    from backends.vm.machine.cta import Cta
+    from backends.vm.ptx.ast import Instruction
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Strand:
+    """Lanes that share a program counter. `wait` is set while they are parked at the tail of `block`."""
+
+    block: int
+    mask: Mask
+    wait: Wait | None = None
+
+
+class Warp:
+    """32 lanes of a CTA running one function.
+
+    Register rows are lists of arrays of shape [32], one list for each way to read them (`f32`, `u64`, `pred`, ...).
+    `mask` holds the active lanes; `where` is the same for ufuncs, or True when all 32 are active.
+    """
+
+    pred: list[Mask]
+    u16: list[npt.NDArray[np.uint16]]
+    s16: list[npt.NDArray[np.int16]]
+    f16: list[npt.NDArray[np.float16]]
+    u32: list[npt.NDArray[np.uint32]]
+    s32: list[npt.NDArray[np.int32]]
+    f32: list[npt.NDArray[np.float32]]
+    u16x2: list[npt.NDArray[np.uint16]]
+    u64: list[npt.NDArray[np.uint64]]
+    s64: list[npt.NDArray[np.int64]]
+    f64: list[npt.NDArray[np.float64]]
+    f32x2: list[npt.NDArray[np.float32]]
+    u32x2: list[npt.NDArray[np.uint32]]
+    u64x2: list[npt.NDArray[np.uint64]]
+
+    def __init__(self, code: Code, cta: Cta, index: int, lanes: int, agent: int, agents: int) -> None:
+        self.code = code
+        self.cta = cta
+        self.index = index
+        self.agent = agent
+        self.clock = Clock.zero(agents)
+        self.clock.seen[agent] = self.clock.fenced[agent] = 1
+        self.stamp = stamp(agent, 1)
+        self._storage = registers.allocate(code.rows.counts, code.rows.constants)
+        self.written = {key: np.zeros(LANES, np.uint16) for key in code.tracked}
+        self.executed = [0] * len(code.blocks)
+        self.local = np.zeros((LANES, cta.local_size), np.uint8)
+        self.alive = np.arange(LANES) < lanes
+        self.strands = [Strand(0, self.alive.copy())]
+        self.block = 0
+        self.where: Mask | bool = True
+        self.set_mask(self.alive)
+        self.cluster_arrived = np.zeros(LANES, np.bool_)
+        self.cluster_phase = np.zeros(LANES, np.int64)
+        self.cluster_owed = np.zeros(LANES, np.bool_)
+        self.released = Clock.zero(agents)
+        self.tmem_stores: list[Index] = []
+        self.tmem_loads: dict[int, dict[tuple[int, int], list[Index]]] = {}
+        self.copies = CopyGroups()
+        self.turns = LaneTurns()
+
+    def __getattr__(self, name: str) -> list[registers.Row]:
+        """A view of the registers, made when an instruction first reads them so: most are never needed."""
+        if name not in registers.WIDTH_OF_VIEW:
+            raise AttributeError(f"a warp has no {name!r}")
+        rows = registers.view(self._storage, name)
+        setattr(self, name, rows)
+        return rows
+
+    def fill_symbols(self) -> None:
+        """Write special registers and symbol addresses; once, when the CTA is complete."""
+        for name, (_, row) in self.code.rows.specials.items():
+            self.u32[row][:] = special.value(name, self)
+        for (name, offset, width), (_, row) in self.code.rows.addresses.items():
+            if name != "_":
+                address = self.cta.symbol_address(name, generic=width == 64) + offset
+                rows = self.u64 if width == 64 else self.u32
+                rows[row][:] = address & (2**width - 1)
+
+    def set_mask(self, mask: Mask) -> None:
+        """Make `mask` the active lanes."""
+        self.mask = mask
+        self.where = True if mask.all() else mask
+
+    @property
+    def full(self) -> bool:
+        """Whether every lane that has not ended is active: what `.aligned` asks for."""
+        return bool((self.mask == self.alive).all())
+
+    def converged(self, what: str) -> None:
+        """Fault unless all living lanes are here (PTX `.sync.aligned`: undefined behaviour otherwise)."""
+        if not self.full:
+            lanes = np.flatnonzero(self.alive & ~self.mask)
+            raise Fault("diverged", f"{what} must be executed by all threads of the warp together; lanes "
+                        f"{lanes.tolist()} are elsewhere", lane=int(lanes[0]))  # fmt: skip
+
+    def next_epoch(self) -> None:
+        """What this warp does from now on is no longer covered by what it has released."""
+        epoch = int(self.clock.seen[self.agent]) + 1
+        self.clock.seen[self.agent] = epoch
+        self.stamp = stamp(self.agent, epoch)
+
+    def fence_proxy(self, *, shared: bool, global_: bool) -> None:
+        """`fence.proxy.async`: what was ordered before now in these memories is visible to the asynchronous proxy."""
+        if shared:
+            self.clock.fence_proxy()
+        if global_ and self.cta.machine.races.stored:
+            self.clock.grid_part().fence_proxy(self.cta.cluster.serial, self.clock.seen)
+        self.next_epoch()
+
+    @property
+    def name(self) -> str:
+        """How reports call this warp."""
+        return f"CTA {self.cta.place.ctaid}, warp {self.index}"
+
+    @property
+    def done(self) -> bool:
+        """Whether every lane has ended."""
+        return not self.strands
+
+    def split(self, *parts: tuple[int, Mask]) -> None:
+        """Replace the running strand by several."""
+        self.strands.pop(0)
+        for block, mask in parts:
+            self._place(block, mask)
+
+    def retire(self) -> None:
+        """End the lanes of the running strand."""
+        self._end(self.strands.pop(0).mask)
+
+    def drop(self, lanes: Mask) -> None:
+        """End some lanes of the running strand; the others go on."""
+        self.strands[0].mask = self.mask & ~lanes
+        self.set_mask(self.strands[0].mask)
+        self._end(lanes)
+
+    def _end(self, lanes: Mask) -> None:
+        self.alive = self.alive & ~lanes
+        self.cta.machine.engine.events += 1
+        self.cta.cluster.complete_phase()
+        self.cta.threads_ended()
+
+    def _place(self, block: int, mask: Mask) -> None:
+        if block >= len(self.code.blocks):
+            self._end(mask)
+            return
+        for position, other in enumerate(self.strands):
+            if other.block == block and other.wait is None:
+                other.mask = other.mask | mask
+                return
+            if other.block > block:
+                self.strands.insert(position, Strand(block, mask))
+                return
+        self.strands.append(Strand(block, mask))
+
+    def waiting(self) -> Wait | None:
+        """The wait that the foremost strand is parked at, if it is and is not ready."""
+        if not self.strands:
+            return None
+        wait = self.strands[0].wait
+        if wait is None or wait.ready() or (wait.local and any(other.wait is None for other in self.strands)):
+            return None
+        return wait
+
+    def yield_strand(self) -> bool:
+        """Let another strand run although the foremost one waits (independent thread scheduling); False if none can."""
+        for position, strand in enumerate(self.strands):
+            if strand.wait is None or strand.wait.ready():
+                self.strands.insert(0, self.strands.pop(position))
+                return position > 0
+        return False
+
+    def sort_strands(self) -> None:
+        """The strand in the lowest block first; strands in one block join."""
+        self.strands[:] = merged(self.strands)
+
+    def run(self, quantum: int) -> int:
+        """Execute up to `quantum` blocks; stop at a wait or the end. Returns how many blocks were executed."""
+        done = 0
+        while done < quantum and self.strands:
+            strand = self.strands[0]
+            if strand.wait is not None and not self._resume(strand):
+                if strand.wait.local and self.yield_strand():
+                    continue
+                break
+            if not self.strands or self.strands[0] is not strand or strand.wait is not None:
+                continue
+            if self.mask is not strand.mask:
+                self.set_mask(strand.mask)
+            self.block = strand.block
+            self._execute(strand, self.code.blocks[strand.block])
+            done += 1
+            if len(self.strands) > 1:
+                self.turns.after_block(self)
+        return done
+
+    def _resume(self, strand: Strand) -> bool:
+        wait = strand.wait
+        if wait is None or not wait.ready():
+            return False
+        strand.wait = None
+        if self.mask is not strand.mask:
+            self.set_mask(strand.mask)
+        if wait.finish is not None:
+            wait.finish()
+        if not wait.again:
+            self._move(strand, strand.block + 1)
+        return True
+
+    def rejoin(self) -> None:
+        """Lanes that wait at the same instruction as the foremost strand, and may go on, go on with it."""
+        strand = self.strands[0]
+        others = [other for other in self.strands[1:] if other.block == strand.block and other.wait is not None]
+        for other in others:
+            if other.wait is not None and other.wait.local:
+                strand.mask = strand.mask | other.mask
+                self.strands.remove(other)
+        self.set_mask(strand.mask)
+
+    def expire(self) -> None:
+        """End a wait that may time out: the instruction reports failure and the strand goes on."""
+        strand = self.strands[0]
+        if strand.wait is not None and strand.wait.expire is not None:
+            self.set_mask(strand.mask)
+            strand.wait.expire()
+            strand.wait = None
+            self._move(strand, strand.block + 1)
+
+    def _move(self, strand: Strand, block: int) -> None:
+        if len(self.strands) == 1 and block < len(self.code.blocks):
+            strand.block = block
+            return
+        self.strands.remove(strand)
+        self._place(block, strand.mask)
+
+    def _execute(self, strand: Strand, block: Block) -> None:
+        self.executed[strand.block] += 1
+        running = -1
+        try:
+            for running, step in enumerate(block.steps):  # noqa: B007 (read where a step fails)
+                step(self)
+            running = len(block.steps)
+            outcome = block.tail(self) if block.tail is not None else NEXT
+        except Fault as fault:
+            self._locate(fault, block.instructions[running])
+            raise
+        except Exception as error:
+            instruction = block.instructions[running]
+            error.add_note(f"the VM failed while executing PTX line {instruction.line}: `{instruction.text}`")
+            raise
+        if outcome is HANDLED:
+            return
+        if isinstance(outcome, Wait):
+            strand.wait = outcome
+            return
+        self._move(strand, outcome if isinstance(outcome, int) else strand.block + 1)
+
+    def _locate(self, fault: Fault, instruction: Instruction) -> None:
+        if not fault.line:
+            fault.kernel = self.code.function.name
+            fault.line = instruction.line
+            fault.text = instruction.text
+            fault.where = self.name
+
+    @property
+    def line(self) -> int:
+        """PTX line of the instruction that is running or that the warp waits at."""
+        block = self.code.blocks[self.block]
+        return block.instructions[-1].line if block.instructions else 0

@@ -1,0 +1,169 @@
+"""Warpgroups: four neighbouring warps whose wgmma instructions are one (PTX ISA 9.7.15).
+
+Each warp computes its own 16 of the 64 rows, as the fragments lie; that all four issue the same instructions in one
+order is checked when somebody waits. A warp's operations end in the order of issue. A group belongs to the warpgroup
+(PTX ISA 9.7.15.7.2): whoever has waited for it knows that all four warps' shares have ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from backends.vm.faults import Fault
+from backends.vm.machine.engine import Operation
+
+if TYPE_CHECKING:
+    from backends.vm.machine.warp import Warp
+
+Key = tuple[int, int]
+WARPS = 4
+
+
+@dataclass(slots=True)
+class Multiplication:
+    """One wgmma.mma_async in flight for one warp: the registers that nobody may touch, and when its reads end.
+
+    `number` counts the warp's multiplications from 0; `shape` is that of the accumulator: instructions of one shape may
+    follow each other on the same registers.
+    """
+
+    accumulators: frozenset[Key]
+    inputs: frozenset[Key]
+    shape: str
+    line: int
+    number: int
+    serial: int
+    operation: Operation
+
+
+@dataclass(slots=True)
+class Part:
+    """One warp's share of a warpgroup.
+
+    Since the last wgmma.fence: `used` are registers that wgmma has used, `touched` those of them that another
+    instruction used after that (None: there has been no wgmma.fence).
+    """
+
+    issued: int = 0
+    open: list[Multiplication] = field(default_factory=list[Multiplication])
+    committed: list[list[Multiplication]] = field(default_factory=list[list[Multiplication]])
+    used: set[Key] = field(default_factory=set[Key])
+    touched: set[Key] | None = None
+
+    def pending(self) -> list[Multiplication]:
+        """Everything that no wait has covered, oldest first."""
+        return [item for group in [*self.committed, self.open] for item in group]
+
+    def covered(self, allowed: int) -> list[Multiplication]:
+        """What a wait for all but `allowed` groups covers."""
+        return [item for group in self.committed[: max(len(self.committed) - allowed, 0)] for item in group]
+
+    def retire(self, allowed: int) -> int:
+        """Forget what that wait covers; the highest serial number in it, 0 for none."""
+        newest = max((item.serial for item in self.covered(allowed)), default=0)
+        del self.committed[: max(len(self.committed) - allowed, 0)]
+        return newest
+
+    def check_access(self, keys: frozenset[Key], names: str) -> None:
+        """Fault if a register of `keys` belongs to a multiplication that has not been waited for."""
+        for item in self.pending():
+            if not (keys.isdisjoint(item.accumulators) and keys.isdisjoint(item.inputs)):
+                what = "accumulates into" if not keys.isdisjoint(item.accumulators) else "reads A from"
+                raise Fault("register-in-flight", f"a register of {names} is used while the wgmma of PTX line "
+                            f"{item.line} {what} it: a wgmma.wait_group that covers it is missing")  # fmt: skip
+
+    def check_fenced(self, keys: frozenset[Key]) -> None:
+        """Fault if another instruction used a register of `keys` since a wgmma did and no wgmma.fence lies between.
+
+        The ISA wants the fence behind that other use. NVIDIA's compiler moves writes of accumulators across it (the
+        Hopper GEMM of CuTeDSL clears them after its fence), so anywhere between the two wgmma will do here.
+        """
+        if self.touched is None:
+            raise Fault("missing-wgmma-fence", "no wgmma.fence has been executed before this wgmma")
+        if not keys.isdisjoint(self.touched):
+            raise Fault("missing-wgmma-fence", "other instructions have used registers of this wgmma since a wgmma "
+                        "did, with no wgmma.fence in between (PTX ISA 9.7.15.7.1)")  # fmt: skip
+
+    def fence(self) -> None:
+        """`wgmma.fence`: registers used before now may be used by wgmma."""
+        self.used, self.touched = set(), set()
+
+    def touch(self, keys: frozenset[Key]) -> None:
+        """Another instruction uses `keys`."""
+        if self.touched is not None:
+            self.touched |= keys & self.used
+
+    def check_overlap(self, accumulators: frozenset[Key], inputs: frozenset[Key], shape: str) -> None:
+        """Fault if a new multiplication overlaps with one in flight in a way that has no order."""
+        for item in self.pending():
+            if not inputs.isdisjoint(item.accumulators):
+                clash = "reads A from registers that it accumulates into"
+            elif not accumulators.isdisjoint(item.inputs):
+                clash = "accumulates into registers that it reads A from"
+            elif item.shape != shape and not accumulators.isdisjoint(item.accumulators):
+                clash = f"accumulates as {shape} into registers that it uses as {item.shape}"
+            else:
+                continue
+            raise Fault("register-in-flight", f"the wgmma of PTX line {item.line} is in flight and this one {clash}: a "
+                        "wgmma.wait_group is missing")  # fmt: skip
+
+
+@dataclass(slots=True)
+class Warpgroup:
+    """Four warps. `agent` is the clock index of what its multiplications read; `issues` what its warps have issued and
+    not all of them: number -> (PTX line, descriptors, serial, how many have)."""
+
+    first: int
+    agent: int
+    parts: list[Part]
+    issues: dict[int, tuple[int, tuple[int, ...], int, int]] = field(
+        default_factory=dict[int, tuple[int, tuple[int, ...], int, int]]
+    )
+
+    def issue(self, warp: Warp, line: int, descriptors: tuple[int, ...]) -> tuple[Part, int]:
+        """Note that `warp` issues its next multiplication; its part and the serial number that all four shares have.
+
+        Fault if another warp of the group issued another one.
+        """
+        part = self.parts[warp.index - self.first]
+        known = self.issues.get(part.issued)
+        if known is not None and known[:2] != (line, descriptors):
+            values = ", ".join(f"{raw:#x}" for raw in known[1])
+            other = f"that of PTX line {known[0]}" if known[0] != line else f"this one with matrix descriptors {values}"
+            raise Fault("warpgroup-diverged", f"wgmma number {part.issued} of this warp differs from what another warp "
+                        f"of its warpgroup issued, {other}; all four must execute the same")  # fmt: skip
+        serial, count = (warp.cta.cluster.next_copy(), 1) if known is None else (known[2], known[3] + 1)
+        if count == WARPS:
+            del self.issues[part.issued]
+        else:
+            self.issues[part.issued] = (line, descriptors, serial, count)
+        part.issued += 1
+        return part, serial
+
+    def behind(self, number: int) -> list[int]:
+        """The warps that have not issued multiplication `number` (from 0)."""
+        return [self.first + i for i, part in enumerate(self.parts) if part.issued <= number]
+
+    def ended(self, number: int) -> bool:
+        """Whether all four shares of all multiplications up to `number` have ended."""
+        return not self.behind(number) and all(
+            item.operation.done for part in self.parts for item in part.pending() if item.number <= number
+        )
+
+
+def warpgroup_of(warp: Warp) -> Warpgroup:
+    """The warpgroup of `warp`, which must have all four warps: those of indices 4i .. 4i + 3."""
+    cta, number = warp.cta, warp.index // WARPS
+    if number not in cta.warpgroups:
+        first = WARPS * number
+        if first + WARPS > len(cta.warps):
+            raise Fault("warpgroup-diverged", f"wgmma in warp {warp.index} of a CTA of {len(cta.warps)} warps, where a "
+                        f"warpgroup is warps {first}..{first + WARPS - 1}")  # fmt: skip
+        cta.warpgroups[number] = Warpgroup(first, cta.cluster.new_copy_agent(), [Part() for _ in range(WARPS)])
+    return cta.warpgroups[number]
+
+
+def part_of(warp: Warp) -> Part:
+    """The share of `warp` in its warpgroup."""
+    return warpgroup_of(warp).parts[warp.index % WARPS]

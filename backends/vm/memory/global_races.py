@@ -1,0 +1,280 @@
+"""Races in global memory: for each granule of a writable buffer, who wrote last and who read last in this launch.
+
+A mark is the serial number of a cluster (bits 63..32) and a stamp of clocks.py below it; 0 is nobody, as the
+start of a launch comes after everything before it. Granules are of 16 bytes until an access of fewer bytes is seen.
+Strong accesses (atomics, volatile, relaxed and up) race with nobody. What bulk copies read and overwrite of generic
+writes of the same launch needs a proxy fence in between, on either side (PTX ISA 8.6, 9.7.9.25.2); the other way there
+is one at the end of each copy. `stored`: there has been a generic write, so that proxy fences matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.faults import Fault
+from backends.vm.machine.dependent_launch import LaunchChain
+from backends.vm.memory.clocks import agent_of, unordered
+from backends.vm.memory.grid_clocks import Snapshot, merge
+
+if TYPE_CHECKING:
+    from backends.vm.machine.special import Dim3
+    from backends.vm.machine.warp import Warp
+    from backends.vm.memory.memory import Buffer, GlobalMemory
+
+Addresses = npt.NDArray[np.int64]
+Marks = int | npt.NDArray[np.int64]
+"""One mark or stamp, or one for each access: [n, 1]."""
+Pieces = tuple[Addresses, int, int]
+"""Addresses of pieces that a copy writes, their size in bytes, and the stamp of the copy."""
+COARSE = 16
+CLUSTER_SHIFT = 32
+STAMP_MASK = (1 << CLUSTER_SHIFT) - 1
+
+
+@dataclass(slots=True)
+class Shadow:
+    """Marks of one buffer; granule i holds 2 ** shift bytes from base + (i << shift); `line`: of the last write."""
+
+    base: int
+    shift: int
+    writer: Addresses
+    reader: Addresses
+    line: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, buffer: Buffer) -> Shadow:
+        base = buffer.base // COARSE * COARSE
+        count = (buffer.end - base) // COARSE + 1
+        return cls(
+            base,
+            COARSE.bit_length() - 1,
+            np.zeros(count, np.int64),
+            np.zeros(count, np.int64),
+            np.zeros(count, np.int32),
+        )
+
+    def granules(self, addresses: Addresses, size: int) -> Addresses:
+        """Granules [n, granules] of accesses of `size` bytes at addresses [n]; makes granules smaller if need be."""
+        exact = (size & -size).bit_length() - 1
+        if exact < self.shift:
+            times = 1 << self.shift - exact
+            self.writer = np.repeat(self.writer, times)
+            self.reader = np.repeat(self.reader, times)
+            self.line = np.repeat(self.line, times)
+            self.shift = exact
+        first = (addresses - self.base >> self.shift)[:, None]
+        return first if size >> self.shift == 1 else first + np.arange(size >> self.shift)
+
+
+class GlobalRaces:
+    """The shadows and the flags of one launch. `first_ctas`: by serial number of a cluster, its first CTA."""
+
+    def __init__(self) -> None:
+        self.flags: dict[int, Snapshot] = {}
+        self.first_ctas: dict[int, Dim3] = {}
+        self.chain = LaunchChain()
+        self.stored = False
+        self._shadows: dict[int, Shadow] = {}
+
+    def begin_launch(self, kernel: str, *, dependent: bool = False) -> None:
+        """Everything up to now comes before everything from now on, but for what a `dependent` launch may overlap."""
+        self.chain.begin(kernel, self._shadows, dependent=dependent)
+        self.flags.clear()
+        self.first_ctas.clear()
+        self._shadows = {}
+        self.stored = False
+
+    def begin_cluster(self, first: Dim3) -> int:
+        """The serial number of a cluster that begins at CTA `first`."""
+        serial = len(self.first_ctas) + 1
+        self.first_ctas[serial] = first
+        return serial
+
+    def read(
+        self,
+        buffer: Buffer,
+        addresses: Addresses,
+        size: int,
+        warp: Warp,
+        stamp: Marks,
+        *,
+        by_lane: bool = True,
+        bulk: bool = False,
+    ) -> None:
+        """Addresses [n] of one buffer are read, `size` bytes each, for `warp` by the agent and epoch of `stamp`; Fault
+        for a race, with the number of the access as its lane if `by_lane`. `bulk`: through the asynchronous proxy."""
+        if self.chain.before:
+            self.chain.check(buffer, addresses, size, warp, writes=False, by_lane=by_lane)
+        shadow = self._shadow(buffer)
+        granules = shadow.granules(addresses, size)
+        self._check(shadow, granules, shadow.writer, buffer, warp, "is read", by_lane)
+        if bulk and self.stored:
+            self._check_fenced(shadow, granules, buffer, warp, "reads")
+        shadow.reader[granules] = warp.cta.cluster.mark | stamp
+
+    def write(
+        self,
+        buffer: Buffer,
+        addresses: Addresses,
+        size: int,
+        warp: Warp,
+        stamp: Marks,
+        line: int,
+        *,
+        strong: bool,
+        by_lane: bool = True,
+        bulk: bool = False,
+    ) -> None:
+        """As `read`, for a write at PTX `line`; a `strong` one races with nothing of its own launch."""
+        if self.chain.before:
+            self.chain.check(buffer, addresses, size, warp, writes=True, by_lane=by_lane)
+        shadow = self._shadow(buffer)
+        granules = shadow.granules(addresses, size)
+        if not strong:
+            self._check(shadow, granules, shadow.writer, buffer, warp, "is overwritten", by_lane)
+            self._check(shadow, granules, shadow.reader, buffer, warp, "is overwritten", by_lane)
+            if bulk and self.stored:
+                self._check_fenced(shadow, granules, buffer, warp, "overwrites")
+        self.stored |= not bulk
+        shadow.writer[granules] = warp.cta.cluster.mark | stamp
+        shadow.line[granules] = line
+
+    def copied_from(
+        self, memory: GlobalMemory, addresses: Addresses, size: int, warp: Warp, stamp: int, *, bulk: bool
+    ) -> None:
+        """A copy for `warp` reads `size` bytes at each address; all lie in one buffer, or the copy itself will fail."""
+        buffer = memory.holding(int(addresses[0]))
+        if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
+            self.read(buffer, addresses, size, warp, stamp, by_lane=False, bulk=bulk)
+
+    def copied_to(self, memory: GlobalMemory, pieces: Sequence[Pieces], warp: Warp, line: int, *, strong: bool) -> None:
+        """As `copied_from`, for what one bulk copy at PTX `line` writes. Its lanes do not race with each other."""
+        for size in dict.fromkeys(size for _, size, _ in pieces):
+            same = [(addresses, stamp) for addresses, bytes_, stamp in pieces if bytes_ == size and addresses.size]
+            if not same:
+                continue
+            addresses = np.concatenate([addresses for addresses, _ in same])
+            stamps = np.concatenate([np.full((addresses.size, 1), stamp, np.int64) for addresses, stamp in same])
+            buffer = memory.holding(int(addresses[0]))
+            if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
+                self.write(buffer, addresses, size, warp, stamps, line, strong=strong, by_lane=False, bulk=True)
+
+    def _shadow(self, buffer: Buffer) -> Shadow:
+        found = self._shadows.get(buffer.base)
+        if found is None:
+            found = self._shadows[buffer.base] = Shadow.of(buffer)
+        return found
+
+    def _check(
+        self,
+        shadow: Shadow,
+        granules: Addresses,
+        marks: Addresses,
+        buffer: Buffer,
+        warp: Warp,
+        action: str,
+        by_lane: bool,
+    ) -> None:
+        found = marks[granules]
+        if not found.any():
+            return
+        late = _late(found, warp)
+        if not late.any():
+            return
+        at = int(granules[late][0])
+        line = f" at PTX line {shadow.line[at]}" if marks is shadow.writer else ""
+        did = "wrote" if marks is shadow.writer else "read"
+        offset = max(shadow.base + (at << shadow.shift) - buffer.base, 0)
+        raise Fault("global-race", f"byte {offset} of `{buffer.name}` {action}, but nothing orders that after "
+                    f"{self._name(int(marks[at]), warp)} {did} it{line}: a barrier, or a release and an acquire of gpu "
+                    "scope, with fences if they are relaxed, is missing",
+                    lane=int(np.argwhere(late)[0][0]) if by_lane else None, address=buffer.base + offset)  # fmt: skip
+
+    def _check_fenced(self, shadow: Shadow, granules: Addresses, buffer: Buffer, warp: Warp, action: str) -> None:
+        late = _unfenced(shadow.writer[granules], warp)
+        if not late.any():
+            return
+        at = int(granules[late][0])
+        offset = max(shadow.base + (at << shadow.shift) - buffer.base, 0)
+        who = self._name(int(shadow.writer[at]), warp)
+        raise Fault("missing-proxy-fence", f"a bulk copy {action} byte {offset} of `{buffer.name}`, which {who} wrote "
+                    f"at PTX line {shadow.line[at]} through the generic proxy with no fence.proxy.async of global "
+                    "memory in between", address=buffer.base + offset)  # fmt: skip
+
+    def _name(self, mark: int, warp: Warp) -> str:
+        cluster, serial = warp.cta.cluster, mark >> CLUSTER_SHIFT
+        name = cluster.agent_name(int(agent_of(mark & STAMP_MASK)))
+        if serial == cluster.serial:
+            return name
+        return f"{name} of {'the cluster of ' if cluster.size > 1 else ''}CTA {self.first_ctas[serial]}"
+
+    def release(self, address: int, warp: Warp, *, ordered: bool) -> None:
+        """A strong write of gpu scope: the flag carries all that `warp` has seen, or if not `ordered` what it has
+        published."""
+        grid, cluster = warp.clock.grid, warp.cta.cluster.serial
+        if ordered:
+            carried = {**(grid.known if grid is not None else {}), cluster: warp.clock.seen.copy()}
+        elif grid is not None and grid.published:
+            carried = grid.published
+        else:
+            return
+        merge(self.flags.setdefault(address, {}), carried)
+
+    def acquire(self, address: int, warp: Warp, *, ordered: bool) -> None:
+        """A strong read of gpu scope: what the flag carries is known, or if not `ordered` noticed."""
+        found = self.flags.get(address)
+        if not found:
+            return
+        grid = warp.clock.grid_part()
+        if ordered:
+            grid.learn(warp.cta.cluster.serial, warp.clock.seen, found)
+        else:
+            merge(grid.noticed, found)
+
+
+def _inside(buffer: Buffer, addresses: Addresses, size: int) -> bool:
+    return int(addresses.min()) >= buffer.base and int(addresses.max()) + size <= buffer.end
+
+
+def _late(found: Addresses, warp: Warp) -> npt.NDArray[np.bool_]:
+    """Which marks nothing orders before `warp`'s next action."""
+    clusters = found >> CLUSTER_SHIFT
+    own = warp.cta.cluster.serial
+    mine = clusters == own
+    late = np.zeros(found.shape, np.bool_)
+    if mine.any():
+        stamps = np.where(mine, found & STAMP_MASK, 0).astype(np.int32)
+        late |= unordered(stamps, warp.clock.seen)
+        if mine.all():
+            return late
+    grid = warp.clock.grid
+    others = ~mine & (found != 0)
+    if grid is None or not grid.known:
+        return late | others
+    for serial in np.unique(clusters[others]).tolist():
+        here = clusters == serial
+        seen = grid.known.get(serial)
+        if seen is None:
+            late |= here
+        else:
+            late |= here & unordered(np.where(here, found & STAMP_MASK, 0).astype(np.int32), seen)
+    return late
+
+
+def _unfenced(found: Addresses, warp: Warp) -> npt.NDArray[np.bool_]:
+    """Which marks are of generic writes that no proxy fence has made visible to the copies of `warp`."""
+    late = (found != 0) & (agent_of(found & STAMP_MASK) < warp.cta.cluster.tensor_agent(0))
+    if not late.any() or warp.clock.grid is None:
+        return late
+    clusters = found >> CLUSTER_SHIFT
+    for serial in np.unique(clusters[late]).tolist():
+        visible = warp.clock.grid.known.get(-serial)
+        if visible is not None:
+            here = clusters == serial
+            late &= ~here | unordered(np.where(here, found & STAMP_MASK, 0).astype(np.int32), visible)
+    return late

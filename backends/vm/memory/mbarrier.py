@@ -1,0 +1,96 @@
+"""mbarrier objects: phases, pending arrivals and transaction counts (PTX ISA 9.7.13.15; facts.md 6.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from backends.vm.faults import Fault
+from backends.vm.memory.clocks import Clock
+
+if TYPE_CHECKING:
+    from backends.vm.machine.engine import Operation
+
+MAX_COUNT = (1 << 20) - 1
+
+
+@dataclass(slots=True)
+class MBarrier:
+    """One mbarrier at `offset` of a CTA's shared memory.
+
+    `arriving` gathers the clocks of the arrivals of the current phase; `completed` those of all phases that have
+    completed, which a successful wait acquires. `phase` counts completed phases: its lowest bit is the parity.
+    `creator` initialised it in its epoch `created`; copies that signal it are agent `copy_agent`, `last_copy`
+    the latest.
+    """
+
+    offset: int
+    expected: int
+    pending: int
+    arriving: Clock
+    completed: Clock
+    transactions: int = 0
+    phase: int = 0
+    last_arrival: str = "nobody yet"
+    creator: int = 0
+    created: int = 0
+    copy_agent: int = 0
+    last_copy: Operation | None = None
+    last_copy_serial: int = 0
+
+    @classmethod
+    def create(cls, offset: int, count: int, agents: int) -> MBarrier:
+        """`mbarrier.init`: phase 0, `count` arrivals expected (1 .. 2^20-1)."""
+        if not 1 <= count <= MAX_COUNT:
+            raise Fault(
+                "mbarrier-misuse", f"mbarrier.init with count {count}, which must be 1..{MAX_COUNT}", address=offset
+            )
+        return cls(offset, count, count, Clock.zero(agents), Clock.zero(agents))
+
+    def expect(self, transactions: int) -> None:
+        """Raise the transaction count (bytes) of the current phase."""
+        self.transactions += transactions
+        self._check_transactions()
+
+    def complete_transactions(self, transactions: int, clock: Clock, by: str) -> None:
+        """Bytes of an asynchronous copy have landed; may precede the matching expect."""
+        self.transactions -= transactions
+        self._check_transactions()
+        self.arriving.join(clock)
+        self.last_arrival = by
+        self._advance()
+
+    def arrive(self, count: int, clock: Clock, by: str, *, drop: bool = False) -> None:
+        """`count` arrivals of the current phase; `drop` also lowers what later phases expect."""
+        if count > self.pending:
+            raise Fault("mbarrier-misuse", f"{count} arrivals where phase {self.phase} of this mbarrier expects only "
+                        f"{self.pending} more of {self.expected} (last arrival: {self.last_arrival})",
+                        address=self.offset)  # fmt: skip
+        self.pending -= count
+        if drop:
+            self.expected -= count
+        self.arriving.join(clock)
+        self.last_arrival = by
+        self._advance()
+
+    def _check_transactions(self) -> None:
+        if not -MAX_COUNT <= self.transactions <= MAX_COUNT:
+            raise Fault("mbarrier-misuse", f"transaction count {self.transactions} leaves the range of +-{MAX_COUNT}",
+                        address=self.offset)  # fmt: skip
+
+    def _advance(self) -> None:
+        if self.pending == 0 and self.transactions == 0:
+            self.phase += 1
+            self.pending = self.expected
+            self.completed.join(self.arriving)
+            self.arriving.clear()
+
+    def passed(self, parity: int) -> bool:
+        """What `test_wait.parity` answers: whether the phase of that parity is over (current parity differs)."""
+        return (self.phase & 1) != parity
+
+    def state(self) -> str:
+        """One clause for deadlock reports."""
+        tx = f", {self.transactions} transaction bytes outstanding" if self.transactions else ""
+        return (f"phase {self.phase}, {self.pending} of {self.expected} arrivals missing{tx}, "
+                f"last arrival: {self.last_arrival}")  # fmt: skip

@@ -1,0 +1,245 @@
+"""Shared memory of one CTA: bytes, and for each byte or granule what silicon hides.
+
+Whether a byte was ever written; per 4-byte granule who wrote last and who read last (stamps of clocks.py);
+and whether a bulk copy into it is still in flight. Addresses are 32-bit shared addresses whose bits 31..24 hold the
+CTA's rank in its cluster and whose first 0x400 bytes are reserved (measured on an H200, facts.md 0.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.faults import Fault
+from backends.vm.memory.clocks import (
+    EPOCH_BITS,
+    EPOCH_MASK,
+    Clock,
+    Stamps,
+    agent_of,
+    unordered,
+)
+
+Bytes = npt.NDArray[np.uint8]
+Addresses = npt.NDArray[np.int64]
+Granules = npt.NDArray[np.int64]
+
+RESERVED = 0x400
+MBARRIER = -1
+"""What `in_flight` holds for the granules of a live mbarrier object."""
+RANK_SHIFT = 24
+OFFSET_MASK = (1 << RANK_SHIFT) - 1
+MAX_DYNAMIC = 232448
+"""Most dynamic shared memory of a block, bytes, on sm_90 and sm_100 (facts.md 0.1)."""
+
+
+class SharedMemory:
+    """`size` bytes from offset 0, the reserved 0x400 included. Offsets below are addresses without rank bits.
+
+    `contested` granules hold bytes of several generic writers that nothing orders; order among those is not judged.
+    `readers` (int32 epochs [granules, agents], made when first needed) holds readers besides the last. `name_of` names
+    an agent in reports; agents from `first_engine` on are tensor cores, from `first_copy` on copies.
+    """
+
+    def __init__(self, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
+        self.dynamic_offset = -(-(RESERVED + static_size) // dynamic_align) * dynamic_align
+        self.dynamic_size = dynamic_size
+        self.size = self.dynamic_offset + dynamic_size
+        padded = -(-self.size // 16) * 16
+        self.data: Bytes = np.zeros(padded, np.uint8)
+        self.written = np.zeros(padded, np.bool_)
+        self.in_flight = np.zeros(padded // 4, np.int32)
+        self.writer: Stamps = np.zeros(padded // 4, np.int32)
+        self.reader: Stamps = np.zeros(padded // 4, np.int32)
+        self.writer_line = np.zeros(padded // 4, np.int32)
+        self.contested = np.zeros(padded // 4, np.bool_)
+        self.many_readers = np.zeros(padded // 4, np.bool_)
+        self.readers: npt.NDArray[np.int32] | None = None
+        self.name_of: Callable[[int], str] = str
+        self.first_engine = self.first_copy = 1 << 30
+
+    def check(self, offsets: Addresses, size: int, access: str) -> None:
+        """Fault unless every access of `size` bytes lies inside this CTA's shared memory and is aligned to it."""
+        bad = (offsets < RESERVED) | (offsets + size > self.size) | (offsets & (size - 1) != 0)
+        if bad.any():
+            lane = int(np.flatnonzero(bad)[0])
+            at = int(offsets[lane])
+            if at >= RESERVED and at + size <= self.size:
+                raise Fault("misaligned", f"shared {access} of {size} bytes at an address that is not a multiple of "
+                            f"{size}", lane=lane, address=at)  # fmt: skip
+            raise Fault("out-of-bounds", f"shared {access} of {size} bytes; this CTA has {self.size - RESERVED} bytes "
+                        f"from {RESERVED:#x} to {self.size:#x}", lane=lane, address=at)  # fmt: skip
+
+    def check_region(self, offset: int, size: int, access: str) -> None:
+        """Fault unless `size` bytes at `offset` are inside and aligned to their size."""
+        self.check(np.array([offset], np.int64), size, access)
+
+    def load(self, offsets: Addresses, size: int, clock: Clock, stamp: int, *, strong: bool = False) -> Bytes:
+        """Generic-proxy read of uint8 [n, size]; checks initialisation, bulk copies in flight and races.
+
+        `strong` accesses (atomics, volatile, relaxed and up) race with nobody.
+        """
+        self.check(offsets, size, "load")
+        index = offsets[:, None] + np.arange(size)
+        granules = _granules(index)
+        self._check_idle(granules, "read")
+        if not self.written[index].all():
+            lane, byte = np.argwhere(~self.written[index])[0]
+            raise Fault("uninitialised-shared", f"byte {byte} of this {size}-byte load was never written",
+                        lane=int(lane), address=int(offsets[lane] + byte))  # fmt: skip
+        if not strong:
+            self._check_writers(granules, clock, "read")
+            self._note_readers(granules, clock, stamp)
+        return self.data[index]
+
+    def store(
+        self, offsets: Addresses, values: Bytes, clock: Clock, stamp: int, line: int, *, strong: bool = False
+    ) -> None:
+        """Generic-proxy write of uint8 [n, size] at each offset; where lanes collide the highest lane wins."""
+        size = values.shape[1]
+        self.check(offsets, size, "store")
+        index = offsets[:, None] + np.arange(size)
+        granules = _granules(index)
+        self._check_idle(granules, "overwritten")
+        if size < 4:
+            self._check_neighbours(granules, clock)
+        elif not strong:
+            self._check_writers(granules, clock, "overwritten")
+            self._check_readers(granules, clock)
+        if size >= 4:
+            self.contested[granules] = False
+        self.data[index] = values
+        self.written[index] = True
+        self.writer[granules] = stamp
+        self.writer_line[granules] = line
+
+    def _check_neighbours(self, granules: Granules, clock: Clock) -> None:
+        """A store of less than a granule: its other bytes may rightly belong to another warp, so only copies and the
+        tensor core, which take whole granules, count; the granule is marked as shared between generic writers."""
+        for stamps, action in ((self.writer, "overwritten"), (self.reader, "overwritten")):
+            found = stamps[granules]
+            late = unordered(found, clock.seen)
+            foreign = late & (agent_of(found) >= self.first_engine)
+            if foreign.any():
+                self._race(granules, foreign, stamps, action)
+            self.contested[granules] |= late
+
+    def _check_idle(self, granules: Granules, action: str) -> None:
+        busy = self.in_flight[granules]
+        if not busy.any():
+            return
+        lane, at = _first(granules, busy != 0)
+        if self.in_flight[at] == MBARRIER:
+            raise Fault("mbarrier-misuse", "an mbarrier object lies here: only mbarrier operations may touch it "
+                        "before mbarrier.inval", lane=lane, address=4 * at)  # fmt: skip
+        raise Fault("copy-not-awaited", f"this granule is {action} while the copy of PTX line {self.in_flight[at]}"
+                    " into it is in flight: nothing waits for its end", lane=lane, address=4 * at)  # fmt: skip
+
+    def _check_writers(self, granules: Granules, clock: Clock, action: str) -> None:
+        late = unordered(self.writer[granules], clock.seen)
+        if late.any():
+            late &= ~self.contested[granules]
+            if late.any():
+                self._race(granules, late, self.writer, action)
+
+    def _check_readers(self, granules: Granules, clock: Clock) -> None:
+        late = unordered(self.reader[granules], clock.seen)
+        if late.any():
+            self._race(granules, late, self.reader, "overwritten")
+        if self.readers is None or not self.many_readers[granules].any():
+            return
+        late_by_agent: npt.NDArray[np.bool_] = self.readers[granules] > clock.seen
+        if late_by_agent.any():
+            late = np.asarray(late_by_agent.any(axis=-1))
+            _, at = _first(granules, late)
+            self.reader[at] = int(np.flatnonzero(self.readers[at] > clock.seen)[0]) << EPOCH_BITS
+            self._race(granules, late, self.reader, "overwritten")
+        self.many_readers[granules] = False
+        self.readers[granules] = 0
+
+    def _note_readers(self, granules: Granules, clock: Clock, stamp: int) -> None:
+        """The last reader is kept in `reader`; one that it is not ordered after moves to the table of all readers."""
+        found = self.reader[granules]
+        late = unordered(found, clock.seen)
+        if late.any():
+            if self.readers is None:
+                self.readers = np.zeros((self.reader.size, clock.seen.size), np.int32)
+            at, kept = granules[late], found[late]
+            self.readers[at, agent_of(kept)] = np.maximum(self.readers[at, agent_of(kept)], kept & EPOCH_MASK)
+            self.many_readers[at] = True
+        self.reader[granules] = stamp
+
+    def _race(self, granules: Granules, late: npt.NDArray[np.bool_], stamps: Stamps, action: str) -> None:
+        lane, at = _first(granules, late)
+        agent = agent_of(int(stamps[at]))
+        who = self.name_of(agent)
+        if stamps is self.writer and agent >= self.first_copy:
+            raise Fault("copy-not-awaited", f"this granule is {action}, but the copy of PTX line "
+                        f"{self.writer_line[at]} into it has not been waited for",
+                        lane=lane, address=4 * at)  # fmt: skip
+        line = f" at PTX line {self.writer_line[at]}" if stamps is self.writer else ""
+        did = "wrote" if stamps is self.writer else "read"
+        raise Fault("race", f"this granule is {action}, but nothing orders that after {who} {did} it{line}: a barrier, "
+                    "an mbarrier wait or a wait for a group is missing", lane=lane, address=4 * at)  # fmt: skip
+
+    def _check_inside(self, granules: Granules, what: str) -> None:
+        if granules.size and (int(granules.min()) < RESERVED // 4 or int(granules.max()) >= self.size // 4):
+            at = int(granules.max() if int(granules.max()) >= self.size // 4 else granules.min())
+            raise Fault("out-of-bounds", f"{what} outside of the CTA's shared memory ({RESERVED:#x}..{self.size:#x})",
+                        address=4 * at)  # fmt: skip
+
+    def _check_fenced(self, granules: Granules, clock: Clock, what: str) -> None:
+        unfenced = unordered(self.writer[granules], clock.fenced)
+        if unfenced.any():
+            _, at = _first(granules, unfenced)
+            who = self.name_of(agent_of(int(self.writer[at])))
+            raise Fault("missing-proxy-fence", f"{what} what {who} wrote at PTX line {self.writer_line[at]} "
+                        "through the generic proxy with no fence.proxy.async in between", address=4 * at)  # fmt: skip
+
+    def async_read(self, granules: Granules, clock: Clock, stamp: int, what: str) -> None:
+        """Checks before the asynchronous proxy (TMA store, MMA operand) reads whole 4-byte `granules`."""
+        self._check_inside(granules, f"{what} reads")
+        self._check_idle(granules, f"read by {what}")
+        fresh = self.written.reshape(-1, 4)[granules].all(axis=-1)
+        if not fresh.all():
+            raise Fault("uninitialised-shared", f"{what} reads bytes that were never written",
+                        address=4 * int(granules[~fresh][0]))  # fmt: skip
+        self._check_writers(granules, clock, f"read by {what}")
+        self._check_fenced(granules, clock, f"{what} reads")
+        self._note_readers(granules, clock, stamp)
+
+    def async_write_begins(
+        self, granules: Granules, clock: Clock, line: int, what: str, *, generic: bool = False
+    ) -> None:
+        """A copy into `granules` is issued: earlier readers and writers must be ordered before it.
+
+        `generic`: cp.async and st.async, which write through the generic proxy and so need no proxy fence.
+        """
+        self._check_inside(granules, f"{what} writes")
+        self._check_idle(granules, "overwritten")
+        self._check_writers(granules, clock, "overwritten")
+        if not generic:
+            self._check_fenced(granules, clock, f"{what} overwrites")
+        self._check_readers(granules, clock)
+        self.in_flight[granules] = line
+
+    def async_write_ends(self, granules: Granules, stamp: int, line: int) -> None:
+        """The bulk copy into `granules` has landed."""
+        self.in_flight[granules] = 0
+        self.contested[granules] = False
+        self.written.reshape(-1, 4)[granules] = True
+        self.writer[granules] = stamp
+        self.writer_line[granules] = line
+
+
+def _granules(index: Addresses) -> Granules:
+    """4-byte granules [n, granules] of byte indices [n, size]."""
+    return index[:, ::4] >> 2
+
+
+def _first(granules: Granules, bad: npt.NDArray[np.bool_]) -> tuple[int | None, int]:
+    """Lane (of [lanes, granules]; None for a flat list) and granule of the first bad one."""
+    where = np.argwhere(bad)[0]
+    return (int(where[0]) if granules.ndim == 2 else None), int(granules[tuple(where)])

@@ -1,0 +1,188 @@
+"""PTX text to syntax tree: `parse`. The grammar is ptx.lark; names are resolved once the whole file is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from importlib import resources
+
+from lark import Lark, Token, UnexpectedCharacters, UnexpectedInput, UnexpectedToken
+
+from backends.vm.ptx.ast import Function, Module, Variable
+from backends.vm.ptx.functions import FunctionBuilder
+from backends.vm.ptx.scopes import Scopes
+from backends.vm.ptx.syntax_error import MisreadError, PtxSyntaxError
+from backends.vm.ptx.tree import RawFunction, RawModule, RawVariable
+from backends.vm.ptx.tree_builder import TreeBuilder
+from backends.vm.ptx.variables import declare
+
+__all__ = ["PtxSyntaxError", "parse"]
+
+_NAMED = {
+    "OPCODE": "an instruction",
+    "CALL": "a call",
+    "LABEL": "a label",
+    "GUARD": "a guard such as @%p",
+    "NAME": "a name",
+    "OPERAND_NAME": "a register or symbol",
+    "INT": "an integer",
+    "FLOAT": "a floating-point constant",
+    "END": "';'",
+    "SEMICOLON": "';'",
+    "QUESTION": "'?'",
+    "COMMA": "','",
+    "BEGIN": "'{'",
+    "RBRACE": "'}'",
+    "LSQB": "'['",
+    "RSQB": "']'",
+    "LPAR": "'('",
+    "RPAR": "')'",
+    "VBAR": "'|'",
+    "MORETHAN": "'>'",
+    "LESSTHAN": "'<'",
+    "EQUAL": "'='",
+    "BINARY": "an operator",
+    "SIGN": "'+' or '-'",
+    "UNARY": "'!' or '~'",
+    "NEGATED": "a negated predicate",
+    "TYPE": "a type such as .b32",
+    "SPACE": "a state space such as .shared",
+    "PARAMETER_SPACE": "'.param'",
+    "LINKAGE": "a linkage such as .visible",
+    "DIRECTIVE": "a directive such as .reqntid",
+    "VERSION_NUMBER": "a version such as 8.6",
+    "VECTOR": "a vector length such as .v4",
+    "STRING": "a string",
+    "SECTION": "'.section'",
+    "LOC": "'.loc'",
+    "FILE": "'.file'",
+    "$END": "the end",
+    "POINTER": "'.ptr'",
+    "GENERIC": "'generic('",
+    "ATTRIBUTE": "'.attribute'",
+    "BRANCH_TARGETS": "'.branchtargets'",
+}
+_CONSTANT = {_NAMED[each] for each in ("INT", "FLOAT", "UNARY", "SIGN", "LPAR")}
+
+
+@cache
+def _grammar() -> Lark:
+    text = resources.files("backends.vm.ptx").joinpath("ptx.lark").read_text(encoding="utf-8")
+    return Lark(
+        text,
+        start="module",
+        parser="lalr",
+        lexer="contextual",
+        transformer=TreeBuilder(),
+        maybe_placeholders=False,
+    )
+
+
+def parse(text: str, name: str = "<ptx>") -> Module:
+    """The module that `text` states, scopes flattened and every name resolved.
+
+    `name` stands in errors. PtxSyntaxError, a sentence with line and column, for anything that is not PTX as the
+    grammar has it, and for a name that is declared twice or not at all.
+    """
+    try:
+        raw = _grammar().parse(text)
+        assert isinstance(raw, RawModule)
+        return _ModuleBuilder(text).build(raw)
+    except UnexpectedInput as error:
+        raise _unexpected(error, text, name) from None
+    except MisreadError as problem:
+        raise PtxSyntaxError(str(problem), name, problem.line, problem.column) from None
+
+
+class _ModuleBuilder:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._separator = "$"
+        while re.search(rf"[A-Za-z0-9_$]{re.escape(self._separator)}[0-9]+(?![A-Za-z0-9_$])", text):
+            self._separator += "$"
+        self._variables: dict[str, Variable] = {}
+        self._functions: dict[str, Function] = {}
+
+    def build(self, raw: RawModule) -> Module:
+        for item in raw.items:
+            if isinstance(item, RawVariable):
+                self._declare_variables(item)
+            else:
+                self._declare_function(item)
+        major, minor = raw.version.split(".")
+        if raw.address_size not in (32, 64):
+            raise MisreadError(f".address_size is {raw.address_size}; it is 32 or 64", raw.version)
+        return Module(
+            version=(int(major), int(minor)),
+            target=tuple(str(each) for each in raw.target),
+            address_size=int(raw.address_size),
+            variables=self._variables,
+            functions=self._functions,
+        )
+
+    def _declare_variables(self, raw: RawVariable) -> None:
+        for declarator in raw.declarators:
+            name = str(declarator.name)
+            known = self._variables.get(name)
+            if name in self._functions:
+                raise MisreadError(f"{name} is declared twice, first as a function", declarator.name)
+            if known is not None and not known.extern:
+                raise MisreadError(
+                    f"{name} is declared twice; it is first declared in line {known.line}", declarator.name
+                )
+            self._variables[name] = declare(raw, declarator, name)
+
+    def _declare_function(self, raw: RawFunction) -> None:
+        name = str(raw.name)
+        names = frozenset([*self._variables, *self._functions, name])
+        known = self._functions.get(name)
+        defined = known is not None and "extern" not in known.directives
+        if name in self._variables or (defined and raw.body is not None):
+            raise MisreadError(f"{name} is declared twice; a function has one body and a name of its own", raw.name)
+        if not defined:
+            self._functions[name] = FunctionBuilder(self._text, Scopes(self._separator, names)).build(raw)
+
+
+def _unexpected(error: UnexpectedInput, text: str, name: str) -> PtxSyntaxError:
+    line: int | None = error.line
+    column: int | None = error.column
+    if isinstance(error, UnexpectedToken):
+        token: Token = error.token
+        ended = token.type == "$END"
+        expected = error.accepts or error.expected
+        seen = "the text ends" if ended else f"{_shown(str(token))} stands"
+        if ended:
+            line, column = text.count("\n") + 1, len(text) - (text.rfind("\n") + 1) + 1
+    elif isinstance(error, UnexpectedCharacters):
+        at = error.pos_in_stream or 0
+        seen = f"{_shown(text[at : at + 20].splitlines()[0] or text[at])} stands"
+        expected = error.allowed or ()
+    else:
+        seen, expected = "the text ends", ()
+    if text.startswith("/*", error.pos_in_stream or 0):
+        return PtxSyntaxError("a comment begins here and has no end", name, line, column)
+    return PtxSyntaxError(f"{seen} where {_one_of(expected)} should", name, line, column)
+
+
+def _shown(seen: str) -> str:
+    return ascii(seen if len(seen) <= 40 else seen[:40] + "...")
+
+
+def _one_of(expected: Iterable[str]) -> str:
+    names = {_spelling(each) for each in expected}
+    if names >= _CONSTANT:
+        names = names - _CONSTANT | {"a constant"}
+    ordered = sorted(names)
+    if not names:
+        return "something else"
+    return ordered[0] if len(ordered) == 1 else ", ".join(ordered[:-1]) + " or " + ordered[-1]
+
+
+def _spelling(terminal: str) -> str:
+    if terminal in _NAMED:
+        return _NAMED[terminal]
+    pattern = next((each.pattern for each in _grammar().terminals if each.name == terminal), None)
+    if pattern is not None and pattern.type == "str":
+        return f"'{pattern.value}'"
+    return "." + terminal.lower()

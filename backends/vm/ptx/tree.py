@@ -1,0 +1,167 @@
+"""The parse tree before names are resolved.
+
+Operands are already syntax-tree nodes where they hold no name (immediates) and light tuples of tokens where they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lark import Token
+
+from backends.vm.ptx.literals import Constant
+
+
+class RawDisplaced(NamedTuple):
+    """`name + constant`."""
+
+    name: Token
+    offset: Constant
+
+
+class RawPair(NamedTuple):
+    """`a|b`."""
+
+    first: Token
+    second: Token
+
+
+class RawVector(NamedTuple):
+    """`{a, b}`; `depth` is 1 when it holds no vector."""
+
+    items: Sequence[RawOperand]
+    depth: int
+
+
+class RawAddress(NamedTuple):
+    """`[base, {coordinates}, ...]`."""
+
+    base: Token | RawDisplaced | Constant
+    tuples: Sequence[RawVector]
+
+
+class RawArguments(NamedTuple):
+    """`(a, b)` of a call."""
+
+    items: Sequence[RawOperand]
+
+
+RawOperand = Token | Constant | RawDisplaced | RawPair | RawVector | RawAddress
+
+
+class RawInstruction(NamedTuple):
+    """An instruction; `end` is the offset in the text just after its semicolon."""
+
+    guard: Token | None
+    opcode: Token
+    operands: Sequence[RawOperand]
+    end: int
+
+
+class RawCall(NamedTuple):
+    """A call; `prototype` names a `.callprototype` or `.calltargets` list."""
+
+    guard: Token | None
+    opcode: Token
+    returns: RawArguments | None
+    target: Token
+    arguments: RawArguments | None
+    prototype: Token | None
+    end: int
+
+
+class RawInitialAddress(NamedTuple):
+    """A symbol's address, with `generic(...)` or without, plus bytes, in an initialiser."""
+
+    name: Token
+    generic: bool
+    offset: Constant
+
+
+class RawInitialList(NamedTuple):
+    """`{ ... }` in an initialiser; `depth` is 1 when it holds no list."""
+
+    items: Sequence[RawInitial]
+    depth: int
+
+
+RawInitial = Constant | RawInitialAddress | RawInitialList
+
+
+class RawDeclarator(NamedTuple):
+    """A declared name; `dimensions` holds None for `[]`."""
+
+    name: Token
+    dimensions: Sequence[Constant | None]
+    initial: RawInitial | None
+
+
+class RawVariable(NamedTuple):
+    """A variable declaration or a parameter."""
+
+    linkage: tuple[str, ...]
+    space: str
+    align: Constant | None
+    vector: int
+    type: str
+    declarators: Sequence[RawDeclarator]
+
+
+class RawRegisters(NamedTuple):
+    """`.reg`: names, each with its count when it is a range."""
+
+    vector: int
+    type: str
+    names: Sequence[tuple[Token, int | None]]
+
+
+class RawTargets(NamedTuple):
+    """A `.branchtargets` or `.calltargets` list and the label that names it."""
+
+    label: Token
+    names: Sequence[Token]
+
+
+class RawPrototype(NamedTuple):
+    """A `.callprototype` and the label that names it."""
+
+    label: Token
+
+
+class RawBlock(NamedTuple):
+    """A `{ }` scope and its brace. A bare Token is a label."""
+
+    begin: Token
+    statements: Sequence[RawStatement]
+
+
+RawStatement = RawInstruction | RawCall | RawRegisters | RawVariable | RawBlock | RawTargets | RawPrototype | Token
+
+
+class RawDirective(NamedTuple):
+    """`.reqntid 128, 1, 1`."""
+
+    name: str
+    values: Sequence[int]
+
+
+class RawFunction(NamedTuple):
+    """An `.entry` or `.func`; `body` is None for a declaration."""
+
+    linkage: tuple[str, ...]
+    is_entry: bool
+    name: Token
+    returns: Sequence[RawVariable]
+    params: Sequence[RawVariable]
+    directives: Sequence[RawDirective]
+    body: RawBlock | None
+
+
+class RawModule(NamedTuple):
+    """A file."""
+
+    version: Token
+    target: Sequence[Token]
+    address_size: int
+    items: Sequence[RawVariable | RawFunction]

@@ -1,0 +1,1 @@
+"""Descriptors, tensor maps, swizzles and fragments: where the elements of a matrix lie."""

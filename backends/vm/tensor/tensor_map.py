@@ -1,0 +1,252 @@
+"""The 128-byte TMA tensor map (tiled mode): encode as cuTensorMapEncodeTiled does, decode what the TMA unit reads.
+
+Only the first 64 bytes mean anything to the hardware. The format was read off the driver's encoder, tensormap.replace
+on an H200 and CuTeDSL's own maps (facts.md 6.3). Kernels build maps in device code too, so decoding takes raw bits.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NoReturn
+
+from backends.vm.faults import Fault
+from backends.vm.tensor.swizzle import Swizzle
+
+MAP_BYTES = 128
+MAX_RANK = 5
+Target = Literal["sm_90a", "sm_100a"]
+OobFill = Literal["zero", "nan"]
+
+
+class TensorMapError(ValueError):
+    """Parameters that cuTensorMapEncodeTiled refuses; the text says which, the value, and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElementType:
+    """An element type of a tensor map. `bits` in global memory; `smem_bits` in shared memory, padding included."""
+
+    name: str
+    code: int
+    tf32: bool
+    bits: int
+    smem_bits: int
+    floating: bool
+
+
+def _element(name: str, code: int, bits: int, *, tf32: bool = False, smem_bits: int = 0, floating: bool = False):
+    return ElementType(name, code, tf32, bits, smem_bits or bits, floating)
+
+
+ELEMENT_TYPES = {
+    element.name: element
+    for element in (
+        _element("u8", 0, 8),
+        _element("u16", 1, 16),
+        _element("u32", 2, 32),
+        _element("s32", 3, 32),
+        _element("u64", 4, 64),
+        _element("s64", 5, 64),
+        _element("f16", 6, 16, floating=True),
+        _element("f32", 7, 32, floating=True),
+        _element("f32_ftz", 8, 32, floating=True),
+        _element("f64", 9, 64, floating=True),
+        _element("bf16", 10, 16, floating=True),
+        _element("tf32", 7, 32, tf32=True, floating=True),
+        _element("tf32_ftz", 8, 32, tf32=True, floating=True),
+        _element("b4x16", 11, 4),
+        _element("b4x16_p64", 12, 4, smem_bits=8),
+        _element("b6x16_p32", 13, 6, smem_bits=8),
+    )
+}
+_BY_CODE = {(element.code, element.tf32): element for element in ELEMENT_TYPES.values()}
+_PADDED = ("b4x16_p64", "b6x16_p32")
+_PACKED = ("b4x16", *_PADDED)
+
+# Swizzle -> (code in bits 14..13, atomicity in bits 20..19).
+_SWIZZLE_CODE = {
+    Swizzle.NONE: (0, 0),
+    Swizzle.B32: (1, 0),
+    Swizzle.B64: (2, 0),
+    Swizzle.B128: (3, 0),
+    Swizzle.B128_ATOM_32B: (3, 1),
+    Swizzle.B128_ATOM_64B: (3, 3),
+}
+_SWIZZLE_OF_CODE = {code: mode for mode, code in _SWIZZLE_CODE.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """A tiled tensor map. Dimension 0 is contiguous; `strides` (dimensions 1 and up) in bytes, the rest in elements."""
+
+    address: int
+    element: ElementType
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    element_strides: tuple[int, ...]
+    swizzle: Swizzle
+    oob_fill: OobFill
+
+    @property
+    def rank(self) -> int:
+        """Number of dimensions, 1 to 5."""
+        return len(self.dims)
+
+
+def encode_tensor_map(
+    address: int,
+    dtype: str,
+    dims: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    *,
+    swizzle: str = "none",
+    element_strides: Sequence[int] | None = None,
+    oob_fill: OobFill = "zero",
+    target: Target = "sm_100a",
+) -> bytes:
+    """128 bytes, of which the driver's encoder would write the first 64 the same.
+
+    `dtype` and `swizzle` are names in ELEMENT_TYPES and Swizzle. Raises TensorMapError for what
+    cuTensorMapEncodeTiled refuses (CUDA driver API, Tensor Map Object Management).
+    """
+    if dtype not in ELEMENT_TYPES:
+        _refuse(f"the dtype {dtype!r} is none of {', '.join(ELEMENT_TYPES)}")
+    modes = {mode.value: mode for mode in Swizzle}
+    if swizzle not in modes:
+        _refuse(f"the swizzle {swizzle!r} is none of {', '.join(modes)}")
+    element, mode = ELEMENT_TYPES[dtype], modes[swizzle]
+    steps = tuple(element_strides) if element_strides is not None else (1,) * len(dims)
+    tensor_map = TensorMap(address, element, tuple(dims), tuple(strides), tuple(box), steps, mode, oob_fill)
+    _check_lengths(tensor_map)
+    _check_global(tensor_map)
+    _check_box(tensor_map)
+    _check_types(tensor_map, target)
+    return _pack(tensor_map)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise TensorMapError(f"tensor map: {what}")
+
+
+def _check_lengths(tensor_map: TensorMap) -> None:
+    rank = tensor_map.rank
+    if not 1 <= rank <= MAX_RANK:
+        _refuse(f"{rank} dimensions; 1 to {MAX_RANK} are possible")
+    for name, values, wanted in (
+        ("strides", tensor_map.strides, rank - 1),
+        ("box", tensor_map.box, rank),
+        ("element_strides", tensor_map.element_strides, rank),
+    ):
+        if len(values) != wanted:
+            _refuse(f"{name} has {len(values)} entries; a map of {rank} dimensions needs {wanted}")
+
+
+def _check_global(tensor_map: TensorMap) -> None:
+    dtype = tensor_map.element.name
+    alignment = 32 if dtype in _PADDED else 16
+    if tensor_map.address % alignment or not 0 <= tensor_map.address < 1 << 64:
+        _refuse(f"the base address {tensor_map.address:#x} is not a multiple of {alignment} bytes (dtype {dtype})")
+    for axis, extent in enumerate(tensor_map.dims):
+        if not 1 <= extent <= 1 << 32:
+            _refuse(f"dims[{axis}] is {extent}; 1 to 2^32 elements are possible")
+    multiple = 128 if dtype in _PADDED else 2 if dtype == "b4x16" else 1
+    if tensor_map.dims[0] % multiple:
+        _refuse(f"dims[0] is {tensor_map.dims[0]}; dtype {dtype} needs a multiple of {multiple}")
+    for axis, stride in enumerate(tensor_map.strides):
+        if stride % alignment or not 0 <= stride < 1 << 40:
+            _refuse(f"strides[{axis}] is {stride} bytes; it must be a multiple of {alignment} below 2^40")
+
+
+def _check_box(tensor_map: TensorMap) -> None:
+    dtype, box = tensor_map.element.name, tensor_map.box
+    for axis, extent in enumerate(box):
+        if not 1 <= extent <= 256:
+            _refuse(f"box[{axis}] is {extent}; 1 to 256 elements are possible")
+    for axis, step in enumerate(tensor_map.element_strides):
+        if not 1 <= step <= 8:
+            _refuse(f"element_strides[{axis}] is {step}; 1 to 8 are possible")
+    if dtype in _PADDED and box[0] != 128:
+        _refuse(f"box[0] is {box[0]}; dtype {dtype} needs 128")
+    inner = box[0] * tensor_map.element.smem_bits // 8
+    if box[0] * tensor_map.element.bits % 128:
+        _refuse(f"box[0] is {box[0]} elements of {dtype}, {inner} bytes; it must be a multiple of 16 bytes")
+    span = tensor_map.swizzle.span
+    if span and inner > span:
+        _refuse(f"box[0] is {inner} bytes, wider than the {span} bytes of swizzle {tensor_map.swizzle.value}")
+
+
+def _check_types(tensor_map: TensorMap, target: Target) -> None:
+    element, swizzle = tensor_map.element, tensor_map.swizzle
+    if tensor_map.oob_fill not in ("zero", "nan"):
+        _refuse(f"oob_fill is {tensor_map.oob_fill!r}; it is zero or nan")
+    if tensor_map.oob_fill == "nan" and not element.floating:
+        _refuse(f"oob_fill nan with dtype {element.name}, which is no floating-point type")
+    atoms = (Swizzle.B128_ATOM_32B, Swizzle.B128_ATOM_64B)
+    if target == "sm_90a" and (element.name in _PACKED or swizzle in atoms):
+        what = f"dtype {element.name}" if element.name in _PACKED else f"swizzle {swizzle.value}"
+        _refuse(f"{what} needs sm_100a; on sm_90a the driver refuses it")
+    if element.name == "b4x16_p64" and swizzle is Swizzle.B128_ATOM_64B:
+        _refuse("swizzle 128B_ATOM_64B with dtype b4x16_p64, which takes none, 128B or 128B_ATOM_32B")
+
+
+def _pack(tensor_map: TensorMap) -> bytes:
+    absent = MAX_RANK - tensor_map.rank
+    strides = [stride >> 4 for stride in tensor_map.strides] + [0] * absent
+    dims = [extent - 1 for extent in tensor_map.dims] + [0] * absent
+    box = [extent - 1 for extent in tensor_map.box] + [0] * absent
+    # Dimension 0 cannot be strided, and the driver accepts and ignores what is asked for there.
+    steps = [step - 1 for step in tensor_map.element_strides] + [0] * absent
+    code, atom = _SWIZZLE_CODE[tensor_map.swizzle]
+    flags = (tensor_map.rank - 1) << 4 | tensor_map.element.code << 7 | code << 13
+    flags |= (tensor_map.oob_fill == "nan") << 15 | tensor_map.element.tf32 << 16 | atom << 19
+    high_strides = sum((stride >> 32) << 4 * axis for axis, stride in enumerate(strides))
+    step_bits = sum(step << 3 * axis for axis, step in enumerate(steps))
+    low = [stride & 0xFFFFFFFF for stride in strides]
+    words = [flags, *low, high_strides, *dims, step_bits | box[0] << 24, *_box_words(box)]
+    return struct.pack("<Q14I64x", tensor_map.address, *words)
+
+
+def _box_words(box: Sequence[int]) -> tuple[int, int]:
+    return box[1] | box[2] << 8 | box[3] << 16 | box[4] << 24, 0
+
+
+@lru_cache(maxsize=1024)
+def decode_tensor_map(raw: bytes) -> TensorMap:
+    """The map in `raw` (the upper 64 of its 128 bytes are ignored). Raises Fault `tensor-map` for nonsense."""
+    address, flags, *words = struct.unpack("<Q14I", raw[:64])
+    low, high_strides, dims, step_word, box_word = words[0:4], words[4], words[5:10], words[10], words[11]
+    rank = (flags >> 4 & 7) + 1
+    if rank > MAX_RANK:
+        raise _unusable(f"has {rank} dimensions in bits 70..68; at most {MAX_RANK} exist")
+    if flags >> 11 & 3:
+        raise _unusable("has an interleaved layout (bits 76..75); this machine moves only layouts without interleave")
+    element = _BY_CODE.get((flags >> 7 & 15, bool(flags >> 16 & 1)))
+    if element is None:
+        raise _unusable(f"has element type {flags >> 7 & 15}, tf32 bit {flags >> 16 & 1}; no type has that code")
+    swizzle = _SWIZZLE_OF_CODE.get((flags >> 13 & 3, flags >> 19 & 3))
+    if swizzle is None:
+        raise _unusable(f"has swizzle {flags >> 13 & 3} with atomicity {flags >> 19 & 3}, unknown to this machine")
+    if address % 16:
+        raise _unusable(f"has the base address {address:#x}, which is not a multiple of 16 bytes")
+    strides = [(stride | (high_strides >> 4 * axis & 15) << 32) << 4 for axis, stride in enumerate(low)]
+    box = [step_word >> 24, *(box_word >> 8 * axis & 255 for axis in range(4))]
+    steps = [1, *((step_word >> 3 * axis & 7) + 1 for axis in range(1, MAX_RANK))]
+    return TensorMap(
+        address=address,
+        element=element,
+        dims=tuple(extent + 1 for extent in dims[:rank]),
+        strides=tuple(strides[: rank - 1]),
+        box=tuple(extent + 1 for extent in box[:rank]),
+        element_strides=tuple(steps[:rank]),
+        swizzle=swizzle,
+        oob_fill="nan" if flags >> 15 & 1 else "zero",
+    )
+
+
+def _unusable(what: str) -> Fault:
+    return Fault("tensor-map", f"the tensor map {what}; was this memory encoded as a tensor map?")

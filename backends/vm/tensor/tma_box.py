@@ -1,0 +1,248 @@
+"""Which bytes a tiled TMA operation moves: one box of a tensor map, as pieces of equal size.
+
+A piece is a run of bytes that no swizzle, padding or tensor edge splits: 16 bytes, or fewer where the inner edge of the
+tensor cuts a 16-byte unit or the type is padded. The caller moves the pieces. The model is bit-exact against 37 dumps
+from an H200: all swizzles, narrow boxes, offset destinations, every kind of overhang, ranks 1 to 5, element strides,
+loads and stores (facts.md 6.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd, prod
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.vm.faults import Fault
+from backends.vm.tensor.swizzle import PATTERN_BYTES, UNIT_BYTES, IntArray, Swizzle, swizzled
+from backends.vm.tensor.tensor_map import TensorMap
+
+Bytes = NDArray[np.uint8]
+BoolArray = NDArray[np.bool_]
+Direction = Literal["load", "store"]
+
+SMEM_ALIGNMENT = 128
+GATHER_ROWS = 4
+
+# NaN fill by element bits, as an H200 writes it (facts.md 6.4).
+_NAN_FILL = {16: 0x7FF7, 32: 0x7FF77FF7}
+_PIECE_DTYPE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+@dataclass(frozen=True, slots=True)
+class BoxPlan:
+    """The pieces of one box, in the order of its rows.
+
+    `global_addresses` and `smem_addresses`: int64 [pieces], first byte of each piece. `in_bounds`: bool [pieces]; the
+    global address of a piece out of bounds means nothing: a load fills that piece with `fill`, a store skips it.
+    `fill`: uint8 [piece_bytes]. `transaction_bytes` is what a load's mbarrier receives as complete_tx.
+    """
+
+    piece_bytes: int
+    global_addresses: IntArray
+    smem_addresses: IntArray
+    in_bounds: BoolArray
+    all_in_bounds: bool
+    fill: Bytes
+    transaction_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The pieces of one row, relative to its first byte in global and in (unswizzled) shared memory."""
+
+    piece_bytes: int
+    global_offsets: IntArray
+    smem_offsets: IntArray
+
+
+def plan_box(
+    tensor_map: TensorMap, coordinates: Sequence[int], smem_address: int, direction: Direction = "load"
+) -> BoxPlan:
+    """The pieces of the box at `coordinates` (elements, dimension 0 first) in `.tile` mode.
+
+    `smem_address` is the absolute shared address, whose bits 9..7 enter the swizzle. Raises Fault for what an H200
+    answers with an illegal-instruction error and for what the ISA forbids (PTX ISA 9.7.9.25, 5.5.3).
+    """
+    if len(coordinates) != tensor_map.rank:
+        raise Fault(
+            "tensor-coordinates",
+            f"{len(coordinates)} coordinates are given for a tensor map of {tensor_map.rank} dimensions",
+        )
+    starts = np.array(coordinates[1:], dtype=np.int64)
+    rows = starts + _row_steps(tensor_map.box[1:], tensor_map.element_strides[1:])
+    return _plan(tensor_map, coordinates[0], rows, smem_address, direction)
+
+
+def plan_gather4(
+    tensor_map: TensorMap, column: int, rows: Sequence[int], smem_address: int, direction: Direction = "load"
+) -> BoxPlan:
+    """The pieces of `.tile::gather4` (or, for a store, `.tile::scatter4`): four rows of a matrix (PTX ISA 5.5.3.4)."""
+    if tensor_map.rank != 2 or tensor_map.box[1] != 1 or len(rows) != GATHER_ROWS:
+        raise Fault(
+            "tensor-map",
+            f"gather4 and scatter4 move {GATHER_ROWS} rows of a 2-dimensional map whose box has 1 row; here the map "
+            f"has {tensor_map.rank} dimensions, the box {tensor_map.box}, and {len(rows)} rows are named",
+        )
+    return _plan(tensor_map, column, np.array(rows, dtype=np.int64)[:, None], smem_address, direction)
+
+
+def transaction_bytes(tensor_map: TensorMap, rows: int) -> int:
+    """Bytes of global memory that `rows` rows of a box stand for; paddings inside 16-byte containers do not count.
+
+    The latter is what CuTeDSL says of TensorMap.global_tx_bytes and what its fp4 and fp6 kernels expect. That a box
+    which overhangs the tensor counts in full is library practice, not measured (facts.md 6.4).
+    """
+    return rows * tensor_map.box[0] * tensor_map.element.bits // 8
+
+
+@lru_cache(maxsize=512)
+def _row_steps(box: tuple[int, ...], element_strides: tuple[int, ...]) -> IntArray:
+    """Coordinates of every row of a box relative to the first: int64 [rows, rank - 1], dimension 1 fastest."""
+    counts = [-(-extent // step) for extent, step in zip(box, element_strides, strict=True)]
+    index = np.indices(counts[::-1], dtype=np.int64).reshape(len(counts), prod(counts))[::-1]
+    return np.ascontiguousarray((index * np.array(element_strides, dtype=np.int64)[:, None]).T)
+
+
+def _plan(tensor_map: TensorMap, column: int, rows: IntArray, smem_address: int, direction: Direction) -> BoxPlan:
+    _check(tensor_map, column, smem_address)
+    if direction == "store" and (column < 0 or rows.min(initial=0) < 0):
+        raise Fault(
+            "tensor-coordinates",
+            f"a tensor store has a negative coordinate ({column} in dimension 0, rows from {rows[0].tolist()}); "
+            "only loads may start before the tensor",
+        )
+    element = tensor_map.element
+    overhang = column < 0 or column + tensor_map.box[0] > tensor_map.dims[0]
+    edge_bytes = tensor_map.dims[0] * element.bits // 8 % UNIT_BYTES if overhang else 0
+    row = _row_pieces(tensor_map.box[0], element.bits, element.smem_bits, gcd(UNIT_BYTES, edge_bytes))
+    positions = column * element.bits // 8 + row.global_offsets
+    row_addresses = tensor_map.address + rows @ np.array(tensor_map.strides, dtype=np.int64)
+    inside = _inside(tensor_map, rows, positions, overhang)
+    all_inside = bool(inside.all())
+    return BoxPlan(
+        piece_bytes=row.piece_bytes,
+        global_addresses=(row_addresses[:, None] + positions).reshape(-1),
+        smem_addresses=_smem_addresses(tensor_map, len(rows), row, smem_address),
+        in_bounds=inside,
+        all_in_bounds=all_inside,
+        fill=_fill(tensor_map, row.piece_bytes, needed=direction == "load" and not all_inside),
+        transaction_bytes=transaction_bytes(tensor_map, len(rows)),
+    )
+
+
+def _inside(tensor_map: TensorMap, rows: IntArray, positions: IntArray, overhang: bool) -> BoolArray:
+    """Whether each piece lies in the tensor, for rows at `rows` [rows, rank - 1] and byte `positions` in a row."""
+    row_inside = np.ones(len(rows), dtype=np.bool_)
+    for axis, extent in enumerate(tensor_map.dims[1:]):
+        row_inside &= (rows[:, axis] >= 0) & (rows[:, axis] < extent)
+    if not overhang:
+        return row_inside.repeat(positions.size)
+    column_inside = (positions >= 0) & (positions < tensor_map.dims[0] * tensor_map.element.bits // 8)
+    return np.logical_and.outer(row_inside, column_inside).reshape(-1)
+
+
+def _check(tensor_map: TensorMap, column: int, smem_address: int) -> None:
+    if smem_address % SMEM_ALIGNMENT:
+        raise Fault(
+            "misaligned",
+            f"the shared address {smem_address:#x} of a tensor copy is not a multiple of {SMEM_ALIGNMENT} bytes",
+            address=smem_address,
+        )
+    element = tensor_map.element
+    if element.smem_bits != element.bits and column % 128:
+        raise Fault("tensor-coordinates", f"coordinate 0 is {column}; with {element.name} it must be a multiple of 128")
+    if column * element.bits % (UNIT_BYTES * 8):
+        raise Fault(
+            "tensor-coordinates",
+            f"coordinate 0 is {column}, {column * element.bits / 8:g} bytes of {element.name}; it must be a multiple "
+            f"of {UNIT_BYTES} bytes (anything else is an illegal-instruction error on an H200)",
+        )
+    inner, span = tensor_map.box[0] * element.smem_bits // 8, tensor_map.swizzle.span
+    if span and inner > span:
+        raise Fault(
+            "tensor-map",
+            f"the box is {inner} bytes wide, more than the {span} bytes of its swizzle {tensor_map.swizzle.value}",
+        )
+
+
+@lru_cache(maxsize=512)
+def _row_pieces(columns: int, bits: int, smem_bits: int, granule: int) -> _Row:
+    """Pieces of a row of `columns` elements, cut at every multiple of `granule` bytes (a power of two, at most 16)."""
+    if bits != smem_bits:
+        # 16 elements in a 16-byte container: their packed bits first, then padding that nothing writes.
+        data_bytes = 2 * bits
+        piece = gcd(granule, data_bytes)
+        offsets = np.arange(0, columns * bits // 8, piece, dtype=np.int64)
+        return _Row(piece, offsets, offsets // data_bytes * UNIT_BYTES + offsets % data_bytes)
+    row_bytes = columns * bits // 8
+    piece = gcd(granule, row_bytes)
+    offsets = np.arange(0, row_bytes, piece, dtype=np.int64)
+    return _Row(piece, offsets, offsets)
+
+
+def _smem_addresses(tensor_map: TensorMap, rows: int, row: _Row, smem_address: int) -> IntArray:
+    element, swizzle = tensor_map.element, tensor_map.swizzle
+    pitch = swizzle.span or tensor_map.box[0] * element.smem_bits // 8
+    phase = smem_address % PATTERN_BYTES
+    pattern = _smem_pattern(
+        tensor_map.box[0], element.bits, element.smem_bits, row.piece_bytes, rows, pitch, swizzle, phase
+    )
+    return pattern + (smem_address - phase)
+
+
+@lru_cache(maxsize=512)
+def _smem_pattern(
+    columns: int, bits: int, smem_bits: int, piece_bytes: int, rows: int, pitch: int, swizzle: Swizzle, phase: int
+) -> IntArray:
+    row = _row_pieces(columns, bits, smem_bits, piece_bytes)
+    linear = np.arange(rows, dtype=np.int64)[:, None] * pitch + row.smem_offsets
+    return swizzled(swizzle, phase + linear.reshape(-1))
+
+
+def _fill(tensor_map: TensorMap, piece_bytes: int, *, needed: bool) -> Bytes:
+    if not needed or tensor_map.oob_fill == "zero":
+        return np.zeros(piece_bytes, dtype=np.uint8)
+    bits = tensor_map.element.bits
+    if bits not in _NAN_FILL:
+        raise Fault("tensor-map", f"what a NaN fill of {tensor_map.element.name} writes is not known; fill with zero")
+    element = np.frombuffer(_NAN_FILL[bits].to_bytes(bits // 8, "little"), dtype=np.uint8)
+    return np.tile(element, piece_bytes * 8 // bits)
+
+
+def read_pieces(memory: Bytes, offsets: IntArray, piece_bytes: int) -> Bytes:
+    """Pieces of `memory` (uint8, contiguous) that start at byte `offsets`: uint8 [pieces, piece_bytes].
+
+    Fastest when the length of `memory` and all offsets are multiples of `piece_bytes`. The caller has checked bounds.
+    """
+    if memory.size % piece_bytes or (offsets % piece_bytes).any():
+        return memory[offsets[:, None] + np.arange(piece_bytes)]
+    pieces = memory.view(_PIECE_DTYPE[piece_bytes]).take(offsets // piece_bytes)
+    return pieces.view(np.uint8).reshape(-1, piece_bytes)
+
+
+def write_pieces(memory: Bytes, offsets: IntArray, pieces: Bytes) -> None:
+    """Write uint8 [pieces, piece_bytes] (contiguous) to `memory` at byte `offsets`; the inverse of `read_pieces`."""
+    piece_bytes = pieces.shape[1]
+    if memory.size % piece_bytes or (offsets % piece_bytes).any():
+        memory[offsets[:, None] + np.arange(piece_bytes)] = pieces
+        return
+    dtype = _PIECE_DTYPE[piece_bytes]
+    memory.view(dtype)[offsets // piece_bytes] = pieces.view(dtype)[:, 0]
+
+
+def rounded_to_tf32(values: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """What a load of a tf32 map makes of float32 bits: round to nearest at bit 13, NaN to 0x7FFFE000.
+
+    Measured on an H200 except for exact ties, which go to even here, as `cvt.rn.tf32.f32` does (facts.md 6.4, 7.2).
+    """
+    magnitude = values & np.uint32(0x7FFFFFFF)
+    is_nan = magnitude > 0x7F800000
+    is_infinite = magnitude == 0x7F800000
+    tie = values >> np.uint32(13) & np.uint32(1)
+    rounded = (values + (np.uint32(0xFFF) + tie)) & np.uint32(0xFFFFE000)
+    return np.where(is_nan, np.uint32(0x7FFFE000), np.where(is_infinite, values, rounded)).astype(np.uint32)

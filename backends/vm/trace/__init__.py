@@ -1,0 +1,1 @@
+"""What the agents of a run did, recorded for a person to look at."""

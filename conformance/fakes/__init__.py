@@ -1,0 +1,1 @@
+"""Every fake: backends, executors, devices, records and matrices that never were."""

@@ -1,0 +1,149 @@
+"""Results of runs that never were: lines of records, times with a known noise, and sides made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megamoe.contract import DeviceFacts, Status, Temperature
+from megamoe.diff.sides import Side
+from megamoe.records.files import RecordFile, RecordWriter
+from megamoe.records.lines import (
+    Acceptance,
+    Agreement,
+    AnyLine,
+    Figures,
+    Record,
+    RunHeader,
+    Timing,
+)
+
+CASE = "fmha:hd=64,t=1,s_k=128"
+H200 = DeviceFacts(
+    name="NVIDIA H200",
+    compute_capability="9.0",
+    driver="580.65",
+    toolkit="13.0",
+    multiprocessors=132,
+    memory_bytes=150_000_000_000,
+    l2_bytes=60_000_000,
+    sm_clock_mhz=1980,
+)
+AGREEMENT = Agreement(
+    run="run-1",
+    case=CASE,
+    op="fmha",
+    target="sm_100a",
+    executor="vm",
+    schedule="eager",
+    backends=("cutedsl", "ptx"),
+    metrics={"cutedsl~ptx.o.max": 0.5},
+)
+ACCEPTANCE = Acceptance(run="run-1", row="a row", reason="on purpose", accepted="2026-11-21", git_revision=None)
+
+
+def header(
+    run: str = "run-1", device: DeviceFacts | None = H200, software: Mapping[str, str] | None = None
+) -> RunHeader:
+    return RunHeader(
+        run=run,
+        started="2026-11-21T18:00:00+00:00",
+        selection={},
+        owed_rows=1,
+        git_revision="abc",
+        megamoe="0.1.0",
+        python="3.12.3",
+        torch="2.11.0",
+        numpy="2.4.6",
+        platform="Linux",
+        machine="x86_64",
+        cpu_count=16,
+        device=device,
+        software=software or {},
+    )
+
+
+def timing(
+    samples_us: Sequence[float] | Sequence[Sequence[float]] | npt.NDArray[np.float64],
+    rounds: Sequence[int] | None = None,
+    *,
+    case: str = CASE,
+    backend: str = "ptx",
+    temperature: Temperature = "cold",
+    run: str = "run-1",
+    status: Status = "passed",
+    program: str | None = None,
+) -> Timing:
+    """A timing of `samples_us`: an array [rounds, samples] has its rounds in it, a flat one is of one round."""
+    table = np.atleast_2d(np.asarray(samples_us, dtype=np.float64))
+    which = np.repeat(np.arange(table.shape[0]), table.shape[1]).tolist() if rounds is None else list(rounds)
+    return Timing(
+        run=run,
+        case=case,
+        op=case.partition(":")[0],
+        backend=backend,
+        target="sm_90a",
+        executor="gpu",
+        temperature=temperature,
+        method="graph",
+        status=status,
+        sentence="" if status == "passed" else f"it {status}",
+        samples_us=tuple(table.ravel().tolist()) if status == "passed" else (),
+        rounds=tuple(which) if status == "passed" else (),
+        program_sha256=program,
+    )
+
+
+def record(
+    status: Status = "passed",
+    counters: Mapping[str, int] | None = None,
+    *,
+    case: str = CASE,
+    backend: str = "ptx",
+    schedule: str = "eager",
+    run: str = "run-1",
+    program: str | None = None,
+    inputs: Mapping[str, str] | None = None,
+) -> Record:
+    return Record(
+        run=run,
+        case=case,
+        op=case.partition(":")[0],
+        backend=backend,
+        target="sm_100a",
+        executor="vm",
+        schedule=schedule,
+        status=status,
+        sentence="" if status == "passed" else f"it {status}",
+        counters=counters or {},
+        judge_host_seconds=0.1,
+        program_sha256=program,
+        input_sha256=inputs or {},
+    )
+
+
+def figures(registers: int, assembler: str = "ptxas 13.5", spill_bytes: int = 0) -> Figures:
+    return Figures(
+        run="run-1",
+        case=CASE,
+        op="fmha",
+        backend="ptx",
+        target="sm_100a",
+        assembler=assembler,
+        program_sha256="ab",
+        kernels={"fmha_split": {"registers": registers, "spill_bytes": spill_bytes}},
+    )
+
+
+def side(*lines: AnyLine, label: str = "side") -> Side:
+    return Side(label, (RecordFile(Path(label), tuple(lines), None),))
+
+
+def write(path: Path, *lines: AnyLine) -> Path:
+    with RecordWriter(path) as writer:
+        for line in lines:
+            writer.append(line)
+    return path

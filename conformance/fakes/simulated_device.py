@@ -1,0 +1,287 @@
+"""A device whose noise is known, and backends for it: right, or with one planted fault.
+
+`EXECUTOR` keeps a clock of its own, so that no test waits; `WORKS` and its like are backends.
+Noise is a function of the device's time and of a random source.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from megamoe.contract import (
+    AnyProgram,
+    Case,
+    DeviceError,
+    DeviceFacts,
+    Execution,
+    Program,
+    RunOptions,
+    Target,
+    Temperature,
+    UnsupportedError,
+)
+from megamoe.judge.arena import is_poison
+from megamoe.ops import reference
+from megamoe.spec.load import load_specs
+
+Tensors = Mapping[str, torch.Tensor]
+Noise = Callable[[random.Random, float], float]
+# A cold launch pays this much more than a hot one.
+COLD = 1.25
+
+
+def quiet(source: random.Random, now_us: float) -> float:
+    """One part in a thousand."""
+    return source.gauss(1.0, 0.001)
+
+
+def rough(source: random.Random, now_us: float) -> float:
+    """A tenth."""
+    return max(0.1, source.gauss(1.0, 0.1))
+
+
+def drifting(source: random.Random, now_us: float) -> float:
+    """Clocks that sink by a twentieth in 20 ms of device time, and stay."""
+    return source.gauss(1.0, 0.001) * (1.0 + 0.05 * min(1.0, now_us / 20_000.0))
+
+
+def bimodal(source: random.Random, now_us: float) -> float:
+    """Two speeds, a tenth apart, each equally likely."""
+    return source.gauss(1.0, 0.001) * (1.1 if source.random() < 0.5 else 1.0)
+
+
+def outliers(source: random.Random, now_us: float) -> float:
+    """Quiet, but one in fifty takes ten times as long."""
+    return source.gauss(1.0, 0.001) * (10.0 if source.random() < 0.02 else 1.0)
+
+
+@dataclass
+class SimulatedClock:
+    """Device time in microseconds, and the episodes in which the device is throttled: twice as slow."""
+
+    episodes: tuple[tuple[float, float], ...] = ()
+    now_us: float = 0.0
+    asked_us: float = 0.0
+
+    def slow(self) -> bool:
+        """Whether it is throttled now."""
+        return any(start <= self.now_us < end for start, end in self.episodes)
+
+    def throttled(self) -> str | None:
+        """As TimedExecutor.throttled."""
+        before, self.asked_us = self.asked_us, self.now_us
+        overlapped = any(start < self.now_us and end > before for start, end in self.episodes)
+        return "thermal slowdown" if overlapped else None
+
+
+@dataclass
+class SimulatedStopwatch:
+    """A kernel of `hot_us` on a device with noise; `work` is what each launch does besides taking time."""
+
+    hot_us: float
+    noise: Noise = quiet
+    clock: SimulatedClock = field(default_factory=SimulatedClock)
+    work: Callable[[], None] = lambda: None
+    seed: int = 0
+    method: Literal["graph", "events"] = "graph"
+    taken: list[tuple[Temperature, int]] = field(default_factory=list[tuple[Temperature, int]])
+    source: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.source = random.Random(self.seed)
+
+    def sample(self, temperature: Temperature, launches: int) -> float:
+        """As Stopwatch.sample."""
+        self.taken.append((temperature, launches))
+        spent = sum(self._launch(temperature) for _ in range(launches))
+        return spent / launches
+
+    def samples(self, temperature: Temperature, launches: int, count: int) -> list[float]:
+        """As Stopwatch.samples."""
+        return [self.sample(temperature, launches) for _ in range(count)]
+
+    def _launch(self, temperature: Temperature) -> float:
+        self.work()
+        us = self.hot_us * (COLD if temperature == "cold" else 1.0) * self.noise(self.source, self.clock.now_us)
+        us *= 2.0 if self.clock.slow() else 1.0
+        self.clock.now_us += us
+        return us
+
+
+@dataclass
+class StoppedStopwatch(SimulatedStopwatch):
+    """Its clock stands still."""
+
+    def sample(self, temperature: Temperature, launches: int) -> float:
+        """As Stopwatch.sample."""
+        super().sample(temperature, launches)
+        return 0.0
+
+
+@dataclass
+class DeafStopwatch(SimulatedStopwatch):
+    """Says the same for any number of launches: the clock is read around nothing."""
+
+    def sample(self, temperature: Temperature, launches: int) -> float:
+        """As Stopwatch.sample."""
+        return super().sample(temperature, 1) / launches
+
+
+@dataclass(frozen=True)
+class SimulatedBackend:
+    """Names a behaviour of `SimulatedCall`, and a time."""
+
+    behaviour: str
+    hot_us: float = 10.0
+
+    @property
+    def name(self) -> str:
+        return self.behaviour
+
+    def targets(self, op: str) -> tuple[Target, ...]:
+        return ("sm_90a",)
+
+    def build(self, case: Case, target: Target) -> Program:
+        if self.behaviour == "declines":
+            raise UnsupportedError("hd=64 needs a tile that this backend does not have")
+        if self.behaviour == "cannot_build":
+            raise RuntimeError("the tile of 96 does not divide 128")
+        return Program(target, f"{self.behaviour}\n{case.id}\n{self.hot_us}", ())
+
+
+class SimulatedCall:
+    """Writes the simulated reference into the outputs, and misbehaves from some launch on."""
+
+    def __init__(self, ptx: str, tensors: Tensors) -> None:
+        self.behaviour, case_id, hot_us = ptx.split("\n")
+        self.hot_us, self.tensors, self.launched = float(hot_us), tensors, 0
+        self.case = load_specs()[case_id.partition(":")[0]].parse_case(case_id)
+        self.compute()
+
+    def compute(self) -> None:
+        """The outputs for the inputs as they are now."""
+        self.of = self.tensors["v"].clone()
+        self.outputs = reference(self.case.op).simulated(self.case, self.tensors)
+
+    def collect(self) -> None:
+        """Everything is where it belongs."""
+
+    def enqueue(self) -> None:
+        """One launch."""
+        self.launched += 1
+        if self.behaviour == "idle_in_replays" and self.launched > 1:
+            return
+        if self.behaviour == "leaves_what_is_there" and not is_poison(self.tensors["o"]).any():
+            return
+        # A simulated launch shall be quick; what changes on this device changes as a whole.
+        if self.behaviour != "keeps_its_outputs" and not torch.equal(self.of, self.tensors["v"]):
+            self.compute()
+        for name, value in self.outputs.items():
+            self.tensors[name].copy_(value)
+        self._misbehave()
+
+    def _misbehave(self) -> None:
+        o, first, late = self.tensors["o"], self.launched == 1, self.launched > 40
+        match self.behaviour:
+            case "wrong":
+                o.mul_(0.5)
+            case "wrong_from_the_second":
+                o.mul_(1.0 if first else 0.5)
+            case "wrong_late":
+                o.mul_(0.5 if late else 1.0)
+            case "changes_an_input" if not first:
+                self.tensors["k"].view(-1)[0] += 1
+            case "writes_past_the_end" if late:
+                ctypes.memset(o.data_ptr() + o.nbytes, 0x41, 1)
+            case "crashes" if late:
+                os._exit(3)
+            case "crashes_at_once":
+                os._exit(4)
+            case "hangs" if late:
+                time.sleep(3600)
+            case "faults" if late:
+                raise DeviceError("cuGraphLaunch returned CUDA_ERROR_ILLEGAL_ADDRESS, while replaying")
+            case "never_the_same":
+                o.view(-1)[self.launched % o.numel()] *= 1.0 + 2.0**-7
+            case _:
+                pass
+
+
+@dataclass(frozen=True)
+class SimulatedExecutor:
+    """A TimedExecutor in the host's memory."""
+
+    name: str = "simulated"
+    device: str = "cpu"
+    reason: str | None = None
+    copy_bytes_per_s: float = 4e12
+
+    def unavailable(self, target: Target) -> str | None:
+        return self.reason
+
+    def run(self, program: AnyProgram, tensors: Tensors, options: RunOptions) -> Execution:
+        with self.bind(program, tensors, options) as call:
+            call.enqueue()
+        return Execution()
+
+    @contextmanager
+    def bind(self, program: AnyProgram, tensors: Tensors, options: RunOptions) -> Iterator[SimulatedCall]:
+        if str(program.ptx).startswith("cannot_load"):
+            raise DeviceError("cuModuleLoadData returned CUDA_ERROR_INVALID_PTX, while loading the program")
+        yield SimulatedCall(str(program.ptx), tensors)
+
+    @contextmanager
+    def stopwatch(self, call: SimulatedCall) -> Iterator[SimulatedStopwatch]:
+        kind = {"stopped": StoppedStopwatch}.get(call.behaviour, SimulatedStopwatch)
+        yield kind(call.hot_us, clock=_CLOCK, work=call.enqueue)
+
+    def facts(self) -> DeviceFacts:
+        return DeviceFacts(
+            name="Simulated H0",
+            compute_capability="9.0",
+            driver="580.0",
+            toolkit="13.0",
+            multiprocessors=4,
+            memory_bytes=1 << 30,
+            l2_bytes=1 << 12,
+            sm_clock_mhz=1980,
+            copy_bytes_per_s=self.copy_bytes_per_s,
+            bf16_flops_per_s=8e14,
+        )
+
+    def throttled(self) -> str | None:
+        return _CLOCK.throttled()
+
+
+_CLOCK = SimulatedClock()
+EXECUTOR = SimulatedExecutor()
+BROKEN_MACHINE = SimulatedExecutor("broken", reason="it has no such tensor cores")
+SLOW_MEMORY = SimulatedExecutor("slow_memory", copy_bytes_per_s=1e7)
+WORKS = SimulatedBackend("works")
+SLOWER = SimulatedBackend("slower", 20.0)
+WRONG = SimulatedBackend("wrong")
+WRONG_FROM_THE_SECOND = SimulatedBackend("wrong_from_the_second")
+WRONG_LATE = SimulatedBackend("wrong_late")
+IDLE_IN_REPLAYS = SimulatedBackend("idle_in_replays")
+KEEPS_ITS_OUTPUTS = SimulatedBackend("keeps_its_outputs")
+LEAVES_WHAT_IS_THERE = SimulatedBackend("leaves_what_is_there")
+CHANGES_AN_INPUT = SimulatedBackend("changes_an_input")
+WRITES_PAST_THE_END = SimulatedBackend("writes_past_the_end")
+CRASHES = SimulatedBackend("crashes")
+CRASHES_AT_ONCE = SimulatedBackend("crashes_at_once")
+HANGS = SimulatedBackend("hangs")
+FAULTS = SimulatedBackend("faults")
+STOPPED = SimulatedBackend("stopped")
+NEVER_THE_SAME = SimulatedBackend("never_the_same")
+DECLINES = SimulatedBackend("declines")
+CANNOT_BUILD = SimulatedBackend("cannot_build")
+CANNOT_LOAD = SimulatedBackend("cannot_load")

@@ -1,0 +1,143 @@
+"""A full matrix made up: both ops, two backends and peers, two targets, a VM and a device, several runs.
+
+Statuses, errors, counters and times follow from a seed; nothing in it is a measurement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+
+from megamoe.contract import Case, DeviceFacts, Row, Status, Temperature
+from megamoe.records.lines import (
+    AnyLine,
+    Figures,
+    Record,
+    RunHeader,
+    Timing,
+    record_of,
+)
+from megamoe.spec.load import load_specs
+
+TARGETS = ("sm_90a", "sm_100a")
+BACKENDS = ("cutedsl", "ptx")
+PEERS = {"fmha": ("fa3", "flash-attn-4", "torch-sdpa-cudnn"), "nvfp4_moe": ("humming", "torch-grouped-mm")}
+DEVICE = DeviceFacts(
+    name="Simulated H200",
+    compute_capability="9.0",
+    driver="580.0",
+    toolkit="13.0",
+    multiprocessors=132,
+    memory_bytes=141 << 30,
+    l2_bytes=50 << 20,
+    sm_clock_mhz=1980,
+    copy_bytes_per_s=4.25e12,
+    bf16_flops_per_s=797e12,
+    flushed_l2_ratio=2.4,
+)
+
+
+def full_matrix(runs: int = 3, seed: int = 0, samples: int = 120) -> Iterator[list[AnyLine]]:
+    """The lines of each run, the oldest first: every case of the profiles `full` (VM) and `gpu` (device)."""
+    for number in range(runs):
+        random = Random(f"{seed} {number}")
+        run = f"2026110{number + 1}T000000Z-0000000{number}"
+        yield [_header(run, number), *_vm_lines(run, random), *_device_lines(run, random, samples)]
+
+
+def write_runs(folder: Path, lines: Sequence[Sequence[AnyLine]]) -> list[Path]:
+    """One file a run in `folder`."""
+    paths = [folder / f"run{number}.jsonl" for number in range(len(lines))]
+    for path, of_run in zip(paths, lines, strict=True):
+        path.write_text("".join(f"{line.model_dump_json()}\n" for line in of_run), encoding="utf-8")
+    return paths
+
+
+def _header(run: str, number: int) -> RunHeader:
+    return RunHeader(
+        run=run, started=f"2026-11-0{number + 1}T00:00:00+00:00", selection={"profile": "full"}, owed_rows=1,
+        git_revision=f"{number}" * 40, megamoe="0.1.0", python="3.12.0", torch="2.11.0", numpy="2.4.6",
+        platform="Linux-simulated", machine="x86_64", cpu_count=16, device=DEVICE, software={"triton": "3.6.0"},
+    )  # fmt: skip
+
+
+def _vm_lines(run: str, random: Random) -> Iterator[AnyLine]:
+    for spec in load_specs().values():
+        for case in spec.profile("full").cases:
+            for backend in BACKENDS:
+                for target in TARGETS:
+                    yield _record(run, Row(case.id, backend, target, "vm", "eager"), random)
+                    yield _figures(run, case, backend, target)
+
+
+def _device_lines(run: str, random: Random, samples: int) -> Iterator[AnyLine]:
+    for spec in load_specs().values():
+        for case in spec.profile("gpu").cases:
+            for backend in (*BACKENDS, *PEERS[spec.op]):
+                yield _record(run, Row(case.id, backend, "sm_90a", "gpu", "eager"), random)
+                for temperature in ("cold", "hot"):
+                    yield _timing(run, case, backend, temperature, random, samples)
+
+
+def _status(random: Random) -> Status:
+    return random.choices(("passed", "failed", "unsupported", "timed_out", "crashed"), (97, 1, 1, 0.5, 0.5))[0]
+
+
+def _record(run: str, row: Row, random: Random) -> Record:
+    status = _status(random)
+    fixed = Random(str(row))
+    flops, moved = fixed.randrange(1 << 20, 1 << 36), fixed.randrange(1 << 14, 1 << 30)
+    error = fixed.uniform(1.1, 9.0) if status == "failed" else fixed.uniform(0.1, 0.9)
+    judged = status in ("passed", "failed")
+    metrics = {
+        f"{tensor}.{name}": value
+        for tensor in ("o", "lse")
+        for name, value in (("rms", error / 256), ("rms.bar", 1 / 256), ("max", error / 64), ("max.bar", 1 / 64),
+                            ("cosine", 1 - error / 1e6))
+    }  # fmt: skip
+    counters = {name: fixed.randrange(1 << 18) for name in _COUNTED} if row.executor == "vm" else {}
+    counters |= {"mma_flops": flops * fixed.choice((1, 1, 2, 8)), "tma_load_bytes": int(moved * fixed.uniform(0.9, 3))}
+    counters |= {"smem_bank_conflicts": counters.get("smem_wavefronts", 0) // fixed.choice((3, 20, 1 << 30))}
+    sentence = "" if status == "passed" else f"{row.case}: o.rms error {error:.3g} is above its bar"
+    return record_of(
+        run, row, status, sentence, 0.5, metrics if judged else {},
+        {**(counters if row.executor == "vm" else {}), "useful_flops": flops, "minimum_bytes": moved} if judged else {},
+        hashlib.sha256(f"{row.case} {row.backend} {row.target}".encode()).hexdigest(), None,
+        {name: hashlib.sha256(f"{row.case} {name}".encode()).hexdigest() for name in ("q", "k", "v")},
+    )  # fmt: skip
+
+
+_COUNTED = (
+    "barrier_waits", "smem_wavefronts", "mbarrier_stalls", "tma_loads", "mma_instructions", "instructions_move",
+    "instructions_memory", "instructions_warp", "instructions_alu", "instructions_control", "instructions_mbarrier",
+    "instructions_fence", "instructions_tmem", "instructions_float", "instructions_special", "instructions_convert",
+    "instructions_mma", "instructions_tma", "tmem_columns",
+)  # fmt: skip
+
+
+def _figures(run: str, case: Case, backend: str, target: str) -> Figures:
+    fixed = Random(f"{case.id} {backend} {target}")
+    kernel = {"registers": fixed.randrange(64, 255), "spill_bytes": 0, "smem_bytes": fixed.randrange(1 << 17)}
+    digest = hashlib.sha256(f"{case.id} {backend} {target}".encode()).hexdigest()
+    return Figures(
+        run=run, case=case.id, op=case.op, backend=backend, target=target, assembler="ptxas 13.1",
+        program_sha256=digest, cubin_sha256=digest[::-1], kernels={f"{case.op}_kernel": {**kernel, "code_bytes": 9216}},
+    )  # fmt: skip
+
+
+def _timing(run: str, case: Case, backend: str, temperature: Temperature, random: Random, samples: int) -> Timing:
+    fixed = Random(f"{case.id} {backend}")
+    floor = Random(case.id).uniform(1, 500)
+    time = floor / fixed.uniform(0.08, 0.98)
+    status: Status = "passed" if fixed.random() < 0.95 else "unsupported"
+    taken = (
+        tuple(round(time * (1 + abs(random.gauss(0, 0.02))), 3) for _ in range(samples)) if status == "passed" else ()
+    )
+    return Timing(
+        run=run, case=case.id, op=case.op, backend=backend, target="sm_90a", executor="gpu", temperature=temperature,
+        method="graph", status=status, sentence="" if taken else "hd=512 is more than it takes", samples_us=taken,
+        rounds=tuple(at // 10 for at in range(len(taken))), discarded={"throttled": 2} if taken else {},
+        stopped_by="precision" if taken else None, floor_us=round(floor, 3), floor_by="bytes",
+    )  # fmt: skip

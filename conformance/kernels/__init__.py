@@ -1,0 +1,1 @@
+"""Tests of the kernels: laws, mutants and what each backend promises."""

@@ -1,0 +1,1 @@
+"""What the CuTeDSL kernels and their compilation promise."""

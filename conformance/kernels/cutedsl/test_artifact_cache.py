@@ -1,0 +1,173 @@
+"""Laws of the artifact cache: an entry is used exactly when it is whole and made from the same key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from backends.cutedsl.compile.artifact import Artifact, Resources
+from backends.cutedsl.compile.artifact_cache import (
+    SUFFIX,
+    ArtifactKey,
+    cached_artifact,
+    default_folder,
+    imported,
+    sources_in,
+)
+
+ARTIFACT = Artifact(
+    target="sm_100a",
+    ptx=".version 9.4 // ü\n",
+    cubin=bytes(range(256)),
+    host_object=b"\x7fELF\r\n\0" * 40,
+    entry="f",
+    packed_entry="g",
+    parameters=("q", "stream"),
+    compiler="a compiler 1.0",
+    resources={"kernel": Resources(128, 16)},
+)
+
+
+class Builder:
+    """Counts how often something was built."""
+
+    def __init__(self, artifact: Artifact = ARTIFACT) -> None:
+        self.artifact, self.calls = artifact, 0
+
+    def __call__(self) -> Artifact:
+        self.calls += 1
+        return self.artifact
+
+
+def key_in(folder: Path) -> ArtifactKey:
+    """A key of two source files in `folder`."""
+    for name in ("kernel.py", "tiles.py"):
+        (folder / name).write_text(f"# {name}")
+    return ArtifactKey("fmha", sources_in(folder), {"hd": 128, "causal": False}, "sm_100a", "a compiler 1.0")
+
+
+def entries(folder: Path) -> list[Path]:
+    """All files in the cache."""
+    return sorted(folder.iterdir())
+
+
+def test_an_artifact_is_built_once_and_comes_back_whole(tmp_path: Path) -> None:
+    key, build = key_in(tmp_path), Builder()
+    first = cached_artifact(key, build, tmp_path / "cache")
+    second = cached_artifact(key, build, tmp_path / "cache")
+    assert build.calls == 1, "the second request must be served from disk"
+    assert first == second == ARTIFACT, "what comes back must be what was built, byte for byte"
+
+
+def edit_source(key: ArtifactKey) -> ArtifactKey:
+    """The same key after an edit of one kernel file."""
+    folder = key.sources[0].path.parent
+    key.sources[0].path.write_text("# another kernel")
+    return replace(key, sources=sources_in(folder))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        edit_source,
+        lambda key: replace(key, name="moe"),
+        lambda key: replace(key, options={**key.options, "hd": 64}),
+        lambda key: replace(key, options={**key.options, "hd": "128"}),
+        lambda key: replace(key, target="sm_90a"),
+        lambda key: replace(key, compiler="a compiler 1.1"),
+        lambda key: replace(key, sources=key.sources[:1]),
+    ],
+)
+def test_whatever_changes_the_code_changes_the_entry(
+    tmp_path: Path, change: Callable[[ArtifactKey], ArtifactKey]
+) -> None:
+    key, build = key_in(tmp_path), Builder()
+    cached_artifact(key, build, tmp_path / "cache")
+    cached_artifact(change(key), build, tmp_path / "cache")
+    assert build.calls == 2, "a stale entry must not be used"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_entry_is_rebuilt_and_replaced(tmp_path: Path, data: st.DataObject) -> None:
+    key, cache = key_in(tmp_path), tmp_path / "cache"
+    cached_artifact(key, Builder(), cache)
+    (entry,) = entries(cache)
+    whole = entry.read_bytes()
+    at = data.draw(st.integers(0, len(whole) - 1), label="byte")
+    cut = data.draw(st.booleans(), label="cut there instead of flipping a bit")
+    entry.write_bytes(whole[:at] if cut else whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    build = Builder()
+    assert cached_artifact(key, build, cache) == ARTIFACT
+    assert build.calls == 1, f"an entry {'cut at' if cut else 'with a bit flipped in'} byte {at} was used"
+    assert entry.read_bytes() == whole, "the damaged entry must be replaced by a whole one"
+
+
+def test_an_entry_under_another_keys_name_is_not_used(tmp_path: Path) -> None:
+    key, cache = key_in(tmp_path), tmp_path / "cache"
+    other = replace(key, name="moe")
+    cached_artifact(key, Builder(), cache)
+    (first,) = entries(cache)
+    cached_artifact(other, Builder(), cache)
+    (second,) = set(entries(cache)) - {first}
+    second.write_bytes(first.read_bytes())
+    build = Builder(replace(ARTIFACT, entry="moe"))
+    assert cached_artifact(other, build, cache).entry == "moe", "an entry says whose it is, and is held to it"
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_was_compiled_from_text_that_is_no_longer_there_is_not_kept(tmp_path: Path, early: bool) -> None:
+    key, cache = key_in(tmp_path), tmp_path / "cache"
+
+    def edit() -> Artifact:
+        key.sources[0].path.write_text("# another kernel")
+        return ARTIFACT
+
+    if early:
+        edit()
+    assert cached_artifact(key, edit, cache) == ARTIFACT
+    now, build = replace(key, sources=sources_in(tmp_path)), Builder()
+    for one in (key, now):
+        cached_artifact(one, build, cache)
+    assert build.calls == 2, "neither the old text nor the new one is known to be what was compiled"
+
+
+def test_the_key_of_a_running_process_is_of_the_text_that_it_imported() -> None:
+    for kernel in ("sm100_fmha", "sm100_moe"):
+        paths = [f"{source.path.parent.name}/{source.path.name}" for source in imported(kernel)]
+        assert f"{kernel}/plan.py" in paths, f"{paths}: the files of {kernel} are missing, so that edits go unnoticed"
+        assert all(source.sha256 for source in imported(kernel)), "every file is read, or none of them is held to it"
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    def fail() -> Artifact:
+        raise RuntimeError("no such layout")
+
+    key, cache = key_in(tmp_path), tmp_path / "cache"
+    with pytest.raises(RuntimeError, match="no such layout"):
+        cached_artifact(key, fail, cache)
+    assert not cache.exists(), "nothing was built, so nothing is kept"
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    key, build = key_in(tmp_path), Builder()
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    for _ in range(2):
+        assert cached_artifact(key, build, blocked / "cache") == ARTIFACT
+    assert cached_artifact(key, build, None) == ARTIFACT
+    assert build.calls == 3, "without a cache every request builds"
+
+
+def test_entries_lie_in_the_users_cache_by_default(tmp_path: Path) -> None:
+    key = key_in(tmp_path)
+    folder = default_folder(tmp_path / "home")
+    cached_artifact(key, Builder(), folder)
+    (entry,) = entries(folder)
+    assert entry.suffix == SUFFIX, entry
+    assert folder.is_relative_to(tmp_path / "home" / ".cache"), folder

@@ -1,0 +1,226 @@
+"""The laws of forward attention. A docstring's first paragraph is the law; the second says how exact it is, and why."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+
+from conformance.kernels.laws.agreement import close, same_bits, within
+from conformance.kernels.laws.law import (
+    Axes,
+    Bench,
+    BrokenLawError,
+    inputs_of,
+    law,
+    spec_of,
+)
+from megamoe.contract import Case, UnsupportedError
+from megamoe.judge.judge import judge
+
+# In units of the logits: exp overflows fp32 above 88.7 and underflows below -103.
+LOGIT_SHIFT = 128.0
+ROWS_TRIED = 3
+
+
+@law("fmha", "tolerance")
+def matches_reference(bench: Bench, case: Case) -> None:
+    """o and lse are those of the float64 oracle.
+
+    Within the spec's tolerance, whose reasons the spec gives: megamoe.judge.judge decides, as for a cell of the matrix.
+    """
+    bench.last = bench.machine.row(case, bench.schedule)
+    record = judge(bench.last, run="property")
+    sentence = record.sentence.partition(". Rerun:")[0]
+    if record.status == "unsupported":
+        raise UnsupportedError(sentence)
+    if record.status != "passed":
+        raise BrokenLawError(f"{case.id} {record.status}: {sentence}")
+
+
+def _under_each_schedule(axes: Axes) -> list[Axes]:
+    return [axes] * 3
+
+
+@law("fmha", "bitwise", runs=_under_each_schedule, schedules=3)
+def schedule_independent(bench: Bench, case: Case) -> None:
+    """The outputs do not depend on the order in which the machine completes asynchronous work.
+
+    Bitwise: a correct kernel orders all its arithmetic by waits; what a schedule can change is a race.
+    """
+    inputs = inputs_of(case)
+    first = bench.run(case, inputs)
+    for schedule in bench.schedules[1:]:
+        again = bench.run(case, inputs, schedule)
+        same_bits(case, again, first, (f"under {schedule}", f"under {bench.schedule}"))
+
+
+@law("fmha", "bitwise", runs=lambda axes: [axes, axes])
+def bitwise_repeatable(bench: Bench, case: Case) -> None:
+    """Running the same case twice gives the same outputs.
+
+    Bitwise: inputs and schedule are the same, so that a difference comes from memory that nobody wrote, or a race.
+    """
+    inputs = inputs_of(case)
+    first = bench.run(case, inputs)
+    same_bits(case, bench.run(case, inputs), first, ("the second time", "the first time"))
+
+
+@law("fmha", "tolerance", fixed={"causal": False, "window": None}, least={"s_k": 2}, runs=lambda axes: [axes, axes])
+def kv_permutation(bench: Bench, case: Case) -> None:
+    """With no mask, permuting keys and values together changes neither o nor lse.
+
+    Within the rounding of two correct kernels: another order of summation, and P rounded to bf16 relative to another
+    running maximum.
+    """
+    inputs = inputs_of(case)
+    order = torch.randperm(case.int("s_k"), generator=_generator(case))
+    permuted = {"q": inputs["q"], "k": inputs["k"][:, :, order], "v": inputs["v"][:, :, order]}
+    sides = ("with keys permuted", "as they are")
+    close(case, bench.run(case, permuted), bench.run(case, inputs), sides)
+
+
+@law("fmha", "tolerance", runs=lambda axes: [axes, axes])
+def logit_shift(bench: Bench, case: Case) -> None:
+    """Adding the same number to all logits of a row leaves o as it is and adds that number to lse.
+
+    The last element of every key is 0 at first and then a constant c, that of query row i is +1 or -1 by turns: q . k
+    changes by exactly +c or -c, all of it in bf16, and c makes the logits move by LOGIT_SHIFT. Within the rounding of
+    two correct kernels: fp32 logits of another magnitude, and P rounded relative to another maximum.
+    """
+    scale = _scale(case)
+    inputs = {name: tensor.clone() for name, tensor in inputs_of(case).items()}
+    sign = torch.where(torch.arange(case.int("t")) % 2 == 0, 1.0, -1.0)
+    inputs["q"][..., -1] = sign.bfloat16()
+    inputs["k"][..., -1] = 0.0
+    wanted = bench.run(case, inputs)
+    step = torch.tensor(LOGIT_SHIFT / scale).bfloat16()
+    inputs["k"][..., -1] = step
+    if "lse" in wanted:
+        wanted["lse"] = (wanted["lse"].double() + scale * sign.double() * step.double()).float()
+    sides = ("with shifted logits", "expected of the plain ones")
+    # The logits of either side may be as large as the shift, however small the sum that lse then is.
+    close(case, bench.run(case, inputs), wanted, sides, least_scale={"lse": LOGIT_SHIFT})
+
+
+@law("fmha", "tolerance")
+def constant_value(bench: Bench, case: Case) -> None:
+    """If all values of a KV head are the same vector, every row that sees a key has it as o; any other row has 0.
+
+    Within one ulp of each element: P is rounded to bf16 but its row sum is not, half an ulp, and o is rounded, another
+    half; a sum of subnormal products adds an absolute error of s_k smallest fp32 numbers.
+    """
+    inputs = inputs_of(case)
+    first = inputs["v"][:, :, :1]
+    inputs["v"] = first.expand_as(inputs["v"]).contiguous()
+    o = bench.run(case, inputs)["o"]
+    wanted = _per_query_head(case, first).double() * _sees_a_key(case)[:, None]
+    slack, ulp = 1.0 + 2.0**-6, torch.finfo(torch.bfloat16).eps
+    smallest = torch.finfo(torch.bfloat16).smallest_normal * ulp + case.int("s_k") * 2.0**-149
+    bound = wanted.abs() * ulp * slack + smallest * (wanted != 0)
+    # A row that sees no key has the bound 0, and 0 / 0 would be NaN.
+    bound = torch.where(bound == 0, 2.0**-160, bound).expand_as(o)
+    within(case, "o", o, wanted.expand_as(o), bound, "o is not the constant value")
+
+
+@law("fmha", "bitwise", least={"batch": 2}, runs=lambda axes: [axes] + [{**axes, "batch": 1}] * _int(axes, "batch"))
+def batch_invariant(bench: Bench, case: Case) -> None:
+    """A batch of b sequences has the outputs of b batches of one.
+
+    Bitwise: sequences share nothing, and serving depends on an answer that does not change with its neighbours.
+    """
+    inputs, alone = inputs_of(case), spec_of(case.op).vary(case, batch=1)
+    together = bench.run(case, inputs)
+    for i in range(case.int("batch")):
+        single = bench.run(alone, {name: tensor[i : i + 1] for name, tensor in inputs.items()})
+        of_batch = {name: tensor[i : i + 1] for name, tensor in together.items()}
+        same_bits(case, of_batch, single, (f"as sequence {i} of {case.int('batch')}", "alone"))
+
+
+@law(
+    "fmha",
+    "bitwise",
+    least={"heads": 2},
+    speaks_of=lambda axes: axes["kv_heads"] != axes["heads"],
+    runs=lambda axes: [axes, {**axes, "kv_heads": axes["heads"]}],
+)
+def gqa_equals_expanded_mha(bench: Bench, case: Case) -> None:
+    """Query heads that share a KV head have the outputs of query heads that each have a copy of it.
+
+    Bitwise: a row's arithmetic is on the same numbers in the same tiles of keys, wherever in a tile of rows it lies.
+    """
+    inputs, heads = inputs_of(case), case.int("heads")
+    expanded = {name: _per_query_head(case, inputs[name]) for name in ("k", "v")}
+    each = bench.run(spec_of(case.op).vary(case, kv_heads=heads), {"q": inputs["q"], **expanded})
+    same_bits(case, bench.run(case, inputs), each, ("shared", "with a KV head each"))
+
+
+@law("fmha", "bitwise", fixed={"window": None}, runs=lambda axes: [axes, axes])
+def window_covers_all_equals_full(bench: Bench, case: Case) -> None:
+    """A window as long as the cache, or longer, hides nothing.
+
+    Bitwise: the shape is the same and no key is masked, so that no number on the way may differ. The window is s_k, the
+    least that covers all, by turns with longer ones.
+    """
+    inputs, s_k = inputs_of(case), case.int("s_k")
+    window = (s_k, s_k + 1, 2 * s_k)[case.seed % 3]
+    windowed = spec_of(case.op).vary(case, window=window)
+    full = bench.run(case, inputs)
+    same_bits(case, bench.run(windowed, inputs), full, (f"with window {window}", "with none"))
+
+
+def _whole_and_rows(axes: Axes) -> list[Axes]:
+    return [axes] + [{**axes, "t": 1}] * min(ROWS_TRIED, _int(axes, "t"))
+
+
+@law("fmha", "tolerance", fixed={"causal": True}, runs=_whole_and_rows)
+def causal_equals_visible_prefix(bench: Bench, case: Case) -> None:
+    """A row under a causal mask (and a window) is what full attention of that query over its visible keys alone is.
+
+    The first row, the last one and one between are tried; a row that sees no key has o = 0 and lse = -inf. Within the
+    rounding of two correct kernels, as one may tile by the number of keys; that of rows which see nothing is exact.
+    """
+    inputs = inputs_of(case)
+    whole = bench.run(case, inputs)
+    t, s_k, window = case.int("t"), case.int("s_k"), case["window"]
+    between = int(torch.randint(t, (), generator=_generator(case)))
+    for row in sorted({0, between, t - 1}):
+        here = {name: tensor[:, :, row : row + 1] for name, tensor in whole.items()}
+        end = row + s_k - t + 1
+        first = 0 if window is None else max(0, end - int(window))
+        if end <= 0:
+            nothing = {"o": torch.zeros_like(here["o"]), "lse": torch.full(here["o"].shape[:-1], -math.inf)}
+            same_bits(case, here, {name: nothing[name] for name in here}, (f"in row {row}", "as it sees no key"))
+            continue
+        alone = spec_of(case.op).vary(case, t=1, s_k=end - first, causal=False, window=None)
+        seen = {name: inputs[name][:, :, first:end] for name in ("k", "v")}
+        wanted = bench.run(alone, {"q": inputs["q"][:, :, row : row + 1], **seen})
+        close(case, here, wanted, (f"in row {row} under the mask", f"alone with keys {first} to {end - 1}"))
+
+
+def _int(axes: Axes, name: str) -> int:
+    value = axes[name]
+    assert isinstance(value, int), f"axis {name} is {value!r}"
+    return value
+
+
+def _generator(case: Case) -> torch.Generator:
+    digest = hashlib.sha256(f"law|{case.id}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+def _scale(case: Case) -> float:
+    scale = case["scale"]
+    return 1.0 / math.sqrt(case.int("hd")) if scale is None else float(scale)
+
+
+def _per_query_head(case: Case, kv: torch.Tensor) -> torch.Tensor:
+    """[batch, kv_heads, ...] to [batch, heads, ...]: what each query head reads."""
+    return kv.repeat_interleave(case.int("heads") // case.int("kv_heads"), dim=1)
+
+
+def _sees_a_key(case: Case) -> torch.Tensor:
+    """bool [t]. Only a causal mask can hide all keys, from the rows that stand before the first one."""
+    position = torch.arange(case.int("t")) + case.int("s_k") - case.int("t")
+    return (position >= 0) if case["causal"] else torch.ones_like(position, dtype=torch.bool)

@@ -1,0 +1,210 @@
+"""What a law of an op is, and the bench on which it is tried: one backend, target and executor.
+
+A law is a property that every correct kernel has, stated without a reference (but for `matches_reference`). It is a
+function of a bench and a case that raises BrokenLawError; it draws nothing, so that a case id and the schedules name
+one trial exactly.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Literal
+
+import torch
+from hypothesis.vendor.pretty import RepresentationPrinter
+
+from megamoe.contract import (
+    AxisValue,
+    Case,
+    Executor,
+    Row,
+    RunOptions,
+    Target,
+    UnsupportedError,
+    load_backend,
+    load_executor,
+)
+from megamoe.judge.arena import Arena
+from megamoe.ops import reference
+from megamoe.spec.load import load_specs
+from megamoe.spec.spec import Spec
+
+Tensors = Mapping[str, torch.Tensor]
+Axes = Mapping[str, AxisValue]
+Exactness = Literal["bitwise", "tolerance"]
+
+
+class BrokenLawError(AssertionError):
+    """A law does not hold; the text is one line: what was seen, the law, and the command that reruns the case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Names of a backend, a target and an executor: what a kernel comes from and runs on."""
+
+    backend: str
+    target: Target
+    executor: str
+
+    def row(self, case: Case, schedule: str) -> Row:
+        """The row of `case` on this machine."""
+        return Row(case.id, self.backend, self.target, self.executor, schedule)
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{self.target}-{self.executor}"
+
+    def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:
+        printer.text(str(self))
+
+
+@dataclass(slots=True)
+class Bench:
+    """Runs cases on one machine. `schedules` are those of the trial; the first one is that of plain runs."""
+
+    machine: Machine
+    schedules: tuple[str, ...] = ("eager",)
+    last: Row | None = field(default=None, init=False)
+
+    @property
+    def schedule(self) -> str:
+        """The schedule of plain runs."""
+        return self.schedules[0]
+
+    def run(self, case: Case, inputs: Tensors, schedule: str | None = None) -> dict[str, torch.Tensor]:
+        """The outputs of `case` on `inputs`, every element of them written; those that may hold anything are 0.
+
+        Raises UnsupportedError if the machine cannot do the case, BrokenLawError if it breaks down, breaks a rule of
+        the machine, leaves outputs unwritten or damages what is not its own.
+        """
+        executor = load_executor(self.machine.executor)
+        self.last = self.machine.row(case, _possible(executor, schedule or self.schedule))
+        arena = Arena(spec_of(case.op), case, inputs, getattr(executor, "device", "cpu"))
+        try:
+            program = load_backend(self.machine.backend).build(case, self.machine.target)
+            execution = executor.run(program, arena.tensors, RunOptions(schedule=self.last.schedule))
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            raise BrokenLawError(f"{case.id} ends in {type(error).__name__}: {error}") from error
+        free = reference(case.op).free(case, inputs)
+        left = arena.unwritten(free)
+        unwritten = [f"{count} elements of {name} were never written" for name, count in left.items() if count]
+        for sentence in (execution.violation, arena.damage(), *unwritten):
+            if sentence:
+                raise BrokenLawError(f"{case.id}: {sentence}")
+        outputs = {name: arena.tensors[name].cpu() for name in left}
+        return {name: out.masked_fill(free[name], 0) if name in free else out for name, out in outputs.items()}
+
+
+def _possible(executor: Executor, schedule: str) -> str:
+    """`schedule`, or the executor's own where it has only some: a law that compares schedules compares runs then."""
+    own: tuple[str, ...] | None = getattr(executor, "schedules", None)
+    return schedule if own is None or schedule in own else own[0]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Law:
+    """A law of `op`. `sentence` states it: the first paragraph of the docstring of `hold`.
+
+    `exactness`: whether outputs must agree in every bit or within the rounding that the contract allows.
+    `fixed`: axes that have one value wherever the law speaks; `least`: axes that have at least a value;
+    `speaks_of`: what else must be true of the axes. `runs`: the axes of all kernel runs of a trial, for the budget.
+    `schedules`: how many different ones a trial takes.
+    """
+
+    op: str
+    name: str
+    exactness: Exactness
+    hold: Callable[[Bench, Case], None]
+    fixed: Axes
+    least: Mapping[str, int]
+    speaks_of: Callable[[Axes], bool]
+    runs: Callable[[Axes], list[Axes]]
+    schedules: int
+
+    def __repr__(self) -> str:
+        return f"{self.op}.{self.name}"
+
+    def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:
+        # Hypothesis would print every field of a dataclass.
+        printer.text(repr(self))
+
+    @property
+    def sentence(self) -> str:
+        """What the law says."""
+        return " ".join((inspect.getdoc(self.hold) or "").split("\n\n")[0].split())
+
+    def covers(self, case: Case) -> bool:
+        """Whether the law says anything about `case`."""
+        axes = dict(case.axes)
+        fixed = all(axes[name] == value for name, value in self.fixed.items())
+        return fixed and all(case.int(name) >= low for name, low in self.least.items()) and self.speaks_of(axes)
+
+    def try_on(self, bench: Bench, case: Case) -> None:
+        """Holds the law on `case`; raises BrokenLawError with one line that tells everything, or UnsupportedError."""
+        try:
+            self.hold(bench, case)
+        except BrokenLawError as broken:
+            rerun = bench.machine.row(case, (bench.last or bench.machine.row(case, bench.schedule)).schedule).rerun
+            schedules = "".join(f" --schedule {schedule}" for schedule in bench.schedules)
+            raise BrokenLawError(
+                f"{self.name} is broken: {broken}. The law: {self.sentence} Rerun the case: {rerun} "
+                f"Rerun the law: pytest conformance/kernels/laws/test_laws.py -k '{self.name} and {bench.machine}' "
+                f"--case {case.id}{schedules}"
+            ) from broken.__cause__
+
+
+_LAWS: dict[tuple[str, str], Law] = {}
+
+
+def law(
+    op: str,
+    exactness: Exactness,
+    *,
+    fixed: Axes | None = None,
+    least: Mapping[str, int] | None = None,
+    speaks_of: Callable[[Axes], bool] = lambda axes: True,
+    runs: Callable[[Axes], list[Axes]] = lambda axes: [axes],
+    schedules: int = 1,
+) -> Callable[[Callable[[Bench, Case], None]], Callable[[Bench, Case], None]]:
+    """Registers the decorated function as the law of `op` that has its name."""
+
+    def register(hold: Callable[[Bench, Case], None]) -> Callable[[Bench, Case], None]:
+        name = hold.__name__
+        _LAWS[op, name] = Law(op, name, exactness, hold, fixed or {}, least or {}, speaks_of, runs, schedules)
+        return hold
+
+    return register
+
+
+def laws_of(op: str) -> dict[str, Law]:
+    """The laws of `op` by name: those that module laws_OP registers."""
+    import_module(f"conformance.kernels.laws.{op}")
+    return {name: law for (of, name), law in _LAWS.items() if of == op}
+
+
+@cache
+def specs() -> dict[str, Spec]:
+    """The specs of the repository, by op."""
+    return load_specs()
+
+
+def spec_of(op: str) -> Spec:
+    """The spec of `op`."""
+    return specs()[op]
+
+
+def inputs_of(case: Case) -> dict[str, torch.Tensor]:
+    """The inputs of `case`, as the reference makes them."""
+    return reference(case.op).make_inputs(case)
+
+
+def all_laws() -> Iterator[Law]:
+    """Every law of every op that a spec names, in the order of the spec."""
+    for op, spec in specs().items():
+        registered = laws_of(op)
+        yield from (registered[name] for name in spec.laws if name in registered)

@@ -1,0 +1,153 @@
+"""What the laws are tried on: cases drawn from a spec's ranges within a budget of work, and schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from hypothesis import strategies as st
+
+from conformance.kernels.laws.law import Axes, Law, spec_of
+from megamoe.contract import AxisValue, Case
+from megamoe.spec.ranges import Axis
+from megamoe.spec.spec import Spec
+
+MAX_SEED = 2**20
+# Ranges up to this length are listed, so that a constraint between two axes leaves no draw to be thrown away.
+LISTED = 64
+# Numbers are drawn in steps of a thousandth, so that an id is short.
+FLOAT_STEPS = 1000
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How the cases of an op are drawn. Axes not named in `first` or `last` are drawn between them.
+
+    `first`: in an order that is drawn too, so that each gets its turn at the whole budget; `last`: in this order.
+    `edges`: values where kernels go wrong, drawn half of the time. `work`: in any unit, monotone in every axis, and at
+    most `budget` over all runs of a trial.
+    """
+
+    work: Callable[[Axes], int]
+    budget: int
+    first: Sequence[str]
+    last: Sequence[str]
+    edges: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
+
+
+def _fmha_work(axes: Axes) -> int:
+    """About 0.1 ms each of host time on the PTX virtual machine, whose cost this follows: tiles of 128 by 128, two more
+    for each tile of rows to begin and end with, each a fixed number of instructions and some in proportion to hd."""
+    hd, t, s_k, batch, heads, kv_heads = (int(axes[name] or 0) for name in _FMHA_SIZES)
+    row_tiles = batch * kv_heads * -(-(heads // kv_heads) * t // 128)
+    return row_tiles * (2 + -(-s_k // 128)) * (128 + hd)
+
+
+def _moe_work(axes: Axes) -> int:
+    """In the same unit: launches, then tiles of 128 rows by 256 columns, in part in proportion to K."""
+    hidden, intermediate, experts, tokens, topk = (int(axes[name] or 0) for name in _MOE_SIZES)
+    row_tiles = min(experts, tokens * topk) + tokens * topk // 128
+    l1 = -(-2 * intermediate // 256) * (1_000 + 2 * hidden)
+    l2 = -(-hidden // 256) * (1_000 + 2 * intermediate)
+    stage = {"layer": l1 + l2, "l1": l1, "l2": l2}
+    return 3_000 + row_tiles * stage.get(str(axes["stage"]), 0)
+
+
+_MOE_SIZES = ("hidden", "intermediate", "num_experts", "tokens", "topk")
+_FMHA_SIZES = ("hd", "t", "s_k", "batch", "heads", "kv_heads")
+DRAWINGS: dict[str, Drawing] = {
+    "fmha": Drawing(
+        work=_fmha_work,
+        budget=16_000,
+        first=("hd", "t", "s_k", "batch", "heads"),
+        last=("kv_heads", "causal", "window", "scale", "lse"),
+        edges={
+            "t": (1, 2, 4, 31, 32, 33, 63, 64, 65, 127, 128),
+            "s_k": (1, 2, 30, 65, 127, 128, 129, 255, 256, 257, 384, 512, 1023, 1025),
+            "batch": (1, 2, 3),
+            "heads": (1, 2, 4, 6, 8, 64),
+            "kv_heads": (2, 4),
+            "window": (1, 2, 127, 128, 129, 255, 256, 257),
+        },
+    ),
+    "nvfp4_moe": Drawing(
+        work=_moe_work,
+        budget=40_000,
+        first=("hidden", "intermediate", "num_experts", "tokens"),
+        last=("topk", "load", "weight", "clamp", "interleave", "stage"),
+        edges={"num_experts": (1, 2, 8), "tokens": (1, 2, 3, 31, 32, 33, 40), "topk": (1, 2, 8)},
+    ),
+}
+
+
+def schedules(count: int) -> st.SearchStrategy[tuple[str, ...]]:
+    """`count` different schedules; the simplest ones are eager and lazy."""
+    named = st.sampled_from(("eager", "lazy"))
+    drawn = st.integers(0, MAX_SEED).map("random:{}".format)
+    return st.lists(named | drawn, min_size=count, max_size=count, unique=True).map(tuple)
+
+
+@st.composite
+def cases(draw: st.DrawFn, law: Law) -> Case:
+    """Cases within the spec's ranges and the op's budget that `law` speaks of."""
+    spec, drawing = spec_of(law.op), DRAWINGS[law.op]
+    axes: dict[str, AxisValue] = {name: _least(axis, law) for name, axis in spec.axes.items()} | dict(law.fixed)
+    order = [*draw(st.permutations(drawing.first)), *drawing.last]
+    for name in order:
+        if name not in law.fixed:
+            fits = partial(_fits, law, drawing, axes, name)
+            admits = partial(_admits, law, spec, axes, name)
+            low = law.least.get(name)
+            axes[name] = draw(_values(spec.axes[name], low, drawing.edges.get(name, ()), fits, admits))
+    return spec.case(inputs=draw(st.sampled_from(spec.inputs)), seed=draw(st.integers(0, MAX_SEED)), **axes)
+
+
+def _least(axis: Axis, law: Law) -> AxisValue:
+    if axis.name in law.least:
+        return law.least[axis.name]
+    return axis.default if not axis.required else min(axis.choices or (axis.min,), key=lambda value: value or 0)
+
+
+def _fits(law: Law, drawing: Drawing, axes: Axes, name: str, value: AxisValue) -> bool:
+    return sum(drawing.work(run) for run in law.runs({**axes, name: value})) <= drawing.budget
+
+
+def _admits(law: Law, spec: Spec, axes: Axes, name: str, value: AxisValue) -> bool:
+    candidate = {**axes, name: value}
+    return spec.admits(candidate) is None and law.speaks_of(candidate)
+
+
+def _values(
+    axis: Axis,
+    least: int | None,
+    edges: Sequence[int],
+    fits: Callable[[AxisValue], bool],
+    admits: Callable[[AxisValue], bool],
+) -> st.SearchStrategy[AxisValue]:
+    if axis.kind == "bool":
+        return st.sampled_from((bool(axis.default), not axis.default))
+    if axis.choices is not None:
+        return st.sampled_from([value for value in axis.choices if fits(value) and admits(value)])
+    if axis.kind == "float":
+        steps = st.integers(math.ceil((axis.min or 0) * FLOAT_STEPS), math.floor((axis.max or 0) * FLOAT_STEPS))
+        numbers = steps.map(lambda step: step / FLOAT_STEPS)
+        return st.none() | numbers if axis.optional else numbers
+    low, high = int(axis.min or 0) if least is None else least, int(axis.max or 0)
+    if high - low < LISTED:
+        listed = [value for value in range(low, high + 1) if fits(value) and admits(value)]
+        some = [value for value in listed if value in edges]
+        drawn = st.sampled_from(some or listed) | st.sampled_from(listed)
+    else:
+        top = _greatest(low, high, fits)
+        drawn = st.sampled_from([value for value in edges if low <= value <= top] or [low]) | st.integers(low, top)
+    return st.none() | drawn if axis.optional else drawn
+
+
+def _greatest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The greatest value that fits; `low` must, and what fits must be an interval."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

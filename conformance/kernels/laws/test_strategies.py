@@ -1,0 +1,70 @@
+"""Drawn cases are within the spec's ranges and the budget, and hit the edges of tiles often."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+
+from conformance.kernels.laws.law import Law, all_laws, spec_of
+from conformance.kernels.laws.strategies import DRAWINGS, cases, schedules
+from megamoe.contract import Case
+
+LAWS = [pytest.param(law, id=f"{law.op}-{law.name}") for law in all_laws()]
+EXAMPLES = 150
+
+
+@cache
+def drawn(law: Law) -> list[Case]:
+    """Cases as a derandomised run of a law sees them."""
+    found: list[Case] = []
+
+    @settings(max_examples=EXAMPLES, derandomize=True, database=None, deadline=None)
+    @given(cases(law))
+    def collect(case: Case) -> None:
+        found.append(case)
+
+    collect()
+    return found
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_drawn_cases_keep_to_ranges_and_budget(law: Law) -> None:
+    spec, drawing = spec_of(law.op), DRAWINGS[law.op]
+    for case in drawn(law):
+        assert not spec.space.undrawn(case), f"{case.id} is outside of the ranges: {spec.space.undrawn(case)}"
+        assert law.covers(case), f"{law.name} says nothing about {case.id}"
+        work = sum(drawing.work(run) for run in law.runs(dict(case.axes)))
+        assert work <= drawing.budget, f"{case.id} takes {work} of a budget of {drawing.budget} on {law.name}"
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_drawn_cases_are_various(law: Law) -> None:
+    found = drawn(law)
+    spec = spec_of(law.op)
+    for name, axis in spec.axes.items():
+        values = Counter(case[name] for case in found)
+        if name in law.fixed or len(axis.choices or (0, 1)) == 1:
+            continue
+        assert len(values) > 1, f"{name} is always {next(iter(values))} in {len(found)} cases of {law.name}"
+        missed = set(axis.choices or ()) - set(values)
+        assert not missed, f"{name} never took {missed} in {len(found)} cases of {law.name}"
+        edges = DRAWINGS[law.op].edges.get(name, ()) if name in DRAWINGS[law.op].first else ()
+        share = sum(count for value, count in values.items() if value in edges) / max(1, len(found) - values[None])
+        assert not edges or share > 0.25, f"{name} is at an edge in only {share:.0%} of the cases of {law.name}"
+    assert {case.inputs for case in found} == set(spec.inputs), f"not all input distributions: {law.name}"
+
+
+def test_schedules_of_a_trial_differ() -> None:
+    seen: set[str] = set()
+
+    @settings(max_examples=EXAMPLES, derandomize=True, database=None, deadline=None)
+    @given(schedules(3))
+    def collect(chosen: tuple[str, ...]) -> None:
+        assert len(set(chosen)) == 3, f"{chosen} are not three schedules"
+        seen.update(name.partition(":")[0] for name in chosen)
+
+    collect()
+    assert seen == {"eager", "lazy", "random"}

@@ -1,0 +1,75 @@
+"""One trial of a law: a case and schedules, drawn or given, on one machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import note, reject
+from hypothesis import strategies as st
+from hypothesis.vendor.pretty import RepresentationPrinter
+
+from conformance.kernels.laws.law import Bench, Law, Machine, spec_of, specs
+from conformance.kernels.laws.strategies import cases, schedules
+from megamoe.contract import Case, UnsupportedError, spell
+
+# A machine that declines so many cases in a row, and has not done any, is taken to have no kernel for the law.
+DECLINED_IN_A_ROW = 25
+
+
+class OutOfScopeError(Exception):
+    """A law says nothing about the case that was given; the text says what it speaks of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a law is tried on. It prints as what reruns it."""
+
+    case: Case
+    schedules: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"{self.case.id} under {', '.join(self.schedules)}"
+
+    def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:
+        # Hypothesis would print every field of a dataclass.
+        printer.text(repr(self))
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the trials of one law on one machine."""
+
+    held: int = 0
+    declined: int = 0
+
+
+def trials(law: Law, case_id: str | None, given_schedules: list[str]) -> st.SearchStrategy[Trial]:
+    """Trials of `law`; only those of the case given, if one is.
+
+    OutOfScopeError if the law does not speak of that case, SpecError if there is no such case.
+    """
+    if case_id is None:
+        return st.tuples(cases(law), schedules(law.schedules)).map(lambda pair: Trial(*pair))
+    if case_id.partition(":")[0] != law.op and case_id.partition(":")[0] in specs():
+        raise OutOfScopeError(f"{law.name} of {law.op} says nothing about {case_id}, a case of another op")
+    case = spec_of(law.op).parse_case(case_id)
+    if not law.covers(case):
+        scope = ", ".join([f"{name}={spell(value)}" for name, value in law.fixed.items()])
+        least = ", ".join([f"{name}>={value}" for name, value in law.least.items()])
+        raise OutOfScopeError(f"{law.name} says nothing about {case.id}: its cases have {scope} {least}".strip())
+    default = ("eager", "lazy", "random:0")[: law.schedules]
+    return st.just(Trial(case, tuple(given_schedules) or default))
+
+
+def conduct(law: Law, machine: Machine, trial: Trial, tally: Tally) -> None:
+    """Tries `law` once. Cases that the machine declines do not count; if it declines all, the test is skipped."""
+    try:
+        law.try_on(Bench(machine, trial.schedules), trial.case)
+    except UnsupportedError as error:
+        tally.declined += 1
+        note(f"unsupported: {error}")
+        if not tally.held and tally.declined >= DECLINED_IN_A_ROW:
+            pytest.skip(f"unsupported: {machine} declined the first {tally.declined} cases of {law.name}; {error}")
+        reject()
+    tally.held += 1

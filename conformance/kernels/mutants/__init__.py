@@ -1,0 +1,1 @@
+"""Kernels with one instruction changed, each of which a check must catch."""

@@ -1,0 +1,1 @@
+"""What the raw-PTX kernels promise."""

@@ -1,0 +1,125 @@
+"""Every kernel that the ptx backend writes assembles for its target, without spills and without a warning."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+
+import pytest
+
+from backends.ptx import BACKEND
+from backends.ptx.assembler import Assembly, AssemblyError, assemble
+from backends.ptx.builder import Builder
+from backends.ptx.operands import at
+from backends.ptx.sm100_fmha.geometry import MAX_SMEM, SUPPORTED_HD, TMEM_COLUMNS, Geometry
+from backends.ptx.sm100_fmha.kernel import PTX_VERSION, kernel_text
+from megamoe.contract import KernelArg, ScalarArg, TensorMapArg, UnsupportedError
+from megamoe.spec.load import load_specs
+
+LIVE_VALUES = 64
+
+
+def assembled(ptx: str) -> Assembly:
+    """`assemble`, a missing assembler being reported as skipped, never as passed."""
+    try:
+        return assemble(ptx, "sm_100a")
+    except UnsupportedError as missing:
+        pytest.skip(f"unsupported: {missing}")
+
+
+def local_memory_bytes(assembly: Assembly) -> int:
+    """Bytes of local memory traffic and stack that the kernel was given; 0 for a lean one."""
+    return assembly.stack + assembly.spill_stores + assembly.spill_loads
+
+
+def crowded_kernel(directive: str) -> str:
+    """A kernel with LIVE_VALUES volatile loads alive at once, and one more directive behind .reqntid."""
+    x = Builder("crowded", target="sm_100a", version=(8, 6), block=128)
+    buffer = x.param("buffer", "u64")
+    values = x.regs("value", "f32", LIVE_VALUES)
+    for index, value in enumerate(values):
+        x.emit("ld.global.f32", value, at(buffer, 4 * index))
+    x.emit("bar.sync", 0)
+    for index, value in enumerate(values):
+        x.emit("st.global.f32", at(buffer, 4 * (LIVE_VALUES - 1 - index)), value)
+    x.emit("ret")
+    return x.text().replace(".reqntid 128, 1, 1", f".reqntid 128, 1, 1\n{directive}")
+
+
+@pytest.mark.parametrize("hd", SUPPORTED_HD)
+def test_fmha_assembles_without_spills(hd: int) -> None:
+    assembly = assembled(kernel_text(hd))
+    assert local_memory_bytes(assembly) == 0, f"fmha hd={hd} uses local memory: {assembly}"
+    assert assembly.code_size > 0, f"fmha hd={hd}: the cubin has no code"
+
+
+def test_a_spill_is_seen() -> None:
+    assert local_memory_bytes(assembled(crowded_kernel(""))) == 0, "the crowded kernel fits without a register limit"
+    limited = assembled(crowded_kernel(".maxnreg 24"))
+    assert local_memory_bytes(limited) > 0, f"{LIVE_VALUES} live values in 24 registers went unnoticed: {limited}"
+
+
+def test_invalid_ptx_is_refused() -> None:
+    broken = kernel_text(64).replace("tcgen05.wait::ld.sync.aligned;", "tcgen05.wait::ld.sync;", 1)
+    with pytest.raises(AssemblyError, match=r"ptxas"):
+        assembled(broken)
+
+
+def test_a_warning_is_refused() -> None:
+    without_limits = kernel_text(64).replace(".reqntid 384, 1, 1\n", "")
+    with pytest.raises(AssemblyError, match=r"setmaxnreg"):
+        assembled(without_limits)
+
+
+def test_the_declared_version_is_the_lowest() -> None:
+    major, minor = PTX_VERSION
+    older = kernel_text(64).replace(f".version {major}.{minor}", f".version {major}.{minor - 1}")
+    with pytest.raises(AssemblyError):
+        assembled(older)
+
+
+def test_a_missing_assembler_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*_: object) -> None:
+        return None
+
+    monkeypatch.setattr(importlib.util, "find_spec", nothing)
+    monkeypatch.setattr(shutil, "which", nothing)
+    with pytest.raises(UnsupportedError, match="ptxas"):
+        assemble(kernel_text(64), "sm_100a")
+
+
+@pytest.mark.parametrize("hd", SUPPORTED_HD)
+def test_fmha_fits_the_machine(hd: int) -> None:
+    geometry = Geometry(hd)
+    assert geometry.smem.size <= MAX_SMEM, f"hd={hd} wants {geometry.smem.size} bytes of shared memory"
+    assert geometry.o_column + geometry.o_columns <= TMEM_COLUMNS, f"hd={hd}: O ends beyond tensor memory"
+    assert geometry.halves * geometry.o_columns == hd, f"hd={hd}: the CTAs of a row tile do not cover O exactly"
+    ends = 0
+    for name, (offset, size) in geometry.smem.places.items():
+        assert offset >= ends, f"hd={hd}: {name} at {offset} overlaps what ends at {ends}"
+        ends = offset + size
+
+
+def param_of(argument: KernelArg) -> str:
+    """How PTX declares the parameter that `argument` fills, less its name."""
+    if isinstance(argument, TensorMapArg):
+        return ".align 64 .b8"
+    return f".{argument.dtype}" if isinstance(argument, ScalarArg) else ".u64"
+
+
+@pytest.mark.parametrize("hd", SUPPORTED_HD)
+@pytest.mark.parametrize("lse", [True, False])
+def test_arguments_are_the_parameters(hd: int, lse: bool) -> None:
+    case = load_specs()["fmha"].case(hd=hd, t=3, s_k=130, heads=4, kv_heads=2, lse=lse)
+    program = BACKEND.build(case, "sm_100a")
+    declared = re.findall(r"^    \.param (.*) \w+(?:\[128\])?,?$", program.ptx, re.MULTILINE)
+    passed = [param_of(argument) for argument in program.launches[0].args]
+    assert passed == declared, f"{case}: the launch passes {passed}, the entry declares {declared}"
+
+
+def test_other_targets_are_unsupported() -> None:
+    layer = load_specs()["nvfp4_moe"]
+    case = layer.profile("smoke").cases[0]
+    with pytest.raises(UnsupportedError, match="no nvfp4_moe for sm_90a"):
+        BACKEND.build(case, "sm_90a")

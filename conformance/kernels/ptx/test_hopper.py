@@ -1,0 +1,175 @@
+"""The ptx backend's attention for sm_90a assembles without spills, fits the machine and is launched as it declares."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from backends.ptx import BACKEND
+from backends.ptx.assembler import Assembly, AssemblyError, assemble
+from backends.ptx.builder import Builder, BuilderError
+from backends.ptx.sm90_fmha.geometry import (
+    MAX_SMEM,
+    SPLIT_KEYS,
+    SUPPORTED_HD,
+    THREADS,
+    Geometry,
+    splits_of,
+)
+from backends.ptx.sm90_fmha.kernel import PTX_VERSION, kernel_text
+from megamoe.contract import (
+    KernelArg,
+    Row,
+    RunOptions,
+    ScalarArg,
+    TensorMapArg,
+    UnsupportedError,
+    load_executor,
+)
+from megamoe.judge.arena import Arena
+from megamoe.judge.judge import judge
+from megamoe.ops import reference
+from megamoe.spec.load import load_specs
+
+MOST_REGISTERS = 255
+REGISTERS_OF_AN_SM = 65536
+
+
+def assembled(ptx: str) -> Assembly:
+    """`assemble`, a missing assembler being reported as skipped, never as passed."""
+    try:
+        return assemble(ptx, "sm_90a")
+    except UnsupportedError as missing:
+        pytest.skip(f"unsupported: {missing}")
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("hd", SUPPORTED_HD)
+def test_it_assembles_without_spills(hd: int, split: bool) -> None:
+    assembly = assembled(kernel_text(hd, split))
+    used = assembly.stack + assembly.spill_stores + assembly.spill_loads
+    assert used == 0, f"hd={hd} uses local memory: {assembly}"
+    assert assembly.registers <= MOST_REGISTERS
+
+
+def test_the_declared_version_is_the_lowest() -> None:
+    major, minor = PTX_VERSION
+    assert (major, minor) == (8, 0)
+    with pytest.raises(AssemblyError):
+        assembled(kernel_text(64).replace(".version 8.0", ".version 7.8"))
+
+
+@pytest.mark.parametrize("hd", SUPPORTED_HD)
+def test_it_fits_the_machine(hd: int) -> None:
+    geometry = Geometry(hd)
+    assert geometry.smem.size <= MAX_SMEM, f"hd={hd} wants {geometry.smem.size} bytes of shared memory"
+    assert geometry.halves * geometry.o_columns == hd, f"hd={hd}: the CTAs of a row tile do not cover O exactly"
+    assert geometry.tile_n & geometry.tile_n - 1 == 0, "tiles begin at multiples of a power of two"
+    ends = 0
+    for name, (offset, size) in geometry.smem.places.items():
+        assert offset >= ends, f"hd={hd}: {name} at {offset} overlaps what ends at {ends}"
+        ends = offset + size
+
+
+@pytest.mark.parametrize("hd", [64, 128])
+def test_two_ctas_fit_an_sm(hd: int) -> None:
+    assert 2 * (Geometry(hd).smem.size + 1024) <= MAX_SMEM + 1024, "shared memory holds one CTA only"
+    assert 2 * THREADS * assembled(kernel_text(hd)).registers <= REGISTERS_OF_AN_SM
+
+
+def param_of(argument: KernelArg) -> str:
+    """How PTX declares the parameter that `argument` fills, less its name."""
+    if isinstance(argument, TensorMapArg):
+        return ".align 64 .b8"
+    return f".{argument.dtype}" if isinstance(argument, ScalarArg) else ".u64"
+
+
+@pytest.mark.parametrize("hd", SUPPORTED_HD)
+@pytest.mark.parametrize("s_k", [130, 1000])
+@pytest.mark.parametrize("lse", [True, False])
+def test_arguments_are_the_parameters(hd: int, s_k: int, lse: bool) -> None:
+    case = load_specs()["fmha"].case(hd=hd, t=3, s_k=s_k, heads=4, kv_heads=2, lse=lse)
+    program = BACKEND.build(case, "sm_90a")
+    entries = program.ptx.split(".visible .entry ")[1:]
+    assert len(entries) == len(program.launches) == (2 if s_k > SPLIT_KEYS else 1)
+    for entry, launch in zip(entries, program.launches, strict=True):
+        declared = re.findall(r"^    \.param (.*) \w+(?:\[128\])?,?$", entry, re.MULTILINE)
+        passed = [param_of(argument) for argument in launch.args]
+        assert passed == declared, f"{case}: {launch.entry} is passed {passed} and declares {declared}"
+
+
+@pytest.mark.parametrize(("t", "s_k", "splits"), [(1, 512, 1), (1, 513, 2), (16, 8192, 16), (17, 8192, 1)])
+def test_the_keys_of_few_queries_are_split(t: int, s_k: int, splits: int) -> None:
+    assert splits_of(t, s_k) == splits
+    assert all(SPLIT_KEYS % Geometry(hd).tile_n == 0 for hd in SUPPORTED_HD), "a split begins within a tile"
+
+
+@pytest.mark.parametrize("hd", SUPPORTED_HD)
+def test_parts_without_a_key_count_for_nothing(hd: int) -> None:
+    """A window of one key: of three parts, two see nothing of either query or of one."""
+    case = load_specs()["fmha"].case(hd=hd, t=2, s_k=1025, heads=2, causal=True, window=1)
+    record = judge(Row(case.id, "ptx", "sm_90a", "vm", "lazy"), "pytest")
+    assert record.status == "passed", record.sentence
+
+
+@pytest.mark.parametrize(
+    ("registers", "a", "what"),
+    [(31, 4, "moves 32 registers; 31 are named"), (32, 3, "moves 4 registers; 3 are named")],
+)
+def test_the_builder_counts_the_registers_of_a_wgmma(registers: int, a: int, what: str) -> None:
+    x = Builder("planted", target="sm_90a", version=(8, 0), block=128)
+    descriptor = x.let("descriptor", "mov.b64", 0)
+    on = x.let("on", "setp.eq.u64", descriptor, 0)
+    d, p = x.regs("d", "f32", registers), x.regs("p", "b32", a)
+    with pytest.raises(BuilderError, match=what):
+        x.emit("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16", d, p, descriptor, on, 1, 1, 1)
+
+
+SYNCHRONISES = ("wgmma.fence", "wgmma.wait_group", "wgmma.commit_group", "bar.sync", "fence.", "mbarrier.")
+# Occurrences, by text and number, whose removal the VM does not notice, and why they are there all the same.
+NOT_NOTICED = {
+    (
+        "fence.mbarrier_init.release.cluster;",
+        0,
+    ): "a CTA without a cluster sees its own mbarriers; the async proxy does not",
+    ("wgmma.fence.sync.aligned;", 1): "the VM holds a wgmma's register operands against earlier wgmma only",
+    (
+        "bar.sync 0;",
+        1,
+    ): "to the VM a wgmma is one step of all four warps; on a GPU another warp's may still read the stage",
+}
+
+
+def _without(ptx: str) -> dict[tuple[str, int], str]:
+    """The kernel without each of its synchronising instructions, by text and occurrence."""
+    lines = ptx.splitlines()
+    seen: dict[str, int] = {}
+    found: dict[tuple[str, int], str] = {}
+    for number, line in enumerate(lines):
+        text = line.split("//")[0].strip()
+        if text.startswith(SYNCHRONISES):
+            rest = lines.copy()
+            # A wait is the instruction and the branch back to it.
+            rest[number : number + (2 if "try_wait" in text else 1)] = []
+            found[text, seen.setdefault(text, 0)] = "\n".join(rest)
+            seen[text] += 1
+    return found
+
+
+def _violation(ptx: str) -> str | None:
+    """What the VM says of `ptx` on a case whose ring is filled a second time."""
+    spec = load_specs()["fmha"]
+    case = spec.case(hd=64, t=4, s_k=300)
+    arena = Arena(spec, case, reference("fmha").make_inputs(case))
+    program = BACKEND.build(case, "sm_90a")
+    return load_executor("vm").run(replace(program, ptx=ptx), arena.tensors, RunOptions(step_budget=500_000)).violation
+
+
+def test_the_vm_notices_what_is_missing() -> None:
+    text = kernel_text(64)
+    assert _violation(text) is None
+    missed = {key for key, mutant in _without(text).items() if _violation(mutant) is None}
+    assert missed - set(NOT_NOTICED) == set(), "removed, and the VM does not notice"
+    assert set(NOT_NOTICED) - missed == set(), "the VM notices these by now: take them out of NOT_NOTICED"

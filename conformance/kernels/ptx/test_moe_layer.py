@@ -1,0 +1,193 @@
+"""What the MoE kernels of the ptx backend promise beyond the spec's laws: tables of the routing, and that neither the
+number of persistent CTAs nor the schedule changes a bit. Each checker meets a planted fault."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from backends.ptx import BACKEND
+from backends.ptx.sm100_moe.geometry import THREADS
+from backends.vm.executor import EXECUTOR
+from megamoe.codec.routing import routing
+from megamoe.contract import Case, Program, RunOptions
+from megamoe.judge.arena import Arena
+from megamoe.ops import reference
+from megamoe.spec.load import load_specs
+from megamoe.spec.spec import Spec
+
+Tensors = dict[str, torch.Tensor]
+NO_ROW = -1
+SMALL = "hidden=1152,intermediate=256,num_experts=3,tokens=9,topk=2"
+"""Five stages along K in the first GEMM, one more than the ring has; several tiles a CTA if there is one CTA."""
+
+
+@cache
+def spec() -> Spec:
+    """The op."""
+    return load_specs()["nvfp4_moe"]
+
+
+def case_of(axes: str) -> Case:
+    """The case `nvfp4_moe:` with these axes."""
+    return spec().parse_case(f"nvfp4_moe:{axes}")
+
+
+def built(case: Case, *, ctas: int | None = None) -> Program:
+    """The program of a case, its grouped GEMMs on `ctas` persistent CTAs if that is given."""
+    program = BACKEND.build(case, "sm_100a")
+    if ctas is None:
+        return program
+    launches = [replace(x, grid=(min(ctas, x.grid[0]), 1, 1)) if x.block[0] == THREADS else x for x in program.launches]
+    return replace(program, launches=tuple(launches))
+
+
+def run(case: Case, program: Program, schedule: str = "eager") -> tuple[Tensors, str]:
+    """The outputs without what is free, and what the machine or the arena found wrong."""
+    inputs = reference(case.op).make_inputs(case)
+    arena = Arena(spec(), case, inputs)
+    arena.poison()
+    execution = EXECUTOR.run(program, arena.tensors, RunOptions(schedule=schedule, step_budget=2_000_000))
+    free = reference(case.op).free(case, inputs)
+    outputs = {name: arena.tensors[name].clone() for name in arena.unwritten()}
+    for name, where in free.items():
+        outputs[name][where] = 0
+    return outputs, execution.violation or arena.damage() or ""
+
+
+def differences(left: Tensors, right: Tensors) -> list[str]:
+    """Outputs that are not the same bits."""
+    return [name for name in left if not torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8))]
+
+
+@cache
+def plain(axes: str) -> Tensors:
+    """The outputs of a case as it is launched, eagerly."""
+    outputs, sentence = run(case_of(axes), built(case_of(axes)))
+    assert not sentence, f"{axes}: {sentence}"
+    return outputs
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random:1", "random:2"])
+@pytest.mark.parametrize("stage", ["l1", "l2"])
+def test_persistence_changes_no_bit(stage: str, schedule: str) -> None:
+    """One CTA that walks over all tiles, its accumulators overlapping, against one CTA a tile."""
+    axes = f"{SMALL},stage={stage},load=skewed"
+    outputs, sentence = run(case_of(axes), built(case_of(axes), ctas=1), schedule)
+    assert not sentence, f"{axes} on one CTA: {sentence}"
+    assert not differences(outputs, plain(axes)), f"{axes}: one CTA computes other bits, {schedule}"
+
+
+@pytest.mark.parametrize(
+    ("stage", "taken_out"),
+    [
+        ("l1", "%tile_free_completed, ["),
+        ("l1", "%ring_full_completed, ["),
+        ("l1", "%ring_empty_completed, ["),
+        ("l1", "%tile_full_completed, ["),
+        ("l2", "cp.async.bulk.wait_group.read 0;"),
+        ("l2", "fence.proxy.async.shared::cta;"),
+    ],
+)
+def test_a_missing_wait_is_noticed(stage: str, taken_out: str) -> None:
+    axes = f"{SMALL},stage={stage},load=skewed"
+    whole = built(case_of(axes), ctas=1)
+    lines = whole.ptx.splitlines()
+    waits = [index for index, line in enumerate(lines) if taken_out in line]
+    assert waits, f"the kernel has no {taken_out!r}"
+    for index in waits:
+        lines[index] = ""
+        if "try_wait" in whole.ptx.splitlines()[index]:
+            lines[index + 1] = ""
+    for schedule in ("eager", "lazy", "random:1"):
+        outputs, sentence = run(case_of(axes), replace(whole, ptx="\n".join(lines)), schedule)
+        if sentence or differences(outputs, plain(axes)):
+            return
+    pytest.fail(f"stage {stage} without {taken_out!r} goes unnoticed under every schedule")
+
+
+@pytest.mark.parametrize(
+    ("fault", "right", "wrong"),
+    [
+        ("gate and up change places", "mul.rn.f32 %acc_0, %acc_0, %acc_8;", "mul.rn.f32 %acc_0, %acc_8, %acc_8;"),
+        (
+            "scale factors of B half a tile off",
+            "[%sf_columns + 20], %atom_descriptor",
+            "[%sf_columns + 16], %atom_descriptor",
+        ),
+        ("codes of another half", "mad.wide.u32 %half_codes_at, %half, 32,", "mad.wide.u32 %half_codes_at, %half, 0,"),
+    ],
+)
+def test_a_wrong_layout_is_noticed(fault: str, right: str, wrong: str) -> None:
+    axes = f"{SMALL},stage=l1,load=skewed"
+    whole = built(case_of(axes))
+    assert right in whole.ptx, f"the kernel has no {right!r}"
+    outputs, sentence = run(case_of(axes), replace(whole, ptx=whole.ptx.replace(right, wrong)))
+    assert sentence or differences(outputs, plain(axes)), f"goes unnoticed: {fault}"
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        "hidden=128,intermediate=128,num_experts=70,tokens=90,topk=3,load=skewed",
+        "hidden=128,intermediate=128,num_experts=5,tokens=300,topk=2,load=balanced",
+        "hidden=128,intermediate=128,num_experts=6,tokens=40,topk=4,load=slice",
+        "hidden=128,intermediate=128,num_experts=9,tokens=1,topk=2,load=one_token",
+    ],
+)
+@pytest.mark.parametrize("schedule", ["eager", "random:4"])
+def test_routing_tables(axes: str, schedule: str) -> None:
+    case = case_of(f"{axes},stage=combine")
+    wrong = _wrong_tables(case, built(case), schedule)
+    assert not wrong, f"{axes}: {wrong}"
+
+
+def test_a_wrong_routing_table_is_noticed() -> None:
+    case = case_of("hidden=128,intermediate=128,num_experts=5,tokens=80,topk=2,load=skewed,stage=combine")
+    whole = built(case)
+    right = "mov.u32 %lanes_below, %lanemask_lt;"
+    assert right in whole.ptx, f"the kernel has no {right!r}"
+    wrong = _wrong_tables(
+        case, replace(whole, ptx=whole.ptx.replace(right, "mov.u32 %lanes_below, %lanemask_le;")), "eager"
+    )
+    assert wrong, "ranks that are one too large go unnoticed"
+
+
+def _wrong_tables(case: Case, program: Program, schedule: str) -> str:
+    """What the routing launch leaves in its tables against the reference; "" if all is right."""
+    topk_ids = reference(case.op).make_inputs(case)["topk_ids"]
+    tables = {name: torch.full((size // 4,), -2, dtype=torch.int32) for name, size in program.scratch.items()}
+    alone = replace(program, launches=program.launches[:1], scratch={})
+    execution = EXECUTOR.run(alone, {"topk_ids": topk_ids, **tables}, RunOptions(schedule=schedule))
+    if execution.violation:
+        return execution.violation
+    expected = _tables(case, topk_ids)
+    rows = len(expected["token_of_row"])
+    sizes = {"token_of_row": rows, "route_of_row": rows, "expert_of_tile": rows // 128}
+    found = {name: table[: sizes.get(name, len(table))] for name, table in tables.items()}
+    return ", ".join(
+        f"{name} is {found[name].tolist()[:8]}..., not {table.tolist()[:8]}..."
+        for name, table in expected.items()
+        if found[name].tolist() != table.tolist()
+    )
+
+
+def _tables(case: Case, topk_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    routes, tokens, topk = routing(case, topk_ids), case.int("tokens"), case.int("topk")
+    route = routes.token * topk + routes.choice
+    counts = torch.bincount(routes.expert, minlength=case.int("num_experts"))
+    expert_of_tile = torch.repeat_interleave(torch.arange(len(counts)), (counts + 127) // 128)
+    token_of_row = torch.full((128 * len(expert_of_tile),), tokens)
+    route_of_row = torch.full_like(token_of_row, tokens * topk)
+    row_of_route = torch.full((tokens * topk,), NO_ROW)
+    token_of_row[routes.row], route_of_row[routes.row], row_of_route[route] = routes.token, route, routes.row
+    return {
+        "row_tiles": torch.tensor([len(expert_of_tile)]),
+        "expert_of_tile": expert_of_tile,
+        "token_of_row": token_of_row,
+        "route_of_row": route_of_row,
+        "row_of_route": row_of_route,
+    }

@@ -1,0 +1,1 @@
+"""Tests of the harness, a folder a room of megamoe."""

@@ -1,0 +1,242 @@
+"""The command line: exit statuses, one sentence for bad input, and files that outlive an interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import date, timedelta
+from pathlib import Path
+
+import pytest
+
+from conformance import ROOT
+from conformance.fakes import backends as fake_backends
+from conformance.fakes.simulated_device import EXECUTOR
+from megamoe.cli.main import main
+from megamoe.records.files import read_records
+from megamoe.spec.load import load_specs
+from megamoe.spec.selection import Selection, SelectionError, expand_schedules, owed_rows, parse_where
+
+CASE = "fmha:hd=64,t=1,s_k=3"
+FAKE = fake_backends.__name__
+DEVICE = "conformance.fakes.simulated_device"
+
+
+def _options(attribute: str) -> list[str]:
+    return ["--backend", f"{FAKE}:{attribute}", "--executor", f"{FAKE}:EXECUTOR"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["run", "--case", "fmha:hd=65,t=1,s_k=1"], "65"),
+        (["run", "--case", "fhma:hd=64,t=1,s_k=1"], "there is no op 'fhma'; specs describe: fmha"),
+        (["run", "--case", "fmha:hd=64,t=1"], "s_k"),
+        (["run", "--case", CASE, "--backend", "pxt"], "there is no backend 'pxt'; registered: "),
+        (["run", "--case", CASE, "--backend", "nowhere:BACKEND"], "'nowhere:BACKEND' cannot be loaded"),
+        (["run", "--case", CASE, "--backend", f"{FAKE}:NOT_A_BACKEND"], "of type int"),
+        (["run", "--case", CASE, *_options("WORKS"), "--executor", "vn"], "there is no executor 'vn'"),
+        (["run", "--case", CASE, *_options("WORKS"), "--target", "sm_80"], "there is no target 'sm_80'"),
+        (["run", "--case", CASE, *_options("WORKS"), "--schedule", "soon"], "schedule 'soon' is not"),
+        (["run", "--case", CASE, *_options("WORKS"), "--where", "hd=128"], "holds no row"),
+        (["run", "--case", CASE, "--profile", "full"], "--case names its own rows"),
+        (["run", "--profile", "fulll"], "there is no profile 'fulll'"),
+        (["run", "--specs", "nowhere"], "nowhere"),
+        (["run", "--case", CASE, *_options("WORKS"), "--expected", "nowhere.yaml"], "cannot read nowhere.yaml"),
+        (["run", "--case", CASE, *_options("WORKS"), "--output", "."], "cannot write records to"),
+        (["run", "--jobs", "0"], "--jobs"),
+        (["run", "--jbos", "1"], "--jbos"),
+        (["gate", "nowhere.jsonl"], "cannot read records from nowhere.jsonl"),
+        (["list", "--op", "nsa"], "there is no op 'nsa'"),
+        (["list", "--matrix", "gird"], "there is no matrix 'gird'"),
+        (["list", "--where", "hd"], "filter 'hd' is not of the form"),
+        (["list", "--where", "head_dim=64"], "no selected case has an axis 'head_dim'"),
+        (["list", "--where", "hd=65"], "no case matches"),
+        (["lits"], "lits"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_status_2(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    streams = capsys.readouterr()
+    assert sentence in streams.err
+    assert "Traceback" not in streams.err + streams.out
+
+
+def test_a_run_that_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["run", "--case", CASE, "--case", "fmha:hd=64,t=2,s_k=3", "--jobs", "1", *_options("WORKS")]
+    assert main([*arguments, "--schedule", "eager", "--schedule", "random:0-1"]) == 0
+    assert "6 passed, 0 failed" in capsys.readouterr().out
+    (path,) = (tmp_path / "results" / "runs").iterdir()
+    found = read_records(path)
+    assert len(found.records) == found.headers[0].owed_rows == 6
+    assert main(["gate", str(path)]) == 0
+    assert "6 passed, 0 failed" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_and_a_gate_that_misses_a_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["run", "--case", CASE, "--jobs", "1", *_options("SCALES"), "--output", "r.jsonl"]) == 1
+    out = capsys.readouterr().out
+    assert "0 passed, 1 failed" in out
+    assert f"Rerun: megamoe run --case {CASE} --backend {FAKE}:SCALES" in out
+    (record,) = read_records(Path("r.jsonl")).records
+    assert record.bundle is not None
+    assert (tmp_path / record.bundle / "sentence.txt").is_file()
+    header = Path("r.jsonl").read_bytes().splitlines(keepends=True)[0]
+    Path("lost.jsonl").write_bytes(header)
+    assert main(["gate", "lost.jsonl"]) == 1, "a record that was lost must close the gate"
+    assert "there is no record of" in capsys.readouterr().out
+
+
+def test_a_gate_says_what_has_changed_since_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--case", CASE, "--jobs", "1", *_options("WORKS"), "--output", "r.jsonl"]) == 0
+    whole = Path("r.jsonl").read_text()
+    assert '"owed_rows":1' in whole
+    Path("other.jsonl").write_text(whole.replace('"owed_rows":1', '"owed_rows":72'))
+    capsys.readouterr()
+    assert main(["gate", "other.jsonl"]) == 1, "rows that the run owed and nobody owes now must close the gate"
+    assert "owed 72 rows when it began, its selection holds 1 now" in capsys.readouterr().out
+    header = read_records(Path("r.jsonl")).headers[0]
+    Path("old.jsonl").write_text(whole.replace(f'"{header.git_revision}"', '"0ld"'))
+    assert main(["gate", "old.jsonl"]) == 0
+    assert "is of revision 0ld; checked out is" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_record_file_with_no_header_owes_what_the_options_say(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty.jsonl").write_bytes(b"")
+    assert main(["gate", "empty.jsonl"]) == 2
+    assert main(["gate", "empty.jsonl", "--case", CASE, *_options("WORKS")]) == 1
+    assert "1 missing" in capsys.readouterr().out
+
+
+def test_an_expected_failure_is_status_0(capsys: pytest.CaptureFixture[str]) -> None:
+    soon = str(date.today() + timedelta(days=30))
+    entry = {
+        "case": CASE.replace("s_k=3", "s_k=*"),
+        "backend": f"{FAKE}:SCALES",
+        "target": "sm_100a",
+        "executor": f"{FAKE}:EXECUTOR",
+        "status": "failed",
+        "reason": "it halves its output on purpose",
+        "expires": soon,
+        "example": CASE,
+    }
+    Path("e.yaml").write_text(json.dumps({"expected": [entry]}).replace(f'"{soon}"', soon))
+    arguments = ["run", "--case", CASE, "--jobs", "1", "--expected", "e.yaml"]
+    assert main([*arguments, *_options("SCALES")]) == 0
+    assert "1 of these as expected" in capsys.readouterr().out
+
+
+def test_list_answers_without_torch() -> None:
+    code = "import sys; from megamoe.cli.main import main; main(['list']); assert 'torch' not in sys.modules, 'torch'"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "72 of them published" in done.stdout
+
+
+def test_list_filters_and_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--matrix", "grid", "--where", "hd=64|128,t=1", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == 8, "2 head dimensions x 1 t x 4 s_k"
+    assert {row["axes"]["hd"] for row in rows} == {64, 128}
+    assert all(row["published"] and "grid" in row["matrices"] for row in rows)
+
+
+def test_doctor_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    findings = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
+    assert {"python", "torch", "numpy", "specs", "GPU", "ptxas"} <= set(findings)
+    assert all(one["detail"] for one in findings.values()), "every finding says what was found or why not"
+    assert main(["doctor", "--json", "--specs", "nowhere"]) == 0
+    (specs,) = (one for one in json.loads(capsys.readouterr().out) if one["subject"] == "specs")
+    assert not specs["works"]
+
+
+def _start(tmp_path: Path) -> subprocess.Popen[str]:
+    """A run of one row that passes and one that hangs, in a session of its own, once the first is on record."""
+    both = ["--backend", f"{FAKE}:WORKS", "--backend", f"{FAKE}:HANGS", "--executor", f"{FAKE}:EXECUTOR"]
+    path = tmp_path / "r.jsonl"
+    command = [sys.executable, "-m", "megamoe", "run", "--case", CASE, "--jobs", "2", *both, "--output", str(path)]
+    pipe = subprocess.PIPE
+    run = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and run.poll() is None:
+        if path.exists() and path.read_bytes().count(b"\n") == 2:
+            break
+        time.sleep(0.05)
+    return run
+
+
+def test_an_interrupted_run_leaves_a_readable_file_and_says_so(tmp_path: Path) -> None:
+    run = _start(tmp_path)
+    os.killpg(run.pid, signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 130, err
+    assert "interrupted: 1 rows were not run; the record file is whole and readable" in out
+    assert "Traceback" not in err
+    assert sorted(record.status for record in read_records(tmp_path / "r.jsonl").records) == ["not_run", "passed"]
+
+
+def test_a_killed_run_leaves_a_readable_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _start(tmp_path)
+    run.kill()
+    try:
+        run.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)
+        pytest.fail("the workers of a killed run must end with it: their output pipe is still open")
+    assert [record.status for record in read_records(tmp_path / "r.jsonl").records] == ["passed"]
+    assert main(["gate", "r.jsonl"]) == 1
+    assert f"there is no record of {CASE} on {FAKE}:HANGS" in capsys.readouterr().out
+
+
+def test_schedules_expand() -> None:
+    assert expand_schedules(["lazy", "random:0-2", "random:1"]) == ("lazy", "random:0", "random:1", "random:2")
+    for bad in ("random:3-1", "random:", "random", "eager ", "random:0-99999999"):
+        with pytest.raises(SelectionError):
+            expand_schedules([bad])
+
+
+def test_a_backend_that_was_asked_for_owes_something() -> None:
+    both = Selection(backends=(f"{FAKE}:WORKS", f"{FAKE}:EMPTY"))
+    with pytest.raises(SelectionError, match=f"{FAKE}:EMPTY' was asked for, but has no kernel"):
+        owed_rows(load_specs(), both)
+
+
+def test_filters_gather_values() -> None:
+    assert parse_where(["hd=64|128,t=1", "hd=256"]) == {"hd": {"64", "128", "256"}, "t": {"1"}}
+
+
+def test_long_rows_start_first() -> None:
+    selection = Selection(profile="full", backends=(f"{FAKE}:WORKS",), schedules=("eager", "lazy"))
+    rows = owed_rows(load_specs(), selection)
+    assert len(rows) == len(set(rows)), "no row is owed twice"
+    assert rows.index(next(row for row in rows if row.case == "fmha:hd=512,t=128,s_k=1024")) < rows.index(
+        next(row for row in rows if row.case == "fmha:hd=64,t=1,s_k=128")
+    )
+
+
+def test_a_run_on_a_device_says_which(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    there = [
+        "--backend",
+        "conformance.fakes.simulated_device:WORKS",
+        "--executor",
+        "conformance.fakes.simulated_device:EXECUTOR",
+        "--target",
+        "sm_90a",
+    ]
+    assert main(["run", "--case", CASE, "--jobs", "1", *there, "--output", str(path)]) == 0
+    (header,) = read_records(path).headers
+    assert header.device is not None, "a record of a device must say of which"
+    assert header.device == EXECUTOR.facts()

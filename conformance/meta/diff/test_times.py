@@ -1,0 +1,288 @@
+"""The interval of a ratio of two times: how often it errs on simulated noise, what it sees, and laws that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conformance.fakes.results import timing
+from megamoe.diff import times as comparison_time
+from megamoe.diff.times import centres, ratios, student
+from megamoe.records.lines import Timing
+
+ROWS = 1500
+THRESHOLD = 0.02
+Table = npt.NDArray[np.float64]
+Noise = Callable[[np.random.Generator, int, int], Table]
+
+
+def normal(random: np.random.Generator, rounds: int, samples: int) -> Table:
+    return 1 + 0.02 * random.standard_normal((ROWS, rounds, samples))
+
+
+def heavy_tail(random: np.random.Generator, rounds: int, samples: int) -> Table:
+    """A floor with rare samples far above it, some of them several times as long."""
+    return 1 + 0.01 * np.abs(random.standard_t(2, (ROWS, rounds, samples)))
+
+
+def bimodal(random: np.random.Generator, rounds: int, samples: int) -> Table:
+    """Two samples in five take 4 % longer."""
+    return 1 + 0.04 * (random.random((ROWS, rounds, samples)) < 0.4) + normal(random, rounds, samples) / 10 - 0.1
+
+
+def bimodal_rounds(random: np.random.Generator, rounds: int, samples: int) -> Table:
+    """All of a round, in two rounds of five, takes 4 % longer."""
+    return 1 + 0.04 * (random.random((ROWS, rounds, 1)) < 0.4) + normal(random, rounds, samples) / 10 - 0.1
+
+
+def rounds_apart(random: np.random.Generator, rounds: int, samples: int) -> Table:
+    """Rounds differ as much as samples do: samples alone would be believed far too much."""
+    return 1 + 0.01 * random.standard_normal((ROWS, rounds, 1)) + 0.01 * random.standard_normal((ROWS, rounds, samples))
+
+
+def drift(random: np.random.Generator, rounds: int, samples: int) -> Table:
+    """Clocks that go slowly up or down while a run lasts, by about 2 % in all."""
+    slope = 0.02 * random.standard_normal((ROWS, 1, 1)) * np.linspace(-0.5, 0.5, rounds)[None, :, None]
+    return 1 + slope + 0.005 * random.standard_normal((ROWS, rounds, samples))
+
+
+def alike_neighbours(random: np.random.Generator, rounds: int, samples: int) -> Table:
+    """Each round is like the one before it, correlation 0.5."""
+    step = random.standard_normal((ROWS, rounds))
+    for i in range(1, rounds):
+        step[:, i] = 0.5 * step[:, i - 1] + np.sqrt(0.75) * step[:, i]
+    return 1 + 0.01 * step[:, :, None] + 0.005 * random.standard_normal((ROWS, rounds, samples))
+
+
+def ticking(random: np.random.Generator, rounds: int, samples: int) -> Table:
+    """A clock that counts in steps of half a per cent."""
+    return np.round(200 + 0.8 * random.standard_normal((ROWS, rounds, samples))) / 200
+
+
+def slow_phases(random: np.random.Generator, rounds: int, samples: int) -> Table:
+    """A host that is busy for a while: up to half of a run, in one piece, has samples of several times their length."""
+    began, part = random.random((ROWS, 1)), 0.5 * random.random((ROWS, 1))
+    when = (np.arange(rounds) / rounds)[None, :]
+    inside = ((when - began) % 1 < part)[:, :, None]
+    late = inside * (random.random((ROWS, rounds, samples)) < 0.8) * random.exponential(3.0, (ROWS, rounds, samples))
+    return 1 + 0.01 * random.standard_normal((ROWS, rounds, samples)) + late
+
+
+SHAPES: Sequence[Noise] = (
+    normal,
+    heavy_tail,
+    bimodal,
+    bimodal_rounds,
+    rounds_apart,
+    drift,
+    alike_neighbours,
+    ticking,
+    slow_phases,
+)
+
+
+def _lines(table: Table) -> list[list[Timing]]:
+    return [[timing(row)] for row in table]
+
+
+def _interval(before: Table, after: Table) -> tuple[Table, Table, Table]:
+    found = ratios(centres(_lines(before)), centres(_lines(after)))
+    return found.low, found.ratio, found.high
+
+
+def _name(noise: object) -> str:
+    return getattr(noise, "__name__", str(noise))
+
+
+@pytest.mark.parametrize(("rounds", "samples"), [(5, 20), (10, 10), (60, 5)])
+@pytest.mark.parametrize("noise", SHAPES, ids=_name)
+def test_two_runs_of_the_same_program_are_rarely_called_different(noise: Noise, rounds: int, samples: int) -> None:
+    random = np.random.default_rng(1)
+    low, _, high = _interval(noise(random, rounds, samples), noise(random, rounds, samples))
+    alarms = np.mean((low > 1 + THRESHOLD) | (high < 1 - THRESHOLD))
+    assert alarms <= 0.01, f"{alarms:.2%} of {ROWS} rows were called SLOWER or FASTER, at most 1 % may be"
+    missed = np.mean((low > 1) | (high < 1))
+    allowed = 0.06 if noise in (alike_neighbours, drift) else 0.02
+    assert missed <= allowed, f"{missed:.2%} of the intervals at 99 % confidence do not hold the true ratio"
+
+
+@pytest.mark.parametrize("noise", SHAPES, ids=_name)
+def test_a_shift_as_large_as_the_threshold_is_rarely_called(noise: Noise) -> None:
+    """The worst case that is no difference yet: the truth lies exactly on the threshold."""
+    random = np.random.default_rng(2)
+    low, _, _ = _interval(noise(random, 10, 10), noise(random, 10, 10) * (1 + THRESHOLD))
+    assert np.mean(low > 1 + THRESHOLD) <= (0.03 if noise is alike_neighbours else 0.01)
+
+
+@pytest.mark.parametrize(
+    ("noise", "shift", "least"),
+    [(normal, 0.05, 0.95), (heavy_tail, 0.05, 0.99), (rounds_apart, 0.06, 0.9), (ticking, 0.05, 0.99)],
+    ids=_name,
+)
+def test_a_real_difference_is_seen(noise: Noise, shift: float, least: float) -> None:
+    random = np.random.default_rng(3)
+    low, _, high = _interval(noise(random, 10, 20), noise(random, 10, 20) * (1 + shift))
+    assert np.mean(low > 1 + THRESHOLD) >= least, f"a run slower by {shift:.0%} must be called SLOWER"
+    assert not np.any(high < 1 - THRESHOLD), "and never FASTER"
+    low, _, high = _interval(noise(random, 10, 20), noise(random, 10, 20) / (1 + shift))
+    assert np.mean(high < 1 - THRESHOLD) >= least, f"a run faster by {shift:.0%} must be called FASTER"
+
+
+def test_little_noise_is_called_the_same() -> None:
+    random = np.random.default_rng(4)
+    low, _, high = _interval(heavy_tail(random, 10, 20), heavy_tail(random, 10, 20))
+    assert np.mean((low >= 1 - THRESHOLD) & (high <= 1 + THRESHOLD)) > 0.95
+
+
+def test_samples_of_a_round_are_not_believed_as_if_they_were_independent() -> None:
+    """The fault that this method is there for: with the rounds shuffled away, the same times give false alarms."""
+    random = np.random.default_rng(5)
+    before, after = (rounds_apart(random, 5, 40) for _ in range(2))
+    apart = _interval(before, after)
+
+    def one_by_one(table: Table) -> Table:
+        return random.permuted(table.reshape(ROWS, 1, -1), axis=2).reshape(ROWS, 20, -1)
+
+    mixed = _interval(one_by_one(before), one_by_one(after))
+    share = [np.mean((low > 1) | (high < 1)) for low, _, high in (apart, mixed)]
+    assert share[0] < 0.02 < 0.2 < share[1], f"{share} of the intervals do not hold the truth, with rounds and without"
+
+
+def test_one_disturbed_round_of_ten_changes_little() -> None:
+    random = np.random.default_rng(6)
+    quiet = 1 + 0.005 * random.standard_normal((ROWS, 10, 20))
+    disturbed = quiet.copy()
+    disturbed[:, 4] *= 1.5
+    low, ratio, high = _interval(quiet, disturbed)
+    assert np.all(np.abs(ratio - 1) < 0.01), "a round that took half as long again must not move the ratio by 1 %"
+    assert np.mean((low >= 1 - THRESHOLD) & (high <= 1 + THRESHOLD)) > 0.95, "nor make the row ambiguous"
+
+
+@pytest.mark.parametrize("rounds", [10, 50])
+def test_a_kernel_that_is_slower_now_and_then_is_not_called_the_same(rounds: int) -> None:
+    """Three samples of five take half as long again: no false SAME, although the least disturbed ones are as before."""
+    random = np.random.default_rng(8)
+    quiet = 1 + 0.005 * random.standard_normal((ROWS, rounds, 20))
+    slower = quiet * (1 + 0.5 * (random.random(quiet.shape) < 0.6))
+    low, _, high = _interval(quiet, slower)
+    assert not np.any((low >= 1 - THRESHOLD) & (high <= 1 + THRESHOLD))
+    assert not np.any(high < 1 - THRESHOLD), "and never FASTER"
+
+
+def test_a_disturbance_of_many_rounds_is_not_believed_to_be_many_disturbances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault that blocks, quartiles and the correlation of neighbours are there for: without them, false alarms."""
+    random = np.random.default_rng(9)
+    before, after = (slow_phases(random, 60, 5) for _ in range(2))
+
+    def alarms() -> float:
+        low, _, high = _interval(before, after)
+        return float(np.mean((low > 1 + THRESHOLD) | (high < 1 - THRESHOLD)))
+
+    assert alarms() <= 0.01
+    monkeypatch.setattr(comparison_time, "BLOCKS", 60)
+    monkeypatch.setattr(comparison_time, "QUANTILES", (0.5,))
+    monkeypatch.setattr(comparison_time, "MOST_CORRELATION", 0.0)
+    assert alarms() > 0.1, "then this test shows nothing"
+
+
+def test_four_runs_or_more_are_counted_as_runs() -> None:
+    """Processes that differ by 2 % while each is quiet: many rounds of four runs are not many witnesses."""
+    random = np.random.default_rng(7)
+
+    def of_runs(number: int) -> list[list[Timing]]:
+        level = 1 + 0.02 * random.standard_normal((300, number, 1, 1))
+        table = level + 0.002 * random.standard_normal((300, number, 8, 5))
+        return [[timing(run) for run in row] for row in table]
+
+    found = ratios(centres(of_runs(5)), centres(of_runs(5)))
+    assert np.mean((found.low > 1) | (found.high < 1)) < 0.03
+
+
+@pytest.mark.parametrize("samples", [[[10.0]], [[10.0, 11.0]]])
+def test_too_few_samples_say_nothing(samples: list[list[float]]) -> None:
+    one, many = timing([[10.0]]), timing(samples)
+    found = ratios(centres([[one]]), centres([[many]]))
+    assert found.low[0] == 0
+    assert found.high[0] == np.inf, "one sample has no error that one could know"
+
+
+def test_times_without_any_scatter_have_a_ratio_and_no_width() -> None:
+    found = ratios(centres([[timing([[10.0] * 8] * 5)]]), centres([[timing([[10.5] * 8] * 5)]]))
+    assert [found.low[0], found.ratio[0], found.high[0]] == pytest.approx([1.05] * 3)
+
+
+def test_a_clock_cannot_see_less_than_its_tick() -> None:
+    table = [[10.0] * 7 + [10.5]] * 5
+    found = ratios(centres([[timing(table)]]), centres([[timing(table)]]))
+    assert found.low[0] <= 0.96
+    assert found.high[0] >= 1.04, "all medians are equal, but times within a step of 0.5 us look equal as well"
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"), [(1, 63.657), (2, 9.925), (3, 5.841), (4, 4.604), (10, 3.169), (30, 2.750), (1e9, 2.576)]
+)
+def test_the_quantile_of_student(freedom: float, quantile: float) -> None:
+    assert student(np.array([freedom]))[0] == pytest.approx(quantile, rel=0.009)
+
+
+times = st.floats(0.5, 1e6, allow_subnormal=False)
+lines = st.lists(st.lists(times, min_size=1, max_size=6), min_size=1, max_size=12).map(
+    lambda rounds: timing([x for one in rounds for x in one], [i for i, one in enumerate(rounds) for _ in one])
+)
+rows = st.lists(lines, min_size=1, max_size=6)
+
+
+@given(st.lists(st.tuples(rows, rows), min_size=1, max_size=5))
+@settings(max_examples=150)
+def test_rows_do_not_influence_each_other(pairs: list[tuple[list[Timing], list[Timing]]]) -> None:
+    """Arrays of ragged rows, padded and sorted by size, must give what each row gives by itself."""
+    together = ratios(centres([old for old, _ in pairs]), centres([new for _, new in pairs]))
+    for i, (old, new) in enumerate(pairs):
+        alone = ratios(centres([old]), centres([new]))
+        for name in ("ratio", "low", "high"):
+            assert getattr(together, name)[i] == pytest.approx(getattr(alone, name)[0], rel=1e-9), (
+                f"{name} of row {i} depends on the other rows"
+            )
+
+
+@given(rows, rows)
+@settings(max_examples=150)
+def test_the_interval_holds_the_ratio_and_turns_with_the_sides(old: list[Timing], new: list[Timing]) -> None:
+    there, back = ratios(centres([old]), centres([new])), ratios(centres([new]), centres([old]))
+    assert there.low[0] <= there.ratio[0] <= there.high[0]
+    with np.errstate(divide="ignore"):
+        assert there.ratio[0] == pytest.approx(1 / back.ratio[0], rel=1e-9)
+        assert np.log(there.low[0]) == pytest.approx(-np.log(back.high[0]), rel=1e-6, abs=1e-9)
+
+
+@given(rows, rows, st.sampled_from([0.125, 8.0, 1024.0]))
+@settings(max_examples=100)
+def test_the_unit_of_time_does_not_matter(old: list[Timing], new: list[Timing], factor: float) -> None:
+    def scaled(row: list[Timing]) -> list[Timing]:
+        return [timing([x * factor for x in line.samples_us], line.rounds) for line in row]
+
+    here, there = ratios(centres([old]), centres([new])), ratios(centres([scaled(old)]), centres([scaled(new)]))
+    for name in ("ratio", "low", "high"):
+        with np.errstate(divide="ignore"):
+            here_and_there = [float(np.log(getattr(one, name)[0])) for one in (here, there)]
+        assert here_and_there[0] == pytest.approx(here_and_there[1], rel=1e-6, abs=1e-9)
+
+
+@given(lines, st.randoms(use_true_random=False))
+@settings(max_examples=100)
+def test_the_order_within_a_round_does_not_matter(line: Timing, random: object) -> None:
+    """Given that there are rounds enough; otherwise consecutive samples stand in for them."""
+    if len(set(line.rounds)) < 4:
+        return
+    pairs = list(zip(line.rounds, line.samples_us, strict=True))
+    random.shuffle(pairs)  # pyright: ignore[reportAttributeAccessIssue]
+    shuffled = timing([x for _, x in pairs], [i for i, _ in pairs])
+    one, other = centres([[line]]), centres([[shuffled]])
+    assert one.centre[0] == pytest.approx(other.centre[0], rel=1e-12)
+    assert one.error[0] == pytest.approx(other.error[0], rel=1e-9)
+    assert one.tick[0] == other.tick[0]

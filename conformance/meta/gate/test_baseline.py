@@ -1,0 +1,223 @@
+"""The tracked baseline is whole, canonical and the same on every machine; writing one is all or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from conformance.fakes.gate_lines import (
+    COUNTERS,
+    KERNEL,
+    NEIGHBOUR,
+    ROW,
+    figures,
+    header,
+    record,
+)
+from conformance.fakes.results import H200
+from megamoe.contract import Row
+from megamoe.gate.accept import Seen, parse_row, take
+from megamoe.gate.baseline import (
+    BASELINES,
+    VM_BASELINE,
+    Baseline,
+    baseline_for,
+    read_baseline,
+    rebuilt,
+    sole_writer,
+    write_baseline,
+)
+from megamoe.records.lines import (
+    Acceptance,
+    Figures,
+    Record,
+    RecordError,
+    RunHeader,
+    Timing,
+)
+from megamoe.spec.load import load_specs
+from megamoe.spec.selection import Selection, SelectionError, owed_rows
+
+WHY = Acceptance(run="accept", row="*", reason="on purpose", accepted="2026-11-21T18:00:00+00:00", git_revision=None)
+GPU_ROW = Row(ROW.case, "ptx", "sm_90a", "gpu", "eager")
+
+
+def _timing(samples: tuple[float, ...], run: str = "run-7") -> Timing:
+    return Timing(
+        run=run,
+        case=GPU_ROW.case,
+        op=GPU_ROW.op,
+        backend="ptx",
+        target="sm_90a",
+        executor="gpu",
+        temperature="cold",
+        method="graph",
+        status="passed",
+        sentence="",
+        samples_us=samples,
+        rounds=(0,) * len(samples),
+    )
+
+
+def _seen(*lines: Record | Figures | Timing, run: RunHeader | None = None) -> Seen:
+    found = run or header()
+    return Seen("run.jsonl", {found.run: found}, lines)
+
+
+def _taken(before: Baseline, seen: Seen, *rows: Row, owed: tuple[Row, ...] = ()) -> Baseline:
+    after, accepted = take(before, seen, rows, owed, WHY)
+    assert accepted
+    return after
+
+
+def test_the_tracked_baseline_holds_what_the_smoke_profile_owes() -> None:
+    held, owed = read_baseline(VM_BASELINE), set(owed_rows(load_specs(), Selection()))
+    assert set(held.records) == owed, "accept what is new, and what is gone: nox -s gate prints the command"
+    programs = {key[:3] for key in held.figures}
+    assert programs == {row[:3] for row in owed}, "every program of the baseline has its compiler figures"
+
+
+def test_the_tracked_baseline_is_what_accept_writes() -> None:
+    held = read_baseline(VM_BASELINE)
+    lines = [*held.records.values(), *held.figures.values()]
+    again = rebuilt(held, lines, {}, ())
+    assert list(again.lines) == list(held.lines), "somebody edited the file by hand: lines are sorted and settled"
+    assert VM_BASELINE.read_text("utf-8") == "".join(f"{line.model_dump_json()}\n" for line in held.lines)
+
+
+def test_every_line_says_why_it_is_there() -> None:
+    held = read_baseline(VM_BASELINE)
+    said = {line.row for line in held.acceptances if "row" in line.changes}
+    assert {str(row) for row in held.records} <= said
+
+
+def test_nothing_in_it_depends_on_the_run() -> None:
+    other = header(run="run-8").model_copy(update={"machine": "riscv", "platform": "Plan 9", "cpu_count": 3})
+    line = record(ROW).model_copy(update={"run": "run-8", "judge_host_seconds": 7.0, "metrics": {"o.rms": 9.0}})
+    shuffled = line.model_copy(update={"counters": dict(reversed(COUNTERS.items())), "input_sha256": {}})
+    first = _taken(Baseline(Path("b")), _seen(record(ROW), figures(ROW)), ROW)
+    second = _taken(Baseline(Path("b")), _seen(shuffled, figures(ROW), run=other), ROW)
+    texts = [[line.model_dump_json() for line in one.lines] for one in (first, second)]
+    assert texts[0] == texts[1]
+
+
+def test_a_change_moves_the_lines_of_its_row_alone() -> None:
+    both = (record(ROW), figures(ROW), record(NEIGHBOUR), figures(NEIGHBOUR))
+    before = _taken(Baseline(Path("b")), _seen(*both), ROW, NEIGHBOUR)
+    after = _taken(
+        before, _seen(record(ROW, {**COUNTERS, "mma_flops": 1}), figures(ROW, {**KERNEL, "registers": 9})), ROW
+    )
+    assert after.records[NEIGHBOUR] == before.records[NEIGHBOUR]
+    assert after.records[ROW].counters["mma_flops"] == 1
+    assert after.acceptances[:-1] == before.acceptances
+    assert after.acceptances[-1].changes == {"mma_flops": "4096 -> 1", "fmha.registers": "168 -> 9"}
+
+
+def test_another_program_with_the_same_numbers_is_said_too() -> None:
+    before = _taken(Baseline(Path("b")), _seen(record(ROW)), ROW)
+    after = _taken(before, _seen(record(ROW, program="p2")), ROW)
+    assert after.acceptances[-1].changes == {"program": "p1 -> p2"}
+
+
+def test_figures_stay_while_a_row_of_their_program_does() -> None:
+    lazy = ROW._replace(schedule="lazy")
+    before = _taken(Baseline(Path("b")), _seen(record(ROW), record(lazy), figures(ROW)), ROW, lazy)
+    after = _taken(before, _seen(), lazy)
+    assert (set(after.records), len(after.figures)) == ({ROW}, 1)
+    assert not _taken(after, _seen(), ROW).figures
+
+
+def test_a_row_that_is_owed_does_not_leave() -> None:
+    before = _taken(Baseline(Path("b")), _seen(record(ROW)), ROW)
+    with pytest.raises(SelectionError, match=r"there is no record of .* run the gate first"):
+        _taken(before, _seen(), ROW, owed=(ROW,))
+
+
+def test_rows_are_read_as_they_are_printed() -> None:
+    assert parse_row(str(ROW)) == ROW
+
+
+def test_times_keep_the_run_and_the_device_that_took_them() -> None:
+    run = header(run="bench-1").model_copy(update={"device": H200})
+    before = _taken(Baseline(Path("h")), _seen(_timing((9.0, 10.0, 11.0), "bench-1"), run=run), GPU_ROW)
+    (line,) = before.timings.values()
+    assert before.headers[line.run].device == H200
+    later = header(run="bench-2").model_copy(update={"device": H200})
+    after = _taken(before, _seen(_timing((8.0, 8.0, 8.0), "bench-2"), run=later), GPU_ROW)
+    assert set(after.headers) == {"bench-2"}, "a header of which no line is left goes"
+    assert after.acceptances[-1].changes == {"cold median us": "10.000 -> 8.000"}
+    assert baseline_for("gpu", run) == BASELINES / "h200.jsonl"
+    assert baseline_for("vm", run) == VM_BASELINE
+    with pytest.raises(RecordError, match="whose header describes no device; name a --baseline"):
+        baseline_for("gpu", header())
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    wanted = _taken(Baseline(tmp_path / "b.jsonl"), _seen(record(ROW), figures(ROW)), ROW)
+    write_baseline(wanted)
+    found = read_baseline(wanted.path)
+    assert list(found.lines) == list(wanted.lines)
+    assert [path.name for path in tmp_path.iterdir()] == ["b.jsonl"]
+
+
+def test_a_disk_that_refuses_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = _taken(Baseline(tmp_path / "b.jsonl"), _seen(record(ROW)), ROW)
+    write_baseline(held)
+    before = held.path.read_bytes()
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(RecordError, match=r"cannot write the baseline .*b\.jsonl: No space left on device"):
+        write_baseline(_taken(held, _seen(record(NEIGHBOUR)), NEIGHBOUR))
+    assert held.path.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["b.jsonl"], "nothing half written stays"
+
+
+def test_two_writers_at_once_are_one_too_many(tmp_path: Path) -> None:
+    path = tmp_path / "b.jsonl"
+    with sole_writer(path), pytest.raises(RecordError, match="by another command; try again"), sole_writer(path):
+        pytest.fail("both would read the same file, and the second would undo the first")
+    with sole_writer(path):
+        pass
+
+
+# Each row branches on values: the running maximum of attention, the routing of experts.
+HOSTS = (
+    {"PYTHONHASHSEED": "1"},
+    {
+        "PYTHONHASHSEED": "2",
+        "OPENBLAS_CORETYPE": "Prescott",
+        "ATEN_CPU_CAPABILITY": "default",
+        "MKL_CBWR": "COMPATIBLE",
+    },
+)
+ON_A_HOST = """
+import json
+from megamoe.judge.judge import judge
+from megamoe.records.lines import Row
+cases = ("fmha:hd=64,t=4,s_k=128,heads=8,kv_heads=2", "nvfp4_moe:hidden=128,intermediate=128,num_experts=1,tokens=1")
+records = [judge(Row(case, "ptx", "sm_100a", "vm", "eager"), "run-1") for case in cases]
+print(json.dumps([[one.status, one.program_sha256, dict(one.counters)] for one in records]))
+"""
+
+
+def _on_a_host(environment: Mapping[str, str]) -> object:
+    settings = [f"{name}={value}" for name, value in environment.items()]
+    command = ["env", *settings, sys.executable, "-c", ON_A_HOST]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_counters_do_not_depend_on_the_host() -> None:
+    """Another order of hashing, another BLAS kernel, other vector instructions: the counters are the same."""
+    first, second = (_on_a_host(host) for host in HOSTS)
+    assert first == second

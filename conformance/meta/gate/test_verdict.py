@@ -1,0 +1,199 @@
+"""The gate fails closed: everything short of a pass, or of a failure that was expected, is a problem."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from conformance import ROOT
+from megamoe.contract import Row, Status
+from megamoe.gate.expected import Expectation, ExpectedEntry, ExpectedError, read_expected, stale_entries
+from megamoe.gate.verdict import judge_run
+from megamoe.records.lines import Record, record_of
+from megamoe.spec.load import load_specs
+from megamoe.spec.spec import Spec
+
+CASE, OTHER = "fmha:hd=64,t=1,s_k=128", "fmha:hd=64,t=4,s_k=128"
+ROW = Row(CASE, "ptx", "sm_100a", "vm", "eager")
+NEIGHBOUR = ROW._replace(case=OTHER)
+TODAY = date(2026, 1, 15)
+
+
+@pytest.fixture(scope="module")
+def specs() -> dict[str, Spec]:
+    return load_specs()
+
+
+def _record(row: Row, status: Status) -> Record:
+    return record_of("run-1", row, status, "" if status == "passed" else "something is off")
+
+
+def _entry(**changes: object) -> Expectation:
+    fields = {
+        "case": CASE,
+        "backend": "ptx",
+        "target": "sm_100a",
+        "executor": "vm",
+        "status": "failed",
+        "reason": "the ring of one stage deadlocks",
+        "expires": date(2026, 3, 1),
+        "example": CASE,
+    }
+    return Expectation(ExpectedEntry.model_validate(fields | changes), "expected.yaml, line 3")
+
+
+def test_all_passed_opens_the_gate() -> None:
+    verdict = judge_run([ROW, NEIGHBOUR], [_record(ROW, "passed"), _record(NEIGHBOUR, "passed")])
+    assert verdict.passed
+    assert verdict.line == "2 passed, 0 failed"
+
+
+@pytest.mark.parametrize("status", ["failed", "error", "crashed", "timed_out", "unsupported", "not_run"])
+def test_any_other_status_closes_it(status: Status) -> None:
+    verdict = judge_run([ROW, NEIGHBOUR], [_record(ROW, status), _record(NEIGHBOUR, "passed")])
+    assert not verdict.passed, f"{status} must close the gate"
+    assert len(verdict.problems) == 1, "the neighbour row is no problem"
+    assert verdict.problems[0].startswith(f"{status}: something is off. Rerun: megamoe run --case {CASE} ")
+
+
+def test_a_missing_row_closes_it() -> None:
+    verdict = judge_run([ROW, NEIGHBOUR], [_record(ROW, "passed")])
+    assert not verdict.passed
+    assert verdict.missing == 1
+    assert f"there is no record of {OTHER} on ptx sm_100a vm eager" in verdict.problems[0]
+
+
+def test_the_command_for_a_missing_row_names_the_specs_that_were_given() -> None:
+    (problem,) = judge_run([ROW], [], specs=Path("my specs")).problems
+    assert problem.endswith(f"Rerun: {ROW.rerun} --specs 'my specs'")
+
+
+def test_nothing_owed_closes_it() -> None:
+    assert not judge_run([], []).passed, "a run of nothing proves nothing"
+
+
+def test_the_worst_of_several_records_counts() -> None:
+    for order in (["passed", "failed"], ["failed", "passed"]):
+        verdict = judge_run([ROW], [_record(ROW, status) for status in order])  # pyright: ignore[reportArgumentType]
+        assert not verdict.passed, f"{order}: a later pass must not hide a failure"
+
+
+def test_a_record_that_was_not_owed_counts_unless_it_passed() -> None:
+    owed = [_record(ROW, "passed")]
+    assert judge_run([ROW], [*owed, _record(NEIGHBOUR, "passed")]).passed
+    assert not judge_run([ROW], [*owed, _record(NEIGHBOUR, "crashed")]).passed
+
+
+def test_an_expected_failure_opens_it_and_is_counted() -> None:
+    verdict = judge_run([ROW], [_record(ROW, "failed")], [_entry()])
+    assert verdict.passed
+    assert verdict.line == "0 passed, 1 failed, 1 of these as expected"
+
+
+@pytest.mark.parametrize("status", ["passed", "crashed", "unsupported"])
+def test_an_expected_failure_that_turns_out_otherwise_closes_it(status: Status) -> None:
+    verdict = judge_run([ROW], [_record(ROW, status)], [_entry()])
+    assert not verdict.passed, f"expected failed, was {status}"
+    assert "expected.yaml, line 3" in verdict.problems[0]
+
+
+def test_an_expectation_holds_for_its_own_row_only() -> None:
+    for change in ({"backend": "other"}, {"target": "sm_90a"}, {"executor": "gpu"}, {"schedule": "lazy"}):
+        assert not judge_run([ROW], [_record(ROW, "failed")], [_entry(**change)]).passed, f"{change} is another row"
+
+
+def test_two_entries_for_one_row_close_it() -> None:
+    verdict = judge_run([ROW], [_record(ROW, "failed")], [_entry(), _entry(case="fmha:*")])
+    assert "both speak about" in verdict.problems[0]
+
+
+def test_a_missing_record_is_missing_even_if_a_failure_is_expected() -> None:
+    assert not judge_run([ROW], [], [_entry()]).passed
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"expires": date(2026, 1, 14)}, "expired on 2026-01-14"),
+        ({"expires": date(2026, 1, 15)}, None),
+        ({"expires": date(2026, 7, 14)}, None),
+        (
+            {"expires": date(2026, 7, 15)},
+            "expires on 2026-07-15, more than 180 days from now; 2026-07-14 is the latest",
+        ),
+        ({"case": "fmha:hd=64,t=1,s_k=12*", "example": "fmha:hd=64,t=1,s_k=129"}, None),
+        ({"case": "fmha:hd=64,t=7*", "example": "fmha:hd=64,t=7,s_k=9"}, "matches no case of any matrix"),
+        ({"case": "fmha:*", "example": "fmha:hd=65,t=1,s_k=1"}, "the example is not a case"),
+        ({"case": "nsa:*", "example": "nsa:hd=64"}, "the example is not a case"),
+        ({"executor": "gqu"}, "there is no executor 'gqu'"),
+        ({"backend": "pxt"}, "there is no backend 'pxt'"),
+        ({"schedule": "rnadom:*"}, "no schedule matches 'rnadom:*'"),
+        ({"schedule": "random:*"}, None),
+    ],
+)
+def test_a_stale_entry_is_a_sentence(specs: dict[str, Spec], changes: dict[str, object], complaint: str | None) -> None:
+    sentences = stale_entries([_entry(**changes)], specs, TODAY)
+    assert len(sentences) == (complaint is not None)
+    assert all(complaint and complaint in sentence for sentence in sentences)
+
+
+def test_a_stale_entry_closes_the_gate() -> None:
+    assert not judge_run([ROW], [_record(ROW, "passed")], stale=["expected.yaml, line 3: ..."]).passed
+
+
+GOOD = """\
+expected:
+  - case: "fmha:hd=64,*"
+    backend: ptx
+    target: sm_90a
+    executor: vm
+    status: unsupported
+    reason: no wgmma kernel yet
+    expires: 2026-03-01
+    example: "fmha:hd=64,t=1,s_k=128"
+"""
+
+
+def test_entries_are_read_with_their_lines(tmp_path: Path) -> None:
+    (tmp_path / "e.yaml").write_text(GOOD)
+    (found,) = read_expected(tmp_path / "e.yaml")
+    assert found.where.endswith("e.yaml, line 2")
+    assert found.entry.expires == date(2026, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("executor: vm", "executer: vm", "line 5, key 'executer'|key 'executor'"),
+        ("status: unsupported", "status: passed", "line 6, key 'status'"),
+        ("target: sm_90a", "target: sm_80", "line 4, key 'target'"),
+        ("expires: 2026-03-01", "expires: soon", "line 8, key 'expires'"),
+        ("    reason: no wgmma kernel yet\n", "", "key 'reason'"),
+        ("no wgmma kernel yet", "todo", "line 7, key 'reason'"),
+        ('example: "fmha:hd=64', 'example: "fmha:hd=128', "does not match the case"),
+        ("backend: ptx", "backend: ptx\n    backend: ptx", "names a key twice"),
+        ("expected:", "expects:", "must hold one key"),
+        (GOOD, "expected: 3", "must be a list"),
+        (GOOD, "expected: [3]", "an entry must be a mapping"),
+        (GOOD, "expected: [", "is not YAML"),
+        (GOOD, "", "must hold one key"),
+        ("reason: no", "reason: !!python/object/apply:os.getcwd []\n    why: no", "line "),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path: Path, old: str, new: str, complaint: str) -> None:
+    assert old in GOOD, "the planted fault must change the file"
+    (tmp_path / "e.yaml").write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(ExpectedError, match=complaint):
+        read_expected(tmp_path / "e.yaml")
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExpectedError, match="cannot read"):
+        read_expected(tmp_path / "none.yaml")
+
+
+def test_our_own_file_is_not_stale(specs: dict[str, Spec]) -> None:
+    ours = (ROOT / "conformance") / "expected.yaml"
+    assert stale_entries(read_expected(ours), specs, date.today()) == ()

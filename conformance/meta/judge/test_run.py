@@ -1,0 +1,201 @@
+"""Whatever a kernel does, it costs its own row its status; the neighbours pass."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conformance import ROOT
+from conformance.fakes import backends as fake_backends
+from megamoe.contract import Row, Status
+from megamoe.judge.bundle import heat_map
+from megamoe.judge.judge import judge
+from megamoe.judge.run import RunSettings, judged
+from megamoe.records.lines import Record
+
+CASE = "fmha:hd=64,t=2,s_k=3"
+TIMEOUT_S = 5.0
+
+
+def _row(attribute: str, case: str = CASE) -> Row:
+    room = fake_backends.__name__
+    return Row(case, f"{room}:{attribute}", "sm_100a", f"{room}:EXECUTOR", "eager")
+
+
+def _judge(row: Row, failures: Path | None = None) -> Record:
+    return judge(row, "run-1", failures=failures)
+
+
+NEIGHBOURS = [_row("WORKS", f"fmha:hd=64,t={t},s_k=5") for t in range(1, 6)]
+FATES: dict[str, tuple[Status, str]] = {
+    "EXITS": ("crashed", "the worker process died with exit status 3. Rerun: megamoe run --case "),
+    # pebble takes an exit with status 0 for a worker that had no more to do, so that only the time limit finds it.
+    "EXITS_QUIETLY": (
+        "timed_out",
+        "no verdict within 5 host seconds: it hung, or its process left with status 0. Rerun: ",
+    ),
+    "SEGFAULTS": ("crashed", "the worker process died of SIGSEGV. Rerun: "),
+    "HANGS": ("timed_out", "no verdict within 5 host seconds: it hung, or its process left with status 0. Rerun: "),
+    "RAISES": ("error", "RuntimeError: the tile of 96 does not divide 128 (backends.py, line "),
+}
+
+
+@pytest.fixture(scope="module")
+def records() -> dict[Row, Record]:
+    doomed = [_row(name) for name in FATES]
+    rows = [row for pair in zip(doomed, NEIGHBOURS, strict=False) for row in pair] + NEIGHBOURS[len(doomed) :]
+    settings = RunSettings("run-1", jobs=2, timeout_s=TIMEOUT_S)
+    return {record.row: record for record in judged(rows, settings)}
+
+
+def test_every_row_has_its_record(records: dict[Row, Record]) -> None:
+    assert set(records) == {*NEIGHBOURS, *map(_row, FATES)}
+
+
+@pytest.mark.parametrize("name", FATES)
+def test_a_row_that_dies_has_its_status_and_sentence(records: dict[Row, Record], name: str) -> None:
+    status, sentence = FATES[name]
+    record = records[_row(name)]
+    assert record.status == status
+    assert record.sentence.startswith(sentence)
+    assert record.sentence.endswith(record.row.rerun)
+
+
+def test_its_neighbours_pass(records: dict[Row, Record]) -> None:
+    for row in NEIGHBOURS:
+        assert records[row].status == "passed", records[row].sentence
+
+
+def test_closing_the_iterator_ends_busy_workers() -> None:
+    results = judged([_row("WORKS"), _row("HANGS")], RunSettings("run-1", jobs=2, timeout_s=600))
+    assert next(results).status == "passed"
+    results.close()
+
+
+def test_workers_that_cannot_start_are_not_started_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megamoe.judge.run.start_worker", fake_backends.die_at_start)
+    found = list(judged([_row("WORKS"), NEIGHBOURS[0]], RunSettings("run-1", jobs=2, timeout_s=TIMEOUT_S)))
+    assert [record.status for record in found] == ["crashed", "crashed"]
+    assert "no worker process could be started" in found[0].sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "sentence"),
+    [
+        ("WORKS", "passed", ""),
+        ("WRITES_NAN", "failed", "tensor o: NaN"),
+        (
+            "WRITES_PAST_THE_END",
+            "failed",
+            "guard bytes above tensor o were overwritten, the nearest 0 bytes past its end",
+        ),
+        ("CHANGES_AN_INPUT", "failed", "input k was changed"),
+        ("STOPS_HALF_WAY", "failed", "64 elements of o and 1 elements of lse were never written"),
+        ("SCALES", "failed", "tensor o: "),
+        ("BREAKS_A_RULE", "failed", "warp 0, lane 3: ld.shared reads 4 bytes at 0x10 that nobody wrote"),
+        ("RAISES", "error", "RuntimeError: the tile of 96 does not divide 128"),
+        ("LEAVES", "error", "SystemExit: the kernel author called exit"),
+        ("DECLINES", "unsupported", "hd=64 needs a tile that this backend does not have"),
+        ("NOT_A_BACKEND", "unsupported", "is of type int, without name, targets() and build()"),
+        ("NOT_THERE", "unsupported", "cannot be loaded"),
+    ],
+)
+def test_a_misbehaving_kernel_has_its_status_and_sentence(name: str, status: Status, sentence: str) -> None:
+    record = _judge(_row(name))
+    assert record.status == status, record.sentence
+    assert sentence in record.sentence
+    assert status == "passed" or record.sentence.endswith(f"Rerun: {record.row.rerun}")
+
+
+def test_a_target_that_the_backend_lacks_is_unsupported() -> None:
+    record = _judge(_row("WORKS")._replace(target="sm_90a"))
+    assert record.status == "unsupported"
+    assert "has fmha for sm_100a, not sm_90a" in record.sentence
+
+
+def test_a_machine_that_is_not_there_is_unsupported() -> None:
+    record = _judge(_row("WORKS")._replace(executor=f"{fake_backends.__name__}:BROKEN_MACHINE"))
+    assert record.status == "unsupported"
+    assert "it has no such tensor cores" in record.sentence
+
+
+def test_a_record_carries_counters_metrics_and_the_digest_of_the_program() -> None:
+    first, second = _judge(_row("WORKS")), _judge(_row("WORKS", "fmha:hd=64,t=2,s_k=4"))
+    assert first.counters["instructions"] == 7
+    assert first.metrics["o.rms"] <= first.metrics["o.rms.bar"]
+    assert first.program_sha256 != second.program_sha256, "another program must have another digest"
+    assert first.judge_host_seconds is not None
+
+
+def test_a_failure_leaves_its_evidence(tmp_path: Path) -> None:
+    record = _judge(_row("SCALES"), tmp_path)
+    assert record.bundle is not None
+    place = Path(record.bundle)
+    assert record.row.rerun in (place / "rerun.sh").read_text()
+    assert (place / "program.ptx").read_text() == f"scales\n{CASE}"
+    tensors = torch.load(place / "tensors.pt")
+    assert torch.equal(tensors["outputs"]["o"], (2 * tensors["outputs"]["o"]) * 0.5)
+    assert set(tensors["inputs"]) == {"q", "k", "v"}
+    error = np.load(place / "o.error.npy")
+    assert error.shape == tensors["oracle"]["o"].shape
+    assert error.max() > 0
+    assert "columns; ? not finite" in (place / "o.error.txt").read_text()
+    assert record.bundle in record.sentence, "the sentence must say where the evidence is"
+
+
+def test_an_error_leaves_its_traceback(tmp_path: Path) -> None:
+    record = _judge(_row("RAISES"), tmp_path)
+    assert record.bundle is not None
+    assert "Traceback" in (Path(record.bundle) / "traceback.txt").read_text()
+
+
+def test_a_bundle_replaces_the_one_before(tmp_path: Path) -> None:
+    for leftover in ("first", "second"):
+        place = Path(_judge(_row("SCALES"), tmp_path).bundle or "")
+        assert not list(place.glob("*.old")), f"{leftover}: an earlier failure left evidence behind"
+        (place / "x.old").touch()
+
+
+def test_the_command_that_reruns_names_the_specs_that_were_given(tmp_path: Path) -> None:
+    ours = shutil.copytree(ROOT / "specs", tmp_path / "our specs")
+    wanted = f"--specs '{ours}'"
+    judged_here = judge(_row("SCALES"), "run-1", specs=ours, failures=tmp_path / "failures")
+    (died,) = judged([_row("EXITS")], RunSettings("run-1", timeout_s=TIMEOUT_S, specs=ours))
+    for record in (judged_here, died):
+        assert record.status != "passed"
+        assert record.sentence.endswith(f"{record.row.rerun} {wanted}"), "the command must use the same specs"
+    assert wanted in (Path(judged_here.bundle or "") / "rerun.sh").read_text()
+    assert "--specs" not in _row("SCALES").rerun, "a run with the specs of the checkout needs no --specs"
+
+
+def test_a_pass_leaves_none(tmp_path: Path) -> None:
+    assert _judge(_row("WORKS"), tmp_path).bundle is None
+    assert not os.listdir(tmp_path)
+
+
+def test_a_heat_map_shows_the_block_that_is_wrong() -> None:
+    error = np.zeros((64, 128))
+    error[10:12, 4:6] = 1.0
+    error[63, 127] = np.nan
+    lines = heat_map("o", error).splitlines()[1:]
+    marked = [(y, x) for y, line in enumerate(lines) for x, shade in enumerate(line[1:-1]) if shade != " "]
+    assert marked == [(5, 2), (31, 63)], "row 10 column 4 falls into block (5, 2), the NaN into the last"
+    assert lines[31][-2] == "?"
+
+
+def test_the_script_of_a_bundle_runs_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own").mkdir()
+    shutil.copy(str(fake_backends.__file__), tmp_path / "own" / "unregistered.py")
+    monkeypatch.syspath_prepend(str(tmp_path / "own"))
+    record = _judge(_row("SCALES")._replace(backend="unregistered:SCALES"), tmp_path)
+    script = Path(record.bundle or "") / "rerun.sh"
+    ended = subprocess.run([script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    # The backend of this test is on no search path of a user.
+    assert ended.returncode == 2, f"megamoe itself must answer: {ended.stderr}"
+    assert "the backend 'unregistered:SCALES' cannot be loaded" in ended.stderr

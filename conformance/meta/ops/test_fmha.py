@@ -1,0 +1,253 @@
+"""Laws of the FMHA references: written out by loops here, in another way than they compute it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megamoe.contract import Case
+from megamoe.ops import Reference, reference, referenced_ops
+from megamoe.ops.fmha.inputs import DISTRIBUTIONS, one_hot_keys
+from megamoe.ops.fmha.reference import SCORES, visible_keys
+from megamoe.spec.load import load_specs
+
+SPEC = load_specs()["fmha"]
+FMHA: Reference = reference("fmha")
+
+CASES = (
+    "fmha:hd=64,t=3,s_k=7",
+    "fmha:hd=64,t=2,s_k=9,batch=2,heads=6,kv_heads=2",
+    "fmha:hd=64,t=5,s_k=8,causal=true",
+    "fmha:hd=64,t=6,s_k=4,causal=true",
+    "fmha:hd=64,t=5,s_k=9,window=3",
+    "fmha:hd=64,t=6,s_k=4,causal=true,window=2",
+    "fmha:hd=64,t=2,s_k=5,scale=0.5",
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Thousands of tiny products: threads that wait for each other on a busy machine take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def by_hand(case: Case, inputs: dict[str, torch.Tensor], b: int, h: int, i: int) -> tuple[torch.Tensor, float]:
+    """o and lse of one query row, key by key, from the text of the spec."""
+    q, k, v = (inputs[name].double() for name in ("q", "k", "v"))
+    kv, scale, window = h // (case.int("heads") // case.int("kv_heads")), case["scale"], case["window"]
+    factor = float(scale) if scale is not None else case.int("hd") ** -0.5
+    p = i + case.int("s_k") - case.int("t")
+    numerator, denominator = torch.zeros(case.int("hd"), dtype=torch.float64), 0.0
+    for j in range(case.int("s_k")):
+        if (case["causal"] and j > p) or (window is not None and j <= p - int(window)):
+            continue
+        weight = math.exp(factor * float((q[b, h, i] * k[b, kv, j]).sum()))
+        numerator, denominator = numerator + weight * v[b, kv, j], denominator + weight
+    return (numerator / denominator, math.log(denominator)) if denominator else (numerator, -math.inf)
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_oracle_is_the_sum_over_visible_keys(case_id: str) -> None:
+    case = SPEC.parse_case(case_id)
+    inputs = FMHA.make_inputs(case)
+    result = FMHA.oracle(case, inputs)
+    for index in torch.cartesian_prod(*(torch.arange(case.int(axis)) for axis in ("batch", "heads", "t"))).tolist():
+        o, lse = by_hand(case, inputs, *index)
+        at = tuple(index)
+        assert torch.allclose(result["o"][at], o, rtol=1e-12, atol=1e-14), f"{case.id}: o of row {at} is off"
+        assert result["lse"][at].item() == pytest.approx(lse, rel=1e-13), f"{case.id}: lse of row {at} is off"
+
+
+@pytest.mark.parametrize("inputs", DISTRIBUTIONS)
+@pytest.mark.parametrize("case_id", CASES)
+def test_outputs_have_the_shapes_and_dtypes_of_the_spec(case_id: str, inputs: str) -> None:
+    case = SPEC.vary(SPEC.parse_case(case_id), inputs=inputs)
+    tensors = FMHA.make_inputs(case)
+    outputs = FMHA.simulated(case, tensors)
+    dtypes = {"bf16": torch.bfloat16, "f32": torch.float32}
+    for name, spec in SPEC.tensors_of(case).items():
+        tensor = tensors[name] if spec.role == "input" else outputs[name]
+        assert tuple(tensor.shape) == SPEC.shape(name, case), f"{case.id}: {name} has the wrong shape"
+        assert tensor.dtype == dtypes[spec.dtype], f"{case.id}: {name} has dtype {tensor.dtype}"
+    assert all(bool(torch.isfinite(tensors[name]).all()) for name in tensors), f"{case.id}: an input is not finite"
+
+
+def test_a_row_without_visible_keys_is_zero_and_minus_infinity() -> None:
+    case = SPEC.case(hd=64, t=6, s_k=4, causal=True)
+    inputs = FMHA.make_inputs(case)
+    for name, outputs in (("oracle", FMHA.oracle(case, inputs)), ("simulated", FMHA.simulated(case, inputs))):
+        assert not outputs["o"][0, 0, :2].any(), f"{name}: rows 0 and 1 see no key, so o must be 0 there"
+        assert bool((outputs["lse"][0, 0, :2] == -math.inf).all()), f"{name}: their lse must be -inf"
+        assert bool(torch.isfinite(outputs["lse"][0, 0, 2:]).all()), f"{name}: row 2 and later see a key"
+
+
+def test_lse_is_left_out_when_the_case_says_so() -> None:
+    case = SPEC.case(hd=64, t=1, s_k=4, lse=False)
+    inputs = FMHA.make_inputs(case)
+    assert set(FMHA.oracle(case, inputs)) == set(FMHA.simulated(case, inputs)) == {"o"}, f"{case.id} has o alone"
+
+
+def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = SPEC.case(hd=64, t=7, s_k=40, heads=4, kv_heads=2, causal=True)
+    inputs = FMHA.make_inputs(case)
+    whole = FMHA.oracle(case, inputs)
+    monkeypatch.setattr("megamoe.ops.fmha.reference.SCORES", 3 * 40)
+    blocks = FMHA.oracle(case, inputs)
+    assert SCORES > 14 * 40, "the first oracle must have been computed in one block"
+    for name in whole:
+        assert torch.allclose(whole[name], blocks[name], rtol=1e-13), f"{name} depends on how rows are blocked"
+
+
+@pytest.mark.parametrize("inputs", DISTRIBUTIONS)
+def test_simulated_is_as_near_as_bf16_allows(inputs: str) -> None:
+    case = SPEC.case(hd=128, t=16, s_k=200, inputs=inputs)
+    tensors = FMHA.make_inputs(case)
+    oracle, simulated = FMHA.oracle(case, tensors), FMHA.simulated(case, tensors)
+    error = (simulated["o"].double() - oracle["o"]).norm() / oracle["o"].norm()
+    # Subnormal bf16 has fewer significant bits; elsewhere both roundings together stay below one ulp.
+    assert error < (2.0**-5 if inputs == "denormal_scale" else 2.0**-7), f"{inputs}: o is off by {error:.3g}"
+    assert (simulated["lse"] - oracle["lse"]).abs().max() < 2e-4, f"{inputs}: lse is off"
+
+
+def test_simulated_rounds_p_and_keeps_the_sum() -> None:
+    """Two keys of logits 0 and -d: o of v = (0, 1) is bf16(p) / (1 + p), and lse carries no bf16 error."""
+    case = SPEC.case(hd=64, t=1, s_k=2, scale=1.0)
+    q, k, v = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 2, 64), torch.zeros(1, 1, 2, 64)
+    q[..., 0], k[0, 0, 1, 0], v[0, 0, 1, 0] = 1.0, -0.33, 1.0
+    outputs = FMHA.simulated(case, {"q": q.bfloat16(), "k": k.bfloat16(), "v": v.bfloat16()})
+    p = torch.exp(k[0, 0, 1, 0].bfloat16().double())
+    expected = (p.bfloat16().double() / (1 + p)).bfloat16()
+    assert outputs["o"][0, 0, 0, 0] == expected, "P must be rounded to bf16, the row sum must not"
+    assert outputs["lse"].item() == pytest.approx(math.log(1 + p.item()), rel=2e-7), "lse must come from the fp32 P"
+
+
+def test_simulated_refuses_a_lowered_matmul_precision() -> None:
+    case = SPEC.case(hd=64, t=1, s_k=2)
+    inputs = FMHA.make_inputs(case)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with pytest.raises(ValueError, match="float32 matmul precision is 'medium'"):
+            FMHA.simulated(case, inputs)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("inputs", DISTRIBUTIONS)
+def test_inputs_depend_on_the_case_alone(inputs: str) -> None:
+    case = SPEC.case(hd=64, t=4, s_k=33, inputs=inputs, seed=5)
+    torch.manual_seed(1)
+    first = FMHA.make_inputs(case)
+    torch.manual_seed(2)
+    second, other = FMHA.make_inputs(SPEC.parse_case(case.id)), FMHA.make_inputs(SPEC.vary(case, seed=6))
+    for name in first:
+        assert torch.equal(first[name], second[name]), f"{inputs}: {name} differs between two draws of {case.id}"
+    assert not torch.equal(first["v"], other["v"]), f"{inputs}: v is the same for seeds 5 and 6"
+
+
+def test_inputs_are_pinned() -> None:
+    """Records of different machines and torch versions are about the same numbers."""
+    tensors = FMHA.make_inputs(SPEC.case(hd=64, t=1, s_k=3))
+    bits = {name: tensor.view(torch.int16).flatten()[:4].tolist() for name, tensor in tensors.items()}
+    assert bits == PINNED, "the bits of the inputs have changed: all earlier records speak of other numbers"
+
+
+PINNED = {
+    "q": [-16547, 16150, 16197, -16628],
+    "k": [-16474, 16109, -16608, -16476],
+    "v": [-16523, 16027, 16387, 16403],
+}
+
+
+def test_an_unknown_distribution_is_a_sentence() -> None:
+    case = Case("fmha", SPEC.case(hd=64, t=1, s_k=3).axes, "uniform", 0, "fmha:hd=64,t=1,s_k=3,inputs=uniform")
+    with pytest.raises(ValueError, match=r"inputs=uniform: there is no input distribution 'uniform'.*large_logits"):
+        FMHA.make_inputs(case)
+
+
+def test_every_distribution_of_the_spec_exists() -> None:
+    assert set(SPEC.inputs) == set(DISTRIBUTIONS), "specs/fmha.yaml and the reference must name the same distributions"
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_normal_is_standard(case_id: str) -> None:
+    tensors = FMHA.make_inputs(SPEC.vary(SPEC.parse_case(case_id), s_k=400))
+    for name in ("k", "v"):
+        values = tensors[name].double()
+        assert abs(values.mean().item()) < 5 / math.sqrt(values.numel()), f"{name} has mean {values.mean():.3g}"
+        assert abs(values.std().item() - 1) < 5 / math.sqrt(values.numel()), f"{name} has deviation {values.std():.3g}"
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_large_logits_overflow_without_a_row_maximum(case_id: str) -> None:
+    case = SPEC.vary(SPEC.parse_case(case_id), inputs="large_logits", s_k=64)
+    lse = FMHA.oracle(case, FMHA.make_inputs(case))["lse"]
+    assert lse.max() > 88.8, f"{case.id}: no row overflows exp in fp32; the largest lse is {lse.max():.3g}"
+    assert lse.numel() == 1 or lse.min() < -30, f"{case.id}: no row lies below the logit 0 of a zero-filled key"
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_one_hot_rows_attend_to_the_known_key(case_id: str) -> None:
+    case = SPEC.vary(SPEC.parse_case(case_id), inputs="one_hot_rows")
+    inputs = FMHA.make_inputs(case)
+    o, keys = FMHA.oracle(case, inputs)["o"], one_hot_keys(case)
+    group = case.int("heads") // case.int("kv_heads")
+    visible = visible_keys(case, torch.arange(case.int("t")))
+    for b, h, i in torch.cartesian_prod(*(torch.arange(size) for size in keys.shape)).tolist():
+        if visible[i].any():
+            assert visible[i, keys[b, h, i]], f"{case.id}: row {i} is aimed at a key that it does not see"
+            expected = inputs["v"][b, h // group, keys[b, h, i]].double()
+            assert torch.allclose(o[b, h, i], expected, atol=1e-6), f"{case.id}: row {(b, h, i)} attends elsewhere"
+
+
+def test_constant_v_comes_out_exactly() -> None:
+    case = SPEC.case(hd=64, t=4, s_k=100, heads=4, kv_heads=2, inputs="constant_v")
+    inputs = FMHA.make_inputs(case)
+    constant = inputs["v"][:, :, :1].repeat_interleave(2, dim=1).double().expand(1, 4, 4, 64)
+    assert torch.allclose(FMHA.oracle(case, inputs)["o"], constant, rtol=1e-12), "o must be the constant"
+
+
+def test_repeated_keys_tie() -> None:
+    keys = FMHA.make_inputs(SPEC.case(hd=64, t=1, s_k=50, kv_heads=2, heads=2, inputs="repeated_keys"))["k"]
+    for head in range(2):
+        distinct = len(torch.unique(keys[0, head].float(), dim=0))
+        assert 1 < distinct <= 3, f"head {head} has {distinct} distinct keys of 50; they must tie, not be all alike"
+
+
+def test_denormal_scale_has_normal_inputs_and_subnormal_outputs() -> None:
+    case = SPEC.case(hd=64, t=4, s_k=100, inputs="denormal_scale")
+    inputs = FMHA.make_inputs(case)
+    tiny = torch.finfo(torch.bfloat16).tiny
+    assert all((tensor.abs() >= tiny).all() for tensor in (inputs["k"], inputs["v"])), "k and v must be normal numbers"
+    o = FMHA.simulated(case, inputs)["o"]
+    share = ((o != 0) & (o.abs() < tiny)).float().mean().item()
+    assert share > 0.5, f"only {share:.2f} of o is subnormal, so that flushing to zero would hardly show"
+
+
+@pytest.mark.parametrize(
+    ("case_id", "pairs", "seen"),
+    [
+        ("fmha:hd=64,t=4,s_k=10,heads=2", 40, 10),
+        ("fmha:hd=64,t=4,s_k=10,heads=2,causal=true", 7 + 8 + 9 + 10, 10),
+        ("fmha:hd=64,t=4,s_k=10,heads=2,causal=true,window=2", 8, 5),
+        ("fmha:hd=64,t=4,s_k=2,heads=2,causal=true", 0 + 0 + 1 + 2, 2),
+    ],
+)
+def test_work_counts_visible_keys_alone(case_id: str, pairs: int, seen: int) -> None:
+    case = SPEC.parse_case(case_id)
+    assert FMHA.useful_flops(case) == 2 * pairs * 4 * 64, f"{case.id}: {pairs} pairs of query and key a head"
+    expected = 2 * (2 * 64 * 2 * 4) + 2 * (2 * 64 * seen) + 4 * 2 * 4
+    assert FMHA.minimum_bytes(case) == expected, f"{case.id}: q, o, {seen} keys and values, lse"
+
+
+def test_references_are_found_by_name() -> None:
+    assert "fmha" in referenced_ops()
+    with pytest.raises(ValueError, match=r"no reference for op 'attention'.*fmha"):
+        reference("attention")
+    with pytest.raises(ValueError, match="no reference for op 'fmha_inputs'"):
+        reference("fmha_inputs")

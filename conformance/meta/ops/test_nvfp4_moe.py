@@ -1,0 +1,168 @@
+"""References of NVFP4 MoE: shapes, routing, loads, and the oracle against sums written out one element at a time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from megamoe.codec.nvfp4 import decode_e2m1, decode_e4m3
+from megamoe.codec.routing import routing
+from megamoe.contract import Case
+from megamoe.judge.arena import DTYPES
+from megamoe.ops import reference, referenced_ops
+from megamoe.ops.nvfp4_moe.inputs import DISTRIBUTIONS, INPUTS
+from megamoe.ops.nvfp4_moe.loads import draw_topk_ids
+from megamoe.spec.load import load_specs
+
+SPEC = load_specs()["nvfp4_moe"]
+MOE = reference("nvfp4_moe")
+CASES = [*SPEC.cases("small"), *SPEC.cases("stages")]
+ROUTED = "hidden=128,intermediate=128,num_experts=8,tokens=40"
+
+
+def test_parts_of_a_reference_are_no_ops() -> None:
+    assert referenced_ops() == ("fmha", "nvfp4_moe")
+
+
+def test_spec_and_reference_name_the_same_distributions_and_inputs() -> None:
+    assert set(SPEC.inputs) == set(DISTRIBUTIONS)
+    for stage, names in INPUTS.items():
+        case = SPEC.case(hidden=128, intermediate=128, num_experts=2, tokens=1, stage=stage)
+        wanted = {name for name, tensor in SPEC.tensors_of(case).items() if tensor.role == "input"}
+        assert set(names) == wanted, f"inputs of stage {stage}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tensors_are_those_of_the_spec(case: Case) -> None:
+    inputs = MOE.make_inputs(case)
+    outputs, oracle = MOE.simulated(case, inputs), MOE.oracle(case, inputs)
+    for name, tensor in SPEC.tensors_of(case).items():
+        found = inputs[name] if tensor.role == "input" else outputs[name]
+        assert tuple(found.shape) == SPEC.shape(name, case), f"shape of {name}"
+        assert found.dtype == DTYPES[tensor.dtype], f"dtype of {name}"
+        if tensor.role == "output":
+            assert oracle[name].shape == found.shape, f"the oracle's {name}"
+            assert torch.isfinite(oracle[name].double()).all(), f"{name} must be finite, padding poisoned or not"
+    for name, free in MOE.free(case, inputs).items():
+        assert free.shape == outputs[name].shape, f"free elements of {name}"
+    assert MOE.minimum_bytes(case) > 0, "something must move"
+
+
+def test_the_same_case_has_the_same_bits() -> None:
+    case = SPEC.case(hidden=128, intermediate=128, num_experts=3, tokens=5, topk=2)
+    first, second = MOE.make_inputs(case), MOE.make_inputs(case)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    other = MOE.make_inputs(SPEC.vary(case, seed=1))
+    assert not torch.equal(first["w1_codes"], other["w1_codes"]), "another seed, other bits"
+    assert not torch.equal(first["w1_codes"][0], first["w1_codes"][1]), "experts differ"
+
+
+def counts(case: Case) -> list[int]:
+    ids = draw_topk_ids(case)
+    for row in ids.tolist():
+        here = [expert for expert in row if expert >= 0]
+        assert len(set(here)) == len(here), f"a token has an expert twice: {row}"
+    found = Counter(ids.flatten().tolist())
+    return sorted(found.get(expert, 0) for expert in range(case.int("num_experts")))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_loads_are_what_they_are_called(seed: int) -> None:
+    def load(name: str, topk: int = 2) -> list[int]:
+        return counts(SPEC.parse_case(f"nvfp4_moe:{ROUTED},topk={topk},load={name},seed={seed}"))
+
+    assert max(load("balanced", 3)) - min(load("balanced", 3)) <= 1, "as many each"
+    assert load("one_token")[:6] == [1] * 6, "one each but for topk of them"
+    assert load("empty")[:4] == [0] * 4, "none in half of them"
+    assert min(load("empty", 8)) == 40, "all experts are needed when topk is all of them"
+    assert max(load("skewed")) > 1.5 * sum(load("skewed")) / 8, "the most popular expert has far more than its share"
+    assert 0 < sum(load("slice")) < 80, "some routes go to other ranks"
+
+
+def test_expert_rows_are_sorted_and_padded() -> None:
+    case = SPEC.case(hidden=128, intermediate=128, num_experts=4, tokens=3, topk=2)
+    ids = torch.tensor([[3, 0], [-1, 3], [3, 1]], dtype=torch.int32)
+    found = routing(case, ids)
+    routes = list(zip(*(part.tolist() for part in (found.expert, found.token, found.choice, found.row)), strict=True))
+    assert routes == [(0, 0, 1, 0), (1, 2, 1, 128), (3, 0, 0, 256), (3, 1, 1, 257), (3, 2, 0, 258)]
+    assert found.capacity == SPEC.shape("rows", SPEC.vary(case, stage="l2"))[0]
+    assert [(expert, here.start, here.stop) for expert, here in found.experts()] == [(0, 0, 1), (1, 1, 2), (3, 2, 5)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_routing_fits(seed: int) -> None:
+    for load in ("balanced", "skewed", "one_token", "empty", "slice"):
+        case = SPEC.parse_case(f"nvfp4_moe:{ROUTED},topk=8,load={load},seed={seed}")
+        found = routing(case, draw_topk_ids(case))
+        assert int(found.row.max()) < found.capacity, f"{load} needs more rows than the tensors have"
+
+
+def number(codes: torch.Tensor, sf: torch.Tensor, row: int, k: int) -> float:
+    """codes [rows, K / 2] and atoms [row atoms, K atoms, 512]: element k of a row, without global scale."""
+    byte = int(codes[row, k // 2])
+    code, block = byte >> 4 if k % 2 else byte & 15, k // 16
+    scale = sf[row // 128, block // 4, row % 32 * 16 + row % 128 // 32 * 4 + block % 4]
+    return float(decode_e2m1(torch.tensor([code]))) * float(decode_e4m3(scale[None]))
+
+
+@pytest.mark.parametrize("weight", ["before", "after"])
+@pytest.mark.parametrize("clamp", [None, 0.3])
+def test_the_oracle_is_the_sum_written_out(weight: str, clamp: float | None) -> None:
+    """One block of activations of one route, from the bytes."""
+    shape = SPEC.case(hidden=128, intermediate=128, num_experts=2, tokens=3, topk=2, interleave=16)
+    case = SPEC.vary(shape, weight=weight, clamp=clamp, stage="l1")
+    inputs, token, choice, first = MOE.make_inputs(case), 1, 1, 32
+    expert = int(inputs["topk_ids"][token, choice])
+    w1, w1_sf = inputs["w1_codes"][expert], inputs["w1_sf"][expert]
+    gs = float(inputs["x_gs"][token]) * float(inputs["w1_gs"][expert])
+    x = [number(inputs["x_codes"], inputs["x_sf"], token, k) for k in range(128)]
+    h: list[float] = []
+    for i in range(first, first + 16):
+        row = i // 16 * 32 + i % 16
+        gate, up = (gs * sum(x[k] * number(w1, w1_sf, r, k) for k in range(128)) for r in (row, row + 16))
+        if clamp is not None:
+            gate, up = min(gate, clamp), max(-clamp, min(up, clamp))
+        factor = float(inputs["topk_weights"][token, choice]) if weight == "before" else 1.0
+        h.append(gate / (1 + math.exp(-gate)) * up * factor)
+    outputs, routes = MOE.oracle(case, inputs), routing(case, inputs["topk_ids"])
+    row = int(routes.row[(routes.token == token) & (routes.choice == choice)])
+    a2_gs, largest = float(inputs["a2_gs"][expert]), max(map(abs, h))
+    at = (row // 128, first // 64, row % 32 * 16 + row % 128 // 32 * 4 + first // 16 % 4)
+    scale = float(decode_e4m3(outputs["a2_sf"][at][None]))
+    assert scale * a2_gs == pytest.approx(largest / 6, rel=2**-4), "the scale lets the largest be 6"
+    seen = [number(outputs["a2_codes"], outputs["a2_sf"], row, i) * a2_gs for i in range(first, first + 16)]
+    assert all(abs(a - b) <= 1.01 * scale * a2_gs for a, b in zip(seen, h, strict=True)), f"{seen} against {h}"
+    assert any(abs(a) > 3 * scale * a2_gs for a in seen), "codes of a block reach its largest"
+
+
+def test_weights_too_large_to_draw_are_still_of_different_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megamoe.ops.nvfp4_moe.inputs.POOL", 2 * 256 * 128)
+    case = SPEC.case(hidden=128, intermediate=128, num_experts=7, tokens=1)
+    inputs = MOE.make_inputs(case)
+    for name in ("w1_codes", "w2_codes"):
+        experts = {inputs[name][expert].numpy().tobytes() for expert in range(7)}
+        assert len(experts) == 7, f"two experts have the same {name}"
+    assert tuple(inputs["w1_sf"].shape) == SPEC.shape("w1_sf", case)
+
+
+def test_poisoned_padding_is_poison() -> None:
+    case = SPEC.case(hidden=128, intermediate=128, num_experts=2, tokens=5, inputs="poisoned_padding")
+    clean = SPEC.vary(case, inputs="normal")
+    assert int((MOE.make_inputs(case)["x_sf"] == 0x7F).sum()) == (128 - 5) * 8, "all padding of x_sf is NaN"
+    assert not int((MOE.make_inputs(clean)["x_sf"] == 0x7F).sum()), "and only then"
+    for stage, name in (("requantise", "h"), ("combine", "rows")):
+        held = MOE.make_inputs(SPEC.vary(case, stage=stage))[name]
+        assert int(held.isnan().all(dim=1).sum()) == len(held) - 5, f"padding rows of {name} are NaN"
+
+
+def test_lowered_precision_is_refused() -> None:
+    case = SPEC.case(hidden=128, intermediate=128, num_experts=1, tokens=1)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with pytest.raises(ValueError, match="needs 'highest'"):
+            MOE.simulated(case, MOE.make_inputs(case))
+    finally:
+        torch.set_float32_matmul_precision("highest")

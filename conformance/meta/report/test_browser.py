@@ -1,0 +1,366 @@
+"""The report in a real browser: it opens alone, is driven by keys, shows what failed, and is read in dark and light."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+from selenium.webdriver import ActionChains, Chrome, Keys
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+
+from conformance import ROOT
+from conformance.fakes.hostile_records import (
+    HOSTILE,
+    NOW,
+    SPECS,
+    hostile_records,
+    material_of,
+)
+from conformance.fakes.results import figures, header, record, timing, write
+from conformance.fakes.simulated_matrix import full_matrix, write_runs
+from conformance.meta.report.chromium import (
+    chromium,
+    chromium_paths,
+    complaints,
+    nameless,
+    open_page,
+    requests,
+)
+from megamoe.diff.differ import compare_runs
+from megamoe.diff.sides import read_side
+from megamoe.records.lines import AnyLine
+from megamoe.report.coverage import read_coverage, read_foreign_kernels
+from megamoe.report.material import Material, gather
+from megamoe.report.page import Extras, page
+
+VIEWS = ("matrix", "times", "comparison", "coverage", "runs")
+FOCUSED = "return document.activeElement.getAttribute('aria-label') ?? ''"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chrome]:
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    folder = tmp_path_factory.mktemp("records")
+    paths = write_runs(folder, list(full_matrix(runs=2, samples=16)))
+    return gather([*paths, write(folder / "hostile.jsonl", header(), *hostile_records())])
+
+
+@pytest.fixture(scope="module")
+def full(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page that has something in every view."""
+    paths = [file.path for file in material.files]
+    comparison = compare_runs(read_side(str(paths[0])), read_side(str(paths[1])), SPECS)
+    coverage = read_coverage(ROOT / "results/coverage.md")
+    foreign = read_foreign_kernels(ROOT / "results/witness.jsonl")
+    extras = Extras(SPECS, NOW, "abc", "0.1.0", comparison=comparison, coverage=coverage, foreign_kernels=foreign)
+    path = tmp_path_factory.mktemp("pages") / "full.html"
+    path.write_text(page(material, extras), encoding="utf-8")
+    return path
+
+
+def press(browser: Chrome, *keys: str) -> None:
+    for key in keys:
+        ActionChains(browser).send_keys(key).perform()
+
+
+def one(browser: Chrome, selector: str) -> WebElement:
+    found = browser.find_elements(By.CSS_SELECTOR, selector)
+    assert found, f"the page has no {selector}"
+    return found[0]
+
+
+def cell_of(browser: Chrome, label: str) -> WebElement:
+    """The cell whose spoken name begins with `label`."""
+    return one(browser, f'#main td[aria-label^="{label}"]')
+
+
+def labels(browser: Chrome, selector: str) -> list[str]:
+    """What the elements are called."""
+    script = "return [...document.querySelectorAll(arguments[0])].map((node) => node.getAttribute('aria-label'))"
+    return cast("list[str]", browser.execute_script(script, selector))
+
+
+def click(browser: Chrome, label: str) -> None:
+    """Clicks the first cell whose spoken name begins with `label`, whatever is in it."""
+    script = "for (const node of document.querySelectorAll('#main td[data-cell]'))"
+    script += "if (node.getAttribute('aria-label').startsWith(arguments[0])) return node.click()"
+    browser.execute_script(script, label)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_opens_alone_and_without_a_complaint(browser: Chrome, full: Path, view: str) -> None:
+    open_page(browser, full, f"#view={view}{'&filter=hd=64' if view == 'times' else ''}")
+    assert one(browser, '[role="tab"][aria-selected="true"]').get_attribute("data-view") == view
+    assert len(one(browser, "#main").text) > 100, f"the view {view} is empty"
+    assert not complaints(browser)
+    assert not requests(browser), "a report must ask no network for anything"
+    assert not nameless(browser)
+
+
+def test_a_page_that_asks_a_network_or_complains_is_noticed(browser: Chrome, tmp_path: Path) -> None:
+    planted = tmp_path / "planted.html"
+    planted.write_text('<img src="nowhere.png"><button></button><script>throw new Error("planted")</script>')
+    open_page(browser, planted)
+    assert any("planted" in text for text in complaints(browser))
+    assert any("nowhere.png" in url for url in requests(browser))
+    assert any("button" in text for text in nameless(browser))
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_a_missing_browser_is_skipped_here_and_fails_in_ci(
+    ci: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(outcome, match="chromium is not installed"):
+        chromium_paths()
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [header()],
+        [record("failed")],
+        [header(), record("unsupported"), record("crashed", backend="cutedsl")],
+        [header(), timing([3.0, 4.0])],
+        [header(device=None), timing([3.0], status="failed"), figures(80)],
+        [header(), *hostile_records()],
+    ],
+    ids=["no record", "no header", "only failures", "only a time", "only a failed time", "hostile"],
+)
+def test_odd_records_make_a_page_that_works(browser: Chrome, lines: list[AnyLine], tmp_path: Path) -> None:
+    path = tmp_path / "odd.html"
+    path.write_text(page(gather([write(tmp_path / "lines.jsonl", *lines)]), Extras(SPECS, NOW)), encoding="utf-8")
+    for view in VIEWS:
+        open_page(browser, path, f"#view={view}")
+        for label in labels(browser, "#main td[data-cell]"):
+            click(browser, label)
+            assert one(browser, "#detail h2").text
+        assert not complaints(browser), f"in the view {view}"
+
+
+def test_each_case_of_each_subject_has_its_cell(browser: Chrome, full: Path, material: Material) -> None:
+    open_page(browser, full)
+    lines = (*material.records, *material.timings)
+    wanted = {f"{line.case} {line.backend} {line.target} {line.executor}" for line in lines}
+    spoken = labels(browser, "#main td[data-cell]")
+    found = {label.rpartition(": ")[0] for label in spoken}
+    assert found == wanted
+    worst = {f"{line.case} {line.backend} {line.target} {line.executor}: {line.status}" for line in material.latest}
+    assert worst <= set(spoken), "a cell says the status of its newest record"
+
+
+def test_arrows_move_enter_opens_escape_closes(browser: Chrome, full: Path) -> None:
+    open_page(browser, full)
+    press(browser, Keys.ARROW_DOWN)
+    start = browser.execute_script(FOCUSED)
+    assert start.startswith("fmha:hd=64,t=1,s_k=128 "), "the first arrow goes to the first cell"
+    press(browser, Keys.ARROW_RIGHT)
+    assert browser.execute_script(FOCUSED).startswith("fmha:hd=64,t=1,s_k=256 ")
+    press(browser, Keys.ARROW_DOWN)
+    assert browser.execute_script(FOCUSED).startswith("fmha:hd=128,t=1,s_k=256 ")
+    press(browser, Keys.ARROW_LEFT, Keys.ARROW_UP)
+    assert browser.execute_script(FOCUSED) == start
+    press(browser, Keys.END)
+    assert browser.execute_script(FOCUSED).startswith("fmha:hd=64,t=128,s_k=1024 ")
+    press(browser, Keys.HOME, Keys.ENTER)
+    aside = one(browser, "#detail")
+    assert aside.is_displayed()
+    assert "fmha:hd=64,t=1,s_k=128" in aside.text
+    press(browser, Keys.ARROW_RIGHT)
+    assert "fmha:hd=64,t=1,s_k=256" in aside.text, "while a row is open, arrows open the next"
+    press(browser, Keys.ESCAPE)
+    assert not aside.is_displayed()
+    assert browser.execute_script(FOCUSED).startswith("fmha:hd=64,t=1,s_k=256 "), "the focus comes back to the cell"
+    assert not complaints(browser)
+
+
+def test_arrows_reach_every_cell_of_a_listing(browser: Chrome, full: Path) -> None:
+    open_page(browser, full, "#op=nvfp4_moe&backend=ptx&target=sm_100a")
+    count = len(browser.find_elements(By.CSS_SELECTOR, "#main td[data-cell]"))
+    seen: set[str] = set()
+    press(browser, Keys.ARROW_DOWN)
+    for _ in range(count):
+        press(browser, Keys.HOME)
+        line = {browser.execute_script(FOCUSED)}
+        while True:
+            press(browser, Keys.ARROW_RIGHT)
+            label = browser.execute_script(FOCUSED)
+            if label in line:
+                break
+            line.add(label)
+        press(browser, Keys.HOME, Keys.ARROW_DOWN)
+        if line <= seen:
+            break
+        seen |= line
+    assert len(seen) == count
+
+
+def test_the_next_failure_is_one_key_away(browser: Chrome, full: Path, material: Material) -> None:
+    open_page(browser, full)
+    press(browser, "n")
+    label = browser.execute_script(FOCUSED)
+    assert not label.endswith(": passed")
+    press(browser, "n")
+    assert browser.execute_script(FOCUSED) != label
+    press(browser, "N")
+    assert browser.execute_script(FOCUSED) == label
+
+
+def test_views_measures_and_help_have_keys(browser: Chrome, full: Path) -> None:
+    open_page(browser, full)
+    press(browser, "5")
+    assert one(browser, '[role="tab"][aria-selected="true"]').text == "runs"
+    press(browser, "1", "m")
+    assert "measure=error" in browser.current_url
+    assert one(browser, '[data-choice="show"] [aria-pressed="true"]').text == "error / bar"
+    press(browser, "?")
+    assert one(browser, "#keys").get_attribute("open") is not None
+    assert not nameless(browser)
+    press(browser, Keys.ESCAPE)
+    assert one(browser, "#keys").get_attribute("open") is None
+
+
+def test_a_row_shows_its_sentence_whole_and_as_text(browser: Chrome, full: Path) -> None:
+    for at, text in enumerate(HOSTILE, 1):
+        open_page(browser, full)
+        click(browser, f"fmha:hd=64,t={at},s_k=128 ptx sm_100a vm")
+        sentence = browser.execute_script("return document.querySelector('#detail .sentence').textContent")
+        assert sentence.rstrip(".") == text.strip().rstrip("."), "the sentence of the record, without its rerun command"
+        inside = "return document.querySelectorAll('#detail img, #detail script, #detail b').length"
+        assert browser.execute_script(inside) == 0, "a sentence is text, never markup"
+    assert not complaints(browser)
+
+
+def test_the_command_that_is_shown_reruns_the_row(browser: Chrome, full: Path) -> None:
+    for record_ in hostile_records():
+        row = record_.row
+        open_page(browser, full)
+        click(browser, f"{row.case} {row.backend} {row.target} {row.executor}:")
+        assert one(browser, "#detail .command code").text == row.rerun
+
+
+def test_a_row_shows_its_errors_counters_figures_times_and_history(
+    browser: Chrome, full: Path, material: Material
+) -> None:
+    open_page(browser, full)
+    newest = material.latest
+    timed = next(one for one in material.latest_timings if one.temperature == "cold" and one.status == "passed")
+    click(browser, f"{timed.case} {timed.backend} {timed.target} {timed.executor}")
+    dots = browser.find_elements(By.CSS_SELECTOR, "#detail circle.dot")
+    assert len(dots) >= len(timed.samples_us), "every sample is a dot"
+    shown = next(one for one in newest if one.executor == "vm" and one.status == "passed" and one.backend == "ptx")
+    click(browser, f"{shown.case} {shown.backend} {shown.target} {shown.executor}")
+    detail = one(browser, "#detail").text
+    for name in ("o.rms", "o.max", "mma flops", "registers", "code bytes", "history", "megamoe explain"):
+        assert name in detail, f"the drawer says nothing of {name}"
+    assert f"{shown.counters['mma_flops']:,}".replace(",", "\u202f") in detail
+    assert str(shown.program_sha256) in detail
+    assert not complaints(browser)
+    assert not nameless(browser)
+
+
+def test_the_address_keeps_what_is_shown(browser: Chrome, full: Path) -> None:
+    open_page(browser, full)
+    click(browser, "fmha:hd=256,t=4,s_k=512 ptx sm_100a vm")
+    press(browser, "m")
+    address = browser.current_url.partition("#")[2]
+    open_page(browser, full, f"#{address}")
+    assert "fmha:hd=256,t=4,s_k=512" in one(browser, "#detail").text
+    assert "measure=error" in browser.current_url
+    open_page(browser, full, "#view=nonsense&measure=<b>&row=nobody&filter=%00&backend=x")
+    assert not complaints(browser), "an address that means nothing is not an error"
+
+
+def clear(browser: Chrome) -> set[str]:
+    """Names of the cells that the filter leaves."""
+    return set(labels(browser, "#main td[data-cell]:not(.faded)"))
+
+
+def test_the_filter_leaves_what_matches(browser: Chrome, full: Path, material: Material) -> None:
+    open_page(browser, full)
+    everything = clear(browser)
+    press(browser, "/", "hd=64 ptx -vm")
+    expected = {
+        f"{one.case} {one.backend} {one.target} {one.executor}"
+        for one in material.latest
+        if "hd=64" in one.case.replace(":", ",").split(",") and "ptx" in one.backend and one.executor != "vm"
+    }
+    assert expected
+    assert {label.rpartition(": ")[0] for label in clear(browser)} == expected
+    assert one(browser, "#matches").text.startswith(str(len(expected)))
+    press(browser, Keys.ESCAPE, Keys.ESCAPE)
+    assert clear(browser) == everything, "Escape clears it"
+    press(browser, "/", "failed")
+    assert {label.rpartition(" ")[2] for label in clear(browser)} <= {"failed", "passed", "unsupported"}
+    assert any(label.endswith(": failed") for label in clear(browser))
+    assert not any(label.endswith(": crashed") for label in clear(browser))
+
+
+def brightness(browser: Chrome) -> float:
+    colour = cast("str", browser.execute_script("return getComputedStyle(document.documentElement).backgroundColor"))
+    return sum(float(part) for part in colour.removeprefix("rgb(").rstrip(")").split(","))
+
+
+def test_dark_and_light_follow_the_reader(browser: Chrome, full: Path) -> None:
+    for preferred, lit in (("dark", False), ("light", True)):
+        features = [{"name": "prefers-color-scheme", "value": preferred}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        open_page(browser, full)
+        assert (brightness(browser) > 384) == lit, f"the page does not follow a preference for {preferred}"
+    press(browser, "d")
+    assert brightness(browser) < 384, "d: dark"
+    press(browser, "d")
+    assert brightness(browser) > 384, "d again: light"
+    one(browser, "#theme").click()
+    assert one(browser, "#theme").text == "theme: auto"
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+
+
+def test_paper_is_white_and_has_no_controls(browser: Chrome, full: Path) -> None:
+    open_page(browser, full)
+    press(browser, "d")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    assert brightness(browser) > 700
+    assert not one(browser, ".controls").is_displayed()
+    assert cell_of(browser, "fmha:hd=64,t=1,s_k=128 ptx").is_displayed()
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+def test_bars_and_compared_rows_open_their_row(browser: Chrome, full: Path) -> None:
+    for view in ("times", "comparison"):
+        open_page(browser, full, f"#view={view}")
+        one(browser, "#main tr[data-cell]").send_keys(Keys.ENTER)
+        assert one(browser, "#detail").is_displayed(), f"Enter on a line of {view}"
+        press(browser, Keys.ESCAPE)
+        assert not one(browser, "#detail").is_displayed()
+    open_page(browser, full, "#view=times")
+    assert len(browser.find_elements(By.CSS_SELECTOR, "svg path.mark[data-cell]")) > 50, "the roofline has its points"
+    assert browser.find_elements(By.CSS_SELECTOR, "svg .roof")
+    assert not complaints(browser)
+
+
+def test_the_newest_run_has_its_own_device_and_times_theirs(browser: Chrome, tmp_path: Path) -> None:
+    on_the_vm = header("run-2", device=None).model_copy(update={"started": "2026-11-21T19:00:00+00:00"})
+    path = tmp_path / "page.html"
+    material = material_of(tmp_path, header(), timing([4.0] * 10), on_the_vm)
+    path.write_text(page(material, Extras(SPECS, NOW)), encoding="utf-8")
+    open_page(browser, path)
+    said = one(browser, "#provenance").text
+    assert "newest run 2026-11-21 19:00 UTC at revision abc · no device · Linux" in said
+    assert said.endswith("times of: NVIDIA H200")
+
+
+def test_no_two_elements_share_an_id(browser: Chrome, full: Path) -> None:
+    for view in VIEWS:
+        open_page(browser, full, f"#view={view}")
+        ids = browser.execute_script("return [...document.querySelectorAll('[id]')].map((node) => node.id)")
+        assert sorted(ids) == sorted(set(ids)), f"in the view {view}"

@@ -1,0 +1,188 @@
+"""What a cell of the report says and where it stands, and what is found beside the records."""
+
+from __future__ import annotations
+
+import math
+import re
+from math import comb, inf, nan
+from pathlib import Path
+from random import Random
+from statistics import median
+
+import pytest
+
+from conformance import ROOT
+from conformance.fakes.hostile_records import NOW, SPECS, material_of
+from conformance.fakes.results import header, record, timing
+from conformance.fakes.simulated_matrix import full_matrix
+from megamoe.contract import Row
+from megamoe.explain.explain import Subject as Explained
+from megamoe.records.lines import Record, record_of
+from megamoe.report.coverage import read_coverage, read_foreign_kernels
+from megamoe.report.encoding import MOST_SAMPLES
+from megamoe.report.evidence import bundles, explain_folder, traces
+from megamoe.report.layout import Grid, axes_of, cases_of, lay_out, spans
+from megamoe.report.measures import (
+    MEASURES,
+    SEVERITY,
+    SIGNS,
+    counter_ratios,
+    error_ratio,
+    spread,
+)
+from megamoe.report.page import Extras, page_data
+
+
+@pytest.mark.parametrize("op", sorted(SPECS))
+def test_every_case_stands_somewhere_once(op: str) -> None:
+    spec = SPECS[op]
+    known = list(dict.fromkeys(case.id for cases in spec.matrices.values() for case in cases))
+    strays = [f"{op}:nobody=knows", f"{op}:"]
+    for wanted in (known, known[::7], strays, [*known[:3], *strays], []):
+        placed = [case for block in lay_out(spec, wanted) for case in cases_of(block)]
+        assert len(placed) == len(set(placed)), "no case stands twice"
+        assert set(wanted) <= set(placed)
+        assert {case for block in lay_out(None, wanted) for case in cases_of(block)} == set(wanted)
+
+
+def test_the_published_cells_are_one_grid() -> None:
+    spec = SPECS["fmha"]
+    published = [case.id for name in ("grid", "long") for case in spec.matrices[name]]
+    (grid,) = lay_out(spec, published[:1])
+    assert isinstance(grid, Grid)
+    assert (grid.row_axis, grid.column_axes) == ("hd", ("t", "s_k"))
+    assert sorted(cases_of(grid)) == sorted(published)
+    assert grid.rows == ("64", "128", "256", "512"), "numbers stand in their order"
+    for row, line in zip(grid.rows, grid.cells, strict=True):
+        for column, case in zip(grid.columns, line, strict=True):
+            assert case is not None
+            axes = axes_of(spec, case)
+            assert (axes["hd"], axes["t"], axes["s_k"]) == (row, *column)
+    for level in range(2):
+        assert sum(span for _, span in spans(grid.columns, level)) == len(grid.columns)
+
+
+def test_grids_of_other_models_are_not_mixed() -> None:
+    spec = SPECS["nvfp4_moe"]
+    wanted = [case.id for name in ("real", "real_small") for case in spec.matrices[name]]
+    grids = [block for block in lay_out(spec, wanted) if isinstance(block, Grid)]
+    assert [grid.title for grid in grids] == ["real", "real_small"]
+    assert [grid.fixed["hidden"] for grid in grids] == ["7168", "4096"]
+
+
+# What a cell says
+
+
+def test_scales_run_from_the_ideal_outwards() -> None:
+    for measure in MEASURES:
+        levels = [measure.level(value) for value in (0.0, 0.05, 0.3, 0.6, 0.8, 0.99, 1.0, 1.2, 3.0, 20.0)]
+        assert levels == sorted(levels, reverse=measure.higher_is_better), f"{measure.name} is not monotonic"
+        if measure.bounds:
+            assert {min(levels), max(levels)} == {0, 6}, f"{measure.name} does not use its scale"
+            assert measure.level(nan) == 6
+    assert set(SIGNS) == set(SEVERITY)
+    assert len(set(SIGNS.values())) == len(SIGNS), "no two statuses share a sign"
+
+
+def test_errors_are_ratios_to_their_bars() -> None:
+    assert error_ratio({}) is None
+    assert error_ratio({"o.cosine": 1.0}) is None
+    assert error_ratio({"o.rms": 1.0, "o.rms.bar": 4.0, "o.max": 3.0, "o.max.bar": 4.0}) == (0.75, "o.max")
+    assert error_ratio({"o.rms": nan, "o.rms.bar": 4.0}) == (inf, "o.rms")
+    assert error_ratio({"o.rms": 0.0, "o.rms.bar": 0.0}) == (0.0, "o.rms")
+    assert error_ratio({"a2.wrong": 0.0, "a2.share.wrong": 0.0}) == (0.0, "a2.wrong")
+    assert error_ratio({"a2.wrong": 1.0, "y.rms": 1.0, "y.rms.bar": 2.0}) == (inf, "a2.wrong")
+
+
+def test_a_record_that_failed_by_its_error_is_above_its_bar() -> None:
+    (lines,) = full_matrix(runs=1, samples=1)
+    for one in (line for line in lines if isinstance(line, Record)):
+        ratio = error_ratio(one.metrics)
+        if ratio and not math.isnan(ratio[0]):
+            assert (ratio[0] > 1) == (one.status == "failed"), f"{one.row}: {one.status} with a ratio of {ratio}"
+
+
+def test_counters_are_ratios_to_what_is_needed() -> None:
+    counters = {"mma_flops": 6, "useful_flops": 4, "tma_load_bytes": 3, "tma_store_bytes": 1, "minimum_bytes": 8}
+    assert counter_ratios(counters) == {"mma_flops": 1.5, "tma_bytes": 0.5}
+    assert counter_ratios({"smem_wavefronts": 4, "smem_bank_conflicts": 1}) == {"bank_conflicts": 0.25}
+    assert counter_ratios({"mma_flops": 6, "useful_flops": 0, "minimum_bytes": 0, "smem_wavefronts": 0}) == {}
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 9, 30, 101, 999, 1001, 5000])
+def test_the_interval_of_a_median_has_its_confidence_and_is_no_wider_than_it_must(count: int) -> None:
+    random = Random(count)
+    samples = [random.gauss(10, 1) for _ in range(count)]
+    found = spread(samples)
+    assert found is not None
+    assert found.median == pytest.approx(median(samples))
+    ordered = sorted(samples)
+    below = ordered.index(found.low)
+    assert found.high == ordered[count - 1 - below]
+
+    def missed(rank: int) -> float:
+        return 2 * sum(comb(count, k) for k in range(rank + 1)) / 2**count
+
+    if count >= 6:
+        assert missed(below) <= 0.05, f"{below} of {count} left out at either end misses the median too often"
+        assert missed(below + 2) > 0.05, f"{below} of {count} left out could be more"
+    else:
+        assert below == 0
+
+
+def test_samples_are_thinned_out_but_their_summary_is_not(tmp_path: Path) -> None:
+    random = Random(1)
+    samples = [random.uniform(5, 6) for _ in range(5000)]
+    samples[2500] = 50.0
+    material = material_of(tmp_path, header(), timing(samples))
+    (line,) = page_data(material, Extras(SPECS, NOW))["timings"]  # type: ignore[misc]
+    count, centre, *_ = line[7]
+    low, high, letters = line[8]
+    assert (count, centre) == (5000, pytest.approx(median(samples), rel=1e-4))
+    assert len(letters) // 2 <= MOST_SAMPLES + 2
+    assert (low, high) == (pytest.approx(min(samples), rel=1e-4), 50)
+
+
+# What lies beside the records
+
+
+def test_evidence_is_linked_and_its_maps_are_shown(tmp_path: Path) -> None:
+    folder = tmp_path / "failures" / "a row, 50% <off>"
+    folder.mkdir(parents=True)
+    (folder / "o.error.txt").write_text("o: |error|\n|.#|\n")
+    (folder / "program.ptx").write_text("ret;")
+    row = Row("fmha:hd=64,t=1,s_k=128", "ptx", "sm_100a", "vm", "eager")
+    bundled = record_of("run-1", row, "failed", "wrong", bundle=f"failures/{folder.name}")
+    gone = record_of("run-1", row._replace(schedule="lazy"), "failed", "wrong", bundle="failures/gone")
+    found = bundles([bundled, gone], tmp_path / "pages" / "report.html", tmp_path)
+    assert list(found) == [bundled.bundle], "a bundle that is not on this machine is not linked"
+    one = found[str(bundled.bundle)]
+    assert one.maps == {"o": "o: |error|\n|.#|\n"}
+    assert one.links["program.ptx"] == "../failures/a%20row%2C%2050%25%20%3Coff%3E/program.ptx"
+
+
+def test_a_trace_is_found_where_explain_leaves_it(tmp_path: Path) -> None:
+    case = SPECS["fmha"].case(hd=64, t=1, s_k=128, causal=True)
+    assert explain_folder(case.id, "ptx", "sm_100a") == Explained(case, "ptx", "sm_100a", "vm", "lazy").label
+    folder = tmp_path / "results/explain" / explain_folder(case.id, "ptx", "sm_100a")
+    folder.mkdir(parents=True)
+    (folder / "trace.perfetto.json").write_text("{}")
+    (folder / "tmem.svg").write_text("<svg onload='alert(1)'/>")
+    (found,) = traces([record(case=case.id)], tmp_path / "report.html", tmp_path).items()
+    assert found[0] == f"{case.id} ptx sm_100a"
+    assert list(found[1].links) == ["tmem.svg", "trace.perfetto.json"]
+    assert found[1].pictures["tmem.svg"].startswith("data:image/svg+xml;base64,"), "a picture is a source, not markup"
+
+
+def test_the_coverage_table_is_read_whole() -> None:
+    forms = read_coverage(ROOT / "results/coverage.md")
+    text = (ROOT / "results/coverage.md").read_text()
+    counted = re.search(r"(\d+) forms in (\d+) families", text)
+    assert counted
+    assert (len(forms), len({one.family for one in forms})) == tuple(map(int, counted.groups()))
+    kernels = sum(line.startswith("| `") and not line.endswith("|  |") for line in text.splitlines())
+    assert sum(bool(one.kernels) for one in forms) == kernels
+    assert {one.witness for one in forms} == {"hardware", "document"}
+    passed = sum(one.status == "pass" for one in read_foreign_kernels(ROOT / "results/witness.jsonl"))
+    assert f"{passed} of " in (ROOT / "results/witness.md").read_text()
+    assert read_coverage(ROOT / "nowhere.md") == ()

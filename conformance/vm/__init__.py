@@ -1,0 +1,1 @@
+"""Tests of the PTX virtual machine, a folder a room of backends/vm."""

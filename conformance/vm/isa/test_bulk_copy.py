@@ -1,0 +1,277 @@
+"""cp.async.bulk and cp.async.bulk.tensor as instructions: an H200's dumps, reductions, groups, multicast."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from conformance.vm.kernel import Array, Kernel, Map, assert_clean
+from conformance.vm.kernel_blocks import FENCE, SYNC, init, wait
+from conformance.vm.tensor.test_tma_box import (
+    COUNTING,
+    GOLDEN,
+    LOADS,
+    MEASURED_LOADS,
+    MEASURED_STORES,
+    STORES,
+    matrix,
+)
+
+DYNAMIC = ".extern .shared .align 1024 .b8 dyn[];\n"
+IMAGE = 65536
+SETUP = f"""setp.eq.u32 %p1, %tx, 0; mov.u32 %r1, dyn; add.u32 %r2, %r1, {IMAGE}; shl.b32 %r3, %tx, 4;
+@%p1 mbarrier.init.shared::cta.b64 [%r2], 1;
+cvt.u64.u32 %rd1, %r3; add.u32 %r4, %r1, %r3; mov.u32 %r5, 0;"""
+EACH = f"add.u32 %r5, %r5, 2048; setp.lt.u32 %p2, %r5, {IMAGE};"
+
+
+def box_bytes(box: tuple[int, ...], steps: tuple[int, ...], element: int) -> int:
+    counts = [box[0], *(-(-size // step) for size, step in zip(box[1:], steps[1:], strict=True))]
+    return int(np.prod(counts)) * element
+
+
+LOADED = [
+    "sw3_in16",
+    "sw3_soff384",
+    "sw2_in32",
+    "sw1_soff",
+    "oob_dt6_f1",
+    "neg_dt9_f1",
+    "oob_dt1_f0",
+    "es3",
+    "r1",
+    "r3",
+    "r5",
+    "u8_256",
+    "f64",
+    "f32_dt7_f0",
+    "f32_dt11_f1",
+]
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_tensor_load_instruction_leaves_what_an_h200_left(name: str) -> None:
+    dtype, dims, strides, box, at, offset, swizzle, steps, fill = MEASURED_LOADS[name]
+    coordinates = ", ".join(str(value) for value in at)
+    source = GOLDEN["tma_f32src"].view(np.uint8) if name.startswith("f32") else COUNTING
+    element = {"u8": 1, "f64": 8}.get(dtype, 4 if dtype.startswith(("f32", "tf32")) else 2)
+    expected = LOADS[name].view(np.uint8)
+    body = f"""{SETUP} mov.b32 %r6, 0xeeeeeeee;
+    FILL: add.u32 %r7, %r4, %r5; st.shared.v4.b32 [%r7], {{%r6, %r6, %r6, %r6}}; {EACH} @%p2 bra FILL;
+    {FENCE} {SYNC}
+    @!%p1 bra LOADED;
+    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], {box_bytes(box, steps, element)};
+    add.u32 %r8, %r1, {offset};
+    cp.async.bulk.tensor.{len(dims)}d.shared::cta.global.tile.mbarrier::complete_tx::bytes
+    [%r8], [%map, {{{coordinates}}}], [%r2];
+    LOADED: {wait("%r2", 0)}
+    mov.u32 %r5, 0;
+    COPY: add.u32 %r7, %r4, %r5; cvt.u64.u32 %rd2, %r5; add.u64 %rd2, %rd2, %rd1; add.u64 %rd2, %rd2, %out;
+    ld.shared.v4.b32 {{%r10, %r11, %r12, %r13}}, [%r7]; st.global.v4.b32 [%rd2], {{%r10, %r11, %r12, %r13}};
+    {EACH} @%p2 bra COPY;
+    ret;"""
+    maps = {"map": Map("x", dtype, dims, strides, box, swizzle, element_strides=steps, fill=fill)}
+    kernel = Kernel(
+        body,
+        {"x": source, "out": np.zeros(IMAGE, np.uint8)},
+        maps,
+        block=(128, 1, 1),
+        module=DYNAMIC,
+        dynamic_smem=IMAGE + 8,
+        inputs=("x",),
+    )
+    assert_clean(kernel, {"out": expected}, schedules=("eager", "lazy"))
+
+
+def store_kernel(instruction: str, image: Array, out: Array, store_map: Map) -> Kernel:
+    """The image goes to shared memory; thread 0 issues `instruction`, whose source is %r8."""
+    body = f"""{SETUP}
+    FILL: add.u32 %r7, %r4, %r5; cvt.u64.u32 %rd2, %r5; add.u64 %rd2, %rd2, %rd1; add.u64 %rd2, %rd2, %image;
+    ld.global.v4.b32 {{%r10, %r11, %r12, %r13}}, [%rd2]; st.shared.v4.b32 [%r7], {{%r10, %r11, %r12, %r13}};
+    {EACH} @%p2 bra FILL;
+    {FENCE} {SYNC}
+    @!%p1 ret;
+    {instruction}
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; ret;"""
+    return Kernel(
+        body,
+        {"image": image.view(np.uint8), "out": out},
+        {"map": store_map},
+        block=(128, 1, 1),
+        module=DYNAMIC,
+        dynamic_smem=IMAGE + 8,
+        inputs=("image",),
+    )
+
+
+@pytest.mark.parametrize("name", MEASURED_STORES)
+def test_a_tensor_store_instruction_leaves_what_an_h200_left(name: str) -> None:
+    box, at, swizzle, offset, steps = MEASURED_STORES[name]
+    dtype, dims, strides, *_ = matrix(box, at)
+    store = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group"
+    instruction = f"add.u32 %r8, %r1, {offset}; {store} [%map, {{{at[0]}, {at[1]}}}], [%r8];"
+    out = np.full(20000, 0x11111111, np.uint32)
+    kernel = store_kernel(
+        instruction, GOLDEN["tma_stimg"], out, Map("out", dtype, dims, strides, box, swizzle, element_strides=steps)
+    )
+    assert_clean(kernel, {"out": STORES[name]}, schedules=("eager", "lazy"))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "element"),
+    [("red_dt6", "f16", 2), ("red_dt9", "bf16", 2), ("red_dt7", "f32", 4), ("red_dt2", "u32", 4)],
+)
+def test_a_tensor_reduction_adds_where_an_h200_added(name: str, dtype: str, element: int) -> None:
+    """100 x 100 elements with rows of 400 bytes, all 0; a box of 16 x 8 at (8, 95) is clipped to 5 rows. The dump shows
+    what was added, so the image is made from it: a second addition must double it."""
+    measured = STORES[name]
+    image = np.zeros(IMAGE // 4, np.uint32)
+    row = 16 * element // 4
+    for y in range(5):
+        first = (95 + y) * 100 + 8 * element // 4
+        image[y * row : (y + 1) * row] = measured[first : first + row]
+    add = "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%map, {8, 95}], [%r8];"
+    kernel = store_kernel(
+        f"mov.u32 %r8, %r1; {add}", image, np.zeros(20000, np.uint32), Map("out", dtype, (100, 100), (400,), (16, 8))
+    )
+    assert_clean(kernel, {"out": measured}, schedules=("eager", "lazy"))
+    numbers = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "u32": np.uint32}[dtype]
+    doubled = (measured.view(numbers) + measured.view(numbers)).astype(numbers).view(np.uint32)
+    twice = replace(kernel, body=kernel.body.replace(add, add + add))
+    assert_clean(twice, {"out": doubled}, schedules=("eager", "lazy"))
+
+
+def reduction_values(dtype: type, seed: int) -> Array:
+    generator = np.random.default_rng(seed)
+    if np.dtype(dtype).kind in "ui":
+        return generator.integers(0, 2**31, 64).astype(dtype)
+    return generator.normal(0, 100, 64).astype(dtype)
+
+
+WRAP = {
+    "inc": lambda old, x: np.where(old >= x, 0, old + 1),
+    "dec": lambda old, x: np.where((old == 0) | (old > x), x, old - 1),
+}
+REDUCTIONS: list[tuple[str, type]] = [
+    ("add.u32", np.uint32),
+    ("add.s32", np.int32),
+    ("add.u64", np.uint64),
+    ("add.f32", np.float32),
+    ("add.f64", np.float64),
+    ("add.noftz.f16", np.float16),
+    ("add.noftz.bf16", ml_dtypes.bfloat16),
+    ("min.u32", np.uint32),
+    ("max.s32", np.int32),
+    ("min.f16", np.float16),
+    ("max.bf16", ml_dtypes.bfloat16),
+    ("and.b32", np.uint32),
+    ("or.b64", np.uint64),
+    ("xor.b32", np.uint32),
+    ("inc.u32", np.uint32),
+    ("dec.u32", np.uint32),
+    ("min.s64", np.int64),
+]
+
+
+@pytest.mark.parametrize(("spelling", "dtype"), REDUCTIONS)
+def test_a_linear_reduction(spelling: str, dtype: type) -> None:
+    """PTX ISA 9.7.9.25.4.2; an addition rounds to nearest even."""
+    old, new = reduction_values(dtype, 1), reduction_values(dtype, 2)
+    if "nc" in spelling or "dec" in spelling:
+        old[:8] = 0
+    operation = spelling.split(".")[0]
+    wide = np.float64 if np.dtype(dtype).kind not in "ui" and np.dtype(dtype).itemsize < 8 else dtype
+    combine = {
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+        **WRAP,
+    }[operation]
+    expected = combine(old.astype(wide), new.astype(wide)).astype(dtype)
+    image = np.zeros(IMAGE, np.uint8)
+    image[: new.nbytes] = new.view(np.uint8)
+    instruction = f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{spelling} [%out], [%r1], {new.nbytes};"
+    kernel = store_kernel(instruction, image, old.view(np.uint8), Map("out", "u8", (16,), (), (16,)))
+    assert_clean(kernel, {"out": expected.view(np.uint8)}, schedules=("eager", "lazy"))
+
+
+LINEAR = f""".shared .align 16 .b8 buf[512]; .shared .align 8 .b64 mbar;
+{init("mbar")}
+@!%p13 bra ISSUED;
+mbarrier.arrive.expect_tx.shared::cta.b64 _, [mbar], 512;
+cp.async.bulk.DST.global.mbarrier::complete_tx::bytes [buf], [%x], 256, [mbar];
+cp.async.bulk.DST.global.mbarrier::complete_tx::bytes.L2::cache_hint [buf+256], [%x+512], 256, [mbar], %rd9;
+ISSUED: {wait("mbar", 0)}
+@!%p13 ret;
+cp.async.bulk.global.shared::cta.bulk_group [%out], [buf+128], 128;
+cp.async.bulk.commit_group;
+cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%out+256], [buf+256], 256, %rd9;
+cp.async.bulk.commit_group;
+cp.async.bulk.wait_group.read 1;
+cp.async.bulk.wait_group 0; ret;"""
+
+
+@pytest.mark.parametrize("destination", ["shared::cta", "shared::cluster"])
+def test_linear_copies_both_ways(destination: str) -> None:
+    x = np.random.default_rng(5).integers(0, 256, 1024, dtype=np.uint8)
+    expected = np.zeros(512, np.uint8)
+    expected[:128], expected[256:] = x[128:256], x[512:768]
+    body = "mov.u64 %rd9, 0;\n" + LINEAR.replace("DST", destination)
+    assert_clean(Kernel(body, {"x": x, "out": np.zeros(512, np.uint8)}, inputs=("x",)), {"out": expected})
+
+
+CLUSTER = f""".shared .align 128 .b8 buf[512]; .shared .align 8 .b64 mbar;
+setp.eq.u32 %p13, %tx, 0; @%p13 mbarrier.init.shared::cta.b64 [mbar], 1;
+@%p13 mbarrier.arrive.expect_tx.shared::cta.b64 _, [mbar], 512;
+barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+mov.u32 %r1, %cluster_ctarank; mov.u32 %r2, buf; shl.b32 %r3, %r1, 8; add.u32 %r2, %r2, %r3; mov.u16 %h1, 3;
+mov.u32 %r4, 0;
+shl.b32 %r5, %r1, 2; cvt.u64.u32 %rd3, %r3;
+@%p13 MULTICAST
+{wait("mbar", 0)}
+mul.wide.u32 %rd1, %cta, 512; add.u64 %rd1, %rd1, %out; shl.b32 %r6, %tx, 4; cvt.u64.u32 %rd2, %r6;
+add.u64 %rd1, %rd1, %rd2;
+mov.u32 %r7, buf; add.u32 %r7, %r7, %r6; ld.shared.v4.b32 {{%r8, %r9, %r10, %r11}}, [%r7];
+st.global.v4.b32 [%rd1], {{%r8, %r9, %r10, %r11}};
+barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned; ret;"""
+MULTICASTS = {
+    "tensor": "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+    "[%r2], "
+    "[%map, {%r4, %r5}], [mbar], %h1;",
+    "linear": "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+    "[%r2], [%rd4], 256, "
+    "[mbar], %h1;",
+}
+
+
+@pytest.mark.parametrize("name", MULTICASTS)
+def test_each_cta_loads_half_and_multicasts_it_to_both(name: str) -> None:
+    """The data lands at the same offset of every CTA in the mask, and so does the signal (PTX ISA 9.7.9.27.1.2)."""
+    x = np.arange(128, dtype=np.uint32) * 5
+    body = CLUSTER.replace("@%p13 MULTICAST", f"add.u64 %rd4, %x, %rd3;\n@%p13 {MULTICASTS[name]}")
+    kernel = Kernel(
+        body,
+        {"x": x, "out": np.zeros(256, np.uint32)},
+        {"map": Map("x", "u32", (16, 8), (64,), (16, 4))},
+        grid=(2, 1, 1),
+        cluster=(2, 1, 1),
+        inputs=("x",),
+    )
+    assert_clean(kernel, {"out": np.r_[x, x]})
+
+
+def test_a_copy_from_shared_memory_into_another_cta() -> None:
+    copy = f"""mov.u32 %r12, buf; xor.b32 %r13, %r1, 1; mapa.shared::cluster.u32 %r14, %r12, %r13; mov.u32 %r15, mbar;
+    mapa.shared::cluster.u32 %r15, %r15, %r13; mov.u32 %r16, own; shl.b32 %r17, %tx, 4; add.u32 %r18, %r16, %r17;
+    mad.lo.u32 %r19, %r1, 1000, %tx; st.shared.v4.b32 [%r18], {{%r19, %r19, %r19, %r19}}; {FENCE} {SYNC}
+    @%p13 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r14], [own], 512, [%r15];"""
+    body = ".shared .align 16 .b8 own[512];\n" + CLUSTER.replace("@%p13 MULTICAST", copy)
+    kernel = Kernel(body, {"out": np.zeros((2, 32, 4), np.uint32)}, grid=(2, 1, 1), cluster=(2, 1, 1))
+    rows = np.repeat(np.arange(32)[:, None], 4, axis=1)
+    assert_clean(kernel, {"out": np.stack([rows + 1000, rows])})

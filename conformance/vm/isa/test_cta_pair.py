@@ -1,0 +1,194 @@
+"""tcgen05 with cta_group::2: what each CTA of a pair holds (PTX ISA 9.7.16.5, facts.md 2.3), and what can go wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from backends.vm.faults import Fault
+from conformance.vm.isa.test_block_scaled import (
+    SFA_COLUMN,
+    SFB_COLUMN,
+    Case,
+    atom,
+    in_smem,
+    numbers,
+    random_codes,
+    scaled_product,
+)
+from conformance.vm.tensor_kernel import (
+    SCHEDULES,
+    Bytes,
+    Image,
+    core_matrices,
+    descriptor,
+    run_tensor,
+)
+
+Half = npt.NDArray[np.float16]
+N, K = 64, 16
+A_COLUMN = 320
+
+
+def f16_idesc(m: int) -> int:
+    """f16 inputs, f32 accumulator."""
+    return 1 << 4 | N >> 3 << 17 | m >> 4 << 24
+
+
+def operands(m: int) -> tuple[Half, Half]:
+    rng = np.random.default_rng(m)
+    return rng.integers(-4, 5, (m, K)).astype(np.float16), rng.integers(-4, 5, (N, K)).astype(np.float16)
+
+
+def images(a: Half, b: Half) -> tuple[list[Bytes], str, str]:
+    """Each CTA's image: its half of the rows of A and of B, at the same offsets; and the two descriptors."""
+    both, where = [], (0, 0)
+    for rows, columns in zip(np.split(a, 2), np.split(b, 2), strict=True):
+        image = Image()
+        where = (image.add(core_matrices(rows.view(np.uint8))), image.add(core_matrices(columns.view(np.uint8))))
+        both.append(image.data)
+    return both, descriptor(where[0]), descriptor(where[1])
+
+
+def gathered(out: npt.NDArray[np.uint32], m: int, n: int) -> npt.NDArray[np.float32]:
+    """D [m, n] from the lanes of both CTAs: layout A for m = 256, layout B for m = 128."""
+    values = out.view(np.float32)
+    if m == 256:
+        return values[:, :, :n].reshape(256, n)
+    return np.concatenate([np.hstack([cta[:64, : n // 2], cta[64:, : n // 2]]) for cta in values])
+
+
+def plain(m: int, a: str, b: str, *, enable: str = "%no") -> str:
+    return f"tcgen05.mma.cta_group::2.kind::f16 [%tm], {a}, {b}, {f16_idesc(m)}, {enable};"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("m", [128, 256])
+def test_each_cta_holds_its_half_of_a_b_and_d(m: int, schedule: str) -> None:
+    a, b = operands(m)
+    both, at_a, at_b = images(a, b)
+    issue = plain(m, at_a, at_b) + plain(m, at_a, at_b, enable="%yes")
+    out = run_tensor(issue, both, N if m == 256 else N // 2, group=2, schedule=schedule)
+    expected = 2 * a.astype(np.float32) @ b.astype(np.float32).T
+    assert np.array_equal(gathered(out, m, N), expected), f"M = {m}: D is not where the layout says"
+
+
+@pytest.mark.parametrize("m", [128, 256])
+def test_a_from_tensor_memory(m: int) -> None:
+    """Row m of a CTA in lane m; for M = 128 the 64 rows lie twice, in lanes 0..63 and 64..127."""
+    a, b = operands(m)
+    both, _, at_b = images(a, b)
+    if m == 256:
+        copies = f"tcgen05.cp.cta_group::2.128x256b [%tm+{A_COLUMN}], {descriptor(0)};"
+    else:
+        copies = "".join(
+            f"tcgen05.cp.cta_group::2.64x128b.warpx2::02_13 [%tm+{A_COLUMN + 4 * i}], {descriptor(128 * i)};"
+            for i in range(2)
+        )
+    out = run_tensor(copies + plain(m, f"[%tm+{A_COLUMN}]", at_b), both, N if m == 256 else N // 2, group=2)
+    expected = a.astype(np.float32) @ b.astype(np.float32).T
+    assert np.array_equal(gathered(out, m, N), expected), f"M = {m}: A in tensor memory gives another product"
+
+
+def test_disabled_lanes_are_those_of_both_ctas() -> None:
+    """Elements 0..3 of the vector are the even CTA's lanes, 4..7 the odd one's."""
+    a, b = operands(256)
+    both, at_a, at_b = images(a, b)
+    masked = plain(256, at_a, at_b, enable="{%w0, %w1, %w1, %w1, %w1, %w1, %w1, %w0}, %yes")
+    before = "mov.b32 %w0, -1; mov.b32 %w1, 0;"
+    out = run_tensor(plain(256, at_a, at_b) + masked, both, N, group=2, changes={"before": before})
+    expected = 2 * a.astype(np.float32) @ b.astype(np.float32).T
+    expected[:32] /= 2
+    expected[-32:] /= 2
+    assert np.array_equal(gathered(out, 256, N), expected), "lanes 0..31 of rank 0 and 96..127 of rank 1 must keep D"
+
+
+@pytest.mark.parametrize("m", [128, 256])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("mxf4nvf4", "block16", 64, "e2m1", "e2m1", "ue4m3", 4),
+        Case("mxf8f6f4", "", 64, "e4m3", "e4m3", "ue8m0", 1, (2, 1)),
+    ],
+    ids=["nvf4", "mxf8"],
+)  # fmt: skip
+def test_block_scaled(case: Case, m: int) -> None:
+    """Scale factors of A: those of a CTA's rows. Of B: all of them in both CTAs; with M = 128 rows below N / 2 in
+    quarters 0 and 1, the others in 2 and 3."""
+    rng = np.random.default_rng(7)
+    a, b = random_codes(rng, (m, case.k), case.a), random_codes(rng, (case.n, case.k), case.b)
+    sfa, sfb = random_codes(rng, (m, case.blocks), case.sf), random_codes(rng, (case.n, case.blocks), case.sf)
+    both: list[Bytes] = []
+    issue = ""
+    for rank in range(2):
+        mine = slice(rank * m // 2, (rank + 1) * m // 2)
+        image = Image()
+        at_a = image.add(core_matrices(in_smem(a[mine], case.kind, case.a)))
+        at_b = image.add(core_matrices(in_smem(np.split(b, 2)[rank], case.kind, case.b)))
+        at_sfa = image.add(atom(sfa[mine], case.ids[0], rng)[0])
+        halves = np.split(sfb, 2) if m == 128 else [sfb]
+        at_sfb = image.add(np.concatenate([atom(half, case.ids[1], rng)[0] for half in halves]))
+        both.append(image.data)
+        form = "64x128b.warpx2::01_23" if m == 128 else "32x128b.warpx4"
+        issue = (
+            f"tcgen05.cp.cta_group::2.32x128b.warpx4 [%tm+{SFA_COLUMN}], {descriptor(at_sfa, 16)};"
+            f"tcgen05.cp.cta_group::2.{form} [%tm+{SFB_COLUMN}], {descriptor(at_sfb, 16)};"
+            + case.mma(2, m).replace(" A,", f" {descriptor(at_a)},").replace(" B,", f" {descriptor(at_b)},")
+        )
+    out = run_tensor(issue, both, case.n if m == 256 else case.n // 2, group=2)
+    expected = scaled_product(numbers(a, case.a), numbers(sfa, case.sf), numbers(b, case.b), numbers(sfb, case.sf))
+    assert np.array_equal(gathered(out, m, case.n), expected.astype(np.float32)), f"M = {m}: not the formula's result"
+
+
+ODD = {
+    "issue": "setp.eq.s32 %leader, %rank, 1; and.pred %leader, %leader, %one; @!%leader bra DONE; ISSUE COMMIT DONE:"
+}
+ONE_SIDED = {"alloc": """setp.eq.s32 %ok, %rank, 0; and.pred %ok, %ok, %warp0; @!%ok bra ALLOCATED;
+tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%slot], 512;
+ALLOCATED: barrier.cluster.arrive; barrier.cluster.wait; ld.shared.b32 %tm, [%slot];"""}  # fmt: skip
+UNEQUAL = {"alloc": """@!%warp0 bra ALLOCATED; shl.b32 %w0, %rank, 5; add.s32 %w0, %w0, 32; and.b32 %w0, %w0, 96;
+tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%slot], %w0;
+ALLOCATED: bar.sync 0; ld.shared.b32 %tm, [%slot];"""}  # fmt: skip
+MIXED = {"issue": "@!%leader bra DONE;\nISSUE\ntcgen05.commit.cta_group::1.mbarrier::arrive::one.b64 [%done];\nDONE:"}
+ALONE = {"issue": "@!%leader bra DONE;\nISSUE\ntcgen05.commit.cta_group::2.mbarrier::arrive::one.b64 [%done];\nDONE:"}
+UNMET = {"meet again": ""}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("rule", "says", "changes"),
+    [
+        ("cta-pair", "the even CTA of the pair issues it", ODD),
+        ("deadlock", "a warp of the peer CTA rank \\[1\\] to execute tcgen05.alloc", ONE_SIDED),
+        ("cta-pair", "both must execute the same", UNEQUAL),
+        ("cta-group", "all must have the same", MIXED),
+        ("deadlock", "mbarrier", ALONE),
+        ("copy-not-awaited|uninitialised-shared", "operand A of tcgen05.mma", UNMET),
+    ],
+    ids=["issued by the odd CTA", "one allocates", "unequal allocs", "two groups", "commit to one", "peer not awaited"],
+)
+def test_planted_faults(rule: str, says: str, changes: dict[str, str], schedule: str) -> None:
+    both, at_a, at_b = images(*operands(256))
+    with pytest.raises(Fault, match=says) as caught:
+        run_tensor(plain(256, at_a, at_b), both, N, group=2, changes=changes, schedule=schedule)
+    assert caught.value.rule in rule.split("|"), f"found {caught.value} where the broken rule is {rule}"
+
+
+def test_a_cta_without_a_peer() -> None:
+    both, at_a, at_b = images(*operands(256))
+    with pytest.raises(Fault, match="where it has no peer") as caught:
+        run_tensor(plain(256, at_a, at_b), both, N, group=2, cluster=1)
+    assert caught.value.rule == "cta-pair"
+
+
+def test_memory_that_one_cta_does_not_give_back() -> None:
+    both, at_a, at_b = images(*operands(256))
+    only = {
+        "free": """tcgen05.wait::ld.sync.aligned; setp.eq.s32 %ok, %rank, 0; and.pred %ok, %ok, %warp0; @!%ok bra FREED;
+tcgen05.dealloc.cta_group::2.sync.aligned.b32 %tm, 512;
+FREED: ret; }"""
+    }
+    with pytest.raises(Fault, match=r"execute tcgen05\.dealloc") as caught:
+        run_tensor(plain(256, at_a, at_b), both, N, group=2, changes=only)
+    assert caught.value.rule == "deadlock"

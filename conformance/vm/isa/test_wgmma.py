@@ -1,0 +1,270 @@
+"""wgmma by the machine: registers and results of an H200, and the waits and fences that a kernel must not forget."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from backends.vm.faults import Fault, UnknownInstructionError
+from backends.vm.machine.machine import Machine, load
+from conformance import SILICON
+
+FOLDER = Path(__file__).parent
+GOLDEN = np.load(SILICON / "movement" / "wgmma.npz")
+NUMERICS = np.load(SILICON / "numerics" / "wgmma.npz")
+IMAGE_BYTES = 131072
+SCHEDULES = ("eager", "lazy", "random:3")
+
+HEAD = """
+.version 9.2
+.target sm_90a
+.address_size 64
+.extern .shared .align 1024 .b8 smem[];
+.visible .entry k(.param .u64 image, .param .u64 desc, .param .u64 out, .param .u64 cin, .param .u64 areg)
+{
+.reg .b32 %t, %x, %cta, %bar, %d<64>, %a<4>, %index, %lane;
+.reg .b64 %p, %da, %db, %mine, %token;
+.reg .pred %one, %on, %done;
+mov.u32 %t, %tid.x; mov.u32 %cta, %ctaid.x; and.b32 %lane, %t, 31;
+setp.eq.s32 %one, %t, 0; setp.eq.s32 %on, 0, 0;
+mov.u32 %x, smem; add.s32 %bar, %x, BYTES;
+@%one mbarrier.init.shared.b64 [%bar], 1;
+bar.sync 0;
+ld.param.u64 %p, [image];
+@%one mbarrier.arrive.expect_tx.shared.b64 %token, [%bar], BYTES;
+@%one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%x], [%p], BYTES, [%bar];
+LOADING: mbarrier.try_wait.parity.shared.b64 %done, [%bar], 0; @!%done bra LOADING;
+ld.param.u64 %p, [desc]; mul.wide.u32 %mine, %cta, 16; add.s64 %p, %p, %mine;
+ld.global.b64 %da, [%p]; ld.global.b64 %db, [%p+8];
+mad.lo.s32 %index, %cta, 128, %t;
+"""
+
+ALL = "wgmma.fence.sync.aligned; MMA wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+
+
+def vector(name: str, count: int) -> str:
+    return "{" + ", ".join(f"%{name}{i}" for i in range(count)) + "}"
+
+
+def moved(direction: str, param: str, name: str, count: int) -> str:
+    """Loads or stores of `count` registers of each thread, the thread's words side by side."""
+    lines = [f"ld.param.u64 %p, [{param}]; mul.wide.u32 %mine, %index, {4 * count}; add.s64 %p, %p, %mine;"]
+    for i in range(count):
+        pair = f"%{name}{i}, [%p+{4 * i}]" if direction == "ld" else f"[%p+{4 * i}], %{name}{i}"
+        lines.append(f"{direction}.global.b32 {pair};")
+    return "\n".join(lines)
+
+
+def run(
+    mma: str,
+    image: npt.NDArray[np.uint8],
+    descriptors: npt.NDArray[np.uint64],
+    registers: int,
+    *,
+    cin: npt.NDArray[np.uint32] | None = None,
+    areg: npt.NDArray[np.uint32] | None = None,
+    body: str = ALL,
+    accumulate: str = "hopper",
+    schedule: str = "eager",
+) -> npt.NDArray[np.uint32]:
+    """Accumulators uint32 [cases, 128, registers] after `body`, whose MMA is `mma`, in one CTA a case."""
+    cases = len(descriptors)
+    out = np.zeros((cases, 128, registers), np.uint32)
+    machine = Machine(schedule, accumulate=accumulate)
+    empty = np.zeros(4, np.uint32)
+    arrays: Sequence[npt.NDArray[np.generic]] = (image, descriptors, out, empty if cin is None else cin,
+                                                 empty if areg is None else areg)  # fmt: skip
+    params = [
+        struct.pack("<Q", machine.memory.add(f"array{i}", np.ascontiguousarray(array).reshape(-1).view(np.uint8)).base)
+        for i, array in enumerate(arrays)
+    ]
+    ptx = HEAD.replace("BYTES", str(image.size))
+    ptx += moved("ld", "cin", "d", registers) if cin is not None else ""
+    ptx += moved("ld", "areg", "a", 4) if areg is not None else ""
+    ptx += body.replace("MMA", mma) + moved("st", "out", "d", registers) + "ret; }"
+    machine.launch(load(ptx), "k", (cases, 1, 1), (128, 1, 1), params, dynamic_smem=image.size + 64)
+    return out
+
+
+def spelled(shape: str, types: str, registers: int, tail: str, *, a: str = "%da") -> str:
+    return f"wgmma.mma_async.sync.aligned.{shape}.{types} {vector('d', registers)}, {a}, %db, {tail};"
+
+
+FROM_SMEM = [
+    ("wf16_00", "f16", "m64n64k16", "f32.f16.f16", 32, "0, 1, 1, 0, 0"),
+    ("wf16_01", "f16", "m64n64k16", "f32.f16.f16", 32, "0, 1, 1, 0, 1"),
+    ("wf16_10", "f16", "m64n64k16", "f32.f16.f16", 32, "0, 1, 1, 1, 0"),
+    ("wf16_11", "f16", "m64n64k16", "f32.f16.f16", 32, "0, 1, 1, 1, 1"),
+    ("wbf16", "bf16", "m64n64k16", "f32.bf16.bf16", 32, "0, 1, 1, 0, 0"),
+    ("wtf32", "tf32", "m64n64k8", "f32.tf32.tf32", 32, "0, 1, 1"),
+    ("we4m3", "e4m3", "m64n64k32", "f32.e4m3.e4m3", 32, "0, 1, 1"),
+    ("ws8", "s8", "m64n64k32", "s32.s8.s8", 32, "0"),
+    ("wf16d16", "f16", "m64n64k16", "f16.f16.f16", 16, "0, 1, 1, 0, 0"),
+    ("wf16n8", "f16", "m64n8k16", "f32.f16.f16", 4, "0, 1, 1, 0, 0"),
+]
+MOST = 8
+
+
+@pytest.mark.parametrize(("case", "image", "shape", "types", "registers", "tail"), FROM_SMEM, ids=lambda v: str(v))
+def test_random_descriptors_give_what_an_h200_gave(
+    case: str, image: str, shape: str, types: str, registers: int, tail: str
+) -> None:
+    raw = GOLDEN[f"{case}_desc"][:MOST]
+    found = run(spelled(shape, types, registers, tail), GOLDEN[f"img_{image}"], raw, registers)
+    for number, expected in enumerate(GOLDEN[f"{case}_out"][:MOST]):
+        assert np.array_equal(found[number], expected), f"{case} number {number}: other accumulators than an H200's"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("case", "image", "shape", "types", "tail"),
+    [
+        ("wf16_rs", "f16", "m64n64k16", "f32.f16.f16", "0, 1, 1, 0"),
+        ("we4m3_rs", "e4m3", "m64n64k32", "f32.e4m3.e4m3", "0, 1, 1"),
+        ("wtf32_rs", "tf32", "m64n64k8", "f32.tf32.tf32", "0, 1, 1"),
+    ],
+)
+def test_a_in_registers(case: str, image: str, shape: str, types: str, tail: str, schedule: str) -> None:
+    mma = spelled(shape, types, 32, tail, a=vector("a", 4))
+    found = run(mma, GOLDEN[f"img_{image}"], GOLDEN[f"{case}_desc"][:3], 32, areg=GOLDEN[f"{case}_areg"][:3],
+                schedule=schedule)  # fmt: skip
+    assert np.array_equal(found, GOLDEN[f"{case}_out"][:3]), f"{case} under {schedule}: other than an H200's"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_accumulators_are_added_to(schedule: str) -> None:
+    mma = spelled("m64n64k16", "f32.f16.f16", 32, "%on, 1, 1, 0, 0")
+    found = run(mma, GOLDEN["img_f16"], GOLDEN["wf16_c_desc"], 32, cin=GOLDEN["wf16_c_cin"], schedule=schedule)
+    assert np.array_equal(found, GOLDEN["wf16_c_out"]), (
+        "accumulators before the instruction were not added as on an H200"
+    )
+
+
+def packed(matrix: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
+    """A K-major operand without swizzle: 8 x 16-byte core matrices, those along k side by side."""
+    data = np.ascontiguousarray(matrix).view(np.uint8)
+    rows, width = data.shape
+    return np.ascontiguousarray(data.reshape(rows // 8, 8, width // 16, 16).transpose(0, 2, 1, 3)).reshape(-1)
+
+
+def unswizzled(offset: int) -> int:
+    """The descriptor of such an operand of 32-byte rows at `offset` behind 0x400."""
+    return (0x400 + offset) >> 4 | (128 >> 4) << 16 | (256 >> 4) << 32
+
+
+@pytest.mark.parametrize("tag", ["overwrite", "add"])
+@pytest.mark.parametrize(
+    ("kind", "k", "tail"),
+    [("f16", 16, ", 1, 1, 0, 0"), ("bf16", 16, ", 1, 1, 0, 0"), ("tf32", 8, ", 1, 1"), ("e4m3", 32, ", 1, 1")],
+)
+def test_rounding_is_that_of_an_h200(kind: str, k: int, tail: str, tag: str) -> None:
+    a, b, d = (NUMERICS[f"{kind}.{tag}.{name}"][0] for name in "abd")
+    image = np.concatenate([packed(a), packed(b)])
+    raw = np.array([[unswizzled(0), unswizzled(packed(a).size)]], np.uint64)
+    n = b.shape[0]
+    thread, register = np.arange(128)[:, None], np.arange(n // 2)[None, :]
+    rows = 16 * (thread // 32) + thread % 32 // 4 + 8 * (register // 2 % 2)
+    columns = 8 * (register // 4) + 2 * (thread % 4) + register % 2
+    cin = NUMERICS[f"{kind}.add.c"][0].view(np.uint32)[rows, columns][None] if tag == "add" else None
+    mma = spelled(f"m64n{n}k{k}", f"f32.{kind}.{kind}", n // 2, ("%on" if tag == "add" else "0") + tail)
+    found = run(mma, image, raw, n // 2, cin=cin)
+    wrong = int((found[0] != d.view(np.uint32)[rows, columns]).sum())
+    assert wrong == 0, f"{kind}, {tag}: {wrong} accumulators are not an H200's bits"
+
+
+def test_negated_operands() -> None:
+    plain, one, both = (
+        f16_case(ALL, mma=spelled("m64n64k16", "f32.f16.f16", 32, f"0, {scales}, 0, 0")).view(np.float32)
+        for scales in ("1, 1", "-1, 1", "-1, -1")
+    )  # fmt: skip
+    assert np.array_equal(one, -plain), "imm-scale-a = -1 must negate the products"
+    assert np.array_equal(both, plain), "two negations must cancel"
+
+
+MMA = spelled("m64n64k16", "f32.f16.f16", 32, "%on, 1, 1, 0, 0")
+FRESH = spelled("m64n64k16", "f32.f16.f16", 32, "0, 1, 1, 0, 0")
+FENCE, COMMIT = "wgmma.fence.sync.aligned;", "wgmma.commit_group.sync.aligned;"
+WAIT = "wgmma.wait_group.sync.aligned"
+
+
+def f16_case(body: str, schedule: str = "eager", mma: str = FRESH) -> npt.NDArray[np.uint32]:
+    return run(mma, GOLDEN["img_f16"], GOLDEN["wf16_00_desc"][:1], 32, body=body, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("rule", "body"),
+    [
+        ("register-in-flight", f"{FENCE} MMA {COMMIT}"),
+        ("register-in-flight", f"{FENCE} MMA {WAIT} 0;"),
+        ("register-in-flight", f"{FENCE} MMA {COMMIT} {WAIT} 1;"),
+        ("register-in-flight", f"{FENCE} MMA {COMMIT} mov.b32 %d3, 0; {WAIT} 0;"),
+        ("missing-wgmma-fence", f"MMA {COMMIT} {WAIT} 0;"),
+        ("missing-wgmma-fence", f"{FENCE} MMA {COMMIT} {WAIT} 0; mul.f32 %d0, %d0, %d0; {MMA} {COMMIT} {WAIT} 0;"),
+        ("exit-with-pending-operation", f"{FENCE} MMA {COMMIT} {WAIT} 0; {FENCE} MMA {COMMIT} ret;"),
+        ("missing-proxy-fence", f"@%one st.shared.b32 [%x+0x10000], %t; bar.sync 0; {FENCE} LOW {COMMIT} {WAIT} 0;"),
+        ("race", f"@%one st.shared.b32 [%x+0x10000], %t; fence.proxy.async; {FENCE} LOW {COMMIT} {WAIT} 0;"),
+        ("race", f"{FENCE} LOW {COMMIT} @%one st.shared.b32 [%x+0x10000], %t; {WAIT} 0;"),
+    ],
+)  # fmt: skip
+def test_a_forgotten_wait_or_fence_is_found(rule: str, body: str, schedule: str) -> None:
+    low = f"mov.b64 %db, {unswizzled(0x10000)}; {FRESH}"
+    with pytest.raises(Fault) as caught:
+        f16_case(body.replace("LOW", low), schedule)
+    assert caught.value.rule == rule, f"found {caught.value} where the broken rule is {rule}"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_waits_and_fences_is_accepted(schedule: str) -> None:
+    clean = f"""{FENCE} MMA {COMMIT} {WAIT} 0; bar.sync 0; @%one st.shared.b32 [%x+0x10000], %t; fence.proxy.async;
+        bar.sync 0; {FENCE} mov.b64 %db, {unswizzled(0x10000)}; {FRESH} {COMMIT} {MMA} {COMMIT} {WAIT} 1; {WAIT} 0;"""
+    f16_case(clean, schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_wait_covers_what_the_other_warps_of_the_group_read(schedule: str) -> None:
+    """Warp 3 overwrites B, which all four warps have read, with no barrier but its own wait for the group."""
+    low = f"mov.b64 %db, {unswizzled(0x10000)}; {FRESH}"
+    over = f"{WAIT} 0; setp.eq.s32 %one, %t, 96; @%one st.shared.b32 [%x+0x10000], %t;"
+    f16_case(f"{FENCE} {low} {COMMIT} {over}", schedule)
+
+
+def test_all_four_warps_must_issue_the_same() -> None:
+    odd = f".reg .pred %w; setp.lt.s32 %w, %t, 32; {FENCE} @%w add.s64 %db, %db, 8; MMA {COMMIT} {WAIT} 0;"
+    with pytest.raises(Fault, match="all four must execute the same") as caught:
+        f16_case(odd)
+    assert caught.value.rule == "warpgroup-diverged"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_warp_that_stays_away_is_a_deadlock_that_names_it(schedule: str) -> None:
+    away = f".reg .pred %w; setp.lt.s32 %w, %t, 96; {FENCE} @!%w bra OUT; MMA {COMMIT} {WAIT} 0; OUT: bar.sync 0;"
+    with pytest.raises(Fault, match=r"warps \[3\] of its warpgroup") as caught:
+        f16_case(away + "ret;", schedule)
+    assert caught.value.rule == "deadlock"
+
+
+@pytest.mark.parametrize(
+    "tail", ["0, 1, 1, 0", "0, 2, 1, 0, 0", "0, 1, 1, 0, 3"], ids=["too few", "scale 2", "transpose 3"]
+)
+def test_wrong_immediates_are_refused(tail: str) -> None:
+    with pytest.raises(UnknownInstructionError, match="immediates"):
+        f16_case(ALL, mma=spelled("m64n64k16", "f32.f16.f16", 32, tail))
+
+
+def test_integer_sums_wrap_or_are_clamped() -> None:
+    """127 * 127 * 32 on top of 2^31 - 1."""
+    image = np.full(64 * 32 + 8 * 32, 127, np.uint8)
+    raw = np.array([[unswizzled(0), unswizzled(64 * 32)]], np.uint64)
+    cin = np.full((1, 128, 4), 2**31 - 1, np.uint32)
+    wrapped, clamped = (
+        run(spelled(f"m64n8k32{word}", "s32.s8.s8", 4, "%on"), image, raw, 4, cin=cin)
+        for word in ("", ".satfinite")
+    )  # fmt: skip
+    assert np.all(wrapped == (2**31 - 1 + 127 * 127 * 32) % 2**32), "without .satfinite the sum wraps"
+    assert np.all(clamped == 2**31 - 1), "with .satfinite the sum is clamped"

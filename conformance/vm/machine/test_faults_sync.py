@@ -1,0 +1,214 @@
+"""Planted faults of synchronisation: mbarriers, named and cluster barriers, divergence, deadlocks, endless loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from backends.vm.faults import Fault
+from conformance.vm.kernel import EVERY_SCHEDULE, Kernel, assert_blamed
+from conformance.vm.kernel_blocks import SYNC, init, wait
+
+OUT = np.zeros(64, np.uint32)
+ONE = ".shared .align 8 .b64 mbar; .shared .align 8 .b64 second; setp.eq.u32 %p1, %tx, 0;\n"
+INIT = "@%p1 mbarrier.init.shared::cta.b64 [mbar], 1;"
+ARRIVE = "@%p1 mbarrier.arrive.shared::cta.b64 _, [mbar];"
+
+MBARRIERS = {
+    "used before its init": (f"{ARRIVE} //!", "no mbarrier has been initialised here", "live ones of this CTA: none"),
+    "waited for before its init": (
+        f"{INIT}\nmbarrier.test_wait.parity.shared::cta.b64 %p2, [second], 0; //!",
+        "live ones of this CTA: 0x400",
+    ),
+    "initialised twice": (f"{INIT}\n{INIT} //!", "an mbarrier already lies", "0x400"),
+    "initialised with count 0": (INIT.replace("1;", "0; //!"), "count 0", "1..1048575"),
+    "initialised with count 2^20": (INIT.replace("1;", "1048576; //!"), "count 1048576"),
+    "arrived at too often": (
+        "@%p1 mbarrier.init.shared::cta.b64 [mbar], 2;\n@%p1 mbarrier.arrive.shared::cta.b64 _, [mbar], 3; //!",
+        "3 arrivals where phase 0",
+        "expects only 2 more of 2",
+    ),
+    "arrived at while bytes are outstanding": (
+        f"{INIT}\n@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [mbar], 16;\n{ARRIVE} //!",
+        "expects only 0 more of 1",
+        "last arrival: CTA (0, 0, 0), warp 0 at PTX line",
+    ),
+    "arrived at by every lane": (
+        f"{INIT}\nmbarrier.arrive.shared::cta.b64 _, [mbar]; //!",
+        "32 arrivals",
+        "1 more of 1",
+    ),
+    "used after its inval": (f"{INIT}\n@%p1 mbarrier.inval.shared::cta.b64 [mbar];\n{ARRIVE} //!", "initialised here"),
+    "read by an ordinary load": (f"{INIT}\nld.shared.u64 %rd1, [mbar]; //!", "only mbarrier operations"),
+    "written by an ordinary store": (f"{INIT}\n@%p1 st.shared.u32 [mbar+4], 0; //!", "only mbarrier operations"),
+    "overwritten by an atomic": (f"{INIT}\n@%p1 red.shared.add.u32 [mbar], 1; //!", "only mbarrier operations"),
+    "with too many bytes": (
+        f"{INIT}\n@%p1 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [mbar], 0x100000; //!",
+        "transaction count 1048576",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MBARRIERS)
+def test_an_mbarrier(name: str) -> None:
+    body, *clauses = MBARRIERS[name]
+    assert_blamed(Kernel(ONE + body + "\nret;"), "mbarrier-misuse", "warp 0", *clauses)
+
+
+def test_an_mbarrier_askew() -> None:
+    body = ONE + "mov.u32 %r1, mbar;\n@%p1 mbarrier.init.shared::cta.b64 [%r1+4], 1; //!"
+    assert_blamed(Kernel(body), "misaligned", "mbarrier.init", "0x404", "multiple of 8")
+
+
+def test_an_init_that_nothing_orders_before_its_use() -> None:
+    """Warp 1 arrives certainly after warp 0 has initialised, but not in the order of the memory model."""
+    body = f"""{ONE}{INIT}
+    setp.eq.u32 %p2, %warp, 0; @%p2 st.relaxed.gpu.global.u32 [%out], 1;
+    @%p2 bra END;
+    SPIN: ld.relaxed.gpu.global.u32 %r1, [%out]; setp.eq.u32 %p3, %r1, 0; @%p3 bra SPIN;
+    setp.eq.u32 %p4, %lane, 0;
+    @%p4 mbarrier.arrive.shared::cta.b64 _, [mbar]; //!
+    END: ret;"""
+    kernel = Kernel(body, {"out": OUT}, block=(64, 1, 1))
+    assert_blamed(kernel, "mbarrier-misuse", "nothing orders this after the mbarrier.init by warp 0")
+
+
+BARRIERS = {
+    "number 16": ("bar.sync 16; //!", "barrier 16 does not exist; there are 0..15"),
+    "a count that is no multiple of 32": ("bar.sync 1, 33; //!", "thread count of 33"),
+    "two counts": (
+        "setp.eq.u32 %p1, %warp, 0;\n@%p1 bar.arrive 1, 64;\n@!%p1 bar.sync 1, 96; //!",
+        "96 threads here",
+        "64",
+    ),
+    "more threads than it waits for": (
+        "setp.lt.u32 %p1, %lane, 16; setp.eq.u32 %p2, %warp, 1; @%p2 ret;\n@%p1 barrier.arrive 4, 32;\n"
+        "barrier.arrive 4, 32; //!",
+        "48 threads arrive at barrier 4, which waits for 32",
+    ),
+    "the wait of a cluster barrier without an arrival": ("barrier.cluster.wait.aligned; //!", "has not arrived"),
+    "two arrivals at the cluster barrier": (
+        "barrier.cluster.arrive.aligned;\nbarrier.cluster.arrive.aligned; //!",
+        "has not waited since its last arrival",
+    ),
+    "bar.warp.sync by a lane that it does not name": (
+        "bar.warp.sync 0x7fffffff; //!",
+        "by lanes that it does not name",
+        "lane 31",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in BARRIERS if name != "two counts"])
+def test_a_barrier(name: str) -> None:
+    body, *clauses = BARRIERS[name]
+    assert_blamed(Kernel(body + "\nret;", block=(64, 1, 1)), "barrier-misuse", *clauses)
+
+
+def test_a_barrier_awaited_with_two_counts() -> None:
+    kernel = Kernel(BARRIERS["two counts"][0].replace(" //!", ""), block=(64, 1, 1))
+    for schedule in EVERY_SCHEDULE:
+        with pytest.raises(
+            Fault, match=r"\[barrier-misuse\].*barrier 1 is awaited with (64|96) threads here and with (96|64)"
+        ):
+            kernel.run(schedule)
+
+
+HALF = "setp.lt.u32 %p1, %lane, 16;\n"
+DIVERGED = {
+    "bar.sync": (HALF + "@%p1 bar.sync 0; //!", "barrier 0", "lane 16"),
+    "shfl": (HALF + "@%p1 shfl.sync.idx.b32 %r1, %tx, 0, 31, 0xffffffff; //!", "names lanes [16, 17"),
+    "shfl from a lane that is not active": (
+        HALF + "@%p1 shfl.sync.idx.b32 %r1, %tx, 20, 31, 0xffff; //!",
+        "reads lane 20",
+    ),
+    "vote": (HALF + "@%p1 vote.sync.ballot.b32 %r1, %p1, 0xffffffff; //!", "names lanes [16, 17"),
+    "elect": (HALF + "@%p1 elect.sync _|%p2, 0xffffffff; //!", "names lanes [16, 17"),
+    "setmaxnreg": (HALF + "@%p1 setmaxnreg.dec.sync.aligned.u32 40; //!", "setmaxnreg", "lane 16"),
+    "in one side of a branch": (
+        HALF + "@%p1 bra LOW;\nbra JOIN;\nLOW: bar.sync 0; //!\nJOIN: ret;",
+        "barrier 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIVERGED)
+def test_a_diverged_warp_at(name: str) -> None:
+    body, *clauses = DIVERGED[name]
+    assert_blamed(Kernel(body + "\nret;"), "diverged", "warp 0", *clauses)
+
+
+DEADLOCKS = {
+    "the wrong parity": (
+        f"{ONE}{INIT}\n{SYNC}\n{wait('mbar', 0)}\nret;",
+        "phase of parity 0 of mbarrier 0x400",
+        "phase 0, 1 of 1 arrivals missing",
+        "last arrival: nobody yet",
+    ),
+    "a missing arrival": (
+        f"{ONE}@%p1 mbarrier.init.shared::cta.b64 [mbar], 2;\n{SYNC}\n{ARRIVE}\n{wait('mbar', 0)}\nret;",
+        "1 of 2 arrivals missing",
+        "last arrival: CTA (0, 0, 0), warp 0 at PTX line",
+        "and 1 more waits at PTX line",
+    ),
+    "two warps that wait for each other": (
+        f"""{ONE}{init("mbar", "second")}
+        setp.eq.u32 %p2, %warp, 0; setp.eq.u32 %p3, %lane, 0;
+        @%p2 bra FIRST;
+        {wait("second", 0)}
+        @%p3 mbarrier.arrive.shared::cta.b64 _, [mbar];
+        ret;
+        FIRST: {wait("mbar", 0)}
+        @%p3 mbarrier.arrive.shared::cta.b64 _, [second];
+        ret;""",
+        "warp 0 waits at PTX line",
+        "mbarrier 0x400",
+        "warp 1 waits at PTX line",
+        "mbarrier 0x408",
+    ),
+    "a named barrier that half of the threads pass by": (
+        "setp.eq.u32 %p1, %warp, 1; @%p1 ret;\nbar.sync 1, 64;\nret;",
+        "barrier 1, where 32 of 64 threads have arrived",
+    ),
+    "a cluster barrier that a warp waits for in vain": (
+        f"""{ONE}{INIT}\n{SYNC}\nsetp.eq.u32 %p2, %warp, 0; @%p2 bra FIRST;
+        {wait("mbar", 0)}
+        FIRST: barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\nret;""",
+        "the barrier of the cluster, where 32 of 64 threads have arrived",
+        "mbarrier 0x400",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEADLOCKS)
+def test_a_deadlock_report_says_who_waits_for_what(name: str) -> None:
+    body, *clauses = DEADLOCKS[name]
+    for schedule in EVERY_SCHEDULE:
+        with pytest.raises(Fault) as caught:
+            Kernel(body, block=(64, 1, 1)).run(schedule)
+        said = str(caught.value)
+        assert caught.value.rule == "deadlock", f"{schedule}: {said}"
+        missing = [clause for clause in clauses if clause not in said]
+        assert not missing, f"{schedule}: {missing} not in: {said}"
+
+
+def test_trap() -> None:
+    assert_blamed(Kernel("setp.gt.u32 %p1, %tx, 40;\n@%p1 trap; //!\nret;", block=(64, 1, 1)), "trap", "warp 1", "trap")
+
+
+ENDLESS = {
+    "an empty loop": "LOOP: bra LOOP;",
+    "a loop that counts": "mov.u32 %r1, 0;\nLOOP: add.u32 %r1, %r1, 1; red.global.add.u32 [%out], 1; bra LOOP;",
+    "a spin on a flag that nobody sets": "LOOP: ld.global.u32 %r1, [%out]; setp.eq.u32 %p1, %r1, 0;\n@%p1 bra LOOP;",
+    "a test_wait that is never true": (
+        f"{ONE}{INIT}\nLOOP: mbarrier.test_wait.parity.shared::cta.b64 %p2, [mbar], 0;\n@!%p2 bra LOOP;"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_an_endless_kernel_ends_with_its_budget(name: str) -> None:
+    kernel = Kernel(ENDLESS[name], {"out": OUT}, step_budget=3_000)
+    for schedule in ("eager", "lazy", "random:0"):
+        with pytest.raises(Fault, match=r"\[runaway\].*3000 basic blocks.*warp 0 is at PTX line \d+"):
+            kernel.run(schedule)

@@ -1,0 +1,176 @@
+"""Races in global memory: between clusters, between warps of one CTA, with copies; each blamed by line and agent."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from conformance.vm.kernel import EVERY_SCHEDULE, Kernel, assert_blamed, assert_clean
+
+THREADS = 64
+COMBINE = """.shared .align 4 .b32 ticket; .shared .align 4 .b32 unused;
+mul.lo.u32 %r1, %cta, 256; mul.lo.u32 %r2, %tx, 4; add.u32 %r1, %r1, %r2; cvt.u64.u32 %rd1, %r1;
+add.u64 %rd1, %rd1, %part; add.u32 %r3, %cta, 1; setp.eq.u32 %p1, %tx, 0;
+WRITE
+PUBLISHED
+@%p1 TICKET %r4, [%count], 1; @%p1 st.shared.b32 [ticket], %r4;
+bar.sync 0;
+ld.shared.b32 %r4, [ticket]; setp.ne.u32 %p2, %r4, 1; @%p2 bra END;
+SEEN
+cvt.u64.u32 %rd2, %r2; add.u64 %rd3, %part, %rd2;
+READ
+add.u32 %r5, %r5, %r6; add.u64 %rd4, %out, %rd2; st.global.b32 [%rd4], %r5;
+END: ret;"""
+"""Each of two CTAs writes its partial row; the one that draws the last ticket adds the rows up."""
+READ = "ld.global.b32 %r5, [%rd3]; ld.global.b32 %r6, [%rd3+256];"
+WRITE = "st.global.b32 [%rd1], %r3;"
+FENCE = "fence.acq_rel.gpu;"
+RELAXED, ORDERED = "atom.relaxed.gpu.global.add.u32", "atom.acq_rel.gpu.global.add.u32"
+
+
+def combine(ticket: str, published: str, seen: str, read: str = READ, write: str = WRITE) -> Kernel:
+    """COMBINE with its holes filled. The ticket of lane 0 is what both barriers stand around."""
+    body = COMBINE.replace("TICKET", ticket).replace("PUBLISHED", published).replace("SEEN", seen)
+    buffers = {
+        "part": np.zeros((2, THREADS), np.uint32),
+        "count": np.zeros(1, np.uint32),
+        "out": np.zeros(THREADS, np.uint32),
+    }
+    body = body.replace("READ", read).replace("WRITE", write)
+    return Kernel(body, buffers, grid=(2, 1, 1), block=(THREADS, 1, 1))
+
+
+CLEAN = {
+    "an atomic that acquires and releases": (ORDERED, "bar.sync 0;", ""),
+    "fences of one thread": (RELAXED, f"bar.sync 0;\n@%p1 {FENCE}", FENCE),
+    "a fence of every thread": (RELAXED, f"{FENCE}\nbar.sync 0;", FENCE),
+    "the old spelling of fences": ("atom.global.add.u32", "membar.gl; bar.sync 0;", "membar.gl;"),
+}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_combine_with_its_flag_is_clean(name: str) -> None:
+    assert_clean(combine(*CLEAN[name]), {"out": np.full(THREADS, 3, np.uint32)})
+
+
+MARKED = "ld.global.b32 %r5, [%rd3]; ld.global.b32 %r6, [%rd3+256]; //!"
+PLANTED = {
+    "no fence before the ticket": (RELAXED, "bar.sync 0;", FENCE),
+    "no fence behind the ticket": (RELAXED, f"{FENCE}\nbar.sync 0;", ""),
+    "a fence of the CTA only": (RELAXED, "fence.acq_rel.cta;\nbar.sync 0;", FENCE),
+    "a ticket of the CTA only": ("atom.acq_rel.cta.global.add.u32", "bar.sync 0;", ""),
+    "an atomic that only acquires": ("atom.acquire.gpu.global.add.u32", "bar.sync 0;", ""),
+    "an atomic that only releases": ("atom.release.gpu.global.add.u32", "bar.sync 0;", ""),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_combine_whose_flag_orders_nothing(name: str) -> None:
+    kernel = combine(*PLANTED[name], read=MARKED)
+    assert_blamed(kernel, "global-race", "`part` is read", "wrote it at PTX line", "acquire of gpu scope")
+
+
+def test_a_ticket_drawn_before_the_other_warp_has_written() -> None:
+    """Warp 0 releases only what it knows of: a barrier is missing between warp 1's row and the ticket."""
+    last = f"setp.ne.u32 %p3, %warp, 0; @%p3 {WRITE}\n@!%p3 {WRITE}"
+    kernel = combine(ORDERED, "", "", read=MARKED, write=last)
+    for schedule in EVERY_SCHEDULE:
+        with pytest.raises(Exception, match=r"\[global-race\].*`part`.*warp 1 of CTA"):
+            kernel.run(schedule)
+
+
+def two_ctas(body: str, element: type[np.generic] = np.uint32, launches: int = 1) -> Kernel:
+    """Two CTAs of one warp; `%rd1` is the address of element `2 * lane + CTA` of `out`."""
+    size = np.dtype(element).itemsize
+    address = f"mad.lo.u32 %r1, %lane, 2, %cta; mul.wide.u32 %rd1, %r1, {size}; add.u64 %rd1, %rd1, %out;\n"
+    return Kernel(address + body, {"out": np.zeros(64, element)}, grid=(2, 1, 1), launches=launches)
+
+
+def test_two_ctas_write_the_same_bytes() -> None:
+    kernel = two_ctas("st.global.b32 [%out], 7; //!")
+    assert_blamed(kernel, "global-race", "byte 0 of `out` is overwritten", "warp 0 of CTA (", "wrote it at PTX line")
+
+
+@pytest.mark.parametrize(("element", "type_"), [(np.uint8, "b8"), (np.uint16, "b16"), (np.uint32, "b32")])
+def test_neighbours_do_not_race(element: type[np.generic], type_: str) -> None:
+    body = f"mov.b16 %h1, 5; mov.b32 %r2, 5; st.global.{type_} [%rd1], {'%r2' if type_ == 'b32' else '%h1'}; ret;"
+    assert_clean(two_ctas(body, element), {"out": np.full(64, 5, element)})
+
+
+def test_what_neighbours_wrote_in_small_pieces_is_told_apart() -> None:
+    """A byte written by the other CTA is found inside of a word that was written before as a whole."""
+    body = """mov.b16 %h1, 5; setp.eq.u32 %p1, %cta, 0; @%p1 st.global.b32 [%out+4], 9; @%p1 bra END;
+    st.global.b8 [%out+3], %h1; st.global.b8 [%out+8], %h1; st.global.b8 [%out+6], %h1;
+    END: ret;"""
+    for schedule in EVERY_SCHEDULE:
+        with pytest.raises(Exception, match=r"\[global-race\].*byte [46] of `out`"):
+            two_ctas(body).run(schedule)
+
+
+def test_launches_are_ordered() -> None:
+    body = "setp.eq.u32 %p1, %cta, 0; @%p1 st.global.b32 [%out], 7; ret;"
+    assert_clean(two_ctas(body, launches=2), {"out": np.array([7] + [0] * 63, np.uint32)})
+
+
+def test_atomics_do_not_race() -> None:
+    expected = np.zeros(64, np.uint32)
+    expected[0] = 64
+    assert_clean(two_ctas("red.global.add.u32 [%out], 1; ret;"), {"out": expected})
+
+
+POLL = "POLL: ld.{poll}.gpu.global.b32 %r2, [%out+128]; setp.eq.u32 %p2, %r2, 0; @%p2 bra POLL;"
+
+
+@pytest.mark.parametrize("poll", ["acquire", "relaxed"])
+@pytest.mark.parametrize("set_", ["release", "relaxed"])
+def test_overwriting_what_another_cta_has_read(poll: str, set_: str) -> None:
+    body = f"""setp.eq.u32 %p1, %cta, 0; @%p1 bra READER;
+    {POLL.format(poll=poll)}
+    st.global.b32 [%out], 7; //!
+    ret;
+    READER: ld.global.b32 %r3, [%out]; st.{set_}.gpu.global.b32 [%out+128], 1; ret;"""
+    kernel = two_ctas(body)
+    if (poll, set_) == ("acquire", "release"):
+        expected = np.zeros(64, np.uint32)
+        expected[[0, 32]] = [7, 1]
+        assert_clean(kernel, {"out": expected})
+    else:
+        assert_blamed(kernel, "global-race", "byte 0 of `out` is overwritten", "of CTA (0, 0, 0) read it")
+
+
+@pytest.mark.parametrize("between", ["bar.sync 0;", ""])
+def test_two_warps_of_one_cta(between: str) -> None:
+    body = f"""setp.eq.u32 %p1, %warp, 0; setp.eq.u32 %p2, %warp, 1;
+    @%p1 st.global.b32 [%out], 7; @%p1 st.relaxed.gpu.global.b32 [%out+128], 1;
+    {between}
+    @%p1 bra END;
+    {POLL.format(poll="relaxed")}
+    ld.global.b32 %r3, [%out]; //!
+    END: ret;"""
+    kernel = Kernel(body, {"out": np.zeros(64, np.uint32)}, block=(64, 1, 1))
+    if between:
+        expected = np.zeros(64, np.uint32)
+        expected[[0, 32]] = [7, 1]
+        assert_clean(kernel, {"out": expected})
+    else:
+        assert_blamed(kernel, "global-race", "byte 0 of `out` is read", "warp 0 wrote it at PTX line")
+
+
+@pytest.mark.parametrize("wait", ["cp.async.bulk.wait_group 0;", "cp.async.bulk.wait_group.read 0;"])
+def test_reading_back_what_a_copy_has_written(wait: str) -> None:
+    """With .read a wait says that the source has been read, not that the destination has been written."""
+    body = f""".shared .align 16 .b8 s[16]; setp.ne.u32 %p1, %tx, 0; @%p1 bra END;
+    mov.u32 %r1, s; st.shared.b32 [%r1], 7; st.shared.b32 [%r1+4], 7; st.shared.b32 [%r1+8], 7;
+    st.shared.b32 [%r1+12], 7; fence.proxy.async.shared::cta;
+    cp.async.bulk.global.shared::cta.bulk_group [%out], [%r1], 16; cp.async.bulk.commit_group;
+    {wait}
+    ld.global.b32 %r2, [%out]; st.global.b32 [%out+128], %r2; //!
+    END: ret;"""
+    body = body.replace(" st.global.b32 [%out+128], %r2; //!", " //!\nst.global.b32 [%out+128], %r2;")
+    kernel = Kernel(body, {"out": np.zeros(64, np.uint32)})
+    if ".read" in wait:
+        assert_blamed(kernel, "global-race", "byte 0 of `out` is read", "a copy wrote it at PTX line")
+    else:
+        expected = np.zeros(64, np.uint32)
+        expected[[0, 1, 2, 3, 32]] = 7
+        assert_clean(kernel, {"out": expected})

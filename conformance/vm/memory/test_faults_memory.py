@@ -1,0 +1,222 @@
+"""Planted faults of ordinary memory and registers, each blamed by line, warp, lane, address and last writer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from conformance.vm.kernel import Kernel, assert_blamed, assert_clean
+
+OUT = np.zeros(64, np.uint32)
+
+
+def shared(body: str, **options: object) -> Kernel:
+    options.setdefault("buffers", {"out": OUT})
+    return Kernel(".shared .align 16 .b8 buf[256];\n" + body, **options)  # type: ignore[arg-type]
+
+
+UNINITIALISED = {
+    "one byte": ("st.shared.b8 [buf+1], %tx;\nld.shared.u16 %r1, [buf]; //!", "byte 0", "lane 0", "0x400"),
+    "a lane": (
+        """shl.b32 %r1, %lane, 2; mov.u32 %r2, buf; add.u32 %r1, %r1, %r2;
+        setp.ne.u32 %p1, %lane, 5;
+        @%p1 st.shared.u32 [%r1], 7;
+        ld.shared.u32 %r3, [%r1]; //!""",
+        "lane 5",
+        "0x414",
+        "byte 0 of this 4-byte load",
+    ),
+    "the last of a vector": (
+        "st.shared.v2.u32 [buf], {%tx, %tx}; st.shared.u32 [buf+8], %tx;\n"
+        "ld.shared.v4.u32 {%r1,%r2,%r3,%r4}, [buf]; //!",
+        "byte 12",
+    ),
+    "through a generic address": (
+        "mov.u64 %rd1, buf; cvta.shared.u64 %rd1, %rd1;\nld.u32 %r1, [%rd1]; //!",
+        "0x400",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNINITIALISED)
+def test_reading_shared_memory_that_nobody_wrote(name: str) -> None:
+    body, *clauses = UNINITIALISED[name]
+    assert_blamed(shared(body), "uninitialised-shared", "CTA (0, 0, 0), warp 0", *clauses)
+
+
+REGISTERS = {
+    "never written": ("add.u32 %r1, %r2, 1; //!", "`%r2`", "lane 0"),
+    "written under a guard": (
+        "setp.lt.u32 %p1, %tx, 7;\n@%p1 mov.u32 %r1, 3;\nst.global.u32 [%out], %r1; //!",
+        "`%r1`",
+        "lane 7",
+    ),
+    "written by one side of a branch": (
+        """setp.eq.u32 %p1, %lane, 9;
+        @%p1 bra SKIP;
+        mov.u32 %r1, 1;
+        SKIP: add.u32 %r2, %r1, 1; //!""",
+        "`%r1`",
+        "lane 9",
+    ),
+    "carried around a loop": (
+        """mov.u32 %r1, 0;
+        LOOP: setp.eq.u32 %p1, %r1, 2;
+        @%p1 add.u32 %r3, %r2, 0; //!
+        setp.eq.u32 %p2, %r1, 5;
+        @%p2 mov.u32 %r2, 1;
+        add.u32 %r1, %r1, 1;
+        setp.lt.u32 %p3, %r1, 4;
+        @%p3 bra LOOP;""",
+        "`%r2`",
+    ),
+    "as an address": ("ld.global.u32 %r1, [%rd3]; //!", "`%rd3`"),
+    "as a guard": ("@%p5 mov.u32 %r1, 0; //!", "`%p5`"),
+    "as the guard of a branch": ("@%p5 bra END; //!\nEND: ret;", "`%p5`"),
+    "as half of a pair": (
+        """mov.u32 %r1, 0; mov.b64 %rd1, {%r1, %r2};
+        mov.b64 {%r3, %r4}, %rd1;
+        add.u32 %r5, %r4, %r3; //!""",
+        "`%r4`",
+    ),
+    "as half of a packed sum": (
+        """mov.u32 %r1, 0; mov.b64 %rd1, {%r1, %r2}; add.f32x2 %rd2, %rd1, %rd1;
+        mov.b64 {%r3, %r4}, %rd2;
+        add.f32 %r5, %r4, %r3; //!""",
+        "`%r4`",
+    ),
+    "as a pair": ("mov.u32 %r1, 0; mov.b64 %rd1, {%r1, %r2};\nadd.u64 %rd2, %rd1, 1; //!", "`%rd1`"),
+    "copied, in some lanes": (
+        """setp.ge.u32 %p1, %lane, 4;
+        @%p1 mov.u32 %r1, 0;
+        mov.u32 %r2, %r1;
+        add.u32 %r3, %r2, 1; //!""",
+        "`%r2`",
+        "lane 0",
+    ),
+    "as an item of a vector": ("mov.u32 %r1, 0;\nst.global.v2.u32 [%out], {%r1, %r2}; //!", "`%r2`"),
+}
+
+
+@pytest.mark.parametrize("name", REGISTERS)
+def test_reading_a_register_that_this_lane_never_wrote(name: str) -> None:
+    body, *clauses = REGISTERS[name]
+    assert_blamed(Kernel(body, {"out": OUT}), "uninitialised-register", "was never written in this lane", *clauses)
+
+
+def test_the_written_half_of_a_pair_can_be_taken_out() -> None:
+    body = """cvt.rn.f32.u32 %r1, %tx; mov.b64 %rd1, {%r1, %r2}; mov.b64 %rd4, %rd1;
+        add.f32x2 %rd2, %rd4, %rd4; sub.f32x2 %rd2, %rd2, %rd4;
+        mov.b64 {%r3, _}, %rd2;
+        mul.lo.u32 %r4, %tx, 4; cvt.u64.u32 %rd3, %r4; add.u64 %rd3, %out, %rd3;
+        st.global.u32 [%rd3], %r3;"""
+    assert_clean(Kernel(body, {"out": OUT[:32]}), {"out": np.arange(32, dtype=np.float32).view(np.uint32)})
+
+
+def test_registers_written_on_every_path_are_not_doubted() -> None:
+    body = """setp.lt.u32 %p1, %tx, 7;
+    @%p1 mov.u32 %r1, 100;
+    @!%p1 mov.u32 %r1, 200;
+    setp.lt.u32 %p2, %tx, 16;
+    @%p2 bra LOW;
+    mov.u32 %r2, 1; bra JOIN;
+    LOW: mov.u32 %r2, 2;
+    JOIN: mov.u32 %r4, 0;
+    LOOP: @%p1 add.u32 %r3, %r1, %r2;
+    @!%p1 sub.u32 %r3, %r1, %r2;
+    add.u32 %r4, %r4, 1; setp.lt.u32 %p3, %r4, %lane; @%p3 bra LOOP;
+    mul.wide.u32 %rd1, %tx, 4; add.u64 %rd1, %rd1, %out; st.global.u32 [%rd1], %r3; ret;"""
+    lane = np.arange(32)
+    low = np.where(lane < 16, 2, 1)
+    expected = np.where(lane < 7, 100 + low, 200 - low).astype(np.uint32)
+    assert_clean(Kernel(body, {"out": OUT[:32]}), {"out": expected})
+
+
+BASE = 0x7F40_0000_0000
+ADDRESSES = {
+    "global, misaligned": (
+        "setp.eq.u32 %p1, %lane, 3;\n@%p1 ld.global.u32 %r1, [%out+2]; //!",
+        "misaligned",
+        "lane 3",
+        "0x7f4000000002",
+    ),
+    "global, misaligned vector": ("ld.global.v4.u32 {%r1,%r2,%r3,%r4}, [%out+8]; //!", "misaligned", "multiple of 16"),
+    "global, one past the end": (
+        "mul.wide.u32 %rd1, %lane, 8; add.u64 %rd1, %rd1, %out;\nst.global.u32 [%rd1+8], %tx; //!",
+        "out-of-bounds",
+        "lane 31",
+        "`out` (256 bytes)",
+        "0 bytes after the end",
+    ),
+    "global, before the start": (
+        "sub.u64 %rd1, %out, 16;\nld.global.u32 %r1, [%rd1]; //!",
+        "out-of-bounds",
+        "lane 0",
+        "`out` (256 bytes), 16 bytes before the start",
+    ),
+    "global, in a gap": ("add.u64 %rd1, %out, 65536;\nld.global.u32 %r1, [%rd1]; //!", "out-of-bounds", "`out`"),
+    "global, null": ("mov.u64 %rd1, 0;\nld.global.u32 %r1, [%rd1]; //!", "out-of-bounds", "outside of every buffer"),
+    "global, atomic": (
+        "setp.eq.u32 %p1, %lane, 4;\n@%p1 red.global.add.u32 [%out+512], 1; //!",
+        "out-of-bounds",
+        "lane 4",
+    ),
+    "shared, misaligned": ("ld.shared.u64 %rd1, [buf+4]; //!", "misaligned", "0x404", "multiple of 8"),
+    "shared, past the end": ("st.shared.u32 [buf+256], %tx; //!", "out-of-bounds", "0x500", "256 bytes"),
+    "shared, in the reserved bytes": ("mov.u32 %r1, 16;\nld.shared.u32 %r2, [%r1]; //!", "out-of-bounds", "0x10"),
+    "shared, astray": ("mov.u32 %r1, 0xfffffff0;\nst.shared.u32 [%r1], %tx; //!", "out-of-bounds", "0xfffffff0"),
+    "param, past the end": ("ld.param.u32 %r1, [p_out+8]; //!", "out-of-bounds", "8 bytes of parameters"),
+    "param, misaligned": ("ld.param.u32 %r1, [p_out+2]; //!", "misaligned", "multiple of 4"),
+    "local, past the end": (
+        ".local .align 4 .b8 mine[16];\nshl.b32 %r1, %lane, 2;\nst.local.u32 [%r1], %tx; //!",
+        "out-of-bounds",
+        "lane 4",
+        "16 bytes",
+    ),
+    "remote without ::cluster": (
+        "mov.u32 %r1, buf; xor.b32 %r1, %r1, 0x01000000;\nld.shared.u32 %r2, [%r1]; //!",
+        "remote-shared",
+        "CTA rank",
+        "shared::cluster",
+    ),
+    "remote, no such rank": (
+        "mov.u32 %r1, buf; or.b32 %r1, %r1, 0x05000000;\nld.shared::cluster.u32 %r2, [%r1]; //!",
+        "out-of-bounds",
+        "CTA rank 5 of a cluster of 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADDRESSES)
+def test_accesses_outside_or_askew(name: str) -> None:
+    body, rule, *clauses = ADDRESSES[name]
+    cluster = (2, 1, 1) if name.startswith("remote") else (1, 1, 1)
+    assert_blamed(shared(body, grid=cluster, cluster=cluster), rule, *clauses)
+
+
+def test_inputs_are_read_only() -> None:
+    write = Kernel("st.global.u32 [%x], 1; //!", {"x": OUT}, inputs=("x",))
+    assert_blamed(write, "read-only", "`x`", "an input")
+    assert_blamed(Kernel("red.global.add.u32 [%x], 1; //!", {"x": OUT}, inputs=("x",)), "read-only", "`x`")
+
+
+def test_one_generic_access_may_reach_several_state_spaces() -> None:
+    """Lanes of a generic access need not agree on a window (PTX ISA 5.1, 6.4.1.1)."""
+    body = """mov.u64 %rd1, buf; cvta.shared.u64 %rd1, %rd1;
+    setp.lt.u32 %p1, %lane, 16;
+    selp.b64 %rd2, %rd1, %out, %p1;
+    mul.wide.u32 %rd3, %lane, 4; add.u64 %rd2, %rd2, %rd3;
+    st.u32 [%rd2], %lane;
+    ld.u32 %r1, [%rd2];
+    add.u64 %rd3, %rd3, %out; st.global.u32 [%rd3], %r1;
+    ret;"""
+    assert_clean(shared(body), {"out": np.r_[np.arange(32), np.zeros(32)].astype(np.uint32)})
+
+
+def test_a_guarded_exit_does_not_repeat_what_came_before_it() -> None:
+    body = """setp.lt.u32 %p1, %lane, 10;
+    red.global.add.u32 [%out], 1;
+    @%p1 ret;
+    red.global.add.u32 [%out+4], 1;
+    ret;"""
+    assert_clean(Kernel(body, {"out": OUT[:2]}), {"out": np.array([32, 22], np.uint32)})

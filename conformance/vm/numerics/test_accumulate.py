@@ -1,0 +1,117 @@
+"""Matrix accumulation: the Hopper model against an H200's wgmma, and the laws every policy keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import get_args
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from backends.vm.numerics import accumulate
+from backends.vm.numerics.accumulate import Adder, Policy, mma
+from backends.vm.numerics.f32 import Float32
+from conformance import SILICON
+
+GOLDEN = np.load(SILICON / "numerics" / "wgmma.npz")
+K = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32}
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with np.errstate(all="ignore"):
+        yield
+
+
+def values(codes: npt.NDArray[np.unsignedinteger], kind: str) -> Float32:
+    if kind == "tf32":
+        return (codes & np.uint32(0xFFFF_E000)).view(np.float32)
+    library = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn}[kind]
+    return codes.view(library).astype(np.float32)
+
+
+def measured(kind: str, tag: str) -> Iterator[tuple[Float32, Float32, Float32 | None, Float32]]:
+    """(a, b, c, d) of each wgmma instruction that an H200 ran."""
+    for i in range(len(GOLDEN[f"{kind}.{tag}.d"])):
+        c = GOLDEN[f"{kind}.{tag}.c"][i].view(np.float32) if tag == "add" else None
+        a, b = (values(GOLDEN[f"{kind}.{tag}.{operand}"][i], kind) for operand in "ab")
+        yield a, b, c, GOLDEN[f"{kind}.{tag}.d"][i].view(np.float32)
+
+
+@pytest.mark.parametrize("tag", ["overwrite", "add"])
+@pytest.mark.parametrize("kind", K)
+def test_the_hopper_model_is_bit_for_bit_an_h200(kind: str, tag: str) -> None:
+    for a, b, c, d in measured(kind, tag):
+        result = mma(a, b, c, k_per_instruction=K[kind], kind=kind, policy="hopper")
+        wrong = np.argwhere(result.view(np.uint32) != d.view(np.uint32))
+        assert not len(wrong), f"{kind}, {tag}: {len(wrong)} of {d.size} outputs differ, the first at {wrong[0]}"
+
+
+@pytest.mark.parametrize("adder", [Adder(24, 24), Adder(26, 24), Adder(25, 23)])
+def test_another_adder_would_be_seen(adder: Adder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(accumulate.ADDERS, "f16", adder)
+    seen = any(
+        np.any(mma(a, b, c, k_per_instruction=16, kind="f16", policy="hopper") != d)
+        for tag in ("overwrite", "add")
+        for a, b, c, d in measured("f16", tag)
+    )
+    assert seen, f"the golden matrices cannot tell {adder} from the measured one"
+
+
+@pytest.mark.parametrize("kind", K)
+@pytest.mark.parametrize("policy", ["fast", "exact"])
+def test_fast_and_exact_lie_beside_an_h200(kind: str, policy: Policy) -> None:
+    """Apart by at most K + 1 addends cut at 2^(E - F), the result cut at B bits, and K roundings to float32."""
+    adder = accumulate.ADDERS[kind]
+    for a, b, c, d in measured(kind, "add"):
+        result = mma(a, b, c, k_per_instruction=K[kind], kind=kind, policy=policy)
+        assert c is not None
+        addends = np.concatenate([np.abs(a[:, None, :] * b[None, :, :]), np.abs(c)[..., None]], axis=-1)
+        relative = 2.0 ** (1 - adder.significand_bits) + K[kind] * 2.0**-24
+        bound = (K[kind] + 1) * addends.max(-1) * 2.0**-adder.fraction_bits + addends.sum(-1) * relative
+        assert np.all(np.abs(result - d) <= bound), f"{kind}, {policy}: beyond what truncation explains"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("with_c", [False, True])
+def test_small_integers_are_exact_under_every_policy(policy: Policy, with_c: bool) -> None:
+    rng = np.random.default_rng(43)
+    a, b = rng.integers(-4, 5, (64, 96)), rng.integers(-4, 5, (24, 96))
+    c = rng.integers(-100, 100, (64, 24)) if with_c else None
+    expected = a @ b.T + (0 if c is None else c)
+    addend = None if c is None else c.astype(np.float32)
+    result = mma(a.astype(np.float32), b.astype(np.float32), addend, k_per_instruction=16, kind="f16", policy=policy)
+    np.testing.assert_array_equal(result, expected)
+    assert result.dtype == np.float32
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_nan_stays_in_its_row_and_is_canonical(policy: Policy) -> None:
+    a, b = np.ones((4, 16), np.float32), np.ones((8, 16), np.float32)
+    a[1, 3], a[2, 5], b[6, 5] = np.nan, np.inf, 0.0
+    result = mma(a, b, None, k_per_instruction=16, kind="bf16", policy=policy)
+    assert np.all(result[1].view(np.uint32) == 0x7FFF_FFFF), "a NaN operand"
+    assert result[2, 6].view(np.uint32) == 0x7FFF_FFFF, "infinity times zero"
+    assert np.all(np.isinf(np.delete(result[2], 6))), "infinity"
+    assert np.all(np.isfinite(result[[0, 3]])), "rows without them"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "k", "kind", "sentence"),
+    [
+        (((4, 16), (8, 32), (4, 8)), 16, "f16", "with the same K"),
+        (((4, 16), (8, 16), (8, 4)), 16, "f16", "it must be (4, 8)"),
+        (((4, 24), (8, 24), (4, 8)), 16, "f16", "a multiple of one instruction's K, 16"),
+        (((4, 16), (8, 16), (4, 8)), 16, "fp4", "'fp4' is unknown"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(
+    shapes: tuple[tuple[int, int], ...], k: int, kind: str, sentence: str
+) -> None:
+    a, b, c = (np.zeros(shape, np.float32) for shape in shapes)
+    with pytest.raises(ValueError, match=r"must be|unknown") as refusal:
+        mma(a, b, c, k_per_instruction=k, kind=kind)
+    assert sentence in str(refusal.value), str(refusal.value)

@@ -1,0 +1,119 @@
+"""What is not PTX is refused by a sentence with its place, whatever it is; nothing else ever comes out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from backends.vm.ptx.ast import Module
+from backends.vm.ptx.parser import PtxSyntaxError, parse
+
+HEADER = ".version 8.6\n.target sm_90a\n"
+SOURCES = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.ptx"))]
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "words"),
+    [
+        ("", (1, 1), ["the text ends", "'.version'"]),
+        ("hello", (1, 1), ["'hello'", "'.version'"]),
+        ("\x7fELF\x02\x00", (1, 1), ["\\x7fELF"]),
+        (".version 8.6", (1, 13), ["'.target'"]),
+        (HEADER + ".entry f() {\n add.s32 %r1, 2;\n}", (4, 10), ["%r1 is not declared"]),
+        (HEADER + ".entry f() {\n .reg .b32 %r<2>;\n mov.b32 %r2, 1;\n}", (5, 10), ["%r2 is not declared"]),
+        (HEADER + ".entry f() {\n .reg .b32 a;\n mov.b32 a 1;\n}", (5, 12), ["'1'", "','", "';'"]),
+        (HEADER + ".entry f() {\n ret;", (4, 6), ["the text ends", "'}'"]),
+        (HEADER + ".entry f() { bra L; }", (3, 18), ["the label L does not exist"]),
+        (HEADER + ".entry f() { { L: ret; } bra L; }", (3, 30), ["the label L does not exist"]),
+        (HEADER + ".entry f() { L: ret; L: ret; }", (3, 22), ["L is declared twice"]),
+        (HEADER + ".entry f() { .reg .b32 a<3>; .reg .f32 a2; }", (3, 40), ["a2 is declared twice"]),
+        (HEADER + ".entry f() { .reg .b32 a<30>, a1<2>; }", (3, 31), ["a1<2>", "a<30>"]),
+        (HEADER + ".entry f() { .reg .b32 a1<2>, a<30>; }", (3, 31), ["a<30>", "a1<2>"]),
+        (HEADER + ".entry f() { .reg .b32 a7, a<30>; }", (3, 28), ["a<30>", "a7"]),
+        (HEADER + ".entry f() { .reg .b32 a<2>, a<3>; }", (3, 30), ["a<3>", "a<2>"]),
+        (HEADER + ".entry f() { .reg .b32 a<9>; mov.b32 a01, 1; }", (3, 38), ["a01 is not declared"]),
+        (HEADER + ".entry f() { .reg .b32 a; a: ret; }", (3, 24), ["a is declared twice"]),
+        (HEADER + ".entry f(.param .b32 p) { .reg .b32 p; }", (3, 37), ["p is declared twice"]),
+        (HEADER + ".entry f() { .reg .b32 a; @a ret; }", (3, 27), ["a stands where a predicate should"]),
+        (HEADER + ".entry f() { ret; }\n.entry f() { ret; }", (4, 8), ["f is declared twice"]),
+        (HEADER + ".global .b32 g;\n.global .b32 g;", (4, 14), ["g is declared twice", "line 3"]),
+        (HEADER + ".entry f() { .reg .b64 a; mov.b64 a, g; }\n.global .b32 g;", (3, 38), ["g is not declared"]),
+        (HEADER + ".entry f() { ret;; }", (3, 18), ["';'"]),
+        (HEADER + ".global .u32 x = 1/0;", (3, 19), ["divided by zero"]),
+        (HEADER + ".global .u32 x = 1 << 64;", (3, 20), ["shifted by 64"]),
+        (HEADER + ".global .u32 x = 0x1FFFFFFFFFFFFFFFF;", (3, 18), ["does not fit 64 bits"]),
+        (HEADER + f".global .u32 x = {'9' * 5000};", (3, 18), ["5000 digits"]),
+        (HEADER + ".global .u32 x = 019;", (3, 18), ["not an integer of base 8"]),
+        (HEADER + ".global .u32 x = -0f3F800000;", (3, 18), ["takes no sign"]),
+        (HEADER + ".global .u32 x = 1.0;", (3, 14), ["floating-point value initialises type .u32"]),
+        (HEADER + ".global .f32 x = 1;", (3, 14), ["write 1.0"]),
+        (HEADER + ".global .b8 x[2] = {1, 2, 3};", (3, 13), ["3 items", "array of 2"]),
+        (HEADER + ".global .f32 x[2][2] = {1.0, 2.0};", (3, 14), ["list in { }"]),
+        (HEADER + ".global .b32 y; .global .b32 x = y;", (3, 30), ["an address needs 64 bits"]),
+        (HEADER + ".global .b8 x[];", (3, 13), ["x[] has no size"]),
+        (HEADER + ".global .b8 x[1 << 50];", (3, 13), ["2**40"]),
+        (HEADER + ".global .b8 x[1 << 30] = {1};", (3, 13), ["too large"]),
+        (HEADER + ".global .align 3 .b8 x[4];", (3, 22), ["power of two"]),
+        (HEADER + ".shared .b32 x = 3;", (3, 14), ["cannot be initialised"]),
+        (HEADER + "/* never closed", (3, 1), ["a comment begins here and has no end"]),
+        (HEADER + ".entry f() { foo " + "{" * 50 + "1" + "}" * 50 + "; }", (3, 51), ["nested more than 16 deep"]),
+        (HEADER + ".entry f() " + "{" * 500 + "}" * 500, (3, 113), ["nested more than 100 deep"]),
+    ],
+)
+def test_a_refusal_says_where_and_what(text: str, place: tuple[int, int], words: list[str]) -> None:
+    with pytest.raises(PtxSyntaxError) as caught:
+        parse(text, "kernel.ptx")
+    error = caught.value
+    assert (error.line, error.column) == place, f"the sentence was: {error}"
+    assert str(error).startswith(f"kernel.ptx, line {place[0]}, column {place[1]}: ")
+    for word in words:
+        assert word in str(error), f"{word!r} is not in: {error}"
+
+
+def attempt(text: str) -> None:
+    refusal = None
+    try:
+        assert isinstance(parse(text), Module)
+    except PtxSyntaxError as error:
+        refusal = str(error)
+    if refusal is not None:
+        assert re.fullmatch(r"<ptx>, line [0-9]+, column [0-9]+: .+", refusal), f"no sentence with a place: {refusal}"
+
+
+@given(st.text())
+def test_any_text_is_parsed_or_refused(text: str) -> None:
+    attempt(text)
+
+
+@given(st.text(alphabet='%r1 ,;{}[]()<>|!@:.+-*/?0fx_"\n\tLab$=UP'))
+def test_any_body_of_ptx_characters_is_parsed_or_refused(text: str) -> None:
+    attempt(f"{HEADER}.entry f() {{ .reg .b32 %r<9>; .reg .pred P; {text} }}")
+
+
+@given(st.sampled_from(SOURCES), st.data())
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_damaged_ptx_is_parsed_or_refused(source: str, data: st.DataObject) -> None:
+    tokens = re.findall(r"\s+|[%\w$.:]+|.", source)
+    for _ in range(data.draw(st.integers(1, 3), label="damages")):
+        at = data.draw(st.integers(0, len(tokens) - 1), label="at")
+        kind = data.draw(st.sampled_from(["cut", "drop", "swap", "repeat"]), label="kind")
+        if kind == "cut":
+            tokens = tokens[: max(at, 1)]
+        elif kind == "drop":
+            tokens[at] = ""
+        elif kind == "swap":
+            tokens[at] = data.draw(st.sampled_from(tokens), label="with")
+        else:
+            tokens[at] *= 2
+    attempt("".join(tokens))
+
+
+@given(st.sampled_from([source for source in SOURCES if ".section" not in source]), st.data())
+def test_cut_off_ptx_is_refused(source: str, data: st.DataObject) -> None:
+    end = data.draw(st.integers(source.index(".entry") + 1, source.rstrip().rindex("}")), label="end")
+    with pytest.raises(PtxSyntaxError):
+        parse(source[:end])

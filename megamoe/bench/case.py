@@ -1,0 +1,411 @@
+"""One case in one worker: programs of several backends on the same buffers, checked, timed by turns, checked again.
+
+Before every turn the outputs are poisoned; after it the guard bands, the inputs and the outputs are looked at, so that
+what is judged is what timed launches wrote. A program that was right once and is wrong in its replays, or does nothing
+in them, is found out in the turn where it happens; one that keeps what it computed, in a last replay on other inputs.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from megamoe.bench.floor import floor_of
+from megamoe.bench.progress import Progress
+from megamoe.bench.timing import (
+    TEMPERATURES,
+    Contender,
+    Policy,
+    Series,
+    take,
+    timing_of,
+)
+from megamoe.contract import (
+    DeviceFacts,
+    DeviceLostError,
+    PythonProgram,
+    Row,
+    RunOptions,
+    Status,
+    Target,
+    TimedExecutor,
+    UnsupportedError,
+    load_backend,
+    load_executor,
+)
+from megamoe.judge.arena import Arena
+from megamoe.judge.figures import leave_program, program_sha256
+from megamoe.judge.judge import build_program, explain_error, least_work
+from megamoe.judge.verdict import Expected, compared, complaints, expected_of
+from megamoe.ops import reference
+from megamoe.records.lines import Record, Timing, record_of
+from megamoe.spec.load import load_specs
+
+if TYPE_CHECKING:
+    from megamoe.bench.floor import Floor
+    from megamoe.contract import AnyProgram, Case, PreparedCall, Stopwatch, Temperature
+    from megamoe.spec.spec import Spec
+
+# Useful operations of a case up to which all of its outputs are judged.
+MOST_ORACLE_FLOPS = 2 * 10**11
+# Digests of more input than this would take longer than the measurement.
+MOST_DIGESTED_BYTES = 1 << 30
+# A turn whose outputs differ from those judged before is judged in full, this often; the last one always is.
+MOST_JUDGED_TURNS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CaseSettings:
+    """How to measure a case. `device`: as the run found it, None to ask again; `patience` as in Progress.
+
+    `programs`: the folder that takes the PTX (megamoe.judge.figures).
+    """
+
+    run: str
+    device: DeviceFacts | None = None
+    policy: Policy = field(default_factory=Policy)
+    specs: Path | None = None
+    programs: Path | None = None
+    most_oracle_flops: int = MOST_ORACLE_FLOPS
+    patience: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is known of one row: its verdict, its times at both temperatures, and what ran."""
+
+    record: Record
+    timings: tuple[Timing, ...]
+    software: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class CaseOutcome:
+    """Rows that are done, and those that are left for another process, as one of the former has spoilt this one."""
+
+    done: tuple[Measured, ...]
+    left: tuple[Row, ...] = ()
+    spoilt: bool = False
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """One row on its way. `status` is None as long as it is not at its end; a first conclusion stands."""
+
+    row: Row
+    program: AnyProgram | None = None
+    call: PreparedCall | None = None
+    contender: Contender | None = None
+    status: Status | None = None
+    sentence: str = ""
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    series: list[Series] = field(default_factory=list[Series])
+    accepted: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    differing_turns: int = 0
+
+    def conclude(self, status: Status, sentence: str) -> None:
+        if self.status is None:
+            self.status, self.sentence = status, sentence
+
+
+class _SpoiltError(Exception):
+    """This process is good for nothing more: memory was damaged, or something raised in the middle of its work."""
+
+
+def measure_case(rows: Sequence[Row], settings: CaseSettings, progress: Path) -> CaseOutcome:
+    """Checks and times `rows`, all of one case, target and executor, in this process.
+
+    Never raises for what a backend, the executor or a kernel does wrong. `progress` is the file for the stages.
+    """
+    # Drawing and comparing tensors of gigabytes is what the host does; nothing of it is timed.
+    torch.set_num_threads(os.cpu_count() or 1)
+    candidates = [_Candidate(row) for row in rows]
+    stages = Progress(progress, settings.patience)
+    bench: _CaseBench | None = None
+    spoilt = False
+    try:
+        bench = _CaseBench(candidates, settings, stages)
+        bench.measure()
+    except _SpoiltError:
+        spoilt = True
+    except UnsupportedError as error:
+        _conclude_all(candidates, "unsupported", str(error))
+    except (Exception, SystemExit) as error:
+        _conclude_all(candidates, "error", explain_error(error))
+    if bench is not None and not bench.closed():
+        spoilt = True
+    stages.close()
+    return CaseOutcome(
+        tuple(_measured(one, bench, settings) for one in candidates if one.status is not None),
+        tuple(one.row for one in candidates if one.status is None),
+        spoilt or DeviceLostError.met is not None,
+    )
+
+
+def device_facts(executor: str, progress: Path) -> object:
+    """What a timed executor says of its device, in this process; the exception itself if it cannot."""
+    stages = Progress(progress)
+    stages.enter(None, "measuring the device", 120.0)
+    try:
+        found = load_executor(executor)
+        return found.facts() if isinstance(found, TimedExecutor) else None
+    except Exception as error:
+        return error
+    finally:
+        stages.close()
+
+
+def _conclude_all(candidates: Sequence[_Candidate], status: Status, sentence: str) -> None:
+    for candidate in candidates:
+        candidate.conclude(status, sentence)
+
+
+class _CaseBench:
+    """What the candidates of one case share. It is the `Watch` of their turns."""
+
+    arena: Arena
+    expected: Expected
+
+    def __init__(self, candidates: Sequence[_Candidate], settings: CaseSettings, stages: Progress) -> None:
+        first = candidates[0].row
+        self.candidates = {candidate.row.backend: candidate for candidate in candidates}
+        self.settings, self.stages = settings, stages
+        self.bindings = ExitStack()
+        self.current = candidates[0]
+        self.spec: Spec = load_specs(settings.specs)[first.op]
+        self.case: Case = self.spec.parse_case(first.case)
+        self.target: Target = cast(Target, first.target)
+        self.input_sha256: Mapping[str, str] = {}
+        executor = load_executor(first.executor)
+        if not isinstance(executor, TimedExecutor):
+            raise UnsupportedError(f"executor {first.executor} keeps no time of its own")
+        self.executor = executor
+
+    def alive(self) -> list[_Candidate]:
+        return [candidate for candidate in self.candidates.values() if candidate.status is None]
+
+    def closed(self) -> bool:
+        """Frees what the bindings took; whether that went well."""
+        self.accepted = {}
+        try:
+            self.bindings.close()
+        except Exception:
+            return False
+        finally:
+            self.candidates = {}
+            gc.collect()
+            if DeviceLostError.met is None and _is_cuda(self.executor.device):
+                torch.cuda.empty_cache()
+        return True
+
+    @contextmanager
+    def blaming(self, candidate: _Candidate, doing: str, limit_s: float, spoils: bool = True) -> Iterator[None]:
+        """What `candidate` raises within is its own end, and, if it `spoils`, that of the process."""
+        self.current = candidate
+        self.stages.enter(candidate.row.backend, doing, limit_s)
+        try:
+            yield
+        except UnsupportedError as error:
+            candidate.conclude("unsupported", str(error))
+        except _SpoiltError:
+            raise
+        except (Exception, SystemExit) as error:
+            candidate.conclude("error", f"{explain_error(error)}, while {doing}")
+            if spoils or DeviceLostError.met is not None:
+                raise _SpoiltError from error
+
+    def measure(self) -> None:
+        for candidate in self.alive():
+            with self.blaming(candidate, "building its program", 300.0, spoils=False):
+                backend = load_backend(candidate.row.backend)
+                candidate.program = build_program(candidate.row, self.case, backend, self.executor)
+                if candidate.program.ptx is not None and self.settings.programs is not None:
+                    leave_program(self.settings.programs, candidate.program.ptx)
+        if self.alive():
+            self._lay_out()
+        for candidate in self.alive():
+            self._check(candidate)
+        for candidate in self.alive():
+            self._set_up_stopwatch(candidate)
+        if self.alive():
+            self._take()
+        for candidate in self.alive():
+            self._check_replay(candidate)
+
+    def _lay_out(self) -> None:
+        """Inputs on the device, once for all; references computed there."""
+        self.stages.enter(None, "drawing the inputs", 600.0)
+        inputs = reference(self.case.op).make_inputs(self.case)
+        self.stages.enter(None, "copying the inputs", 120.0)
+        self.arena = Arena(self.spec, self.case, inputs, self.executor.device)
+        if sum(tensor.nbytes for tensor in inputs.values()) <= MOST_DIGESTED_BYTES:
+            self.input_sha256 = self.arena.input_sha256
+        given = {name: self.arena.tensors[name] for name in inputs}
+        del inputs
+        self.stages.enter(None, "computing the references", 600.0)
+        self.expected = expected_of(self.case, given, self.settings.most_oracle_flops)
+
+    def _check(self, candidate: _Candidate) -> None:
+        assert candidate.program is not None
+        options = RunOptions(outputs=tuple(self.expected.oracle))
+        with self.blaming(candidate, "loading its program", 300.0, spoils=False):
+            call = self.executor.bind(candidate.program, self.arena.tensors, options)
+            candidate.call = self.bindings.enter_context(call)
+        if candidate.call is None:
+            return
+        with self.blaming(candidate, "running for the first time", 120.0):
+            self._poison()
+            candidate.call.enqueue()
+            candidate.call.collect()
+            self._judge(candidate, "")
+            candidate.accepted = {name: self.arena.tensors[name].clone() for name in self.expected.oracle}
+
+    def _set_up_stopwatch(self, candidate: _Candidate) -> None:
+        with self.blaming(candidate, "being captured", 120.0):
+            assert candidate.call is not None
+            self._poison()
+            stopwatch = self.bindings.enter_context(self.executor.stopwatch(candidate.call))
+            if not self.arena.intact():
+                self._judge(candidate, "in a replay before the first sample: ")
+            facts = self.settings.device or self.executor.facts()
+            floors: dict[Temperature, Floor] = {}
+            for temperature in TEMPERATURES:
+                floor = floor_of(self.case, self.target, facts, temperature)
+                if floor:
+                    floors[temperature] = floor
+            candidate.contender = Contender(stopwatch, floors)
+
+    def _take(self) -> None:
+        contenders = {one.row.backend: one.contender for one in self.alive() if one.contender}
+        try:
+            series = take(contenders, self, self.executor.throttled, self.settings.policy)
+        except _SpoiltError:
+            raise
+        except (Exception, SystemExit) as error:
+            self.current.conclude("error", f"{explain_error(error)}, while being timed")
+            raise _SpoiltError from error
+        for one in series:
+            self.candidates[one.name].series.append(one)
+
+    def _check_replay(self, candidate: _Candidate) -> None:
+        with self.blaming(candidate, "replaying for the last time", 120.0):
+            assert candidate.contender is not None
+            self._poison()
+            candidate.contender.stopwatch.sample("hot", 1)
+            self._collect(candidate)
+            self._judge(candidate, "in a replay after the last sample: ")
+            if candidate.status is None and not isinstance(candidate.program, PythonProgram):
+                self._change_inputs(candidate, candidate.contender.stopwatch)
+            candidate.conclude("passed", "")
+
+    def _change_inputs(self, candidate: _Candidate, stopwatch: Stopwatch) -> None:
+        """Concludes a candidate that keeps what it once computed: right, and fast, as long as no input changes.
+
+        Its outputs are not poisoned, so that it is also found out if that is what it looks at. Programs of libraries
+        are let off: of the inputs of a GEMM they prepare all but the product, which is not timed.
+        """
+        before = {name: self.arena.tensors[name].clone() for name in self.expected.oracle}
+        with self.arena.scaled_inputs():
+            self._synchronise()
+            stopwatch.sample("hot", 1)
+            self._collect(candidate)
+            kept = all(_same_bits(self.arena.tensors[name], seen) for name, seen in before.items())
+            self._synchronise()
+        if kept:
+            sentence = "in a replay on other inputs: the outputs are still those of the inputs before"
+            candidate.conclude("failed", f"{sentence}, so that what was timed is not the work")
+
+    def begin(self, name: str) -> None:
+        """See Watch."""
+        self.current = self.candidates[name]
+        self.stages.enter(name, "being timed", 60.0)
+        self._poison()
+
+    def end(self, name: str) -> str | None:
+        """See Watch. Outputs that are bit for bit those judged before are right."""
+        candidate = self.candidates[name]
+        self._collect(candidate)
+        same = all(_same_bits(self.arena.tensors[name], seen) for name, seen in candidate.accepted.items())
+        if not same:
+            candidate.differing_turns += 1
+        if not self.arena.intact() or (not same and candidate.differing_turns <= MOST_JUDGED_TURNS):
+            self._judge(candidate, "in a timed replay: ")
+        return candidate.sentence or None
+
+    def _judge(self, candidate: _Candidate, when: str) -> None:
+        """Concludes a candidate whose outputs are wrong; _SpoiltError if it has damaged what is not its own."""
+        comparison = compared(
+            self.spec, self.expected, {name: self.arena.tensors[name] for name in self.expected.oracle}
+        )
+        candidate.metrics = {**comparison.metrics, "differing_turns": float(candidate.differing_turns)}
+        wrong = complaints(self.arena, self.expected, comparison)
+        if wrong or not comparison.passed:
+            candidate.conclude("failed", f"{when}{wrong}")
+        if not self.arena.intact():
+            raise _SpoiltError
+
+    def _poison(self) -> None:
+        self.arena.poison()
+        self._synchronise()
+
+    def _synchronise(self) -> None:
+        if _is_cuda(self.executor.device):
+            # A replay may run on another stream than the one that fills its tensors.
+            torch.cuda.synchronize()
+
+    def _collect(self, candidate: _Candidate) -> None:
+        assert candidate.call is not None
+        candidate.call.collect()
+
+
+def _is_cuda(device: str) -> bool:
+    return torch.device(device).type == "cuda"
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def _measured(candidate: _Candidate, bench: _CaseBench | None, settings: CaseSettings) -> Measured:
+    row, program = candidate.row, candidate.program
+    digest = None if program is None else program_sha256(program.ptx)
+    record = record_of(
+        settings.run,
+        row,
+        candidate.status or "error",
+        candidate.sentence,
+        metrics=candidate.metrics,
+        counters=least_work(bench.case) if bench else {},
+        program_sha256=digest,
+        input_sha256=bench.input_sha256 if bench else {},
+        specs=settings.specs,
+    )
+    software = program.software if isinstance(program, PythonProgram) else {}
+    series = (
+        candidate.series if candidate.status == "passed" else failed_series(row, candidate.status, candidate.sentence)
+    )
+    return Measured(
+        record, tuple(timing_of(one, settings.run, row, candidate.contender, digest) for one in series), software
+    )
+
+
+def failed_series(row: Row, status: Status | None, sentence: str) -> list[Series]:
+    """What stands for the times of a row that has none."""
+    found = [Series(row.backend, temperature) for temperature in TEMPERATURES]
+    for series in found:
+        series.fail(status or "error", sentence)
+    return found
+
+
+def lost(row: Row, settings: CaseSettings, status: Status, sentence: str) -> Measured:
+    """What is known of a row whose process has died or was ended."""
+    record = record_of(settings.run, row, status, sentence, specs=settings.specs)
+    series = failed_series(row, status, sentence)
+    return Measured(record, tuple(timing_of(one, settings.run, row, None, None) for one in series))

@@ -1,0 +1,208 @@
+"""Rows to measurements: device times where the executor keeps time, counters and compiler figures everywhere.
+
+On a device the rows of one case share a process and its buffers, so that backends are timed by turns on the same
+memory (megamoe.bench.case). One that crashes, hangs or damages memory costs itself its status; the others are measured
+again in a fresh process. Without a clock of its own, an executor gives counters (megamoe.judge.run).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from megamoe.bench.timing import Policy
+from megamoe.bench.worker import BenchWorker, Death
+from megamoe.contract import DeviceFacts, Row, TimedExecutor, UnsupportedError, load_executor
+from megamoe.judge.figures import FigureMaker
+from megamoe.judge.run import DEFAULT_TIMEOUT_S, RunSettings, judged
+from megamoe.records.files import RecordWriter
+from megamoe.records.lines import AnyLine, Figures, Record, RunHeader, Timing
+from megamoe.records.provenance import installed_version, run_header
+from megamoe.spec.selection import DEFAULT_EXECUTOR, Selection
+
+# What times and figures depend on besides megamoe and torch.
+SOFTWARE = (
+    "cuda-bindings",
+    "nvidia-cutlass-dsl",
+    "nvidia-cuda-nvcc",
+    "apache-tvm-ffi",
+    "triton",
+    "flash-attn-4",
+    "fa3-fwd",
+    "quack-kernels",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-frontend",
+    "humming-kernels",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """How to measure rows. `jobs`: workers where nothing is timed; `timeout_s`: host seconds of a row there.
+
+    `policy`: when there are enough samples. `patience`: factor on the time limits of the stages on a device. `specs`
+    and `failures` as in RunSettings.
+    """
+
+    jobs: int = field(default_factory=lambda: os.cpu_count() or 1)
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    specs: Path | None = None
+    failures: Path | None = None
+    policy: Policy = field(default_factory=Policy)
+    patience: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All lines about one row. `software`: the versions that a foreign program named."""
+
+    record: Record
+    timings: tuple[Timing, ...] = ()
+    figures: tuple[Figures, ...] = ()
+    software: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def lines(self) -> tuple[AnyLine, ...]:
+        """In the order in which they are written."""
+        return (self.record, *self.timings, *self.figures)
+
+
+class BenchRun:
+    """A run of `rows`, which measures as its outcomes are asked for and appends every line to `output` at once.
+
+    To be closed. `timed`: the rows whose executor keeps time. `header.device` is known once something was measured.
+    """
+
+    def __init__(self, rows: Sequence[Row], selection: Selection, settings: BenchSettings, output: Path) -> None:
+        self.rows, self.settings, self.output = tuple(dict.fromkeys(rows)), settings, output
+        clocks = {name: _keeps_time(name) for name in {row.executor for row in self.rows}}
+        self.timed = frozenset(row for row in self.rows if clocks[row.executor])
+        self.header: RunHeader = run_header(selection, len(self.rows)).model_copy(update={"software": _software()})
+        self._writer: RecordWriter | None = None
+        self._outcomes: dict[Row, Outcome] = {}
+        self._measuring = self._measure()
+
+    def outcome(self, row: Row) -> Outcome:
+        """What came of `row`, one of the run's; measures up to it. RecordError if the file cannot be written."""
+        while row not in self._outcomes:
+            found = next(self._measuring)
+            self._outcomes[found.record.row] = found
+        return self._outcomes[row]
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """All of them, in the order of the rows."""
+        return (self.outcome(row) for row in self.rows)
+
+    def close(self) -> None:
+        """Ends the workers. Rows that were not asked for are not in the file."""
+        self._measuring.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def __enter__(self) -> BenchRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _measure(self) -> Generator[Outcome, None, None]:
+        with TemporaryDirectory(prefix="megamoe-bench-") as name:
+            folder = Path(name)
+            with FigureMaker(self.header.run, folder, self.settings.jobs) as figures:
+                for found in self._measured(folder, figures):
+                    digest = found.record.program_sha256
+                    whole = Outcome(
+                        found.record, found.timings, tuple(figures.of(found.record.row, digest)), found.software
+                    )
+                    self._append(*whole.lines)
+                    yield whole
+
+    def _measured(self, folder: Path, figures: FigureMaker) -> Generator[Outcome, None, None]:
+        """Those on devices first, alone on the machine; then the others, as they finish."""
+        timed = [row for row in self.rows if row in self.timed]
+        if timed:
+            with BenchWorker(folder / "progress") as worker:
+                self._begin(device_of(timed[0].executor, worker, folder))
+                for group in by_case(timed):
+                    yield from timed_group(group, self.header, self.settings, worker, folder)
+        else:
+            self._begin(None)
+        untimed = [row for row in self.rows if row not in self.timed]
+        settings = self.settings
+        run = RunSettings(
+            self.header.run, settings.jobs, settings.timeout_s, settings.specs, settings.failures, programs=folder
+        )
+        if untimed:
+            with closing(judged(untimed, run)) as records:
+                for record in records:
+                    figures.begin(record.row, record.program_sha256)
+                    yield Outcome(record)
+
+    def _begin(self, device: DeviceFacts | None) -> None:
+        self.header = self.header.model_copy(update={"device": device})
+        self._append(self.header)
+
+    def _append(self, *lines: AnyLine) -> None:
+        if self._writer is None:
+            self._writer = RecordWriter(self.output)
+        for line in lines:
+            self._writer.append(line)
+
+
+def by_case(rows: Sequence[Row]) -> list[list[Row]]:
+    """Groups of rows that differ in their backend alone, in the order of the first of each."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.case, row.target, row.executor), []).append(row)
+    return list(groups.values())
+
+
+def device_of(executor: str, worker: BenchWorker, folder: Path) -> DeviceFacts | None:
+    """The device, as the executor describes it in the worker; None if that fails, which the rows will then say."""
+    from megamoe.bench.case import device_facts
+
+    found = worker.call(device_facts, executor, folder / "progress")
+    return found if isinstance(found, DeviceFacts) else None
+
+
+def timed_group(
+    rows: Sequence[Row], header: RunHeader, settings: BenchSettings, worker: BenchWorker, folder: Path
+) -> Generator[Outcome, None, None]:
+    """Every row of one case, in as many processes as it takes."""
+    from megamoe.bench.case import CaseSettings, lost, measure_case
+
+    case = CaseSettings(header.run, header.device, settings.policy, settings.specs, folder, patience=settings.patience)
+    pending = list(rows)
+    while pending:
+        result = worker.call(measure_case, pending, case, folder / "progress")
+        if isinstance(result, Death):
+            blamed = [row for row in pending if result.stage is None or result.stage.backend in (None, row.backend)]
+            doing = f", while {result.stage.doing}" if result.stage else ""
+            done = [lost(row, case, result.status, f"{result.sentence}{doing}") for row in blamed]
+        else:
+            # A process that has finished no row would be followed by others like it.
+            done = result.done or [lost(row, case, "error", "the worker finished no row") for row in pending]
+            if result.spoilt:
+                worker.replace()
+        for one in done:
+            yield Outcome(one.record, one.timings, software=one.software)
+            pending.remove(one.record.row)
+
+
+def _keeps_time(executor: str) -> bool:
+    # Loading the default executor, which has no clock, would cost every collection the import of torch.
+    if executor == DEFAULT_EXECUTOR:
+        return False
+    try:
+        return isinstance(load_executor(executor), TimedExecutor)
+    except UnsupportedError:
+        return False
+
+
+def _software() -> dict[str, str]:
+    found = {name: installed_version(name) for name in SOFTWARE}
+    return {name: version for name, version in found.items() if version}

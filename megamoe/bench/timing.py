@@ -1,0 +1,289 @@
+"""Which samples to take, in which order, which of them count and when there are enough: a policy without a device.
+
+Contenders (programs of several backends for one case) take turns. In each round every contender has one turn at each
+temperature, all of them at one temperature after the other; who begins changes from round to round, so that a drift of
+the clocks falls on all alike. A turn is a few samples in a row.
+
+The figure of merit is the median. Its standard error is the larger of two estimates: from the order statistics of all
+samples (half the distance between the samples sqrt(n) / 2 ranks to either side of the median, which are one standard
+deviation of the binomial apart from it; no distribution is assumed), and from the spread of the rounds' medians, which
+sees what changes more slowly than a turn. A series ends when that is `Policy.target` of the median, or its budget is
+spent.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from statistics import median, stdev
+from typing import TYPE_CHECKING, Final, Literal, Protocol
+
+from megamoe.contract import Row, Status, Temperature
+from megamoe.records.lines import Timing
+
+if TYPE_CHECKING:
+    from megamoe.bench.floor import Floor
+    from megamoe.contract import Stopwatch
+
+TEMPERATURES: Final[tuple[Temperature, ...]] = ("cold", "hot")
+THROTTLED: Final = "throttled"
+UNDER_THE_FLOOR: Final = "under the floor"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """When to stop and what a sample is.
+
+    `target`: relative standard error of the median. `samples_a_turn`, `least_samples`, `least_rounds`: no series ends
+    for its precision before. `budget_s` (device seconds) and `most_samples` bound a series; samples thrown away count.
+    A hot sample is as many launches in a row as take `hot_sample_us`, `most_launches` at most.
+    """
+
+    target: float = 0.005
+    samples_a_turn: int = 10
+    least_samples: int = 50
+    least_rounds: int = 5
+    budget_s: float = 0.5
+    most_samples: int = 2000
+    hot_sample_us: float = 100.0
+    most_launches: int = 64
+
+
+# Of all samples of a series, the share that may lie under the floor before it is a verdict and no longer a stray.
+STRAYS: Final = 0.05
+# So many launches in a row, or more, must take more than FOLLOWS times as long as one.
+FEWEST_TO_FOLLOW: Final = 8
+FOLLOWS: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A stopwatch and the floors of its program, where these are known."""
+
+    stopwatch: Stopwatch
+    floors: Mapping[Temperature, Floor] = field(default_factory=dict["Temperature", "Floor"])
+
+
+class Watch(Protocol):
+    """Looks after the memory around each turn; what it does is outside of what is timed."""
+
+    def begin(self, name: str) -> None:
+        """Prepares the outputs for the turn of contender `name`."""
+        ...
+
+    def end(self, name: str) -> str | None:
+        """A sentence if what the turn of `name` left is wrong: none of its times count then."""
+        ...
+
+
+@dataclass(slots=True)
+class Series:
+    """The samples of one contender at one temperature; no samples unless `status` is "passed"."""
+
+    name: str
+    temperature: Temperature
+    launches: int = 1
+    samples_us: list[float] = field(default_factory=list[float])
+    rounds: list[int] = field(default_factory=list[int])
+    discarded: Counter[str] = field(default_factory=Counter[str])
+    device_us: float = 0.0
+    stopped_by: Literal["precision", "budget"] | None = None
+    status: Status = "passed"
+    sentence: str = ""
+
+    @property
+    def taken(self) -> int:
+        """Samples taken, those thrown away included."""
+        return len(self.samples_us) + self.discarded.total()
+
+    @property
+    def running(self) -> bool:
+        """Whether it takes part in the next round."""
+        return self.status == "passed" and self.stopped_by is None
+
+    def fail(self, status: Status, sentence: str) -> None:
+        """Ends the series without a time."""
+        self.status, self.sentence, self.stopped_by = status, sentence, None
+        self.samples_us, self.rounds = [], []
+
+
+def relative_error(samples: Sequence[float], rounds: Sequence[int]) -> float:
+    """Standard error of the median over the median (see above); infinite for fewer than two rounds."""
+    groups: dict[int, list[float]] = {}
+    for number, sample in zip(rounds, samples, strict=True):
+        groups.setdefault(number, []).append(sample)
+    if len(groups) < 2:
+        return math.inf
+    ordered, n = sorted(samples), len(samples)
+    low = max(0, math.floor(n / 2 - math.sqrt(n) / 2))
+    high = min(n - 1, math.ceil(n / 2 + math.sqrt(n) / 2))
+    within = (ordered[high] - ordered[low]) / 2
+    between = stdev(median(group) for group in groups.values()) / math.sqrt(len(groups))
+    return max(within, between) / median(samples)
+
+
+def take(
+    contenders: Mapping[str, Contender],
+    watch: Watch,
+    throttled: Callable[[], str | None],
+    policy: Policy = Policy(),
+) -> list[Series]:
+    """Two series for each of `contenders`, cold and hot. What a stopwatch or `watch` raises passes through.
+
+    `throttled`: why the device has slowed down since it was last asked, None if it has not. A turn during which it has
+    is thrown away and counted. A series fails, and has no samples at all, when its outputs are wrong after a turn
+    (both temperatures then), when more than STRAYS of its samples lie under the floor, when the clock stands still, or
+    when nothing is left of it.
+    """
+    table: dict[Temperature, dict[str, Series]] = {"cold": {}, "hot": {}}
+    for temperature, group in table.items():
+        group.update({name: Series(name, temperature) for name in contenders})
+    for name, contender in contenders.items():
+        watch.begin(name)
+        _calibrate(table["hot"][name], contender.stopwatch, policy)
+        _fail_both(table, name, watch.end(name))
+    names = list(contenders)
+    for number in count():
+        first = number % len(names) if names else 0
+        temperatures = TEMPERATURES if number % 2 == 0 else TEMPERATURES[::-1]
+        turns = [table[temperature][name] for temperature in temperatures for name in names[first:] + names[:first]]
+        if not any(series.running for series in turns):
+            return [series for group in table.values() for series in group.values()]
+        for series in turns:
+            if series.running:
+                wrong = _turn(series, number, contenders[series.name], watch, throttled, policy)
+                _fail_both(table, series.name, wrong)
+    raise AssertionError("the rounds have no end but the one above")
+
+
+def _fail_both(table: Mapping[Temperature, Mapping[str, Series]], name: str, wrong: str | None) -> None:
+    """Ends both series of a contender whose outputs are wrong."""
+    if wrong:
+        for group in table.values():
+            group[name].fail("failed", wrong)
+
+
+def _calibrate(series: Series, stopwatch: Stopwatch, policy: Policy) -> None:
+    """Finds how many launches make a hot sample, and whether the clock follows the work at all."""
+    alone = min(stopwatch.sample("hot", 1) for _ in range(3))
+    if not _is_time(alone):
+        series.fail("error", _no_time(alone))
+        return
+    series.launches = max(1, min(policy.most_launches, math.ceil(policy.hot_sample_us / alone)))
+    if series.launches < FEWEST_TO_FOLLOW:
+        return
+    together = stopwatch.sample("hot", series.launches) * series.launches
+    if not together > FOLLOWS * alone:
+        sentence = (
+            f"{series.launches} launches in a row took {together:.4g} us, one alone {alone:.4g} us: "
+            "the clock does not follow the work, or the work is done once only"
+        )
+        series.fail("error", sentence)
+
+
+def _turn(
+    series: Series,
+    number: int,
+    contender: Contender,
+    watch: Watch,
+    throttled: Callable[[], str | None],
+    policy: Policy,
+) -> str | None:
+    """One turn; a sentence if the outputs it left are wrong."""
+    watch.begin(series.name)
+    throttled()
+    if series.temperature == "hot":
+        # What ran before has filled the L2 with something else.
+        contender.stopwatch.sample("hot", series.launches)
+    taken = contender.stopwatch.samples(series.temperature, series.launches, policy.samples_a_turn)
+    slow = throttled()
+    wrong = watch.end(series.name)
+    if wrong:
+        return wrong
+    strange = next((sample for sample in taken if not _is_time(sample)), None)
+    if strange is not None:
+        series.fail("error", _no_time(strange))
+        return None
+    series.device_us += sum(taken) * series.launches
+    _keep(series, number, taken, slow, contender.floors.get(series.temperature))
+    if series.status == "passed":
+        _stop(series, slow, policy)
+    return None
+
+
+def _keep(series: Series, number: int, taken: Sequence[float], slow: str | None, floor: Floor | None) -> None:
+    """Takes in what counts of one turn's samples."""
+    limit = floor.limit_us if floor else 0.0
+    believed = [sample for sample in taken if sample >= limit]
+    series.discarded[UNDER_THE_FLOOR] += len(taken) - len(believed)
+    if slow:
+        series.discarded[THROTTLED] += len(believed)
+    else:
+        series.samples_us += believed
+        series.rounds += [number] * len(believed)
+    series.discarded = +series.discarded
+    strays = series.discarded[UNDER_THE_FLOOR]
+    if floor and strays > max(1.0, STRAYS * series.taken):
+        sentence = (
+            f"{series.temperature}: {min(taken):.4g} us is under the physical floor of {floor.us:.4g} us "
+            f"(by {floor.by}; {strays} of {series.taken} samples): a time "
+            "under the floor means that the work was not done"
+        )
+        series.fail("failed", sentence)
+
+
+def _stop(series: Series, slow: str | None, policy: Policy) -> None:
+    """Ends the series if it is precise enough, or if its budget is spent."""
+    enough = len(series.samples_us) >= policy.least_samples and len(set(series.rounds)) >= policy.least_rounds
+    if enough and relative_error(series.samples_us, series.rounds) <= policy.target:
+        series.stopped_by = "precision"
+    elif series.device_us >= policy.budget_s * 1e6 or series.taken >= policy.most_samples:
+        series.stopped_by = "budget"
+        if not series.samples_us:
+            thrown = ", ".join(f"{number} {reason}" for reason, number in series.discarded.items())
+            why = f" (last: {slow})" if slow else ""
+            series.fail("error", f"{series.temperature}: no sample counts: {thrown}{why}")
+
+
+def _is_time(sample: float) -> bool:
+    return 0.0 < sample < math.inf
+
+
+def _no_time(sample: float) -> str:
+    return f"the stopwatch said {sample:g} us a launch, which is no time: the device's clock stands still or is broken"
+
+
+def timing_of(series: Series, run: str, row: Row, contender: Contender | None, program_sha256: str | None) -> Timing:
+    """The line of a record file that keeps `series` of `row`; `contender` is None for a row that was never timed."""
+    floor = contender.floors.get(series.temperature) if contender else None
+    again = f"{series.sentence.rstrip('.')}. Rerun: {bench_again(row)}"
+    return Timing(
+        run=run,
+        case=row.case,
+        op=row.op,
+        backend=row.backend,
+        target=row.target,
+        executor=row.executor,
+        temperature=series.temperature,
+        method=contender.stopwatch.method if contender else None,
+        status=series.status,
+        sentence=again if series.sentence else "",
+        samples_us=tuple(series.samples_us),
+        rounds=tuple(series.rounds),
+        launches_per_sample=series.launches,
+        discarded=dict(series.discarded),
+        stopped_by=series.stopped_by,
+        floor_us=floor.us if floor else None,
+        floor_by=floor.by if floor else None,
+        program_sha256=program_sha256,
+    )
+
+
+def bench_again(row: Row) -> str:
+    """The command line that times exactly this row again."""
+    options = [part for name in ("case", "backend", "target", "executor") for part in (f"--{name}", getattr(row, name))]
+    return shlex.join(["nox", "-s", "bench", "--", *options])

@@ -1,0 +1,74 @@
+"""`megamoe export`: records in the formats of others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from megamoe.cli.options import Specs, console
+from megamoe.records.files import read_records
+from megamoe.records.lines import RecordError
+from megamoe.spec.load import load_specs
+
+export = typer.Typer(no_args_is_help=True, help="Writes records in the formats of others.")
+
+
+@export.callback()
+def _formats() -> None:
+    """Writes records in the formats of others."""
+
+
+@export.command("flashinfer")
+def export_flashinfer(
+    records: Annotated[list[Path], typer.Argument(metavar="RECORDS", help="Record files.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new folder for the dataset.")],
+    temperature: Annotated[
+        Literal["cold", "hot"], typer.Option("--temperature", help="Of the L2, for the times.")
+    ] = "cold",
+    specs: Specs = None,
+) -> None:
+    """Writes a dataset of flashinfer-bench: definitions, workloads, solutions and traces.
+
+    Times are there only for rows that passed. Exit status 2 if nothing can be exported; then nothing is written.
+    """
+    from megamoe.export.flashinfer_trace import ExportError, dataset_of, files_of
+
+    try:
+        dataset = dataset_of([read_records(path) for path in records], load_specs(specs), temperature)
+        _write(out, dict(files_of(dataset)))
+    except ExportError as error:
+        raise RecordError(str(error)) from error
+    terminal = console()
+    terminal.print(
+        f"{out}: {len(dataset.definitions)} definitions, {len(dataset.workloads)} workloads, "
+        f"{len(dataset.solutions)} solutions, {len(dataset.traces)} traces",
+        markup=False,
+    )
+    for why, number in dataset.left_out.most_common():
+        terminal.print(f"{number} rows have no trace: {why}", markup=False)
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    """The whole folder or none of it. RecordError if it holds something already or cannot be written."""
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise RecordError(f"{folder} is not empty; give a new folder, as nothing in it is overwritten")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            part.chmod(0o755)
+            for name, text in files.items():
+                path = part / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+            os.replace(part, folder)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise RecordError(f"cannot write the dataset to {folder}: {error.strerror}") from error

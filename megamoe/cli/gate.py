@@ -1,0 +1,240 @@
+"""`megamoe gate`: fails closed on what is missing, what did not pass and what got worse than the tracked baseline."""
+
+from __future__ import annotations
+
+import gc
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megamoe import CHECKOUT
+from megamoe.cli import options as cli_options
+from megamoe.cli.options import (
+    JOBS,
+    Asked,
+    Expected,
+    Jobs,
+    Specs,
+    TimeLimit,
+    find_modules_of_the_user,
+    with_selection,
+)
+from megamoe.cli.run import How, conduct, end_if_interrupted
+from megamoe.cli.verdict import expectations_of, print_verdict
+from megamoe.contract import Row
+from megamoe.export.junit import write_junit
+from megamoe.gate.baseline import VM_BASELINE, Baseline, read_baseline
+from megamoe.gate.counters import Claim, against_baseline
+from megamoe.gate.expected import Expectation, stale_entries
+from megamoe.gate.open import open_line
+from megamoe.gate.verdict import Finding, Verdict, judge_run
+from megamoe.judge.run import DEFAULT_TIMEOUT_S
+from megamoe.records.files import RecordFile, read_records
+from megamoe.records.lines import Figures, Record, RecordError, RunHeader
+from megamoe.records.provenance import git_revision
+from megamoe.spec.load import load_specs
+from megamoe.spec.selection import Selection, owed_rows
+from megamoe.spec.spec import Spec
+
+Files = Annotated[list[Path] | None, typer.Argument(metavar="RECORDS", help="Record files; none: run the rows now.")]
+BaselineFile = Annotated[
+    Path | None,
+    typer.Option("--baseline", metavar="FILE", help="Baseline.  [default: results/baselines/vm.jsonl, for our specs]"),
+]
+Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write the verdict as JUnit XML.")]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Fail, too, on what got better, and on records of another git revision.")
+]
+
+
+@with_selection
+def gate(
+    asked: Asked,
+    records: Files = None,
+    baseline: BaselineFile = None,
+    junit: Junit = None,
+    strict: Strict = False,
+    jobs: Jobs = JOBS,
+    timeout: TimeLimit = DEFAULT_TIMEOUT_S,
+    output: Annotated[Path | None, typer.Option("--output", help="Record file of the rows that are run now.")] = None,
+    specs: Specs = None,
+    expected: Expected = None,
+) -> None:
+    """Holds a run against the rows that it owed and against the baseline: the smoke profile, run now, or record files.
+
+    Record files owe the rows of the options or, with none, those that their run itself owed.
+    """
+    console = cli_options.console()
+    known = load_specs(specs)
+    expectations = expectations_of(expected)
+    with _nothing_collected():
+        held = _baseline(baseline, specs)
+    done = None if records else conduct(console, known, asked.selection(), How(output, specs, jobs, timeout))
+    command = _accept_command(records, baseline, specs)
+    with _nothing_collected():
+        files = [read_records(path) for path in records or ()]
+        files += [_of_run(read_records(done.path), done.run)] if done else []
+        evidence = _evidence(files, Asked() if done else asked, known)
+        verdict = _verdict(evidence, known, expectations, held, lambda row: command(str(row)), specs)
+    verdict = verdict.with_findings(evidence.elsewhere, strict)
+    for note in evidence.notes:
+        console.print(note, markup=False)
+    print_verdict(console, verdict, evidence.records)
+    if verdict.passed:
+        told = open_line(verdict, held, evidence.records, evidence.figures)
+        console.print(told, style="bold green", markup=False, highlight=False, soft_wrap=True)
+    if len({finding.row for finding in verdict.findings if finding.accept}) > 1:
+        console.print(f"All of these at once: {command('--all-of', '*')}", markup=False)
+    if junit is not None:
+        with _nothing_collected():
+            write_junit(junit, verdict, evidence.figures, evidence.started)
+        console.print(f"JUnit XML: {junit}", markup=False)
+    if done is not None:
+        end_if_interrupted(console, done)
+    raise typer.Exit(0 if verdict.passed else 1)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keeps Python from looking for garbage among hundreds of thousands of lines, all of them in use."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _baseline(path: Path | None, specs: Path | None) -> Baseline | None:
+    """The baseline to hold rows against; None if the specs are not those that ours is about."""
+    if path is not None and not path.exists():
+        raise RecordError(f"there is no baseline {path}; `megamoe accept` makes one")
+    if path is None and specs is not None:
+        return None
+    return read_baseline(path or VM_BASELINE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    """What there is to judge. `notes` are for the reader, `changed` are sentences that close the gate; `elsewhere`:
+    runs of another revision, which close a strict one."""
+
+    rows: list[Row]
+    selections: list[Selection]
+    records: list[Record]
+    figures: list[Figures]
+    started: str
+    notes: list[str]
+    changed: list[str]
+    elsewhere: list[Finding]
+
+
+def _of_run(file: RecordFile, run: str) -> RecordFile:
+    return replace(file, lines=tuple(line for line in file.lines if line.run == run))
+
+
+def _evidence(files: Sequence[RecordFile], asked: Asked, known: Mapping[str, Spec]) -> _Evidence:
+    headers = [header for file in files for header in file.headers]
+    selections = [asked.selection()] if asked.anything else [_selection_in(header) for header in headers]
+    if not selections:
+        raise RecordError(f"{files[0].path} has no header of a run, so the rows owed are unknown; name them by options")
+    owed = {selection: owed_rows(known, selection) for selection in selections}
+    judged = () if asked.anything else zip(headers, selections, strict=True)
+    changed = [text for header, selection in judged for text in _changed_since(header, len(owed[selection]))]
+    notes = [file.torn for file in files if file.torn]
+    unknown, elsewhere = _of_other_revisions(headers)
+    notes += unknown
+    started = headers[0].started if headers else datetime.now(UTC).isoformat(timespec="seconds")
+    return _Evidence(
+        list(dict.fromkeys(row for rows in owed.values() for row in rows)),
+        selections,
+        _all_records(files),
+        _all_figures(files),
+        started,
+        notes,
+        changed,
+        elsewhere,
+    )
+
+
+def _all_records(files: Sequence[RecordFile]) -> list[Record]:
+    return [record for file in files for record in file.records]
+
+
+def _all_figures(files: Sequence[RecordFile]) -> list[Figures]:
+    return [line for file in files for line in file.figures]
+
+
+def _verdict(
+    evidence: _Evidence,
+    known: Mapping[str, Spec],
+    expectations: Sequence[Expectation],
+    baseline: Baseline | None,
+    accept: Callable[[Row], str],
+    specs: Path | None,
+) -> Verdict:
+    stale = [*stale_entries(expectations, known, date.today()), *evidence.changed]
+    before = baseline.records if baseline else ()
+    verdict = judge_run(evidence.rows, evidence.records, expectations, stale, before, specs)
+    if baseline is None:
+        return verdict
+    whole = owed_rows(known, Selection()) if baseline.path == VM_BASELINE else evidence.rows
+    claim = Claim(frozenset(whole), evidence.selections, accept)
+    more = against_baseline(baseline, claim, evidence.rows, evidence.records, evidence.figures)
+    return verdict.with_findings(more)
+
+
+def _accept_command(records: Sequence[Path] | None, baseline: Path | None, specs: Path | None) -> Callable[..., str]:
+    """What makes the command that accepts what its arguments name, as it is in the files at hand."""
+    options = [part for path in records or () for part in ("--from", str(path))]
+    options += [] if baseline is None else ["--baseline", str(baseline)]
+    options += [] if specs is None else ["--specs", str(specs)]
+    tail = shlex.join(options)
+
+    def command(*words: str) -> str:
+        return f'megamoe accept {shlex.join(words)} --reason "..."{" " if tail else ""}{tail}'
+
+    return command
+
+
+def _changed_since(header: RunHeader, now: int) -> list[str]:
+    """A sentence if the selection of a run holds another number of rows by now: specs, backends or the file changed."""
+    if now == header.owed_rows:
+        return []
+    return [f"run {header.run} owed {header.owed_rows} rows when it began, its selection holds {now} now; run it again"]
+
+
+def _of_other_revisions(headers: Iterable[RunHeader]) -> tuple[list[str], list[Finding]]:
+    """Notes about runs of which nobody knows whether they are about the code that is checked out, as a machine without
+    git history ran them or judges them; findings about those that are not."""
+    here = git_revision(CHECKOUT)
+    notes: list[str] = []
+    found: list[Finding] = []
+    for header in headers:
+        about, there = f"run {header.run} is of revision {header.git_revision}", f"checked out is {here}"
+        if header.git_revision is None or here is None:
+            notes += [] if header.git_revision == here else [f"{about}; {there}"]
+        elif header.git_revision != here:
+            why = "the records are not about this code, so run it again"
+            found.append(Finding("revision", f"{about}; {there}: {why}", closes=False))
+    return list(dict.fromkeys(notes)), list(dict.fromkeys(found))
+
+
+def _selection_in(header: RunHeader) -> Selection:
+    """What the run of `header` was asked for. RecordError if another version of megamoe wrote it."""
+    if set(header.selection) != {one.name for one in fields(Selection)}:
+        raise RecordError(
+            f"run {header.run} of megamoe {header.megamoe} holds a selection that this version cannot read"
+        )
+    texts = {name: value for name, value in header.selection.items() if isinstance(value, str)}
+    lists = {name: value for name, value in header.selection.items() if not isinstance(value, str)}
+    selection = Selection(**texts, **lists)  # pyright: ignore[reportArgumentType]
+    find_modules_of_the_user([*selection.backends, *selection.executors])
+    return selection

@@ -1,0 +1,212 @@
+"""NVFP4: 4-bit floats (e2m1), one e4m3 scale for each 16 of them, one fp32 global scale for many.
+
+A number is decode_e2m1(code) * decode_scales(sf) * gs. Two codes share a byte, the first of them in the low nibble
+(facts.md 2.5); blocks of 16 lie along the last axis, K. Layouts of scales and rows: megamoe.codec.layout.
+
+    gs = global_scale(w, per=1)                     # one for each index of the first axis: per expert, per token
+    codes, sf = quantise(w, gs)                     # uint8 [..., K / 2] and uint8 [..., K / 16]
+    w = dequantise(codes, sf, gs)
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+import torch
+
+SF_VEC_SIZE: Final = 16
+E2M1_MAX: Final = 6.0
+E4M3_MAX: Final = 448.0
+E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Elements worked on at a time: by a CPU so many that what each pass writes is still in its cache for the next one; by a
+# device so many that launching the passes costs less than they do.
+CHUNK: Final = 1 << 16
+DEVICE_CHUNK: Final = 1 << 24
+
+_EXPONENT: Final = 0x7F800000
+_ONE: Final = 127 << 23
+
+
+def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """uint8 of the shape of `values`: codes 0..15, rounded to nearest even and saturated to 6, signs of zeros kept.
+
+    `values` is read as float32; a double that is not one would be rounded twice. ValueError for a NaN.
+    """
+    if torch.isnan(values).any():
+        raise ValueError(f"{_first(torch.isnan(values))} is NaN, which e2m1 cannot hold")
+    return _codes(values.float().reshape(-1).clone()).to(torch.uint8).view(values.shape)
+
+
+def _codes(values: torch.Tensor) -> torch.Tensor:
+    """int32 codes of float32 [n], which is overwritten."""
+    bits = values.view(torch.int32)
+    sign = (bits >> 28).bitwise_and_(8)
+    values.abs_().clamp_(max=E2M1_MAX)
+    # Adding 2**22 times the power of two at or below a number leaves one bit of its mantissa, and the sum is rounded
+    # to nearest even; below 1 the steps stay those of [1, 2), which are those of e2m1's subnormals.
+    power = bits.bitwise_and(_EXPONENT).clamp_(min=_ONE)
+    anchor = power + (22 << 23)
+    steps = values.add_(anchor.view(torch.float32)).view(torch.int32).sub_(anchor)
+    return steps.add_(power.sub_(_ONE).bitwise_right_shift_(22)).bitwise_or_(sign)
+
+
+def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The numbers that codes 0..15 stand for, exact in every floating type. ValueError for another code."""
+    if codes.numel() and int(codes.max()) > 15:
+        raise ValueError(f"{_first(codes > 15)} is {int(codes.max())}; an e2m1 code is 0..15")
+    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=dtype, device=codes.device)
+    return table[codes.int()]
+
+
+def encode_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """uint8: the e4m3 codes of `values`, rounded to nearest even and saturated to 448. ValueError for a NaN."""
+    if torch.isnan(values).any():
+        raise ValueError(f"{_first(torch.isnan(values))} is NaN; a scale must be a number")
+    return _saturated_e4m3(values.float())
+
+
+def _saturated_e4m3(values: torch.Tensor) -> torch.Tensor:
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def decode_e4m3(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The numbers that e4m3 codes (uint8) stand for; 0x7F and 0xFF are NaN. Exact in bf16, f16, f32 and f64."""
+    table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
+    return table.to(codes.device)[codes.int()]
+
+
+def decode_scales(sf: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """As decode_e4m3, for block scales: ValueError for a NaN and for a sign, which the tensor core's ue4m3 has not."""
+    wrong = sf >= 0x7F
+    if wrong.any():
+        seen = int(sf[wrong][0])
+        what = "NaN" if seen & 0x7F == 0x7F else "negative"
+        raise ValueError(f"the block scale at {_first(wrong)} is {seen:#04x}, {what}; it must be 0x00 to 0x7e")
+    return decode_e4m3(sf, dtype)
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., K] of codes 0..15 to uint8 [..., K / 2], the first of each two in the low nibble."""
+    if codes.shape[-1] % 2:
+        raise ValueError(f"K is {codes.shape[-1]}; two codes share a byte, so that it must be even")
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., K / 2] to uint8 [..., K] of codes 0..15. Inverse of `pack`."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def global_scale(values: torch.Tensor, per: int = 0) -> torch.Tensor:
+    """float32 [first `per` axes]: the scale that lets the largest number have the largest code and block scale.
+
+    `per` = 0: one for the tensor; 1: one for each expert of a stack of weights, or each token; 1.0 for zeros alone.
+    """
+    flat = values.reshape(*values.shape[:per], -1)
+    largest = torch.maximum(flat.amax(dim=-1), -flat.amin(dim=-1)).float()
+    return torch.where(largest > 0, largest / (E2M1_MAX * E4M3_MAX), 1.0)
+
+
+def quantise(values: torch.Tensor, gs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes uint8 [..., K / 2], sf uint8 [..., K / 16]) of `values` [..., K] under the global scale `gs` float32.
+
+    `gs` has the first axes of `values`, as many as it likes: [] per tensor, [experts] per expert, [tokens] per token.
+    In float32, to nearest even and saturating: sf = e4m3(max|block| / 6 / gs), code = e2m1(value / (sf * gs)). A block
+    whose sf is 0 has codes 0. ValueError if K is no multiple of 16, or for a value or a `gs` that is not finite.
+    """
+    k = values.shape[-1]
+    if k % SF_VEC_SIZE:
+        raise ValueError(f"K is {k}; a block scale is for {SF_VEC_SIZE} numbers, so that K must be a multiple of it")
+    if not bool((torch.isfinite(gs) & (gs > 0)).all()) or gs.dtype != torch.float32:
+        raise ValueError(
+            f"global scales of {gs.dtype} from {gs.min():g} to {gs.max():g}; they must be f32, finite, above 0"
+        )
+    rows = values.reshape(-1, k)
+    row_gs = _expanded(gs, values.shape[:-1]).reshape(-1, 1)
+    codes = torch.empty(len(rows), k // 2, dtype=torch.uint8, device=values.device)
+    sf = torch.empty(len(rows), k // SF_VEC_SIZE, dtype=torch.uint8, device=values.device)
+    step = max(1, _chunk(values) // k)
+    for start in range(0, len(rows), step):
+        here = slice(start, start + step)
+        largest = _quantise_rows(rows[here], row_gs[here], codes[here], sf[here])
+        if not bool(torch.isfinite(largest.sum())):
+            row = start + int((~torch.isfinite(largest)).any(dim=1).nonzero()[0])
+            raise ValueError(f"row {row} of {len(rows)} holds a NaN or an infinity; only numbers can be quantised")
+    return codes.view(*values.shape[:-1], k // 2), sf.view(*values.shape[:-1], k // SF_VEC_SIZE)
+
+
+def _quantise_rows(values: torch.Tensor, gs: torch.Tensor, codes: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
+    """Rows [n, k] under gs [n, 1] into packed codes and sf; the largest magnitudes of the blocks [n, k / 16]."""
+    block = values.float().view(*sf.shape, SF_VEC_SIZE)
+    largest = block.abs().amax(dim=-1)
+    sf.copy_(_saturated_e4m3(largest / E2M1_MAX / gs))
+    step = decode_e4m3(sf).mul_(gs)
+    # A block without a scale: anything / inf is the code of a zero.
+    scaled = block / step.masked_fill_(step <= 0, torch.inf)[..., None]
+    pair = _codes(scaled.view(-1)).view(torch.int64)
+    torch.bitwise_or(pair, pair >> 28, out=pair)
+    codes.copy_(pair.to(torch.uint8).view(codes.shape))
+    if not bool(sf.all()):
+        codes.view(*sf.shape, SF_VEC_SIZE // 2).masked_fill_((sf == 0)[..., None], 0)
+    return largest
+
+
+def _chunk(tensor: torch.Tensor) -> int:
+    return CHUNK if tensor.device.type == "cpu" else DEVICE_CHUNK
+
+
+def _expanded(gs: torch.Tensor, leading: torch.Size) -> torch.Tensor:
+    if gs.shape != leading[: gs.dim()]:
+        raise ValueError(f"global scales of shape {tuple(gs.shape)} for values of leading axes {tuple(leading)}")
+    return gs.reshape(*gs.shape, *(1 for _ in leading[gs.dim() :])).expand(leading)
+
+
+def dequantise(
+    codes: torch.Tensor, sf: torch.Tensor, gs: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """[..., K] of `dtype` from packed codes [..., K / 2], sf [..., K / 16] and gs (first axes, as for `quantise`).
+
+    Code times block scale is exact in bf16 and wider types, so that there is one rounding, that of the product with
+    `gs`; with gs None there is none. ValueError for a block scale that is NaN or negative, or for shapes that disagree.
+    """
+    if codes.shape[:-1] != sf.shape[:-1] or codes.shape[-1] * 2 != sf.shape[-1] * SF_VEC_SIZE:
+        raise ValueError(
+            f"codes of shape {tuple(codes.shape)} and block scales of shape {tuple(sf.shape)} do not belong together"
+        )
+    if dtype not in _PAIRS:
+        raise ValueError(f"dtype {dtype}; numbers can be had as {', '.join(str(known) for known in _PAIRS)}")
+    rows, scales = codes.reshape(-1, codes.shape[-1]), sf.reshape(-1, sf.shape[-1])
+    row_gs = None if gs is None else _expanded(gs, codes.shape[:-1]).reshape(-1, 1, 1)
+    values = torch.empty(*scales.shape, SF_VEC_SIZE, dtype=dtype, device=codes.device)
+    table, step = _pairs(dtype).to(codes.device), max(1, _chunk(codes) // 2 // codes.shape[-1])
+    for start in range(0, len(values), step):
+        here = slice(start, start + step)
+        pairs = torch.index_select(table, 0, rows[here].reshape(-1).int())
+        block = pairs.view(dtype).view_as(values[here])
+        factor = decode_scales(scales[here], dtype)[..., None]
+        if row_gs is None:
+            torch.mul(block, factor, out=values[here])
+        else:
+            values[here] = block.mul_(factor) * row_gs[here].to(torch.promote_types(dtype, torch.float32))
+    return values.view(*codes.shape[:-1], codes.shape[-1] * 2)
+
+
+_PAIRS: Final = {
+    torch.bfloat16: torch.int32,
+    torch.float16: torch.int32,
+    torch.float32: torch.int64,
+    torch.float64: torch.complex128,
+}
+
+
+@lru_cache(maxsize=4)
+def _pairs(dtype: torch.dtype) -> torch.Tensor:
+    """[256] elements of twice the size of `dtype`, each the two numbers of a byte next to each other."""
+    both = decode_e2m1(unpack(torch.arange(256, dtype=torch.uint8)[:, None]), dtype)
+    return both.view(_PAIRS[dtype]).flatten()
+
+
+def _first(where: torch.Tensor) -> str:
+    at = tuple(int(i) for i in where.nonzero()[0])
+    return f"element {at}" if at else "the element"

@@ -1,0 +1,56 @@
+"""Routing of NVFP4 MoE: which token's which choice is which expert row.
+
+A route is a pair (token t, choice k) whose id names an expert of this rank; its number is t * topk + k. Expert rows are
+the routes sorted by expert and, within an expert, by number; each expert begins at a multiple of 128. Rows between the
+last route of an expert and the next expert, and after the last expert, are padding. An id of -1 is a route to an expert
+of another rank (EP): it has no row and adds nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from megamoe.contract import Case
+
+ROWS_PER_TILE: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """int64 tensors of one entry a route, in the order of their rows: `row`, `token`, `choice` and `expert`."""
+
+    row: torch.Tensor
+    token: torch.Tensor
+    choice: torch.Tensor
+    expert: torch.Tensor
+    capacity: int
+
+    def experts(self) -> list[tuple[int, slice]]:
+        """Each expert that has a route, with the entries that are its own."""
+        found, counts = torch.unique_consecutive(self.expert, return_counts=True)
+        ends = counts.cumsum(0)
+        spans = zip(found.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)
+        return [(expert, slice(start, end)) for expert, start, end in spans]
+
+
+def expert_rows(case: Case) -> int:
+    """Rows that are enough for every routing: that many each expert-row tensor has."""
+    routes = case.int("tokens") * case.int("topk")
+    return (routes + (ROWS_PER_TILE - 1) * case.int("num_experts")) // ROWS_PER_TILE * ROWS_PER_TILE
+
+
+def routing(case: Case, topk_ids: torch.Tensor) -> Routing:
+    """The routing of topk_ids [tokens, topk]."""
+    ids = topk_ids.flatten().long()
+    here = (ids >= 0).nonzero().flatten()
+    order = here[torch.argsort(ids[here], stable=True)]
+    expert, topk = ids[order], case.int("topk")
+    counts = torch.bincount(expert, minlength=case.int("num_experts"))
+    padded = (counts + ROWS_PER_TILE - 1) // ROWS_PER_TILE * ROWS_PER_TILE
+    first_row, first_entry = padded.cumsum(0) - padded, counts.cumsum(0) - counts
+    row = first_row[expert] + torch.arange(len(order), device=ids.device) - first_entry[expert]
+    return Routing(row, order // topk, order % topk, expert, expert_rows(case))

@@ -1,0 +1,73 @@
+"""What an author of a backend or an executor imports: programs, cases, rows, devices, errors. Imports no other room."""
+
+from megamoe.contract.backend import Backend, Borrowed, Execution, Executor, RunOptions
+from megamoe.contract.case import AxisValue, Case, spell
+from megamoe.contract.device import Stopwatch, TimedExecutor
+from megamoe.contract.errors import DeviceError, DeviceLostError, UnsupportedError
+from megamoe.contract.program import (
+    TARGETS,
+    AnyProgram,
+    BufferArg,
+    Dim3,
+    HostArg,
+    HostProgram,
+    KernelArg,
+    Launch,
+    PackedFields,
+    PreparedCall,
+    Program,
+    PythonProgram,
+    ScalarArg,
+    ShapeArg,
+    StreamArg,
+    Swizzle,
+    Target,
+    TensorArg,
+    TensorMapArg,
+)
+from megamoe.contract.registry import backend_names, executor_names, load_backend, load_executor
+from megamoe.contract.row import STATUSES, DeviceFacts, Row, Status, Temperature
+
+__all__ = [
+    "STATUSES",
+    "TARGETS",
+    "AnyProgram",
+    "AxisValue",
+    "Backend",
+    "Borrowed",
+    "BufferArg",
+    "Case",
+    "DeviceError",
+    "DeviceFacts",
+    "DeviceLostError",
+    "Dim3",
+    "Execution",
+    "Executor",
+    "HostArg",
+    "HostProgram",
+    "KernelArg",
+    "Launch",
+    "PackedFields",
+    "PreparedCall",
+    "Program",
+    "PythonProgram",
+    "Row",
+    "RunOptions",
+    "ScalarArg",
+    "ShapeArg",
+    "Status",
+    "Stopwatch",
+    "StreamArg",
+    "Swizzle",
+    "Target",
+    "Temperature",
+    "TensorArg",
+    "TensorMapArg",
+    "TimedExecutor",
+    "UnsupportedError",
+    "backend_names",
+    "executor_names",
+    "load_backend",
+    "load_executor",
+    "spell",
+]

@@ -1,0 +1,170 @@
+"""Program: what a backend hands over. PTX with its launches, a compiled host function, or a Python call.
+
+A program names tensors; the harness owns their memory. An executor binds names to memory, encodes tensor maps and
+performs the launches in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+Target = Literal["sm_90a", "sm_100a"]
+TARGETS: tuple[Target, ...] = ("sm_90a", "sm_100a")
+Dim3 = tuple[int, int, int]
+Swizzle = Literal["none", "32B", "64B", "128B"]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferArg:
+    """A 64-bit device address: the first byte of `tensor`, or of a scratch buffer, plus `offset` bytes."""
+
+    tensor: str
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarArg:
+    """A kernel parameter passed by value. `dtype` is a PTX fundamental type: "u32", "s32", "f32", "u64", ..."""
+
+    dtype: str
+    value: int | float
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMapArg:
+    """A 128-byte tensor map (cuTensorMapEncodeTiled), passed by value. Dimension 0 is the contiguous one.
+
+    `dims` and `box` in elements; `strides` in bytes, for dimensions 1 and up (so one entry fewer than `dims`).
+    `dtype` as in the specs: "bf16", "f16", "f32", "u8", ...
+    """
+
+    tensor: str
+    dtype: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: Swizzle = "none"
+    element_strides: tuple[int, ...] | None = None
+    oob_fill: Literal["zero", "nan"] = "zero"
+    offset: int = 0
+
+
+KernelArg = BufferArg | ScalarArg | TensorMapArg
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch. `dynamic_smem` in bytes a CTA; `args` in the order of the entry's parameters."""
+
+    entry: str
+    grid: Dim3
+    block: Dim3
+    args: tuple[KernelArg, ...]
+    cluster: Dim3 = (1, 1, 1)
+    dynamic_smem: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """PTX and the launches that perform one case. `scratch` maps names of workspaces to their size in bytes."""
+
+    target: Target
+    ptx: str
+    launches: tuple[Launch, ...]
+    scratch: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFields:
+    """What the packed convention passes of a tensor after its address: sizes of `dims`, then strides of `strides`."""
+
+    dims: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    dim_bits: int = 32
+    stride_bits: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TensorArg:
+    """A tensor with its layout: `shape` and `strides` in elements (None: compact, last fastest), `offset` in bytes.
+
+    `dtype` as in the specs: "bf16", "f32", "e4m3", ...; "e2m1x2" is a pair of 4-bit floats in a byte.
+    """
+
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    offset: int = 0
+    packed: PackedFields = PackedFields()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamArg:
+    """The CUDA stream on which the host function shall work; the executor has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeArg:
+    """A tuple of integers (a shape, strides, coordinates) that is one parameter of the host function."""
+
+    sizes: tuple[int, ...]
+    bits: Literal[32, 64] = 32
+
+
+HostArg = TensorArg | BufferArg | ScalarArg | ShapeArg | StreamArg | None
+
+
+@dataclass(frozen=True, slots=True)
+class HostProgram:
+    """A compiled host function that launches kernels itself, and the PTX of these kernels.
+
+    `host_object`: a relocatable object for this machine's processor. `entry`: the symbol to call. `convention`:
+    "tvm_ffi" passes DLTensors, which the function checks; "packed" passes descriptors, which it trusts. `scratch` as
+    in Program. `compiler`: name and version, for error messages.
+    """
+
+    target: Target
+    ptx: str
+    host_object: bytes
+    entry: str
+    args: tuple[HostArg, ...]
+    convention: Literal["tvm_ffi", "packed"] = "tvm_ffi"
+    scratch: Mapping[str, int] = field(default_factory=dict[str, int])
+    compiler: str = "an unknown compiler"
+
+
+class PreparedCall(Protocol):
+    """A call whose plans, workspaces and layouts exist; see PythonProgram."""
+
+    def enqueue(self) -> None:
+        """Launches on torch's current stream; neither allocates anew nor waits, so that a graph can capture it."""
+        ...
+
+    def collect(self) -> None:
+        """Brings what the call has computed into the case's output tensors, where it writes elsewhere. Not timed.
+
+        May spoil what it has read, so that a replay that computes nothing is noticed: one launch before each.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PythonProgram:
+    """Somebody else's kernel behind a Python call, for a device only: there is no PTX to hand to a machine.
+
+    `prepare(tensors)` does once what is not timed. `software` names what runs, with versions, for the record.
+    """
+
+    target: Target
+    prepare: Callable[[Mapping[str, torch.Tensor]], PreparedCall]
+    software: Mapping[str, str]
+    ptx: None = None
+
+
+AnyProgram = Program | HostProgram | PythonProgram

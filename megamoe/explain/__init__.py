@@ -1,0 +1,1 @@
+"""What a kernel does, as pictures and tables, from its recorded run."""

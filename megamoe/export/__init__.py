@@ -1,0 +1,1 @@
+"""Records in other people's formats: flashinfer-bench, JUnit."""

@@ -1,0 +1,1 @@
+"""Whether everything that must be there is there: expectations, baselines, acceptance."""

@@ -1,0 +1,154 @@
+"""Rows that are known not to work: conformance/expected.yaml, read and checked.
+
+Every entry gives its reason, the day on which it expires and one pinned case that shows it. Nothing here excuses a
+row silently: the gate refuses an entry that is expired, matches no known row or whose rows pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import date, timedelta
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from megamoe.contract import Row, Target, backend_names, executor_names
+from megamoe.spec.error import SpecError
+from megamoe.spec.selection import MOST_SEEDS, SelectionError, checked_names, known_cases, spec_of
+from megamoe.spec.spec import Spec
+
+MOST_DAYS = 180
+"""How far ahead an entry may expire: what is expected for ever is accepted, not expected."""
+_SCHEDULES = ("eager", "lazy", *(f"random:{seed}" for seed in range(MOST_SEEDS)))
+
+
+class ExpectedError(Exception):
+    """A file of expected failures that cannot be used; the text says which file, line, key and what would be right."""
+
+
+class ExpectedEntry(BaseModel):
+    """One known failure. `case` and `schedule` are exact or globs; `example` is the id of one case that shows it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    case: str = Field(min_length=1)
+    backend: str = Field(min_length=1)
+    target: Target
+    executor: str = Field(min_length=1)
+    status: Literal["failed", "error", "crashed", "timed_out", "unsupported"]
+    reason: str = Field(min_length=10)
+    expires: date
+    example: str = Field(min_length=1)
+    schedule: str = Field(default="*", min_length=1)
+
+    @model_validator(mode="after")
+    def _example_matches(self) -> ExpectedEntry:
+        if not fnmatchcase(self.example, self.case):
+            raise ValueError(f"the example {self.example!r} does not match the case {self.case!r}")
+        return self
+
+    def matches(self, row: Row) -> bool:
+        """Whether this entry speaks about `row`."""
+        return (
+            (self.backend, self.target, self.executor) == (row.backend, row.target, row.executor)
+            and fnmatchcase(row.case, self.case)
+            and fnmatchcase(row.schedule, self.schedule)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """An entry and where it stands: "expected.yaml, line 12"."""
+
+    entry: ExpectedEntry
+    where: str
+
+    def staleness(self, specs: Mapping[str, Spec], today: date) -> str | None:
+        """Why this entry no longer means anything, as a sentence; None while it does."""
+        entry = self.entry
+        if entry.expires < today:
+            return f"{self.where}: the entry for {entry.case} expired on {entry.expires}; fix the kernel or renew it"
+        latest = today + timedelta(days=MOST_DAYS)
+        if entry.expires > latest:
+            return (
+                f"{self.where}: the entry for {entry.case} expires on {entry.expires}, more than {MOST_DAYS} days from "
+                f"now; {latest} is the latest day, so that somebody looks at it again"
+            )
+        try:
+            checked_names("executor", [entry.executor], executor_names())
+            checked_names("backend", [entry.backend], backend_names())
+        except SelectionError as error:
+            return f"{self.where}: the entry matches no known row: {error}"
+        if not any(fnmatchcase(name, entry.schedule) for name in _SCHEDULES):
+            return f"{self.where}: no schedule matches {entry.schedule!r}; they are eager, lazy and random:SEED"
+        try:
+            spec_of(specs, entry.example).parse_case(entry.example)
+        except (SelectionError, SpecError) as error:
+            return f"{self.where}: the example is not a case: {error}"
+        if not any(fnmatchcase(case, entry.case) for spec in specs.values() for case in known_cases(spec)):
+            return f"{self.where}: the entry for {entry.case} matches no case of any matrix; remove or correct it"
+        return None
+
+
+def stale_entries(expected: Iterable[Expectation], specs: Mapping[str, Spec], today: date) -> tuple[str, ...]:
+    """A sentence for each entry that no longer means anything."""
+    return tuple(sentence for one in expected if (sentence := one.staleness(specs, today)))
+
+
+def read_expected(path: Path) -> tuple[Expectation, ...]:
+    """Reads and validates the entries of one YAML file, a list under the key `expected`. Raises ExpectedError."""
+    if path.is_fifo() or path.is_char_device():
+        raise ExpectedError(f"cannot read {path}: it is no file")
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ExpectedError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ExpectedError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    nodes = _entry_nodes(path, root)
+    return tuple(_expectation(path, node) for node in nodes)
+
+
+def _entry_nodes(path: Path, root: yaml.Node | None) -> list[yaml.Node]:
+    keys = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else None
+    if not isinstance(root, yaml.MappingNode) or keys != ["expected"]:
+        raise ExpectedError(f"{path}, line 1: the file must hold one key, `expected`, with a list; it holds {keys}")
+    entries: yaml.Node = root.value[0][1]
+    if not isinstance(entries, yaml.SequenceNode):
+        raise ExpectedError(f"{path}, line {entries.start_mark.line + 1}: `expected` must be a list, [] if empty")
+    return entries.value
+
+
+def _expectation(path: Path, node: yaml.Node) -> Expectation:
+    line = node.start_mark.line + 1
+    if not isinstance(node, yaml.MappingNode):
+        raise ExpectedError(f"{path}, line {line}: an entry must be a mapping with case, backend, target, ...")
+    lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
+    if len(lines) != len(node.value):
+        raise ExpectedError(f"{path}, line {line}: the entry names a key twice")
+    try:
+        entry = ExpectedEntry.model_validate(_plain(node))
+    except (ValidationError, yaml.YAMLError) as error:
+        raise ExpectedError(f"{path}, {_explain(error, line, lines)}") from error
+    return Expectation(entry, f"{path}, line {line}")
+
+
+def _plain(node: yaml.Node) -> object:
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _explain(error: ValidationError | yaml.YAMLError, line: int, lines: Mapping[str, int]) -> str:
+    if not isinstance(error, ValidationError):
+        return f"line {line}: {' '.join(str(error).split())}"
+    first = error.errors(include_url=False)[0]
+    key = str(first["loc"][0]) if first["loc"] else ""
+    about = f", key {key!r}" if key else ""
+    return f"line {lines.get(key, line)}{about}: {first['msg']} (keys: {', '.join(ExpectedEntry.model_fields)})"

@@ -1,0 +1,287 @@
+"""Memory that a kernel under test is given: guard bands around every tensor, poisoned outputs, inputs under seal.
+
+Each tensor lies between two bands of a position-dependent pattern, starts at an address that is a multiple of 256
+bytes (what tensor maps, the widest accesses and a fresh device allocation agree on) and is followed by its upper band
+without a gap, so that a store one byte past a ragged end is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+import torch
+
+from megamoe.judge.seal import SEAL_BYTES, seal
+
+if TYPE_CHECKING:
+    from megamoe.contract import Case
+    from megamoe.spec.spec import Spec
+
+ALIGNMENT: Final = 256
+POISON_RUN: Final = 16
+
+# Quiet NaNs with a payload that no conversion or arithmetic makes (those give 0x7FFF, facts.md 7.3). A format
+# without NaN payloads gets its NaN, an integer a pattern that is neither zero nor all ones.
+POISON: Final[Mapping[torch.dtype, bytes]] = {
+    torch.bfloat16: b"\xd5\x7f",
+    torch.float16: b"\x55\x7f",
+    torch.float32: b"\xd5\xa5\xd5\x7f",
+    torch.float64: b"\xd5\xa5\xd5\xa5\xd5\xa5\xfd\x7f",
+    torch.float8_e4m3fn: b"\x7f",
+    torch.float8_e5m2: b"\x7d",
+    torch.uint8: b"\xa5",
+    torch.int32: b"\xa5\xa5\xa5\xa5",
+    torch.int64: b"\xa5\xa5\xa5\xa5\xa5\xa5\xa5\xa5",
+}
+
+# Size in bytes -> the integers of that size.
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "u8": torch.uint8,
+    "s32": torch.int32,
+    "s64": torch.int64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape (contiguous, last dimension fastest), dtype and role of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    role: Literal["input", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plot:
+    """One tensor between its bands: `memory` is uint8 and holds lower band, tensor, upper band."""
+
+    layout: Layout
+    memory: torch.Tensor
+    guard: int
+
+    @property
+    def body(self) -> torch.Tensor:
+        return self.memory[self.guard : self.memory.numel() - self.guard]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.body.view(self.layout.dtype).view(self.layout.shape)
+
+
+class Arena:
+    """The tensors of one case, by name, in `tensors`. Inputs are copied in; outputs hold POISON until written.
+
+    `guard`: bytes of each band, a positive multiple of 256. ValueError, as a sentence, if an input is missing, not
+    wanted, or of the wrong shape or dtype.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        case: Case,
+        inputs: Mapping[str, torch.Tensor],
+        device: str | torch.device = "cpu",
+        guard: int = ALIGNMENT,
+    ) -> None:
+        self._lay_out(layouts_of(spec, case), inputs, device, guard, case.id)
+
+    @classmethod
+    def of_layouts(
+        cls,
+        layouts: Mapping[str, Layout],
+        inputs: Mapping[str, torch.Tensor],
+        device: str | torch.device = "cpu",
+        guard: int = ALIGNMENT,
+    ) -> Arena:
+        """An arena for tensors that no spec describes."""
+        arena = cls.__new__(cls)
+        arena._lay_out(layouts, inputs, device, guard, "arena")
+        return arena
+
+    def _lay_out(
+        self,
+        layouts: Mapping[str, Layout],
+        inputs: Mapping[str, torch.Tensor],
+        device: str | torch.device,
+        guard: int,
+        owner: str,
+    ) -> None:
+        _check(layouts, inputs, guard, owner)
+        self._pattern = _pattern(guard, device)
+        self._plots = {name: _plot(layout, self._pattern, device) for name, layout in layouts.items()}
+        self.tensors: dict[str, torch.Tensor] = {name: plot.tensor for name, plot in self._plots.items()}
+        for name, tensor in inputs.items():
+            self.tensors[name].copy_(tensor)
+        self._seals = {name: seal(self._plots[name].body) for name in inputs}
+        self.poison()
+
+    @property
+    def input_sha256(self) -> dict[str, str]:
+        """SHA-256 of every input as it was handed in, in hexadecimal."""
+        return {name: sealed.sha256() for name, sealed in self._seals.items()}
+
+    def poison(self) -> None:
+        """Fills every output with POISON, as before the first call: for a further run on the same memory."""
+        for plot in self._plots.values():
+            if plot.layout.role == "output":
+                _fill(plot.body, plot.layout.dtype)
+
+    @contextmanager
+    def scaled_inputs(self) -> Iterator[None]:
+        """Within it, every floating-point input is what it was times a power of two: another one for each, below 1."""
+        floats = [name for name in self._seals if self.tensors[name].dtype.is_floating_point]
+        given = {name: self.tensors[name].clone() for name in floats}
+        for place, name in enumerate(floats):
+            self.tensors[name].mul_(2.0 ** (place - len(floats)))
+        try:
+            yield
+        finally:
+            for name, tensor in given.items():
+                self.tensors[name].copy_(tensor)
+
+    def unwritten(self, free: Mapping[str, torch.Tensor] | None = None) -> dict[str, int]:
+        """Number of elements of each output that still hold POISON bit for bit; those marked in `free` do not count.
+
+        The pattern of an integer is a value like any other: those count that stand in a run of POISON_RUN bytes of it.
+        """
+        return {
+            name: self._unwritten(name, (free or {}).get(name))
+            for name, plot in self._plots.items()
+            if plot.layout.role == "output"
+        }
+
+    def _unwritten(self, name: str, free: torch.Tensor | None) -> int:
+        tensor = self.tensors[name]
+        left = is_poison(tensor)
+        if free is not None:
+            left &= ~free.to(left.device)
+        if not tensor.dtype.is_floating_point:
+            left = _in_runs(left.flatten(), POISON_RUN // tensor.dtype.itemsize)
+        return int(left.sum())
+
+    def intact(self) -> bool:
+        """Whether no guard band was written to and no input has changed: `damage` without its words, and quicker."""
+        guard = self._pattern.numel()
+        bands = [band for plot in self._plots.values() for band in (plot.memory[:guard], plot.memory[-guard:])]
+        seals = [sealed.whole(self._plots[name].body) for name, sealed in self._seals.items()]
+        return bool(torch.stack([*((band == self._pattern).all() for band in bands), *seals]).all())
+
+    def damage(self) -> str | None:
+        """A sentence on every guard band that was written to and every input that has changed; None if all is whole."""
+        found = [sentence for name in self._plots for sentence in self._damage_to(name)]
+        return "; ".join(found) or None
+
+    def _damage_to(self, name: str) -> list[str]:
+        plot, guard = self._plots[name], self._pattern.numel()
+        size = plot.body.numel()
+        lower = (plot.memory[:guard] != self._pattern).nonzero().flatten()
+        upper = (plot.memory[guard + size :] != self._pattern).nonzero().flatten()
+        found: list[str] = []
+        if lower.numel():
+            distance, value = guard - int(lower[-1]), int(plot.memory[lower[-1]])
+            found.append(
+                f"{lower.numel()} of {guard} guard bytes below tensor {name} were overwritten, the nearest "
+                f"{distance} bytes before its first byte (now {value:#04x})"
+            )
+        if upper.numel():
+            value = int(plot.memory[guard + size + int(upper[0])])
+            found.append(
+                f"{upper.numel()} of {guard} guard bytes above tensor {name} were overwritten, the nearest "
+                f"{int(upper[0])} bytes past its end at byte {size} (now {value:#04x})"
+            )
+        return found + self._broken_seal(name)
+
+    def _broken_seal(self, name: str) -> list[str]:
+        if name not in self._seals:
+            return []
+        broken = self._seals[name].broken(self._plots[name].body)
+        if not broken:
+            return []
+        layout = self._plots[name].layout
+        first, last = broken[0] * SEAL_BYTES, min((broken[-1] + 1) * SEAL_BYTES, self._plots[name].body.numel())
+        at = coordinate(first // layout.dtype.itemsize, layout.shape)
+        return [f"input {name} was changed between its bytes {first} and {last - 1}, from coordinate {at} on"]
+
+
+def layouts_of(spec: Spec, case: Case) -> dict[str, Layout]:
+    """Layouts of the tensors that `case` has, in the order of the spec. ValueError for a dtype that torch lacks."""
+    layouts: dict[str, Layout] = {}
+    for name, tensor in spec.tensors_of(case).items():
+        if tensor.dtype not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise ValueError(f"{case.id}: tensor {name} has dtype {tensor.dtype!r}; memory can be had for {known}")
+        layouts[name] = Layout(spec.shape(name, case), DTYPES[tensor.dtype], tensor.role)
+    return layouts
+
+
+def is_poison(tensor: torch.Tensor) -> torch.Tensor:
+    """bool, of the tensor's shape: whether an element still holds POISON bit for bit. All False for a foreign dtype."""
+    if tensor.dtype not in POISON:
+        return torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
+    bits = _BITS[tensor.dtype.itemsize]
+    poison = torch.frombuffer(bytearray(POISON[tensor.dtype]), dtype=bits).item()
+    return (tensor.detach().contiguous().reshape(-1).view(bits) == poison).view(tensor.shape)
+
+
+def coordinate(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Index of the element at that linear position of a contiguous tensor."""
+    index: list[int] = []
+    for size in reversed(shape):
+        element, remainder = divmod(element, size)
+        index.append(remainder)
+    return tuple(reversed(index))
+
+
+def _in_runs(hit: torch.Tensor, length: int) -> torch.Tensor:
+    """bool [n]: which elements of `hit` stand in a run of at least `length` hits."""
+    _, counts = torch.unique_consecutive(hit, return_counts=True)
+    return hit & (counts >= length).repeat_interleave(counts)
+
+
+def _check(layouts: Mapping[str, Layout], inputs: Mapping[str, torch.Tensor], guard: int, owner: str) -> None:
+    if guard < ALIGNMENT or guard % ALIGNMENT:
+        raise ValueError(f"{owner}: a guard band of {guard} bytes; it must be a positive multiple of {ALIGNMENT}")
+    wanted = {name for name, layout in layouts.items() if layout.role == "input"}
+    if wanted != set(inputs):
+        raise ValueError(f"{owner}: inputs {sorted(inputs)} were given; the case has {sorted(wanted)}")
+    for name, layout in layouts.items():
+        if layout.dtype not in POISON:
+            raise ValueError(f"{owner}: tensor {name} has dtype {layout.dtype}, for which there is no poison")
+        given = inputs.get(name)
+        if given is not None and (tuple(given.shape) != layout.shape or given.dtype != layout.dtype):
+            raise ValueError(
+                f"{owner}: input {name} is {given.dtype} of shape {tuple(given.shape)}; "
+                f"the case has {layout.dtype} of shape {layout.shape}"
+            )
+
+
+def _pattern(guard: int, device: str | torch.device) -> torch.Tensor:
+    # 167 is odd, so that all 256 byte values occur and a shifted copy of the band differs from it everywhere.
+    return ((torch.arange(guard) * 167 + 89) % 256).to(torch.uint8).to(device)
+
+
+def _plot(layout: Layout, pattern: torch.Tensor, device: str | torch.device) -> _Plot:
+    guard, size = pattern.numel(), math.prod(layout.shape) * layout.dtype.itemsize
+    raw = torch.empty(size + 2 * guard + ALIGNMENT, dtype=torch.uint8, device=device)
+    start = -raw.data_ptr() % ALIGNMENT
+    memory = raw[start : start + size + 2 * guard]
+    memory[:guard] = pattern
+    memory[guard + size :] = pattern
+    return _Plot(layout, memory, guard)
+
+
+def _fill(body: torch.Tensor, dtype: torch.dtype) -> None:
+    poison = torch.tensor(list(POISON[dtype]), dtype=torch.uint8, device=body.device)
+    body.view(-1, dtype.itemsize).copy_(poison.expand(body.numel() // dtype.itemsize, -1))

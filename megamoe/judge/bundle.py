@@ -1,0 +1,131 @@
+"""The evidence of a failure on disk: tensors, PTX, the sentence, an error map, and the command that reruns it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megamoe.contract import Row
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+HEAT_ROWS, HEAT_COLUMNS = 32, 64
+_SHADES = " .:-=+*#%@"
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What is known about a row that did not pass; what the judge did not reach is None."""
+
+    sentence: str = ""
+    traceback: str | None = None
+    ptx: str | None = None
+    inputs: Mapping[str, torch.Tensor] | None = None
+    outputs: Mapping[str, torch.Tensor] | None = None
+    oracle: Mapping[str, torch.Tensor] | None = None
+
+
+def bundle_name(row: Row) -> str:
+    """A folder name for `row`, of characters that every file system takes."""
+    return re.sub(r"[^A-Za-z0-9=.,_-]+", "_", "-".join(row))
+
+
+def write_bundle(folder: Path, row: Row, evidence: Evidence, specs: Path | None = None) -> Path:
+    """Writes the bundle of `row` under `folder`, in place of an earlier one of the same row, and returns its folder.
+
+    tensors.pt holds {"inputs", "outputs", "oracle"} for torch.load; for every output NAME.error.npy is the absolute
+    error against the oracle (float64, NaN where the output is NaN) and NAME.error.txt a heat map of it. `specs` is the
+    folder of the specs that the run was given.
+    """
+    place = folder / bundle_name(row)
+    if place.exists():
+        shutil.rmtree(place)
+    place.mkdir(parents=True)
+    texts = {
+        "sentence.txt": f"{row}\n{evidence.sentence}\n",
+        "rerun.sh": _rerun(row, specs),
+        "program.ptx": evidence.ptx,
+        "traceback.txt": evidence.traceback,
+    }
+    for name, text in texts.items():
+        if text is not None:
+            (place / name).write_text(text, encoding="utf-8")
+    (place / "rerun.sh").chmod(0o755)
+    if evidence.inputs is not None:
+        _write_tensors(place, evidence.inputs, evidence.outputs or {}, evidence.oracle or {})
+    return place
+
+
+def _rerun(row: Row, specs: Path | None) -> str:
+    """A script that judges the row again where this run began, with its Python, from whatever folder it is called."""
+    here, programs = shlex.quote(str(Path.cwd())), shlex.quote(str(Path(sys.executable).parent))
+    return f'#!/bin/sh\ncd {here} && PATH={programs}:"$PATH" && {row.rerun_with(specs)}\n'
+
+
+def _write_tensors(
+    place: Path,
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
+    oracle: Mapping[str, torch.Tensor],
+) -> None:
+    import torch
+
+    groups = {"inputs": inputs, "outputs": outputs, "oracle": oracle}
+    torch.save(
+        {name: {key: t.detach().clone() for key, t in group.items()} for name, group in groups.items()},
+        place / "tensors.pt",
+    )
+    for name in outputs.keys() & oracle.keys():
+        error = (outputs[name].double() - oracle[name].double()).abs().numpy()
+        # -inf is what an empty row's log-sum-exp must be: equal infinities are no error.
+        error[(outputs[name].double() == oracle[name].double()).numpy()] = 0.0
+        np.save(place / f"{name}.error.npy", error)
+        (place / f"{name}.error.txt").write_text(heat_map(name, error), encoding="utf-8")
+
+
+def heat_map(name: str, error: NDArray[np.float64]) -> str:
+    """A text picture of `error` [..., columns]: leading axes folded into rows, each cell the worst of its block.
+
+    Shades are steps of the logarithm between the smallest and the largest error shown; "?" marks a NaN or infinity.
+    """
+    flat = error.reshape(-1, error.shape[-1]) if error.ndim > 1 else error.reshape(1, -1)
+    if flat.size == 0:
+        return f"{name}: no element\n"
+    blocks = np.array(
+        [
+            [_worst(block) for block in np.array_split(band, min(HEAT_COLUMNS, flat.shape[1]), axis=1)]
+            for band in np.array_split(flat, min(HEAT_ROWS, flat.shape[0]), axis=0)
+        ]
+    )
+    finite = blocks[np.isfinite(blocks) & (blocks > 0)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    lines = ["".join(_shade(float(value), low, high) for value in band) for band in blocks]
+    title = (
+        f"{name}: |error| from {low:.3g} to {high:.3g}; {flat.shape[0]} rows x {flat.shape[1]} columns; ? not finite"
+    )
+    return "\n".join([title, *(f"|{line}|" for line in lines), ""])
+
+
+def _worst(block: NDArray[np.float64]) -> float:
+    return float(block.max()) if np.isfinite(block).all() else float("nan")
+
+
+def _shade(value: float, low: float, high: float) -> str:
+    if not np.isfinite(value):
+        return "?"
+    if value == 0:
+        return _SHADES[0]
+    if high <= low:
+        return _SHADES[-1]
+    step = np.log(value / low) / np.log(high / low)
+    return _SHADES[1 + round(step * (len(_SHADES) - 2))]

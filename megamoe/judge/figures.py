@@ -1,0 +1,83 @@
+"""What assemblers say of the programs of a run, as lines of its record file.
+
+Workers leave the PTX of their rows in a folder, named by its digest; the process that writes the records has each text
+assembled once for each target, however many rows share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import cast
+
+from megamoe.contract import Row, Target
+from megamoe.contract.assembly import Assembled, assembled
+from megamoe.records.lines import Figures
+
+
+def program_sha256(ptx: str | None) -> str | None:
+    """The digest by which records name a program; None for what has no PTX."""
+    return None if ptx is None else hashlib.sha256(ptx.encode()).hexdigest()
+
+
+def leave_program(folder: Path, ptx: str) -> str:
+    """Writes the PTX into `folder` unless it is there, and returns its digest."""
+    digest = hashlib.sha256(ptx.encode()).hexdigest()
+    path = folder / f"{digest}.ptx"
+    if not path.exists():
+        # Several workers may have the same program at the same time.
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
+        with os.fdopen(handle, "wb") as file:
+            file.write(ptx.encode())
+        os.replace(temporary, path)
+    return digest
+
+
+class FigureMaker:
+    """Assembles the programs in `folder`, each once, on threads of its own. To be closed."""
+
+    def __init__(self, run: str, folder: Path, jobs: int = 1) -> None:
+        self._run, self._folder = run, folder
+        self._pool = ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="assembler")
+        self._made: dict[tuple[str, str], Future[list[Assembled]]] = {}
+
+    def begin(self, row: Row, digest: str | None) -> None:
+        """Starts on the program of `row`, if there is one and nobody has yet."""
+        path = self._folder / f"{digest}.ptx"
+        if digest is not None and (digest, row.target) not in self._made and path.exists():
+            target = cast(Target, row.target)
+            self._made[digest, row.target] = self._pool.submit(assembled, path.read_text("utf-8"), target)
+
+    def of(self, row: Row, digest: str | None) -> list[Figures]:
+        """A line for each assembler that took the program of `row`; waits for it. None for a row without a program."""
+        self.begin(row, digest)
+        made = self._made.get((digest or "", row.target))
+        found = made.result() if made else []
+        return [
+            Figures(
+                run=self._run,
+                case=row.case,
+                op=row.op,
+                backend=row.backend,
+                target=row.target,
+                assembler=one.assembler,
+                program_sha256=digest or "",
+                cubin_sha256=one.cubin_sha256,
+                kernels=one.kernels,
+            )
+            for one in found
+            if one.sentence is None
+        ]
+
+    def close(self) -> None:
+        """Waits for nothing that has not begun."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> FigureMaker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

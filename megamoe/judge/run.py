@@ -1,0 +1,144 @@
+"""Many rows in isolated worker processes: one that crashes or hangs costs that row its status and nothing else."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+from collections.abc import Generator, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from pebble import ProcessExpired, ProcessPool
+
+from megamoe.contract import DeviceLostError, Row, Status
+from megamoe.judge.worker import interrupts_held_back, manner_of_death, start_worker
+from megamoe.records.lines import Record, record_of
+
+DEFAULT_TIMEOUT_S = 300.0
+SPENT = 75
+"""The exit status of a worker whose device a kernel of an earlier row has broken (EX_TEMPFAIL of sysexits.h)."""
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """How to run rows. `timeout_s`: host seconds that one row may take; `specs`: folder of the specs, None for ours.
+
+    `failures`: the folder that takes the bundles of failures, `outputs` the one for all outputs, `programs` the one for
+    the PTX of all programs (megamoe.judge.figures); None writes none.
+    """
+
+    run: str
+    jobs: int = 1
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    specs: Path | None = None
+    failures: Path | None = None
+    outputs: Path | None = None
+    programs: Path | None = None
+
+
+def judged(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:
+    """Yields one record for each of `rows`, as they finish. Closing the iterator, or Ctrl-C, ends the workers.
+
+    Each backend has workers of its own, one backend after the other: code of one must not reach the verdicts of
+    another. Rows of a backend start in the order given. A worker whose device a kernel has broken ends before its next
+    row, which goes to a fresh one. Should the pool itself break (a worker that dies while it
+    starts, say), the rows that are left go to a fresh pool; when a fresh pool finishes no row at all, they are recorded
+    as crashed.
+    """
+    for backend in dict.fromkeys(row.backend for row in rows):
+        yield from _judged_of_one_backend([row for row in rows if row.backend == backend], settings)
+
+
+def _judged_of_one_backend(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:
+    pending = dict.fromkeys(rows)
+    while pending:
+        before = len(pending)
+        for record in _one_pool(list(pending), settings):
+            del pending[record.row]
+            yield record
+        if len(pending) == before:
+            for row in pending:
+                yield _record(row, "crashed", "no worker process could be started for this row", settings)
+            return
+
+
+def _one_pool(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:
+    pool = ProcessPool(
+        max_workers=max(1, min(settings.jobs, len(rows))),
+        initializer=start_worker,
+        context=multiprocessing.get_context("spawn"),
+    )
+    finished: queue.SimpleQueue[tuple[Row, Future[Record]]] = queue.SimpleQueue()
+    try:
+        with interrupts_held_back():
+            for row in rows:
+                future: Future[Record] = pool.schedule(_judge_row, args=(row, settings), timeout=settings.timeout_s)
+                future.add_done_callback(partial(_hand_over, finished, row))
+        for _ in rows:
+            row, future = _next(finished)
+            record = _record_of_future(row, future, settings)
+            if record is not None:
+                yield record
+        pool.close()
+    finally:
+        # Idle workers end on close; stop() ends those that an interrupt or an early exit left busy.
+        pool.stop()
+        pool.join()
+
+
+def _hand_over(finished: queue.SimpleQueue[tuple[Row, Future[Record]]], row: Row, future: Future[Record]) -> None:
+    finished.put((row, future))
+
+
+def _next(finished: queue.SimpleQueue[tuple[Row, Future[Record]]]) -> tuple[Row, Future[Record]]:
+    # A get() with no time limit would keep Ctrl-C waiting on some platforms.
+    while True:
+        try:
+            return finished.get(timeout=_POLL_S)
+        except queue.Empty:
+            continue
+
+
+def _record_of_future(row: Row, future: Future[Record], settings: RunSettings) -> Record | None:
+    """The record of a finished future; None if the row had no turn: the pool broke, or its worker was spent."""
+    # exception() hands over even a SystemExit of the worker's, which result() would raise in this process.
+    try:
+        error = future.exception()
+    except CancelledError:
+        return None
+    if error is None:
+        return future.result()
+    status: Status
+    if isinstance(error, BrokenProcessPool):
+        return None
+    if isinstance(error, TimeoutError):
+        status, sentence = (
+            "timed_out",
+            f"no verdict within {settings.timeout_s:g} host seconds: it hung, or its process left with status 0",
+        )
+    elif isinstance(error, ProcessExpired) and error.exitcode == SPENT:
+        return None
+    elif isinstance(error, ProcessExpired):
+        status, sentence = "crashed", f"the worker process died {manner_of_death(error.exitcode)}"
+    else:
+        status, sentence = "error", f"the worker returned no record: {type(error).__name__}: {error}"
+    return _record(row, status, sentence, settings)
+
+
+def _record(row: Row, status: Status, sentence: str, settings: RunSettings) -> Record:
+    return record_of(settings.run, row, status, sentence, specs=settings.specs)
+
+
+def _judge_row(row: Row, settings: RunSettings) -> Record:
+    from megamoe.judge.judge import judge
+
+    if DeviceLostError.met is not None:
+        # The row before has its record; this one is judged by a process that still has a device.
+        os._exit(SPENT)
+    folders = {"failures": settings.failures, "outputs": settings.outputs, "programs": settings.programs}
+    return judge(row, settings.run, specs=settings.specs, **folders)

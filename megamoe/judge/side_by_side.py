@@ -1,0 +1,110 @@
+"""Backends side by side: how far the outputs of one case lie from each other, and who stands alone.
+
+Workers leave the outputs of their rows in a folder of the run; when all rows are done, those of one case, target,
+executor and schedule are held against each other. Nothing here judges: verdicts are those of the rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from megamoe.contract import Row
+from megamoe.records.lines import Agreement, Record
+
+if TYPE_CHECKING:
+    import torch
+
+Outputs = Mapping[str, npt.NDArray[np.float64]]
+
+
+def _file(folder: Path, row: Row) -> Path:
+    return folder / f"{hashlib.sha256(repr(tuple(row)).encode()).hexdigest()}.npz"
+
+
+def leave_outputs(folder: Path, row: Row, outputs: Mapping[str, torch.Tensor]) -> None:
+    """Save the outputs of `row` as float64 arrays, which hold every value of the formats in use exactly."""
+    arrays = {name: tensor.double().cpu().numpy() for name, tensor in outputs.items()}
+    np.savez(_file(folder, row), **arrays)  # pyright: ignore[reportArgumentType]  (no output is called allow_pickle)
+
+
+def _outputs(folder: Path, row: Row) -> Outputs | None:
+    path = _file(folder, row)
+    if not path.exists():
+        return None
+    with np.load(path) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+def agreements(run: str, records: Iterable[Record], folder: Path) -> list[Agreement]:
+    """One Agreement for each case, target, executor and schedule that two or more backends have outputs for."""
+    groups: dict[tuple[str, str, str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.case, record.target, record.executor, record.schedule), []).append(record)
+    found = [_agreement(run, group, folder) for group in groups.values() if len(group) > 1]
+    return [agreement for agreement in found if agreement is not None]
+
+
+def _agreement(run: str, group: Sequence[Record], folder: Path) -> Agreement | None:
+    left = {record.backend: outputs for record in group if (outputs := _outputs(folder, record.row)) is not None}
+    if len(left) < 2:
+        return None
+    metrics: dict[str, float] = {}
+    for one, other in itertools.combinations(sorted(left), 2):
+        for name in left[one]:
+            apart = _apart(left[one][name], left[other][name])
+            metrics.update({f"{one}~{other}.{name}.{kind}": value for kind, value in apart.items()})
+    first = group[0]
+    alone = _alone(group)
+    return Agreement(
+        run=run,
+        case=first.case,
+        op=first.op,
+        target=first.target,
+        executor=first.executor,
+        schedule=first.schedule,
+        backends=tuple(sorted(left)),
+        metrics=metrics,
+        alone=alone,
+        sentence=_sentence(group, alone, metrics),
+    )
+
+
+def _apart(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> dict[str, float]:
+    """`max` and `rms` of the difference where both are finite, and `unequal`: the share of elements that differ."""
+    unequal = ~((a == b) | (np.isnan(a) & np.isnan(b)))
+    both = np.isfinite(a) & np.isfinite(b)
+    difference = np.abs(a[both] - b[both])
+    return {
+        "max": float(difference.max(initial=0.0)),
+        "rms": float(np.sqrt(np.mean(difference**2))) if difference.size else 0.0,
+        "unequal": float(unequal.mean()),
+    }
+
+
+def _alone(group: Sequence[Record]) -> str | None:
+    """The one backend whose verdict no other shares, when the others agree."""
+    passed = [record.backend for record in group if record.status == "passed"]
+    failed = [record.backend for record in group if record.status != "passed"]
+    if len(failed) == 1 and passed:
+        return failed[0]
+    if len(passed) == 1 and len(failed) > 1:
+        return passed[0]
+    return None
+
+
+def _sentence(group: Sequence[Record], alone: str | None, metrics: Mapping[str, float]) -> str:
+    if alone is None:
+        return ""
+    verdicts = ", ".join(f"{record.backend} {record.status}" for record in group)
+    widest = max((name for name in metrics if name.endswith(".max")), key=lambda name: metrics[name])
+    return (
+        f"{group[0].case} under {group[0].schedule}: {alone} stands alone ({verdicts}); the outputs lie up to "
+        f"{metrics[widest]:.3g} apart ({widest.removesuffix('.max')})"
+    )

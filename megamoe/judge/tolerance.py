@@ -1,0 +1,340 @@
+"""Whether the outputs of one case are right: verdict, metrics, the worst coordinate with both values, and a sentence.
+
+Errors are measured against the float64 oracle and normalised, so that one bar holds for every magnitude. A *row* is a
+slice along the last axis; its scale is the root mean square of the oracle's row, no less than the smallest normal
+number of the output's dtype nor than the output's `absolute_scale`. Rows that may hold anything do not count. Three
+errors are held to a bar each:
+
+* `rms`: over the tensor, of error / scale of the row. Sees a small systematic error.
+* `row`: the largest over rows, of the rms within the row. Sees a fault of a single row, head, tile or mask.
+* `max`: the largest over elements, of error / max(scale of the row, |oracle|). Sees a single wrong element.
+
+A bar is noise_ratio times the same error of the simulated reference, and no less than a floor in ulps of the dtype
+(`Floor`): the rounding errors of two legal kernels differ, and on a small tensor either may be zero by luck.
+
+What an op leaves to the kernel beyond rounding errors, its reference states for the outputs seen (`Latitude`): outputs
+of codes are held to the interval of each element, exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Protocol
+
+import torch
+
+from megamoe.judge.arena import is_poison
+from megamoe.judge.error_map import describe
+from megamoe.ops import Codes, Latitude
+
+if TYPE_CHECKING:
+    from megamoe.contract import Case
+
+Tensors = Mapping[str, torch.Tensor]
+ERRORS: Final = ("rms", "row", "max")
+
+
+class Bars(Protocol):
+    """The part of a spec's tolerance that a comparison needs."""
+
+    @property
+    def cosine(self) -> float:
+        """Least cosine similarity of a published cell."""
+        ...
+
+    @property
+    def noise_ratio(self) -> float:
+        """How many times the simulated reference's own error an output may have."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Least bars of one dtype, in ulps (torch.finfo.eps) of the scale.
+
+    `rms` is that of a tensor of many rows. The rounding of a few intermediates moves a whole row at once, so that
+    few rows average badly: the floor of n rows is sqrt(rms^2 + row^2 * ROW_EXCESS / n), and no more than `row`.
+    """
+
+    rms: float
+    row: float
+    max: float
+
+
+# A 16-bit output is the rounding of a sum of products of which one operand was rounded to the same dtype; both are off
+# by at most half an ulp, so that a row may be off by one ulp and an element that cancels by more. Over many rows the
+# two roundings have an rms of 0.3 ulp. An fp32 output has been through accumulations in an order that nobody
+# prescribes, truncated rather than rounded in tensor cores (facts.md 7.1), and approximate functions of 2
+# ulps.
+FLOORS: Final[Mapping[torch.dtype, Floor]] = {
+    torch.bfloat16: Floor(rms=0.5, row=1.0, max=2.5),
+    torch.float16: Floor(rms=0.5, row=1.0, max=2.5),
+    torch.float32: Floor(rms=64.0, row=64.0, max=64.0),
+}
+ROW_EXCESS: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The coordinate that speaks for a failure; values as float64 of what was stored and what the oracle says."""
+
+    tensor: str
+    coordinate: tuple[tuple[str, int], ...]
+    seen: float
+    expected: float
+
+    def __str__(self) -> str:
+        place = ", ".join(f"{axis}={index}" for axis, index in self.coordinate)
+        return f"{place}: seen {self.seen:.6g}, expected {self.expected:.6g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Verdict of one case. `metrics` has TENSOR.rms, .row, .max and their `.bar`, and TENSOR.cosine; floats only.
+
+    `sentence` is empty if and only if `passed`; `worst` is of the tensor that the sentence speaks of.
+    """
+
+    passed: bool
+    metrics: dict[str, float]
+    sentence: str
+    worst: Worst | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """One output with what it is held against, all of one shape. `settled`: the oracle after the kernel's choices.
+
+    `held` (bool, all axes of the output but the last): which of its rows the tensors have, one after another; None if
+    they have all of them and its shape. `axes` are those of the output.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    actual: torch.Tensor
+    oracle: torch.Tensor
+    simulated: torch.Tensor
+    absolute_scale: float
+    settled: torch.Tensor | None
+    held: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    metrics: dict[str, float]
+    complaint: str = ""
+    worst: Worst | None = None
+
+
+def compare(
+    case: Case,
+    actual: Tensors,
+    oracle: Tensors,
+    simulated: Tensors,
+    tolerance: Bars,
+    published: bool,
+    *,
+    axes: Mapping[str, Sequence[str]] | None = None,
+    absolute_scale: Mapping[str, float] | None = None,
+    free: Tensors | None = None,
+    latitude: Latitude | None = None,
+) -> Comparison:
+    """Holds every output of `case` to the oracle (float64) and to the simulated reference (the output's dtype).
+
+    `published` adds the cosine bar. `axes` names the axes of each output (the spec's shape), `absolute_scale` the
+    outputs whose error counts in absolute terms (`Reference.ABSOLUTE_SCALE`). `free` (bool) marks elements that may
+    hold anything. Wrong, missing or empty outputs are a failed comparison, never an exception.
+    """
+    metrics: dict[str, float] = {}
+    failures: list[tuple[str, Worst | None]] = []
+    given = latitude or Latitude()
+    for name in sorted({*oracle, *actual}):
+        missing = _missing(name, actual, oracle, simulated, name in given.codes)
+        if missing:
+            failures.append((f"tensor {name}: {missing}", None))
+            continue
+        named = _axis_names((axes or {}).get(name, ()), actual[name].dim())
+        least_scale = (absolute_scale or {}).get(name, 0.0)
+        anything = (free or {}).get(name)
+        seen = _without_free(actual[name], simulated[name], anything)
+        whole = _Output(name, named, seen, oracle[name], simulated[name], least_scale, given.oracle.get(name))
+        codes = given.codes.get(name)
+        verdict = _judge_codes(name, codes) if codes else _judge(_held_rows(whole, anything), tolerance, published)
+        metrics.update({f"{name}.{metric}": value for metric, value in verdict.metrics.items()})
+        if verdict.complaint:
+            failures.append((f"tensor {name}: {verdict.complaint}", verdict.worst))
+    if not oracle:
+        failures.append(("the reference has no output, so nothing was compared", None))
+    sentence = f"{case.id}: " + "; ".join(complaint for complaint, _ in failures) if failures else ""
+    worst = next((found for _, found in failures if found), None)
+    return Comparison(not failures, metrics, sentence, worst)
+
+
+def _axis_names(given: Sequence[str], dims: int) -> tuple[str, ...]:
+    return tuple(given) if len(given) == dims else tuple(f"axis{i}" for i in range(dims))
+
+
+def _without_free(actual: torch.Tensor, simulated: torch.Tensor, free: torch.Tensor | None) -> torch.Tensor:
+    return actual if free is None else torch.where(free.to(actual.device), simulated.to(actual.device), actual)
+
+
+def _missing(name: str, actual: Tensors, oracle: Tensors, simulated: Tensors, codes: bool) -> str:
+    if name not in actual:
+        return "the kernel's outputs do not have it"
+    if name not in oracle or name not in simulated:
+        return "the reference does not have it, so it cannot be judged"
+    seen, wanted = actual[name], simulated[name]
+    if seen.shape != wanted.shape or oracle[name].shape != wanted.shape:
+        return f"shape {tuple(seen.shape)}; the reference has {tuple(wanted.shape)}"
+    if seen.dtype != wanted.dtype:
+        return f"dtype {seen.dtype}; the reference has {wanted.dtype}"
+    if seen.dtype not in FLOORS and not codes:
+        return f"dtype {seen.dtype} has no floor; known are {', '.join(str(dtype) for dtype in FLOORS)}"
+    return "" if seen.numel() else f"zero elements compared, shape {tuple(seen.shape)}"
+
+
+def _judge_codes(name: str, codes: Codes) -> _Verdict:
+    wrong = ~((codes.seen >= codes.lowest) & (codes.seen <= codes.highest))
+    middle = (codes.lowest + codes.highest) / 2
+    metrics = {
+        "wrong": float(wrong.sum()),
+        "undecided": float((codes.lowest != codes.highest).sum()),
+        "share.wrong": float(wrong.double().mean()) if wrong.numel() else 0.0,
+    }
+    if not wrong.any():
+        return _Verdict(metrics)
+    weight = torch.where(torch.isnan(codes.seen), math.inf, (codes.seen - middle).abs()) * wrong
+    weight = torch.where(torch.isnan(weight), 0.0, weight)
+    row, *inside = (int(i) for i in torch.unravel_index(weight.argmax(), weight.shape))
+    at = (row, *inside)
+    coordinate = tuple(zip(codes.axes, (int(codes.rows[row]), *inside), strict=True))
+    worst = Worst(name, coordinate, float(codes.seen[at]), float(middle[at]))
+    allowed = f"{float(codes.lowest[at]):g}" + (
+        f" to {float(codes.highest[at]):g}" if codes.lowest[at] != codes.highest[at] else ""
+    )
+    place = ", ".join(f"{axis}={index}" for axis, index in coordinate)
+    where = describe(wrong, wrong.double(), ("route", *codes.axes[1:]))
+    return _Verdict(metrics, f"{where}; worst at {place}: seen {worst.seen:g}, correct is {allowed}", worst)
+
+
+def _held_rows(whole: _Output, free: torch.Tensor | None) -> _Output:
+    """The rows of which anything is expected. The others, of expert rows perhaps 127 of 128, have no error, so that any
+    number of them would hide that of the rest, and take most of the time."""
+    held = None if free is None else ~free.to(whole.actual.device).all(dim=-1)
+    if held is None or bool(held.all()):
+        return whole
+    actual, oracle, simulated = (part[held.to(part.device)] for part in (whole.actual, whole.oracle, whole.simulated))
+    settled = None if whole.settled is None else whole.settled[held.to(whole.settled.device)]
+    return replace(whole, actual=actual, oracle=oracle, simulated=simulated, settled=settled, held=held)
+
+
+def _in_place(output: _Output, part: torch.Tensor) -> torch.Tensor:
+    """`part`, of the rows that are held, in the shape of the output; 0 elsewhere."""
+    if output.held is None:
+        return part
+    whole = part.new_zeros((*output.held.shape, part.shape[-1]))
+    whole[output.held] = part
+    return whole
+
+
+def _judge(output: _Output, tolerance: Bars, published: bool) -> _Verdict:
+    actual, oracle = output.actual.double(), output.oracle.double().to(output.actual.device)
+    own = (output.simulated.double().to(oracle.device) - oracle).abs()
+    if output.settled is not None:
+        oracle = output.settled.double().to(oracle.device)
+    rounded = oracle.to(output.actual.dtype).double()
+    misplaced = _misplaced(actual, rounded)
+    if misplaced.any():
+        worst = _worst(output, misplaced.double(), actual, oracle)
+        return _Verdict({}, f"{_nonfinite(output, misplaced)}; first at {worst}", worst)
+    counted = torch.isfinite(rounded)
+    error = torch.where(counted, actual - oracle, 0.0).abs()
+    own = torch.where(counted & torch.isfinite(own), own, 0.0)
+    scale = _row_scale(torch.where(counted, oracle, 0.0), output)
+    element_scale = torch.maximum(torch.where(counted, oracle, 0.0).abs(), scale)
+    seen, noise = (_errors(one, scale, element_scale) for one in (error, own))
+    floors = _floors(output)
+    bars = {name: max(tolerance.noise_ratio * noise[name], floors[name]) for name in ERRORS}
+    cosine = _cosine(torch.where(counted, actual, 0.0), torch.where(counted, oracle, 0.0))
+    metrics = {**seen, **{f"{name}.bar": bar for name, bar in bars.items()}, "cosine": cosine}
+    over = [name for name in ERRORS if not seen[name] <= bars[name]]
+    low = published and not cosine >= tolerance.cosine
+    if not over and not low:
+        return _Verdict(metrics)
+    complaints = [_over(name, seen[name], bars[name], noise[name], tolerance, floors[name]) for name in over]
+    if low:
+        simulated = output.simulated.double().to(oracle.device)
+        own_cosine = _cosine(torch.where(counted, simulated, 0.0), torch.where(counted, oracle, 0.0))
+        attained = f"the simulated reference has {own_cosine:.9f}"
+        complaints.append(f"cosine {cosine:.9f} is below the published {tolerance.cosine} ({attained})")
+    weight = error / element_scale
+    worst = _worst(output, weight, actual, oracle)
+    weight = _in_place(output, weight)
+    where = describe(weight > floors["max"] / 2, weight, output.axes)
+    return _Verdict(metrics, f"{', '.join(complaints)}; worst at {worst}; {where}", worst)
+
+
+def _misplaced(actual: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    # Infinities compare equal to themselves, sign included; NaN to nothing.
+    nan_differs = torch.isnan(actual) != torch.isnan(rounded)
+    infinite = torch.isinf(actual) | torch.isinf(rounded)
+    return nan_differs | (infinite & (actual != rounded) & ~torch.isnan(actual) & ~torch.isnan(rounded))
+
+
+def _nonfinite(output: _Output, misplaced: torch.Tensor) -> str:
+    unwritten = int(is_poison(output.actual).sum())
+    misplaced = _in_place(output, misplaced)
+    where = describe(misplaced, misplaced.double(), output.axes)
+    never = f", {unwritten} were never written" if unwritten else ""
+    return f"NaN or infinity where the oracle has none, or none where it has: {where}{never}"
+
+
+def _row_scale(oracle: torch.Tensor, output: _Output) -> torch.Tensor:
+    least = max(output.absolute_scale, torch.finfo(output.actual.dtype).tiny)
+    square = oracle.square() if oracle.dim() == 0 else oracle.square().mean(dim=-1, keepdim=True)
+    return square.sqrt().clamp(min=least)
+
+
+def _errors(error: torch.Tensor, scale: torch.Tensor, element_scale: torch.Tensor) -> dict[str, float]:
+    if not error.numel():
+        return dict.fromkeys(ERRORS, 0.0)
+    relative = (error / scale).square()
+    row = relative if relative.dim() == 0 else relative.mean(dim=-1)
+    return {
+        "rms": math.sqrt(float(row.mean())),
+        "row": math.sqrt(float(row.max())),
+        "max": float((error / element_scale).max()),
+    }
+
+
+def _floors(output: _Output) -> dict[str, float]:
+    floor, ulp = FLOORS[output.actual.dtype], torch.finfo(output.actual.dtype).eps
+    rows = max(1, output.actual.numel() // (output.actual.shape[-1] or 1 if output.actual.dim() else 1))
+    rms = min(floor.row, math.hypot(floor.rms, floor.row * math.sqrt(ROW_EXCESS / rows)))
+    return {"rms": rms * ulp, "row": floor.row * ulp, "max": floor.max * ulp}
+
+
+def _cosine(actual: torch.Tensor, oracle: torch.Tensor) -> float:
+    if not actual.numel():
+        return 1.0
+    # Dividing by the largest magnitude first keeps the squares of subnormal outputs from vanishing.
+    a, b = (x / x.abs().max().clamp(min=torch.finfo(torch.float64).tiny) for x in (actual, oracle))
+    lengths = float(a.norm() * b.norm())
+    if lengths == 0.0:
+        return float(bool((actual == oracle).all()))
+    return float((a * b).sum()) / lengths
+
+
+def _over(name: str, seen: float, bar: float, noise: float, tolerance: Bars, floor: float) -> str:
+    origin = "the floor of the dtype" if bar == floor else f"{tolerance.noise_ratio:g} x the simulated reference's"
+    return f"{name} error {seen:.3g} is above {bar:.3g} ({origin}; simulated has {noise:.3g})"
+
+
+def _worst(output: _Output, weight: torch.Tensor, actual: torch.Tensor, oracle: torch.Tensor) -> Worst:
+    index = torch.unravel_index(weight.argmax(), weight.shape) if weight.dim() else ()
+    at = tuple(int(i) for i in index)
+    place = at if output.held is None else (*output.held.nonzero()[at[0]].tolist(), *at[1:])
+    coordinate = tuple(zip(output.axes, place, strict=True))
+    return Worst(output.name, coordinate, float(actual[at]), float(oracle[at]))

@@ -1,0 +1,1 @@
+"""FMHA forward: reference and inputs."""

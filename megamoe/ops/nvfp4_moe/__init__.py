@@ -1,0 +1,1 @@
+"""NVFP4 MoE: reference, inputs, expert loads."""

@@ -1,0 +1,225 @@
+"""NVFP4 MoE: y = sum over a token's experts of weight * W2 requantise(swiglu(W1 x)), and its stages by themselves.
+
+The contract, stage by stage. Rows of experts are laid out as megamoe.codec.routing says.
+
+* l1: gate and up are products of codes and block scales accumulated in fp32, times x_gs and w1_gs; h = silu(gate) * up
+  in fp32, after min(gate, clamp) and max(-clamp, min(up, clamp)) if there is a clamp; times the top-k weight if
+  `weight` is "before". h is requantised at once.
+* requantise: h in blocks of 16 to e2m1 codes and e4m3 scales under a2_gs of the expert: sf = e4m3(max|block| / 6 /
+  a2_gs), code = e2m1(h / (sf * a2_gs)), to nearest even and saturating; codes are 0 where sf is 0.
+* l2: codes and block scales accumulated in fp32, times a2_gs and w2_gs, rounded to bf16: one row a route.
+* combine: the rows of a token summed in fp32 in ascending k, each times its top-k weight if `weight` is "after"; bf16.
+  A token without a route on this rank has y = 0.
+
+Padding rows of a2_codes, a2_sf, h and rows mean nothing: a kernel may leave them, or write anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from megamoe.codec.layout import swizzle_scales, unswizzle_scales
+from megamoe.codec.nvfp4 import (
+    SF_VEC_SIZE,
+    decode_e2m1,
+    decode_e4m3,
+    dequantise,
+    pack,
+    unpack,
+)
+from megamoe.codec.routing import Routing, expert_rows, routing
+from megamoe.ops import Codes, Latitude
+from megamoe.ops.nvfp4_moe.inputs import INPUTS, make_inputs
+from megamoe.ops.nvfp4_moe.loads import draw_topk_ids
+from megamoe.ops.nvfp4_moe.sample import sample_tokens
+from megamoe.ops.nvfp4_moe.settle import settled
+from megamoe.ops.nvfp4_moe.stages import (
+    Activation,
+    Requantised,
+    activation,
+    combine,
+    l2,
+    requantise,
+)
+from megamoe.ops.nvfp4_moe.steps import choices, code_interval, scale_interval
+
+if TYPE_CHECKING:
+    from megamoe.contract import Case
+    from megamoe.ops import Sample
+
+__all__ = [
+    "ABSOLUTE_SCALE",
+    "MATRIX_RATES",
+    "free",
+    "latitude",
+    "make_inputs",
+    "minimum_bytes",
+    "oracle",
+    "sample",
+    "simulated",
+    "useful_flops",
+]
+
+ABSOLUTE_SCALE: Final[Mapping[str, float]] = {}
+# tcgen05.mma.kind::mxf4nvf4 does four times the products of kind::f16 (K 64 against 16 an instruction of one shape, PTX
+# ISA, tcgen05.mma); wgmma of sm_90a has no such kind, and a block scale is exact in bf16 only.
+MATRIX_RATES: Final[Mapping[str, float]] = {"sm_100a": 4.0}
+Inputs = Mapping[str, torch.Tensor]
+
+
+def oracle(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """The stage's outputs in float64, but for the contract's requantisation; a2_codes and a2_sf uint8."""
+    return _outputs(case, inputs, torch.float64)
+
+
+def simulated(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """The stage's outputs in their own dtypes: fp32 accumulation, bf16 rows, fp32 sums.
+
+    The requantised activations are those of the oracle, so that a code that fp32 rounds to the other side of a step
+    does not count as noise: `latitude` is for those. ValueError as for fmha if fp32 products are lowered.
+    """
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest":
+        raise ValueError(
+            f"{case.id}: torch's float32 matmul precision is {precision!r}; the simulated reference needs "
+            "'highest' (torch.set_float32_matmul_precision)"
+        )
+    return _outputs(case, inputs, torch.float32)
+
+
+def _outputs(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    routes, stage = routing(case, inputs["topk_ids"]), case["stage"]
+    if stage in ("l1", "requantise"):
+        return _a2_tensors(case, routes, _nominal(case, inputs, routes)[1])
+    rounded = torch.bfloat16 if dtype == torch.float32 else dtype
+    if stage == "combine":
+        return {"y": combine(case, routes, inputs["rows"][routes.row].to(dtype), inputs["topk_weights"]).to(rounded)}
+    rows = l2(case, inputs, routes, _a2_values(case, inputs, routes, dtype), dtype).to(rounded)
+    if stage == "l2":
+        return {"rows": _scattered(routes, rows, torch.zeros(routes.capacity, rows.shape[1], dtype=rounded))}
+    return {"y": combine(case, routes, rows.to(dtype), inputs["topk_weights"]).to(rounded)}
+
+
+def _nominal(case: Case, inputs: Inputs, routes: Routing) -> tuple[Activation, Requantised]:
+    """What is requantised and what that gives, of the stages that do it."""
+    if case["stage"] == "requantise":
+        h = inputs["h"][routes.row].double()
+        given = Activation(h, torch.zeros_like(h))
+    else:
+        given = activation(case, inputs, routes)
+    return given, requantise(given.h, inputs["a2_gs"][routes.expert])
+
+
+def _a2_values(case: Case, inputs: Inputs, routes: Routing, dtype: torch.dtype) -> torch.Tensor:
+    """[routes, intermediate]: codes times block scales, computed or given."""
+    if case["stage"] == "l2":
+        sf = unswizzle_scales(inputs["a2_sf"], routes.capacity, case.int("intermediate") // SF_VEC_SIZE)
+        return dequantise(inputs["a2_codes"][routes.row], sf[routes.row], dtype=dtype)
+    nominal = _nominal(case, inputs, routes)[1]
+    return dequantise(pack(nominal.codes), nominal.sf, dtype=dtype)
+
+
+def _a2_tensors(case: Case, routes: Routing, found: Requantised) -> dict[str, torch.Tensor]:
+    codes = _scattered(
+        routes, pack(found.codes), torch.zeros(routes.capacity, found.codes.shape[1] // 2, dtype=torch.uint8)
+    )
+    sf = _scattered(routes, found.sf, torch.zeros(routes.capacity, found.sf.shape[1], dtype=torch.uint8))
+    return {"a2_codes": codes, "a2_sf": swizzle_scales(sf)}
+
+
+def _scattered(routes: Routing, values: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    into = into.to(values.device)
+    into[routes.row] = values
+    return into
+
+
+def free(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Padding rows of the expert-row tensors that the stage writes."""
+    if case["stage"] in ("layer", "combine"):
+        return {}
+    padding = torch.ones(expert_rows(case), dtype=torch.bool, device=inputs["topk_ids"].device)
+    padding[routing(case, inputs["topk_ids"]).row] = False
+    if case["stage"] == "l2":
+        return {"rows": padding[:, None].expand(-1, case.int("hidden"))}
+    blocks = case.int("intermediate") // SF_VEC_SIZE
+    codes = padding[:, None].expand(-1, case.int("intermediate") // 2)
+    return {"a2_codes": codes, "a2_sf": swizzle_scales(padding[:, None].expand(-1, blocks).byte(), padding=1).bool()}
+
+
+def latitude(case: Case, inputs: Inputs, outputs: Inputs, expected: Inputs) -> Latitude:
+    """Codes and scales that may lie on either side of a step, and y as it is for the side that the kernel took."""
+    routes, stage = routing(case, inputs["topk_ids"]), case["stage"]
+    if stage in ("l2", "combine"):
+        return Latitude()
+    given, nominal = _nominal(case, inputs, routes)
+    gs = inputs["a2_gs"][routes.expert]
+    if stage == "layer":
+        y = settled(case, inputs, routes, choices(given, gs, nominal), outputs["y"], expected["y"])
+        return Latitude(oracle={"y": y})
+    blocks = case.int("intermediate") // SF_VEC_SIZE
+    sf = unswizzle_scales(outputs["a2_sf"], routes.capacity, blocks)[routes.row]
+    codes = unpack(outputs["a2_codes"])[routes.row]
+    usable = torch.where(sf < 0x7F, sf, nominal.sf)
+    scales, steps = scale_interval(given, gs), code_interval(given, gs, usable)
+    axes = {"a2_codes": ("expert_row", "intermediate"), "a2_sf": ("expert_row", "block")}
+    # The sign of a scale is no part of ue4m3; what has one, or is NaN, lies in no interval.
+    seen = torch.where(sf < 0x7F, decode_e4m3(sf, torch.float64), torch.nan)
+    return Latitude(
+        codes={
+            "a2_codes": Codes(
+                decode_e2m1(codes, torch.float64), steps.lowest, steps.highest, axes["a2_codes"], routes.row
+            ),
+            "a2_sf": Codes(seen, scales.lowest, scales.highest, axes["a2_sf"], routes.row),
+        }
+    )
+
+
+def sample(case: Case, inputs: Inputs, most_flops: int) -> Sample | None:
+    """Some tokens of a layer too large for its oracle; a stage by itself is small enough."""
+    return sample_tokens(case, inputs, most_flops / useful_flops(case)) if case["stage"] == "layer" else None
+
+
+def useful_flops(case: Case) -> int:
+    """Multiplications and additions of the products of routed tokens, and of the combine; nothing for padding."""
+    routes = int((draw_topk_ids(case) >= 0).sum())
+    hidden, intermediate = case.int("hidden"), case.int("intermediate")
+    # A SwiGLU and a requantisation are a few operations an element: 8 stands for them.
+    each = {
+        "l1": 4 * hidden * intermediate + 8 * intermediate,
+        "requantise": 8 * intermediate,
+        "l2": 2 * hidden * intermediate,
+        "combine": 2 * hidden,
+    }
+    stage = str(case["stage"])
+    return routes * (each["l1"] + each["l2"] + each["combine"] if stage == "layer" else each[stage])
+
+
+def minimum_bytes(case: Case) -> int:
+    """Bytes of the tokens that have a route, the experts that have one, and the outputs: each moved once."""
+    routes = routing(case, ids := draw_topk_ids(case))
+    hidden, intermediate, stage = case.int("hidden"), case.int("intermediate"), str(case["stage"])
+    tokens, experts, rows = len(routes.token.unique()), len(routes.expert.unique()), len(routes.row)
+    quantised = {
+        "x_codes": tokens * hidden,
+        "w1_codes": 2 * experts * hidden * intermediate,
+        "w2_codes": experts * hidden * intermediate,
+        "a2_codes": rows * intermediate,
+    }
+    plain = {"h": 4 * rows * intermediate, "rows": 2 * rows * hidden, "y": 2 * case.int("tokens") * hidden}
+    plain |= {"topk_ids": 4 * ids.numel(), "topk_weights": 4 * ids.numel()}
+    moved = {*INPUTS[stage], *_OUTPUTS[stage]}
+    numbers = sum(count for name, count in quantised.items() if name in moved)
+    return math.ceil(numbers * (0.5 + 1 / SF_VEC_SIZE)) + sum(size for name, size in plain.items() if name in moved)
+
+
+_OUTPUTS: Final = {
+    "layer": ("y",),
+    "l1": ("a2_codes", "a2_sf"),
+    "requantise": ("a2_codes", "a2_sf"),
+    "l2": ("rows",),
+    "combine": ("y",),
+}

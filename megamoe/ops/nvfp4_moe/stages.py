@@ -1,0 +1,129 @@
+"""The stages of NVFP4 MoE in float64, one expert at a time, with the contract's requantisation between them.
+
+`Activation.h` is what a kernel requantises, `slack` how far its fp32 may be from it. Requantisation is a step function:
+an h within `slack` of a step has two correct codes, and so has a block scale whose largest h is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from megamoe.codec.layout import deinterleave, unswizzle_scales
+from megamoe.codec.nvfp4 import SF_VEC_SIZE, dequantise, quantise
+from megamoe.codec.routing import Routing
+
+if TYPE_CHECKING:
+    from megamoe.contract import Case
+
+Inputs = Mapping[str, torch.Tensor]
+
+ULP: Final = 2.0**-23
+# One tcgen05.mma takes K = 64 (facts.md 2.1), and its sum may be truncated, not rounded, to fp32.
+K_PER_MMA: Final = 64
+# exp and reciprocal, products with global scales and weights: 8 ulps, and exp2 of a rounded product of g.
+SWIGLU_ULPS: Final = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """float64 [routes, intermediate] each: what is requantised, and the error that fp32 may have made."""
+
+    h: torch.Tensor
+    slack: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Requantised:
+    """uint8 codes [routes, intermediate] (not packed) and block scales [routes, intermediate / 16]."""
+
+    codes: torch.Tensor
+    sf: torch.Tensor
+
+
+def activation(case: Case, inputs: Inputs, routes: Routing) -> Activation:
+    """The SwiGLU output of each route, times its top-k weight if that comes before the requantisation."""
+    shape = (len(routes.row), case.int("intermediate"))
+    h, slack = (torch.empty(shape, dtype=torch.float64, device=routes.row.device) for _ in range(2))
+    x_sf = unswizzle_scales(inputs["x_sf"], case.int("tokens"), case.int("hidden") // SF_VEC_SIZE)
+    for expert, here in routes.experts():
+        token = routes.token[here]
+        x = dequantise(inputs["x_codes"][token], x_sf[token], dtype=torch.float64)
+        w1 = _weights(inputs, "w1", expert, 2 * case.int("intermediate"), case.int("hidden"))
+        scale = inputs["x_gs"][token].double()[:, None] * inputs["w1_gs"][expert].double()
+        gate, up = deinterleave((x @ w1.mT * scale).mT, case.int("interleave"))
+        norm = x.norm(dim=1, keepdim=True) * w1.norm(dim=1) * scale
+        gate_slack, up_slack = deinterleave(norm.mT, case.int("interleave"))
+        error = ULP * (2.0 + case.int("hidden") / K_PER_MMA / 2.0)
+        h[here], slack[here] = swiglu(case, gate.mT, up.mT, gate_slack.mT * error, up_slack.mT * error)
+    if case["weight"] == "before":
+        weight = inputs["topk_weights"][routes.token, routes.choice].double()[:, None]
+        h, slack = h * weight, slack * weight.abs()
+    return Activation(h, slack)
+
+
+def swiglu(
+    case: Case, gate: torch.Tensor, up: torch.Tensor, gate_slack: torch.Tensor, up_slack: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu(gate) * up and its slack; with a clamp c, gate is at most c and up between -c and c."""
+    clamp = case["clamp"]
+    if clamp is not None:
+        limit = float(clamp)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    silu = gate * gate.sigmoid()
+    h = silu * up
+    # The slope of silu is at most 1.1.
+    slack = 1.1 * gate_slack * (up.abs() + up_slack) + silu.abs() * up_slack
+    return h, slack + h.abs() * ULP * (SWIGLU_ULPS + gate.abs())
+
+
+def requantise(h: torch.Tensor, gs: torch.Tensor) -> Requantised:
+    """h [routes, intermediate] under gs [routes], as `megamoe.codec.nvfp4.quantise` does it."""
+    packed, sf = quantise(h.float(), gs)
+    return Requantised(torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2), sf)
+
+
+def l2(case: Case, inputs: Inputs, routes: Routing, a2: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[routes, hidden] of `dtype`: activations a2 [routes, intermediate] (with their global scale) through W2."""
+    rows = torch.empty(len(a2), case.int("hidden"), dtype=dtype, device=a2.device)
+    for expert, here in routes.experts():
+        w2 = _weights(inputs, "w2", expert, case.int("hidden"), case.int("intermediate"), dtype)
+        scale = (inputs["a2_gs"][expert] * inputs["w2_gs"][expert]) if dtype == torch.float32 else _gs2(inputs, expert)
+        rows[here] = a2[here].to(dtype) @ w2.mT * scale
+    return rows
+
+
+def _gs2(inputs: Inputs, expert: int) -> torch.Tensor:
+    return inputs["a2_gs"][expert].double() * inputs["w2_gs"][expert].double()
+
+
+def combine(case: Case, routes: Routing, rows: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    """[tokens, hidden] of the dtype of `rows` [routes, hidden]: their sum in ascending k, weighted if it is after."""
+    y = torch.zeros(case.int("tokens"), rows.shape[1], dtype=rows.dtype, device=rows.device)
+    for k in range(case.int("topk")):
+        entry = (routes.choice == k).nonzero().flatten()
+        token = routes.token[entry]
+        weight = topk_weights[token, k].to(rows.dtype)[:, None] if case["weight"] == "after" else 1.0
+        y[token] += rows[entry] * weight
+    return y
+
+
+def _weights(
+    inputs: Inputs, name: str, expert: int, rows: int, k: int, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """[rows, k]: codes times block scales of one expert, without the global scale; exact in `dtype`."""
+    sf = unswizzle_scales(inputs[f"{name}_sf"][expert], rows, k // SF_VEC_SIZE)
+    return dequantise(inputs[f"{name}_codes"][expert], sf, dtype=dtype)
+
+
+def weight_columns(case: Case, inputs: Inputs, expert: int, column: torch.Tensor) -> torch.Tensor:
+    """float64 [columns, hidden]: columns of one expert's W2, global scales of it and of its activations included."""
+    hidden, blocks = case.int("hidden"), case.int("intermediate") // SF_VEC_SIZE
+    sf = unswizzle_scales(inputs["w2_sf"][expert], hidden, blocks)
+    needed, place = (column // SF_VEC_SIZE).unique(return_inverse=True)
+    codes = inputs["w2_codes"][expert].view(hidden, blocks, SF_VEC_SIZE // 2)[:, needed]
+    values = dequantise(codes.flatten(1), sf[:, needed], dtype=torch.float64)
+    return values[:, place * SF_VEC_SIZE + column % SF_VEC_SIZE].mT * _gs2(inputs, expert)

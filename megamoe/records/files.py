@@ -1,0 +1,209 @@
+"""A record file: written so that a kill at any instant leaves whole lines and at most one torn last one.
+
+A line is one write(), but Linux ends a write() of a killed process at a page boundary (seen on ext4), so a last line
+may lack its end: it is reported and ignored on reading. A file has one writer at a time, which a lock ensures, so that
+a torn line can only be the last.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, cast, get_args
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from megamoe.records.lines import (
+    SCHEMA_VERSION,
+    UPGRADES,
+    Acceptance,
+    Agreement,
+    AnyLine,
+    Figures,
+    Record,
+    RecordError,
+    RunHeader,
+    Timing,
+    shortened,
+)
+
+_KINDS = ", ".join(model.model_fields["kind"].default for model in get_args(AnyLine))
+_THIS_VERSION = f'{{"schema_version":{SCHEMA_VERSION},'.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFile:
+    """The content of a record file. `torn` is a sentence about a torn last line, None when there is none."""
+
+    path: Path
+    lines: tuple[AnyLine, ...]
+    torn: str | None
+
+    @property
+    def headers(self) -> tuple[RunHeader, ...]:
+        """The runs whose lines the file holds."""
+        return tuple(line for line in self.lines if isinstance(line, RunHeader))
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """The verdicts."""
+        return tuple(line for line in self.lines if isinstance(line, Record))
+
+    @property
+    def agreements(self) -> tuple[Agreement, ...]:
+        """What holds backends against each other."""
+        return tuple(line for line in self.lines if isinstance(line, Agreement))
+
+    @property
+    def timings(self) -> tuple[Timing, ...]:
+        """The device times."""
+        return tuple(line for line in self.lines if isinstance(line, Timing))
+
+    @property
+    def figures(self) -> tuple[Figures, ...]:
+        """The compiler's figures."""
+        return tuple(line for line in self.lines if isinstance(line, Figures))
+
+    @property
+    def acceptances(self) -> tuple[Acceptance, ...]:
+        """Why lines of a baseline are what they are."""
+        return tuple(line for line in self.lines if isinstance(line, Acceptance))
+
+
+class RecordWriter:
+    """Appends lines to a record file, each by one write() to a descriptor opened with O_APPEND, then fsync.
+
+    Raises RecordError when the file cannot be opened, has another writer, already ends in a torn line, or takes less
+    than a whole line, and for a line that could not be read again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._take_over(path)
+        except OSError as error:
+            raise RecordError(f"cannot write records to {path}: {error.strerror}") from error
+
+    def _take_over(self, path: Path) -> None:
+        refusal = None
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+                refusal = f"{path} ends in a torn line that a killed run left; give another output file"
+        except BlockingIOError:
+            refusal = f"{path} is being written by another run; give another output file"
+        if refusal:
+            os.close(self._descriptor)
+            raise RecordError(refusal)
+
+    def append(self, line: AnyLine) -> None:
+        """Appends one line and forces it to the disk."""
+        data = line.model_dump_json().encode() + b"\n"
+        try:
+            _LINE.validate_json(data)
+        except ValidationError as error:
+            raise RecordError(f"a line of kind {line.kind} is not written to {self.path}{_complaint(error)}") from None
+        try:
+            written = os.write(self._descriptor, data)
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise RecordError(f"cannot append to {self.path}: {error.strerror}") from error
+        if written != len(data):
+            raise RecordError(f"{self.path} took {written} of a line's {len(data)} bytes: the disk is probably full")
+
+    def close(self) -> None:
+        """Closes the descriptor; every line appended so far is on the disk already."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_LINE: TypeAdapter[AnyLine] = TypeAdapter(Annotated[AnyLine, Field(discriminator="kind")])
+
+
+def read_records(path: Path) -> RecordFile:
+    """Reads a record file; a torn last line is reported, any other bad line raises RecordError with its number."""
+    try:
+        if path.is_char_device():
+            raise RecordError(f"cannot read records from {path}: it is a device, which may never end")
+        if path.is_fifo():
+            raise RecordError(f"cannot read records from {path}: it is a pipe, to which nobody may ever write")
+        data = path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"cannot read records from {path}: {error.strerror}") from error
+    return parse_records(path, data)
+
+
+def parse_records(path: Path, data: bytes) -> RecordFile:
+    """As read_records, of bytes that are at hand already; `path` is what messages call them."""
+    *whole, tail = data.split(b"\n")
+    torn = None
+    if tail:
+        torn = f"{path}, line {len(whole) + 1} is torn ({len(tail)} bytes without a newline) and was ignored"
+    return RecordFile(path, tuple(_parse_line(path, number, text) for number, text in enumerate(whole, 1)), torn)
+
+
+class _VersionError(ValueError):
+    """A line of a version that is not read here; the text is what follows the number of the line."""
+
+
+def _parse_line(path: Path, number: int, text: bytes) -> AnyLine:
+    try:
+        return _LINE.validate_json(text if text.startswith(_THIS_VERSION) else _upgraded(text))
+    except ValueError as error:
+        raise RecordError(f"{path}, line {number}{_complaint(error)}") from None
+
+
+def _upgraded(text: bytes) -> bytes:
+    """The line in this version's form; what is no object is left for validation to refuse."""
+    try:
+        line: object = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(line, dict):
+        return text
+    known = cast("dict[str, object]", line)
+    while (version := _version(known)) != SCHEMA_VERSION:
+        known = UPGRADES[version](known)
+    return json.dumps(known).encode()
+
+
+def _version(line: dict[str, object]) -> int:
+    """The version of a line that can be read here. What a line of another one is, not even its kind, nobody knows."""
+    readable = f"this megamoe reads {' and '.join(f'schema {one}' for one in (*UPGRADES, SCHEMA_VERSION))}"
+    if "schema_version" not in line:
+        raise _VersionError(f": it has no schema_version; {readable}")
+    version = line["schema_version"]
+    if type(version) is int and (version == SCHEMA_VERSION or version in UPGRADES):
+        return version
+    newer = type(version) is int and version > SCHEMA_VERSION
+    why = "is newer, so read it with a newer megamoe" if newer else "is unknown"
+    raise _VersionError(f", key schema_version: {shortened(json.dumps(version))} {why}; {readable}")
+
+
+def _complaint(error: ValueError) -> str:
+    if isinstance(error, _VersionError):
+        return str(error)
+    if not isinstance(error, ValidationError):
+        return f": not JSON: {error}"
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    key = f", key {shortened(where if where.isprintable() else repr(where))}" if where else ""
+    message = first["msg"]
+    if first["type"] == "union_tag_not_found":
+        message = f"it has no kind; the kinds are {_KINDS}"
+    elif first["type"] == "union_tag_invalid":
+        message = f"its kind is {shortened(repr(first.get('ctx', {})['tag']))}; the kinds are {_KINDS}"
+    return f"{key}: not a record of schema {SCHEMA_VERSION}: {message}"

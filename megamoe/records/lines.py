@@ -1,0 +1,230 @@
+"""The lines of a record file: what a result is. megamoe.records.files writes and reads them.
+
+`kind: run` is the provenance of one run, `record` the verdict on one row, `agreement` what backends made of one case,
+`timing` the device time of one row, `figures` what the compiler says of a program, `acceptance` why a baseline changed.
+Each carries the id of its run, so that files can be concatenated. The form is versioned: `UPGRADES` brings a line of an
+older version to this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from megamoe.contract import DeviceFacts, Row, Status, Temperature
+
+SCHEMA_VERSION = 2
+MOST_CHARACTERS = 200
+"""Of a value that a message repeats; a line of a record file may hold megabytes."""
+
+
+class RecordError(Exception):
+    """A record file that cannot be read or written; the text says which file, which line and why."""
+
+
+def shortened(text: str) -> str:
+    """`text`, or its beginning and how long it is."""
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}… ({len(text)} characters)"
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    schema_version: Literal[2] = SCHEMA_VERSION
+    run: str
+
+
+class RunHeader(_Line):
+    """Where a run's records come from. `started` is UTC, ISO 8601; versions are None for what is not installed.
+
+    `device` is None where no row ran on an accelerator. `software` has the versions of peers and compilers by name.
+    """
+
+    kind: Literal["run"] = "run"
+    started: str
+    selection: Mapping[str, str | tuple[str, ...]]
+    owed_rows: int
+    git_revision: str | None
+    megamoe: str
+    python: str
+    torch: str | None
+    numpy: str | None
+    platform: str
+    machine: str
+    cpu_count: int | None
+    device: DeviceFacts | None = None
+    software: Mapping[str, str] = Field(default_factory=dict)
+
+
+class Record(_Line):
+    """The verdict on one row.
+
+    `judge_host_seconds` is what the judge took on this host, comparison included, and the reference unless the row
+    before was of the same case: never a time of a GPU. None when the judge did not finish.
+    `program_sha256` is the digest of the PTX text, None when no program was built; `input_sha256` those of the inputs.
+    `metrics` come from the comparison, `counters` (0 or more) from the executor and the reference. `bundle` is the
+    folder with the evidence of a failure.
+    """
+
+    kind: Literal["record"] = "record"
+    case: str
+    op: str
+    backend: str
+    target: str
+    executor: str
+    schedule: str
+    status: Status
+    sentence: str
+    metrics: Mapping[str, float] = Field(default_factory=dict)
+    counters: Mapping[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    judge_host_seconds: float | None = Field(ge=0)
+    program_sha256: str | None = None
+    input_sha256: Mapping[str, str] = Field(default_factory=dict)
+    bundle: str | None = None
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Record:
+        if (self.status == "passed") != (self.sentence == ""):
+            sentence = shortened(repr(self.sentence))
+            raise ValueError(f"status {self.status!r} with the sentence {sentence}; only a pass has none")
+        if self.op != self.row.op:
+            raise ValueError(f"op {shortened(repr(self.op))} with the case {shortened(repr(self.case))}")
+        return self
+
+    @property
+    def row(self) -> Row:
+        """The key of this record."""
+        return Row(self.case, self.backend, self.target, self.executor, self.schedule)
+
+
+class Agreement(_Line):
+    """What two or more backends made of one case: how far their outputs lie apart, and who stands alone.
+
+    `metrics` has ONE~OTHER.TENSOR.max, .rms (absolute, where both are finite) and .unequal (share of elements). How far
+    each is from the oracle is in the metrics of its own record. `alone` is the backend whose verdict no other shares.
+    """
+
+    kind: Literal["agreement"] = "agreement"
+    case: str
+    op: str
+    target: str
+    executor: str
+    schedule: str
+    backends: tuple[str, ...]
+    metrics: Mapping[str, float]
+    alone: str | None = None
+    sentence: str = ""
+
+
+class Timing(_Line):
+    """Device time of one row at one temperature of the L2 cache: "cold" after a flush, "hot" right after itself.
+
+    `samples_us` are raw, in the order taken, microseconds a launch; a sample is the mean of `launches_per_sample`
+    launches. `rounds` gives the round of each sample: rounds of all backends of a case alternate. `discarded` counts
+    samples that were thrown away, by reason ("throttled", "under the floor"). `floor_us` is the physical floor, from
+    `floor_by`. `stopped_by` says whether the relative standard error was reached or the budget was spent.
+    Unless `status` is "passed" (the outputs of the timed replays were right), there are no samples; `method` is None
+    for a row that nothing was timed of.
+    """
+
+    kind: Literal["timing"] = "timing"
+    case: str
+    op: str
+    backend: str
+    target: str
+    executor: str
+    temperature: Temperature
+    method: Literal["graph", "events"] | None = None
+    status: Status
+    sentence: str
+    samples_us: tuple[float, ...] = ()
+    rounds: tuple[int, ...] = ()
+    launches_per_sample: int = Field(default=1, ge=1)
+    discarded: Mapping[str, int] = Field(default_factory=dict)
+    stopped_by: Literal["precision", "budget"] | None = None
+    floor_us: float | None = Field(default=None, ge=0)
+    floor_by: Literal["bytes", "flops"] | None = None
+    program_sha256: str | None = None
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Timing:
+        if (self.status == "passed") != bool(self.samples_us):
+            raise ValueError(f"status {self.status!r} with {len(self.samples_us)} samples; only a pass has a time")
+        if len(self.rounds) != len(self.samples_us):
+            raise ValueError(f"{len(self.rounds)} rounds for {len(self.samples_us)} samples")
+        if any(not 0.0 < sample < float("inf") for sample in self.samples_us):
+            raise ValueError("samples_us holds a value that is no time: not positive, or not finite")
+        return self
+
+
+class Figures(_Line):
+    """What the assembler says of a program. `kernels`: entry -> registers, spill_bytes, smem_bytes, code_bytes."""
+
+    kind: Literal["figures"] = "figures"
+    case: str
+    op: str
+    backend: str
+    target: str
+    assembler: str
+    program_sha256: str
+    cubin_sha256: str | None = None
+    kernels: Mapping[str, Mapping[str, int]]
+
+
+class Acceptance(_Line):
+    """Why a line of a baseline is what it is: a person took a change on purpose. `accepted` is UTC, ISO 8601."""
+
+    kind: Literal["acceptance"] = "acceptance"
+    row: str
+    reason: str = Field(min_length=1)
+    accepted: str
+    git_revision: str | None
+    changes: Mapping[str, str] = Field(default_factory=dict)
+
+
+def record_of(
+    run: str,
+    row: Row,
+    status: Status,
+    sentence: str,
+    host_seconds: float | None = None,
+    metrics: Mapping[str, float] | None = None,
+    counters: Mapping[str, int] | None = None,
+    program_sha256: str | None = None,
+    bundle: str | None = None,
+    input_sha256: Mapping[str, str] | None = None,
+    specs: Path | None = None,
+) -> Record:
+    """The record of `row`; a sentence about anything but a pass ends with the command that reruns the row.
+
+    `specs`: the folder of the specs that the run was given, None for those of the checkout.
+    """
+    if status != "passed":
+        sentence = f"{sentence.strip().rstrip('.')}. Rerun: {row.rerun_with(specs)}"
+    return Record(
+        run=run,
+        **row._asdict(),
+        op=row.op,
+        status=status,
+        sentence=sentence,
+        metrics=metrics or {},
+        counters=counters or {},
+        judge_host_seconds=None if host_seconds is None else round(host_seconds, 4),
+        program_sha256=program_sha256,
+        input_sha256=input_sha256 or {},
+        bundle=bundle,
+    )
+
+
+AnyLine = RunHeader | Record | Agreement | Timing | Figures | Acceptance
+
+
+def _second_version(line: dict[str, Any]) -> dict[str, Any]:
+    return {**line, "schema_version": 2}
+
+
+# Version -> what makes a line of the next one of it. The second only added kinds and fields that may be absent.
+UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _second_version}

@@ -1,0 +1,146 @@
+"""Expressions that a spec states over its axes: dimensions ("hidden // 2"), constraints ("heads % kv_heads == 0").
+
+Integers, axis names, null, true, false; + - * // %; comparisons; and, or, not; parentheses. Read by Python's parser,
+walked here: nothing is ever executed.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from megamoe.contract import AxisValue
+from megamoe.spec.error import nearest
+
+Term = int | bool | None
+
+MAX_LENGTH = 160
+_ALLOWED = re.compile(r"[A-Za-z0-9_ ()+\-*/%<>=!]+")
+_GLUED = re.compile(r"\b[0-9]+[A-Za-z_]")
+_CONSTANTS: dict[str, Term] = {"null": None, "true": True, "false": False}
+_ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_ORDER: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+
+
+class ExpressionError(ValueError):
+    """A sentence: what in the expression cannot be read, or cannot be computed for these values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A parsed expression. `names` are the axes that it speaks of."""
+
+    text: str
+    names: frozenset[str]
+    body: ast.expr
+
+    @property
+    def is_condition(self) -> bool:
+        """Whether it can only be true or false."""
+        negated = isinstance(self.body, ast.UnaryOp) and isinstance(self.body.op, ast.Not)
+        return negated or isinstance(self.body, ast.Compare | ast.BoolOp)
+
+    def value(self, axes: Mapping[str, AxisValue]) -> Term:
+        """Its value at `axes`; ExpressionError for null in arithmetic or a division by zero."""
+        try:
+            return _evaluate(self.body, axes)
+        except ZeroDivisionError:
+            raise ExpressionError(f"{self.text!r} divides by zero") from None
+        except ExpressionError as error:
+            raise ExpressionError(f"{self.text!r} cannot be computed: {error}") from None
+
+
+def parse_expression(text: str, known: Collection[str]) -> Expression:
+    """`text` over the axes in `known`. Raises ExpressionError with a sentence."""
+    if len(text) > MAX_LENGTH or not _ALLOWED.fullmatch(text) or _GLUED.search(text):
+        raise ExpressionError(f"{text[:MAX_LENGTH]!r} is not an expression over axes, such as 'heads % kv_heads == 0'")
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError):
+        raise ExpressionError(f"{text!r} cannot be read; write it like 'heads % kv_heads == 0'") from None
+    names = _names(body, text)
+    for name in sorted(names):
+        if name not in known:
+            raise ExpressionError(f"{text!r} speaks of {name!r}, no axis it may use; {nearest(name, known)}")
+    return Expression(text, names, body)
+
+
+def _names(node: ast.expr, text: str) -> frozenset[str]:
+    match node:
+        case ast.Name(id=name):
+            return frozenset() if name in _CONSTANTS else frozenset({name})
+        case ast.Constant(value=value) if type(value) is int:
+            return frozenset()
+        case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=operand):
+            return _names(operand, text)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+            return _names(left, text) | _names(right, text)
+        case ast.BoolOp(values=values):
+            return frozenset[str]().union(*(_names(value, text) for value in values))
+        case ast.Compare(left=left, comparators=right, ops=ops) if all(_comparable(op) for op in ops):
+            return _names(left, text).union(*(_names(value, text) for value in right))
+        case _:
+            seen = ast.unparse(node)
+            raise ExpressionError(f"{text!r} contains {seen!r}; only + - * // %, comparisons, and, or, not are known")
+
+
+def _comparable(op: ast.cmpop) -> bool:
+    return isinstance(op, ast.Eq | ast.NotEq) or type(op) in _ORDER
+
+
+def _evaluate(node: ast.expr, axes: Mapping[str, AxisValue]) -> Term:
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.Name(id=name):
+            value = _CONSTANTS[name] if name in _CONSTANTS else axes[name]
+            if isinstance(value, float | str):
+                raise ExpressionError(f"{name} is {value!r}, not an integer, bool or null")
+            return value
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return not _evaluate(operand, axes)
+        case ast.UnaryOp(operand=operand):
+            return -_number(operand, axes)
+        case ast.BinOp(left=left, op=op, right=right):
+            return _ARITHMETIC[type(op)](_number(left, axes), _number(right, axes))
+        case ast.BoolOp(op=op, values=values):
+            truths = (bool(_evaluate(value, axes)) for value in values)
+            return all(truths) if isinstance(op, ast.And) else any(truths)
+        case ast.Compare():
+            return _compare(node, axes)
+        case _:
+            raise ExpressionError(f"{ast.unparse(node)!r} has no meaning here")
+
+
+def _number(node: ast.expr, axes: Mapping[str, AxisValue]) -> int:
+    value = _evaluate(node, axes)
+    if value is None:
+        raise ExpressionError(f"{ast.unparse(node)} is null; guard it with '{ast.unparse(node)} == null or ...'")
+    return int(value)
+
+
+def _compare(node: ast.Compare, axes: Mapping[str, AxisValue]) -> bool:
+    left = node.left
+    for op, right in zip(node.ops, node.comparators, strict=True):
+        if isinstance(op, ast.Eq | ast.NotEq):
+            holds = (_evaluate(left, axes) == _evaluate(right, axes)) == isinstance(op, ast.Eq)
+        else:
+            holds = _ORDER[type(op)](_number(left, axes), _number(right, axes))
+        if not holds:
+            return False
+        left = right
+    return True

@@ -1,0 +1,270 @@
+"""From a selection (profile, cases, backends, ...) to the rows that a run owes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from math import prod
+from typing import TYPE_CHECKING, Literal, cast
+
+from megamoe.contract import (
+    TARGETS,
+    Case,
+    Row,
+    Target,
+    UnsupportedError,
+    backend_names,
+    executor_names,
+    load_backend,
+    load_executor,
+    spell,
+)
+
+if TYPE_CHECKING:
+    from megamoe.spec.spec import Spec
+
+DEFAULT_EXECUTOR = "vm"
+DEFAULT_PROFILE = "smoke"
+MOST_SEEDS = 10_000
+_SCHEDULE = re.compile(r"eager|lazy|random:(\d+)(?:-(\d+))?")
+
+
+class SelectionError(Exception):
+    """A selection that names something unknown or selects nothing; the text says what would be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What to run. Empty tuples mean: every op, the profile's cases and schedules, every backend and its targets.
+
+    `cases` (ids) replace the profile's cases; `where` holds axis filters such as "hd=64".
+    """
+
+    profile: str = DEFAULT_PROFILE
+    ops: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+    where: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    executors: tuple[str, ...] = ()
+    schedules: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """One word for file names."""
+        return "cases" if self.cases else self.profile
+
+
+def expand_schedules(names: Iterable[str]) -> tuple[str, ...]:
+    """ "random:0-7" -> random:0 ... random:7; order kept, duplicates dropped. Raises SelectionError."""
+    result: dict[str, None] = {}
+    for name in names:
+        match = _SCHEDULE.fullmatch(name)
+        if not match:
+            raise SelectionError(f"schedule {name!r} is not eager, lazy, random:SEED or random:FIRST-LAST")
+        if match[1] is None:
+            result[name] = None
+            continue
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or last - first >= MOST_SEEDS:
+            raise SelectionError(f"schedule range {name!r} must go upwards and hold at most {MOST_SEEDS} seeds")
+        result.update({f"random:{seed}": None for seed in range(first, last + 1)})
+    return tuple(result)
+
+
+def parse_where(filters: Iterable[str]) -> dict[str, frozenset[str]]:
+    """ "hd=64,t=1" -> {"hd": {"64"}, "t": {"1"}}; "hd=64|128" admits either value. Raises SelectionError."""
+    result: dict[str, frozenset[str]] = {}
+    for part in (part for text in filters for part in text.split(",")):
+        axis, equals, values = part.strip().partition("=")
+        if not (axis and equals and values):
+            raise SelectionError(f"filter {part!r} is not of the form axis=value or axis=value|value")
+        result[axis] = result.get(axis, frozenset()) | frozenset(values.split("|"))
+    return result
+
+
+def matching(cases: Iterable[Case], where: Mapping[str, frozenset[str]]) -> list[Case]:
+    """The cases whose axes have the wanted values. An axis that no case has raises SelectionError."""
+    cases = list(cases)
+    known = {name for case in cases for name, _ in case.axes}
+    unknown = sorted(set(where) - known)
+    if unknown and cases:
+        raise SelectionError(f"no selected case has an axis {unknown[0]!r}; axes: {', '.join(sorted(known))}")
+    return [case for case in cases if _has_values(case, where)]
+
+
+def _has_values(case: Case, where: Mapping[str, frozenset[str]]) -> bool:
+    axes = dict(case.axes)
+    return all(name in axes and spell(axes[name]) in wanted for name, wanted in where.items())
+
+
+def selected_specs(specs: Mapping[str, Spec], ops: Sequence[str]) -> list[Spec]:
+    """The specs of `ops`, or all. Raises SelectionError for an op that no spec describes."""
+    for op in ops:
+        if op not in specs:
+            raise SelectionError(f"there is no op {op!r}; specs describe: {', '.join(sorted(specs)) or 'none'}")
+    return [specs[op] for op in (ops or sorted(specs))]
+
+
+def spec_of(specs: Mapping[str, Spec], case_id: str) -> Spec:
+    """The spec of the op that a case id begins with. Raises SelectionError."""
+    return selected_specs(specs, [case_id.partition(":")[0]])[0]
+
+
+def known_cases(spec: Spec) -> dict[str, Case]:
+    """Every case that a matrix or a profile of `spec` holds, by id, in the order of the file."""
+    listed = [*spec.matrices.values(), *(profile.cases for profile in spec.profiles.values())]
+    return {case.id: case for cases in listed for case in cases}
+
+
+def _cases_and_schedules(specs: Mapping[str, Spec], selection: Selection) -> list[tuple[Case, tuple[str, ...]]]:
+    chosen = expand_schedules(selection.schedules)
+    where = parse_where(selection.where)
+    found: list[tuple[Case, tuple[str, ...]]] = []
+    if selection.cases:
+        cases = [spec_of(specs, case).parse_case(case) for case in selection.cases]
+        return [(case, chosen or ("eager",)) for case in matching(cases, where)]
+    offering = with_name(selected_specs(specs, selection.ops), "profiles", [selection.profile])
+    profiles = [spec.profile(selection.profile) for spec in offering]
+    kept = {case.id for case in matching((case for profile in profiles for case in profile.cases), where)}
+    for profile in profiles:
+        schedules = chosen or expand_schedules(profile.schedules)
+        found += [(case, schedules) for case in profile.cases if case.id in kept]
+    return found
+
+
+def with_name(specs: Sequence[Spec], kind: Literal["matrices", "profiles"], names: Sequence[str]) -> list[Spec]:
+    """The specs that have any of `names` among their matrices or profiles; all of them if none has, or none is given.
+
+    Ops need not have the same ones: a name that no spec has is for the spec itself to refuse.
+    """
+    having = [spec for spec in specs if any(name in getattr(spec, kind) for name in names)]
+    return having or list(specs)
+
+
+def checked_targets(names: Iterable[str]) -> tuple[Target, ...]:
+    """The names as targets. Raises SelectionError for an unknown one."""
+    for name in names:
+        if name not in TARGETS:
+            raise SelectionError(f"there is no target {name!r}; targets: {', '.join(TARGETS)}")
+    return cast("tuple[Target, ...]", tuple(names))
+
+
+def checked_names(kind: str, names: Sequence[str], registered: Sequence[str]) -> tuple[str, ...]:
+    """`names` if all are registered or of the form package.module:ATTRIBUTE. Raises SelectionError."""
+    for name in names:
+        if name not in registered and ":" not in name:
+            known = ", ".join(registered) or "none"
+            raise SelectionError(
+                f"there is no {kind} {name!r}; registered: {known}; your own: package.module:ATTRIBUTE"
+            )
+        if name not in registered and not _module_exists(name.partition(":")[0]):
+            raise SelectionError(f"the {kind} {name!r} cannot be loaded: there is no such module on the search path")
+    return tuple(names)
+
+
+def _module_exists(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def targets_of(backend: str, op: str) -> tuple[Target, ...]:
+    """The targets for which a backend has `op`. Raises SelectionError if the backend cannot be loaded."""
+    try:
+        return load_backend(backend).targets(op)
+    except UnsupportedError as error:
+        raise SelectionError(str(error)) from error
+    except Exception as error:
+        raise SelectionError(f"backend {backend!r} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def owed_rows(specs: Mapping[str, Spec], selection: Selection) -> list[Row]:
+    """Every row that a run of `selection` owes, the most work first.
+
+    A backend owes no row of an op that it has for no target: `not_offered` says so. But if the op or the case was asked
+    for by name, and the target too, there is a row even where there is no kernel: it becomes `unsupported`.
+    Raises SelectionError (also when nothing is selected) and the spec's own error for a bad case id.
+    """
+    backends = checked_names("backend", selection.backends, backend_names()) or backend_names()
+    executors = checked_names("executor", selection.executors, executor_names()) or (DEFAULT_EXECUTOR,)
+    targets = checked_targets(selection.targets)
+    rows: dict[Row, int] = {}
+    asked = bool(selection.ops or selection.cases)
+    places: dict[str, list[tuple[str, Target, str]]] = {}
+    for case, schedules in _cases_and_schedules(specs, selection):
+        if case.op not in places:
+            places[case.op] = _places(case.op, backends, executors, targets, asked)
+        work = work_hint(case)
+        for backend, target, executor in places[case.op]:
+            names = schedules_of(executor, schedules, bool(selection.schedules))
+            rows.update({Row(case.id, backend, target, executor, name): work for name in names})
+    if not rows:
+        left_out = "".join(f"; {sentence}" for sentence in not_offered(specs, selection))
+        raise SelectionError(
+            f"the selection holds no row: loosen --profile, --op, --where, --backend, --target or --schedule{left_out}"
+        )
+    idle = [name for name in selection.backends if name not in {row.backend for row in rows}]
+    if idle:
+        raise SelectionError(f"backend {idle[0]!r} was asked for, but has no kernel of any selected op: leave it out")
+    return sorted(rows, key=lambda row: -rows[row])
+
+
+def _places(
+    op: str, backends: Sequence[str], executors: Sequence[str], targets: Sequence[Target], asked: bool
+) -> list[tuple[str, Target, str]]:
+    """Backend, target and executor of the rows that a case of `op` owes. `asked`: for the op or the case, by name."""
+    found: list[tuple[str, Target, str]] = []
+    for backend in backends:
+        offered = targets_of(backend, op)
+        for target in (targets or offered) if offered or asked else ():
+            found.extend((backend, target, executor) for executor in _executors_of(backend, executors))
+    return found
+
+
+def _executors_of(backend: str, executors: Sequence[str]) -> list[str]:
+    """Those of `executors` on which `backend` owes rows."""
+    own: tuple[str, ...] | None = getattr(load_backend(backend), "executors", None)
+    return [name for name in executors if own is None or name in own]
+
+
+def schedules_of(executor: str, schedules: Sequence[str], asked: bool) -> Sequence[str]:
+    """Those of `schedules` that `executor` has. A profile's become its own if it has none of them; `asked` ones do not.
+
+    Only a machine made of software can order its agents as it is told: a device has one schedule, its own.
+    """
+    own = _own_schedules(executor)
+    return schedules if own is None else [name for name in schedules if name in own] or (() if asked else own)
+
+
+@cache
+def _own_schedules(executor: str) -> tuple[str, ...] | None:
+    # Loading the default executor, which has all schedules, would cost every command the import of torch.
+    if executor == DEFAULT_EXECUTOR:
+        return None
+    try:
+        return getattr(load_executor(executor), "schedules", None)
+    except Exception:
+        # Its rows say why it cannot be loaded.
+        return None
+
+
+def not_offered(specs: Mapping[str, Spec], selection: Selection) -> list[str]:
+    """A sentence for each selected op that none of the backends has: no row of it is owed. Raises as `owed_rows`."""
+    backends = selection.backends or backend_names()
+    found: list[str] = []
+    for op in dict.fromkeys(case.op for case, _ in _cases_and_schedules(specs, selection)):
+        if not any(targets_of(backend, op) for backend in backends):
+            found.append(
+                f"{op} is left out: no kernel of it in {', '.join(backends) or 'any backend, as there is none'}"
+            )
+    return found
+
+
+def work_hint(case: Case) -> int:
+    """The product of the case's integer axes: enough to start the long rows first."""
+    return prod(value for _, value in case.axes if isinstance(value, int) and not isinstance(value, bool) and value > 0)

@@ -1,0 +1,176 @@
+"""Spec: what an op must compute and on which cases, read from one YAML file and checked before anything runs.
+
+spec = load_spec(Path("specs/fmha.yaml"))
+case = spec.case(hd=64, t=1, s_k=128)
+spec.profile("smoke").cases
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from megamoe.contract import AxisValue, Case, spell
+from megamoe.spec.case_space import CaseSpace, OutsideError
+from megamoe.spec.error import SpecError, nearest
+from megamoe.spec.expression import Expression, ExpressionError
+from megamoe.spec.marked_yaml import MarkedYaml
+from megamoe.spec.ranges import Axis
+from megamoe.spec.thresholds import Thresholds
+
+Role = Literal["input", "output"]
+
+__all__ = ["Profile", "Spec", "SpecError", "TensorSpec", "Tolerance"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor of an op. `shape` holds axis names, or expressions over axes; `when` a bool axis that it depends on.
+
+    `roles`: an axis of text, and the role for each of its values; the tensor is absent for the others. `role` is then
+    the first of these, and the right one in what `Spec.tensors_of` gives.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    dtype: str
+    role: Role
+    when: str | None
+    doc: str
+    dims: tuple[Expression, ...] = field(repr=False)
+    roles: tuple[str, Mapping[str, Role]] | None = None
+
+    def role_in(self, axes: Mapping[str, AxisValue]) -> Role | None:
+        """Its role at `axes`, or None where it is absent."""
+        if self.when is not None and axes[self.when] is not True:
+            return None
+        return self.role if self.roles is None else self.roles[1].get(str(axes[self.roles[0]]))
+
+    @property
+    def condition(self) -> str:
+        """What decides whether it is there, in words."""
+        return self.when or (self.roles[0] if self.roles else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far an output may be from the float64 oracle.
+
+    `cosine`: least cosine, on published cells. `noise_ratio`: largest error, as a multiple of that of the simulated
+    reference.
+    """
+
+    cosine: float
+    noise_ratio: float
+    cosine_reason: str
+    noise_ratio_reason: str
+
+    @property
+    def reason(self) -> str:
+        """Both reasons, one sentence each."""
+        return f"cosine {self.cosine}: {self.cosine_reason} noise_ratio {self.noise_ratio}: {self.noise_ratio_reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What runs where: cases in a stable order, each under every schedule."""
+
+    name: str
+    doc: str
+    cases: tuple[Case, ...]
+    schedules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One op. All of it is checked: every matrix is expanded and every case in it is within the limits."""
+
+    op: str
+    doc: str
+    file: Path
+    axes: Mapping[str, Axis]
+    tensors: Mapping[str, TensorSpec]
+    inputs: tuple[str, ...]
+    laws: tuple[str, ...]
+    tolerance: Tolerance
+    matrices: Mapping[str, tuple[Case, ...]]
+    profiles: Mapping[str, Profile]
+    thresholds: Thresholds
+    space: CaseSpace = field(repr=False)
+    document: MarkedYaml = field(repr=False)
+    published_points: frozenset[tuple[tuple[tuple[str, AxisValue], ...], str]] = field(repr=False)
+
+    def case(self, /, *, inputs: str | None = None, seed: int = 0, **axes: AxisValue) -> Case:
+        """The case with these axes, the others at their defaults; SpecError if limits or constraints forbid it."""
+        try:
+            return self.space.point(axes, inputs, seed)
+        except OutsideError as error:
+            raise self._refusal(error) from None
+
+    def vary(self, case: Case, /, *, inputs: str | None = None, seed: int | None = None, **axes: AxisValue) -> Case:
+        """`case` with some axes, inputs or seed changed; SpecError as for `case`."""
+        chosen = case.inputs if inputs is None else inputs
+        return self.case(inputs=chosen, seed=case.seed if seed is None else seed, **{**dict(case.axes), **axes})
+
+    def parse_case(self, case_id: str) -> Case:
+        """The case that `case_id` names: the inverse of Case.id. SpecError if there is none."""
+        try:
+            return self.space.parse(case_id)
+        except OutsideError as error:
+            raise self._refusal(error) from None
+
+    def admits(self, axes: Mapping[str, AxisValue]) -> str | None:
+        """A sentence why there is no case with these axes (the others at their defaults), or None if there is."""
+        try:
+            self.space.point(axes)
+        except OutsideError as error:
+            return str(error)
+        return None
+
+    def tensors_of(self, case: Case) -> dict[str, TensorSpec]:
+        """The tensors that `case` has, in the order of the spec."""
+        axes = dict(case.axes)
+        roles = {name: tensor.role_in(axes) for name, tensor in self.tensors.items()}
+        return {name: replace(self.tensors[name], role=role) for name, role in roles.items() if role}
+
+    def shape(self, tensor: str, case: Case) -> tuple[int, ...]:
+        """The shape of `tensor` in `case`, in elements; SpecError if `case` has no such tensor."""
+        if tensor not in self.tensors:
+            raise self.document.error(("tensors",), f"there is no tensor {tensor!r}; {nearest(tensor, self.tensors)}")
+        spec = self.tensors[tensor]
+        if spec.role_in(dict(case.axes)) is None:
+            seen = f"{spec.condition} is {spell(case[spec.condition])}"
+            raise self.document.error(("tensors", tensor), f"{case.id} has no {tensor}: {seen}")
+        return tuple(self._extent(tensor, dim, case) for dim in spec.dims)
+
+    def cases(self, matrix: str) -> list[Case]:
+        """The cases of a matrix: rows in the order of the file, products with their last axis fastest."""
+        if matrix not in self.matrices:
+            raise self.document.error(("matrices",), f"there is no matrix {matrix!r}; {nearest(matrix, self.matrices)}")
+        return list(self.matrices[matrix])
+
+    def profile(self, name: str) -> Profile:
+        """The profile `name`; SpecError if there is none."""
+        if name not in self.profiles:
+            raise self.document.error(("profiles",), f"there is no profile {name!r}; {nearest(name, self.profiles)}")
+        return self.profiles[name]
+
+    def published(self, case: Case) -> bool:
+        """Whether `case` is a cell of a published matrix (whatever its seed), so that the cosine bar holds for it."""
+        return (case.axes, case.inputs) in self.published_points
+
+    def _refusal(self, error: OutsideError) -> SpecError:
+        """`error` at the rule that it breaks; with no place if it breaks none that the file states."""
+        return self.document.error(error.rule, str(error)) if error.rule else SpecError(str(error))
+
+    def _extent(self, tensor: str, dim: Expression, case: Case) -> int:
+        try:
+            extent = dim.value(dict(case.axes))
+        except ExpressionError as error:
+            raise self.document.error(("tensors", tensor, "shape"), f"{error} in {case.id}") from None
+        if isinstance(extent, bool) or not isinstance(extent, int) or extent < 0:
+            sentence = f"{dim.text!r} is {extent!r} in {case.id}; an extent is an integer from 0"
+            raise self.document.error(("tensors", tensor, "shape"), sentence)
+        return extent
