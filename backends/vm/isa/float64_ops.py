@@ -11,7 +11,7 @@ import numpy as np
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.bind.lanewise import Compute, lanewise
-from backends.vm.numerics import f64
+from backends.vm.numerics import approx, f64
 from backends.vm.numerics.formats import Float64, Rounding
 
 _ROUNDINGS = "rn rz rm rp"
@@ -25,9 +25,6 @@ _ROUNDED: dict[str, tuple[Callable[..., Float64], int]] = {
     "sqrt": (f64.sqrt, 1),
     "rcp": (lambda a, rounding: f64.div(np.ones_like(a), a, rounding=rounding), 1),
 }
-_UPPER_WORD = np.uint64(0xFFFF_FFFF_0000_0000)
-_UPPER_NAN = np.uint64(0x7FFF_FFFF_0000_0000)
-_SMALLEST_NORMAL = 2.0**-1022
 
 
 @opcode("add{.<rnd>}.f64", section="9.7.3.3", counter="float", rnd=_ROUNDINGS)
@@ -64,24 +61,12 @@ def copysign(b: Binder) -> Step:
     return lanewise(b, "f64", lambda a, c: np.copysign(c, a), 2)
 
 
-def _upper(a: Float64) -> Float64:
-    """`a` without its lower 32 bits, subnormals flushed to zero of their sign."""
-    kept = (a.view(np.uint64) & _UPPER_WORD).view(np.float64)
-    return np.where(np.abs(kept) < _SMALLEST_NORMAL, np.copysign(0.0, kept), kept)
-
-
-def _upper_result(values: Float64) -> Float64:
-    bits = _upper(values).view(np.uint64)
-    return np.where(np.isnan(values), _UPPER_NAN, bits).view(np.float64)
-
-
 @opcode("rcp.approx.ftz.f64", section="9.7.3.14", counter="special")
 @opcode("rsqrt.approx.ftz.f64", section="9.7.3.17", counter="special")
 def gross(b: Binder) -> Step:
     """Reciprocal (square root) to the upper 32 bits: 20 bits of mantissa each, subnormals flushed."""
-    if b.instruction.parts[0] == "rcp":
-        return lanewise(b, "f64", lambda a: _upper_result(1.0 / _upper(a)), 1)
-    return lanewise(b, "f64", lambda a: _upper_result(1.0 / np.sqrt(_upper(a))), 1)
+    function = approx.rcp_f64 if b.instruction.parts[0] == "rcp" else approx.rsqrt_f64
+    return lanewise(b, "f64", cast(Compute, function), 1)
 
 
 @opcode("rsqrt.approx.f64", section="9.7.3.16", counter="special")

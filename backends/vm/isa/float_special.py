@@ -1,6 +1,6 @@
 """Approximate single-precision functions: ex2, lg2, rcp, rsqrt, sqrt, sin, cos, tanh, div (PTX ISA 9.7.3).
 
-Results are correctly rounded, which lies within every documented bound; see backends.vm.numerics.approx.
+Results are those of an H200, bit for bit; see backends.vm.numerics.approx.
 """
 
 from __future__ import annotations

@@ -19,6 +19,9 @@ Property = Literal["finite", "infinite", "number", "notanumber", "normal", "subn
 
 NAN = np.array(0x7FFF_FFFF, np.uint32).view(np.float32)[()]
 SMALLEST_NORMAL = np.float32(2.0**-126)
+_SMALLEST_KEPT_RN = 2.0**-126 * (1 - 2.0**-25)
+_SMALLEST_KEPT_RZ = 2.0**-126
+_LARGEST_FLUSHED_AWAY = 2.0**-126 * (1 - 2.0**-24)
 _SIGN = np.uint32(0x8000_0000)
 _ABOVE_28_BITS = np.array(36, np.int64)
 
@@ -87,9 +90,12 @@ def mul(a: Float32, b: Float32, *, rounding: Rounding = "rn", ftz: bool = False,
     if ftz:
         a, b = flush(a), flush(b)
     r = a * b
+    if rounding == "rn" and not ftz:
+        return _finish(canonical(r), ftz, sat)
+    exact = a.astype(np.float64) * b.astype(np.float64)
     if rounding != "rn":
-        r = directed(r, a.astype(np.float64) * b.astype(np.float64) - r.astype(np.float64), rounding)
-    return _finish(canonical(r), ftz, sat)
+        r = directed(r, exact - r.astype(np.float64), rounding)
+    return _finish(_flush_rounded(canonical(r), exact, rounding) if ftz else canonical(r), ftz, sat)
 
 
 def fma(
@@ -98,11 +104,26 @@ def fma(
     """PTX ISA 9.7.3.6."""
     if ftz:
         a, b, c = flush(a), flush(b), flush(c)
-    if rounding == "rn":
-        r = fma_rn(a, b, c)
-    else:
-        r = _round_sum(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64), rounding)
-    return _finish(r, ftz, sat)
+    if rounding == "rn" and not ftz:
+        return _finish(fma_rn(a, b, c), ftz, sat)
+    product, wide = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    r = fma_rn(a, b, c) if rounding == "rn" else _round_sum(product, wide, rounding)
+    return _finish(_flush_rounded(r, add_to_odd(product, wide), rounding) if ftz else r, ftz, sat)
+
+
+def _flush_rounded(r: Float32, exact: Float64, rounding: Rounding) -> Float32:
+    """`r` with `.ftz`: what is below 2^-126 once `exact` is rounded to 24 bits with no bound on the exponent is zero.
+
+    Rounding in the subnormal grid first would keep 2^-126 (1 - 2^-25), which an H200 flushes (facts.md 7.3).
+    `exact` may be rounded to odd: 53 bits compare with these bounds as the exact value does.
+    """
+    size = np.abs(exact)
+    below = size < _SMALLEST_KEPT_RN if rounding == "rn" else size < _SMALLEST_KEPT_RZ
+    if rounding in ("rp", "rm"):
+        away = (exact > 0) if rounding == "rp" else (exact < 0)
+        below = np.where(away, size <= _LARGEST_FLUSHED_AWAY, below)
+    flushed = below & (exact != 0)
+    return np.where(flushed, np.copysign(np.float32(0), exact.astype(np.float32)), r) if np.any(flushed) else r
 
 
 def _round_sum(a: Float64, b: Float64, rounding: Rounding) -> Float32:
@@ -213,13 +234,13 @@ def _extreme(
 
 
 def negate(a: Float32, *, ftz: bool = False) -> Float32:
-    """PTX ISA 9.7.3.10; for NaN, unspecified there, the sign is flipped."""
-    return np.negative(flush(a) if ftz else a)
+    """PTX ISA 9.7.3.10; a NaN becomes 0x7FFFFFFF (facts.md 7.3)."""
+    return canonical(np.negative(flush(a) if ftz else a))
 
 
 def absolute(a: Float32, *, ftz: bool = False) -> Float32:
-    """PTX ISA 9.7.3.9; for NaN, unspecified there, the sign is cleared."""
-    return np.abs(flush(a) if ftz else a)
+    """PTX ISA 9.7.3.9; a NaN becomes 0x7FFFFFFF (facts.md 7.3)."""
+    return canonical(np.abs(flush(a) if ftz else a))
 
 
 def copysign(a: Float32, b: Float32) -> Float32:

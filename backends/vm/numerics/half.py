@@ -7,13 +7,12 @@ on an H200, facts.md 7.2 and 7.3). `ftz` exists for f16 only.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Literal
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.numerics import f32
+from backends.vm.numerics import approx, f32
 from backends.vm.numerics.compare import COMPARISONS, Truth
 from backends.vm.numerics.f32 import Float32
 from backends.vm.numerics.formats import (
@@ -90,8 +89,7 @@ def minimum(
     """9.7.4.7. One NaN gives the other operand, or NaN with `nan` (`.NaN`); -0 is below +0."""
     if ftz:
         a, b = flush(a, fmt), flush(b, fmt)
-    r = f32.minimum(widen(a, fmt), widen(b, fmt), nan=nan, abs=xorsign_abs, xorsign=xorsign_abs)
-    return encode(r.astype(np.float64), fmt).astype(np.uint16)
+    return _extreme(f32.minimum, a, b, fmt, nan, xorsign_abs)
 
 
 def maximum(
@@ -100,18 +98,31 @@ def maximum(
     """9.7.4.8. One NaN gives the other operand, or NaN with `nan` (`.NaN`); -0 is below +0."""
     if ftz:
         a, b = flush(a, fmt), flush(b, fmt)
-    r = f32.maximum(widen(a, fmt), widen(b, fmt), nan=nan, abs=xorsign_abs, xorsign=xorsign_abs)
-    return encode(r.astype(np.float64), fmt).astype(np.uint16)
+    return _extreme(f32.maximum, a, b, fmt, nan, xorsign_abs)
+
+
+def _extreme(
+    choose: Callable[..., Float32], a: Codes16, b: Codes16, fmt: FloatFormat, nan: bool, xorsign_abs: bool
+) -> Codes16:
+    chosen = choose(widen(a, fmt), widen(b, fmt), nan=nan, abs=xorsign_abs)
+    r = encode(chosen.astype(np.float64), fmt).astype(np.uint16)
+    # The sign of a NaN operand counts too, and widening drops it.
+    return np.where(np.isnan(chosen), r, (r & ~_SIGN) | ((a ^ b) & _SIGN)) if xorsign_abs else r
 
 
 def negate(a: Codes16, fmt: FloatFormat, *, ftz: bool = False) -> Codes16:
-    """9.7.4.5; for NaN, unspecified there, the sign is flipped."""
-    return (flush(a, fmt) if ftz else a) ^ _SIGN
+    """9.7.4.5; a NaN becomes 0x7FFF (facts.md 7.3)."""
+    return _canonical((flush(a, fmt) if ftz else a) ^ _SIGN, fmt)
 
 
 def absolute(a: Codes16, fmt: FloatFormat, *, ftz: bool = False) -> Codes16:
-    """9.7.4.6; for NaN, unspecified there, the sign is cleared."""
-    return (flush(a, fmt) if ftz else a) & ~_SIGN
+    """9.7.4.6; a NaN becomes 0x7FFF (facts.md 7.3)."""
+    return _canonical((flush(a, fmt) if ftz else a) & ~_SIGN, fmt)
+
+
+def _canonical(a: Codes16, fmt: FloatFormat) -> Codes16:
+    infinity = 0x7F80 if fmt is BF16 else 0x7C00
+    return np.where((a & 0x7FFF) > infinity, 0x7FFF, a).astype(np.uint16)
 
 
 def compare(op: str, a: Codes16, b: Codes16, fmt: FloatFormat, *, ftz: bool = False) -> Truth:
@@ -121,24 +132,14 @@ def compare(op: str, a: Codes16, b: Codes16, fmt: FloatFormat, *, ftz: bool = Fa
     return COMPARISONS[op](decode(a, fmt), decode(b, fmt))
 
 
-@cache
-def _approximations(function: Literal["ex2", "tanh"], fmt: FloatFormat) -> Codes16:
-    """The correctly rounded result for each of the 65536 codes; an H200 differs from it by at most one code."""
-    codes = np.arange(1 << 16, dtype=np.uint16)
-    flushes = function == "ex2" and fmt is BF16
-    with np.errstate(all="ignore"):
-        values = decode(flush(codes, fmt) if flushes else codes, fmt)
-        return _finish(np.exp2(values) if function == "ex2" else np.tanh(values), fmt, flushes, False, False)
-
-
 def ex2(a: Codes16, fmt: FloatFormat) -> Codes16:
     """`ex2.approx.f16` and `ex2.approx.ftz.bf16`, whose subnormal inputs and results are flushed (9.7.4.10)."""
-    return _approximations("ex2", fmt)[a]
+    return approx.half("ex2", "bf16" if fmt is BF16 else "f16")[a]
 
 
 def tanh(a: Codes16, fmt: FloatFormat) -> Codes16:
     """`tanh.approx` (9.7.4.9)."""
-    return _approximations("tanh", fmt)[a]
+    return approx.half("tanh", "bf16" if fmt is BF16 else "f16")[a]
 
 
 def mixed_add(a: Codes16, c: Float32, fmt: FloatFormat, *, rounding: Rounding = "rn", sat: bool = False) -> Float32:

@@ -200,6 +200,27 @@ def test_every_nan_result_is_canonical() -> None:
         assert codes(result) == [NAN], f"{name} gives {codes(result)[0]:08x}, an H200 {NAN:08x}"
 
 
+@pytest.mark.parametrize(
+    ("rounding", "sign", "flushed"),
+    [("rn", 1, True), ("rz", 1, True), ("rp", 1, True), ("rp", -1, True), ("rm", -1, True)],
+)
+def test_ftz_flushes_what_is_tiny_before_the_subnormal_grid_rounds_it(
+    rounding: Rounding, sign: int, flushed: bool
+) -> None:
+    """facts.md 7.3: 0x3F7FFFFF * 0x00800000 is 2^-126 (1 - 2^-24), which the subnormal grid would round to 2^-126."""
+    below, smallest = floats(0x3F7F_FFFF) * np.float32(sign), floats(0x0080_0000)
+    zero = 0 if sign > 0 else 0x8000_0000
+    assert codes(f32.mul(below, smallest, rounding=rounding, ftz=True)) == [zero], "mul"
+    assert codes(f32.fma(below, smallest, floats(0) * np.float32(sign), rounding=rounding, ftz=True)) == [zero], "fma"
+
+
+def test_ftz_keeps_what_rounds_up_to_the_smallest_normal_number() -> None:
+    """2^-126 (1 - 2^-24 + 2^-47): only a result that rounds away from zero reaches 2^-126."""
+    a, b = floats(0x3F7F_FFFE), floats(0x0080_0001)
+    assert codes(f32.mul(a, b, rounding="rp", ftz=True)) == [0x0080_0000]
+    assert codes(f32.mul(a, b, rounding="rz", ftz=True)) == [0]
+
+
 def test_ftz_flushes_operands_and_result_and_keeps_the_sign() -> None:
     subnormal, one, smallest = floats(0x8000_0001), floats(0x3F80_0000), floats(TINY)
     half = floats(0x3F00_0000)

@@ -1,0 +1,74 @@
+"""The machine's approximate functions against an H200's: hashes of every output of every unary function.
+
+`python -m conformance.silicon.mufu [STEP]` checks every STEP-th block (1: all of 19 x 2^32 outputs and 12 x 2^28
+quotients, some 15 minutes). A block is 2^22 outputs; its hash is the sum of out[j] (2 j + 1) modulo 2^64. Made on an
+H200 (driver 580.159.04, CUDA 13.0) on 2026-11-21 by running each instruction on all its operands.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import numpy as np
+
+from backends.vm.numerics import approx, mufu
+from backends.vm.numerics.compiled import compiled
+from backends.vm.numerics.mufu import Words
+from conformance import SILICON
+
+BLOCK = 1 << 22
+HASHES = np.load(SILICON / "numerics" / "mufu_hashes.npz")
+_WEIGHTS = 2 * np.arange(BLOCK, dtype=np.uint64) + np.uint64(1)
+_UNIT = {"mufu_sin": mufu.sin, "mufu_cos": mufu.cos, "rcp64h": mufu.rcp64h, "rsq64h": mufu.rsq64h, "tanh": mufu.tanh}
+
+
+def pairs(block: int, kind: int) -> tuple[Words, Words]:
+    """Operands of the divisions. `kind` 0: any bits; 1: quotients near 2^-126; 2: quotients near overflow."""
+    i = np.arange(BLOCK, dtype=np.uint64) + np.uint64(block * BLOCK)
+    z = (i + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    a, b = (z >> np.uint64(32)).astype(np.uint32), z.astype(np.uint32)
+    if kind:
+        exponent = ((b >> np.uint32(23)) & np.uint32(255)).astype(np.int64)
+        away = (i & np.uint64(7)).astype(np.int64) - (130 if kind == 1 else -124)
+        a = (a & np.uint32(0x807F_FFFF)) | (np.clip(exponent + away, 0, 255).astype(np.uint32) << np.uint32(23))
+    if kind == 1:
+        near = (a & np.uint32(0xFF80_0000)) | ((b + (a & np.uint32(3))) & np.uint32(0x7F_FFFF))
+        a = np.where((i & np.uint64(24)) == 0, near, a)
+    return a, b
+
+
+def function_of(name: str) -> Callable[..., Words]:
+    """What the machine computes for the hashes `name`, as a function of words."""
+    if name in _UNIT:
+        return compiled(_UNIT[name])
+    ftz, base = "_ftz" in name, name.replace("_ftz", "")
+    if base.startswith("div"):
+        base = base[:-2]
+    spelt = partial(getattr(approx, base), ftz=ftz)
+    return lambda *words: spelt(*[one.view(np.float32) for one in words]).view(np.uint32)
+
+
+def differing(name: str, blocks: Iterable[int]) -> list[int]:
+    """Those of `blocks` whose outputs are not an H200's. Block k of a unary function holds the operands from k 2^22."""
+    wanted, function, found = HASHES[name], function_of(name), list[int]()
+    for block in blocks:
+        if name.startswith("div"):
+            result = function(*pairs(block, int(name[-1])))
+        else:
+            result = function((np.arange(BLOCK, dtype=np.int64) + block * BLOCK).astype(np.uint32))
+        if np.sum(result.astype(np.uint64) * _WEIGHTS, dtype=np.uint64) != wanted[block]:
+            found.append(block)
+    return found
+
+
+if __name__ == "__main__":
+    step = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    with np.errstate(all="ignore"):
+        for name in HASHES.files:
+            blocks = range(0, len(HASHES[name]), step)
+            print(f"{name}: {len(differing(name, blocks))} of {len(blocks)} blocks differ", flush=True)

@@ -1,0 +1,75 @@
+"""The approximate functions give an H200's bits, compiled and as NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from backends.vm.numerics import approx, mufu
+from backends.vm.numerics.compiled import compiled
+from conformance.silicon.mufu import HASHES, differing
+
+UNIT = (mufu.rcp, mufu.rsq, mufu.sqrt, mufu.ex2, mufu.lg2, mufu.sin, mufu.cos, mufu.tanh, mufu.rcp64h, mufu.rsq64h)
+# A few of everything, and more where results vary: operands from 2^-9 to 2^8 of either sign.
+BLOCKS = (*range(0, 1024, 257), *range(236, 270, 6), *range(748, 782, 8))
+# Exponents 0 and 255, both signs, the ends of mantissas, and the steps of every function's ranges.
+SPECIAL = np.array(
+    [
+        sign << 31 | exponent << 23 | mantissa
+        for sign in (0, 1)
+        for exponent in (0, 1, 2, 100, 118, 119, 125, 126, 127, 128, 129, 130, 134, 135, 252, 253, 254, 255)
+        for mantissa in (0, 1, 0x3F_FFFF, 0x40_0000, 0x7F_FFFF)
+    ],
+    np.uint32,
+)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.mark.parametrize("name", HASHES.files)
+def test_outputs_are_those_of_an_h200(name: str) -> None:
+    """Blocks over the whole range of operands; `python -m conformance.silicon.mufu` takes all of them."""
+    wrong = differing(name, range(0, 64, 16) if name.startswith("div") else BLOCKS)
+    assert not wrong, f"{name}: blocks {wrong} of 2^22 outputs differ from the H200's"
+
+
+def test_a_coefficient_that_is_one_off_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = mufu._EX2.c0.copy()
+    rows[17] += 1 << 15
+    monkeypatch.setattr(mufu._EX2, "c0", rows)
+    compiled.cache_clear()
+    try:
+        assert differing("ex2_ftz", BLOCKS), "a wrong row must change the hash of a block that reads it"
+    finally:
+        compiled.cache_clear()
+
+
+@pytest.mark.parametrize("function", UNIT, ids=lambda one: one.__name__)
+def test_machine_code_is_the_numpy_source(function: object) -> None:
+    drawn = np.random.default_rng(7).integers(0, 1 << 32, 1 << 15, dtype=np.uint64).astype(np.uint32)
+    words = np.concatenate([SPECIAL, drawn])
+    plain, made = function(words), compiled(function)(words)  # type: ignore[operator, arg-type]
+    at = np.flatnonzero(plain != made)
+    assert not len(at), f"of {words[at[0]]:08x} NumPy makes {plain[at[0]]:08x}, machine code {made[at[0]]:08x}"
+
+
+def test_half_forms_cut_the_f32_result_off() -> None:
+    """facts.md 7.4: truncated, not rounded. 2^0.5 in f16 is 0x3da8 both ways; 2^0.3 tells them apart."""
+    x = np.arange(1 << 16, dtype=np.uint16)
+    wide = approx.ex2(x.view(np.float16).astype(np.float32), ftz=True)
+    rounded = wide.astype(np.float16).view(np.uint16)
+    got = approx.half("ex2", "f16")
+    finite = np.isfinite(wide) & (wide < 65504) & (wide >= 2.0**-14)
+    assert np.all((got == rounded) | (got == rounded - 1), where=finite)
+    assert np.any((got == rounded - 1) & finite), "some results must differ from the rounded ones"
+
+
+def test_unknown_numpy_functions_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"np\.hypot cannot be traced"):
+        compiled(lambda a: np.hypot(a, a))
