@@ -71,7 +71,7 @@ def print_on_error(runtime: Runtime, code: int) -> None:
 
 @answers("cuda_dialect_get_error_name", INT, result=POINTER)
 def get_error_name(runtime: Runtime, code: int) -> int:
-    """Only asked for after an error, which ends the call."""
+    """Called only after an error, which ends the call."""
     raise HostError(f"the host function asks for the name of CUDA error {code}")
 
 

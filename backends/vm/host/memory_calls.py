@@ -1,7 +1,7 @@
 """Runtime calls about memory, streams and events.
 
-Work is done when it is asked for, in the order of the calls, which every correct use of streams and events permits; an
-order that a device would provide by luck only is therefore not found out.
+Work is done at once, in the order of the calls. Every correct use of streams and events permits this order, so a use
+that a device would get right only by luck goes unnoticed.
 """
 
 from __future__ import annotations

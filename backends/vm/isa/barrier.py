@@ -61,7 +61,7 @@ def _aligned(b: Binder) -> bool:
 
 @opcode(*_SYNC, section="9.7.13.1", kind="tail", counter="barrier")
 def sync(b: Binder) -> Step:
-    """Arrive at a named barrier and wait until as many threads as it takes have arrived."""
+    """Arrive at a named barrier and wait until enough threads have arrived."""
     row, count = _operands(b, b.expect(1, 2))
     aligned = _aligned(b)
 
@@ -125,7 +125,7 @@ def reduce(b: Binder) -> Step:
 
 @opcode("bar.warp.sync", section="9.7.13.2", kind="tail", counter="barrier")
 def warp_sync(b: Binder) -> Step:
-    """Wait until all named lanes of the warp that have not ended are here."""
+    """Wait for all named lanes of the warp that still run."""
     members = b.source(b.expect(1)[0], "u32")
 
     def step(warp: Warp) -> object:
@@ -207,7 +207,7 @@ def cluster_wait(b: Binder) -> Step:
         space="global shared::cta shared::cluster")  # fmt: skip
 @opcode("fence.proxy.alias", section="9.7.13.4", counter="fence")
 def proxy_fence(b: Binder) -> Step:
-    """What is ordered before now becomes visible to the asynchronous proxy: in one state space, or in both."""
+    """Make earlier accesses visible to the asynchronous proxy, in one state space or in both."""
     b.expect(0)
     if b.instruction.parts[2] == "alias":
         return lambda warp: None

@@ -370,8 +370,8 @@ def commit_group(b: Binder) -> Step:
 
 @opcode("cp.async.bulk.wait_group{.read}", section="9.7.9.27.2.2", kind="tail", counter="tma")
 def wait_group(b: Binder) -> Step:
-    """Wait until at most N of the thread's latest bulk groups are pending. Sources count as read when all is done; with
-    .read what was written is nobody's to read."""
+    """Wait until at most N of the thread's latest bulk groups are pending. Sources count as read once all is done;
+    after .read the destination may still be unwritten."""
     allowed, reads = b.immediate(b.expect(1)[0]), bool(b.words["read"])
 
     def step(warp: Warp) -> object:

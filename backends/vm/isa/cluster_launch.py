@@ -39,7 +39,7 @@ def _own_offset(b: Binder, operand: Operand) -> Callable[[Warp, int], int]:
 @opcode("clusterlaunchcontrol.try_cancel.async{.shared::cta}.mbarrier::complete_tx::bytes{.multicast::cluster::all}.b128",
         section="9.7.13.17", counter="cluster")  # fmt: skip
 def try_cancel(b: Binder) -> Step:
-    """Take a cluster off those that have not begun, if there is one; every CTA of the cluster is told, or only this."""
+    """Take over a cluster that has not begun, if there is one; tell every CTA of this cluster, or only this CTA."""
     destination, barrier = b.expect(2)
     to, signal = _own_offset(b, destination), _own_offset(b, barrier)
     everybody = bool(b.words["multicast::cluster::all"])

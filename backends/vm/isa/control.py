@@ -50,7 +50,7 @@ def no_effect(b: Binder) -> Step:
 
 @opcode("griddepcontrol.<action>", section="9.7.13.13", counter="control", action="launch_dependents wait")
 def griddepcontrol(b: Binder) -> Step:
-    """Grids run one after the other; who has waited for the one before is a matter of clocks."""
+    """Grids run one after the other; clocks know which warp has waited for the one before."""
     b.expect(0)
     if b.words["action"] == "launch_dependents":
         return _nothing
@@ -59,7 +59,7 @@ def griddepcontrol(b: Binder) -> Step:
 
 @opcode("setmaxnreg.<way>.sync.aligned.u32", section="9.7.19.5", counter="control", way="inc dec")
 def setmaxnreg(b: Binder) -> Step:
-    """Registers are not scarce here; the count must still be one that the ISA admits."""
+    """Check that the ISA admits the count; registers are not scarce here."""
     count = b.immediate(b.expect(1)[0])
     if not 24 <= count <= 256 or count % 8:
         raise b.error(f"the register count {count} must be a multiple of 8 in 24..256")

@@ -120,7 +120,7 @@ def extremum(b: Binder) -> Step:
 @opcode("abs{.ftz}.f32", section="9.7.3.9", counter="float")
 @opcode("neg{.ftz}.f32", section="9.7.3.10", counter="float")
 def sign_bit(b: Binder) -> Step:
-    """Magnitude or negation: the sign bit alone changes, of NaN as well."""
+    """Magnitude or negation; a NaN becomes 0x7FFFFFFF."""
     function = f32.absolute if b.instruction.parts[0] == "abs" else f32.negate
     return lanewise(b, "f32", cast(Compute, partial(function, ftz=bool(b.words["ftz"]))), 1)
 

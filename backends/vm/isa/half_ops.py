@@ -74,7 +74,7 @@ def extremum(b: Binder) -> Step:
 @opcode("ex2.approx.<type>", section="9.7.4.10", counter="special", type=_F16)
 @opcode("ex2.approx.ftz.<type>", section="9.7.4.10", counter="special", type=_BF16)
 def approximate(b: Binder) -> Step:
-    """2^a or the hyperbolic tangent, correctly rounded; an H200 is at most one code away."""
+    """2^a or the hyperbolic tangent: the f32 unit's result, cut off (facts.md 7.4)."""
     view, fmt = _type(b)
     function = half.tanh if b.instruction.parts[0] == "tanh" else half.ex2
     return lanewise(b, view, cast(Compute, partial(function, fmt=fmt)), 1)

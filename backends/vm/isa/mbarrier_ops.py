@@ -183,7 +183,7 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
 @opcode("mbarrier.test_wait" + _WAIT, section="9.7.13.15.16", kind="tail", counter="mbarrier",
         vocabulary=_WAIT_WORDS)  # fmt: skip
 def test_wait(b: Binder) -> Step:
-    """Whether the phase of that parity (or of that token) is over, without waiting."""
+    """Whether the phase of a parity or token is over, without waiting."""
     rd, ask = _bind_wait(b)
 
     def step(warp: Warp) -> object:
@@ -197,7 +197,7 @@ def test_wait(b: Binder) -> Step:
 @opcode("mbarrier.try_wait" + _WAIT, section="9.7.13.15.16", kind="tail", counter="mbarrier",
         vocabulary=_WAIT_WORDS)  # fmt: skip
 def try_wait(b: Binder) -> Step:
-    """As test_wait, but the warp parks while the answer is no; it is told no only when nothing else can move."""
+    """As test_wait, but the warp parks while the phase lasts; it gets false only when nothing else can move."""
     rd, ask = _bind_wait(b)
 
     def step(warp: Warp) -> object:

@@ -183,7 +183,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
         stored = np.array(held, dtype)[:, None].view(np.uint8)
         access.store(warp, space, places, stored, line, strong=True, lanes=lanes[first])
         if np.array_equal(stored, found.view(np.uint8).reshape(stored.shape)):
-            # A failed cas lets nobody move on, so that lanes that try for a lock count as spinning.
+            # A failed cas lets nobody move on: lanes that try for a lock count as spinning.
             warp.cta.machine.engine.events -= 1
         access.synchronise(warp, space, places, sem, scope, acquire=False, release=True)
         if target is not None:

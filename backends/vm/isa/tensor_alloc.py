@@ -1,8 +1,8 @@
 """tcgen05.alloc, dealloc and relinquish_alloc_permit (PTX ISA 9.7.16.7.1).
 
 With cta_group::2 one warp of each CTA of the pair must execute them, in the same order; the first waits for the second.
-The ISA leaves open whether dealloc and relinquish wait; here they do, so that a kernel that relies on either answer
-(Table 48) is found out.
+The ISA leaves open whether dealloc and relinquish wait; here they do, which exposes a kernel that relies on either
+answer (Table 48).
 """
 
 from __future__ import annotations

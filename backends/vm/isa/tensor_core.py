@@ -199,8 +199,7 @@ def copy(b: Binder) -> Step:
 
     With cta_group::2 each CTA copies from its own shared memory (facts.md 1.2). The ISA orders a copy before a later
     mma and not an mma before a later copy (9.7.16.6.2). The block-scaled GEMMs of quack-kernels rely on the latter
-    order too, so that it is kept here, and `tmem_unordered_copies` counts who overwrites what an mma not yet waited for
-    reads.
+    order too. The machine keeps it, and `tmem_unordered_copies` counts copies that overwrite what a pending mma reads.
     """
     destination, source = b.expect(2)
     try:

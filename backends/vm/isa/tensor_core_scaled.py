@@ -1,8 +1,8 @@
 """Block-scaled tcgen05.mma: D += sum over K blocks of SFA SFB (A B^T), scale factors in tensor memory.
 
-PTX ISA 9.7.16.10.7; layouts in facts.md 2.4. In what precision hardware scales and in what order it adds is not
-documented. Here policy `fast` scales the operands in float32, where that is exact, and adds in float32; every other
-policy computes in float64 and rounds once.
+PTX ISA 9.7.16.10.7; layouts in facts.md 2.4. The precision in which hardware scales and the order in which it adds
+are not documented. Here policy `fast` scales the operands in float32, where that is exact, and adds in float32; every
+other policy computes in float64 and rounds once.
 """
 
 from __future__ import annotations

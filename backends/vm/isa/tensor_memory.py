@@ -55,7 +55,7 @@ def _layout(b: Binder, split: Operand | None) -> RegisterMap:
 )
 @opcode("tcgen05.ld.sync.aligned.16x32bx2.<num>{.pack::16b}.b32", section="9.7.16.8.3", counter="tmem", num=_NUMS)
 def load(b: Binder) -> Step:
-    """Tensor memory to registers. A register dependence needs no wait; who overwrites the cells needs the load's end,
+    """Tensor memory to registers. A register dependence needs no wait; overwriting the cells does,
     see backends.vm.bind.tmem_loads."""
     d, a, *rest = b.expect(2, 3)
     layout = _layout(b, rest[0] if rest else None)
@@ -122,7 +122,7 @@ def store(b: Binder) -> Step:
 
 @opcode("tcgen05.wait::ld.sync.aligned", section="9.7.16.8.5", counter="tmem")
 def wait_load(b: Binder) -> Step:
-    """This thread's tcgen05.ld are complete: whoever is ordered after the warp may overwrite what they have read."""
+    """This thread's tcgen05.ld are complete: agents ordered after the warp may overwrite the cells."""
     b.expect(0)
 
     def step(warp: Warp) -> None:
@@ -137,7 +137,7 @@ def wait_load(b: Binder) -> Step:
 
 @opcode("tcgen05.wait::st.sync.aligned", section="9.7.16.8.5", counter="tmem")
 def wait_store(b: Binder) -> Step:
-    """This thread's tcgen05.st are complete: whoever is ordered after the warp may now read them."""
+    """This thread's tcgen05.st are complete: agents ordered after the warp may read the cells."""
     b.expect(0)
 
     def step(warp: Warp) -> None:

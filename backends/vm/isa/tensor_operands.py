@@ -46,11 +46,11 @@ COLLECTOR = "collector::a::fill collector::a::use collector::a::lastuse collecto
 def tensor_issue(warp: Warp, *accumulator: int) -> tuple[Clock, int, int]:
     """The clock that the tensor core works with after this issue, and the stamps of its reads and of its writes.
 
-    It has seen all that the issuing warp has, not what other warps had seen at their issues. `accumulator` (address, m,
-    n) of an mma: of earlier tensor-core writes it has seen those of copies and of MMAs with the same accumulator, which
-    are all that the ISA orders (9.7.16.6.2). Earlier reads it has seen all: FlashAttention-4 overwrites S where the MMA
-    before read P, and block-scaled GEMMs copy new scale factors behind the MMAs that read the old ones (counted where
-    they are issued).
+    It has seen everything that the issuing warp has, but not what other warps had seen at their issues. `accumulator`
+    (address, m, n) of an mma: the ISA orders it after copies and after MMAs with the same accumulator (9.7.16.6.2), so
+    it has seen those writes of the tensor core and no others. It has seen all earlier reads: FlashAttention-4
+    overwrites S where the MMA before read P, and block-scaled GEMMs copy new scale factors behind the MMAs that read
+    the old ones (counted at their issue).
     """
     cta = warp.cta
     cta.tensor_serial += 1
@@ -96,7 +96,7 @@ def issuing_ctas(warp: Warp, group: CtaGroup, what: str) -> tuple[Cta, ...]:
     """The CTAs that an mma or cp works for, even one first.
 
     With cta_group::2 the even CTA must issue. The ISA says "a single thread from the CTA pair"; every kernel known to
-    us issues from the even one, and what the odd one's issue would do is not documented.
+    us issues from the even one, and the ISA does not say what an issue of the odd one does.
     """
     same_group(warp, group, what)
     if group == 1:
@@ -211,12 +211,12 @@ class Accumulator:
                 cta.tmem.begin_write(block, issue.clock, issue.writes, issue.line, "tcgen05.mma writes")
 
     def load(self) -> Words:
-        """What D holds, uint32 [m, n]."""
+        """D as uint32 [m, n]."""
         parts = [load_matrix(cta.tmem.data, self._lane, self._column, self._patches) for cta in self._ctas]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def store(self, words: Words) -> None:
-        """Write uint32 [m, n], but for disabled lanes."""
+        """Write uint32 [m, n]; disabled lanes keep their words."""
         for cta, kept, part in zip(self._ctas, self._kept, np.split(words, len(self._ctas)), strict=True):
             before = cta.tmem.data[kept] if kept is not None else None
             store_matrix(cta.tmem.data, self._lane, self._column, self._patches, part)

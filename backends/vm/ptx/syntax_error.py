@@ -1,4 +1,4 @@
-"""The one error that reading PTX ends in."""
+"""The error of PTX that cannot be read."""
 
 from __future__ import annotations
 

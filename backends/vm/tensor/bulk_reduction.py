@@ -1,4 +1,4 @@
-"""What a bulk reduction makes of the bytes in global memory and those that come (PTX ISA 9.7.9.25.4.2, 27.1.3)."""
+"""How a bulk reduction combines the bytes in global memory with those that arrive (PTX ISA 9.7.9.25.4.2, 27.1.3)."""
 
 from __future__ import annotations
 

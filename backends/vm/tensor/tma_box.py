@@ -94,8 +94,8 @@ def plan_gather4(
 def transaction_bytes(tensor_map: TensorMap, rows: int) -> int:
     """Bytes of global memory that `rows` rows of a box stand for; paddings inside 16-byte containers do not count.
 
-    The latter is what CuTeDSL says of TensorMap.global_tx_bytes and what its fp4 and fp6 kernels expect. That a box
-    which overhangs the tensor counts in full is library practice, not measured (facts.md 6.4).
+    CuTeDSL documents the latter for TensorMap.global_tx_bytes, and its fp4 and fp6 kernels expect it. A box that
+    overhangs the tensor counts in full: library practice, not measured (facts.md 6.4).
     """
     return rows * tensor_map.box[0] * tensor_map.element.bits // 8
 
@@ -236,7 +236,7 @@ def write_pieces(memory: Bytes, offsets: IntArray, pieces: Bytes) -> None:
 
 
 def rounded_to_tf32(values: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """What a load of a tf32 map makes of float32 bits: round to nearest at bit 13, NaN to 0x7FFFE000.
+    """A load of a tf32 map rounds float32 bits: round to nearest at bit 13, NaN to 0x7FFFE000.
 
     Measured on an H200 except for exact ties, which go to even here, as `cvt.rn.tf32.f32` does (facts.md 6.4, 7.2).
     """
