@@ -27,7 +27,6 @@ from backends.vm.memory.memory import PARAM_WINDOW, WINDOW_SHIFT, Bytes, GlobalM
 from backends.vm.memory.shared import MAX_DYNAMIC
 from backends.vm.ptx.ast import Module, Variable
 from backends.vm.ptx.parse_cache import parse_cached
-from backends.vm.ptx.variables import AddressedVariable
 
 if TYPE_CHECKING:
     from backends.vm.trace.recorder import Recorder
@@ -141,8 +140,6 @@ class Machine:
         return self._variables[key]
 
     def _fill_addresses(self, variable: Variable, data: Bytes) -> None:
-        if not isinstance(variable, AddressedVariable):
-            return
         for item in variable.addresses:
             address = self.variable_address(item.symbol) + item.addend
             width = variable.size - item.offset if variable.size - item.offset < 8 else 8

@@ -9,61 +9,58 @@ the instruction table's business.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Register:
+class Node(msgspec.Struct, frozen=True, tag_field="node", tag=True, array_like=True):
+    """A part of a module. msgspec writes and reads it as JSON: a list that begins with the name of the class."""
+
+
+class Register(Node, frozen=True):
     """A declared register (unique name) or a special register such as `%tid.x` or `%laneid`."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Immediate:
+class Immediate(Node, frozen=True):
     """A literal. `value` is the integer as written (sign kept); for 0f/0d literals it is the bit pattern."""
 
     value: int
     kind: str = "int"  # "int", "f32" (0fXXXXXXXX), "f64" (0dX16, or a decimal point)
 
 
-@dataclass(frozen=True, slots=True)
-class Symbol:
+class Symbol(Node, frozen=True):
     """The address of a variable, parameter, function or label, plus a constant byte offset."""
 
     name: str
     offset: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sink:
+class Sink(Node, frozen=True):
     """The operand `_`: a destination that is thrown away."""
 
 
-@dataclass(frozen=True, slots=True)
-class Negated:
+class Negated(Node, frozen=True):
     """`!%p`, a predicate source read inverted."""
 
     operand: Register
 
 
-@dataclass(frozen=True, slots=True)
-class Vector:
+class Vector(Node, frozen=True):
     """`{a, b, ...}`."""
 
     items: tuple[Operand, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(Node, frozen=True):
     """`%d|%p`: a value destination and a predicate destination."""
 
     first: Operand
     second: Operand
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(Node, frozen=True):
     """`[base + offset]`; for tensor copies `[base, {coordinates}]` or `[base, {..}, {..}]` fills `coordinates`.
 
     Absolute addresses `[imm]` have an Immediate as base.
@@ -77,16 +74,14 @@ class Address:
 Operand = Register | Immediate | Symbol | Sink | Negated | Vector | Pair | Address
 
 
-@dataclass(frozen=True, slots=True)
-class Guard:
+class Guard(Node, frozen=True):
     """`@%p` or `@!%p`."""
 
     register: str
     negated: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(Node, frozen=True):
     """One instruction. `line` counts from 1 in the PTX text; `text` is its source, whitespace collapsed."""
 
     parts: tuple[str, ...]
@@ -101,11 +96,23 @@ class Instruction:
         return ".".join(self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
+class InitialAddress(Node, frozen=True):
+    """The 8 bytes at `offset` of a variable hold the address of `symbol` plus `addend`.
+
+    `generic`: the address is in the generic space, by `generic(symbol)`; otherwise it is in the symbol's own space.
+    """
+
+    offset: int
+    symbol: str
+    addend: int
+    generic: bool
+
+
+class Variable(Node, frozen=True):
     """A declared variable or parameter. `size` in bytes; 0 for `.extern .shared x[]`.
 
-    `space`: "shared", "global", "const", "local" or "param". `initial` holds initialised bytes, or None.
+    `space`: "shared", "global", "const", "local" or "param". `initial` holds initialised bytes, or None; it has zeros
+    where `addresses` go.
     """
 
     name: str
@@ -116,10 +123,10 @@ class Variable:
     initial: bytes | None = None
     extern: bool = False
     line: int = 0
+    addresses: tuple[InitialAddress, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
+class Function(Node, frozen=True):
     """An `.entry` or `.func`, flattened. `labels` maps a label to the index of the instruction it precedes.
 
     `registers` maps every register name to its type ("b32", "f32", "pred", ...). `directives` maps e.g. "reqntid" to
@@ -139,8 +146,7 @@ class Function:
     line: int
 
 
-@dataclass(frozen=True, slots=True)
-class Module:
+class Module(Node, frozen=True):
     """A parsed PTX file."""
 
     version: tuple[int, int]

@@ -11,11 +11,13 @@ from importlib import resources
 from pathlib import Path
 from threading import Lock
 
+import msgspec
+
 from backends.vm.ptx.ast import Module
-from backends.vm.ptx.module_json import decode, encode
 from backends.vm.ptx.parser import parse
 
 _KEPT = 64
+_DECODER = msgspec.json.Decoder(Module)
 
 _memory: OrderedDict[str, Module] = OrderedDict()
 _lock = Lock()
@@ -37,7 +39,7 @@ def parse_cached(text: str, name: str = "<ptx>", folder: Path | None = None) -> 
     if module is None:
         module = parse(text, name)
         if path is not None:
-            _write(path, encode(module))
+            _write(path, msgspec.json.encode(module))
     with _lock:
         _memory[key] = module
         while len(_memory) > _KEPT:
@@ -62,21 +64,19 @@ def _parser_version() -> str:
 
 def _read(path: Path) -> Module | None:
     try:
-        checksum, _, payload = path.read_text(encoding="utf-8").partition("\n")
-        if checksum != _checksum(payload):
-            return None
-        return decode(payload)
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        checksum, _, payload = path.read_bytes().partition(b"\n")
+        return _DECODER.decode(payload) if checksum == _checksum(payload) else None
+    except (OSError, ValueError):
         return None
 
 
-def _write(path: Path, payload: str) -> None:
+def _write(path: Path, payload: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(f"{_checksum(payload)}\n{payload}")
+            with os.fdopen(handle, "wb") as file:
+                file.write(_checksum(payload) + b"\n" + payload)
             os.replace(temporary, path)
         except OSError:
             Path(temporary).unlink(missing_ok=True)
@@ -84,5 +84,5 @@ def _write(path: Path, payload: str) -> None:
         return
 
 
-def _checksum(payload: str) -> str:
-    return hashlib.sha256(payload.encode()).hexdigest()
+def _checksum(payload: bytes) -> bytes:
+    return hashlib.sha256(payload).hexdigest().encode()

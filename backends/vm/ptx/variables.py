@@ -3,45 +3,15 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from backends.vm.ptx.ast import Immediate, Variable
+from backends.vm.ptx.ast import Immediate, InitialAddress, Variable
 from backends.vm.ptx.syntax_error import MisreadError
 from backends.vm.ptx.tree import RawDeclarator, RawInitial, RawInitialAddress, RawInitialList, RawVariable
 
 _LARGEST = 1 << 40
 _LARGEST_INITIALISED = 1 << 26
-
-
-@dataclass(frozen=True, slots=True)
-class InitialAddress:
-    """The 8 bytes at `offset` of a variable hold the address of `symbol` plus `addend`.
-
-    `generic`: the address is in the generic space, by `generic(symbol)`; otherwise it is in the symbol's own space.
-    """
-
-    offset: int
-    symbol: str
-    addend: int
-    generic: bool
-
-
-@dataclass(frozen=True, slots=True)
-class AddressedVariable(Variable):
-    """A variable whose initialiser holds addresses; `initial` has zeros where they go."""
-
-    addresses: tuple[InitialAddress, ...] = ()
-
-
-def with_addresses(plain: Variable, addresses: Sequence[InitialAddress]) -> Variable:
-    """`plain` with addresses to be filled into its initial bytes; `plain` itself when there are none."""
-    if not addresses:
-        return plain
-    fields = (plain.name, plain.space, plain.type, plain.align, plain.size, plain.initial, plain.extern, plain.line)
-    return AddressedVariable(*fields, tuple(addresses))
 
 
 def element_bytes(type_: str) -> int:
@@ -76,8 +46,8 @@ def declare(raw: RawVariable, declarator: RawDeclarator, unique_name: str) -> Va
     if declarator.initial is not None:
         initial, addresses = _Initialiser(raw, declarator, [*shape, *([raw.vector] if raw.vector > 1 else [])]).encode()
     type_ = raw.type if raw.vector == 1 else f"v{raw.vector}.{raw.type}"
-    plain = Variable(unique_name, raw.space, type_, _alignment(raw, declarator), size, initial, extern, name.line or 0)
-    return with_addresses(plain, addresses)
+    align, line = _alignment(raw, declarator), name.line or 0
+    return Variable(unique_name, raw.space, type_, align, size, initial, extern, line, tuple(addresses))
 
 
 def _alignment(raw: RawVariable, declarator: RawDeclarator) -> int:

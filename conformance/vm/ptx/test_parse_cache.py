@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from backends.vm.ptx import parse_cache
-from backends.vm.ptx.module_json import decode, encode
+from backends.vm.ptx.ast import Module
 from backends.vm.ptx.parse_cache import forget, parse_cached
 from backends.vm.ptx.parser import PtxSyntaxError, parse
 
@@ -23,7 +24,7 @@ def _empty_memory() -> None:
 @pytest.mark.parametrize("path", PTX, ids=lambda path: path.stem)
 def test_json_gives_the_same_module_back(path: Path) -> None:
     module = parse(path.read_text(encoding="utf-8"))
-    assert decode(encode(module)) == module
+    assert msgspec.json.decode(msgspec.json.encode(module), type=Module) == module
 
 
 def test_a_text_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +71,7 @@ def test_a_file_with_a_good_checksum_but_no_module_is_rebuilt(tmp_path: Path) ->
     module = parse_cached(TEXT, folder=tmp_path)
     (file,) = tmp_path.iterdir()
     for payload in ("[]", "{}", "3", "[[8],[],64,[],[{}]]", "null"):
-        file.write_text(f"{parse_cache._checksum(payload)}\n{payload}", encoding="utf-8")
+        file.write_text(f"{parse_cache._checksum(payload.encode()).decode()}\n{payload}", encoding="utf-8")
         forget()
         assert parse_cached(TEXT, folder=tmp_path) == module, f"{payload} was taken for a module"
 

@@ -16,6 +16,7 @@ from backends.vm.ptx.ast import (
     Function,
     Guard,
     Immediate,
+    InitialAddress,
     Module,
     Negated,
     Operand,
@@ -26,7 +27,6 @@ from backends.vm.ptx.ast import (
     Vector,
 )
 from backends.vm.ptx.parser import parse
-from backends.vm.ptx.variables import AddressedVariable, InitialAddress
 
 PTX = sorted(Path(__file__).parent.glob("*.ptx"))
 HEADER = ".version 8.6\n.target sm_90a\n.address_size 64\n"
@@ -224,7 +224,6 @@ def test_declarations() -> None:
     smem = variables["dynamic_smem"]
     assert (smem.space, smem.size, smem.align, smem.extern) == ("shared", 0, 1024, True)
     pointers = variables["pointers"]
-    assert isinstance(pointers, AddressedVariable)
     assert pointers.addresses == tuple(
         InitialAddress(8 * index, "table", addend, generic)
         for index, (addend, generic) in enumerate([(0, False), (0, True), (8, True)])
