@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,10 +46,10 @@ def operands(statement: str) -> tuple[Operand, ...]:
 
 
 def without_places(function: Function) -> Function:
-    instructions = tuple(dataclasses.replace(each, line=0, text="") for each in function.instructions)
-    variables = tuple(dataclasses.replace(each, line=0) for each in function.variables)
-    params = tuple(dataclasses.replace(each, line=0) for each in function.params)
-    return dataclasses.replace(function, instructions=instructions, variables=variables, params=params, line=0)
+    instructions = tuple(msgspec.structs.replace(each, line=0, text="") for each in function.instructions)
+    variables = tuple(msgspec.structs.replace(each, line=0) for each in function.variables)
+    params = tuple(msgspec.structs.replace(each, line=0) for each in function.params)
+    return msgspec.structs.replace(function, instructions=instructions, variables=variables, params=params, line=0)
 
 
 @pytest.mark.parametrize("path", PTX, ids=lambda path: path.stem)
