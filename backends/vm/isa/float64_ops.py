@@ -45,7 +45,7 @@ def arithmetic(b: Binder) -> Step:
 @opcode("neg.f64", section="9.7.3.10", counter="float")
 def sign_bit(b: Binder) -> Step:
     """Magnitude or negation."""
-    return lanewise(b, "f64", cast(Compute, np.abs if b.instruction.parts[0] == "abs" else np.negative), 1)
+    return lanewise(b, "f64", cast(Compute, f64.absolute if b.instruction.parts[0] == "abs" else f64.negate), 1)
 
 
 @opcode("min.f64", section="9.7.3.11", counter="float")
@@ -71,5 +71,5 @@ def gross(b: Binder) -> Step:
 
 @opcode("rsqrt.approx.f64", section="9.7.3.16", counter="special")
 def rsqrt(b: Binder) -> Step:
-    """1 / sqrt(a), within the documented error; a zero gives infinity of its sign."""
-    return lanewise(b, "f64", lambda a: 1.0 / np.sqrt(a), 1)
+    """1 / sqrt(a); a zero gives infinity of its sign."""
+    return lanewise(b, "f64", cast(Compute, f64.rsqrt), 1)

@@ -150,7 +150,7 @@ def _divide(a: Row, c: Row, *, remainder: bool) -> Result:
     safe = np.where(c == 0, 1, c).astype(a.dtype)
     rest = np.fmod(a, safe)
     if remainder:
-        return np.where(c == 0, a, rest)
+        return np.where(c == 0, np.invert(np.zeros_like(a)), rest)
     # An exact quotient; the most negative value divided by -1 stays, as it wraps.
     quotient = (a - rest) // safe
     return np.where(c == 0, np.invert(np.zeros_like(a)), quotient)
@@ -158,13 +158,13 @@ def _divide(a: Row, c: Row, *, remainder: bool) -> Result:
 
 @opcode("div.<type>", section="9.7.1.8", type=_INTEGERS)
 def div(b: Binder) -> Step:
-    """Truncating division. By zero the ISA leaves the result open; this machine gives all ones."""
+    """Truncating division. By zero the ISA leaves the result open; an H200 gives all ones."""
     return _computed(b, b.words["type"], lambda a, c: _divide(a, c, remainder=False), 2)
 
 
 @opcode("rem.<type>", section="9.7.1.9", type=_INTEGERS)
 def rem(b: Binder) -> Step:
-    """Remainder with the sign of the dividend; the dividend itself for a divisor of zero."""
+    """Remainder with the sign of the dividend. By zero the ISA leaves the result open; an H200 gives all ones."""
     return _computed(b, b.words["type"], lambda a, c: _divide(a, c, remainder=True), 2)
 
 

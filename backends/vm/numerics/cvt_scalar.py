@@ -184,20 +184,25 @@ _FAST: dict[tuple[str, str], tuple[str, Function]] = {
 }
 
 
+_EXPONENT = np.uint32(0x7F80_0000)
+
+
 def _tf32(modifiers: Modifiers) -> Function:
-    """f32 bits with the low 13 cleared. `.rna` leaves infinity and truncates NaN, which may become infinity [H]."""
+    """f32 bits with the low 13 cleared. `.rna` truncates infinity and NaN; `.satfinite` takes one from either [H]."""
 
     def away(a: Bits) -> Bits:
         bits = take(a, 32).astype(np.uint32)
-        finite = (bits & np.uint32(0x7F80_0000)) != np.uint32(0x7F80_0000)
-        return (bits + np.where(finite, np.uint32(0x1000), np.uint32(0))) & np.uint32(0xFFFF_E000)
+        finite = (bits & _EXPONENT) != _EXPONENT
+        cut = (bits + np.where(finite, np.uint32(0x1000), np.uint32(0))) & np.uint32(0xFFFF_E000)
+        beyond = modifiers.satfinite & ((cut & _EXPONENT) == _EXPONENT)
+        return cut - np.where(beyond, np.uint32(0x2000), np.uint32(0))
 
     def rounded(a: Bits) -> Bits:
         rounding = cast(Rounding, modifiers.rounding)
         codes = encode(read_float(a, "f32"), TF32, rounding, satfinite=modifiers.satfinite, relu=modifiers.relu)
         return codes << np.uint32(13)
 
-    return away if modifiers == Modifiers(rounding="rna") else rounded
+    return away if modifiers.rounding == "rna" and not modifiers.relu else rounded
 
 
 Maker = Callable[[str, str, Modifiers], Function]

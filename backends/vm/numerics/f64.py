@@ -1,6 +1,7 @@
 """Double-precision arithmetic (PTX ISA 9.7.3). Rare in these kernels, so exact fractions rather than speed.
 
-The bit pattern of a NaN result is not documented and was not measured: it is NumPy's.
+A NaN operand passes through quieted, payload and sign kept; of several the last one does, of fma's b before c
+before a (facts.md 7.5). An invalid operation gives NumPy's NaN, which is the H200's.
 """
 
 from __future__ import annotations
@@ -11,27 +12,70 @@ from math import copysign, inf, isfinite, isinf
 
 import numpy as np
 
+from backends.vm.numerics import approx
 from backends.vm.numerics.formats import Float64, Rounding, directed
+
+_QUIET = np.uint64(1 << 51)
+_SMALLEST_NORMAL = 2.0**-1022
 
 
 def add(a: Float64, b: Float64, *, rounding: Rounding = "rn") -> Float64:
     """9.7.3.3."""
-    return a + b if rounding == "rn" else fma(a, np.ones_like(a), b, rounding=rounding)
+    r = a + b if rounding == "rn" else _each(_fma, rounding, a, np.ones_like(a), b)
+    return _nan_of(r, a, b)
 
 
 def sub(a: Float64, b: Float64, *, rounding: Rounding = "rn") -> Float64:
     """9.7.3.4."""
-    return add(a, np.negative(b), rounding=rounding)
+    return _nan_of(add(a, np.negative(b), rounding=rounding), a, b)
 
 
 def mul(a: Float64, b: Float64, *, rounding: Rounding = "rn") -> Float64:
     """9.7.3.5."""
-    return a * b if rounding == "rn" else _each(_mul, rounding, a, b)
+    return _nan_of(a * b if rounding == "rn" else _each(_mul, rounding, a, b), a, b)
 
 
 def fma(a: Float64, b: Float64, c: Float64, *, rounding: Rounding = "rn") -> Float64:
     """9.7.3.6: a * b + c rounded once."""
-    return _each(_fma, rounding, a, b, c)
+    return _nan_of(_each(_fma, rounding, a, b, c), a, c, b)
+
+
+def _nan_of(r: Float64, *operands: Float64) -> Float64:
+    """`r`, or the last operand that is NaN, quieted."""
+    for one in operands:
+        if np.isnan(one).any():
+            r = np.where(np.isnan(one), quiet(one), r)
+    return r
+
+
+def quiet(a: Float64) -> Float64:
+    """NaN with the top bit of its fraction set; other values as they are."""
+    return np.where(np.isnan(a), (a.view(np.uint64) | _QUIET).view(np.float64), a)
+
+
+def negate(a: Float64) -> Float64:
+    """9.7.3.10; a NaN keeps its sign."""
+    return np.where(np.isnan(a), quiet(a), np.negative(a))
+
+
+def absolute(a: Float64) -> Float64:
+    """9.7.3.9; a NaN keeps its sign."""
+    return np.where(np.isnan(a), quiet(a), np.abs(a))
+
+
+def rsqrt(a: Float64) -> Float64:
+    """`rsqrt.approx.f64` (9.7.3.16): a 20-bit seed and one step of third order, each multiply-add rounded once.
+
+    The order of the operations was found by trying: it gives an H200's bits (conformance/silicon/lanewise).
+    """
+    plain = 1.0 / np.sqrt(a)
+    scale = np.where(np.abs(a) < _SMALLEST_NORMAL, 2.0**54, 1.0)
+    with_a_step = (a > 0) & np.isfinite(a)
+    x = np.where(with_a_step, a * scale, 1.0)
+    y = approx.rsqrt_f64(x)
+    error = fma(x, -(y * y), np.ones_like(x))
+    stepped = fma(fma(error, np.full_like(x, 0.375), np.full_like(x, 0.5)), y * error, y)
+    return np.where(with_a_step, stepped * np.sqrt(scale), plain)
 
 
 def div(a: Float64, b: Float64, *, rounding: Rounding = "rn") -> Float64:
@@ -49,13 +93,17 @@ def sqrt(a: Float64, *, rounding: Rounding = "rn") -> Float64:
 def minimum(a: Float64, b: Float64) -> Float64:
     """9.7.3.11: one NaN gives the other operand, -0 is below +0."""
     merged = (a.view(np.uint64) | b.view(np.uint64)).view(np.float64)
-    return np.where(a == b, merged, np.fmin(a, b))
+    return _both_nan(np.where(a == b, merged, np.fmin(a, b)), a, b)
 
 
 def maximum(a: Float64, b: Float64) -> Float64:
     """9.7.3.12: one NaN gives the other operand, -0 is below +0."""
     merged = (a.view(np.uint64) & b.view(np.uint64)).view(np.float64)
-    return np.where(a == b, merged, np.fmax(a, b))
+    return _both_nan(np.where(a == b, merged, np.fmax(a, b)), a, b)
+
+
+def _both_nan(r: Float64, a: Float64, b: Float64) -> Float64:
+    return np.where(np.isnan(a) & np.isnan(b), quiet(b), r)
 
 
 def _each(function: Callable[..., float], rounding: Rounding, *operands: Float64) -> Float64:

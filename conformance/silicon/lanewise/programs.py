@@ -1,0 +1,245 @@
+"""Programs for lane-wise spellings: one kernel each, which applies the instruction to its operands, a thread a value.
+
+`python -m conformance.silicon.lanewise.programs` draws spellings of every lane-wise form anew, keeps those that ptxas
+takes for sm_90a, and writes programs.json. That needs new answers: see conformance/silicon/README.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from backends.ptx.assembler import find_ptxas
+from backends.vm.bind.forms import Form, all_forms
+from backends.vm.coverage import family_of
+from backends.vm.machine.machine import Machine, load
+from conformance import SILICON
+from conformance.silicon.lanewise.values import COUNT, WIDTH, Words, operand
+
+FILE: Final = SILICON / "lanewise" / "programs.json"
+HEAD: Final = ".version 8.6\n.target sm_90a\n.address_size 64\n"
+SPELLINGS_A_FORM: Final = 16
+BLOCK: Final = 128
+_FAMILIES: Final = (
+    "integer", "float32", "float64_ops", "half_ops", "compare", "float_compare", "convert_ops", "move", "warp_ops",
+    "float_special",
+)  # fmt: skip
+_SOURCES: Final = "abce"
+_BOOLEANS: Final = ("and", "or", "xor")
+_WIDER: Final = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
+_UNARY: Final = (
+    "abs", "neg", "not", "cnot", "brev", "rcp", "sqrt", "rsqrt", "sin", "cos", "ex2", "lg2", "tanh",
+)  # fmt: skip
+_BINARY: Final = ("add", "sub", "mul", "div", "rem", "min", "max", "and", "or", "xor", "copysign")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """`text` applies `opcode` to %a, %b, %c, %e and the predicates %q, %q3, and writes %d, and %q2 where it says so.
+
+    `destination` is a type or "pred"; `sources` are types or kinds of values.WIDTH.
+    """
+
+    opcode: str
+    text: str
+    destination: str
+    sources: tuple[str, ...]
+
+    @property
+    def entry(self) -> str:
+        """The kernel's name."""
+        return "k_" + "".join(c if c.isalnum() else "_" for c in self.opcode)
+
+
+def kept() -> list[Program]:
+    """The programs that an H200 has answered."""
+    return [Program(**{**each, "sources": tuple(each["sources"])}) for each in json.loads(FILE.read_text("utf-8"))]
+
+
+def operands(program: Program) -> list[Words]:
+    """uint64 [COUNT] for each source."""
+    return [operand(kind, program.opcode, place) for place, kind in enumerate(program.sources)]
+
+
+def vm_answers(program: Program) -> Words:
+    """uint64 [COUNT]: what the machine writes."""
+    machine, result = Machine(), np.zeros(COUNT, np.uint64)
+    arrays = [*operands(program), result]
+    params = [
+        struct.pack("<Q", machine.memory.add(f"v{place}", array.view(np.uint8)).base)
+        for place, array in enumerate(arrays)
+    ]
+    machine.launch(load(HEAD + kernel(program)), program.entry, (COUNT // BLOCK, 1, 1), (BLOCK, 1, 1), params)
+    return result
+
+
+def kernel(program: Program) -> str:
+    """The entry: parameters are the addresses of the operands and of the result."""
+    names = _SOURCES[: len(program.sources)]
+    lines = [
+        f".visible .entry {program.entry}({', '.join(f'.param .u64 p{name}' for name in [*names, 'd'])})",
+        "{",
+        ".reg .b64 %p, %i, %wa, %wb, %wc, %we, %wd, %w2; .reg .b32 %t, %x, %y; .reg .pred %q, %q2, %q3;",
+        f".reg .{_register(program.destination)} %d;",
+        *(f".reg .{_register(kind)} %{name};" for name, kind in zip(names, program.sources, strict=True)),
+        "mov.u32 %t, %tid.x; mov.u32 %x, %ctaid.x; mov.u32 %y, %ntid.x; mad.lo.u32 %t, %x, %y, %t;",
+        "mul.wide.u32 %i, %t, 8; mul.lo.u32 %x, %t, 0x9E3779B1; shr.u32 %x, %x, 13;",
+        "and.b32 %y, %x, 1; setp.ne.u32 %q, %y, 0; and.b32 %y, %x, 6; setp.eq.u32 %q3, %y, 6; mov.pred %q2, %q3;",
+    ]
+    for name, kind in zip(names, program.sources, strict=True):
+        lines += [f"ld.param.u64 %p, [p{name}]; add.u64 %p, %p, %i; ld.global.b64 %w{name}, [%p];", _cut(name, kind)]
+    lines += [program.text, _widened(program.destination)]
+    if "|%q2" in program.text:
+        lines.append("selp.b64 %w2, 0x8000000000000000, 0, %q2; xor.b64 %wd, %wd, %w2;")
+    return "\n".join([*lines, "ld.param.u64 %p, [pd]; add.u64 %p, %p, %i; st.global.b64 [%p], %wd; ret;", "}"])
+
+
+def _register(kind: str) -> str:
+    return "pred" if kind == "pred" else f"b{max(WIDTH[kind], 16)}"
+
+
+def _cut(name: str, kind: str) -> str:
+    width = max(WIDTH[kind], 16)
+    return f"mov.b64 %{name}, %w{name};" if width == 64 else f"cvt.u{width}.u64 %{name}, %w{name};"
+
+
+def _widened(kind: str) -> str:
+    if kind == "pred":
+        return "selp.u64 %wd, 1, 0, %d;"
+    if WIDTH[kind] == 64:
+        return "mov.b64 %wd, %d;"
+    cut = " and.b64 %wd, %wd, 255;" if WIDTH[kind] == 8 else ""
+    return f"cvt.u64.u{max(WIDTH[kind], 16)} %wd, %d;{cut}"
+
+
+def program_of(parts: Sequence[str], draw: random.Random) -> Program | None:
+    """A program for one spelling; None for what is not lane-wise or needs another kernel."""
+    made = _applied(parts, draw)
+    if made is None:
+        return None
+    destination, sources, arguments = made
+    if (destination != "pred" and destination not in WIDTH) or not all(kind in WIDTH for kind in sources):
+        return None
+    opcode = ".".join(parts)
+    return Program(opcode, f"{opcode} {arguments};", destination, tuple(sources))
+
+
+def _applied(parts: Sequence[str], draw: random.Random) -> tuple[str, list[str], str] | None:
+    """Destination, sources and the instruction's arguments."""
+    op, last = parts[0], parts[-1]
+    third = ", %q" if any(word in parts for word in _BOOLEANS) else ""
+    if op == "set":
+        return parts[-2], [last, last], f"%d, %a, %b{third}"
+    if op == "setp":
+        return "pred", [last, last], f"%d|%q2, %a, %b{third}"
+    if op in ("cvt", "shfl", "vote", "match", "redux"):
+        return _converted(parts) if op == "cvt" else _exchanged(parts, draw)
+    if last == "pred":
+        return {"not": ("pred", [], "%d, %q"), "mov": ("pred", [], "%d, %q")}.get(op) or (
+            ("pred", [], "%d, %q, %q3") if op in _BOOLEANS else None
+        )
+    if op in ("mul", "mad") and "wide" in parts:
+        wide = _WIDER[last]
+        return wide, [last, last, *([wide] if op == "mad" else [])], "%d, %a, %b" + (", %c" if op == "mad" else "")
+    if op in ("add", "sub", "fma") and parts[-2] == "f32" and last in ("f16", "bf16"):
+        count = 3 if op == "fma" else 2
+        return "f32", [last] * (count - 1) + ["f32"], ", ".join(["%d", "%a", "%b", "%c"][: count + 1])
+    fixed = {
+        "testp": ("pred", [last], "%d, %a"),
+        "slct": (parts[-2], [parts[-2], parts[-2], last], "%d, %a, %b, %c"),
+        "selp": (last, [last, last], "%d, %a, %b, %q"),
+        "fma": (last, [last] * 3, "%d, %a, %b, %c"),
+        "mad": (last, [last] * 3, "%d, %a, %b, %c"),
+        "popc": ("b32", [last], "%d, %a"),
+        "clz": ("b32", [last], "%d, %a"),
+        "bfind": ("b32", [last], "%d, %a"),
+        "shl": (last, [last, "amount"], "%d, %a, %b"),
+        "shr": (last, [last, "amount"], "%d, %a, %b"),
+        "bfe": (last, [last, "amount", "amount"], "%d, %a, %b, %c"),
+        "bfi": (last, [last, last, "amount", "amount"], "%d, %a, %b, %c, %e"),
+        "lop3": ("b32", ["b32"] * 3, f"%d, %a, %b, %c, {draw.randrange(256)}"),
+        "shf": ("b32", ["b32", "b32", "amount"], "%d, %a, %b, %c"),
+        "prmt": ("b32", ["b32"] * 3, "%d, %a, %b, %c"),
+        "mov": (last, [last], "%d, %a"),
+        **dict.fromkeys(_UNARY, (last, [last], "%d, %a")),
+        **dict.fromkeys(_BINARY, (last, [last, last], "%d, %a, %b")),
+    }
+    return fixed.get(op)
+
+
+def _converted(parts: Sequence[str]) -> tuple[str, list[str], str] | None:
+    destination, source = parts[-2], parts[-1]
+    if "pack" in parts:
+        packs_more = source == "b32"
+        return "b32", ["s32", "s32", *(["b32"] if packs_more else [])], "%d, %a, %b" + (", %c" if packs_more else "")
+    if "rs" in parts:
+        return None
+    if destination.endswith("x2") and source == "f32":
+        return destination, ["f32", "f32"], "%d, %a, %b"
+    return destination, [source], "%d, %a"
+
+
+def _exchanged(parts: Sequence[str], draw: random.Random) -> tuple[str, list[str], str] | None:
+    op, last = parts[0], parts[-1]
+    if op == "shfl":
+        clamp = draw.choice((0x1F, 0x1C1F, 0x181F, 0x0F07, 0x100F, 0, 0x1E1F))
+        return "b32", ["b32", "lane"], f"%d|%q2, %a, %b, {clamp}, -1"
+    if op == "vote":
+        return ("b32" if "ballot" in parts else "pred"), [], "%d, %q, -1"
+    if op == "match":
+        return "b32", ["few64" if last == "b64" else "few"], f"%d{'|%q2' if 'all' in parts else ''}, %a, -1"
+    return "b32", [last], "%d, %a, -1"
+
+
+def drawn() -> Iterator[Program]:
+    """Up to SPELLINGS_A_FORM spellings of each form, the same ones for the same form."""
+    seen: set[str] = set()
+    for form in all_forms():
+        if family_of(form) not in _FAMILIES:
+            continue
+        draw = random.Random(form.spelling)
+        for parts in _spellings(form, draw):
+            program = program_of(parts, draw)
+            if program is not None and program.opcode not in seen:
+                seen.add(program.opcode)
+                yield program
+
+
+def _spellings(form: Form, draw: random.Random) -> list[list[str]]:
+    choices = [sorted(slot.choices) + ([""] if slot.optional else []) for slot in form.slots]
+    if prod(map(len, choices)) <= 1 << 16:
+        every = list(itertools.product(*choices))
+        picked = draw.sample(every, min(len(every), SPELLINGS_A_FORM))
+    else:
+        picked = [tuple(draw.choice(words) for words in choices) for _ in range(SPELLINGS_A_FORM)]
+    return [[word for word in words if word] for words in picked]
+
+
+def ptxas_takes(program: Program) -> bool:
+    """Whether ptxas assembles the program for sm_90a."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "k.ptx")
+        file.write_text(HEAD + kernel(program))
+        command = [str(find_ptxas()), "-arch=sm_90a", "-o", "/dev/null", str(file)]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+if __name__ == "__main__":
+    candidates = list(drawn())
+    with ThreadPoolExecutor(2) as pool:
+        taken = list(pool.map(ptxas_takes, candidates))
+    programs = [program for program, takes in zip(candidates, taken, strict=True) if takes]
+    FILE.write_text("[\n" + ",\n".join(json.dumps(asdict(program)) for program in programs) + "\n]\n", "utf-8")
+    print(f"{len(candidates)} spellings drawn, {len(programs)} taken by ptxas for sm_90a: {FILE}")
