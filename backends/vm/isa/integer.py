@@ -397,3 +397,127 @@ def lop3(b: Binder) -> Step:
         np.copyto(u32[rd], out, where=warp.where)
 
     return step
+
+
+_WORD_TYPES = "u32 s32"
+_HALVES = "u16x2 s16x2"
+
+
+def _fields(word: Row, bits: int, type_name: str) -> Row:
+    """int64 [32, 32 / bits]: the fields of a 32-bit row, the lowest first, extended as `type_name` says."""
+    dtype = np.dtype(f"{'i' if type_name[0] == 's' else 'u'}{bits // 8}")
+    return np.ascontiguousarray(word).view(dtype).reshape(-1, 32 // bits).astype(np.int64)
+
+
+@opcode("dp4a.<a>.<b>", section="9.7.1.23", a=_WORD_TYPES, b=_WORD_TYPES)
+@opcode("dp2a.<half>.<a>.<b>", section="9.7.1.24", half="lo hi", a=_WORD_TYPES, b=_WORD_TYPES)
+def dot(b: Binder) -> Step:
+    """e plus the products of four bytes of a and of c, or of two halves of a and two bytes of c; wraps."""
+    left, right = b.words["a"], b.words["b"]
+    half = b.words.get("half")
+    chosen = slice(None) if half is None else slice(0, 2) if half == "lo" else slice(2, 4)
+
+    def compute(a: Row, c: Row, e: Row) -> Result:
+        products = _fields(a, 8 if half is None else 16, left) * _fields(c, 8, right)[:, chosen]
+        return (e.astype(np.int64) + products.sum(axis=1)).astype(np.uint32)
+
+    return _computed(b, "u32", compute, 3)
+
+
+@opcode("sad.<type>", section="9.7.1.7", type=_INTEGERS)
+def sum_of_differences(b: Binder) -> Step:
+    """d = |a - c| + e, wrapping."""
+    return _computed(b, b.words["type"], lambda a, c, e: np.where(a < c, c - a, a - c) + e, 3)
+
+
+@opcode("mul24.<half>.<type>", section="9.7.1.5", half="lo hi", type=_WORD_TYPES)
+@opcode("mad24.<half>.<type>", section="9.7.1.6", half="lo hi", type=_WORD_TYPES)
+@opcode("mad24.hi.sat.s32", section="9.7.1.6")
+def multiply_24(b: Binder) -> Step:
+    """Bits 31..0 or 47..16 of the product of the low 24 bits of a and c; mad24 adds e."""
+    parts = b.instruction.parts
+    signed, shift, saturates = parts[-1] == "s32", 16 if "hi" in parts else 0, "sat" in parts
+
+    def compute(a: Row, c: Row, e: Row | None = None) -> Result:
+        left, right = (one.astype(np.int64) << 40 for one in (a, c))
+        if signed:
+            product = (left >> 40) * (right >> 40)
+        else:
+            product = ((left.view(np.uint64) >> 40) * (right.view(np.uint64) >> 40)).view(np.int64)
+        result = (product >> shift).astype(np.uint32)
+        if e is None:
+            return result
+        if saturates:
+            return np.clip(result.view(np.int32).astype(np.int64) + e, -(1 << 31), (1 << 31) - 1).astype(np.int32)
+        return result + e.astype(np.uint32)
+
+    return _computed(b, parts[-1], compute, 2 if parts[0] == "mul24" else 3)
+
+
+@opcode("bmsk.<mode>.b32", section="9.7.1.22", mode="clamp wrap")
+def bit_mask(b: Binder) -> Step:
+    """c ones from bit a on. `.wrap` takes both modulo 32; `.clamp` ends the mask at bit 31."""
+    clamps = b.words["mode"] == "clamp"
+
+    def compute(a: Row, c: Row) -> Result:
+        first, width = (a & 31).astype(np.uint64), (c & 31).astype(np.uint64)
+        past = first + width >= 32
+        whole = np.uint64(0xFFFF_FFFF)
+        below, above = (whole << first) & whole, (whole << (first + width)) & whole
+        if clamps:
+            below = np.where(a >= 32, np.uint64(0), below)
+            past |= (a >= 32) | (c >= 32)
+        return (below & ~np.where(past, np.uint64(0), np.where(width == 0, whole, above))).astype(np.uint32)
+
+    return _computed(b, "u32", compute, 2)
+
+
+@opcode("szext.<mode>.<type>", section="9.7.1.21", mode="clamp wrap", type=_WORD_TYPES)
+def extend(b: Binder) -> Step:
+    """The low c bits of a, extended. From 32 on `.clamp` gives a itself and `.wrap` takes c modulo 32."""
+    clamps, signed = b.words["mode"] == "clamp", b.words["type"] == "s32"
+
+    def compute(a: Row, c: Row) -> Result:
+        width = (c & 31).astype(np.int64)
+        unused = np.where(width == 0, 0, 64 - width)
+        wide = a.astype(np.int64) << unused
+        cut = (wide >> unused) if signed else (wide.view(np.uint64) >> unused.astype(np.uint64)).view(np.int64)
+        cut = np.where(width == 0, 0, cut)
+        return np.where(c >= 32, a, cut).astype(np.uint32) if clamps else cut.astype(np.uint32)
+
+    return _computed(b, "u32", compute, 2)
+
+
+@opcode("add.<type>", section="9.7.1.1", type=_HALVES)
+@opcode("min.<type>", section="9.7.1.12", type=_HALVES)
+@opcode("max.<type>", section="9.7.1.13", type=_HALVES)
+@opcode("min.relu.s16x2", section="9.7.1.12")
+@opcode("max.relu.s16x2", section="9.7.1.13")
+def halves(b: Binder) -> Step:
+    """Both 16-bit halves by themselves: sum, smaller or larger; `.relu` replaces negative results by zero."""
+    parts = b.instruction.parts
+    operation = {"add": np.add, "min": np.minimum, "max": np.maximum}[parts[0]]
+    dtype = np.int16 if parts[-1] == "s16x2" else np.uint16
+
+    def compute(a: Row, c: Row) -> Result:
+        result = operation(*(np.ascontiguousarray(one).view(dtype) for one in (a, c)))
+        return (np.maximum(result, 0) if "relu" in parts else result).view(np.uint32)
+
+    return _computed(b, "u32", compute, 2)
+
+
+@opcode("fns.b32", section="9.7.1.17")
+def nth_set(b: Binder) -> Step:
+    """The position of the e-th one of a from bit c on, upwards or downwards; all ones if there is none."""
+
+    def found(mask: int, base: int, offset: int) -> int:
+        if offset == 0:
+            return base if mask >> base & 1 else 0xFFFF_FFFF
+        ones = [at for at in (range(base, 32) if offset > 0 else range(base, -1, -1)) if mask >> at & 1]
+        return ones[abs(offset) - 1] if abs(offset) <= len(ones) else 0xFFFF_FFFF
+
+    def compute(a: Row, c: Row, e: Row) -> Result:
+        columns = zip(a.tolist(), c.tolist(), e.view(np.int32).tolist(), strict=True)
+        return np.array([found(mask, base & 31, offset) for mask, base, offset in columns], np.uint32)
+
+    return _computed(b, "u32", compute, 3)

@@ -143,7 +143,8 @@ def _applied(parts: Sequence[str], draw: random.Random) -> tuple[str, list[str],
     if op == "set":
         return parts[-2], [last, last], f"%d, %a, %b{third}"
     if op == "setp":
-        return "pred", [last, last], f"%d|%q2, %a, %b{third}"
+        second = "" if last in ("f16", "bf16") else "|%q2"
+        return "pred", [last, last], f"%d{second}, %a, %b{third}"
     if op in ("cvt", "shfl", "vote", "match", "redux"):
         return _converted(parts) if op == "cvt" else _exchanged(parts, draw)
     if last == "pred":
@@ -169,6 +170,14 @@ def _applied(parts: Sequence[str], draw: random.Random) -> tuple[str, list[str],
         "shr": (last, [last, "amount"], "%d, %a, %b"),
         "bfe": (last, [last, "amount", "amount"], "%d, %a, %b, %c"),
         "bfi": (last, [last, last, "amount", "amount"], "%d, %a, %b, %c, %e"),
+        "dp4a": ("b32", ["b32"] * 3, "%d, %a, %b, %c"),
+        "dp2a": ("b32", ["b32"] * 3, "%d, %a, %b, %c"),
+        "sad": (last, [last] * 3, "%d, %a, %b, %c"),
+        "mul24": (last, [last] * 2, "%d, %a, %b"),
+        "mad24": (last, [last] * 3, "%d, %a, %b, %c"),
+        "bmsk": (last, ["amount", "amount"], "%d, %a, %b"),
+        "szext": (last, [last, "amount"], "%d, %a, %b"),
+        "fns": (last, ["b32", "bit", "nth"], "%d, %a, %b, %c"),
         "lop3": ("b32", ["b32"] * 3, f"%d, %a, %b, %c, {draw.randrange(256)}"),
         "shf": ("b32", ["b32", "b32", "amount"], "%d, %a, %b, %c"),
         "prmt": ("b32", ["b32"] * 3, "%d, %a, %b, %c"),

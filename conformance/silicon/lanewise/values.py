@@ -19,7 +19,8 @@ COUNT: Final = 512
 WIDTH: Final[Mapping[str, int]] = {
     **dict.fromkeys(("s8", "u8", "b8", "e2m1x2"), 8),
     **dict.fromkeys(("s16", "u16", "b16", "f16", "bf16", "e4m3x2", "e5m2x2", "e2m3x2", "e3m2x2", "ue8m0x2"), 16),
-    **dict.fromkeys(("s32", "u32", "b32", "f32", "f16x2", "bf16x2", "tf32", "amount", "lane", "few"), 32),
+    **dict.fromkeys(("s32", "u32", "b32", "f32", "f16x2", "bf16x2", "tf32", "u16x2", "s16x2"), 32),
+    **dict.fromkeys(("amount", "lane", "few", "bit", "nth"), 32),
     **dict.fromkeys(("s64", "u64", "b64", "f64", "f32x2", "few64"), 64),
 }
 """Bits of a type, and of the kinds of operands that have ranges of their own."""
@@ -91,6 +92,8 @@ def _few(draw: np.random.Generator) -> Words:
 _RANGES: Final[Mapping[str, Callable[[np.random.Generator], Words]]] = {
     "amount": _amounts,
     "lane": lambda draw: draw.integers(0, 40, COUNT).astype(np.uint64),
+    "bit": lambda draw: draw.integers(0, 32, COUNT).astype(np.uint64),
+    "nth": lambda draw: draw.integers(-6, 7, COUNT).astype(np.int32).view(np.uint32).astype(np.uint64),
     "few": _few,
     "few64": lambda draw: _few(draw) * np.uint64(0x1_0000_0001),
 }
