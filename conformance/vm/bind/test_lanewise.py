@@ -89,7 +89,8 @@ cvt.rn.relu.f16x2.f32 %R, %r, %s; cvt.rna.tf32.f32 %R, %r; cvt.pack.sat.s16.s32 
 bfe.u32 %R, %r, 3, 9; bfi.b64 %L, %l, %k, 3, 9; shf.l.wrap.b32 %R, %r, %s, 7; brev.b64 %L, %l; clz.b32 %R, %r;
 dp4a.u32.s32 %R, %r, %s, %r; dp2a.hi.s32.u32 %R, %r, %s, %r; sad.s32 %R, %r, %s, %r; mad24.hi.sat.s32 %R, %r, %s, %r;
 bmsk.wrap.b32 %R, %r, %s; szext.clamp.s32 %R, %r, %s; max.relu.s16x2 %R, %r, %s; add.u16x2 %R, %r, %s;
-fns.b32 %R, %r, 3, 2; mul.hi.s64 %L, %l, %k; mad.wide.u16 %R, %h, %g, %r; div.s64 %L, %l, %k; abs.s32 %R, %r; cnot.b32 %R, %r;
+fns.b32 %R, %r, 3, 2; mul.hi.s64 %L, %l, %k;
+mad.wide.u16 %R, %h, %g, %r; div.s64 %L, %l, %k; abs.s32 %R, %r; cnot.b32 %R, %r;
 """
 LANEWISE = [line for line in INSTRUCTIONS if not line.startswith(WARP_WIDE)]
 LANEWISE += [part.strip() + ";" for part in FURTHER.replace("\n", " ").split(";") if part.strip()]
