@@ -11,41 +11,22 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from megamoe.contract import Target, UnsupportedError
+from megamoe.contract.assembly import Assembly
 
-PTXAS_SECONDS = 120
+MAX_PTXAS_SECONDS = 120
 COMPLAINTS = ("warning", "Potential Performance Loss")
-"""ptxas reports an ignored setmaxnreg or a serialised MMA as mere information; to us it is a warning."""
+"""ptxas reports an ignored setmaxnreg or a serialised MMA as information only; we count it as a warning."""
 
 
 class AssemblyError(Exception):
-    """ptxas refused the PTX, or warned; the text is what it said."""
-
-
-@dataclass(frozen=True, slots=True)
-class Assembly:
-    """What ptxas made of a module. `spill_*`, `stack`, `static_smem` and `code_size` in bytes; the most of any entry.
-
-    `code_size` is that of all code. `kernels`: entry -> registers, spill_bytes (stores and loads), stack_bytes,
-    smem_bytes (static) and code_bytes, sorted by name.
-    """
-
-    registers: int
-    stack: int
-    spill_stores: int
-    spill_loads: int
-    static_smem: int
-    code_size: int
-    cubin: bytes
-    kernels: Mapping[str, Mapping[str, int]]
+    """ptxas refused the PTX, or warned; the text quotes it."""
 
 
 def find_ptxas() -> Path:
-    """The assembler's path. Raises UnsupportedError when this machine has none."""
+    """The assembler's path. Raises UnsupportedError if this machine has none."""
     try:
         spec = importlib.util.find_spec("nvidia.cu13")
     except ModuleNotFoundError:
@@ -61,16 +42,16 @@ def find_ptxas() -> Path:
 
 
 def assemble(ptx: str, target: Target) -> Assembly:
-    """Assembles `ptx`, warnings being errors. Raises AssemblyError, or UnsupportedError without an assembler."""
+    """Assembles `ptx`; a warning is an error. Raises AssemblyError, or UnsupportedError without an assembler."""
     ptxas = find_ptxas()
     with tempfile.TemporaryDirectory(prefix="megamoe-ptxas-") as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
         command = [str(ptxas), "-arch", target, "-v", "--warning-as-error", "-o", str(cubin), str(source)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=PTXAS_SECONDS, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_PTXAS_SECONDS, check=False)
         except subprocess.TimeoutExpired as expired:
-            raise AssemblyError(f"ptxas was still busy after {PTXAS_SECONDS} s") from expired
+            raise AssemblyError(f"ptxas was still busy after {MAX_PTXAS_SECONDS} s") from expired
         said = (done.stdout + done.stderr).replace(f"{source}, ", "").strip()
         if done.returncode != 0:
             raise AssemblyError(f"ptxas exited with {done.returncode}: {said}")
@@ -84,7 +65,7 @@ _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 
 
 def _read_report(said: str, cubin: bytes) -> Assembly:
-    """Figures from the output of `ptxas -v`, which reports one entry after the other."""
+    """Figures from the output of `ptxas -v`, one entry after the other."""
     code = _text_bytes(cubin)
     _, *reports = _ENTRY.split(said)
     if not reports:

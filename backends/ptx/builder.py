@@ -1,4 +1,4 @@
-"""An assembler-level builder: Python that reads like PTX and writes PTX that reads like a person wrote it.
+"""The words that kernels are written in: Python that reads like PTX and writes PTX that reads as if typed by hand.
 
     x = Builder("scale", target="sm_100a", version=(8, 6), block=128)
     n = x.param("n", "u32")
@@ -10,36 +10,30 @@
     x.emit("ret")
     print(x.text())
 
-`let` declares the register it writes, with the type that the mnemonic gives it; `emit` writes an instruction into
-registers that exist. Every operand is checked against the table in signatures.py when the line is written, and
-`text` refuses labels that were never placed and registers that are read but never written.
+`let` declares the register it writes, with the type that the mnemonic gives it. `emit` writes into registers that
+exist. Both check every operand against the table in signatures.py at once. `text` refuses labels that were never placed
+and registers that are read but never written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
-from backends.ptx.operands import (
-    SINK,
-    SPECIAL_REGISTERS,
-    WIDTHS,
-    Address,
-    BuilderError,
-    Label,
-    Negated,
-    Operand,
-    Register,
-    Special,
-    at,
-    spelled,
-)
-from backends.ptx.signatures import Instruction
+from backends.ptx.emitter import Emitter, Predicate
+from backends.ptx.operands import SINK, Address, Elected, Label, Negated, Register, Special, Vector, at
 
-TENSOR_MAP_BYTES = 128
-TID_X = Special("%tid.x", "u32")
-Predicate = Register | Negated
+TID_X, LANEMASK_LT = Special("%tid.x", "u32"), Special("%lanemask_lt", "u32")
+CTAID_X, CTAID_Y, CTAID_Z = (Special(f"%ctaid.{axis}", "u32") for axis in "xyz")
+NCTAID_X, NCTAID_Z = Special("%nctaid.x", "u32"), Special("%nctaid.z", "u32")
+FULL_WARP = 0xFFFFFFFF
+"""The member mask of all 32 lanes."""
+MBARRIER_BYTES = 8
+COMPLETE_TX = "mbarrier::complete_tx::bytes"
+SHARED_CTA_VERSION = (8, 6)
+"""Tensor copies may name .shared::cta as their destination from this PTX ISA on; before, .shared::cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,126 +44,21 @@ class Loop:
     done: Label
 
 
-@dataclass(slots=True)
-class _Section:
-    title: str
-    declared: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    lines: list[str] = field(default_factory=list[str])
+class Builder(Emitter):
+    """An entry, with a word for each idiom."""
 
-
-class Builder:
-    """Collects one entry. `version` is the lowest PTX ISA version that has what the kernel uses."""
-
-    def __init__(self, entry: str, *, target: str, version: tuple[int, int], block: int) -> None:
-        self.entry = entry
-        self.target = target
-        self.version = version
-        self.block = block
-        self._header: list[str] = []
-        self._params: list[str] = []
-        self._dynamic_smem: str | None = None
-        self._sections = [_Section("parameters")]
-        self._taken: set[str] = set()
-        self._labels: dict[str, bool] = {}
-        self._written: set[str] = set()
-        self._first_read: dict[str, str] = {}
-        self._place_names: dict[tuple[str, int], str] = {}
-
-    def header(self, lines: list[str]) -> None:
-        """Comment lines that open the file."""
-        self._header += lines
-
-    def section(self, title: str) -> None:
-        """Opens a part of the kernel; the registers that it makes are declared at its head."""
-        self._sections.append(_Section(title))
-
-    def comment(self, text: str) -> None:
-        """A comment line of its own."""
-        self._line(f"// {text}")
-
-    def param(self, name: str, type_name: str) -> Register:
-        """Declares a kernel parameter and loads it into a register of the same name."""
-        self._params.append(f".param .{type_name} {name}")
-        register = self.reg(name, type_name)
-        self._written.add(register.name)
-        self._line(f"ld.param.{type_name} {register}, [{name}];")
-        return register
-
-    def tensor_map(self, name: str) -> Register:
-        """Declares a tensor map passed by value; the register holds its generic address (PTX ISA, Tensor-map)."""
-        self._params.append(f".param .align 64 .b8 {name}[{TENSOR_MAP_BYTES}]")
-        in_param_space = self.let(f"{name}_param", "mov.b64", Special(name, "b64"))
-        return self.let(name, "cvta.param.u64", in_param_space)
-
-    def dynamic_smem(self, name: str, align: int) -> Register:
-        """Declares the dynamic shared memory of the launch; the register holds its shared-window address."""
-        self._dynamic_smem = f".extern .shared .align {align} .b8 {name}[];"
-        return self.let("smem", "mov.u32", Special(name, "u32"))
-
-    def name_place(self, place: Address, name: str) -> None:
-        """From here on an instruction that addresses `place` says `name` in a comment, unless it has one."""
-        self._place_names[place.base.name, place.offset] = name
-
-    def reg(self, name: str, type_name: str) -> Register:
-        """A new register. A name that is taken gets a number, so that two uses never share storage unnoticed."""
-        if type_name not in WIDTHS:
-            raise BuilderError(f"register %{name}: there is no type .{type_name}; known: {', '.join(sorted(WIDTHS))}")
-        if name in SPECIAL_REGISTERS:
-            raise BuilderError(f"register %{name} would hide the special register of that name; choose another")
-        register = Register(self._unique(name), type_name)
-        self._declare(type_name, str(register))
-        return register
-
-    def regs(self, name: str, type_name: str, count: int) -> tuple[Register, ...]:
-        """`count` registers `%name0`, `%name1`, ..., declared in one go."""
-        stem = self._unique(name)
-        self._declare(type_name, f"%{stem}_<{count}>")
-        return tuple(Register(f"{stem}_{index}", type_name) for index in range(count))
-
-    def emit(self, opcode: str, *operands: Operand, guard: Predicate | None = None, note: str = "") -> None:
-        """Writes one instruction. `guard` becomes `@%p`, `note` the comment behind it."""
-        instruction = Instruction(opcode, operands)
-        for register in instruction.destinations():
-            self._written.add(register.name)
-        text = f"{opcode} {', '.join(spelled(operand) for operand in operands)}".rstrip() + ";"
-        self._note_reads(operands, text)
-        if guard is not None:
-            self._note_reads((guard,), text)
-            text = f"@{guard} {text}"
-        note = note or self._named_places(operands)
-        self._line(f"{text}  // {note}" if note else text)
-
-    def let(
-        self, name: str, opcode: str, *sources: Operand, guard: Predicate | None = None, note: str = ""
-    ) -> Register:
-        """Declares a register of the type that `opcode` writes, and writes it."""
-        register = self.reg(name, Instruction(opcode, sources).result_type())
-        self.emit(opcode, register, *sources, guard=guard, note=note)
-        return register
-
-    def label(self, name: str) -> Label:
-        """A label with a unique name, to be placed later."""
-        unique = self._unique(name)
-        self._labels[unique] = False
-        return Label(unique)
-
-    def place(self, label: Label) -> None:
-        """Puts a label before the next instruction."""
-        if self._labels.get(label.name, True):
-            raise BuilderError(f"{self.entry}: label {label} is placed twice or was never made by this builder")
-        self._labels[label.name] = True
-        self._sections[-1].lines.append(f"{label}:")
+    # Control flow
 
     @contextmanager
     def when(self, predicate: Predicate, name: str) -> Iterator[None]:
-        """The body runs in threads whose predicate holds; the others branch over it."""
+        """Runs the body in threads whose predicate holds; the others branch over it."""
         inverse = predicate.register if isinstance(predicate, Negated) else ~predicate
         with self.unless(inverse, name):
             yield
 
     @contextmanager
     def unless(self, predicate: Predicate, name: str) -> Iterator[None]:
-        """The body runs in threads whose predicate does not hold."""
+        """Runs the body in threads whose predicate does not hold."""
         done = self.label(f"{name}_done")
         self.emit("bra", done, guard=predicate)
         yield
@@ -184,6 +73,70 @@ class Builder:
         self.emit("bra", loop.again)
         self.place(loop.done)
 
+    @contextmanager
+    def while_below(
+        self, name: str, index: Register, end: Register, finished: str, *steps: tuple[Register, Register | int]
+    ) -> Iterator[None]:
+        """Runs the body while `index` < `end` (u32), then adds to each register of `steps` what stands beside it.
+
+        `finished` names the predicate that ends the loop.
+        """
+        is_finished = self.reg(finished, "pred")
+        with self.loop(name) as loop:
+            self.emit("setp.ge.u32", is_finished, index, end)
+            self.emit("bra", loop.done, guard=is_finished)
+            yield
+            for register, step in steps:
+                self.emit("add.u32", register, register, step)
+
+    def elect(self, leader: Register) -> Register:
+        """Makes the predicate `leader` true in one lane of the warp."""
+        self.emit("elect.sync", Elected(leader), FULL_WARP)
+        return leader
+
+    def sync_cta(self, note: str = "") -> None:
+        """All threads of the CTA meet."""
+        self.emit("bar.sync", 0, note=note)
+
+    def sync_warp(self) -> None:
+        """All lanes of the warp meet."""
+        self.emit("bar.warp.sync", FULL_WARP)
+
+    def setmaxnreg(self, direction: Literal["inc", "dec"], registers: int, note: str = "") -> None:
+        """Sets the registers a thread of this warpgroup may use."""
+        self.emit(f"setmaxnreg.{direction}.sync.aligned.u32", registers, note=note)
+
+    # Addresses and tables
+
+    def indexed(self, name: str, base: Register, index: Register, stride: int) -> Register:
+        """The 32-bit address `base + index * stride`."""
+        return self.let(name, "mad.lo.u32", index, stride, base)
+
+    def indexed_wide(self, name: str, base: Register, index: Register, stride: int) -> Register:
+        """The 64-bit address `base + index * stride`."""
+        return self.let(name, "mad.wide.u32", index, stride, base)
+
+    def entry_of(self, name: str, table: Register, index: Register) -> Register:
+        """Entry `index` of a u32 table in global memory."""
+        return self.let(name, "ld.global.u32", at(self.indexed_wide(f"{name}_at", table, index, 4)))
+
+    def packed_bf16(self, name: str, values: Sequence[Register]) -> Vector:
+        """f32 `values`, rounded to nearest even, as pairs of bf16."""
+        pairs = self.regs(name, "b32", len(values) // 2)
+        for pair, even, odd in zip(pairs, values[::2], values[1::2], strict=True):
+            self.emit("cvt.rn.bf16x2.f32", pair, odd, even)
+        return pairs
+
+    # mbarriers
+
+    def init_mbarrier(self, place: Address, arrivals: int, note: str) -> None:
+        """An mbarrier whose phase takes `arrivals` arrivals."""
+        self.emit("mbarrier.init.shared::cta.b64", place, arrivals, note=note)
+
+    def fence_mbarrier_init(self) -> None:
+        """Makes initialised mbarriers visible to the async proxy."""
+        self.emit("fence.mbarrier_init.release.cluster")
+
     def wait(self, barrier: Address, parity: Register | int, name: str) -> None:
         """Blocks until the phase `parity` of an mbarrier has completed (PTX ISA, mbarrier.try_wait).
 
@@ -195,102 +148,105 @@ class Builder:
         self.emit("mbarrier.try_wait.parity.shared::cta.b64", completed, barrier, parity)
         self.emit("bra", again, guard=~completed)
 
-    def arrive(self, barrier: Address, note: str = "") -> None:
-        """One arrival of every executing thread, releasing what it did before."""
-        self.emit("mbarrier.arrive.shared::cta.b64", SINK, barrier, note=note)
+    def arrive(self, barrier: Address, guard: Predicate | None = None, note: str = "") -> None:
+        """One arrival of every executing thread; it releases what the thread did before."""
+        self.emit("mbarrier.arrive.shared::cta.b64", SINK, barrier, guard=guard, note=note)
 
-    def indexed(self, name: str, base: Register, index: Register, stride: int) -> Register:
-        """The 32-bit address `base + index * stride`."""
-        return self.let(name, "mad.lo.u32", index, stride, base)
+    def expect_tx(self, barrier: Address, size: int, note: str = "") -> None:
+        """One arrival that also announces `size` bytes of copies."""
+        self.emit("mbarrier.arrive.expect_tx.shared::cta.b64", SINK, barrier, size, note=note)
 
-    def text(self) -> str:
-        """The PTX module. Raises BuilderError for unplaced labels and for registers that nothing writes."""
-        return module_text([self])
+    # Tensor copies (TMA)
 
-    def entry_text(self) -> list[str]:
-        """The lines of the entry, without what a module begins with. Raises BuilderError as `text` does."""
-        forgotten = sorted(name for name, placed in self._labels.items() if not placed)
-        if forgotten:
-            raise BuilderError(f"{self.entry}: labels made but never placed: {', '.join(forgotten)}")
-        for name, reader in self._first_read.items():
-            if name not in self._written:
-                raise BuilderError(f"{self.entry}: %{name} is read by `{reader}` but nothing writes it")
-        lines = [self._dynamic_smem, ""] if self._dynamic_smem else []
-        lines += [f".visible .entry {self.entry}(", *_separated(self._params), ")"]
-        lines += [f".reqntid {self.block}, 1, 1", "{"]
-        for section in self._sections:
-            lines += _section_text(section)
-        return [*lines, "}", ""]
+    def prefetch_maps(self, maps: Sequence[Register], guard: Predicate | None = None) -> None:
+        """Asks for tensor maps before their first use."""
+        for tensor_map in maps:
+            self.emit("prefetch.tensormap", at(tensor_map), guard=guard)
 
-    def description(self) -> list[str]:
-        """The comment lines that describe the entry."""
-        return [f"// {line}".rstrip() for line in self._header]
+    def tma_load(self, target: Address, source: Address, barrier: Address) -> None:
+        """Copies the box at the coordinates of `source` to shared memory; completion counts bytes on `barrier`."""
+        space = "shared::cta" if self.version >= SHARED_CTA_VERSION else "shared::cluster"
+        self.emit(f"{_tensor_copy(source)}.{space}.global.tile.{COMPLETE_TX}", target, source, barrier)
 
-    def _declare(self, type_name: str, spelling: str) -> None:
-        self._sections[-1].declared.setdefault(type_name, []).append(spelling)
+    def tma_gather4(self, target: Address, source: Address, barrier: Address) -> None:
+        """As `tma_load`, for four rows of a matrix: the coordinates are a column and the rows."""
+        self.emit(f"cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.{COMPLETE_TX}", target, source, barrier)
 
-    def _unique(self, name: str) -> str:
-        unique, number = name, 1
-        while unique in self._taken:
-            number += 1
-            unique = f"{name}_{number}"
-        self._taken.add(unique)
-        return unique
+    def tma_store(self, target: Address, source: Address, guard: Predicate) -> None:
+        """Copies a box of shared memory to the coordinates of `target`, in the thread's current bulk group."""
+        self.emit(f"{_tensor_copy(target)}.global.shared::cta.tile.bulk_group", target, source, guard=guard)
 
-    def _line(self, text: str) -> None:
-        self._sections[-1].lines.append(f"    {text}")
+    def commit_stores(self, guard: Predicate) -> None:
+        """Closes the thread's bulk group."""
+        self.emit("cp.async.bulk.commit_group", guard=guard)
 
-    def _named_places(self, operands: tuple[Operand, ...]) -> str:
-        keys = [(item.base.name, item.offset) for item in operands if isinstance(item, Address)]
-        return ", ".join(self._place_names[key] for key in keys if key in self._place_names)
+    def wait_stores_read(self, guard: Predicate, note: str = "") -> None:
+        """Blocks until the thread's bulk groups have read their shared memory."""
+        self.emit("cp.async.bulk.wait_group.read", 0, guard=guard, note=note)
 
-    def _note_reads(self, operands: tuple[Operand, ...], text: str) -> None:
-        for register in _read_registers(operands):
-            self._first_read.setdefault(register.name, text)
+    def fence_proxy_async(self) -> None:
+        """Makes this thread's writes to shared memory visible to tensor copies."""
+        self.emit("fence.proxy.async.shared::cta")
+
+    # Tensor cores
+
+    def matrix_descriptor(self, name: str, data: Register, constant: int, start: str = "") -> Register:
+        """The descriptor of the shared memory operand at `data`; `constant` holds all fields but the address.
+
+        `start` names the register of the address in units of 16 bytes.
+        """
+        sixteenths = self.let(start or f"{name}_start", "shr.u32", data, 4)
+        descriptor = self.let(name, "cvt.u64.u32", sixteenths)
+        self.emit("or.b64", descriptor, descriptor, constant)
+        return descriptor
+
+    def wgmma_fence(self) -> None:
+        """Orders register accesses of the warpgroup before its next wgmma."""
+        self.emit("wgmma.fence.sync.aligned")
+
+    def wgmma_finish(self) -> None:
+        """Commits the wgmmas issued so far and waits for them."""
+        self.emit("wgmma.commit_group.sync.aligned")
+        self.emit("wgmma.wait_group.sync.aligned", 0)
+
+    def tmem_alloc(self, base: Address, columns: int) -> None:
+        """Allocates tensor memory, stores its address at `base` in shared memory, and gives up the permit."""
+        self.emit("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32", base, columns)
+        self.emit("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned")
+
+    def tmem_dealloc(self, tmem: Register, columns: int) -> None:
+        """Gives tensor memory back."""
+        self.emit("tcgen05.dealloc.cta_group::1.sync.aligned.b32", tmem, columns)
+
+    def tmem_load(self, values: Vector, columns: Address) -> None:
+        """One register a column: lane l of the warp reads lane l of its quarter of tensor memory."""
+        self.emit(f"tcgen05.ld.sync.aligned.32x32b.x{len(values)}.b32", values, columns)
+
+    def tmem_store(self, columns: Address, values: Vector) -> None:
+        """The way back of `tmem_load`."""
+        self.emit(f"tcgen05.st.sync.aligned.32x32b.x{len(values)}.b32", columns, values)
+
+    def wait_tmem_loads(self) -> None:
+        """Blocks until the thread's loads from tensor memory are done."""
+        self.emit("tcgen05.wait::ld.sync.aligned")
+
+    def wait_tmem_stores(self) -> None:
+        """Blocks until the thread's stores to tensor memory are done."""
+        self.emit("tcgen05.wait::st.sync.aligned")
+
+    def before_thread_sync(self) -> None:
+        """Orders earlier tcgen05 instructions of this thread before its next synchronisation."""
+        self.emit("tcgen05.fence::before_thread_sync")
+
+    def after_thread_sync(self) -> None:
+        """Orders this thread's last synchronisation before its next tcgen05 instructions."""
+        self.emit("tcgen05.fence::after_thread_sync")
+
+    def commit_mma(self, barrier: Address, note: str = "") -> None:
+        """Arrives on `barrier` when all MMAs and copies that this thread has issued are done."""
+        self.emit("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64", barrier, note=note)
 
 
-def module_text(builders: Sequence[Builder]) -> str:
-    """One PTX module of several entries for one target. Its version is the lowest that serves them all."""
-    targets = {builder.target for builder in builders}
-    if len(targets) != 1:
-        raise BuilderError(f"a module is for one target; these entries are for {', '.join(sorted(targets)) or 'none'}")
-    major, minor = max(builder.version for builder in builders)
-    lines = [
-        *builders[0].description(),
-        "",
-        f".version {major}.{minor}",
-        f".target {targets.pop()}",
-        ".address_size 64",
-    ]
-    for index, builder in enumerate(builders):
-        lines += ["", *(builder.description() if index else []), *builder.entry_text()[:-1]]
-    return "\n".join([*lines, ""])
-
-
-def _read_registers(operands: tuple[Operand, ...]) -> Iterator[Register]:
-    for operand in operands:
-        if isinstance(operand, Register):
-            yield operand
-        elif isinstance(operand, Negated):
-            yield operand.register
-        elif isinstance(operand, Address):
-            yield operand.base
-            yield from (item for item in operand.coordinates if isinstance(item, Register))
-        elif isinstance(operand, tuple):
-            yield from operand
-
-
-def _separated(params: list[str]) -> list[str]:
-    return [f"    {param}{',' if index + 1 < len(params) else ''}" for index, param in enumerate(params)]
-
-
-def _section_text(section: _Section) -> list[str]:
-    if not section.lines:
-        return []
-    lines = ["", f"    // ---- {section.title} " + "-" * max(4, 100 - len(section.title))]
-    for type_name, names in section.declared.items():
-        lines += [f"    .reg .{type_name} {', '.join(names[i : i + 6])};" for i in range(0, len(names), 6)]
-    return lines + section.lines
-
-
-__all__ = ["TID_X", "Builder", "Loop", "Predicate", "at", "module_text"]
+def _tensor_copy(place: Address) -> str:
+    """The mnemonic's head; a tensor map has as many dimensions as its coordinates."""
+    return f"cp.async.bulk.tensor.{len(place.coordinates)}d"

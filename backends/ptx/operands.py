@@ -18,7 +18,7 @@ WIDTHS = {
 }
 """Width in bits of every type that a register or an operand can have; predicates count as 1."""
 
-LEAST_HEX = 1 << 20
+MIN_HEX = 1 << 20
 """Immediates from here on are masks and descriptors, which read better in hexadecimal."""
 
 SPECIAL_REGISTERS = frozenset(
@@ -161,7 +161,7 @@ def spelled(operand: Operand) -> str:
     """The operand as PTX writes it. A Python float becomes its exact f32 bit pattern, `0fXXXXXXXX`."""
     if isinstance(operand, float):
         return "0f" + struct.pack(">f", operand).hex().upper()
-    if isinstance(operand, int) and operand >= LEAST_HEX:
+    if isinstance(operand, int) and operand >= MIN_HEX:
         return f"0x{operand:X}"
     if isinstance(operand, tuple):
         return "{" + ", ".join(str(item) for item in operand) + "}"

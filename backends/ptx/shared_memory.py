@@ -1,22 +1,75 @@
-"""A map of the dynamic shared memory of one kernel, made place by place."""
+"""The dynamic shared memory of one kernel: a layout made place by place, and addresses in it while PTX is written."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from backends.ptx.builder import MBARRIER_BYTES, Builder
+from backends.ptx.operands import Address, Register, at
+
+MAX_SMEM = 232448
+"""Dynamic shared memory in bytes that one CTA may ask for on sm_90 and sm_100 (facts.md 0.1)."""
+BASE_ALIGN = 1024
+"""What the 128-byte swizzle asks of the operands' addresses."""
+
 
 @dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """Named places in dynamic shared memory; offsets in bytes from its start."""
+class SmemLayout:
+    """Named places; offsets and sizes in bytes. `arrivals`: of each row of mbarriers, what a phase takes."""
 
     places: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    arrivals: dict[str, int] = field(default_factory=dict[str, int])
     size: int = 0
 
-    def with_place(self, name: str, size: int, align: int) -> SharedMemory:
-        """This map with one more place behind the last."""
+    def with_place(self, name: str, size: int, align: int) -> SmemLayout:
+        """This layout with one more place behind the last."""
         offset = -(-self.size // align) * align
-        return SharedMemory({**self.places, name: (offset, size)}, offset + size)
+        return SmemLayout({**self.places, name: (offset, size)}, self.arrivals, offset + size)
+
+    def with_mbarriers(self, name: str, count: int = 1, arrivals: int = 1) -> SmemLayout:
+        """This layout with a row of `count` mbarriers behind the last place."""
+        layout = self.with_place(name, MBARRIER_BYTES * count, MBARRIER_BYTES)
+        return SmemLayout(layout.places, {**self.arrivals, name: arrivals}, layout.size)
 
     def __getitem__(self, name: str) -> int:
         """The offset of a place."""
         return self.places[name][0]
+
+    def described(self) -> list[str]:
+        """A line a place, for the head of a kernel."""
+        return [f"  {offset:6d} +{size:<6d} {name}" for name, (offset, size) in self.places.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Smem:
+    """A layout at the address `base`."""
+
+    x: Builder
+    base: Register
+    layout: SmemLayout
+
+    @classmethod
+    def declare(cls, x: Builder, name: str, layout: SmemLayout) -> Smem:
+        """Declares the entry's dynamic shared memory; instructions that address a place say its name from here on."""
+        base = x.dynamic_smem(name, BASE_ALIGN)
+        for place, (offset, _) in layout.places.items():
+            x.name_place(at(base, offset), place)
+        return cls(x, base, layout)
+
+    def __getitem__(self, name: str) -> Address:
+        """The address of a place."""
+        return at(self.base, self.layout[name])
+
+    def mbarrier(self, name: str, index: Register, label: str = "") -> Address:
+        """The address of mbarrier `index` of a row. `label` names its register."""
+        return at(self.x.indexed(label or f"{name}_at", self.base, index, MBARRIER_BYTES), self.layout[name])
+
+    def init_mbarriers(self) -> None:
+        """Initialises every mbarrier; one thread does it, and the CTA meets afterwards."""
+        for name, arrivals in self.layout.arrivals.items():
+            _, size = self.layout.places[name]
+            for index in range(size // MBARRIER_BYTES):
+                place = self[name].plus(MBARRIER_BYTES * index)
+                self.x.init_mbarrier(place, arrivals, note=f"{name} {index}")
+        self.x.comment("The tensor copies' completions come through the async proxy.")
+        self.x.fence_mbarrier_init()

@@ -1,4 +1,4 @@
-"""What an assembler says of a program. Assemblers are entry points, so that megamoe needs to know none of them."""
+"""What an assembler says of a program. Assemblers are entry points: megamoe knows none of them by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Protocol, cast
+from typing import cast
 
 from megamoe.contract.errors import UnsupportedError
 from megamoe.contract.program import Target
@@ -14,34 +14,33 @@ from megamoe.contract.program import Target
 GROUP = "megamoe.assemblers"
 
 
-class Assembly(Protocol):
-    """Registers a thread; `stack`, `spill_stores`, `spill_loads`, `static_smem` and `code_size` in bytes.
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What an assembler made of a module. `registers` a thread; `spill_*`, `stack` and `static_smem` in bytes: the most
+    of any entry. `code_size`: bytes of all code.
 
-    Of a module with several entries: the most of any of them, and all code. `kernels` has these of each entry by name,
-    under the names that megamoe.records.lines.Figures gives them.
+    `kernels`: entry -> registers, spill_bytes (stores and loads), stack_bytes, smem_bytes (static) and code_bytes,
+    sorted by name. These names are those of megamoe.records.lines.Figures.
     """
 
-    @property
-    def cubin(self) -> bytes: ...
-    @property
-    def kernels(self) -> Mapping[str, Mapping[str, int]]: ...
-    @property
-    def registers(self) -> int: ...
-    @property
-    def stack(self) -> int: ...
-    @property
-    def spill_stores(self) -> int: ...
-    @property
-    def spill_loads(self) -> int: ...
-    @property
-    def static_smem(self) -> int: ...
-    @property
-    def code_size(self) -> int: ...
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    static_smem: int
+    code_size: int
+    cubin: bytes
+    kernels: Mapping[str, Mapping[str, int]]
+
+
+Assemble = Callable[[str, Target], Assembly]
+"""An assembler: raises UnsupportedError where it is not installed, anything else where it refuses the PTX."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """What came of it: numbers of the module by name and of each kernel, or a sentence that says why there are none."""
+    """What one assembler says: numbers of the module by label and of each kernel, or a sentence that says why there
+    are none."""
 
     assembler: str
     numbers: tuple[tuple[str, int], ...] = ()
@@ -50,7 +49,7 @@ class Assembled:
     cubin_sha256: str | None = None
 
 
-_NAMES = {
+_LABELS = {
     "registers a thread": "registers",
     "spill stores, bytes": "spill_stores",
     "spill loads, bytes": "spill_loads",
@@ -60,19 +59,24 @@ _NAMES = {
 }
 
 
-def assembled(ptx: str, target: Target) -> list[Assembled]:
-    """What every registered assembler makes of `ptx`. Never raises: what goes wrong is a sentence."""
+def assemblers() -> dict[str, Callable[[], Assemble]]:
+    """The registered assemblers by name, in order of their names; each is imported when it is called."""
     points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
-    if not points:
+    return {point.name: cast("Callable[[], Assemble]", point.load) for point in points}
+
+
+def assembled(ptx: str, target: Target) -> list[Assembled]:
+    """What every registered assembler makes of `ptx`. Never raises: a failure is a sentence."""
+    known = assemblers()
+    if not known:
         return [Assembled("none", sentence=f"no assembler is registered (entry points {GROUP}): reinstall megamoe")]
-    return [_one(point.name, point.load, ptx, target) for point in points]
+    return [_one(name, load, ptx, target) for name, load in known.items()]
 
 
-def _one(name: str, load: Callable[[], object], ptx: str, target: Target) -> Assembled:
+def _one(name: str, load: Callable[[], Assemble], ptx: str, target: Target) -> Assembled:
     try:
-        assemble = cast("Callable[[str, Target], Assembly]", load())
-        result = assemble(ptx, target)
-        numbers = tuple((label, int(getattr(result, attribute))) for label, attribute in _NAMES.items())
+        result = load()(ptx, target)
+        numbers = tuple((label, int(getattr(result, attribute))) for label, attribute in _LABELS.items())
         return Assembled(name, numbers, None, result.kernels, hashlib.sha256(result.cubin).hexdigest())
     except UnsupportedError as error:
         return Assembled(name, sentence=str(error))

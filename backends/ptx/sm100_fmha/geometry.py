@@ -1,6 +1,6 @@
 """How one head dimension is cut into tiles, tensor memory columns and shared memory stages.
 
-All of it follows from hd; t, s_k, the mask and the number of heads are known only at run time.
+All of it follows from hd. t, s_k, the mask and the number of heads are known at run time only.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backends.ptx.attention import PANEL_COLUMNS
-from backends.ptx.shared_memory import SharedMemory
+from backends.ptx.shared_memory import MAX_SMEM, SmemLayout
+from backends.ptx.tcgen05 import TMEM_COLUMNS, WarpRoles, with_tmem_base
 
 TILE_M = 128
 """Folded query rows a CTA, and TMEM lanes."""
@@ -18,38 +19,40 @@ MMA_K = 16
 """bf16 elements of K in one tcgen05.mma.kind::f16 (facts.md 2.1)."""
 PANEL_BYTES = TILE_M * PANEL_COLUMNS * 2
 SWIZZLE_ATOM_BYTES = 8 * 128
-TMEM_COLUMNS = 512
-MAX_SMEM = 232448
-"""Dynamic shared memory that one CTA may ask for on sm_100 (facts.md 0.1)."""
 MAX_RING_STAGES = 8
-SUPPORTED_HD = (64, 128, 256, 512)
+OTHER_BYTES = 2048
+"""Shared memory left for barriers and exchange beside Q and the ring."""
 
 SOFTMAX_WARPS = range(4)
 CORRECTION_WARPS = range(4, 8)
-MMA_WARP = 8
-PRODUCER_WARP = 9
+ROLES = WarpRoles(mma=8, producer=9)
 THREADS = 384
-"""Three warpgroups, as setmaxnreg concerns whole ones; warps 10 and 11 only keep the third complete."""
+"""Three warpgroups: setmaxnreg acts on whole ones, so warps 10 and 11 only fill the third."""
 SOFTMAX_REGISTERS, CORRECTION_REGISTERS, ISSUER_REGISTERS = 224, 128, 96
 """Registers a thread after setmaxnreg; times 128 threads they must stay below the 64 Ki of the machine."""
 WARPGROUP_THREADS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class Sm100FmhaTiling:
     """The tiling of one hd."""
 
     hd: int
 
     @property
     def o_columns(self) -> int:
-        """Columns of O (and V) that one CTA owns: TMEM_COLUMNS less two S buffers is what O may take."""
+        """Columns of O (and V) that one CTA owns: what TMEM_COLUMNS leave beside two S buffers, at most."""
         return min(self.hd, TMEM_COLUMNS - 2 * TILE_N)
 
     @property
     def halves(self) -> int:
         """CTAs that share a row tile, each with its own columns of O."""
         return self.hd // self.o_columns
+
+    @property
+    def o_column(self) -> int:
+        """First TMEM column of O, behind the two S buffers."""
+        return 2 * TILE_N
 
     @property
     def stage_columns(self) -> int:
@@ -83,34 +86,20 @@ class Geometry:
 
     @property
     def ring_stages(self) -> int:
-        """As many stages as fit beside Q and 4 KiB of barriers and exchange, at most MAX_RING_STAGES."""
-        return min(MAX_RING_STAGES, (MAX_SMEM - self.q_bytes - 2048) // self.stage_bytes)
+        """As many stages as fit beside Q and OTHER_BYTES, at most MAX_RING_STAGES."""
+        return min(MAX_RING_STAGES, (MAX_SMEM - self.q_bytes - OTHER_BYTES) // self.stage_bytes)
 
     @property
-    def smem(self) -> SharedMemory:
-        """The shared memory map."""
-        stages = self.ring_stages
-        smem = SharedMemory().with_place("q", self.q_bytes, 1024)
-        smem = smem.with_place("ring", stages * self.stage_bytes, 1024)
-        smem = smem.with_place("rescale", 2 * TILE_M * 4, 16).with_place("row_sum", TILE_M * 4, 16)
-        for name, count in (
-            ("q_full", 1),
-            ("ring_full", stages),
-            ("ring_empty", stages),
-            ("s_full", 2),
-            ("pv_ready", 2),
-            ("pv_done", 2),
-            ("rescale_full", 2),
-            ("row_sum_full", 1),
-        ):
-            smem = smem.with_place(name, 8 * count, 8)
-        return smem.with_place("tmem_base", 4, 4)
-
-    # Tensor memory columns.
-    @property
-    def o_column(self) -> int:
-        """First TMEM column of O, behind the two S buffers."""
-        return 2 * TILE_N
+    def smem(self) -> SmemLayout:
+        """Operands, then what softmax and correction exchange, then the mbarriers."""
+        layout = SmemLayout().with_place("q", self.q_bytes, 1024)
+        layout = layout.with_place("ring", self.ring_stages * self.stage_bytes, 1024)
+        layout = layout.with_place("rescale", 2 * TILE_M * 4, 16).with_place("row_sum", TILE_M * 4, 16)
+        layout = layout.with_mbarriers("q_full")
+        layout = layout.with_mbarriers("ring_full", self.ring_stages).with_mbarriers("ring_empty", self.ring_stages)
+        layout = layout.with_mbarriers("s_full", 2).with_mbarriers("pv_ready", 2, 2 * WARPGROUP_THREADS)
+        layout = layout.with_mbarriers("pv_done", 2).with_mbarriers("rescale_full", 2, WARPGROUP_THREADS)
+        return with_tmem_base(layout.with_mbarriers("row_sum_full", 1, WARPGROUP_THREADS))
 
 
 def instruction_descriptor(n: int, *, b_is_mn_major: bool) -> int:
@@ -118,11 +107,3 @@ def instruction_descriptor(n: int, *, b_is_mn_major: bool) -> int:
     descriptor"; facts.md 2.2)."""
     d_is_f32, a_is_bf16, b_is_bf16 = 1 << 4, 1 << 7, 1 << 10
     return d_is_f32 | a_is_bf16 | b_is_bf16 | b_is_mn_major << 16 | n // 8 << 17 | TILE_M // 16 << 24
-
-
-def smem_descriptor(leading_bytes: int) -> int:
-    """A 64-bit shared memory matrix descriptor without its start address: 128-byte swizzle, 8-row groups 1024 bytes
-    apart, `leading_bytes` between 64-column panels (used by MN-major operands only; facts.md 3)."""
-    leading, stride = leading_bytes // 16, SWIZZLE_ATOM_BYTES // 16
-    version, swizzle_128b = 1, 2
-    return leading << 16 | stride << 32 | version << 46 | swizzle_128b << 61

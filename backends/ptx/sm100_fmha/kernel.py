@@ -28,11 +28,12 @@ from functools import cache
 
 from backends.ptx.builder import Builder
 from backends.ptx.sm100_fmha.correction import emit_correction
-from backends.ptx.sm100_fmha.frame import close_frame, open_frame
-from backends.ptx.sm100_fmha.geometry import THREADS, TILE_M, TILE_N, Geometry
+from backends.ptx.sm100_fmha.frame import open_frame
+from backends.ptx.sm100_fmha.geometry import ROLES, THREADS, TILE_M, TILE_N, Sm100FmhaTiling
 from backends.ptx.sm100_fmha.mma import emit_mma
 from backends.ptx.sm100_fmha.producer import emit_producer
 from backends.ptx.sm100_fmha.softmax import emit_softmax
+from backends.ptx.tcgen05 import tear_down
 
 PTX_VERSION = (8, 6)
 """tcgen05 and the .shared::cta destination of tensor copies appeared in PTX ISA 8.6."""
@@ -46,25 +47,25 @@ def entry_name(hd: int) -> str:
 @cache
 def kernel_text(hd: int) -> str:
     """PTX for sm_100a that serves every t, s_k, mask, batch and grouping of one hd."""
-    geometry = Geometry(hd)
+    tiling = Sm100FmhaTiling(hd)
     x = Builder(entry_name(hd), target="sm_100a", version=PTX_VERSION, block=THREADS)
-    x.header(_description(geometry))
-    frame = open_frame(x, geometry)
+    x.header(_description(tiling))
+    frame = open_frame(x, tiling)
     emit_producer(frame)
     emit_mma(frame)
     emit_softmax(frame)
     emit_correction(frame)
-    close_frame(frame)
+    tear_down(x, frame.threads, ROLES, frame.tmem, note=f"all {THREADS} threads")
     return x.text()
 
 
-def _description(geometry: Geometry) -> list[str]:
-    o_end = geometry.o_column + geometry.o_columns - 1
+def _description(tiling: Sm100FmhaTiling) -> list[str]:
+    o_end = tiling.o_column + tiling.o_columns - 1
     lines = [
-        f"FMHA forward, hd = {geometry.hd}: O = softmax(scale Q K^T) V, bf16 in and out, fp32 softmax.",
-        f"A CTA: {TILE_M} folded query rows of a (batch, kv_head), tiles of {TILE_N} keys, {geometry.o_columns} of O.",
+        f"FMHA forward, hd = {tiling.hd}: O = softmax(scale Q K^T) V, bf16 in and out, fp32 softmax.",
+        f"A CTA: {TILE_M} folded query rows of a (batch, kv_head), tiles of {TILE_N} keys, {tiling.o_columns} of O.",
         "Warps 0-3 softmax, 4-7 correction and epilogue, 8 MMA issuer, 9 TMA producer.",
-        f"TMEM columns: S/P buffers 0-127 and 128-255, O {geometry.o_column}-{o_end}.",
+        f"TMEM columns: S/P buffers 0-127 and 128-255, O {tiling.o_column}-{o_end}.",
         "Dynamic shared memory, in bytes:",
     ]
-    return lines + [f"  {offset:6d} +{size:<6d} {name}" for name, (offset, size) in geometry.smem.places.items()]
+    return lines + tiling.smem.described()

@@ -9,131 +9,121 @@ read P from the same columns, is reported done; the sums into O are ordered by i
 from __future__ import annotations
 
 from backends.ptx.attention import PANEL_COLUMNS
-from backends.ptx.operands import Address, Elected, Register, at
-from backends.ptx.sm100_fmha.frame import FULL_WARP, Frame
+from backends.ptx.operands import Register, at
+from backends.ptx.sm100_fmha.frame import Sm100FmhaFrame, buffer_of
 from backends.ptx.sm100_fmha.geometry import (
     MMA_K,
-    MMA_WARP,
     PANEL_BYTES,
+    ROLES,
     SWIZZLE_ATOM_BYTES,
     TILE_N,
     instruction_descriptor,
-    smem_descriptor,
 )
-from backends.ptx.sm100_fmha.ring import RingPosition
-from backends.ptx.sm100_fmha.tmem import buffer_of, tmem_address
+from backends.ptx.tcgen05 import RingCursor, smem_descriptor, tmem_address
 
 MMA = "tcgen05.mma.cta_group::1.kind::f16"
-COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64"
 P_COLUMNS_PER_STEP = MMA_K // 2
 """TMEM columns that MMA_K bf16 elements of A take: two to a 32-bit column (facts.md 2.3)."""
 
 
-class MmaIssuer:
+class FmhaMmaIssuer:
     """Registers of the issuing thread, and the two products."""
 
-    def __init__(self, frame: Frame) -> None:
-        x, geometry = frame.x, frame.geometry
+    def __init__(self, frame: Sm100FmhaFrame) -> None:
+        x, tiling = frame.x, frame.tiling
         self.frame = frame
-        self.ring = RingPosition.start(frame, "mma", parity=0)
+        self.ring = RingCursor.start(frame.smem, tiling.ring_stages, "mma", parity=0)
         self.tile = x.let("mma_tile", "mov.b32", 0)
         self.always = x.let("always", "setp.eq.u32", self.tile, 0)
         self.never = x.let("never", "setp.ne.u32", self.tile, 0)
-        self.qk_idesc = x.let(
-            "qk_idesc", "mov.b32", instruction_descriptor(TILE_N, b_is_mn_major=False), note="K-major B"
+        qk, pv = (
+            instruction_descriptor(n, b_is_mn_major=mn) for n, mn in ((TILE_N, False), (tiling.stage_columns, True))
         )
-        self.pv_idesc = x.let(
-            "pv_idesc", "mov.b32", instruction_descriptor(geometry.stage_columns, b_is_mn_major=True), note="MN-major B"
-        )
-        q_data = x.let("q_data", "add.u32", frame.smem, geometry.smem["q"])
-        self.q_descriptor = self._described("q_descriptor", q_data, 0)
-        self.o_tmem = tmem_address(x, "o_tmem", frame.tmem, 1, geometry.o_column)
+        self.qk_idesc = x.let("qk_idesc", "mov.b32", qk, note="K-major B")
+        self.pv_idesc = x.let("pv_idesc", "mov.b32", pv, note="MN-major B")
+        q_data = x.let("q_data", "add.u32", frame.smem.base, frame.smem.layout["q"])
+        self.q_descriptor = self._descriptor("q_descriptor", q_data)
+        self.o_tmem = tmem_address(x, "o_tmem", frame.tmem, 1, tiling.o_column)
         self.a_step, self.b_step = x.reg("a_descriptor", "b64"), x.reg("b_descriptor", "b64")
 
-    def _described(self, name: str, data: Register, leading_bytes: int) -> Register:
-        x = self.frame.x
-        sixteenths = x.let(f"{name}_start", "shr.u32", data, 4)
-        descriptor = x.let(name, "cvt.u64.u32", sixteenths)
-        x.emit("or.b64", descriptor, descriptor, smem_descriptor(leading_bytes))
-        return descriptor
+    def _descriptor(self, name: str, data: Register, leading_bytes: int = 0) -> Register:
+        """Of 64-column panels in 128-byte swizzle; `leading_bytes` lie between the panels of an MN-major operand."""
+        constant = smem_descriptor(stride_bytes=SWIZZLE_ATOM_BYTES, leading_bytes=leading_bytes)
+        return self.frame.x.matrix_descriptor(name, data, constant)
 
     def _next_stage(self) -> Register:
-        self.frame.x.wait(self.ring.barrier("ring_full"), self.ring.parity, "ring_full")
-        return self.ring.data()
+        self.ring.wait("ring_full")
+        return self.ring.data("ring", self.frame.tiling.stage_bytes, "stage_data")
 
     def _release_stage(self) -> None:
-        x = self.frame.x
-        x.emit(COMMIT, self.ring.barrier("ring_empty"), note="when the MMAs have read it")
+        self.frame.x.commit_mma(self.ring.barrier("ring_empty"), note="when the MMAs have read it")
         self.ring.advance()
 
     def score(self) -> None:
         """S(tile) = Q K(tile)^T: K = hd in steps of 16, 32 bytes along a swizzled 128-byte row."""
-        x, geometry = self.frame.x, self.frame.geometry
+        x, tiling, smem = self.frame.x, self.frame.tiling, self.frame.smem
         x.comment("S(tile) = Q K(tile)^T, once P(tile - 2) V(tile - 2) has read P from this buffer.")
         index, parity = buffer_of(x, self.tile, "s")
         x.emit("xor.b32", parity, parity, 1)
-        x.wait(self.frame.buffered("pv_done", index, "s_free_at"), parity, "s_free")
-        x.emit("tcgen05.fence::after_thread_sync")
+        x.wait(smem.mbarrier("pv_done", index, "s_free_at"), parity, "s_free")
+        x.after_thread_sync()
         s_tmem = tmem_address(x, "s_tmem", self.frame.tmem, index, TILE_N)
-        for chunk in range(geometry.k_stages):
-            k_descriptor = self._described("k_descriptor", self._next_stage(), 0)
-            for step in range(geometry.stage_columns // MMA_K):
+        for chunk in range(tiling.k_stages):
+            k_descriptor = self._descriptor("k_descriptor", self._next_stage())
+            for step in range(tiling.stage_columns // MMA_K):
                 panel, inside = divmod(step * MMA_K, PANEL_COLUMNS)
                 offset = panel * PANEL_BYTES + inside * 2
-                q_offset = chunk * geometry.stage_panels * PANEL_BYTES + offset
+                q_offset = chunk * tiling.stage_panels * PANEL_BYTES + offset
                 x.emit("add.s64", self.a_step, self.q_descriptor, q_offset // 16)
                 x.emit("add.s64", self.b_step, k_descriptor, offset // 16)
                 accumulate = self.always if chunk or step else self.never
                 x.emit(MMA, at(s_tmem), self.a_step, self.b_step, self.qk_idesc, accumulate)
             self._release_stage()
-        x.emit(COMMIT, self.frame.buffered("s_full", index, "s_full_at"))
+        x.commit_mma(smem.mbarrier("s_full", index))
 
     def accumulate(self, tile: Register) -> None:
         """O += P(tile) V(tile): K = TILE_N keys in steps of 16, each two swizzle atoms of eight key rows."""
-        x, geometry = self.frame.x, self.frame.geometry
+        x, tiling, smem = self.frame.x, self.frame.tiling, self.frame.smem
         x.comment("O += P(tile - 1) V(tile - 1), once P is written and O is rescaled.")
         index, parity = buffer_of(x, tile, "p")
-        x.wait(self.frame.buffered("pv_ready", index, "pv_ready_at"), parity, "pv_ready")
-        x.emit("tcgen05.fence::after_thread_sync")
+        x.wait(smem.mbarrier("pv_ready", index), parity, "pv_ready")
+        x.after_thread_sync()
         p_tmem = tmem_address(x, "p_tmem", self.frame.tmem, index, TILE_N)
         has_sum = x.let("o_has_sum", "setp.ne.u32", tile, 0)
-        for chunk in range(geometry.v_stages):
-            v_descriptor = self._described("v_descriptor", self._next_stage(), PANEL_BYTES)
-            o_columns = at(self.o_tmem, chunk * geometry.stage_columns)
+        for chunk in range(tiling.v_stages):
+            v_descriptor = self._descriptor("v_descriptor", self._next_stage(), PANEL_BYTES)
+            o_columns = at(self.o_tmem, chunk * tiling.stage_columns)
             for step in range(TILE_N // MMA_K):
                 offset = step * MMA_K // 8 * SWIZZLE_ATOM_BYTES
                 x.emit("add.s64", self.b_step, v_descriptor, offset // 16)
                 accumulate = self.always if step else has_sum
-                self._issue_pv(o_columns, at(p_tmem, step * P_COLUMNS_PER_STEP), accumulate)
+                p_columns = at(p_tmem, step * P_COLUMNS_PER_STEP)
+                x.emit(MMA, o_columns, p_columns, self.b_step, self.pv_idesc, accumulate)
             self._release_stage()
-        x.emit(COMMIT, self.frame.buffered("pv_done", index, "pv_done_at"))
-
-    def _issue_pv(self, o_columns: Address, p_columns: Address, accumulate: Register) -> None:
-        self.frame.x.emit(MMA, o_columns, p_columns, self.b_step, self.pv_idesc, accumulate)
+        x.commit_mma(smem.mbarrier("pv_done", index))
 
 
-def emit_mma(frame: Frame) -> None:
+def emit_mma(frame: Sm100FmhaFrame) -> None:
     """Iteration i scores tile i, if there is one, and accumulates tile i - 1, if there is one."""
     x = frame.x
     x.section("warp 8: MMA issuer")
-    is_mma = x.let("is_mma", "setp.eq.u32", frame.warp, MMA_WARP)
+    is_mma = x.let("is_mma", "setp.eq.u32", frame.warp, ROLES.mma)
     with x.when(is_mma, "mma"):
-        leader = x.reg("mma_leader", "pred")
-        x.emit("elect.sync", Elected(leader), FULL_WARP)
-        x.emit("setp.ne.and.u32", leader, frame.tiles, 0, leader)
+        leader = x.elect(x.reg("mma_leader", "pred"))
+        x.emit("setp.ne.and.u32", leader, frame.keys.count, 0, leader)
         with x.when(leader, "mma_leader"):
             _issue_tiles(frame)
-        x.emit("bar.warp.sync", FULL_WARP)
+        x.sync_warp()
 
 
-def _issue_tiles(frame: Frame) -> None:
+def _issue_tiles(frame: Sm100FmhaFrame) -> None:
     x = frame.x
-    issuer = MmaIssuer(frame)
-    x.wait(frame.place("q_full"), 0, "q_full")
+    issuer = FmhaMmaIssuer(frame)
+    x.wait(frame.smem["q_full"], 0, "q_full")
     last, first = x.reg("no_tile_to_score", "pred"), x.reg("no_tile_to_sum", "pred")
     previous = x.reg("previous_tile", "u32")
     with x.loop("mma_tiles") as loop:
-        x.emit("setp.ge.u32", last, issuer.tile, frame.tiles)
+        x.emit("setp.ge.u32", last, issuer.tile, frame.keys.count)
         with x.unless(last, "score"):
             issuer.score()
         x.emit("setp.eq.u32", first, issuer.tile, 0)

@@ -7,97 +7,82 @@ rescaling. The decision is the row's own, so that a row's bits do not depend on 
 
 from __future__ import annotations
 
-import math
-
-from backends.ptx.attention import end_visible, first_visible
-from backends.ptx.builder import Builder
+from backends.ptx.attention import MINUS_INFINITY, RowKeys, log_sum_exp, shift_of
+from backends.ptx.builder import FULL_WARP, Builder
 from backends.ptx.operands import Register, at
-from backends.ptx.sm100_fmha.frame import FULL_WARP, Frame
+from backends.ptx.sm100_fmha.frame import Sm100FmhaFrame, buffer_of
 from backends.ptx.sm100_fmha.geometry import SOFTMAX_REGISTERS, SOFTMAX_WARPS, TILE_M, TILE_N
-from backends.ptx.sm100_fmha.tmem import LANE_QUARTER_SHIFT, buffer_of
+from backends.ptx.tcgen05 import lanes_of_warp
 
-MINUS_INFINITY = -math.inf
 RESCALE_ABOVE = 8.0
 S_CHUNK = 64
 """S columns a tcgen05.ld."""
 P_CHUNK = 32
 """P columns a tcgen05.st; two to a register."""
 PARTIAL_MAXIMA = 4
-NEVER_ENDS = (1 << 31) - 1
 
 
 class SoftmaxRow:
     """The registers of one thread."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Sm100FmhaFrame) -> None:
         x = frame.x
         self.frame = frame
         self.row = x.let("row", "add.u32", frame.row_origin, frame.thread)
-        self.is_row = x.let("is_row", "setp.lt.u32", self.row, frame.params.rows)
-        query = x.let("query", "rem.u32", self.row, frame.params.t)
-        position = x.let("position", "add.s32", query, frame.position_offset)
-        self.first_key = first_visible(x, frame.params, position, "row")
-        self.end_key = end_visible(x, frame.params, position, "row")
+        self.keys = RowKeys.of(frame, self.row)
         x.comment("Rows of the tile beyond the last one never ask for a mask; nobody reads what they compute.")
-        x.emit("selp.s32", self.first_key, self.first_key, 0, self.is_row)
-        x.emit("selp.s32", self.end_key, self.end_key, NEVER_ENDS, self.is_row)
-        quarter = x.let("softmax_quarter", "shl.b32", frame.warp, LANE_QUARTER_SHIFT)
-        self.tmem = x.let("softmax_tmem", "add.u32", frame.tmem, quarter)
-        self.exchange = x.indexed("softmax_exchange", frame.smem, frame.thread, 4)
-        self.key = x.let("tile_key", "mov.b32", frame.first_key)
+        self.keys.unmask_beyond(x)
+        self.tmem = lanes_of_warp(x, "softmax_tmem", frame.tmem, frame.warp, "softmax_quarter")
+        self.exchange = x.indexed("softmax_exchange", frame.smem.base, frame.thread, 4)
+        self.key = x.let("tile_key", "mov.b32", frame.keys.first_key)
         self.reference = x.let("reference", "mov.f32", MINUS_INFINITY)
         self.row_sum = x.let("row_sum", "mov.f32", 0.0)
         self.scores = x.regs("s", "f32", TILE_N)
 
 
-def emit_softmax(frame: Frame) -> None:
+def emit_softmax(frame: Sm100FmhaFrame) -> None:
     """All tiles, then the row sums for the epilogue and the log-sum-exp."""
     x = frame.x
     x.section("warps 0-3: softmax")
     is_softmax = x.let("is_softmax", "setp.lt.u32", frame.warp, SOFTMAX_WARPS.stop)
     with x.when(is_softmax, "softmax"):
-        x.emit("setmaxnreg.inc.sync.aligned.u32", SOFTMAX_REGISTERS, note="a whole row of S")
+        x.setmaxnreg("inc", SOFTMAX_REGISTERS, note="a whole row of S")
         thread = SoftmaxRow(frame)
         tile = x.let("softmax_tile", "mov.b32", 0)
-        finished = x.reg("softmax_finished", "pred")
-        with x.loop("softmax_tiles") as loop:
-            x.emit("setp.ge.u32", finished, tile, frame.tiles)
-            x.emit("bra", loop.done, guard=finished)
+        steps = ((tile, 1), (thread.key, TILE_N))
+        with x.while_below("softmax_tiles", tile, frame.keys.count, "softmax_finished", *steps):
             _softmax_tile(frame, thread, tile)
-            x.emit("add.u32", tile, tile, 1)
-            x.emit("add.u32", thread.key, thread.key, TILE_N)
-        x.emit("st.shared.f32", at(thread.exchange, frame.geometry.smem["row_sum"]), thread.row_sum)
-        x.arrive(frame.place("row_sum_full"))
+        x.emit("st.shared.f32", at(thread.exchange, frame.smem.layout["row_sum"]), thread.row_sum)
+        x.arrive(frame.smem["row_sum_full"])
         _store_lse(frame, thread)
 
 
-def _softmax_tile(frame: Frame, thread: SoftmaxRow, tile: Register) -> None:
-    x = frame.x
+def _softmax_tile(frame: Sm100FmhaFrame, thread: SoftmaxRow, tile: Register) -> None:
+    x, smem = frame.x, frame.smem
     index, parity = buffer_of(x, tile, "softmax")
-    x.wait(frame.buffered("s_full", index, "s_full_at"), parity, "s_full")
-    x.emit("tcgen05.fence::after_thread_sync")
+    x.wait(smem.mbarrier("s_full", index), parity, "s_full")
+    x.after_thread_sync()
     buffer_tmem = x.indexed("buffer_tmem", thread.tmem, index, TILE_N)
     for column in range(0, TILE_N, S_CHUNK):
-        chunk = thread.scores[column : column + S_CHUNK]
-        x.emit(f"tcgen05.ld.sync.aligned.32x32b.x{S_CHUNK}.b32", chunk, at(buffer_tmem, column))
-    x.emit("tcgen05.wait::ld.sync.aligned")
+        x.tmem_load(thread.scores[column : column + S_CHUNK], at(buffer_tmem, column))
+    x.wait_tmem_loads()
     x.comment("Hide the keys outside [first, end); a warp whose rows see the whole tile skips this.")
     _mask(x, thread)
     x.comment("Raise the reference to the tile's maximum if that is more than 2^8 above it.")
     rescale = _raise_reference(x, frame, thread)
     exchange = x.indexed("rescale_at", thread.exchange, index, TILE_M * 4)
-    x.emit("st.shared.f32", at(exchange, frame.geometry.smem["rescale"]), rescale)
-    x.arrive(frame.buffered("rescale_full", index, "rescale_full_at"))
+    x.emit("st.shared.f32", at(exchange, smem.layout["rescale"]), rescale)
+    x.arrive(smem.mbarrier("rescale_full", index))
     x.comment("P = 2^(scale S - reference): fp32 into the sum, bf16 over S for the MMA.")
     _exponentiate(x, frame, thread, buffer_tmem)
-    x.emit("tcgen05.wait::st.sync.aligned")
-    x.emit("tcgen05.fence::before_thread_sync")
-    x.arrive(frame.buffered("pv_ready", index, "pv_ready_at"), note="P is written")
+    x.wait_tmem_stores()
+    x.before_thread_sync()
+    x.arrive(smem.mbarrier("pv_ready", index), note="P is written")
 
 
 def _mask(x: Builder, thread: SoftmaxRow) -> None:
-    first = x.let("first_column", "sub.s32", thread.first_key, thread.key)
-    end = x.let("end_column", "sub.s32", thread.end_key, thread.key)
+    first = x.let("first_column", "sub.s32", thread.keys.first, thread.key)
+    end = x.let("end_column", "sub.s32", thread.keys.end, thread.key)
     whole = x.let("sees_all", "setp.le.s32", first, 0)
     x.emit("setp.ge.and.s32", whole, end, TILE_N, whole)
     x.emit("vote.sync.all.pred", whole, whole, FULL_WARP)
@@ -109,7 +94,7 @@ def _mask(x: Builder, thread: SoftmaxRow) -> None:
             x.emit("selp.f32", score, score, MINUS_INFINITY, visible)
 
 
-def _raise_reference(x: Builder, frame: Frame, thread: SoftmaxRow) -> Register:
+def _raise_reference(x: Builder, frame: Sm100FmhaFrame, thread: SoftmaxRow) -> Register:
     """Raises the reference where the tile's maximum asks for it; returns 2^(old - new), 1 where nothing changed."""
     partial = x.regs("tile_max", "f32", PARTIAL_MAXIMA)
     for lane, register in enumerate(partial):
@@ -119,7 +104,7 @@ def _raise_reference(x: Builder, frame: Frame, thread: SoftmaxRow) -> Register:
         x.emit("max.f32", register, register, thread.scores[column])
     for lane in range(1, PARTIAL_MAXIMA):
         x.emit("max.f32", partial[0], partial[0], partial[lane])
-    raised = x.let("raised", "mul.rn.f32", partial[0], frame.params.scale_log2)
+    raised = x.let("raised", "mul.rn.f32", partial[0], frame.axes.scale_log2)
     excess = x.let("excess", "sub.rn.f32", raised, thread.reference, note="NaN, so no rescaling, while both are -inf")
     rescales = x.let("rescales", "setp.gt.f32", excess, RESCALE_ABOVE)
     first_sight = x.let("first_sight", "setp.eq.f32", thread.reference, MINUS_INFINITY)
@@ -132,39 +117,34 @@ def _raise_reference(x: Builder, frame: Frame, thread: SoftmaxRow) -> Register:
     return rescale
 
 
-def _exponentiate(x: Builder, frame: Frame, thread: SoftmaxRow, buffer_tmem: Register) -> None:
+def _exponentiate(x: Builder, frame: Sm100FmhaFrame, thread: SoftmaxRow, buffer_tmem: Register) -> None:
     """P = 2^(s * scale - reference) as bf16 over the scores; its fp32 values are added to the row sum."""
-    unseen = x.let("unseen", "setp.eq.f32", thread.reference, MINUS_INFINITY)
-    shift = x.let("shift", "neg.f32", thread.reference)
-    x.emit("selp.f32", shift, 0.0, shift, unseen, note="-inf - -inf would be NaN")
+    shift = shift_of(x, thread.reference)
     other_sum = x.let("other_sum", "mov.f32", 0.0)
     packed = x.regs("p", "b32", P_CHUNK // 2)
     for column in range(0, TILE_N, P_CHUNK):
         for pair, register in enumerate(packed):
             even, odd = thread.scores[column + 2 * pair : column + 2 * pair + 2]
             for score, total in ((even, thread.row_sum), (odd, other_sum)):
-                x.emit("fma.rn.f32", score, score, frame.params.scale_log2, shift)
+                x.emit("fma.rn.f32", score, score, frame.axes.scale_log2, shift)
                 x.emit("ex2.approx.ftz.f32", score, score)
                 x.emit("add.rn.f32", total, total, score)
             x.emit("cvt.rn.bf16x2.f32", register, odd, even)
-        x.emit(f"tcgen05.st.sync.aligned.32x32b.x{P_CHUNK // 2}.b32", at(buffer_tmem, column // 2), packed)
+        x.tmem_store(at(buffer_tmem, column // 2), packed)
     x.emit("add.rn.f32", thread.row_sum, thread.row_sum, other_sum)
 
 
-def _store_lse(frame: Frame, thread: SoftmaxRow) -> None:
-    """lse = ln 2 * (reference + log2(sum)); -inf for a row that sees no key, where reference and log2(0) are -inf."""
-    x, params = frame.x, frame.params
-    wanted = x.let("lse_wanted", "setp.ne.u64", params.lse, 0)
-    x.emit("and.pred", wanted, wanted, thread.is_row)
-    if frame.geometry.halves > 1:
+def _store_lse(frame: Sm100FmhaFrame, thread: SoftmaxRow) -> None:
+    x, lse_pointer = frame.x, frame.params.lse
+    wanted = x.let("lse_wanted", "setp.ne.u64", lse_pointer, 0)
+    x.emit("and.pred", wanted, wanted, thread.keys.is_row)
+    if frame.tiling.halves > 1:
         x.emit("setp.eq.and.u32", wanted, frame.o_origin, 0, wanted, note="one of the CTAs that share the rows")
     x.comment("lse = ln 2 (reference + log2 sum)")
-    log2_sum = x.let("log2_sum", "lg2.approx.ftz.f32", thread.row_sum)
-    lse = x.let("lse_value", "add.rn.f32", thread.reference, log2_sum)
-    x.emit("mul.rn.f32", lse, lse, math.log(2.0))
-    first_row = x.let("first_row", "mul.wide.u32", frame.batch_head, params.rows)
+    lse = log_sum_exp(x, thread.reference, thread.row_sum)
+    first_row = x.let("first_row", "mul.wide.u32", frame.batch_head, frame.axes.rows)
     row = x.let("row_wide", "cvt.u64.u32", thread.row)
     x.emit("add.s64", row, row, first_row)
     x.emit("shl.b64", row, row, 2)
-    address = x.let("lse_at", "add.s64", params.lse, row)
+    address = x.let("lse_at", "add.s64", lse_pointer, row)
     x.emit("st.global.f32", at(address), lse, guard=wanted)

@@ -1,13 +1,16 @@
-"""y[token] = sum over the choices, in ascending order, of its expert rows: deterministic, whatever ran when.
+"""y[token] = the sum of its expert rows in ascending order of the choices: deterministic, whatever ran when.
 
-Rounding contract: row times weight, where the weight comes after the requantisation, and the sum from 0 in fp32, each
-to nearest even; then bf16.
+Rounding contract: row times weight, if the weight comes after the requantisation, and the sum from 0, each to nearest
+even in fp32; then bf16.
 """
 
 from __future__ import annotations
 
-from backends.ptx.builder import TID_X, Builder
-from backends.ptx.operands import Register, Special, at
+from dataclasses import dataclass
+
+from backends.ptx.builder import CTAID_X, CTAID_Y, TID_X, Builder
+from backends.ptx.operands import Register, Vector, at
+from backends.ptx.parameters import U32, Parameters, Pointer
 from backends.ptx.sm100_moe.routing import NO_ROW
 
 ENTRY = "moe_combine"
@@ -18,67 +21,65 @@ BF16_BYTES = 2
 HIGH_HALF = 0xFFFF0000
 
 
+@dataclass(frozen=True, slots=True)
+class LayerCombineParams(Parameters):
+    """`topk_weights` is null where the weight came before the requantisation."""
+
+    rows: Pointer
+    row_of_route: Pointer
+    topk_weights: Pointer
+    y: Pointer
+    hidden: U32
+    topk: U32
+
+
 def combine_kernel(version: tuple[int, int]) -> Builder:
-    """Grid: tokens, and groups of COLUMNS of hidden. `topk_weights` is 0 where the weight came before."""
+    """Grid: tokens, and groups of COLUMNS of hidden."""
     x = Builder(ENTRY, target="sm_100a", version=version, block=THREADS)
     x.header(["Combine: y = sum of the rows of a token, in the order of its choices."])
-    rows, row_of_route, weights, y = (x.param(n, "u64") for n in ("rows", "row_of_route", "topk_weights", "y"))
-    hidden, topk = x.param("hidden", "u32"), x.param("topk", "u32")
+    params = LayerCombineParams.declare(x)
     x.section("which token, which columns")
-    token = x.let("token", "mov.u32", Special("%ctaid.x", "u32"))
-    group = x.let("group", "mov.u32", Special("%ctaid.y", "u32"))
+    token = x.let("token", "mov.u32", CTAID_X)
+    group = x.let("group", "mov.u32", CTAID_Y)
     column = x.let("column", "mad.lo.u32", group, THREADS, x.let("thread", "mov.u32", TID_X))
     x.emit("mul.lo.u32", column, column, PER_THREAD)
-    inside = x.let("inside", "setp.lt.u32", column, hidden)
+    inside = x.let("inside", "setp.lt.u32", column, params.hidden)
     with x.when(inside, "columns"):
         total = x.regs("total", "f32", PER_THREAD)
         for value in total:
             x.emit("mov.f32", value, 0.0)
-        columns_at = x.let("columns_at", "mad.wide.u32", column, BF16_BYTES, rows)
-        _sum(x, token, (row_of_route, weights, columns_at), (hidden, topk), total)
-        packed = x.regs("packed", "b32", PER_THREAD // 2)
-        for index, register in enumerate(packed):
-            x.emit("cvt.rn.bf16x2.f32", register, total[2 * index + 1], total[2 * index])
-        target = x.let("element", "mul.wide.u32", token, hidden)
+        _sum(x, params, token, x.indexed_wide("columns_at", params.rows, column, BF16_BYTES), total)
+        packed = x.packed_bf16("packed", total)
+        target = x.let("element", "mul.wide.u32", token, params.hidden)
         x.emit("shl.b64", target, target, BF16_BYTES.bit_length() - 1)
-        x.emit("add.s64", target, target, y)
-        x.emit("st.global.v4.b32", at(x.let("y_at", "mad.wide.u32", column, BF16_BYTES, target)), packed)
+        x.emit("add.s64", target, target, params.y)
+        x.emit("st.global.v4.b32", at(x.indexed_wide("y_at", target, column, BF16_BYTES)), packed)
     x.emit("ret")
     return x
 
 
-def _sum(
-    x: Builder,
-    token: Register,
-    tables: tuple[Register, Register, Register],
-    extents: tuple[Register, Register],
-    total: tuple[Register, ...],
-) -> None:
-    row_of_route, weights, columns_at = tables
-    hidden, topk = extents
-    route = x.let("route", "mul.lo.u32", token, topk)
-    end = x.let("last_route", "add.u32", route, topk)
-    weighted = x.let("weighted", "setp.ne.u64", weights, 0)
+def _sum(x: Builder, params: LayerCombineParams, token: Register, columns_at: Register, total: Vector) -> None:
+    """Adds this thread's columns of the token's expert rows to `total`; `columns_at`: of expert row 0."""
+    route = x.let("route", "mul.lo.u32", token, params.topk)
+    end = x.let("last_route", "add.u32", route, params.topk)
+    weighted = x.let("weighted", "setp.ne.u64", params.topk_weights, 0)
     weight = x.let("weight", "mov.f32", 1.0)
-    finished, nowhere = x.reg("finished", "pred"), x.reg("nowhere", "pred")
-    with x.loop("choices") as loop:
-        x.emit("setp.ge.u32", finished, route, end)
-        x.emit("bra", loop.done, guard=finished)
-        row = x.let("row", "ld.global.u32", at(x.let("row_at", "mad.wide.u32", route, 4, row_of_route)))
+    with x.while_below("choices", route, end, "finished", (route, 1)):
+        nowhere = x.reg("nowhere", "pred")
+        row = x.entry_of("row", params.row_of_route, route)
         x.emit("setp.eq.u32", nowhere, row, NO_ROW)
         with x.unless(nowhere, "row"):
-            weight_at = x.let("weight_at", "mad.wide.u32", route, 4, weights)
+            weight_at = x.indexed_wide("weight_at", params.topk_weights, route, 4)
             x.emit("ld.global.f32", weight, at(weight_at), guard=weighted)
-            element = x.let("row_element", "mul.wide.u32", row, hidden)
+            element = x.let("row_element", "mul.wide.u32", row, params.hidden)
             x.emit("shl.b64", element, element, BF16_BYTES.bit_length() - 1)
             x.emit("add.s64", element, element, columns_at)
             pairs = x.regs("pair", "b32", PER_THREAD // 2)
             x.emit("ld.global.v4.b32", pairs, at(element))
             _accumulate(x, pairs, weight, total)
-        x.emit("add.u32", route, route, 1)
 
 
-def _accumulate(x: Builder, pairs: tuple[Register, ...], weight: Register, total: tuple[Register, ...]) -> None:
+def _accumulate(x: Builder, pairs: Vector, weight: Register, total: Vector) -> None:
     """A bf16 is the upper half of an f32."""
     value = x.reg("value", "f32")
     for index, pair in enumerate(pairs):

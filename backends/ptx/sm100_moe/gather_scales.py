@@ -1,15 +1,18 @@
 """The scale factors of the tokens in the order of the expert rows, as atoms.
 
-The codes of a row are 128 bytes a stage, which TMA gathers by itself; its scale factors are 4 bytes an atom, a
-sixteenth of what TMA moves. So they alone are copied, an eighth of the bytes of the codes: lane l of a warp takes the
-words of rows l, l + 32, l + 64 and l + 96 of a tile, which are 16 bytes in a row of the atom. Rows that fill up a tile
-get zeros; what lies in the padding of x_sf is never read.
+The codes of a row are 128 bytes a stage: TMA gathers them by itself. Its scale factors are 4 bytes an atom, and TMA
+moves 16 at least. So they alone are copied, an eighth of the bytes of the codes. Lane l of a warp takes the words of
+rows l, l + 32, l + 64 and l + 96 of a tile, 16 bytes that lie side by side in the atom. Rows that fill up a tile get
+zeros; the padding of x_sf is never read.
 """
 
 from __future__ import annotations
 
-from backends.ptx.builder import TID_X, Builder
-from backends.ptx.operands import Register, Special, at
+from dataclasses import dataclass
+
+from backends.ptx.builder import CTAID_X, CTAID_Y, TID_X, Builder
+from backends.ptx.operands import Register, at
+from backends.ptx.parameters import U32, Parameters, Pointer
 from backends.ptx.sm100_moe.geometry import ATOM_BYTES, ATOM_ROWS, TILE_M
 
 ENTRY = "moe_gather_scales"
@@ -19,53 +22,69 @@ ATOMS_PER_WARP = 4
 ATOMS_PER_CTA = ATOMS_PER_WARP * THREADS // 32
 
 
+@dataclass(frozen=True, slots=True)
+class GatherParams(Parameters):
+    """`k_atoms`: scale factor atoms along K."""
+
+    x_sf: Pointer
+    sfa: Pointer
+    row_tiles: Pointer
+    token_of_row: Pointer
+    tokens: U32
+    k_atoms: U32
+
+
 def gather_scales_kernel(version: tuple[int, int]) -> Builder:
     """Grid: row tiles at most, and groups of ATOMS_PER_CTA atoms along K."""
     x = Builder(ENTRY, target="sm_100a", version=version, block=THREADS)
     x.header(["Scale factors of the tokens, gathered into atoms of expert rows."])
-    x_sf, sfa, row_tiles, token_of_row = (x.param(n, "u64") for n in ("x_sf", "sfa", "row_tiles", "token_of_row"))
-    tokens, k_atoms = x.param("tokens", "u32"), x.param("k_atoms", "u32")
+    params = GatherParams.declare(x)
     x.section("which atoms")
-    tile = x.let("tile", "mov.u32", Special("%ctaid.x", "u32"))
-    exists = x.let("tile_exists", "setp.lt.u32", tile, x.let("tile_count", "ld.global.u32", at(row_tiles)))
+    tile = x.let("tile", "mov.u32", CTAID_X)
+    exists = x.let("tile_exists", "setp.lt.u32", tile, x.let("tile_count", "ld.global.u32", at(params.row_tiles)))
     with x.when(exists, "tile"):
         thread = x.let("thread", "mov.u32", TID_X)
         lane = x.let("lane", "and.b32", thread, 31)
-        group = x.let("group", "mov.u32", Special("%ctaid.y", "u32"))
+        group = x.let("group", "mov.u32", CTAID_Y)
         atom = x.let("atom", "mul.lo.u32", group, ATOMS_PER_CTA)
         x.emit("mad.lo.u32", atom, x.let("warp", "shr.u32", thread, 5), ATOMS_PER_WARP, atom)
         row = x.let("row", "mad.lo.u32", tile, TILE_M, lane)
-        sources = [_source(x, quarter, (x_sf, token_of_row, tokens, k_atoms), row) for quarter in range(QUARTERS)]
-        first_atom = x.let("first_atom", "mul.lo.u32", tile, k_atoms)
-        target = x.let("target", "mad.wide.u32", first_atom, ATOM_BYTES, sfa)
+        sources = [_source(x, params, row, quarter) for quarter in range(QUARTERS)]
+        first_atom = x.let("first_atom", "mul.lo.u32", tile, params.k_atoms)
+        target = x.indexed_wide("target", params.sfa, first_atom, ATOM_BYTES)
         x.emit("mad.wide.u32", target, lane, 4 * QUARTERS, target)
         words = x.regs("word", "b32", QUARTERS)
         for _ in range(ATOMS_PER_WARP):
-            inside = x.let("inside", "setp.lt.u32", atom, k_atoms)
-            for word, (base, is_token) in zip(words, sources, strict=True):
-                wanted = x.let("wanted", "and.pred", inside, is_token)
+            inside = x.let("inside", "setp.lt.u32", atom, params.k_atoms)
+            for word, source in zip(words, sources, strict=True):
+                wanted = x.let("wanted", "and.pred", inside, source.is_token)
                 x.emit("mov.b32", word, 0)
-                x.emit("ld.global.b32", word, at(x.let("from", "mad.wide.u32", atom, ATOM_BYTES, base)), guard=wanted)
-            x.emit("st.global.v4.b32", at(x.let("to", "mad.wide.u32", atom, ATOM_BYTES, target)), words, guard=inside)
+                x.emit("ld.global.b32", word, at(x.indexed_wide("from", source.base, atom, ATOM_BYTES)), guard=wanted)
+            x.emit("st.global.v4.b32", at(x.indexed_wide("to", target, atom, ATOM_BYTES)), words, guard=inside)
             x.emit("add.u32", atom, atom, 1)
     x.emit("ret")
     return x
 
 
-def _source(
-    x: Builder, quarter: int, params: tuple[Register, Register, Register, Register], row: Register
-) -> tuple[Register, Register]:
-    """The address of the word of row `row` + 32 * quarter in its token's first atom, and whether it has a token."""
-    x_sf, token_of_row, tokens, k_atoms = params
-    entry = x.let("token_at", "mad.wide.u32", row, 4, token_of_row)
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The address of a row's word in its token's first atom, and whether the row has a token."""
+
+    base: Register
+    is_token: Register
+
+
+def _source(x: Builder, params: GatherParams, row: Register, quarter: int) -> _Source:
+    """Of row `row` + 32 * quarter."""
+    entry = x.indexed_wide("token_at", params.token_of_row, row, 4)
     token = x.let("token", "ld.global.u32", at(entry, 4 * 32 * quarter))
-    is_token = x.let("is_token", "setp.lt.u32", token, tokens)
+    is_token = x.let("is_token", "setp.lt.u32", token, params.tokens)
     atom_row = x.let("atom_row", "div.u32", token, ATOM_ROWS)
-    first_atom = x.let("token_atom", "mul.lo.u32", atom_row, k_atoms)
-    base = x.let("token_base", "mad.wide.u32", first_atom, ATOM_BYTES, x_sf)
+    first_atom = x.let("token_atom", "mul.lo.u32", atom_row, params.k_atoms)
+    base = x.indexed_wide("token_base", params.x_sf, first_atom, ATOM_BYTES)
     lane = x.let("token_lane", "and.b32", token, 31)
     part = x.let("token_quarter", "shr.u32", token, 5)
     x.emit("and.b32", part, part, QUARTERS - 1)
     x.emit("mad.wide.u32", base, lane, 4 * QUARTERS, base)
     x.emit("mad.wide.u32", base, part, 4, base)
-    return base, is_token
+    return _Source(base, is_token)

@@ -5,7 +5,8 @@ Nothing here depends on the case: hidden, intermediate, the number of experts an
 
 from __future__ import annotations
 
-from backends.ptx.shared_memory import SharedMemory
+from backends.ptx.shared_memory import SmemLayout
+from backends.ptx.tcgen05 import WarpRoles, smem_descriptor, with_tmem_base
 
 TILE_M = 128
 """Rows of one expert a tile, and TMEM lanes."""
@@ -32,18 +33,14 @@ SFA_BYTES = STAGE_STEPS * ATOM_BYTES
 SFB_BYTES = B_ATOMS * SFA_BYTES
 STAGE_BYTES = A_BYTES + B_BYTES + SFA_BYTES + SFB_BYTES
 STAGES = 4
-MAX_SMEM = 232448
-"""Dynamic shared memory that one CTA may ask for on sm_100 (facts.md 0.1)."""
 SM_COUNT = 148
 """Persistent CTAs of a grouped GEMM: the streaming multiprocessors of a B200; one CTA takes a whole one."""
 
 EPILOGUE_WARPS = range(4)
-MMA_WARP = 4
-PRODUCER_WARP = 5
+ROLES = WarpRoles(mma=4, producer=5)
 THREADS = 192
 EPILOGUE_THREADS = 128
 
-TMEM_COLUMNS = 512
 ACCUMULATOR_STRIDE = 128
 """From one accumulator to the other. Both are TILE_N wide: the upper half of the first is the lower half of the second.
 """
@@ -55,22 +52,20 @@ SF_SLOTS = 2
 SF_SLOT_COLUMNS = STAGE_STEPS * (SFA_COLUMNS + SFB_COLUMNS)
 """Columns of the scale factors of one stage."""
 
-
 STAGED_COLUMNS = 32
 """bf16 columns of expert rows that a warp hands to TMA at a time: as many as there is shared memory for."""
 STAGED_ROW_BYTES = STAGED_COLUMNS * 2
 STAGED_WARP_BYTES = 32 * STAGED_ROW_BYTES
 
 
-def shared_memory(*, staged: bool) -> SharedMemory:
-    """The ring of operands and scale factors, with `staged` room for rows on their way out, and the barriers."""
-    smem = SharedMemory().with_place("a", STAGES * A_BYTES, 1024).with_place("b", STAGES * B_BYTES, 1024)
-    smem = smem.with_place("sfa", STAGES * SFA_BYTES, 128).with_place("sfb", STAGES * SFB_BYTES, 128)
+def smem_layout(*, staged: bool) -> SmemLayout:
+    """The ring of operands and scale factors, room for rows on their way out if `staged`, and the mbarriers."""
+    layout = SmemLayout().with_place("a", STAGES * A_BYTES, 1024).with_place("b", STAGES * B_BYTES, 1024)
+    layout = layout.with_place("sfa", STAGES * SFA_BYTES, 128).with_place("sfb", STAGES * SFB_BYTES, 128)
     if staged:
-        smem = smem.with_place("staged", len(EPILOGUE_WARPS) * STAGED_WARP_BYTES, 1024)
-    for name, count in (("ring_full", STAGES), ("ring_empty", STAGES), ("tile_full", 1), ("tile_free", 1)):
-        smem = smem.with_place(name, 8 * count, 8)
-    return smem.with_place("tmem_base", 4, 4)
+        layout = layout.with_place("staged", len(EPILOGUE_WARPS) * STAGED_WARP_BYTES, 1024)
+    layout = layout.with_mbarriers("ring_full", STAGES).with_mbarriers("ring_empty", STAGES)
+    return with_tmem_base(layout.with_mbarriers("tile_full").with_mbarriers("tile_free", 1, EPILOGUE_THREADS))
 
 
 def instruction_descriptor() -> int:
@@ -80,17 +75,10 @@ def instruction_descriptor() -> int:
     return a_is_e2m1 | b_is_e2m1 | TILE_N >> 3 << 17 | TILE_M >> 7 << 27
 
 
-def operand_descriptor() -> int:
-    """A 64-bit shared memory descriptor without its start address: K-major, 128-byte swizzle, groups of eight rows
-    1024 bytes apart (facts.md 3)."""
-    stride, version, swizzle_128b = 8 * STAGE_ROW_BYTES // 16, 1, 2
-    return stride << 32 | version << 46 | swizzle_128b << 61
-
-
-def scale_descriptor() -> int:
-    """The same of a scale factor atom for tcgen05.cp.32x128b: 32 rows of 16 bytes, no swizzle (facts.md 1.2)."""
-    leading, stride, version = 1, 8, 1
-    return leading << 16 | stride << 32 | version << 46
+OPERAND_DESCRIPTOR = smem_descriptor(stride_bytes=8 * STAGE_ROW_BYTES)
+"""Of codes: K-major, 128-byte swizzle."""
+SCALE_DESCRIPTOR = smem_descriptor(stride_bytes=128, leading_bytes=16, swizzle_128b=False)
+"""Of a scale factor atom for tcgen05.cp.32x128b: 32 rows of 16 bytes (facts.md 1.2)."""
 
 
 def tiles(extent: int, tile: int) -> int:
@@ -98,7 +86,7 @@ def tiles(extent: int, tile: int) -> int:
     return -(-extent // tile)
 
 
-def most_row_tiles(routes: int, num_experts: int) -> int:
+def max_row_tiles(routes: int, num_experts: int) -> int:
     """The most tiles of TILE_M rows that `routes` can need, each expert's rows being padded to whole tiles."""
     occupied = min(routes, num_experts)
     return occupied + (routes - occupied) // TILE_M

@@ -6,20 +6,21 @@ from dataclasses import dataclass
 from functools import cache
 
 from backends.ptx.builder import Builder
-from backends.ptx.shared_memory import SharedMemory
+from backends.ptx.shared_memory import SmemLayout
 from backends.ptx.sm100_moe.epilogue import RowEpilogue, emit_epilogue
-from backends.ptx.sm100_moe.frame import Frame, GemmParams, close_frame, open_frame
-from backends.ptx.sm100_moe.geometry import THREADS, TILE_M, TILE_N, shared_memory
+from backends.ptx.sm100_moe.frame import GemmFrame, GemmParams, open_frame
+from backends.ptx.sm100_moe.geometry import ROLES, THREADS, TILE_M, TILE_N, smem_layout
 from backends.ptx.sm100_moe.mma import emit_mma
 from backends.ptx.sm100_moe.producer import emit_producer
 from backends.ptx.sm100_moe.rows import ExpertRow, RowsParams
 from backends.ptx.sm100_moe.swiglu import SwigluParams, SwigluRow, SwigluVariant
+from backends.ptx.tcgen05 import tear_down
 
 PTX_VERSION = (8, 7)
 """kind::mxf4nvf4 with .scale_vec::4X appeared in PTX ISA 8.7, everything else that is used here earlier."""
 L2_ENTRY = "moe_rows"
-L1_SMEM = shared_memory(staged=False)
-L2_SMEM = shared_memory(staged=True)
+L1_SMEM = smem_layout(staged=False)
+L2_SMEM = smem_layout(staged=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +57,19 @@ def l2_kernel() -> GemmKernel:
     return _finished(frame, ExpertRow(frame, params))
 
 
-def _finished(frame: Frame, rows: RowEpilogue) -> GemmKernel:
+def _finished(frame: GemmFrame, rows: RowEpilogue) -> GemmKernel:
     emit_mma(frame)
     emit_epilogue(frame, rows)
-    close_frame(frame)
-    return GemmKernel(frame.x, frame.places.size)
+    tear_down(frame.x, frame.threads, ROLES, frame.tmem)
+    return GemmKernel(frame.x, frame.smem.layout.size)
 
 
-def _gemm(entry: str, places: SharedMemory, what: str) -> Builder:
+def _gemm(entry: str, layout: SmemLayout, what: str) -> Builder:
     x = Builder(entry, target="sm_100a", version=PTX_VERSION, block=THREADS)
     lines = [
         f"Grouped NVFP4 GEMM, tiles of {TILE_M} rows of one expert by {TILE_N} rows of its weights. {what}",
         "Warps 0-3 epilogue, 4 MMA issuer, 5 TMA producer. Persistent: CTA c takes tiles c, c + grid, ...",
         "TMEM columns: accumulators 0-255 and 128-383, scale factors 384-479. Dynamic shared memory, in bytes:",
     ]
-    x.header(lines + [f"  {offset:6d} +{size:<6d} {name}" for name, (offset, size) in places.places.items()])
+    x.header(lines + layout.described())
     return x

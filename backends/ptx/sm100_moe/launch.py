@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
-from backends.ptx.builder import Builder, module_text
-from backends.ptx.sm100_moe import combine, gather_scales, requantise_kernel, routing
+from backends.ptx.builder import Builder
+from backends.ptx.emitter import module_text
+from backends.ptx.sm100_moe import combine, gather_scales, requantise, routing
+from backends.ptx.sm100_moe.frame import GemmParams
 from backends.ptx.sm100_moe.geometry import (
     ATOM_BLOCKS,
     MMA_K,
@@ -19,31 +22,26 @@ from backends.ptx.sm100_moe.geometry import (
     tiles,
 )
 from backends.ptx.sm100_moe.kernel import PTX_VERSION, GemmKernel, l1_kernel, l2_kernel
+from backends.ptx.sm100_moe.rows import RowsParams
 from backends.ptx.sm100_moe.shape import MoeShape
-from backends.ptx.sm100_moe.tensor_maps import (
-    expert_rows,
-    row_codes,
-    row_scales,
-    token_codes,
-    weight_codes,
-    weight_scales,
-)
-from megamoe.contract import (
-    BufferArg,
-    Case,
-    KernelArg,
-    Launch,
-    Program,
-    ScalarArg,
-    TensorMapArg,
-)
+from backends.ptx.sm100_moe.swiglu import SwigluParams
+from backends.ptx.sm100_moe.tensor_maps import Weights, expert_rows, row_codes, row_scales, token_codes
+from megamoe.contract import Case, KernelArg, Launch, Program, TensorMapArg
 
 BF16_BYTES = 2
 WORD_BYTES = 4
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """An entry and the launch of it."""
+
+    entry: Builder
+    launch: Launch
+
+
 def moe_program(case: Case) -> Program:
-    """The program of an nvfp4_moe case on sm_100a: the whole layer, or one stage behind the routing."""
+    """The program of an nvfp4_moe case on sm_100a: the routing, then one stage or the whole layer."""
     shape = MoeShape.of(case)
     scratch = _routing_tables(shape)
     stages = _LAYER if shape.stage == "layer" else (shape.stage,)
@@ -59,8 +57,8 @@ def moe_program(case: Case) -> Program:
     made = [step(shape) for step in steps]
     return Program(
         target="sm_100a",
-        ptx=module_text([builder for builder, _ in made]),
-        launches=tuple(launch for _, launch in made),
+        ptx=module_text([step.entry for step in made]),
+        launches=tuple(step.launch for step in made),
         scratch=scratch,
     )
 
@@ -77,106 +75,105 @@ def _routing_tables(shape: MoeShape) -> dict[str, int]:
     return {name: count * WORD_BYTES for name, count in entries.items()}
 
 
-Step = tuple[Builder, Launch]
-
-
-def _buffers(*names: str) -> tuple[KernelArg, ...]:
-    return tuple(BufferArg(name) for name in names)
-
-
-def _u32(*values: int) -> tuple[KernelArg, ...]:
-    return tuple(ScalarArg("u32", value) for value in values)
-
-
-def _route(shape: MoeShape) -> Step:
-    tables = ("topk_ids", "row_tiles", "expert_of_tile", "token_of_row", "route_of_row", "row_of_route")
-    return routing.routing_kernel(PTX_VERSION), Launch(
+def _route(shape: MoeShape) -> _Step:
+    launch = Launch(
         entry=routing.ENTRY,
         grid=(shape.num_experts, 1, 1),
         block=(routing.THREADS, 1, 1),
-        args=(*_buffers(*tables), *_u32(shape.tokens, shape.topk, shape.num_experts)),
+        args=routing.RoutingParams.arguments(tokens=shape.tokens, topk=shape.topk, num_experts=shape.num_experts),
         dynamic_smem=routing.smem_bytes(shape.num_experts),
     )
+    return _Step(routing.routing_kernel(PTX_VERSION), launch)
 
 
-def _gather_scales(shape: MoeShape) -> Step:
+def _gather_scales(shape: MoeShape) -> _Step:
     k_atoms = shape.hidden // MMA_K
-    return gather_scales.gather_scales_kernel(PTX_VERSION), Launch(
+    launch = Launch(
         entry=gather_scales.ENTRY,
         grid=(shape.row_tiles, tiles(k_atoms, gather_scales.ATOMS_PER_CTA), 1),
         block=(gather_scales.THREADS, 1, 1),
-        args=(*_buffers("x_sf", "sfa", "row_tiles", "token_of_row"), *_u32(shape.tokens, k_atoms)),
+        args=gather_scales.GatherParams.arguments(tokens=shape.tokens, k_atoms=k_atoms),
     )
+    return _Step(gather_scales.gather_scales_kernel(PTX_VERSION), launch)
 
 
-def _l1(shape: MoeShape) -> Step:
+def _l1(shape: MoeShape) -> _Step:
     """w1 has 2 * intermediate rows, whole tiles of them; the tokens are gathered row by row."""
-    kernel = l1_kernel(shape.variant)
-    tokens = token_codes(shape.tokens, shape.hidden)
-    sfa = row_scales("sfa", shape.row_tiles, shape.hidden)
-    own = ("token_of_row", "route_of_row", "x_gs", "w1_gs", "a2_gs", "topk_weights", "a2_codes", "a2_sf")
-    scalars = (*_u32(shape.tokens, shape.intermediate), ScalarArg("f32", shape.clamp))
-    return kernel.builder, _gemm(
-        shape, kernel, tokens, sfa, ("w1", 2 * shape.intermediate, shape.hidden), (*_buffers(*own), *scalars)
+    operands = _Operands(
+        a=token_codes(shape.tokens, shape.hidden),
+        sfa=row_scales("sfa", shape.row_tiles, shape.hidden),
+        weights=Weights("w1", shape.num_experts, 2 * shape.intermediate, shape.hidden),
     )
+    own = SwigluParams.arguments(tokens=shape.tokens, intermediate=shape.intermediate, clamp=shape.clamp)
+    return _gemm(shape, l1_kernel(shape.variant), operands, own)
 
 
-def _l2(shape: MoeShape) -> Step:
-    kernel = l2_kernel()
-    activations = row_codes(shape.held_rows, shape.intermediate)
-    sfa = row_scales("a2_sf", shape.held_rows // TILE_M, shape.intermediate)
-    tables = _buffers("token_of_row", "a2_gs", "w2_gs")
-    own = (expert_rows(shape.held_rows, shape.hidden), *tables, *_u32(shape.tokens, shape.hidden))
-    return kernel.builder, _gemm(shape, kernel, activations, sfa, ("w2", shape.hidden, shape.intermediate), own)
+def _l2(shape: MoeShape) -> _Step:
+    operands = _Operands(
+        a=row_codes(shape.held_rows, shape.intermediate),
+        sfa=row_scales("a2_sf", shape.held_rows // TILE_M, shape.intermediate),
+        weights=Weights("w2", shape.num_experts, shape.hidden, shape.intermediate),
+    )
+    rows = expert_rows(shape.held_rows, shape.hidden)
+    own = RowsParams.arguments(rows=rows, tokens=shape.tokens, hidden=shape.hidden)
+    return _gemm(shape, l2_kernel(), operands, own)
 
 
-def _gemm(
-    shape: MoeShape,
-    kernel: GemmKernel,
-    a: TensorMapArg,
-    sfa: TensorMapArg,
-    weights: tuple[str, int, int],
-    own: tuple[KernelArg, ...],
-) -> Launch:
-    """In the order of GemmParams, then the arguments of the epilogue. `weights`: name, rows, K."""
-    _, rows, k = weights
-    n_tiles = tiles(rows, TILE_N)
-    common = (a, weight_codes(shape.num_experts, *weights), sfa, weight_scales(shape.num_experts, *weights))
-    tables = _buffers("row_tiles", "expert_of_tile")
-    return Launch(
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """Of a grouped GEMM."""
+
+    a: TensorMapArg
+    sfa: TensorMapArg
+    weights: Weights
+
+
+def _gemm(shape: MoeShape, kernel: GemmKernel, operands: _Operands, own: tuple[KernelArg, ...]) -> _Step:
+    """`own`: what the epilogue is passed."""
+    weights = operands.weights
+    n_tiles = tiles(weights.rows, TILE_N)
+    common = GemmParams.arguments(
+        a=operands.a,
+        b=weights.codes(),
+        sfa=operands.sfa,
+        sfb=weights.scales(),
+        n_tiles=n_tiles,
+        k_stages=tiles(weights.k, STAGE_K),
+    )
+    launch = Launch(
         entry=kernel.builder.entry,
         grid=(min(SM_COUNT, shape.row_tiles * n_tiles), 1, 1),
         block=(THREADS, 1, 1),
-        args=(*common, *tables, *_u32(n_tiles, tiles(k, STAGE_K)), *own),
+        args=(*common, *own),
         dynamic_smem=kernel.smem,
     )
+    return _Step(kernel.builder, launch)
 
 
-def _requantise(shape: MoeShape) -> Step:
+def _requantise(shape: MoeShape) -> _Step:
     blocks = shape.intermediate // SF_VEC_SIZE
-    return requantise_kernel.requantise_kernel(PTX_VERSION), Launch(
-        entry=requantise_kernel.ENTRY,
+    launch = Launch(
+        entry=requantise.ENTRY,
         grid=(shape.row_tiles, blocks // ATOM_BLOCKS, 1),
-        block=(requantise_kernel.THREADS, 1, 1),
-        args=(
-            *_buffers("h", "a2_gs", "row_tiles", "expert_of_tile", "token_of_row", "a2_codes", "a2_sf"),
-            *_u32(shape.tokens, shape.intermediate),
-        ),
+        block=(requantise.THREADS, 1, 1),
+        args=requantise.RequantiseParams.arguments(tokens=shape.tokens, intermediate=shape.intermediate),
     )
+    return _Step(requantise.requantise_kernel(PTX_VERSION), launch)
 
 
-def _combine(shape: MoeShape) -> Step:
-    weights = ScalarArg("u64", 0) if shape.variant.weighted else BufferArg("topk_weights")
-    return combine.combine_kernel(PTX_VERSION), Launch(
+def _combine(shape: MoeShape) -> _Step:
+    weights = None if shape.variant.weighted else "topk_weights"
+    launch = Launch(
         entry=combine.ENTRY,
         grid=(shape.tokens, tiles(shape.hidden, combine.COLUMNS), 1),
         block=(combine.THREADS, 1, 1),
-        args=(*_buffers("rows", "row_of_route"), weights, *_buffers("y"), *_u32(shape.hidden, shape.topk)),
+        args=combine.LayerCombineParams.arguments(topk_weights=weights, hidden=shape.hidden, topk=shape.topk),
     )
+    return _Step(combine.combine_kernel(PTX_VERSION), launch)
 
 
 _LAYER: Final = ("l1", "l2", "combine")
-_STAGES: Final[dict[str, tuple[Callable[[MoeShape], Step], ...]]] = {
+_STAGES: Final[dict[str, tuple[Callable[[MoeShape], _Step], ...]]] = {
     "l1": (_gather_scales, _l1),
     "requantise": (_requantise,),
     "l2": (_l2,),

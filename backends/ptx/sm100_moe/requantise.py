@@ -1,17 +1,25 @@
-"""From 64 activations of a row to NVFP4: four blocks of 16, in the registers of one thread.
+"""Requantisation to NVFP4: 64 activations of a row, four blocks of 16, in the registers of one thread.
 
-Rounding contract: block scale = e4m3(max|block| * (1/6) * (1/gs)), code = e2m1(value * 1/(scale * gs)), products and
-1/gs to nearest even in fp32, 1/(scale * gs) by rcp.approx.ftz (within 1 ulp), conversions to nearest even and
-saturating. A block whose scale is 0 has codes 0. Next to a rounding step this may be the neighbour of what divisions
-give.
+`emit_requantise` is part of the first GEMM's epilogue; `requantise_kernel` does the same from activations in memory.
+
+Rounding contract: block scale = e4m3(max|block| * (1/6) * (1/gs)), code = e2m1(value * 1/(scale * gs)). Products and
+1/gs are to nearest even in fp32, 1/(scale * gs) by rcp.approx.ftz (within 1 ulp), conversions to nearest even and
+saturating. A block whose scale is 0 has codes 0. Next to a rounding step the result may be the neighbour of what
+divisions give.
 """
 
 from __future__ import annotations
 
-from backends.ptx.builder import Builder
-from backends.ptx.operands import Register
-from backends.ptx.sm100_moe.geometry import SF_VEC_SIZE
+from dataclasses import dataclass
 
+from backends.ptx.builder import CTAID_X, CTAID_Y, TID_X, Builder
+from backends.ptx.operands import Register, Vector, at
+from backends.ptx.parameters import U32, Parameters, Pointer
+from backends.ptx.sm100_moe.geometry import ATOM_BYTES, SF_VEC_SIZE, TILE_M
+
+ENTRY = "moe_requantise"
+THREADS = TILE_M
+PER_VECTOR = 4
 E2M1_MAX = 6.0
 BLOCKS = 4
 """Blocks whose scales fill a 32-bit word of a scale factor atom."""
@@ -31,9 +39,7 @@ class GlobalScale:
         self._x.emit("rcp.rn.f32", self.inverse, self.gs)
 
 
-def emit_requantise(
-    x: Builder, values: tuple[Register, ...], scale: GlobalScale
-) -> tuple[tuple[Register, ...], Register]:
+def emit_requantise(x: Builder, values: Vector, scale: GlobalScale) -> tuple[Vector, Register]:
     """Eight words of codes and one of four block scales, from WIDTH f32 `values`, which are overwritten."""
     blocks = [values[first : first + SF_VEC_SIZE] for first in range(0, WIDTH, SF_VEC_SIZE)]
     raw = [_raw_scale(x, block, scale) for block in blocks]
@@ -52,7 +58,7 @@ def emit_requantise(
     return tuple(words), scales
 
 
-def _raw_scale(x: Builder, block: tuple[Register, ...], scale: GlobalScale) -> Register:
+def _raw_scale(x: Builder, block: Vector, scale: GlobalScale) -> Register:
     largest = x.let("largest", "abs.f32", block[0])
     size = x.reg("size", "f32")
     for value in block[1:]:
@@ -63,7 +69,7 @@ def _raw_scale(x: Builder, block: tuple[Register, ...], scale: GlobalScale) -> R
     return largest
 
 
-def _codes(x: Builder, block: tuple[Register, ...], sf: Register, scale: GlobalScale) -> list[Register]:
+def _codes(x: Builder, block: Vector, sf: Register, scale: GlobalScale) -> list[Register]:
     step = x.let("step", "cvt.f32.f16", sf)
     is_zero = x.let("sf_is_zero", "setp.eq.f32", step, 0.0)
     x.emit("mul.rn.f32", step, step, scale.gs)
@@ -81,3 +87,70 @@ def _codes(x: Builder, block: tuple[Register, ...], sf: Register, scale: GlobalS
         x.emit("selp.b32", word, 0, word, is_zero, note="0 times 1/0 is no number")
         words.append(word)
     return words
+
+
+def word_in_atom(x: Builder, row: Register) -> Register:
+    """u64 byte offset of the word of row `row` (below 128) in a scale factor atom: (row % 32) * 16 + (row / 32) * 4."""
+    lane = x.let("atom_lane", "and.b32", row, 31)
+    quarter = x.let("atom_quarter", "shr.u32", row, 5)
+    x.emit("shl.b32", lane, lane, 4)
+    x.emit("mad.lo.u32", lane, quarter, 4, lane)
+    return x.let("word_offset", "cvt.u64.u32", lane)
+
+
+@dataclass(frozen=True, slots=True)
+class RequantiseParams(Parameters):
+    """`h`: f32 [rows][intermediate]."""
+
+    h: Pointer
+    a2_gs: Pointer
+    row_tiles: Pointer
+    expert_of_tile: Pointer
+    token_of_row: Pointer
+    a2_codes: Pointer
+    a2_sf: Pointer
+    tokens: U32
+    intermediate: U32
+
+
+def requantise_kernel(version: tuple[int, int]) -> Builder:
+    """Grid: row tiles at most, and groups of WIDTH activations. Rows that fill up a tile are left alone."""
+    x = Builder(ENTRY, target="sm_100a", version=version, block=THREADS)
+    x.header(["Requantisation of f32 activations to NVFP4, one row a thread."])
+    params = RequantiseParams.declare(x)
+    x.section("which row, which activations")
+    tile = x.let("tile", "mov.u32", CTAID_X)
+    exists = x.let("tile_exists", "setp.lt.u32", tile, x.let("tile_count", "ld.global.u32", at(params.row_tiles)))
+    with x.when(exists, "tile"):
+        thread = x.let("thread", "mov.u32", TID_X)
+        row = x.let("row", "mad.lo.u32", tile, TILE_M, thread)
+        is_token = x.let("is_token", "setp.lt.u32", x.entry_of("token", params.token_of_row, row), params.tokens)
+        with x.when(is_token, "row"):
+            _requantise_row(x, params, tile, thread, row)
+    x.emit("ret")
+    return x
+
+
+def _requantise_row(x: Builder, params: RequantiseParams, tile: Register, thread: Register, row: Register) -> None:
+    scale = GlobalScale(x)
+    expert = x.entry_of("expert", params.expert_of_tile, tile)
+    x.emit("ld.global.f32", scale.gs, at(x.indexed_wide("a2_gs_at", params.a2_gs, expert, 4)))
+    scale.invert()
+    group = x.let("group", "mov.u32", CTAID_Y)
+    element = x.let("element", "mul.wide.u32", row, params.intermediate)
+    x.emit("add.s64", element, element, x.let("first", "mul.wide.u32", group, WIDTH))
+    values = x.regs("value", "f32", WIDTH)
+    source = x.let("source_at", "shl.b64", element, 2)
+    x.emit("add.s64", source, source, params.h)
+    for start in range(0, WIDTH, PER_VECTOR):
+        x.emit("ld.global.v4.f32", values[start : start + PER_VECTOR], at(source, start * 4))
+    words, scales = emit_requantise(x, values, scale)
+    codes = x.let("codes_at", "shr.u64", element, 1)
+    x.emit("add.s64", codes, codes, params.a2_codes)
+    for start in range(0, len(words), PER_VECTOR):
+        x.emit("st.global.v4.b32", at(codes, start * 4), words[start : start + PER_VECTOR])
+    atoms = x.let("atoms_of_row", "shr.u32", params.intermediate, WIDTH.bit_length() - 1)
+    atom = x.let("atom", "mad.lo.u32", tile, atoms, group)
+    target = x.indexed_wide("scales_at", params.a2_sf, atom, ATOM_BYTES)
+    x.emit("add.s64", target, target, word_in_atom(x, thread))
+    x.emit("st.global.b32", at(target), scales)

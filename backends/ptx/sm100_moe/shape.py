@@ -1,17 +1,17 @@
-"""What the kernels need to know of a case, and what they cannot do."""
+"""The axes of a case, and which cases the kernels refuse."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.ptx.sm100_moe.geometry import MMA_K, SF_VEC_SIZE, TILE_M, most_row_tiles
+from backends.ptx.sm100_moe.geometry import MMA_K, SF_VEC_SIZE, TILE_M, max_row_tiles
 from backends.ptx.sm100_moe.swiglu import SwigluVariant
 from megamoe.contract import Case, UnsupportedError
 
 INTERLEAVES = (8, 16, 32, 64)
-"""Those whose gate and up lie in the half of a tile that a thread holds at a time."""
-LEAST_EXTENT = 2 * MMA_K
-"""hidden and intermediate are multiples of it, so that a tile of W1 is whole and no scale factor atom is shared."""
+"""With these, gate and up lie in the half of a tile that a thread holds at a time."""
+EXTENT_MULTIPLE = 2 * MMA_K
+"""hidden and intermediate are multiples of it: a tile of W1 is whole, and no scale factor atom is shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class MoeShape:
         """Reads the case. Raises UnsupportedError for what the kernels cannot do."""
         hidden, intermediate = case.int("hidden"), case.int("intermediate")
         for name, extent in (("hidden", hidden), ("intermediate", intermediate)):
-            if extent % (LEAST_EXTENT):
+            if extent % EXTENT_MULTIPLE:
                 raise UnsupportedError(
-                    f"{case.id}: {name} is {extent}; the sm_100a kernels need a multiple of {LEAST_EXTENT}"
+                    f"{case.id}: {name} is {extent}; the sm_100a kernels need a multiple of {EXTENT_MULTIPLE}"
                 )
         if case.int("interleave") not in INTERLEAVES:
             known = ", ".join(map(str, INTERLEAVES))
@@ -62,10 +62,10 @@ class MoeShape:
     @property
     def row_tiles(self) -> int:
         """The most tiles of expert rows that the routes can need."""
-        return most_row_tiles(self.routes, self.num_experts)
+        return max_row_tiles(self.routes, self.num_experts)
 
     @property
     def held_rows(self) -> int:
-        """Rows of tensors of expert rows: of the spec for a stage by itself, as many as are needed in workspaces."""
+        """Rows of a tensor of expert rows: what the spec gives a stage by itself, what a layer needs in workspaces."""
         whole = (self.routes + (TILE_M - 1) * self.num_experts) // TILE_M * TILE_M
         return self.row_tiles * TILE_M if self.stage == "layer" else whole

@@ -14,16 +14,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from backends.ptx.builder import Builder
-from backends.ptx.operands import Register, at
-from backends.ptx.sm100_moe.frame import Frame, Tile
+from backends.ptx.operands import Register, Vector, at
+from backends.ptx.parameters import F32, U32, Parameters, Pointer
+from backends.ptx.sm100_moe.frame import GemmFrame, Tile
 from backends.ptx.sm100_moe.geometry import ATOM_BYTES, HALF_N, TILE_N
-from backends.ptx.sm100_moe.requantise import WIDTH, GlobalScale, emit_requantise
-from backends.ptx.sm100_moe.rows import load_of_row
+from backends.ptx.sm100_moe.requantise import WIDTH, GlobalScale, emit_requantise, word_in_atom
 
 LOG2_E = math.log2(math.e)
 HALF_CODE_BYTES = WIDTH // 2
-VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,34 +40,26 @@ class SwigluVariant:
 
 
 @dataclass(frozen=True, slots=True)
-class SwigluParams:
-    """Parameters behind GemmParams, in order. Addresses, but for `tokens`, `intermediate` and `clamp`."""
+class SwigluParams(Parameters):
+    """Parameters behind GemmParams."""
 
-    token_of_row: Register
-    route_of_row: Register
-    x_gs: Register
-    w1_gs: Register
-    a2_gs: Register
-    topk_weights: Register
-    a2_codes: Register
-    a2_sf: Register
-    tokens: Register
-    intermediate: Register
-    clamp: Register
-
-    @classmethod
-    def declare(cls, x: Builder) -> SwigluParams:
-        """Declares them."""
-        names = ("token_of_row", "route_of_row", "x_gs", "w1_gs", "a2_gs", "topk_weights", "a2_codes", "a2_sf")
-        addresses = [x.param(name, "u64") for name in names]
-        scalars = [x.param("tokens", "u32"), x.param("intermediate", "u32"), x.param("clamp", "f32")]
-        return cls(*addresses, *scalars)
+    token_of_row: Pointer
+    route_of_row: Pointer
+    x_gs: Pointer
+    w1_gs: Pointer
+    a2_gs: Pointer
+    topk_weights: Pointer
+    a2_codes: Pointer
+    a2_sf: Pointer
+    tokens: U32
+    intermediate: U32
+    clamp: F32
 
 
 class SwigluRow:
     """The registers of one thread, which owns one row."""
 
-    def __init__(self, frame: Frame, params: SwigluParams, variant: SwigluVariant) -> None:
+    def __init__(self, frame: GemmFrame, params: SwigluParams, variant: SwigluVariant) -> None:
         x = frame.x
         self.frame, self.params, self.variant = frame, params, variant
         self.scale, self.weight = x.reg("scale", "f32"), x.reg("weight", "f32")
@@ -88,18 +78,18 @@ class SwigluRow:
     def begin_tile(self, tile: Tile, row: Register) -> None:
         """The scales of this row, 0 for one that fills up a tile: its activations are zeros."""
         x, params = self.frame.x, self.params
-        token = load_of_row(x, "token", params.token_of_row, row)
+        token = x.entry_of("token", params.token_of_row, row)
         is_token = x.let("is_token", "setp.lt.u32", token, params.tokens)
         x.emit("mov.f32", self.scale, 0.0)
-        x.emit("ld.global.f32", self.scale, at(_element(x, "x_gs_at", params.x_gs, token)), guard=is_token)
+        x.emit("ld.global.f32", self.scale, at(x.indexed_wide("x_gs_at", params.x_gs, token, 4)), guard=is_token)
         if self.variant.weighted:
-            route = load_of_row(x, "route", params.route_of_row, row)
+            route = x.entry_of("route", params.route_of_row, row)
             x.emit("mov.f32", self.weight, 0.0)
-            weight_at = at(_element(x, "weight_at", params.topk_weights, route))
+            weight_at = at(x.indexed_wide("weight_at", params.topk_weights, route, 4))
             x.emit("ld.global.f32", self.weight, weight_at, guard=is_token)
-        w1_scale = x.let("w1_scale", "ld.global.f32", at(_element(x, "w1_gs_at", params.w1_gs, tile.expert)))
+        w1_scale = x.let("w1_scale", "ld.global.f32", at(x.indexed_wide("w1_gs_at", params.w1_gs, tile.expert, 4)))
         x.emit("mul.rn.f32", self.scale, self.scale, w1_scale)
-        x.emit("ld.global.f32", self.a2.gs, at(_element(x, "a2_gs_at", params.a2_gs, tile.expert)))
+        x.emit("ld.global.f32", self.a2.gs, at(x.indexed_wide("a2_gs_at", params.a2_gs, tile.expert, 4)))
         self.a2.invert()
         self._place_outputs(tile, row)
 
@@ -118,17 +108,17 @@ class SwigluRow:
         x.emit("mad.wide.u32", self.scales, atom, ATOM_BYTES, params.a2_sf)
         x.emit("add.s64", self.scales, self.scales, word_in_atom(x, self.frame.thread))
 
-    def finish_half(self, half: Register, accumulator: tuple[Register, ...]) -> None:
+    def finish_half(self, half: Register, accumulator: Vector) -> None:
         """WIDTH activations from HALF_N columns."""
         x = self.frame.x
         values = [self._activation(accumulator, element) for element in range(HALF_N // 2)]
         words, scales = emit_requantise(x, tuple(values), self.a2)
-        codes = x.let("half_codes_at", "mad.wide.u32", half, HALF_CODE_BYTES, self.codes)
+        codes = x.indexed_wide("half_codes_at", self.codes, half, HALF_CODE_BYTES)
         for first in range(0, len(words), 4):
             x.emit("st.global.v4.b32", at(codes, first * 4), words[first : first + 4])
-        x.emit("st.global.b32", at(x.let("half_scales_at", "mad.wide.u32", half, ATOM_BYTES, self.scales)), scales)
+        x.emit("st.global.b32", at(x.indexed_wide("half_scales_at", self.scales, half, ATOM_BYTES)), scales)
 
-    def _activation(self, accumulator: tuple[Register, ...], element: int) -> Register:
+    def _activation(self, accumulator: Vector, element: int) -> Register:
         """In the register of the gate."""
         x, variant = self.frame.x, self.variant
         column = variant.gate_column(element)
@@ -148,16 +138,3 @@ class SwigluRow:
         if variant.weighted:
             x.emit("mul.rn.f32", gate, gate, self.weight)
         return gate
-
-
-def word_in_atom(x: Builder, row: Register) -> Register:
-    """u64 byte offset of the word of row `row` (below 128) in a scale factor atom: (row % 32) * 16 + (row / 32) * 4."""
-    lane = x.let("atom_lane", "and.b32", row, 31)
-    quarter = x.let("atom_quarter", "shr.u32", row, 5)
-    x.emit("shl.b32", lane, lane, 4)
-    x.emit("mad.lo.u32", lane, quarter, 4, lane)
-    return x.let("word_offset", "cvt.u64.u32", lane)
-
-
-def _element(x: Builder, name: str, base: Register, index: Register) -> Register:
-    return x.let(name, "mad.wide.u32", index, 4, base)

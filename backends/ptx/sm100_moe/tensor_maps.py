@@ -1,9 +1,11 @@
 """Tensor maps of codes, in boxes of one stage along K, and of scale factor atoms.
 
-What is beyond K, or beyond the rows of one expert, reads as zeros.
+Beyond K and beyond the rows of one expert, zeros are read.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from backends.ptx.sm100_moe.geometry import (
     ATOM_BYTES,
@@ -20,28 +22,36 @@ from megamoe.contract import TensorMapArg
 ATOM_WORDS = ATOM_BYTES // 4
 
 
-def weight_codes(num_experts: int, name: str, rows: int, k: int) -> TensorMapArg:
-    """[num_experts][rows][k / 2]: what is beyond an expert's rows or beyond k reads as zeros."""
-    return TensorMapArg(
-        tensor=f"{name}_codes",
-        dtype="u8",
-        dims=(k // 2, rows, num_experts),
-        strides=(k // 2, rows * k // 2),
-        box=(STAGE_ROW_BYTES, TILE_N, 1),
-        swizzle="128B",
-    )
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One of the weight tensors: `name` is w1 or w2; `rows` by `k` an expert."""
 
+    name: str
+    num_experts: int
+    rows: int
+    k: int
 
-def weight_scales(num_experts: int, name: str, rows: int, k: int) -> TensorMapArg:
-    """[num_experts][rows / 128][k / 64] atoms."""
-    row_atoms, k_atoms = rows // TILE_M, k // MMA_K
-    return TensorMapArg(
-        tensor=f"{name}_sf",
-        dtype="u32",
-        dims=(ATOM_WORDS, k_atoms, row_atoms, num_experts),
-        strides=(ATOM_BYTES, k_atoms * ATOM_BYTES, row_atoms * k_atoms * ATOM_BYTES),
-        box=(ATOM_WORDS, STAGE_STEPS, B_ATOMS, 1),
-    )
+    def codes(self) -> TensorMapArg:
+        """[num_experts][rows][k / 2]."""
+        return TensorMapArg(
+            tensor=f"{self.name}_codes",
+            dtype="u8",
+            dims=(self.k // 2, self.rows, self.num_experts),
+            strides=(self.k // 2, self.rows * self.k // 2),
+            box=(STAGE_ROW_BYTES, TILE_N, 1),
+            swizzle="128B",
+        )
+
+    def scales(self) -> TensorMapArg:
+        """[num_experts][rows / 128][k / 64] atoms."""
+        row_atoms, k_atoms = self.rows // TILE_M, self.k // MMA_K
+        return TensorMapArg(
+            tensor=f"{self.name}_sf",
+            dtype="u32",
+            dims=(ATOM_WORDS, k_atoms, row_atoms, self.num_experts),
+            strides=(ATOM_BYTES, k_atoms * ATOM_BYTES, row_atoms * k_atoms * ATOM_BYTES),
+            box=(ATOM_WORDS, STAGE_STEPS, B_ATOMS, 1),
+        )
 
 
 def row_scales(tensor: str, row_tiles: int, k: int) -> TensorMapArg:

@@ -1,7 +1,7 @@
 """The second kernel where the keys are split: a CTA makes one row of all its parts, a thread one column.
 
-A part is O and a row sum in fp32, both relative to the part's own reference; they are brought to the greatest of the
-references and added in the order of the keys.
+A part is O and a row sum in fp32, both relative to the part's own reference. They are brought to the greatest reference
+and added in the order of the keys.
 """
 
 from __future__ import annotations
@@ -11,13 +11,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from backends.ptx.builder import TID_X, Builder
-from backends.ptx.operands import Address, Register, Special, at
+from backends.ptx.attention import MINUS_INFINITY, shift_of
+from backends.ptx.builder import CTAID_X, NCTAID_X, TID_X, Builder
+from backends.ptx.operands import Address, Register, at
+from backends.ptx.parameters import U32, Parameters, Pointer
+from backends.ptx.sm90_fmha.softmax import inverse_of
 
-MINUS_INFINITY = -math.inf
 STATISTICS_BYTES = 8
 AT_ONCE = 8
 """Loads in flight a thread: one after the other, each would wait for the memory's whole latency."""
+
+
+@dataclass(frozen=True, slots=True)
+class CombineParams(Parameters):
+    """`lse` is null when it is not wanted."""
+
+    partial_o: Pointer
+    partial_statistics: Pointer
+    o: Pointer
+    lse: Pointer
+    splits: U32
 
 
 def combine_name(hd: int) -> str:
@@ -26,39 +39,71 @@ def combine_name(hd: int) -> str:
 
 
 def combine_kernel(hd: int, version: tuple[int, int]) -> Builder:
-    """Parameters: partial o, partial statistics, o, lse (0 when it is not wanted), splits. A CTA has hd threads."""
+    """Grid: one CTA of hd threads a row."""
     x = Builder(combine_name(hd), target="sm_90a", version=version, block=hd)
     x.header([f"Combines the parts of a row of O, hd = {hd}: one CTA a row, one thread a column."])
-    parts, statistics = x.param("partial_o", "u64"), x.param("partial_statistics", "u64")
-    o, lse, splits = x.param("o", "u64"), x.param("lse", "u64"), x.param("splits", "u32")
+    params = CombineParams.declare(x)
     x.section("the parts of this row")
     column = x.let("column", "mov.u32", TID_X)
-    row = x.let("row", "mov.u32", Special("%ctaid.x", "u32"))
-    rows = x.let("rows", "mov.u32", Special("%nctaid.x", "u32"))
+    row = x.let("row", "mov.u32", CTAID_X)
+    rows = x.let("rows", "mov.u32", NCTAID_X)
     element = x.let("element", "mul.wide.u32", row, hd)
     x.emit("add.s64", element, element, x.let("column_wide", "cvt.u64.u32", column))
-    x.emit("add.s64", parts, parts, x.let("element_bytes", "shl.b64", element, 2))
+    o, statistics = params.partial_o, params.partial_statistics
+    x.emit("add.s64", o, o, x.let("element_bytes", "shl.b64", element, 2))
     x.emit("add.s64", statistics, statistics, x.let("row_bytes", "mul.wide.u32", row, STATISTICS_BYTES))
-    part_step = x.let("part_step", "mul.wide.u32", rows, 4 * hd)
+    o_step = x.let("part_step", "mul.wide.u32", rows, 4 * hd)
     statistics_step = x.let("statistics_step", "mul.wide.u32", rows, STATISTICS_BYTES)
-    parts_of_row = _Parts(x, splits, parts, part_step, statistics, statistics_step)
-    shift = _shift(parts_of_row)
-    total, value = _sums(parts_of_row, shift)
-    _store(x, column, row, element, o, lse, total, value, shift)
+    parts = _Parts(x, params.splits, _Strided(o, o_step), _Strided(statistics, statistics_step))
+    _store(x, params, _Element(row, column, element), _sums(parts, _shift(parts)))
     x.emit("ret")
     return x
 
 
 @dataclass(frozen=True, slots=True)
+class _Element:
+    """This thread's element of O: `index` = row * hd + column."""
+
+    row: Register
+    column: Register
+    index: Register
+
+
+@dataclass(frozen=True, slots=True)
+class _Strided:
+    """An address, and the bytes from one part to the next."""
+
+    base: Register
+    step: Register
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What a part says of this thread's element; `there`: whether there is such a part."""
+
+    reference: Register
+    row_sum: Register
+    value: Register
+    there: Register
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """The row sum and this thread's element of O, relative to -`shift`, the greatest reference."""
+
+    total: Register
+    value: Register
+    shift: Register
+
+
+@dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts of this thread's element: AT_ONCE of them are asked for before the first is used."""
+    """The parts of this thread's element. AT_ONCE of them are asked for before the first is used."""
 
     x: Builder
     splits: Register
-    o: Register
-    o_step: Register
-    statistics: Register
-    statistics_step: Register
+    o: _Strided
+    statistics: _Strided
 
     @contextmanager
     def loop(self, name: str) -> Iterator[list[tuple[Register, Register]]]:
@@ -82,9 +127,16 @@ class _Parts:
             x.emit("setp.ge.u32", finished, first, self.splits)
             x.emit("bra", loop.done, guard=finished)
 
-    def place(self, part: Register, base: Register, step: Register) -> Address:
+    def place(self, part: Register, table: _Strided) -> Address:
         """The address of `part`."""
-        return at(self.x.let("place", "mad.lo.u64", part, step, base))
+        return at(self.x.let("place", "mad.lo.u64", part, table.step, table.base))
+
+    def load(self, part: Register, there: Register) -> _Loaded:
+        """Asks for a part."""
+        x = self.x
+        reference, row_sum = x.reg("part_reference", "f32"), x.reg("part_sum", "f32")
+        x.emit("ld.global.v2.f32", (reference, row_sum), self.place(part, self.statistics))
+        return _Loaded(reference, row_sum, x.let("part_value", "ld.global.f32", self.place(part, self.o)), there)
 
 
 def _shift(parts: _Parts) -> Register:
@@ -93,60 +145,38 @@ def _shift(parts: _Parts) -> Register:
     x.section("the greatest reference")
     most = x.let("most", "mov.f32", MINUS_INFINITY)
     with parts.loop("references") as numbers:
-        places = [parts.place(number, parts.statistics, parts.statistics_step) for number, _ in numbers]
+        places = [parts.place(number, parts.statistics) for number, _ in numbers]
         for reference in [x.let("reference", "ld.global.f32", place) for place in places]:
             x.emit("max.f32", most, most, reference)
-    unseen = x.let("unseen", "setp.eq.f32", most, MINUS_INFINITY)
-    shift = x.let("shift", "neg.f32", most)
-    x.emit("selp.f32", shift, 0.0, shift, unseen, note="-inf - -inf would be NaN")
-    return shift
+    return shift_of(x, most)
 
 
-def _sums(parts: _Parts, shift: Register) -> tuple[Register, Register]:
-    """The row sum and this thread's element of O, both relative to the greatest reference."""
+def _sums(parts: _Parts, shift: Register) -> _Sums:
     x = parts.x
     x.section("the sums")
     total, value = x.let("total", "mov.f32", 0.0), x.let("value", "mov.f32", 0.0)
     with parts.loop("sums") as numbers:
-        loaded: list[tuple[Register, Register, Register, Register]] = []
-        for number, there in numbers:
-            reference, partial_sum = x.reg("part_reference", "f32"), x.reg("part_sum", "f32")
-            place = parts.place(number, parts.statistics, parts.statistics_step)
-            x.emit("ld.global.v2.f32", (reference, partial_sum), place)
-            partial = x.let("part_value", "ld.global.f32", parts.place(number, parts.o, parts.o_step))
-            loaded.append((reference, partial_sum, partial, there))
-        for reference, partial_sum, partial, there in loaded:
-            below = x.let("below", "add.rn.f32", reference, shift)
+        for part in [parts.load(number, there) for number, there in numbers]:
+            below = x.let("below", "add.rn.f32", part.reference, shift)
             weight = x.let("weight", "ex2.approx.ftz.f32", below)
-            x.emit("fma.rn.f32", total, partial_sum, weight, total, guard=there)
-            x.emit("fma.rn.f32", value, partial, weight, value, guard=there)
-    return total, value
+            x.emit("fma.rn.f32", total, part.row_sum, weight, total, guard=part.there)
+            x.emit("fma.rn.f32", value, part.value, weight, value, guard=part.there)
+    return _Sums(total, value, shift)
 
 
-def _store(
-    x: Builder,
-    column: Register,
-    row: Register,
-    element: Register,
-    o: Register,
-    lse: Register,
-    total: Register,
-    value: Register,
-    shift: Register,
-) -> None:
+def _store(x: Builder, params: CombineParams, element: _Element, sums: _Sums) -> None:
+    """O / sum as bf16, and in one thread of the row its lse."""
     x.section("O / sum, and lse")
-    inverse = x.let("inverse", "rcp.approx.ftz.f32", total)
-    empty = x.let("empty", "setp.eq.f32", total, 0.0)
-    x.emit("selp.f32", inverse, 0.0, inverse, empty, note="a row that sees no key is 0")
-    x.emit("mul.rn.f32", value, value, inverse)
-    rounded = x.let("rounded", "cvt.rn.bf16.f32", value)
-    x.emit("add.s64", o, o, x.let("o_bytes", "shl.b64", element, 1))
+    o, lse = params.o, params.lse
+    x.emit("mul.rn.f32", sums.value, sums.value, inverse_of(x, sums.total))
+    rounded = x.let("rounded", "cvt.rn.bf16.f32", sums.value)
+    x.emit("add.s64", o, o, x.let("o_bytes", "shl.b64", element.index, 1))
     x.emit("st.global.b16", at(o), rounded)
     wanted = x.let("lse_wanted", "setp.ne.u64", lse, 0)
-    x.emit("setp.eq.and.u32", wanted, column, 0, wanted)
+    x.emit("setp.eq.and.u32", wanted, element.column, 0, wanted)
     x.comment("lse = ln 2 (reference + log2 sum); log2 0 is -inf")
-    log2_sum = x.let("log2_sum", "lg2.approx.ftz.f32", total)
-    logarithm = x.let("lse_value", "sub.rn.f32", log2_sum, shift)
+    log2_sum = x.let("log2_sum", "lg2.approx.ftz.f32", sums.total)
+    logarithm = x.let("lse_value", "sub.rn.f32", log2_sum, sums.shift)
     x.emit("mul.rn.f32", logarithm, logarithm, math.log(2.0))
-    x.emit("add.s64", lse, lse, x.let("lse_bytes", "mul.wide.u32", row, 4))
+    x.emit("add.s64", lse, lse, x.let("lse_bytes", "mul.wide.u32", element.row, 4))
     x.emit("st.global.f32", at(lse), logarithm, guard=wanted)

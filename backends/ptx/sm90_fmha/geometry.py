@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.ptx.shared_memory import SharedMemory
+from backends.ptx.shared_memory import SmemLayout
 
 TILE_M = 64
 """Folded query rows a CTA: M of wgmma."""
@@ -12,22 +12,19 @@ MMA_K = 16
 """bf16 elements of K in one wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Shape")."""
 ROW_BYTES = 128
 SWIZZLE_ATOM_BYTES = 8 * ROW_BYTES
-MAX_SMEM = 232448
-"""Dynamic shared memory that one CTA may ask for on sm_90 (facts.md 0.1)."""
-SUPPORTED_HD = (64, 128, 256, 512)
 THREADS = 128
-MOST_O_COLUMNS = 256
+MAX_O_COLUMNS = 256
 """N of wgmma is 256 at most, and its f32 accumulator then takes 128 registers a thread."""
 SPLIT_KEYS = 512
 """Keys that one CTA visits where the keys are split; a multiple of every tile_n. Where a split begins depends on the
 key alone, so that the bits of a row depend on neither batch nor heads nor window."""
-MOST_SPLIT_QUERIES = 16
+MAX_SPLIT_QUERIES = 16
 """Queries a sequence up to which the keys are split: beyond, the row tiles fill the machine, and the partial outputs
 would cost more than they bring."""
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class Sm90FmhaTiling:
     """The tiling of one hd."""
 
     hd: int
@@ -40,7 +37,7 @@ class Geometry:
     @property
     def o_columns(self) -> int:
         """Columns of O (and V) that one CTA owns."""
-        return min(self.hd, MOST_O_COLUMNS)
+        return min(self.hd, MAX_O_COLUMNS)
 
     @property
     def halves(self) -> int:
@@ -68,22 +65,27 @@ class Geometry:
         return self.tile_n * self.o_columns * 2
 
     @property
+    def stage_bytes(self) -> int:
+        """Bytes of one stage."""
+        return self.k_bytes + self.v_bytes
+
+    @property
     def stages(self) -> int:
         """Tiles in flight: enough to keep the memory busy, few enough that two CTAs fit an SM up to hd = 128."""
         return {64: 4, 128: 3, 256: 2, 512: 3}[self.hd]
 
     @property
-    def smem(self) -> SharedMemory:
-        """The shared memory map; a stage is K, then V."""
-        smem = SharedMemory().with_place("q", self.q_bytes, 1024)
-        smem = smem.with_place("ring", self.stages * (self.k_bytes + self.v_bytes), 1024)
-        smem = smem.with_place("q_full", 8, 8)
-        return smem.with_place("k_full", 8 * self.stages, 8).with_place("v_full", 8 * self.stages, 8)
+    def smem(self) -> SmemLayout:
+        """Q, the ring (a stage is K, then V), and the mbarriers."""
+        layout = SmemLayout().with_place("q", self.q_bytes, 1024)
+        layout = layout.with_place("ring", self.stages * self.stage_bytes, 1024)
+        layout = layout.with_mbarriers("q_full")
+        return layout.with_mbarriers("k_full", self.stages).with_mbarriers("v_full", self.stages)
 
 
 def splits_of(t: int, s_k: int) -> int:
-    """CTAs that share a row tile's keys: 1, and no combining, for few keys or many queries."""
-    return -(-s_k // SPLIT_KEYS) if t <= MOST_SPLIT_QUERIES else 1
+    """CTAs that share a row tile's keys; 1, so that nothing is combined, for few keys or many queries."""
+    return -(-s_k // SPLIT_KEYS) if t <= MAX_SPLIT_QUERIES else 1
 
 
 def descriptor_bits(leading_bytes: int = 0) -> int:

@@ -6,16 +6,13 @@ thread is column 8 b + 2 (lane % 4) + c of row 16 warp + lane / 4 + 8 r. Four ne
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from backends.ptx.attention import end_visible, first_visible
-from backends.ptx.builder import Builder
-from backends.ptx.operands import Register
-from backends.ptx.sm90_fmha.frame import FULL_WARP, Frame
+from backends.ptx.attention import MINUS_INFINITY, RowKeys, shift_of
+from backends.ptx.builder import FULL_WARP, Builder
+from backends.ptx.operands import Register, Vector
+from backends.ptx.sm90_fmha.frame import Sm90FmhaFrame
 
-MINUS_INFINITY = -math.inf
-NEVER_ENDS = (1 << 31) - 1
 ROWS_APART = 8
 QUAD = (1, 2)
 """Lane distances by which four lanes exchange all they have."""
@@ -24,55 +21,66 @@ FULL_CLAMP = 31
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One of a thread's two rows. `reference`: the scaled maximum, in units of log2, that P is relative to; `total`:
-    this thread's share of the row sum, in fp32."""
+class QueryRow:
+    """One of a thread's two rows. `number`: the folded row. `reference`: the scaled maximum, in units of log2, that P
+    is relative to. `total`: this thread's share of the row sum, in fp32."""
 
     number: Register
-    is_row: Register
-    first_key: Register
-    end_key: Register
+    keys: RowKeys
     reference: Register
     total: Register
 
+    @classmethod
+    def open(cls, frame: Sm90FmhaFrame, number: Register) -> QueryRow:
+        """A row that has seen nothing yet."""
+        x = frame.x
+        keys = RowKeys.of(frame, number)
+        x.comment("A row beyond the last never asks for a mask; nobody reads what it computes.")
+        keys.unmask_beyond(x)
+        reference = x.let("reference", "mov.f32", MINUS_INFINITY)
+        return cls(number, keys, reference, x.let("row_sum", "mov.f32", 0.0))
 
-def open_rows(frame: Frame) -> tuple[Row, Row]:
-    """The rows of a thread, which have seen nothing yet."""
+
+@dataclass(frozen=True, slots=True)
+class Accumulators:
+    """A thread's two rows, and its share of O: `outputs`, f32, as wgmma accumulates them."""
+
+    rows: tuple[QueryRow, QueryRow]
+    outputs: Vector
+
+    @classmethod
+    def open(cls, frame: Sm90FmhaFrame) -> Accumulators:
+        """O = 0."""
+        x = frame.x
+        x.section("this thread's two rows")
+        quad = x.let("quad", "shr.u32", x.let("lane", "and.b32", frame.thread, 31), 2)
+        warp = x.let("warp", "shr.u32", frame.thread, 5)
+        upper = x.let("upper_row", "mad.lo.u32", warp, 16, quad)
+        x.emit("add.u32", upper, upper, frame.row_origin)
+        upper_row = QueryRow.open(frame, upper)
+        rows = upper_row, QueryRow.open(frame, x.let("lower_row", "add.u32", upper, ROWS_APART))
+        outputs = x.regs("o_acc", "f32", frame.tiling.o_columns // 2)
+        for register in outputs:
+            x.emit("mov.f32", register, 0.0)
+        return cls(rows, outputs)
+
+    def pair(self, row: int, block: int) -> Vector:
+        """Two neighbouring columns, in the block of 8 columns, of one of the two rows."""
+        first = 4 * block + 2 * row
+        return self.outputs[first : first + 2]
+
+
+def probabilities(frame: Sm90FmhaFrame, sums: Accumulators, scores: Vector, key: Register) -> Vector:
+    """P of the tile at `key`, made from its scores S, as the bf16 pairs that wgmma takes for A. O is rescaled."""
     x = frame.x
-    x.section("this thread's two rows")
-    quad = x.let("quad", "shr.u32", x.let("lane", "and.b32", frame.thread, 31), 2)
-    warp = x.let("warp", "shr.u32", frame.thread, 5)
-    upper = x.let("upper_row", "mad.lo.u32", warp, 16, quad)
-    x.emit("add.u32", upper, upper, frame.row_origin)
-    return _row(frame, upper), _row(frame, x.let("lower_row", "add.u32", upper, ROWS_APART))
-
-
-def _row(frame: Frame, number: Register) -> Row:
-    x, params = frame.x, frame.params
-    is_row = x.let("is_row", "setp.lt.u32", number, params.rows)
-    query = x.let("query", "rem.u32", number, params.t)
-    position = x.let("position", "add.s32", query, frame.position_offset)
-    first, end = first_visible(x, params, position, "row"), end_visible(x, params, position, "row")
-    x.comment("A row beyond the last never asks for a mask; nobody reads what it computes.")
-    x.emit("selp.s32", first, first, 0, is_row)
-    x.emit("selp.s32", end, end, NEVER_ENDS, is_row)
-    reference = x.let("reference", "mov.f32", MINUS_INFINITY)
-    return Row(number, is_row, first, end, reference, x.let("row_sum", "mov.f32", 0.0))
-
-
-def emit_softmax(
-    frame: Frame, rows: tuple[Row, Row], scores: tuple[Register, ...], outputs: tuple[Register, ...], key: Register
-) -> tuple[Register, ...]:
-    """S of the tile at `key` becomes P, whose bf16 pairs are returned as wgmma takes A; `outputs` are rescaled."""
-    x = frame.x
-    _mask(frame, rows, scores, key)
-    for index, row in enumerate(rows):
+    _mask(frame, sums.rows, scores, key)
+    for index, row in enumerate(sums.rows):
         mine = _of_row(scores, index)
-        rescale, shift = _raise_reference(x, frame, row, mine)
-        for register in _of_row(outputs, index):
+        rescale, shift = _raise_reference(frame, row, mine)
+        for register in _of_row(sums.outputs, index):
             x.emit("mul.rn.f32", register, register, rescale)
         for score in mine:
-            x.emit("fma.rn.f32", score, score, frame.params.scale_log2, shift)
+            x.emit("fma.rn.f32", score, score, frame.axes.scale_log2, shift)
             x.emit("ex2.approx.ftz.f32", score, score)
             x.emit("add.rn.f32", row.total, row.total, score)
     return tuple(
@@ -80,25 +88,25 @@ def emit_softmax(
     )
 
 
-def _of_row(registers: tuple[Register, ...], row: int) -> list[Register]:
+def _of_row(registers: Vector, row: int) -> list[Register]:
     return [register for index, register in enumerate(registers) if index // 2 % 2 == row]
 
 
-def _mask(frame: Frame, rows: tuple[Row, Row], scores: tuple[Register, ...], key: Register) -> None:
-    """Hides the keys outside of [first, end); a warp whose rows see the whole tile skips this."""
-    x, tile_n = frame.x, frame.geometry.tile_n
+def _mask(frame: Sm90FmhaFrame, rows: tuple[QueryRow, QueryRow], scores: Vector, key: Register) -> None:
+    """Hides the keys outside [first, end); a warp whose rows see the whole tile skips this."""
+    x, tile_n = frame.x, frame.tiling.tile_n
     column = x.let("my_column", "and.b32", frame.thread, 3)
     x.emit("shl.b32", column, column, 1)
     x.emit("add.u32", column, column, key)
     bounds: list[tuple[Register, Register]] = []
     whole = x.reg("sees_all", "pred")
-    x.emit("setp.ge.s32", whole, key, rows[0].first_key)
-    x.emit("setp.ge.and.s32", whole, key, rows[1].first_key, whole)
+    x.emit("setp.ge.s32", whole, key, rows[0].keys.first)
+    x.emit("setp.ge.and.s32", whole, key, rows[1].keys.first, whole)
     tile_end = x.let("tile_end", "add.s32", key, tile_n)
     for row in rows:
-        x.emit("setp.le.and.s32", whole, tile_end, row.end_key, whole)
-        first = x.let("first_column", "sub.s32", row.first_key, column)
-        bounds.append((first, x.let("end_column", "sub.s32", row.end_key, column)))
+        x.emit("setp.le.and.s32", whole, tile_end, row.keys.end, whole)
+        first = x.let("first_column", "sub.s32", row.keys.first, column)
+        bounds.append((first, x.let("end_column", "sub.s32", row.keys.end, column)))
     x.emit("vote.sync.all.pred", whole, whole, FULL_WARP)
     visible = x.reg("visible", "pred")
     with x.unless(whole, "mask"):
@@ -110,18 +118,17 @@ def _mask(frame: Frame, rows: tuple[Row, Row], scores: tuple[Register, ...], key
             x.emit("selp.f32", score, score, MINUS_INFINITY, visible)
 
 
-def _raise_reference(x: Builder, frame: Frame, row: Row, scores: list[Register]) -> tuple[Register, Register]:
+def _raise_reference(frame: Sm90FmhaFrame, row: QueryRow, scores: list[Register]) -> tuple[Register, Register]:
     """Raises the row's reference to the tile's maximum; returns 2^(old - new) and what to add to a scaled score."""
+    x = frame.x
     most = x.let("tile_max", "max.f32", scores[0], scores[1])
     for score in scores[2:]:
         x.emit("max.f32", most, most, score)
     for distance in QUAD:
         x.emit("max.f32", most, most, _from_lane(x, most, distance))
-    raised = x.let("raised", "mul.rn.f32", most, frame.params.scale_log2)
+    raised = x.let("raised", "mul.rn.f32", most, frame.axes.scale_log2)
     x.emit("max.f32", raised, raised, row.reference)
-    unseen = x.let("unseen", "setp.eq.f32", raised, MINUS_INFINITY)
-    shift = x.let("shift", "neg.f32", raised)
-    x.emit("selp.f32", shift, 0.0, shift, unseen, note="-inf - -inf would be NaN")
+    shift = shift_of(x, raised)
     drop = x.let("drop", "add.rn.f32", row.reference, shift)
     rescale = x.let("rescale", "ex2.approx.ftz.f32", drop, note="0 at first sight, 1 where the maximum stays")
     x.emit("mul.rn.f32", row.total, row.total, rescale)
@@ -137,3 +144,11 @@ def quad_sum(x: Builder, value: Register) -> None:
 
 def _from_lane(x: Builder, value: Register, distance: int) -> Register:
     return x.let("other", "shfl.sync.bfly.b32", value, distance, FULL_CLAMP, FULL_WARP)
+
+
+def inverse_of(x: Builder, total: Register) -> Register:
+    """1 / row sum; 0 for a row that sees no key."""
+    inverse = x.let("inverse", "rcp.approx.ftz.f32", total)
+    empty = x.let("empty", "setp.eq.f32", total, 0.0)
+    x.emit("selp.f32", inverse, 0.0, inverse, empty, note="a row that sees no key is 0")
+    return inverse

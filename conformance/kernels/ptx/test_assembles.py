@@ -9,12 +9,16 @@ import shutil
 import pytest
 
 from backends.ptx import BACKEND
-from backends.ptx.assembler import Assembly, AssemblyError, assemble
+from backends.ptx.assembler import AssemblyError, assemble
+from backends.ptx.attention import SUPPORTED_HD
 from backends.ptx.builder import Builder
 from backends.ptx.operands import at
-from backends.ptx.sm100_fmha.geometry import MAX_SMEM, SUPPORTED_HD, TMEM_COLUMNS, Geometry
+from backends.ptx.shared_memory import MAX_SMEM
+from backends.ptx.sm100_fmha.geometry import Sm100FmhaTiling
 from backends.ptx.sm100_fmha.kernel import PTX_VERSION, kernel_text
+from backends.ptx.tcgen05 import TMEM_COLUMNS
 from megamoe.contract import KernelArg, ScalarArg, TensorMapArg, UnsupportedError
+from megamoe.contract.assembly import Assembly
 from megamoe.spec.load import load_specs
 
 LIVE_VALUES = 64
@@ -91,12 +95,12 @@ def test_a_missing_assembler_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("hd", SUPPORTED_HD)
 def test_fmha_fits_the_machine(hd: int) -> None:
-    geometry = Geometry(hd)
-    assert geometry.smem.size <= MAX_SMEM, f"hd={hd} wants {geometry.smem.size} bytes of shared memory"
-    assert geometry.o_column + geometry.o_columns <= TMEM_COLUMNS, f"hd={hd}: O ends beyond tensor memory"
-    assert geometry.halves * geometry.o_columns == hd, f"hd={hd}: the CTAs of a row tile do not cover O exactly"
+    tiling = Sm100FmhaTiling(hd)
+    assert tiling.smem.size <= MAX_SMEM, f"hd={hd} wants {tiling.smem.size} bytes of shared memory"
+    assert tiling.o_column + tiling.o_columns <= TMEM_COLUMNS, f"hd={hd}: O ends beyond tensor memory"
+    assert tiling.halves * tiling.o_columns == hd, f"hd={hd}: the CTAs of a row tile do not cover O exactly"
     ends = 0
-    for name, (offset, size) in geometry.smem.places.items():
+    for name, (offset, size) in tiling.smem.places.items():
         assert offset >= ends, f"hd={hd}: {name} at {offset} overlaps what ends at {ends}"
         ends = offset + size
 

@@ -8,16 +8,11 @@ from dataclasses import replace
 import pytest
 
 from backends.ptx import BACKEND
-from backends.ptx.assembler import Assembly, AssemblyError, assemble
+from backends.ptx.assembler import AssemblyError, assemble
+from backends.ptx.attention import SUPPORTED_HD
 from backends.ptx.builder import Builder, BuilderError
-from backends.ptx.sm90_fmha.geometry import (
-    MAX_SMEM,
-    SPLIT_KEYS,
-    SUPPORTED_HD,
-    THREADS,
-    Geometry,
-    splits_of,
-)
+from backends.ptx.shared_memory import MAX_SMEM
+from backends.ptx.sm90_fmha.geometry import SPLIT_KEYS, THREADS, Sm90FmhaTiling, splits_of
 from backends.ptx.sm90_fmha.kernel import PTX_VERSION, kernel_text
 from megamoe.contract import (
     KernelArg,
@@ -28,13 +23,14 @@ from megamoe.contract import (
     UnsupportedError,
     load_executor,
 )
+from megamoe.contract.assembly import Assembly
 from megamoe.judge.arena import Arena
 from megamoe.judge.judge import judge
 from megamoe.ops import reference
 from megamoe.spec.load import load_specs
 
-MOST_REGISTERS = 255
-REGISTERS_OF_AN_SM = 65536
+MAX_REGISTERS = 255
+MAX_REGISTERS_OF_AN_SM = 65536
 
 
 def assembled(ptx: str) -> Assembly:
@@ -51,7 +47,7 @@ def test_it_assembles_without_spills(hd: int, split: bool) -> None:
     assembly = assembled(kernel_text(hd, split))
     used = assembly.stack + assembly.spill_stores + assembly.spill_loads
     assert used == 0, f"hd={hd} uses local memory: {assembly}"
-    assert assembly.registers <= MOST_REGISTERS
+    assert assembly.registers <= MAX_REGISTERS
 
 
 def test_the_declared_version_is_the_lowest() -> None:
@@ -63,20 +59,20 @@ def test_the_declared_version_is_the_lowest() -> None:
 
 @pytest.mark.parametrize("hd", SUPPORTED_HD)
 def test_it_fits_the_machine(hd: int) -> None:
-    geometry = Geometry(hd)
-    assert geometry.smem.size <= MAX_SMEM, f"hd={hd} wants {geometry.smem.size} bytes of shared memory"
-    assert geometry.halves * geometry.o_columns == hd, f"hd={hd}: the CTAs of a row tile do not cover O exactly"
-    assert geometry.tile_n & geometry.tile_n - 1 == 0, "tiles begin at multiples of a power of two"
+    tiling = Sm90FmhaTiling(hd)
+    assert tiling.smem.size <= MAX_SMEM, f"hd={hd} wants {tiling.smem.size} bytes of shared memory"
+    assert tiling.halves * tiling.o_columns == hd, f"hd={hd}: the CTAs of a row tile do not cover O exactly"
+    assert tiling.tile_n & tiling.tile_n - 1 == 0, "tiles begin at multiples of a power of two"
     ends = 0
-    for name, (offset, size) in geometry.smem.places.items():
+    for name, (offset, size) in tiling.smem.places.items():
         assert offset >= ends, f"hd={hd}: {name} at {offset} overlaps what ends at {ends}"
         ends = offset + size
 
 
 @pytest.mark.parametrize("hd", [64, 128])
 def test_two_ctas_fit_an_sm(hd: int) -> None:
-    assert 2 * (Geometry(hd).smem.size + 1024) <= MAX_SMEM + 1024, "shared memory holds one CTA only"
-    assert 2 * THREADS * assembled(kernel_text(hd)).registers <= REGISTERS_OF_AN_SM
+    assert 2 * (Sm90FmhaTiling(hd).smem.size + 1024) <= MAX_SMEM + 1024, "shared memory holds one CTA only"
+    assert 2 * THREADS * assembled(kernel_text(hd)).registers <= MAX_REGISTERS_OF_AN_SM
 
 
 def param_of(argument: KernelArg) -> str:
@@ -103,7 +99,7 @@ def test_arguments_are_the_parameters(hd: int, s_k: int, lse: bool) -> None:
 @pytest.mark.parametrize(("t", "s_k", "splits"), [(1, 512, 1), (1, 513, 2), (16, 8192, 16), (17, 8192, 1)])
 def test_the_keys_of_few_queries_are_split(t: int, s_k: int, splits: int) -> None:
     assert splits_of(t, s_k) == splits
-    assert all(SPLIT_KEYS % Geometry(hd).tile_n == 0 for hd in SUPPORTED_HD), "a split begins within a tile"
+    assert all(SPLIT_KEYS % Sm90FmhaTiling(hd).tile_n == 0 for hd in SUPPORTED_HD), "a split begins within a tile"
 
 
 @pytest.mark.parametrize("hd", SUPPORTED_HD)

@@ -10,25 +10,25 @@ import pytest
 
 from backends.ptx import BACKEND
 from backends.ptx.assembler import AssemblyError
-from backends.ptx.builder import Builder, module_text
+from backends.ptx.builder import Builder
+from backends.ptx.emitter import module_text
 from backends.ptx.operands import Address, BuilderError, at
-from backends.ptx.shared_memory import SharedMemory
+from backends.ptx.shared_memory import MAX_SMEM, SmemLayout
 from backends.ptx.sm100_moe.combine import combine_kernel
 from backends.ptx.sm100_moe.gather_scales import gather_scales_kernel
 from backends.ptx.sm100_moe.geometry import (
     ACCUMULATOR_STRIDE,
     HALF_N,
-    MAX_SMEM,
     SF_COLUMN,
     SF_SLOT_COLUMNS,
     SF_SLOTS,
     TILE_N,
-    TMEM_COLUMNS,
 )
 from backends.ptx.sm100_moe.kernel import L1_SMEM, L2_SMEM, PTX_VERSION, l1_kernel, l2_kernel
-from backends.ptx.sm100_moe.requantise_kernel import requantise_kernel
+from backends.ptx.sm100_moe.requantise import requantise_kernel
 from backends.ptx.sm100_moe.routing import routing_kernel
 from backends.ptx.sm100_moe.swiglu import SwigluVariant
+from backends.ptx.tcgen05 import TMEM_COLUMNS
 from conformance.kernels.ptx.test_assembles import assembled, local_memory_bytes, param_of
 from megamoe.contract import Program, UnsupportedError
 from megamoe.spec.load import load_specs
@@ -97,7 +97,7 @@ def test_the_declared_version_is_the_lowest() -> None:
 
 
 @pytest.mark.parametrize("smem", [L1_SMEM, L2_SMEM], ids=["l1", "l2"])
-def test_shared_memory_fits(smem: SharedMemory) -> None:
+def test_shared_memory_fits(smem: SmemLayout) -> None:
     assert smem.size <= MAX_SMEM, f"{smem.size} bytes of shared memory; a CTA may have {MAX_SMEM}"
     ends = 0
     for name, (offset, size) in smem.places.items():
