@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from megamoe.contract import DeviceError
 
-# Bits of nvmlDeviceGetCurrentClocksEventReasons that mean: slower than the device could be. Not among them are an idle
-# device, clocks that somebody has set, and the power cap, which is the board's ordinary state under a heavy kernel.
+# Bits of nvmlDeviceGetCurrentClocksEventReasons: the device runs slower than it could. Left out: an idle device, clocks
+# that somebody set, and the power cap, the board's ordinary state under a heavy kernel.
 REASONS: Final = {
     0x08: "hardware slowdown",
     0x10: "sync boost",
@@ -20,14 +20,14 @@ REASONS: Final = {
     0x80: "hardware power brake",
 }
 THERMAL_POLICY: Final = 1
-"""NVML_PERF_POLICY_THERMAL: its counter has the nanoseconds lost to heat since the driver was loaded."""
+"""NVML_PERF_POLICY_THERMAL: its counter holds the nanoseconds lost to heat since the driver was loaded."""
 
 _lost_before: dict[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """MHz, and watts; None for what the driver does not tell."""
+    """None where the driver does not tell."""
 
     sm_mhz: int | None
     memory_mhz: int | None
@@ -35,7 +35,7 @@ class Clocks:
 
 
 def clocks() -> Clocks:
-    """The clocks of this moment."""
+    """The clocks now."""
     nvml, device = _nvml(), _handle()
     limit = _asked(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(device))
     return Clocks(
@@ -46,12 +46,12 @@ def clocks() -> Clocks:
 
 
 def driver_version() -> str:
-    """As nvidia-smi prints it."""
+    """The driver's version, as nvidia-smi prints it."""
     return str(_nvml().nvmlSystemGetDriverVersion())
 
 
 def throttle_reasons() -> str | None:
-    """Why the device slows its clocks now, or has lost time to heat since the last call; None if it has not."""
+    """Why the clocks are lowered now, or how much time was lost to heat since the last call; None if neither."""
     nvml, device = _nvml(), _handle()
     mask = _asked(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device))
     reasons = [name for bit, name in REASONS.items() if (mask or 0) & bit]
@@ -87,7 +87,7 @@ def _handle() -> Any:
 
 
 def _asked(question: Callable[[], Any]) -> Any:
-    """The answer; None where this driver or this board does not support the question."""
+    """The answer; None if this driver or board does not support the question."""
     nvml = _nvml()
     try:
         return question()

@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver (cuda.bindings.driver), every return code checked and made a sentence."""
+"""Calls of the CUDA driver (cuda.bindings.driver). Every return code is checked and becomes a sentence."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any
 from megamoe.contract import DeviceError, DeviceLostError
 
 SUCCESS = 0
-# CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to _WRONG_THREAD: waiting is refused while a graph is captured, no fault.
+# CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to _WRONG_THREAD: no faults; waiting is refused while a graph is captured.
 CAPTURE_ERRORS = range(900, 909)
 
 
 def driver() -> Any:
-    """The module cuda.bindings.driver, which is not imported before the first call needs it."""
+    """The module cuda.bindings.driver, imported when the first call needs it."""
     return import_module("cuda.bindings.driver")
 
 
 @cache
 def driver_library() -> ctypes.CDLL:
-    """The driver's own library, for the one call that the bindings cannot make (see tensor_map)."""
+    """The driver's own library, for the one call that the bindings cannot make (see arguments.encoded_map)."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def call(name: str, *arguments: object, doing: str) -> Any:
     """The results of driver function `name`: None, one value, or a tuple.
 
-    DeviceError with the code, its meaning and `doing`; DeviceLostError if the device answers no call any more.
+    DeviceError with the code, its meaning and `doing`; DeviceLostError if the device answers no more calls.
     """
     code, *results = getattr(driver(), name)(*arguments)
     if int(code) != SUCCESS:
@@ -39,20 +39,20 @@ def call(name: str, *arguments: object, doing: str) -> Any:
 
 
 def failure(name: str, code: Any, doing: str) -> DeviceError:
-    """The exception for `code`, which `name` has returned while `doing`."""
+    """The exception for the `code` that `name` returned while `doing`."""
     sentence = f"{name} returned {described(code)} while {doing}"
     return DeviceError(sentence) if lost_to() is None else DeviceLostError(sentence)
 
 
 def lost_to() -> str | None:
-    """The fault that the context has died of, None while it lives: then every call that waits returns that fault."""
+    """The fault that killed the context, None while it lives. A dead context answers every wait with its fault."""
     code = driver().cuCtxSynchronize()[0]
     return None if int(code) == SUCCESS or int(code) in CAPTURE_ERRORS else described(code)
 
 
 @contextmanager
 def faults_of_others(doing: str) -> Iterator[None]:
-    """Makes a device fault met by code that is not ours (torch, a peer's kernel) a DeviceLostError."""
+    """Turns a device fault that other people's code meets (torch, a peer's kernel) into a DeviceLostError."""
     try:
         yield
     except DeviceError:

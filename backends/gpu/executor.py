@@ -1,4 +1,4 @@
-"""The executor `gpu`: programs on the CUDA device that torch has chosen, checked and timed there."""
+"""The executor `gpu`: runs and times programs on torch's current CUDA device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NEEDED: Final = {"cuda.bindings": "cuda-bindings", "pynvml": "nvidia-ml-py"}
 
 
 class GpuExecutor:
-    """Runs programs on the device, in order on torch's current stream. Order of execution is the hardware's own."""
+    """Runs programs in order on torch's current stream. The hardware alone schedules what runs inside a program."""
 
     name = "gpu"
     device = "cuda"
@@ -57,9 +57,9 @@ class GpuExecutor:
         return None
 
     def run(self, program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions) -> Execution:
-        """Perform the program once on `tensors` (in the device's memory) and wait for its end.
+        """Runs the program once on `tensors`, in device memory, and waits for its end.
 
-        DeviceError for what the driver refuses, DeviceLostError for a kernel's fault: the process is spent then.
+        DeviceError if the driver refuses. DeviceLostError for a kernel's fault; the process is spent then.
         """
         with self.bind(program, tensors, options) as call:
             _perform(call)
@@ -69,7 +69,7 @@ class GpuExecutor:
     def bind(
         self, program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions
     ) -> Iterator[PreparedCall]:
-        """`program` loaded and ready on `tensors`. Workspaces are made, and hold 0xFF bytes, once a binding."""
+        """`program`, loaded and ready on `tensors`. Each binding has its own workspaces, filled with 0xFF bytes."""
         _check(program, tensors, options)
         if isinstance(program, Program):
             from backends.gpu.kernels import bound_program
@@ -77,7 +77,7 @@ class GpuExecutor:
             with bound_program(program, tensors) as call:
                 yield call
         elif isinstance(program, HostProgram):
-            from backends.gpu.host_call import HostCall
+            from backends.gpu.host_program import HostCall
 
             yield HostCall(program, tensors)
         else:
@@ -87,18 +87,18 @@ class GpuExecutor:
 
     @contextmanager
     def stopwatch(self, call: PreparedCall) -> Iterator[DeviceStopwatch]:
-        """A stopwatch for `call`: warm-up and capture are done when the context is entered."""
+        """A stopwatch for `call`. Entering the context warms up and captures."""
         from backends.gpu.stopwatch import DeviceStopwatch
 
         with faults_of_others("timing"):
             yield DeviceStopwatch(call)
 
     def facts(self) -> DeviceFacts:
-        """The device and its measured ceilings; a second call of the same process measures nothing again."""
+        """The device and its measured ceilings; measured once a process."""
         return _facts()
 
     def throttled(self) -> str | None:
-        """Why the device has lowered its clocks since the last question, None if it has not."""
+        """Why the device lowered its clocks since the last call; None if it did not."""
         from backends.gpu.clocks import throttle_reasons
 
         return throttle_reasons()

@@ -1,4 +1,4 @@
-"""The device as its driver describes it, and what was measured on it: ceilings, and the proof that the flush works."""
+"""The device as its driver describes it, with measured ceilings and the proof that the flush works."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ WARM_UP: Final = 3
 
 
 def measured_facts() -> DeviceFacts:
-    """Facts of torch's current device. Takes a second, 4 GiB and the device for itself; DeviceError for its faults."""
+    """Facts of torch's current device. Takes a second, 4 GiB and a device that does nothing else. DeviceError for a
+    fault."""
     import torch
 
     index = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(index)
-    # Before anything is measured: the clocks as the run found them.
+    # Read before measuring: the clocks as the run found them.
     found = clocks()
     with faults_of_others("measuring the device's ceilings"):
         copy, flops, ratio = copy_bytes_per_s(), bf16_flops_per_s(), flushed_l2_ratio(properties.L2_cache_size)
@@ -48,7 +49,7 @@ def measured_facts() -> DeviceFacts:
 
 
 def copy_bytes_per_s() -> float:
-    """Bytes read plus bytes written a second, by copying COPY_BYTES (or a quarter of the free memory) on the device."""
+    """Bytes read plus bytes written a second, of a copy of COPY_BYTES (or a quarter of the free memory)."""
     import torch
 
     free, _ = torch.cuda.mem_get_info()
@@ -58,7 +59,7 @@ def copy_bytes_per_s() -> float:
 
 
 def bf16_flops_per_s() -> float:
-    """Multiplications and additions a second of a product of two random bf16 matrices [MATMUL, MATMUL]."""
+    """Multiplications and additions a second, of a product of two random bf16 matrices [MATMUL, MATMUL]."""
     import torch
 
     generator = torch.Generator("cuda").manual_seed(0)
@@ -68,7 +69,7 @@ def bf16_flops_per_s() -> float:
 
 
 def flushed_l2_ratio(l2_bytes: int) -> float:
-    """Time of reading half an L2 of data after a flush, over that of reading it right after it was read."""
+    """Time to read half an L2 of data after a flush, over the time to read it a second time."""
     import torch
 
     data = torch.ones(l2_bytes // 8, dtype=torch.float32, device="cuda")
@@ -86,7 +87,7 @@ def flushed_l2_ratio(l2_bytes: int) -> float:
 
 
 def _seconds(timed: Callable[[], object], before: Callable[[], object] | None = None) -> float:
-    """Median of REPETITIONS, each between two events right after `before`, which also hides the host's launch."""
+    """Median of REPETITIONS, each between two events. `before` runs right in front and hides the host's launch."""
     import torch
 
     before = before or timed

@@ -26,7 +26,7 @@ NONE, INT, BOOL, FLOAT, POINTER, DLTENSOR, ARRAY = 0, 1, 2, 3, 4, 7, 71
 CUDA: Final = 2
 """kDLCUDA"""
 
-# DLDataTypeCode, bits, lanes; a packed pair of 4-bit floats is one element of two lanes.
+# dtype -> DLDataTypeCode, bits, lanes. A packed pair of 4-bit floats is one element of two lanes.
 DL_TYPES: Final[Mapping[str, tuple[int, int, int]]] = {
     "s8": (0, 8, 1), "s16": (0, 16, 1), "s32": (0, 32, 1), "s64": (0, 64, 1),
     "u8": (1, 8, 1), "u16": (1, 16, 1), "u32": (1, 32, 1), "u64": (1, 64, 1),
@@ -81,21 +81,21 @@ class FfiArray(ctypes.Structure):
 
 @dataclass(slots=True)
 class HostValues:
-    """What the function is handed: `slots`, and everything that their addresses lead to, kept alive."""
+    """`slots` go to the function; `kept` holds everything that their addresses lead to."""
 
     slots: ctypes.Array[FfiAny] | ctypes.Array[ctypes.c_uint64]
     kept: list[object] = field(default_factory=list[object])
 
 
 def ffi_values(args: Sequence[HostArg], addresses: Mapping[str, int], device: int, stream: int) -> HostValues:
-    """One TVMFFIAny an argument; tensors as DLTensors on `device`. DeviceError for what is not there."""
+    """One TVMFFIAny an argument; tensors become DLTensors on `device`. DeviceError for a tensor that was not given."""
     kept: list[object] = []
     values = [_ffi(arg, addresses, device, stream, kept) for arg in args]
     return HostValues((FfiAny * max(len(values), 1))(*values), kept)
 
 
 def packed_values(args: Sequence[HostArg], addresses: Mapping[str, int], stream: int) -> HostValues:
-    """Pointers to descriptors as CuTeDSL's generated header declares them; the last slot leads to the error code."""
+    """Pointers to descriptors, as CuTeDSL's generated header declares them; the last slot points to the error code."""
     kept: list[object] = []
     for arg in args:
         kept += [ctypes.create_string_buffer(content) for content in _packed(arg, addresses, stream)]
@@ -135,7 +135,7 @@ def _packed(arg: HostArg, addresses: Mapping[str, int], stream: int) -> list[byt
             strides, fields = _strides(arg), arg.packed
             dims = [arg.shape[axis] for axis in fields.dims]
             steps = [strides[axis] for axis in fields.strides]
-            # "@": the padding between 4- and 8-byte members is that of the C struct.
+            # "@" pads between 4- and 8-byte members as the C struct does.
             form = f"@P{len(dims)}{_integer(fields.dim_bits)}{len(steps)}{_integer(fields.stride_bits)}"
             return [struct.pack(form, address_of(arg.tensor, arg.offset, addresses), *dims, *steps)]
         case BufferArg():

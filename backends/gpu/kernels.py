@@ -1,23 +1,43 @@
-"""A Program on the device: its module loaded, its parameters packed, its launches ready to be enqueued."""
+"""A Program on the device: device code made and loaded, parameters packed, launches ready to be enqueued."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from backends.gpu.arguments import Parameters, parameters_of
-from backends.gpu.binary import device_code
 from backends.gpu.driver import call, driver
+from megamoe.contract import DeviceError, UnsupportedError
+from megamoe.contract.assembly import assemblers
 
 if TYPE_CHECKING:
     import torch
 
-    from megamoe.contract import Launch, Program
+    from megamoe.contract import Launch, Program, Target
 
-SMEM_WITHOUT_ASKING: Final = 48 * 1024
+MAX_PLAIN_SMEM: Final = 48 * 1024
 """Dynamic shared memory a CTA, in bytes, that needs no opt-in (CUDA programming guide, shared memory)."""
-PORTABLE_CLUSTER: Final = 8
+MAX_PORTABLE_CLUSTER: Final = 8
+"""CTAs a cluster that every device can hold (CUDA programming guide, thread block clusters)."""
+
+
+@lru_cache(maxsize=8)
+def device_code(ptx: str, target: Target) -> bytes:
+    """A cubin for `target`; without an assembler the PTX, ended by a zero, for the driver's own compiler.
+
+    The assembler comes first because the driver's compiler refuses PTX newer than the driver (9.0 for CUDA 13.0).
+    DeviceError if an assembler refuses the text.
+    """
+    for name, load in assemblers().items():
+        try:
+            return load()(ptx, target).cubin
+        except UnsupportedError:
+            continue
+        except Exception as error:
+            raise DeviceError(f"the assembler {name} refuses the program for {target}: {error}") from error
+    return ptx.encode() + b"\0"
 
 
 class KernelCall:
@@ -71,23 +91,23 @@ def _configuration(launch: Launch) -> Any:
 
 
 def _opt_in(kernel: Any, launch: Launch) -> None:
-    """Allows `kernel` what a launch must ask for: much shared memory, or a cluster that not every device can hold."""
+    """Asks for what a launch needs leave for: much shared memory, or a cluster that not every device can hold."""
     attributes = driver().CUfunction_attribute
     x, y, z = launch.cluster
-    if launch.dynamic_smem > SMEM_WITHOUT_ASKING:
+    if launch.dynamic_smem > MAX_PLAIN_SMEM:
         attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         doing = f"allowing {launch.entry} {launch.dynamic_smem} bytes of dynamic shared memory"
         call("cuFuncSetAttribute", kernel, attribute, launch.dynamic_smem, doing=doing)
-    if x * y * z > PORTABLE_CLUSTER:
-        attribute = attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+    if x * y * z > MAX_PORTABLE_CLUSTER:
+        attribute = attributes.CU_FUNC_ATTRIBUTE_NON_MAX_PORTABLE_CLUSTER_SIZE_ALLOWED
         call("cuFuncSetAttribute", kernel, attribute, 1, doing=f"allowing {launch.entry} clusters of {x * y * z} CTAs")
 
 
 @contextmanager
 def bound_program(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iterator[KernelCall]:
-    """`program` loaded, on `tensors` of the current device. Workspaces hold 0xFF bytes, as on the VM.
+    """`program`, loaded, on `tensors` of the current device. Workspaces hold 0xFF bytes, as on the VM.
 
-    DeviceError for what the assembler or the driver refuses.
+    DeviceError if the assembler or the driver refuses.
     """
     scratch = scratch_memory(program.scratch)
     addresses = {name: tensor.data_ptr() for name, tensor in {**tensors, **scratch}.items()}
@@ -96,12 +116,12 @@ def bound_program(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iter
     try:
         yield KernelCall(program, addresses, module)
     finally:
-        # Unloading waits for the kernels; on a device that is lost it can only fail, and nothing is left to free.
+        # Unloading waits for the kernels. On a lost device it fails; nothing is left to free then.
         driver().cuModuleUnload(module)
 
 
 def scratch_memory(sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Workspaces of `sizes` bytes by name, every byte 0xFF: as on the VM, a kernel must not count on their contents."""
+    """Workspaces of `sizes` bytes by name. Every byte is 0xFF, as on the VM: no kernel may count on zeros."""
     import torch
 
     return {name: torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for name, size in sizes.items()}

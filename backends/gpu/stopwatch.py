@@ -1,9 +1,8 @@
-"""Device time between two events on a stream that is kept busy, so that no launch latency of the host is in it.
+"""Device time between two events on a stream that is kept busy, so that it holds no launch latency of the host.
 
-Cold: a buffer of more than twice the L2 is written, then comes start event, call, end event: the region that
-triton.testing.do_bench times, in a queue as full as its own (conformance/gpu/on_device.py holds the two against each
-other).
-Hot: the call runs once, then as often as asked between the events, as one CUDA graph where it can be captured.
+Cold: write a buffer of more than twice the L2, then start event, call, end event. triton.testing.do_bench times the
+same region, in a queue as full (conformance/gpu/on_device.py compares the two).
+Hot: run the call once, then as often as asked between the events; as one CUDA graph if the call can be captured.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ if TYPE_CHECKING:
     from megamoe.contract import PreparedCall, Temperature
 
 FLUSH_BYTES: Final = 256 << 20
-"""What do_bench writes; more where the L2 is larger than half of it."""
+"""What do_bench writes; more if the L2 is larger than half of it."""
 WARM_UP: Final = 3
-MOST_FLUSHES: Final = 2000
+MAX_FLUSHES: Final = 2000
 HOST_MARGIN: Final = 2.0
-"""Device work in front of a row of samples, in times of what the host needs to hand them over: a device at the end of
-its queue is up to a microsecond faster a launch, and one that waits for its host slower without limit."""
+"""Device work in front of a row of samples, over the time in which the host hands the samples over. A device at the end
+of its queue is up to a microsecond faster a launch; one that waits for its host is slower without limit."""
 CHEAP_ENQUEUE: Final = 1 / 2
-"""Share of a flush's time that a call's host side may take to be enqueued in cold samples; a dearer one is replayed."""
+"""A cold sample enqueues a call whose host side takes at most this share of a flush's time; a dearer one is replayed."""
 LOOK_AHEAD: Final = 3
-"""Flushes and calls behind the last sample of a row."""
+"""Flushes and calls behind the last sample of a row, so that its queue does not run dry."""
 
 
 @cache
 def flush_buffer() -> torch.Tensor:
-    """The buffer whose writing empties the L2 of everything else: int32, one a process."""
+    """The buffer that is written to empty the L2 of everything else: int32, one a process."""
     import torch
 
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
@@ -46,12 +45,12 @@ def flush_buffer() -> torch.Tensor:
 
 
 class DeviceStopwatch:
-    """Times one prepared call. Warm-up and the first capture are done when it is made.
+    """Times one prepared call. Making it warms up and captures the first graph.
 
-    `method` is "events" where the call refuses to be captured (its host side then runs in every sample, behind enough
-    flushes to hide it). `cold_by_graph`: whether a cold sample replays a graph of one launch instead of enqueueing;
-    None leaves it to what the host pays for the call. On an H200, medians of fa3's cold times in ten processes lay
-    between 13 and 67 us when it was enqueued (results/records, A/A runs): its host side takes as long as a flush.
+    `method` is "events" if the call cannot be captured: its host side then runs in every sample, behind enough flushes
+    to hide it. `cold_by_graph`: whether a cold sample replays a graph of one launch instead of enqueueing; None decides
+    by what the host pays for the call. On an H200, medians of fa3's cold times in ten processes lay between 13 and
+    67 us when it was enqueued (results/records, A/A runs): its host side takes as long as a flush.
     """
 
     def __init__(self, call: PreparedCall, cold_by_graph: bool | None = None) -> None:
@@ -72,8 +71,8 @@ class DeviceStopwatch:
         return self.samples(temperature, launches, 1)[0]
 
     def samples(self, temperature: Temperature, launches: int, count: int) -> list[float]:
-        """`count` samples in a row, handed over together, with more work behind the last: a device whose queue runs dry
-        is up to a microsecond faster a launch than one that is kept busy. DeviceLostError as `sample`."""
+        """`count` samples in a row, handed over together with more work behind the last: a device whose queue runs dry
+        is up to a microsecond faster a launch than a busy one. DeviceLostError as `sample`."""
         launches = 1 if temperature == "cold" else launches
         with faults_of_others("timing the call"):
             before = self._once if temperature == "hot" else None
@@ -93,18 +92,18 @@ class DeviceStopwatch:
             return [1e3 * start.elapsed_time(end) / launches for start, end in regions]
 
     def _flush(self, times: int) -> None:
-        for _ in range(min(max(times, 1), MOST_FLUSHES)):
+        for _ in range(min(max(times, 1), MAX_FLUSHES)):
             flush_buffer().zero_()
 
     def _timed(self, temperature: Temperature, launches: int) -> tuple[Callable[[], object], float]:
-        """What runs between the events, and the microseconds that the host takes to hand it over."""
+        """What runs between the events, and the microseconds in which the host hands it over."""
         by_graph = self.method == "graph" and (temperature == "hot" or self._cold_by_graph)
         if by_graph:
             return self._graph(launches).replay, self._replay_host_us[launches]
         return lambda: self._repeat(launches), self._enqueue_host_us * launches
 
     def _once(self) -> None:
-        """One call untimed, so that the L2 holds what the next finds there."""
+        """One untimed call, so that the L2 holds what the next one finds there."""
         (self._graphs[1].replay if self.method == "graph" else self._call.enqueue)()
 
     @property
@@ -123,7 +122,7 @@ class DeviceStopwatch:
         return self._graphs[launches]
 
     def _captured(self, launches: int) -> bool:
-        """Whether a graph of so many launches could be captured; it is kept then."""
+        """Captures and keeps a graph of so many launches; False if the call cannot be captured."""
         import torch
 
         graph = torch.cuda.CUDAGraph()
@@ -132,7 +131,7 @@ class DeviceStopwatch:
                 self._repeat(launches)
             host_us = _host_us(graph.replay)
         except Exception:
-            # Whatever a library does that a capture refuses: the call is timed without a graph. A fault is no refusal.
+            # Libraries do things that a capture refuses: time such a call without a graph. A fault is no refusal.
             fault = lost_to()
             if fault is not None:
                 raise DeviceLostError(f"the device reports {fault} while a graph of the call was replayed") from None
@@ -142,7 +141,7 @@ class DeviceStopwatch:
 
 
 def _region(timed: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Start event, `timed`, end event, as they lie in the stream."""
+    """Enqueues start event, `timed`, end event."""
     import torch
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -153,7 +152,7 @@ def _region(timed: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.E
 
 
 def _host_us(enqueue: Callable[[], object]) -> float:
-    """Microseconds that the host takes to hand over, after the first calls have made what they keep."""
+    """Microseconds in which the host hands a call over, once the first calls have set up what they keep."""
     import torch
 
     for _ in range(WARM_UP):

@@ -1,14 +1,14 @@
-"""Other people's kernels behind the backend contract: what ours are compared with.
+"""Other people's kernels behind the backend contract, to compare ours with. Imports megamoe's contract and codec only.
 
-Each peer is a backend of its own, for a device only. Nothing foreign is imported before a program is prepared, so that
-a machine without the packages still lists them and says, row by row, what is missing.
+Each peer is a backend of its own, for a device only. Foreign packages are imported when a program is prepared: a machine
+without them still lists the peers and says, row by row, what is missing.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from backends.peers import cudnn_frontend, flash_attention, grouped_mm, humming_gemm, torch_sdpa
+from backends.peers import cudnn_frontend, flash_attention, grouped_gemm, torch_sdpa
 from backends.peers.peer import Peer
 
 TORCH_SDPA_CUDNN: Final = torch_sdpa.CUDNN
@@ -19,8 +19,8 @@ TORCH_SDPA_MATH: Final = torch_sdpa.MATH
 FA3: Final = flash_attention.FA3
 FLASH_ATTN_4: Final = flash_attention.FLASH_ATTN_4
 CUDNN_FRONTEND: Final = cudnn_frontend.CUDNN_FRONTEND
-HUMMING: Final = humming_gemm.HUMMING
-TORCH_GROUPED_MM: Final = grouped_mm.TORCH_GROUPED_MM
+HUMMING: Final = grouped_gemm.HUMMING
+TORCH_GROUPED_MM: Final = grouped_gemm.TORCH_GROUPED_MM
 
 PEERS: Final[tuple[Peer, ...]] = (
     TORCH_SDPA_CUDNN,

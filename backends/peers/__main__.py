@@ -1,4 +1,4 @@
-"""`python -m backends.peers`: the table of peers, in Markdown, and what of them is installed here."""
+"""`python -m backends.peers`: prints the table of peers in Markdown, and which are installed here."""
 
 from __future__ import annotations
 

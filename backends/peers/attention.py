@@ -1,4 +1,4 @@
-"""FMHA as other people's interfaces take it: which keys a case hides, folded query heads, results back into place."""
+"""FMHA as other people's interfaces take it: which keys a case hides, folding query heads, placing results."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ALL_HD = (64, 128, 256, 512)
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What of a case's mask hides any key at all, bottom-right aligned: query i stands at key i + s_k - t.
+    """The parts of a case's mask that hide a key, bottom-right aligned: query i stands at key i + s_k - t.
 
-    One query, the last, sees every key under `causal`; a window as long as the cache hides nothing. `window`: keys that
-    a query sees at most, its own included, or None. `blind`: whether some query sees no key.
+    A single query sees every key under `causal`, and a window as long as the cache hides nothing: neither counts here.
+    `window`: keys that a query sees at most, its own included, or None. `blind`: whether some query sees no key.
     """
 
     causal: bool
@@ -47,16 +47,16 @@ def mask_of(case: Case) -> Mask:
 
 
 def scale_of(case: Case) -> float:
-    """Factor of the logits."""
+    """The factor of the logits."""
     scale = case["scale"]
     return 1.0 / math.sqrt(case.int("hd")) if scale is None else float(scale)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLimits:
-    """What a peer does of fmha: the head dimensions `hd`, and a reason for each thing that it does not do.
+    """The part of fmha that a peer has: the head dimensions `hd`, and a reason for each option that it lacks.
 
-    A reason of None: it does it. `offset_causal`: causal with t != s_k, bottom-right aligned. `open_window`: a window
+    None: it has the option. `offset_causal`: causal with t != s_k, bottom-right aligned. `open_window`: a window
     without causal. `blind`: queries that see no key. `masked_gqa`: fewer KV heads than heads, under a mask.
     """
 
@@ -70,7 +70,7 @@ class AttentionLimits:
     masked_gqa: str | None = None
 
     def refusal(self, case: Case) -> str | None:
-        """Why the peer does not do `case`; None if it does."""
+        """Why the peer refuses `case`; None if it takes it."""
         mask = mask_of(case)
         asked = (
             (case.int("hd") not in self.hd, self.other_hd or f"hd must be one of {self.hd}"),
@@ -97,17 +97,17 @@ class AttentionLimits:
 
 
 def folded(case: Case, q: torch.Tensor) -> torch.Tensor:
-    """[batch, kv_heads, heads / kv_heads * t, hd], a view of q [batch, heads, t, hd]: the rows that share keys.
+    """q [batch, heads, t, hd] viewed as [batch, kv_heads, heads / kv_heads * t, hd]: the rows that share keys.
 
-    Every row of it must see the same keys, or a mask would mean something else.
+    Fold only where no key is hidden: a mask would mean something else for folded rows.
     """
     return q.view(case.int("batch"), case.int("kv_heads"), -1, case.int("hd"))
 
 
 def place_heads_first(tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
-    """Results o [b, h, rows, hd] and, if the case has it, lse [b, h, rows or more(, 1)] into the case's tensors.
+    """Copies o [b, h, rows, hd] and, if the case has it, lse [b, h, rows or more(, 1)] to the case's tensors.
 
-    The heads may be folded: in memory, both are the same.
+    The heads may be folded: in memory both layouts are the same.
     """
     o = results[0]
     tensors["o"].view(o.shape).copy_(o)

@@ -1,8 +1,8 @@
 """The CuTeDSL attention kernel of nvidia-cudnn-frontend for Hopper: the only packaged one with hd 512.
 
-It takes q, k and v as they lie, [batch, heads, rows, hd]. Its wrapper does not pack heads that share keys into a tile,
-and would read the cache once a head: where no key is hidden they are folded into rows, a view. The wrapper allocates
-o and lse; `collect` copies them. It compiles on first use, when the call is prepared.
+It takes q, k and v as they lie, [batch, heads, rows, hd]. Its wrapper does not pack heads that share keys into a tile
+and would read the cache once a head, so heads are folded into rows, a view, where no key is hidden. The wrapper
+allocates o and lse; `collect` copies them. It compiles on first use, when the call is prepared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _prepare(case: Case, tensors: Tensors) -> PreparedCall:
     attend = import_module("cudnn.sdpa.fwd").sdpa_fwd_wrapper_dsl_sm90
     mask = mask_of(case)
     q = tensors["q"] if mask.hides else folded(case, tensors["q"])
-    # Its window is the distance to the farthest key that is still seen.
+    # Its window is the distance to the farthest visible key.
     options = {} if mask.window is None else {"window_size_left": mask.window - 1}
 
     def launch() -> Sequence[torch.Tensor]:

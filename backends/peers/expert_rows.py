@@ -1,7 +1,7 @@
-"""NVFP4 MoE as other people's grouped GEMMs take it: rows sorted by expert with no padding between them.
+"""NVFP4 MoE as other people's grouped GEMMs take it: rows sorted by expert, with no padding between them.
 
-The comparable unit is stage `l2`. Its operands are NVFP4 numbers, and code times block scale is exact in bf16, so that
-a W4A16 or a bf16 GEMM computes the very products of the contract; what is judged is the row's own tolerance.
+Only stage `l2` is comparable. Its operands are NVFP4 numbers, and code times block scale is exact in bf16: a W4A16 or a
+bf16 GEMM computes the same products as the contract. The row's own tolerance judges the result.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class GemmLimits:
-    """Stage l2 and nothing else."""
+    """Stage l2 only."""
 
     def refusal(self, case: Case) -> str | None:
-        """Why the peer does not do `case`; None if it does."""
+        """Why the peer refuses `case`; None if it takes it."""
         return _REASONS.get(str(case["stage"]))
 
     def serves(self) -> str:
@@ -45,9 +45,8 @@ class GemmLimits:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """The routes of a case. `row`: int64 [routes], where each lies in an expert-row tensor; `expert`: int64 [routes].
-
-    `ends`: int64 [num_experts], the routes up to and including those of each expert.
+    """The routes of a case, sorted by expert. `row`: int64 [routes], the row of each in an expert-row tensor. `expert`:
+    int64 [routes]. `ends`: int64 [num_experts], the number of routes up to and including those of each expert.
     """
 
     row: torch.Tensor
@@ -56,7 +55,7 @@ class ExpertRows:
 
 
 def expert_rows(case: Case, tensors: Tensors) -> ExpertRows:
-    """The routes, sorted by expert. UnsupportedError if there is none: a GEMM of no rows is not a measurement."""
+    """The routes of `case`. UnsupportedError if there is none: a GEMM of no rows measures nothing."""
     from megamoe.codec.routing import routing
 
     routes = routing(case, tensors["topk_ids"])
@@ -67,7 +66,7 @@ def expert_rows(case: Case, tensors: Tensors) -> ExpertRows:
 
 
 def activations(case: Case, tensors: Tensors, rows: ExpertRows) -> torch.Tensor:
-    """bf16 [routes, intermediate]: codes times block scales, exact; without the global scale."""
+    """bf16 [routes, intermediate]: codes times block scales, exact, without the global scale."""
     import torch
 
     from megamoe.codec.layout import unswizzle_scales
@@ -75,7 +74,7 @@ def activations(case: Case, tensors: Tensors, rows: ExpertRows) -> torch.Tensor:
 
     codes = tensors["a2_codes"]
     sf = unswizzle_scales(tensors["a2_sf"], len(codes), case.int("intermediate") // SF_VEC_SIZE)
-    # Padding rows may hold scales that are NaN, and are left out before anything is decoded.
+    # Leave padding rows out before decoding: their scales may be NaN.
     return dequantise(codes[rows.row], sf[rows.row], dtype=torch.bfloat16)
 
 
@@ -88,10 +87,10 @@ def weight_scales(case: Case, tensors: Tensors) -> torch.Tensor:
 
 
 def output_scale(tensors: Tensors) -> torch.Tensor:
-    """f32 [num_experts]: what an accumulator is multiplied with."""
+    """f32 [num_experts]: the factor of an accumulator."""
     return tensors["a2_gs"] * tensors["w2_gs"]
 
 
 def place_rows(tensors: Tensors, rows: ExpertRows, results: Sequence[torch.Tensor]) -> None:
-    """Results bf16 [routes, hidden] into the case's expert rows; padding rows stay as they are."""
+    """Copies bf16 [routes, hidden] to the case's expert rows; padding rows stay as they are."""
     tensors["rows"].index_copy_(0, rows.row, results[0])

@@ -1,8 +1,8 @@
 """Flash-attention 3 (the wheel fa3-fwd) and 4 (flash-attn-4), each through its own Python interface.
 
 Both take q, k and v as [batch, rows, heads, hd]; ours go in as transposed views, with the last dimension contiguous.
-Both align masks bottom-right and count a window as the keys left of the query, its own not included. Neither public
-function takes the output; `collect` copies o and lse.
+Both align masks bottom-right, and their window counts the keys left of the query without its own. Neither public
+function takes an output; `collect` copies o and lse.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _prepare_fa3(case: Case, tensors: Tensors) -> PreparedCall:
     batch, t, s_k, hd = (case.int(axis) for axis in ("batch", "t", "s_k", "hd"))
     q, k, v = (tensors[name].transpose(1, 2) for name in ("q", "k", "v"))
     lengths = torch.full((batch,), s_k, dtype=torch.int32, device=q.device)
-    # num_splits=0 lets its heuristic split the cache, and the metadata balances the splits; without both a call runs
-    # one split, an unfair baseline.
+    # num_splits=0 lets its heuristic split the cache, and the metadata balances the splits. Without both a call runs one
+    # split, an unfair baseline.
     options = {"causal": mask_of(case).causal, "num_splits": 0, "pack_gqa": _packing(case)}
     plan = fa3.get_scheduler_metadata(
         batch, t, s_k, q.shape[2], k.shape[2], hd, lengths, qkv_dtype=q.dtype, headdim_v=hd, **options
@@ -53,7 +53,7 @@ def _prepare_fa3(case: Case, tensors: Tensors) -> PreparedCall:
 
 
 def _packing(case: Case) -> bool | None:
-    # Decode fills a tile of rows with the heads that share keys. MHA has nothing to pack: they decide.
+    # Decode fills a tile of rows with the heads that share keys. MHA has nothing to pack: the library decides.
     return True if case["heads"] != case["kv_heads"] else None
 
 

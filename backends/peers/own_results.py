@@ -1,4 +1,4 @@
-"""Results that a kernel leaves in memory of its own, and how they come into the case's tensors afterwards."""
+"""Results that a kernel leaves in its own memory, copied to the case's tensors after the launch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Results = Sequence["torch.Tensor"]
 
 
 class OwnResults:
-    """A call whose kernel allocates its results: `launch` returns them, `place` copies them into the case's tensors.
+    """A call whose kernel allocates its results: `launch` returns them, `place` copies them to the case's tensors.
 
-    A graph replays into the memory that its capture was given, so that there is a set of results for each graph and one
-    for what is launched at once. `collect` cannot know which of them ran last. So it overwrites all sets with NaN when
-    it is done, and next time takes the youngest that holds anything else; if none does, it places NaN: a replay that
-    computes nothing is noticed. Making the object launches once: what compiles or plans on first use does it then.
+    A graph replays into the memory that its capture was given, so each graph has a set of results, and launches outside
+    a graph have one. `collect` cannot know which of them ran last. It overwrites all sets with NaN when it is done and
+    takes, next time, the youngest that holds anything else. If none does, it places NaN: a replay that computes nothing
+    is noticed. Making the object launches once, so that the kernel compiles or plans then.
     """
 
     def __init__(self, launch: Callable[[], Results], place: Callable[[Results], None]) -> None:
@@ -30,12 +30,12 @@ class OwnResults:
     def enqueue(self) -> None:
         """Launches on torch's current stream; memory comes from torch's allocator, which graphs know."""
         capture = current_capture()
-        # Given back first, so that all launches of a graph write the same memory, as launches at once do.
+        # Free the last set first, so that all launches of a graph write the same memory, as other launches do.
         self._sets.pop(capture, None)
         self._sets[capture] = self._launch()
 
     def collect(self) -> None:
-        """Copies the results into the case's tensors and spoils them."""
+        """Copies the results to the case's tensors and spoils them."""
         self._place(self._youngest_written())
         self._spoil()
 
@@ -54,11 +54,11 @@ def _written(results: Results) -> bool:
 
 
 def current_capture() -> int:
-    """The id of the capture that torch's current stream is in, unique in this process; 0 if it is in none."""
+    """The id of the capture that torch's current stream is in, unique in this process; 0 outside a capture."""
     import torch
 
     if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
         return 0
     driver = import_module("cuda.bindings.driver")
-    # Status, id and more, of which cuda-bindings 12 and 13 give a different number.
+    # (status, id, ...): cuda-bindings 12 and 13 give different numbers of results.
     return int(driver.cuStreamGetCaptureInfo(torch.cuda.current_stream().cuda_stream)[2])

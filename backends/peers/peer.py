@@ -1,4 +1,4 @@
-"""What every peer has in common: where it runs, what it needs, what it refuses, and how a call of it is prepared."""
+"""A peer: where it runs, what it needs, what it refuses, and how a call of it is prepared."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Tensors = Mapping[str, "torch.Tensor"]
 
 
 class Limits(Protocol):
-    """What a peer does of an op."""
+    """The part of an op that a peer has."""
 
     def refusal(self, case: Case) -> str | None:
-        """Why the peer does not do `case`; None if it does."""
+        """Why the peer refuses `case`; None if it takes it."""
         ...
 
     def serves(self) -> str:
-        """What it does, for a table."""
+        """What the peer has, for a table."""
         ...
 
     def refuses(self) -> Sequence[str]:
@@ -36,10 +36,11 @@ class Limits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A backend that calls somebody else's kernel. `packages`: distributions that must be installed, as pip names them.
+    """A backend that calls somebody else's kernel.
 
-    `prepare(case, tensors)` imports them and does all that is not timed; `recipe` says in a sentence how it is called;
-    `libraries()` names what else runs and is no distribution, with versions.
+    `packages`: distributions that must be installed, as pip names them. `prepare(case, tensors)` imports them and does
+    all that is not timed. `recipe`: a sentence about how it is called. `libraries()`: name and version of other
+    libraries that run and are no distribution.
     """
 
     name: str
@@ -53,11 +54,11 @@ class Peer:
     executors: tuple[str, ...] = ("gpu",)
 
     def targets(self, op: str) -> tuple[Target, ...]:
-        """The targets that the peer's kernel is made for, if `op` is its op."""
+        """The targets of the peer's kernel, if `op` is its op."""
         return self.on if op == self.op else ()
 
     def build(self, case: Case, target: Target) -> PythonProgram:
-        """The program of `case`. Raises UnsupportedError for what the peer does not do, or if it is not installed."""
+        """The program of `case`. Raises UnsupportedError if the peer refuses it or is not installed."""
         if target not in self.targets(case.op):
             raise UnsupportedError(f"{case.id}: {self.name} has {self.op} for {', '.join(self.on)}, not for {target}")
         reason = self.limits.refusal(case)
@@ -73,7 +74,7 @@ class Peer:
         return {**{name: version(name) for name in self.packages}, **self.libraries()}
 
     def missing(self) -> str | None:
-        """A sentence about what is not installed here; None if all is."""
+        """A sentence about packages that are not installed here; None if all are."""
         absent = [name for name in self.packages if not _installed(name)]
         if not absent:
             return None

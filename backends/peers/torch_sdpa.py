@@ -1,9 +1,9 @@
 """The attention kernels inside torch, one peer each, through the operators beneath scaled_dot_product_attention.
 
-The public function picks a kernel by rules of its own and returns no lse; the operators do the same work and return it.
-q, k and v are taken as they lie, as views: [batch, heads, t, hd], or transposed where an operator wants heads after
-rows. Query heads that share keys are folded into rows where no key is hidden and the kernel would otherwise read the
-cache once a head; flash-attention folds by itself, but for t = 1 only. Results are copied by `collect`.
+The public function picks a kernel by its own rules and returns no lse; the operators do the same work and return it.
+q, k and v are views of the case's tensors: [batch, heads, t, hd], or transposed if an operator wants heads after rows.
+Where no key is hidden, query heads that share keys are folded into rows if the kernel would otherwise read the cache
+once a head; flash-attention folds by itself only for t = 1. `collect` copies the results.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _prepare_cudnn(case: Case, tensors: Tensors, *, fold: bool = False) -> Prepa
     try:
         return OwnResults(lambda: _wanted(tensors, launch()), partial(place_heads_first, tensors))
     except RuntimeError as error:
-        # cuDNN decides by heuristics of its own, which differ between versions.
+        # cuDNN decides by heuristics that differ between versions.
         if "xecution plan" in str(error):
             raise UnsupportedError(f"{case.id}: this cuDNN has no plan for it: {_first_line(error)}") from error
         raise

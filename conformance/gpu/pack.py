@@ -74,7 +74,7 @@ def runtime(folder: Path) -> None:
     """CuTeDSL's runtime library under the name of its package, without the compiler, which is too large."""
     from importlib.metadata import version
 
-    from backends.gpu.host_library import RUNTIME, runtime_library
+    from backends.gpu.host_program import RUNTIME, runtime_library
 
     library = Path("nvidia_cutlass_dsl", "cu13", "lib", RUNTIME)
     (folder / library).parent.mkdir(parents=True)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from backends.gpu import binary, clocks
-from megamoe.contract import DeviceError, UnsupportedError
+from backends.gpu import clocks, kernels
+from megamoe.contract import DeviceError, UnsupportedError, assembly
 
 
 class NotSupportedError(Exception):
@@ -98,26 +98,26 @@ def missing(ptx: str, target: str) -> SimpleNamespace:
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
     points: list[EntryPoint] = []
-    monkeypatch.setattr(binary, "entry_points", lambda group: points)
-    binary.device_code.cache_clear()
+    monkeypatch.setattr(assembly, "entry_points", lambda group: points)
+    kernels.device_code.cache_clear()
     return points
 
 
 def _point(name: str) -> EntryPoint:
-    return EntryPoint(name, f"{__name__}:{name}", binary.GROUP)
+    return EntryPoint(name, f"{__name__}:{name}", assembly.GROUP)
 
 
 def test_the_first_assembler_that_is_here_makes_the_code(register: list[EntryPoint]) -> None:
     register += [_point("missing"), _point("assembler")]
-    assert binary.device_code("text", "sm_90a") == b"\x7fELFsm_90a"
+    assert kernels.device_code("text", "sm_90a") == b"\x7fELFsm_90a"
 
 
 def test_without_an_assembler_the_driver_gets_the_text(register: list[EntryPoint]) -> None:
     register.append(_point("missing"))
-    assert binary.device_code(".version 8.0", "sm_90a") == b".version 8.0\0"
+    assert kernels.device_code(".version 8.0", "sm_90a") == b".version 8.0\0"
 
 
 def test_what_an_assembler_refuses_is_a_sentence(register: list[EntryPoint]) -> None:
     register.append(_point("assembler"))
     with pytest.raises(DeviceError, match="the assembler assembler refuses the program for sm_90a: line 1: syntax"):
-        binary.device_code("", "sm_90a")
+        kernels.device_code("", "sm_90a")

@@ -90,7 +90,7 @@ def test_the_window_of_cudnn_frontend_is_a_distance(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("case", [L2, POISONED])
 def test_humming_gets_rows_sorted_by_expert_with_nothing_between(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     environment: dict[str, str] = {}
-    monkeypatch.setattr("backends.peers.humming_gemm.os", SimpleNamespace(environ=environment))
+    monkeypatch.setattr("backends.peers.grouped_gemm.os", SimpleNamespace(environ=environment))
     foreign = calls(monkeypatch, "humming", case)
     layer, call = foreign.called("humming.layer")[0], foreign.called("humming")[-1]
     assert layer["weight_config"] == {"quant_method": "modelopt", "quant_algo": "nvfp4"}

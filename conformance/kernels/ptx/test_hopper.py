@@ -10,7 +10,8 @@ import pytest
 from backends.ptx import BACKEND
 from backends.ptx.assembler import AssemblyError, assemble
 from backends.ptx.attention import SUPPORTED_HD
-from backends.ptx.builder import Builder, BuilderError
+from backends.ptx.builder import Builder
+from backends.ptx.operands import BuilderError
 from backends.ptx.shared_memory import MAX_SMEM
 from backends.ptx.sm90_fmha.geometry import SPLIT_KEYS, THREADS, Sm90FmhaTiling, splits_of
 from backends.ptx.sm90_fmha.kernel import PTX_VERSION, kernel_text

@@ -1,24 +1,41 @@
-"""A HostProgram on the device: its host function called with real addresses on torch's current stream."""
+"""A HostProgram on the device: its object linked and opened, its host function called with real addresses.
+
+The object is linked against CuTeDSL's runtime and TVM FFI, and its function runs on torch's current stream.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from backends.gpu.driver import described, driver, lost_to
-from backends.gpu.host_library import FFI, runtime_library, shared_library
 from backends.gpu.host_values import CUDA, FfiAny, HostValues, ffi_values, packed_values
 from backends.gpu.kernels import current_stream, scratch_memory
-from megamoe.contract import DeviceError, DeviceLostError
+from megamoe.contract import DeviceError, DeviceLostError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
     from megamoe.contract import HostProgram
 
+RUNTIME: Final = "libcute_dsl_runtime.so"
+FFI: Final = "libtvm_ffi.so"
+# The wheel for CUDA 13 first: an installation may hold both.
+_DISTRIBUTIONS: Final = {
+    RUNTIME: ("nvidia-cutlass-dsl-libs-cu13", "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-base"),
+    FFI: ("apache-tvm-ffi",),
+}
+LINKERS: Final = ("cc", "gcc", "clang")
+MAX_LINK_SECONDS: Final = 60
 OBJECT_HEADER: Final = 24
-"""Bytes of a TVMFFIObject, in front of an error's cell (tvm/ffi/c_api.h)."""
+"""Bytes of the TVMFFIObject that precedes an error's cell (tvm/ffi/c_api.h)."""
 
 
 class _Text(ctypes.Structure):
@@ -28,7 +45,7 @@ class _Text(ctypes.Structure):
 
 
 class HostCall:
-    """One call of a compiled host function. `enqueue` calls it; the launches it makes are its own."""
+    """One call of a compiled host function, which makes its own launches."""
 
     def __init__(self, program: HostProgram, tensors: Mapping[str, torch.Tensor]) -> None:
         import torch
@@ -48,7 +65,7 @@ class HostCall:
             _start(self._library, program, self._device)
 
     def enqueue(self) -> None:
-        """DeviceError with the function's own words if it refuses its arguments, or with the code of a CUDA call."""
+        """Calls it. DeviceError with the function's own words if it refuses its arguments, or with a CUDA error."""
         stream = current_stream()
         if self._program.convention == "packed":
             self._call_packed(stream)
@@ -81,7 +98,7 @@ class HostCall:
 
 
 def _start(library: ctypes.CDLL, program: HostProgram, device: int) -> None:
-    """What the generated header does before the first call: load the library, then its kernels on the device."""
+    """Loads the library, then its kernels on the device, as the generated header does before the first call."""
     prefix, found, _ = program.entry.partition("__mlir_ciface_")
     if not found:
         raise DeviceError(f"the entry {program.entry!r} is not of the packed convention: PREFIX__mlir_ciface_NAME")
@@ -101,7 +118,7 @@ def _failure(sentence: str) -> DeviceError:
 
 
 def _runtime_error(code: int) -> str:
-    # Codes of the runtime and of the driver agree for all that compiled code meets (cudaError_t, CUDA 11 and later).
+    # Runtime and driver share the codes that compiled code meets (cudaError_t, CUDA 11 and later).
     try:
         return described(driver().CUresult(code))
     except ValueError:
@@ -109,7 +126,7 @@ def _runtime_error(code: int) -> str:
 
 
 def _raised(ffi: ctypes.CDLL) -> str:
-    """Kind and message of the error that the last call has left behind."""
+    """Kind and message of the error that the last call left behind."""
     error = ctypes.c_void_p()
     ffi.TVMFFIErrorMoveFromRaised(ctypes.byref(error))
     if not error.value:
@@ -118,3 +135,51 @@ def _raised(ffi: ctypes.CDLL) -> str:
     said = ": ".join(ctypes.string_at(one.data, one.size).decode(errors="replace") for one in (kind, message))
     ffi.TVMFFIObjectDecRef(error)
     return said
+
+
+@cache
+def shared_library(host_object: bytes) -> ctypes.CDLL:
+    """`host_object`, linked and opened once a process: it stays loaded on the device until the process ends.
+
+    UnsupportedError without the libraries or a linker, DeviceError if the object cannot be linked.
+    """
+    linker = next((path for name in LINKERS if (path := shutil.which(name))), None)
+    if linker is None:
+        raise UnsupportedError(f"linking a host program needs a C compiler; none of {', '.join(LINKERS)} is on PATH")
+    libraries = [runtime_library(RUNTIME), runtime_library(FFI)]
+    with tempfile.TemporaryDirectory(prefix="megamoe-host-") as folder:
+        source, library = Path(folder, "host.o"), Path(folder, "host.so")
+        source.write_bytes(host_object)
+        rpath = [f"-Wl,-rpath,{path.parent}" for path in libraries]
+        command = [linker, "-shared", "-o", str(library), str(source), *map(str, libraries), *rpath]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_LINK_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            raise DeviceError(f"{linker} was still linking the host object after {MAX_LINK_SECONDS} s") from None
+        if done.returncode:
+            raise DeviceError(f"{linker} cannot link the host object (status {done.returncode}): {done.stderr.strip()}")
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError as error:
+            raise DeviceError(f"the linked host object cannot be opened: {error}") from error
+
+
+@cache
+def runtime_library(name: str) -> Path:
+    """The path of a library that a host object calls. UnsupportedError if it is in no installed wheel."""
+    for package in _DISTRIBUTIONS[name]:
+        for file in _files(package):
+            if file.name == name and "stubs" not in file.parts:
+                return file
+    raise UnsupportedError(
+        f"a host program needs {name}, which none of {', '.join(_DISTRIBUTIONS[name])} has here: "
+        f"install the extra `cutedsl` of megamoe"
+    )
+
+
+def _files(package: str) -> list[Path]:
+    try:
+        found: Distribution = distribution(package)
+    except PackageNotFoundError:
+        return []
+    return [path for file in found.files or () if (path := Path(str(found.locate_file(file)))).is_file()]

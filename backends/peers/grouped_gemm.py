@@ -1,9 +1,15 @@
-"""Humming's grouped W4A16 GEMM (the distribution humming-kernels): NVFP4 weights in memory, bf16 activations, wgmma.
+"""Other people's grouped GEMMs, on NVFP4 expert weights.
 
-Weights go in as the contract has them, but for block scales in plain rows; both global scales of an expert are its
-second weight scale. Activations are codes times block scales, exact in bf16, sorted by expert with no padding. All of
-that is prepared, and so is the compilation by nvcc, which takes seconds. The output goes to memory of our own, because
-expert rows of a case have padding between them; `collect` copies it.
+humming (the distribution humming-kernels): W4A16 by wgmma, NVFP4 weights in memory, bf16 activations. It takes the
+weights as the contract has them, except block scales in plain rows; both global scales of an expert make its second
+weight scale. Activations are codes times block scales, exact in bf16, sorted by expert without padding. nvcc compiles
+for seconds. The output goes to memory of our own, because a case's expert rows have padding between them.
+
+torch-grouped-mm: torch's grouped matrix product on weights dequantised to bf16, as a model without FP4 kernels runs it.
+Weights are codes times block scales, exact in bf16. Both global scales go into the activations, rounded to bf16, so
+that the product is the contract's row. torch allocates the result.
+
+All of that is prepared, not timed; `collect` copies the results to the expert rows.
 """
 
 from __future__ import annotations
@@ -34,18 +40,18 @@ if TYPE_CHECKING:
 _GEMM: Final = "grouped_contiguous"
 
 
-def _prepare(case: Case, tensors: Tensors) -> PreparedCall:
+def _prepare_humming(case: Case, tensors: Tensors) -> PreparedCall:
     import torch
 
-    # As it was measured: it compiles one kernel after the other.
+    # Our measurements were made with humming compiling one kernel after the other.
     os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
     rows = expert_rows(case, tensors)
     a = activations(case, tensors, rows)
     layer = _layer(case, tensors)
     offsets = torch.nn.functional.pad(rows.ends, (1, 0))
     y = torch.empty(len(a), case.int("hidden"), dtype=torch.bfloat16, device=a.device)
-    # A configuration by itself is for any number of rows. In a list each has a range, and the launcher looks up one
-    # row first, whatever the call has; a list that holds both, and all between, is dozens of kernels to compile.
+    # A single configuration serves any number of rows. In a list each has a range, and the launcher looks up one row
+    # first, however many the call has: a list that covers all from one row on is dozens of kernels to compile.
     tuning = import_module("humming.tune").get_heuristics_config(layer.humming_config, shape_m=len(a), gemm_type=_GEMM)
 
     def launch() -> Sequence[torch.Tensor]:
@@ -63,7 +69,7 @@ def _prepare(case: Case, tensors: Tensors) -> PreparedCall:
 
 
 def _layer(case: Case, tensors: Tensors) -> torch.nn.Module:
-    """The experts' second weights, in the order of bytes that the kernel wants."""
+    """The experts' second weights, with their bytes in the order that the kernel wants."""
     import torch
 
     layer = (
@@ -94,6 +100,30 @@ HUMMING: Final = Peer(
     ("sm_90a",),
     ("humming-kernels", "torch"),
     GemmLimits(),
-    _prepare,
+    _prepare_humming,
     "HummingLayer (modelopt, nvfp4) as grouped_contiguous, with its heuristic configuration",
+)
+
+
+def _prepare_grouped_mm(case: Case, tensors: Tensors) -> PreparedCall:
+    import torch
+
+    from megamoe.codec.nvfp4 import dequantise
+
+    rows = expert_rows(case, tensors)
+    scale = output_scale(tensors)[rows.expert][:, None]
+    a = (activations(case, tensors, rows).float() * scale).bfloat16()
+    w = dequantise(tensors["w2_codes"], weight_scales(case, tensors), dtype=torch.bfloat16).transpose(-2, -1)
+    ends = rows.ends.int()
+    return OwnResults(lambda: (torch.ops.aten._grouped_mm(a, w, ends),), partial(place_rows, tensors, rows))
+
+
+TORCH_GROUPED_MM: Final = Peer(
+    "torch-grouped-mm",
+    "nvfp4_moe",
+    ("sm_90a", "sm_100a"),
+    ("torch",),
+    GemmLimits(),
+    _prepare_grouped_mm,
+    "torch._grouped_mm on bf16 weights",
 )
