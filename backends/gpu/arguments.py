@@ -30,7 +30,7 @@ _SWIZZLES: Final = ("none", "32B", "64B", "128B")
 _FILLS: Final[Mapping[str, str]] = {"zero": "NONE", "nan": "NAN_REQUEST_ZERO_FMA"}
 
 
-class Parameters:
+class PackedParameters:
     """The parameters of one call, in host memory. `address` is the void** that points to each of them."""
 
     def __init__(self, contents: Sequence[bytes]) -> None:
@@ -39,10 +39,10 @@ class Parameters:
         self.address = ctypes.addressof(self._pointers)
 
 
-def parameters_of(launch: Launch, addresses: Mapping[str, int]) -> Parameters:
+def parameters_of(launch: Launch, addresses: Mapping[str, int]) -> PackedParameters:
     """The parameters of `launch`. `addresses`: of tensors and scratch, by name. DeviceError for a value that does not
     fit or a tensor that was not given."""
-    return Parameters([_encoded(arg, addresses) for arg in launch.args])
+    return PackedParameters([_encoded(arg, addresses) for arg in launch.args])
 
 
 def _encoded(arg: KernelArg, addresses: Mapping[str, int]) -> bytes:

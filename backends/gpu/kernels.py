@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from backends.gpu.arguments import Parameters, parameters_of
+from backends.gpu.arguments import PackedParameters, parameters_of
 from backends.gpu.driver import call, driver
 from megamoe.contract import DeviceError, UnsupportedError
 from megamoe.contract.assembly import assemblers
@@ -65,7 +65,7 @@ class _ReadyLaunch:
         self._kernel = call(
             "cuModuleGetFunction", module, launch.entry.encode(), doing=f"looking up the kernel {launch.entry}"
         )
-        self._parameters: Parameters = parameters_of(launch, addresses)
+        self._parameters: PackedParameters = parameters_of(launch, addresses)
         self._config = _configuration(launch)
         _opt_in(self._kernel, launch)
 

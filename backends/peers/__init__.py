@@ -1,7 +1,7 @@
 """Other people's kernels behind the backend contract, to compare ours with. Imports megamoe's contract and codec only.
 
-Each peer is a backend of its own, for a device only. Foreign packages are imported when a program is prepared: a machine
-without them still lists the peers and says, row by row, what is missing.
+Each peer is a backend of its own, for a device only. Foreign packages are imported when a program is prepared: without
+them a machine still lists the peers and says, row by row, what is missing.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def _prepare_fa3(case: Case, tensors: Tensors) -> PreparedCall:
     batch, t, s_k, hd = (case.int(axis) for axis in ("batch", "t", "s_k", "hd"))
     q, k, v = (tensors[name].transpose(1, 2) for name in ("q", "k", "v"))
     lengths = torch.full((batch,), s_k, dtype=torch.int32, device=q.device)
-    # num_splits=0 lets its heuristic split the cache, and the metadata balances the splits. Without both a call runs one
+    # num_splits=0 lets its heuristic split the cache, and the metadata balances the splits. Without both there is one
     # split, an unfair baseline.
     options = {"causal": mask_of(case).causal, "num_splits": 0, "pack_gqa": _packing(case)}
     plan = fa3.get_scheduler_metadata(

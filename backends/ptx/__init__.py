@@ -1,4 +1,4 @@
-"""The raw-PTX backend: kernels written instruction by instruction with an assembler-level builder."""
+"""The raw-PTX backend: kernels written instruction by instruction, in the words of builder.py."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ KERNELS: dict[tuple[str, Target], Callable[[Case], Program]] = {
 
 
 class PtxBackend:
-    """Programs written in PTX by hand."""
+    """Builds programs of hand-written PTX."""
 
     name = "ptx"
 
     def targets(self, op: str) -> tuple[Target, ...]:
-        """Targets for which there is a kernel of `op`."""
+        """The targets that have a kernel of `op`."""
         return tuple(target for known_op, target in KERNELS if known_op == op)
 
     def build(self, case: Case, target: Target) -> Program:

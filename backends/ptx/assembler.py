@@ -1,4 +1,4 @@
-"""ptxas as a check: does this PTX assemble for its target, and what does it cost.
+"""ptxas as a check: whether PTX assembles for its target, and what it costs.
 
 The assembler comes from the pip package nvidia-cuda-nvcc (no CUDA toolkit needed) or from PATH.
 """

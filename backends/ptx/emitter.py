@@ -52,15 +52,15 @@ class Emitter:
         self._place_names: dict[tuple[str, int], str] = {}
 
     def header(self, lines: list[str]) -> None:
-        """Comment lines that open the file."""
+        """Adds comment lines to the head of the entry."""
         self._header += lines
 
     def section(self, title: str) -> None:
-        """Opens a part of the kernel; the registers that it makes are declared at its head."""
+        """Opens a part of the kernel; its registers are declared at its head."""
         self._sections.append(_Section(title))
 
     def comment(self, text: str) -> None:
-        """A comment line of its own."""
+        """Writes a comment line."""
         self._line(f"// {text}")
 
     def param(self, name: str, type_name: str) -> Register:
@@ -83,11 +83,11 @@ class Emitter:
         return self.let("smem", "mov.u32", Special(name, "u32"))
 
     def name_place(self, place: Address, name: str) -> None:
-        """From here on an instruction that addresses `place` says `name` in a comment, unless it has one."""
+        """Instructions that address `place` say `name` in a comment from here on, unless they have a note."""
         self._place_names[place.base.name, place.offset] = name
 
     def reg(self, name: str, type_name: str) -> Register:
-        """A new register. A name that is taken gets a number, so that two uses never share storage unnoticed."""
+        """A new register. A taken name gets a number, so that two uses never share a register unnoticed."""
         if type_name not in WIDTHS:
             raise BuilderError(f"register %{name}: there is no type .{type_name}; known: {', '.join(sorted(WIDTHS))}")
         if name in SPECIAL_REGISTERS:
@@ -103,7 +103,7 @@ class Emitter:
         return tuple(Register(f"{stem}_{index}", type_name) for index in range(count))
 
     def emit(self, opcode: str, *operands: Operand, guard: Predicate | None = None, note: str = "") -> None:
-        """Writes one instruction. `guard` becomes `@%p`, `note` the comment behind it."""
+        """Writes one instruction. `guard` becomes `@%p`, `note` a comment behind it."""
         instruction = Instruction(opcode, operands)
         for register in instruction.destinations():
             self._written.add(register.name)
@@ -141,7 +141,7 @@ class Emitter:
         return module_text([self])
 
     def entry_text(self) -> list[str]:
-        """The lines of the entry, without what a module begins with. Raises BuilderError as `text` does."""
+        """The lines of the entry without the module's head. Raises BuilderError as `text` does."""
         forgotten = sorted(name for name, placed in self._labels.items() if not placed)
         if forgotten:
             raise BuilderError(f"{self.entry}: labels made but never placed: {', '.join(forgotten)}")

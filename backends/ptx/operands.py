@@ -1,7 +1,7 @@
-"""What an instruction may name: registers, special registers, addresses, immediates.
+"""The operands of an instruction: registers, special registers, addresses, labels, immediates.
 
-A `Register` is an untyped bit container to the hardware but not to us: its declared type is checked against the type
-of every instruction that touches it (PTX ISA, "Operand Type Checking").
+Hardware registers have no type; ours do. The declared type of a `Register` is checked against every instruction that
+touches it (PTX ISA, "Operand Type Checking").
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ WIDTHS = {
     **dict.fromkeys(("b32", "u32", "s32", "f32", "f16x2", "bf16x2"), 32),
     **dict.fromkeys(("b64", "u64", "s64", "f64", "f32x2"), 64),
 }
-"""Width in bits of every type that a register or an operand can have; predicates count as 1."""
+"""Width in bits of every type of a register or operand; predicates count as 1."""
 
 MIN_HEX = 1 << 20
-"""Immediates from here on are masks and descriptors, which read better in hexadecimal."""
+"""Immediates from here on are masks and descriptors; write them in hexadecimal."""
 
 SPECIAL_REGISTERS = frozenset(
     {
@@ -60,7 +60,7 @@ SPECIAL_REGISTERS = frozenset(
 
 
 class BuilderError(ValueError):
-    """A mistake of the kernel author, found while the PTX is being written."""
+    """A kernel author's mistake, found while the PTX is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Negated:
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """A special register such as `%tid.x`, or the address of a variable, with the type it reads as."""
+    """A special register such as `%tid.x`, or the address of a variable; `type` is the type it reads as."""
 
     name: str
     type: str
@@ -131,7 +131,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Elected:
-    """`_|%p`, the destination of elect.sync when only the predicate is wanted."""
+    """`_|%p`, the destination of elect.sync that drops the lane and keeps the predicate."""
 
     predicate: Register
 
@@ -140,7 +140,7 @@ class Elected:
 
 
 class Sink:
-    """`_`, a destination that is thrown away."""
+    """`_`, a destination that drops its result."""
 
     def __str__(self) -> str:
         return "_"

@@ -1,7 +1,7 @@
-"""Which operands an opcode takes: the table that lets the builder refuse a slip before ptxas or a GPU sees it.
+"""The operands that each opcode takes: with this table the builder refuses a slip before ptxas or a GPU sees it.
 
-One line an opcode. Its key is the leading dotted parts of the mnemonic (the longest match wins), its value the
-operands, destination marked by `=`:
+One line an opcode. The key is the leading dotted parts of the mnemonic; the longest match wins. The value lists the
+operands and marks the destination by `=`:
 
     T        a register or immediate of the instruction's own type, its last fundamental type suffix
     W        the same, twice as wide (`mul.wide`)
@@ -112,7 +112,7 @@ SIGNATURES: dict[str, str] = {
     "tcgen05.mma": "[mma] b64 b64 b32 pred",
     "tcgen05.mma.cta_group::1.kind::mxf4nvf4": "[mma] b64 b64 b32 [mma] [mma] pred",
 }
-"""Operands by opcode; extend it with the instruction that a new kernel needs."""
+"""Operands by opcode; add the instructions that a new kernel needs."""
 
 CONTAINERS = {"bf16x2": "b32", "f16x2": "b32", "f32x2": "b64", "bf16": "b16"}
 """Packed types are declared as untyped registers (PTX ISA, "Packed Data Types")."""
@@ -133,7 +133,7 @@ SPELLING_EXCEPTIONS: dict[tuple[str, str], str] = {
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """A mnemonic with its operands, checked against its signature by `destinations`."""
+    """A mnemonic with its operands; `destinations` checks them against the signature."""
 
     opcode: str
     operands: tuple[Operand, ...]
@@ -149,12 +149,12 @@ class Instruction:
         return [part for part in self.parts if part in WIDTHS]
 
     def fail(self, reason: str) -> BuilderError:
-        """The error for this instruction, which it quotes."""
+        """An error that quotes this instruction."""
         text = ", ".join(spelled(operand) for operand in self.operands)
         return BuilderError(f"`{self.opcode} {text};` {reason}")
 
     def signature(self) -> list[str]:
-        """The operand kinds of this opcode. Raises BuilderError when the table has no line for it."""
+        """The operand kinds of this opcode. Raises BuilderError if the table has no line for it."""
         parts = self.parts
         for length in range(len(parts), 0, -1):
             key = ".".join(parts[:length])
@@ -175,7 +175,7 @@ class Instruction:
         return SIGNATURES[key]
 
     def result_type(self) -> str:
-        """The type of the register that this opcode's first operand writes."""
+        """The type of the register that this opcode writes."""
         kind = self.signature()[0]
         if not kind.startswith("="):
             raise self.fail("writes no register, so it has no result to declare")
@@ -187,7 +187,7 @@ class Instruction:
         return "pred" if kind == "elected" else kind
 
     def destinations(self) -> list[Register]:
-        """The registers it writes. Raises BuilderError when an operand does not fit the signature."""
+        """The registers it writes. Raises BuilderError if an operand does not fit the signature."""
         kinds = self.signature()
         required = [kind for kind in kinds if not kind.startswith("?")]
         if not len(required) <= len(self.operands) <= len(kinds):

@@ -1,4 +1,4 @@
-"""Warps 4-7: rescaling O when a reference rose, and at the end O / row sum to global memory."""
+"""Warps 4-7: rescale O when a reference rises; at the end write O / row sum to global memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def emit_correction(frame: Sm100FmhaFrame) -> None:
 
 
 def _wait_for_sum(frame: Sm100FmhaFrame, tile: Register, name: str) -> None:
-    """Until P V of the tile before `tile` is in O. Before tile 0 this passes: the parity is that of lap -1."""
+    """Waits until P V of the tile before `tile` is in O. Passes before tile 0: the parity is that of lap -1."""
     x = frame.x
     previous = x.let(f"{name}_previous", "sub.u32", tile, 1)
     index, parity = buffer_of(x, previous, name)
@@ -120,8 +120,10 @@ class OutputPanel:
 
 
 def _write_output(frame: Sm100FmhaFrame, thread: CorrectionRow, tile: Register) -> None:
-    """O passes through Q's shared memory, which nobody reads once the last P V is done, panel by panel to TMA; the
-    copy drops the rows beyond the last. Without a tile there is no O in tensor memory, only zeros to write."""
+    """O goes through Q's shared memory, panel by panel, to TMA, which drops the rows beyond the last.
+
+    Nobody reads Q once the last P V is done. Without a tile there is no O in tensor memory; zeros are written.
+    """
     x, smem = frame.x, frame.smem
     x.section("warps 4-7: epilogue, O / sum through shared memory to global memory")
     leader = x.elect(x.reg("epilogue_leader", "pred"))

@@ -1,25 +1,24 @@
 """The FMHA forward kernel of one head dimension, as PTX text.
 
-O and the 512 tensor memory columns. S is double-buffered, 2 x 128 columns, and P (bf16, 64 columns) overlays the S it
-came from; it is the tensor memory A operand of P V for every hd. A claim in the project's notes that P must go
-through shared memory for hd > 64 overlooks that S is dead once its row is in registers. That leaves 256 columns for
-O: hd up to 256 fits, and hd = 512 does not, whatever P does, as O alone would take all 512.
+Tensor memory has 512 columns. S is double-buffered, 2 x 128 columns. P (bf16, 64 columns) overlays its own S, which is
+dead once its row is in registers, and is the tensor memory A operand of P V for every hd: it need not go through shared
+memory for hd > 64. That leaves 256 columns for O. hd up to 256 fits; hd = 512 does not, as O alone would take all 512.
 
-So at hd = 512 two CTAs share a row tile. Each computes all of S, and owns 256 columns of V and O. Q K^T is done
-twice: 1.5 times the MMA work of doing everything once. In return the CTAs do not depend on each other, the kernel is
-the one of hd = 256 with a longer K, and the second reading of K hits L2. What was weighed against it:
+So at hd = 512 two CTAs share a row tile. Each computes all of S and owns 256 columns of V and O. Q K^T is done twice:
+1.5 times the MMA work of doing everything once. In return the CTAs do not depend on each other, the kernel is that of
+hd = 256 with a longer K, and the second reading of K hits L2. The alternatives:
 - `cta_group::2`, M = 128: 64 rows a CTA, the upper half of N in lanes 64 to 127, so that O takes 256 columns and S 64
-  (layout B, facts.md 2.3). No work is repeated, but a row's scores lie in two lanes, which makes its maximum and sum
-  an exchange between warps, and every barrier of the pipeline spans a cluster. M = 256 does not help: each CTA then
-  holds 128 whole rows of O.
+  (layout B, facts.md 2.3). No work is repeated. But a row's scores lie in two lanes, so its maximum and sum need an
+  exchange between warps, and every barrier of the pipeline spans a cluster. M = 256 does not help: each CTA then holds
+  128 whole rows of O.
 - Two passes over V in one CTA: S is recomputed all the same, by half as many CTAs, one pass after the other.
-- M = 64 (layout F): the halves of O at lane offsets 0 and 16. P must have the lane offset of its D, so it is stored
-  twice; 64 rows a CTA read K and V twice as often.
+- M = 64 (layout F): the halves of O lie at lane offsets 0 and 16. P must have the lane offset of its D, so it is stored
+  twice; with 64 rows a CTA, K and V are read twice as often.
 
-Shared memory: Q stays; K and V pass through one ring of stages of up to 128 columns, in the order of use. Registers:
-12 warps leave 168 each, a little less than a whole S row in registers wants, so the softmax warps take some from the
-others (setmaxnreg). Float arithmetic says `.rn` throughout, which forbids ptxas to contract: every rounding is the same
-on a GPU and on the virtual machine, but for the approximate functions and the MMA.
+Shared memory: Q stays; K and V pass through one ring of stages of up to 128 columns, in the order of use. Registers: 12
+warps leave 168 each, a little less than a whole row of S needs, so the softmax warps take some from the others
+(setmaxnreg). Float arithmetic says `.rn` throughout, so that ptxas must not contract: every rounding is the same on a
+GPU and on the virtual machine, except in the approximate functions and the MMA.
 """
 
 from __future__ import annotations

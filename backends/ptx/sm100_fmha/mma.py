@@ -1,9 +1,9 @@
 """Warp 8: one thread issues every tcgen05.mma.
 
 S(i) = Q K(i)^T goes to S buffer i mod 2 before O += P(i-1) V(i-1), so that the softmax of tile i overlaps with the
-product of tile i - 1. P(i) is bf16 over the first 64 columns of S(i)'s buffer. The ISA orders two MMAs only when
-accumulator and shape agree (PTX ISA, "Pipelined tcgen05 Instructions"), so S(i) waits until P(i-2) V(i-2), which
-read P from the same columns, is reported done; the sums into O are ordered by issue.
+product of tile i - 1. P(i) is bf16 over the first 64 columns of S(i)'s buffer. The ISA orders two MMAs only if
+accumulator and shape agree (PTX ISA, "Pipelined tcgen05 Instructions"). So S(i) waits until P(i-2) V(i-2), which read P
+from the same columns, is reported done. The sums into O are ordered by issue.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Warps 0-3: the online softmax, one folded query row a thread, everything in units of log2.
 
-A row keeps `reference`, the scaled maximum that its P is relative to. It is raised only when a tile's maximum
-exceeds it by more than RESCALE_ABOVE: below that, 2^(s - reference) stays far inside bf16 and fp32, and O needs no
-rescaling. The decision is the row's own, so that a row's bits do not depend on its neighbours.
+A row keeps `reference`, the scaled maximum that its P is relative to. It rises only when a tile's maximum exceeds it by
+more than RESCALE_ABOVE: below that, 2^(s - reference) stays far inside bf16 and fp32, and O needs no rescaling. Each
+row decides for itself, so that its bits do not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class SoftmaxRow:
 
     def __init__(self, frame: Sm100FmhaFrame) -> None:
         x = frame.x
-        self.frame = frame
         self.row = x.let("row", "add.u32", frame.row_origin, frame.thread)
         self.keys = RowKeys.of(frame, self.row)
         x.comment("Rows of the tile beyond the last one never ask for a mask; nobody reads what they compute.")
@@ -118,7 +117,7 @@ def _raise_reference(x: Builder, frame: Sm100FmhaFrame, thread: SoftmaxRow) -> R
 
 
 def _exponentiate(x: Builder, frame: Sm100FmhaFrame, thread: SoftmaxRow, buffer_tmem: Register) -> None:
-    """P = 2^(s * scale - reference) as bf16 over the scores; its fp32 values are added to the row sum."""
+    """Writes P = 2^(s * scale - reference) as bf16 over the scores, and adds its fp32 values to the row sum."""
     shift = shift_of(x, thread.reference)
     other_sum = x.let("other_sum", "mov.f32", 0.0)
     packed = x.regs("p", "b32", P_CHUNK // 2)

@@ -1,8 +1,7 @@
-"""Warps 0-3: what happens to an accumulator on its way from tensor memory, one row of the tile a thread.
+"""Warps 0-3: accumulators out of tensor memory, one row of the tile a thread.
 
-A thread holds half of its row, HALF_N columns, at a time. The half whose columns the next tile's accumulator shares
-goes first: as soon as it is in registers the MMA warp may go on, and the rest of the epilogue overlaps with the next
-tile.
+A thread holds half of its row, HALF_N columns, at a time. The half that the next tile's accumulator shares goes first:
+once it is in registers the MMA warp may go on, and the rest of the epilogue overlaps with the next tile.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from backends.ptx.sm100_moe.geometry import ACCUMULATOR_STRIDE, EPILOGUE_WARPS, 
 from backends.ptx.tcgen05 import lanes_of_warp
 
 CHUNK = HALF_N
-"""Columns a tcgen05.ld: all at once, as ptxas would put off a second one, and the arrival behind it, to save registers.
-"""
+"""Columns a tcgen05.ld. All at once: ptxas would put off a second load, and the arrival behind it, to save registers."""
 SHARED_COLUMN = ACCUMULATOR_STRIDE
-"""The columns that both accumulators have are at SHARED_COLUMN to SHARED_COLUMN + HALF_N - 1."""
+"""Both accumulators have columns SHARED_COLUMN to SHARED_COLUMN + HALF_N - 1."""
 
 
 class RowEpilogue(Protocol):
@@ -29,7 +27,7 @@ class RowEpilogue(Protocol):
         ...
 
     def begin_tile(self, tile: Tile, row: Register) -> None:
-        """Before the accumulator is waited for: loads what belongs to the padded row `row`."""
+        """Loads what the padded row `row` needs, before anybody waits for the accumulator."""
         ...
 
     def finish_half(self, half: Register, accumulator: Vector) -> None:

@@ -11,7 +11,7 @@ from backends.ptx.tcgen05 import WarpRoles, smem_descriptor, with_tmem_base
 TILE_M = 128
 """Rows of one expert a tile, and TMEM lanes."""
 TILE_N = 256
-"""Weight rows a tile: the widest MMA reads the fewest bytes of shared memory a product."""
+"""Weight rows a tile. The widest MMA reads the fewest bytes of shared memory a product."""
 HALF_N = TILE_N // 2
 """Accumulator columns that the epilogue holds in registers at a time."""
 SF_VEC_SIZE = 16
@@ -34,7 +34,7 @@ SFB_BYTES = B_ATOMS * SFA_BYTES
 STAGE_BYTES = A_BYTES + B_BYTES + SFA_BYTES + SFB_BYTES
 STAGES = 4
 SM_COUNT = 148
-"""Persistent CTAs of a grouped GEMM: the streaming multiprocessors of a B200; one CTA takes a whole one."""
+"""Persistent CTAs of a grouped GEMM: one on each streaming multiprocessor of a B200."""
 
 EPILOGUE_WARPS = range(4)
 ROLES = WarpRoles(mma=4, producer=5)
@@ -42,8 +42,7 @@ THREADS = 192
 EPILOGUE_THREADS = 128
 
 ACCUMULATOR_STRIDE = 128
-"""From one accumulator to the other. Both are TILE_N wide: the upper half of the first is the lower half of the second.
-"""
+"""Columns between the accumulators. Both are TILE_N wide: the upper half of the first is the lower half of the second."""
 SF_COLUMN = ACCUMULATOR_STRIDE + TILE_N
 SFA_COLUMNS = TILE_M // 32
 SFB_COLUMNS = TILE_N // 32
@@ -53,7 +52,7 @@ SF_SLOT_COLUMNS = STAGE_STEPS * (SFA_COLUMNS + SFB_COLUMNS)
 """Columns of the scale factors of one stage."""
 
 STAGED_COLUMNS = 32
-"""bf16 columns of expert rows that a warp hands to TMA at a time: as many as there is shared memory for."""
+"""bf16 columns of expert rows that a warp hands to TMA at a time; shared memory has room for no more."""
 STAGED_ROW_BYTES = STAGED_COLUMNS * 2
 STAGED_WARP_BYTES = 32 * STAGED_ROW_BYTES
 
@@ -87,6 +86,6 @@ def tiles(extent: int, tile: int) -> int:
 
 
 def max_row_tiles(routes: int, num_experts: int) -> int:
-    """The most tiles of TILE_M rows that `routes` can need, each expert's rows being padded to whole tiles."""
+    """The most tiles of TILE_M rows that `routes` can need: each expert's rows are padded to whole tiles."""
     occupied = min(routes, num_experts)
     return occupied + (routes - occupied) // TILE_M

@@ -17,7 +17,7 @@ from backends.ptx.sm100_moe.swiglu import SwigluParams, SwigluRow, SwigluVariant
 from backends.ptx.tcgen05 import tear_down
 
 PTX_VERSION = (8, 7)
-"""kind::mxf4nvf4 with .scale_vec::4X appeared in PTX ISA 8.7, everything else that is used here earlier."""
+"""kind::mxf4nvf4 with .scale_vec::4X appeared in PTX ISA 8.7; all else that the kernels use is older."""
 L2_ENTRY = "moe_rows"
 L1_SMEM = smem_layout(staged=False)
 L2_SMEM = smem_layout(staged=True)
@@ -39,7 +39,7 @@ def l1_entry(variant: SwigluVariant) -> str:
 
 @cache
 def l1_kernel(variant: SwigluVariant) -> GemmKernel:
-    """First GEMM: tokens gathered, SwiGLU, requantised."""
+    """The first GEMM: gathers tokens, applies SwiGLU, requantises."""
     x = _gemm(l1_entry(variant), L1_SMEM, "A gathered from the tokens; SwiGLU and requantisation in the epilogue.")
     gemm, params = GemmParams.declare(x), SwigluParams.declare(x)
     frame = open_frame(x, gemm, L1_SMEM)
@@ -49,7 +49,7 @@ def l1_kernel(variant: SwigluVariant) -> GemmKernel:
 
 @cache
 def l2_kernel() -> GemmKernel:
-    """Second GEMM: expert rows."""
+    """The second GEMM: writes expert rows."""
     x = _gemm(L2_ENTRY, L2_SMEM, "A in the order of the expert rows; bf16 rows out.")
     gemm, params = GemmParams.declare(x), RowsParams.declare(x)
     frame = open_frame(x, gemm, L2_SMEM)

@@ -45,7 +45,8 @@ def moe_program(case: Case) -> Program:
     shape = MoeShape.of(case)
     scratch = _routing_tables(shape)
     stages = _LAYER if shape.stage == "layer" else (shape.stage,)
-    steps = [_route, *(step for stage in stages for step in _STAGES[stage])]
+    makers = [_route, *(maker for stage in stages for maker in _STAGES[stage])]
+    steps = [make(shape) for make in makers]
     if shape.stage == "layer":
         scratch |= {
             "a2_codes": shape.held_rows * shape.intermediate // 2,
@@ -54,11 +55,10 @@ def moe_program(case: Case) -> Program:
         }
     if "l1" in stages:
         scratch["sfa"] = shape.row_tiles * TILE_M * shape.hidden // SF_VEC_SIZE
-    made = [step(shape) for step in steps]
     return Program(
         target="sm_100a",
-        ptx=module_text([step.entry for step in made]),
-        launches=tuple(step.launch for step in made),
+        ptx=module_text([step.entry for step in steps]),
+        launches=tuple(step.launch for step in steps),
         scratch=scratch,
     )
 
@@ -121,7 +121,7 @@ def _l2(shape: MoeShape) -> _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """Of a grouped GEMM."""
+    """The operands of a grouped GEMM."""
 
     a: TensorMapArg
     sfa: TensorMapArg
@@ -129,7 +129,7 @@ class _Operands:
 
 
 def _gemm(shape: MoeShape, kernel: GemmKernel, operands: _Operands, own: tuple[KernelArg, ...]) -> _Step:
-    """`own`: what the epilogue is passed."""
+    """`own`: the epilogue's arguments."""
     weights = operands.weights
     n_tiles = tiles(weights.rows, TILE_N)
     common = GemmParams.arguments(

@@ -1,11 +1,11 @@
 """Warp 4: one thread copies scale factors to tensor memory and issues every tcgen05.mma.
 
-A stage's scale factors go to one of two slots of tensor memory. The ISA orders a copy before a later MMA, not an MMA
-before a later copy (PTX ISA, "Pipelined tcgen05 Instructions"), so the copies of stage i wait until the MMAs of stage
+A stage's scale factors go to one of two slots of tensor memory. The ISA orders a copy before a later MMA, but not an MMA
+before a later copy (PTX ISA, "Pipelined tcgen05 Instructions"). So the copies of stage i wait until the MMAs of stage
 i - 2 are reported done; those of stage i - 1 keep the tensor core busy meanwhile.
 
-The accumulators of consecutive tiles overlap by half, as two of them and the scale factors would not fit. The epilogue
-takes the shared half to its registers first and says so; the MMAs of the next tile wait for that alone.
+Two whole accumulators and the scale factors do not fit, so the accumulators of consecutive tiles overlap by half. The
+epilogue moves the shared half to its registers first and says so; the MMAs of the next tile wait for nothing else.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class RoutingParams(Parameters):
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _LaneRoute:
     """A lane's route. `expert`: its top-k id, NO_ROW where there is no such route. `ballot`: the lanes whose route is
     this CTA's expert's."""
 
@@ -101,7 +101,7 @@ class _Router:
             yield index
 
     @contextmanager
-    def stretch(self, name: str) -> Iterator[_Candidate]:
+    def stretch(self, name: str) -> Iterator[_LaneRoute]:
         """Runs the body for each 32 routes of this warp, a route a lane."""
         x = self.x
         base = x.let(f"{name}_base", "mov.b32", self.begin)
@@ -112,7 +112,7 @@ class _Router:
             x.emit("ld.global.b32", chosen, at(x.indexed_wide("id_at", self.params.topk_ids, route, 4)), guard=exists)
             mine = x.let(f"{name}_mine", "setp.eq.u32", chosen, self.expert)
             ballot = x.let(f"{name}_ballot", "vote.sync.ballot.b32", mine, FULL_WARP)
-            yield _Candidate(route, chosen, exists, ballot)
+            yield _LaneRoute(route, chosen, exists, ballot)
 
 
 def routing_kernel(version: tuple[int, int]) -> Builder:

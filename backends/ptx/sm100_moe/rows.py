@@ -45,7 +45,7 @@ class ExpertRow:
         self.first_column, self.warp_row = x.reg("first_column", "u32"), x.reg("warp_row", "u32")
 
     def begin(self) -> None:
-        """Where this warp and this row stage; vector v of row r lies at v ^ (r / 2 mod 4) (64-byte swizzle)."""
+        """Finds where warp and row stage: vector v of row r at v ^ (r / 2 mod 4) (64-byte swizzle)."""
         x, frame = self.frame.x, self.frame
         x.elect(self.leader)
         x.emit("mad.lo.u32", self.staged, frame.warp, STAGED_WARP_BYTES, frame.smem.base)
@@ -57,7 +57,7 @@ class ExpertRow:
         x.emit("shl.b32", self.swizzle, self.swizzle, VECTOR_BYTES.bit_length() - 1)
 
     def begin_tile(self, tile: Tile, row: Register) -> None:
-        """Whether the warp has a token, the scale of its expert, and where its rows go."""
+        """Finds out whether the warp has a token, the scale of its expert, and where its rows go."""
         x, params = self.frame.x, self.params
         token = x.entry_of("token", params.token_of_row, row)
         is_token = x.let("is_token", "setp.lt.u32", token, params.tokens)
@@ -71,7 +71,7 @@ class ExpertRow:
         x.emit("mad.lo.u32", self.warp_row, self.frame.warp, 32, tile.first_row)
 
     def finish_half(self, half: Register, accumulator: Vector) -> None:
-        """HALF_N columns, unless they lie beyond hidden."""
+        """Stores HALF_N columns, unless they lie beyond hidden."""
         x = self.frame.x
         column = x.let("column", "mad.lo.u32", half, HALF_N, self.first_column)
         is_written = x.let("is_written", "setp.lt.and.u32", column, self.params.hidden, self.is_wanted)

@@ -16,7 +16,7 @@ EXTENT_MULTIPLE = 2 * MMA_K
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
-    """The axes of one case; `clamp` is 0 where there is none."""
+    """The axes of one case. `clamp` is 0 if the case has none."""
 
     hidden: int
     intermediate: int

@@ -1,12 +1,12 @@
 """The epilogue of the first GEMM: SwiGLU of gate and up, straight from tensor memory, requantised to NVFP4.
 
-Rows of W1 alternate between `interleave` gates and as many ups, so that a thread finds the up that belongs to gate
-column c in column c + interleave of its own registers. Rounding contract: g and u are the accumulators times
-(x_gs * w1_gs); silu(g) = g * 1/(1 + 2^(-g log2 e)) with ex2.approx.ftz and rcp.approx.ftz, every other operation to
-nearest even in fp32; then times u, then times the top-k weight if it comes before the requantisation.
+Rows of W1 alternate between `interleave` gates and as many ups: the up of gate column c is in column c + interleave of
+the same thread. Rounding contract: g and u are the accumulators times (x_gs * w1_gs); silu(g) =
+g * 1/(1 + 2^(-g log2 e)) with ex2.approx.ftz and rcp.approx.ftz, every other operation to nearest even in fp32; then
+times u, then times the top-k weight if it comes before the requantisation.
 
-A thread writes what it made: 32 bytes of codes, a whole sector, and a word of scales for half a row. That is little, a
-fifth of what the second GEMM writes or less, and not worth a way through shared memory.
+A thread writes its own results: 32 bytes of codes, a whole sector, and a word of scales for half a row. That is at most
+a fifth of what the second GEMM writes, too little to take the way through shared memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ HALF_CODE_BYTES = WIDTH // 2
 
 @dataclass(frozen=True, slots=True)
 class SwigluVariant:
-    """What is compiled in. `interleave`: granularity of gate and up rows; `clamped`: gates are limited from above, ups
-    from both sides; `weighted`: the top-k weight comes before the requantisation."""
+    """Compiled into the kernel. `interleave`: granularity of gate and up rows. `clamped`: gates are limited from above,
+    ups from both sides. `weighted`: the top-k weight comes before the requantisation."""
 
     interleave: int
     clamped: bool
@@ -68,15 +68,15 @@ class SwigluRow:
         self.negated_clamp = x.reg("negated_clamp", "f32")
 
     def begin(self) -> None:
-        """The lower limit of the ups."""
+        """Makes the lower limit of the ups."""
         if self.variant.clamped:
             self.frame.x.emit("neg.f32", self.negated_clamp, self.params.clamp)
 
     def end(self) -> None:
-        """Nothing: the stores were the threads' own."""
+        """Nothing to wait for: each thread stored by itself."""
 
     def begin_tile(self, tile: Tile, row: Register) -> None:
-        """The scales of this row, 0 for one that fills up a tile: its activations are zeros."""
+        """Loads the scales of this row; 0 for a row that fills up a tile, so that its activations are zeros."""
         x, params = self.frame.x, self.params
         token = x.entry_of("token", params.token_of_row, row)
         is_token = x.let("is_token", "setp.lt.u32", token, params.tokens)
@@ -119,7 +119,7 @@ class SwigluRow:
         x.emit("st.global.b32", at(x.indexed_wide("half_scales_at", self.scales, half, ATOM_BYTES)), scales)
 
     def _activation(self, accumulator: Vector, element: int) -> Register:
-        """In the register of the gate."""
+        """The activation, in the register of its gate."""
         x, variant = self.frame.x, self.variant
         column = variant.gate_column(element)
         gate, up = accumulator[column], accumulator[column + variant.interleave]

@@ -14,12 +14,12 @@ ROW_BYTES = 128
 SWIZZLE_ATOM_BYTES = 8 * ROW_BYTES
 THREADS = 128
 MAX_O_COLUMNS = 256
-"""N of wgmma is 256 at most, and its f32 accumulator then takes 128 registers a thread."""
+"""N of wgmma is 256 at most; its f32 accumulator then takes 128 registers a thread."""
 SPLIT_KEYS = 512
-"""Keys that one CTA visits where the keys are split; a multiple of every tile_n. Where a split begins depends on the
-key alone, so that the bits of a row depend on neither batch nor heads nor window."""
+"""Keys that one CTA visits if the keys are split; a multiple of every tile_n. Splits begin at fixed keys, so that the
+bits of a row depend on neither batch nor heads nor window."""
 MAX_SPLIT_QUERIES = 16
-"""Queries a sequence up to which the keys are split: beyond, the row tiles fill the machine, and the partial outputs
+"""Keys are split for up to so many queries a sequence. With more, the row tiles fill the machine, and the partial outputs
 would cost more than they bring."""
 
 

@@ -1,4 +1,4 @@
-"""The online softmax in registers. A thread has two rows of the tile, 8 apart, and a quarter of the columns of each.
+"""The online softmax in registers. A thread has two rows of the tile, 8 apart, and a quarter of their columns.
 
 Accumulators of wgmma.m64nNk16 (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"): register 4 b + 2 r + c of a
 thread is column 8 b + 2 (lane % 4) + c of row 16 warp + lane / 4 + 8 r. Four neighbouring lanes have a row together.
@@ -137,7 +137,7 @@ def _raise_reference(frame: Sm90FmhaFrame, row: QueryRow, scores: list[Register]
 
 
 def quad_sum(x: Builder, value: Register) -> None:
-    """The sum over the four lanes of a row, in all of them."""
+    """Sums over the four lanes of a row; all of them get the sum."""
     for distance in QUAD:
         x.emit("add.rn.f32", value, value, _from_lane(x, value, distance))
 
