@@ -30,7 +30,7 @@ HOST_MARGIN: Final = 2.0
 """Device work in front of a row of samples, over the time in which the host hands the samples over. A device at the end
 of its queue is up to a microsecond faster a launch; one that waits for its host is slower without limit."""
 CHEAP_ENQUEUE: Final = 1 / 2
-"""A cold sample enqueues a call whose host side takes at most this share of a flush's time, and replays a dearer one."""
+"""Share of a flush's time that a call's host side may take in a cold sample; a graph replays a dearer one."""
 LOOK_AHEAD: Final = 3
 """Flushes and calls behind the last sample of a row, so that its queue does not run dry."""
 

@@ -14,7 +14,7 @@ from backends.ptx.sm100_moe.geometry import ACCUMULATOR_STRIDE, EPILOGUE_WARPS, 
 from backends.ptx.tcgen05 import lanes_of_warp
 
 CHUNK = HALF_N
-"""Columns a tcgen05.ld. All at once: ptxas would put off a second load, and the arrival behind it, to save registers."""
+"""Columns a tcgen05.ld. ptxas would put off a second load, and the arrival behind it, to save registers."""
 SHARED_COLUMN = ACCUMULATOR_STRIDE
 """Both accumulators have columns SHARED_COLUMN to SHARED_COLUMN + HALF_N - 1."""
 

@@ -42,7 +42,7 @@ THREADS = 192
 EPILOGUE_THREADS = 128
 
 ACCUMULATOR_STRIDE = 128
-"""Columns between the accumulators. Both are TILE_N wide: the upper half of the first is the lower half of the second."""
+"""Columns between the accumulators. Both are TILE_N wide: the upper half of the first is the lower of the second."""
 SF_COLUMN = ACCUMULATOR_STRIDE + TILE_N
 SFA_COLUMNS = TILE_M // 32
 SFB_COLUMNS = TILE_N // 32

@@ -1,6 +1,6 @@
 """Warp 4: one thread copies scale factors to tensor memory and issues every tcgen05.mma.
 
-A stage's scale factors go to one of two slots of tensor memory. The ISA orders a copy before a later MMA, but not an MMA
+A stage's scale factors go to one of two slots of tensor memory. The ISA orders a copy before a later MMA, not an MMA
 before a later copy (PTX ISA, "Pipelined tcgen05 Instructions"). So the copies of stage i wait until the MMAs of stage
 i - 2 are reported done; those of stage i - 1 keep the tensor core busy meanwhile.
 

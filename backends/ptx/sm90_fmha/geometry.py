@@ -19,7 +19,7 @@ SPLIT_KEYS = 512
 """Keys that one CTA visits if the keys are split; a multiple of every tile_n. Splits begin at fixed keys, so that the
 bits of a row depend on neither batch nor heads nor window."""
 MAX_SPLIT_QUERIES = 16
-"""Keys are split for up to so many queries a sequence. With more, the row tiles fill the machine, and the partial outputs
+"""Keys are split for up to so many queries a sequence. With more, the row tiles fill the machine, and partial outputs
 would cost more than they bring."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -17,17 +18,17 @@ from backends.ptx.shared_memory import MAX_SMEM
 from backends.ptx.sm100_fmha.geometry import Sm100FmhaTiling
 from backends.ptx.sm100_fmha.kernel import PTX_VERSION, kernel_text
 from backends.ptx.tcgen05 import TMEM_COLUMNS
-from megamoe.contract import KernelArg, ScalarArg, TensorMapArg, UnsupportedError
+from megamoe.contract import KernelArg, Launch, ScalarArg, Target, TensorMapArg, UnsupportedError
 from megamoe.contract.assembly import Assembly
 from megamoe.spec.load import load_specs
 
 LIVE_VALUES = 64
 
 
-def assembled(ptx: str) -> Assembly:
-    """`assemble`, a missing assembler being reported as skipped, never as passed."""
+def assembled(ptx: str, target: Target = "sm_100a") -> Assembly:
+    """`assemble`; a missing assembler skips the test, so that it never passes unasked."""
     try:
-        return assemble(ptx, "sm_100a")
+        return assemble(ptx, target)
     except UnsupportedError as missing:
         pytest.skip(f"unsupported: {missing}")
 
@@ -105,11 +106,19 @@ def test_fmha_fits_the_machine(hd: int) -> None:
         ends = offset + size
 
 
-def param_of(argument: KernelArg) -> str:
+def _param_of(argument: KernelArg) -> str:
     """How PTX declares the parameter that `argument` fills, less its name."""
     if isinstance(argument, TensorMapArg):
         return ".align 64 .b8"
     return f".{argument.dtype}" if isinstance(argument, ScalarArg) else ".u64"
+
+
+def check_arguments(ptx: str, launch: Launch) -> None:
+    """A launch passes what its entry declares, in order."""
+    head = ptx.split(f".entry {launch.entry}(")[1].split(")")[0]
+    declared = re.findall(r"^    \.param (.*) \w+(?:\[128\])?,?$", head, re.MULTILINE)
+    passed = [_param_of(argument) for argument in launch.args]
+    assert passed == declared, f"{launch.entry} is passed {passed}, declares {declared}"
 
 
 @pytest.mark.parametrize("hd", SUPPORTED_HD)
@@ -117,9 +126,15 @@ def param_of(argument: KernelArg) -> str:
 def test_arguments_are_the_parameters(hd: int, lse: bool) -> None:
     case = load_specs()["fmha"].case(hd=hd, t=3, s_k=130, heads=4, kv_heads=2, lse=lse)
     program = BACKEND.build(case, "sm_100a")
-    declared = re.findall(r"^    \.param (.*) \w+(?:\[128\])?,?$", program.ptx, re.MULTILINE)
-    passed = [param_of(argument) for argument in program.launches[0].args]
-    assert passed == declared, f"{case}: the launch passes {passed}, the entry declares {declared}"
+    check_arguments(program.ptx, program.launches[0])
+
+
+def test_other_arguments_are_noticed() -> None:
+    case = load_specs()["fmha"].case(hd=64, t=3, s_k=130, heads=4, kv_heads=2)
+    program = BACKEND.build(case, "sm_100a")
+    launch = program.launches[0]
+    with pytest.raises(AssertionError, match="is passed"):
+        check_arguments(program.ptx, replace(launch, args=launch.args[1:]))
 
 
 def test_other_targets_are_unsupported() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -15,6 +16,8 @@ from backends.ptx.operands import (
     Register,
     at,
 )
+from backends.ptx.parameters import F32, U32, Map, Parameters, Pointer, Value
+from megamoe.contract import BufferArg, ScalarArg, TensorMapArg
 
 
 def fresh() -> Builder:
@@ -179,3 +182,52 @@ def test_a_named_place_is_named_where_it_is_used() -> None:
     lines = [line.strip() for line in x.text().splitlines() if "arrive" in line]
     assert lines[0].endswith("[%smem + 8];  // s_full"), f"the named place is not named: {lines[0]}"
     assert lines[1].endswith("[%smem + 16];"), f"another place got a name: {lines[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class InnerParams(Parameters):
+    """Nested in the next."""
+
+    t: U32
+
+
+@dataclass(frozen=True, slots=True)
+class PlantedParams(Parameters):
+    """One field of each kind."""
+
+    q: Map
+    o: Pointer
+    inner: InnerParams
+    scale: F32
+
+
+TENSOR_MAP = TensorMapArg("q", "bf16", (64, 8), (128,), (64, 8))
+
+
+def test_parameters_are_declared_and_passed_in_one_order() -> None:
+    x = fresh()
+    params = PlantedParams.declare(x)
+    x.emit("ret")
+    declared = [line.split()[-1].rstrip(",") for line in x.text().splitlines() if line.startswith("    .param")]
+    assert declared == ["q_map[128]", "o", "t", "scale"]
+    assert params.inner.t.type == "u32"
+    inner = InnerParams.arguments(t=7)
+    passed = PlantedParams.arguments(q=TENSOR_MAP, inner=inner, scale=0.5)
+    assert passed == (TENSOR_MAP, BufferArg("o"), ScalarArg("u32", 7), ScalarArg("f32", 0.5))
+    assert PlantedParams.arguments(q=TENSOR_MAP, o="rows", inner=inner, scale=0.5)[1] == BufferArg("rows")
+    assert PlantedParams.arguments(q=TENSOR_MAP, o=None, inner=inner, scale=0.5)[1] == ScalarArg("u64", 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"scale": 0.5, "sclae": 0.5}, "a launch gives sclae"),
+        ({}, "PlantedParams.scale is f32; a launch gives None"),
+        ({"scale": 0.5, "q": "q"}, "PlantedParams.q is map; a launch gives 'q'"),
+        ({"scale": TENSOR_MAP}, "PlantedParams.scale is f32"),
+        ({"scale": 0.5, "inner": 7}, "PlantedParams.inner is .*InnerParams"),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_refused(values: dict[str, Value], reason: str) -> None:
+    with pytest.raises(BuilderError, match=reason):
+        PlantedParams.arguments(**{"q": TENSOR_MAP, "inner": InnerParams.arguments(t=7), **values})

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
 
 from backends.ptx import BACKEND
-from backends.ptx.assembler import AssemblyError, assemble
+from backends.ptx.assembler import AssemblyError
 from backends.ptx.attention import SUPPORTED_HD
 from backends.ptx.builder import Builder
 from backends.ptx.operands import BuilderError
 from backends.ptx.shared_memory import MAX_SMEM
 from backends.ptx.sm90_fmha.geometry import SPLIT_KEYS, THREADS, Sm90FmhaTiling, splits_of
 from backends.ptx.sm90_fmha.kernel import PTX_VERSION, kernel_text
+from conformance.kernels.ptx.test_assembles import assembled, check_arguments, local_memory_bytes
 from megamoe.contract import (
-    KernelArg,
     Row,
     RunOptions,
-    ScalarArg,
-    TensorMapArg,
-    UnsupportedError,
     load_executor,
 )
-from megamoe.contract.assembly import Assembly
 from megamoe.judge.arena import Arena
 from megamoe.judge.judge import judge
 from megamoe.ops import reference
@@ -34,20 +29,11 @@ MAX_REGISTERS = 255
 MAX_REGISTERS_OF_AN_SM = 65536
 
 
-def assembled(ptx: str) -> Assembly:
-    """`assemble`, a missing assembler being reported as skipped, never as passed."""
-    try:
-        return assemble(ptx, "sm_90a")
-    except UnsupportedError as missing:
-        pytest.skip(f"unsupported: {missing}")
-
-
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("hd", SUPPORTED_HD)
 def test_it_assembles_without_spills(hd: int, split: bool) -> None:
-    assembly = assembled(kernel_text(hd, split))
-    used = assembly.stack + assembly.spill_stores + assembly.spill_loads
-    assert used == 0, f"hd={hd} uses local memory: {assembly}"
+    assembly = assembled(kernel_text(hd, split), "sm_90a")
+    assert local_memory_bytes(assembly) == 0, f"hd={hd} uses local memory: {assembly}"
     assert assembly.registers <= MAX_REGISTERS
 
 
@@ -55,7 +41,7 @@ def test_the_declared_version_is_the_lowest() -> None:
     major, minor = PTX_VERSION
     assert (major, minor) == (8, 0)
     with pytest.raises(AssemblyError):
-        assembled(kernel_text(64).replace(".version 8.0", ".version 7.8"))
+        assembled(kernel_text(64).replace(".version 8.0", ".version 7.8"), "sm_90a")
 
 
 @pytest.mark.parametrize("hd", SUPPORTED_HD)
@@ -73,14 +59,7 @@ def test_it_fits_the_machine(hd: int) -> None:
 @pytest.mark.parametrize("hd", [64, 128])
 def test_two_ctas_fit_an_sm(hd: int) -> None:
     assert 2 * (Sm90FmhaTiling(hd).smem.size + 1024) <= MAX_SMEM + 1024, "shared memory holds one CTA only"
-    assert 2 * THREADS * assembled(kernel_text(hd)).registers <= MAX_REGISTERS_OF_AN_SM
-
-
-def param_of(argument: KernelArg) -> str:
-    """How PTX declares the parameter that `argument` fills, less its name."""
-    if isinstance(argument, TensorMapArg):
-        return ".align 64 .b8"
-    return f".{argument.dtype}" if isinstance(argument, ScalarArg) else ".u64"
+    assert 2 * THREADS * assembled(kernel_text(hd), "sm_90a").registers <= MAX_REGISTERS_OF_AN_SM
 
 
 @pytest.mark.parametrize("hd", SUPPORTED_HD)
@@ -89,12 +68,9 @@ def param_of(argument: KernelArg) -> str:
 def test_arguments_are_the_parameters(hd: int, s_k: int, lse: bool) -> None:
     case = load_specs()["fmha"].case(hd=hd, t=3, s_k=s_k, heads=4, kv_heads=2, lse=lse)
     program = BACKEND.build(case, "sm_90a")
-    entries = program.ptx.split(".visible .entry ")[1:]
-    assert len(entries) == len(program.launches) == (2 if s_k > SPLIT_KEYS else 1)
-    for entry, launch in zip(entries, program.launches, strict=True):
-        declared = re.findall(r"^    \.param (.*) \w+(?:\[128\])?,?$", entry, re.MULTILINE)
-        passed = [param_of(argument) for argument in launch.args]
-        assert passed == declared, f"{case}: {launch.entry} is passed {passed} and declares {declared}"
+    assert program.ptx.count(".visible .entry ") == len(program.launches) == (2 if s_k > SPLIT_KEYS else 1)
+    for launch in program.launches:
+        check_arguments(program.ptx, launch)
 
 
 @pytest.mark.parametrize(("t", "s_k", "splits"), [(1, 512, 1), (1, 513, 2), (16, 8192, 16), (17, 8192, 1)])

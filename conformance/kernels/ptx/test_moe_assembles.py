@@ -29,7 +29,7 @@ from backends.ptx.sm100_moe.requantise import requantise_kernel
 from backends.ptx.sm100_moe.routing import routing_kernel
 from backends.ptx.sm100_moe.swiglu import SwigluVariant
 from backends.ptx.tcgen05 import TMEM_COLUMNS
-from conformance.kernels.ptx.test_assembles import assembled, local_memory_bytes, param_of
+from conformance.kernels.ptx.test_assembles import assembled, check_arguments, local_memory_bytes
 from megamoe.contract import Program, UnsupportedError
 from megamoe.spec.load import load_specs
 
@@ -83,10 +83,7 @@ def test_a_stage_is_one_module(stage: str) -> None:
 def test_arguments_are_the_parameters(stage: str, weight: str) -> None:
     built = program(stage=stage, weight=weight)
     for launch in built.launches:
-        head = built.ptx.split(f".entry {launch.entry}(")[1].split(")")[0]
-        declared = re.findall(r"^    \.param (.*) \w+(?:\[128\])?,?$", head, re.MULTILINE)
-        passed = [param_of(argument) for argument in launch.args]
-        assert passed == declared, f"{stage}: {launch.entry} is passed {passed}, declares {declared}"
+        check_arguments(built.ptx, launch)
 
 
 def test_the_declared_version_is_the_lowest() -> None:
