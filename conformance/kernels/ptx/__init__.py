@@ -1,1 +1,1 @@
-"""What the raw-PTX kernels promise."""
+"""Tests of the raw-PTX kernels and of the builder that writes them."""

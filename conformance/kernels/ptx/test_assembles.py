@@ -1,4 +1,4 @@
-"""Every kernel that the ptx backend writes assembles for its target, without spills and without a warning."""
+"""The ptx backend's attention for sm_100a assembles without spills or warnings, fits, and is launched as declared."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def assembled(ptx: str, target: Target = "sm_100a") -> Assembly:
 
 
 def local_memory_bytes(assembly: Assembly) -> int:
-    """Bytes of local memory traffic and stack that the kernel was given; 0 for a lean one."""
+    """Bytes of local memory traffic and stack; 0 for a kernel that stays in registers."""
     return assembly.stack + assembly.spill_stores + assembly.spill_loads
 
 
 def crowded_kernel(directive: str) -> str:
-    """A kernel with LIVE_VALUES volatile loads alive at once, and one more directive behind .reqntid."""
+    """A kernel with LIVE_VALUES loads alive at once, and `directive` behind .reqntid."""
     x = Builder("crowded", target="sm_100a", version=(8, 6), block=128)
     buffer = x.param("buffer", "u64")
     values = x.regs("value", "f32", LIVE_VALUES)

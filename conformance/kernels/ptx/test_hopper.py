@@ -1,4 +1,4 @@
-"""The ptx backend's attention for sm_90a assembles without spills, fits the machine and is launched as it declares."""
+"""The ptx backend's attention for sm_90a assembles without spills, fits the machine and is launched as declared."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_keys_of_few_queries_are_split(t: int, s_k: int, splits: int) -> Non
 
 @pytest.mark.parametrize("hd", SUPPORTED_HD)
 def test_parts_without_a_key_count_for_nothing(hd: int) -> None:
-    """A window of one key: of three parts, two see nothing of either query or of one."""
+    """With a window of one key, two of three parts see no key of one query or of both."""
     case = load_specs()["fmha"].case(hd=hd, t=2, s_k=1025, heads=2, causal=True, window=1)
     record = judge(Row(case.id, "ptx", "sm_90a", "vm", "lazy"), "pytest")
     assert record.status == "passed", record.sentence
@@ -101,7 +101,7 @@ def test_the_builder_counts_the_registers_of_a_wgmma(registers: int, a: int, wha
 
 
 SYNCHRONISES = ("wgmma.fence", "wgmma.wait_group", "wgmma.commit_group", "bar.sync", "fence.", "mbarrier.")
-# Occurrences, by text and number, whose removal the VM does not notice, and why they are there all the same.
+# (text, occurrence) that the VM does not miss when it is removed -> why the kernel has it.
 NOT_NOTICED = {
     (
         "fence.mbarrier_init.release.cluster;",

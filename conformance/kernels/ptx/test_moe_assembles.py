@@ -1,4 +1,4 @@
-"""Every MoE kernel of the ptx backend assembles for sm_100a, without spills and without a warning, and fits."""
+"""Every MoE kernel of the ptx backend assembles for sm_100a without spills or warnings, and fits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_assembles_without_spills(kernel: Callable[[], Builder]) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_is_one_module(stage: str) -> None:
-    """All entries of a stage share one module, which assembles, and each launch names one of them."""
+    """All entries of a stage are in one module that assembles; each launch names one of them."""
     built = program(stage=stage)
     assert assembled(built.ptx).code_size > 0, f"stage {stage}: the cubin has no code"
     entries = re.findall(r"^\.visible \.entry (\w+)\(", built.ptx, re.MULTILINE)

@@ -1,5 +1,5 @@
-"""What the MoE kernels of the ptx backend promise beyond the spec's laws: tables of the routing, and that neither the
-number of persistent CTAs nor the schedule changes a bit. Each checker meets a planted fault."""
+"""Laws of the ptx backend's MoE kernels beyond the spec's: the routing's tables are right, and neither the number of
+persistent CTAs nor the schedule changes a bit. Each checker meets a planted fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megamoe.spec.spec import Spec
 Tensors = dict[str, torch.Tensor]
 NO_ROW = -1
 SMALL = "hidden=1152,intermediate=256,num_experts=3,tokens=9,topk=2"
-"""Five stages along K in the first GEMM, one more than the ring has; several tiles a CTA if there is one CTA."""
+"""Five stages along K in the first GEMM, one more than the ring has; several tiles a CTA with a single CTA."""
 
 
 @cache
@@ -37,7 +37,7 @@ def case_of(axes: str) -> Case:
 
 
 def built(case: Case, *, ctas: int | None = None) -> Program:
-    """The program of a case, its grouped GEMMs on `ctas` persistent CTAs if that is given."""
+    """The program of a case; its grouped GEMMs run on `ctas` persistent CTAs if given."""
     program = BACKEND.build(case, "sm_100a")
     if ctas is None:
         return program
@@ -46,7 +46,7 @@ def built(case: Case, *, ctas: int | None = None) -> Program:
 
 
 def run(case: Case, program: Program, schedule: str = "eager") -> tuple[Tensors, str]:
-    """The outputs without what is free, and what the machine or the arena found wrong."""
+    """The outputs with free elements zeroed, and what the machine or the arena found wrong."""
     inputs = reference(case.op).make_inputs(case)
     arena = Arena(spec(), case, inputs)
     arena.poison()
@@ -59,13 +59,13 @@ def run(case: Case, program: Program, schedule: str = "eager") -> tuple[Tensors,
 
 
 def differences(left: Tensors, right: Tensors) -> list[str]:
-    """Outputs that are not the same bits."""
+    """Names of the outputs whose bits differ."""
     return [name for name in left if not torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8))]
 
 
 @cache
 def plain(axes: str) -> Tensors:
-    """The outputs of a case as it is launched, eagerly."""
+    """The outputs of a case under the schedule eager."""
     outputs, sentence = run(case_of(axes), built(case_of(axes)))
     assert not sentence, f"{axes}: {sentence}"
     return outputs
@@ -74,7 +74,7 @@ def plain(axes: str) -> Tensors:
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random:1", "random:2"])
 @pytest.mark.parametrize("stage", ["l1", "l2"])
 def test_persistence_changes_no_bit(stage: str, schedule: str) -> None:
-    """One CTA that walks over all tiles, its accumulators overlapping, against one CTA a tile."""
+    """One CTA that walks over all tiles with overlapping accumulators gives the bits of one CTA a tile."""
     axes = f"{SMALL},stage={stage},load=skewed"
     outputs, sentence = run(case_of(axes), built(case_of(axes), ctas=1), schedule)
     assert not sentence, f"{axes} on one CTA: {sentence}"
@@ -157,7 +157,7 @@ def test_a_wrong_routing_table_is_noticed() -> None:
 
 
 def _wrong_tables(case: Case, program: Program, schedule: str) -> str:
-    """What the routing launch leaves in its tables against the reference; "" if all is right."""
+    """Compares the tables that the routing launch writes with the reference; "" if they are right."""
     topk_ids = reference(case.op).make_inputs(case)["topk_ids"]
     tables = {name: torch.full((size // 4,), -2, dtype=torch.int32) for name, size in program.scratch.items()}
     alone = replace(program, launches=program.launches[:1], scratch={})

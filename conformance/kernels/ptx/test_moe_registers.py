@@ -1,9 +1,8 @@
 """Which register of which thread holds which (M, N) of a fused SwiGLU tile: row M = thread, column N = register.
 
-One tcgen05.ld.32x32b gives thread t lane t of tensor memory, which is row t of the tile, and register c column c, so
-that a thread has gates 0 to 7 in registers 0 to 7, their ups in 8 to 15, gates 8 to 15 in 16 to 23, and so on. The
-question is asked of the kernel itself: one register of one thread is set to zero, and the activation that becomes zero
-is the one that was made from it.
+One tcgen05.ld.32x32b gives thread t lane t of tensor memory, row t of the tile, and column c in register c. A thread
+has gates 0 to 7 in registers 0 to 7, their ups in 8 to 15, gates 8 to 15 in 16 to 23, and so on. The test asks the
+kernel itself: it zeroes one register of one thread; the activation made from it must become zero.
 """
 
 from __future__ import annotations
