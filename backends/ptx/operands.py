@@ -21,41 +21,12 @@ WIDTHS = {
 MIN_HEX = 1 << 20
 """Immediates from here on are masks and descriptors; write them in hexadecimal."""
 
-SPECIAL_REGISTERS = frozenset(
-    {
-        "tid",
-        "ntid",
-        "laneid",
-        "warpid",
-        "nwarpid",
-        "ctaid",
-        "nctaid",
-        "smid",
-        "nsmid",
-        "gridid",
-        "lanemask_eq",
-        "lanemask_le",
-        "lanemask_lt",
-        "lanemask_ge",
-        "lanemask_gt",
-        "is_explicit_cluster",
-        "clusterid",
-        "nclusterid",
-        "cluster_ctaid",
-        "cluster_nctaid",
-        "cluster_ctarank",
-        "cluster_nctarank",
-        "clock",
-        "clock_hi",
-        "clock64",
-        "globaltimer",
-        "globaltimer_lo",
-        "globaltimer_hi",
-        "total_smem_size",
-        "dynamic_smem_size",
-        "aggr_smem_size",
-    }
-)
+SPECIAL_REGISTERS = frozenset({
+    "tid", "ntid", "laneid", "warpid", "nwarpid", "ctaid", "nctaid", "smid", "nsmid", "gridid", "lanemask_eq",
+    "lanemask_le", "lanemask_lt", "lanemask_ge", "lanemask_gt", "is_explicit_cluster", "clusterid", "nclusterid",
+    "cluster_ctaid", "cluster_nctaid", "cluster_ctarank", "cluster_nctarank", "clock", "clock_hi", "clock64",
+    "globaltimer", "globaltimer_lo", "globaltimer_hi", "total_smem_size", "dynamic_smem_size", "aggr_smem_size",
+})  # fmt: skip
 """Names after `%` that belong to the machine (PTX ISA, "Special Registers")."""
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from backends.ptx.builder import TID_X, Builder
+from backends.ptx.emitter import module_text
 from backends.ptx.operands import (
     SINK,
     Address,
@@ -231,3 +232,38 @@ def test_parameters_are_declared_and_passed_in_one_order() -> None:
 def test_an_argument_that_does_not_fit_is_refused(values: dict[str, Value], reason: str) -> None:
     with pytest.raises(BuilderError, match=reason):
         PlantedParams.arguments(**{"q": TENSOR_MAP, "inner": InnerParams.arguments(t=7), **values})
+
+
+def test_a_module_is_for_one_target() -> None:
+    entries = [Builder(target, target=target, version=(8, 6), block=32) for target in ("sm_90a", "sm_100a")]
+    with pytest.raises(BuilderError, match="one target"):
+        module_text(entries)
+
+
+def test_packing_is_checked() -> None:
+    x = Builder("packing", target="sm_100a", version=(8, 6), block=32)
+    three = x.regs("byte", "b8", 3)
+    with pytest.raises(BuilderError, match="24 bits"):
+        x.emit("mov.b32", x.reg("word", "b32"), three)
+
+
+def test_gather4_takes_a_column_and_four_rows() -> None:
+    x = Builder("gather", target="sm_100a", version=(8, 6), block=32)
+    tensor_map, smem = x.tensor_map("a"), x.let("smem", "mov.u32", 0)
+    gather = "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes"
+    with pytest.raises(BuilderError, match="wants 5 coordinates"):
+        x.emit(gather, at(smem), Address(tensor_map, 0, (0, 1)), at(smem))
+    x.emit(gather, at(smem), Address(tensor_map, 0, (0, 1, 2, 3, 4)), at(smem))
+
+
+@pytest.mark.parametrize(
+    ("registers", "a", "what"),
+    [(31, 4, "moves 32 registers; 31 are named"), (32, 3, "moves 4 registers; 3 are named")],
+)
+def test_the_builder_counts_the_registers_of_a_wgmma(registers: int, a: int, what: str) -> None:
+    x = Builder("planted", target="sm_90a", version=(8, 0), block=128)
+    descriptor = x.let("descriptor", "mov.b64", 0)
+    on = x.let("on", "setp.eq.u64", descriptor, 0)
+    d, p = x.regs("d", "f32", registers), x.regs("p", "b32", a)
+    with pytest.raises(BuilderError, match=what):
+        x.emit("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16", d, p, descriptor, on, 1, 1, 1)

@@ -9,8 +9,6 @@ import pytest
 from backends.ptx import BACKEND
 from backends.ptx.assembler import AssemblyError
 from backends.ptx.attention import SUPPORTED_HD
-from backends.ptx.builder import Builder
-from backends.ptx.operands import BuilderError
 from backends.ptx.shared_memory import MAX_SMEM
 from backends.ptx.sm90_fmha.geometry import SPLIT_KEYS, THREADS, Sm90FmhaTiling, splits_of
 from backends.ptx.sm90_fmha.kernel import PTX_VERSION, kernel_text
@@ -85,19 +83,6 @@ def test_parts_without_a_key_count_for_nothing(hd: int) -> None:
     case = load_specs()["fmha"].case(hd=hd, t=2, s_k=1025, heads=2, causal=True, window=1)
     record = judge(Row(case.id, "ptx", "sm_90a", "vm", "lazy"), "pytest")
     assert record.status == "passed", record.sentence
-
-
-@pytest.mark.parametrize(
-    ("registers", "a", "what"),
-    [(31, 4, "moves 32 registers; 31 are named"), (32, 3, "moves 4 registers; 3 are named")],
-)
-def test_the_builder_counts_the_registers_of_a_wgmma(registers: int, a: int, what: str) -> None:
-    x = Builder("planted", target="sm_90a", version=(8, 0), block=128)
-    descriptor = x.let("descriptor", "mov.b64", 0)
-    on = x.let("on", "setp.eq.u64", descriptor, 0)
-    d, p = x.regs("d", "f32", registers), x.regs("p", "b32", a)
-    with pytest.raises(BuilderError, match=what):
-        x.emit("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16", d, p, descriptor, on, 1, 1, 1)
 
 
 SYNCHRONISES = ("wgmma.fence", "wgmma.wait_group", "wgmma.commit_group", "bar.sync", "fence.", "mbarrier.")

@@ -11,8 +11,6 @@ import pytest
 from backends.ptx import BACKEND
 from backends.ptx.assembler import AssemblyError
 from backends.ptx.builder import Builder
-from backends.ptx.emitter import module_text
-from backends.ptx.operands import Address, BuilderError, at
 from backends.ptx.shared_memory import MAX_SMEM, SmemLayout
 from backends.ptx.sm100_moe.combine import combine_kernel
 from backends.ptx.sm100_moe.gather_scales import gather_scales_kernel
@@ -117,25 +115,3 @@ def test_other_shapes_are_unsupported(axis: str) -> None:
     odd = replace(case, axes=tuple((name, 192 if name == axis else value) for name, value in case.axes))
     with pytest.raises(UnsupportedError, match=f"{axis} is 192; .* multiple of 128"):
         BACKEND.build(odd, "sm_100a")
-
-
-def test_a_module_is_for_one_target() -> None:
-    entries = [Builder(target, target=target, version=(8, 6), block=32) for target in ("sm_90a", "sm_100a")]
-    with pytest.raises(BuilderError, match="one target"):
-        module_text(entries)
-
-
-def test_packing_is_checked() -> None:
-    x = Builder("packing", target="sm_100a", version=(8, 6), block=32)
-    three = x.regs("byte", "b8", 3)
-    with pytest.raises(BuilderError, match="24 bits"):
-        x.emit("mov.b32", x.reg("word", "b32"), three)
-
-
-def test_gather4_takes_a_column_and_four_rows() -> None:
-    x = Builder("gather", target="sm_100a", version=(8, 6), block=32)
-    tensor_map, smem = x.tensor_map("a"), x.let("smem", "mov.u32", 0)
-    gather = "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes"
-    with pytest.raises(BuilderError, match="wants 5 coordinates"):
-        x.emit(gather, at(smem), Address(tensor_map, 0, (0, 1)), at(smem))
-    x.emit(gather, at(smem), Address(tensor_map, 0, (0, 1, 2, 3, 4)), at(smem))
