@@ -16,11 +16,12 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
-from megamoe.diff.differ import ComparedRow, ComparisonError, RowKey, called, compare_runs
+from megamoe.diff.differ import ComparedRow, ComparisonError, called, compare_runs
 from megamoe.diff.rows import Call
 from megamoe.diff.sides import Side, read_side
+from megamoe.records.atomic import write_file
+from megamoe.records.keys import Key
 from megamoe.records.lines import AnyLine, RecordError, Timing
-from megamoe.report.comparison import write_text
 from megamoe.spec.error import SpecError
 from megamoe.spec.load import load_specs
 from megamoe.spec.thresholds import DEFAULT_THRESHOLD
@@ -70,7 +71,7 @@ def measured(folder: Path, specs: Path | None = None) -> dict[str, object]:
     every, following, at_default = Tally(), Tally(), Tally()
     by_temperature = {"cold": Tally(), "hot": Tally()}
     planted = {factor: {"cold": Tally(), "hot": Tally()} for factor in PLANTED}
-    spread: dict[RowKey, float] = {}
+    spread: dict[Key, float] = {}
     for (i, before), (j, after) in combinations(enumerate(sides), 2):
         rows = [row for row in compare_runs(before, after, known).rows if row.ratio is not None]
         if not rows:
@@ -111,7 +112,7 @@ def measured(folder: Path, specs: Path | None = None) -> dict[str, object]:
 
 
 def _timed_at(rows: Iterable[ComparedRow], temperature: str) -> list[ComparedRow]:
-    return [row for row in rows if row.ratio is not None and row.key.variant == temperature]
+    return [row for row in rows if row.ratio is not None and row.key.temperature == temperature]
 
 
 def _at_default_threshold(rows: Iterable[ComparedRow]) -> list[ComparedRow]:
@@ -154,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found = measured(chosen.folder, chosen.specs)
         if chosen.json:
-            write_text(chosen.json, json.dumps(found, indent=1, allow_nan=False) + "\n")
+            write_file(chosen.json, json.dumps(found, indent=1, allow_nan=False) + "\n", "the summary")
     except (ComparisonError, RecordError, SpecError) as error:
         print(f"false_alarms: {error}", file=sys.stderr)
         return 2

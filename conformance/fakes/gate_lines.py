@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megamoe.contract import Row, Status
-from megamoe.gate.baseline import Baseline, figures_key, settled, settled_figures
+from megamoe.gate.baseline import Baseline, settled, settled_figures
 from megamoe.gate.counters import Claim
+from megamoe.records.keys import Key
 from megamoe.records.lines import Figures, Record, RunHeader, record_of
 from megamoe.spec.selection import Selection
 
@@ -43,7 +44,7 @@ def figures(row: Row, kernel: Mapping[str, int] = KERNEL, assembler: str = "ptxa
 def baseline(*lines: Record | Figures, path: Path = Path("baseline.jsonl")) -> Baseline:
     """A baseline of these lines."""
     records = {line.row: settled(line) for line in lines if isinstance(line, Record)}
-    programs = {figures_key(line): settled_figures(line) for line in lines if isinstance(line, Figures)}
+    programs = {Key.of(line): settled_figures(line) for line in lines if isinstance(line, Figures)}
     return Baseline(path, records=records, figures=programs)
 
 

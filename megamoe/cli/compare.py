@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from megamoe.cli.options import Specs, console
+from megamoe.records.atomic import write_file
 from megamoe.spec.load import load_specs
 
 _SIDE = "a record file, a folder of them, a git revision, or REV:PATH"
@@ -36,7 +37,7 @@ def compare(
     A revision alone means the tracked baselines at it. Exit status: 0 fine; 1 a regression, a missing row, a worse
     status; 2 nothing that can be compared. How times are compared, and how often it errs: results/README.md.
     """
-    # Tables and arrays, which no other command of this family needs, would slow down the start of all of them.
+    # Only this command needs tables and the differ; the others start faster without.
     from megamoe.diff.differ import compare_runs
     from megamoe.diff.sides import read_side
     from megamoe.report.comparison import (
@@ -45,15 +46,16 @@ def compare(
         as_table,
         lines_of,
         shown,
-        write_text,
     )
 
     known = load_specs(specs)
     comparison = compare_runs(read_side(before), read_side(after), known, across=across, only=row or ())
     if json_file:
-        write_text(json_file, json.dumps(as_json(comparison, strict), indent=1, allow_nan=False) + "\n")
+        write_file(
+            json_file, json.dumps(as_json(comparison, strict), indent=1, allow_nan=False) + "\n", "the comparison"
+        )
     if markdown_file:
-        write_text(markdown_file, as_markdown(comparison, strict))
+        write_file(markdown_file, as_markdown(comparison, strict), "the comparison")
     terminal = console()
     for line in lines_of(comparison):
         terminal.print(line, markup=False)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from megamoe.cli.options import Specs, console
+from megamoe.records.atomic import write_folder
 from megamoe.records.files import read_records
 from megamoe.records.lines import RecordError
 from megamoe.spec.load import load_specs
@@ -40,7 +38,7 @@ def export_flashinfer(
 
     try:
         dataset = dataset_of([read_records(path) for path in records], load_specs(specs), temperature)
-        _write(out, dict(files_of(dataset)))
+        write_folder(out, dict(files_of(dataset)), "the dataset")
     except ExportError as error:
         raise RecordError(str(error)) from error
     terminal = console()
@@ -51,24 +49,3 @@ def export_flashinfer(
     )
     for why, number in dataset.left_out.most_common():
         terminal.print(f"{number} rows have no trace: {why}", markup=False)
-
-
-def _write(folder: Path, files: dict[str, str]) -> None:
-    """The whole folder or none of it. RecordError if it holds something already or cannot be written."""
-    try:
-        if folder.exists() and any(folder.iterdir()):
-            raise RecordError(f"{folder} is not empty; give a new folder, as nothing in it is overwritten")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            part.chmod(0o755)
-            for name, text in files.items():
-                path = part / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding="utf-8")
-            os.replace(part, folder)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
-    except OSError as error:
-        raise RecordError(f"cannot write the dataset to {folder}: {error.strerror}") from error

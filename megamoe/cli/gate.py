@@ -28,7 +28,6 @@ from megamoe.cli.options import (
 from megamoe.cli.run import How, conduct, end_if_interrupted
 from megamoe.cli.verdict import expectations_of, print_verdict
 from megamoe.contract import Row
-from megamoe.export.junit import write_junit
 from megamoe.gate.baseline import VM_BASELINE, Baseline, read_baseline
 from megamoe.gate.counters import Claim, against_baseline
 from megamoe.gate.expected import Expectation, stale_entries
@@ -92,6 +91,8 @@ def gate(
     if len({finding.row for finding in verdict.findings if finding.accept}) > 1:
         console.print(f"All of these at once: {command('--all-of', '*')}", markup=False)
     if junit is not None:
+        from megamoe.export.junit import write_junit
+
         with _nothing_collected():
             write_junit(junit, verdict, evidence.figures, evidence.started)
         console.print(f"JUnit XML: {junit}", markup=False)

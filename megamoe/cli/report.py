@@ -66,8 +66,8 @@ def report(
 
 
 def _write(output: Path, material: Material, specs: Mapping[str, Spec], comparison: Comparison | None) -> None:
+    from megamoe.records.atomic import write_file
     from megamoe.records.provenance import git_revision
-    from megamoe.report.comparison import write_text
     from megamoe.report.coverage import read_coverage, read_foreign_kernels
     from megamoe.report.evidence import bundles, traces
     from megamoe.report.page import Extras, page
@@ -83,7 +83,7 @@ def _write(output: Path, material: Material, specs: Mapping[str, Spec], comparis
         read_coverage(),
         read_foreign_kernels(),
     )
-    write_text(output, page(material, extras))
+    write_file(output, page(material, extras), "the report")
 
 
 def _compared(against: str, given: Sequence[Path], across: bool, specs: Mapping[str, Spec]) -> Comparison:

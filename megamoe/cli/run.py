@@ -32,6 +32,7 @@ from megamoe.gate.verdict import judge_run
 from megamoe.judge.figures import FigureMaker
 from megamoe.judge.run import DEFAULT_TIMEOUT_S, RunSettings, judged
 from megamoe.records.files import RecordWriter, read_records
+from megamoe.records.keys import Key
 from megamoe.records.lines import Agreement, Record, RunHeader, record_of
 from megamoe.records.provenance import installed_version, run_header
 from megamoe.spec.load import load_specs
@@ -167,7 +168,7 @@ def _run_and_record(
                     records.append(record_of(header.run, row, "not_run", why, specs=settings.specs))
                     writer.append(records[-1])
         together = _side_by_side(header.run, records, settings.outputs)
-        programs = {record.row[:3]: record for record in records}.values()
+        programs = {Key.of(record).program: record for record in records}.values()
         for line in (*together, *(line for one in programs for line in figures.of(one.row, one.program_sha256))):
             writer.append(line)
     return records, together

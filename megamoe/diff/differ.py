@@ -1,32 +1,25 @@
-"""Holds the results of two runs against each other: per row a call, on which CI acts and which a person sees.
+"""The one differ of two sets of lines, for compare, gate and accept: a call for every key.
 
 comparison = compare_runs(read_side("before.jsonl"), read_side("after.jsonl"), load_specs())
 comparison.exit_status()    # 0 fine, 1 regression
 
-Three kinds of rows. "verdict": what a Record says, statuses and counters, exactly. "timing": device time at one
-temperature of the L2, by intervals from raw samples (megamoe.diff.times says how). "figures": what an assembler
-says, exactly. (megamoe.judge.tolerance is something else: it compares tensors.)
+Three kinds of keys. "verdict": statuses and counters of records, exactly. "timing": device time at one temperature of
+the L2, by intervals from raw samples (megamoe.diff.times says how). "figures": what an assembler says, exactly.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megamoe.contract import Case, Status
-from megamoe.diff.directions import Change, Trend, changes
-from megamoe.diff.rows import (
-    CALLS,
-    Call,
-    ComparedRow,
-    RowKey,
-    SideRows,
-    rows_of,
-    worst,
-)
+from megamoe.diff.directions import Change, Trend, differences
+from megamoe.diff.rows import CALLS, Call, ComparedRow, Lines, lines_of
 from megamoe.diff.sides import ComparisonError, Side, differences_of_machines
+from megamoe.records.keys import Key
 from megamoe.records.lines import Figures, Record, Timing
+from megamoe.records.severity import worst
 from megamoe.spec.error import SpecError
 from megamoe.spec.spec import Spec
 from megamoe.spec.thresholds import DEFAULT_THRESHOLD
@@ -38,8 +31,8 @@ __all__ = [
     "ComparedRow",
     "Comparison",
     "ComparisonError",
-    "RowKey",
     "called",
+    "compare_lines",
     "compare_runs",
 ]
 
@@ -69,7 +62,7 @@ class Comparison:
         return tuple(row for row in self.rows if row.regression)
 
     def exit_status(self, strict: bool = False) -> int:
-        """0 fine, 1 regression; with `strict` a row whose times could not be told apart is one as well."""
+        """0 fine, 1 regression; with `strict` also 1 for a row whose times could not be told apart."""
         return int(any(row.regression or (strict and row.call == "AMBIGUOUS") for row in self.rows))
 
     @property
@@ -85,12 +78,12 @@ def compare_runs(
 ) -> Comparison:
     """What became of every row of `before` in `after`. Thresholds of times come from `specs`, by op.
 
-    `only`: globs over the text of a row; a row that matches none is left out. Raises ComparisonError when nothing can
-    be compared: a side without rows, no row in common, or, unless `across`, other machines, drivers or versions.
+    `only`: globs over the text of a key; a row that matches none is left out. ComparisonError when nothing can be
+    compared: a side without rows, no row in common, or, unless `across`, other machines, drivers or versions.
     """
-    old, new = rows_of(before, only), rows_of(after, only)
-    for side, rows in ((before, old), (after, new)):
-        if not rows.keys():
+    old, new = lines_of(before, only), lines_of(after, only)
+    for side, lines in ((before, old), (after, new)):
+        if not lines.keys():
             why = f" that {' or '.join(map(repr, only))} matches" if only else ""
             raise ComparisonError(f"{side.label} holds no row{why}, so there is nothing to compare")
     common = set(old.keys()).intersection(new.keys())
@@ -101,7 +94,7 @@ def compare_runs(
     other = differences_of_machines(before, after, {key.kind for key in common})
     if other and not across:
         raise ComparisonError(f"{'; '.join(other)}. To compare nevertheless, labelled as such, add --across")
-    rows = [*_missing_or_new(old, new), *_verdicts(old, new), *_figures(old, new), *_timings(old, new, specs)]
+    rows = list(compare_lines(old, new, specs))
     rows.sort(key=lambda row: (not row.regression, CALLS.index(row.call), -_distance(row), row.key))
     return Comparison(before.label, after.label, tuple(rows), (*before.notes, *after.notes), tuple(other))
 
@@ -110,7 +103,19 @@ def _distance(row: ComparedRow) -> float:
     return 0.0 if row.ratio is None else abs(row.ratio - 1.0)
 
 
-def _missing_or_new(old: SideRows, new: SideRows) -> Iterator[ComparedRow]:
+def compare_lines(old: Lines, new: Lines, specs: Mapping[str, Spec]) -> Iterator[ComparedRow]:
+    """One row for each key of either side. Of several lines of one key none hides what got worse in another."""
+    yield from _missing_or_new(old, new)
+    for key, records in old.verdicts.items():
+        if key in new.verdicts:
+            yield _verdict(key, records, new.verdicts[key])
+    for key, figures in old.figures.items():
+        if key in new.figures:
+            yield _most_severe(_exact(key, figures[-1], after) for after in new.figures[key])
+    yield from _timings(old, new, specs)
+
+
+def _missing_or_new(old: Lines, new: Lines) -> Iterator[ComparedRow]:
     before, after = dict.fromkeys(old.keys()), dict.fromkeys(new.keys())
     for key in before:
         if key not in after:
@@ -124,23 +129,20 @@ def _missing_or_new(old: SideRows, new: SideRows) -> Iterator[ComparedRow]:
             yield ComparedRow(key, "NEW", False, sentence, after_status=status)
 
 
-def _status(rows: SideRows, key: RowKey) -> Status | None:
-    if key in rows.verdicts:
-        return worst(rows.verdicts[key]).status
-    return worst(rows.timings[key]).status if key in rows.timings else None
+def _status(lines: Lines, key: Key) -> Status | None:
+    found = lines.verdicts.get(key) or lines.timings.get(key)
+    return worst(found).status if found else None
 
 
-def _verdicts(old: SideRows, new: SideRows) -> Iterator[ComparedRow]:
-    for key, lines in old.verdicts.items():
-        if key in new.verdicts:
-            before, after = worst(lines), worst(new.verdicts[key])
-            changed = _status_changed(key, before, after)
-            alike = [line for line in new.verdicts[key] if line.status == after.status]
-            yield changed or _most_severe(_verdict(key, before, line) for line in alike)
+def _status_changed(
+    key: Key, old: Sequence[Record] | Sequence[Timing], new: Sequence[Record] | Sequence[Timing]
+) -> ComparedRow | None:
+    """A row that passes now is better; every other change is worse, if only because it hides what was there.
 
-
-def _status_changed(key: RowKey, before: Record | Timing, after: Record | Timing) -> ComparedRow | None:
-    """Better is a row that passes now; every other change is worse, if only because it hides what was there."""
+    A status that no line had before is a change even if a worse one was there on both sides.
+    """
+    known = {"passed", *(line.status for line in old)}
+    before, after = worst(old), worst([line for line in new if line.status not in known] or new)
     if before.status == after.status:
         return None
     sentence = f"{before.status} before, {after.status} after{after.sentence and ': '}{after.sentence}"
@@ -159,32 +161,46 @@ def _same(before: str | None, after: str | None) -> bool | None:
     return None if before is None or after is None else before == after
 
 
-def _verdict(key: RowKey, before: Record, after: Record) -> ComparedRow:
-    """Counters of a row that did not pass mean nothing, nor do those of other inputs; the latter is not called SAME."""
-    found: tuple[Change, ...] = ()
-    sentence = "" if before.status == "passed" else f"{before.status} on both sides"
-    other_inputs = before.input_sha256 != after.input_sha256 and before.input_sha256 and after.input_sha256
-    if other_inputs:
-        sentence = "the inputs are not the same, so counters are not compared"
-    elif before.status == "passed":
-        found = changes(before.counters, after.counters)
-    row = _exact(key, found, sentence, before, after)
-    return replace(row, call="CHANGED") if other_inputs else row
+def _verdict(key: Key, old: Sequence[Record], new: Sequence[Record]) -> ComparedRow:
+    changed = _status_changed(key, old, new)
+    if changed:
+        return changed
+    before, status = worst(old), worst(new).status
+    return _most_severe(_counters(key, before, after) for after in new if after.status == status)
 
 
-def _exact(
-    key: RowKey, found: tuple[Change, ...], sentence: str, before: Record | Figures, after: Record | Figures
-) -> ComparedRow:
-    """One cost that got worse is enough; so is one that is not counted any more, as nothing holds it now."""
+def _counters(key: Key, before: Record, after: Record) -> ComparedRow:
+    """Counters of a row that did not pass mean nothing. Nor do those of other inputs, which are not called SAME."""
+    if before.input_sha256 != after.input_sha256 and before.input_sha256 and after.input_sha256:
+        return _row(key, "CHANGED", "the inputs are not the same, so counters are not compared", before, after)
+    if before.status != "passed":
+        return _row(key, "SAME", f"{before.status} on both sides", before, after)
+    return _exact(key, before, after)
+
+
+def _exact(key: Key, before: Record | Figures, after: Record | Figures) -> ComparedRow:
+    """One cost that got worse is enough. So is one that is no longer counted: nothing holds it now."""
+    found = differences(before, after)
     trends = {change.trend for change in found}
     call: Call = "SAME"
     if trends:
         call = "WORSE" if trends & {"worse", "vanished"} else "BETTER" if "better" in trends else "CHANGED"
+    return _row(key, call, _spelt(found), before, after, found)
+
+
+def _row(
+    key: Key,
+    call: Call,
+    sentence: str,
+    before: Record | Figures,
+    after: Record | Figures,
+    found: tuple[Change, ...] = (),
+) -> ComparedRow:
     return ComparedRow(
         key,
         call,
         regression=call == "WORSE",
-        sentence=sentence or _spelt(found),
+        sentence=sentence,
         before_status=before.status if isinstance(before, Record) else None,
         after_status=after.status if isinstance(after, Record) else None,
         changes=found,
@@ -197,42 +213,29 @@ def _spelt(found: Iterable[Change]) -> str:
     return ", ".join(str(change) for change in sorted(found, key=lambda change: order.index(change.trend)))
 
 
-def _figures(old: SideRows, new: SideRows) -> Iterator[ComparedRow]:
-    for key, lines in old.figures.items():
-        if key in new.figures:
-            before, held = lines[-1], _by_kernel(lines[-1])
-            yield _most_severe(
-                _exact(key, changes(held, _by_kernel(after)), "", before, after) for after in new.figures[key]
-            )
-
-
 def _most_severe(rows: Iterable[ComparedRow]) -> ComparedRow:
-    """Of several lines of a row after, none can hide a regression of another; the last of those that are alike."""
+    """The row with the most severe call; of several with that call the last."""
     return min(reversed([*rows]), key=lambda row: CALLS.index(row.call))
 
 
-def _by_kernel(figures: Figures) -> dict[str, int]:
-    return {f"{entry}.{name}": number for entry, kernel in figures.kernels.items() for name, number in kernel.items()}
-
-
-def _timings(old: SideRows, new: SideRows, specs: Mapping[str, Spec]) -> Iterator[ComparedRow]:
-    passed: list[RowKey] = []
+def _timings(old: Lines, new: Lines, specs: Mapping[str, Spec]) -> Iterator[ComparedRow]:
+    passed: list[Key] = []
     for key, lines in old.timings.items():
         if key in new.timings:
-            before, after = worst(lines), worst(new.timings[key])
-            changed = _status_changed(key, before, after)
+            changed, status = _status_changed(key, lines, new.timings[key]), worst(lines).status
             if changed:
                 yield changed
-            elif before.status != "passed":
-                sentence = f"{before.status} on both sides, so that there is no time to compare"
-                yield ComparedRow(key, "SAME", False, sentence, before.status, after.status)
+            elif status != "passed":
+                sentence = f"{status} on both sides, so that there is no time to compare"
+                yield ComparedRow(key, "SAME", False, sentence, status, status)
             else:
                 passed.append(key)
     if passed:
         yield from _timed(passed, old, new, _thresholds(passed, specs))
 
 
-def _timed(keys: Sequence[RowKey], old: SideRows, new: SideRows, thresholds: Sequence[float]) -> Iterator[ComparedRow]:
+def _timed(keys: Sequence[Key], old: Lines, new: Lines, thresholds: Sequence[float]) -> Iterator[ComparedRow]:
+    # Arrays and quantiles, which a comparison without times does not need, take 0.2 s to import.
     from megamoe.diff.times import centres, ratios
 
     before, after = centres([old.timings[key] for key in keys]), centres([new.timings[key] for key in keys])
@@ -266,7 +269,7 @@ def _timed(keys: Sequence[RowKey], old: SideRows, new: SideRows, thresholds: Seq
 
 
 def called(low: float, high: float, threshold: float) -> Call:
-    """A difference counts only if the whole interval lies beyond the threshold; they are the same if it lies within."""
+    """Times differ if the whole interval lies beyond the threshold; they are the same if all of it lies within."""
     if low > 1 + threshold:
         return "SLOWER"
     if high < 1 - threshold:
@@ -281,19 +284,19 @@ def _about(call: Call, ratio: float, low: float, high: float, threshold: float) 
     return f"{interval}; the threshold is {threshold:.1%}" if call == "AMBIGUOUS" else interval
 
 
-def _thresholds(keys: Sequence[RowKey], specs: Mapping[str, Spec]) -> list[float]:
+def _thresholds(keys: Sequence[Key], specs: Mapping[str, Spec]) -> list[float]:
     known = {case.id: case for spec in specs.values() for cases in spec.matrices.values() for case in cases}
     return [_threshold(key, specs.get(key.op), known.get(key.case)) for key in keys]
 
 
-def _threshold(key: RowKey, spec: Spec | None, case: Case | None) -> float:
-    """The default for a case that no spec knows: an old record may speak of what is not there any more."""
+def _threshold(key: Key, spec: Spec | None, case: Case | None) -> float:
+    """The default for a case that no spec knows: an old record may speak of what is no longer there."""
     if spec is None:
         return DEFAULT_THRESHOLD
-    # A case of no matrix is spelt out only for an override that is not about a matrix: that takes a while.
+    # Parsing a case that is in no matrix takes a while, and only an override without a list of cases needs it.
     if case is None and all(override.cases is not None for override in spec.thresholds.overrides):
         return spec.thresholds.default
     try:
-        return spec.thresholds.of(case or spec.parse_case(key.case), "cold" if key.variant == "cold" else "hot")
+        return spec.thresholds.of(case or spec.parse_case(key.case), "cold" if key.temperature == "cold" else "hot")
     except SpecError:
         return spec.thresholds.default

@@ -1,14 +1,19 @@
-"""Which way a counter or a compiler figure gets worse: the one table that the gate and the comparison share.
+"""What differs between two lines of one key, and which way a counter or a compiler figure gets worse.
 
-Counters of the VM and figures of a compiler are whole numbers that repeat exactly, so that any difference is a fact and
-needs no statistics; what it means is what this table says.
+Gate, compare and accept share it. Counters of the VM and figures of a compiler are whole numbers that repeat exactly:
+any difference is a fact and needs no statistics. The table here says what it means. Whether two times differ is a
+question for megamoe.diff.times; here they are two medians.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
+
+from megamoe.records.keys import KeyedLine
+from megamoe.records.lines import Figures, Record, Timing
 
 Direction = Literal["cost", "fact"]
 Trend = Literal["worse", "vanished", "better", "changed"]
@@ -47,11 +52,11 @@ _COST_PREFIXES = ("instructions_",)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A counter that differs. None: it was not there. `trend` "vanished": a cost that is no longer counted at all."""
+    """A number that differs; None where it was not counted. `trend` "vanished": a cost that is no longer counted."""
 
     name: str
-    before: int | None
-    after: int | None
+    before: int | float | None
+    after: int | float | None
     trend: Trend
 
     @property
@@ -65,16 +70,30 @@ class Change:
 
 
 def direction(name: str) -> Direction | None:
-    """What more of `name` means; None for a name that the table does not have, of which any change is just a change.
+    """What more of `name` means; None for a name that the table lacks: any change of it is just a change.
 
-    A figure of one kernel of several is named ENTRY.NAME, and gets worse as NAME does.
+    A figure of one kernel of several is named ENTRY.NAME and gets worse as NAME does.
     """
     name = name.rpartition(".")[2]
     return "cost" if name.startswith(_COST_PREFIXES) else _DIRECTIONS.get(name)
 
 
+def differences(before: KeyedLine, after: KeyedLine) -> tuple[Change, ...]:
+    """What differs between two lines of one key: counters, figures (ENTRY.NAME), or the median of samples in us.
+
+    TypeError for lines of two kinds.
+    """
+    if isinstance(before, Record) and isinstance(after, Record):
+        return changes(before.counters, after.counters)
+    if isinstance(before, Figures) and isinstance(after, Figures):
+        return changes(*_flattened(before, after))
+    if isinstance(before, Timing) and isinstance(after, Timing):
+        return _medians(before, after)
+    raise TypeError(f"a {before.kind} and a {after.kind} have nothing in common that could differ")
+
+
 def changes(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[Change, ...]:
-    """Every counter that differs, by name. A machine names a cost only once it arises: one that appears was 0 before.
+    """Every number that differs, by name. A machine names a cost only once it arises: one that appears was 0 before.
 
     One that was more than 0 and is not there any more is "vanished", not better: perhaps nobody counts it now.
     """
@@ -95,5 +114,27 @@ def _trend(name: str, before: int | None, after: int | None) -> Trend | None:
     return "worse" if after > (before or 0) else "better"
 
 
-def _spelt(value: int | None) -> str:
-    return "none" if value is None else str(value)
+def _flattened(before: Figures, after: Figures) -> tuple[dict[str, int], dict[str, int]]:
+    """ENTRY.NAME -> number. The kernel of a program that has one may be renamed: both sides take its new name."""
+    old = before.kernels
+    if len(before.kernels) == len(after.kernels) == 1:
+        old = dict(zip(after.kernels, before.kernels.values(), strict=True))
+    old, new = (
+        {f"{entry}.{name}": value for entry, numbers in kernels.items() for name, value in numbers.items()}
+        for kernels in (old, after.kernels)
+    )
+    return old, new
+
+
+def _medians(before: Timing, after: Timing) -> tuple[Change, ...]:
+    """Samples that differ, as their medians; none on one side is None."""
+    if before.samples_us == after.samples_us:
+        return ()
+    old, new = (median(line.samples_us) if line.samples_us else None for line in (before, after))
+    return (Change(f"{after.temperature} median us", old, new, "changed"),)
+
+
+def _spelt(value: int | float | None) -> str:
+    if value is None:
+        return "none"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

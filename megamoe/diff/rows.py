@@ -1,44 +1,23 @@
-"""One row of a comparison of two runs, and the rows of one side."""
+"""One row of a comparison, and the lines of one side by key."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, TypeVar, get_args
 
-from megamoe.contract import STATUSES, Status
+from megamoe.contract import Status
 from megamoe.diff.directions import Change
 from megamoe.diff.sides import ComparisonError, Side
-from megamoe.records.lines import AnyLine, Figures, Record, Timing
+from megamoe.records.keys import Key, KeyedLine
+from megamoe.records.lines import Figures, Record, Timing
 
-Kind = Literal["verdict", "timing", "figures"]
 Call = Literal[
     "STATUS-CHANGED", "SLOWER", "WORSE", "MISSING", "AMBIGUOUS", "CHANGED", "NEW", "FASTER", "BETTER", "SAME"
 ]
-CALLS: tuple[Call, ...] = get_args(Call)  # the most severe first
-
-
-class RowKey(NamedTuple):
-    """What is compared. For figures, `executor` is the assembler without its version.
-
-    `variant` is the schedule of a verdict, the temperature of a timing, and empty for figures.
-    """
-
-    kind: Kind
-    case: str
-    backend: str
-    target: str
-    executor: str
-    variant: str
-
-    @property
-    def op(self) -> str:
-        """The op of the case."""
-        return self.case.partition(":")[0]
-
-    def __str__(self) -> str:
-        return " ".join([self.case, "on", *(part for part in self[2:] if part), f"({self.kind})"])
+CALLS: tuple[Call, ...] = get_args(Call)
+"""The most severe first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +27,11 @@ class ComparedRow:
     `regression`: whether this row alone makes the comparison fail. `sentence` says why the call is what it is.
     `before_us`, `after_us`: centre of the samples, microseconds a launch. `ratio` is after over before; with confidence
     99 % it lies between `low` and `high`, which may be infinite. `threshold`: how far from 1 it may be, from the spec.
-    `samples`: how many, before and after. `changes`: counters and figures that are not what they were.
+    `samples`: how many, before and after. `changes`: counters and figures that differ.
     `same_program`: whether both sides ran the same PTX, None if that is unknown.
     """
 
-    key: RowKey
+    key: Key
     call: Call
     regression: bool = False
     sentence: str = ""
@@ -69,69 +48,58 @@ class ComparedRow:
     same_program: bool | None = None
 
 
-class SideRows(NamedTuple):
-    """The lines of a side by row."""
+class Lines(NamedTuple):
+    """The lines of a side by key; several lines of one key in their order."""
 
-    verdicts: dict[RowKey, list[Record]]
-    timings: dict[RowKey, list[Timing]]
-    figures: dict[RowKey, list[Figures]]
+    verdicts: dict[Key, list[Record]]
+    timings: dict[Key, list[Timing]]
+    figures: dict[Key, list[Figures]]
 
-    def keys(self) -> list[RowKey]:
-        """Every row."""
+    def keys(self) -> list[Key]:
+        """Every key."""
         return [*self.verdicts, *self.timings, *self.figures]
 
 
-def rows_of(side: Side, only: Sequence[str] = ()) -> SideRows:
-    """The rows of `side` whose text matches any of the globs `only`, or all if there are none.
+_Line = TypeVar("_Line", bound=KeyedLine)
 
-    Raises ComparisonError if the side has two times of one row, one temperature and one run: a run takes one, and
-    copies of it would outvote the times of other runs.
+
+def by_key(lines: Iterable[_Line]) -> dict[Key, list[_Line]]:
+    """`lines` by what they are about."""
+    found: dict[Key, list[_Line]] = {}
+    for line in lines:
+        found.setdefault(Key.of(line), []).append(line)
+    return found
+
+
+def lines_of(side: Side, only: Sequence[str] = ()) -> Lines:
+    """The lines of `side` whose key, as text, matches any of the globs `only`, or all if there are none.
+
+    ComparisonError if one run has two times of one key: a run takes one, and copies of it would outvote other runs.
     """
-    rows = SideRows({}, {}, {})
-    timed: dict[tuple[RowKey, str], str] = {}
-    for place, line in _lines(side):
-        if isinstance(line, Record):
-            key = RowKey("verdict", line.case, line.backend, line.target, line.executor, line.schedule)
-            rows.verdicts.setdefault(key, []).append(line)
-        elif isinstance(line, Timing):
-            key = RowKey("timing", line.case, line.backend, line.target, line.executor, line.temperature)
-            _note_place(timed, key, line.run, place)
-            rows.timings.setdefault(key, []).append(line)
-        elif isinstance(line, Figures):
-            key = RowKey("figures", line.case, line.backend, line.target, line.assembler.partition(" ")[0], "")
-            rows.figures.setdefault(key, []).append(line)
-    if not only:
-        return rows
-    return SideRows(_matching(rows.verdicts, only), _matching(rows.timings, only), _matching(rows.figures, only))
+    _refuse_copies(side)
+    return Lines(
+        _matching(by_key(line for file in side.files for line in file.records), only),
+        _matching(by_key(line for file in side.files for line in file.timings), only),
+        _matching(by_key(line for file in side.files for line in file.figures), only),
+    )
 
 
-def _lines(side: Side) -> Iterator[tuple[str, AnyLine]]:
-    """Each line and where it is."""
+def _refuse_copies(side: Side) -> None:
+    places: dict[tuple[Key, str], str] = {}
     for file in side.files:
         for number, line in enumerate(file.lines, 1):
-            yield f"{file.path}, line {number}", line
+            if not isinstance(line, Timing):
+                continue
+            key, place = Key.of(line), f"{file.path}, line {number}"
+            if (first := places.get((key, line.run))) is not None:
+                raise ComparisonError(
+                    f"{place}: run {line.run} has a second time of {key}; the first is at {first}. "
+                    f"A run times a row once, so that copies count no more than it; keep one of them"
+                )
+            places[key, line.run] = place
 
 
-def _note_place(timed: dict[tuple[RowKey, str], str], key: RowKey, run: str, place: str) -> None:
-    first = timed.get((key, run))
-    if first is not None:
-        raise ComparisonError(
-            f"{place}: run {run} has a second time of {key}; the first is at {first}. "
-            f"A run times a row once, so that copies count no more than it; keep one of them"
-        )
-    timed[key, run] = place
-
-
-_Line = TypeVar("_Line", Record, Timing, Figures)
-
-
-def _matching(rows: dict[RowKey, list[_Line]], only: Sequence[str]) -> dict[RowKey, list[_Line]]:
-    return {key: lines for key, lines in rows.items() if any(fnmatchcase(str(key), glob) for glob in only)}
-
-
-_Judged = TypeVar("_Judged", Record, Timing)
-
-
-def worst(lines: Sequence[_Judged]) -> _Judged:
-    """The line that counts where a side has several of one row: the last of those with the worst status."""
-    return max(reversed(lines), key=lambda line: STATUSES.index(line.status))
+def _matching(lines: dict[Key, list[_Line]], only: Sequence[str]) -> dict[Key, list[_Line]]:
+    if not only:
+        return lines
+    return {key: found for key, found in lines.items() if any(fnmatchcase(str(key), glob) for glob in only)}

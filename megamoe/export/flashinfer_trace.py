@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from megamoe.contract import STATUSES, Temperature
+from megamoe.contract import Temperature
 from megamoe.export.flashinfer_definition import (
     Call,
     ExportError,
@@ -35,14 +35,15 @@ from megamoe.export.flashinfer_format import (
 )
 from megamoe.export.flashinfer_format import Status as TheirStatus
 from megamoe.records.files import RecordFile
+from megamoe.records.keys import Key
 from megamoe.records.lines import Record, RunHeader, Timing
+from megamoe.records.severity import worst
 from megamoe.spec.error import SpecError
 from megamoe.spec.spec import Spec
 
 __all__ = ["Dataset", "ExportError", "dataset_of"]
 
 ENTRY = "main.py"
-Key = tuple[str, str, str, str, str]  # run, case, backend, target, executor
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ class Dataset:
 
 @dataclass(slots=True)
 class _Row:
-    """All that one run says of one row."""
+    """All that one run says of one cell, under whichever schedules."""
 
     records: list[Record] = field(default_factory=list[Record])
     timings: list[Timing] = field(default_factory=list[Timing])
@@ -68,9 +69,8 @@ def dataset_of(files: Sequence[RecordFile], specs: Mapping[str, Spec], temperatu
     """The dataset. ExportError if there is no row of a case that the specs know, or a run without a header."""
     headers = {header.run: header for file in files for header in file.headers}
     dataset = Dataset()
-    for key, row in _rows(files, temperature).items():
-        run, case, backend, target, executor = key
-        call = _call(case, specs)
+    for (run, cell), row in _rows(files, temperature).items():
+        call = _call(cell.case, specs)
         if call is None:
             dataset.left_out["of a case that no spec has"] += 1
             continue
@@ -78,12 +78,12 @@ def dataset_of(files: Sequence[RecordFile], specs: Mapping[str, Spec], temperatu
             raise ExportError(f"the header of run {run} is missing, so that the machine of its rows is unknown")
         workload = Trace(definition=call.name, workload=workload_of(call))
         dataset.definitions.setdefault(call.name, definition_of(call))
-        dataset.workloads[case] = workload
-        evaluation = _evaluation(row, headers[run], executor)
+        dataset.workloads[cell.case] = workload
+        evaluation = _evaluation(row, headers[run], cell.executor)
         if isinstance(evaluation, str):
             dataset.left_out[evaluation] += 1
             continue
-        solution = _solution(call, backend, target, executor)
+        solution = _solution(call, cell.backend, cell.target, cell.executor)
         dataset.solutions[solution.name] = solution
         trace = workload.model_copy(update={"solution": solution.name, "evaluation": evaluation})
         dataset.traces.append(Trace.model_validate(trace.model_dump()))
@@ -92,15 +92,14 @@ def dataset_of(files: Sequence[RecordFile], specs: Mapping[str, Spec], temperatu
     return dataset
 
 
-def _rows(files: Sequence[RecordFile], temperature: Temperature) -> dict[Key, _Row]:
-    rows: dict[Key, _Row] = {}
+def _rows(files: Sequence[RecordFile], temperature: Temperature) -> dict[tuple[str, Key], _Row]:
+    """By run and cell."""
+    rows: dict[tuple[str, Key], _Row] = {}
     for line in (line for file in files for line in file.lines):
         if isinstance(line, Record):
-            key = (line.run, line.case, line.backend, line.target, line.executor)
-            rows.setdefault(key, _Row()).records.append(line)
+            rows.setdefault((line.run, Key.of(line).cell), _Row()).records.append(line)
         elif isinstance(line, Timing) and (line.temperature == temperature or line.status != "passed"):
-            key = (line.run, line.case, line.backend, line.target, line.executor)
-            rows.setdefault(key, _Row()).timings.append(line)
+            rows.setdefault((line.run, Key.of(line).cell), _Row()).timings.append(line)
     return rows
 
 
@@ -114,33 +113,33 @@ def _call(case: str, specs: Mapping[str, Spec]) -> Call | None:
 
 def _evaluation(row: _Row, header: RunHeader, executor: str) -> Evaluation | str:
     """What the row says, or why the format cannot say it."""
-    worst = max([*row.records, *row.timings], key=lambda line: STATUSES.index(line.status))
-    if worst.status in ("unsupported", "not_run"):
-        return worst.status
+    found = worst([*row.timings, *row.records])
+    if found.status in ("unsupported", "not_run"):
+        return found.status
     samples = [sample for line in row.timings for sample in line.samples_us]
-    if worst.status == "passed" and not samples:
+    if found.status == "passed" and not samples:
         return "passed without a time"
-    status = _status(worst, row.records)
+    status = _status(found, row.records)
     return Evaluation(
         status=status,
         environment=_environment(header, executor),
         timestamp=header.started,
-        log=worst.sentence,
+        log=found.sentence,
         correctness=_correctness(row) if status in ("PASSED", "INCORRECT_NUMERICAL") else None,
         performance=Performance(latency_ms=median(samples) / 1000) if status == "PASSED" else None,
     )
 
 
-def _status(worst: Record | Timing, records: Sequence[Record]) -> TheirStatus:
+def _status(found: Record | Timing, records: Sequence[Record]) -> TheirStatus:
     """A failed row without metrics broke a rule before anything could be compared."""
-    match worst.status:
+    match found.status:
         case "passed":
             return "PASSED"
         case "failed":
             return "INCORRECT_NUMERICAL" if any(record.metrics for record in records) else "RUNTIME_ERROR"
         case "timed_out":
             return "TIMEOUT"
-        case "error" if worst.program_sha256 is None:
+        case "error" if found.program_sha256 is None:
             return "COMPILE_ERROR"
         case _:
             return "RUNTIME_ERROR"
@@ -159,8 +158,8 @@ def _correctness(row: _Row) -> Correctness:
                 "launches_per_sample": line.launches_per_sample,
             }
             extra |= {} if line.floor_us is None else {"floor_ms": line.floor_us / 1000}
-    worst = max(errors, key=lambda error: (math.isnan(error), error), default=math.nan)
-    return Correctness(max_relative_error=worst, max_absolute_error=math.nan, extra=extra or None)
+    largest = max(errors, key=lambda error: (math.isnan(error), error), default=math.nan)
+    return Correctness(max_relative_error=largest, max_absolute_error=math.nan, extra=extra or None)
 
 
 def _environment(header: RunHeader, executor: str) -> Environment:

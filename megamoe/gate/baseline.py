@@ -1,9 +1,9 @@
 """A tracked baseline: the verdict, the counters and the compiler figures that a change must keep, or accept on purpose.
 
-`results/baselines/vm.jsonl` holds every row of the smoke profile on the VM. It is a record file, stripped of all that
-another run or another machine would not repeat (host seconds, error metrics, digests of inputs, ids of runs), sorted,
-and one line a row, so that a diff shows exactly what changed. A file of a device holds times instead, with their runs.
-Acceptance lines at the end say who took which change and why. A line is there only if it passed.
+`results/baselines/vm.jsonl` holds every row of the smoke profile on the VM. It is a record file without anything that
+another run or another machine would not repeat (host seconds, error metrics, digests of inputs, ids of runs). It is
+sorted and has one line a row, so that a diff shows exactly what changed. A file of a device holds times, with their
+runs. Acceptance lines at the end say why each change was taken. Only rows that passed are in it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from megamoe import CHECKOUT
 from megamoe.contract import Row
+from megamoe.records.atomic import write_file
 from megamoe.records.files import RecordFile, read_records
+from megamoe.records.keys import Key, KeyedLine
 from megamoe.records.lines import (
     Acceptance,
     AnyLine,
@@ -33,64 +34,32 @@ from megamoe.records.lines import (
 from megamoe.spec.selection import Selection
 
 RUN = "baseline"
-"""The id of the run in lines that are the same whichever run they come from."""
+"""The id of the run in lines that every run repeats."""
 BASELINES = CHECKOUT / "results" / "baselines"
 VM_BASELINE = BASELINES / "vm.jsonl"
 
 
-class FiguresKey(NamedTuple):
-    """What compiler figures are about. `assembler` is its name; its version is in the line."""
-
-    case: str
-    backend: str
-    target: str
-    assembler: str
-
-    def __str__(self) -> str:
-        return f"{self.case} on {self.backend} {self.target}, assembled by {self.assembler}"
-
-
-class TimingKey(NamedTuple):
-    """What a time is about."""
-
-    case: str
-    backend: str
-    target: str
-    executor: str
-    temperature: str
-
-
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The lines of one baseline file by what they are about. `path` need not exist: then all of them are empty."""
+    """The lines of one baseline file by what they are about; none if there is no file at `path`."""
 
     path: Path
     headers: Mapping[str, RunHeader] = field(default_factory=dict[str, RunHeader])
     records: Mapping[Row, Record] = field(default_factory=dict[Row, Record])
-    figures: Mapping[FiguresKey, Figures] = field(default_factory=dict[FiguresKey, Figures])
-    timings: Mapping[TimingKey, Timing] = field(default_factory=dict[TimingKey, Timing])
+    figures: Mapping[Key, Figures] = field(default_factory=dict[Key, Figures])
+    timings: Mapping[Key, Timing] = field(default_factory=dict[Key, Timing])
     acceptances: tuple[Acceptance, ...] = ()
 
     @property
     def lines(self) -> Iterator[AnyLine]:
-        """All lines in the order of the file: by kind and key, acceptances in the order in which they were given."""
+        """All lines in the order of the file: by kind and key, then acceptances from the first to the last."""
         for group in (self.headers, self.records, self.figures, self.timings):
             yield from (line for _, line in sorted(group.items(), key=lambda pair: pair[0]))
         yield from self.acceptances
 
 
-def figures_key(figures: Figures) -> FiguresKey:
-    """The key of a line of figures: the first word of its assembler is the name."""
-    return FiguresKey(figures.case, figures.backend, figures.target, figures.assembler.partition(" ")[0])
-
-
-def timing_key(timing: Timing) -> TimingKey:
-    """The key of a line of times."""
-    return TimingKey(timing.case, timing.backend, timing.target, timing.executor, timing.temperature)
-
-
 def baseline_for(executor: str, header: RunHeader | None) -> Path:
-    """The file for rows of `executor`: the VM's, or that of the device of the run. RecordError if it had none."""
+    """The file for rows of `executor`: the VM's, or that of the run's device. RecordError if the run had none."""
     if executor == "vm":
         return VM_BASELINE
     if header is None or header.device is None:
@@ -100,7 +69,7 @@ def baseline_for(executor: str, header: RunHeader | None) -> Path:
 
 
 def settled(record: Record) -> Record:
-    """`record` without all that is not compared: what two runs on two machines have in common."""
+    """What two runs on two machines repeat of `record`: its status, its counters in order, its program."""
     kept = dict(sorted(record.counters.items()))
     return Record(
         run=RUN,
@@ -115,21 +84,21 @@ def settled(record: Record) -> Record:
 
 
 def settled_figures(figures: Figures) -> Figures:
-    """As `settled`: the numbers of every kernel in order of their names."""
+    """As `settled`, for figures: kernels and their numbers in the order of their names."""
     kernels = {entry: dict(sorted(numbers.items())) for entry, numbers in sorted(figures.kernels.items())}
     return figures.model_copy(update={"run": RUN, "cubin_sha256": None, "kernels": kernels})
 
 
 def rebuilt(
     baseline: Baseline,
-    lines: Iterable[Record | Figures | Timing],
+    lines: Iterable[KeyedLine],
     headers: Mapping[str, RunHeader],
     accepted: Sequence[Acceptance],
 ) -> Baseline:
-    """A baseline of `lines`, with the headers of their runs (those of `headers` first) and with `accepted` at its end.
+    """A baseline of `lines`, with the headers of their runs (from `headers` first) and with `accepted` at its end.
 
-    Lines of a machine that repeats exactly are settled, under one header; those of a device keep their runs, as times
-    mean nothing without the device that took them.
+    Without times, all lines are settled, under one header. With times they keep their runs: a time means nothing
+    without the device that took it.
     """
     lines = list(lines)
     known = {**baseline.headers, **headers}
@@ -145,14 +114,14 @@ def rebuilt(
         baseline.path,
         kept,
         {line.row: line for line in lines if isinstance(line, Record)},
-        {figures_key(line): line for line in lines if isinstance(line, Figures)},
-        {timing_key(line): line for line in lines if isinstance(line, Timing)},
+        {Key.of(line): line for line in lines if isinstance(line, Figures)},
+        {Key.of(line): line for line in lines if isinstance(line, Timing)},
         (*baseline.acceptances, *accepted),
     )
 
 
 def _settled_header(header: RunHeader, rows: int) -> RunHeader:
-    """The header of lines that are the same on every host: versions and revision of whoever accepted last."""
+    """The header of lines that every host repeats: the versions and the revision of the last acceptance."""
     selection: dict[str, str | tuple[str, ...]] = asdict(Selection())
     anywhere = {"platform": "any", "machine": "any", "cpu_count": None, "device": None}
     return header.model_copy(update={"run": RUN, "selection": selection, "owed_rows": rows, **anywhere})
@@ -170,19 +139,15 @@ def read_baseline(path: Path) -> Baseline:
         raise RecordError(f"{found.torn}; a baseline is written whole: restore it from git")
     for line in (*found.records, *found.timings):
         if line.status != "passed":
-            raise RecordError(f"{path}: the baseline holds {_name(line)} as {line.status}; take out what did not pass")
+            raise RecordError(f"{path}: the baseline holds {Key.of(line)} as {line.status}; take out what did not pass")
     return Baseline(
         path,
         _keyed(found, "run", ((header.run, header) for header in found.headers)),
         _keyed(found, "record", ((record.row, record) for record in found.records)),
-        _keyed(found, "figures", ((figures_key(line), line) for line in found.figures)),
-        _keyed(found, "timing", ((timing_key(line), line) for line in found.timings)),
+        _keyed(found, "figures", ((Key.of(line), line) for line in found.figures)),
+        _keyed(found, "timing", ((Key.of(line), line) for line in found.timings)),
         found.acceptances,
     )
-
-
-def _name(line: Record | Timing) -> str:
-    return str(line.row) if isinstance(line, Record) else " ".join(timing_key(line))
 
 
 _K = TypeVar("_K", bound=object)
@@ -199,29 +164,16 @@ def _keyed(file: RecordFile, kind: str, pairs: Iterable[tuple[_K, _L]]) -> dict[
 
 
 def write_baseline(baseline: Baseline) -> None:
-    """Replaces the file at once: whoever reads sees the old one or the new one. RecordError if it cannot be written."""
-    text = b"".join(line.model_dump_json().encode() + b"\n" for line in baseline.lines)
-    temporary = None
-    try:
-        baseline.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".jsonl.part", dir=baseline.path.parent)
-        with open(descriptor, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, baseline.path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise RecordError(f"cannot write the baseline {baseline.path}: {error.strerror}") from error
+    """Replaces the file: a reader sees the old one or the new one. RecordError if it cannot be written."""
+    text = "".join(f"{line.model_dump_json()}\n" for line in baseline.lines)
+    write_file(baseline.path, text, "the baseline")
 
 
 @contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
-    """Keeps everybody else from changing the baseline at `path` between reading and writing it.
+    """Locks the baseline at `path` from before it is read until it is written.
 
-    RecordError if somebody else is at it, or its folder cannot be made.
+    RecordError if another command holds the lock, or the folder cannot be made.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,24 +1,25 @@
 """Holds counters and compiler figures against a tracked baseline. Both are whole numbers that repeat exactly.
 
-More of a cost is a regression and closes the gate; so does a row or a program that the baseline lacks, and a line of
-the baseline for which there is no row any more: nothing leaves or enters the baseline unseen. What got better, or is
-merely different, does not close it, but asks to be accepted: until then the gain may be lost again unnoticed.
+megamoe.diff says what differs; this is what the gate makes of it. More of a cost is a regression and closes the gate.
+So does a row or a program that the baseline lacks, and a line of the baseline that has no row any more: nothing leaves
+or enters the baseline unseen. What got better, or is merely different, does not close it but asks to be accepted:
+until then the gain may be lost again unnoticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megamoe.contract import Row
-from megamoe.diff.directions import Change, changes
-from megamoe.gate.baseline import Baseline, FiguresKey, figures_key
+from megamoe.diff.differ import compare_lines
+from megamoe.diff.rows import ComparedRow, Lines, by_key
+from megamoe.gate.baseline import Baseline
 from megamoe.gate.verdict import Finding
+from megamoe.records.keys import Key
 from megamoe.records.lines import Figures, Record
 from megamoe.spec.selection import DEFAULT_PROFILE, Selection
 
-_Program = tuple[str, str, str]
-_Lines = tuple[Figures, ...]
 REPEATABLE = "vm"
 """The executor whose counters are the same on every machine."""
 
@@ -28,7 +29,7 @@ class Claim:
     """What the baseline has to hold. `rows`: what a whole run owes; a row of it that the baseline lacks is new.
 
     `selections`: what was asked of the run at hand; a line of the baseline that they speak of must be among `rows`.
-    `accept` makes the command that accepts what a row is now.
+    `accept` makes the command that accepts a row as it is now.
     """
 
     rows: Collection[Row]
@@ -43,125 +44,102 @@ class Claim:
 def _would_hold(selection: Selection, row: Row) -> bool:
     if selection.cases or selection.where or selection.schedules or selection.profile != DEFAULT_PROFILE:
         return False
-    wanted = (selection.ops, selection.backends, selection.targets, selection.executors or (REPEATABLE,))
-    return all(not names or name in names for names, name in zip(wanted, (row.op, *row[1:4]), strict=True))
+    executors = selection.executors or (REPEATABLE,)
+    wanted = ((selection.ops, row.op), (selection.backends, row.backend), (selection.targets, row.target))
+    return all(not names or name in names for names, name in (*wanted, (executors, row.executor)))
 
 
 def against_baseline(
     baseline: Baseline, claim: Claim, owed: Iterable[Row], records: Iterable[Record], figures: Iterable[Figures]
 ) -> Iterator[Finding]:
-    """What the baseline says of the rows of `owed` that passed: those that did not are the verdict's business."""
-    passed: dict[Row, list[Record]] = {}
-    failed: set[Row] = set()
-    for record in records:
-        if record.status == "passed":
-            passed.setdefault(record.row, []).append(record)
+    """What the baseline says of the rows of `owed` that passed; those that did not are the verdict's business."""
+    passed = _passed(owed, records)
+    # Without the digests of inputs, which a device's baseline has: the counters of other inputs are held, too.
+    held = (baseline.records[row].model_copy(update={"input_sha256": {}}) for row in passed if row in baseline.records)
+    programs = _programs(row for row in passed if row in claim.rows or row in baseline.records)
+    old = Lines(by_key(held), {}, by_key(_of(programs, baseline.figures.values())))
+    new = Lines(by_key(line for lines in passed.values() for line in lines), {}, by_key(_of(programs, figures)))
+    counted: dict[Key, ComparedRow] = {}
+    assembled: dict[Key, list[ComparedRow]] = {program: [] for program in programs}
+    for found in compare_lines(old, new, {}):
+        if found.key.kind == "figures":
+            assembled[found.key.program].append(found)
         else:
-            failed.add(record.row)
-    seen = [row for row in dict.fromkeys(owed) if row in passed and row not in failed]
-    for row in seen:
-        yield from _of_row(baseline.records.get(row), passed[row], row, claim)
-    yield from _of_programs(baseline, figures, seen, claim)
+            counted[found.key] = found
+    for row in passed:
+        yield from _of_row(counted[Key.of(row)], row, claim)
+    for program, row in programs.items():
+        yield from _of_program(assembled[program], row, baseline, new, claim)
     for row in baseline.records:
         if row not in claim.rows and claim.speaks_of(row):
             sentence = f"gone: the baseline holds {row}, which nobody owes any more: a case, backend or target is gone"
             yield Finding("gone", sentence, row, accept=claim.accept(row))
 
 
-def _of_row(before: Record | None, found: Sequence[Record], row: Row, claim: Claim) -> Iterator[Finding]:
-    if before is None:
-        if row in claim.rows:
-            yield Finding("new", f"new: the baseline has no line for {row}", row, accept=claim.accept(row))
-        return
-    for record in found:
-        differing = changes(before.counters, record.counters)
-        if differing:
-            why = _whose_change(before.program_sha256, record.program_sha256)
-            yield _counted(f"{row}", differing, why, row, claim)
-            return
+def _passed(owed: Iterable[Row], records: Iterable[Record]) -> dict[Row, list[Record]]:
+    """The rows of `owed` that have records, all of them passed."""
+    found: dict[Row, list[Record]] = {row: [] for row in owed}
+    for record in records:
+        if record.row in found:
+            found[record.row].append(record)
+    return {row: lines for row, lines in found.items() if lines and all(line.status == "passed" for line in lines)}
 
 
-def _whose_change(before: str | None, after: str | None) -> str:
-    if before is None or after is None:
-        return ""
-    return "; the program is the same, so what runs it has changed" if before == after else "; the program has changed"
-
-
-def _counted(about: str, differing: Sequence[Change], why: str, row: Row, claim: Claim) -> Finding:
-    """The finding about counters or figures that differ: those that close the gate come first in the sentence."""
-    closing = [one for one in differing if one.trend in ("worse", "vanished")]
-    rest = [one for one in differing if one.trend not in ("worse", "vanished")]
-    listed = ", ".join(str(one) for one in (*closing, *rest))
-    if closing:
-        return Finding("regressed", f"regressed: {about}: {listed}{why}", row, accept=claim.accept(row))
-    word = "better" if all(one.trend == "better" for one in rest) else "changed"
-    sentence = f"{word}: {about}: {listed}{why}; the baseline does not hold it yet"
-    return Finding("renew", sentence, row, closes=False, accept=claim.accept(row))
-
-
-def _of_programs(
-    baseline: Baseline, figures: Iterable[Figures], seen: Sequence[Row], claim: Claim
-) -> Iterator[Finding]:
-    """What compilers say, program by program. A row stands for each, so that one command accepts both."""
-    rows: dict[_Program, Row] = {}
-    for row in seen:
-        if row in claim.rows or row in baseline.records:
-            rows.setdefault(row[:3], row)
-    before = _by_program({key: (line,) for key, line in baseline.figures.items()})
-    after = _by_program(_by_key(figures))
-    for program, row in rows.items():
-        was, now = before.get(program, {}), after.get(program, {})
-        for key in {**was, **now}:
-            found = _worst_of_assembler(key, was.get(key, ()), now.get(key, ()), row, claim)
-            # Of a row that is new as a whole, one finding is enough.
-            if found is not None and (found.kind != "new" or row in baseline.records):
-                yield found
-        if not was and not now and row in claim.rows:
-            sentence = f"no compiler figures: {row.case} on {row.backend} {row.target} was not assembled"
-            yield Finding("figures", sentence, row)
-
-
-def _by_key(figures: Iterable[Figures]) -> dict[FiguresKey, tuple[Figures, ...]]:
-    lines: dict[FiguresKey, tuple[Figures, ...]] = {}
-    for line in figures:
-        lines[figures_key(line)] = (*lines.get(figures_key(line), ()), line)
-    return lines
-
-
-def _by_program(figures: Mapping[FiguresKey, _Lines]) -> dict[_Program, dict[FiguresKey, _Lines]]:
-    programs: dict[_Program, dict[FiguresKey, _Lines]] = {}
-    for key, lines in figures.items():
-        programs.setdefault(key[:3], {})[key] = lines
+def _programs(rows: Iterable[Row]) -> dict[Key, Row]:
+    """Programs, each with the first row that runs it: one command accepts both."""
+    programs: dict[Key, Row] = {}
+    for row in rows:
+        programs.setdefault(Key.of(row).program, row)
     return programs
 
 
-def _worst_of_assembler(key: FiguresKey, before: _Lines, after: _Lines, row: Row, claim: Claim) -> Finding | None:
-    """As for records: of several lines of one program the worst counts, whichever was written last."""
-    was = before[0] if before else None
-    found = [one for now in after or (None,) if (one := _of_assembler(key, was, now, row, claim)) is not None]
-    return next((one for one in found if one.closes), found[0] if found else None)
+def _of(programs: Collection[Key], figures: Iterable[Figures]) -> Iterator[Figures]:
+    return (line for line in figures if Key.of(line).program in programs)
 
 
-def _of_assembler(
-    key: FiguresKey, before: Figures | None, after: Figures | None, row: Row, claim: Claim
-) -> Finding | None:
-    if after is None:
-        return Finding("figures", f"no compiler figures: the baseline has those of {key}, the records have none", row)
-    if before is None:
-        if row not in claim.rows:
-            return None
-        return Finding("new", f"new: the baseline has no compiler figures of {key}", row, accept=claim.accept(row))
-    differing = changes(_flat(before), _flat(after))
-    if not differing:
-        return None
-    version = "" if before.assembler == after.assembler else f"; {before.assembler} before, {after.assembler} now"
-    why = _whose_change(before.program_sha256, after.program_sha256).replace("what runs it", "the assembler")
-    return _counted(f"compiler figures of {key}", differing, why + version, row, claim)
+def _of_row(found: ComparedRow, row: Row, claim: Claim) -> Iterator[Finding]:
+    if found.call == "NEW":
+        if row in claim.rows:
+            yield Finding("new", f"new: the baseline has no line for {row}", row, accept=claim.accept(row))
+    elif found.changes:
+        yield _differing(str(row), found, _whose_change(found.same_program, "what runs it"), row, claim)
 
 
-def _flat(figures: Figures) -> dict[str, int]:
-    """ "ENTRY.NAME" -> number; only the name if there is one kernel, which may then be renamed."""
-    if len(figures.kernels) == 1:
-        (numbers,) = figures.kernels.values()
-        return dict(numbers)
-    return {f"{entry}.{name}": value for entry, numbers in figures.kernels.items() for name, value in numbers.items()}
+def _whose_change(same_program: bool | None, maker: str) -> str:
+    if same_program is None:
+        return ""
+    return f"; the program is the same, so {maker} has changed" if same_program else "; the program has changed"
+
+
+def _differing(about: str, found: ComparedRow, why: str, row: Row, claim: Claim) -> Finding:
+    """The finding about counters or figures that differ."""
+    if found.regression:
+        return Finding("regressed", f"regressed: {about}: {found.sentence}{why}", row, accept=claim.accept(row))
+    word = "better" if all(one.trend == "better" for one in found.changes) else "changed"
+    sentence = f"{word}: {about}: {found.sentence}{why}; the baseline does not hold it yet"
+    return Finding("renew", sentence, row, closes=False, accept=claim.accept(row))
+
+
+def _of_program(
+    assembled: Sequence[ComparedRow], row: Row, baseline: Baseline, new: Lines, claim: Claim
+) -> Iterator[Finding]:
+    """What assemblers say of the program of `row`."""
+    if not assembled and row in claim.rows:
+        sentence = f"no compiler figures: {row.case} on {row.backend} {row.target} was not assembled"
+        yield Finding("figures", sentence, row)
+    for found in assembled:
+        about = f"{row.case} on {row.backend} {row.target}, assembled by {found.key.assembler}"
+        if found.call == "MISSING":
+            sentence = f"no compiler figures: the baseline has those of {about}, the records have none"
+            yield Finding("figures", sentence, row)
+        elif found.call == "NEW":
+            # Of a row that is new as a whole, one finding is enough.
+            if row in claim.rows and row in baseline.records:
+                sentence = f"new: the baseline has no compiler figures of {about}"
+                yield Finding("new", sentence, row, accept=claim.accept(row))
+        elif found.changes:
+            was = baseline.figures[found.key].assembler
+            now = " and ".join(sorted({line.assembler for line in new.figures[found.key]}))
+            why = _whose_change(found.same_program, "the assembler")
+            why += "" if was == now else f"; {was} before, {now} now"
+            yield _differing(f"compiler figures of {about}", found, why, row, claim)

@@ -1,7 +1,7 @@
 """Rows that are known not to work: conformance/expected.yaml, read and checked.
 
-Every entry gives its reason, the day on which it expires and one pinned case that shows it. Nothing here excuses a
-row silently: the gate refuses an entry that is expired, matches no known row or whose rows pass.
+Every entry gives its reason, the day on which it expires and one pinned case that shows it. No entry excuses a row
+silently: the gate refuses one that has expired, matches no known row, or whose rows pass.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megamoe.spec.error import SpecError
 from megamoe.spec.selection import MOST_SEEDS, SelectionError, checked_names, known_cases, spec_of
 from megamoe.spec.spec import Spec
 
-MOST_DAYS = 180
-"""How far ahead an entry may expire: what is expected for ever is accepted, not expected."""
+MAX_DAYS = 180
+"""How far ahead an entry may expire. Somebody has to look at it again before that."""
 _SCHEDULES = ("eager", "lazy", *(f"random:{seed}" for seed in range(MOST_SEEDS)))
 
 
 class ExpectedError(Exception):
-    """A file of expected failures that cannot be used; the text says which file, line, key and what would be right."""
+    """A file of expected failures that cannot be used; the text names file, line and key, and says what is right."""
 
 
 class ExpectedEntry(BaseModel):
@@ -72,10 +72,10 @@ class Expectation:
         entry = self.entry
         if entry.expires < today:
             return f"{self.where}: the entry for {entry.case} expired on {entry.expires}; fix the kernel or renew it"
-        latest = today + timedelta(days=MOST_DAYS)
+        latest = today + timedelta(days=MAX_DAYS)
         if entry.expires > latest:
             return (
-                f"{self.where}: the entry for {entry.case} expires on {entry.expires}, more than {MOST_DAYS} days from "
+                f"{self.where}: the entry for {entry.case} expires on {entry.expires}, more than {MAX_DAYS} days from "
                 f"now; {latest} is the latest day, so that somebody looks at it again"
             )
         try:

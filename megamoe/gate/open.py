@@ -1,4 +1,4 @@
-"""What an open gate says: how much was held against which baseline."""
+"""The sentence of an open gate: how much was held against which baseline."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megamoe.contract import Row
-from megamoe.gate.baseline import BASELINES, Baseline, figures_key
+from megamoe.gate.baseline import BASELINES, Baseline
 from megamoe.gate.verdict import Verdict
+from megamoe.records.keys import Key
 from megamoe.records.lines import Figures, Record
 
 
 def open_line(
     verdict: Verdict, baseline: Baseline | None, records: Iterable[Record], figures: Iterable[Figures]
 ) -> str:
-    """One sentence about a verdict that passed. Counted is what both sides name: a row once, a figure once a program.
+    """One sentence about a verdict that passed: rows, their counters, and the figures of their programs, each once.
 
-    `baseline`: None if there was none to hold anything against.
+    `baseline`: None if the run was held against none.
     """
     passed = {record.row: record for record in records if record.status == "passed" and record.row in verdict.records}
     if baseline is None:
@@ -33,8 +34,9 @@ def open_line(
 
 
 def _compiler_figures(baseline: Baseline, rows: Iterable[Row], figures: Iterable[Figures]) -> int:
-    programs = {row[:3] for row in rows}
-    found = {key: line for line in figures if (key := figures_key(line))[:3] in programs and key in baseline.figures}
+    programs = {Key.of(row).program for row in rows}
+    keyed = ((Key.of(line), line) for line in figures)
+    found = {key: line for key, line in keyed if key.program in programs and key in baseline.figures}
     return sum(len(numbers) for line in found.values() for numbers in line.kernels.values())
 
 
@@ -43,5 +45,5 @@ def _number(count: int, name: str) -> str:
 
 
 def _shown(path: Path) -> str:
-    """Ours by its place in the repository, another as it was given."""
+    """Our baseline by its place in the repository, another one as it was given."""
     return str(path.relative_to(BASELINES.parents[1]) if path.is_relative_to(BASELINES) else path)

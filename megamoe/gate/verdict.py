@@ -1,7 +1,7 @@
 """Holds the records of a run against the rows that it owed, and fails closed.
 
-This is the half that needs no baseline: what is missing, what did not pass, and expectations that no longer hold.
-megamoe.gate.counters has the other half, counters and compiler figures.
+This half needs no baseline: rows that are missing or did not pass, and expectations that no longer hold.
+megamoe.gate.counters is the other half: counters and compiler figures.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Literal
 from megamoe.contract import STATUSES, Row, Status
 from megamoe.gate.expected import Expectation
 from megamoe.records.lines import Record
+from megamoe.records.severity import worst
 
 FindingKind = Literal[
     "missing", "status", "expectation", "empty", "not owed", "regressed", "new", "gone", "figures", "renew", "revision"
@@ -23,11 +24,11 @@ FindingKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that the gate has to say, as a sentence. `row` is None if it is about no single row.
+    """One sentence of the gate. `row` is None if it is about no single row.
 
-    `closes`: whether it closes the gate. What does not only asks: to renew a baseline that is worse than what was seen,
-    or to run again what was run at another revision.
-    `accept` is the command that takes the change on purpose, None where nothing but a fix will do.
+    `closes`: whether it closes the gate. If not, it only asks: to renew a baseline that is worse than what was seen, or
+    to run again what was run at another revision. `accept` is the command that accepts the change, None where only a
+    fix will do.
     """
 
     kind: FindingKind
@@ -42,9 +43,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the gate found. `counts` are the owed rows by their worst status, `records` the record of each that counts.
+    """What the gate found. `counts`: the owed rows by their worst status. `records`: the worst record of each.
 
-    `excused`: the rows that failed as expected, with the entry that expects it.
+    `excused`: the rows of which every record failed as expected, with the entry that expects it.
     """
 
     findings: tuple[Finding, ...]
@@ -61,7 +62,7 @@ class Verdict:
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Sentences about what ought to be renewed, and closes the gate only if it is strict."""
+        """Sentences that close only a strict gate."""
         return tuple(str(finding) for finding in self.findings if not finding.closes)
 
     @property
@@ -82,7 +83,7 @@ class Verdict:
         return ", ".join(parts)
 
     def with_findings(self, more: Iterable[Finding], strict: bool = False) -> Verdict:
-        """This verdict and what else was found. `strict`: what only asks closes the gate too."""
+        """This verdict with more findings. `strict`: those that only ask close the gate, too."""
         found = (*self.findings, *more)
         return replace(self, findings=tuple(replace(one, closes=True) for one in found) if strict else found)
 
@@ -95,32 +96,28 @@ def judge_run(
     passed_before: Collection[Row] = (),
     specs: Path | None = None,
 ) -> Verdict:
-    """The verdict on a run. `stale` are sentences about entries that no longer mean anything: each fails the gate.
+    """The verdict on a run. `stale` are sentences about entries that no longer mean anything: each closes the gate.
 
-    Several records of one row: the worst counts, in the order of STATUSES. A record of a row that was not owed fails
-    the gate unless it passed. `passed_before`: rows of the baseline, so that a sentence can say what got worse.
-    `specs`: the folder of the specs that the run was given, for commands.
+    Of several records of one row each is held against the expectation: none hides another. A record of a row that was
+    not owed closes the gate unless it passed. `passed_before`: rows of the baseline, so that a sentence can say what
+    got worse. `specs`: the folder of the specs that the run was given, for commands.
     """
-    by_row = _by_row(records)
+    by_row: dict[Row, list[Record]] = {}
+    for record in records:
+        by_row.setdefault(record.row, []).append(record)
     owed = list(dict.fromkeys(owed))
     findings = [Finding("expectation", sentence) for sentence in stale]
     if not owed:
         findings.append(Finding("empty", "no row was owed: an empty selection proves nothing"))
-    counts: Counter[Status] = Counter()
     excused: dict[Row, Expectation] = {}
     found: dict[Row, Record | None] = {}
     for row in owed:
         entries = [one for one in expected if one.entry.matches(row)]
-        found[row] = record = worst(by_row.pop(row, ()))
-        if record is None:
-            again = row.rerun_with(specs)
-            findings.append(Finding("missing", f"missing: there is no record of {row}. Rerun: {again}", row))
-            continue
-        counts[record.status] += 1
-        problem = _problem(record, entries, row in passed_before)
-        if problem:
-            findings.append(Finding("expectation" if entries else "status", problem, row))
-        elif entries:
+        mine = by_row.pop(row, [])
+        found[row] = worst(mine) if mine else None
+        closing = _closing(row, mine, entries, row in passed_before, specs)
+        findings += closing
+        if entries and not closing:
             excused[row] = entries[0]
     findings += [
         Finding("not owed", f"not owed, and {record.status}: {record.sentence}", record.row)
@@ -128,23 +125,23 @@ def judge_run(
         for record in extra
         if record.status != "passed"
     ]
+    counts = Counter(record.status for record in found.values() if record)
     missing = sum(record is None for record in found.values())
     return Verdict(tuple(findings), dict(counts), missing, len(excused), found, excused)
 
 
-def worst(records: Sequence[Record]) -> Record | None:
-    """The record that counts among those of one row; None if there is none."""
-    return max(records, key=lambda one: STATUSES.index(one.status)) if records else None
-
-
-def _by_row(records: Iterable[Record]) -> dict[Row, list[Record]]:
-    by_row: dict[Row, list[Record]] = {}
-    for record in records:
-        by_row.setdefault(record.row, []).append(record)
-    return by_row
+def _closing(
+    row: Row, records: Sequence[Record], entries: Sequence[Expectation], passed_before: bool, specs: Path | None
+) -> list[Finding]:
+    """Why a row closes the gate; of records that say the same, one finding."""
+    if not records:
+        return [Finding("missing", f"missing: there is no record of {row}. Rerun: {row.rerun_with(specs)}", row)]
+    problems = dict.fromkeys(_problem(record, entries, passed_before) for record in records)
+    return [Finding("expectation" if entries else "status", one, row) for one in problems if one]
 
 
 def _problem(record: Record, entries: Sequence[Expectation], passed_before: bool) -> str | None:
+    """Why `record` closes the gate; None if it does not."""
     if len(entries) > 1:
         return f"{entries[0].where} and {entries[1].where} both speak about {record.row}; keep one"
     if not entries:

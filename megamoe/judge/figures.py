@@ -7,14 +7,13 @@ assembled once for each target, however many rows share it.
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
 from megamoe.contract import Row, Target
 from megamoe.contract.assembly import Assembled, assembled
+from megamoe.records.atomic import write_file
 from megamoe.records.lines import Figures
 
 
@@ -29,10 +28,7 @@ def leave_program(folder: Path, ptx: str) -> str:
     path = folder / f"{digest}.ptx"
     if not path.exists():
         # Several workers may have the same program at the same time.
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
-        with os.fdopen(handle, "wb") as file:
-            file.write(ptx.encode())
-        os.replace(temporary, path)
+        write_file(path, ptx, "the program", durable=False)
     return digest
 
 

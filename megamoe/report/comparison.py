@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from rich.console import Group
 from rich.markup import escape
@@ -15,7 +12,6 @@ from rich.text import Text
 
 from megamoe.diff.differ import Comparison
 from megamoe.diff.rows import Call, ComparedRow
-from megamoe.diff.sides import ComparisonError
 
 FORMAT = "megamoe-comparison-1"
 MOST_ROWS = 100
@@ -174,7 +170,9 @@ def as_json(comparison: Comparison, strict: bool = False) -> dict[str, object]:
 
 def _json_row(row: ComparedRow) -> dict[str, object]:
     values = {name: getattr(row, name) for name in ComparedRow.__slots__ if name not in ("key", "changes")}
-    found: dict[str, object] = {**row.key._asdict(), **{name: _plain(value) for name, value in values.items()}}
+    key = row.key
+    found: dict[str, object] = {"kind": key.kind, "case": key.case, "backend": key.backend, "target": key.target}
+    found |= {"executor": key.by, "variant": key.variant, **{name: _plain(value) for name, value in values.items()}}
     if row.changes:
         found["changes"] = [
             {"name": one.name, "before": one.before, "after": one.after, "trend": one.trend} for one in row.changes
@@ -184,23 +182,6 @@ def _json_row(row: ComparedRow) -> dict[str, object]:
 
 def _plain(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a whole file or none. ComparisonError if it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise ComparisonError(f"cannot write {path}: {error.strerror}") from error
 
 
 def lines_of(comparison: Comparison) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from megamoe.gate.baseline import RUN as BASELINE
 from megamoe.records.files import RecordFile, read_records
+from megamoe.records.keys import Key
 from megamoe.records.lines import (
     Acceptance,
     Agreement,
@@ -70,9 +71,7 @@ class Material:
     @property
     def latest_timings(self) -> list[Timing]:
         """The newest timing of each row and temperature."""
-        return list(
-            {(one.case, one.backend, one.target, one.executor, one.temperature): one for one in self.timings}.values()
-        )
+        return list({Key.of(one): one for one in self.timings}.values())
 
 
 def record_files(given: Sequence[Path] = (), home: Path = Path()) -> list[Path]:

@@ -25,8 +25,6 @@ SIGNS: Mapping[Status, str] = {
     "unsupported": "\u2013",
     "not_run": "○",
 }
-# The worst first: of several schedules, a cell shows the worst.
-SEVERITY: tuple[Status, ...] = ("failed", "crashed", "timed_out", "error", "not_run", "unsupported", "passed")
 
 
 @dataclass(frozen=True, slots=True)

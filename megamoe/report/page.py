@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
+from megamoe.records.severity import SEVERITY
 from megamoe.report.coverage import ForeignKernel, Form
 from megamoe.report.encoding import Encoder, Json, number
 from megamoe.report.evidence import Evidence
 from megamoe.report.layout import Block, Listing, lay_out, spans
 from megamoe.report.material import Material
-from megamoe.report.measures import MEASURES, SEVERITY, SIGNS
+from megamoe.report.measures import MEASURES, SIGNS
 from megamoe.spec.error import SpecError
 from megamoe.spec.spec import Spec
 
@@ -170,7 +171,7 @@ def _compared(row: ComparedRow, encoder: Encoder) -> list[object]:
     key = row.key
     times = [row.before_us, row.after_us, row.ratio, row.low, row.high, row.threshold]
     return [
-        key.kind, encoder.cases[key.case], key.backend, key.target, key.executor, key.variant, row.call,
+        key.kind, encoder.cases[key.case], key.backend, key.target, key.by, key.variant, row.call,
         int(row.regression), encoder.texts[row.sentence], row.before_status, row.after_status,
         None if row.ratio is None else [None if value is None else number(value) for value in times],
         [str(change) for change in row.changes],

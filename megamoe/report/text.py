@@ -15,11 +15,11 @@ from rich.text import Text
 
 from megamoe.contract import Status
 from megamoe.records.lines import Record, Timing
+from megamoe.records.severity import SEVERITY
 from megamoe.report.layout import Grid, Listing, lay_out, spans
 from megamoe.report.material import Material, Subject
 from megamoe.report.measures import (
     MEASURES,
-    SEVERITY,
     SIGNS,
     counter_ratios,
     error_ratio,

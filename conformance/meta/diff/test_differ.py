@@ -21,8 +21,9 @@ from conformance.fakes.results import (
 )
 from megamoe.contract import STATUSES, Status
 from megamoe.diff.differ import Comparison, ComparisonError, compare_runs
-from megamoe.diff.rows import CALLS, ComparedRow, RowKey
+from megamoe.diff.rows import CALLS, ComparedRow
 from megamoe.diff.sides import Side
+from megamoe.records.keys import Key
 from megamoe.records.lines import AnyLine
 from megamoe.report.comparison import FOREST_WIDTH, as_json, as_markdown, forest, forest_span
 from megamoe.spec.load import load_specs
@@ -344,7 +345,7 @@ def test_a_run_is_the_same_as_itself_in_any_order(lines: list[AnyLine]) -> None:
 
 
 def _row(low: float, ratio: float, high: float) -> ComparedRow:
-    key = RowKey("timing", CASE, "ptx", "sm_90a", "gpu", "cold")
+    key = Key("timing", CASE, "ptx", "sm_90a", "gpu", temperature="cold")
     return ComparedRow(key, "SAME", ratio=ratio, low=low, high=high, threshold=0.02)
 
 

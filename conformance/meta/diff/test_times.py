@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conformance.fakes.results import timing
 from megamoe.diff import times as comparison_time
-from megamoe.diff.times import centres, ratios, student
+from megamoe.diff.times import Centres, centres, ratios
 from megamoe.records.lines import Timing
 
 ROWS = 1500
@@ -186,7 +186,7 @@ def test_a_disturbance_of_many_rounds_is_not_believed_to_be_many_disturbances(mo
     assert alarms() <= 0.01
     monkeypatch.setattr(comparison_time, "BLOCKS", 60)
     monkeypatch.setattr(comparison_time, "QUANTILES", (0.5,))
-    monkeypatch.setattr(comparison_time, "MOST_CORRELATION", 0.0)
+    monkeypatch.setattr(comparison_time, "MAX_CORRELATION", 0.0)
     assert alarms() > 0.1, "then this test shows nothing"
 
 
@@ -226,8 +226,13 @@ def test_a_clock_cannot_see_less_than_its_tick() -> None:
 @pytest.mark.parametrize(
     ("freedom", "quantile"), [(1, 63.657), (2, 9.925), (3, 5.841), (4, 4.604), (10, 3.169), (30, 2.750), (1e9, 2.576)]
 )
-def test_the_quantile_of_student(freedom: float, quantile: float) -> None:
-    assert student(np.array([freedom]))[0] == pytest.approx(quantile, rel=0.009)
+def test_the_interval_is_as_wide_as_student_says(freedom: float, quantile: float) -> None:
+    """One side is known exactly, so that the degrees of freedom are those of the other."""
+    zero = np.zeros((2, 1))
+    known = Centres(zero, zero, zero + 1, zero, np.array([9]))
+    found = ratios(known, Centres(zero, zero + 0.01, zero + freedom, zero, np.array([9])))
+    assert np.log(found.high[0]) / 0.01 == pytest.approx(quantile, rel=2e-4)
+    assert found.low[0] == pytest.approx(1 / found.high[0])
 
 
 times = st.floats(0.5, 1e6, allow_subnormal=False)

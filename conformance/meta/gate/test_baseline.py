@@ -33,6 +33,7 @@ from megamoe.gate.baseline import (
     sole_writer,
     write_baseline,
 )
+from megamoe.records.keys import Key
 from megamoe.records.lines import (
     Acceptance,
     Figures,
@@ -79,8 +80,8 @@ def _taken(before: Baseline, seen: Seen, *rows: Row, owed: tuple[Row, ...] = ())
 def test_the_tracked_baseline_holds_what_the_smoke_profile_owes() -> None:
     held, owed = read_baseline(VM_BASELINE), set(owed_rows(load_specs(), Selection()))
     assert set(held.records) == owed, "accept what is new, and what is gone: nox -s gate prints the command"
-    programs = {key[:3] for key in held.figures}
-    assert programs == {row[:3] for row in owed}, "every program of the baseline has its compiler figures"
+    programs = {key.program for key in held.figures}
+    assert programs == {Key.of(row).program for row in owed}, "every program of the baseline has its compiler figures"
 
 
 def test_the_tracked_baseline_is_what_accept_writes() -> None:

@@ -154,7 +154,11 @@ def test_a_run_that_was_asked_for_it_does(selection: Selection) -> None:
         ({"registers": 255}, True, "registers 168 -> 255"),
         ({"spill_bytes": 8}, True, "spill_bytes 0 -> 8"),
         ({"registers": 128}, False, "registers 168 -> 128"),
-        ({"registers": 128, "code_bytes": 9000}, True, "code_bytes 4096 -> 9000 (+119.7%), registers 168 -> 128"),
+        (
+            {"registers": 128, "code_bytes": 9000},
+            True,
+            "fmha.code_bytes 4096 -> 9000 (+119.7%), fmha.registers 168 -> 128",
+        ),
     ],
 )
 def test_compiler_figures_are_held_alike(changed: Mapping[str, int], closes: bool, said: str) -> None:

@@ -18,13 +18,13 @@ from conformance.fakes.simulated_matrix import full_matrix
 from megamoe.contract import Row
 from megamoe.explain.explain import Subject as Explained
 from megamoe.records.lines import Record, record_of
+from megamoe.records.severity import SEVERITY
 from megamoe.report.coverage import read_coverage, read_foreign_kernels
 from megamoe.report.encoding import MOST_SAMPLES
 from megamoe.report.evidence import bundles, explain_folder, traces
 from megamoe.report.layout import Grid, axes_of, cases_of, lay_out, spans
 from megamoe.report.measures import (
     MEASURES,
-    SEVERITY,
     SIGNS,
     counter_ratios,
     error_ratio,

@@ -8,8 +8,9 @@ from pathlib import Path
 from conformance.fakes.hostile_records import HOSTILE, data_of, hostile_records, material_of, printed
 from conformance.fakes.results import header, record, timing
 from conformance.fakes.simulated_matrix import full_matrix, write_runs
+from megamoe.records.severity import SEVERITY
 from megamoe.report.material import gather
-from megamoe.report.measures import SEVERITY, SIGNS
+from megamoe.report.measures import SIGNS
 
 
 def test_the_terminal_says_what_failed(tmp_path: Path) -> None:
