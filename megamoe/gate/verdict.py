@@ -125,7 +125,7 @@ def judge_run(
         for record in extra
         if record.status != "passed"
     ]
-    counts = Counter(record.status for record in found.values() if record)
+    counts: Counter[Status] = Counter(record.status for record in found.values() if record)
     missing = sum(record is None for record in found.values())
     return Verdict(tuple(findings), dict(counts), missing, len(excused), found, excused)
 

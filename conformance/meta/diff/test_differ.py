@@ -167,6 +167,20 @@ def test_no_line_of_a_row_hides_what_got_worse_in_another(last: str) -> None:
         assert (row.call, row.regression) == ("WORSE", True), f"{row}: the line after it hides the regression"
 
 
+@pytest.mark.parametrize("new", ["error", "crashed", "not_run"])
+def test_a_status_that_was_not_there_before_is_not_hidden_by_a_worse_one(new: Status) -> None:
+    for after in ((record("failed"), record(new)), (record(new), record("failed"))):
+        row = only(compare_runs(side(record("failed")), side(*after), SPECS))
+        assert (row.call, row.after_status, row.regression) == ("STATUS-CHANGED", new, True)
+        assert compare_runs(side(*after), side(*after), SPECS).counts == {"SAME": 1}
+
+
+def test_the_only_kernel_of_a_program_may_be_renamed() -> None:
+    renamed = figures(128).model_copy(update={"kernels": {"fmha_whole": {"registers": 128, "spill_bytes": 0}}})
+    assert compared(figures(128), renamed).call == "SAME"
+    assert compared(figures(120), renamed).sentence.startswith("fmha_whole.registers 120 -> 128")
+
+
 def test_figures_are_exact() -> None:
     row = compared(figures(128), figures(168))
     assert (row.call, row.regression) == ("WORSE", True)

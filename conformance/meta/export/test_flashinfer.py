@@ -135,6 +135,17 @@ def test_a_time_of_a_row_that_failed_is_not_exported(tmp_path: Path, capsys: pyt
     assert trace["evaluation"]["performance"] is None
 
 
+@pytest.mark.parametrize("other", ["not_run", "unsupported", "passed"])
+def test_a_failure_under_one_schedule_is_not_dropped_for_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], other: Any
+) -> None:
+    lines = (record("failed", program="ab"), record(other, schedule="lazy"))
+    for number, order in enumerate((lines, lines[::-1])):
+        (trace,) = traces(exported(tmp_path / str(number), capsys, *order))
+        assert trace["evaluation"]["status"] == "RUNTIME_ERROR"
+        assert "it failed" in trace["evaluation"]["log"]
+
+
 def test_a_time_without_a_verdict_has_no_known_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (trace,) = traces(exported(tmp_path, capsys, timing(TIMES)))
     assert trace["evaluation"]["correctness"]["max_relative_error"] == "NaN"

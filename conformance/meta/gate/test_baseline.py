@@ -140,6 +140,15 @@ def test_a_row_that_is_owed_does_not_leave() -> None:
         _taken(before, _seen(), ROW, owed=(ROW,))
 
 
+def test_a_failure_is_not_accepted_behind_a_pass_of_the_same_run() -> None:
+    failed = record(ROW, status="failed")
+    for lines in ((failed, record(ROW)), (record(ROW), failed)):
+        with pytest.raises(SelectionError, match="is failed, and only what passed is accepted"):
+            _taken(Baseline(Path("b")), _seen(*lines), ROW)
+    earlier = failed.model_copy(update={"run": "run-6"})
+    assert _taken(Baseline(Path("b")), _seen(earlier, record(ROW)), ROW).records, "an earlier run was mended since"
+
+
 def test_rows_are_read_as_they_are_printed() -> None:
     assert parse_row(str(ROW)) == ROW
 

@@ -74,6 +74,26 @@ def test_nothing_owed_closes_it() -> None:
     assert not judge_run([], []).passed, "a run of nothing proves nothing"
 
 
+@pytest.mark.parametrize("expected", ["error", "crashed", "timed_out", "unsupported"])
+@pytest.mark.parametrize("failed_first", [True, False])
+def test_an_expected_status_hides_no_other_record_of_the_row(expected: Status, failed_first: bool) -> None:
+    records = [_record(ROW, "failed"), _record(ROW, expected)]
+    verdict = judge_run([ROW], records if failed_first else records[::-1], [_entry(status=expected)])
+    (problem,) = verdict.problems
+    assert f"is expected to be {expected} but is failed" in problem
+    assert not verdict.excused, "a row that also failed otherwise is not excused"
+
+
+def test_a_pass_does_not_hide_behind_an_expected_failure() -> None:
+    for order in (["passed", "failed"], ["failed", "passed"]):
+        verdict = judge_run([ROW], [_record(ROW, status) for status in order], [_entry()])  # pyright: ignore[reportArgumentType]
+        assert not verdict.passed, f"{order}: a row that passes now and then is not known to fail"
+
+
+def test_several_records_that_say_the_same_are_one_problem() -> None:
+    assert len(judge_run([ROW], [_record(ROW, "failed")] * 3).problems) == 1
+
+
 def test_the_worst_of_several_records_counts() -> None:
     for order in (["passed", "failed"], ["failed", "passed"]):
         verdict = judge_run([ROW], [_record(ROW, status) for status in order])  # pyright: ignore[reportArgumentType]
