@@ -11,6 +11,7 @@ and lets characters through that XML cannot hold: these are added here.
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +60,9 @@ def write_junit(path: Path, verdict: Verdict, figures: Iterable[Figures], starte
     root = JUnitXml()
     for number, (name, suite) in enumerate(_suites(verdict, figures).items()):
         root.append(_element(number, name, suite, started))
-    write_file(path, root.tostring() + b"\n", "JUnit XML to")
+    text = io.BytesIO()
+    root.write(text)
+    write_file(path, text.getvalue() + b"\n", "JUnit XML to")
 
 
 def _suites(verdict: Verdict, figures: Iterable[Figures]) -> dict[str, _Suite]:
