@@ -49,8 +49,8 @@ def accept(
 ) -> None:
     """Takes rows, as a run has seen them, into the baseline that the gate holds runs against.
 
-    A row takes its counters, the compiler figures of its program and its times with it. One that nobody owes any more
-    leaves the baseline. What did not pass is refused.
+    A row brings its counters, the compiler figures of its program and its times. A row that nobody owes any more leaves
+    the baseline. A row that did not pass is refused.
     """
     console = cli_options.console()
     text = _checked(reason)
@@ -84,7 +84,7 @@ def accept(
 
 
 def _checked(reason: str) -> str:
-    """The reason in one line. SelectionError if it says nothing, as the dots that the gate prints for it."""
+    """The reason in one line. SelectionError if it says nothing, like the dots that the gate prints for it."""
     text = " ".join(reason.split())
     if not any(character.isalnum() for character in text):
         raise SelectionError(
@@ -99,7 +99,7 @@ def _newest() -> list[Path]:
 
 
 def _quoted(words: list[str]) -> list[str]:
-    """Rows that were quoted, or one that was not, so that the shell took it for several words."""
+    """The rows, if they were quoted; else one row, which the shell split into words."""
     return words if all(" on " in word for word in words) else [" ".join(words)]
 
 

@@ -1,4 +1,4 @@
-"""`megamoe gate`: fails closed on what is missing, what did not pass and what got worse than the tracked baseline."""
+"""`megamoe gate`: closes on rows that are missing, did not pass, or got worse than the tracked baseline."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def gate(
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Keeps Python from looking for garbage among hundreds of thousands of lines, all of them in use."""
+    """Stops the garbage collector, which would search hundreds of thousands of lines, all of them in use."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -114,7 +114,7 @@ def _nothing_collected() -> Iterator[None]:
 
 
 def _baseline(path: Path | None, specs: Path | None) -> Baseline | None:
-    """The baseline to hold rows against; None if the specs are not those that ours is about."""
+    """The baseline to hold rows against; None for specs of one's own, which ours says nothing about."""
     if path is not None and not path.exists():
         raise RecordError(f"there is no baseline {path}; `megamoe accept` makes one")
     if path is None and specs is not None:
@@ -124,8 +124,10 @@ def _baseline(path: Path | None, specs: Path | None) -> Baseline | None:
 
 @dataclass(frozen=True, slots=True)
 class _Evidence:
-    """What there is to judge. `notes` are for the reader, `changed` are sentences that close the gate; `elsewhere`:
-    runs of another revision, which close a strict one."""
+    """What there is to judge. `notes` are for the reader, `changed` are sentences that close the gate.
+
+    `elsewhere`: findings about runs of another revision, which close a strict gate.
+    """
 
     rows: list[Row]
     selections: list[Selection]
@@ -193,7 +195,7 @@ def _verdict(
 
 
 def _accept_command(records: Sequence[Path] | None, baseline: Path | None, specs: Path | None) -> Callable[..., str]:
-    """What makes the command that accepts what its arguments name, as it is in the files at hand."""
+    """A function from the arguments of `megamoe accept` to the whole command, for the files at hand."""
     options = [part for path in records or () for part in ("--from", str(path))]
     options += [] if baseline is None else ["--baseline", str(baseline)]
     options += [] if specs is None else ["--specs", str(specs)]
@@ -206,15 +208,14 @@ def _accept_command(records: Sequence[Path] | None, baseline: Path | None, specs
 
 
 def _changed_since(header: RunHeader, now: int) -> list[str]:
-    """A sentence if the selection of a run holds another number of rows by now: specs, backends or the file changed."""
+    """A sentence if the selection of a run has another number of rows now: specs, backends or the file changed."""
     if now == header.owed_rows:
         return []
     return [f"run {header.run} owed {header.owed_rows} rows when it began, its selection holds {now} now; run it again"]
 
 
 def _of_other_revisions(headers: Iterable[RunHeader]) -> tuple[list[str], list[Finding]]:
-    """Notes about runs of which nobody knows whether they are about the code that is checked out, as a machine without
-    git history ran them or judges them; findings about those that are not."""
+    """Notes about runs whose revision, or ours, is unknown (no git history), and findings about runs of another one."""
     here = git_revision(CHECKOUT)
     notes: list[str] = []
     found: list[Finding] = []
@@ -229,7 +230,7 @@ def _of_other_revisions(headers: Iterable[RunHeader]) -> tuple[list[str], list[F
 
 
 def _selection_in(header: RunHeader) -> Selection:
-    """What the run of `header` was asked for. RecordError if another version of megamoe wrote it."""
+    """The selection of the run of `header`. RecordError if another version of megamoe wrote it."""
     if set(header.selection) != {one.name for one in fields(Selection)}:
         raise RecordError(
             f"run {header.run} of megamoe {header.megamoe} holds a selection that this version cannot read"

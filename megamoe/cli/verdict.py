@@ -1,4 +1,4 @@
-"""What `megamoe run` and `megamoe gate` share: the expected failures, and how a verdict is printed."""
+"""For `megamoe run` and `megamoe gate`: reads the expected failures and prints a verdict."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ EXPECTED = CHECKOUT / "conformance" / "expected.yaml"
 
 
 def expectations_of(path: Path | None) -> tuple[Expectation, ...]:
-    """The entries of `path`, which must exist if it is named; an installation without the file expects no failure."""
+    """The entries of `path`, which must exist. Without a path those of conformance/expected.yaml, if it is there."""
     if path is None and not EXPECTED.exists():
         return ()
     return read_expected(path or EXPECTED)
 
 
 def print_verdict(console: Console, verdict: Verdict, records: Sequence[Record]) -> None:
-    """The table of records, a sentence a finding, and the line that sums up."""
+    """Prints a table of the records, a sentence a finding, and the line that sums up."""
     if records:
         console.print(_table(records))
     for sentence in (*verdict.asks, *verdict.problems):
@@ -34,7 +34,7 @@ def print_verdict(console: Console, verdict: Verdict, records: Sequence[Record])
 
 
 def _table(records: Sequence[Record]) -> Table:
-    """Counts by op, backend, target, executor and status, with the host seconds that judging took."""
+    """Counts by op, backend, target, executor and status, with the host seconds of the judge."""
     groups: dict[tuple[str, str, str, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record.op, record.backend, record.target, record.executor), []).append(record)

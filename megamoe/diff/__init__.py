@@ -1,1 +1,1 @@
-"""The one differ of two sets of lines, times included; gate, compare and accept share it."""
+"""The one differ of two sets of lines, times included, for gate, compare and accept. Decides nothing."""

@@ -12,16 +12,16 @@ from megamoe.records.files import RecordFile, parse_records, read_records
 from megamoe.records.lines import RunHeader
 
 BASELINES = "results/baselines"
-GIT_SECONDS = 60
+MAX_GIT_SECONDS = 60
 
 
 class ComparisonError(Exception):
-    """What was given cannot be compared; the text says why and what would be right."""
+    """Two sides that cannot be compared; the text says why and what would be right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Record files that stand for one state of things. `label` names it."""
+    """The record files of one side. Messages call it `label`."""
 
     label: str
     files: tuple[RecordFile, ...]
@@ -40,8 +40,8 @@ class Side:
 def read_side(name: str, root: Path | None = None) -> Side:
     """The side that `name` means: a file, a folder of *.jsonl, REV (its results/baselines) or REV:PATH.
 
-    What exists as a path is a path. `root` is where git is asked, the current folder by default. Raises
-    ComparisonError or RecordError.
+    A name that exists as a path is a path. git runs in `root`, the current folder by default. Raises ComparisonError or
+    RecordError.
     """
     if not name:
         raise ComparisonError("a side has an empty name; give a record file, a folder of them, or a git revision")
@@ -84,25 +84,25 @@ def _blob(root: Path, commit: str, path: str) -> RecordFile:
 
 
 def _git(root: Path, *arguments: str) -> bytes | None:
-    """What git prints, None if it refuses."""
+    """The output of git, None if it refuses."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, timeout=GIT_SECONDS, check=False)
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, timeout=MAX_GIT_SECONDS, check=False)
     except OSError as error:
         raise ComparisonError(f"git cannot be run: {error.strerror}") from error
     except subprocess.TimeoutExpired:
-        raise ComparisonError(f"git {arguments[0]} did not end within {GIT_SECONDS} s") from None
+        raise ComparisonError(f"git {arguments[0]} did not end within {MAX_GIT_SECONDS} s") from None
     return done.stdout if done.returncode == 0 else None
 
 
-# What of a device decides how fast it is. Clocks as found are left out: an idle device lowers them.
+# The facts that decide how fast a device is. Not the clocks as found: an idle device lowers them.
 _IDENTITY = ("name", "compute_capability", "driver", "toolkit", "multiprocessors", "memory_bytes", "power_limit_w")
 
 
 def differences_of_machines(before: Side, after: Side, kinds: Set[str]) -> list[str]:
-    """Sentences about the devices and versions that are not the same on both sides, or within one.
+    """Sentences about devices and versions that differ between the sides, or within one.
 
-    Only what can decide the rows of `kinds` in common: verdicts and counters depend on no machine, figures on the
-    assembler, times on everything.
+    `kinds`: of the keys in common. Verdicts and counters depend on no machine, figures on the assembler, times on
+    everything.
     """
     found: list[str] = []
     if "figures" in kinds:

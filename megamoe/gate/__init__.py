@@ -1,1 +1,1 @@
-"""Whether everything that must be there is there: expectations, baselines, acceptance."""
+"""Whether a run may pass: the rows it owes, expected failures, baselines, acceptance. The only room with a policy."""

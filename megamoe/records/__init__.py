@@ -1,1 +1,1 @@
-"""Lines, their keys, their files and where they come from. Knows lines, no policy."""
+"""Lines of record files: their form, keys and severity, where they come from, and how they are written. No policy."""

@@ -1,8 +1,8 @@
-"""A record file: written so that a kill at any instant leaves whole lines and at most one torn last one.
+"""A record file. A kill at any instant leaves whole lines and at most one torn last line.
 
-A line is one write(), but Linux ends a write() of a killed process at a page boundary (seen on ext4), so a last line
-may lack its end: it is reported and ignored on reading. A file has one writer at a time, which a lock ensures, so that
-a torn line can only be the last.
+A line is one write(), but Linux ends a write() of a killed process at a page boundary (seen on ext4). So a last line
+may lack its end; the reader reports it and ignores it. A lock lets one process write at a time, so that only the last
+line can be torn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _THIS_VERSION = f'{{"schema_version":{SCHEMA_VERSION},'.encode()
 
 @dataclass(frozen=True, slots=True)
 class RecordFile:
-    """The content of a record file. `torn` is a sentence about a torn last line, None when there is none."""
+    """The content of a record file. `torn` is a sentence about a torn last line, None if there is none."""
 
     path: Path
     lines: tuple[AnyLine, ...]
@@ -55,7 +55,7 @@ class RecordFile:
 
     @property
     def agreements(self) -> tuple[Agreement, ...]:
-        """What holds backends against each other."""
+        """How far apart backends lie."""
         return tuple(line for line in self.lines if isinstance(line, Agreement))
 
     @property
@@ -70,15 +70,15 @@ class RecordFile:
 
     @property
     def acceptances(self) -> tuple[Acceptance, ...]:
-        """Why lines of a baseline are what they are."""
+        """The reasons for changes of a baseline."""
         return tuple(line for line in self.lines if isinstance(line, Acceptance))
 
 
 class RecordWriter:
     """Appends lines to a record file, each by one write() to a descriptor opened with O_APPEND, then fsync.
 
-    Raises RecordError when the file cannot be opened, has another writer, already ends in a torn line, or takes less
-    than a whole line, and for a line that could not be read again.
+    RecordError if the file cannot be opened, has another writer, ends in a torn line, or takes less than a whole line,
+    and for a line that could not be read again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,7 +118,7 @@ class RecordWriter:
             raise RecordError(f"{self.path} took {written} of a line's {len(data)} bytes: the disk is probably full")
 
     def close(self) -> None:
-        """Closes the descriptor; every line appended so far is on the disk already."""
+        """Closes the descriptor. Every line is on the disk already."""
         os.close(self._descriptor)
 
     def __enter__(self) -> RecordWriter:
@@ -134,7 +134,7 @@ _LINE: TypeAdapter[AnyLine] = TypeAdapter(Annotated[AnyLine, Field(discriminator
 
 
 def read_records(path: Path) -> RecordFile:
-    """Reads a record file; a torn last line is reported, any other bad line raises RecordError with its number."""
+    """Reads a record file and reports a torn last line. RecordError, with its number, for any other bad line."""
     try:
         if path.is_char_device():
             raise RecordError(f"cannot read records from {path}: it is a device, which may never end")
@@ -147,7 +147,7 @@ def read_records(path: Path) -> RecordFile:
 
 
 def parse_records(path: Path, data: bytes) -> RecordFile:
-    """As read_records, of bytes that are at hand already; `path` is what messages call them."""
+    """As read_records, from bytes; messages call them `path`."""
     *whole, tail = data.split(b"\n")
     torn = None
     if tail:
@@ -156,7 +156,7 @@ def parse_records(path: Path, data: bytes) -> RecordFile:
 
 
 class _VersionError(ValueError):
-    """A line of a version that is not read here; the text is what follows the number of the line."""
+    """A line of a version that this megamoe cannot read. Messages put the text after the number of the line."""
 
 
 def _parse_line(path: Path, number: int, text: bytes) -> AnyLine:
@@ -167,7 +167,7 @@ def _parse_line(path: Path, number: int, text: bytes) -> AnyLine:
 
 
 def _upgraded(text: bytes) -> bytes:
-    """The line in this version's form; what is no object is left for validation to refuse."""
+    """The line in this version's form. Validation refuses what is no object."""
     try:
         line: object = json.loads(text)
     except RecursionError:
@@ -181,7 +181,7 @@ def _upgraded(text: bytes) -> bytes:
 
 
 def _version(line: dict[str, object]) -> int:
-    """The version of a line that can be read here. What a line of another one is, not even its kind, nobody knows."""
+    """The version of a line, if this megamoe reads it. Of other versions not even the kinds are known."""
     readable = f"this megamoe reads {' and '.join(f'schema {one}' for one in (*UPGRADES, SCHEMA_VERSION))}"
     if "schema_version" not in line:
         raise _VersionError(f": it has no schema_version; {readable}")

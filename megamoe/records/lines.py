@@ -1,9 +1,9 @@
-"""The lines of a record file: what a result is. megamoe.records.files writes and reads them.
+"""The lines of a record file. megamoe.records.files writes and reads them.
 
-`kind: run` is the provenance of one run, `record` the verdict on one row, `agreement` what backends made of one case,
-`timing` the device time of one row, `figures` what the compiler says of a program, `acceptance` why a baseline changed.
-Each carries the id of its run, so that files can be concatenated. The form is versioned: `UPGRADES` brings a line of an
-older version to this one.
+`kind: run` is the provenance of one run, `record` the verdict on one row, `agreement` how far apart the backends of
+one case lie, `timing` the device time of one row, `figures` the compiler's numbers of a program, `acceptance` the reason
+for a change of a baseline. Each line carries the id of its run, so that files can be concatenated. The form is
+versioned; `UPGRADES` brings a line of an older version to this one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from megamoe.contract import DeviceFacts, Row, Status, Temperature
 
 SCHEMA_VERSION = 2
-MOST_CHARACTERS = 200
-"""Of a value that a message repeats; a line of a record file may hold megabytes."""
+MAX_CHARACTERS = 200
+"""How much of a value a message repeats; a line of a record file may hold megabytes."""
 
 
 class RecordError(Exception):
@@ -26,8 +26,8 @@ class RecordError(Exception):
 
 
 def shortened(text: str) -> str:
-    """`text`, or its beginning and how long it is."""
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}… ({len(text)} characters)"
+    """`text`, or its first MAX_CHARACTERS characters and its length."""
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}… ({len(text)} characters)"
 
 
 class _Line(BaseModel):
@@ -38,9 +38,9 @@ class _Line(BaseModel):
 
 
 class RunHeader(_Line):
-    """Where a run's records come from. `started` is UTC, ISO 8601; versions are None for what is not installed.
+    """The provenance of a run. `started` is UTC, ISO 8601; a version is None if the package is not installed.
 
-    `device` is None where no row ran on an accelerator. `software` has the versions of peers and compilers by name.
+    `device` is None if no row ran on an accelerator. `software`: versions of peers and compilers by name.
     """
 
     kind: Literal["run"] = "run"
@@ -62,9 +62,9 @@ class RunHeader(_Line):
 class Record(_Line):
     """The verdict on one row.
 
-    `judge_host_seconds` is what the judge took on this host, comparison included, and the reference unless the row
-    before was of the same case: never a time of a GPU. None when the judge did not finish.
-    `program_sha256` is the digest of the PTX text, None when no program was built; `input_sha256` those of the inputs.
+    `judge_host_seconds`: seconds that the judge took on this host, with the comparison, and with the reference unless
+    the row before had the same case. Never a time of a GPU. None if the judge did not finish.
+    `program_sha256` is the digest of the PTX text, None if no program was built; `input_sha256` those of the inputs.
     `metrics` come from the comparison, `counters` (0 or more) from the executor and the reference. `bundle` is the
     folder with the evidence of a failure.
     """
@@ -96,15 +96,16 @@ class Record(_Line):
 
     @property
     def row(self) -> Row:
-        """The key of this record."""
+        """The row that this record is about."""
         return Row(self.case, self.backend, self.target, self.executor, self.schedule)
 
 
 class Agreement(_Line):
-    """What two or more backends made of one case: how far their outputs lie apart, and who stands alone.
+    """How far the outputs of two or more backends lie apart in one case, and which backend stands alone.
 
-    `metrics` has ONE~OTHER.TENSOR.max, .rms (absolute, where both are finite) and .unequal (share of elements). How far
-    each is from the oracle is in the metrics of its own record. `alone` is the backend whose verdict no other shares.
+    `metrics` has ONE~OTHER.TENSOR.max, .rms (absolute, where both are finite) and .unequal (share of elements). The
+    distance of each from the oracle is in the metrics of its own record. `alone`: the backend whose verdict no other
+    shares.
     """
 
     kind: Literal["agreement"] = "agreement"
@@ -124,10 +125,10 @@ class Timing(_Line):
 
     `samples_us` are raw, in the order taken, microseconds a launch; a sample is the mean of `launches_per_sample`
     launches. `rounds` gives the round of each sample: rounds of all backends of a case alternate. `discarded` counts
-    samples that were thrown away, by reason ("throttled", "under the floor"). `floor_us` is the physical floor, from
-    `floor_by`. `stopped_by` says whether the relative standard error was reached or the budget was spent.
-    Unless `status` is "passed" (the outputs of the timed replays were right), there are no samples; `method` is None
-    for a row that nothing was timed of.
+    the samples that were thrown away, by reason ("throttled", "under the floor"). `floor_us` is the physical floor,
+    from `floor_by`. `stopped_by`: the relative standard error was reached ("precision") or the budget was spent.
+    There are samples only if `status` is "passed": the outputs of the timed replays were right. `method` is None if
+    nothing was timed.
     """
 
     kind: Literal["timing"] = "timing"
@@ -161,7 +162,7 @@ class Timing(_Line):
 
 
 class Figures(_Line):
-    """What the assembler says of a program. `kernels`: entry -> registers, spill_bytes, smem_bytes, code_bytes."""
+    """The assembler's numbers of a program. `kernels`: entry -> registers, spill_bytes, smem_bytes, code_bytes."""
 
     kind: Literal["figures"] = "figures"
     case: str
@@ -175,7 +176,7 @@ class Figures(_Line):
 
 
 class Acceptance(_Line):
-    """Why a line of a baseline is what it is: a person took a change on purpose. `accepted` is UTC, ISO 8601."""
+    """The reason for a change of a baseline, which a person accepted on purpose. `accepted` is UTC, ISO 8601."""
 
     kind: Literal["acceptance"] = "acceptance"
     row: str
@@ -198,7 +199,7 @@ def record_of(
     input_sha256: Mapping[str, str] | None = None,
     specs: Path | None = None,
 ) -> Record:
-    """The record of `row`; a sentence about anything but a pass ends with the command that reruns the row.
+    """The record of `row`. Unless it passed, its sentence ends with the command that reruns the row.
 
     `specs`: the folder of the specs that the run was given, None for those of the checkout.
     """
@@ -226,5 +227,5 @@ def _second_version(line: dict[str, Any]) -> dict[str, Any]:
     return {**line, "schema_version": 2}
 
 
-# Version -> what makes a line of the next one of it. The second only added kinds and fields that may be absent.
+# Version -> a function that makes a line of the next version. The second only added kinds and optional fields.
 UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _second_version}

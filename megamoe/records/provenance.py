@@ -1,4 +1,4 @@
-"""The header of a run: what ran, from which revision, on what."""
+"""The header of a run: its selection, its revision, its machine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The JSON Schema of a line of a record file, for readers that are not written in Python.
 
-`megamoe schema > results/schema/record-2.schema.json` renews the tracked file; a test says when that is due. What JSON
-Schema cannot say is left to records/lines.py: that there are as many rounds as samples, and that the op is that of the
-case.
+`megamoe schema > results/schema/record-2.schema.json` renews the tracked file; a test says when that is due. JSON
+Schema cannot say that there are as many rounds as samples, nor that the op is that of the case: records/lines.py does.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def record_schema(version: int = SCHEMA_VERSION) -> dict[str, Any]:
 
 
 def _complete(models: dict[str, Any]) -> None:
-    """Adds what the models check beyond the types of their fields."""
+    """Adds the checks of the models beyond the types of their fields."""
     for model in models.values():
         if "kind" in model["properties"]:
             model["required"] = sorted({*model["required"], "schema_version", "kind"})
@@ -62,7 +61,7 @@ def _complete(models: dict[str, Any]) -> None:
 
 
 def _as_the_first(schema: dict[str, Any]) -> None:
-    """Takes away what the second version added: kinds, and fields that may be absent."""
+    """Takes away the kinds and the optional fields that the second version added."""
     mapping = schema["discriminator"]["mapping"]
     kept = {kind: mapping[kind] for kind in _KINDS_OF_THE_FIRST}
     schema["discriminator"]["mapping"] = kept
