@@ -1,4 +1,4 @@
-"""Rows, records, figures and claims for tests of the gate, of a matrix that never was."""
+"""Made-up rows, records, figures, claims and baselines for tests of the gate."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KERNEL = {"registers": 168, "spill_bytes": 0, "smem_bytes": 1024, "code_bytes": 
 
 
 def record(row: Row, counters: Mapping[str, int] = COUNTERS, status: Status = "passed", program: str = "p1") -> Record:
-    """A record of `row` as a run leaves it, with things that no other run would repeat."""
+    """A record of `row` as a run writes it, with values that no other run would repeat."""
     sentence = "" if status == "passed" else "the outputs are wrong"
     found = record_of("run-7", row, status, sentence, 1.25, {"o.rms": 0.125}, counters, program)
     return found.model_copy(update={"input_sha256": {"q": "1234"}})
 
 
 def figures(row: Row, kernel: Mapping[str, int] = KERNEL, assembler: str = "ptxas", entry: str = "fmha") -> Figures:
-    """What an assembler says of the program of `row`."""
+    """The figures of the program of `row`."""
     return Figures(
         run="run-7",
         case=row.case,
@@ -49,12 +49,12 @@ def baseline(*lines: Record | Figures, path: Path = Path("baseline.jsonl")) -> B
 
 
 def claim(*rows: Row, selection: Selection | None = None) -> Claim:
-    """What the baseline has to hold, and what the run was asked for."""
+    """A claim that the baseline holds `rows`, from a run of `selection`."""
     return Claim(frozenset(rows), [selection or Selection()], lambda row: f"megamoe accept '{row}'")
 
 
 def header(owed_rows: int = 2, run: str = "run-7") -> RunHeader:
-    """The header of the run of all lines here."""
+    """The header of the run of all these lines."""
     return RunHeader(
         run=run,
         started="2026-11-21T18:00:00+00:00",

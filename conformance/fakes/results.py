@@ -1,4 +1,4 @@
-"""Results of runs that never were: lines of records, times with a known noise, and sides made of them."""
+"""Made-up results: lines of record files, times with a known noise, and sides of a comparison."""
 
 from __future__ import annotations
 

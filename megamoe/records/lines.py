@@ -1,8 +1,8 @@
 """The lines of a record file. megamoe.records.files writes and reads them.
 
 `kind: run` is the provenance of one run, `record` the verdict on one row, `agreement` how far apart the backends of
-one case lie, `timing` the device time of one row, `figures` the compiler's numbers of a program, `acceptance` the reason
-for a change of a baseline. Each line carries the id of its run, so that files can be concatenated. The form is
+one case lie, `timing` the device time of one row, `figures` the compiler's numbers of a program, `acceptance` the
+reason for a change of a baseline. Each line carries the id of its run, so that files can be concatenated. The form is
 versioned; `UPGRADES` brings a line of an older version to this one.
 """
 

@@ -1,4 +1,4 @@
-"""`megamoe compare` from the outside: exit status, sentences, what it writes, and records of git revisions."""
+"""`megamoe compare` on the command line: exit status, sentences, files, and records of git revisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megamoe gate` and `megamoe accept` on the command line: what closes the gate, and what opens it on purpose."""
+"""`megamoe gate` and `megamoe accept` on the command line: faults close the gate, acceptance opens it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two runs, row by row: each call for the reason that it has, and no regression that passes unnoticed."""
+"""Two runs, row by row: each call has its reason, and no regression passes unnoticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measurement of false alarms, on ten simulated repetitions of a benchmark; and with a run that is not one."""
+"""The measurement of false alarms, on ten simulated repetitions of a benchmark, one of them slower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interval of a ratio of two times: how often it errs on simulated noise, what it sees, and laws that it keeps."""
+"""The interval of the ratio of two times: how often it errs on simulated noise, what it detects, which laws it keeps."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_little_noise_is_called_the_same() -> None:
 
 
 def test_samples_of_a_round_are_not_believed_as_if_they_were_independent() -> None:
-    """The fault that this method is there for: with the rounds shuffled away, the same times give false alarms."""
+    """The method exists for this fault: with the rounds shuffled away, the same times give false alarms."""
     random = np.random.default_rng(5)
     before, after = (rounds_apart(random, 5, 40) for _ in range(2))
     apart = _interval(before, after)
@@ -175,7 +175,7 @@ def test_a_kernel_that_is_slower_now_and_then_is_not_called_the_same(rounds: int
 
 
 def test_a_disturbance_of_many_rounds_is_not_believed_to_be_many_disturbances(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault that blocks, quartiles and the correlation of neighbours are there for: without them, false alarms."""
+    """Without blocks, quartiles and the correlation of neighbours there are false alarms."""
     random = np.random.default_rng(9)
     before, after = (slow_phases(random, 60, 5) for _ in range(2))
 

@@ -1,4 +1,4 @@
-"""What an open gate says was held against what; a closed one does not say that it is open."""
+"""An open gate says how much it held against which baseline; a closed one does not say that it is open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate fails closed: everything short of a pass, or of a failure that was expected, is a problem."""
+"""The gate fails closed: everything but a pass and an expected failure is a problem."""
 
 from __future__ import annotations
 

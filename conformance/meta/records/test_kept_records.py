@@ -1,4 +1,4 @@
-"""The records that claims rest on are listed, whole, and of a revision that one can check out."""
+"""The records behind our claims are listed, whole, and of a revision that can be checked out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records survive a round trip and a kill; a bad line is named, a torn one is set aside."""
+"""Records survive a round trip and a kill; a bad line is named, a torn one ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON Schema of record lines: tracked, up to date, and of one mind with the models that read and write them."""
+"""The JSON Schema of record lines is tracked and up to date, and agrees with the models that read and write them."""
 
 from __future__ import annotations
 
