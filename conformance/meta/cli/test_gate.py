@@ -171,7 +171,7 @@ def test_records_of_another_revision_are_noted_and_close_a_strict_gate(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Unknown is not another: a machine without git history can have run it, or can judge it."""
+    """An unknown revision is not another one: a machine without git history may run or judge."""
     _accept_all(*GOOD)
     Path("run.jsonl").unlink()
     with RecordWriter(Path("run.jsonl")) as writer:

@@ -205,7 +205,7 @@ def test_of_several_lines_of_a_row_the_worst_counts() -> None:
 
 @pytest.mark.parametrize("slow", [0, 4, 9])
 def test_copies_of_a_good_time_cannot_drown_a_slow_one(slow: int) -> None:
-    """Ten lines of one run, of which one is slow: wherever it is, the side is refused, whichever it is."""
+    """Ten lines of one run, one of them slow: the side is refused, wherever the slow one is."""
     lines = [timing(QUIET * (1.5 if i == slow else 1.0)) for i in range(10)]
     copied, sound = side(header(), *lines), side(header(), timing(QUIET))
     for before, after in ((sound, copied), (copied, sound)):
@@ -333,7 +333,7 @@ def _rows() -> list[AnyLine]:
 @given(st.data())
 @settings(max_examples=15)
 def test_one_regression_among_many_rows_is_found(fault: str, data: st.DataObject) -> None:
-    """Wherever it is, whatever got better elsewhere, in whatever order the lines come."""
+    """For any place of the fault, any order of the lines, and a better row elsewhere."""
     call, planted = FAULTS[fault]
     before = _rows()
     places = [i for i, line in enumerate(before) if planted is None or line.kind == planted.kind]

@@ -1,4 +1,4 @@
-"""The table of directions: it knows every counter there is, and says worse only of costs."""
+"""The table of directions knows every counter, and only more of a cost is worse."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_what_cannot_be_measured_is_status_2(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("folder", ["aa", "aa-later", "aa-busy-host"])
 def test_the_committed_repetitions_keep_the_bar(tmp_path: Path, folder: str) -> None:
-    """Ten sessions on an H200, in processes of their own; the summary beside them is what the command says today."""
+    """Ten sessions on an H200, each in its own processes; the tracked summary is what the command prints today."""
     summary = tmp_path / "summary.json"
     status = main([str(RECORDS / folder), "--json", str(summary)])
     found = json.loads(summary.read_text())

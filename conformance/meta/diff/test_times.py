@@ -1,4 +1,4 @@
-"""The interval of the ratio of two times: how often it errs on simulated noise, what it detects, which laws it keeps."""
+"""The interval of the ratio of two times: how often it errs on simulated noise, what it detects, its laws."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def ticking(random: np.random.Generator, rounds: int, samples: int) -> Table:
 
 
 def slow_phases(random: np.random.Generator, rounds: int, samples: int) -> Table:
-    """A host that is busy for a while: up to half of a run, in one piece, has samples of several times their length."""
+    """A host that is busy for a while: up to half of a run, in one piece, has samples several times as long."""
     began, part = random.random((ROWS, 1)), 0.5 * random.random((ROWS, 1))
     when = (np.arange(rounds) / rounds)[None, :]
     inside = ((when - began) % 1 < part)[:, :, None]
@@ -113,7 +113,7 @@ def test_two_runs_of_the_same_program_are_rarely_called_different(noise: Noise, 
 
 @pytest.mark.parametrize("noise", SHAPES, ids=_name)
 def test_a_shift_as_large_as_the_threshold_is_rarely_called(noise: Noise) -> None:
-    """The worst case that is no difference yet: the truth lies exactly on the threshold."""
+    """The largest difference that must not be called: the truth lies exactly on the threshold."""
     random = np.random.default_rng(2)
     low, _, _ = _interval(noise(random, 10, 10), noise(random, 10, 10) * (1 + THRESHOLD))
     assert np.mean(low > 1 + THRESHOLD) <= (0.03 if noise is alike_neighbours else 0.01)
@@ -191,7 +191,7 @@ def test_a_disturbance_of_many_rounds_is_not_believed_to_be_many_disturbances(mo
 
 
 def test_four_runs_or_more_are_counted_as_runs() -> None:
-    """Processes that differ by 2 % while each is quiet: many rounds of four runs are not many witnesses."""
+    """Processes differ by 2 % while each is quiet: many rounds of four runs are no more than four units."""
     random = np.random.default_rng(7)
 
     def of_runs(number: int) -> list[list[Timing]]:
@@ -281,7 +281,7 @@ def test_the_unit_of_time_does_not_matter(old: list[Timing], new: list[Timing], 
 @given(lines, st.randoms(use_true_random=False))
 @settings(max_examples=100)
 def test_the_order_within_a_round_does_not_matter(line: Timing, random: object) -> None:
-    """Given that there are rounds enough; otherwise consecutive samples stand in for them."""
+    """Only with enough rounds; otherwise units are consecutive samples."""
     if len(set(line.rounds)) < 4:
         return
     pairs = list(zip(line.rounds, line.samples_us, strict=True))

@@ -187,7 +187,7 @@ def test_the_program_of_a_row_on_a_device_is_the_business_of_its_row_in_the_vm()
 
 
 def test_of_several_lines_of_figures_the_worst_counts() -> None:
-    """Records of two runs may be handed in together; the order of the files must not decide."""
+    """Records of two runs may come together; the order of the files must not decide."""
     worse, same = figures(ROW, {**KERNEL, "registers": 255}), figures(ROW)
     for lines in ((worse, same), (same, worse)):
         (found,) = _findings(record(ROW), *lines, *BOTH[2:])

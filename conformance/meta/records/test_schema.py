@@ -82,7 +82,7 @@ def committed() -> Iterator[tuple[str, bytes]]:
 
 @cache
 def of_kind(version: int, kind: str) -> Draft202012Validator:
-    """The validator of one kind of lines by itself: as strict, and much faster on long ones."""
+    """The validator of one kind of lines: as strict as the whole one and much faster on long lines."""
     schema = SCHEMAS[version]
     return Draft202012Validator({**schema, "oneOf": [{"$ref": schema["discriminator"]["mapping"][kind]}]})
 
