@@ -51,12 +51,13 @@ def compiler_version() -> str:
 
 
 def compile_host_function(
-    function: Callable[..., object], *args: object, target: Target, options: str = ""
+    function: Callable[..., object], *args: object, target: Target, options: str = "", **named_args: object
 ) -> Artifact:
     """Compile `function` (a cute.jit function, or an object whose __call__ is one) and the kernels it launches.
 
-    `args` are fake tensors, numbers, streams (cutlass.cute.runtime.make_fake_*) and constants; `options` are added to
-    those of cute.compile. Errors of CuTeDSL pass through. UnsupportedError if CuTeDSL is not installed.
+    `args` and `named_args` are fake tensors, numbers, streams (cutlass.cute.runtime.make_fake_*) and constants;
+    `options` are added to those of cute.compile. Errors of CuTeDSL pass through. UnsupportedError if CuTeDSL is not
+    installed.
     """
     compiler = compiler_version()
     import cutlass.cute as cute
@@ -66,7 +67,9 @@ def compile_host_function(
         # of another kind where warnings are errors.
         warnings.filterwarnings("ignore", message="This static loop has")
         kept = f"--gpu-arch {target} --keep-ptx --keep-cubin --dump-dir={folder} --enable-tvm-ffi"
-        compiled = cast(_Compiled, cute.compile(function, *args, options=f"{kept} {_host_target()} {options}"))
+        compiled = cast(
+            _Compiled, cute.compile(function, *args, options=f"{kept} {_host_target()} {options}", **named_args)
+        )
         ptx, cubin = _text(compiled.__ptx__), compiled.__cubin__
     # Of a function that launches nothing, the names of the files are left that would have been written.
     if ".entry" not in ptx or not isinstance(cubin, bytes):

@@ -7,24 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TILE_M = 128
-"""Query rows a tile: the 128 lanes of tensor memory, one softmax thread a row."""
+from backends.cutedsl.sm100.device import SMEM_BYTES, TMEM_LANES, WARPGROUP
+
+TILE_M = TMEM_LANES
+"""Query rows a tile: one softmax thread a row."""
 TILE_N = 128
 """Keys a tile: the columns of one S accumulator."""
 SLAB_BYTES = 16 * 1024
 """Bytes a stage of the K/V ring: 128 keys x 64 columns of K; 64 keys x 128 columns of V (128 x 64 where hd is 64)."""
 SLAB_COLUMNS = 64
 """Columns a slab of Q or K: one 128-byte swizzle row of bf16."""
-TMEM_COLUMNS = 512
-WARPGROUP = 128
 S_STAGES = 2
 STAT_STAGES = 2
-SMEM_BYTES = 224 * 1024
-"""Shared memory for Q, P and the ring. A CTA may have 227 KiB (facts.md 0.1): 3 KiB are left for the rest."""
 UNBOUNDED = 1 << 30
 """A window or look-ahead that hides nothing: above every admissible s_k, and s_k + UNBOUNDED still fits an int32."""
-SM_COUNT = 148
-"""Streaming multiprocessors of a B200."""
 MIN_TILES_PER_SPLIT = 4
 MAX_SPLITS = 32
 """The combine kernel keeps one split a lane."""
