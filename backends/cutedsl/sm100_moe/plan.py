@@ -7,26 +7,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TILE_M = 128
-"""Expert rows a CTA: the 128 lanes of tensor memory, one epilogue thread a row. Also rows of W a CTA loads."""
+from backends.cutedsl.sm100.device import SMEM_BYTES, TMEM_COLUMNS, TMEM_LANES
+
+TILE_M = TMEM_LANES
+"""Expert rows a CTA: one epilogue thread a row. Also rows of W a CTA loads."""
 TILE_K = 256
 """Elements along K a ring stage: 128 bytes of codes, one swizzle row; four instructions of 64."""
 HALF_N = 128
 """Columns of an accumulator that an epilogue thread holds in registers at a time: all of a single CTA's tile, half of a
 pair's."""
 SF_VEC_SIZE = 16
+ATOM_BYTES = 512
+"""Bytes of an atom of block scales: 128 rows, 64 columns."""
 MAX_RING_STAGES = 8
-TMEM_COLUMNS = 512
 SF_ROWS_PER_COLUMN = 32
 """Scales of 32 rows share a column of tensor memory: a word of 4 scales a lane (facts.md 2.4)."""
 K_BLOCKS = TILE_K // 64
-WARPGROUP = 128
 MMA_WARP, LOAD_WARP = 4, 5
 THREADS = 192
-SMEM_BYTES = 224 * 1024
-"""Shared memory for the ring and the epilogue. A CTA may have 227 KiB (facts.md 0.1): 3 KiB are left for the rest."""
-SM_COUNT = 148
-"""Streaming multiprocessors of a B200."""
 MAX_EXPERTS = 512
 H_COLUMNS = HALF_N // 2
 """Columns of h that 128 columns of L1 make: half of them are gate, half are up. One atom of block scales."""

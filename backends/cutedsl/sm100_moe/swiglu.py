@@ -9,6 +9,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.pipeline import PipelineConsumer
 
+from backends.cutedsl.sm100.device import LOG2_E
+from backends.cutedsl.sm100.tcgen05 import fence_after_sync, fence_before_sync, load_row
+from backends.cutedsl.sm100_moe.nvfp4 import Nvfp4, quantise, store_quantised
+from backends.cutedsl.sm100_moe.operands import GroupedGemm
 from backends.cutedsl.sm100_moe.plan import (
     H_COLUMNS,
     HALF_N,
@@ -17,11 +21,7 @@ from backends.cutedsl.sm100_moe.plan import (
     half_of_tile,
     swiglu_registers,
 )
-from backends.cutedsl.sm100_moe.quantise import quantise, store_quantised
-from backends.cutedsl.sm100_moe.tiles import walk, work_item
-from backends.cutedsl.sm100_moe.tmem import fence_after_sync, fence_before_sync, load_half
-
-LOG2_E = 1.4426950408889634
+from backends.cutedsl.sm100_moe.routing import walk, work_item
 
 
 class SwigluTensors(NamedTuple):
@@ -35,8 +35,7 @@ class SwigluTensors(NamedTuple):
     mW1_gs: cute.Tensor
     mA2_gs: cute.Tensor
     mTopkWeights: cute.Tensor
-    mA2_codes: cute.Tensor
-    mA2_sf: cute.Tensor
+    a2: Nvfp4
     topk: Int32
     weighted: Int32
     clamp: Float32
@@ -72,9 +71,8 @@ def swiglu_warpgroup(
     plan: Sm100MoePlan,
     interleave: cutlass.Constexpr,
     tmem_ptr: cute.Pointer,
-    mUnits: cute.Tensor,
+    gemm: GroupedGemm,
     tensors: SwigluTensors,
-    w_rows: Int32,
     rank: Int32,
     acc: PipelineConsumer,
 ):
@@ -84,10 +82,10 @@ def swiglu_warpgroup(
     rH = cute.make_rmem_tensor(H_COLUMNS, Float32)
     rCodes = cute.make_rmem_tensor(H_COLUMNS // 8, Uint32)
     rAcc.fill(0.0)
-    items = walk(plan, mUnits, w_rows)
+    items = walk(plan, gemm)
     turn = Int32(0)
     for index in cutlass.range(items.first, items.end, items.step, unroll=1):
-        item = work_item(mUnits, items, index)
+        item = work_item(gemm, items, index)
         row = (item.row_tile + rank) * TILE_M + thread
         route = Int32(-1)
         if rank < item.row_tiles:
@@ -103,7 +101,8 @@ def swiglu_warpgroup(
         for step in cutlass.range_constexpr(plan.halves):
             column, half = half_of_tile(plan.cta_group, step, turn)
             if needed:
-                load_half(tmem_ptr + column, rAcc, thread)
+                load_row(tmem_ptr + column, rAcc, thread)
+                cute.arch.fence_view_async_tmem_load()
             if cutlass.const_expr(step == 0):
                 fence_before_sync()
                 acc_tile.release()
@@ -111,5 +110,5 @@ def swiglu_warpgroup(
                 swiglu_half(interleave, rAcc, rH, alpha, weight, tensors.clamp)
                 scales = quantise(rH, gs, rCodes)
                 group = item.w_tile * plan.halves + half
-                store_quantised(tensors.mA2_codes, tensors.mA2_sf, row, group, rCodes, scales)
+                store_quantised(tensors.a2, row, group, rCodes, scales)
         turn ^= 1
