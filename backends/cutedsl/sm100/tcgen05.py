@@ -65,13 +65,21 @@ def make_ring(kind: type, smem: memory.SmemAllocator, stages: int, producers: in
     return Ring(made, *made.make_participants())
 
 
-def make_tmem(smem: memory.SmemAllocator, allocator_warp: int, users: int, **options) -> memory.TmemAllocator:
-    """The allocator of tensor memory. `users`: threads that take its address, those of the allocating warp included."""
+def make_tmem(
+    smem: memory.SmemAllocator, allocator_warp: int, users: int, cta_group: int | None = None
+) -> memory.TmemAllocator:
+    """The allocator of tensor memory. `users`: threads that take its address, those of the allocating warp included.
+
+    `cta_group`: 1 or 2 in a kernel that may run in pairs, which free tensor memory together; None in any other.
+    """
+    address = smem.allocate_array(Int32, 1)
+    freed = None if cta_group is None else smem.allocate_array(Int64, 1)
     return memory.TmemAllocator(
-        smem.allocate_array(Int32, 1),
+        address,
         barrier_for_retrieve=pipeline.NamedBarrier(barrier_id=1, num_threads=users),
         allocator_warp_id=allocator_warp,
-        **options,
+        is_two_cta=cta_group == 2,
+        two_cta_tmem_dealloc_mbar_ptr=freed,
     )
 
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, memory, pipeline
+from cutlass import Int32, memory, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from backends.cutedsl.sm100.device import WARPGROUP
@@ -69,13 +69,7 @@ def grouped_gemm(
     smem = allocate_ring(plan, allocator)
     sStore = None if plan.swiglu else allocate_store(allocator)
     ring, acc = make_rings(plan, allocator)
-    tmem = make_tmem(
-        allocator,
-        0,
-        WARPGROUP + 32,
-        is_two_cta=plan.cta_group == 2,
-        two_cta_tmem_dealloc_mbar_ptr=allocator.allocate_array(Int64, 1),
-    )
+    tmem = make_tmem(allocator, 0, users=WARPGROUP + 32, cta_group=plan.cta_group)
     cluster_shape = (plan.cta_group, 1)
     pipeline.pipeline_init_arrive(cluster_shape_mn=cluster_shape, is_relaxed=True)
     pipeline.pipeline_init_wait(cluster_shape_mn=cluster_shape)

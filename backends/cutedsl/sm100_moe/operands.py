@@ -15,9 +15,9 @@ from cutlass import Float4E2M1FN, Float8E4M3FN, Int32, Int64, memory
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
-from backends.cutedsl.sm100.tcgen05 import TmaTensor, TmaViews, tma_views
+from backends.cutedsl.sm100.tcgen05 import CHUNK, TmaTensor, TmaViews, load_row, tma_views
 from backends.cutedsl.sm100_moe.nvfp4 import Nvfp4
-from backends.cutedsl.sm100_moe.plan import SF_VEC_SIZE, TILE_K, TILE_M, Sm100MoePlan
+from backends.cutedsl.sm100_moe.plan import HALF_N, SF_VEC_SIZE, TILE_K, TILE_M, Sm100MoePlan
 
 SF_WORDS = TILE_M * TILE_K // SF_VEC_SIZE // 8
 """64-bit words of the scales of 128 rows in a ring stage."""
@@ -142,6 +142,15 @@ def make_accumulators(plan: Sm100MoePlan, tmem_ptr: cute.Pointer) -> cute.Tensor
     """(MMA, rows, columns) of the first accumulator; the second one begins 128 columns on, of a pair or not."""
     thread = make_mma(plan).get_slice(0)
     return cute.make_tensor(tmem_ptr, thread.make_fragment_C(thread.partition_shape_C(tiler(plan)[:2])).layout)
+
+
+@cute.jit
+def load_half(tmem_ptr: cute.Pointer, rAcc: cute.Tensor, thread: Int32):
+    """rAcc (128) f32: 128 columns of an accumulator from `tmem_ptr` on, of this thread's row; waits for them."""
+    for column in cutlass.range_constexpr(0, HALF_N, CHUNK):
+        rChunk = cute.make_tensor(rAcc.iterator + column, cute.make_layout(CHUNK))
+        load_row(tmem_ptr + column, rChunk, thread)
+    cute.arch.fence_view_async_tmem_load()
 
 
 class ScaleCopy(NamedTuple):

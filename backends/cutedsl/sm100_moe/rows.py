@@ -10,8 +10,8 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineConsumer
 
-from backends.cutedsl.sm100.tcgen05 import TmaTensor, fence_after_sync, fence_before_sync, load_row, tma_views
-from backends.cutedsl.sm100_moe.operands import GroupedGemm
+from backends.cutedsl.sm100.tcgen05 import TmaTensor, fence_after_sync, fence_before_sync, tma_views
+from backends.cutedsl.sm100_moe.operands import GroupedGemm, load_half
 from backends.cutedsl.sm100_moe.plan import (
     HALF_N,
     STORE_COLUMNS,
@@ -115,8 +115,7 @@ def rows_warpgroup(
         for step in cutlass.range_constexpr(plan.halves):
             column, half = half_of_tile(plan.cta_group, step, turn)
             if needed:
-                load_row(tmem_ptr + column, rAcc, thread)
-                cute.arch.fence_view_async_tmem_load()
+                load_half(tmem_ptr + column, rAcc, thread)
             if cutlass.const_expr(step == 0):
                 fence_before_sync()
                 acc_tile.release()

@@ -10,9 +10,9 @@ from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.pipeline import PipelineConsumer
 
 from backends.cutedsl.sm100.device import LOG2_E
-from backends.cutedsl.sm100.tcgen05 import fence_after_sync, fence_before_sync, load_row
+from backends.cutedsl.sm100.tcgen05 import fence_after_sync, fence_before_sync
 from backends.cutedsl.sm100_moe.nvfp4 import Nvfp4, quantise, store_quantised
-from backends.cutedsl.sm100_moe.operands import GroupedGemm
+from backends.cutedsl.sm100_moe.operands import GroupedGemm, load_half
 from backends.cutedsl.sm100_moe.plan import (
     H_COLUMNS,
     HALF_N,
@@ -101,8 +101,7 @@ def swiglu_warpgroup(
         for step in cutlass.range_constexpr(plan.halves):
             column, half = half_of_tile(plan.cta_group, step, turn)
             if needed:
-                load_row(tmem_ptr + column, rAcc, thread)
-                cute.arch.fence_view_async_tmem_load()
+                load_half(tmem_ptr + column, rAcc, thread)
             if cutlass.const_expr(step == 0):
                 fence_before_sync()
                 acc_tile.release()
