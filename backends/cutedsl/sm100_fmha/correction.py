@@ -1,6 +1,6 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""The correction warpgroup: rescales O in tensor memory when a row maximum moves; normalises and stores it."""
+"""The correction warpgroup: rescales O in tensor memory when a row maximum moves, normalises it and stores it."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from backends.cutedsl.sm100_fmha.tiles import AttentionItem, Problem, work_item
 
 
 class Outputs(NamedTuple):
-    """Where results go. With one split o and lse, else the partials: O normalised within its split, fp32.
+    """Where results go: with one split to o and lse, else to the partials, O normalised within its split, fp32.
 
     mO (kv_batch, row, hd) bf16; mLSE (kv_batch, row) f32; mO_part (split, kv_batch, row, hd) f32;
     mLSE_part (split, kv_batch, row) f32. All natural logarithms.
@@ -40,7 +40,10 @@ class CorrectionRings:
 
 @cute.jit
 def rescale_o(plan: Sm100FmhaPlan, tmem_ptr: cute.Pointer, factor: Float32, thread: Int32):
-    """O of this row times `factor`, in tensor memory."""
+    """Multiply O of this row by `factor`, in tensor memory.
+
+    A use of a loaded register waits for its tcgen05.ld, as production kernels rely on; there is no tcgen05.wait::ld.
+    """
     rO = cute.make_rmem_tensor(CHUNK, Float32)
     for chunk in cutlass.range_constexpr(plan.o_columns // CHUNK):
         load_row(tmem_ptr, rO, thread, chunk * CHUNK)
@@ -52,7 +55,7 @@ def rescale_o(plan: Sm100FmhaPlan, tmem_ptr: cute.Pointer, factor: Float32, thre
 
 @cute.jit
 def gmem_row(mTensor: cute.Tensor, offset: Int64, count: cutlass.Constexpr) -> cute.Tensor:
-    """`count` elements of a tensor from element `offset`, a multiple of 32 elements: 16-byte vectors are legal."""
+    """`count` elements of a tensor from element `offset`, a multiple of 32, so that 16-byte vectors are legal."""
     pointer = mTensor.iterator + cute.assume(offset, divby=CHUNK)
     return cute.make_tensor(pointer, cute.make_layout(count))
 
@@ -61,8 +64,8 @@ def gmem_row(mTensor: cute.Tensor, offset: Int64, count: cutlass.Constexpr) -> c
 def store_chunk(rO: cute.Tensor, outputs: Outputs, problem: Problem, offset: Int64, part_offset: Int64):
     """32 consecutive columns of one row: 64 bytes of o, or 128 of a partial.
 
-    A thread writes its row itself, in 16-byte vectors that fill whole 32-byte sectors pairwise. Staging through shared
-    memory for a TMA store would coalesce better, but O is written once an item, and the 32 KiB are two ring slabs.
+    A thread writes its row itself, in 16-byte vectors; two fill a 32-byte sector. Staging through shared memory for a
+    TMA store would coalesce better, but O is written once an item, and the 32 KiB would cost two ring slabs.
     """
     if problem.splits == 1:
         rounded = cute.make_rmem_tensor(CHUNK, BFloat16)
@@ -92,9 +95,9 @@ def store_o(
     lse: Float32,
     thread: Int32,
 ):
-    """Normalised O and the log-sum-exp of this row; rows past the end of the problem are not written.
+    """Store normalised O and the log-sum-exp of this row; write nothing for rows past the end of the problem.
 
-    Of a part that saw no key only the log-sum-exp, -inf, is written: it keeps the combine kernel from reading the rest.
+    For a part that saw no key, write only the log-sum-exp, -inf: the combine kernel then does not read the rest.
     """
     row = item.row_tile * TILE_M + thread
     flat_row = Int64(item.kv_batch) * problem.rows + row

@@ -1,9 +1,9 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""Tiled MMAs of the attention kernel, the shared-memory layouts of their operands, the views that TMA and MMA take.
+"""Tiled MMAs of the attention kernel, the shared-memory layouts of their operands, and their fragments.
 
-All of it is known at compile time, but a CuTeDSL value belongs to the region that makes it, and setting ACCUMULATE on
-an MMA rebinds it: so every user makes its own, at no cost in the kernel.
+All of it is known at compile time. But a CuTeDSL value belongs to the region that makes it, and setting ACCUMULATE on
+an MMA rebinds it. So every user makes its own; that costs nothing in the kernel.
 """
 
 from typing import NamedTuple
@@ -17,9 +17,12 @@ from backends.cutedsl.sm100_fmha.plan import S_STAGES, SLAB_COLUMNS, TILE_M, TIL
 
 
 class FmhaSmem(NamedTuple):
-    """Tensors in shared memory. sK and sV are the same ring, as K slabs and as V slabs. sP: only where P has no
-    columns in tensor memory. Row statistics, (row, stage) f32: sStat the factor of O or the row sum, sMax the row
-    maximum at the end, sBase the maximum on its way to the other softmax warpgroup, if there are two."""
+    """Tensors in shared memory.
+
+    sK and sV are the same ring, as K slabs and as V slabs. sP exists only where P has no columns in tensor memory. The
+    rest are row statistics, (row, stage) f32: sStat has the factor of O, or the row sum at the end of an item; sMax the
+    row maximum at the end; sBase the maximum that goes to the other softmax warpgroup, if there are two.
+    """
 
     sQ: cute.Tensor
     sK: cute.Tensor
@@ -55,7 +58,7 @@ def make_qk_mma() -> cute.TiledMma:
 
 
 def make_pv_mma(plan: Sm100FmhaPlan) -> cute.TiledMma:
-    """O = P V, P from tensor or shared memory, V as it lies in memory, MN-major."""
+    """O = P V, P from tensor or shared memory, V in its order in memory, MN-major."""
     p_source = tcgen05.OperandSource.TMEM if plan.p_in_tmem else tcgen05.OperandSource.SMEM
     return blackwell_helpers.make_trivial_tiled_mma(
         BFloat16,
@@ -86,7 +89,7 @@ def layout_v(plan: Sm100FmhaPlan) -> cute.ComposedLayout:
 
 
 def layout_p(plan: Sm100FmhaPlan) -> cute.ComposedLayout:
-    """P as the A operand of a whole key tile, in shared memory, or the shape of it in tensor memory."""
+    """P as the A operand of a whole key tile: its layout in shared memory, or its shape in tensor memory."""
     tiler = (TILE_M, plan.pv_tile_n, TILE_N)
     return blackwell_helpers.make_smem_layout_a(make_pv_mma(plan), tiler, BFloat16, plan.p_stages)
 

@@ -15,13 +15,19 @@ from backends.cutedsl.sm100_fmha.plan import TILE_M, TILE_N, Sm100FmhaPlan
 from backends.cutedsl.sm100_fmha.tiles import AttentionItem, Problem, work_item
 
 RESCALE_THRESHOLD = 8.0
-"""A row keeps its old maximum while the new one is at most 2^8 above: P then stays below 256, exact in bf16's range and
-harmless to the fp32 sums, and the correction warpgroup skips a rescaling of O. The idea is FlashAttention-4's."""
+"""A row keeps its old maximum while the new one is at most 2^8 above it (FlashAttention-4's idea).
+
+P then stays below 256, in bf16's range and harmless to the fp32 sums, and the correction skips a rescaling of O.
+"""
 
 
 @dataclass
 class SoftmaxRings:
-    """A softmax warpgroup's ends of the rings. `chain_in`: from the other warpgroup; `chain_out`: to it."""
+    """A softmax warpgroup's ends of the rings. `chain_in`: from the other warpgroup; `chain_out`: to it.
+
+    Functions that move along a ring return the rings: CuTeDSL carries through a run-time loop or branch only what is
+    assigned in it.
+    """
 
     s: PipelineConsumer
     p: PipelineProducer
@@ -32,7 +38,7 @@ class SoftmaxRings:
 
 @cute.jit
 def mask_scores(rS: cute.Tensor, key_begin: Int32, key_end: Int32):
-    """-inf for columns outside [key_begin, key_end), both relative to the tile; one unsigned comparison a column."""
+    """-inf in columns outside [key_begin, key_end), both relative to the tile; one unsigned comparison a column."""
     visible = Uint32(cutlass.max(key_end - key_begin, Int32(0)))
     for column in cutlass.range_constexpr(TILE_N):
         shown = Boolean(Uint32(Int32(column) - key_begin) < visible)
@@ -72,16 +78,16 @@ def exponentials(rS: cute.Tensor, rP: cute.Tensor, scale_log2: Float32, shift: F
 def store_p_smem(rP: cute.Tensor, sP: cute.Tensor, thread: Int32):
     """P as the A operand in swizzled shared memory: from the registers of a tensor-memory load to `make_smem_layout_a`.
 
-    There is no TiledCopy to find. `tcgen05.ld.32x32b` gives a thread one whole row, and `make_smem_layout_a` is a
-    function of (row, key) like any other layout, only nested as ((row, key % 16), 0, (key / 16 % 4, key / 64)). Its
-    colexicographic order is row first, then key, so composing it with the plain (128, 128):(1, 128) flattens it to
-    sP[row, key] whatever the nesting. A row of that tensor is two runs of 64 contiguous keys: eight 16-byte vectors
-    each. The swizzle belongs to the pointer of sP, it permutes 16-byte units and so leaves a vector whole, and it is
-    applied to the final address. make_tiled_copy_C and make_tiled_copy_D go wrong because they look for one thread
-    layout that fits the accumulator and the operand at once; here the row is the only thing that they need to share.
+    This needs no TiledCopy. `tcgen05.ld.32x32b` gives a thread one whole row. `make_smem_layout_a` is a function of
+    (row, key) like any other layout, only nested as ((row, key % 16), 0, (key / 16 % 4, key / 64)). Its colexicographic
+    order is row first, then key, so composing it with the plain (128, 128):(1, 128) flattens it to sP[row, key]. A row
+    of that tensor is two runs of 64 contiguous keys, eight 16-byte vectors each. The swizzle belongs to the pointer of
+    sP and is applied to the final address; it permutes 16-byte units, so a vector stays whole. make_tiled_copy_C and
+    make_tiled_copy_D fail here: they look for one thread layout that fits the accumulator and the operand at once,
+    while the two need to share only the row.
 
-    A warp's store touches 32 rows, 16 bytes each: the swizzle spreads each 8 rows over all 32 banks, so the 512 bytes
-    go out in the minimum of four passes. The MMA reads through the async proxy: hence the proxy fence at the end.
+    A warp's store touches 32 rows, 16 bytes each. The swizzle spreads each 8 rows over all 32 banks, so the 512 bytes
+    take the minimum of four passes. The MMA reads through the async proxy, hence the proxy fence at the end.
     """
     sP_row_key = cute.composition(sP, cute.make_layout((TILE_M, TILE_N)))
     sP_row = cute.logical_divide(sP_row_key[thread, None], cute.make_layout(8))
@@ -113,20 +119,20 @@ def give_base(sBase: cute.Tensor, thread: Int32, base: Float32, rings: SoftmaxRi
 
 @cute.jit
 def finite(base: Float32) -> Float32:
-    """`base`, or 0 where a row has seen no key: then the scores are -inf and their exponentials 0, not NaN."""
+    """`base`, or 0 where a row has seen no key, so that exponentials of scores of -inf are 0 and not NaN."""
     return cutlass.select_(base == -Float32.inf, Float32(0.0), base)
 
 
 @cute.jit
 def keep_or_raise(previous: Float32, tile_max: Float32, scale_log2: Float32) -> Float32:
-    """The maximum to use from here on: the previous one while the true one is no more than RESCALE_THRESHOLD above."""
+    """The maximum from here on: the previous one while the true one is at most RESCALE_THRESHOLD above it."""
     keep = (tile_max - previous) * scale_log2 <= RESCALE_THRESHOLD
     return cutlass.select_(keep, previous, tile_max)
 
 
 @cute.jit
 def rescaling(old: Float32, new: Float32, scale_log2: Float32) -> Float32:
-    """The factor that takes a sum relative to the maximum `old` to `new`: exactly 1 if they are equal and finite."""
+    """The factor from a sum relative to the maximum `old` to one relative to `new`; exactly 1 if equal and finite."""
     return cute.math.exp2((old - finite(new)) * scale_log2, fastmath=True)
 
 
@@ -144,8 +150,8 @@ def give_p_tmem(
     """Exponentials of a row of S relative to `base`, as P in tensor memory; returns their sum.
 
     P is the A operand: two bf16 a word, word c of a row in column c. It goes out in quarters, each stored while the
-    next is computed: its stage was last read two tiles ago, and a row never holds more than 16 words of P in registers.
-    All 64 beside 128 of S spilled 80 bytes (ptxas 13.5).
+    next is computed. The stage was last read two tiles ago, so the wait can come first. A row never holds more than 16
+    words of P in registers: all 64 beside 128 of S spilled 80 bytes (ptxas 13.5).
     """
     sums = ((Float32(0.0), Float32(0.0)), (Float32(0.0), Float32(0.0)))
     p_tile = rings.p.acquire_and_advance()
@@ -172,7 +178,7 @@ def give_p_smem(
     thread: Int32,
     rings: SoftmaxRings,
 ):
-    """The same with P in shared memory. The tensor core may still read the only stage, so the wait comes last."""
+    """The same with P in shared memory. The tensor core may still be reading the only stage, so the wait comes last."""
     sums = ((Float32(0.0), Float32(0.0)), (Float32(0.0), Float32(0.0)))
     for chunk in cutlass.range_constexpr(TILE_N // CHUNK):
         rS_chunk, words = chunk_of(rS, rP_words, chunk)
@@ -224,7 +230,7 @@ def raise_base(
     tile_max: Float32,
     rings: SoftmaxRings,
 ):
-    """The row maximum for tile `i` of an item, told to the other warpgroup, and the factor for O, to the correction."""
+    """The row maximum for tile `i` of an item. It goes to the other warpgroup; the factor for O, to the correction."""
     previous = base
     if cutlass.const_expr(plan.softmax_groups == 2):  # noqa: SIM102 (one is decided at compile time, one at run time)
         if i > 0:
@@ -277,12 +283,12 @@ def softmax_item(
 def softmax_warpgroup(
     plan: Sm100FmhaPlan, problem: Problem, tmem_ptr: cute.Pointer, smem: FmhaSmem, rings: SoftmaxRings
 ):
-    """The softmax work loop. A tile sends the factor for O, an item ends with (row sum, row maximum of the raw scores).
+    """The softmax work loop. Each tile sends the factor for O; an item ends with (row sum, row maximum of raw scores).
 
-    Two warpgroups take tiles in turn, counted over all items, so that each keeps to one stage of S, P, stat and chain:
-    a step of its pipelines is two stages. The row maximum runs through both as a chain (`chain_in`, `chain_out`), tile
-    by tile. Each sums its own tiles. At the end of an item the one that did not have the last tile takes the last
-    maximum over the chain and rescales its sum to it.
+    Two warpgroups take tiles in turn, counted over all items. So each keeps to one stage of S, P, stat and chain, and a
+    step of its rings is two stages. The row maximum goes from one to the other tile by tile (`chain`). Each sums its own
+    tiles. At the end of an item the one that did not have the last tile takes the last maximum over the chain and
+    rescales its sum to it.
     """
     groups = cutlass.const_expr(plan.softmax_groups)
     thread, _, _ = cute.arch.thread_idx()

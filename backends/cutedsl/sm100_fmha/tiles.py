@@ -53,7 +53,7 @@ class AttentionItem(NamedTuple):
 
 
 def work_item(plan: Sm100FmhaPlan, problem: Problem, index: Int32) -> AttentionItem:
-    """Work item `index`. Neighbours share keys: O halves first, then row tiles, so that L2 serves the second reader."""
+    """Work item `index`. Neighbours share keys, O halves first, then row tiles, so that L2 serves the second reader."""
     o_half = index % plan.o_halves
     rest = index // plan.o_halves
     row_tile = rest % problem.row_tiles

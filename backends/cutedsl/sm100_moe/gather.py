@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false
 """The gather kernel: tokens to expert rows, codes and block scales, a warp a route.
 
-The GEMM can then load A in plain tiles. TMA could gather codes itself (tile::gather4), 32 instructions a ring stage in
-place of one, but not scales: those of a row lie in 4-byte pieces. What is written here is read back from L2, a few per
-cent of what a layer reads of weights where experts have few rows.
+The GEMM can then load A in plain tiles. TMA could gather codes itself (tile::gather4, 32 instructions a ring stage in
+place of one) but not scales: those of a row lie in 4-byte pieces. The GEMM reads this back from L2; where experts have
+few rows it is a few per cent of the weights that a layer reads.
 """
 
 import cutlass

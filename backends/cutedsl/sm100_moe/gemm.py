@@ -10,10 +10,10 @@ Two pipelines, each a ring of (full, empty) mbarriers:
     ring      TMA -> MMA        128 rows of A and of W, 256 of K, codes and scales
     acc       MMA -> epilogue   an accumulator, so that the epilogue of a tile overlaps the products of the next
 
-CTAs, or pairs of them, walk over the tiles of all experts with a fixed stride. How many tiles there are, and whose,
-is in the schedule that the routing kernel wrote (routing.py): the grid is what the machine holds, whatever
-the routing. A pair has one ring: barriers of the first CTA count what both have loaded, and its MMA warp issues for
-both; each epilogue has the 128 rows in its own tensor memory.
+CTAs, or pairs of them, walk over the tiles of all experts with a fixed stride. The schedule that the routing kernel
+wrote (routing.py) says how many tiles there are and whose; the grid is as large as the machine, whatever the routing.
+A pair has one ring: barriers of the first CTA count what both have loaded, and its MMA warp issues for both. Each
+epilogue has the 128 rows in its own tensor memory.
 """
 
 from collections.abc import Mapping

@@ -8,11 +8,11 @@
     combine      routing, combine
 
 Nothing returns to the host in between: the routing kernel leaves on the device which route is which row and what the
-grouped GEMMs have to do (routing.py). Sizes are run-time values; compile-time is whether pairs of CTAs work together
+grouped GEMMs have to do (routing.py). Sizes are run-time values. Compiled in are whether pairs of CTAs work together
 and, where there is an L1, the interleave of gate and up.
 
-Each kernel but the first may be launched while the one before it still runs (programmatic dependent launch): it sets
-up its barriers and tensor memory, then waits until that kernel is complete, which had waited for its own predecessor.
+Each kernel but the first may be launched while the one before it still runs (programmatic dependent launch). It sets up
+its barriers and tensor memory, then waits until that kernel, which waited for its own predecessor, is complete.
 """
 
 from types import SimpleNamespace

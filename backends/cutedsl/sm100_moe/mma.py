@@ -30,11 +30,10 @@ def mma_warp(
     ring: Ring,
     acc: PipelineProducer,
 ):
-    """The issuer's work loop; of a pair the first CTA issues for both.
+    """The issuer's work loop; the first CTA of a pair issues for both.
 
-    Where there are fewer slots of scales than ring stages, `behind` follows the ring by that many stages, and waits
-    until the tensor core is done with the stage, which is when it is done with the slot: the stage in between keeps it
-    busy meanwhile.
+    Where there are fewer slots of scales than ring stages, `behind` follows the ring by that many stages. It waits
+    until the tensor core is done with the stage, and so with the slot; the stage in between keeps the tensor core busy.
     """
     mma = make_mma(plan)
     tCrA, tCrW = mma.make_fragment_A(smem.sA), mma.make_fragment_B(smem.sW)

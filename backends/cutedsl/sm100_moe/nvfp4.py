@@ -60,7 +60,7 @@ def quantise(rH: cute.Tensor, gs: Float32, rCodes: cute.Tensor) -> Uint32:
     """rH (64) f32, which is overwritten, to rCodes (8) u32, eight codes each; returns the four block scales as bytes.
 
     sf = e4m3(max / (6 gs)) and code = e2m1(h / (sf gs)), to nearest even and saturating; where sf is 0, codes are 0.
-    Reciprocals are correctly rounded, so that a quotient is off by 1.5 ulp at most; the contract allows 4.
+    Reciprocals are correctly rounded, so a quotient is off by at most 1.5 ulp; the contract allows 4.
     """
     rScales = cute.make_rmem_tensor(BLOCKS, Float32)
     rSF = cute.make_rmem_tensor(BLOCKS, Float8E4M3FN)

@@ -2,9 +2,9 @@
 # pyright: reportMissingImports=false
 """Operands of a grouped GEMM: tiled MMA, shared-memory layouts, TMA views, accumulators and scales in tensor memory.
 
-A CTA loads what lies in its own shared memory, in plain tiles: rows of A, its part of the rows of W, and the block
-scales of both, four atoms of 512 bytes that are one run of 2 KiB in memory. Scales of W are for all rows of the tile,
-in each CTA of a pair (facts.md 2.4).
+A CTA loads plain tiles into its own shared memory: rows of A, its part of the rows of W, and the block scales of both,
+four atoms of 512 bytes that are one run of 2 KiB in memory. Each CTA of a pair has the scales of W for all rows of the
+tile (facts.md 2.4).
 """
 
 from typing import NamedTuple
@@ -85,7 +85,7 @@ def layout_w(plan: Sm100MoePlan) -> cute.ComposedLayout:
 
 
 def plain_rows() -> cute.Layout:
-    """(rows, K) of one stage, a row's codes next to each other: what both layouts are, unnested."""
+    """(rows, K) of one stage, the codes of a row next to each other: both layouts, unnested."""
     return cute.make_layout((TILE_M, TILE_K), stride=(TILE_K, 1))
 
 
@@ -139,7 +139,7 @@ def allocate_ring(plan: Sm100MoePlan, smem: memory.SmemAllocator) -> RingSmem:
 
 
 def make_accumulators(plan: Sm100MoePlan, tmem_ptr: cute.Pointer) -> cute.Tensor:
-    """(MMA, rows, columns) of the first accumulator; the second one begins 128 columns on, of a pair or not."""
+    """(MMA, rows, columns) of the first accumulator; the second begins 128 columns on, in a pair or not."""
     thread = make_mma(plan).get_slice(0)
     return cute.make_tensor(tmem_ptr, thread.make_fragment_C(thread.partition_shape_C(tiler(plan)[:2])).layout)
 
@@ -154,7 +154,7 @@ def load_half(tmem_ptr: cute.Pointer, rAcc: cute.Tensor, thread: Int32):
 
 
 class ScaleCopy(NamedTuple):
-    """tcgen05.cp of the scales of one operand: the copy, and what it reads: descriptors, the stage last."""
+    """tcgen05.cp of one operand's scales: the copy, and the descriptors that it reads, the stage last."""
 
     copy: cute.TiledCopy
     source: cute.Tensor
@@ -164,7 +164,7 @@ class ScaleCopy(NamedTuple):
 
 @cute.jit
 def scale_copy(plan: Sm100MoePlan, sSF: cute.Tensor, of_a: cutlass.Constexpr, tmem_ptr: cute.Pointer) -> ScaleCopy:
-    """The copy of a stage's scales of A or of W from shared to tensor memory, each to all four quarters of lanes."""
+    """The copy of a stage's scales of A or of W from shared memory to all four quarters of lanes in tensor memory."""
     shape = make_mma(plan), tiler(plan), SF_VEC_SIZE
     if cutlass.const_expr(of_a):
         staged = blockscaled_layout.make_smem_layout_sfa(*shape, plan.ring_stages)

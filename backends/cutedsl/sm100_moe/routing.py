@@ -37,7 +37,7 @@ class Schedule(NamedTuple):
 
 @cute.jit
 def count_routes(ids: cute.Tensor, sCounts: cute.Tensor, routes: Int32, thread: Int32):
-    """sCounts[expert]: its routes. Every CTA counts all of them for itself, rather than to wait for another."""
+    """sCounts[expert]: its routes. Every CTA counts all of them rather than wait for another."""
     for expert in cutlass.range_constexpr(0, MAX_EXPERTS, THREADS):
         sCounts[expert + thread] = Int32(0)
     cute.arch.sync_threads()
@@ -146,7 +146,7 @@ class GemmTile(NamedTuple):
 
 
 def walk(plan: Sm100MoePlan, gemm: GroupedGemm) -> Walk:
-    """What this CTA has to do. The tiles of W of one unit are neighbours: its rows of A are read from memory once."""
+    """The work of this CTA. The tiles of W of one unit are neighbours: its rows of A are read from memory once."""
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     w_tiles = (gemm.w_rows + plan.tile_n - 1) // plan.tile_n
@@ -155,7 +155,7 @@ def walk(plan: Sm100MoePlan, gemm: GroupedGemm) -> Walk:
 
 @cute.jit
 def work_item(gemm: GroupedGemm, items: Walk, index: Int32) -> GemmTile:
-    """Work item `index`, which may lie past the end: then it means nothing."""
+    """Work item `index`; past the end it means nothing."""
     expert, row_tile, row_tiles = Int32(0), Int32(0), Int32(0)
     if index < items.end:
         unit = 1 + index // items.w_tiles

@@ -65,10 +65,10 @@ def round_columns(rAcc: cute.Tensor, scale: Float32, sBox: cute.Tensor, thread: 
 
 @cute.jit
 def store_half(rAcc: cute.Tensor, scale: Float32, sStore: cute.Tensor, tensors: RowsTensors, box, thread: Int32):
-    """128 columns of a warp's 32 rows. `box`: which of the 32-row boxes, and which 64 columns are the first.
+    """Store 128 columns of a warp's 32 rows. `box`: which of the 32-row boxes, and which 64 columns are the first.
 
-    One lane issues the store of all 32 rows, and waits for its stores to have read a box before that is written anew.
-    Columns past the end of the rows are left out by the TMA.
+    One lane issues the store of all 32 rows. It waits until its stores have read a box before that is overwritten. TMA
+    leaves out columns past the end of the rows.
     """
     row_box, column_box = box
     store = tma_views(tensors.store.atom, cute.flat_divide(tensors.store.coordinates, STORE_BOX), sStore, 2)
@@ -96,7 +96,7 @@ def rows_warpgroup(
     rank: Int32,
     acc: PipelineConsumer,
 ):
-    """The epilogue's work loop. Warps whose rows are all padding store nothing; padding rows of others are stored."""
+    """The epilogue's work loop. A warp whose rows are all padding stores nothing; others store their padding too."""
     thread, _, _ = cute.arch.thread_idx()
     rAcc = cute.make_rmem_tensor(HALF_N, Float32)
     rAcc.fill(0.0)

@@ -27,7 +27,7 @@ from backends.cutedsl.sm100_moe.routing import walk, work_item
 class SwigluTensors(NamedTuple):
     """What the epilogue reads and writes: global scales of tokens and experts, weights, and a2 by expert row.
 
-    `topk`: routes a token; `weighted`: not 0 if h is multiplied by the top-k weight; `clamp`: +inf for none.
+    `topk`: routes a token. `weighted`: not 0 if h is multiplied by the top-k weight. `clamp`: +inf for none.
     """
 
     mRouteOfRow: cute.Tensor
@@ -59,7 +59,7 @@ def swiglu_pair(gate, up, alpha: Float32, weight: Float32, clamp: Float32):
 def swiglu_half(
     interleave: cutlass.Constexpr, rAcc: cute.Tensor, rH: cute.Tensor, alpha: Float32, weight: Float32, clamp: Float32
 ):
-    """rH (64) f32 from rAcc (128): 64 columns of this thread's row. Which registers meet, `swiglu_registers` says."""
+    """rH (64) f32 from rAcc (128): 64 columns of this thread's row; `swiglu_registers` pairs the registers."""
     for h_column in cutlass.range_constexpr(0, H_COLUMNS, 2):
         (gate_0, up_0), (gate_1, up_1) = (swiglu_registers(interleave, h_column + i) for i in range(2))
         gate, up = (rAcc[gate_0], rAcc[gate_1]), (rAcc[up_0], rAcc[up_1])
@@ -76,7 +76,7 @@ def swiglu_warpgroup(
     rank: Int32,
     acc: PipelineConsumer,
 ):
-    """The epilogue's work loop. Warps whose rows are all padding do nothing but give the accumulator back."""
+    """The epilogue's work loop. A warp whose rows are all padding only gives the accumulator back."""
     thread, _, _ = cute.arch.thread_idx()
     rAcc = cute.make_rmem_tensor(HALF_N, Float32)
     rH = cute.make_rmem_tensor(H_COLUMNS, Float32)
