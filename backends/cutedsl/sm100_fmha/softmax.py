@@ -286,8 +286,8 @@ def softmax_warpgroup(
     """The softmax work loop. Each tile sends the factor for O; an item ends with (row sum, row maximum of raw scores).
 
     Two warpgroups take tiles in turn, counted over all items. So each keeps to one stage of S, P, stat and chain, and a
-    step of its rings is two stages. The row maximum goes from one to the other tile by tile (`chain`). Each sums its own
-    tiles. At the end of an item the one that did not have the last tile takes the last maximum over the chain and
+    step of its rings is two stages. The row maximum goes from one to the other tile by tile (`chain`). Each sums its
+    own tiles. At the end of an item the one that did not have the last tile takes the last maximum over the chain and
     rescales its sum to it.
     """
     groups = cutlass.const_expr(plan.softmax_groups)

@@ -2,7 +2,7 @@
 """The persistent grouped GEMM on sm_100a: warp-specialised, block-scaled NVFP4, L1 with SwiGLU or L2 with bf16 rows.
 
     epilogue  one warpgroup: an accumulator's rows from tensor memory; owns the allocation of tensor memory
-    MMA       a warp: block scales from shared to tensor memory (tcgen05.cp), then tcgen05.mma; of a pair the first's
+    MMA       a warp: block scales from shared to tensor memory (tcgen05.cp), then tcgen05.mma; in a pair the first's
     TMA       a warp: codes and block scales of both operands
 
 Two pipelines, each a ring of (full, empty) mbarriers:

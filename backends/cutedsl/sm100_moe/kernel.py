@@ -72,7 +72,7 @@ class Sm100Moe:
 
     def _route(self, call: SimpleNamespace, experts: Int32) -> None:
         kernel = named(routing.routing_kernel, "routing")
-        schedule = routing.Schedule(call.row_of_route, call.route_of_row, call.units)
+        schedule = routing.GemmSchedule(call.row_of_route, call.route_of_row, call.units)
         kernel(self.cta_group, flat(call.topk_ids), schedule, experts).launch(
             grid=[ceil_div(experts, routing.WARPS), 1, 1], block=[routing.THREADS, 1, 1], stream=call.stream
         )

@@ -19,10 +19,9 @@ from backends.cutedsl.sm100_moe.plan import MAX_EXPERTS, TILE_M, Sm100MoePlan
 
 WARPS = 8
 THREADS = 32 * WARPS
-FULL_WARP = 0xFFFFFFFF
 
 
-class Schedule(NamedTuple):
+class GemmSchedule(NamedTuple):
     """What the routing kernel writes, all int32.
 
     mRowOfRoute (tokens * topk): the expert row of a route; not written for a route to an expert of another rank.
@@ -74,7 +73,7 @@ def place_experts(cta_group: cutlass.Constexpr, sCounts, sTiles, sUnits, experts
 
 
 @cute.jit
-def place_rows(ids: cute.Tensor, schedule: Schedule, expert: Int32, first_row: Int32, count: Int32, lane: Int32):
+def place_rows(ids: cute.Tensor, schedule: GemmSchedule, expert: Int32, first_row: Int32, count: Int32, lane: Int32):
     """The rows of one expert, by one warp: its routes in ascending order, then padding."""
     routes = cute.size(schedule.mRowOfRoute)
     placed = Int32(0)
@@ -95,7 +94,7 @@ def place_rows(ids: cute.Tensor, schedule: Schedule, expert: Int32, first_row: I
 
 
 @cute.kernel
-def routing_kernel(cta_group: cutlass.Constexpr, mTopkIds: cute.Tensor, schedule: Schedule, experts: Int32):
+def routing_kernel(cta_group: cutlass.Constexpr, mTopkIds: cute.Tensor, schedule: GemmSchedule, experts: Int32):
     """`schedule` from mTopkIds (tokens * topk). A warp an expert, `WARPS` experts a CTA."""
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()

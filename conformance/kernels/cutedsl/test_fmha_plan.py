@@ -1,4 +1,4 @@
-"""What the CuTeDSL attention kernel decides before it compiles fits the machine. Needs no CuTeDSL."""
+"""The plan of the CuTeDSL attention kernel fits the machine. Needs no CuTeDSL."""
 
 from __future__ import annotations
 

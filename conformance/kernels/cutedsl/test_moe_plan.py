@@ -1,4 +1,4 @@
-"""What the CuTeDSL MoE kernels decide before they compile fits the machine. Needs no CuTeDSL."""
+"""The plan of the CuTeDSL MoE kernels fits the machine. Needs no CuTeDSL."""
 
 from __future__ import annotations
 
