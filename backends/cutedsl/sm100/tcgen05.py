@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, memory, pipeline
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.experimental.primitives import nvvm_wrapper
+from cutlass.pipeline import PipelineAsync, PipelineConsumer, PipelineProducer
 
 from backends.cutedsl.sm100.device import TMEM_COLUMNS, TMEM_LANES, WARPGROUP
 
@@ -47,9 +48,9 @@ def tma_views(atom: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, modes: int)
 class Ring(NamedTuple):
     """A ring of (full, empty) mbarriers and its two ends. Each thread has its own position at either end."""
 
-    pipeline: pipeline.PipelineAsync
-    producer: pipeline.PipelineProducer
-    consumer: pipeline.PipelineConsumer
+    pipeline: PipelineAsync
+    producer: PipelineProducer
+    consumer: PipelineConsumer
 
 
 def make_ring(kind: type, smem: memory.SmemAllocator, stages: int, producers: int, consumers: int, **options) -> Ring:
