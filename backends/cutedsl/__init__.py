@@ -1,4 +1,7 @@
-"""The production backend: kernels in CuTeDSL, compiled without a GPU. CuTeDSL itself is imported only to compile."""
+"""The production backend: kernels in CuTeDSL, compiled without a GPU. CuTeDSL is imported only to compile.
+
+A folder with a program.py is a kernel's. What kernels share lies in the other folders.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class CutedslBackend:
-    """Programs compiled from CuTeDSL. `cta_group`: CTAs that share a tile of MoE, 1 or 2; None: as pays for the case.
+    """Programs compiled from CuTeDSL. `cta_group`: CTAs that share a tile of MoE, 1 or 2; None: whichever is faster.
 
-    Named `cutedsl` on the command line, and `backends.cutedsl:CTA_PAIRS` or `:SINGLE_CTAS` where every case of MoE
-    shall be computed one way.
+    On the command line it is `cutedsl`; `backends.cutedsl:CTA_PAIRS` and `:SINGLE_CTAS` compute every case of MoE one
+    way.
     """
 
     def __init__(self, name: str = "cutedsl", cta_group: int | None = None) -> None:
@@ -28,11 +31,11 @@ class CutedslBackend:
         }
 
     def targets(self, op: str) -> tuple[Target, ...]:
-        """Targets for which there is a kernel of `op`."""
+        """The targets that have a kernel of `op`."""
         return tuple(target for known_op, target in self.kernels if known_op == op)
 
     def build(self, case: Case, target: Target) -> HostProgram:
-        """The program of `case`. Raises UnsupportedError without CuTeDSL, or for an op or target without a kernel."""
+        """The program of `case`. UnsupportedError without CuTeDSL, or for an op or target that has no kernel."""
         if (case.op, target) not in self.kernels:
             known = ", ".join(f"{op} on {known_target}" for op, known_target in self.kernels)
             raise UnsupportedError(f"{case.id}: the cutedsl backend has no {case.op} for {target}; it has {known}")

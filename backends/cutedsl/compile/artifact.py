@@ -1,4 +1,4 @@
-"""What compiling a CuTeDSL function yields: a host object, its PTX and cubin, and how it is to be called."""
+"""A compiled CuTeDSL function: a host object, the PTX and cubin of its kernels, and how to call it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megamoe.contract import HostArg, HostProgram, Target
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What ptxas gave one kernel: registers a thread, and bytes of stack a thread (0: nothing is spilled)."""
+    """What ptxas gave one kernel: registers a thread, and bytes of stack a thread (0: no spills)."""
 
     registers: int
     stack: int
@@ -22,8 +22,8 @@ class Artifact:
     """A compiled host function. `parameters` are its names in order; `resources` by kernel entry.
 
     `host_object` has two entries of the same function: `entry` takes TVM FFI values and checks them, `packed_entry`
-    takes packed descriptors and trusts them. The first is the one to use: its structures (DLTensor, TVMFFIAny) are
-    public and versioned, and it says which argument is wrong. `compiler`: distribution and version.
+    takes packed descriptors and trusts them. Use the first: its structures (DLTensor, TVMFFIAny) are public and
+    versioned, and it says which argument is wrong. `compiler`: distribution and version.
     """
 
     target: Target
@@ -44,7 +44,7 @@ class Artifact:
     ) -> HostProgram:
         """The call of this function on `arguments`, by parameter name, with workspaces `scratch` (bytes by name).
 
-        ValueError if a parameter is missing or one is given that the function does not have.
+        ValueError if an argument is missing, or is for a parameter that the function does not have.
         """
         if set(arguments) != set(self.parameters):
             raise ValueError(

@@ -1,7 +1,7 @@
-"""Compiled artifacts kept on disk by content: what was compiled, how, by what and for what. No CuTeDSL is imported.
+"""A cache of compiled artifacts on disk, keyed by what was compiled, how, by what and for what. Imports no CuTeDSL.
 
-An entry is a file named by the SHA-256 of its key: a line with the SHA-256 of the rest, then a ZIP archive. An entry
-that is damaged, cut short, or was made from another key is built anew and replaced, never used.
+A file is named by the SHA-256 of its key. Its first line is the SHA-256 of the rest, which is a ZIP archive. An entry
+that is damaged, cut short or made from another key is never used: it is built anew and replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import platform
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
@@ -25,23 +25,38 @@ FORMAT: Final = 1
 SUFFIX: Final = ".artifact"
 _MANIFEST, _PTX, _CUBIN, _OBJECT = "manifest.json", "kernel.ptx", "kernel.cubin", "host.o"
 _BACKEND = Path(__file__).parents[1]
-_SHARED = ("", "compile")
+_KERNEL_MODULE = "program.py"
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file and what it held when it was read; `sha256` is empty if it could not be."""
+    """A file at `place` below the folder `root`, as it was when read. `sha256` is empty if it could not be read."""
 
-    path: Path
+    root: Path
+    place: str
     sha256: str
+
+    def now(self) -> Source:
+        """The same file as it is now."""
+        try:
+            return Source(self.root, self.place, _sha256((self.root / self.place).read_bytes()))
+        except OSError:
+            return Source(self.root, self.place, "")
+
+    @property
+    def folder(self) -> str:
+        """The folder of `root` that holds the file; empty for a file of `root` itself."""
+        return self.place.partition("/")[0] if "/" in self.place else ""
 
 
 @dataclass(frozen=True, slots=True)
 class ArtifactKey:
-    """What an artifact depends on. `sources`: every file that the kernel's code comes from, read before the code was
-    imported; `options`: all constants and compile options by name; `compiler`: name and version,
-    compile.compiler_version()."""
+    """What an artifact depends on.
+
+    `sources`: every file that the kernel's code may come from, read before the code was imported (`imported`).
+    `options`: all constants and compile options by name. `compiler`: name and version, compile.compiler_version().
+    """
 
     name: str
     sources: tuple[Source, ...]
@@ -55,13 +70,10 @@ class ArtifactKey:
             {
                 "format": FORMAT,
                 "name": self.name,
-                "sources": sorted(
-                    [f"{source.path.parent.name}/{source.path.name}", source.sha256] for source in self.sources
-                ),
+                "sources": sorted([source.place, source.sha256] for source in self.sources),
                 "options": dict(self.options),
                 "target": self.target,
                 "compiler": self.compiler,
-                "compiled_by": [source.sha256 for source in IMPORTED if _folder(source) == "compile"],
                 "processor": platform.machine(),
             },
             sort_keys=True,
@@ -69,19 +81,19 @@ class ArtifactKey:
 
     def is_current(self) -> bool:
         """Whether the files still hold what `sources` says."""
-        return all(source == _read_source(source.path) for source in self.sources)
+        return all(source == source.now() for source in self.sources)
 
 
 def default_folder(home: Path) -> Path:
-    """Where artifacts of the user whose home directory is `home` are kept unless another folder is named."""
+    """The cache of the user whose home directory is `home`."""
     return home / ".cache" / "megamoe" / "cutedsl"
 
 
 def cached_artifact(key: ArtifactKey, build: Callable[[], Artifact], folder: Path | None) -> Artifact:
     """The artifact of `key` from `folder`, or from `build`, whose result is then kept there.
 
-    Without a folder, or with one that cannot be written, every call builds; so it does where a source was edited since
-    it was read, as nobody knows which text was compiled. What `build` raises passes through.
+    Every call builds if there is no folder, if the folder cannot be written, or if a source was edited since it was
+    read: then nobody knows which text was compiled. What `build` raises passes through.
     """
     if folder is None:
         return build()
@@ -95,22 +107,26 @@ def cached_artifact(key: ArtifactKey, build: Callable[[], Artifact], folder: Pat
     return found
 
 
-def sources_in(folder: Path) -> tuple[Source, ...]:
-    """Every Python file in `folder` and below, sorted: the sources of a package of kernels."""
-    return tuple(_read_source(path) for path in sorted(folder.rglob("*.py")))
+def sources_in(root: Path) -> tuple[Source, ...]:
+    """Every Python file in `root` and below, sorted by path."""
+    places = (path.relative_to(root).as_posix() for path in sorted(root.rglob("*.py")))
+    return tuple(Source(root, place, "").now() for place in places)
+
+
+def sources_of(kernel: str, sources: Iterable[Source]) -> tuple[Source, ...]:
+    """Those of `sources` that the code of `kernel` may come from: all but the files in other kernels' folders.
+
+    A folder of the root is a kernel's if it holds a program.py. A shared file is covered wherever it lies and whatever
+    its name: nobody has to remember to list it.
+    """
+    found = tuple(sources)
+    others = {source.folder for source in found if source.place == f"{source.folder}/{_KERNEL_MODULE}"} - {kernel}
+    return tuple(source for source in found if source.folder not in others)
 
 
 def imported(kernel: str) -> tuple[Source, ...]:
-    """The files of the folder `kernel` and all that no folder of another kernel holds, as they were when imported."""
-    return tuple(source for source in IMPORTED if _folder(source) in (kernel, *_SHARED))
-
-
-def _place(source: Source) -> str:
-    return f"{source.path.parent.name}/{source.path.name}"
-
-
-def _folder(source: Source) -> str:
-    return source.path.relative_to(_BACKEND).parts[0] if source.path.parent != _BACKEND else ""
+    """The sources of `kernel`, a folder of backends/cutedsl, as they were when they were imported."""
+    return sources_of(kernel, IMPORTED)
 
 
 def _read(path: Path, key: str) -> Artifact | None:
@@ -177,17 +193,10 @@ def _write(path: Path, archive: bytes) -> None:
         return
 
 
-def _read_source(path: Path) -> Source:
-    try:
-        return Source(path, _sha256(path.read_bytes()))
-    except OSError:
-        return Source(path, "")
-
-
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-# Read when this module is imported, which is before any kernel is: a process that runs on after an edit computes with
-# the text that it imported, and must not keep the outcome under the name of the new text.
+# Read when this module is imported, which is before any kernel is. A process that runs on after an edit compiles the
+# text that it imported; it must not keep the result under the key of the new text.
 IMPORTED: Final = sources_in(_BACKEND)

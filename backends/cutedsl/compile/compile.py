@@ -25,7 +25,7 @@ class _ExecutionArgs(Protocol):
 
 
 class _Compiled(Protocol):
-    """What cute.compile returns, as far as it is used here."""
+    """What we use of cute.compile's result."""
 
     function_name: str
     execution_args: _ExecutionArgs
@@ -35,12 +35,12 @@ class _Compiled(Protocol):
     @property
     def __cubin__(self) -> str | bytes | None: ...
     def dump_to_object(self, function_prefix: str) -> bytes:
-        """The relocatable object, its symbols beginning with the prefix."""
+        """The relocatable object; its symbols begin with the prefix."""
         ...
 
 
 def compiler_version() -> str:
-    """Names and versions of what compiles; UnsupportedError if it is not installed. Imports nothing."""
+    """Names and versions of the compiler's packages, without importing them. UnsupportedError if one is missing."""
     try:
         return ", ".join(f"{name} {metadata.version(name)}" for name in DISTRIBUTIONS)
     except metadata.PackageNotFoundError as missing:
@@ -51,24 +51,27 @@ def compiler_version() -> str:
 
 
 def compile_host_function(
-    function: Callable[..., object], *args: object, target: Target, options: str = ""
+    function: Callable[..., object], *args: object, target: Target, options: str = "", **named_args: object
 ) -> Artifact:
     """Compile `function` (a cute.jit function, or an object whose __call__ is one) and the kernels it launches.
 
-    `args` are fake tensors, numbers, streams (cutlass.cute.runtime.make_fake_*) and constants; `options` are added to
-    those of cute.compile. Errors of CuTeDSL pass through. UnsupportedError if CuTeDSL is not installed.
+    `args` and `named_args` are fake tensors, numbers, streams (cutlass.cute.runtime.make_fake_*) and constants;
+    `options` are added to those of cute.compile. Errors of CuTeDSL pass through. UnsupportedError if CuTeDSL is not
+    installed.
     """
     compiler = compiler_version()
     import cutlass.cute as cute
 
     with tempfile.TemporaryDirectory(prefix="megamoe-cutedsl-") as folder, warnings.catch_warnings():
-        # Long static loops are meant: registers cannot be indexed at run time. CuTeDSL turns the warning into an error
-        # of another kind where warnings are errors.
+        # Long static loops are intended: registers cannot be indexed at run time. Where warnings are errors, CuTeDSL
+        # would turn this one into an unrelated error.
         warnings.filterwarnings("ignore", message="This static loop has")
         kept = f"--gpu-arch {target} --keep-ptx --keep-cubin --dump-dir={folder} --enable-tvm-ffi"
-        compiled = cast(_Compiled, cute.compile(function, *args, options=f"{kept} {_host_target()} {options}"))
+        compiled = cast(
+            _Compiled, cute.compile(function, *args, options=f"{kept} {_host_target()} {options}", **named_args)
+        )
         ptx, cubin = _text(compiled.__ptx__), compiled.__cubin__
-    # Of a function that launches nothing, the names of the files are left that would have been written.
+    # For a function that launches nothing, these attributes hold file names instead.
     if ".entry" not in ptx or not isinstance(cubin, bytes):
         raise UnsupportedError(
             f"CuTeDSL ({compiler}) gave no PTX and cubin for {target}: {compiled.function_name} launches no kernel"

@@ -1,4 +1,4 @@
-"""What a cubin says about its kernels. The attributes were held against `ptxas -v` of the same PTX."""
+"""Registers and stack of a cubin's kernels. The attributes were checked against `ptxas -v` of the same PTX."""
 
 from __future__ import annotations
 

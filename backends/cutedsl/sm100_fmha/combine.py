@@ -5,27 +5,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
-from backends.cutedsl.sm100_fmha.plan import MAX_SPLITS
+from backends.cutedsl.sm100.device import LN2, LOG2_E
+from backends.cutedsl.sm100_fmha.correction import Outputs
 
 WARPS = 4
-LN2 = 0.6931471805599453
-LOG2_E = 1.4426950408889634
 
 
 @cute.kernel
-def combine_kernel(
-    hd: cutlass.Constexpr,
-    mO: cute.Tensor,
-    mLSE: cute.Tensor,
-    mO_part: cute.Tensor,
-    mLSE_part: cute.Tensor,
-    rows: Int32,
-    splits: Int32,
-):
+def combine_kernel(hd: cutlass.Constexpr, outputs: Outputs, rows: Int32, splits: Int32):
     """mO (row, hd) bf16 and mLSE (row) f32 from mO_part (split, row, hd) f32 and mLSE_part (split, row) f32.
 
-    Lane i holds the weight of split i (at most 32 splits). A part that saw no key has lse = -inf, so weight 0,
-    and may have no O at all.
+    Lane i holds the weight of split i; there are at most MAX_SPLITS, 32. A part that saw no key has lse = -inf, so
+    weight 0, and may have no O at all.
     """
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -35,7 +26,7 @@ def combine_kernel(
     if row < rows:
         part_lse = -Float32.inf
         if lane < splits:
-            part_lse = mLSE_part[Int64(lane) * rows + row]
+            part_lse = outputs.mLSE_part[Int64(lane) * rows + row]
         top = cute.arch.warp_reduction(part_lse, cute.arch.fmax)
         base = top
         if top == -Float32.inf:
@@ -56,16 +47,24 @@ def combine_kernel(
             split_weight = cute.arch.shuffle_sync(weight, split)
             if split_weight > Float32(0.0):
                 offset = cute.assume((Int64(split) * rows + row) * hd, divby=hd)
-                gPart = cute.make_tensor(mO_part.iterator + offset, cute.make_layout((vector, 32, hd // 32 // vector)))
+                gPart = cute.make_tensor(
+                    outputs.mO_part.iterator + offset, cute.make_layout((vector, 32, hd // 32 // vector))
+                )
                 cute.autovec_copy(gPart[None, lane, None], rPart)
                 rSum.store(rSum.load() + rPart.load() * split_weight)
         rO = cute.make_rmem_tensor((vector, hd // 32 // vector), BFloat16)
         rO.store(rSum.load().to(BFloat16))
         offset = cute.assume(Int64(row) * hd, divby=hd)
-        gO = cute.make_tensor(mO.iterator + offset, cute.make_layout((vector, 32, hd // 32 // vector)))
+        gO = cute.make_tensor(outputs.mO.iterator + offset, cute.make_layout((vector, 32, hd // 32 // vector)))
         cute.autovec_copy(rO, gO[None, lane, None])
         if lane == 0:
-            mLSE[row] = lse
+            outputs.mLSE[row] = lse
 
 
-assert MAX_SPLITS <= 32
+@cute.jit
+def launch_combine(hd: cutlass.Constexpr, outputs: Outputs, rows: Int32, splits: Int32, stream):
+    """Queue the combine kernel."""
+    combine_kernel.set_name_prefix(f"sm100_fmha_combine_hd{hd}", remove_cutlass_symbol=True, keep_mangled_name=False)
+    combine_kernel(hd, outputs, rows, splits).launch(
+        grid=[(rows + WARPS - 1) // WARPS, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+    )

@@ -1,27 +1,24 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""The correction warpgroup: rescales O in tensor memory when a row maximum moves; normalises and stores it."""
+"""The correction warpgroup: rescales O in tensor memory when a row maximum moves, normalises it and stores it."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
-from cutlass.cute.nvgpu import tcgen05
 from cutlass.pipeline import PipelineConsumer
 
-from backends.cutedsl.sm100_fmha.operands import Shared
-from backends.cutedsl.sm100_fmha.plan import TILE_M, WARPGROUP, Sm100FmhaPlan
-from backends.cutedsl.sm100_fmha.tiles import Problem, WorkItem, work_item
-from backends.cutedsl.sm100_fmha.tmem import fence_after_sync, fence_before_sync, tmem_rows
-
-CHUNK = 32
-"""Columns of O that a thread holds in registers at a time."""
-LN2 = 0.6931471805599453
+from backends.cutedsl.sm100.device import LN2, WARPGROUP
+from backends.cutedsl.sm100.tcgen05 import CHUNK, fence_after_sync, fence_before_sync, load_row, store_row
+from backends.cutedsl.sm100_fmha.operands import FmhaSmem
+from backends.cutedsl.sm100_fmha.plan import TILE_M, Sm100FmhaPlan
+from backends.cutedsl.sm100_fmha.tiles import AttentionItem, Problem, work_item
 
 
 class Outputs(NamedTuple):
-    """Where results go. With one split o and lse, else the partials: O normalised within its split, fp32.
+    """Where results go: with one split to o and lse, else to the partials, O normalised within its split, fp32.
 
     mO (kv_batch, row, hd) bf16; mLSE (kv_batch, row) f32; mO_part (split, kv_batch, row, hd) f32;
     mLSE_part (split, kv_batch, row) f32. All natural logarithms.
@@ -33,28 +30,32 @@ class Outputs(NamedTuple):
     mLSE_part: cute.Tensor
 
 
+@dataclass
+class CorrectionRings:
+    """The correction's ends of the rings. With `o`, O changes hands: the MMA warp adds P V, we rescale or store it."""
+
+    stat: PipelineConsumer
+    o: PipelineConsumer
+
+
 @cute.jit
 def rescale_o(plan: Sm100FmhaPlan, tmem_ptr: cute.Pointer, factor: Float32, thread: Int32):
-    """O of this row times `factor`, in tensor memory."""
-    tOtO = tmem_rows(tmem_ptr, CHUNK)
-    load_atom = cute.make_copy_atom(tcgen05.copy.Ld32x32bOp(tcgen05.copy.Repetition(CHUNK)), Float32)
-    store_atom = cute.make_copy_atom(tcgen05.copy.St32x32bOp(tcgen05.copy.Repetition(CHUNK)), Float32)
-    tmem_load = tcgen05.make_tmem_copy(load_atom, tOtO).get_slice(thread)
-    tmem_store = tcgen05.make_tmem_copy(store_atom, tOtO).get_slice(thread)
-    tOsrc = tmem_load.partition_S(tOtO)
-    tOdst = tmem_store.partition_D(tOtO)
-    tOrO = cute.make_rmem_tensor(tmem_load.partition_D(cute.make_identity_tensor((TILE_M, CHUNK))).shape, Float32)
+    """Multiply O of this row by `factor`, in tensor memory.
+
+    A use of a loaded register waits for its tcgen05.ld, as production kernels rely on; there is no tcgen05.wait::ld.
+    """
+    rO = cute.make_rmem_tensor(CHUNK, Float32)
     for chunk in cutlass.range_constexpr(plan.o_columns // CHUNK):
-        cute.copy(tmem_load, cute.make_tensor(tOsrc.iterator + chunk * CHUNK, tOsrc.layout), tOrO)
+        load_row(tmem_ptr, rO, thread, chunk * CHUNK)
         for j in cutlass.range_constexpr(0, CHUNK, 2):
-            tOrO[j], tOrO[j + 1] = cute.arch.mul_packed_f32x2((tOrO[j], tOrO[j + 1]), (factor, factor))
-        cute.copy(tmem_store, tOrO, cute.make_tensor(tOdst.iterator + chunk * CHUNK, tOdst.layout))
+            rO[j], rO[j + 1] = cute.arch.mul_packed_f32x2((rO[j], rO[j + 1]), (factor, factor))
+        store_row(rO, tmem_ptr, thread, chunk * CHUNK)
     cute.arch.fence_view_async_tmem_store()
 
 
 @cute.jit
 def gmem_row(mTensor: cute.Tensor, offset: Int64, count: cutlass.Constexpr) -> cute.Tensor:
-    """`count` elements of a tensor from element `offset`, a multiple of 32 elements: 16-byte vectors are legal."""
+    """`count` elements of a tensor from element `offset`, a multiple of 32, so that 16-byte vectors are legal."""
     pointer = mTensor.iterator + cute.assume(offset, divby=CHUNK)
     return cute.make_tensor(pointer, cute.make_layout(count))
 
@@ -63,8 +64,8 @@ def gmem_row(mTensor: cute.Tensor, offset: Int64, count: cutlass.Constexpr) -> c
 def store_chunk(rO: cute.Tensor, outputs: Outputs, problem: Problem, offset: Int64, part_offset: Int64):
     """32 consecutive columns of one row: 64 bytes of o, or 128 of a partial.
 
-    A thread writes its row itself, in 16-byte vectors that fill whole 32-byte sectors pairwise. Staging through shared
-    memory for a TMA store would coalesce better, but O is written once an item, and the 32 KiB are two ring slabs.
+    A thread writes its row itself, in 16-byte vectors; two fill a 32-byte sector. Staging through shared memory for a
+    TMA store would coalesce better, but O is written once an item, and the 32 KiB would cost two ring slabs.
     """
     if problem.splits == 1:
         rounded = cute.make_rmem_tensor(CHUNK, BFloat16)
@@ -88,15 +89,15 @@ def store_o(
     plan: Sm100FmhaPlan,
     problem: Problem,
     outputs: Outputs,
-    item: WorkItem,
+    item: AttentionItem,
     tmem_ptr: cute.Pointer,
     row_sum: Float32,
     lse: Float32,
     thread: Int32,
 ):
-    """Normalised O and the log-sum-exp of this row; rows past the end of the problem are not written.
+    """Store normalised O and the log-sum-exp of this row; write nothing for rows past the end of the problem.
 
-    Of a part that saw no key only the log-sum-exp, -inf, is written: it keeps the combine kernel from reading the rest.
+    For a part that saw no key, write only the log-sum-exp, -inf: the combine kernel then does not read the rest.
     """
     row = item.row_tile * TILE_M + thread
     flat_row = Int64(item.kv_batch) * problem.rows + row
@@ -108,15 +109,10 @@ def store_o(
     inverse = Float32(0.0)
     if seen:
         inverse = Float32(1.0) / row_sum
-    tOtO = tmem_rows(tmem_ptr, CHUNK)
-    atom = cute.make_copy_atom(tcgen05.copy.Ld32x32bOp(tcgen05.copy.Repetition(CHUNK)), Float32)
-    tmem_load = tcgen05.make_tmem_copy(atom, tOtO).get_slice(thread)
-    tOsrc = tmem_load.partition_S(tOtO)
-    tOrO = cute.make_rmem_tensor(tmem_load.partition_D(cute.make_identity_tensor((TILE_M, CHUNK))).shape, Float32)
-    rO = cute.make_tensor(tOrO.iterator, cute.make_layout(CHUNK))
+    rO = cute.make_rmem_tensor(CHUNK, Float32)
     for chunk in cutlass.range_constexpr(plan.o_columns // CHUNK):
         if item.tiles > 0:
-            cute.copy(tmem_load, cute.make_tensor(tOsrc.iterator + chunk * CHUNK, tOsrc.layout), tOrO)
+            load_row(tmem_ptr, rO, thread, chunk * CHUNK)
             cute.arch.fence_view_async_tmem_load()
             for j in cutlass.range_constexpr(0, CHUNK, 2):
                 rO[j], rO[j + 1] = cute.arch.mul_packed_f32x2((rO[j], rO[j + 1]), (inverse, inverse))
@@ -130,17 +126,54 @@ def store_o(
 
 
 @cute.jit
+def rescale_item(
+    plan: Sm100FmhaPlan,
+    item: AttentionItem,
+    tmem_o: cute.Pointer,
+    sStat: cute.Tensor,
+    thread: Int32,
+    rings: CorrectionRings,
+):
+    """Rescale O before each P V of an item but the first, where a row of the warp needs it."""
+    if item.tiles > 0:
+        first = rings.stat.wait_and_advance()
+        first.release()
+    for _ in cutlass.range(1, item.tiles, unroll=1):
+        stat_tile = rings.stat.wait_and_advance()
+        factor = sStat[thread, stat_tile.index]
+        stat_tile.release()
+        o_turn = rings.o.wait_and_advance()
+        fence_after_sync()
+        if cute.arch.vote_any_sync(factor != Float32(1.0)):
+            rescale_o(plan, tmem_o, factor, thread)
+        fence_before_sync()
+        o_turn.release()
+    return rings
+
+
+@cute.jit
+def row_statistics(plan: Sm100FmhaPlan, smem: FmhaSmem, thread: Int32, rings: CorrectionRings):
+    """(row sum, row maximum) at the end of an item: a sum of each softmax warpgroup, the maximum with the first."""
+    row_sum, row_max = Float32(0.0), -Float32.inf
+    for group in cutlass.range_constexpr(plan.softmax_groups):
+        final = rings.stat.wait_and_advance()
+        row_sum += smem.sStat[thread, final.index]
+        if cutlass.const_expr(group == 0):
+            row_max = smem.sMax[thread, final.index % plan.max_stages]
+        final.release()
+    return row_sum, row_max, rings
+
+
+@cute.jit
 def correction_warpgroup(
     plan: Sm100FmhaPlan,
     problem: Problem,
-    scale_log2: Float32,
     tmem_ptr: cute.Pointer,
-    shared: Shared,
+    smem: FmhaSmem,
     outputs: Outputs,
-    stat: PipelineConsumer,
-    o: PipelineConsumer,
+    rings: CorrectionRings,
 ):
-    """The correction work loop. With `o`, O changes hands: the MMA warp adds P V, we rescale or store it."""
+    """The correction work loop."""
     thread, _, _ = cute.arch.thread_idx()
     thread = thread % WARPGROUP
     start, _, _ = cute.arch.block_idx()
@@ -148,32 +181,13 @@ def correction_warpgroup(
     tmem_o = tmem_ptr + plan.tmem_o
     for index in cutlass.range(start, problem.work_items, step, unroll=1):
         item = work_item(plan, problem, index)
-        if item.tiles > 0:
-            first = stat.wait_and_advance()
-            first.release()
-        for _ in cutlass.range(1, item.tiles, unroll=1):
-            stat_tile = stat.wait_and_advance()
-            factor = shared.sStat[thread, stat_tile.index]
-            stat_tile.release()
-            o_turn = o.wait_and_advance()
-            fence_after_sync()
-            if cute.arch.vote_any_sync(factor != Float32(1.0)):
-                rescale_o(plan, tmem_o, factor, thread)
-            fence_before_sync()
-            o_turn.release()
-        row_sum = Float32(0.0)
-        row_max = -Float32.inf
-        for group in cutlass.range_constexpr(plan.softmax_groups):
-            final = stat.wait_and_advance()
-            row_sum += shared.sStat[thread, final.index]
-            if cutlass.const_expr(group == 0):
-                row_max = shared.sMax[thread, final.index % plan.max_stages]
-            final.release()
+        rings = rescale_item(plan, item, tmem_o, smem.sStat, thread, rings)
+        row_sum, row_max, rings = row_statistics(plan, smem, thread, rings)
         lse = -Float32.inf
         if row_sum > Float32(0.0):
-            lse = (row_max * scale_log2 + cute.math.log2(row_sum, fastmath=True)) * LN2
+            lse = (row_max * problem.scale_log2 + cute.math.log2(row_sum, fastmath=True)) * LN2
         if item.tiles > 0:
-            o_last = o.wait_and_advance()
+            o_last = rings.o.wait_and_advance()
             fence_after_sync()
             store_o(plan, problem, outputs, item, tmem_o, row_sum, lse, thread)
             fence_before_sync()

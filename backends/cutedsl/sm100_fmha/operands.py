@@ -1,26 +1,28 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""Tiled MMAs of the attention kernel, the shared-memory layouts of their operands, the views that TMA and MMA take.
+"""Tiled MMAs of the attention kernel, the shared-memory layouts of their operands, and their fragments.
 
-All of it is known at compile time, but a CuTeDSL value belongs to the region that makes it, and setting ACCUMULATE on
-an MMA rebinds it: so every user makes its own, at no cost in the kernel.
+All of it is known at compile time. But a CuTeDSL value belongs to the region that makes it, and setting ACCUMULATE on
+an MMA rebinds it. So every user makes its own; that costs nothing in the kernel.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
 from backends.cutedsl.sm100_fmha.plan import S_STAGES, SLAB_COLUMNS, TILE_M, TILE_N, Sm100FmhaPlan
 
 
-class Shared(NamedTuple):
-    """Tensors in shared memory. sK and sV are the same ring, as K slabs and as V slabs. sP: only where P has no
-    columns in tensor memory. Row statistics, (row, stage) f32: sStat the factor of O or the row sum, sMax the row
-    maximum at the end, sBase the maximum on its way to the other softmax warpgroup, if there are two."""
+class FmhaSmem(NamedTuple):
+    """Tensors in shared memory.
+
+    sK and sV are the same ring, as K slabs and as V slabs. sP exists only where P has no columns in tensor memory. The
+    rest are row statistics, (row, stage) f32: sStat has the factor of O, or the row sum at the end of an item; sMax the
+    row maximum at the end; sBase the maximum that goes to the other softmax warpgroup, if there are two.
+    """
 
     sQ: cute.Tensor
     sK: cute.Tensor
@@ -29,6 +31,14 @@ class Shared(NamedTuple):
     sStat: cute.Tensor
     sMax: cute.Tensor
     sBase: cute.Tensor | None
+
+
+class Fragments(NamedTuple):
+    """What the instructions of one product take, stages last: the accumulator in tensor memory, operands A and B."""
+
+    tCtC: cute.Tensor
+    tCrA: cute.Tensor
+    tCrB: cute.Tensor
 
 
 QK_TILER = (TILE_M, TILE_N, SLAB_COLUMNS)
@@ -48,7 +58,7 @@ def make_qk_mma() -> cute.TiledMma:
 
 
 def make_pv_mma(plan: Sm100FmhaPlan) -> cute.TiledMma:
-    """O = P V, P from tensor or shared memory, V as it lies in memory, MN-major."""
+    """O = P V, P from tensor or shared memory, V in its order in memory, MN-major."""
     p_source = tcgen05.OperandSource.TMEM if plan.p_in_tmem else tcgen05.OperandSource.SMEM
     return blackwell_helpers.make_trivial_tiled_mma(
         BFloat16,
@@ -79,28 +89,13 @@ def layout_v(plan: Sm100FmhaPlan) -> cute.ComposedLayout:
 
 
 def layout_p(plan: Sm100FmhaPlan) -> cute.ComposedLayout:
-    """P as the A operand of a whole key tile, in shared memory, or the shape of it in tensor memory."""
+    """P as the A operand of a whole key tile: its layout in shared memory, or its shape in tensor memory."""
     tiler = (TILE_M, plan.pv_tile_n, TILE_N)
     return blackwell_helpers.make_smem_layout_a(make_pv_mma(plan), tiler, BFloat16, plan.p_stages)
 
 
-def partition_tma(
-    tma_atom: cute.CopyAtom,
-    mTensor: cute.Tensor,
-    tiler: tuple[int, ...],
-    partition: Callable[[cute.Tensor], cute.Tensor],
-    sTensor: cute.Tensor,
-) -> tuple[cute.Tensor, cute.Tensor]:
-    """(global, shared) views of one operand for its TMA copies: (copy, slab of each mode) and (copy, stage)."""
-    tSgX = partition(cute.flat_divide(mTensor, tiler))
-    shared, tXgX = cpasync.tma_partition(
-        tma_atom, 0, cute.make_layout(1), cute.group_modes(sTensor, 0, 3), cute.group_modes(tSgX, 0, 3)
-    )
-    return tXgX, shared
-
-
-def make_fragments(plan: Sm100FmhaPlan, tmem_ptr: cute.Pointer, shared: Shared):
-    """((S, Q, K), (O, P, V)): accumulators in tensor memory and operand descriptors, stages last."""
+def make_fragments(plan: Sm100FmhaPlan, tmem_ptr: cute.Pointer, smem: FmhaSmem) -> tuple[Fragments, Fragments]:
+    """The fragments of S = Q K^T and of O = P V."""
     qk_thread, pv_thread = make_qk_mma().get_slice(0), make_pv_mma(plan).get_slice(0)
     tStS = qk_thread.make_fragment_C(cute.append(qk_thread.partition_shape_C(QK_TILER[:2]), S_STAGES))
     tStS = cute.make_tensor(tmem_ptr, tStS.layout)
@@ -110,6 +105,6 @@ def make_fragments(plan: Sm100FmhaPlan, tmem_ptr: cute.Pointer, shared: Shared):
         tOrP = pv_thread.make_fragment_A(cute.make_tensor(tmem_ptr, layout_p(plan).outer))
         tOrP = cute.make_tensor(cute.recast_ptr(tmem_ptr + plan.tmem_p, dtype=BFloat16), tOrP.layout)
     else:
-        tOrP = pv_thread.make_fragment_A(shared.sP)
-    qk_tensors = (tStS, qk_thread.make_fragment_A(shared.sQ), qk_thread.make_fragment_B(shared.sK))
-    return qk_tensors, (tOtO, tOrP, pv_thread.make_fragment_B(shared.sV))
+        tOrP = pv_thread.make_fragment_A(smem.sP)
+    qk = Fragments(tStS, qk_thread.make_fragment_A(smem.sQ), qk_thread.make_fragment_B(smem.sK))
+    return qk, Fragments(tOtO, tOrP, pv_thread.make_fragment_B(smem.sV))

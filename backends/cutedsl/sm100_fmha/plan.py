@@ -1,30 +1,26 @@
-"""What the sm_100a attention kernel decides before it compiles: tiles, shared memory, tensor memory, splits.
+"""The plan of the sm_100a attention kernel: tiles, shared memory, tensor memory, splits.
 
-Pure arithmetic, no CuTeDSL: the harness asks for workspaces and splits on machines where CuTeDSL is not installed.
+Pure arithmetic without CuTeDSL: the harness asks for workspaces and splits on machines that do not have it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-TILE_M = 128
-"""Query rows a tile: the 128 lanes of tensor memory, one softmax thread a row."""
+from backends.cutedsl.sm100.device import SMEM_BYTES, TMEM_LANES, WARPGROUP
+
+TILE_M = TMEM_LANES
+"""Query rows a tile: one softmax thread a row."""
 TILE_N = 128
 """Keys a tile: the columns of one S accumulator."""
 SLAB_BYTES = 16 * 1024
 """Bytes a stage of the K/V ring: 128 keys x 64 columns of K; 64 keys x 128 columns of V (128 x 64 where hd is 64)."""
 SLAB_COLUMNS = 64
 """Columns a slab of Q or K: one 128-byte swizzle row of bf16."""
-TMEM_COLUMNS = 512
-WARPGROUP = 128
 S_STAGES = 2
 STAT_STAGES = 2
-SMEM_BYTES = 224 * 1024
-"""Shared memory for Q, P and the ring. A CTA may have 227 KiB (facts.md 0.1): 3 KiB are left for the rest."""
 UNBOUNDED = 1 << 30
-"""A window or look-ahead that hides nothing: above every admissible s_k, and s_k + UNBOUNDED still fits an int32."""
-SM_COUNT = 148
-"""Streaming multiprocessors of a B200."""
+"""A window or look-ahead that hides no key: above every admissible s_k, and s_k + UNBOUNDED still fits an int32."""
 MIN_TILES_PER_SPLIT = 4
 MAX_SPLITS = 32
 """The combine kernel keeps one split a lane."""
@@ -34,15 +30,15 @@ MAX_SPLITS = 32
 class Sm100FmhaPlan:
     """The compile-time shape of the kernel for one head dimension (64, 128, 256 or 512 elements).
 
-    Tensor memory has 512 columns. S is double-buffered (2 x 128) and O takes up to 256. P (64 columns a stage) has
-    columns of its own where 2 x 128 + 2 x 64 + O <= 512, that is for hd 64 and 128; for hd 256 and 512 the columns are
-    spent and P goes through swizzled shared memory. P never lies over S, so S[i + 2] is issued before P[i] V[i] and
-    the tensor core has work while the softmax runs.
+    Tensor memory has 512 columns. S is double-buffered (2 x 128) and O takes up to 256. P takes 64 columns a stage. It
+    has columns of its own where 2 x 128 + 2 x 64 + O <= 512, that is for hd 64 and 128. For hd 256 and 512 none are
+    left, and P goes through swizzled shared memory. P never lies over S, so S[i + 2] is issued before P[i] V[i] and the
+    tensor core has work while the softmax runs.
 
-    O of hd 512 would fill all 512 columns and leave none for S. A work item therefore computes 256 columns of O
-    (`o_halves` is 2) and both halves compute the same S: three halves of the FLOPs (2 x 512 for S and 512 for O, not
-    512 and 512, times 2 x 128 x 128 a key tile), K read twice, the second time mostly from L2. Two CTAs of a cluster
-    could compute S once and exchange P through shared memory; that is for when cta_group may be 2.
+    O of hd 512 would fill all 512 columns and leave none for S. So a work item computes 256 columns of O (`o_halves` is
+    2), and both halves compute the same S. That costs 3/2 of the FLOPs (2 x 512 for S and 512 for O instead of 512 and
+    512, times 2 x 128 x 128 a key tile) and a second read of K, mostly from L2. Two CTAs of a cluster could compute S
+    once and exchange P through shared memory; that has to wait until cta_group may be 2.
     """
 
     hd: int
@@ -84,7 +80,7 @@ class Sm100FmhaPlan:
 
     @property
     def q_stages(self) -> int:
-        """Q tiles in shared memory: two where they leave the ring at least eight slabs."""
+        """Q tiles in shared memory: two where the ring keeps at least eight slabs."""
         return 2 if self.hd <= 128 else 1
 
     @property
@@ -94,7 +90,7 @@ class Sm100FmhaPlan:
 
     @property
     def softmax_groups(self) -> int:
-        """Softmax warpgroups. Two take turns where the exponentials bound a tile, one where the tensor core does.
+        """Softmax warpgroups: two in turn where the exponentials bound a tile, one where the tensor core does.
 
         At 8192 FLOPs a clock a tile costs the tensor core 128 x 128 x 4 x hd / 8192 clocks (512, 1024, 2048 for hd
         64, 128, 256; half of hd 512 3072) and the special-function units 128 x 128 / 16 = 1024. One warpgroup cannot
@@ -109,8 +105,8 @@ class Sm100FmhaPlan:
 
     @property
     def max_stages(self) -> int:
-        """Row-maximum buffers. With two softmax warpgroups one is enough: an item ends with a message of each, and the
-        maximum goes with the first, so the second one's buffer is free only when the maximum has been read."""
+        """Row-maximum buffers. With two softmax warpgroups one is enough: an item ends with a message from each, the
+        maximum comes with the first, and the second is not released before the maximum has been read."""
         return 1 if self.softmax_groups == 2 else STAT_STAGES
 
     @property
@@ -135,7 +131,7 @@ class Sm100FmhaPlan:
 
     @property
     def ring_stages(self) -> int:
-        """Slabs in the K/V ring: all shared memory that Q and P leave, 12 slabs at most."""
+        """Slabs in the K/V ring: the shared memory that Q and P leave, at most 12 slabs."""
         return min(12, (SMEM_BYTES - self.q_smem_bytes - self.p_smem_bytes) // SLAB_BYTES)
 
     @property
@@ -150,14 +146,14 @@ class Sm100FmhaPlan:
 
 
 def split_count(t: int, s_k: int) -> int:
-    """Into how many parts the keys of a sequence are split (1: no split, no combine kernel).
+    """The number of parts that the keys of a sequence are split into (1: no split, no combine kernel).
 
-    A part has at least 4 key tiles of 128 (below that the prologue and the combine cost more than they save), at least
-    t / 4 (a part writes and reads back rows x hd fp32 against tiles x 128 x hd x 2 bf16 of K and V: many rows pay for
-    a split only when it is long), and there are at most 32 parts.
+    A part has at least 4 key tiles of 128; below that the prologue and the combine cost more than they save. It has at
+    least t / 4 key tiles: a part writes and reads back rows x hd fp32 against tiles x 128 x hd x 2 bf16 of K and V, so
+    many rows pay for a split only when it is long. There are at most 32 parts.
 
-    Nothing else may enter, not even how full the machine is: parts are added up in another order than tiles, so the
-    bits of a sequence's result would depend on the batch that it is served in (laws batch_invariant and
+    The rule may use nothing else, not even how full the machine is. Parts are added up in another order than tiles, so
+    the bits of a sequence's result would depend on the batch that it is served in (laws batch_invariant and
     gqa_equals_expanded_mha).
     """
     key_tiles = -(-s_k // TILE_N)

@@ -4,49 +4,75 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from backends.cutedsl.compile.artifact import Artifact
 from backends.cutedsl.compile.artifact_cache import ArtifactKey, cached_artifact, default_folder, imported
 from backends.cutedsl.compile.compile import compile_host_function, compiler_version
-from backends.cutedsl.sm100_fmha.plan import SM_COUNT, UNBOUNDED, split_count
-from megamoe.contract import HostArg, HostProgram, ScalarArg, StreamArg, TensorArg
+from backends.cutedsl.compile.parameters import (
+    Parameter,
+    ScalarParameter,
+    StreamParameter,
+    TensorParameter,
+    call_arguments,
+    fake_values,
+    workspace_bytes,
+)
+from backends.cutedsl.sm100.device import SM_COUNT
+from backends.cutedsl.sm100_fmha.plan import UNBOUNDED, split_count
+from megamoe.contract import HostProgram
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
 
+_O_PART, _LSE_PART = TensorParameter("f32", ("part_elements",)), TensorParameter("f32", ("part_rows",), align=4)
+_LSE = TensorParameter("f32", ("flat_rows",), align=4)
+PARAMETERS: Final[Mapping[str, Parameter]] = {
+    "mQ": TensorParameter("bf16", ("kv_batches", "rows", "hd")),
+    "mK": TensorParameter("bf16", ("kv_batches", "s_k", "hd")),
+    "mV": TensorParameter("bf16", ("kv_batches", "s_k", "hd")),
+    "mO": TensorParameter("bf16", ("kv_batches", "rows", "hd")),
+    "mLSE": _LSE,
+    "mO_part": _O_PART,
+    "mLSE_part": _LSE_PART,
+    **dict.fromkeys(("t", "left", "right"), ScalarParameter("s32")),
+    "scale": ScalarParameter("f32"),
+    **dict.fromkeys(("splits", "max_ctas"), ScalarParameter("s32")),
+    "stream": StreamParameter(),
+}
+"""What the host function takes. A tensor's name in the case is its parameter's without the m, in small letters."""
+
 
 def fmha_program(case: Case, splits: int | None = None, max_ctas: int = SM_COUNT) -> HostProgram:
-    """The call that performs `case`. `splits` replaces the rule of `split_count`; a CTA walks over several work items
-    when there are more than `max_ctas` of them."""
+    """The call that performs `case`. `splits` replaces the rule of `split_count`.
+
+    A CTA takes several work items in turn where there are more than `max_ctas` of them.
+    """
     hd, t, s_k = case.int("hd"), case.int("t"), case.int("s_k")
     kv_batches = case.int("batch") * case.int("kv_heads")
     rows = case.int("heads") // case.int("kv_heads") * t
     if splits is None:
         splits = split_count(t, s_k)
     part_rows = splits * kv_batches * rows if splits > 1 else 1
-    scratch = {"o_part": part_rows * hd * 4, "lse_part": part_rows * 4}
-    if not case["lse"]:
-        scratch["lse"] = kv_batches * rows * 4
+    sizes = {"kv_batches": kv_batches, "rows": rows, "s_k": s_k, "hd": hd, "flat_rows": kv_batches * rows}
+    sizes |= {"part_rows": part_rows, "part_elements": part_rows * hd}
     window, scale = case["window"], case["scale"]
-    arguments: dict[str, HostArg] = {
-        "mQ": TensorArg("q", "bf16", (kv_batches, rows, hd)),
-        "mK": TensorArg("k", "bf16", (kv_batches, s_k, hd)),
-        "mV": TensorArg("v", "bf16", (kv_batches, s_k, hd)),
-        "mO": TensorArg("o", "bf16", (kv_batches, rows, hd)),
-        "mLSE": TensorArg("lse", "f32", (kv_batches * rows,)),
-        "mO_part": TensorArg("o_part", "f32", (part_rows * hd,)),
-        "mLSE_part": TensorArg("lse_part", "f32", (part_rows,)),
-        "t": ScalarArg("s32", t),
-        "left": ScalarArg("s32", UNBOUNDED if window is None else case.int("window")),
-        "right": ScalarArg("s32", 0 if case["causal"] else UNBOUNDED),
-        "scale": ScalarArg("f32", 1.0 / math.sqrt(hd) if scale is None else float(scale)),
-        "splits": ScalarArg("s32", splits),
-        "max_ctas": ScalarArg("s32", max_ctas),
-        "stream": StreamArg(),
+    scalars = {
+        "t": t,
+        "left": UNBOUNDED if window is None else case.int("window"),
+        "right": 0 if case["causal"] else UNBOUNDED,
+        "scale": 1.0 / math.sqrt(hd) if scale is None else float(scale),
+        "splits": splits,
+        "max_ctas": max_ctas,
     }
-    return compiled(hd).program(arguments, scratch)
+    workspaces = {"o_part": _O_PART, "lse_part": _LSE_PART} | ({} if case["lse"] else {"lse": _LSE})
+    names = {name: name.removeprefix("m").lower() for name in PARAMETERS}
+    return compiled(hd).program(
+        call_arguments(PARAMETERS, sizes, scalars, names),
+        {name: workspace_bytes(tensor, sizes) for name, tensor in workspaces.items()},
+    )
 
 
 @functools.cache
@@ -66,7 +92,6 @@ def compiled(hd: int) -> Artifact:
 
 
 def _compile(hd: int) -> Artifact:
-    from backends.cutedsl.sm100_fmha.signature import fmha_signature
+    from backends.cutedsl.sm100_fmha.kernel import Sm100Fmha
 
-    function, args = fmha_signature(hd)
-    return compile_host_function(function, *args, target="sm_100a")
+    return compile_host_function(Sm100Fmha(hd), target="sm_100a", **fake_values(PARAMETERS, {"hd": hd}, {}))

@@ -1,40 +1,44 @@
 # pyright: reportMissingImports=false
 """The softmax warpgroups: a thread a row. S from tensor memory, P to the MMA warp, row statistics to the correction."""
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
-from cutlass.cute.nvgpu import tcgen05
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from backends.cutedsl.sm100_fmha.operands import Shared
-from backends.cutedsl.sm100_fmha.plan import TILE_M, TILE_N, WARPGROUP, Sm100FmhaPlan
-from backends.cutedsl.sm100_fmha.tiles import Problem, WorkItem, work_item
-from backends.cutedsl.sm100_fmha.tmem import fence_after_sync, fence_before_sync, tmem_rows
+from backends.cutedsl.sm100.device import WARPGROUP
+from backends.cutedsl.sm100.tcgen05 import CHUNK, fence_after_sync, fence_before_sync, load_row, store_row
+from backends.cutedsl.sm100_fmha.operands import FmhaSmem
+from backends.cutedsl.sm100_fmha.plan import TILE_M, TILE_N, Sm100FmhaPlan
+from backends.cutedsl.sm100_fmha.tiles import AttentionItem, Problem, work_item
 
-CHUNK = 32
-"""Columns of a tcgen05.ld of S, and of P that a thread computes before it stores them."""
 RESCALE_THRESHOLD = 8.0
-"""A row keeps its old maximum while the new one is at most 2^8 above: P then stays below 256, exact in bf16's range and
-harmless to the fp32 sums, and the correction warpgroup skips a rescaling of O. The idea is FlashAttention-4's."""
+"""A row keeps its old maximum while the new one is at most 2^8 above it (FlashAttention-4's idea).
+
+P then stays below 256, in bf16's range and harmless to the fp32 sums, and the correction skips a rescaling of O.
+"""
 
 
-@cute.jit
-def load_scores(tmem_ptr: cute.Pointer, thread: Int32) -> cute.Tensor:
-    """This thread's row of S: 128 fp32 registers, register c holds column c."""
-    tStS = tmem_rows(tmem_ptr, TILE_N)
-    atom = cute.make_copy_atom(tcgen05.copy.Ld32x32bOp(tcgen05.copy.Repetition(CHUNK)), Float32)
-    tmem_load = tcgen05.make_tmem_copy(atom, tStS).get_slice(thread)
-    shape = tmem_load.partition_D(cute.make_identity_tensor((TILE_M, TILE_N))).shape
-    tSrS = cute.make_rmem_tensor(shape, Float32)
-    cute.copy(tmem_load, tmem_load.partition_S(tStS), tSrS)
-    cute.arch.fence_view_async_tmem_load()
-    return cute.make_tensor(tSrS.iterator, cute.make_layout(TILE_N))
+@dataclass
+class SoftmaxRings:
+    """A softmax warpgroup's ends of the rings. `chain_in`: from the other warpgroup; `chain_out`: to it.
+
+    Functions that move along a ring return the rings: CuTeDSL carries through a run-time loop or branch only what is
+    assigned in it.
+    """
+
+    s: PipelineConsumer
+    p: PipelineProducer
+    stat: PipelineProducer
+    chain_in: PipelineConsumer
+    chain_out: PipelineProducer
 
 
 @cute.jit
 def mask_scores(rS: cute.Tensor, key_begin: Int32, key_end: Int32):
-    """-inf for columns outside [key_begin, key_end), both relative to the tile; one unsigned comparison a column."""
+    """-inf in columns outside [key_begin, key_end), both relative to the tile; one unsigned comparison a column."""
     visible = Uint32(cutlass.max(key_end - key_begin, Int32(0)))
     for column in cutlass.range_constexpr(TILE_N):
         shown = Boolean(Uint32(Int32(column) - key_begin) < visible)
@@ -71,29 +75,19 @@ def exponentials(rS: cute.Tensor, rP: cute.Tensor, scale_log2: Float32, shift: F
 
 
 @cute.jit
-def store_p_tmem(rP_words: cute.Tensor, tmem_ptr: cute.Pointer, thread: Int32):
-    """32 columns of P as the A operand in tensor memory: two bf16 a word, word c of a row in column c."""
-    tOtP = tmem_rows(tmem_ptr, CHUNK // 2)
-    atom = cute.make_copy_atom(tcgen05.copy.St32x32bOp(tcgen05.copy.Repetition(CHUNK // 2)), Float32)
-    tmem_store = tcgen05.make_tmem_copy(atom, tOtP).get_slice(thread)
-    shape = tmem_store.partition_S(cute.make_identity_tensor((TILE_M, CHUNK // 2))).shape
-    cute.copy(tmem_store, cute.make_tensor(rP_words.iterator, cute.make_layout(shape)), tmem_store.partition_D(tOtP))
-
-
-@cute.jit
 def store_p_smem(rP: cute.Tensor, sP: cute.Tensor, thread: Int32):
     """P as the A operand in swizzled shared memory: from the registers of a tensor-memory load to `make_smem_layout_a`.
 
-    There is no TiledCopy to find. `tcgen05.ld.32x32b` gives a thread one whole row, and `make_smem_layout_a` is a
-    function of (row, key) like any other layout, only nested as ((row, key % 16), 0, (key / 16 % 4, key / 64)). Its
-    colexicographic order is row first, then key, so composing it with the plain (128, 128):(1, 128) flattens it to
-    sP[row, key] whatever the nesting. A row of that tensor is two runs of 64 contiguous keys: eight 16-byte vectors
-    each. The swizzle belongs to the pointer of sP, it permutes 16-byte units and so leaves a vector whole, and it is
-    applied to the final address. make_tiled_copy_C and make_tiled_copy_D go wrong because they look for one thread
-    layout that fits the accumulator and the operand at once; here the row is the only thing that they need to share.
+    This needs no TiledCopy. `tcgen05.ld.32x32b` gives a thread one whole row. `make_smem_layout_a` is a function of
+    (row, key) like any other layout, only nested as ((row, key % 16), 0, (key / 16 % 4, key / 64)). Its colexicographic
+    order is row first, then key, so composing it with the plain (128, 128):(1, 128) flattens it to sP[row, key]. A row
+    of that tensor is two runs of 64 contiguous keys, eight 16-byte vectors each. The swizzle belongs to the pointer of
+    sP and is applied to the final address; it permutes 16-byte units, so a vector stays whole. make_tiled_copy_C and
+    make_tiled_copy_D fail here: they look for one thread layout that fits the accumulator and the operand at once,
+    while the two need to share only the row.
 
-    A warp's store touches 32 rows, 16 bytes each: the swizzle spreads each 8 rows over all 32 banks, so the 512 bytes
-    go out in the minimum of four passes. The MMA reads through the async proxy: hence the proxy fence at the end.
+    A warp's store touches 32 rows, 16 bytes each. The swizzle spreads each 8 rows over all 32 banks, so the 512 bytes
+    take the minimum of four passes. The MMA reads through the async proxy, hence the proxy fence at the end.
     """
     sP_row_key = cute.composition(sP, cute.make_layout((TILE_M, TILE_N)))
     sP_row = cute.logical_divide(sP_row_key[thread, None], cute.make_layout(8))
@@ -104,95 +98,96 @@ def store_p_smem(rP: cute.Tensor, sP: cute.Tensor, thread: Int32):
 
 
 @cute.jit
-def take_base(sBase: cute.Tensor, thread: Int32, chain: PipelineConsumer):
+def take_base(sBase: cute.Tensor, thread: Int32, rings: SoftmaxRings):
     """The row maximum that the other warpgroup used for the tile before."""
-    turn = chain.wait_and_advance()
+    turn = rings.chain_in.wait_and_advance()
     base = sBase[thread, turn.index]
     turn.release()
-    chain.advance()
-    return base, chain
+    rings.chain_in.advance()
+    return base, rings
 
 
 @cute.jit
-def give_base(sBase: cute.Tensor, thread: Int32, base: Float32, chain: PipelineProducer):
+def give_base(sBase: cute.Tensor, thread: Int32, base: Float32, rings: SoftmaxRings):
     """Hand the row maximum of this tile to the other warpgroup."""
-    turn = chain.acquire_and_advance()
+    turn = rings.chain_out.acquire_and_advance()
     sBase[thread, turn.index] = base
     turn.commit()
-    chain.advance()
-    return chain
+    rings.chain_out.advance()
+    return rings
 
 
 @cute.jit
 def finite(base: Float32) -> Float32:
-    """`base`, or 0 where a row has seen no key: then the scores are -inf and their exponentials 0, not NaN."""
+    """`base`, or 0 where a row has seen no key, so that exponentials of scores of -inf are 0 and not NaN."""
     return cutlass.select_(base == -Float32.inf, Float32(0.0), base)
 
 
 @cute.jit
 def keep_or_raise(previous: Float32, tile_max: Float32, scale_log2: Float32) -> Float32:
-    """The maximum to use from here on: the previous one while the true one is no more than RESCALE_THRESHOLD above."""
+    """The maximum from here on: the previous one while the true one is at most RESCALE_THRESHOLD above it."""
     keep = (tile_max - previous) * scale_log2 <= RESCALE_THRESHOLD
     return cutlass.select_(keep, previous, tile_max)
 
 
 @cute.jit
 def rescaling(old: Float32, new: Float32, scale_log2: Float32) -> Float32:
-    """The factor that takes a sum relative to the maximum `old` to `new`: exactly 1 if they are equal and finite."""
+    """The factor from a sum relative to the maximum `old` to one relative to `new`; exactly 1 if equal and finite."""
     return cute.math.exp2((old - finite(new)) * scale_log2, fastmath=True)
 
 
 @cute.jit
 def give_p_tmem(
     plan: Sm100FmhaPlan,
+    problem: Problem,
     tmem_ptr: cute.Pointer,
     rS: cute.Tensor,
     rP_words: cute.Tensor,
-    scale_log2: Float32,
     base: Float32,
     thread: Int32,
-    p: PipelineProducer,
+    rings: SoftmaxRings,
 ):
     """Exponentials of a row of S relative to `base`, as P in tensor memory; returns their sum.
 
-    P goes out in quarters, each stored while the next is computed: its stage was last read two tiles ago, and a row
-    never holds more than 16 words of P in registers. All 64 beside 128 of S spilled 80 bytes (ptxas 13.5).
+    P is the A operand: two bf16 a word, word c of a row in column c. It goes out in quarters, each stored while the
+    next is computed. The stage was last read two tiles ago, so the wait can come first. A row never holds more than 16
+    words of P in registers: all 64 beside 128 of S spilled 80 bytes (ptxas 13.5).
     """
     sums = ((Float32(0.0), Float32(0.0)), (Float32(0.0), Float32(0.0)))
-    p_tile = p.acquire_and_advance()
+    p_tile = rings.p.acquire_and_advance()
     fence_after_sync()
     for chunk in cutlass.range_constexpr(TILE_N // CHUNK):
         rS_chunk, words = chunk_of(rS, rP_words, chunk)
-        sums = exponentials(rS_chunk, as_bf16(words), scale_log2, -base * scale_log2, sums)
+        sums = exponentials(rS_chunk, as_bf16(words), problem.scale_log2, -base * problem.scale_log2, sums)
         column = plan.tmem_p + p_tile.index * (TILE_N // 2) + chunk * CHUNK // 2
-        store_p_tmem(words, tmem_ptr + column, thread)
+        store_row(words, tmem_ptr + column, thread)
     cute.arch.fence_view_async_tmem_store()
     fence_before_sync()
     p_tile.commit()
     total = cute.arch.add_packed_f32x2(*sums)
-    return total[0] + total[1], p
+    return total[0] + total[1], rings
 
 
 @cute.jit
 def give_p_smem(
+    problem: Problem,
     sP: cute.Tensor,
     rS: cute.Tensor,
     rP_words: cute.Tensor,
-    scale_log2: Float32,
     base: Float32,
     thread: Int32,
-    p: PipelineProducer,
+    rings: SoftmaxRings,
 ):
-    """The same with P in shared memory. The tensor core may still read the only stage, so the wait comes last."""
+    """The same with P in shared memory. The tensor core may still be reading the only stage, so the wait comes last."""
     sums = ((Float32(0.0), Float32(0.0)), (Float32(0.0), Float32(0.0)))
     for chunk in cutlass.range_constexpr(TILE_N // CHUNK):
         rS_chunk, words = chunk_of(rS, rP_words, chunk)
-        sums = exponentials(rS_chunk, as_bf16(words), scale_log2, -base * scale_log2, sums)
-    p_tile = p.acquire_and_advance()
+        sums = exponentials(rS_chunk, as_bf16(words), problem.scale_log2, -base * problem.scale_log2, sums)
+    p_tile = rings.p.acquire_and_advance()
     store_p_smem(as_bf16(rP_words), sP[None, None, None, p_tile.index], thread)
     p_tile.commit()
     total = cute.arch.add_packed_f32x2(*sums)
-    return total[0] + total[1], p
+    return total[0] + total[1], rings
 
 
 def chunk_of(rS: cute.Tensor, rP_words: cute.Tensor, chunk: int) -> tuple[cute.Tensor, cute.Tensor]:
@@ -203,64 +198,64 @@ def chunk_of(rS: cute.Tensor, rP_words: cute.Tensor, chunk: int) -> tuple[cute.T
 
 @cute.jit
 def scores_of_tile(
-    tmem_ptr: cute.Pointer, thread: Int32, item: WorkItem, tile: Int32, keys: tuple[Int32, Int32], s: PipelineConsumer
+    tmem_ptr: cute.Pointer,
+    thread: Int32,
+    item: AttentionItem,
+    tile: Int32,
+    keys: tuple[Int32, Int32],
+    rings: SoftmaxRings,
 ):
     """This thread's row of S, -inf outside `keys` (first, one past the last) where the tile needs a mask."""
-    s_tile = s.wait_and_advance()
+    s_tile = rings.s.wait_and_advance()
     fence_after_sync()
-    rS = load_scores(tmem_ptr + s_tile.index * TILE_N, thread)
+    rS = cute.make_rmem_tensor(TILE_N, Float32)
+    load_row(tmem_ptr + s_tile.index * TILE_N, rS, thread)
+    cute.arch.fence_view_async_tmem_load()
     fence_before_sync()
     s_tile.release()
     if tile < item.clear_first or tile >= item.clear_last:
         key_begin, key_end = keys
         mask_scores(rS, key_begin - tile * TILE_N, key_end - tile * TILE_N)
-    return rS, s
+    return rS, rings
 
 
 @cute.jit
 def raise_base(
     plan: Sm100FmhaPlan,
-    shared: Shared,
+    problem: Problem,
+    smem: FmhaSmem,
     thread: Int32,
     i: Int32,
     base: Float32,
     tile_max: Float32,
-    scale_log2: Float32,
-    stat: PipelineProducer,
-    chain_in: PipelineConsumer,
-    chain_out: PipelineProducer,
+    rings: SoftmaxRings,
 ):
-    """The row maximum for tile `i` of an item, told to the other warpgroup, and the factor for O, to the correction."""
+    """The row maximum for tile `i` of an item. It goes to the other warpgroup; the factor for O, to the correction."""
     previous = base
     if cutlass.const_expr(plan.softmax_groups == 2):  # noqa: SIM102 (one is decided at compile time, one at run time)
         if i > 0:
-            previous, chain_in = take_base(shared.sBase, thread, chain_in)
-    raised = keep_or_raise(previous, cute.arch.fmax(previous, tile_max), scale_log2)
+            previous, rings = take_base(smem.sBase, thread, rings)
+    raised = keep_or_raise(previous, cute.arch.fmax(previous, tile_max), problem.scale_log2)
     if cutlass.const_expr(plan.softmax_groups == 2):
-        chain_out = give_base(shared.sBase, thread, raised, chain_out)
-    stat_tile = stat.acquire_and_advance()
-    shared.sStat[thread, stat_tile.index] = rescaling(previous, raised, scale_log2)
+        rings = give_base(smem.sBase, thread, raised, rings)
+    stat_tile = rings.stat.acquire_and_advance()
+    smem.sStat[thread, stat_tile.index] = rescaling(previous, raised, problem.scale_log2)
     stat_tile.commit()
-    return raised, stat, chain_in, chain_out
+    return raised, rings
 
 
 @cute.jit
 def softmax_item(
     plan: Sm100FmhaPlan,
     problem: Problem,
-    scale_log2: Float32,
     tmem_ptr: cute.Pointer,
-    shared: Shared,
+    smem: FmhaSmem,
     thread: Int32,
-    item: WorkItem,
+    item: AttentionItem,
     first_turn: Int32,
-    s: PipelineConsumer,
-    p: PipelineProducer,
-    stat: PipelineProducer,
-    chain_in: PipelineConsumer,
-    chain_out: PipelineProducer,
+    rings: SoftmaxRings,
 ):
-    """This warpgroup's tiles of an item, from `first_turn` on: the last maximum it used, its row sum, the pipelines."""
+    """This warpgroup's tiles of an item, from `first_turn` on: the last maximum that it used, and its row sum."""
     groups = cutlass.const_expr(plan.softmax_groups)
     position = (item.row_tile * TILE_M + thread) % problem.t + problem.s_k - problem.t
     keys = position - problem.left + 1, cutlass.min(position + problem.right + 1, problem.s_k)
@@ -268,74 +263,61 @@ def softmax_item(
     base = -Float32.inf
     row_sum = Float32(0.0)
     for i in cutlass.range(first_turn, item.tiles, groups, unroll=1):
-        rS, s = scores_of_tile(tmem_ptr, thread, item, item.first_tile + i, keys, s)
-        raised, stat, chain_in, chain_out = raise_base(
-            plan, shared, thread, i, base, row_maximum(rS), scale_log2, stat, chain_in, chain_out
-        )
-        row_sum = row_sum * rescaling(base, raised, scale_log2)
+        rS, rings = scores_of_tile(tmem_ptr, thread, item, item.first_tile + i, keys, rings)
+        raised, rings = raise_base(plan, problem, smem, thread, i, base, row_maximum(rS), rings)
+        row_sum = row_sum * rescaling(base, raised, problem.scale_log2)
         base = raised
         if cutlass.const_expr(plan.p_in_tmem):
-            tile_sum, p = give_p_tmem(plan, tmem_ptr, rS, rP_words, scale_log2, finite(base), thread, p)
+            tile_sum, rings = give_p_tmem(plan, problem, tmem_ptr, rS, rP_words, finite(base), thread, rings)
         else:
-            tile_sum, p = give_p_smem(shared.sP, rS, rP_words, scale_log2, finite(base), thread, p)
+            tile_sum, rings = give_p_smem(problem, smem.sP, rS, rP_words, finite(base), thread, rings)
         row_sum += tile_sum
         if cutlass.const_expr(groups == 2):
-            s.advance()
-            p.advance()
-            stat.advance()
-    return base, row_sum, s, p, stat, chain_in, chain_out
+            rings.s.advance()
+            rings.p.advance()
+            rings.stat.advance()
+    return base, row_sum, rings
 
 
 @cute.jit
 def softmax_warpgroup(
-    plan: Sm100FmhaPlan,
-    problem: Problem,
-    scale_log2: Float32,
-    tmem_ptr: cute.Pointer,
-    shared: Shared,
-    s: PipelineConsumer,
-    p: PipelineProducer,
-    stat: PipelineProducer,
-    chain_in: PipelineConsumer,
-    chain_out: PipelineProducer,
+    plan: Sm100FmhaPlan, problem: Problem, tmem_ptr: cute.Pointer, smem: FmhaSmem, rings: SoftmaxRings
 ):
-    """The softmax work loop. A tile sends the factor for O, an item ends with (row sum, row maximum of the raw scores).
+    """The softmax work loop. Each tile sends the factor for O; an item ends with (row sum, row maximum of raw scores).
 
-    Two warpgroups take tiles in turn, counted over all items, so that each keeps to one stage of S, P, stat and chain:
-    a step of its pipelines is two stages. The row maximum runs through both as a chain (`chain_in`, `chain_out`), tile
-    by tile; each sums its own rows, and at the end of an item the one that did not have the last tile takes the last
-    maximum over the chain and brings its sum to it.
+    Two warpgroups take tiles in turn, counted over all items. So each keeps to one stage of S, P, stat and chain, and a
+    step of its rings is two stages. The row maximum goes from one to the other tile by tile (`chain`). Each sums its
+    own tiles. At the end of an item the one that did not have the last tile takes the last maximum over the chain and
+    rescales its sum to it.
     """
     groups = cutlass.const_expr(plan.softmax_groups)
     thread, _, _ = cute.arch.thread_idx()
     group = thread // WARPGROUP
     thread = thread % WARPGROUP
     if cutlass.const_expr(groups == 2):
-        s.advance(group)
-        p.advance(group)
-        stat.advance(group)
-        chain_out.advance(group)
-        chain_in.advance(1 - group)
+        rings.s.advance(group)
+        rings.p.advance(group)
+        rings.stat.advance(group)
+        rings.chain_out.advance(group)
+        rings.chain_in.advance(1 - group)
     start, _, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
     tiles_before = Int32(0)
     for index in cutlass.range(start, problem.work_items, step, unroll=1):
         item = work_item(plan, problem, index)
-        base, row_sum, s, p, stat, chain_in, chain_out = softmax_item(
-            plan, problem, scale_log2, tmem_ptr, shared, thread, item, (tiles_before + group) % groups,
-            s, p, stat, chain_in, chain_out,
-        )  # fmt: skip
+        first_turn = (tiles_before + group) % groups
+        base, row_sum, rings = softmax_item(plan, problem, tmem_ptr, smem, thread, item, first_turn, rings)
         tiles_before += item.tiles
         first = (tiles_before + group) % groups == 0
         if cutlass.const_expr(groups == 2):  # noqa: SIM102
             if item.tiles > 0 and first:
-                last, chain_in = take_base(shared.sBase, thread, chain_in)
-                row_sum = row_sum * rescaling(base, last, scale_log2)
+                last, rings = take_base(smem.sBase, thread, rings)
+                row_sum = row_sum * rescaling(base, last, problem.scale_log2)
                 base = last
-        final = stat.acquire_and_advance()
-        shared.sStat[thread, final.index] = row_sum
+        final = rings.stat.acquire_and_advance()
+        smem.sStat[thread, final.index] = row_sum
         if first:
-            shared.sMax[thread, final.index % plan.max_stages] = base
+            smem.sMax[thread, final.index % plan.max_stages] = base
         final.commit()
         if cutlass.const_expr(groups == 2):
-            stat.advance()
+            rings.stat.advance()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Float32, Int32
 
 from backends.cutedsl.sm100_fmha.plan import TILE_M, TILE_N, Sm100FmhaPlan
 
@@ -16,7 +16,7 @@ class Problem(NamedTuple):
 
     Row r is query token r % t, whose position is p = r % t + s_k - t. It sees the keys p - left < j <= p + right.
     Split i has the key tiles from i * split_tiles on, whatever keys the rows see: so the arithmetic of a row does not
-    depend on the rows that share its tile.
+    depend on the rows that share its tile. `scale_log2`: the scale of the scores times log2 e, for base-2 exponentials.
     """
 
     rows: Int32
@@ -24,13 +24,19 @@ class Problem(NamedTuple):
     s_k: Int32
     row_tiles: Int32
     splits: Int32
-    split_tiles: Int32
     left: Int32
     right: Int32
     work_items: Int32
+    scale_log2: Float32
+    split_tiles: Int32 | None = None
+
+    def with_split_tiles(self) -> Problem:
+        """The same with `split_tiles`, which the device computes."""
+        key_tiles = (self.s_k + TILE_N - 1) // TILE_N
+        return self._replace(split_tiles=(key_tiles + self.splits - 1) // self.splits)
 
 
-class WorkItem(NamedTuple):
+class AttentionItem(NamedTuple):
     """One (kv_batch, split, row_tile, o_half) and its key tiles `first_tile` to `first_tile + tiles - 1`.
 
     Tiles before `clear_first` or from `clear_last` on hold a key that some row does not see.
@@ -46,8 +52,8 @@ class WorkItem(NamedTuple):
     clear_last: Int32
 
 
-def work_item(plan: Sm100FmhaPlan, problem: Problem, index: Int32) -> WorkItem:
-    """Work item `index`. Neighbours share keys: O halves first, then row tiles, so that L2 serves the second reader."""
+def work_item(plan: Sm100FmhaPlan, problem: Problem, index: Int32) -> AttentionItem:
+    """Work item `index`. Neighbours share keys, O halves first, then row tiles, so that L2 serves the second reader."""
     o_half = index % plan.o_halves
     rest = index // plan.o_halves
     row_tile = rest % problem.row_tiles
@@ -72,7 +78,7 @@ def work_item(plan: Sm100FmhaPlan, problem: Problem, index: Int32) -> WorkItem:
 
     clear_begin = cutlass.max(high - problem.left + 1, Int32(0))
     clear_end = cutlass.max(cutlass.min(low + problem.right + 1, problem.s_k), Int32(0))
-    return WorkItem(
+    return AttentionItem(
         kv_batch=kv_batch,
         split=split,
         row_tile=row_tile,

@@ -5,38 +5,42 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import tcgen05
-from cutlass.pipeline import PipelineConsumer, PipelineProducer, PipelineTmaUmma
+from cutlass.pipeline import PipelineProducer
 
-from backends.cutedsl.sm100_moe.operands import Shared, copy_scales, make_accumulators, make_mma, scale_copy
+from backends.cutedsl.sm100.tcgen05 import Ring, fence_after_sync
+from backends.cutedsl.sm100_moe.operands import (
+    GroupedGemm,
+    RingSmem,
+    copy_scales,
+    make_accumulators,
+    make_mma,
+    scale_copy,
+)
 from backends.cutedsl.sm100_moe.plan import HALF_N, K_BLOCKS, Sm100MoePlan
-from backends.cutedsl.sm100_moe.tiles import walk
-from backends.cutedsl.sm100_moe.tmem import fence_after_sync
+from backends.cutedsl.sm100_moe.routing import walk
 
 
 @cute.jit
 def mma_warp(
     plan: Sm100MoePlan,
-    shared: Shared,
+    gemm: GroupedGemm,
+    smem: RingSmem,
     tmem_ptr: cute.Pointer,
-    mUnits: cute.Tensor,
-    w_rows: Int32,
-    k_tiles: Int32,
     rank: Int32,
-    ring: PipelineConsumer,
-    ring_pipeline: PipelineTmaUmma,
+    ring: Ring,
     acc: PipelineProducer,
 ):
-    """The issuer's work loop; of a pair the first CTA issues for both.
+    """The issuer's work loop; the first CTA of a pair issues for both.
 
-    Where there are fewer slots of scales than ring stages, `behind` follows the ring by that many stages, and waits
-    until the tensor core is done with the stage, which is when it is done with the slot: the stage in between keeps it
-    busy meanwhile.
+    Where there are fewer slots of scales than ring stages, `behind` follows the ring by that many stages. It waits
+    until the tensor core is done with the stage, and so with the slot; the stage in between keeps the tensor core busy.
     """
     mma = make_mma(plan)
-    tCrA, tCrW = mma.make_fragment_A(shared.sA), mma.make_fragment_B(shared.sW)
-    copy_a = scale_copy(plan, shared.sSFA, True, tmem_ptr)
-    copy_w = scale_copy(plan, shared.sSFW, False, tmem_ptr)
-    items = walk(plan, mUnits, w_rows)
+    tCrA, tCrW = mma.make_fragment_A(smem.sA), mma.make_fragment_B(smem.sW)
+    copy_a = scale_copy(plan, smem.sSFA, True, tmem_ptr)
+    copy_w = scale_copy(plan, smem.sSFW, False, tmem_ptr)
+    items = walk(plan, gemm)
+    operands, loads = ring.consumer, ring.pipeline
     behind = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, plan.ring_stages)
     slot, used, turn = Int32(0), Int32(0), Int32(0)
     if rank == 0:
@@ -45,11 +49,11 @@ def mma_warp(
             fence_after_sync()
             tCtAcc = make_accumulators(plan, tmem_ptr + turn * HALF_N)
             turn ^= 1
-            for k_tile in cutlass.range(k_tiles, unroll=1):
-                stage = ring.wait_and_advance()
+            for k_tile in cutlass.range(gemm.k_tiles, unroll=1):
+                stage = operands.wait_and_advance()
                 if cutlass.const_expr(plan.sf_slots < plan.ring_stages):
                     if used >= plan.sf_slots:
-                        ring_pipeline.sync_object_empty.wait(behind.index, behind.phase)
+                        loads.sync_object_empty.wait(behind.index, behind.phase)
                         behind.advance()
                     used += 1
                 fence_after_sync()

@@ -2,9 +2,9 @@
 # pyright: reportMissingImports=false
 """Operands of a grouped GEMM: tiled MMA, shared-memory layouts, TMA views, accumulators and scales in tensor memory.
 
-A CTA loads what lies in its own shared memory, in plain tiles: rows of A, its part of the rows of W, and the block
-scales of both, four atoms of 512 bytes that are one run of 2 KiB in memory. Scales of W are for all rows of the tile,
-in each CTA of a pair (facts.md 2.4).
+A CTA loads plain tiles into its own shared memory: rows of A, its part of the rows of W, and the block scales of both,
+four atoms of 512 bytes that are one run of 2 KiB in memory. Each CTA of a pair has the scales of W for all rows of the
+tile (facts.md 2.4).
 """
 
 from typing import NamedTuple
@@ -15,22 +15,32 @@ from cutlass import Float4E2M1FN, Float8E4M3FN, Int32, Int64, memory
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
-from backends.cutedsl.sm100_moe.plan import SF_VEC_SIZE, TILE_K, TILE_M, Sm100MoePlan
+from backends.cutedsl.sm100.tcgen05 import CHUNK, TmaTensor, TmaViews, load_row, tma_views
+from backends.cutedsl.sm100_moe.nvfp4 import Nvfp4
+from backends.cutedsl.sm100_moe.plan import HALF_N, SF_VEC_SIZE, TILE_K, TILE_M, Sm100MoePlan
 
 SF_WORDS = TILE_M * TILE_K // SF_VEC_SIZE // 8
 """64-bit words of the scales of 128 rows in a ring stage."""
 
 
 class Operand(NamedTuple):
-    """Codes and scales of one operand for TMA: atoms and coordinate tensors, (row, K, expert) and (word, row tile)."""
+    """Codes (row, K, expert) and scales (word, row tile) of one operand for TMA."""
 
-    codes: cute.CopyAtom
-    mCodes: cute.Tensor
-    scales: cute.CopyAtom
-    mScales: cute.Tensor
+    codes: TmaTensor
+    scales: TmaTensor
 
 
-class Shared(NamedTuple):
+class GroupedGemm(NamedTuple):
+    """One product for all experts: operands, the schedule, rows of an expert's W, tiles of K."""
+
+    a: Operand
+    w: Operand
+    mUnits: cute.Tensor
+    w_rows: Int32
+    k_tiles: Int32
+
+
+class RingSmem(NamedTuple):
     """The ring: codes of A and W, swizzled, (MMA, rows, K blocks, stage); their scales, (words, row tile, stage)."""
 
     sA: cute.Tensor
@@ -75,17 +85,17 @@ def layout_w(plan: Sm100MoePlan) -> cute.ComposedLayout:
 
 
 def plain_rows() -> cute.Layout:
-    """(rows, K) of one stage, a row's codes next to each other: what both layouts are, unnested."""
+    """(rows, K) of one stage, the codes of a row next to each other: both layouts, unnested."""
     return cute.make_layout((TILE_M, TILE_K), stride=(TILE_K, 1))
 
 
-def make_operand(plan: Sm100MoePlan, mCodes: cute.Tensor, mSF: cute.Tensor, sf_tiles: int, layout) -> Operand:
+def make_operand(plan: Sm100MoePlan, matrix: Nvfp4, sf_tiles: int, layout: cute.ComposedLayout) -> Operand:
     """TMA loads of 128 rows of codes, and of scales of `sf_tiles` times 128 rows.
 
-    mCodes u8 (rows, K / 2) or (experts, rows, K / 2); mSF u8, swizzled. What lies past the end of K is filled with
-    zeros: zero codes under zero scales add nothing. What lies past an expert's rows of W only reaches columns that are
-    not stored, be it zeros or the next expert's scales.
+    Past the end of K, TMA fills in zeros: zero codes under zero scales add nothing. Past the rows of an expert of W,
+    zeros or the scales of the next expert only reach columns that are not stored.
     """
+    mCodes, mSF = matrix
     experts = mCodes.shape[0] if cutlass.const_expr(cute.rank(mCodes) == 3) else 1
     row_count, row_bytes = mCodes.shape[-2], mCodes.shape[-1]
     k = cute.assume(Int64(row_bytes) * 2, divby=128)
@@ -99,33 +109,24 @@ def make_operand(plan: Sm100MoePlan, mCodes: cute.Tensor, mSF: cute.Tensor, sf_t
     mSF = cute.make_tensor(sf_pointer, cute.make_layout((row_words, tiles), stride=sf_stride))
     load = cpasync.CopyBulkTensorTileG2SOp(cta_group_of(plan))
     plain = cute.make_composed_layout(layout.inner, 0, plain_rows())
-    codes, mCodes = cpasync.make_tiled_tma_atom(load, mCodes, plain, (TILE_M, TILE_K))
+    codes = TmaTensor(*cpasync.make_tiled_tma_atom(load, mCodes, plain, (TILE_M, TILE_K)))
     box = (SF_WORDS, sf_tiles)
-    scales, mSF = cpasync.make_tiled_tma_atom(load, mSF, cute.make_layout(box), box)
-    return Operand(codes, mCodes, scales, mSF)
+    return Operand(codes, TmaTensor(*cpasync.make_tiled_tma_atom(load, mSF, cute.make_layout(box), box)))
 
 
-def partition_codes(operand: Operand, sCodes: cute.Tensor, stages: int):
-    """(global (copy, row tile, K tile, expert), shared (copy, stage)) of the codes."""
-    gCodes = cute.flat_divide(operand.mCodes, (TILE_M, TILE_K))
+def codes_views(codes: TmaTensor, sCodes: cute.Tensor, stages: int) -> TmaViews:
+    """The views of an operand's codes; a tile is (row tile, K tile, expert)."""
+    gCodes = cute.flat_divide(codes.coordinates, (TILE_M, TILE_K))
     stage = cute.append(plain_rows(), cute.make_layout(stages, stride=TILE_M * TILE_K))
-    plain = cute.make_tensor(sCodes.iterator, stage)
-    shared, global_ = cpasync.tma_partition(
-        operand.codes, 0, cute.make_layout(1), cute.group_modes(plain, 0, 2), cute.group_modes(gCodes, 0, 2)
-    )
-    return global_, shared
+    return tma_views(codes.atom, gCodes, cute.make_tensor(sCodes.iterator, stage), 2)
 
 
-def partition_scales(operand: Operand, sSF: cute.Tensor):
-    """(global (copy, K tile, row tile), shared (copy, stage)) of the scales. A tile has one row tile, or two."""
-    gSF = cute.flat_divide(operand.mScales, sSF.shape[:2])
-    shared, global_ = cpasync.tma_partition(
-        operand.scales, 0, cute.make_layout(1), cute.group_modes(sSF, 0, 2), cute.group_modes(gSF, 0, 2)
-    )
-    return global_, shared
+def scales_views(scales: TmaTensor, sSF: cute.Tensor) -> TmaViews:
+    """The views of an operand's scales; a tile is (K tile, row tile), with the scales of one row tile or of two."""
+    return tma_views(scales.atom, cute.flat_divide(scales.coordinates, sSF.shape[:2]), sSF, 2)
 
 
-def allocate_ring(plan: Sm100MoePlan, smem: memory.SmemAllocator) -> Shared:
+def allocate_ring(plan: Sm100MoePlan, smem: memory.SmemAllocator) -> RingSmem:
     """The ring in shared memory."""
 
     def codes(layout: cute.ComposedLayout) -> cute.Tensor:
@@ -134,17 +135,26 @@ def allocate_ring(plan: Sm100MoePlan, smem: memory.SmemAllocator) -> Shared:
     def scales(tiles: int) -> cute.Tensor:
         return smem.allocate_tensor(Int64, cute.make_layout((SF_WORDS, tiles, plan.ring_stages)), byte_alignment=128)
 
-    return Shared(codes(layout_a(plan)), codes(layout_w(plan)), scales(1), scales(plan.cta_group))
+    return RingSmem(codes(layout_a(plan)), codes(layout_w(plan)), scales(1), scales(plan.cta_group))
 
 
 def make_accumulators(plan: Sm100MoePlan, tmem_ptr: cute.Pointer) -> cute.Tensor:
-    """(MMA, rows, columns) of the first accumulator; the second one begins 128 columns on, of a pair or not."""
+    """(MMA, rows, columns) of the first accumulator; the second begins 128 columns on, in a pair or not."""
     thread = make_mma(plan).get_slice(0)
     return cute.make_tensor(tmem_ptr, thread.make_fragment_C(thread.partition_shape_C(tiler(plan)[:2])).layout)
 
 
+@cute.jit
+def load_half(tmem_ptr: cute.Pointer, rAcc: cute.Tensor, thread: Int32):
+    """rAcc (128) f32: 128 columns of an accumulator from `tmem_ptr` on, of this thread's row; waits for them."""
+    for column in cutlass.range_constexpr(0, HALF_N, CHUNK):
+        rChunk = cute.make_tensor(rAcc.iterator + column, cute.make_layout(CHUNK))
+        load_row(tmem_ptr + column, rChunk, thread)
+    cute.arch.fence_view_async_tmem_load()
+
+
 class ScaleCopy(NamedTuple):
-    """tcgen05.cp of the scales of one operand: the copy, and what it reads: descriptors, the stage last."""
+    """tcgen05.cp of one operand's scales: the copy, and the descriptors that it reads, the stage last."""
 
     copy: cute.TiledCopy
     source: cute.Tensor
@@ -154,18 +164,14 @@ class ScaleCopy(NamedTuple):
 
 @cute.jit
 def scale_copy(plan: Sm100MoePlan, sSF: cute.Tensor, of_a: cutlass.Constexpr, tmem_ptr: cute.Pointer) -> ScaleCopy:
-    """The copy of a stage's scales of A or of W from shared to tensor memory, each to all four quarters of lanes."""
-    mma, stages = make_mma(plan), plan.ring_stages
+    """The copy of a stage's scales of A or of W from shared memory to all four quarters of lanes in tensor memory."""
+    shape = make_mma(plan), tiler(plan), SF_VEC_SIZE
     if cutlass.const_expr(of_a):
-        staged = blockscaled_layout.make_smem_layout_sfa(mma, tiler(plan), SF_VEC_SIZE, stages)
-        layout = blockscaled_layout.make_tmem_layout_sfa(
-            mma, tiler(plan), SF_VEC_SIZE, cute.slice_(staged, (None, None, None, 0))
-        )
+        staged = blockscaled_layout.make_smem_layout_sfa(*shape, plan.ring_stages)
+        layout = blockscaled_layout.make_tmem_layout_sfa(*shape, cute.slice_(staged, (None, None, None, 0)))
     else:
-        staged = blockscaled_layout.make_smem_layout_sfb(mma, tiler(plan), SF_VEC_SIZE, stages)
-        layout = blockscaled_layout.make_tmem_layout_sfb(
-            mma, tiler(plan), SF_VEC_SIZE, cute.slice_(staged, (None, None, None, 0))
-        )
+        staged = blockscaled_layout.make_smem_layout_sfb(*shape, plan.ring_stages)
+        layout = blockscaled_layout.make_tmem_layout_sfb(*shape, cute.slice_(staged, (None, None, None, 0)))
     first_column = plan.tmem_sf if of_a else plan.tmem_sf + plan.sfa_columns
     tSF = cute.filter_zeros(cute.make_tensor(cute.recast_ptr(tmem_ptr, dtype=Float8E4M3FN), layout))
     sScales = cute.make_tensor(cute.recast_ptr(sSF.iterator, dtype=Float8E4M3FN), staged)

@@ -1,35 +1,33 @@
-"""What the sm_100a MoE kernels decide before they compile: tiles, rings, tensor memory, CTA pairs, register layout.
+"""The plan of the sm_100a MoE kernels: tiles, rings, tensor memory, CTA pairs, register layout.
 
-Pure arithmetic, no CuTeDSL: the harness asks for workspaces on machines where CuTeDSL is not installed.
+Pure arithmetic without CuTeDSL: the harness asks for workspaces on machines that do not have it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-TILE_M = 128
-"""Expert rows a CTA: the 128 lanes of tensor memory, one epilogue thread a row. Also rows of W a CTA loads."""
+from backends.cutedsl.sm100.device import SMEM_BYTES, TMEM_COLUMNS, TMEM_LANES
+
+TILE_M = TMEM_LANES
+"""Expert rows a CTA: one epilogue thread a row. Also rows of W a CTA loads."""
 TILE_K = 256
 """Elements along K a ring stage: 128 bytes of codes, one swizzle row; four instructions of 64."""
 HALF_N = 128
 """Columns of an accumulator that an epilogue thread holds in registers at a time: all of a single CTA's tile, half of a
 pair's."""
 SF_VEC_SIZE = 16
+ATOM_BYTES = 512
+"""Bytes of an atom of block scales: 128 rows, 64 columns."""
 MAX_RING_STAGES = 8
-TMEM_COLUMNS = 512
 SF_ROWS_PER_COLUMN = 32
 """Scales of 32 rows share a column of tensor memory: a word of 4 scales a lane (facts.md 2.4)."""
 K_BLOCKS = TILE_K // 64
-WARPGROUP = 128
 MMA_WARP, LOAD_WARP = 4, 5
 THREADS = 192
-SMEM_BYTES = 224 * 1024
-"""Shared memory for the ring and the epilogue. A CTA may have 227 KiB (facts.md 0.1): 3 KiB are left for the rest."""
-SM_COUNT = 148
-"""Streaming multiprocessors of a B200."""
 MAX_EXPERTS = 512
 H_COLUMNS = HALF_N // 2
-"""Columns of h that 128 columns of L1 make: half of them are gate, half are up. One atom of block scales."""
+"""Columns of h from 128 columns of L1, half of them gate and half up. One atom of block scales."""
 STORE_COLUMNS = 64
 """Columns of bf16 rows that one TMA store of L2 writes: a 128-byte swizzle row."""
 STORE_STAGES = 2
@@ -41,13 +39,14 @@ UNIT_FIELDS = 4
 class Sm100MoePlan:
     """The compile-time shape of one grouped GEMM. `cta_group`: CTAs that share a tile; `swiglu`: L1, else L2.
 
-    A single CTA computes 128 x 128, a pair 256 x 256 with 128 rows of A and of W in each. Few tokens an expert want the
-    first: the work is to stream W, and small tiles spread it evenly over the machine. Many want the second: a stage of
-    38 KiB feeds 512 cycles of the tensor core instead of 36 KiB 256, and L2 could not serve the latter to every SM.
+    A single CTA computes 128 x 128; a pair computes 256 x 256 with 128 rows of A and of W in each. Single CTAs suit few
+    tokens an expert: the work is to stream W, and small tiles spread it evenly over the machine. Pairs suit many: a
+    stage of 38 KiB feeds the tensor core for 512 cycles, where 36 KiB of a single CTA feed it for 256, and L2 could not
+    serve that to every SM.
 
-    Tensor memory of a single CTA: two accumulators, 2 x 128 columns, and 32 columns of scales for every ring stage. Of
-    a pair: two accumulators of 256 columns that share 128, as regions 0, 1 and 1, 2 of 3 x 128; then two slots of 48
-    columns of scales. The epilogue reads the shared region first, and the next tile begins when it is in registers.
+    A single CTA's tensor memory holds two accumulators, 2 x 128 columns, and 32 columns of scales for every ring stage.
+    A pair's holds two accumulators of 256 columns that share 128, as regions 0, 1 and 1, 2 of 3 x 128, then two slots
+    of 48 columns of scales. The epilogue reads the shared region first; the next tile begins when it is in registers.
     """
 
     cta_group: int
@@ -60,12 +59,12 @@ class Sm100MoePlan:
 
     @property
     def halves(self) -> int:
-        """Times 128 columns that the epilogue takes of an accumulator."""
+        """Steps of 128 columns in which the epilogue reads an accumulator."""
         return self.tile_n // HALF_N
 
     @property
     def acc_stages(self) -> int:
-        """Accumulators that are handed over as a whole. The two of a pair overlap, so they take turns as one."""
+        """Accumulators that change hands as a whole. The two of a pair overlap, so they count as one."""
         return 2 if self.cta_group == 1 else 1
 
     @property
@@ -75,12 +74,12 @@ class Sm100MoePlan:
 
     @property
     def store_bytes(self) -> int:
-        """Bytes of shared memory through which the bf16 rows of L2 go."""
+        """Bytes of shared memory for the bf16 rows of L2 on their way out."""
         return 0 if self.swiglu else STORE_STAGES * TILE_M * STORE_COLUMNS * 2
 
     @property
     def ring_stages(self) -> int:
-        """Stages of the operand ring: what shared memory holds, 8 at most."""
+        """Stages of the operand ring: as many as shared memory holds, at most 8."""
         return min(MAX_RING_STAGES, (SMEM_BYTES - self.store_bytes) // self.stage_bytes)
 
     @property
@@ -100,9 +99,9 @@ class Sm100MoePlan:
 
     @property
     def sf_slots(self) -> int:
-        """Slots of scales in tensor memory. With as many as ring stages a slot is free when its stage is loaded; with
-        fewer, the MMA warp waits for the instructions that read a slot before it copies into it: nothing else orders a
-        tcgen05.cp after a tcgen05.mma (PTX ISA 9.7.16.6.2.1)."""
+        """Slots of scales in tensor memory. With as many as ring stages, a slot is free when its stage is loaded. With
+        fewer, the MMA warp waits for the instructions that read a slot before it copies into it, because nothing else
+        orders a tcgen05.cp after a tcgen05.mma (PTX ISA 9.7.16.6.2.1)."""
         return min(self.ring_stages, (TMEM_COLUMNS - self.tmem_sf) // self.sf_columns)
 
 
@@ -110,8 +109,8 @@ def half_of_tile(cta_group: int, step: int, turn: int) -> tuple[int, int]:
     """(first tensor-memory column, which half of the tile's columns) of the epilogue's step `step` (0, or 0 and 1).
 
     `turn`: 0 for the first tile of the CTA, 1 for the second, 0 for the third and so on; accumulators begin at column
-    128 `turn`. A pair's first step is the region that both of its accumulators share: then the next tile may begin.
-    In a kernel `turn` is an Int32, and so is what comes back.
+    128 `turn`. A pair's first step is the region that both of its accumulators share; then the next tile may begin. In
+    a kernel `turn` is an Int32, and so is the result.
     """
     if cta_group == 1:
         return turn * HALF_N, 0
@@ -121,16 +120,16 @@ def half_of_tile(cta_group: int, step: int, turn: int) -> tuple[int, int]:
 
 
 def pays_as_pair(rows: int, num_experts: int) -> bool:
-    """Whether the experts' tiles should be computed by pairs of CTAs: if experts have more than 128 rows on average."""
+    """Whether pairs of CTAs should compute the tiles: yes if experts have more than 128 rows on average."""
     return rows > TILE_M * num_experts
 
 
 def swiglu_registers(interleave: int, h_column: int) -> tuple[int, int]:
-    """(gate, up) registers of an L1 epilogue thread that column `h_column` (0..63) of its row of h is made of.
+    """The (gate, up) registers of an L1 epilogue thread for column `h_column` (0..63) of its row of h.
 
-    `tcgen05.ld.32x32b` gives thread t of the warpgroup lane t, register r its column r. So the fused tile has the
-    plainest of layouts: thread t, register r hold (M, N) = (t, r) of the 128 columns, whatever the interleave, and gate
-    and up of an h column meet in one thread, `interleave` registers apart.
+    `tcgen05.ld.32x32b` gives thread t of the warpgroup lane t, and register r its column r. So thread t, register r
+    hold (M, N) = (t, r) of the 128 columns whatever the interleave, and gate and up of an h column meet in one thread,
+    `interleave` registers apart.
     """
     gate = 2 * h_column - h_column % interleave
     return gate, gate + interleave

@@ -4,40 +4,91 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from backends.cutedsl.compile.artifact import Artifact
 from backends.cutedsl.compile.artifact_cache import ArtifactKey, cached_artifact, default_folder, imported
 from backends.cutedsl.compile.compile import compile_host_function, compiler_version
-from backends.cutedsl.sm100_moe.plan import MAX_EXPERTS, SM_COUNT, TILE_M, UNIT_FIELDS, pays_as_pair
-from megamoe.contract import (
-    HostArg,
-    HostProgram,
-    ScalarArg,
-    StreamArg,
-    TensorArg,
-    UnsupportedError,
+from backends.cutedsl.compile.parameters import (
+    Parameter,
+    ScalarParameter,
+    StreamParameter,
+    TensorParameter,
+    call_arguments,
+    fake_values,
+    workspace_bytes,
 )
+from backends.cutedsl.sm100.device import SM_COUNT
+from backends.cutedsl.sm100_moe.plan import ATOM_BYTES, MAX_EXPERTS, TILE_M, UNIT_FIELDS, pays_as_pair
+from megamoe.contract import HostProgram, UnsupportedError
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
 
-ATOM_BYTES = 512
-_BYTES = {"u8": 1, "bf16": 2, "f32": 4, "s32": 4}
-_WORKSPACES = {
-    "layer": ("row_of_route", "route_of_row", "units", "a1_codes", "a1_sf", "a2_codes", "a2_sf", "rows"),
-    "l1": ("row_of_route", "route_of_row", "units", "a1_codes", "a1_sf"),
-    "requantise": ("row_of_route", "route_of_row", "units"),
-    "l2": ("row_of_route", "route_of_row", "units"),
-    "combine": ("row_of_route", "route_of_row", "units"),
+PARAMETERS: Final[Mapping[str, Parameter]] = {
+    "x_codes": TensorParameter("u8", ("tokens", "hidden_bytes")),
+    "x_sf": TensorParameter("u8", ("token_tiles", "hidden_atoms", "atom_bytes")),
+    "x_gs": TensorParameter("f32", ("tokens",)),
+    "w1_codes": TensorParameter("u8", ("experts", "w1_rows", "hidden_bytes")),
+    "w1_sf": TensorParameter("u8", ("experts", "w1_tiles", "hidden_atoms", "atom_bytes")),
+    "w1_gs": TensorParameter("f32", ("experts",)),
+    "w2_codes": TensorParameter("u8", ("experts", "hidden", "intermediate_bytes")),
+    "w2_sf": TensorParameter("u8", ("experts", "w2_tiles", "intermediate_atoms", "atom_bytes")),
+    "w2_gs": TensorParameter("f32", ("experts",)),
+    "h": TensorParameter("f32", ("rows", "intermediate")),
+    "a2_gs": TensorParameter("f32", ("experts",)),
+    "topk_ids": TensorParameter("s32", ("tokens", "topk")),
+    "topk_weights": TensorParameter("f32", ("tokens", "topk")),
+    "row_of_route": TensorParameter("s32", ("routes",)),
+    "route_of_row": TensorParameter("s32", ("rows",)),
+    "units": TensorParameter("s32", ("unit_entries", "unit_fields")),
+    "a1_codes": TensorParameter("u8", ("rows", "hidden_bytes")),
+    "a1_sf": TensorParameter("u8", ("row_tiles", "hidden_atoms", "atom_bytes")),
+    "a2_codes": TensorParameter("u8", ("rows", "intermediate_bytes")),
+    "a2_sf": TensorParameter("u8", ("row_tiles", "intermediate_atoms", "atom_bytes")),
+    "rows": TensorParameter("bf16", ("rows", "hidden")),
+    "y": TensorParameter("bf16", ("tokens", "hidden")),
+    **dict.fromkeys(("num_experts", "weight_before", "max_ctas"), ScalarParameter("s32")),
+    "clamp": ScalarParameter("f32"),
+    "stream": StreamParameter(),
 }
+"""What the host functions take, each those of its stage. Tensors as in specs/nvfp4_moe.yaml, and workspaces."""
+
+CONSTANTS: Final = {"atom_bytes": ATOM_BYTES, "unit_fields": UNIT_FIELDS}
+DIVISORS: Final = {
+    **dict.fromkeys(("hidden", "intermediate", "rows"), TILE_M),
+    **dict.fromkeys(("hidden_bytes", "intermediate_bytes"), TILE_M // 2),
+    **dict.fromkeys(("hidden_atoms", "intermediate_atoms", "w1_tiles"), 2),
+    "w1_rows": 2 * TILE_M,
+}
+"""What run-time sizes are multiples of, where the kernels rely on it."""
+
+_ROUTING: Final = ("topk_ids", "row_of_route", "route_of_row", "units", "stream")
+_L1: Final = (
+    *("x_codes", "x_sf", "x_gs", "w1_codes", "w1_sf", "w1_gs", "a2_gs", "topk_weights"),
+    *("a1_codes", "a1_sf", "a2_codes", "a2_sf", "weight_before", "clamp", "max_ctas"),
+)
+_L2: Final = ("a2_codes", "a2_sf", "a2_gs", "w2_codes", "w2_sf", "w2_gs", "rows", "max_ctas")
+_COMBINE: Final = ("rows", "topk_weights", "y", "weight_before")
+STAGES: Final[Mapping[str, frozenset[str]]] = {
+    "layer": frozenset((*_ROUTING, *_L1, *_L2, *_COMBINE)),
+    "l1": frozenset((*_ROUTING, *_L1)),
+    "requantise": frozenset((*_ROUTING, "h", "a2_gs", "a2_codes", "a2_sf", "max_ctas")),
+    "l2": frozenset((*_ROUTING, *_L2)),
+    "combine": frozenset((*_ROUTING, *_COMBINE, "num_experts")),
+}
+"""Names of the parameters of each stage's host function."""
+_WORKSPACES: Final = frozenset(("row_of_route", "route_of_row", "units", "a1_codes", "a1_sf"))
+_LAYER_WORKSPACES: Final = _WORKSPACES | {"a2_codes", "a2_sf", "rows"}
 
 
 def moe_program(case: Case, cta_group: int | None = None, max_ctas: int = SM_COUNT) -> HostProgram:
-    """The call that performs `case`. `cta_group` (1 or 2) replaces the rule of `pays_as_pair`; a CTA walks over several
-    tiles when there are more than `max_ctas` of them, a pair at least. UnsupportedError for more experts than the
-    routing kernel counts.
+    """The call that performs `case`. `cta_group` (1 or 2) replaces the rule of `pays_as_pair`.
+
+    A CTA takes several tiles in turn where there are more than `max_ctas` of them; there is one pair at least.
+    UnsupportedError for more experts than the routing kernel counts.
     """
     stage, experts = str(case["stage"]), case.int("num_experts")
     if experts > MAX_EXPERTS:
@@ -46,18 +97,25 @@ def moe_program(case: Case, cta_group: int | None = None, max_ctas: int = SM_COU
         )
     if cta_group is None:
         cta_group = 2 if pays_as_pair(case.int("tokens") * case.int("topk"), experts) else 1
-    tensors = _tensors(case)
-    arguments: dict[str, HostArg] = {
-        **tensors,
-        "num_experts": ScalarArg("s32", experts),
-        "weight_before": ScalarArg("s32", int(case["weight"] == "before")),
-        "clamp": ScalarArg("f32", math.inf if case["clamp"] is None else float(case["clamp"])),
-        "max_ctas": ScalarArg("s32", max(max_ctas, cta_group)),
-        "stream": StreamArg(),
+    sizes, parameters = _sizes(case), _parameters_of(stage)
+    scalars = {
+        "num_experts": experts,
+        "weight_before": int(case["weight"] == "before"),
+        "clamp": math.inf if case["clamp"] is None else float(case["clamp"]),
+        "max_ctas": max(max_ctas, cta_group),
+    }
+    workspaces = _LAYER_WORKSPACES if stage == "layer" else _WORKSPACES
+    scratch = {
+        name: workspace_bytes(parameter, sizes)
+        for name, parameter in parameters.items()
+        if isinstance(parameter, TensorParameter) and name in workspaces
     }
     artifact = compiled(stage, *_compiled_for(stage, cta_group, case.int("interleave")))
-    scratch = {name: math.prod(tensors[name].shape) * _BYTES[tensors[name].dtype] for name in _WORKSPACES[stage]}
-    return artifact.program({name: arguments[name] for name in artifact.parameters}, scratch)
+    return artifact.program(call_arguments(parameters, sizes, scalars), scratch)
+
+
+def _parameters_of(stage: str) -> dict[str, Parameter]:
+    return {name: parameter for name, parameter in PARAMETERS.items() if name in STAGES[stage]}
 
 
 def _compiled_for(stage: str, cta_group: int, interleave: int) -> tuple[int, int]:
@@ -65,36 +123,31 @@ def _compiled_for(stage: str, cta_group: int, interleave: int) -> tuple[int, int
     return cta_group if stage in ("layer", "l1", "l2") else 1, interleave if stage in ("layer", "l1") else 8
 
 
-def _tensors(case: Case) -> dict[str, TensorArg]:
+def _sizes(case: Case) -> dict[str, int]:
+    """All dimensions of PARAMETERS for one case."""
     tokens, topk, experts = case.int("tokens"), case.int("topk"), case.int("num_experts")
     hidden, intermediate = case.int("hidden"), case.int("intermediate")
-    tiles = (tokens * topk + (TILE_M - 1) * experts) // TILE_M
-    rows = tiles * TILE_M
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-        "x_codes": ("u8", (tokens, hidden // 2)),
-        "x_sf": ("u8", (-(-tokens // TILE_M), hidden // 64, ATOM_BYTES)),
-        "x_gs": ("f32", (tokens,)),
-        "w1_codes": ("u8", (experts, 2 * intermediate, hidden // 2)),
-        "w1_sf": ("u8", (experts, 2 * intermediate // TILE_M, hidden // 64, ATOM_BYTES)),
-        "w1_gs": ("f32", (experts,)),
-        "w2_codes": ("u8", (experts, hidden, intermediate // 2)),
-        "w2_sf": ("u8", (experts, hidden // TILE_M, intermediate // 64, ATOM_BYTES)),
-        "w2_gs": ("f32", (experts,)),
-        "h": ("f32", (rows, intermediate)),
-        "a2_gs": ("f32", (experts,)),
-        "topk_ids": ("s32", (tokens, topk)),
-        "topk_weights": ("f32", (tokens, topk)),
-        "row_of_route": ("s32", (tokens * topk,)),
-        "route_of_row": ("s32", (rows,)),
-        "units": ("s32", (1 + tiles, UNIT_FIELDS)),
-        "a1_codes": ("u8", (rows, hidden // 2)),
-        "a1_sf": ("u8", (tiles, hidden // 64, ATOM_BYTES)),
-        "a2_codes": ("u8", (rows, intermediate // 2)),
-        "a2_sf": ("u8", (tiles, intermediate // 64, ATOM_BYTES)),
-        "rows": ("bf16", (rows, hidden)),
-        "y": ("bf16", (tokens, hidden)),
+    row_tiles = (tokens * topk + (TILE_M - 1) * experts) // TILE_M
+    return {
+        **CONSTANTS,
+        "tokens": tokens,
+        "topk": topk,
+        "experts": experts,
+        "routes": tokens * topk,
+        "token_tiles": -(-tokens // TILE_M),
+        "row_tiles": row_tiles,
+        "rows": row_tiles * TILE_M,
+        "unit_entries": 1 + row_tiles,
+        "hidden": hidden,
+        "hidden_bytes": hidden // 2,
+        "hidden_atoms": hidden // 64,
+        "intermediate": intermediate,
+        "intermediate_bytes": intermediate // 2,
+        "intermediate_atoms": intermediate // 64,
+        "w1_rows": 2 * intermediate,
+        "w1_tiles": 2 * intermediate // TILE_M,
+        "w2_tiles": hidden // TILE_M,
     }
-    return {name: TensorArg(name, dtype, shape) for name, (dtype, shape) in shapes.items()}
 
 
 @functools.cache
@@ -114,7 +167,7 @@ def compiled(stage: str, cta_group: int, interleave: int) -> Artifact:
 
 
 def _compile(stage: str, cta_group: int, interleave: int) -> Artifact:
-    from backends.cutedsl.sm100_moe.signature import moe_signature
+    from backends.cutedsl.sm100_moe.kernel import Sm100Moe
 
-    function, args = moe_signature(stage, cta_group, interleave)
-    return compile_host_function(function, *args, target="sm_100a")
+    values = fake_values(_parameters_of(stage), CONSTANTS, DIVISORS)
+    return compile_host_function(Sm100Moe(cta_group, interleave), stage, target="sm_100a", **values)

@@ -1,12 +1,12 @@
 # pyright: reportMissingImports=false
-"""The requantisation of h by itself: what the epilogue of L1 does, from memory. A thread 64 columns of a row."""
+"""The requantisation kernel: what the epilogue of L1 does to h, from memory. A thread takes 64 columns of a row."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint32
 
+from backends.cutedsl.sm100_moe.nvfp4 import Nvfp4, quantise, store_quantised
 from backends.cutedsl.sm100_moe.plan import H_COLUMNS
-from backends.cutedsl.sm100_moe.quantise import quantise, store_quantised
 
 THREADS = 128
 
@@ -17,10 +17,9 @@ def requantise_kernel(
     mRowOfRoute: cute.Tensor,
     mH: cute.Tensor,
     mA2_gs: cute.Tensor,
-    mA2_codes: cute.Tensor,
-    mA2_sf: cute.Tensor,
+    a2: Nvfp4,
 ):
-    """mH (rows, intermediate) f32 to mA2_codes and mA2_sf under mA2_gs (experts), rows that are routes only."""
+    """mH (rows, intermediate) f32 to a2 under mA2_gs (experts); only rows that are routes."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
@@ -38,4 +37,4 @@ def requantise_kernel(
             offset = cute.assume(Int64(row) * mH.shape[1] + group * H_COLUMNS, divby=H_COLUMNS)
             cute.autovec_copy(cute.make_tensor(mH.iterator + offset, cute.make_layout(H_COLUMNS)), rH)
             scales = quantise(rH, mA2_gs[expert], rCodes)
-            store_quantised(mA2_codes, mA2_sf, row, group, rCodes, scales)
+            store_quantised(a2, row, group, rCodes, scales)

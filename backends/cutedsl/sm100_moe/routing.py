@@ -1,28 +1,42 @@
+# ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""The routing kernel: which route is which expert row, and the schedule of the grouped GEMMs. All on the device.
+"""The schedule of the grouped GEMMs, all on the device: the routing kernel writes it, their warps walk along it.
 
-    mRowOfRoute (tokens * topk)     the expert row of a route; not written for a route to an expert of another rank
-    mRouteOfRow (rows)              its inverse, -1 for padding rows of tiles that have a route
-    mUnits (1 + row tiles, 4)       entry 0: how many units there are; then (expert, first row tile, row tiles) of each
-
-A unit is what one CTA, or one pair of CTAs, computes of an expert: one row tile, or two. The order within an expert is
-that of the routes, so no atomic decides where a row lies.
+A unit is what one CTA, or one pair of CTAs, computes of an expert: one row tile, or two. A work item is a unit times a
+tile of W's rows. The order of rows within an expert is that of the routes, so no atomic decides where a row lies.
 """
+
+from __future__ import annotations
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, memory
 
-from backends.cutedsl.sm100_moe.plan import MAX_EXPERTS, TILE_M
+from backends.cutedsl.sm100_moe.operands import GroupedGemm
+from backends.cutedsl.sm100_moe.plan import MAX_EXPERTS, TILE_M, Sm100MoePlan
 
 WARPS = 8
 THREADS = 32 * WARPS
-FULL_WARP = 0xFFFFFFFF
+
+
+class GemmSchedule(NamedTuple):
+    """What the routing kernel writes, all int32.
+
+    mRowOfRoute (tokens * topk): the expert row of a route; not written for a route to an expert of another rank.
+    mRouteOfRow (rows): its inverse, -1 for padding rows of tiles that have a route.
+    mUnits (1 + row tiles, 4): entry 0 is how many units there are, then (expert, first row tile, row tiles) of each.
+    """
+
+    mRowOfRoute: cute.Tensor
+    mRouteOfRow: cute.Tensor
+    mUnits: cute.Tensor
 
 
 @cute.jit
 def count_routes(ids: cute.Tensor, sCounts: cute.Tensor, routes: Int32, thread: Int32):
-    """sCounts[expert]: its routes. Every CTA counts all of them for itself, rather than to wait for another."""
+    """sCounts[expert]: its routes. Every CTA counts all of them rather than wait for another."""
     for expert in cutlass.range_constexpr(0, MAX_EXPERTS, THREADS):
         sCounts[expert + thread] = Int32(0)
     cute.arch.sync_threads()
@@ -59,17 +73,9 @@ def place_experts(cta_group: cutlass.Constexpr, sCounts, sTiles, sUnits, experts
 
 
 @cute.jit
-def place_rows(
-    ids: cute.Tensor,
-    mRouteOfRow: cute.Tensor,
-    mRowOfRoute: cute.Tensor,
-    expert: Int32,
-    first_row: Int32,
-    count: Int32,
-    lane: Int32,
-):
+def place_rows(ids: cute.Tensor, schedule: GemmSchedule, expert: Int32, first_row: Int32, count: Int32, lane: Int32):
     """The rows of one expert, by one warp: its routes in ascending order, then padding."""
-    routes = cute.size(mRowOfRoute)
+    routes = cute.size(schedule.mRowOfRoute)
     placed = Int32(0)
     for first in cutlass.range(0, routes, 32, unroll=1):
         route = first + lane
@@ -79,24 +85,17 @@ def place_rows(
         ballot = cute.arch.vote_ballot_sync(here)
         if here:
             row = first_row + placed + cute.arch.popc(ballot & cute.arch.lanemask_lt())
-            mRouteOfRow[row] = route
-            mRowOfRoute[route] = row
+            schedule.mRouteOfRow[row] = route
+            schedule.mRowOfRoute[route] = row
         placed += cute.arch.popc(ballot)
     end = (count + TILE_M - 1) // TILE_M * TILE_M
     for padding in cutlass.range(count + lane, end, 32, unroll=1):
-        mRouteOfRow[first_row + padding] = Int32(-1)
+        schedule.mRouteOfRow[first_row + padding] = Int32(-1)
 
 
 @cute.kernel
-def routing_kernel(
-    cta_group: cutlass.Constexpr,
-    mTopkIds: cute.Tensor,
-    mRowOfRoute: cute.Tensor,
-    mRouteOfRow: cute.Tensor,
-    mUnits: cute.Tensor,
-    experts: Int32,
-):
-    """mTopkIds (tokens * topk); see above. A warp an expert, `WARPS` experts a CTA."""
+def routing_kernel(cta_group: cutlass.Constexpr, mTopkIds: cute.Tensor, schedule: GemmSchedule, experts: Int32):
+    """`schedule` from mTopkIds (tokens * topk). A warp an expert, `WARPS` experts a CTA."""
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -110,7 +109,7 @@ def routing_kernel(
     if warp == 0:
         units = place_experts(cta_group, sCounts, sTiles, sUnits, experts, lane)
         if block == 0 and lane == 0:
-            mUnits[0, 0] = units
+            schedule.mUnits[0, 0] = units
     cute.arch.sync_threads()
     expert = block * WARPS + warp
     count = Int32(0)
@@ -118,10 +117,46 @@ def routing_kernel(
         count = sCounts[expert]
     if count > 0:
         first_tile = sTiles[expert]
-        place_rows(mTopkIds, mRouteOfRow, mRowOfRoute, expert, first_tile * TILE_M, count, lane)
+        place_rows(mTopkIds, schedule, expert, first_tile * TILE_M, count, lane)
         tiles = (count + TILE_M - 1) // TILE_M
         for unit in cutlass.range(lane, (tiles + cta_group - 1) // cta_group, 32, unroll=1):
             entry = 1 + sUnits[expert] + unit
-            mUnits[entry, 0] = expert
-            mUnits[entry, 1] = first_tile + unit * cta_group
-            mUnits[entry, 2] = cutlass.min(tiles - unit * cta_group, Int32(cta_group))
+            schedule.mUnits[entry, 0] = expert
+            schedule.mUnits[entry, 1] = first_tile + unit * cta_group
+            schedule.mUnits[entry, 2] = cutlass.min(tiles - unit * cta_group, Int32(cta_group))
+
+
+class Walk(NamedTuple):
+    """The work items of this CTA or pair: `first`, `first + step`, ... below `end`. `w_tiles`: tiles of W's rows."""
+
+    first: Int32
+    step: Int32
+    end: Int32
+    w_tiles: Int32
+
+
+class GemmTile(NamedTuple):
+    """One tile: rows of expert `expert` from row tile `row_tile` on, `row_tiles` of them, times W's tile `w_tile`."""
+
+    expert: Int32
+    row_tile: Int32
+    row_tiles: Int32
+    w_tile: Int32
+
+
+def walk(plan: Sm100MoePlan, gemm: GroupedGemm) -> Walk:
+    """The work of this CTA. The tiles of W of one unit are neighbours: its rows of A are read from memory once."""
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    w_tiles = (gemm.w_rows + plan.tile_n - 1) // plan.tile_n
+    return Walk(block // plan.cta_group, blocks // plan.cta_group, gemm.mUnits[0, 0] * w_tiles, w_tiles)
+
+
+@cute.jit
+def work_item(gemm: GroupedGemm, items: Walk, index: Int32) -> GemmTile:
+    """Work item `index`; past the end it means nothing."""
+    expert, row_tile, row_tiles = Int32(0), Int32(0), Int32(0)
+    if index < items.end:
+        unit = 1 + index // items.w_tiles
+        expert, row_tile, row_tiles = (gemm.mUnits[unit, field] for field in range(3))
+    return GemmTile(expert, row_tile, row_tiles, index % items.w_tiles)

@@ -10,6 +10,8 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineConsumer
 
+from backends.cutedsl.sm100.tcgen05 import TmaTensor, fence_after_sync, fence_before_sync, tma_views
+from backends.cutedsl.sm100_moe.operands import GroupedGemm, load_half
 from backends.cutedsl.sm100_moe.plan import (
     HALF_N,
     STORE_COLUMNS,
@@ -18,8 +20,7 @@ from backends.cutedsl.sm100_moe.plan import (
     Sm100MoePlan,
     half_of_tile,
 )
-from backends.cutedsl.sm100_moe.tiles import walk, work_item
-from backends.cutedsl.sm100_moe.tmem import fence_after_sync, fence_before_sync, load_half
+from backends.cutedsl.sm100_moe.routing import walk, work_item
 
 VECTOR = 8
 """bf16 of a 16-byte store to shared memory."""
@@ -28,21 +29,20 @@ SWIZZLE = (3, 4, 3)
 
 
 class RowsTensors(NamedTuple):
-    """Where rows go: a TMA store and its coordinates (rows, hidden); which rows there are; global scales of experts."""
+    """Where rows go, a TMA store (rows, hidden); which rows there are; global scales of experts."""
 
-    store: cute.CopyAtom
-    mRows: cute.Tensor
+    store: TmaTensor
     mRouteOfRow: cute.Tensor
     mA2_gs: cute.Tensor
     mW2_gs: cute.Tensor
 
 
-def make_rows_store(mRows: cute.Tensor):
-    """The TMA store of 32 rows of 64 columns, a 128-byte swizzle row each, and its coordinate tensor."""
+def make_rows_store(mRows: cute.Tensor) -> TmaTensor:
+    """The TMA store of 32 rows of 64 columns, a 128-byte swizzle row each."""
     layout = cute.make_composed_layout(
         cute.make_swizzle(*SWIZZLE), 0, cute.make_layout(STORE_BOX, stride=(STORE_COLUMNS, 1))
     )
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mRows, layout, STORE_BOX)
+    return TmaTensor(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mRows, layout, STORE_BOX))
 
 
 def allocate_store(smem) -> cute.Tensor:
@@ -65,16 +65,13 @@ def round_columns(rAcc: cute.Tensor, scale: Float32, sBox: cute.Tensor, thread: 
 
 @cute.jit
 def store_half(rAcc: cute.Tensor, scale: Float32, sStore: cute.Tensor, tensors: RowsTensors, box, thread: Int32):
-    """128 columns of a warp's 32 rows. `box`: which of the 32-row boxes, and which 64 columns are the first.
+    """Store 128 columns of a warp's 32 rows. `box`: which of the 32-row boxes, and which 64 columns are the first.
 
-    One lane issues the store of all 32 rows, and waits for its stores to have read a box before that is written anew.
-    Columns past the end of the rows are left out by the TMA.
+    One lane issues the store of all 32 rows. It waits until its stores have read a box before that is overwritten. TMA
+    leaves out columns past the end of the rows.
     """
     row_box, column_box = box
-    gRows = cute.flat_divide(tensors.mRows, STORE_BOX)
-    tSsS, tSgS = cpasync.tma_partition(
-        tensors.store, 0, cute.make_layout(1), cute.group_modes(sStore, 0, 2), cute.group_modes(gRows, 0, 2)
-    )
+    store = tma_views(tensors.store.atom, cute.flat_divide(tensors.store.coordinates, STORE_BOX), sStore, 2)
     warp = cute.arch.make_warp_uniform(thread // 32)
     for box_step in cutlass.range_constexpr(HALF_N // STORE_COLUMNS):
         buffer = warp * STORE_STAGES + box_step % STORE_STAGES
@@ -85,7 +82,7 @@ def store_half(rAcc: cute.Tensor, scale: Float32, sStore: cute.Tensor, tensors: 
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.copy(tensors.store, tSsS[None, buffer], tSgS[None, row_box, column_box + box_step])
+            cute.copy(store.atom, store.sX[None, buffer], store.gX[None, row_box, column_box + box_step])
         cute.arch.cp_async_bulk_commit_group()
 
 
@@ -93,21 +90,20 @@ def store_half(rAcc: cute.Tensor, scale: Float32, sStore: cute.Tensor, tensors: 
 def rows_warpgroup(
     plan: Sm100MoePlan,
     tmem_ptr: cute.Pointer,
-    mUnits: cute.Tensor,
+    gemm: GroupedGemm,
     sStore: cute.Tensor,
     tensors: RowsTensors,
-    w_rows: Int32,
     rank: Int32,
     acc: PipelineConsumer,
 ):
-    """The epilogue's work loop. Warps whose rows are all padding store nothing; padding rows of others are stored."""
+    """The epilogue's work loop. A warp whose rows are all padding stores nothing; others store their padding too."""
     thread, _, _ = cute.arch.thread_idx()
     rAcc = cute.make_rmem_tensor(HALF_N, Float32)
     rAcc.fill(0.0)
-    items = walk(plan, mUnits, w_rows)
+    items = walk(plan, gemm)
     turn = Int32(0)
     for index in cutlass.range(items.first, items.end, items.step, unroll=1):
-        item = work_item(mUnits, items, index)
+        item = work_item(gemm, items, index)
         row_tile = item.row_tile + rank
         route = Int32(-1)
         if rank < item.row_tiles:

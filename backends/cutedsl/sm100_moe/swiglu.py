@@ -9,6 +9,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.pipeline import PipelineConsumer
 
+from backends.cutedsl.sm100.device import LOG2_E
+from backends.cutedsl.sm100.tcgen05 import fence_after_sync, fence_before_sync
+from backends.cutedsl.sm100_moe.nvfp4 import Nvfp4, quantise, store_quantised
+from backends.cutedsl.sm100_moe.operands import GroupedGemm, load_half
 from backends.cutedsl.sm100_moe.plan import (
     H_COLUMNS,
     HALF_N,
@@ -17,17 +21,13 @@ from backends.cutedsl.sm100_moe.plan import (
     half_of_tile,
     swiglu_registers,
 )
-from backends.cutedsl.sm100_moe.quantise import quantise, store_quantised
-from backends.cutedsl.sm100_moe.tiles import walk, work_item
-from backends.cutedsl.sm100_moe.tmem import fence_after_sync, fence_before_sync, load_half
-
-LOG2_E = 1.4426950408889634
+from backends.cutedsl.sm100_moe.routing import walk, work_item
 
 
 class SwigluTensors(NamedTuple):
     """What the epilogue reads and writes: global scales of tokens and experts, weights, and a2 by expert row.
 
-    `topk`: routes a token; `weighted`: not 0 if h is multiplied by the top-k weight; `clamp`: +inf for none.
+    `topk`: routes a token. `weighted`: not 0 if h is multiplied by the top-k weight. `clamp`: +inf for none.
     """
 
     mRouteOfRow: cute.Tensor
@@ -35,8 +35,7 @@ class SwigluTensors(NamedTuple):
     mW1_gs: cute.Tensor
     mA2_gs: cute.Tensor
     mTopkWeights: cute.Tensor
-    mA2_codes: cute.Tensor
-    mA2_sf: cute.Tensor
+    a2: Nvfp4
     topk: Int32
     weighted: Int32
     clamp: Float32
@@ -60,7 +59,7 @@ def swiglu_pair(gate, up, alpha: Float32, weight: Float32, clamp: Float32):
 def swiglu_half(
     interleave: cutlass.Constexpr, rAcc: cute.Tensor, rH: cute.Tensor, alpha: Float32, weight: Float32, clamp: Float32
 ):
-    """rH (64) f32 from rAcc (128): 64 columns of this thread's row. Which registers meet, `swiglu_registers` says."""
+    """rH (64) f32 from rAcc (128): 64 columns of this thread's row; `swiglu_registers` pairs the registers."""
     for h_column in cutlass.range_constexpr(0, H_COLUMNS, 2):
         (gate_0, up_0), (gate_1, up_1) = (swiglu_registers(interleave, h_column + i) for i in range(2))
         gate, up = (rAcc[gate_0], rAcc[gate_1]), (rAcc[up_0], rAcc[up_1])
@@ -72,22 +71,21 @@ def swiglu_warpgroup(
     plan: Sm100MoePlan,
     interleave: cutlass.Constexpr,
     tmem_ptr: cute.Pointer,
-    mUnits: cute.Tensor,
+    gemm: GroupedGemm,
     tensors: SwigluTensors,
-    w_rows: Int32,
     rank: Int32,
     acc: PipelineConsumer,
 ):
-    """The epilogue's work loop. Warps whose rows are all padding do nothing but give the accumulator back."""
+    """The epilogue's work loop. A warp whose rows are all padding only gives the accumulator back."""
     thread, _, _ = cute.arch.thread_idx()
     rAcc = cute.make_rmem_tensor(HALF_N, Float32)
     rH = cute.make_rmem_tensor(H_COLUMNS, Float32)
     rCodes = cute.make_rmem_tensor(H_COLUMNS // 8, Uint32)
     rAcc.fill(0.0)
-    items = walk(plan, mUnits, w_rows)
+    items = walk(plan, gemm)
     turn = Int32(0)
     for index in cutlass.range(items.first, items.end, items.step, unroll=1):
-        item = work_item(mUnits, items, index)
+        item = work_item(gemm, items, index)
         row = (item.row_tile + rank) * TILE_M + thread
         route = Int32(-1)
         if rank < item.row_tiles:
@@ -111,5 +109,5 @@ def swiglu_warpgroup(
                 swiglu_half(interleave, rAcc, rH, alpha, weight, tensors.clamp)
                 scales = quantise(rH, gs, rCodes)
                 group = item.w_tile * plan.halves + half
-                store_quantised(tensors.mA2_codes, tensors.mA2_sf, row, group, rCodes, scales)
+                store_quantised(tensors.a2, row, group, rCodes, scales)
         turn ^= 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +13,15 @@ from hypothesis import strategies as st
 
 from backends.cutedsl.compile.artifact import Artifact, Resources
 from backends.cutedsl.compile.artifact_cache import (
+    IMPORTED,
     SUFFIX,
     ArtifactKey,
+    Source,
     cached_artifact,
     default_folder,
     imported,
     sources_in,
+    sources_of,
 )
 
 ARTIFACT = Artifact(
@@ -31,6 +35,9 @@ ARTIFACT = Artifact(
     compiler="a compiler 1.0",
     resources={"kernel": Resources(128, 16)},
 )
+
+
+KERNELS = sorted({source.folder for source in IMPORTED if source.place.endswith("/program.py")})
 
 
 class Builder:
@@ -66,9 +73,9 @@ def test_an_artifact_is_built_once_and_comes_back_whole(tmp_path: Path) -> None:
 
 def edit_source(key: ArtifactKey) -> ArtifactKey:
     """The same key after an edit of one kernel file."""
-    folder = key.sources[0].path.parent
-    key.sources[0].path.write_text("# another kernel")
-    return replace(key, sources=sources_in(folder))
+    source = key.sources[0]
+    (source.root / source.place).write_text("# another kernel")
+    return replace(key, sources=sources_in(source.root))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +132,7 @@ def test_what_was_compiled_from_text_that_is_no_longer_there_is_not_kept(tmp_pat
     key, cache = key_in(tmp_path), tmp_path / "cache"
 
     def edit() -> Artifact:
-        key.sources[0].path.write_text("# another kernel")
+        edit_source(key)
         return ARTIFACT
 
     if early:
@@ -137,11 +144,80 @@ def test_what_was_compiled_from_text_that_is_no_longer_there_is_not_kept(tmp_pat
     assert build.calls == 2, "neither the old text nor the new one is known to be what was compiled"
 
 
-def test_the_key_of_a_running_process_is_of_the_text_that_it_imported() -> None:
-    for kernel in ("sm100_fmha", "sm100_moe"):
-        paths = [f"{source.path.parent.name}/{source.path.name}" for source in imported(kernel)]
-        assert f"{kernel}/plan.py" in paths, f"{paths}: the files of {kernel} are missing, so that edits go unnoticed"
-        assert all(source.sha256 for source in imported(kernel)), "every file is read, or none of them is held to it"
+TREE = (
+    "__init__.py",
+    "compile/compile.py",
+    "sm100/tcgen05.py",
+    "sm100/deep/rings.py",
+    "sm100_fmha/program.py",
+    "sm100_fmha/kernel.py",
+    "sm100_fmha/deep/softmax.py",
+    "sm100_moe/program.py",
+    "sm100_moe/kernel.py",
+    "sm100_moe/deep/rows.py",
+)
+Rule = Callable[[str, Sequence[Source]], Sequence[Source]]
+
+
+def by_prefix(kernel: str, sources: Sequence[Source]) -> list[Source]:
+    """The rule of old: a kernel's files are told by the beginning of their paths, what is shared by a list."""
+    return [source for source in sources if source.place.startswith((kernel, "__init__", "compile/"))]
+
+
+def broken_promise(rule: Rule, folder: Path) -> str | None:
+    """The first file of TREE whose edit changes a key that it should not, or leaves one that it should change."""
+    for place in TREE:
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).write_text(f"# {place}")
+    for kernel, other in (("sm100_fmha", "sm100_moe"), ("sm100_moe", "sm100_fmha")):
+        for place in TREE:
+            keys: list[str] = []
+            for text in (f"# {place}", "# edited"):
+                (folder / place).write_text(text)
+                sources = tuple(rule(kernel, sources_in(folder)))
+                keys.append(ArtifactKey(kernel, sources, {}, "sm_100a", "a compiler 1.0").text())
+            (folder / place).write_text(f"# {place}")
+            if (keys[0] != keys[1]) == place.startswith(f"{other}/"):
+                return f"an edit of {place} {'leaves' if keys[0] == keys[1] else 'changes'} the key of {kernel}"
+    return None
+
+
+def test_a_key_covers_all_that_no_other_kernels_folder_holds(tmp_path: Path) -> None:
+    assert (broken := broken_promise(sources_of, tmp_path / "tree")) is None, broken
+
+
+def test_a_rule_of_prefixes_would_be_noticed(tmp_path: Path) -> None:
+    """The planted fault: a helper outside the kernel's folder, and not listed, is not in the key."""
+    assert broken_promise(by_prefix, tmp_path) == "an edit of sm100/tcgen05.py leaves the key of sm100_fmha"
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules that a file imports, the names that it takes from them included: those may be modules too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_imports_nothing_of_ours_that_its_key_does_not_cover(kernel: str) -> None:
+    """The contract is exempt: it has the types of the call and nothing of the compiled code."""
+    covered = {
+        f"{source.root.parent.name}.{source.root.name}.{source.place}".removesuffix(".py").replace("/", ".")
+        for source in imported(kernel)
+    }
+    covered |= {module.removesuffix(".__init__") for module in covered}
+    for source in imported(kernel):
+        assert source.sha256, f"{source.place} could not be read, so that edits of it go unnoticed"
+        if source.place == "__init__.py":
+            continue
+        for name in imports_of(source.root / source.place):
+            ours = name.startswith(("backends", "conformance", "megamoe"))
+            known = name.startswith("megamoe.contract") or name in covered or name.rpartition(".")[0] in covered
+            assert known or not ours, f"{source.place} imports {name}, which no key of {kernel} covers"
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:

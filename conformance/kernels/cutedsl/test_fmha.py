@@ -1,41 +1,24 @@
-"""What the harness's cases do not reach of the CuTeDSL attention kernel: few CTAs, forced splits, planted faults."""
+"""The CuTeDSL attention kernel beyond the harness's cases: few CTAs, forced splits, planted faults."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
 from backends.cutedsl.sm100_fmha.program import compiled, fmha_program
-from backends.vm.executor import EXECUTOR
+from conformance.kernels.cutedsl.execution import SCHEDULES, made, outputs, without
 from conformance.kernels.laws.law import inputs_of, spec_of
-from megamoe.contract import Case, HostProgram, RunOptions, UnsupportedError
-from megamoe.judge.arena import Arena
+from megamoe.contract import Case, HostProgram
 from megamoe.judge.tolerance import compare
 from megamoe.ops import reference
 
 HEAD_DIMENSIONS = (64, 128, 256, 512)
-SCHEDULES = ("eager", "lazy", "random:1", "random:2")
 
 
 def program_of(case: Case, *, splits: int | None = None, max_ctas: int = 148) -> HostProgram:
-    """`fmha_program`, a missing CuTeDSL being reported as skipped, never as passed."""
-    try:
-        return fmha_program(case, splits, max_ctas)
-    except UnsupportedError as missing:
-        pytest.skip(f"unsupported: {missing}")
-
-
-def outputs(case: Case, program: HostProgram, schedule: str = "eager") -> tuple[dict[str, torch.Tensor], str | None]:
-    """What `program` writes for `case`, and the sentence of the first rule broken or byte damaged."""
-    arena = Arena(spec_of(case.op), case, inputs_of(case))
-    execution = EXECUTOR.run(program, arena.tensors, RunOptions(schedule=schedule))
-    left = [f"{count} elements of {name} were never written" for name, count in arena.unwritten().items() if count]
-    broken = execution.violation or arena.damage() or (left[0] if left else None)
-    return {name: arena.tensors[name] for name in arena.unwritten()}, broken
+    return made(lambda: fmha_program(case, splits, max_ctas))
 
 
 def case_of(text: str) -> Case:
@@ -52,10 +35,7 @@ def hold_to_reference(case: Case, seen: dict[str, torch.Tensor], what: str) -> N
 
 @pytest.mark.parametrize("hd", HEAD_DIMENSIONS)
 def test_no_kernel_uses_local_memory(hd: int) -> None:
-    try:
-        artifact = compiled(hd)
-    except UnsupportedError as missing:
-        pytest.skip(f"unsupported: {missing}")
+    artifact = made(lambda: compiled(hd))
     assert len(artifact.resources) == 2, f"hd {hd}: attention and combine expected, found {sorted(artifact.resources)}"
     for kernel, resources in artifact.resources.items():
         assert resources.stack == 0, f"{kernel} has {resources.stack} bytes of stack a thread"
@@ -103,11 +83,6 @@ def test_any_number_of_splits_gives_attention(text: str, splits: int) -> None:
     seen, broken = outputs(case, program_of(case, splits=splits), "random:5")
     assert broken is None, f"{case.id} in {splits} splits: {broken}"
     hold_to_reference(case, seen, f"{splits} splits")
-
-
-def without(pattern: str) -> Callable[[str], str]:
-    """Every instruction that matches taken out."""
-    return lambda ptx: re.sub(rf"(?m)^\s*(@%\w+ )?{pattern}[^;]*;", "", ptx)
 
 
 FAULTS = {

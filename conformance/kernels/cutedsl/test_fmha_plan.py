@@ -1,4 +1,4 @@
-"""What the CuTeDSL attention kernel decides before it compiles fits the machine. Needs no CuTeDSL."""
+"""The plan of the CuTeDSL attention kernel fits the machine. Needs no CuTeDSL."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.cutedsl import BACKEND
+from backends.cutedsl.sm100.device import TMEM_COLUMNS
 from backends.cutedsl.sm100_fmha.plan import (
     MAX_SPLITS,
     MIN_TILES_PER_SPLIT,
@@ -20,7 +21,6 @@ from backends.cutedsl.sm100_fmha.plan import (
     STAT_STAGES,
     TILE_M,
     TILE_N,
-    TMEM_COLUMNS,
     Sm100FmhaPlan,
     split_count,
 )

@@ -1,39 +1,24 @@
-"""What the harness's cases do not reach of the CuTeDSL MoE kernels: pairs and single CTAs, few CTAs, planted faults."""
+"""The CuTeDSL MoE kernels beyond the harness's cases: pairs and single CTAs, few CTAs, planted faults."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
 from backends.cutedsl.sm100_moe.program import compiled, moe_program
-from backends.vm.executor import EXECUTOR
+from conformance.kernels.cutedsl.execution import SCHEDULES, made, outputs, without
 from conformance.kernels.laws.law import inputs_of, spec_of
-from megamoe.contract import Case, HostProgram, RunOptions, UnsupportedError
-from megamoe.judge.arena import Arena
+from megamoe.contract import Case, HostProgram
 from megamoe.judge.verdict import compared, expected_of
 from megamoe.ops import reference
 
-SCHEDULES = ("eager", "lazy", "random:1", "random:2")
 CTA_GROUPS = (1, 2)
 
 
 def program_of(case: Case, *, cta_group: int, max_ctas: int = 148) -> HostProgram:
-    """`moe_program`, a missing CuTeDSL being reported as skipped, never as passed."""
-    try:
-        return moe_program(case, cta_group, max_ctas)
-    except UnsupportedError as missing:
-        pytest.skip(f"unsupported: {missing}")
-
-
-def outputs(case: Case, program: HostProgram, schedule: str = "eager") -> tuple[dict[str, torch.Tensor], str | None]:
-    """What `program` writes for `case`, and the sentence of the first rule broken or byte damaged."""
-    arena = Arena(spec_of(case.op), case, inputs_of(case))
-    execution = EXECUTOR.run(program, arena.tensors, RunOptions(schedule=schedule))
-    return {name: arena.tensors[name] for name in arena.unwritten()}, execution.violation or arena.damage()
+    return made(lambda: moe_program(case, cta_group, max_ctas))
 
 
 def case_of(text: str) -> Case:
@@ -61,10 +46,7 @@ def same_rows(case: Case, one: dict[str, torch.Tensor], other: dict[str, torch.T
 @pytest.mark.parametrize("interleave", [8, 64])
 @pytest.mark.parametrize("cta_group", CTA_GROUPS)
 def test_no_kernel_uses_local_memory(cta_group: int, interleave: int) -> None:
-    try:
-        artifact = compiled("layer", cta_group, interleave)
-    except UnsupportedError as missing:
-        pytest.skip(f"unsupported: {missing}")
+    artifact = made(lambda: compiled("layer", cta_group, interleave))
     assert len(artifact.resources) == 5, f"routing, gather, L1, L2 and combine expected: {sorted(artifact.resources)}"
     for kernel, resources in artifact.resources.items():
         assert resources.stack == 0, f"{kernel} has {resources.stack} bytes of stack a thread"
@@ -103,11 +85,6 @@ def test_a_kernel_for_another_interleave_is_noticed(cta_group: int) -> None:
     assert broken is None, f"{case.id}: {broken}"
     verdict = compared(spec_of(case.op), expected_of(case, inputs_of(case)), seen)
     assert not verdict.passed, f"{case.id}: the kernel for an interleave of 8 gives the outputs of 16"
-
-
-def without(pattern: str) -> Callable[[str], str]:
-    """Every instruction that matches taken out."""
-    return lambda ptx: re.sub(rf"(?m)^\s*(@%\w+ )?{pattern}[^;]*;", "", ptx)
 
 
 L1 = "hidden=256,intermediate=128,num_experts=2,tokens=20,stage=l1"

@@ -1,4 +1,4 @@
-"""What the CuTeDSL MoE kernels decide before they compile fits the machine. Needs no CuTeDSL."""
+"""The plan of the CuTeDSL MoE kernels fits the machine. Needs no CuTeDSL."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from backends.cutedsl import BACKEND, CTA_PAIRS, SINGLE_CTAS
+from backends.cutedsl.sm100.device import TMEM_COLUMNS
 from backends.cutedsl.sm100_moe.plan import (
     H_COLUMNS,
     HALF_N,
     SF_VEC_SIZE,
     TILE_M,
-    TMEM_COLUMNS,
     Sm100MoePlan,
     half_of_tile,
     pays_as_pair,

@@ -1,15 +1,49 @@
 # pyright: reportMissingImports=false
-"""Requantisation to NVFP4 of 64 columns of one row by one thread: four blocks of 16, an atom's worth of scales."""
+"""NVFP4 rows in global memory, and requantisation to them: 64 columns of a row by one thread.
+
+64 columns are four blocks of 16: 32 bytes of codes, and the four scales of the row in one atom.
+"""
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float4E2M1FN, Float8E4M3FN, Float32, Int32, Int64, Uint32
 
-from backends.cutedsl.sm100_moe.gather import scale_word
-from backends.cutedsl.sm100_moe.plan import H_COLUMNS, SF_VEC_SIZE
+from backends.cutedsl.sm100_moe.plan import ATOM_BYTES, H_COLUMNS, SF_VEC_SIZE, TILE_M
 
+VECTOR = 16
+"""Bytes of codes that a lane copies at once."""
 BLOCKS = H_COLUMNS // SF_VEC_SIZE
 CODE_BYTES = H_COLUMNS // 2
+
+
+class Nvfp4(NamedTuple):
+    """A matrix, or one an expert: codes u8 (..., rows, K / 2), two a byte; sf u8 (..., row tiles, atoms, 512).
+
+    Block scales are swizzled: an atom holds those of 128 rows and 64 columns.
+    """
+
+    codes: cute.Tensor
+    sf: cute.Tensor
+
+
+def scale_offset(row: Int32, atoms: Int32, atom: Int32) -> Int64:
+    """Bytes from the first scale of a swizzled tensor to the four scales of `row` in its atom `atom` of `atoms`."""
+    inside = row % 32 * 16 + row % TILE_M // 32 * 4
+    return (Int64(row // TILE_M) * atoms + atom) * ATOM_BYTES + inside
+
+
+def scale_word(mSF: cute.Tensor, row: Int32, atoms: Int32, atom: Int32) -> cute.Tensor:
+    """The four scales of `row` in an atom, as one word."""
+    pointer = mSF.iterator + cute.assume(scale_offset(row, atoms, atom), divby=4)
+    return cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), cute.make_layout(1))
+
+
+def code_vector(mCodes: cute.Tensor, row: Int32, row_bytes: Int32, vector: Int32) -> cute.Tensor:
+    """16 bytes of the codes of `row`."""
+    pointer = mCodes.iterator + cute.assume(Int64(row) * row_bytes + vector * VECTOR, divby=VECTOR)
+    return cute.make_tensor(pointer, cute.make_layout(VECTOR))
 
 
 @cute.jit
@@ -26,7 +60,7 @@ def quantise(rH: cute.Tensor, gs: Float32, rCodes: cute.Tensor) -> Uint32:
     """rH (64) f32, which is overwritten, to rCodes (8) u32, eight codes each; returns the four block scales as bytes.
 
     sf = e4m3(max / (6 gs)) and code = e2m1(h / (sf gs)), to nearest even and saturating; where sf is 0, codes are 0.
-    Reciprocals are correctly rounded, so that a quotient is off by 1.5 ulp at most; the contract allows 4.
+    Reciprocals are correctly rounded, so a quotient is off by at most 1.5 ulp; the contract allows 4.
     """
     rScales = cute.make_rmem_tensor(BLOCKS, Float32)
     rSF = cute.make_rmem_tensor(BLOCKS, Float8E4M3FN)
@@ -51,15 +85,13 @@ def quantise(rH: cute.Tensor, gs: Float32, rCodes: cute.Tensor) -> Uint32:
 
 
 @cute.jit
-def store_quantised(
-    mCodes: cute.Tensor, mSF: cute.Tensor, row: Int32, group: Int32, rCodes: cute.Tensor, scales: Uint32
-):
+def store_quantised(target: Nvfp4, row: Int32, group: Int32, rCodes: cute.Tensor, scales: Uint32):
     """Codes and scales of columns 64 group .. 64 group + 63 of `row`: a 32-byte sector, and a word of an atom.
 
-    mCodes u8 (rows, intermediate / 2), mSF u8 (row tiles, atoms, 512), swizzled. The 128 words of a tile's scales fill
-    one atom; 32 bytes of codes fill a sector. So a TMA store by way of shared memory would save no traffic.
+    The 128 words of a tile's scales fill one atom and 32 bytes of codes fill a sector, so a TMA store by way of shared
+    memory would save no traffic.
     """
-    offset = Int64(row) * mCodes.shape[1] + group * CODE_BYTES
-    pointer = cute.recast_ptr(mCodes.iterator + cute.assume(offset, divby=CODE_BYTES), dtype=Uint32)
+    offset = Int64(row) * target.codes.shape[1] + group * CODE_BYTES
+    pointer = cute.recast_ptr(target.codes.iterator + cute.assume(offset, divby=CODE_BYTES), dtype=Uint32)
     cute.autovec_copy(rCodes, cute.make_tensor(pointer, cute.make_layout(CODE_BYTES // 4)))
-    scale_word(mSF, row, mSF.shape[1], group)[0] = scales
+    scale_word(target.sf, row, target.sf.shape[1], group)[0] = scales

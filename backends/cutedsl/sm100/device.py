@@ -1,0 +1,13 @@
+"""Sizes of a B200 that the kernels are planned for. Imports no CuTeDSL: plans are made on machines without it."""
+
+TMEM_LANES = 128
+"""Lanes of tensor memory: the rows of a tile, one thread of a warpgroup each."""
+TMEM_COLUMNS = 512
+WARPGROUP = 128
+SMEM_BYTES = 224 * 1024
+"""Shared memory for operands. A CTA may have 227 KiB (facts.md 0.1); 3 KiB are left for barriers and statistics."""
+SM_COUNT = 148
+ALIGNMENT = 16
+"""Bytes that tensors are aligned to: TMA asks it of a global address, and so does a 16-byte vector store."""
+LN2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634

@@ -1,0 +1,153 @@
+# ruff: noqa: N815
+# pyright: reportMissingImports=false
+"""What a kernel around tcgen05 needs whatever it computes: TMA views, rings between warps, tensor memory, fences."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, memory, pipeline
+from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.experimental.primitives import nvvm_wrapper
+from cutlass.pipeline import PipelineAsync, PipelineConsumer, PipelineProducer
+
+from backends.cutedsl.sm100.device import TMEM_COLUMNS, TMEM_LANES, WARPGROUP
+
+CHUNK = 32
+"""Columns of one tcgen05.ld or tcgen05.st."""
+
+
+class TmaTensor(NamedTuple):
+    """A TMA atom and the coordinates of the tensor that it copies."""
+
+    atom: cute.CopyAtom
+    coordinates: cute.Tensor
+
+
+class TmaViews(NamedTuple):
+    """One operand for its TMA copies: gX (copy, tile of each mode) in global memory, sX (copy, stage) in shared."""
+
+    atom: cute.CopyAtom
+    gX: cute.Tensor
+    sX: cute.Tensor
+
+    def load(self, coordinate: tuple, handle, stage: Int32 | None = None) -> None:
+        """Queue the load of a tile into `stage`, that of the ring's `handle` if None, to arrive at its barrier."""
+        gX, sX = self.gX[None, *coordinate], self.sX[None, handle.index if stage is None else stage]
+        cute.copy(self.atom, gX, sX, tma_bar_ptr=handle.barrier)
+
+
+def tma_views(atom: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, modes: int) -> TmaViews:
+    """The views of an operand whose tile is the first `modes` modes of gX and sX; the stage is the last of sX."""
+    shared, coordinates = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, modes), cute.group_modes(gX, 0, modes)
+    )
+    return TmaViews(atom, coordinates, shared)
+
+
+class Ring(NamedTuple):
+    """A ring of (full, empty) mbarriers and its two ends. Each thread has its own position at either end."""
+
+    pipeline: PipelineAsync
+    producer: PipelineProducer
+    consumer: PipelineConsumer
+
+
+def make_ring(kind: type, smem: memory.SmemAllocator, stages: int, producers: int, consumers: int, **options) -> Ring:
+    """A ring of a CuTeDSL pipeline class between so many arriving threads; `sync_rings` makes its barriers visible."""
+    made = kind.create(
+        num_stages=stages,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, producers),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, consumers),
+        barrier_storage=smem.allocate_array(Int64, 2 * stages),
+        defer_sync=True,
+        **options,
+    )
+    return Ring(made, *made.make_participants())
+
+
+def make_tmem(
+    smem: memory.SmemAllocator, allocator_warp: int, users: int, cta_group: int | None = None
+) -> memory.TmemAllocator:
+    """The allocator of tensor memory. `users`: threads that take its address, those of the allocating warp included.
+
+    `cta_group`: 1 or 2 in a kernel that may run in pairs, which free tensor memory together; None in any other.
+    """
+    address = smem.allocate_array(Int32, 1)
+    freed = None if cta_group is None else smem.allocate_array(Int64, 1)
+    return memory.TmemAllocator(
+        address,
+        barrier_for_retrieve=pipeline.NamedBarrier(barrier_id=1, num_threads=users),
+        allocator_warp_id=allocator_warp,
+        is_two_cta=cta_group == 2,
+        two_cta_tmem_dealloc_mbar_ptr=freed,
+    )
+
+
+@cute.jit
+def allocate_tmem(tmem: memory.TmemAllocator) -> cute.Pointer:
+    """Take all of tensor memory; for the warpgroup of the allocating warp, which also frees it."""
+    tmem.allocate(TMEM_COLUMNS)
+    return address_of_tmem(tmem)
+
+
+@cute.jit
+def address_of_tmem(tmem: memory.TmemAllocator) -> cute.Pointer:
+    """The first address, once it is allocated; for every other user."""
+    tmem.wait_for_alloc()
+    return tmem.retrieve_ptr(Float32)
+
+
+@cute.jit
+def free_tmem(tmem: memory.TmemAllocator, tmem_ptr: cute.Pointer):
+    """Give tensor memory back; for the warpgroup that allocated it, whose reads are the last uses by anyone."""
+    tmem.relinquish_alloc_permit()
+    pipeline.NamedBarrier(barrier_id=2, num_threads=WARPGROUP).arrive_and_wait()
+    tmem.free(tmem_ptr)
+
+
+def fence_before_sync() -> None:
+    """Order what this thread did in tensor memory, and waited for, before its next arrive (PTX ISA 9.7.16.6.4.4).
+
+    CuTeDSL's pipelines leave this fence and the next to their user.
+    """
+    nvvm_wrapper.tcgen05_fence("before_thread_sync")
+
+
+def fence_after_sync() -> None:
+    """Order what this thread does in tensor memory from here on after the wait that it has just done."""
+    nvvm_wrapper.tcgen05_fence("after_thread_sync")
+
+
+def tmem_rows(tmem_ptr: cute.Pointer, columns: int) -> cute.Tensor:
+    """(128, columns) fp32 words of tensor memory from `tmem_ptr`. A lane is 2^16 addresses on (facts.md 1)."""
+    return cute.make_tensor(tmem_ptr, cute.make_layout((TMEM_LANES, columns), stride=(1 << 16, 1)))
+
+
+@cute.jit
+def load_row(tmem_ptr: cute.Pointer, rRow: cute.Tensor, thread: Int32, first: cutlass.Constexpr = 0):
+    """rRow (a multiple of 32) f32: this thread's row from column `first` after `tmem_ptr`. The caller waits for it.
+
+    32x32b: thread t of the warpgroup has lane t, register r column r.
+    """
+    tRow = tmem_rows(tmem_ptr, CHUNK)
+    atom = cute.make_copy_atom(tcgen05.copy.Ld32x32bOp(tcgen05.copy.Repetition(CHUNK)), Float32)
+    load = tcgen05.make_tmem_copy(atom, tRow).get_slice(thread)
+    source = load.partition_S(tRow)
+    shape = load.partition_D(cute.make_identity_tensor((TMEM_LANES, CHUNK))).shape
+    for column in cutlass.range_constexpr(0, cute.size(rRow), CHUNK):
+        chunk = cute.make_tensor(source.iterator + (first + column), source.layout)
+        cute.copy(load, chunk, cute.make_tensor(rRow.iterator + column, cute.make_layout(shape)))
+
+
+@cute.jit
+def store_row(rRow: cute.Tensor, tmem_ptr: cute.Pointer, thread: Int32, first: cutlass.Constexpr = 0):
+    """The words of rRow to this thread's row from column `first` after `tmem_ptr`. The caller waits for the store."""
+    columns = cutlass.const_expr(cute.size(rRow))
+    tRow = tmem_rows(tmem_ptr, columns)
+    atom = cute.make_copy_atom(tcgen05.copy.St32x32bOp(tcgen05.copy.Repetition(columns)), Float32)
+    store = tcgen05.make_tmem_copy(atom, tRow).get_slice(thread)
+    target = store.partition_D(tRow)
+    shape = store.partition_S(cute.make_identity_tensor((TMEM_LANES, columns))).shape
+    chunk = cute.make_tensor(target.iterator + first, target.layout)
+    cute.copy(store, cute.make_tensor(rRow.iterator, cute.make_layout(shape)), chunk)
