@@ -127,7 +127,9 @@ def _gpu() -> Capability:
     except Exception as error:
         return Capability("GPU", False, f"torch cannot say: {_one_line(error)}")
     why = "no device or driver is visible" if built_for else "this torch is built without CUDA"
-    return Capability("GPU", False, f"none: {why}; the vm executor needs none, and rows on gpu are owed only if asked for")
+    return Capability(
+        "GPU", False, f"none: {why}; the vm executor needs none, and rows on gpu are owed only if asked for"
+    )
 
 
 def _assembler() -> Capability:

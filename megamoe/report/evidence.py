@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import base64
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
+from megamoe.explain import folder_of
 from megamoe.records.lines import Record
 
-EXPLAINED = Path("results/explain")
 MOST_FILE_BYTES = 64_000
 MOST_BYTES = 400_000
 
@@ -61,7 +60,7 @@ def traces(records: Iterable[Record], page: Path, home: Path = Path()) -> dict[s
     found: dict[str, Evidence] = {}
     left = MOST_BYTES
     for case, backend, target in dict.fromkeys((one.case, one.backend, one.target) for one in records):
-        folder = home / EXPLAINED / explain_folder(case, backend, target)
+        folder = home / folder_of(case, backend, target)
         pictures: dict[str, str] = {}
         for file in _files(folder):
             text = _small_text(file) if file.name.startswith("tmem") and file.suffix == ".svg" else None
@@ -72,11 +71,6 @@ def traces(records: Iterable[Record], page: Path, home: Path = Path()) -> dict[s
         if links:
             found[f"{case} {backend} {target}"] = Evidence(links, pictures=pictures)
     return found
-
-
-def explain_folder(case: str, backend: str, target: str) -> str:
-    """The name that megamoe.explain.explain gives to a folder; its own property would bring torch."""
-    return re.sub(r"[^\w.=-]+", "_", f"{case}-{backend}-{target}")
 
 
 def link(file: Path, page: Path) -> str:
