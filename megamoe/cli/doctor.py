@@ -50,7 +50,7 @@ def doctor(
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """Something that this machine can or cannot do. `detail`: what was found, or what is missing and what that costs."""
+    """What this machine can or cannot do. `detail`: what was found, or what is missing and what that costs."""
 
     subject: str
     works: bool

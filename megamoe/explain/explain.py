@@ -51,7 +51,7 @@ class Explanation:
         return lines[line - 1].partition("//")[2].strip() if 0 < line <= len(lines) else ""
 
     def barrier_names(self, launch: LaunchTrace) -> dict[int, str]:
-        """Offset -> name of each mbarrier: the comment of the PTX line that initialises it and no other, else the offset."""
+        """Offset -> name of each mbarrier: the comment of the PTX line that initialises it alone, else the offset."""
         barriers = {one.offset: one.line for cta in launch.ctas for one in cta.mbarriers}
         shared = Counter(barriers.values())
         named = {at: self.comment(line) for at, line in barriers.items() if shared[line] == 1}

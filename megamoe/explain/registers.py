@@ -67,7 +67,7 @@ class AccumulatorLoad:
 
 @dataclass(frozen=True, slots=True)
 class AccumulatorTile:
-    """An accumulator of `columns` columns and the loads of it. `turns`: so many columns of gate, then of up; or None."""
+    """An accumulator of `columns` columns and its loads. `turns`: so many columns of gate, then of up; or None."""
 
     columns: int
     first_column: int

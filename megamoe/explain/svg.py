@@ -1,7 +1,7 @@
 """A canvas that writes SVG, with colours for light and dark pages.
 
-It draws rectangles, lines and words: the pictures of explain are block diagrams over bytes and steps, for which a plotting
-library has no plot, and the file must stand alone in a browser.
+Our own: the pictures of explain are rectangles, lines and words with tooltips, which no plotting library makes shorter,
+and each file must stand alone in a browser.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class TmemMap:
-    """The holdings of one CTA by their first step. The CTA had columns allocated during the steps `begins` to `ends`."""
+    """The holdings of one CTA by their first step. The CTA had columns allocated from step `begins` to `ends`."""
 
     begins: int
     ends: int

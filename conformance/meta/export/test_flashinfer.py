@@ -25,8 +25,8 @@ from conformance.fakes.results import (
     write,
 )
 from megamoe.cli.main import main
-from megamoe.export import flashinfer_format as ours
-from megamoe.export.flashinfer_definition import call_of, definition_of, solution_source, workload_of
+from megamoe.export.flashinfer import format as ours
+from megamoe.export.flashinfer.definition import call_of, definition_of, solution_source, workload_of
 from megamoe.ops import reference
 from megamoe.records.lines import AnyLine
 from megamoe.spec.load import load_specs
@@ -35,7 +35,8 @@ from megamoe.spec.selection import known_cases
 SPECS = load_specs()
 TIMES = 10 + np.linspace(0, 1, 50).reshape(10, 5)
 METRICS = {"o.max": 0.009, "o.rms": 0.002, "lse.max": 1e-7, "lse.cosine": 1.0, "o.max.bar": 0.02}
-MODELS = ("Definition", "Workload", "Solution", "Trace")
+# Their name of each model -> ours.
+MODELS = {"Definition": ours.Definition, "Workload": ours.Workload, "Solution": ours.Solution, "Trace": ours.TraceLine}
 
 
 @cache
@@ -127,6 +128,22 @@ def test_numbers_are_there_only_where_they_mean_something(
         assert (one["correctness"] is not None) == (expected == "INCORRECT_NUMERICAL")
         assert f"it {status}" in one["log"], "the sentence says why"
     assert list(folder.glob("workloads/**/*.jsonl")), "the workload is there in any case"
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["failure first", "failure last"])
+@pytest.mark.parametrize("other", ["passed", "not_run", "unsupported", "error", "timed_out", "crashed"])
+def test_a_failure_under_one_schedule_is_exported_whatever_the_others_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], other: Any, turned: bool
+) -> None:
+    wrong = {"o.max": 0.5, "o.max.bar": 0.02}
+    failed = record("failed", schedule="eager").model_copy(update={"metrics": wrong})
+    beside = record(other, schedule="lazy").model_copy(update={"metrics": METRICS if other == "passed" else {}})
+    (trace,) = traces(exported(tmp_path, capsys, *((beside, failed) if turned else (failed, beside))))
+    evaluation = trace["evaluation"]
+    assert evaluation["status"] == "INCORRECT_NUMERICAL", f"a schedule that {other} hides the failure of another"
+    assert evaluation["log"] == failed.sentence
+    assert evaluation["correctness"]["max_relative_error"] == 0.5, "the error of the failure, not of the pass"
+    assert evaluation["correctness"]["extra"] == wrong
 
 
 def test_a_time_of_a_row_that_failed_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,7 +282,7 @@ def test_what_is_written_is_what_the_package_reads(tmp_path: Path, capsys: pytes
     assert {model for model, _ in found} == {"Definition", "Solution", "Trace"}
     package = theirs()
     for model, value in found:
-        getattr(ours, model).model_validate(value)
+        MODELS[model].model_validate(value)
         if package:
             package[model].model_validate(value)
 
@@ -320,9 +337,9 @@ def _in(value: dict[str, Any], *path: str, to: object) -> dict[str, Any]:
     ],
 )
 def test_a_planted_fault_is_refused_by_both(model: str, value: dict[str, Any]) -> None:
-    checks: list[Callable[[object], object]] = [getattr(ours, model).model_validate]
+    checks: list[Callable[[object], object]] = [MODELS[model].model_validate]
     checks += [package[model].model_validate] if (package := theirs()) else []
-    getattr(ours, model).model_validate(DEFINITION if model == "Definition" else TRACE)
+    MODELS[model].model_validate(DEFINITION if model == "Definition" else TRACE)
     for check in checks:
         with pytest.raises(ValidationError):
             check(value)
