@@ -32,7 +32,7 @@ def export_flashinfer(
 ) -> None:
     """Writes a dataset of flashinfer-bench: definitions, workloads, solutions and traces.
 
-    Times are there only for rows that passed. Exit status 2 if nothing can be exported; then nothing is written.
+    Only rows that passed have times. Exit status 2 if nothing can be exported; then nothing is written.
     """
     from megamoe.export.flashinfer.dataset import ExportError, dataset_of, files_of
 

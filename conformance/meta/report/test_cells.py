@@ -20,7 +20,7 @@ from megamoe.explain import folder_of
 from megamoe.records.lines import Record, record_of
 from megamoe.records.severity import SEVERITY
 from megamoe.report.coverage import read_coverage, read_foreign_kernels
-from megamoe.report.encoding import MOST_SAMPLES
+from megamoe.report.encoding import MAX_SAMPLES
 from megamoe.report.evidence import bundles, traces
 from megamoe.report.layout import Grid, axes_of, cases_of, lay_out, spans
 from megamoe.report.measures import (
@@ -139,7 +139,7 @@ def test_samples_are_thinned_out_but_their_summary_is_not(tmp_path: Path) -> Non
     count, centre, *_ = line[7]
     low, high, letters = line[8]
     assert (count, centre) == (5000, pytest.approx(median(samples), rel=1e-4))
-    assert len(letters) // 2 <= MOST_SAMPLES + 2
+    assert len(letters) // 2 <= MAX_SAMPLES + 2
     assert (low, high) == (pytest.approx(min(samples), rel=1e-4), 50)
 
 

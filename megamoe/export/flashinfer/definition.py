@@ -1,9 +1,9 @@
 """From a spec to definitions and workloads of flashinfer-bench.
 
 An integer axis that is a dimension of an input becomes a variable axis. Other numbers and flags (window, scale, causal)
-become scalar inputs. The format has no text and no null, and a flag may decide which tensors there are: such values make
-definitions of their own, `fmha` and `fmha_with_window`, `nvfp4_moe` and `nvfp4_moe_stage_l1`. The `uuid` of a workload
-is the id of the case. megamoe makes the inputs from the id; the format can only say that they are "random".
+become scalar inputs. The format has no text and no null, and a flag may decide which tensors there are; these values
+make definitions of their own, `fmha` and `fmha_with_window`, `nvfp4_moe` and `nvfp4_moe_stage_l1`. The `uuid` of a
+workload is the id of the case. megamoe makes the inputs from the id; the format can only say that they are "random".
 """
 
 from __future__ import annotations
