@@ -53,7 +53,7 @@ _Row = tuple[Case, list[str], list[str], bool]
 
 
 def _rows(spec: Spec, matrix: list[str] | None, profile: str | None) -> list[_Row]:
-    """The cases of a spec, each with its matrices, its profiles and whether it is published. SpecError: unknown names."""
+    """The cases of a spec with their matrices, profiles and whether they are published. SpecError: unknown names."""
     matrices = {name: {case.id for case in cases} for name, cases in spec.matrices.items()}
     profiles = {name: {case.id for case in one.cases} for name, one in spec.profiles.items()}
     for name in matrix or ():

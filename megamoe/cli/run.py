@@ -111,7 +111,7 @@ def conduct(console: Console, known: Mapping[str, Spec], selection: Selection, h
 
 
 def _device(rows: Sequence[Row], folder: Path) -> DeviceFacts | None:
-    """The device of the first executor that has one, or None. Another process asks: the driver stays out of this one."""
+    """The device of the first executor that has one, as a worker process finds it; None if there is none."""
     for name in dict.fromkeys(row.executor for row in rows if row.executor != DEFAULT_EXECUTOR):
         # These import torch, which a run on the VM alone need not pay for here.
         from megamoe.bench.run import device_of
@@ -130,7 +130,7 @@ def _compilers() -> dict[str, str]:
 
 
 def end_if_interrupted(console: Console, done: Conducted) -> None:
-    """Ends the command with status INTERRUPTED if rows were left. Call it after the verdict on the others is printed."""
+    """Ends the command with status INTERRUPTED if rows were left, once the verdict on the others is printed."""
     left = sum(record.status == "not_run" for record in done.records)
     if left:
         console.print(f"interrupted: {left} rows were not run; the record file is whole and readable")

@@ -163,4 +163,4 @@ def _notes(files: Sequence[RecordFile], lines: Sequence[AnyLine], known: dict[st
     stray = sorted({line.run for line in lines if not isinstance(line, Acceptance)} - known.keys())
     if stray:
         more = f" and {len(stray) - 1} more" if len(stray) > 1 else ""
-        yield f"run {stray[0]}{more} has no header in these files, so where its lines come from is unknown"
+        yield f"run {stray[0]}{more} has no header in these files, so the origin of its lines is unknown"
