@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from selenium.webdriver import ActionChains, Chrome, Keys
@@ -346,6 +346,41 @@ def test_bars_and_compared_rows_open_their_row(browser: Chrome, full: Path) -> N
     assert len(browser.find_elements(By.CSS_SELECTOR, "svg path.mark[data-cell]")) > 50, "the roofline has its points"
     assert browser.find_elements(By.CSS_SELECTOR, "svg .roof")
     assert not complaints(browser)
+
+
+SERIES = """
+const looks = [...document.querySelectorAll('#main [data-cell]')].map((node) => {
+  const [, subject] = node.dataset.cell.split('.');
+  const bar = node.querySelector('.track span');
+  const marks = node.matches('path') ? [node] : [...node.querySelectorAll('path.mark')];
+  const colours = marks.map((mark) => getComputedStyle(mark).fill);
+  return [subject, [...colours, ...(bar ? [getComputedStyle(bar).backgroundColor] : [])]];
+});
+const keys = [...document.querySelectorAll('#main .legend .key')].map((key) => {
+  const mark = key.querySelector('path.mark');
+  return [key.textContent, getComputedStyle(mark).fill, mark.getAttribute('d')];
+});
+return [looks, keys, DATA_SUBJECTS];
+"""
+
+
+def test_a_series_has_one_colour_in_legend_plot_and_bars(browser: Chrome, tmp_path: Path) -> None:
+    """Also beyond the eight colours and markers that there are."""
+    backends = [f"backend{number}" for number in range(12)]
+    work = record(counters={"useful_flops": 1 << 20, "minimum_bytes": 1 << 10})
+    lines = [timing([4.0 + at] * 10, backend=backend) for at, backend in enumerate(backends)]
+    path = tmp_path / "page.html"
+    path.write_text(page(material_of(tmp_path, header(), work, *lines), Extras(SPECS, NOW)), encoding="utf-8")
+    open_page(browser, path, "#view=times")
+    script = SERIES.replace("DATA_SUBJECTS", "JSON.parse(document.getElementById('data').textContent).subjects")
+    looks, keys, subjects = cast("list[list[Any]]", browser.execute_script(script))
+    legend = {name: colour for name, colour, _ in keys}
+    assert sorted(legend) == sorted(backends)
+    assert len({(colour, shape) for _, colour, shape in keys}) == len(keys), "two series look alike"
+    shown = {subjects[int(subject)][0]: set[str]() for subject, _ in looks}
+    for subject, colours in looks:
+        shown[subjects[int(subject)][0]].update(colours)
+    assert shown == {name: {colour} for name, colour in legend.items()}
 
 
 def test_the_newest_run_has_its_own_device_and_times_theirs(browser: Chrome, tmp_path: Path) -> None:

@@ -108,10 +108,10 @@ function rooflineMark(point, x, y) {
     `${micro(timing.median)} µs, ${plain(point.y)} TFLOP/s`,
   ];
   const mark = marker(series, x(point.x), y(point.y), 4.5, {
-    class: `mark series${series % 8}${cell.key === state.open ? ' open' : ''}`,
     'data-cell': cell.key,
     onclick: () => set({ open: cell.key }),
   });
+  if (cell.key === state.open) mark.classList.add('open');
   mark.append(svg('title', {}, told.join('\n')));
   return mark;
 }
@@ -180,7 +180,7 @@ function sortedGroups(shown) {
 // The length of the bar is floor over time; the dashed line is at 1.
 function floorTrack(fraction, series) {
   const whole = 1.1;
-  const bar = el('span', { class: `series${series % 8}` });
+  const bar = el('span', { class: seriesLook(series) });
   bar.style.width = `${Math.min(1, (fraction ?? 0) / whole) * 100}%`;
   const floor = el('i');
   floor.style.left = `${100 / whole}%`;

@@ -210,10 +210,15 @@ const MARKERS = [
   (r) => `M${1.3 * r} 0L${-r} ${-1.2 * r}V${1.2 * r}z`,
 ];
 
+// The class that gives a series its colour.
+function seriesLook(series) {
+  return `series${(series + 3 * Math.floor(series / MARKERS.length)) % 8}`;
+}
+
 function marker(series, x, y, size = 4.5, attributes = {}) {
   const shape = MARKERS[series % MARKERS.length];
   return svg('path', {
-    class: `mark series${(series + 3 * Math.floor(series / MARKERS.length)) % 8}`,
+    class: `mark ${seriesLook(series)}`,
     transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})`,
     d: shape(size),
     ...attributes,
