@@ -1,4 +1,4 @@
-"""The export to flashinfer-bench: what it writes fits the format, says no more than is known, and can be run."""
+"""The export to flashinfer-bench fits the format, claims no more than is known, and its Python runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MODELS = {"Definition": ours.Definition, "Workload": ours.Workload, "Solution": 
 
 @cache
 def theirs() -> dict[str, type[BaseModel]]:
-    """The models of flashinfer-bench, without the rest of it, which needs a device. Empty if it is not installed."""
+    """The models of flashinfer-bench alone: the rest needs a device. Empty if it is not installed."""
     found = importlib.util.find_spec("flashinfer_bench")
     if found is None or found.submodule_search_locations is None:
         return {}
@@ -67,7 +67,7 @@ def traces(folder: Path) -> list[dict[str, Any]]:
 
 
 def gpu(**options: Any) -> AnyLine:
-    """A verdict on the row that `timing` is about."""
+    """A verdict on the row of `timing`."""
     changes = {"executor": "gpu", "target": "sm_90a", "metrics": METRICS}
     return record(**options).model_copy(update=changes)
 
@@ -118,7 +118,7 @@ def test_numbers_are_there_only_where_they_mean_something(
     metrics: dict[str, float],
     expected: str | None,
 ) -> None:
-    """Of rows without a time. A pass without a latency is nothing that the format can say."""
+    """Rows without a time: the format has no pass without a latency."""
     line = record(status, program=program).model_copy(update={"metrics": metrics})
     folder = exported(tmp_path, capsys, line)
     found = [trace["evaluation"] for trace in traces(folder)]
@@ -193,7 +193,7 @@ def run(source: str, *arguments: object) -> Any:
 
 
 def arguments(op: str, case_id: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Inputs as the format has them (signed bytes, scalars), and the outputs of the simulated reference likewise."""
+    """Inputs and outputs of the simulated reference as the format has them: signed bytes, scalars."""
     spec = SPECS[op]
     case = spec.parse_case(case_id)
     call, room = call_of(spec, case), reference(op)
@@ -229,7 +229,7 @@ def test_the_reference_that_is_written_computes_the_outputs(op: str, case_id: st
 
 
 def test_the_solution_that_is_written_runs_the_kernel() -> None:
-    """On the virtual machine, as there is no device here."""
+    """On the VM, since there is no device here."""
     case_id = "fmha:hd=64,t=1,s_k=128"
     call = call_of(SPECS["fmha"], SPECS["fmha"].parse_case(case_id))
     given, expected = arguments("fmha", case_id)
@@ -265,7 +265,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, capsys: pyt
 
 
 def dataset(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every object of a dataset, and the name of its model."""
+    """(name of its model, object) for every object of a dataset."""
     for kind, model in (("definitions", "Definition"), ("solutions", "Solution")):
         for file in folder.glob(f"{kind}/**/*.json"):
             yield model, json.loads(file.read_text("utf-8"))
@@ -275,7 +275,7 @@ def dataset(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_what_is_written_is_what_the_package_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Held against flashinfer-bench itself where it is installed, against our own models of its format everywhere."""
+    """Held against our models of the format, and against those of flashinfer-bench where it is installed."""
     lines: list[AnyLine] = [gpu(), timing(TIMES), record("failed").model_copy(update={"metrics": METRICS})]
     lines += [record("timed_out", case=case_id) for _, case_id in every_case()]
     found = list(dataset(exported(tmp_path, capsys, *lines)))
@@ -305,7 +305,7 @@ TRACE = {
 
 
 def _in(value: dict[str, Any], *path: str, to: object) -> dict[str, Any]:
-    """A copy with one place changed."""
+    """A copy with the value at `path` replaced."""
     copy: dict[str, Any] = json.loads(json.dumps(value))
     place: dict[str, Any] = copy
     for key in path[:-1]:

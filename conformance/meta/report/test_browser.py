@@ -1,4 +1,4 @@
-"""The report in a real browser: it opens alone, is driven by keys, shows what failed, and is read in dark and light."""
+"""The report in a real browser: it loads nothing else, obeys keys, shows what failed, and has a dark and a light theme."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 
 @pytest.fixture(scope="module")
 def full(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page that has something in every view."""
+    """A page with content in every view."""
     paths = [file.path for file in material.files]
     comparison = compare_runs(read_side(str(paths[0])), read_side(str(paths[1])), SPECS)
     coverage = read_coverage(ROOT / "results/coverage.md")
@@ -83,13 +83,13 @@ def cell_of(browser: Chrome, label: str) -> WebElement:
 
 
 def labels(browser: Chrome, selector: str) -> list[str]:
-    """What the elements are called."""
+    """The spoken names of the elements."""
     script = "return [...document.querySelectorAll(arguments[0])].map((node) => node.getAttribute('aria-label'))"
     return cast("list[str]", browser.execute_script(script, selector))
 
 
 def click(browser: Chrome, label: str) -> None:
-    """Clicks the first cell whose spoken name begins with `label`, whatever is in it."""
+    """Clicks the first cell whose spoken name begins with `label`."""
     script = "for (const node of document.querySelectorAll('#main td[data-cell]'))"
     script += "if (node.getAttribute('aria-label').startsWith(arguments[0])) return node.click()"
     browser.execute_script(script, label)
@@ -281,7 +281,7 @@ def test_the_address_keeps_what_is_shown(browser: Chrome, full: Path) -> None:
 
 
 def clear(browser: Chrome) -> set[str]:
-    """Names of the cells that the filter leaves."""
+    """Names of the cells that pass the filter."""
     return set(labels(browser, "#main td[data-cell]:not(.faded)"))
 
 
@@ -365,7 +365,7 @@ return [looks, keys, DATA_SUBJECTS];
 
 
 def test_a_series_has_one_colour_in_legend_plot_and_bars(browser: Chrome, tmp_path: Path) -> None:
-    """Also beyond the eight colours and markers that there are."""
+    """There are eight colours and eight markers; this has twelve series."""
     backends = [f"backend{number}" for number in range(12)]
     work = record(counters={"useful_flops": 1 << 20, "minimum_bytes": 1 << 10})
     lines = [timing([4.0 + at] * 10, backend=backend) for at, backend in enumerate(backends)]

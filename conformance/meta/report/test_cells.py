@@ -1,4 +1,4 @@
-"""What a cell of the report says and where it stands, and what is found beside the records."""
+"""The place of a cell in the report, its measures, and the files found beside the records."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_grids_of_other_models_are_not_mixed() -> None:
     assert [grid.fixed["hidden"] for grid in grids] == ["7168", "4096"]
 
 
-# What a cell says
+# Measures
 
 
 def test_scales_run_from_the_ideal_outwards() -> None:
@@ -143,7 +143,7 @@ def test_samples_are_thinned_out_but_their_summary_is_not(tmp_path: Path) -> Non
     assert (low, high) == (pytest.approx(min(samples), rel=1e-4), 50)
 
 
-# What lies beside the records
+# Files beside the records
 
 
 def test_evidence_is_linked_and_its_maps_are_shown(tmp_path: Path) -> None:
