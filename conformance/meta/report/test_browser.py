@@ -1,4 +1,4 @@
-"""The report in a real browser: it loads nothing else, obeys keys, shows what failed, and has a dark and a light theme."""
+"""The report in a real browser: it loads nothing else, obeys keys, shows failures, and has a dark and a light theme."""
 
 from __future__ import annotations
 
