@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megamoe.gate.baseline import RUN as BASELINE
 from megamoe.records.files import RecordFile, read_records
 from megamoe.records.keys import Key
 from megamoe.records.lines import (
+    BASELINE_RUN,
     Acceptance,
     Agreement,
     AnyLine,
@@ -116,7 +116,7 @@ def gather(paths: Sequence[Path]) -> Material:
         raise RecordError(f"nothing to report: there is no whole line in {names}")
     found = [one.line for one in lines]
     headers = [line for line in found if isinstance(line, RunHeader)]
-    headers.sort(key=lambda header: (not header.run.startswith(BASELINE), header.started, header.run))
+    headers.sort(key=lambda header: (not header.run.startswith(BASELINE_RUN), header.started, header.run))
     order = {header.run: place for place, header in enumerate(headers)}
     found.sort(key=lambda line: order.get(line.run, -1))
     return Material(
@@ -132,10 +132,10 @@ def gather(paths: Sequence[Path]) -> Material:
 
 
 def _with_name_of_its_own(file: RecordFile) -> RecordFile:
-    if not any(header.run == BASELINE for header in file.headers):
+    if not any(header.run == BASELINE_RUN for header in file.headers):
         return file
-    name = f"{BASELINE} {file.path.stem}"
-    lines = (line.model_copy(update={"run": name}) if line.run == BASELINE else line for line in file.lines)
+    name = f"{BASELINE_RUN} {file.path.stem}"
+    lines = (line.model_copy(update={"run": name}) if line.run == BASELINE_RUN else line for line in file.lines)
     return replace(file, lines=tuple(lines))
 
 
