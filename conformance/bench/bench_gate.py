@@ -17,8 +17,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from conformance.fakes import gate_lines, ten_thousand
 from megamoe.contract import Row
-from megamoe.gate.baseline import RUN, Baseline, rebuilt, write_baseline
-from megamoe.records.lines import AnyLine, Figures, Record
+from megamoe.gate.baseline import Baseline, rebuilt, write_baseline
+from megamoe.records.lines import BASELINE_RUN, AnyLine, Figures, Record
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
 
@@ -43,7 +43,7 @@ def test_gate(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     lines: list[AnyLine] = [header, *_lines(rows)]
     records, baseline = tmp_path / "run.jsonl", tmp_path / "baseline.jsonl"
     records.write_text("".join(f"{line.model_dump_json()}\n" for line in lines), encoding="utf-8")
-    write_baseline(rebuilt(Baseline(baseline), _lines(rows), {RUN: header}, ()))
+    write_baseline(rebuilt(Baseline(baseline), _lines(rows), {BASELINE_RUN: header}, ()))
     command = [sys.executable, "-m", "megamoe", "gate", str(records), "--specs", str(folder)]
     command += ["--baseline", str(baseline), "--junit", str(tmp_path / "gate.xml")]
     spent = [0.0]

@@ -1,4 +1,4 @@
-"""Records that try to break a report out of its page or its terminal, and what reads a report again."""
+"""Records that try to break out of the page or the terminal, and readers of both."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def material_of(tmp_path: Path, *lines: AnyLine) -> Material:
 
 
 def data_of(material: Material) -> dict[str, object]:
-    """The data as a reader of the page has it: out of the text."""
+    """The data read back from the text of the page."""
     return data_in(page(material, Extras(SPECS, NOW)))
 
 
@@ -54,7 +54,7 @@ def data_in(text: str) -> dict[str, object]:
 
 
 def printed(material: Material) -> str:
-    """What `megamoe report --text` prints of it on a terminal of 200 columns."""
+    """The output of `megamoe report --text` on a terminal of 200 columns."""
     console = Console(width=200, force_terminal=False)
     with console.capture() as capture:
         console.print(tables(material, SPECS))

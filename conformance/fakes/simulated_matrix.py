@@ -1,4 +1,4 @@
-"""A full matrix made up: both ops, two backends and peers, two targets, a VM and a device, several runs.
+"""A simulated full matrix: both ops, two backends and peers, two targets, a VM and a device, several runs.
 
 Statuses, errors, counters and times follow from a seed; nothing in it is a measurement.
 """
@@ -48,7 +48,7 @@ def full_matrix(runs: int = 3, seed: int = 0, samples: int = 120) -> Iterator[li
 
 
 def write_runs(folder: Path, lines: Sequence[Sequence[AnyLine]]) -> list[Path]:
-    """One file a run in `folder`."""
+    """Writes a file for each run in `folder`."""
     paths = [folder / f"run{number}.jsonl" for number in range(len(lines))]
     for path, of_run in zip(paths, lines, strict=True):
         path.write_text("".join(f"{line.model_dump_json()}\n" for line in of_run), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`megamoe explain`: what a person wants to see of a kernel before profiling it."""
+"""`megamoe explain`: what to look at in a kernel before profiling it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.console import Console
 
 from megamoe.cli import options as cli_options
 from megamoe.cli.options import Specs, find_modules_of_the_user
-from megamoe.contract import UnsupportedError
+from megamoe.contract import Row, UnsupportedError
+from megamoe.explain import FOLDER, folder_of
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import DEFAULT_EXECUTOR, SelectionError, checked_targets, expand_schedules, spec_of
 
-FOLDER = Path("results/explain")
 REPORT_WIDTH = 180
 
 
@@ -28,26 +28,25 @@ def explain_case(
     specs: Specs = None,
 ) -> None:
     """Shows geometry, memory maps, warp roles, pipeline and counters of one case; writes pictures and a trace."""
-    # These bring torch, which `megamoe list` must not pay for.
-    from megamoe.explain.explain import ExplainError, Subject, explain, write_files
+    # These import torch, which would slow down every other command.
+    from megamoe.explain.explain import ExplainError, explain, write_files
     from megamoe.explain.tables import report
 
     find_modules_of_the_user([backend, executor])
     known = load_specs(specs)
     spec = spec_of(known, case)
-    parsed = spec.parse_case(case)
     names = expand_schedules([schedule])
     if len(names) != 1:
         raise SelectionError(f"one schedule is explained at a time, not {schedule!r}")
-    subject = Subject(parsed, backend, checked_targets([target])[0], executor, names[0])
+    row = Row(spec.parse_case(case).id, backend, checked_targets([target])[0], executor, names[0])
+    folder = output or folder_of(row.case, row.backend, row.target)
     try:
-        found = explain(spec, subject)
-        folder = output or FOLDER / subject.label
+        found = explain(spec, row)
         files = write_files(found, folder)
     except (UnsupportedError, ExplainError) as error:
         raise SelectionError(str(error)) from error
     except Exception as error:
-        # What a backend's own code raises: it may be the user's.
+        # A backend may be the user's own code and raise anything.
         raise SelectionError(f"{case} on {backend} cannot be explained: {type(error).__name__}: {error}") from error
     with (folder / "report.txt").open("w", encoding="utf-8") as text:
         Console(file=text, width=REPORT_WIDTH, highlight=False).print(report(found))

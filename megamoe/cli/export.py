@@ -1,4 +1,4 @@
-"""`megamoe export`: records in the formats of others."""
+"""`megamoe export`: writes records in the formats of others."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def export_flashinfer(
 ) -> None:
     """Writes a dataset of flashinfer-bench: definitions, workloads, solutions and traces.
 
-    Times are there only for rows that passed. Exit status 2 if nothing can be exported; then nothing is written.
+    Only rows that passed have times. Exit status 2 if nothing can be exported; then nothing is written.
     """
-    from megamoe.export.flashinfer_trace import ExportError, dataset_of, files_of
+    from megamoe.export.flashinfer.dataset import ExportError, dataset_of, files_of
 
     try:
         dataset = dataset_of([read_records(path) for path in records], load_specs(specs), temperature)

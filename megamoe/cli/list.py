@@ -1,4 +1,4 @@
-"""`megamoe list`: the matrix. Answers without importing torch."""
+"""`megamoe list`: the cases of the matrices, without importing torch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _Row = tuple[Case, list[str], list[str], bool]
 
 
 def _rows(spec: Spec, matrix: list[str] | None, profile: str | None) -> list[_Row]:
-    """Each case of a spec with its matrices, its profiles and whether it is published. SpecError: unknown names."""
+    """The cases of a spec with their matrices, profiles and whether they are published. SpecError: unknown names."""
     matrices = {name: {case.id for case in cases} for name, cases in spec.matrices.items()}
     profiles = {name: {case.id for case in one.cases} for name, one in spec.profiles.items()}
     for name in matrix or ():
@@ -83,7 +83,7 @@ def _as_json(case: Case, matrices: list[str], profiles: list[str], published: bo
 
 
 def _print_table(rows: list[_Row], with_axes: bool) -> None:
-    """A line a case. Its id names every axis that is not at its default; `with_axes` spells the others out as well."""
+    """A line for each case. The id omits axes at their default; `with_axes` adds a column for each axis that varies."""
     axes = dict.fromkeys(name for case, *_ in rows for name, _ in case.axes) if with_axes else ()
     varying = [name for name in axes if len({dict(case.axes).get(name) for case, *_ in rows}) > 1]
     table = Table(box=None, header_style="bold")

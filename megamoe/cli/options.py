@@ -1,4 +1,4 @@
-"""Options that several commands share. Names may be given several times."""
+"""Options that several commands share, and what they all ask of the terminal and the environment."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Expected = Annotated[Path | None, _names("--expected", "FILE", "Known failures."
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the options about rows were given; None for each that was not."""
+    """The values of the options that select rows; None for an option that was not given."""
 
     profile: str | None = None
     op: list[str] | None = None
@@ -53,11 +53,11 @@ class Asked:
 
     @property
     def anything(self) -> bool:
-        """Whether any of them was given."""
+        """Whether any option was given."""
         return self != Asked()
 
     def selection(self) -> Selection:
-        """The selection that they ask for. Raises SelectionError for a contradiction."""
+        """The selection. Raises SelectionError for options that contradict each other."""
         if self.case and (self.profile or self.op):
             raise SelectionError("--case names its own rows: drop --profile and --op")
         find_modules_of_the_user([*(self.backend or ()), *(self.executor or ())])
@@ -81,9 +81,9 @@ _ASKED = {
 
 
 def with_selection(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives `command` the options that select rows, in place of its parameter `asked`, which they become.
+    """Replaces the parameter `asked` of `command` by the options that select rows.
 
-    Typer reads the options off a signature, so the signature is what is made here.
+    Typer reads options from the signature, so this makes a signature.
     """
     options = [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=_ASKED[name]) for name in _ASKED]
     parameters: list[Parameter] = []
@@ -101,17 +101,17 @@ def with_selection(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def find_modules_of_the_user(names: list[str]) -> None:
-    """Lets package.module:ATTRIBUTE mean a module in the current folder, which a console script cannot see."""
+    """Lets package.module:ATTRIBUTE name a module in the current folder; a console script does not search there."""
     if any(":" in name for name in names) and "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 def console() -> Console:
-    """Where a command prints: as wide as the terminal, and wide enough for any table where there is none."""
+    """The console of a command: as wide as the terminal, or 200 columns where there is none."""
     found = Console(highlight=False, soft_wrap=True)
     return found if found.is_terminal else Console(highlight=False, soft_wrap=True, width=200)
 
 
 def in_ci() -> bool:
-    """Whether a CI service runs this: they all set CI."""
+    """Whether a CI service runs this. All of them set CI."""
     return os.environ.get("CI", "").lower() not in ("", "0", "false")

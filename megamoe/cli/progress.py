@@ -1,4 +1,4 @@
-"""Progress of a run: a bar with counts and remaining time on a terminal, plain lines elsewhere."""
+"""The progress of a run: a bar with counts and the remaining time on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _bar(console: Console) -> Progress:
 
 
 class RunProgress:
-    """Shows records as they come, and names at once each row that did not pass."""
+    """Counts records as they come and prints each row that did not pass."""
 
     def __init__(self, console: Console, total: int, bar: bool) -> None:
         self._console, self._total = console, total
@@ -41,7 +41,7 @@ class RunProgress:
         self._task = self._bar.add_task("", total=total) if self._bar else None
 
     def show(self, record: Record) -> None:
-        """Counts one record, and names its row unless it passed; the sentence comes with the verdict."""
+        """Counts one record, and prints its row unless it passed. The verdict prints the sentence."""
         self._counts[record.status] += 1
         if record.status != "passed":
             self._console.print(f"{record.status}: {record.row}", markup=False, highlight=False, soft_wrap=True)

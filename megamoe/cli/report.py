@@ -1,4 +1,4 @@
-"""`megamoe report`: what record files say, as one HTML page or in the terminal."""
+"""`megamoe report`: shows record files as one HTML page or in the terminal."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def report(
 ) -> None:
     """Makes one self-contained HTML page of record files: matrix, times, comparison, coverage, history.
 
-    With --against, the records named (or else the newest run) are compared with BASE. Exit status: 0, also if rows
-    failed; 2 for files that cannot be used.
+    --against compares RECORDS, or else the newest run, with BASE. Exit status: 0, also if rows failed; 2 for files that
+    cannot be used.
     """
     from megamoe.report.material import gather, record_files
 

@@ -1,4 +1,4 @@
-"""`megamoe run`: rows are judged and recorded. megamoe.cli.gate holds records against what was owed."""
+"""`megamoe run`: judges rows and records them. megamoe.cli.gate holds records against the rows that were owed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(
     specs: Specs = None,
     expected: Expected = None,
 ) -> None:
-    """Judges rows in isolated processes, records them, and holds the records against what was owed."""
+    """Judges rows in isolated processes, records them, and holds the records against the rows that were owed."""
     console = cli_options.console()
     known = load_specs(specs)
     expectations = expectations_of(expected)
@@ -70,7 +70,7 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """How to run. `output`: the record file, None for a new one; `timeout`: host seconds a row."""
+    """Settings of a run. `output`: the record file, None for a new one. `timeout`: host seconds a row."""
 
     output: Path | None
     specs: Path | None
@@ -80,7 +80,7 @@ class How:
 
 @dataclass(frozen=True, slots=True)
 class Conducted:
-    """A run that is over, by its id, and what it left in the file at `path`, which may hold earlier runs."""
+    """A finished run: its id and its lines. The file at `path` may hold earlier runs too."""
 
     run: str
     path: Path
@@ -90,7 +90,7 @@ class Conducted:
 
 
 def conduct(console: Console, known: Mapping[str, Spec], selection: Selection, how: How) -> Conducted:
-    """Runs what `selection` owes into a record file. Raises what owed_rows and RecordWriter raise."""
+    """Runs the rows that `selection` owes and records them. Raises what owed_rows and RecordWriter raise."""
     rows = owed_rows(known, selection)
     if not (selection.targets and (selection.ops or selection.cases)):
         for sentence in not_offered(known, selection):
@@ -111,9 +111,9 @@ def conduct(console: Console, known: Mapping[str, Spec], selection: Selection, h
 
 
 def _device(rows: Sequence[Row], folder: Path) -> DeviceFacts | None:
-    """The device of the first executor that has one, asked in a process of its own; None if there is none."""
+    """The device of the first executor that has one, as a worker process finds it; None if there is none."""
     for name in dict.fromkeys(row.executor for row in rows if row.executor != DEFAULT_EXECUTOR):
-        # Only now: this brings torch.
+        # These import torch, which a run on the VM alone need not pay for here.
         from megamoe.bench.run import device_of
         from megamoe.bench.worker import BenchWorker
 
@@ -124,13 +124,13 @@ def _device(rows: Sequence[Row], folder: Path) -> DeviceFacts | None:
 
 
 def _compilers() -> dict[str, str]:
-    """The versions that compiler figures depend on."""
+    """The versions of the compilers, on which figures depend."""
     found = ((name, installed_version(name)) for name in ("nvidia-cuda-nvcc", "nvidia-cutlass-dsl"))
     return {name: version for name, version in found if version is not None}
 
 
 def end_if_interrupted(console: Console, done: Conducted) -> None:
-    """Ends the command with the status of an interruption if rows were left; the verdict on the others is printed."""
+    """Ends the command with status INTERRUPTED if rows were left, once the verdict on the others is printed."""
     left = sum(record.status == "not_run" for record in done.records)
     if left:
         console.print(f"interrupted: {left} rows were not run; the record file is whole and readable")
@@ -140,9 +140,9 @@ def end_if_interrupted(console: Console, done: Conducted) -> None:
 def _run_and_record(
     console: Console, rows: Sequence[Row], path: Path, header: RunHeader, settings: RunSettings
 ) -> tuple[list[Record], list[Agreement]]:
-    """Runs `rows` and appends each record as it comes, then what the backends' outputs say of each other, then figures.
+    """Runs `rows` and appends each record as it comes, then agreements of backends, then compiler figures.
 
-    After Ctrl-C the rows that are left are recorded as not_run.
+    After Ctrl-C it records the remaining rows as not_run.
     """
     records: list[Record] = []
     bar = console.is_terminal and not in_ci()
@@ -160,7 +160,7 @@ def _run_and_record(
                     progress.show(record)
                     figures.begin(record.row, record.program_sha256)
         except KeyboardInterrupt:
-            # The file knows: the interruption may have come between writing a record and keeping it.
+            # Read the file: the interruption may have come after a record was written and before it was kept.
             records = [record for record in read_records(path).records if record.run == header.run]
             done, why = {record.row for record in records}, "the run was interrupted before this row"
             for row in rows:
@@ -177,7 +177,7 @@ def _run_and_record(
 def _side_by_side(run: str, records: Sequence[Record], outputs: Path | None) -> list[Agreement]:
     if outputs is None:
         return []
-    # NumPy, which no other command of this family needs, would slow down the start of all of them.
+    # This imports NumPy, which would slow down the start of every command.
     from megamoe.judge.side_by_side import agreements
 
     return agreements(run, records, outputs)

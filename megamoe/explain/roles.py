@@ -1,4 +1,4 @@
-"""Which warps do what: roles inferred from the instructions that each warp executed, never from names."""
+"""The roles of warps, inferred from the instructions that each executed, never from names."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Opcodes = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Warps that do the same things. `evidence` holds the opcodes that decided, with counts over all its warps."""
+    """Warps that do the same things. `evidence`: the opcodes that decided, with their counts over all its warps."""
 
     name: str
     warps: tuple[int, ...]
     evidence: tuple[tuple[str, int], ...]
     registers: int | None
-    """What setmaxnreg gave each thread, if it was executed."""
+    """Registers a thread after the last setmaxnreg; None if none was executed."""
 
 
 def _any(*prefixes: str) -> Callable[[Opcodes], int]:
@@ -31,17 +31,17 @@ _MMA = _any("tcgen05.mma", "wgmma.mma", "mma.sync")
 _EX2 = _any("ex2")
 _TMEM_LOADS, _TMEM_STORES = _any("tcgen05.ld"), _any("tcgen05.st")
 _GLOBAL_STORES, _SHARED_STORES = _any("st.global"), _any("st.shared", "stmatrix")
-FEW = 8
-"""Exponentials a warp may take without being a softmax warp: a rescale factor or a final scale takes some."""
+MAX_STRAY_EX2 = 8
+"""Exponentials a warp may execute without being a softmax warp: a rescale factor or a final scale takes some."""
 
 
 def _hands_probabilities_on(opcodes: Opcodes) -> bool:
-    """Whether exponentials go on to an mma, so that they are a softmax; else they activate what a GEMM gave."""
+    """Whether the exponentials go to an mma (a softmax) rather than activate the result of a GEMM."""
     return bool(_TMEM_STORES(opcodes) or _MMA(opcodes) or (_SHARED_STORES(opcodes) and not _GLOBAL_STORES(opcodes)))
 
 
 def role_name(opcodes: Opcodes) -> str:
-    """What a warp with these opcode counts is for."""
+    """The role of a warp with these opcode counts, in words."""
     names: list[str] = []
     if _TMA_LOADS(opcodes):
         names.append("TMA producer")
@@ -49,7 +49,7 @@ def role_name(opcodes: Opcodes) -> str:
         names.append("MMA issuer")
     elif _MMA(opcodes):
         names.append("MMA")
-    exponentials = _EX2(opcodes) > FEW
+    exponentials = _EX2(opcodes) > MAX_STRAY_EX2
     softmax = exponentials and _hands_probabilities_on(opcodes)
     if softmax:
         names.append("softmax")
@@ -66,7 +66,7 @@ def role_name(opcodes: Opcodes) -> str:
 
 
 def roles(warps: Sequence[WarpTrace]) -> list[Role]:
-    """The roles of a CTA's warps, those with the most warps first, then by first warp."""
+    """The roles of a CTA's warps: roles of many warps first, then by their first warp."""
     groups: dict[str, list[WarpTrace]] = {}
     for warp in warps:
         groups.setdefault(role_name(warp.opcodes), []).append(warp)

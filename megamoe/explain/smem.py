@@ -1,4 +1,4 @@
-"""Shared memory as regions: byte ranges whose every word has the same writers and readers."""
+"""Regions of shared memory: ranges of bytes that have the same writers and readers throughout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BY = {"generic": "", "copy": "TMA, issued by ", "tensor core": "tensor core, is
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Bytes `first` .. `behind` - 1 of the CTA's shared window, and who writes and reads them."""
+    """Bytes [`first`, `behind`) of the CTA's shared window, with their writers and readers in words."""
 
     first: int
     behind: int
@@ -24,7 +24,7 @@ class Region:
 
 
 def regions(cta: CtaTrace) -> list[Region]:
-    """The regions that anybody touched, in ascending order; mbarriers are regions of their own."""
+    """The regions that were touched, in ascending order. mbarriers are regions of their own."""
     edges = {edge for use in cta.smem for one in use.ranges for edge in one}
     for barrier in cta.mbarriers:
         edges |= {barrier.offset, barrier.offset + MBARRIER_BYTES}

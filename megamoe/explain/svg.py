@@ -1,4 +1,8 @@
-"""A small canvas for pictures that are read in a browser: SVG with colours for light and dark pages."""
+"""A canvas that writes SVG, with colours for light and dark pages.
+
+Our own: the pictures of explain are rectangles, lines and words with tooltips, which no plotting library makes shorter,
+and each file must stand alone in a browser.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Iterator
 from html import escape
 
 PALETTE = ("#4477aa", "#ee8866", "#44aa77", "#aa3377", "#ccbb44", "#66ccee", "#994455", "#77aadd", "#999933", "#bbbbbb")
-"""Paul Tol's bright and light schemes, mixed: distinct for colour-blind readers too."""
+"""A mix of Paul Tol's bright and light schemes, distinct for colour-blind readers too."""
 
 _STYLE = """
 .page{fill:#ffffff}.ink{fill:#1a1a1a}.soft{fill:#5a5a5a}.grid{stroke:#d5d5d5}.axis{stroke:#1a1a1a}.mark{stroke:#111111}
@@ -18,7 +22,7 @@ text{font-family:system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}
 
 
 class Canvas:
-    """Shapes in pixels, y downwards, in the order of drawing."""
+    """Shapes in pixels, y downwards; later ones lie on top."""
 
     def __init__(self, width: float, height: float) -> None:
         self.width, self.height = width, height
@@ -28,7 +32,7 @@ class Canvas:
         self, x: float, y: float, width: float, height: float, *, fill: str = "", shape: str = "", opacity: float = 1.0,
         title: str = "",
     ) -> None:  # fmt: skip
-        """A rectangle with a colour or a class (`shape`); `title` shows when the mouse rests on it."""
+        """A rectangle with a colour, or with the class `shape`. The tooltip is `title`."""
         style = f'class="{shape}"' if shape else f'fill="{fill}" fill-opacity="{opacity:g}"'
         inside = f"<title>{escape(title)}</title>" if title else ""
         self._parts.append(
@@ -36,7 +40,7 @@ class Canvas:
         )
 
     def line(self, x1: float, y1: float, x2: float, y2: float, shape: str, width: float = 1, dash: str = "") -> None:
-        """A straight line of class `shape`."""
+        """A straight line with the class `shape`."""
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
         self._parts.append(
             f'<line x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}" class="{shape}" stroke-width="{width:g}"'
@@ -47,7 +51,7 @@ class Canvas:
         self, x: float, y: float, words: str, *, size: float = 12, anchor: str = "start", shape: str = "ink",
         turned: bool = False, bold: bool = False,
     ) -> None:  # fmt: skip
-        """Words at a baseline; `turned` reads upwards."""
+        """Words on a baseline; `turned` ones read upwards."""
         turn = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turned else ""
         weight = ' font-weight="600"' if bold else ""
         self._parts.append(
@@ -56,7 +60,7 @@ class Canvas:
         )
 
     def svg(self) -> str:
-        """The whole picture."""
+        """The text of the whole picture."""
         return "\n".join(
             (
                 f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" '
@@ -70,7 +74,7 @@ class Canvas:
 
 
 def round_ticks(low: float, high: float, about: int) -> Iterator[int]:
-    """Whole numbers 1, 2 or 5 times a power of ten apart, about so many of them, within low..high."""
+    """About `about` whole numbers within low..high, spaced by 1, 2 or 5 times a power of ten."""
     span = max(high - low, 1)
     step = 1
     while span / step > about:

@@ -1,4 +1,4 @@
-"""An explanation as tables for the terminal."""
+"""The tables of an explanation, for the terminal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megamoe.explain.explain import Explanation
 from megamoe.explain.roles import ranges, roles
 from megamoe.explain.smem import regions
 
-MOST_LINES = 5
+MAX_LINES = 5
 
 
 def report(found: Explanation) -> Group:
-    """Everything that a terminal can show."""
+    """Everything that a terminal can show of `found`."""
     parts: list[RenderableType] = [_heading(found), _assembly(found)]
     for number, launch in enumerate(found.trace.launches):
         parts += [Text(), _geometry(found, number, launch)]
@@ -43,10 +43,10 @@ def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
 
 
 def _heading(found: Explanation) -> Text:
-    subject, trace = found.subject, found.trace
+    row, trace = found.row, found.trace
     text = Text()
-    text.append(f"{subject.case.id}", style="bold")
-    text.append(f"  {subject.backend} on {subject.target}, executor {subject.executor}, schedule {trace.schedule}\n")
+    text.append(row.case, style="bold")
+    text.append(f"  {row.backend} on {row.target}, executor {row.executor}, schedule {trace.schedule}\n")
     text.append(f"{trace.steps:,} VM steps (basic blocks and operations, in order; never a time of a GPU)")
     if trace.left_out:
         text.append(f"; {trace.left_out:,} events beyond the first {trace.event_limit:,} are not recorded")
@@ -81,7 +81,7 @@ def _roles(cta: CtaTrace, of: str) -> Table:
     table = _table(f"warp roles, inferred from what they executed ({of})", "role", "warps", "registers", "executed",
                    right=["registers"])  # fmt: skip
     for role in roles(cta.warps):
-        told = ", ".join(f"{times:,} {opcode}" for opcode, times in role.evidence[:MOST_LINES]) or "nothing notable"
+        told = ", ".join(f"{times:,} {opcode}" for opcode, times in role.evidence[:MAX_LINES]) or "nothing notable"
         table.add_row(role.name, ranges(role.warps), str(role.registers or ""), told)
     return table
 
@@ -152,7 +152,7 @@ def _named(target: str, names: Mapping[int, str]) -> str:
 def _conflicts(launch: LaunchTrace) -> Table:
     table = _table("bank conflicts by PTX line (recorded CTAs)", "line", "conflicts", "instruction",
                    right=["line", "conflicts"])  # fmt: skip
-    for one in launch.bank_conflicts[:MOST_LINES]:
+    for one in launch.bank_conflicts[:MAX_LINES]:
         table.add_row(str(one.line), f"{one.conflicts:,}", escape(one.text[:100]))
     return table
 

@@ -1,26 +1,31 @@
-"""From touches of tensor memory to a map: which columns hold what, written by whom, until when somebody reads it.
+"""A map of tensor memory from the touches of it, and the picture: what columns hold, who wrote it, who reads it when.
 
-What a block is called (S, P, O) is inferred from who reads it and says so; everything else is as recorded.
+The names of blocks (S, P, O) are inferred from who reads them, and the picture says so. All else is as recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megamoe.contract.trace import Bounds, CtaTrace, TmemTouch
 from megamoe.explain.roles import ranges, role_name
+from megamoe.explain.svg import PALETTE, Canvas, round_ticks
 
 ACCUMULATORS = ("tcgen05.mma",)
-READS_AN_MMA = 8
-"""Blocks of tensor memory that one mma reads, at most: parts of its accumulator and of operand A."""
+Scale = Callable[[float], float]
+LEFT, RIGHT, TOP, PLOT_WIDTH = 78, 24, 74, 1120
+DEAD = 0.22
+"""Opacity of a value that nobody will read any more."""
+MAX_READS_AN_MMA = 8
+"""An mma reads at most so many blocks of tensor memory: parts of its accumulator and of operand A."""
 
 
 @dataclass(slots=True)
 class Read:
-    """Columns read at a step; `by` as "tcgen05.ld" or "tcgen05.mma", `line` in the PTX.
+    """Columns read at a step. `by`: "tcgen05.ld" or "tcgen05.mma"; `line`: in the PTX.
 
-    `of_accumulator`: the mma reads what it adds to, not its operand A.
+    `of_accumulator`: the mma reads the accumulator that it adds to, not its operand A.
     """
 
     step: int
@@ -33,9 +38,9 @@ class Read:
 
 @dataclass(slots=True)
 class Holding:
-    """Columns (inclusive) that hold one value from step `begins` on; later holdings may overwrite parts of them.
+    """Columns (inclusive) that hold one value from step `begins` on. Later holdings may overwrite parts of them.
 
-    `landed` is when its last write was complete, `last_read` when it was last read (None: never).
+    `landed`: the step at which its last write was complete.
     """
 
     by: str
@@ -52,18 +57,18 @@ class Holding:
 
     @property
     def last_read(self) -> int | None:
-        """The step of the last read."""
+        """The step of the last read, None if it is never read."""
         return max((read.step for read in self.reads), default=None)
 
     @property
     def writer(self) -> str:
-        """Who wrote, in words; the same words for every round of a loop."""
+        """The writer in words, the same words in every round of a loop."""
         return f"{self.by} of {'warp' if len(self.warps) == 1 else 'warps'} {ranges(sorted(self.warps))}"
 
 
 @dataclass(frozen=True, slots=True)
 class TmemMap:
-    """The holdings of one CTA in order of their beginning. It had columns during the steps `begins` to `ends`."""
+    """The holdings of one CTA by their first step. The CTA had columns allocated from step `begins` to `ends`."""
 
     begins: int
     ends: int
@@ -102,7 +107,7 @@ def _touches(a: Bounds, b: Bounds) -> bool:
 
 
 def _current(holdings: Sequence[Holding], touch: TmemTouch) -> list[tuple[Holding, Bounds]]:
-    """The holdings that the cells of a touch show, latest first, each with the columns that are its own."""
+    """The holdings visible in the cells of a touch, latest first, each with the columns where it is visible."""
     left, found = set(range(touch.columns[0], touch.columns[1] + 1)), list[tuple[Holding, Bounds]]()
     for holding in reversed(holdings):
         covered = {
@@ -130,7 +135,7 @@ def _note_write(holdings: list[Holding], touch: TmemTouch, landed: int) -> None:
     if touch.by.startswith(ACCUMULATORS):
         current = _current(holdings, touch)
         for holding, _ in current:
-            for read in holding.reads[-READS_AN_MMA:]:
+            for read in holding.reads[-MAX_READS_AN_MMA:]:
                 if (read.line, read.warp, read.step) == (touch.line, touch.warp, landed):
                     accumulating = read.of_accumulator = True
         if accumulating and current[0][0].by == touch.by and current[0][0].columns == touch.columns:
@@ -149,15 +154,15 @@ def _note_write(holdings: list[Holding], touch: TmemTouch, landed: int) -> None:
 
 
 def _continues(holding: Holding, touch: TmemTouch) -> bool:
-    """Whether a store belongs to a holding: it fills other cells beside those already there."""
+    """Whether a store continues a holding: same writer, adjacent columns, and cells not written before."""
     if holding.by != touch.by or not _touches(holding.columns, touch.columns):
         return False
     return not any(overlap(lanes, touch.lanes) and overlap(columns, touch.columns) for lanes, columns in holding.cells)
 
 
 def _name(cta: CtaTrace, holdings: Sequence[Holding]) -> None:
-    """S: an accumulator that softmax warps read. P: what was stored and is then operand A of an mma. O: an accumulator
-    that others read. Without softmax warps accumulators are D."""
+    """S: an accumulator that softmax warps read. P: stored values that become operand A of an mma. O: an accumulator
+    that other warps read. Without softmax warps every accumulator is D."""
     softmax = {warp.index for warp in cta.warps if "softmax" in role_name(warp.opcodes)}
     for holding in holdings:
         readers = {read.warp for read in holding.reads if read.by == "tcgen05.ld"}
@@ -173,3 +178,126 @@ def _name(cta: CtaTrace, holdings: Sequence[Holding]) -> None:
             again = any(overlap(holding.columns, columns) for columns in accumulators)
             operand = any(read.by == "tcgen05.mma" and not read.of_accumulator for read in holding.reads)
             holding.name = "rescaled O" if again else "P" if operand else "stored values"
+
+
+def draw_tmem(map_: TmemMap, title: str, subtitle: str) -> str:
+    """SVG: x counts VM steps, y is the column, the colour says who wrote."""
+    per_column = max(1.0, 384 / map_.columns)
+    plot_height = map_.columns * per_column
+    keys = list(dict.fromkeys((one.name, one.writer) for one in map_.holdings))
+    canvas = Canvas(LEFT + PLOT_WIDTH + RIGHT, TOP + plot_height + 76 + 20 * max(len(keys), 3))
+    scale = PLOT_WIDTH / max(map_.ends - map_.begins, 1)
+
+    def x(step: float) -> float:
+        return LEFT + (min(max(step, map_.begins), map_.ends) - map_.begins) * scale
+
+    def y(column: float) -> float:
+        return TOP + column * per_column
+
+    canvas.text(LEFT, 26, title, size=17, bold=True)
+    canvas.text(LEFT, 47, subtitle, size=12, shape="soft")
+    canvas.rectangle(LEFT, TOP, PLOT_WIDTH, plot_height, shape="empty")
+    colours = {key: PALETTE[index % len(PALETTE)] for index, key in enumerate(keys)}
+    for holding in map_.holdings:
+        _draw_holding(canvas, holding, colours[holding.name, holding.writer], x, y, map_.ends)
+    for holding in map_.holdings:
+        _draw_reads(canvas, holding, x, y)
+    _label(canvas, map_.holdings, x, y, map_.ends)
+    _axes(canvas, map_, x, y, plot_height)
+    _legend(canvas, map_.holdings, colours, TOP + plot_height + 62)
+    return canvas.svg()
+
+
+def _draw_holding(canvas: Canvas, holding: Holding, colour: str, x: Scale, y: Scale, end: int) -> None:
+    """Full colour from the issue of the first write to the last read, then faint until it is overwritten."""
+    top, height = y(holding.columns[0]), y(holding.columns[1] + 1) - y(holding.columns[0])
+    last = holding.last_read if holding.last_read is not None else holding.landed
+    lines = f"PTX line{'s' * (len(holding.lines) > 1)} {ranges(sorted(holding.lines))}"
+    title = (
+        f"{holding.name}, columns {holding.columns[0]}-{holding.columns[1]}: {holding.writer}, {lines}; written at "
+        f"steps {holding.begins}-{holding.landed}, "
+        + (f"last read at {holding.last_read}" if holding.last_read is not None else "never read")
+    )
+    canvas.rectangle(x(holding.begins), top, x(end) - x(holding.begins), height, shape="empty")
+    canvas.rectangle(x(holding.begins), top, x(end) - x(holding.begins), height, fill=colour, opacity=DEAD, title=title)
+    canvas.rectangle(
+        x(holding.begins), top, x(last) - x(holding.begins), height, fill=colour, opacity=0.85, title=title
+    )
+
+
+def _draw_reads(canvas: Canvas, holding: Holding, x: Scale, y: Scale) -> None:
+    """A line for each read, one for those on the same pixel. Reads by the accumulating mma are not marked."""
+    seen: set[tuple[int, str, tuple[int, int]]] = set()
+    for read in holding.reads:
+        if read.of_accumulator:
+            continue
+        spot = (round(x(read.step)), read.by, read.columns)
+        if spot not in seen:
+            seen.add(spot)
+            dash = "3 2" if read.by == "tcgen05.mma" else ""
+            at = x(read.step)
+            canvas.line(at, y(read.columns[0]) + 0.5, at, y(read.columns[1] + 1) - 0.5, "mark", 1.1, dash)
+
+
+def _label(canvas: Canvas, holdings: Sequence[Holding], x: Scale, y: Scale, end: int) -> None:
+    """The name of each block, where there is room for it and nothing overwrites the block."""
+    for index, holding in enumerate(holdings):
+        later = [one for one in holdings[index + 1 :] if _within(holding.columns, one.columns)]
+        last = min([holding.last_read or holding.landed, *(one.begins for one in later)])
+        rows = _visible_rows(holding, holdings[index + 1 :], last)
+        if rows is None or x(last) - x(holding.begins) < 9 * len(holding.name) + 6:
+            continue
+        middle = (y(rows[0]) + y(rows[1] + 1)) / 2
+        canvas.text(
+            (x(holding.begins) + x(last)) / 2,
+            middle + 6,
+            holding.name,
+            size=17,
+            anchor="middle",
+            bold=True,
+            shape="label",
+        )
+
+
+def _within(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def _visible_rows(holding: Holding, later: Sequence[Holding], last: int) -> tuple[int, int] | None:
+    first, behind = holding.columns[0], holding.columns[1] + 1
+    for other in later:
+        if other.begins >= last or other.columns[1] < first or other.columns[0] >= behind:
+            continue
+        if other.columns[0] - first > behind - other.columns[1] - 1:
+            behind = other.columns[0]
+        else:
+            first = other.columns[1] + 1
+    return (first, behind - 1) if behind - first >= 16 else None
+
+
+def _axes(canvas: Canvas, map_: TmemMap, x: Scale, y: Scale, height: float) -> None:
+    for column in range(0, map_.columns + 1, 64 if map_.columns > 64 else 8):
+        canvas.line(LEFT - 5, y(column), LEFT + PLOT_WIDTH, y(column), "grid", 0.6)
+        canvas.text(LEFT - 9, y(column) + 4, str(column), anchor="end", shape="soft")
+    for step in round_ticks(map_.begins, map_.ends, 12):
+        canvas.line(x(step), TOP + height, x(step), TOP + height + 5, "axis")
+        canvas.text(x(step), TOP + height + 19, str(step), anchor="middle", shape="soft")
+    canvas.line(LEFT, TOP, LEFT, TOP + height, "axis", 1.2)
+    canvas.line(LEFT, TOP + height, LEFT + PLOT_WIDTH, TOP + height, "axis", 1.2)
+    canvas.text(24, TOP + height / 2, "tensor memory column", anchor="middle", turned=True)
+    canvas.text(LEFT + PLOT_WIDTH / 2, TOP + height + 40, "VM steps: the order of events, not a time", anchor="middle")
+
+
+def _legend(canvas: Canvas, holdings: Sequence[Holding], colours: Mapping[tuple[str, str], str], top: float) -> None:
+    for row, (key, colour) in enumerate(colours.items()):
+        y = top + 20 * row
+        lines = sorted({line for one in holdings if (one.name, one.writer) == key for line in one.lines})
+        named = ranges(lines) if len(lines) < 9 else f"{lines[0]} to {lines[-1]}"
+        canvas.rectangle(LEFT, y, 22, 13, fill=colour, opacity=0.85)
+        canvas.text(LEFT + 30, y + 11, f"{key[0]}: {key[1]}, PTX line{'s' * (len(lines) > 1)} {named}")
+    left = LEFT + 640
+    canvas.line(left + 11, top, left + 11, top + 13, "mark", 1.2)
+    canvas.text(left + 30, top + 11, "read by tcgen05.ld")
+    canvas.line(left + 11, top + 20, left + 11, top + 33, "mark", 1.2, "3 2")
+    canvas.text(left + 30, top + 31, "read by tcgen05.mma as operand A")
+    canvas.text(left + 30, top + 51, "full colour: still to be read; faint: nobody reads it any more", shape="soft")

@@ -1,1 +1,1 @@
-"""Records in other people's formats: flashinfer-bench, JUnit."""
+"""Records in the formats of others: flashinfer-bench, JUnit. Knows those formats and lines, no policy of the gate."""

@@ -23,6 +23,7 @@ from megamoe.records.atomic import write_file
 from megamoe.records.files import RecordFile, read_records
 from megamoe.records.keys import Key, KeyedLine
 from megamoe.records.lines import (
+    BASELINE_RUN,
     Acceptance,
     AnyLine,
     Figures,
@@ -33,8 +34,6 @@ from megamoe.records.lines import (
 )
 from megamoe.spec.selection import Selection
 
-RUN = "baseline"
-"""The id of the run in lines that every run repeats."""
 BASELINES = CHECKOUT / "results" / "baselines"
 VM_BASELINE = BASELINES / "vm.jsonl"
 
@@ -72,7 +71,7 @@ def settled(record: Record) -> Record:
     """What two runs on two machines repeat of `record`: its status, its counters in order, its program."""
     kept = dict(sorted(record.counters.items()))
     return Record(
-        run=RUN,
+        run=BASELINE_RUN,
         op=record.op,
         **record.row._asdict(),
         status=record.status,
@@ -86,7 +85,7 @@ def settled(record: Record) -> Record:
 def settled_figures(figures: Figures) -> Figures:
     """As `settled`, for figures: kernels and their numbers in the order of their names."""
     kernels = {entry: dict(sorted(numbers.items())) for entry, numbers in sorted(figures.kernels.items())}
-    return figures.model_copy(update={"run": RUN, "cubin_sha256": None, "kernels": kernels})
+    return figures.model_copy(update={"run": BASELINE_RUN, "cubin_sha256": None, "kernels": kernels})
 
 
 def rebuilt(
@@ -105,9 +104,9 @@ def rebuilt(
     if any(isinstance(line, Timing) for line in lines):
         kept = {line.run: known[line.run] for line in lines if line.run in known}
     else:
-        latest = max(headers.values(), key=lambda header: header.started, default=baseline.headers.get(RUN))
+        latest = max(headers.values(), key=lambda header: header.started, default=baseline.headers.get(BASELINE_RUN))
         rows = sum(isinstance(line, Record) for line in lines)
-        kept = {} if latest is None else {RUN: _settled_header(latest, rows)}
+        kept = {} if latest is None else {BASELINE_RUN: _settled_header(latest, rows)}
         lines = [settled(line) if isinstance(line, Record) else line for line in lines]
         lines = [settled_figures(line) if isinstance(line, Figures) else line for line in lines]
     return Baseline(
@@ -124,7 +123,7 @@ def _settled_header(header: RunHeader, rows: int) -> RunHeader:
     """The header of lines that every host repeats: the versions and the revision of the last acceptance."""
     selection: dict[str, str | tuple[str, ...]] = asdict(Selection())
     anywhere = {"platform": "any", "machine": "any", "cpu_count": None, "device": None}
-    return header.model_copy(update={"run": RUN, "selection": selection, "owed_rows": rows, **anywhere})
+    return header.model_copy(update={"run": BASELINE_RUN, "selection": selection, "owed_rows": rows, **anywhere})
 
 
 def read_baseline(path: Path) -> Baseline:

@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from megamoe.contract import DeviceFacts, Row, Status, Temperature
 
 SCHEMA_VERSION = 2
+BASELINE_RUN = "baseline"
+"""The run of lines that any run would repeat: those of a baseline."""
 MAX_CHARACTERS = 200
 """How much of a value a message repeats; a line of a record file may hold megabytes."""
 

@@ -1,8 +1,10 @@
-"""What record files say, for a person: one HTML page without a network, or a few tables in a terminal.
+"""Record files shown to a person: one HTML page that needs no network, or tables in a terminal. No policy of the gate.
 
 material = gather(record_files())
 page(material, Extras(...)) -> str
 
-`material` reads, `measures` says what a cell may show, `layout` where it stands, `encoding` makes the page's data and
-`page` the page. The look and the behaviour are in `assets`, which are package data.
+`material` reads the files, `measures` lists what a cell can show, `layout` places the cells, `encoding` writes the data
+of the page, `page` the page. Style and script are in `assets`, which are package data.
+
+assets/plots.js says why the plots are our own.
 """

@@ -1,4 +1,4 @@
-"""A comparison as a table for a terminal, as Markdown for a comment, and as JSON for a machine."""
+"""A comparison as tables for a terminal, as Markdown for a comment, and as JSON for a machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megamoe.diff.differ import Comparison
 from megamoe.diff.rows import Call, ComparedRow
 
 FORMAT = "megamoe-comparison-1"
-MOST_ROWS = 100
+MAX_ROWS = 100
 FOREST_WIDTH = 33
 _STYLES: dict[Call, str] = {
     "STATUS-CHANGED": "bold red",
@@ -31,12 +31,12 @@ _STYLES: dict[Call, str] = {
 
 
 def shown(comparison: Comparison, everything: bool = False) -> tuple[ComparedRow, ...]:
-    """The rows that a person has to see: those that are not the same as before, unless `everything` is."""
+    """The rows that differ from before, or all of them if `everything`."""
     return tuple(row for row in comparison.rows if everything or row.call != "SAME")
 
 
 def as_table(rows: Sequence[ComparedRow]) -> Group:
-    """`rows` in groups by kind, each with what its kind can show."""
+    """Two tables: rows with a ratio of times and its interval, and the other rows."""
     parts: list[Table | Text] = []
     timed = [row for row in rows if row.ratio is not None]
     if timed:
@@ -78,7 +78,7 @@ def _styled(row: ComparedRow) -> Text:
 
 
 def _called(row: ComparedRow) -> str:
-    """The call; of a status that changed, which way."""
+    """The call; for a status that changed, also its direction."""
     if row.call != "STATUS-CHANGED":
         return row.call
     return f"{row.call} ({'worse' if row.regression else 'better'})"
@@ -89,16 +89,16 @@ def _same_program(row: ComparedRow) -> str:
 
 
 def forest_span(rows: Sequence[ComparedRow]) -> float:
-    """How far a forest plot of `rows` must reach on either side of 0, as a share: a round number up to 100 %."""
+    """The reach of a forest plot of `rows` on either side of 0, as a share: a round number, at most 1."""
     ends = [abs(end - 1) for row in rows for end in (row.low, row.high, row.ratio) if end is not None]
     widest = max([0.0, *(end for end in ends if math.isfinite(end))])
     return next((span for span in (0.05, 0.1, 0.2, 0.5) if widest <= span), 1.0)
 
 
 def forest(row: ComparedRow, span: float, width: int = FOREST_WIDTH) -> str:
-    """The interval of `row` as a line of `width` characters: from -span to +span, 0 in the middle.
+    """The interval of `row` as a line of `width` characters, from -span to +span with 0 in the middle.
 
-    Dots are within the threshold; an arrow says that the interval goes on.
+    Dots mark the threshold; an arrow means that the interval goes on.
     """
     if row.ratio is None or row.low is None or row.high is None or row.threshold is None:
         return " " * width
@@ -124,7 +124,7 @@ def forest(row: ComparedRow, span: float, width: int = FOREST_WIDTH) -> str:
 
 
 def as_markdown(comparison: Comparison, strict: bool = False) -> str:
-    """For a comment on a change: the verdict, what is not the same (at most MOST_ROWS rows), and how many there are."""
+    """For a comment on a change: the verdict, the counts, and at most MAX_ROWS rows that differ."""
     verdict = "regression" if comparison.exit_status(strict) else "no regression"
     lines = [
         f"### megamoe compare: {verdict}",
@@ -137,9 +137,9 @@ def as_markdown(comparison: Comparison, strict: bool = False) -> str:
     rows = shown(comparison)
     if rows:
         lines += ["| call | row | before → after | |", "|---|---|---|---|"]
-        lines += [_markdown_row(row) for row in rows[:MOST_ROWS]]
-    if len(rows) > MOST_ROWS:
-        lines += ["", f"… and {len(rows) - MOST_ROWS} more rows."]
+        lines += [_markdown_row(row) for row in rows[:MAX_ROWS]]
+    if len(rows) > MAX_ROWS:
+        lines += ["", f"… and {len(rows) - MAX_ROWS} more rows."]
     return "\n".join(lines) + "\n"
 
 
@@ -154,7 +154,7 @@ def _cell(text: str) -> str:
 
 
 def as_json(comparison: Comparison, strict: bool = False) -> dict[str, object]:
-    """Everything, as plain values. An interval without an upper end has null there."""
+    """The whole comparison as plain values. null is the upper end of an interval that has none."""
     return {
         "format": FORMAT,
         "before": comparison.before,
@@ -185,7 +185,7 @@ def _plain(value: object) -> object:
 
 
 def lines_of(comparison: Comparison) -> Iterator[str]:
-    """What a reader has to know before the rows."""
+    """What to read before the rows: both sides, and how their machines differ."""
     yield f"before: {comparison.before}"
     yield f"after:  {comparison.after}"
     yield from (f"not the same machine: {difference}" for difference in comparison.across)

@@ -1,6 +1,6 @@
-"""What the VM implements and who witnesses it, from the two tables that are tracked: coverage.md and witness.jsonl.
+"""What the VM implements and what witnesses it, read from two tracked tables: coverage.md and witness.jsonl.
 
-megamoe may not import the VM, so that the generated table is read.
+megamoe may not import the VM, so it reads the generated table.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _ROW = re.compile(r"\| `(?P<form>[^`]*)` \| (?P<section>[^|]*) \| (?P<witness>[^
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """One instruction form. `witness`: "hardware" or "document". `kernels`: packages by others whose kernels ran it."""
+class InstructionForm:
+    """One instruction form. `witness`: "hardware" or "document". `kernels`: packages of others whose kernels ran it."""
 
     family: str
     form: str
@@ -30,7 +30,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class ForeignKernel:
-    """A kernel that none of us wrote, in the VM."""
+    """A kernel that others wrote, run in the VM."""
 
     package: str
     target: str
@@ -42,23 +42,23 @@ class ForeignKernel:
     reason: str
 
 
-def read_coverage(path: Path = COVERAGE) -> tuple[Form, ...]:
-    """The forms of the table, in its order; none if the file is not there."""
+def read_coverage(path: Path = COVERAGE) -> tuple[InstructionForm, ...]:
+    """The forms in the order of the table; none if there is no file."""
     return tuple(_forms(_text(path)))
 
 
-def _forms(text: str) -> Iterator[Form]:
+def _forms(text: str) -> Iterator[InstructionForm]:
     family = ""
     for line in text.splitlines():
         if line.startswith("## "):
             family = line.removeprefix("## ").strip()
         elif found := _ROW.fullmatch(line):
             kernels = tuple(name.strip() for name in found["kernels"].split(",") if name.strip())
-            yield Form(family, found["form"], found["section"].strip(), found["witness"].strip(), kernels)
+            yield InstructionForm(family, found["form"], found["section"].strip(), found["witness"].strip(), kernels)
 
 
 def read_foreign_kernels(path: Path = WITNESS) -> tuple[ForeignKernel, ...]:
-    """The kernels of the table; lines that are no object are left out, as this is no place to judge them."""
+    """The kernels of the table. Skips lines that are no object: the test of the table judges them."""
     return tuple(kernel for line in _text(path).splitlines() if (kernel := _kernel(line)))
 
 

@@ -1,7 +1,7 @@
-"""The page's data: one compact object of lists and numbers, in which every record of the input can be found again.
+"""The data of the page: one compact object of lists and numbers that holds every record of the input.
 
-What repeats (texts, metrics, counters) is held once and pointed at by its index; a record is a dozen small numbers. The
-decoder is assets/data.js, and `decode_records` here, which tests hold against the input.
+Repeated values (texts, metrics, counters) are stored once and referred to by index: a record is a dozen small numbers.
+assets/data.js decodes it; so does `decode_records` here, and tests hold its result against the input.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megamoe.report.measures import counter_ratios, error_ratio, spread
 
 Json = dict[str, object]
 DIGITS = 5
-MOST_SAMPLES = 256
-"""Samples of one timing that the page draws, and its extremes; its median and interval are of all of them."""
+MAX_SAMPLES = 256
+"""The page draws so many samples of a timing, and its extremes. Median and interval are those of all samples."""
 STEPS = 4095
 _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 RECORD_FIELDS = (
@@ -30,7 +30,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 class Index(Generic[_Key]):
-    """Gives each distinct value the number of its place."""
+    """Numbers distinct values in the order in which they first come."""
 
     def __init__(self, values: Sequence[_Key] = ()) -> None:
         self._places: dict[_Key, int] = {value: place for place, value in enumerate(values)}
@@ -40,12 +40,12 @@ class Index(Generic[_Key]):
 
     @property
     def values(self) -> list[_Key]:
-        """The values in the order of their places."""
+        """The values in the order of their numbers."""
         return list(self._places)
 
 
 def number(value: float) -> float | int | str | None:
-    """`value` as JSON has it, with DIGITS significant digits; what JSON has no number for is spelt as in records."""
+    """`value` with DIGITS significant digits; NaN and infinities as text, spelt as in records."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -57,7 +57,7 @@ def number(value: float) -> float | int | str | None:
 
 
 class Encoder:
-    """Turns lines into rows of numbers; what they point at is in `tables` once all of them are encoded."""
+    """Turns lines into rows of numbers. Once all lines are encoded, `tables` holds what the numbers refer to."""
 
     def __init__(self, material: Material) -> None:
         self.texts: Index[str] = Index()
@@ -74,7 +74,7 @@ class Encoder:
         self._inputs: Index[tuple[tuple[int, int], ...]] = Index()
 
     def record(self, line: Record) -> list[object]:
-        """The record as the values of RECORD_FIELDS; None for what it does not have."""
+        """The values of RECORD_FIELDS; None for one that the record lacks."""
         return [
             self.cases[line.case],
             self.subjects[Subject(line.backend, line.target, line.executor)],
@@ -105,7 +105,7 @@ class Encoder:
         return place
 
     def agreement(self, line: Agreement) -> Json:
-        """What backends made of one case."""
+        """How far the outputs of backends on one case lie apart."""
         return {
             "case": self.cases[line.case], "target": line.target, "executor": line.executor, "schedule": line.schedule,
             "run": self.runs[line.run], "backends": line.backends, "alone": line.alone, "sentence": line.sentence,
@@ -113,7 +113,7 @@ class Encoder:
         }  # fmt: skip
 
     def timing(self, line: Timing, drawn: bool) -> list[object]:
-        """Device time of a row as the values of TIMING_FIELDS; its samples, thinned out, if they are to be `drawn`."""
+        """The values of TIMING_FIELDS; with at most MAX_SAMPLES samples if they will be `drawn`."""
         told = spread(line.samples_us)
         floor = None if line.floor_us is None else number(line.floor_us)
         return [
@@ -129,7 +129,7 @@ class Encoder:
         ]
 
     def figures(self, line: Figures) -> list[object]:
-        """What an assembler says, as the values of FIGURES_FIELDS."""
+        """The values of FIGURES_FIELDS."""
         kernels = [[self.texts[name], self._counter_place(kernel)] for name, kernel in line.kernels.items()]
         return [
             self.cases[line.case],
@@ -143,7 +143,7 @@ class Encoder:
         ]
 
     def tables(self) -> Json:
-        """What the encoded lines point at."""
+        """The tables that the encoded lines refer to."""
         metrics = zip(self._metrics.values, self._worst, strict=True)
         counters = zip(self._counters.values, self._ratios, strict=True)
         return {
@@ -157,7 +157,7 @@ class Encoder:
 
 
 def _packed(samples: Sequence[float]) -> list[object]:
-    """The least and the greatest of what is shown, and each sample as two letters: STEPS between these."""
+    """The least and the greatest sample shown, and each sample in two letters: its step of STEPS between these."""
     kept = sorted({*_evenly(len(samples)), samples.index(min(samples)), samples.index(max(samples))})
     shown = [samples[place] for place in kept]
     low, high = min(shown), max(shown)
@@ -166,13 +166,13 @@ def _packed(samples: Sequence[float]) -> list[object]:
 
 
 def _evenly(count: int) -> list[int]:
-    if count <= MOST_SAMPLES:
+    if count <= MAX_SAMPLES:
         return list(range(count))
-    return [round(place * (count - 1) / (MOST_SAMPLES - 1)) for place in range(MOST_SAMPLES)]
+    return [round(place * (count - 1) / (MAX_SAMPLES - 1)) for place in range(MAX_SAMPLES)]
 
 
 def decode_records(data: Mapping[str, list[list[object]]]) -> Iterator[Json]:
-    """The records of a page's data, field by field: what assets/data.js does, for tests and for scripts."""
+    """Decodes the records of a page's data, as assets/data.js does; for tests and scripts."""
     for row in data["records"]:
         found = dict(zip(RECORD_FIELDS, row, strict=True))
         backend, target, executor = data["subjects"][_place(found["subject"])]

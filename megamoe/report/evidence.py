@@ -1,30 +1,29 @@
-"""What lies on disk beside the records: bundles of failures with their error maps, and recorded runs of the VM.
+"""Files beside the records: bundles of failures with their error maps, and what `megamoe explain` wrote.
 
-Small things are shown in the page, an error map and a map of tensor memory; the rest is linked.
+Error maps and pictures of tensor memory are small and shown in the page; the other files are linked.
 """
 
 from __future__ import annotations
 
 import base64
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
+from megamoe.explain import folder_of
 from megamoe.records.lines import Record
 
-EXPLAINED = Path("results/explain")
-MOST_FILE_BYTES = 64_000
-MOST_BYTES = 400_000
+MAX_FILE_BYTES = 64_000
+MAX_BYTES = 400_000
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class RowFiles:
     """Files about one row. `links`: name -> URL relative to the page. `maps`: tensor -> the text of its error map.
 
-    `pictures`: name -> data URL of an SVG file; as the source of an image it can neither run nor load anything.
+    `pictures`: name -> data URL of an SVG file. As the source of an image, an SVG can neither run nor load anything.
     """
 
     links: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -32,13 +31,13 @@ class Evidence:
     pictures: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def bundles(records: Iterable[Record], page: Path, home: Path = Path()) -> dict[str, Evidence]:
-    """Evidence by the bundle that a record names, as far as the folder is there; paths are as seen from `home`.
+def bundles(records: Iterable[Record], page: Path, home: Path = Path()) -> dict[str, RowFiles]:
+    """Bundle that a record names -> its files, for the folders that exist. Paths are relative to `home`.
 
-    `page` is where the report will lie. Error maps beyond MOST_BYTES in all are linked only.
+    `page`: the path of the report. Error maps beyond MAX_BYTES in all are only linked.
     """
-    found: dict[str, Evidence] = {}
-    left = MOST_BYTES
+    found: dict[str, RowFiles] = {}
+    left = MAX_BYTES
     for name in dict.fromkeys(record.bundle for record in records if record.bundle):
         folder = home / name
         maps: dict[str, str] = {}
@@ -49,19 +48,19 @@ def bundles(records: Iterable[Record], page: Path, home: Path = Path()) -> dict[
                 maps[file.name.removesuffix(".error.txt")] = text
         links = {file.name: link(file, page) for file in _files(folder)}
         if links:
-            found[name] = Evidence(links, maps)
+            found[name] = RowFiles(links, maps)
     return found
 
 
-def traces(records: Iterable[Record], page: Path, home: Path = Path()) -> dict[str, Evidence]:
-    """What `megamoe explain` left, by "case backend target", for the records whose folder is there.
+def traces(records: Iterable[Record], page: Path, home: Path = Path()) -> dict[str, RowFiles]:
+    """ "case backend target" -> the files of `megamoe explain`, for the folders that exist.
 
-    Pictures of tensor memory beyond MOST_BYTES in all are linked only.
+    Pictures of tensor memory beyond MAX_BYTES in all are only linked.
     """
-    found: dict[str, Evidence] = {}
-    left = MOST_BYTES
+    found: dict[str, RowFiles] = {}
+    left = MAX_BYTES
     for case, backend, target in dict.fromkeys((one.case, one.backend, one.target) for one in records):
-        folder = home / EXPLAINED / explain_folder(case, backend, target)
+        folder = home / folder_of(case, backend, target)
         pictures: dict[str, str] = {}
         for file in _files(folder):
             text = _small_text(file) if file.name.startswith("tmem") and file.suffix == ".svg" else None
@@ -70,17 +69,12 @@ def traces(records: Iterable[Record], page: Path, home: Path = Path()) -> dict[s
                 pictures[file.name] = f"data:image/svg+xml;base64,{base64.b64encode(text.encode()).decode()}"
         links = {file.name: link(file, page) for file in _files(folder)}
         if links:
-            found[f"{case} {backend} {target}"] = Evidence(links, pictures=pictures)
+            found[f"{case} {backend} {target}"] = RowFiles(links, pictures=pictures)
     return found
 
 
-def explain_folder(case: str, backend: str, target: str) -> str:
-    """The name that megamoe.explain.explain gives to a folder; its own property would bring torch."""
-    return re.sub(r"[^\w.=-]+", "_", f"{case}-{backend}-{target}")
-
-
 def link(file: Path, page: Path) -> str:
-    """A URL of `file` relative to the folder of `page`, safe in an attribute."""
+    """The URL of `file` relative to the folder of `page`, quoted for an attribute."""
     relative = os.path.relpath(file.resolve(), page.resolve().parent)
     return quote(Path(relative).as_posix())
 
@@ -94,6 +88,6 @@ def _files(folder: Path) -> list[Path]:
 
 def _small_text(file: Path) -> str | None:
     try:
-        return file.read_text(encoding="utf-8") if file.stat().st_size <= MOST_FILE_BYTES else None
+        return file.read_text(encoding="utf-8") if file.stat().st_size <= MAX_FILE_BYTES else None
     except (OSError, UnicodeDecodeError):
         return None

@@ -1,4 +1,4 @@
-"""Where a case stands in the heat map of its op: in a grid if its matrix is a product of axes, or a list."""
+"""The place of a case in the heat map of its op: in a grid if its matrix is a product of axes, else in a list."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ OTHER = "other cases"
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Cases by axes: `cells[row][column]` is a case id, or None where the product has none.
+    """Cases by axes. `cells[row][column]` is a case id, or None where there is no case.
 
-    `row_axis` names the one axis of the rows, `column_axes` those of the columns; values are spelt as in case ids.
-    `fixed` holds the axes that differ from their defaults in every cell.
+    The rows have one axis, `row_axis`; the columns may have several. Values are spelt as in case ids. `fixed`: the axes
+    that have one value in all cells, other than their default.
     """
 
     title: str
@@ -33,14 +33,14 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Cases one under the other, because their axes span no grid."""
+    """A list of cases whose axes span no grid."""
 
     title: str
     cases: tuple[str, ...]
 
     @property
     def shared(self) -> list[str]:
-        """The parts of an id that every case has, if there are several cases."""
+        """The parts of the id that all cases share, if there are several cases."""
         parts = [case.partition(":")[2].split(",") for case in self.cases]
         return [part for part in parts[0] if all(part in other for other in parts)] if len(parts) > 1 else []
 
@@ -49,9 +49,9 @@ Block = Grid | Listing
 
 
 def lay_out(spec: Spec | None, case_ids: Iterable[str]) -> list[Block]:
-    """Blocks that hold each of `case_ids` at least once: a grid in full, a listing with the given cases alone.
+    """Blocks that hold each of `case_ids` once. A grid is complete; a listing holds only the given cases.
 
-    The order is that of the spec; what it does not know comes last. Without a spec there is one listing.
+    Blocks stand in the order of the spec, cases unknown to it last. Without a spec there is one listing.
     """
     wanted = dict.fromkeys(case_ids)
     blocks: list[Block] = []
@@ -69,14 +69,14 @@ def lay_out(spec: Spec | None, case_ids: Iterable[str]) -> list[Block]:
 
 
 def cases_of(block: Block) -> list[str]:
-    """The ids of the cases that stand in `block`."""
+    """The ids of the cases in `block`."""
     if isinstance(block, Listing):
         return list(block.cases)
     return [case for row in block.cells for case in row if case is not None]
 
 
 def axes_of(spec: Spec | None, case_id: str) -> dict[str, str]:
-    """The axes of a case as they are spelt in ids, defaults included; of an id that the spec refuses, what it says."""
+    """Axis -> value as spelt in ids, defaults included. For an id that the spec refuses: the values in the id."""
     if spec is not None:
         try:
             return {name: spell(value) for name, value in spec.parse_case(case_id).axes}
@@ -103,7 +103,7 @@ def _values(cases: Sequence[Case], axis: str) -> list[AxisValue]:
 
 
 def _varying(cases: Sequence[Case]) -> list[str]:
-    """The axes of which `cases` are the full product; none if they are no product of two axes or more."""
+    """The axes whose full product is `cases`; none if there are fewer than two or the product is not full."""
     if not cases or len({(case.inputs, case.seed) for case in cases}) > 1:
         return []
     axes = [name for name, _ in cases[0].axes if len(_values(cases, name)) > 1]
@@ -114,7 +114,7 @@ def _varying(cases: Sequence[Case]) -> list[str]:
 
 
 def _merged(products: Sequence[tuple[str, Sequence[Case]]]) -> list[tuple[str, list[Case]]]:
-    """Products of one row axis whose other fixed axes agree become one grid, as a long row beside shorter ones."""
+    """Joins products whose fixed axes agree into one grid: a matrix of long rows stands beside one of shorter rows."""
     grids: list[tuple[str, list[Case]]] = []
     for name, cases in products:
         for place, (title, held) in enumerate(grids):
@@ -157,12 +157,12 @@ def _grid(title: str, cases: Sequence[Case], spec: Spec) -> Grid:
 
 
 def _rank(value: AxisValue) -> tuple[bool, float, str]:
-    """Numbers by size, then words by letter."""
+    """The key that sorts numbers by size, then words."""
     number = not isinstance(value, str) and value is not None
     return (not number, float(value) if isinstance(value, int | float) else 0.0, spell(value))
 
 
 def spans(columns: Sequence[tuple[str, ...]], level: int) -> list[tuple[str, int]]:
-    """The headers of one level of column axes: a value and over how many columns it reaches."""
+    """The headers of one level of column axes: (value, number of columns under it)."""
     keys = groupby(columns, key=lambda column: column[: level + 1])
     return [(key[level], len(list(group))) for key, group in keys]

@@ -1,4 +1,4 @@
-"""What a report is made of: the lines of record files, in the order of their runs."""
+"""The material of a report: the lines of record files, ordered by their runs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megamoe.gate.baseline import RUN as BASELINE
 from megamoe.records.files import RecordFile, read_records
 from megamoe.records.keys import Key
 from megamoe.records.lines import (
+    BASELINE_RUN,
     Acceptance,
     Agreement,
     AnyLine,
@@ -26,7 +26,7 @@ RUNS = "results/runs"
 
 
 class Subject(NamedTuple):
-    """Whose kernels, for which target, run by what: a heat map has one band of rows for each."""
+    """Backend, target and executor: a heat map has a band of rows for each."""
 
     backend: str
     target: str
@@ -38,9 +38,9 @@ class Subject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Lines of every kind, each once, from the oldest run to the newest; `notes` are sentences a reader must see.
+    """Lines of every kind, each once, from the oldest run to the newest. `notes`: sentences that the reader must see.
 
-    A run whose header is in none of the files is older than any whose header is.
+    A run without a header in the files counts as older than any run with one.
     """
 
     files: tuple[RecordFile, ...]
@@ -54,13 +54,13 @@ class Material:
 
     @property
     def subjects(self) -> list[Subject]:
-        """Everyone who has a verdict or a time, sorted: backends by name, targets, then executors."""
+        """The subjects that have a verdict or a time, sorted by backend, target, executor."""
         lines: Iterable[Record | Timing] = (*self.records, *self.timings)
         return sorted({Subject(line.backend, line.target, line.executor) for line in lines})
 
     @property
     def ops(self) -> list[str]:
-        """The ops that occur, sorted."""
+        """The ops of all lines, sorted."""
         return sorted({line.op for line in (*self.records, *self.timings, *self.figures)})
 
     @property
@@ -75,10 +75,10 @@ class Material:
 
 
 def record_files(given: Sequence[Path] = (), home: Path = Path()) -> list[Path]:
-    """The files to read: those given, a folder standing for the *.jsonl in it; if none is given, those of `home`.
+    """The files to read: the given ones, where a folder means the *.jsonl in it, or else those of `home`.
 
-    Of `home` these are results/baselines, results/records and the newest file of results/runs, whose names begin with
-    the time. Raises RecordError when that is no file.
+    Those of `home` are in results/baselines and results/records, and the newest of results/runs, whose names begin with
+    the time. Raises RecordError if there is none.
     """
     if given:
         found = [file for path in given for file in (_in_folder(path) if path.is_dir() else [path])]
@@ -95,7 +95,7 @@ def record_files(given: Sequence[Path] = (), home: Path = Path()) -> list[Path]:
 
 
 def newest_run(home: Path = Path()) -> Path | None:
-    """The newest file of results/runs in `home`, None if there is none."""
+    """The newest file of results/runs in `home`, or None."""
     return max(_in_folder(home / RUNS), default=None)
 
 
@@ -104,10 +104,10 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def gather(paths: Sequence[Path]) -> Material:
-    """Reads the files. Raises RecordError for one that cannot be read, and when all of them together hold nothing.
+    """Reads the files. Raises RecordError if one cannot be read, or if none holds a line.
 
-    A baseline says what is expected, not what happened last: it counts as older than any run, and the runs of several
-    baselines, which all have one name, get that of their file.
+    A baseline says what is expected, not what happened last, so it counts as older than any run. All baselines have one
+    run id; here each gets the name of its file.
     """
     files = tuple(_with_name_of_its_own(read_records(path)) for path in paths)
     lines = list(dict.fromkeys(_Once(line) for file in files for line in file.lines))
@@ -116,7 +116,7 @@ def gather(paths: Sequence[Path]) -> Material:
         raise RecordError(f"nothing to report: there is no whole line in {names}")
     found = [one.line for one in lines]
     headers = [line for line in found if isinstance(line, RunHeader)]
-    headers.sort(key=lambda header: (not header.run.startswith(BASELINE), header.started, header.run))
+    headers.sort(key=lambda header: (not header.run.startswith(BASELINE_RUN), header.started, header.run))
     order = {header.run: place for place, header in enumerate(headers)}
     found.sort(key=lambda line: order.get(line.run, -1))
     return Material(
@@ -132,15 +132,15 @@ def gather(paths: Sequence[Path]) -> Material:
 
 
 def _with_name_of_its_own(file: RecordFile) -> RecordFile:
-    if not any(header.run == BASELINE for header in file.headers):
+    if not any(header.run == BASELINE_RUN for header in file.headers):
         return file
-    name = f"{BASELINE} {file.path.stem}"
-    lines = (line.model_copy(update={"run": name}) if line.run == BASELINE else line for line in file.lines)
+    name = f"{BASELINE_RUN} {file.path.stem}"
+    lines = (line.model_copy(update={"run": name}) if line.run == BASELINE_RUN else line for line in file.lines)
     return replace(file, lines=tuple(lines))
 
 
 class _Once:
-    """A line that equals another of the same text: a run in two files counts once."""
+    """Equality of lines by their text: a run in two files counts once."""
 
     __slots__ = ("line", "text")
 
@@ -163,4 +163,4 @@ def _notes(files: Sequence[RecordFile], lines: Sequence[AnyLine], known: dict[st
     stray = sorted({line.run for line in lines if not isinstance(line, Acceptance)} - known.keys())
     if stray:
         more = f" and {len(stray) - 1} more" if len(stray) > 1 else ""
-        yield f"run {stray[0]}{more} has no header in these files, so where its lines come from is unknown"
+        yield f"run {stray[0]}{more} has no header in these files, so the origin of its lines is unknown"

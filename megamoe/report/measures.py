@@ -1,6 +1,6 @@
-"""What a cell of the heat map may show: numbers that records and timings have, and scales on which to read them.
+"""The measures that a cell of the heat map can show: numbers of records and timings, and their scales.
 
-Every scale runs from 0, at the ideal, to 6, far from it, so that a strong colour always asks for attention.
+Every scale runs from 0 at the ideal to 6 far from it, so a strong colour always asks for attention.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megamoe.contract import Status
 LEVELS = 7
 Style = Literal["number", "percent", "microseconds"]
 
-# Shapes before colours: a letter or sign that a colour-blind reader and a black-and-white printer keep apart.
+# Signs differ in shape: a colour-blind reader and a black-and-white printer keep them apart.
 SIGNS: Mapping[Status, str] = {
     "passed": "✓",
     "failed": "✗",
@@ -29,9 +29,9 @@ SIGNS: Mapping[Status, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A number of a row. `bounds`: LEVELS - 1 limits between the levels, from the ideal outwards; none for verdicts.
+    """A number of a row. `bounds`: the LEVELS - 1 limits between levels, from the ideal outwards; none for verdicts.
 
-    `source` says which numbers it is made of: "metrics" and "counters" of records, "cold" and "hot" timings.
+    `source`: where the number comes from, "metrics" or "counters" of records, "cold" or "hot" timings.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Measure:
     higher_is_better: bool = False
 
     def level(self, value: float) -> int:
-        """0 at the ideal to 6; what is no number is 6."""
+        """0 at the ideal to 6; NaN is 6."""
         if math.isnan(value):
             return LEVELS - 1
         beyond = (value < bound if self.higher_is_better else value > bound for bound in self.bounds)
@@ -104,9 +104,9 @@ MEASURES: tuple[Measure, ...] = (
 
 
 def error_ratio(metrics: Mapping[str, float]) -> tuple[float, str] | None:
-    """The largest TENSOR.METRIC over its TENSOR.METRIC.bar, and its name; None where nothing is held to a bar.
+    """The largest ratio of a TENSOR.METRIC to its TENSOR.METRIC.bar, and its name; None if no metric has a bar.
 
-    Outputs of codes have no bar: a wrong code is infinitely far above it, none is at 0. A NaN is above any bar.
+    Outputs of codes have no bar: any wrong code counts as infinity, none as 0. NaN counts as infinity.
     """
     found = [
         (_over(value, metrics[f"{name}.bar"]), name) for name, value in metrics.items() if f"{name}.bar" in metrics
@@ -126,7 +126,7 @@ def _over(value: float, bar: float) -> float:
 
 
 def counter_ratios(counters: Mapping[str, int]) -> dict[str, float]:
-    """The measures of source "counters" that these counters give, by name."""
+    """Measure of source "counters" -> its value, for those that these counters allow."""
     found: dict[str, float] = {}
     if counters.get("useful_flops") and "mma_flops" in counters:
         found["mma_flops"] = counters["mma_flops"] / counters["useful_flops"]
@@ -140,9 +140,9 @@ def counter_ratios(counters: Mapping[str, int]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median of samples with a distribution-free interval of at least 95 % confidence, from order statistics.
+    """Median of samples and its distribution-free interval of at least 95 % confidence, from order statistics.
 
-    Fewer than six samples give less: the interval is then all of them.
+    Of fewer than six samples the interval is their whole range, with less confidence.
     """
 
     median: float
@@ -151,7 +151,7 @@ class Spread:
 
 
 def spread(samples: Sequence[float]) -> Spread | None:
-    """The spread of `samples`; None of none."""
+    """The spread of `samples`; None if there are none."""
     if not samples:
         return None
     ordered = sorted(samples)
@@ -162,7 +162,7 @@ def spread(samples: Sequence[float]) -> Spread | None:
 
 
 def _rank(count: int) -> int:
-    """Samples to leave out at either end: the most of which 2 P(Binomial(count, 1/2) <= rank) is within 5 %."""
+    """Samples to leave out at either end: the greatest rank with 2 P(Binomial(count, 1/2) <= rank) within 5 %."""
     if count > 1000:
         return max(0, math.floor(count / 2 - 0.98 * math.sqrt(count)) - 1)
     tail, rank = 1, 0

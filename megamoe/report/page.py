@@ -1,6 +1,6 @@
-"""The page: one HTML file with its style, its script and its data inside, which asks no network for anything.
+"""The page: one HTML file that holds its style, script and data, and asks no network for anything.
 
-A content security policy admits that style and that script by their digests, so that nothing in a record can run.
+A content security policy admits this style and this script by their digests, so nothing in a record can run.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from megamoe.records.severity import SEVERITY
-from megamoe.report.coverage import ForeignKernel, Form
+from megamoe.report.coverage import ForeignKernel, InstructionForm
 from megamoe.report.encoding import Encoder, Json, number
-from megamoe.report.evidence import Evidence
+from megamoe.report.evidence import RowFiles
 from megamoe.report.layout import Block, Listing, lay_out, spans
 from megamoe.report.material import Material
 from megamoe.report.measures import MEASURES, SIGNS
@@ -40,16 +40,16 @@ SCRIPTS = (
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a report shows beside records. `made`: when, by which revision; `specs` lay out the cases, by op."""
+    """What a report shows beside records. `made`: when; `specs`: op -> spec, which lays out the cases."""
 
     specs: Mapping[str, Spec]
     made: datetime
     revision: str | None = None
     version: str = ""
-    bundles: Mapping[str, Evidence] | None = None
-    traces: Mapping[str, Evidence] | None = None
+    bundles: Mapping[str, RowFiles] | None = None
+    traces: Mapping[str, RowFiles] | None = None
     comparison: Comparison | None = None
-    coverage: tuple[Form, ...] = ()
+    coverage: tuple[InstructionForm, ...] = ()
     foreign_kernels: tuple[ForeignKernel, ...] = ()
 
 
@@ -76,7 +76,7 @@ def asset(name: str) -> str:
 
 
 def embedded(data: Json) -> str:
-    """`data` as JSON that cannot end the script element it stands in: no <, > or & in it, and ASCII alone."""
+    """`data` as JSON in ASCII without <, > and &, so it cannot end the script element around it."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -86,7 +86,7 @@ def _digest(text: str) -> str:
 
 
 def page_data(material: Material, extras: Extras) -> Json:
-    """What the page knows, as one object; encoding.py says how lines are written in it."""
+    """The data of the page as one object; encoding.py defines how lines are written in it."""
     encoder = Encoder(material)
     newest = {id(line) for line in material.latest_timings}
     data: Json = {
@@ -149,7 +149,7 @@ def _block(block: Block, encoder: Encoder) -> Json:
 
 
 def _work(material: Material, encoder: Encoder) -> Json:
-    """Useful FLOPs and least bytes of each case that has both: where it stands under a roofline."""
+    """Case -> useful FLOPs and least bytes, which place it under a roofline."""
     found = {one.case: one.counters for one in material.records if {"useful_flops", "minimum_bytes"} <= {*one.counters}}
     return {str(encoder.cases[case]): [one["useful_flops"], one["minimum_bytes"]] for case, one in found.items()}
 

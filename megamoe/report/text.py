@@ -1,4 +1,4 @@
-"""The terminal's share of a report: the matrix by op and subject, the worst rows, counters, and a comparison's line."""
+"""The report for a terminal: the matrix by op and subject, the worst rows, counters, and a comparison."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from megamoe.spec.spec import Spec
 if TYPE_CHECKING:
     from megamoe.diff.differ import Comparison
 
-MOST_WORST = 10
-MOST_SENTENCE = 300
+MAX_WORST = 10
+MAX_SENTENCE = 300
 _STYLES: Mapping[Status, str] = {"passed": "", "unsupported": "dim", "not_run": "yellow"}
 _BAD = "bold white on red"
 
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A case of a subject: its worst status over the schedules, and the share of the floor that it reaches, cold."""
+    """A case of a subject: its worst status over the schedules, and floor over median time, cold."""
 
     status: Status
     floor: float | None
@@ -53,7 +53,7 @@ _Cells = Mapping[tuple[str, Subject], _Cell]
 
 
 def tables(material: Material, specs: Mapping[str, Spec], comparison: Comparison | None = None) -> Group:
-    """Everything, to be printed."""
+    """The whole report, to be printed."""
     cells = _cells(material)
     parts: list[RenderableType] = [_heading(material)]
     for op in material.ops:
@@ -84,7 +84,7 @@ def _heading(material: Material) -> Text:
 
 
 def _timed_on(material: Material) -> list[str]:
-    """The devices of the runs that the timings belong to, which need not be the newest run's."""
+    """The devices of the runs with timings; the newest run may have another."""
     devices = {run.run: run.device.name for run in material.runs if run.device}
     return list(dict.fromkeys(devices[line.run] for line in material.timings if line.run in devices))
 
@@ -138,7 +138,7 @@ def _grid(block: Grid, subjects: Sequence[Subject], cells: _Cells) -> Table:
 
 
 def _column_labels(block: Grid) -> list[str]:
-    """Headers of several lines, one an axis; a value is said where it changes."""
+    """Headers of one line for each axis; a value is shown where it changes."""
     lines: list[list[str]] = []
     for level in range(len(block.column_axes)):
         lines.append([label for value, span in spans(block.columns, level) for label in [value, *[""] * (span - 1)]])
@@ -162,18 +162,18 @@ def _listing(block: Listing, subjects: Sequence[Subject], cells: _Cells) -> Tabl
 
 
 def _worst(material: Material) -> Iterator[RenderableType]:
-    """Rows that did not pass, or else those nearest to their bars."""
+    """The rows that did not pass, or if all passed, those nearest to their bars."""
     bad = [record for record in material.latest if record.status not in ("passed", "unsupported")]
     bad.sort(key=lambda record: SEVERITY.index(record.status))
     if bad:
         yield Text("\nrows that did not pass", style="bold")
-        for record in bad[:MOST_WORST]:
+        for record in bad[:MAX_WORST]:
             sentence = (
-                record.sentence if len(record.sentence) <= MOST_SENTENCE else record.sentence[:MOST_SENTENCE] + " …"
+                record.sentence if len(record.sentence) <= MAX_SENTENCE else record.sentence[:MAX_SENTENCE] + " …"
             )
             yield Text(f"{SIGNS[record.status]} {record.row}: {sentence}")
-        if len(bad) > MOST_WORST:
-            yield Text(f"… and {len(bad) - MOST_WORST:,} more", style="dim")
+        if len(bad) > MAX_WORST:
+            yield Text(f"… and {len(bad) - MAX_WORST:,} more", style="dim")
         return
     cells = {_key(record): record for record in material.latest}
     held = [(ratio, record) for record in cells.values() if (ratio := error_ratio(record.metrics))]
@@ -182,14 +182,14 @@ def _worst(material: Material) -> Iterator[RenderableType]:
         table = Table(box=None, title="nearest to their bars", title_justify="left", title_style="bold", pad_edge=False)
         for name in ("error / bar", "metric", "row"):
             table.add_column(name)
-        for (ratio, name), record in held[:MOST_WORST]:
+        for (ratio, name), record in held[:MAX_WORST]:
             table.add_row(f"{ratio:.3f}", Text(name), Text(str(record.row)))
         yield Text("")
         yield table
 
 
 def _counters(material: Material) -> Iterator[RenderableType]:
-    """Median and worst of the counters' ratios, by op and subject."""
+    """Median and worst of each ratio of counters, by op and subject."""
     measures = [measure for measure in MEASURES if measure.source == "counters"]
     found: dict[tuple[str, Subject], list[dict[str, float]]] = {}
     for record in material.latest:
@@ -223,6 +223,6 @@ def _comparison(found: Comparison) -> Iterator[RenderableType]:
 
     yield Text("\ncomparison", style="bold")
     yield from (Text(line) for line in lines_of(found))
-    if rows := shown(found)[:MOST_WORST]:
+    if rows := shown(found)[:MAX_WORST]:
         yield as_table(rows)
     yield Text(found.line, style="bold red" if found.exit_status() else "bold green")

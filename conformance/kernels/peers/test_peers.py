@@ -19,7 +19,7 @@ from backends.peers.attention import mask_of
 from backends.peers.peer import Peer
 from conformance.fakes.peers_on_cpu import Faults, install
 from conformance.kernels.laws.law import spec_of
-from megamoe.cli.diagnosis import diagnose
+from megamoe.cli.doctor import capabilities
 from megamoe.contract import Case, PythonProgram, Row, UnsupportedError, backend_names, load_backend
 from megamoe.judge.judge import judge
 from megamoe.records.lines import Record
@@ -235,7 +235,7 @@ def test_a_mask_that_hides_nothing_is_none(case: str, causal: bool, window: int 
 
 
 def test_doctor_says_what_of_each_peer_is_missing() -> None:
-    found = {one.subject: one for one in diagnose() if one.subject.startswith("backend ")}
+    found = {one.subject: one for one in capabilities() if one.subject.startswith("backend ")}
     for peer in PEERS:
         finding = found[f"backend {peer.name}"]
         assert finding.works == (peer.missing() is None), f"{peer.name} is or is not installed: {finding}"

@@ -163,7 +163,7 @@ def test_doctor_says_why(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def _start(tmp_path: Path) -> subprocess.Popen[str]:
-    """A run of one row that passes and one that hangs, in a session of its own, once the first is on record."""
+    """Starts a run of a row that passes and a row that hangs, in its own session, and waits for the first record."""
     both = ["--backend", f"{FAKE}:WORKS", "--backend", f"{FAKE}:HANGS", "--executor", f"{FAKE}:EXECUTOR"]
     path = tmp_path / "r.jsonl"
     command = [sys.executable, "-m", "megamoe", "run", "--case", CASE, "--jobs", "2", *both, "--output", str(path)]

@@ -14,9 +14,10 @@ import pytest
 from conformance.fakes import backends as fake_backends
 from conformance.meta.explain.trace_events import Event, problems
 from megamoe.cli.main import main
+from megamoe.contract import Row
 from megamoe.contract.assembly import assembled
 from megamoe.contract.trace import CtaTrace, TraceError, read_trace
-from megamoe.explain.explain import Explanation, Subject, explain, write_files
+from megamoe.explain.explain import Explanation, explain, write_files
 from megamoe.explain.perfetto import MAX_SLICES, perfetto
 from megamoe.explain.roles import ranges, role_name, roles
 from megamoe.explain.smem import regions
@@ -30,8 +31,7 @@ SCHEDULES = ["eager", "lazy", "random:3"]
 
 @cache
 def _found(schedule: str, case: str = CASE) -> Explanation:
-    spec = load_specs(None)["fmha"]
-    return explain(spec, Subject(spec.parse_case(case), "ptx", "sm_100a", "vm", schedule))
+    return explain(load_specs(None)["fmha"], Row(case, "ptx", "sm_100a", "vm", schedule))
 
 
 def _cta(schedule: str) -> CtaTrace:

@@ -1,4 +1,4 @@
-"""Which register holds which (M, N): the explanation against the VM's own layout, and the picture of a SwiGLU tile."""
+"""Which register holds which (M, N): held against the VM's own layout; and the picture of a SwiGLU tile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from backends.vm.tensor.tmem_layout import register_map
-from megamoe.explain.explain import Explanation, Subject, explain, write_files
+from megamoe.contract import Row
+from megamoe.explain.explain import Explanation, explain, write_files
 from megamoe.explain.registers import AccumulatorTile, accumulator_tile, fragment
 from megamoe.spec.load import load_specs
 
@@ -18,8 +19,8 @@ CASE = "nvfp4_moe:hidden=128,intermediate=128,num_experts=1,tokens=128,stage=l1"
 
 @cache
 def _found(case: str = CASE) -> Explanation:
-    spec = load_specs(None)[case.partition(":")[0]]
-    return explain(spec, Subject(spec.parse_case(case), "ptx", "sm_100a", "vm", "eager"))
+    row = Row(case, "ptx", "sm_100a", "vm", "eager")
+    return explain(load_specs(None)[row.op], row)
 
 
 def _tile(case: str = CASE, interleave: int | None = 8) -> AccumulatorTile:
@@ -34,7 +35,7 @@ def _tile(case: str = CASE, interleave: int | None = 8) -> AccumulatorTile:
 @pytest.mark.parametrize("shape", ["32x32b", "16x64b", "16x128b", "16x256b"])
 @pytest.mark.parametrize("num", [1, 4, 32])
 def test_fragment_is_that_of_the_machine(shape: str, num: int) -> None:
-    """Two independent spellings of the ISA's figures: one of them wrong would show."""
+    """The figures of the ISA are written twice, independently, so a mistake in one shows."""
     layout = register_map(shape, num)
     machine = {
         (int(layout.lanes[register, thread]), int(layout.columns[register, thread])): (thread, register)
@@ -54,7 +55,7 @@ def test_swiglu_tile_is_taken_once_and_whole() -> None:
 
 @pytest.mark.parametrize(("m", "n", "thread", "register"), [(0, 0, 0, 0), (77, 8, 77 % 32, 8), (127, 21, 31, 21)])
 def test_register_of_a_cell(m: int, n: int, thread: int, register: int) -> None:
-    """The cells that test_ptx_moe_registers.py finds by setting registers to zero."""
+    """The cells that conformance/kernels/ptx/test_moe_registers.py finds by setting registers to zero."""
     holders = [load.cells[m, n] for load in _tile().loads if (m, n) in load.cells and load.warp == m // 32]
     assert holders == [(thread, register)]
 

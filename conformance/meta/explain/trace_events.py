@@ -1,4 +1,4 @@
-"""A checker of Trace Event Format JSON: what ui.perfetto.dev silently drops or draws wrongly is a sentence here."""
+"""Checks Trace Event Format JSON: finds events that ui.perfetto.dev would silently drop or draw wrongly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _number(event: Event, key: str) -> float:
 
 
 def problems(events: Sequence[Event]) -> Iterator[str]:
-    """Sentences about events that are wrong: unnamed tracks, slices that overlap, arrows without an end."""
+    """A sentence for each wrong event: unnamed tracks, overlapping slices, arrows without an end."""
     slices: dict[Track, list[tuple[float, float]]] = {}
     for event in events:
         if event["ph"] == "X":

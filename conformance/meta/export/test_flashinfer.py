@@ -1,4 +1,4 @@
-"""The export to flashinfer-bench: what it writes fits the format, says no more than is known, and can be run."""
+"""The export to flashinfer-bench fits the format, claims no more than is known, and its Python runs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from conformance.fakes.results import (
     write,
 )
 from megamoe.cli.main import main
-from megamoe.export import flashinfer_format as ours
-from megamoe.export.flashinfer_definition import call_of, definition_of, solution_source, workload_of
+from megamoe.export.flashinfer import format as ours
+from megamoe.export.flashinfer.definition import call_of, definition_of, solution_source, workload_of
 from megamoe.ops import reference
 from megamoe.records.lines import AnyLine
 from megamoe.spec.load import load_specs
@@ -35,12 +35,13 @@ from megamoe.spec.selection import known_cases
 SPECS = load_specs()
 TIMES = 10 + np.linspace(0, 1, 50).reshape(10, 5)
 METRICS = {"o.max": 0.009, "o.rms": 0.002, "lse.max": 1e-7, "lse.cosine": 1.0, "o.max.bar": 0.02}
-MODELS = ("Definition", "Workload", "Solution", "Trace")
+# Their name of each model -> ours.
+MODELS = {"Definition": ours.Definition, "Workload": ours.Workload, "Solution": ours.Solution, "Trace": ours.TraceLine}
 
 
 @cache
 def theirs() -> dict[str, type[BaseModel]]:
-    """The models of flashinfer-bench, without the rest of it, which needs a device. Empty if it is not installed."""
+    """The models of flashinfer-bench alone: the rest needs a device. Empty if it is not installed."""
     found = importlib.util.find_spec("flashinfer_bench")
     if found is None or found.submodule_search_locations is None:
         return {}
@@ -66,7 +67,7 @@ def traces(folder: Path) -> list[dict[str, Any]]:
 
 
 def gpu(**options: Any) -> AnyLine:
-    """A verdict on the row that `timing` is about."""
+    """A verdict on the row of `timing`."""
     changes = {"executor": "gpu", "target": "sm_90a", "metrics": METRICS}
     return record(**options).model_copy(update=changes)
 
@@ -117,7 +118,7 @@ def test_numbers_are_there_only_where_they_mean_something(
     metrics: dict[str, float],
     expected: str | None,
 ) -> None:
-    """Of rows without a time. A pass without a latency is nothing that the format can say."""
+    """Rows without a time: the format has no pass without a latency."""
     line = record(status, program=program).model_copy(update={"metrics": metrics})
     folder = exported(tmp_path, capsys, line)
     found = [trace["evaluation"] for trace in traces(folder)]
@@ -127,6 +128,22 @@ def test_numbers_are_there_only_where_they_mean_something(
         assert (one["correctness"] is not None) == (expected == "INCORRECT_NUMERICAL")
         assert f"it {status}" in one["log"], "the sentence says why"
     assert list(folder.glob("workloads/**/*.jsonl")), "the workload is there in any case"
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["failure first", "failure last"])
+@pytest.mark.parametrize("other", ["passed", "not_run", "unsupported", "error", "timed_out", "crashed"])
+def test_a_failure_under_one_schedule_is_exported_whatever_the_others_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], other: Any, turned: bool
+) -> None:
+    wrong = {"o.max": 0.5, "o.max.bar": 0.02}
+    failed = record("failed", schedule="eager").model_copy(update={"metrics": wrong})
+    beside = record(other, schedule="lazy").model_copy(update={"metrics": METRICS if other == "passed" else {}})
+    (trace,) = traces(exported(tmp_path, capsys, *((beside, failed) if turned else (failed, beside))))
+    evaluation = trace["evaluation"]
+    assert evaluation["status"] == "INCORRECT_NUMERICAL", f"a schedule that {other} hides the failure of another"
+    assert evaluation["log"] == failed.sentence
+    assert evaluation["correctness"]["max_relative_error"] == 0.5, "the error of the failure, not of the pass"
+    assert evaluation["correctness"]["extra"] == wrong
 
 
 def test_a_time_of_a_row_that_failed_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +193,7 @@ def run(source: str, *arguments: object) -> Any:
 
 
 def arguments(op: str, case_id: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Inputs as the format has them (signed bytes, scalars), and the outputs of the simulated reference likewise."""
+    """Inputs and outputs of the simulated reference as the format has them: signed bytes, scalars."""
     spec = SPECS[op]
     case = spec.parse_case(case_id)
     call, room = call_of(spec, case), reference(op)
@@ -212,7 +229,7 @@ def test_the_reference_that_is_written_computes_the_outputs(op: str, case_id: st
 
 
 def test_the_solution_that_is_written_runs_the_kernel() -> None:
-    """On the virtual machine, as there is no device here."""
+    """On the VM, since there is no device here."""
     case_id = "fmha:hd=64,t=1,s_k=128"
     call = call_of(SPECS["fmha"], SPECS["fmha"].parse_case(case_id))
     given, expected = arguments("fmha", case_id)
@@ -248,7 +265,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, capsys: pyt
 
 
 def dataset(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every object of a dataset, and the name of its model."""
+    """(name of its model, object) for every object of a dataset."""
     for kind, model in (("definitions", "Definition"), ("solutions", "Solution")):
         for file in folder.glob(f"{kind}/**/*.json"):
             yield model, json.loads(file.read_text("utf-8"))
@@ -258,14 +275,14 @@ def dataset(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_what_is_written_is_what_the_package_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Held against flashinfer-bench itself where it is installed, against our own models of its format everywhere."""
+    """Held against our models of the format, and against those of flashinfer-bench where it is installed."""
     lines: list[AnyLine] = [gpu(), timing(TIMES), record("failed").model_copy(update={"metrics": METRICS})]
     lines += [record("timed_out", case=case_id) for _, case_id in every_case()]
     found = list(dataset(exported(tmp_path, capsys, *lines)))
     assert {model for model, _ in found} == {"Definition", "Solution", "Trace"}
     package = theirs()
     for model, value in found:
-        getattr(ours, model).model_validate(value)
+        MODELS[model].model_validate(value)
         if package:
             package[model].model_validate(value)
 
@@ -288,7 +305,7 @@ TRACE = {
 
 
 def _in(value: dict[str, Any], *path: str, to: object) -> dict[str, Any]:
-    """A copy with one place changed."""
+    """A copy with the value at `path` replaced."""
     copy: dict[str, Any] = json.loads(json.dumps(value))
     place: dict[str, Any] = copy
     for key in path[:-1]:
@@ -320,9 +337,9 @@ def _in(value: dict[str, Any], *path: str, to: object) -> dict[str, Any]:
     ],
 )
 def test_a_planted_fault_is_refused_by_both(model: str, value: dict[str, Any]) -> None:
-    checks: list[Callable[[object], object]] = [getattr(ours, model).model_validate]
+    checks: list[Callable[[object], object]] = [MODELS[model].model_validate]
     checks += [package[model].model_validate] if (package := theirs()) else []
-    getattr(ours, model).model_validate(DEFINITION if model == "Definition" else TRACE)
+    MODELS[model].model_validate(DEFINITION if model == "Definition" else TRACE)
     for check in checks:
         with pytest.raises(ValidationError):
             check(value)

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests: found on this machine, driven by selenium, with nothing that reaches a network."""
+"""A headless Chromium for tests, driven by selenium, with every service that reaches a network switched off."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def chromium_paths() -> tuple[str, str]:
-    """Paths of the browser and its driver. Without them the tests are skipped, but in CI they fail."""
+    """Paths of the browser and its driver. If one is missing the test is skipped, in CI it fails."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     driver = shutil.which("chromedriver")
     if browser and driver:
@@ -39,7 +39,7 @@ def chromium_paths() -> tuple[str, str]:
 
 @contextmanager
 def chromium() -> Iterator[Chrome]:
-    """A browser with an empty profile that keeps what its console says and what it asks a network for."""
+    """A browser with an empty profile that logs its console and its requests."""
     browser, driver = chromium_paths()
     options = Options()
     options.binary_location = browser
@@ -56,22 +56,22 @@ def chromium() -> Iterator[Chrome]:
 
 
 def open_page(browser: Chrome, path: Path, address: str = "") -> None:
-    """Opens the file afresh, also where another address of it is open, and forgets what was logged before."""
+    """Loads the file anew, even if it is open at another address, and clears the logs."""
     browser.get("about:blank")
     complaints(browser)
     requests(browser)
     browser.get(f"{path.as_uri()}{address}")
-    # What a page draws once it knows its size comes a frame or two after it has loaded.
+    # The page draws again a frame or two after it has loaded, once it knows its size.
     browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0])))")
 
 
 def complaints(browser: Chrome) -> list[str]:
-    """What the console has said since the last call."""
+    """The messages of the console since the last call."""
     return [entry["message"] for entry in cast("list[dict[str, Any]]", browser.get_log("browser"))]
 
 
 def requests(browser: Chrome) -> list[str]:
-    """The addresses that were asked for since the last call, without the page itself and data: URLs."""
+    """The addresses requested since the last call, without the page itself and data: URLs."""
     found: list[str] = []
     for entry in cast("list[dict[str, Any]]", browser.get_log("performance")):
         event = json.loads(entry["message"])["message"]
@@ -81,7 +81,7 @@ def requests(browser: Chrome) -> list[str]:
 
 
 def nameless(browser: Chrome) -> list[str]:
-    """What a person can act on, or has to know, but a screen reader cannot say: from the browser's own tree."""
+    """Controls and regions without a name for a screen reader, from the accessibility tree of the browser."""
     tree = cast("dict[str, Any]", browser.execute_cdp_cmd("Accessibility.getFullAXTree", {}))
     acting = {"button", "link", "tab", "searchbox", "textbox", "gridcell", "dialog", "complementary", "grid", "img"}
     found: list[str] = []

@@ -1,10 +1,10 @@
-"""The report in a real browser: it opens alone, is driven by keys, shows what failed, and is read in dark and light."""
+"""The report in a real browser: it loads nothing else, obeys keys, shows failures, and has a dark and a light theme."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from selenium.webdriver import ActionChains, Chrome, Keys
@@ -55,7 +55,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 
 @pytest.fixture(scope="module")
 def full(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page that has something in every view."""
+    """A page with content in every view."""
     paths = [file.path for file in material.files]
     comparison = compare_runs(read_side(str(paths[0])), read_side(str(paths[1])), SPECS)
     coverage = read_coverage(ROOT / "results/coverage.md")
@@ -83,13 +83,13 @@ def cell_of(browser: Chrome, label: str) -> WebElement:
 
 
 def labels(browser: Chrome, selector: str) -> list[str]:
-    """What the elements are called."""
+    """The spoken names of the elements."""
     script = "return [...document.querySelectorAll(arguments[0])].map((node) => node.getAttribute('aria-label'))"
     return cast("list[str]", browser.execute_script(script, selector))
 
 
 def click(browser: Chrome, label: str) -> None:
-    """Clicks the first cell whose spoken name begins with `label`, whatever is in it."""
+    """Clicks the first cell whose spoken name begins with `label`."""
     script = "for (const node of document.querySelectorAll('#main td[data-cell]'))"
     script += "if (node.getAttribute('aria-label').startsWith(arguments[0])) return node.click()"
     browser.execute_script(script, label)
@@ -281,7 +281,7 @@ def test_the_address_keeps_what_is_shown(browser: Chrome, full: Path) -> None:
 
 
 def clear(browser: Chrome) -> set[str]:
-    """Names of the cells that the filter leaves."""
+    """Names of the cells that pass the filter."""
     return set(labels(browser, "#main td[data-cell]:not(.faded)"))
 
 
@@ -346,6 +346,41 @@ def test_bars_and_compared_rows_open_their_row(browser: Chrome, full: Path) -> N
     assert len(browser.find_elements(By.CSS_SELECTOR, "svg path.mark[data-cell]")) > 50, "the roofline has its points"
     assert browser.find_elements(By.CSS_SELECTOR, "svg .roof")
     assert not complaints(browser)
+
+
+SERIES = """
+const looks = [...document.querySelectorAll('#main [data-cell]')].map((node) => {
+  const [, subject] = node.dataset.cell.split('.');
+  const bar = node.querySelector('.track span');
+  const marks = node.matches('path') ? [node] : [...node.querySelectorAll('path.mark')];
+  const colours = marks.map((mark) => getComputedStyle(mark).fill);
+  return [subject, [...colours, ...(bar ? [getComputedStyle(bar).backgroundColor] : [])]];
+});
+const keys = [...document.querySelectorAll('#main .legend .key')].map((key) => {
+  const mark = key.querySelector('path.mark');
+  return [key.textContent, getComputedStyle(mark).fill, mark.getAttribute('d')];
+});
+return [looks, keys, DATA_SUBJECTS];
+"""
+
+
+def test_a_series_has_one_colour_in_legend_plot_and_bars(browser: Chrome, tmp_path: Path) -> None:
+    """There are eight colours and eight markers; this has twelve series."""
+    backends = [f"backend{number}" for number in range(12)]
+    work = record(counters={"useful_flops": 1 << 20, "minimum_bytes": 1 << 10})
+    lines = [timing([4.0 + at] * 10, backend=backend) for at, backend in enumerate(backends)]
+    path = tmp_path / "page.html"
+    path.write_text(page(material_of(tmp_path, header(), work, *lines), Extras(SPECS, NOW)), encoding="utf-8")
+    open_page(browser, path, "#view=times")
+    script = SERIES.replace("DATA_SUBJECTS", "JSON.parse(document.getElementById('data').textContent).subjects")
+    looks, keys, subjects = cast("list[list[Any]]", browser.execute_script(script))
+    legend = {name: colour for name, colour, _ in keys}
+    assert sorted(legend) == sorted(backends)
+    assert len({(colour, shape) for _, colour, shape in keys}) == len(keys), "two series look alike"
+    shown = {subjects[int(subject)][0]: set[str]() for subject, _ in looks}
+    for subject, colours in looks:
+        shown[subjects[int(subject)][0]].update(colours)
+    assert shown == {name: {colour} for name, colour in legend.items()}
 
 
 def test_the_newest_run_has_its_own_device_and_times_theirs(browser: Chrome, tmp_path: Path) -> None:

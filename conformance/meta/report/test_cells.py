@@ -1,4 +1,4 @@
-"""What a cell of the report says and where it stands, and what is found beside the records."""
+"""The place of a cell in the report, its measures, and the files found beside the records."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from conformance.fakes.hostile_records import NOW, SPECS, material_of
 from conformance.fakes.results import header, record, timing
 from conformance.fakes.simulated_matrix import full_matrix
 from megamoe.contract import Row
-from megamoe.explain.explain import Subject as Explained
+from megamoe.explain import folder_of
 from megamoe.records.lines import Record, record_of
 from megamoe.records.severity import SEVERITY
 from megamoe.report.coverage import read_coverage, read_foreign_kernels
-from megamoe.report.encoding import MOST_SAMPLES
-from megamoe.report.evidence import bundles, explain_folder, traces
+from megamoe.report.encoding import MAX_SAMPLES
+from megamoe.report.evidence import bundles, traces
 from megamoe.report.layout import Grid, axes_of, cases_of, lay_out, spans
 from megamoe.report.measures import (
     MEASURES,
@@ -70,7 +70,7 @@ def test_grids_of_other_models_are_not_mixed() -> None:
     assert [grid.fixed["hidden"] for grid in grids] == ["7168", "4096"]
 
 
-# What a cell says
+# Measures
 
 
 def test_scales_run_from_the_ideal_outwards() -> None:
@@ -139,11 +139,11 @@ def test_samples_are_thinned_out_but_their_summary_is_not(tmp_path: Path) -> Non
     count, centre, *_ = line[7]
     low, high, letters = line[8]
     assert (count, centre) == (5000, pytest.approx(median(samples), rel=1e-4))
-    assert len(letters) // 2 <= MOST_SAMPLES + 2
+    assert len(letters) // 2 <= MAX_SAMPLES + 2
     assert (low, high) == (pytest.approx(min(samples), rel=1e-4), 50)
 
 
-# What lies beside the records
+# Files beside the records
 
 
 def test_evidence_is_linked_and_its_maps_are_shown(tmp_path: Path) -> None:
@@ -163,8 +163,7 @@ def test_evidence_is_linked_and_its_maps_are_shown(tmp_path: Path) -> None:
 
 def test_a_trace_is_found_where_explain_leaves_it(tmp_path: Path) -> None:
     case = SPECS["fmha"].case(hd=64, t=1, s_k=128, causal=True)
-    assert explain_folder(case.id, "ptx", "sm_100a") == Explained(case, "ptx", "sm_100a", "vm", "lazy").label
-    folder = tmp_path / "results/explain" / explain_folder(case.id, "ptx", "sm_100a")
+    folder = tmp_path / folder_of(case.id, "ptx", "sm_100a")
     folder.mkdir(parents=True)
     (folder / "trace.perfetto.json").write_text("{}")
     (folder / "tmem.svg").write_text("<svg onload='alert(1)'/>")

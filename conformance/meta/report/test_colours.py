@@ -1,4 +1,4 @@
-"""The colours of the report, computed from its style: text can be read on what it stands on, in dark and in light."""
+"""The colours of the report, read from its style: every text has contrast to its background, in dark and in light."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT, GRAPHIC = 4.5, 3.0  # WCAG 2.2, success criteria 1.4.3 and 1.4.11
 
 
 def colours(style: str) -> list[dict[str, str]]:
-    """The colours by name: light, dark."""
+    """Name -> colour, of the light theme and of the dark one."""
     return [{name: pair[at] for name, *pair in PAIR.findall(style)} for at in (0, 1)]
 
 
@@ -28,7 +28,7 @@ def luminance(colour: str) -> float:
 
 
 def contrast(one: str, other: str) -> float:
-    """From 1 to 21."""
+    """The contrast ratio of WCAG 2.2, from 1 to 21."""
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
@@ -47,7 +47,7 @@ GRAPHICS = [(f"series{at}", ground) for at in range(8) for ground in ("page", "p
 
 
 def unreadable(style: str) -> list[str]:
-    """A sentence for each pair that is too near."""
+    """A sentence for each pair with too little contrast."""
     found: list[str] = []
     for theme, known in zip(("light", "dark"), colours(style), strict=True):
         known["bar-over"] = known["failed"]

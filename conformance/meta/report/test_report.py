@@ -1,4 +1,4 @@
-"""The report's page: every record of the input is in it, whatever is in the record, and nothing in one can act."""
+"""The page holds every record of the input, and no text in a record can act."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megamoe.report.page import SCRIPTS, Extras, asset, page
 
 
 def unfound(records: Iterable[Record], data: Mapping[str, object]) -> list[str]:
-    """A sentence for each record that the data do not have as it is."""
+    """A sentence for each record that the data lacks or has changed."""
     decoded = Counter(_essence(one) for one in decode_records(data))  # type: ignore[arg-type]
     wanted = Counter(_essence(one.model_dump() | {"executor": one.executor}) for one in records)
     return [f"{count} of {key[:7]}" for key, count in (wanted - decoded).items()]

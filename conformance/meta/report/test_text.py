@@ -1,4 +1,4 @@
-"""`megamoe report --text`: what a report says in a terminal."""
+"""`megamoe report --text`: the report in a terminal."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ import pytest
 
 from conformance.vm.isa.test_tensor_core import KINDS, SCHEDULES, product
 from conformance.vm.kernel import assert_clean
-from megamoe.explain.explain import Subject, explain
+from megamoe.contract import Row
+from megamoe.explain.explain import explain
 from megamoe.explain.tmem import tmem_map
 from megamoe.spec.load import load_specs
 
@@ -45,8 +46,8 @@ def test_no_mma_scales_by_a_half(kind: str, a_row: list[float], seen: float) -> 
 @pytest.mark.parametrize("hd", [128, 256, 512])
 def test_p_takes_the_place_of_s(hd: int) -> None:
     """The raw-PTX attention has P in tensor memory for every hd, in columns of the S that it came from."""
-    spec = load_specs(None)["fmha"]
-    found = explain(spec, Subject(spec.parse_case(f"fmha:hd={hd},t=4,s_k=256"), "ptx", "sm_100a", "vm", "eager"))
+    row = Row(f"fmha:hd={hd},t=4,s_k=256", "ptx", "sm_100a", "vm", "eager")
+    found = explain(load_specs(None)["fmha"], row)
     assert found.violation is None
     map_ = tmem_map(found.trace.launches[0].ctas[0], found.trace.steps)
     assert map_ is not None

@@ -1,5 +1,5 @@
 'use strict';
-// What a cell of the heat map says under a measure: text, a class for its colour, and a sentence for who cannot see it.
+// A cell of the heat map under a measure: its text, a class for its colour, and words for a screen reader.
 
 const measures = new Map(DATA.measures.map((measure) => [measure.name, measure]));
 
@@ -18,7 +18,7 @@ function timingNumber(timing) {
   return timing && timing.floor !== null && timing.median ? timing.floor / timing.median : null;
 }
 
-// The number of a cell under a measure, the worst of the schedules shown, and the status it goes with.
+// The number of a cell under a measure (the worst of the schedules shown) and its status.
 function reading(cell, measure, schedule) {
   if (measure.source === 'cold' || measure.source === 'hot') {
     const timing = last(cell[measure.source]);
@@ -56,7 +56,7 @@ function content(found, measure) {
 
 const measured = new Map();
 
-// The subjects that have anything to show under a measure, so that a band of empty cells is not drawn.
+// The subjects with anything to show under a measure: a band of empty cells is not drawn.
 function subjectsWith(measure, schedule, op = null) {
   const key = `${measure.name} ${schedule} ${op}`;
   if (!measured.has(key)) {
@@ -87,7 +87,7 @@ function haystack(cell) {
   };
 }
 
-// Every word must match. axis=value is matched whole, so that hd=64 is not hd=640; `-word` must not match.
+// Every word must match. axis=value matches whole, so hd=64 does not match hd=640; `-word` must not match.
 function matches(cell, filter) {
   if (!filter.length) return true;
   cell.haystack ??= haystack(cell);
@@ -98,7 +98,7 @@ function matches(cell, filter) {
   });
 }
 
-// The words of a level: up to where it reaches, and beyond the last bound.
+// The label of a level: its bound, or for the last level the bound that it exceeds.
 function limit(measure, at) {
   const spelt = measure.bounds.map((bound) => (measure.style === 'percent' ? `${bound * 100}%` : String(bound)));
   const [inner, outer] = measure.higher_is_better ? ['≥', '<'] : ['≤', '>'];

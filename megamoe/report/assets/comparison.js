@@ -1,23 +1,9 @@
 'use strict';
-// The view of a comparison: what megamoe.comparison made of these records against others.
+// The view of the comparison that megamoe.diff made of these records and others.
 
-const COMPARED = [
-  'kind',
-  'case',
-  'backend',
-  'target',
-  'executor',
-  'variant',
-  'call',
-  'regression',
-  'sentence',
-  'was',
-  'is',
-  'times',
-  'changes',
-];
-const GOOD_CALLS = ['FASTER', 'BETTER'],
-  EVEN_CALLS = ['SAME', 'NEW', 'CHANGED', 'AMBIGUOUS'];
+const COMPARED = 'kind case backend target executor variant call regression sentence was is times changes'.split(' ');
+const GOOD_CALLS = ['FASTER', 'BETTER'];
+const EVEN_CALLS = ['SAME', 'NEW', 'CHANGED', 'AMBIGUOUS'];
 
 function comparedRows() {
   return DATA.comparison.rows.map((row) => Object.fromEntries(COMPARED.map((name, at) => [name, row[at]])));
@@ -36,7 +22,7 @@ function comparedMatches(row) {
   return state.filter.every((word) => (word.includes('=') ? exact.includes(word) : text.includes(word)));
 }
 
-// How far the ratios of these rows must reach on either side of 1: a round number, 1 at the most.
+// The reach of the plots on either side of a ratio of 1: a round number, at most 1.
 function ratioSpan(rows) {
   const far = rows
     .filter((row) => row.times)
@@ -102,12 +88,12 @@ function callChips(rows) {
   );
 }
 
-const MOST_COMPARED = 1000;
+const MAX_COMPARED = 1000;
 
 function comparedTable(rows) {
   const span = ratioSpan(rows);
   const columns = ['call', 'row', 'before → after#', `−${span * 100}% … +${span * 100}%`, 'ratio#', 'what changed'];
-  const lines = rows.slice(0, MOST_COMPARED).map((row) => comparedLine(row, span));
+  const lines = rows.slice(0, MAX_COMPARED).map((row) => comparedLine(row, span));
   return rowsTable('Compared rows', columns, lines);
 }
 
@@ -123,6 +109,6 @@ function comparisonView() {
     [...found.across, ...found.notes].map((note) => el('p', {}, note)),
     callChips(rows),
     comparedTable(rows),
-    rows.length > MOST_COMPARED ? muted(`${plain(rows.length - MOST_COMPARED)} more: narrow the filter`) : null,
+    rows.length > MAX_COMPARED ? muted(`${plain(rows.length - MAX_COMPARED)} more: narrow the filter`) : null,
   ];
 }

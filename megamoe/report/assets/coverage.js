@@ -1,5 +1,5 @@
 'use strict';
-// What the VM implements of the PTX ISA, family by family, and who witnesses it.
+// What the VM implements of the PTX ISA, by family, and what witnesses each form.
 
 function families() {
   const found = new Map();
@@ -72,7 +72,7 @@ function coverageView() {
     el(
       'p',
       { class: 'muted' },
-      `${plural(DATA.coverage.length, 'form')} in ${plural(families().size, 'family').replace('familys', 'families')}: ${count((one) => one[3] === 'hardware')} witnessed by hardware (it ran on a GPU, and what it gave is test data here), the others by the ISA's text; ${count((one) => one.length > 4)} also ran in kernels that none of us wrote.`,
+      `${plural(DATA.coverage.length, 'form')} in ${plural(families().size, 'family').replace('familys', 'families')}: ${count((one) => one[3] === 'hardware')} witnessed by hardware (it ran on a GPU, and what it gave is test data here), the others by the ISA's text; ${count((one) => one.length > 4)} also ran in kernels by others.`,
     ),
     [...families()].map(([family, forms]) => familyRow(family, forms)),
     DATA.foreign.length

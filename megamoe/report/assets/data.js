@@ -1,10 +1,10 @@
 'use strict';
-// The page's data, decoded: megamoe/report/encoding.py says how it is written.
+// Decodes the data of the page. megamoe/report/encoding.py defines the form.
 
 const DATA = JSON.parse(document.getElementById('data').textContent);
 const SUBJECT_PARTS = ['backend', 'target', 'executor'];
 
-// A cell is one case of one subject: its records by schedule and its timings by temperature, each from old to new.
+// A cell is one case of one subject: records by schedule and timings by temperature, the oldest first.
 const cells = new Map();
 const runOrder = new Map(DATA.runs.map((run, place) => [run.run, place]));
 
@@ -97,7 +97,7 @@ function subjectName(subject) {
   return DATA.subjects[subject].join(' ');
 }
 
-// The parts in which these subjects differ; a part that all share is said once, in a heading.
+// Names made of the parts in which these subjects differ; a heading shows the shared parts once.
 function shortNames(subjects) {
   const differing = [0, 1, 2].filter((part) => new Set(subjects.map((one) => DATA.subjects[one][part])).size > 1);
   const shown = differing.length ? differing : [0];
@@ -125,13 +125,13 @@ function toNumber(value) {
   return typeof value === 'string' ? Number(value) : value;
 }
 
-// [name, value] pairs of a place in the table of metrics or counters.
+// The [name, value] pairs at a place of the table of metrics or counters.
 function named(kind, place) {
   const [names, numbers] = DATA[kind][place];
   return DATA.names[names].map((name, at) => [name, numbers[at]]);
 }
 
-// The newest record of each schedule that is shown.
+// The newest record of each schedule shown.
 function newest(cell, schedule) {
   const found = [];
   for (const [name, records] of cell.schedules) {
@@ -147,19 +147,19 @@ function worst(records) {
 
 const LETTERS = 'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_';
 
-// The samples of a timing in microseconds, in the order taken; older timings have none in the page.
+// The samples of a timing in microseconds, in the order taken. Only the newest timings have samples in the page.
 function samplesOf(timing) {
   const [low, high, letters] = timing.packed ?? [0, 0, ''];
   const step = (at) => LETTERS.indexOf(letters[2 * at]) * 64 + LETTERS.indexOf(letters[2 * at + 1]);
   return Array.from({ length: letters.length / 2 }, (_, at) => low + ((high - low) * step(at)) / 4095);
 }
 
-// As Python's shlex.quote: the command can be pasted into a shell.
+// Quotes like Python's shlex.quote, for a shell.
 function quoted(word) {
   return /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", `'"'"'`)}'`;
 }
 
-// The sentence of a record ends with the command that reruns it, which the page shows by itself.
+// The sentence of a record ends with its rerun command; the page shows that elsewhere.
 function withoutRerun(sentence) {
   return sentence.replace(/ Rerun: megamoe run [^\n]*$/, '');
 }

@@ -1,5 +1,5 @@
 'use strict';
-// The drawer of a row: everything that is known of one case of one subject.
+// The drawer of a row: all that the page knows of one case of one subject.
 
 function selectedRecord(cell) {
   const shown = newest(cell, null);
@@ -129,7 +129,7 @@ function countersSection(record) {
   );
 }
 
-// What an assembler says of the newest program: registers, spills and sizes of each kernel, and the digests.
+// The figures of the newest program: registers, spills and sizes of each kernel, and the digests.
 function figuresSection(cell) {
   const [backend, target] = DATA.subjects[cell.subject];
   const found = FIGURES.filter(
@@ -193,7 +193,7 @@ function traceSection(cell, record) {
       el(
         'p',
         { class: 'muted' },
-        'Open *.perfetto.json in ui.perfetto.dev; a VM step is shown as a microsecond and is no time of a GPU.',
+        'Open *.perfetto.json in ui.perfetto.dev. It shows a VM step as a microsecond, which is no time of a GPU.',
       ),
     );
   return section('trace of the VM', el('div', { class: 'command' }, el('code', {}, command), copyButton(command)));

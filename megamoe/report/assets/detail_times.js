@@ -1,5 +1,5 @@
 'use strict';
-// The drawer's sections about time: device times with their samples, and the row's history over the runs.
+// The sections of the drawer about time: device times with their samples, and the history of the row over the runs.
 
 function timesSection(cell) {
   const found = ['cold', 'hot'].map((name) => last(cell[name])).filter(Boolean);
@@ -44,7 +44,7 @@ function timesTable(timings) {
   return table('device times', columns, rows);
 }
 
-// The same case by others on the same executor: what a time has to be seen beside.
+// Times of the same case by other backends on the same executor.
 function rivals(cell, timings) {
   const executor = DATA.subjects[cell.subject][2];
   const temperature = timings[0]?.temperature;
@@ -80,7 +80,7 @@ function runs(lines) {
   return [...new Map(lines.map((line) => [line.run, line])).values()];
 }
 
-// Name, unit style and value of each run for everything that has one.
+// For each number with a history: its name, style, and value in each run.
 function historySeries(cell, record) {
   const records = record ? runs(cell.schedules.get(record.schedule)) : [];
   const found = [];

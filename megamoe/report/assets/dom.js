@@ -1,5 +1,5 @@
 'use strict';
-// Elements made by hand. Text goes in as text, never as markup: records may hold anything.
+// Makes elements. Text goes in as text, never as markup: records may hold anything.
 
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
@@ -45,17 +45,17 @@ function micro(value) {
   return value >= 100 ? value.toFixed(0) : value.toPrecision(3);
 }
 
-const MOST_LETTERS = 90;
+const MAX_LETTERS = 90;
 
 function clip(text) {
-  return text.length > MOST_LETTERS ? `${text.slice(0, MOST_LETTERS - 1)}…` : text;
+  return text.length > MAX_LETTERS ? `${text.slice(0, MAX_LETTERS - 1)}…` : text;
 }
 
 function plural(count, word) {
   return `${plain(count)} ${word}${count === 1 ? '' : 's'}`;
 }
 
-// A value in the few letters that a cell has room for.
+// A value in few letters, to fit a cell.
 function brief(value, style) {
   const number = toNumber(value);
   if (Number.isNaN(number)) return 'NaN';
@@ -80,7 +80,7 @@ function copyButton(text) {
   return button;
 }
 
-// One of several values, as a row of buttons; `null` stands for all.
+// A row of buttons that choose one value; `null` means all.
 function choice(name, options, chosen, choose) {
   const buttons = options.map(([value, label, title]) =>
     el(
@@ -103,7 +103,7 @@ function choice(name, options, chosen, choose) {
   );
 }
 
-// A column whose name ends in # holds numbers, in * things spelt as in code.
+// A name that ends in # marks a column of numbers, in * a column of code.
 function columnClass(column) {
   return { '#': 'number', '*': 'mono' }[last(column)] ?? null;
 }

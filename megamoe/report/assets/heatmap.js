@@ -1,5 +1,5 @@
 'use strict';
-// The matrix: a heat map for each op. Grids have a band of rows for each subject, listings a column.
+// The matrix: a heat map for each op. In a grid each subject has a band of rows, in a listing a column.
 
 const LETTER_WIDTH = 7.3,
   CELL_WIDTH = 48,
@@ -39,7 +39,7 @@ function tooltip(cell) {
   return told + (failed?.sentence ? `\n${failed.sentence.slice(0, 300)}` : '');
 }
 
-// Column headers, one line for each axis; a border marks where the outermost axis changes.
+// Column headers, a line for each axis. A border marks each change of the outermost axis.
 function gridHead(block) {
   const starts = new Set();
   block.headers[0].reduce((at, [, span]) => (starts.add(at), at + span), 0);
@@ -55,7 +55,7 @@ function gridHead(block) {
   return { head: el('thead', {}, lines), starts };
 }
 
-// The lines of a grid in the order that is asked for: all rows of a subject, or all subjects of a row.
+// The lines of a grid in the chosen order: by subject, or by row.
 function gridBands(block, subjects, names) {
   const rowName = (row) => `${block.row} ${block.rows[row]}`;
   const places = block.rows.map((_, row) => row);
@@ -94,7 +94,7 @@ function listTable(block, indexes, subjects, names) {
   return el('table', { role: 'grid', class: 'heat', 'aria-label': block.title }, top, el('tbody', {}, rows));
 }
 
-// Listings are cut into as many tables side by side as there is room for.
+// Cuts a listing into as many tables side by side as fit.
 function listTables(block, subjects, names) {
   const matching = (index) =>
     subjects.some(
@@ -115,7 +115,7 @@ function listTables(block, subjects, names) {
   );
 }
 
-// A block with the subjects that have anything in it; nothing if none has.
+// A block with the subjects that have a cell in it, or null.
 function makeBlock(block, candidates, names) {
   const indexes = (block.cells?.flat() ?? block.cases).filter((index) => index !== null);
   const subjects = candidates.filter((subject) => indexes.some((index) => cells.has(cellKey(index, subject))));
@@ -210,7 +210,7 @@ function matrixView() {
   return [tally(), matrixControls(), legend(measures.get(state.measure)), ...ops.map(makeOp)];
 }
 
-// Lines of focusable cells as the eye sees them: tables that stand side by side form one line.
+// Focusable cells by visual line: tables side by side share lines.
 function cellLines() {
   const lines = new Map();
   for (const node of document.querySelectorAll('#main td[data-cell]')) {

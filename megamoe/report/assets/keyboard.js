@@ -60,7 +60,7 @@ function moveFocus(key) {
   if (state.open !== null) set({ open: state.focus });
 }
 
-// The next cell, in reading order, whose row did not pass.
+// Focuses the next cell, in reading order, whose row did not pass.
 function moveToFailure(step) {
   const nodes = cellLines().flat();
   const bad = nodes.filter((node) => worst(newest(cells.get(node.dataset.cell), null))?.status !== 'passed');
@@ -81,7 +81,7 @@ function showTheme(theme) {
   try {
     localStorage.setItem('megamoe-theme', theme);
   } catch {
-    /* a file may have no storage */
+    /* a page from a file may have no storage */
   }
 }
 
@@ -136,7 +136,7 @@ const COMMANDS = {
 
 const MOVES = ['ArrowLeft', 'ArrowRight', 'ArrowUp', 'ArrowDown', 'Home', 'End'];
 
-// What a key does here, or nothing.
+// The command of a key on this element, or null.
 function commandOf(key, target) {
   if (target.matches('input')) return key === 'Escape' ? escape : null;
   if (key === 'Enter' && target.matches('#main td[data-cell]')) return () => set({ open: target.dataset.cell });

@@ -1,5 +1,5 @@
 'use strict';
-// The state of the page, what of it the address keeps, and what is drawn when it changes.
+// The state of the page: the address keeps a part of it, and a change redraws what depends on it.
 
 const VIEWS = [
   ['matrix', 'matrix', matrixView],
@@ -31,7 +31,7 @@ const state = {
 
 const DRAWN_APART = ['open', 'detailSchedule'];
 
-// Changes the state and draws what depends on it. Focus stays where it was, if that is still there.
+// Changes the state and draws what depends on it. The focus stays on its element if that is still there.
 function set(changes) {
   Object.assign(state, changes);
   if ('open' in changes && !('detailSchedule' in changes)) state.detailSchedule = null;
@@ -103,7 +103,7 @@ function keepAddress() {
   try {
     history.replaceState(null, '', `#${kept}`);
   } catch {
-    /* a page without an address */
+    /* the page may have no address */
   }
 }
 
@@ -163,7 +163,7 @@ function listen() {
     focusCell(node);
     set({ open: node.dataset.cell });
   });
-  // The first call comes with the size that the page was drawn at.
+  // The first call reports the size at which the page was drawn.
   let width = null;
   new ResizeObserver(([entry]) => {
     width ??= entry.contentRect.width;

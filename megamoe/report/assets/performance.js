@@ -1,9 +1,9 @@
 'use strict';
-// Device times of a device: a roofline and, for each case, how near everybody comes to the physical floor.
+// Times of a device: a roofline, and for each case the share of the physical floor that each backend reaches.
 
 const PLOT = { width: 860, height: 420, left: 62, right: 18, top: 16, bottom: 44 };
 
-// Runs with a device, by its name: the newest header describes it.
+// Device name -> its facts from the newest header.
 function devices() {
   return new Map(DATA.runs.filter((run) => run.device).map((run) => [run.device.name, run.device]));
 }
@@ -12,7 +12,7 @@ function deviceOf(timing) {
   return DATA.runs[runOrder.get(DATA.run_ids[timing.run])]?.device?.name ?? null;
 }
 
-// The newest passed timings at the chosen temperature that the controls admit.
+// The newest passed timings that match the controls.
 function shownTimings(op, device) {
   const found = [];
   for (const cell of cells.values()) {
@@ -32,7 +32,7 @@ function shownTimings(op, device) {
   return found;
 }
 
-// Series keep their colour and marker whatever is filtered.
+// Series keep their colour and marker under every filter.
 const TIMED = [
   ...new Set([...cells.values()].filter((cell) => cell.cold.length || cell.hot.length).map((cell) => cell.subject)),
 ].sort((one, other) => one - other);
@@ -79,7 +79,7 @@ function axes(x, y, [left, right], [low, high]) {
   ];
 }
 
-// The ceilings that were measured in the same session: copy bandwidth, and the matrix rate in bf16.
+// The ceilings measured in the same session: bandwidth of a copy, and bf16 rate of a matrix product.
 function roof(device, x, y, [left, right]) {
   const bytes = device.copy_bytes_per_s,
     peak = device.bf16_flops_per_s;
@@ -108,10 +108,10 @@ function rooflineMark(point, x, y) {
     `${micro(timing.median)} µs, ${plain(point.y)} TFLOP/s`,
   ];
   const mark = marker(series, x(point.x), y(point.y), 4.5, {
-    class: `mark series${series % 8}${cell.key === state.open ? ' open' : ''}`,
     'data-cell': cell.key,
     onclick: () => set({ open: cell.key }),
   });
+  if (cell.key === state.open) mark.classList.add('open');
   mark.append(svg('title', {}, told.join('\n')));
   return mark;
 }
@@ -177,10 +177,10 @@ function sortedGroups(shown) {
   return ordered;
 }
 
-// The bar reaches as far as the share of the floor; the dashed line, at 1, is all of it.
+// The length of the bar is floor over time; the dashed line is at 1.
 function floorTrack(fraction, series) {
   const whole = 1.1;
-  const bar = el('span', { class: `series${series % 8}` });
+  const bar = el('span', { class: seriesLook(series) });
   bar.style.width = `${Math.min(1, (fraction ?? 0) / whole) * 100}%`;
   const floor = el('i');
   floor.style.left = `${100 / whole}%`;
@@ -227,7 +227,7 @@ function floorBars(shown) {
   return rowsTable('Achieved over floor', BAR_COLUMNS, rows, 'list bars');
 }
 
-// A table row that opens the drawer by click or Enter.
+// Makes a table row open the drawer by click or Enter.
 function openable(cell, row) {
   row.tabIndex = 0;
   row.dataset.cell = cell.key;

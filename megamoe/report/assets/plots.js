@@ -1,7 +1,13 @@
 'use strict';
-// Small plots: scales with round ticks, strips of samples, sparklines, ranges, error maps.
+// Small plots: scales with round ticks, strips of samples, sparklines, intervals, error maps, markers.
+//
+// Our own, not a library's: the page must hold its library, and this tree holds nothing fetched, so the library would
+// have to be a Python package that is read at render time. Those that have a script are too large: bokeh.min.js 1.3 MB,
+// plotly.min.js 4.8 MB; the whole page with all tracked records has 1 MB. The d3 on PyPI is version 3, of 2016. The plots
+// need little: two scales, and marks that open their row, take their colours from report.css and add no style element,
+// which the content security policy forbids.
 
-// Round values between low and high, about `count` of them.
+// About `count` round values between low and high.
 function ticks(low, high, count = 5) {
   if (!(high > low)) return [low];
   const rough = (high - low) / count,
@@ -13,7 +19,7 @@ function ticks(low, high, count = 5) {
   return found;
 }
 
-// Powers of ten and, where there are few, their twos and fives.
+// Powers of ten, with their twos and fives if there are few.
 function logTicks(low, high) {
   const found = [];
   const factors = Math.log10(high / low) > 3 ? [1] : [1, 2, 5];
@@ -37,7 +43,7 @@ function logScale(low, high, from, to) {
 
 const STRIP = { width: 640, left: 40, right: 12, height: 56, below: 24 };
 
-// Each dot a sample, left to right its time, top to bottom the order in which it was taken: drift is seen as a slope.
+// A dot for each sample: x is its time, y the order in which it was taken, so drift shows as a slope.
 function strip(timings) {
   const { width, right, height, below } = STRIP;
   const bottom = timings.length * (height + below) + 4;
@@ -51,7 +57,7 @@ function strip(timings) {
   );
 }
 
-// From the least sample (or the floor, if it is near) to where nearly all of them end: a few strays stand at the edge.
+// From the least sample, or the floor if it is near, to where nearly all samples end. Strays are drawn at the edge.
 function stripRange(samples, timing) {
   const ordered = samples.toSorted((one, other) => one - other);
   const usual = ordered[Math.floor(ordered.length * 0.95)];
@@ -113,7 +119,7 @@ function sparkline(values, name) {
   );
 }
 
-// A value against its bar: the bar is the tick at four fifths of the width.
+// A value against its bar, the tick at four fifths of the width.
 function barPlot(ratio) {
   const width = 120,
     tick = 96,
@@ -134,7 +140,7 @@ function barPlot(ratio) {
   );
 }
 
-// The ratio of two times with its interval, on a logarithmic scale around 1; the band is the threshold.
+// The ratio of two times with its interval, on a logarithmic scale around 1. The band is the threshold.
 function ratioPlot([, , ratio, low, high, threshold], span) {
   const width = 150,
     middle = 75,
@@ -163,7 +169,8 @@ function ratioPlot([, , ratio, low, high, threshold], span) {
 
 const SHADES = ' .:-=+*#%@';
 
-// The text picture of bundle.py in colour: one square a letter, the strongest the largest error, dark what is not finite.
+// Colours the text picture of a bundle (NAME.error.txt): a square for each letter, the stronger the larger the error,
+// dark for what is not finite.
 function errorMap(text) {
   const [title, ...lines] = text.trimEnd().split('\n');
   const rows = lines.filter((line) => line.startsWith('|')).map((line) => line.slice(1, -1));
@@ -190,7 +197,7 @@ function errorMap(text) {
   );
 }
 
-// Markers by series, so that no plot rests on colour alone. After eight, the same markers in other colours.
+// Series differ in marker as well as colour. After eight the markers repeat in other colours.
 const MARKERS = [
   (r) => `M${-r} 0a${r} ${r} 0 1 0 ${2 * r} 0a${r} ${r} 0 1 0 ${-2 * r} 0z`,
   (r) => `M${-r} ${-r}h${2 * r}v${2 * r}h${-2 * r}z`,
@@ -203,10 +210,15 @@ const MARKERS = [
   (r) => `M${1.3 * r} 0L${-r} ${-1.2 * r}V${1.2 * r}z`,
 ];
 
+// The class that gives a series its colour.
+function seriesLook(series) {
+  return `series${(series + 3 * Math.floor(series / MARKERS.length)) % 8}`;
+}
+
 function marker(series, x, y, size = 4.5, attributes = {}) {
   const shape = MARKERS[series % MARKERS.length];
   return svg('path', {
-    class: `mark series${(series + 3 * Math.floor(series / MARKERS.length)) % 8}`,
+    class: `mark ${seriesLook(series)}`,
     transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})`,
     d: shape(size),
     ...attributes,

@@ -1,5 +1,5 @@
 'use strict';
-// Where the lines come from: files, runs, machines, versions, and the changes that somebody accepted.
+// The origin of the lines: files, runs, machines, versions, and accepted changes.
 
 function revision(text) {
   if (!text) return 'unknown';
@@ -44,7 +44,7 @@ function versionText(run) {
 
 function provenance() {
   const run = last(DATA.runs);
-  if (!run) return ['no header: where these lines come from is unknown'];
+  if (!run) return ['no header: the origin of these lines is unknown'];
   const timed = [...new Set(DATA.timings.map(decodeTiming).map(deviceOf))].filter(Boolean);
   return [
     'newest run ',

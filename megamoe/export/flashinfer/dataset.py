@@ -1,8 +1,9 @@
 """From record files to a dataset of flashinfer-bench: definitions, workloads, solutions, traces.
 
-A row that was timed becomes a trace with the median of its samples, in ms, at one temperature of the L2 (a cold one is
-what flashinfer-bench itself times). A row without a time becomes a trace only if it went wrong: the format has no pass
-without a latency. Rows that are unsupported or were not run say nothing of a kernel: they become their workload alone.
+A run gives one trace for each cell, that is for a case of a backend, target and executor under all its schedules; the
+worst verdict counts. A timed cell gets the median of its samples, in ms, at one temperature of the L2 (flashinfer-bench
+itself times a cold one). A cell without a time gets a trace only if it went wrong: the format has no pass without a
+latency. A cell that is unsupported or was not run says nothing of a kernel and gives its workload alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from megamoe.contract import Temperature
-from megamoe.export.flashinfer_definition import (
+from megamoe.export.flashinfer.definition import (
     Call,
     ExportError,
     call_of,
@@ -22,18 +23,18 @@ from megamoe.export.flashinfer_definition import (
     solution_source,
     workload_of,
 )
-from megamoe.export.flashinfer_format import (
+from megamoe.export.flashinfer.format import (
     BuildSpec,
     Correctness,
     Definition,
     Environment,
     Evaluation,
+    EvaluationStatus,
     Performance,
     Solution,
     SourceFile,
-    Trace,
+    TraceLine,
 )
-from megamoe.export.flashinfer_format import Status as TheirStatus
 from megamoe.records.files import RecordFile
 from megamoe.records.keys import Key
 from megamoe.records.lines import Record, RunHeader, Timing
@@ -48,59 +49,59 @@ ENTRY = "main.py"
 
 @dataclass(slots=True)
 class Dataset:
-    """What is written: objects by name. `left_out` counts rows that the format cannot hold, by the reason."""
+    """The objects by name. `left_out`: reason -> how many cells have no trace because of it."""
 
     definitions: dict[str, Definition] = field(default_factory=dict[str, Definition])
     solutions: dict[str, Solution] = field(default_factory=dict[str, Solution])
-    workloads: dict[str, Trace] = field(default_factory=dict[str, Trace])
-    traces: list[Trace] = field(default_factory=list[Trace])
+    workloads: dict[str, TraceLine] = field(default_factory=dict[str, TraceLine])
+    traces: list[TraceLine] = field(default_factory=list[TraceLine])
     left_out: Counter[str] = field(default_factory=Counter[str])
 
 
 @dataclass(slots=True)
-class _Row:
-    """All that one run says of one cell, under whichever schedules."""
+class _Cell:
+    """The lines of one run about a case of a backend, target and executor: verdicts by schedule, and times."""
 
     records: list[Record] = field(default_factory=list[Record])
     timings: list[Timing] = field(default_factory=list[Timing])
 
 
 def dataset_of(files: Sequence[RecordFile], specs: Mapping[str, Spec], temperature: Temperature = "cold") -> Dataset:
-    """The dataset. ExportError if there is no row of a case that the specs know, or a run without a header."""
+    """The dataset. ExportError if no line has a case that the specs know, and for a run without a header."""
     headers = {header.run: header for file in files for header in file.headers}
     dataset = Dataset()
-    for (run, cell), row in _rows(files, temperature).items():
-        call = _call(cell.case, specs)
+    for (run, key), cell in _cells(files, temperature).items():
+        call = _call(key.case, specs)
         if call is None:
             dataset.left_out["of a case that no spec has"] += 1
             continue
         if run not in headers:
             raise ExportError(f"the header of run {run} is missing, so that the machine of its rows is unknown")
-        workload = Trace(definition=call.name, workload=workload_of(call))
+        workload = TraceLine(definition=call.name, workload=workload_of(call))
         dataset.definitions.setdefault(call.name, definition_of(call))
-        dataset.workloads[cell.case] = workload
-        evaluation = _evaluation(row, headers[run], cell.executor)
+        dataset.workloads[key.case] = workload
+        evaluation = _evaluation(cell, headers[run], key.executor)
         if isinstance(evaluation, str):
             dataset.left_out[evaluation] += 1
             continue
-        solution = _solution(call, cell.backend, cell.target, cell.executor)
+        solution = _solution(call, key)
         dataset.solutions[solution.name] = solution
         trace = workload.model_copy(update={"solution": solution.name, "evaluation": evaluation})
-        dataset.traces.append(Trace.model_validate(trace.model_dump()))
+        dataset.traces.append(TraceLine.model_validate(trace.model_dump()))
     if not dataset.workloads:
         raise ExportError("no row of a case that a spec has is in these files, so there is nothing to export")
     return dataset
 
 
-def _rows(files: Sequence[RecordFile], temperature: Temperature) -> dict[tuple[str, Key], _Row]:
-    """By run and cell."""
-    rows: dict[tuple[str, Key], _Row] = {}
+def _cells(files: Sequence[RecordFile], temperature: Temperature) -> dict[tuple[str, Key], _Cell]:
+    """Cells by run and Key.cell."""
+    cells: dict[tuple[str, Key], _Cell] = {}
     for line in (line for file in files for line in file.lines):
         if isinstance(line, Record):
-            rows.setdefault((line.run, Key.of(line).cell), _Row()).records.append(line)
+            cells.setdefault((line.run, Key.of(line).cell), _Cell()).records.append(line)
         elif isinstance(line, Timing) and (line.temperature == temperature or line.status != "passed"):
-            rows.setdefault((line.run, Key.of(line).cell), _Row()).timings.append(line)
-    return rows
+            cells.setdefault((line.run, Key.of(line).cell), _Cell()).timings.append(line)
+    return cells
 
 
 def _call(case: str, specs: Mapping[str, Spec]) -> Call | None:
@@ -111,46 +112,48 @@ def _call(case: str, specs: Mapping[str, Spec]) -> Call | None:
         return None
 
 
-def _evaluation(row: _Row, header: RunHeader, executor: str) -> Evaluation | str:
-    """What the row says, or why the format cannot say it."""
-    found = worst([*row.timings, *row.records])
-    if found.status in ("unsupported", "not_run"):
-        return found.status
-    samples = [sample for line in row.timings for sample in line.samples_us]
-    if found.status == "passed" and not samples:
+def _evaluation(cell: _Cell, header: RunHeader, executor: str) -> Evaluation | str:
+    """The result of the cell, or the reason why the format cannot hold it."""
+    telling = worst([*cell.records, *cell.timings])
+    if telling.status in ("unsupported", "not_run"):
+        return telling.status
+    samples = [sample for line in cell.timings for sample in line.samples_us]
+    if telling.status == "passed" and not samples:
         return "passed without a time"
-    status = _status(found, row.records)
+    status = _status(telling, cell.records)
     return Evaluation(
         status=status,
         environment=_environment(header, executor),
         timestamp=header.started,
-        log=found.sentence,
-        correctness=_correctness(row) if status in ("PASSED", "INCORRECT_NUMERICAL") else None,
+        log=telling.sentence,
+        correctness=_correctness(cell) if status in ("PASSED", "INCORRECT_NUMERICAL") else None,
         performance=Performance(latency_ms=median(samples) / 1000) if status == "PASSED" else None,
     )
 
 
-def _status(found: Record | Timing, records: Sequence[Record]) -> TheirStatus:
-    """A failed row without metrics broke a rule before anything could be compared."""
-    match found.status:
+def _status(telling: Record | Timing, records: Sequence[Record]) -> EvaluationStatus:
+    """The format's word. A failure without metrics broke a rule before outputs were compared."""
+    match telling.status:
         case "passed":
             return "PASSED"
         case "failed":
-            return "INCORRECT_NUMERICAL" if any(record.metrics for record in records) else "RUNTIME_ERROR"
+            compared = [telling] if isinstance(telling, Record) else records
+            return "INCORRECT_NUMERICAL" if any(record.metrics for record in compared) else "RUNTIME_ERROR"
         case "timed_out":
             return "TIMEOUT"
-        case "error" if found.program_sha256 is None:
+        case "error" if telling.program_sha256 is None:
             return "COMPILE_ERROR"
         case _:
             return "RUNTIME_ERROR"
 
 
-def _correctness(row: _Row) -> Correctness:
-    """The largest error relative to the oracle (judge.tolerance, `max`); absolute ones are not kept, hence NaN."""
-    metrics = {name: value for record in row.records for name, value in record.metrics.items()}
-    errors = [value for name, value in metrics.items() if name.endswith(".max")]
+def _correctness(cell: _Cell) -> Correctness:
+    """The largest error relative to the oracle (`max` of judge.tolerance) under any schedule. Absolute errors are not
+    kept, so NaN. `extra`: the metrics of the worst record, and how the time was taken."""
+    errors = [value for one in cell.records for name, value in one.metrics.items() if name.endswith(".max")]
+    metrics = worst(cell.records).metrics if cell.records else {}
     extra: dict[str, object] = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    for line in row.timings:
+    for line in cell.timings:
         if line.samples_us:
             extra |= {
                 "temperature": line.temperature,
@@ -174,25 +177,25 @@ def _environment(header: RunHeader, executor: str) -> Environment:
     )
 
 
-def _solution(call: Call, backend: str, target: str, executor: str) -> Solution:
+def _solution(call: Call, key: Key) -> Solution:
     return Solution(
-        name="_".join([call.name, backend, target, executor]),
+        name="_".join([call.name, key.backend, key.target, key.executor]),
         definition=call.name,
-        author=f"megamoe backend {backend}",
+        author=f"megamoe backend {key.backend}",
         spec=BuildSpec(
             language="python",
-            target_hardware=(target,),
+            target_hardware=(key.target,),
             entry_point=f"{ENTRY}::run",
             dependencies=("megamoe",),
             destination_passing_style=True,
         ),
-        sources=(SourceFile(path=ENTRY, content=solution_source(call, backend, target, executor)),),
-        description=f"The kernel of megamoe's backend {backend} for {target}, on the executor {executor}.",
+        sources=(SourceFile(path=ENTRY, content=solution_source(call, key.backend, key.target, key.executor)),),
+        description=f"The kernel of megamoe's backend {key.backend} for {key.target}, on the executor {key.executor}.",
     )
 
 
 def files_of(dataset: Dataset) -> Iterator[tuple[str, str]]:
-    """Path inside of the dataset, and text, of every file of it."""
+    """The path inside the dataset and the text of every file."""
     for definition in dataset.definitions.values():
         yield f"definitions/{definition.op_type}/{definition.name}.json", definition.model_dump_json(indent=1)
     for solution in dataset.solutions.values():

@@ -1,6 +1,7 @@
-"""What the Python in an exported flashinfer-bench dataset calls: megamoe's references and kernels.
+"""The functions that the Python of an exported dataset calls: megamoe's references and kernels.
 
-Needs megamoe and its specs where the dataset is used. Unsigned bytes and words come as the signed type of their width.
+The dataset is used where megamoe and its specs are installed. Unsigned bytes and words come as the signed type of their
+width, because the format has no unsigned types.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SIGNED = {torch.uint8: torch.int8, torch.uint32: torch.int32}
 def reference_outputs(
     op: str, axes: Mapping[str, AxisValue], inputs: Mapping[str, torch.Tensor]
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The outputs in the order of the spec, a single one by itself."""
+    """The outputs in the order of the spec; one output is returned alone, not in a tuple."""
     spec = _specs()[op]
     case = _case(spec, axes)
     found = reference(op).simulated(case, _as_specified(spec, inputs))
@@ -44,9 +45,9 @@ def solve(
     axes: Mapping[str, AxisValue],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Has the kernel of `backend` write the outputs among `tensors`.
+    """Runs the kernel of `backend`, which writes the outputs among `tensors`.
 
-    UnsupportedError if it cannot, RuntimeError if it broke a rule of the machine.
+    UnsupportedError if the executor cannot run it, RuntimeError if the kernel broke a rule of the machine.
     """
     spec = _specs()[op]
     case = _case(spec, axes)

@@ -1,9 +1,9 @@
-"""From a spec to definitions and workloads of flashinfer-bench's trace format.
+"""From a spec to definitions and workloads of flashinfer-bench.
 
-Integer axes that are a dimension of an input are its variable axes. Other numbers and flags (window, scale, causal) are
-scalar inputs. What the format has no word for, text and null, and flags that decide which tensors there are, make
-definitions of their own: `fmha` and `fmha_with_window`, `nvfp4_moe` and `nvfp4_moe_stage_l1`. The `uuid` of a workload
-is the id of the case, from which megamoe makes its inputs; "random" is all that the format can say of them.
+An integer axis that is a dimension of an input becomes a variable axis. Other numbers and flags (window, scale, causal)
+become scalar inputs. The format has no text and no null, and a flag may decide which tensors there are; these values
+make definitions of their own, `fmha` and `fmha_with_window`, `nvfp4_moe` and `nvfp4_moe_stage_l1`. The `uuid` of a
+workload is the id of the case. megamoe makes the inputs from the id; the format can only say that they are "random".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megamoe.contract import Case, spell
-from megamoe.export.flashinfer_format import (
+from megamoe.export.flashinfer.format import (
     Axis,
     AxisConst,
     AxisVar,
@@ -26,7 +26,7 @@ from megamoe.export.flashinfer_format import (
 )
 from megamoe.spec.spec import Spec, TensorSpec
 
-# The format has no unsigned bytes and words: their bits travel in the signed type of the same width.
+# The format has no unsigned types: their bits travel in the signed type of the same width.
 _DTYPES: Mapping[str, Dtype] = {
     "bf16": "bfloat16",
     "f16": "float16",
@@ -46,15 +46,15 @@ _WORDS = {"//": "over", "%": "mod", "*": "times", "+": "plus", "-": "minus"}
 
 
 class ExportError(Exception):
-    """What cannot be exported; the text says why and what would be right."""
+    """It cannot be exported; the text says why and what would be right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How the format's tensors and scalars become the axes and tensors of an op.
+    """How tensors and scalars of the format become the axes and tensors of an op.
 
-    `name`: of the definition. `dims`: for each tensor its axes in the format. `axes`: Python that gives each axis of
-    the op inside of `run`. `scalars`: name in the format -> axis of the op.
+    `name`: of the definition. `dims`: tensor -> its axes in the format. `axes`: axis of the op -> the Python expression
+    for its value inside `run`. `scalars`: name in the format -> axis of the op.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Call:
 
 
 def call_of(spec: Spec, case: Case) -> Call:
-    """The call of `case`; all cases with the same name of it share the definition."""
+    """The call of `case`. All cases whose calls have one name share a definition."""
     tensors = spec.tensors_of(case)
     dims = {name: tuple(_slug(dim) for dim in tensor.shape) for name, tensor in tensors.items()}
     found: dict[str, str] = {}
@@ -96,7 +96,7 @@ def call_of(spec: Spec, case: Case) -> Call:
 
 
 def _sources(tensors: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str]]:
-    """Which dimension of which input is an axis of the op; the first one counts, so it comes last."""
+    """(axis of the op, dimension of an input) pairs, the first input last: its dimension is the one that counts."""
     for name, tensor in reversed(list(tensors.items())):
         for i, dim in enumerate(tensor.shape):
             if tensor.role == "input" and dim.isidentifier():
@@ -104,7 +104,7 @@ def _sources(tensors: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str]]:
 
 
 def _features(spec: Spec, case: Case, found: Mapping[str, str]) -> Iterator[str]:
-    """What sets this definition apart from the one of all defaults."""
+    """Words for the name: how this definition differs from that of the defaults."""
     for axis, value in case.axes:
         default = spec.axes[axis].default
         if found[axis] == repr(value) and value != default:
@@ -114,7 +114,7 @@ def _features(spec: Spec, case: Case, found: Mapping[str, str]) -> Iterator[str]
 
 
 def _slug(dim: str) -> str:
-    """A name for the axis of an extent: hidden // 2 -> hidden_over_2, 512 -> size_512."""
+    """The name of an axis from its extent: hidden // 2 -> hidden_over_2, 512 -> size_512."""
     if dim.isdecimal():
         return f"size_{dim}"
     parts: list[str] = re.findall(r"[A-Za-z0-9_]+|//|[%*+-]", dim)
@@ -122,7 +122,7 @@ def _slug(dim: str) -> str:
 
 
 def definition_of(call: Call) -> Definition:
-    """The definition. ExportError for a dtype that the format lacks, or extents that cannot be told apart."""
+    """The definition. ExportError for a dtype that the format lacks, and for two extents that get one name."""
     axes: dict[str, Axis] = {}
     extents: dict[str, str] = {}
     for name, tensor in call.tensors.items():
@@ -164,10 +164,10 @@ def _scalar_dtype(call: Call, axis: str) -> Dtype:
 
 
 def reference_source(call: Call) -> str:
-    """Python whose `run` computes the outputs in the precision of the contract, through megamoe's reference."""
+    """Python with a `run` that calls megamoe's reference, which rounds as the contract prescribes."""
     parameters = ", ".join([*call.inputs, *call.scalars])
     return (
-        f"from megamoe.export.flashinfer_call import reference_outputs\n\n\n"
+        f"from megamoe.export.flashinfer.call import reference_outputs\n\n\n"
         f"def run({parameters}):\n"
         f"    axes = {_mapping(call.axes)}\n"
         f"    inputs = {_mapping({name: name for name in call.inputs})}\n"
@@ -176,10 +176,10 @@ def reference_source(call: Call) -> str:
 
 
 def solution_source(call: Call, backend: str, target: str, executor: str) -> str:
-    """Python whose `run` has a backend's kernel write the outputs, which come last."""
+    """Python with a `run` that calls the kernel of a backend. The outputs, its last arguments, are written."""
     parameters = ", ".join([*call.inputs, *call.scalars, *call.outputs])
     return (
-        f"from megamoe.export.flashinfer_call import solve\n\n\n"
+        f"from megamoe.export.flashinfer.call import solve\n\n\n"
         f"def run({parameters}):\n"
         f"    axes = {_mapping(call.axes)}\n"
         f"    tensors = {_mapping({name: name for name in [*call.inputs, *call.outputs]})}\n"

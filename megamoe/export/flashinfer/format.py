@@ -1,9 +1,8 @@
 """The objects of flashinfer-bench's trace format (flashinfer-ai/flashinfer-bench 0.1.2), checked.
 
-Only what megamoe writes: its own check of the documented schema, so that the package, which needs far more than these
-few models, need not be installed. A test holds both against each other where the package is there. A dataset is a
-folder: definitions/OP_TYPE/NAME.json, solutions/OP_TYPE/DEFINITION/NAME.json, workloads/OP_TYPE/DEFINITION.jsonl and
-traces/OP_TYPE/DEFINITION.jsonl.
+Our own models of the documented schema, for what megamoe writes: the package brings far more than these few models. A
+test holds its models against ours where it is installed. A dataset is a folder: definitions/OP_TYPE/NAME.json,
+solutions/OP_TYPE/DEFINITION/NAME.json, workloads/OP_TYPE/DEFINITION.jsonl and traces/OP_TYPE/DEFINITION.jsonl.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ Dtype = Literal[
     "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1",
     "int64", "int32", "int16", "int8", "bool",
 ]  # fmt: skip
-# The format knows more statuses; these are the ones that a verdict of megamoe can mean.
-Status = Literal["PASSED", "INCORRECT_NUMERICAL", "RUNTIME_ERROR", "COMPILE_ERROR", "TIMEOUT"]
+# The format has more statuses; a verdict of megamoe can only mean one of these.
+EvaluationStatus = Literal["PASSED", "INCORRECT_NUMERICAL", "RUNTIME_ERROR", "COMPILE_ERROR", "TIMEOUT"]
 
 
 class _Object(BaseModel):
@@ -36,7 +35,7 @@ class AxisConst(_Object):
 
 
 class AxisVar(_Object):
-    """A dimension to which each workload gives a value."""
+    """A dimension whose value is in the workload."""
 
     type: Literal["var"] = "var"
     description: str | None = None
@@ -46,7 +45,7 @@ Axis = AxisConst | AxisVar
 
 
 class Tensor(_Object):
-    """A tensor of the call. `shape` holds names of axes, None for a Python scalar."""
+    """An argument of the call. `shape`: names of axes, None for a Python scalar."""
 
     shape: tuple[Text, ...] | None
     dtype: Dtype
@@ -54,7 +53,7 @@ class Tensor(_Object):
 
 
 class Definition(_Object):
-    """What is computed. `reference` is Python with a function `run` from inputs to outputs, in this order."""
+    """What is computed. `reference`: Python with a function `run` that maps inputs to outputs, in this order."""
 
     name: Text
     op_type: Text
@@ -86,7 +85,7 @@ def _functions(source: str) -> set[str]:
 
 
 class RandomInput(_Object):
-    """A tensor that whoever runs the workload draws."""
+    """A tensor that the runner of the workload draws."""
 
     type: Literal["random"] = "random"
 
@@ -99,7 +98,7 @@ class ScalarInput(_Object):
 
 
 class Workload(_Object):
-    """One point: a value for each variable axis, and where each input comes from."""
+    """One point: a value for each variable axis, and the origin of each input."""
 
     axes: dict[Text, Annotated[int, Field(ge=0)]]
     inputs: dict[Text, RandomInput | ScalarInput]
@@ -121,7 +120,7 @@ class SourceFile(_Object):
 
 
 class BuildSpec(_Object):
-    """How a solution is built and called: `entry_point` is FILE::FUNCTION."""
+    """How to build and call a solution. `entry_point`: FILE::FUNCTION."""
 
     language: Literal["python", "triton", "cpp", "cuda", "tilelang"]
     target_hardware: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -131,7 +130,7 @@ class BuildSpec(_Object):
 
 
 class Solution(_Object):
-    """Who computes it."""
+    """An implementation of a definition."""
 
     name: Text
     definition: Text
@@ -148,7 +147,7 @@ class Solution(_Object):
 
 
 class Correctness(_Object):
-    """Errors over all outputs; NaN for one that was not measured. `extra` is free."""
+    """The largest errors of all outputs, NaN if not measured. `extra` may hold anything."""
 
     max_relative_error: float
     max_absolute_error: float
@@ -163,22 +162,22 @@ class Correctness(_Object):
 
 
 class Performance(_Object):
-    """Milliseconds a call. The latency of the reference and the speed-up over it are left out: it is not timed."""
+    """Milliseconds a call. The reference is not timed, so its latency and the speed-up over it are left out."""
 
     latency_ms: float = Field(gt=0, allow_inf_nan=False)
 
 
 class Environment(_Object):
-    """Where it was measured: `libs` are versions by name."""
+    """Where it was measured. `libs`: name -> version."""
 
     hardware: Text
     libs: dict[str, str] = {}
 
 
 class Evaluation(_Object):
-    """What came of it. Errors only where outputs were compared, a time only where they were right."""
+    """The result of a solution on a workload: errors if outputs were compared, a time if they were right."""
 
-    status: Status
+    status: EvaluationStatus
     environment: Environment
     timestamp: Text
     log: str = ""
@@ -194,8 +193,8 @@ class Evaluation(_Object):
         return self
 
 
-class Trace(_Object):
-    """A workload, and what came of a solution on it; without the latter, a workload by itself."""
+class TraceLine(_Object):
+    """A line of workloads/ or traces/, their `Trace`: a workload, and in traces/ the result of a solution on it."""
 
     definition: Text
     workload: Workload
@@ -203,7 +202,7 @@ class Trace(_Object):
     evaluation: Evaluation | None = None
 
     @model_validator(mode="after")
-    def _is_one_or_the_other(self) -> Trace:
+    def _is_one_or_the_other(self) -> TraceLine:
         if (self.solution is None) != (self.evaluation is None):
             raise ValueError("a solution without an evaluation, or the other way round")
         return self
