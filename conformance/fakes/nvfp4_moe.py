@@ -13,9 +13,9 @@ from typing import Final
 
 import torch
 
-from conformance.fakes.executor import FakeExecutor
+from conformance.fakes.executor import FakeExecutor, NamedBackend
 from megamoe.codec.nvfp4 import decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3
-from megamoe.contract import Case, Program, Target
+from megamoe.contract import Case
 
 TILE: Final = 128
 # Faults that the judge catches, in words. Each is a mistake that people make in kernels.
@@ -83,19 +83,6 @@ STYLES: Final[Mapping[str, Style]] = {
     "approximate": Style(k_per_step=32, backwards=True, reciprocal=True, ulps=1.0),
     "free": Style(k_per_step=64, backwards=True, truncate=True, reciprocal=True, ulps=1.0),
 }
-
-
-@dataclass
-class FakeBackend:
-    """Writes its name and the case into the program."""
-
-    name: str
-
-    def targets(self, op: str) -> tuple[Target, ...]:
-        return ("sm_100a",) if op == "nvfp4_moe" else ()
-
-    def build(self, case: Case, target: Target) -> Program:
-        return Program(target, f"{self.name}\n{case.id}", ())
 
 
 def emulate(case: Case, tensors: Mapping[str, torch.Tensor], name: str, schedule: str = "eager", run: int = 1) -> None:
@@ -324,5 +311,5 @@ class Kernel:
 
 
 EXECUTOR = FakeExecutor(emulate)
-BACKENDS = {name: FakeBackend(name) for name in (*FAULTS, *LAW_FAULTS, *STYLES)}
+BACKENDS = {name: NamedBackend("nvfp4_moe", name) for name in (*FAULTS, *LAW_FAULTS, *STYLES)}
 globals().update({name.upper(): backend for name, backend in BACKENDS.items()})

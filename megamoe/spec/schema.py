@@ -171,7 +171,9 @@ class SpecEntry(_Entry):
 
 
 def read_entry(document: MarkedYaml) -> SpecEntry:
-    """`document` as a SpecEntry. Raises SpecError about the first thing in the file that is not as it must be."""
+    """`document` as a SpecEntry. Raises SpecError about the first thing in the file that is wrong."""
+    if document.value is None:
+        raise document.error((), "is empty; a spec begins with op:")
     try:
         return SpecEntry.model_validate(document.value)
     except ValidationError as error:
