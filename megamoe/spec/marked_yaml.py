@@ -172,7 +172,9 @@ class _Reader:
         if kind == "str":
             return text
         if kind not in self.kinds:
-            raise self._error(path, f"{text!r} would be read as a {kind}, which has no place here; quote it if it is text")
+            raise self._error(
+                path, f"{text!r} would be read as a {kind}, which has no place here; quote it if it is text"
+            )
         if not _SCALARS[kind].fullmatch(text):
             sentence = f"{text!r} would be read as {kind}; write true, false, null or a plain decimal, or quote it"
             raise self._error(path, sentence)

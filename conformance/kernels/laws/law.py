@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -158,6 +159,7 @@ class Law:
             ) from broken.__cause__
 
 
+EVERY_OP = "*"
 _LAWS: dict[tuple[str, str], Law] = {}
 
 
@@ -171,7 +173,7 @@ def law(
     runs: Callable[[Axes], list[Axes]] = lambda axes: [axes],
     schedules: int = 1,
 ) -> Callable[[Callable[[Bench, Case], None]], Callable[[Bench, Case], None]]:
-    """Registers the decorated function as the law of `op` that has its name."""
+    """Registers the decorated function under its name as a law of `op`, or of EVERY_OP."""
 
     def register(hold: Callable[[Bench, Case], None]) -> Callable[[Bench, Case], None]:
         name = hold.__name__
@@ -181,10 +183,13 @@ def law(
     return register
 
 
+@cache
 def laws_of(op: str) -> dict[str, Law]:
-    """The laws of `op` by name: those that module laws_OP registers."""
-    import_module(f"conformance.kernels.laws.{op}")
-    return {name: law for (of, name), law in _LAWS.items() if of == op}
+    """The laws of `op` by name: those of laws/every_op.py, and those of laws/OP.py if there is such a module."""
+    modules = ["every_op", *([op] if find_spec(f"{__package__}.{op}") else [])]
+    for module in modules:
+        import_module(f"{__package__}.{module}")
+    return {name: replace(law, op=op) for (of, name), law in _LAWS.items() if of in (EVERY_OP, op)}
 
 
 @cache

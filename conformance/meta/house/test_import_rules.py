@@ -47,12 +47,13 @@ VM = {
     "numerics": "",
     "memory": "faults",
     "tensor": "faults numerics",
-    "bind": "faults ptx memory",
-    "machine": "faults ptx memory bind",
-    "isa": "faults ptx numerics memory tensor bind machine",
-    "host": "faults memory tensor machine",
-    "trace": "faults ptx memory bind machine megamoe.contract",
-    "executor": "faults ptx memory tensor bind machine isa host trace megamoe.contract",
+    "machine": "faults ptx memory",
+    "bind": "faults ptx memory machine",
+    "isa": "faults ptx numerics memory tensor machine bind",
+    "load": "faults ptx machine bind isa",
+    "host": "faults memory tensor machine load",
+    "trace": "faults ptx memory machine megamoe.contract",
+    "executor": "faults ptx memory tensor machine load host trace megamoe.contract",
     "coverage": "ptx bind isa",
 }
 KERNELS = "megamoe.contract megamoe.codec"
@@ -64,8 +65,9 @@ BACKENDS = {
     "ptx.sm90_fmha": f"{KERNELS} ptx",
     "ptx.__init__": f"{KERNELS} ptx ptx.sm100_fmha ptx.sm100_moe ptx.sm90_fmha",
     "cutedsl.compile": KERNELS,
-    "cutedsl.sm100_fmha": f"{KERNELS} cutedsl.compile",
-    "cutedsl.sm100_moe": f"{KERNELS} cutedsl.compile",
+    "cutedsl.sm100": KERNELS,
+    "cutedsl.sm100_fmha": f"{KERNELS} cutedsl.compile cutedsl.sm100",
+    "cutedsl.sm100_moe": f"{KERNELS} cutedsl.compile cutedsl.sm100",
     "cutedsl.__init__": f"{KERNELS} cutedsl.compile cutedsl.sm100_fmha cutedsl.sm100_moe",
     "vm": "",
 }
@@ -378,6 +380,7 @@ PLANTED = [
     (rooms_keep_to_the_table, "backends/mine/x.py", "import conformance.fakes", "by conformance alone"),
     (rooms_keep_to_the_table, "backends/vm/isa/x.py", "from megamoe.contract import Program", "backends.vm.isa may"),
     (rooms_keep_to_the_table, "backends/vm/memory/x.py", "from backends.vm.machine import warp", "vm.memory may"),
+    (rooms_keep_to_the_table, "backends/vm/machine/x.py", "from backends.vm.bind import binder", "vm.machine may"),
     (rooms_keep_to_the_table, "backends/vm/executor.py", "from megamoe.codec import nvfp4", "vm.executor may"),
     (rooms_keep_to_the_table, "conformance/fakes/x.py", "import conformance.kernels.laws.law", "conformance.fakes may"),
     (torch_stays_out_of_the_vm, "backends/vm/isa/x.py", "import torch.nn", "torch in backends.vm"),
@@ -424,7 +427,10 @@ def test_every_rule_has_a_planted_fault() -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("backends/ptx/x.py", "from megamoe.contract import Program\nfrom backends.ptx.builder import Builder\nfrom . import operands"),
+        (
+            "backends/ptx/x.py",
+            "from megamoe.contract import Program\nfrom backends.ptx.builder import Builder\nfrom . import operands",
+        ),
         ("backends/mine/x.py", "from megamoe.codec.nvfp4 import pack\nfrom backends.mine import y\nimport torch"),
         ("backends/vm/isa/x.py", "from backends.vm.machine.warp import Warp\nfrom .forms import opcode\nimport numpy"),
         ("backends/vm/executor.py", "import torch\nfrom megamoe.contract import Program"),
