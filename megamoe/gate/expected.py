@@ -18,12 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from megamoe.contract import Row, Target, backend_names, executor_names
 from megamoe.spec.error import SpecError
 from megamoe.spec.marked_yaml import MarkedYaml, Plain, read_marked_yaml
-from megamoe.spec.selection import MOST_SEEDS, SelectionError, checked_names, known_cases, spec_of
+from megamoe.spec.selection import MAX_SEEDS, SelectionError, checked_names, known_cases, spec_of
 from megamoe.spec.spec import Spec
 
 MAX_DAYS = 180
 """How far ahead an entry may expire. Somebody has to look at it again before that."""
-_SCHEDULES = ("eager", "lazy", *(f"random:{seed}" for seed in range(MOST_SEEDS)))
+_SCHEDULES = ("eager", "lazy", *(f"random:{seed}" for seed in range(MAX_SEEDS)))
 
 
 class ExpectedError(Exception):
@@ -104,7 +104,7 @@ def read_expected(path: Path) -> tuple[Expectation, ...]:
     try:
         document = read_marked_yaml(path, days=True)
     except SpecError as error:
-        raise ExpectedError(str(error)) from error
+        raise ExpectedError(f"cannot read {error}") from error
     keys = list(document.value) if isinstance(document.value, dict) else None
     if not isinstance(document.value, dict) or keys != ["expected"]:
         raise ExpectedError(f"{path}, line 1: the file must hold one key, `expected`, with a list; it holds {keys}")

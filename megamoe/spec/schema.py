@@ -20,7 +20,7 @@ from megamoe.contract import AxisValue, spell
 from megamoe.spec.error import nearest
 from megamoe.spec.marked_yaml import KeyPath, MarkedYaml
 from megamoe.spec.ranges import Kind
-from megamoe.spec.thresholds import DEFAULT_THRESHOLD
+from megamoe.spec.spec import DEFAULT_THRESHOLD, Role
 
 Dtype = Literal["bf16", "f16", "f32", "f64", "e4m3", "e5m2", "e2m1", "ue8m0", "u8", "s8", "s32", "u32", "s64"]
 
@@ -46,7 +46,6 @@ Sentence = Annotated[str, StringConstraints(min_length=3)]
 Schedule = Annotated[str, StringConstraints(pattern=r"^(eager|lazy|random:(0|[1-9][0-9]{0,17}))$")]
 Scalar = Annotated[AxisValue, PlainValidator(_scalar)]
 Bound = Annotated[int | float | None, PlainValidator(_bound)]
-Role = Literal["input", "output"]
 RoleByAxis = dict[Name, Annotated[dict[str, Role], Field(min_length=1)]]
 AnyRole = Annotated[
     Annotated[Role, Tag("<role>")] | Annotated[RoleByAxis, Tag("<roles>"), Field(min_length=1, max_length=1)],

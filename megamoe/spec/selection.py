@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DEFAULT_EXECUTOR = "vm"
 DEFAULT_PROFILE = "smoke"
-MOST_SEEDS = 10_000
+MAX_SEEDS = 10_000
 _SCHEDULE = re.compile(r"eager|lazy|random:(\d+)(?:-(\d+))?")
 
 
@@ -69,8 +69,8 @@ def expand_schedules(names: Iterable[str]) -> tuple[str, ...]:
             result[name] = None
             continue
         first, last = int(match[1]), int(match[2] or match[1])
-        if last < first or last - first >= MOST_SEEDS:
-            raise SelectionError(f"schedule range {name!r} must go upwards and hold at most {MOST_SEEDS} seeds")
+        if last < first or last - first >= MAX_SEEDS:
+            raise SelectionError(f"schedule range {name!r} must go upwards and hold at most {MAX_SEEDS} seeds")
         result.update({f"random:{seed}": None for seed in range(first, last + 1)})
     return tuple(result)
 
