@@ -294,7 +294,7 @@ def _differing(tree: Path) -> Iterator[str]:
 
 
 def test_a_change_costs_what_the_readme_says(tree: Path) -> None:
-    """A shape is 1 file, an op 2 and one a backend, a backend a folder and a line, an opcode 2. No other file differs."""
+    """A shape is 1 file, an op 2 and one a backend, a backend a folder and a line, an opcode 2. No other differs."""
     assert (len(SHAPE), len(OP), len(KERNEL), len(LINE), len(OPCODE)) == (1, 2, 1, 1, 2)
     assert sorted(_differing(tree)) == sorted(ADDED)
 
