@@ -36,12 +36,12 @@ def build_spec(document: MarkedYaml) -> Spec:
 
 
 def load_spec(path: str | Path) -> Spec:
-    """The spec in the file `path`; SpecError with file, line, key and what would be right if anything is amiss."""
+    """The spec in the file `path`. Raises SpecError with file, line, key and what would be right."""
     return build_spec(read_marked_yaml(Path(path)))
 
 
 def load_specs(folder: str | Path | None = None) -> dict[str, Spec]:
-    """The specs of all *.yaml files in `folder` (default: specs/ next to this package), by op, sorted by file name."""
+    """Op -> spec, for all *.yaml files of `folder` by file name. The default is specs/ of the checkout."""
     where = CHECKOUT / "specs" if folder is None else Path(folder)
     if not where.is_dir():
         raise SpecError("there is no such folder; specs are in specs/ at the top of the repository", file=where)
@@ -199,7 +199,7 @@ class _Builder:
         return name, roles
 
     def _hold_outputs(self, tensors: Mapping[str, TensorSpec]) -> None:
-        """SpecError unless there is an output whatever the axes that decide about tensors are."""
+        """SpecError if some values of the axes that decide about tensors leave no output."""
         deciding = sorted({tensor.condition for tensor in tensors.values()} - {""})
         for values in itertools.product(*(self.axes[name].limits.choices or () for name in deciding)):
             axes = dict(zip(deciding, values, strict=True))
@@ -236,7 +236,7 @@ class _Builder:
         return matrices
 
     def _rows(self, name: str) -> Iterator[tuple[KeyPath, Mapping[str, AxisValue]]]:
-        """Where each row is written, and the row. The last axis of a product is the fastest."""
+        """Each row and where it is written. The last axis of a product is the fastest."""
         matrix = self.entry.matrices[name]
         path: KeyPath = ("matrices", name)
         if isinstance(matrix, list):

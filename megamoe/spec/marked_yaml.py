@@ -49,7 +49,7 @@ class MarkedYaml:
     lines: dict[KeyPath, int] = field(default_factory=dict[KeyPath, int])
 
     def line(self, path: KeyPath) -> int:
-        """The line of `path`, or of the nearest thing around it that is written in the file."""
+        """The line of `path`, or of the nearest enclosing thing that the file writes."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
@@ -66,7 +66,7 @@ def dotted(path: KeyPath) -> str:
 
 
 class _Composer(yaml.SafeLoader):
-    """SafeLoader that composes no aliases and no towers of brackets."""
+    """SafeLoader that refuses aliases, tags and towers of brackets."""
 
     depth = 0
 

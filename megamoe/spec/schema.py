@@ -1,4 +1,4 @@
-"""The shape of a spec file: one frozen model a mapping; pydantic's complaints become sentences with file and line."""
+"""The form of a spec file: a frozen model for each mapping. Complaints of pydantic become sentences with a line."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class ThresholdEntry(_Entry):
 
 
 class OverrideEntry(ThresholdEntry):
-    """A threshold for the cases of a matrix, for those with certain values of axes, for one temperature of the L2."""
+    """A threshold for the cases of a matrix, for certain values of axes, for one temperature of the L2."""
 
     matrix: Name | None = None
     where: Annotated[Product, Field(min_length=1)] | None = None
@@ -158,7 +158,7 @@ class SpecEntry(_Entry):
     tensors: dict[Name, TensorEntry] = Field(min_length=1)
     constraints: list[str] = []
     matrices: dict[Name, Matrix] = Field(min_length=1)
-    # Left out where nothing is published; an empty list would look like a bar that holds.
+    # Leave it out where nothing is published: an empty list would look like a bar that holds.
     published: list[Name] = Field(default=[], min_length=1)
     beyond_ranges: list[Name] = []
     ranges: dict[Name, RangeEntry] = {}
@@ -178,7 +178,7 @@ def read_entry(document: MarkedYaml) -> SpecEntry:
     except ValidationError as error:
         complaints = [(details, _path(details, document)) for details in error.errors(include_url=False)]
 
-        # A misspelt key is unknown here and missing there: the first is what the reader has to see.
+        # A misspelt key is both unknown and missing. The reader has to see the unknown one.
         def rank(complaint: tuple[ErrorDetails, KeyPath]) -> tuple[bool, int]:
             return complaint[0]["type"] == "missing", document.line(complaint[1])
 
@@ -187,7 +187,7 @@ def read_entry(document: MarkedYaml) -> SpecEntry:
 
 
 def _path(details: ErrorDetails, document: MarkedYaml) -> KeyPath:
-    """Where in the file pydantic's location is: without the parts (tags, missing keys) that are not written there."""
+    """Pydantic's location as a path of the file, without the parts (tags, missing keys) that are not written there."""
     path: KeyPath = ()
     for part in details["loc"]:
         if (*path, part) in document.lines:
@@ -233,7 +233,7 @@ def _seen(value: object) -> str:
 
 
 def _known_keys(path: KeyPath) -> list[str]:
-    """The keys of the model at `path`: names in the file are followed by field, any other part by the element type."""
+    """The keys of the model at `path`: a part follows the field of that name, or else the element type."""
     model: object = SpecEntry
     for part in path:
         if isinstance(model, type) and issubclass(model, BaseModel):

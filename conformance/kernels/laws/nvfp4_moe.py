@@ -1,4 +1,4 @@
-"""The laws of NVFP4 MoE. Each docstring's first paragraph is the law; the second says how exact it is and why."""
+"""The laws of NVFP4 MoE. A docstring states the law; its second paragraph says how exact it is and why."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def dense_equals_one_expert(bench: Bench, case: Case) -> None:
 def fused_equals_unfused(bench: Bench, case: Case) -> None:
     """The layer writes what its stages write one after the other.
 
-    Bitwise: the contract says what is rounded between stages, so that a fused kernel has no other numbers.
+    Bitwise: the contract says what is rounded between stages, so a fused kernel has no other numbers.
     """
     inputs = inputs_of(case)
     held: dict[str, torch.Tensor] = dict(inputs)
@@ -149,7 +149,7 @@ def fused_equals_unfused(bench: Bench, case: Case) -> None:
 def gate_up_swap_is_noticed(bench: Bench, case: Case) -> None:
     """Exchanging gate and up changes y, unless that is zero.
 
-    Any bit will do: silu(a) * b is not silu(b) * a. Activations are kept from saturating, where only signs are left.
+    Any changed bit will do: silu(a) * b is not silu(b) * a. Activations are kept from saturating to signs alone.
     """
     inputs, turn = inputs_of(case), case.int("interleave")
     inputs["a2_gs"] = inputs["a2_gs"].clamp(min=2.0**-10)

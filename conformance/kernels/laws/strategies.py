@@ -1,4 +1,4 @@
-"""What the laws are tried on: cases drawn from a spec's ranges within a budget of work, and schedules."""
+"""What the laws are tried on: schedules, and cases drawn from a spec's ranges within a budget of work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megamoe.spec.ranges import Axis
 from megamoe.spec.spec import Spec
 
 MAX_SEED = 2**20
-# Ranges up to this length are listed, so that a constraint between two axes leaves no draw to be thrown away.
+# Ranges up to this length are listed, so no draw is thrown away for a constraint between two axes.
 LISTED = 64
 # An element costs some 10 us of host time where a kernel handles it by itself.
 ANY_BUDGET = 1 << 16
@@ -25,11 +25,11 @@ FLOAT_STEPS = 1000
 
 @dataclass(frozen=True)
 class Drawing:
-    """How the cases of an op are drawn. Axes not named in `first` or `last` are drawn between them.
+    """How the cases of an op are drawn. Axes that neither `first` nor `last` names keep their default or least value.
 
-    `first`: in an order that is drawn too, so that each gets its turn at the whole budget; `last`: in this order.
-    `edges`: values where kernels go wrong, drawn half of the time. `work`: in any unit, monotone in every axis, and at
-    most `budget` over all runs of a trial.
+    `first`: in an order that is drawn too, so each axis gets its turn at the whole budget. `last`: in this order.
+    `edges`: values where kernels go wrong, drawn half of the time. `work`: in any unit, monotone in every axis; at most
+    `budget` over all runs of a trial.
     """
 
     work: Callable[[Axes], int]
