@@ -24,7 +24,7 @@ from megamoe.records.keys import Key
 from megamoe.records.lines import AnyLine, RecordError, Timing
 from megamoe.spec.error import SpecError
 from megamoe.spec.load import load_specs
-from megamoe.spec.thresholds import DEFAULT_THRESHOLD
+from megamoe.spec.spec import DEFAULT_THRESHOLD
 
 FORMAT = "megamoe-false-alarms-1"
 MOST_FALSE_ALARMS = 0.01

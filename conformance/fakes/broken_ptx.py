@@ -1,4 +1,4 @@
-"""The raw-PTX backend without its first tcgen05.wait::st, as a user's own module would hold a backend."""
+"""The raw-PTX backend without its first tcgen05.wait::st, in a module like a user's own."""
 
 from __future__ import annotations
 

@@ -1,20 +1,39 @@
-"""An executor that computes, with torch, what a fake backend wrote into its program: a style or a fault, and a case."""
+"""A backend that writes a name and a case into its program, and an executor that emulates them with torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
 
-from conformance.kernels.laws.law import spec_of
-from megamoe.contract import Case, Execution, Program, RunOptions, Target
+from megamoe.contract import Case, Execution, Program, RunOptions, Target, UnsupportedError
+from megamoe.spec.load import load_specs
+from megamoe.spec.spec import Spec
+
+
+@dataclass(frozen=True)
+class NamedBackend:
+    """Writes `name`, a style or a fault, and the case into the program. Declines all cases if `nothing` is its name."""
+
+    op: str
+    name: str
+
+    def targets(self, op: str) -> tuple[Target, ...]:
+        return ("sm_100a",) if op == self.op else ()
+
+    def build(self, case: Case, target: Target) -> Program:
+        if self.name == "nothing":
+            raise UnsupportedError(f"{case.id}: this backend has no kernel that works")
+        return Program(target, f"{self.name}\n{case.id}", ())
 
 
 class Emulate(Protocol):
-    """Writes the outputs of `case`, as the style or with the fault `name` makes them.
+    """Writes the outputs of `case` into `tensors`, as the style or with the fault `name` makes them.
 
-    `run` counts the runs of the executor. What it returns is the rule of the machine that was broken, if one was.
+    `run` counts the runs of the executor. Returns the rule of the machine that was broken, if one was.
     """
 
     def __call__(
@@ -23,7 +42,7 @@ class Emulate(Protocol):
 
 
 class FakeExecutor:
-    """Emulates what the program names. It counts its runs, which is the history that leaks."""
+    """Emulates what the program names. It counts its runs: that is the history which leaks."""
 
     name = "fake"
 
@@ -37,5 +56,10 @@ class FakeExecutor:
     def run(self, program: Program, tensors: Mapping[str, torch.Tensor], options: RunOptions) -> Execution:
         name, case_id = program.ptx.split("\n")
         self.runs += 1
-        case = spec_of(case_id.partition(":")[0]).parse_case(case_id)
+        case = _specs()[case_id.partition(":")[0]].parse_case(case_id)
         return Execution({}, self._emulate(case, tensors, name, options.schedule, self.runs))
+
+
+@cache
+def _specs() -> dict[str, Spec]:
+    return load_specs()

@@ -1,7 +1,7 @@
-"""A backend and an executor that compute NVFP4 MoE with torch as a kernel does it: correctly, legally or with a fault.
+"""A backend and an executor that compute NVFP4 MoE with torch, step by step as a kernel: correctly or with a fault.
 
-It shares no code with the references but the 4-bit and 8-bit conversions, which have tests of their own. The name of a
-style or of a fault in capitals is its backend: `conformance.fakes.nvfp4_moe:CORRECT`.
+They share only the 4-bit and 8-bit conversions with the references, and these have tests of their own. The backend of a
+style or a fault is its name in capitals: `conformance.fakes.nvfp4_moe:CORRECT`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Final
 
 import torch
 
-from conformance.fakes.executor import FakeExecutor
+from conformance.fakes.executor import FakeExecutor, NamedBackend
 from megamoe.codec.nvfp4 import decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3
-from megamoe.contract import Case, Program, Target
+from megamoe.contract import Case
 
 TILE: Final = 128
 # Faults that the judge catches, in words. Each is a mistake that people make in kernels.
@@ -66,8 +66,11 @@ LAW_FAULTS: Final[Mapping[str, tuple[str, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """Choices that a correct kernel is free to make. `k_per_step`: products added at once; `truncate`: sums are
-    truncated to fp32; `reciprocal`: quotients by reciprocals that are up to `ulps` off."""
+    """Choices that a correct kernel is free to make.
+
+    `k_per_step`: products added at once. `truncate`: sums are truncated to fp32. `reciprocal`: quotients are products
+    with reciprocals that are up to `ulps` off.
+    """
 
     k_per_step: int = 1 << 20
     backwards: bool = False
@@ -83,19 +86,6 @@ STYLES: Final[Mapping[str, Style]] = {
     "approximate": Style(k_per_step=32, backwards=True, reciprocal=True, ulps=1.0),
     "free": Style(k_per_step=64, backwards=True, truncate=True, reciprocal=True, ulps=1.0),
 }
-
-
-@dataclass
-class FakeBackend:
-    """Writes its name and the case into the program."""
-
-    name: str
-
-    def targets(self, op: str) -> tuple[Target, ...]:
-        return ("sm_100a",) if op == "nvfp4_moe" else ()
-
-    def build(self, case: Case, target: Target) -> Program:
-        return Program(target, f"{self.name}\n{case.id}", ())
 
 
 def emulate(case: Case, tensors: Mapping[str, torch.Tensor], name: str, schedule: str = "eager", run: int = 1) -> None:
@@ -121,7 +111,7 @@ class Kernel:
         self.noise = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
     def write(self) -> None:
-        """The stage, whole: tensors between stages are kept in memory that is poisoned if it is not an output."""
+        """The whole stage. Tensors between stages are outputs or lie in poisoned memory."""
         stage, case = str(self.case["stage"]), self.case
         held = {**self.tensors}
         rows = self.capacity
@@ -324,5 +314,5 @@ class Kernel:
 
 
 EXECUTOR = FakeExecutor(emulate)
-BACKENDS = {name: FakeBackend(name) for name in (*FAULTS, *LAW_FAULTS, *STYLES)}
+BACKENDS = {name: NamedBackend("nvfp4_moe", name) for name in (*FAULTS, *LAW_FAULTS, *STYLES)}
 globals().update({name.upper(): backend for name, backend in BACKENDS.items()})

@@ -1,1 +1,1 @@
-"""What backends may share: NVFP4 codes, scale layouts, routing. Imports the contract alone."""
+"""What backends may share: NVFP4 codes, scale layouts, routing; it imports the contract alone."""

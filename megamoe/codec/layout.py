@@ -1,8 +1,8 @@
 """Where NVFP4 block scales and weight rows lie in memory, as the tensor core and a fused SwiGLU want them.
 
 Swizzled block scales: atoms of 512 bytes for 128 rows by 4 blocks along K; scale `j` of row `r` of an atom is at byte
-(r % 32) * 16 + (r // 32) * 4 + j, atoms along K next to each other (facts.md 2.4). tcgen05.cp.32x128b.warpx4
-of an atom is what tcgen05.mma reads. Rows and blocks that fill up the last atoms are padding, which means nothing.
+(r % 32) * 16 + (r // 32) * 4 + j, atoms along K next to each other (facts.md 2.4). tcgen05.mma reads an atom as
+tcgen05.cp.32x128b.warpx4 copies it. Rows and blocks that fill up the last atoms are padding and mean nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def swizzled_shape(rows: int, blocks: int) -> tuple[int, int, int]:
 
 
 def swizzle_scales(sf: torch.Tensor, padding: int = 0) -> torch.Tensor:
-    """uint8 [..., rows, blocks] to uint8 [..., *swizzled_shape(rows, blocks)]; `padding`: the byte between."""
+    """uint8 [..., rows, blocks] to uint8 [..., *swizzled_shape(rows, blocks)]. `padding`: the byte that fills up."""
     rows, blocks = sf.shape[-2:]
     row_atoms, k_atoms, _ = swizzled_shape(rows, blocks)
     fill = (0, k_atoms * ATOM_BLOCKS - blocks, 0, row_atoms * ATOM_ROWS - rows)
@@ -33,7 +33,7 @@ def swizzle_scales(sf: torch.Tensor, padding: int = 0) -> torch.Tensor:
 
 
 def unswizzle_scales(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
-    """uint8 [..., row atoms, K atoms, 512] to uint8 [..., rows, blocks]: no padding. ValueError for other shapes."""
+    """uint8 [..., row atoms, K atoms, 512] to uint8 [..., rows, blocks], no padding. ValueError for other shapes."""
     if tuple(swizzled.shape[-3:]) != swizzled_shape(rows, blocks):
         raise ValueError(
             f"swizzled scales of shape {tuple(swizzled.shape)}; {rows} rows of {blocks} blocks have "
@@ -48,7 +48,7 @@ def unswizzle_scales(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Te
 def interleave(gate: torch.Tensor, up: torch.Tensor, granularity: int) -> torch.Tensor:
     """[..., n, x] twice to [..., 2 n, x]: `granularity` rows of gate, as many of up, and so on.
 
-    For block scales as for codes, before any swizzle. ValueError if n is no multiple of `granularity`.
+    It is for codes and for block scales that are not swizzled. ValueError if n is no multiple of `granularity`.
     """
     if gate.shape != up.shape:
         raise ValueError(f"gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}; they must be the same")

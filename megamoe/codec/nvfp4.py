@@ -19,8 +19,8 @@ SF_VEC_SIZE: Final = 16
 E2M1_MAX: Final = 6.0
 E4M3_MAX: Final = 448.0
 E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Elements worked on at a time: by a CPU so many that what each pass writes is still in its cache for the next one; by a
-# device so many that launching the passes costs less than they do.
+# Elements worked on at a time. On a CPU, what one pass writes must still be in the cache for the next. On a device,
+# launching the passes must cost less than running them.
 CHUNK: Final = 1 << 16
 DEVICE_CHUNK: Final = 1 << 24
 
@@ -31,7 +31,7 @@ _ONE: Final = 127 << 23
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
     """uint8 of the shape of `values`: codes 0..15, rounded to nearest even and saturated to 6, signs of zeros kept.
 
-    `values` is read as float32; a double that is not one would be rounded twice. ValueError for a NaN.
+    It reads `values` as float32, so a double is rounded twice. ValueError for a NaN.
     """
     if torch.isnan(values).any():
         raise ValueError(f"{_first(torch.isnan(values))} is NaN, which e2m1 cannot hold")
@@ -43,8 +43,8 @@ def _codes(values: torch.Tensor) -> torch.Tensor:
     bits = values.view(torch.int32)
     sign = (bits >> 28).bitwise_and_(8)
     values.abs_().clamp_(max=E2M1_MAX)
-    # Adding 2**22 times the power of two at or below a number leaves one bit of its mantissa, and the sum is rounded
-    # to nearest even; below 1 the steps stay those of [1, 2), which are those of e2m1's subnormals.
+    # Adding 2**22 times the power of two at or below a number leaves one bit of its mantissa and rounds the sum to
+    # nearest even. Below 1 the steps stay those of [1, 2): e2m1's subnormals have the same steps.
     power = bits.bitwise_and(_EXPONENT).clamp_(min=_ONE)
     anchor = power + (22 << 23)
     steps = values.add_(anchor.view(torch.float32)).view(torch.int32).sub_(anchor)
@@ -77,7 +77,7 @@ def decode_e4m3(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torc
 
 
 def decode_scales(sf: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """As decode_e4m3, for block scales: ValueError for a NaN and for a sign, which the tensor core's ue4m3 has not."""
+    """As decode_e4m3, for block scales: ValueError for a NaN or a sign, as the tensor core's ue4m3 has no sign."""
     wrong = sf >= 0x7F
     if wrong.any():
         seen = int(sf[wrong][0])
@@ -89,7 +89,7 @@ def decode_scales(sf: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch
 def pack(codes: torch.Tensor) -> torch.Tensor:
     """uint8 [..., K] of codes 0..15 to uint8 [..., K / 2], the first of each two in the low nibble."""
     if codes.shape[-1] % 2:
-        raise ValueError(f"K is {codes.shape[-1]}; two codes share a byte, so that it must be even")
+        raise ValueError(f"K is {codes.shape[-1]}; two codes share a byte, so it must be even")
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
@@ -99,9 +99,10 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 
 
 def global_scale(values: torch.Tensor, per: int = 0) -> torch.Tensor:
-    """float32 [first `per` axes]: the scale that lets the largest number have the largest code and block scale.
+    """float32 [first `per` axes]: the scale that gives the largest number the largest code and block scale.
 
-    `per` = 0: one for the tensor; 1: one for each expert of a stack of weights, or each token; 1.0 for zeros alone.
+    `per` = 0: one for the tensor. `per` = 1: one for each expert of a stack of weights, or for each token. All zeros
+    have the scale 1.0.
     """
     flat = values.reshape(*values.shape[:per], -1)
     largest = torch.maximum(flat.amax(dim=-1), -flat.amin(dim=-1)).float()
@@ -111,13 +112,13 @@ def global_scale(values: torch.Tensor, per: int = 0) -> torch.Tensor:
 def quantise(values: torch.Tensor, gs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes uint8 [..., K / 2], sf uint8 [..., K / 16]) of `values` [..., K] under the global scale `gs` float32.
 
-    `gs` has the first axes of `values`, as many as it likes: [] per tensor, [experts] per expert, [tokens] per token.
+    `gs` has some of the first axes of `values`: [] per tensor, [experts] per expert, [tokens] per token.
     In float32, to nearest even and saturating: sf = e4m3(max|block| / 6 / gs), code = e2m1(value / (sf * gs)). A block
     whose sf is 0 has codes 0. ValueError if K is no multiple of 16, or for a value or a `gs` that is not finite.
     """
     k = values.shape[-1]
     if k % SF_VEC_SIZE:
-        raise ValueError(f"K is {k}; a block scale is for {SF_VEC_SIZE} numbers, so that K must be a multiple of it")
+        raise ValueError(f"K is {k}; a block scale is for {SF_VEC_SIZE} numbers, so K must be a multiple of it")
     if not bool((torch.isfinite(gs) & (gs > 0)).all()) or gs.dtype != torch.float32:
         raise ValueError(
             f"global scales of {gs.dtype} from {gs.min():g} to {gs.max():g}; they must be f32, finite, above 0"
@@ -142,7 +143,7 @@ def _quantise_rows(values: torch.Tensor, gs: torch.Tensor, codes: torch.Tensor, 
     largest = block.abs().amax(dim=-1)
     sf.copy_(_saturated_e4m3(largest / E2M1_MAX / gs))
     step = decode_e4m3(sf).mul_(gs)
-    # A block without a scale: anything / inf is the code of a zero.
+    # A block of scale 0: anything / inf is 0, and so is its code.
     scaled = block / step.masked_fill_(step <= 0, torch.inf)[..., None]
     pair = _codes(scaled.view(-1)).view(torch.int64)
     torch.bitwise_or(pair, pair >> 28, out=pair)
@@ -167,8 +168,8 @@ def dequantise(
 ) -> torch.Tensor:
     """[..., K] of `dtype` from packed codes [..., K / 2], sf [..., K / 16] and gs (first axes, as for `quantise`).
 
-    Code times block scale is exact in bf16 and wider types, so that there is one rounding, that of the product with
-    `gs`; with gs None there is none. ValueError for a block scale that is NaN or negative, or for shapes that disagree.
+    Code times block scale is exact in bf16 and wider types. The one rounding is that of the product with `gs`; without
+    `gs` there is none. ValueError for a block scale that is NaN or negative, or for shapes that disagree.
     """
     if codes.shape[:-1] != sf.shape[:-1] or codes.shape[-1] * 2 != sf.shape[-1] * SF_VEC_SIZE:
         raise ValueError(
@@ -202,7 +203,7 @@ _PAIRS: Final = {
 
 @lru_cache(maxsize=4)
 def _pairs(dtype: torch.dtype) -> torch.Tensor:
-    """[256] elements of twice the size of `dtype`, each the two numbers of a byte next to each other."""
+    """[256] elements of twice the size of `dtype`: the two numbers of each byte, next to each other."""
     both = decode_e2m1(unpack(torch.arange(256, dtype=torch.uint8)[:, None]), dtype)
     return both.view(_PAIRS[dtype]).flatten()
 

@@ -1,4 +1,4 @@
-"""Routing of NVFP4 MoE: which token's which choice is which expert row.
+"""Routing of NVFP4 MoE: which choice of which token is which expert row.
 
 A route is a pair (token t, choice k) whose id names an expert of this rank; its number is t * topk + k. Expert rows are
 the routes sorted by expert and, within an expert, by number; each expert begins at a multiple of 128. Rows between the
@@ -21,7 +21,10 @@ ROWS_PER_TILE: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """int64 tensors of one entry a route, in the order of their rows: `row`, `token`, `choice` and `expert`."""
+    """The routes in the order of their rows.
+
+    `row`, `token`, `choice`, `expert`: int64 [routes]. `capacity`: rows of every tensor of expert rows.
+    """
 
     row: torch.Tensor
     token: torch.Tensor
@@ -30,7 +33,7 @@ class Routing:
     capacity: int
 
     def experts(self) -> list[tuple[int, slice]]:
-        """Each expert that has a route, with the entries that are its own."""
+        """Each expert that has a route, and the slice of its entries."""
         found, counts = torch.unique_consecutive(self.expert, return_counts=True)
         ends = counts.cumsum(0)
         spans = zip(found.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)
@@ -38,7 +41,7 @@ class Routing:
 
 
 def expert_rows(case: Case) -> int:
-    """Rows that are enough for every routing: that many each expert-row tensor has."""
+    """Rows of every tensor of expert rows: enough for any routing."""
     routes = case.int("tokens") * case.int("topk")
     return (routes + (ROWS_PER_TILE - 1) * case.int("num_experts")) // ROWS_PER_TILE * ROWS_PER_TILE
 

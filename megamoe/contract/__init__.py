@@ -1,4 +1,4 @@
-"""What an author of a backend or an executor imports: programs, cases, rows, devices, errors. Imports no other room."""
+"""What an author of a backend or an executor imports: programs, cases, rows, devices, errors; imports no other room."""
 
 from megamoe.contract.backend import Backend, Borrowed, Execution, Executor, RunOptions
 from megamoe.contract.case import AxisValue, Case, spell

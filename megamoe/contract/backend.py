@@ -1,4 +1,4 @@
-"""Backend and Executor: who makes a Program of a Case, and who runs it."""
+"""Backend makes a Program of a Case; Executor runs it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How an executor shall run a program. `schedule`: "eager", "lazy" or "random:SEED" (VM only).
+    """How an executor runs a program.
 
-    `accumulate`: "fast" (float32 BLAS), "exact" (float64) or "hopper" (bit-exact model of an H200; VM only).
-    `trace`: whether to record what the agents do; an executor that cannot leaves Execution.trace None.
-    `outputs`: the tensors that the program may write, None for any; an executor that can refuses writes to others.
+    `schedule`: the order in which asynchronous work completes: "eager", "lazy" or "random:SEED" (VM only).
+    `accumulate`: of matrix products: "fast" (float32 BLAS), "exact" (float64) or "hopper" (bit-exact model of an H200;
+    VM only). `step_budget`: steps after which the VM calls a program hung. `trace`: record what the agents do; an
+    executor that cannot record leaves Execution.trace None. `outputs`: the tensors that the program may write, None
+    for any; an executor that can, refuses writes to the others.
     """
 
     schedule: str = "eager"
@@ -31,9 +33,10 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What an executor observed. `violation` is a sentence when the kernel broke a rule of the machine.
+    """What an executor observed.
 
-    `trace` is JSON-like data that megamoe.contract.trace reads.
+    `counters`: name -> count, the same on every run of one program. `violation`: a sentence if the kernel broke a rule
+    of the machine, else None. `trace`: JSON-like data that megamoe.contract.trace reads.
     """
 
     counters: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -45,7 +48,7 @@ class Execution:
 class Backend(Protocol):
     """A source of programs.
 
-    A backend may have `executors`, a tuple of names: it owes rows on these only. Without it, it owes rows on all.
+    A backend may have `executors`, a tuple of names: it then owes rows on these executors only, else on all.
     """
 
     name: str
@@ -55,16 +58,16 @@ class Backend(Protocol):
         ...
 
     def build(self, case: Case, target: Target) -> AnyProgram:
-        """The program of `case`. Raises UnsupportedError with a reason for what it cannot do."""
+        """The program of `case` for `target`. Raises UnsupportedError, with the reason, for a case it cannot do."""
         ...
 
 
 @runtime_checkable
 class Borrowed(Backend, Protocol):
-    """A backend that calls packages of others, which need not be installed."""
+    """A backend that calls other people's packages. They need not be installed."""
 
     def missing(self) -> str | None:
-        """A sentence about what is not installed here; None if all is."""
+        """A sentence that names what is not installed here; None if everything is."""
         ...
 
 
@@ -72,8 +75,8 @@ class Borrowed(Backend, Protocol):
 class Executor(Protocol):
     """A machine that runs programs.
 
-    An executor may have `device`, the torch device in whose memory the tensors of its programs lie; without it, "cpu".
-    It may have `schedules`, a tuple of names: rows are owed on it under these only. Without it, under all.
+    An executor may have `device`, the torch device whose memory holds its tensors; the default is "cpu".
+    It may have `schedules`, a tuple of names: rows are then owed on it under these schedules only, else under all.
     """
 
     name: str
@@ -83,8 +86,9 @@ class Executor(Protocol):
         ...
 
     def run(self, program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions) -> Execution:
-        """Run every launch in order on `tensors` (contiguous, in memory that this executor can address).
+        """Runs every launch in order on `tensors`: by name, contiguous, in memory that this executor can address.
 
-        UnsupportedError, or an exception of its own, for a kind of program that it does not run.
+        A rule that the kernel broke is Execution.violation. Raises UnsupportedError for a kind of program that it does
+        not run, DeviceError for what its device refuses.
         """
         ...

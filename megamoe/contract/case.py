@@ -9,7 +9,7 @@ AxisValue = int | float | bool | str | None
 
 
 def spell(value: AxisValue) -> str:
-    """How `value` is written in a case id: as in YAML, and with nothing that a shell would interpret."""
+    """`value` as a case id writes it: as in YAML, with no character that a shell would interpret."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -19,9 +19,9 @@ def spell(value: AxisValue) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One point: every axis of the spec in the order of the spec (defaults filled in), inputs and seed.
+    """One point of a matrix: the value of every axis in the order of the spec, the input distribution and its seed.
 
-    Made by `Spec.case` and `Spec.parse_case` only, which check it and give it its id.
+    Only `Spec.case` and `Spec.parse_case` make one: they fill in defaults, check the limits and give it its id.
     """
 
     op: str
@@ -31,7 +31,7 @@ class Case:
     id: str
 
     def __getitem__(self, axis: str) -> AxisValue:
-        """The value of `axis`; KeyError with a sentence if the op has no such axis."""
+        """The value of `axis`. Raises KeyError if the op has no such axis."""
         for name, value in self.axes:
             if name == axis:
                 return value
@@ -39,7 +39,7 @@ class Case:
         raise KeyError(f"case {self.id} has no axis {axis!r}; it has: {known}")
 
     def int(self, axis: str) -> builtins.int:
-        """The value of `axis`, which must be an integer; ValueError with a sentence if it is not."""
+        """The integer value of `axis`. Raises ValueError if it is not an integer, KeyError if there is no such axis."""
         value = self[axis]
         if isinstance(value, bool) or not isinstance(value, builtins.int):
             raise ValueError(f"axis {axis} of case {self.id} is {spell(value)}, not an integer")

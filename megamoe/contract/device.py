@@ -1,6 +1,6 @@
 """The contract of an executor that can time: a device, its stopwatch, and programs bound to tensors on it.
 
-The executor of backends/gpu fulfils it; tests fulfil it with a simulated device, whose noise is known.
+backends/gpu has one; tests have a simulated device whose noise is known.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class Stopwatch(Protocol):
-    """Device time of one prepared call. Everything that is not timed (capture, warm-up) is done when it is made."""
+    """Device time of one prepared call. What is not timed (capture, warm-up) happens when the stopwatch is made."""
 
     method: Literal["graph", "events"]
 
     def sample(self, temperature: Temperature, launches: int) -> float:
-        """Microseconds of device time a launch: the mean of `launches` in a row if hot, of one after a flush if cold.
+        """Microseconds of device time a launch: if hot, the mean of `launches` in a row; if cold, one after a flush.
 
-        Every launch is a replay of the same work on the same tensors. DeviceError if the device reports a fault.
+        Every launch replays the same work on the same tensors. Raises DeviceError if the device reports a fault.
         """
         ...
 
     def samples(self, temperature: Temperature, launches: int, count: int) -> Sequence[float]:
-        """`count` samples in a row, handed over together so that the device is never idle between them."""
+        """`count` samples in a row, enqueued together so that the device does not idle between them. Microseconds."""
         ...
 
 
@@ -44,9 +44,9 @@ class TimedExecutor(Executor, Protocol):
     def bind(
         self, program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions
     ) -> AbstractContextManager[PreparedCall]:
-        """`program` on `tensors` (in the memory of `device`), loaded and ready; leaving the context frees what it took.
+        """`program` loaded and ready on `tensors`, which lie in the memory of `device`. Leaving the context frees it.
 
-        UnsupportedError for a program that the device cannot run, DeviceError for one that its driver refuses.
+        Raises UnsupportedError for a program that the device cannot run, DeviceError for one that its driver refuses.
         """
         ...
 
@@ -59,5 +59,5 @@ class TimedExecutor(Executor, Protocol):
         ...
 
     def throttled(self) -> str | None:
-        """Why the device has slowed down its clocks since the last question, None if it has not."""
+        """Why the device has lowered its clocks since the last call of this; None if it has not."""
         ...

@@ -6,17 +6,17 @@ from typing import ClassVar
 
 
 class UnsupportedError(Exception):
-    """This backend or executor cannot do this case or target; the text says why. Becomes status `unsupported`."""
+    """This backend or executor cannot do this case or target. The text says why; the status becomes `unsupported`."""
 
 
 class DeviceError(Exception):
-    """A return code of the driver, as a sentence: the call, the code and its meaning, and what was being done."""
+    """A return code of the driver as a sentence: the call, the code, its meaning, and what was being done."""
 
 
 class DeviceLostError(DeviceError):
-    """A kernel's fault (an illegal address, a trap) that no further call of this process survives.
+    """A fault of a kernel (an illegal address, a trap) after which this process cannot use the device.
 
-    `met` is the first one of this process: whoever gives rows to it must let it end and start another.
+    `met` is the first one of this process. If it is set, give the process no more rows: end it and start another.
     """
 
     met: ClassVar[str | None] = None

@@ -1,7 +1,7 @@
 """Program: what a backend hands over. PTX with its launches, a compiled host function, or a Python call.
 
-A program names tensors; the harness owns their memory. An executor binds names to memory, encodes tensor maps and
-performs the launches in order.
+A program names tensors; the harness owns their memory. An executor binds the names to memory, encodes the tensor maps
+and performs the launches in order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Swizzle = Literal["none", "32B", "64B", "128B"]
 
 @dataclass(frozen=True, slots=True)
 class BufferArg:
-    """A 64-bit device address: the first byte of `tensor`, or of a scratch buffer, plus `offset` bytes."""
+    """A 64-bit device address: the first byte of the tensor or scratch buffer `tensor`, plus `offset` bytes."""
 
     tensor: str
     offset: int = 0
@@ -81,7 +81,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class PackedFields:
-    """What the packed convention passes of a tensor after its address: sizes of `dims`, then strides of `strides`."""
+    """What the packed convention passes after the address of a tensor: the sizes of `dims`, then the `strides`."""
 
     dims: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
@@ -91,7 +91,7 @@ class PackedFields:
 
 @dataclass(frozen=True, slots=True)
 class TensorArg:
-    """A tensor with its layout: `shape` and `strides` in elements (None: compact, last fastest), `offset` in bytes.
+    """A tensor and its layout: `shape` and `strides` in elements (None: compact, last fastest), `offset` in bytes.
 
     `dtype` as in the specs: "bf16", "f32", "e4m3", ...; "e2m1x2" is a pair of 4-bit floats in a byte.
     """
@@ -106,12 +106,12 @@ class TensorArg:
 
 @dataclass(frozen=True, slots=True)
 class StreamArg:
-    """The CUDA stream on which the host function shall work; the executor has it."""
+    """The CUDA stream on which the host function works; the executor supplies it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeArg:
-    """A tuple of integers (a shape, strides, coordinates) that is one parameter of the host function."""
+    """One parameter of the host function that is a tuple of integers: a shape, strides or coordinates."""
 
     sizes: tuple[int, ...]
     bits: Literal[32, 64] = 32
@@ -140,25 +140,25 @@ class HostProgram:
 
 
 class PreparedCall(Protocol):
-    """A call whose plans, workspaces and layouts exist; see PythonProgram."""
+    """A call whose plans, workspaces and layouts exist. PythonProgram.prepare makes it."""
 
     def enqueue(self) -> None:
-        """Launches on torch's current stream; neither allocates anew nor waits, so that a graph can capture it."""
+        """Launches on torch's current stream. It neither allocates nor waits, so that a graph can capture it."""
         ...
 
     def collect(self) -> None:
-        """Brings what the call has computed into the case's output tensors, where it writes elsewhere. Not timed.
+        """Copies what the call computed into the case's output tensors, if it writes elsewhere. Not timed.
 
-        May spoil what it has read, so that a replay that computes nothing is noticed: one launch before each.
+        It may spoil what it copied, so that a replay that computes nothing is noticed. Launch once before each call.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PythonProgram:
-    """Somebody else's kernel behind a Python call, for a device only: there is no PTX to hand to a machine.
+    """Somebody else's kernel behind a Python call. It runs on a device only: there is no PTX for a machine.
 
-    `prepare(tensors)` does once what is not timed. `software` names what runs, with versions, for the record.
+    `prepare(tensors)` does once what is not timed. `software`: package -> version of what runs, for the record.
     """
 
     target: Target

@@ -1,4 +1,4 @@
-"""Backends and executors by name: entry points, or package.module:ATTRIBUTE of one's own."""
+"""Backends and executors by name: registered as entry points, or unregistered as package.module:ATTRIBUTE."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def executor_names() -> tuple[str, ...]:
     return tuple(sorted(_points("megamoe.executors")))
 
 
-# Every look goes through the metadata of all that is installed, and each row of a matrix asks.
+# Each row of a matrix asks, and a look-up reads the metadata of everything that is installed.
 @cache
 def _points(group: str) -> Mapping[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
@@ -47,9 +47,9 @@ def _load_attribute(group: str, kind: str, name: str) -> object:
 
 
 def load_backend(name: str) -> Backend:
-    """The backend registered under `name`, or the object at "package.module:ATTRIBUTE", which needs no registration.
+    """The backend registered under `name`, or the unregistered object at "package.module:ATTRIBUTE".
 
-    Raises UnsupportedError when there is none; an exception of the module itself passes through.
+    Raises UnsupportedError if there is none. An exception that the module itself raises passes through.
     """
     loaded = _load("megamoe.backends", "backend", name)
     if not isinstance(loaded, Backend):

@@ -1,4 +1,4 @@
-"""Row: one cell of work and the key of its results, the states it may end in, and the facts of a device."""
+"""Row: one cell of work, the states it may end in, and the facts of a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Temperature = Literal["cold", "hot"]
 
 
 class Row(NamedTuple):
-    """What one record is about, and the key under which the gate looks for it. `case` is a Case.id."""
+    """What one record is about: the key under which the gate looks for it. `case` is a Case.id."""
 
     case: str
     backend: str
@@ -29,11 +29,11 @@ class Row(NamedTuple):
 
     @property
     def rerun(self) -> str:
-        """The command line that judges exactly this row again, with the specs of the checkout."""
+        """The command that judges exactly this row again, with the specs of the checkout."""
         return self.rerun_with(None)
 
     def rerun_with(self, specs: Path | None) -> str:
-        """As `rerun`, with the specs of the folder that the run was given; None: it was given none."""
+        """As `rerun`, with the specs of the folder `specs`; None means those of the checkout."""
         options = [part for name, value in self._asdict().items() for part in (f"--{name}", value)]
         folder = [] if specs is None else ["--specs", str(specs)]
         return shlex.join(["megamoe", "run", *options, *folder])
@@ -43,11 +43,11 @@ class Row(NamedTuple):
 
 
 class DeviceFacts(BaseModel):
-    """The accelerator on which rows ran, as its driver describes it; clocks in MHz, as found when the run began.
+    """The accelerator on which rows ran, as its driver describes it. Clocks in MHz, as found when the run began.
 
-    `copy_bytes_per_s` (bytes read plus bytes written) and `bf16_flops_per_s` are the ceilings measured in the same
-    session, from which floors are made. `flushed_l2_ratio` is the proof that the flush between cold samples works: time
-    of reading a buffer that fits in the L2, after a flush, over that without one.
+    `copy_bytes_per_s` (bytes read plus bytes written) and `bf16_flops_per_s` were measured in the same session; floors
+    are made from them. `flushed_l2_ratio` proves that the flush between cold samples works: it is the time to read a
+    buffer that fits in the L2 after a flush, over the time without one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

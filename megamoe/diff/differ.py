@@ -21,8 +21,7 @@ from megamoe.records.keys import Key
 from megamoe.records.lines import Figures, Record, Timing
 from megamoe.records.severity import worst
 from megamoe.spec.error import SpecError
-from megamoe.spec.spec import Spec
-from megamoe.spec.thresholds import DEFAULT_THRESHOLD
+from megamoe.spec.spec import DEFAULT_THRESHOLD, Spec
 
 __all__ = [
     "CALLS",

@@ -13,17 +13,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megamoe.contract import Row, Target, backend_names, executor_names
 from megamoe.spec.error import SpecError
-from megamoe.spec.selection import MOST_SEEDS, SelectionError, checked_names, known_cases, spec_of
+from megamoe.spec.marked_yaml import MarkedYaml, Plain, read_marked_yaml
+from megamoe.spec.selection import MAX_SEEDS, SelectionError, checked_names, known_cases, spec_of
 from megamoe.spec.spec import Spec
 
 MAX_DAYS = 180
 """How far ahead an entry may expire. Somebody has to look at it again before that."""
-_SCHEDULES = ("eager", "lazy", *(f"random:{seed}" for seed in range(MOST_SEEDS)))
+_SCHEDULES = ("eager", "lazy", *(f"random:{seed}" for seed in range(MAX_SEEDS)))
 
 
 class ExpectedError(Exception):
@@ -101,54 +101,29 @@ def stale_entries(expected: Iterable[Expectation], specs: Mapping[str, Spec], to
 
 def read_expected(path: Path) -> tuple[Expectation, ...]:
     """Reads and validates the entries of one YAML file, a list under the key `expected`. Raises ExpectedError."""
-    if path.is_fifo() or path.is_char_device():
-        raise ExpectedError(f"cannot read {path}: it is no file")
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise ExpectedError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ExpectedError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    nodes = _entry_nodes(path, root)
-    return tuple(_expectation(path, node) for node in nodes)
-
-
-def _entry_nodes(path: Path, root: yaml.Node | None) -> list[yaml.Node]:
-    keys = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else None
-    if not isinstance(root, yaml.MappingNode) or keys != ["expected"]:
+        document = read_marked_yaml(path, days=True)
+    except SpecError as error:
+        raise ExpectedError(f"cannot read {error}") from error
+    keys = list(document.value) if isinstance(document.value, dict) else None
+    if not isinstance(document.value, dict) or keys != ["expected"]:
         raise ExpectedError(f"{path}, line 1: the file must hold one key, `expected`, with a list; it holds {keys}")
-    entries: yaml.Node = root.value[0][1]
-    if not isinstance(entries, yaml.SequenceNode):
-        raise ExpectedError(f"{path}, line {entries.start_mark.line + 1}: `expected` must be a list, [] if empty")
-    return entries.value
+    entries = document.value["expected"]
+    if not isinstance(entries, list):
+        line = document.line(("expected",))
+        raise ExpectedError(f"{path}, line {line}: `expected` must be a list, [] if empty")
+    return tuple(_expectation(document, i, entry) for i, entry in enumerate(entries))
 
 
-def _expectation(path: Path, node: yaml.Node) -> Expectation:
-    line = node.start_mark.line + 1
-    if not isinstance(node, yaml.MappingNode):
-        raise ExpectedError(f"{path}, line {line}: an entry must be a mapping with case, backend, target, ...")
-    lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
-    if len(lines) != len(node.value):
-        raise ExpectedError(f"{path}, line {line}: the entry names a key twice")
+def _expectation(document: MarkedYaml, i: int, entry: Plain) -> Expectation:
+    where = f"{document.file}, line {document.line(('expected', i))}"
+    if not isinstance(entry, dict):
+        raise ExpectedError(f"{where}: an entry must be a mapping with case, backend, target, ...")
     try:
-        entry = ExpectedEntry.model_validate(_plain(node))
-    except (ValidationError, yaml.YAMLError) as error:
-        raise ExpectedError(f"{path}, {_explain(error, line, lines)}") from error
-    return Expectation(entry, f"{path}, line {line}")
-
-
-def _plain(node: yaml.Node) -> object:
-    loader = yaml.SafeLoader("")
-    try:
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
-
-
-def _explain(error: ValidationError | yaml.YAMLError, line: int, lines: Mapping[str, int]) -> str:
-    if not isinstance(error, ValidationError):
-        return f"line {line}: {' '.join(str(error).split())}"
-    first = error.errors(include_url=False)[0]
-    key = str(first["loc"][0]) if first["loc"] else ""
-    about = f", key {key!r}" if key else ""
-    return f"line {lines.get(key, line)}{about}: {first['msg']} (keys: {', '.join(ExpectedEntry.model_fields)})"
+        return Expectation(ExpectedEntry.model_validate(entry), where)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = str(first["loc"][0]) if first["loc"] else ""
+        about = f"line {document.line(('expected', i, key))}" + (f", key {key!r}" if key else "")
+        keys = ", ".join(ExpectedEntry.model_fields)
+        raise ExpectedError(f"{document.file}, {about}: {first['msg']} (keys: {keys})") from error

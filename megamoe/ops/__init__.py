@@ -1,4 +1,4 @@
-"""All that an op knows beyond its YAML and its kernels: OP.py, or OP/reference.py. No backend imports it."""
+"""All that an op needs beyond its YAML and its kernels, in OP.py or OP/reference.py; no backend imports it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """An output of codes, decoded: correct kernels store numbers in [lowest, highest]; a NaN in `seen` never is one.
+    """An output of codes, decoded: a correct kernel stores numbers in [lowest, highest], never a NaN.
 
-    float64 of one shape, whose axes are named in `axes`. `rows`: where the entries of the first axis are in the output.
+    `seen`, `lowest`, `highest`: float64 of one shape; `axes` names its axes. `rows`: int64, the index in the output of
+    each entry along the first axis.
     """
 
     seen: torch.Tensor
@@ -31,8 +32,11 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class Latitude:
-    """What the contract leaves to a kernel, given its outputs. `oracle`: outputs for which this is the oracle instead,
-    after the choices that the kernel made; `codes`: outputs that hold codes and are judged by `Codes` alone."""
+    """What the contract leaves to a kernel, given its outputs.
+
+    `oracle`: float64 outputs that replace the oracle's, after the choices that the kernel made. `codes`: outputs that
+    hold codes; `Codes` alone judges them.
+    """
 
     oracle: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     codes: Mapping[str, Codes] = field(default_factory=dict[str, Codes])
@@ -40,10 +44,10 @@ class Latitude:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A case of fewer rows out of a large one, which has the same results for them: what an oracle can be afforded for.
+    """Some rows of a case that is too large for its oracle. Their results do not depend on the other rows.
 
-    `case` keeps the id of the large one, `inputs` are those of the rows chosen. `rows`: output -> int64, the indices
-    along its first axis that the sample's output holds. `doc` says in words what was chosen.
+    `case` keeps the id of the large case. `inputs` are the inputs of the chosen rows. `rows`: output -> int64, the
+    indices along its first axis that the sample's output holds. `doc` says in words what was chosen.
     """
 
     case: Case
@@ -53,20 +57,20 @@ class Sample:
 
 
 class Reference(Protocol):
-    """What an op's module gives. Tensors are named as in the op's spec; results lie on the device of `inputs`."""
+    """What the module of an op provides. Tensors are named as in the spec; results lie on the device of `inputs`."""
 
     ABSOLUTE_SCALE: Mapping[str, float]
-    """Outputs whose error counts in absolute terms, with the magnitude that one unit of it stands for."""
+    """Output -> the least magnitude that its errors are divided by, where errors count in absolute terms."""
 
     MATRIX_RATES: Mapping[str, float]
-    """How many times its bf16 rate a target's matrix unit has on the op's operands; 1 for a target left out."""
+    """Target -> rate of its matrix unit on the op's operands, as a multiple of its bf16 rate; 1 if left out."""
 
     def make_inputs(self, case: Case, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
         """Every input tensor of `case`: the same bits for the same axes, distribution and seed, everywhere."""
         ...
 
     def oracle(self, case: Case, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Every output of `case` in float64, from the inputs as they are, without any other rounding."""
+        """Every output of `case` in float64, computed from the inputs with no further rounding."""
         ...
 
     def simulated(self, case: Case, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -74,7 +78,7 @@ class Reference(Protocol):
         ...
 
     def free(self, case: Case, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """bool, for the outputs that have them: elements that a kernel may leave alone or write anything to."""
+        """Output -> bool of its shape: True where a kernel may leave the element alone or write anything."""
         ...
 
     def latitude(
@@ -84,30 +88,30 @@ class Reference(Protocol):
         outputs: Mapping[str, torch.Tensor],
         expected: Mapping[str, torch.Tensor],
     ) -> Latitude:
-        """What else is correct, in view of a kernel's `outputs`; `expected` is the oracle."""
+        """What else is correct, given a kernel's `outputs`. `expected` holds the oracle's."""
         ...
 
     def sample(self, case: Case, inputs: Mapping[str, torch.Tensor], most_flops: int) -> Sample | None:
-        """A part of `case` of about `most_flops` useful operations; None if it has no more, or is of one piece."""
+        """A part of `case` with about `most_flops` useful operations; None if `case` has no more or cannot be split."""
         ...
 
     def useful_flops(self, case: Case) -> int:
-        """Floating-point operations that `case` needs, what masks and padding waste left out."""
+        """Floating-point operations that `case` needs. Masked and padded work does not count."""
         ...
 
     def minimum_bytes(self, case: Case) -> int:
-        """Bytes that must cross the memory's interface if each needed one does so once."""
+        """Bytes that must cross the memory's interface if each needed byte crosses it once."""
         ...
 
 
 @cache
 def referenced_ops() -> tuple[str, ...]:
-    """Ops that have a reference, sorted: every module and package of this room is one."""
+    """The ops that have a reference, sorted: the names of the modules and packages of this room."""
     return tuple(sorted(module.name for module in iter_modules(__path__)))
 
 
 def reference(op: str) -> Reference:
-    """The reference of `op`, imported on first use. ValueError, as a sentence, if there is none."""
+    """The reference of `op`, imported on first use. Raises ValueError if there is none."""
     if op not in referenced_ops():
         known = ", ".join(referenced_ops()) or "none"
         raise ValueError(f"there is no reference for op {op!r}; references exist for: {known}")

@@ -1,1 +1,1 @@
-"""From YAML to Spec to Case to the rows that a run owes. Imports the contract alone."""
+"""From YAML to Spec to Case to the rows that a run owes; it imports the contract alone."""

@@ -1,4 +1,4 @@
-"""The space that an op's cases are points of: axes, input distributions, constraints. Writes and reads case ids."""
+"""The space of an op's cases: axes, input distributions, constraints. It writes and reads case ids."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SEED = re.compile(r"[0-9]{1,19}")
 
 
 class OutsideError(ValueError):
-    """A sentence why a point is not in the space.
+    """Why a point is not in the space, as a sentence.
 
-    `rule`: the path, in the spec's file, of the rule that it breaks, if the file states one; `culprit`: the axis, or
-    "inputs" or "seed", whose value is at fault, if it is one alone.
+    `rule`: the path in the spec's file of the rule that it breaks, () if the file states none. `culprit`: the axis,
+    "inputs" or "seed" whose value is at fault, if one alone is.
     """
 
     def __init__(self, sentence: str, rule: KeyPath = (), culprit: str | None = None) -> None:
@@ -30,7 +30,7 @@ class OutsideError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CaseSpace:
-    """All cases of one op. The first of `inputs` is the default one; the default seed is 0."""
+    """All cases of one op. The first of `inputs` is the default; the default seed is 0."""
 
     op: str
     axes: Mapping[str, Axis]
@@ -38,7 +38,7 @@ class CaseSpace:
     constraints: tuple[Expression, ...] = ()
 
     def point(self, given: Mapping[str, object], inputs: AxisValue = None, seed: AxisValue = 0) -> Case:
-        """The case with the axes `given` and the others at their defaults; OutsideError if there is no such case."""
+        """The case with the axes `given` and the others at their defaults. OutsideError if there is none."""
         values = self._complete(given)
         for name, value in values.items():
             if refusal := self.axes[name].refusal(value):
@@ -53,7 +53,7 @@ class CaseSpace:
         return Case(self.op, tuple(values.items()), chosen, seed, self._id(values, chosen, seed))
 
     def parse(self, case_id: str) -> Case:
-        """The case named `case_id`; axes may come in any order, and defaults may be written out."""
+        """The case named `case_id`, its axes in any order, defaults written out or not. Raises OutsideError."""
         op, colon, rest = case_id.partition(":")
         if not colon or op != self.op:
             raise OutsideError(f"case id {case_id!r} does not begin with '{self.op}:'")
@@ -72,7 +72,7 @@ class CaseSpace:
         return self.point(given, inputs, int(seed))
 
     def undrawn(self, case: Case) -> OutsideError | None:
-        """Why property tests never draw `case`, or None if they may."""
+        """Why property tests never draw `case`; None if they may."""
         for name, value in case.axes:
             if refusal := self.axes[name].refusal(value, drawn=True):
                 return OutsideError(refusal, ("ranges", name), name)

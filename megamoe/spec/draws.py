@@ -1,4 +1,4 @@
-"""Random tensors that are the same bits everywhere: drawn on the CPU from a case id and the name of a stream."""
+"""Random tensors with the same bits everywhere: drawn on the CPU from a case id and the name of a stream."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ QUANTILES: Final = 1 << 16
 
 
 def generator(case: Case, stream: str) -> torch.Generator:
-    """The generator of one stream of `case`; others of the same case are independent of it."""
-    # The id leaves defaults out, so that a further axis with a default leaves the inputs of all earlier cases alone.
+    """The generator of one stream of `case`, independent of the case's other streams."""
+    # The id leaves defaults out, so a new axis with a default does not change the inputs of earlier cases.
     digest = hashlib.sha256(f"{case.id}|{stream}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -33,9 +33,9 @@ def _quantiles() -> torch.Tensor:
 
 
 def normal(case: Case, stream: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """N(0, 1) as fp32 of at least one axis, one of QUANTILES equally likely values (all within 4.4 deviations).
+    """N(0, 1), fp32, of at least one axis: each one of QUANTILES equally likely values within 4.4 deviations.
 
-    torch.randn picks its algorithm by CPU and by size; integers and a table are the same numbers everywhere.
+    torch.randn picks its algorithm by CPU and by size. Integers and a table give the same numbers everywhere.
     """
     source = generator(case, stream)
     drawn = torch.empty(shape, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""SpecError, the one way in which a spec or a case id is refused."""
+"""SpecError: why a spec or a case id is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SpecError(ValueError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the nearest known one, and all of them."""
+    """The end of a sentence about an unknown name: the nearest known name, then all of them."""
     names = list(known)
     close = get_close_matches(name, names, n=1)
     guess = f"did you mean {close[0]!r}? " if close else ""

@@ -1,7 +1,7 @@
-"""Expressions that a spec states over its axes: dimensions ("hidden // 2"), constraints ("heads % kv_heads == 0").
+"""Expressions over the axes of a spec: dimensions ("hidden // 2") and constraints ("heads % kv_heads == 0").
 
-Integers, axis names, null, true, false; + - * // %; comparisons; and, or, not; parentheses. Read by Python's parser,
-walked here: nothing is ever executed.
+They have integers, axis names, null, true, false; + - * // %; comparisons; and, or, not; parentheses. Python's parser
+reads them and this module walks the tree: nothing is executed.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _ORDER: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
 
 
 class ExpressionError(ValueError):
-    """A sentence: what in the expression cannot be read, or cannot be computed for these values."""
+    """What in an expression cannot be read, or cannot be computed for these values, as a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A parsed expression. `names` are the axes that it speaks of."""
+    """A parsed expression. `names`: the axes in it."""
 
     text: str
     names: frozenset[str]
@@ -55,7 +55,7 @@ class Expression:
         return negated or isinstance(self.body, ast.Compare | ast.BoolOp)
 
     def value(self, axes: Mapping[str, AxisValue]) -> Term:
-        """Its value at `axes`; ExpressionError for null in arithmetic or a division by zero."""
+        """Its value at `axes`. ExpressionError for null in arithmetic or a division by zero."""
         try:
             return _evaluate(self.body, axes)
         except ZeroDivisionError:
@@ -65,7 +65,7 @@ class Expression:
 
 
 def parse_expression(text: str, known: Collection[str]) -> Expression:
-    """`text` over the axes in `known`. Raises ExpressionError with a sentence."""
+    """`text` parsed, over the axes in `known`. Raises ExpressionError."""
     if len(text) > MAX_LENGTH or not _ALLOWED.fullmatch(text) or _GLUED.search(text):
         raise ExpressionError(f"{text[:MAX_LENGTH]!r} is not an expression over axes, such as 'heads % kv_heads == 0'")
     try:

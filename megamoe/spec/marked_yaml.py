@@ -1,7 +1,10 @@
-"""YAML as plain values, with the line of every key and item; whatever is ambiguous or unsafe is refused.
+"""YAML as plain values, with the line of every key and item. Every YAML file that the harness judges by is read here.
 
-Of YAML 1.1 only what reads the same to everybody is taken: mappings with distinct text keys, sequences, text,
-decimal numbers, true, false, null. Tags, aliases, merge keys, `yes`/`on`, octal and base-60 numbers are errors.
+It takes the part of YAML 1.1 that reads the same to everybody: mappings with distinct text keys, sequences, text,
+decimal numbers, true, false, null. It refuses tags, aliases, merge keys, `yes`/`on`, octal and base-60 numbers.
+
+ruamel.yaml 0.19 keeps lines too, but it would not make this file smaller: it takes 010 as 10, 0x1F, 1_000, .inf, tags
+and aliases, dies of a tower of brackets, and needs twice the time. The refusals are what most of this file is.
 """
 
 from __future__ import annotations
@@ -24,26 +27,29 @@ KeyPath = tuple[str | int, ...]
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
 _TAG = "tag:yaml.org,2002:"
-_INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
-_FLOAT = re.compile(r"[-+]?(0|[1-9][0-9]*)\.[0-9]*([eE][-+][0-9]{1,3})?")
 _SCALARS: dict[str, re.Pattern[str]] = {
     "null": re.compile(r"null"),
     "bool": re.compile(r"true|false"),
-    "int": _INT,
-    "float": _FLOAT,
+    "int": re.compile(r"[-+]?(0|[1-9][0-9]{0,17})"),
+    "float": re.compile(r"[-+]?(0|[1-9][0-9]*)\.[0-9]*([eE][-+][0-9]{1,3})?"),
+    "timestamp": re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}"),
 }
+PLAIN_ONLY = "write plain mappings, lists and scalars only"
 
 
 @dataclass(frozen=True, slots=True)
 class MarkedYaml:
-    """A document: its file, its value and the line (from 1) of every key path, e.g. ("tensors", "q", "shape", 0)."""
+    """A document: its file, its value (None if empty) and the line, from 1, of each key path.
+
+    A key path is ("tensors", "q", "shape", 0).
+    """
 
     file: Path
     value: Plain
     lines: dict[KeyPath, int] = field(default_factory=dict[KeyPath, int])
 
     def line(self, path: KeyPath) -> int:
-        """The line of `path`, or of the nearest thing around it that is written in the file."""
+        """The line of `path`, or of the nearest enclosing thing that the file writes."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
@@ -60,7 +66,7 @@ def dotted(path: KeyPath) -> str:
 
 
 class _Composer(yaml.SafeLoader):
-    """SafeLoader that composes no aliases and no towers of brackets."""
+    """SafeLoader that refuses aliases, tags and towers of brackets."""
 
     depth = 0
 
@@ -70,39 +76,42 @@ class _Composer(yaml.SafeLoader):
             sentence = f"alias *{event.anchor} is refused; write the value out"
             raise ComposerError(None, None, sentence, event.start_mark)
         if (tag := getattr(event, "tag", None)) is not None:
-            sentence = f"tag {tag!r} is refused; a spec has plain mappings, lists and scalars only"
+            sentence = f"tag {tag!r} is refused; {PLAIN_ONLY}"
             raise ComposerError(None, None, sentence, event.start_mark)
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            sentence = f"nested deeper than {MAX_DEPTH} levels, which no spec needs"
+            sentence = f"nested deeper than {MAX_DEPTH} levels, which no file here needs"
             raise ComposerError(None, None, sentence, event.start_mark)
         node = super().compose_node(parent, index)  # pyright: ignore[reportArgumentType]
         self.depth -= 1
         return node
 
 
-def read_marked_yaml(file: Path) -> MarkedYaml:
-    """The document in `file`; SpecError for a file that is missing, unreadable, empty or not acceptable YAML."""
+def read_marked_yaml(file: Path, *, days: bool = False) -> MarkedYaml:
+    """The document in `file`. Raises SpecError if the file is missing, unreadable or not acceptable YAML.
+
+    `days`: take a day such as 2026-12-24, as its text. Otherwise it must be quoted.
+    """
     if not file.is_file():
         what = "is no regular file" if file.exists() else "there is no such file"
-        raise SpecError(f"{what}; a spec is a YAML file, specs/OP.yaml", file=file)
+        raise SpecError(f"{what}; name a YAML file", file=file)
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise SpecError(f"cannot be read ({error.strerror}); a spec is a YAML file", file=file) from None
+        raise SpecError(f"cannot be read: {error.strerror}", file=file) from None
     if len(data) > MAX_BYTES:
-        raise SpecError(f"is {len(data)} bytes long; a spec has at most {MAX_BYTES}", file=file)
+        raise SpecError(f"is {len(data)} bytes long; it may have at most {MAX_BYTES}", file=file)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         sentence = f"byte {data[error.start]:#04x} is not UTF-8; save the file as UTF-8"
         raise SpecError(sentence, file=file, line=line) from None
-    return parse_marked_yaml(text, file)
+    return parse_marked_yaml(text, file, days=days)
 
 
-def parse_marked_yaml(text: str, file: Path) -> MarkedYaml:
-    """As `read_marked_yaml`, of a text that is already here; `file` is what errors name."""
+def parse_marked_yaml(text: str, file: Path, *, days: bool = False) -> MarkedYaml:
+    """As `read_marked_yaml`, but of a text at hand. Errors name `file`."""
     try:
         loader = _Composer(text)
         try:
@@ -120,52 +129,66 @@ def parse_marked_yaml(text: str, file: Path) -> MarkedYaml:
             f"is not acceptable YAML: control character U+{int(error.character):04X}", file=file, line=line
         ) from None
     if root is None:
-        raise SpecError("is empty; a spec begins with op:", file=file, line=1)
-    document = MarkedYaml(file, None)
-    document.lines[()] = root.start_mark.line + 1
-    return MarkedYaml(file, _construct(root, (), document), document.lines)
+        return MarkedYaml(file, None)
+    reader = _Reader(file, frozenset(_SCALARS) if days else frozenset(_SCALARS) - {"timestamp"})
+    return MarkedYaml(file, reader.value(root, ()), reader.lines)
 
 
-def _construct(node: Node, path: KeyPath, document: MarkedYaml) -> Plain:
-    document.lines.setdefault(path, node.start_mark.line + 1)
-    kind = node.tag.removeprefix(_TAG)
-    if isinstance(node, MappingNode) and kind == "map":
-        return _mapping(node, path, document)
-    if isinstance(node, SequenceNode) and kind == "seq":
-        return [_construct(item, (*path, i), document) for i, item in enumerate(node.value)]
-    if isinstance(node, ScalarNode):
-        return _scalar(node, kind, path, document)
-    raise document.error(path, f"a {kind} is refused; a spec has plain mappings, lists and scalars only")
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """From nodes to plain values. `kinds`: the kinds of scalar that are not text and yet taken."""
 
+    file: Path
+    kinds: frozenset[str]
+    lines: dict[KeyPath, int] = field(default_factory=dict[KeyPath, int])
 
-def _mapping(node: MappingNode, path: KeyPath, document: MarkedYaml) -> dict[str, Plain]:
-    entries: dict[str, Plain] = {}
-    for key, value in node.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, ScalarNode) or key.tag != _TAG + "str":
-            seen = repr(key.value) if isinstance(key, ScalarNode) else "a collection"
-            raise SpecError(f"a key must be plain text, not {seen}", file=document.file, line=line, key=dotted(path))
-        here = (*path, key.value)
-        if key.value in entries:
-            sentence = f"key {key.value!r} is given twice, first in line {document.lines[here]}; keep one"
-            raise SpecError(sentence, file=document.file, line=line, key=dotted(here))
-        document.lines[here] = line
-        entries[key.value] = _construct(value, here, document)
-    return entries
+    def value(self, node: Node, path: KeyPath) -> Plain:
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        kind = node.tag.removeprefix(_TAG)
+        if isinstance(node, MappingNode) and kind == "map":
+            return self._mapping(node, path)
+        if isinstance(node, SequenceNode) and kind == "seq":
+            return [self.value(item, (*path, i)) for i, item in enumerate(node.value)]
+        if isinstance(node, ScalarNode):
+            return self._scalar(node.value, kind, path)
+        raise self._error(path, f"a {kind} is refused; {PLAIN_ONLY}")
 
+    def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Plain]:
+        entries: dict[str, Plain] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, ScalarNode) or key.tag != _TAG + "str":
+                seen = repr(key.value) if isinstance(key, ScalarNode) else "a collection"
+                raise SpecError(f"a key must be plain text, not {seen}", file=self.file, line=line, key=dotted(path))
+            here = (*path, key.value)
+            if key.value in entries:
+                sentence = f"key {key.value!r} is given twice, first in line {self.lines[here]}; keep one"
+                raise SpecError(sentence, file=self.file, line=line, key=dotted(here))
+            self.lines[here] = line
+            entries[key.value] = self.value(value, here)
+        return entries
 
-def _scalar(node: ScalarNode, kind: str, path: KeyPath, document: MarkedYaml) -> Plain:
-    text: str = node.value
-    if kind == "str":
-        return text
-    if kind not in _SCALARS:
-        sentence = f"{text!r} would be read as a {kind}, which no spec has; quote it if it is text"
-        raise document.error(path, sentence)
-    if not _SCALARS[kind].fullmatch(text):
-        sentence = f"{text!r} would be read as {kind}; write true, false, null or a plain decimal, or quote it"
-        raise document.error(path, sentence)
-    if kind == "null":
-        return None
-    if kind == "bool":
-        return text == "true"
-    return int(text) if kind == "int" else float(text)
+    def _scalar(self, text: str, kind: str, path: KeyPath) -> Plain:
+        if kind == "str":
+            return text
+        if kind not in self.kinds:
+            raise self._error(
+                path, f"{text!r} would be read as a {kind}, which has no place here; quote it if it is text"
+            )
+        if not _SCALARS[kind].fullmatch(text):
+            sentence = f"{text!r} would be read as {kind}; write true, false, null or a plain decimal, or quote it"
+            raise self._error(path, sentence)
+        match kind:
+            case "null":
+                return None
+            case "bool":
+                return text == "true"
+            case "int":
+                return int(text)
+            case "float":
+                return float(text)
+            case _:
+                return text
+
+    def _error(self, path: KeyPath, sentence: str) -> SpecError:
+        return MarkedYaml(self.file, None, self.lines).error(path, sentence)

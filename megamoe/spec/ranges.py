@@ -1,4 +1,4 @@
-"""Axes and the values that they may have. No torch, no Hypothesis: a property test draws from `Axis.drawn`."""
+"""Axes and their admissible values. Property tests draw from `Axis.drawn`, with their own Hypothesis."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ARTICLE: dict[Kind, str] = {"int": "an integer", "float": "a number", "bool": "
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Admissible values: those in `choices` if there are any, else the closed interval [min, max].
+    """Admissible values: those in `choices`, or the closed interval [min, max] if `choices` is None.
 
-    `null`: whether None is admissible too (it is then also among the choices, if those are given).
+    `null`: whether None is admissible too. If choices are given, it is then one of them.
     """
 
     choices: tuple[AxisValue, ...] | None = None
@@ -30,7 +30,7 @@ class Range:
     null: bool = False
 
     def admits(self, value: AxisValue) -> bool:
-        """Whether `value`, which has the kind of the axis, is admissible."""
+        """Whether `value`, of the kind of the axis, is admissible."""
         if self.choices is not None:
             return value in self.choices
         if value is None:
@@ -43,7 +43,7 @@ class Range:
         )
 
     def within(self, outer: Range) -> bool:
-        """Whether every value that this admits is one that `outer` admits."""
+        """Whether `outer` admits every value that this admits."""
         if self.choices is not None:
             return all(outer.admits(value) for value in self.choices)
         if outer.choices is not None:
@@ -60,7 +60,8 @@ class Range:
 class Axis:
     """One axis of an op.
 
-    `limits` is what a case may have; `drawn`, a part of it, what property tests draw. `required`: there is no default.
+    `limits`: what a case may have. `drawn`: what property tests draw, a part of the limits. `required`: it has no
+    default. `optional`: it may be None.
     """
 
     name: str
@@ -88,7 +89,7 @@ class Axis:
         return self.drawn.choices
 
     def coerce(self, value: object) -> AxisValue:
-        """`value` as this axis keeps it: integers become floats on a float axis. ValueError for another kind."""
+        """`value` as this axis keeps it: an integer becomes a float on a float axis. ValueError for another kind."""
         if value is None and self.optional:
             return None
         if isinstance(value, bool):
@@ -104,7 +105,7 @@ class Axis:
         raise ValueError(f"{self.name} must be {self.expected}, not {value!r:.60}")
 
     def read(self, text: str) -> AxisValue:
-        """The value that `text` spells in a case id. Inverse of `spell`; ValueError if it spells none of this kind."""
+        """The value that `text` spells in a case id; the inverse of `spell`. ValueError if there is none."""
         value: AxisValue = text
         if text == "null":
             value = None
@@ -117,7 +118,7 @@ class Axis:
         return self.coerce(value)
 
     def refusal(self, value: AxisValue, *, drawn: bool = False) -> str | None:
-        """Why `value` is not admissible (not within `drawn`, if so asked), or None."""
+        """Why `value` is outside of the limits, or of the drawn range if `drawn`; None if it is inside."""
         admitted = self.drawn if drawn else self.limits
         if admitted.admits(value):
             return None

@@ -1,4 +1,4 @@
-"""The shape of a spec file: one frozen model a mapping; pydantic's complaints become sentences with file and line."""
+"""The form of a spec file: a frozen model for each mapping. Complaints of pydantic become sentences with a line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megamoe.contract import AxisValue, spell
 from megamoe.spec.error import nearest
 from megamoe.spec.marked_yaml import KeyPath, MarkedYaml
 from megamoe.spec.ranges import Kind
-from megamoe.spec.thresholds import DEFAULT_THRESHOLD
+from megamoe.spec.spec import DEFAULT_THRESHOLD, Role
 
 Dtype = Literal["bf16", "f16", "f32", "f64", "e4m3", "e5m2", "e2m1", "ue8m0", "u8", "s8", "s32", "u32", "s64"]
 
@@ -46,7 +46,6 @@ Sentence = Annotated[str, StringConstraints(min_length=3)]
 Schedule = Annotated[str, StringConstraints(pattern=r"^(eager|lazy|random:(0|[1-9][0-9]{0,17}))$")]
 Scalar = Annotated[AxisValue, PlainValidator(_scalar)]
 Bound = Annotated[int | float | None, PlainValidator(_bound)]
-Role = Literal["input", "output"]
 RoleByAxis = dict[Name, Annotated[dict[str, Role], Field(min_length=1)]]
 AnyRole = Annotated[
     Annotated[Role, Tag("<role>")] | Annotated[RoleByAxis, Tag("<roles>"), Field(min_length=1, max_length=1)],
@@ -127,7 +126,7 @@ class ThresholdEntry(_Entry):
 
 
 class OverrideEntry(ThresholdEntry):
-    """A threshold for the cases of a matrix, for those with certain values of axes, for one temperature of the L2."""
+    """A threshold for the cases of a matrix, for certain values of axes, for one temperature of the L2."""
 
     matrix: Name | None = None
     where: Annotated[Product, Field(min_length=1)] | None = None
@@ -159,7 +158,7 @@ class SpecEntry(_Entry):
     tensors: dict[Name, TensorEntry] = Field(min_length=1)
     constraints: list[str] = []
     matrices: dict[Name, Matrix] = Field(min_length=1)
-    # Left out where nothing is published; an empty list would look like a bar that holds.
+    # Leave it out where nothing is published: an empty list would look like a bar that holds.
     published: list[Name] = Field(default=[], min_length=1)
     beyond_ranges: list[Name] = []
     ranges: dict[Name, RangeEntry] = {}
@@ -171,13 +170,15 @@ class SpecEntry(_Entry):
 
 
 def read_entry(document: MarkedYaml) -> SpecEntry:
-    """`document` as a SpecEntry. Raises SpecError about the first thing in the file that is not as it must be."""
+    """`document` as a SpecEntry. Raises SpecError about the first thing in the file that is wrong."""
+    if document.value is None:
+        raise document.error((), "is empty; a spec begins with op:")
     try:
         return SpecEntry.model_validate(document.value)
     except ValidationError as error:
         complaints = [(details, _path(details, document)) for details in error.errors(include_url=False)]
 
-        # A misspelt key is unknown here and missing there: the first is what the reader has to see.
+        # A misspelt key is both unknown and missing. The reader has to see the unknown one.
         def rank(complaint: tuple[ErrorDetails, KeyPath]) -> tuple[bool, int]:
             return complaint[0]["type"] == "missing", document.line(complaint[1])
 
@@ -186,7 +187,7 @@ def read_entry(document: MarkedYaml) -> SpecEntry:
 
 
 def _path(details: ErrorDetails, document: MarkedYaml) -> KeyPath:
-    """Where in the file pydantic's location is: without the parts (tags, missing keys) that are not written there."""
+    """Pydantic's location as a path of the file, without the parts (tags, missing keys) that are not written there."""
     path: KeyPath = ()
     for part in details["loc"]:
         if (*path, part) in document.lines:
@@ -232,7 +233,7 @@ def _seen(value: object) -> str:
 
 
 def _known_keys(path: KeyPath) -> list[str]:
-    """The keys of the model at `path`: names in the file are followed by field, any other part by the element type."""
+    """The keys of the model at `path`: a part follows the field of that name, or else the element type."""
     model: object = SpecEntry
     for part in path:
         if isinstance(model, type) and issubclass(model, BaseModel):

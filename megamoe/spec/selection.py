@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DEFAULT_EXECUTOR = "vm"
 DEFAULT_PROFILE = "smoke"
-MOST_SEEDS = 10_000
+MAX_SEEDS = 10_000
 _SCHEDULE = re.compile(r"eager|lazy|random:(\d+)(?:-(\d+))?")
 
 
@@ -38,9 +38,9 @@ class SelectionError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What to run. Empty tuples mean: every op, the profile's cases and schedules, every backend and its targets.
+    """What to run. An empty tuple means every op, the profile's cases and schedules, every backend, all its targets.
 
-    `cases` (ids) replace the profile's cases; `where` holds axis filters such as "hd=64".
+    `cases`: ids, instead of the profile's cases. `where`: axis filters such as "hd=64".
     """
 
     profile: str = DEFAULT_PROFILE
@@ -69,8 +69,8 @@ def expand_schedules(names: Iterable[str]) -> tuple[str, ...]:
             result[name] = None
             continue
         first, last = int(match[1]), int(match[2] or match[1])
-        if last < first or last - first >= MOST_SEEDS:
-            raise SelectionError(f"schedule range {name!r} must go upwards and hold at most {MOST_SEEDS} seeds")
+        if last < first or last - first >= MAX_SEEDS:
+            raise SelectionError(f"schedule range {name!r} must go upwards and hold at most {MAX_SEEDS} seeds")
         result.update({f"random:{seed}": None for seed in range(first, last + 1)})
     return tuple(result)
 
@@ -154,7 +154,7 @@ def checked_targets(names: Iterable[str]) -> tuple[Target, ...]:
 
 
 def checked_names(kind: str, names: Sequence[str], registered: Sequence[str]) -> tuple[str, ...]:
-    """`names` if all are registered or of the form package.module:ATTRIBUTE. Raises SelectionError."""
+    """`names`, if each is registered or of the form package.module:ATTRIBUTE. Raises SelectionError."""
     for name in names:
         if name not in registered and ":" not in name:
             known = ", ".join(registered) or "none"
@@ -186,9 +186,9 @@ def targets_of(backend: str, op: str) -> tuple[Target, ...]:
 def owed_rows(specs: Mapping[str, Spec], selection: Selection) -> list[Row]:
     """Every row that a run of `selection` owes, the most work first.
 
-    A backend owes no row of an op that it has for no target: `not_offered` says so. But if the op or the case was asked
-    for by name, and the target too, there is a row even where there is no kernel: it becomes `unsupported`.
-    Raises SelectionError (also when nothing is selected) and the spec's own error for a bad case id.
+    A backend owes no row of an op that it has for no target; `not_offered` says so. But if the op or the case was asked
+    for by name, and the target too, it owes a row without a kernel, and that becomes `unsupported`.
+    Raises SelectionError, also if nothing is selected, and SpecError for a bad case id.
     """
     backends = checked_names("backend", selection.backends, backend_names()) or backend_names()
     executors = checked_names("executor", selection.executors, executor_names()) or (DEFAULT_EXECUTOR,)
@@ -217,7 +217,7 @@ def owed_rows(specs: Mapping[str, Spec], selection: Selection) -> list[Row]:
 def _places(
     op: str, backends: Sequence[str], executors: Sequence[str], targets: Sequence[Target], asked: bool
 ) -> list[tuple[str, Target, str]]:
-    """Backend, target and executor of the rows that a case of `op` owes. `asked`: for the op or the case, by name."""
+    """Backend, target and executor of the rows that a case of `op` owes. `asked`: the op or the case was named."""
     found: list[tuple[str, Target, str]] = []
     for backend in backends:
         offered = targets_of(backend, op)
@@ -233,9 +233,9 @@ def _executors_of(backend: str, executors: Sequence[str]) -> list[str]:
 
 
 def schedules_of(executor: str, schedules: Sequence[str], asked: bool) -> Sequence[str]:
-    """Those of `schedules` that `executor` has. A profile's become its own if it has none of them; `asked` ones do not.
+    """Those of `schedules` that `executor` has; if it has none of them, its own, but () if they were `asked` for.
 
-    Only a machine made of software can order its agents as it is told: a device has one schedule, its own.
+    Only a machine made of software orders its agents as told. A device has one schedule, its own.
     """
     own = _own_schedules(executor)
     return schedules if own is None else [name for name in schedules if name in own] or (() if asked else own)
@@ -249,12 +249,12 @@ def _own_schedules(executor: str) -> tuple[str, ...] | None:
     try:
         return getattr(load_executor(executor), "schedules", None)
     except Exception:
-        # Its rows say why it cannot be loaded.
+        # The rows on it say why it cannot be loaded.
         return None
 
 
 def not_offered(specs: Mapping[str, Spec], selection: Selection) -> list[str]:
-    """A sentence for each selected op that none of the backends has: no row of it is owed. Raises as `owed_rows`."""
+    """A sentence for each selected op that no backend has: no row of it is owed. Raises as `owed_rows`."""
     backends = selection.backends or backend_names()
     found: list[str] = []
     for op in dict.fromkeys(case.op for case, _ in _cases_and_schedules(specs, selection)):
@@ -266,5 +266,5 @@ def not_offered(specs: Mapping[str, Spec], selection: Selection) -> list[str]:
 
 
 def work_hint(case: Case) -> int:
-    """The product of the case's integer axes: enough to start the long rows first."""
+    """The product of the case's integer axes. It is good enough to start the long rows first."""
     return prod(value for _, value in case.axes if isinstance(value, int) and not isinstance(value, bool) and value > 0)

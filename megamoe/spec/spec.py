@@ -1,4 +1,4 @@
-"""Spec: what an op must compute and on which cases, read from one YAML file and checked before anything runs.
+"""Spec: what an op computes and on which cases, read from one YAML file and checked before anything runs.
 
 spec = load_spec(Path("specs/fmha.yaml"))
 case = spec.case(hd=64, t=1, s_k=128)
@@ -12,25 +12,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from megamoe.contract import AxisValue, Case, spell
+from megamoe.contract import AxisValue, Case, Temperature, spell
 from megamoe.spec.case_space import CaseSpace, OutsideError
 from megamoe.spec.error import SpecError, nearest
 from megamoe.spec.expression import Expression, ExpressionError
 from megamoe.spec.marked_yaml import MarkedYaml
 from megamoe.spec.ranges import Axis
-from megamoe.spec.thresholds import Thresholds
 
 Role = Literal["input", "output"]
+DEFAULT_THRESHOLD = 0.02
+"""How far apart two device times may be before the difference counts, as a share, where a spec says nothing."""
 
 __all__ = ["Profile", "Spec", "SpecError", "TensorSpec", "Tolerance"]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor of an op. `shape` holds axis names, or expressions over axes; `when` a bool axis that it depends on.
+    """A tensor of an op. `shape` holds axis names or expressions over axes.
 
-    `roles`: an axis of text, and the role for each of its values; the tensor is absent for the others. `role` is then
-    the first of these, and the right one in what `Spec.tensors_of` gives.
+    `when`: a bool axis; the tensor is absent where it is false. `roles`: an axis of text and the role for each of its
+    values; the tensor is absent for the other values. `role` is then the first of these; `Spec.tensors_of` sets the
+    right one.
     """
 
     name: str
@@ -43,14 +45,14 @@ class TensorSpec:
     roles: tuple[str, Mapping[str, Role]] | None = None
 
     def role_in(self, axes: Mapping[str, AxisValue]) -> Role | None:
-        """Its role at `axes`, or None where it is absent."""
+        """Its role at `axes`; None where it is absent."""
         if self.when is not None and axes[self.when] is not True:
             return None
         return self.role if self.roles is None else self.roles[1].get(str(axes[self.roles[0]]))
 
     @property
     def condition(self) -> str:
-        """What decides whether it is there, in words."""
+        """The axis that decides whether it is there; "" if it always is."""
         return self.when or (self.roles[0] if self.roles else "")
 
 
@@ -58,8 +60,8 @@ class TensorSpec:
 class Tolerance:
     """How far an output may be from the float64 oracle.
 
-    `cosine`: least cosine, on published cells. `noise_ratio`: largest error, as a multiple of that of the simulated
-    reference.
+    `cosine`: the least cosine, on published cells. `noise_ratio`: the largest error, as a multiple of the error of the
+    simulated reference.
     """
 
     cosine: float
@@ -69,13 +71,13 @@ class Tolerance:
 
     @property
     def reason(self) -> str:
-        """Both reasons, one sentence each."""
+        """Both bars with their reasons."""
         return f"cosine {self.cosine}: {self.cosine_reason} noise_ratio {self.noise_ratio}: {self.noise_ratio_reason}"
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What runs where: cases in a stable order, each under every schedule."""
+    """What a run selects: cases in a stable order, each under every schedule."""
 
     name: str
     doc: str
@@ -83,9 +85,45 @@ class Profile:
     schedules: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Override:
+    """A threshold, as a share, for some cases.
+
+    `cases`: ids, those of a matrix. `where`: the admitted values of an axis. `temperature`: of the L2. None or empty
+    admits any.
+    """
+
+    threshold: float
+    reason: str
+    cases: frozenset[str] | None = None
+    where: Mapping[str, tuple[AxisValue, ...]] = field(default_factory=dict[str, tuple[AxisValue, ...]])
+    temperature: Temperature | None = None
+
+    def speaks_of(self, case: Case) -> bool:
+        """Whether it holds for `case` at some temperature."""
+        return (self.cases is None or case.id in self.cases) and all(
+            case[axis] in values for axis, values in self.where.items()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """How far two device times may be apart, as a share (0.02 is 2 %). The first override that matches holds."""
+
+    default: float = DEFAULT_THRESHOLD
+    overrides: tuple[Override, ...] = ()
+
+    def of(self, case: Case, temperature: Temperature) -> float:
+        """The threshold of `case` at one temperature of the L2."""
+        for override in self.overrides:
+            if override.temperature in (None, temperature) and override.speaks_of(case):
+                return override.threshold
+        return self.default
+
+
 @dataclass(frozen=True)
 class Spec:
-    """One op. All of it is checked: every matrix is expanded and every case in it is within the limits."""
+    """One op, checked: every matrix is expanded and every case in it is within the limits."""
 
     op: str
     doc: str
@@ -103,26 +141,26 @@ class Spec:
     published_points: frozenset[tuple[tuple[tuple[str, AxisValue], ...], str]] = field(repr=False)
 
     def case(self, /, *, inputs: str | None = None, seed: int = 0, **axes: AxisValue) -> Case:
-        """The case with these axes, the others at their defaults; SpecError if limits or constraints forbid it."""
+        """The case with these axes and the others at their defaults. SpecError if limits or constraints forbid it."""
         try:
             return self.space.point(axes, inputs, seed)
         except OutsideError as error:
             raise self._refusal(error) from None
 
     def vary(self, case: Case, /, *, inputs: str | None = None, seed: int | None = None, **axes: AxisValue) -> Case:
-        """`case` with some axes, inputs or seed changed; SpecError as for `case`."""
+        """`case` with other axes, inputs or seed. SpecError as for `case`."""
         chosen = case.inputs if inputs is None else inputs
         return self.case(inputs=chosen, seed=case.seed if seed is None else seed, **{**dict(case.axes), **axes})
 
     def parse_case(self, case_id: str) -> Case:
-        """The case that `case_id` names: the inverse of Case.id. SpecError if there is none."""
+        """The case that `case_id` names; the inverse of Case.id. SpecError if there is none."""
         try:
             return self.space.parse(case_id)
         except OutsideError as error:
             raise self._refusal(error) from None
 
     def admits(self, axes: Mapping[str, AxisValue]) -> str | None:
-        """A sentence why there is no case with these axes (the others at their defaults), or None if there is."""
+        """Why there is no case with these axes and the others at their defaults; None if there is one."""
         try:
             self.space.point(axes)
         except OutsideError as error:
@@ -136,7 +174,7 @@ class Spec:
         return {name: replace(self.tensors[name], role=role) for name, role in roles.items() if role}
 
     def shape(self, tensor: str, case: Case) -> tuple[int, ...]:
-        """The shape of `tensor` in `case`, in elements; SpecError if `case` has no such tensor."""
+        """The shape of `tensor` in `case`, in elements. SpecError if `case` has no such tensor."""
         if tensor not in self.tensors:
             raise self.document.error(("tensors",), f"there is no tensor {tensor!r}; {nearest(tensor, self.tensors)}")
         spec = self.tensors[tensor]
@@ -146,23 +184,23 @@ class Spec:
         return tuple(self._extent(tensor, dim, case) for dim in spec.dims)
 
     def cases(self, matrix: str) -> list[Case]:
-        """The cases of a matrix: rows in the order of the file, products with their last axis fastest."""
+        """The cases of a matrix: rows in the order of the file, the last axis of a product fastest."""
         if matrix not in self.matrices:
             raise self.document.error(("matrices",), f"there is no matrix {matrix!r}; {nearest(matrix, self.matrices)}")
         return list(self.matrices[matrix])
 
     def profile(self, name: str) -> Profile:
-        """The profile `name`; SpecError if there is none."""
+        """The profile `name`. SpecError if there is none."""
         if name not in self.profiles:
             raise self.document.error(("profiles",), f"there is no profile {name!r}; {nearest(name, self.profiles)}")
         return self.profiles[name]
 
     def published(self, case: Case) -> bool:
-        """Whether `case` is a cell of a published matrix (whatever its seed), so that the cosine bar holds for it."""
+        """Whether `case`, at any seed, is a cell of a published matrix: the cosine bar holds for these cells."""
         return (case.axes, case.inputs) in self.published_points
 
     def _refusal(self, error: OutsideError) -> SpecError:
-        """`error` at the rule that it breaks; with no place if it breaks none that the file states."""
+        """`error` with the line of the rule that it breaks, if the file states that rule."""
         return self.document.error(error.rule, str(error)) if error.rule else SpecError(str(error))
 
     def _extent(self, tensor: str, dim: Expression, case: Case) -> int:

@@ -1,1 +1,1 @@
-"""Laws that every kernel keeps, and Hypothesis looking for shapes that break them."""
+"""Laws that every kernel keeps, held on shapes that Hypothesis draws to break them."""

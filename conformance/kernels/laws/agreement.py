@@ -1,4 +1,4 @@
-"""Whether two sets of outputs agree: in every bit, or as two roundings of the same numbers do."""
+"""Whether two sets of outputs agree: in every bit, or as two roundings of the same numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megamoe.judge.arena import coordinate
 from megamoe.judge.tolerance import FLOORS
 from megamoe.ops import reference
 
-# Either side may be as far from the truth as the judge lets a kernel be; in between they may be twice that apart.
+# The judge lets either side be this far from the truth, so the sides may be twice as far apart.
 BOTH_SIDES = 2.0
 BITS = {
     torch.bfloat16: torch.int16,
@@ -42,8 +42,8 @@ def close(
 ) -> None:
     """BrokenLawError unless all outputs agree as two correct kernels do.
 
-    Errors are measured as megamoe.judge.tolerance does: relative to the rms of a row (last axis), no less than the
-    smallest normal number, the reference's ABSOLUTE_SCALE and `least_scale`; bars are BOTH_SIDES times its floors.
+    Errors are measured as in megamoe.judge.tolerance: relative to the rms of a row (last axis), or to the smallest
+    normal number, the reference's ABSOLUTE_SCALE or `least_scale` if larger. The bars are BOTH_SIDES times its own.
     """
     absolute = {**reference(case.op).ABSOLUTE_SCALE, **(least_scale or {})}
     for name, right in _pairs(seen, wanted):

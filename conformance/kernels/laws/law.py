@@ -1,17 +1,17 @@
-"""What a law of an op is, and the bench on which it is tried: one backend, target and executor.
+"""A law of an op, and the bench on which it is tried: one backend, target and executor.
 
-A law is a property that every correct kernel has, stated without a reference (but for `matches_reference`). It is a
-function of a bench and a case that raises BrokenLawError; it draws nothing, so that a case id and the schedules name
-one trial exactly.
+A law is a property of every correct kernel, stated without a reference (but for `matches_reference`): a function of a
+bench and a case that raises BrokenLawError. It draws nothing, so a case id and the schedules name one trial exactly.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -39,12 +39,12 @@ Exactness = Literal["bitwise", "tolerance"]
 
 
 class BrokenLawError(AssertionError):
-    """A law does not hold; the text is one line: what was seen, the law, and the command that reruns the case."""
+    """A law does not hold. The text is one line: what was seen, the law, and the command that reruns the case."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Names of a backend, a target and an executor: what a kernel comes from and runs on."""
+    """The names of a backend, a target and an executor."""
 
     backend: str
     target: Target
@@ -63,7 +63,7 @@ class Machine:
 
 @dataclass(slots=True)
 class Bench:
-    """Runs cases on one machine. `schedules` are those of the trial; the first one is that of plain runs."""
+    """Runs cases on one machine. `schedules`: those of the trial, the schedule of plain runs first."""
 
     machine: Machine
     schedules: tuple[str, ...] = ("eager",)
@@ -75,7 +75,7 @@ class Bench:
         return self.schedules[0]
 
     def run(self, case: Case, inputs: Tensors, schedule: str | None = None) -> dict[str, torch.Tensor]:
-        """The outputs of `case` on `inputs`, every element of them written; those that may hold anything are 0.
+        """The outputs of `case` on `inputs`, every element written; elements that may hold anything are 0.
 
         Raises UnsupportedError if the machine cannot do the case, BrokenLawError if it breaks down, breaks a rule of
         the machine, leaves outputs unwritten or damages what is not its own.
@@ -101,19 +101,18 @@ class Bench:
 
 
 def _possible(executor: Executor, schedule: str) -> str:
-    """`schedule`, or the executor's own where it has only some: a law that compares schedules compares runs then."""
+    """`schedule`, or the executor's own if it lacks that one. A law that compares schedules then compares runs."""
     own: tuple[str, ...] | None = getattr(executor, "schedules", None)
     return schedule if own is None or schedule in own else own[0]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Law:
-    """A law of `op`. `sentence` states it: the first paragraph of the docstring of `hold`.
+    """A law of `op`. The first paragraph of the docstring of `hold` states it.
 
-    `exactness`: whether outputs must agree in every bit or within the rounding that the contract allows.
-    `fixed`: axes that have one value wherever the law speaks; `least`: axes that have at least a value;
-    `speaks_of`: what else must be true of the axes. `runs`: the axes of all kernel runs of a trial, for the budget.
-    `schedules`: how many different ones a trial takes.
+    `exactness`: outputs agree in every bit, or within the rounding that the contract allows. The law covers cases with
+    the values in `fixed` and at least those in `least`, whose axes `speaks_of` admits. `runs`: the axes of all kernel
+    runs of a trial, for the budget. `schedules`: how many different ones a trial takes.
     """
 
     op: str
@@ -135,17 +134,17 @@ class Law:
 
     @property
     def sentence(self) -> str:
-        """What the law says."""
+        """The law, as a sentence."""
         return " ".join((inspect.getdoc(self.hold) or "").split("\n\n")[0].split())
 
     def covers(self, case: Case) -> bool:
-        """Whether the law says anything about `case`."""
+        """Whether the law covers `case`."""
         axes = dict(case.axes)
         fixed = all(axes[name] == value for name, value in self.fixed.items())
         return fixed and all(case.int(name) >= low for name, low in self.least.items()) and self.speaks_of(axes)
 
     def try_on(self, bench: Bench, case: Case) -> None:
-        """Holds the law on `case`; raises BrokenLawError with one line that tells everything, or UnsupportedError."""
+        """Holds the law on `case`. Raises BrokenLawError, whose one line tells everything, or UnsupportedError."""
         try:
             self.hold(bench, case)
         except BrokenLawError as broken:
@@ -158,6 +157,7 @@ class Law:
             ) from broken.__cause__
 
 
+EVERY_OP = "*"
 _LAWS: dict[tuple[str, str], Law] = {}
 
 
@@ -171,7 +171,7 @@ def law(
     runs: Callable[[Axes], list[Axes]] = lambda axes: [axes],
     schedules: int = 1,
 ) -> Callable[[Callable[[Bench, Case], None]], Callable[[Bench, Case], None]]:
-    """Registers the decorated function as the law of `op` that has its name."""
+    """Registers the decorated function under its name as a law of `op`, or of EVERY_OP."""
 
     def register(hold: Callable[[Bench, Case], None]) -> Callable[[Bench, Case], None]:
         name = hold.__name__
@@ -181,10 +181,13 @@ def law(
     return register
 
 
+@cache
 def laws_of(op: str) -> dict[str, Law]:
-    """The laws of `op` by name: those that module laws_OP registers."""
-    import_module(f"conformance.kernels.laws.{op}")
-    return {name: law for (of, name), law in _LAWS.items() if of == op}
+    """The laws of `op` by name: those of laws/every_op.py, and those of laws/OP.py if there is such a module."""
+    modules = ["every_op", *([op] if find_spec(f"{__package__}.{op}") else [])]
+    for module in modules:
+        import_module(f"{__package__}.{module}")
+    return {name: replace(law, op=op) for (of, name), law in _LAWS.items() if of in (EVERY_OP, op)}
 
 
 @cache
@@ -199,7 +202,7 @@ def spec_of(op: str) -> Spec:
 
 
 def inputs_of(case: Case) -> dict[str, torch.Tensor]:
-    """The inputs of `case`, as the reference makes them."""
+    """The inputs of `case`, made by the reference."""
     return reference(case.op).make_inputs(case)
 
 

@@ -15,9 +15,9 @@ from megamoe.records.lines import Record
 
 
 def machines(op: str) -> list[Machine]:
-    """All machines on which there is a kernel of `op`, whether they can run here or not.
+    """All machines that have a kernel of `op`, whether they can run here or not.
 
-    Peers are not among them: they are what ours are timed against, judged row by row before that, and theirs to mend.
+    Peers are left out. Our kernels are timed against them, each row is judged before that, and others mend them.
     """
     return [
         Machine(backend, target, executor)
@@ -29,9 +29,9 @@ def machines(op: str) -> list[Machine]:
 
 
 def end_as_unsupported(record: Record, in_ci: bool, expected: Sequence[Expectation] = ()) -> NoReturn:
-    """Ends the test of a cell that this machine cannot do: skipped with the reason, failed in CI unless expected.
+    """Ends the test of a cell that this machine cannot do: skipped with the reason, or failed in CI unless expected.
 
-    A service that lacks what a backend needs (CuTeDSL, say) would otherwise be green without having tried it.
+    Otherwise a CI service without CuTeDSL, say, would be green and have tried nothing.
     """
     excused = any(one.entry.matches(record.row) and one.entry.status == record.status for one in expected)
     if in_ci and not excused:

@@ -1,4 +1,4 @@
-"""What the laws are tried on: cases drawn from a spec's ranges within a budget of work, and schedules."""
+"""What the laws are tried on: schedules, and cases drawn from a spec's ranges within a budget of work."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from megamoe.spec.ranges import Axis
 from megamoe.spec.spec import Spec
 
 MAX_SEED = 2**20
-# Ranges up to this length are listed, so that a constraint between two axes leaves no draw to be thrown away.
+# Ranges up to this length are listed, so no draw is thrown away for a constraint between two axes.
 LISTED = 64
+# An element costs some 10 us of host time where a kernel handles it by itself.
+ANY_BUDGET = 1 << 16
 # Numbers are drawn in steps of a thousandth, so that an id is short.
 FLOAT_STEPS = 1000
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """How the cases of an op are drawn. Axes not named in `first` or `last` are drawn between them.
+    """How the cases of an op are drawn. Axes that neither `first` nor `last` names keep their default or least value.
 
-    `first`: in an order that is drawn too, so that each gets its turn at the whole budget; `last`: in this order.
-    `edges`: values where kernels go wrong, drawn half of the time. `work`: in any unit, monotone in every axis, and at
-    most `budget` over all runs of a trial.
+    `first`: in an order that is drawn too, so each axis gets its turn at the whole budget. `last`: in this order.
+    `edges`: values where kernels go wrong, drawn half of the time. `work`: in any unit, monotone in every axis; at most
+    `budget` over all runs of a trial.
     """
 
     work: Callable[[Axes], int]
@@ -53,6 +55,16 @@ def _moe_work(axes: Axes) -> int:
     l2 = -(-hidden // 256) * (1_000 + 2 * intermediate)
     stage = {"layer": l1 + l2, "l1": l1, "l2": l2}
     return 3_000 + row_tiles * stage.get(str(axes["stage"]), 0)
+
+
+def _product(axes: Axes) -> int:
+    return math.prod(max(1, size) for size in axes.values() if isinstance(size, int) and not isinstance(size, bool))
+
+
+def drawing_of(op: str) -> Drawing:
+    """How the cases of `op` are drawn: as DRAWINGS says, or up to ANY_BUDGET elements, all axes alike."""
+    spec = spec_of(op)
+    return DRAWINGS.get(op) or Drawing(_product, ANY_BUDGET, first=tuple(spec.axes), last=())
 
 
 _MOE_SIZES = ("hidden", "intermediate", "num_experts", "tokens", "topk")
@@ -92,7 +104,7 @@ def schedules(count: int) -> st.SearchStrategy[tuple[str, ...]]:
 @st.composite
 def cases(draw: st.DrawFn, law: Law) -> Case:
     """Cases within the spec's ranges and the op's budget that `law` speaks of."""
-    spec, drawing = spec_of(law.op), DRAWINGS[law.op]
+    spec, drawing = spec_of(law.op), drawing_of(law.op)
     axes: dict[str, AxisValue] = {name: _least(axis, law) for name, axis in spec.axes.items()} | dict(law.fixed)
     order = [*draw(st.permutations(drawing.first)), *drawing.last]
     for name in order:

@@ -28,7 +28,7 @@ def test_a_law_catches_its_fault(fault: str, name: str) -> None:
 
 def test_every_law_has_a_planted_fault() -> None:
     without = set(LAWS) - {name for _, name in LAW_FAULTS.values()}
-    assert not without, f"no fault in fake_nvfp4_moe.py shows that these laws can fail: {sorted(without)}"
+    assert not without, f"no fault in fakes/nvfp4_moe.py shows that these laws can fail: {sorted(without)}"
 
 
 @pytest.mark.parametrize("name", LAWS)

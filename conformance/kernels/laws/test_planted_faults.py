@@ -19,7 +19,7 @@ def machine_of(backend: str) -> Machine:
     return Machine(f"{fake_fmha.__name__}:{backend.upper()}", "sm_100a", f"{fake_fmha.__name__}:EXECUTOR")
 
 
-@pytest.mark.parametrize(("fault", "name"), [(fault, name) for fault, (_, name) in fake_fmha.FAULTS.items()])
+@pytest.mark.parametrize(("fault", "name"), [(fault, name) for fault, (_, name) in fake_fmha.LAW_FAULTS.items()])
 def test_a_law_catches_its_fault(fault: str, name: str) -> None:
     with pytest.raises(BrokenLawError) as caught:
         hunt(LAWS[name], machine_of(fault), searching)
@@ -30,12 +30,12 @@ def test_a_law_catches_its_fault(fault: str, name: str) -> None:
 
 
 def test_every_law_has_a_planted_fault() -> None:
-    without = set(LAWS) - {name for _, name in fake_fmha.FAULTS.values()}
-    assert not without, f"no fault in fake_fmha.py shows that these laws can fail: {sorted(without)}"
+    without = set(LAWS) - {name for _, name in fake_fmha.LAW_FAULTS.values()}
+    assert not without, f"no fault in fakes/fmha.py shows that these laws can fail: {sorted(without)}"
 
 
 @pytest.mark.parametrize("name", LAWS)
-@pytest.mark.parametrize("backend", fake_fmha.LEGAL)
+@pytest.mark.parametrize("backend", fake_fmha.STYLES)
 def test_a_legal_kernel_keeps_the_law(name: str, backend: str) -> None:
     tally = hunt(LAWS[name], machine_of(backend))
     assert tally.held >= EXAMPLES // 2, f"only {tally.held} of {EXAMPLES} drawn cases were tried"
@@ -43,7 +43,7 @@ def test_a_legal_kernel_keeps_the_law(name: str, backend: str) -> None:
 
 def test_a_failure_reruns_as_printed() -> None:
     with pytest.raises(BrokenLawError) as caught:
-        hunt(LAWS["gqa_equals_expanded_mha"], machine_of("head_modulo"), searching)
+        hunt(LAWS["gqa_equals_expanded_mha"], machine_of("kv_head_modulo"), searching)
     words = shlex.split(str(caught.value).partition("Rerun the case: ")[2].partition(" Rerun the law:")[0])
     assert words[:2] == ["megamoe", "run"], f"not a command: {words}"
     options = dict(zip(words[2::2], words[3::2], strict=True))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from conformance.kernels.laws.law import Law, all_laws, spec_of
-from conformance.kernels.laws.strategies import DRAWINGS, cases, schedules
+from conformance.kernels.laws.strategies import cases, drawing_of, schedules
 from megamoe.contract import Case
 
 LAWS = [pytest.param(law, id=f"{law.op}-{law.name}") for law in all_laws()]
@@ -32,7 +32,7 @@ def drawn(law: Law) -> list[Case]:
 
 @pytest.mark.parametrize("law", LAWS)
 def test_drawn_cases_keep_to_ranges_and_budget(law: Law) -> None:
-    spec, drawing = spec_of(law.op), DRAWINGS[law.op]
+    spec, drawing = spec_of(law.op), drawing_of(law.op)
     for case in drawn(law):
         assert not spec.space.undrawn(case), f"{case.id} is outside of the ranges: {spec.space.undrawn(case)}"
         assert law.covers(case), f"{law.name} says nothing about {case.id}"
@@ -43,7 +43,7 @@ def test_drawn_cases_keep_to_ranges_and_budget(law: Law) -> None:
 @pytest.mark.parametrize("law", LAWS)
 def test_drawn_cases_are_various(law: Law) -> None:
     found = drawn(law)
-    spec = spec_of(law.op)
+    spec, drawing = spec_of(law.op), drawing_of(law.op)
     for name, axis in spec.axes.items():
         values = Counter(case[name] for case in found)
         if name in law.fixed or len(axis.choices or (0, 1)) == 1:
@@ -51,7 +51,7 @@ def test_drawn_cases_are_various(law: Law) -> None:
         assert len(values) > 1, f"{name} is always {next(iter(values))} in {len(found)} cases of {law.name}"
         missed = set(axis.choices or ()) - set(values)
         assert not missed, f"{name} never took {missed} in {len(found)} cases of {law.name}"
-        edges = DRAWINGS[law.op].edges.get(name, ()) if name in DRAWINGS[law.op].first else ()
+        edges = drawing.edges.get(name, ()) if name in drawing.first else ()
         share = sum(count for value, count in values.items() if value in edges) / max(1, len(found) - values[None])
         assert not edges or share > 0.25, f"{name} is at an edge in only {share:.0%} of the cases of {law.name}"
     assert {case.inputs for case in found} == set(spec.inputs), f"not all input distributions: {law.name}"

@@ -1,1 +1,1 @@
-"""Kernels with one instruction changed, each of which a check must catch."""
+"""Kernels with one instruction changed; a check must catch each."""

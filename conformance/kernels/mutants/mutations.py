@@ -1,11 +1,13 @@
 """What the VM notices when one synchronising instruction is taken out of a real kernel: the raw-PTX FMHA at hd 64.
 
-`python -m conformance.kernels.mutants.mutations` prints the table that results/mutations.md holds.
+`python -m conformance.kernels.mutants.mutations` prints the table that results/mutations.md holds; with a part of an
+instruction's text, as `tcgen05.wait::st`, it says of each instruction that has it what notices its absence.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -123,14 +125,15 @@ def examine(mutant: Mutant, right: dict[str, torch.Tensor]) -> Finding:
     return Finding(mutant, "", "")
 
 
-def findings() -> Iterator[Finding]:
-    """Every mutant's finding, in program order."""
+def findings(part: str = "") -> Iterator[Finding]:
+    """The findings of the mutants whose instruction has `part` in its text, in program order."""
     whole = program()
     right, sentence = _outputs(whole, "eager")
     if sentence:
         raise AssertionError(f"the kernel itself does not pass: {sentence}")
     for mutant in mutants(whole.ptx):
-        yield examine(mutant, right)
+        if part in mutant.text:
+            yield examine(mutant, right)
 
 
 def table(found: list[Finding]) -> str:
@@ -159,4 +162,9 @@ def table(found: list[Finding]) -> str:
 
 
 if __name__ == "__main__":
-    print(table(list(findings())), end="")
+    if len(sys.argv) == 2:
+        for one in findings(sys.argv[1]):
+            seen = f"{one.schedule}: {one.sentence}" if one.schedule else f"not noticed: {one.excuse or 'no excuse'}"
+            print(f"PTX line {one.mutant.line} `{one.mutant.text}` {seen}")
+    else:
+        print(table(list(findings())), end="")

@@ -27,7 +27,7 @@ from megamoe.records.keys import Key
 from megamoe.records.lines import AnyLine
 from megamoe.report.comparison import FOREST_WIDTH, as_json, as_markdown, forest, forest_span
 from megamoe.spec.load import load_specs
-from megamoe.spec.thresholds import Override, Thresholds
+from megamoe.spec.spec import Override, Thresholds
 
 SPECS = load_specs()
 RANDOM = np.random.default_rng(0)

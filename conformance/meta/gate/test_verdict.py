@@ -193,13 +193,13 @@ def test_entries_are_read_with_their_lines(tmp_path: Path) -> None:
         ("    reason: no wgmma kernel yet\n", "", "key 'reason'"),
         ("no wgmma kernel yet", "todo", "line 7, key 'reason'"),
         ('example: "fmha:hd=64', 'example: "fmha:hd=128', "does not match the case"),
-        ("backend: ptx", "backend: ptx\n    backend: ptx", "names a key twice"),
+        ("backend: ptx", "backend: ptx\n    backend: ptx", "is given twice, first in line 3"),
         ("expected:", "expects:", "must hold one key"),
         (GOOD, "expected: 3", "must be a list"),
         (GOOD, "expected: [3]", "an entry must be a mapping"),
-        (GOOD, "expected: [", "is not YAML"),
+        (GOOD, "expected: [", "is not acceptable YAML"),
         (GOOD, "", "must hold one key"),
-        ("reason: no", "reason: !!python/object/apply:os.getcwd []\n    why: no", "line "),
+        ("reason: no", "reason: !!python/object/apply:os.getcwd []\n    why: no", "e.yaml:7: .* tag"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path: Path, old: str, new: str, complaint: str) -> None:
@@ -210,7 +210,7 @@ def test_a_bad_file_is_refused(tmp_path: Path, old: str, new: str, complaint: st
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ExpectedError, match="cannot read"):
+    with pytest.raises(ExpectedError, match=r"cannot read .*: there is no such file"):
         read_expected(tmp_path / "none.yaml")
 
 

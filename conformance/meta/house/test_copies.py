@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from conformance import ROOT
 
-LEAST_LINES = 4
+MIN_LINES = 4
 """A body of fewer lines may be alike by nature: the name of an entry, a class of errors."""
 
 
@@ -21,7 +21,7 @@ def copies(sources: Mapping[str, str]) -> list[str]:
                 continue
             body = node.body[1:] if ast.get_docstring(node) else node.body
             spelt = "\n".join(ast.unparse(one) for one in body)
-            if len(spelt.splitlines()) < LEAST_LINES:
+            if len(spelt.splitlines()) < MIN_LINES:
                 continue
             here = f"{path}: {node.name}"
             there = first.setdefault(spelt, here)

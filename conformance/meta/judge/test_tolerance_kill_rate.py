@@ -10,7 +10,7 @@ from functools import lru_cache
 import pytest
 import torch
 
-from conformance.fakes.emulated_fmha import FAULTS, Style, emulate, styles
+from conformance.fakes.fmha import FAULTS, Style, emulate, styles
 from megamoe.contract import AxisValue, Case
 from megamoe.judge.tolerance import Comparison, compare
 from megamoe.ops import reference

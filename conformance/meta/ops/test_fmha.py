@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megamoe.contract import Case
-from megamoe.ops import Reference, reference, referenced_ops
+from megamoe.ops import Reference, reference
 from megamoe.ops.fmha.inputs import DISTRIBUTIONS, one_hot_keys
 from megamoe.ops.fmha.reference import SCORES, visible_keys
 from megamoe.spec.load import load_specs
@@ -243,11 +243,3 @@ def test_work_counts_visible_keys_alone(case_id: str, pairs: int, seen: int) -> 
     assert FMHA.useful_flops(case) == 2 * pairs * 4 * 64, f"{case.id}: {pairs} pairs of query and key a head"
     expected = 2 * (2 * 64 * 2 * 4) + 2 * (2 * 64 * seen) + 4 * 2 * 4
     assert FMHA.minimum_bytes(case) == expected, f"{case.id}: q, o, {seen} keys and values, lse"
-
-
-def test_references_are_found_by_name() -> None:
-    assert "fmha" in referenced_ops()
-    with pytest.raises(ValueError, match=r"no reference for op 'attention'.*fmha"):
-        reference("attention")
-    with pytest.raises(ValueError, match="no reference for op 'fmha_inputs'"):
-        reference("fmha_inputs")

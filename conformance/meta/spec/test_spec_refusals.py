@@ -14,8 +14,7 @@ import pytest
 
 from megamoe.spec.error import SpecError
 from megamoe.spec.load import load_spec, load_specs
-from megamoe.spec.spec import Spec
-from megamoe.spec.thresholds import DEFAULT_THRESHOLD
+from megamoe.spec.spec import DEFAULT_THRESHOLD, Spec
 
 SOUND = """\
 op: toy_moe

@@ -1,4 +1,4 @@
-"""Input distributions of FMHA: each one makes a particular mistake of a kernel visible."""
+"""Input distributions of FMHA. Each makes one kind of mistake visible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Inputs = dict[str, torch.Tensor]
 
-# exp overflows fp32 above 88.73; the largest logit of a row around 110 does without a row maximum.
+# exp overflows fp32 above 88.73, so a row whose largest logit is around 110 needs its maximum subtracted.
 LOGIT_OFFSET: Final = 110.0
 LOGIT_SPREAD: Final = 15.0
 ONE_HOT_LOGIT: Final = 64.0
@@ -32,7 +32,7 @@ def softmax_scale(case: Case) -> float:
 
 
 def key_range(case: Case, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and last visible key of the query rows `row` (int64, any shape); last < first where there is none."""
+    """First and last visible key, int64, of the query rows `row` (int64, any shape); last < first if none is."""
     s_k = case.int("s_k")
     position = row + s_k - case.int("t")
     window = case["window"]
@@ -55,7 +55,7 @@ def make_inputs(case: Case, device: str | torch.device = "cpu") -> Inputs:
 def one_hot_keys(case: Case) -> torch.Tensor:
     """int64 [batch, heads, t]: the key that each query attends to under `one_hot_rows`.
 
-    By turns the last visible key, the first one and one drawn between them, so that a mask that is off by one shows.
+    The last visible key, the first and one drawn between them take turns, so a mask that is off by one shows.
     A row that sees no key gets key 0.
     """
     first, last = key_range(case, torch.arange(case.int("t")))
@@ -75,7 +75,7 @@ def _kv_shape(case: Case) -> tuple[int, int, int, int]:
 
 
 def _effective_scale(case: Case) -> float:
-    # With scale = 0 every logit is 0 whatever the inputs are; any finite input will do.
+    # With scale = 0 every logit is 0, so any finite input will do.
     return abs(softmax_scale(case)) or 1.0
 
 
@@ -93,9 +93,9 @@ def _normal_inputs(case: Case) -> Inputs:
 
 
 def _large_logits(case: Case) -> Inputs:
-    """Peaked rows around logits of +LOGIT_OFFSET and -LOGIT_OFFSET by turns, the first one positive.
+    """Peaked rows around logits of +LOGIT_OFFSET and -LOGIT_OFFSET by turns, the first row positive.
 
-    Without a row maximum exp overflows in the positive rows; a zero-filled key past s_k wins in the negative ones.
+    Without a row maximum, exp overflows in the positive rows. A zero-filled key past s_k wins in the negative rows.
     """
     q, k, v = _draw(case)
     scale = _effective_scale(case)
@@ -118,7 +118,7 @@ def _one_hot_rows(case: Case) -> Inputs:
 
 
 def _constant_v(case: Case) -> Inputs:
-    """v the same for all keys of a (batch, kv head, hd): o is that constant, whatever the probabilities are."""
+    """v is the same for all keys of a KV head, so o is that vector, whatever the probabilities are."""
     q, k, _ = _draw(case)
     batch, kv_heads, _, hd = _kv_shape(case)
     v = normal(case, "v", (batch, kv_heads, 1, hd)).expand(_kv_shape(case))
@@ -136,8 +136,8 @@ def _repeated_keys(case: Case) -> Inputs:
 def _denormal_scale(case: Case) -> Inputs:
     """q tiny and k huge, their logits N(0, 1) at the default scale; v just above the smallest normal number.
 
-    Every input is a normal number; averages of v are subnormal in fp32 and in bf16. Matrix products keep subnormal
-    products and sums (measured on an H200, through cuBLAS), so that what flushes to zero is an epilogue.
+    Every input is normal; averages of v are subnormal in fp32 and in bf16. Matrix products keep subnormal products and
+    sums (measured on an H200, through cuBLAS), so if something flushes to zero, it is an epilogue.
     """
     q, k, _ = _draw(case)
     magnitude = 1.0 + uniform(case, "v", _kv_shape(case)).float()

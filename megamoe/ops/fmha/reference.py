@@ -1,7 +1,7 @@
-"""FMHA forward: o = softmax(scale * q k^T + mask) v and its log-sum-exp, as an oracle and as a good kernel rounds it.
+"""FMHA forward: o = softmax(scale * q k^T + mask) v and its log-sum-exp, exact and as a good kernel rounds it.
 
 Mask: query row i stands at position p = i + s_k - t (bottom-right aligned) and sees key j iff (not causal or j <= p)
-and (window is null or j > p - window). A row that sees no key has o = 0 and lse = -inf. Query head h reads kv head
+and (window is null or j > p - window). A row that sees no key has o = 0 and lse = -inf. Query head h reads KV head
 h // (heads // kv_heads). lse is the natural logarithm of the sum of exp(scale * q k^T) over the visible keys.
 """
 
@@ -64,23 +64,23 @@ def latitude(
     outputs: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
 ) -> Latitude:
-    """Nothing but rounding errors is left to a kernel."""
+    """A kernel has no choice but its roundings."""
     return Latitude()
 
 
 def sample(case: Case, inputs: Mapping[str, torch.Tensor], most_flops: int) -> None:
-    """Every row is judged: even the longest cache is a second's work in float64 on a device."""
+    """None: every row is judged. Even the longest cache is a second's work in float64 on a device."""
 
 
 def useful_flops(case: Case) -> int:
-    """Multiplications and additions of both products over the visible keys alone."""
+    """Multiplications and additions of both products, over the visible keys only."""
     first, last = key_range(case, torch.arange(case.int("t")))
     pairs = int((last - first + 1).clamp(min=0).sum())
     return 4 * case.int("hd") * pairs * case.int("heads") * case.int("batch")
 
 
 def minimum_bytes(case: Case) -> int:
-    """Bytes of q, of the keys and values that any query sees, of o and of lse: each moved once."""
+    """Bytes of q, of the keys and values that some query sees, of o and of lse, each moved once."""
     first, last = key_range(case, torch.arange(case.int("t")))
     seen = max(0, int(last.max()) - int(first.min()) + 1)
     rows = case.int("heads") * case.int("t")
@@ -97,11 +97,11 @@ def simulated(case: Case, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch
     """bf16 o [batch, heads, t, hd] and f32 lse [batch, heads, t], rounded as a good kernel does.
 
     Products of bf16 q and k are accumulated in fp32; the softmax runs in fp32 on base 2, relative to the row maximum;
-    P is rounded to bf16 for the second product, which is accumulated in fp32. The row sum is that of the fp32 P before
-    its rounding, as flash attention accumulates it: lse then carries no bf16 error, and o carries all of it. A kernel
-    may divide o by the sum of the rounded P instead (that is closer to the oracle), but lse may not come from it.
+    P is rounded to bf16 for the second product, which is accumulated in fp32. The row sum is that of the fp32 P, before
+    the rounding, as flash attention accumulates it: lse carries no bf16 error and o carries all of it. A kernel may
+    divide o by the sum of the rounded P instead (that is closer to the oracle), but may not take lse from it.
 
-    ValueError if torch was told to lower the precision of fp32 matrix products: the model would no longer be one.
+    Raises ValueError if torch was told to lower the precision of fp32 matrix products.
     """
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
@@ -121,7 +121,7 @@ def _attend(
 ) -> dict[str, torch.Tensor]:
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     batch, kv_heads, t, hd = case.int("batch"), case.int("kv_heads"), case.int("t"), case.int("hd")
-    # The query heads of one kv head lie next to each other: folded into rows, they read its keys once.
+    # The query heads of one KV head lie next to each other. Folded into rows, they read its keys once.
     rows = case.int("heads") // kv_heads * t
     q = q.reshape(batch, kv_heads, rows, hd)
     o = torch.empty(q.shape, dtype=o_dtype, device=q.device)

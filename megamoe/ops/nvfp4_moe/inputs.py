@@ -1,4 +1,4 @@
-"""Input distributions of NVFP4 MoE: each one makes a particular mistake of a kernel visible."""
+"""Input distributions of NVFP4 MoE. Each makes one kind of mistake visible."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 Inputs = dict[str, torch.Tensor]
 Stack = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-# Weights of more elements than this are made of fewer experts, the others being rotations of those along the rows.
+# Of weights with more elements than this, a few experts are drawn; the others are these, rotated along the rows.
 POOL: Final = 1 << 25
-# The largest activation after SwiGLU of N(0, 1) gates and ups, about.
+# About the largest activation after SwiGLU of N(0, 1) gates and ups.
 LARGEST_ACTIVATION: Final = 8.0
 ROTATION: Final = 37
 NAN_SCALE: Final = 0x7F
@@ -75,13 +75,13 @@ INPUTS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def _operand(name: str, stack: Stack, padding: int, *, rows: bool = False) -> Inputs:
-    """codes, swizzled scales and global scales of a stack; `rows`: the stack is one matrix of a row each."""
+    """Codes, swizzled scales and global scales of a stack. `rows`: its matrices are the rows of one matrix."""
     codes, sf, gs = (part.squeeze(1) if rows and part.dim() > 1 else part for part in stack)
     return {f"{name}_codes": codes, f"{name}_sf": swizzle_scales(sf, padding), f"{name}_gs": gs}
 
 
 def _weights(case: Case, name: str, shape: tuple[int, int, int]) -> Stack:
-    """One matrix an expert. Real layers have more numbers than can be drawn in seconds: see POOL."""
+    """One matrix an expert. A real layer has more numbers than can be drawn in seconds: see POOL."""
     experts, per_expert = shape[0], shape[1] * shape[2]
     pool = min(experts, max(1, POOL // per_expert))
     codes, sf, gs = DISTRIBUTIONS[case.inputs](case, name, (pool, *shape[1:]))
@@ -105,7 +105,7 @@ def _padding(case: Case) -> int:
 
 
 def _deviation(name: str, k: int) -> float:
-    """So that x is N(0, 1) and either product is N(0, 1) or smaller."""
+    """The deviation that makes x N(0, 1) and either product N(0, 1) or smaller."""
     return 1.0 if name == "x" else 1.0 / math.sqrt(k)
 
 
@@ -117,7 +117,7 @@ def _normal(case: Case, name: str, shape: tuple[int, int, int]) -> Stack:
 
 
 def _zero_blocks(case: Case, name: str, shape: tuple[int, int, int]) -> Stack:
-    """As normal, half of the blocks zero, and all of the first token and of the first rows of every expert."""
+    """As normal, but half of the blocks are zero, and so are the first token and the first 64 rows of every expert."""
     values = normal(case, name, shape) * _deviation(name, shape[-1])
     kept = uniform(case, f"{name}_zero", (*shape[:-1], shape[-1] // SF_VEC_SIZE)) < 0.5
     values *= kept.repeat_interleave(SF_VEC_SIZE, dim=-1)
@@ -135,7 +135,7 @@ def _full_range(case: Case, name: str, shape: tuple[int, int, int]) -> Stack:
 
 
 def _saturating_scales(case: Case, name: str, shape: tuple[int, int, int]) -> Stack:
-    """Block scales that are 448 or one of the three below; activations need more than 448 and 6 (see _a2_gs)."""
+    """Block scales of 448 or one of the three below it. Activations need more than 448 and 6 (see _a2_gs)."""
     codes, _, _ = _full_range(case, name, shape)
     source = generator(case, f"{name}_sf")
     sf = torch.randint(0x7B, 0x7F, (*shape[:-1], shape[-1] // SF_VEC_SIZE), generator=source, dtype=torch.uint8)
@@ -143,7 +143,7 @@ def _saturating_scales(case: Case, name: str, shape: tuple[int, int, int]) -> St
 
 
 def _unit(case: Case, name: str, shape: tuple[int, int, int], scales: torch.Tensor) -> torch.Tensor:
-    """Global scales that give numbers of uniform codes and of such block scales the deviation of `normal`."""
+    """float32 [shape[0]]: global scales that give uniform codes under these block scales the deviation of `normal`."""
     mean_square = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).square().mean() * scales.square().mean()
     spread = 0.75 + 0.5 * uniform(case, f"{name}_gs", shape[:1])
     return (spread * _deviation(name, shape[-1]) / math.sqrt(float(mean_square))).float()
@@ -154,7 +154,7 @@ DISTRIBUTIONS: Final[Mapping[str, Callable[[Case, str, tuple[int, int, int]], St
     "full_range": _full_range,
     "saturating_scales": _saturating_scales,
     "zero_blocks": _zero_blocks,
-    # Scales of padding rows are NaN, and so is what else lies in padding.
+    # The scales of padding rows are NaN, and so is everything else in padding.
     "poisoned_padding": _normal,
 }
 
@@ -165,14 +165,14 @@ def _topk_weights(case: Case) -> torch.Tensor:
 
 
 def _a2_gs(case: Case) -> torch.Tensor:
-    """float32 [num_experts]: a calibrated scale of each expert's activations; much too small if they shall saturate."""
+    """float32 [num_experts]: a calibrated scale of each expert's activations, 256 times too small if they saturate."""
     largest = LARGEST_ACTIVATION / (256.0 if case.inputs == "saturating_scales" else 1.0)
     spread = 0.5 + 1.5 * uniform(case, "a2_gs", (case.int("num_experts"),))
     return (spread * largest / (E2M1_MAX * E4M3_MAX)).float()
 
 
 def _h(case: Case, made: Inputs) -> torch.Tensor:
-    """float32 [expert rows, intermediate]: SwiGLU of two N(0, 1), NaN in padding rows if those are poisoned."""
+    """float32 [expert rows, intermediate]: SwiGLU of two N(0, 1); NaN in padding rows if padding is poisoned."""
     gate, up = (normal(case, name, (expert_rows(case), case.int("intermediate"))) for name in ("gate", "up"))
     return _pad_rows(case, made, gate * gate.sigmoid() * up, math.nan)
 
@@ -186,7 +186,7 @@ _EXPERT_ROWS: Final[Mapping[str, Callable[[Case, Inputs], torch.Tensor]]] = {"h"
 
 
 def _a2(case: Case, made: Inputs) -> Inputs:
-    """Requantised activations of the stage l2, padding rows of NaN scales if those are poisoned."""
+    """Requantised activations for the stage l2. Scales of padding rows are NaN if padding is poisoned."""
     codes, sf, _ = DISTRIBUTIONS[case.inputs](case, "a2", (expert_rows(case), 1, case.int("intermediate")))
     sf = _pad_rows(case, made, sf.squeeze(1), NAN_SCALE)
     return {"a2_codes": codes.squeeze(1), "a2_sf": swizzle_scales(sf, _padding(case))}

@@ -11,14 +11,14 @@ from megamoe.spec.draws import generator, uniform
 if TYPE_CHECKING:
     from megamoe.contract import Case
 
-# Ranks of the EP group whose slice `load=slice` draws: 384 experts on 8 ranks are 48 a rank, 256 are 32.
+# Ranks of the EP group of `load=slice`: 384 experts on 8 ranks are 48 a rank, 256 are 32.
 EP_RANKS: Final = 8
 
 
 def draw_topk_ids(case: Case) -> torch.Tensor:
-    """int32 [tokens, topk]: distinct experts of each token, under the case's load."""
+    """int32 [tokens, topk]: distinct experts for each token, as the case's load says."""
     drawn = _LOADS[str(case["load"])](case)
-    # Which expert is the loaded one, and which place a choice has, is drawn too.
+    # Draw which expert is the loaded one, and the place of each choice.
     names = torch.randperm(case.int("num_experts"), generator=generator(case, "expert_names"))
     places = uniform(case, "places", tuple(drawn.shape)).argsort(dim=1)
     drawn = drawn.gather(1, places)
@@ -26,7 +26,7 @@ def draw_topk_ids(case: Case) -> torch.Tensor:
 
 
 def _balanced(case: Case) -> torch.Tensor:
-    """Loads that differ by one at most: the routes go round the experts."""
+    """Loads differ by one at most: the routes go round the experts."""
     tokens, topk = case.int("tokens"), case.int("topk")
     return torch.arange(tokens * topk).view(tokens, topk) % case.int("num_experts")
 
@@ -43,7 +43,7 @@ def _skewed(case: Case) -> torch.Tensor:
 
 
 def _one_token(case: Case) -> torch.Tensor:
-    """As many experts as can be have one token each; all other routes go to the same topk experts."""
+    """As many experts as possible have one token each. All other routes go to the same topk experts."""
     tokens, topk = case.int("tokens"), case.int("topk")
     ids = torch.arange(topk).repeat(tokens, 1)
     lonely = torch.arange(topk, case.int("num_experts"))[:tokens]
@@ -52,7 +52,7 @@ def _one_token(case: Case) -> torch.Tensor:
 
 
 def _empty(case: Case) -> torch.Tensor:
-    """Half of the experts, or all but topk of them if that is less, have no token at all."""
+    """Half of the experts, or all but topk of them if that is fewer, have no token."""
     experts = max(case.int("topk"), (case.int("num_experts") + 1) // 2)
     return _drawn(case, torch.ones(experts, dtype=torch.float64))
 

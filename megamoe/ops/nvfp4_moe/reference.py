@@ -4,14 +4,14 @@ The contract, stage by stage. Rows of experts are laid out as megamoe.codec.rout
 
 * l1: gate and up are products of codes and block scales accumulated in fp32, times x_gs and w1_gs; h = silu(gate) * up
   in fp32, after min(gate, clamp) and max(-clamp, min(up, clamp)) if there is a clamp; times the top-k weight if
-  `weight` is "before". h is requantised at once.
+  `weight` is "before". The kernel requantises h at once.
 * requantise: h in blocks of 16 to e2m1 codes and e4m3 scales under a2_gs of the expert: sf = e4m3(max|block| / 6 /
   a2_gs), code = e2m1(h / (sf * a2_gs)), to nearest even and saturating; codes are 0 where sf is 0.
 * l2: codes and block scales accumulated in fp32, times a2_gs and w2_gs, rounded to bf16: one row a route.
 * combine: the rows of a token summed in fp32 in ascending k, each times its top-k weight if `weight` is "after"; bf16.
   A token without a route on this rank has y = 0.
 
-Padding rows of a2_codes, a2_sf, h and rows mean nothing: a kernel may leave them, or write anything.
+Padding rows of a2_codes, a2_sf, h and rows mean nothing: a kernel may leave them alone or write anything.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ Inputs = Mapping[str, torch.Tensor]
 
 
 def oracle(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """The stage's outputs in float64, but for the contract's requantisation; a2_codes and a2_sf uint8."""
+    """The stage's outputs in float64, with the contract's requantisation; a2_codes and a2_sf are uint8."""
     return _outputs(case, inputs, torch.float64)
 
 
 def simulated(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
     """The stage's outputs in their own dtypes: fp32 accumulation, bf16 rows, fp32 sums.
 
-    The requantised activations are those of the oracle, so that a code that fp32 rounds to the other side of a step
-    does not count as noise: `latitude` is for those. ValueError as for fmha if fp32 products are lowered.
+    The requantised activations are those of the oracle, so a code that fp32 rounds to the other side of a step is no
+    noise; `latitude` is for such codes. Raises ValueError if torch was told to lower the precision of fp32 products.
     """
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
@@ -105,7 +105,7 @@ def _outputs(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict[str, torch.
 
 
 def _nominal(case: Case, inputs: Inputs, routes: Routing) -> tuple[Activation, Requantised]:
-    """What is requantised and what that gives, of the stages that do it."""
+    """What the stage requantises, and the result."""
     if case["stage"] == "requantise":
         h = inputs["h"][routes.row].double()
         given = Activation(h, torch.zeros_like(h))
@@ -115,7 +115,7 @@ def _nominal(case: Case, inputs: Inputs, routes: Routing) -> tuple[Activation, R
 
 
 def _a2_values(case: Case, inputs: Inputs, routes: Routing, dtype: torch.dtype) -> torch.Tensor:
-    """[routes, intermediate]: codes times block scales, computed or given."""
+    """[routes, intermediate]: codes times block scales, computed, or given in the stage l2."""
     if case["stage"] == "l2":
         sf = unswizzle_scales(inputs["a2_sf"], routes.capacity, case.int("intermediate") // SF_VEC_SIZE)
         return dequantise(inputs["a2_codes"][routes.row], sf[routes.row], dtype=dtype)
@@ -151,7 +151,7 @@ def free(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def latitude(case: Case, inputs: Inputs, outputs: Inputs, expected: Inputs) -> Latitude:
-    """Codes and scales that may lie on either side of a step, and y as it is for the side that the kernel took."""
+    """Codes and scales that may lie on either side of a step, and the y of the side that the kernel took."""
     routes, stage = routing(case, inputs["topk_ids"]), case["stage"]
     if stage in ("l2", "combine"):
         return Latitude()
@@ -166,7 +166,7 @@ def latitude(case: Case, inputs: Inputs, outputs: Inputs, expected: Inputs) -> L
     usable = torch.where(sf < 0x7F, sf, nominal.sf)
     scales, steps = scale_interval(given, gs), code_interval(given, gs, usable)
     axes = {"a2_codes": ("expert_row", "intermediate"), "a2_sf": ("expert_row", "block")}
-    # The sign of a scale is no part of ue4m3; what has one, or is NaN, lies in no interval.
+    # ue4m3 has no sign: a scale with a sign, or a NaN, lies in no interval.
     seen = torch.where(sf < 0x7F, decode_e4m3(sf, torch.float64), torch.nan)
     return Latitude(
         codes={
@@ -179,12 +179,12 @@ def latitude(case: Case, inputs: Inputs, outputs: Inputs, expected: Inputs) -> L
 
 
 def sample(case: Case, inputs: Inputs, most_flops: int) -> Sample | None:
-    """Some tokens of a layer too large for its oracle; a stage by itself is small enough."""
+    """Some tokens of a layer that is too large for its oracle. A stage by itself is small enough."""
     return sample_tokens(case, inputs, most_flops / useful_flops(case)) if case["stage"] == "layer" else None
 
 
 def useful_flops(case: Case) -> int:
-    """Multiplications and additions of the products of routed tokens, and of the combine; nothing for padding."""
+    """Multiplications and additions of the products of routed tokens and of the combine, without padding."""
     routes = int((draw_topk_ids(case) >= 0).sum())
     hidden, intermediate = case.int("hidden"), case.int("intermediate")
     # A SwiGLU and a requantisation are a few operations an element: 8 stands for them.
@@ -199,7 +199,7 @@ def useful_flops(case: Case) -> int:
 
 
 def minimum_bytes(case: Case) -> int:
-    """Bytes of the tokens that have a route, the experts that have one, and the outputs: each moved once."""
+    """Bytes of the tokens and experts that have a route, and of the outputs, each moved once."""
     routes = routing(case, ids := draw_topk_ids(case))
     hidden, intermediate, stage = case.int("hidden"), case.int("intermediate"), str(case["stage"])
     tokens, experts, rows = len(routes.token.unique()), len(routes.expert.unique()), len(routes.row)

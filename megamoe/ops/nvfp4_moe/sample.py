@@ -1,4 +1,4 @@
-"""A few tokens of a real layer, for the oracle: a token's y depends on no other token."""
+"""A few tokens of a real layer for the oracle. The y of a token depends on no other token."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ OF_TOKENS = ("x_codes", "x_gs", "topk_ids", "topk_weights")
 
 
 def sample_tokens(case: Case, inputs: Mapping[str, torch.Tensor], share: float) -> Sample | None:
-    """That share of the tokens of a layer, spread evenly from the first to the last; None if it is all of them.
+    """`share` of the tokens of a layer, spread evenly from the first to the last; None if that is all of them.
 
-    Inputs of tokens are cut to those chosen, weights are the same tensors. `x_sf` is swizzled anew, its padding 0.
+    Inputs of tokens are cut to the chosen ones; weights are the same tensors. `x_sf` is swizzled anew with padding 0.
     """
     tokens = case.int("tokens")
     count = max(1, int(tokens * share))

@@ -1,8 +1,8 @@
-"""The oracle's y for the rounding steps that a kernel took: which legal choices its output shows.
+"""The oracle's y, moved to the legal choices at rounding steps that a kernel's output shows.
 
-One requantised code at a rounding step moves a whole row of y, by more than all other roundings together. Its direction
-is known (a column of W2) and so is its size, hence a row of hundreds of elements tells which choices were made: each is
-taken if that brings the oracle closer to the output. What remains is held to the same bars as any other error.
+One requantised code at a rounding step moves a whole row of y by more than all other roundings together. The direction
+is known (a column of W2) and so is the size, so a row of hundreds of elements tells which choices the kernel made. Each
+choice that brings the oracle closer to the output is taken. What remains is held to the bars of any other error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megamoe.ops.nvfp4_moe.steps import Choices
 if TYPE_CHECKING:
     from megamoe.contract import Case
 
-# Rows whose rms error is below this many ulps of bf16 are left as they are: they pass anyway.
+# A row whose rms error is below this many ulps of bf16 stays as it is: it passes anyway.
 LEFT_ALONE: Final = 0.25
 # Rows of `hidden` doubles held at once.
 ENTRIES: Final = 1024
@@ -27,7 +27,7 @@ ENTRIES: Final = 1024
 def settled(
     case: Case, inputs: Inputs, routes: Routing, legal: Choices, actual: torch.Tensor, oracle: torch.Tensor
 ) -> torch.Tensor:
-    """float64 [tokens, hidden]: `oracle` with those of the `legal` choices that bring it closer to `actual`."""
+    """float64 [tokens, hidden]: `oracle` with each of the `legal` choices that brings it closer to `actual`."""
     error = actual.double().to(oracle.device) - oracle
     scale = oracle.square().mean(dim=1).sqrt() * torch.finfo(torch.bfloat16).eps
     odd = error.square().mean(dim=1).sqrt() > LEFT_ALONE * scale
@@ -43,7 +43,7 @@ def settled(
 def _directions(
     case: Case, inputs: Inputs, routes: Routing, legal: Choices, odd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64 [choices, hidden], what each choice adds to y, and its token [choices]; of the tokens in `odd` alone."""
+    """What each choice adds to y, float64 [choices, hidden], and its token, int64 [choices], for tokens in `odd`."""
     kept = odd[routes.token[legal.route]]
     number, route, column, change = (part[kept] for part in (legal.number, legal.route, legal.column, legal.change))
     if case["weight"] == "after":
@@ -62,7 +62,7 @@ def _directions(
 
 
 def _taken(direction: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-    """float64 [choices], 0 or 1: the choices taken, greedily, the one that explains most first."""
+    """float64 [choices], 1 for each choice taken: greedily, the one that explains most first."""
     gram, fit = direction @ direction.mT, direction @ error
     taken = torch.zeros_like(fit)
     for _ in range(len(fit)):

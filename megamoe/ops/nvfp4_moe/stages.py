@@ -1,7 +1,7 @@
 """The stages of NVFP4 MoE in float64, one expert at a time, with the contract's requantisation between them.
 
-`Activation.h` is what a kernel requantises, `slack` how far its fp32 may be from it. Requantisation is a step function:
-an h within `slack` of a step has two correct codes, and so has a block scale whose largest h is.
+A kernel requantises `Activation.h`; its fp32 may be off by `slack`. Requantisation is a step function: an h within
+`slack` of a step has two correct codes, and a block whose largest h is there has two correct scales.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Inputs = Mapping[str, torch.Tensor]
 
 ULP: Final = 2.0**-23
-# One tcgen05.mma takes K = 64 (facts.md 2.1), and its sum may be truncated, not rounded, to fp32.
+# One tcgen05.mma takes K = 64 (facts.md 2.1). It may truncate its sum to fp32.
 K_PER_MMA: Final = 64
 # exp and reciprocal, products with global scales and weights: 8 ulps, and exp2 of a rounded product of g.
 SWIGLU_ULPS: Final = 8.0
@@ -30,7 +30,7 @@ SWIGLU_ULPS: Final = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """float64 [routes, intermediate] each: what is requantised, and the error that fp32 may have made."""
+    """float64 [routes, intermediate] each: what is requantised, and the largest error of fp32."""
 
     h: torch.Tensor
     slack: torch.Tensor
@@ -45,7 +45,7 @@ class Requantised:
 
 
 def activation(case: Case, inputs: Inputs, routes: Routing) -> Activation:
-    """The SwiGLU output of each route, times its top-k weight if that comes before the requantisation."""
+    """The SwiGLU output of each route, times its top-k weight if `weight` is "before"."""
     shape = (len(routes.row), case.int("intermediate"))
     h, slack = (torch.empty(shape, dtype=torch.float64, device=routes.row.device) for _ in range(2))
     x_sf = unswizzle_scales(inputs["x_sf"], case.int("tokens"), case.int("hidden") // SF_VEC_SIZE)
@@ -68,7 +68,7 @@ def activation(case: Case, inputs: Inputs, routes: Routing) -> Activation:
 def swiglu(
     case: Case, gate: torch.Tensor, up: torch.Tensor, gate_slack: torch.Tensor, up_slack: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu(gate) * up and its slack; with a clamp c, gate is at most c and up between -c and c."""
+    """silu(gate) * up and its slack. With a clamp c, gate is at most c and up between -c and c."""
     clamp = case["clamp"]
     if clamp is not None:
         limit = float(clamp)
@@ -101,7 +101,7 @@ def _gs2(inputs: Inputs, expert: int) -> torch.Tensor:
 
 
 def combine(case: Case, routes: Routing, rows: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-    """[tokens, hidden] of the dtype of `rows` [routes, hidden]: their sum in ascending k, weighted if it is after."""
+    """[tokens, hidden] of the dtype of `rows` [routes, hidden], summed in ascending k; weighted if weight=after."""
     y = torch.zeros(case.int("tokens"), rows.shape[1], dtype=rows.dtype, device=rows.device)
     for k in range(case.int("topk")):
         entry = (routes.choice == k).nonzero().flatten()
@@ -120,7 +120,7 @@ def _weights(
 
 
 def weight_columns(case: Case, inputs: Inputs, expert: int, column: torch.Tensor) -> torch.Tensor:
-    """float64 [columns, hidden]: columns of one expert's W2, global scales of it and of its activations included."""
+    """float64 [columns, hidden]: columns of one expert's W2, times the global scales of W2 and of its activations."""
     hidden, blocks = case.int("hidden"), case.int("intermediate") // SF_VEC_SIZE
     sf = unswizzle_scales(inputs["w2_sf"][expert], hidden, blocks)
     needed, place = (column // SF_VEC_SIZE).unique(return_inverse=True)

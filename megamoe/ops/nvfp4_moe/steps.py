@@ -1,4 +1,4 @@
-"""Where requantisation leaves correct kernels a choice: codes and block scales next to a rounding step."""
+"""Where requantisation leaves a kernel a choice: codes and block scales next to a rounding step."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from megamoe.codec.nvfp4 import (
 )
 from megamoe.ops.nvfp4_moe.stages import ULP, Activation, Requantised
 
-# A scale is a maximum, divided twice; a code is a quotient by a product: each a few roundings, or an approximate
+# A scale is a maximum divided twice; a code is a quotient by a product. Each is a few roundings, or an approximate
 # reciprocal of 1 ulp (facts.md 7.4).
 QUOTIENT_SLACK: Final = 4.0 * ULP
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """float64: least and greatest number that a correct kernel may store."""
+    """float64: the least and the greatest number that a correct kernel may store."""
 
     lowest: torch.Tensor
     highest: torch.Tensor
 
 
 def scale_interval(given: Activation, gs: torch.Tensor) -> Interval:
-    """Block scales [routes, blocks], as numbers, of h under gs [routes]."""
+    """Of block scales, as numbers [routes, blocks], of h under gs [routes]."""
     lowest = (given.h.abs() - given.slack).clamp(min=0.0)
     ends = (_blocks(lowest).amax(dim=-1), _blocks(given.h.abs() + given.slack).amax(dim=-1))
     factors = (1.0 - QUOTIENT_SLACK, 1.0 + QUOTIENT_SLACK)
@@ -40,7 +40,7 @@ def scale_interval(given: Activation, gs: torch.Tensor) -> Interval:
 
 
 def code_interval(given: Activation, gs: torch.Tensor, sf: torch.Tensor) -> Interval:
-    """Codes [routes, intermediate], as numbers, of h under gs [routes] and the block scales sf [routes, blocks]."""
+    """Of codes, as numbers [routes, intermediate], of h under gs [routes] and the block scales sf [routes, blocks]."""
     step = decode_e4m3(sf, torch.float64) * gs.double()[:, None]
     step = torch.where(step > 0, step, torch.inf).repeat_interleave(SF_VEC_SIZE, dim=1)
     margin = given.slack + given.h.abs() * QUOTIENT_SLACK
@@ -50,8 +50,11 @@ def code_interval(given: Activation, gs: torch.Tensor, sf: torch.Tensor) -> Inte
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Legal differences of a2 from the nominal one, without global scale: choice `number` adds `change` at (route,
-    column). One entry a changed element, [n] each; the numbers run from 0 to `count` - 1, each within one route."""
+    """Legal differences of a2 from the nominal a2, without global scale.
+
+    `number`, `route`, `column`: int64 [n]; `change`: float64 [n]; one entry a changed element. Choice `number`, 0 to
+    `count` - 1, adds `change` at (route, column). All entries of a choice are in one route.
+    """
 
     number: torch.Tensor
     route: torch.Tensor
@@ -61,7 +64,7 @@ class Choices:
 
 
 def choices(given: Activation, gs: torch.Tensor, nominal: Requantised) -> Choices:
-    """What a correct kernel may have done instead of `nominal`: a code next to a step, or a block of another scale."""
+    """What a correct kernel may do instead of `nominal`: the other code at a step, or a block under the other scale."""
     values, scale = decode_e2m1(nominal.codes, torch.float64), decode_e4m3(nominal.sf, torch.float64)
     wide = scale.repeat_interleave(SF_VEC_SIZE, dim=1)
     parts: list[tuple[torch.Tensor, ...]] = []
@@ -88,7 +91,7 @@ def choices(given: Activation, gs: torch.Tensor, nominal: Requantised) -> Choice
 
 
 def _requantised_blocks(h: torch.Tensor, scale: torch.Tensor, gs: torch.Tensor) -> torch.Tensor:
-    """Numbers [n, 16] without global scale that blocks h become under block scales [n] and global scales [n]."""
+    """Blocks h [n, 16], requantised under block scales [n] and global scales [n], as numbers without global scale."""
     step = (scale * gs)[:, None]
     return decode_e2m1(encode_e2m1(h / torch.where(step > 0, step, torch.inf)), torch.float64) * scale[:, None]
 

@@ -1,0 +1,346 @@
+"""What README.md says under "Grow it" is true: a shape, an op, a backend and an instruction are added to a copy.
+
+Each is also the smallest example of its kind: the texts below are whole files.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conformance import ROOT
+
+CASE = "fmha:hd=64,t=5,s_k=77"
+ROW = "{hd: 64, t: 5, s_k: 77}"
+
+RMSNORM_YAML = """\
+op: rmsnorm
+doc: y = w * x / sqrt(mean(x * x) + 1e-6), row by row, in f32.
+axes:
+  rows: {type: int, min: 1, max: 64, doc: "rows, one a CTA"}
+  hidden: {type: int, in: [32, 96, 512], doc: "elements a row"}
+tensors:
+  x: {shape: [rows, hidden], dtype: f32}
+  w: {shape: [hidden], dtype: f32}
+  y: {shape: [rows, hidden], dtype: f32, role: output}
+matrices:
+  small: {rows: [1, 3], hidden: [32, 96]}
+inputs: [normal]
+laws: [matches_reference, schedule_independent, bitwise_repeatable]
+tolerance:
+  cosine: {value: 0.99999, reason: "Nothing is published."}
+  noise_ratio: {value: 2.0, reason: "Everything is f32; the kernel sums in another order."}
+profiles:
+  smoke: {doc: "All of it.", schedules: [eager], matrices: [small]}
+"""
+
+RMSNORM_PY = '''\
+"""RMSNorm: y = w * x / sqrt(mean(x * x) + EPS)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+
+from megamoe.contract import Case
+from megamoe.ops import Latitude
+from megamoe.spec.draws import normal
+
+ABSOLUTE_SCALE: Final[Mapping[str, float]] = {}
+MATRIX_RATES: Final[Mapping[str, float]] = {}
+EPS: Final = 1e-6
+Tensors = Mapping[str, torch.Tensor]
+
+
+def make_inputs(case: Case, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+    """x [rows, hidden] and w [hidden], N(0, 1)."""
+    hidden = case.int("hidden")
+    x, w = normal(case, "x", (case.int("rows"), hidden)), normal(case, "w", (1, hidden))[0]
+    return {"x": x.to(device), "w": w.to(device)}
+
+
+def _y(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return w * x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + EPS)
+
+
+def oracle(case: Case, inputs: Tensors) -> dict[str, torch.Tensor]:
+    """y in float64."""
+    return {"y": _y(inputs["x"].double(), inputs["w"].double())}
+
+
+def simulated(case: Case, inputs: Tensors) -> dict[str, torch.Tensor]:
+    """y in float32."""
+    return {"y": _y(inputs["x"], inputs["w"])}
+
+
+def free(case: Case, inputs: Tensors) -> dict[str, torch.Tensor]:
+    """Every element of y has a meaning."""
+    return {}
+
+
+def latitude(case: Case, inputs: Tensors, outputs: Tensors, expected: Tensors) -> Latitude:
+    """A kernel has no choice but its roundings."""
+    return Latitude()
+
+
+def sample(case: Case, inputs: Tensors, most_flops: int) -> None:
+    """Every row is judged."""
+
+
+def useful_flops(case: Case) -> int:
+    """A square, a sum and two products an element."""
+    return 4 * case.int("rows") * case.int("hidden")
+
+
+def minimum_bytes(case: Case) -> int:
+    """x and w in, y out."""
+    return 4 * case.int("hidden") * (2 * case.int("rows") + 1)
+'''
+
+BACKEND_PY = '''\
+"""RMSNorm by one warp a row."""
+
+from __future__ import annotations
+
+from megamoe.contract import BufferArg, Case, Launch, Program, ScalarArg, Target, UnsupportedError
+
+_PTX = """.version 8.7
+.target {target}
+.address_size 64
+.visible .entry rmsnorm(.param .u64 x, .param .u64 w, .param .u64 y, .param .u32 hidden)
+{{
+.reg .pred %p;
+.reg .b32 %lane, %i, %n, %row;
+.reg .b64 %x, %w, %y, %at, %step;
+.reg .f32 %v, %g, %sum, %other, %size;
+ld.param.u64 %x, [x];
+ld.param.u64 %w, [w];
+ld.param.u64 %y, [y];
+ld.param.u32 %n, [hidden];
+mov.u32 %lane, %tid.x;
+mov.u32 %row, %ctaid.x;
+mul.lo.u32 %row, %row, %n;
+mul.wide.u32 %step, %row, 4;
+add.u64 %x, %x, %step;
+add.u64 %y, %y, %step;
+mov.f32 %sum, 0f00000000;
+mov.u32 %i, %lane;
+SQUARES:
+mul.wide.u32 %step, %i, 4;
+add.u64 %at, %x, %step;
+ld.global.f32 %v, [%at];
+fma.rn.f32 %sum, %v, %v, %sum;
+add.u32 %i, %i, 32;
+setp.lt.u32 %p, %i, %n;
+@%p bra SQUARES;
+{reduce}
+cvt.rn.f32.u32 %size, %n;
+div.rn.f32 %sum, %sum, %size;
+add.f32 %sum, %sum, 0f358637BD;
+sqrt.rn.f32 %sum, %sum;
+mov.u32 %i, %lane;
+STORES:
+mul.wide.u32 %step, %i, 4;
+add.u64 %at, %x, %step;
+ld.global.f32 %v, [%at];
+add.u64 %at, %w, %step;
+ld.global.f32 %g, [%at];
+div.rn.f32 %v, %v, %sum;
+mul.f32 %v, %v, %g;
+add.u64 %at, %y, %step;
+st.global.f32 [%at], %v;
+add.u32 %i, %i, 32;
+setp.lt.u32 %p, %i, %n;
+@%p bra STORES;
+ret;
+}}
+"""
+_REDUCE = "\\n".join(
+    f"shfl.sync.bfly.b32 %other, %sum, {lanes}, 31, 0xffffffff;\\nadd.f32 %sum, %sum, %other;"
+    for lanes in (16, 8, 4, 2, 1)
+)
+
+
+class WarpRows:
+    """One kernel, for both targets."""
+
+    name = "warp-rows"
+
+    def targets(self, op: str) -> tuple[Target, ...]:
+        return ("sm_90a", "sm_100a") if op == "rmsnorm" else ()
+
+    def build(self, case: Case, target: Target) -> Program:
+        if target not in self.targets(case.op):
+            raise UnsupportedError(f"{case.op} is not there for {target}")
+        args = (*(BufferArg(name) for name in "xwy"), ScalarArg("u32", case.int("hidden")))
+        launch = Launch("rmsnorm", (case.int("rows"), 1, 1), (32, 1, 1), args)
+        return Program(target, _PTX.format(target=target, reduce=_REDUCE), (launch,))
+
+
+BACKEND = WarpRows()
+'''
+
+VIDEO_PY = '''\
+"""Sums of absolute differences of bytes (PTX ISA 9.7.18.2)."""
+
+import numpy as np
+
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import opcode
+from backends.vm.bind.lanewise import lanewise
+
+
+def _sum(a, b, c):
+    x, y = (np.ascontiguousarray(row).view(np.uint8).reshape(-1, 4).astype(np.int64) for row in (a, b))
+    return (c + np.abs(x - y).sum(axis=1)).astype(np.uint32)
+
+
+@opcode("vabsdiff4.u32.u32.u32.add", section="9.7.18.2")
+def vabsdiff4(b: Binder):
+    """c + |a0 - b0| + ... + |a3 - b3| of the bytes of a and b, wrapping."""
+    return lanewise(b, "u32", _sum, 3)
+'''
+
+VIDEO_TEST = '''\
+"""vabsdiff4 against Python's integers."""
+
+import numpy as np
+
+from conformance.vm.run_ptx import run_ptx
+
+
+def test_vabsdiff4() -> None:
+    given = {"a": np.array([0x0109, 0xFF], np.uint32), "b": np.array([0x0402, 0x01], np.uint32), "c": np.uint32(10)}
+    written = run_ptx("vabsdiff4.u32.u32.u32.add %d, %a, %b, %c;", given, {"d": np.uint32})["d"]
+    assert written.tolist() == [20, 264]
+'''
+
+REGISTERED = '[project.entry-points."megamoe.backends"]\n'
+SMOKE = "    schedules: [eager]\n    cases:\n"
+"""What is before the first row of fmha's profile smoke."""
+SHAPE = {
+    "specs/fmha.yaml": lambda text: _after(_after(text, "  edges:\n", f"    - {ROW}\n"), SMOKE, f"      - {ROW}\n")
+}
+OP = {"specs/rmsnorm.yaml": lambda text: RMSNORM_YAML, "megamoe/ops/rmsnorm.py": lambda text: RMSNORM_PY}
+KERNEL = {"backends/warp_rows/__init__.py": lambda text: BACKEND_PY}
+LINE = {"pyproject.toml": lambda text: _after(text, REGISTERED, 'warp-rows = "backends.warp_rows:BACKEND"\n')}
+OPCODE = {
+    "backends/vm/isa/video.py": lambda text: VIDEO_PY,
+    "conformance/vm/isa/test_video.py": lambda text: VIDEO_TEST,
+}
+ADDED = {**SHAPE, **OP, **KERNEL, **LINE, **OPCODE}
+"""File -> from its text, empty for a new one, to its text with the addition."""
+
+
+def _after(text: str, place: str, more: str) -> str:
+    assert text.count(place) == 1, f"{place!r} must be there once"
+    return text.replace(place, place + more)
+
+
+def _left_out(folder: str, names: list[str]) -> list[str]:
+    """What no checkout tracks: environments, caches, runs."""
+    return [name for name in names if name[0] == "." or name.endswith(".egg-info") or name in ("runs", "failures")]
+
+
+def _install(tree: Path) -> None:
+    """Writes the entry points of pyproject.toml where `pip install -e .` would: metadata that Python finds first."""
+    project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
+    (info := tree / "megamoe-0.1.0.dist-info").mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    lines = [
+        line
+        for group, points in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {target}" for name, target in points.items()))
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout in which everything is added, and nothing installed but its own metadata."""
+    tree = tmp_path_factory.mktemp("grown") / "checkout"
+    shutil.copytree(ROOT, tree, ignore=_left_out)
+    for file, grown in ADDED.items():
+        path = tree / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(grown(path.read_text() if path.exists() else ""))
+    _install(tree)
+    return tree
+
+
+def _python(tree: Path, *arguments: str, status: int = 0) -> str:
+    """What `python ARGUMENTS` prints in the tree, whose modules come before those of the checkout."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=tree, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == status, f"{shlex.join(arguments)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def _tests(tree: Path, *arguments: str) -> str:
+    return _python(tree, "-m", "pytest", "-q", *arguments)
+
+
+def _differing(tree: Path) -> Iterator[str]:
+    """Files of the tree that are not as in the checkout, but for what commands write."""
+    for path in tree.rglob("*"):
+        name, ours = path.relative_to(tree).as_posix(), ROOT / path.relative_to(tree)
+        written = name.startswith(("results/", "megamoe-")) or "__pycache__" in name or name.endswith(".jsonl")
+        if path.is_file() and not written and not (ours.exists() and filecmp.cmp(path, ours, shallow=False)):
+            yield name
+
+
+def test_a_change_costs_what_the_readme_says(tree: Path) -> None:
+    """A shape is 1 file, an op 2 and one a backend, a backend a folder and a line, an opcode 2. No other differs."""
+    assert (len(SHAPE), len(OP), len(KERNEL), len(LINE), len(OPCODE)) == (1, 2, 1, 1, 2)
+    assert sorted(_differing(tree)) == sorted(ADDED)
+
+
+def test_a_new_shape_is_in_the_matrix_and_passes(tree: Path) -> None:
+    (row,) = json.loads(_python(tree, "-m", "megamoe", "list", "--where", "t=5,s_k=77", "--json"))
+    assert (row["case"], row["matrices"], row["profiles"]) == (CASE, ["edges"], ["smoke", "full", "gpu"])
+    machine = ("--backend", "ptx", "--target", "sm_90a", "--jobs", "1", "--output", "shape.jsonl")
+    assert "1 passed, 0 failed" in _python(tree, "-m", "megamoe", "run", "--case", CASE, *machine)
+
+
+def test_a_new_op_runs_and_its_gate_opens_once_it_is_accepted(tree: Path) -> None:
+    """What nox -s gate says is what helps: the command that it prints takes the rows in."""
+    megamoe = ("-m", "megamoe")
+    out = _python(tree, *megamoe, "run", "--op", "rmsnorm", "--jobs", "1", "--output", "op.jsonl")
+    assert "8 passed, 0 failed" in out, "4 cases on 2 targets of the new backend"
+    closed = _python(tree, *megamoe, "gate", "op.jsonl", status=1)
+    assert "8 passed, 0 failed, 8 new" in closed
+    (command,) = re.findall(r"All of these at once: megamoe (accept .*)", " ".join(closed.split("\n")))
+    _python(tree, *megamoe, *shlex.split(command.replace("...", "a new op")))
+    assert "8 rows" in _python(tree, *megamoe, "gate", "op.jsonl")
+
+
+def test_a_new_opcode_is_tested_and_in_the_table(tree: Path) -> None:
+    table = _python(tree, "-m", "backends.vm.coverage")
+    assert "| `vabsdiff4.u32.u32.u32.add` | 9.7.18.2 | document |" in table
+    (tree / "results" / "coverage.md").write_text(table)
+    _tests(tree, "conformance/vm/isa/test_video.py", "conformance/vm/isa/test_coverage.py")
+
+
+def test_the_laws_of_every_op_are_tried_on_the_new_one(tree: Path) -> None:
+    laws = "conformance/kernels/laws/test_laws.py"
+    said = _tests(tree, laws, "-k", "rmsnorm and not gpu", "--case", "rmsnorm:rows=3,hidden=96")
+    assert "8 passed" in said, f"3 laws on 2 targets, and 2 tests of the laws: {said}"
+
+
+def test_the_tests_of_the_specs_and_of_the_house_hold_for_what_was_added(tree: Path) -> None:
+    specs = ("conformance/meta/spec/test_spec.py", "conformance/meta/ops/test_ops.py")
+    house = ("conformance/meta/house/test_more_than_one_op.py", "conformance/meta/house/test_import_rules.py")
+    _tests(tree, *specs, *house, "-k", "not planted and not passes")
