@@ -1,4 +1,4 @@
-"""The production backend: kernels in CuTeDSL, compiled without a GPU. CuTeDSL is imported only to compile.
+"""The production backend: kernels in CuTeDSL, compiled without a GPU; CuTeDSL is imported only to compile.
 
 A folder with a program.py is a kernel's. What kernels share lies in the other folders.
 """

@@ -1,4 +1,4 @@
-"""Other people's kernels behind the backend contract, to compare ours with. Imports megamoe's contract and codec only.
+"""Other people's kernels behind the backend contract, to compare ours with.
 
 Each peer is a backend of its own, for a device only. Foreign packages are imported when a program is prepared: without
 them a machine still lists the peers and says, row by row, what is missing.

@@ -1,1 +1,1 @@
-"""The `megamoe` command, a file a subcommand. Only this room prints and reads the environment."""
+"""The `megamoe` command, a file a subcommand; only this room prints and reads the environment."""

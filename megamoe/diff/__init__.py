@@ -1,1 +1,1 @@
-"""The one differ of two sets of lines, times included, for gate, compare and accept. Decides nothing."""
+"""The one differ of two sets of lines, times included, for gate, compare and accept; it decides nothing."""

@@ -1,1 +1,1 @@
-"""Whether a run may pass: the rows it owes, expected failures, baselines, acceptance. The only room with a policy."""
+"""Whether a run may pass: owed rows, expected failures, baselines, acceptance; the only room with a policy."""

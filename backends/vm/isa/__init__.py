@@ -1,4 +1,4 @@
-"""Instruction families. Importing this package registers all of them in backends.vm.bind.forms."""
+"""Instruction families; importing this package registers all of them in backends.vm.bind.forms."""
 
 from __future__ import annotations
 
