@@ -14,9 +14,10 @@ import torch
 
 from backends.vm.faults import Fault, LaunchError, UnknownInstructionError
 from backends.vm.host.contract import HostProgramLike
-from backends.vm.machine.machine import Machine, load
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
 from backends.vm.machine.special import Dim3
-from backends.vm.memory.memory import Buffer
+from backends.vm.memory.global_memory import Buffer
 from backends.vm.ptx.syntax_error import PtxSyntaxError
 from backends.vm.tensor.tensor_map import encode_tensor_map
 from backends.vm.trace.recorder import Recorder
@@ -129,7 +130,9 @@ def _run_launches(
     module = load(program.ptx, PARSED)
     for launch in program.launches:
         params = [_encode(arg, addresses, program.target) for arg in launch.args]
-        machine.launch(module, launch.entry, launch.grid, launch.block, params, launch.cluster, launch.dynamic_smem)
+        machine.launch(
+            module.entry(launch.entry), launch.grid, launch.block, params, launch.cluster, launch.dynamic_smem
+        )
 
 
 def _call_host(

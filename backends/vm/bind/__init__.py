@@ -1,1 +1,1 @@
-"""A syntax tree to steps that a warp runs."""
+"""A syntax tree to code that a machine runs. Imports machine, memory, ptx and faults; knows no instruction itself."""

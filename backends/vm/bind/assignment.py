@@ -12,7 +12,7 @@ from functools import reduce
 from operator import or_
 from typing import Protocol
 
-Key = tuple[int, int]
+from backends.vm.machine.registers import Key
 
 
 class Access(Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import UnknownInstructionError
-from backends.vm.machine.registers import WIDTH_OF_TYPE, WIDTH_OF_VIEW
+from backends.vm.machine.registers import WIDTH_OF_VIEW, Key, RegisterRows
 from backends.vm.machine.special import SPECIAL_REGISTERS
 from backends.vm.ptx.ast import (
     Address,
@@ -29,62 +29,7 @@ from backends.vm.ptx.ast import (
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp
 
-Key = tuple[int, int]
 AddressOf = Callable[["Warp"], npt.NDArray[np.int64]]
-
-
-@dataclass(slots=True)
-class Allocation:
-    """Rows given to the registers, literals, special registers and symbol addresses of one function.
-
-    Rows count from 0 in each width; literals follow the registers, at `counts[width] + position`.
-    """
-
-    widths: Mapping[str, int]
-    types: Mapping[str, str]
-    symbols: Mapping[str, str]
-    rows: dict[str, Key] = field(default_factory=dict[str, Key])
-    counts: dict[int, int] = field(default_factory=dict[int, int])
-    constants: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    specials: dict[str, Key] = field(default_factory=dict[str, Key])
-    addresses: dict[tuple[str, int, int], Key] = field(default_factory=dict[tuple[str, int, int], Key])
-    _literals: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-
-    @classmethod
-    def of(cls, types: Mapping[str, str], symbols: Mapping[str, str]) -> Allocation:
-        """Rows for declared registers (`types`: name to PTX type) beside `symbols` (name to state space)."""
-        made = cls({name: WIDTH_OF_TYPE[kind] for name, kind in types.items()}, types, symbols)
-        for name, width in made.widths.items():
-            made.rows[name] = made.reserve(width)
-        return made
-
-    def reserve(self, width: int) -> Key:
-        """A fresh row of `width` bits. Literals must come after: they are placed when the code is complete."""
-        row = self.counts.get(width, 0)
-        self.counts[width] = row + 1
-        return width, row
-
-    def literal(self, width: int, bits: int) -> int:
-        """The (negative) handle of a literal; `resolve` of the register file layout turns it into a row."""
-        known = self._literals.get((width, bits))
-        if known is None:
-            pool = self.constants.setdefault(width, [])
-            pool.append(bits)
-            known = self._literals[width, bits] = -len(pool)
-        return known
-
-    def special(self, name: str) -> Key:
-        """The row that a warp fills with special register `name` when it starts."""
-        if name not in self.specials:
-            self.specials[name] = self.reserve(32)
-        return self.specials[name]
-
-    def address(self, name: str, offset: int, width: int) -> Key:
-        """The row that a warp fills with the address of symbol `name` plus `offset`."""
-        key = (name, offset, width)
-        if key not in self.addresses:
-            self.addresses[key] = self.reserve(width)
-        return self.addresses[key]
 
 
 @dataclass(slots=True)
@@ -97,7 +42,7 @@ class Binder:
 
     instruction: Instruction
     words: Mapping[str, str]
-    rows: Allocation
+    rows: RegisterRows
     uses: list[Key] = field(default_factory=list[Key])
     defines: list[Key] = field(default_factory=list[Key])
 

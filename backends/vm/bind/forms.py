@@ -14,13 +14,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from backends.vm.faults import UnknownInstructionError
+from backends.vm.machine.code import Step
 
 if TYPE_CHECKING:
     from backends.vm.bind.binder import Binder
-    from backends.vm.machine.warp import Warp
     from backends.vm.ptx.ast import Instruction
 
-Step = Callable[["Warp"], object]
 Bind = Callable[["Binder"], Step]
 Kind = Literal["step", "tail"]
 
@@ -100,7 +99,7 @@ def opcode(
     """Register a family under every spelling given. Keyword arguments list the words of `<slots>`, space-separated;
     `vocabulary` is the same for families that share them.
 
-    `counter` is the instruction class it is counted in; `control` is "branch", "exit" or "" (see bind/code.py).
+    `counter` is the instruction class it is counted in; `control` is "branch", "exit" or "" (see bind/function.py).
     """
 
     listed = {**(vocabulary or {}), **words}

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.bind.forms import Step
+from backends.vm.machine.code import Step
+from backends.vm.machine.registers import Key
 from backends.vm.ptx.ast import Instruction, Operand, Register, Vector
 
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp
 
-Key = tuple[int, int]
 WRITTEN = np.uint16(0xFFFF)
 _ARITHMETIC = ("add", "sub", "mul", "fma", "neg", "abs", "min", "max")
 

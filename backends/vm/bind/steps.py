@@ -1,51 +1,18 @@
-"""Wrappers around the steps of a block: guards, register tracking, jumps and the wait protocol.
-
-A tail returns the number of the next block (int), NEXT to fall through, a Wait to park, or HANDLED when it has
-rearranged the strands of the warp itself.
-"""
+"""Wrappers around the steps of a block: guards, register tracking and jumps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backends.vm.bind.forms import Step
 from backends.vm.bind.register_copies import WRITTEN
 from backends.vm.faults import Fault
+from backends.vm.machine.code import HANDLED, NEXT, Step
+from backends.vm.machine.registers import Key
 
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp
-
-Key = tuple[int, int]
-
-
-class _Sentinel:
-    pass
-
-
-NEXT: Final = None
-HANDLED: Final = _Sentinel()
-
-
-@dataclass(slots=True)
-class Wait:
-    """Why a strand cannot go on. When `ready` answers true, `finish` runs (for its effects) and the strand continues
-    after the instruction; with `again` it executes the instruction anew instead.
-
-    `expire` is set by waits that may give up (mbarrier.try_wait): called when nothing else in the machine can move.
-    `local`: only other lanes of the same warp can end the wait, so they run on meanwhile.
-    """
-
-    ready: Callable[[], bool]
-    reason: Callable[[], str]
-    finish: Callable[[], None] | None = None
-    again: bool = False
-    expire: Callable[[], None] | None = None
-    target: object = None
-    local: bool = False
 
 
 def guarded(step: Step, guard: tuple[int, bool]) -> Step:

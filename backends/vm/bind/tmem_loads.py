@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from backends.vm.bind.forms import Step
+from backends.vm.machine.code import Step
 
 if TYPE_CHECKING:
-    from backends.vm.bind.code import Bound
+    from backends.vm.bind.function import Bound
     from backends.vm.machine.warp import Warp
 
 _LOAD, _WAIT = "tcgen05.ld.", "tcgen05.wait::ld."

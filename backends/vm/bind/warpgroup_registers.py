@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from backends.vm.bind.forms import Step
-from backends.vm.machine.warpgroup import Key, part_of
+from backends.vm.machine.code import Step
+from backends.vm.machine.registers import Key
+from backends.vm.machine.warpgroup import part_of
 
 if TYPE_CHECKING:
-    from backends.vm.bind.code import Bound
+    from backends.vm.bind.function import Bound
     from backends.vm.machine.warp import Warp
     from backends.vm.ptx.ast import Instruction
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from backends.vm.faults import Fault
 from backends.vm.memory.banks import wavefronts
 from backends.vm.memory.clocks import Clock
-from backends.vm.memory.memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, check_alignment
+from backends.vm.memory.global_memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, check_alignment
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
 
 if TYPE_CHECKING:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from backends.vm.machine.engine import Operation
-
-if TYPE_CHECKING:
-    from backends.vm.machine.cta import Cluster
+from backends.vm.memory.agents import Agents
 
 
 @dataclass(slots=True)
@@ -76,8 +73,8 @@ class CopyGroups:
     plain_agent: int | None = None
 
     @staticmethod
-    def of(groups: dict[int, ThreadGroups], lane: int, cluster: Cluster) -> ThreadGroups:
+    def of(groups: dict[int, ThreadGroups], lane: int, agents: Agents) -> ThreadGroups:
         """The groups of one lane, made on first use."""
         if lane not in groups:
-            groups[lane] = ThreadGroups(cluster.new_copy_agent(), cluster.new_copy_agent())
+            groups[lane] = ThreadGroups(agents.new_copy(), agents.new_copy())
         return groups[lane]

@@ -7,24 +7,22 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from backends.vm.faults import Fault
-from backends.vm.machine.special import Dim3, Place
+from backends.vm.machine.code import BoundFunction
+from backends.vm.machine.registers import LANES
+from backends.vm.machine.special import Dim3, LaunchShape, Place
 from backends.vm.machine.warp import Warp
 from backends.vm.machine.warpgroup import Warpgroup
+from backends.vm.memory.agents import ACCUMULATORS, Agents
 from backends.vm.memory.clocks import Clock
-from backends.vm.memory.global_races import CLUSTER_SHIFT
+from backends.vm.memory.global_memory import PARAM_WINDOW
 from backends.vm.memory.mbarrier import MBarrier
-from backends.vm.memory.memory import PARAM_WINDOW
 from backends.vm.memory.shared import MBARRIER, OFFSET_MASK, RANK_SHIFT, SharedMemory
 from backends.vm.memory.tmem import TensorMemory
 
 if TYPE_CHECKING:
-    from backends.vm.bind.layout import FunctionLayout
     from backends.vm.machine.machine import Machine
 
 NAMED_BARRIERS = 16
-ACCUMULATORS = 8
-"""Accumulators of a CTA whose chains of MMAs are told apart; 512 columns hold four of 128."""
-COPY_AGENTS = 48
 
 
 @dataclass(slots=True)
@@ -46,39 +44,38 @@ class NamedBarrier:
 class Cta:
     """One CTA.
 
-    Its tensor core is several agents, from clock index `tensor_agent` on: one for tcgen05.cp, which every later mma
-    follows in order, and one for each accumulator, since only MMAs of the same accumulator and shape are ordered among
-    themselves (PTX ISA 9.7.16.6.2). Beyond ACCUMULATORS of them agents are shared and a missing wait can hide.
+    Its tensor core is several agents, from clock index `tensor_agent` on (see Agents), since only MMAs of the same
+    accumulator and shape are ordered among themselves (PTX ISA 9.7.16.6.2). Beyond ACCUMULATORS accumulators, agents
+    are shared and a missing wait can hide.
     """
 
-    def __init__(self, machine: Machine, cluster: Cluster, place: Place, layout: FunctionLayout, dynamic: int) -> None:
+    def __init__(
+        self, machine: Machine, cluster: Cluster, place: Place, function: BoundFunction, shape: LaunchShape
+    ) -> None:
         self.machine = machine
         self.cluster = cluster
         self.place = place
-        self.layout = layout
-        self.smem = SharedMemory(layout.static_shared, dynamic, layout.dynamic_align)
-        self.smem.name_of = cluster.agent_name
-        self.smem.first_engine, self.smem.first_copy = cluster.tensor_agent(0), cluster.first_copy
-        self.local_size = layout.local_size
+        self.function = function
+        agents = cluster.agents
+        self.smem = SharedMemory(agents, function.static_shared, shape.dynamic_smem, function.dynamic_align)
+        self.local_size = function.local_size
         self.mbarriers: dict[int, MBarrier] = {}
         self.warpgroups: dict[int, Warpgroup] = {}
-        self.tensor_agent = cluster.tensor_agent(place.cta_rank)
+        self.tensor_agent = agents.tensor_core(place.cta_rank)
         self.tensor_serial = 0
         self._accumulators: dict[tuple[int, ...], int] = {}
         self.named: dict[int, NamedBarrier] = {}
-        threads = place.block[0] * place.block[1] * place.block[2]
         self.warps = [
-            Warp(layout.code, self, index, min(32, threads - 32 * index), cluster.warp_agent(place.cta_rank, index),
-                 cluster.agents)
-            for index in range(-(-threads // 32))
-        ]  # fmt: skip
+            Warp(function.code, self, index, min(LANES, shape.threads - LANES * index))
+            for index in range(agents.warps_per_cta)
+        ]
         for warp in self.warps:
             warp.fill_symbols()
 
     @cached_property
     def tmem(self) -> TensorMemory:
         """Tensor memory, made on first use: most CTAs of some launches have none."""
-        return TensorMemory(name_of=self.cluster.agent_name)
+        return TensorMemory(self.cluster.agents)
 
     @property
     def used_tmem(self) -> TensorMemory | None:
@@ -105,7 +102,7 @@ class Cta:
 
     def symbol_address(self, name: str, *, generic: bool) -> int:
         """The address of a variable or parameter in its own state space."""
-        space, offset = self.layout.place_of(name, self.smem.dynamic_offset)
+        space, offset = self.function.place_of(name, self.smem.dynamic_offset)
         if space == "shared":
             return self.rank_bits | offset
         if space == "param":
@@ -128,9 +125,9 @@ class Cta:
             raise Fault("mbarrier-misuse", "mbarrier.init where an mbarrier already lies (mbarrier.inval comes first)",
                         address=offset)  # fmt: skip
         self.smem.check_region(offset, 8, "mbarrier.init")
-        made = MBarrier.create(offset, count, self.cluster.agents)
+        made = MBarrier.create(offset, count, self.cluster.agents.count)
         made.creator, made.created = warp.agent, int(warp.clock.seen[warp.agent])
-        made.copy_agent = self.cluster.new_copy_agent()
+        made.copy_agent = self.cluster.agents.new_copy()
         self.mbarriers[offset] = made
         self.smem.in_flight[offset // 4 : offset // 4 + 2] = MBARRIER
         self.smem.written[offset : offset + 8] = True
@@ -151,7 +148,7 @@ class Cta:
                         address=offset)  # fmt: skip
         if clock is not None and clock.seen[found.creator] < found.created:
             raise Fault("mbarrier-misuse", f"nothing orders this after the mbarrier.init by "
-                        f"{self.cluster.agent_name(found.creator)}: a barrier is missing between the two",
+                        f"{self.cluster.agents.name(found.creator)}: a barrier is missing between the two",
                         address=offset)  # fmt: skip
         return found
 
@@ -169,7 +166,8 @@ class Cta:
     def named_barrier(self, number: int) -> NamedBarrier:
         """Barrier resource `number`, made on first use."""
         if number not in self.named:
-            self.named[number] = NamedBarrier(Clock.zero(self.cluster.agents), Clock.zero(self.cluster.agents))
+            agents = self.cluster.agents.count
+            self.named[number] = NamedBarrier(Clock.zero(agents), Clock.zero(agents))
         return self.named[number]
 
     def complete_barrier(self, barrier: NamedBarrier) -> None:
@@ -209,61 +207,26 @@ class Cta:
         if self.used_tmem is not None and self.used_tmem.allocations:
             held = ", ".join(f"{a.columns} columns at {a.first} (PTX line {a.line})" for a in self.tmem.allocations)
             raise Fault("tmem-leak", f"the CTA ends with tensor memory allocated: {held}; tcgen05.dealloc is missing",
-                        kernel=self.layout.code.function.name, where=f"CTA {self.place.ctaid}")  # fmt: skip
+                        kernel=self.function.name, where=f"CTA {self.place.ctaid}")  # fmt: skip
 
 
 class Cluster:
-    """CTAs that are launched together.
+    """CTAs that are launched together. `first`: the coordinates of the first one."""
 
-    Clock indices (agents): all warps by CTA rank, then the tensor cores' accumulators, then copies. Copies that are
-    waited for together, at one mbarrier or in one thread's groups, are one agent; beyond COPY_AGENTS such places agents
-    are shared, and a missing wait can hide behind another place's wait. Last comes clocks.WAITED. `serial` numbers the
-    clusters of a launch from 1, `mark` is that number where marks of global memory hold it.
-    """
-
-    def __init__(self, machine: Machine, first: Dim3, size: Dim3, grid: Dim3, block: Dim3, layout: FunctionLayout,
-                 dynamic: int) -> None:  # fmt: skip
-        threads = block[0] * block[1] * block[2]
-        self.warps_per_cta = -(-threads // 32)
-        self.size = size[0] * size[1] * size[2]
-        self.first_copy = self.size * (self.warps_per_cta + 1 + ACCUMULATORS)
-        self.agents = self.first_copy + COPY_AGENTS + 1
-        self.serial = machine.races.begin_cluster(first)
-        self.mark = self.serial << CLUSTER_SHIFT
-        self.copy_places = 0
+    def __init__(self, machine: Machine, first: Dim3, function: BoundFunction, shape: LaunchShape) -> None:
+        self.size = shape.cluster_ctas
+        self.agents = Agents(machine.races.begin_cluster(first), self.size, -(-shape.threads // LANES))
         self.copy_serial = 0
-        self.arriving = Clock.zero(self.agents)
-        self.released = Clock.zero(self.agents)
+        self.arriving = Clock.zero(self.agents.count)
+        self.released = Clock.zero(self.agents.count)
         self.generation = 0
         self.flags: dict[tuple[str, int], Clock] = {}
         self.ctas: list[Cta] = []
+        size = shape.cluster
         for rank in range(self.size):
             x, y, z = rank % size[0], rank // size[0] % size[1], rank // (size[0] * size[1])
             ctaid = (first[0] + x, first[1] + y, first[2] + z)
-            self.ctas.append(Cta(machine, self, Place(grid, size, block, ctaid, rank), layout, dynamic))
-
-    def warp_agent(self, rank: int, warp: int) -> int:
-        """Clock index of a warp."""
-        return rank * self.warps_per_cta + warp
-
-    def tensor_agent(self, rank: int) -> int:
-        """First clock index of a CTA's tensor core."""
-        return self.size * self.warps_per_cta + rank * (1 + ACCUMULATORS)
-
-    def new_copy_agent(self) -> int:
-        """The agent of one more place (an mbarrier, a thread) at which copies are waited for."""
-        self.copy_places += 1
-        return self.first_copy + (self.copy_places - 1) % COPY_AGENTS
-
-    def agent_name(self, agent: int) -> str:
-        """How reports call an agent."""
-        if agent >= self.first_copy:
-            return "a copy"
-        rank, index = divmod(agent, self.warps_per_cta)
-        if agent >= self.tensor_agent(0):
-            rank, index = (agent - self.tensor_agent(0)) // (1 + ACCUMULATORS), -1
-        of = f" of CTA rank {rank}" if self.size > 1 else ""
-        return f"the tensor core{of}" if index < 0 else f"warp {index}{of}"
+            self.ctas.append(Cta(machine, self, Place(shape.grid, size, shape.block, ctaid, rank), function, shape))
 
     def next_copy(self) -> int:
         """A serial number for a bulk copy: its epoch as an agent."""

@@ -38,6 +38,26 @@ class Place:
         return x, y, z
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """How large a launch is: CTAs of the grid and of a cluster, threads of a CTA, bytes of dynamic shared memory."""
+
+    grid: Dim3
+    block: Dim3
+    cluster: Dim3
+    dynamic_smem: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return self.block[0] * self.block[1] * self.block[2]
+
+    @property
+    def cluster_ctas(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster[0] * self.cluster[1] * self.cluster[2]
+
+
 def _divide(a: Dim3, b: Dim3) -> Dim3:
     return a[0] // b[0], a[1] // b[1], a[2] // b[2]
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.bind.steps import HANDLED, NEXT, Wait
 from backends.vm.faults import Fault
 from backends.vm.machine import registers, special
+from backends.vm.machine.code import HANDLED, NEXT, Block, Code, Wait
 from backends.vm.machine.copy_groups import CopyGroups
 from backends.vm.machine.lane_turns import LaneTurns, merged
 from backends.vm.machine.registers import LANES
@@ -18,7 +18,6 @@ from backends.vm.memory.clocks import Clock, stamp
 from backends.vm.memory.tmem import Index
 
 if TYPE_CHECKING:
-    from backends.vm.bind.code import Block, Code
     from backends.vm.machine.cta import Cta
     from backends.vm.ptx.ast import Instruction
 
@@ -56,12 +55,13 @@ class Warp:
     u32x2: list[npt.NDArray[np.uint32]]
     u64x2: list[npt.NDArray[np.uint64]]
 
-    def __init__(self, code: Code, cta: Cta, index: int, lanes: int, agent: int, agents: int) -> None:
+    def __init__(self, code: Code, cta: Cta, index: int, lanes: int) -> None:
         self.code = code
         self.cta = cta
         self.index = index
-        self.agent = agent
-        self.clock = Clock.zero(agents)
+        self.agents = cta.cluster.agents
+        self.agent = agent = self.agents.warp(cta.place.cta_rank, index)
+        self.clock = Clock.zero(self.agents.count)
         self.clock.seen[agent] = self.clock.fenced[agent] = 1
         self.stamp = stamp(agent, 1)
         self._storage = registers.allocate(code.rows.counts, code.rows.constants)
@@ -76,7 +76,7 @@ class Warp:
         self.cluster_arrived = np.zeros(LANES, np.bool_)
         self.cluster_phase = np.zeros(LANES, np.int64)
         self.cluster_owed = np.zeros(LANES, np.bool_)
-        self.released = Clock.zero(agents)
+        self.released = Clock.zero(self.agents.count)
         self.tmem_stores: list[Index] = []
         self.tmem_loads: dict[int, dict[tuple[int, int], list[Index]]] = {}
         self.copies = CopyGroups()
@@ -128,7 +128,7 @@ class Warp:
         if shared:
             self.clock.fence_proxy()
         if global_ and self.cta.machine.races.stored:
-            self.clock.grid_part().fence_proxy(self.cta.cluster.serial, self.clock.seen)
+            self.clock.grid_part().fence_proxy(self.agents.serial, self.clock.seen)
         self.next_epoch()
 
     @property

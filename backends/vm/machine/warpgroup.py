@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from backends.vm.faults import Fault
 from backends.vm.machine.engine import Operation
+from backends.vm.machine.registers import Key
 
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp
 
-Key = tuple[int, int]
 WARPS = 4
 
 
@@ -160,7 +160,7 @@ def warpgroup_of(warp: Warp) -> Warpgroup:
         if first + WARPS > len(cta.warps):
             raise Fault("warpgroup-diverged", f"wgmma in warp {warp.index} of a CTA of {len(cta.warps)} warps, where a "
                         f"warpgroup is warps {first}..{first + WARPS - 1}")  # fmt: skip
-        cta.warpgroups[number] = Warpgroup(first, cta.cluster.new_copy_agent(), [Part() for _ in range(WARPS)])
+        cta.warpgroups[number] = Warpgroup(first, warp.agents.new_copy(), [Part() for _ in range(WARPS)])
     return cta.warpgroups[number]
 
 

@@ -11,29 +11,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import Fault
-from backends.vm.machine.dependent_launch import LaunchChain
-from backends.vm.memory.clocks import agent_of, unordered
+from backends.vm.memory.agents import CLUSTER_SHIFT, Agents
+from backends.vm.memory.clocks import Clock, agent_of, unordered
+from backends.vm.memory.dependent_launch import LaunchChain
+from backends.vm.memory.global_memory import Buffer, GlobalMemory
 from backends.vm.memory.grid_clocks import Snapshot, merge
 
-if TYPE_CHECKING:
-    from backends.vm.machine.special import Dim3
-    from backends.vm.machine.warp import Warp
-    from backends.vm.memory.memory import Buffer, GlobalMemory
-
+Dim3 = tuple[int, int, int]
 Addresses = npt.NDArray[np.int64]
 Marks = int | npt.NDArray[np.int64]
 """One mark or stamp, or one for each access: [n, 1]."""
 Pieces = tuple[Addresses, int, int]
 """Addresses of pieces that a copy writes, their size in bytes, and the stamp of the copy."""
 COARSE = 16
-CLUSTER_SHIFT = 32
 STAMP_MASK = (1 << CLUSTER_SHIFT) - 1
+
+
+class Accessor(Protocol):
+    """Who accesses global memory: a warp, with its clock and the agents of its cluster."""
+
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def agents(self) -> Agents: ...
 
 
 @dataclass(slots=True)
@@ -100,7 +106,7 @@ class GlobalRaces:
         buffer: Buffer,
         addresses: Addresses,
         size: int,
-        warp: Warp,
+        warp: Accessor,
         stamp: Marks,
         *,
         by_lane: bool = True,
@@ -109,20 +115,20 @@ class GlobalRaces:
         """Addresses [n] of one buffer are read, `size` bytes each, for `warp` by the agent and epoch of `stamp`; Fault
         for a race, with the number of the access as its lane if `by_lane`. `bulk`: through the asynchronous proxy."""
         if self.chain.before:
-            self.chain.check(buffer, addresses, size, warp, writes=False, by_lane=by_lane)
+            self.chain.check(buffer, addresses, size, warp.clock, writes=False, by_lane=by_lane)
         shadow = self._shadow(buffer)
         granules = shadow.granules(addresses, size)
         self._check(shadow, granules, shadow.writer, buffer, warp, "is read", by_lane)
         if bulk and self.stored:
             self._check_fenced(shadow, granules, buffer, warp, "reads")
-        shadow.reader[granules] = warp.cta.cluster.mark | stamp
+        shadow.reader[granules] = warp.agents.mark | stamp
 
     def write(
         self,
         buffer: Buffer,
         addresses: Addresses,
         size: int,
-        warp: Warp,
+        warp: Accessor,
         stamp: Marks,
         line: int,
         *,
@@ -132,7 +138,7 @@ class GlobalRaces:
     ) -> None:
         """As `read`, for a write at PTX `line`; a `strong` one races with nothing of its own launch."""
         if self.chain.before:
-            self.chain.check(buffer, addresses, size, warp, writes=True, by_lane=by_lane)
+            self.chain.check(buffer, addresses, size, warp.clock, writes=True, by_lane=by_lane)
         shadow = self._shadow(buffer)
         granules = shadow.granules(addresses, size)
         if not strong:
@@ -141,18 +147,20 @@ class GlobalRaces:
             if bulk and self.stored:
                 self._check_fenced(shadow, granules, buffer, warp, "overwrites")
         self.stored |= not bulk
-        shadow.writer[granules] = warp.cta.cluster.mark | stamp
+        shadow.writer[granules] = warp.agents.mark | stamp
         shadow.line[granules] = line
 
     def copied_from(
-        self, memory: GlobalMemory, addresses: Addresses, size: int, warp: Warp, stamp: int, *, bulk: bool
+        self, memory: GlobalMemory, addresses: Addresses, size: int, warp: Accessor, stamp: int, *, bulk: bool
     ) -> None:
         """A copy for `warp` reads `size` bytes at each address; all lie in one buffer, or the copy itself will fail."""
         buffer = memory.holding(int(addresses[0]))
         if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
             self.read(buffer, addresses, size, warp, stamp, by_lane=False, bulk=bulk)
 
-    def copied_to(self, memory: GlobalMemory, pieces: Sequence[Pieces], warp: Warp, line: int, *, strong: bool) -> None:
+    def copied_to(
+        self, memory: GlobalMemory, pieces: Sequence[Pieces], warp: Accessor, line: int, *, strong: bool
+    ) -> None:
         """As `copied_from`, for what one bulk copy at PTX `line` writes. Its lanes do not race with each other."""
         for size in dict.fromkeys(size for _, size, _ in pieces):
             same = [(addresses, stamp) for addresses, bytes_, stamp in pieces if bytes_ == size and addresses.size]
@@ -176,7 +184,7 @@ class GlobalRaces:
         granules: Addresses,
         marks: Addresses,
         buffer: Buffer,
-        warp: Warp,
+        warp: Accessor,
         action: str,
         by_lane: bool,
     ) -> None:
@@ -195,7 +203,7 @@ class GlobalRaces:
                     "scope, with fences if they are relaxed, is missing",
                     lane=int(np.argwhere(late)[0][0]) if by_lane else None, address=buffer.base + offset)  # fmt: skip
 
-    def _check_fenced(self, shadow: Shadow, granules: Addresses, buffer: Buffer, warp: Warp, action: str) -> None:
+    def _check_fenced(self, shadow: Shadow, granules: Addresses, buffer: Buffer, warp: Accessor, action: str) -> None:
         late = _unfenced(shadow.writer[granules], warp)
         if not late.any():
             return
@@ -206,17 +214,17 @@ class GlobalRaces:
                     f"at PTX line {shadow.line[at]} through the generic proxy with no fence.proxy.async of global "
                     "memory in between", address=buffer.base + offset)  # fmt: skip
 
-    def _name(self, mark: int, warp: Warp) -> str:
-        cluster, serial = warp.cta.cluster, mark >> CLUSTER_SHIFT
-        name = cluster.agent_name(int(agent_of(mark & STAMP_MASK)))
-        if serial == cluster.serial:
+    def _name(self, mark: int, warp: Accessor) -> str:
+        agents, serial = warp.agents, mark >> CLUSTER_SHIFT
+        name = agents.name(int(agent_of(mark & STAMP_MASK)))
+        if serial == agents.serial:
             return name
-        return f"{name} of {'the cluster of ' if cluster.size > 1 else ''}CTA {self.first_ctas[serial]}"
+        return f"{name} of {'the cluster of ' if agents.size > 1 else ''}CTA {self.first_ctas[serial]}"
 
-    def release(self, address: int, warp: Warp, *, ordered: bool) -> None:
+    def release(self, address: int, warp: Accessor, *, ordered: bool) -> None:
         """A strong write of gpu scope: the flag carries all that `warp` has seen, or if not `ordered` what it has
         published."""
-        grid, cluster = warp.clock.grid, warp.cta.cluster.serial
+        grid, cluster = warp.clock.grid, warp.agents.serial
         if ordered:
             carried = {**(grid.known if grid is not None else {}), cluster: warp.clock.seen.copy()}
         elif grid is not None and grid.published:
@@ -225,14 +233,14 @@ class GlobalRaces:
             return
         merge(self.flags.setdefault(address, {}), carried)
 
-    def acquire(self, address: int, warp: Warp, *, ordered: bool) -> None:
+    def acquire(self, address: int, warp: Accessor, *, ordered: bool) -> None:
         """A strong read of gpu scope: what the flag carries is known, or if not `ordered` noticed."""
         found = self.flags.get(address)
         if not found:
             return
         grid = warp.clock.grid_part()
         if ordered:
-            grid.learn(warp.cta.cluster.serial, warp.clock.seen, found)
+            grid.learn(warp.agents.serial, warp.clock.seen, found)
         else:
             merge(grid.noticed, found)
 
@@ -241,10 +249,10 @@ def _inside(buffer: Buffer, addresses: Addresses, size: int) -> bool:
     return int(addresses.min()) >= buffer.base and int(addresses.max()) + size <= buffer.end
 
 
-def _late(found: Addresses, warp: Warp) -> npt.NDArray[np.bool_]:
+def _late(found: Addresses, warp: Accessor) -> npt.NDArray[np.bool_]:
     """Which marks nothing orders before `warp`'s next action."""
     clusters = found >> CLUSTER_SHIFT
-    own = warp.cta.cluster.serial
+    own = warp.agents.serial
     mine = clusters == own
     late = np.zeros(found.shape, np.bool_)
     if mine.any():
@@ -266,9 +274,9 @@ def _late(found: Addresses, warp: Warp) -> npt.NDArray[np.bool_]:
     return late
 
 
-def _unfenced(found: Addresses, warp: Warp) -> npt.NDArray[np.bool_]:
+def _unfenced(found: Addresses, warp: Accessor) -> npt.NDArray[np.bool_]:
     """Which marks are of generic writes that no proxy fence has made visible to the copies of `warp`."""
-    late = (found != 0) & (agent_of(found & STAMP_MASK) < warp.cta.cluster.tensor_agent(0))
+    late = (found != 0) & (agent_of(found & STAMP_MASK) < warp.agents.first_engine)
     if not late.any() or warp.clock.grid is None:
         return late
     clusters = found >> CLUSTER_SHIFT

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from backends.vm.faults import Fault
 from backends.vm.memory.clocks import Clock
 
-if TYPE_CHECKING:
-    from backends.vm.machine.engine import Operation
-
 MAX_COUNT = (1 << 20) - 1
+
+
+class Signaller(Protocol):
+    """An asynchronous operation that signals an mbarrier: what reports say of it."""
+
+    what: str
+    kernel: str
+    line: int
+    text: str
+    issuer: str
 
 
 @dataclass(slots=True)
@@ -35,7 +42,7 @@ class MBarrier:
     creator: int = 0
     created: int = 0
     copy_agent: int = 0
-    last_copy: Operation | None = None
+    last_copy: Signaller | None = None
     last_copy_serial: int = 0
 
     @classmethod

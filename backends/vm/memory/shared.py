@@ -7,12 +7,11 @@ CTA's rank in its cluster and whose first 0x400 bytes are reserved (measured on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import Fault
+from backends.vm.memory.agents import Agents
 from backends.vm.memory.clocks import (
     EPOCH_BITS,
     EPOCH_MASK,
@@ -39,11 +38,11 @@ class SharedMemory:
     """`size` bytes from offset 0, the reserved 0x400 included. Offsets below are addresses without rank bits.
 
     `contested` granules hold bytes of several generic writers that nothing orders; order among those is not judged.
-    `readers` (int32 epochs [granules, agents], made when first needed) holds readers besides the last. `name_of` names
-    an agent in reports; agents from `first_engine` on are tensor cores, from `first_copy` on copies.
+    `readers` (int32 epochs [granules, agents], made when first needed) holds readers besides the last.
     """
 
-    def __init__(self, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
+    def __init__(self, agents: Agents, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
+        self.agents = agents
         self.dynamic_offset = -(-(RESERVED + static_size) // dynamic_align) * dynamic_align
         self.dynamic_size = dynamic_size
         self.size = self.dynamic_offset + dynamic_size
@@ -57,8 +56,6 @@ class SharedMemory:
         self.contested = np.zeros(padded // 4, np.bool_)
         self.many_readers = np.zeros(padded // 4, np.bool_)
         self.readers: npt.NDArray[np.int32] | None = None
-        self.name_of: Callable[[int], str] = str
-        self.first_engine = self.first_copy = 1 << 30
 
     def check(self, offsets: Addresses, size: int, access: str) -> None:
         """Fault unless every access of `size` bytes lies inside this CTA's shared memory and is aligned to it."""
@@ -121,7 +118,7 @@ class SharedMemory:
         for stamps, action in ((self.writer, "overwritten"), (self.reader, "overwritten")):
             found = stamps[granules]
             late = unordered(found, clock.seen)
-            foreign = late & (agent_of(found) >= self.first_engine)
+            foreign = late & (agent_of(found) >= self.agents.first_engine)
             if foreign.any():
                 self._race(granules, foreign, stamps, action)
             self.contested[granules] |= late
@@ -174,8 +171,8 @@ class SharedMemory:
     def _race(self, granules: Granules, late: npt.NDArray[np.bool_], stamps: Stamps, action: str) -> None:
         lane, at = _first(granules, late)
         agent = agent_of(int(stamps[at]))
-        who = self.name_of(agent)
-        if stamps is self.writer and agent >= self.first_copy:
+        who = self.agents.name(agent)
+        if stamps is self.writer and agent >= self.agents.first_copy:
             raise Fault("copy-not-awaited", f"this granule is {action}, but the copy of PTX line "
                         f"{self.writer_line[at]} into it has not been waited for",
                         lane=lane, address=4 * at)  # fmt: skip
@@ -194,7 +191,7 @@ class SharedMemory:
         unfenced = unordered(self.writer[granules], clock.fenced)
         if unfenced.any():
             _, at = _first(granules, unfenced)
-            who = self.name_of(agent_of(int(self.writer[at])))
+            who = self.agents.name(agent_of(int(self.writer[at])))
             raise Fault("missing-proxy-fence", f"{what} what {who} wrote at PTX line {self.writer_line[at]} "
                         "through the generic proxy with no fence.proxy.async in between", address=4 * at)  # fmt: skip
 

@@ -8,13 +8,13 @@ gives its registers at once, for a register dependence needs no wait, but it may
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import Fault
+from backends.vm.memory.agents import Agents
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
     PENDING,
@@ -62,6 +62,7 @@ class TensorMemory:
     after its wait. `unwaited_overwrites` counts the writes to cells where it was negative.
     """
 
+    agents: Agents
     data: Words = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.uint32))
     written: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.bool_))
     writer: Stamps = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
@@ -77,7 +78,6 @@ class TensorMemory:
     peak_columns: int = 0
     unwaited_overwrites: int = 0
     smallest: int = COLUMNS
-    name_of: Callable[[int], str] = str
 
     def find_free(self, columns: int) -> int | None:
         """First column of a free run of `columns`, aligned to it, or None while there is none."""
@@ -182,10 +182,10 @@ class TensorMemory:
         line = f" at PTX line {self.writer_line[lane, column]}" if did == "wrote" else ""
         if stamp & EPOCH_MASK == PENDING:
             raise Fault("tmem-store-not-waited", f"{action} lane {lane}, column {column}, where a tcgen05.st by "
-                        f"{self.name_of(agent_of(stamp))}{line} is not complete: tcgen05.wait::st is missing",
+                        f"{self.agents.name(agent_of(stamp))}{line} is not complete: tcgen05.wait::st is missing",
                         address=lane << 16 | column)  # fmt: skip
         raise Fault("tmem-race", f"{action} lane {lane}, column {column}, but nothing orders that "
-                    f"after {self.name_of(agent_of(stamp))} {did} it{line}: a commit and a wait for it, or a "
+                    f"after {self.agents.name(agent_of(stamp))} {did} it{line}: a commit and a wait for it, or a "
                     "barrier, is missing", address=lane << 16 | column)  # fmt: skip
 
     def _check_loaded(self, index: Index, action: str) -> None:
@@ -198,7 +198,7 @@ class TensorMemory:
             return
         lane, column = self._first(index, lines > 0)
         raise Fault("tmem-load-not-waited", f"{action} lane {lane}, column {column}, where the tcgen05.ld of PTX line "
-                    f"{self.loading[lane, column]} by {self.name_of(agent_of(int(self.reader[lane, column])))} may "
+                    f"{self.loading[lane, column]} by {self.agents.name(agent_of(int(self.reader[lane, column])))} may "
                     "still read: tcgen05.wait::ld is missing", address=lane << 16 | column)  # fmt: skip
 
     def load_begins(self, index: Index, clock: Clock, stamp: int, line: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from backends.vm.machine.code import Block, Code, Step
 from backends.vm.ptx.ast import Immediate, Instruction
 
 if TYPE_CHECKING:
-    from backends.vm.bind.code import Code
-    from backends.vm.bind.forms import Step
     from backends.vm.machine.warp import Warp
     from backends.vm.trace.recorder import Recorder
 
@@ -42,14 +42,18 @@ def notable(instruction: Instruction) -> bool:
     return instruction.parts[0] in _NOTABLE and mnemonic(instruction) != "ld.param"
 
 
-def instrument(code: Code, recorder: Recorder) -> None:
-    """Make every notable step of `code` report itself to `recorder`."""
-    for block in code.blocks:
-        for index, step in enumerate(block.steps):
-            if notable(block.instructions[index]):
-                block.steps[index] = _reporting(code, block.instructions[index], step, recorder)
-        if block.tail is not None and notable(block.instructions[-1]):
-            block.tail = _reporting(code, block.instructions[-1], block.tail, recorder)
+def instrumented(code: Code, recorder: Recorder) -> Code:
+    """`code` with every notable step reporting itself to `recorder`."""
+
+    def reporting(step: Step, instruction: Instruction) -> Step:
+        return _reporting(code, instruction, step, recorder) if notable(instruction) else step
+
+    def copy(block: Block) -> Block:
+        steps = [reporting(step, block.instructions[index]) for index, step in enumerate(block.steps)]
+        tail = block.tail and reporting(block.tail, block.instructions[-1])
+        return replace(block, steps=steps, tail=tail)
+
+    return replace(code, blocks=[copy(block) for block in code.blocks])
 
 
 def _reporting(code: Code, instruction: Instruction, step: Step, recorder: Recorder) -> Step:

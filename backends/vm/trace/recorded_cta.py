@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.bind.steps import Wait
+from backends.vm.machine.code import Wait
 from backends.vm.machine.cta import NAMED_BARRIERS
 from backends.vm.memory.shared import Granules
 from backends.vm.trace.recorded_code import mnemonic

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING
 
-from backends.vm.bind.layout import FunctionLayout, lay_out
+from backends.vm.machine.code import BoundFunction
 from backends.vm.machine.engine import Engine, Operation
-from backends.vm.trace.recorded_code import instrument
+from backends.vm.trace.recorded_code import instrumented
 from backends.vm.trace.recorded_cta import RecordedCta, States
 from backends.vm.trace.trace import (
     BankConflicts,
@@ -26,7 +27,7 @@ from backends.vm.trace.trace import (
 
 if TYPE_CHECKING:
     from backends.vm.machine.cta import Cluster
-    from backends.vm.machine.machine import LoadedModule, Run
+    from backends.vm.machine.machine import Run
     from backends.vm.machine.warp import Warp
     from backends.vm.ptx.ast import Instruction
 
@@ -77,7 +78,7 @@ class Recorder:
         self.doing = Doing()
         self.releases: dict[object, Release] = {}
         self.unclaimed: list[TmemTouch] = []
-        self._layouts: dict[tuple[int, str], tuple[LoadedModule, FunctionLayout]] = {}
+        self._functions: dict[int, tuple[BoundFunction, BoundFunction]] = {}
         self._ctas: dict[int, RecordedCta] = {}
         self._operations: dict[int, tuple[RecordedCta, OperationTrace]] = {}
         self._conflicts: dict[int, BankConflicts] = {}
@@ -99,23 +100,20 @@ class Recorder:
         """The engine of the machine that this records."""
         return RecordedEngine(defers, self)
 
-    def layout(self, module: LoadedModule, entry: str) -> FunctionLayout:
-        """Entry `entry` with instrumented code of its own."""
-        key = (id(module), entry)
-        if key not in self._layouts:
-            plain = module.entry(entry)
-            layout = lay_out(module.module, plain.code.function)
-            instrument(layout.code, self)
-            self._layouts[key] = (module, layout)
-        return self._layouts[key][1]
+    def function(self, function: BoundFunction) -> BoundFunction:
+        """`function` with instrumented code of its own."""
+        if id(function) not in self._functions:
+            made = replace(function, code=instrumented(function.code, self))
+            self._functions[id(function)] = (function, made)
+        return self._functions[id(function)][1]
 
     @contextmanager
     def launch(self, run: Run) -> Iterator[None]:
         """A grid runs, to its end or to the first broken rule."""
-        grid, block, cluster, dynamic = run.shape
+        shape, function = run.shape, run.function
         self.trace.schedule = run.machine.schedule.name
-        launch = LaunchTrace(run.layout.code.function.name, grid, cluster, block, dynamic, run.layout.static_shared,
-                             total_ctas=grid[0] * grid[1] * grid[2], begins=self.step)  # fmt: skip
+        launch = LaunchTrace(function.name, shape.grid, shape.cluster, shape.block, shape.dynamic_smem,
+                             function.static_shared, total_ctas=prod(shape.grid), begins=self.step)  # fmt: skip
         self.trace.launches.append(launch)
         self._ctas.clear()
         self._conflicts = {}

@@ -1,19 +1,12 @@
-"""From a parsed function to something a warp can run: basic blocks of bound steps, in program order.
-
-A block is a straight run of steps and a tail. Instructions that may wait stand alone as the tail of their own block,
-so that a parked warp executes just that instruction again. Branch targets are block numbers, and block numbers grow
-with the program counter: the strand of a diverged warp that runs is the one in the lowest block.
-"""
+"""From a parsed function to one that a machine can launch: bind its instructions, cut blocks, place its symbols."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from backends.vm.bind.assignment import unproven_reads
-from backends.vm.bind.binder import Allocation, Binder, Key
+from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Form, Step, find
 from backends.vm.bind.register_copies import carried, carries
 from backends.vm.bind.steps import (
@@ -29,12 +22,10 @@ from backends.vm.bind.steps import (
 from backends.vm.bind.tmem_loads import end_loads_at_use
 from backends.vm.bind.warpgroup_registers import check_warpgroup_registers
 from backends.vm.faults import UnknownInstructionError
-from backends.vm.ptx.ast import Function, Instruction, Symbol
-
-if TYPE_CHECKING:
-    from backends.vm.machine.warp import Warp
-
-Tail = Callable[["Warp"], object]
+from backends.vm.machine.code import Block, BoundFunction, Code
+from backends.vm.machine.registers import Key, RegisterRows
+from backends.vm.memory.shared import RESERVED
+from backends.vm.ptx.ast import Function, Instruction, Module, Symbol, Variable
 
 
 @dataclass(slots=True)
@@ -60,34 +51,13 @@ class Bound:
         return (1, self.guard[0]) if self.guard else None
 
 
-@dataclass(slots=True)
-class Block:
-    """Steps in order, then `tail` (None: fall through). `classes` counts its instructions by counter name."""
-
-    steps: list[Step]
-    instructions: list[Instruction]
-    tail: Tail | None = None
-    classes: Counter[str] = field(default_factory=Counter[str])
-    length: int = 0
-
-
-@dataclass(slots=True)
-class Code:
-    """A function ready to run. `tracked` registers need a record of which lanes have written them."""
-
-    function: Function
-    blocks: list[Block]
-    rows: Allocation
-    tracked: frozenset[Key]
-
-
 def build(function: Function, symbol_spaces: Mapping[str, str]) -> Code:
     """Bind every instruction of `function` and cut it into blocks.
 
     `symbol_spaces` maps the names of variables and parameters that it may address to their state space. Raises
     UnknownInstructionError for the first instruction that this machine does not have.
     """
-    rows = Allocation.of(function.registers, symbol_spaces)
+    rows = RegisterRows.of(function.registers, symbol_spaces)
     bound = [_bind(instruction, rows) for instruction in function.instructions]
     leaders = _leaders(function, bound)
     block_of = {start: number for number, start in enumerate(leaders)}
@@ -119,7 +89,7 @@ def build(function: Function, symbol_spaces: Mapping[str, str]) -> Code:
     return Code(function, blocks, rows, frozenset(watched))
 
 
-def _bind(instruction: Instruction, rows: Allocation) -> Bound:
+def _bind(instruction: Instruction, rows: RegisterRows) -> Bound:
     form, words = find(instruction)
     binder = Binder(instruction, words, rows)
     guard = None
@@ -165,7 +135,7 @@ def _successors(function: Function, bound: list[Bound], start: int, end: int) ->
 
 def _block(function: Function, bound: list[Bound], start: int, end: int, block_of: Mapping[int, int]) -> Block:
     body = bound[start:end]
-    block = Block([], [item.instruction for item in body], length=len(body))
+    block = Block([], [item.instruction for item in body])
     block.classes.update(item.form.counter for item in body)
     after = block_of.get(end, len(block_of))
     for item in body:
@@ -188,3 +158,45 @@ def _controlled(function: Function, item: Bound, after: int, block_of: Mapping[i
     if item.form.control == "exit":
         return guarded_leave(item.guard) if item.guard else leave
     return guarded_tail(item.step, item.guard, after) if item.guard else item.step
+
+
+def _align(offset: int, align: int) -> int:
+    return -(-offset // align) * align
+
+
+def bind_function(module: Module, function: Function) -> BoundFunction:
+    """Bind the code of `function` and place its parameters, locals and the module's shared variables."""
+    visible = {**module.variables, **{v.name: v for v in (*function.variables, *function.params)}}
+    spaces = {name: variable.space for name, variable in visible.items()}
+    spaces.update(dict.fromkeys(function.labels, "code"))
+    layout = BoundFunction(build(function, spaces), module.variables)
+    dynamic: set[str] = set()
+    shared = RESERVED
+    for variable in (*module.variables.values(), *function.variables):
+        if variable.space == "shared" and variable.size == 0:
+            dynamic.add(variable.name)
+            layout.dynamic_align = max(layout.dynamic_align, variable.align)
+        elif variable.space == "shared":
+            shared = _align(shared, variable.align)
+            layout.offsets[variable.name] = ("shared", shared)
+            shared += variable.size
+        elif variable.space == "local":
+            layout.local_size = _place(layout, variable, layout.local_size)
+        else:
+            layout.offsets[variable.name] = (variable.space, 0)
+    for param in function.params:
+        layout.param_size = _place(layout, param, layout.param_size)
+    layout.static_shared = shared - RESERVED
+    layout.dynamic = frozenset(dynamic)
+    for name, _, _ in layout.code.rows.addresses:
+        if name != "_" and name not in dynamic and name not in layout.offsets:
+            raise UnknownInstructionError(
+                f"function {function.name} takes the address of `{name}`, which is not declared"
+            )
+    return layout
+
+
+def _place(layout: BoundFunction, variable: Variable, offset: int) -> int:
+    offset = _align(offset, variable.align)
+    layout.offsets[variable.name] = (variable.space, offset)
+    return offset + variable.size

@@ -20,9 +20,9 @@ from backends.vm.faults import Fault
 from backends.vm.memory.clocks import WAITED
 
 if TYPE_CHECKING:
-    from backends.vm.machine.warp import Warp
+    from backends.vm.memory.clocks import Clock
+    from backends.vm.memory.global_memory import Buffer
     from backends.vm.memory.global_races import Addresses, Shadow
-    from backends.vm.memory.memory import Buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,20 @@ class LaunchChain:
             self.before, self.after = [], []
         self.kernel, self.waited = kernel, False
 
-    def wait(self, warp: Warp) -> None:
-        """`griddepcontrol.wait`. What relaxed arrivals carry has it too: they come after it, whatever they order."""
+    def wait(self, clock: Clock, released: Clock) -> None:
+        """`griddepcontrol.wait` of the owner of `clock`.
+
+        What its relaxed arrivals carry (`released`) has it too: they come after it, whatever they order.
+        """
         self.waited = True
-        warp.clock.seen[WAITED] = warp.released.seen[WAITED] = 1
+        clock.seen[WAITED] = released.seen[WAITED] = 1
 
     def check(
-        self, buffer: Buffer, addresses: Addresses, size: int, warp: Warp, *, writes: bool, by_lane: bool
+        self, buffer: Buffer, addresses: Addresses, size: int, clock: Clock, *, writes: bool, by_lane: bool
     ) -> None:
         """Fault if `size` bytes at any of the addresses [n] of one buffer belong to a launch that may still run: those
         that it wrote, and for a write also those that it read."""
-        waited = has_waited(warp)
+        waited = has_waited(clock)
         for earlier in self.after if waited else self.before:
             shadow = earlier.shadows.get(buffer.base)
             if shadow is None:
@@ -92,9 +95,9 @@ class LaunchChain:
         )
 
 
-def has_waited(warp: Warp) -> bool:
-    """Whether a griddepcontrol.wait, of this warp or another, comes before its next action."""
-    if warp.clock.seen[WAITED]:
+def has_waited(clock: Clock) -> bool:
+    """Whether a griddepcontrol.wait, of its owner or another warp, comes before its owner's next action."""
+    if clock.seen[WAITED]:
         return True
-    grid = warp.clock.grid
+    grid = clock.grid
     return grid is not None and any(bool(epochs[WAITED]) for epochs in grid.known.values())
