@@ -13,7 +13,7 @@ from backends.vm.machine.cta import NAMED_BARRIERS
 from backends.vm.memory.shared import Granules
 from backends.vm.trace.recorded_code import mnemonic
 from backends.vm.trace.recorded_memory import Bounds, RecordedMBarrier, RecordedSharedMemory, RecordedTensorMemory, Verb
-from backends.vm.trace.trace import (
+from megamoe.contract.trace import (
     CtaTrace,
     MBarrierTrace,
     OperationTrace,

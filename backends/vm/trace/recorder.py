@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from backends.vm.machine.code import BoundFunction
 from backends.vm.machine.engine import Engine, Operation
 from backends.vm.trace.recorded_code import instrumented
 from backends.vm.trace.recorded_cta import RecordedCta, States
-from backends.vm.trace.trace import (
+from megamoe.contract.trace import (
     BankConflicts,
     LaunchTrace,
     OperationTrace,
@@ -210,7 +210,7 @@ class Recorder:
         for cta in self._ctas.values():
             cta.note_arrivals(self.doing.states, release)
 
-    def as_json(self) -> dict[str, object]:
-        """The trace as plain data."""
+    def finished(self) -> Trace:
+        """The trace of all that has run."""
         self.trace.steps = self.step
-        return asdict(self.trace)
+        return self.trace

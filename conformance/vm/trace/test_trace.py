@@ -14,7 +14,7 @@ import pytest
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
 from backends.vm.trace.recorder import Recorder
-from backends.vm.trace.trace import CtaTrace
+from megamoe.contract.trace import CtaTrace
 
 SCHEDULES = ["eager", "lazy", "random:1", "random:2"]
 COPIED_BYTES = 256
