@@ -22,7 +22,7 @@ def guarded(step: Step, guard: tuple[int, bool]) -> Step:
     def run(warp: Warp) -> None:
         predicate = warp.pred[row]
         lanes = warp.mask & ~predicate if negated else warp.mask & predicate
-        if not lanes.any():
+        if not np.count_nonzero(lanes):
             return
         saved = warp.mask
         warp.set_mask(lanes)
@@ -46,9 +46,9 @@ def jump_if(target: int, after: int, guard: tuple[int, bool]) -> Step:
     def run(warp: Warp) -> object:
         predicate = warp.pred[row]
         taken = warp.mask & ~predicate if negated else warp.mask & predicate
-        if not taken.any():
+        if not np.count_nonzero(taken):
             return after
-        if (taken == warp.mask).all():
+        if not np.count_nonzero(taken != warp.mask):
             return target
         warp.split((target, taken), (after, warp.mask & ~taken))
         return HANDLED
@@ -63,9 +63,9 @@ def guarded_tail(tail: Step, guard: tuple[int, bool], after: int) -> Step:
     def run(warp: Warp) -> object:
         predicate = warp.pred[row]
         lanes = warp.mask & ~predicate if negated else warp.mask & predicate
-        if not lanes.any():
+        if not np.count_nonzero(lanes):
             return after
-        if (lanes == warp.mask).all():
+        if not np.count_nonzero(lanes != warp.mask):
             return tail(warp)
         warp.split((warp.block, lanes), (after, warp.mask & ~lanes))
         return HANDLED
@@ -80,9 +80,9 @@ def guarded_leave(guard: tuple[int, bool]) -> Step:
     def run(warp: Warp) -> object:
         predicate = warp.pred[row]
         lanes = warp.mask & ~predicate if negated else warp.mask & predicate
-        if (lanes == warp.mask).all():
+        if not np.count_nonzero(lanes != warp.mask):
             return leave(warp)
-        if lanes.any():
+        if np.count_nonzero(lanes):
             warp.drop(lanes)
         return NEXT
 
@@ -115,7 +115,7 @@ def checked(step: Step, keys: tuple[Key, ...]) -> Step:
     def run(warp: Warp) -> object:
         for key in keys:
             missing = warp.mask & (warp.written[key] != WRITTEN)
-            if missing.any():
+            if np.count_nonzero(missing):
                 name = _name_of(key, warp)
                 raise Fault("uninitialised-register", f"`{name}` is read but was never written in this lane",
                             lane=int(np.flatnonzero(missing)[0]))  # fmt: skip

@@ -29,7 +29,7 @@ def resolve(space: str, addresses: Addresses) -> tuple[str, Addresses]:
         return space, addresses
     windows = addresses >> WINDOW_SHIFT
     window = int(windows[0])
-    if (windows != window).any():
+    if np.count_nonzero(windows != window):
         raise Fault("mixed-windows", "lanes of one generic access fall into different state spaces")
     if window not in _SPACE_OF_WINDOW:
         raise Fault("out-of-bounds", "a generic address outside of every window", lane=0, address=int(addresses[0]))
@@ -40,11 +40,11 @@ def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Ct
     """The CTA whose shared memory is meant, and offsets in it. All lanes must mean the same CTA."""
     ranks = addresses >> RANK_SHIFT
     cluster = warp.cta.cluster
-    if (ranks >= cluster.size).any():
+    if np.count_nonzero(ranks >= cluster.size):
         lane = int((ranks >= cluster.size).argmax())
         raise Fault("out-of-bounds", f"shared {access} at an address of CTA rank {ranks[lane]} of a cluster of "
                     f"{cluster.size}", lane=lane, address=int(addresses[lane]))  # fmt: skip
-    if space != "shared::cluster" and (ranks != warp.cta.place.cta_rank).any():
+    if space != "shared::cluster" and np.count_nonzero(ranks != warp.cta.place.cta_rank):
         lane = int((ranks != warp.cta.place.cta_rank).argmax())
         try:
             warp.cta.own_offset(int(addresses[lane]), access)
@@ -154,7 +154,7 @@ def _groups(space: str, addresses: Addresses) -> list[Addresses] | None:
     keys = addresses >> WINDOW_SHIFT
     shared = (keys == SHARED_WINDOW >> WINDOW_SHIFT) | (space != "")
     keys = np.where(shared, keys << 32 | (addresses >> RANK_SHIFT & 0xFF), keys)
-    if (keys == keys[0]).all():
+    if not np.count_nonzero(keys != keys[0]):
         return None
     return [np.flatnonzero(keys == key) for key in dict.fromkeys(keys.tolist())]
 
@@ -171,7 +171,7 @@ def _load_param(warp: Warp, addresses: Addresses, size: int) -> Bytes:
     offsets = addresses - PARAM_WINDOW if int(addresses[0]) >= PARAM_WINDOW else addresses
     check_alignment(offsets, size, "parameter load")
     outside = (offsets < 0) | (offsets + size > params.size)
-    if outside.any():
+    if np.count_nonzero(outside):
         lane = int(outside.argmax())
         raise Fault("out-of-bounds", f"parameter load of {size} bytes outside of the {params.size} bytes of parameters",
                     lane=lane, address=int(offsets[lane]))  # fmt: skip
@@ -183,7 +183,7 @@ def _local_index(
 ) -> tuple[npt.NDArray[np.intp], Addresses]:
     check_alignment(addresses, size, "local access")
     outside = (addresses < 0) | (addresses + size > warp.local.shape[1])
-    if outside.any():
+    if np.count_nonzero(outside):
         lane = int(outside.argmax())
         raise Fault("out-of-bounds", f"local access of {size} bytes; a thread has {warp.local.shape[1]} bytes",
                     lane=lane, address=int(addresses[lane]))  # fmt: skip

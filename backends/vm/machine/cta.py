@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from backends.vm.faults import Fault
 from backends.vm.machine.code import BoundFunction
 from backends.vm.machine.registers import LANES
@@ -172,7 +174,7 @@ class Cta:
 
     def complete_barrier(self, barrier: NamedBarrier) -> None:
         """End the phase of a named barrier if all that it waits for have arrived."""
-        alive = sum(int(warp.alive.sum()) for warp in self.warps)
+        alive = sum(np.count_nonzero(warp.alive) for warp in self.warps)
         if barrier.arrived == (alive if barrier.expected is None else barrier.expected):
             barrier.arrived = 0
             barrier.generation += 1
@@ -243,9 +245,11 @@ class Cluster:
     def complete_phase(self) -> None:
         """End the phase of the cluster barrier when every living thread has arrived (PTX ISA 9.7.13.3)."""
         warps = self.warps
-        if any((warp.alive & ~warp.cluster_arrived).any() for warp in warps) or not any(w.alive.any() for w in warps):
+        if any(np.count_nonzero(warp.alive & ~warp.cluster_arrived) for warp in warps):
             return
-        if any(warp.cluster_arrived.any() for warp in warps):
+        if not any(np.count_nonzero(warp.alive) for warp in warps):
+            return
+        if any(np.count_nonzero(warp.cluster_arrived) for warp in warps):
             for warp in warps:
                 warp.cluster_arrived[:] = False
             self.generation += 1

@@ -103,12 +103,12 @@ class Warp:
     def set_mask(self, mask: Mask) -> None:
         """Make `mask` the active lanes."""
         self.mask = mask
-        self.where = True if mask.all() else mask
+        self.where = True if np.count_nonzero(mask) == LANES else mask
 
     @property
     def full(self) -> bool:
         """Whether every lane that has not ended is active: what `.aligned` asks for."""
-        return bool((self.mask == self.alive).all())
+        return not np.count_nonzero(self.mask != self.alive)
 
     def converged(self, what: str) -> None:
         """Fault unless all living lanes are here (PTX `.sync.aligned`: undefined behaviour otherwise)."""

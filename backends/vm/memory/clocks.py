@@ -48,19 +48,19 @@ def agent_of(stamps: _IntOrArray) -> _IntOrArray:
     return stamps >> EPOCH_BITS
 
 
-def unordered(stamps: Stamps, seen: Epochs) -> npt.NDArray[np.bool_]:
-    """Which stamps lie outside of `seen` (shape of `stamps`): actions that no chain of synchronisation orders."""
-    if _settled(stamps, seen):
-        return np.zeros(stamps.shape, np.bool_)
-    return (stamps & EPOCH_MASK) > seen[stamps >> EPOCH_BITS]
+def unordered(stamps: Stamps, seen: Epochs) -> npt.NDArray[np.bool_] | None:
+    """Which stamps lie outside of `seen` (shape of `stamps`): actions that no chain of synchronisation orders.
 
-
-def _settled(stamps: Stamps, seen: Epochs) -> bool:
-    """Whether all stamps are the same one and it lies in `seen`: the quick answer for what one operation did."""
+    None if all lie inside.
+    """
     if not stamps.size:
-        return True
-    head = int(stamps.flat[0])
-    return (head & EPOCH_MASK) <= seen[head >> EPOCH_BITS] and bool((stamps == head).all())
+        return None
+    # The quick answer for what one operation did: all stamps are the same one.
+    head = stamps.item(0)
+    if (head & EPOCH_MASK) <= seen[head >> EPOCH_BITS] and not np.count_nonzero(stamps != head):
+        return None
+    late = (stamps & EPOCH_MASK) > seen[stamps >> EPOCH_BITS]
+    return late if np.count_nonzero(late) else None
 
 
 @dataclass(slots=True)

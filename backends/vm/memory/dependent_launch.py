@@ -74,7 +74,7 @@ class LaunchChain:
             granules = shadow.granules(addresses, size)
             for marks in (shadow.writer, shadow.reader) if writes else (shadow.writer,):
                 found = marks[granules] != 0
-                if not found.any():
+                if not np.count_nonzero(found):
                     continue
                 at = int(granules[found][0])
                 did = f"wrote it at PTX line {shadow.line[at]}" if marks is shadow.writer else "read it"

@@ -39,7 +39,7 @@ class Buffer:
 
 def check_alignment(addresses: Addresses, size: int, access: str) -> None:
     """Fault unless every address is a multiple of the access `size` in bytes (PTX ISA 6.4.1)."""
-    if size > 1 and (addresses & (size - 1)).any():
+    if size > 1 and np.count_nonzero(addresses & (size - 1)):
         lane = int(np.flatnonzero(addresses & (size - 1))[0])
         raise Fault("misaligned", f"{access} of {size} bytes at an address that is not a multiple of {size}", lane=lane,
                     address=int(addresses[lane]))  # fmt: skip

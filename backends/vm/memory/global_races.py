@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from backends.vm.faults import Fault
 from backends.vm.memory.agents import CLUSTER_SHIFT, Agents
-from backends.vm.memory.clocks import Clock, agent_of, unordered
+from backends.vm.memory.clocks import Clock, Epochs, agent_of, unordered
 from backends.vm.memory.dependent_launch import LaunchChain
 from backends.vm.memory.global_memory import Buffer, GlobalMemory
 from backends.vm.memory.grid_clocks import Snapshot, merge
@@ -189,10 +189,10 @@ class GlobalRaces:
         by_lane: bool,
     ) -> None:
         found = marks[granules]
-        if not found.any():
+        if not np.count_nonzero(found):
             return
         late = _late(found, warp)
-        if not late.any():
+        if not np.count_nonzero(late):
             return
         at = int(granules[late][0])
         line = f" at PTX line {shadow.line[at]}" if marks is shadow.writer else ""
@@ -205,7 +205,7 @@ class GlobalRaces:
 
     def _check_fenced(self, shadow: Shadow, granules: Addresses, buffer: Buffer, warp: Accessor, action: str) -> None:
         late = _unfenced(shadow.writer[granules], warp)
-        if not late.any():
+        if not np.count_nonzero(late):
             return
         at = int(granules[late][0])
         offset = max(shadow.base + (at << shadow.shift) - buffer.base, 0)
@@ -255,10 +255,10 @@ def _late(found: Addresses, warp: Accessor) -> npt.NDArray[np.bool_]:
     own = warp.agents.serial
     mine = clusters == own
     late = np.zeros(found.shape, np.bool_)
-    if mine.any():
-        stamps = np.where(mine, found & STAMP_MASK, 0).astype(np.int32)
-        late |= unordered(stamps, warp.clock.seen)
-        if mine.all():
+    count = np.count_nonzero(mine)
+    if count:
+        late = _outside(mine, found, warp.clock.seen)
+        if count == mine.size:
             return late
     grid = warp.clock.grid
     others = ~mine & (found != 0)
@@ -270,19 +270,25 @@ def _late(found: Addresses, warp: Accessor) -> npt.NDArray[np.bool_]:
         if seen is None:
             late |= here
         else:
-            late |= here & unordered(np.where(here, found & STAMP_MASK, 0).astype(np.int32), seen)
+            late |= _outside(here, found, seen)
     return late
+
+
+def _outside(here: npt.NDArray[np.bool_], found: Addresses, seen: Epochs) -> npt.NDArray[np.bool_]:
+    """Which of the marks `here`, all of one cluster, lie outside of what is `seen` of that cluster."""
+    late = unordered(np.where(here, found & STAMP_MASK, 0).astype(np.int32), seen)
+    return np.zeros(found.shape, np.bool_) if late is None else here & late
 
 
 def _unfenced(found: Addresses, warp: Accessor) -> npt.NDArray[np.bool_]:
     """Which marks are of generic writes that no proxy fence has made visible to the copies of `warp`."""
     late = (found != 0) & (agent_of(found & STAMP_MASK) < warp.agents.first_engine)
-    if not late.any() or warp.clock.grid is None:
+    if not np.count_nonzero(late) or warp.clock.grid is None:
         return late
     clusters = found >> CLUSTER_SHIFT
     for serial in np.unique(clusters[late]).tolist():
         visible = warp.clock.grid.known.get(-serial)
         if visible is not None:
             here = clusters == serial
-            late &= ~here | unordered(np.where(here, found & STAMP_MASK, 0).astype(np.int32), visible)
+            late &= ~here | _outside(here, found, visible)
     return late

@@ -38,7 +38,7 @@ class SharedMemory:
     """`size` bytes from offset 0, the reserved 0x400 included. Offsets below are addresses without rank bits.
 
     `contested` granules hold bytes of several generic writers that nothing orders; order among those is not judged.
-    `readers` (int32 epochs [granules, agents], made when first needed) holds readers besides the last.
+    `readers` holds readers besides the last: by agent, int32 epochs [granules]. `many_readers` has those granules.
     """
 
     def __init__(self, agents: Agents, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
@@ -55,12 +55,12 @@ class SharedMemory:
         self.writer_line = np.zeros(padded // 4, np.int32)
         self.contested = np.zeros(padded // 4, np.bool_)
         self.many_readers = np.zeros(padded // 4, np.bool_)
-        self.readers: npt.NDArray[np.int32] | None = None
+        self.readers: dict[int, npt.NDArray[np.int32]] = {}
 
     def check(self, offsets: Addresses, size: int, access: str) -> None:
         """Fault unless every access of `size` bytes lies inside this CTA's shared memory and is aligned to it."""
         bad = (offsets < RESERVED) | (offsets + size > self.size) | (offsets & (size - 1) != 0)
-        if bad.any():
+        if np.count_nonzero(bad):
             lane = int(np.flatnonzero(bad)[0])
             at = int(offsets[lane])
             if at >= RESERVED and at + size <= self.size:
@@ -82,7 +82,7 @@ class SharedMemory:
         index = offsets[:, None] + np.arange(size)
         granules = _granules(index)
         self._check_idle(granules, "read")
-        if not self.written[index].all():
+        if np.count_nonzero(self.written[index]) < index.size:
             lane, byte = np.argwhere(~self.written[index])[0]
             raise Fault("uninitialised-shared", f"byte {byte} of this {size}-byte load was never written",
                         lane=int(lane), address=int(offsets[lane] + byte))  # fmt: skip
@@ -118,14 +118,16 @@ class SharedMemory:
         for stamps, action in ((self.writer, "overwritten"), (self.reader, "overwritten")):
             found = stamps[granules]
             late = unordered(found, clock.seen)
+            if late is None:
+                continue
             foreign = late & (agent_of(found) >= self.agents.first_engine)
-            if foreign.any():
+            if np.count_nonzero(foreign):
                 self._race(granules, foreign, stamps, action)
             self.contested[granules] |= late
 
     def _check_idle(self, granules: Granules, action: str) -> None:
         busy = self.in_flight[granules]
-        if not busy.any():
+        if not np.count_nonzero(busy):
             return
         lane, at = _first(granules, busy != 0)
         if self.in_flight[at] == MBARRIER:
@@ -136,35 +138,41 @@ class SharedMemory:
 
     def _check_writers(self, granules: Granules, clock: Clock, action: str) -> None:
         late = unordered(self.writer[granules], clock.seen)
-        if late.any():
+        if late is not None:
             late &= ~self.contested[granules]
-            if late.any():
+            if np.count_nonzero(late):
                 self._race(granules, late, self.writer, action)
 
     def _check_readers(self, granules: Granules, clock: Clock) -> None:
         late = unordered(self.reader[granules], clock.seen)
-        if late.any():
+        if late is not None:
             self._race(granules, late, self.reader, "overwritten")
-        if self.readers is None or not self.many_readers[granules].any():
+        if not self.readers or not np.count_nonzero(self.many_readers[granules]):
             return
-        late_by_agent: npt.NDArray[np.bool_] = self.readers[granules] > clock.seen
-        if late_by_agent.any():
-            late = np.asarray(late_by_agent.any(axis=-1))
+        late = np.zeros(granules.shape, np.bool_)
+        for agent, epochs in self.readers.items():
+            late |= epochs[granules] > clock.seen[agent]
+        if np.count_nonzero(late):
             _, at = _first(granules, late)
-            self.reader[at] = int(np.flatnonzero(self.readers[at] > clock.seen)[0]) << EPOCH_BITS
+            agent = min(agent for agent, epochs in self.readers.items() if epochs[at] > clock.seen[agent])
+            self.reader[at] = agent << EPOCH_BITS
             self._race(granules, late, self.reader, "overwritten")
         self.many_readers[granules] = False
-        self.readers[granules] = 0
+        for epochs in self.readers.values():
+            epochs[granules] = 0
 
     def _note_readers(self, granules: Granules, clock: Clock, stamp: int) -> None:
-        """The last reader is kept in `reader`; one that it is not ordered after moves to the table of all readers."""
+        """Keep the last reader in `reader`. An earlier one that nothing orders before it moves to `readers`."""
         found = self.reader[granules]
         late = unordered(found, clock.seen)
-        if late.any():
-            if self.readers is None:
-                self.readers = np.zeros((self.reader.size, clock.seen.size), np.int32)
+        if late is not None:
             at, kept = granules[late], found[late]
-            self.readers[at, agent_of(kept)] = np.maximum(self.readers[at, agent_of(kept)], kept & EPOCH_MASK)
+            by = agent_of(kept)
+            for agent in set(by.tolist()):
+                if agent not in self.readers:
+                    self.readers[agent] = np.zeros(self.reader.size, np.int32)
+                epochs, mine = self.readers[agent], by == agent
+                epochs[at[mine]] = np.maximum(epochs[at[mine]], kept[mine] & EPOCH_MASK)
             self.many_readers[at] = True
         self.reader[granules] = stamp
 
@@ -189,7 +197,7 @@ class SharedMemory:
 
     def _check_fenced(self, granules: Granules, clock: Clock, what: str) -> None:
         unfenced = unordered(self.writer[granules], clock.fenced)
-        if unfenced.any():
+        if unfenced is not None:
             _, at = _first(granules, unfenced)
             who = self.agents.name(agent_of(int(self.writer[at])))
             raise Fault("missing-proxy-fence", f"{what} what {who} wrote at PTX line {self.writer_line[at]} "
@@ -199,10 +207,11 @@ class SharedMemory:
         """Checks before the asynchronous proxy (TMA store, MMA operand) reads whole 4-byte `granules`."""
         self._check_inside(granules, f"{what} reads")
         self._check_idle(granules, f"read by {what}")
-        fresh = self.written.reshape(-1, 4)[granules].all(axis=-1)
-        if not fresh.all():
+        # Four bytes at once: every one of them is 1 where a granule is wholly written.
+        whole = self.written.view(np.uint32)[granules] == 0x01010101
+        if np.count_nonzero(whole) < whole.size:
             raise Fault("uninitialised-shared", f"{what} reads bytes that were never written",
-                        address=4 * int(granules[~fresh][0]))  # fmt: skip
+                        address=4 * int(granules[~whole][0]))  # fmt: skip
         self._check_writers(granules, clock, f"read by {what}")
         self._check_fenced(granules, clock, f"{what} reads")
         self._note_readers(granules, clock, stamp)

@@ -82,7 +82,7 @@ class TensorMemory:
     def find_free(self, columns: int) -> int | None:
         """First column of a free run of `columns`, aligned to it, or None while there is none."""
         for first in range(0, COLUMNS, columns):
-            if not self.owned[first : first + columns].any():
+            if not np.count_nonzero(self.owned[first : first + columns]):
                 return first
         return None
 
@@ -118,7 +118,8 @@ class TensorMemory:
         if low < 0 or high >= COLUMNS or low_lane < 0 or high_lane >= LANES:
             raise Fault("tmem-out-of-bounds", f"{action} lanes {low_lane}..{high_lane}, columns {low}..{high} of a "
                         f"tensor memory of {LANES} x {COLUMNS}")  # fmt: skip
-        if not self.owned[index[1]].all():
+        owned = self.owned[index[1]]
+        if np.count_nonzero(owned) < owned.size:
             columns = _as_array(index[1])
             column = int(columns[~self.owned[columns]].flat[0])
             raise Fault("tmem-not-allocated", f"{action} column {column}, which no live tcgen05.alloc covers",
@@ -127,8 +128,9 @@ class TensorMemory:
     def read(self, index: Index, clock: Clock, stamp: int, action: str) -> Words:
         """Cells at `index` (broadcast shape) after checking ownership, initialisation and order."""
         self._check_owned(index, action)
-        if not self.written[index].all():
-            lane, column = self._first(index, ~self.written[index])
+        written = self.written[index]
+        if np.count_nonzero(written) < written.size:
+            lane, column = self._first(index, ~written)
             raise Fault("uninitialised-tmem", f"{action} lane {lane}, column {column}, which was never written",
                         address=lane << 16 | column)  # fmt: skip
         self._check_order(index, self.writer, clock, action, "wrote")
@@ -159,7 +161,7 @@ class TensorMemory:
         """Whether the tensor core `agent` reads cells at `index` for an mma whose end `clock` has not seen."""
         found = self.reader[index]
         late = unordered(found, clock.seen)
-        return bool(late.any()) and bool((late & (agent_of(found) == agent)).any())
+        return late is not None and np.count_nonzero(late & (agent_of(found) == agent)) > 0
 
     def _first(self, index: Index, bad: npt.NDArray[np.bool_]) -> tuple[int, int]:
         lanes, columns = _as_array(index[0]), _as_array(index[1])
@@ -173,10 +175,12 @@ class TensorMemory:
     ) -> None:
         found = stamps[index]
         late = unordered(found, clock.seen)
+        if late is None:
+            return
         if own is not None:
             late &= agent_of(found) != own
-        if not late.any():
-            return
+            if not np.count_nonzero(late):
+                return
         lane, column = self._first(index, late)
         stamp = int(stamps[lane, column])
         line = f" at PTX line {self.writer_line[lane, column]}" if did == "wrote" else ""
@@ -190,9 +194,9 @@ class TensorMemory:
 
     def _check_loaded(self, index: Index, action: str) -> None:
         lines = self.loading[index]
-        if not lines.any():
+        if not np.count_nonzero(lines):
             return
-        if not (lines > 0).any():
+        if not np.count_nonzero(lines > 0):
             self.loading[index] = 0
             self.unwaited_overwrites += 1
             return

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from backends.vm.machine.code import Block, Code, Step
 from backends.vm.ptx.ast import Immediate, Instruction
 
@@ -64,7 +66,7 @@ def _reporting(code: Code, instruction: Instruction, step: Step, recorder: Recor
     def run(warp: Warp) -> object:
         if guard is not None and row is not None:
             lanes = warp.mask & (~warp.pred[row] if guard.negated else warp.pred[row])
-            if not lanes.any():
+            if not np.count_nonzero(lanes):
                 return step(warp)
         cta = recorder.cta_of(warp)
         if cta is None:
