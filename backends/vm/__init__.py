@@ -24,6 +24,6 @@ What it refuses although silicon may run it: mbarrier.init over a live mbarrier,
 that nobody has waited for, uninitialised reads whose value is unused, a dependent launch that before its own wait
 touches what a launch further back did, although the one in between waited before it launched its dependents, and an
 `.aligned` instruction behind a loop in which some lanes of a warp neither store, copy nor wait for 4096 blocks: they
-count as spinning (lane_turns.py).
+count as spinning (machine/strands.py).
 Matrix accumulation follows a declared policy (fast, exact, hopper); Blackwell's own is undocumented.
 """

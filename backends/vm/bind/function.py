@@ -3,90 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import pairwise
 
-from backends.vm.bind.assignment import unproven_reads
 from backends.vm.bind.binder import Binder
-from backends.vm.bind.forms import Form, Step, find
-from backends.vm.bind.register_copies import carried, carries
-from backends.vm.bind.steps import (
-    checked,
-    guarded,
-    guarded_leave,
-    guarded_tail,
-    jump,
-    jump_if,
-    leave,
-    tracked,
-)
+from backends.vm.bind.flow import Bound, FlowGraph
+from backends.vm.bind.forms import find
+from backends.vm.bind.steps import guarded, guarded_leave, guarded_tail, jump, jump_if, leave
 from backends.vm.bind.tmem_loads import end_loads_at_use
+from backends.vm.bind.unwritten import check_unwritten, checked, track_writes
 from backends.vm.bind.warpgroup_registers import check_warpgroup_registers
 from backends.vm.faults import UnknownInstructionError
-from backends.vm.machine.code import Block, BoundFunction, Code
-from backends.vm.machine.registers import Key, RegisterRows
+from backends.vm.machine.code import Block, BoundFunction, Code, Step
+from backends.vm.machine.registers import RegisterRows
 from backends.vm.memory.shared import RESERVED
 from backends.vm.ptx.ast import Function, Instruction, Module, Symbol, Variable
-
-
-@dataclass(slots=True)
-class Bound:
-    """One instruction with its meaning: the form, the step, the registers read and written."""
-
-    instruction: Instruction
-    form: Form
-    step: Step
-    uses: tuple[Key, ...]
-    defines: tuple[Key, ...]
-    guard: tuple[int, bool] | None
-    doubtful_guard: bool = False
-
-    @property
-    def carries(self) -> bool:
-        """Whether it passes on the state of what it reads, instead of using the value."""
-        return carries(self.instruction)
-
-    @property
-    def guard_key(self) -> Key | None:
-        """The guard's register as a key."""
-        return (1, self.guard[0]) if self.guard else None
 
 
 def build(function: Function, symbol_spaces: Mapping[str, str]) -> Code:
     """Bind every instruction of `function` and cut it into blocks.
 
-    `symbol_spaces` maps the names of variables and parameters that it may address to their state space. Raises
+    `symbol_spaces` maps the names of variables and parameters that it may address to their state space.
     UnknownInstructionError for the first instruction that this machine does not have.
     """
     rows = RegisterRows.of(function.registers, symbol_spaces)
     bound = [_bind(instruction, rows) for instruction in function.instructions]
     leaders = _leaders(function, bound)
     block_of = {start: number for number, start in enumerate(leaders)}
-    edges = [
-        _successors(function, bound, start, end) for start, end in zip(leaders, [*leaders[1:], len(bound)], strict=True)
-    ]
-    followers = [[block_of[target] for target in targets] for targets in edges]
-    doubtful = unproven_reads(bound, leaders, followers)
-    watched = {key for _, keys in doubtful for key in keys}
-    for index, keys in doubtful:
-        item = bound[index]
-        item.doubtful_guard = item.guard_key in keys
-        if item.carries:
-            watched.update(item.defines)
-        else:
-            item.step = checked(item.step, tuple(key for key in keys if key != item.guard_key))
-    check_warpgroup_registers(bound, leaders, followers)
-    end_loads_at_use(bound, leaders, followers)
-    for item in bound:
-        written = tuple(key for key in item.defines if key in watched)
-        if written and item.carries:
-            item.step = carried(item.step, item.instruction, rows.rows)
-        elif written:
-            item.step = tracked(item.step, written)
-    blocks = [
-        _block(function, bound, start, end, block_of)
-        for start, end in zip(leaders, [*leaders[1:], len(bound)], strict=True)
-    ]
-    return Code(function, blocks, rows, frozenset(watched))
+    blocks = [range(start, end) for start, end in pairwise([*leaders, len(bound)])]
+    followers = [[block_of[target] for target in _successors(function, bound, block)] for block in blocks]
+    graph = FlowGraph(bound, blocks, followers)
+    watched = check_unwritten(graph)
+    check_warpgroup_registers(graph)
+    end_loads_at_use(graph)
+    track_writes(bound, watched, rows)
+    return Code(function, [_block(function, bound, block, block_of) for block in blocks], rows, watched)
 
 
 def _bind(instruction: Instruction, rows: RegisterRows) -> Bound:
@@ -121,23 +71,23 @@ def branch_target(function: Function, instruction: Instruction) -> int:
     return function.labels[label.name]
 
 
-def _successors(function: Function, bound: list[Bound], start: int, end: int) -> list[int]:
-    if end <= start:
+def _successors(function: Function, bound: list[Bound], block: range) -> list[int]:
+    if not block:
         return []
-    last = bound[end - 1]
+    last = bound[block[-1]]
     targets: list[int] = []
     if last.form.control == "branch":
         targets.append(branch_target(function, last.instruction))
     if not last.form.control or last.guard is not None:
-        targets.append(end)
+        targets.append(block.stop)
     return [target for target in targets if target < len(bound)]
 
 
-def _block(function: Function, bound: list[Bound], start: int, end: int, block_of: Mapping[int, int]) -> Block:
-    body = bound[start:end]
+def _block(function: Function, bound: list[Bound], indices: range, block_of: Mapping[int, int]) -> Block:
+    body = [bound[index] for index in indices]
     block = Block([], [item.instruction for item in body])
     block.classes.update(item.form.counter for item in body)
-    after = block_of.get(end, len(block_of))
+    after = block_of.get(indices.stop, len(block_of))
     for item in body:
         step = _controlled(function, item, after, block_of)
         if item.doubtful_guard and item.guard_key:

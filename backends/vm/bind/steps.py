@@ -1,4 +1,4 @@
-"""Wrappers around the steps of a block: guards, register tracking and jumps."""
+"""Wrappers around the steps of a block: guards and jumps."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backends.vm.bind.register_copies import WRITTEN
-from backends.vm.faults import Fault
 from backends.vm.machine.code import HANDLED, NEXT, Step
-from backends.vm.machine.registers import Key
 
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp
@@ -93,39 +90,3 @@ def leave(warp: Warp) -> object:
     """`ret` or `exit` of an entry: the active lanes end."""
     warp.retire()
     return HANDLED
-
-
-def tracked(step: Step, keys: tuple[Key, ...]) -> Step:
-    """Note which lanes have written registers whose reads must be checked."""
-
-    def run(warp: Warp) -> object:
-        outcome = step(warp)
-        for key in keys:
-            np.copyto(warp.written[key], WRITTEN, where=warp.mask)
-        return outcome
-
-    return run
-
-
-def checked(step: Step, keys: tuple[Key, ...]) -> Step:
-    """Fault when an active lane reads one of `keys` without having written it."""
-    if not keys:
-        return step
-
-    def run(warp: Warp) -> object:
-        for key in keys:
-            missing = warp.mask & (warp.written[key] != WRITTEN)
-            if np.count_nonzero(missing):
-                name = _name_of(key, warp)
-                raise Fault("uninitialised-register", f"`{name}` is read but was never written in this lane",
-                            lane=int(np.flatnonzero(missing)[0]))  # fmt: skip
-        return step(warp)
-
-    return run
-
-
-def _name_of(key: Key, warp: Warp) -> str:
-    for name, row in warp.code.rows.rows.items():
-        if row == key:
-            return name
-    return str(key)

@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import Fault
-from backends.vm.memory.banks import wavefronts
 from backends.vm.memory.clocks import Clock
 from backends.vm.memory.global_memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, check_alignment
-from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
+from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT, wavefronts
 
 if TYPE_CHECKING:
     from backends.vm.machine.cta import Cta
@@ -203,7 +202,7 @@ def synchronise(
     """A strong operation on flags: releases carry the warp's clock to them, acquires take over what they carry.
 
     An acquire comes before the access, a release after it. In global memory with a scope beyond the cluster a relaxed
-    operation needs the fence of the ISA's patterns (backends.vm.memory.grid_clocks); elsewhere it is treated as both.
+    operation needs the fence of the ISA's patterns (backends.vm.memory.clocks); elsewhere it is treated as both.
     """
     races = warp.cta.machine.races
     for address in dict.fromkeys(addresses.tolist()):

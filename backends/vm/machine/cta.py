@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from backends.vm.faults import Fault
-from backends.vm.machine.code import BoundFunction
 from backends.vm.machine.registers import LANES
-from backends.vm.machine.special import Dim3, LaunchShape, Place
+from backends.vm.machine.special import Dim3, Place
 from backends.vm.machine.warp import Warp
 from backends.vm.machine.warpgroup import Warpgroup
 from backends.vm.memory.agents import ACCUMULATORS, Agents
@@ -22,7 +21,7 @@ from backends.vm.memory.shared import MBARRIER, OFFSET_MASK, RANK_SHIFT, SharedM
 from backends.vm.memory.tmem import TensorMemory
 
 if TYPE_CHECKING:
-    from backends.vm.machine.machine import Machine
+    from backends.vm.machine.machine import Run
 
 NAMED_BARRIERS = 16
 
@@ -51,14 +50,12 @@ class Cta:
     are shared and a missing wait can hide.
     """
 
-    def __init__(
-        self, machine: Machine, cluster: Cluster, place: Place, function: BoundFunction, shape: LaunchShape
-    ) -> None:
-        self.machine = machine
+    def __init__(self, run: Run, cluster: Cluster, place: Place) -> None:
+        self.machine = run.machine
         self.cluster = cluster
         self.place = place
-        self.function = function
-        agents = cluster.agents
+        self.function = function = run.function
+        agents, shape = cluster.agents, run.shape
         self.smem = SharedMemory(agents, function.static_shared, shape.dynamic_smem, function.dynamic_align)
         self.local_size = function.local_size
         self.mbarriers: dict[int, MBarrier] = {}
@@ -68,7 +65,7 @@ class Cta:
         self._accumulators: dict[tuple[int, ...], int] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.warps = [
-            Warp(function.code, self, index, min(LANES, shape.threads - LANES * index))
+            Warp(function.code, self, index, min(LANES, shape.threads - LANES * index), run.registers.take())
             for index in range(agents.warps_per_cta)
         ]
         for warp in self.warps:
@@ -215,9 +212,10 @@ class Cta:
 class Cluster:
     """CTAs that are launched together. `first`: the coordinates of the first one."""
 
-    def __init__(self, machine: Machine, first: Dim3, function: BoundFunction, shape: LaunchShape) -> None:
+    def __init__(self, run: Run, first: Dim3) -> None:
+        shape = run.shape
         self.size = shape.cluster_ctas
-        self.agents = Agents(machine.races.begin_cluster(first), self.size, -(-shape.threads // LANES))
+        self.agents = Agents(run.machine.races.begin_cluster(first), self.size, -(-shape.threads // LANES))
         self.copy_serial = 0
         self.arriving = Clock.zero(self.agents.count)
         self.released = Clock.zero(self.agents.count)
@@ -228,7 +226,7 @@ class Cluster:
         for rank in range(self.size):
             x, y, z = rank % size[0], rank // size[0] % size[1], rank // (size[0] * size[1])
             ctaid = (first[0] + x, first[1] + y, first[2] + z)
-            self.ctas.append(Cta(machine, self, Place(shape.grid, size, shape.block, ctaid, rank), function, shape))
+            self.ctas.append(Cta(run, self, Place(shape.grid, size, shape.block, ctaid, rank)))
 
     def next_copy(self) -> int:
         """A serial number for a bulk copy: its epoch as an agent."""

@@ -14,6 +14,7 @@ from backends.vm.faults import Fault, LaunchError
 from backends.vm.machine.code import Block, BoundFunction
 from backends.vm.machine.cta import Cluster
 from backends.vm.machine.engine import Engine
+from backends.vm.machine.registers import RegisterFiles
 from backends.vm.machine.scheduler import Schedule, schedule
 from backends.vm.machine.special import Dim3, LaunchShape
 from backends.vm.machine.warp import Warp
@@ -197,6 +198,7 @@ class Run:
         self.engine = machine.engine
         self.function = function
         self.shape = shape
+        self.registers = RegisterFiles(function.code.rows)
         grid, cluster = shape.grid, shape.cluster
         firsts = [
             (x, y, z)
@@ -231,7 +233,7 @@ class Run:
         self._retire()
         before = len(self.resident)
         while self.queue and len(self.resident) < limit:
-            begun = Cluster(self.machine, self.queue.pop(0), self.function, self.shape)
+            begun = Cluster(self, self.queue.pop(0))
             self.resident.append(begun)
             if self.machine.observer is not None:
                 self.machine.observer.cluster_begins(begun)
@@ -255,6 +257,8 @@ class Run:
                 if tmem is not None and tmem.unwaited_overwrites:
                     counters["tmem_unwaited_overwrites"] += tmem.unwaited_overwrites
             self.resident.remove(cluster)
+            for warp in cluster.warps:
+                self.registers.give_back(warp.registers)
             self.warps = [warp for warp in self.warps if warp.cta.cluster is not cluster]
         return bool(over)
 

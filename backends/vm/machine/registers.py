@@ -36,8 +36,6 @@ WIDTH_OF_VIEW = {name: width for width, names in VIEWS_OF_WIDTH.items() for name
 Row = npt.NDArray[np.generic]
 Key = tuple[int, int]
 """A register: its container width in bits, and its row among the registers of that width."""
-Storage = dict[int, Row]
-"""Rows of each width: [registers and literals, 32], for 128 bits [.., 32, 2]."""
 
 
 @dataclass(slots=True)
@@ -72,7 +70,7 @@ class RegisterRows:
         return width, row
 
     def literal(self, width: int, bits: int) -> int:
-        """The (negative) handle of a literal; `resolve` of the register file layout turns it into a row."""
+        """The (negative) handle of a literal; a list index from the end, see RegisterFile."""
         known = self._literals.get((width, bits))
         if known is None:
             pool = self.constants.setdefault(width, [])
@@ -94,28 +92,57 @@ class RegisterRows:
         return self.addresses[key]
 
 
-def allocate(counts: dict[int, int], constants: dict[int, list[int]]) -> Storage:
-    """A fresh register file.
+class RegisterFile:
+    """The registers of one warp: rows of each width, [registers and literals, 32], for 128 bits [.., 32, 2].
 
-    `counts` gives the registers of each width; `constants` the bit patterns of literals, placed from the last row
-    backwards, so that literal number i is row -(i+1). Registers start as zero; reading one that was never written is
-    found by backends.vm.bind.assignment.
+    Registers start as zero; bind/unwritten.py finds reads of one that was never written. Literals lie from the last row
+    backwards, so that literal number i is row -(i+1). They stay when the file is cleared.
     """
-    rows: Storage = {}
-    for width, dtype in _STORAGE.items():
-        literal = constants.get(width, [])
-        total = counts.get(width, 0) + len(literal)
-        storage = rows[width] = np.zeros((total, LANES, 2) if width == 128 else (total, LANES), dtype)
-        for position, bits in enumerate(literal):
-            storage[total - 1 - position] = [bits & (2**64 - 1), bits >> 64] if width == 128 else bits
-    return rows
+
+    def __init__(self, rows: RegisterRows) -> None:
+        self._counts = rows.counts
+        self._storage: dict[int, Row] = {}
+        self._views: dict[str, list[Row]] = {}
+        for width, dtype in _STORAGE.items():
+            literals = rows.constants.get(width, [])
+            total = rows.counts.get(width, 0) + len(literals)
+            storage = np.zeros((total, LANES, 2) if width == 128 else (total, LANES), dtype)
+            for position, bits in enumerate(literals):
+                storage[total - 1 - position] = [bits & (2**64 - 1), bits >> 64] if width == 128 else bits
+            self._storage[width] = storage
+
+    def clear(self) -> None:
+        """Make every register zero again."""
+        for width, count in self._counts.items():
+            self._storage[width][:count] = 0
+
+    def view(self, name: str) -> list[Row]:
+        """The rows as the view `name` shows them: arrays [32], or [32, n] for packed views."""
+        if name not in self._views:
+            width = WIDTH_OF_VIEW[name]
+            rows = self._storage[width]
+            shown = rows.view(dict(_DTYPES[width])[name])
+            if width in (32, 64) and shown.shape != rows.shape:
+                shown = shown.reshape(rows.shape[0], LANES, shown.shape[-1] // LANES)
+            self._views[name] = list(shown)
+        return self._views[name]
 
 
-def view(storage: Storage, name: str) -> list[Row]:
-    """The rows of a register file as the view `name` shows them: arrays [32], or [32, n] for packed views."""
-    width = WIDTH_OF_VIEW[name]
-    rows = storage[width]
-    shown = rows.view(dict(_DTYPES[width])[name])
-    if width in (32, 64) and shown.shape != rows.shape:
-        shown = shown.reshape(rows.shape[0], LANES, shown.shape[-1] // LANES)
-    return list(shown)
+@dataclass(slots=True)
+class RegisterFiles:
+    """Register files of one function. A warp that begins gets that of one that has ended: clearing costs less."""
+
+    rows: RegisterRows
+    _spare: list[RegisterFile] = field(default_factory=list[RegisterFile])
+
+    def take(self) -> RegisterFile:
+        """A file whose registers are all zero."""
+        if not self._spare:
+            return RegisterFile(self.rows)
+        file = self._spare.pop()
+        file.clear()
+        return file
+
+    def give_back(self, file: RegisterFile) -> None:
+        """Take back the file of a warp that has ended."""
+        self._spare.append(file)

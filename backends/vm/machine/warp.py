@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import Fault
-from backends.vm.machine import registers, special
+from backends.vm.machine import special
 from backends.vm.machine.code import HANDLED, NEXT, Block, Code, Wait
 from backends.vm.machine.copy_groups import CopyGroups
-from backends.vm.machine.lane_turns import LaneTurns, merged
-from backends.vm.machine.registers import LANES
+from backends.vm.machine.registers import LANES, WIDTH_OF_VIEW, RegisterFile, Row
+from backends.vm.machine.strands import LaneTurns, Mask, Strand, merged
 from backends.vm.memory.clocks import Clock, stamp
 from backends.vm.memory.tmem import Index
 
 if TYPE_CHECKING:
     from backends.vm.machine.cta import Cta
     from backends.vm.ptx.ast import Instruction
-
-Mask = npt.NDArray[np.bool_]
-
-
-@dataclass(slots=True)
-class Strand:
-    """Lanes that share a program counter. `wait` is set while they are parked at the tail of `block`."""
-
-    block: int
-    mask: Mask
-    wait: Wait | None = None
 
 
 class Warp:
@@ -55,7 +43,7 @@ class Warp:
     u32x2: list[npt.NDArray[np.uint32]]
     u64x2: list[npt.NDArray[np.uint64]]
 
-    def __init__(self, code: Code, cta: Cta, index: int, lanes: int) -> None:
+    def __init__(self, code: Code, cta: Cta, index: int, lanes: int, file: RegisterFile) -> None:
         self.code = code
         self.cta = cta
         self.index = index
@@ -64,7 +52,7 @@ class Warp:
         self.clock = Clock.zero(self.agents.count)
         self.clock.seen[agent] = self.clock.fenced[agent] = 1
         self.stamp = stamp(agent, 1)
-        self._storage = registers.allocate(code.rows.counts, code.rows.constants)
+        self.registers = file
         self.written = {key: np.zeros(LANES, np.uint16) for key in code.tracked}
         self.executed = [0] * len(code.blocks)
         self.local = np.zeros((LANES, cta.local_size), np.uint8)
@@ -82,11 +70,11 @@ class Warp:
         self.copies = CopyGroups()
         self.turns = LaneTurns()
 
-    def __getattr__(self, name: str) -> list[registers.Row]:
+    def __getattr__(self, name: str) -> list[Row]:
         """A view of the registers, made when an instruction first reads them so: most are never needed."""
-        if name not in registers.WIDTH_OF_VIEW:
+        if name not in WIDTH_OF_VIEW:
             raise AttributeError(f"a warp has no {name!r}")
-        rows = registers.view(self._storage, name)
+        rows = self.registers.view(name)
         setattr(self, name, rows)
         return rows
 

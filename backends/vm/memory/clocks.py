@@ -1,23 +1,27 @@
-"""Who may see whose writes: vector clocks over the agents of a cluster, one pair a warp.
+"""Who may see whose writes: vector clocks over the agents of a cluster, and what they know of other clusters.
 
 `seen` orders everything: agent a's actions up to epoch seen[a] happen before the owner's next action. `fenced` is the
-part of it that is also visible to the asynchronous proxy in shared memory; grid_clocks holds that of global memory.
-`fence.proxy.async` sets fenced = seen; barriers and mbarriers carry both along, so either idiom (each writer fences
-before the barrier, or the issuer fences after it) is accepted, and a path without a proxy fence is found out (PTX ISA,
-Memory Consistency Model, proxy-preserved base causality order).
+part of it that is also visible to the asynchronous proxy in shared memory. `fence.proxy.async` sets fenced = seen.
+Barriers and mbarriers carry both along, so either idiom is accepted: each writer fences before the barrier, or the
+issuer fences after it. A path without a proxy fence is found out (PTX ISA, Memory Consistency Model, proxy-preserved
+base causality order).
 
 Memory keeps a stamp for each granule: the agent that wrote (or read) last and its epoch then, in one int32.
+
+Clusters order each other through flags in global memory (PTX ISA 8.9: release and acquire patterns). A release there
+carries all that its warp has seen, a relaxed access only what a fence of gpu scope has covered. What an acquire finds
+is known at once, what a relaxed access finds only after such a fence. Barriers carry all three parts along. Of generic
+writes to global memory, the asynchronous proxy sees only what a proxy fence has covered; that part of what is known of
+cluster n stands under -n, the own cluster included, and travels the same ways.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-
-from backends.vm.memory.grid_clocks import GridClock
 
 Epochs = npt.NDArray[np.int64]
 Stamps = npt.NDArray[np.int32]
@@ -61,6 +65,53 @@ def unordered(stamps: Stamps, seen: Epochs) -> npt.NDArray[np.bool_] | None:
         return None
     late = (stamps & EPOCH_MASK) > seen[stamps >> EPOCH_BITS]
     return late if np.count_nonzero(late) else None
+
+
+Snapshot = dict[int, Epochs]
+"""By serial number of a cluster, what is ordered before of each of its agents; by the negative number, what of that is
+visible to the asynchronous proxy. The arrays are never changed."""
+
+
+def merge(into: Snapshot, other: Snapshot) -> None:
+    """`into` sees everything that `other` has seen."""
+    for cluster, epochs in other.items():
+        mine = into.get(cluster)
+        if mine is not epochs:
+            into[cluster] = epochs if mine is None else np.maximum(mine, epochs)
+
+
+@dataclass(slots=True)
+class GridClock:
+    """`known`: ordered before, of the own cluster only what the asynchronous proxy sees. `published`: what fences have
+    covered, the own cluster included. `noticed`: found by relaxed accesses, and known after the next fence."""
+
+    known: Snapshot = field(default_factory=dict[int, Epochs])
+    published: Snapshot = field(default_factory=dict[int, Epochs])
+    noticed: Snapshot = field(default_factory=dict[int, Epochs])
+
+    def join(self, other: GridClock) -> None:
+        """Know, have published and have noticed everything that `other` has."""
+        merge(self.known, other.known)
+        merge(self.published, other.published)
+        merge(self.noticed, other.noticed)
+
+    def learn(self, cluster: int, seen: Epochs, found: Snapshot) -> None:
+        """Know what is in `found`; what it holds of the own `cluster` goes to `seen`."""
+        merge(self.known, {number: epochs for number, epochs in found.items() if number != cluster})
+        if cluster in found:
+            np.maximum(seen, found[cluster], out=seen)
+
+    def fence_proxy(self, cluster: int, seen: Epochs) -> None:
+        """`fence.proxy.async` of global memory by a warp of `cluster` whose own cluster's clock is `seen`."""
+        visible = {-number: epochs for number, epochs in self.known.items() if number > 0}
+        self.known.update(visible)
+        self.known[-cluster] = seen.copy()
+
+    def fence(self, cluster: int, seen: Epochs) -> None:
+        """A fence of gpu scope by a warp of `cluster` whose own cluster's clock is `seen`."""
+        self.learn(cluster, seen, self.noticed)
+        self.noticed = {}
+        self.published = {**self.known, cluster: seen.copy()}
 
 
 @dataclass(slots=True)

@@ -18,10 +18,9 @@ import numpy.typing as npt
 
 from backends.vm.faults import Fault
 from backends.vm.memory.agents import CLUSTER_SHIFT, Agents
-from backends.vm.memory.clocks import Clock, Epochs, agent_of, unordered
+from backends.vm.memory.clocks import Clock, Epochs, Snapshot, agent_of, merge, unordered
 from backends.vm.memory.dependent_launch import LaunchChain
 from backends.vm.memory.global_memory import Buffer, GlobalMemory
-from backends.vm.memory.grid_clocks import Snapshot, merge
 
 Dim3 = tuple[int, int, int]
 Addresses = npt.NDArray[np.int64]

@@ -26,6 +26,7 @@ Addresses = npt.NDArray[np.int64]
 Granules = npt.NDArray[np.int64]
 
 RESERVED = 0x400
+BANKS = 32
 MBARRIER = -1
 """What `in_flight` holds for the granules of a live mbarrier object."""
 RANK_SHIFT = 24
@@ -249,3 +250,21 @@ def _first(granules: Granules, bad: npt.NDArray[np.bool_]) -> tuple[int | None, 
     """Lane (of [lanes, granules]; None for a flat list) and granule of the first bad one."""
     where = np.argwhere(bad)[0]
     return (int(where[0]) if granules.ndim == 2 else None), int(granules[tuple(where)])
+
+
+def wavefronts(offsets: npt.NDArray[np.int64], size: int) -> tuple[int, int]:
+    """Fewest possible and actual passes over the 32 banks for lanes that access `size` bytes at `offsets` (bytes).
+
+    Lanes are served in groups of 128 bytes: all lanes, half warps or quarter warps. Within a group every bank gives one
+    4-byte word a pass, and lanes that want the same word share it.
+    """
+    words_per_lane = max(size // 4, 1)
+    lanes = BANKS // words_per_lane
+    taken = 0
+    groups = 0
+    words = (offsets[:, None] >> 2) + np.arange(words_per_lane)
+    for start in range(0, offsets.size, lanes):
+        distinct = np.unique(words[start : start + lanes])
+        taken += int(np.bincount(distinct & (BANKS - 1), minlength=1).max())
+        groups += 1
+    return groups, taken
