@@ -15,7 +15,7 @@ Bounds = tuple[int, int]
 
 @dataclass(slots=True)
 class RunSlice:
-    """A warp between two waits: steps `begins` to `ends`, in `blocks` turns of its own, with its notable opcodes."""
+    """A warp between two waits, from step `begins` to `ends`: the blocks that it ran and its notable opcodes."""
 
     begins: int
     ends: int
@@ -25,7 +25,10 @@ class RunSlice:
 
 @dataclass(slots=True)
 class Release:
-    """What ended a wait at `step`: the end of operation number `operation`, or else something that a warp did."""
+    """What ended a wait at `step`: operation number `operation`, or (None) something that `warp` of `cta` did.
+
+    `cta` counts the recorded CTAs of the launch.
+    """
 
     step: int
     cta: int
@@ -35,7 +38,7 @@ class Release:
 
 @dataclass(slots=True)
 class WaitSlice:
-    """A warp parked at PTX line `line`. `target` names what it waits for, `reason` says in which state that was."""
+    """A warp parked at PTX line `line`. `target` names the object of the wait, `reason` says its state then."""
 
     begins: int
     ends: int
@@ -48,7 +51,7 @@ class WaitSlice:
 
 @dataclass(slots=True)
 class WarpTrace:
-    """One warp. `classes` counts instructions by counter name, `opcodes` the notable ones that a lane took part in."""
+    """One warp. `classes` counts instructions by counter name, `opcodes` the notable ones that some lane executed."""
 
     index: int
     classes: dict[str, int] = field(default_factory=dict[str, int])
@@ -73,7 +76,10 @@ class OperationTrace:
 
 @dataclass(slots=True)
 class TmemTouch:
-    """Cells of tensor memory written or read, lanes and columns inclusive. `operation`: whose end makes it real."""
+    """Cells of tensor memory that an instruction writes or reads; bounds of lanes and columns are inclusive.
+
+    `operation`: the one whose end lands the write.
+    """
 
     step: int
     verb: str
@@ -150,7 +156,7 @@ class CtaTrace:
 
 @dataclass(slots=True)
 class BankConflicts:
-    """Passes over the banks beyond the fewest possible, of one PTX line, in all recorded CTAs."""
+    """Passes over the banks beyond the fewest possible, by one PTX line, in all recorded CTAs."""
 
     line: int
     text: str
@@ -176,7 +182,7 @@ class LaunchTrace:
 
 @dataclass(slots=True)
 class Trace:
-    """A whole run. `left_out` events came after `event_limit` was reached; counters and totals are not affected."""
+    """A whole run. `left_out` events came beyond `event_limit`; counters and totals include them."""
 
     schedule: str
     steps: int = 0

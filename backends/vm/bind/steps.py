@@ -54,7 +54,7 @@ def jump_if(target: int, after: int, guard: tuple[int, bool]) -> Step:
 
 
 def guarded_tail(tail: Step, guard: tuple[int, bool], after: int) -> Step:
-    """`@%p` before an instruction that may wait or leave: lanes that do not take part go on behind it."""
+    """`@%p` before an instruction that may wait: lanes that do not take part go on behind it."""
     row, negated = guard
 
     def run(warp: Warp) -> object:

@@ -104,7 +104,7 @@ def _unproven(graph: FlowGraph, bits: dict[Key, int], assigning: Sequence[bool])
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`size` bytes from byte `source_byte` of a register (None: of a value that is always there) to `byte`."""
+    """`size` bytes from byte `source_byte` of register `source` to `byte`. None: a value that is always there."""
 
     source: Key | None
     source_byte: int
@@ -113,7 +113,7 @@ class Piece:
 
 
 Plan = tuple[tuple[Key, tuple[Piece, ...]], ...]
-"""For each register written, the pieces that it is made of."""
+"""The pieces of each register written."""
 
 
 def carries(instruction: Instruction) -> bool:
@@ -122,7 +122,7 @@ def carries(instruction: Instruction) -> bool:
 
 
 def _carried(step: Step, instruction: Instruction, rows: Mapping[str, Key]) -> Step:
-    """Do the step, and give what it writes the state of what it reads. `rows` maps register names to their keys."""
+    """Do the step and give its destinations the state of its sources. `rows` maps register names to their keys."""
     if _is_packed_arithmetic(instruction):
         return _carried_by_parts(step, [_key_of(operand, rows) for operand in instruction.operands])
     return _carried_by_copy(step, _copy_plan(instruction, rows))

@@ -1,4 +1,4 @@
-"""Lane-wise access to any state space: one place that knows windows, ranks, ordering and counters."""
+"""Lane-wise access to any state space: the one place that knows windows, ranks, ordering and counters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def resolve(space: str, addresses: Addresses) -> tuple[str, Addresses]:
 
 
 def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Cta, Addresses]:
-    """The CTA whose shared memory is meant, and offsets in it. All lanes must mean the same CTA."""
+    """The CTA whose shared memory `addresses` lie in, and offsets in it. All lanes must mean the same CTA."""
     ranks = addresses >> RANK_SHIFT
     cluster = warp.cta.cluster
     if np.count_nonzero(ranks >= cluster.size):
@@ -56,7 +56,7 @@ def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Ct
 def load(
     warp: Warp, space: str, addresses: Addresses, size: int, *, strong: bool = False, lanes: Addresses | None = None
 ) -> Bytes:
-    """`size` bytes at each address, uint8 [n, size]. `lanes` they belong to: the active ones unless given."""
+    """`size` bytes at each address, uint8 [n, size]. `lanes` own the addresses: the active ones unless given."""
     lanes = np.flatnonzero(warp.mask) if lanes is None else lanes
     groups = _groups(space, addresses)
     if groups is not None:
@@ -99,7 +99,7 @@ def store(
     strong: bool = False,
     lanes: Addresses | None = None,
 ) -> None:
-    """Write uint8 [n, size] at each address. `lanes` they belong to: the active ones unless given."""
+    """Write uint8 [n, size] at each address. `lanes` own the addresses: the active ones unless given."""
     lanes = np.flatnonzero(warp.mask) if lanes is None else lanes
     groups = _groups(space, addresses)
     if groups is not None:
@@ -147,7 +147,7 @@ def _note_store(warp: Warp, addresses: Addresses, size: int, line: int, *, stron
 
 
 def _groups(space: str, addresses: Addresses) -> list[Addresses] | None:
-    """Positions of the lanes by state space (generic) or CTA (shared::cluster); None if there is one group."""
+    """Positions of the lanes by state space (generic) or CTA (shared::cluster). None if there is one group."""
     if space not in ("", "shared::cluster"):
         return None
     keys = addresses >> WINDOW_SHIFT
@@ -159,7 +159,7 @@ def _groups(space: str, addresses: Addresses) -> list[Addresses] | None:
 
 
 def _of_lane(fault: Fault, lanes: Addresses) -> Fault:
-    """Memories count the addresses of one access; reports count lanes of the warp."""
+    """`fault` with its lane counted in the warp: memories count the addresses of one access."""
     if fault.lane is not None:
         fault.lane = int(lanes[fault.lane])
     return fault
@@ -199,10 +199,10 @@ def _count_banks(warp: Warp, offsets: Addresses, size: int) -> None:
 def synchronise(
     warp: Warp, space: str, addresses: Addresses, sem: str, scope: str, *, acquire: bool, release: bool
 ) -> None:
-    """A strong operation on flags: releases carry the warp's clock to them, acquires take over what they carry.
+    """A strong operation on flags: a release carries the warp's clock to them, an acquire takes over what they carry.
 
-    An acquire comes before the access, a release after it. In global memory with a scope beyond the cluster a relaxed
-    operation needs the fence of the ISA's patterns (backends.vm.memory.clocks); elsewhere it is treated as both.
+    An acquire comes before the access, a release after it. In global memory, a relaxed operation of a scope beyond the
+    cluster needs the fence of the ISA's patterns (backends.vm.memory.clocks). Elsewhere it counts as both.
     """
     races = warp.cta.machine.races
     for address in dict.fromkeys(addresses.tolist()):

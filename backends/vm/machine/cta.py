@@ -30,7 +30,7 @@ NAMED_BARRIERS = 16
 class NamedBarrier:
     """`barrier` resource 0..15 of a CTA (PTX ISA 9.7.13.1): arrivals in threads, and the clocks they bring.
 
-    `expected` None: every thread of the CTA that has not ended, however many those are when the last one arrives.
+    `expected` None: every living thread of the CTA, as many as there are when the last one arrives.
     """
 
     arriving: Clock
@@ -91,12 +91,12 @@ class Cta:
 
     @property
     def tensor_agents(self) -> slice:
-        """Clock indices of everything that the tensor core does."""
+        """Clock indices of the tensor core."""
         return slice(self.tensor_agent, self.tensor_agent + 1 + ACCUMULATORS)
 
     @property
     def rank_bits(self) -> int:
-        """What this CTA's shared addresses carry in bits 31..24."""
+        """Bits 31..24 of this CTA's shared addresses."""
         return self.place.cta_rank << RANK_SHIFT
 
     def symbol_address(self, name: str, *, generic: bool) -> int:
@@ -111,7 +111,7 @@ class Cta:
         return offset
 
     def own_offset(self, address: int, access: str) -> int:
-        """Offset of a `.shared` (own CTA) address; another CTA's rank bits are a fault, as on an H200."""
+        """Offset of a `.shared` (own CTA) address. Another CTA's rank bits are a fault, as on an H200."""
         if address >> RANK_SHIFT != self.place.cta_rank:
             raise Fault("remote-shared", f"{access} through .shared with the address of CTA rank "
                         f"{address >> RANK_SHIFT} from CTA rank {self.place.cta_rank}: use .shared::cluster",
@@ -139,7 +139,7 @@ class Cta:
         self.smem.written[offset : offset + 8] = False
 
     def mbarrier(self, offset: int, clock: Clock | None = None) -> MBarrier:
-        """The live mbarrier at a shared offset. `clock` of who asks: its initialisation must be ordered before."""
+        """The live mbarrier at a shared offset. If `clock` is given, the initialisation must be ordered before it."""
         found = self.mbarriers.get(offset)
         if found is None:
             known = ", ".join(f"{at:#x}" for at in sorted(self.mbarriers)) or "none"
@@ -157,7 +157,7 @@ class Cta:
         return all(warp.done for warp in self.warps)
 
     def threads_ended(self) -> None:
-        """Barriers that only waited for threads that have now ended are complete (PTX ISA 9.7.13.1)."""
+        """Complete the barriers that only waited for threads that have now ended (PTX ISA 9.7.13.1)."""
         for barrier in self.named.values():
             if barrier.arrived and barrier.expected is None:
                 self.complete_barrier(barrier)
@@ -181,7 +181,7 @@ class Cta:
             self.machine.engine.events += 1
 
     def check_exit(self) -> None:
-        """What must be in order when a CTA ends: copies waited for, tensor memory given back."""
+        """Fault unless a CTA that ends has waited for its copies and given back its tensor memory."""
         for warp in self.warps:
             kinds = (("cp.async.bulk", warp.copies.bulk), ("cp.async", warp.copies.plain))
             for kind, lane, groups in ((kind, lane, groups) for kind, all_ in kinds for lane, groups in all_.items()):
@@ -229,7 +229,7 @@ class Cluster:
             self.ctas.append(Cta(run, self, Place(shape.grid, size, shape.block, ctaid, rank)))
 
     def next_copy(self) -> int:
-        """A serial number for a bulk copy: its epoch as an agent."""
+        """A serial number for a bulk copy; as an agent, that is its epoch."""
         self.copy_serial += 1
         return self.copy_serial
 

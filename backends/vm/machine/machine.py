@@ -28,9 +28,9 @@ MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
 MAX_THREADS = 1024
 MAX_CLUSTER = 16
-"""Launch limits of compute capability 9.0 and 10.0 (CUDA programming guide; more than 8 CTAs is not portable)."""
+"""Launch limits of compute capability 9.0 and 10.0 (CUDA programming guide). More than 8 CTAs are not portable."""
 LONG_RUN = 2000
-"""Turns after which one more cluster joins those in flight: the ones there may be waiting for it in global memory."""
+"""Turns after which one more cluster joins those in flight: they may be waiting for it in global memory."""
 
 
 class Observer(Protocol):
@@ -60,7 +60,7 @@ class Observer(Protocol):
 class Machine:
     """A GPU without a clock: memory, a schedule, an accumulation policy, and counters over all launches.
 
-    `unstarted`: first CTAs of the clusters of the running launch that have not begun.
+    `unstarted`: the first CTA of each cluster of the running launch that has not begun.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Run:
         self.warps: list[Warp] = []
 
     def to_the_end(self) -> None:
-        """Run until every CTA has ended; Fault for a deadlock, a leak or a broken rule."""
+        """Run until every CTA has ended. Fault for a deadlock, a leak or a broken rule."""
         stuck_at: object = None
         turns = 0
         while self._admit(self.machine.schedule.resident):
@@ -280,7 +280,7 @@ class Run:
                         counters[f"instructions_{name}"] += number * times
 
     def advance(self, warp: Warp, quantum: int) -> int:
-        """Let a warp run up to `quantum` blocks; returns how many it ran."""
+        """Let a warp run up to `quantum` blocks. Returns how many it ran."""
         if warp.done:
             return 0
         observer = self.machine.observer
@@ -293,12 +293,12 @@ class Run:
         return ran
 
     def awaited(self) -> list[object]:
-        """What the parked warps wait for (mbarriers and the like)."""
+        """The objects (mbarriers and the like) that parked warps wait for."""
         waits = [warp.strands[0].wait for warp in self.warps if warp.strands]
         return [wait.target for wait in waits if wait is not None and wait.target is not None]
 
     def expire_one(self, choice: random.Random) -> bool:
-        """Let one wait that may time out do so; False if there is none."""
+        """Let one wait that may time out do so. False if there is none."""
         waiting = [warp for warp in self.warps if (wait := warp.waiting()) is not None and wait.expire]
         if not waiting:
             return False

@@ -42,7 +42,7 @@ Key = tuple[int, int]
 class RegisterRows:
     """Rows given to the registers, literals, special registers and symbol addresses of one function.
 
-    Rows count from 0 in each width; literals follow the registers, at `counts[width] + position`.
+    Rows count from 0 in each width. Literals follow the registers.
     """
 
     widths: Mapping[str, int]
@@ -64,13 +64,13 @@ class RegisterRows:
         return made
 
     def reserve(self, width: int) -> Key:
-        """A fresh row of `width` bits. Literals must come after: they are placed when the code is complete."""
+        """A fresh row of `width` bits."""
         row = self.counts.get(width, 0)
         self.counts[width] = row + 1
         return width, row
 
     def literal(self, width: int, bits: int) -> int:
-        """The (negative) handle of a literal; a list index from the end, see RegisterFile."""
+        """The row of a literal: negative, since literals lie at the end of a RegisterFile."""
         known = self._literals.get((width, bits))
         if known is None:
             pool = self.constants.setdefault(width, [])
@@ -79,13 +79,13 @@ class RegisterRows:
         return known
 
     def special(self, name: str) -> Key:
-        """The row that a warp fills with special register `name` when it starts."""
+        """The row into which a warp writes special register `name` when it starts."""
         if name not in self.specials:
             self.specials[name] = self.reserve(32)
         return self.specials[name]
 
     def address(self, name: str, offset: int, width: int) -> Key:
-        """The row that a warp fills with the address of symbol `name` plus `offset`."""
+        """The row into which a warp writes the address of symbol `name` plus `offset` when it starts."""
         key = (name, offset, width)
         if key not in self.addresses:
             self.addresses[key] = self.reserve(width)

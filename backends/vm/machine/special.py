@@ -1,4 +1,4 @@
-"""Special registers: what a warp finds in `%tid.x`, `%laneid`, `%cluster_ctarank` and their like when it starts."""
+"""Special registers, such as `%tid.x` and `%cluster_ctarank`: their values when a warp starts, and the sizes behind."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _SINGLES = (
 SPECIAL_REGISTERS = frozenset(
     [f"%{name}.{axis}" for name in _TRIPLES for axis in _AXES] + [f"%{name}" for name in _SINGLES]
 )
-"""Special registers that hold one value for the whole life of a warp; clocks are read by `mov` alone."""
+"""Special registers that keep one value for the whole life of a warp. Only `mov` reads clocks."""
 
 
 def value(name: str, warp: Warp) -> npt.NDArray[np.uint32]:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 Mask = npt.NDArray[np.bool_]
 
 FIRST_PATIENCE = 4096
-"""Blocks in which nothing happens before other lanes get a turn; a long computation of some lanes ends before."""
+"""Blocks in which nothing happens before other lanes get a turn. A long computation of some lanes ends before."""
 LATER_PATIENCE = 32
-"""The same in a warp that has been seen spinning."""
+"""The same in a warp that has spun before."""
 TURN = 32
 
 
@@ -39,7 +39,7 @@ class Strand:
 
 @dataclass(slots=True)
 class LaneTurns:
-    """`quiet` blocks have run since event `events` of the machine; lane `chosen` has `left` blocks of its turn."""
+    """`quiet` blocks have run since event `events` of the machine. Lane `chosen` has `left` blocks of its turn left."""
 
     patience: int = FIRST_PATIENCE
     quiet: int = 0
@@ -49,7 +49,7 @@ class LaneTurns:
     given: int = 0
 
     def after_block(self, warp: Warp) -> None:
-        """A strand of `warp`, which is diverged, has run a block: order the strands for the next one."""
+        """A strand of the diverged `warp` has run a block: order the strands for the next one."""
         events = warp.cta.machine.engine.events
         if events != self.events:
             self.events, self.quiet = events, 0
@@ -82,7 +82,7 @@ class LaneTurns:
 
 
 def merged(strands: list[Strand]) -> list[Strand]:
-    """Strands by block, those that run at the same block as one."""
+    """Strands by block; those that run at the same block become one."""
     found: list[Strand] = []
     for strand in sorted(strands, key=lambda one: one.block):
         last = found[-1] if found else None

@@ -1,4 +1,4 @@
-"""A warp: 32 lanes in step, the registers they hold, and the strands they fall into when they diverge."""
+"""A warp: 32 lanes in step, their registers, and the strands that they fall into when they diverge."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Warp:
     """32 lanes of a CTA running one function.
 
     Register rows are lists of arrays of shape [32], one list for each way to read them (`f32`, `u64`, `pred`, ...).
-    `mask` holds the active lanes; `where` is the same for ufuncs, or True when all 32 are active.
+    `mask` holds the active lanes. `where` is the same for ufuncs, or True when all 32 are active.
     """
 
     pred: list[Mask]
@@ -71,7 +71,7 @@ class Warp:
         self.turns = LaneTurns()
 
     def __getattr__(self, name: str) -> list[Row]:
-        """A view of the registers, made when an instruction first reads them so: most are never needed."""
+        """A view of the registers, made when an instruction first needs it: most are never needed."""
         if name not in WIDTH_OF_VIEW:
             raise AttributeError(f"a warp has no {name!r}")
         rows = self.registers.view(name)
@@ -79,7 +79,7 @@ class Warp:
         return rows
 
     def fill_symbols(self) -> None:
-        """Write special registers and symbol addresses; once, when the CTA is complete."""
+        """Write special registers and symbol addresses. Called once, when the CTA is complete."""
         for name, (_, row) in self.code.rows.specials.items():
             self.u32[row][:] = special.value(name, self)
         for (name, offset, width), (_, row) in self.code.rows.addresses.items():
@@ -95,7 +95,7 @@ class Warp:
 
     @property
     def full(self) -> bool:
-        """Whether every lane that has not ended is active: what `.aligned` asks for."""
+        """Whether every living lane is active, as `.aligned` asks."""
         return not np.count_nonzero(self.mask != self.alive)
 
     def converged(self, what: str) -> None:
@@ -106,13 +106,13 @@ class Warp:
                         f"{lanes.tolist()} are elsewhere", lane=int(lanes[0]))  # fmt: skip
 
     def next_epoch(self) -> None:
-        """What this warp does from now on is no longer covered by what it has released."""
+        """Begin an epoch: what this warp has released does not cover what it does from now on."""
         epoch = int(self.clock.seen[self.agent]) + 1
         self.clock.seen[self.agent] = epoch
         self.stamp = stamp(self.agent, epoch)
 
     def fence_proxy(self, *, shared: bool, global_: bool) -> None:
-        """`fence.proxy.async`: what was ordered before now in these memories is visible to the asynchronous proxy."""
+        """`fence.proxy.async`: the asynchronous proxy sees what is ordered before now in these memories."""
         if shared:
             self.clock.fence_proxy()
         if global_ and self.cta.machine.races.stored:
@@ -165,7 +165,7 @@ class Warp:
         self.strands.append(Strand(block, mask))
 
     def waiting(self) -> Wait | None:
-        """The wait that the foremost strand is parked at, if it is and is not ready."""
+        """The wait that the foremost strand is parked at, if there is one and it is not ready."""
         if not self.strands:
             return None
         wait = self.strands[0].wait
@@ -174,7 +174,7 @@ class Warp:
         return wait
 
     def yield_strand(self) -> bool:
-        """Let another strand run although the foremost one waits (independent thread scheduling); False if none can."""
+        """Let another strand run while the foremost one waits (independent thread scheduling). False if none can."""
         for position, strand in enumerate(self.strands):
             if strand.wait is None or strand.wait.ready():
                 self.strands.insert(0, self.strands.pop(position))
@@ -182,11 +182,11 @@ class Warp:
         return False
 
     def sort_strands(self) -> None:
-        """The strand in the lowest block first; strands in one block join."""
+        """Put the strand in the lowest block first. Strands in one block join."""
         self.strands[:] = merged(self.strands)
 
     def run(self, quantum: int) -> int:
-        """Execute up to `quantum` blocks; stop at a wait or the end. Returns how many blocks were executed."""
+        """Execute up to `quantum` blocks, or until a wait or the end. Returns how many blocks were executed."""
         done = 0
         while done < quantum and self.strands:
             strand = self.strands[0]
@@ -219,7 +219,7 @@ class Warp:
         return True
 
     def rejoin(self) -> None:
-        """Lanes that wait at the same instruction as the foremost strand, and may go on, go on with it."""
+        """Join the foremost strand with those that wait at the same instruction and may go on."""
         strand = self.strands[0]
         others = [other for other in self.strands[1:] if other.block == strand.block and other.wait is not None]
         for other in others:
@@ -275,6 +275,6 @@ class Warp:
 
     @property
     def line(self) -> int:
-        """PTX line of the instruction that is running or that the warp waits at."""
+        """PTX line of the instruction that runs or that the warp waits at."""
         block = self.code.blocks[self.block]
         return block.instructions[-1].line if block.instructions else 0

@@ -31,10 +31,10 @@ EPOCH_BITS = 21
 """Leaves 10 bits for agents: 16 CTAs of 32 warps, their tensor cores and the copies are 704."""
 EPOCH_MASK = (1 << EPOCH_BITS) - 1
 PENDING = EPOCH_MASK
-"""The epoch of a write that is not complete for anybody, the writer included (tcgen05.st before its wait)."""
+"""The epoch of a write that nobody may rely on yet, not even the writer (tcgen05.st before its wait)."""
 
 WAITED = -1
-"""The last element of `seen` belongs to no agent: it is 1 for whoever is ordered after a griddepcontrol.wait."""
+"""The last element of `seen` belongs to no agent: it is 1 once a griddepcontrol.wait comes before."""
 
 
 def stamp(agent: int, epoch: int) -> int:
@@ -68,8 +68,8 @@ def unordered(stamps: Stamps, seen: Epochs) -> npt.NDArray[np.bool_] | None:
 
 
 Snapshot = dict[int, Epochs]
-"""By serial number of a cluster, what is ordered before of each of its agents; by the negative number, what of that is
-visible to the asynchronous proxy. The arrays are never changed."""
+"""By serial number of a cluster: the epochs of its agents that are ordered before. By the negative number: those that
+the asynchronous proxy sees too. Nobody changes the arrays."""
 
 
 def merge(into: Snapshot, other: Snapshot) -> None:
@@ -82,8 +82,12 @@ def merge(into: Snapshot, other: Snapshot) -> None:
 
 @dataclass(slots=True)
 class GridClock:
-    """`known`: ordered before, of the own cluster only what the asynchronous proxy sees. `published`: what fences have
-    covered, the own cluster included. `noticed`: found by relaxed accesses, and known after the next fence."""
+    """What a clock knows of other clusters.
+
+    `known` is ordered before; of the own cluster it holds only what the asynchronous proxy sees. `published` is what
+    fences have covered, the own cluster included. `noticed` was found by relaxed accesses and is known after the next
+    fence.
+    """
 
     known: Snapshot = field(default_factory=dict[int, Epochs])
     published: Snapshot = field(default_factory=dict[int, Epochs])
@@ -96,7 +100,7 @@ class GridClock:
         merge(self.noticed, other.noticed)
 
     def learn(self, cluster: int, seen: Epochs, found: Snapshot) -> None:
-        """Know what is in `found`; what it holds of the own `cluster` goes to `seen`."""
+        """Know what is in `found`. Its part about the own `cluster` goes to `seen`."""
         merge(self.known, {number: epochs for number, epochs in found.items() if number != cluster})
         if cluster in found:
             np.maximum(seen, found[cluster], out=seen)
@@ -118,7 +122,7 @@ class GridClock:
 class Clock:
     """The pair of vector clocks that an agent or a barrier carries; arrays of shape [agents].
 
-    `grid` is what it knows of other clusters, None until a flag in global memory or a fence of gpu scope matters.
+    `grid` tells of other clusters; it is None until a flag in global memory or a fence of gpu scope matters.
     """
 
     seen: Epochs
@@ -127,12 +131,14 @@ class Clock:
 
     @classmethod
     def zero(cls, agents: int) -> Clock:
-        """A clock that has seen nothing (epoch 0 of everybody, which nobody writes in)."""
+        """A clock that has seen nothing: epoch 0 of every agent, in which no agent writes."""
         return cls(np.zeros(agents, np.int64), np.zeros(agents, np.int64))
 
     def of_copy(self) -> Clock:
-        """A new clock for what the end of a copy brings, of a copy that the owner of this one issues: it comes after a
-        griddepcontrol.wait before the issue, and of other things only after the copy."""
+        """A new clock for the end of a copy that the owner of this one issues.
+
+        The end comes after a griddepcontrol.wait before the issue; of anything else it tells only the copy.
+        """
         made = Clock.zero(self.seen.size)
         made.seen[WAITED] = self.seen[WAITED]
         return made
@@ -145,7 +151,7 @@ class Clock:
             self.grid_part().join(other.grid)
 
     def copy(self) -> Clock:
-        """A clock of its own that has seen the same."""
+        """A separate clock that has seen the same."""
         made = Clock(self.seen.copy(), self.fenced.copy())
         if self.grid is not None:
             made.grid_part().join(self.grid)

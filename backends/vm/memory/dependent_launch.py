@@ -1,12 +1,12 @@
-"""Programmatic dependent launch: which earlier launches may still run, and what of theirs may not be touched yet.
+"""Programmatic dependent launch: which earlier launches may still run, and which of their bytes nobody may touch yet.
 
 A launch with the attribute may begin as soon as the CTAs of the launch before it have executed
-griddepcontrol.launch_dependents or ended, whether or not what they wrote has arrived. griddepcontrol.wait waits until
-the launch before is complete and its memory operations are visible (PTX ISA 9.7.13.13; the CUDA programming guide,
-"Programmatic Dependent Launch and Synchronization", asks for it also where nobody launches dependents early). It is not
-said to wait for more: what ran before that one is over only if that one has itself waited.
+griddepcontrol.launch_dependents or ended, even before their writes have arrived. griddepcontrol.wait waits until the
+launch before is complete and its memory operations are visible (PTX ISA 9.7.13.13; the CUDA programming guide,
+"Programmatic Dependent Launch and Synchronization", asks for it also where nobody launches dependents early). Neither
+source says that it waits for more: the launch before that one is over only if that one has itself waited.
 
-A wait is one element of the vector clocks, so that whatever orders a warp after one that has waited carries it along.
+A wait is one element of the vector clocks. Any order after a warp that has waited carries it along.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """A launch that may still run: its kernel, and who touched what, by the base of the buffer."""
+    """A launch that may still run: its kernel, and its shadows by the base of the buffer."""
 
     kernel: str
     shadows: dict[int, Shadow]
@@ -35,8 +35,11 @@ class Earlier:
 
 @dataclass(slots=True)
 class LaunchChain:
-    """The launches that may overlap the running one, the latest first: `before` for warps that have not waited, `after`
-    for those that have. `waited`: a warp of the running launch has."""
+    """The launches that may overlap the running one, the latest first.
+
+    `before` holds for warps that have not waited, `after` for those that have. `waited`: a warp of the running launch
+    has waited.
+    """
 
     kernel: str = ""
     before: list[Earlier] = field(default_factory=list[Earlier])
@@ -44,7 +47,7 @@ class LaunchChain:
     waited: bool = False
 
     def begin(self, kernel: str, last: dict[int, Shadow], *, dependent: bool) -> None:
-        """A launch of `kernel` begins, and `last` are the shadows of the one before."""
+        """A launch of `kernel` begins; `last` are the shadows of the one before."""
         if dependent:
             unfinished = self.after if self.waited else self.before
             self.before = [Earlier(self.kernel, last), *self.before]
@@ -64,8 +67,10 @@ class LaunchChain:
     def check(
         self, buffer: Buffer, addresses: Addresses, size: int, clock: Clock, *, writes: bool, by_lane: bool
     ) -> None:
-        """Fault if `size` bytes at any of the addresses [n] of one buffer belong to a launch that may still run: those
-        that it wrote, and for a write also those that it read."""
+        """Fault if a launch that may still run wrote any of `size` bytes at addresses [n] of one buffer.
+
+        A write may not meet its reads either.
+        """
         waited = has_waited(clock)
         for earlier in self.after if waited else self.before:
             shadow = earlier.shadows.get(buffer.base)
@@ -96,7 +101,7 @@ class LaunchChain:
 
 
 def has_waited(clock: Clock) -> bool:
-    """Whether a griddepcontrol.wait, of its owner or another warp, comes before its owner's next action."""
+    """Whether a griddepcontrol.wait of any warp comes before the next action of the owner of `clock`."""
     if clock.seen[WAITED]:
         return True
     grid = clock.grid

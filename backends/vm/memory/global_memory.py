@@ -19,7 +19,7 @@ PARAM_WINDOW = 3 << 56
 WINDOW_SHIFT = 56
 FIRST_ADDRESS = 0x7F40_0000_0000
 GAP = 1 << 20
-"""Unmapped bytes between buffers that the machine places itself, so that an overrun meets nothing."""
+"""Unmapped bytes between buffers that the machine places itself: an overrun meets nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def check_alignment(addresses: Addresses, size: int, access: str) -> None:
 
 
 class GlobalMemory:
-    """Buffers by address. An access that is not wholly inside one buffer is a fault that names the nearest one."""
+    """Buffers by address. An access outside of every buffer is a fault that names the nearest one."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []
@@ -65,7 +65,7 @@ class GlobalMemory:
         return buffer
 
     def place_above(self, address: int) -> None:
-        """Buffers that the machine places itself go to `address` and up, clear of those mapped at real addresses."""
+        """Place buffers from `address` on, clear of those mapped at real addresses."""
         self._next = max(self._next, address)
 
     def remove(self, buffer: Buffer) -> None:
@@ -133,8 +133,10 @@ class GlobalMemory:
         buffer.data[offsets[:, None] + np.arange(size)] = values
 
     def locate(self, addresses: Addresses, size: int, access: str) -> tuple[Buffer | None, Addresses]:
-        """The buffer that holds `size` bytes at every address, with offsets in it; None and the addresses if they lie
-        in several. Fault if one lies in none, or is not aligned to `size`."""
+        """The buffer that holds `size` bytes at every address, and offsets in it.
+
+        None and the addresses if they lie in several buffers. Fault if one lies in none, or is not aligned to `size`.
+        """
         check_alignment(addresses, size, access)
         low, high = int(addresses.min()), int(addresses.max())
         index = bisect.bisect(self._bases, low) - 1

@@ -1,10 +1,10 @@
 """Races in global memory: for each granule of a writable buffer, who wrote last and who read last in this launch.
 
-A mark is the serial number of a cluster (bits 63..32) and a stamp of clocks.py below it; 0 is nobody, as the
-start of a launch comes after everything before it. Granules are of 16 bytes until an access of fewer bytes is seen.
-Strong accesses (atomics, volatile, relaxed and up) race with nobody. What bulk copies read and overwrite of generic
-writes of the same launch needs a proxy fence in between, on either side (PTX ISA 8.6, 9.7.9.25.2); the other way there
-is one at the end of each copy. `stored`: there has been a generic write, so that proxy fences matter.
+A mark is the serial number of a cluster (bits 63..32) above a stamp of clocks.py. 0 is nobody: the start of a launch
+comes after everything before it. Granules have 16 bytes until an access of fewer bytes is seen. Strong accesses
+(atomics, volatile, relaxed and up) race with nobody. A bulk copy that reads or overwrites generic writes of the same
+launch needs a proxy fence in between, on either side (PTX ISA 8.6, 9.7.9.25.2). The other way round, the end of each
+copy is one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from backends.vm.memory.global_memory import Buffer, GlobalMemory
 Dim3 = tuple[int, int, int]
 Addresses = npt.NDArray[np.int64]
 Marks = int | npt.NDArray[np.int64]
-"""One mark or stamp, or one for each access: [n, 1]."""
+"""One mark or stamp, or one an access: [n, 1]."""
 Pieces = tuple[Addresses, int, int]
 """Addresses of pieces that a copy writes, their size in bytes, and the stamp of the copy."""
 COARSE = 16
@@ -64,7 +64,7 @@ class Shadow:
         )
 
     def granules(self, addresses: Addresses, size: int) -> Addresses:
-        """Granules [n, granules] of accesses of `size` bytes at addresses [n]; makes granules smaller if need be."""
+        """Granules [n, granules] of accesses of `size` bytes at addresses [n]. Splits granules if need be."""
         exact = (size & -size).bit_length() - 1
         if exact < self.shift:
             times = 1 << self.shift - exact
@@ -77,7 +77,11 @@ class Shadow:
 
 
 class GlobalRaces:
-    """The shadows and the flags of one launch. `first_ctas`: by serial number of a cluster, its first CTA."""
+    """The shadows and the flags of one launch.
+
+    `first_ctas`: the first CTA of a cluster, by serial number. `stored`: there has been a generic write, so that proxy
+    fences matter.
+    """
 
     def __init__(self) -> None:
         self.flags: dict[int, Snapshot] = {}
@@ -87,7 +91,7 @@ class GlobalRaces:
         self._shadows: dict[int, Shadow] = {}
 
     def begin_launch(self, kernel: str, *, dependent: bool = False) -> None:
-        """Everything up to now comes before everything from now on, but for what a `dependent` launch may overlap."""
+        """Order everything so far before everything from now on, except what a `dependent` launch may overlap."""
         self.chain.begin(kernel, self._shadows, dependent=dependent)
         self.flags.clear()
         self.first_ctas.clear()
@@ -111,8 +115,10 @@ class GlobalRaces:
         by_lane: bool = True,
         bulk: bool = False,
     ) -> None:
-        """Addresses [n] of one buffer are read, `size` bytes each, for `warp` by the agent and epoch of `stamp`; Fault
-        for a race, with the number of the access as its lane if `by_lane`. `bulk`: through the asynchronous proxy."""
+        """The agent and epoch of `stamp` read `size` bytes at each address [n] of one buffer, for `warp`.
+
+        Fault for a race; its lane is the number of the access if `by_lane`. `bulk`: through the asynchronous proxy.
+        """
         if self.chain.before:
             self.chain.check(buffer, addresses, size, warp.clock, writes=False, by_lane=by_lane)
         shadow = self._shadow(buffer)
@@ -135,7 +141,7 @@ class GlobalRaces:
         by_lane: bool = True,
         bulk: bool = False,
     ) -> None:
-        """As `read`, for a write at PTX `line`; a `strong` one races with nothing of its own launch."""
+        """As `read`, for a write at PTX `line`. A `strong` one races with nothing of its own launch."""
         if self.chain.before:
             self.chain.check(buffer, addresses, size, warp.clock, writes=True, by_lane=by_lane)
         shadow = self._shadow(buffer)
@@ -152,7 +158,7 @@ class GlobalRaces:
     def copied_from(
         self, memory: GlobalMemory, addresses: Addresses, size: int, warp: Accessor, stamp: int, *, bulk: bool
     ) -> None:
-        """A copy for `warp` reads `size` bytes at each address; all lie in one buffer, or the copy itself will fail."""
+        """A copy for `warp` reads `size` bytes at each address. All lie in one buffer, or the copy itself will fail."""
         buffer = memory.holding(int(addresses[0]))
         if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
             self.read(buffer, addresses, size, warp, stamp, by_lane=False, bulk=bulk)
@@ -221,8 +227,7 @@ class GlobalRaces:
         return f"{name} of {'the cluster of ' if agents.size > 1 else ''}CTA {self.first_ctas[serial]}"
 
     def release(self, address: int, warp: Accessor, *, ordered: bool) -> None:
-        """A strong write of gpu scope: the flag carries all that `warp` has seen, or if not `ordered` what it has
-        published."""
+        """A strong write of gpu scope. The flag carries what `warp` has seen, or unless `ordered`, what it published."""
         grid, cluster = warp.clock.grid, warp.agents.serial
         if ordered:
             carried = {**(grid.known if grid is not None else {}), cluster: warp.clock.seen.copy()}
@@ -233,7 +238,7 @@ class GlobalRaces:
         merge(self.flags.setdefault(address, {}), carried)
 
     def acquire(self, address: int, warp: Accessor, *, ordered: bool) -> None:
-        """A strong read of gpu scope: what the flag carries is known, or if not `ordered` noticed."""
+        """A strong read of gpu scope: `warp` knows what the flag carries; unless `ordered`, it only notices it."""
         found = self.flags.get(address)
         if not found:
             return
@@ -249,7 +254,7 @@ def _inside(buffer: Buffer, addresses: Addresses, size: int) -> bool:
 
 
 def _late(found: Addresses, warp: Accessor) -> npt.NDArray[np.bool_]:
-    """Which marks nothing orders before `warp`'s next action."""
+    """Which marks no synchronisation orders before the next action of `warp`."""
     clusters = found >> CLUSTER_SHIFT
     own = warp.agents.serial
     mine = clusters == own
@@ -280,7 +285,7 @@ def _outside(here: npt.NDArray[np.bool_], found: Addresses, seen: Epochs) -> npt
 
 
 def _unfenced(found: Addresses, warp: Accessor) -> npt.NDArray[np.bool_]:
-    """Which marks are of generic writes that no proxy fence has made visible to the copies of `warp`."""
+    """Which marks are generic writes that no proxy fence has made visible to the copies of `warp`."""
     late = (found != 0) & (agent_of(found & STAMP_MASK) < warp.agents.first_engine)
     if not np.count_nonzero(late) or warp.clock.grid is None:
         return late

@@ -12,7 +12,7 @@ MAX_COUNT = (1 << 20) - 1
 
 
 class Signaller(Protocol):
-    """An asynchronous operation that signals an mbarrier: what reports say of it."""
+    """An asynchronous operation that signals an mbarrier, as far as reports name it."""
 
     what: str
     kernel: str
@@ -25,10 +25,9 @@ class Signaller(Protocol):
 class MBarrier:
     """One mbarrier at `offset` of a CTA's shared memory.
 
-    `arriving` gathers the clocks of the arrivals of the current phase; `completed` those of all phases that have
-    completed, which a successful wait acquires. `phase` counts completed phases: its lowest bit is the parity.
-    `creator` initialised it in its epoch `created`; copies that signal it are agent `copy_agent`, `last_copy`
-    the latest.
+    `arriving` joins the clocks of the arrivals of the current phase, `completed` those of all completed phases; a
+    successful wait acquires `completed`. `phase` counts completed phases: its lowest bit is the parity. Agent `creator`
+    initialised it in its epoch `created`. Copies that signal it are agent `copy_agent`; `last_copy` is the latest.
     """
 
     offset: int
@@ -60,7 +59,7 @@ class MBarrier:
         self._check_transactions()
 
     def complete_transactions(self, transactions: int, clock: Clock, by: str) -> None:
-        """Bytes of an asynchronous copy have landed; may precede the matching expect."""
+        """Bytes of an asynchronous copy have landed. This may precede the matching expect."""
         self.transactions -= transactions
         self._check_transactions()
         self.arriving.join(clock)
@@ -93,7 +92,7 @@ class MBarrier:
             self.arriving.clear()
 
     def passed(self, parity: int) -> bool:
-        """What `test_wait.parity` answers: whether the phase of that parity is over (current parity differs)."""
+        """What `test_wait.parity` answers: the phase of that parity is over, since the current parity differs."""
         return (self.phase & 1) != parity
 
     def state(self) -> str:

@@ -1,8 +1,8 @@
 """Shared memory of one CTA: bytes, and for each byte or granule what silicon hides.
 
-Whether a byte was ever written; per 4-byte granule who wrote last and who read last (stamps of clocks.py);
-and whether a bulk copy into it is still in flight. Addresses are 32-bit shared addresses whose bits 31..24 hold the
-CTA's rank in its cluster and whose first 0x400 bytes are reserved (measured on an H200, facts.md 0.1).
+That is whether a byte was ever written; and for each 4-byte granule who wrote last, who read last (stamps of clocks.py)
+and whether a bulk copy into it is in flight. Bits 31..24 of a 32-bit shared address hold the CTA's rank in its cluster.
+The first 0x400 bytes are reserved (measured on an H200, facts.md 0.1).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Granules = npt.NDArray[np.int64]
 RESERVED = 0x400
 BANKS = 32
 MBARRIER = -1
-"""What `in_flight` holds for the granules of a live mbarrier object."""
+"""The value of `in_flight` in the granules of a live mbarrier object."""
 RANK_SHIFT = 24
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
 MAX_DYNAMIC = 232448
-"""Most dynamic shared memory of a block, bytes, on sm_90 and sm_100 (facts.md 0.1)."""
+"""Bytes of dynamic shared memory that a block may have on sm_90 and sm_100 (facts.md 0.1)."""
 
 
 class SharedMemory:
     """`size` bytes from offset 0, the reserved 0x400 included. Offsets below are addresses without rank bits.
 
-    `contested` granules hold bytes of several generic writers that nothing orders; order among those is not judged.
+    `contested` granules hold bytes of several generic writers that nothing orders. Order among those is not judged.
     `readers` holds readers besides the last: by agent, int32 epochs [granules]. `many_readers` has those granules.
     """
 
@@ -75,7 +75,7 @@ class SharedMemory:
         self.check(np.array([offset], np.int64), size, access)
 
     def load(self, offsets: Addresses, size: int, clock: Clock, stamp: int, *, strong: bool = False) -> Bytes:
-        """Generic-proxy read of uint8 [n, size]; checks initialisation, bulk copies in flight and races.
+        """Generic-proxy read of uint8 [n, size]. Checks initialisation, bulk copies in flight and races.
 
         `strong` accesses (atomics, volatile, relaxed and up) race with nobody.
         """
@@ -95,7 +95,7 @@ class SharedMemory:
     def store(
         self, offsets: Addresses, values: Bytes, clock: Clock, stamp: int, line: int, *, strong: bool = False
     ) -> None:
-        """Generic-proxy write of uint8 [n, size] at each offset; where lanes collide the highest lane wins."""
+        """Generic-proxy write of uint8 [n, size] at each offset. Where lanes collide the highest lane wins."""
         size = values.shape[1]
         self.check(offsets, size, "store")
         index = offsets[:, None] + np.arange(size)
@@ -114,8 +114,10 @@ class SharedMemory:
         self.writer_line[granules] = line
 
     def _check_neighbours(self, granules: Granules, clock: Clock) -> None:
-        """A store of less than a granule: its other bytes may rightly belong to another warp, so only copies and the
-        tensor core, which take whole granules, count; the granule is marked as shared between generic writers."""
+        """Checks of a store of less than a granule, whose other bytes may rightly belong to another warp.
+
+        Only copies and the tensor core count: they take whole granules. The granule becomes contested.
+        """
         for stamps, action in ((self.writer, "overwritten"), (self.reader, "overwritten")):
             found = stamps[granules]
             late = unordered(found, clock.seen)
@@ -220,9 +222,9 @@ class SharedMemory:
     def async_write_begins(
         self, granules: Granules, clock: Clock, line: int, what: str, *, generic: bool = False
     ) -> None:
-        """A copy into `granules` is issued: earlier readers and writers must be ordered before it.
+        """A copy into `granules` is issued. Earlier readers and writers must be ordered before it.
 
-        `generic`: cp.async and st.async, which write through the generic proxy and so need no proxy fence.
+        `generic`: cp.async and st.async write through the generic proxy and so need no proxy fence.
         """
         self._check_inside(granules, f"{what} writes")
         self._check_idle(granules, "overwritten")

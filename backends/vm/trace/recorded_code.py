@@ -1,4 +1,4 @@
-"""Which instructions a recorder hears of, and how: those that move data, synchronise or compute a tile."""
+"""The instructions that report to a recorder: those that move data, synchronise or compute a tile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SPACES = ("global", "shared", "local", "const", "param")
 
 
 def mnemonic(instruction: Instruction) -> str:
-    """What an instruction does in a few words of PTX, such as "tcgen05.mma" or "cp.async.bulk.tensor.shared.global"."""
+    """An instruction in a few words of PTX, such as "tcgen05.mma" or "cp.async.bulk.tensor.shared.global"."""
     parts = instruction.parts
     spaces = [part.partition("::")[0] for part in parts[1:] if part.partition("::")[0] in _SPACES]
     if parts[0] == "cp":
@@ -40,7 +40,7 @@ def mnemonic(instruction: Instruction) -> str:
 
 
 def notable(instruction: Instruction) -> bool:
-    """Whether a recorder wants to hear of it. Parameter loads are of no interest."""
+    """Whether a recorder hears of the instruction. Parameter loads are of no interest."""
     return instruction.parts[0] in _NOTABLE and mnemonic(instruction) != "ld.param"
 
 

@@ -1,7 +1,7 @@
-"""Records what the agents of a machine do, for a person to look at. A machine without a recorder pays nothing for it.
+"""The observer of a machine that fills a Trace for a person to look at. A machine without one pays nothing.
 
-A recorder instruments a private copy of a kernel's code (the notable instructions report themselves), stands between
-the schedule and the warps, and watches operations begin and end. It never changes who moves next.
+A recorder instruments a private copy of a kernel's code, so that notable instructions report themselves. It stands
+between the schedule and the warps, and it watches operations begin and end. It never changes who moves next.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 _SIGNALS = ("mbarrier", "bar", "barrier", "cp", "tcgen05")
 """First parts of the instructions that may reach a barrier."""
-EVENT_LIMIT = 200_000
-CTA_LIMIT = 4
+MAX_EVENTS = 200_000
+MAX_CTAS = 4
 
 
 class RecordedEngine(Engine):
@@ -59,7 +59,7 @@ class RecordedEngine(Engine):
 
 @dataclass(slots=True)
 class Doing:
-    """Who is at work, a warp in an instruction or an operation that ends, and how the barriers stood before."""
+    """The agent at work, a warp in an instruction or an operation that ends, and the barriers as they stood before."""
 
     warp: Warp | None = None
     instruction: Instruction | None = None
@@ -70,7 +70,7 @@ class Doing:
 class Recorder:
     """Fills a Trace. `cta_limit` CTAs a launch are recorded, at most `event_limit` events in all."""
 
-    def __init__(self, event_limit: int = EVENT_LIMIT, cta_limit: int = CTA_LIMIT) -> None:
+    def __init__(self, event_limit: int = MAX_EVENTS, cta_limit: int = MAX_CTAS) -> None:
         self.trace = Trace("", event_limit=event_limit)
         self.cta_limit = cta_limit
         self.step = 0
@@ -85,7 +85,7 @@ class Recorder:
         self._issued = 0
 
     def room(self) -> bool:
-        """Whether one more event may be kept; counts it either way."""
+        """Whether one more event may be kept. Counts it either way."""
         self.events += 1
         if self.events > self.trace.event_limit:
             self.trace.left_out += 1
@@ -127,7 +127,7 @@ class Recorder:
             self._operations.clear()
 
     def cluster_begins(self, cluster: Cluster) -> None:
-        """A cluster became resident; its CTAs are recorded while `cta_limit` allows."""
+        """A cluster has become resident. Record its CTAs while `cta_limit` allows."""
         launch = self.trace.launches[-1]
         for cta in cluster.ctas:
             if len(launch.ctas) < self.cta_limit:
@@ -140,7 +140,7 @@ class Recorder:
         return self._ctas.get(id(warp.cta))
 
     def run(self, warp: Warp, quantum: int) -> int:
-        """Let a warp run up to `quantum` blocks, as Warp.run does, one at a time."""
+        """Let a warp run up to `quantum` blocks, one at a time; otherwise as Warp.run."""
         cta, done = self.cta_of(warp), 0
         while done < quantum and not warp.done:
             if cta is not None:
@@ -164,7 +164,7 @@ class Recorder:
 
     @contextmanager
     def ending(self, operation: Operation) -> Iterator[None]:
-        """An operation ends; what it signals is ascribed to it."""
+        """An operation ends. Ascribe to it what it signals."""
         self.step += 1
         found = self._operations.pop(id(operation), None)
         before, self.doing = self.doing, Doing(operation=found, states=self._barrier_states())
