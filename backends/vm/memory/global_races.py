@@ -227,7 +227,7 @@ class GlobalRaces:
         return f"{name} of {'the cluster of ' if agents.size > 1 else ''}CTA {self.first_ctas[serial]}"
 
     def release(self, address: int, warp: Accessor, *, ordered: bool) -> None:
-        """A strong write of gpu scope. The flag carries what `warp` has seen, or unless `ordered`, what it published."""
+        """A strong write of gpu scope. The flag carries what `warp` has seen; unless `ordered`, what it published."""
         grid, cluster = warp.clock.grid, warp.agents.serial
         if ordered:
             carried = {**(grid.known if grid is not None else {}), cluster: warp.clock.seen.copy()}
