@@ -1,4 +1,4 @@
-"""What no launch performs: wrong parameters, sizes beyond a GPU's, entries and instructions that do not exist."""
+"""Launches that are refused: wrong parameters, sizes beyond a GPU's, entries and instructions that do not exist."""
 
 from __future__ import annotations
 
