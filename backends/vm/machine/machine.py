@@ -23,7 +23,6 @@ from backends.vm.memory.global_races import GlobalRaces
 from backends.vm.memory.shared import MAX_DYNAMIC
 from backends.vm.ptx.ast import Variable
 
-
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
 MAX_THREADS = 1024

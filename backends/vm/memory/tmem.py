@@ -163,7 +163,7 @@ class TensorMemory:
         """Whether the tensor core `agent` reads cells at `index` for an mma whose end `clock` has not seen."""
         found = self.reader[index]
         late = unordered(found, clock.seen)
-        return late is not None and np.count_nonzero(late & (agent_of(found) == agent)) > 0
+        return late is not None and int(np.count_nonzero(late & (agent_of(found) == agent))) > 0
 
     def _first(self, index: Index, bad: npt.NDArray[np.bool_]) -> tuple[int, int]:
         lanes, columns = _as_array(index[0]), _as_array(index[1])

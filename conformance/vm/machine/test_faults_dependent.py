@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: bytes that a launch may not touch before griddepcontrol.wait, and the warps it covers."""
+"""Programmatic dependent launch: bytes that no launch may touch before griddepcontrol.wait, and the warps it covers."""
 
 from __future__ import annotations
 
