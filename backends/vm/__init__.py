@@ -1,4 +1,4 @@
-"""A PTX virtual machine on the CPU for sm_90a and sm_100a. Only executor and trace import megamoe.contract.
+"""A PTX virtual machine on the CPU for sm_90a and sm_100a; only executor and trace import megamoe.contract.
 
 `executor.EXECUTOR` puts the machine behind the harness's contract, `machine.Machine` runs launches. A launch goes:
 `ptx/` (text to syntax tree) -> `bind/` (tree to code: blocks of steps) -> `machine/` (warps that a scheduler moves;

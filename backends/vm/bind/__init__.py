@@ -1,1 +1,1 @@
-"""A syntax tree to code that a machine runs. Imports machine, memory, ptx and faults; knows no instruction itself."""
+"""A syntax tree to code that a machine runs; knows no instruction itself, the families of isa register here."""

@@ -1,1 +1,1 @@
-"""Code that warps run, warps, CTAs, clusters, the scheduler and launches. Imports memory, ptx and faults."""
+"""Code that warps run, warps, CTAs, clusters, the scheduler and launches; knows no instruction and binds nothing."""
