@@ -14,13 +14,13 @@ from backends.vm.bind.forms import Form, all_forms, find
 from backends.vm.ptx.ast import Instruction
 
 WITNESSED = Path(__file__).parents[2] / "results" / "witness_opcodes.json"
-"""The opcodes that kernels of other packages executed while computing what torch computes; by package."""
+"""By package: the opcodes that its kernels executed while they computed what torch computes."""
 
 MEASURED = Path(__file__).parents[2] / "conformance" / "vm" / "isa" / "witnessed.json"
-"""The opcodes that a GPU executed, by the file beside it that holds what they gave."""
+"""By data file under conformance/silicon: the opcodes that a GPU executed to give what is in it."""
 
 ISA_EDITION = "9.1"
-"""The edition of the PTX ISA whose section numbers the forms carry."""
+"""The edition of the PTX ISA that the section numbers of the forms refer to."""
 
 
 def family_of(form: Form) -> str:
@@ -29,7 +29,7 @@ def family_of(form: Form) -> str:
 
 
 def _ran(file: Path) -> dict[Form, dict[str, list[str]]]:
-    """Who ran which opcodes of each form, from a JSON file of lists of opcodes by who ran them.
+    """The opcodes of each form by who ran them, from a JSON file of lists of opcodes by who ran them.
 
     UnknownInstructionError for an opcode of no form.
     """
@@ -49,7 +49,7 @@ def second_kernels() -> dict[Form, tuple[str, ...]]:
 
 @cache
 def hardware() -> dict[Form, dict[str, list[str]]]:
-    """Of a form that a GPU witnesses: the opcodes that ran there, by the file with the results."""
+    """The opcodes of each form that ran on a GPU, by the file with the results."""
     return _ran(MEASURED)
 
 
@@ -102,7 +102,7 @@ def as_markdown() -> str:
             f"| `{form.spelling}` | {form.section} | {_witness(form)} | {', '.join(seconds.get(form, ()))} |"
             for form in members
         ]
-    lines += ["", "## What ran on a GPU", "", "Files are under conformance/isa.", ""]
+    lines += ["", "## What ran on a GPU", "", "Files are under conformance/silicon.", ""]
     lines += ["| data | opcodes |", "|---|---|"]
     files: dict[str, list[str]] = {}
     for measured in hardware().values():

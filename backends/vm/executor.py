@@ -1,82 +1,34 @@
-"""The VM behind the harness's Executor contract. Programs are read by their shape, so nothing of ours is imported."""
+"""The VM behind the harness's Executor contract."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from backends.vm.faults import Fault, LaunchError, UnknownInstructionError
-from backends.vm.host.contract import HostProgramLike
-from backends.vm.machine.machine import Machine, load
-from backends.vm.machine.special import Dim3
-from backends.vm.memory.memory import Buffer
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
+from backends.vm.memory.global_memory import Buffer
 from backends.vm.ptx.syntax_error import PtxSyntaxError
 from backends.vm.tensor.tensor_map import encode_tensor_map
 from backends.vm.trace.recorder import Recorder
-
-Target = str
-
-
-class LaunchLike(Protocol):
-    """One launch of a program."""
-
-    @property
-    def entry(self) -> str: ...
-    @property
-    def grid(self) -> Dim3: ...
-    @property
-    def block(self) -> Dim3: ...
-    @property
-    def cluster(self) -> Dim3: ...
-    @property
-    def dynamic_smem(self) -> int: ...
-    @property
-    def args(self) -> Sequence[object]: ...
-
-
-class ProgramLike(Protocol):
-    """PTX with its launches and workspaces."""
-
-    @property
-    def target(self) -> Target: ...
-    @property
-    def ptx(self) -> str: ...
-    @property
-    def launches(self) -> Sequence[LaunchLike]: ...
-    @property
-    def scratch(self) -> Mapping[str, int]: ...
-
-
-class OptionsLike(Protocol):
-    """How to run: schedule, accumulation policy, budget of basic blocks."""
-
-    @property
-    def schedule(self) -> str: ...
-    @property
-    def accumulate(self) -> str: ...
-    @property
-    def step_budget(self) -> int: ...
-    @property
-    def trace(self) -> bool: ...
-    @property
-    def outputs(self) -> tuple[str, ...] | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class VmExecution:
-    """Counters of the run, the sentence of the first rule broken, if one was, and a trace if one was asked for."""
-
-    counters: Mapping[str, int] = field(default_factory=dict[str, int])
-    violation: str | None = None
-    trace: Mapping[str, object] | None = None
-
+from megamoe.contract import (
+    AnyProgram,
+    BufferArg,
+    Execution,
+    HostProgram,
+    KernelArg,
+    Program,
+    RunOptions,
+    ScalarArg,
+    Target,
+    UnsupportedError,
+)
 
 _SCALAR_FORMATS = {
     "u8": "<B", "s8": "<b", "u16": "<H", "s16": "<h", "u32": "<I", "s32": "<i", "b32": "<I", "f32": "<f", "u64": "<Q",
@@ -89,7 +41,7 @@ PARSED = Path.home() / ".cache" / "megamoe" / "ptx"
 
 
 class VmExecutor:
-    """Runs PTX for sm_90a and sm_100a on the CPU; tensors are mapped where they lie, without a copy."""
+    """Runs PTX for sm_90a and sm_100a on the CPU. Tensors are mapped where they lie, without a copy."""
 
     name = "vm"
 
@@ -97,28 +49,29 @@ class VmExecutor:
         """None: this machine needs nothing but a CPU."""
         return None if target in ("sm_90a", "sm_100a") else f"the VM executes sm_90a and sm_100a, not {target}"
 
-    def run(
-        self, program: ProgramLike | HostProgramLike, tensors: Mapping[str, torch.Tensor], options: OptionsLike
-    ) -> VmExecution:
+    def run(self, program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions) -> Execution:
         """Perform every launch on `tensors` (contiguous CPU tensors). A broken rule ends the run and is reported.
 
-        HostError if a host program's object, runtime calls or arguments do not fit this machine.
+        HostError if a host program's object, runtime calls or arguments do not fit this machine; UnsupportedError for a
+        Python call.
         """
         recorder = Recorder() if options.trace else None
         machine = Machine(options.schedule, options.accumulate, options.step_budget, recorder)
+        violation = None
         try:
-            if isinstance(program, HostProgramLike):
+            if isinstance(program, HostProgram):
                 _call_host(program, machine, tensors, options.outputs)
-            else:
+            elif isinstance(program, Program):
                 _run_launches(program, machine, tensors, options.outputs)
+            else:
+                raise UnsupportedError(f"the VM runs PTX, and a {type(program).__name__} has none")
         except (Fault, LaunchError, UnknownInstructionError, PtxSyntaxError) as broken:
             violation = f"{broken} (schedule {options.schedule})"
-            return VmExecution(dict(machine.counters), violation, recorder and recorder.as_json())
-        return VmExecution(dict(machine.counters), None, recorder and recorder.as_json())
+        return Execution(dict(machine.counters), violation, recorder and recorder.finished())
 
 
 def _run_launches(
-    program: ProgramLike, machine: Machine, tensors: Mapping[str, torch.Tensor], outputs: tuple[str, ...] | None
+    program: Program, machine: Machine, tensors: Mapping[str, torch.Tensor], outputs: tuple[str, ...] | None
 ) -> None:
     addresses: dict[str, int] = {}
     for name, tensor in tensors.items():
@@ -129,11 +82,12 @@ def _run_launches(
     module = load(program.ptx, PARSED)
     for launch in program.launches:
         params = [_encode(arg, addresses, program.target) for arg in launch.args]
-        machine.launch(module, launch.entry, launch.grid, launch.block, params, launch.cluster, launch.dynamic_smem)
+        function = module.entry(launch.entry)
+        machine.launch(function, launch.grid, launch.block, params, launch.cluster, launch.dynamic_smem)
 
 
 def _call_host(
-    program: HostProgramLike, machine: Machine, tensors: Mapping[str, torch.Tensor], outputs: tuple[str, ...] | None
+    program: HostProgram, machine: Machine, tensors: Mapping[str, torch.Tensor], outputs: tuple[str, ...] | None
 ) -> None:
     # Only host programs need LLVM, which takes a while to load.
     from backends.vm.host.program import run_host_program
@@ -164,23 +118,22 @@ def _bytes_of(name: str, tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
-def _encode(arg: object, addresses: Mapping[str, int], target: Target) -> bytes:
-    kind = type(arg).__name__
-    if kind == "ScalarArg":
-        return struct.pack(_SCALAR_FORMATS[arg.dtype], arg.value)  # type: ignore[attr-defined]
-    address = addresses[arg.tensor] + arg.offset  # type: ignore[attr-defined]
-    if kind == "BufferArg":
+def _encode(arg: KernelArg, addresses: Mapping[str, int], target: Target) -> bytes:
+    if isinstance(arg, ScalarArg):
+        return struct.pack(_SCALAR_FORMATS[arg.dtype], arg.value)
+    address = addresses[arg.tensor] + arg.offset
+    if isinstance(arg, BufferArg):
         return struct.pack("<Q", address)
     return encode_tensor_map(
         address=address,
-        dtype=arg.dtype,  # type: ignore[attr-defined]
-        dims=arg.dims,  # type: ignore[attr-defined]
-        strides=arg.strides,  # type: ignore[attr-defined]
-        box=arg.box,  # type: ignore[attr-defined]
-        swizzle=arg.swizzle,  # type: ignore[attr-defined]
-        target="sm_100a" if target == "sm_100a" else "sm_90a",
-        element_strides=arg.element_strides,  # type: ignore[attr-defined]
-        oob_fill=arg.oob_fill,  # type: ignore[attr-defined]
+        dtype=arg.dtype,
+        dims=arg.dims,
+        strides=arg.strides,
+        box=arg.box,
+        swizzle=arg.swizzle,
+        target=target,
+        element_strides=arg.element_strides,
+        oob_fill=arg.oob_fill,
     )
 
 

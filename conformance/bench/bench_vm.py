@@ -19,7 +19,7 @@ import psutil
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from backends.vm.machine.machine import load
+from backends.vm.load import load
 from backends.vm.ptx.parser import parse
 from megamoe.contract import load_backend
 from megamoe.spec.load import load_specs

@@ -12,7 +12,7 @@ from backends.gpu import host_values
 from backends.gpu.arguments import scalar_bytes
 from backends.vm.host import arguments as vm
 from backends.vm.machine.machine import Machine
-from backends.vm.memory.memory import Buffer
+from backends.vm.memory.global_memory import Buffer
 from megamoe.contract import (
     BufferArg,
     DeviceError,

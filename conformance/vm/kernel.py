@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import Fault
-from backends.vm.machine.machine import Machine, load
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
 from backends.vm.tensor.tensor_map import encode_tensor_map
 
 EVERY_SCHEDULE = ("eager", "lazy", *(f"random:{seed}" for seed in range(4)))
@@ -114,7 +115,7 @@ class Kernel:
         module = load(self.ptx)
         for entry, dependent in self.sequence or [("kernel", False)] * self.launches:
             machine.launch(
-                module, entry, self.grid, self.block, params, self.cluster, self.dynamic_smem, dependent=dependent
+                module.entry(entry), self.grid, self.block, params, self.cluster, self.dynamic_smem, dependent=dependent
             )
         return data, machine.counters
 

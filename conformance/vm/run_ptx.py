@@ -16,7 +16,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.machine.machine import Machine, load
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
 
 Array = npt.NDArray[np.generic]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
@@ -53,8 +54,8 @@ def run_ptx(
         for name, array in arrays.items():
             base = machine.memory.add(f"{role}_{name}", array.view(np.uint8)).base
             params.append(struct.pack("<Q", base))
-    module = load(_kernel(body, given, results, declare))
-    machine.launch(module, "body", (filled // block, 1, 1), (block, 1, 1), params)
+    function = load(_kernel(body, given, results, declare)).entry("body")
+    machine.launch(function, (filled // block, 1, 1), (block, 1, 1), params)
     return {name: result[:count] for name, result in results.items()}
 
 

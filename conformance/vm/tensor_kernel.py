@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.machine.machine import Machine, load
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
@@ -105,7 +106,7 @@ def run_tensor(
         ptx = ptx.replace(name, value)
     ctas = len(images)
     shape = (ctas if cluster is None else cluster, 1, 1)
-    machine.launch(load(ptx), "k", (ctas, 1, 1), (128, 1, 1), params, cluster=shape, dynamic_smem=size + 64)
+    machine.launch(load(ptx).entry("k"), (ctas, 1, 1), (128, 1, 1), params, cluster=shape, dynamic_smem=size + 64)
     return out
 
 

@@ -27,6 +27,7 @@ from megamoe.contract.program import (
 )
 from megamoe.contract.registry import backend_names, executor_names, load_backend, load_executor
 from megamoe.contract.row import STATUSES, DeviceFacts, Row, Status, Temperature
+from megamoe.contract.trace import Trace
 
 __all__ = [
     "STATUSES",
@@ -64,6 +65,7 @@ __all__ = [
     "TensorArg",
     "TensorMapArg",
     "TimedExecutor",
+    "Trace",
     "UnsupportedError",
     "backend_names",
     "executor_names",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from megamoe.contract.case import Case
 from megamoe.contract.program import AnyProgram, Target
+from megamoe.contract.trace import Trace
 
 if TYPE_CHECKING:
     import torch
@@ -36,12 +37,12 @@ class Execution:
     """What an executor observed.
 
     `counters`: name -> count, the same on every run of one program. `violation`: a sentence if the kernel broke a rule
-    of the machine, else None. `trace`: JSON-like data that megamoe.contract.trace reads.
+    of the machine, else None. `trace`: what the agents did, if RunOptions asked for it.
     """
 
     counters: Mapping[str, int] = field(default_factory=dict[str, int])
     violation: str | None = None
-    trace: Mapping[str, object] | None = None
+    trace: Trace | None = None
 
 
 @runtime_checkable

@@ -1,47 +1,44 @@
-"""What an executor recorded, checked on the way in: the JSON-like data of Execution.trace as frozen models.
+"""What an executor recorded of a run: Execution.trace, which backends.vm.trace fills and megamoe.explain reads.
 
-Any executor may write it; the VM's is backends.vm.trace, whose field names these are. Steps are a count of what the
-machine did, in its order; they are never a time of a GPU.
+Time is a count of steps: one for every basic block that a warp executed and one for every operation (copy, mma, commit)
+that ended, in the order in which the schedule let them happen. It orders events. It is never a GPU's time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from megamoe.contract.program import Dim3
 
-Dim3 = tuple[int, int, int]
 Bounds = tuple[int, int]
 
 
-class TraceError(ValueError):
-    """An executor's trace that does not have the agreed form; the text names the field."""
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class RunSlice(_Part):
-    """A warp between two waits, with what it executed of the notable opcodes."""
+@dataclass(slots=True)
+class RunSlice:
+    """A warp between two waits, from step `begins` to `ends`: the blocks that it ran and its notable opcodes."""
 
     begins: int
     ends: int
-    blocks: int
-    opcodes: dict[str, int]
+    blocks: int = 0
+    opcodes: dict[str, int] = field(default_factory=dict[str, int])
 
 
-class Release(_Part):
-    """What ended a wait: the end of an operation, or something that a warp of recorded CTA `cta` did."""
+@dataclass(slots=True)
+class Release:
+    """What ended a wait at `step`: operation number `operation`, or (None) something that `warp` of `cta` did.
+
+    `cta` counts the recorded CTAs of the launch.
+    """
 
     step: int
     cta: int
     warp: int
-    operation: int | None
+    operation: int | None = None
 
 
-class WaitSlice(_Part):
-    """A parked warp. `target` names what it waits for."""
+@dataclass(slots=True)
+class WaitSlice:
+    """A warp parked at PTX line `line`. `target` names the object of the wait, `reason` says its state then."""
 
     begins: int
     ends: int
@@ -49,21 +46,23 @@ class WaitSlice(_Part):
     opcode: str
     target: str
     reason: str
-    release: Release | None
+    release: Release | None = None
 
 
-class WarpTrace(_Part):
-    """One warp of a CTA."""
+@dataclass(slots=True)
+class WarpTrace:
+    """One warp. `classes` counts instructions by counter name, `opcodes` the notable ones that some lane executed."""
 
     index: int
-    classes: dict[str, int]
-    opcodes: dict[str, int]
-    runs: tuple[RunSlice, ...]
-    waits: tuple[WaitSlice, ...]
+    classes: dict[str, int] = field(default_factory=dict[str, int])
+    opcodes: dict[str, int] = field(default_factory=dict[str, int])
+    runs: list[RunSlice] = field(default_factory=list[RunSlice])
+    waits: list[WaitSlice] = field(default_factory=list[WaitSlice])
 
 
-class OperationTrace(_Part):
-    """An asynchronous operation; `agent` is "copy" or "tensor core"."""
+@dataclass(slots=True)
+class OperationTrace:
+    """An asynchronous operation from issue to end (None: it never ended). `agent`: "tensor core" or "copy"."""
 
     number: int
     what: str
@@ -72,11 +71,15 @@ class OperationTrace(_Part):
     line: int
     text: str
     issued: int
-    ended: int | None
+    ended: int | None = None
 
 
-class TmemTouch(_Part):
-    """Lanes and columns (inclusive bounds) that an instruction wrote or read; `operation`: when the write lands."""
+@dataclass(slots=True)
+class TmemTouch:
+    """Cells of tensor memory that an instruction writes or reads; bounds of lanes and columns are inclusive.
+
+    `operation`: the one whose end lands the write.
+    """
 
     step: int
     verb: str
@@ -85,74 +88,84 @@ class TmemTouch(_Part):
     line: int
     lanes: Bounds
     columns: Bounds
-    operation: int | None
+    operation: int | None = None
 
 
-class TmemSpan(_Part):
-    """Allocated columns."""
+@dataclass(slots=True)
+class TmemSpan:
+    """Columns `first` .. `first + columns - 1`, allocated at step `begins` and freed at `ends` (None: never)."""
 
     first: int
     columns: int
     line: int
     begins: int
-    ends: int | None
+    ends: int | None = None
 
 
-class SmemUse(_Part):
-    """Byte ranges [first, behind the last) that one PTX line wrote or read."""
+@dataclass(slots=True)
+class SmemUse:
+    """Bytes of shared memory that one PTX line touched, as [first, behind the last) ranges.
+
+    `by`: "generic" (ld, st), "copy" (bulk copies), or "tensor core".
+    """
 
     verb: str
     by: str
     line: int
-    warps: tuple[int, ...]
-    ranges: tuple[Bounds, ...]
+    warps: list[int]
+    ranges: list[Bounds]
 
 
-class Party(_Part):
-    """Who arrives at or waits on an mbarrier, how many times."""
+@dataclass(slots=True)
+class Party:
+    """Who arrives at or waits on an mbarrier: `agent` "warp", "copy" or "tensor core", from PTX line `line`."""
 
     agent: str
     warp: int
     line: int
     opcode: str
-    times: int
+    times: int = 0
 
 
-class MBarrierTrace(_Part):
-    """One mbarrier; `phases` are the steps at which its phases ended."""
+@dataclass(slots=True)
+class MBarrierTrace:
+    """One mbarrier: arrivals a phase, the steps at which phases ended, who arrives, who waits."""
 
     offset: int
     expected: int
     line: int
-    phases: tuple[int, ...]
-    arrivals: tuple[Party, ...]
-    waits: tuple[Party, ...]
+    phases: list[int] = field(default_factory=list[int])
+    arrivals: list[Party] = field(default_factory=list[Party])
+    waits: list[Party] = field(default_factory=list[Party])
 
 
-class CtaTrace(_Part):
-    """One recorded CTA."""
+@dataclass(slots=True)
+class CtaTrace:
+    """One CTA of a launch. `smem_origin` is the offset at which its dynamic shared memory begins."""
 
     ctaid: Dim3
     rank: int
     smem_origin: int
-    warps: tuple[WarpTrace, ...]
-    operations: tuple[OperationTrace, ...]
-    tmem: tuple[TmemTouch, ...]
-    tmem_spans: tuple[TmemSpan, ...]
-    smem: tuple[SmemUse, ...]
-    mbarriers: tuple[MBarrierTrace, ...]
+    warps: list[WarpTrace]
+    operations: list[OperationTrace] = field(default_factory=list[OperationTrace])
+    tmem: list[TmemTouch] = field(default_factory=list[TmemTouch])
+    tmem_spans: list[TmemSpan] = field(default_factory=list[TmemSpan])
+    smem: list[SmemUse] = field(default_factory=list[SmemUse])
+    mbarriers: list[MBarrierTrace] = field(default_factory=list[MBarrierTrace])
 
 
-class BankConflicts(_Part):
-    """Bank conflicts of one PTX line over the recorded CTAs."""
+@dataclass(slots=True)
+class BankConflicts:
+    """Passes over the banks beyond the fewest possible, by one PTX line, in all recorded CTAs."""
 
     line: int
     text: str
-    conflicts: int
+    conflicts: int = 0
 
 
-class LaunchTrace(_Part):
-    """One launch; sizes in bytes."""
+@dataclass(slots=True)
+class LaunchTrace:
+    """One launch; sizes in bytes. `ctas` holds the recorded ones of the `total_ctas`, in order of their beginning."""
 
     entry: str
     grid: Dim3
@@ -162,26 +175,17 @@ class LaunchTrace(_Part):
     static_smem: int
     total_ctas: int
     begins: int
-    ends: int | None
-    ctas: tuple[CtaTrace, ...]
-    bank_conflicts: tuple[BankConflicts, ...]
+    ends: int | None = None
+    ctas: list[CtaTrace] = field(default_factory=list[CtaTrace])
+    bank_conflicts: list[BankConflicts] = field(default_factory=list[BankConflicts])
 
 
-class Trace(_Part):
-    """A whole run. `left_out` events came after the `event_limit`."""
+@dataclass(slots=True)
+class Trace:
+    """A whole run. `left_out` events came beyond `event_limit`; counters and totals include them."""
 
     schedule: str
-    steps: int
-    event_limit: int
-    left_out: int
-    launches: tuple[LaunchTrace, ...]
-
-
-def read_trace(data: Mapping[str, object]) -> Trace:
-    """The trace in `data`. Raises TraceError with the first field that is wrong."""
-    try:
-        return Trace.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise TraceError(f"the executor's trace is wrong at {place or 'its top'}: {first['msg']}") from error
+    steps: int = 0
+    event_limit: int = 0
+    left_out: int = 0
+    launches: list[LaunchTrace] = field(default_factory=list[LaunchTrace])

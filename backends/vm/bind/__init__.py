@@ -1,1 +1,1 @@
-"""A syntax tree to steps that a warp runs."""
+"""A syntax tree to code that a machine runs; knows no instruction itself, the families of isa register here."""

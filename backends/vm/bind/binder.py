@@ -1,4 +1,4 @@
-"""Operands of one instruction bound to rows of the register file, with every mismatch of width a sentence."""
+"""Operands of one instruction bound to rows of the register file. Every mismatch of width is a sentence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import UnknownInstructionError
-from backends.vm.machine.registers import WIDTH_OF_TYPE, WIDTH_OF_VIEW
+from backends.vm.machine.registers import WIDTH_OF_VIEW, Key, RegisterRows
 from backends.vm.machine.special import SPECIAL_REGISTERS
 from backends.vm.ptx.ast import (
     Address,
@@ -29,75 +29,20 @@ from backends.vm.ptx.ast import (
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp
 
-Key = tuple[int, int]
 AddressOf = Callable[["Warp"], npt.NDArray[np.int64]]
 
 
 @dataclass(slots=True)
-class Allocation:
-    """Rows given to the registers, literals, special registers and symbol addresses of one function.
-
-    Rows count from 0 in each width; literals follow the registers, at `counts[width] + position`.
-    """
-
-    widths: Mapping[str, int]
-    types: Mapping[str, str]
-    symbols: Mapping[str, str]
-    rows: dict[str, Key] = field(default_factory=dict[str, Key])
-    counts: dict[int, int] = field(default_factory=dict[int, int])
-    constants: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    specials: dict[str, Key] = field(default_factory=dict[str, Key])
-    addresses: dict[tuple[str, int, int], Key] = field(default_factory=dict[tuple[str, int, int], Key])
-    _literals: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-
-    @classmethod
-    def of(cls, types: Mapping[str, str], symbols: Mapping[str, str]) -> Allocation:
-        """Rows for declared registers (`types`: name to PTX type) beside `symbols` (name to state space)."""
-        made = cls({name: WIDTH_OF_TYPE[kind] for name, kind in types.items()}, types, symbols)
-        for name, width in made.widths.items():
-            made.rows[name] = made.reserve(width)
-        return made
-
-    def reserve(self, width: int) -> Key:
-        """A fresh row of `width` bits. Literals must come after: they are placed when the code is complete."""
-        row = self.counts.get(width, 0)
-        self.counts[width] = row + 1
-        return width, row
-
-    def literal(self, width: int, bits: int) -> int:
-        """The (negative) handle of a literal; `resolve` of the register file layout turns it into a row."""
-        known = self._literals.get((width, bits))
-        if known is None:
-            pool = self.constants.setdefault(width, [])
-            pool.append(bits)
-            known = self._literals[width, bits] = -len(pool)
-        return known
-
-    def special(self, name: str) -> Key:
-        """The row that a warp fills with special register `name` when it starts."""
-        if name not in self.specials:
-            self.specials[name] = self.reserve(32)
-        return self.specials[name]
-
-    def address(self, name: str, offset: int, width: int) -> Key:
-        """The row that a warp fills with the address of symbol `name` plus `offset`."""
-        key = (name, offset, width)
-        if key not in self.addresses:
-            self.addresses[key] = self.reserve(width)
-        return self.addresses[key]
-
-
-@dataclass(slots=True)
 class Binder:
-    """What a family sees of one instruction: `words` chosen by its form, `operands`, and rows for them.
+    """One instruction as its family sees it: the `words` that its form chose, its operands, and rows for them.
 
-    Literal rows are negative: literals are stored after the registers of their width, last one first, so that a
-    negative list index finds them without knowing how many registers there are.
+    `uses` and `defines` gather the registers that the family asks for. Rows of literals are negative. Literals lie
+    after the registers of their width, last one first: a negative index finds them however many registers there are.
     """
 
     instruction: Instruction
     words: Mapping[str, str]
-    rows: Allocation
+    rows: RegisterRows
     uses: list[Key] = field(default_factory=list[Key])
     defines: list[Key] = field(default_factory=list[Key])
 
@@ -111,7 +56,7 @@ class Binder:
         return UnknownInstructionError(f"PTX line {self.instruction.line}: `{self.instruction.text}`: {reason}")
 
     def expect(self, *counts: int) -> tuple[Operand, ...]:
-        """The operands, of which there must be one of `counts`."""
+        """The operands. Their number must be one of `counts`."""
         if len(self.operands) not in counts:
             wanted = " or ".join(str(count) for count in counts)
             raise self.error(f"{len(self.operands)} operands where this form takes {wanted}")
@@ -125,7 +70,7 @@ class Binder:
         raise self.error(f"`{operand.name}` is neither declared nor a special register that this machine has")
 
     def source(self, operand: Operand, view: str, *, wider: bool = False) -> int:
-        """Row of a source in `view` ("f32", "u64", ...); `wider` admits a register wider than the type (ld/st/cvt)."""
+        """Row of a source in `view` ("f32", "u64", ...). `wider` admits a register wider than the type (ld/st/cvt)."""
         width = WIDTH_OF_VIEW[view]
         if isinstance(operand, Immediate):
             return self.rows.literal(width, self._literal_bits(operand, view))
@@ -141,17 +86,17 @@ class Binder:
         return key[1]
 
     def predicate(self, operand: Operand) -> tuple[int, bool]:
-        """Row and inversion of a predicate source, which may be written `!%p`."""
+        """Row of a predicate source, and whether it is negated (`!%p`)."""
         if isinstance(operand, Negated):
             return self.source(operand.operand, "pred"), True
         return self.source(operand, "pred"), False
 
     def width(self, operand: Operand) -> int:
-        """Container width in bits of a register operand; 0 for anything else."""
+        """Container width in bits of a register operand. 0 for anything else."""
         return self._register(operand)[0] if isinstance(operand, Register) else 0
 
     def destination(self, operand: Operand, view: str, *, wider: bool = False) -> int:
-        """Row of a destination in `view`. The sink `_` gets a row of its own that nobody reads."""
+        """Row of a destination in `view`. The sink `_` gets a row that nobody reads."""
         width = WIDTH_OF_VIEW[view]
         if isinstance(operand, Sink):
             return self.rows.address("_", 0, width)[1]
@@ -164,14 +109,14 @@ class Binder:
         return key[1]
 
     def vector(self, operand: Operand, *counts: int) -> tuple[Operand, ...]:
-        """The items of `{a, b, ...}`; a lone operand counts as a vector of one. Must have one of `counts` items."""
+        """The items of `{a, b, ...}`, one of `counts` many. A lone operand counts as a vector of one."""
         items = operand.items if isinstance(operand, Vector) else (operand,)
         if counts and len(items) not in counts:
             raise self.error(f"a vector of {len(items)} where {' or '.join(map(str, counts))} are needed")
         return items
 
     def pair(self, operand: Operand) -> tuple[Operand, Operand | None]:
-        """Both destinations of `%d|%p`, or the one there is and None."""
+        """Both destinations of `%d|%p`, or the only one and None."""
         return (operand.first, operand.second) if isinstance(operand, Pair) else (operand, None)
 
     def immediate(self, operand: Operand) -> int:
@@ -181,7 +126,7 @@ class Binder:
         raise self.error(f"operand {operand} must be an integer constant here")
 
     def address(self, operand: Operand) -> AddressOf:
-        """How to compute the 32 lane addresses (int64) of `[base + offset]`."""
+        """A function from a warp to the 32 lane addresses (int64) of `[base + offset]`."""
         if isinstance(operand, Address):
             base, offset = operand.base, operand.offset
         elif isinstance(operand, Register):

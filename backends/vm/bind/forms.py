@@ -1,8 +1,8 @@
 """The instruction table: every family registers the spellings it accepts, in the notation of the PTX ISA.
 
 A form such as `add{.<rnd>}{.ftz}{.sat}.f32` is matched against the dotted parts of an instruction: literals must be
-there, `{...}` may be, `<rnd>` stands for one of the words listed for it. What no form lists is refused by name, with
-the forms that come closest; nothing is guessed.
+there, `{...}` may be, `<rnd>` stands for one of the words listed for it. An instruction that no form lists is refused
+by name, with the forms that come closest. Nothing is guessed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from backends.vm.faults import UnknownInstructionError
+from backends.vm.machine.code import Step
 
 if TYPE_CHECKING:
     from backends.vm.bind.binder import Binder
-    from backends.vm.machine.warp import Warp
     from backends.vm.ptx.ast import Instruction
 
-Step = Callable[["Warp"], object]
 Bind = Callable[["Binder"], Step]
 Kind = Literal["step", "tail"]
 
@@ -38,8 +37,8 @@ class _Slot:
 class Form:
     """One accepted spelling of a family.
 
-    `kind` "tail" marks an instruction that may block or branch: it stands alone in its basic block and its step
-    returns a Wait, or None to go on. `section` is the PTX ISA section.
+    `kind` "tail" marks an instruction that may wait or branch, see backends.vm.machine.code. `section` is the PTX ISA
+    section, `counter` the instruction class that it counts in, `control` "branch", "exit" or "".
     """
 
     spelling: str
@@ -97,10 +96,10 @@ def opcode(
     vocabulary: Mapping[str, str] | None = None,
     **words: str,
 ) -> Callable[[Bind], Bind]:
-    """Register a family under every spelling given. Keyword arguments list the words of `<slots>`, space-separated;
-    `vocabulary` is the same for families that share them.
+    """Register a family under every spelling given; see Form for the rest.
 
-    `counter` is the instruction class it is counted in; `control` is "branch", "exit" or "" (see bind/code.py).
+    Keyword arguments list the words of `<slots>`, space-separated. `vocabulary` does the same for families that share
+    them.
     """
 
     listed = {**(vocabulary or {}), **words}
@@ -125,7 +124,7 @@ def _lookup(parts: tuple[str, ...]) -> tuple[Form, Mapping[str, str]] | None:
 
 
 def find(instruction: Instruction) -> tuple[Form, Mapping[str, str]]:
-    """The form that an instruction is spelt in and the words of its slots; UnknownInstructionError if there is none."""
+    """The form of an instruction and the words of its slots. UnknownInstructionError if no form fits."""
     found = _lookup(instruction.parts)
     if found is not None:
         return found
@@ -148,5 +147,5 @@ def _shared(form: Form, parts: tuple[str, ...]) -> int:
 
 
 def all_forms() -> list[Form]:
-    """Every registered form, sorted by spelling: the coverage table is generated from this."""
+    """Every registered form, sorted by spelling."""
     return sorted((form for forms in _TABLE.values() for form in forms), key=lambda form: form.spelling)

@@ -31,7 +31,7 @@ def lanewise(b: Binder, view: str, compute: Compute, count: int) -> Step:
 
 
 def bind_lanewise(b: Binder, destination: str, sources: Sequence[str], compute: Compute) -> Step:
-    """`op d, s1, s2, ...` with a view for each operand; `compute` takes and gives rows."""
+    """`op d, s1, s2, ...` with a view for each operand. `compute` takes and gives rows."""
     d, *operands = b.expect(len(sources) + 1)
     rd = b.destination(d, destination)
     rows = [(view, b.source(operand, view)) for view, operand in zip(sources, operands, strict=True)]
@@ -39,7 +39,7 @@ def bind_lanewise(b: Binder, destination: str, sources: Sequence[str], compute: 
 
 
 def apply(compute: Compute, destination: tuple[str, int], sources: Sequence[tuple[str, int]]) -> Step:
-    """The step that computes row `destination` from rows `sources`, each given as view and row number."""
+    """The step that computes row `destination` from rows `sources`. Each is a view and a row number."""
     out, rd = destination
     if len(sources) == 1 and destination[0] == sources[0][0] == "f32":
         ra = sources[0][1]

@@ -1,51 +1,15 @@
-"""Wrappers around the steps of a block: guards, register tracking, jumps and the wait protocol.
-
-A tail returns the number of the next block (int), NEXT to fall through, a Wait to park, or HANDLED when it has
-rearranged the strands of the warp itself.
-"""
+"""Wrappers around the steps of a block: guards and jumps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backends.vm.bind.forms import Step
-from backends.vm.bind.register_copies import WRITTEN
-from backends.vm.faults import Fault
+from backends.vm.machine.code import HANDLED, NEXT, Step
 
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp
-
-Key = tuple[int, int]
-
-
-class _Sentinel:
-    pass
-
-
-NEXT: Final = None
-HANDLED: Final = _Sentinel()
-
-
-@dataclass(slots=True)
-class Wait:
-    """Why a strand cannot go on. When `ready` answers true, `finish` runs (for its effects) and the strand continues
-    after the instruction; with `again` it executes the instruction anew instead.
-
-    `expire` is set by waits that may give up (mbarrier.try_wait): called when nothing else in the machine can move.
-    `local`: only other lanes of the same warp can end the wait, so they run on meanwhile.
-    """
-
-    ready: Callable[[], bool]
-    reason: Callable[[], str]
-    finish: Callable[[], None] | None = None
-    again: bool = False
-    expire: Callable[[], None] | None = None
-    target: object = None
-    local: bool = False
 
 
 def guarded(step: Step, guard: tuple[int, bool]) -> Step:
@@ -55,7 +19,7 @@ def guarded(step: Step, guard: tuple[int, bool]) -> Step:
     def run(warp: Warp) -> None:
         predicate = warp.pred[row]
         lanes = warp.mask & ~predicate if negated else warp.mask & predicate
-        if not lanes.any():
+        if not np.count_nonzero(lanes):
             return
         saved = warp.mask
         warp.set_mask(lanes)
@@ -79,9 +43,9 @@ def jump_if(target: int, after: int, guard: tuple[int, bool]) -> Step:
     def run(warp: Warp) -> object:
         predicate = warp.pred[row]
         taken = warp.mask & ~predicate if negated else warp.mask & predicate
-        if not taken.any():
+        if not np.count_nonzero(taken):
             return after
-        if (taken == warp.mask).all():
+        if not np.count_nonzero(taken != warp.mask):
             return target
         warp.split((target, taken), (after, warp.mask & ~taken))
         return HANDLED
@@ -90,15 +54,15 @@ def jump_if(target: int, after: int, guard: tuple[int, bool]) -> Step:
 
 
 def guarded_tail(tail: Step, guard: tuple[int, bool], after: int) -> Step:
-    """`@%p` before an instruction that may wait or leave: lanes that do not take part go on behind it."""
+    """`@%p` before an instruction that may wait: lanes that do not take part go on behind it."""
     row, negated = guard
 
     def run(warp: Warp) -> object:
         predicate = warp.pred[row]
         lanes = warp.mask & ~predicate if negated else warp.mask & predicate
-        if not lanes.any():
+        if not np.count_nonzero(lanes):
             return after
-        if (lanes == warp.mask).all():
+        if not np.count_nonzero(lanes != warp.mask):
             return tail(warp)
         warp.split((warp.block, lanes), (after, warp.mask & ~lanes))
         return HANDLED
@@ -113,9 +77,9 @@ def guarded_leave(guard: tuple[int, bool]) -> Step:
     def run(warp: Warp) -> object:
         predicate = warp.pred[row]
         lanes = warp.mask & ~predicate if negated else warp.mask & predicate
-        if (lanes == warp.mask).all():
+        if not np.count_nonzero(lanes != warp.mask):
             return leave(warp)
-        if lanes.any():
+        if np.count_nonzero(lanes):
             warp.drop(lanes)
         return NEXT
 
@@ -126,39 +90,3 @@ def leave(warp: Warp) -> object:
     """`ret` or `exit` of an entry: the active lanes end."""
     warp.retire()
     return HANDLED
-
-
-def tracked(step: Step, keys: tuple[Key, ...]) -> Step:
-    """Note which lanes have written registers whose reads must be checked."""
-
-    def run(warp: Warp) -> object:
-        outcome = step(warp)
-        for key in keys:
-            np.copyto(warp.written[key], WRITTEN, where=warp.mask)
-        return outcome
-
-    return run
-
-
-def checked(step: Step, keys: tuple[Key, ...]) -> Step:
-    """Fault when an active lane reads one of `keys` without having written it."""
-    if not keys:
-        return step
-
-    def run(warp: Warp) -> object:
-        for key in keys:
-            missing = warp.mask & (warp.written[key] != WRITTEN)
-            if missing.any():
-                name = _name_of(key, warp)
-                raise Fault("uninitialised-register", f"`{name}` is read but was never written in this lane",
-                            lane=int(np.flatnonzero(missing)[0]))  # fmt: skip
-        return step(warp)
-
-    return run
-
-
-def _name_of(key: Key, warp: Warp) -> str:
-    for name, row in warp.code.rows.rows.items():
-        if row == key:
-            return name
-    return str(key)

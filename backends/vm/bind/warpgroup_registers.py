@@ -1,150 +1,127 @@
 """Registers of wgmma: which instructions may touch them in flight, and which wgmma may lack its wgmma.fence.
 
-A forward data-flow over basic blocks finds the few instructions where a path makes it possible; only those are checked
-when they run. In a kernel that waits and fences in plain sight nothing is.
+A data-flow finds the few instructions where a path makes it possible. Only those are checked when they run; in a kernel
+that waits and fences in plain sight, none is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import or_
 from typing import TYPE_CHECKING
 
-from backends.vm.bind.forms import Step
-from backends.vm.machine.warpgroup import Key, part_of
+from backends.vm.bind.flow import Bound, FlowGraph
+from backends.vm.machine.code import Step
+from backends.vm.machine.registers import Key
+from backends.vm.machine.warpgroup import part_of
+from backends.vm.ptx.ast import Immediate, Instruction
 
 if TYPE_CHECKING:
-    from backends.vm.bind.code import Bound
     from backends.vm.machine.warp import Warp
-    from backends.vm.ptx.ast import Instruction
 
 _MULTIPLY, _FENCE = "wgmma.mma_async", "wgmma.fence"
 _COMMIT, _WAIT = "wgmma.commit_group", "wgmma.wait_group"
 
 
-def wgmma_keys(uses: Sequence[Key], defines: Sequence[Key]) -> tuple[frozenset[Key], frozenset[Key]]:
+def _wgmma_keys(uses: Sequence[Key], defines: Sequence[Key]) -> tuple[frozenset[Key], frozenset[Key]]:
     """Accumulator and A registers of a wgmma.mma_async: descriptors and predicates are not 32 bits wide."""
     return frozenset(defines), frozenset(key for key in uses if key[0] == 32)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Flow:
-    """Bits of registers that may be in flight, those of no group yet among them (`open`); and since a wgmma.fence, used
-    by wgmma, and touched after that use."""
+    """Bits of registers. `flying`: they may be in flight; `open`: and they are in no group yet.
+
+    Since a wgmma.fence, `used`: by a wgmma; `touched`: by another instruction after that use.
+    """
 
     flying: int = 0
     open: int = 0
     used: int = 0
     touched: int = 0
 
-    def join(self, other: _Flow) -> bool:
-        """Take in another path; whether that added anything."""
-        before = (self.flying, self.open, self.used, self.touched)
-        self.flying |= other.flying
-        self.open |= other.open
-        self.used |= other.used
-        self.touched |= other.touched
-        return before != (self.flying, self.open, self.used, self.touched)
+    def __or__(self, other: _Flow) -> _Flow:
+        return _Flow(
+            self.flying | other.flying,
+            self.open | other.open,
+            self.used | other.used,
+            self.touched | other.touched,
+        )
 
 
 class _Analysis:
-    def __init__(self, bound: Sequence[Bound]) -> None:
-        self.bits: dict[Key, int] = {}
-        for item in bound:
-            if _is(item, _MULTIPLY):
-                for keys in wgmma_keys(item.uses, item.defines):
-                    for key in keys:
-                        self.bits.setdefault(key, 1 << len(self.bits))
-        self.everything = (1 << len(self.bits)) - 1
+    """`bits`: one a register of some wgmma; `masks[i]`: the bits of what instruction i reads and writes."""
 
-    def mask(self, item: Bound) -> int:
+    def __init__(self, graph: FlowGraph) -> None:
+        self.graph = graph
+        self.bits: dict[Key, int] = {}
+        for item in graph.code:
+            if item.spelt(_MULTIPLY):
+                for key in frozenset[Key]().union(*_wgmma_keys(item.uses, item.defines)):
+                    self.bits.setdefault(key, 1 << len(self.bits))
+        self.masks = [self._mask(item) for item in graph.code] if self.bits else []
+
+    def _mask(self, item: Bound) -> int:
         found = 0
         for key in (*item.uses, *item.defines):
             found |= self.bits.get(key, 0)
         return found
 
-    def step(self, flow: _Flow, item: Bound, mask: int) -> None:
-        if _is(item, _MULTIPLY):
-            flow.flying |= mask
-            flow.open |= mask
-            flow.used |= mask
-            flow.touched &= ~mask
-        elif item.form.spelling.startswith("wgmma."):
-            if _is(item, _FENCE) and item.guard is None:
-                flow.used = flow.touched = 0
-            if _is(item, _WAIT) and item.guard is None and _allowed(item.instruction) == 0:
-                flow.flying = flow.open
-            if _is(item, _COMMIT) and item.guard is None:
-                flow.open = 0
-        else:
-            flow.touched |= mask & flow.used
+    def keys(self, mask: int) -> frozenset[Key]:
+        """The registers of `mask`."""
+        return frozenset(key for key, bit in self.bits.items() if mask & bit)
 
-    def before_blocks(
-        self, bound: Sequence[Bound], masks: list[int], leaders: Sequence[int], successors: Sequence[Sequence[int]]
-    ) -> list[_Flow]:
-        ends = [*leaders[1:], len(bound)]
-        before = [_Flow() for _ in leaders]
-        before[0].touched = self.everything
-        work, reached = [0], {0}
-        while work:
-            block = work.pop()
-            flow = replace(before[block])
-            for index in range(leaders[block], ends[block]):
-                self.step(flow, bound[index], masks[index])
-            for target in successors[block]:
-                if before[target].join(flow) or target not in reached:
-                    reached.add(target)
-                    work.append(target)
-        return before
-
-
-def _is(item: Bound, opcode: str) -> bool:
-    return item.form.spelling.startswith(opcode)
+    def after(self, flow: _Flow, index: int) -> _Flow:
+        """The state after instruction `index`."""
+        item, mask = self.graph.code[index], self.masks[index]
+        if item.spelt(_MULTIPLY):
+            return _Flow(flow.flying | mask, flow.open | mask, flow.used | mask, flow.touched & ~mask)
+        if not item.spelt("wgmma."):
+            return replace(flow, touched=flow.touched | mask & flow.used) if mask & flow.used else flow
+        if item.guard is not None:
+            return flow
+        if item.spelt(_FENCE):
+            return replace(flow, used=0, touched=0)
+        if item.spelt(_WAIT) and _allowed(item.instruction) == 0:
+            return replace(flow, flying=flow.open)
+        return replace(flow, open=0) if item.spelt(_COMMIT) else flow
 
 
 def _allowed(instruction: Instruction) -> int:
-    return int(getattr(instruction.operands[0], "value", 1))
+    """How many groups a wait leaves pending; 1 where that is no constant."""
+    count = instruction.operands[0]
+    return count.value if isinstance(count, Immediate) else 1
 
 
-def check_warpgroup_registers(
-    bound: Sequence[Bound], leaders: Sequence[int], successors: Sequence[Sequence[int]]
-) -> None:
-    """Wrap the steps of those instructions whose registers may belong to a wgmma in flight or lack a wgmma.fence.
-
-    `leaders[b]` is the first instruction of block b, `successors[b]` the blocks that may follow it.
-    """
-    analysis = _Analysis(bound)
+def check_warpgroup_registers(graph: FlowGraph) -> None:
+    """Wrap the steps of those instructions whose registers may belong to a wgmma in flight or lack a wgmma.fence."""
+    analysis = _Analysis(graph)
     if not analysis.bits:
         return
-    masks = [analysis.mask(item) for item in bound]
-    before = analysis.before_blocks(bound, masks, leaders, successors)
+    entry = _Flow(touched=(1 << len(analysis.bits)) - 1)
     unfenced: dict[int, int] = {}
-    for block, (start, end) in enumerate(zip(leaders, [*leaders[1:], len(bound)], strict=True)):
-        flow = replace(before[block])
-        for index in range(start, end):
-            item, mask = bound[index], masks[index]
-            if _is(item, _MULTIPLY):
+    for block, flow in zip(graph.blocks, graph.before_blocks(entry, _Flow(), analysis.after, or_), strict=True):
+        for index in block:
+            item, mask = graph.code[index], analysis.masks[index]
+            if item.spelt(_MULTIPLY):
                 if mask & flow.touched:
                     unfenced[index] = mask & flow.touched
             elif mask & flow.flying:
-                item.step = _idle(item.step, _keys(analysis, mask & flow.flying), item.instruction.text)
-            analysis.step(flow, item, mask)
-    _watch_fences(bound, masks, analysis, unfenced)
+                item.step = _idle(item.step, analysis.keys(mask & flow.flying), item.instruction.text)
+            flow = analysis.after(flow, index)
+    _watch_fences(analysis, unfenced)
 
 
-def _keys(analysis: _Analysis, mask: int) -> frozenset[Key]:
-    return frozenset(key for key, bit in analysis.bits.items() if mask & bit)
-
-
-def _watch_fences(bound: Sequence[Bound], masks: list[int], analysis: _Analysis, unfenced: dict[int, int]) -> None:
+def _watch_fences(analysis: _Analysis, unfenced: dict[int, int]) -> None:
     doubtful = 0
     for mask in unfenced.values():
         doubtful |= mask
-    for index, item in enumerate(bound):
+    for index, (item, mask) in enumerate(zip(analysis.graph.code, analysis.masks, strict=True)):
         if index in unfenced:
-            item.step = _fenced(item.step, _keys(analysis, unfenced[index]))
-        elif masks[index] & doubtful and not item.form.spelling.startswith("wgmma."):
-            item.step = _noted(item.step, _keys(analysis, masks[index] & doubtful))
+            item.step = _fenced(item.step, analysis.keys(unfenced[index]))
+        elif mask & doubtful and not item.spelt("wgmma."):
+            item.step = _noted(item.step, analysis.keys(mask & doubtful))
 
 
 def _wrapped(step: Step, before: Callable[[Warp], None]) -> Step:

@@ -29,7 +29,7 @@ from backends.vm.host.abi import (
 )
 from backends.vm.host.host_error import HostError
 from backends.vm.host.runtime import GIVEN_STREAM
-from backends.vm.memory.memory import Buffer
+from backends.vm.memory.global_memory import Buffer
 
 SCALAR_FORMATS: Final[Mapping[str, str]] = {
     "bool": "<?", "u8": "<B", "s8": "<b", "u16": "<H", "s16": "<h", "u32": "<I", "s32": "<i", "b32": "<I", "f16": "<e",

@@ -69,8 +69,7 @@ def _run(runtime: Runtime, record: LaunchRecord) -> None:
     early = bool(record.attributes.get(PROGRAMMATIC_SERIALIZATION, (0,))[0])
     dependent, runtime.last_in = early and runtime.last_in == record.stream, record.stream
     runtime.machine.launch(
-        runtime.module,
-        record.entry,
+        runtime.module.entry(record.entry),
         record.grid,
         record.block,
         record.params,

@@ -19,8 +19,9 @@ from backends.vm.host.host_error import HostError
 from backends.vm.host.object_file import PROCESS_SYMBOLS, LinkedObject, ObjectFile
 from backends.vm.host.runtime import LaunchRecord, Runtime, aligned_memory
 from backends.vm.host.symbols import SYMBOLS, answering, bind_runtime
-from backends.vm.machine.machine import Machine, load
-from backends.vm.memory.memory import Buffer
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
+from backends.vm.memory.global_memory import Buffer
 
 OBJECT_VERSION: Final = "1.1"
 PROCESS_END: Final = 1 << 48
@@ -66,7 +67,7 @@ def run_host_program(
 ) -> tuple[LaunchRecord, ...]:
     """Call the host function once on `buffers` (mapped at their real addresses); returns the launches it made.
 
-    `parsed`: a folder that keeps parsed modules, as backends.vm.machine.machine.load takes it.
+    `parsed`: a folder that keeps parsed modules, as backends.vm.load.load takes it.
 
     HostError for an object, symbol or argument that does not fit; Fault and LaunchError from what it launches.
     """

@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from backends.vm.host.device import Device
 from backends.vm.host.host_error import HostError
-from backends.vm.machine.machine import LoadedModule, Machine
+from backends.vm.load import LoadedModule
+from backends.vm.machine.machine import Machine
 from backends.vm.machine.special import Dim3
-from backends.vm.memory.memory import Buffer
+from backends.vm.memory.global_memory import Buffer
 
 SUCCESS, INVALID_VALUE, UNKNOWN = 0, 1, 999
 FIRST_KERNEL, KERNEL_STEP = 0xF000_0000, 16

@@ -6,8 +6,8 @@ import numpy as np
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.bind.steps import NEXT, Wait
 from backends.vm.faults import Fault
+from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.cta import NAMED_BARRIERS, NamedBarrier
 from backends.vm.machine.warp import Warp
 from backends.vm.ptx.ast import Operand
@@ -231,7 +231,7 @@ def memory_fence(b: Binder) -> Step:
 
     def step(warp: Warp) -> None:
         if wide:
-            warp.clock.grid_part().fence(warp.cta.cluster.serial, warp.clock.seen)
+            warp.clock.grid_part().fence(warp.agents.serial, warp.clock.seen)
         warp.released.join(warp.clock)
         warp.next_epoch()
 

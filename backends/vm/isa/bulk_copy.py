@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.bind.steps import Wait
 from backends.vm.faults import Fault
 from backends.vm.machine.access import resolve
+from backends.vm.machine.code import Wait
 from backends.vm.machine.copy_groups import Copy, CopyGroups
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.engine import submit
@@ -285,7 +285,7 @@ def tensor_store(b: Binder) -> Step:
             tensor_map, address = tensor.tensor_map(warp, lane), origin(warp, lane)
             offset = warp.cta.own_offset(address, "tensor store")
             plan = _plan(b, tensor_map, tensor.coordinates(warp, lane), offset, store=True)
-            serial, groups = warp.cta.cluster.next_copy(), CopyGroups.of(warp.copies.bulk, lane, warp.cta.cluster)
+            serial, groups = warp.cta.cluster.next_copy(), CopyGroups.of(warp.copies.bulk, lane, warp.agents)
             reader = stamp(groups.agent, serial)
             granules = granules_of(plan.smem_addresses, plan.piece_bytes)
             warp.cta.smem.async_read(granules, warp.clock, reader, "the tensor store")
@@ -337,7 +337,7 @@ def linear_store(b: Binder) -> Step:
             _check_linear(target, start, bytes_, lane)
             offset, serial = warp.cta.own_offset(start, "bulk copy"), warp.cta.cluster.next_copy()
             pieces = offset + np.arange(0, bytes_, 16, dtype=np.int64)
-            groups = CopyGroups.of(warp.copies.bulk, lane, warp.cta.cluster)
+            groups = CopyGroups.of(warp.copies.bulk, lane, warp.agents)
             warp.cta.smem.async_read(granules_of(pieces, 16), warp.clock, stamp(groups.agent, serial), "the bulk copy")
             warp.cta.machine.counters["tma_store_bytes"] += bytes_
 
@@ -363,7 +363,7 @@ def commit_group(b: Binder) -> Step:
 
     def step(warp: Warp) -> None:
         for lane in _lanes(warp):
-            CopyGroups.of(warp.copies.bulk, lane, warp.cta.cluster).commit()
+            CopyGroups.of(warp.copies.bulk, lane, warp.agents).commit()
 
     return step
 
@@ -375,7 +375,7 @@ def wait_group(b: Binder) -> Step:
     allowed, reads = b.immediate(b.expect(1)[0]), bool(b.words["read"])
 
     def step(warp: Warp) -> object:
-        groups = [CopyGroups.of(warp.copies.bulk, lane, warp.cta.cluster) for lane in _lanes(warp)]
+        groups = [CopyGroups.of(warp.copies.bulk, lane, warp.agents) for lane in _lanes(warp)]
 
         def finish() -> None:
             for group in groups:

@@ -54,7 +54,7 @@ def griddepcontrol(b: Binder) -> Step:
     b.expect(0)
     if b.words["action"] == "launch_dependents":
         return _nothing
-    return lambda warp: warp.cta.machine.races.chain.wait(warp)
+    return lambda warp: warp.cta.machine.races.chain.wait(warp.clock, warp.released)
 
 
 @opcode("setmaxnreg.<way>.sync.aligned.u32", section="9.7.19.5", counter="control", way="inc dec")

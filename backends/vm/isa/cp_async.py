@@ -9,15 +9,15 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.bind.steps import Wait
 from backends.vm.faults import Fault
 from backends.vm.isa.mbarrier_ops import places
+from backends.vm.machine.code import Wait
 from backends.vm.machine.copy_groups import Copy, ThreadGroups
 from backends.vm.machine.engine import submit
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import Clock, stamp
+from backends.vm.memory.global_memory import check_alignment
 from backends.vm.memory.mbarrier import MBarrier
-from backends.vm.memory.memory import check_alignment
 
 _PREFETCH = "L2::64B L2::128B L2::256B"
 Addresses = npt.NDArray[np.int64]
@@ -27,7 +27,7 @@ def _groups(warp: Warp) -> list[ThreadGroups]:
     """The groups of the active lanes; the copies of one warp are one agent."""
     plain, agent = warp.copies.plain, warp.copies.plain_agent
     if agent is None:
-        agent = warp.copies.plain_agent = warp.cta.cluster.new_copy_agent()
+        agent = warp.copies.plain_agent = warp.agents.new_copy()
     return [plain.setdefault(lane, ThreadGroups(agent, agent)) for lane in np.flatnonzero(warp.mask).tolist()]
 
 

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.bind.steps import NEXT, Wait
 from backends.vm.machine.access import resolve
+from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.mbarrier import MBarrier

@@ -11,7 +11,7 @@ from backends.vm.bind.forms import Step, opcode
 from backends.vm.machine import access
 from backends.vm.machine.registers import LANES
 from backends.vm.machine.warp import Warp
-from backends.vm.memory.memory import check_alignment
+from backends.vm.memory.global_memory import check_alignment
 from backends.vm.ptx.ast import Operand, Sink
 
 _TYPES = "b8 u8 s8 b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64 b128"

@@ -9,7 +9,7 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.machine.registers import LANES
 from backends.vm.machine.warp import Warp
-from backends.vm.memory.memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
+from backends.vm.memory.global_memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
 from backends.vm.ptx.ast import Operand, Register, Sink, Vector
 
 _VIEW = {16: "u16", 32: "u32", 64: "u64", 128: "u64x2"}

@@ -14,10 +14,10 @@ import numpy as np
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.bind.steps import NEXT, Wait
 from backends.vm.faults import Fault
 from backends.vm.isa.tensor_operands import GROUPS, group_of, pair, same_group
 from backends.vm.machine.access import resolve
+from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.shared import OFFSET_MASK
 from backends.vm.memory.tmem import COLUMNS, Meeting, TensorMemory

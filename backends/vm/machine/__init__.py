@@ -1,1 +1,1 @@
-"""Warps, CTAs, clusters, the scheduler and the launches that they belong to."""
+"""Code that warps run, warps, CTAs, clusters, the scheduler and launches; knows no instruction and binds nothing."""

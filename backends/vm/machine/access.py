@@ -1,4 +1,4 @@
-"""Lane-wise access to any state space: one place that knows windows, ranks, ordering and counters."""
+"""Lane-wise access to any state space: the one place that knows windows, ranks, ordering and counters."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import Fault
-from backends.vm.memory.banks import wavefronts
 from backends.vm.memory.clocks import Clock
-from backends.vm.memory.memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, check_alignment
-from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
+from backends.vm.memory.global_memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, check_alignment
+from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT, wavefronts
 
 if TYPE_CHECKING:
     from backends.vm.machine.cta import Cta
@@ -29,7 +28,7 @@ def resolve(space: str, addresses: Addresses) -> tuple[str, Addresses]:
         return space, addresses
     windows = addresses >> WINDOW_SHIFT
     window = int(windows[0])
-    if (windows != window).any():
+    if np.count_nonzero(windows != window):
         raise Fault("mixed-windows", "lanes of one generic access fall into different state spaces")
     if window not in _SPACE_OF_WINDOW:
         raise Fault("out-of-bounds", "a generic address outside of every window", lane=0, address=int(addresses[0]))
@@ -37,14 +36,14 @@ def resolve(space: str, addresses: Addresses) -> tuple[str, Addresses]:
 
 
 def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Cta, Addresses]:
-    """The CTA whose shared memory is meant, and offsets in it. All lanes must mean the same CTA."""
+    """The CTA whose shared memory `addresses` lie in, and offsets in it. All lanes must mean the same CTA."""
     ranks = addresses >> RANK_SHIFT
     cluster = warp.cta.cluster
-    if (ranks >= cluster.size).any():
+    if np.count_nonzero(ranks >= cluster.size):
         lane = int((ranks >= cluster.size).argmax())
         raise Fault("out-of-bounds", f"shared {access} at an address of CTA rank {ranks[lane]} of a cluster of "
                     f"{cluster.size}", lane=lane, address=int(addresses[lane]))  # fmt: skip
-    if space != "shared::cluster" and (ranks != warp.cta.place.cta_rank).any():
+    if space != "shared::cluster" and np.count_nonzero(ranks != warp.cta.place.cta_rank):
         lane = int((ranks != warp.cta.place.cta_rank).argmax())
         try:
             warp.cta.own_offset(int(addresses[lane]), access)
@@ -57,7 +56,7 @@ def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Ct
 def load(
     warp: Warp, space: str, addresses: Addresses, size: int, *, strong: bool = False, lanes: Addresses | None = None
 ) -> Bytes:
-    """`size` bytes at each address, uint8 [n, size]. `lanes` they belong to: the active ones unless given."""
+    """`size` bytes at each address, uint8 [n, size]. `lanes` own the addresses: the active ones unless given."""
     lanes = np.flatnonzero(warp.mask) if lanes is None else lanes
     groups = _groups(space, addresses)
     if groups is not None:
@@ -100,7 +99,7 @@ def store(
     strong: bool = False,
     lanes: Addresses | None = None,
 ) -> None:
-    """Write uint8 [n, size] at each address. `lanes` they belong to: the active ones unless given."""
+    """Write uint8 [n, size] at each address. `lanes` own the addresses: the active ones unless given."""
     lanes = np.flatnonzero(warp.mask) if lanes is None else lanes
     groups = _groups(space, addresses)
     if groups is not None:
@@ -148,19 +147,19 @@ def _note_store(warp: Warp, addresses: Addresses, size: int, line: int, *, stron
 
 
 def _groups(space: str, addresses: Addresses) -> list[Addresses] | None:
-    """Positions of the lanes by state space (generic) or CTA (shared::cluster); None if there is one group."""
+    """Positions of the lanes by state space (generic) or CTA (shared::cluster). None if there is one group."""
     if space not in ("", "shared::cluster"):
         return None
     keys = addresses >> WINDOW_SHIFT
     shared = (keys == SHARED_WINDOW >> WINDOW_SHIFT) | (space != "")
     keys = np.where(shared, keys << 32 | (addresses >> RANK_SHIFT & 0xFF), keys)
-    if (keys == keys[0]).all():
+    if not np.count_nonzero(keys != keys[0]):
         return None
     return [np.flatnonzero(keys == key) for key in dict.fromkeys(keys.tolist())]
 
 
 def _of_lane(fault: Fault, lanes: Addresses) -> Fault:
-    """Memories count the addresses of one access; reports count lanes of the warp."""
+    """`fault` with its lane counted in the warp: memories count the addresses of one access."""
     if fault.lane is not None:
         fault.lane = int(lanes[fault.lane])
     return fault
@@ -171,7 +170,7 @@ def _load_param(warp: Warp, addresses: Addresses, size: int) -> Bytes:
     offsets = addresses - PARAM_WINDOW if int(addresses[0]) >= PARAM_WINDOW else addresses
     check_alignment(offsets, size, "parameter load")
     outside = (offsets < 0) | (offsets + size > params.size)
-    if outside.any():
+    if np.count_nonzero(outside):
         lane = int(outside.argmax())
         raise Fault("out-of-bounds", f"parameter load of {size} bytes outside of the {params.size} bytes of parameters",
                     lane=lane, address=int(offsets[lane]))  # fmt: skip
@@ -183,7 +182,7 @@ def _local_index(
 ) -> tuple[npt.NDArray[np.intp], Addresses]:
     check_alignment(addresses, size, "local access")
     outside = (addresses < 0) | (addresses + size > warp.local.shape[1])
-    if outside.any():
+    if np.count_nonzero(outside):
         lane = int(outside.argmax())
         raise Fault("out-of-bounds", f"local access of {size} bytes; a thread has {warp.local.shape[1]} bytes",
                     lane=lane, address=int(addresses[lane]))  # fmt: skip
@@ -200,10 +199,10 @@ def _count_banks(warp: Warp, offsets: Addresses, size: int) -> None:
 def synchronise(
     warp: Warp, space: str, addresses: Addresses, sem: str, scope: str, *, acquire: bool, release: bool
 ) -> None:
-    """A strong operation on flags: releases carry the warp's clock to them, acquires take over what they carry.
+    """A strong operation on flags: a release carries the warp's clock to them, an acquire takes over what they carry.
 
-    An acquire comes before the access, a release after it. In global memory with a scope beyond the cluster a relaxed
-    operation needs the fence of the ISA's patterns (backends.vm.memory.grid_clocks); elsewhere it is treated as both.
+    An acquire comes before the access, a release after it. In global memory, a relaxed operation of a scope beyond the
+    cluster needs the fence of the ISA's patterns (backends.vm.memory.clocks). Elsewhere it counts as both.
     """
     races = warp.cta.machine.races
     for address in dict.fromkeys(addresses.tolist()):

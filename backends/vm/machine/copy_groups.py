@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from backends.vm.machine.engine import Operation
-
-if TYPE_CHECKING:
-    from backends.vm.machine.cta import Cluster
+from backends.vm.memory.agents import Agents
 
 
 @dataclass(slots=True)
 class Copy:
-    """A copy and its serial number in the cluster, which a wait for it makes visible."""
+    """A copy and its serial number in the cluster. A wait for it makes that number visible."""
 
     operation: Operation
     serial: int
@@ -21,10 +18,10 @@ class Copy:
 
 @dataclass(slots=True)
 class ThreadGroups:
-    """One thread's open group and its committed ones not yet waited for, oldest first.
+    """One thread's open group, and the committed ones that no wait has covered, oldest first.
 
-    `agent` is the clock index of what they read and of what they write to shared memory, `writer` that of what they
-    write to global memory. `writing` holds the newest serial number of each group whose end no wait has covered.
+    `agent` is the clock index of their reads and of their writes to shared memory, `writer` that of their writes to
+    global memory. `writing` holds the newest serial number of each group whose end no wait has covered.
     """
 
     agent: int
@@ -45,21 +42,21 @@ class ThreadGroups:
         return [copy for group in waited for copy in group if not copy.operation.done]
 
     def waited(self, allowed: int) -> int:
-        """Forget the groups that a wait for `allowed` covers; returns their highest serial number, 0 for none."""
+        """Forget the groups that a wait for all but `allowed` covers. Their highest serial number, 0 for none."""
         count = max(len(self.committed) - allowed, 0)
         newest = max((copy.serial for group in self.committed[:count] for copy in group), default=0)
         del self.committed[:count]
         return newest
 
     def written(self, allowed: int) -> int:
-        """As `waited`, of the groups whose writes a wait without .read for `allowed` covers."""
+        """As `waited`, for the writes: a wait without .read covers them."""
         count = max(len(self.writing) - allowed, 0)
         newest = max(self.writing[:count], default=0)
         del self.writing[:count]
         return newest
 
     def hand_over(self) -> None:
-        """What has been issued is waited for at an mbarrier (cp.async.mbarrier.arrive)."""
+        """Forget everything issued: an mbarrier waits for it (cp.async.mbarrier.arrive)."""
         self.open, self.committed, self.writing = [], [], []
 
     def unread(self) -> Copy | None:
@@ -76,8 +73,8 @@ class CopyGroups:
     plain_agent: int | None = None
 
     @staticmethod
-    def of(groups: dict[int, ThreadGroups], lane: int, cluster: Cluster) -> ThreadGroups:
+    def of(groups: dict[int, ThreadGroups], lane: int, agents: Agents) -> ThreadGroups:
         """The groups of one lane, made on first use."""
         if lane not in groups:
-            groups[lane] = ThreadGroups(cluster.new_copy_agent(), cluster.new_copy_agent())
+            groups[lane] = ThreadGroups(agents.new_copy(), agents.new_copy())
         return groups[lane]

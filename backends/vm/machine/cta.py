@@ -6,32 +6,31 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from backends.vm.faults import Fault
+from backends.vm.machine.registers import LANES
 from backends.vm.machine.special import Dim3, Place
 from backends.vm.machine.warp import Warp
 from backends.vm.machine.warpgroup import Warpgroup
+from backends.vm.memory.agents import ACCUMULATORS, Agents
 from backends.vm.memory.clocks import Clock
-from backends.vm.memory.global_races import CLUSTER_SHIFT
+from backends.vm.memory.global_memory import PARAM_WINDOW
 from backends.vm.memory.mbarrier import MBarrier
-from backends.vm.memory.memory import PARAM_WINDOW
 from backends.vm.memory.shared import MBARRIER, OFFSET_MASK, RANK_SHIFT, SharedMemory
 from backends.vm.memory.tmem import TensorMemory
 
 if TYPE_CHECKING:
-    from backends.vm.bind.layout import FunctionLayout
-    from backends.vm.machine.machine import Machine
+    from backends.vm.machine.machine import Run
 
 NAMED_BARRIERS = 16
-ACCUMULATORS = 8
-"""Accumulators of a CTA whose chains of MMAs are told apart; 512 columns hold four of 128."""
-COPY_AGENTS = 48
 
 
 @dataclass(slots=True)
 class NamedBarrier:
     """`barrier` resource 0..15 of a CTA (PTX ISA 9.7.13.1): arrivals in threads, and the clocks they bring.
 
-    `expected` None: every thread of the CTA that has not ended, however many those are when the last one arrives.
+    `expected` None: every living thread of the CTA, as many as there are when the last one arrives.
     """
 
     arriving: Clock
@@ -46,39 +45,36 @@ class NamedBarrier:
 class Cta:
     """One CTA.
 
-    Its tensor core is several agents, from clock index `tensor_agent` on: one for tcgen05.cp, which every later mma
-    follows in order, and one for each accumulator, since only MMAs of the same accumulator and shape are ordered among
-    themselves (PTX ISA 9.7.16.6.2). Beyond ACCUMULATORS of them agents are shared and a missing wait can hide.
+    Its tensor core is several agents, from clock index `tensor_agent` on (see Agents), since only MMAs of the same
+    accumulator and shape are ordered among themselves (PTX ISA 9.7.16.6.2). Beyond ACCUMULATORS accumulators, agents
+    are shared and a missing wait can hide.
     """
 
-    def __init__(self, machine: Machine, cluster: Cluster, place: Place, layout: FunctionLayout, dynamic: int) -> None:
-        self.machine = machine
+    def __init__(self, run: Run, cluster: Cluster, place: Place) -> None:
+        self.machine = run.machine
         self.cluster = cluster
         self.place = place
-        self.layout = layout
-        self.smem = SharedMemory(layout.static_shared, dynamic, layout.dynamic_align)
-        self.smem.name_of = cluster.agent_name
-        self.smem.first_engine, self.smem.first_copy = cluster.tensor_agent(0), cluster.first_copy
-        self.local_size = layout.local_size
+        self.function = function = run.function
+        agents, shape = cluster.agents, run.shape
+        self.smem = SharedMemory(agents, function.static_shared, shape.dynamic_smem, function.dynamic_align)
+        self.local_size = function.local_size
         self.mbarriers: dict[int, MBarrier] = {}
         self.warpgroups: dict[int, Warpgroup] = {}
-        self.tensor_agent = cluster.tensor_agent(place.cta_rank)
+        self.tensor_agent = agents.tensor_core(place.cta_rank)
         self.tensor_serial = 0
         self._accumulators: dict[tuple[int, ...], int] = {}
         self.named: dict[int, NamedBarrier] = {}
-        threads = place.block[0] * place.block[1] * place.block[2]
         self.warps = [
-            Warp(layout.code, self, index, min(32, threads - 32 * index), cluster.warp_agent(place.cta_rank, index),
-                 cluster.agents)
-            for index in range(-(-threads // 32))
-        ]  # fmt: skip
+            Warp(function.code, self, index, min(LANES, shape.threads - LANES * index), run.registers.take())
+            for index in range(agents.warps_per_cta)
+        ]
         for warp in self.warps:
             warp.fill_symbols()
 
     @cached_property
     def tmem(self) -> TensorMemory:
         """Tensor memory, made on first use: most CTAs of some launches have none."""
-        return TensorMemory(name_of=self.cluster.agent_name)
+        return TensorMemory(self.cluster.agents)
 
     @property
     def used_tmem(self) -> TensorMemory | None:
@@ -95,17 +91,17 @@ class Cta:
 
     @property
     def tensor_agents(self) -> slice:
-        """Clock indices of everything that the tensor core does."""
+        """Clock indices of the tensor core."""
         return slice(self.tensor_agent, self.tensor_agent + 1 + ACCUMULATORS)
 
     @property
     def rank_bits(self) -> int:
-        """What this CTA's shared addresses carry in bits 31..24."""
+        """Bits 31..24 of this CTA's shared addresses."""
         return self.place.cta_rank << RANK_SHIFT
 
     def symbol_address(self, name: str, *, generic: bool) -> int:
         """The address of a variable or parameter in its own state space."""
-        space, offset = self.layout.place_of(name, self.smem.dynamic_offset)
+        space, offset = self.function.place_of(name, self.smem.dynamic_offset)
         if space == "shared":
             return self.rank_bits | offset
         if space == "param":
@@ -115,7 +111,7 @@ class Cta:
         return offset
 
     def own_offset(self, address: int, access: str) -> int:
-        """Offset of a `.shared` (own CTA) address; another CTA's rank bits are a fault, as on an H200."""
+        """Offset of a `.shared` (own CTA) address. Another CTA's rank bits are a fault, as on an H200."""
         if address >> RANK_SHIFT != self.place.cta_rank:
             raise Fault("remote-shared", f"{access} through .shared with the address of CTA rank "
                         f"{address >> RANK_SHIFT} from CTA rank {self.place.cta_rank}: use .shared::cluster",
@@ -128,9 +124,9 @@ class Cta:
             raise Fault("mbarrier-misuse", "mbarrier.init where an mbarrier already lies (mbarrier.inval comes first)",
                         address=offset)  # fmt: skip
         self.smem.check_region(offset, 8, "mbarrier.init")
-        made = MBarrier.create(offset, count, self.cluster.agents)
+        made = MBarrier.create(offset, count, self.cluster.agents.count)
         made.creator, made.created = warp.agent, int(warp.clock.seen[warp.agent])
-        made.copy_agent = self.cluster.new_copy_agent()
+        made.copy_agent = self.cluster.agents.new_copy()
         self.mbarriers[offset] = made
         self.smem.in_flight[offset // 4 : offset // 4 + 2] = MBARRIER
         self.smem.written[offset : offset + 8] = True
@@ -143,7 +139,7 @@ class Cta:
         self.smem.written[offset : offset + 8] = False
 
     def mbarrier(self, offset: int, clock: Clock | None = None) -> MBarrier:
-        """The live mbarrier at a shared offset. `clock` of who asks: its initialisation must be ordered before."""
+        """The live mbarrier at a shared offset. If `clock` is given, the initialisation must be ordered before it."""
         found = self.mbarriers.get(offset)
         if found is None:
             known = ", ".join(f"{at:#x}" for at in sorted(self.mbarriers)) or "none"
@@ -151,7 +147,7 @@ class Cta:
                         address=offset)  # fmt: skip
         if clock is not None and clock.seen[found.creator] < found.created:
             raise Fault("mbarrier-misuse", f"nothing orders this after the mbarrier.init by "
-                        f"{self.cluster.agent_name(found.creator)}: a barrier is missing between the two",
+                        f"{self.cluster.agents.name(found.creator)}: a barrier is missing between the two",
                         address=offset)  # fmt: skip
         return found
 
@@ -161,7 +157,7 @@ class Cta:
         return all(warp.done for warp in self.warps)
 
     def threads_ended(self) -> None:
-        """Barriers that only waited for threads that have now ended are complete (PTX ISA 9.7.13.1)."""
+        """Complete the barriers that only waited for threads that have now ended (PTX ISA 9.7.13.1)."""
         for barrier in self.named.values():
             if barrier.arrived and barrier.expected is None:
                 self.complete_barrier(barrier)
@@ -169,12 +165,13 @@ class Cta:
     def named_barrier(self, number: int) -> NamedBarrier:
         """Barrier resource `number`, made on first use."""
         if number not in self.named:
-            self.named[number] = NamedBarrier(Clock.zero(self.cluster.agents), Clock.zero(self.cluster.agents))
+            agents = self.cluster.agents.count
+            self.named[number] = NamedBarrier(Clock.zero(agents), Clock.zero(agents))
         return self.named[number]
 
     def complete_barrier(self, barrier: NamedBarrier) -> None:
         """End the phase of a named barrier if all that it waits for have arrived."""
-        alive = sum(int(warp.alive.sum()) for warp in self.warps)
+        alive = sum(np.count_nonzero(warp.alive) for warp in self.warps)
         if barrier.arrived == (alive if barrier.expected is None else barrier.expected):
             barrier.arrived = 0
             barrier.generation += 1
@@ -184,7 +181,7 @@ class Cta:
             self.machine.engine.events += 1
 
     def check_exit(self) -> None:
-        """What must be in order when a CTA ends: copies waited for, tensor memory given back."""
+        """Fault unless a CTA that ends has waited for its copies and given back its tensor memory."""
         for warp in self.warps:
             kinds = (("cp.async.bulk", warp.copies.bulk), ("cp.async", warp.copies.plain))
             for kind, lane, groups in ((kind, lane, groups) for kind, all_ in kinds for lane, groups in all_.items()):
@@ -209,64 +206,30 @@ class Cta:
         if self.used_tmem is not None and self.used_tmem.allocations:
             held = ", ".join(f"{a.columns} columns at {a.first} (PTX line {a.line})" for a in self.tmem.allocations)
             raise Fault("tmem-leak", f"the CTA ends with tensor memory allocated: {held}; tcgen05.dealloc is missing",
-                        kernel=self.layout.code.function.name, where=f"CTA {self.place.ctaid}")  # fmt: skip
+                        kernel=self.function.name, where=f"CTA {self.place.ctaid}")  # fmt: skip
 
 
 class Cluster:
-    """CTAs that are launched together.
+    """CTAs that are launched together. `first`: the coordinates of the first one."""
 
-    Clock indices (agents): all warps by CTA rank, then the tensor cores' accumulators, then copies. Copies that are
-    waited for together, at one mbarrier or in one thread's groups, are one agent; beyond COPY_AGENTS such places agents
-    are shared, and a missing wait can hide behind another place's wait. Last comes clocks.WAITED. `serial` numbers the
-    clusters of a launch from 1, `mark` is that number where marks of global memory hold it.
-    """
-
-    def __init__(self, machine: Machine, first: Dim3, size: Dim3, grid: Dim3, block: Dim3, layout: FunctionLayout,
-                 dynamic: int) -> None:  # fmt: skip
-        threads = block[0] * block[1] * block[2]
-        self.warps_per_cta = -(-threads // 32)
-        self.size = size[0] * size[1] * size[2]
-        self.first_copy = self.size * (self.warps_per_cta + 1 + ACCUMULATORS)
-        self.agents = self.first_copy + COPY_AGENTS + 1
-        self.serial = machine.races.begin_cluster(first)
-        self.mark = self.serial << CLUSTER_SHIFT
-        self.copy_places = 0
+    def __init__(self, run: Run, first: Dim3) -> None:
+        shape = run.shape
+        self.size = shape.cluster_ctas
+        self.agents = Agents(run.machine.races.begin_cluster(first), self.size, -(-shape.threads // LANES))
         self.copy_serial = 0
-        self.arriving = Clock.zero(self.agents)
-        self.released = Clock.zero(self.agents)
+        self.arriving = Clock.zero(self.agents.count)
+        self.released = Clock.zero(self.agents.count)
         self.generation = 0
         self.flags: dict[tuple[str, int], Clock] = {}
         self.ctas: list[Cta] = []
+        size = shape.cluster
         for rank in range(self.size):
             x, y, z = rank % size[0], rank // size[0] % size[1], rank // (size[0] * size[1])
             ctaid = (first[0] + x, first[1] + y, first[2] + z)
-            self.ctas.append(Cta(machine, self, Place(grid, size, block, ctaid, rank), layout, dynamic))
-
-    def warp_agent(self, rank: int, warp: int) -> int:
-        """Clock index of a warp."""
-        return rank * self.warps_per_cta + warp
-
-    def tensor_agent(self, rank: int) -> int:
-        """First clock index of a CTA's tensor core."""
-        return self.size * self.warps_per_cta + rank * (1 + ACCUMULATORS)
-
-    def new_copy_agent(self) -> int:
-        """The agent of one more place (an mbarrier, a thread) at which copies are waited for."""
-        self.copy_places += 1
-        return self.first_copy + (self.copy_places - 1) % COPY_AGENTS
-
-    def agent_name(self, agent: int) -> str:
-        """How reports call an agent."""
-        if agent >= self.first_copy:
-            return "a copy"
-        rank, index = divmod(agent, self.warps_per_cta)
-        if agent >= self.tensor_agent(0):
-            rank, index = (agent - self.tensor_agent(0)) // (1 + ACCUMULATORS), -1
-        of = f" of CTA rank {rank}" if self.size > 1 else ""
-        return f"the tensor core{of}" if index < 0 else f"warp {index}{of}"
+            self.ctas.append(Cta(run, self, Place(shape.grid, size, shape.block, ctaid, rank)))
 
     def next_copy(self) -> int:
-        """A serial number for a bulk copy: its epoch as an agent."""
+        """A serial number for a bulk copy; as an agent, that is its epoch."""
         self.copy_serial += 1
         return self.copy_serial
 
@@ -280,9 +243,11 @@ class Cluster:
     def complete_phase(self) -> None:
         """End the phase of the cluster barrier when every living thread has arrived (PTX ISA 9.7.13.3)."""
         warps = self.warps
-        if any((warp.alive & ~warp.cluster_arrived).any() for warp in warps) or not any(w.alive.any() for w in warps):
+        if any(np.count_nonzero(warp.alive & ~warp.cluster_arrived) for warp in warps):
             return
-        if any(warp.cluster_arrived.any() for warp in warps):
+        if not any(np.count_nonzero(warp.alive) for warp in warps):
+            return
+        if any(np.count_nonzero(warp.cluster_arrived) for warp in warps):
             for warp in warps:
                 warp.cluster_arrived[:] = False
             self.generation += 1

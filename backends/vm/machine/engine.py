@@ -1,9 +1,9 @@
-"""Work that runs beside the warps: bulk copies and the tensor core, each operation with a moment of its own to end.
+"""Work that runs beside the warps: bulk copies and the tensor core. Each operation ends at a moment of its own.
 
-An operation is submitted by a warp and performed when the schedule says so: at once (eager), as late as the waits of
-the warps allow (lazy), or whenever (random). Operations of one queue end in the order of their issue: the tensor core
-of a CTA is one queue. What the ISA does not order there (MMAs of different accumulators) is told apart by clocks, not
-by reordering; see tensor_core. Copies are in no queue and may end in any order.
+A warp submits an operation. The schedule says when it is performed: at once (eager), as late as the waits of the warps
+allow (lazy), or at any time (random). Operations of one queue end in the order of their issue; the tensor core of a CTA
+is one queue. The ISA does not order MMAs of different accumulators there: clocks tell these apart, not reordering; see
+isa/tensor_core.py. Copies are in no queue and may end in any order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One asynchronous operation. `signals` are what waits for its end (or for a commit behind it)."""
+    """One asynchronous operation. `signals`: the objects that its end, or a commit behind it, signals."""
 
     what: str
     kernel: str
@@ -35,14 +35,14 @@ class Operation:
 
 @dataclass(slots=True)
 class Engine:
-    """Pending operations in order of issue. `events` counts everything that could let somebody move on."""
+    """Pending operations in order of issue. `events` counts everything that could let a warp move on."""
 
     defers: bool
     pending: list[Operation] = field(default_factory=list[Operation])
     events: int = 0
 
     def submit(self, operation: Operation) -> None:
-        """Take an operation; without deferral it is performed at once."""
+        """Take an operation. Without deferral, perform it at once."""
         self.events += 1
         self.pending.append(operation)
         if not self.defers:
@@ -61,7 +61,7 @@ class Engine:
         return able
 
     def perform(self, operation: Operation) -> None:
-        """Let `operation` end: its data moves and its mbarriers are signalled."""
+        """Let `operation` end: move its data and signal its mbarriers."""
         self.events += 1
         self.pending.remove(operation)
         try:
@@ -74,7 +74,7 @@ class Engine:
         operation.done = True
 
     def most_wanted(self, awaited: list[object]) -> Operation | None:
-        """The oldest eligible operation that leads to an mbarrier somebody waits for, else the oldest of all."""
+        """The oldest eligible operation that leads to one of the `awaited` mbarriers, else the oldest of all."""
         able = self.eligible()
         if not able:
             return None

@@ -1,76 +1,65 @@
-"""The machine: global memory, loaded modules, and launches that run to their end or to the first broken rule."""
+"""The machine: global memory, and launches of bound functions that run to their end or to the first broken rule."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import numpy as np
 
-from backends.vm import isa  # noqa: F401  (registers every instruction family)
-from backends.vm.bind.code import Block
-from backends.vm.bind.layout import FunctionLayout, lay_out
 from backends.vm.faults import Fault, LaunchError
+from backends.vm.machine.code import Block, BoundFunction
 from backends.vm.machine.cta import Cluster
-from backends.vm.machine.deadlock import report
 from backends.vm.machine.engine import Engine
+from backends.vm.machine.registers import RegisterFiles
 from backends.vm.machine.scheduler import Schedule, schedule
-from backends.vm.machine.special import Dim3
+from backends.vm.machine.special import Dim3, LaunchShape
 from backends.vm.machine.warp import Warp
+from backends.vm.memory.global_memory import PARAM_WINDOW, WINDOW_SHIFT, Bytes, GlobalMemory
 from backends.vm.memory.global_races import GlobalRaces
-from backends.vm.memory.memory import PARAM_WINDOW, WINDOW_SHIFT, Bytes, GlobalMemory
 from backends.vm.memory.shared import MAX_DYNAMIC
-from backends.vm.ptx.ast import Module, Variable
-from backends.vm.ptx.parse_cache import parse_cached
-
-if TYPE_CHECKING:
-    from backends.vm.trace.recorder import Recorder
-
+from backends.vm.ptx.ast import Variable
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
+MAX_THREADS = 1024
 MAX_CLUSTER = 16
-"""Launch limits of compute capability 9.0 and 10.0 (CUDA programming guide; more than 8 CTAs is not portable)."""
+"""Launch limits of compute capability 9.0 and 10.0 (CUDA programming guide). More than 8 CTAs are not portable."""
 LONG_RUN = 2000
-"""Turns after which one more cluster joins those in flight: the ones there may be waiting for it in global memory."""
+"""Turns after which one more cluster joins those in flight: they may be waiting for it in global memory."""
 
 
-class LoadedModule:
-    """A parsed module whose functions are bound on first use and then kept."""
+class Observer(Protocol):
+    """Watches a machine. It never changes who moves next; backends.vm.trace has one that records."""
 
-    def __init__(self, module: Module) -> None:
-        self.module = module
-        self._layouts: dict[str, FunctionLayout] = {}
+    def engine(self, defers: bool) -> Engine:
+        """The engine of the observed machine; `defers` as in Engine."""
+        ...
 
-    def entry(self, name: str) -> FunctionLayout:
-        """Code and layout of entry `name`; LaunchError if the module has none."""
-        function = self.module.functions.get(name)
-        if function is None or not function.is_entry:
-            entries = ", ".join(n for n, f in self.module.functions.items() if f.is_entry) or "none"
-            raise LaunchError(f"the module has no entry {name!r}; its entries are: {entries}")
-        if name not in self._layouts:
-            self._layouts[name] = lay_out(self.module, function)
-        return self._layouts[name]
+    def function(self, function: BoundFunction) -> BoundFunction:
+        """What the machine shall run in place of `function`: code that does the same and reports to this observer."""
+        ...
 
+    def launch(self, run: Run) -> AbstractContextManager[None]:
+        """A grid runs, to its end or to the first broken rule."""
+        ...
 
-@lru_cache(maxsize=64)
-def load(ptx: str, folder: Path | None = None) -> LoadedModule:
-    """Parse `ptx`; the result is kept, so that a kernel is decoded once however often it is launched.
+    def cluster_begins(self, cluster: Cluster) -> None:
+        """A cluster has become resident."""
+        ...
 
-    `folder` keeps parsed modules between processes.
-    """
-    return LoadedModule(parse_cached(ptx, folder=folder))
+    def run(self, warp: Warp, quantum: int) -> int:
+        """Let `warp` run as Warp.run does."""
+        ...
 
 
 class Machine:
     """A GPU without a clock: memory, a schedule, an accumulation policy, and counters over all launches.
 
-    `unstarted`: first CTAs of the clusters of the running launch that have not begun.
+    `unstarted`: the first CTA of each cluster of the running launch that has not begun.
     """
 
     def __init__(
@@ -78,27 +67,26 @@ class Machine:
         schedule_name: str = "eager",
         accumulate: str = "fast",
         step_budget: int = 200_000_000,
-        recorder: Recorder | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.memory = GlobalMemory()
         self.schedule: Schedule = schedule(schedule_name)
         self.accumulate = accumulate
         self.step_budget = step_budget
         self.steps_left = step_budget
-        self.recorder = recorder
-        self.engine = Engine(self.schedule.defers) if recorder is None else recorder.engine(self.schedule.defers)
+        self.observer = observer
+        self.engine = Engine(self.schedule.defers) if observer is None else observer.engine(self.schedule.defers)
         self.counters: Counter[str] = Counter()
         self.blocks_run: dict[int, Block] = {}
         self.params: Bytes = np.zeros(0, np.uint8)
         self.unstarted: list[Dim3] = []
         self.races = GlobalRaces()
-        self._variables: dict[tuple[int, str], int] = {}
-        self._module: LoadedModule | None = None
+        self._function: BoundFunction | None = None
+        self._placed: dict[int, tuple[Variable, int]] = {}
 
     def launch(
         self,
-        module: LoadedModule,
-        entry: str,
+        function: BoundFunction,
         grid: Dim3,
         block: Dim3,
         params: Sequence[bytes],
@@ -113,14 +101,14 @@ class Machine:
 
         Raises LaunchError for a launch that no GPU would take, Fault for the first rule that the kernel breaks.
         """
-        layout = module.entry(entry) if self.recorder is None else self.recorder.layout(module, entry)
-        _check_launch(layout, grid, block, cluster, dynamic_smem)
-        self.counters["smem_bytes"] = max(self.counters["smem_bytes"], layout.static_shared + dynamic_smem)
-        self._module = module
-        self.params = _param_block(layout, params)
-        self.races.begin_launch(entry, dependent=dependent)
-        run = Run(self, layout, grid, block, cluster, dynamic_smem)
-        with np.errstate(all="ignore"), nullcontext() if self.recorder is None else self.recorder.launch(run):
+        shape = LaunchShape(grid, block, cluster, dynamic_smem)
+        _check_launch(function, shape)
+        self.counters["smem_bytes"] = max(self.counters["smem_bytes"], function.static_shared + dynamic_smem)
+        self.params = _param_block(function, params)
+        self.races.begin_launch(function.name, dependent=dependent)
+        self._function = function if self.observer is None else self.observer.function(function)
+        run = Run(self, self._function, shape)
+        with np.errstate(all="ignore"), nullcontext() if self.observer is None else self.observer.launch(run):
             run.to_the_end()
 
     def opcodes_run(self) -> frozenset[tuple[str, ...]]:
@@ -128,16 +116,18 @@ class Machine:
         return frozenset(one.parts for block in self.blocks_run.values() for one in block.instructions)
 
     def variable_address(self, name: str) -> int:
-        """Global address of a module variable, which is placed on first use."""
-        key = (id(self._module), name)
-        if key not in self._variables and self._module is not None:
-            variable = self._module.module.variables[name]
+        """Global address of variable `name` of the running module, which is placed on first use."""
+        if self._function is None:
+            raise LaunchError(f"the variable {name!r} has no address before a launch")
+        variable = self._function.variables[name]
+        if id(variable) not in self._placed:
             data = np.zeros(max(variable.size, 1), np.uint8)
             if variable.initial is not None:
                 data[: len(variable.initial)] = np.frombuffer(variable.initial, np.uint8)
-            self._variables[key] = self.memory.add(name, data, writable=variable.space != "const").base
+            base = self.memory.add(name, data, writable=variable.space != "const").base
+            self._placed[id(variable)] = (variable, base)
             self._fill_addresses(variable, data)
-        return self._variables[key]
+        return self._placed[id(variable)][1]
 
     def _fill_addresses(self, variable: Variable, data: Bytes) -> None:
         for item in variable.addresses:
@@ -156,47 +146,45 @@ class Machine:
         return self.memory.load(np.array([address], np.int64), size)[0]
 
 
-def _check_launch(layout: FunctionLayout, grid: Dim3, block: Dim3, cluster: Dim3, dynamic_smem: int) -> None:
-    name = layout.code.function.name
-    threads = block[0] * block[1] * block[2]
-    if min(*grid, *block, *cluster) < 1 or threads > 1024:
+def _check_launch(function: BoundFunction, shape: LaunchShape) -> None:
+    name, grid, block, cluster = function.name, shape.grid, shape.block, shape.cluster
+    if min(*grid, *block, *cluster) < 1 or shape.threads > MAX_THREADS:
         raise LaunchError(
             f"{name}: grid {grid}, cluster {cluster}, block {block}: every size is at least 1 and a block has at most "
-            "1024 threads"
+            f"{MAX_THREADS} threads"
         )
     for what, sizes, most in (("grid", grid, MAX_GRID), ("block", block, MAX_BLOCK)):
         for axis, size, limit in zip("xyz", sizes, most, strict=True):
             if size > limit:
                 raise LaunchError(f"{name}: {what} {sizes}: {size} in {axis}, where at most {limit} are possible")
-    if cluster[0] * cluster[1] * cluster[2] > MAX_CLUSTER:
+    if shape.cluster_ctas > MAX_CLUSTER:
         raise LaunchError(f"{name}: a cluster of {cluster} CTAs; at most {MAX_CLUSTER} are possible")
     if any(size % part for size, part in zip(grid, cluster, strict=True)):
         raise LaunchError(f"{name}: grid {grid} is not a multiple of the cluster {cluster}")
-    if dynamic_smem + layout.static_shared > MAX_DYNAMIC:
+    if shape.dynamic_smem + function.static_shared > MAX_DYNAMIC:
         raise LaunchError(
-            f"{name}: {dynamic_smem} bytes of dynamic shared memory and {layout.static_shared} static ones exceed "
-            f"{MAX_DYNAMIC}"
+            f"{name}: {shape.dynamic_smem} bytes of dynamic shared memory and {function.static_shared} static ones "
+            f"exceed {MAX_DYNAMIC}"
         )
-    required = layout.code.function.directives.get("reqntid")
+    required = function.code.function.directives.get("reqntid")
     if required and tuple([*required, 1, 1][:3]) != tuple(block):
         raise LaunchError(f"{name}: block {block} where the kernel declares .reqntid {required}")
-    most = layout.code.function.directives.get("maxntid")
-    if most and threads > int(np.prod(most)):
-        raise LaunchError(f"{name}: {threads} threads where the kernel declares .maxntid {most}")
+    most = function.code.function.directives.get("maxntid")
+    if most and shape.threads > int(np.prod(most)):
+        raise LaunchError(f"{name}: {shape.threads} threads where the kernel declares .maxntid {most}")
 
 
-def _param_block(layout: FunctionLayout, params: Sequence[bytes]) -> Bytes:
-    declared = layout.code.function.params
+def _param_block(function: BoundFunction, params: Sequence[bytes]) -> Bytes:
+    declared = function.code.function.params
     if len(declared) != len(params):
-        raise LaunchError(f"{layout.code.function.name} takes {len(declared)} parameters, {len(params)} were given")
-    block = np.zeros(layout.param_size, np.uint8)
+        raise LaunchError(f"{function.name} takes {len(declared)} parameters, {len(params)} were given")
+    block = np.zeros(function.param_size, np.uint8)
     for variable, value in zip(declared, params, strict=True):
         if len(value) != variable.size:
             raise LaunchError(
-                f"{layout.code.function.name}: parameter `{variable.name}` has {variable.size} bytes, {len(value)} "
-                "were given"
+                f"{function.name}: parameter `{variable.name}` has {variable.size} bytes, {len(value)} were given"
             )
-        offset = layout.offsets[variable.name][1]
+        offset = function.offsets[variable.name][1]
         block[offset : offset + variable.size] = np.frombuffer(value, np.uint8)
     return block
 
@@ -204,13 +192,13 @@ def _param_block(layout: FunctionLayout, params: Sequence[bytes]) -> Bytes:
 class Run:
     """One launch in progress: clusters not yet begun, those resident, and the warps that can move."""
 
-    def __init__(
-        self, machine: Machine, layout: FunctionLayout, grid: Dim3, block: Dim3, cluster: Dim3, dynamic: int
-    ) -> None:
+    def __init__(self, machine: Machine, function: BoundFunction, shape: LaunchShape) -> None:
         self.machine = machine
         self.engine = machine.engine
-        self.layout = layout
-        self.shape = (grid, block, cluster, dynamic)
+        self.function = function
+        self.shape = shape
+        self.registers = RegisterFiles(function.code.rows)
+        grid, cluster = shape.grid, shape.cluster
         firsts = [
             (x, y, z)
             for z in range(0, grid[2], cluster[2])
@@ -222,7 +210,7 @@ class Run:
         self.warps: list[Warp] = []
 
     def to_the_end(self) -> None:
-        """Run until every CTA has ended; Fault for a deadlock, a leak or a broken rule."""
+        """Run until every CTA has ended. Fault for a deadlock, a leak or a broken rule."""
         stuck_at: object = None
         turns = 0
         while self._admit(self.machine.schedule.resident):
@@ -237,20 +225,17 @@ class Run:
                 continue
             state = (self.engine.events, [(warp.index, warp.block) for warp in self.warps])
             if state == stuck_at or not self._expire():
-                raise Fault(
-                    "deadlock", report(self.warps), kernel=self.layout.code.function.name, where="all warps wait"
-                )
+                raise Fault("deadlock", _deadlock(self.warps), kernel=self.function.name, where="all warps wait")
             stuck_at = state
 
     def _admit(self, limit: int, *, only_new: bool = False) -> bool:
         self._retire()
         before = len(self.resident)
         while self.queue and len(self.resident) < limit:
-            grid, block, cluster, dynamic = self.shape
-            begun = Cluster(self.machine, self.queue.pop(0), cluster, grid, block, self.layout, dynamic)
+            begun = Cluster(self, self.queue.pop(0))
             self.resident.append(begun)
-            if self.machine.recorder is not None:
-                self.machine.recorder.cluster_begins(begun)
+            if self.machine.observer is not None:
+                self.machine.observer.cluster_begins(begun)
             self.warps.extend(begun.warps)
         return len(self.resident) > before if only_new else bool(self.resident)
 
@@ -271,6 +256,8 @@ class Run:
                 if tmem is not None and tmem.unwaited_overwrites:
                     counters["tmem_unwaited_overwrites"] += tmem.unwaited_overwrites
             self.resident.remove(cluster)
+            for warp in cluster.warps:
+                self.registers.give_back(warp.registers)
             self.warps = [warp for warp in self.warps if warp.cta.cluster is not cluster]
         return bool(over)
 
@@ -292,25 +279,25 @@ class Run:
                         counters[f"instructions_{name}"] += number * times
 
     def advance(self, warp: Warp, quantum: int) -> int:
-        """Let a warp run up to `quantum` blocks; returns how many it ran."""
+        """Let a warp run up to `quantum` blocks. Returns how many it ran."""
         if warp.done:
             return 0
-        recorder = self.machine.recorder
-        ran = warp.run(quantum) if recorder is None else recorder.run(warp, quantum)
+        observer = self.machine.observer
+        ran = warp.run(quantum) if observer is None else observer.run(warp, quantum)
         self.machine.steps_left -= ran
         if self.machine.steps_left < 0:
             raise Fault("runaway", f"the launch has executed {self.machine.step_budget} basic blocks, its budget; "
-                        f"{warp.name} is at PTX line {warp.line}", kernel=self.layout.code.function.name,
+                        f"{warp.name} is at PTX line {warp.line}", kernel=self.function.name,
                         where="step budget")  # fmt: skip
         return ran
 
     def awaited(self) -> list[object]:
-        """What the parked warps wait for (mbarriers and the like)."""
+        """The objects (mbarriers and the like) that parked warps wait for."""
         waits = [warp.strands[0].wait for warp in self.warps if warp.strands]
         return [wait.target for wait in waits if wait is not None and wait.target is not None]
 
     def expire_one(self, choice: random.Random) -> bool:
-        """Let one wait that may time out do so; False if there is none."""
+        """Let one wait that may time out do so. False if there is none."""
         waiting = [warp for warp in self.warps if (wait := warp.waiting()) is not None and wait.expire]
         if not waiting:
             return False
@@ -323,3 +310,21 @@ class Run:
         for warp in waiting:
             warp.expire()
         return bool(waiting)
+
+
+def _deadlock(warps: Sequence[Warp]) -> str:
+    """Who waits for what: one clause a parked warp, equal ones counted together."""
+    clauses: dict[str, list[str]] = {}
+    for warp in warps:
+        for strand in warp.strands:
+            if strand.wait is not None:
+                line = warp.code.blocks[strand.block].instructions[-1].line
+                clauses.setdefault(f"at PTX line {line} for {strand.wait.reason()}", []).append(warp.name)
+    if not clauses:
+        return "no warp can move"
+    return "nobody can move: " + "; ".join(f"{_names(names)} waits {clause}" for clause, names in clauses.items())
+
+
+def _names(names: list[str]) -> str:
+    unique = list(dict.fromkeys(names))
+    return unique[0] if len(unique) == 1 else f"{unique[0]} and {len(unique) - 1} more"

@@ -6,6 +6,9 @@ PTX as CuTeDSL writes it declares only `.pred/.b16/.b32/.b64/.b128` and applies 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 import numpy as np
 import numpy.typing as npt
 
@@ -31,34 +34,115 @@ VIEWS_OF_WIDTH = {width: tuple(name for name, _ in views) for width, views in _D
 WIDTH_OF_VIEW = {name: width for width, names in VIEWS_OF_WIDTH.items() for name in names}
 
 Row = npt.NDArray[np.generic]
+Key = tuple[int, int]
+"""A register: its container width in bits, and its row among the registers of that width."""
 
 
-Storage = dict[int, Row]
-"""Rows of each width: [registers and literals, 32], for 128 bits [.., 32, 2]."""
+@dataclass(slots=True)
+class RegisterRows:
+    """Rows given to the registers, literals, special registers and symbol addresses of one function.
 
-
-def allocate(counts: dict[int, int], constants: dict[int, list[int]]) -> Storage:
-    """A fresh register file.
-
-    `counts` gives the registers of each width; `constants` the bit patterns of literals, placed from the last row
-    backwards, so that literal number i is row -(i+1). Registers start as zero; reading one that was never written is
-    found by backends.vm.bind.assignment.
+    Rows count from 0 in each width. Literals follow the registers.
     """
-    rows: Storage = {}
-    for width, dtype in _STORAGE.items():
-        literal = constants.get(width, [])
-        total = counts.get(width, 0) + len(literal)
-        storage = rows[width] = np.zeros((total, LANES, 2) if width == 128 else (total, LANES), dtype)
-        for position, bits in enumerate(literal):
-            storage[total - 1 - position] = [bits & (2**64 - 1), bits >> 64] if width == 128 else bits
-    return rows
+
+    widths: Mapping[str, int]
+    types: Mapping[str, str]
+    symbols: Mapping[str, str]
+    rows: dict[str, Key] = field(default_factory=dict[str, Key])
+    counts: dict[int, int] = field(default_factory=dict[int, int])
+    constants: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    specials: dict[str, Key] = field(default_factory=dict[str, Key])
+    addresses: dict[tuple[str, int, int], Key] = field(default_factory=dict[tuple[str, int, int], Key])
+    _literals: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+
+    @classmethod
+    def of(cls, types: Mapping[str, str], symbols: Mapping[str, str]) -> RegisterRows:
+        """Rows for declared registers (`types`: name to PTX type) beside `symbols` (name to state space)."""
+        made = cls({name: WIDTH_OF_TYPE[kind] for name, kind in types.items()}, types, symbols)
+        for name, width in made.widths.items():
+            made.rows[name] = made.reserve(width)
+        return made
+
+    def reserve(self, width: int) -> Key:
+        """A fresh row of `width` bits."""
+        row = self.counts.get(width, 0)
+        self.counts[width] = row + 1
+        return width, row
+
+    def literal(self, width: int, bits: int) -> int:
+        """The row of a literal: negative, since literals lie at the end of a RegisterFile."""
+        known = self._literals.get((width, bits))
+        if known is None:
+            pool = self.constants.setdefault(width, [])
+            pool.append(bits)
+            known = self._literals[width, bits] = -len(pool)
+        return known
+
+    def special(self, name: str) -> Key:
+        """The row into which a warp writes special register `name` when it starts."""
+        if name not in self.specials:
+            self.specials[name] = self.reserve(32)
+        return self.specials[name]
+
+    def address(self, name: str, offset: int, width: int) -> Key:
+        """The row into which a warp writes the address of symbol `name` plus `offset` when it starts."""
+        key = (name, offset, width)
+        if key not in self.addresses:
+            self.addresses[key] = self.reserve(width)
+        return self.addresses[key]
 
 
-def view(storage: Storage, name: str) -> list[Row]:
-    """The rows of a register file as the view `name` shows them: arrays [32], or [32, n] for packed views."""
-    width = WIDTH_OF_VIEW[name]
-    rows = storage[width]
-    shown = rows.view(dict(_DTYPES[width])[name])
-    if width in (32, 64) and shown.shape != rows.shape:
-        shown = shown.reshape(rows.shape[0], LANES, shown.shape[-1] // LANES)
-    return list(shown)
+class RegisterFile:
+    """The registers of one warp: rows of each width, [registers and literals, 32], for 128 bits [.., 32, 2].
+
+    Registers start as zero; bind/unwritten.py finds reads of one that was never written. Literals lie from the last row
+    backwards, so that literal number i is row -(i+1). They stay when the file is cleared.
+    """
+
+    def __init__(self, rows: RegisterRows) -> None:
+        self._counts = rows.counts
+        self._storage: dict[int, Row] = {}
+        self._views: dict[str, list[Row]] = {}
+        for width, dtype in _STORAGE.items():
+            literals = rows.constants.get(width, [])
+            total = rows.counts.get(width, 0) + len(literals)
+            storage = np.zeros((total, LANES, 2) if width == 128 else (total, LANES), dtype)
+            for position, bits in enumerate(literals):
+                storage[total - 1 - position] = [bits & (2**64 - 1), bits >> 64] if width == 128 else bits
+            self._storage[width] = storage
+
+    def clear(self) -> None:
+        """Make every register zero again."""
+        for width, count in self._counts.items():
+            self._storage[width][:count] = 0
+
+    def view(self, name: str) -> list[Row]:
+        """The rows as the view `name` shows them: arrays [32], or [32, n] for packed views."""
+        if name not in self._views:
+            width = WIDTH_OF_VIEW[name]
+            rows = self._storage[width]
+            shown = rows.view(dict(_DTYPES[width])[name])
+            if width in (32, 64) and shown.shape != rows.shape:
+                shown = shown.reshape(rows.shape[0], LANES, shown.shape[-1] // LANES)
+            self._views[name] = list(shown)
+        return self._views[name]
+
+
+@dataclass(slots=True)
+class RegisterFiles:
+    """Register files of one function. A warp that begins gets that of one that has ended: clearing costs less."""
+
+    rows: RegisterRows
+    _spare: list[RegisterFile] = field(default_factory=list[RegisterFile])
+
+    def take(self) -> RegisterFile:
+        """A file whose registers are all zero."""
+        if not self._spare:
+            return RegisterFile(self.rows)
+        file = self._spare.pop()
+        file.clear()
+        return file
+
+    def give_back(self, file: RegisterFile) -> None:
+        """Take back the file of a warp that has ended."""
+        self._spare.append(file)

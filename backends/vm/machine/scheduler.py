@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from backends.vm.machine.machine import Run
 
 LONG_TURN = 64
-"""Blocks a warp may run before the others get their turn, so that a spinning warp cannot starve them."""
+"""Blocks that a warp may run before the others get their turn: a spinning warp must not starve them."""
 PATIENCE = 50
-"""Rounds in which warps run but nothing happens (they are spinning) before a lazy schedule lets an operation end and,
-when there is none, one more cluster is launched."""
+"""Rounds in which warps run but nothing happens, for they are spinning. Then a lazy schedule lets an operation end, or
+launches one more cluster when there is none."""
 
 
 GIVE_UP = 1 / 16

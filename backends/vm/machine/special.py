@@ -1,4 +1,4 @@
-"""Special registers: what a warp finds in `%tid.x`, `%laneid`, `%cluster_ctarank` and their like when it starts."""
+"""Special registers, such as `%tid.x` and `%cluster_ctarank`: their values when a warp starts, and the sizes behind."""
 
 from __future__ import annotations
 
@@ -38,6 +38,26 @@ class Place:
         return x, y, z
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """How large a launch is: CTAs of the grid and of a cluster, threads of a CTA, bytes of dynamic shared memory."""
+
+    grid: Dim3
+    block: Dim3
+    cluster: Dim3
+    dynamic_smem: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return self.block[0] * self.block[1] * self.block[2]
+
+    @property
+    def cluster_ctas(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster[0] * self.cluster[1] * self.cluster[2]
+
+
 def _divide(a: Dim3, b: Dim3) -> Dim3:
     return a[0] // b[0], a[1] // b[1], a[2] // b[2]
 
@@ -52,7 +72,7 @@ _SINGLES = (
 SPECIAL_REGISTERS = frozenset(
     [f"%{name}.{axis}" for name in _TRIPLES for axis in _AXES] + [f"%{name}" for name in _SINGLES]
 )
-"""Special registers that hold one value for the whole life of a warp; clocks are read by `mov` alone."""
+"""Special registers that keep one value for the whole life of a warp. Only `mov` reads clocks."""
 
 
 def value(name: str, warp: Warp) -> npt.NDArray[np.uint32]:

@@ -1,44 +1,31 @@
-"""A warp: 32 lanes in step, the registers they hold, and the strands they fall into when they diverge."""
+"""A warp: 32 lanes in step, their registers, and the strands that they fall into when they diverge."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.bind.steps import HANDLED, NEXT, Wait
 from backends.vm.faults import Fault
-from backends.vm.machine import registers, special
+from backends.vm.machine import special
+from backends.vm.machine.code import HANDLED, NEXT, Block, Code, Wait
 from backends.vm.machine.copy_groups import CopyGroups
-from backends.vm.machine.lane_turns import LaneTurns, merged
-from backends.vm.machine.registers import LANES
+from backends.vm.machine.registers import LANES, WIDTH_OF_VIEW, RegisterFile, Row
+from backends.vm.machine.strands import LaneTurns, Mask, Strand, merged
 from backends.vm.memory.clocks import Clock, stamp
 from backends.vm.memory.tmem import Index
 
 if TYPE_CHECKING:
-    from backends.vm.bind.code import Block, Code
     from backends.vm.machine.cta import Cta
     from backends.vm.ptx.ast import Instruction
-
-Mask = npt.NDArray[np.bool_]
-
-
-@dataclass(slots=True)
-class Strand:
-    """Lanes that share a program counter. `wait` is set while they are parked at the tail of `block`."""
-
-    block: int
-    mask: Mask
-    wait: Wait | None = None
 
 
 class Warp:
     """32 lanes of a CTA running one function.
 
     Register rows are lists of arrays of shape [32], one list for each way to read them (`f32`, `u64`, `pred`, ...).
-    `mask` holds the active lanes; `where` is the same for ufuncs, or True when all 32 are active.
+    `mask` holds the active lanes. `where` is the same for ufuncs, or True when all 32 are active.
     """
 
     pred: list[Mask]
@@ -56,15 +43,16 @@ class Warp:
     u32x2: list[npt.NDArray[np.uint32]]
     u64x2: list[npt.NDArray[np.uint64]]
 
-    def __init__(self, code: Code, cta: Cta, index: int, lanes: int, agent: int, agents: int) -> None:
+    def __init__(self, code: Code, cta: Cta, index: int, lanes: int, file: RegisterFile) -> None:
         self.code = code
         self.cta = cta
         self.index = index
-        self.agent = agent
-        self.clock = Clock.zero(agents)
+        self.agents = cta.cluster.agents
+        self.agent = agent = self.agents.warp(cta.place.cta_rank, index)
+        self.clock = Clock.zero(self.agents.count)
         self.clock.seen[agent] = self.clock.fenced[agent] = 1
         self.stamp = stamp(agent, 1)
-        self._storage = registers.allocate(code.rows.counts, code.rows.constants)
+        self.registers = file
         self.written = {key: np.zeros(LANES, np.uint16) for key in code.tracked}
         self.executed = [0] * len(code.blocks)
         self.local = np.zeros((LANES, cta.local_size), np.uint8)
@@ -76,22 +64,22 @@ class Warp:
         self.cluster_arrived = np.zeros(LANES, np.bool_)
         self.cluster_phase = np.zeros(LANES, np.int64)
         self.cluster_owed = np.zeros(LANES, np.bool_)
-        self.released = Clock.zero(agents)
+        self.released = Clock.zero(self.agents.count)
         self.tmem_stores: list[Index] = []
         self.tmem_loads: dict[int, dict[tuple[int, int], list[Index]]] = {}
         self.copies = CopyGroups()
         self.turns = LaneTurns()
 
-    def __getattr__(self, name: str) -> list[registers.Row]:
-        """A view of the registers, made when an instruction first reads them so: most are never needed."""
-        if name not in registers.WIDTH_OF_VIEW:
+    def __getattr__(self, name: str) -> list[Row]:
+        """A view of the registers, made when an instruction first needs it: most are never needed."""
+        if name not in WIDTH_OF_VIEW:
             raise AttributeError(f"a warp has no {name!r}")
-        rows = registers.view(self._storage, name)
+        rows = self.registers.view(name)
         setattr(self, name, rows)
         return rows
 
     def fill_symbols(self) -> None:
-        """Write special registers and symbol addresses; once, when the CTA is complete."""
+        """Write special registers and symbol addresses. Called once, when the CTA is complete."""
         for name, (_, row) in self.code.rows.specials.items():
             self.u32[row][:] = special.value(name, self)
         for (name, offset, width), (_, row) in self.code.rows.addresses.items():
@@ -103,12 +91,12 @@ class Warp:
     def set_mask(self, mask: Mask) -> None:
         """Make `mask` the active lanes."""
         self.mask = mask
-        self.where = True if mask.all() else mask
+        self.where = True if np.count_nonzero(mask) == LANES else mask
 
     @property
     def full(self) -> bool:
-        """Whether every lane that has not ended is active: what `.aligned` asks for."""
-        return bool((self.mask == self.alive).all())
+        """Whether every living lane is active, as `.aligned` asks."""
+        return not np.count_nonzero(self.mask != self.alive)
 
     def converged(self, what: str) -> None:
         """Fault unless all living lanes are here (PTX `.sync.aligned`: undefined behaviour otherwise)."""
@@ -118,17 +106,17 @@ class Warp:
                         f"{lanes.tolist()} are elsewhere", lane=int(lanes[0]))  # fmt: skip
 
     def next_epoch(self) -> None:
-        """What this warp does from now on is no longer covered by what it has released."""
+        """Begin an epoch: what this warp has released does not cover what it does from now on."""
         epoch = int(self.clock.seen[self.agent]) + 1
         self.clock.seen[self.agent] = epoch
         self.stamp = stamp(self.agent, epoch)
 
     def fence_proxy(self, *, shared: bool, global_: bool) -> None:
-        """`fence.proxy.async`: what was ordered before now in these memories is visible to the asynchronous proxy."""
+        """`fence.proxy.async`: the asynchronous proxy sees what is ordered before now in these memories."""
         if shared:
             self.clock.fence_proxy()
         if global_ and self.cta.machine.races.stored:
-            self.clock.grid_part().fence_proxy(self.cta.cluster.serial, self.clock.seen)
+            self.clock.grid_part().fence_proxy(self.agents.serial, self.clock.seen)
         self.next_epoch()
 
     @property
@@ -177,7 +165,7 @@ class Warp:
         self.strands.append(Strand(block, mask))
 
     def waiting(self) -> Wait | None:
-        """The wait that the foremost strand is parked at, if it is and is not ready."""
+        """The wait that the foremost strand is parked at, if there is one and it is not ready."""
         if not self.strands:
             return None
         wait = self.strands[0].wait
@@ -186,7 +174,7 @@ class Warp:
         return wait
 
     def yield_strand(self) -> bool:
-        """Let another strand run although the foremost one waits (independent thread scheduling); False if none can."""
+        """Let another strand run while the foremost one waits (independent thread scheduling). False if none can."""
         for position, strand in enumerate(self.strands):
             if strand.wait is None or strand.wait.ready():
                 self.strands.insert(0, self.strands.pop(position))
@@ -194,11 +182,11 @@ class Warp:
         return False
 
     def sort_strands(self) -> None:
-        """The strand in the lowest block first; strands in one block join."""
+        """Put the strand in the lowest block first. Strands in one block join."""
         self.strands[:] = merged(self.strands)
 
     def run(self, quantum: int) -> int:
-        """Execute up to `quantum` blocks; stop at a wait or the end. Returns how many blocks were executed."""
+        """Execute up to `quantum` blocks, or until a wait or the end. Returns how many blocks were executed."""
         done = 0
         while done < quantum and self.strands:
             strand = self.strands[0]
@@ -231,7 +219,7 @@ class Warp:
         return True
 
     def rejoin(self) -> None:
-        """Lanes that wait at the same instruction as the foremost strand, and may go on, go on with it."""
+        """Join the foremost strand with those that wait at the same instruction and may go on."""
         strand = self.strands[0]
         others = [other for other in self.strands[1:] if other.block == strand.block and other.wait is not None]
         for other in others:
@@ -287,6 +275,6 @@ class Warp:
 
     @property
     def line(self) -> int:
-        """PTX line of the instruction that is running or that the warp waits at."""
+        """PTX line of the instruction that runs or that the warp waits at."""
         block = self.code.blocks[self.block]
         return block.instructions[-1].line if block.instructions else 0

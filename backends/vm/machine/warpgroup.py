@@ -1,8 +1,8 @@
 """Warpgroups: four neighbouring warps whose wgmma instructions are one (PTX ISA 9.7.15).
 
-Each warp computes its own 16 of the 64 rows, as the fragments lie; that all four issue the same instructions in one
-order is checked when somebody waits. A warp's operations end in the order of issue. A group belongs to the warpgroup
-(PTX ISA 9.7.15.7.2): whoever has waited for it knows that all four warps' shares have ended.
+Each warp computes its own 16 of the 64 rows, as the fragments lie. A wait checks that all four have issued the same
+instructions in one order. A warp's operations end in the order of issue. A group belongs to the warpgroup (PTX ISA
+9.7.15.7.2): after a wait for it, all four warps' shares have ended.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 
 from backends.vm.faults import Fault
 from backends.vm.machine.engine import Operation
+from backends.vm.machine.registers import Key
 
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp
 
-Key = tuple[int, int]
 WARPS = 4
 
 
 @dataclass(slots=True)
 class Multiplication:
-    """One wgmma.mma_async in flight for one warp: the registers that nobody may touch, and when its reads end.
+    """One wgmma.mma_async in flight for one warp, with the registers that nobody may touch.
 
-    `number` counts the warp's multiplications from 0; `shape` is that of the accumulator: instructions of one shape may
+    `number` counts the warp's multiplications from 0. `shape` is that of the accumulator: instructions of one shape may
     follow each other on the same registers.
     """
 
@@ -41,8 +41,8 @@ class Multiplication:
 class Part:
     """One warp's share of a warpgroup.
 
-    Since the last wgmma.fence: `used` are registers that wgmma has used, `touched` those of them that another
-    instruction used after that (None: there has been no wgmma.fence).
+    Since the last wgmma.fence, wgmma has `used` some registers, and other instructions have then `touched` some of
+    these (None: there has been no wgmma.fence).
     """
 
     issued: int = 0
@@ -60,7 +60,7 @@ class Part:
         return [item for group in self.committed[: max(len(self.committed) - allowed, 0)] for item in group]
 
     def retire(self, allowed: int) -> int:
-        """Forget what that wait covers; the highest serial number in it, 0 for none."""
+        """Forget what such a wait covers. Its highest serial number, 0 for none."""
         newest = max((item.serial for item in self.covered(allowed)), default=0)
         del self.committed[: max(len(self.committed) - allowed, 0)]
         return newest
@@ -111,8 +111,11 @@ class Part:
 
 @dataclass(slots=True)
 class Warpgroup:
-    """Four warps. `agent` is the clock index of what its multiplications read; `issues` what its warps have issued and
-    not all of them: number -> (PTX line, descriptors, serial, how many have)."""
+    """Four warps. `agent` is the clock index of the reads of their multiplications.
+
+    `issues` holds the multiplications that some of its warps have issued, not all: (PTX line, descriptors, serial, how
+    many warps) by number.
+    """
 
     first: int
     agent: int
@@ -122,9 +125,9 @@ class Warpgroup:
     )
 
     def issue(self, warp: Warp, line: int, descriptors: tuple[int, ...]) -> tuple[Part, int]:
-        """Note that `warp` issues its next multiplication; its part and the serial number that all four shares have.
+        """Note that `warp` issues its next multiplication. Its part, and the serial number that all four shares have.
 
-        Fault if another warp of the group issued another one.
+        Fault if another warp of the group issued a different one.
         """
         part = self.parts[warp.index - self.first]
         known = self.issues.get(part.issued)
@@ -160,7 +163,7 @@ def warpgroup_of(warp: Warp) -> Warpgroup:
         if first + WARPS > len(cta.warps):
             raise Fault("warpgroup-diverged", f"wgmma in warp {warp.index} of a CTA of {len(cta.warps)} warps, where a "
                         f"warpgroup is warps {first}..{first + WARPS - 1}")  # fmt: skip
-        cta.warpgroups[number] = Warpgroup(first, cta.cluster.new_copy_agent(), [Part() for _ in range(WARPS)])
+        cta.warpgroups[number] = Warpgroup(first, warp.agents.new_copy(), [Part() for _ in range(WARPS)])
     return cta.warpgroups[number]
 
 

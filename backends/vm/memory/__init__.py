@@ -1,1 +1,1 @@
-"""Global, shared and tensor memory, mbarriers, clocks and races; it never imports the machine."""
+"""Global, shared and tensor memory, mbarriers, clocks and races; knows agents by number, never the machine."""

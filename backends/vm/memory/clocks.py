@@ -1,23 +1,27 @@
-"""Who may see whose writes: vector clocks over the agents of a cluster, one pair a warp.
+"""Who may see whose writes: vector clocks over the agents of a cluster, and what they know of other clusters.
 
 `seen` orders everything: agent a's actions up to epoch seen[a] happen before the owner's next action. `fenced` is the
-part of it that is also visible to the asynchronous proxy in shared memory; grid_clocks holds that of global memory.
-`fence.proxy.async` sets fenced = seen; barriers and mbarriers carry both along, so either idiom (each writer fences
-before the barrier, or the issuer fences after it) is accepted, and a path without a proxy fence is found out (PTX ISA,
-Memory Consistency Model, proxy-preserved base causality order).
+part of it that is also visible to the asynchronous proxy in shared memory. `fence.proxy.async` sets fenced = seen.
+Barriers and mbarriers carry both along, so either idiom is accepted: each writer fences before the barrier, or the
+issuer fences after it. A path without a proxy fence is found out (PTX ISA, Memory Consistency Model, proxy-preserved
+base causality order).
 
 Memory keeps a stamp for each granule: the agent that wrote (or read) last and its epoch then, in one int32.
+
+Clusters order each other through flags in global memory (PTX ISA 8.9: release and acquire patterns). A release there
+carries all that its warp has seen, a relaxed access only what a fence of gpu scope has covered. What an acquire finds
+is known at once, what a relaxed access finds only after such a fence. Barriers carry all three parts along. Of generic
+writes to global memory, the asynchronous proxy sees only what a proxy fence has covered; that part of what is known of
+cluster n stands under -n, the own cluster included, and travels the same ways.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-
-from backends.vm.memory.grid_clocks import GridClock
 
 Epochs = npt.NDArray[np.int64]
 Stamps = npt.NDArray[np.int32]
@@ -27,10 +31,10 @@ EPOCH_BITS = 21
 """Leaves 10 bits for agents: 16 CTAs of 32 warps, their tensor cores and the copies are 704."""
 EPOCH_MASK = (1 << EPOCH_BITS) - 1
 PENDING = EPOCH_MASK
-"""The epoch of a write that is not complete for anybody, the writer included (tcgen05.st before its wait)."""
+"""The epoch of a write that nobody may rely on yet, not even the writer (tcgen05.st before its wait)."""
 
 WAITED = -1
-"""The last element of `seen` belongs to no agent: it is 1 for whoever is ordered after a griddepcontrol.wait."""
+"""The last element of `seen` belongs to no agent: it is 1 once a griddepcontrol.wait comes before."""
 
 
 def stamp(agent: int, epoch: int) -> int:
@@ -48,26 +52,77 @@ def agent_of(stamps: _IntOrArray) -> _IntOrArray:
     return stamps >> EPOCH_BITS
 
 
-def unordered(stamps: Stamps, seen: Epochs) -> npt.NDArray[np.bool_]:
-    """Which stamps lie outside of `seen` (shape of `stamps`): actions that no chain of synchronisation orders."""
-    if _settled(stamps, seen):
-        return np.zeros(stamps.shape, np.bool_)
-    return (stamps & EPOCH_MASK) > seen[stamps >> EPOCH_BITS]
+def unordered(stamps: Stamps, seen: Epochs) -> npt.NDArray[np.bool_] | None:
+    """Which stamps lie outside of `seen` (shape of `stamps`): actions that no chain of synchronisation orders.
 
-
-def _settled(stamps: Stamps, seen: Epochs) -> bool:
-    """Whether all stamps are the same one and it lies in `seen`: the quick answer for what one operation did."""
+    None if all lie inside.
+    """
     if not stamps.size:
-        return True
-    head = int(stamps.flat[0])
-    return (head & EPOCH_MASK) <= seen[head >> EPOCH_BITS] and bool((stamps == head).all())
+        return None
+    # The quick answer for what one operation did: all stamps are the same one.
+    head = stamps.item(0)
+    if (head & EPOCH_MASK) <= seen[head >> EPOCH_BITS] and not np.count_nonzero(stamps != head):
+        return None
+    late = (stamps & EPOCH_MASK) > seen[stamps >> EPOCH_BITS]
+    return late if np.count_nonzero(late) else None
+
+
+Snapshot = dict[int, Epochs]
+"""By serial number of a cluster: the epochs of its agents that are ordered before. By the negative number: those that
+the asynchronous proxy sees too. Nobody changes the arrays."""
+
+
+def merge(into: Snapshot, other: Snapshot) -> None:
+    """`into` sees everything that `other` has seen."""
+    for cluster, epochs in other.items():
+        mine = into.get(cluster)
+        if mine is not epochs:
+            into[cluster] = epochs if mine is None else np.maximum(mine, epochs)
+
+
+@dataclass(slots=True)
+class GridClock:
+    """What a clock knows of other clusters.
+
+    `known` is ordered before; of the own cluster it holds only what the asynchronous proxy sees. `published` is what
+    fences have covered, the own cluster included. `noticed` was found by relaxed accesses and is known after the next
+    fence.
+    """
+
+    known: Snapshot = field(default_factory=dict[int, Epochs])
+    published: Snapshot = field(default_factory=dict[int, Epochs])
+    noticed: Snapshot = field(default_factory=dict[int, Epochs])
+
+    def join(self, other: GridClock) -> None:
+        """Know, have published and have noticed everything that `other` has."""
+        merge(self.known, other.known)
+        merge(self.published, other.published)
+        merge(self.noticed, other.noticed)
+
+    def learn(self, cluster: int, seen: Epochs, found: Snapshot) -> None:
+        """Know what is in `found`. Its part about the own `cluster` goes to `seen`."""
+        merge(self.known, {number: epochs for number, epochs in found.items() if number != cluster})
+        if cluster in found:
+            np.maximum(seen, found[cluster], out=seen)
+
+    def fence_proxy(self, cluster: int, seen: Epochs) -> None:
+        """`fence.proxy.async` of global memory by a warp of `cluster` whose own cluster's clock is `seen`."""
+        visible = {-number: epochs for number, epochs in self.known.items() if number > 0}
+        self.known.update(visible)
+        self.known[-cluster] = seen.copy()
+
+    def fence(self, cluster: int, seen: Epochs) -> None:
+        """A fence of gpu scope by a warp of `cluster` whose own cluster's clock is `seen`."""
+        self.learn(cluster, seen, self.noticed)
+        self.noticed = {}
+        self.published = {**self.known, cluster: seen.copy()}
 
 
 @dataclass(slots=True)
 class Clock:
     """The pair of vector clocks that an agent or a barrier carries; arrays of shape [agents].
 
-    `grid` is what it knows of other clusters, None until a flag in global memory or a fence of gpu scope matters.
+    `grid` tells of other clusters; it is None until a flag in global memory or a fence of gpu scope matters.
     """
 
     seen: Epochs
@@ -76,12 +131,14 @@ class Clock:
 
     @classmethod
     def zero(cls, agents: int) -> Clock:
-        """A clock that has seen nothing (epoch 0 of everybody, which nobody writes in)."""
+        """A clock that has seen nothing: epoch 0 of every agent, in which no agent writes."""
         return cls(np.zeros(agents, np.int64), np.zeros(agents, np.int64))
 
     def of_copy(self) -> Clock:
-        """A new clock for what the end of a copy brings, of a copy that the owner of this one issues: it comes after a
-        griddepcontrol.wait before the issue, and of other things only after the copy."""
+        """A new clock for the end of a copy that the owner of this one issues.
+
+        The end comes after a griddepcontrol.wait before the issue; of anything else it tells only the copy.
+        """
         made = Clock.zero(self.seen.size)
         made.seen[WAITED] = self.seen[WAITED]
         return made
@@ -94,7 +151,7 @@ class Clock:
             self.grid_part().join(other.grid)
 
     def copy(self) -> Clock:
-        """A clock of its own that has seen the same."""
+        """A separate clock that has seen the same."""
         made = Clock(self.seen.copy(), self.fenced.copy())
         if self.grid is not None:
             made.grid_part().join(self.grid)

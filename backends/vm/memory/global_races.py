@@ -1,39 +1,44 @@
 """Races in global memory: for each granule of a writable buffer, who wrote last and who read last in this launch.
 
-A mark is the serial number of a cluster (bits 63..32) and a stamp of clocks.py below it; 0 is nobody, as the
-start of a launch comes after everything before it. Granules are of 16 bytes until an access of fewer bytes is seen.
-Strong accesses (atomics, volatile, relaxed and up) race with nobody. What bulk copies read and overwrite of generic
-writes of the same launch needs a proxy fence in between, on either side (PTX ISA 8.6, 9.7.9.25.2); the other way there
-is one at the end of each copy. `stored`: there has been a generic write, so that proxy fences matter.
+A mark is the serial number of a cluster (bits 63..32) above a stamp of clocks.py. 0 is nobody: the start of a launch
+comes after everything before it. Granules have 16 bytes until an access of fewer bytes is seen. Strong accesses
+(atomics, volatile, relaxed and up) race with nobody. A bulk copy that reads or overwrites generic writes of the same
+launch needs a proxy fence in between, on either side (PTX ISA 8.6, 9.7.9.25.2). The other way round, the end of each
+copy is one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import Fault
-from backends.vm.machine.dependent_launch import LaunchChain
-from backends.vm.memory.clocks import agent_of, unordered
-from backends.vm.memory.grid_clocks import Snapshot, merge
+from backends.vm.memory.agents import CLUSTER_SHIFT, Agents
+from backends.vm.memory.clocks import Clock, Epochs, Snapshot, agent_of, merge, unordered
+from backends.vm.memory.dependent_launch import LaunchChain
+from backends.vm.memory.global_memory import Buffer, GlobalMemory
 
-if TYPE_CHECKING:
-    from backends.vm.machine.special import Dim3
-    from backends.vm.machine.warp import Warp
-    from backends.vm.memory.memory import Buffer, GlobalMemory
-
+Dim3 = tuple[int, int, int]
 Addresses = npt.NDArray[np.int64]
 Marks = int | npt.NDArray[np.int64]
-"""One mark or stamp, or one for each access: [n, 1]."""
+"""One mark or stamp, or one an access: [n, 1]."""
 Pieces = tuple[Addresses, int, int]
 """Addresses of pieces that a copy writes, their size in bytes, and the stamp of the copy."""
 COARSE = 16
-CLUSTER_SHIFT = 32
 STAMP_MASK = (1 << CLUSTER_SHIFT) - 1
+
+
+class Accessor(Protocol):
+    """Who accesses global memory: a warp, with its clock and the agents of its cluster."""
+
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def agents(self) -> Agents: ...
 
 
 @dataclass(slots=True)
@@ -59,7 +64,7 @@ class Shadow:
         )
 
     def granules(self, addresses: Addresses, size: int) -> Addresses:
-        """Granules [n, granules] of accesses of `size` bytes at addresses [n]; makes granules smaller if need be."""
+        """Granules [n, granules] of accesses of `size` bytes at addresses [n]. Splits granules if need be."""
         exact = (size & -size).bit_length() - 1
         if exact < self.shift:
             times = 1 << self.shift - exact
@@ -72,7 +77,11 @@ class Shadow:
 
 
 class GlobalRaces:
-    """The shadows and the flags of one launch. `first_ctas`: by serial number of a cluster, its first CTA."""
+    """The shadows and the flags of one launch.
+
+    `first_ctas`: the first CTA of a cluster, by serial number. `stored`: there has been a generic write, so that proxy
+    fences matter.
+    """
 
     def __init__(self) -> None:
         self.flags: dict[int, Snapshot] = {}
@@ -82,7 +91,7 @@ class GlobalRaces:
         self._shadows: dict[int, Shadow] = {}
 
     def begin_launch(self, kernel: str, *, dependent: bool = False) -> None:
-        """Everything up to now comes before everything from now on, but for what a `dependent` launch may overlap."""
+        """Order everything so far before everything from now on, except what a `dependent` launch may overlap."""
         self.chain.begin(kernel, self._shadows, dependent=dependent)
         self.flags.clear()
         self.first_ctas.clear()
@@ -100,29 +109,31 @@ class GlobalRaces:
         buffer: Buffer,
         addresses: Addresses,
         size: int,
-        warp: Warp,
+        warp: Accessor,
         stamp: Marks,
         *,
         by_lane: bool = True,
         bulk: bool = False,
     ) -> None:
-        """Addresses [n] of one buffer are read, `size` bytes each, for `warp` by the agent and epoch of `stamp`; Fault
-        for a race, with the number of the access as its lane if `by_lane`. `bulk`: through the asynchronous proxy."""
+        """The agent and epoch of `stamp` read `size` bytes at each address [n] of one buffer, for `warp`.
+
+        Fault for a race; its lane is the number of the access if `by_lane`. `bulk`: through the asynchronous proxy.
+        """
         if self.chain.before:
-            self.chain.check(buffer, addresses, size, warp, writes=False, by_lane=by_lane)
+            self.chain.check(buffer, addresses, size, warp.clock, writes=False, by_lane=by_lane)
         shadow = self._shadow(buffer)
         granules = shadow.granules(addresses, size)
         self._check(shadow, granules, shadow.writer, buffer, warp, "is read", by_lane)
         if bulk and self.stored:
             self._check_fenced(shadow, granules, buffer, warp, "reads")
-        shadow.reader[granules] = warp.cta.cluster.mark | stamp
+        shadow.reader[granules] = warp.agents.mark | stamp
 
     def write(
         self,
         buffer: Buffer,
         addresses: Addresses,
         size: int,
-        warp: Warp,
+        warp: Accessor,
         stamp: Marks,
         line: int,
         *,
@@ -130,9 +141,9 @@ class GlobalRaces:
         by_lane: bool = True,
         bulk: bool = False,
     ) -> None:
-        """As `read`, for a write at PTX `line`; a `strong` one races with nothing of its own launch."""
+        """As `read`, for a write at PTX `line`. A `strong` one races with nothing of its own launch."""
         if self.chain.before:
-            self.chain.check(buffer, addresses, size, warp, writes=True, by_lane=by_lane)
+            self.chain.check(buffer, addresses, size, warp.clock, writes=True, by_lane=by_lane)
         shadow = self._shadow(buffer)
         granules = shadow.granules(addresses, size)
         if not strong:
@@ -141,18 +152,20 @@ class GlobalRaces:
             if bulk and self.stored:
                 self._check_fenced(shadow, granules, buffer, warp, "overwrites")
         self.stored |= not bulk
-        shadow.writer[granules] = warp.cta.cluster.mark | stamp
+        shadow.writer[granules] = warp.agents.mark | stamp
         shadow.line[granules] = line
 
     def copied_from(
-        self, memory: GlobalMemory, addresses: Addresses, size: int, warp: Warp, stamp: int, *, bulk: bool
+        self, memory: GlobalMemory, addresses: Addresses, size: int, warp: Accessor, stamp: int, *, bulk: bool
     ) -> None:
-        """A copy for `warp` reads `size` bytes at each address; all lie in one buffer, or the copy itself will fail."""
+        """A copy for `warp` reads `size` bytes at each address. All lie in one buffer, or the copy itself will fail."""
         buffer = memory.holding(int(addresses[0]))
         if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
             self.read(buffer, addresses, size, warp, stamp, by_lane=False, bulk=bulk)
 
-    def copied_to(self, memory: GlobalMemory, pieces: Sequence[Pieces], warp: Warp, line: int, *, strong: bool) -> None:
+    def copied_to(
+        self, memory: GlobalMemory, pieces: Sequence[Pieces], warp: Accessor, line: int, *, strong: bool
+    ) -> None:
         """As `copied_from`, for what one bulk copy at PTX `line` writes. Its lanes do not race with each other."""
         for size in dict.fromkeys(size for _, size, _ in pieces):
             same = [(addresses, stamp) for addresses, bytes_, stamp in pieces if bytes_ == size and addresses.size]
@@ -176,15 +189,15 @@ class GlobalRaces:
         granules: Addresses,
         marks: Addresses,
         buffer: Buffer,
-        warp: Warp,
+        warp: Accessor,
         action: str,
         by_lane: bool,
     ) -> None:
         found = marks[granules]
-        if not found.any():
+        if not np.count_nonzero(found):
             return
         late = _late(found, warp)
-        if not late.any():
+        if not np.count_nonzero(late):
             return
         at = int(granules[late][0])
         line = f" at PTX line {shadow.line[at]}" if marks is shadow.writer else ""
@@ -195,9 +208,9 @@ class GlobalRaces:
                     "scope, with fences if they are relaxed, is missing",
                     lane=int(np.argwhere(late)[0][0]) if by_lane else None, address=buffer.base + offset)  # fmt: skip
 
-    def _check_fenced(self, shadow: Shadow, granules: Addresses, buffer: Buffer, warp: Warp, action: str) -> None:
+    def _check_fenced(self, shadow: Shadow, granules: Addresses, buffer: Buffer, warp: Accessor, action: str) -> None:
         late = _unfenced(shadow.writer[granules], warp)
-        if not late.any():
+        if not np.count_nonzero(late):
             return
         at = int(granules[late][0])
         offset = max(shadow.base + (at << shadow.shift) - buffer.base, 0)
@@ -206,17 +219,16 @@ class GlobalRaces:
                     f"at PTX line {shadow.line[at]} through the generic proxy with no fence.proxy.async of global "
                     "memory in between", address=buffer.base + offset)  # fmt: skip
 
-    def _name(self, mark: int, warp: Warp) -> str:
-        cluster, serial = warp.cta.cluster, mark >> CLUSTER_SHIFT
-        name = cluster.agent_name(int(agent_of(mark & STAMP_MASK)))
-        if serial == cluster.serial:
+    def _name(self, mark: int, warp: Accessor) -> str:
+        agents, serial = warp.agents, mark >> CLUSTER_SHIFT
+        name = agents.name(int(agent_of(mark & STAMP_MASK)))
+        if serial == agents.serial:
             return name
-        return f"{name} of {'the cluster of ' if cluster.size > 1 else ''}CTA {self.first_ctas[serial]}"
+        return f"{name} of {'the cluster of ' if agents.size > 1 else ''}CTA {self.first_ctas[serial]}"
 
-    def release(self, address: int, warp: Warp, *, ordered: bool) -> None:
-        """A strong write of gpu scope: the flag carries all that `warp` has seen, or if not `ordered` what it has
-        published."""
-        grid, cluster = warp.clock.grid, warp.cta.cluster.serial
+    def release(self, address: int, warp: Accessor, *, ordered: bool) -> None:
+        """A strong write of gpu scope. The flag carries what `warp` has seen; unless `ordered`, what it published."""
+        grid, cluster = warp.clock.grid, warp.agents.serial
         if ordered:
             carried = {**(grid.known if grid is not None else {}), cluster: warp.clock.seen.copy()}
         elif grid is not None and grid.published:
@@ -225,14 +237,14 @@ class GlobalRaces:
             return
         merge(self.flags.setdefault(address, {}), carried)
 
-    def acquire(self, address: int, warp: Warp, *, ordered: bool) -> None:
-        """A strong read of gpu scope: what the flag carries is known, or if not `ordered` noticed."""
+    def acquire(self, address: int, warp: Accessor, *, ordered: bool) -> None:
+        """A strong read of gpu scope: `warp` knows what the flag carries; unless `ordered`, it only notices it."""
         found = self.flags.get(address)
         if not found:
             return
         grid = warp.clock.grid_part()
         if ordered:
-            grid.learn(warp.cta.cluster.serial, warp.clock.seen, found)
+            grid.learn(warp.agents.serial, warp.clock.seen, found)
         else:
             merge(grid.noticed, found)
 
@@ -241,16 +253,16 @@ def _inside(buffer: Buffer, addresses: Addresses, size: int) -> bool:
     return int(addresses.min()) >= buffer.base and int(addresses.max()) + size <= buffer.end
 
 
-def _late(found: Addresses, warp: Warp) -> npt.NDArray[np.bool_]:
-    """Which marks nothing orders before `warp`'s next action."""
+def _late(found: Addresses, warp: Accessor) -> npt.NDArray[np.bool_]:
+    """Which marks no synchronisation orders before the next action of `warp`."""
     clusters = found >> CLUSTER_SHIFT
-    own = warp.cta.cluster.serial
+    own = warp.agents.serial
     mine = clusters == own
     late = np.zeros(found.shape, np.bool_)
-    if mine.any():
-        stamps = np.where(mine, found & STAMP_MASK, 0).astype(np.int32)
-        late |= unordered(stamps, warp.clock.seen)
-        if mine.all():
+    count = np.count_nonzero(mine)
+    if count:
+        late = _outside(mine, found, warp.clock.seen)
+        if count == mine.size:
             return late
     grid = warp.clock.grid
     others = ~mine & (found != 0)
@@ -262,19 +274,25 @@ def _late(found: Addresses, warp: Warp) -> npt.NDArray[np.bool_]:
         if seen is None:
             late |= here
         else:
-            late |= here & unordered(np.where(here, found & STAMP_MASK, 0).astype(np.int32), seen)
+            late |= _outside(here, found, seen)
     return late
 
 
-def _unfenced(found: Addresses, warp: Warp) -> npt.NDArray[np.bool_]:
-    """Which marks are of generic writes that no proxy fence has made visible to the copies of `warp`."""
-    late = (found != 0) & (agent_of(found & STAMP_MASK) < warp.cta.cluster.tensor_agent(0))
-    if not late.any() or warp.clock.grid is None:
+def _outside(here: npt.NDArray[np.bool_], found: Addresses, seen: Epochs) -> npt.NDArray[np.bool_]:
+    """Which of the marks `here`, all of one cluster, lie outside of what is `seen` of that cluster."""
+    late = unordered(np.where(here, found & STAMP_MASK, 0).astype(np.int32), seen)
+    return np.zeros(found.shape, np.bool_) if late is None else here & late
+
+
+def _unfenced(found: Addresses, warp: Accessor) -> npt.NDArray[np.bool_]:
+    """Which marks are generic writes that no proxy fence has made visible to the copies of `warp`."""
+    late = (found != 0) & (agent_of(found & STAMP_MASK) < warp.agents.first_engine)
+    if not np.count_nonzero(late) or warp.clock.grid is None:
         return late
     clusters = found >> CLUSTER_SHIFT
     for serial in np.unique(clusters[late]).tolist():
         visible = warp.clock.grid.known.get(-serial)
         if visible is not None:
             here = clusters == serial
-            late &= ~here | unordered(np.where(here, found & STAMP_MASK, 0).astype(np.int32), visible)
+            late &= ~here | _outside(here, found, visible)
     return late

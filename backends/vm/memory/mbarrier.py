@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from backends.vm.faults import Fault
 from backends.vm.memory.clocks import Clock
 
-if TYPE_CHECKING:
-    from backends.vm.machine.engine import Operation
-
 MAX_COUNT = (1 << 20) - 1
+
+
+class Signaller(Protocol):
+    """An asynchronous operation that signals an mbarrier, as far as reports name it."""
+
+    what: str
+    kernel: str
+    line: int
+    text: str
+    issuer: str
 
 
 @dataclass(slots=True)
 class MBarrier:
     """One mbarrier at `offset` of a CTA's shared memory.
 
-    `arriving` gathers the clocks of the arrivals of the current phase; `completed` those of all phases that have
-    completed, which a successful wait acquires. `phase` counts completed phases: its lowest bit is the parity.
-    `creator` initialised it in its epoch `created`; copies that signal it are agent `copy_agent`, `last_copy`
-    the latest.
+    `arriving` joins the clocks of the arrivals of the current phase, `completed` those of all completed phases; a
+    successful wait acquires `completed`. `phase` counts completed phases: its lowest bit is the parity. Agent `creator`
+    initialised it in its epoch `created`. Copies that signal it are agent `copy_agent`; `last_copy` is the latest.
     """
 
     offset: int
@@ -35,7 +41,7 @@ class MBarrier:
     creator: int = 0
     created: int = 0
     copy_agent: int = 0
-    last_copy: Operation | None = None
+    last_copy: Signaller | None = None
     last_copy_serial: int = 0
 
     @classmethod
@@ -53,7 +59,7 @@ class MBarrier:
         self._check_transactions()
 
     def complete_transactions(self, transactions: int, clock: Clock, by: str) -> None:
-        """Bytes of an asynchronous copy have landed; may precede the matching expect."""
+        """Bytes of an asynchronous copy have landed. This may precede the matching expect."""
         self.transactions -= transactions
         self._check_transactions()
         self.arriving.join(clock)
@@ -86,7 +92,7 @@ class MBarrier:
             self.arriving.clear()
 
     def passed(self, parity: int) -> bool:
-        """What `test_wait.parity` answers: whether the phase of that parity is over (current parity differs)."""
+        """What `test_wait.parity` answers: the phase of that parity is over, since the current parity differs."""
         return (self.phase & 1) != parity
 
     def state(self) -> str:

@@ -1,18 +1,17 @@
 """Shared memory of one CTA: bytes, and for each byte or granule what silicon hides.
 
-Whether a byte was ever written; per 4-byte granule who wrote last and who read last (stamps of clocks.py);
-and whether a bulk copy into it is still in flight. Addresses are 32-bit shared addresses whose bits 31..24 hold the
-CTA's rank in its cluster and whose first 0x400 bytes are reserved (measured on an H200, facts.md 0.1).
+That is whether a byte was ever written; and for each 4-byte granule who wrote last, who read last (stamps of clocks.py)
+and whether a bulk copy into it is in flight. Bits 31..24 of a 32-bit shared address hold the CTA's rank in its cluster.
+The first 0x400 bytes are reserved (measured on an H200, facts.md 0.1).
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import Fault
+from backends.vm.memory.agents import Agents
 from backends.vm.memory.clocks import (
     EPOCH_BITS,
     EPOCH_MASK,
@@ -27,23 +26,24 @@ Addresses = npt.NDArray[np.int64]
 Granules = npt.NDArray[np.int64]
 
 RESERVED = 0x400
+BANKS = 32
 MBARRIER = -1
-"""What `in_flight` holds for the granules of a live mbarrier object."""
+"""The value of `in_flight` in the granules of a live mbarrier object."""
 RANK_SHIFT = 24
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
 MAX_DYNAMIC = 232448
-"""Most dynamic shared memory of a block, bytes, on sm_90 and sm_100 (facts.md 0.1)."""
+"""Bytes of dynamic shared memory that a block may have on sm_90 and sm_100 (facts.md 0.1)."""
 
 
 class SharedMemory:
     """`size` bytes from offset 0, the reserved 0x400 included. Offsets below are addresses without rank bits.
 
-    `contested` granules hold bytes of several generic writers that nothing orders; order among those is not judged.
-    `readers` (int32 epochs [granules, agents], made when first needed) holds readers besides the last. `name_of` names
-    an agent in reports; agents from `first_engine` on are tensor cores, from `first_copy` on copies.
+    `contested` granules hold bytes of several generic writers that nothing orders. Order among those is not judged.
+    `readers` holds readers besides the last: by agent, int32 epochs [granules]. `many_readers` has those granules.
     """
 
-    def __init__(self, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
+    def __init__(self, agents: Agents, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
+        self.agents = agents
         self.dynamic_offset = -(-(RESERVED + static_size) // dynamic_align) * dynamic_align
         self.dynamic_size = dynamic_size
         self.size = self.dynamic_offset + dynamic_size
@@ -56,14 +56,12 @@ class SharedMemory:
         self.writer_line = np.zeros(padded // 4, np.int32)
         self.contested = np.zeros(padded // 4, np.bool_)
         self.many_readers = np.zeros(padded // 4, np.bool_)
-        self.readers: npt.NDArray[np.int32] | None = None
-        self.name_of: Callable[[int], str] = str
-        self.first_engine = self.first_copy = 1 << 30
+        self.readers: dict[int, npt.NDArray[np.int32]] = {}
 
     def check(self, offsets: Addresses, size: int, access: str) -> None:
         """Fault unless every access of `size` bytes lies inside this CTA's shared memory and is aligned to it."""
         bad = (offsets < RESERVED) | (offsets + size > self.size) | (offsets & (size - 1) != 0)
-        if bad.any():
+        if np.count_nonzero(bad):
             lane = int(np.flatnonzero(bad)[0])
             at = int(offsets[lane])
             if at >= RESERVED and at + size <= self.size:
@@ -77,7 +75,7 @@ class SharedMemory:
         self.check(np.array([offset], np.int64), size, access)
 
     def load(self, offsets: Addresses, size: int, clock: Clock, stamp: int, *, strong: bool = False) -> Bytes:
-        """Generic-proxy read of uint8 [n, size]; checks initialisation, bulk copies in flight and races.
+        """Generic-proxy read of uint8 [n, size]. Checks initialisation, bulk copies in flight and races.
 
         `strong` accesses (atomics, volatile, relaxed and up) race with nobody.
         """
@@ -85,7 +83,7 @@ class SharedMemory:
         index = offsets[:, None] + np.arange(size)
         granules = _granules(index)
         self._check_idle(granules, "read")
-        if not self.written[index].all():
+        if np.count_nonzero(self.written[index]) < index.size:
             lane, byte = np.argwhere(~self.written[index])[0]
             raise Fault("uninitialised-shared", f"byte {byte} of this {size}-byte load was never written",
                         lane=int(lane), address=int(offsets[lane] + byte))  # fmt: skip
@@ -97,7 +95,7 @@ class SharedMemory:
     def store(
         self, offsets: Addresses, values: Bytes, clock: Clock, stamp: int, line: int, *, strong: bool = False
     ) -> None:
-        """Generic-proxy write of uint8 [n, size] at each offset; where lanes collide the highest lane wins."""
+        """Generic-proxy write of uint8 [n, size] at each offset. Where lanes collide the highest lane wins."""
         size = values.shape[1]
         self.check(offsets, size, "store")
         index = offsets[:, None] + np.arange(size)
@@ -116,19 +114,23 @@ class SharedMemory:
         self.writer_line[granules] = line
 
     def _check_neighbours(self, granules: Granules, clock: Clock) -> None:
-        """A store of less than a granule: its other bytes may rightly belong to another warp, so only copies and the
-        tensor core, which take whole granules, count; the granule is marked as shared between generic writers."""
+        """Checks of a store of less than a granule, whose other bytes may rightly belong to another warp.
+
+        Only copies and the tensor core count: they take whole granules. The granule becomes contested.
+        """
         for stamps, action in ((self.writer, "overwritten"), (self.reader, "overwritten")):
             found = stamps[granules]
             late = unordered(found, clock.seen)
-            foreign = late & (agent_of(found) >= self.first_engine)
-            if foreign.any():
+            if late is None:
+                continue
+            foreign = late & (agent_of(found) >= self.agents.first_engine)
+            if np.count_nonzero(foreign):
                 self._race(granules, foreign, stamps, action)
             self.contested[granules] |= late
 
     def _check_idle(self, granules: Granules, action: str) -> None:
         busy = self.in_flight[granules]
-        if not busy.any():
+        if not np.count_nonzero(busy):
             return
         lane, at = _first(granules, busy != 0)
         if self.in_flight[at] == MBARRIER:
@@ -139,43 +141,49 @@ class SharedMemory:
 
     def _check_writers(self, granules: Granules, clock: Clock, action: str) -> None:
         late = unordered(self.writer[granules], clock.seen)
-        if late.any():
+        if late is not None:
             late &= ~self.contested[granules]
-            if late.any():
+            if np.count_nonzero(late):
                 self._race(granules, late, self.writer, action)
 
     def _check_readers(self, granules: Granules, clock: Clock) -> None:
         late = unordered(self.reader[granules], clock.seen)
-        if late.any():
+        if late is not None:
             self._race(granules, late, self.reader, "overwritten")
-        if self.readers is None or not self.many_readers[granules].any():
+        if not self.readers or not np.count_nonzero(self.many_readers[granules]):
             return
-        late_by_agent: npt.NDArray[np.bool_] = self.readers[granules] > clock.seen
-        if late_by_agent.any():
-            late = np.asarray(late_by_agent.any(axis=-1))
+        late = np.zeros(granules.shape, np.bool_)
+        for agent, epochs in self.readers.items():
+            late |= epochs[granules] > clock.seen[agent]
+        if np.count_nonzero(late):
             _, at = _first(granules, late)
-            self.reader[at] = int(np.flatnonzero(self.readers[at] > clock.seen)[0]) << EPOCH_BITS
+            agent = min(agent for agent, epochs in self.readers.items() if epochs[at] > clock.seen[agent])
+            self.reader[at] = agent << EPOCH_BITS
             self._race(granules, late, self.reader, "overwritten")
         self.many_readers[granules] = False
-        self.readers[granules] = 0
+        for epochs in self.readers.values():
+            epochs[granules] = 0
 
     def _note_readers(self, granules: Granules, clock: Clock, stamp: int) -> None:
-        """The last reader is kept in `reader`; one that it is not ordered after moves to the table of all readers."""
+        """Keep the last reader in `reader`. An earlier one that nothing orders before it moves to `readers`."""
         found = self.reader[granules]
         late = unordered(found, clock.seen)
-        if late.any():
-            if self.readers is None:
-                self.readers = np.zeros((self.reader.size, clock.seen.size), np.int32)
+        if late is not None:
             at, kept = granules[late], found[late]
-            self.readers[at, agent_of(kept)] = np.maximum(self.readers[at, agent_of(kept)], kept & EPOCH_MASK)
+            by = agent_of(kept)
+            for agent in set(by.tolist()):
+                if agent not in self.readers:
+                    self.readers[agent] = np.zeros(self.reader.size, np.int32)
+                epochs, mine = self.readers[agent], by == agent
+                epochs[at[mine]] = np.maximum(epochs[at[mine]], kept[mine] & EPOCH_MASK)
             self.many_readers[at] = True
         self.reader[granules] = stamp
 
     def _race(self, granules: Granules, late: npt.NDArray[np.bool_], stamps: Stamps, action: str) -> None:
         lane, at = _first(granules, late)
         agent = agent_of(int(stamps[at]))
-        who = self.name_of(agent)
-        if stamps is self.writer and agent >= self.first_copy:
+        who = self.agents.name(agent)
+        if stamps is self.writer and agent >= self.agents.first_copy:
             raise Fault("copy-not-awaited", f"this granule is {action}, but the copy of PTX line "
                         f"{self.writer_line[at]} into it has not been waited for",
                         lane=lane, address=4 * at)  # fmt: skip
@@ -192,9 +200,9 @@ class SharedMemory:
 
     def _check_fenced(self, granules: Granules, clock: Clock, what: str) -> None:
         unfenced = unordered(self.writer[granules], clock.fenced)
-        if unfenced.any():
+        if unfenced is not None:
             _, at = _first(granules, unfenced)
-            who = self.name_of(agent_of(int(self.writer[at])))
+            who = self.agents.name(agent_of(int(self.writer[at])))
             raise Fault("missing-proxy-fence", f"{what} what {who} wrote at PTX line {self.writer_line[at]} "
                         "through the generic proxy with no fence.proxy.async in between", address=4 * at)  # fmt: skip
 
@@ -202,10 +210,11 @@ class SharedMemory:
         """Checks before the asynchronous proxy (TMA store, MMA operand) reads whole 4-byte `granules`."""
         self._check_inside(granules, f"{what} reads")
         self._check_idle(granules, f"read by {what}")
-        fresh = self.written.reshape(-1, 4)[granules].all(axis=-1)
-        if not fresh.all():
+        # Four bytes at once: every one of them is 1 where a granule is wholly written.
+        whole = self.written.view(np.uint32)[granules] == 0x01010101
+        if np.count_nonzero(whole) < whole.size:
             raise Fault("uninitialised-shared", f"{what} reads bytes that were never written",
-                        address=4 * int(granules[~fresh][0]))  # fmt: skip
+                        address=4 * int(granules[~whole][0]))  # fmt: skip
         self._check_writers(granules, clock, f"read by {what}")
         self._check_fenced(granules, clock, f"{what} reads")
         self._note_readers(granules, clock, stamp)
@@ -213,9 +222,9 @@ class SharedMemory:
     def async_write_begins(
         self, granules: Granules, clock: Clock, line: int, what: str, *, generic: bool = False
     ) -> None:
-        """A copy into `granules` is issued: earlier readers and writers must be ordered before it.
+        """A copy into `granules` is issued. Earlier readers and writers must be ordered before it.
 
-        `generic`: cp.async and st.async, which write through the generic proxy and so need no proxy fence.
+        `generic`: cp.async and st.async write through the generic proxy and so need no proxy fence.
         """
         self._check_inside(granules, f"{what} writes")
         self._check_idle(granules, "overwritten")
@@ -243,3 +252,21 @@ def _first(granules: Granules, bad: npt.NDArray[np.bool_]) -> tuple[int | None, 
     """Lane (of [lanes, granules]; None for a flat list) and granule of the first bad one."""
     where = np.argwhere(bad)[0]
     return (int(where[0]) if granules.ndim == 2 else None), int(granules[tuple(where)])
+
+
+def wavefronts(offsets: npt.NDArray[np.int64], size: int) -> tuple[int, int]:
+    """Fewest possible and actual passes over the 32 banks for lanes that access `size` bytes at `offsets` (bytes).
+
+    Lanes are served in groups of 128 bytes: all lanes, half warps or quarter warps. Within a group every bank gives one
+    4-byte word a pass, and lanes that want the same word share it.
+    """
+    words_per_lane = max(size // 4, 1)
+    lanes = BANKS // words_per_lane
+    taken = 0
+    groups = 0
+    words = (offsets[:, None] >> 2) + np.arange(words_per_lane)
+    for start in range(0, offsets.size, lanes):
+        distinct = np.unique(words[start : start + lanes])
+        taken += int(np.bincount(distinct & (BANKS - 1), minlength=1).max())
+        groups += 1
+    return groups, taken

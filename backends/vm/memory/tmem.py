@@ -1,20 +1,20 @@
 """Tensor memory of one CTA: 128 lanes x 512 columns x 32 bit, its allocations and who touched what (PTX ISA 9.7.16.1).
 
-Cells carry the same stamps as shared memory. A `tcgen05.st` stays pending, for the warp that issued it too, until
-that warp's `tcgen05.wait::st`; what an MMA wrote is visible to whoever has waited for a commit after it. A `tcgen05.ld`
-gives its registers at once, for a register dependence needs no wait, but it may read its cells until it has ended
-(backends.vm.bind.tmem_loads): nobody may overwrite them before (PTX ISA 9.7.16.6.4.5).
+Cells carry the same stamps as shared memory. A `tcgen05.st` stays pending until its warp's `tcgen05.wait::st`, for that
+warp too. A wait for a commit after an MMA makes visible what the MMA wrote. A `tcgen05.ld` fills its registers at once,
+since a register dependence needs no wait. But it may read its cells until it has ended (backends.vm.bind.tmem_loads),
+and nobody may overwrite them before (PTX ISA 9.7.16.6.4.5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import Fault
+from backends.vm.memory.agents import Agents
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
     PENDING,
@@ -43,8 +43,10 @@ class Allocation:
 
 @dataclass(slots=True)
 class Meeting:
-    """A collective instruction of a CTA pair: `arguments` that both must give, the ranks that have come, and for an
-    alloc the first column once it is given out."""
+    """A collective instruction of a CTA pair.
+
+    Both must give the same `arguments`. `ranks` have come. `first` is the first column that an alloc has been given.
+    """
 
     what: str
     arguments: tuple[int, ...]
@@ -56,12 +58,13 @@ class Meeting:
 class TensorMemory:
     """All of a CTA's tensor memory. Indices are (lanes, columns) arrays that broadcast against each other.
 
-    `cta_group` is that of the tcgen05 instructions so far, 0 before the first; `collectives` counts those that the
-    CTA has executed as one of a pair, `meetings` (kept by the even CTA) are those of the pair by number. `loading`
-    holds the PTX line of a tcgen05.ld that may still read the cell: negative once a register of it has been used, 0
-    after its wait. `unwaited_overwrites` counts the writes to cells where it was negative.
+    `cta_group` is that of the tcgen05 instructions so far, 0 before the first. `collectives` counts those that the CTA
+    has executed as one of a pair; the even CTA keeps `meetings`, those of the pair by number. `loading` holds the PTX
+    line of a tcgen05.ld that may still read the cell: negative once one of its registers has been used, 0 after its
+    wait. `unwaited_overwrites` counts the writes to cells where it was negative.
     """
 
+    agents: Agents
     data: Words = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.uint32))
     written: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.bool_))
     writer: Stamps = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
@@ -77,17 +80,16 @@ class TensorMemory:
     peak_columns: int = 0
     unwaited_overwrites: int = 0
     smallest: int = COLUMNS
-    name_of: Callable[[int], str] = str
 
     def find_free(self, columns: int) -> int | None:
         """First column of a free run of `columns`, aligned to it, or None while there is none."""
         for first in range(0, COLUMNS, columns):
-            if not self.owned[first : first + columns].any():
+            if not np.count_nonzero(self.owned[first : first + columns]):
                 return first
         return None
 
     def allocate(self, first: int, columns: int, line: int) -> None:
-        """Give out columns; the count must be a power of two in 32..512 and no more than the last one given."""
+        """Give out columns. The count is a power of two in 32..512, at most that of the allocation before."""
         if columns > self.smallest:
             raise Fault("tmem-alloc", f"{columns} columns asked for after an allocation of {self.smallest}: the count "
                         "may not grow from one allocation of a CTA to the next")  # fmt: skip
@@ -97,7 +99,7 @@ class TensorMemory:
         self.peak_columns = max(self.peak_columns, int(self.owned.sum()))
 
     def free(self, address: int, columns: int, clock: Clock) -> None:
-        """Take an allocation back; it must be one that was given, with its address and size, and nobody's any more."""
+        """Take an allocation back. Address and size must be those given out, and all accesses ordered before."""
         for allocation in self.allocations:
             if allocation.first == address & 0xFFFF and allocation.columns == columns and address >> 16 == 0:
                 cells = slice(0, LANES), slice(allocation.first, allocation.first + columns)
@@ -118,7 +120,8 @@ class TensorMemory:
         if low < 0 or high >= COLUMNS or low_lane < 0 or high_lane >= LANES:
             raise Fault("tmem-out-of-bounds", f"{action} lanes {low_lane}..{high_lane}, columns {low}..{high} of a "
                         f"tensor memory of {LANES} x {COLUMNS}")  # fmt: skip
-        if not self.owned[index[1]].all():
+        owned = self.owned[index[1]]
+        if np.count_nonzero(owned) < owned.size:
             columns = _as_array(index[1])
             column = int(columns[~self.owned[columns]].flat[0])
             raise Fault("tmem-not-allocated", f"{action} column {column}, which no live tcgen05.alloc covers",
@@ -127,8 +130,9 @@ class TensorMemory:
     def read(self, index: Index, clock: Clock, stamp: int, action: str) -> Words:
         """Cells at `index` (broadcast shape) after checking ownership, initialisation and order."""
         self._check_owned(index, action)
-        if not self.written[index].all():
-            lane, column = self._first(index, ~self.written[index])
+        written = self.written[index]
+        if np.count_nonzero(written) < written.size:
+            lane, column = self._first(index, ~written)
             raise Fault("uninitialised-tmem", f"{action} lane {lane}, column {column}, which was never written",
                         address=lane << 16 | column)  # fmt: skip
         self._check_order(index, self.writer, clock, action, "wrote")
@@ -136,16 +140,16 @@ class TensorMemory:
         return self.data[index]
 
     def write(self, index: Index, values: Words, clock: Clock, stamp: int, line: int, action: str) -> None:
-        """Write cells at `index`; earlier writers and readers must be ordered before."""
+        """Write cells at `index`. Earlier writers and readers must be ordered before."""
         self.begin_write(index, clock, stamp, line, action)
         self.data[index] = values
 
     def begin_write(
         self, index: Index, clock: Clock, stamp: int, line: int, action: str, own: int | None = None
     ) -> None:
-        """Everything of a write but the data: for an MMA at its issue, whose result comes later.
+        """Everything of a write but the data, for an MMA at its issue: its result comes later.
 
-        `own`: an agent whose pending writes may be overwritten, since they are its own.
+        `own`: the agent that writes, which may overwrite its own pending writes.
         """
         self._check_owned(index, action)
         self._check_order(index, self.writer, clock, action, "wrote", own)
@@ -159,7 +163,7 @@ class TensorMemory:
         """Whether the tensor core `agent` reads cells at `index` for an mma whose end `clock` has not seen."""
         found = self.reader[index]
         late = unordered(found, clock.seen)
-        return bool(late.any()) and bool((late & (agent_of(found) == agent)).any())
+        return late is not None and int(np.count_nonzero(late & (agent_of(found) == agent))) > 0
 
     def _first(self, index: Index, bad: npt.NDArray[np.bool_]) -> tuple[int, int]:
         lanes, columns = _as_array(index[0]), _as_array(index[1])
@@ -173,41 +177,43 @@ class TensorMemory:
     ) -> None:
         found = stamps[index]
         late = unordered(found, clock.seen)
+        if late is None:
+            return
         if own is not None:
             late &= agent_of(found) != own
-        if not late.any():
-            return
+            if not np.count_nonzero(late):
+                return
         lane, column = self._first(index, late)
         stamp = int(stamps[lane, column])
         line = f" at PTX line {self.writer_line[lane, column]}" if did == "wrote" else ""
         if stamp & EPOCH_MASK == PENDING:
             raise Fault("tmem-store-not-waited", f"{action} lane {lane}, column {column}, where a tcgen05.st by "
-                        f"{self.name_of(agent_of(stamp))}{line} is not complete: tcgen05.wait::st is missing",
+                        f"{self.agents.name(agent_of(stamp))}{line} is not complete: tcgen05.wait::st is missing",
                         address=lane << 16 | column)  # fmt: skip
         raise Fault("tmem-race", f"{action} lane {lane}, column {column}, but nothing orders that "
-                    f"after {self.name_of(agent_of(stamp))} {did} it{line}: a commit and a wait for it, or a "
+                    f"after {self.agents.name(agent_of(stamp))} {did} it{line}: a commit and a wait for it, or a "
                     "barrier, is missing", address=lane << 16 | column)  # fmt: skip
 
     def _check_loaded(self, index: Index, action: str) -> None:
         lines = self.loading[index]
-        if not lines.any():
+        if not np.count_nonzero(lines):
             return
-        if not (lines > 0).any():
+        if not np.count_nonzero(lines > 0):
             self.loading[index] = 0
             self.unwaited_overwrites += 1
             return
         lane, column = self._first(index, lines > 0)
         raise Fault("tmem-load-not-waited", f"{action} lane {lane}, column {column}, where the tcgen05.ld of PTX line "
-                    f"{self.loading[lane, column]} by {self.name_of(agent_of(int(self.reader[lane, column])))} may "
+                    f"{self.loading[lane, column]} by {self.agents.name(agent_of(int(self.reader[lane, column])))} may "
                     "still read: tcgen05.wait::ld is missing", address=lane << 16 | column)  # fmt: skip
 
     def load_begins(self, index: Index, clock: Clock, stamp: int, line: int) -> None:
-        """A tcgen05.ld of PTX `line`: the checks of a read, and the cells are read until `loads_complete`."""
+        """A tcgen05.ld of PTX `line`: checks as of a read. The cells are being read until `loads_complete`."""
         self.read(index, clock, stamp, "tcgen05.ld reads")
         self.loading[index] = line
 
     def load_used(self, cells: list[Index], line: int) -> None:
-        """A register of the tcgen05.ld of PTX `line` of `cells` has been used."""
+        """A register that the tcgen05.ld of PTX `line` loads from `cells` has been used."""
         for index in cells:
             lines = self.loading[index]
             self.loading[index] = np.where(lines == line, np.int32(-line), lines)
@@ -218,7 +224,7 @@ class TensorMemory:
             self.loading[index] = 0
 
     def stores_complete(self, agent: int, cells: list[Index], stamp: int) -> None:
-        """`tcgen05.wait::st`: the pending cells of `agent` get the stamp of a finished write."""
+        """`tcgen05.wait::st`: give the pending cells of `agent` the stamp of a finished write."""
         for index in cells:
             mine = self.writer[index]
             self.writer[index] = np.where(agent_of(mine) == agent, np.int32(stamp), mine)

@@ -1,1 +1,1 @@
-"""What the agents of a run did, recorded for a person to look at."""
+"""The observer of a machine that records what its agents do, for a person to look at."""

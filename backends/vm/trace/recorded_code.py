@@ -1,14 +1,16 @@
-"""Which instructions a recorder hears of, and how: those that move data, synchronise or compute a tile."""
+"""The instructions that report to a recorder: those that move data, synchronise or compute a tile."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from backends.vm.machine.code import Block, Code, Step
 from backends.vm.ptx.ast import Immediate, Instruction
 
 if TYPE_CHECKING:
-    from backends.vm.bind.code import Code
-    from backends.vm.bind.forms import Step
     from backends.vm.machine.warp import Warp
     from backends.vm.trace.recorder import Recorder
 
@@ -20,7 +22,7 @@ _SPACES = ("global", "shared", "local", "const", "param")
 
 
 def mnemonic(instruction: Instruction) -> str:
-    """What an instruction does in a few words of PTX, such as "tcgen05.mma" or "cp.async.bulk.tensor.shared.global"."""
+    """An instruction in a few words of PTX, such as "tcgen05.mma" or "cp.async.bulk.tensor.shared.global"."""
     parts = instruction.parts
     spaces = [part.partition("::")[0] for part in parts[1:] if part.partition("::")[0] in _SPACES]
     if parts[0] == "cp":
@@ -38,18 +40,22 @@ def mnemonic(instruction: Instruction) -> str:
 
 
 def notable(instruction: Instruction) -> bool:
-    """Whether a recorder wants to hear of it. Parameter loads are of no interest."""
+    """Whether a recorder hears of the instruction. Parameter loads are of no interest."""
     return instruction.parts[0] in _NOTABLE and mnemonic(instruction) != "ld.param"
 
 
-def instrument(code: Code, recorder: Recorder) -> None:
-    """Make every notable step of `code` report itself to `recorder`."""
-    for block in code.blocks:
-        for index, step in enumerate(block.steps):
-            if notable(block.instructions[index]):
-                block.steps[index] = _reporting(code, block.instructions[index], step, recorder)
-        if block.tail is not None and notable(block.instructions[-1]):
-            block.tail = _reporting(code, block.instructions[-1], block.tail, recorder)
+def instrumented(code: Code, recorder: Recorder) -> Code:
+    """`code` with every notable step reporting itself to `recorder`."""
+
+    def reporting(step: Step, instruction: Instruction) -> Step:
+        return _reporting(code, instruction, step, recorder) if notable(instruction) else step
+
+    def copy(block: Block) -> Block:
+        steps = [reporting(step, block.instructions[index]) for index, step in enumerate(block.steps)]
+        tail = block.tail and reporting(block.tail, block.instructions[-1])
+        return replace(block, steps=steps, tail=tail)
+
+    return replace(code, blocks=[copy(block) for block in code.blocks])
 
 
 def _reporting(code: Code, instruction: Instruction, step: Step, recorder: Recorder) -> Step:
@@ -60,7 +66,7 @@ def _reporting(code: Code, instruction: Instruction, step: Step, recorder: Recor
     def run(warp: Warp) -> object:
         if guard is not None and row is not None:
             lanes = warp.mask & (~warp.pred[row] if guard.negated else warp.pred[row])
-            if not lanes.any():
+            if not np.count_nonzero(lanes):
                 return step(warp)
         cta = recorder.cta_of(warp)
         if cta is None:

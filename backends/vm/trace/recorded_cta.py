@@ -1,4 +1,4 @@
-"""One CTA as a recorder sees it: the slices of its warps, its operations, and who touches its memories and barriers."""
+"""The recording of one CTA: slices of its warps, its operations, and who touches its memories and barriers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.bind.steps import Wait
+from backends.vm.machine.code import Wait
 from backends.vm.machine.cta import NAMED_BARRIERS
 from backends.vm.memory.shared import Granules
 from backends.vm.trace.recorded_code import mnemonic
 from backends.vm.trace.recorded_memory import Bounds, RecordedMBarrier, RecordedSharedMemory, RecordedTensorMemory, Verb
-from backends.vm.trace.trace import (
+from megamoe.contract.trace import (
     CtaTrace,
     MBarrierTrace,
     OperationTrace,
@@ -57,7 +57,7 @@ class _Parked:
 
 
 class RecordedCta:
-    """Stands in for the memories of `cta` and keeps its trace. `number` counts the recorded CTAs of the launch."""
+    """Puts the memories of `cta` under observation and keeps its trace. `number` counts the launch's recorded CTAs."""
 
     def __init__(self, recorder: Recorder, cta: Cta, number: int) -> None:
         self.recorder, self.cta, self.number = recorder, cta, number
@@ -75,7 +75,7 @@ class RecordedCta:
     # ---- warps
 
     def resumes(self, warp: Warp) -> None:
-        """The warp is about to go on, if what it waits for has come."""
+        """The warp is about to go on, unless its wait is not over."""
         parked = self._parked[warp.index]
         if parked is None or (warp.strands[0].wait is parked.wait and not parked.wait.ready()):
             return
@@ -87,7 +87,7 @@ class RecordedCta:
             done.release = None
 
     def ran(self, warp: Warp) -> None:
-        """The warp has executed one block, which the clock has counted."""
+        """The warp has executed one block. The step count includes it."""
         step = self.recorder.step
         run = self._runs[warp.index]
         if run is None:
@@ -98,7 +98,7 @@ class RecordedCta:
         run.blocks += 1
 
     def parks(self, warp: Warp) -> None:
-        """The warp's turn is over; note what it waits for, if it waits."""
+        """The warp's turn is over. Note its wait, if it waits."""
         wait = warp.waiting()
         parked = self._parked[warp.index]
         if wait is None or (parked is not None and parked.wait is wait):
@@ -118,7 +118,7 @@ class RecordedCta:
         self._parked[warp.index] = _Parked(wait, piece, key)
 
     def _key_of(self, warp: Warp, wait: Wait) -> object:
-        """What will end a wait: the key of `Recorder.releases`."""
+        """The key of `Recorder.releases` under which the end of a wait will stand."""
         if wait.target is not None:
             for offset, barrier in self.cta.mbarriers.items():
                 if barrier is wait.target:
@@ -144,7 +144,7 @@ class RecordedCta:
         run.opcodes[name] = run.opcodes.get(name, 0) + 1
 
     def executed(self, warp: Warp, instruction: Instruction, outcome: object) -> None:
-        """The instruction is over; if it waits, `outcome` is what for. New mbarriers are put under observation."""
+        """The instruction is over. `outcome` is its Wait, if it waits. New mbarriers are put under observation."""
         if instruction.parts[0] == "mbarrier" and instruction.parts[1] == "init":
             for offset, barrier in self.cta.mbarriers.items():
                 if not isinstance(barrier, RecordedMBarrier):
@@ -161,7 +161,7 @@ class RecordedCta:
     _barrier: int | None = None
 
     def barrier_states(self) -> States:
-        """The state of every mbarrier and named barrier, to see later which one was reached."""
+        """The state of every mbarrier and barrier, to see later which one has changed."""
         states: States = {
             ("mbarrier", self.number, offset): (barrier.phase, barrier.pending, barrier.transactions)
             for offset, barrier in self.cta.mbarriers.items()
@@ -173,7 +173,7 @@ class RecordedCta:
         return states
 
     def note_arrivals(self, before: States, by: Release) -> None:
-        """Ascribe what has changed since `before` to whoever is at work."""
+        """Ascribe every change since `before` to the agent at work."""
         self._barrier = None
         for key, state in self.barrier_states().items():
             old = before.get(key)
@@ -257,7 +257,7 @@ class RecordedCta:
         use.warps.add(doing.warp.index)
 
     def end(self) -> None:
-        """The launch is over: complete the trace."""
+        """The launch is over. Complete the trace."""
         self.trace.smem = [
             SmemUse(verb, by, line, sorted(use.warps), _ranges(use.granules))
             for (verb, by, line), use in sorted(self._uses.items(), key=lambda item: item[0][2])
@@ -280,7 +280,7 @@ def _target(key: object) -> str:
 
 
 def _ranges(granules: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Runs of set granules as byte ranges [first, behind the last); the smallest gaps are closed beyond MAX_RANGES."""
+    """Runs of set granules as byte ranges [first, behind the last). Beyond MAX_RANGES, close the smallest gaps."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], granules, [False]]).astype(np.int8))).reshape(-1, 2) * 4
     while len(edges) > MAX_RANGES:
         gaps = edges[1:, 0] - edges[:-1, 1]

@@ -1,6 +1,6 @@
-"""Shared memory, tensor memory and mbarriers that tell a recorder what touches them, otherwise unchanged.
+"""Shared memory, tensor memory and mbarriers that tell a recorder of every access, and otherwise do the same.
 
-They take the place of the plain objects of a CTA before its first step, so that a run without a recorder pays nothing.
+They replace the plain objects of a CTA before its first step: a run without a recorder pays nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RecordedTensorMemory(TensorMemory):
 
 
 class RecordedSharedMemory(SharedMemory):
-    """Reports which granules are written and read, by which proxy."""
+    """Reports the granules written and read, and by which proxy."""
 
     def __init__(self, plain: SharedMemory, touch: TouchSmem) -> None:
         self.__dict__.update(plain.__dict__)

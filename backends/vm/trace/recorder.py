@@ -1,21 +1,22 @@
-"""Records what the agents of a machine do, for a person to look at. A machine without a recorder pays nothing for it.
+"""The observer of a machine that fills a Trace for a person to look at. A machine without one pays nothing.
 
-A recorder instruments a private copy of a kernel's code (the notable instructions report themselves), stands between
-the schedule and the warps, and watches operations begin and end. It never changes who moves next.
+A recorder instruments a private copy of a kernel's code, so that notable instructions report themselves. It stands
+between the schedule and the warps, and it watches operations begin and end. It never changes who moves next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING
 
-from backends.vm.bind.layout import FunctionLayout, lay_out
+from backends.vm.machine.code import BoundFunction
 from backends.vm.machine.engine import Engine, Operation
-from backends.vm.trace.recorded_code import instrument
+from backends.vm.trace.recorded_code import instrumented
 from backends.vm.trace.recorded_cta import RecordedCta, States
-from backends.vm.trace.trace import (
+from megamoe.contract.trace import (
     BankConflicts,
     LaunchTrace,
     OperationTrace,
@@ -26,14 +27,14 @@ from backends.vm.trace.trace import (
 
 if TYPE_CHECKING:
     from backends.vm.machine.cta import Cluster
-    from backends.vm.machine.machine import LoadedModule, Run
+    from backends.vm.machine.machine import Run
     from backends.vm.machine.warp import Warp
     from backends.vm.ptx.ast import Instruction
 
 _SIGNALS = ("mbarrier", "bar", "barrier", "cp", "tcgen05")
 """First parts of the instructions that may reach a barrier."""
-EVENT_LIMIT = 200_000
-CTA_LIMIT = 4
+MAX_EVENTS = 200_000
+MAX_CTAS = 4
 
 
 class RecordedEngine(Engine):
@@ -58,7 +59,7 @@ class RecordedEngine(Engine):
 
 @dataclass(slots=True)
 class Doing:
-    """Who is at work, a warp in an instruction or an operation that ends, and how the barriers stood before."""
+    """The agent at work, a warp in an instruction or an operation that ends, and the barriers as they stood before."""
 
     warp: Warp | None = None
     instruction: Instruction | None = None
@@ -69,7 +70,7 @@ class Doing:
 class Recorder:
     """Fills a Trace. `cta_limit` CTAs a launch are recorded, at most `event_limit` events in all."""
 
-    def __init__(self, event_limit: int = EVENT_LIMIT, cta_limit: int = CTA_LIMIT) -> None:
+    def __init__(self, event_limit: int = MAX_EVENTS, cta_limit: int = MAX_CTAS) -> None:
         self.trace = Trace("", event_limit=event_limit)
         self.cta_limit = cta_limit
         self.step = 0
@@ -77,14 +78,14 @@ class Recorder:
         self.doing = Doing()
         self.releases: dict[object, Release] = {}
         self.unclaimed: list[TmemTouch] = []
-        self._layouts: dict[tuple[int, str], tuple[LoadedModule, FunctionLayout]] = {}
+        self._functions: dict[int, tuple[BoundFunction, BoundFunction]] = {}
         self._ctas: dict[int, RecordedCta] = {}
         self._operations: dict[int, tuple[RecordedCta, OperationTrace]] = {}
         self._conflicts: dict[int, BankConflicts] = {}
         self._issued = 0
 
     def room(self) -> bool:
-        """Whether one more event may be kept; counts it either way."""
+        """Whether one more event may be kept. Counts it either way."""
         self.events += 1
         if self.events > self.trace.event_limit:
             self.trace.left_out += 1
@@ -99,23 +100,20 @@ class Recorder:
         """The engine of the machine that this records."""
         return RecordedEngine(defers, self)
 
-    def layout(self, module: LoadedModule, entry: str) -> FunctionLayout:
-        """Entry `entry` with instrumented code of its own."""
-        key = (id(module), entry)
-        if key not in self._layouts:
-            plain = module.entry(entry)
-            layout = lay_out(module.module, plain.code.function)
-            instrument(layout.code, self)
-            self._layouts[key] = (module, layout)
-        return self._layouts[key][1]
+    def function(self, function: BoundFunction) -> BoundFunction:
+        """`function` with instrumented code of its own."""
+        if id(function) not in self._functions:
+            made = replace(function, code=instrumented(function.code, self))
+            self._functions[id(function)] = (function, made)
+        return self._functions[id(function)][1]
 
     @contextmanager
     def launch(self, run: Run) -> Iterator[None]:
         """A grid runs, to its end or to the first broken rule."""
-        grid, block, cluster, dynamic = run.shape
+        shape, function = run.shape, run.function
         self.trace.schedule = run.machine.schedule.name
-        launch = LaunchTrace(run.layout.code.function.name, grid, cluster, block, dynamic, run.layout.static_shared,
-                             total_ctas=grid[0] * grid[1] * grid[2], begins=self.step)  # fmt: skip
+        launch = LaunchTrace(function.name, shape.grid, shape.cluster, shape.block, shape.dynamic_smem,
+                             function.static_shared, total_ctas=prod(shape.grid), begins=self.step)  # fmt: skip
         self.trace.launches.append(launch)
         self._ctas.clear()
         self._conflicts = {}
@@ -129,7 +127,7 @@ class Recorder:
             self._operations.clear()
 
     def cluster_begins(self, cluster: Cluster) -> None:
-        """A cluster became resident; its CTAs are recorded while `cta_limit` allows."""
+        """A cluster has become resident. Record its CTAs while `cta_limit` allows."""
         launch = self.trace.launches[-1]
         for cta in cluster.ctas:
             if len(launch.ctas) < self.cta_limit:
@@ -142,7 +140,7 @@ class Recorder:
         return self._ctas.get(id(warp.cta))
 
     def run(self, warp: Warp, quantum: int) -> int:
-        """Let a warp run up to `quantum` blocks, as Warp.run does, one at a time."""
+        """Let a warp run up to `quantum` blocks, one at a time; otherwise as Warp.run."""
         cta, done = self.cta_of(warp), 0
         while done < quantum and not warp.done:
             if cta is not None:
@@ -166,7 +164,7 @@ class Recorder:
 
     @contextmanager
     def ending(self, operation: Operation) -> Iterator[None]:
-        """An operation ends; what it signals is ascribed to it."""
+        """An operation ends. Ascribe to it what it signals."""
         self.step += 1
         found = self._operations.pop(id(operation), None)
         before, self.doing = self.doing, Doing(operation=found, states=self._barrier_states())
@@ -212,7 +210,7 @@ class Recorder:
         for cta in self._ctas.values():
             cta.note_arrivals(self.doing.states, release)
 
-    def as_json(self) -> dict[str, object]:
-        """The trace as plain data."""
+    def finished(self) -> Trace:
+        """The trace of all that has run."""
         self.trace.steps = self.step
-        return asdict(self.trace)
+        return self.trace

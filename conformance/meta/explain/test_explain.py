@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from conformance.fakes import backends as fake_backends
 from conformance.meta.explain.trace_events import Event, problems
 from megamoe.cli.main import main
-from megamoe.contract import Row
+from megamoe.contract import AnyProgram, Execution, Row, RunOptions, Target
 from megamoe.contract.assembly import assembled
-from megamoe.contract.trace import CtaTrace, TraceError, read_trace
-from megamoe.explain.explain import Explanation, explain, write_files
+from megamoe.contract.trace import CtaTrace
+from megamoe.explain.explain import ExplainError, Explanation, explain, write_files
 from megamoe.explain.perfetto import MAX_SLICES, perfetto
 from megamoe.explain.roles import ranges, role_name, roles
 from megamoe.explain.smem import regions
@@ -178,7 +180,7 @@ def test_the_checker_catches(planted: Callable[[list[Event]], list[Event]], sent
 
 def test_too_many_slices_are_left_out_and_said() -> None:
     trace = _found("lazy").trace
-    many = trace.model_copy(update={"launches": trace.launches * (MAX_SLICES // 100)})
+    many = replace(trace, launches=trace.launches * (MAX_SLICES // 100))
     out = perfetto(many, CASE)
     events, notes = out["traceEvents"], out["otherData"]
     assert isinstance(events, list)
@@ -204,9 +206,26 @@ def test_a_missing_assembler_is_a_sentence() -> None:
     assert not one.numbers
 
 
+class _Careless:
+    """An executor whose trace is not the contract's."""
+
+    name = "careless"
+
+    def unavailable(self, target: Target) -> str | None:
+        return None
+
+    def run(self, program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions) -> Execution:
+        return Execution(trace={"launches": 3})  # type: ignore[arg-type]
+
+
+CARELESS = _Careless()
+
+
 def test_a_trace_of_another_form_is_refused() -> None:
-    with pytest.raises(TraceError, match="launches"):
-        read_trace({"schedule": "lazy", "steps": 1, "event_limit": 1, "left_out": 0, "launches": 3})
+    spec = load_specs(None)["fmha"]
+    row = Row(spec.parse_case(CASE).id, "ptx", "sm_100a", f"{__name__}:CARELESS", "lazy")
+    with pytest.raises(ExplainError, match="a dict as its trace"):
+        explain(spec, row)
 
 
 def test_numbers_in_words() -> None:

@@ -24,7 +24,8 @@ import numpy as np
 from backends.ptx.assembler import find_ptxas
 from backends.vm.bind.forms import Form, all_forms
 from backends.vm.coverage import family_of
-from backends.vm.machine.machine import Machine, load
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
 from conformance import SILICON
 from conformance.silicon.lanewise.values import COUNT, WIDTH, Words, operand
 
@@ -81,7 +82,7 @@ def vm_answers(program: Program) -> Words:
         struct.pack("<Q", machine.memory.add(f"v{place}", array.view(np.uint8)).base)
         for place, array in enumerate(arrays)
     ]
-    machine.launch(load(HEAD + kernel(program)), program.entry, (COUNT // BLOCK, 1, 1), (BLOCK, 1, 1), params)
+    machine.launch(load(HEAD + kernel(program)).entry(program.entry), (COUNT // BLOCK, 1, 1), (BLOCK, 1, 1), params)
     return result
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from backends.vm.machine.machine import load
+from backends.vm.load import load
 from conformance.vm.run_ptx import lanes_of, run_ptx
 
 LANE = np.arange(32, dtype=np.uint32)

@@ -9,7 +9,8 @@ import numpy.typing as npt
 import pytest
 
 from backends.vm.faults import Fault
-from backends.vm.machine.machine import Machine, load
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
 
 SCHEDULES = ("eager", "lazy", "random:1", "random:2")
 
@@ -67,7 +68,7 @@ def run(
         .replace("WAIT\n", wait + "\n")
         .replace("ALL.", everybody + ".")
     )
-    machine.launch(load(ptx), "k", grid, (32, 1, 1), params, cluster=(cluster, 1, 1))
+    machine.launch(load(ptx).entry("k"), grid, (32, 1, 1), params, cluster=(cluster, 1, 1))
     return done, int(workers[0])
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from backends.vm.faults import Fault, UnknownInstructionError
-from backends.vm.machine.machine import Machine, load
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
 from conformance import SILICON
 
 GOLDEN = np.load(SILICON / "movement" / "tensor_map.npz")
@@ -39,7 +40,7 @@ def run(body: str, before: bytes = bytes(128)) -> tuple[bytes, bytes]:
     given, out = np.frombuffer(before, np.uint8).copy(), np.zeros(128, np.uint8)
     machine = Machine()
     params = [struct.pack("<Q", machine.memory.add(name, array).base) for name, array in (("map", given), ("out", out))]
-    machine.launch(load(HEAD + body + COPY), "k", (1, 1, 1), (32, 1, 1), params)
+    machine.launch(load(HEAD + body + COPY).entry("k"), (1, 1, 1), (32, 1, 1), params)
     return given.tobytes(), out.tobytes()
 
 
@@ -105,5 +106,5 @@ def test_a_change_that_another_thread_does_not_wait_for() -> None:
     machine = Machine()
     params = [struct.pack("<Q", machine.memory.add(n, np.zeros(128, np.uint8)).base) for n in ("map", "out")]
     with pytest.raises(Fault) as caught:
-        machine.launch(load(body + change + copy), "k", (1, 1, 1), (64, 1, 1), params)
+        machine.launch(load(body + change + copy).entry("k"), (1, 1, 1), (64, 1, 1), params)
     assert caught.value.rule == "race", f"found {caught.value}"

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from backends.vm.faults import Fault, UnknownInstructionError
-from backends.vm.machine.machine import Machine, load
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
 from conformance import SILICON
 
 FOLDER = Path(__file__).parent
@@ -87,7 +88,7 @@ def run(
     ptx += moved("ld", "cin", "d", registers) if cin is not None else ""
     ptx += moved("ld", "areg", "a", 4) if areg is not None else ""
     ptx += body.replace("MMA", mma) + moved("st", "out", "d", registers) + "ret; }"
-    machine.launch(load(ptx), "k", (cases, 1, 1), (128, 1, 1), params, dynamic_smem=image.size + 64)
+    machine.launch(load(ptx).entry("k"), (cases, 1, 1), (128, 1, 1), params, dynamic_smem=image.size + 64)
     return out
 
 

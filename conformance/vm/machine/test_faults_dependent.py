@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: what a launch may not touch before griddepcontrol.wait, and who that wait covers."""
+"""Programmatic dependent launch: bytes that no launch may touch before griddepcontrol.wait, and the warps it covers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_launch_without_the_attribute_starts_after_everything(name: str) -> No
 
 
 def test_what_the_launch_before_does_not_touch_is_free() -> None:
-    """Reads of what it only read, and writes of a launch's own, need no wait."""
+    """A launch may read what the one before only read, and write its own buffers, without a wait."""
     body = "ld.global.b32 %r1, [%rd3]; add.u32 %r1, %r1, 5; st.global.b32 [%rd4], %r1;"
     assert_clean(second(body), {"c": np.full(THREADS, 5, np.uint32)})
 
@@ -88,7 +88,7 @@ def copied(before: str) -> Kernel:
 
 
 def test_a_copy_carries_the_wait_before_its_issue() -> None:
-    """As in a kernel whose load warp alone waits: who has seen the data comes after the wait."""
+    """Only the load warp of a kernel waits: a warp that has seen the data comes after the wait."""
     assert_clean(copied("griddepcontrol.wait; "), {})
 
 

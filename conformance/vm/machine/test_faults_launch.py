@@ -1,4 +1,4 @@
-"""What no launch performs: wrong parameters, sizes beyond a GPU's, entries and instructions that do not exist."""
+"""Launches that are refused: wrong parameters, sizes beyond a GPU's, entries and instructions that do not exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from backends.vm.faults import LaunchError, UnknownInstructionError
-from backends.vm.machine.machine import Machine, load
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
 from conformance.vm.kernel import Kernel
 
 PLAIN = Kernel("ret;", {"out": np.zeros(4, np.uint32)})
@@ -59,17 +60,17 @@ def test_declared_block_sizes_are_kept() -> None:
         text = PLAIN.ptx.replace(")\n{", f") {directive}\n{{")
         assert directive in text
         with pytest.raises(LaunchError, match=directive.split()[0].replace(".", r"\.")):
-            Machine().launch(load(text), "kernel", (1, 1, 1), (32, 1, 1), [bytes(8)])
+            Machine().launch(load(text).entry("kernel"), (1, 1, 1), (32, 1, 1), [bytes(8)])
 
 
 def test_parameters_must_fit_the_entry() -> None:
     module = load(PLAIN.ptx)
     with pytest.raises(LaunchError, match="kernel takes 1 parameters, 2 were given"):
-        Machine().launch(module, "kernel", (1, 1, 1), (32, 1, 1), [bytes(8), bytes(8)])
+        Machine().launch(module.entry("kernel"), (1, 1, 1), (32, 1, 1), [bytes(8), bytes(8)])
     with pytest.raises(LaunchError, match="parameter `p_out` has 8 bytes, 4 were given"):
-        Machine().launch(module, "kernel", (1, 1, 1), (32, 1, 1), [bytes(4)])
+        Machine().launch(module.entry("kernel"), (1, 1, 1), (32, 1, 1), [bytes(4)])
     with pytest.raises(LaunchError, match="no entry 'kernl'; its entries are: kernel"):
-        Machine().launch(module, "kernl", (1, 1, 1), (32, 1, 1), [bytes(8)])
+        Machine().launch(module.entry("kernl"), (1, 1, 1), (32, 1, 1), [bytes(8)])
 
 
 UNKNOWN = {

@@ -71,7 +71,7 @@ def test_a_combine_whose_flag_orders_nothing(name: str) -> None:
 
 
 def test_a_ticket_drawn_before_the_other_warp_has_written() -> None:
-    """Warp 0 releases only what it knows of: a barrier is missing between warp 1's row and the ticket."""
+    """Warp 0 releases only what it has seen: a barrier is missing between warp 1's row and the ticket."""
     last = f"setp.ne.u32 %p3, %warp, 0; @%p3 {WRITE}\n@!%p3 {WRITE}"
     kernel = combine(ORDERED, "", "", read=MARKED, write=last)
     for schedule in EVERY_SCHEDULE:
@@ -98,7 +98,7 @@ def test_neighbours_do_not_race(element: type[np.generic], type_: str) -> None:
 
 
 def test_what_neighbours_wrote_in_small_pieces_is_told_apart() -> None:
-    """A byte written by the other CTA is found inside of a word that was written before as a whole."""
+    """The other CTA writes a byte inside of a word written before as a whole: it is found."""
     body = """mov.b16 %h1, 5; setp.eq.u32 %p1, %cta, 0; @%p1 st.global.b32 [%out+4], 9; @%p1 bra END;
     st.global.b8 [%out+3], %h1; st.global.b8 [%out+8], %h1; st.global.b8 [%out+6], %h1;
     END: ret;"""

@@ -93,7 +93,7 @@ def test_a_copy_over_what_threads_wrote(fence: str, clean: bool) -> None:
 
 
 def test_the_end_of_a_copy_is_a_fence_itself() -> None:
-    """What a copy wrote is there for threads that have waited for it, and for copies after that."""
+    """Threads that have waited for a copy see what it wrote, and so do later copies."""
     body = f"""{STORED.format(mark="")}
     bar.sync 0; ld.global.b32 %r4, [%rd2]; st.global.b32 [%rd3], %r4; bar.sync 0;
     {EXPECT}\n@%p1 {LINEAR}\n{wait("bar", 0)}\nret;"""

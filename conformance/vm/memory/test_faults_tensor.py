@@ -335,7 +335,7 @@ USE = "add.u32 %r17, %r0, %r0;"
     ("between", "counted"), [("tcgen05.wait::ld.sync.aligned;", False), (USE, True), (f"@%p3 {USE}", True)]
 )
 def test_overwriting_what_a_load_has_read(between: str, counted: bool) -> None:
-    """A wait ends the load; the use of a register does too, as FlashAttention-4 has it, but it is counted."""
+    """A wait ends the load. So does the use of a register, as in FlashAttention-4, but it is counted."""
     stages = {"read": f"mov.b32 %r18, 0;\n{LOAD}\n{between}\n{ZERO_CELLS}\n{WAIT_STORE}"}
     for schedule in EVERY_SCHEDULE:
         data, counters = mma_kernel(stages).run(schedule)
@@ -345,7 +345,7 @@ def test_overwriting_what_a_load_has_read(between: str, counted: bool) -> None:
 
 
 def test_a_load_used_on_one_path_only() -> None:
-    """Where one path uses the load and another does not, the other one is found out."""
+    """One path uses the load and another does not: the other one is blamed."""
     used = f"setp.eq.u32 %p4, %warp, 0;\n@!%p4 bra UNUSED;\n{USE}\nUNUSED:"
     kernel = mma_kernel({"read": f"mov.b32 %r18, 0;\n{LOAD}\n{used}\n{ZERO_CELLS} //!"})
     assert_blamed(kernel, "tmem-load-not-waited", "by warp")

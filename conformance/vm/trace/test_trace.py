@@ -1,4 +1,4 @@
-"""The recorder: what it says of a kernel whose every step is known, and that it changes nothing."""
+"""The recorder: its trace of a kernel whose every step is known. It changes nothing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from backends.vm.machine.machine import Machine, load
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
 from backends.vm.trace.recorder import Recorder
-from backends.vm.trace.trace import CtaTrace
+from megamoe.contract.trace import CtaTrace
 
 SCHEDULES = ["eager", "lazy", "random:1", "random:2"]
 COPIED_BYTES = 256
@@ -89,13 +90,13 @@ class Outcome:
 
 
 def _run(schedule: str, recorder: Recorder | None, ctas: int = 1) -> Outcome:
-    machine = Machine(schedule, recorder=recorder)
+    machine = Machine(schedule, observer=recorder)
     source = np.arange(100, 164, dtype=np.int32)
     result = np.zeros(64, np.int32)
     addresses = [machine.memory.add(name, array.view(np.uint8)).base
                  for name, array in (("source", source), ("result", result))]  # fmt: skip
     params = [struct.pack("<Q", address) for address in addresses]
-    machine.launch(load(KERNEL), "known", (ctas, 1, 1), (64, 1, 1), params)
+    machine.launch(load(KERNEL).entry("known"), (ctas, 1, 1), (64, 1, 1), params)
     return Outcome(result, machine.counters, recorder)
 
 

@@ -19,7 +19,7 @@ PARAM_WINDOW = 3 << 56
 WINDOW_SHIFT = 56
 FIRST_ADDRESS = 0x7F40_0000_0000
 GAP = 1 << 20
-"""Unmapped bytes between buffers that the machine places itself, so that an overrun meets nothing."""
+"""Unmapped bytes between buffers that the machine places itself: an overrun meets nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class Buffer:
 
 def check_alignment(addresses: Addresses, size: int, access: str) -> None:
     """Fault unless every address is a multiple of the access `size` in bytes (PTX ISA 6.4.1)."""
-    if size > 1 and (addresses & (size - 1)).any():
+    if size > 1 and np.count_nonzero(addresses & (size - 1)):
         lane = int(np.flatnonzero(addresses & (size - 1))[0])
         raise Fault("misaligned", f"{access} of {size} bytes at an address that is not a multiple of {size}", lane=lane,
                     address=int(addresses[lane]))  # fmt: skip
 
 
 class GlobalMemory:
-    """Buffers by address. An access that is not wholly inside one buffer is a fault that names the nearest one."""
+    """Buffers by address. An access outside of every buffer is a fault that names the nearest one."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []
@@ -65,7 +65,7 @@ class GlobalMemory:
         return buffer
 
     def place_above(self, address: int) -> None:
-        """Buffers that the machine places itself go to `address` and up, clear of those mapped at real addresses."""
+        """Place buffers from `address` on, clear of those mapped at real addresses."""
         self._next = max(self._next, address)
 
     def remove(self, buffer: Buffer) -> None:
@@ -133,8 +133,10 @@ class GlobalMemory:
         buffer.data[offsets[:, None] + np.arange(size)] = values
 
     def locate(self, addresses: Addresses, size: int, access: str) -> tuple[Buffer | None, Addresses]:
-        """The buffer that holds `size` bytes at every address, with offsets in it; None and the addresses if they lie
-        in several. Fault if one lies in none, or is not aligned to `size`."""
+        """The buffer that holds `size` bytes at every address, and offsets in it.
+
+        None and the addresses if they lie in several buffers. Fault if one lies in none, or is not aligned to `size`.
+        """
         check_alignment(addresses, size, access)
         low, high = int(addresses.min()), int(addresses.max())
         index = bisect.bisect(self._bases, low) - 1

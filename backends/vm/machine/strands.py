@@ -1,8 +1,9 @@
-"""Turns among the lanes of one diverged warp, so that lanes that spin do not starve those that they wait for.
+"""Strands: the lanes of a diverged warp that share a program counter, and whose turn it is among them.
 
 The strand in the lowest block runs first, which brings lanes together again soonest. Threads of a warp are concurrent
-all the same (PTX ISA 3.2): when that strand has run long and nothing has happened in the machine, another one runs for
-a while. Nothing happens in a spin; lanes that copy, store or wait are left alone.
+all the same (PTX ISA 3.2), and lanes that spin must not starve those that they wait for: when a strand has run long and
+nothing has happened in the machine, another one runs for a while. Nothing happens in a spin. Lanes that copy, store or
+wait are left alone.
 """
 
 from __future__ import annotations
@@ -10,19 +11,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.machine.code import Wait
+
 if TYPE_CHECKING:
-    from backends.vm.machine.warp import Strand, Warp
+    from backends.vm.machine.warp import Warp
+
+Mask = npt.NDArray[np.bool_]
 
 FIRST_PATIENCE = 4096
-"""Blocks in which nothing happens before other lanes get a turn; a long computation of some lanes ends before."""
+"""Blocks in which nothing happens before other lanes get a turn. A long computation of some lanes ends before."""
 LATER_PATIENCE = 32
-"""The same in a warp that has been seen spinning."""
+"""The same in a warp that has spun before."""
 TURN = 32
 
 
 @dataclass(slots=True)
+class Strand:
+    """Lanes that share a program counter. `wait` is set while they are parked at the tail of `block`."""
+
+    block: int
+    mask: Mask
+    wait: Wait | None = None
+
+
+@dataclass(slots=True)
 class LaneTurns:
-    """`quiet` blocks have run since event `events` of the machine; lane `chosen` has `left` blocks of its turn."""
+    """`quiet` blocks have run since event `events` of the machine. Lane `chosen` has `left` blocks of its turn left."""
 
     patience: int = FIRST_PATIENCE
     quiet: int = 0
@@ -32,7 +49,7 @@ class LaneTurns:
     given: int = 0
 
     def after_block(self, warp: Warp) -> None:
-        """A strand of `warp`, which is diverged, has run a block: order the strands for the next one."""
+        """A strand of the diverged `warp` has run a block: order the strands for the next one."""
         events = warp.cta.machine.engine.events
         if events != self.events:
             self.events, self.quiet = events, 0
@@ -65,7 +82,7 @@ class LaneTurns:
 
 
 def merged(strands: list[Strand]) -> list[Strand]:
-    """Strands by block, those that run at the same block as one."""
+    """Strands by block; those that run at the same block become one."""
     found: list[Strand] = []
     for strand in sorted(strands, key=lambda one: one.block):
         last = found[-1] if found else None

@@ -1,12 +1,12 @@
-"""Programmatic dependent launch: which earlier launches may still run, and what of theirs may not be touched yet.
+"""Programmatic dependent launch: which earlier launches may still run, and which of their bytes nobody may touch yet.
 
 A launch with the attribute may begin as soon as the CTAs of the launch before it have executed
-griddepcontrol.launch_dependents or ended, whether or not what they wrote has arrived. griddepcontrol.wait waits until
-the launch before is complete and its memory operations are visible (PTX ISA 9.7.13.13; the CUDA programming guide,
-"Programmatic Dependent Launch and Synchronization", asks for it also where nobody launches dependents early). It is not
-said to wait for more: what ran before that one is over only if that one has itself waited.
+griddepcontrol.launch_dependents or ended, even before their writes have arrived. griddepcontrol.wait waits until the
+launch before is complete and its memory operations are visible (PTX ISA 9.7.13.13; the CUDA programming guide,
+"Programmatic Dependent Launch and Synchronization", asks for it also where nobody launches dependents early). Neither
+source says that it waits for more: the launch before that one is over only if that one has itself waited.
 
-A wait is one element of the vector clocks, so that whatever orders a warp after one that has waited carries it along.
+A wait is one element of the vector clocks. Any order after a warp that has waited carries it along.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from backends.vm.faults import Fault
 from backends.vm.memory.clocks import WAITED
 
 if TYPE_CHECKING:
-    from backends.vm.machine.warp import Warp
+    from backends.vm.memory.clocks import Clock
+    from backends.vm.memory.global_memory import Buffer
     from backends.vm.memory.global_races import Addresses, Shadow
-    from backends.vm.memory.memory import Buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """A launch that may still run: its kernel, and who touched what, by the base of the buffer."""
+    """A launch that may still run: its kernel, and its shadows by the base of the buffer."""
 
     kernel: str
     shadows: dict[int, Shadow]
@@ -35,8 +35,11 @@ class Earlier:
 
 @dataclass(slots=True)
 class LaunchChain:
-    """The launches that may overlap the running one, the latest first: `before` for warps that have not waited, `after`
-    for those that have. `waited`: a warp of the running launch has."""
+    """The launches that may overlap the running one, the latest first.
+
+    `before` holds for warps that have not waited, `after` for those that have. `waited`: a warp of the running launch
+    has waited.
+    """
 
     kernel: str = ""
     before: list[Earlier] = field(default_factory=list[Earlier])
@@ -44,7 +47,7 @@ class LaunchChain:
     waited: bool = False
 
     def begin(self, kernel: str, last: dict[int, Shadow], *, dependent: bool) -> None:
-        """A launch of `kernel` begins, and `last` are the shadows of the one before."""
+        """A launch of `kernel` begins; `last` are the shadows of the one before."""
         if dependent:
             unfinished = self.after if self.waited else self.before
             self.before = [Earlier(self.kernel, last), *self.before]
@@ -53,17 +56,22 @@ class LaunchChain:
             self.before, self.after = [], []
         self.kernel, self.waited = kernel, False
 
-    def wait(self, warp: Warp) -> None:
-        """`griddepcontrol.wait`. What relaxed arrivals carry has it too: they come after it, whatever they order."""
+    def wait(self, clock: Clock, released: Clock) -> None:
+        """`griddepcontrol.wait` of the owner of `clock`.
+
+        What its relaxed arrivals carry (`released`) has it too: they come after it, whatever they order.
+        """
         self.waited = True
-        warp.clock.seen[WAITED] = warp.released.seen[WAITED] = 1
+        clock.seen[WAITED] = released.seen[WAITED] = 1
 
     def check(
-        self, buffer: Buffer, addresses: Addresses, size: int, warp: Warp, *, writes: bool, by_lane: bool
+        self, buffer: Buffer, addresses: Addresses, size: int, clock: Clock, *, writes: bool, by_lane: bool
     ) -> None:
-        """Fault if `size` bytes at any of the addresses [n] of one buffer belong to a launch that may still run: those
-        that it wrote, and for a write also those that it read."""
-        waited = has_waited(warp)
+        """Fault if a launch that may still run wrote any of `size` bytes at addresses [n] of one buffer.
+
+        A write may not meet its reads either.
+        """
+        waited = has_waited(clock)
         for earlier in self.after if waited else self.before:
             shadow = earlier.shadows.get(buffer.base)
             if shadow is None:
@@ -71,7 +79,7 @@ class LaunchChain:
             granules = shadow.granules(addresses, size)
             for marks in (shadow.writer, shadow.reader) if writes else (shadow.writer,):
                 found = marks[granules] != 0
-                if not found.any():
+                if not np.count_nonzero(found):
                     continue
                 at = int(granules[found][0])
                 did = f"wrote it at PTX line {shadow.line[at]}" if marks is shadow.writer else "read it"
@@ -92,9 +100,9 @@ class LaunchChain:
         )
 
 
-def has_waited(warp: Warp) -> bool:
-    """Whether a griddepcontrol.wait, of this warp or another, comes before its next action."""
-    if warp.clock.seen[WAITED]:
+def has_waited(clock: Clock) -> bool:
+    """Whether a griddepcontrol.wait of any warp comes before the next action of the owner of `clock`."""
+    if clock.seen[WAITED]:
         return True
-    grid = warp.clock.grid
+    grid = clock.grid
     return grid is not None and any(bool(epochs[WAITED]) for epochs in grid.known.values())

@@ -1,0 +1,152 @@
+"""From a parsed function to one that a machine can launch: bind its instructions, cut blocks, place its symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.flow import Bound, FlowGraph
+from backends.vm.bind.forms import find
+from backends.vm.bind.steps import guarded, guarded_leave, guarded_tail, jump, jump_if, leave
+from backends.vm.bind.tmem_loads import end_loads_at_use
+from backends.vm.bind.unwritten import check_unwritten, checked, track_writes
+from backends.vm.bind.warpgroup_registers import check_warpgroup_registers
+from backends.vm.faults import UnknownInstructionError
+from backends.vm.machine.code import Block, BoundFunction, Code, Step
+from backends.vm.machine.registers import RegisterRows
+from backends.vm.memory.shared import RESERVED
+from backends.vm.ptx.ast import Function, Instruction, Module, Symbol, Variable
+
+
+def build(function: Function, symbol_spaces: Mapping[str, str]) -> Code:
+    """Bind every instruction of `function` and cut it into blocks.
+
+    `symbol_spaces` maps the names of variables and parameters that it may address to their state space.
+    UnknownInstructionError for the first instruction that this machine does not have.
+    """
+    rows = RegisterRows.of(function.registers, symbol_spaces)
+    bound = [_bind(instruction, rows) for instruction in function.instructions]
+    leaders = _leaders(function, bound)
+    block_of = {start: number for number, start in enumerate(leaders)}
+    blocks = [range(start, end) for start, end in pairwise([*leaders, len(bound)])]
+    followers = [[block_of[target] for target in _successors(function, bound, block)] for block in blocks]
+    graph = FlowGraph(bound, blocks, followers)
+    watched = check_unwritten(graph)
+    check_warpgroup_registers(graph)
+    end_loads_at_use(graph)
+    track_writes(bound, watched, rows)
+    return Code(function, [_block(function, bound, block, block_of) for block in blocks], rows, watched)
+
+
+def _bind(instruction: Instruction, rows: RegisterRows) -> Bound:
+    form, words = find(instruction)
+    binder = Binder(instruction, words, rows)
+    guard = None
+    if instruction.guard is not None:
+        key = rows.rows.get(instruction.guard.register)
+        if key is None or key[0] != 1:
+            raise binder.error(f"the guard `{instruction.guard.register}` is not a predicate register")
+        guard = (key[1], instruction.guard.negated)
+        binder.uses.append(key)
+    step = form.bind(binder)
+    return Bound(instruction, form, step, tuple(binder.uses), tuple(binder.defines), guard)
+
+
+def _leaders(function: Function, bound: list[Bound]) -> list[int]:
+    starts = {0} | set(function.labels.values())
+    for index, item in enumerate(bound):
+        if item.form.kind == "tail":
+            starts.add(index + 1)
+            if not item.form.control:
+                starts.add(index)
+    return sorted(start for start in starts if start < len(bound)) or [0]
+
+
+def branch_target(function: Function, instruction: Instruction) -> int:
+    """Index of the instruction that a `bra` goes to."""
+    label = instruction.operands[0] if instruction.operands else None
+    if not isinstance(label, Symbol) or label.name not in function.labels:
+        raise UnknownInstructionError(f"PTX line {instruction.line}: `{instruction.text}`: no such label")
+    return function.labels[label.name]
+
+
+def _successors(function: Function, bound: list[Bound], block: range) -> list[int]:
+    if not block:
+        return []
+    last = bound[block[-1]]
+    targets: list[int] = []
+    if last.form.control == "branch":
+        targets.append(branch_target(function, last.instruction))
+    if not last.form.control or last.guard is not None:
+        targets.append(block.stop)
+    return [target for target in targets if target < len(bound)]
+
+
+def _block(function: Function, bound: list[Bound], indices: range, block_of: Mapping[int, int]) -> Block:
+    body = [bound[index] for index in indices]
+    block = Block([], [item.instruction for item in body])
+    block.classes.update(item.form.counter for item in body)
+    after = block_of.get(indices.stop, len(block_of))
+    for item in body:
+        step = _controlled(function, item, after, block_of)
+        if item.doubtful_guard and item.guard_key:
+            step = checked(step, (item.guard_key,))
+        if item.form.kind == "tail":
+            block.tail = step
+        else:
+            block.steps.append(step)
+    return block
+
+
+def _controlled(function: Function, item: Bound, after: int, block_of: Mapping[int, int]) -> Step:
+    if item.form.kind == "step":
+        return guarded(item.step, item.guard) if item.guard else item.step
+    if item.form.control == "branch":
+        target = block_of.get(branch_target(function, item.instruction), len(block_of))
+        return jump_if(target, after, item.guard) if item.guard else jump(target)
+    if item.form.control == "exit":
+        return guarded_leave(item.guard) if item.guard else leave
+    return guarded_tail(item.step, item.guard, after) if item.guard else item.step
+
+
+def _align(offset: int, align: int) -> int:
+    return -(-offset // align) * align
+
+
+def bind_function(module: Module, function: Function) -> BoundFunction:
+    """Bind the code of `function` and place its parameters, locals and the module's shared variables."""
+    visible = {**module.variables, **{v.name: v for v in (*function.variables, *function.params)}}
+    spaces = {name: variable.space for name, variable in visible.items()}
+    spaces.update(dict.fromkeys(function.labels, "code"))
+    layout = BoundFunction(build(function, spaces), module.variables)
+    dynamic: set[str] = set()
+    shared = RESERVED
+    for variable in (*module.variables.values(), *function.variables):
+        if variable.space == "shared" and variable.size == 0:
+            dynamic.add(variable.name)
+            layout.dynamic_align = max(layout.dynamic_align, variable.align)
+        elif variable.space == "shared":
+            shared = _align(shared, variable.align)
+            layout.offsets[variable.name] = ("shared", shared)
+            shared += variable.size
+        elif variable.space == "local":
+            layout.local_size = _place(layout, variable, layout.local_size)
+        else:
+            layout.offsets[variable.name] = (variable.space, 0)
+    for param in function.params:
+        layout.param_size = _place(layout, param, layout.param_size)
+    layout.static_shared = shared - RESERVED
+    layout.dynamic = frozenset(dynamic)
+    for name, _, _ in layout.code.rows.addresses:
+        if name != "_" and name not in dynamic and name not in layout.offsets:
+            raise UnknownInstructionError(
+                f"function {function.name} takes the address of `{name}`, which is not declared"
+            )
+    return layout
+
+
+def _place(layout: BoundFunction, variable: Variable, offset: int) -> int:
+    offset = _align(offset, variable.align)
+    layout.offsets[variable.name] = (variable.space, offset)
+    return offset + variable.size

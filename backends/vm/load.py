@@ -1,0 +1,40 @@
+"""PTX text to a module whose entries a machine can launch: parse, then bind each entry on first use."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from backends.vm import isa  # noqa: F401  (registers every instruction family)
+from backends.vm.bind.function import bind_function
+from backends.vm.faults import LaunchError
+from backends.vm.machine.code import BoundFunction
+from backends.vm.ptx.ast import Module
+from backends.vm.ptx.parse_cache import parse_cached
+
+
+class LoadedModule:
+    """A parsed module whose functions are bound on first use and then kept."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self._bound: dict[str, BoundFunction] = {}
+
+    def entry(self, name: str) -> BoundFunction:
+        """Entry `name`, bound; LaunchError if the module has none."""
+        function = self.module.functions.get(name)
+        if function is None or not function.is_entry:
+            entries = ", ".join(n for n, f in self.module.functions.items() if f.is_entry) or "none"
+            raise LaunchError(f"the module has no entry {name!r}; its entries are: {entries}")
+        if name not in self._bound:
+            self._bound[name] = bind_function(self.module, function)
+        return self._bound[name]
+
+
+@lru_cache(maxsize=64)
+def load(ptx: str, folder: Path | None = None) -> LoadedModule:
+    """Parse `ptx` and keep the result, so that a kernel is decoded once however often it is launched.
+
+    `folder` keeps parsed modules between processes. PtxSyntaxError for text that is not PTX.
+    """
+    return LoadedModule(parse_cached(ptx, folder=folder))
