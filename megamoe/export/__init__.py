@@ -1,1 +1,1 @@
-"""Records in the formats of others: flashinfer-bench, JUnit. Knows those formats and lines, no policy of the gate."""
+"""Records in the formats of others: flashinfer-bench, JUnit; knows those formats and lines, no policy."""

@@ -1,4 +1,4 @@
-"""Record files shown to a person: one HTML page that needs no network, or tables in a terminal. No policy of the gate.
+"""Record files shown to a person: one HTML page that needs no network, or tables in a terminal; no policy.
 
 material = gather(record_files())
 page(material, Extras(...)) -> str

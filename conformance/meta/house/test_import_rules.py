@@ -36,7 +36,7 @@ MEGAMOE = {
     "gate": "megamoe contract spec records diff",
     "bench": "contract spec ops records judge",
     "explain": "contract spec ops judge",
-    "report": "contract spec records diff gate",
+    "report": "contract spec records diff explain",
     "export": "contract spec ops records gate",
     "cli": "megamoe contract spec records diff judge gate bench explain report export",
     "__main__": "cli",
