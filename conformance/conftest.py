@@ -6,10 +6,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+from megamoe.judge.worker import give_memory_back
 
 # Kernels are small, and threads that wait for each other cost more than they save: ten times more on two busy cores.
 # numpy and torch read these when they are imported, which is after this file.
@@ -26,6 +31,9 @@ settings.register_profile("default", _SLOW)
 settings.register_profile("ci", _SLOW, derandomize=True, database=None, print_blob=False)
 settings.register_profile("hunt", _SLOW, max_examples=20_000)
 
+MAX_KEPT_MIB = 64
+_RESIDENT = pytest.StashKey[float]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the laws in conformance/kernels."""
@@ -41,6 +49,28 @@ def pytest_configure(config: pytest.Config) -> None:
     """Chooses the profile, unless --hypothesis-profile has."""
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("ci" if _in_ci() else "default")
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the collector off modules and tests, of which there are more than of what a test makes."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Gives the memory of tests back when much has come together: the allocator would keep up to 4 GB of it."""
+    before = item.config.stash.setdefault(_RESIDENT, _resident_mib())
+    result = yield
+    if _resident_mib() > before + MAX_KEPT_MIB:
+        give_memory_back()
+        item.config.stash[_RESIDENT] = _resident_mib()
+    return result
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
 def _in_ci() -> bool:

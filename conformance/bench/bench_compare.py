@@ -1,8 +1,7 @@
-"""What comparing 10,000 rows takes, beside the bar of issue 5: `nox -s bench -- compare`.
+"""The cost of comparing 10,000 rows, beside the bar of issue 5: `nox -s bench -- compare`.
 
-The command runs as a user runs it, in a fresh process, so that start-up and the reading of both files are in the time.
-`extra_info` holds the bar, the bytes read and the processor time (other processes of a busy machine do not count).
-Nothing is asserted about time.
+The command runs in a fresh process, as for a user, so the time includes start-up and reading both files. `extra_info`
+holds the bar, the bytes read and the processor time, which other processes do not change. No test asserts a time.
 """
 
 from __future__ import annotations

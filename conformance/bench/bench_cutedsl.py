@@ -1,8 +1,8 @@
-"""What compiling a CuTeDSL kernel costs, beside the bars of issue 3: `nox -s bench -- cutedsl`.
+"""The cost of compiling a CuTeDSL kernel, beside the bars of issue 3: `nox -s bench -- cutedsl`.
 
-Each compilation happens in a fresh process with a cache folder of its own. The benchmark's time is that of the whole
-process; `extra_info` has the seconds from asking for the kernel to having it, importing CuTeDSL included, and the bar.
-Nothing is asserted about time.
+Each compilation runs in a fresh process with its own cache folder. The benchmark's time is that of the whole process.
+`extra_info` has the bar, and the seconds from the request for the kernel to its return, with the import of CuTeDSL.
+No test asserts a time.
 """
 
 from __future__ import annotations

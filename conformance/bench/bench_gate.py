@@ -1,8 +1,8 @@
-"""What the gate takes over 10,000 rows, beside the bar of issue 5: `nox -s bench -- gate`.
+"""The cost of the gate over 10,000 rows, beside the bar of issue 5: `nox -s bench -- gate`.
 
-The command runs as CI runs it, in a fresh process: start-up, the spec, the records, the baseline (counters and compiler
-figures of every row) and the JUnit file are in the time. `extra_info` holds the bar, the bytes read and the processor
-time (other processes of a busy machine do not count). Nothing is asserted about time.
+The command runs in a fresh process, as in CI. The time includes start-up, spec, records, baseline (counters and
+compiler figures of every row) and the JUnit file. `extra_info` holds the bar, the bytes read and the processor time,
+which other processes do not change. No test asserts a time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What the harness itself costs, beside the bars of issue 5: `nox -s bench -- harness`.
+"""The cost of the harness itself, beside the bars of issue 5: `nox -s bench -- harness`.
 
-Collection of 10,000 rows is timed in a fresh process, imports included. The overhead of a row is everything but inputs,
-references, build and execution: memory, hashes, comparison, record; an executor whose outputs are ready stands in for
-the VM. `extra_info` has the bar and, as other processes may keep this machine busy, the processor time. Nothing is
-asserted about time.
+Collection of 10,000 rows is timed in a fresh process, with imports. The overhead of a row is everything but inputs,
+references, build and execution: memory, hashes, comparison, record. An executor whose outputs are ready replaces the
+VM. `extra_info` has the bar and the processor time, which other processes do not change. No test asserts a time.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def test_collection_of_ten_thousand_rows(benchmark: BenchmarkFixture, tmp_path: 
 
 
 def test_rows_of_ten_thousand_cases(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
-    """From a spec's file to the rows that are owed: what every command pays first."""
+    """From the file of a spec to the rows owed: what every command pays first."""
     folder = ten_thousand.write_spec(tmp_path)
     selection = Selection(backends=(f"{ROOM}:READY",))
     rows = benchmark.pedantic(lambda: owed_rows(load_specs(folder), selection), rounds=3, iterations=1)
@@ -79,7 +78,7 @@ def test_rows_of_ten_thousand_cases(benchmark: BenchmarkFixture, tmp_path: Path)
 
 @pytest.mark.parametrize("case", CASES)
 def test_overhead_of_a_row(benchmark: BenchmarkFixture, case: str) -> None:
-    """The judge around an execution that costs nothing; inputs and references are those of the round before."""
+    """The judge around an execution that costs nothing, on inputs and references of the round before."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -100,7 +99,7 @@ def test_writing_a_record(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
 
 
 def test_rows_through_a_worker(benchmark: BenchmarkFixture) -> None:
-    """A hundred rows of one case through the pool, worker start-up left out: the time between its first and last."""
+    """A hundred rows of one case through the pool, from the first record to the last: no worker start-up."""
     rows = [_row(CASES[0])._replace(schedule=f"random:{seed}") for seed in range(101)]
 
     def hundred() -> float:

@@ -1,7 +1,7 @@
 """Throughput of the NVFP4 codec on one core, beside the bar of issue 4: `nox -s bench -- nvfp4`.
 
-`extra_info` holds MB/s of bf16 a core, by processor time (other processes on a busy machine do not count) and by the
-clock, and the bar. Nothing is asserted about time.
+`extra_info` holds the bar, and MB/s of bf16 a core by processor time, which other processes do not change, and by the
+clock. No test asserts a time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_quantise(benchmark: BenchmarkFixture, weight: torch.Tensor) -> None:
 
 
 def test_quantise_and_swizzle_per_token(benchmark: BenchmarkFixture, weight: torch.Tensor) -> None:
-    """As activations: a global scale for each row, found first; block scales swizzled."""
+    """Like activations: find a global scale for each row first, and swizzle the block scales."""
 
     def work() -> None:
         codes, sf = quantise(weight, global_scale(weight, per=1))

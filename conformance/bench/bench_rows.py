@@ -1,11 +1,10 @@
 """Rows as benchmarks: `nox -s bench`, `nox -s bench -- --executor gpu --backend ptx --where hd=128`.
 
-On a device a benchmark is the device time of one row at one temperature of the L2, in the rounds that were taken by
-turns with the other backends of the same case. Without one, its time is that of the VM and the judge on this host, a
-single round, which nobody should compare with a device's; what counts is in `extra_info`: the VM's counters and the
-compiler's figures.
+On a device, a benchmark is the device time of one row at one temperature of the L2, taken by turns with the other
+backends of the same case. Without a device, it is one round of the VM and the judge on this host: do not compare that
+time with a device's. `extra_info` has what counts there: the VM's counters and the compiler figures.
 
-A row that is not right has no time: its benchmark fails, or is skipped if there is no such kernel or machine.
+A wrong row has no time: its benchmark fails. It is skipped if there is no such kernel or machine.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 def test_row(
     benchmark: BenchmarkFixture, bench_run: BenchRun, case: Case, row: Row, temperature: Temperature | None
 ) -> None:
-    """The time of `row`, and everything that is known about it."""
+    """The time of `row`, and all facts about it."""
     outcome = bench_run.outcome(row)
     timing = next((one for one in outcome.timings if one.temperature == temperature), None)
     said = timing or outcome.record

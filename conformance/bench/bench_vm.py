@@ -1,8 +1,8 @@
-"""What this machine pays for the VM and the harness, beside the bars that the issues set: `nox -s bench -- vm`.
+"""The cost of the VM and the harness on this machine, beside the bars of the issues: `nox -s bench -- vm`.
 
-Each benchmark runs the command that a user runs, in a fresh process, so imports and worker start-up are in the time.
-`extra_info` holds the bar, what was judged and the peak memory of the whole process tree. Nothing is asserted about
-time: the table at the end says which bars hold.
+Each benchmark runs a user's command in a fresh process, so the time includes imports and worker start-up. `extra_info`
+holds the bar, the number of rows judged and the peak memory of the process tree. No test asserts a time: the table at
+the end says which bars hold.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _tree_memory(root: psutil.Process) -> int:
 
 
 def _run(arguments: list[str]) -> dict[str, int]:
-    """Run `megamoe ARGUMENTS` to its end; peak memory of its process tree in bytes, and its exit status."""
+    """Runs `megamoe ARGUMENTS`; returns the peak memory of its process tree in bytes and its exit status."""
     process = subprocess.Popen([sys.executable, "-m", "megamoe", *arguments], stdout=subprocess.DEVNULL)
     watched, peak = psutil.Process(process.pid), 0
 
@@ -112,14 +112,14 @@ def test_list(benchmark: BenchmarkFixture) -> None:
 
 @pytest.mark.parametrize("hd", [64, 512])
 def test_parse_module(benchmark: BenchmarkFixture, hd: int) -> None:
-    """PTX text to syntax tree, nothing cached."""
+    """PTX text to syntax tree, without a cache."""
     ptx = _ptx(hd)
     benchmark.extra_info["lines"] = ptx.count("\n")
     benchmark.pedantic(parse, args=(ptx,), rounds=3)
 
 
 def test_load_module_again(benchmark: BenchmarkFixture) -> None:
-    """A module that was decoded before costs a look-up."""
+    """Loading a decoded module again costs a look-up."""
     ptx = _ptx(64)
     first = load(ptx)
     assert benchmark(load, ptx) is first, "the decoded module was not kept"

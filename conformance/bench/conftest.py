@@ -1,4 +1,4 @@
-"""Which rows are measured, and where the measurements go: options and the one run behind all benchmarks of a session.
+"""Options of the benchmarks of rows: which rows, and where results go; and the one run behind a session.
 
 `--case`, `--where` and `--schedule` are those of conformance/conftest.py.
 """
@@ -43,20 +43,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A row that fails before it has a time, or a session in which all do, is no reason for a warning."""
+    """Silences pytest-benchmark about rows that fail before they have a time."""
     from pytest_benchmark.logger import PytestBenchmarkWarning
 
     config.addinivalue_line("filterwarnings", "ignore::pytest_benchmark.logger.PytestBenchmarkWarning")
-    # What comes at the very end of a session is filtered by what was set before the line above.
+    # Warnings at the very end of a session use the filters from before the line above.
     warnings.filterwarnings("ignore", category=PytestBenchmarkWarning)
 
 
 def selection_of(config: pytest.Config) -> Selection:
-    """What the options ask for. UsageError for a contradiction."""
+    """The selection that the options ask for. UsageError for a contradiction."""
     case, where = config.option.case, config.option.where
-    executors = tuple(config.option.executor) or default_executors()
     if case and (config.option.profile or config.option.op):
         raise pytest.UsageError("--case names its own row: drop --profile and --op")
+    # Looking for a device imports torch.
+    executors = tuple(config.option.executor) or default_executors()
     return Selection(
         config.option.profile or ("smoke" if executors == ("vm",) else "gpu"),
         ops=tuple(config.option.op),
@@ -70,7 +71,7 @@ def selection_of(config: pytest.Config) -> Selection:
 
 
 def default_executors() -> tuple[str, ...]:
-    """The gpu where it can run anything, else the vm."""
+    """`gpu` where it can run some target, else `vm`."""
     from megamoe.contract import TARGETS, UnsupportedError, load_executor
 
     try:
@@ -81,7 +82,7 @@ def default_executors() -> tuple[str, ...]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One benchmark for each row of an executor without a clock; two, cold and hot, for each row of one that has."""
+    """One benchmark a row, or two, cold and hot, if the executor has a clock."""
     if "row" not in metafunc.fixturenames:
         return
     config = metafunc.config
@@ -112,13 +113,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config) -> None:
-    """UsageError for options that select nothing: raised while tests are generated, it would come with a traceback."""
+    """UsageError for options that select nothing. Raised during generation of tests, it would print a traceback."""
     if _WRONG in config.stash:
         raise pytest.UsageError(config.stash[_WRONG])
 
 
 def measurements(rows: Sequence[Row], run: BenchRun) -> list[tuple[Row, Temperature | None]]:
-    """Each row with the temperatures at which it has a time, or with None where nothing keeps time."""
+    """Each row with each temperature that it has a time at, or with None if its executor has no clock."""
     found: list[tuple[Row, Temperature | None]] = []
     for row in rows:
         if row in run.timed:
@@ -129,19 +130,19 @@ def measurements(rows: Sequence[Row], run: BenchRun) -> list[tuple[Row, Temperat
 
 
 def row_id(row: Row, temperature: Temperature | None) -> str:
-    """How pytest and pytest-benchmark name one measurement."""
+    """The name of one measurement in pytest and pytest-benchmark."""
     return "|".join([*row[:4], temperature or row.schedule])
 
 
 @pytest.fixture(scope="session")
 def bench_run(pytestconfig: pytest.Config) -> Iterator[BenchRun]:
-    """The run behind all rows; it measures as they are asked for."""
+    """The run behind all rows. It measures as rows are asked for."""
     with pytestconfig.stash[_RUN] as run:
         yield run
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """What a time depends on: the device as its driver describes it, and the versions of what ran."""
+    """Adds what a time depends on: the device as its driver describes it, and versions of software."""
     run = config.stash.get(_RUN, None)
     if run is None:
         return
@@ -151,7 +152,7 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 
 
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
-    """Which of our runs the file belongs to."""
+    """Adds the run that the file belongs to."""
     run = config.stash.get(_RUN, None)
     if run is not None:
         output_json["megamoe"] = {
@@ -162,7 +163,7 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Where the records are."""
+    """Says where the records are."""
     run = config.stash.get(_RUN, None)
     if run is not None and run.output.exists():
         terminalreporter.write_line(f"records: {run.output}")

@@ -1,8 +1,8 @@
 """How often two runs of the same program are called different: `python -m conformance.bench.false_alarms DIR`.
 
-DIR holds record files of repetitions of one benchmark (A/A runs). Every pair of them is compared, as
-`megamoe compare` does; all pairs and, apart from them, each with the next (what CI does). A row called SLOWER or
-FASTER is a false alarm. Ends with 1 if more than 1 % are, and with 2 for files that cannot be used.
+DIR holds record files of repetitions of one benchmark (A/A runs). Pairs are compared as by `megamoe compare`: all
+pairs, and separately each file with the next, as in CI. A row called SLOWER or FASTER is a false alarm. The exit status
+is 1 if more than 1 % are false alarms, and 2 for files that cannot be used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megamoe.spec.load import load_specs
 from megamoe.spec.spec import DEFAULT_THRESHOLD
 
 FORMAT = "megamoe-false-alarms-1"
-MOST_FALSE_ALARMS = 0.01
+MAX_FALSE_ALARMS = 0.01
 PLANTED = (1.05, 1.1, 1.2)
 """Slowdowns that are planted in the second run of each consecutive pair, to see how many are noticed."""
 ALARMS: tuple[Call, ...] = ("SLOWER", "FASTER")
@@ -35,14 +35,14 @@ ALARMS: tuple[Call, ...] = ("SLOWER", "FASTER")
 
 @dataclass(slots=True)
 class Tally:
-    """What came of many comparisons of timings: rows by call, and the false alarms themselves."""
+    """A tally over many comparisons of timings: rows by call, and the false alarms themselves."""
 
     pairs: int = 0
     counts: Counter[Call] = field(default_factory=Counter[Call])
     alarms: list[tuple[str, str, ComparedRow]] = field(default_factory=list[tuple[str, str, ComparedRow]])
 
     def add(self, before: str, after: str, rows: Iterable[ComparedRow]) -> None:
-        """One more comparison."""
+        """Adds a comparison."""
         self.pairs += 1
         for row in rows:
             self.counts[row.call] += 1
@@ -116,7 +116,7 @@ def _timed_at(rows: Iterable[ComparedRow], temperature: str) -> list[ComparedRow
 
 
 def _at_default_threshold(rows: Iterable[ComparedRow]) -> list[ComparedRow]:
-    """What the rows would be called if no spec had a threshold of its own."""
+    """The calls of the rows if no spec had its own threshold."""
     intervals = [(row, row.low, row.high) for row in rows]
     return [
         replace(row, call=called(low, high, DEFAULT_THRESHOLD))
@@ -126,7 +126,7 @@ def _at_default_threshold(rows: Iterable[ComparedRow]) -> list[ComparedRow]:
 
 
 def _slower(side: Side, factor: float) -> Side:
-    """The same run, had every launch taken `factor` times as long."""
+    """The same run with every launch taking `factor` times as long."""
 
     def slowed(line: AnyLine) -> AnyLine:
         if not isinstance(line, Timing):
@@ -146,7 +146,7 @@ def _alarm(before: str, after: str, row: ComparedRow) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the summary, writes it if asked to, and says by its status whether the bar is kept."""
+    """Prints the summary and writes it if asked to. Returns the exit status."""
     parser = argparse.ArgumentParser(description="How often two runs of the same program are called different.")
     parser.add_argument("folder", type=Path, help="record files of repetitions of one benchmark")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary to FILE")
@@ -179,8 +179,8 @@ def _print(found: dict[str, object]) -> int:
         print(f"{alarm['call']} {alarm['before']} -> {alarm['after']}: {alarm['row']}: {alarm['sentence']}")
     for row in widest[:10]:
         print(f"largest difference of two runs {row['largest_difference']:.2%}: {row['row']}")
-    kept = all(isinstance(tally, dict) and tally["false_alarms"] <= MOST_FALSE_ALARMS for tally in tallies.values())
-    print(f"at most {MOST_FALSE_ALARMS:.0%} may be false alarms: {'kept' if kept else 'NOT kept'}")
+    kept = all(isinstance(tally, dict) and tally["false_alarms"] <= MAX_FALSE_ALARMS for tally in tallies.values())
+    print(f"at most {MAX_FALSE_ALARMS:.0%} may be false alarms: {'kept' if kept else 'NOT kept'}")
     return 0 if kept else 1
 
 

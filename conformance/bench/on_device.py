@@ -1,8 +1,8 @@
-"""What only a device can measure, in sections: python3 -m conformance.bench.on_device OUT SECTION...
+"""Benchmarks that need a device, in sections: python3 -m conformance.bench.on_device OUT SECTION...
 
-Each section is a session of bench_rows.py (A/A: ten of them) in a process of its own, ended after its share of time;
-records and pytest-benchmark's JSON go to OUT, packed as OUT/SECTION.tar.gz. The status is that of the worst section;
-a row that fails is one of these, so look at the records.
+Each section is a session of bench_rows.py (A/A: ten sessions) in its own process, ended after its share of time.
+Records and pytest-benchmark's JSON go to OUT, packed as OUT/SECTION.tar.gz. The exit status is that of the worst
+section. A row that fails counts, so look at the records.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 BENCH = "conformance/bench/bench_rows.py"
 GEMMS = ("humming", "torch-grouped-mm")
 REPEATED = ("ptx", "torch-sdpa-cudnn", "torch-sdpa-efficient", "fa3")
-# Section -> seconds for all of it, sessions, and the options of each.
+# Section -> seconds in all, number of sessions, options of each session.
 SECTIONS: dict[str, tuple[float, int, tuple[str, ...]]] = {
     "small": (
         200.0,
@@ -26,7 +26,7 @@ SECTIONS: dict[str, tuple[float, int, tuple[str, ...]]] = {
         ("--op", "fmha", "--profile", "gpu", "--where", "hd=64|128,t=1|128,s_k=128|512,heads=1,window=null"),
     ),
     "decode": (420.0, 1, ("--op", "fmha", "--profile", "gpu", "--where", "s_k=8192|32768")),
-    # The second GEMM of one rank's experts, 1, 4, 16, 64 and 256 rows each: what others have on Hopper.
+    # The second GEMM of one rank's experts, with 1, 4, 16, 64 and 256 rows each: peers have this on Hopper.
     "gemms": (
         300.0,
         1,
@@ -35,7 +35,7 @@ SECTIONS: dict[str, tuple[float, int, tuple[str, ...]]] = {
             *(part for name in GEMMS for part in ("--backend", name)),
         ),
     ),
-    # Kernels of 4 us to 500 us, four backends, each session in processes of its own.
+    # Kernels of 4 us to 500 us, four backends, each session in its own processes.
     "aa": (
         300.0,
         10,
@@ -49,7 +49,7 @@ SECTIONS: dict[str, tuple[float, int, tuple[str, ...]]] = {
 
 
 def session(out: Path, name: str, options: tuple[str, ...], seconds: float) -> int:
-    """One session of bench_rows.py; its exit status, 124 when its time was over."""
+    """Runs one session of bench_rows.py. Returns its exit status, 124 if its time ran out."""
     command = [
         sys.executable,
         "-m",
@@ -71,7 +71,7 @@ def session(out: Path, name: str, options: tuple[str, ...], seconds: float) -> i
 
 
 def section(out: Path, name: str) -> int:
-    """All sessions of a section, as far as its time goes."""
+    """Runs the sessions of a section until its time runs out."""
     seconds, sessions, options = SECTIONS[name]
     began, worst, longest = time.monotonic(), 0, 0.0
     with TemporaryDirectory() as folder:
@@ -93,7 +93,7 @@ def section(out: Path, name: str) -> int:
 
 
 def main() -> int:
-    """Runs the sections that are asked for, or all."""
+    """Runs the sections asked for, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], default=list(SECTIONS))

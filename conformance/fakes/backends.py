@@ -1,7 +1,7 @@
-"""Backends that misbehave, one way each, and an executor that does what they say.
+"""Backends that misbehave, one way each, and an executor that acts on it.
 
-Workers find them by name, `conformance.fakes.backends:RAISES`: the door through which a user brings a backend.
-The program's text is the behaviour and the case; the executor answers with the simulated reference first.
+Workers find them by name, as `conformance.fakes.backends:RAISES`, the way a user brings a backend. The text of a
+program is the behaviour and the case. The executor writes the simulated reference first, then misbehaves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class FakeBackend:
-    """Names a behaviour of FakeExecutor; "raises" and "declines" happen while building."""
+    """Names a behaviour of FakeExecutor. "raises" and "declines" happen in `build`."""
 
     name: str
 
@@ -40,7 +40,7 @@ class FakeBackend:
 
 
 class EmptyBackend(FakeBackend):
-    """Has no kernel of anything."""
+    """Has no kernel of any op."""
 
     def __init__(self) -> None:
         super().__init__("empty")
@@ -128,8 +128,8 @@ class FakeExecutor:
         return Execution({"instructions": 7}, violation if behaviour == "breaks_a_rule" else None)
 
 
-def die_at_start() -> None:
-    """In place of a worker's start."""
+def die_at_start(environment: Mapping[str, str], module: str) -> None:
+    """A `start_worker` that dies."""
     os._exit(9)
 
 

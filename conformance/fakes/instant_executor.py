@@ -1,4 +1,4 @@
-"""An executor whose outputs are there before it is asked: what is left of a row's time is the harness's."""
+"""An executor whose outputs are ready before it runs, so that the time of a row is the harness's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megamoe.spec.load import load_specs
 
 @dataclass(frozen=True)
 class Instant:
-    """Copies the simulated reference, which it computes once a case, into the outputs."""
+    """Copies the simulated reference into the outputs. Computes it once a case."""
 
     name: str = "instant"
     device: str = "cpu"
@@ -23,11 +23,11 @@ class Instant:
     counters: Mapping[str, int] = field(default_factory=lambda: {"instructions": 7})
 
     def unavailable(self, target: Target) -> str | None:
-        """It runs everywhere."""
+        """Always available."""
         return None
 
     def run(self, program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions) -> Execution:
-        """A copy of each output."""
+        """Copies each output."""
         case_id = str(program.ptx)
         if case_id not in self.known:
             case = load_specs()[case_id.partition(":")[0]].parse_case(case_id)

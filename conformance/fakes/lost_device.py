@@ -1,4 +1,4 @@
-"""An executor whose device a kernel can break: no program runs in that process any more. Workers find it by name."""
+"""An executor with a device that a kernel can break: no later program of the process runs. Workers find it by name."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ REFUSED_SEED = 3
 
 
 class SimulatedDevice:
-    """Computes the simulated reference; seeds 1 and 4 break the device, seed 3 is refused and breaks nothing."""
+    """Computes the simulated reference. Seeds 1 and 4 break the device; seed 3 is refused and breaks nothing."""
 
     name = "simulated"
     schedules = ("eager",)
 
     def unavailable(self, target: Target) -> str | None:
-        """It is always there."""
+        """Always available."""
         return None
 
     def run(self, program: Program, tensors: Mapping[str, torch.Tensor], options: RunOptions) -> Execution:
-        """As a real one: after a fault every call fails, whatever it is for."""
+        """After a fault every call fails, as on a real device."""
         if DeviceLostError.met is not None:
             raise DeviceError("cuLaunchKernelEx returned CUDA_ERROR_ILLEGAL_ADDRESS while launching an innocent kernel")
         case = load_specs()["fmha"].parse_case(program.ptx)
@@ -45,7 +45,7 @@ class SimulatedDevice:
 
 @dataclass(frozen=True)
 class NamedCase:
-    """A backend whose program is the name of its case."""
+    """A backend whose program is the id of its case."""
 
     name: str = "named"
 
@@ -54,7 +54,7 @@ class NamedCase:
         return ("sm_90a",) if op == "fmha" else ()
 
     def build(self, case: Case, target: Target) -> Program:
-        """No kernel at all."""
+        """A program without a kernel."""
         return Program(target, case.id, ())
 
 

@@ -1,7 +1,7 @@
-"""A device whose noise is known, and backends for it: right, or with one planted fault.
+"""A device of known noise, and backends for it: right, or with one planted fault.
 
-`EXECUTOR` keeps a clock of its own, so that no test waits; `WORKS` and its like are backends.
-Noise is a function of the device's time and of a random source.
+`EXECUTOR` has its own clock, so that no test waits. The backends are `WORKS` and its like. Noise is a function of the
+device's time and of a random source.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from megamoe.spec.load import load_specs
 
 Tensors = Mapping[str, torch.Tensor]
 Noise = Callable[[random.Random, float], float]
-# A cold launch pays this much more than a hot one.
+# A cold launch takes this many times as long as a hot one.
 COLD = 1.25
 
 
 def quiet(source: random.Random, now_us: float) -> float:
-    """One part in a thousand."""
+    """Noise of one part in a thousand."""
     return source.gauss(1.0, 0.001)
 
 
 def rough(source: random.Random, now_us: float) -> float:
-    """A tenth."""
+    """Noise of a tenth."""
     return max(0.1, source.gauss(1.0, 0.1))
 
 
@@ -66,14 +66,14 @@ def outliers(source: random.Random, now_us: float) -> float:
 
 @dataclass
 class SimulatedClock:
-    """Device time in microseconds, and the episodes in which the device is throttled: twice as slow."""
+    """Device time in microseconds, and episodes in which the device is throttled, that is, half as fast."""
 
     episodes: tuple[tuple[float, float], ...] = ()
     now_us: float = 0.0
     asked_us: float = 0.0
 
     def slow(self) -> bool:
-        """Whether it is throttled now."""
+        """Whether the device is throttled now."""
         return any(start <= self.now_us < end for start, end in self.episodes)
 
     def throttled(self) -> str | None:
@@ -85,7 +85,7 @@ class SimulatedClock:
 
 @dataclass
 class SimulatedStopwatch:
-    """A kernel of `hot_us` on a device with noise; `work` is what each launch does besides taking time."""
+    """A kernel of `hot_us` on a device with noise. `work`: what each launch does besides taking time."""
 
     hot_us: float
     noise: Noise = quiet
@@ -119,7 +119,7 @@ class SimulatedStopwatch:
 
 @dataclass
 class StoppedStopwatch(SimulatedStopwatch):
-    """Its clock stands still."""
+    """A stopwatch whose clock stands still."""
 
     def sample(self, temperature: Temperature, launches: int) -> float:
         """As Stopwatch.sample."""
@@ -129,7 +129,7 @@ class StoppedStopwatch(SimulatedStopwatch):
 
 @dataclass
 class DeafStopwatch(SimulatedStopwatch):
-    """Says the same for any number of launches: the clock is read around nothing."""
+    """Measures the same for any number of launches, as if the clock were read around nothing."""
 
     def sample(self, temperature: Temperature, launches: int) -> float:
         """As Stopwatch.sample."""
@@ -159,7 +159,7 @@ class SimulatedBackend:
 
 
 class SimulatedCall:
-    """Writes the simulated reference into the outputs, and misbehaves from some launch on."""
+    """Writes the simulated reference into the outputs; misbehaves from some launch on."""
 
     def __init__(self, ptx: str, tensors: Tensors) -> None:
         self.behaviour, case_id, hot_us = ptx.split("\n")
@@ -173,7 +173,7 @@ class SimulatedCall:
         self.outputs = reference(self.case.op).simulated(self.case, self.tensors)
 
     def collect(self) -> None:
-        """Everything is where it belongs."""
+        """Does nothing: the outputs are in place."""
 
     def enqueue(self) -> None:
         """One launch."""
@@ -182,7 +182,7 @@ class SimulatedCall:
             return
         if self.behaviour == "leaves_what_is_there" and not is_poison(self.tensors["o"]).any():
             return
-        # A simulated launch shall be quick; what changes on this device changes as a whole.
+        # Keeps a simulated launch quick: inputs change as a whole on this device.
         if self.behaviour != "keeps_its_outputs" and not torch.equal(self.of, self.tensors["v"]):
             self.compute()
         for name, value in self.outputs.items():
@@ -218,7 +218,7 @@ class SimulatedCall:
 
 @dataclass(frozen=True)
 class SimulatedExecutor:
-    """A TimedExecutor in the host's memory."""
+    """A TimedExecutor in host memory."""
 
     name: str = "simulated"
     device: str = "cpu"

@@ -1,6 +1,6 @@
-"""Ten thousand cases, and a backend that has everything and builds nothing: what collecting rows is timed with.
+"""Ten thousand cases, and a backend that offers every op and builds nothing, to time the collection of rows.
 
-Nothing here imports torch, as a collection need not.
+Nothing here imports torch: a collection does not need it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ profiles:
 
 
 def write_spec(folder: Path, side: int = 100) -> Path:
-    """A folder with one spec of side * side cases."""
+    """Writes a folder with one spec of side * side cases."""
     (folder / "many.yaml").write_text(SPEC.format(sizes=list(range(1, side + 1))))
     return folder
 
@@ -42,11 +42,11 @@ class Ready:
     name = "ready"
 
     def targets(self, op: str) -> tuple[Target, ...]:
-        """One."""
+        """One target for any op."""
         return ("sm_100a",)
 
     def build(self, case: Case, target: Target) -> Program:
-        """Nothing to build."""
+        """A program that names its case."""
         return Program(target, case.id, ())
 
 

@@ -1,7 +1,7 @@
-"""A simulated device under torch's names: work in one stream takes known time, and so does the host that hands it over.
+"""A simulated device under torch's names: known times for the work of one stream, and for the host that enqueues it.
 
-Time is in microseconds. A stream does its work in order, each piece no sooner than the host has enqueued it: what a
-stopwatch must not measure is the host's time.
+Time is in microseconds. A stream works in order, and starts each piece after the host has enqueued it. A stopwatch must
+not measure the host's time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EVENT_HOST_US, REPLAY_HOST_US, FLUSH_HOST_US, FLUSH_US = 2.0, 8.0, 4.0, 80.0
 
 @dataclass
 class Timeline:
-    """`host` and `device`: how far each has come. `capturing`: the graph that takes the work instead of the stream."""
+    """`host`, `device`: the time each has reached. `capturing`: the graph that takes work in place of the stream."""
 
     host: float = 0.0
     device: float = 0.0
@@ -29,7 +29,7 @@ class Timeline:
     l2_holds: str | None = None
 
     def enqueue(self, host_us: float, device_us: float) -> None:
-        """Work of `device_us` that the host needs `host_us` to hand over."""
+        """Enqueues work of `device_us`, in `host_us` of the host."""
         self.host += host_us
         if self.capturing is not None:
             self.capturing.append(device_us)
@@ -37,7 +37,7 @@ class Timeline:
         self.device = max(self.device, self.host) + device_us
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """The host waits for the device."""
         self.host = max(self.host, self.device)
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ class _Flush:
 
 @dataclass
 class SimulatedCall:
-    """`host_us` to enqueue, `device_us` to run; `refuses` to be captured, if it does, with an exception."""
+    """Takes `host_us` to enqueue and `device_us` to run. `refuses`: exception on capture, None to allow it."""
 
     line: Timeline
     device_us: float
@@ -105,10 +105,10 @@ class SimulatedCall:
     refuses: Callable[[], Any] | None = None
 
     def enqueue(self) -> None:
-        """Hands the work over."""
+        """Enqueues the work."""
         if self.line.capturing is not None and self.refuses is not None:
             self.refuses()
         self.line.enqueue(self.host_us, self.device_us)
 
     def collect(self) -> None:
-        """Nothing to bring anywhere."""
+        """Does nothing: there is no output."""

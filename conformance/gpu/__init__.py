@@ -1,1 +1,1 @@
-"""Witnesses on a device: small programs that must give the VM's results there, and faults that must be survived."""
+"""Witnesses on a device: small programs that must give the VM's results, and faults that a run must survive."""

@@ -16,12 +16,12 @@ from megamoe.contract import PythonProgram, RunOptions
 
 REPETITIONS = 5
 SAMPLED_MS = 150.0
-LEAST, MOST, TURN = 20, 400, 10
+MIN_SAMPLES, MAX_SAMPLES, TURN = 20, 400, 10
 
 
 @dataclass(frozen=True)
 class TorchCall:
-    """A torch operation on tensors of its own."""
+    """A torch operation on its own tensors."""
 
     operation: Callable[[], object]
 
@@ -30,11 +30,11 @@ class TorchCall:
         self.operation()
 
     def collect(self) -> None:
-        """Nothing to bring anywhere."""
+        """Does nothing: there is no output."""
 
 
 def copy(mebibytes: int) -> Callable[[], object]:
-    """A copy of so much on the device."""
+    """A copy of that many bytes on the device."""
     source = torch.ones(mebibytes << 20, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
@@ -54,7 +54,7 @@ def addition(elements: int) -> Callable[[], object]:
     return lambda: torch.add(a, b, out=out)
 
 
-# matmul 4096 runs at the power cap: its time follows the clocks that the kernels before it leave, whoever measures.
+# matmul 4096 runs at the power cap: its time depends on the clocks after the kernels before it, under any stopwatch.
 KERNELS: Mapping[str, Callable[[], Callable[[], object]]] = {
     "add 1 Mi": lambda: addition(1 << 20),
     "matmul 1024": lambda: product(1024),
@@ -80,14 +80,14 @@ def in_turns(watch: DeviceStopwatch, samples: int) -> list[float]:
 
 
 def compared(operation: Callable[[], object]) -> tuple[dict[str, list[float]], dict[str, list[int | None]]]:
-    """Medians in microseconds and SM clocks in MHz, one a repetition, by way of measuring; the ways take turns."""
+    """Medians in microseconds and SM clocks in MHz, one a repetition, for each way of measuring, taken by turns."""
     from triton.testing import do_bench, do_bench_cudagraph  # pyright: ignore[reportMissingImports]
 
     medians: dict[str, list[float]] = {}
     mhz: dict[str, list[int | None]] = {}
     with stopwatch(operation) as watch, stopwatch(operation, cold_by_graph=True) as graph:
         once = watch.sample("cold", 1)
-        samples = int(min(max(SAMPLED_MS * 1e3 / once, LEAST), MOST))
+        samples = int(min(max(SAMPLED_MS * 1e3 / once, MIN_SAMPLES), MAX_SAMPLES))
         launches = int(min(max(2000 / once, 1), 100))
         ways: dict[str, Callable[[], float]] = {
             "cold": lambda: statistics.median(in_turns(watch, samples)),
@@ -95,11 +95,11 @@ def compared(operation: Callable[[], object]) -> tuple[dict[str, list[float]], d
             "cold, graph": lambda: statistics.median(in_turns(graph, samples)),
             "cold, single": lambda: statistics.median(watch.sample("cold", 1) for _ in range(samples)),
             "cold, queued": lambda: statistics.median(watch.samples("cold", 1, samples)),
-            "hot": lambda: statistics.median(watch.samples("hot", launches, LEAST)),
+            "hot": lambda: statistics.median(watch.samples("hot", launches, MIN_SAMPLES)),
             "do_bench_cudagraph": lambda: 1e3 * float(do_bench_cudagraph(operation, return_mode="median")),
         }
         for repetition in range(REPETITIONS):
-            # Those to be compared directly follow each other in either order.
+            # Ways to be compared follow each other directly, in either order.
             for name in list(ways) if repetition % 2 else reversed(ways):
                 medians.setdefault(name, []).append(ways[name]())
                 mhz.setdefault(name, []).append(clocks().sm_mhz)

@@ -1,4 +1,4 @@
-"""Probes compiled by CuTeDSL for sm_90a, as host objects in both of their calling conventions."""
+"""Probes that CuTeDSL compiles for sm_90a, as host objects in both calling conventions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def compiled_product() -> Artifact:
 
 
 def scale_add_probe() -> Probe:
-    """N elements, not a multiple of a CTA's 128. A product with 2 is exact: fused or not, the sum has the same bits."""
+    """N elements, no multiple of 128 a CTA. A product with 2 is exact: fused or not, the sum has the same bits."""
     generator = torch.Generator().manual_seed(7)
     tensors = {name: torch.randn(N, generator=generator) for name in "xy"}
     vectors = {name: TensorArg(name, "f32", (N,), packed=PackedFields(dims=(0,))) for name in "xy"}
@@ -51,7 +51,7 @@ def scale_add_probe() -> Probe:
 
 
 def product_probe() -> Probe:
-    """One tile over three blocks of k: the host function encodes two tensor maps on the device's own driver."""
+    """One tile over three blocks of k. The host function encodes two tensor maps with the device's driver."""
     generator = torch.Generator().manual_seed(8)
     operands = {name: torch.randn(M, K, generator=generator).to(torch.bfloat16) for name in "ab"}
     arguments = {name: TensorArg(name, "bf16", (M, K)) for name in "ab"}

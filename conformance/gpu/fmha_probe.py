@@ -1,4 +1,4 @@
-"""Probes of the ptx backend's attention: every output of the device against the VM's, bit by bit, by no tolerance."""
+"""Probes of the ptx backend's attention: outputs of the device and of the VM must agree bit by bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = tuple(f"fmha-{case.partition('hd=')[2].partition(',')[0]}" for case in C
 
 
 def probes() -> list[Probe]:
-    """One for each head dimension: ragged, grouped, with a window, causal."""
+    """One probe for each head dimension: ragged, grouped, with a window, causal."""
     return [_probe(name, case) for name, case in zip(NAMES, CASES, strict=True)]
 
 

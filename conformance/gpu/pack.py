@@ -1,8 +1,8 @@
 """Packs what a device machine without a network lacks: python -m conformance.gpu.pack FOLDER [PACKAGE ...].
 
-FOLDER then holds wheels for Python 3.12 on x86-64, CuTeDSL's runtime library and the probes with the results of the VM.
-There, from the repository's root: source FOLDER/activate.sh, which also registers the backends and executors of
-pyproject.toml. A further PACKAGE is a pip requirement, taken without what it needs.
+FOLDER then holds wheels for Python 3.12 on x86-64, CuTeDSL's runtime library, and the probes with the VM's outputs. On
+the device machine, in the repository's root: source FOLDER/activate.sh. That also registers the backends and executors
+of pyproject.toml. A further PACKAGE is a pip requirement, packed without its dependencies.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from conformance import ROOT
 
-# What megamoe and the executor `gpu` import and a machine with torch, triton, numpy and pytest lacks; llvmlite is
-# left out for its size: only the VM's host programs need it.
+# Imports of megamoe and the executor `gpu` that a machine with torch, triton, numpy and pytest lacks. llvmlite is too
+# large, and only the VM's host programs need it.
 PACKAGES = (
     "annotated-doc", "annotated-types", "apache-tvm-ffi", "click", "cuda-bindings", "cuda-pathfinder", "lark",
     "markdown-it-py", "mdurl", "ml_dtypes", "nvidia-ml-py", "Pebble", "psutil", "pydantic", "pydantic_core", "Pygments",
@@ -41,13 +41,13 @@ python3 -m conformance.gpu.pack --metadata $site
 
 
 def pins() -> dict[str, str]:
-    """name -> name==version for what constraints.txt pins, names in the normal form of the packaging rules."""
+    """name -> name==version for the pins of constraints.txt; names in the normal form of the packaging rules."""
     lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
     return {_normal(line.partition("==")[0]): line for line in lines if "==" in line}
 
 
 def download(packages: Iterable[str], folder: Path) -> None:
-    """Wheels of `packages` into `folder`, pinned where we pin them. CalledProcessError if one cannot be had."""
+    """Downloads wheels of `packages` into `folder`, at our pins if any. CalledProcessError if one is not there."""
     pinned = pins()
     platforms = [part for name in PLATFORMS for part in ("--platform", name)]
     wanted = [pinned.get(_normal(name), name) for name in packages]
@@ -57,7 +57,7 @@ def download(packages: Iterable[str], folder: Path) -> None:
 
 
 def metadata(folder: Path) -> None:
-    """A dist-info of this package, so that entry points are found although nothing is installed."""
+    """Writes a dist-info of this package, so that entry points are found without an installation."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     place = folder / f"{project['name']}-{project['version']}.dist-info"
     place.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def metadata(folder: Path) -> None:
 
 
 def runtime(folder: Path) -> None:
-    """CuTeDSL's runtime library under the name of its package, without the compiler, which is too large."""
+    """Packs CuTeDSL's runtime library under its package's name. The compiler is too large."""
     from importlib.metadata import version
 
     from backends.gpu.host_program import RUNTIME, runtime_library
@@ -87,7 +87,7 @@ def runtime(folder: Path) -> None:
 
 
 def probes(folder: Path) -> None:
-    """Every probe with the VM's outputs; those of CuTeDSL are compiled here."""
+    """Packs every probe with the VM's outputs. Compiles those of CuTeDSL."""
     from conformance.gpu import cutedsl_probe, fmha_probe, raw_probe
     from conformance.gpu.probe import save
 
@@ -102,7 +102,7 @@ def probes(folder: Path) -> None:
 
 
 def main() -> None:
-    """Makes the folder anew, or writes the metadata alone."""
+    """Makes the folder anew, or writes only the metadata."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("packages", nargs="*", help="further wheels")

@@ -1,8 +1,9 @@
 """Packs other people's kernels for a device machine without a network: python -m conformance.gpu.pack_peers FOLDER ...
 
-The CuTeDSL compiler and what backends/peers calls, for Python 3.12 on x86-64, installed and compressed as one archive
-(a third smaller than its wheels), in as many parts as there are folders; each can travel by itself. There, after the
-folder of conformance.gpu.pack, from the repository's root: source FOLDER/activate.sh for each; the last one unpacks.
+Packs the CuTeDSL compiler and the packages of backends/peers, for Python 3.12 on x86-64, installed and compressed into
+one archive, a third smaller than the wheels. The archive is cut into one part a folder, and each part travels alone. On
+the device machine, in the repository's root, after the folder of conformance.gpu.pack: source FOLDER/activate.sh for
+each folder. The last one unpacks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 from conformance.gpu.pack import PLATFORMS, download
 
-# Beyond them: torch with CUDA, triton, numpy, jinja2, filelock and typing_extensions, which a machine with torch has.
+# A machine with torch has the rest: torch with CUDA, triton, numpy, jinja2, filelock and typing_extensions.
 PACKAGES = (
     "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core",
     "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi", "torch_c_dlpack_ext", "einops", "flash-attn-4", "quack-kernels",
@@ -41,7 +42,7 @@ export PYTHONPATH=$PWD:$site:$site/nvidia_cutlass_dsl/dsl_packages${{PYTHONPATH:
 
 
 def install(wheels: Path, site: Path) -> None:
-    """Unpacks the wheels as pip does, for the other Python. CalledProcessError if one does not fit it."""
+    """Unpacks the wheels as pip does, for the other Python. CalledProcessError if one does not fit that Python."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
     command += ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:"]
     command += [part for name in PLATFORMS for part in ("--platform", name)]
@@ -49,7 +50,7 @@ def install(wheels: Path, site: Path) -> None:
 
 
 def compress(site: Path, archive: Path) -> None:
-    """An archive of what is in `site`, the same for the same files."""
+    """An archive of the files in `site`; equal files give equal bytes."""
     with tarfile.open(archive, "w:xz", preset=PRESET) as tar:
         for path in sorted(site.iterdir()):
             tar.add(path, path.name, filter=_anonymous)
@@ -64,7 +65,7 @@ def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
 
 
 def spread(archive: Path, folders: list[Path], site: str = SITE) -> None:
-    """Cuts the archive into equal parts, one for each folder, made anew; each says how they come together in `site`."""
+    """Cuts the archive into equal parts, one for each new folder, with the script that joins them in `site`."""
     content = archive.read_bytes()
     size = -(-len(content) // len(folders))
     for number, folder in enumerate(folders):

@@ -1,4 +1,4 @@
-"""A probe: one program, its inputs and the outputs that the VM gave it, as a file that a device machine can be sent."""
+"""A probe: one program, its inputs and the VM's outputs, as a file to send to a device machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Probe:
         return {name: tensors[name].cpu() for name in self.outputs}
 
     def with_expected(self) -> Probe:
-        """This probe with the outputs of the VM, whose tensor core is the bit-exact model of an H200's."""
+        """This probe with outputs of the VM, under its bit-exact model of an H200's tensor core."""
         return Probe(self.name, self.program, self.tensors, self.outputs, self.on(load_executor("vm")))
 
 
@@ -51,5 +51,5 @@ def save(probe: Probe, path: Path) -> None:
 
 
 def load(path: Path) -> Probe:
-    """Reads what `save` wrote: a pickle, so only from a folder of one's own."""
+    """Reads what `save` wrote. It is a pickle: load only files of your own."""
     return pickle.loads(path.read_bytes())

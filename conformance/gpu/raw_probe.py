@@ -116,7 +116,7 @@ def product_probe() -> Probe:
 
 
 def exchange_probe() -> Probe:
-    """Each CTA of a pair hands the other 96 KiB: a cluster launch, dynamic shared memory that needs an opt-in."""
+    """Each CTA of a pair hands 96 KiB to the other: a cluster launch, and so much shared memory needs an opt-in."""
     args = (BufferArg("out"), ScalarArg("u32", 2_654_435_761))
     launch = Launch("exchange", (4, 1, 1), (128, 1, 1), args, cluster=(2, 1, 1), dynamic_smem=4 * WORDS)
     tensors = {"out": torch.full((4, WORDS), -1, dtype=torch.int32)}

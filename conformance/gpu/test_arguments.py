@@ -1,4 +1,4 @@
-"""Arguments as the device gets them are those of the VM: two encoders, written apart, must give the same bytes."""
+"""The device and the VM get the same arguments: two encoders, written apart, must give the same bytes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def buffers() -> dict[str, Buffer]:
 
 
 def _told(value: ctypes.Structure) -> object:
-    """What a called function reads of a TVMFFIAny, pointers followed."""
+    """What a called function reads from a TVMFFIAny, through its pointers."""
     kind, place = value.type_index, value.value.pointer  # pyright: ignore[reportAttributeAccessIssue]
     if kind == host_values.DLTENSOR:
         tensor = host_values.DLTensor.from_address(place)

@@ -1,13 +1,13 @@
-"""What the driver is told, by a driver that writes down every call and launches nothing."""
+"""Calls of the driver, recorded by a driver that writes down every call and launches nothing."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -20,47 +20,63 @@ pytestmark = [
         reason="calling a driver needs cuda-bindings (the extra `gpu`)",
     ),
 ]
+REFUSED = {
+    "cuModuleLoadData": "loading",
+    "cuModuleGetFunction": "looking up the kernel product",
+    "cuTensorMapEncodeTiled": "encoding the tensor map of 'a'",
+    "cuLaunchKernelEx": "launching product with grid (1, 1, 1), block (128, 1, 1)",
+    "cuStreamSynchronize": "waiting for the end",
+}
+# File for the calls -> a probe of raw_probe, and the failure that the driver plays.
+ATTEMPTS = {
+    "product": ("product_probe", ""),
+    "exchange": ("exchange_probe", ""),
+    "fault": ("exchange_probe", "fault=700"),
+    **{call: ("product_probe", f"{call}=1") for call in REFUSED},
+}
+# One process imports; a fork of it makes each attempt. The import takes as long as ten attempts.
 SCRIPT = """
-import sys
+import json, os, sys
 import backends.gpu.kernels as kernels
 from backends.gpu.driver import call
 from conformance.gpu import raw_probe
 from megamoe.contract import DeviceError, DeviceLostError
-kernels.current_stream = lambda: 0x77
-probe = getattr(raw_probe, sys.argv[1])()
-try:
-    with kernels.bound_program(probe.program, probe.tensors) as bound:
-        bound.enqueue()
-        call("cuStreamSynchronize", 0x77, doing="waiting for the end")
-except DeviceError as error:
-    print(type(error).__name__, error)
-print("lost to:", DeviceLostError.met)
+def attempt(probe):
+    kernels.current_stream = lambda: 0x77
+    try:
+        with kernels.bound_program(probe.program, probe.tensors) as bound:
+            bound.enqueue()
+            call("cuStreamSynchronize", 0x77, doing="waiting for the end")
+    except DeviceError as error:
+        print(type(error).__name__, error)
+    print("lost to:", DeviceLostError.met)
+for name, (probe, failure) in json.loads(sys.argv[1]).items():
+    if os.fork() == 0:
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), 1)
+        if failure:
+            os.environ["FAKE_FAILURE"] = failure
+        attempt(getattr(raw_probe, probe)())
+        sys.exit()
+    if os.wait()[1] != 0:
+        sys.exit(f"attempt {name} failed")
 """
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a libcuda.so.1 of our own."""
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The lines that our own libcuda.so.1 wrote in each attempt, and how the attempt ended."""
     folder = tmp_path_factory.mktemp("driver")
     source = ROOT / "conformance" / "fakes" / "driver.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source), "-ldl"], check=True)
-    return folder
-
-
-def told(driver: Path, probe: str, failure: str = "") -> list[str]:
-    """What the driver wrote down, and how it ended."""
-    environment = {"LD_LIBRARY_PATH": str(driver), "PYTHONPATH": str(ROOT), "PATH": os.defpath}
-    if failure:
-        environment["FAKE_FAILURE"] = failure
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, probe], capture_output=True, text=True, env=environment, check=False, cwd=driver
-    )
+    environment = {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT), "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT, json.dumps(ATTEMPTS)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return {name: (folder / name).read_text().splitlines() for name in ATTEMPTS}
 
 
-def test_a_tensor_map_and_a_launch_are_what_the_program_says(driver: Path) -> None:
-    lines = told(driver, "product_probe")
+def test_a_tensor_map_and_a_launch_are_what_the_program_says(told: dict[str, list[str]]) -> None:
+    lines = told["product"]
     maps = [line for line in lines if line.startswith("cuTensorMapEncodeTiled")]
     wanted = "aligned=1 type=9 rank=2 dims=64,64 stride=128 box=64,64 steps=1,1 swizzle=3"
     assert maps == [f"cuTensorMapEncodeTiled {wanted}"] * 2, "other tensor maps were asked for"
@@ -70,8 +86,8 @@ def test_a_tensor_map_and_a_launch_are_what_the_program_says(driver: Path) -> No
     assert "cuModuleUnload 0x11" in lines, "the module was not unloaded"
 
 
-def test_a_cluster_and_much_shared_memory_are_asked_for(driver: Path) -> None:
-    lines = told(driver, "exchange_probe")
+def test_a_cluster_and_much_shared_memory_are_asked_for(told: dict[str, list[str]]) -> None:
+    lines = told["exchange"]
     # 8 is CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 4 is CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION.
     assert "cuFuncSetAttribute 0x22 8 98304" in lines
     assert any("smem=98304 stream=0x77 attrs=1 id=4 cluster=2,1,1" in line for line in lines)
@@ -79,25 +95,16 @@ def test_a_cluster_and_much_shared_memory_are_asked_for(driver: Path) -> None:
     assert allowed < lines.index("cuLaunchKernelEx 0x22"), "the opt-in came after the launch"
 
 
-@pytest.mark.parametrize(
-    ("call", "doing"),
-    [
-        ("cuModuleLoadData", "loading"),
-        ("cuModuleGetFunction", "looking up the kernel product"),
-        ("cuTensorMapEncodeTiled", "encoding the tensor map of 'a'"),
-        ("cuLaunchKernelEx", "launching product with grid (1, 1, 1), block (128, 1, 1)"),
-        ("cuStreamSynchronize", "waiting for the end"),
-    ],
-)
-def test_a_return_code_is_a_sentence(driver: Path, call: str, doing: str) -> None:
-    lines = told(driver, "product_probe", f"{call}=1")
+@pytest.mark.parametrize("call", REFUSED)
+def test_a_return_code_is_a_sentence(told: dict[str, list[str]], call: str) -> None:
+    lines = told[call]
     said = next(line for line in lines if line.startswith("DeviceError "))
-    assert f"{call} returned CUDA_ERROR_INVALID_VALUE (invalid argument) while {doing}" in said
+    assert f"{call} returned CUDA_ERROR_INVALID_VALUE (invalid argument) while {REFUSED[call]}" in said
     assert lines[-1] == "lost to: None", "a refused call does not break the device"
 
 
-def test_a_fault_says_that_the_device_is_lost(driver: Path) -> None:
-    lines = told(driver, "exchange_probe", "fault=700")
+def test_a_fault_says_that_the_device_is_lost(told: dict[str, list[str]]) -> None:
+    lines = told["fault"]
     said = next(line for line in lines if line.startswith("DeviceLostError "))
     assert "cuStreamSynchronize returned CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)" in said
     assert lines[-1].startswith("lost to: cuStreamSynchronize returned")

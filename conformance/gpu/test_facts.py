@@ -1,4 +1,4 @@
-"""Throttling and device code, on a driver and assemblers that are made up here."""
+"""Throttling and device code, on a fake driver and fake assemblers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NoPermissionError(Exception):
 
 @dataclass
 class FakeNvml:
-    """`mask`: reasons of this moment; `lost_ns`: the counter of time lost to heat, None where a board has none."""
+    """`mask`: reasons at this moment. `lost_ns`: counter of time lost to heat, None for a board without it."""
 
     mask: int = 0
     lost_ns: int | None = 0
@@ -91,7 +91,7 @@ def assembler(ptx: str, target: str) -> SimpleNamespace:
 
 
 def missing(ptx: str, target: str) -> SimpleNamespace:
-    """An assembler of another machine."""
+    """An assembler that is not installed."""
     raise UnsupportedError("there is no ptxas here")
 
 

@@ -1,4 +1,4 @@
-"""The archive of peers, cut into parts that travel one by one, comes together on the other side."""
+"""The parts of the archive of peers travel one by one and join on the other side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel that breaks the device costs its own row its status; the rows after it get a process with a device."""
+"""A kernel that breaks the device costs its own row the status; later rows get a process with a device."""
 
 from __future__ import annotations
 

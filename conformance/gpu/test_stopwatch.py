@@ -1,4 +1,4 @@
-"""The stopwatch on a simulated device whose times are known: it returns the device's time and none of the host's."""
+"""The stopwatch on a simulated device of known times: it returns device time and no host time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_sample_is_the_devices_time(
 
 
 def test_an_idle_device_would_have_shown_the_host(line: Timeline) -> None:
-    """What the law above would find: with no flush in front, the wait for the launch is measured."""
+    """The fault that the law above finds: without a flush in front, the stopwatch measures the wait for the launch."""
     call = SimulatedCall(line, 5.0, 900.0)
     watch = DeviceStopwatch(call, cold_by_graph=False)
     watch._enqueue_host_us = 0.0

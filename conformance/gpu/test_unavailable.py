@@ -1,4 +1,4 @@
-"""Where a program cannot run on a device, the executor says why, and its row is unsupported."""
+"""If a program cannot run on a device, the executor says why, and the row is unsupported."""
 
 from __future__ import annotations
 

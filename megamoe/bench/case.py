@@ -1,8 +1,8 @@
 """One case in one worker: programs of several backends on the same buffers, checked, timed by turns, checked again.
 
-Before every turn the outputs are poisoned; after it the guard bands, the inputs and the outputs are looked at, so that
-what is judged is what timed launches wrote. A program that was right once and is wrong in its replays, or does nothing
-in them, is found out in the turn where it happens; one that keeps what it computed, in a last replay on other inputs.
+Outputs are poisoned before every turn; guard bands, inputs and outputs are checked after it. So the judge sees what
+timed launches wrote. A program that turns wrong in its replays, or does nothing in them, fails in that turn. One that
+keeps an earlier result fails in a last replay on other inputs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from megamoe.contract import (
 )
 from megamoe.judge.arena import Arena
 from megamoe.judge.figures import leave_program, program_sha256
-from megamoe.judge.judge import build_program, explain_error, least_work
+from megamoe.judge.guarded import build_program, needed_work
+from megamoe.judge.judge import explain_error
 from megamoe.judge.verdict import Expected, compared, complaints, expected_of
 from megamoe.ops import reference
 from megamoe.records.lines import Record, Timing, record_of
@@ -53,19 +54,19 @@ if TYPE_CHECKING:
     from megamoe.contract import AnyProgram, Case, PreparedCall, Stopwatch, Temperature
     from megamoe.spec.spec import Spec
 
-# Useful operations of a case up to which all of its outputs are judged.
-MOST_ORACLE_FLOPS = 2 * 10**11
-# Digests of more input than this would take longer than the measurement.
-MOST_DIGESTED_BYTES = 1 << 30
-# A turn whose outputs differ from those judged before is judged in full, this often; the last one always is.
-MOST_JUDGED_TURNS = 3
+# Above this many useful operations only a sample of the outputs is judged.
+MAX_ORACLE_FLOPS = 2 * 10**11
+# Digests of more input bytes would take longer than the measurement.
+MAX_DIGESTED_BYTES = 1 << 30
+# Turns with outputs that differ from the accepted ones are judged in full this often. The last replay always is.
+MAX_JUDGED_TURNS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class CaseSettings:
-    """How to measure a case. `device`: as the run found it, None to ask again; `patience` as in Progress.
+    """How to measure a case. `device`: as the run found it, None to ask again. `patience`: as in Progress.
 
-    `programs`: the folder that takes the PTX (megamoe.judge.figures).
+    `programs`: folder for the PTX (megamoe.judge.figures).
     """
 
     run: str
@@ -73,13 +74,13 @@ class CaseSettings:
     policy: Policy = field(default_factory=Policy)
     specs: Path | None = None
     programs: Path | None = None
-    most_oracle_flops: int = MOST_ORACLE_FLOPS
+    max_oracle_flops: int = MAX_ORACLE_FLOPS
     patience: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is known of one row: its verdict, its times at both temperatures, and what ran."""
+    """One row: its verdict, its times at both temperatures, and the versions of foreign software."""
 
     record: Record
     timings: tuple[Timing, ...]
@@ -88,7 +89,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class CaseOutcome:
-    """Rows that are done, and those that are left for another process, as one of the former has spoilt this one."""
+    """Rows that are done, and rows left for another process because a row has `spoilt` this one."""
 
     done: tuple[Measured, ...]
     left: tuple[Row, ...] = ()
@@ -97,7 +98,7 @@ class CaseOutcome:
 
 @dataclass(slots=True)
 class _Candidate:
-    """One row on its way. `status` is None as long as it is not at its end; a first conclusion stands."""
+    """One row on its way. `status` is None until a conclusion; the first conclusion stands."""
 
     row: Row
     program: AnyProgram | None = None
@@ -116,15 +117,15 @@ class _Candidate:
 
 
 class _SpoiltError(Exception):
-    """This process is good for nothing more: memory was damaged, or something raised in the middle of its work."""
+    """This process cannot be trusted any more: memory was damaged, or something raised in the middle of its work."""
 
 
 def measure_case(rows: Sequence[Row], settings: CaseSettings, progress: Path) -> CaseOutcome:
     """Checks and times `rows`, all of one case, target and executor, in this process.
 
-    Never raises for what a backend, the executor or a kernel does wrong. `progress` is the file for the stages.
+    Faults of a backend, the executor or a kernel become a status, never an exception. `progress`: file for the stages.
     """
-    # Drawing and comparing tensors of gigabytes is what the host does; nothing of it is timed.
+    # The host draws and compares tensors of gigabytes, none of it timed.
     torch.set_num_threads(os.cpu_count() or 1)
     candidates = [_Candidate(row) for row in rows]
     stages = Progress(progress, settings.patience)
@@ -150,7 +151,7 @@ def measure_case(rows: Sequence[Row], settings: CaseSettings, progress: Path) ->
 
 
 def device_facts(executor: str, progress: Path) -> object:
-    """What a timed executor says of its device, in this process; the exception itself if it cannot."""
+    """The DeviceFacts of a timed executor, asked in this process; the exception itself if it raises one."""
     stages = Progress(progress)
     stages.enter(None, "measuring the device", 120.0)
     try:
@@ -168,7 +169,7 @@ def _conclude_all(candidates: Sequence[_Candidate], status: Status, sentence: st
 
 
 class _CaseBench:
-    """What the candidates of one case share. It is the `Watch` of their turns."""
+    """The shared state of the candidates of one case, and the `Watch` of their turns."""
 
     arena: Arena
     expected: Expected
@@ -192,7 +193,7 @@ class _CaseBench:
         return [candidate for candidate in self.candidates.values() if candidate.status is None]
 
     def closed(self) -> bool:
-        """Frees what the bindings took; whether that went well."""
+        """Frees the bindings; False if that failed."""
         self.accepted = {}
         try:
             self.bindings.close()
@@ -207,7 +208,7 @@ class _CaseBench:
 
     @contextmanager
     def blaming(self, candidate: _Candidate, doing: str, limit_s: float, spoils: bool = True) -> Iterator[None]:
-        """What `candidate` raises within is its own end, and, if it `spoils`, that of the process."""
+        """An exception within concludes `candidate` and, with `spoils`, ends the process."""
         self.current = candidate
         self.stages.enter(candidate.row.backend, doing, limit_s)
         try:
@@ -240,17 +241,17 @@ class _CaseBench:
             self._check_replay(candidate)
 
     def _lay_out(self) -> None:
-        """Inputs on the device, once for all; references computed there."""
+        """Puts the inputs on the device once and computes the references there."""
         self.stages.enter(None, "drawing the inputs", 600.0)
         inputs = reference(self.case.op).make_inputs(self.case)
         self.stages.enter(None, "copying the inputs", 120.0)
         self.arena = Arena(self.spec, self.case, inputs, self.executor.device)
-        if sum(tensor.nbytes for tensor in inputs.values()) <= MOST_DIGESTED_BYTES:
+        if sum(tensor.nbytes for tensor in inputs.values()) <= MAX_DIGESTED_BYTES:
             self.input_sha256 = self.arena.input_sha256
         given = {name: self.arena.tensors[name] for name in inputs}
         del inputs
         self.stages.enter(None, "computing the references", 600.0)
-        self.expected = expected_of(self.case, given, self.settings.most_oracle_flops)
+        self.expected = expected_of(self.case, given, self.settings.max_oracle_flops)
 
     def _check(self, candidate: _Candidate) -> None:
         assert candidate.program is not None
@@ -306,10 +307,10 @@ class _CaseBench:
             candidate.conclude("passed", "")
 
     def _change_inputs(self, candidate: _Candidate, stopwatch: Stopwatch) -> None:
-        """Concludes a candidate that keeps what it once computed: right, and fast, as long as no input changes.
+        """Concludes a candidate that keeps an earlier result: right, and fast, as long as no input changes.
 
-        Its outputs are not poisoned, so that it is also found out if that is what it looks at. Programs of libraries
-        are let off: of the inputs of a GEMM they prepare all but the product, which is not timed.
+        The outputs are not poisoned here, so that a candidate that looks for poison fails too. The caller exempts
+        programs of libraries: they prepare the inputs of a GEMM ahead of time.
         """
         before = {name: self.arena.tensors[name].clone() for name in self.expected.oracle}
         with self.arena.scaled_inputs():
@@ -329,24 +330,24 @@ class _CaseBench:
         self._poison()
 
     def end(self, name: str) -> str | None:
-        """See Watch. Outputs that are bit for bit those judged before are right."""
+        """See Watch. Outputs that equal the accepted ones bit for bit are right."""
         candidate = self.candidates[name]
         self._collect(candidate)
         same = all(_same_bits(self.arena.tensors[name], seen) for name, seen in candidate.accepted.items())
         if not same:
             candidate.differing_turns += 1
-        if not self.arena.intact() or (not same and candidate.differing_turns <= MOST_JUDGED_TURNS):
+        if not self.arena.intact() or (not same and candidate.differing_turns <= MAX_JUDGED_TURNS):
             self._judge(candidate, "in a timed replay: ")
         return candidate.sentence or None
 
     def _judge(self, candidate: _Candidate, when: str) -> None:
-        """Concludes a candidate whose outputs are wrong; _SpoiltError if it has damaged what is not its own."""
-        comparison = compared(
+        """Concludes a candidate with wrong outputs. _SpoiltError if it has damaged guard bands or inputs."""
+        judgement = compared(
             self.spec, self.expected, {name: self.arena.tensors[name] for name in self.expected.oracle}
         )
-        candidate.metrics = {**comparison.metrics, "differing_turns": float(candidate.differing_turns)}
-        wrong = complaints(self.arena, self.expected, comparison)
-        if wrong or not comparison.passed:
+        candidate.metrics = {**judgement.metrics, "differing_turns": float(candidate.differing_turns)}
+        wrong = complaints(self.arena, self.expected, judgement)
+        if wrong or not judgement.passed:
             candidate.conclude("failed", f"{when}{wrong}")
         if not self.arena.intact():
             raise _SpoiltError
@@ -357,7 +358,7 @@ class _CaseBench:
 
     def _synchronise(self) -> None:
         if _is_cuda(self.executor.device):
-            # A replay may run on another stream than the one that fills its tensors.
+            # A replay may run on another stream than the one that poisons its outputs.
             torch.cuda.synchronize()
 
     def _collect(self, candidate: _Candidate) -> None:
@@ -382,7 +383,7 @@ def _measured(candidate: _Candidate, bench: _CaseBench | None, settings: CaseSet
         candidate.status or "error",
         candidate.sentence,
         metrics=candidate.metrics,
-        counters=least_work(bench.case) if bench else {},
+        counters=needed_work(bench.case) if bench else {},
         program_sha256=digest,
         input_sha256=bench.input_sha256 if bench else {},
         specs=settings.specs,
@@ -397,7 +398,7 @@ def _measured(candidate: _Candidate, bench: _CaseBench | None, settings: CaseSet
 
 
 def failed_series(row: Row, status: Status | None, sentence: str) -> list[Series]:
-    """What stands for the times of a row that has none."""
+    """The series of a row without times."""
     found = [Series(row.backend, temperature) for temperature in TEMPERATURES]
     for series in found:
         series.fail(status or "error", sentence)
@@ -405,7 +406,7 @@ def failed_series(row: Row, status: Status | None, sentence: str) -> list[Series
 
 
 def lost(row: Row, settings: CaseSettings, status: Status, sentence: str) -> Measured:
-    """What is known of a row whose process has died or was ended."""
+    """The result of a row whose process has died or was ended."""
     record = record_of(settings.run, row, status, sentence, specs=settings.specs)
     series = failed_series(row, status, sentence)
     return Measured(record, tuple(timing_of(one, settings.run, row, None, None) for one in series))

@@ -1,4 +1,4 @@
-"""The floor of a case: its bytes and its FLOPs at the rates that a copy and a matrix product attain on the device."""
+"""The floor of a case: its bytes and FLOPs at the rates that a copy and a matrix product attain on the device."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ if TYPE_CHECKING:
     from megamoe.contract import Case, DeviceFacts, Target, Temperature
 
 # The ceilings are what a copy and a matrix product attained. A kernel that only reads, or a smaller product that draws
-# less power, may be somewhat faster than either; nothing is by a tenth.
+# less power, may be a little faster than these, but not by a tenth.
 SLACK: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Microseconds that a kernel takes at the ceilings, and which of the two says so."""
+    """Microseconds of a kernel at the ceilings, and which of the two binds."""
 
     us: float
     by: Literal["bytes", "flops"]
 
     @property
     def limit_us(self) -> float:
-        """Where a time is no longer believed: SLACK below the floor."""
+        """Times below this are not believed."""
         return self.us * SLACK
 
 
 def floor_of(case: Case, target: Target, device: DeviceFacts, temperature: Temperature) -> Floor | None:
-    """The floor of `case` on `device`, None where neither ceiling was measured.
+    """The floor of `case` on `device`. None if neither ceiling was measured.
 
-    "cold": every byte that is needed crosses the memory's interface (`Reference.minimum_bytes`). "hot": what fits in
-    the L2 may be there from the launch before, so that only the bytes beyond its size must. FLOPs
-    (`Reference.useful_flops`) count at the measured bf16 rate, times what the target's matrix unit has on narrower
-    operands (`Reference.MATRIX_RATES`).
+    "cold": every needed byte (`Reference.minimum_bytes`) comes from device memory. "hot": the L2 may hold its size of
+    them from the launch before, so only the bytes beyond that size do. FLOPs (`Reference.useful_flops`) count at the
+    measured bf16 rate, times the target's factor for narrower operands (`Reference.MATRIX_RATES`).
     """
     room = reference(case.op)
     floors: list[Floor] = []

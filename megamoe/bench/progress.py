@@ -1,4 +1,4 @@
-"""Whose turn it is in a worker that measures, for the process that must find out why it died or hangs."""
+"""The current stage of a measuring worker, for the process that must explain why the worker died or hangs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """What a worker is doing. `backend`: whose code runs, None for the harness's own; `limit_s`: how long it may take.
+class WorkerStage:
+    """What a worker does now. `backend`: whose code runs, None for the harness; `limit_s`: seconds it may take.
 
-    `number` counts the stages of a worker, so that two of the same kind differ.
+    `number` counts the stages of a worker, so that two of one kind differ.
     """
 
     number: int
@@ -24,7 +24,7 @@ class Stage:
 
 
 class Progress:
-    """Writes the stage into a file, in place: one small write, so that it can be done between two turns."""
+    """Writes the stage into a file, in place: one small write, cheap enough between two turns."""
 
     def __init__(self, path: Path, patience: float = 1.0) -> None:
         """`patience`: factor on all limits."""
@@ -33,19 +33,19 @@ class Progress:
         self._number = 0
 
     def enter(self, backend: str | None, doing: str, limit_s: float) -> None:
-        """From now on `backend` is doing something (a participle) that may take `limit_s` seconds."""
+        """Enters a stage: `backend` is `doing` something (a participle) for at most `limit_s` seconds."""
         self._number += 1
         stage = json.dumps([self._number, backend, doing, limit_s * self._patience])
         os.pwrite(self._descriptor, stage.encode().ljust(_BYTES), 0)
 
     def close(self) -> None:
-        """Closes the file, which keeps the last stage."""
+        """Closes the file; the last stage stays in it."""
         os.close(self._descriptor)
 
 
-def read_stage(path: Path) -> Stage | None:
-    """The last stage that was entered; None if none was, or if it is being written."""
+def read_stage(path: Path) -> WorkerStage | None:
+    """The last stage entered. None if there was none, or if it is being written."""
     try:
-        return Stage(*json.loads(path.read_bytes()))
+        return WorkerStage(*json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None

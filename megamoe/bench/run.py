@@ -1,8 +1,8 @@
 """Rows to measurements: device times where the executor keeps time, counters and compiler figures everywhere.
 
 On a device the rows of one case share a process and its buffers, so that backends are timed by turns on the same
-memory (megamoe.bench.case). One that crashes, hangs or damages memory costs itself its status; the others are measured
-again in a fresh process. Without a clock of its own, an executor gives counters (megamoe.judge.run).
+memory (megamoe.bench.case). A row that crashes, hangs or damages memory gets that status; the other rows are measured
+again in a fresh process. An executor without a clock gives counters only (megamoe.judge.run).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megamoe.records.lines import AnyLine, Figures, Record, RunHeader, Timing
 from megamoe.records.provenance import installed_version, run_header
 from megamoe.spec.selection import DEFAULT_EXECUTOR, Selection
 
-# What times and figures depend on besides megamoe and torch.
+# Packages, besides megamoe and torch, that times and figures depend on.
 SOFTWARE = (
     "cuda-bindings",
     "nvidia-cutlass-dsl",
@@ -42,10 +42,10 @@ SOFTWARE = (
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """How to measure rows. `jobs`: workers where nothing is timed; `timeout_s`: host seconds of a row there.
+    """How to measure rows. `jobs`: workers for rows that are not timed; `timeout_s`: host seconds of such a row.
 
-    `policy`: when there are enough samples. `patience`: factor on the time limits of the stages on a device. `specs`
-    and `failures` as in RunSettings.
+    `policy`: when to stop sampling. `patience`: factor on the time limits of stages on a device. `specs` and
+    `failures`: as in RunSettings.
     """
 
     jobs: int = field(default_factory=lambda: os.cpu_count() or 1)
@@ -58,7 +58,7 @@ class BenchSettings:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All lines about one row. `software`: the versions that a foreign program named."""
+    """All lines about one row. `software`: versions that a foreign program names."""
 
     record: Record
     timings: tuple[Timing, ...] = ()
@@ -67,14 +67,14 @@ class Outcome:
 
     @property
     def lines(self) -> tuple[AnyLine, ...]:
-        """In the order in which they are written."""
+        """All lines, in the order they are written."""
         return (self.record, *self.timings, *self.figures)
 
 
 class BenchRun:
-    """A run of `rows`, which measures as its outcomes are asked for and appends every line to `output` at once.
+    """A run of `rows`. It measures as outcomes are asked for, and appends every line to `output` at once.
 
-    To be closed. `timed`: the rows whose executor keeps time. `header.device` is known once something was measured.
+    Close it after use. `timed`: the rows whose executor has a clock. `header.device` is known after the first outcome.
     """
 
     def __init__(self, rows: Sequence[Row], selection: Selection, settings: BenchSettings, output: Path) -> None:
@@ -87,18 +87,18 @@ class BenchRun:
         self._measuring = self._measure()
 
     def outcome(self, row: Row) -> Outcome:
-        """What came of `row`, one of the run's; measures up to it. RecordError if the file cannot be written."""
+        """The outcome of `row`, one of `rows`; measures up to it. RecordError if the file cannot be written."""
         while row not in self._outcomes:
             found = next(self._measuring)
             self._outcomes[found.record.row] = found
         return self._outcomes[row]
 
     def outcomes(self) -> Iterator[Outcome]:
-        """All of them, in the order of the rows."""
+        """All outcomes, in the order of the rows."""
         return (self.outcome(row) for row in self.rows)
 
     def close(self) -> None:
-        """Ends the workers. Rows that were not asked for are not in the file."""
+        """Ends the workers. Rows not asked for are not in the file."""
         self._measuring.close()
         if self._writer is not None:
             self._writer.close()
@@ -122,7 +122,7 @@ class BenchRun:
                     yield whole
 
     def _measured(self, folder: Path, figures: FigureMaker) -> Generator[Outcome, None, None]:
-        """Those on devices first, alone on the machine; then the others, as they finish."""
+        """Timed rows first, alone on the machine; then the others, as they finish."""
         timed = [row for row in self.rows if row in self.timed]
         if timed:
             with BenchWorker(folder / "progress") as worker:
@@ -154,7 +154,7 @@ class BenchRun:
 
 
 def by_case(rows: Sequence[Row]) -> list[list[Row]]:
-    """Groups of rows that differ in their backend alone, in the order of the first of each."""
+    """Groups of rows that differ in the backend alone, in the order of their first rows."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.case, row.target, row.executor), []).append(row)
@@ -162,7 +162,7 @@ def by_case(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def device_of(executor: str, worker: BenchWorker, folder: Path) -> DeviceFacts | None:
-    """The device, as the executor describes it in the worker; None if that fails, which the rows will then say."""
+    """The device as the executor in the worker describes it. None if that fails; the rows then say why."""
     from megamoe.bench.case import device_facts
 
     found = worker.call(device_facts, executor, folder / "progress")
@@ -172,7 +172,7 @@ def device_of(executor: str, worker: BenchWorker, folder: Path) -> DeviceFacts |
 def timed_group(
     rows: Sequence[Row], header: RunHeader, settings: BenchSettings, worker: BenchWorker, folder: Path
 ) -> Generator[Outcome, None, None]:
-    """Every row of one case, in as many processes as it takes."""
+    """Measures all rows of one case, in as many processes as that takes."""
     from megamoe.bench.case import CaseSettings, lost, measure_case
 
     case = CaseSettings(header.run, header.device, settings.policy, settings.specs, folder, patience=settings.patience)
@@ -184,7 +184,7 @@ def timed_group(
             doing = f", while {result.stage.doing}" if result.stage else ""
             done = [lost(row, case, result.status, f"{result.sentence}{doing}") for row in blamed]
         else:
-            # A process that has finished no row would be followed by others like it.
+            # Without this, a process that finishes no row would be followed by others like it.
             done = result.done or [lost(row, case, "error", "the worker finished no row") for row in pending]
             if result.spoilt:
                 worker.replace()
@@ -194,7 +194,7 @@ def timed_group(
 
 
 def _keeps_time(executor: str) -> bool:
-    # Loading the default executor, which has no clock, would cost every collection the import of torch.
+    # The default executor has no clock, and loading it would import torch in every collection.
     if executor == DEFAULT_EXECUTOR:
         return False
     try:

@@ -1,14 +1,16 @@
-"""Which samples to take, in which order, which of them count and when there are enough: a policy without a device.
+"""Which samples to take and in which order, which of them count, and when to stop: a policy without a device.
 
-Contenders (programs of several backends for one case) take turns. In each round every contender has one turn at each
-temperature, all of them at one temperature after the other; who begins changes from round to round, so that a drift of
-the clocks falls on all alike. A turn is a few samples in a row.
+Contenders (programs of several backends for one case) take turns. In each round, all contenders have a turn at one
+temperature, then all at the other. The first contender changes from round to round, so that a drift of the clocks falls
+on all alike. A turn is a few samples in a row.
 
-The figure of merit is the median. Its standard error is the larger of two estimates: from the order statistics of all
-samples (half the distance between the samples sqrt(n) / 2 ranks to either side of the median, which are one standard
-deviation of the binomial apart from it; no distribution is assumed), and from the spread of the rounds' medians, which
-sees what changes more slowly than a turn. A series ends when that is `Policy.target` of the median, or its budget is
-spent.
+The figure of merit is the median. Its standard error is the larger of two estimates:
+
+* from the order statistics of all samples: half the distance between the samples sqrt(n) / 2 ranks above and below the
+  median. That is one standard deviation of the binomial to either side; it assumes no distribution.
+* from the spread of the rounds' medians, which shows what changes more slowly than a turn.
+
+A series ends when its error is at most `Policy.target` of the median, or when its budget is spent.
 """
 
 from __future__ import annotations
@@ -36,53 +38,53 @@ UNDER_THE_FLOOR: Final = "under the floor"
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """When to stop and what a sample is.
+    """When to stop, and what a sample is.
 
-    `target`: relative standard error of the median. `samples_a_turn`, `least_samples`, `least_rounds`: no series ends
-    for its precision before. `budget_s` (device seconds) and `most_samples` bound a series; samples thrown away count.
-    A hot sample is as many launches in a row as take `hot_sample_us`, `most_launches` at most.
+    `target`: relative standard error of the median. A series stops for its precision after `min_samples` and
+    `min_rounds` at the earliest, and at `budget_s` (device seconds) or `max_samples` at the latest; discarded samples
+    count. A hot sample is as many launches in a row as take `hot_sample_us`, at most `max_launches`.
     """
 
     target: float = 0.005
     samples_a_turn: int = 10
-    least_samples: int = 50
-    least_rounds: int = 5
+    min_samples: int = 50
+    min_rounds: int = 5
     budget_s: float = 0.5
-    most_samples: int = 2000
+    max_samples: int = 2000
     hot_sample_us: float = 100.0
-    most_launches: int = 64
+    max_launches: int = 64
 
 
-# Of all samples of a series, the share that may lie under the floor before it is a verdict and no longer a stray.
-STRAYS: Final = 0.05
-# So many launches in a row, or more, must take more than FOLLOWS times as long as one.
-FEWEST_TO_FOLLOW: Final = 8
-FOLLOWS: Final = 2.0
+# Share of a series' samples that may lie under the floor as strays. More of them fail the series.
+MAX_STRAYS: Final = 0.05
+# MIN_TO_FOLLOW or more launches in a row must take more than MIN_GROWTH times as long as one.
+MIN_TO_FOLLOW: Final = 8
+MIN_GROWTH: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A stopwatch and the floors of its program, where these are known."""
+    """A stopwatch, and the floors of its program where known."""
 
     stopwatch: Stopwatch
     floors: Mapping[Temperature, Floor] = field(default_factory=dict["Temperature", "Floor"])
 
 
 class Watch(Protocol):
-    """Looks after the memory around each turn; what it does is outside of what is timed."""
+    """Prepares and checks memory around each turn, untimed."""
 
     def begin(self, name: str) -> None:
         """Prepares the outputs for the turn of contender `name`."""
         ...
 
     def end(self, name: str) -> str | None:
-        """A sentence if what the turn of `name` left is wrong: none of its times count then."""
+        """A sentence if the turn of `name` left wrong outputs; then none of its times count."""
         ...
 
 
 @dataclass(slots=True)
 class Series:
-    """The samples of one contender at one temperature; no samples unless `status` is "passed"."""
+    """The samples of one contender at one temperature. No samples unless `status` is "passed"."""
 
     name: str
     temperature: Temperature
@@ -97,12 +99,12 @@ class Series:
 
     @property
     def taken(self) -> int:
-        """Samples taken, those thrown away included."""
+        """Samples taken, discarded ones included."""
         return len(self.samples_us) + self.discarded.total()
 
     @property
     def running(self) -> bool:
-        """Whether it takes part in the next round."""
+        """Whether the series takes part in the next round."""
         return self.status == "passed" and self.stopped_by is None
 
     def fail(self, status: Status, sentence: str) -> None:
@@ -112,7 +114,7 @@ class Series:
 
 
 def relative_error(samples: Sequence[float], rounds: Sequence[int]) -> float:
-    """Standard error of the median over the median (see above); infinite for fewer than two rounds."""
+    """Standard error of the median over the median (see the module); infinite for fewer than two rounds."""
     groups: dict[int, list[float]] = {}
     for number, sample in zip(rounds, samples, strict=True):
         groups.setdefault(number, []).append(sample)
@@ -132,12 +134,12 @@ def take(
     throttled: Callable[[], str | None],
     policy: Policy = Policy(),
 ) -> list[Series]:
-    """Two series for each of `contenders`, cold and hot. What a stopwatch or `watch` raises passes through.
+    """Two series for each contender, cold and hot. Exceptions of a stopwatch or of `watch` pass through.
 
-    `throttled`: why the device has slowed down since it was last asked, None if it has not. A turn during which it has
-    is thrown away and counted. A series fails, and has no samples at all, when its outputs are wrong after a turn
-    (both temperatures then), when more than STRAYS of its samples lie under the floor, when the clock stands still, or
-    when nothing is left of it.
+    `throttled`: why the device has slowed down since the last call, None if it has not. A turn during which it has is
+    discarded and counted. A series fails, and then has no samples at all, when outputs are wrong after a turn (both
+    temperatures then), when more than MAX_STRAYS of its samples lie under the floor, when the clock stands still, or
+    when all samples were discarded.
     """
     table: dict[Temperature, dict[str, Series]] = {"cold": {}, "hot": {}}
     for temperature, group in table.items():
@@ -161,23 +163,23 @@ def take(
 
 
 def _fail_both(table: Mapping[Temperature, Mapping[str, Series]], name: str, wrong: str | None) -> None:
-    """Ends both series of a contender whose outputs are wrong."""
+    """Ends both series of a contender with wrong outputs."""
     if wrong:
         for group in table.values():
             group[name].fail("failed", wrong)
 
 
 def _calibrate(series: Series, stopwatch: Stopwatch, policy: Policy) -> None:
-    """Finds how many launches make a hot sample, and whether the clock follows the work at all."""
+    """Finds the number of launches of a hot sample, and checks that the clock follows the work."""
     alone = min(stopwatch.sample("hot", 1) for _ in range(3))
     if not _is_time(alone):
         series.fail("error", _no_time(alone))
         return
-    series.launches = max(1, min(policy.most_launches, math.ceil(policy.hot_sample_us / alone)))
-    if series.launches < FEWEST_TO_FOLLOW:
+    series.launches = max(1, min(policy.max_launches, math.ceil(policy.hot_sample_us / alone)))
+    if series.launches < MIN_TO_FOLLOW:
         return
     together = stopwatch.sample("hot", series.launches) * series.launches
-    if not together > FOLLOWS * alone:
+    if not together > MIN_GROWTH * alone:
         sentence = (
             f"{series.launches} launches in a row took {together:.4g} us, one alone {alone:.4g} us: "
             "the clock does not follow the work, or the work is done once only"
@@ -193,11 +195,11 @@ def _turn(
     throttled: Callable[[], str | None],
     policy: Policy,
 ) -> str | None:
-    """One turn; a sentence if the outputs it left are wrong."""
+    """One turn. A sentence if it left wrong outputs."""
     watch.begin(series.name)
     throttled()
     if series.temperature == "hot":
-        # What ran before has filled the L2 with something else.
+        # Warm up: the contender before has filled the L2.
         contender.stopwatch.sample("hot", series.launches)
     taken = contender.stopwatch.samples(series.temperature, series.launches, policy.samples_a_turn)
     slow = throttled()
@@ -216,7 +218,7 @@ def _turn(
 
 
 def _keep(series: Series, number: int, taken: Sequence[float], slow: str | None, floor: Floor | None) -> None:
-    """Takes in what counts of one turn's samples."""
+    """Keeps the samples of a turn that count."""
     limit = floor.limit_us if floor else 0.0
     believed = [sample for sample in taken if sample >= limit]
     series.discarded[UNDER_THE_FLOOR] += len(taken) - len(believed)
@@ -227,7 +229,7 @@ def _keep(series: Series, number: int, taken: Sequence[float], slow: str | None,
         series.rounds += [number] * len(believed)
     series.discarded = +series.discarded
     strays = series.discarded[UNDER_THE_FLOOR]
-    if floor and strays > max(1.0, STRAYS * series.taken):
+    if floor and strays > max(1.0, MAX_STRAYS * series.taken):
         sentence = (
             f"{series.temperature}: {min(taken):.4g} us is under the physical floor of {floor.us:.4g} us "
             f"(by {floor.by}; {strays} of {series.taken} samples): a time "
@@ -237,11 +239,11 @@ def _keep(series: Series, number: int, taken: Sequence[float], slow: str | None,
 
 
 def _stop(series: Series, slow: str | None, policy: Policy) -> None:
-    """Ends the series if it is precise enough, or if its budget is spent."""
-    enough = len(series.samples_us) >= policy.least_samples and len(set(series.rounds)) >= policy.least_rounds
+    """Ends the series if it is precise enough or its budget is spent."""
+    enough = len(series.samples_us) >= policy.min_samples and len(set(series.rounds)) >= policy.min_rounds
     if enough and relative_error(series.samples_us, series.rounds) <= policy.target:
         series.stopped_by = "precision"
-    elif series.device_us >= policy.budget_s * 1e6 or series.taken >= policy.most_samples:
+    elif series.device_us >= policy.budget_s * 1e6 or series.taken >= policy.max_samples:
         series.stopped_by = "budget"
         if not series.samples_us:
             thrown = ", ".join(f"{number} {reason}" for reason, number in series.discarded.items())
@@ -258,7 +260,7 @@ def _no_time(sample: float) -> str:
 
 
 def timing_of(series: Series, run: str, row: Row, contender: Contender | None, program_sha256: str | None) -> Timing:
-    """The line of a record file that keeps `series` of `row`; `contender` is None for a row that was never timed."""
+    """The record line of `series` of `row`. `contender`: None for a row that was never timed."""
     floor = contender.floors.get(series.temperature) if contender else None
     again = f"{series.sentence.rstrip('.')}. Rerun: {bench_again(row)}"
     return Timing(

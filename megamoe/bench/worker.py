@@ -1,8 +1,7 @@
-"""One worker process that measures: ended when it takes too long, replaced when it dies or is no longer trusted."""
+"""One worker process that measures: ended when it takes too long, replaced when it dies or loses trust."""
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -14,12 +13,12 @@ from typing import Any, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
-from megamoe.bench.progress import Stage, read_stage
+from megamoe.bench.progress import WorkerStage, read_stage
 from megamoe.contract import Status
-from megamoe.judge.worker import interrupts_held_back, manner_of_death, start_worker
+from megamoe.judge.worker import interrupts_held_back, manner_of_death, worker_pool
 
 _POLL_S = 0.2
-# Until a worker enters its first stage it starts an interpreter and imports torch.
+# Before its first stage a worker starts, and the first one of a process waits for the import of torch.
 _START_S = 120.0
 
 T = TypeVar("T")
@@ -27,18 +26,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Why there is no result: the worker's end, and the stage in which it came (None: before the first)."""
+    """How the worker ended without a result, and in which stage (None: before the first)."""
 
     status: Status
     sentence: str
-    stage: Stage | None
+    stage: WorkerStage | None
 
 
 class BenchWorker:
-    """Runs one function after the other in a process of its own, which lasts as long as nothing goes wrong.
+    """Runs one function after another in its own process, which lasts as long as nothing goes wrong.
 
-    To be closed. Functions write their stages to the file at `progress`; one that stays in a stage for longer than the
-    stage's limit is ended.
+    Close it after use. Functions write their stages to the file at `progress`. A function that exceeds the limit of a
+    stage is ended.
     """
 
     def __init__(self, progress: Path) -> None:
@@ -56,7 +55,7 @@ class BenchWorker:
             try:
                 return future.result(timeout=_POLL_S)
             except NotYet as error:
-                # The function itself may have raised this; or it has ended since.
+                # The function may have raised this itself, or ended since.
                 if future.done() and isinstance(future.exception(), NotYet):
                     return _death(error, read_stage(self._progress))
                 stage = read_stage(self._progress)
@@ -73,15 +72,14 @@ class BenchWorker:
                 return _death(error, read_stage(self._progress))
 
     def replace(self) -> None:
-        """Ends the process; the next call gets another one."""
+        """Ends the process. The next call starts another."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()
             self._pool = None
 
     def _start(self) -> ProcessPool:
-        context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPool(max_workers=1, initializer=start_worker, context=context)
+        self._pool = worker_pool(1, "megamoe.bench.case")
         return self._pool
 
     def __enter__(self) -> BenchWorker:
@@ -91,7 +89,7 @@ class BenchWorker:
         self.replace()
 
 
-def _death(error: BaseException, stage: Stage | None) -> Death:
+def _death(error: BaseException, stage: WorkerStage | None) -> Death:
     if isinstance(error, ProcessExpired):
         return Death("crashed", f"the worker process died {manner_of_death(error.exitcode)}", stage)
     if isinstance(error, BrokenProcessPool | CancelledError):

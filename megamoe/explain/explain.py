@@ -24,8 +24,7 @@ from megamoe.contract.trace import CtaTrace, LaunchTrace, Trace
 from megamoe.explain.perfetto import perfetto
 from megamoe.explain.registers import accumulator_tile, draw_registers
 from megamoe.explain.tmem import draw_tmem, tmem_map
-from megamoe.judge.arena import Arena
-from megamoe.ops import reference
+from megamoe.judge.guarded import GuardedCase, build_program, needed_work
 from megamoe.spec.spec import Spec
 
 
@@ -62,28 +61,18 @@ def explain(spec: Spec, row: Row) -> Explanation:
     """Runs `row` with a trace. Raises UnsupportedError or ExplainError with a sentence."""
     case, target = spec.parse_case(row.case), cast(Target, row.target)
     backend, executor = load_backend(row.backend), load_executor(row.executor)
-    offered = backend.targets(case.op)
-    if target not in offered:
-        raise UnsupportedError(
-            f"backend {row.backend} has {case.op} for {', '.join(offered) or 'no target'}, not {target}"
-        )
-    reason = executor.unavailable(target)
-    if reason:
-        raise UnsupportedError(f"executor {row.executor} cannot run {target} here: {reason}")
-    program = backend.build(case, target)
+    program = build_program(row, case, backend, executor)
     if program.ptx is None:
         raise UnsupportedError(f"backend {row.backend} calls somebody else's kernel: there is no PTX to explain")
-    room = reference(case.op)
-    arena = Arena(spec, case, room.make_inputs(case))
-    execution = executor.run(program, arena.tensors, RunOptions(schedule=row.schedule, trace=True))
-    work = {"useful_flops": room.useful_flops(case), "minimum_bytes": room.minimum_bytes(case)}
+    options = RunOptions(schedule=row.schedule, trace=True)
+    execution = GuardedCase(spec, case, executor).run(program, options).execution
     return Explanation(
         row,
         case,
         program.ptx,
         tuple(assembled(program.ptx, target)),
         _trace(row, execution),
-        {**execution.counters, **work},
+        {**execution.counters, **needed_work(case)},
         execution.violation,
     )
 

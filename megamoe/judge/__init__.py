@@ -1,1 +1,1 @@
-"""From a row to a record: guarded memory, a worker that runs the program, the comparison and the evidence."""
+"""From a row to a record: guarded memory, the workers that run programs, the verdict and its evidence."""

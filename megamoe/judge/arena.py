@@ -1,8 +1,8 @@
-"""Memory that a kernel under test is given: guard bands around every tensor, poisoned outputs, inputs under seal.
+"""The memory of a kernel under test: guard bands around every tensor, poisoned outputs, sealed inputs.
 
-Each tensor lies between two bands of a position-dependent pattern, starts at an address that is a multiple of 256
-bytes (what tensor maps, the widest accesses and a fresh device allocation agree on) and is followed by its upper band
-without a gap, so that a store one byte past a ragged end is seen.
+Each tensor lies between two bands of a position-dependent pattern. It starts at a multiple of 256 bytes: enough for
+tensor maps and the widest accesses, and what a fresh device allocation has. The upper band follows without a gap, so
+that a store one byte past a ragged end shows.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 ALIGNMENT: Final = 256
 POISON_RUN: Final = 16
 
-# Quiet NaNs with a payload that no conversion or arithmetic makes (those give 0x7FFF, facts.md 7.3). A format
-# without NaN payloads gets its NaN, an integer a pattern that is neither zero nor all ones.
+# Quiet NaNs with a payload that no conversion or arithmetic produces (those give 0x7FFF, facts.md 7.3). A format
+# without NaN payloads has its only NaN here, an integer a pattern that is neither zero nor all ones.
 POISON: Final[Mapping[torch.dtype, bytes]] = {
     torch.bfloat16: b"\xd5\x7f",
     torch.float16: b"\x55\x7f",
@@ -65,7 +65,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Plot:
-    """One tensor between its bands: `memory` is uint8 and holds lower band, tensor, upper band."""
+    """One tensor between its bands. `memory` (uint8): lower band, tensor, upper band."""
 
     layout: Layout
     memory: torch.Tensor
@@ -83,8 +83,8 @@ class _Plot:
 class Arena:
     """The tensors of one case, by name, in `tensors`. Inputs are copied in; outputs hold POISON until written.
 
-    `guard`: bytes of each band, a positive multiple of 256. ValueError, as a sentence, if an input is missing, not
-    wanted, or of the wrong shape or dtype.
+    `guard`: bytes of each band, a positive multiple of 256. ValueError if an input is missing, superfluous, or of the
+    wrong shape or dtype.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Arena:
         device: str | torch.device = "cpu",
         guard: int = ALIGNMENT,
     ) -> Arena:
-        """An arena for tensors that no spec describes."""
+        """An arena for tensors without a spec."""
         arena = cls.__new__(cls)
         arena._lay_out(layouts, inputs, device, guard, "arena")
         return arena
@@ -128,19 +128,23 @@ class Arena:
         self.poison()
 
     @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs, in the order of the spec."""
+        return tuple(name for name, plot in self._plots.items() if plot.layout.role == "output")
+
+    @property
     def input_sha256(self) -> dict[str, str]:
-        """SHA-256 of every input as it was handed in, in hexadecimal."""
+        """Hexadecimal SHA-256 of every input as handed in."""
         return {name: sealed.sha256() for name, sealed in self._seals.items()}
 
     def poison(self) -> None:
-        """Fills every output with POISON, as before the first call: for a further run on the same memory."""
-        for plot in self._plots.values():
-            if plot.layout.role == "output":
-                _fill(plot.body, plot.layout.dtype)
+        """Fills every output with POISON again, for another run on the same memory."""
+        for name in self.outputs:
+            _fill(self._plots[name].body, self._plots[name].layout.dtype)
 
     @contextmanager
     def scaled_inputs(self) -> Iterator[None]:
-        """Within it, every floating-point input is what it was times a power of two: another one for each, below 1."""
+        """Within it, every floating-point input is multiplied by a power of two below 1, another one for each."""
         floats = [name for name in self._seals if self.tensors[name].dtype.is_floating_point]
         given = {name: self.tensors[name].clone() for name in floats}
         for place, name in enumerate(floats):
@@ -152,15 +156,11 @@ class Arena:
                 self.tensors[name].copy_(tensor)
 
     def unwritten(self, free: Mapping[str, torch.Tensor] | None = None) -> dict[str, int]:
-        """Number of elements of each output that still hold POISON bit for bit; those marked in `free` do not count.
+        """Number of elements of each output that still hold POISON bit for bit. Elements marked in `free` do not count.
 
-        The pattern of an integer is a value like any other: those count that stand in a run of POISON_RUN bytes of it.
+        The poison of an integer is also a legal value, so integers count only in runs of at least POISON_RUN bytes.
         """
-        return {
-            name: self._unwritten(name, (free or {}).get(name))
-            for name, plot in self._plots.items()
-            if plot.layout.role == "output"
-        }
+        return {name: self._unwritten(name, (free or {}).get(name)) for name in self.outputs}
 
     def _unwritten(self, name: str, free: torch.Tensor | None) -> int:
         tensor = self.tensors[name]
@@ -172,14 +172,14 @@ class Arena:
         return int(left.sum())
 
     def intact(self) -> bool:
-        """Whether no guard band was written to and no input has changed: `damage` without its words, and quicker."""
+        """Whether all guard bands and inputs are unchanged: a quick `damage` without words."""
         guard = self._pattern.numel()
         bands = [band for plot in self._plots.values() for band in (plot.memory[:guard], plot.memory[-guard:])]
         seals = [sealed.whole(self._plots[name].body) for name, sealed in self._seals.items()]
         return bool(torch.stack([*((band == self._pattern).all() for band in bands), *seals]).all())
 
     def damage(self) -> str | None:
-        """A sentence on every guard band that was written to and every input that has changed; None if all is whole."""
+        """A sentence on every changed guard band and input. None if there is no damage."""
         found = [sentence for name in self._plots for sentence in self._damage_to(name)]
         return "; ".join(found) or None
 
@@ -216,7 +216,7 @@ class Arena:
 
 
 def layouts_of(spec: Spec, case: Case) -> dict[str, Layout]:
-    """Layouts of the tensors that `case` has, in the order of the spec. ValueError for a dtype that torch lacks."""
+    """Layouts of the tensors of `case`, in the order of the spec. ValueError for a dtype not in DTYPES."""
     layouts: dict[str, Layout] = {}
     for name, tensor in spec.tensors_of(case).items():
         if tensor.dtype not in DTYPES:
@@ -227,7 +227,7 @@ def layouts_of(spec: Spec, case: Case) -> dict[str, Layout]:
 
 
 def is_poison(tensor: torch.Tensor) -> torch.Tensor:
-    """bool, of the tensor's shape: whether an element still holds POISON bit for bit. All False for a foreign dtype."""
+    """bool, of the tensor's shape: elements that hold POISON bit for bit. All False for a dtype without poison."""
     if tensor.dtype not in POISON:
         return torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
     bits = _BITS[tensor.dtype.itemsize]
@@ -236,7 +236,7 @@ def is_poison(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def coordinate(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Index of the element at that linear position of a contiguous tensor."""
+    """Index of an element of a contiguous tensor from its linear position."""
     index: list[int] = []
     for size in reversed(shape):
         element, remainder = divmod(element, size)
@@ -245,7 +245,7 @@ def coordinate(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _in_runs(hit: torch.Tensor, length: int) -> torch.Tensor:
-    """bool [n]: which elements of `hit` stand in a run of at least `length` hits."""
+    """bool [n]: elements of `hit` (bool [n]) in a run of at least `length` hits."""
     _, counts = torch.unique_consecutive(hit, return_counts=True)
     return hit & (counts >= length).repeat_interleave(counts)
 
@@ -268,7 +268,7 @@ def _check(layouts: Mapping[str, Layout], inputs: Mapping[str, torch.Tensor], gu
 
 
 def _pattern(guard: int, device: str | torch.device) -> torch.Tensor:
-    # 167 is odd, so that all 256 byte values occur and a shifted copy of the band differs from it everywhere.
+    # 167 is odd, so all 256 byte values occur, and a shifted copy of the band differs from it everywhere.
     return ((torch.arange(guard) * 167 + 89) % 256).to(torch.uint8).to(device)
 
 

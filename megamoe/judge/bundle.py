@@ -1,4 +1,4 @@
-"""The evidence of a failure on disk: tensors, PTX, the sentence, an error map, and the command that reruns it."""
+"""Write a failure to disk: tensors, PTX, sentence, error map, and the command that reruns the row."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _SHADES = " .:-=+*#%@"
 
 
 @dataclass(slots=True)
-class Evidence:
-    """What is known about a row that did not pass; what the judge did not reach is None."""
+class BundleContents:
+    """What the judge knows about a row that did not pass. None: it did not get that far."""
 
     sentence: str = ""
     traceback: str | None = None
@@ -36,38 +36,38 @@ class Evidence:
 
 
 def bundle_name(row: Row) -> str:
-    """A folder name for `row`, of characters that every file system takes."""
+    """A folder name for `row`, in characters that every file system takes."""
     return re.sub(r"[^A-Za-z0-9=.,_-]+", "_", "-".join(row))
 
 
-def write_bundle(folder: Path, row: Row, evidence: Evidence, specs: Path | None = None) -> Path:
-    """Writes the bundle of `row` under `folder`, in place of an earlier one of the same row, and returns its folder.
+def write_bundle(folder: Path, row: Row, contents: BundleContents, specs: Path | None = None) -> Path:
+    """Writes the bundle of `row` under `folder` and returns its folder. Replaces an earlier bundle of the same row.
 
-    tensors.pt holds {"inputs", "outputs", "oracle"} for torch.load; for every output NAME.error.npy is the absolute
-    error against the oracle (float64, NaN where the output is NaN) and NAME.error.txt a heat map of it. `specs` is the
-    folder of the specs that the run was given.
+    tensors.pt holds {"inputs", "outputs", "oracle"} for torch.load. For every output, NAME.error.npy is the absolute
+    error against the oracle (float64, NaN where the output is NaN), and NAME.error.txt a heat map of it. `specs`: the
+    folder of specs that the run was given.
     """
     place = folder / bundle_name(row)
     if place.exists():
         shutil.rmtree(place)
     place.mkdir(parents=True)
     texts = {
-        "sentence.txt": f"{row}\n{evidence.sentence}\n",
+        "sentence.txt": f"{row}\n{contents.sentence}\n",
         "rerun.sh": _rerun(row, specs),
-        "program.ptx": evidence.ptx,
-        "traceback.txt": evidence.traceback,
+        "program.ptx": contents.ptx,
+        "traceback.txt": contents.traceback,
     }
     for name, text in texts.items():
         if text is not None:
             (place / name).write_text(text, encoding="utf-8")
     (place / "rerun.sh").chmod(0o755)
-    if evidence.inputs is not None:
-        _write_tensors(place, evidence.inputs, evidence.outputs or {}, evidence.oracle or {})
+    if contents.inputs is not None:
+        _write_tensors(place, contents.inputs, contents.outputs or {}, contents.oracle or {})
     return place
 
 
 def _rerun(row: Row, specs: Path | None) -> str:
-    """A script that judges the row again where this run began, with its Python, from whatever folder it is called."""
+    """A script that judges the row again: in the folder and with the Python of this run, wherever it is called."""
     here, programs = shlex.quote(str(Path.cwd())), shlex.quote(str(Path(sys.executable).parent))
     return f'#!/bin/sh\ncd {here} && PATH={programs}:"$PATH" && {row.rerun_with(specs)}\n'
 
@@ -87,16 +87,16 @@ def _write_tensors(
     )
     for name in outputs.keys() & oracle.keys():
         error = (outputs[name].double() - oracle[name].double()).abs().numpy()
-        # -inf is what an empty row's log-sum-exp must be: equal infinities are no error.
+        # The log-sum-exp of an empty row must be -inf, so equal infinities are no error.
         error[(outputs[name].double() == oracle[name].double()).numpy()] = 0.0
         np.save(place / f"{name}.error.npy", error)
         (place / f"{name}.error.txt").write_text(heat_map(name, error), encoding="utf-8")
 
 
 def heat_map(name: str, error: NDArray[np.float64]) -> str:
-    """A text picture of `error` [..., columns]: leading axes folded into rows, each cell the worst of its block.
+    """A text picture of `error` [..., columns]. Leading axes fold into rows; a cell shows the worst of its block.
 
-    Shades are steps of the logarithm between the smallest and the largest error shown; "?" marks a NaN or infinity.
+    Shades are logarithmic steps from the smallest to the largest error shown. "?" marks a NaN or infinity.
     """
     flat = error.reshape(-1, error.shape[-1]) if error.ndim > 1 else error.reshape(1, -1)
     if flat.size == 0:

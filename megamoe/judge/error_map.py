@@ -1,4 +1,4 @@
-"""Where the wrong elements of a tensor are: the indices of every axis that they are confined to, in words."""
+"""Say in words where the wrong elements of a tensor are: for each axis, the indices that confine them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 32
 def describe(wrong: torch.Tensor, weight: torch.Tensor, axes: Sequence[str]) -> str:
     """A clause such as "64 of 8192 elements are off, all in heads=3, t 32..63 of 128".
 
-    `wrong` bool, `weight` the normalised error, of one shape; `axes` names its axes.
+    `wrong` (bool) and `weight` (the normalised error) have one shape; `axes` names its axes.
     """
     count = int(wrong.sum())
     if not count:
@@ -45,7 +45,7 @@ def _confined(hit: torch.Tensor, name: str) -> str:
 
 
 def _concentration(weight: torch.Tensor, axes: Sequence[str]) -> str:
-    """Blocks of one axis that carry nearly all of the squared error while most blocks carry none."""
+    """The blocks of an axis with nine tenths of the squared error, if they are at most half of its blocks."""
     for axis, name in enumerate(axes):
         size = weight.shape[axis]
         if size < 2 * BLOCK:

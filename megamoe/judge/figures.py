@@ -1,7 +1,7 @@
-"""What assemblers say of the programs of a run, as lines of its record file.
+"""Compiler figures of the programs of a run, as lines of its record file.
 
-Workers leave the PTX of their rows in a folder, named by its digest; the process that writes the records has each text
-assembled once for each target, however many rows share it.
+Workers leave the PTX of their rows in a folder, named by its digest. The process that writes the records assembles each
+text once for each target, however many rows share it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from megamoe.records.lines import Figures
 
 
 def program_sha256(ptx: str | None) -> str | None:
-    """The digest by which records name a program; None for what has no PTX."""
+    """The digest that names a program in records. None for a program without PTX."""
     return None if ptx is None else hashlib.sha256(ptx.encode()).hexdigest()
 
 
 def leave_program(folder: Path, ptx: str) -> str:
-    """Writes the PTX into `folder` unless it is there, and returns its digest."""
+    """Writes the PTX into `folder` unless it is there. Returns its digest."""
     digest = hashlib.sha256(ptx.encode()).hexdigest()
     path = folder / f"{digest}.ptx"
     if not path.exists():
-        # Several workers may have the same program at the same time.
+        # Several workers may write the same program at once.
         write_file(path, ptx, "the program", durable=False)
     return digest
 
 
 class FigureMaker:
-    """Assembles the programs in `folder`, each once, on threads of its own. To be closed."""
+    """Assembles each program in `folder` once, on its own threads. Close it after use."""
 
     def __init__(self, run: str, folder: Path, jobs: int = 1) -> None:
         self._run, self._folder = run, folder
@@ -41,14 +41,14 @@ class FigureMaker:
         self._made: dict[tuple[str, str], Future[list[Assembled]]] = {}
 
     def begin(self, row: Row, digest: str | None) -> None:
-        """Starts on the program of `row`, if there is one and nobody has yet."""
+        """Starts to assemble the program of `row`, if it has one that was not started before."""
         path = self._folder / f"{digest}.ptx"
         if digest is not None and (digest, row.target) not in self._made and path.exists():
             target = cast(Target, row.target)
             self._made[digest, row.target] = self._pool.submit(assembled, path.read_text("utf-8"), target)
 
     def of(self, row: Row, digest: str | None) -> list[Figures]:
-        """A line for each assembler that took the program of `row`; waits for it. None for a row without a program."""
+        """One line for each assembler that accepted the program of `row`. Waits for them. Empty without a program."""
         self.begin(row, digest)
         made = self._made.get((digest or "", row.target))
         found = made.result() if made else []
@@ -69,7 +69,7 @@ class FigureMaker:
         ]
 
     def close(self) -> None:
-        """Waits for nothing that has not begun."""
+        """Cancels what has not begun."""
         self._pool.shutdown(cancel_futures=True)
 
     def __enter__(self) -> FigureMaker:

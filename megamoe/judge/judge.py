@@ -1,4 +1,4 @@
-"""One row to one Record: build the program, run it between guard bands, compare with the references."""
+"""From one row to one Record: build the program, run it between guard bands, compare with the references."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from megamoe.contract import (
     DeviceLostError,
     Row,
     RunOptions,
     Status,
-    Target,
     UnsupportedError,
     load_backend,
     load_executor,
 )
-from megamoe.judge.arena import Arena
-from megamoe.judge.bundle import Evidence, write_bundle
+from megamoe.judge.bundle import BundleContents, write_bundle
 from megamoe.judge.figures import leave_program, program_sha256
+from megamoe.judge.guarded import GuardedCase, build_program, needed_work
 from megamoe.judge.side_by_side import leave_outputs
 from megamoe.judge.verdict import Expected, compared, complaints, expected_of
 from megamoe.ops import reference
@@ -31,12 +30,12 @@ from megamoe.spec.load import load_specs
 from megamoe.spec.spec import Spec
 
 if TYPE_CHECKING:
-    from megamoe.contract import AnyProgram, Backend, Case, Executor
+    from megamoe.contract import Case
 
 
 @dataclass(slots=True)
-class _Findings(Evidence):
-    """What is known about a row so far; what a later step did not reach stays empty."""
+class _Findings(BundleContents):
+    """What the judge knows about a row so far. Fields of steps not yet reached stay empty."""
 
     status: Status = "error"
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -52,11 +51,17 @@ def _specs(folder: Path | None) -> dict[str, Spec]:
     return load_specs(folder)
 
 
-# Rows of one case under several schedules follow each other, and the float64 oracle costs more than a small kernel.
-@lru_cache(maxsize=2)
+# The last case and its references. Rows of one case under several schedules follow each other, and the float64 oracle
+# costs more than a small kernel. One case at a time: the references of a large one take gigabytes.
+_LAST: dict[Case, Expected] = {}
+
+
 def _expected(case: Case) -> Expected:
     """Inputs, oracle and simulated reference of `case`."""
-    return expected_of(case, reference(case.op).make_inputs(case))
+    if case not in _LAST:
+        _LAST.clear()
+        _LAST[case] = expected_of(case, reference(case.op).make_inputs(case))
+    return _LAST[case]
 
 
 def judge(
@@ -67,11 +72,10 @@ def judge(
     outputs: Path | None = None,
     programs: Path | None = None,
 ) -> Record:
-    """Judges `row` in this process. Never raises for what the backend, the executor or the kernel does wrong.
+    """Judges `row` in this process. Faults of the backend, executor or kernel become a status, never an exception.
 
-    `run` is the id of the run; `specs` the folder of the specs (None: ours); `failures` the folder that takes the
-    bundle of a failure (None: none is written); `outputs` the folder that takes the outputs (None: they are dropped);
-    `programs` the one that takes the PTX (None: it is dropped).
+    `run`: id of the run. `specs`: folder of the specs (None: ours). Folders to write to, None to write nothing:
+    `failures` takes the bundle of a failure, `outputs` the outputs, `programs` the PTX.
     """
     started = time.perf_counter()
     findings = _Findings()
@@ -80,7 +84,7 @@ def judge(
     except UnsupportedError as error:
         findings.conclude("unsupported", str(error))
     except DeviceLostError as error:
-        # As a rule broken on the VM: the kernel did it, and the sentence says what.
+        # The kernel did it, as with a rule broken on the VM.
         findings.conclude("failed", str(error))
     except (Exception, SystemExit) as error:
         findings.conclude("error", explain_error(error))
@@ -113,45 +117,24 @@ def _investigate(row: Row, specs: Mapping[str, Spec], findings: _Findings) -> No
     findings.ptx = program.ptx
     expected = _expected(case)
     findings.inputs, findings.oracle = expected.inputs, expected.oracle
-    arena = Arena(spec, case, expected.inputs, getattr(executor, "device", "cpu"))
-    findings.input_sha256 = dict(arena.input_sha256)
-    options = RunOptions(schedule=row.schedule, outputs=tuple(expected.oracle))
-    execution = executor.run(program, arena.tensors, options)
-    findings.outputs = {name: arena.tensors[name].cpu() for name in expected.oracle}
-    findings.counters = {**execution.counters, **least_work(case)}
-    if execution.violation:
-        # The run stopped there: what the outputs lack besides would only hide the cause.
-        findings.conclude("failed", execution.violation)
+    guarded = GuardedCase(spec, case, executor, expected.inputs)
+    findings.input_sha256 = guarded.arena.input_sha256
+    ran = guarded.run(program, RunOptions(schedule=row.schedule))
+    findings.outputs = ran.outputs
+    findings.counters = {**ran.execution.counters, **needed_work(case)}
+    if ran.execution.violation:
+        # The run stopped there. Complaints about the rest of the outputs would hide the cause.
+        findings.conclude("failed", ran.execution.violation)
         return
-    comparison = compared(spec, expected, findings.outputs)
-    findings.metrics = comparison.metrics
-    wrong = complaints(arena, expected, comparison)
-    findings.conclude("failed" if wrong or not comparison.passed else "passed", wrong)
-
-
-def build_program(row: Row, case: Case, backend: Backend, executor: Executor) -> AnyProgram:
-    """The program of `row`. Raises UnsupportedError for a target that the backend or this machine does not have."""
-    target = cast(Target, row.target)
-    offered = backend.targets(row.op)
-    if target not in offered:
-        raise UnsupportedError(
-            f"backend {row.backend} has {row.op} for {', '.join(offered) or 'no target'}, not {target}"
-        )
-    reason = executor.unavailable(target)
-    if reason:
-        raise UnsupportedError(f"executor {row.executor} cannot run {target} here: {reason}")
-    return backend.build(case, target)
-
-
-def least_work(case: Case) -> dict[str, int]:
-    """What the op needs at the least, as counters to hold those of an executor against."""
-    room = reference(case.op)
-    return {"useful_flops": room.useful_flops(case), "minimum_bytes": room.minimum_bytes(case)}
+    judgement = compared(spec, expected, ran.outputs)
+    findings.metrics = judgement.metrics
+    wrong = complaints(guarded.arena, expected, judgement)
+    findings.conclude("failed" if wrong or not judgement.passed else "passed", wrong)
 
 
 def explain_error(error: BaseException) -> str:
-    """An exception as a sentence: its type, its message, and where in which file it came from."""
-    # The import machinery's own frames say nothing about where the fault is.
+    """An exception as a sentence: type, message, file, line and function."""
+    # Skip the frames of the import machinery.
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<")]
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {str(error) or 'no message'}{where}"

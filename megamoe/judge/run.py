@@ -1,8 +1,7 @@
-"""Many rows in isolated worker processes: one that crashes or hangs costs that row its status and nothing else."""
+"""Judge many rows in worker processes. A crash or a hang costs its own row the status and no other row anything."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
 from collections.abc import Generator, Sequence
@@ -12,24 +11,24 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired
 
 from megamoe.contract import DeviceLostError, Row, Status
-from megamoe.judge.worker import interrupts_held_back, manner_of_death, start_worker
+from megamoe.judge.worker import give_memory_back, interrupts_held_back, manner_of_death, worker_pool
 from megamoe.records.lines import Record, record_of
 
 DEFAULT_TIMEOUT_S = 300.0
 SPENT = 75
-"""The exit status of a worker whose device a kernel of an earlier row has broken (EX_TEMPFAIL of sysexits.h)."""
+"""Exit status of a worker whose device was broken by the kernel of an earlier row (EX_TEMPFAIL of sysexits.h)."""
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How to run rows. `timeout_s`: host seconds that one row may take; `specs`: folder of the specs, None for ours.
+    """How to run rows. `timeout_s`: host seconds a row may take. `specs`: folder of the specs, None for ours.
 
-    `failures`: the folder that takes the bundles of failures, `outputs` the one for all outputs, `programs` the one for
-    the PTX of all programs (megamoe.judge.figures); None writes none.
+    Folders to write to, None to write nothing: `failures` takes the bundles of failures, `outputs` all outputs,
+    `programs` the PTX of all programs (megamoe.judge.figures).
     """
 
     run: str
@@ -44,11 +43,10 @@ class RunSettings:
 def judged(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:
     """Yields one record for each of `rows`, as they finish. Closing the iterator, or Ctrl-C, ends the workers.
 
-    Each backend has workers of its own, one backend after the other: code of one must not reach the verdicts of
-    another. Rows of a backend start in the order given. A worker whose device a kernel has broken ends before its next
-    row, which goes to a fresh one. Should the pool itself break (a worker that dies while it
-    starts, say), the rows that are left go to a fresh pool; when a fresh pool finishes no row at all, they are recorded
-    as crashed.
+    Each backend has its own workers, one backend after the other, so that code of one cannot reach the verdicts of
+    another. Rows of a backend start in the order given. A worker whose device was broken by a kernel ends before its
+    next row; a fresh worker takes that row. If the pool itself breaks (a worker dies while it starts), the remaining
+    rows go to a fresh pool. If a fresh pool finishes no row at all, they are recorded as crashed.
     """
     for backend in dict.fromkeys(row.backend for row in rows):
         yield from _judged_of_one_backend([row for row in rows if row.backend == backend], settings)
@@ -68,11 +66,7 @@ def _judged_of_one_backend(rows: Sequence[Row], settings: RunSettings) -> Genera
 
 
 def _one_pool(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:
-    pool = ProcessPool(
-        max_workers=max(1, min(settings.jobs, len(rows))),
-        initializer=start_worker,
-        context=multiprocessing.get_context("spawn"),
-    )
+    pool = worker_pool(max(1, min(settings.jobs, len(rows))), "megamoe.judge.judge")
     finished: queue.SimpleQueue[tuple[Row, Future[Record]]] = queue.SimpleQueue()
     try:
         with interrupts_held_back():
@@ -86,7 +80,7 @@ def _one_pool(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, N
                 yield record
         pool.close()
     finally:
-        # Idle workers end on close; stop() ends those that an interrupt or an early exit left busy.
+        # close() ends idle workers, stop() also busy ones after an interrupt or an early exit.
         pool.stop()
         pool.join()
 
@@ -96,7 +90,7 @@ def _hand_over(finished: queue.SimpleQueue[tuple[Row, Future[Record]]], row: Row
 
 
 def _next(finished: queue.SimpleQueue[tuple[Row, Future[Record]]]) -> tuple[Row, Future[Record]]:
-    # A get() with no time limit would keep Ctrl-C waiting on some platforms.
+    # A get() without a time limit blocks Ctrl-C on some platforms.
     while True:
         try:
             return finished.get(timeout=_POLL_S)
@@ -105,8 +99,8 @@ def _next(finished: queue.SimpleQueue[tuple[Row, Future[Record]]]) -> tuple[Row,
 
 
 def _record_of_future(row: Row, future: Future[Record], settings: RunSettings) -> Record | None:
-    """The record of a finished future; None if the row had no turn: the pool broke, or its worker was spent."""
-    # exception() hands over even a SystemExit of the worker's, which result() would raise in this process.
+    """The record of a finished future. None if the row had no turn: the pool broke, or its worker was spent."""
+    # exception() returns even a SystemExit of the worker; result() would raise it in this process.
     try:
         error = future.exception()
     except CancelledError:
@@ -138,7 +132,10 @@ def _judge_row(row: Row, settings: RunSettings) -> Record:
     from megamoe.judge.judge import judge
 
     if DeviceLostError.met is not None:
-        # The row before has its record; this one is judged by a process that still has a device.
+        # The row before has its record. A process that still has a device will judge this one.
         os._exit(SPENT)
     folders = {"failures": settings.failures, "outputs": settings.outputs, "programs": settings.programs}
-    return judge(row, settings.run, specs=settings.specs, **folders)
+    try:
+        return judge(row, settings.run, specs=settings.specs, **folders)
+    finally:
+        give_memory_back()

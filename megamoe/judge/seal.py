@@ -1,4 +1,4 @@
-"""Seals on the inputs of a kernel: whether their bytes are still those that were handed in, and which are not."""
+"""Seals on the inputs of a kernel: whether a kernel has changed them, and in which blocks."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Final, Protocol
 import torch
 
 SEAL_BYTES: Final = 4096
-# Bytes compared at once on a device, where a comparison takes as much again for its result.
+# Bytes compared at once on a device. A comparison needs as much memory again for its result.
 _CHUNK: Final = 1 << 30
 
 
 class Seal(Protocol):
-    """What was put on a tensor's memory, a vector of uint8, when it was filled."""
+    """A seal on the memory of a tensor (a vector of uint8), made when it was filled."""
 
     def whole(self, body: torch.Tensor) -> torch.Tensor:
-        """bool, of no axis, on the device of `body`: whether nothing has changed."""
+        """bool scalar on the device of `body`: True if nothing has changed."""
         ...
 
     def broken(self, body: torch.Tensor) -> list[int]:
-        """The blocks of SEAL_BYTES bytes of `body` that have changed, ascending."""
+        """Indices of the changed blocks of SEAL_BYTES bytes of `body`, ascending."""
         ...
 
     def sha256(self) -> str:
-        """SHA-256 over the SHA-256 of each block as it was sealed, in hexadecimal."""
+        """Hexadecimal SHA-256 over the SHA-256 of each block as sealed."""
         ...
 
 
 def seal(body: torch.Tensor) -> Seal:
-    """A seal on `body`: digests in the host's memory; on a device a copy, which is checked without a transfer."""
-    return Digests(body) if body.device.type == "cpu" else Copy(body)
+    """Seals `body`: by digests in host memory; on a device by a copy there, so that checking needs no transfer."""
+    return Digests(body) if body.device.type == "cpu" else SealedCopy(body)
 
 
 class Digests:
@@ -52,8 +52,8 @@ class Digests:
         return hashlib.sha256(b"".join(self._digests)).hexdigest()
 
 
-class Copy:
-    """The bytes themselves, in other memory of the same device."""
+class SealedCopy:
+    """A copy of the bytes on the same device."""
 
     def __init__(self, body: torch.Tensor) -> None:
         self._bytes = body.clone()

@@ -1,7 +1,7 @@
-"""Backends side by side: how far the outputs of one case lie from each other, and who stands alone.
+"""Backends side by side: how far apart the outputs of one case are, and which backend stands alone.
 
-Workers leave the outputs of their rows in a folder of the run; when all rows are done, those of one case, target,
-executor and schedule are held against each other. Nothing here judges: verdicts are those of the rows.
+Workers leave the outputs of their rows in a folder of the run. When all rows are done, the outputs of one case, target,
+executor and schedule are compared. Nothing here judges: the verdicts are those of the rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _file(folder: Path, row: Row) -> Path:
 
 
 def leave_outputs(folder: Path, row: Row, outputs: Mapping[str, torch.Tensor]) -> None:
-    """Save the outputs of `row` as float64 arrays, which hold every value of the formats in use exactly."""
+    """Save the outputs of `row` as float64 arrays; float64 is exact for all formats in use."""
     arrays = {name: tensor.double().cpu().numpy() for name, tensor in outputs.items()}
     np.savez(_file(folder, row), **arrays)  # pyright: ignore[reportArgumentType]  (no output is called allow_pickle)
 
@@ -43,7 +43,7 @@ def _outputs(folder: Path, row: Row) -> Outputs | None:
 
 
 def agreements(run: str, records: Iterable[Record], folder: Path) -> list[Agreement]:
-    """One Agreement for each case, target, executor and schedule that two or more backends have outputs for."""
+    """One Agreement for each case, target, executor and schedule with outputs of two or more backends."""
     groups: dict[tuple[str, str, str, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record.case, record.target, record.executor, record.schedule), []).append(record)
@@ -77,7 +77,7 @@ def _agreement(run: str, group: Sequence[Record], folder: Path) -> Agreement | N
 
 
 def _apart(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> dict[str, float]:
-    """`max` and `rms` of the difference where both are finite, and `unequal`: the share of elements that differ."""
+    """`max` and `rms` of the difference where both are finite; `unequal`: share of elements that differ."""
     unequal = ~((a == b) | (np.isnan(a) & np.isnan(b)))
     both = np.isfinite(a) & np.isfinite(b)
     difference = np.abs(a[both] - b[both])
@@ -89,7 +89,7 @@ def _apart(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> dict[str, 
 
 
 def _alone(group: Sequence[Record]) -> str | None:
-    """The one backend whose verdict no other shares, when the others agree."""
+    """The backend whose verdict no other shares, if all others agree."""
     passed = [record.backend for record in group if record.status == "passed"]
     failed = [record.backend for record in group if record.status != "passed"]
     if len(failed) == 1 and passed:

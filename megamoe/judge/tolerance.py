@@ -1,19 +1,19 @@
-"""Whether the outputs of one case are right: verdict, metrics, the worst coordinate with both values, and a sentence.
+"""Judge the outputs of one case: verdict, metrics, a sentence, and the worst coordinate with both values.
 
-Errors are measured against the float64 oracle and normalised, so that one bar holds for every magnitude. A *row* is a
-slice along the last axis; its scale is the root mean square of the oracle's row, no less than the smallest normal
-number of the output's dtype nor than the output's `absolute_scale`. Rows that may hold anything do not count. Three
-errors are held to a bar each:
+Errors are against the float64 oracle and normalised, so that one bar fits every magnitude. A *row* is a slice along
+the last axis. Its scale is the root mean square of the oracle's row, but at least the smallest normal number of the
+output's dtype and at least the output's `absolute_scale`. Rows that may hold anything do not count. Three errors have
+a bar each:
 
-* `rms`: over the tensor, of error / scale of the row. Sees a small systematic error.
-* `row`: the largest over rows, of the rms within the row. Sees a fault of a single row, head, tile or mask.
-* `max`: the largest over elements, of error / max(scale of the row, |oracle|). Sees a single wrong element.
+* `rms`: root mean square over the tensor of error / scale of the row. Shows a small systematic error.
+* `row`: the largest rms of a single row. Shows a fault of one row, head, tile or mask.
+* `max`: the largest error / max(scale of the row, |oracle|) of an element. Shows a single wrong element.
 
-A bar is noise_ratio times the same error of the simulated reference, and no less than a floor in ulps of the dtype
-(`Floor`): the rounding errors of two legal kernels differ, and on a small tensor either may be zero by luck.
+A bar is noise_ratio times the same error of the simulated reference, but at least a floor in ulps of the dtype
+(`UlpBars`): the rounding errors of two legal kernels differ, and on a small tensor either may be zero by luck.
 
-What an op leaves to the kernel beyond rounding errors, its reference states for the outputs seen (`Latitude`): outputs
-of codes are held to the interval of each element, exactly.
+A kernel may have choices beyond rounding. The op's reference states them for the outputs seen (`Latitude`). Outputs of
+codes must lie in the interval of each element, exactly.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ ERRORS: Final = ("rms", "row", "max")
 
 
 class Bars(Protocol):
-    """The part of a spec's tolerance that a comparison needs."""
+    """The part of a spec's tolerance that `compare` needs."""
 
     @property
     def cosine(self) -> float:
-        """Least cosine similarity of a published cell."""
+        """Minimum cosine similarity of a published cell."""
         ...
 
     @property
     def noise_ratio(self) -> float:
-        """How many times the simulated reference's own error an output may have."""
+        """Maximum error of an output, as a multiple of the simulated reference's own error."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
-    """Least bars of one dtype, in ulps (torch.finfo.eps) of the scale.
+class UlpBars:
+    """Minimum bars of one dtype, in ulps (torch.finfo.eps) of the scale.
 
-    `rms` is that of a tensor of many rows. The rounding of a few intermediates moves a whole row at once, so that
-    few rows average badly: the floor of n rows is sqrt(rms^2 + row^2 * ROW_EXCESS / n), and no more than `row`.
+    `rms` is for a tensor of many rows. Rounding a few intermediates moves a whole row at once, so few rows average
+    badly: the minimum for n rows is sqrt(rms^2 + row^2 * ROW_EXCESS / n), but at most `row`.
     """
 
     rms: float
@@ -63,22 +63,21 @@ class Floor:
     max: float
 
 
-# A 16-bit output is the rounding of a sum of products of which one operand was rounded to the same dtype; both are off
-# by at most half an ulp, so that a row may be off by one ulp and an element that cancels by more. Over many rows the
-# two roundings have an rms of 0.3 ulp. An fp32 output has been through accumulations in an order that nobody
-# prescribes, truncated rather than rounded in tensor cores (facts.md 7.1), and approximate functions of 2
-# ulps.
-FLOORS: Final[Mapping[torch.dtype, Floor]] = {
-    torch.bfloat16: Floor(rms=0.5, row=1.0, max=2.5),
-    torch.float16: Floor(rms=0.5, row=1.0, max=2.5),
-    torch.float32: Floor(rms=64.0, row=64.0, max=64.0),
+# A 16-bit output is a rounded sum of products, and one operand of each product was rounded to the same dtype. Either
+# rounding is off by at most half an ulp, so a row may be off by one ulp, and an element that cancels by more. Over many
+# rows the two roundings have an rms of 0.3 ulp. An fp32 output comes from accumulations in any order, truncated rather
+# than rounded in tensor cores (facts.md 7.1), and from approximate functions of 2 ulps.
+ULP_BARS: Final[Mapping[torch.dtype, UlpBars]] = {
+    torch.bfloat16: UlpBars(rms=0.5, row=1.0, max=2.5),
+    torch.float16: UlpBars(rms=0.5, row=1.0, max=2.5),
+    torch.float32: UlpBars(rms=64.0, row=64.0, max=64.0),
 }
 ROW_EXCESS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Worst:
-    """The coordinate that speaks for a failure; values as float64 of what was stored and what the oracle says."""
+    """The worst coordinate of a failure, with the stored value and the oracle's, both as float64."""
 
     tensor: str
     coordinate: tuple[tuple[str, int], ...]
@@ -91,10 +90,10 @@ class Worst:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """Verdict of one case. `metrics` has TENSOR.rms, .row, .max and their `.bar`, and TENSOR.cosine; floats only.
+class Judgement:
+    """The verdict on one case. `metrics`: TENSOR.rms, .row and .max, the `.bar` of each, and TENSOR.cosine.
 
-    `sentence` is empty if and only if `passed`; `worst` is of the tensor that the sentence speaks of.
+    `sentence` is empty if and only if `passed`. `worst` is in the first tensor of the sentence that has one.
     """
 
     passed: bool
@@ -105,10 +104,10 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """One output with what it is held against, all of one shape. `settled`: the oracle after the kernel's choices.
+    """One output and its references, all of one shape. `settled`: the oracle after the kernel's choices.
 
-    `held` (bool, all axes of the output but the last): which of its rows the tensors have, one after another; None if
-    they have all of them and its shape. `axes` are those of the output.
+    `held`: bool, all axes of the output but the last. It marks the rows of the output that these tensors hold, one
+    after another. None: they hold all rows, in the output's shape. `axes`: those of the output.
     """
 
     name: str
@@ -140,12 +139,12 @@ def compare(
     absolute_scale: Mapping[str, float] | None = None,
     free: Tensors | None = None,
     latitude: Latitude | None = None,
-) -> Comparison:
-    """Holds every output of `case` to the oracle (float64) and to the simulated reference (the output's dtype).
+) -> Judgement:
+    """Compares every output of `case` with the oracle (float64) and the simulated reference (the output's dtype).
 
-    `published` adds the cosine bar. `axes` names the axes of each output (the spec's shape), `absolute_scale` the
+    `published` adds the cosine bar. `axes`: names of the axes of each output (the spec's shape). `absolute_scale`:
     outputs whose error counts in absolute terms (`Reference.ABSOLUTE_SCALE`). `free` (bool) marks elements that may
-    hold anything. Wrong, missing or empty outputs are a failed comparison, never an exception.
+    hold anything. Wrong, missing or empty outputs fail; they raise nothing.
     """
     metrics: dict[str, float] = {}
     failures: list[tuple[str, Worst | None]] = []
@@ -169,7 +168,7 @@ def compare(
         failures.append(("the reference has no output, so nothing was compared", None))
     sentence = f"{case.id}: " + "; ".join(complaint for complaint, _ in failures) if failures else ""
     worst = next((found for _, found in failures if found), None)
-    return Comparison(not failures, metrics, sentence, worst)
+    return Judgement(not failures, metrics, sentence, worst)
 
 
 def _axis_names(given: Sequence[str], dims: int) -> tuple[str, ...]:
@@ -190,8 +189,8 @@ def _missing(name: str, actual: Tensors, oracle: Tensors, simulated: Tensors, co
         return f"shape {tuple(seen.shape)}; the reference has {tuple(wanted.shape)}"
     if seen.dtype != wanted.dtype:
         return f"dtype {seen.dtype}; the reference has {wanted.dtype}"
-    if seen.dtype not in FLOORS and not codes:
-        return f"dtype {seen.dtype} has no floor; known are {', '.join(str(dtype) for dtype in FLOORS)}"
+    if seen.dtype not in ULP_BARS and not codes:
+        return f"dtype {seen.dtype} has no floor; known are {', '.join(str(dtype) for dtype in ULP_BARS)}"
     return "" if seen.numel() else f"zero elements compared, shape {tuple(seen.shape)}"
 
 
@@ -220,8 +219,8 @@ def _judge_codes(name: str, codes: Codes) -> _Verdict:
 
 
 def _held_rows(whole: _Output, free: torch.Tensor | None) -> _Output:
-    """The rows of which anything is expected. The others, of expert rows perhaps 127 of 128, have no error, so that any
-    number of them would hide that of the rest, and take most of the time."""
+    """Drop rows where nothing is expected: of expert rows perhaps 127 of 128. They have no error, so they would dilute
+    the rms, and take most of the time."""
     held = None if free is None else ~free.to(whole.actual.device).all(dim=-1)
     if held is None or bool(held.all()):
         return whole
@@ -231,7 +230,7 @@ def _held_rows(whole: _Output, free: torch.Tensor | None) -> _Output:
 
 
 def _in_place(output: _Output, part: torch.Tensor) -> torch.Tensor:
-    """`part`, of the rows that are held, in the shape of the output; 0 elsewhere."""
+    """`part`, which has the held rows only, in the shape of the output; 0 elsewhere."""
     if output.held is None:
         return part
     whole = part.new_zeros((*output.held.shape, part.shape[-1]))
@@ -277,7 +276,7 @@ def _judge(output: _Output, tolerance: Bars, published: bool) -> _Verdict:
 
 
 def _misplaced(actual: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    # Infinities compare equal to themselves, sign included; NaN to nothing.
+    # Infinities of one sign compare equal; NaN compares equal to nothing.
     nan_differs = torch.isnan(actual) != torch.isnan(rounded)
     infinite = torch.isinf(actual) | torch.isinf(rounded)
     return nan_differs | (infinite & (actual != rounded) & ~torch.isnan(actual) & ~torch.isnan(rounded))
@@ -310,7 +309,7 @@ def _errors(error: torch.Tensor, scale: torch.Tensor, element_scale: torch.Tenso
 
 
 def _floors(output: _Output) -> dict[str, float]:
-    floor, ulp = FLOORS[output.actual.dtype], torch.finfo(output.actual.dtype).eps
+    floor, ulp = ULP_BARS[output.actual.dtype], torch.finfo(output.actual.dtype).eps
     rows = max(1, output.actual.numel() // (output.actual.shape[-1] or 1 if output.actual.dim() else 1))
     rms = min(floor.row, math.hypot(floor.rms, floor.row * math.sqrt(ROW_EXCESS / rows)))
     return {"rms": rms * ulp, "row": floor.row * ulp, "max": floor.max * ulp}
@@ -319,7 +318,7 @@ def _floors(output: _Output) -> dict[str, float]:
 def _cosine(actual: torch.Tensor, oracle: torch.Tensor) -> float:
     if not actual.numel():
         return 1.0
-    # Dividing by the largest magnitude first keeps the squares of subnormal outputs from vanishing.
+    # Divide by the largest magnitude first: squares of subnormal outputs would vanish.
     a, b = (x / x.abs().max().clamp(min=torch.finfo(torch.float64).tiny) for x in (actual, oracle))
     lengths = float(a.norm() * b.norm())
     if lengths == 0.0:

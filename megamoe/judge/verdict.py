@@ -1,4 +1,4 @@
-"""What the outputs of a case are held against, and what they come to: the judge's and the benchmark's one opinion."""
+"""References of a case, and the comparison that judge and bench share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megamoe.judge.tolerance import Comparison, compare
+from megamoe.judge.tolerance import Judgement, compare
 from megamoe.ops import Codes, Latitude, Sample, reference
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ Tensors = Mapping[str, "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Expected:
-    """The references of one case, and of a sample of it where the whole would cost too much.
+    """The references of one case, or of a sample of it where the whole would cost too much.
 
-    `oracle` and `simulated` lie on the CPU, `inputs` on the device where the references were computed; all three are
-    the sample's if there is one.
+    `oracle` and `simulated` are on the CPU, `inputs` on the device that computed the references. With a `sample`, all
+    three, and `case`, are those of the sample.
     """
 
     case: Case
@@ -36,32 +36,32 @@ class Expected:
 
     @cached_property
     def free(self) -> Tensors:
-        """bool, on the CPU: elements of outputs that may hold anything."""
+        """bool, on the CPU: output elements that may hold anything."""
         return on_cpu(reference(self.case.op).free(self.case, self.inputs))
 
     def part(self, outputs: Tensors) -> Tensors:
-        """Of the outputs of the whole case, those that are judged, on the CPU."""
+        """The part of the whole case's outputs that is judged, on the CPU."""
         if self.sample is None:
             return on_cpu(outputs)
         return {name: outputs[name][rows.to(outputs[name].device)].cpu() for name, rows in self.sample.rows.items()}
 
 
-def expected_of(case: Case, inputs: Tensors, most_flops: int | None = None) -> Expected:
-    """The references of `case` for `inputs`, computed on the device where these lie.
+def expected_of(case: Case, inputs: Tensors, max_flops: int | None = None) -> Expected:
+    """The references of `case` for `inputs`, computed on the device of the inputs.
 
-    A case of more than `most_flops` useful operations is judged by a sample of its outputs, if its reference can take
-    one (`Reference.sample`); None: by all of them, whatever that costs.
+    With `max_flops`, a case of more useful operations is judged by a sample of its outputs, if its reference can take
+    one (`Reference.sample`). None: judge all outputs, at any cost.
     """
     room = reference(case.op)
-    sample = None if most_flops is None else room.sample(case, inputs, most_flops)
+    sample = None if max_flops is None else room.sample(case, inputs, max_flops)
     if sample is not None:
         case, inputs = sample.case, sample.inputs
     oracle, simulated = room.oracle(case, inputs), room.simulated(case, inputs)
     return Expected(case, inputs, on_cpu(oracle), on_cpu(simulated), sample)
 
 
-def compared(spec: Spec, expected: Expected, outputs: Tensors) -> Comparison:
-    """Holds `outputs` (those of the whole case, on any device) to the references, by the tolerance of `spec`."""
+def compared(spec: Spec, expected: Expected, outputs: Tensors) -> Judgement:
+    """Compares `outputs` (of the whole case, on any device) with the references, by the tolerance of `spec`."""
     case, room = expected.case, reference(expected.case.op)
     part = expected.part(outputs)
     latitude = room.latitude(
@@ -81,22 +81,22 @@ def compared(spec: Spec, expected: Expected, outputs: Tensors) -> Comparison:
     )
 
 
-def complaints(arena: Arena, expected: Expected, comparison: Comparison) -> str:
-    """Everything that is wrong with the memory and the outputs of a call, as one sentence; empty if nothing is.
+def complaints(arena: Arena, expected: Expected, judgement: Judgement) -> str:
+    """One sentence with all faults of the memory and outputs of a call; "" if there is none.
 
-    Outputs that still hold their poison count, which a NaN in the oracle would excuse.
+    Unwritten outputs count here: their poison is NaN, which `compared` excuses where the oracle has NaN.
     """
-    # What may stay unwritten of a case that is judged by a sample is not known of the rest.
+    # A sample does not tell which other elements may stay unwritten.
     left = {} if expected.sample else arena.unwritten(expected.free)
     unwritten = [f"{count} elements of {name}" for name, count in left.items() if count]
     never = f"{' and '.join(unwritten)} were never written" if unwritten else None
     sampled = f" (among {expected.sample.doc}, which alone were judged)" if expected.sample else ""
-    verdict = f"{comparison.sentence}{sampled}" if comparison.sentence else ""
+    verdict = f"{judgement.sentence}{sampled}" if judgement.sentence else ""
     return "; ".join(sentence for sentence in (arena.damage(), never, verdict) if sentence)
 
 
 def on_cpu(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """The tensors in the host's memory; those that are there already are not copied."""
+    """The tensors in host memory. Does not copy those that are there already."""
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 

@@ -1,26 +1,54 @@
-"""What every worker process needs: a quiet start, an end with its parent, and words for how it died."""
+"""Worker processes: forked from a server that holds torch alone, quiet at their start, ended with their parent.
+
+A worker that imports torch by itself is ready after 2.6 s; one that is forked with it, after 0.02 s (two cores). The
+server has imported nothing of ours or of a backend, has never initialised CUDA and has one thread, so that a fork of
+it is as clean as a fresh interpreter.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
+from importlib import import_module
+from multiprocessing import forkserver, resource_tracker
 
-_BLAS_THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+from pebble import ProcessPool
+
+_ONE_THREAD = dict.fromkeys(
+    ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
+)
+
+
+def worker_pool(workers: int, module: str) -> ProcessPool:
+    """A pool of that many workers, none of them started yet. Schedule its tasks within `interrupts_held_back`.
+
+    Each worker imports `module` before its first task, so that no task pays for that with its time limit.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    with interrupts_held_back(), _environment({**os.environ, **_ONE_THREAD}):
+        forkserver.ensure_running()
+    # Starts the first worker of a server, and so waits for the import of torch, where Ctrl-C still works.
+    ready = context.Process(target=_nothing)
+    ready.start()
+    ready.join()
+    return ProcessPool(workers, initializer=start_worker, initargs=(dict(os.environ), module), context=context)
 
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """Workers, and the pool's threads that replace them, inherit the mask: Ctrl-C is this process's to act upon.
+    """Blocks SIGINT. Processes and threads started within inherit the mask, so that Ctrl-C reaches this process alone.
 
-    A worker that is interrupted while its interpreter starts would print a traceback of its own.
+    A worker that is interrupted while it starts would print a traceback of its own.
     """
-    # Started here because starting it later would lift the mask.
+    # Starting the tracker lifts the mask, so start it first.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -41,19 +69,52 @@ def manner_of_death(exit_code: int | None) -> str:
         return f"of signal {-exit_code}"
 
 
-def start_worker() -> None:
-    """Runs in each new worker. One BLAS thread a worker: as many workers as cores would fight over them otherwise."""
-    for variable in _BLAS_THREAD_VARIABLES:
-        os.environ[variable] = "1"
+def start_worker(environment: Mapping[str, str], module: str) -> None:
+    """Runs first in each worker. `environment`: that of the parent, since the server may be older than its changes.
+
+    One BLAS thread a worker: as many workers as cores would fight over more. `module` as in `worker_pool`.
+    """
+    _replace_environment({**environment, **_ONE_THREAD})
     faulthandler.enable()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch
 
     torch.set_num_threads(1)
+    import_module(module)
+    # Keeps the collector off the pages that all workers share, and makes `give_memory_back` take 2 ms, not 240.
+    gc.freeze()
+
+
+def give_memory_back() -> None:
+    """Returns the memory of a row that is done to the system: cycles first, then what the allocator keeps."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+@contextmanager
+def _environment(environment: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    _replace_environment(environment)
+    try:
+        yield
+    finally:
+        _replace_environment(before)
+
+
+def _replace_environment(environment: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _end_with_parent() -> None:
-    """A worker in the middle of a row would outlive a killed run for as long as the row takes, or for ever."""
+    """Ends a worker in the middle of a row, which would outlive a killed run for as long as the row takes."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -9,11 +9,9 @@ from typing import TypeVar
 import pytest
 import torch
 
-from backends.vm.executor import EXECUTOR
-from conformance.kernels.laws.law import inputs_of, spec_of
-from megamoe.contract import Case, HostProgram, RunOptions, UnsupportedError
-from megamoe.judge.arena import Arena
-from megamoe.ops import reference
+from conformance.kernels.laws.law import spec_of
+from megamoe.contract import Case, HostProgram, RunOptions, UnsupportedError, load_executor
+from megamoe.judge.guarded import GuardedCase
 
 SCHEDULES = ("eager", "lazy", "random:1", "random:2")
 Made = TypeVar("Made")
@@ -29,13 +27,8 @@ def made(make: Callable[[], Made]) -> Made:
 
 def outputs(case: Case, program: HostProgram, schedule: str = "eager") -> tuple[dict[str, torch.Tensor], str | None]:
     """What `program` writes for `case`, and the first rule broken, byte damaged or output left unwritten."""
-    inputs = inputs_of(case)
-    arena = Arena(spec_of(case.op), case, inputs)
-    execution = EXECUTOR.run(program, arena.tensors, RunOptions(schedule=schedule))
-    unwritten = arena.unwritten(reference(case.op).free(case, inputs))
-    left = [f"{count} elements of {name} were never written" for name, count in unwritten.items() if count]
-    broken = execution.violation or arena.damage() or (left[0] if left else None)
-    return {name: arena.tensors[name] for name in unwritten}, broken
+    ran = GuardedCase(spec_of(case.op), case, load_executor("vm")).run(program, RunOptions(schedule=schedule))
+    return ran.outputs, ran.fault() or None
 
 
 def without(pattern: str) -> Callable[[str], str]:

@@ -10,7 +10,7 @@ import torch
 from conformance.kernels.laws.law import BrokenLawError, Tensors, spec_of
 from megamoe.contract import Case
 from megamoe.judge.arena import coordinate
-from megamoe.judge.tolerance import FLOORS
+from megamoe.judge.tolerance import ULP_BARS
 from megamoe.ops import reference
 
 # The judge lets either side be this far from the truth, so the sides may be twice as far apart.
@@ -47,7 +47,7 @@ def close(
     """
     absolute = {**reference(case.op).ABSOLUTE_SCALE, **(least_scale or {})}
     for name, right in _pairs(seen, wanted):
-        left, floor, ulp = seen[name], FLOORS[seen[name].dtype], torch.finfo(seen[name].dtype).eps
+        left, floor, ulp = seen[name], ULP_BARS[seen[name].dtype], torch.finfo(seen[name].dtype).eps
         misplaced = _misplaced(left, right)
         if misplaced.any():
             _complain(case, name, misplaced.double(), (left, right), what, "NaN or infinity on one side only")

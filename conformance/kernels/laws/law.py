@@ -28,7 +28,7 @@ from megamoe.contract import (
     load_backend,
     load_executor,
 )
-from megamoe.judge.arena import Arena
+from megamoe.judge.guarded import GuardedCase
 from megamoe.ops import reference
 from megamoe.spec.load import load_specs
 from megamoe.spec.spec import Spec
@@ -82,22 +82,17 @@ class Bench:
         """
         executor = load_executor(self.machine.executor)
         self.last = self.machine.row(case, _possible(executor, schedule or self.schedule))
-        arena = Arena(spec_of(case.op), case, inputs, getattr(executor, "device", "cpu"))
+        guarded = GuardedCase(spec_of(case.op), case, executor, inputs)
         try:
             program = load_backend(self.machine.backend).build(case, self.machine.target)
-            execution = executor.run(program, arena.tensors, RunOptions(schedule=self.last.schedule))
+            ran = guarded.run(program, RunOptions(schedule=self.last.schedule))
         except UnsupportedError:
             raise
         except Exception as error:
             raise BrokenLawError(f"{case.id} ends in {type(error).__name__}: {error}") from error
-        free = reference(case.op).free(case, inputs)
-        left = arena.unwritten(free)
-        unwritten = [f"{count} elements of {name} were never written" for name, count in left.items() if count]
-        for sentence in (execution.violation, arena.damage(), *unwritten):
-            if sentence:
-                raise BrokenLawError(f"{case.id}: {sentence}")
-        outputs = {name: arena.tensors[name].cpu() for name in left}
-        return {name: out.masked_fill(free[name], 0) if name in free else out for name, out in outputs.items()}
+        if fault := ran.fault():
+            raise BrokenLawError(f"{case.id}: {fault}")
+        return ran.settled
 
 
 def _possible(executor: Executor, schedule: str) -> str:

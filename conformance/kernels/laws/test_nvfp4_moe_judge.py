@@ -13,7 +13,7 @@ from conformance.fakes.nvfp4_moe import FAULTS, STYLES, emulate
 from conformance.kernels.laws.law import spec_of
 from megamoe.contract import AxisValue, Case
 from megamoe.judge.arena import Arena
-from megamoe.judge.tolerance import Comparison, compare
+from megamoe.judge.tolerance import Judgement, compare
 from megamoe.ops import Codes, reference
 
 SPEC = spec_of("nvfp4_moe")
@@ -78,7 +78,7 @@ def references(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
     return inputs, MOE.oracle(case, inputs), MOE.simulated(case, inputs)
 
 
-def judged(case: Case, name: str) -> Comparison:
+def judged(case: Case, name: str) -> Judgement:
     """The verdict on the emulated kernel `name`."""
     inputs, oracle, simulated = references(case)
     arena = Arena(SPEC, case, inputs)

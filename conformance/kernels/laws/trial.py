@@ -12,6 +12,7 @@ from hypothesis.vendor.pretty import RepresentationPrinter
 from conformance.kernels.laws.law import Bench, Law, Machine, spec_of, specs
 from conformance.kernels.laws.strategies import cases, schedules
 from megamoe.contract import Case, UnsupportedError, spell
+from megamoe.judge.worker import give_memory_back
 
 # A machine that declines so many cases in a row, and has not done any, is taken to have no kernel for the law.
 DECLINED_IN_A_ROW = 25
@@ -72,4 +73,6 @@ def conduct(law: Law, machine: Machine, trial: Trial, tally: Tally) -> None:
         if not tally.held and tally.declined >= DECLINED_IN_A_ROW:
             pytest.skip(f"unsupported: {machine} declined the first {tally.declined} cases of {law.name}; {error}")
         reject()
+    finally:
+        give_memory_back()
     tally.held += 1

@@ -15,9 +15,8 @@ from functools import cache
 
 import torch
 
-from backends.vm.executor import EXECUTOR
-from megamoe.contract import Program, RunOptions, load_backend
-from megamoe.judge.arena import Arena
+from megamoe.contract import Program, RunOptions, load_backend, load_executor
+from megamoe.judge.guarded import GuardedCase
 from megamoe.ops import reference
 from megamoe.spec.load import load_specs
 from megamoe.spec.spec import Spec
@@ -105,13 +104,12 @@ def mutants(ptx: str) -> Iterator[Mutant]:
 
 
 def _outputs(built: Program, schedule: str) -> tuple[dict[str, torch.Tensor], str]:
-    arena = Arena(_spec(), _spec().parse_case(CASE), _inputs())
-    arena.poison()
-    execution = EXECUTOR.run(built, arena.tensors, RunOptions(schedule=schedule, step_budget=200_000))
-    sentence = execution.violation or arena.damage() or ""
-    if not sentence and (unwaited := execution.counters.get("tmem_unwaited_overwrites", 0)):
+    guarded = GuardedCase(_spec(), _spec().parse_case(CASE), load_executor("vm"), _inputs())
+    ran = guarded.run(built, RunOptions(schedule=schedule, step_budget=200_000))
+    sentence = ran.fault(may_leave_unwritten=True)
+    if not sentence and (unwaited := ran.execution.counters.get("tmem_unwaited_overwrites", 0)):
         sentence = f"counted: {unwaited} writes to tensor memory that only a register dependence orders after a load"
-    return {name: arena.tensors[name].clone() for name in ("o", "lse")}, sentence
+    return ran.outputs, sentence
 
 
 def examine(mutant: Mutant, right: dict[str, torch.Tensor]) -> Finding:

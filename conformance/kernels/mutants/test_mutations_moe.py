@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 
 from backends.cutedsl.sm100_moe.program import moe_program
-from backends.vm.executor import EXECUTOR
-from conformance.kernels.laws.law import inputs_of, spec_of
-from megamoe.contract import Case, HostProgram, Program, RunOptions, UnsupportedError, load_backend
-from megamoe.judge.arena import Arena
+from conformance.kernels.laws.law import spec_of
+from megamoe.contract import Case, HostProgram, Program, RunOptions, UnsupportedError, load_backend, load_executor
+from megamoe.judge.guarded import GuardedCase
 
 SCHEDULES = ("eager", "lazy", "random:1")
 COUNTER = "tmem_unordered_copies"
@@ -39,8 +38,8 @@ def raw_ptx(case: Case) -> Program:
 
 def run(case: Case, program: Program | HostProgram, schedule: str) -> tuple[int, str | None]:
     """How many copies of scales nothing orders after an mma, and the first rule broken."""
-    arena = Arena(spec_of(case.op), case, inputs_of(case))
-    execution = EXECUTOR.run(program, arena.tensors, RunOptions(schedule=schedule))
+    guarded = GuardedCase(spec_of(case.op), case, load_executor("vm"))
+    execution = guarded.run(program, RunOptions(schedule=schedule)).execution
     return execution.counters.get(COUNTER, 0), execution.violation
 
 

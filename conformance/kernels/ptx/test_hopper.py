@@ -18,9 +18,8 @@ from megamoe.contract import (
     RunOptions,
     load_executor,
 )
-from megamoe.judge.arena import Arena
+from megamoe.judge.guarded import GuardedCase
 from megamoe.judge.judge import judge
-from megamoe.ops import reference
 from megamoe.spec.load import load_specs
 
 MAX_REGISTERS = 255
@@ -120,9 +119,9 @@ def _violation(ptx: str) -> str | None:
     """What the VM says of `ptx` on a case whose ring is filled a second time."""
     spec = load_specs()["fmha"]
     case = spec.case(hd=64, t=4, s_k=300)
-    arena = Arena(spec, case, reference("fmha").make_inputs(case))
-    program = BACKEND.build(case, "sm_90a")
-    return load_executor("vm").run(replace(program, ptx=ptx), arena.tensors, RunOptions(step_budget=500_000)).violation
+    program = replace(BACKEND.build(case, "sm_90a"), ptx=ptx)
+    guarded = GuardedCase(spec, case, load_executor("vm"))
+    return guarded.run(program, RunOptions(step_budget=500_000)).execution.violation
 
 
 def test_the_vm_notices_what_is_missing() -> None:

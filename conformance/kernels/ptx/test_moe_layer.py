@@ -13,8 +13,8 @@ from backends.ptx import BACKEND
 from backends.ptx.sm100_moe.geometry import THREADS
 from backends.vm.executor import EXECUTOR
 from megamoe.codec.routing import routing
-from megamoe.contract import Case, Program, RunOptions
-from megamoe.judge.arena import Arena
+from megamoe.contract import Case, Program, RunOptions, load_executor
+from megamoe.judge.guarded import GuardedCase
 from megamoe.ops import reference
 from megamoe.spec.load import load_specs
 from megamoe.spec.spec import Spec
@@ -47,15 +47,9 @@ def built(case: Case, *, ctas: int | None = None) -> Program:
 
 def run(case: Case, program: Program, schedule: str = "eager") -> tuple[Tensors, str]:
     """The outputs with free elements zeroed, and what the machine or the arena found wrong."""
-    inputs = reference(case.op).make_inputs(case)
-    arena = Arena(spec(), case, inputs)
-    arena.poison()
-    execution = EXECUTOR.run(program, arena.tensors, RunOptions(schedule=schedule, step_budget=2_000_000))
-    free = reference(case.op).free(case, inputs)
-    outputs = {name: arena.tensors[name].clone() for name in arena.unwritten()}
-    for name, where in free.items():
-        outputs[name][where] = 0
-    return outputs, execution.violation or arena.damage() or ""
+    options = RunOptions(schedule=schedule, step_budget=2_000_000)
+    ran = GuardedCase(spec(), case, load_executor("vm")).run(program, options)
+    return ran.settled, ran.fault()
 
 
 def differences(left: Tensors, right: Tensors) -> list[str]:

@@ -1,4 +1,4 @@
-"""Measuring rows on a simulated device: a planted fault costs its own row a status, and the others have their times."""
+"""Measure rows on a simulated device: a planted fault costs its own row the status; the other rows have their times."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megamoe.spec.selection import Selection
 
 CASE = "fmha:hd=64,t=2,s_k=3"
 ROOM = simulated_device.__name__
-# Few samples: a simulated launch copies tensors, and nothing here is about precision.
-POLICY = Policy(samples_a_turn=4, least_samples=12, least_rounds=3, hot_sample_us=40.0)
+# Few samples, since a simulated launch copies tensors, and no test here is about precision.
+POLICY = Policy(samples_a_turn=4, min_samples=12, min_rounds=3, hot_sample_us=40.0)
 SETTINGS = BenchSettings(jobs=1, policy=POLICY, patience=0.1)
 
 
@@ -30,7 +30,7 @@ def run(rows: list[Row], output: Path, settings: BenchSettings = SETTINGS) -> tu
     return found, read_records(output)
 
 
-# Fault -> the status of the row, and what its sentence says.
+# Fault -> status of the row, and a part of its sentence.
 FAULTS: dict[str, tuple[Status, str]] = {
     "WRONG": ("failed", "tensor o: "),
     "WRONG_FROM_THE_SECOND": ("failed", "in a timed replay: fmha:hd=64,t=2,s_k=3: tensor o: "),
@@ -81,7 +81,7 @@ def test_the_others_have_their_times(together: Together, name: str) -> None:
     assert found.record.status == "passed", found.record.sentence
     for timing in found.timings:
         assert timing.status == "passed", timing.sentence
-        assert len(timing.samples_us) >= POLICY.least_samples
+        assert len(timing.samples_us) >= POLICY.min_samples
         assert timing.floor_us is not None
 
 

@@ -1,6 +1,6 @@
-"""pytest-benchmark, as pinned, takes the times that we give it, in order and one a round, for its statistics.
+"""The pinned pytest-benchmark takes the times that we give it, in order, one a round.
 
-And what comes out of a session of ours is a file that its own commands read.
+Its own commands read the file of our session.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_a_clock_moves_forwards_only(step: float) -> None:
 
 
 def bench(folder: Path, name: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """`pytest conformance/bench/bench_rows.py` in a process of its own, on simulated backends."""
+    """Runs `pytest conformance/bench/bench_rows.py` in its own process, on simulated backends."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""Sections of conformance/bench/on_device.py: they are run where nobody has time for a selection that holds nothing."""
+"""Every section of conformance/bench/on_device.py selects rows: on a borrowed device an empty section wastes time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPECS = load_specs()
 
 
 def rows_of(section: str) -> list[Row]:
-    """The rows that the section's options select."""
+    """Rows that the options of a section select."""
     options = SECTIONS[section][2]
     given = {name: tuple(options[i + 1] for i, part in enumerate(options) if part == name) for name in options[::2]}
     (profile,) = given["--profile"]
@@ -32,7 +32,7 @@ def rows_of(section: str) -> list[Row]:
 
 
 def refusal(row: Row) -> str | None:
-    """Why the row's backend has no kernel for it here, as far as that is known without building one."""
+    """Why the backend of a row has no kernel for it, as far as that is known without building one."""
     backend = load_backend(row.backend)
     if TARGET not in backend.targets(row.op):
         return f"{row.backend} has no {row.op} for {TARGET}"

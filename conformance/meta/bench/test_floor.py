@@ -1,4 +1,4 @@
-"""The physical floor: what it is made of, and what a warm cache and a target change of it."""
+"""The physical floor: its two ceilings, and what a warm cache and a target change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy of timing, on stopwatches whose noise is known: order, stopping, what is thrown away, what is refused."""
+"""The policy of timing on stopwatches of known noise: order, stopping, discarded samples, refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROW = Row("fmha:hd=64,t=1,s_k=128", "ours", "sm_90a", "gpu", "eager")
 
 
 class Turns:
-    """A Watch that remembers whose turn it was, and finds outputs wrong after some turn of `faulty`."""
+    """A Watch that records the turns, and finds wrong outputs after some turn of `faulty`."""
 
     def __init__(self, faulty: str | None = None, after: int = 3) -> None:
         self.order: list[str] = []
@@ -79,15 +79,15 @@ def alone(noise: Noise = quiet, policy: Policy | None = None, hot_us: float = 10
 def test_a_quiet_kernel_is_done_after_the_least_number_of_samples() -> None:
     series, policy = alone(), Policy()
     assert series.stopped_by == "precision"
-    assert len(series.samples_us) == policy.least_samples
-    assert len(set(series.rounds)) == policy.least_rounds
+    assert len(series.samples_us) == policy.min_samples
+    assert len(set(series.rounds)) == policy.min_rounds
     assert median(series.samples_us) == pytest.approx(10.0 * COLD, rel=0.002)
 
 
 def test_a_rough_kernel_takes_more_and_gets_there() -> None:
     series = alone(rough)
     assert series.stopped_by == "precision"
-    assert len(series.samples_us) > 4 * Policy().least_samples, "a tenth of noise needs hundreds of samples"
+    assert len(series.samples_us) > 4 * Policy().min_samples, "a tenth of noise needs hundreds of samples"
     assert relative_error(series.samples_us, series.rounds) <= Policy().target
 
 
@@ -99,14 +99,14 @@ def test_a_budget_of_device_time_ends_a_series() -> None:
 
 
 def test_a_number_of_samples_ends_a_series_whose_clock_hardly_moves() -> None:
-    series = alone(rough, Policy(target=1e-9, most_samples=200), hot_us=0.001)
+    series = alone(rough, Policy(target=1e-9, max_samples=200), hot_us=0.001)
     assert series.stopped_by == "budget"
     assert series.taken == 200
 
 
 @pytest.mark.parametrize("noise", [quiet, rough, outliers, bimodal])
 def test_the_error_that_stops_a_series_is_the_error_that_it_has(noise: Noise) -> None:
-    """Medians of repeated series scatter no more than their own estimate of it says, give or take a factor."""
+    """Medians of repeated series scatter as much as their own estimate says, within a factor."""
     several = [alone(noise, Policy(target=0.0, budget_s=0.0025), seed=seed) for seed in range(60)]
     medians = [median(one.samples_us) for one in several]
     claimed = mean(relative_error(one.samples_us, one.rounds) for one in several)
@@ -177,7 +177,7 @@ def test_hot_samples_are_long_enough_and_cold_ones_single() -> None:
     assert {launches for temperature, launches in stopwatch.taken if temperature == "cold"} == {1}
 
 
-# What is thrown away
+# Discarded samples
 
 
 def test_samples_of_a_throttled_device_are_discarded_and_counted() -> None:
@@ -203,12 +203,12 @@ def test_a_stray_under_the_floor_is_discarded_and_counted() -> None:
     clock = SimulatedClock()
     strays = iter([1.0] * 60 + [0.01] + [1.0] * 10_000)
     stopwatch = SimulatedStopwatch(10.0, lambda source, now: next(strays), clock)
-    found = taken({"ours": stopwatch}, clock, floor=Floor(5.0, "bytes"), policy=Policy(most_launches=1))
+    found = taken({"ours": stopwatch}, clock, floor=Floor(5.0, "bytes"), policy=Policy(max_launches=1))
     assert sum(one.discarded[UNDER_THE_FLOOR] for one in found.values()) == 1
     assert all(one.status == "passed" and min(one.samples_us) > 5.0 for one in found.values())
 
 
-# What is refused
+# Refusals
 
 
 def test_a_cheater_is_refused_with_both_numbers() -> None:

@@ -202,8 +202,15 @@ def torch_stays_out_of_the_vm(path: str, text: str, tree: ast.Module) -> Iterato
 
 
 def configuration_comes_in_by_three_doors(path: str, text: str, tree: ast.Module) -> Iterator[str]:
-    """Only noxfile, conftest and cli read the environment. Setting a variable for a library is not reading."""
-    if path == "noxfile.py" or path.endswith("conftest.py") or path.startswith("megamoe/cli/"):
+    """Only noxfile, conftest and cli read the environment. Setting a variable for a library is not reading.
+
+    The judge's worker hands the whole environment on to its processes and reads no variable.
+    """
+    if (
+        path in ("noxfile.py", "megamoe/judge/worker.py")
+        or path.endswith("conftest.py")
+        or path.startswith("megamoe/cli/")
+    ):
         return
     stored = (ast.Store, ast.Del)
     written = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.ctx, stored)}

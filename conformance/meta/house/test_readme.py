@@ -10,9 +10,8 @@ import pytest
 
 from conformance import ROOT
 from conformance.fakes import broken_ptx
-from megamoe.contract import RunOptions, load_executor
-from megamoe.judge.arena import Arena
-from megamoe.ops import reference
+from megamoe.contract import load_executor
+from megamoe.judge.guarded import GuardedCase
 from megamoe.records.files import read_records
 from megamoe.spec.load import load_specs
 
@@ -70,9 +69,8 @@ def test_the_count_of_rows_ahead_is_that_of_the_records() -> None:
 def test_the_broken_rule_is_what_the_vm_says() -> None:
     spec = load_specs(None)["fmha"]
     case = spec.parse_case("fmha:hd=64,t=1,s_k=128")
-    arena = Arena(spec, case, reference("fmha").make_inputs(case))
     program = broken_ptx.BACKEND.build(case, "sm_100a")
-    said = load_executor("vm").run(program, arena.tensors, RunOptions()).violation or ""
+    said = GuardedCase(spec, case, load_executor("vm")).run(program).execution.violation or ""
     (shown,) = re.findall(r"```text\n(\[tmem-store-not-waited\].*?)\n```", README, re.DOTALL)
     assert " ".join(shown.split()) == said
 

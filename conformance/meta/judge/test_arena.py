@@ -1,4 +1,4 @@
-"""Laws of the arena: every stray write and every changed input is told, and nothing else is."""
+"""Laws of the arena: it reports every stray write and every changed input, and nothing else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def arena(guard: int = ALIGNMENT, rows: int = 3000) -> Arena:
 
 
 def bytes_around(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The storage of `tensor` as bytes and where in it the tensor begins."""
+    """The storage of `tensor` as bytes, and the byte where the tensor begins."""
     storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     return storage, int(tensor.storage_offset()) * tensor.dtype.itemsize
 
@@ -66,7 +66,7 @@ def test_every_byte_of_both_bands_is_guarded(name: str, guard: int) -> None:
 
 
 def test_a_band_is_not_one_byte_repeated() -> None:
-    """A copy that runs over its end, fed by a read that runs over its end, must still show."""
+    """A copy past the end that was read past the end of another band must show."""
     room = arena()
     storage, start = bytes_around(room.tensors["y"])
     storage[start - 64 : start] = storage[start - 128 : start - 64].clone()

@@ -1,13 +1,13 @@
-"""Seals: what is changed is told, block by block, on the host and on a device alike."""
+"""Seals report changes block by block, on the host and on a device alike."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megamoe.judge.seal import SEAL_BYTES, Copy, Digests, Seal, seal
+from megamoe.judge.seal import SEAL_BYTES, Digests, Seal, SealedCopy, seal
 
-SEALS = (Digests, Copy)
+SEALS = (Digests, SealedCopy)
 SIZES = (0, 1, 7, 8, SEAL_BYTES, 3 * SEAL_BYTES + 5)
 
 
@@ -17,7 +17,7 @@ def body(size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", SEALS)
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_whole_is_whole(kind: type[Digests | Copy], size: int) -> None:
+def test_what_is_whole_is_whole(kind: type[Digests | SealedCopy], size: int) -> None:
     bytes_ = body(size)
     sealed: Seal = kind(bytes_)
     assert bool(sealed.whole(bytes_)), f"{size} bytes"
@@ -26,7 +26,7 @@ def test_what_is_whole_is_whole(kind: type[Digests | Copy], size: int) -> None:
 
 @pytest.mark.parametrize("kind", SEALS)
 @pytest.mark.parametrize("size", [size for size in SIZES if size])
-def test_one_flipped_bit_breaks_its_block_alone(kind: type[Digests | Copy], size: int) -> None:
+def test_one_flipped_bit_breaks_its_block_alone(kind: type[Digests | SealedCopy], size: int) -> None:
     bytes_ = body(size)
     sealed: Seal = kind(bytes_)
     for place in {0, size // 2, size - 1}:
@@ -38,7 +38,7 @@ def test_one_flipped_bit_breaks_its_block_alone(kind: type[Digests | Copy], size
 
 
 @pytest.mark.parametrize("kind", SEALS)
-def test_the_digest_is_that_of_what_was_sealed(kind: type[Digests | Copy]) -> None:
+def test_the_digest_is_that_of_what_was_sealed(kind: type[Digests | SealedCopy]) -> None:
     bytes_ = body(3 * SEAL_BYTES)
     before = Digests(bytes_).sha256()
     sealed: Seal = kind(bytes_)

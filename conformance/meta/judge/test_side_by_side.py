@@ -1,4 +1,4 @@
-"""Backends side by side: distances between outputs, and the name of the one that stands alone."""
+"""Backends side by side: distances between outputs, and the backend that stands alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of the comparison on tensors of no particular op: what it refuses, what it says, where it points."""
+"""Laws of `compare` on tensors of no particular op: what fails, what the sentence says, which element it names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from megamoe.contract import Case
 from megamoe.judge.arena import POISON
-from megamoe.judge.tolerance import Comparison, compare
+from megamoe.judge.tolerance import Judgement, compare
 
 CASE = Case("blend", (("rows", 48), ("columns", 64)), "normal", 0, "blend:rows=48,columns=64")
 AXES = {"y": ("expert", "rows", "columns")}
@@ -26,7 +26,7 @@ def exact(shape: tuple[int, ...] = (2, 48, 64), seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def verdict(actual: torch.Tensor, oracle: torch.Tensor, published: bool = False) -> Comparison:
+def verdict(actual: torch.Tensor, oracle: torch.Tensor, published: bool = False) -> Judgement:
     simulated = oracle.to(actual.dtype) if actual.shape == oracle.shape else oracle.bfloat16()
     return compare(CASE, {"y": actual}, {"y": oracle}, {"y": simulated}, Bars(), published, axes=AXES)
 
@@ -221,8 +221,8 @@ def test_a_scalar_output_can_be_compared() -> None:
     assert "seen 3.1, expected 3" in wrong.sentence, wrong.sentence
 
 
-def test_rows_of_which_nothing_is_expected_do_not_dilute_the_error_of_the_others() -> None:
-    """40 rows that are 0.6 % too large, alone and among 472 rows of padding: one verdict, the same errors."""
+def test_rows_without_an_expectation_do_not_dilute_the_rms() -> None:
+    """40 rows that are 0.6 % too large have one verdict and the same errors, alone and among 472 rows of padding."""
     oracle = exact((40, 64))
     padded = torch.cat((oracle, torch.zeros(472, 64, dtype=torch.float64)))
     free = (torch.arange(512) >= 40)[:, None].expand(-1, 64)
@@ -265,8 +265,8 @@ def test_a_fault_among_padding_is_named_by_its_place_in_the_output() -> None:
     assert result.worst.coordinate == (("r", 257), ("c", 5)), f"it is y[257, 5]: {result.sentence}"
 
 
-def test_what_the_reference_computes_for_padding_is_nobody_s_error() -> None:
-    """Its simulated rows are anything, as the kernel's are: not in the errors, the cosine, the sentence, the place."""
+def test_padding_is_in_no_metric() -> None:
+    """Simulated rows of padding hold anything, as the kernel's do: no error, cosine, sentence or place has them."""
     oracle = exact((4, 128, 64))
     free = (torch.arange(128) >= 3).expand(4, 128)[..., None].expand(-1, -1, 64)
     axes = {"y": ("expert", "rows", "columns")}

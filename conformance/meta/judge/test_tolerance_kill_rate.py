@@ -1,4 +1,4 @@
-"""Which planted faults the judge catches, on which cases and by which tensor; and that it lets legal kernels pass."""
+"""The judge catches planted faults, by case and tensor, and passes legal kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from conformance.fakes.fmha import FAULTS, Style, emulate, styles
 from megamoe.contract import AxisValue, Case
-from megamoe.judge.tolerance import Comparison, compare
+from megamoe.judge.tolerance import Judgement, compare
 from megamoe.ops import reference
 from megamoe.spec.load import load_specs
 
@@ -30,7 +30,7 @@ SMALL = "fmha:hd=64,t=1,s_k=5"
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """`fault` must be caught on `case` by each tensor of `by` alone."""
+    """Each tensor of `by` alone must catch `fault` on `case`."""
 
     fault: str
     case: str
@@ -70,7 +70,7 @@ KILLS = (
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Thousands of tiny products: threads that wait for each other on a busy machine take most of the time."""
+    """One thread: in thousands of tiny products, threads on a busy machine mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -83,8 +83,8 @@ def references(case: Case) -> tuple[Outputs, Outputs, Outputs]:
     return inputs, FMHA.oracle(case, inputs), FMHA.simulated(case, inputs)
 
 
-def judged(case: Case, outputs: Outputs, by: str | None = None) -> Comparison:
-    """The verdict on all outputs, or on output `by` alone."""
+def judged(case: Case, outputs: Outputs, by: str | None = None) -> Judgement:
+    """The verdict on all outputs, or on `by` alone."""
     _, oracle, simulated = references(case)
     if by is not None:
         outputs, oracle, simulated = ({by: found[by]} for found in (outputs, oracle, simulated))
@@ -135,7 +135,7 @@ def drawn_case(choice: random.Random) -> Case:
 
 @pytest.mark.parametrize("draw", range(8))
 def test_legal_kernels_pass_on_drawn_shapes(draw: int) -> None:
-    """No flake: other tile sizes and orders, a stale maximum, exp2 2 ulps off, truncating accumulation."""
+    """No false alarm: other tile sizes and orders, a stale maximum, exp2 2 ulps off, truncating accumulation."""
     choice = random.Random(draw)
     for _ in range(12):
         case = drawn_case(choice)
@@ -146,7 +146,7 @@ def test_legal_kernels_pass_on_drawn_shapes(draw: int) -> None:
 
 @pytest.mark.parametrize("hd", [64, 128, 256, 512])
 def test_the_cosine_bar_can_be_met_on_published_cells(hd: int) -> None:
-    """The simulated reference itself clears the bar as published; t = 1 comes closest."""
+    """The simulated reference clears the published bar; t = 1 is closest to it."""
     for t, s_k in ((1, 128), (1, 256), (1, 384), (1, 512), (1, 1024), (4, 128), (32, 512)):
         case = SPEC.case(hd=hd, t=t, s_k=s_k)
         assert SPEC.published(case), f"{case.id} must be a published cell"

@@ -1,4 +1,4 @@
-"""A sample of a large case is judged as the whole would be, and a fault in it is told with the sample's name."""
+"""A sample of a large case is judged like the whole, and a fault in it names the sample."""
 
 from __future__ import annotations
 

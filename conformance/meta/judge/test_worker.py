@@ -1,0 +1,86 @@
+"""Workers are forks of a server that holds torch alone, and give the memory of a row back."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pebble import ProcessPool
+
+from megamoe.judge.worker import give_memory_back, interrupts_held_back, worker_pool
+
+LOOK = """
+import json, os, signal, sys
+torch = sys.modules["torch"]
+with open(f"/proc/{os.getppid()}/task/{os.getppid()}/status") as status:
+    threads = next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
+found = {
+    "modules": sorted(sys.modules),
+    "cuda": torch.cuda.is_initialized(),
+    "threads": threads,
+    "interrupts": signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []),
+}
+with open(path, "w") as file:
+    json.dump(found, file)
+"""
+
+
+@pytest.fixture
+def pool() -> Iterator[ProcessPool]:
+    pool = worker_pool(1, "json")
+    yield pool
+    pool.stop()
+    pool.join()
+
+
+def test_the_server_holds_torch_alone(pool: ProcessPool, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    # A function of ours would import what must not be there.
+    fork = multiprocessing.get_context("forkserver").Process(target=exec, args=(LOOK, {"path": str(path)}))
+    fork.start()
+    fork.join()
+    found = json.loads(path.read_text())
+    ours = [name for name in found["modules"] if name.split(".")[0] in ("megamoe", "backends", "conformance")]
+    assert not ours, f"the server has imported {ours}, so that its workers do not start clean"
+    assert not found["cuda"], "a fork of a process that has initialised CUDA cannot use it"
+    assert found["threads"] == 1, "a fork while another thread holds a lock hangs"
+    assert found["interrupts"], "Ctrl-C would reach a worker that starts"
+
+
+@pytest.mark.parametrize("value", ["one", "two"])
+def test_a_worker_has_the_environment_of_its_parent(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("MEGAMOE_TEST", value)
+    pool = worker_pool(1, "json")
+    with interrupts_held_back():
+        future = pool.schedule(subprocess.getoutput, args=("echo $MEGAMOE_TEST",))
+        threads = pool.schedule(subprocess.getoutput, args=("echo $OMP_NUM_THREADS",))
+    assert future.result() == value, "the server is older than this variable; its worker must have it all the same"
+    assert threads.result() == "1"
+    pool.stop()
+    pool.join()
+
+
+def test_a_worker_is_not_interrupted(pool: ProcessPool) -> None:
+    with interrupts_held_back():
+        mask = pool.schedule(signal.pthread_sigmask, args=(signal.SIG_BLOCK, ())).result()
+    assert signal.SIGINT in mask
+
+
+def test_memory_is_given_back() -> None:
+    # The last array, on top of the heap, keeps the allocator from shrinking it by itself.
+    arrays = [np.ones(12_000) for _ in range(2_000)]
+    full = _resident_mib()
+    del arrays[:-1]
+    give_memory_back()
+    assert _resident_mib() < full - 150, "2,000 arrays of 96 kB were freed"
+
+
+def _resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)

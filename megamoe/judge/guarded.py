@@ -1,0 +1,93 @@
+"""One program on the tensors of one case, between guard bands: build it, lay the tensors out, run it, collect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
+
+from megamoe.contract import RunOptions, Target, UnsupportedError
+from megamoe.judge.arena import Arena
+from megamoe.ops import reference
+
+if TYPE_CHECKING:
+    import torch
+
+    from megamoe.contract import AnyProgram, Backend, Case, Execution, Executor, Row
+    from megamoe.spec.spec import Spec
+
+Tensors = Mapping[str, "torch.Tensor"]
+
+
+class GuardedCase:
+    """The tensors of `case` in the memory of `executor`, between guard bands, inputs filled in and sealed."""
+
+    def __init__(self, spec: Spec, case: Case, executor: Executor, inputs: Tensors | None = None) -> None:
+        """`inputs`: None for those that the reference makes."""
+        self.case, self.executor = case, executor
+        self.inputs = reference(case.op).make_inputs(case) if inputs is None else inputs
+        self.arena = Arena(spec, case, self.inputs, getattr(executor, "device", "cpu"))
+
+    @cached_property
+    def free(self) -> Tensors:
+        """bool, by name and of the shape of the output: elements that may hold anything."""
+        return reference(self.case.op).free(self.case, self.inputs)
+
+    def run(self, program: AnyProgram, options: RunOptions | None = None) -> GuardedRun:
+        """Runs `program` once on poisoned outputs, and lets it write to no other tensor where the executor can tell.
+
+        What the executor raises passes through.
+        """
+        self.arena.poison()
+        execution = self.executor.run(
+            program, self.arena.tensors, replace(options or RunOptions(), outputs=self.arena.outputs)
+        )
+        outputs = {name: self.arena.tensors[name].to("cpu", copy=True) for name in self.arena.outputs}
+        return GuardedRun(self, execution, outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedRun:
+    """What came of a run. `outputs`: copies on the CPU, of every output of the case.
+
+    `fault` looks at the memory as it is now, so ask before the next run.
+    """
+
+    guarded: GuardedCase
+    execution: Execution
+    outputs: dict[str, torch.Tensor]
+
+    @property
+    def settled(self) -> dict[str, torch.Tensor]:
+        """The outputs with 0 where anything is allowed, for a comparison bit by bit."""
+        free = self.guarded.free
+        return {name: out.masked_fill(free[name], 0) if name in free else out for name, out in self.outputs.items()}
+
+    def fault(self, *, may_leave_unwritten: bool = False) -> str:
+        """The first of: the rule broken, the damage to bands and inputs, what was never written; "" if all is well."""
+        sentence = self.execution.violation or self.guarded.arena.damage() or ""
+        if sentence or may_leave_unwritten:
+            return sentence
+        left = self.guarded.arena.unwritten(self.guarded.free)
+        return "; ".join(f"{count} elements of {name} were never written" for name, count in left.items() if count)
+
+
+def build_program(row: Row, case: Case, backend: Backend, executor: Executor) -> AnyProgram:
+    """The program of `row`. Raises UnsupportedError for a target that the backend or this machine does not have."""
+    target = cast(Target, row.target)
+    offered = backend.targets(case.op)
+    if target not in offered:
+        raise UnsupportedError(
+            f"backend {row.backend} has {case.op} for {', '.join(offered) or 'no target'}, not {target}"
+        )
+    reason = executor.unavailable(target)
+    if reason:
+        raise UnsupportedError(f"executor {row.executor} cannot run {target} here: {reason}")
+    return backend.build(case, target)
+
+
+def needed_work(case: Case) -> dict[str, int]:
+    """Counters of what the op needs at the least: useful_flops and minimum_bytes, beside those of an executor."""
+    room = reference(case.op)
+    return {"useful_flops": room.useful_flops(case), "minimum_bytes": room.minimum_bytes(case)}
