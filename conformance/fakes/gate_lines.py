@@ -9,7 +9,7 @@ from megamoe.contract import Row, Status
 from megamoe.gate.baseline import Baseline, settled, settled_figures
 from megamoe.gate.counters import Claim
 from megamoe.records.keys import Key
-from megamoe.records.lines import Figures, Record, RunHeader, record_of
+from megamoe.records.lines import Evidence, Figures, Record, RunHeader, record_of
 from megamoe.spec.selection import Selection
 
 CASE, OTHER = "fmha:hd=64,t=1,s_k=128", "fmha:hd=64,t=4,s_k=128"
@@ -22,7 +22,7 @@ KERNEL = {"registers": 168, "spill_bytes": 0, "smem_bytes": 1024, "code_bytes": 
 def record(row: Row, counters: Mapping[str, int] = COUNTERS, status: Status = "passed", program: str = "p1") -> Record:
     """A record of `row` as a run writes it, with values that no other run would repeat."""
     sentence = "" if status == "passed" else "the outputs are wrong"
-    found = record_of("run-7", row, status, sentence, 1.25, {"o.rms": 0.125}, counters, program)
+    found = record_of("run-7", row, status, sentence, Evidence({"o.rms": 0.125}, counters or {}, program), 1.25)
     return found.model_copy(update={"input_sha256": {"q": "1234"}})
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from conformance.fakes.results import write
 from megamoe.contract import Row
-from megamoe.records.lines import AnyLine, Record, record_of
+from megamoe.records.lines import AnyLine, Evidence, Record, record_of
 from megamoe.report.material import Material, gather
 from megamoe.report.page import Extras, page
 from megamoe.report.text import tables
@@ -32,10 +32,13 @@ HOSTILE = (
 
 def hostile_records() -> list[Record]:
     rows = [Row(f"fmha:hd=64,t={t},s_k=128", "ptx", "sm_100a", "vm", "eager") for t in range(1, len(HOSTILE) + 1)]
-    found = [record_of("run-1", row, "failed", text, 1.0, {}, {}) for row, text in zip(rows, HOSTILE, strict=True)]
+    found = [record_of("run-1", row, "failed", text, host_seconds=1.0) for row, text in zip(rows, HOSTILE, strict=True)]
     odd = Row("fmha:it's <b>odd</b>", "back'end", "sm_100a", "vm", "eager")
     metrics = {"o.rms": nan, "o.rms.bar": 0.1, "o.max": inf, "o.max.bar": 1.0, "o.cosine": -inf, "a2.wrong": 3.0}
-    return [*found, record_of("run-1", odd, "failed", "NaN", 1.0, metrics, {"mma_flops": 10**15, "useful_flops": 3})]
+    return [
+        *found,
+        record_of("run-1", odd, "failed", "NaN", Evidence(metrics, {"mma_flops": 10**15, "useful_flops": 3}), 1.0),
+    ]
 
 
 def material_of(tmp_path: Path, *lines: AnyLine) -> Material:

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from megamoe.contract import Case, DeviceFacts, Row, Status, Temperature
-from megamoe.records.lines import (
+from megamoe.records.lines import Evidence, (
     AnyLine,
     Figures,
     Record,
@@ -101,12 +101,11 @@ def _record(run: str, row: Row, random: Random) -> Record:
     counters |= {"mma_flops": flops * fixed.choice((1, 1, 2, 8)), "tma_load_bytes": int(moved * fixed.uniform(0.9, 3))}
     counters |= {"smem_bank_conflicts": counters.get("smem_wavefronts", 0) // fixed.choice((3, 20, 1 << 30))}
     sentence = "" if status == "passed" else f"{row.case}: o.rms error {error:.3g} is above its bar"
-    return record_of(
-        run, row, status, sentence, 0.5, metrics if judged else {},
-        {**(counters if row.executor == "vm" else {}), "useful_flops": flops, "minimum_bytes": moved} if judged else {},
-        hashlib.sha256(f"{row.case} {row.backend} {row.target}".encode()).hexdigest(), None,
-        {name: hashlib.sha256(f"{row.case} {name}".encode()).hexdigest() for name in ("q", "k", "v")},
-    )  # fmt: skip
+    counted = {**(counters if row.executor == "vm" else {}), "useful_flops": flops, "minimum_bytes": moved}
+    program = hashlib.sha256(f"{row.case} {row.backend} {row.target}".encode()).hexdigest()
+    inputs = {name: hashlib.sha256(f"{row.case} {name}".encode()).hexdigest() for name in ("q", "k", "v")}
+    evidence = Evidence(metrics if judged else {}, counted if judged else {}, program, inputs)
+    return record_of(run, row, status, sentence, evidence, 0.5)
 
 
 _COUNTED = (

@@ -46,7 +46,7 @@ from megamoe.judge.guarded import build_program, needed_work
 from megamoe.judge.judge import explain_error
 from megamoe.judge.verdict import Expected, compared, complaints, expected_of
 from megamoe.ops import reference
-from megamoe.records.lines import Record, Timing, record_of
+from megamoe.records.lines import Evidence, Record, Timing, record_of
 from megamoe.spec.load import load_specs
 
 if TYPE_CHECKING:
@@ -382,10 +382,12 @@ def _measured(candidate: _Candidate, bench: _CaseBench | None, settings: CaseSet
         row,
         candidate.status or "error",
         candidate.sentence,
-        metrics=candidate.metrics,
-        counters=needed_work(bench.case) if bench else {},
-        program_sha256=digest,
-        input_sha256=bench.input_sha256 if bench else {},
+        Evidence(
+            candidate.metrics,
+            needed_work(bench.case) if bench else {},
+            digest,
+            bench.input_sha256 if bench else {},
+        ),
         specs=settings.specs,
     )
     software = program.software if isinstance(program, PythonProgram) else {}

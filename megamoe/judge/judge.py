@@ -25,7 +25,7 @@ from megamoe.judge.guarded import GuardedCase, build_program, needed_work
 from megamoe.judge.side_by_side import leave_outputs
 from megamoe.judge.verdict import Expected, compared, complaints, expected_of
 from megamoe.ops import reference
-from megamoe.records.lines import Record, record_of
+from megamoe.records.lines import Evidence, Record, record_of
 from megamoe.spec.load import load_specs
 from megamoe.spec.spec import Spec
 
@@ -99,12 +99,8 @@ def judge(
         row,
         findings.status,
         findings.sentence,
+        Evidence(findings.metrics, findings.counters, program_sha256(findings.ptx), findings.input_sha256, bundle),
         host_seconds=time.perf_counter() - started,
-        metrics=findings.metrics,
-        counters=findings.counters,
-        program_sha256=program_sha256(findings.ptx),
-        input_sha256=findings.input_sha256,
-        bundle=bundle,
         specs=specs,
     )
 

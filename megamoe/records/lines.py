@@ -9,8 +9,9 @@ versioned; `UPGRADES` brings a line of an older version to this one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -188,17 +189,27 @@ class Acceptance(_Line):
     changes: Mapping[str, str] = Field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a verdict rests on; the fields are those of Record."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    counters: Mapping[str, int] = field(default_factory=dict[str, int])
+    program_sha256: str | None = None
+    input_sha256: Mapping[str, str] = field(default_factory=dict[str, str])
+    bundle: str | None = None
+
+
+NO_EVIDENCE: Final = Evidence()
+
+
 def record_of(
     run: str,
     row: Row,
     status: Status,
     sentence: str,
+    evidence: Evidence = NO_EVIDENCE,
     host_seconds: float | None = None,
-    metrics: Mapping[str, float] | None = None,
-    counters: Mapping[str, int] | None = None,
-    program_sha256: str | None = None,
-    bundle: str | None = None,
-    input_sha256: Mapping[str, str] | None = None,
     specs: Path | None = None,
 ) -> Record:
     """The record of `row`. Unless it passed, its sentence ends with the command that reruns the row.
@@ -213,12 +224,12 @@ def record_of(
         op=row.op,
         status=status,
         sentence=sentence,
-        metrics=metrics or {},
-        counters=counters or {},
+        metrics=evidence.metrics,
+        counters=evidence.counters,
         judge_host_seconds=None if host_seconds is None else round(host_seconds, 4),
-        program_sha256=program_sha256,
-        input_sha256=input_sha256 or {},
-        bundle=bundle,
+        program_sha256=evidence.program_sha256,
+        input_sha256=evidence.input_sha256,
+        bundle=evidence.bundle,
     )
 
 

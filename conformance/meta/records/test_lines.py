@@ -25,7 +25,7 @@ from conformance.fakes.results import (
 )
 from megamoe.contract import Row
 from megamoe.records.files import RecordWriter, read_records
-from megamoe.records.lines import AnyLine, Record, RecordError, record_of
+from megamoe.records.lines import AnyLine, Evidence, Record, RecordError, record_of
 from megamoe.records.provenance import run_header
 from megamoe.spec.selection import Selection
 
@@ -40,9 +40,8 @@ def _write(path: Path, *records: Record) -> None:
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    record = record_of(
-        "run-1", ROW, "failed", "o is wrong", 1.25, {"o.max": math.inf, "o.rms": 0.5}, {"mma_flops": 2**60}, "ab", "dir"
-    )
+    evidence = Evidence({"o.max": math.inf, "o.rms": 0.5}, {"mma_flops": 2**60}, "ab", bundle="dir")
+    record = record_of("run-1", ROW, "failed", "o is wrong", evidence, 1.25)
     header = run_header(Selection(backends=("ptx",)), owed_rows=1)
     with RecordWriter(tmp_path / "new" / "r.jsonl") as writer:
         writer.append(header)
@@ -54,7 +53,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_every_line_is_strict_json(tmp_path: Path) -> None:
-    _write(tmp_path / "r.jsonl", record_of("run-1", ROW, "failed", "x", metrics={"o.max": math.nan}))
+    _write(tmp_path / "r.jsonl", record_of("run-1", ROW, "failed", "x", Evidence({"o.max": math.nan})))
     assert b"NaN," not in (tmp_path / "r.jsonl").read_bytes().replace(b'"NaN"', b""), "a bare NaN is not JSON"
     assert math.isnan(read_records(tmp_path / "r.jsonl").records[0].metrics["o.max"]), "NaN must stay NaN"
 

@@ -17,7 +17,7 @@ from conformance.fakes.results import header, record, timing
 from conformance.fakes.simulated_matrix import full_matrix
 from megamoe.contract import Row
 from megamoe.explain import folder_of
-from megamoe.records.lines import Record, record_of
+from megamoe.records.lines import Evidence, Record, record_of
 from megamoe.records.severity import SEVERITY
 from megamoe.report.coverage import read_coverage, read_foreign_kernels
 from megamoe.report.encoding import MAX_SAMPLES
@@ -152,8 +152,8 @@ def test_evidence_is_linked_and_its_maps_are_shown(tmp_path: Path) -> None:
     (folder / "o.error.txt").write_text("o: |error|\n|.#|\n")
     (folder / "program.ptx").write_text("ret;")
     row = Row("fmha:hd=64,t=1,s_k=128", "ptx", "sm_100a", "vm", "eager")
-    bundled = record_of("run-1", row, "failed", "wrong", bundle=f"failures/{folder.name}")
-    gone = record_of("run-1", row._replace(schedule="lazy"), "failed", "wrong", bundle="failures/gone")
+    bundled = record_of("run-1", row, "failed", "wrong", Evidence(bundle=f"failures/{folder.name}"))
+    gone = record_of("run-1", row._replace(schedule="lazy"), "failed", "wrong", Evidence(bundle="failures/gone"))
     found = bundles([bundled, gone], tmp_path / "pages" / "report.html", tmp_path)
     assert list(found) == [bundled.bundle], "a bundle that is not on this machine is not linked"
     one = found[str(bundled.bundle)]
