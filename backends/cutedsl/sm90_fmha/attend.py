@@ -1,3 +1,4 @@
+# ruff: noqa: N815
 # pyright: reportMissingImports=false
 """A consumer warpgroup: S = Q K^T, softmax, O += P V over the key tiles of a work item, all in registers."""
 
@@ -5,7 +6,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from backends.cutedsl.sm90_fmha.operands import make_pv_mma, make_qk_mma
@@ -41,8 +42,6 @@ def make_operands(plan: Sm90FmhaPlan, sQ: cute.Tensor, sK: cute.Tensor, sV: cute
 
 def make_registers(plan: Sm90FmhaPlan) -> Registers:
     """Accumulators, flat, and P."""
-    from cutlass import BFloat16, Float32
-
     return Registers(
         cute.make_rmem_tensor(GROUP_M * plan.tile_n // 128, Float32),
         cute.make_rmem_tensor(GROUP_M * plan.tile_n // 128, BFloat16),

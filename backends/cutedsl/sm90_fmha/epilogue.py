@@ -108,7 +108,7 @@ def store_item(
 ):
     """Normalised O and the log-sum-exp of this thread's rows; rows past the end of the problem are not written.
 
-    Of a part that saw no key only the log-sum-exp, -inf, is written: it keeps the combine kernel from using the rest.
+    A part that saw no key is zeros, its log-sum-exp -inf.
     """
     lane = thread % 32
     first_row = item.row_tile * plan.tile_m + (thread // 32) * 16 + lane // 4
@@ -136,8 +136,7 @@ def store_item(
             for j in cutlass.range_constexpr(2):
                 rRow[j, block] = rRow[j, block] * inverse
         if row < problem.rows:
-            if seen or problem.splits == 1:
-                store_row(rRow, outputs, problem, flat_row * plan.hd + column, part_row * plan.hd + column)
+            store_row(rRow, outputs, problem, flat_row * plan.hd + column, part_row * plan.hd + column)
             if writes_lse:
                 if problem.splits == 1:
                     outputs.mLSE[flat_row] = lse

@@ -5,9 +5,9 @@
     warpgroups 1, 2  the consumers: S = Q K^T by wgmma from shared memory, softmax in registers, O += P V with P as it
                      lies in the accumulator
 
-A CTA walks over work items (batch x kv head, split of the keys, tile of query rows) with a fixed stride. The query heads
-of a kv head are folded into rows: q viewed as [batch * kv_heads, heads / kv_heads * t, hd] needs no copy, because heads
-of one group lie next to each other. All sizes, the mask and the scale are run-time values; a tile whose keys are all
+A CTA walks over work items (batch x kv head, split of the keys, tile of query rows) with a fixed stride. The query
+heads of a kv head are folded into rows: q viewed as [batch * kv_heads, heads / kv_heads * t, hd] needs no copy, because
+heads of one group lie next to each other. All sizes, the mask and the scale are run-time values; a tile whose keys are all
 visible skips the mask. plan.py says how the two consumers share an item, and why.
 
 A tile, with S one tile ahead of P V:
@@ -34,8 +34,8 @@ from backends.cutedsl.sm90_fmha.attend import (
     make_registers,
     release_v,
 )
-from backends.cutedsl.sm90_fmha.combine import THREADS as COMBINE_THREADS
-from backends.cutedsl.sm90_fmha.combine import columns_of, combine_kernel
+from backends.cutedsl.sm90_fmha.combine import FEW_SPLITS, combine_kernel, launch_combine
+from backends.cutedsl.sm90_fmha.combine import WARPS as COMBINE_WARPS
 from backends.cutedsl.sm90_fmha.epilogue import Outputs, finish_item
 from backends.cutedsl.sm90_fmha.load import Loads, load_warp
 from backends.cutedsl.sm90_fmha.operands import Shared, layout_k, layout_q, layout_v, make_tma, partition_tma
@@ -51,6 +51,7 @@ from backends.cutedsl.sm90_fmha.plan import (
 )
 from backends.cutedsl.sm90_fmha.ring import (
     Barriers,
+    Place,
     advanced,
     allocate_barriers,
     init_barriers,
@@ -71,6 +72,8 @@ from backends.cutedsl.sm90_fmha.softmax import (
 from backends.cutedsl.sm90_fmha.tiles import Problem, WorkItem, work_item
 
 LOG2_E = 1.4426950408889634
+TURN_BARRIER = 2
+"""Named barriers: warpgroup g waits for its turn at TURN_BARRIER + g."""
 
 
 class Sm90Fmha:
@@ -112,23 +115,24 @@ class Sm90Fmha:
         combine_kernel.set_name_prefix(f"sm90_fmha_combine_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         row_tiles = (rows + plan.tile_m - 1) // plan.tile_m
         work_items = kv_batches * splits * row_tiles
+        # Few enough CTAs that each has the same number of items. On an H200, 128 CTAs with two items each read 32 caches
+        # of 8 heads in 243 us; 132 CTAs, eight of them with one item, took 247 us.
+        rounds = (work_items + max_ctas - 1) // max_ctas
         self.kernel(
             tma_q, tQ, tma_k, tK, tma_v, tV, mO, mLSE, mO_part, mLSE_part,
             rows, t, mK.shape[1], row_tiles, splits, left, right, work_items, scale * LOG2_E,
         ).launch(
-            grid=[cutlass.min(work_items, max_ctas), 1, 1],
+            grid=[(work_items + rounds - 1) // rounds, 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
         if splits > 1:
             all_rows = kv_batches * rows
-            combine_kernel(plan.hd, mO, mLSE, mO_part, mLSE_part, all_rows, splits).launch(
-                grid=[all_rows, plan.hd // columns_of(plan.hd), 1],
-                block=[COMBINE_THREADS, 1, 1],
-                stream=stream,
-                use_pdl=True,
-            )
+            if splits <= FEW_SPLITS:
+                launch_combine(plan.hd, 1, mO, mLSE, mO_part, mLSE_part, all_rows, splits, stream)
+            else:
+                launch_combine(plan.hd, COMBINE_WARPS, mO, mLSE, mO_part, mLSE_part, all_rows, splits, stream)
 
     def _make_tma(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor):
         """A TMA atom and its coordinates, for Q (rows, hd, batch), K (s_k, hd, batch) and V (hd, s_k, batch)."""
@@ -171,8 +175,8 @@ class Sm90Fmha:
     ):
         """Dispatch the warps to their roles."""
         plan = self.plan
-        split_tiles = ((s_k + plan.tile_n - 1) // plan.tile_n + splits - 1) // splits
-        problem = Problem(rows, t, s_k, row_tiles, splits, split_tiles, left, right, work_items)
+        key_tiles = (s_k + plan.tile_n - 1) // plan.tile_n
+        problem = Problem(rows, t, s_k, row_tiles, splits, key_tiles, left, right, work_items)
         outputs = Outputs(mO, mLSE, mO_part, mLSE_part)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -243,6 +247,9 @@ def consumer_warpgroup(
     operands = make_operands(plan, shared.sQ, shared.sK, shared.sV)
     registers = make_registers(plan)
     state = make_row_state()
+    if cutlass.const_expr(plan.turns):  # noqa: SIM102 (one is decided at compile time, one at run time)
+        if group == 1:
+            give_turn(plan, group)
     for index in cutlass.range(start, problem.work_items, step, unroll=1):
         item = work_item(plan, problem, index)
         reset(state)
@@ -280,38 +287,60 @@ def attend(
     first = ring * plan.ring_stages
     keys = visible_keys(plan, problem, item, group, thread)
     lane_key = 2 * (thread % 4)
-    if cutlass.const_expr(plan.overlap):
-        if ring < item.tiles:
-            place = issue_qk(plan, operands, registers.rS, q_stage, kv, place, first, True)
-            tile_softmax(plan, item, registers, state, item.first_tile + ring, keys, lane_key, scale_log2)
-            round_p(registers.rS, registers.rP)
-            for i in cutlass.range(ring + plan.rings, item.tiles, plan.rings, unroll=1):
-                k_stage = place.stage
-                place = issue_qk(plan, operands, registers.rS, q_stage, kv, place, first, False)
-                v_place = place
-                place = issue_pv(plan, operands, registers, kv, place, first, group)
+    drain = cutlass.const_expr(plan.slabs > 1)
+    if ring < item.tiles:
+        take_turn(plan, group)
+        place = issue_qk(plan, operands, registers.rS, q_stage, kv, place, first, True)
+        give_turn(plan, group)
+        tile_softmax(plan, item, registers, state, item.first_tile + ring, keys, lane_key, scale_log2)
+        round_p(registers.rS, registers.rP)
+        for i in cutlass.range(ring + plan.rings, item.tiles, plan.rings, unroll=1):
+            k_stage = place.stage
+            take_turn(plan, group)
+            place = issue_qk(plan, operands, registers.rS, q_stage, kv, place, first, drain)
+            v_place = place
+            place = issue_pv(plan, operands, registers, kv, place, first, group)
+            give_turn(plan, group)
+            if cutlass.const_expr(not drain):
                 warpgroup.wait_group(1)
                 release(kv, k_stage)
-                tile_softmax(plan, item, registers, state, item.first_tile + i, keys, lane_key, scale_log2)
-                warpgroup.wait_group(0)
-                release_v(plan, kv, v_place, first)
-                rescale(registers.rO, state)
-                round_p(registers.rS, registers.rP)
-            v_place = place
-            place = issue_pv(plan, operands, registers, kv, place, first, group)
+            tile_softmax(plan, item, registers, state, item.first_tile + i, keys, lane_key, scale_log2)
+            after_sums(state, kv, v_place)
             warpgroup.wait_group(0)
             release_v(plan, kv, v_place, first)
-    else:
-        for i in cutlass.range(item.tiles, unroll=1):
-            place = issue_qk(plan, operands, registers.rS, q_stage, kv, place, first, True)
-            tile_softmax(plan, item, registers, state, item.first_tile + i, keys, lane_key, scale_log2)
             rescale(registers.rO, state)
             round_p(registers.rS, registers.rP)
-            v_place = place
-            place = issue_pv(plan, operands, registers, kv, place, first, group)
-            warpgroup.wait_group(0)
-            release_v(plan, kv, v_place, first)
+        v_place = place
+        place = issue_pv(plan, operands, registers, kv, place, first, group)
+        warpgroup.wait_group(0)
+        release_v(plan, kv, v_place, first)
     return place
+
+
+@cute.jit
+def after_sums(state: RowState, kv: Barriers, place: Place):
+    """End a basic block after the exponentials.
+
+    ptxas 13.5 moves the wait for P V to the head of its basic block, before the exponentials that should run under P V.
+    This branch depends on their sums, which are never negative. Its body is a loop, so that ptxas cannot predicate it.
+    """
+    if state.rSum[0] + state.rSum[1] < Float32(0.0):
+        wait_full(kv, place)
+
+
+@cute.jit
+def take_turn(plan: Sm90FmhaPlan, group: Int32):
+    """Wait until the other warpgroup has issued its MMAs. Only where the two read the same tiles: there they would run in
+    step, both at the tensor core and then both at their exponentials."""
+    if cutlass.const_expr(plan.turns):
+        cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=GROUPS * WARPGROUP)
+
+
+@cute.jit
+def give_turn(plan: Sm90FmhaPlan, group: Int32):
+    """Let the other warpgroup issue."""
+    if cutlass.const_expr(plan.turns):
+        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=GROUPS * WARPGROUP)
 
 
 @cute.jit
@@ -332,9 +361,7 @@ def tile_softmax(
 
 
 @cute.jit
-def visible_keys(
-    plan: Sm90FmhaPlan, problem: Problem, item: WorkItem, group: Int32, thread: Int32
-) -> cute.Tensor:
+def visible_keys(plan: Sm90FmhaPlan, problem: Problem, item: WorkItem, group: Int32, thread: Int32) -> cute.Tensor:
     """Of this thread's rows, the first key that each sees and one past the last: (row, begin or end)."""
     rKeys = cute.make_rmem_tensor((ROWS, 2), Int32)
     first_row = item.row_tile * plan.tile_m + (thread // 32) * 16 + (thread % 32) // 4

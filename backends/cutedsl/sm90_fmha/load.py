@@ -1,3 +1,4 @@
+# ruff: noqa: N815
 # pyright: reportMissingImports=false
 """The TMA producer warps: Q once a work item, K and V slab by slab through a ring, in the order of its consumers."""
 
@@ -74,7 +75,7 @@ def load_q(plan: Sm90FmhaPlan, loads: Loads, q: Barriers, place: Place, item: Wo
 def load_warp(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, q: Barriers, kv: Barriers, ring: Int32):
     """The work loop of the producer of ring `ring`; that of ring 0 loads Q too, after the first K tile.
 
-    K runs one tile ahead of V where the consumers issue S of the next tile before P V of this one.
+    K runs one tile ahead of V: the consumers issue S of the next tile before P V of this one.
     """
     start, _, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
@@ -91,11 +92,6 @@ def load_warp(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, q: Barriers, k
                 q_place = advanced(q_place, Int32(0), plan.q_stages)
             for i in cutlass.range(ring, item.tiles, plan.rings, unroll=1):
                 tile = item.first_tile + i
-                if cutlass.const_expr(plan.overlap):
-                    if i + plan.rings < item.tiles:
-                        kv_place = load_k(plan, loads, kv, kv_place, first, tile + plan.rings, item.kv_batch)
-                    kv_place = load_v(plan, loads, kv, kv_place, first, tile, item.kv_batch)
-                else:
-                    kv_place = load_v(plan, loads, kv, kv_place, first, tile, item.kv_batch)
-                    if i + plan.rings < item.tiles:
-                        kv_place = load_k(plan, loads, kv, kv_place, first, tile + plan.rings, item.kv_batch)
+                if i + plan.rings < item.tiles:
+                    kv_place = load_k(plan, loads, kv, kv_place, first, tile + plan.rings, item.kv_batch)
+                kv_place = load_v(plan, loads, kv, kv_place, first, tile, item.kv_batch)

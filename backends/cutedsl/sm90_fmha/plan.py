@@ -37,7 +37,12 @@ DECODE_T = 16
 SHORT_KEYS = 2048
 """Keys up to which the split follows from t and s_k alone."""
 SHORT_SPLIT_KEYS = 512
-"""Keys of a split of such a short cache."""
+"""Keys of a split of such a short cache where few queries are decoded; of many queries it is not split."""
+TINY_KEYS = 512
+"""Keys up to which many queries are treated as few: one sequence of t 128 and s_k 512 then has eight CTAs and not one
+(hd 128: 9.0 us in four splits of 128 keys, 14.4 in one part)."""
+TINY_SPLIT_KEYS = 128
+"""Keys of a split of these."""
 ITEM_KEYS = 64
 """What beginning and ending a work item costs, in keys that a CTA reads meanwhile."""
 COMBINE_KEYS = 192
@@ -67,9 +72,15 @@ class Sm90FmhaPlan:
 
     @property
     def tile_n(self) -> int:
-        """Keys a tile. Shared memory decides: a ring has room for two slabs in use and three on their way."""
+        """Keys a tile.
+
+        Rows: as many as registers hold. S, P and O take 3/4 tile_n + hd / 2 of a thread's 240, and every tile pays for
+        its barriers and drains. TFLOP/s of 8 x 16 x 128 rows on 8192 keys that L2 holds, on an H200: hd 64 414 at 128
+        keys, 426 at 192; hd 128 633 at 112, 652 at 128, 656 at 160; hd 256 680 at 64, 709 at 80.
+        Keys, columns: shared memory decides. A ring has two slabs in use (hd 512: eight) and the others on their way.
+        """
         if self.share == "rows":
-            return 128 if self.hd <= 128 else 64
+            return {64: 192, 128: 160, 256: 80}[self.hd]
         return {64: 128, 128: 64, 256: 32, 512: 64}[self.hd]
 
     @property
@@ -124,9 +135,10 @@ class Sm90FmhaPlan:
         return min(12, left // self.slab_bytes) // self.rings
 
     @property
-    def overlap(self) -> bool:
-        """Whether S of the next tile is issued before P V of this one: needs K and V of a tile at once in the ring."""
-        return self.share != "columns"
+    def turns(self) -> bool:
+        """Whether the warpgroups issue MMAs in turn. Where they read the same tiles they run in step otherwise: hd 512,
+        t 128 takes 188 us without turns and 175 with them."""
+        return self.share != "keys"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +153,11 @@ class FmhaSizes:
 
 
 def kernel_plan(sizes: FmhaSizes) -> Sm90FmhaPlan:
-    """The kernel for a case. It follows from hd and t alone: neither batch nor grouping of heads changes a bit."""
+    """The kernel for a case. It follows from hd, t and s_k: neither batch nor grouping of heads changes a bit."""
     if sizes.hd == 512:
         return Sm90FmhaPlan(512, "columns")
-    return Sm90FmhaPlan(sizes.hd, "keys" if sizes.t <= DECODE_T else "rows")
+    few = sizes.t <= DECODE_T or sizes.s_k <= TINY_KEYS
+    return Sm90FmhaPlan(sizes.hd, "keys" if few else "rows")
 
 
 def split_count(sizes: FmhaSizes, sm_count: int = SM_COUNT) -> int:
@@ -156,7 +169,9 @@ def split_count(sizes: FmhaSizes, sm_count: int = SM_COUNT) -> int:
     """
     plan = kernel_plan(sizes)
     if sizes.s_k <= SHORT_KEYS:
-        return -(-sizes.s_k // SHORT_SPLIT_KEYS) if sizes.t <= DECODE_T else 1
+        if sizes.t <= DECODE_T:
+            return -(-sizes.s_k // SHORT_SPLIT_KEYS)
+        return -(-sizes.s_k // TINY_SPLIT_KEYS) if sizes.s_k <= TINY_KEYS else 1
     items = sizes.kv_batches * -(-sizes.rows // plan.tile_m)
     tiles = -(-sizes.s_k // plan.tile_n)
 

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
 """Rings of stages in shared memory: a full and an empty mbarrier a stage, and where an agent stands in its ring.
 
-CuTeDSL's pipeline classes choose a ring when the code is traced. Here a warpgroup chooses one of two at run time, by the
-number of its first stage, and both rings are served by one copy of the code.
+CuTeDSL's pipeline classes choose a ring when the code is traced. Here a warpgroup chooses one of two at run time, by
+the number of its first stage, and both rings are served by one copy of the code.
 """
 
 from __future__ import annotations

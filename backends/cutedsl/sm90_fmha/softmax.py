@@ -1,3 +1,4 @@
+# ruff: noqa: N815
 # pyright: reportMissingImports=false
 """Softmax of the tile that a warpgroup holds in registers, as wgmma lays an accumulator out.
 
@@ -9,7 +10,9 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 ROWS = 2
 """Rows of a thread."""
@@ -49,7 +52,10 @@ def quad_reduced(value: Float32, operation) -> Float32:
 
 @cute.jit
 def mask_scores(rS: cute.Tensor, first_key: Int32, keys: cute.Tensor):
-    """-inf outside the keys that a row sees. `first_key`: that of this thread's first column; `keys` (row, begin or end)."""
+    """-inf outside the keys that a row sees. `first_key`: that of this thread's first column.
+
+    `keys` (row, begin or end): the first key that each row sees, and one past the last.
+    """
     for i in cutlass.range_constexpr(ROWS):
         rRow = row_values(rS, i)
         begin = keys[i, 0] - first_key
@@ -97,8 +103,21 @@ def rescale(rO: cute.Tensor, state: RowState):
                 rRow[j, block] = rRow[j, block] * factor
 
 
+@dsl_user_op
+def bf16_pair(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
+    """Two f32 rounded to bf16, as the halves of a word.
+
+    An instruction of its own: a conversion of LLVM's it moves past the head of the loop, so that P stays in f32 while
+    the next S comes, 32 registers more for a tile of 128 keys, and the MMA waits for the rounding.
+    """
+    values = [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)]
+    instruction = "cvt.rn.bf16x2.f32 $0, $1, $2;"
+    return Int32(llvm.inline_asm(T.i32(), values, instruction, "=r,f,f", has_side_effects=True, loc=loc, ip=ip))
+
+
 @cute.jit
 def round_p(rS: cute.Tensor, rP: cute.Tensor):
     """P as bf16. The accumulator of one wgmma is, pair by pair, the A operand of the next."""
-    flat = cute.make_tensor(rP.iterator, cute.make_layout(cute.size(rP)))
-    flat.store(rS.load().to(BFloat16))
+    words = cute.make_tensor(cute.recast_ptr(rP.iterator, dtype=Int32), cute.make_layout(cute.size(rP) // 2))
+    for k in cutlass.range_constexpr(cute.size(rP) // 2):
+        words[k] = bf16_pair(rS[2 * k], rS[2 * k + 1])

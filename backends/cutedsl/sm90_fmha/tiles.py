@@ -15,8 +15,8 @@ class Problem(NamedTuple):
     """Run-time sizes. `rows` counts the query rows of one (batch, kv head): heads // kv_heads * t, head-major.
 
     Row r is query token r % t, whose position is p = r % t + s_k - t. It sees the keys p - left < j <= p + right.
-    Split i has the key tiles from i * split_tiles on, whatever keys the rows see: so the arithmetic of a row does not
-    depend on the rows that share its tile.
+    Split i has the key tiles from i * key_tiles // splits on, whatever keys the rows see: so the arithmetic of a row
+    does not depend on the rows that share its tile.
     """
 
     rows: Int32
@@ -24,7 +24,7 @@ class Problem(NamedTuple):
     s_k: Int32
     row_tiles: Int32
     splits: Int32
-    split_tiles: Int32
+    key_tiles: Int32
     left: Int32
     right: Int32
     work_items: Int32
@@ -64,8 +64,8 @@ def work_item(plan: Sm90FmhaPlan, problem: Problem, index: Int32) -> WorkItem:
     key_end = cutlass.max(cutlass.min(high + problem.right + 1, problem.s_k), Int32(0))
     tile_begin = key_begin // plan.tile_n
     tile_end = (key_end + plan.tile_n - 1) // plan.tile_n
-    begin = cutlass.max(tile_begin, split * problem.split_tiles)
-    end = cutlass.min(tile_end, (split + 1) * problem.split_tiles)
+    begin = cutlass.max(tile_begin, split * problem.key_tiles // problem.splits)
+    end = cutlass.min(tile_end, (split + 1) * problem.key_tiles // problem.splits)
 
     clear_begin = cutlass.max(high - problem.left + 1, Int32(0))
     clear_end = cutlass.max(cutlass.min(low + problem.right + 1, problem.s_k), Int32(0))
