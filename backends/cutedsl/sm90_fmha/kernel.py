@@ -7,8 +7,8 @@
 
 A CTA walks over work items (batch x kv head, split of the keys, tile of query rows) with a fixed stride. The query
 heads of a kv head are folded into rows: q viewed as [batch * kv_heads, heads / kv_heads * t, hd] needs no copy, because
-heads of one group lie next to each other. All sizes, the mask and the scale are run-time values; a tile whose keys are all
-visible skips the mask. plan.py says how the two consumers share an item, and why.
+heads of one group lie next to each other. All sizes, the mask and the scale are run-time values; a tile whose keys are
+all visible skips the mask. plan.py says how the two consumers share an item, and why.
 
 A tile, with S one tile ahead of P V:
 
@@ -115,8 +115,8 @@ class Sm90Fmha:
         combine_kernel.set_name_prefix(f"sm90_fmha_combine_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         row_tiles = (rows + plan.tile_m - 1) // plan.tile_m
         work_items = kv_batches * splits * row_tiles
-        # Few enough CTAs that each has the same number of items. On an H200, 128 CTAs with two items each read 32 caches
-        # of 8 heads in 243 us; 132 CTAs, eight of them with one item, took 247 us.
+        # Few enough CTAs that each has the same number of items. On an H200, 128 CTAs with two items each read 32
+        # caches of 8 heads in 243 us; 132 CTAs, eight of them with one item, took 247 us.
         rounds = (work_items + max_ctas - 1) // max_ctas
         self.kernel(
             tma_q, tQ, tma_k, tK, tma_v, tV, mO, mLSE, mO_part, mLSE_part,
@@ -330,8 +330,11 @@ def after_sums(state: RowState, kv: Barriers, place: Place):
 
 @cute.jit
 def take_turn(plan: Sm90FmhaPlan, group: Int32):
-    """Wait until the other warpgroup has issued its MMAs. Only where the two read the same tiles: there they would run in
-    step, both at the tensor core and then both at their exponentials."""
+    """Wait until the other warpgroup has issued its MMAs.
+
+    Only where the two read the same tiles: there they would run in step, both at the tensor core and then both at their
+    exponentials.
+    """
     if cutlass.const_expr(plan.turns):
         cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=GROUPS * WARPGROUP)
 
