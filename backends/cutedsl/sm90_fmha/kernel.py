@@ -190,7 +190,7 @@ class Sm90Fmha:
         q = allocate_barriers(smem, plan.q_stages)
         kv = allocate_barriers(smem, stages)
         init_barriers(q, plan.q_stages, 4 * GROUPS, thread)
-        init_barriers(kv, stages, plan.ring_consumers, thread - 32)
+        init_barriers(kv, stages, plan.ring_consumers, thread)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
