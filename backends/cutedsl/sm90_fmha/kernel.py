@@ -189,8 +189,9 @@ class Sm90Fmha:
         stages = cutlass.const_expr(plan.ring_stages * plan.rings)
         q = allocate_barriers(smem, plan.q_stages)
         kv = allocate_barriers(smem, stages)
-        init_barriers(q, plan.q_stages, 4 * GROUPS, thread)
-        init_barriers(kv, stages, plan.ring_consumers, thread)
+        if thread == 0:
+            init_barriers(q, plan.q_stages, 4 * GROUPS)
+            init_barriers(kv, stages, plan.ring_consumers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()

@@ -33,12 +33,11 @@ def allocate_barriers(smem, stages: int) -> Barriers:
     return Barriers(smem.allocate_array(Int64, stages), smem.allocate_array(Int64, stages))
 
 
-@cute.jit
-def init_barriers(barriers: Barriers, stages: cutlass.Constexpr, consumers: cutlass.Constexpr, thread: Int32):
-    """By a thread a stage. A stage is full by one arrival and its bytes, empty by an arrival of each consumer warp."""
-    if thread < stages:
-        cute.arch.mbarrier_init(barriers.full + thread, 1)
-        cute.arch.mbarrier_init(barriers.empty + thread, consumers)
+def init_barriers(barriers: Barriers, stages: int, consumers: int) -> None:
+    """By one thread. A stage is full by one arrival and its bytes, empty by an arrival of each consumer warp."""
+    for stage in range(stages):
+        cute.arch.mbarrier_init(barriers.full + stage, 1)
+        cute.arch.mbarrier_init(barriers.empty + stage, consumers)
 
 
 def ring_start(first: Int32, producer: bool) -> Place:
