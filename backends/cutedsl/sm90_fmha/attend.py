@@ -67,6 +67,7 @@ def issue_qk(
         rS.iterator, qk_thread.make_fragment_C(qk_thread.partition_shape_C((GROUP_M, plan.tile_n))).layout
     )
     k_blocks = cute.size(operands.tSrK, mode=[2])
+    before = place.stage
     warpgroup.fence()
     for slab in cutlass.range_constexpr(plan.slabs):
         wait_full(kv, place)
@@ -82,7 +83,7 @@ def issue_qk(
         warpgroup.commit_group()
         if cutlass.const_expr(drain and slab > 0):
             warpgroup.wait_group(1)
-            release(kv, before)  # noqa: F821 (set by the slab before)
+            release(kv, before)
         before = place.stage
         place = advanced(place, first, plan.ring_stages)
     if cutlass.const_expr(drain):

@@ -36,7 +36,15 @@ def add(a: Float32, b: Float32) -> Float32:
 
 
 @cute.jit
-def merge_groups(rO: cute.Tensor, state: RowState, shared: Shared, scale_log2: Float32, group: Int32, thread: Int32):
+def merge_groups(
+    rO: cute.Tensor,
+    state: RowState,
+    sMerge: cute.Tensor,
+    sStat: cute.Tensor,
+    scale_log2: Float32,
+    group: Int32,
+    thread: Int32,
+):
     """Warpgroup 0 gets the O, maxima and sums (reduced over quads) of both, which have seen different keys.
 
     A thread of either holds the same elements, so O goes over by thread, 16 bytes at a time, MERGE_REGISTERS a pass.
@@ -44,29 +52,29 @@ def merge_groups(rO: cute.Tensor, state: RowState, shared: Shared, scale_log2: F
     barrier = cute.arch.barrier
     if group == 1:
         for i in cutlass.range_constexpr(ROWS):
-            shared.sStat[thread, i] = state.rMax[i]
-            shared.sStat[thread, ROWS + i] = state.rSum[i]
+            sStat[thread, i] = state.rMax[i]
+            sStat[thread, ROWS + i] = state.rSum[i]
     own = cute.make_rmem_tensor(ROWS, Float32)
     other = cute.make_rmem_tensor(ROWS, Float32)
     for start in cutlass.range_constexpr(0, cute.size(rO), MERGE_REGISTERS):
         rPass = cute.make_tensor(rO.iterator + start, cute.make_layout((4, MERGE_REGISTERS // 4)))
         if group == 1:
             for vector in cutlass.range_constexpr(MERGE_REGISTERS // 4):
-                cute.autovec_copy(rPass[None, vector], shared.sMerge[None, thread, vector])
+                cute.autovec_copy(rPass[None, vector], sMerge[None, thread, vector])
         barrier(barrier_id=MERGE_BARRIER, number_of_threads=GROUPS * WARPGROUP)
         if group == 0:
             if cutlass.const_expr(start == 0):
                 for i in cutlass.range_constexpr(ROWS):
-                    other_max = shared.sStat[thread, i]
+                    other_max = sStat[thread, i]
                     top = cute.arch.fmax(state.rMax[i], other_max)
                     base = cutlass.select_(top == -Float32.inf, Float32(0.0), top) * scale_log2
                     own[i] = cute.math.exp2(state.rMax[i] * scale_log2 - base, fastmath=True)
                     other[i] = cute.math.exp2(other_max * scale_log2 - base, fastmath=True)
                     state.rMax[i] = top
-                    state.rSum[i] = state.rSum[i] * own[i] + shared.sStat[thread, ROWS + i] * other[i]
+                    state.rSum[i] = state.rSum[i] * own[i] + sStat[thread, ROWS + i] * other[i]
             for vector in cutlass.range_constexpr(MERGE_REGISTERS // 4):
                 rOther = cute.make_rmem_tensor(4, Float32)
-                cute.autovec_copy(shared.sMerge[None, thread, vector], rOther)
+                cute.autovec_copy(sMerge[None, thread, vector], rOther)
                 for k in cutlass.range_constexpr(4):
                     rPass[k, vector] = rPass[k, vector] * own[k // 2] + rOther[k] * other[k // 2]
         barrier(barrier_id=MERGE_BARRIER, number_of_threads=GROUPS * WARPGROUP)
@@ -161,7 +169,7 @@ def finish_item(
     for i in cutlass.range_constexpr(ROWS):
         state.rSum[i] = quad_reduced(state.rSum[i], add)
     if cutlass.const_expr(plan.share == "keys"):
-        merge_groups(rO, state, shared, scale_log2, group, thread)
+        merge_groups(rO, state, shared.sMerge, shared.sStat, scale_log2, group, thread)
         if group == 0:
             store_item(plan, problem, outputs, item, rO, state, scale_log2, group, thread)
     else:
