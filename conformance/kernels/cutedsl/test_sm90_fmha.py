@@ -10,7 +10,8 @@ import torch
 
 from backends.cutedsl.sm90_fmha.plan import SM_COUNT, Share, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.program import compiled, fmha_program
-from conformance.kernels.cutedsl.test_fmha import SCHEDULES, case_of, hold_to_reference, outputs, without
+from conformance.kernels.cutedsl.execution import SCHEDULES, outputs, without
+from conformance.kernels.cutedsl.test_fmha import case_of, hold_to_reference
 from conformance.kernels.cutedsl.test_sm90_fmha_plan import PLANS
 from megamoe.contract import Case, HostProgram, UnsupportedError
 
