@@ -107,6 +107,6 @@ def test_a_missing_compiler_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_another_target_is_refused_by_name() -> None:
-    case = load_specs(None)["fmha"].parse_case("fmha:hd=64,t=1,s_k=128")
-    with pytest.raises(UnsupportedError, match=r"no fmha for sm_90a; it has fmha on sm_100a"):
+    case = load_specs(None)["nvfp4_moe"].parse_case("nvfp4_moe:hidden=128,intermediate=128,num_experts=1,tokens=1")
+    with pytest.raises(UnsupportedError, match=r"no nvfp4_moe for sm_90a; it has fmha on sm_90a, fmha on sm_100a"):
         BACKEND.build(case, "sm_90a")

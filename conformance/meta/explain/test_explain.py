@@ -249,7 +249,7 @@ def test_ticks_are_few_round_and_inside(low: int, high: int) -> None:
         ([CASE, "--backend", "pxt"], "there is no backend named 'pxt'"),
         ([CASE, "--backend", "ptx", "--target", "sm_80"], "there is no target 'sm_80'"),
         ([CASE, "--backend", "ptx", "--executor", "nothing"], "there is no executor named 'nothing'"),
-        ([CASE, "--backend", "cutedsl", "--target", "sm_90a"], "has fmha for sm_100a, not sm_90a"),
+        ([CASE, "--backend", "fa3", "--target", "sm_100a"], "has fmha for sm_90a, not sm_100a"),
         ([CASE, "--backend", "ptx", "--schedule", "soon"], "schedule 'soon' is not"),
         ([CASE, "--backend", "ptx", "--schedule", "random:0-3"], "one schedule is explained at a time"),
         (["fhma:hd=64", "--backend", "ptx"], "there is no op 'fhma'"),

@@ -1,0 +1,1 @@
+"""FMHA forward for sm_90a in CuTeDSL."""

@@ -1,0 +1,176 @@
+# ruff: noqa: N815
+# pyright: reportMissingImports=false
+"""The end of a work item: the warpgroups' halves of the keys become one, O is normalised and stored."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64
+
+from backends.cutedsl.sm90_fmha.operands import Shared
+from backends.cutedsl.sm90_fmha.plan import GROUP_M, GROUPS, MERGE_REGISTERS, WARPGROUP, Sm90FmhaPlan
+from backends.cutedsl.sm90_fmha.softmax import ROWS, RowState, quad_reduced, row_values
+from backends.cutedsl.sm90_fmha.tiles import Problem, WorkItem
+
+LN2 = 0.6931471805599453
+MERGE_BARRIER = 1
+
+
+class Outputs(NamedTuple):
+    """Where results go. With one split o and lse, else the partials: O normalised within its split, fp32.
+
+    mO (kv_batch, row, hd) bf16; mLSE (kv_batch * row) f32; mO_part (split, kv_batch, row, hd) f32;
+    mLSE_part (split, kv_batch, row) f32. All natural logarithms.
+    """
+
+    mO: cute.Tensor
+    mLSE: cute.Tensor
+    mO_part: cute.Tensor
+    mLSE_part: cute.Tensor
+
+
+def add(a: Float32, b: Float32) -> Float32:
+    """a + b."""
+    return a + b
+
+
+@cute.jit
+def merge_groups(
+    rO: cute.Tensor,
+    state: RowState,
+    sMerge: cute.Tensor,
+    sStat: cute.Tensor,
+    scale_log2: Float32,
+    group: Int32,
+    thread: Int32,
+):
+    """Warpgroup 0 gets the O, maxima and sums (reduced over quads) of both, which have seen different keys.
+
+    A thread of either holds the same elements, so O goes over by thread, 16 bytes at a time, MERGE_REGISTERS a pass.
+    """
+    barrier = cute.arch.barrier
+    if group == 1:
+        for i in cutlass.range_constexpr(ROWS):
+            sStat[thread, i] = state.rMax[i]
+            sStat[thread, ROWS + i] = state.rSum[i]
+    own = cute.make_rmem_tensor(ROWS, Float32)
+    other = cute.make_rmem_tensor(ROWS, Float32)
+    for start in cutlass.range_constexpr(0, cute.size(rO), MERGE_REGISTERS):
+        rPass = cute.make_tensor(rO.iterator + start, cute.make_layout((4, MERGE_REGISTERS // 4)))
+        if group == 1:
+            for vector in cutlass.range_constexpr(MERGE_REGISTERS // 4):
+                cute.autovec_copy(rPass[None, vector], sMerge[None, thread, vector])
+        barrier(barrier_id=MERGE_BARRIER, number_of_threads=GROUPS * WARPGROUP)
+        if group == 0:
+            if cutlass.const_expr(start == 0):
+                for i in cutlass.range_constexpr(ROWS):
+                    other_max = sStat[thread, i]
+                    top = cute.arch.fmax(state.rMax[i], other_max)
+                    base = cutlass.select_(top == -Float32.inf, Float32(0.0), top) * scale_log2
+                    own[i] = cute.math.exp2(state.rMax[i] * scale_log2 - base, fastmath=True)
+                    other[i] = cute.math.exp2(other_max * scale_log2 - base, fastmath=True)
+                    state.rMax[i] = top
+                    state.rSum[i] = state.rSum[i] * own[i] + sStat[thread, ROWS + i] * other[i]
+            for vector in cutlass.range_constexpr(MERGE_REGISTERS // 4):
+                rOther = cute.make_rmem_tensor(4, Float32)
+                cute.autovec_copy(sMerge[None, thread, vector], rOther)
+                for k in cutlass.range_constexpr(4):
+                    rPass[k, vector] = rPass[k, vector] * own[k // 2] + rOther[k] * other[k // 2]
+        barrier(barrier_id=MERGE_BARRIER, number_of_threads=GROUPS * WARPGROUP)
+
+
+@cute.jit
+def pair_at(mTensor: cute.Tensor, offset: Int64) -> cute.Tensor:
+    """Two neighbours from element `offset`, an even one."""
+    return cute.make_tensor(mTensor.iterator + cute.assume(offset, divby=2), cute.make_layout(2))
+
+
+@cute.jit
+def store_row(rRow: cute.Tensor, outputs: Outputs, problem: Problem, offset: Int64, part_offset: Int64):
+    """This thread's columns of one row: of each block of 8, the two at 2 (lane % 4)."""
+    blocks = cutlass.const_expr(cute.size(rRow, mode=[1]))
+    if problem.splits == 1:
+        for block in cutlass.range_constexpr(blocks):
+            rPair = cute.make_rmem_tensor(2, BFloat16)
+            rPair.store(rRow[None, block].load().to(BFloat16))
+            cute.autovec_copy(rPair, pair_at(outputs.mO, offset + 8 * block))
+    else:
+        for block in cutlass.range_constexpr(blocks):
+            rPart = cute.make_rmem_tensor(2, Float32)
+            rPart.store(rRow[None, block].load())
+            cute.autovec_copy(rPart, pair_at(outputs.mO_part, part_offset + 8 * block))
+
+
+@cute.jit
+def store_item(
+    plan: Sm90FmhaPlan,
+    problem: Problem,
+    outputs: Outputs,
+    item: WorkItem,
+    rO: cute.Tensor,
+    state: RowState,
+    scale_log2: Float32,
+    group: Int32,
+    thread: Int32,
+):
+    """Normalised O and the log-sum-exp of this thread's rows; rows past the end of the problem are not written.
+
+    A part that saw no key is zeros, its log-sum-exp -inf.
+    """
+    lane = thread % 32
+    first_row = item.row_tile * plan.tile_m + (thread // 32) * 16 + lane // 4
+    column = 2 * (lane % 4)
+    writes_lse = lane % 4 == 0
+    if cutlass.const_expr(plan.share == "rows"):
+        first_row = first_row + group * GROUP_M
+    if cutlass.const_expr(plan.share == "columns"):
+        column = column + group * plan.o_columns
+        writes_lse = writes_lse and group == 0
+    kv_batches = outputs.mO.shape[0]
+    for i in cutlass.range_constexpr(ROWS):
+        row = first_row + 8 * i
+        flat_row = Int64(item.kv_batch) * problem.rows + row
+        part_row = (Int64(item.split) * kv_batches) * problem.rows + flat_row
+        total = state.rSum[i]
+        seen = total > Float32(0.0)
+        inverse = Float32(0.0)
+        lse = -Float32.inf
+        if seen:
+            inverse = Float32(1.0) / total
+            lse = (state.rMax[i] * scale_log2 + cute.math.log2(total, fastmath=True)) * LN2
+        rRow = row_values(rO, i)
+        for block in cutlass.range_constexpr(cute.size(rRow, mode=[1])):
+            for j in cutlass.range_constexpr(2):
+                rRow[j, block] = rRow[j, block] * inverse
+        if row < problem.rows:
+            store_row(rRow, outputs, problem, flat_row * plan.hd + column, part_row * plan.hd + column)
+            if writes_lse:
+                if problem.splits == 1:
+                    outputs.mLSE[flat_row] = lse
+                else:
+                    outputs.mLSE_part[part_row] = lse
+
+
+@cute.jit
+def finish_item(
+    plan: Sm90FmhaPlan,
+    problem: Problem,
+    outputs: Outputs,
+    shared: Shared,
+    item: WorkItem,
+    rO: cute.Tensor,
+    state: RowState,
+    scale_log2: Float32,
+    group: Int32,
+    thread: Int32,
+):
+    """Sum the exponentials over quads, merge what the warpgroups did apart, store."""
+    for i in cutlass.range_constexpr(ROWS):
+        state.rSum[i] = quad_reduced(state.rSum[i], add)
+    if cutlass.const_expr(plan.share == "keys"):
+        merge_groups(rO, state, shared.sMerge, shared.sStat, scale_log2, group, thread)
+        if group == 0:
+            store_item(plan, problem, outputs, item, rO, state, scale_log2, group, thread)
+    else:
+        store_item(plan, problem, outputs, item, rO, state, scale_log2, group, thread)

@@ -1,0 +1,123 @@
+# ruff: noqa: N815
+# pyright: reportMissingImports=false
+"""Softmax of the tile that a warpgroup holds in registers, as wgmma lays an accumulator out.
+
+A thread has two rows, i = 0 and 1, at warp * 16 + lane / 4 + 8 i; of each block of 8 columns it has the two at
+2 (lane % 4). Register 4 block + 2 i + j holds (row i, column j of the two). The four lanes of a row are a quad.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+ROWS = 2
+"""Rows of a thread."""
+
+
+class RowState(NamedTuple):
+    """Of this thread's rows, f32: the maximum of the raw scores so far, the sum of this thread's exponentials relative
+    to it, and the factor that the last tile asks of O."""
+
+    rMax: cute.Tensor
+    rSum: cute.Tensor
+    rFactor: cute.Tensor
+
+
+def make_row_state() -> RowState:
+    """Registers for a RowState."""
+    return RowState(*(cute.make_rmem_tensor(ROWS, Float32) for _ in range(3)))
+
+
+def reset(state: RowState) -> None:
+    """Of rows that have seen no key."""
+    state.rMax.fill(-Float32.inf)
+    state.rSum.fill(0.0)
+
+
+def row_values(rAcc: cute.Tensor, i: int) -> cute.Tensor:
+    """Row i of an accumulator held flat: (pair, block)."""
+    return cute.make_tensor(rAcc.iterator + 2 * i, cute.make_layout((2, cute.size(rAcc) // 4), stride=(1, 4)))
+
+
+def quad_reduced(value: Float32, operation) -> Float32:
+    """`operation` over the four lanes of a row."""
+    for distance in (1, 2):
+        value = operation(value, cute.arch.shuffle_sync_bfly(value, offset=distance))
+    return value
+
+
+@cute.jit
+def mask_scores(rS: cute.Tensor, first_key: Int32, keys: cute.Tensor):
+    """-inf outside the keys that a row sees. `first_key`: that of this thread's first column.
+
+    `keys` (row, begin or end): the first key that each row sees, and one past the last.
+    """
+    for i in cutlass.range_constexpr(ROWS):
+        rRow = row_values(rS, i)
+        begin = keys[i, 0] - first_key
+        visible = Uint32(cutlass.max(keys[i, 1] - keys[i, 0], Int32(0)))
+        for block in cutlass.range_constexpr(cute.size(rRow, mode=[1])):
+            for j in cutlass.range_constexpr(2):
+                shown = Boolean(Uint32(Int32(8 * block + j) - begin) < visible)
+                rRow[j, block] = cutlass.select_(shown, rRow[j, block], -Float32.inf)
+
+
+@cute.jit
+def softmax_tile(rS: cute.Tensor, state: RowState, scale_log2: Float32):
+    """rS becomes 2^(scale_log2 (rS - maximum)), sums and maxima follow; rFactor takes O to the new maximum."""
+    for i in cutlass.range_constexpr(ROWS):
+        rRow = row_values(rS, i)
+        blocks = cutlass.const_expr(cute.size(rRow, mode=[1]))
+        tops = [rRow[0, 0], rRow[1, 0]]
+        for block in cutlass.range_constexpr(1, blocks):
+            for j in cutlass.range_constexpr(2):
+                tops[j] = cute.arch.fmax(tops[j], rRow[j, block])
+        top = quad_reduced(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax)
+        old = state.rMax[i]
+        new = cute.arch.fmax(old, top)
+        # A row that has seen no key keeps -inf: relative to 0 its exponentials are 0, not NaN.
+        base = cutlass.select_(new == -Float32.inf, Float32(0.0), new) * scale_log2
+        factor = cute.math.exp2(old * scale_log2 - base, fastmath=True)
+        sums = [Float32(0.0), Float32(0.0)]
+        for block in cutlass.range_constexpr(blocks):
+            for j in cutlass.range_constexpr(2):
+                rRow[j, block] = cute.math.exp2(rRow[j, block] * scale_log2 - base, fastmath=True)
+                sums[j] = sums[j] + rRow[j, block]
+        state.rMax[i] = new
+        state.rSum[i] = state.rSum[i] * factor + (sums[0] + sums[1])
+        state.rFactor[i] = factor
+
+
+@cute.jit
+def rescale(rO: cute.Tensor, state: RowState):
+    """O of each row times its factor."""
+    for i in cutlass.range_constexpr(ROWS):
+        rRow = row_values(rO, i)
+        factor = state.rFactor[i]
+        for block in cutlass.range_constexpr(cute.size(rRow, mode=[1])):
+            for j in cutlass.range_constexpr(2):
+                rRow[j, block] = rRow[j, block] * factor
+
+
+@dsl_user_op
+def bf16_pair(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
+    """Two f32 rounded to bf16, as the halves of a word.
+
+    An instruction of its own: a conversion of LLVM's it moves past the head of the loop, so that P stays in f32 while
+    the next S comes, 32 registers more for a tile of 128 keys, and the MMA waits for the rounding.
+    """
+    values = [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)]
+    instruction = "cvt.rn.bf16x2.f32 $0, $1, $2;"
+    return Int32(llvm.inline_asm(T.i32(), values, instruction, "=r,f,f", has_side_effects=True, loc=loc, ip=ip))
+
+
+@cute.jit
+def round_p(rS: cute.Tensor, rP: cute.Tensor):
+    """P as bf16. The accumulator of one wgmma is, pair by pair, the A operand of the next."""
+    words = cute.make_tensor(cute.recast_ptr(rP.iterator, dtype=Int32), cute.make_layout(cute.size(rP) // 2))
+    for k in cutlass.range_constexpr(cute.size(rP) // 2):
+        words[k] = bf16_pair(rS[2 * k], rS[2 * k + 1])
