@@ -11,8 +11,9 @@ from pathlib import Path
 from random import Random
 
 from megamoe.contract import Case, DeviceFacts, Row, Status, Temperature
-from megamoe.records.lines import Evidence, (
+from megamoe.records.lines import (
     AnyLine,
+    Evidence,
     Figures,
     Record,
     RunHeader,
