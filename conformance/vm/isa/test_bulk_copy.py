@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from conformance.vm.kernel import Array, Kernel, Map, assert_clean
-from conformance.vm.kernel_blocks import FENCE, SYNC, init, wait
+from conformance.vm.kernel import FENCE, SYNC, Array, Kernel, Map, assert_clean, init, wait
 from conformance.vm.tensor.test_tma_box import (
     COUNTING,
     GOLDEN,

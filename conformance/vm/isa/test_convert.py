@@ -8,7 +8,7 @@ import pytest
 
 from backends.vm.faults import UnknownInstructionError
 from conformance import SILICON
-from conformance.vm.run_ptx import run_ptx
+from conformance.vm.kernel import run_ptx
 
 FOLDER = SILICON / "numerics"
 F32 = np.load(FOLDER / "cvt_f32.npz")

@@ -187,7 +187,7 @@ def test_memory_that_one_cta_does_not_give_back() -> None:
     only = {
         "free": """tcgen05.wait::ld.sync.aligned; setp.eq.s32 %ok, %rank, 0; and.pred %ok, %ok, %warp0; @!%ok bra FREED;
 tcgen05.dealloc.cta_group::2.sync.aligned.b32 %tm, 512;
-FREED: ret; }"""
+FREED: ret;"""
     }
     with pytest.raises(Fault, match=r"execute tcgen05\.dealloc") as caught:
         run_tensor(plain(256, at_a, at_b), both, N, group=2, changes=only)

@@ -11,8 +11,8 @@ import pytest
 
 from backends.vm.faults import UnknownInstructionError
 from conformance import SILICON
+from conformance.vm.kernel import run_ptx
 from conformance.vm.numerics.exact_rounding import round_f32
-from conformance.vm.run_ptx import run_ptx
 
 FOLDER = SILICON / "numerics"
 BINARY = np.load(FOLDER / "binary.npz")

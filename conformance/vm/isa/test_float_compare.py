@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from backends.vm.faults import UnknownInstructionError
-from conformance.vm.run_ptx import run_ptx
+from conformance.vm.kernel import run_ptx
 
 NAN = float("nan")
 SAMPLE = [-float("inf"), -1.5, -0.0, 0.0, 1.5, float("inf"), NAN]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from backends.vm.faults import UnknownInstructionError
-from conformance.vm.run_ptx import run_ptx
+from conformance.vm.kernel import run_ptx
 
 TYPES = ["u16", "s16", "u32", "s32", "u64", "s64"]
 BITS = ["b16", "b32", "b64"]

@@ -10,7 +10,7 @@ import pytest
 from backends.vm.faults import Fault, UnknownInstructionError
 from backends.vm.machine.machine import Machine
 from conformance import SILICON
-from conformance.vm.run_ptx import run_ptx
+from conformance.vm.kernel import run_ptx
 
 GOLDEN = np.load(SILICON / "movement" / "fragments.npz")
 LOADED = GOLDEN["ldm_o"][:512].reshape(4, 32, 4)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance.vm.kernel import EVERY_SCHEDULE, Kernel, assert_blamed, assert_clean
-from conformance.vm.kernel_blocks import SYNC
+from conformance.vm.kernel import EVERY_SCHEDULE, SYNC, Kernel, assert_blamed, assert_clean
 
 BYTES = np.arange(256, dtype=np.uint8) ^ 0x5A
 

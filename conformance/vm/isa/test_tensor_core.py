@@ -12,9 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from conformance.vm.kernel import Array, Kernel, assert_blamed, assert_clean
-from conformance.vm.kernel_blocks import FENCE, init, wait
-from conformance.vm.kernel_tmem import CELLS, tmem_kernel
+from conformance.vm.kernel import FENCE, Array, Kernel, assert_blamed, assert_clean, init, wait
+from conformance.vm.tensor_kernel import CELLS, tmem_kernel
 
 SCHEDULES = ("eager", "lazy", "random:1")
 IMAGE = 36864

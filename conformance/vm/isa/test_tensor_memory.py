@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance.vm.kernel import Array, assert_clean
-from conformance.vm.kernel_blocks import FENCE, SYNC, init, wait
-from conformance.vm.kernel_tmem import CELLS, tmem_kernel
+from conformance.vm.kernel import FENCE, SYNC, Array, assert_clean, init, wait
+from conformance.vm.tensor_kernel import CELLS, tmem_kernel
 
 FORMS = [
     ("32x32b", 1),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance.vm.kernel import EVERY_SCHEDULE
-from conformance.vm.kernel_blocks import init, tmem_alloc, wait
-from conformance.vm.kernel_mma import COMMIT, EXPECTED, MMA, mma_kernel
+from conformance.vm.kernel import EVERY_SCHEDULE, init, tmem_alloc, wait
+from conformance.vm.tensor_kernel import COMMIT, EXPECTED, MMA, mma_kernel
 
 COPY = "tcgen05.cp.cta_group::1.128x256b [%r47], %rd10;"
 """All of A to tensor memory."""

@@ -12,7 +12,7 @@ import pytest
 
 from backends.vm.faults import Fault, UnknownInstructionError
 from conformance import SILICON
-from conformance.vm.run_ptx import lanes_of, run_ptx
+from conformance.vm.kernel import lanes_of, run_ptx
 
 LANE = np.arange(32, dtype=np.uint32)
 ALL = 0xFFFF_FFFF
