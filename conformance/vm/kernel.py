@@ -221,7 +221,7 @@ def run_ptx(
     outputs: Mapping[str, type[_Scalar] | np.dtype[_Scalar]],
     *,
     declare: str = "",
-    block: int = 32,
+    block: int = 128,
     threads: int | None = None,
     machine: Machine | None = None,
 ) -> dict[str, npt.NDArray[_Scalar]]:
@@ -232,19 +232,20 @@ def run_ptx(
     in both starts with the input; this shows that inactive lanes keep their value. A name only in `outputs` begins
     unwritten, and the machine checks that the body writes it.
 
-    Every thread gets a scalar input. `declare` holds further declarations (`.reg`, `.shared`). The grid has blocks of
-    `block` threads, or one smaller block if there are fewer values; the last value fills up the last block. Give
-    `threads` if no input is an array. Raises what the machine raises; ValueError for arrays of unlike sizes.
+    Every thread gets a scalar input. `declare` holds further declarations (`.reg`, `.shared`). Fewer values than a warp
+    make one block of as many threads. More make blocks of up to `block` threads, in whole warps; the last value fills
+    up the last block. Give `threads` if no input is an array. Raises what the machine raises; ValueError for arrays of
+    unlike sizes.
     """
     values = {name: np.asarray(value) for name, value in inputs.items()}
     count = _thread_count(values, threads)
-    block = min(block, count)
+    block = count if count < 32 else min(block, -(-count // 32) * 32)
     filled = -(-count // block) * block
     given = {name: _filled(value, count, filled) for name, value in values.items()}
     results = {name: np.zeros(filled, dtype) for name, dtype in outputs.items()}
     buffers = {**{f"in_{name}": array for name, array in given.items()},
                **{f"out_{name}": array for name, array in results.items()}}  # fmt: skip
-    text = _one_value_a_thread(body, given, results, declare)
+    text = _one_value_a_thread(body, given, results, declare, one_block=filled == block)
     kernel = Kernel(text, buffers, grid=(filled // block, 1, 1), block=(block, 1, 1), registers="")
     found = kernel.launch(machine or Machine())
     return {name: found[f"out_{name}"][:count] for name in outputs}
@@ -269,20 +270,19 @@ def _filled(value: Array, count: int, size: int) -> Array:
     return np.concatenate([array, np.repeat(array[-1:], size - count)])
 
 
-def _one_value_a_thread(body: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array], declare: str) -> str:
+def _one_value_a_thread(
+    body: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array], declare: str, *, one_block: bool
+) -> str:
     registers = {name: array.dtype for name, array in (*inputs.items(), *outputs.items())}
     lines = [
         *(f".reg {_register_type(dtype)} %{name};" for name, dtype in registers.items()),
         ".reg .b64 %harness_address, %harness_index; .reg .b32 %harness_thread; .reg .b16 %harness_bool;",
         declare,
-        "{",
-        ".reg .b32 %size, %cta;",
         "mov.u32 %harness_thread, %tid.x;",
-        "mov.u32 %size, %ntid.x;",
-        "mov.u32 %cta, %ctaid.x;",
-        "mad.lo.s32 %harness_thread, %cta, %size, %harness_thread;",
-        "}",
     ]
+    if not one_block:
+        lines.append("""{ .reg .b32 %size, %cta; mov.u32 %size, %ntid.x; mov.u32 %cta, %ctaid.x;
+        mad.lo.s32 %harness_thread, %cta, %size, %harness_thread; }""")
     for name, array in inputs.items():
         lines += _address(f"%in_{name}", array.dtype)
         if array.dtype == np.bool_:
