@@ -81,7 +81,7 @@ class Kernel:
 
     @property
     def ptx(self) -> str:
-        """The module's text. The body begins on a line of its own, so that the marked line can be found."""
+        """The module's text. The body begins on a new line, so the marked line can be found."""
         params = [f".param .u64 p_{name}" for name in self.buffers]
         params += [f".param .align 64 .b8 p_{name}[128]" for name in self.maps]
         names = [*self.buffers, *self.maps]

@@ -1,4 +1,4 @@
-"""clusterlaunchcontrol: every cluster's work is done once, by itself or by one that took it over."""
+"""clusterlaunchcontrol: the work of each cluster is done once, by that cluster or by one that took it over."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ VECTOR = "clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 {%x, %y,
 def run(
     schedule: str, cluster: int, decode: str = SCALARS, wait: str = WAIT, everybody: str = ".multicast::cluster::all"
 ) -> tuple[npt.NDArray[np.uint32], int]:
-    """How often each CTA's work was done, and how many CTAs ran."""
+    """How often the work of each CTA was done, uint32 [z, y, x], and how many CTAs ran."""
     meet = "barrier.cluster.arrive; barrier.cluster.wait;" if cluster > 1 else ""
     body = (
         BODY.replace("DECODE", decode)

@@ -1,4 +1,4 @@
-"""tensormap.replace against an H200's bits, and the copy of a changed map from shared to global memory."""
+"""tensormap.replace against the bits of an H200, and the copy of a changed map from shared to global memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_other_fields_keep_their_bits() -> None:
     for name, zeroed in zip(NAMES, GOLDEN["repl"], strict=True):
         _, found = run(instruction(name, ".shared::cta"), full)
         cleared = int.from_bytes(full, "little") ^ int.from_bytes(found, "little")
-        assert cleared & int.from_bytes(zeroed.tobytes(), "little") == 0, f"{name}: bits that were asked for are clear"
+        assert cleared & int.from_bytes(zeroed.tobytes(), "little") == 0, f"{name}: bits of the new value are clear"
         assert cleared.bit_count() <= 64, f"{name}: more than one field has changed"
 
 

@@ -209,6 +209,6 @@ def test_a_wrong_member_mask_is_found(instruction: str, reason: str) -> None:
      "redux.sync.mul.u32 %d, %a, -1;", "redux.sync.and.s32 %d, %a, -1;", "redux.sync.add.f32 %d, %a, -1;",
      "match.any.sync.b32 %d|%p, %a, -1;", "elect.sync %d|%p;"],
 )  # fmt: skip
-def test_what_the_isa_does_not_list_is_refused(instruction: str) -> None:
+def test_forms_that_the_isa_does_not_list_are_refused(instruction: str) -> None:
     with pytest.raises(UnknownInstructionError, match="PTX line"):
         run_ptx(instruction, {"a": LANE, "p": np.ones(32, np.bool_)}, {"d": np.uint32})

@@ -1,4 +1,4 @@
-"""wgmma by the machine: registers and results of an H200, and the waits and fences that a kernel must not forget."""
+"""wgmma against registers and results of an H200, and the waits and fences that a kernel needs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ MAX_CASES = 8
 
 
 @pytest.mark.parametrize(("case", "image", "shape", "types", "registers", "tail"), FROM_SMEM, ids=lambda v: str(v))
-def test_random_descriptors_give_what_an_h200_gave(
+def test_random_descriptors_give_an_h200s_accumulators(
     case: str, image: str, shape: str, types: str, registers: int, tail: str
 ) -> None:
     raw = GOLDEN[f"{case}_desc"][:MAX_CASES]

@@ -1,4 +1,4 @@
-"""Half precision: what an H200 answered, rounding by the definition, and mixed precision with f32."""
+"""Half precision against an H200 and rounding by definition; mixed precision with f32."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def code(*values: int) -> Codes16:
 
 
 @pytest.mark.parametrize("op", MEASURED)
-def test_bit_for_bit_what_an_h200_answers(op: str) -> None:
+def test_results_are_an_h200s_bits(op: str) -> None:
     result, answered = MEASURED[op](A, B), BINARY[op].view(np.uint16)
     wrong = np.flatnonzero(result != answered)
     cases = [f"{A[i]:04x}, {B[i]:04x}: {result[i]:04x} for {answered[i]:04x}" for i in wrong[:5]]
@@ -61,7 +61,7 @@ def test_approximations_lie_within_one_code_of_an_h200s(op: str) -> None:
 
 
 def test_a_sum_that_f32_would_turn_into_a_tie_is_rounded_once() -> None:
-    """1.5 * (1 + 2^-7) is a tie in bf16; -2^-30 takes it below, and is lost on the way through f32."""
+    """1.5 * (1 + 2^-7) is a tie in bf16; -2^-30 takes it below the tie, and f32 loses that."""
     a, b, c = code(0x3F81), code(0x3FC0), code(0xB080)
     through_f32 = (decode(a, BF16) * decode(b, BF16) + decode(c, BF16)).astype(np.float32)
     assert round_bf16(Fraction(float(through_f32[0])), "rn") == 1.5 + 2**-6, "this case does not catch two roundings"
