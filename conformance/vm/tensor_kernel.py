@@ -73,10 +73,9 @@ CELLS = np.arange(128, dtype=np.uint32)[:, None] * 1000 + np.arange(COLUMNS, dty
 _NAMES = [f"%w{index}" for index in range(32)]
 _LIST = "{" + ", ".join(_NAMES) + "}"
 _NEXT = f"add.u32 %r45, %r45, 32; setp.lt.u32 %p14, %r45, {COLUMNS};"
-_FILL = f"""shl.b32 %r44, %warp, 21; add.u32 %r44, %r44, %r40; mov.u32 %r45, 0;
-mul.wide.u32 %rd20, %tx, {4 * COLUMNS}; add.u64 %rd20, %rd20, %before;
-FILLING: {" ".join(f"ld.global.v8.b32 {{{', '.join(_NAMES[i : i + 8])}}}, [%rd20+{4 * i}];" for i in range(0, 32, 8))}
-tcgen05.st.sync.aligned.32x32b.x32.b32 [%r44], {_LIST}; add.u32 %r44, %r44, 32; add.u64 %rd20, %rd20, 128;
+_FILL = f"""shl.b32 %r44, %warp, 21; add.u32 %r44, %r44, %r40; mov.u32 %r45, 0; mul.lo.u32 %r46, %tx, 1000;
+FILLING: {" ".join(f"add.u32 {name}, %r46, {index};" for index, name in enumerate(_NAMES))}
+tcgen05.st.sync.aligned.32x32b.x32.b32 [%r44], {_LIST}; add.u32 %r44, %r44, 32; add.u32 %r46, %r46, 32;
 {_NEXT} @%p14 bra FILLING;
 tcgen05.wait::st.sync.aligned;
 {SYNC}
@@ -105,8 +104,7 @@ def tmem_kernel(action: str, buffers: dict[str, Array], declare: str = "", *, du
         ]
     )
     cells = {"cells": np.zeros((128, COLUMNS), np.uint32)} if dump else {}
-    inputs = ("x", "before") if "x" in buffers else ("before",)
-    return Kernel(body, {**buffers, "before": CELLS, **cells}, block=(128, 1, 1), inputs=inputs)
+    return Kernel(body, {**buffers, **cells}, block=(128, 1, 1), inputs=("x",) if "x" in buffers else ())
 
 
 BASE = 0x400
