@@ -1,4 +1,4 @@
-"""Citations of facts.md: each names a section that is there, each section is cited and says how it is known."""
+"""facts.md and its citations: each citation names a section, each section is cited and says how it is known."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cited(text: str) -> set[str]:
 def citations() -> dict[str, set[str]]:
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode or not listed.stdout:
-        pytest.skip("this is no git checkout, so that its files cannot be listed")
+        pytest.skip("this is no git checkout, so its files cannot be listed")
     files = [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
     texts = {name: (ROOT / name).read_text("utf-8") for name in files if not name.endswith("/test_facts.py")}
     return {name: found for name, text in texts.items() if (found := cited(text))}
@@ -45,12 +45,12 @@ def test_every_citation_has_its_section() -> None:
 
 
 def test_every_section_is_cited() -> None:
-    """A section of the second level is there for its subsections, too."""
+    """A citation of a subsection also counts for its section."""
     used = set().union(*citations().values())
     idle = [
         number for number in sections(FACTS) if not any(one == number or one.startswith(f"{number}.") for one in used)
     ]
-    assert not idle, f"nobody cites sections {idle} of conformance/vm/facts.md: leave them out"
+    assert not idle, f"no file cites sections {idle} of conformance/vm/facts.md: leave them out"
 
 
 def test_every_section_says_how_it_is_known() -> None:

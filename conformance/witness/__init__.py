@@ -1,1 +1,1 @@
-"""Kernels that none of us wrote, compiled without a GPU and run by the VM: `python -m conformance.witness`."""
+"""Kernels of other packages, compiled without a GPU and run by the VM: `python -m conformance.witness`."""

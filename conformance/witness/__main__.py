@@ -1,7 +1,7 @@
 """`python -m conformance.witness [--only TEXT]`: examine every witness and write the record.
 
-Each target has a process of its own, since the compiler reads its target once. A witness that takes too long, or takes
-its process with it, has that as its reason.
+Each target has a process of its own, since the compiler reads its target once. A witness that takes too long, or
+ends its process, has that as its reason.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from itertools import groupby
 
 from pebble import ProcessExpired, ProcessPool
 
-from conformance.witness.catalogue import WITNESSES
-from conformance.witness.examination import Examination, examine, settle
+from conformance.witness.examination import WITNESSES, Examination, examine, settle
 from conformance.witness.record import (
     OPCODES,
     RECORD,
@@ -61,7 +60,7 @@ def _say(row: Row) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code is 1 if a witness computed something wrong, or has a fault or none against what is known of it."""
+    """The exit code is 1 if a witness computes something wrong, or if its faults are not as `known_fault` says."""
     parser = argparse.ArgumentParser(prog="conformance.witness", description=__doc__)
     parser.add_argument("--only", default="", help="examine those whose name contains this, and write no record")
     only = parser.parse_args(arguments).only

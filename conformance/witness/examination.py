@@ -1,4 +1,4 @@
-"""Compile one witness, run it in the VM and compare: what a child process of the runner does."""
+"""Compiles one witness, runs it in the VM and compares, in a child process of the runner."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from backends.vm.host.host_error import HostError
 from backends.vm.host.program import run_host_program
 from backends.vm.machine.machine import Machine
 from backends.vm.ptx.syntax_error import PtxSyntaxError
-from conformance.witness.catalogue import WITNESSES
+from conformance.witness import flash_attention, quack_kernels
 from conformance.witness.record import Row, Status
 from conformance.witness.witness import TOLERANCE, Call, Witness, error
 from megamoe.contract import Target
 
+WITNESSES = tuple(
+    sorted((*flash_attention.WITNESSES, *quack_kernels.WITNESSES), key=lambda one: (one.package, one.target))
+)
+"""All witnesses, in the order of the record: by package, then by target."""
 SCHEDULES = ("eager", "lazy", "random:7")
 SM_COUNT = 4
-"""What persistent kernels are told at compile time: few, so that each CTA has several tiles to do."""
+"""The number of SMs for persistent kernels, read at compile time: few, so that each CTA does several tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Examination:
 
 
 def settle(target: Target) -> None:
-    """Prepare this process for compiling for `target`: the packages ask the environment and the GPU driver."""
+    """Prepare this process to compile for `target`: the packages ask the environment and the GPU driver."""
     os.environ["CUTE_DSL_ARCH"] = target
     os.environ["QUACK_ARCH"] = os.environ["FLASH_ATTENTION_ARCH"] = "".join(filter(str.isdigit, target))
     torch.set_num_threads(1)
@@ -60,7 +64,7 @@ def examine(name: str) -> Examination:
     begin = time.perf_counter()
     try:
         call = witness.prepare()
-    except Exception as problem:  # other people's code fails in its own ways, and each is a finding
+    except Exception as problem:  # code of other packages raises anything, and each failure is a finding
         refused = _Run("cannot run", _sentence(problem))
         return Examination(_row(witness, refused, time.perf_counter() - begin, 0.0), frozenset())
     compiled = time.perf_counter() - begin

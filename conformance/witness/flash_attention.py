@@ -1,7 +1,7 @@
-"""FlashAttention-4: its forward kernels for sm_90a and sm_100a, called through a host function of our own.
+"""FlashAttention-4: the forward kernels for sm_90a and sm_100a, and on sm_100a the split of the keys among CTAs.
 
-The wrapper leaves out what a call does not need (FA4's own entry takes some thirty arguments), so the artifact's
-arguments are tensors, numbers and a stream. Sizes are dynamic: FA4 does not compile with static ones.
+Our own host function calls them. FA4's entry takes some thirty arguments; ours passes tensors, numbers and a stream.
+Sizes are dynamic: FA4 does not compile with static ones.
 """
 
 # What is imported here comes with the extra `witness` only.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from backends.cutedsl.compile.artifact import Artifact
 from backends.cutedsl.compile.compile import compile_host_function
 from conformance.witness.witness import Call, Witness
 from megamoe.contract import HostArg, ScalarArg, StreamArg, Target, TensorArg
@@ -28,8 +29,11 @@ PACKAGE = "flash-attn-4"
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One attention forward in bf16. `window`: how many keys to the left and right of the diagonal are seen, where the
-    last query stands at the last key. `options` go to the constructor of the kernel's class."""
+    """One attention forward in bf16.
+
+    `window`: number of visible keys left and right of the diagonal; the last query stands at the last key. `options`
+    go to the constructor of the kernel's class.
+    """
 
     target: Target
     hd: int
@@ -45,7 +49,7 @@ class Attention:
 
     @property
     def head_sizes(self) -> tuple[int, int]:
-        """Head dimension of queries and keys, and of values."""
+        """hd of queries and keys, hd of values."""
         return self.hd, self.hd_v or self.hd
 
 
@@ -90,7 +94,7 @@ def _prepare(case: Attention) -> Call:
     from cutlass.cute.runtime import make_fake_stream
     from quack.compile_utils import make_fake_tensor
 
-    from conformance.witness.attention_host import forward_of
+    from conformance.witness.host_functions import forward_of
 
     forward = forward_of(_kernel(case), case.window or (None, None))
     batch, t, s_k, heads, kv_heads = (cute.sym_int32() for _ in range(5))
@@ -99,7 +103,7 @@ def _prepare(case: Attention) -> Call:
     fakes = (fake((batch, t, heads, hd)), fake((batch, s_k, kv_heads, hd)), fake((batch, s_k, kv_heads, hd_v)),
              fake((batch, t, heads, hd_v)), make_fake_tensor(Float32, (batch, heads, t)))  # fmt: skip
     artifact = compile_host_function(forward, *fakes, Float32(1.0), make_fake_stream(), target=case.target)
-    tensors, expected = operands(case)
+    tensors, expected = _operands(case)
     arguments: dict[str, HostArg] = {
         name: TensorArg(name, "f32" if name == "lse" else "bf16", tuple(one.shape)) for name, one in tensors.items()
     }
@@ -107,8 +111,8 @@ def _prepare(case: Attention) -> Call:
     return Call((artifact.program(arguments),), tensors, expected)
 
 
-def operands(case: Attention) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Tensors q, k, v, o and lse, the last two all NaN, and what o and lse must become."""
+def _operands(case: Attention) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Tensors q, k, v, o and lse (o and lse all NaN), and the expected o and lse."""
     random = torch.Generator().manual_seed(case.t * 1000 + case.s_k)
     hd, hd_v = case.head_sizes
 
@@ -162,4 +166,88 @@ def _witness(case: Attention) -> Witness:
     return Witness(PACKAGE, kernel, case.target, " ".join(said), shape, partial(_prepare, case))
 
 
-WITNESSES = tuple(_witness(case) for case in _cases())
+def _prepare_split(case: Attention, splits: int) -> Call:
+    tensors, expected = _operands(case)
+    batch, heads, t, hd = case.batch, case.heads, case.t, case.hd
+    parts = {"o_part": splits * batch * t * heads * hd * 4, "lse_part": splits * batch * heads * t * 4}
+    arguments: dict[str, HostArg] = {
+        **{name: TensorArg(name, "bf16", tuple(tensors[name].shape)) for name in "qkv"},
+        "o": TensorArg("o_part", "f32", (splits, batch, t, heads, hd)),
+        "lse": TensorArg("lse_part", "f32", (splits, batch, heads, t)),
+        "scale": ScalarArg("f32", 1 / math.sqrt(hd)),
+        "stream": StreamArg(),
+    }
+    rows, by_row = (batch, t, heads), (heads * t, 1, t)
+    combining: dict[str, HostArg] = {
+        "o_part": TensorArg("o_part", "f32", (splits, *rows, hd)),
+        "lse_part": TensorArg("lse_part", "f32", (splits, *rows), (batch * heads * t, *by_row)),
+        "o": TensorArg("o", "bf16", (*rows, hd)),
+        "lse": TensorArg("lse", "f32", rows, by_row),
+        "stream": StreamArg(),
+    }
+    forward = _split_forward(case).program(arguments, parts)
+    return Call((forward, _split_combine(case, splits).program(combining)), tensors, expected)
+
+
+def _split_forward(case: Attention) -> Artifact:
+    import cutlass.cute as cute
+    from cutlass import BFloat16, Float32
+    from cutlass.cute.runtime import make_fake_stream
+    from flash_attn.cute.flash_fwd_sm100 import FlashAttentionForwardSm100
+    from quack.compile_utils import make_fake_tensor
+
+    from conformance.witness.host_functions import forward_of
+
+    kernel = FlashAttentionForwardSm100(case.hd, case.hd, is_split_kv=True, q_stage=1, is_static_persistent=False)
+    splits, batch, t, s_k, heads = (cute.sym_int32() for _ in range(5))
+    fake = partial(make_fake_tensor, BFloat16, divisibility=8)
+    fakes = (fake((batch, t, heads, case.hd)), fake((batch, s_k, heads, case.hd)), fake((batch, s_k, heads, case.hd)))
+    o_part = make_fake_tensor(Float32, (splits, batch, t, heads, case.hd), divisibility=4)
+    lse_part = make_fake_tensor(Float32, (splits, batch, heads, t))
+    function = forward_of(kernel, (None, None))
+    return compile_host_function(function, *fakes, o_part, lse_part, Float32(1.0), make_fake_stream(), target="sm_100a")
+
+
+def _split_combine(case: Attention, splits: int) -> Artifact:
+    import cutlass.cute as cute
+    from cutlass import BFloat16, Float32
+    from cutlass.cute.runtime import make_fake_stream
+    from flash_attn.cute.flash_fwd_combine import FlashAttentionForwardCombine
+    from quack.compile_utils import make_fake_tensor
+
+    from conformance.witness.host_functions import combine_of
+
+    wide = case.hd > 64
+    kernel = FlashAttentionForwardCombine(
+        BFloat16, Float32, case.hd, case.heads, tile_m=8 if wide else 16, k_block_size=128 if wide else 64,
+        log_max_splits=max(math.ceil(math.log2(splits)), 5 if wide else 4),
+    )  # fmt: skip
+    count, batch, t, heads = (cute.sym_int32() for _ in range(4))
+    fakes = (
+        make_fake_tensor(Float32, (count, batch, t, heads, case.hd), divisibility=4),
+        make_fake_tensor(Float32, (count, batch, t, heads), leading_dim=2),
+        make_fake_tensor(BFloat16, (batch, t, heads, case.hd), divisibility=4),
+        make_fake_tensor(Float32, (batch, t, heads), leading_dim=1),
+    )
+    return compile_host_function(combine_of(kernel), *fakes, make_fake_stream(), target="sm_100a")
+
+
+RAGGED = (
+    "FlashAttentionForwardCombine loads the LSE of rows that exist and then reads those of its whole tile from shared "
+    "memory; what it makes of the others it never stores."
+)
+
+
+def _split_witness(case: Attention, splits: int, known_fault: str = "") -> Witness:
+    shape = f"batch={case.batch} heads={case.heads} kv_heads={case.kv_heads} t={case.t} s_k={case.s_k}"
+    kernel = "FlashAttentionForwardSm100 and FlashAttentionForwardCombine"
+    said = f"hd={case.hd} splits={splits}"
+    return Witness(PACKAGE, kernel, case.target, said, shape, partial(_prepare_split, case, splits), known_fault)
+
+
+WITNESSES = (
+    *(_witness(case) for case in _cases()),
+    _split_witness(Attention("sm_100a", 128, 12, 700, heads=2, kv_heads=2), 3),
+    _split_witness(Attention("sm_100a", 64, 144, 300, batch=2), 2),
+    _split_witness(Attention("sm_100a", 128, 17, 700, heads=2, kv_heads=2), 3, RAGGED),
+)

@@ -23,9 +23,12 @@ MEANING: Mapping[Status, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of one witness. `error`: largest relative error of an output, None if it did not end; `instructions`:
-    warp instructions executed by the last run, launches of its host function; times in seconds on the machine that
-    made the record, `run_seconds` under the first schedule."""
+    """The outcome of one witness.
+
+    `error`: largest relative error of an output, None if the run did not end. `instructions`: warp instructions of the
+    last run. `launches`: of its host function. Times are in seconds on the machine that made the record; `run_seconds`
+    is that of the first schedule.
+    """
 
     package: str
     version: str

@@ -1,4 +1,4 @@
-"""The committed record of kernels by others: its three files agree with each other, with the catalogue and the pins."""
+"""The committed record of the witnesses: its three files agree with each other, with WITNESSES and with the pins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from backends.vm import coverage
 from backends.vm.faults import UnknownInstructionError
 from conformance import ROOT
-from conformance.witness.catalogue import WITNESSES
+from conformance.witness.examination import WITNESSES
 from conformance.witness.record import OPCODES, RECORD, TABLE, read_rows, table
 from conformance.witness.witness import TOLERANCE, error
 

@@ -1,4 +1,4 @@
-"""What a witness is: a kernel of somebody else's package, how to call it, and what it must compute."""
+"""A witness: a kernel of another package, how to call it, and the result it must compute."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from megamoe.contract import HostProgram, Target
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-3}
-"""Largest error that passes, by dtype of the output, as `error` measures it: about five roundings to that dtype for
-the 16-bit ones, which softmax probabilities suffer too."""
+"""Largest error that passes, by dtype of the output, as `error` measures it. For the 16-bit dtypes it is about five
+roundings; softmax probabilities are rounded to them too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Compiled programs to run one after the other on `tensors`, and what then must be in those named in `expected`.
+    """Compiled programs to run one after the other on `tensors`, and the tensors expected afterwards.
 
-    `expected` is float64, computed by torch from the same operands.
+    `expected` is float64, by name of the tensor, computed by torch from the same operands.
     """
 
     programs: tuple[HostProgram, ...]
@@ -30,7 +30,7 @@ class Call:
 class Witness:
     """One kernel at one shape. `prepare` compiles it (the package must be installed) and makes the operands.
 
-    `known_fault`: why it breaks a rule of the VM although a GPU computes the right thing; a sentence for the record.
+    `known_fault`: why it breaks a rule of the VM although a GPU computes the right result; a sentence for the record.
     """
 
     package: str
@@ -48,9 +48,9 @@ class Witness:
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest error of an element, relative to its size plus the root mean square of all; inf where one is not finite.
+    """Largest error of an element, relative to its size plus the root mean square of all.
 
-    A value that is expected to be infinite must be that infinity.
+    inf if a value is not finite where a finite one is expected, or is not the infinity that is expected.
     """
     exact = expected.isfinite()
     if not torch.equal(found.double()[~exact], expected[~exact]):

@@ -218,7 +218,7 @@ VIDEO_TEST = '''\
 
 import numpy as np
 
-from conformance.vm.run_ptx import run_ptx
+from conformance.vm.kernel import run_ptx
 
 
 def test_vabsdiff4() -> None:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from backends.vm.load import load
-from conformance.vm.run_ptx import lanes_of, run_ptx
+from conformance.vm.kernel import lanes_of, run_ptx
 
 LANE = np.arange(32, dtype=np.uint32)
 GENERATOR = np.random.default_rng(21)

@@ -1,4 +1,4 @@
-"""Small CuTeDSL host functions of our own that exercise the host side: launches, attributes, tensor maps, streams."""
+"""Small CuTeDSL host functions that exercise the host side: launches, attributes, tensor maps, streams."""
 
 # The DSL's decorators and structs turn these into other things than a type checker sees.
 # pyright: reportInvalidTypeArguments=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
@@ -16,7 +16,7 @@ MMA_TILER = (128, 64, 64)
 
 @cute.kernel
 def scale_add_kernel(x: cute.Tensor, y: cute.Tensor, alpha: Float32):
-    """y[i] += alpha * x[i], one thread an element. It may be launched before the kernel that writes x has ended."""
+    """y[i] += alpha * x[i], one thread an element. It may start before the kernel that writes x has ended."""
     cute.arch.griddepcontrol_wait()
     tid, _, _ = cute.arch.thread_idx()
     bid, _, _ = cute.arch.block_idx()
@@ -34,7 +34,7 @@ def scale_add(x: cute.Tensor, y: cute.Tensor, alpha: Float32, stream: cuda.CUstr
 
 @cute.jit
 def scale_add_twice(x: cute.Tensor, y: cute.Tensor, z: cute.Tensor, count: Int32, stream: cuda.CUstream):
-    """y += 2x, then z += count * y: the second launch reads what the first wrote, and may be started early."""
+    """y += 2x, then z += count * y. The second launch reads the first one's y and may start early."""
     blocks = cute.ceil_div(cute.size(x), THREADS)
     scale_add_kernel(x, y, Float32(2)).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream)
     scale_add_kernel(y, z, Float32(count)).launch(

@@ -1,4 +1,4 @@
-"""Compiled CuTeDSL functions on the VM: our own small kernels, from fake tensors to results, both conventions."""
+"""Small CuTeDSL functions compiled for fake tensors and run on the VM, under both calling conventions."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ pytestmark = [
         any(importlib.util.find_spec(name) is None for name in ("cutlass", "tvm_ffi")),
         reason="compiling needs nvidia-cutlass-dsl and apache-tvm-ffi (the extra `cutedsl`)",
     ),
-    # CuTeDSL and what it imports warn of their own affairs.
+    # CuTeDSL and its imports emit warnings.
     pytest.mark.filterwarnings("ignore"),
 ]
 
 
 @cache
 def compiled(name: str) -> Artifact:
-    """The artifact of one of our small host functions."""
+    """The artifact of host function `name` of cutedsl_kernels.py."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
@@ -75,7 +75,7 @@ def compiled(name: str) -> Artifact:
 def run(
     name: str, arguments: dict[str, HostArg], tensors: dict[str, torch.Tensor], convention: Convention = "tvm_ffi"
 ) -> dict[str, int]:
-    """Call a compiled function on tensors; its counters. Any broken rule fails the test."""
+    """Call a compiled function on tensors and return the counters. A broken rule fails the test."""
     program = compiled(name).program({**arguments, "stream": StreamArg()}, convention=convention)
     execution = EXECUTOR.run(program, tensors, RunOptions())
     assert execution.violation is None, execution.violation
@@ -83,7 +83,7 @@ def run(
 
 
 def vector(name: str, dtype: str = "f32", n: int = N) -> TensorArg:
-    """A tensor argument of one dimension whose size is known at run time only."""
+    """A tensor argument of one dimension with a dynamic size."""
     return TensorArg(name, dtype, (n,), packed=FIRST_DIM)
 
 
@@ -102,7 +102,7 @@ def test_two_launches_of_one_call(convention: Convention) -> None:
         "x": vector("x"), "y": vector("y"), "z": vector("z"), "count": ScalarArg("s32", 3)
     }  # fmt: skip
     run("scale_add_twice", arguments, {"x": x, "y": y, "z": z}, convention)
-    torch.testing.assert_close(z, 3 * (1 + 2 * x), msg="the second kernel must see what the first has written")
+    torch.testing.assert_close(z, 3 * (1 + 2 * x), msg="the second kernel must see the first one's writes")
 
 
 def test_a_launch_that_may_begin_early_must_wait() -> None:
@@ -153,7 +153,7 @@ def test_the_function_itself_refuses_wrong_tensors(y: HostArg, words: str) -> No
         run("scale_add", arguments, {"x": torch.zeros(N), "y": torch.zeros(N)})
 
 
-def test_an_access_past_a_tensor_is_a_fault_although_memory_goes_on() -> None:
+def test_an_access_past_a_tensor_inside_its_memory_is_a_fault() -> None:
     held = torch.zeros(N + 64)
     arguments: dict[str, HostArg] = {"x": vector("x"), "y": vector("y", n=N - 4), "alpha": ScalarArg("f32", 1.0)}
     program = compiled("scale_add").program({**arguments, "stream": StreamArg()}, convention="packed")
@@ -175,7 +175,7 @@ def test_launch_attributes_arrive() -> None:
 
 
 def launches(name: str, arguments: dict[str, HostArg], tensors: dict[str, torch.Tensor]) -> tuple[LaunchRecord, ...]:
-    """What a compiled function asks the runtime to launch."""
+    """The launches that a compiled function asks the runtime for."""
     machine = Machine()
     memory = {key: tensor.view(torch.uint8).numpy() for key, tensor in tensors.items()}
     program = compiled(name).program({**arguments, "stream": StreamArg()})

@@ -1,4 +1,4 @@
-"""Laws of the CUDA runtime that host programs see: memory, streams, launches, and what is refused with which words."""
+"""Laws of the CUDA runtime for host programs: memory, streams, launches, and the words of each refusal."""
 
 from __future__ import annotations
 
@@ -159,12 +159,12 @@ REFUSALS = {
         LaunchError,
         "clusters of 16 CTAs; 8 are possible everywhere",
     ),
-    "a device attribute that nobody has": (
+    "an unknown device attribute": (
         ("%v = alloca i32", "%a = call i32 @_cudaDeviceGetAttribute(ptr %v, i32 4711, i32 0)"),
         HostError,
         "device attribute 4711",
     ),
-    "a symbol that nobody has": (
+    "an unknown symbol": (
         ("%a = call i32 @_cudaNotOfThisWorld(i32 1)",),
         HostError,
         "compiled by a test 0.1, calls _cudaNotOfThisWorld",
@@ -199,11 +199,11 @@ def test_more_shared_memory_than_there_is_cannot_be_opted_in_to() -> None:
         call(host_program("  %a = call i32 @opt_in(i32 8, i32 232449)\n  ret i32 %a"), memory())
 
 
-def test_the_c_library_is_there_for_what_compilers_call() -> None:
+def test_the_c_library_serves_calls_of_the_compiler() -> None:
     held = memory()
     lines = ("%host = alloca [160 x i8]", "%a = call ptr @memcpy(ptr %out, ptr %buffer, i64 160)")
     call(host_program(ir(*lines)), held)
-    assert (held["out"] == np.arange(COUNT)).all(), "device memory is at its real address for host code, too"
+    assert (held["out"] == np.arange(COUNT)).all(), "host code, too, finds device memory at its real address"
 
 
 def test_nothing_runs_after_an_error() -> None:
@@ -286,7 +286,7 @@ def test_tensor_maps_hold_the_real_address() -> None:
 @pytest.mark.parametrize(
     ("box", "swizzle", "words"), [(300, 3, "300; 1 to 256"), (8, 1, None), (16, 1, "wider than"), (8, 9, "swizzle 9")]
 )
-def test_what_the_driver_refuses_to_encode_is_refused(box: int, swizzle: int, words: str | None) -> None:
+def test_maps_that_the_driver_refuses_are_refused(box: int, swizzle: int, words: str | None) -> None:
     program = host_program(ir(*encode(box, swizzle)))
     raw = np.zeros(COUNT + 4, np.uint32)
     start = (-raw.ctypes.data % 16) // 4

@@ -109,7 +109,7 @@ def scaled_product(a: Float, sfa: Float, b: Float, sfb: Float) -> Float:
 
 @dataclass
 class Operands:
-    """Codes of everything, the image, and the instructions that bring the scale factors to tensor memory."""
+    """Codes of A, B and their scale factors; `run` puts them in place and executes instructions on them."""
 
     case: Case
     a: Bytes
@@ -134,7 +134,7 @@ class Operands:
                               numbers(self.sfb, case.sf))  # fmt: skip
 
     def run(self, issue: str, **options: Any) -> Float:
-        """D as float64 [128, n]; in `issue` A and B stand for the descriptors, SCALES for the copies."""
+        """D as float64 [128, n]. In `issue`, A and B are the descriptors, SCALES the copies of the scale factors."""
         image, rng = Image(), np.random.default_rng(1)
         named = {
             " A,": f" {descriptor(image.add(core_matrices(in_smem(self.a, self.case.kind, self.case.a))))},",
@@ -259,7 +259,7 @@ def test_planted_faults(rule: str, issue: str, schedule: str) -> None:
 
 
 def test_replicas_that_differ_are_found() -> None:
-    """Each of the 128 lanes gets a row of its own where four quarters need the same 32 rows."""
+    """The copy gives each of the 128 lanes its own row; the four quarters need the same 32 rows."""
     case = CASES[0]
     spoilt = f"tcgen05.cp.cta_group::1.128x128b [%tm+{SFA_COLUMN}], {descriptor(0, 16)};"
     with pytest.raises(Fault, match="differ between quarters") as caught:

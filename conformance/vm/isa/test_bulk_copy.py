@@ -1,4 +1,4 @@
-"""cp.async.bulk and cp.async.bulk.tensor as instructions: an H200's dumps, reductions, groups, multicast."""
+"""cp.async.bulk and cp.async.bulk.tensor as instructions: dumps of an H200, reductions, groups, multicast."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from conformance.vm.kernel import Array, Kernel, Map, assert_clean
-from conformance.vm.kernel_blocks import FENCE, SYNC, init, wait
+from conformance.vm.kernel import FENCE, SYNC, Array, Kernel, Map, assert_clean, init, wait
 from conformance.vm.tensor.test_tma_box import (
     COUNTING,
     GOLDEN,
@@ -53,7 +52,7 @@ LOADED = [
 
 
 @pytest.mark.parametrize("name", LOADED)
-def test_a_tensor_load_instruction_leaves_what_an_h200_left(name: str) -> None:
+def test_a_tensor_load_instruction_leaves_an_h200s_bytes(name: str) -> None:
     dtype, dims, strides, box, at, offset, swizzle, steps, fill = MEASURED_LOADS[name]
     coordinates = ", ".join(str(value) for value in at)
     source = GOLDEN["tma_f32src"].view(np.uint8) if name.startswith("f32") else COUNTING
@@ -87,7 +86,7 @@ def test_a_tensor_load_instruction_leaves_what_an_h200_left(name: str) -> None:
 
 
 def store_kernel(instruction: str, image: Array, out: Array, store_map: Map) -> Kernel:
-    """The image goes to shared memory; thread 0 issues `instruction`, whose source is %r8."""
+    """Copies `image` to shared memory; then thread 0 issues `instruction`, with its source at %r8."""
     body = f"""{SETUP}
     FILL: add.u32 %r7, %r4, %r5; cvt.u64.u32 %rd2, %r5; add.u64 %rd2, %rd2, %rd1; add.u64 %rd2, %rd2, %image;
     ld.global.v4.b32 {{%r10, %r11, %r12, %r13}}, [%rd2]; st.shared.v4.b32 [%r7], {{%r10, %r11, %r12, %r13}};
@@ -108,7 +107,7 @@ def store_kernel(instruction: str, image: Array, out: Array, store_map: Map) -> 
 
 
 @pytest.mark.parametrize("name", MEASURED_STORES)
-def test_a_tensor_store_instruction_leaves_what_an_h200_left(name: str) -> None:
+def test_a_tensor_store_instruction_leaves_an_h200s_bytes(name: str) -> None:
     box, at, swizzle, offset, steps = MEASURED_STORES[name]
     dtype, dims, strides, *_ = matrix(box, at)
     store = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group"
@@ -125,8 +124,10 @@ def test_a_tensor_store_instruction_leaves_what_an_h200_left(name: str) -> None:
     [("red_dt6", "f16", 2), ("red_dt9", "bf16", 2), ("red_dt7", "f32", 4), ("red_dt2", "u32", 4)],
 )
 def test_a_tensor_reduction_adds_where_an_h200_added(name: str, dtype: str, element: int) -> None:
-    """100 x 100 elements with rows of 400 bytes, all 0; a box of 16 x 8 at (8, 95) is clipped to 5 rows. The dump shows
-    what was added, so the image is made from it: a second addition must double it."""
+    """100 x 100 zeros in rows of 400 bytes; the box of 16 x 8 at (8, 95) is clipped to 5 rows.
+
+    The dump is the sum, so the image is taken from it. A second addition must double it.
+    """
     measured = STORES[name]
     image = np.zeros(IMAGE // 4, np.uint32)
     row = 16 * element // 4
@@ -252,7 +253,7 @@ MULTICASTS = {
 
 @pytest.mark.parametrize("name", MULTICASTS)
 def test_each_cta_loads_half_and_multicasts_it_to_both(name: str) -> None:
-    """The data lands at the same offset of every CTA in the mask, and so does the signal (PTX ISA 9.7.9.27.1.2)."""
+    """Data and signal arrive at the same offset in every CTA of the mask (PTX ISA 9.7.9.27.1.2)."""
     x = np.arange(128, dtype=np.uint32) * 5
     body = CLUSTER.replace("@%p13 MULTICAST", f"add.u64 %rd4, %x, %rd3;\n@%p13 {MULTICASTS[name]}")
     kernel = Kernel(

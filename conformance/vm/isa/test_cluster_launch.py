@@ -1,36 +1,29 @@
-"""clusterlaunchcontrol: every cluster's work is done once, by itself or by one that took it over."""
+"""clusterlaunchcontrol: the work of each cluster is done once, by that cluster or by one that took it over."""
 
 from __future__ import annotations
-
-import struct
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from backends.vm.faults import Fault
-from backends.vm.load import load
-from backends.vm.machine.machine import Machine
+from conformance.vm.kernel import Kernel
 
+GRID = (4, 3, 2)
 SCHEDULES = ("eager", "lazy", "random:1", "random:2")
 
-KERNEL = """.version 9.2
-.target sm_100a
-.address_size 64
-.visible .entry k(.param .u64 done, .param .u64 workers)
-{
-.shared .align 16 .b8 response[16]; .shared .align 8 .b64 mbar;
-.reg .b32 %t, %rank, %x, %y, %z, %w, %nx, %ny, %phase, %at, %i; .reg .b64 %p, %lo, %hi, %o, %token; .reg .b128 %r;
+BODY = """.shared .align 16 .b8 response[16]; .shared .align 8 .b64 mbar;
+.reg .b32 %rank, %x, %y, %z, %w, %nx, %ny, %phase, %at, %i; .reg .b64 %p, %o, %token; .reg .b128 %r;
 .reg .pred %one, %first, %ok, %more;
-mov.u32 %t, %tid.x; mov.u32 %rank, %cluster_ctarank; setp.eq.s32 %one, %t, 0; setp.eq.s32 %first, %rank, 0;
+mov.u32 %rank, %cluster_ctarank; setp.eq.s32 %one, %tx, 0; setp.eq.s32 %first, %rank, 0;
 and.pred %first, %first, %one;
 mov.u32 %x, %ctaid.x; mov.u32 %y, %ctaid.y; mov.u32 %z, %ctaid.z; mov.u32 %nx, %nctaid.x; mov.u32 %ny, %nctaid.y;
 mov.b32 %phase, 0; mov.u32 %at, response;
 @%one mbarrier.init.shared.b64 [mbar], 1;
 barrier.cluster.arrive; barrier.cluster.wait;
-ld.param.u64 %p, [workers]; @%one atom.global.add.u32 %i, [%p], 1;
+@%one atom.global.add.u32 %i, [%workers], 1;
 WORK: mad.lo.s32 %i, %z, %ny, %y; mad.lo.s32 %i, %i, %nx, %x; mul.wide.u32 %o, %i, 4;
-ld.param.u64 %p, [done]; add.s64 %p, %p, %o;
+add.s64 %p, %done, %o;
 @%one atom.global.add.u32 %i, [%p], 1;
 @%one mbarrier.arrive.expect_tx.shared.b64 %token, [mbar], 16;
 MEET
@@ -43,8 +36,7 @@ DECODE
 add.s32 %x, %x, %rank; xor.b32 %phase, %phase, 1;
 fence.proxy.async.shared::cta; barrier.cluster.arrive; barrier.cluster.wait;
 bra WORK;
-OUT: ret;
-}"""
+OUT: ret;"""
 WAIT = "WAITING: mbarrier.try_wait.parity.shared.b64 %ok, [mbar], %phase; @!%ok bra WAITING;"
 SCALARS = "".join(f"clusterlaunchcontrol.query_cancel.get_first_ctaid::{axis}.b32.b128 %{axis}, %r;" for axis in "xyz")
 VECTOR = "clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 {%x, %y, %z, %w}, %r;"
@@ -53,23 +45,17 @@ VECTOR = "clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 {%x, %y,
 def run(
     schedule: str, cluster: int, decode: str = SCALARS, wait: str = WAIT, everybody: str = ".multicast::cluster::all"
 ) -> tuple[npt.NDArray[np.uint32], int]:
-    """How often each CTA's work was done, and how many CTAs ran."""
-    grid = (4, 3, 2)
-    done, workers = np.zeros(grid[::-1], np.uint32), np.zeros(1, np.uint32)
-    machine = Machine(schedule)
-    params = [
-        struct.pack("<Q", machine.memory.add(name, array.reshape(-1).view(np.uint8)).base)
-        for name, array in (("done", done), ("workers", workers))
-    ]
+    """How often the work of each CTA was done, uint32 [z, y, x], and how many CTAs ran."""
     meet = "barrier.cluster.arrive; barrier.cluster.wait;" if cluster > 1 else ""
-    ptx = (
-        KERNEL.replace("DECODE", decode)
+    body = (
+        BODY.replace("DECODE", decode)
         .replace("MEET", meet)
         .replace("WAIT\n", wait + "\n")
         .replace("ALL.", everybody + ".")
     )
-    machine.launch(load(ptx).entry("k"), grid, (32, 1, 1), params, cluster=(cluster, 1, 1))
-    return done, int(workers[0])
+    buffers = {"done": np.zeros(GRID[::-1], np.uint32), "workers": np.zeros(1, np.uint32)}
+    found, _ = Kernel(body, buffers, grid=GRID, cluster=(cluster, 1, 1)).run(schedule)
+    return found["done"], int(found["workers"][0])
 
 
 @pytest.mark.parametrize("decode", [SCALARS, VECTOR], ids=["scalars", "vector"])

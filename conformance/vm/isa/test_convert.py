@@ -1,4 +1,4 @@
-"""cvt and cvt.pack in PTX: what an H200 answered, widths of registers, and examples (PTX ISA 9.7.9.21, 9.7.9.22)."""
+"""cvt and cvt.pack in PTX against an H200: values, register widths, examples (PTX ISA 9.7.9.21, 9.7.9.22)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from backends.vm.faults import UnknownInstructionError
 from conformance import SILICON
-from conformance.vm.run_ptx import run_ptx
+from conformance.vm.kernel import run_ptx
 
 FOLDER = SILICON / "numerics"
 F32 = np.load(FOLDER / "cvt_f32.npz")
@@ -29,7 +29,7 @@ def test_two_floats_into_a_pair_as_an_h200_does(op: str) -> None:
 
 @pytest.mark.parametrize("op", [op for op in F32 if op.startswith("cvt") and "x2.f32" not in op])
 def test_one_float_as_an_h200_does(op: str) -> None:
-    """A narrow result is extended into its 32-bit register, as the measured programs had it."""
+    """A narrow result is extended into its 32-bit register, as in the measured programs."""
     found = run_ptx(f"{op} %d, %a;", {"a": F32["single"]}, {"d": F32[op].dtype})["d"]
     assert np.array_equal(found, F32[op]), report(op, found, F32[op], F32["single"])
 
@@ -73,7 +73,7 @@ def read(pattern: int, kind: str) -> int:
 @pytest.mark.parametrize("dst", INTEGERS)
 @pytest.mark.parametrize("src", INTEGERS)
 def test_integers_chop_extend_and_saturate(dst: str, src: str) -> None:
-    """Registers of 64 bits throughout: sources are chopped, results extended by their sign (PTX ISA 9.4.1)."""
+    """All registers have 64 bits: sources are chopped, results extended by their sign (PTX ISA 9.4.1)."""
     wide = np.array(PATTERNS, np.uint64)
     found = run_ptx(
         f"cvt.{dst}.{src} %d, %a; cvt.sat.{dst}.{src} %e, %a;", {"a": wide}, {"d": np.uint64, "e": np.uint64}
@@ -171,7 +171,7 @@ def test_literals_are_converted() -> None:
 
 
 def test_packing_with_saturation() -> None:
-    """PTX ISA 9.7.9.22: %r7 = {%r5, %r6, %r8, %r9} is made of two instructions."""
+    """PTX ISA 9.7.9.22: %r7 = {%r5, %r6, %r8, %r9} takes two instructions."""
     a, b, c, e = (np.array([value], np.int32) for value in (300, -5, 17, 255))
     inputs = {"a": a, "b": b, "c": c, "e": e}
     chained = "cvt.pack.sat.u8.s32.b32 %d, %a, %b, 0; cvt.pack.sat.u8.s32.b32 %d, %c, %e, %d;"

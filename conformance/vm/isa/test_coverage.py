@@ -1,4 +1,4 @@
-"""The coverage table is current, its sections exist and speak of the opcode, and what CuTeDSL emits is covered."""
+"""The coverage table is current, its sections exist and are about the opcode, and it covers all that CuTeDSL emits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_data_file_says_what_ran() -> None:
         for file in (SILICON / folder).rglob("*")
         if file.suffix in (".npz", ".json") and file.name != "programs.json"
     }
-    assert files == set(json.loads(MEASURED.read_text())), "the opcodes behind each file belong into witnessed.json"
+    assert files == set(json.loads(MEASURED.read_text())), "witnessed.json must list the opcodes behind each data file"
 
 
 @pytest.mark.parametrize("name", ["approx_specials", "binary", "cvt_f32", "half"])
@@ -56,7 +56,7 @@ def test_arrays_named_after_an_opcode_are_listed(name: str) -> None:
 
 
 def test_a_form_is_witnessed_for_the_words_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two forms that are spelt alike the one whose words ran has the witness; an opcode of no form is refused."""
+    """Of two forms spelt alike, only the one whose words ran has the witness; an opcode of no form is refused."""
     file = tmp_path / "witnessed.json"
     monkeypatch.setattr(coverage, "MEASURED", file)
     for opcode, known in (("setp.ne.b32", True), ("setp.nobody.knows", False)):
@@ -80,7 +80,7 @@ def test_bad_arguments_are_a_sentence(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def speaks_of(title: str, spelling: str) -> bool:
-    """Whether an opcode named in a section's heading begins the spelling, dots and optional parts aside."""
+    """Whether the opcode of a section's heading begins the spelling, or all its parts occur in it."""
     plain = spelling.replace("{", "").replace("}", "").replace("::", ".").split("<")[0]
     parts, wanted = plain.strip(".").split("."), title.split(".")
     return parts[: len(wanted)] == wanted or all(part in parts for part in wanted)
@@ -104,7 +104,7 @@ def instruction(spelling: str) -> Instruction:
     return Instruction(tuple(spelling.split(".")), (), None, 1, spelling)
 
 
-def test_what_cutedsl_emits_is_known() -> None:
+def test_every_spelling_that_cutedsl_emits_is_known() -> None:
     unknown: list[str] = []
     for spelling in (line for line in EMITTED if not line.startswith("-")):
         try:
@@ -115,7 +115,7 @@ def test_what_cutedsl_emits_is_known() -> None:
     assert not unknown, "\n".join(unknown)
 
 
-def test_what_is_left_out_has_a_reason_and_is_refused() -> None:
+def test_spellings_left_out_have_a_reason_and_are_refused() -> None:
     left_out = [line[2:].split(": ", 1) for line in EMITTED if line.startswith("-")]
     for spelling, reason in left_out:
         assert len(reason) > 10, f"{spelling} has no reason"

@@ -1,4 +1,4 @@
-"""tcgen05 with cta_group::2: what each CTA of a pair holds (PTX ISA 9.7.16.5, facts.md 2.3), and what can go wrong."""
+"""tcgen05 with cta_group::2: the half of each CTA of a pair (PTX ISA 9.7.16.5, facts.md 2.3), and planted faults."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def operands(m: int) -> tuple[Half, Half]:
 
 
 def images(a: Half, b: Half) -> tuple[list[Bytes], str, str]:
-    """Each CTA's image: its half of the rows of A and of B, at the same offsets; and the two descriptors."""
+    """The image of each CTA, half of the rows of A and of B at the same offsets; the two descriptors."""
     both, where = [], (0, 0)
     for rows, columns in zip(np.split(a, 2), np.split(b, 2), strict=True):
         image = Image()
@@ -114,8 +114,10 @@ def test_disabled_lanes_are_those_of_both_ctas() -> None:
     ids=["nvf4", "mxf8"],
 )  # fmt: skip
 def test_block_scaled(case: Case, m: int) -> None:
-    """Scale factors of A: those of a CTA's rows. Of B: all of them in both CTAs; with M = 128 rows below N / 2 in
-    quarters 0 and 1, the others in 2 and 3."""
+    """A CTA has the scale factors of its rows of A and all of those of B.
+
+    With M = 128, the rows of B below N / 2 are in quarters 0 and 1, the others in 2 and 3.
+    """
     rng = np.random.default_rng(7)
     a, b = random_codes(rng, (m, case.k), case.a), random_codes(rng, (case.n, case.k), case.b)
     sfa, sfb = random_codes(rng, (m, case.blocks), case.sf), random_codes(rng, (case.n, case.blocks), case.sf)
@@ -187,7 +189,7 @@ def test_memory_that_one_cta_does_not_give_back() -> None:
     only = {
         "free": """tcgen05.wait::ld.sync.aligned; setp.eq.s32 %ok, %rank, 0; and.pred %ok, %ok, %warp0; @!%ok bra FREED;
 tcgen05.dealloc.cta_group::2.sync.aligned.b32 %tm, 512;
-FREED: ret; }"""
+FREED: ret;"""
     }
     with pytest.raises(Fault, match=r"execute tcgen05\.dealloc") as caught:
         run_tensor(plain(256, at_a, at_b), both, N, group=2, changes=only)

@@ -1,4 +1,4 @@
-"""f32 arithmetic in PTX: what an H200 answered, exact rounding, and every modifier of the family."""
+"""f32 arithmetic in PTX against an H200 and exact rounding, with every modifier of the family."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from backends.vm.faults import UnknownInstructionError
 from conformance import SILICON
+from conformance.vm.kernel import run_ptx
 from conformance.vm.numerics.exact_rounding import round_f32
-from conformance.vm.run_ptx import run_ptx
 
 FOLDER = SILICON / "numerics"
 BINARY = np.load(FOLDER / "binary.npz")
@@ -37,7 +37,7 @@ def differences(found: npt.NDArray[np.uint32], answered: npt.NDArray[np.uint32],
 
 
 @pytest.mark.parametrize("op", [op for op in BINARY if op.endswith("f32") and not op.startswith("div")])
-def test_two_operands_give_what_an_h200_gives(op: str) -> None:
+def test_two_operands_give_an_h200s_bits(op: str) -> None:
     a, b = BINARY["a"], BINARY["b"]
     found = run_ptx(f"{op} %d, %a, %b;", {"a": a, "b": b}, {"d": np.uint32})["d"]
     assert np.array_equal(found, BINARY[op]), f"{op}: {differences(found, BINARY[op], a, b)}"
@@ -235,6 +235,6 @@ def test_testp_knows_every_property() -> None:
         "sqrt.approx.rn.f32 %d, %a;",
     ],
 )
-def test_what_the_isa_does_not_list_is_refused(instruction: str) -> None:
+def test_forms_that_the_isa_does_not_list_are_refused(instruction: str) -> None:
     with pytest.raises(UnknownInstructionError, match="PTX line"):
         run_ptx(instruction, {"a": np.ones(1, np.float32)}, {"d": np.float32})

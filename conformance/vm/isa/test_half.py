@@ -1,4 +1,4 @@
-"""f16, bf16, mixed and double precision in PTX: what an H200 answered, and exact rounding (PTX ISA 9.7.3 to 9.7.5)."""
+"""f16, bf16, mixed and double precision in PTX against an H200 and exact rounding (PTX ISA 9.7.3 to 9.7.5)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from backends.vm.faults import UnknownInstructionError
 from conformance import SILICON
+from conformance.vm.kernel import run_ptx
 from conformance.vm.numerics.exact_rounding import round_bf16, round_f16, round_f32, round_f64
-from conformance.vm.run_ptx import run_ptx
 
 FOLDER = SILICON / "numerics"
 BINARY = np.load(FOLDER / "binary.npz")
@@ -23,7 +23,7 @@ ROUNDINGS = ("rn", "rz", "rm", "rp")
 
 
 @pytest.mark.parametrize("op", [op for op in BINARY if op.endswith("16x2")])
-def test_packed_halves_give_what_an_h200_gives(op: str) -> None:
+def test_packed_halves_give_an_h200s_bits(op: str) -> None:
     found = run_ptx(f"{op} %d, %a, %b;", {"a": BINARY["a"], "b": BINARY["b"]}, {"d": np.uint32})["d"]
     wrong = np.flatnonzero(found != BINARY[op])
     cases = [f"{BINARY['a'][i]:08x}, {BINARY['b'][i]:08x}: {found[i]:08x} for {BINARY[op][i]:08x}" for i in wrong[:5]]
@@ -167,6 +167,6 @@ def test_gross_doubles_have_an_empty_lower_word() -> None:
         "add.ftz.f64 %w, %w, %w;",
     ],
 )
-def test_what_the_isa_does_not_list_is_refused(instruction: str) -> None:
+def test_forms_that_the_isa_does_not_list_are_refused(instruction: str) -> None:
     with pytest.raises(UnknownInstructionError, match="PTX line"):
         run_ptx(instruction, {"h": np.ones(1, np.uint16), "w": np.ones(1, np.uint32)}, {"h": np.uint16})

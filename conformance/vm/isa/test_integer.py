@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from backends.vm.faults import UnknownInstructionError
-from conformance.vm.run_ptx import run_ptx
+from conformance.vm.kernel import run_ptx
 
 TYPES = ["u16", "s16", "u32", "s32", "u64", "s64"]
 BITS = ["b16", "b32", "b64"]
@@ -236,9 +236,11 @@ def test_bit_fields(kind: str) -> None:
 def test_every_truth_table_of_lop3() -> None:
     """PTX ISA 9.7.8.6: the table is the function of 0xF0, 0xCC and 0xAA."""
     inputs = {"a": np.uint32(0xF0), "b": np.uint32(0xCC), "c": np.array([0xAA], np.uint32)}
-    for table in range(0, 256, 5):
-        found = run_ptx(f"lop3.b32 %d, %a, %b, %c, {table};", inputs, {"d": np.uint32})["d"][0]
-        assert found & 0xFF == table, f"lop3 of table {table:#x} gives {found & 0xFF:#x}"
+    body = "".join(f"lop3.b32 %d{table}, %a, %b, %c, {table};" for table in range(256))
+    found = run_ptx(body, inputs, {f"d{table}": np.uint32 for table in range(256)})
+    for table in range(256):
+        result = int(found[f"d{table}"][0]) & 0xFF
+        assert result == table, f"lop3 of table {table:#x} gives {result:#x}"
 
 
 INTEGER_COMPARISONS = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
@@ -253,15 +255,15 @@ def test_comparisons(kind: str) -> None:
     names = {name: name for name in INTEGER_COMPARISONS if kind[0] != "b" or name in ("eq", "ne")}
     if kind[0] == "u":
         names |= UNSIGNED_NAMES
+    body = "".join(f"setp.{name}.{kind} %p_{name}|%q_{name}, %a, %b;" for name in names)
+    body += f"setp.eq.and.{kind} %p|%q, %a, %b, !%c;"
+    results = ["p", "q", *(f"{predicate}_{name}" for name in names for predicate in "pq")]
+    found = run_ptx(body, {**inputs, "c": np.bool_(True)}, dict.fromkeys(results, np.bool_))
     for name, meaning in names.items():
-        found = run_ptx(f"setp.{name}.{kind} %p|%q, %a, %b;", inputs, {"p": np.bool_, "q": np.bool_})
         wanted = [INTEGER_COMPARISONS[meaning](a, b) for a, b in zip(left, right, strict=True)]
-        assert found["p"].tolist() == wanted, f"setp.{name}.{kind}"
-        assert np.array_equal(found["q"], ~found["p"]), f"setp.{name}.{kind}: q"
-    found = run_ptx(
-        f"setp.eq.and.{kind} %p|%q, %a, %b, !%c;", {**inputs, "c": np.bool_(True)}, {"p": np.bool_, "q": np.bool_}
-    )
-    assert not (found["p"] | found["q"]).any(), "p = t and !c, q = !t and !c"
+        assert found[f"p_{name}"].tolist() == wanted, f"setp.{name}.{kind}"
+        assert np.array_equal(found[f"q_{name}"], ~found[f"p_{name}"]), f"setp.{name}.{kind}: q is not !p"
+    assert not (found["p"] | found["q"]).any(), f"setp.eq.and.{kind}: p = t and !c, q = !t and !c, with c true"
 
 
 PRMT = {
@@ -277,7 +279,7 @@ PRMT = {
 
 @pytest.mark.parametrize("mode", PRMT)
 def test_prmt_picks_bytes(mode: str) -> None:
-    """PTX ISA 9.7.9.7: the tables of the modes, written as what they do."""
+    """PTX ISA 9.7.9.7: the tables of the modes, as functions of the byte pool and the control."""
     a, b = 0x1312_1110, 0x1716_1514
     pool = list((b << 32 | a).to_bytes(8, "little"))
     first, pick = PRMT[mode]
@@ -339,6 +341,6 @@ def test_selection(kind: str) -> None:
         "mov.b64 {%a, %a, %a}, %a;",
     ],
 )
-def test_what_the_isa_does_not_list_is_refused(instruction: str) -> None:
+def test_forms_that_the_isa_does_not_list_are_refused(instruction: str) -> None:
     with pytest.raises(UnknownInstructionError, match="PTX line"):
         run_ptx(instruction, {"a": np.ones(1, np.uint32), "p": np.ones(1, np.bool_)}, {"a": np.uint32})

@@ -1,4 +1,4 @@
-"""ldmatrix, stmatrix, movmatrix and mma.sync as instructions: an H200's answers, and the faults of shared memory."""
+"""ldmatrix, stmatrix, movmatrix and mma.sync as instructions, against an H200; faults of shared memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from backends.vm.faults import Fault, UnknownInstructionError
 from backends.vm.machine.machine import Machine
 from conformance import SILICON
-from conformance.vm.run_ptx import run_ptx
+from conformance.vm.kernel import run_ptx
 
 GOLDEN = np.load(SILICON / "movement" / "fragments.npz")
 LOADED = GOLDEN["ldm_o"][:512].reshape(4, 32, 4)
 REGISTERS = GOLDEN["ldm_sr"].reshape(32, 4)
 STORED = GOLDEN["ldm_st"].view(np.uint32).reshape(2, 1024)
 DECLARE = ".shared .align 128 .b8 tile[4096]; .reg .b32 %base, %at, %word, %i; .reg .pred %more;"
-# Every lane writes 32 words of the image 0, 1, 2, .. of 16-bit elements, then all meet.
+# Every lane writes 32 words of the image: 16-bit elements 0, 1, 2, .. A warp barrier ends the fill.
 FILL = """
     mov.u32 %base, tile; mov.u32 %i, 0;
 FILL:
@@ -36,7 +36,7 @@ VECTORS = {1: "{%d0}", 2: "{%d0, %d1}", 4: "{%d0, %d1, %d2, %d3}"}
 
 @pytest.mark.parametrize("space", [".shared", ".shared::cta"])
 @pytest.mark.parametrize(("run", "count", "trans"), [(0, 4, ""), (1, 4, ".trans"), (2, 2, ""), (3, 1, "")])
-def test_ldmatrix_loads_what_an_h200_loaded(run: int, count: int, trans: str, space: str) -> None:
+def test_ldmatrix_loads_as_an_h200_does(run: int, count: int, trans: str, space: str) -> None:
     body = f"{FILL} ldmatrix.sync.aligned.m8n8.x{count}{trans}{space}.b16 {VECTORS[count]}, [%at];"
     found = run_ptx(body, INPUTS, {f"d{i}": np.uint32 for i in range(count)}, declare=DECLARE)
     for register in range(count):
@@ -44,7 +44,7 @@ def test_ldmatrix_loads_what_an_h200_loaded(run: int, count: int, trans: str, sp
         assert np.array_equal(found[f"d{register}"], measured), f"ldmatrix.x{count}{trans}: register {register}"
 
 
-def test_a_generic_address_serves_as_well() -> None:
+def test_ldmatrix_takes_a_generic_address() -> None:
     body = (
         FILL + "cvt.u64.u32 %wide, %at; cvta.shared.u64 %wide, %wide; ldmatrix.sync.aligned.m8n8.x1.b16 %d0, [%wide];"
     )
@@ -53,7 +53,7 @@ def test_a_generic_address_serves_as_well() -> None:
 
 
 @pytest.mark.parametrize(("run", "trans"), [(0, ""), (1, ".trans")])
-def test_stmatrix_stores_what_an_h200_stored(run: int, trans: str) -> None:
+def test_stmatrix_stores_as_an_h200_does(run: int, trans: str) -> None:
     outputs = {f"w{i}": np.uint32 for i in range(32)}
     store = f"stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [%at], {{%r0, %r1, %r2, %r3}}; bar.warp.sync -1;"
     read = "mad.lo.s32 %at, %lane, 4, %base;" + "".join(f"ld.shared.b32 %w{i}, [%at+{128 * i}];" for i in range(32))
@@ -91,7 +91,7 @@ MEASURED = [
 
 @pytest.mark.parametrize("policy", ["fast", "exact", "hopper"])
 @pytest.mark.parametrize("run", range(3))
-def test_mma_is_what_an_h200_computed(run: int, policy: str) -> None:
+def test_mma_computes_as_an_h200_does(run: int, policy: str) -> None:
     k, spelling = MEASURED[run]
     machine = Machine(accumulate=policy)
     a, b, c = (GOLDEN[f"mma{run}_{name}"] for name in "abc")
@@ -181,7 +181,7 @@ def fault_of(body: str, block: int = 32) -> Fault:
     return caught.value
 
 
-def test_rows_that_nobody_wrote_are_found() -> None:
+def test_unwritten_rows_are_found() -> None:
     assert fault_of(LOAD).rule == "uninitialised-shared"
 
 
@@ -236,6 +236,6 @@ FOUR, TWO = VECTORS[4], VECTORS[2]
         f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {FOUR}, {TWO}, {TWO}, {FOUR};",
     ],
 )
-def test_what_the_isa_does_not_list_is_refused(instruction: str) -> None:
+def test_forms_that_the_isa_does_not_list_are_refused(instruction: str) -> None:
     with pytest.raises(UnknownInstructionError, match="PTX line"):
         run_ptx(instruction, {"lane": LANE}, OUTPUTS, declare=DECLARE)

@@ -1,12 +1,11 @@
-"""Loads, stores, atomics, cp.async and the shared memory of a cluster, held against the ISA and an H200's addresses."""
+"""Loads, stores, atomics, cp.async and the shared memory of a cluster, against the ISA and an H200's addresses."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from conformance.vm.kernel import EVERY_SCHEDULE, Kernel, assert_blamed, assert_clean
-from conformance.vm.kernel_blocks import SYNC
+from conformance.vm.kernel import EVERY_SCHEDULE, SYNC, Kernel, assert_blamed, assert_clean
 
 BYTES = np.arange(256, dtype=np.uint8) ^ 0x5A
 
@@ -65,7 +64,7 @@ ATOMICS = {
 @pytest.mark.parametrize("space", ["global", "shared"])
 @pytest.mark.parametrize("name", ATOMICS)
 def test_atomics_return_the_old_value(name: str, space: str) -> None:
-    """Each lane has a word of its own, so the order of lanes does not matter (PTX ISA 9.7.13.5)."""
+    """Each lane has its own word, so the order of lanes does not matter (PTX ISA 9.7.13.5)."""
     put = "ld.global.b32 %r3, [%rd2]; st.shared.b32 [%r2], %r3;" if space == "shared" else ""
     get = "ld.shared.b32 %r3, [%r2]; st.global.b32 [%rd2], %r3;" if space == "shared" else ""
     place = "%r2" if space == "shared" else "%rd2"
@@ -92,7 +91,7 @@ def test_compare_and_swap_lets_one_lane_win() -> None:
 
 
 @pytest.mark.parametrize("size", [4, 8, 16])
-def test_cp_async_fills_with_zero_what_src_size_leaves_out(size: int) -> None:
+def test_cp_async_writes_zeros_beyond_src_size(size: int) -> None:
     body = f""".shared .align 16 .b8 buf[512];
     mul.lo.u32 %r1, %lane, {size}; mov.u32 %r2, buf; add.u32 %r2, %r2, %r1; cvt.u64.u32 %rd1, %r1;
     add.u64 %rd2, %rd1, %x;
@@ -108,7 +107,7 @@ def test_cp_async_fills_with_zero_what_src_size_leaves_out(size: int) -> None:
     assert_clean(kernel, {"out": expected.reshape(-1)}, schedules=EVERY_SCHEDULE)
 
 
-def test_cp_async_reads_no_source_where_src_size_is_zero() -> None:
+def test_cp_async_with_src_size_zero_reads_no_source() -> None:
     body = """.shared .align 16 .b8 buf[16]; add.u64 %rd1, %x, 0x8000; setp.eq.u32 %p1, 0, 0; mov.u32 %r1, 0;
     cp.async.cg.shared.global [buf], [%rd1], 16, %r1;
     cp.async.wait_all; ld.shared.v2.b32 {%r2, %r3}, [buf+8]; st.global.v2.b32 [%out], {%r2, %r3}; ret;"""
@@ -200,7 +199,7 @@ def test_st_async_into_the_other_cta() -> None:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_vector_atomics_add_each_element(count: int) -> None:
-    """Two CTAs of 32 lanes add to 8 vectors; what they got back are the sums before, so that the largest misses one."""
+    """Two CTAs of 32 lanes add to 8 vectors. An atom returns the sum before it: the largest lacks one addend."""
     values = ", ".join(f"%f{i}" for i in range(count))
     olds = ", ".join(f"%f{i + 8}" for i in range(count))
     body = f"""and.b32 %r1, %lane, 7; mul.wide.u32 %rd1, %r1, {4 * count}; add.u64 %rd1, %rd1, %out;

@@ -1,6 +1,6 @@
-"""tcgen05.mma as an instruction: operands laid out here by the documented formulas, against plain sums of products.
+"""tcgen05.mma as an instruction: operands laid out by the formulas of facts.md 2.2, 2.3, 3.1, against plain products.
 
-All values are small integers, so every order of summation gives the same float32. Formulas: facts.md 2.2, 2.3, 3.1.
+All values are small integers, so every order of summation gives the same float32.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from conformance.vm.kernel import Array, Kernel, assert_blamed, assert_clean
-from conformance.vm.kernel_blocks import FENCE, init, wait
-from conformance.vm.kernel_tmem import CELLS, tmem_kernel
+from conformance.vm.kernel import FENCE, Array, Kernel, assert_blamed, assert_clean, init, wait
+from conformance.vm.tensor_kernel import CELLS, tmem_kernel
 
 SCHEDULES = ("eager", "lazy", "random:1")
 IMAGE = 36864
@@ -31,7 +30,7 @@ KINDS: dict[str, tuple[str, type, int]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How an operand of `rows` (M or N) by K lies in shared memory; sbo and lbo in bytes."""
+    """The layout of an operand, [M or N, K], in shared memory; sbo and lbo in bytes."""
 
     major: str
     swizzle: str
@@ -50,7 +49,7 @@ class Layout:
         return r % t * size + r % (w // size) // t * 16 + r // (w // size) * self.lbo + k % 8 * w + k // 8 * self.sbo
 
     def image(self, values: Array, start: int) -> Array:
-        """Shared memory from a 1024-aligned place on, with the operand `start` bytes behind it."""
+        """IMAGE bytes of shared memory, 1024-aligned, with the operand `start` bytes into it."""
         out, size = np.zeros(IMAGE, np.uint8), values.itemsize
         mask = {"none": 0, "32B": 1, "64B": 3, "128B": 7}[self.swizzle]
         raw = values.view(np.uint8).reshape(*values.shape, size)
@@ -88,7 +87,7 @@ def idesc(kind: str, m: int, n: int, *, d_f32: bool = True, extra: int = 0) -> i
 
 @dataclass(frozen=True)
 class Product:
-    """One tcgen05.mma and everything around it. `a`, `b`: values [rows, k] and where they lie."""
+    """One tcgen05.mma with its operands: `a` [m, k] and `b` [n, k], their layouts and first bytes."""
 
     kind: str
     a: Array
@@ -131,7 +130,7 @@ class Product:
         return tmem_kernel(action, {"x": x, "words": self.a_words()}, declare)
 
     def a_words(self) -> Array:
-        """Operand A as 32-bit words along k, uint32 [128, 8], each row in the lane that holds it."""
+        """Operand A as 32-bit words along k, each row in its lane: uint32 [128, 8]."""
         rows = np.zeros((128, 8), np.uint32)
         if self.from_tmem:
             rows[[lane_of(row, self.a.shape[0]) for row in range(self.a.shape[0])]] = np.ascontiguousarray(self.a).view(
@@ -255,8 +254,7 @@ def before(m: int, n: int) -> Array:
 
 @pytest.mark.parametrize(("tail", "factor"), [("", 1.0), (", 0", 1.0), (", 3", 2.0**-3), (", 15", 2.0**-15)])
 def test_accumulation_and_its_scale(tail: str, factor: float) -> None:
-    """D = A B^T + D 2^-s. What lies in D before is tiny (denormal), so products are exact whether it is added or not:
-    rows whose product is zero show what was added."""
+    """D = A B^T + D 2^-s. The previous D is denormal, so a nonzero product would hide it; A is zero to show it."""
     item = product("f16", 128, 16, accumulate=True, tail=tail)
     zeroed = Product(**{**vars_of(item), "a": np.zeros_like(item.a)})
     expected = zeroed.expected(lambda d: d + np.float32(before(128, 16) * factor).astype(np.float64))
@@ -267,8 +265,8 @@ def vars_of(item: Product) -> dict[str, object]:
     return {name: getattr(item, name) for name in Product.__dataclass_fields__}
 
 
-def test_disabled_lanes_keep_what_they_hold() -> None:
-    """Bit i of element j stands for lane 32 j + i (PTX ISA 9.7.16.10.9.1)."""
+def test_disabled_lanes_keep_their_values() -> None:
+    """Bit i of element j is lane 32 j + i (PTX ISA 9.7.16.10.9.1)."""
     lanes = (0, 31, 32, 70, 127)
     words = [sum(1 << lane % 32 for lane in lanes if lane // 32 == word) for word in range(4)]
     masks = "mov.b32 %r30, {}; mov.b32 %r31, {}; mov.b32 %r32, {}; mov.b32 %r33, {};".format(*words)

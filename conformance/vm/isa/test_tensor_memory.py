@@ -1,13 +1,12 @@
-"""tcgen05.ld, st and cp as instructions, against the closed forms of facts.md 1.1 and 1.2, typed here anew."""
+"""tcgen05.ld, st and cp as instructions, against an independent copy of the formulas of facts.md 1.1 and 1.2."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from conformance.vm.kernel import Array, assert_clean
-from conformance.vm.kernel_blocks import FENCE, SYNC, init, wait
-from conformance.vm.kernel_tmem import CELLS, tmem_kernel
+from conformance.vm.kernel import FENCE, SYNC, Array, assert_clean, init, wait
+from conformance.vm.tensor_kernel import CELLS, tmem_kernel
 
 FORMS = [
     ("32x32b", 1),
@@ -63,7 +62,7 @@ def register_io(instruction: str, count: int, name: str) -> str:
 
 @pytest.mark.parametrize("lane_offset", [0, 16])
 @pytest.mark.parametrize(("shape", "num"), FORMS)
-def test_what_each_register_is_loaded_from(shape: str, num: int, lane_offset: int) -> None:
+def test_each_register_is_loaded_from_its_cell(shape: str, num: int, lane_offset: int) -> None:
     if lane_offset and shape == "32x32b":
         pytest.skip("this shape takes all 32 lanes of a warp")
     load, declare, count = spelt("ld", shape, num)
@@ -83,7 +82,7 @@ def test_what_each_register_is_loaded_from(shape: str, num: int, lane_offset: in
 
 
 @pytest.mark.parametrize(("shape", "num"), FORMS)
-def test_where_each_register_is_stored_and_that_nothing_else_changes(shape: str, num: int) -> None:
+def test_each_register_is_stored_to_its_cell_and_no_other_changes(shape: str, num: int) -> None:
     store, declare, count = spelt("st", shape, num)
     given = (np.arange(128 * count, dtype=np.uint32) + 0x70000000).reshape(128, count)
     kernel = tmem_kernel(

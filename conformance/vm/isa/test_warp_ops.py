@@ -12,7 +12,7 @@ import pytest
 
 from backends.vm.faults import Fault, UnknownInstructionError
 from conformance import SILICON
-from conformance.vm.run_ptx import lanes_of, run_ptx
+from conformance.vm.kernel import lanes_of, run_ptx
 
 LANE = np.arange(32, dtype=np.uint32)
 ALL = 0xFFFF_FFFF
@@ -209,6 +209,6 @@ def test_a_wrong_member_mask_is_found(instruction: str, reason: str) -> None:
      "redux.sync.mul.u32 %d, %a, -1;", "redux.sync.and.s32 %d, %a, -1;", "redux.sync.add.f32 %d, %a, -1;",
      "match.any.sync.b32 %d|%p, %a, -1;", "elect.sync %d|%p;"],
 )  # fmt: skip
-def test_what_the_isa_does_not_list_is_refused(instruction: str) -> None:
+def test_forms_that_the_isa_does_not_list_are_refused(instruction: str) -> None:
     with pytest.raises(UnknownInstructionError, match="PTX line"):
         run_ptx(instruction, {"a": LANE, "p": np.ones(32, np.bool_)}, {"d": np.uint32})

@@ -1,48 +1,33 @@
-"""wgmma by the machine: registers and results of an H200, and the waits and fences that a kernel must not forget."""
+"""wgmma against registers and results of an H200, and the waits and fences that a kernel needs."""
 
 from __future__ import annotations
-
-import struct
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from backends.vm.faults import Fault, UnknownInstructionError
-from backends.vm.load import load
-from backends.vm.machine.machine import Machine
 from conformance import SILICON
+from conformance.vm.kernel import Kernel
+from conformance.vm.tensor_kernel import BASE, core_matrices
 
-FOLDER = Path(__file__).parent
 GOLDEN = np.load(SILICON / "movement" / "wgmma.npz")
 NUMERICS = np.load(SILICON / "numerics" / "wgmma.npz")
-IMAGE_BYTES = 131072
 SCHEDULES = ("eager", "lazy", "random:3")
 
-HEAD = """
-.version 9.2
-.target sm_90a
-.address_size 64
-.extern .shared .align 1024 .b8 smem[];
-.visible .entry k(.param .u64 image, .param .u64 desc, .param .u64 out, .param .u64 cin, .param .u64 areg)
-{
-.reg .b32 %t, %x, %cta, %bar, %d<64>, %a<4>, %index, %lane;
+HEAD = """.reg .b32 %x, %bar, %d<64>, %a<4>, %index;
 .reg .b64 %p, %da, %db, %mine, %token;
 .reg .pred %one, %on, %done;
-mov.u32 %t, %tid.x; mov.u32 %cta, %ctaid.x; and.b32 %lane, %t, 31;
-setp.eq.s32 %one, %t, 0; setp.eq.s32 %on, 0, 0;
+setp.eq.s32 %one, %tx, 0; setp.eq.s32 %on, 0, 0;
 mov.u32 %x, smem; add.s32 %bar, %x, BYTES;
 @%one mbarrier.init.shared.b64 [%bar], 1;
 bar.sync 0;
-ld.param.u64 %p, [image];
 @%one mbarrier.arrive.expect_tx.shared.b64 %token, [%bar], BYTES;
-@%one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%x], [%p], BYTES, [%bar];
+@%one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%x], [%image], BYTES, [%bar];
 LOADING: mbarrier.try_wait.parity.shared.b64 %done, [%bar], 0; @!%done bra LOADING;
-ld.param.u64 %p, [desc]; mul.wide.u32 %mine, %cta, 16; add.s64 %p, %p, %mine;
+mul.wide.u32 %mine, %cta, 16; add.s64 %p, %desc, %mine;
 ld.global.b64 %da, [%p]; ld.global.b64 %db, [%p+8];
-mad.lo.s32 %index, %cta, 128, %t;
+mad.lo.s32 %index, %cta, 128, %tx;
 """
 
 ALL = "wgmma.fence.sync.aligned; MMA wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
@@ -52,9 +37,9 @@ def vector(name: str, count: int) -> str:
     return "{" + ", ".join(f"%{name}{i}" for i in range(count)) + "}"
 
 
-def moved(direction: str, param: str, name: str, count: int) -> str:
+def moved(direction: str, buffer: str, name: str, count: int) -> str:
     """Loads or stores of `count` registers of each thread, the thread's words side by side."""
-    lines = [f"ld.param.u64 %p, [{param}]; mul.wide.u32 %mine, %index, {4 * count}; add.s64 %p, %p, %mine;"]
+    lines = [f"mul.wide.u32 %mine, %index, {4 * count}; add.s64 %p, %{buffer}, %mine;"]
     for i in range(count):
         pair = f"%{name}{i}, [%p+{4 * i}]" if direction == "ld" else f"[%p+{4 * i}], %{name}{i}"
         lines.append(f"{direction}.global.b32 {pair};")
@@ -73,23 +58,28 @@ def run(
     accumulate: str = "hopper",
     schedule: str = "eager",
 ) -> npt.NDArray[np.uint32]:
-    """Accumulators uint32 [cases, 128, registers] after `body`, whose MMA is `mma`, in one CTA a case."""
+    """Accumulators after `body` with MMA replaced by `mma`, one CTA a case: uint32 [cases, 128, registers]."""
     cases = len(descriptors)
-    out = np.zeros((cases, 128, registers), np.uint32)
-    machine = Machine(schedule, accumulate=accumulate)
-    empty = np.zeros(4, np.uint32)
-    arrays: Sequence[npt.NDArray[np.generic]] = (image, descriptors, out, empty if cin is None else cin,
-                                                 empty if areg is None else areg)  # fmt: skip
-    params = [
-        struct.pack("<Q", machine.memory.add(f"array{i}", np.ascontiguousarray(array).reshape(-1).view(np.uint8)).base)
-        for i, array in enumerate(arrays)
-    ]
-    ptx = HEAD.replace("BYTES", str(image.size))
-    ptx += moved("ld", "cin", "d", registers) if cin is not None else ""
-    ptx += moved("ld", "areg", "a", 4) if areg is not None else ""
-    ptx += body.replace("MMA", mma) + moved("st", "out", "d", registers) + "ret; }"
-    machine.launch(load(ptx).entry("k"), (cases, 1, 1), (128, 1, 1), params, dynamic_smem=image.size + 64)
-    return out
+    buffers = {"image": image, "desc": descriptors, "out": np.zeros((cases, 128, registers), np.uint32)}
+    before = ""
+    if cin is not None:
+        buffers["cin"], before = cin, moved("ld", "cin", "d", registers)
+    if areg is not None:
+        buffers["areg"], before = areg, before + moved("ld", "areg", "a", 4)
+    kernel = Kernel(
+        HEAD.replace("BYTES", str(image.size))
+        + before
+        + body.replace("MMA", mma)
+        + moved("st", "out", "d", registers)
+        + "ret;",
+        buffers,
+        grid=(cases, 1, 1),
+        block=(128, 1, 1),
+        dynamic_smem=image.size + 64,
+        module=".extern .shared .align 1024 .b8 smem[];",
+        target="sm_90a",
+    )
+    return kernel.run(schedule, accumulate)[0]["out"]
 
 
 def spelled(shape: str, types: str, registers: int, tail: str, *, a: str = "%da") -> str:
@@ -108,16 +98,16 @@ FROM_SMEM = [
     ("wf16d16", "f16", "m64n64k16", "f16.f16.f16", 16, "0, 1, 1, 0, 0"),
     ("wf16n8", "f16", "m64n8k16", "f32.f16.f16", 4, "0, 1, 1, 0, 0"),
 ]
-MOST = 8
+MAX_CASES = 8
 
 
 @pytest.mark.parametrize(("case", "image", "shape", "types", "registers", "tail"), FROM_SMEM, ids=lambda v: str(v))
-def test_random_descriptors_give_what_an_h200_gave(
+def test_random_descriptors_give_an_h200s_accumulators(
     case: str, image: str, shape: str, types: str, registers: int, tail: str
 ) -> None:
-    raw = GOLDEN[f"{case}_desc"][:MOST]
+    raw = GOLDEN[f"{case}_desc"][:MAX_CASES]
     found = run(spelled(shape, types, registers, tail), GOLDEN[f"img_{image}"], raw, registers)
-    for number, expected in enumerate(GOLDEN[f"{case}_out"][:MOST]):
+    for number, expected in enumerate(GOLDEN[f"{case}_out"][:MAX_CASES]):
         assert np.array_equal(found[number], expected), f"{case} number {number}: other accumulators than an H200's"
 
 
@@ -147,15 +137,13 @@ def test_accumulators_are_added_to(schedule: str) -> None:
 
 
 def packed(matrix: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
-    """A K-major operand without swizzle: 8 x 16-byte core matrices, those along k side by side."""
-    data = np.ascontiguousarray(matrix).view(np.uint8)
-    rows, width = data.shape
-    return np.ascontiguousarray(data.reshape(rows // 8, 8, width // 16, 16).transpose(0, 2, 1, 3)).reshape(-1)
+    """A K-major operand without swizzle."""
+    return core_matrices(np.ascontiguousarray(matrix).view(np.uint8))
 
 
 def unswizzled(offset: int) -> int:
-    """The descriptor of such an operand of 32-byte rows at `offset` behind 0x400."""
-    return (0x400 + offset) >> 4 | (128 >> 4) << 16 | (256 >> 4) << 32
+    """The descriptor of such an operand with 32-byte rows, at `offset` in dynamic shared memory."""
+    return (BASE + offset) >> 4 | (128 >> 4) << 16 | (256 >> 4) << 32
 
 
 @pytest.mark.parametrize("tag", ["overwrite", "add"])
@@ -208,9 +196,9 @@ def f16_case(body: str, schedule: str = "eager", mma: str = FRESH) -> npt.NDArra
         ("missing-wgmma-fence", f"MMA {COMMIT} {WAIT} 0;"),
         ("missing-wgmma-fence", f"{FENCE} MMA {COMMIT} {WAIT} 0; mul.f32 %d0, %d0, %d0; {MMA} {COMMIT} {WAIT} 0;"),
         ("exit-with-pending-operation", f"{FENCE} MMA {COMMIT} {WAIT} 0; {FENCE} MMA {COMMIT} ret;"),
-        ("missing-proxy-fence", f"@%one st.shared.b32 [%x+0x10000], %t; bar.sync 0; {FENCE} LOW {COMMIT} {WAIT} 0;"),
-        ("race", f"@%one st.shared.b32 [%x+0x10000], %t; fence.proxy.async; {FENCE} LOW {COMMIT} {WAIT} 0;"),
-        ("race", f"{FENCE} LOW {COMMIT} @%one st.shared.b32 [%x+0x10000], %t; {WAIT} 0;"),
+        ("missing-proxy-fence", f"@%one st.shared.b32 [%x+0x10000], %tx; bar.sync 0; {FENCE} LOW {COMMIT} {WAIT} 0;"),
+        ("race", f"@%one st.shared.b32 [%x+0x10000], %tx; fence.proxy.async; {FENCE} LOW {COMMIT} {WAIT} 0;"),
+        ("race", f"{FENCE} LOW {COMMIT} @%one st.shared.b32 [%x+0x10000], %tx; {WAIT} 0;"),
     ],
 )  # fmt: skip
 def test_a_forgotten_wait_or_fence_is_found(rule: str, body: str, schedule: str) -> None:
@@ -221,22 +209,22 @@ def test_a_forgotten_wait_or_fence_is_found(rule: str, body: str, schedule: str)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_waits_and_fences_is_accepted(schedule: str) -> None:
-    clean = f"""{FENCE} MMA {COMMIT} {WAIT} 0; bar.sync 0; @%one st.shared.b32 [%x+0x10000], %t; fence.proxy.async;
+def test_enough_waits_and_fences_are_accepted(schedule: str) -> None:
+    clean = f"""{FENCE} MMA {COMMIT} {WAIT} 0; bar.sync 0; @%one st.shared.b32 [%x+0x10000], %tx; fence.proxy.async;
         bar.sync 0; {FENCE} mov.b64 %db, {unswizzled(0x10000)}; {FRESH} {COMMIT} {MMA} {COMMIT} {WAIT} 1; {WAIT} 0;"""
     f16_case(clean, schedule)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_wait_covers_what_the_other_warps_of_the_group_read(schedule: str) -> None:
-    """Warp 3 overwrites B, which all four warps have read, with no barrier but its own wait for the group."""
+def test_a_wait_covers_the_reads_of_the_other_warps_of_the_group(schedule: str) -> None:
+    """All four warps read B; warp 3 overwrites it after its own wait for the group, without a barrier."""
     low = f"mov.b64 %db, {unswizzled(0x10000)}; {FRESH}"
-    over = f"{WAIT} 0; setp.eq.s32 %one, %t, 96; @%one st.shared.b32 [%x+0x10000], %t;"
+    over = f"{WAIT} 0; setp.eq.s32 %one, %tx, 96; @%one st.shared.b32 [%x+0x10000], %tx;"
     f16_case(f"{FENCE} {low} {COMMIT} {over}", schedule)
 
 
 def test_all_four_warps_must_issue_the_same() -> None:
-    odd = f".reg .pred %w; setp.lt.s32 %w, %t, 32; {FENCE} @%w add.s64 %db, %db, 8; MMA {COMMIT} {WAIT} 0;"
+    odd = f".reg .pred %w; setp.lt.s32 %w, %tx, 32; {FENCE} @%w add.s64 %db, %db, 8; MMA {COMMIT} {WAIT} 0;"
     with pytest.raises(Fault, match="all four must execute the same") as caught:
         f16_case(odd)
     assert caught.value.rule == "warpgroup-diverged"
@@ -244,7 +232,7 @@ def test_all_four_warps_must_issue_the_same() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_warp_that_stays_away_is_a_deadlock_that_names_it(schedule: str) -> None:
-    away = f".reg .pred %w; setp.lt.s32 %w, %t, 96; {FENCE} @!%w bra OUT; MMA {COMMIT} {WAIT} 0; OUT: bar.sync 0;"
+    away = f".reg .pred %w; setp.lt.s32 %w, %tx, 96; {FENCE} @!%w bra OUT; MMA {COMMIT} {WAIT} 0; OUT: bar.sync 0;"
     with pytest.raises(Fault, match=r"warps \[3\] of its warpgroup") as caught:
         f16_case(away + "ret;", schedule)
     assert caught.value.rule == "deadlock"

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from backends.vm.faults import Fault
-from conformance.vm.kernel import EVERY_SCHEDULE, Kernel, assert_blamed
-from conformance.vm.kernel_blocks import SYNC, init, wait
+from conformance.vm.kernel import EVERY_SCHEDULE, SYNC, Kernel, assert_blamed, init, wait
 
 OUT = np.zeros(64, np.uint32)
 ONE = ".shared .align 8 .b64 mbar; .shared .align 8 .b64 second; setp.eq.u32 %p1, %tx, 0;\n"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance.vm.kernel import Kernel, Map, assert_clean
-from conformance.vm.kernel_blocks import ELECT, FENCE, SYNC, init, wait
+from conformance.vm.kernel import ELECT, FENCE, SYNC, Kernel, Map, assert_clean, init, wait
 
 TILES = 9
 TILE = np.arange(64 * TILES, dtype=np.uint32).reshape(TILES, 64) * 7

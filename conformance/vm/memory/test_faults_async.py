@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from backends.vm.faults import Fault
-from conformance.vm.kernel import EVERY_SCHEDULE, Kernel, Map, assert_blamed, assert_clean
-from conformance.vm.kernel_blocks import FENCE, SYNC, init, wait
-from conformance.vm.kernel_copy import (
+from conformance.vm.copy_kernel import (
     EXPECT,
     LOAD,
     MAPS,
@@ -20,6 +18,7 @@ from conformance.vm.kernel_copy import (
     X,
     copy_kernel,
 )
+from conformance.vm.kernel import EVERY_SCHEDULE, FENCE, SYNC, Kernel, Map, assert_blamed, assert_clean, init, wait
 
 
 def test_the_kernel_without_a_fault_is_clean() -> None:

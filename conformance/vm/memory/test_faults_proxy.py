@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance.vm.kernel import Kernel, Map, assert_blamed, assert_clean
-from conformance.vm.kernel_blocks import init, wait
+from conformance.vm.kernel import Kernel, Map, assert_blamed, assert_clean, init, wait
 
 THREADS = 64
 FENCE, GLOBAL_FENCE = "fence.proxy.async;", "fence.proxy.async.global;"

@@ -6,16 +6,19 @@ import numpy as np
 import pytest
 
 from backends.vm.faults import Fault
-from conformance.vm.kernel import EVERY_SCHEDULE, Kernel, assert_blamed, assert_clean
-from conformance.vm.kernel_blocks import (
+from conformance.vm.kernel import (
     ELECT,
+    EVERY_SCHEDULE,
     SYNC,
+    Kernel,
+    assert_blamed,
+    assert_clean,
     f16_idesc,
     tmem_alloc,
     tmem_free,
     wait,
 )
-from conformance.vm.kernel_mma import (
+from conformance.vm.tensor_kernel import (
     COMMIT,
     EXPECTED,
     LOAD,

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance import SILICON
-from conformance.vm.kernel import EVERY_SCHEDULE, Kernel, assert_clean
-from conformance.vm.kernel_blocks import SYNC, wait
+from conformance.vm.kernel import EVERY_SCHEDULE, SYNC, Kernel, assert_clean, wait
 
 EXPECT = "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [mbar], {};"
 COMPLETE = "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [mbar], {};"

@@ -1,4 +1,4 @@
-"""Matrix accumulation: the Hopper model against an H200's wgmma, and the laws every policy keeps."""
+"""Matrix accumulation: the Hopper model against wgmma on an H200, and the laws that every policy keeps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_another_adder_would_be_seen(adder: Adder, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("kind", K)
 @pytest.mark.parametrize("policy", ["fast", "exact"])
 def test_fast_and_exact_lie_beside_an_h200(kind: str, policy: Policy) -> None:
-    """Apart by at most K + 1 addends cut at 2^(E - F), the result cut at B bits, and K roundings to float32."""
+    """They differ by at most K + 1 addends cut at 2^(E - F), a result cut at B bits, and K roundings to float32."""
     adder = accumulate.ADDERS[kind]
     for a, b, c, d in measured(kind, "add"):
         result = mma(a, b, c, k_per_instruction=K[kind], kind=kind, policy=policy)

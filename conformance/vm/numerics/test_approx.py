@@ -1,4 +1,4 @@
-"""Approximate functions: documented bounds, and the specials that an H200 answered."""
+"""Approximate functions: documented bounds, and special values against an H200."""
 
 from __future__ import annotations
 

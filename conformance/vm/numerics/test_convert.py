@@ -1,4 +1,4 @@
-"""Conversions: what an H200 answered, the ISA's tables for what only Blackwell has, exact arithmetic for the rest."""
+"""Conversions against an H200; those of Blackwell only against the ISA's tables; the rest against exact values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _quiet() -> Iterator[None]:
 
 
 def parse(spelling: str) -> Conversion:
-    """`cvt.rn.relu.bf16x2.f32` as the instruction family would look it up."""
+    """The conversion of a spelling such as `cvt.rn.relu.bf16x2.f32`, as the instruction family looks it up."""
     *words, dst, src = spelling.split(".")[1:]
     rounding = "".join(word for word in words if word not in FLAGS)
     return conversion(dst, src, Modifiers(rounding, **{word: word in words for word in FLAGS}))
@@ -50,7 +50,7 @@ def u(bits: int, *values: int) -> npt.NDArray[np.unsignedinteger]:
 
 
 @pytest.mark.parametrize("spelling", [name for name in FROM_F32.files if name.startswith("cvt")])
-def test_from_f32_bit_for_bit_what_an_h200_answers(spelling: str) -> None:
+def test_conversions_from_f32_are_an_h200s_bits(spelling: str) -> None:
     cvt = parse(spelling)
     operands = (FROM_F32["a"], FROM_F32["b"]) if cvt.operands == 2 else (FROM_F32["single"],)
     result = cvt.apply(*operands)
@@ -63,7 +63,7 @@ def test_from_f32_bit_for_bit_what_an_h200_answers(spelling: str) -> None:
 
 
 @pytest.mark.parametrize("spelling", [name for name in SHORT.files if name.startswith("cvt")])
-def test_short_sources_bit_for_bit_what_an_h200_answers(spelling: str) -> None:
+def test_conversions_from_short_sources_are_an_h200s_bits(spelling: str) -> None:
     if spelling.endswith("f16x2"):
         codes = np.arange(1 << 16, dtype=np.uint32)
         result = parse(spelling).apply(codes | codes << np.uint32(16))
@@ -138,7 +138,7 @@ def test_small_formats_both_ways(name: str, library: type[np.generic], bits: int
 
 
 def test_small_formats_from_f32_round_once_around_every_tie() -> None:
-    """A f32 beside a tie must not be carried over it: bits far below the format's last are seen."""
+    """An f32 beside a tie must not cross it: its lowest bits count."""
     for name, library in (("e4m3", ml_dtypes.float8_e4m3fn), ("e5m2", ml_dtypes.float8_e5m2)):
         values = np.arange(0x78, dtype=np.uint8).view(library).astype(np.float32)
         ties = (values[:-1] + values[1:]) / 2
@@ -156,7 +156,7 @@ def test_six_bit_maxima_and_nan() -> None:
 
 
 @pytest.mark.parametrize("source", ["f32", "bf16x2"])
-def test_ue8m0_takes_the_exponent_rounded_as_told(source: str) -> None:
+def test_ue8m0_is_the_exponent_rounded_as_asked(source: str) -> None:
     """value = 2^(code - 127), 0xFF NaN, .satfinite 0xFE (facts.md 7.2)."""
     # Value: the code under rz and under rp.
     table = {1.0: (127, 127), 1.5: (127, 128), 2.0: (128, 128), 1.984375: (127, 128), np.nan: (255, 255)}
@@ -170,7 +170,9 @@ def test_ue8m0_takes_the_exponent_rounded_as_told(source: str) -> None:
         expected = [codes[column] << 8 | codes[column] for codes in table.values()]
         assert result.tolist() == expected, f"{rounding}.satfinite from {source}"
     barely = np.nextafter(np.float32(1), np.float32(2)).reshape(1).view(np.uint32)
-    assert parse("cvt.rp.satfinite.ue8m0x2.f32").apply(barely, barely).tolist() == [128 << 8 | 128], "1 and a hair"
+    assert parse("cvt.rp.satfinite.ue8m0x2.f32").apply(barely, barely).tolist() == [128 << 8 | 128], (
+        "the next f32 above 1"
+    )
     overflow = f32(1.5 * 2.0**127)
     assert parse("cvt.rp.ue8m0x2.f32").apply(overflow, overflow).tolist() == [0xFFFF], "overflow without satfinite"
 
@@ -351,7 +353,7 @@ def test_every_rule_runs_and_keeps_width_and_shape() -> None:
         ("bf16", "f32", Modifiers("rn", sat=True), ".sat where"),
     ],
 )
-def test_what_the_isa_does_not_have_is_refused_in_a_sentence(
+def test_conversions_that_the_isa_does_not_have_are_refused_in_a_sentence(
     dst: str, src: str, modifiers: Modifiers, sentence: str
 ) -> None:
     with pytest.raises(UnknownConversionError) as refusal:

@@ -1,4 +1,4 @@
-"""Single-precision arithmetic: what an H200 answered, and rounding by the definition."""
+"""Single-precision arithmetic against an H200 and rounding by definition."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def codes(values: Float32) -> list[int]:
 
 
 @pytest.mark.parametrize("op", MEASURED)
-def test_bit_for_bit_what_an_h200_answers(op: str) -> None:
+def test_results_are_an_h200s_bits(op: str) -> None:
     result = MEASURED[op](A, B).view(np.uint32)
     wrong = np.flatnonzero(result != GOLDEN[op])
     cases = [f"{GOLDEN['a'][i]:08x}, {GOLDEN['b'][i]:08x}: {result[i]:08x} for {GOLDEN[op][i]:08x}" for i in wrong[:5]]
@@ -90,7 +90,7 @@ def hard_operands(count: int, seed: int) -> tuple[Float32, Float32, Float32]:
 
 
 def midpoint_operands() -> tuple[Float32, Float32, Float32]:
-    """a * b is half a unit of c, or that and a hair that float64 cannot hold beside c; normal and subnormal sums."""
+    """a * b is half a unit of c, or that plus a rest that float64 cannot hold beside c; normal and subnormal sums."""
     halves = ((1.0, 1.0), (1 + 2.0**-23, 1 - 2.0**-23), (1 + 2.0**-12, 1 - 2.0**-12 + 2.0**-24))
     places = ((2.0**-12, 2.0**-12, 1.0, 2.0**-23), (2.0**-75, 2.0**-75, 2.0**-127, 2.0**-149))
     rows = [
@@ -204,17 +204,15 @@ def test_every_nan_result_is_canonical() -> None:
     ("rounding", "sign", "flushed"),
     [("rn", 1, True), ("rz", 1, True), ("rp", 1, True), ("rp", -1, True), ("rm", -1, True)],
 )
-def test_ftz_flushes_what_is_tiny_before_the_subnormal_grid_rounds_it(
-    rounding: Rounding, sign: int, flushed: bool
-) -> None:
-    """facts.md 7.3: 0x3F7FFFFF * 0x00800000 is 2^-126 (1 - 2^-24), which the subnormal grid would round to 2^-126."""
+def test_ftz_flushes_before_the_subnormal_grid_rounds(rounding: Rounding, sign: int, flushed: bool) -> None:
+    """facts.md 7.3: 0x3F7FFFFF * 0x00800000 is 2^-126 (1 - 2^-24). The subnormal grid would round it to 2^-126."""
     below, smallest = floats(0x3F7F_FFFF) * np.float32(sign), floats(0x0080_0000)
     zero = 0 if sign > 0 else 0x8000_0000
     assert codes(f32.mul(below, smallest, rounding=rounding, ftz=True)) == [zero], "mul"
     assert codes(f32.fma(below, smallest, floats(0) * np.float32(sign), rounding=rounding, ftz=True)) == [zero], "fma"
 
 
-def test_ftz_keeps_what_rounds_up_to_the_smallest_normal_number() -> None:
+def test_ftz_keeps_a_result_that_rounds_up_to_the_smallest_normal_number() -> None:
     """2^-126 (1 - 2^-24 + 2^-47): only a result that rounds away from zero reaches 2^-126."""
     a, b = floats(0x3F7F_FFFE), floats(0x0080_0001)
     assert codes(f32.mul(a, b, rounding="rp", ftz=True)) == [0x0080_0000]

@@ -1,4 +1,4 @@
-"""Double precision: rounding by the definition."""
+"""Double precision: rounding by definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats: values against ml_dtypes, rounding against its definition at every value and every tie."""
+"""Formats: values against ml_dtypes, rounding against its definition at every value and tie."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def all_codes(fmt: FloatFormat) -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
 
 
 @FORMATS
-def test_every_code_has_the_value_the_library_gives_it(fmt: FloatFormat) -> None:
+def test_every_code_has_the_value_that_ml_dtypes_gives_it(fmt: FloatFormat) -> None:
     raw = all_codes(fmt).astype(np.uint16 if fmt.bits == 16 else np.uint8)
     expected = raw.view(LIBRARY[fmt]).astype(np.float64)
     np.testing.assert_array_equal(decode(all_codes(fmt), fmt), expected)
@@ -75,7 +75,7 @@ def test_nan_has_one_code(fmt: FloatFormat) -> None:
 @FORMATS
 @pytest.mark.parametrize("negative", [False, True])
 def test_rounding_between_all_neighbours(fmt: FloatFormat, negative: bool) -> None:
-    """Midpoints, and points a hair on either side of them, between all adjacent values of one sign."""
+    """The midpoint between all adjacent values of one sign, and its neighbours on either side."""
     lower = np.arange(fmt.max_finite, dtype=np.uint16)
     upper = lower + np.uint16(1)
     low, high = decode(lower, fmt), decode(upper, fmt)

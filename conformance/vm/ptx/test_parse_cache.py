@@ -1,4 +1,4 @@
-"""A kept module is the parsed module, and a damaged file is never used."""
+"""The parse cache: a kept module equals the parsed one, and a damaged file is never used."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def test_a_file_with_a_good_checksum_but_no_module_is_rebuilt(tmp_path: Path) ->
         assert parse_cached(TEXT, folder=tmp_path) == module, f"{payload} was taken for a module"
 
 
-def test_a_folder_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_not_needed(tmp_path: Path) -> None:
     occupied = tmp_path / "file"
     occupied.write_text("not a folder")
     assert parse_cached(TEXT, folder=occupied / "below") == parse(TEXT)
     assert occupied.read_text() == "not a folder"
 
 
-def test_what_is_refused_is_refused_again_and_leaves_no_file(tmp_path: Path) -> None:
+def test_refused_text_is_refused_again_and_leaves_no_file(tmp_path: Path) -> None:
     for name in ("first.ptx", "second.ptx"):
         with pytest.raises(PtxSyntaxError, match=name):
             parse_cached("nonsense", name, tmp_path)

@@ -1,4 +1,4 @@
-"""What PTX text says is what the tree holds: scopes, operands, literals, declarations."""
+"""The tree holds what the PTX text says: scopes, operands, literals, declarations."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_functions() -> None:
     spaces = {each.name: each.space for each in entry.variables}
     assert spaces["tile"] == "shared"
     assert spaces["depot"] == "local"
-    assert list(spaces.values()).count("param") == 6, "each call sequence has parameters of its own"
+    assert list(spaces.values()).count("param") == 6, "each call sequence has its own parameters"
     assert entry.branch_targets == {"targets": ("Lzero", "Lone", "Ltwo")}
     plus = functions["plus"]
     assert ([each.name for each in plus.params], [each.name for each in plus.returns]) == (["a", "b"], ["sum"])

@@ -1,4 +1,4 @@
-"""What is not PTX is refused by a sentence with its place, whatever it is; nothing else ever comes out."""
+"""Any text is parsed or refused by a sentence with its place; no other exception comes out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Register fragments: what an H200 computed and moved with registers that held known bits."""
+"""Register fragments against an H200: products and moves of registers with known bits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def values(matrix: np.ndarray, dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("run", "dtype"), [(0, "f16"), (1, "bf16"), (2, "e4m3")])
-def test_mma_of_fragments_is_what_an_h200_computed(run: int, dtype: str) -> None:
+def test_mma_of_fragments_gives_an_h200s_registers(run: int, dtype: str) -> None:
     bits = DTYPES[dtype].itemsize * 8
     a, b, c, d = (WARP[f"mma{run}_{name}"].T for name in "abco")
     product = values(to_matrix(a, mma_fragment("a", bits)), dtype) @ values(
@@ -64,7 +64,7 @@ def b_operand(dtype: str, raw: int, rows: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("case", "dtype"), [("wf16_rs", "f16"), ("we4m3_rs", "e4m3"), ("wtf32_rs", "tf32")])
-def test_wgmma_with_a_in_registers_is_what_an_h200_computed(case: str, dtype: str) -> None:
+def test_wgmma_with_a_in_registers_gives_an_h200s_accumulators(case: str, dtype: str) -> None:
     bits = DTYPES[dtype].itemsize * 8
     for number, (_, b_raw) in enumerate(WGMMA[f"{case}_desc"].tolist()):
         a = values(to_matrix(WGMMA[f"{case}_areg"][number].T, wgmma_operand_a(bits)), dtype)
@@ -77,7 +77,7 @@ def a_from_smem(number: int, case: str) -> np.ndarray:
     return b_operand("f16", int(WGMMA[f"{case}_desc"][number, 0]), 64)
 
 
-def test_wgmma_accumulators_go_in_as_they_come_out() -> None:
+def test_wgmma_adds_to_accumulators_in_the_layout_of_its_results() -> None:
     for number, (_, b_raw) in enumerate(WGMMA["wf16_c_desc"].tolist()):
         before = to_matrix(WGMMA["wf16_c_cin"][number].T, wgmma_accumulator(64)).view(np.float32)
         result = a_from_smem(number, "wf16_c") @ b_operand("f16", b_raw, 64).T + before
@@ -104,12 +104,12 @@ def rows_at(count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("run", "count", "transposed"), [(0, 4, False), (1, 4, True), (2, 2, False), (3, 1, False)])
-def test_ldmatrix_loads_what_an_h200_loaded(run: int, count: int, transposed: bool) -> None:
+def test_ldmatrix_loads_as_an_h200_does(run: int, count: int, transposed: bool) -> None:
     found = load_matrices(rows_at(count), transposed=transposed)
     assert np.array_equal(found, LDMATRIX[run].T[:count]), f"ldmatrix.x{count} trans={transposed}: other registers"
 
 
-def test_stmatrix_stores_what_an_h200_stored() -> None:
+def test_stmatrix_stores_as_an_h200_does() -> None:
     memory = IMAGE.view(np.uint8).copy()
     for run, transposed in enumerate((False, True)):
         for offset, row in zip(ROW_OFFSETS, store_matrices(STORED_REGISTERS, transposed=transposed), strict=True):

@@ -1,4 +1,4 @@
-"""Instruction descriptors: constants that real kernels use, Table 39 of the PTX ISA row by row, and every refusal."""
+"""Instruction descriptors: constants of real kernels, Table 39 of the PTX ISA row by row, and every refusal."""
 
 from __future__ import annotations
 

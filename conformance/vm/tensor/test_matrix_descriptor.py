@@ -1,4 +1,4 @@
-"""Matrix descriptors: addresses against wgmma on an H200, decoding and refusals against the ISA's tables."""
+"""Matrix descriptors: addresses against wgmma on an H200, decoding and refusals against the tables of the ISA."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def accumulator(registers: np.ndarray, dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("case", "dtype", "n", "a_major", "b_major"), SS_CASES, ids=[case[0] for case in SS_CASES])
-def test_a_wgmma_of_gathered_operands_is_what_an_h200_computed(
+def test_a_wgmma_of_gathered_operands_gives_an_h200s_product(
     case: str, dtype: str, n: int, a_major: Major, b_major: Major
 ) -> None:
     smem = shared_memory(dtype)
@@ -108,7 +108,7 @@ def test_a_descriptor_with_one_field_off_does_not_give_the_h200s_answer(field: t
     )
 
 
-# Constants that CuTeDSL and the ISA's examples show (facts.md 3.1): value, target, fields.
+# Constants of CuTeDSL and of the ISA's examples (facts.md 3.1): value, target, fields.
 KNOWN: list[tuple[int, Target, MatrixDescriptor]] = [
     (0x4000404000010000, "sm_100a", MatrixDescriptor(0, 16, 1024, 0, Swizzle.B128)),
     (0x4000004000010000, "sm_90a", MatrixDescriptor(0, 16, 1024, 0, Swizzle.B128)),
@@ -200,7 +200,7 @@ def test_the_isas_layout_examples_come_out(
 ) -> None:
     rows, k = (int(np.prod(extents)) for extents in shape)
     element_bytes = bits // 8
-    # Byte a of this memory holds which element of the unswizzled layout lies there.
+    # Each place holds the number of its element, row * k + column + 1.
     mask = {Swizzle.NONE: 0, Swizzle.B32: 1, Swizzle.B64: 3}[swizzle]
     memory = np.zeros(1 << 14, dtype={16: np.uint16, 32: np.uint32}[bits])
     expected = np.zeros((rows, k), dtype=memory.dtype)
@@ -212,4 +212,4 @@ def test_the_isas_layout_examples_come_out(
     descriptor = MatrixDescriptor(0, lbo * element_bytes, sbo * element_bytes, 0, swizzle)
     units = gather_units(memory.view(np.uint8), unit_addresses(descriptor, rows, k, bits, major))
     found = operand_elements(units, rows, bits, major)
-    assert np.array_equal(found, expected), f"{name}: the operand is not the one that the ISA's layout describes"
+    assert np.array_equal(found, expected), f"{name}: other elements than the ISA's layout gives"

@@ -1,4 +1,4 @@
-"""Swizzles: the tables of PTX ISA 5.5.7, and the laws that every user of a swizzle relies on."""
+"""Swizzles: the tables of PTX ISA 5.5.7, and the laws that their users rely on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from backends.vm.tensor.swizzle import PATTERN_BYTES, UNIT_BYTES, Swizzle, swizzled
 
-# PTX ISA 5.5.7: line i of the pattern lists which 16-byte unit of the source lies at each place of that line.
+# PTX ISA 5.5.7: line i lists the 16-byte unit of the source at each place of line i of the pattern.
 TABLES = {
     Swizzle.B32: ["01234567", "10325476"],
     Swizzle.B64: ["01234567", "10325476", "23016745", "32107654"],
@@ -51,7 +51,7 @@ def test_a_swizzle_is_an_involution_that_keeps_lines_and_units_whole(mode: Swizz
 
 
 @pytest.mark.parametrize("mode", Swizzle, ids=lambda mode: mode.value)
-def test_base_offset_shifts_the_pattern_back_by_that_many_lines(mode: Swizzle) -> None:
+def test_base_offset_shifts_the_pattern_back_by_as_many_lines(mode: Swizzle) -> None:
     linear = np.arange(2 * PATTERN_BYTES, dtype=np.int64)
     for base_offset in range(8):
         shift = base_offset * 128

@@ -54,7 +54,7 @@ def encode(parameters: Parameters) -> bytes:
     return encode_tensor_map(**parameters)
 
 
-# What the measuring program asked cuTensorMapEncodeTiled for, by name of the answer.
+# The arguments that the measuring program passed to cuTensorMapEncodeTiled, by name of the answer.
 ASKED: dict[str, Parameters] = {
     **{
         f"dt{code}": asked(dtype=dtype, strides=(256 * ELEMENT_TYPES[dtype].bits // 8,), box=(8, 16))
@@ -91,7 +91,7 @@ ASKED: dict[str, Parameters] = {
     "addr57": asked(address=0x1FFFFFFFFFFFF0, dims=(64, 8), strides=(128,), box=(16, 8)),
     "replace_addr": asked(address=0x7FAAAAAAA000),
 }
-NOT_ASKED = {"sw5", "il1", "il2"}  # a swizzle and layouts that this machine does not have
+NOT_ASKED = {"sw5", "il1", "il2"}  # a swizzle and layouts that the machine does not model
 
 
 def test_every_answer_of_the_driver_is_judged() -> None:
@@ -102,19 +102,19 @@ def test_every_answer_of_the_driver_is_judged() -> None:
 def test_the_driver_writes_the_same_64_bytes(name: str) -> None:
     ours = struct.unpack("<8Q", encode(ASKED[name])[:64])
     theirs = list(struct.unpack("<8Q", MAPS[name][:64]))
-    theirs[1] &= ~L2_PROMOTION  # a caching hint, which this encoder leaves off
+    theirs[1] &= ~L2_PROMOTION  # a caching hint that our encoder leaves out
     wrong = [f"word {i}: {a:#x} instead of {b:#x}" for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
     assert not wrong, f"{name}: {'; '.join(wrong)}"
 
 
 @pytest.mark.parametrize("name", [name for name in ASKED if DRIVER_ANSWER[name] != "0"])
-def test_what_the_driver_refused_is_refused(name: str) -> None:
+def test_parameters_that_the_driver_refused_are_refused(name: str) -> None:
     with pytest.raises(TensorMapError, match=r"tensor map: .{20}"):
         encode(ASKED[name])
 
 
 @pytest.mark.parametrize("name", [name for name in ASKED if DRIVER_ANSWER[name] == "0"])
-def test_the_drivers_bits_decode_to_what_was_asked(name: str) -> None:
+def test_the_drivers_bits_decode_to_the_parameters(name: str) -> None:
     wanted, found = ASKED[name], decode_tensor_map(MAPS[name])
     steps = wanted.get("element_strides", (1,) * len(wanted["dims"]))
     assert (found.address, found.element.name) == (wanted["address"], wanted["dtype"]), f"{name}: {found}"
@@ -126,7 +126,7 @@ def test_the_drivers_bits_decode_to_what_was_asked(name: str) -> None:
     assert found.oob_fill == wanted.get("oob_fill", "zero"), f"{name}: {found}"
 
 
-# tensormap.replace writes one field of a zeroed map: which field of the decoded map moves, and to what.
+# tensormap.replace wrote one field of a zeroed map on an H200.
 def replaced(name: str, base: bytes) -> bytes:
     """`base` with the bits that one tensormap.replace set on an H200 XORed in."""
     return bytes(a ^ b for a, b in zip(base, REPLACED[name], strict=True))

@@ -1,4 +1,4 @@
-"""TMA boxes: every load and store that an H200 performed, byte for byte, and the refusals of PTX ISA 5.5."""
+"""TMA boxes: every load and store measured on an H200, byte for byte, and the refusals of PTX ISA 5.5."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def matrix(box: tuple[int, int], at: tuple[int, int], **options: object) -> Load
 
 
 def loads() -> dict[str, Load]:
-    """What the measuring program asked for, by name of the dump."""
+    """The loads of the measuring program, by name of the dump."""
     table: dict[str, Load] = {}
     for code, swizzle in enumerate(SWIZZLES):
         for inner in (8, 16, 32, 64):
@@ -115,7 +115,7 @@ def test_every_measured_dump_is_judged() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MEASURED_LOADS if name not in REFUSED_BY_DRIVER])
-def test_a_load_leaves_the_bytes_that_an_h200_left(name: str) -> None:
+def test_a_load_leaves_an_h200s_bytes(name: str) -> None:
     item = MEASURED_LOADS[name]
     dtype, at, offset = item[0], item[4], item[5]
     gmem = COUNTING

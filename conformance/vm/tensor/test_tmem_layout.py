@@ -1,6 +1,6 @@
-"""Tensor-memory layouts, held against the tables of facts.md 1 and 2 written out lane by lane, and against each other.
+"""Tensor-memory layouts against the tables of facts.md 1 and 2, lane by lane, and against each other.
 
-No Blackwell silicon has answered here: the witness is the document (PTX ISA 9.7.16) and CUTLASS's layouts.
+Not measured on Blackwell: the witnesses are PTX ISA 9.7.16 and the layouts of CUTLASS.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from backends.vm.tensor.tmem_layout import (
 
 
 def labelled() -> np.ndarray:
-    """Tensor memory whose every word says where it is: lane in bits 24..16, column in bits 15..0."""
+    """Tensor memory with its own address in every word: lane in bits 24..16, column in bits 15..0."""
     lane, column = np.indices((LANES, COLUMNS), dtype=np.uint32)
     return lane << 16 | column
 
@@ -122,7 +122,7 @@ def test_forms_that_the_isa_does_not_have_are_refused(shape: str, num: int) -> N
     assert refusal.value.rule == "tmem-shape"
 
 
-# Lanes that source row r of a tcgen05.cp goes to (facts.md 1.2).
+# Destination lanes of source row r of a tcgen05.cp (facts.md 1.2).
 COPIES = [
     ("128x256b", "", 2, 100, {100}),
     ("128x128b", "", 1, 127, {127}),

@@ -1,6 +1,8 @@
-"""quack's GEMMs for sm_90a and sm_100a, with and without block scales: d[l, m, n] = a[l, m, k] b[l, n, k]^T.
+"""quack's kernels: GEMMs for sm_90a and sm_100a, with and without block scales, and the row softmax.
 
-Sizes are dynamic. A persistent grid of two clusters walks over the tiles.
+A GEMM computes d[l, m, n] = a[l, m, k] b[l, n, k]^T. Sizes are dynamic; a persistent grid of two clusters walks over
+the tiles. The softmax has one CTA a row block, or a cluster of CTAs that reduce a long row through distributed shared
+memory.
 """
 
 # What is imported here comes with the extra `witness` only.
@@ -14,10 +16,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+import ml_dtypes
+import numpy as np
 import torch
 
 from backends.cutedsl.compile.compile import compile_host_function
-from conformance.witness.block_scaled import FORMATS, scaled_operand
 from conformance.witness.witness import Call, Witness
 from megamoe.contract import HostArg, StreamArg, Target, TensorArg
 
@@ -27,6 +30,78 @@ if TYPE_CHECKING:
 PACKAGE = "quack-kernels"
 ACTIVE_CLUSTERS = 2
 TORCH_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float8_e4m3fn, "f32": torch.float32}
+
+
+_ATOM_ROWS, _ATOM_BLOCKS = 128, 4
+"""A scale-factor atom: 128 rows of 4 blocks in 512 bytes, row r at byte 16 (r mod 32) + 4 (r div 32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """Dtypes of elements and scales, in TensorArg's names, and how many elements share a scale."""
+
+    element: str
+    scale: str
+    block: int
+
+
+FORMATS: Mapping[str, BlockFormat] = {
+    "nvfp4": BlockFormat("e2m1x2", "e4m3", 16),
+    "mxfp4": BlockFormat("e2m1x2", "ue8m0", 32),
+    "mxfp8": BlockFormat("e4m3", "ue8m0", 32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledOperand:
+    """Random codes, their scales in the layout that tensor cores read, and their values.
+
+    `codes`: uint8 [batch, rows, ...]; `scales`: uint8 [batch, row atoms, block atoms, 32, 4, 4]; `values`: float64
+    [batch, rows, k].
+    """
+
+    format: BlockFormat
+    codes: torch.Tensor
+    scales: torch.Tensor
+    values: torch.Tensor
+
+    def codes_argument(self, name: str) -> TensorArg:
+        """The codes as an argument of the host function."""
+        return TensorArg(name, self.format.element, tuple(self.codes.shape))
+
+    def scales_argument(self, name: str) -> TensorArg:
+        """The scales as an argument of the host function."""
+        return TensorArg(name, self.format.scale, tuple(self.scales.shape))
+
+
+def _scaled_operand(form: BlockFormat, batch: int, rows: int, k: int, random: torch.Generator) -> ScaledOperand:
+    """Random finite codes [batch, rows, k] and scales; `k` is a multiple of the block. Atoms are padded with zeros."""
+    blocks = k // form.block
+    if form.scale == "e4m3":
+        scale_codes = torch.randint(0x28, 0x48, (batch, rows, blocks), generator=random).numpy().astype(np.uint8)
+        scales = scale_codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    else:
+        scale_codes = torch.randint(124, 130, (batch, rows, blocks), generator=random).numpy().astype(np.uint8)
+        scales = scale_codes.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    if form.element == "e4m3":
+        codes = torch.randn(batch, rows, k, generator=random).to(torch.float8_e4m3fn)
+        values, stored = codes.double().numpy(), codes.view(torch.uint8)
+    else:
+        nibbles = torch.randint(0, 16, (batch, rows, k), generator=random).numpy().astype(np.uint8)
+        values = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+        stored = torch.from_numpy(nibbles[..., 0::2] | nibbles[..., 1::2] << 4)
+    return ScaledOperand(
+        form, stored, torch.from_numpy(_atoms(scale_codes)), torch.from_numpy(values * np.repeat(scales, form.block, 2))
+    )
+
+
+def _atoms(codes: np.ndarray) -> np.ndarray:
+    batch, rows, blocks = codes.shape
+    row_atoms, block_atoms = -(-rows // _ATOM_ROWS), -(-blocks // _ATOM_BLOCKS)
+    padded = np.zeros((batch, row_atoms * _ATOM_ROWS, block_atoms * _ATOM_BLOCKS), np.uint8)
+    padded[:, :rows, :blocks] = codes
+    split = padded.reshape(batch, row_atoms, 4, 32, block_atoms, 4)
+    return np.ascontiguousarray(split.transpose(0, 1, 4, 3, 2, 5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +143,7 @@ def _prepare(case: Gemm) -> Call:
     from cutlass.cute.runtime import make_fake_stream
     from quack.gemm_tvm_ffi_utils import make_fake_gemm_tensors, make_fake_sf_tensor
 
-    from conformance.witness.gemm_host import gemm_of, scaled_gemm_of
+    from conformance.witness.host_functions import gemm_of, scaled_gemm_of
 
     names = {"bf16": "BFloat16", "f16": "Float16", "e4m3": "Float8E4M3FN", "e2m1x2": "Float4E2M1FN", "f32": "Float32",
              "ue8m0": "Float8E8M0FNU"}  # fmt: skip
@@ -103,7 +178,7 @@ def _operands(case: Gemm) -> Operands:
 
 def _scaled_operands(case: Gemm) -> Operands:
     random = torch.Generator().manual_seed(case.m * 1000 + case.n)
-    a, b = (scaled_operand(FORMATS[case.dtype], case.batch, rows, case.k, random) for rows in (case.m, case.n))
+    a, b = (_scaled_operand(FORMATS[case.dtype], case.batch, rows, case.k, random) for rows in (case.m, case.n))
     tensors = {"a": a.codes, "b": b.codes, "d": _empty(case), "sfa": a.scales, "sfb": b.scales}
     arguments: dict[str, HostArg] = {
         "a": a.codes_argument("a"),
@@ -152,4 +227,41 @@ def _witness(case: Gemm) -> Witness:
     return Witness(PACKAGE, kernel, case.target, " ".join(said), shape, partial(_prepare, case))
 
 
-WITNESSES = tuple(_witness(case) for case in _cases())
+def _prepare_softmax(target: Target, rows: int, columns: int, online: bool) -> Call:
+    import cutlass.cute as cute
+    from cutlass import BFloat16
+    from cutlass.cute.runtime import make_fake_stream
+    from quack.compile_utils import make_fake_tensor
+    from quack.softmax import Softmax
+
+    batch = cute.sym_int()
+    fakes = [make_fake_tensor(BFloat16, (batch, columns), divisibility=8) for _ in range(2)]
+    kernel = Softmax(BFloat16, columns, online_softmax=online)
+    artifact = compile_host_function(kernel, *fakes, make_fake_stream(), target=target)
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    tensors = {"x": x, "o": torch.full_like(x, math.nan)}
+    given = (TensorArg("x", "bf16", (rows, columns)), TensorArg("o", "bf16", (rows, columns)), StreamArg())
+    arguments = dict(zip(artifact.parameters, given, strict=True))
+    return Call((artifact.program(arguments),), tensors, {"o": x.double().softmax(-1)})
+
+
+RAGGED = (
+    "Softmax copies the rows that exist to shared memory, then reads its whole tile of rows from there; what it makes "
+    "of the others it never stores."
+)
+
+
+def _softmax_witness(target: Target, rows: int, columns: int, online: bool, known_fault: str = "") -> Witness:
+    said = f"bf16 online_softmax={online}"
+    prepare = partial(_prepare_softmax, target, rows, columns, online)
+    return Witness(PACKAGE, "Softmax", target, said, f"rows={rows} columns={columns}", prepare, known_fault)
+
+
+WITNESSES = (
+    *(_witness(case) for case in _cases()),
+    _softmax_witness("sm_90a", 36, 1000, True),
+    _softmax_witness("sm_90a", 37, 1000, True, RAGGED),
+    _softmax_witness("sm_90a", 3, 32768, False),
+    _softmax_witness("sm_90a", 2, 65536, True),
+    _softmax_witness("sm_100a", 3, 32768, True),
+)
