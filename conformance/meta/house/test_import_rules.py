@@ -68,7 +68,8 @@ BACKENDS = {
     "cutedsl.sm100": KERNELS,
     "cutedsl.sm100_fmha": f"{KERNELS} cutedsl.compile cutedsl.sm100",
     "cutedsl.sm100_moe": f"{KERNELS} cutedsl.compile cutedsl.sm100",
-    "cutedsl.__init__": f"{KERNELS} cutedsl.compile cutedsl.sm100_fmha cutedsl.sm100_moe",
+    "cutedsl.sm90_fmha": f"{KERNELS} cutedsl.compile",
+    "cutedsl.__init__": f"{KERNELS} cutedsl.compile cutedsl.sm100_fmha cutedsl.sm100_moe cutedsl.sm90_fmha",
     "vm": "",
 }
 # All of them may import megamoe and backends too.
