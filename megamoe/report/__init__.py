@@ -3,8 +3,9 @@
 material = gather(record_files())
 page(material, Extras(...)) -> str
 
-`material` reads the files, `measures` lists what a cell can show, `layout` places the cells, `encoding` writes the data
-of the page, `page` the page. Style and script are in `assets`, which are package data.
+`material` reads the files, `measures` lists what a cell can show and the limits of its
+colours, `layout` places the cells, `encoding` writes the data of the page, `page`
+the page. Style and script are in `assets`, which are package data.
 
 assets/plots.js says why the plots are our own.
 """
