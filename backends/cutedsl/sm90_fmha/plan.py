@@ -30,6 +30,8 @@ UNBOUNDED = 1 << 30
 """A window or look-ahead that hides nothing: above every admissible s_k, and s_k + UNBOUNDED still fits an int32."""
 SM_COUNT = 132
 """Streaming multiprocessors of an H200."""
+LN2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
 MAX_SPLITS = 256
 """The combine kernel keeps one split a thread."""
 DECODE_T = 16
