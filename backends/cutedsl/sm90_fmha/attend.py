@@ -161,7 +161,7 @@ def consumer_warpgroup(
 
 
 def own_ring(plan: Sm90FmhaPlan, consumer: Consumer) -> Int32:
-    """The number of the ring that this warpgroup reads. It visits each tile of that ring's."""
+    """The number of the ring that this warpgroup reads."""
     return consumer.group if plan.rings > 1 else Int32(0)
 
 
@@ -226,8 +226,8 @@ def after_sums(state: RowState, kv: StageRing, place: RingPlace):
 def take_turn(plan: Sm90FmhaPlan, group: Int32):
     """Wait until the other warpgroup has issued its MMAs.
 
-    They take turns only where the two read the same tiles. Without turns they would run in step there, both at the
-    tensor core and then both at their exponentials.
+    Only where the two read the same tiles. Without turns they would run in step there, both at the tensor core and then
+    both at their exponentials.
     """
     if cutlass.const_expr(plan.turns):
         cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=GROUPS * WARPGROUP)

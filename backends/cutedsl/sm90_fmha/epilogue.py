@@ -1,6 +1,6 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""The end of a work item: the warpgroups' halves of the keys become one, O is normalised and stored."""
+"""The end of a work item: merge the warpgroups' halves of the keys, normalise O and store it."""
 
 from typing import NamedTuple
 
@@ -76,13 +76,13 @@ def merge_groups(registers: Registers, smem: Sm90Smem, scale_log2: Float32, cons
 
 @cute.jit
 def pair_at(mTensor: cute.Tensor, offset: Int64) -> cute.Tensor:
-    """Two neighbours from element `offset`, an even one."""
+    """The two elements from `offset` on, an even number."""
     return cute.make_tensor(mTensor.iterator + cute.assume(offset, divby=2), cute.make_layout(2))
 
 
 @cute.jit
 def store_row(rRow: cute.Tensor, outputs: Sm90Outputs, problem: Sm90Problem, offset: Int64, part_offset: Int64):
-    """This thread's columns of one row: of each block of 8, the two at 2 (lane % 4)."""
+    """Store this thread's columns of one row: of each block of 8, the two at 2 (lane % 4)."""
     blocks = cutlass.const_expr(cute.size(rRow, mode=[1]))
     if problem.splits == 1:
         for block in cutlass.range_constexpr(blocks):

@@ -53,7 +53,7 @@ def make_loads(plan: Sm90FmhaPlan, inputs: Sm90Inputs, smem: Sm90Smem) -> Loads:
 
 @cute.jit
 def load_k(plan: Sm90FmhaPlan, loads: Loads, kv: StageRing, place: RingPlace, tile: Int32, kv_batch: Int32):
-    """One K tile. Returns the next place in the ring."""
+    """Load one K tile. Returns the next place in the ring."""
     for slab in cutlass.range_constexpr(plan.slabs):
         acquire(kv, place, plan.slab_bytes)
         cute.copy(
@@ -68,7 +68,7 @@ def load_k(plan: Sm90FmhaPlan, loads: Loads, kv: StageRing, place: RingPlace, ti
 
 @cute.jit
 def load_v(plan: Sm90FmhaPlan, loads: Loads, kv: StageRing, place: RingPlace, tile: Int32, kv_batch: Int32):
-    """One V tile. Returns the next place in the ring."""
+    """Load one V tile. Returns the next place in the ring."""
     for slab in cutlass.range_constexpr(plan.slabs):
         acquire(kv, place, plan.slab_bytes)
         cute.copy(
@@ -83,7 +83,7 @@ def load_v(plan: Sm90FmhaPlan, loads: Loads, kv: StageRing, place: RingPlace, ti
 
 @cute.jit
 def load_q(plan: Sm90FmhaPlan, loads: Loads, q: StageRing, place: RingPlace, item: WorkItem):
-    """One Q tile, 64 rows a copy. TMA fills rows past the end with zeros."""
+    """Load one Q tile, 64 rows a copy. TMA fills rows past the end with zeros."""
     acquire(q, place, plan.q_bytes)
     parts = cutlass.const_expr(plan.tile_m // GROUP_M)
     for part in cutlass.range_constexpr(parts):

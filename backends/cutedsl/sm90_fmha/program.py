@@ -45,7 +45,7 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
 
 
 def sizes_of(case: Case) -> FmhaSizes:
-    """What the plan of `case` depends on."""
+    """The sizes of `case` that its plan depends on."""
     return FmhaSizes(
         hd=case.int("hd"),
         t=case.int("t"),
