@@ -1,52 +1,28 @@
-# ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""A consumer warpgroup: S = Q K^T, softmax, O += P V over the key tiles of a work item, all in registers."""
-
-from typing import NamedTuple
+"""A consumer warpgroup: S = Q K^T, softmax, O += P V over the key tiles of its work items, all in registers."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from backends.cutedsl.sm90_fmha.operands import make_pv_mma, make_qk_mma
-from backends.cutedsl.sm90_fmha.plan import GROUP_M, GROUPS, Sm90FmhaPlan
-from backends.cutedsl.sm90_fmha.ring import Barriers, Place, advanced, advanced_by, release, wait_full
+from backends.cutedsl.sm90_fmha.epilogue import Sm90Outputs, finish_item
+from backends.cutedsl.sm90_fmha.operands import (
+    Operands,
+    Registers,
+    Sm90Smem,
+    make_operands,
+    make_pv_mma,
+    make_qk_mma,
+    make_registers,
+)
+from backends.cutedsl.sm90_fmha.plan import GROUP_M, GROUPS, WARPGROUP, Sm90FmhaPlan
+from backends.cutedsl.sm90_fmha.ring import RingPlace, StageRing, advanced, release, ring_number, ring_start, wait_full
+from backends.cutedsl.sm90_fmha.softmax import ROWS, RowState, mask_scores, rescale, reset, round_p, softmax_tile
+from backends.cutedsl.sm90_fmha.tiles import Consumer, Sm90Problem, WorkItem, first_row, work_item
 
-
-class Operands(NamedTuple):
-    """Descriptors of Q, K and V in shared memory, as wgmma takes them: (MMA, MMA_M or N, MMA_K, stage)."""
-
-    tSrQ: cute.Tensor
-    tSrK: cute.Tensor
-    tOrV: cute.Tensor
-
-
-class Registers(NamedTuple):
-    """S (64, tile_n) and O (64, o_columns) f32 as flat accumulators, P bf16."""
-
-    rS: cute.Tensor
-    rP: cute.Tensor
-    rO: cute.Tensor
-
-
-def make_operands(plan: Sm90FmhaPlan, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor) -> Operands:
-    """The views of all stages."""
-    qk_thread, pv_thread = make_qk_mma(plan).get_slice(0), make_pv_mma(plan).get_slice(0)
-    return Operands(
-        qk_thread.make_fragment_A(qk_thread.partition_A(sQ)),
-        qk_thread.make_fragment_B(qk_thread.partition_B(sK)),
-        pv_thread.make_fragment_B(pv_thread.partition_B(sV)),
-    )
-
-
-def make_registers(plan: Sm90FmhaPlan) -> Registers:
-    """Accumulators, flat, and P."""
-    return Registers(
-        cute.make_rmem_tensor(GROUP_M * plan.tile_n // 128, Float32),
-        cute.make_rmem_tensor(GROUP_M * plan.tile_n // 128, BFloat16),
-        cute.make_rmem_tensor(GROUP_M * plan.o_columns // 128, Float32),
-    )
+TURN_BARRIER = 2
+"""Named barriers: warpgroup g waits for its turn at TURN_BARRIER + g."""
 
 
 @cute.jit
@@ -55,12 +31,14 @@ def issue_qk(
     operands: Operands,
     rS: cute.Tensor,
     q_stage: Int32,
-    kv: Barriers,
-    place: Place,
-    first: Int32,
+    kv: StageRing,
+    place: RingPlace,
     drain: cutlass.Constexpr,
 ):
-    """Issue S = Q K^T of the tile whose first slab is at `place`. With `drain`, wait for it, and release each slab."""
+    """Issue S = Q K^T of the tile whose first slab is at `place`. Returns the next place.
+
+    With `drain`, wait for the MMAs of each slab and release it.
+    """
     qk_mma = make_qk_mma(plan)
     qk_thread = qk_mma.get_slice(0)
     tSrS = cute.make_tensor(
@@ -85,7 +63,7 @@ def issue_qk(
             warpgroup.wait_group(1)
             release(kv, before)
         before = place.stage
-        place = advanced(place, first, plan.ring_stages)
+        place = advanced(kv, place)
     if cutlass.const_expr(drain):
         warpgroup.wait_group(0)
         release(kv, before)
@@ -94,9 +72,9 @@ def issue_qk(
 
 @cute.jit
 def issue_pv(
-    plan: Sm90FmhaPlan, operands: Operands, registers: Registers, kv: Barriers, place: Place, first: Int32, group: Int32
+    plan: Sm90FmhaPlan, operands: Operands, registers: Registers, kv: StageRing, place: RingPlace, group: Int32
 ):
-    """Issue O += P V of the tile whose first slab is at `place`, this warpgroup's columns. Returns the next place."""
+    """Issue O += P V of the tile whose first slab is at `place`. Returns the next place."""
     pv_mma = make_pv_mma(plan)
     pv_mma.set(warpgroup.Field.ACCUMULATE, True)
     pv_thread = pv_mma.get_slice(0)
@@ -106,7 +84,7 @@ def issue_pv(
         registers.rP.iterator,
         pv_thread.make_fragment_A(pv_thread.partition_shape_A((GROUP_M, plan.tile_n))).layout,
     )
-    own = own_slab(plan, place, first, group)
+    own = own_slab(plan, kv, place, group)
     warpgroup.fence()
     for part in cutlass.range_constexpr(plan.o_columns // n):
         wait_full(kv, own)
@@ -119,24 +97,172 @@ def issue_pv(
                 operands.tOrV[None, None, k_block, own.stage],
                 tOrO,
             )
-        own = advanced(own, first, plan.ring_stages)
+        own = advanced(kv, own)
     warpgroup.commit_group()
-    return advanced_by(place, first, plan.ring_stages, plan.slabs)
+    return advanced(kv, place, plan.slabs)
 
 
-def own_slab(plan: Sm90FmhaPlan, place: Place, first: Int32, group: Int32) -> Place:
-    """The first slab of a V tile that this warpgroup reads."""
+def own_slab(plan: Sm90FmhaPlan, kv: StageRing, place: RingPlace, group: Int32) -> RingPlace:
+    """The first slab that this warpgroup reads of the V tile at `place`."""
     if plan.share != "columns":
         return place
-    return advanced_by(place, first, plan.ring_stages, group * (plan.slabs // GROUPS))
+    return advanced(kv, place, group * (plan.slabs // GROUPS))
 
 
 @cute.jit
-def release_v(plan: Sm90FmhaPlan, kv: Barriers, place: Place, first: Int32):
-    """Release the V tile whose first slab is at `place`. Slabs of the other warpgroup are waited for first: an arrival
-    before the slab is full could count for the round before."""
+def release_v(plan: Sm90FmhaPlan, kv: StageRing, place: RingPlace):
+    """Release the V tile whose first slab is at `place`.
+
+    Wait for the slabs of the other warpgroup first: an arrival before the slab is full could count for the round
+    before.
+    """
     for _ in cutlass.range_constexpr(plan.slabs):
         if cutlass.const_expr(plan.share == "columns"):
             wait_full(kv, place)
         release(kv, place.stage)
-        place = advanced(place, first, plan.ring_stages)
+        place = advanced(kv, place)
+
+
+@cute.jit
+def consumer_warpgroup(
+    plan: Sm90FmhaPlan,
+    problem: Sm90Problem,
+    smem: Sm90Smem,
+    outputs: Sm90Outputs,
+    q: StageRing,
+    kv: StageRing,
+    consumer: Consumer,
+):
+    """The work loop of a consumer warpgroup. `kv`: the first ring of slabs."""
+    start, _, _ = cute.arch.block_idx()
+    step, _, _ = cute.arch.grid_dim()
+    group = consumer.group
+    kv = ring_number(kv, own_ring(plan, consumer))
+    kv_place = ring_start(kv, False)
+    q_place = ring_start(q, False)
+    operands = make_operands(plan, smem)
+    registers = make_registers(plan)
+    if cutlass.const_expr(plan.turns):  # noqa: SIM102 (one is decided at compile time, one at run time)
+        if group == 1:
+            give_turn(plan, group)
+    for index in cutlass.range(start, problem.work_items, step, unroll=1):
+        item = work_item(plan, problem, index)
+        reset(registers.rows)
+        registers.rO.fill(0.0)
+        if item.tiles > 0:
+            q_stage = q_place.stage
+            if cutlass.const_expr(plan.share == "rows"):
+                q_stage = q_stage * GROUPS + group
+            wait_full(q, q_place)
+            kv_place = attend(plan, problem, item, operands, registers, q_stage, kv, kv_place, consumer)
+            release(q, q_place.stage)
+            q_place = advanced(q, q_place)
+        finish_item(plan, problem, outputs, smem, item, registers, consumer)
+
+
+def own_ring(plan: Sm90FmhaPlan, consumer: Consumer) -> Int32:
+    """The number of the ring that this warpgroup reads."""
+    return consumer.group if plan.rings > 1 else Int32(0)
+
+
+@cute.jit
+def attend(
+    plan: Sm90FmhaPlan,
+    problem: Sm90Problem,
+    item: WorkItem,
+    operands: Operands,
+    registers: Registers,
+    q_stage: Int32,
+    kv: StageRing,
+    place: RingPlace,
+    consumer: Consumer,
+):
+    """Compute this warpgroup's tiles of an item; O stays unnormalised. Returns the place in the ring after them."""
+    group, ring = consumer.group, own_ring(plan, consumer)
+    rKeys = visible_keys(plan, problem, item, consumer)
+    lane_key = 2 * (consumer.thread % 4)
+    drain = cutlass.const_expr(plan.slabs > 1)
+    if ring < item.tiles:
+        take_turn(plan, group)
+        place = issue_qk(plan, operands, registers.rS, q_stage, kv, place, True)
+        give_turn(plan, group)
+        tile_softmax(plan, problem, item, registers, item.first_tile + ring, rKeys, lane_key)
+        round_p(registers.rS, registers.rP)
+        for i in cutlass.range(ring + plan.rings, item.tiles, plan.rings, unroll=1):
+            k_stage = place.stage
+            take_turn(plan, group)
+            place = issue_qk(plan, operands, registers.rS, q_stage, kv, place, drain)
+            v_place = place
+            place = issue_pv(plan, operands, registers, kv, place, group)
+            give_turn(plan, group)
+            if cutlass.const_expr(not drain):
+                warpgroup.wait_group(1)
+                release(kv, k_stage)
+            tile_softmax(plan, problem, item, registers, item.first_tile + i, rKeys, lane_key)
+            after_sums(registers.rows, kv, v_place)
+            warpgroup.wait_group(0)
+            release_v(plan, kv, v_place)
+            rescale(registers.rO, registers.rows)
+            round_p(registers.rS, registers.rP)
+        v_place = place
+        place = issue_pv(plan, operands, registers, kv, place, group)
+        warpgroup.wait_group(0)
+        release_v(plan, kv, v_place)
+    return place
+
+
+@cute.jit
+def after_sums(state: RowState, kv: StageRing, place: RingPlace):
+    """End a basic block after the exponentials.
+
+    ptxas 13.5 moves the wait for P V to the head of its basic block, before the exponentials that should run under P V.
+    This branch depends on their sums, which are never negative. Its body is a loop, so that ptxas cannot predicate it.
+    """
+    if state.rSum[0] + state.rSum[1] < Float32(0.0):
+        wait_full(kv, place)
+
+
+@cute.jit
+def take_turn(plan: Sm90FmhaPlan, group: Int32):
+    """Wait until the other warpgroup has issued its MMAs.
+
+    Only where the two read the same tiles. Without turns they would run in step there, both at the tensor core and then
+    both at their exponentials.
+    """
+    if cutlass.const_expr(plan.turns):
+        cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=GROUPS * WARPGROUP)
+
+
+@cute.jit
+def give_turn(plan: Sm90FmhaPlan, group: Int32):
+    """Let the other warpgroup issue."""
+    if cutlass.const_expr(plan.turns):
+        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=GROUPS * WARPGROUP)
+
+
+@cute.jit
+def tile_softmax(
+    plan: Sm90FmhaPlan,
+    problem: Sm90Problem,
+    item: WorkItem,
+    registers: Registers,
+    tile: Int32,
+    rKeys: cute.Tensor,
+    lane_key: Int32,
+):
+    """The softmax of a tile, its scores masked first if a row does not see all of it."""
+    if tile < item.clear_first or tile >= item.clear_last:
+        mask_scores(registers.rS, tile * plan.tile_n + lane_key, rKeys)
+    softmax_tile(registers.rS, registers.rows, problem.scale_log2)
+
+
+@cute.jit
+def visible_keys(plan: Sm90FmhaPlan, problem: Sm90Problem, item: WorkItem, consumer: Consumer) -> cute.Tensor:
+    """Of this thread's rows, the first key that each sees and one past the last: (row, begin or end)."""
+    rKeys = cute.make_rmem_tensor((ROWS, 2), Int32)
+    row = first_row(plan, item, consumer)
+    for i in cutlass.range_constexpr(ROWS):
+        position = (row + 8 * i) % problem.t + problem.s_k - problem.t
+        rKeys[i, 0] = cutlass.max(position - problem.left + 1, Int32(0))
+        rKeys[i, 1] = cutlass.min(position + problem.right + 1, problem.s_k)
+    return rKeys

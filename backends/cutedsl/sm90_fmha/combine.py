@@ -1,26 +1,25 @@
 # pyright: reportMissingImports=false
 """The combine kernel of split keys: O = sum_i w_i O_i with w_i = exp(lse_i - lse).
 
-A team of warps has 128 columns (64 where hd is 64) of a row. Few splits: a team is one warp, and all of its loads are
-under way at once, begun before the weights are known. Many: eight warps share the splits.
+A team of warps combines 128 columns of a row, 64 where hd is 64. For few splits a team is one warp, and its loads begin
+before the weights are known. For many splits eight warps share the splits.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, memory
 
-from backends.cutedsl.sm90_fmha.plan import MAX_SPLITS
+from backends.cutedsl.sm90_fmha.epilogue import Sm90Outputs
+from backends.cutedsl.sm90_fmha.plan import LN2, LOG2_E, MAX_SPLITS
 
 WARPS = 8
-"""Warps of a team for many splits, and the CTA with it; for few, a team and a CTA are one warp: 64 rows of 1 KiB, each
-in 16 parts, are then read by all SMs and not by 16."""
+"""Warps of a team for many splits. A CTA has one team. For few splits it is one warp, so that the loads of few rows
+spread over many SMs."""
 LANES = 32
 FEW_SPLITS = 32
-"""Splits that one warp combines."""
+"""The most splits that one warp combines."""
 AHEAD = 16
-"""Partials that a thread has under way."""
-LN2 = 0.6931471805599453
-LOG2_E = 1.4426950408889634
+"""Partials that a thread loads at once."""
 
 
 def columns_of(hd: int) -> int:
@@ -30,9 +29,9 @@ def columns_of(hd: int) -> int:
 
 @cute.jit
 def load_parts(rPart: cute.Tensor, mO_part: cute.Tensor, first: Int32, stride: int, splits: Int32, part: Int64, step):
-    """rPart (vector, k): this thread's columns of split first + k * stride; zeros where there is none.
+    """Load rPart (vector, k): this thread's columns of split first + k * stride, zeros where there is no such split.
 
-    `part`: the first element of split 0 that is this thread's; `step`: elements a split.
+    `part`: the first of this thread's elements of split 0; `step`: elements a split.
     """
     vector = cutlass.const_expr(cute.size(rPart, mode=[0]))
     for k in cutlass.range_constexpr(cute.size(rPart, mode=[1])):
@@ -45,21 +44,14 @@ def load_parts(rPart: cute.Tensor, mO_part: cute.Tensor, first: Int32, stride: i
 
 
 @cute.kernel
-def combine_kernel(
-    hd: cutlass.Constexpr,
-    team: cutlass.Constexpr,
-    mO: cute.Tensor,
-    mLSE: cute.Tensor,
-    mO_part: cute.Tensor,
-    mLSE_part: cute.Tensor,
-    rows: Int32,
-    splits: Int32,
-):
+def combine_kernel(hd: cutlass.Constexpr, team: cutlass.Constexpr, outputs: Sm90Outputs, rows: Int32, splits: Int32):
     """mO (row, hd) bf16 and mLSE (row) f32 from mO_part (split, row, hd) f32 and mLSE_part (split, row) f32.
 
-    `team`: warps a team. Warp w of it takes the splits w, w + team, ...; each holds the weights of all, that of split i
-    in lane i % 32, register i / 32. A part that saw no key has lse = -inf, so weight 0.
+    `team`: warps a team. Warp w takes the splits w, w + team, ... Each warp holds the weights of all splits, the weight
+    of split i in lane i % 32, register i / 32. A part that saw no key has lse = -inf, so weight 0.
     """
+    # Apart, because an assignment to outputs.mLSE in a branch would make all four tensors results of the branch.
+    mO, mLSE, mO_part, mLSE_part = outputs
     columns = cutlass.const_expr(columns_of(hd))
     chunks = cutlass.const_expr(hd // columns)
     vector = cutlass.const_expr(columns // LANES)
@@ -117,25 +109,18 @@ def combine_kernel(
     if member == 0:
         rO = cute.make_rmem_tensor(vector, BFloat16)
         rO.store(rSum.load().to(BFloat16))
-        cute.autovec_copy(rO, cute.make_tensor(mO.iterator + cute.assume(part, divby=vector), cute.make_layout(vector)))
+        offset = cute.assume(part, divby=vector)
+        cute.autovec_copy(rO, cute.make_tensor(mO.iterator + offset, cute.make_layout(vector)))
         if Boolean(lane == 0) and Boolean(chunk == 0):
             mLSE[row] = lse
 
 
 @cute.jit
 def launch_combine(
-    hd: cutlass.Constexpr,
-    team: cutlass.Constexpr,
-    mO: cute.Tensor,
-    mLSE: cute.Tensor,
-    mO_part: cute.Tensor,
-    mLSE_part: cute.Tensor,
-    rows: Int32,
-    splits: Int32,
-    stream,
+    hd: cutlass.Constexpr, team: cutlass.Constexpr, outputs: Sm90Outputs, rows: Int32, splits: Int32, stream
 ):
     """Queue the combine kernel with teams of `team` warps, as a programmatic dependent launch."""
-    combine_kernel(hd, team, mO, mLSE, mO_part, mLSE_part, rows, splits).launch(
+    combine_kernel(hd, team, outputs, rows, splits).launch(
         grid=[rows * (hd // columns_of(hd)), 1, 1],
         block=[LANES * team, 1, 1],
         stream=stream,

@@ -1,24 +1,23 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""The end of a work item: the warpgroups' halves of the keys become one, O is normalised and stored."""
+"""The end of a work item: merge the warpgroups' halves of the keys, normalise O and store it."""
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int64
 
-from backends.cutedsl.sm90_fmha.operands import Shared
-from backends.cutedsl.sm90_fmha.plan import GROUP_M, GROUPS, MERGE_REGISTERS, WARPGROUP, Sm90FmhaPlan
-from backends.cutedsl.sm90_fmha.softmax import ROWS, RowState, quad_reduced, row_values
-from backends.cutedsl.sm90_fmha.tiles import Problem, WorkItem
+from backends.cutedsl.sm90_fmha.operands import Registers, Sm90Smem
+from backends.cutedsl.sm90_fmha.plan import GROUPS, LN2, MERGE_REGISTERS, WARPGROUP, Sm90FmhaPlan
+from backends.cutedsl.sm90_fmha.softmax import ROWS, quad_reduced, row_values
+from backends.cutedsl.sm90_fmha.tiles import Consumer, Sm90Problem, WorkItem, first_row
 
-LN2 = 0.6931471805599453
 MERGE_BARRIER = 1
 
 
-class Outputs(NamedTuple):
-    """Where results go. With one split o and lse, else the partials: O normalised within its split, fp32.
+class Sm90Outputs(NamedTuple):
+    """Where results go: with one split to o and lse, else to the partials, O normalised within its split, fp32.
 
     mO (kv_batch, row, hd) bf16; mLSE (kv_batch * row) f32; mO_part (split, kv_batch, row, hd) f32;
     mLSE_part (split, kv_batch, row) f32. All natural logarithms.
@@ -36,20 +35,15 @@ def add(a: Float32, b: Float32) -> Float32:
 
 
 @cute.jit
-def merge_groups(
-    rO: cute.Tensor,
-    state: RowState,
-    sMerge: cute.Tensor,
-    sStat: cute.Tensor,
-    scale_log2: Float32,
-    group: Int32,
-    thread: Int32,
-):
-    """Warpgroup 0 gets the O, maxima and sums (reduced over quads) of both, which have seen different keys.
+def merge_groups(registers: Registers, smem: Sm90Smem, scale_log2: Float32, consumer: Consumer):
+    """Merge the O, maxima and sums (reduced over quads) of both warpgroups into warpgroup 0.
 
-    A thread of either holds the same elements, so O goes over by thread, 16 bytes at a time, MERGE_REGISTERS a pass.
+    The two have seen different keys. Thread i of either holds the same elements, so O goes over by thread, 16 bytes at
+    a time, MERGE_REGISTERS a pass.
     """
     barrier = cute.arch.barrier
+    rO, state, sMerge, sStat = registers.rO, registers.rows, smem.sMerge, smem.sStat
+    group, thread = consumer
     if group == 1:
         for i in cutlass.range_constexpr(ROWS):
             sStat[thread, i] = state.rMax[i]
@@ -82,13 +76,13 @@ def merge_groups(
 
 @cute.jit
 def pair_at(mTensor: cute.Tensor, offset: Int64) -> cute.Tensor:
-    """Two neighbours from element `offset`, an even one."""
+    """The two elements from `offset` on, an even number."""
     return cute.make_tensor(mTensor.iterator + cute.assume(offset, divby=2), cute.make_layout(2))
 
 
 @cute.jit
-def store_row(rRow: cute.Tensor, outputs: Outputs, problem: Problem, offset: Int64, part_offset: Int64):
-    """This thread's columns of one row: of each block of 8, the two at 2 (lane % 4)."""
+def store_row(rRow: cute.Tensor, outputs: Sm90Outputs, problem: Sm90Problem, offset: Int64, part_offset: Int64):
+    """Store this thread's columns of one row: of each block of 8, the two at 2 (lane % 4)."""
     blocks = cutlass.const_expr(cute.size(rRow, mode=[1]))
     if problem.splits == 1:
         for block in cutlass.range_constexpr(blocks):
@@ -105,31 +99,27 @@ def store_row(rRow: cute.Tensor, outputs: Outputs, problem: Problem, offset: Int
 @cute.jit
 def store_item(
     plan: Sm90FmhaPlan,
-    problem: Problem,
-    outputs: Outputs,
+    problem: Sm90Problem,
+    outputs: Sm90Outputs,
     item: WorkItem,
-    rO: cute.Tensor,
-    state: RowState,
-    scale_log2: Float32,
-    group: Int32,
-    thread: Int32,
+    registers: Registers,
+    consumer: Consumer,
 ):
-    """Normalised O and the log-sum-exp of this thread's rows; rows past the end of the problem are not written.
+    """Store normalised O and the log-sum-exp of this thread's rows, but no row past the end of the problem.
 
     A part that saw no key is zeros, its log-sum-exp -inf.
     """
-    lane = thread % 32
-    first_row = item.row_tile * plan.tile_m + (thread // 32) * 16 + lane // 4
+    rO, state = registers.rO, registers.rows
+    lane = consumer.thread % 32
+    own_row = first_row(plan, item, consumer)
     column = 2 * (lane % 4)
     writes_lse = lane % 4 == 0
-    if cutlass.const_expr(plan.share == "rows"):
-        first_row = first_row + group * GROUP_M
     if cutlass.const_expr(plan.share == "columns"):
-        column = column + group * plan.o_columns
-        writes_lse = writes_lse and group == 0
+        column = column + consumer.group * plan.o_columns
+        writes_lse = writes_lse and consumer.group == 0
     kv_batches = outputs.mO.shape[0]
     for i in cutlass.range_constexpr(ROWS):
-        row = first_row + 8 * i
+        row = own_row + 8 * i
         flat_row = Int64(item.kv_batch) * problem.rows + row
         part_row = (Int64(item.split) * kv_batches) * problem.rows + flat_row
         total = state.rSum[i]
@@ -138,7 +128,7 @@ def store_item(
         lse = -Float32.inf
         if seen:
             inverse = Float32(1.0) / total
-            lse = (state.rMax[i] * scale_log2 + cute.math.log2(total, fastmath=True)) * LN2
+            lse = (state.rMax[i] * problem.scale_log2 + cute.math.log2(total, fastmath=True)) * LN2
         rRow = row_values(rO, i)
         for block in cutlass.range_constexpr(cute.size(rRow, mode=[1])):
             for j in cutlass.range_constexpr(2):
@@ -155,22 +145,20 @@ def store_item(
 @cute.jit
 def finish_item(
     plan: Sm90FmhaPlan,
-    problem: Problem,
-    outputs: Outputs,
-    shared: Shared,
+    problem: Sm90Problem,
+    outputs: Sm90Outputs,
+    smem: Sm90Smem,
     item: WorkItem,
-    rO: cute.Tensor,
-    state: RowState,
-    scale_log2: Float32,
-    group: Int32,
-    thread: Int32,
+    registers: Registers,
+    consumer: Consumer,
 ):
-    """Sum the exponentials over quads, merge what the warpgroups did apart, store."""
+    """Sum the exponentials over quads, merge what warpgroups that share keys did apart, and store."""
+    state = registers.rows
     for i in cutlass.range_constexpr(ROWS):
         state.rSum[i] = quad_reduced(state.rSum[i], add)
     if cutlass.const_expr(plan.share == "keys"):
-        merge_groups(rO, state, shared.sMerge, shared.sStat, scale_log2, group, thread)
-        if group == 0:
-            store_item(plan, problem, outputs, item, rO, state, scale_log2, group, thread)
+        merge_groups(registers, smem, problem.scale_log2, consumer)
+        if consumer.group == 0:
+            store_item(plan, problem, outputs, item, registers, consumer)
     else:
-        store_item(plan, problem, outputs, item, rO, state, scale_log2, group, thread)
+        store_item(plan, problem, outputs, item, registers, consumer)

@@ -2,8 +2,8 @@
 # pyright: reportMissingImports=false
 """Tiled MMAs of the attention kernel, the shared-memory layouts of their operands, the views that TMA and MMA take.
 
-All of it is known at compile time, but a CuTeDSL value belongs to the region that makes it, and setting ACCUMULATE on
-an MMA rebinds it: so every user makes its own, at no cost in the kernel.
+All of it is known at compile time. But a CuTeDSL value belongs to the region that makes it, and setting ACCUMULATE on
+an MMA rebinds it. So every user makes its own; that costs nothing in the kernel.
 """
 
 from typing import NamedTuple
@@ -14,19 +14,40 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-from backends.cutedsl.sm90_fmha.plan import GROUP_M, PANEL_COLUMNS, Sm90FmhaPlan
+from backends.cutedsl.sm90_fmha.plan import GROUP_M, PANEL_COLUMNS, WARPGROUP, Sm90FmhaPlan
+from backends.cutedsl.sm90_fmha.softmax import RowState, make_row_state
 
 
-class Shared(NamedTuple):
-    """Tensors in shared memory. sQ (rows, columns, stage and half); sK (keys, columns, stage) and sV (columns, keys,
-    stage) are the same slabs. sMerge (4, thread, vector) f32 and sStat (thread, statistic) f32 carry the second
-    warpgroup's O, row maxima and row sums to the first, where the two share keys."""
+class Sm90Smem(NamedTuple):
+    """Tensors in shared memory. sK and sV are the same slabs.
+
+    sQ (rows, columns, stage and half), sK (keys, columns, stage), sV (columns, keys, stage). Where the warpgroups share
+    keys, sMerge (4, thread, vector) f32 and sStat (thread, statistic) f32 carry the second warpgroup's O, row maxima
+    and row sums to the first.
+    """
 
     sQ: cute.Tensor
     sK: cute.Tensor
     sV: cute.Tensor
     sMerge: cute.Tensor | None
     sStat: cute.Tensor | None
+
+
+class Operands(NamedTuple):
+    """Descriptors of Q, K and V in shared memory, as wgmma takes them: (MMA, MMA_M or N, MMA_K, stage)."""
+
+    tSrQ: cute.Tensor
+    tSrK: cute.Tensor
+    tOrV: cute.Tensor
+
+
+class Registers(NamedTuple):
+    """S (64, tile_n) and O (64, o_columns) f32 as flat accumulators, P bf16, and the state of this thread's rows."""
+
+    rS: cute.Tensor
+    rP: cute.Tensor
+    rO: cute.Tensor
+    rows: RowState
 
 
 def make_qk_mma(plan: Sm90FmhaPlan) -> cute.TiledMma:
@@ -38,7 +59,7 @@ def make_qk_mma(plan: Sm90FmhaPlan) -> cute.TiledMma:
 
 
 def make_pv_mma(plan: Sm90FmhaPlan) -> cute.TiledMma:
-    """O (64, N) += P V, P from registers, V as it lies in memory, MN-major."""
+    """O (64, N) += P V, P from registers, V in its order in memory, MN-major."""
     return hopper_helpers.make_trivial_tiled_mma(
         BFloat16,
         BFloat16,
@@ -52,7 +73,7 @@ def make_pv_mma(plan: Sm90FmhaPlan) -> cute.TiledMma:
 
 
 def layout_q(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
-    """Q: 64 rows of a warpgroup after those of the other."""
+    """sQ: the 64 rows of one warpgroup, then the 64 of the other."""
     tiler = (GROUP_M, plan.tile_n, plan.hd)
     stages = plan.q_stages * (plan.tile_m // GROUP_M)
     return hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tiler, BFloat16, stages)
@@ -71,7 +92,7 @@ def layout_v(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
 
 
 def make_tma(mTensor: cute.Tensor, layout: cute.ComposedLayout, tiler: tuple[int, int]):
-    """A TMA load of one stage of `layout`, and its coordinates. mTensor (row or column, column or row, batch)."""
+    """A TMA load of one stage of `layout`, and the coordinates of mTensor (two modes of a tile, batch)."""
     return cpasync.make_tiled_tma_atom(
         cpasync.CopyBulkTensorTileG2SOp(), mTensor, cute.select(layout, [0, 1]), tiler, num_multicast=1
     )
@@ -87,6 +108,26 @@ def partition_tma(tma_atom: cute.CopyAtom, mTensor: cute.Tensor, tiler: tuple[in
         cute.group_modes(cute.flat_divide(mTensor, tiler), 0, 2),
     )
     return tXgX, shared
+
+
+def make_operands(plan: Sm90FmhaPlan, smem: Sm90Smem) -> Operands:
+    """The descriptors of all stages."""
+    qk_thread, pv_thread = make_qk_mma(plan).get_slice(0), make_pv_mma(plan).get_slice(0)
+    return Operands(
+        qk_thread.make_fragment_A(qk_thread.partition_A(smem.sQ)),
+        qk_thread.make_fragment_B(qk_thread.partition_B(smem.sK)),
+        pv_thread.make_fragment_B(pv_thread.partition_B(smem.sV)),
+    )
+
+
+def make_registers(plan: Sm90FmhaPlan) -> Registers:
+    """The registers of a consumer thread."""
+    return Registers(
+        cute.make_rmem_tensor(GROUP_M * plan.tile_n // WARPGROUP, Float32),
+        cute.make_rmem_tensor(GROUP_M * plan.tile_n // WARPGROUP, BFloat16),
+        cute.make_rmem_tensor(GROUP_M * plan.o_columns // WARPGROUP, Float32),
+        make_row_state(),
+    )
 
 
 assert PANEL_COLUMNS * 2 == 128

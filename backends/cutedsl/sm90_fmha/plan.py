@@ -1,6 +1,6 @@
-"""What the sm_90a attention kernel decides before it runs: how two warpgroups share a tile, shared memory, splits.
+"""The plan of the sm_90a attention kernel: how two warpgroups share a tile, shared memory, splits.
 
-Pure arithmetic, no CuTeDSL: the harness asks for workspaces and splits on machines where CuTeDSL is not installed.
+Pure arithmetic without CuTeDSL: the harness asks for workspaces and splits on machines that do not have it.
 """
 
 from __future__ import annotations
@@ -20,33 +20,35 @@ PANEL_COLUMNS = 64
 """Columns of a panel in shared memory: one 128-byte swizzle row of bf16."""
 THREADS = WARPGROUP * (GROUPS + 1)
 SMEM_BYTES = 224 * 1024
-"""Shared memory for Q, the rings and the merge buffer. A CTA may have 227 KiB: 3 KiB are left for the rest."""
+"""Shared memory for Q, the rings and the merge buffer. A CTA may have 227 KiB; 3 KiB are left for the rest."""
 MERGE_REGISTERS = 32
 """Accumulator registers a thread that one pass of the merge carries over."""
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240
 """Registers a thread after setmaxnreg: 128 x (24 + 2 x 240) = 64,512 of 65,536."""
 UNBOUNDED = 1 << 30
-"""A window or look-ahead that hides nothing: above every admissible s_k, and s_k + UNBOUNDED still fits an int32."""
+"""A window or look-ahead that hides no key: above every admissible s_k, and s_k + UNBOUNDED still fits an int32."""
 SM_COUNT = 132
 """Streaming multiprocessors of an H200."""
+LN2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
 MAX_SPLITS = 256
-"""The combine kernel keeps one split a thread."""
+"""Each warp of the combine kernel keeps the weights of all splits, eight a lane."""
 DECODE_T = 16
-"""Query tokens a sequence up to which the warpgroups share the keys and not the rows."""
+"""The most query tokens a sequence for which the warpgroups share the keys and not the rows."""
 SHORT_KEYS = 2048
-"""Keys up to which the split follows from t and s_k alone."""
+"""The longest cache whose split follows from t and s_k alone."""
 SHORT_SPLIT_KEYS = 512
-"""Keys of a split of such a short cache where few queries are decoded; of many queries it is not split."""
+"""Keys of a split of such a cache where few queries are decoded. For many queries it is not split, unless tiny."""
 TINY_KEYS = 512
-"""Keys up to which many queries are treated as few: one sequence of t 128 and s_k 512 then has eight CTAs and not one
-(hd 128: 9.0 us in four splits of 128 keys, 14.4 in one part)."""
+"""The longest cache for which many queries are treated as few. One head of t 128 and s_k 512 then has eight CTAs
+and not one: hd 128 takes 9.9 us in four splits, cuDNN 13.3 (results/records/h200-fmha-clean-flush.json)."""
 TINY_SPLIT_KEYS = 128
-"""Keys of a split of these."""
+"""Keys of a split of a tiny cache for many queries."""
 ITEM_KEYS = 64
-"""What beginning and ending a work item costs, in keys that a CTA reads meanwhile."""
+"""The cost of beginning and ending a work item, in keys that a CTA could read in that time."""
 COMBINE_KEYS = 192
-"""What the combine kernel costs, in the same unit."""
+"""The cost of the combine kernel, in the same unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,12 @@ class Sm90FmhaPlan:
 
     - rows: a tile has 128 query rows, 64 a warpgroup; both read every tile of keys. For many queries.
     - keys: a tile has 64 query rows. Each warpgroup has a ring and a producer warp of its own, and visits every other
-      tile of keys; the second hands O and its row statistics to the first through shared memory at the end. For
+      tile of keys. At the end the second hands O and its row statistics to the first through shared memory. For
       decoding: the two never wait for each other, so loads, softmax and MMAs of one run under those of the other.
     - columns: a tile has 64 query rows; each warpgroup computes all of S and one half of the columns of O. For hd 512:
       O takes 64 x 256 fp32, 128 registers a thread. S is computed twice, so a tile of 64 keys costs 3,072 clocks of the
-      tensor core; its 128 KiB of K and V take 7,400 at the rate at which HBM feeds an SM (17.6 bytes a clock).
+      tensor core at 4,096 FLOPs a clock. Its 128 KiB of K and V take longer, 3.9 us where 132 SMs read 512 MiB in
+      121.8 us (results/records/h200-fmha-clean-flush.json).
     """
 
     hd: int
@@ -75,8 +78,7 @@ class Sm90FmhaPlan:
         """Keys a tile.
 
         Rows: as many as registers hold. S, P and O take 3/4 tile_n + hd / 2 of a thread's 240, and every tile pays for
-        its barriers and drains. TFLOP/s of 8 x 16 x 128 rows on 8192 keys that L2 holds, on an H200: hd 64 414 at 128
-        keys, 426 at 192; hd 128 633 at 112, 652 at 128, 656 at 160; hd 256 680 at 64, 709 at 80.
+        its barriers and drains, so larger tiles are faster.
         Keys, columns: shared memory decides. A ring has two slabs in use (hd 512: eight) and the others on their way.
         """
         if self.share == "rows":
@@ -110,7 +112,7 @@ class Sm90FmhaPlan:
 
     @property
     def q_stages(self) -> int:
-        """Q tiles in shared memory: two where they are small, so that an item's loads begin under the one before."""
+        """Q tiles in shared memory: two where they are small, so that the next item's loads begin under this one."""
         return 2 if self.q_bytes <= 16 * 1024 else 1
 
     @property
@@ -130,14 +132,13 @@ class Sm90FmhaPlan:
 
     @property
     def ring_stages(self) -> int:
-        """Slabs of one ring: all the shared memory that is left, 12 slabs at most."""
+        """Slabs of one ring. All rings take the shared memory that is left, 12 slabs at most."""
         left = SMEM_BYTES - self.q_stages * self.q_bytes - self.merge_bytes
         return min(12, left // self.slab_bytes) // self.rings
 
     @property
     def turns(self) -> bool:
-        """Whether the warpgroups issue MMAs in turn. Where they read the same tiles they run in step otherwise: hd 512,
-        t 128 takes 188 us without turns and 175 with them."""
+        """Whether the warpgroups issue MMAs in turn. Without turns they run in step where they read the same tiles."""
         return self.share != "keys"
 
 
@@ -153,7 +154,7 @@ class FmhaSizes:
 
 
 def kernel_plan(sizes: FmhaSizes) -> Sm90FmhaPlan:
-    """The kernel for a case. It follows from hd, t and s_k: neither batch nor grouping of heads changes a bit."""
+    """The kernel for a case. It depends on hd, t and s_k only, so neither batch nor grouping of heads changes a bit."""
     if sizes.hd == 512:
         return Sm90FmhaPlan(512, "columns")
     few = sizes.t <= DECODE_T or sizes.s_k <= TINY_KEYS
@@ -161,11 +162,11 @@ def kernel_plan(sizes: FmhaSizes) -> Sm90FmhaPlan:
 
 
 def split_count(sizes: FmhaSizes, sm_count: int = SM_COUNT) -> int:
-    """Into how many parts the keys of a sequence are split (1: no split, no combine kernel).
+    """The number of parts that the keys of a sequence are split into (1: no split, no combine kernel).
 
-    Up to SHORT_KEYS keys the count follows from t and s_k alone: then the bits of a sequence's result depend neither on
+    Up to SHORT_KEYS keys the count follows from t and s_k alone. Then the bits of a sequence's result depend neither on
     the batch that it is served in nor on how its heads are grouped (laws batch_invariant, gqa_equals_expanded_mha).
-    Longer caches are split so that the machine is full, whatever that takes: the laws hold there at equal plans.
+    Longer caches are split so that the machine is full. There the laws hold at equal plans only.
     """
     plan = kernel_plan(sizes)
     if sizes.s_k <= SHORT_KEYS:
@@ -176,8 +177,10 @@ def split_count(sizes: FmhaSizes, sm_count: int = SM_COUNT) -> int:
     tiles = -(-sizes.s_k // plan.tile_n)
 
     def cost(splits: int) -> int:
-        """Keys that the busiest CTA reads, and the rest in the same unit: a fp32 row of O, written and read back, has
-        the bytes of two keys."""
+        """Keys that the busiest CTA reads, and its other work in the same unit.
+
+        A row of O in fp32, written and read back, has the bytes of two keys.
+        """
         waves = -(-items * splits // sm_count)
         item = -(-tiles // splits) * plan.tile_n + ITEM_KEYS
         if splits == 1:

@@ -2,7 +2,7 @@
 """Rings of stages in shared memory: a full and an empty mbarrier a stage, and where an agent stands in its ring.
 
 CuTeDSL's pipeline classes choose a ring when the code is traced. Here a warpgroup chooses one of two at run time, by
-the number of its first stage, and both rings are served by one copy of the code.
+the number of its first stage, and one copy of the code serves both rings.
 """
 
 from __future__ import annotations
@@ -11,76 +11,80 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, memory
 
 
-class Barriers(NamedTuple):
-    """Pointers to the full and the empty mbarriers of all stages."""
+class StageRing(NamedTuple):
+    """One of several rings of `stages` stages each. Stages are numbered through all rings, and so are the barriers.
+
+    `full` and `empty` point to the barriers of stage 0; `first` is the first stage of this ring.
+    """
 
     full: cute.Pointer
     empty: cute.Pointer
+    first: Int32
+    stages: int
 
 
-class Place(NamedTuple):
+class RingPlace(NamedTuple):
     """Where an agent stands: a stage, and the parity of the phase that it waits for next."""
 
     stage: Int32
     parity: Int32
 
 
-def allocate_barriers(smem, stages: int) -> Barriers:
-    """Room for the barriers of `stages` stages."""
-    return Barriers(smem.allocate_array(Int64, stages), smem.allocate_array(Int64, stages))
+def allocate_rings(allocator: memory.SmemAllocator, stages: int, rings: int = 1) -> StageRing:
+    """The first of `rings` rings, with room for the barriers of all of them."""
+    full, empty = (allocator.allocate_array(Int64, stages * rings) for _ in range(2))
+    return StageRing(full, empty, Int32(0), stages)
 
 
-def init_barriers(barriers: Barriers, stages: int, consumers: int) -> None:
-    """By one thread. A stage is full by one arrival and its bytes, empty by an arrival of each consumer warp."""
-    for stage in range(stages):
-        cute.arch.mbarrier_init(barriers.full + stage, 1)
-        cute.arch.mbarrier_init(barriers.empty + stage, consumers)
+def init_rings(ring: StageRing, rings: int, consumers: int) -> None:
+    """Initialise the barriers of all rings, by one thread.
+
+    One arrival and its bytes make a stage full; an arrival of each of `consumers` warps makes it empty.
+    """
+    for stage in range(ring.stages * rings):
+        cute.arch.mbarrier_init(ring.full + stage, 1)
+        cute.arch.mbarrier_init(ring.empty + stage, consumers)
 
 
-def ring_start(first: Int32, producer: bool) -> Place:
-    """The start of the ring whose first stage is `first`. A producer finds every stage empty."""
-    return Place(first + Int32(0), Int32(1 if producer else 0))
+def ring_number(ring: StageRing, number: Int32) -> StageRing:
+    """Ring `number` of those that were allocated with `ring`."""
+    return ring._replace(first=number * ring.stages)
 
 
-def advanced(place: Place, first: Int32, stages: int) -> Place:
-    """The next place in the ring of `stages` stages from `first` on."""
-    following = place.stage + 1
-    wraps = following == first + stages
-    return Place(
-        cutlass.select_(wraps, first + Int32(0), following), cutlass.select_(wraps, place.parity ^ 1, place.parity)
-    )
+def ring_start(ring: StageRing, producer: bool) -> RingPlace:
+    """The start of the ring. A producer finds every stage empty."""
+    return RingPlace(ring.first + Int32(0), Int32(1 if producer else 0))
 
 
-@cute.jit
-def acquire(barriers: Barriers, place: Place, size: cutlass.Constexpr):
-    """Wait until the stage is empty, and announce `size` bytes to it."""
-    cute.arch.mbarrier_wait(barriers.empty + place.stage, place.parity)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(barriers.full + place.stage, size)
-
-
-@cute.jit
-def wait_full(barriers: Barriers, place: Place):
-    """Wait until the bytes of the stage are there."""
-    cute.arch.mbarrier_wait(barriers.full + place.stage, place.parity)
-
-
-@cute.jit
-def release(barriers: Barriers, stage: Int32):
-    """This warp has read the stage."""
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barriers.empty + stage)
-
-
-def advanced_by(place: Place, first: Int32, stages: int, count: Int32 | int) -> Place:
+def advanced(ring: StageRing, place: RingPlace, count: Int32 | int = 1) -> RingPlace:
     """The place `count` stages on, at most a whole round."""
-    if isinstance(count, int) and count == 1:
-        return advanced(place, first, stages)
     following = place.stage + count
-    wraps = following >= first + stages
-    return Place(
-        cutlass.select_(wraps, following - stages, following), cutlass.select_(wraps, place.parity ^ 1, place.parity)
-    )
+    if isinstance(count, int) and count == 1:
+        wraps, wrapped = following == ring.first + ring.stages, ring.first + Int32(0)
+    else:
+        wraps, wrapped = following >= ring.first + ring.stages, following - ring.stages
+    return RingPlace(cutlass.select_(wraps, wrapped, following), cutlass.select_(wraps, place.parity ^ 1, place.parity))
+
+
+@cute.jit
+def acquire(ring: StageRing, place: RingPlace, size: cutlass.Constexpr):
+    """Wait until the stage is empty, and announce `size` bytes to it."""
+    cute.arch.mbarrier_wait(ring.empty + place.stage, place.parity)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + place.stage, size)
+
+
+@cute.jit
+def wait_full(ring: StageRing, place: RingPlace):
+    """Wait until the bytes of the stage are there."""
+    cute.arch.mbarrier_wait(ring.full + place.stage, place.parity)
+
+
+@cute.jit
+def release(ring: StageRing, stage: Int32):
+    """Tell the producer that this warp has read the stage."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(ring.empty + stage)

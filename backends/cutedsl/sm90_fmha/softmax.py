@@ -1,8 +1,8 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""Softmax of the tile that a warpgroup holds in registers, as wgmma lays an accumulator out.
+"""Softmax of the tile that a warpgroup holds in registers, in the layout of a wgmma accumulator.
 
-A thread has two rows, i = 0 and 1, at warp * 16 + lane / 4 + 8 i; of each block of 8 columns it has the two at
+A thread has two rows, i = 0 and 1, at warp * 16 + lane / 4 + 8 i. Of each block of 8 columns it has the two at
 2 (lane % 4). Register 4 block + 2 i + j holds (row i, column j of the two). The four lanes of a row are a quad.
 """
 
@@ -19,8 +19,11 @@ ROWS = 2
 
 
 class RowState(NamedTuple):
-    """Of this thread's rows, f32: the maximum of the raw scores so far, the sum of this thread's exponentials relative
-    to it, and the factor that the last tile asks of O."""
+    """Statistics of this thread's rows, f32.
+
+    rMax: the maximum of the raw scores so far. rSum: the sum of this thread's exponentials relative to it. rFactor: the
+    factor that takes O to the maximum after the last tile.
+    """
 
     rMax: cute.Tensor
     rSum: cute.Tensor
@@ -33,7 +36,7 @@ def make_row_state() -> RowState:
 
 
 def reset(state: RowState) -> None:
-    """Of rows that have seen no key."""
+    """Set the state of rows that have seen no key."""
     state.rMax.fill(-Float32.inf)
     state.rSum.fill(0.0)
 
@@ -52,7 +55,7 @@ def quad_reduced(value: Float32, operation) -> Float32:
 
 @cute.jit
 def mask_scores(rS: cute.Tensor, first_key: Int32, keys: cute.Tensor):
-    """-inf outside the keys that a row sees. `first_key`: that of this thread's first column.
+    """Set the scores of keys that a row does not see to -inf. `first_key`: the key of this thread's first column.
 
     `keys` (row, begin or end): the first key that each row sees, and one past the last.
     """
@@ -68,7 +71,7 @@ def mask_scores(rS: cute.Tensor, first_key: Int32, keys: cute.Tensor):
 
 @cute.jit
 def softmax_tile(rS: cute.Tensor, state: RowState, scale_log2: Float32):
-    """rS becomes 2^(scale_log2 (rS - maximum)), sums and maxima follow; rFactor takes O to the new maximum."""
+    """Replace rS by 2^(scale_log2 (rS - maximum)), and update the state. rFactor takes O to the new maximum."""
     for i in cutlass.range_constexpr(ROWS):
         rRow = row_values(rS, i)
         blocks = cutlass.const_expr(cute.size(rRow, mode=[1]))
@@ -94,7 +97,7 @@ def softmax_tile(rS: cute.Tensor, state: RowState, scale_log2: Float32):
 
 @cute.jit
 def rescale(rO: cute.Tensor, state: RowState):
-    """O of each row times its factor."""
+    """Multiply O of each row by its factor."""
     for i in cutlass.range_constexpr(ROWS):
         rRow = row_values(rO, i)
         factor = state.rFactor[i]
@@ -107,8 +110,8 @@ def rescale(rO: cute.Tensor, state: RowState):
 def bf16_pair(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
     """Two f32 rounded to bf16, as the halves of a word.
 
-    An instruction of its own: a conversion of LLVM's it moves past the head of the loop, so that P stays in f32 while
-    the next S comes, 32 registers more for a tile of 128 keys, and the MMA waits for the rounding.
+    It is inline assembly because LLVM moves its own conversion past the head of the loop. P would then stay in f32
+    while the next S comes, 32 registers more for a tile of 128 keys, and the MMA would wait for the rounding.
     """
     values = [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)]
     instruction = "cvt.rn.bf16x2.f32 $0, $1, $2;"
@@ -117,7 +120,7 @@ def bf16_pair(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
 
 @cute.jit
 def round_p(rS: cute.Tensor, rP: cute.Tensor):
-    """P as bf16. The accumulator of one wgmma is, pair by pair, the A operand of the next."""
+    """Round P to bf16. The accumulator of one wgmma is, pair by pair, the A operand of the next."""
     words = cute.make_tensor(cute.recast_ptr(rP.iterator, dtype=Int32), cute.make_layout(cute.size(rP) // 2))
     for k in cutlass.range_constexpr(cute.size(rP) // 2):
         words[k] = bf16_pair(rS[2 * k], rS[2 * k + 1])

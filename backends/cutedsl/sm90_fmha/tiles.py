@@ -6,17 +6,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Float32, Int32
 
-from backends.cutedsl.sm90_fmha.plan import Sm90FmhaPlan
+from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
 
 
-class Problem(NamedTuple):
+class Sm90Problem(NamedTuple):
     """Run-time sizes. `rows` counts the query rows of one (batch, kv head): heads // kv_heads * t, head-major.
 
     Row r is query token r % t, whose position is p = r % t + s_k - t. It sees the keys p - left < j <= p + right.
-    Split i has the key tiles from i * key_tiles // splits on, whatever keys the rows see: so the arithmetic of a row
-    does not depend on the rows that share its tile.
+    Split i begins at key tile i * key_tiles // splits, whatever keys the rows see: so the arithmetic of a row does not
+    depend on the rows that share its tile. `scale_log2`: the scale of the scores times log2 e, for base-2 exponentials.
     """
 
     rows: Int32
@@ -24,10 +24,15 @@ class Problem(NamedTuple):
     s_k: Int32
     row_tiles: Int32
     splits: Int32
-    key_tiles: Int32
     left: Int32
     right: Int32
     work_items: Int32
+    scale_log2: Float32
+    key_tiles: Int32 | None = None
+
+    def with_key_tiles(self, plan: Sm90FmhaPlan) -> Sm90Problem:
+        """The same with `key_tiles`, which the device computes."""
+        return self._replace(key_tiles=(self.s_k + plan.tile_n - 1) // plan.tile_n)
 
 
 class WorkItem(NamedTuple):
@@ -45,8 +50,15 @@ class WorkItem(NamedTuple):
     clear_last: Int32
 
 
-def work_item(plan: Sm90FmhaPlan, problem: Problem, index: Int32) -> WorkItem:
-    """Work item `index`. Neighbours share keys: row tiles first, so that L2 serves the second reader."""
+class Consumer(NamedTuple):
+    """A thread of the consumers: its warpgroup, 0 or 1, and its number there, 0 to 127."""
+
+    group: Int32
+    thread: Int32
+
+
+def work_item(plan: Sm90FmhaPlan, problem: Sm90Problem, index: Int32) -> WorkItem:
+    """Work item `index`. Neighbours share keys, row tiles first, so that L2 serves the second reader."""
     row_tile = index % problem.row_tiles
     rest = index // problem.row_tiles
     split = rest % problem.splits
@@ -78,3 +90,9 @@ def work_item(plan: Sm90FmhaPlan, problem: Problem, index: Int32) -> WorkItem:
         clear_first=(clear_begin + plan.tile_n - 1) // plan.tile_n,
         clear_last=clear_end // plan.tile_n,
     )
+
+
+def first_row(plan: Sm90FmhaPlan, item: WorkItem, consumer: Consumer) -> Int32:
+    """The row of register row 0 of this thread, as softmax.py counts them."""
+    row = item.row_tile * plan.tile_m + (consumer.thread // 32) * 16 + (consumer.thread % 32) // 4
+    return row + consumer.group * GROUP_M if plan.share == "rows" else row

@@ -1,5 +1,7 @@
-"""What the harness's cases do not reach of the CuTeDSL attention kernel for sm_90a: every way to share an item, few
-CTAs, forced splits, schedules, planted faults."""
+"""The CuTeDSL attention kernel for sm_90a where the harness's cases do not reach it.
+
+Every way to share an item, few CTAs, forced splits, schedules, planted faults.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from megamoe.contract import Case, HostProgram, UnsupportedError
 def program_of(
     case: Case, share: Share | None = None, *, splits: int | None = None, max_ctas: int = SM_COUNT
 ) -> HostProgram:
-    """`fmha_program`, a missing CuTeDSL being reported as skipped, never as passed."""
+    """`fmha_program`. Skips the test where CuTeDSL is missing."""
     plan = None if share is None else Sm90FmhaPlan(case.int("hd"), share)
     try:
         return fmha_program(case, plan, splits, max_ctas)
@@ -39,7 +41,7 @@ def test_no_kernel_uses_local_memory(hd: int, share: Share) -> None:
         assert resources.stack == 0, f"{kernel} has {resources.stack} bytes of stack a thread"
 
 
-# Two row tiles, several key tiles a warpgroup, a ragged end; items that see no key between items that do.
+# Two row tiles, several key tiles a warpgroup, a ragged end, and items that see no key between items that do.
 @pytest.mark.parametrize(
     ("text", "share"),
     [
@@ -65,7 +67,7 @@ def test_ctas_and_schedules_change_no_bit(text: str, share: Share) -> None:
             assert same, f"{case.id} on {max_ctas} CTAs under {schedule}: {name} differs from one CTA an item"
 
 
-# One warp combines up to 32 parts, eight warps more.
+# One warp combines up to 32 parts; eight warps combine more.
 @pytest.mark.parametrize("splits", [2, 7, 32, 40])
 @pytest.mark.parametrize(
     "text",
@@ -76,7 +78,7 @@ def test_ctas_and_schedules_change_no_bit(text: str, share: Share) -> None:
     ],
 )
 def test_any_number_of_splits_gives_attention(text: str, splits: int) -> None:
-    """More splits than key tiles leave parts that saw nothing; they have no weight."""
+    """With more splits than key tiles some parts see no key. They have no weight."""
     case = case_of(text)
     seen, broken = outputs(case, program_of(case, splits=splits), "random:5")
     assert broken is None, f"{case.id} in {splits} splits: {broken}"

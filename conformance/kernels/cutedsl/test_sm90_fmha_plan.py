@@ -1,4 +1,4 @@
-"""What the CuTeDSL attention kernel for sm_90a decides before it compiles fits the machine. Needs no CuTeDSL."""
+"""The plan of the CuTeDSL attention kernel for sm_90a fits the machine. Needs no CuTeDSL."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLANS: tuple[tuple[int, Share], ...] = (
 )
 MAX_SMEM = 227 * 1024
 REGISTER_FILE = 65536
-MOST_BOX_ROWS = 256
+MAX_BOX_ROWS = 256
 
 SIZES = st.builds(
     FmhaSizes,
@@ -50,8 +50,8 @@ def test_shared_memory_fits(hd: int, share: Share) -> None:
 
 
 @pytest.mark.parametrize(("hd", "share"), PLANS)
-def test_a_ring_holds_what_is_in_use_and_what_saturates_memory(hd: int, share: Share) -> None:
-    """K of the next tile and V of this one are read at once; 48 KiB under way saturate HBM (measured)."""
+def test_a_ring_holds_the_slabs_in_use_and_more_under_way(hd: int, share: Share) -> None:
+    """K of the next tile and V of this one are read at once. At least 48 KiB more are under way meanwhile."""
     plan = Sm90FmhaPlan(hd, share)
     in_use = 2 * plan.slabs
     assert plan.ring_stages > in_use, f"hd {hd}, {share}: a ring of {plan.ring_stages} slabs, {in_use} of them in use"
@@ -64,7 +64,7 @@ def test_a_ring_holds_what_is_in_use_and_what_saturates_memory(hd: int, share: S
 def test_tiles_suit_the_instructions(hd: int, share: Share) -> None:
     plan = Sm90FmhaPlan(hd, share)
     assert plan.tile_n % 16 == 0, f"hd {hd}, {share}: P V takes keys by 16, a tile has {plan.tile_n}"
-    assert plan.tile_n <= MOST_BOX_ROWS, f"hd {hd}, {share}: a TMA box has {MOST_BOX_ROWS} rows at most"
+    assert plan.tile_n <= MAX_BOX_ROWS, f"hd {hd}, {share}: a TMA box has {MAX_BOX_ROWS} rows at most"
     assert plan.slab_columns * plan.slabs == hd, f"hd {hd}, {share}: {plan.slabs} slabs of {plan.slab_columns} columns"
     accumulators = (plan.tile_n + plan.tile_n // 2 + plan.o_columns) // 2
     assert accumulators <= CONSUMER_REGISTERS - 24, f"hd {hd}, {share}: S, P and O take {accumulators} registers"
