@@ -35,14 +35,16 @@ def add(a: Float32, b: Float32) -> Float32:
 
 
 @cute.jit
-def merge_groups(registers: Registers, smem: Sm90Smem, scale_log2: Float32, consumer: Consumer):
+def merge_groups(
+    registers: Registers, sMerge: cute.Tensor, sStat: cute.Tensor, scale_log2: Float32, consumer: Consumer
+):
     """Merge the O, maxima and sums (reduced over quads) of both warpgroups into warpgroup 0.
 
     The two have seen different keys. Thread i of either holds the same elements, so O goes over by thread, 16 bytes at
     a time, MERGE_REGISTERS a pass.
     """
     barrier = cute.arch.barrier
-    rO, state, sMerge, sStat = registers.rO, registers.rows, smem.sMerge, smem.sStat
+    rO, state = registers.rO, registers.rows
     group, thread = consumer
     if group == 1:
         for i in cutlass.range_constexpr(ROWS):
@@ -157,7 +159,7 @@ def finish_item(
     for i in cutlass.range_constexpr(ROWS):
         state.rSum[i] = quad_reduced(state.rSum[i], add)
     if cutlass.const_expr(plan.share == "keys"):
-        merge_groups(registers, smem, problem.scale_log2, consumer)
+        merge_groups(registers, smem.sMerge, smem.sStat, problem.scale_log2, consumer)
         if consumer.group == 0:
             store_item(plan, problem, outputs, item, registers, consumer)
     else:
