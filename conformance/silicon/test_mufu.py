@@ -73,3 +73,9 @@ def test_half_forms_cut_the_f32_result_off() -> None:
 def test_unknown_numpy_functions_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"np\.hypot cannot be traced"):
         compiled(lambda a: np.hypot(a, a))
+
+
+def test_operands_of_unlike_shapes_are_refused() -> None:
+    """The loop runs over raw memory: a shorter operand would be read beyond its end."""
+    with pytest.raises(ValueError, match=r"unlike shapes: \(32,\), \(1,\)"):
+        approx.div_full(np.ones(32, np.float32), np.ones(1, np.float32))

@@ -33,7 +33,9 @@ def worker_pool(workers: int, module: str) -> ProcessPool:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
-    with interrupts_held_back(), _environment({**os.environ, **_ONE_THREAD}):
+    # The server preloads torch before it takes over our search path: without PYTHONSAFEPATH it would import a torch/ or
+    # a queue.py of the current folder, for every worker.
+    with interrupts_held_back(), _environment({**os.environ, **_ONE_THREAD, "PYTHONSAFEPATH": "1"}):
         forkserver.ensure_running()
     # Starts the first worker of a server, and so waits for the import of torch, where Ctrl-C still works.
     ready = context.Process(target=_nothing)

@@ -166,8 +166,11 @@ def compiled(function: Callable[..., Any], operands: int = 1) -> Callable[..., W
     _alive.append((engine, passes))
 
     def run(*a: Words) -> Words:
+        shape = a[0].shape
+        if any(one.shape != shape for one in a):
+            raise ValueError(f"operands of unlike shapes: {', '.join(str(one.shape) for one in a)}")
         sources = [np.ascontiguousarray(one, np.uint32) for one in a]
-        result = np.empty(sources[0].shape, np.uint32)
+        result = np.empty(shape, np.uint32)
         call(*[one.ctypes.data for one in sources], result.ctypes.data, result.size)
         return result
 

@@ -65,8 +65,8 @@ def _parser_version() -> str:
 def _read(path: Path) -> Module | None:
     try:
         checksum, _, payload = path.read_bytes().partition(b"\n")
-        return _DECODER.decode(payload) if checksum == _checksum(payload) else None
-    except (OSError, ValueError):
+        return _DECODER.decode(payload) if checksum == _checksum(path, payload) else None
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -76,7 +76,7 @@ def _write(path: Path, payload: bytes) -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(_checksum(payload) + b"\n" + payload)
+                file.write(_checksum(path, payload) + b"\n" + payload)
             os.replace(temporary, path)
         except OSError:
             Path(temporary).unlink(missing_ok=True)
@@ -84,5 +84,6 @@ def _write(path: Path, payload: bytes) -> None:
         return
 
 
-def _checksum(payload: bytes) -> bytes:
-    return hashlib.sha256(payload).hexdigest().encode()
+def _checksum(path: Path, payload: bytes) -> bytes:
+    """Of the key, which is the file's name, and the payload: a file copied under another name does not match."""
+    return hashlib.sha256(path.stem.encode() + b"\n" + payload).hexdigest().encode()

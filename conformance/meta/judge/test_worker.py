@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,3 +85,14 @@ def test_memory_is_given_back() -> None:
 
 def _resident_mib() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+def test_files_in_the_current_folder_shadow_nothing_in_a_worker(tmp_path: Path) -> None:
+    """The server preloads torch before it takes over our search path; a queue.py beside the user must not be in it."""
+    (tmp_path / "queue.py").write_text("x = 1")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("")
+    program = "from megamoe.judge.worker import *; print(worker_pool(1, 'json').schedule(len, ('abc',)).result())"
+    command = [sys.executable, "-P", "-c", program]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout.strip() == "3", f"no worker came to be: {ended.stderr[-600:]}"

@@ -70,10 +70,21 @@ def test_a_damaged_file_is_rebuilt_and_never_used(kind: str, tmp_path: Path) -> 
 def test_a_file_with_a_good_checksum_but_no_module_is_rebuilt(tmp_path: Path) -> None:
     module = parse_cached(TEXT, folder=tmp_path)
     (file,) = tmp_path.iterdir()
-    for payload in ("[]", "{}", "3", "[[8],[],64,[],[{}]]", "null"):
-        file.write_text(f"{parse_cache._checksum(payload.encode()).decode()}\n{payload}", encoding="utf-8")
+    for payload in ("[]", "{}", "3", "[[8],[],64,[],[{}]]", "null", "[" * 200_000):
+        file.write_text(f"{parse_cache._checksum(file, payload.encode()).decode()}\n{payload}", encoding="utf-8")
         forget()
-        assert parse_cached(TEXT, folder=tmp_path) == module, f"{payload} was taken for a module"
+        assert parse_cached(TEXT, folder=tmp_path) == module, f"{payload[:40]} was taken for a module"
+
+
+def test_a_file_of_another_text_under_this_name_is_rebuilt(tmp_path: Path) -> None:
+    module = parse_cached(TEXT, folder=tmp_path)
+    (file,) = tmp_path.iterdir()
+    forget()
+    parse_cached(TEXT.replace("12345", "54321"), folder=tmp_path)
+    (other,) = set(tmp_path.iterdir()) - {file}
+    file.write_bytes(other.read_bytes())
+    forget()
+    assert parse_cached(TEXT, folder=tmp_path) == module, "the module of another text was taken"
 
 
 def test_a_folder_that_cannot_be_written_is_not_needed(tmp_path: Path) -> None:
