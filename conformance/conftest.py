@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -30,9 +29,6 @@ _SLOW = settings(
 settings.register_profile("default", _SLOW)
 settings.register_profile("ci", _SLOW, derandomize=True, database=None, print_blob=False)
 settings.register_profile("hunt", _SLOW, max_examples=20_000)
-
-MAX_KEPT_MIB = 64
-_RESIDENT = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,19 +54,11 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Gives the memory of tests back when much has come together: the allocator would keep up to 4 GB of it."""
-    before = item.config.stash.setdefault(_RESIDENT, _resident_mib())
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Gives the memory of tests back: the allocator would keep up to 4 GB of it."""
     result = yield
-    if _resident_mib() > before + MAX_KEPT_MIB:
-        give_memory_back()
-        item.config.stash[_RESIDENT] = _resident_mib()
+    give_memory_back()
     return result
-
-
-def _resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
 def _in_ci() -> bool:

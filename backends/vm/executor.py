@@ -121,6 +121,9 @@ def _bytes_of(name: str, tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 def _encode(arg: KernelArg, addresses: Mapping[str, int], target: Target) -> bytes:
     if isinstance(arg, ScalarArg):
         return struct.pack(_SCALAR_FORMATS[arg.dtype], arg.value)
+    if arg.tensor not in addresses:
+        known = ", ".join(addresses)
+        raise ValueError(f"a launch names the tensor {arg.tensor!r}; the case and the program's scratch have: {known}")
     address = addresses[arg.tensor] + arg.offset
     if isinstance(arg, BufferArg):
         return struct.pack("<Q", address)

@@ -80,9 +80,11 @@ def _one_pool(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, N
                 yield record
         pool.close()
     finally:
-        # close() ends idle workers, stop() also busy ones after an interrupt or an early exit.
-        pool.stop()
-        pool.join()
+        # close() ends idle workers, stop() also busy ones after an interrupt or an early exit. An interrupt in here
+        # would leave a worker that waits for tasks, and at its end this process waits for the worker.
+        with interrupts_held_back():
+            pool.stop()
+            pool.join()
 
 
 def _hand_over(finished: queue.SimpleQueue[tuple[Row, Future[Record]]], row: Row, future: Future[Record]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 from pebble import ProcessPool
 
-from megamoe.judge.worker import give_memory_back, interrupts_held_back, worker_pool
+from megamoe.judge.worker import give_memory_back, interrupts_held_back, resident_mib, worker_pool
 
 LOOK = """
 import json, os, signal, sys
@@ -75,16 +74,13 @@ def test_a_worker_is_not_interrupted(pool: ProcessPool) -> None:
 
 
 def test_memory_is_given_back() -> None:
+    give_memory_back()
     # The last array, on top of the heap, keeps the allocator from shrinking it by itself.
     arrays = [np.ones(12_000) for _ in range(2_000)]
-    full = _resident_mib()
+    full = resident_mib()
     del arrays[:-1]
     give_memory_back()
-    assert _resident_mib() < full - 150, "2,000 arrays of 96 kB were freed"
-
-
-def _resident_mib() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    assert resident_mib() < full - 150, "2,000 arrays of 96 kB were freed"
 
 
 def test_files_in_the_current_folder_shadow_nothing_in_a_worker(tmp_path: Path) -> None:
