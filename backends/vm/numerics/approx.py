@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from backends.vm.numerics import mufu
 from backends.vm.numerics.compiled import compiled
-from backends.vm.numerics.f32 import Float32
+from backends.vm.numerics.f32 import SMALLEST_KEPT_RN, Float32
 from backends.vm.numerics.formats import Float64
 from backends.vm.numerics.mufu import Words
 
@@ -28,7 +28,6 @@ _HUGE: Final = np.uint32(0x7E80_0000)
 _INF: Final = np.uint32(0x7F80_0000)
 _SIGN: Final = np.uint32(0x8000_0000)
 _TURNS_A_RADIAN: Final = float(np.float32(0.15915494))
-_FLUSHED_BELOW: Final = 2.0**-126 * (1 - 2.0**-25)
 
 
 def _magnitude(a: Words) -> Words:
@@ -53,7 +52,7 @@ def _product_ftz(a: Words, b: Words) -> Words:
     a, b = _flushed(a), _flushed(b)
     exact = a.view(np.float32).astype(np.float64) * b.view(np.float32).astype(np.float64)
     size = np.where(exact < 0.0, -exact, exact)
-    return np.where(size < _FLUSHED_BELOW, (a ^ b) & _SIGN, _product(a, b))
+    return np.where(size < SMALLEST_KEPT_RN, (a ^ b) & _SIGN, _product(a, b))
 
 
 def _scaled(a: Words, by: float, where: npt.NDArray[np.bool_]) -> Words:

@@ -19,7 +19,7 @@ Property = Literal["finite", "infinite", "number", "notanumber", "normal", "subn
 
 NAN = np.array(0x7FFF_FFFF, np.uint32).view(np.float32)[()]
 SMALLEST_NORMAL = np.float32(2.0**-126)
-_SMALLEST_KEPT_RN = 2.0**-126 * (1 - 2.0**-25)
+SMALLEST_KEPT_RN = 2.0**-126 * (1 - 2.0**-25)
 _SMALLEST_KEPT_RZ = 2.0**-126
 _LARGEST_FLUSHED_AWAY = 2.0**-126 * (1 - 2.0**-24)
 _SIGN = np.uint32(0x8000_0000)
@@ -118,7 +118,7 @@ def _flush_rounded(r: Float32, exact: Float64, rounding: Rounding) -> Float32:
     `exact` may be rounded to odd: 53 bits compare with these bounds as the exact value does.
     """
     size = np.abs(exact)
-    below = size < _SMALLEST_KEPT_RN if rounding == "rn" else size < _SMALLEST_KEPT_RZ
+    below = size < SMALLEST_KEPT_RN if rounding == "rn" else size < _SMALLEST_KEPT_RZ
     if rounding in ("rp", "rm"):
         away = (exact > 0) if rounding == "rp" else (exact < 0)
         below = np.where(away, size <= _LARGEST_FLUSHED_AWAY, below)
