@@ -1,9 +1,23 @@
 """What an author of a backend or an executor imports: programs, cases, rows, devices, errors; imports no other room."""
 
-from megamoe.contract.backend import Backend, Borrowed, Execution, Executor, RunOptions
-from megamoe.contract.case import AxisValue, Case, spell
-from megamoe.contract.device import Stopwatch, TimedExecutor
-from megamoe.contract.errors import DeviceError, DeviceLostError, UnsupportedError
+from megamoe.contract.backend import (
+    Backend,
+    Borrowed,
+    DeviceError,
+    DeviceFacts,
+    DeviceLostError,
+    Execution,
+    Executor,
+    RunOptions,
+    Stopwatch,
+    TimedExecutor,
+    UnsupportedError,
+    backend_names,
+    executor_names,
+    load_backend,
+    load_executor,
+)
+from megamoe.contract.case import STATUSES, AxisValue, Case, Row, Status, Temperature, spell
 from megamoe.contract.program import (
     TARGETS,
     AnyProgram,
@@ -25,8 +39,6 @@ from megamoe.contract.program import (
     TensorArg,
     TensorMapArg,
 )
-from megamoe.contract.registry import backend_names, executor_names, load_backend, load_executor
-from megamoe.contract.row import STATUSES, DeviceFacts, Row, Status, Temperature
 from megamoe.contract.trace import Trace
 
 __all__ = [

@@ -19,8 +19,7 @@ from typing import TypeVar
 
 from megamoe import CHECKOUT
 from megamoe.contract import Row
-from megamoe.records.atomic import write_file
-from megamoe.records.files import RecordFile, read_records
+from megamoe.records.files import RecordFile, read_records, write_file
 from megamoe.records.keys import Key, KeyedLine
 from megamoe.records.lines import (
     BASELINE_RUN,

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megamoe.contract import Status
+from megamoe.records.keys import SEVERITY
 from megamoe.records.lines import Record, Timing
-from megamoe.records.severity import SEVERITY
 from megamoe.report.layout import Grid, Listing, lay_out, spans
 from megamoe.report.material import Material, Subject
 from megamoe.report.measures import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megamoe.bench.floor import SLACK, Floor, floor_of
+from megamoe.bench.timing import FLOOR_SLACK, Floor, floor_of
 from megamoe.contract import DeviceFacts, Target
 from megamoe.ops import reference
 from megamoe.spec.load import load_specs
@@ -73,5 +73,5 @@ def test_there_is_no_floor_without_a_measured_ceiling() -> None:
 
 
 def test_a_time_is_believed_down_to_a_little_below_the_floor() -> None:
-    assert Floor(100.0, "bytes").limit_us == pytest.approx(100.0 * SLACK)
-    assert 0.8 < SLACK < 1.0
+    assert Floor(100.0, "bytes").limit_us == pytest.approx(100.0 * FLOOR_SLACK)
+    assert 0.8 < FLOOR_SLACK < 1.0

@@ -22,11 +22,11 @@ from conformance.fakes.simulated_device import (
     quiet,
     rough,
 )
-from megamoe.bench.floor import Floor
 from megamoe.bench.timing import (
     THROTTLED,
     UNDER_THE_FLOOR,
     Contender,
+    Floor,
     Policy,
     Series,
     relative_error,

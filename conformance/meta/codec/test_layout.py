@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from megamoe.codec.layout import deinterleave, interleave, swizzle_scales, swizzled_shape, unswizzle_scales
+from megamoe.codec.nvfp4 import deinterleave, interleave, swizzle_scales, swizzled_shape, unswizzle_scales
 
 SHAPES = [(1, 1), (31, 3), (32, 4), (33, 5), (127, 4), (128, 4), (128, 8), (129, 9), (256, 16), (300, 24)]
 

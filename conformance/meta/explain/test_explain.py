@@ -22,8 +22,8 @@ from megamoe.contract.trace import CtaTrace
 from megamoe.explain.explain import ExplainError, Explanation, explain, write_files
 from megamoe.explain.perfetto import MAX_SLICES, perfetto
 from megamoe.explain.roles import ranges, role_name, roles
-from megamoe.explain.smem import regions
 from megamoe.explain.svg import round_ticks
+from megamoe.explain.tables import regions
 from megamoe.explain.tmem import TmemMap, tmem_map
 from megamoe.spec.load import load_specs
 

@@ -18,8 +18,7 @@ from conformance.fakes.gate_lines import (
 )
 from megamoe.cli.main import main
 from megamoe.gate.baseline import VM_BASELINE, Baseline
-from megamoe.gate.open import open_line
-from megamoe.gate.verdict import Finding, judge_run
+from megamoe.gate.verdict import Finding, judge_run, open_line
 from megamoe.records.files import RecordWriter
 from megamoe.records.lines import Figures, Record
 

@@ -379,7 +379,7 @@ PLANTED = [
         "from importlib import import_module\nimport_module('backends.ptx')",
         "megamoe.gate may import",
     ),
-    (rooms_keep_to_the_table, "megamoe/ops/rmsnorm.py", "from megamoe.ops.fmha import inputs", "ops.rmsnorm may"),
+    (rooms_keep_to_the_table, "megamoe/ops/rmsnorm.py", "from megamoe.ops.nvfp4_moe import inputs", "ops.rmsnorm may"),
     (rooms_keep_to_the_table, "backends/ptx/x.py", "from backends import vm", "backends.ptx may import"),
     (rooms_keep_to_the_table, "backends/ptx/x.py", "from .. import vm", "backends.ptx may import"),
     (rooms_keep_to_the_table, "backends/ptx/__init__.py", "from ..vm.ptx import ast", "backends.ptx.__init__ may"),

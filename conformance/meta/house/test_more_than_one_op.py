@@ -15,8 +15,8 @@ from megamoe.contract import Case, Target
 from megamoe.judge.arena import Arena, Layout
 from megamoe.judge.tolerance import compare
 from megamoe.ops import Codes, Latitude
-from megamoe.spec.error import SpecError
 from megamoe.spec.load import load_spec, load_specs
+from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import Selection, SelectionError, not_offered, owed_rows
 from megamoe.spec.spec import Spec
 

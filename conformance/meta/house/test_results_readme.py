@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from conformance import ROOT
 from megamoe.diff.rows import CALLS
 from megamoe.records.files import parse_records
-from megamoe.records.schema import record_schema
+from megamoe.records.lines import record_schema
 from megamoe.spec.schema import BenchmarkEntry
 
 TEXT = (ROOT / "results" / "README.md").read_text("utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megamoe.judge.seal import SEAL_BYTES, Digests, Seal, SealedCopy, seal
+from megamoe.judge.arena import SEAL_BYTES, Digests, Seal, SealedCopy, seal
 
 SEALS = (Digests, SealedCopy)
 SIZES = (0, 1, 7, 8, SEAL_BYTES, 3 * SEAL_BYTES + 5)

@@ -9,7 +9,7 @@ import torch
 
 from megamoe.contract import Case
 from megamoe.judge.arena import Arena
-from megamoe.judge.verdict import Expected, compared, complaints, expected_of
+from megamoe.judge.judge import Expected, compared, complaints, expected_of
 from megamoe.ops import reference
 from megamoe.spec.load import load_specs
 

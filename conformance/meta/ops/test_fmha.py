@@ -10,8 +10,7 @@ import torch
 
 from megamoe.contract import Case
 from megamoe.ops import Reference, reference
-from megamoe.ops.fmha.inputs import DISTRIBUTIONS, one_hot_keys
-from megamoe.ops.fmha.reference import SCORES, visible_keys
+from megamoe.ops.fmha import DISTRIBUTIONS, SCORES, one_hot_keys, visible_keys
 from megamoe.spec.load import load_specs
 
 SPEC = load_specs()["fmha"]
@@ -97,7 +96,7 @@ def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     case = SPEC.case(hd=64, t=7, s_k=40, heads=4, kv_heads=2, causal=True)
     inputs = FMHA.make_inputs(case)
     whole = FMHA.oracle(case, inputs)
-    monkeypatch.setattr("megamoe.ops.fmha.reference.SCORES", 3 * 40)
+    monkeypatch.setattr("megamoe.ops.fmha.SCORES", 3 * 40)
     blocks = FMHA.oracle(case, inputs)
     assert SCORES > 14 * 40, "the first oracle must have been computed in one block"
     for name in whole:

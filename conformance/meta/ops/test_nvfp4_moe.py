@@ -13,8 +13,7 @@ from megamoe.codec.routing import routing
 from megamoe.contract import Case
 from megamoe.judge.arena import DTYPES
 from megamoe.ops import reference
-from megamoe.ops.nvfp4_moe.inputs import DISTRIBUTIONS, INPUTS
-from megamoe.ops.nvfp4_moe.loads import draw_topk_ids
+from megamoe.ops.nvfp4_moe.inputs import DISTRIBUTIONS, INPUTS, draw_topk_ids
 from megamoe.spec.load import load_specs
 
 SPEC = load_specs()["nvfp4_moe"]

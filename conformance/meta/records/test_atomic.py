@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megamoe.records.atomic import write_file, write_folder
+from megamoe.records.files import write_file, write_folder
 from megamoe.records.lines import RecordError
 
 

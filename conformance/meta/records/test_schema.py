@@ -25,8 +25,7 @@ from conformance.fakes.results import (
 from megamoe.cli.main import main
 from megamoe.contract import STATUSES
 from megamoe.records.files import RecordWriter, parse_records
-from megamoe.records.lines import AnyLine, Record, RecordError
-from megamoe.records.schema import VERSIONS, record_schema
+from megamoe.records.lines import VERSIONS, AnyLine, Record, RecordError, record_schema
 
 RESULTS = ROOT / "results"
 SCHEMAS = {version: record_schema(version) for version in VERSIONS}

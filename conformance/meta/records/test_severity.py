@@ -9,7 +9,7 @@ import pytest
 from conformance import ROOT
 from conformance.fakes.results import record
 from megamoe.contract import STATUSES, Status
-from megamoe.records.severity import SEVERITY, worst
+from megamoe.records.keys import SEVERITY, worst
 
 
 def test_every_status_has_its_place() -> None:
@@ -33,4 +33,4 @@ def test_of_several_lines_with_the_worst_status_the_last_counts() -> None:
 def test_there_is_no_second_order() -> None:
     sources = [path for folder in ("megamoe", "backends") for path in (ROOT / folder).rglob("*.py")]
     second = [path.name for path in sources if "STATUSES.index" in path.read_text("utf-8")]
-    assert second == [], "STATUSES is a list of names; megamoe/records/severity.py is the order"
+    assert second == [], "STATUSES is a list of names; megamoe/records/keys.py is the order"

@@ -32,7 +32,7 @@ from conformance.meta.report.chromium import (
 from megamoe.diff.differ import compare_runs
 from megamoe.diff.sides import read_side
 from megamoe.records.lines import AnyLine
-from megamoe.report.coverage import read_coverage, read_foreign_kernels
+from megamoe.report.evidence import read_coverage, read_foreign_kernels
 from megamoe.report.material import Material, gather
 from megamoe.report.page import Extras, page
 

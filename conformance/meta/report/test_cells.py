@@ -17,11 +17,10 @@ from conformance.fakes.results import header, record, timing
 from conformance.fakes.simulated_matrix import full_matrix
 from megamoe.contract import Row
 from megamoe.explain import folder_of
+from megamoe.records.keys import SEVERITY
 from megamoe.records.lines import Evidence, Record, record_of
-from megamoe.records.severity import SEVERITY
-from megamoe.report.coverage import read_coverage, read_foreign_kernels
 from megamoe.report.encoding import MAX_SAMPLES
-from megamoe.report.evidence import bundles, traces
+from megamoe.report.evidence import bundles, read_coverage, read_foreign_kernels, traces
 from megamoe.report.layout import Grid, axes_of, cases_of, lay_out, spans
 from megamoe.report.measures import (
     MEASURES,

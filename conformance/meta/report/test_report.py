@@ -30,8 +30,8 @@ from megamoe.cli.main import main
 from megamoe.diff.differ import compare_runs
 from megamoe.diff.sides import read_side
 from megamoe.records.lines import AnyLine, Record
-from megamoe.report.coverage import read_coverage
 from megamoe.report.encoding import DIGITS, decode_records
+from megamoe.report.evidence import read_coverage
 from megamoe.report.material import Material, gather, record_files
 from megamoe.report.page import SCRIPTS, Extras, asset, page
 

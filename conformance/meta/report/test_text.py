@@ -8,7 +8,7 @@ from pathlib import Path
 from conformance.fakes.hostile_records import HOSTILE, data_of, hostile_records, material_of, printed
 from conformance.fakes.results import header, record, timing
 from conformance.fakes.simulated_matrix import full_matrix, write_runs
-from megamoe.records.severity import SEVERITY
+from megamoe.records.keys import SEVERITY
 from megamoe.report.material import gather
 from megamoe.report.measures import SIGNS
 

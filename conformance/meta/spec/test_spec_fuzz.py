@@ -9,10 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megamoe.contract import AxisValue
-from megamoe.spec.error import SpecError
 from megamoe.spec.expression import ExpressionError, parse_expression
 from megamoe.spec.load import build_spec, load_specs
-from megamoe.spec.marked_yaml import parse_marked_yaml
+from megamoe.spec.marked_yaml import SpecError, parse_marked_yaml
 
 FMHA = load_specs()["fmha"]
 LINES = FMHA.file.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -12,8 +12,8 @@ from typing import Literal
 
 import pytest
 
-from megamoe.spec.error import SpecError
 from megamoe.spec.load import load_spec, load_specs
+from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.spec import DEFAULT_THRESHOLD, Spec
 
 SOUND = """\

@@ -22,21 +22,20 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from megamoe.codec.layout import swizzle_scales, unswizzle_scales
 from megamoe.codec.nvfp4 import (
     SF_VEC_SIZE,
     decode_e2m1,
     decode_e4m3,
     dequantise,
     pack,
+    swizzle_scales,
     unpack,
+    unswizzle_scales,
 )
 from megamoe.codec.routing import Routing, expert_rows, routing
 from megamoe.ops import Codes, Latitude
-from megamoe.ops.nvfp4_moe.inputs import INPUTS, make_inputs
-from megamoe.ops.nvfp4_moe.loads import draw_topk_ids
-from megamoe.ops.nvfp4_moe.sample import sample_tokens
-from megamoe.ops.nvfp4_moe.settle import settled
+from megamoe.ops.nvfp4_moe.inputs import INPUTS, draw_topk_ids, make_inputs, sample_tokens
+from megamoe.ops.nvfp4_moe.settle import choices, code_interval, scale_interval, settled
 from megamoe.ops.nvfp4_moe.stages import (
     Activation,
     Requantised,
@@ -45,7 +44,6 @@ from megamoe.ops.nvfp4_moe.stages import (
     l2,
     requantise,
 )
-from megamoe.ops.nvfp4_moe.steps import choices, code_interval, scale_interval
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
