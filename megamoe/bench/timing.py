@@ -31,7 +31,7 @@ from megamoe.ops import reference
 from megamoe.records.lines import Timing
 
 if TYPE_CHECKING:
-    from megamoe.contract import Case, DeviceFacts, Stopwatch, Target, Temperature
+    from megamoe.contract import Case, DeviceFacts, Stopwatch, Target
 
 
 # The ceilings are what a copy and a matrix product attained. A kernel that only reads, or a smaller product that draws

@@ -1,4 +1,4 @@
-"""The gate fails closed: everything but a pass and an expected failure is a problem."""
+"""The gate fails closed, and an open one says how much it held against which baseline."""
 
 from __future__ import annotations
 
@@ -8,16 +8,28 @@ from pathlib import Path
 import pytest
 
 from conformance import ROOT
+from conformance.fakes.gate_lines import (
+    CASE,
+    COUNTERS,
+    KERNEL,
+    NEIGHBOUR,
+    OTHER,
+    ROW,
+    baseline,
+    figures,
+    header,
+    record,
+)
+from megamoe.cli.main import main
 from megamoe.contract import Row, Status
+from megamoe.gate.baseline import VM_BASELINE, Baseline
 from megamoe.gate.expected import Expectation, ExpectedEntry, ExpectedError, read_expected, stale_entries
-from megamoe.gate.verdict import judge_run
-from megamoe.records.lines import Record, record_of
+from megamoe.gate.verdict import Finding, judge_run, open_line
+from megamoe.records.files import RecordWriter
+from megamoe.records.lines import Figures, Record, record_of
 from megamoe.spec.load import load_specs
 from megamoe.spec.spec import Spec
 
-CASE, OTHER = "fmha:hd=64,t=1,s_k=128", "fmha:hd=64,t=4,s_k=128"
-ROW = Row(CASE, "ptx", "sm_100a", "vm", "eager")
-NEIGHBOUR = ROW._replace(case=OTHER)
 TODAY = date(2026, 1, 15)
 
 
@@ -217,3 +229,58 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_our_own_file_is_not_stale(specs: dict[str, Spec]) -> None:
     ours = (ROOT / "conformance") / "expected.yaml"
     assert stale_entries(read_expected(ours), specs, date.today()) == ()
+
+
+LINES = (record(ROW), figures(ROW), record(NEIGHBOUR), figures(NEIGHBOUR))
+OWED = ["--case", ROW.case, "--case", NEIGHBOUR.case, "--backend", "ptx", "--target", "sm_100a"]
+GATE = ["gate", "run.jsonl", *OWED, "--baseline", "base.jsonl"]
+ACCEPT = ["accept", "--from", "run.jsonl", "--baseline", "base.jsonl", "--reason", "first", "--all-of", "*"]
+ALL = f"2 rows, {2 * len(COUNTERS)} counters and {2 * len(KERNEL)} compiler figures"
+
+
+def _said(held: Baseline | None, *lines: Record | Figures, finding: Finding | None = None) -> str:
+    records = [line for line in lines if isinstance(line, Record)]
+    programs = [line for line in lines if isinstance(line, Figures)]
+    verdict = judge_run([ROW, NEIGHBOUR], records).with_findings([finding] if finding else [])
+    return open_line(verdict, held, records, programs)
+
+
+def test_it_counts_what_was_compared() -> None:
+    held = baseline(*LINES)
+    assert _said(held, *LINES) == f"the gate is open: {ALL} are as in baseline.jsonl"
+    assert _said(held, *LINES, *LINES) == _said(held, *LINES), "a line that is there twice counts once"
+    one = f"1 row, {len(COUNTERS)} counters and {len(KERNEL)} compiler figures are as in baseline.jsonl"
+    more = "; 1 row passed without a line there"
+    assert _said(baseline(*LINES[:2]), *LINES) == f"the gate is open: {one}{more}", "what has no line was not compared"
+
+
+def test_it_does_not_say_alike_of_what_differs_or_of_nothing() -> None:
+    asked = Finding("renew", "better: fewer", ROW, closes=False)
+    said = _said(baseline(*LINES), *LINES, finding=asked)
+    assert said == f"the gate is open: {ALL} were held against baseline.jsonl, see what differs above"
+    assert _said(None, *LINES) == "the gate is open: 2 rows passed, held against no baseline"
+
+
+def test_our_baseline_is_named_by_its_place_in_the_repository() -> None:
+    assert _said(baseline(*LINES, path=VM_BASELINE), *LINES).endswith("are as in results/baselines/vm.jsonl")
+
+
+def test_the_command_says_it_of_an_open_gate_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _write(*LINES)
+    assert main(ACCEPT) == 0
+    capsys.readouterr()
+    assert main(GATE) == 0
+    assert f"the gate is open: {ALL} are as in base.jsonl\n" in capsys.readouterr().out
+    _write(record(ROW, {**COUNTERS, "mma_flops": 8192}), *LINES[1:])
+    assert main(GATE) == 1
+    assert "the gate is open" not in capsys.readouterr().out
+
+
+def _write(*lines: Record | Figures) -> None:
+    Path("run.jsonl").unlink(missing_ok=True)
+    with RecordWriter(Path("run.jsonl")) as writer:
+        for line in (header(), *lines):
+            writer.append(line)
