@@ -355,7 +355,7 @@ def test_a_kernel_that_broke_a_rule_is_explained_and_ends_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["explain", "fmha:hd=64,t=1,s_k=128", "--backend", "conformance.fakes.broken_ptx:BACKEND"]) == 1
+    assert main(["explain", "fmha:hd=64,t=1,s_k=128", "--backend", "conformance.fakes.broken_kernels:BROKEN_PTX"]) == 1
     assert "tmem-store-not-waited" in capsys.readouterr().out
 
 

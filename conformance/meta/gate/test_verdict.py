@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from conformance import ROOT
-from conformance.fakes.gate_lines import (
+from conformance.fakes.results import (
     CASE,
     COUNTERS,
     KERNEL,
@@ -16,9 +16,9 @@ from conformance.fakes.gate_lines import (
     OTHER,
     ROW,
     baseline,
-    figures,
-    header,
-    record,
+    compiled,
+    gated,
+    judged,
 )
 from megamoe.cli.main import main
 from megamoe.contract import Row, Status
@@ -231,7 +231,7 @@ def test_our_own_file_is_not_stale(specs: dict[str, Spec]) -> None:
     assert stale_entries(read_expected(ours), specs, date.today()) == ()
 
 
-LINES = (record(ROW), figures(ROW), record(NEIGHBOUR), figures(NEIGHBOUR))
+LINES = (judged(ROW), compiled(ROW), judged(NEIGHBOUR), compiled(NEIGHBOUR))
 OWED = ["--case", ROW.case, "--case", NEIGHBOUR.case, "--backend", "ptx", "--target", "sm_100a"]
 GATE = ["gate", "run.jsonl", *OWED, "--baseline", "base.jsonl"]
 ACCEPT = ["accept", "--from", "run.jsonl", "--baseline", "base.jsonl", "--reason", "first", "--all-of", "*"]
@@ -274,7 +274,7 @@ def test_the_command_says_it_of_an_open_gate_alone(
     capsys.readouterr()
     assert main(GATE) == 0
     assert f"the gate is open: {ALL} are as in base.jsonl\n" in capsys.readouterr().out
-    _write(record(ROW, {**COUNTERS, "mma_flops": 8192}), *LINES[1:])
+    _write(judged(ROW, {**COUNTERS, "mma_flops": 8192}), *LINES[1:])
     assert main(GATE) == 1
     assert "the gate is open" not in capsys.readouterr().out
 
@@ -282,5 +282,5 @@ def test_the_command_says_it_of_an_open_gate_alone(
 def _write(*lines: Record | Figures) -> None:
     Path("run.jsonl").unlink(missing_ok=True)
     with RecordWriter(Path("run.jsonl")) as writer:
-        for line in (header(), *lines):
+        for line in (gated(), *lines):
             writer.append(line)

@@ -13,7 +13,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from conformance import ROOT
-from conformance.fakes import broken_ptx
+from conformance.fakes.broken_kernels import BROKEN_PTX
 from conformance.meta.house.test_import_rules import CONFORMANCE, MEGAMOE, VM
 from megamoe.contract import load_executor
 from megamoe.diff.rows import CALLS
@@ -115,7 +115,7 @@ def test_the_count_of_rows_ahead_is_that_of_the_records() -> None:
 def test_the_broken_rule_is_what_the_vm_says() -> None:
     spec = load_specs(None)["fmha"]
     case = spec.parse_case("fmha:hd=64,t=1,s_k=128")
-    program = broken_ptx.BACKEND.build(case, "sm_100a")
+    program = BROKEN_PTX.build(case, "sm_100a")
     said = GuardedCase(spec, case, load_executor("vm")).run(program).execution.violation or ""
     (shown,) = re.findall(r"```text\n(\[tmem-store-not-waited\].*?)\n```", README, re.DOTALL)
     assert " ".join(shown.split()) == said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from conformance.fakes import backends as fake_backends
 from megamoe import ops
 from megamoe.cli.main import main
-from megamoe.contract import Case, Target
+from megamoe.contract import Case
 from megamoe.judge.arena import Arena, Layout
 from megamoe.judge.tolerance import compare
 from megamoe.ops import Codes, Latitude, reference, referenced_ops
@@ -170,15 +169,7 @@ def test_a_byte_that_looks_like_poison_is_a_byte() -> None:
 # Ops that not every backend has
 
 
-@dataclasses.dataclass(frozen=True)
-class OneOpBackend(fake_backends.FakeBackend):
-    """Has fmha alone."""
-
-    def targets(self, op: str) -> tuple[Target, ...]:
-        return ("sm_100a",) if op == "fmha" else ()
-
-
-ONE_OP = OneOpBackend("works")
+ONE_OP = fake_backends.NamedBackend("works", "fmha")
 HERE = f"{__name__}:ONE_OP"
 
 

@@ -21,15 +21,16 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
 from conformance import ROOT
-from conformance.fakes.hostile_records import (
+from conformance.fakes.report_records import (
     HOSTILE,
     NOW,
     SPECS,
+    full_matrix,
     hostile_records,
     material_of,
+    write_runs,
 )
 from conformance.fakes.results import figures, header, record, timing, write
-from conformance.fakes.simulated_matrix import full_matrix, write_runs
 from megamoe.cli.options import in_ci
 from megamoe.diff.differ import compare_runs
 from megamoe.diff.sides import read_side

@@ -13,9 +13,8 @@ from statistics import median
 import pytest
 
 from conformance import ROOT
-from conformance.fakes.hostile_records import NOW, SPECS, material_of
+from conformance.fakes.report_records import NOW, SPECS, full_matrix, material_of
 from conformance.fakes.results import header, record, timing
-from conformance.fakes.simulated_matrix import full_matrix
 from megamoe.contract import STATUSES, Row
 from megamoe.explain import folder_of
 from megamoe.records.keys import SEVERITY

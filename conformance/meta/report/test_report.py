@@ -15,18 +15,19 @@ from pathlib import Path
 import pytest
 
 from conformance import ROOT
-from conformance.fakes.hostile_records import (
+from conformance.fakes.report_records import (
     HOSTILE,
     NOW,
     SPECS,
     data_in,
     data_of,
+    full_matrix,
     hostile_records,
     material_of,
     printed,
+    write_runs,
 )
 from conformance.fakes.results import figures, header, record, timing, write
-from conformance.fakes.simulated_matrix import full_matrix, write_runs
 from megamoe.cli.main import main
 from megamoe.diff.differ import compare_runs
 from megamoe.diff.sides import read_side
