@@ -19,15 +19,7 @@ from rich.console import Console
 
 from conformance.fakes.results import write
 from megamoe.contract import Case, DeviceFacts, Row, Status, Temperature
-from megamoe.records.lines import (
-    AnyLine,
-    Evidence,
-    Figures,
-    Record,
-    RunHeader,
-    Timing,
-    record_of,
-)
+from megamoe.records.lines import AnyLine, Evidence, Figures, Record, RunHeader, Timing, record_of
 from megamoe.report.material import Material, gather
 from megamoe.report.page import Extras, page
 from megamoe.report.text import tables

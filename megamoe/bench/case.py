@@ -17,15 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from megamoe.bench.timing import (
-    TEMPERATURES,
-    Contender,
-    Policy,
-    Series,
-    floor_of,
-    take,
-    timing_of,
-)
+from megamoe.bench.timing import TEMPERATURES, Contender, Policy, Series, floor_of, take, timing_of
 from megamoe.bench.worker import Progress
 from megamoe.contract import (
     DeviceFacts,
@@ -382,10 +374,7 @@ def _measured(candidate: _Candidate, bench: _CaseBench | None, settings: CaseSet
         candidate.status or "error",
         candidate.sentence,
         Evidence(
-            candidate.metrics,
-            needed_work(bench.case) if bench else {},
-            digest,
-            bench.input_sha256 if bench else {},
+            candidate.metrics, needed_work(bench.case) if bench else {}, digest, bench.input_sha256 if bench else {}
         ),
         specs=settings.specs,
     )

@@ -169,10 +169,7 @@ def relative_error(samples: Sequence[float], rounds: Sequence[int]) -> float:
 
 
 def take(
-    contenders: Mapping[str, Contender],
-    watch: Watch,
-    throttled: Callable[[], str | None],
-    policy: Policy = Policy(),
+    contenders: Mapping[str, Contender], watch: Watch, throttled: Callable[[], str | None], policy: Policy = Policy()
 ) -> list[Series]:
     """Two series for each contender, cold and hot. Exceptions of a stopwatch or of `watch` pass through.
 
@@ -228,12 +225,7 @@ def _calibrate(series: Series, stopwatch: Stopwatch, policy: Policy) -> None:
 
 
 def _turn(
-    series: Series,
-    number: int,
-    contender: Contender,
-    watch: Watch,
-    throttled: Callable[[], str | None],
-    policy: Policy,
+    series: Series, number: int, contender: Contender, watch: Watch, throttled: Callable[[], str | None], policy: Policy
 ) -> str | None:
     """One turn. A sentence if it left wrong outputs."""
     watch.begin(series.name)

@@ -1,5 +1,7 @@
 """What an author of a backend or an executor imports: programs, cases, rows, devices, errors; imports no other room."""
 
+# ruff: noqa: F401 (these names are for authors)
+
 from megamoe.contract.backend import (
     Backend,
     Borrowed,
@@ -40,48 +42,3 @@ from megamoe.contract.program import (
     TensorMapArg,
 )
 from megamoe.contract.trace import Trace
-
-__all__ = [
-    "STATUSES",
-    "TARGETS",
-    "AnyProgram",
-    "AxisValue",
-    "Backend",
-    "Borrowed",
-    "BufferArg",
-    "Case",
-    "DeviceError",
-    "DeviceFacts",
-    "DeviceLostError",
-    "Dim3",
-    "Execution",
-    "Executor",
-    "HostArg",
-    "HostProgram",
-    "KernelArg",
-    "Launch",
-    "PackedFields",
-    "PreparedCall",
-    "Program",
-    "PythonProgram",
-    "Row",
-    "RunOptions",
-    "ScalarArg",
-    "ShapeArg",
-    "Status",
-    "Stopwatch",
-    "StreamArg",
-    "Swizzle",
-    "Target",
-    "Temperature",
-    "TensorArg",
-    "TensorMapArg",
-    "TimedExecutor",
-    "Trace",
-    "UnsupportedError",
-    "backend_names",
-    "executor_names",
-    "load_backend",
-    "load_executor",
-    "spell",
-]

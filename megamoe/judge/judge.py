@@ -10,15 +10,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megamoe.contract import (
-    DeviceLostError,
-    Row,
-    RunOptions,
-    Status,
-    UnsupportedError,
-    load_backend,
-    load_executor,
-)
+from megamoe.contract import DeviceLostError, Row, RunOptions, Status, UnsupportedError, load_backend, load_executor
 from megamoe.judge.bundle import BundleContents, write_bundle
 from megamoe.judge.figures import leave_program, program_sha256
 from megamoe.judge.guarded import GuardedCase, build_program, needed_work

@@ -165,20 +165,6 @@ DISTRIBUTIONS: Final[Mapping[str, Callable[[Case], Inputs]]] = {
 }
 
 
-__all__ = [
-    "ABSOLUTE_SCALE",
-    "MATRIX_RATES",
-    "free",
-    "latitude",
-    "make_inputs",
-    "minimum_bytes",
-    "oracle",
-    "sample",
-    "simulated",
-    "useful_flops",
-    "visible_keys",
-]
-
 # An absolute error of x in lse is a relative error of x in every probability derived from it.
 ABSOLUTE_SCALE: Final[Mapping[str, float]] = {"lse": 1.0}
 # Both products are of bf16 operands.

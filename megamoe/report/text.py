@@ -18,13 +18,7 @@ from megamoe.records.keys import SEVERITY
 from megamoe.records.lines import Record, Timing
 from megamoe.report.layout import Grid, Listing, lay_out, spans
 from megamoe.report.material import Material, Subject
-from megamoe.report.measures import (
-    MEASURES,
-    SIGNS,
-    counter_ratios,
-    error_ratio,
-    spread,
-)
+from megamoe.report.measures import MEASURES, SIGNS, counter_ratios, error_ratio, spread
 from megamoe.spec.spec import Spec
 
 if TYPE_CHECKING:

@@ -16,14 +16,7 @@ import pytest
 import torch
 from pydantic import BaseModel, ValidationError
 
-from conformance.fakes.results import (
-    CASE,
-    H200,
-    header,
-    record,
-    timing,
-    write,
-)
+from conformance.fakes.results import CASE, H200, header, record, timing, write
 from megamoe.cli.main import main
 from megamoe.export.flashinfer import format as ours
 from megamoe.export.flashinfer.definition import call_of, definition_of, solution_source, workload_of

@@ -13,14 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from conformance.fakes.results import (
-    CASE,
-    COUNTERS,
-    NEIGHBOUR,
-    ROW,
-    compiled,
-    judged,
-)
+from conformance.fakes.results import CASE, COUNTERS, NEIGHBOUR, ROW, compiled, judged
 from megamoe.export.junit import write_junit
 from megamoe.gate.expected import Expectation, ExpectedEntry
 from megamoe.gate.verdict import Finding, Verdict, judge_run

@@ -11,17 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.fakes.results import (
-    COUNTERS,
-    H200,
-    KERNEL,
-    NEIGHBOUR,
-    ROW,
-    compiled,
-    gated,
-    judged,
-    timing,
-)
+from conformance.fakes.results import COUNTERS, H200, KERNEL, NEIGHBOUR, ROW, compiled, gated, judged, timing
 from megamoe.contract import Row
 from megamoe.gate.accept import Seen, parse_row, take
 from megamoe.gate.baseline import (
@@ -35,14 +25,7 @@ from megamoe.gate.baseline import (
     write_baseline,
 )
 from megamoe.records.keys import Key
-from megamoe.records.lines import (
-    Acceptance,
-    Figures,
-    Record,
-    RecordError,
-    RunHeader,
-    Timing,
-)
+from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader, Timing
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, SelectionError, owed_rows
 

@@ -6,17 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from conformance.fakes.results import (
-    CASE,
-    COUNTERS,
-    KERNEL,
-    NEIGHBOUR,
-    ROW,
-    baseline,
-    claim,
-    compiled,
-    judged,
-)
+from conformance.fakes.results import CASE, COUNTERS, KERNEL, NEIGHBOUR, ROW, baseline, claim, compiled, judged
 from megamoe.contract import Row
 from megamoe.gate.baseline import Baseline
 from megamoe.gate.counters import Claim, against_baseline

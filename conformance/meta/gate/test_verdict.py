@@ -8,18 +8,7 @@ from pathlib import Path
 import pytest
 
 from conformance import ROOT
-from conformance.fakes.results import (
-    CASE,
-    COUNTERS,
-    KERNEL,
-    NEIGHBOUR,
-    OTHER,
-    ROW,
-    baseline,
-    compiled,
-    gated,
-    judged,
-)
+from conformance.fakes.results import CASE, COUNTERS, KERNEL, NEIGHBOUR, OTHER, ROW, baseline, compiled, gated, judged
 from megamoe.cli.main import main
 from megamoe.contract import Row, Status
 from megamoe.gate.baseline import VM_BASELINE, Baseline

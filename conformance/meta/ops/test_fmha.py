@@ -156,11 +156,7 @@ def test_inputs_are_pinned() -> None:
     assert bits == PINNED, "the bits of the inputs have changed: all earlier records speak of other numbers"
 
 
-PINNED = {
-    "q": [-16547, 16150, 16197, -16628],
-    "k": [-16474, 16109, -16608, -16476],
-    "v": [-16523, 16027, 16387, 16403],
-}
+PINNED = {"q": [-16547, 16150, 16197, -16628], "k": [-16474, 16109, -16608, -16476], "v": [-16523, 16027, 16387, 16403]}
 
 
 def test_an_unknown_distribution_is_a_sentence() -> None:

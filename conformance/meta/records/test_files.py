@@ -15,14 +15,7 @@ from random import Random
 import pytest
 
 from conformance import ROOT
-from conformance.fakes.results import (
-    ACCEPTANCE,
-    AGREEMENT,
-    figures,
-    header,
-    record,
-    timing,
-)
+from conformance.fakes.results import ACCEPTANCE, AGREEMENT, figures, header, record, timing
 from megamoe.contract import Row
 from megamoe.records.files import RecordWriter, read_records, write_file, write_folder
 from megamoe.records.lines import AnyLine, Evidence, Record, RecordError, record_of

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from conformance import ROOT
-from conformance.fakes.results import (
-    ACCEPTANCE,
-    AGREEMENT,
-    figures,
-    header,
-    record,
-    timing,
-)
+from conformance.fakes.results import ACCEPTANCE, AGREEMENT, figures, header, record, timing
 from megamoe.cli.main import main
 from megamoe.contract import STATUSES
 from megamoe.records.files import RecordWriter, parse_records

@@ -22,14 +22,7 @@ from megamoe.records.lines import Evidence, Record, record_of
 from megamoe.report.encoding import MAX_SAMPLES
 from megamoe.report.evidence import bundles, read_coverage, read_foreign_kernels, traces
 from megamoe.report.layout import Grid, axes_of, cases_of, lay_out, spans
-from megamoe.report.measures import (
-    LEVELS,
-    MEASURES,
-    SIGNS,
-    counter_ratios,
-    error_ratio,
-    spread,
-)
+from megamoe.report.measures import LEVELS, MEASURES, SIGNS, counter_ratios, error_ratio, spread
 from megamoe.report.page import Extras, asset, page_data
 
 

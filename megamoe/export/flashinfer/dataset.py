@@ -15,14 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from megamoe.contract import Temperature
-from megamoe.export.flashinfer.definition import (
-    Call,
-    ExportError,
-    call_of,
-    definition_of,
-    solution_source,
-    workload_of,
-)
+from megamoe.export.flashinfer.definition import Call, ExportError, call_of, definition_of, solution_source, workload_of
 from megamoe.export.flashinfer.format import (
     BuildSpec,
     Correctness,

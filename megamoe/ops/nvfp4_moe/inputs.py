@@ -82,13 +82,7 @@ def _slice(case: Case) -> torch.Tensor:
     return torch.where(ids < case.int("num_experts"), ids, -1)
 
 
-_LOADS: Final = {
-    "balanced": _balanced,
-    "skewed": _skewed,
-    "one_token": _one_token,
-    "empty": _empty,
-    "slice": _slice,
-}
+_LOADS: Final = {"balanced": _balanced, "skewed": _skewed, "one_token": _one_token, "empty": _empty, "slice": _slice}
 
 
 Inputs = dict[str, torch.Tensor]

@@ -34,33 +34,14 @@ from megamoe.codec.nvfp4 import (
 )
 from megamoe.codec.routing import Routing, expert_rows, routing
 from megamoe.ops import Codes, Latitude
-from megamoe.ops.nvfp4_moe.inputs import INPUTS, draw_topk_ids, make_inputs, sample_tokens
+from megamoe.ops.nvfp4_moe.inputs import INPUTS, draw_topk_ids, sample_tokens
+from megamoe.ops.nvfp4_moe.inputs import make_inputs as make_inputs
 from megamoe.ops.nvfp4_moe.settle import choices, code_interval, scale_interval, settled
-from megamoe.ops.nvfp4_moe.stages import (
-    Activation,
-    Requantised,
-    activation,
-    combine,
-    l2,
-    requantise,
-)
+from megamoe.ops.nvfp4_moe.stages import Activation, Requantised, activation, combine, l2, requantise
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
     from megamoe.ops import Sample
-
-__all__ = [
-    "ABSOLUTE_SCALE",
-    "MATRIX_RATES",
-    "free",
-    "latitude",
-    "make_inputs",
-    "minimum_bytes",
-    "oracle",
-    "sample",
-    "simulated",
-    "useful_flops",
-]
 
 ABSOLUTE_SCALE: Final[Mapping[str, float]] = {}
 # tcgen05.mma.kind::mxf4nvf4 does four times the products of kind::f16 (K 64 against 16 an instruction of one shape, PTX

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from megamoe.codec.nvfp4 import (
-    E2M1_MAX,
-    SF_VEC_SIZE,
-    decode_e2m1,
-    decode_e4m3,
-    encode_e2m1,
-    encode_e4m3,
-)
+from megamoe.codec.nvfp4 import E2M1_MAX, SF_VEC_SIZE, decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3
 from megamoe.codec.routing import Routing
 from megamoe.ops.nvfp4_moe.stages import ULP, Activation, Inputs, Requantised, weight_columns
 
