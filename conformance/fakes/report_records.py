@@ -17,8 +17,8 @@ from random import Random
 
 from rich.console import Console
 
-from conformance.fakes.results import write
-from megamoe.contract import Case, DeviceFacts, Row, Status, Temperature
+from conformance.fakes.results import H200, write
+from megamoe.contract import Case, Row, Status, Temperature
 from megamoe.records.lines import AnyLine, Evidence, Figures, Record, RunHeader, Timing, record_of
 from megamoe.report.material import Material, gather
 from megamoe.report.page import Extras, page
@@ -28,19 +28,8 @@ from megamoe.spec.load import load_specs
 TARGETS = ("sm_90a", "sm_100a")
 BACKENDS = ("cutedsl", "ptx")
 PEERS = {"fmha": ("fa3", "flash-attn-4", "torch-sdpa-cudnn"), "nvfp4_moe": ("humming", "torch-grouped-mm")}
-DEVICE = DeviceFacts(
-    name="Simulated H200",
-    compute_capability="9.0",
-    driver="580.0",
-    toolkit="13.0",
-    multiprocessors=132,
-    memory_bytes=141 << 30,
-    l2_bytes=50 << 20,
-    sm_clock_mhz=1980,
-    copy_bytes_per_s=4.25e12,
-    bf16_flops_per_s=797e12,
-    flushed_l2_ratio=2.4,
-)
+CEILINGS = {"copy_bytes_per_s": 4.25e12, "bf16_flops_per_s": 797e12, "flushed_l2_ratio": 2.4}
+DEVICE = H200.model_copy(update={"name": "Simulated H200", **CEILINGS})
 
 
 def full_matrix(runs: int = 3, seed: int = 0, samples: int = 120) -> Iterator[list[AnyLine]]:

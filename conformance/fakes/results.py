@@ -7,6 +7,7 @@ repeat.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from megamoe.contract import DeviceFacts, Row, Status, Temperature
 from megamoe.diff.sides import Side
 from megamoe.gate.baseline import Baseline, settled, settled_figures
 from megamoe.gate.counters import Claim
+from megamoe.gate.expected import Expectation, ExpectedEntry
 from megamoe.records.files import RecordFile, RecordWriter
 from megamoe.records.keys import Key
 from megamoe.records.lines import (
@@ -46,6 +48,10 @@ H200 = DeviceFacts(
     l2_bytes=60_000_000,
     sm_clock_mhz=1980,
 )
+KNOWN = {
+    "case": CASE, "backend": "ptx", "target": "sm_100a", "executor": "vm", "status": "failed", "example": CASE,
+    "reason": "the ring of one stage deadlocks", "expires": date(2026, 3, 1),
+}  # fmt: skip
 AGREEMENT = Agreement(
     run="run-1",
     case=CASE,
@@ -197,3 +203,9 @@ def baseline(*lines: Record | Figures, path: Path = Path("baseline.jsonl")) -> B
 def claim(*rows: Row, selection: Selection | None = None) -> Claim:
     """A claim that the baseline holds `rows`, from a run of `selection`."""
     return Claim(frozenset(rows), [selection or Selection()], lambda row: f"megamoe accept '{row}'")
+
+
+def expectation(**changes: object) -> Expectation:
+    """The entry that expects ROW to fail until March 2026, with `changes`."""
+    entry = {**KNOWN, **changes}
+    return Expectation(ExpectedEntry.model_validate(entry), "expected.yaml, line 3")

@@ -66,16 +66,16 @@ def _schedules(**options: tuple[str, ...]) -> list[tuple[str, str]]:
 
 def test_a_device_owes_one_row_where_the_vm_owes_one_a_schedule() -> None:
     assert len(_schedules(executors=("vm",))) == 10
-    assert _schedules(executors=(f"{ROOM}:LOST_DEVICE",)) == [("EXECUTOR", "eager")]
+    assert _schedules(executors=(f"{ROOM}:LOST_DEVICE",)) == [("LOST_DEVICE", "eager")]
     both = _schedules(executors=("vm", f"{ROOM}:LOST_DEVICE"))
-    assert both.count(("EXECUTOR", "eager")) == 1
+    assert both.count(("LOST_DEVICE", "eager")) == 1
     assert len(both) == len(_schedules(executors=("vm",))) + 1
 
 
 def test_a_schedule_that_the_device_lacks_is_owed_if_it_is_not_asked_for_by_name() -> None:
     with pytest.raises(SelectionError, match="no row"):
         _schedules(executors=(f"{ROOM}:LOST_DEVICE",), schedules=("lazy",))
-    assert _schedules(executors=(f"{ROOM}:LOST_DEVICE",), schedules=("lazy", "eager")) == [("EXECUTOR", "eager")]
+    assert _schedules(executors=(f"{ROOM}:LOST_DEVICE",), schedules=("lazy", "eager")) == [("LOST_DEVICE", "eager")]
 
 
 def test_no_row_is_owed_on_a_device_that_nobody_asked_for() -> None:

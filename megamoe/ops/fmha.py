@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from megamoe.ops import Latitude
+from megamoe.ops import Latitude, distribution_of, full_precision
 from megamoe.spec.draws import normal, signs, uniform
 
 if TYPE_CHECKING:
@@ -56,10 +56,7 @@ def make_inputs(case: Case, device: str | torch.device = "cpu") -> Inputs:
 
     The bits depend on the case's id alone: op, axes, distribution and seed. ValueError for an unknown distribution.
     """
-    if case.inputs not in DISTRIBUTIONS:
-        known = ", ".join(DISTRIBUTIONS)
-        raise ValueError(f"{case.id}: there is no input distribution {case.inputs!r} for fmha; there are: {known}")
-    return {name: tensor.to(device) for name, tensor in DISTRIBUTIONS[case.inputs](case).items()}
+    return {name: tensor.to(device) for name, tensor in distribution_of(case, DISTRIBUTIONS)(case).items()}
 
 
 def one_hot_keys(case: Case) -> torch.Tensor:
@@ -234,12 +231,7 @@ def simulated(case: Case, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch
 
     Raises ValueError if torch was told to lower the precision of fp32 matrix products.
     """
-    precision = torch.get_float32_matmul_precision()
-    if precision != "highest":
-        raise ValueError(
-            f"{case.id}: torch's float32 matmul precision is {precision!r}; the simulated reference needs "
-            "'highest' (torch.set_float32_matmul_precision)"
-        )
+    full_precision(case)
     return _attend(case, inputs, _rounded_rows, torch.bfloat16, torch.float32)
 
 

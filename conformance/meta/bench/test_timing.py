@@ -9,6 +9,7 @@ from statistics import mean, median, pstdev
 
 import pytest
 
+from conformance.fakes.results import H200
 from conformance.fakes.simulated_device import (
     COLD,
     DeafStopwatch,
@@ -35,7 +36,7 @@ from megamoe.bench.timing import (
     take,
     timing_of,
 )
-from megamoe.contract import DeviceFacts, Row, Target, Temperature
+from megamoe.contract import Row, Target, Temperature
 from megamoe.ops import reference
 from megamoe.records.lines import Timing
 from megamoe.spec.load import load_specs
@@ -291,17 +292,7 @@ def test_a_failed_series_says_how_to_run_it_again() -> None:
 
 
 SPECS = load_specs()
-DEVICE = DeviceFacts(
-    name="H0",
-    compute_capability="9.0",
-    driver="580",
-    toolkit="13.0",
-    multiprocessors=132,
-    memory_bytes=1 << 37,
-    l2_bytes=50 << 20,
-    copy_bytes_per_s=4e12,
-    bf16_flops_per_s=8e14,
-)
+DEVICE = H200.model_copy(update={"l2_bytes": 50 << 20, "copy_bytes_per_s": 4e12, "bf16_flops_per_s": 8e14})
 LONG = SPECS["fmha"].parse_case("fmha:hd=128,t=1,s_k=8192,batch=32,heads=64,kv_heads=8")
 SHORT = SPECS["fmha"].parse_case("fmha:hd=128,t=128,s_k=512")
 LAYER = SPECS["nvfp4_moe"].parse_case(

@@ -13,9 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from conformance.fakes.results import CASE, COUNTERS, NEIGHBOUR, ROW, compiled, judged
+from conformance.fakes.results import CASE, COUNTERS, NEIGHBOUR, ROW, compiled, expectation, judged
 from megamoe.export.junit import write_junit
-from megamoe.gate.expected import Expectation, ExpectedEntry
 from megamoe.gate.verdict import Finding, Verdict, judge_run
 from megamoe.records.lines import RecordError
 
@@ -126,17 +125,8 @@ def test_each_thing_that_closes_the_gate_is_a_failure_of_its_row(tmp_path: Path)
 
 
 def test_an_expected_failure_is_skipped_with_its_reason(tmp_path: Path) -> None:
-    entry = ExpectedEntry(
-        case=CASE,
-        backend="ptx",
-        target="sm_100a",
-        executor="vm",
-        status="failed",
-        reason="the ring of one stage deadlocks",
-        expires=date(2026, 12, 24),
-        example=CASE,
-    )
-    verdict = judge_run([ROW], [judged(ROW, status="failed")], [Expectation(entry, "expected.yaml, line 3")])
+    entry = expectation(expires=date(2026, 12, 24))
+    verdict = judge_run([ROW], [judged(ROW, status="failed")], [entry])
     assert verdict.passed
     skipped = _case_of(_write(tmp_path, verdict), f"{CASE} eager").find("skipped")
     assert skipped is not None

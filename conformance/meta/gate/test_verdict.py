@@ -8,11 +8,23 @@ from pathlib import Path
 import pytest
 
 from conformance import ROOT
-from conformance.fakes.results import CASE, COUNTERS, KERNEL, NEIGHBOUR, OTHER, ROW, baseline, compiled, gated, judged
+from conformance.fakes.results import (
+    CASE,
+    COUNTERS,
+    KERNEL,
+    NEIGHBOUR,
+    OTHER,
+    ROW,
+    baseline,
+    compiled,
+    expectation,
+    gated,
+    judged,
+)
 from megamoe.cli.main import main
 from megamoe.contract import Row, Status
 from megamoe.gate.baseline import VM_BASELINE, Baseline
-from megamoe.gate.expected import Expectation, ExpectedEntry, ExpectedError, read_expected, stale_entries
+from megamoe.gate.expected import ExpectedError, read_expected, stale_entries
 from megamoe.gate.verdict import Finding, judge_run, open_line
 from megamoe.records.files import RecordWriter
 from megamoe.records.lines import Figures, Record, record_of
@@ -29,20 +41,6 @@ def specs() -> dict[str, Spec]:
 
 def _record(row: Row, status: Status) -> Record:
     return record_of("run-1", row, status, "" if status == "passed" else "something is off")
-
-
-def _entry(**changes: object) -> Expectation:
-    fields = {
-        "case": CASE,
-        "backend": "ptx",
-        "target": "sm_100a",
-        "executor": "vm",
-        "status": "failed",
-        "reason": "the ring of one stage deadlocks",
-        "expires": date(2026, 3, 1),
-        "example": CASE,
-    }
-    return Expectation(ExpectedEntry.model_validate(fields | changes), "expected.yaml, line 3")
 
 
 def test_all_passed_opens_the_gate() -> None:
@@ -79,7 +77,7 @@ def test_nothing_owed_closes_it() -> None:
 @pytest.mark.parametrize("failed_first", [True, False])
 def test_an_expected_status_hides_no_other_record_of_the_row(expected: Status, failed_first: bool) -> None:
     records = [_record(ROW, "failed"), _record(ROW, expected)]
-    verdict = judge_run([ROW], records if failed_first else records[::-1], [_entry(status=expected)])
+    verdict = judge_run([ROW], records if failed_first else records[::-1], [expectation(status=expected)])
     (problem,) = verdict.problems
     assert f"is expected to be {expected} but is failed" in problem
     assert not verdict.excused, "a row that also failed otherwise is not excused"
@@ -87,7 +85,7 @@ def test_an_expected_status_hides_no_other_record_of_the_row(expected: Status, f
 
 def test_a_pass_does_not_hide_behind_an_expected_failure() -> None:
     for order in (["passed", "failed"], ["failed", "passed"]):
-        verdict = judge_run([ROW], [_record(ROW, status) for status in order], [_entry()])  # pyright: ignore[reportArgumentType]
+        verdict = judge_run([ROW], [_record(ROW, status) for status in order], [expectation()])  # pyright: ignore[reportArgumentType]
         assert not verdict.passed, f"{order}: a row that passes now and then is not known to fail"
 
 
@@ -108,30 +106,32 @@ def test_a_record_that_was_not_owed_counts_unless_it_passed() -> None:
 
 
 def test_an_expected_failure_opens_it_and_is_counted() -> None:
-    verdict = judge_run([ROW], [_record(ROW, "failed")], [_entry()])
+    verdict = judge_run([ROW], [_record(ROW, "failed")], [expectation()])
     assert verdict.passed
     assert verdict.line == "0 passed, 1 failed, 1 of these as expected"
 
 
 @pytest.mark.parametrize("status", ["passed", "crashed", "unsupported"])
 def test_an_expected_failure_that_turns_out_otherwise_closes_it(status: Status) -> None:
-    verdict = judge_run([ROW], [_record(ROW, status)], [_entry()])
+    verdict = judge_run([ROW], [_record(ROW, status)], [expectation()])
     assert not verdict.passed, f"expected failed, was {status}"
     assert "expected.yaml, line 3" in verdict.problems[0]
 
 
 def test_an_expectation_holds_for_its_own_row_only() -> None:
     for change in ({"backend": "other"}, {"target": "sm_90a"}, {"executor": "gpu"}, {"schedule": "lazy"}):
-        assert not judge_run([ROW], [_record(ROW, "failed")], [_entry(**change)]).passed, f"{change} is another row"
+        assert not judge_run([ROW], [_record(ROW, "failed")], [expectation(**change)]).passed, (
+            f"{change} is another row"
+        )
 
 
 def test_two_entries_for_one_row_close_it() -> None:
-    verdict = judge_run([ROW], [_record(ROW, "failed")], [_entry(), _entry(case="fmha:*")])
+    verdict = judge_run([ROW], [_record(ROW, "failed")], [expectation(), expectation(case="fmha:*")])
     assert "both speak about" in verdict.problems[0]
 
 
 def test_a_missing_record_is_missing_even_if_a_failure_is_expected() -> None:
-    assert not judge_run([ROW], [], [_entry()]).passed
+    assert not judge_run([ROW], [], [expectation()]).passed
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_missing_record_is_missing_even_if_a_failure_is_expected() -> None:
     ],
 )
 def test_a_stale_entry_is_a_sentence(specs: dict[str, Spec], changes: dict[str, object], complaint: str | None) -> None:
-    sentences = stale_entries([_entry(**changes)], specs, TODAY)
+    sentences = stale_entries([expectation(**changes)], specs, TODAY)
     assert len(sentences) == (complaint is not None)
     assert all(complaint and complaint in sentence for sentence in sentences)
 

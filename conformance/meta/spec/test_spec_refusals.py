@@ -6,7 +6,7 @@ Whatever else is in a spec file or a case id, the answer is a value or a SpecErr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -343,120 +343,58 @@ def test_planted_fault_is_refused_where_it_is(planted: Plant, tmp_path: Path) ->
     assert str(refusal).startswith(f"{tmp_path / 'toy_moe.yaml'}:{refusal.line}: ")
 
 
-def missing_file(folder: Path) -> None:
-    load_spec(folder / "none.yaml")
-
-
-def a_folder(folder: Path) -> None:
-    load_spec(folder)
-
-
-def endless_file(folder: Path) -> None:
-    load_spec("/dev/zero")
-
-
-def missing_folder(folder: Path) -> None:
-    load_specs(folder / "none")
-
-
-def empty_folder(folder: Path) -> None:
-    load_specs(folder)
-
-
-def overlooked_file(folder: Path) -> None:
-    (folder / "a.yaml").write_text(SOUND)
-    (folder / "b.yml").write_text(SOUND)
-    load_specs(folder)
-
-
-def op_in_two_files(folder: Path) -> None:
-    (folder / "a.yaml").write_text(SOUND)
-    (folder / "b.yaml").write_text(SOUND)
-    load_specs(folder)
-
-
-def empty_file(folder: Path) -> None:
-    (folder / "a.yaml").write_text("# nothing\n")
-    load_spec(folder / "a.yaml")
-
-
-def binary_file(folder: Path) -> None:
-    (folder / "a.yaml").write_bytes(b"op: toy\ndoc: \xff\n")
-    load_spec(folder / "a.yaml")
-
-
-def huge_file(folder: Path) -> None:
-    (folder / "a.yaml").write_text("# filler\n" * 200_000)
-    load_spec(folder / "a.yaml")
-
-
-def no_mapping(folder: Path) -> None:
-    (folder / "a.yaml").write_text("- op\n- toy\n")
-    load_spec(folder / "a.yaml")
-
-
-def alias_bomb(folder: Path) -> None:
-    levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 12)]
-    (folder / "a.yaml").write_text("\n".join(["l0: &l0 [x]", *levels]))
-    load_spec(folder / "a.yaml")
-
-
-def cell_bomb(folder: Path) -> None:
-    axes = "".join(
-        f"    {name}: [{', '.join(map(str, range(1, 40)))}]\n" for name in ("hidden", "tokens", "topk", "clamp")
-    )
-    (folder / "a.yaml").write_text(SOUND.replace("    hidden: [16, 32]\n    tokens: [1, 4]\n", axes))
-    load_spec(folder / "a.yaml")
+# More than a loader should swallow: nested aliases, and a matrix of too many cells.
+ALIASES = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 12))
+LONG_AXES = "".join(f"    {name}: {list(range(1, 40))}\n" for name in ("hidden", "tokens", "topk", "clamp"))
 
 
 @pytest.mark.parametrize(
-    ("attempt", "sentence"),
+    ("files", "wanted", "sentence"),
     [
-        (missing_file, "none.yaml: there is no such file"),
-        (a_folder, "is no regular file"),
-        (endless_file, "is no regular file"),
-        (missing_folder, "none: there is no such folder"),
-        (empty_folder, "there is no *.yaml in this folder"),
-        (overlooked_file, "b.yml: would be overlooked"),
-        (op_in_two_files, "b.yaml:1: op: op 'toy_moe' is also in"),
-        (empty_file, "a.yaml:1: is empty"),
-        (binary_file, "a.yaml:2: byte 0xff is not UTF-8"),
-        (huge_file, "is 1800000 bytes long"),
-        (no_mapping, "a.yaml:1: must be a mapping, not a list"),
-        (alias_bomb, "a.yaml:2: is not acceptable YAML: alias *l0 is refused"),
-        (cell_bomb, "a.yaml:17: matrices.grid: has 2313441 cells"),
+        ({}, "none.yaml", "none.yaml: there is no such file"),
+        ({}, "", "is no regular file"),
+        ({}, "/dev/zero", "is no regular file"),
+        ({"a.yaml": "# nothing\n"}, "a.yaml", "a.yaml:1: is empty"),
+        ({"a.yaml": "op: toy\ndoc: \xff\n"}, "a.yaml", "a.yaml:2: byte 0xff is not UTF-8"),
+        ({"a.yaml": "# filler\n" * 200_000}, "a.yaml", "is 1800000 bytes long"),
+        ({"a.yaml": "- op\n- toy\n"}, "a.yaml", "a.yaml:1: must be a mapping, not a list"),
+        ({"a.yaml": f"l0: &l0 [x]\n{ALIASES}"}, "a.yaml", "a.yaml:2: is not acceptable YAML: alias *l0 is refused"),
+        (
+            {"a.yaml": SOUND.replace("    hidden: [16, 32]\n    tokens: [1, 4]\n", LONG_AXES)},
+            "a.yaml",
+            "a.yaml:17: matrices.grid: has 2313441 cells",
+        ),
+    ],
+    ids=itertools.count(),
+)
+def test_bad_file_is_refused(tmp_path: Path, files: dict[str, str], wanted: str, sentence: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="latin-1")
+    with pytest.raises(SpecError) as caught:
+        load_spec(tmp_path / wanted)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "folder", "sentence"),
+    [
+        ((), "none", "none: there is no such folder"),
+        ((), "", "there is no *.yaml in this folder"),
+        (("a.yaml", "b.yml"), "", "b.yml: would be overlooked"),
+        (("a.yaml", "b.yaml"), "", "b.yaml:1: op: op 'toy_moe' is also in"),
     ],
 )
-def test_bad_file_is_refused(attempt: Callable[[Path], None], sentence: str, tmp_path: Path) -> None:
+def test_bad_folder_is_refused(tmp_path: Path, files: tuple[str, ...], folder: str, sentence: str) -> None:
+    for name in files:
+        (tmp_path / name).write_text(SOUND)
     with pytest.raises(SpecError) as caught:
-        attempt(tmp_path)
+        load_specs(tmp_path / folder)
     assert sentence in str(caught.value)
 
 
 FMHA = load_specs()["fmha"]
 LINES = FMHA.file.read_text(encoding="utf-8").splitlines(keepends=True)
-SHARDS = [
-    "{",
-    "}",
-    "[",
-    "]",
-    ":",
-    ": ",
-    "- ",
-    "&a ",
-    "*a",
-    "!!int ",
-    "null",
-    "1",
-    "-1",
-    "1.5",
-    "true",
-    "|\n",
-    "'",
-    "\t",
-    "x",
-    "\n",
-]
+SHARDS = [*"{}[]:'x1\t\n", ": ", "- ", "&a ", "*a", "!!int ", "null", "-1", "1.5", "true", "|\n"]
 unhurried = settings(deadline=None, derandomize=True, database=None)
 
 

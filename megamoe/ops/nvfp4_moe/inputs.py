@@ -23,7 +23,7 @@ from megamoe.codec.nvfp4 import (
     unswizzle_scales,
 )
 from megamoe.codec.routing import expert_rows, routing
-from megamoe.ops import Sample
+from megamoe.ops import Sample, distribution_of
 from megamoe.spec.draws import generator, normal, uniform
 
 if TYPE_CHECKING:
@@ -101,12 +101,9 @@ def make_inputs(case: Case, device: str | torch.device = "cpu") -> Inputs:
 
     The bits depend on the case's id alone. ValueError for an unknown distribution.
     """
-    if case.inputs not in DISTRIBUTIONS:
-        known = ", ".join(DISTRIBUTIONS)
-        raise ValueError(f"{case.id}: there is no input distribution {case.inputs!r} for nvfp4_moe; there are: {known}")
+    stack = distribution_of(case, DISTRIBUTIONS)
     wanted = INPUTS[str(case["stage"])]
     made: Inputs = {"topk_ids": draw_topk_ids(case), "topk_weights": _topk_weights(case), "a2_gs": _a2_gs(case)}
-    stack = DISTRIBUTIONS[case.inputs]
     if "x_codes" in wanted:
         made |= _operand("x", stack(case, "x", (case.int("tokens"), 1, case.int("hidden"))), _padding(case), rows=True)
     if "w1_codes" in wanted:

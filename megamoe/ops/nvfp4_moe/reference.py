@@ -33,7 +33,7 @@ from megamoe.codec.nvfp4 import (
     unswizzle_scales,
 )
 from megamoe.codec.routing import Routing, expert_rows, routing
-from megamoe.ops import Codes, Latitude
+from megamoe.ops import Codes, Latitude, full_precision
 from megamoe.ops.nvfp4_moe.inputs import INPUTS, draw_topk_ids, sample_tokens
 from megamoe.ops.nvfp4_moe.inputs import make_inputs as make_inputs
 from megamoe.ops.nvfp4_moe.settle import choices, code_interval, scale_interval, settled
@@ -61,12 +61,7 @@ def simulated(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
     The requantised activations are those of the oracle, so a code that fp32 rounds to the other side of a step is no
     noise; `latitude` is for such codes. Raises ValueError if torch was told to lower the precision of fp32 products.
     """
-    precision = torch.get_float32_matmul_precision()
-    if precision != "highest":
-        raise ValueError(
-            f"{case.id}: torch's float32 matmul precision is {precision!r}; the simulated reference needs "
-            "'highest' (torch.set_float32_matmul_precision)"
-        )
+    full_precision(case)
     return _outputs(case, inputs, torch.float32)
 
 
