@@ -1,4 +1,4 @@
-"""The tables of an explanation, for the terminal."""
+"""The tables of an explanation, for the terminal, and the regions of shared memory that one of them shows."""
 
 from __future__ import annotations
 

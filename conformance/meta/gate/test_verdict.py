@@ -120,9 +120,8 @@ def test_an_expected_failure_that_turns_out_otherwise_closes_it(status: Status) 
 
 def test_an_expectation_holds_for_its_own_row_only() -> None:
     for change in ({"backend": "other"}, {"target": "sm_90a"}, {"executor": "gpu"}, {"schedule": "lazy"}):
-        assert not judge_run([ROW], [_record(ROW, "failed")], [expectation(**change)]).passed, (
-            f"{change} is another row"
-        )
+        verdict = judge_run([ROW], [_record(ROW, "failed")], [expectation(**change)])
+        assert not verdict.passed, f"{change} is another row"
 
 
 def test_two_entries_for_one_row_close_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from megamoe.cli.main import main
 from megamoe.contract import Case
 from megamoe.judge.arena import Arena, Layout
 from megamoe.judge.tolerance import compare
-from megamoe.ops import Codes, Latitude, reference, referenced_ops
+from megamoe.ops import Codes, Latitude, fmha, reference, referenced_ops
+from megamoe.ops.nvfp4_moe import inputs as moe_inputs
 from megamoe.spec.load import load_spec, load_specs
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import Selection, SelectionError, not_offered, owed_rows
@@ -224,3 +226,26 @@ def test_an_op_may_be_named_after_another(tmp_path: Path, monkeypatch: pytest.Mo
 def test_an_unknown_op_is_refused_with_a_sentence(op: str) -> None:
     with pytest.raises(ValueError, match=rf"no reference for op '{op}'; references exist for: .*fmha"):
         reference(op)
+
+
+DISTRIBUTIONS = {"fmha": fmha.DISTRIBUTIONS, "nvfp4_moe": moe_inputs.DISTRIBUTIONS}
+
+
+@pytest.mark.parametrize("op", DISTRIBUTIONS)
+def test_the_spec_and_the_reference_name_the_same_distributions(op: str) -> None:
+    assert set(SPECS[op].inputs) == set(DISTRIBUTIONS[op])
+    case = dataclasses.replace(SPECS[op].profile("smoke").cases[0], inputs="uniform")
+    with pytest.raises(ValueError, match=rf"no input distribution 'uniform' for {op}; there are: normal"):
+        reference(op).make_inputs(case)
+
+
+@pytest.mark.parametrize("op", DISTRIBUTIONS)
+def test_a_simulated_reference_refuses_a_lowered_precision(op: str) -> None:
+    case = SPECS[op].profile("smoke").cases[0]
+    inputs = reference(op).make_inputs(case)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with pytest.raises(ValueError, match=r"float32 matmul precision is 'medium'.*needs 'highest'"):
+            reference(op).simulated(case, inputs)
+    finally:
+        torch.set_float32_matmul_precision("highest")

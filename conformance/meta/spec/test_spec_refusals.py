@@ -73,6 +73,9 @@ profiles:
 """
 
 
+EDGE, TWIN = "{hidden: 32, tokens: 3, topk: 8}", "{tokens: 0, hidden: 16, topk: 1}"
+
+
 @dataclass(frozen=True)
 class Plant:
     """`old` becomes `new`; the refusal must be at the line that contains `at`, at `key`, and say all of `says`."""
@@ -104,14 +107,7 @@ KEYS = [
     plant(", dtype: bf16", "", "  o: {", "tensors.o", "key 'dtype' is missing", "shape, dtype, role"),
     plant("    tokens: [1, 4]", "    tokns: [1, 4]", "tokns", "matrices.grid.tokns", "did you mean 'tokens'?"),
     plant("{hidden: 16, tokens: 0}", "{hiden: 16, tokens: 0}", "{hiden", "matrices.edges[0].hiden", "'hidden'?"),
-    plant(
-        "  tokens: {min: 0, max: 32",
-        "  toks: {min: 0, max: 32",
-        "  toks:",
-        "ranges.toks",
-        "no axis 'toks'",
-        "'tokens'?",
-    ),
+    plant("tokens: {min", "toks: {min", "toks:", "ranges.toks", "no axis 'toks'", "'tokens'?"),
     plant("[tokens, hidden]", "[tokens, hiden]", "hiden]", "tensors.o.shape[1]", "'hiden'", "did you mean 'hidden'?"),
     plant("when: debug", "when: debog", "debog", "tensors.sf.when", "no bool axis 'debog'", "'debug'?"),
     plant("published: [grid]", "published: [gird]", "gird", "published[0]", "no matrix 'gird'; did you mean 'grid'?"),
@@ -123,14 +119,7 @@ KEYS = [
 
 TYPES = [
     plant("op: toy_moe", "op: 7", "op: 7", "op", "must be text, not 7"),
-    plant(
-        "type: int, in",
-        "type: integer, in",
-        "integer",
-        "axes.hidden.type",
-        "'int', 'float', 'bool' or 'str'",
-        "'integer'",
-    ),
+    plant("int, in", "integer, in", "integer", "axes.hidden.type", "'int', 'float', 'bool' or 'str'", "'integer'"),
     plant("min: 0, max: 64", "min: zero, max: 64", "zero", "axes.tokens.min", "must be a number, not 'zero'"),
     plant("min: 0, max: 64", "min: 0.5, max: 64", "0.5, max: 64", "axes.tokens.min", "must be an integer, not 0.5"),
     plant("in: [16, 32]", "in: [16, '32']", "'32'", "axes.hidden.in[1]", "must be an integer, not '32'"),
@@ -197,47 +186,16 @@ MEANINGS = [
     plant("min: 0, max: 32}", "min: 33, max: 32}", "min: 33", "ranges.tokens.min", "min 33 is above max 32"),
     plant("min: 0, max: 64", "min: 0", "tokens: {type", "axes.tokens", "no complete range", "'min' and 'max'"),
     plant("in: [before, after], ", "", "weight_applies: {t", "axes.weight_applies", "give 'in'"),
-    plant(
-        "topk: {type: int, min: 1, max: 8, default: 1",
-        "topk: {type: int, min: 1, max: 8, default: 9",
-        "default: 9",
-        "axes.topk.default",
-        "default 9 is no value of it; it must be 1..8",
-    ),
-    plant(
-        "tokens: 3",
-        "tokens: 65",
-        "tokens: 65",
-        "matrices.edges[1].tokens",
-        "tokens=65 is outside of its limits",
-        "0..64",
-    ),
+    plant("default: 1", "default: 9", "9, d", "axes.topk.default", "default 9 is no value of it; it must be 1..8"),
+    plant("tokens: 3", "tokens: 65", "65", "matrices.edges[1].tokens", "tokens=65 is outside of its limits", "0..64"),
     plant("tokens: 3, ", "", "{hidden: 32, topk", "matrices.edges[1]", "tokens must be given"),
     plant(
         "hidden: 32, tokens: 3", "hidden: 16, tokens: 3", "tokens: 3", "matrices.edges[1]", "topk=8", "'topk <= 4 or"
     ),
     plant("tokens: [1, 4]", "tokens: [1, 4, 1]", "[1, 4, 1]", "matrices.grid.tokens[2]", "1 is given twice"),
-    plant(
-        "{hidden: 32, tokens: 3, topk: 8}",
-        "{tokens: 0, hidden: 16, topk: 1}",
-        "{tokens: 0",
-        "matrices.edges[1]",
-        "toy_moe:hidden=16,tokens=0 is already in matrix edges, line 21",
-    ),
-    plant(
-        "{hidden: 32, tokens: 3, topk: 8}",
-        "{hidden: 16, tokens: 4}",
-        "tokens: 4}",
-        "matrices.edges[1]",
-        "is already in matrix grid, line 17",
-    ),
-    plant(
-        "beyond_ranges: [big]",
-        "beyond_ranges: [big, edges]",
-        "beyond_ranges",
-        "beyond_ranges[1]",
-        "no row of matrix edges",
-    ),
+    plant(EDGE, TWIN, TWIN, "matrices.edges[1]", "toy_moe:hidden=16,tokens=0 is already in matrix edges, line 21"),
+    plant(EDGE, "{hidden: 16, tokens: 4}", "tokens: 4}", "matrices.edges[1]", "is already in matrix grid, line 17"),
+    plant("[big]", "[big, edges]", "beyond_ranges", "beyond_ranges[1]", "no row of matrix edges"),
     plant(
         "      - {hidden: 16, tokens: 0}",
         "      - {hidden: 16, tokens: 5}",
