@@ -335,15 +335,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.chdir(tmp_path)
     assert main(["explain", "fmha:hd=64,t=1,s_k=128", "--backend", "ptx", "--schedule", "eager"]) == 0
     said = capsys.readouterr().out
-    for wanted in (
-        "grid",
-        "warp roles",
-        "TMA producer",
-        "who arrives",
-        "MMA FLOPs issued",
-        "ui.perfetto.dev",
-        "tmem.svg",
-    ):
+    words = ("grid", "warp roles", "TMA producer", "who arrives", "MMA FLOPs issued", "ui.perfetto.dev", "tmem.svg")
+    for wanted in words:
         assert wanted in said
     (folder,) = (tmp_path / "results" / "explain").iterdir()
     assert {"report.txt", "kernel.ptx", "trace.perfetto.json", "tmem.svg", "registers.svg"} == {
