@@ -69,8 +69,7 @@ def activations(case: Case, tensors: Tensors, rows: ExpertRows) -> torch.Tensor:
     """bf16 [routes, intermediate]: codes times block scales, exact, without the global scale."""
     import torch
 
-    from megamoe.codec.layout import unswizzle_scales
-    from megamoe.codec.nvfp4 import SF_VEC_SIZE, dequantise
+    from megamoe.codec.nvfp4 import SF_VEC_SIZE, dequantise, unswizzle_scales
 
     codes = tensors["a2_codes"]
     sf = unswizzle_scales(tensors["a2_sf"], len(codes), case.int("intermediate") // SF_VEC_SIZE)
@@ -80,8 +79,7 @@ def activations(case: Case, tensors: Tensors, rows: ExpertRows) -> torch.Tensor:
 
 def weight_scales(case: Case, tensors: Tensors) -> torch.Tensor:
     """uint8 [num_experts, hidden, intermediate / 16]: the block scales of w2, row after row."""
-    from megamoe.codec.layout import unswizzle_scales
-    from megamoe.codec.nvfp4 import SF_VEC_SIZE
+    from megamoe.codec.nvfp4 import SF_VEC_SIZE, unswizzle_scales
 
     return unswizzle_scales(tensors["w2_sf"], case.int("hidden"), case.int("intermediate") // SF_VEC_SIZE)
 

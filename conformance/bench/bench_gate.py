@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from conformance.fakes import gate_lines, ten_thousand
+from conformance.fakes import instant, results
 from megamoe.contract import Row
 from megamoe.gate.baseline import Baseline, rebuilt, write_baseline
 from megamoe.records.lines import BASELINE_RUN, AnyLine, Figures, Record
@@ -24,13 +24,13 @@ from megamoe.spec.selection import Selection, owed_rows
 
 HERE = Path(__file__).resolve().parent
 BAR_SECONDS = 2
-BACKEND = f"{ten_thousand.__name__}:READY"
+BACKEND = f"{instant.__name__}:READY"
 KINDS = ("alu", "barrier", "control", "convert", "fence", "float", "mbarrier", "memory", "mma", "move", "tma", "warp")
 COUNTERS = {f"instructions_{kind}": 1234 for kind in KINDS} | {"useful_flops": 10**9, "minimum_bytes": 10**7}
 
 
 def _lines(rows: list[Row]) -> list[Record | Figures]:
-    return [line for row in rows for line in (gate_lines.record(row, COUNTERS), gate_lines.figures(row))]
+    return [line for row in rows for line in (results.judged(row, COUNTERS), results.compiled(row))]
 
 
 def test_gate(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
@@ -38,8 +38,8 @@ def test_gate(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     folder = tmp_path / "specs"
     folder.mkdir()
     selection = Selection(backends=(BACKEND,))
-    rows = owed_rows(load_specs(ten_thousand.write_spec(folder)), selection)
-    header = gate_lines.header(len(rows)).model_copy(update={"selection": asdict(selection)})
+    rows = owed_rows(load_specs(instant.write_spec(folder)), selection)
+    header = results.gated(len(rows)).model_copy(update={"selection": asdict(selection)})
     lines: list[AnyLine] = [header, *_lines(rows)]
     records, baseline = tmp_path / "run.jsonl", tmp_path / "baseline.jsonl"
     records.write_text("".join(f"{line.model_dump_json()}\n" for line in lines), encoding="utf-8")

@@ -20,7 +20,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from conformance import ROOT
-from conformance.fakes import instant_executor, ten_thousand
+from conformance.fakes import instant
 from megamoe.contract import Row
 from megamoe.judge.judge import judge
 from megamoe.judge.run import RunSettings, judged
@@ -28,7 +28,7 @@ from megamoe.records.files import RecordWriter
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
 
-ROOM = ten_thousand.__name__
+ROOM = instant.__name__
 BAR_COLLECT_S = 3.0
 BAR_ROW_MS = 10.0
 CASES = (
@@ -41,7 +41,7 @@ CASES = (
 
 
 def _row(case: str) -> Row:
-    return Row(case, f"{ROOM}:READY", "sm_100a", f"{instant_executor.__name__}:INSTANT", "eager")
+    return Row(case, f"{ROOM}:READY", "sm_100a", f"{instant.__name__}:INSTANT", "eager")
 
 
 def _busy_ms(work: Callable[[], object], times: int) -> float:
@@ -53,7 +53,7 @@ def _busy_ms(work: Callable[[], object], times: int) -> float:
 
 def test_collection_of_ten_thousand_rows(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     """`pytest --collect-only conformance/bench/bench_rows.py` over 10,000 cases in at most 3 s."""
-    write = ["--specs", str(ten_thousand.write_spec(tmp_path)), "--backend", f"{ROOM}:READY", "--executor", "vm"]
+    write = ["--specs", str(instant.write_spec(tmp_path)), "--backend", f"{ROOM}:READY", "--executor", "vm"]
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "conformance/bench/bench_rows.py", *write]
 
     def collect() -> str:
@@ -69,7 +69,7 @@ def test_collection_of_ten_thousand_rows(benchmark: BenchmarkFixture, tmp_path: 
 
 def test_rows_of_ten_thousand_cases(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     """From the file of a spec to the rows owed: what every command pays first."""
-    folder = ten_thousand.write_spec(tmp_path)
+    folder = instant.write_spec(tmp_path)
     selection = Selection(backends=(f"{ROOM}:READY",))
     rows = benchmark.pedantic(lambda: owed_rows(load_specs(folder), selection), rounds=3, iterations=1)
     assert len(rows) == 10_000

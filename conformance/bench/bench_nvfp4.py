@@ -13,8 +13,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from megamoe.codec.layout import swizzle_scales
-from megamoe.codec.nvfp4 import dequantise, global_scale, quantise
+from megamoe.codec.nvfp4 import dequantise, global_scale, quantise, swizzle_scales
 from megamoe.ops import reference
 from megamoe.spec.load import load_specs
 

@@ -17,8 +17,8 @@ import pytest
 from megamoe.bench.run import BenchRun, BenchSettings
 from megamoe.bench.timing import TEMPERATURES, Policy
 from megamoe.contract import Row, Temperature
-from megamoe.spec.error import SpecError
 from megamoe.spec.load import load_specs
+from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import Selection, SelectionError, known_cases, owed_rows
 from megamoe.spec.spec import Spec
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from megamoe.diff.differ import ComparedRow, ComparisonError, called, compare_runs
 from megamoe.diff.rows import Call
 from megamoe.diff.sides import Side, read_side
-from megamoe.records.atomic import write_file
+from megamoe.records.files import write_file
 from megamoe.records.keys import Key
 from megamoe.records.lines import AnyLine, RecordError, Timing
-from megamoe.spec.error import SpecError
 from megamoe.spec.load import load_specs
+from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.spec import DEFAULT_THRESHOLD
 
 FORMAT = "megamoe-false-alarms-1"

@@ -1,7 +1,7 @@
-"""Backends that misbehave, one way each, and an executor that acts on it.
+"""Backends that write a name and a case into their programs, and an executor that does what the name says.
 
-Workers find them by name, as `conformance.fakes.backends:RAISES`, the way a user brings a backend. The text of a
-program is the behaviour and the case. The executor writes the simulated reference first, then misbehaves.
+Here the names are ways to misbehave; conformance.fakes.fmha and nvfp4_moe have styles and faults of a kernel. Workers
+find each by name, as `conformance.fakes.backends:RAISES`, the way a user brings a backend.
 """
 
 from __future__ import annotations
@@ -11,42 +11,75 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Protocol
 
 import torch
 
 from megamoe.contract import Case, Execution, Program, RunOptions, Target, UnsupportedError
 from megamoe.ops import reference
 from megamoe.spec.load import load_specs
+from megamoe.spec.spec import Spec
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class FakeBackend:
-    """Names a behaviour of FakeExecutor. "raises" and "declines" happen in `build`."""
+class NamedBackend:
+    """Writes `name`, a style or a fault, and the case into the program. `op`: the only one it has, None for any.
+
+    It acts on three names itself, in `build`: "raises", "declines" and "nothing".
+    """
 
     name: str
+    op: str | None = None
 
     def targets(self, op: str) -> tuple[Target, ...]:
-        return ("sm_100a",)
+        return ("sm_100a",) if self.op in (None, op) else ()
 
     def build(self, case: Case, target: Target) -> Program:
         if self.name == "raises":
             raise RuntimeError("the tile of 96 does not divide 128")
         if self.name == "declines":
             raise UnsupportedError("hd=64 needs a tile that this backend does not have")
+        if self.name == "nothing":
+            raise UnsupportedError(f"{case.id}: this backend has no kernel that works")
         return Program(target, f"{self.name}\n{case.id}", ())
 
 
-class EmptyBackend(FakeBackend):
-    """Has no kernel of any op."""
+class Emulate(Protocol):
+    """Writes the outputs of `case` into `tensors`, as the style or with the fault `name` makes them.
 
-    def __init__(self) -> None:
-        super().__init__("empty")
+    `run` counts the runs of the executor. Returns the rule of the machine that was broken, if one was.
+    """
 
-    def targets(self, op: str) -> tuple[Target, ...]:
-        return ()
+    def __call__(self, case: Case, tensors: Tensors, name: str, schedule: str, run: int) -> str | None: ...
+
+
+@dataclass(eq=False)
+class FakeExecutor:
+    """Emulates what the program names. It counts its runs: that is the history which leaks."""
+
+    emulate: Emulate
+    name: str = "fake"
+    reason: str | None = None
+    counters: Mapping[str, int] = field(default_factory=dict[str, int])
+    runs: int = 0
+
+    def unavailable(self, target: Target) -> str | None:
+        return self.reason
+
+    def run(self, program: Program, tensors: Tensors, options: RunOptions) -> Execution:
+        name, case_id = program.ptx.split("\n")
+        self.runs += 1
+        case = _specs()[case_id.partition(":")[0]].parse_case(case_id)
+        return Execution(self.counters, self.emulate(case, tensors, name, options.schedule, self.runs))
+
+
+@cache
+def _specs() -> dict[str, Spec]:
+    return load_specs()
 
 
 def _hang(tensors: Tensors) -> None:
@@ -86,12 +119,7 @@ def _scale(tensors: Tensors) -> None:
     tensors["o"].mul_(0.5)
 
 
-def _nothing(tensors: Tensors) -> None:
-    pass
-
-
 BEHAVIOURS: dict[str, Callable[[Tensors], None]] = {
-    "works": _nothing,
     "hangs": _hang,
     "exits": _exit,
     "exits_quietly": _exit_quietly,
@@ -101,31 +129,18 @@ BEHAVIOURS: dict[str, Callable[[Tensors], None]] = {
     "writes_past_the_end": _write_past_the_end,
     "changes_an_input": _change_an_input,
     "scales": _scale,
-    "stops_half_way": _nothing,
-    "breaks_a_rule": _nothing,
 }
 
 
-@dataclass(frozen=True)
-class FakeExecutor:
-    """Writes the simulated reference into the outputs, then misbehaves as the program says."""
-
-    name: str = "fake"
-    reason: str | None = None
-
-    def unavailable(self, target: Target) -> str | None:
-        return self.reason
-
-    def run(self, program: Program, tensors: Tensors, options: RunOptions) -> Execution:
-        behaviour, case_id = program.ptx.split("\n")
-        case = load_specs()["fmha"].parse_case(case_id)
-        inputs = {name: tensors[name] for name in ("q", "k", "v")}
-        for name, value in reference("fmha").simulated(case, inputs).items():
-            written = value.shape[-1] // 2 if behaviour == "stops_half_way" else value.shape[-1]
-            tensors[name][..., :written] = value[..., :written]
-        BEHAVIOURS[behaviour](tensors)
-        violation = "line 12, warp 0, lane 3: ld.shared reads 4 bytes at 0x10 that nobody wrote"
-        return Execution({"instructions": 7}, violation if behaviour == "breaks_a_rule" else None)
+def _misbehave(case: Case, tensors: Tensors, name: str, schedule: str, run: int) -> str | None:
+    """Writes the simulated reference of FMHA into the outputs first."""
+    for output, value in reference("fmha").simulated(case, {part: tensors[part] for part in "qkv"}).items():
+        written = value.shape[-1] // 2 if name == "stops_half_way" else value.shape[-1]
+        tensors[output][..., :written] = value[..., :written]
+    if name in BEHAVIOURS:
+        BEHAVIOURS[name](tensors)
+    broken = "line 12, warp 0, lane 3: ld.shared reads 4 bytes at 0x10 that nobody wrote"
+    return broken if name == "breaks_a_rule" else None
 
 
 def die_at_start(environment: Mapping[str, str], module: str) -> None:
@@ -133,21 +148,21 @@ def die_at_start(environment: Mapping[str, str], module: str) -> None:
     os._exit(9)
 
 
-EXECUTOR = FakeExecutor()
-BROKEN_MACHINE = FakeExecutor("broken", "it has no such tensor cores")
-RAISES = FakeBackend("raises")
-DECLINES = FakeBackend("declines")
-WORKS = FakeBackend("works")
-HANGS = FakeBackend("hangs")
-EXITS = FakeBackend("exits")
-EXITS_QUIETLY = FakeBackend("exits_quietly")
-SEGFAULTS = FakeBackend("segfaults")
-LEAVES = FakeBackend("leaves")
-WRITES_NAN = FakeBackend("writes_nan")
-WRITES_PAST_THE_END = FakeBackend("writes_past_the_end")
-CHANGES_AN_INPUT = FakeBackend("changes_an_input")
-SCALES = FakeBackend("scales")
-STOPS_HALF_WAY = FakeBackend("stops_half_way")
-BREAKS_A_RULE = FakeBackend("breaks_a_rule")
-EMPTY = EmptyBackend()
+EXECUTOR = FakeExecutor(_misbehave, counters={"instructions": 7})
+BROKEN_MACHINE = FakeExecutor(_misbehave, "broken", "it has no such tensor cores")
+RAISES = NamedBackend("raises")
+DECLINES = NamedBackend("declines")
+WORKS = NamedBackend("works")
+HANGS = NamedBackend("hangs")
+EXITS = NamedBackend("exits")
+EXITS_QUIETLY = NamedBackend("exits_quietly")
+SEGFAULTS = NamedBackend("segfaults")
+LEAVES = NamedBackend("leaves")
+WRITES_NAN = NamedBackend("writes_nan")
+WRITES_PAST_THE_END = NamedBackend("writes_past_the_end")
+CHANGES_AN_INPUT = NamedBackend("changes_an_input")
+SCALES = NamedBackend("scales")
+STOPS_HALF_WAY = NamedBackend("stops_half_way")
+BREAKS_A_RULE = NamedBackend("breaks_a_rule")
+EMPTY = NamedBackend("empty", "none")
 NOT_A_BACKEND = 17

@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from conformance.fakes.executor import FakeExecutor, NamedBackend
+from conformance.fakes.backends import FakeExecutor, NamedBackend
 from megamoe.contract import Case, Program, Target, UnsupportedError
 
 ROW_TILE: Final = 128
@@ -292,6 +292,6 @@ class NarrowBackend(NamedBackend):
 
 
 EXECUTOR = FakeExecutor(_write)
-NARROW = NarrowBackend("fmha", "narrow")
-BACKENDS = {name: NamedBackend("fmha", name) for name in (*LAW_FAULTS, *STYLES, "nothing")}
+NARROW = NarrowBackend("narrow", "fmha")
+BACKENDS = {name: NamedBackend(name, "fmha") for name in (*LAW_FAULTS, *STYLES, "nothing")}
 globals().update({name.upper(): backend for name, backend in BACKENDS.items()})

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from conformance.fakes.executor import FakeExecutor, NamedBackend
+from conformance.fakes.backends import FakeExecutor, NamedBackend
 from megamoe.codec.nvfp4 import decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3
 from megamoe.contract import Case
 
@@ -314,5 +314,5 @@ class Kernel:
 
 
 EXECUTOR = FakeExecutor(emulate)
-BACKENDS = {name: NamedBackend("nvfp4_moe", name) for name in (*FAULTS, *LAW_FAULTS, *STYLES)}
+BACKENDS = {name: NamedBackend(name, "nvfp4_moe") for name in (*FAULTS, *LAW_FAULTS, *STYLES)}
 globals().update({name.upper(): backend for name, backend in BACKENDS.items()})

@@ -1,7 +1,7 @@
-"""An executor that calls peers on CPU tensors, and stand-ins for foreign modules that do what their manuals say.
+"""An executor that calls peers on CPU tensors, and stand-ins for the foreign modules that peers call.
 
-A stand-in computes in float32, with masks written down from the manual of the project it stands for, and notes how it
-was called. What is tested with them is ours: layouts, masks, scales, results put back. What they leave out is theirs.
+A stand-in computes in float32 and notes how it was called. Its masks follow the manual of its project. Tests with them
+check our side of the call: layouts, masks, scales, results put back. They say nothing of the foreign kernels.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ EXECUTOR = PeersOnCpu()
 
 @dataclass
 class Faults:
-    """What a stand-in does wrong, to see whether the judge notices.
+    """Mistakes of a stand-in that the judge must notice.
 
-    `scale`: factor on the logits' scale; `shift`: keys by which a mask is off; `lse_base_2`; `stale`: a second call
-    leaves its results as they are; `row`: rows of a GEMM by which its result is off.
+    `scale`: factor on the scale of the logits. `shift`: keys by which a mask is off. `lse_base_2`: lse is a logarithm
+    to base 2. `stale`: a second call changes no result. `row`: rows by which the result of a GEMM is shifted.
     """
 
     scale: float = 1.0
@@ -64,7 +64,7 @@ class Faults:
 
 @dataclass
 class Foreign:
-    """Stand-ins for all foreign modules, the notes of their calls, and their faults."""
+    """The state that the stand-ins share: their faults, and the notes of their calls."""
 
     faults: Faults = field(default_factory=Faults)
     calls: list[tuple[str, Call]] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Foreign:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, faults: Faults | None = None) -> Foreign:
-    """Puts stand-ins in the place of every foreign module and of torch's CUDA operators, all of version 0.0."""
+    """Replaces every foreign module and torch's CUDA operators by stand-ins of version 0.0."""
     foreign = Foreign(faults or Faults())
     monkeypatch.setattr("backends.peers.peer.version", lambda name: "0.0")
     for name, stand_in in _operators(foreign).items():
@@ -114,11 +114,11 @@ def install(monkeypatch: pytest.MonkeyPatch, faults: Faults | None = None) -> Fo
 
 
 def _operators(foreign: Foreign) -> dict[str, object]:
-    """torch's operators (native_functions.yaml): lse of cuDNN has a last axis of 1, that of mem-efficient is padded."""
+    """torch's operators (native_functions.yaml). cuDNN gives lse a last axis of 1; the memory-efficient one pads it."""
 
     def cudnn(q, k, v, attn_bias, compute_log_sumexp, dropout_p, is_causal, *, scale):
         foreign.note("cudnn", {"bias": attn_bias, "dropout": dropout_p, "q": q.shape, "lse": compute_log_sumexp})
-        # Top-left: bottom-right of a problem with as many keys as rows.
+        # Top-left and bottom-right are the same if there are as many keys as rows.
         assert not is_causal or q.shape[2] == k.shape[2], "cuDNN's causal mask in torch is aligned top-left"
         o, lse = foreign.attend(q, k, v, scale, None, 0 if is_causal else None)
         return o, lse[..., None], None, None
@@ -153,7 +153,7 @@ def _modules(foreign: Foreign) -> dict[str, Mapping[str, object]]:
 
 
 def _tuned(config: object, shape_m: int, gemm_type: str) -> dict[str, object]:
-    """The configuration for that many rows."""
+    """A configuration for `shape_m` rows."""
     block_m = next(rows for rows in (8, 16, 64) if shape_m <= 4 * rows or rows == 64)
     return {"for": (config, gemm_type), "block_m": block_m}
 
@@ -195,7 +195,7 @@ def _cudnn_frontend(foreign: Foreign) -> dict[str, Mapping[str, object]]:
 
 
 def _flash_window(causal: bool, window: Sequence[int]) -> tuple[int | None, int | None]:
-    """(left, right) of flash-attention's manual, -1 being infinite; causal is a right of 0."""
+    """(left, right) as flash-attention's manual defines them: -1 is infinite, causal means a right of 0."""
     left, right = window
     return None if left < 0 else left, 0 if causal else None if right < 0 else right
 
@@ -209,15 +209,17 @@ def _second(
     left: int | None,
     right: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """attend on [b, t, h, d]."""
+    """As Foreign.attend, on [b, t, h, d]."""
     o, lse = foreign.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, left, right)
     return o.transpose(1, 2), lse
 
 
 def _check_ranges(tuning: object, rows: object) -> None:
-    """As its launcher (launcher.cpp, find_kernel_configs_target_index): a configuration by itself is for any number of
-    rows, each of a list for those above its first and up to its second number. A single row is looked up first, then
-    those of the call."""
+    """Raises where humming's launcher does (launcher.cpp, find_kernel_configs_target_index).
+
+    A configuration by itself fits any number of rows. One of a list fits numbers of rows above its first number, up to
+    its second. The launcher looks up a single row first, then the rows of the call.
+    """
     for wanted in (1, rows):
         if isinstance(tuning, list) and not any(low < wanted <= high for low, high, _ in tuning):
             raise RuntimeError("shape_m is not within any range defined in configs.")

@@ -1,27 +1,43 @@
-"""Made-up results: lines of record files, times with a known noise, and sides of a comparison."""
+"""Made-up results: lines of record files, sides of a comparison, and what the gate holds against what.
+
+`judged`, `compiled`, `baseline` and `claim` are for tests of the gate: about a row, with values that no other run would
+repeat.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from megamoe.contract import DeviceFacts, Status, Temperature
+from megamoe.contract import DeviceFacts, Row, Status, Temperature
 from megamoe.diff.sides import Side
+from megamoe.gate.baseline import Baseline, settled, settled_figures
+from megamoe.gate.counters import Claim
+from megamoe.gate.expected import Expectation, ExpectedEntry
 from megamoe.records.files import RecordFile, RecordWriter
+from megamoe.records.keys import Key
 from megamoe.records.lines import (
     Acceptance,
     Agreement,
     AnyLine,
+    Evidence,
     Figures,
     Record,
     RunHeader,
     Timing,
+    record_of,
 )
+from megamoe.spec.selection import Selection
 
-CASE = "fmha:hd=64,t=1,s_k=128"
+CASE, OTHER = "fmha:hd=64,t=1,s_k=128", "fmha:hd=64,t=4,s_k=128"
+ROW = Row(CASE, "ptx", "sm_100a", "vm", "eager")
+NEIGHBOUR = ROW._replace(case=OTHER)
+COUNTERS = {"instructions_alu": 100, "mma_flops": 4096, "tma_stores": 2, "useful_flops": 2048}
+KERNEL = {"registers": 168, "spill_bytes": 0, "smem_bytes": 1024, "code_bytes": 4096}
 H200 = DeviceFacts(
     name="NVIDIA H200",
     compute_capability="9.0",
@@ -32,6 +48,10 @@ H200 = DeviceFacts(
     l2_bytes=60_000_000,
     sm_clock_mhz=1980,
 )
+KNOWN = {
+    "case": CASE, "backend": "ptx", "target": "sm_100a", "executor": "vm", "status": "failed", "example": CASE,
+    "reason": "the ring of one stage deadlocks", "expires": date(2026, 3, 1),
+}  # fmt: skip
 AGREEMENT = Agreement(
     run="run-1",
     case=CASE,
@@ -46,13 +66,17 @@ ACCEPTANCE = Acceptance(run="run-1", row="a row", reason="on purpose", accepted=
 
 
 def header(
-    run: str = "run-1", device: DeviceFacts | None = H200, software: Mapping[str, str] | None = None
+    run: str = "run-1",
+    device: DeviceFacts | None = H200,
+    software: Mapping[str, str] | None = None,
+    owed_rows: int = 1,
+    selection: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> RunHeader:
     return RunHeader(
         run=run,
         started="2026-11-21T18:00:00+00:00",
-        selection={},
-        owed_rows=1,
+        selection=selection or {},
+        owed_rows=owed_rows,
         git_revision="abc",
         megamoe="0.1.0",
         python="3.12.3",
@@ -147,3 +171,41 @@ def write(path: Path, *lines: AnyLine) -> Path:
         for line in lines:
             writer.append(line)
     return path
+
+
+def judged(row: Row, counters: Mapping[str, int] = COUNTERS, status: Status = "passed", program: str = "p1") -> Record:
+    """A record of `row` as a run writes it."""
+    sentence = "" if status == "passed" else "the outputs are wrong"
+    found = record_of("run-7", row, status, sentence, Evidence({"o.rms": 0.125}, counters or {}, program), 1.25)
+    return found.model_copy(update={"input_sha256": {"q": "1234"}})
+
+
+def compiled(row: Row, kernel: Mapping[str, int] = KERNEL, assembler: str = "ptxas", entry: str = "fmha") -> Figures:
+    """The figures of the program of `row`."""
+    found = figures(0, assembler).model_copy(update={"run": "run-7", "program_sha256": "p1", "cubin_sha256": "c1"})
+    about = {"case": row.case, "op": row.op, "backend": row.backend, "target": row.target}
+    return found.model_copy(update={**about, "kernels": {entry: kernel}})
+
+
+def gated(owed_rows: int = 2, run: str = "run-7") -> RunHeader:
+    """The header of the run of these lines, which was one of the profile smoke."""
+    selection = {name: "smoke" if name == "profile" else () for name in Selection.__dataclass_fields__}
+    return header(run, None, {"nvidia-cuda-nvcc": "13.5.37"}, owed_rows, selection)
+
+
+def baseline(*lines: Record | Figures, path: Path = Path("baseline.jsonl")) -> Baseline:
+    """A baseline of these lines."""
+    records = {line.row: settled(line) for line in lines if isinstance(line, Record)}
+    programs = {Key.of(line): settled_figures(line) for line in lines if isinstance(line, Figures)}
+    return Baseline(path, records=records, figures=programs)
+
+
+def claim(*rows: Row, selection: Selection | None = None) -> Claim:
+    """A claim that the baseline holds `rows`, from a run of `selection`."""
+    return Claim(frozenset(rows), [selection or Selection()], lambda row: f"megamoe accept '{row}'")
+
+
+def expectation(**changes: object) -> Expectation:
+    """The entry that expects ROW to fail until March 2026, with `changes`."""
+    entry = {**KNOWN, **changes}
+    return Expectation(ExpectedEntry.model_validate(entry), "expected.yaml, line 3")

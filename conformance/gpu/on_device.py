@@ -76,7 +76,7 @@ def faults(out: Path, carried: Path | None) -> bool:
     from megamoe.records.provenance import run_header
     from megamoe.spec.selection import Selection
 
-    rows = [Row(case, "conformance.fakes.faulty_backend:BACKEND", "sm_90a", "gpu", "eager") for case in CASES]
+    rows = [Row(case, "conformance.fakes.broken_kernels:FAULTY", "sm_90a", "gpu", "eager") for case in CASES]
     header = run_header(Selection(cases=CASES), len(rows))
     good = True
     with RecordWriter(out / "faults.jsonl") as writer:

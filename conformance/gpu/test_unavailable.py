@@ -64,7 +64,7 @@ def test_a_target_needs_exactly_its_compute_capability(
 
 def test_its_rows_are_unsupported_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     _device(monkeypatch, (8, 9))
-    row = Row("fmha:hd=64,t=2,s_k=3", "conformance.fakes.faulty_backend:BACKEND", "sm_90a", "gpu", "eager")
+    row = Row("fmha:hd=64,t=2,s_k=3", "conformance.fakes.broken_kernels:FAULTY", "sm_90a", "gpu", "eager")
     record = judge(row, "run-1")
     assert record.status == "unsupported"
     assert "executor gpu cannot run sm_90a here: sm_90a needs compute capability 9.0" in record.sentence

@@ -17,16 +17,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from megamoe.bench.floor import floor_of
-from megamoe.bench.progress import Progress
-from megamoe.bench.timing import (
-    TEMPERATURES,
-    Contender,
-    Policy,
-    Series,
-    take,
-    timing_of,
-)
+from megamoe.bench.timing import TEMPERATURES, Contender, Policy, Series, floor_of, take, timing_of
+from megamoe.bench.worker import Progress
 from megamoe.contract import (
     DeviceFacts,
     DeviceLostError,
@@ -43,14 +35,13 @@ from megamoe.contract import (
 from megamoe.judge.arena import Arena
 from megamoe.judge.figures import leave_program, program_sha256
 from megamoe.judge.guarded import build_program, needed_work
-from megamoe.judge.judge import explain_error
-from megamoe.judge.verdict import Expected, compared, complaints, expected_of
+from megamoe.judge.judge import Expected, compared, complaints, expected_of, explain_error
 from megamoe.ops import reference
 from megamoe.records.lines import Evidence, Record, Timing, record_of
 from megamoe.spec.load import load_specs
 
 if TYPE_CHECKING:
-    from megamoe.bench.floor import Floor
+    from megamoe.bench.timing import Floor
     from megamoe.contract import AnyProgram, Case, PreparedCall, Stopwatch, Temperature
     from megamoe.spec.spec import Spec
 
@@ -383,10 +374,7 @@ def _measured(candidate: _Candidate, bench: _CaseBench | None, settings: CaseSet
         candidate.status or "error",
         candidate.sentence,
         Evidence(
-            candidate.metrics,
-            needed_work(bench.case) if bench else {},
-            digest,
-            bench.input_sha256 if bench else {},
+            candidate.metrics, needed_work(bench.case) if bench else {}, digest, bench.input_sha256 if bench else {}
         ),
         specs=settings.specs,
     )

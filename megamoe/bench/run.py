@@ -26,18 +26,9 @@ from megamoe.spec.selection import DEFAULT_EXECUTOR, Selection
 
 # Packages, besides megamoe and torch, that times and figures depend on.
 SOFTWARE = (
-    "cuda-bindings",
-    "nvidia-cutlass-dsl",
-    "nvidia-cuda-nvcc",
-    "apache-tvm-ffi",
-    "triton",
-    "flash-attn-4",
-    "fa3-fwd",
-    "quack-kernels",
-    "nvidia-cudnn-cu13",
-    "nvidia-cudnn-frontend",
-    "humming-kernels",
-)
+    "cuda-bindings", "nvidia-cutlass-dsl", "nvidia-cuda-nvcc", "apache-tvm-ffi", "triton", "flash-attn-4", "fa3-fwd",
+    "quack-kernels", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "humming-kernels",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

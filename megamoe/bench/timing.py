@@ -10,7 +10,9 @@ The figure of merit is the median. Its standard error is the larger of two estim
   median. That is one standard deviation of the binomial to either side; it assumes no distribution.
 * from the spread of the rounds' medians, which shows what changes more slowly than a turn.
 
-A series ends when its error is at most `Policy.target` of the median, or when its budget is spent.
+A series ends when its error is at most `Policy.target` of the median, or when its budget is spent. No sample
+below the floor of its case counts: the case's bytes and FLOPs at the rates that a copy and a matrix product attain on
+the device.
 """
 
 from __future__ import annotations
@@ -25,11 +27,49 @@ from statistics import median, stdev
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from megamoe.contract import Row, Status, Temperature
+from megamoe.ops import reference
 from megamoe.records.lines import Timing
 
 if TYPE_CHECKING:
-    from megamoe.bench.floor import Floor
-    from megamoe.contract import Stopwatch
+    from megamoe.contract import Case, DeviceFacts, Stopwatch, Target
+
+
+# The ceilings are what a copy and a matrix product attained. A kernel that only reads, or a smaller product that draws
+# less power, may be a little faster than these, but not by a tenth.
+FLOOR_SLACK: Final = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Microseconds of a kernel at the ceilings, and which of the two binds."""
+
+    us: float
+    by: Literal["bytes", "flops"]
+
+    @property
+    def limit_us(self) -> float:
+        """Times below this are not believed."""
+        return self.us * FLOOR_SLACK
+
+
+def floor_of(case: Case, target: Target, device: DeviceFacts, temperature: Temperature) -> Floor | None:
+    """The floor of `case` on `device`. None if neither ceiling was measured.
+
+    "cold": every needed byte (`Reference.minimum_bytes`) comes from device memory. "hot": the L2 may hold its size of
+    them from the launch before, so only the bytes beyond that size do. FLOPs (`Reference.useful_flops`) count at the
+    measured bf16 rate, times the target's factor for narrower operands (`Reference.MATRIX_RATES`).
+    """
+    room = reference(case.op)
+    floors: list[Floor] = []
+    if device.copy_bytes_per_s:
+        kept = device.l2_bytes if temperature == "hot" else 0
+        moved = max(0, room.minimum_bytes(case) - kept)
+        floors.append(Floor(1e6 * moved / device.copy_bytes_per_s, "bytes"))
+    if device.bf16_flops_per_s:
+        rate = device.bf16_flops_per_s * room.MATRIX_RATES.get(target, 1.0)
+        floors.append(Floor(1e6 * room.useful_flops(case) / rate, "flops"))
+    return max(floors, key=lambda floor: floor.us, default=None)
+
 
 TEMPERATURES: Final[tuple[Temperature, ...]] = ("cold", "hot")
 THROTTLED: Final = "throttled"
@@ -129,10 +169,7 @@ def relative_error(samples: Sequence[float], rounds: Sequence[int]) -> float:
 
 
 def take(
-    contenders: Mapping[str, Contender],
-    watch: Watch,
-    throttled: Callable[[], str | None],
-    policy: Policy = Policy(),
+    contenders: Mapping[str, Contender], watch: Watch, throttled: Callable[[], str | None], policy: Policy = Policy()
 ) -> list[Series]:
     """Two series for each contender, cold and hot. Exceptions of a stopwatch or of `watch` pass through.
 
@@ -188,12 +225,7 @@ def _calibrate(series: Series, stopwatch: Stopwatch, policy: Policy) -> None:
 
 
 def _turn(
-    series: Series,
-    number: int,
-    contender: Contender,
-    watch: Watch,
-    throttled: Callable[[], str | None],
-    policy: Policy,
+    series: Series, number: int, contender: Contender, watch: Watch, throttled: Callable[[], str | None], policy: Policy
 ) -> str | None:
     """One turn. A sentence if it left wrong outputs."""
     watch.begin(series.name)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from megamoe.cli.options import Specs, console
-from megamoe.records.atomic import write_file
+from megamoe.records.files import write_file
 from megamoe.spec.load import load_specs
 
 _SIDE = "a record file, a folder of them, a git revision, or REV:PATH"

@@ -28,8 +28,8 @@ from megamoe.contract import (
     load_executor,
 )
 from megamoe.records.provenance import git_revision, installed_version
-from megamoe.spec.error import SpecError
 from megamoe.spec.load import load_specs
+from megamoe.spec.marked_yaml import SpecError
 
 
 def doctor(

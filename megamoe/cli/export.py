@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from megamoe.cli.options import Specs, console
-from megamoe.records.atomic import write_folder
-from megamoe.records.files import read_records
+from megamoe.records.files import read_records, write_folder
 from megamoe.records.lines import RecordError
 from megamoe.spec.load import load_specs
 

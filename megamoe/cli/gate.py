@@ -31,8 +31,7 @@ from megamoe.contract import Row
 from megamoe.gate.baseline import VM_BASELINE, Baseline, read_baseline
 from megamoe.gate.counters import Claim, against_baseline
 from megamoe.gate.expected import Expectation, stale_entries
-from megamoe.gate.open import open_line
-from megamoe.gate.verdict import Finding, Verdict, judge_run
+from megamoe.gate.verdict import Finding, Verdict, judge_run, open_line
 from megamoe.judge.run import DEFAULT_TIMEOUT_S
 from megamoe.records.files import RecordFile, read_records
 from megamoe.records.lines import Figures, Record, RecordError, RunHeader

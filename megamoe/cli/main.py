@@ -15,7 +15,7 @@ from megamoe.cli import list as list_
 from megamoe.diff.sides import ComparisonError
 from megamoe.gate.expected import ExpectedError
 from megamoe.records.lines import RecordError
-from megamoe.spec.error import SpecError
+from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import SelectionError
 
 USER_ERRORS = (SelectionError, SpecError, RecordError, ExpectedError, ComparisonError)

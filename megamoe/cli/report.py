@@ -66,10 +66,9 @@ def report(
 
 
 def _write(output: Path, material: Material, specs: Mapping[str, Spec], comparison: Comparison | None) -> None:
-    from megamoe.records.atomic import write_file
+    from megamoe.records.files import write_file
     from megamoe.records.provenance import git_revision
-    from megamoe.report.coverage import read_coverage, read_foreign_kernels
-    from megamoe.report.evidence import bundles, traces
+    from megamoe.report.evidence import bundles, read_coverage, read_foreign_kernels, traces
     from megamoe.report.page import Extras, page
 
     extras = Extras(

@@ -1,9 +1,25 @@
 """What an author of a backend or an executor imports: programs, cases, rows, devices, errors; imports no other room."""
 
-from megamoe.contract.backend import Backend, Borrowed, Execution, Executor, RunOptions
-from megamoe.contract.case import AxisValue, Case, spell
-from megamoe.contract.device import Stopwatch, TimedExecutor
-from megamoe.contract.errors import DeviceError, DeviceLostError, UnsupportedError
+# ruff: noqa: F401 (these names are for authors)
+
+from megamoe.contract.backend import (
+    Backend,
+    Borrowed,
+    DeviceError,
+    DeviceFacts,
+    DeviceLostError,
+    Execution,
+    Executor,
+    RunOptions,
+    Stopwatch,
+    TimedExecutor,
+    UnsupportedError,
+    backend_names,
+    executor_names,
+    load_backend,
+    load_executor,
+)
+from megamoe.contract.case import STATUSES, AxisValue, Case, Row, Status, Temperature, spell
 from megamoe.contract.program import (
     TARGETS,
     AnyProgram,
@@ -25,51 +41,4 @@ from megamoe.contract.program import (
     TensorArg,
     TensorMapArg,
 )
-from megamoe.contract.registry import backend_names, executor_names, load_backend, load_executor
-from megamoe.contract.row import STATUSES, DeviceFacts, Row, Status, Temperature
 from megamoe.contract.trace import Trace
-
-__all__ = [
-    "STATUSES",
-    "TARGETS",
-    "AnyProgram",
-    "AxisValue",
-    "Backend",
-    "Borrowed",
-    "BufferArg",
-    "Case",
-    "DeviceError",
-    "DeviceFacts",
-    "DeviceLostError",
-    "Dim3",
-    "Execution",
-    "Executor",
-    "HostArg",
-    "HostProgram",
-    "KernelArg",
-    "Launch",
-    "PackedFields",
-    "PreparedCall",
-    "Program",
-    "PythonProgram",
-    "Row",
-    "RunOptions",
-    "ScalarArg",
-    "ShapeArg",
-    "Status",
-    "Stopwatch",
-    "StreamArg",
-    "Swizzle",
-    "Target",
-    "Temperature",
-    "TensorArg",
-    "TensorMapArg",
-    "TimedExecutor",
-    "Trace",
-    "UnsupportedError",
-    "backend_names",
-    "executor_names",
-    "load_backend",
-    "load_executor",
-    "spell",
-]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import cast
 
-from megamoe.contract.errors import UnsupportedError
+from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.program import Target
 
 GROUP = "megamoe.assemblers"

@@ -1,17 +1,46 @@
-"""Backend makes a Program of a Case; Executor runs it."""
+"""Backend makes a Program of a Case; Executor runs it; TimedExecutor has a clock too.
+
+They are found by name: registered as entry points, or unregistered as package.module:ATTRIBUTE.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
-from megamoe.contract.case import Case
-from megamoe.contract.program import AnyProgram, Target
+from pydantic import BaseModel, ConfigDict
+
+from megamoe.contract.case import Case, Temperature
+from megamoe.contract.program import AnyProgram, PreparedCall, Target
 from megamoe.contract.trace import Trace
 
 if TYPE_CHECKING:
     import torch
+
+
+class UnsupportedError(Exception):
+    """This backend or executor cannot do this case or target. The text says why; the status becomes `unsupported`."""
+
+
+class DeviceError(Exception):
+    """A return code of the driver as a sentence: the call, the code, its meaning, and what was being done."""
+
+
+class DeviceLostError(DeviceError):
+    """A fault of a kernel (an illegal address, a trap) after which this process cannot use the device.
+
+    `met` is the first one of this process. If it is set, give the process no more rows: end it and start another.
+    """
+
+    met: ClassVar[str | None] = None
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(f"{sentence}; this process can use the device no more")
+        DeviceLostError.met = DeviceLostError.met or str(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +122,132 @@ class Executor(Protocol):
         not run, DeviceError for what its device refuses.
         """
         ...
+
+
+class DeviceFacts(BaseModel):
+    """The accelerator on which rows ran, as its driver describes it. Clocks in MHz, as found when the run began.
+
+    `copy_bytes_per_s` (bytes read plus bytes written) and `bf16_flops_per_s` were measured in the same session; floors
+    are made from them. `flushed_l2_ratio` proves that the flush between cold samples works: it is the time to read a
+    buffer that fits in the L2 after a flush, over the time without one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    compute_capability: str
+    driver: str
+    toolkit: str
+    multiprocessors: int
+    memory_bytes: int
+    l2_bytes: int
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    power_limit_w: float | None = None
+    copy_bytes_per_s: float | None = None
+    bf16_flops_per_s: float | None = None
+    flushed_l2_ratio: float | None = None
+
+
+class Stopwatch(Protocol):
+    """Device time of one prepared call. What is not timed (capture, warm-up) happens when the stopwatch is made."""
+
+    method: Literal["graph", "events"]
+
+    def sample(self, temperature: Temperature, launches: int) -> float:
+        """Microseconds of device time a launch: if hot, the mean of `launches` in a row; if cold, one after a flush.
+
+        Every launch replays the same work on the same tensors. Raises DeviceError if the device reports a fault.
+        """
+        ...
+
+    def samples(self, temperature: Temperature, launches: int, count: int) -> Sequence[float]:
+        """`count` samples in a row, enqueued together so that the device does not idle between them. Microseconds."""
+        ...
+
+
+@runtime_checkable
+class TimedExecutor(Executor, Protocol):
+    """An executor whose device keeps a clock of its own."""
+
+    device: str
+
+    def bind(
+        self, program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions
+    ) -> AbstractContextManager[PreparedCall]:
+        """`program` loaded and ready on `tensors`, which lie in the memory of `device`. Leaving the context frees it.
+
+        Raises UnsupportedError for a program that the device cannot run, DeviceError for one that its driver refuses.
+        """
+        ...
+
+    def stopwatch(self, call: PreparedCall) -> AbstractContextManager[Stopwatch]:
+        """A stopwatch for `call`."""
+        ...
+
+    def facts(self) -> DeviceFacts:
+        """The device as its driver describes it, with ceilings and the proof of the flush; measured once a process."""
+        ...
+
+    def throttled(self) -> str | None:
+        """Why the device has lowered its clocks since the last call of this; None if it has not."""
+        ...
+
+
+def backend_names() -> tuple[str, ...]:
+    """Names of all registered backends, sorted. A registration is one line of pyproject.toml."""
+    return tuple(sorted(_points("megamoe.backends")))
+
+
+def executor_names() -> tuple[str, ...]:
+    """Names of all registered executors, sorted."""
+    return tuple(sorted(_points("megamoe.executors")))
+
+
+# Each row of a matrix asks, and a look-up reads the metadata of everything that is installed.
+@cache
+def _points(group: str) -> Mapping[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=group)}
+
+
+def _load(group: str, kind: str, name: str) -> object:
+    points = _points(group)
+    if ":" in name:
+        return _load_attribute(group, kind, name)
+    if name not in points:
+        known = ", ".join(sorted(points)) or "none"
+        raise UnsupportedError(
+            f"there is no {kind} named {name!r}; registered in pyproject.toml: {known}; "
+            f"one of your own is named package.module:ATTRIBUTE"
+        )
+    return points[name].load()
+
+
+def _load_attribute(group: str, kind: str, name: str) -> object:
+    try:
+        return EntryPoint(name, name, group).load()
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise UnsupportedError(f"the {kind} {name!r} cannot be loaded: {error}") from error
+
+
+def load_backend(name: str) -> Backend:
+    """The backend registered under `name`, or the unregistered object at "package.module:ATTRIBUTE".
+
+    Raises UnsupportedError if there is none. An exception that the module itself raises passes through.
+    """
+    loaded = _load("megamoe.backends", "backend", name)
+    if not isinstance(loaded, Backend):
+        raise UnsupportedError(
+            f"the backend {name!r} is of type {type(loaded).__name__}, without name, targets() and build()"
+        )
+    return loaded
+
+
+def load_executor(name: str) -> Executor:
+    """The executor registered under `name`, or the object at "package.module:ATTRIBUTE"; raises as load_backend."""
+    loaded = _load("megamoe.executors", "executor", name)
+    if not isinstance(loaded, Executor):
+        raise UnsupportedError(
+            f"the executor {name!r} is of type {type(loaded).__name__}, without name, unavailable() and run()"
+        )
+    return loaded

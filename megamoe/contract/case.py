@@ -1,9 +1,15 @@
-"""Case: one frozen point of a matrix. Its id names it in tests, records, benchmarks and on the command line."""
+"""Case: one frozen point of a matrix. Row: a case on a backend, a target, an executor, under a schedule.
+
+The id of a case names it in tests, records, benchmarks and on the command line.
+"""
 
 from __future__ import annotations
 
 import builtins
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
 
 AxisValue = int | float | bool | str | None
 
@@ -47,3 +53,37 @@ class Case:
 
     def __str__(self) -> str:
         return self.id
+
+
+Status = Literal["passed", "failed", "error", "crashed", "timed_out", "unsupported", "not_run"]
+STATUSES: tuple[Status, ...] = get_args(Status)
+Temperature = Literal["cold", "hot"]
+
+
+class Row(NamedTuple):
+    """What one record is about: the key under which the gate looks for it. `case` is a Case.id."""
+
+    case: str
+    backend: str
+    target: str
+    executor: str
+    schedule: str
+
+    @property
+    def op(self) -> str:
+        """The op of the case."""
+        return self.case.partition(":")[0]
+
+    @property
+    def rerun(self) -> str:
+        """The command that judges exactly this row again, with the specs of the checkout."""
+        return self.rerun_with(None)
+
+    def rerun_with(self, specs: Path | None) -> str:
+        """As `rerun`, with the specs of the folder `specs`; None means those of the checkout."""
+        options = [part for name, value in self._asdict().items() for part in (f"--{name}", value)]
+        folder = [] if specs is None else ["--specs", str(specs)]
+        return shlex.join(["megamoe", "run", *options, *folder])
+
+    def __str__(self) -> str:
+        return f"{self.case} on {self.backend} {self.target} {self.executor} {self.schedule}"

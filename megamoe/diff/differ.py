@@ -17,10 +17,9 @@ from megamoe.contract import Case, Status
 from megamoe.diff.directions import Change, Trend, differences
 from megamoe.diff.rows import CALLS, Call, ComparedRow, Lines, lines_of
 from megamoe.diff.sides import ComparisonError, Side, differences_of_machines
-from megamoe.records.keys import Key
+from megamoe.records.keys import Key, worst
 from megamoe.records.lines import Figures, Record, Timing
-from megamoe.records.severity import worst
-from megamoe.spec.error import SpecError
+from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.spec import DEFAULT_THRESHOLD, Spec
 
 __all__ = [

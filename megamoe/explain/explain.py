@@ -9,16 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from megamoe.contract import (
-    Case,
-    Execution,
-    Row,
-    RunOptions,
-    Target,
-    UnsupportedError,
-    load_backend,
-    load_executor,
-)
+from megamoe.contract import Case, Execution, Row, RunOptions, Target, UnsupportedError, load_backend, load_executor
 from megamoe.contract.assembly import Assembled, assembled
 from megamoe.contract.trace import CtaTrace, LaunchTrace, Trace
 from megamoe.explain.perfetto import perfetto

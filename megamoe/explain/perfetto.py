@@ -8,15 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
-from megamoe.contract.trace import (
-    CtaTrace,
-    LaunchTrace,
-    OperationTrace,
-    Release,
-    RunSlice,
-    Trace,
-    WaitSlice,
-)
+from megamoe.contract.trace import CtaTrace, LaunchTrace, OperationTrace, Release, RunSlice, Trace, WaitSlice
 from megamoe.explain.roles import role_name
 
 MAX_SLICES = 16_000

@@ -33,7 +33,7 @@ from junitparser import (
 
 from megamoe.contract import Row
 from megamoe.gate.verdict import Finding, Verdict
-from megamoe.records.atomic import write_file
+from megamoe.records.files import write_file
 from megamoe.records.keys import Key
 from megamoe.records.lines import Figures, Record
 

@@ -19,19 +19,9 @@ from typing import TypeVar
 
 from megamoe import CHECKOUT
 from megamoe.contract import Row
-from megamoe.records.atomic import write_file
-from megamoe.records.files import RecordFile, read_records
+from megamoe.records.files import RecordFile, read_records, write_file
 from megamoe.records.keys import Key, KeyedLine
-from megamoe.records.lines import (
-    BASELINE_RUN,
-    Acceptance,
-    AnyLine,
-    Figures,
-    Record,
-    RecordError,
-    RunHeader,
-    Timing,
-)
+from megamoe.records.lines import BASELINE_RUN, Acceptance, AnyLine, Figures, Record, RecordError, RunHeader, Timing
 from megamoe.spec.selection import Selection
 
 BASELINES = CHECKOUT / "results" / "baselines"
@@ -89,10 +79,7 @@ def settled_figures(figures: Figures) -> Figures:
 
 
 def rebuilt(
-    baseline: Baseline,
-    lines: Iterable[KeyedLine],
-    headers: Mapping[str, RunHeader],
-    accepted: Sequence[Acceptance],
+    baseline: Baseline, lines: Iterable[KeyedLine], headers: Mapping[str, RunHeader], accepted: Sequence[Acceptance]
 ) -> Baseline:
     """A baseline of `lines`, with the headers of their runs (from `headers` first) and with `accepted` at its end.
 

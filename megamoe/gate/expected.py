@@ -16,8 +16,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megamoe.contract import Row, Target, backend_names, executor_names
-from megamoe.spec.error import SpecError
-from megamoe.spec.marked_yaml import MarkedYaml, Plain, read_marked_yaml
+from megamoe.spec.marked_yaml import MarkedYaml, Plain, SpecError, read_marked_yaml
 from megamoe.spec.selection import MAX_SEEDS, SelectionError, checked_names, known_cases, spec_of
 from megamoe.spec.spec import Spec
 

@@ -13,7 +13,7 @@ from typing import cast
 
 from megamoe.contract import Row, Target
 from megamoe.contract.assembly import Assembled, assembled
-from megamoe.records.atomic import write_file
+from megamoe.records.files import write_file
 from megamoe.records.lines import Figures
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
+
+Distribution = TypeVar("Distribution")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,24 @@ class Reference(Protocol):
     def minimum_bytes(self, case: Case) -> int:
         """Bytes that must cross the memory's interface if each needed byte crosses it once."""
         ...
+
+
+def full_precision(case: Case) -> None:
+    """ValueError if torch was told to lower the precision of fp32 matrix products, which simulated references need."""
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest":
+        raise ValueError(
+            f"{case.id}: torch's float32 matmul precision is {precision!r}; the simulated reference needs "
+            "'highest' (torch.set_float32_matmul_precision)"
+        )
+
+
+def distribution_of(case: Case, distributions: Mapping[str, Distribution]) -> Distribution:
+    """The distribution of the inputs of `case`. ValueError for an unknown one."""
+    if case.inputs not in distributions:
+        known = ", ".join(distributions)
+        raise ValueError(f"{case.id}: there is no input distribution {case.inputs!r} for {case.op}; there are: {known}")
+    return distributions[case.inputs]
 
 
 @cache

@@ -4,6 +4,10 @@
 one case lie, `timing` the device time of one row, `figures` the compiler's numbers of a program, `acceptance` the
 reason for a change of a baseline. Each line carries the id of its run, so that files can be concatenated. The form is
 versioned; `UPGRADES` brings a line of an older version to this one.
+
+`record_schema` is for readers that are not written in Python. `megamoe schema > results/schema/record-2.schema.json`
+renews the tracked file; a test says when that is due. JSON Schema cannot say that there are as many rounds as samples,
+nor that the op is that of the case: the models here do.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from megamoe.contract import DeviceFacts, Row, Status, Temperature
 
@@ -242,3 +246,66 @@ def _second_version(line: dict[str, Any]) -> dict[str, Any]:
 
 # Version -> a function that makes a line of the next version. The second only added kinds and optional fields.
 UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _second_version}
+
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))
+_KINDS_OF_THE_FIRST = ("run", "record", "agreement")
+_NEW_IN_THE_SECOND = {"RunHeader": ("device", "software")}
+_NUMBER = {
+    "anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}],
+    "description": "a number; JSON has no word for what is none, so that these are text",
+}
+
+
+def record_schema(version: int = SCHEMA_VERSION) -> dict[str, Any]:
+    """The schema of one line of `version`, one of VERSIONS. KeyError for another."""
+    if version not in VERSIONS:
+        raise KeyError(version)
+    schema = TypeAdapter(Annotated[AnyLine, Field(discriminator="kind")]).json_schema(mode="serialization")
+    _complete(schema["$defs"])
+    if version == 1:
+        _as_the_first(schema)
+    head = {
+        "$schema": DIALECT,
+        "$id": f"urn:megamoe:record-{version}",
+        "title": f"A line of a megamoe record file, version {version}",
+        "description": "A record file is UTF-8 text, one JSON object a line. `kind` says what a line is.",
+    }
+    return {**head, **schema}
+
+
+def _complete(models: dict[str, Any]) -> None:
+    """Adds the checks of the models beyond the types of their fields."""
+    for model in models.values():
+        if "kind" in model["properties"]:
+            model["required"] = sorted({*model["required"], "schema_version", "kind"})
+    for name in ("Record", "Agreement"):
+        models[name]["properties"]["metrics"]["additionalProperties"] = _NUMBER
+    passed = {"properties": {"status": {"const": "passed"}}}
+    models["Record"] |= {
+        "if": passed,
+        "then": {"properties": {"sentence": {"const": ""}}},
+        "else": {"properties": {"sentence": {"minLength": 1}}},
+    }
+    models["Timing"] |= {
+        "if": passed,
+        "then": {"required": ["samples_us", "rounds"], "properties": {"samples_us": {"minItems": 1}}},
+        "else": {"properties": {name: {"maxItems": 0} for name in ("samples_us", "rounds")}},
+    }
+    models["Timing"]["properties"]["samples_us"]["items"]["exclusiveMinimum"] = 0
+
+
+def _as_the_first(schema: dict[str, Any]) -> None:
+    """Takes away the kinds and the optional fields that the second version added."""
+    mapping = schema["discriminator"]["mapping"]
+    kept = {kind: mapping[kind] for kind in _KINDS_OF_THE_FIRST}
+    schema["discriminator"]["mapping"] = kept
+    schema["oneOf"] = [{"$ref": reference} for reference in kept.values()]
+    names = [reference.rpartition("/")[2] for reference in kept.values()]
+    schema["$defs"] = {name: schema["$defs"][name] for name in names}
+    for name, model in schema["$defs"].items():
+        model["properties"]["schema_version"] |= {"const": 1, "default": 1}
+        for new in _NEW_IN_THE_SECOND.get(name, ()):
+            del model["properties"][new]
+            model["required"] = [one for one in model["required"] if one != new]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from megamoe.contract import AxisValue, Case, spell
-from megamoe.spec.error import SpecError
+from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import known_cases
 from megamoe.spec.spec import Spec
 

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from megamoe.records.severity import SEVERITY
-from megamoe.report.coverage import ForeignKernel, InstructionForm
+from megamoe.records.keys import SEVERITY
 from megamoe.report.encoding import Encoder, Json, number
-from megamoe.report.evidence import RowFiles
+from megamoe.report.evidence import ForeignKernel, InstructionForm, RowFiles
 from megamoe.report.layout import Block, Listing, lay_out, spans
 from megamoe.report.material import Material
 from megamoe.report.measures import MEASURES, SIGNS
-from megamoe.spec.error import SpecError
+from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.spec import Spec
 
 if TYPE_CHECKING:
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
     from megamoe.diff.rows import ComparedRow
 
 SCRIPTS = (
-    "data.js", "dom.js", "cells.js", "heatmap.js", "plots.js", "detail.js", "detail_times.js", "performance.js",
-    "comparison.js", "coverage.js", "runs.js", "keyboard.js", "main.js",
+    "data.js", "dom.js", "heatmap.js", "plots.js", "detail.js", "performance.js", "listings.js", "keyboard.js",
+    "main.js",
 )  # fmt: skip
 
 

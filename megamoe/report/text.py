@@ -14,17 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from megamoe.contract import Status
+from megamoe.records.keys import SEVERITY
 from megamoe.records.lines import Record, Timing
-from megamoe.records.severity import SEVERITY
 from megamoe.report.layout import Grid, Listing, lay_out, spans
 from megamoe.report.material import Material, Subject
-from megamoe.report.measures import (
-    MEASURES,
-    SIGNS,
-    counter_ratios,
-    error_ratio,
-    spread,
-)
+from megamoe.report.measures import MEASURES, SIGNS, counter_ratios, error_ratio, spread
 from megamoe.spec.spec import Spec
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from megamoe.contract import AxisValue
-from megamoe.spec.error import nearest
+from megamoe.spec.marked_yaml import nearest
 
 Term = int | bool | None
 

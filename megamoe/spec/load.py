@@ -10,20 +10,10 @@ from pathlib import Path
 
 from megamoe import CHECKOUT
 from megamoe.contract import AxisValue, Case, spell
-from megamoe.spec.case_space import CaseSpace, OutsideError
-from megamoe.spec.error import SpecError, nearest
+from megamoe.spec.case_space import Axis, CaseSpace, OutsideError, Range
 from megamoe.spec.expression import Expression, ExpressionError, parse_expression
-from megamoe.spec.marked_yaml import KeyPath, MarkedYaml, read_marked_yaml
-from megamoe.spec.ranges import Axis, Range
-from megamoe.spec.schema import (
-    AxisEntry,
-    OverrideEntry,
-    ProfileEntry,
-    RangeEntry,
-    Role,
-    SpecEntry,
-    read_entry,
-)
+from megamoe.spec.marked_yaml import KeyPath, MarkedYaml, SpecError, nearest, read_marked_yaml
+from megamoe.spec.schema import AxisEntry, OverrideEntry, ProfileEntry, RangeEntry, Role, SpecEntry, read_entry
 from megamoe.spec.spec import Override, Profile, Spec, TensorSpec, Thresholds, Tolerance
 
 MAX_CELLS = 20_000

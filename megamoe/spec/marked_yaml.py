@@ -10,7 +10,9 @@ and aliases, dies of a tower of brackets, and needs twice the time. The refusals
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
@@ -18,8 +20,6 @@ from yaml.composer import ComposerError
 from yaml.events import AliasEvent
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from yaml.reader import ReaderError
-
-from megamoe.spec.error import SpecError
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 KeyPath = tuple[str | int, ...]
@@ -192,3 +192,20 @@ class _Reader:
 
     def _error(self, path: KeyPath, sentence: str) -> SpecError:
         return MarkedYaml(self.file, None, self.lines).error(path, sentence)
+
+
+class SpecError(ValueError):
+    """A sentence that names file, line (from 1) and key, gives the value seen and says what would be right."""
+
+    def __init__(self, sentence: str, *, file: Path | None = None, line: int | None = None, key: str = "") -> None:
+        place = "" if file is None else f"{file}:{line}: " if line is not None else f"{file}: "
+        super().__init__(f"{place}{key}: {sentence}" if key else f"{place}{sentence}")
+        self.sentence, self.file, self.line, self.key = sentence, file, line, key
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: the nearest known name, then all of them."""
+    names = list(known)
+    close = get_close_matches(name, names, n=1)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    return f"{guess}known: {', '.join(names) or 'none'}"

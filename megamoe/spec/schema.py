@@ -17,9 +17,8 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from megamoe.contract import AxisValue, spell
-from megamoe.spec.error import nearest
-from megamoe.spec.marked_yaml import KeyPath, MarkedYaml
-from megamoe.spec.ranges import Kind
+from megamoe.spec.case_space import Kind
+from megamoe.spec.marked_yaml import KeyPath, MarkedYaml, nearest
 from megamoe.spec.spec import DEFAULT_THRESHOLD, Role
 
 Dtype = Literal["bf16", "f16", "f32", "f64", "e4m3", "e5m2", "e2m1", "ue8m0", "u8", "s8", "s32", "u32", "s64"]

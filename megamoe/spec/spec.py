@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from megamoe.contract import AxisValue, Case, Temperature, spell
-from megamoe.spec.case_space import CaseSpace, OutsideError
-from megamoe.spec.error import SpecError, nearest
+from megamoe.spec.case_space import Axis, CaseSpace, OutsideError
 from megamoe.spec.expression import Expression, ExpressionError
-from megamoe.spec.marked_yaml import MarkedYaml
-from megamoe.spec.ranges import Axis
+from megamoe.spec.marked_yaml import MarkedYaml, SpecError, nearest
 
 Role = Literal["input", "output"]
 DEFAULT_THRESHOLD = 0.02

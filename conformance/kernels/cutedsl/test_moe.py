@@ -11,7 +11,7 @@ from backends.cutedsl.sm100_moe.program import compiled, moe_program
 from conformance.kernels.cutedsl.execution import SCHEDULES, made, outputs, without
 from conformance.kernels.laws.law import inputs_of, spec_of
 from megamoe.contract import Case, HostProgram
-from megamoe.judge.verdict import compared, expected_of
+from megamoe.judge.judge import compared, expected_of
 from megamoe.ops import reference
 
 CTA_GROUPS = (1, 2)

@@ -19,7 +19,7 @@ from backends.cutedsl.sm100_moe.plan import (
     pays_as_pair,
     swiglu_registers,
 )
-from megamoe.codec.layout import deinterleave, interleave
+from megamoe.codec.nvfp4 import deinterleave, interleave
 
 MAX_SMEM = 227 * 1024
 PLANS = [Sm100MoePlan(cta_group, swiglu) for cta_group in (1, 2) for swiglu in (True, False)]

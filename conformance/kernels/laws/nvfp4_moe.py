@@ -16,8 +16,7 @@ from conformance.kernels.laws.law import (
     law,
     spec_of,
 )
-from megamoe.codec.layout import deinterleave, interleave, swizzle_scales, unswizzle_scales
-from megamoe.codec.nvfp4 import SF_VEC_SIZE
+from megamoe.codec.nvfp4 import SF_VEC_SIZE, deinterleave, interleave, swizzle_scales, unswizzle_scales
 from megamoe.contract import Case
 
 LAYER: Axes = {"stage": "layer"}

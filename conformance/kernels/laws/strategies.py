@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conformance.kernels.laws.law import Axes, Law, spec_of
 from megamoe.contract import AxisValue, Case
-from megamoe.spec.ranges import Axis
+from megamoe.spec.case_space import Axis
 from megamoe.spec.spec import Spec
 
 MAX_SEED = 2**20

@@ -18,7 +18,7 @@ from conformance.kernels.laws.law import (
 )
 from conformance.kernels.laws.machines import machines, skip_unless_available
 from conformance.kernels.laws.trial import OutOfScopeError, Tally, conduct, trials
-from megamoe.spec.error import SpecError
+from megamoe.spec.marked_yaml import SpecError
 
 # An example costs seconds where Hypothesis expects milliseconds: a share of what the profile has for others.
 EXAMPLES = max(1, settings.default.max_examples // 10) if settings.default else 10

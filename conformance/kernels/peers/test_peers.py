@@ -224,7 +224,7 @@ def test_the_table_has_every_peer() -> None:
     ],
 )
 def test_a_mask_that_hides_nothing_is_none(case: str, causal: bool, window: int | None, blind: bool) -> None:
-    from megamoe.ops.fmha.reference import visible_keys
+    from megamoe.ops.fmha import visible_keys
 
     parsed = _case(case)
     mask = mask_of(parsed)

@@ -41,16 +41,8 @@ def test_a_clock_moves_forwards_only(step: float) -> None:
 
 def bench(folder: Path, name: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Runs `pytest conformance/bench/bench_rows.py` in its own process, on simulated backends."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:xdist",
-        "conformance/bench/bench_rows.py",
-        "--benchmark-only",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "conformance/bench/bench_rows.py"]
+    command += ["--benchmark-only"]
     command += ["--case", CASE, "--target", "sm_90a", "--executor", f"{ROOM}:EXECUTOR", "--rse", "0.05", *options]
     command += ["--output", str(folder / f"{name}.jsonl"), f"--benchmark-json={folder / name}.json"]
     where = {"PYTHONPATH": str(ROOT / "conformance" / "meta"), "PATH": "", "HOME": str(folder)}
@@ -93,15 +85,8 @@ def test_the_file_carries_device_software_and_times(session: Session) -> None:
 
 def test_the_commands_of_pytest_benchmark_read_it(session: Session) -> None:
     folder = session[0]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest_benchmark",
-        "compare",
-        str(folder / "first.json"),
-        "--csv",
-        str(folder / "t"),
-    ]
+    compare = ("compare", str(folder / "first.json"), "--csv", str(folder / "t"))
+    command = [sys.executable, "-m", "pytest_benchmark", *compare]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert f"{ROOM}:SLOWER" in done.stdout, done.stdout

@@ -12,16 +12,16 @@ import pytest
 
 from conformance import ROOT
 from conformance.fakes import backends as fake_backends
-from conformance.fakes.gate_lines import (
+from conformance.fakes.results import (
     COUNTERS,
+    H200,
     KERNEL,
     NEIGHBOUR,
     ROW,
-    figures,
-    header,
-    record,
+    compiled,
+    gated,
+    judged,
 )
-from conformance.fakes.results import H200
 from megamoe.cli.main import main
 from megamoe.contract import Row, Status, Temperature
 from megamoe.gate.baseline import read_baseline
@@ -32,7 +32,7 @@ FAKE = fake_backends.__name__
 OWED = ["--case", ROW.case, "--case", NEIGHBOUR.case, "--backend", "ptx", "--target", "sm_100a"]
 GATE = ["gate", "run.jsonl", *OWED, "--baseline", "base.jsonl"]
 ACCEPT = ["accept", "--from", "run.jsonl", "--baseline", "base.jsonl", "--reason", "the tiles are larger now"]
-GOOD = (record(ROW), figures(ROW), record(NEIGHBOUR), figures(NEIGHBOUR))
+GOOD = (judged(ROW), compiled(ROW), judged(NEIGHBOUR), compiled(NEIGHBOUR))
 WORSE = {**COUNTERS, "mma_flops": 8192}
 
 
@@ -51,7 +51,7 @@ def _check_out(revision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 def _run_of(*lines: Record | Figures | RunHeader, path: str = "run.jsonl") -> None:
     Path(path).unlink(missing_ok=True)
     with RecordWriter(Path(path)) as writer:
-        for line in (header(), *lines):
+        for line in (gated(), *lines):
             writer.append(line)
 
 
@@ -95,12 +95,12 @@ def test_the_same_run_again_opens_the_gate(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ((record(ROW, WORSE), *GOOD[1:]), f"regressed: {ROW}: mma_flops 4096 -> 8192 (+100.0%)"),
-        ((GOOD[0], figures(ROW, {**KERNEL, "spill_bytes": 16}), *GOOD[2:]), "spill_bytes 0 -> 16"),
+        ((judged(ROW, WORSE), *GOOD[1:]), f"regressed: {ROW}: mma_flops 4096 -> 8192 (+100.0%)"),
+        ((GOOD[0], compiled(ROW, {**KERNEL, "spill_bytes": 16}), *GOOD[2:]), "spill_bytes 0 -> 16"),
         (GOOD[2:], f"missing: there is no record of {ROW}"),
         ((GOOD[0], *GOOD[2:]), "no compiler figures: the baseline has those of"),
-        ((record(ROW, status="failed"), *GOOD[1:]), "failed, which passed in the baseline: the outputs are wrong"),
-        ((record(ROW, status="unsupported"), *GOOD[1:]), "unsupported, which passed in the baseline"),
+        ((judged(ROW, status="failed"), *GOOD[1:]), "failed, which passed in the baseline: the outputs are wrong"),
+        ((judged(ROW, status="unsupported"), *GOOD[1:]), "unsupported, which passed in the baseline"),
     ],
 )
 def test_each_planted_fault_closes_the_gate(
@@ -114,7 +114,7 @@ def test_each_planted_fault_closes_the_gate(
 
 def test_the_command_that_is_printed_accepts_the_change(capsys: pytest.CaptureFixture[str]) -> None:
     _accept_all(*GOOD)
-    _run_of(record(ROW, WORSE), *GOOD[1:])
+    _run_of(judged(ROW, WORSE), *GOOD[1:])
     capsys.readouterr()
     assert main(GATE) == 1
     command = _printed_command(capsys.readouterr().out, "two more tiles hide the latency")
@@ -129,9 +129,9 @@ def test_the_command_that_is_printed_accepts_the_change(capsys: pytest.CaptureFi
 def test_what_got_better_asks_and_strict_insists(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _check_out(header().git_revision, monkeypatch)
+    _check_out(gated().git_revision, monkeypatch)
     _accept_all(*GOOD)
-    _run_of(record(ROW, {**COUNTERS, "mma_flops": 2048}), *GOOD[1:])
+    _run_of(judged(ROW, {**COUNTERS, "mma_flops": 2048}), *GOOD[1:])
     capsys.readouterr()
     assert main(GATE) == 0
     assert f"better: {ROW}: mma_flops 4096 -> 2048 (-50.0%)" in capsys.readouterr().out
@@ -175,7 +175,7 @@ def test_records_of_another_revision_are_noted_and_close_a_strict_gate(
     _accept_all(*GOOD)
     Path("run.jsonl").unlink()
     with RecordWriter(Path("run.jsonl")) as writer:
-        for line in (header().model_copy(update={"git_revision": ran}), *GOOD):
+        for line in (gated().model_copy(update={"git_revision": ran}), *GOOD):
             writer.append(line)
     _check_out(here, monkeypatch)
     capsys.readouterr()
@@ -201,7 +201,7 @@ def test_a_new_row_closes_the_gate_until_it_is_accepted(capsys: pytest.CaptureFi
 
 def test_a_row_that_nobody_owes_leaves_the_baseline_on_purpose() -> None:
     dropped = ROW._replace(case="fmha:hd=64,t=1,s_k=999")
-    _accept_all(*GOOD, record(dropped), figures(dropped))
+    _accept_all(*GOOD, judged(dropped), compiled(dropped))
     _run_of(*GOOD)
     assert main([*ACCEPT, str(dropped)]) == 0
     left = read_baseline(Path("base.jsonl"))
@@ -231,7 +231,7 @@ def test_what_cannot_be_accepted_is_refused_and_nothing_is_written(
 ) -> None:
     _accept_all(*GOOD)
     before = Path("base.jsonl").read_bytes()
-    _run_of(record(ROW, WORSE), figures(ROW), record(NEIGHBOUR, status="failed"))
+    _run_of(judged(ROW, WORSE), compiled(ROW), judged(NEIGHBOUR, status="failed"))
     capsys.readouterr()
     files = [] if "--from" in words else ["--from", "run.jsonl"]
     assert main(["accept", *files, "--baseline", "base.jsonl", *words]) == 2
@@ -253,9 +253,9 @@ def test_times_of_a_device_go_into_its_own_baseline(
     monkeypatch.setattr("megamoe.gate.baseline.BASELINES", tmp_path / "baselines")
     row = Row(ROW.case, "ptx", "sm_90a", "gpu", "eager")
     cold, hot = (_timing(row, temperature) for temperature in ("cold", "hot"))
-    peer = record(row._replace(backend="somebody"), {}, status="unsupported")
+    peer = judged(row._replace(backend="somebody"), {}, status="unsupported")
     with RecordWriter(Path("run.jsonl")) as writer:
-        for line in (header().model_copy(update={"device": H200}), record(row), cold, hot, figures(row), peer):
+        for line in (gated().model_copy(update={"device": H200}), judged(row), cold, hot, compiled(row), peer):
             writer.append(line)
     assert main(["accept", "--from", "run.jsonl", "--all-of", "*", "--reason", "the first times"]) == 0
     assert "left out: 1 rows that are unsupported" in capsys.readouterr().out
@@ -283,8 +283,8 @@ def test_the_newest_run_is_what_is_accepted() -> None:
         (None, "there is no baseline base.jsonl; `megamoe accept` makes one"),
         ("torn", "is torn"),
         ("{}\n", "base.jsonl, line 1"),
-        (record(ROW, status="failed").model_dump_json() + "\n", "the baseline holds fmha:hd=64,t=1,s_k=128 on ptx"),
-        (2 * (record(ROW).model_dump_json() + "\n"), "has two lines of kind record about"),
+        (judged(ROW, status="failed").model_dump_json() + "\n", "the baseline holds fmha:hd=64,t=1,s_k=128 on ptx"),
+        (2 * (judged(ROW).model_dump_json() + "\n"), "has two lines of kind record about"),
     ],
 )
 def test_a_baseline_that_cannot_be_used_is_a_sentence_and_status_2(
@@ -311,7 +311,7 @@ def test_an_expected_failure_holds_until_it_does_not(
     days: int, status: Status, said: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _accept_all(*GOOD)
-    _run_of(record(ROW, status=status), *GOOD[1:])
+    _run_of(judged(ROW, status=status), *GOOD[1:])
     expires = date.today() + timedelta(days=days)
     fields = f"{{case: '{ROW.case}', backend: ptx, target: sm_100a, executor: vm, status: failed, expires: {expires}"
     Path("e.yaml").write_text(f"expected:\n- {fields}, reason: the ring deadlocks, example: '{ROW.case}'}}\n")
@@ -334,7 +334,7 @@ def test_specs_of_one_s_own_have_no_baseline_but_one_that_is_named(capsys: pytes
     _run_of(*GOOD)
     assert main(["gate", "run.jsonl", *OWED, *specs]) == 0
     assert main([*ACCEPT, "--all-of", "*"]) == 0
-    _run_of(record(ROW, WORSE), *GOOD[1:])
+    _run_of(judged(ROW, WORSE), *GOOD[1:])
     capsys.readouterr()
     assert main([*GATE, *specs]) == 1
     assert main(_printed_command(capsys.readouterr().out, "on purpose")) == 0, "with the same specs"
@@ -347,7 +347,7 @@ def test_a_row_of_a_device_is_owed_only_if_it_was_asked_for(capsys: pytest.Captu
     _run_of(*GOOD[:2])
     assert main(["gate", "run.jsonl", *asked]) == 1, "the tracked baseline has other counters"
     assert "missing" not in capsys.readouterr().out, "nobody asked for the device"
-    _run_of(*GOOD[:2], record(row, status="unsupported"))
+    _run_of(*GOOD[:2], judged(row, status="unsupported"))
     assert main(["gate", "run.jsonl", *asked, "--executor", machine]) == 1
     out = capsys.readouterr().out
     assert "unsupported: the outputs are wrong" in out, "what the machine owed and cannot do closes the gate"

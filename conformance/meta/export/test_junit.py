@@ -13,16 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from conformance.fakes.gate_lines import (
-    CASE,
-    COUNTERS,
-    NEIGHBOUR,
-    ROW,
-    figures,
-    record,
-)
+from conformance.fakes.results import CASE, COUNTERS, NEIGHBOUR, ROW, compiled, expectation, judged
 from megamoe.export.junit import write_junit
-from megamoe.gate.expected import Expectation, ExpectedEntry
 from megamoe.gate.verdict import Finding, Verdict, judge_run
 from megamoe.records.lines import RecordError
 
@@ -85,7 +77,7 @@ def _complaints(element: ElementTree.Element) -> Iterator[str]:
 
 
 def _write(path: Path, verdict: Verdict) -> ElementTree.Element:
-    write_junit(path / "gate.xml", verdict, [figures(ROW)], STARTED)
+    write_junit(path / "gate.xml", verdict, [compiled(ROW)], STARTED)
     root = ElementTree.parse(path / "gate.xml").getroot()
     assert list(_complaints(root)) == []
     return root
@@ -97,7 +89,7 @@ def _case_of(root: ElementTree.Element, name: str) -> ElementTree.Element:
 
 
 def test_rows_are_cases_and_counters_and_figures_properties(tmp_path: Path) -> None:
-    root = _write(tmp_path, judge_run([ROW, NEIGHBOUR], [record(ROW), record(NEIGHBOUR)]))
+    root = _write(tmp_path, judge_run([ROW, NEIGHBOUR], [judged(ROW), judged(NEIGHBOUR)]))
     (suite,) = root
     assert suite.get("name") == "fmha.ptx.sm_100a.vm"
     assert [case.get("name") for case in suite.iter("testcase")] == [f"{row.case} eager" for row in (ROW, NEIGHBOUR)]
@@ -113,7 +105,7 @@ def test_rows_are_cases_and_counters_and_figures_properties(tmp_path: Path) -> N
 def test_each_thing_that_closes_the_gate_is_a_failure_of_its_row(tmp_path: Path) -> None:
     gone = ROW._replace(case="fmha:hd=64,t=9,s_k=9")
     verdict = judge_run(
-        [ROW, NEIGHBOUR, gone], [record(ROW), record(NEIGHBOUR, status="crashed")], stale=["e.yaml: old"]
+        [ROW, NEIGHBOUR, gone], [judged(ROW), judged(NEIGHBOUR, status="crashed")], stale=["e.yaml: old"]
     )
     verdict = verdict.with_findings(
         [Finding("regressed", "regressed: mma_flops 1 -> 2", ROW, accept="megamoe accept X")]
@@ -133,17 +125,8 @@ def test_each_thing_that_closes_the_gate_is_a_failure_of_its_row(tmp_path: Path)
 
 
 def test_an_expected_failure_is_skipped_with_its_reason(tmp_path: Path) -> None:
-    entry = ExpectedEntry(
-        case=CASE,
-        backend="ptx",
-        target="sm_100a",
-        executor="vm",
-        status="failed",
-        reason="the ring of one stage deadlocks",
-        expires=date(2026, 12, 24),
-        example=CASE,
-    )
-    verdict = judge_run([ROW], [record(ROW, status="failed")], [Expectation(entry, "expected.yaml, line 3")])
+    entry = expectation(expires=date(2026, 12, 24))
+    verdict = judge_run([ROW], [judged(ROW, status="failed")], [entry])
     assert verdict.passed
     skipped = _case_of(_write(tmp_path, verdict), f"{CASE} eager").find("skipped")
     assert skipped is not None
@@ -153,14 +136,14 @@ def test_an_expected_failure_is_skipped_with_its_reason(tmp_path: Path) -> None:
 
 def test_what_only_asks_is_said_but_fails_nothing(tmp_path: Path) -> None:
     asked = Finding("renew", "better: mma_flops 2 -> 1", ROW, closes=False)
-    root = _write(tmp_path, judge_run([ROW], [record(ROW)]).with_findings([asked]))
+    root = _write(tmp_path, judge_run([ROW], [judged(ROW)]).with_findings([asked]))
     assert not list(root.iter("failure"))
     assert root.findtext("testsuite/system-out") == "better: mma_flops 2 -> 1"
 
 
 def test_characters_that_xml_cannot_hold_are_replaced(tmp_path: Path) -> None:
     sentence = "kernel said \x00\x1b[31m <&> ]]> \ud800 \N{GREEK SMALL LETTER LAMDA}"
-    root = _write(tmp_path, judge_run([ROW], [record(ROW)]).with_findings([Finding("status", sentence, ROW)]))
+    root = _write(tmp_path, judge_run([ROW], [judged(ROW)]).with_findings([Finding("status", sentence, ROW)]))
     failure = root.find("testsuite/testcase/failure")
     assert failure is not None
     assert failure.get("message", "").endswith("[31m <&> ]]> \N{REPLACEMENT CHARACTER} \N{GREEK SMALL LETTER LAMDA}")
@@ -184,7 +167,7 @@ def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     ],
 )
 def test_the_check_of_the_form_catches_a_planted_fault(tmp_path: Path, old: str, new: str, complaint: str) -> None:
-    _write(tmp_path, judge_run([ROW], [record(ROW, {}, status="failed")]))
+    _write(tmp_path, judge_run([ROW], [judged(ROW, {}, status="failed")]))
     text = (tmp_path / "gate.xml").read_text("utf-8")
     planted = text.replace(old, new, 1)
     assert planted != text, "the planted fault must change the file"

@@ -11,16 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.fakes.gate_lines import (
-    COUNTERS,
-    KERNEL,
-    NEIGHBOUR,
-    ROW,
-    figures,
-    header,
-    record,
-)
-from conformance.fakes.results import H200
+from conformance.fakes.results import COUNTERS, H200, KERNEL, NEIGHBOUR, ROW, compiled, gated, judged, timing
 from megamoe.contract import Row
 from megamoe.gate.accept import Seen, parse_row, take
 from megamoe.gate.baseline import (
@@ -34,14 +25,7 @@ from megamoe.gate.baseline import (
     write_baseline,
 )
 from megamoe.records.keys import Key
-from megamoe.records.lines import (
-    Acceptance,
-    Figures,
-    Record,
-    RecordError,
-    RunHeader,
-    Timing,
-)
+from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader, Timing
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, SelectionError, owed_rows
 
@@ -49,25 +33,8 @@ WHY = Acceptance(run="accept", row="*", reason="on purpose", accepted="2026-11-2
 GPU_ROW = Row(ROW.case, "ptx", "sm_90a", "gpu", "eager")
 
 
-def _timing(samples: tuple[float, ...], run: str = "run-7") -> Timing:
-    return Timing(
-        run=run,
-        case=GPU_ROW.case,
-        op=GPU_ROW.op,
-        backend="ptx",
-        target="sm_90a",
-        executor="gpu",
-        temperature="cold",
-        method="graph",
-        status="passed",
-        sentence="",
-        samples_us=samples,
-        rounds=(0,) * len(samples),
-    )
-
-
 def _seen(*lines: Record | Figures | Timing, run: RunHeader | None = None) -> Seen:
-    found = run or header()
+    found = run or gated()
     return Seen("run.jsonl", {found.run: found}, lines)
 
 
@@ -99,20 +66,20 @@ def test_every_line_says_why_it_is_there() -> None:
 
 
 def test_nothing_in_it_depends_on_the_run() -> None:
-    other = header(run="run-8").model_copy(update={"machine": "riscv", "platform": "Plan 9", "cpu_count": 3})
-    line = record(ROW).model_copy(update={"run": "run-8", "judge_host_seconds": 7.0, "metrics": {"o.rms": 9.0}})
+    other = gated(run="run-8").model_copy(update={"machine": "riscv", "platform": "Plan 9", "cpu_count": 3})
+    line = judged(ROW).model_copy(update={"run": "run-8", "judge_host_seconds": 7.0, "metrics": {"o.rms": 9.0}})
     shuffled = line.model_copy(update={"counters": dict(reversed(COUNTERS.items())), "input_sha256": {}})
-    first = _taken(Baseline(Path("b")), _seen(record(ROW), figures(ROW)), ROW)
-    second = _taken(Baseline(Path("b")), _seen(shuffled, figures(ROW), run=other), ROW)
+    first = _taken(Baseline(Path("b")), _seen(judged(ROW), compiled(ROW)), ROW)
+    second = _taken(Baseline(Path("b")), _seen(shuffled, compiled(ROW), run=other), ROW)
     texts = [[line.model_dump_json() for line in one.lines] for one in (first, second)]
     assert texts[0] == texts[1]
 
 
 def test_a_change_moves_the_lines_of_its_row_alone() -> None:
-    both = (record(ROW), figures(ROW), record(NEIGHBOUR), figures(NEIGHBOUR))
+    both = (judged(ROW), compiled(ROW), judged(NEIGHBOUR), compiled(NEIGHBOUR))
     before = _taken(Baseline(Path("b")), _seen(*both), ROW, NEIGHBOUR)
     after = _taken(
-        before, _seen(record(ROW, {**COUNTERS, "mma_flops": 1}), figures(ROW, {**KERNEL, "registers": 9})), ROW
+        before, _seen(judged(ROW, {**COUNTERS, "mma_flops": 1}), compiled(ROW, {**KERNEL, "registers": 9})), ROW
     )
     assert after.records[NEIGHBOUR] == before.records[NEIGHBOUR]
     assert after.records[ROW].counters["mma_flops"] == 1
@@ -121,32 +88,32 @@ def test_a_change_moves_the_lines_of_its_row_alone() -> None:
 
 
 def test_another_program_with_the_same_numbers_is_said_too() -> None:
-    before = _taken(Baseline(Path("b")), _seen(record(ROW)), ROW)
-    after = _taken(before, _seen(record(ROW, program="p2")), ROW)
+    before = _taken(Baseline(Path("b")), _seen(judged(ROW)), ROW)
+    after = _taken(before, _seen(judged(ROW, program="p2")), ROW)
     assert after.acceptances[-1].changes == {"program": "p1 -> p2"}
 
 
 def test_figures_stay_while_a_row_of_their_program_does() -> None:
     lazy = ROW._replace(schedule="lazy")
-    before = _taken(Baseline(Path("b")), _seen(record(ROW), record(lazy), figures(ROW)), ROW, lazy)
+    before = _taken(Baseline(Path("b")), _seen(judged(ROW), judged(lazy), compiled(ROW)), ROW, lazy)
     after = _taken(before, _seen(), lazy)
     assert (set(after.records), len(after.figures)) == ({ROW}, 1)
     assert not _taken(after, _seen(), ROW).figures
 
 
 def test_a_row_that_is_owed_does_not_leave() -> None:
-    before = _taken(Baseline(Path("b")), _seen(record(ROW)), ROW)
+    before = _taken(Baseline(Path("b")), _seen(judged(ROW)), ROW)
     with pytest.raises(SelectionError, match=r"there is no record of .* run the gate first"):
         _taken(before, _seen(), ROW, owed=(ROW,))
 
 
 def test_a_failure_is_not_accepted_behind_a_pass_of_the_same_run() -> None:
-    failed = record(ROW, status="failed")
-    for lines in ((failed, record(ROW)), (record(ROW), failed)):
+    failed = judged(ROW, status="failed")
+    for lines in ((failed, judged(ROW)), (judged(ROW), failed)):
         with pytest.raises(SelectionError, match="is failed, and only what passed is accepted"):
             _taken(Baseline(Path("b")), _seen(*lines), ROW)
     earlier = failed.model_copy(update={"run": "run-6"})
-    assert _taken(Baseline(Path("b")), _seen(earlier, record(ROW)), ROW).records, "an earlier run was mended since"
+    assert _taken(Baseline(Path("b")), _seen(earlier, judged(ROW)), ROW).records, "an earlier run was mended since"
 
 
 def test_rows_are_read_as_they_are_printed() -> None:
@@ -154,22 +121,22 @@ def test_rows_are_read_as_they_are_printed() -> None:
 
 
 def test_times_keep_the_run_and_the_device_that_took_them() -> None:
-    run = header(run="bench-1").model_copy(update={"device": H200})
-    before = _taken(Baseline(Path("h")), _seen(_timing((9.0, 10.0, 11.0), "bench-1"), run=run), GPU_ROW)
+    run = gated(run="bench-1").model_copy(update={"device": H200})
+    before = _taken(Baseline(Path("h")), _seen(timing((9.0, 10.0, 11.0), run="bench-1"), run=run), GPU_ROW)
     (line,) = before.timings.values()
     assert before.headers[line.run].device == H200
-    later = header(run="bench-2").model_copy(update={"device": H200})
-    after = _taken(before, _seen(_timing((8.0, 8.0, 8.0), "bench-2"), run=later), GPU_ROW)
+    later = gated(run="bench-2").model_copy(update={"device": H200})
+    after = _taken(before, _seen(timing((8.0, 8.0, 8.0), run="bench-2"), run=later), GPU_ROW)
     assert set(after.headers) == {"bench-2"}, "a header of which no line is left goes"
     assert after.acceptances[-1].changes == {"cold median us": "10.000 -> 8.000"}
     assert baseline_for("gpu", run) == BASELINES / "h200.jsonl"
     assert baseline_for("vm", run) == VM_BASELINE
     with pytest.raises(RecordError, match="whose header describes no device; name a --baseline"):
-        baseline_for("gpu", header())
+        baseline_for("gpu", gated())
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    wanted = _taken(Baseline(tmp_path / "b.jsonl"), _seen(record(ROW), figures(ROW)), ROW)
+    wanted = _taken(Baseline(tmp_path / "b.jsonl"), _seen(judged(ROW), compiled(ROW)), ROW)
     write_baseline(wanted)
     found = read_baseline(wanted.path)
     assert list(found.lines) == list(wanted.lines)
@@ -177,7 +144,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_refuses_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = _taken(Baseline(tmp_path / "b.jsonl"), _seen(record(ROW)), ROW)
+    held = _taken(Baseline(tmp_path / "b.jsonl"), _seen(judged(ROW)), ROW)
     write_baseline(held)
     before = held.path.read_bytes()
 
@@ -186,7 +153,7 @@ def test_a_disk_that_refuses_leaves_the_old_file(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(RecordError, match=r"cannot write the baseline .*b\.jsonl: No space left on device"):
-        write_baseline(_taken(held, _seen(record(NEIGHBOUR)), NEIGHBOUR))
+        write_baseline(_taken(held, _seen(judged(NEIGHBOUR)), NEIGHBOUR))
     assert held.path.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["b.jsonl"], "nothing half written stays"
 

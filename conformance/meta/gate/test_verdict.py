@@ -1,4 +1,4 @@
-"""The gate fails closed: everything but a pass and an expected failure is a problem."""
+"""The gate fails closed, and an open one says how much it held against which baseline."""
 
 from __future__ import annotations
 
@@ -8,16 +8,29 @@ from pathlib import Path
 import pytest
 
 from conformance import ROOT
+from conformance.fakes.results import (
+    CASE,
+    COUNTERS,
+    KERNEL,
+    NEIGHBOUR,
+    OTHER,
+    ROW,
+    baseline,
+    compiled,
+    expectation,
+    gated,
+    judged,
+)
+from megamoe.cli.main import main
 from megamoe.contract import Row, Status
-from megamoe.gate.expected import Expectation, ExpectedEntry, ExpectedError, read_expected, stale_entries
-from megamoe.gate.verdict import judge_run
-from megamoe.records.lines import Record, record_of
+from megamoe.gate.baseline import VM_BASELINE, Baseline
+from megamoe.gate.expected import ExpectedError, read_expected, stale_entries
+from megamoe.gate.verdict import Finding, judge_run, open_line
+from megamoe.records.files import RecordWriter
+from megamoe.records.lines import Figures, Record, record_of
 from megamoe.spec.load import load_specs
 from megamoe.spec.spec import Spec
 
-CASE, OTHER = "fmha:hd=64,t=1,s_k=128", "fmha:hd=64,t=4,s_k=128"
-ROW = Row(CASE, "ptx", "sm_100a", "vm", "eager")
-NEIGHBOUR = ROW._replace(case=OTHER)
 TODAY = date(2026, 1, 15)
 
 
@@ -28,20 +41,6 @@ def specs() -> dict[str, Spec]:
 
 def _record(row: Row, status: Status) -> Record:
     return record_of("run-1", row, status, "" if status == "passed" else "something is off")
-
-
-def _entry(**changes: object) -> Expectation:
-    fields = {
-        "case": CASE,
-        "backend": "ptx",
-        "target": "sm_100a",
-        "executor": "vm",
-        "status": "failed",
-        "reason": "the ring of one stage deadlocks",
-        "expires": date(2026, 3, 1),
-        "example": CASE,
-    }
-    return Expectation(ExpectedEntry.model_validate(fields | changes), "expected.yaml, line 3")
 
 
 def test_all_passed_opens_the_gate() -> None:
@@ -78,7 +77,7 @@ def test_nothing_owed_closes_it() -> None:
 @pytest.mark.parametrize("failed_first", [True, False])
 def test_an_expected_status_hides_no_other_record_of_the_row(expected: Status, failed_first: bool) -> None:
     records = [_record(ROW, "failed"), _record(ROW, expected)]
-    verdict = judge_run([ROW], records if failed_first else records[::-1], [_entry(status=expected)])
+    verdict = judge_run([ROW], records if failed_first else records[::-1], [expectation(status=expected)])
     (problem,) = verdict.problems
     assert f"is expected to be {expected} but is failed" in problem
     assert not verdict.excused, "a row that also failed otherwise is not excused"
@@ -86,7 +85,7 @@ def test_an_expected_status_hides_no_other_record_of_the_row(expected: Status, f
 
 def test_a_pass_does_not_hide_behind_an_expected_failure() -> None:
     for order in (["passed", "failed"], ["failed", "passed"]):
-        verdict = judge_run([ROW], [_record(ROW, status) for status in order], [_entry()])  # pyright: ignore[reportArgumentType]
+        verdict = judge_run([ROW], [_record(ROW, status) for status in order], [expectation()])  # pyright: ignore[reportArgumentType]
         assert not verdict.passed, f"{order}: a row that passes now and then is not known to fail"
 
 
@@ -107,30 +106,31 @@ def test_a_record_that_was_not_owed_counts_unless_it_passed() -> None:
 
 
 def test_an_expected_failure_opens_it_and_is_counted() -> None:
-    verdict = judge_run([ROW], [_record(ROW, "failed")], [_entry()])
+    verdict = judge_run([ROW], [_record(ROW, "failed")], [expectation()])
     assert verdict.passed
     assert verdict.line == "0 passed, 1 failed, 1 of these as expected"
 
 
 @pytest.mark.parametrize("status", ["passed", "crashed", "unsupported"])
 def test_an_expected_failure_that_turns_out_otherwise_closes_it(status: Status) -> None:
-    verdict = judge_run([ROW], [_record(ROW, status)], [_entry()])
+    verdict = judge_run([ROW], [_record(ROW, status)], [expectation()])
     assert not verdict.passed, f"expected failed, was {status}"
     assert "expected.yaml, line 3" in verdict.problems[0]
 
 
 def test_an_expectation_holds_for_its_own_row_only() -> None:
     for change in ({"backend": "other"}, {"target": "sm_90a"}, {"executor": "gpu"}, {"schedule": "lazy"}):
-        assert not judge_run([ROW], [_record(ROW, "failed")], [_entry(**change)]).passed, f"{change} is another row"
+        verdict = judge_run([ROW], [_record(ROW, "failed")], [expectation(**change)])
+        assert not verdict.passed, f"{change} is another row"
 
 
 def test_two_entries_for_one_row_close_it() -> None:
-    verdict = judge_run([ROW], [_record(ROW, "failed")], [_entry(), _entry(case="fmha:*")])
+    verdict = judge_run([ROW], [_record(ROW, "failed")], [expectation(), expectation(case="fmha:*")])
     assert "both speak about" in verdict.problems[0]
 
 
 def test_a_missing_record_is_missing_even_if_a_failure_is_expected() -> None:
-    assert not judge_run([ROW], [], [_entry()]).passed
+    assert not judge_run([ROW], [], [expectation()]).passed
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_missing_record_is_missing_even_if_a_failure_is_expected() -> None:
     ],
 )
 def test_a_stale_entry_is_a_sentence(specs: dict[str, Spec], changes: dict[str, object], complaint: str | None) -> None:
-    sentences = stale_entries([_entry(**changes)], specs, TODAY)
+    sentences = stale_entries([expectation(**changes)], specs, TODAY)
     assert len(sentences) == (complaint is not None)
     assert all(complaint and complaint in sentence for sentence in sentences)
 
@@ -217,3 +217,58 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_our_own_file_is_not_stale(specs: dict[str, Spec]) -> None:
     ours = (ROOT / "conformance") / "expected.yaml"
     assert stale_entries(read_expected(ours), specs, date.today()) == ()
+
+
+LINES = (judged(ROW), compiled(ROW), judged(NEIGHBOUR), compiled(NEIGHBOUR))
+OWED = ["--case", ROW.case, "--case", NEIGHBOUR.case, "--backend", "ptx", "--target", "sm_100a"]
+GATE = ["gate", "run.jsonl", *OWED, "--baseline", "base.jsonl"]
+ACCEPT = ["accept", "--from", "run.jsonl", "--baseline", "base.jsonl", "--reason", "first", "--all-of", "*"]
+ALL = f"2 rows, {2 * len(COUNTERS)} counters and {2 * len(KERNEL)} compiler figures"
+
+
+def _said(held: Baseline | None, *lines: Record | Figures, finding: Finding | None = None) -> str:
+    records = [line for line in lines if isinstance(line, Record)]
+    programs = [line for line in lines if isinstance(line, Figures)]
+    verdict = judge_run([ROW, NEIGHBOUR], records).with_findings([finding] if finding else [])
+    return open_line(verdict, held, records, programs)
+
+
+def test_it_counts_what_was_compared() -> None:
+    held = baseline(*LINES)
+    assert _said(held, *LINES) == f"the gate is open: {ALL} are as in baseline.jsonl"
+    assert _said(held, *LINES, *LINES) == _said(held, *LINES), "a line that is there twice counts once"
+    one = f"1 row, {len(COUNTERS)} counters and {len(KERNEL)} compiler figures are as in baseline.jsonl"
+    more = "; 1 row passed without a line there"
+    assert _said(baseline(*LINES[:2]), *LINES) == f"the gate is open: {one}{more}", "what has no line was not compared"
+
+
+def test_it_does_not_say_alike_of_what_differs_or_of_nothing() -> None:
+    asked = Finding("renew", "better: fewer", ROW, closes=False)
+    said = _said(baseline(*LINES), *LINES, finding=asked)
+    assert said == f"the gate is open: {ALL} were held against baseline.jsonl, see what differs above"
+    assert _said(None, *LINES) == "the gate is open: 2 rows passed, held against no baseline"
+
+
+def test_our_baseline_is_named_by_its_place_in_the_repository() -> None:
+    assert _said(baseline(*LINES, path=VM_BASELINE), *LINES).endswith("are as in results/baselines/vm.jsonl")
+
+
+def test_the_command_says_it_of_an_open_gate_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _write(*LINES)
+    assert main(ACCEPT) == 0
+    capsys.readouterr()
+    assert main(GATE) == 0
+    assert f"the gate is open: {ALL} are as in base.jsonl\n" in capsys.readouterr().out
+    _write(judged(ROW, {**COUNTERS, "mma_flops": 8192}), *LINES[1:])
+    assert main(GATE) == 1
+    assert "the gate is open" not in capsys.readouterr().out
+
+
+def _write(*lines: Record | Figures) -> None:
+    Path("run.jsonl").unlink(missing_ok=True)
+    with RecordWriter(Path("run.jsonl")) as writer:
+        for line in (gated(), *lines):
+            writer.append(line)

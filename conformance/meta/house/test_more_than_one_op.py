@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from conformance.fakes import backends as fake_backends
+from megamoe import ops
 from megamoe.cli.main import main
-from megamoe.contract import Case, Target
+from megamoe.contract import Case
 from megamoe.judge.arena import Arena, Layout
 from megamoe.judge.tolerance import compare
-from megamoe.ops import Codes, Latitude
-from megamoe.spec.error import SpecError
+from megamoe.ops import Codes, Latitude, fmha, reference, referenced_ops
+from megamoe.ops.nvfp4_moe import inputs as moe_inputs
 from megamoe.spec.load import load_spec, load_specs
+from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import Selection, SelectionError, not_offered, owed_rows
 from megamoe.spec.spec import Spec
 
@@ -169,15 +171,7 @@ def test_a_byte_that_looks_like_poison_is_a_byte() -> None:
 # Ops that not every backend has
 
 
-@dataclasses.dataclass(frozen=True)
-class OneOpBackend(fake_backends.FakeBackend):
-    """Has fmha alone."""
-
-    def targets(self, op: str) -> tuple[Target, ...]:
-        return ("sm_100a",) if op == "fmha" else ()
-
-
-ONE_OP = OneOpBackend("works")
+ONE_OP = fake_backends.NamedBackend("works", "fmha")
 HERE = f"{__name__}:ONE_OP"
 
 
@@ -205,3 +199,53 @@ def test_filters_and_names_that_one_op_has_select_that_op(capsys: pytest.Capture
     assert "fmha:" not in capsys.readouterr().out, "matrix slices is one of nvfp4_moe alone"
     with pytest.raises(SelectionError, match="no selected case has an axis 'head_dim'"):
         owed_rows(SPECS, Selection(where=("head_dim=64",), backends=(f"{FAKE}:WORKS",)))
+
+
+def test_every_op_has_a_spec_and_a_reference() -> None:
+    """A module of the room is an op; a module of an op's own folder is not."""
+    assert referenced_ops() == tuple(sorted(load_specs()))
+
+
+def test_an_op_may_be_named_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No name is read by its prefix: fmha_x and nvfp4_moe_inputs are ops of their own."""
+    for name in ("fmha_x", "nvfp4_moe_inputs"):
+        (tmp_path / f"{name}.py").write_text(f"ABSOLUTE_SCALE = {{'{name}': 1.0}}\n")
+    before = referenced_ops()
+    monkeypatch.setattr(ops, "__path__", [*ops.__path__, str(tmp_path)])
+    referenced_ops.cache_clear()
+    try:
+        assert referenced_ops() == tuple(sorted((*before, "fmha_x", "nvfp4_moe_inputs")))
+        assert reference("fmha_x").ABSOLUTE_SCALE == {"fmha_x": 1.0}
+        assert reference("nvfp4_moe_inputs").ABSOLUTE_SCALE == {"nvfp4_moe_inputs": 1.0}
+        assert reference("fmha").ABSOLUTE_SCALE == {"lse": 1.0}
+    finally:
+        referenced_ops.cache_clear()
+
+
+@pytest.mark.parametrize("op", ["attention", "fmha_inputs", "stages"])
+def test_an_unknown_op_is_refused_with_a_sentence(op: str) -> None:
+    with pytest.raises(ValueError, match=rf"no reference for op '{op}'; references exist for: .*fmha"):
+        reference(op)
+
+
+DISTRIBUTIONS = {"fmha": fmha.DISTRIBUTIONS, "nvfp4_moe": moe_inputs.DISTRIBUTIONS}
+
+
+@pytest.mark.parametrize("op", DISTRIBUTIONS)
+def test_the_spec_and_the_reference_name_the_same_distributions(op: str) -> None:
+    assert set(SPECS[op].inputs) == set(DISTRIBUTIONS[op])
+    case = dataclasses.replace(SPECS[op].profile("smoke").cases[0], inputs="uniform")
+    with pytest.raises(ValueError, match=rf"no input distribution 'uniform' for {op}; there are: normal"):
+        reference(op).make_inputs(case)
+
+
+@pytest.mark.parametrize("op", DISTRIBUTIONS)
+def test_a_simulated_reference_refuses_a_lowered_precision(op: str) -> None:
+    case = SPECS[op].profile("smoke").cases[0]
+    inputs = reference(op).make_inputs(case)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with pytest.raises(ValueError, match=r"float32 matmul precision is 'medium'.*needs 'highest'"):
+            reference(op).simulated(case, inputs)
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -1,10 +1,11 @@
-"""A kernel that crashes, hangs or lies costs its own row the status; its neighbours pass."""
+"""A kernel that crashes, hangs or lies costs its own row the status; backends side by side; samples of large cases."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,17 @@ import torch
 
 from conformance import ROOT
 from conformance.fakes import backends as fake_backends
-from megamoe.contract import Row, Status
+from megamoe.cli.main import main
+from megamoe.contract import Case, Row, Status
+from megamoe.judge.arena import Arena
 from megamoe.judge.bundle import heat_map
-from megamoe.judge.judge import judge
+from megamoe.judge.judge import Expected, compared, complaints, expected_of, judge
 from megamoe.judge.run import RunSettings, judged
-from megamoe.records.lines import Record
+from megamoe.judge.side_by_side import agreements, leave_outputs
+from megamoe.ops import reference
+from megamoe.records.files import read_records
+from megamoe.records.lines import Record, record_of
+from megamoe.spec.load import load_specs
 
 CASE = "fmha:hd=64,t=2,s_k=3"
 # Rows need half a second; a machine with ten times as much work as cores must not time them out.
@@ -203,3 +210,118 @@ def test_the_script_of_a_bundle_runs_from_anywhere(tmp_path: Path, monkeypatch: 
     # No search path of a user has the backend of this test.
     assert ended.returncode == 2, f"megamoe itself must answer: {ended.stderr}"
     assert "the backend 'unregistered:SCALES' cannot be loaded" in ended.stderr
+
+
+FAKE = fake_backends.__name__
+
+
+def _left(folder: Path, backend: str, status: Status, o: list[float]) -> Record:
+    row = Row(CASE, backend, "sm_100a", "vm", "eager")
+    leave_outputs(folder, row, {"o": torch.tensor(o, dtype=torch.bfloat16)})
+    return record_of("run-1", row, status, "" if status == "passed" else "it is wrong")
+
+
+def test_distances_are_those_of_the_outputs(tmp_path: Path) -> None:
+    records = [
+        _left(tmp_path, "a", "passed", [1.0, 2.0, 3.0, 4.0]),
+        _left(tmp_path, "b", "passed", [1.0, 2.0, 3.5, 4.0]),
+    ]
+    (found,) = agreements("run-1", records, tmp_path)
+    assert found.metrics == {"a~b.o.max": 0.5, "a~b.o.rms": 0.25, "a~b.o.unequal": 0.25}
+    assert found.alone is None, "two backends that both pass do not stand alone"
+
+
+def test_nan_in_one_is_unequal_and_in_both_is_not(tmp_path: Path) -> None:
+    nan = float("nan")
+    records = [_left(tmp_path, "a", "passed", [nan, nan]), _left(tmp_path, "b", "failed", [nan, 1.0])]
+    (found,) = agreements("run-1", records, tmp_path)
+    assert found.metrics["a~b.o.unequal"] == 0.5
+    assert found.metrics["a~b.o.max"] == 0.0, "no element is finite in both"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "alone"),
+    [
+        ({"a": "passed", "b": "failed"}, "b"),
+        ({"a": "passed", "b": "passed", "c": "failed"}, "c"),
+        ({"a": "failed", "b": "failed", "c": "passed"}, "c"),
+        ({"a": "failed", "b": "failed"}, None),
+    ],
+)
+def test_who_stands_alone(statuses: dict[str, Status], alone: str | None, tmp_path: Path) -> None:
+    records = [_left(tmp_path, backend, status, [1.0]) for backend, status in statuses.items()]
+    (found,) = agreements("run-1", records, tmp_path)
+    assert found.alone == alone, f"of {statuses}"
+
+
+def test_a_run_says_which_backend_stands_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(Path(fake_backends.__file__).parent))
+    options = ["--target", "sm_100a", "--executor", f"{FAKE}:EXECUTOR", "--schedule", "eager", "--jobs", "1"]
+    backends = ["--backend", f"{FAKE}:WORKS", "--backend", f"{FAKE}:SCALES"]
+    assert main(["run", "--case", CASE, *backends, *options, "--output", "r.jsonl"]) == 1
+    assert f"{FAKE}:SCALES stands alone" in capsys.readouterr().out
+    (agreement,) = read_records(Path("r.jsonl")).agreements
+    assert agreement.alone == f"{FAKE}:SCALES"
+    assert agreement.metrics[f"{FAKE}:SCALES~{FAKE}:WORKS.o.max"] > 0.0
+
+
+SPEC = load_specs()["nvfp4_moe"]
+ROOM = reference("nvfp4_moe")
+CASES = tuple(
+    SPEC.parse_case(f"nvfp4_moe:hidden=128,intermediate=128,num_experts=4,tokens={rest}")
+    for rest in ("140,topk=2,load=skewed", "24,topk=2,load=slice", "20,topk=2,inputs=poisoned_padding,weight=before")
+)
+
+
+def sampled(case: Case, share: float) -> tuple[dict[str, torch.Tensor], Expected]:
+    inputs = ROOM.make_inputs(case)
+    return inputs, expected_of(case, inputs, int(ROOM.useful_flops(case) * share))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_sample_has_the_results_of_the_whole(case: Case) -> None:
+    inputs, part = sampled(case, 0.3)
+    whole = expected_of(case, inputs)
+    assert part.sample is not None
+    rows = part.sample.rows["y"]
+    assert 1 <= len(rows) < case.int("tokens")
+    assert rows[0] == 0, "from the first token"
+    torch.testing.assert_close(part.oracle["y"], whole.oracle["y"][rows], rtol=0, atol=0)
+    torch.testing.assert_close(part.simulated["y"], whole.simulated["y"][rows], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_right_outputs_pass_and_a_fault_in_the_sample_does_not(case: Case) -> None:
+    inputs, part = sampled(case, 0.3)
+    assert part.sample is not None
+    y = ROOM.simulated(case, inputs)["y"]
+    assert compared(SPEC, part, {"y": y}).passed
+    wrong = y.clone()
+    token = next(int(row) for row in part.sample.rows["y"] if y[row].abs().sum() > 0)
+    wrong[token] *= -1
+    arena = Arena(SPEC, case, inputs)
+    arena.tensors["y"].copy_(wrong)
+    comparison = compared(SPEC, part, {"y": wrong})
+    assert not comparison.passed
+    assert "which alone were judged" in complaints(arena, part, comparison)
+
+
+def test_a_cheap_case_is_judged_whole() -> None:
+    case = CASES[0]
+    assert ROOM.sample(case, ROOM.make_inputs(case), ROOM.useful_flops(case)) is None
+    assert sampled(case, 1.0)[1].sample is None
+
+
+@pytest.mark.parametrize("stage", ["l1", "requantise", "l2", "combine"])
+def test_a_stage_is_of_one_piece(stage: str) -> None:
+    case = SPEC.vary(CASES[0], stage=stage)
+    assert ROOM.sample(case, ROOM.make_inputs(case), 1) is None
+
+
+def test_the_sample_keeps_the_name_of_the_case() -> None:
+    _, part = sampled(CASES[0], 0.3)
+    assert part.case.id == CASES[0].id, "sentences and reruns name the case that was asked for"
+    assert part.case != replace(CASES[0]), "its number of tokens is the sample's"

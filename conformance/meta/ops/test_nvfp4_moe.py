@@ -13,8 +13,7 @@ from megamoe.codec.routing import routing
 from megamoe.contract import Case
 from megamoe.judge.arena import DTYPES
 from megamoe.ops import reference
-from megamoe.ops.nvfp4_moe.inputs import DISTRIBUTIONS, INPUTS
-from megamoe.ops.nvfp4_moe.loads import draw_topk_ids
+from megamoe.ops.nvfp4_moe.inputs import INPUTS, draw_topk_ids
 from megamoe.spec.load import load_specs
 
 SPEC = load_specs()["nvfp4_moe"]
@@ -23,8 +22,7 @@ CASES = [*SPEC.cases("small"), *SPEC.cases("stages")]
 ROUTED = "hidden=128,intermediate=128,num_experts=8,tokens=40"
 
 
-def test_spec_and_reference_name_the_same_distributions_and_inputs() -> None:
-    assert set(SPEC.inputs) == set(DISTRIBUTIONS)
+def test_spec_and_reference_name_the_same_inputs() -> None:
     for stage, names in INPUTS.items():
         case = SPEC.case(hidden=128, intermediate=128, num_experts=2, tokens=1, stage=stage)
         wanted = {name for name, tensor in SPEC.tensors_of(case).items() if tensor.role == "input"}
@@ -152,13 +150,3 @@ def test_poisoned_padding_is_poison() -> None:
     for stage, name in (("requantise", "h"), ("combine", "rows")):
         held = MOE.make_inputs(SPEC.vary(case, stage=stage))[name]
         assert int(held.isnan().all(dim=1).sum()) == len(held) - 5, f"padding rows of {name} are NaN"
-
-
-def test_lowered_precision_is_refused() -> None:
-    case = SPEC.case(hidden=128, intermediate=128, num_experts=1, tokens=1)
-    torch.set_float32_matmul_precision("medium")
-    try:
-        with pytest.raises(ValueError, match="needs 'highest'"):
-            MOE.simulated(case, MOE.make_inputs(case))
-    finally:
-        torch.set_float32_matmul_precision("highest")

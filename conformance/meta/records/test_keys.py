@@ -1,12 +1,15 @@
-"""The key of a line: what it is about, and nothing else."""
+"""The key of a line: what it is about; and the one order of severity, in which no status hides a worse one."""
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 
+from conformance import ROOT
 from conformance.fakes.results import CASE, figures, record, timing
-from megamoe.contract import Row
-from megamoe.records.keys import Key, KeyedLine
+from megamoe.contract import STATUSES, Row, Status
+from megamoe.records.keys import SEVERITY, Key, KeyedLine, worst
 
 LINES: tuple[KeyedLine, ...] = (record(), timing([1.0, 2.0]), figures(128))
 
@@ -47,3 +50,27 @@ def test_a_key_is_readable() -> None:
         f"{CASE} on ptx sm_100a ptxas (figures)",
     ]
     assert str(Key.of(record()).program) == f"{CASE} on ptx sm_100a"
+
+
+def test_every_status_has_its_place() -> None:
+    assert sorted(SEVERITY) == sorted(STATUSES)
+    assert SEVERITY[-1] == "passed"
+
+
+@pytest.mark.parametrize("kind", ["failed", "crashed", "timed_out", "error"])
+def test_nothing_known_hides_no_fault(kind: Status) -> None:
+    for others in permutations(["passed", "unsupported", "not_run", kind]):
+        assert worst([record(status) for status in others]).status == kind  # pyright: ignore[reportArgumentType]
+
+
+def test_of_several_lines_with_the_worst_status_the_last_counts() -> None:
+    lines = [record("error", run="a"), record("failed", run="b"), record("failed", run="c"), record(run="d")]
+    assert worst(lines).run == "c"
+    with pytest.raises(ValueError, match="empty"):
+        worst([])
+
+
+def test_there_is_no_second_order() -> None:
+    sources = [path for folder in ("megamoe", "backends") for path in (ROOT / folder).rglob("*.py")]
+    second = [path.name for path in sources if "STATUSES.index" in path.read_text("utf-8")]
+    assert second == [], "STATUSES is a list of names; megamoe/records/keys.py is the order"

@@ -14,19 +14,11 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from conformance import ROOT
-from conformance.fakes.results import (
-    ACCEPTANCE,
-    AGREEMENT,
-    figures,
-    header,
-    record,
-    timing,
-)
+from conformance.fakes.results import ACCEPTANCE, AGREEMENT, figures, header, record, timing
 from megamoe.cli.main import main
 from megamoe.contract import STATUSES
 from megamoe.records.files import RecordWriter, parse_records
-from megamoe.records.lines import AnyLine, Record, RecordError
-from megamoe.records.schema import VERSIONS, record_schema
+from megamoe.records.lines import VERSIONS, AnyLine, Record, RecordError, record_schema
 
 RESULTS = ROOT / "results"
 SCHEMAS = {version: record_schema(version) for version in VERSIONS}

@@ -1,4 +1,4 @@
-"""The page holds every record of the input, and no text in a record can act."""
+"""The page and the terminal show every record of the input, and no text in a record can act."""
 
 from __future__ import annotations
 
@@ -15,24 +15,28 @@ from pathlib import Path
 import pytest
 
 from conformance import ROOT
-from conformance.fakes.hostile_records import (
+from conformance.fakes.report_records import (
+    HOSTILE,
     NOW,
     SPECS,
     data_in,
     data_of,
+    full_matrix,
     hostile_records,
     material_of,
     printed,
+    write_runs,
 )
 from conformance.fakes.results import figures, header, record, timing, write
-from conformance.fakes.simulated_matrix import full_matrix, write_runs
 from megamoe.cli.main import main
 from megamoe.diff.differ import compare_runs
 from megamoe.diff.sides import read_side
+from megamoe.records.keys import SEVERITY
 from megamoe.records.lines import AnyLine, Record
-from megamoe.report.coverage import read_coverage
 from megamoe.report.encoding import DIGITS, decode_records
+from megamoe.report.evidence import read_coverage
 from megamoe.report.material import Material, gather, record_files
+from megamoe.report.measures import SIGNS
 from megamoe.report.page import SCRIPTS, Extras, asset, page
 
 
@@ -240,3 +244,46 @@ def test_whatever_kind_of_line_there_is_alone(lines: list[AnyLine], tmp_path: Pa
     kinds = [name for name in ("runs", "records", "timings", "figures") if data[name]]
     assert len(kinds) == 1, f"one line of {type(lines[0]).__name__} became {kinds}"
     assert printed(material)
+
+
+def test_the_terminal_says_what_failed(tmp_path: Path) -> None:
+    matrix = gather(write_runs(tmp_path, list(full_matrix(runs=1, samples=5))))
+    text = printed(matrix)
+    for op in matrix.ops:
+        assert op in text
+    counts = Counter(one.status for one in matrix.latest)
+    for status in SEVERITY:
+        said = f"{SIGNS[status]} {counts[status]:,} {status.replace('_', ' ')}"
+        assert (said in text) == (counts[status] > 0), f"{counts[status]} rows are {status}"
+    hostile = printed(material_of(tmp_path, header(), *hostile_records()))
+    assert HOSTILE[0] in hostile, "a sentence is shown as it is"
+    assert "[red]no markup[/red]" in hostile
+    assert max(map(len, hostile.splitlines())) < 1000
+
+
+def test_the_terminal_shows_what_is_nearest_to_its_bar(tmp_path: Path) -> None:
+    near = record().model_copy(update={"metrics": {"o.rms": 0.93, "o.rms.bar": 1.0}})
+    assert "0.930" in printed(material_of(tmp_path, header(), near))
+
+
+def test_times_alone_are_a_report(tmp_path: Path) -> None:
+    material = material_of(
+        tmp_path, header(), timing([4.0] * 10).model_copy(update={"floor_us": 2.0, "floor_by": "bytes"})
+    )
+    assert "✓.50" in printed(material)
+    assert len(data_of(material)["timings"]) == 1  # type: ignore[arg-type]
+
+
+def test_a_timing_keeps_its_status(tmp_path: Path) -> None:
+    failed = timing([1.0], status="timed_out")
+    assert "T" in printed(material_of(tmp_path, header(), failed))
+
+
+def test_the_newest_run_is_not_said_to_have_the_device_of_an_older_one(tmp_path: Path) -> None:
+    on_the_vm = header("run-2", device=None).model_copy(update={"started": "2026-11-21T19:00:00+00:00"})
+    text = " ".join(printed(material_of(tmp_path, header(), timing([4.0] * 10), on_the_vm)).split())
+    assert "newest 2026-11-21T19:00 UTC at abc, no device; times of: NVIDIA H200" in text
+    (tmp_path / "alone").mkdir()
+    text = " ".join(printed(material_of(tmp_path / "alone", header(), record())).split())
+    assert "newest 2026-11-21T18:00 UTC at abc, NVIDIA H200" in text
+    assert "times of" not in text, "there is no timing"

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from conformance.kernels.laws.strategies import drawing_of
 from megamoe.contract import AxisValue, Case
-from megamoe.spec.error import SpecError
+from megamoe.spec.case_space import Axis
 from megamoe.spec.load import load_specs
-from megamoe.spec.ranges import Axis
+from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.spec import Spec
 
 SPECS = load_specs()

@@ -1,19 +1,24 @@
 """Every way to spoil a spec is refused in a sentence with file, line, key and what would be right.
 
 The op here is none of ours: packed fp4 tensors, a text axis and a float axis, which need no change in megamoe.spec.
+Whatever else is in a spec file or a case id, the answer is a value or a SpecError: no traceback of another kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from megamoe.spec.error import SpecError
-from megamoe.spec.load import load_spec, load_specs
+from megamoe.contract import AxisValue
+from megamoe.spec.expression import ExpressionError, parse_expression
+from megamoe.spec.load import build_spec, load_spec, load_specs
+from megamoe.spec.marked_yaml import SpecError, parse_marked_yaml
 from megamoe.spec.spec import DEFAULT_THRESHOLD, Spec
 
 SOUND = """\
@@ -68,6 +73,9 @@ profiles:
 """
 
 
+EDGE, TWIN = "{hidden: 32, tokens: 3, topk: 8}", "{tokens: 0, hidden: 16, topk: 1}"
+
+
 @dataclass(frozen=True)
 class Plant:
     """`old` becomes `new`; the refusal must be at the line that contains `at`, at `key`, and say all of `says`."""
@@ -99,14 +107,7 @@ KEYS = [
     plant(", dtype: bf16", "", "  o: {", "tensors.o", "key 'dtype' is missing", "shape, dtype, role"),
     plant("    tokens: [1, 4]", "    tokns: [1, 4]", "tokns", "matrices.grid.tokns", "did you mean 'tokens'?"),
     plant("{hidden: 16, tokens: 0}", "{hiden: 16, tokens: 0}", "{hiden", "matrices.edges[0].hiden", "'hidden'?"),
-    plant(
-        "  tokens: {min: 0, max: 32",
-        "  toks: {min: 0, max: 32",
-        "  toks:",
-        "ranges.toks",
-        "no axis 'toks'",
-        "'tokens'?",
-    ),
+    plant("tokens: {min", "toks: {min", "toks:", "ranges.toks", "no axis 'toks'", "'tokens'?"),
     plant("[tokens, hidden]", "[tokens, hiden]", "hiden]", "tensors.o.shape[1]", "'hiden'", "did you mean 'hidden'?"),
     plant("when: debug", "when: debog", "debog", "tensors.sf.when", "no bool axis 'debog'", "'debug'?"),
     plant("published: [grid]", "published: [gird]", "gird", "published[0]", "no matrix 'gird'; did you mean 'grid'?"),
@@ -118,14 +119,7 @@ KEYS = [
 
 TYPES = [
     plant("op: toy_moe", "op: 7", "op: 7", "op", "must be text, not 7"),
-    plant(
-        "type: int, in",
-        "type: integer, in",
-        "integer",
-        "axes.hidden.type",
-        "'int', 'float', 'bool' or 'str'",
-        "'integer'",
-    ),
+    plant("int, in", "integer, in", "integer", "axes.hidden.type", "'int', 'float', 'bool' or 'str'", "'integer'"),
     plant("min: 0, max: 64", "min: zero, max: 64", "zero", "axes.tokens.min", "must be a number, not 'zero'"),
     plant("min: 0, max: 64", "min: 0.5, max: 64", "0.5, max: 64", "axes.tokens.min", "must be an integer, not 0.5"),
     plant("in: [16, 32]", "in: [16, '32']", "'32'", "axes.hidden.in[1]", "must be an integer, not '32'"),
@@ -192,47 +186,16 @@ MEANINGS = [
     plant("min: 0, max: 32}", "min: 33, max: 32}", "min: 33", "ranges.tokens.min", "min 33 is above max 32"),
     plant("min: 0, max: 64", "min: 0", "tokens: {type", "axes.tokens", "no complete range", "'min' and 'max'"),
     plant("in: [before, after], ", "", "weight_applies: {t", "axes.weight_applies", "give 'in'"),
-    plant(
-        "topk: {type: int, min: 1, max: 8, default: 1",
-        "topk: {type: int, min: 1, max: 8, default: 9",
-        "default: 9",
-        "axes.topk.default",
-        "default 9 is no value of it; it must be 1..8",
-    ),
-    plant(
-        "tokens: 3",
-        "tokens: 65",
-        "tokens: 65",
-        "matrices.edges[1].tokens",
-        "tokens=65 is outside of its limits",
-        "0..64",
-    ),
+    plant("default: 1", "default: 9", "9, d", "axes.topk.default", "default 9 is no value of it; it must be 1..8"),
+    plant("tokens: 3", "tokens: 65", "65", "matrices.edges[1].tokens", "tokens=65 is outside of its limits", "0..64"),
     plant("tokens: 3, ", "", "{hidden: 32, topk", "matrices.edges[1]", "tokens must be given"),
     plant(
         "hidden: 32, tokens: 3", "hidden: 16, tokens: 3", "tokens: 3", "matrices.edges[1]", "topk=8", "'topk <= 4 or"
     ),
     plant("tokens: [1, 4]", "tokens: [1, 4, 1]", "[1, 4, 1]", "matrices.grid.tokens[2]", "1 is given twice"),
-    plant(
-        "{hidden: 32, tokens: 3, topk: 8}",
-        "{tokens: 0, hidden: 16, topk: 1}",
-        "{tokens: 0",
-        "matrices.edges[1]",
-        "toy_moe:hidden=16,tokens=0 is already in matrix edges, line 21",
-    ),
-    plant(
-        "{hidden: 32, tokens: 3, topk: 8}",
-        "{hidden: 16, tokens: 4}",
-        "tokens: 4}",
-        "matrices.edges[1]",
-        "is already in matrix grid, line 17",
-    ),
-    plant(
-        "beyond_ranges: [big]",
-        "beyond_ranges: [big, edges]",
-        "beyond_ranges",
-        "beyond_ranges[1]",
-        "no row of matrix edges",
-    ),
+    plant(EDGE, TWIN, TWIN, "matrices.edges[1]", "toy_moe:hidden=16,tokens=0 is already in matrix edges, line 21"),
+    plant(EDGE, "{hidden: 16, tokens: 4}", "tokens: 4}", "matrices.edges[1]", "is already in matrix grid, line 17"),
+    plant("[big]", "[big, edges]", "beyond_ranges", "beyond_ranges[1]", "no row of matrix edges"),
     plant(
         "      - {hidden: 16, tokens: 0}",
         "      - {hidden: 16, tokens: 5}",
@@ -338,91 +301,141 @@ def test_planted_fault_is_refused_where_it_is(planted: Plant, tmp_path: Path) ->
     assert str(refusal).startswith(f"{tmp_path / 'toy_moe.yaml'}:{refusal.line}: ")
 
 
-def missing_file(folder: Path) -> None:
-    load_spec(folder / "none.yaml")
-
-
-def a_folder(folder: Path) -> None:
-    load_spec(folder)
-
-
-def endless_file(folder: Path) -> None:
-    load_spec("/dev/zero")
-
-
-def missing_folder(folder: Path) -> None:
-    load_specs(folder / "none")
-
-
-def empty_folder(folder: Path) -> None:
-    load_specs(folder)
-
-
-def overlooked_file(folder: Path) -> None:
-    (folder / "a.yaml").write_text(SOUND)
-    (folder / "b.yml").write_text(SOUND)
-    load_specs(folder)
-
-
-def op_in_two_files(folder: Path) -> None:
-    (folder / "a.yaml").write_text(SOUND)
-    (folder / "b.yaml").write_text(SOUND)
-    load_specs(folder)
-
-
-def empty_file(folder: Path) -> None:
-    (folder / "a.yaml").write_text("# nothing\n")
-    load_spec(folder / "a.yaml")
-
-
-def binary_file(folder: Path) -> None:
-    (folder / "a.yaml").write_bytes(b"op: toy\ndoc: \xff\n")
-    load_spec(folder / "a.yaml")
-
-
-def huge_file(folder: Path) -> None:
-    (folder / "a.yaml").write_text("# filler\n" * 200_000)
-    load_spec(folder / "a.yaml")
-
-
-def no_mapping(folder: Path) -> None:
-    (folder / "a.yaml").write_text("- op\n- toy\n")
-    load_spec(folder / "a.yaml")
-
-
-def alias_bomb(folder: Path) -> None:
-    levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 12)]
-    (folder / "a.yaml").write_text("\n".join(["l0: &l0 [x]", *levels]))
-    load_spec(folder / "a.yaml")
-
-
-def cell_bomb(folder: Path) -> None:
-    axes = "".join(
-        f"    {name}: [{', '.join(map(str, range(1, 40)))}]\n" for name in ("hidden", "tokens", "topk", "clamp")
-    )
-    (folder / "a.yaml").write_text(SOUND.replace("    hidden: [16, 32]\n    tokens: [1, 4]\n", axes))
-    load_spec(folder / "a.yaml")
+# More than a loader should swallow: nested aliases, and a matrix of too many cells.
+ALIASES = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 12))
+LONG_AXES = "".join(f"    {name}: {list(range(1, 40))}\n" for name in ("hidden", "tokens", "topk", "clamp"))
 
 
 @pytest.mark.parametrize(
-    ("attempt", "sentence"),
+    ("files", "wanted", "sentence"),
     [
-        (missing_file, "none.yaml: there is no such file"),
-        (a_folder, "is no regular file"),
-        (endless_file, "is no regular file"),
-        (missing_folder, "none: there is no such folder"),
-        (empty_folder, "there is no *.yaml in this folder"),
-        (overlooked_file, "b.yml: would be overlooked"),
-        (op_in_two_files, "b.yaml:1: op: op 'toy_moe' is also in"),
-        (empty_file, "a.yaml:1: is empty"),
-        (binary_file, "a.yaml:2: byte 0xff is not UTF-8"),
-        (huge_file, "is 1800000 bytes long"),
-        (no_mapping, "a.yaml:1: must be a mapping, not a list"),
-        (alias_bomb, "a.yaml:2: is not acceptable YAML: alias *l0 is refused"),
-        (cell_bomb, "a.yaml:17: matrices.grid: has 2313441 cells"),
+        ({}, "none.yaml", "none.yaml: there is no such file"),
+        ({}, "", "is no regular file"),
+        ({}, "/dev/zero", "is no regular file"),
+        ({"a.yaml": "# nothing\n"}, "a.yaml", "a.yaml:1: is empty"),
+        ({"a.yaml": "op: toy\ndoc: \xff\n"}, "a.yaml", "a.yaml:2: byte 0xff is not UTF-8"),
+        ({"a.yaml": "# filler\n" * 200_000}, "a.yaml", "is 1800000 bytes long"),
+        ({"a.yaml": "- op\n- toy\n"}, "a.yaml", "a.yaml:1: must be a mapping, not a list"),
+        ({"a.yaml": f"l0: &l0 [x]\n{ALIASES}"}, "a.yaml", "a.yaml:2: is not acceptable YAML: alias *l0 is refused"),
+        (
+            {"a.yaml": SOUND.replace("    hidden: [16, 32]\n    tokens: [1, 4]\n", LONG_AXES)},
+            "a.yaml",
+            "a.yaml:17: matrices.grid: has 2313441 cells",
+        ),
+    ],
+    ids=itertools.count(),
+)
+def test_bad_file_is_refused(tmp_path: Path, files: dict[str, str], wanted: str, sentence: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="latin-1")
+    with pytest.raises(SpecError) as caught:
+        load_spec(tmp_path / wanted)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "folder", "sentence"),
+    [
+        ((), "none", "none: there is no such folder"),
+        ((), "", "there is no *.yaml in this folder"),
+        (("a.yaml", "b.yml"), "", "b.yml: would be overlooked"),
+        (("a.yaml", "b.yaml"), "", "b.yaml:1: op: op 'toy_moe' is also in"),
     ],
 )
-def test_bad_file_is_refused(attempt: Callable[[Path], None], sentence: str, tmp_path: Path) -> None:
+def test_bad_folder_is_refused(tmp_path: Path, files: tuple[str, ...], folder: str, sentence: str) -> None:
+    for name in files:
+        (tmp_path / name).write_text(SOUND)
     with pytest.raises(SpecError) as caught:
-        attempt(tmp_path)
+        load_specs(tmp_path / folder)
+    assert sentence in str(caught.value)
+
+
+FMHA = load_specs()["fmha"]
+LINES = FMHA.file.read_text(encoding="utf-8").splitlines(keepends=True)
+SHARDS = [*"{}[]:'x1\t\n", ": ", "- ", "&a ", "*a", "!!int ", "null", "-1", "1.5", "true", "|\n"]
+unhurried = settings(deadline=None, derandomize=True, database=None)
+
+
+@st.composite
+def spoilt_specs(draw: st.DrawFn) -> str:
+    """fmha.yaml with one to three lines dropped, doubled, or with a piece cut out and another put in."""
+    lines = list(LINES)
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(lines) - 1))
+        line = lines[at]
+        start = draw(st.integers(0, len(line)))
+        end = draw(st.integers(start, len(line)))
+        cut = line[:start] + draw(st.sampled_from([*SHARDS, ""])) + line[end:]
+        lines[at] = draw(st.sampled_from(["", line + line, cut, cut]))
+    return "".join(lines)
+
+
+def refusal_of(text: str) -> SpecError | None:
+    try:
+        build_spec(parse_marked_yaml(text, Path("spoilt.yaml")))
+    except SpecError as refusal:
+        return refusal
+    return None
+
+
+@settings(unhurried, max_examples=60)
+@given(spoilt_specs())
+def test_spoilt_spec_is_read_or_refused_with_a_line(text: str) -> None:
+    if refusal := refusal_of(text):
+        assert refusal.line is not None, f"this refusal has no line: {refusal}"
+        assert 1 <= refusal.line <= text.count("\n") + 1
+        assert str(refusal).startswith(f"spoilt.yaml:{refusal.line}: ")
+
+
+@settings(unhurried, max_examples=300)
+@given(st.text(max_size=60) | st.text("fmha:d=t,s_k0123456789.-+e", max_size=60).map("fmha:hd=64,t=1,s_k=".__add__))
+@example("fmha:hd=64,t=1,s_k=1,scale=1e-400")
+@example("fmha:hd=64,t=1,s_k=\u0661")
+def test_any_text_is_a_case_or_is_refused(text: str) -> None:
+    try:
+        case = FMHA.parse_case(text)
+    except SpecError:
+        return
+    assert FMHA.parse_case(case.id) == case
+
+
+@settings(unhurried, max_examples=300)
+@given(st.text("abt 0123()+-*/%<>=!nor\x00", max_size=40), st.integers(0, 9), st.integers(0, 9))
+@example("(" * 150, 1, 1)
+@example("-" * 159 + "1", 1, 1)
+@example("1or 2", 1, 1)
+@example("a if b else t", 1, 1)
+def test_any_text_is_an_expression_or_is_refused(text: str, a: int, b: int) -> None:
+    try:
+        value = parse_expression(text, ("a", "b", "t")).value({"a": a, "b": b, "t": 1})
+    except ExpressionError:
+        return
+    assert type(value) in (int, bool, type(None))
+
+
+@pytest.mark.parametrize(
+    ("text", "axes", "value"),
+    [
+        ("(a + 127) // 128 * 128", {"a": 129}, 256),
+        ("a % b == 0", {"a": 6, "b": 4}, False),
+        ("1 <= a < b", {"a": 1, "b": 2}, True),
+        ("w == null or w <= a", {"a": 1, "w": None}, True),
+        ("w == null or w <= a", {"a": 1, "w": 2}, False),
+        ("not flag or a != 3", {"a": 3, "flag": True}, False),
+        ("-a * 2 - 1", {"a": 3}, -7),
+        ("flag == true", {"flag": True}, True),
+    ],
+)
+def test_expression_means_what_it_says(text: str, axes: dict[str, AxisValue], value: int | bool) -> None:
+    found = parse_expression(text, axes).value(axes)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "axes", "sentence"),
+    [("w <= a", {"w": None, "a": 1}, "guard it with 'w == null or ...'"), ("1 // a", {"a": 0}, "divides by zero")],
+)
+def test_expression_without_a_value_says_why(text: str, axes: dict[str, AxisValue], sentence: str) -> None:
+    with pytest.raises(ExpressionError) as caught:
+        parse_expression(text, axes).value(axes)
     assert sentence in str(caught.value)

@@ -15,14 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from megamoe.contract import Temperature
-from megamoe.export.flashinfer.definition import (
-    Call,
-    ExportError,
-    call_of,
-    definition_of,
-    solution_source,
-    workload_of,
-)
+from megamoe.export.flashinfer.definition import Call, ExportError, call_of, definition_of, solution_source, workload_of
 from megamoe.export.flashinfer.format import (
     BuildSpec,
     Correctness,
@@ -36,10 +29,9 @@ from megamoe.export.flashinfer.format import (
     TraceLine,
 )
 from megamoe.records.files import RecordFile
-from megamoe.records.keys import Key
+from megamoe.records.keys import Key, worst
 from megamoe.records.lines import Record, RunHeader, Timing
-from megamoe.records.severity import worst
-from megamoe.spec.error import SpecError
+from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.spec import Spec
 
 __all__ = ["Dataset", "ExportError", "dataset_of"]

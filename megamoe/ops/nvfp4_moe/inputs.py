@@ -1,14 +1,17 @@
-"""Input distributions of NVFP4 MoE. Each makes one kind of mistake visible."""
+"""Inputs of NVFP4 MoE: how tokens choose their experts, the distributions of numbers, a sample of a large layer.
+
+Each distribution makes one kind of mistake visible.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from megamoe.codec.layout import swizzle_scales
 from megamoe.codec.nvfp4 import (
     E2M1_MAX,
     E4M3_MAX,
@@ -16,13 +19,71 @@ from megamoe.codec.nvfp4 import (
     decode_e4m3,
     global_scale,
     quantise,
+    swizzle_scales,
+    unswizzle_scales,
 )
 from megamoe.codec.routing import expert_rows, routing
-from megamoe.ops.nvfp4_moe.loads import draw_topk_ids
+from megamoe.ops import Sample, distribution_of
 from megamoe.spec.draws import generator, normal, uniform
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
+
+
+# Ranks of the EP group of `load=slice`: 384 experts on 8 ranks are 48 a rank, 256 are 32.
+EP_RANKS: Final = 8
+
+
+def draw_topk_ids(case: Case) -> torch.Tensor:
+    """int32 [tokens, topk]: distinct experts for each token, as the case's load says."""
+    drawn = _LOADS[str(case["load"])](case)
+    # Draw which expert is the loaded one, and the place of each choice.
+    names = torch.randperm(case.int("num_experts"), generator=generator(case, "expert_names"))
+    places = uniform(case, "places", tuple(drawn.shape)).argsort(dim=1)
+    drawn = drawn.gather(1, places)
+    return torch.where(drawn >= 0, names[drawn.clamp(min=0)], -1).int()
+
+
+def _balanced(case: Case) -> torch.Tensor:
+    """Loads differ by one at most: the routes go round the experts."""
+    tokens, topk = case.int("tokens"), case.int("topk")
+    return torch.arange(tokens * topk).view(tokens, topk) % case.int("num_experts")
+
+
+def _drawn(case: Case, weight: torch.Tensor) -> torch.Tensor:
+    """topk of the experts for each token without replacement, in proportion to `weight`."""
+    level = uniform(case, "topk_ids", (case.int("tokens"), len(weight)))
+    return (level.clamp(min=1e-300).log() / weight).topk(case.int("topk"), dim=1).indices
+
+
+def _skewed(case: Case) -> torch.Tensor:
+    """The n-th most popular expert has a share of 1 / n."""
+    return _drawn(case, 1.0 / torch.arange(1, case.int("num_experts") + 1, dtype=torch.float64))
+
+
+def _one_token(case: Case) -> torch.Tensor:
+    """As many experts as possible have one token each. All other routes go to the same topk experts."""
+    tokens, topk = case.int("tokens"), case.int("topk")
+    ids = torch.arange(topk).repeat(tokens, 1)
+    lonely = torch.arange(topk, case.int("num_experts"))[:tokens]
+    ids[torch.arange(len(lonely)), torch.arange(len(lonely)) % topk] = lonely
+    return ids
+
+
+def _empty(case: Case) -> torch.Tensor:
+    """Half of the experts, or all but topk of them if that is fewer, have no token."""
+    experts = max(case.int("topk"), (case.int("num_experts") + 1) // 2)
+    return _drawn(case, torch.ones(experts, dtype=torch.float64))
+
+
+def _slice(case: Case) -> torch.Tensor:
+    """Tokens choose among the experts of EP_RANKS ranks; an id is -1 where the expert is not of this rank."""
+    ids = _drawn(case, torch.ones(EP_RANKS * case.int("num_experts"), dtype=torch.float64))
+    return torch.where(ids < case.int("num_experts"), ids, -1)
+
+
+_LOADS: Final = {"balanced": _balanced, "skewed": _skewed, "one_token": _one_token, "empty": _empty, "slice": _slice}
+
 
 Inputs = dict[str, torch.Tensor]
 Stack = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -40,12 +101,9 @@ def make_inputs(case: Case, device: str | torch.device = "cpu") -> Inputs:
 
     The bits depend on the case's id alone. ValueError for an unknown distribution.
     """
-    if case.inputs not in DISTRIBUTIONS:
-        known = ", ".join(DISTRIBUTIONS)
-        raise ValueError(f"{case.id}: there is no input distribution {case.inputs!r} for nvfp4_moe; there are: {known}")
+    stack = distribution_of(case, DISTRIBUTIONS)
     wanted = INPUTS[str(case["stage"])]
     made: Inputs = {"topk_ids": draw_topk_ids(case), "topk_weights": _topk_weights(case), "a2_gs": _a2_gs(case)}
-    stack = DISTRIBUTIONS[case.inputs]
     if "x_codes" in wanted:
         made |= _operand("x", stack(case, "x", (case.int("tokens"), 1, case.int("hidden"))), _padding(case), rows=True)
     if "w1_codes" in wanted:
@@ -198,3 +256,25 @@ def _pad_rows(case: Case, made: Inputs, rows: torch.Tensor, poison: float) -> to
         padding[routing(case, made["topk_ids"]).row] = False
         rows[padding] = poison
     return rows
+
+
+OF_TOKENS = ("x_codes", "x_gs", "topk_ids", "topk_weights")
+
+
+def sample_tokens(case: Case, inputs: Mapping[str, torch.Tensor], share: float) -> Sample | None:
+    """`share` of the tokens of a layer, spread evenly from the first to the last; None if that is all of them.
+
+    Inputs of tokens are cut to the chosen ones; weights are the same tensors. `x_sf` is swizzled anew with padding 0.
+    """
+    tokens = case.int("tokens")
+    count = max(1, int(tokens * share))
+    if count >= tokens:
+        return None
+    device = inputs["topk_ids"].device
+    chosen = torch.linspace(0, tokens - 1, count, dtype=torch.float64).round().long().to(device)
+    x_sf = unswizzle_scales(inputs["x_sf"], tokens, case.int("hidden") // SF_VEC_SIZE)
+    cut = {name: inputs[name][chosen] for name in OF_TOKENS} | {"x_sf": swizzle_scales(x_sf[chosen])}
+    axes = tuple((name, count if name == "tokens" else value) for name, value in case.axes)
+    return Sample(
+        replace(case, axes=axes), {**inputs, **cut}, {"y": chosen}, f"{count} of {tokens} tokens, evenly spread"
+    )

@@ -22,47 +22,26 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from megamoe.codec.layout import swizzle_scales, unswizzle_scales
 from megamoe.codec.nvfp4 import (
     SF_VEC_SIZE,
     decode_e2m1,
     decode_e4m3,
     dequantise,
     pack,
+    swizzle_scales,
     unpack,
+    unswizzle_scales,
 )
 from megamoe.codec.routing import Routing, expert_rows, routing
-from megamoe.ops import Codes, Latitude
-from megamoe.ops.nvfp4_moe.inputs import INPUTS, make_inputs
-from megamoe.ops.nvfp4_moe.loads import draw_topk_ids
-from megamoe.ops.nvfp4_moe.sample import sample_tokens
-from megamoe.ops.nvfp4_moe.settle import settled
-from megamoe.ops.nvfp4_moe.stages import (
-    Activation,
-    Requantised,
-    activation,
-    combine,
-    l2,
-    requantise,
-)
-from megamoe.ops.nvfp4_moe.steps import choices, code_interval, scale_interval
+from megamoe.ops import Codes, Latitude, full_precision
+from megamoe.ops.nvfp4_moe.inputs import INPUTS, draw_topk_ids, sample_tokens
+from megamoe.ops.nvfp4_moe.inputs import make_inputs as make_inputs
+from megamoe.ops.nvfp4_moe.settle import choices, code_interval, scale_interval, settled
+from megamoe.ops.nvfp4_moe.stages import Activation, Requantised, activation, combine, l2, requantise
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
     from megamoe.ops import Sample
-
-__all__ = [
-    "ABSOLUTE_SCALE",
-    "MATRIX_RATES",
-    "free",
-    "latitude",
-    "make_inputs",
-    "minimum_bytes",
-    "oracle",
-    "sample",
-    "simulated",
-    "useful_flops",
-]
 
 ABSOLUTE_SCALE: Final[Mapping[str, float]] = {}
 # tcgen05.mma.kind::mxf4nvf4 does four times the products of kind::f16 (K 64 against 16 an instruction of one shape, PTX
@@ -82,12 +61,7 @@ def simulated(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
     The requantised activations are those of the oracle, so a code that fp32 rounds to the other side of a step is no
     noise; `latitude` is for such codes. Raises ValueError if torch was told to lower the precision of fp32 products.
     """
-    precision = torch.get_float32_matmul_precision()
-    if precision != "highest":
-        raise ValueError(
-            f"{case.id}: torch's float32 matmul precision is {precision!r}; the simulated reference needs "
-            "'highest' (torch.set_float32_matmul_precision)"
-        )
+    full_precision(case)
     return _outputs(case, inputs, torch.float32)
 
 

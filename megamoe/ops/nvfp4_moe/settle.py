@@ -1,4 +1,4 @@
-"""The oracle's y, moved to the legal choices at rounding steps that a kernel's output shows.
+"""Where requantisation leaves a kernel a choice, and the oracle's y moved to the choices that an output shows.
 
 One requantised code at a rounding step moves a whole row of y by more than all other roundings together. The direction
 is known (a column of W2) and so is the size, so a row of hundreds of elements tells which choices the kernel made. Each
@@ -7,16 +7,101 @@ choice that brings the oracle closer to the output is taken. What remains is hel
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
 
+from megamoe.codec.nvfp4 import E2M1_MAX, SF_VEC_SIZE, decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3
 from megamoe.codec.routing import Routing
-from megamoe.ops.nvfp4_moe.stages import Inputs, weight_columns
-from megamoe.ops.nvfp4_moe.steps import Choices
+from megamoe.ops.nvfp4_moe.stages import ULP, Activation, Inputs, Requantised, weight_columns
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
+
+
+# A scale is a maximum divided twice; a code is a quotient by a product. Each is a few roundings, or an approximate
+# reciprocal of 1 ulp (facts.md 7.4).
+QUOTIENT_SLACK: Final = 4.0 * ULP
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """float64: the least and the greatest number that a correct kernel may store."""
+
+    lowest: torch.Tensor
+    highest: torch.Tensor
+
+
+def scale_interval(given: Activation, gs: torch.Tensor) -> Interval:
+    """Of block scales, as numbers [routes, blocks], of h under gs [routes]."""
+    lowest = (given.h.abs() - given.slack).clamp(min=0.0)
+    ends = (_blocks(lowest).amax(dim=-1), _blocks(given.h.abs() + given.slack).amax(dim=-1))
+    factors = (1.0 - QUOTIENT_SLACK, 1.0 + QUOTIENT_SLACK)
+    codes = (encode_e4m3(end / E2M1_MAX / gs.double()[:, None] * f) for end, f in zip(ends, factors, strict=True))
+    return Interval(*(decode_e4m3(code, torch.float64) for code in codes))
+
+
+def code_interval(given: Activation, gs: torch.Tensor, sf: torch.Tensor) -> Interval:
+    """Of codes, as numbers [routes, intermediate], of h under gs [routes] and the block scales sf [routes, blocks]."""
+    step = decode_e4m3(sf, torch.float64) * gs.double()[:, None]
+    step = torch.where(step > 0, step, torch.inf).repeat_interleave(SF_VEC_SIZE, dim=1)
+    margin = given.slack + given.h.abs() * QUOTIENT_SLACK
+    ends = ((given.h - margin) / step, (given.h + margin) / step)
+    return Interval(*(decode_e2m1(encode_e2m1(end), torch.float64) for end in ends))
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Legal differences of a2 from the nominal a2, without global scale.
+
+    `number`, `route`, `column`: int64 [n]; `change`: float64 [n]; one entry a changed element. Choice `number`, 0 to
+    `count` - 1, adds `change` at (route, column). All entries of a choice are in one route.
+    """
+
+    number: torch.Tensor
+    route: torch.Tensor
+    column: torch.Tensor
+    change: torch.Tensor
+    count: int
+
+
+def choices(given: Activation, gs: torch.Tensor, nominal: Requantised) -> Choices:
+    """What a correct kernel may do instead of `nominal`: the other code at a step, or a block under the other scale."""
+    values, scale = decode_e2m1(nominal.codes, torch.float64), decode_e4m3(nominal.sf, torch.float64)
+    wide = scale.repeat_interleave(SF_VEC_SIZE, dim=1)
+    parts: list[tuple[torch.Tensor, ...]] = []
+    count = 0
+    codes, scales = code_interval(given, gs, nominal.sf), scale_interval(given, gs)
+    for end in (codes.lowest, codes.highest):
+        at = (end != values).nonzero()
+        route, column = at.unbind(dim=1)
+        parts.append(
+            (torch.arange(len(at), device=at.device) + count, route, column, ((end - values) * wide)[route, column])
+        )
+        count += len(at)
+    for end in (scales.lowest, scales.highest):
+        route, block = (end != scale).nonzero().unbind(dim=1)
+        other = _requantised_blocks(_blocks(given.h)[route, block], end[route, block], gs[route].double())
+        number = torch.arange(len(route), device=route.device) + count
+        column = block[:, None] * SF_VEC_SIZE + torch.arange(SF_VEC_SIZE, device=block.device)
+        change = other - _blocks(values * wide)[route, block]
+        parts.append(
+            tuple(part.reshape(-1) for part in torch.broadcast_tensors(number[:, None], route[:, None], column, change))
+        )
+        count += len(route)
+    return Choices(*(torch.cat(part) for part in zip(*parts, strict=True)), count=count)
+
+
+def _requantised_blocks(h: torch.Tensor, scale: torch.Tensor, gs: torch.Tensor) -> torch.Tensor:
+    """Blocks h [n, 16], requantised under block scales [n] and global scales [n], as numbers without global scale."""
+    step = (scale * gs)[:, None]
+    return decode_e2m1(encode_e2m1(h / torch.where(step > 0, step, torch.inf)), torch.float64) * scale[:, None]
+
+
+def _blocks(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(*values.shape[:-1], values.shape[-1] // SF_VEC_SIZE, SF_VEC_SIZE)
+
 
 # A row whose rms error is below this many ulps of bf16 stays as it is: it passes anyway.
 LEFT_ALONE: Final = 0.25

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from megamoe.codec.layout import deinterleave, unswizzle_scales
-from megamoe.codec.nvfp4 import SF_VEC_SIZE, dequantise, quantise
+from megamoe.codec.nvfp4 import SF_VEC_SIZE, deinterleave, dequantise, quantise, unswizzle_scales
 from megamoe.codec.routing import Routing
 
 if TYPE_CHECKING:

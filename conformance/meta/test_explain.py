@@ -1,10 +1,13 @@
-"""`megamoe explain` of the raw-PTX FMHA: roles, maps, the Perfetto trace, and one sentence for bad input."""
+"""`megamoe explain`: roles, maps, the Perfetto trace, registers of an accumulator, and one sentence for bad input.
+
+`problems` finds events that ui.perfetto.dev would silently drop or draw wrongly.
+"""
 
 from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -13,19 +16,70 @@ from pathlib import Path
 import pytest
 import torch
 
+from backends.vm.tensor.tmem_layout import register_map
 from conformance.fakes import backends as fake_backends
-from conformance.meta.explain.trace_events import Event, problems
 from megamoe.cli.main import main
 from megamoe.contract import AnyProgram, Execution, Row, RunOptions, Target
 from megamoe.contract.assembly import assembled
 from megamoe.contract.trace import CtaTrace
 from megamoe.explain.explain import ExplainError, Explanation, explain, write_files
 from megamoe.explain.perfetto import MAX_SLICES, perfetto
+from megamoe.explain.registers import AccumulatorTile, accumulator_tile, fragment
 from megamoe.explain.roles import ranges, role_name, roles
-from megamoe.explain.smem import regions
 from megamoe.explain.svg import round_ticks
+from megamoe.explain.tables import regions
 from megamoe.explain.tmem import TmemMap, tmem_map
 from megamoe.spec.load import load_specs
+
+Event = Mapping[str, object]
+Track = tuple[object, object]
+
+
+def _track(event: Event) -> Track:
+    return event["pid"], event["tid"]
+
+
+def _number(event: Event, key: str) -> float:
+    value = event.get(key)
+    return float(value) if isinstance(value, int | float) else float("nan")
+
+
+def problems(events: Sequence[Event]) -> Iterator[str]:
+    """A sentence for each wrong event: unnamed tracks, overlapping slices, arrows without an end."""
+    slices: dict[Track, list[tuple[float, float]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            begins, lasts = _number(event, "ts"), _number(event, "dur")
+            if not lasts >= 0:
+                yield f"slice {event['name']!r} lasts {event.get('dur')}"
+            slices.setdefault(_track(event), []).append((begins, begins + lasts))
+    named = {_track(event) for event in events if event["ph"] == "M" and event["name"] == "thread_name"}
+    processes = {event["pid"] for event in events if event["ph"] == "M" and event["name"] == "process_name"}
+    for track, pieces in slices.items():
+        if track not in named or track[0] not in processes:
+            yield f"track {track} has slices but no name"
+        for (begins, ends), (next_begins, _) in pairwise(sorted(pieces)):
+            if next_begins < ends:
+                yield f"track {track}: a slice begins at {next_begins} inside {begins}..{ends}"
+    yield from _arrow_problems(events, slices)
+
+
+def _arrow_problems(events: Sequence[Event], slices: Mapping[Track, Sequence[tuple[float, float]]]) -> Iterator[str]:
+    arrows: dict[object, dict[object, list[Event]]] = {}
+    for event in events:
+        if event["ph"] in ("s", "f"):
+            arrows.setdefault(event["id"], {}).setdefault(event["ph"], []).append(event)
+    for number, ends in arrows.items():
+        if sorted(map(str, ends)) != ["f", "s"] or any(len(found) != 1 for found in ends.values()):
+            yield f"arrow {number} has not one beginning and one end"
+            continue
+        (start,), (finish,) = ends["s"], ends["f"]
+        if _number(start, "ts") > _number(finish, "ts"):
+            yield f"arrow {number} goes back from {start['ts']} to {finish['ts']}"
+        for event in (start, finish):
+            if not any(begins <= _number(event, "ts") <= end for begins, end in slices.get(_track(event), ())):
+                yield f"arrow {number} touches no slice of track {_track(event)} at {event['ts']}"
+
 
 CASE = "fmha:hd=64,t=128,s_k=512"
 SCHEDULES = ["eager", "lazy", "random:3"]
@@ -281,15 +335,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.chdir(tmp_path)
     assert main(["explain", "fmha:hd=64,t=1,s_k=128", "--backend", "ptx", "--schedule", "eager"]) == 0
     said = capsys.readouterr().out
-    for wanted in (
-        "grid",
-        "warp roles",
-        "TMA producer",
-        "who arrives",
-        "MMA FLOPs issued",
-        "ui.perfetto.dev",
-        "tmem.svg",
-    ):
+    words = ("grid", "warp roles", "TMA producer", "who arrives", "MMA FLOPs issued", "ui.perfetto.dev", "tmem.svg")
+    for wanted in words:
         assert wanted in said
     (folder,) = (tmp_path / "results" / "explain").iterdir()
     assert {"report.txt", "kernel.ptx", "trace.perfetto.json", "tmem.svg", "registers.svg"} == {
@@ -301,5 +348,63 @@ def test_a_kernel_that_broke_a_rule_is_explained_and_ends_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["explain", "fmha:hd=64,t=1,s_k=128", "--backend", "conformance.fakes.broken_ptx:BACKEND"]) == 1
+    assert main(["explain", "fmha:hd=64,t=1,s_k=128", "--backend", "conformance.fakes.broken_kernels:BROKEN_PTX"]) == 1
     assert "tmem-store-not-waited" in capsys.readouterr().out
+
+
+SWIGLU = "nvfp4_moe:hidden=128,intermediate=128,num_experts=1,tokens=128,stage=l1"
+
+
+@cache
+def _swiglu(case: str = SWIGLU) -> Explanation:
+    row = Row(case, "ptx", "sm_100a", "vm", "eager")
+    return explain(load_specs(None)[row.op], row)
+
+
+def _tile(case: str = SWIGLU, interleave: int | None = 8) -> AccumulatorTile:
+    found = _swiglu(case)
+    for launch in found.trace.launches:
+        tile = accumulator_tile(launch.ctas[0], found.ptx, found.trace.steps, interleave)
+        if tile is not None:
+            return tile
+    raise AssertionError("no launch loads an accumulator")
+
+
+@pytest.mark.parametrize("shape", ["32x32b", "16x64b", "16x128b", "16x256b"])
+@pytest.mark.parametrize("num", [1, 4, 32])
+def test_fragment_is_that_of_the_machine(shape: str, num: int) -> None:
+    """The figures of the ISA are written twice, independently, so a mistake in one shows."""
+    layout = register_map(shape, num)
+    machine = {
+        (int(layout.lanes[register, thread]), int(layout.columns[register, thread])): (thread, register)
+        for register in range(len(layout.lanes))
+        for thread in range(32)
+    }
+    assert fragment(shape, num) == machine
+
+
+def test_swiglu_tile_is_taken_once_and_whole() -> None:
+    tile = _tile()
+    cells = [cell for load in tile.loads for cell in load.cells]
+    assert len(cells) == len(set(cells)), "a cell is loaded into two registers"
+    assert set(cells) == {(m, n) for m in range(128) for n in range(tile.columns)}, "a cell is loaded into none"
+    assert tile.turns == 8, "gate and up take turns of the case's interleave where exponentials are computed"
+
+
+@pytest.mark.parametrize(("m", "n", "thread", "register"), [(0, 0, 0, 0), (77, 8, 77 % 32, 8), (127, 21, 31, 21)])
+def test_register_of_a_cell(m: int, n: int, thread: int, register: int) -> None:
+    """The cells that conformance/kernels/ptx/test_moe_registers.py finds by setting registers to zero."""
+    holders = [load.cells[m, n] for load in _tile().loads if (m, n) in load.cells and load.warp == m // 32]
+    assert holders == [(thread, register)]
+
+
+def test_no_turns_without_exponentials() -> None:
+    assert _tile("nvfp4_moe:hidden=128,intermediate=128,num_experts=1,tokens=3,stage=l2").turns is None
+
+
+def test_picture_names_thread_and_register(tmp_path: Path) -> None:
+    pictures = [path for path in write_files(_swiglu(), tmp_path) if path.name.startswith("registers")]
+    assert pictures, "the launch that loads an accumulator has no picture of it"
+    words = {node.text for node in ElementTree.parse(pictures[0]).iter() if node.tag.endswith(("text", "title"))}
+    assert {"t0 r0", "t31 r19", "M 31", "N 19", "gate, 8 columns a turn"} <= words
+    assert "M 3, N 12: thread 3, register 12" in words

@@ -1,43 +1,35 @@
-"""A simulated full matrix: both ops, two backends and peers, two targets, a VM and a device, several runs.
+"""Made-up records for tests of the report: a full matrix of both ops, and records that try to break out of the page.
 
-Statuses, errors, counters and times follow from a seed; nothing in it is a measurement.
+The matrix has both backends and peers, two targets, a VM and a device, several runs. Statuses, errors, counters and
+times follow from a seed; nothing in it is a measurement.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from math import inf, nan
 from pathlib import Path
 from random import Random
 
-from megamoe.contract import Case, DeviceFacts, Row, Status, Temperature
-from megamoe.records.lines import (
-    AnyLine,
-    Evidence,
-    Figures,
-    Record,
-    RunHeader,
-    Timing,
-    record_of,
-)
+from rich.console import Console
+
+from conformance.fakes.results import H200, write
+from megamoe.contract import Case, Row, Status, Temperature
+from megamoe.records.lines import AnyLine, Evidence, Figures, Record, RunHeader, Timing, record_of
+from megamoe.report.material import Material, gather
+from megamoe.report.page import Extras, page
+from megamoe.report.text import tables
 from megamoe.spec.load import load_specs
 
 TARGETS = ("sm_90a", "sm_100a")
 BACKENDS = ("cutedsl", "ptx")
 PEERS = {"fmha": ("fa3", "flash-attn-4", "torch-sdpa-cudnn"), "nvfp4_moe": ("humming", "torch-grouped-mm")}
-DEVICE = DeviceFacts(
-    name="Simulated H200",
-    compute_capability="9.0",
-    driver="580.0",
-    toolkit="13.0",
-    multiprocessors=132,
-    memory_bytes=141 << 30,
-    l2_bytes=50 << 20,
-    sm_clock_mhz=1980,
-    copy_bytes_per_s=4.25e12,
-    bf16_flops_per_s=797e12,
-    flushed_l2_ratio=2.4,
-)
+CEILINGS = {"copy_bytes_per_s": 4.25e12, "bf16_flops_per_s": 797e12, "flushed_l2_ratio": 2.4}
+DEVICE = H200.model_copy(update={"name": "Simulated H200", **CEILINGS})
 
 
 def full_matrix(runs: int = 3, seed: int = 0, samples: int = 120) -> Iterator[list[AnyLine]]:
@@ -141,3 +133,49 @@ def _timing(run: str, case: Case, backend: str, temperature: Temperature, random
         rounds=tuple(at // 10 for at in range(len(taken))), discarded={"throttled": 2} if taken else {},
         stopped_by="precision" if taken else None, floor_us=round(floor, 3), floor_by="bytes",
     )  # fmt: skip
+
+
+SPECS = load_specs()
+NOW = datetime(2026, 11, 21, 18, 0, tzinfo=UTC)
+HOSTILE = (
+    "</script><img src=x onerror=alert(1)>",
+    "<!--<script>",
+    "é 漢字 \u2028 \u202e rtl \x00 \ufffd 🙂",
+    "[/bold] [red]no markup[/red] \\",
+    "{{ 7 * 7 }} {% raw %}",
+    "x" * 10_000,
+)
+
+
+def hostile_records() -> list[Record]:
+    rows = [Row(f"fmha:hd=64,t={t},s_k=128", "ptx", "sm_100a", "vm", "eager") for t in range(1, len(HOSTILE) + 1)]
+    found = [record_of("run-1", row, "failed", text, host_seconds=1.0) for row, text in zip(rows, HOSTILE, strict=True)]
+    odd = Row("fmha:it's <b>odd</b>", "back'end", "sm_100a", "vm", "eager")
+    metrics = {"o.rms": nan, "o.rms.bar": 0.1, "o.max": inf, "o.max.bar": 1.0, "o.cosine": -inf, "a2.wrong": 3.0}
+    return [
+        *found,
+        record_of("run-1", odd, "failed", "NaN", Evidence(metrics, {"mma_flops": 10**15, "useful_flops": 3}), 1.0),
+    ]
+
+
+def material_of(tmp_path: Path, *lines: AnyLine) -> Material:
+    return gather([write(tmp_path / "lines.jsonl", *lines)])
+
+
+def data_of(material: Material) -> dict[str, object]:
+    """The data read back from the text of the page."""
+    return data_in(page(material, Extras(SPECS, NOW)))
+
+
+def data_in(text: str) -> dict[str, object]:
+    found = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert len(found) == 1, "the page has its data once"
+    return json.loads(found[0])
+
+
+def printed(material: Material) -> str:
+    """The output of `megamoe report --text` on a terminal of 200 columns."""
+    console = Console(width=200, force_terminal=False)
+    with console.capture() as capture:
+        console.print(tables(material, SPECS))
+    return capture.get()

@@ -1,0 +1,218 @@
+"""What the documents say is true: CONTRIBUTING.md of files and rooms, the READMEs of records, specs and the VM."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+from statistics import median
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from conformance import ROOT
+from conformance.fakes.broken_kernels import BROKEN_PTX
+from conformance.meta.house.test_import_rules import CONFORMANCE, MEGAMOE, VM
+from megamoe.contract import load_executor
+from megamoe.diff.rows import CALLS
+from megamoe.judge.guarded import GuardedCase
+from megamoe.records.files import RecordFile, parse_records, read_records
+from megamoe.records.lines import record_schema
+from megamoe.spec.load import load_specs
+from megamoe.spec.schema import BenchmarkEntry
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+MAP = re.findall(r"\| `([\w./]+\.py):(\w+)` \|", CONTRIBUTING)
+
+
+def defines(text: str, name: str) -> bool:
+    """Whether a module with this text defines `name`, at its top or in a class."""
+    return re.search(rf"^ *(def|class) {name}\b|^{name}\b *[:=]", text, re.MULTILINE) is not None
+
+
+def test_the_map_has_the_fifteen_hunts() -> None:
+    assert len(MAP) == len(set(MAP)) == 15
+
+
+@pytest.mark.parametrize(("path", "name"), MAP)
+def test_what_the_map_points_at_is_there(path: str, name: str) -> None:
+    assert (ROOT / path).is_file(), f"the map of CONTRIBUTING.md says {path}, which has moved"
+    assert defines((ROOT / path).read_text("utf-8"), name), f"{path} has no {name}: CONTRIBUTING.md is out of date"
+
+
+def test_a_name_that_moved_would_be_noticed() -> None:
+    assert not defines("from megamoe.codec.nvfp4 import _codes\nx = _codes(1)\n", "_codes")
+
+
+def test_every_room_is_named() -> None:
+    rooms = {name.partition(".")[0] for table in (MEGAMOE, VM, CONFORMANCE) for name in table} - {"__main__"}
+    rooms -= {"load", "coverage"}
+    missing = sorted(room for room in rooms if not re.search(rf"`{room}\b", CONTRIBUTING))
+    assert not missing, f"CONTRIBUTING.md does not name these rooms: {missing}"
+
+
+MENTIONED = set(re.findall(r"\b(?:conformance|megamoe|backends|results)/[\w/]+\.\w+", CONTRIBUTING))
+
+
+@pytest.mark.parametrize("path", sorted(path for path in MENTIONED if not path.endswith("/OP.py")))
+def test_what_it_mentions_is_there(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+RECORDS = ROOT / "results" / "records"
+README = (ROOT / "README.md").read_text("utf-8")
+OURS = "ptx"
+PEERS = {
+    "cuDNN": ("torch-sdpa-cudnn", "torch-sdpa-cudnn-folded"),
+    "torch flash": ("torch-sdpa-flash",),
+    "flash-attn-4": ("flash-attn-4",),
+    "cudnn-frontend": ("cudnn-frontend",),
+}
+ROW = re.compile(r"^\| `(hd=[^`]+)` \| ([\d.]+) \| ([\d.]+)[^|]*\| (\D+?) ([\d.]+)[^|]*\|$", re.MULTILINE)
+
+
+def _cold_medians() -> dict[str, dict[str, float]]:
+    """Case without its op -> backend -> median in microseconds, of the two attention records."""
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    for name in ("decode", "small"):
+        for timing in read_records(RECORDS / f"h200-fmha-{name}.jsonl").timings:
+            if timing.temperature == "cold" and timing.samples_us:
+                found[timing.case.partition(":")[2]][timing.backend] = median(timing.samples_us)
+    return found
+
+
+def test_the_smoke_profile_prints_what_its_record_holds() -> None:
+    records = read_records(RECORDS / "smoke.jsonl").records
+    groups = Counter((one.op, one.backend, one.target, one.executor) for one in records)
+    seconds: dict[tuple[str, ...], float] = defaultdict(float)
+    for one in records:
+        seconds[one.op, one.backend, one.target, one.executor] += one.judge_host_seconds or 0.0
+    shown = re.findall(r"^ (\w+) +(\w+) +(sm_\w+) +(vm) +(\d+) +([\d.]+) $", README, re.MULTILINE)
+    assert {tuple(line[:4]): (int(line[4]), line[5]) for line in shown} == {
+        key: (count, f"{seconds[key]:.1f}") for key, count in groups.items()
+    }
+    assert f"{len(records)} passed, 0 failed" in README
+
+
+def test_the_times_are_those_of_the_records() -> None:
+    medians, rows = _cold_medians(), ROW.findall(README)
+    assert rows, "the README has no table of times"
+    for case, _, ours, peer, theirs in rows:
+        assert f"{medians[case][OURS]:.1f}" == ours, case
+        best = min((us, name) for name, us in medians[case].items() if name != OURS)
+        assert best[1] in PEERS[peer], f"{case}: {best[1]} is the best peer, not {peer}"
+        assert f"{best[0]:.1f}" == theirs, case
+
+
+def test_the_count_of_rows_ahead_is_that_of_the_records() -> None:
+    medians = _cold_medians()
+    ahead = [case for case, us in medians.items() if us[OURS] <= min(v for name, v in us.items() if name != OURS)]
+    assert f"in {len(ahead)} of {len(medians)} measured rows" in README
+
+
+def test_the_broken_rule_is_what_the_vm_says() -> None:
+    spec = load_specs(None)["fmha"]
+    case = spec.parse_case("fmha:hd=64,t=1,s_k=128")
+    program = BROKEN_PTX.build(case, "sm_100a")
+    said = GuardedCase(spec, case, load_executor("vm")).run(program).execution.violation or ""
+    (shown,) = re.findall(r"```text\n(\[tmem-store-not-waited\].*?)\n```", README, re.DOTALL)
+    assert " ".join(shown.split()) == said
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([\w./-]+)\)", README))))
+def test_what_it_links_to_is_there(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+RESULTS_README = (ROOT / "results" / "README.md").read_text("utf-8")
+KINDS = ("run", "record", "agreement", "timing", "figures", "acceptance")
+
+
+def fenced(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", RESULTS_README, re.DOTALL)
+
+
+def test_there_is_an_example_of_every_kind_under_its_heading() -> None:
+    headings = re.findall(r"^### `(\w+)`:", RESULTS_README, re.MULTILINE)
+    assert tuple(headings) == KINDS
+    assert [json.loads(text)["kind"] for text in fenced("json")] == headings
+
+
+@pytest.mark.parametrize("text", fenced("json"), ids=lambda text: json.loads(text)["kind"])
+def test_every_example_is_a_line(text: str) -> None:
+    (line,) = parse_records(Path("README"), text.encode()).lines
+    assert json.loads(line.model_dump_json()) == json.loads(text), "and a whole one, as it is written today"
+    Draft202012Validator(record_schema()).validate(json.loads(text))
+
+
+def test_the_python_in_it_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    (source,) = fenced("python")
+    assert sum(bool(line) for line in source.splitlines()) == 5, "five lines, as the text says"
+    exec(compile(source, "README", "exec"), {})
+    assert capsys.readouterr().out == "144 of 144 passed; whole\n"
+
+
+def test_the_yaml_in_it_is_a_spec_s() -> None:
+    (text,) = fenced("yaml")
+    entry = BenchmarkEntry.model_validate(yaml.safe_load(text)["benchmark"])
+    assert len(entry.overrides) == 2
+
+
+def test_it_names_every_call() -> None:
+    assert [call for call in CALLS if f"`{call}`" not in RESULTS_README] == []
+
+
+KEPT = sorted(RECORDS.glob("*.jsonl"))
+
+
+def _complaints(file: RecordFile) -> list[str]:
+    found = [file.torn] if file.torn else []
+    # A lent machine with a device gets a copy of the tree, without its history; README.md says of which commit.
+    elsewhere = {record.run for record in file.records if record.executor == "gpu"}
+    for header in (header for header in file.headers if header.run not in elsewhere):
+        if header.git_revision is None or not re.fullmatch(r"[0-9a-f]{40}", header.git_revision):
+            found.append(f"{file.path.name} is of revision {header.git_revision}, which nobody can check out")
+    for header in file.headers:
+        rows = {record.row for record in file.records if record.run == header.run}
+        if len(rows) != header.owed_rows:
+            found.append(f"{file.path.name}: run {header.run} owed {header.owed_rows} rows and has {len(rows)}")
+    return found
+
+
+def test_each_is_listed() -> None:
+    listed = re.findall(r"^\| `([^`/]+\.jsonl)`", (RECORDS / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(listed) == [file.name for file in KEPT]
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_each_is_whole_and_of_a_revision(path: Path) -> None:
+    assert _complaints(read_records(path)) == []
+
+
+def test_a_torn_file_of_changed_code_is_noticed(tmp_path: Path) -> None:
+    header = KEPT[0].read_text("utf-8").splitlines()[0]
+    revision = read_records(KEPT[0]).headers[0].git_revision
+    (tmp_path / "r.jsonl").write_text(header.replace(f'"{revision}"', f'"{revision}+changes"') + '\n{"torn')
+    torn, changed, cut = _complaints(read_records(tmp_path / "r.jsonl"))
+    assert "is torn" in torn
+    assert "+changes, which nobody can check out" in changed
+    assert "rows and has 0" in cut
+
+
+def test_a_run_that_was_cut_short_is_noticed(tmp_path: Path) -> None:
+    lines = (RECORDS / "smoke.jsonl").read_text("utf-8").splitlines(keepends=True)
+    last = max(number for number, line in enumerate(lines) if '"kind":"record"' in line)
+    (tmp_path / "r.jsonl").write_text("".join(lines[:last] + lines[last + 1 :]))
+    (cut,) = _complaints(read_records(tmp_path / "r.jsonl"))
+    assert re.search(r"owed (\d+) rows and has \d+", cut), cut
+
+
+def test_the_smoke_profile_passed_as_a_whole() -> None:
+    file = read_records(RECORDS / "smoke.jsonl")
+    (header,) = file.headers
+    assert {record.status for record in file.records} == {"passed"}
+    assert len({record.row for record in file.records}) == header.owed_rows
+    assert {line.program_sha256 for line in file.figures} == {record.program_sha256 for record in file.records}

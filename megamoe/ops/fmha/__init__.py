@@ -1,1 +1,0 @@
-"""FMHA forward: reference and inputs."""
