@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,6 +14,9 @@ from backends.vm.ptx.syntax_error import MisreadError
 
 _DEPTH = 100
 _LONGEST_NUMBER = 12
+_SEPARATOR = "#"
+"""Stands before the number of an inner scope in unique names. No PTX identifier has one (PTX ISA 4.4)."""
+_DECIMAL = frozenset("0123456789")
 _COMPONENTS = {"x": 0, "y": 1, "z": 2, "w": 3, "r": 0, "g": 1, "b": 2, "a": 3}
 _SPECIAL = re.compile(
     r"%(?:(?:n?tid|n?ctaid|n?clusterid|cluster_n?ctaid)(?:\.[xyzw])?|laneid|n?warpid|n?smid|gridid|clock|clock_hi|clock64"
@@ -34,9 +37,6 @@ class _Range:
     type: str
     vector: int
 
-    def holds(self, name: str) -> bool:
-        return name.startswith(self.prefix) and self.holds_number(name[len(self.prefix) :])
-
     def holds_number(self, digits: str) -> bool:
         if not (digits.isascii() and digits.isdecimal()) or len(digits) > _LONGEST_NUMBER:
             return False
@@ -45,9 +45,22 @@ class _Range:
 
 @dataclass(slots=True)
 class _Scope:
+    """What one `{ }` declares. `lowest`: by prefix p the lowest n of a declared name `pn`, and its declaration."""
+
     suffix: str
     names: dict[str, Operand] = field(default_factory=dict)
     ranges: dict[str, _Range] = field(default_factory=dict)
+    lowest: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def note(self, name: str, declaration: str) -> None:
+        """Enter `name` under each prefix that a range could have, so that a range need not look at every name."""
+        for end in range(len(name) - 1, max(len(name) - _LONGEST_NUMBER, 1) - 1, -1):
+            if name[end] not in _DECIMAL:
+                return
+            if name[end] == "0" and end + 1 < len(name):
+                continue
+            found = int(name[end:]), declaration
+            self.lowest[name[:end]] = min(found, self.lowest.get(name[:end], found))
 
     def range_of(self, name: str) -> _Range | None:
         for end in range(len(name) - 1, max(len(name) - _LONGEST_NUMBER, 0) - 1, -1):
@@ -66,9 +79,8 @@ class Scopes:
     registers `v.x`, `v.y`, ...
     """
 
-    def __init__(self, separator: str, module_names: frozenset[str]) -> None:
+    def __init__(self, module_names: Set[str]) -> None:
         self.registers: dict[str, str] = {}
-        self._separator = separator
         self._module_names = module_names
         self._scopes = [_Scope("")]
         self._opened = 0
@@ -79,7 +91,7 @@ class Scopes:
         if len(self._scopes) > _DEPTH:
             raise MisreadError(f"scopes are nested more than {_DEPTH} deep", begin)
         self._opened += 1
-        self._scopes.append(_Scope(f"{self._separator}{self._opened}"))
+        self._scopes.append(_Scope(f"{_SEPARATOR}{self._opened}"))
         self.declare_labels(labels)
         yield
         self._scopes.pop()
@@ -94,25 +106,23 @@ class Scopes:
         scope = self._fresh(token, name)
         unique = self._unique(name)
         scope.names[name] = Symbol(unique)
+        scope.note(name, name)
         return unique
 
     def declare_register(self, token: Token, type_: str, vector: int, count: int | None) -> None:
         """Declares a register, or with `count` the range `token0` to `token{count-1}`."""
         name = str(token)
         if count is None:
-            self._fresh(token, name).names[name] = self._register(self._unique(name), type_, vector)
+            scope = self._fresh(token, name)
+            scope.names[name] = self._register(self._unique(name), type_, vector)
+            scope.note(name, name)
             return
-        scope, declared = self._scopes[-1], _Range(name, count, type_, vector)
-        taken = next((each for each in scope.names if declared.holds(each)), None)
-        met = scope.range_of(f"{name}0") or next(
-            (each for prefix, each in scope.ranges.items() if prefix.startswith(name) and declared.holds(f"{prefix}0")),
-            None,
-        )
-        if met is not None:
-            taken = f"{met.prefix}<{met.count}>"
-        if taken is not None:
+        scope, met = self._scopes[-1], self._scopes[-1].range_of(f"{name}0")
+        number, taken = scope.lowest.get(name, (count, "")) if met is None else (-1, f"{met.prefix}<{met.count}>")
+        if number < count:
             raise MisreadError(f"{name}<{count}> declares again what {taken} has declared in this scope", token)
-        scope.ranges[name] = declared
+        scope.ranges[name] = _Range(name, count, type_, vector)
+        scope.note(f"{name}0", f"{name}<{count}>")
 
     def find(self, token: Token) -> Operand | None:
         """A Register, the Vector of a vector register, or a Symbol; None for a name that nothing declares."""
@@ -150,7 +160,7 @@ class Scopes:
     def _unique(self, name: str, suffix: str | None = None) -> str:
         suffix = self._scopes[-1].suffix if suffix is None else suffix
         if not suffix and name in self._module_names:
-            return f"{name}{self._separator}0"
+            return f"{name}{_SEPARATOR}0"
         return f"{name}{suffix}"
 
     def _register(self, unique: str, type_: str, vector: int) -> Operand:
