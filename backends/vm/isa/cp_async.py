@@ -12,8 +12,7 @@ from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
 from backends.vm.isa.mbarrier_ops import places
 from backends.vm.machine.code import Wait
-from backends.vm.machine.copy_groups import Copy, ThreadGroups
-from backends.vm.machine.engine import submit
+from backends.vm.machine.engine import Copy, ThreadGroups, submit
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import Clock, stamp
 from backends.vm.memory.global_memory import check_alignment

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.machine.registers import LANES
+from backends.vm.machine.code import LANES
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.global_memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
 from backends.vm.ptx.ast import Operand, Register, Sink, Vector

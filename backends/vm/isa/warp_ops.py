@@ -11,7 +11,7 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
-from backends.vm.machine.registers import LANES
+from backends.vm.machine.code import LANES
 from backends.vm.machine.warp import Warp
 from backends.vm.numerics import f32
 from backends.vm.ptx.ast import Operand

@@ -18,9 +18,8 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
 from backends.vm.isa.bulk_copy import granules_of
-from backends.vm.machine.code import Wait
+from backends.vm.machine.code import Key, Wait
 from backends.vm.machine.engine import submit
-from backends.vm.machine.registers import Key
 from backends.vm.machine.warp import Warp
 from backends.vm.machine.warpgroup import Multiplication, part_of, warpgroup_of
 from backends.vm.memory.clocks import stamp

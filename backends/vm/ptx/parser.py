@@ -9,10 +9,8 @@ from importlib import resources
 from lark import Lark, Token, UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
 from backends.vm.ptx.ast import Function, Module, Variable
-from backends.vm.ptx.functions import FunctionBuilder
-from backends.vm.ptx.scopes import Scopes
-from backends.vm.ptx.syntax_error import MisreadError, PtxSyntaxError
-from backends.vm.ptx.tree import RawFunction, RawModule, RawVariable
+from backends.vm.ptx.functions import FunctionBuilder, Scopes
+from backends.vm.ptx.tree import MisreadError, PtxSyntaxError, RawFunction, RawModule, RawVariable
 from backends.vm.ptx.tree_builder import TreeBuilder
 from backends.vm.ptx.variables import declare
 

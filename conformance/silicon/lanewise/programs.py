@@ -34,8 +34,7 @@ HEAD: Final = ".version 8.6\n.target sm_90a\n.address_size 64\n"
 SPELLINGS_A_FORM: Final = 16
 BLOCK: Final = 128
 _FAMILIES: Final = (
-    "integer", "float32", "float64_ops", "half_ops", "compare", "float_compare", "convert_ops", "move", "warp_ops",
-    "float_special",
+    "integer", "float32", "float64_ops", "half_ops", "compare", "convert_ops", "move", "warp_ops",
 )  # fmt: skip
 _SOURCES: Final = "abce"
 _BOOLEANS: Final = ("and", "or", "xor")

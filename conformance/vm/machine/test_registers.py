@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from backends.vm.machine.registers import WIDTH_OF_TYPE, RegisterFiles, RegisterRows
+from backends.vm.machine.code import WIDTH_OF_TYPE, RegisterFiles, RegisterRows
 
 TYPES = {"p": "pred", "h": "b16", "r": "b32", "l": "b64", "q": "b128"}
 

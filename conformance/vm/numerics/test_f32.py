@@ -11,9 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from backends.vm.numerics import approx, f32
-from backends.vm.numerics.compare import COMPARISONS
 from backends.vm.numerics.f32 import Float32
-from backends.vm.numerics.formats import Rounding
+from backends.vm.numerics.formats import COMPARISONS, Rounding
 from conformance import SILICON
 from conformance.vm.numerics.exact_rounding import round_f32
 
