@@ -305,7 +305,7 @@ def _store_performer(warp: Warp, plan: BoxPlan, tensor_map: TensorMap, operation
 
     def perform() -> None:
         inside = plan.in_bounds
-        if not inside.any():
+        if not np.count_nonzero(inside):
             return
         addresses = plan.global_addresses[inside]
         pieces = read_pieces(smem.data, plan.smem_addresses, plan.piece_bytes)[inside]

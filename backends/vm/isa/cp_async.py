@@ -64,7 +64,7 @@ def cp_async(b: Binder) -> Step:
             offsets = np.array([warp.cta.own_offset(int(address), "cp.async") for address in targets], np.int64)
             smem.check(offsets, size, "cp.async")
             check_alignment(sources, size, "cp.async from global memory")
-            if (valid > size).any():
+            if np.count_nonzero(valid > size):
                 raise Fault("cp-async", f"src-size {int(valid.max())} exceeds cp-size {size}", lane=int(valid.argmax()))
         except Fault as fault:
             fault.lane = None if fault.lane is None else int(lanes[fault.lane])

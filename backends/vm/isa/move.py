@@ -159,7 +159,7 @@ def prmt(b: Binder) -> Step:
         pool[:, 0], pool[:, 1] = warp.u32[ra], warp.u32[rc]
         control = warp.u32[rs] if selectors is None else selectors[warp.u32[rs] & 3]
         first = int(control[0])
-        if first & 0x8888 == 0 and (control == control[0]).all():
+        if first & 0x8888 == 0 and not np.count_nonzero(control != control[0]):
             chosen = pool.view(np.uint8).take([first & 7, first >> 4 & 7, first >> 8 & 7, first >> 12 & 7], axis=1)
         else:
             chosen = _pick_bytes(pool.view(np.uint8), control)

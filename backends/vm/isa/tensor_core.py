@@ -404,7 +404,7 @@ def _scaled(
 
 
 def _extreme(*factors: Float32) -> bool:
-    return any(bool(((scales > _SAFE) | (scales < 1 / _SAFE)).any()) for scales in factors)
+    return any(np.count_nonzero((scales > _SAFE) | (scales < 1 / _SAFE)) for scales in factors)
 
 
 def _blocks_scaled(x: Float32, scales: Float32) -> Float32:

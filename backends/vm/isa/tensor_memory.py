@@ -16,7 +16,7 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
 from backends.vm.isa.tensor_operands import GROUPS, group_of, pair, same_group
-from backends.vm.machine.access import resolve
+from backends.vm.machine.access import resolve, uniform
 from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import pending_stamp
@@ -30,14 +30,6 @@ if TYPE_CHECKING:
 
 
 _COUNTS = (32, 64, 128, 256, 512)
-
-
-def uniform(warp: Warp, row: int, what: str) -> int:
-    """The value that all active lanes hold in a 32-bit register."""
-    values = warp.u32[row][warp.mask]
-    if (values != values[0]).any():
-        raise Fault("diverged", f"{what} must be the same in all lanes; they hold {sorted(set(values.tolist()))[:4]}")
-    return int(values[0])
 
 
 def _collective(warp: Warp, what: str, arguments: tuple[int, ...]) -> tuple[Meeting, tuple[Cta, Cta]]:
@@ -78,7 +70,7 @@ def alloc(b: Binder) -> Step:
     def step(warp: Warp) -> object:
         warp.converged("tcgen05.alloc")
         same_group(warp, group, "tcgen05.alloc")
-        columns = uniform(warp, row, "the column count")
+        columns = uniform(warp.u32[row][warp.mask], "the column count")
         if columns not in _COUNTS:
             raise Fault("tmem-alloc", f"{columns} columns asked for; the count is a power of two in 32..512")
         if not warp.cta.tmem.permit:
@@ -118,7 +110,7 @@ def _alloc_pair(warp: Warp, columns: int, offset: int, line: int, give: Callable
 
     def free() -> int | None:
         owned = both[0].tmem.owned | both[1].tmem.owned
-        return next((at for at in range(0, COLUMNS, columns) if not owned[at : at + columns].any()), None)
+        return next((at for at in range(0, COLUMNS, columns) if not np.count_nonzero(owned[at : at + columns])), None)
 
     def finish() -> None:
         if meeting.first is None:
@@ -159,7 +151,10 @@ def dealloc(b: Binder) -> Step:
     def step(warp: Warp) -> object:
         warp.converged("tcgen05.dealloc")
         same_group(warp, group, "tcgen05.dealloc")
-        taddr, columns = uniform(warp, ra, "the address"), uniform(warp, rc, "the column count")
+        taddr, columns = (
+            uniform(warp.u32[ra][warp.mask], "the address"),
+            uniform(warp.u32[rc][warp.mask], "the column count"),
+        )
 
         def perform() -> None:
             warp.cta.machine.engine.events += 1
@@ -257,12 +252,7 @@ def _address_row(b: Binder, operand: Operand) -> Callable[[Warp], int]:
     address = b.address(operand)
 
     def at(warp: Warp) -> int:
-        values = address(warp)[warp.mask]
-        if (values != values[0]).any():
-            raise Fault(
-                "diverged", f"the tensor-memory address must be the same in all lanes, not {values.tolist()[:4]}..."
-            )
-        return int(values[0]) & 0xFFFFFFFF
+        return uniform(address(warp)[warp.mask], "the tensor-memory address") & 0xFFFFFFFF
 
     return at
 

@@ -153,7 +153,7 @@ _ROWS = 8
 def whole_warp(warp: Warp, what: str) -> None:
     """Fault unless all 32 lanes execute `what` together; a lane that has exited is undefined behaviour too."""
     warp.converged(what)
-    if not warp.mask.all():
+    if np.count_nonzero(warp.mask) < 32:
         lane = int(np.flatnonzero(~warp.mask)[0])
         raise Fault("diverged", f"{what} needs all 32 lanes of the warp, and lane {lane} has exited or never was",
                     lane=lane)  # fmt: skip
