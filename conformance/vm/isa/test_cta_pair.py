@@ -201,7 +201,7 @@ FREED: ret;"""
 
 
 GRID = (4, 3, 2)
-SCHEDULES = ("eager", "lazy", "random:1", "random:2")
+LAUNCH_SCHEDULES = ("eager", "lazy", "random:1", "random:2")
 
 BODY = """.shared .align 16 .b8 response[16]; .shared .align 8 .b64 mbar;
 .reg .b32 %rank, %x, %y, %z, %w, %nx, %ny, %phase, %at, %i; .reg .b64 %p, %o, %token; .reg .b128 %r;
@@ -251,7 +251,7 @@ def run(
 
 @pytest.mark.parametrize("decode", [SCALARS, VECTOR], ids=["scalars", "vector"])
 @pytest.mark.parametrize("cluster", [1, 2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", LAUNCH_SCHEDULES)
 def test_all_work_is_done_once(schedule: str, cluster: int, decode: str) -> None:
     done, workers = run(schedule, cluster, decode)
     assert np.all(done == 1), f"some work was not done exactly once: {done.tolist()}"
@@ -266,7 +266,7 @@ def test_without_multicast_only_the_asking_cta_is_told() -> None:
     assert caught.value.rule == "deadlock", "the other CTA of the cluster waits for a response that never comes"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", LAUNCH_SCHEDULES)
 def test_a_response_that_is_not_awaited(schedule: str) -> None:
     with pytest.raises(Fault) as caught:
         run(schedule, 1, wait="")
