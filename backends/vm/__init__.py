@@ -30,6 +30,6 @@ It refuses, although silicon may run it:
 - a dependent launch that, before its own wait, touches what a launch further back did, even if the launch in between
   waited before it launched its dependents;
 - an `.aligned` instruction behind a loop in which some lanes of a warp neither store, copy nor wait for 4096 blocks:
-  they count as spinning (machine/strands.py).
+  they count as spinning (machine/warp.py).
 Matrix accumulation follows a declared policy (fast, exact, hopper). Blackwell's own is undocumented.
 """

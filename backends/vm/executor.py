@@ -14,7 +14,7 @@ from backends.vm.faults import Fault, LaunchError, UnknownInstructionError
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
 from backends.vm.memory.global_memory import Buffer
-from backends.vm.ptx.syntax_error import PtxSyntaxError
+from backends.vm.ptx.tree import PtxSyntaxError
 from backends.vm.tensor.tensor_map import encode_tensor_map
 from backends.vm.trace.recorder import Recorder
 from megamoe.contract import (

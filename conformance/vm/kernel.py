@@ -4,7 +4,7 @@
     Kernel("... ret;", {"x": x, "out": zeros}, block=(128, 1, 1)).run("lazy")
 
 `assert_clean` runs a correct kernel under every schedule; `assert_blamed` expects a planted fault on the line that ends
-in `//!`. The pieces below (`wait`, `init`, `tmem_alloc`, ...) are PTX that many kernels share. copy_kernel.py and
+in `//!`. The pieces below (`wait`, `init`, `tmem_alloc`, ...) are PTX that many kernels share. `copy_kernel` and
 tensor_kernel.py have ready kernels of TMA and tcgen05 whose stages a test replaces.
 """
 
@@ -308,3 +308,47 @@ def _address(base: str, dtype: np.dtype[np.generic]) -> list[str]:
 
 def _register_type(dtype: np.dtype[np.generic]) -> str:
     return ".pred" if dtype == np.bool_ else f".b{max(8 * dtype.itemsize, 16)}"
+
+
+# A small TMA kernel in stages: load a box, wait, add 1, publish, store the box. A test replaces stages.
+# 64 threads. `x` and `out` are u32 [4, 16] (256 bytes), the box is all of it, without swizzle. Thread t has word t.
+
+
+X = np.arange(64, dtype=np.uint32) * 3
+MAPS = {
+    "from": Map("x", "u32", (16, 4), (64,), (16, 4)),
+    "to": Map("out", "u32", (16, 4), (64,), (16, 4)),
+}
+LOAD = (
+    "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r41], [%from, {%r30, %r30}], "
+    "[mbar];"
+)
+STORE = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%to, {%r30, %r30}], [%r41];"
+EXPECT = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [mbar], 256;"
+
+STAGES: dict[str, str] = {
+    "declare": ".shared .align 1024 .b8 buf[256]; .shared .align 8 .b64 mbar; .shared .align 8 .b64 other;",
+    "setup": init("mbar", "other"),
+    "addresses": """mov.u32 %r41, buf; shl.b32 %r42, %tx, 2; add.u32 %r42, %r42, %r41; mov.u32 %r30, 0;
+setp.ne.u32 %p3, %tx, 0;""",
+    "before load": "@%p3 bra LOADED;",
+    "load": f"{EXPECT}\n{LOAD}",
+    "after load": "LOADED:",
+    "wait": wait("mbar", 0),
+    "compute": "ld.shared.u32 %r1, [%r42];\nadd.u32 %r1, %r1, 1;\nst.shared.u32 [%r42], %r1;",
+    "publish": f"{FENCE}\n{SYNC}",
+    "before store": "@%p3 bra END;",
+    "store": STORE,
+    "commit": "cp.async.bulk.commit_group;",
+    "drain": "cp.async.bulk.wait_group.read 0;",
+    "end": "END: ret;",
+}
+
+
+def copy_kernel(
+    changes: Mapping[str, str] | None = None, buffers: Mapping[str, Array] | None = None, **options: object
+) -> Kernel:
+    """The kernel with some stages replaced."""
+    options = {"block": (64, 1, 1), "maps": MAPS, "inputs": ("x",), **options}
+    body = "\n".join(replaced(STAGES, changes).values())
+    return Kernel(body, {"x": X, "out": np.zeros(64, np.uint32), **(buffers or {})}, **options)  # type: ignore[arg-type]

@@ -11,10 +11,10 @@ import torch
 
 from backends.vm.executor import map_tensors
 from backends.vm.faults import Fault, LaunchError, UnknownInstructionError
-from backends.vm.host.host_error import HostError
+from backends.vm.host.abi import HostError
 from backends.vm.host.program import run_host_program
 from backends.vm.machine.machine import Machine
-from backends.vm.ptx.syntax_error import PtxSyntaxError
+from backends.vm.ptx.tree import PtxSyntaxError
 from conformance.witness import flash_attention, quack_kernels
 from conformance.witness.record import Row, Status
 from conformance.witness.witness import TOLERANCE, Call, Witness, error

@@ -1,15 +1,23 @@
-"""A function as a graph of basic blocks of bound instructions, and the forward data-flow that its analyses share."""
+"""A function as a graph of basic blocks, and the data-flow that finds the registers still in flight.
+
+Registers of a tcgen05.ld and of a wgmma are in flight until a wait, or until a use that counts as one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from operator import or_
+from typing import TYPE_CHECKING, TypeVar
 
 from backends.vm.bind.forms import Form
-from backends.vm.machine.code import Step
-from backends.vm.machine.registers import Key
-from backends.vm.ptx.ast import Instruction
+from backends.vm.machine.code import Key, Step
+from backends.vm.machine.warpgroup import part_of
+from backends.vm.ptx.ast import Immediate, Instruction
+
+if TYPE_CHECKING:
+    from backends.vm.machine.warp import Warp
+
 
 State = TypeVar("State")
 
@@ -73,3 +81,201 @@ class FlowGraph:
                     reached.add(target)
                     work.append(target)
         return before
+
+
+# When a tcgen05.ld has ended: at the warp's tcgen05.wait::ld, or where an instruction uses one of its registers.
+# The ISA lets a register dependence wait for the load and says that it orders nothing else (PTX ISA 9.7.16.6.4.5).
+# Kernels that run on silicon take the use of a register for the end of the whole load all the same: FlashAttention-4
+# uses its scores and then lets the next MMA overwrite them, with no tcgen05.wait::ld. So such a use counts here too,
+# and the counter `tmem_unwaited_overwrites` tells that a kernel relies on it. A data-flow finds the instructions that
+# may be the first use on some path. A kernel that waits in plain sight pays nothing.
+
+
+_TMEM_LOAD, _TMEM_WAIT = "tcgen05.ld.", "tcgen05.wait::ld."
+
+
+def end_loads_at_use(graph: FlowGraph) -> None:
+    """Wrap the steps that may be the first to use a register of a pending tcgen05.ld."""
+    lines: list[int] = []
+    own: dict[int, int] = {}
+    loading: dict[Key, int] = {}
+    for index, item in enumerate(graph.code):
+        if item.spelt(_TMEM_LOAD):
+            own[index] = 1 << len(lines)
+            lines.append(item.instruction.line)
+            for key in item.defines:
+                loading[key] = loading.get(key, 0) | own[index]
+    if not lines:
+        return
+    touched = [_loads_of(item, loading) for item in graph.code]
+
+    def after(pending: int, index: int) -> int:
+        item = graph.code[index]
+        if item.spelt(_TMEM_WAIT) and item.guard is None:
+            return 0
+        return pending & ~touched[index] | own.get(index, 0)
+
+    for block, pending in zip(graph.blocks, graph.before_blocks(0, 0, after, or_), strict=True):
+        for index in block:
+            used = pending & touched[index]
+            if used:
+                item = graph.code[index]
+                item.step = _ending(item.step, tuple(line for i, line in enumerate(lines) if used >> i & 1))
+            pending = after(pending, index)
+
+
+def _loads_of(item: Bound, loading: dict[Key, int]) -> int:
+    """Bits of the loads whose registers an instruction uses."""
+    found = 0
+    for key in (*item.uses, *item.defines):
+        found |= loading.get(key, 0)
+    return found
+
+
+def _ending(step: Step, lines: tuple[int, ...]) -> Step:
+    def run(warp: Warp) -> object:
+        for line in lines:
+            for cells in warp.tmem_loads.get(line, {}).values():
+                warp.cta.tmem.load_used(cells, line)
+        return step(warp)
+
+    return run
+
+
+# Registers of wgmma: which instructions may touch them in flight, and which wgmma may lack its wgmma.fence.
+# A data-flow finds the few instructions where a path makes it possible. Only those are checked when they run; in a
+# kernel that waits and fences in plain sight, none is.
+
+
+_MULTIPLY, _FENCE = "wgmma.mma_async", "wgmma.fence"
+_COMMIT, _WAIT = "wgmma.commit_group", "wgmma.wait_group"
+
+
+def _wgmma_keys(uses: Sequence[Key], defines: Sequence[Key]) -> tuple[frozenset[Key], frozenset[Key]]:
+    """Accumulator and A registers of a wgmma.mma_async: descriptors and predicates are not 32 bits wide."""
+    return frozenset(defines), frozenset(key for key in uses if key[0] == 32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """Bits of registers. `flying`: they may be in flight; `open`: and they are in no group yet.
+
+    Since a wgmma.fence, `used`: by a wgmma; `touched`: by another instruction after that use.
+    """
+
+    flying: int = 0
+    open: int = 0
+    used: int = 0
+    touched: int = 0
+
+    def __or__(self, other: _Flow) -> _Flow:
+        return _Flow(
+            self.flying | other.flying,
+            self.open | other.open,
+            self.used | other.used,
+            self.touched | other.touched,
+        )
+
+
+class _Analysis:
+    """`bits`: one a register of some wgmma; `masks[i]`: the bits of what instruction i reads and writes."""
+
+    def __init__(self, graph: FlowGraph) -> None:
+        self.graph = graph
+        self.bits: dict[Key, int] = {}
+        for item in graph.code:
+            if item.spelt(_MULTIPLY):
+                for key in frozenset[Key]().union(*_wgmma_keys(item.uses, item.defines)):
+                    self.bits.setdefault(key, 1 << len(self.bits))
+        self.masks = [self._mask(item) for item in graph.code] if self.bits else []
+
+    def _mask(self, item: Bound) -> int:
+        found = 0
+        for key in (*item.uses, *item.defines):
+            found |= self.bits.get(key, 0)
+        return found
+
+    def keys(self, mask: int) -> frozenset[Key]:
+        """The registers of `mask`."""
+        return frozenset(key for key, bit in self.bits.items() if mask & bit)
+
+    def after(self, flow: _Flow, index: int) -> _Flow:
+        """The state after instruction `index`."""
+        item, mask = self.graph.code[index], self.masks[index]
+        if item.spelt(_MULTIPLY):
+            return _Flow(flow.flying | mask, flow.open | mask, flow.used | mask, flow.touched & ~mask)
+        if not item.spelt("wgmma."):
+            return replace(flow, touched=flow.touched | mask & flow.used) if mask & flow.used else flow
+        if item.guard is not None:
+            return flow
+        if item.spelt(_FENCE):
+            return replace(flow, used=0, touched=0)
+        if item.spelt(_WAIT) and _allowed(item.instruction) == 0:
+            return replace(flow, flying=flow.open)
+        return replace(flow, open=0) if item.spelt(_COMMIT) else flow
+
+
+def _allowed(instruction: Instruction) -> int:
+    """How many groups a wait leaves pending; 1 where that is no constant."""
+    count = instruction.operands[0]
+    return count.value if isinstance(count, Immediate) else 1
+
+
+def check_warpgroup_registers(graph: FlowGraph) -> None:
+    """Wrap the steps of those instructions whose registers may belong to a wgmma in flight or lack a wgmma.fence."""
+    analysis = _Analysis(graph)
+    if not analysis.bits:
+        return
+    entry = _Flow(touched=(1 << len(analysis.bits)) - 1)
+    unfenced: dict[int, int] = {}
+    for block, flow in zip(graph.blocks, graph.before_blocks(entry, _Flow(), analysis.after, or_), strict=True):
+        for index in block:
+            item, mask = graph.code[index], analysis.masks[index]
+            if item.spelt(_MULTIPLY):
+                if mask & flow.touched:
+                    unfenced[index] = mask & flow.touched
+            elif mask & flow.flying:
+                item.step = _idle(item.step, analysis.keys(mask & flow.flying), item.instruction.text)
+            flow = analysis.after(flow, index)
+    _watch_fences(analysis, unfenced)
+
+
+def _watch_fences(analysis: _Analysis, unfenced: dict[int, int]) -> None:
+    doubtful = 0
+    for mask in unfenced.values():
+        doubtful |= mask
+    for index, (item, mask) in enumerate(zip(analysis.graph.code, analysis.masks, strict=True)):
+        if index in unfenced:
+            item.step = _fenced(item.step, analysis.keys(unfenced[index]))
+        elif mask & doubtful and not item.spelt("wgmma."):
+            item.step = _noted(item.step, analysis.keys(mask & doubtful))
+
+
+def _wrapped(step: Step, before: Callable[[Warp], None]) -> Step:
+    def run(warp: Warp) -> object:
+        before(warp)
+        return step(warp)
+
+    return run
+
+
+def _idle(step: Step, keys: frozenset[Key], text: str) -> Step:
+    def check(warp: Warp) -> None:
+        group = warp.cta.warpgroups.get(warp.index // 4)
+        if group is not None:
+            group.parts[warp.index % 4].check_access(keys, f"`{text}`")
+
+    return _wrapped(step, check)
+
+
+def _fenced(step: Step, keys: frozenset[Key]) -> Step:
+    return _wrapped(step, lambda warp: part_of(warp).check_fenced(keys))
+
+
+def _noted(step: Step, keys: frozenset[Key]) -> Step:
+    def note(warp: Warp) -> None:
+        group = warp.cta.warpgroups.get(warp.index // 4)
+        if group is not None:
+            group.parts[warp.index % 4].touch(keys)
+
+    return _wrapped(step, note)

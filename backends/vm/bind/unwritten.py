@@ -23,8 +23,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.flow import Bound, FlowGraph
 from backends.vm.faults import Fault
-from backends.vm.machine.code import Step
-from backends.vm.machine.registers import Key, RegisterRows
+from backends.vm.machine.code import Key, RegisterRows, Step
 from backends.vm.ptx.ast import Instruction, Operand, Register, Vector
 
 if TYPE_CHECKING:

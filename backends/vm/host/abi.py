@@ -8,7 +8,9 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-from backends.vm.host.host_error import HostError
+
+class HostError(Exception):
+    """The host function, its object or its arguments do not fit this runtime; the text says which and what would."""
 
 
 class LaunchAttribute(ctypes.Structure):

@@ -26,8 +26,8 @@ from backends.vm.host.abi import (
     FfiAny,
     FfiArray,
     FfiPayload,
+    HostError,
 )
-from backends.vm.host.host_error import HostError
 from backends.vm.host.runtime import GIVEN_STREAM
 from backends.vm.memory.global_memory import Buffer
 

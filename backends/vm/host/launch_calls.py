@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from backends.vm.faults import LaunchError
-from backends.vm.host.abi import LaunchAttribute, LaunchConfig, copy_from
-from backends.vm.host.host_error import HostError
-from backends.vm.host.runtime import LaunchRecord, Runtime
-from backends.vm.host.symbols import INT, POINTER, SIZE, answers
+from backends.vm.host.abi import HostError, LaunchAttribute, LaunchConfig, copy_from
+from backends.vm.host.runtime import INT, POINTER, SIZE, LaunchRecord, Runtime, answers
 from backends.vm.machine.special import Dim3
 
 MOST_ATTRIBUTES: Final = 32

@@ -10,7 +10,7 @@ from typing import Final
 
 import llvmlite.binding as llvm
 
-from backends.vm.host.host_error import HostError
+from backends.vm.host.abi import HostError
 
 _MACHINES: Final = {"x86_64": 62, "AMD64": 62, "aarch64": 183, "arm64": 183}
 _SECTION = struct.Struct("<IIQQQQIIQQ")

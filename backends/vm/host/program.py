@@ -4,29 +4,49 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.host import error_calls, launch_calls, library_calls, memory_calls, tensor_map_calls
-from backends.vm.host.abi import FfiAny, copy_from
+from backends.vm.host import launch_calls, library_calls, memory_calls
+from backends.vm.host.abi import FfiAny, HostError, copy_from
 from backends.vm.host.arguments import Passed, pass_by_ffi, pass_packed
-from backends.vm.host.contract import HostProgramLike
-from backends.vm.host.host_error import HostError
 from backends.vm.host.object_file import PROCESS_SYMBOLS, LinkedObject, ObjectFile
-from backends.vm.host.runtime import LaunchRecord, Runtime, aligned_memory
-from backends.vm.host.symbols import SYMBOLS, answering, bind_runtime
+from backends.vm.host.runtime import SYMBOLS, LaunchRecord, Runtime, aligned_memory, answering, bind_runtime
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
 from backends.vm.memory.global_memory import Buffer
 
+
+@runtime_checkable
+class HostProgramLike(Protocol):
+    """A compiled host function with the PTX of its kernels."""
+
+    @property
+    def target(self) -> str: ...
+    @property
+    def ptx(self) -> str: ...
+    @property
+    def host_object(self) -> bytes: ...
+    @property
+    def entry(self) -> str: ...
+    @property
+    def convention(self) -> str: ...
+    @property
+    def args(self) -> Sequence[object]: ...
+    @property
+    def scratch(self) -> Mapping[str, int]: ...
+    @property
+    def compiler(self) -> str: ...
+
+
 OBJECT_VERSION: Final = "1.1"
 PROCESS_END: Final = 1 << 48
 """No process of x86-64 or AArch64 has memory at this address or above."""
-ANSWERED: Final = (error_calls, launch_calls, library_calls, memory_calls, tensor_map_calls)
+ANSWERED: Final = (launch_calls, library_calls, memory_calls)
 """The modules whose functions are registered as runtime symbols by being imported."""
 
 

@@ -1,19 +1,92 @@
-"""The state of the CUDA runtime that a host function sees during one call, and the launches that it has made."""
+"""The CUDA runtime that a host function sees: its device, its state during one call, and the symbols that it answers.
+
+The device has the attributes of a B200 (sm_100a) or an H200 (sm_90a). Numbers are those of cudaDeviceAttr (CUDA
+runtime API). Values common to both are in facts.md 0.1 and the CUDA programming guide's table of compute capabilities
+9.0 and 10.0; the number of SMs is that of the full product.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from typing import Concatenate, Final, ParamSpec
 
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.host.device import Device
-from backends.vm.host.host_error import HostError
+from backends.vm.faults import Fault
+from backends.vm.host.abi import HostError
+from backends.vm.host.object_file import PROCESS_SYMBOLS, bind_symbols
 from backends.vm.load import LoadedModule
 from backends.vm.machine.machine import Machine
 from backends.vm.machine.special import Dim3
 from backends.vm.memory.global_memory import Buffer
+from backends.vm.memory.shared import MAX_DYNAMIC
+
+SMEM_PER_SM: Final = 233_472
+SMEM_RESERVED: Final = 1024
+THREADS_PER_SM: Final = 2048
+CTAS_PER_SM: Final = 32
+
+_COMMON: Final[Mapping[int, int]] = {
+    1: 1024,  # MaxThreadsPerBlock
+    2: 1024,  # MaxBlockDimX
+    3: 1024,  # MaxBlockDimY
+    4: 64,  # MaxBlockDimZ
+    5: 2**31 - 1,  # MaxGridDimX
+    6: 65535,  # MaxGridDimY
+    7: 65535,  # MaxGridDimZ
+    8: 49152,  # MaxSharedMemoryPerBlock
+    9: 65536,  # TotalConstantMemory
+    10: 32,  # WarpSize
+    12: 65536,  # MaxRegistersPerBlock
+    19: 0,  # CanMapHostMemory of an integrated device: Integrated
+    31: 1,  # ConcurrentKernels
+    39: THREADS_PER_SM,  # MaxThreadsPerMultiProcessor
+    41: 1,  # UnifiedAddressing
+    81: SMEM_PER_SM,  # MaxSharedMemoryPerMultiprocessor
+    82: 65536,  # MaxRegistersPerMultiprocessor
+    83: 1,  # ManagedMemory
+    95: 1,  # CooperativeLaunch
+    97: MAX_DYNAMIC,  # MaxSharedMemoryPerBlockOptin
+    106: CTAS_PER_SM,  # MaxBlocksPerMultiprocessor
+    111: SMEM_RESERVED,  # ReservedSharedMemoryPerBlock
+    115: 1,  # MemoryPoolsSupported
+    120: 1,  # ClusterLaunch
+}
+_BY_TARGET: Final[Mapping[str, Mapping[int, int]]] = {
+    "sm_90a": {16: 132, 38: 62_914_560, 75: 9, 76: 0},  # MultiProcessorCount, L2CacheSize, ComputeCapability
+    "sm_100a": {16: 148, 38: 132_644_864, 75: 10, 76: 0},
+}
+
+
+class Device:
+    """One GPU of `target`."""
+
+    def __init__(self, target: str) -> None:
+        if target not in _BY_TARGET:
+            raise HostError(f"there is no device of target {target!r}; known are {', '.join(_BY_TARGET)}")
+        self.target = target
+        self._attributes = {**_COMMON, **_BY_TARGET[target]}
+
+    def attribute(self, number: int) -> int:
+        """The value of cudaDeviceAttr `number`; HostError for one that this device does not have."""
+        if number not in self._attributes:
+            raise HostError(f"the host function asks for device attribute {number} (cudaDeviceAttr), unknown to the VM")
+        return self._attributes[number]
+
+    def resident_ctas(self, threads: int, smem: int) -> int:
+        """CTAs of `threads` threads and `smem` bytes that one SM holds at once; registers are not counted."""
+        by_smem = SMEM_PER_SM // (smem + SMEM_RESERVED)
+        return min(CTAS_PER_SM, THREADS_PER_SM // max(1, -(-threads // 32) * 32), by_smem)
+
+
+# The state of the CUDA runtime that a host function sees during one call, and the launches that it has made.
+
 
 SUCCESS, INVALID_VALUE, UNKNOWN = 0, 1, 999
 FIRST_KERNEL, KERNEL_STEP = 0xF000_0000, 16
@@ -125,3 +198,78 @@ def put_u64(address: int, value: int) -> None:
 def put_s32(address: int, value: int) -> None:
     """Write a 4-byte result."""
     ctypes.c_int32.from_address(address).value = value
+
+
+# The runtime symbols that a host object may leave undefined: one entry each, bound to one C callback a process.
+# A callback finds the Runtime of the call in progress on its thread. An exception must not unwind through compiled
+# frames: it is kept in Runtime.broken, the host function is given an error code, and the caller raises it afterwards.
+
+
+POINTER, SIZE, INT, UINT, STRING = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint, ctypes.c_char_p
+CType = type[ctypes.c_uint64 | ctypes.c_size_t | ctypes.c_int | ctypes.c_uint | ctypes.c_char_p]
+P = ParamSpec("P")
+Answer = Callable[Concatenate[Runtime, P], int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeSymbol:
+    """A C function: result and argument types, and what answers a call (None means success)."""
+
+    name: str
+    result: CType | None
+    arguments: tuple[CType, ...]
+    answer: Callable[..., int | None]
+
+
+SYMBOLS: dict[str, RuntimeSymbol] = {}
+_calls = threading.local()
+
+
+def answers(name: str, *arguments: CType, result: CType | None = INT) -> Callable[[Answer[P]], Answer[P]]:
+    """Register the decorated function(runtime, *arguments) as the meaning of the C symbol `name`."""
+
+    def register(answer: Answer[P]) -> Answer[P]:
+        SYMBOLS[name] = RuntimeSymbol(name, result, arguments, answer)
+        return answer
+
+    return register
+
+
+@contextmanager
+def answering(runtime: Runtime) -> Iterator[None]:
+    """Let `runtime` answer the calls that compiled code makes on this thread."""
+    before: Runtime | None = getattr(_calls, "runtime", None)
+    _calls.runtime = runtime
+    try:
+        yield
+    finally:
+        _calls.runtime = before
+
+
+@cache
+def bind_runtime() -> tuple[object, ...]:
+    """Bind every symbol, once a process; the callbacks are kept, for linked code calls them at any time."""
+    callbacks = {symbol.name: _callback(symbol) for symbol in SYMBOLS.values()}
+    library = ctypes.CDLL(None)
+    functions = {**callbacks, **{name: getattr(library, name) for name in sorted(PROCESS_SYMBOLS)}}
+    bind_symbols((name, ctypes.cast(call, ctypes.c_void_p).value or 0) for name, call in functions.items())
+    return tuple(functions.values())
+
+
+def _callback(symbol: RuntimeSymbol) -> ctypes._CFunctionType:  # pyright: ignore[reportPrivateUsage]
+    failure = None if symbol.result is None else 0 if symbol.result is POINTER else UNKNOWN
+
+    def call(*values: int | bytes | None) -> int | None:
+        runtime: Runtime | None = getattr(_calls, "runtime", None)
+        if runtime is None or runtime.broken is not None:
+            return failure
+        try:
+            answer = symbol.answer(runtime, *values)
+        except BaseException as error:
+            if isinstance(error, Fault) and not error.where:
+                error.kernel, error.where = error.kernel or symbol.name, "host function"
+            runtime.broken = error
+            return failure
+        return None if symbol.result is None else answer or 0
+
+    return ctypes.CFUNCTYPE(symbol.result, *symbol.arguments)(call)

@@ -9,7 +9,7 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.machine.warp import Warp
 from backends.vm.numerics.convert import WIDTH, Modifiers, UnknownConversionError, conversion
-from backends.vm.numerics.cvt_rules import SIGNED
+from backends.vm.numerics.cvt_scalar import SIGNED
 from backends.vm.ptx.ast import Operand
 
 _INTEGERS = "u8 u16 u32 u64 s8 s16 s32 s64"

@@ -12,8 +12,7 @@ from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
 from backends.vm.isa.mbarrier_ops import places
 from backends.vm.machine.code import Wait
-from backends.vm.machine.copy_groups import Copy, ThreadGroups
-from backends.vm.machine.engine import submit
+from backends.vm.machine.engine import Copy, ThreadGroups, submit
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import Clock, stamp
 from backends.vm.memory.global_memory import check_alignment
@@ -65,7 +64,7 @@ def cp_async(b: Binder) -> Step:
             offsets = np.array([warp.cta.own_offset(int(address), "cp.async") for address in targets], np.int64)
             smem.check(offsets, size, "cp.async")
             check_alignment(sources, size, "cp.async from global memory")
-            if (valid > size).any():
+            if np.count_nonzero(valid > size):
                 raise Fault("cp-async", f"src-size {int(valid.max())} exceeds cp-size {size}", lane=int(valid.argmax()))
         except Fault as fault:
             fault.lane = None if fault.lane is None else int(lanes[fault.lane])

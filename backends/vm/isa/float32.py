@@ -1,4 +1,4 @@
-"""Single-precision arithmetic on scalars and pairs: add, mul, fma, div, min, max and their like (PTX ISA 9.7.3)."""
+"""Single-precision arithmetic and approximate functions, on scalars and pairs (PTX ISA 9.7.3)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import cast
 
 import numpy as np
 
-from backends.vm.bind.binder import Binder
+from backends.vm.bind.binder import Binder, Compute, bind_lanewise, lanewise
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.bind.lanewise import Compute, bind_lanewise, lanewise
 from backends.vm.machine.warp import Warp
-from backends.vm.numerics import f32
+from backends.vm.numerics import approx, f32
 from backends.vm.numerics.formats import Rounding
 
 _ROUNDINGS = "rn rz rm rp"
@@ -137,3 +136,44 @@ def testp(b: Binder) -> Step:
     """Whether a float has a property."""
     prop = cast(f32.Property, b.words["property"])
     return bind_lanewise(b, "pred", [b.words["type"]], cast(Compute, partial(f32.testp, prop)))
+
+
+# Approximate single-precision functions: ex2, lg2, rcp, rsqrt, sqrt, sin, cos, tanh, div (PTX ISA 9.7.3).
+# Results are those of an H200, bit for bit; see backends.vm.numerics.approx.
+
+
+_FUNCTIONS = {
+    "ex2": approx.ex2,
+    "lg2": approx.lg2,
+    "rcp": approx.rcp,
+    "rsqrt": approx.rsqrt,
+    "sqrt": approx.sqrt,
+    "sin": approx.sin,
+    "cos": approx.cos,
+}
+
+
+@opcode("rcp.approx{.ftz}.f32", section="9.7.3.13", counter="special")
+@opcode("sqrt.approx{.ftz}.f32", section="9.7.3.15", counter="special")
+@opcode("rsqrt.approx{.ftz}.f32", section="9.7.3.16", counter="special")
+@opcode("sin.approx{.ftz}.f32", section="9.7.3.18", counter="special")
+@opcode("cos.approx{.ftz}.f32", section="9.7.3.19", counter="special")
+@opcode("lg2.approx{.ftz}.f32", section="9.7.3.20", counter="special")
+@opcode("ex2.approx{.ftz}.f32", section="9.7.3.21", counter="special")
+def approximate(b: Binder) -> Step:
+    """A function of one operand; `.ftz` flushes subnormal operands and results."""
+    function = _FUNCTIONS[b.instruction.parts[0]]
+    return lanewise(b, "f32", cast(Compute, partial(function, ftz=bool(b.words["ftz"]))), 1)
+
+
+@opcode("tanh.approx.f32", section="9.7.3.22", counter="special")
+def tanh(b: Binder) -> Step:
+    """Hyperbolic tangent."""
+    return lanewise(b, "f32", cast(Compute, approx.tanh), 1)
+
+
+@opcode("div.approx{.ftz}.f32", "div.full{.ftz}.f32", section="9.7.3.8", counter="special")
+def div_approximate(b: Binder) -> Step:
+    """Quotient; `.approx` treats a divisor beyond 2^126 as infinite."""
+    function = approx.div_full if b.instruction.parts[1] == "full" else approx.div_approx
+    return lanewise(b, "f32", cast(Compute, partial(function, ftz=bool(b.words["ftz"]))), 2)

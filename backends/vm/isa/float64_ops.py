@@ -8,9 +8,8 @@ from typing import cast
 
 import numpy as np
 
-from backends.vm.bind.binder import Binder
+from backends.vm.bind.binder import Binder, Compute, lanewise
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.bind.lanewise import Compute, lanewise
 from backends.vm.numerics import approx, f64
 from backends.vm.numerics.formats import Float64, Rounding
 

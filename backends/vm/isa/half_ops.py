@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import cast
 
-from backends.vm.bind.binder import Binder
+from backends.vm.bind.binder import Binder, Compute, bind_lanewise, lanewise
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.bind.lanewise import Compute, bind_lanewise, lanewise
 from backends.vm.numerics import half
 from backends.vm.numerics.formats import FORMATS, FloatFormat, Rounding
 

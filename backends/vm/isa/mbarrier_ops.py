@@ -203,7 +203,7 @@ def try_wait(b: Binder) -> Step:
     def step(warp: Warp) -> object:
         answers, asked = ask(warp)
         np.copyto(warp.pred[rd], answers, where=warp.where)
-        if answers.any():
+        if np.count_nonzero(answers):
             return NEXT
         warp.cta.machine.counters["mbarrier_stalls"] += 1
         return Wait(

@@ -9,7 +9,7 @@ import numpy as np
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.machine import access
-from backends.vm.machine.registers import LANES
+from backends.vm.machine.code import LANES
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.global_memory import check_alignment
 from backends.vm.ptx.ast import Operand, Sink

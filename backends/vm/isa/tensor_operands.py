@@ -226,7 +226,7 @@ class Accumulator:
 
 def _enabled(covered: list[Index], disabled: npt.NDArray[np.bool_]) -> list[Index]:
     """The cells of some blocks without those in disabled lanes."""
-    if not disabled.any():
+    if not np.count_nonzero(disabled):
         return covered
     cells: list[Index] = []
     for lanes, columns in covered:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
-from backends.vm.machine.registers import LANES
+from backends.vm.machine.code import LANES
 from backends.vm.machine.warp import Warp
 from backends.vm.numerics import f32
 from backends.vm.ptx.ast import Operand
@@ -40,7 +40,7 @@ def member_groups(b: Binder, operand: Operand) -> Callable[[Warp], list[Lanes]]:
         named = _lanes_of(bits) & warp.alive
         if np.array_equal(named, executing):
             return named
-        if (executing & ~named).any():
+        if np.count_nonzero(executing & ~named):
             lane = int((executing & ~named).argmax())
             raise Fault("diverged", f"{what} is executed by a lane that its mask {bits:#x} does not name", lane=lane)
         absent = np.flatnonzero(named & ~executing).tolist()
@@ -50,8 +50,7 @@ def member_groups(b: Binder, operand: Operand) -> Callable[[Warp], list[Lanes]]:
     def groups(warp: Warp) -> list[Lanes]:
         masks = warp.u32[row]
         first = masks[warp.mask.argmax()]
-        same = masks == first
-        if same.all():
+        if not np.count_nonzero(masks != first):
             return [group(warp, int(first), warp.mask)]
         distinct = np.unique(masks[warp.mask]).tolist()
         return [group(warp, bits, warp.mask & (masks == bits)) for bits in distinct]
@@ -73,7 +72,7 @@ def shfl(b: Binder) -> Step:
         groups(warp)
         source, valid = _partner(mode, warp.u32[rb].tobytes(), warp.u32[rc].tobytes())
         absent = warp.mask & valid & ~warp.mask[source]
-        if absent.any():
+        if np.count_nonzero(absent):
             at = int(np.flatnonzero(absent)[0])
             raise Fault("diverged", f"shfl reads lane {source[at]}, which is not active", lane=at)
         np.copyto(warp.u32[rd], warp.u32[ra][source], where=warp.where)
@@ -115,7 +114,8 @@ def vote(b: Binder) -> Step:
     def step(warp: Warp) -> None:
         for named in groups(warp):
             votes = (warp.pred[rp] ^ negated)[named]
-            everyone, anyone = bool(votes.all()), bool(votes.any())
+            held = np.count_nonzero(votes)
+            everyone, anyone = held == votes.size, held > 0
             outcome = {"all": everyone, "any": anyone, "uni": everyone or not anyone}[mode]
             np.copyto(warp.pred[rd], outcome, where=named)
 
@@ -227,7 +227,7 @@ def match(b: Binder) -> Step:
         for named in groups(warp):
             same = (values[:, None] == values[None, :]) & named[None, :]
             bits = np.packbits(same, axis=1, bitorder="little").view(np.uint32)[:, 0]
-            alike = bool((values[named] == values[named][0]).all())
+            alike = not np.count_nonzero(values[named] != values[named][0])
             np.copyto(warp.u32[rd], (bits if alike else np.zeros_like(bits)) if every else bits, where=named)
             if rp is not None:
                 np.copyto(warp.pred[rp], alike, where=named)

@@ -16,11 +16,10 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.faults import Fault
 from backends.vm.isa.bulk_copy import granules_of
-from backends.vm.machine.code import Wait
+from backends.vm.machine.access import uniform
+from backends.vm.machine.code import Key, Wait
 from backends.vm.machine.engine import submit
-from backends.vm.machine.registers import Key
 from backends.vm.machine.warp import Warp
 from backends.vm.machine.warpgroup import Multiplication, part_of, warpgroup_of
 from backends.vm.memory.clocks import stamp
@@ -110,8 +109,12 @@ def mma_async(b: Binder) -> Step:
 
     def step(warp: Warp) -> None:
         warp.converged("wgmma.mma_async")
-        raw_b = _uniform(warp, descriptor_b, "the descriptor of B")
-        raws = (raw_b,) if descriptor_a is None else (_uniform(warp, descriptor_a, "the descriptor of A"), raw_b)
+        raw_b = uniform(warp.u64[descriptor_b][warp.mask], "the descriptor of B")
+        raws = (
+            (raw_b,)
+            if descriptor_a is None
+            else (uniform(warp.u64[descriptor_a][warp.mask], "the descriptor of A"), raw_b)
+        )
         group = warpgroup_of(warp)
         part, serial = group.issue(warp, line, raws)
         part.used |= accumulators | inputs
@@ -145,13 +148,6 @@ def _form(b: Binder, from_registers: bool, immediates: list[Operand]) -> _Form:
     majors = majors if len(majors) == 2 else ["k", "k"]
     return _Form(int(n), int(k), _BITS[a_type], d_type, a_type, b_type, -1 in scales[:1], -1 in scales[1:], majors[0],
                  majors[1], bool(b.words.get("satfinite")))  # fmt: skip
-
-
-def _uniform(warp: Warp, row: int, what: str) -> int:
-    values = warp.u64[row][warp.mask]
-    if (values != values[0]).any():
-        raise Fault("diverged", f"{what} must be the same in all lanes; they hold {sorted(set(values.tolist()))[:4]}")
-    return int(values[0])
 
 
 def _smem(

@@ -22,6 +22,13 @@ Addresses = npt.NDArray[np.int64]
 _SPACE_OF_WINDOW = {0: "global", 1: "shared::cluster", 2: "local", 3: "param"}
 
 
+def uniform(values: npt.NDArray[np.integer], what: str) -> int:
+    """The value that all active lanes hold; `values` are theirs alone."""
+    if np.count_nonzero(values != values[0]):
+        raise Fault("diverged", f"{what} must be the same in all lanes; they hold {sorted(set(values.tolist()))[:4]}")
+    return int(values[0])
+
+
 def resolve(space: str, addresses: Addresses) -> tuple[str, Addresses]:
     """The state space that generic addresses fall into (`space` ""), with addresses of that space."""
     if space:

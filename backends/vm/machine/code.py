@@ -15,11 +15,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from backends.vm.machine.registers import Key, RegisterRows
+import numpy as np
+import numpy.typing as npt
+
 from backends.vm.ptx.ast import Function, Instruction, Variable
 
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp
+
 
 Step = Callable[["Warp"], object]
 
@@ -100,3 +103,145 @@ class BoundFunction:
         if name in self.dynamic:
             return "shared", dynamic_offset
         return self.offsets[name]
+
+
+# Register files: bit containers without a type, one row of 32 lanes a register, with a view for each way to read
+# them.
+# PTX as CuTeDSL writes it declares only `.pred/.b16/.b32/.b64/.b128` and applies any operation of that width
+# (facts.md 0.1), so a register is storage and the instruction brings the type.
+
+
+LANES = 32
+
+WIDTH_OF_TYPE = {
+    "pred": 1, "b8": 16, "u8": 16, "s8": 16, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16,
+    "b32": 32, "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32,
+    "b64": 64, "u64": 64, "s64": 64, "f64": 64, "f32x2": 64, "b128": 128,
+}  # fmt: skip
+"""Container width in bits of a register declared with a PTX type; 8-bit registers live in 16-bit containers."""
+
+_DTYPES: dict[int, tuple[tuple[str, type[np.generic]], ...]] = {
+    1: (("pred", np.bool_),),
+    16: (("u16", np.uint16), ("s16", np.int16), ("f16", np.float16)),
+    32: (("u32", np.uint32), ("s32", np.int32), ("f32", np.float32), ("u16x2", np.uint16)),
+    64: (("u64", np.uint64), ("s64", np.int64), ("f64", np.float64), ("f32x2", np.float32), ("u32x2", np.uint32)),
+    128: (("u64x2", np.uint64),),
+}
+_STORAGE: dict[int, type[np.generic]] = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}
+
+VIEWS_OF_WIDTH = {width: tuple(name for name, _ in views) for width, views in _DTYPES.items()}
+WIDTH_OF_VIEW = {name: width for width, names in VIEWS_OF_WIDTH.items() for name in names}
+
+Row = npt.NDArray[np.generic]
+Key = tuple[int, int]
+"""A register: its container width in bits, and its row among the registers of that width."""
+
+
+@dataclass(slots=True)
+class RegisterRows:
+    """Rows given to the registers, literals, special registers and symbol addresses of one function.
+
+    Rows count from 0 in each width. Literals follow the registers.
+    """
+
+    widths: Mapping[str, int]
+    types: Mapping[str, str]
+    symbols: Mapping[str, str]
+    rows: dict[str, Key] = field(default_factory=dict[str, Key])
+    counts: dict[int, int] = field(default_factory=dict[int, int])
+    constants: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    specials: dict[str, Key] = field(default_factory=dict[str, Key])
+    addresses: dict[tuple[str, int, int], Key] = field(default_factory=dict[tuple[str, int, int], Key])
+    _literals: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+
+    @classmethod
+    def of(cls, types: Mapping[str, str], symbols: Mapping[str, str]) -> RegisterRows:
+        """Rows for declared registers (`types`: name to PTX type) beside `symbols` (name to state space)."""
+        made = cls({name: WIDTH_OF_TYPE[kind] for name, kind in types.items()}, types, symbols)
+        for name, width in made.widths.items():
+            made.rows[name] = made.reserve(width)
+        return made
+
+    def reserve(self, width: int) -> Key:
+        """A fresh row of `width` bits."""
+        row = self.counts.get(width, 0)
+        self.counts[width] = row + 1
+        return width, row
+
+    def literal(self, width: int, bits: int) -> int:
+        """The row of a literal: negative, since literals lie at the end of a RegisterFile."""
+        known = self._literals.get((width, bits))
+        if known is None:
+            pool = self.constants.setdefault(width, [])
+            pool.append(bits)
+            known = self._literals[width, bits] = -len(pool)
+        return known
+
+    def special(self, name: str) -> Key:
+        """The row into which a warp writes special register `name` when it starts."""
+        if name not in self.specials:
+            self.specials[name] = self.reserve(32)
+        return self.specials[name]
+
+    def address(self, name: str, offset: int, width: int) -> Key:
+        """The row into which a warp writes the address of symbol `name` plus `offset` when it starts."""
+        key = (name, offset, width)
+        if key not in self.addresses:
+            self.addresses[key] = self.reserve(width)
+        return self.addresses[key]
+
+
+class RegisterFile:
+    """The registers of one warp: rows of each width, [registers and literals, 32], for 128 bits [.., 32, 2].
+
+    Registers start as zero; bind/unwritten.py finds reads of one that was never written. Literals lie from the last row
+    backwards, so that literal number i is row -(i+1). They stay when the file is cleared.
+    """
+
+    def __init__(self, rows: RegisterRows) -> None:
+        self._counts = rows.counts
+        self._storage: dict[int, Row] = {}
+        self._views: dict[str, list[Row]] = {}
+        for width, dtype in _STORAGE.items():
+            literals = rows.constants.get(width, [])
+            total = rows.counts.get(width, 0) + len(literals)
+            storage = np.zeros((total, LANES, 2) if width == 128 else (total, LANES), dtype)
+            for position, bits in enumerate(literals):
+                storage[total - 1 - position] = [bits & (2**64 - 1), bits >> 64] if width == 128 else bits
+            self._storage[width] = storage
+
+    def clear(self) -> None:
+        """Make every register zero again."""
+        for width, count in self._counts.items():
+            self._storage[width][:count] = 0
+
+    def view(self, name: str) -> list[Row]:
+        """The rows as the view `name` shows them: arrays [32], or [32, n] for packed views."""
+        if name not in self._views:
+            width = WIDTH_OF_VIEW[name]
+            rows = self._storage[width]
+            shown = rows.view(dict(_DTYPES[width])[name])
+            if width in (32, 64) and shown.shape != rows.shape:
+                shown = shown.reshape(rows.shape[0], LANES, shown.shape[-1] // LANES)
+            self._views[name] = list(shown)
+        return self._views[name]
+
+
+@dataclass(slots=True)
+class RegisterFiles:
+    """Register files of one function. A warp that begins gets that of one that has ended: clearing costs less."""
+
+    rows: RegisterRows
+    _spare: list[RegisterFile] = field(default_factory=list[RegisterFile])
+
+    def take(self) -> RegisterFile:
+        """A file whose registers are all zero."""
+        if not self._spare:
+            return RegisterFile(self.rows)
+        file = self._spare.pop()
+        file.clear()
+        return file
+
+    def give_back(self, file: RegisterFile) -> None:
+        """Take back the file of a warp that has ended."""
+        self._spare.append(file)

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from backends.vm.faults import Fault
-from backends.vm.machine.registers import LANES
+from backends.vm.machine.code import LANES
 from backends.vm.machine.special import Dim3, Place
 from backends.vm.machine.warp import Warp
 from backends.vm.machine.warpgroup import Warpgroup
-from backends.vm.memory.agents import ACCUMULATORS, Agents
-from backends.vm.memory.clocks import Clock
+from backends.vm.memory.clocks import ACCUMULATORS, Agents, Clock
 from backends.vm.memory.global_memory import PARAM_WINDOW
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import MBARRIER, OFFSET_MASK, RANK_SHIFT, SharedMemory

@@ -11,10 +11,9 @@ from typing import Protocol
 import numpy as np
 
 from backends.vm.faults import Fault, LaunchError
-from backends.vm.machine.code import Block, BoundFunction
+from backends.vm.machine.code import Block, BoundFunction, RegisterFiles
 from backends.vm.machine.cta import Cluster
 from backends.vm.machine.engine import Engine
-from backends.vm.machine.registers import RegisterFiles
 from backends.vm.machine.scheduler import Schedule, schedule
 from backends.vm.machine.special import Dim3, LaunchShape
 from backends.vm.machine.warp import Warp

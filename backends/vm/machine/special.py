@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.machine.registers import LANES
+from backends.vm.machine.code import LANES
 
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp

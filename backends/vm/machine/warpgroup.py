@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from backends.vm.faults import Fault
+from backends.vm.machine.code import Key
 from backends.vm.machine.engine import Operation
-from backends.vm.machine.registers import Key
 
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import Fault
-from backends.vm.memory.agents import Agents
 from backends.vm.memory.clocks import (
     EPOCH_BITS,
     EPOCH_MASK,
+    Agents,
     Clock,
     Stamps,
     agent_of,

@@ -2,7 +2,7 @@
 
 Cells carry the same stamps as shared memory. A `tcgen05.st` stays pending until its warp's `tcgen05.wait::st`, for that
 warp too. A wait for a commit after an MMA makes visible what the MMA wrote. A `tcgen05.ld` fills its registers at once,
-since a register dependence needs no wait. But it may read its cells until it has ended (backends.vm.bind.tmem_loads),
+since a register dependence needs no wait. But it may read its cells until it has ended (backends.vm.bind.flow),
 and nobody may overwrite them before (PTX ISA 9.7.16.6.4.5).
 """
 
@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import Fault
-from backends.vm.memory.agents import Agents
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
     PENDING,
+    Agents,
     Clock,
     Stamps,
     agent_of,

@@ -8,11 +8,233 @@ be extended into a wider register by its owner (signed integers by sign, all els
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import cast
 
-from backends.vm.numerics.cvt_packed import packed_rules
-from backends.vm.numerics.cvt_rules import WIDTH, Function, Modifiers, Rule
-from backends.vm.numerics.cvt_scalar import scalar_rules
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.numerics.cvt_scalar import WIDTH, Bits, Function, Modifiers, Rule, read_float, scalar_rules, take
+from backends.vm.numerics.formats import (
+    BF16,
+    F16,
+    FORMATS,
+    Rounding,
+    decode,
+    encode,
+)
+
+Uint16 = npt.NDArray[np.uint16]
+Uint8 = npt.NDArray[np.uint8]
+Halves = Callable[..., tuple[Uint8, Uint8]]
+
+_SMALL = {"e4m3x2": 8, "e5m2x2": 8, "e3m2x2": 8, "e2m3x2": 8, "e2m1x2": 4}
+_PAIRS = {"f16x2": F16, "bf16x2": BF16}
+_RANDOM_BITS = {"f16x2": 13, "bf16x2": 16}
+_NONE: frozenset[str] = frozenset()
+_UE8M0_NAN = 0xFF
+_UE8M0_MAX = 0xFE
+_BF16_INFINITY = 0x7F80
+_16 = np.array(16, np.uint32)
+_LOWER_HALF, _UPPER_HALF = np.uint32(0xFFFF), np.uint32(0xFFFF_0000)
+_LOWER_NAN, _UPPER_NAN = np.uint32(0x7FFF), np.uint32(0x7FFF_0000)
+
+
+def pack_halves(upper: Uint16, lower: Uint16) -> Bits:
+    """Two 16-bit codes in one 32-bit register."""
+    return np.left_shift(upper.astype(np.uint32), _16) | lower
+
+
+def unpack_halves(pair: Bits) -> tuple[Uint16, Uint16]:
+    """(upper, lower) 16-bit codes of a 32-bit register."""
+    bits = take(pair, 32)
+    return np.right_shift(bits, _16).astype(np.uint16), bits.astype(np.uint16)
+
+
+def _pair_from_f32(dst: str, modifiers: Modifiers) -> Function:
+    fmt = _PAIRS[dst]
+    if modifiers.rounding == "rs":
+        return _stochastic_pair(dst, modifiers)
+    if modifiers == Modifiers(rounding="rn"):
+        return _nearest_pair(np.dtype(np.float16 if dst == "f16x2" else ml_dtypes.bfloat16))
+
+    def half(x: Bits) -> Uint16:
+        rounding = cast(Rounding, modifiers.rounding)
+        codes = encode(read_float(x, "f32"), fmt, rounding, satfinite=modifiers.satfinite, relu=modifiers.relu)
+        return codes.astype(np.uint16)
+
+    return lambda a, b: pack_halves(half(a), half(b))
+
+
+def _nearest_pair(half: np.dtype[np.generic]) -> Function:
+    def convert(a: Bits, b: Bits) -> Bits:
+        upper, lower = take(a, 32).view(np.float32), take(b, 32).view(np.float32)
+        pairs = np.empty((*np.broadcast(upper, lower).shape, 2), half)
+        pairs[..., 0] = lower
+        pairs[..., 1] = upper
+        codes = pairs.view(np.uint32)[..., 0]
+        nan_upper, nan_lower = upper != upper, lower != lower
+        if np.count_nonzero(nan_upper) or np.count_nonzero(nan_lower):
+            codes = np.where(nan_upper, codes & _LOWER_HALF | _UPPER_NAN, codes)
+            codes = np.where(nan_lower, codes & _UPPER_HALF | _LOWER_NAN, codes)
+        return codes
+
+    return convert
+
+
+def _stochastic_pair(dst: str, modifiers: Modifiers) -> Function:
+    """`.rs`: away from zero where random bits plus dropped bits carry. The bits lie just below the kept mantissa.
+
+    Where a subnormal f16 drops more than 13 bits the text is silent; the random bits stay aligned at the top.
+    """
+    fmt, random_bits = _PAIRS[dst], _RANDOM_BITS[dst]
+
+    def half(x: Bits, random: Uint16) -> Uint16:
+        values = read_float(x, "f32")
+        finite = np.isfinite(values)
+        magnitude = np.where(finite, np.abs(values), 0.0)
+        exponent = np.maximum(np.frexp(magnitude)[1] - 1, 1 - fmt.bias) - fmt.mantissa_bits
+        below = np.ldexp((random & ((1 << random_bits) - 1)).astype(np.float64), -random_bits)
+        kept = np.ldexp(np.floor(np.ldexp(magnitude, -exponent) + below), exponent)
+        rounded = np.where(finite, np.copysign(kept, values), values)
+        return encode(rounded, fmt, satfinite=modifiers.satfinite, relu=modifiers.relu).astype(np.uint16)
+
+    def convert(a: Bits, b: Bits, random: Bits) -> Bits:
+        upper, lower = unpack_halves(random)
+        return pack_halves(half(a, upper), half(b, lower))
+
+    return convert
+
+
+@cache
+def _small_codes(dst: str, src: str, relu: bool) -> Uint8:
+    """Code of every f16 or bf16 value. 65536 bytes."""
+    fmt = _PAIRS[src]
+    values = decode(np.arange(1 << 16, dtype=np.uint16), fmt)
+    return encode(values, FORMATS[dst[:-2]], satfinite=True, relu=relu).astype(np.uint8)
+
+
+def sticky_bf16(a: Bits) -> Uint16:
+    """f32 bits to the upper 16, the last one set if anything below is: bf16 rounded to odd.
+
+    Its 8 significant bits are at least two more than any format of 8 bits or fewer has, so rounding it again to such a
+    format equals rounding the f32 once; a NaN stays one.
+    """
+    bits = take(a, 32)
+    return np.right_shift(bits, _16).astype(np.uint16) | bits.astype(np.uint16).astype(np.bool_)
+
+
+def _look_up_f32(codes: Uint8) -> Halves:
+    return lambda a, b: (codes[sticky_bf16(a)], codes[sticky_bf16(b)])
+
+
+def _look_up_pair(codes: Uint8) -> Halves:
+    def halves(pair: Bits) -> tuple[Uint8, Uint8]:
+        upper, lower = unpack_halves(pair)
+        return codes[upper], codes[lower]
+
+    return halves
+
+
+def _small_from_f32(dst: str, modifiers: Modifiers) -> Function:
+    return _join(dst, _look_up_f32(_small_codes(dst, "bf16x2", modifiers.relu)))
+
+
+def _small_from_pair(dst: str, src: str, modifiers: Modifiers) -> Function:
+    return _join(dst, _look_up_pair(_small_codes(dst, src, modifiers.relu)))
+
+
+def _join(dst: str, halves: Halves) -> Function:
+    bits = _SMALL.get(dst, 8)
+    container = np.uint8 if bits == 4 else np.uint16
+    place = np.array(bits, container)
+
+    def joined(*operands: Bits) -> Bits:
+        upper, lower = halves(*operands)
+        return np.left_shift(upper.astype(container), place) | lower
+
+    return joined
+
+
+@cache
+def _f16_codes(src: str, relu: bool) -> Uint16:
+    fmt = FORMATS[src[:-2]]
+    return encode(decode(np.arange(1 << fmt.bits, dtype=np.uint16), fmt), F16, relu=relu).astype(np.uint16)
+
+
+def _f16x2_from_small(src: str, modifiers: Modifiers) -> Function:
+    codes = _f16_codes(src, modifiers.relu)
+    bits, mask = _SMALL[src], len(codes) - 1
+
+    def convert(pair: Bits) -> Bits:
+        whole = pair.astype(np.uint32)
+        return pack_halves(codes[(whole >> np.uint32(bits)) & mask], codes[whole & mask])
+
+    return convert
+
+
+@cache
+def _ue8m0_codes(rounding: str, satfinite: bool) -> Uint8:
+    """ue8m0 code of every bf16 code: the exponent of |x|, one more under `rp` if |x| is not a power of two.
+
+    PTX ISA says nothing of the sign, of zero and of |x| < 2^-127: as in the host path of CUDA's own fp8 header, the
+    sign is dropped and the two last give code 0, 2^-127. Not measured.
+    """
+    magnitude = np.arange(1 << 16) & 0x7FFF
+    exponent, mantissa = magnitude >> 7, magnitude & 0x7F
+    if rounding == "rp":
+        exponent = exponent + ((mantissa != 0) & (magnitude > 0x0040) & (magnitude < _BF16_INFINITY))
+    top = _UE8M0_MAX if satfinite else _UE8M0_NAN
+    codes = np.where(magnitude > _BF16_INFINITY, _UE8M0_NAN, np.minimum(exponent, top))
+    return codes.astype(np.uint8)
+
+
+def _ue8m0_from_f32(modifiers: Modifiers) -> Function:
+    return _join("ue8m0x2", _look_up_f32(_ue8m0_codes(modifiers.rounding, modifiers.satfinite)))
+
+
+def _ue8m0_from_bf16x2(modifiers: Modifiers) -> Function:
+    return _join("ue8m0x2", _look_up_pair(_ue8m0_codes(modifiers.rounding, modifiers.satfinite)))
+
+
+@cache
+def _ue8m0_as_bf16() -> Uint16:
+    codes = np.arange(0, 256 << 7, 1 << 7, dtype=np.uint16)
+    codes[0] = 0x0040
+    codes[_UE8M0_NAN] = BF16.nan
+    return codes
+
+
+def _bf16x2_from_ue8m0(modifiers: Modifiers) -> Function:
+    values = _ue8m0_as_bf16()
+    return lambda pair: pack_halves(values[(pair >> 8) & 0xFF], values[pair & 0xFF])
+
+
+def packed_rules() -> dict[tuple[str, str], Rule]:
+    """Rules for every pair of types of which one is packed."""
+    rn, relu, satfinite = frozenset({"rn"}), frozenset({"relu"}), frozenset({"satfinite"})
+    rules: dict[tuple[str, str], Rule] = {}
+    for dst in _PAIRS:
+        rules[dst, "f32"] = Rule(
+            frozenset({"rn", "rz", "rs"}), relu | satfinite, _NONE, 2, lambda m, dst=dst: _pair_from_f32(dst, m)
+        )
+    for small in _SMALL:
+        flags = relu | satfinite
+        rules[small, "f32"] = Rule(rn, flags, satfinite, 2, lambda m, dst=small: _small_from_f32(dst, m))
+        for src in _PAIRS:
+            rules[small, src] = Rule(
+                rn, flags, satfinite, 1, lambda m, dst=small, src=src: _small_from_pair(dst, src, m)
+            )
+        rules["f16x2", small] = Rule(rn, relu, _NONE, 1, lambda m, src=small: _f16x2_from_small(src, m))
+    outward = frozenset({"rz", "rp"})
+    rules["ue8m0x2", "f32"] = Rule(outward, satfinite, _NONE, 2, _ue8m0_from_f32)
+    rules["ue8m0x2", "bf16x2"] = Rule(outward, satfinite, _NONE, 1, _ue8m0_from_bf16x2)
+    rules["bf16x2", "ue8m0x2"] = Rule(rn, _NONE, _NONE, 1, _bf16x2_from_ue8m0)
+    return rules
+
 
 __all__ = ["RULES", "WIDTH", "Conversion", "Modifiers", "UnknownConversionError", "conversion"]
 

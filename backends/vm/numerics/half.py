@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.numerics import approx, f32
-from backends.vm.numerics.compare import COMPARISONS, Truth
 from backends.vm.numerics.f32 import Float32
 from backends.vm.numerics.formats import (
     BF16,
+    COMPARISONS,
     Float64,
     FloatFormat,
     Rounding,
+    Truth,
     add_to_odd,
     decode,
     encode,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from functools import cache
 from importlib import resources
@@ -10,10 +9,8 @@ from importlib import resources
 from lark import Lark, Token, UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
 from backends.vm.ptx.ast import Function, Module, Variable
-from backends.vm.ptx.functions import FunctionBuilder
-from backends.vm.ptx.scopes import Scopes
-from backends.vm.ptx.syntax_error import MisreadError, PtxSyntaxError
-from backends.vm.ptx.tree import RawFunction, RawModule, RawVariable
+from backends.vm.ptx.functions import FunctionBuilder, Scopes
+from backends.vm.ptx.tree import MisreadError, PtxSyntaxError, RawFunction, RawModule, RawVariable
 from backends.vm.ptx.tree_builder import TreeBuilder
 from backends.vm.ptx.variables import declare
 
@@ -98,9 +95,7 @@ def parse(text: str, name: str = "<ptx>") -> Module:
 class _ModuleBuilder:
     def __init__(self, text: str) -> None:
         self._text = text
-        self._separator = "$"
-        while re.search(rf"[A-Za-z0-9_$]{re.escape(self._separator)}[0-9]+(?![A-Za-z0-9_$])", text):
-            self._separator += "$"
+        self._names: set[str] = set()
         self._variables: dict[str, Variable] = {}
         self._functions: dict[str, Function] = {}
 
@@ -132,16 +127,17 @@ class _ModuleBuilder:
                     f"{name} is declared twice; it is first declared in line {known.line}", declarator.name
                 )
             self._variables[name] = declare(raw, declarator, name)
+            self._names.add(name)
 
     def _declare_function(self, raw: RawFunction) -> None:
         name = str(raw.name)
-        names = frozenset([*self._variables, *self._functions, name])
         known = self._functions.get(name)
         defined = known is not None and "extern" not in known.directives
         if name in self._variables or (defined and raw.body is not None):
             raise MisreadError(f"{name} is declared twice; a function has one body and a name of its own", raw.name)
+        self._names.add(name)
         if not defined:
-            self._functions[name] = FunctionBuilder(self._text, Scopes(self._separator, names)).build(raw)
+            self._functions[name] = FunctionBuilder(self._text, Scopes(self._names)).build(raw)
 
 
 def _unexpected(error: UnexpectedInput, text: str, name: str) -> PtxSyntaxError:

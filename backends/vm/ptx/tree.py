@@ -1,4 +1,4 @@
-"""The parse tree before names are resolved.
+"""The parse tree before names are resolved, and the error of text that gives none.
 
 Operands are already syntax-tree nodes where they hold no name (immediates) and light tuples of tokens where they do.
 """
@@ -6,11 +6,39 @@ Operands are already syntax-tree nodes where they hold no name (immediates) and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from lark import Token
 
 from backends.vm.ptx.literals import Constant
+
+
+class Placed(Protocol):
+    """Something with a place in the text, such as a Lark token."""
+
+    line: int | None
+    column: int | None
+
+
+class PtxSyntaxError(ValueError):
+    """PTX text that cannot be read: a sentence with file, line, column (both from 1), what was seen and expected."""
+
+    def __init__(self, problem: str, name: str, line: int | None, column: int | None) -> None:
+        place = name if line is None or line < 1 else f"{name}, line {line}, column {column}"
+        super().__init__(f"{place}: {problem}")
+        self.problem = problem
+        self.name = name
+        self.line = line
+        self.column = column
+
+
+class MisreadError(ValueError):
+    """The same before the file's name is known."""
+
+    def __init__(self, problem: str, at: Placed | None = None) -> None:
+        super().__init__(problem)
+        self.line = at.line if at is not None else None
+        self.column = at.column if at is not None else None
 
 
 class RawDisplaced(NamedTuple):

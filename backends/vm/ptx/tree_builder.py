@@ -10,8 +10,8 @@ from lark import Token, Transformer
 
 from backends.vm.ptx import literals
 from backends.vm.ptx.literals import Constant, ConstantError
-from backends.vm.ptx.syntax_error import MisreadError
 from backends.vm.ptx.tree import (
+    MisreadError,
     RawAddress,
     RawArguments,
     RawBlock,

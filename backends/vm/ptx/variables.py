@@ -7,8 +7,7 @@ import struct
 import numpy as np
 
 from backends.vm.ptx.ast import Immediate, InitialAddress, Variable
-from backends.vm.ptx.syntax_error import MisreadError
-from backends.vm.ptx.tree import RawDeclarator, RawInitial, RawInitialAddress, RawInitialList, RawVariable
+from backends.vm.ptx.tree import MisreadError, RawDeclarator, RawInitial, RawInitialAddress, RawInitialList, RawVariable
 
 _LARGEST = 1 << 40
 _LARGEST_INITIALISED = 1 << 26

@@ -1,18 +1,26 @@
-"""The recording of one CTA: slices of its warps, its operations, and who touches its memories and barriers."""
+"""The recording of one CTA: slices of its warps, its operations, and who touches its memories and barriers.
+
+Its code reports the instructions that move data, synchronise or compute a tile. Its memories and barriers report every
+access and otherwise do the same. They replace the plain ones before the first step: a run without a recorder pays
+nothing.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.machine.code import Wait
+from backends.vm.machine.code import Block, Code, Step, Wait
 from backends.vm.machine.cta import NAMED_BARRIERS
-from backends.vm.memory.shared import Granules
-from backends.vm.trace.recorded_code import mnemonic
-from backends.vm.trace.recorded_memory import Bounds, RecordedMBarrier, RecordedSharedMemory, RecordedTensorMemory, Verb
+from backends.vm.memory.clocks import Clock
+from backends.vm.memory.mbarrier import MBarrier
+from backends.vm.memory.shared import Addresses, Bytes, Granules, SharedMemory
+from backends.vm.memory.tmem import Index, Part, TensorMemory, Words
+from backends.vm.ptx.ast import Immediate, Instruction
 from megamoe.contract.trace import (
     CtaTrace,
     MBarrierTrace,
@@ -31,9 +39,167 @@ if TYPE_CHECKING:
     from backends.vm.machine.cta import Cta
     from backends.vm.machine.engine import Operation
     from backends.vm.machine.warp import Warp
-    from backends.vm.memory.mbarrier import MBarrier
-    from backends.vm.ptx.ast import Instruction
     from backends.vm.trace.recorder import Recorder
+
+
+Verb = Literal["write", "read"]
+Bounds = tuple[int, int]
+TouchTmem = Callable[[Verb, Bounds, Bounds, str], None]
+"""(verb, lanes, columns, action): bounds are inclusive."""
+TouchSmem = Callable[[Verb, str, Granules], None]
+"""(verb, "generic", "copy" or "tensor core", granules of 4 bytes)."""
+
+
+def _bounds(part: Part) -> Bounds:
+    return (part.start, part.stop - 1) if isinstance(part, slice) else (int(part.min()), int(part.max()))
+
+
+class RecordedTensorMemory(TensorMemory):
+    """Reports reads and writes."""
+
+    __slots__ = ("_touch",)
+
+    def __init__(self, plain: TensorMemory, touch: TouchTmem) -> None:
+        for each in fields(plain):
+            setattr(self, each.name, getattr(plain, each.name))
+        self._touch = touch
+
+    def read(self, index: Index, clock: Clock, stamp: int, action: str) -> Words:
+        """As TensorMemory.read."""
+        self._touch("read", _bounds(index[0]), _bounds(index[1]), action)
+        return super().read(index, clock, stamp, action)
+
+    def begin_write(
+        self, index: Index, clock: Clock, stamp: int, line: int, action: str, own: int | None = None
+    ) -> None:
+        """As TensorMemory.begin_write."""
+        self._touch("write", _bounds(index[0]), _bounds(index[1]), action)
+        super().begin_write(index, clock, stamp, line, action, own)
+
+
+class RecordedSharedMemory(SharedMemory):
+    """Reports the granules written and read, and by which proxy."""
+
+    def __init__(self, plain: SharedMemory, touch: TouchSmem) -> None:
+        self.__dict__.update(plain.__dict__)
+        self._touch = touch
+
+    def load(self, offsets: Addresses, size: int, clock: Clock, stamp: int, *, strong: bool = False) -> Bytes:
+        """As SharedMemory.load."""
+        self._touch("read", "generic", _covered(offsets, size))
+        return super().load(offsets, size, clock, stamp, strong=strong)
+
+    def store(
+        self, offsets: Addresses, values: Bytes, clock: Clock, stamp: int, line: int, *, strong: bool = False
+    ) -> None:
+        """As SharedMemory.store."""
+        self._touch("write", "generic", _covered(offsets, values.shape[1]))
+        super().store(offsets, values, clock, stamp, line, strong=strong)
+
+    def async_read(self, granules: Granules, clock: Clock, stamp: int, what: str) -> None:
+        """As SharedMemory.async_read."""
+        self._touch("read", "tensor core" if "mma" in what or "tcgen05" in what else "copy", granules)
+        super().async_read(granules, clock, stamp, what)
+
+    def async_write_begins(
+        self, granules: Granules, clock: Clock, line: int, what: str, *, generic: bool = False
+    ) -> None:
+        """As SharedMemory.async_write_begins."""
+        self._touch("write", "copy", granules)
+        super().async_write_begins(granules, clock, line, what, generic=generic)
+
+
+def _covered(offsets: Addresses, size: int) -> Granules:
+    return ((offsets[:, None] >> 2) + np.arange(max(size // 4, 1))).ravel()
+
+
+class RecordedMBarrier(MBarrier):
+    """Reports who asks whether a phase is over."""
+
+    __slots__ = ("_asked",)
+
+    def __init__(self, plain: MBarrier, asked: Callable[[MBarrier], None]) -> None:
+        for each in fields(plain):
+            setattr(self, each.name, getattr(plain, each.name))
+        self._asked = asked
+
+    def passed(self, parity: int) -> bool:
+        """As MBarrier.passed."""
+        self._asked(self)
+        return super().passed(parity)
+
+
+# The instructions that report to a recorder: those that move data, synchronise or compute a tile.
+
+
+_NOTABLE = frozenset(
+    ("tcgen05", "wgmma", "mma", "cp", "mbarrier", "bar", "barrier", "ld", "st", "red", "atom", "stmatrix", "ldmatrix",
+     "ex2", "setmaxnreg", "griddepcontrol")
+)  # fmt: skip
+_SPACES = ("global", "shared", "local", "const", "param")
+
+
+def mnemonic(instruction: Instruction) -> str:
+    """An instruction in a few words of PTX, such as "tcgen05.mma" or "cp.async.bulk.tensor.shared.global"."""
+    parts = instruction.parts
+    spaces = [part.partition("::")[0] for part in parts[1:] if part.partition("::")[0] in _SPACES]
+    if parts[0] == "cp":
+        verb = [part for part in parts[1:] if part in ("reduce", "async", "bulk", "tensor", "prefetch", "commit_group")]
+        waits = [part for part in parts if part.startswith("wait_")]
+        return ".".join(["cp", *verb, *waits, *spaces])
+    if parts[0] in ("ld", "st", "red", "atom"):
+        return f"{parts[0]}.{spaces[0] if spaces else 'generic'}"
+    if parts[0] == "setmaxnreg":
+        counts = [str(operand.value) for operand in instruction.operands if isinstance(operand, Immediate)]
+        return " ".join([f"setmaxnreg.{parts[1]}", *counts])
+    if parts[0] == "ex2":
+        return "ex2"
+    return ".".join(part for part in parts[: 3 if parts[0] == "barrier" else 2])
+
+
+def notable(instruction: Instruction) -> bool:
+    """Whether a recorder hears of the instruction. Parameter loads are of no interest."""
+    return instruction.parts[0] in _NOTABLE and mnemonic(instruction) != "ld.param"
+
+
+def instrumented(code: Code, recorder: Recorder) -> Code:
+    """`code` with every notable step reporting itself to `recorder`."""
+
+    def reporting(step: Step, instruction: Instruction) -> Step:
+        return _reporting(code, instruction, step, recorder) if notable(instruction) else step
+
+    def copy(block: Block) -> Block:
+        steps = [reporting(step, block.instructions[index]) for index, step in enumerate(block.steps)]
+        tail = block.tail and reporting(block.tail, block.instructions[-1])
+        return replace(block, steps=steps, tail=tail)
+
+    return replace(code, blocks=[copy(block) for block in code.blocks])
+
+
+def _reporting(code: Code, instruction: Instruction, step: Step, recorder: Recorder) -> Step:
+    guard = instruction.guard
+    row = code.rows.rows[guard.register][1] if guard is not None else None
+    name = mnemonic(instruction)
+
+    def run(warp: Warp) -> object:
+        if guard is not None and row is not None:
+            lanes = warp.mask & (~warp.pred[row] if guard.negated else warp.pred[row])
+            if not np.count_nonzero(lanes):
+                return step(warp)
+        cta = recorder.cta_of(warp)
+        if cta is None:
+            return step(warp)
+        cta.executes(warp, name)
+        with recorder.instruction(warp, instruction):
+            outcome = step(warp)
+        cta.executed(warp, instruction, outcome)
+        return outcome
+
+    return run
+
+
+# The recording of one CTA: slices of its warps, its operations, and who touches its memories and barriers.
+
 
 MAX_RANGES = 24
 States = dict[object, tuple[int, ...]]

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from backends.vm.machine.code import BoundFunction
 from backends.vm.machine.engine import Engine, Operation
-from backends.vm.trace.recorded_code import instrumented
-from backends.vm.trace.recorded_cta import RecordedCta, States
+from backends.vm.trace.recorded_cta import RecordedCta, States, instrumented
 from megamoe.contract.trace import (
     BankConflicts,
     LaunchTrace,

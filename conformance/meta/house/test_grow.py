@@ -199,7 +199,7 @@ import numpy as np
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import opcode
-from backends.vm.bind.lanewise import lanewise
+from backends.vm.bind.binder import lanewise
 
 
 def _sum(a, b, c):

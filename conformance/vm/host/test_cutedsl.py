@@ -13,7 +13,7 @@ import torch
 
 from backends.cutedsl.compile.artifact import Artifact
 from backends.vm.executor import EXECUTOR
-from backends.vm.host.host_error import HostError
+from backends.vm.host.abi import HostError
 from backends.vm.host.launch_calls import COOPERATIVE
 from backends.vm.host.program import map_in_place, run_host_program
 from backends.vm.host.runtime import LaunchRecord

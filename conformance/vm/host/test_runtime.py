@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.vm.faults import Fault, LaunchError
-from backends.vm.host.host_error import HostError
+from backends.vm.host.abi import HostError
 from backends.vm.host.object_file import ObjectFile
 from backends.vm.tensor.tensor_map import decode_tensor_map
 from conformance.vm.host.host_object import call, host_object, host_program

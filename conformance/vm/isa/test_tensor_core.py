@@ -6,14 +6,28 @@ All values are small integers, so every order of summation gives the same float3
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from conformance.vm.kernel import FENCE, Array, Kernel, assert_blamed, assert_clean, init, wait
-from conformance.vm.tensor_kernel import CELLS, tmem_kernel
+from conformance.vm.kernel import (
+    EVERY_SCHEDULE,
+    FENCE,
+    Array,
+    Kernel,
+    assert_blamed,
+    assert_clean,
+    init,
+    tmem_alloc,
+    wait,
+)
+from conformance.vm.tensor_kernel import CELLS, COMMIT, EXPECTED, MMA, mma_kernel, tmem_kernel
+from megamoe.contract import Row
+from megamoe.explain.explain import explain
+from megamoe.explain.tmem import tmem_map
+from megamoe.spec.load import load_specs
 
 SCHEDULES = ("eager", "lazy", "random:1")
 IMAGE = 36864
@@ -289,3 +303,87 @@ def test_tf32_transposes_only_in_the_layout_of_32_byte_atoms() -> None:
     lines = [f"{line} //!" if "tcgen05.mma" in line else line for line in kernel.body.splitlines()]
     kernel = Kernel("\n".join(lines), kernel.buffers, block=kernel.block)
     assert_blamed(kernel, "instruction-descriptor", "operand B of kind::tf32 is transposed", "32-byte atoms")
+
+
+# A tcgen05.cp into an operand of an earlier mma: the ISA does not order them, the machine does, and counts it.
+
+
+COPY = "tcgen05.cp.cta_group::1.128x256b [%r47], %rd10;"
+"""All of A to tensor memory."""
+FROM_TMEM = MMA.replace("%rd10", "[%r47]")
+SIGNAL = COMMIT.replace("[mbar]", "[other]")
+BETWEEN = {
+    "nothing": ("", True),
+    "a commit without a wait": (SIGNAL, True),
+    "a commit and its wait": (f"{SIGNAL}\n{wait('other', 0)}", False),
+    "a wait for a commit before the mma": ("", True),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_a_copy_over_an_operand_of_an_mma(name: str) -> None:
+    between, counted = BETWEEN[name]
+    first = f"{COPY}\n{SIGNAL}\n{wait('other', 0)}" if "before" in name else COPY
+    stages = {
+        "setup": f"{init('mbar', 'other')}\n{tmem_alloc(32)}\nadd.u32 %r47, %r40, 16;",
+        "issue": f"{first}\n{FROM_TMEM}\n{between}\n{COPY}\n{FROM_TMEM}\n{COMMIT}",
+    }
+    for schedule in EVERY_SCHEDULE:
+        data, counters = mma_kernel(stages).run(schedule)
+        assert np.array_equal(data["out"], EXPECTED), f"{schedule}: both products must give 16 everywhere"
+        copies = counters.get("tmem_unordered_copies", 0)
+        assert copies == int(counted), (
+            f"{schedule}, {name}: {copies} copies counted as unordered after an mma, not {int(counted)}"
+        )
+
+
+def test_a_copy_to_columns_that_no_mma_reads_is_not_counted() -> None:
+    setup = f"{init('mbar')}\n{tmem_alloc(32)}\nadd.u32 %r47, %r40, 16; add.u32 %r39, %r40, 24;"
+    issue = f"{COPY}\n{FROM_TMEM}\n{COPY.replace('%r47', '%r39')}\n{COMMIT}"
+    for schedule in EVERY_SCHEDULE:
+        data, counters = mma_kernel({"setup": setup, "issue": issue}).run(schedule)
+        assert np.array_equal(data["out"], EXPECTED), f"{schedule}: the product must give 16 everywhere"
+        assert "tmem_unordered_copies" not in counters, (
+            f"{schedule}: no mma reads the columns of the second copy, yet it is counted"
+        )
+
+
+# Wrong explanations in the notes of a Blackwell kernel author, from which this project started.
+# The notes record observations on a B200, and those hold. These explanations do not:
+# - "kind::f16 scales its result by 0.5." It sums the products of what lies in its operands. A of 16-bit values from
+# tensor memory takes two values a column, so K = 16 is 8 columns. As far as the notes show, they put one value in
+# each of 16 columns: the mma read 8 of them and as many empty upper halves (`test_no_mma_scales_by_a_half`). - "An
+# accumulator and operand A are addressed differently in tensor memory." There is one map, lane and column; they
+# differ in how many values a column holds (the same test; test_tensor_core.py for every type). - "For hd above 64, P
+# must go through shared memory, as S, P and O do not fit." P may overwrite S: S is no longer needed, and P is half as
+# wide (`test_p_takes_the_place_of_s`).
+# The notes also ask which register holds which (M, N) of a fused SwiGLU tile; the answer is in
+# conformance/kernels/ptx/test_moe_registers.py.
+
+
+K, B_VALUE = 16, 2.0
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize(("a_row", "seen"), [([1.0] * K, 32.0), ([1.0, 0.0] * (K // 2), 16.0)])
+def test_no_mma_scales_by_a_half(kind: str, a_row: list[float], seen: float) -> None:
+    """Ones times twos over K = 16: 32.0 with two ones a column, the 16.0 of the notes with one and an empty half."""
+    dtype = KINDS[kind][1]
+    a, b = np.array([a_row] * 128).astype(dtype), np.full((16, K), B_VALUE).astype(dtype)
+    item = replace(product(kind, 128, 16, from_tmem=True), a=a, b=b)
+    cells = item.expected()
+    assert (cells[:, :16].view(np.float32) == seen).all(), "the example is not that of the notes"
+    assert_clean(item.kernel(), {"cells": cells}, SCHEDULES)
+
+
+@pytest.mark.parametrize("hd", [128, 256, 512])
+def test_p_takes_the_place_of_s(hd: int) -> None:
+    """The raw-PTX attention has P in tensor memory for every hd, in columns of the S that it came from."""
+    row = Row(f"fmha:hd={hd},t=4,s_k=256", "ptx", "sm_100a", "vm", "eager")
+    found = explain(load_specs(None)["fmha"], row)
+    assert found.violation is None
+    map_ = tmem_map(found.trace.launches[0].ctas[0], found.trace.steps)
+    assert map_ is not None
+    columns = {name: [one.columns for one in map_.holdings if one.name == name] for name in ("S", "P")}
+    assert columns["P"], "there is no P in tensor memory"
+    assert all(any(s[0] <= p[0] and p[1] <= s[1] for s in columns["S"]) for p in columns["P"])

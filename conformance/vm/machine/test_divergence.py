@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.vm.faults import Fault
+from backends.vm.machine.code import WIDTH_OF_TYPE, RegisterFiles, RegisterRows
 from conformance.vm.kernel import EVERY_SCHEDULE, TWENTY, Kernel, assert_clean
 
 STORE = "mul.wide.u32 %rd1, %tx, 4; add.u64 %rd1, %rd1, %out; st.global.u32 [%rd1], %r1;"
@@ -161,3 +162,27 @@ def test_a_long_computation_of_some_lanes_is_no_spin() -> None:
     expected = np.zeros(32, np.uint32)
     expected[0] = 5999
     assert_clean(Kernel(body, {"out": np.zeros(32, np.uint32)}), {"out": expected}, schedules=("eager", "lazy"))
+
+
+# Register files that one warp after another uses.
+
+
+TYPES = {"p": "pred", "h": "b16", "r": "b32", "l": "b64", "q": "b128"}
+
+
+def test_a_file_that_comes_back_is_zero_and_keeps_its_literals() -> None:
+    rows = RegisterRows.of(TYPES, {})
+    literal = rows.literal(32, 0x1234_5678)
+    files = RegisterFiles(rows)
+    first = files.take()
+    for name, kind in TYPES.items():
+        width, row = rows.rows[name]
+        assert width == WIDTH_OF_TYPE[kind]
+        first._storage[width][row] = 1
+    files.give_back(first)
+    again = files.take()
+    assert again is first, "a file of a warp that has ended serves the next"
+    for name in TYPES:
+        width, row = rows.rows[name]
+        assert not np.any(again._storage[width][row]), f"%{name} still holds what the last warp wrote"
+    assert np.all(again._storage[32][literal] == 0x1234_5678), "a literal must outlive the warp"

@@ -9,16 +9,24 @@ import numpy as np
 import pytest
 
 from backends.vm.faults import Fault
-from conformance.vm.copy_kernel import (
+from conformance.vm.kernel import (
+    EVERY_SCHEDULE,
     EXPECT,
+    FENCE,
     LOAD,
     MAPS,
     STAGES,
     STORE,
+    SYNC,
+    Kernel,
+    Map,
     X,
+    assert_blamed,
+    assert_clean,
     copy_kernel,
+    init,
+    wait,
 )
-from conformance.vm.kernel import EVERY_SCHEDULE, FENCE, SYNC, Kernel, Map, assert_blamed, assert_clean, init, wait
 
 
 def test_the_kernel_without_a_fault_is_clean() -> None:

@@ -20,12 +20,6 @@ K = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32}
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with np.errstate(all="ignore"):
-        yield
-
-
 def values(codes: npt.NDArray[np.unsignedinteger], kind: str) -> Float32:
     if kind == "tf32":
         return (codes & np.uint32(0xFFFF_E000)).view(np.float32)

@@ -28,12 +28,6 @@ FROM_F32, SHORT = np.load(FOLDER / "cvt_f32.npz"), np.load(FOLDER / "half.npz")
 FLAGS = ("ftz", "sat", "satfinite", "relu")
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with np.errstate(all="ignore"):
-        yield
-
-
 def parse(spelling: str) -> Conversion:
     """The conversion of a spelling such as `cvt.rn.relu.bf16x2.f32`, as the instruction family looks it up."""
     *words, dst, src = spelling.split(".")[1:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import cast
 
@@ -35,12 +34,6 @@ LIBRARY = {
     E2M1: ml_dtypes.float4_e2m1fn,
 }
 FORMATS = pytest.mark.parametrize("fmt", LIBRARY, ids=lambda fmt: fmt.name)
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with np.errstate(all="ignore"):
-        yield
 
 
 def all_codes(fmt: FloatFormat) -> np.ndarray[tuple[int], np.dtype[np.uint16]]:

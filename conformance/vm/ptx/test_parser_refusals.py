@@ -1,8 +1,10 @@
-"""Any text is parsed or refused by a sentence with its place; no other exception comes out."""
+"""Any text is parsed, or refused by a sentence with its place, in linear time; no other exception comes out."""
 
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -117,3 +119,75 @@ def test_cut_off_ptx_is_refused(source: str, data: st.DataObject) -> None:
     end = data.draw(st.integers(source.index(".entry") + 1, source.rstrip().rindex("}")), label="end")
     with pytest.raises(PtxSyntaxError):
         parse(source[:end])
+
+
+def kernel(body: str) -> str:
+    return f"{HEADER}.entry f() {{ .reg .b32 %q<4>; {body} ret; }}\n"
+
+
+def numbered(count: int, text: str) -> str:
+    """`text` once for each number, which replaces its `#`."""
+    return "".join(text.replace("#", str(number)) for number in range(count))
+
+
+GROWING: dict[str, Callable[[int], str]] = {
+    "a name of $": lambda n: kernel(f".reg .b32 %{'$' * n}0; mov.b32 %{'$' * n}0, 1;"),
+    "a range of $": lambda n: kernel(f".reg .b32 %{'$' * n}<4>; mov.b32 %{'$' * n}0, 1;"),
+    "a name of $ and scopes": lambda n: kernel(f".reg .b32 %{'$' * n}0;" + numbered(n, "{ .reg .b32 a; }")),
+    "a number's digits": lambda n: kernel(f".reg .b32 %r{'1' * n}; mov.b32 %r{'1' * n}, 1;"),
+    "blanks of a guard": lambda n: kernel(f"@{' ' * n};"),
+    "an open comment": lambda n: kernel("/*" + "*a" * n),
+    "an open attribute": lambda n: f"{HEADER}.global .attribute({'(a)' * n} .b32 g;",
+    "functions": lambda n: HEADER + numbered(n, ".func f#() { ret; }"),
+    "globals": lambda n: HEADER + numbered(n, ".global .b32 g#;"),
+    "parameters": lambda n: f"{HEADER}.entry f(.param .b32 p{numbered(n, ', .param .b32 p#')}) {{ ret; }}",
+    "ranges": lambda n: kernel(numbered(n, ".reg .b32 a#x<2>; mov.b32 a#x0, 1;")),
+    "registers and ranges": lambda n: kernel(numbered(n, ".reg .b32 a#, b#x<2>;")),
+    "labels": lambda n: kernel(numbered(n, "L#:")),
+    "scopes": lambda n: kernel(numbered(n, "{ .reg .b32 a; L: bra L; }")),
+    "instructions": lambda n: kernel("mov.b32 %q0, %q1;" * n),
+    "operands": lambda n: kernel(f"mov.b32 %q0, {{{','.join(['%q1'] * n)}}};"),
+    "operators": lambda n: kernel(f"mov.b32 %q0, {'1+' * n}1;"),
+    "parentheses": lambda n: kernel(f"mov.b32 %q0, {'(' * n}1{')' * n};"),
+    "initial values": lambda n: f"{HEADER}.global .b32 g[] = {{{','.join(['1'] * n)}}};",
+    "branch targets": lambda n: kernel(f"L: T: .branchtargets {','.join(['L'] * n)};"),
+}
+
+SEEN_FROM = {"functions": 4000, "ranges": 3000}
+"""Where 1,000 are too few for their quadratic part to show."""
+
+
+def growth(do: Callable[[str], object], text: Callable[[int], str], size: int) -> float:
+    """How many times longer `do` takes when `text` doubles; under 2 ms it is noise."""
+
+    def seconds(size: int) -> float:
+        given, taken = text(size), []
+        for _ in range(2):
+            began = time.process_time()
+            do(given)
+            taken.append(time.process_time() - began)
+        return min(taken)
+
+    times = seconds(2 * size) / max(seconds(size), 0.002)
+    return times if times < 3 else min(times, seconds(2 * size) / max(seconds(size), 0.002))
+
+
+@pytest.mark.parametrize("what", GROWING)
+def test_time_grows_as_the_text_does(what: str) -> None:
+    attempt(kernel(""))
+    times = growth(attempt, GROWING[what], SEEN_FROM.get(what, 1000))
+    assert times < 3, f"twice as many of {what!r} take {times:.1f} times as long; a parser is linear"
+
+
+def test_quadratic_work_is_seen() -> None:
+    def quadratic(text: str) -> None:
+        for _ in text:
+            text.count("b")
+
+    assert growth(quadratic, lambda n: "a" * n, 4000) > 3, "a parser that reads all for each letter goes unseen"
+
+
+def test_a_name_of_4000_dollars_takes_a_moment() -> None:
+    began = time.process_time()
+    attempt(GROWING["a name of $"](4000))
+    assert (taken := time.process_time() - began) < 1, f"it took {taken:.1f} s; once it took 13"
