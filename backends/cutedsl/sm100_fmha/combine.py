@@ -5,8 +5,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
-from backends.cutedsl.sm100.device import LN2, LOG2_E
-from backends.cutedsl.sm100_fmha.correction import Outputs
+from backends.cutedsl.attention_tiles import Outputs
+from backends.cutedsl.device import LN2, LOG2_E
 
 WARPS = 4
 

@@ -1,33 +1,18 @@
-# ruff: noqa: N815
 # pyright: reportMissingImports=false
 """The correction warpgroup: rescales O in tensor memory when a row maximum moves, normalises it and stores it."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.pipeline import PipelineConsumer
 
-from backends.cutedsl.sm100.device import LN2, WARPGROUP
-from backends.cutedsl.sm100.tcgen05 import CHUNK, fence_after_sync, fence_before_sync, load_row, store_row
-from backends.cutedsl.sm100_fmha.operands import FmhaSmem
+from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
+from backends.cutedsl.device import LN2, WARPGROUP
+from backends.cutedsl.sm100_fmha.operands import FmhaSmem, work_item
 from backends.cutedsl.sm100_fmha.plan import TILE_M, Sm100FmhaPlan
-from backends.cutedsl.sm100_fmha.tiles import AttentionItem, Problem, work_item
-
-
-class Outputs(NamedTuple):
-    """Where results go: with one split to o and lse, else to the partials, O normalised within its split, fp32.
-
-    mO (kv_batch, row, hd) bf16; mLSE (kv_batch, row) f32; mO_part (split, kv_batch, row, hd) f32;
-    mLSE_part (split, kv_batch, row) f32. All natural logarithms.
-    """
-
-    mO: cute.Tensor
-    mLSE: cute.Tensor
-    mO_part: cute.Tensor
-    mLSE_part: cute.Tensor
+from backends.cutedsl.tcgen05 import CHUNK, fence_after_sync, fence_before_sync, load_row, store_row
 
 
 @dataclass

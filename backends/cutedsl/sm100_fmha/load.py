@@ -1,28 +1,18 @@
 # pyright: reportMissingImports=false
 """The TMA producer warp: Q once a work item, K and V slab by slab through one ring, in the order of the MMA warp."""
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.pipeline import PipelineProducer
 
-from backends.cutedsl.sm100.tcgen05 import TmaTensor, TmaViews, tma_views
-from backends.cutedsl.sm100_fmha.operands import FmhaSmem, make_pv_mma, make_qk_mma, pv_tiler
+from backends.cutedsl.attention_tiles import AttentionItem, Inputs, Problem
+from backends.cutedsl.sm100_fmha.operands import FmhaSmem, make_pv_mma, make_qk_mma, pv_tiler, work_item
 from backends.cutedsl.sm100_fmha.plan import SLAB_COLUMNS, TILE_M, TILE_N, Sm100FmhaPlan
-from backends.cutedsl.sm100_fmha.tiles import AttentionItem, Problem, work_item
+from backends.cutedsl.tma import TmaTensor, TmaViews, tma_views
 
 
-class FmhaInputs(NamedTuple):
-    """TMA loads of slabs of Q (rows, hd, kv_batch), K (s_k, hd, kv_batch) and V (hd, s_k, kv_batch)."""
-
-    q: TmaTensor
-    k: TmaTensor
-    v: TmaTensor
-
-
-def slab_views(plan: Sm100FmhaPlan, inputs: FmhaInputs, smem: FmhaSmem) -> tuple[TmaViews, TmaViews, TmaViews]:
+def slab_views(plan: Sm100FmhaPlan, inputs: Inputs, smem: FmhaSmem) -> tuple[TmaViews, TmaViews, TmaViews]:
     """The views of Q, K and V. Tiles are (rows, column, kv_batch); of V (column, keys, kv_batch)."""
     qk_thread, pv_thread = make_qk_mma().get_slice(0), make_pv_mma(plan).get_slice(0)
 
@@ -58,7 +48,7 @@ def load_v_tile(plan: Sm100FmhaPlan, v: TmaViews, item: AttentionItem, tile: Int
 
 @cute.jit
 def load_warp(
-    plan: Sm100FmhaPlan, problem: Problem, inputs: FmhaInputs, smem: FmhaSmem, q: PipelineProducer, kv: PipelineProducer
+    plan: Sm100FmhaPlan, problem: Problem, inputs: Inputs, smem: FmhaSmem, q: PipelineProducer, kv: PipelineProducer
 ):
     """The producer's work loop."""
     q_views, k_views, v_views = slab_views(plan, inputs, smem)

@@ -9,10 +9,17 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from backends.cutedsl.sm100.tcgen05 import fence_after_sync
-from backends.cutedsl.sm100_fmha.operands import FmhaSmem, Fragments, make_fragments, make_pv_mma, make_qk_mma
+from backends.cutedsl.attention_tiles import Problem
+from backends.cutedsl.sm100_fmha.operands import (
+    FmhaSmem,
+    Fragments,
+    make_fragments,
+    make_pv_mma,
+    make_qk_mma,
+    work_item,
+)
 from backends.cutedsl.sm100_fmha.plan import Sm100FmhaPlan
-from backends.cutedsl.sm100_fmha.tiles import Problem, work_item
+from backends.cutedsl.tcgen05 import fence_after_sync
 
 
 @dataclass

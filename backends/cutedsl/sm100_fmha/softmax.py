@@ -8,11 +8,11 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from backends.cutedsl.sm100.device import WARPGROUP
-from backends.cutedsl.sm100.tcgen05 import CHUNK, fence_after_sync, fence_before_sync, load_row, store_row
-from backends.cutedsl.sm100_fmha.operands import FmhaSmem
+from backends.cutedsl.attention_tiles import AttentionItem, Problem
+from backends.cutedsl.device import WARPGROUP
+from backends.cutedsl.sm100_fmha.operands import FmhaSmem, work_item
 from backends.cutedsl.sm100_fmha.plan import TILE_M, TILE_N, Sm100FmhaPlan
-from backends.cutedsl.sm100_fmha.tiles import AttentionItem, Problem, work_item
+from backends.cutedsl.tcgen05 import CHUNK, fence_after_sync, fence_before_sync, load_row, store_row
 
 RESCALE_THRESHOLD = 8.0
 """A row keeps its old maximum while the new one is at most 2^8 above it (FlashAttention-4's idea).

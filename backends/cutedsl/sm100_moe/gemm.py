@@ -23,8 +23,7 @@ import cutlass.cute as cute
 from cutlass import Int32, memory, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from backends.cutedsl.sm100.device import WARPGROUP
-from backends.cutedsl.sm100.tcgen05 import Ring, address_of_tmem, allocate_tmem, free_tmem, make_ring, make_tmem
+from backends.cutedsl.device import WARPGROUP
 from backends.cutedsl.sm100_moe.load import load_warp
 from backends.cutedsl.sm100_moe.mma import mma_warp
 from backends.cutedsl.sm100_moe.operands import GroupedGemm, allocate_ring
@@ -36,6 +35,7 @@ from backends.cutedsl.sm100_moe.plan import (
 )
 from backends.cutedsl.sm100_moe.rows import RowsTensors, allocate_store, rows_warpgroup
 from backends.cutedsl.sm100_moe.swiglu import SwigluTensors, swiglu_warpgroup
+from backends.cutedsl.tcgen05 import Ring, address_of_tmem, allocate_tmem, free_tmem, make_ring, make_tmem
 
 
 def cluster_layout(plan: Sm100MoePlan) -> cute.Layout:

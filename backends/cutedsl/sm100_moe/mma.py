@@ -7,7 +7,6 @@ from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.pipeline import PipelineProducer
 
-from backends.cutedsl.sm100.tcgen05 import Ring, fence_after_sync
 from backends.cutedsl.sm100_moe.operands import (
     GroupedGemm,
     RingSmem,
@@ -18,6 +17,7 @@ from backends.cutedsl.sm100_moe.operands import (
 )
 from backends.cutedsl.sm100_moe.plan import HALF_N, K_BLOCKS, Sm100MoePlan
 from backends.cutedsl.sm100_moe.routing import walk
+from backends.cutedsl.tcgen05 import Ring, fence_after_sync
 
 
 @cute.jit

@@ -20,7 +20,7 @@ from backends.cutedsl.compile.parameters import (
     fake_values,
     workspace_bytes,
 )
-from backends.cutedsl.sm100.device import SM_COUNT
+from backends.cutedsl.device import B200_SM_COUNT
 from backends.cutedsl.sm100_moe.plan import ATOM_BYTES, MAX_EXPERTS, TILE_M, UNIT_FIELDS, pays_as_pair
 from megamoe.contract import HostProgram, UnsupportedError
 
@@ -84,7 +84,7 @@ _WORKSPACES: Final = frozenset(("row_of_route", "route_of_row", "units", "a1_cod
 _LAYER_WORKSPACES: Final = _WORKSPACES | {"a2_codes", "a2_sf", "rows"}
 
 
-def moe_program(case: Case, cta_group: int | None = None, max_ctas: int = SM_COUNT) -> HostProgram:
+def moe_program(case: Case, cta_group: int | None = None, max_ctas: int = B200_SM_COUNT) -> HostProgram:
     """The call that performs `case`. `cta_group` (1 or 2) replaces the rule of `pays_as_pair`.
 
     A CTA takes several tiles in turn where there are more than `max_ctas` of them; there is one pair at least.

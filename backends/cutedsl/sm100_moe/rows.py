@@ -10,7 +10,6 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineConsumer
 
-from backends.cutedsl.sm100.tcgen05 import TmaTensor, fence_after_sync, fence_before_sync, tma_views
 from backends.cutedsl.sm100_moe.operands import GroupedGemm, load_half
 from backends.cutedsl.sm100_moe.plan import (
     HALF_N,
@@ -21,6 +20,8 @@ from backends.cutedsl.sm100_moe.plan import (
     half_of_tile,
 )
 from backends.cutedsl.sm100_moe.routing import walk, work_item
+from backends.cutedsl.tcgen05 import fence_after_sync, fence_before_sync
+from backends.cutedsl.tma import TmaTensor, tma_views
 
 VECTOR = 8
 """bf16 of a 16-byte store to shared memory."""

@@ -9,8 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.pipeline import PipelineConsumer
 
-from backends.cutedsl.sm100.device import LOG2_E
-from backends.cutedsl.sm100.tcgen05 import fence_after_sync, fence_before_sync
+from backends.cutedsl.device import LOG2_E
 from backends.cutedsl.sm100_moe.nvfp4 import Nvfp4, quantise, store_quantised
 from backends.cutedsl.sm100_moe.operands import GroupedGemm, load_half
 from backends.cutedsl.sm100_moe.plan import (
@@ -22,6 +21,7 @@ from backends.cutedsl.sm100_moe.plan import (
     swiglu_registers,
 )
 from backends.cutedsl.sm100_moe.routing import walk, work_item
+from backends.cutedsl.tcgen05 import fence_after_sync, fence_before_sync
 
 
 class SwigluTensors(NamedTuple):

@@ -6,7 +6,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from backends.cutedsl.sm90_fmha.epilogue import Sm90Outputs, finish_item
+from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
+from backends.cutedsl.device import WARPGROUP
+from backends.cutedsl.sm90_fmha.epilogue import finish_item
 from backends.cutedsl.sm90_fmha.operands import (
     Operands,
     Registers,
@@ -16,10 +18,10 @@ from backends.cutedsl.sm90_fmha.operands import (
     make_qk_mma,
     make_registers,
 )
-from backends.cutedsl.sm90_fmha.plan import GROUP_M, GROUPS, WARPGROUP, Sm90FmhaPlan
+from backends.cutedsl.sm90_fmha.plan import GROUP_M, GROUPS, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.ring import RingPlace, StageRing, advanced, release, ring_number, ring_start, wait_full
 from backends.cutedsl.sm90_fmha.softmax import ROWS, RowState, mask_scores, rescale, reset, round_p, softmax_tile
-from backends.cutedsl.sm90_fmha.tiles import Consumer, Sm90Problem, WorkItem, first_row, work_item
+from backends.cutedsl.sm90_fmha.tiles import Consumer, first_row, work_item
 
 TURN_BARRIER = 2
 """Named barriers: warpgroup g waits for its turn at TURN_BARRIER + g."""
@@ -126,9 +128,9 @@ def release_v(plan: Sm90FmhaPlan, kv: StageRing, place: RingPlace):
 @cute.jit
 def consumer_warpgroup(
     plan: Sm90FmhaPlan,
-    problem: Sm90Problem,
+    problem: Problem,
     smem: Sm90Smem,
-    outputs: Sm90Outputs,
+    outputs: Outputs,
     q: StageRing,
     kv: StageRing,
     consumer: Consumer,
@@ -168,8 +170,8 @@ def own_ring(plan: Sm90FmhaPlan, consumer: Consumer) -> Int32:
 @cute.jit
 def attend(
     plan: Sm90FmhaPlan,
-    problem: Sm90Problem,
-    item: WorkItem,
+    problem: Problem,
+    item: AttentionItem,
     operands: Operands,
     registers: Registers,
     q_stage: Int32,
@@ -243,8 +245,8 @@ def give_turn(plan: Sm90FmhaPlan, group: Int32):
 @cute.jit
 def tile_softmax(
     plan: Sm90FmhaPlan,
-    problem: Sm90Problem,
-    item: WorkItem,
+    problem: Problem,
+    item: AttentionItem,
     registers: Registers,
     tile: Int32,
     rKeys: cute.Tensor,
@@ -257,7 +259,7 @@ def tile_softmax(
 
 
 @cute.jit
-def visible_keys(plan: Sm90FmhaPlan, problem: Sm90Problem, item: WorkItem, consumer: Consumer) -> cute.Tensor:
+def visible_keys(plan: Sm90FmhaPlan, problem: Problem, item: AttentionItem, consumer: Consumer) -> cute.Tensor:
     """Of this thread's rows, the first key that each sees and one past the last: (row, begin or end)."""
     rKeys = cute.make_rmem_tensor((ROWS, 2), Int32)
     row = first_row(plan, item, consumer)

@@ -33,6 +33,23 @@ class RingPlace(NamedTuple):
     parity: Int32
 
 
+class RingSlot(NamedTuple):
+    """The stage at a place of a ring, as TmaViews.load takes it."""
+
+    ring: StageRing
+    place: RingPlace
+
+    @property
+    def index(self) -> Int32:
+        """The number of the stage."""
+        return self.place.stage
+
+    @property
+    def barrier(self) -> cute.Pointer:
+        """The barrier at which its bytes arrive."""
+        return self.ring.full + self.place.stage
+
+
 def allocate_rings(allocator: memory.SmemAllocator, stages: int, rings: int = 1) -> StageRing:
     """The first of `rings` rings, with room for the barriers of all of them."""
     full, empty = (allocator.allocate_array(Int64, stages * rings) for _ in range(2))

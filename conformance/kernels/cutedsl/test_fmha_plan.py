@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.cutedsl import BACKEND
-from backends.cutedsl.sm100.device import TMEM_COLUMNS
+from backends.cutedsl.device import TMEM_COLUMNS
 from backends.cutedsl.sm100_fmha.plan import (
     MAX_SPLITS,
     MIN_TILES_PER_SPLIT,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from backends.cutedsl import BACKEND, CTA_PAIRS, SINGLE_CTAS
-from backends.cutedsl.sm100.device import TMEM_COLUMNS
+from backends.cutedsl.device import TMEM_COLUMNS
 from backends.cutedsl.sm100_moe.plan import (
     H_COLUMNS,
     HALF_N,

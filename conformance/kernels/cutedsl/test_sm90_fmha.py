@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from backends.cutedsl.sm90_fmha.plan import SM_COUNT, Share, Sm90FmhaPlan
+from backends.cutedsl.device import H200_SM_COUNT
+from backends.cutedsl.sm90_fmha.plan import Share, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.program import compiled, fmha_program
 from conformance.kernels.cutedsl.execution import SCHEDULES, outputs, without
 from conformance.kernels.cutedsl.test_fmha import case_of, hold_to_reference
@@ -19,7 +20,7 @@ from megamoe.contract import Case, HostProgram, UnsupportedError
 
 
 def program_of(
-    case: Case, share: Share | None = None, *, splits: int | None = None, max_ctas: int = SM_COUNT
+    case: Case, share: Share | None = None, *, splits: int | None = None, max_ctas: int = H200_SM_COUNT
 ) -> HostProgram:
     """`fmha_program`. Skips the test where CuTeDSL is missing."""
     plan = None if share is None else Sm90FmhaPlan(case.int("hd"), share)

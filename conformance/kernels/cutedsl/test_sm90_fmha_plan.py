@@ -6,15 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends.cutedsl.attention import FmhaSizes
+from backends.cutedsl.device import H200_SM_COUNT, WARPGROUP
 from backends.cutedsl.sm90_fmha.plan import (
     CONSUMER_REGISTERS,
     GROUPS,
     MAX_SPLITS,
     PRODUCER_REGISTERS,
     SHORT_KEYS,
-    SM_COUNT,
-    WARPGROUP,
-    FmhaSizes,
     Share,
     Sm90FmhaPlan,
     kernel_plan,
@@ -100,4 +99,6 @@ def test_decoding_one_sequence_fills_the_machine(hd: int) -> None:
     kv_heads = 1 if hd == 512 else 8
     sizes = FmhaSizes(hd, 1, 32768, 64 // kv_heads, kv_heads)
     ctas = kv_heads * split_count(sizes)
-    assert 0.9 * SM_COUNT <= ctas <= SM_COUNT, f"hd {hd}: {ctas} CTAs decode one sequence on {SM_COUNT} SMs"
+    assert 0.9 * H200_SM_COUNT <= ctas <= H200_SM_COUNT, (
+        f"hd {hd}: {ctas} CTAs decode one sequence on {H200_SM_COUNT} SMs"
+    )
