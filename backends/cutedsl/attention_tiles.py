@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -14,6 +13,23 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from backends.cutedsl.device import LOG2_E
 from backends.cutedsl.tma import TmaTensor
+
+
+class Plan(Protocol):
+    """What the division of the work needs of a kernel's plan.
+
+    A tile has `tile_m` query rows and `tile_n` keys; `o_halves` work items share it, each with its columns of O.
+    """
+
+    @property
+    def tile_m(self) -> int: ...
+    @property
+    def tile_n(self) -> int: ...
+    @property
+    def o_halves(self) -> int: ...
+    def part_begin(self, problem: Problem, split: Int32) -> Int32:
+        """The first key tile of a split, by its number alone."""
+        ...
 
 
 class Inputs(NamedTuple):
@@ -43,7 +59,7 @@ class Problem(NamedTuple):
     Row r is query token r % t, whose position is p = r % t + s_k - t. It sees the keys p - left < j <= p + right.
     Where a split begins follows from its number alone, whatever keys the rows see: so the arithmetic of a row does not
     depend on the rows that share its tile. `scale_log2`: the scale of the scores times log2 e, for base-2 exponentials.
-    The device computes the key tiles of a sequence and of a split: `with_tiles`.
+    The device computes the key tiles of a sequence, and of a split where splits are alike: `with_tiles`.
     """
 
     rows: Int32
@@ -58,9 +74,9 @@ class Problem(NamedTuple):
     key_tiles: Int32 | None = None
     split_tiles: Int32 | None = None
 
-    def with_tiles(self, tile_n: int) -> Problem:
-        """The same with its key tiles, of `tile_n` keys each."""
-        key_tiles = (self.s_k + tile_n - 1) // tile_n
+    def with_tiles(self, plan: Plan) -> Problem:
+        """The same with its key tiles."""
+        key_tiles = (self.s_k + plan.tile_n - 1) // plan.tile_n
         return self._replace(key_tiles=key_tiles, split_tiles=(key_tiles + self.splits - 1) // self.splits)
 
 
@@ -93,10 +109,10 @@ def tma_tensors(hd: int, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor) -> t
     )
 
 
-def problem_of(call: SimpleNamespace, tile_m: int, o_halves: int = 1) -> Problem:
+def problem_of(call: SimpleNamespace, plan: Plan) -> Problem:
     """The sizes of `call`, the arguments by the names of attention.PARAMETERS."""
     kv_batches, rows, _ = call.mQ.shape
-    row_tiles = (rows + tile_m - 1) // tile_m
+    row_tiles = (rows + plan.tile_m - 1) // plan.tile_m
     return Problem(
         rows=rows,
         t=call.t,
@@ -105,21 +121,16 @@ def problem_of(call: SimpleNamespace, tile_m: int, o_halves: int = 1) -> Problem
         splits=call.splits,
         left=call.left,
         right=call.right,
-        work_items=kv_batches * call.splits * row_tiles * o_halves,
+        work_items=kv_batches * call.splits * row_tiles * plan.o_halves,
         scale_log2=call.scale * LOG2_E,
     )
 
 
-def attention_item(
-    problem: Problem, index: Int32, tile: tuple[int, int], part_begin: Callable[[Int32], Int32], o_halves: int = 1
-) -> AttentionItem:
-    """Work item `index`. Neighbours share keys, O halves first, then row tiles, so that L2 serves the second reader.
-
-    `tile`: rows and keys of a tile. `part_begin`: the kernel's rule, the first key tile of a split.
-    """
-    tile_m, tile_n = tile
-    o_half = index % o_halves
-    rest = index // o_halves
+def attention_item(plan: Plan, problem: Problem, index: Int32) -> AttentionItem:
+    """Work item `index`. Neighbours share keys, O halves first, then row tiles, so that L2 serves the second reader."""
+    tile_m, tile_n = plan.tile_m, plan.tile_n
+    o_half = index % plan.o_halves
+    rest = index // plan.o_halves
     row_tile = rest % problem.row_tiles
     rest = rest // problem.row_tiles
     split = rest % problem.splits
@@ -137,8 +148,8 @@ def attention_item(
     key_end = cutlass.max(cutlass.min(high + problem.right + 1, problem.s_k), Int32(0))
     tile_begin = key_begin // tile_n
     tile_end = (key_end + tile_n - 1) // tile_n
-    begin = cutlass.max(tile_begin, part_begin(split))
-    end = cutlass.min(tile_end, part_begin(split + 1))
+    begin = cutlass.max(tile_begin, plan.part_begin(problem, split))
+    end = cutlass.min(tile_end, plan.part_begin(problem, split + 1))
 
     clear_begin = cutlass.max(high - problem.left + 1, Int32(0))
     clear_end = cutlass.max(cutlass.min(low + problem.right + 1, problem.s_k), Int32(0))

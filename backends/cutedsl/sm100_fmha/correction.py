@@ -8,9 +8,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.pipeline import PipelineConsumer
 
-from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
+from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem, attention_item
 from backends.cutedsl.device import LN2, WARPGROUP
-from backends.cutedsl.sm100_fmha.operands import FmhaSmem, work_item
+from backends.cutedsl.sm100_fmha.operands import FmhaSmem
 from backends.cutedsl.sm100_fmha.plan import TILE_M, Sm100FmhaPlan
 from backends.cutedsl.tcgen05 import CHUNK, fence_after_sync, fence_before_sync, load_row, store_row
 
@@ -165,7 +165,7 @@ def correction_warpgroup(
     step, _, _ = cute.arch.grid_dim()
     tmem_o = tmem_ptr + plan.tmem_o
     for index in cutlass.range(start, problem.work_items, step, unroll=1):
-        item = work_item(plan, problem, index)
+        item = attention_item(plan, problem, index)
         rings = rescale_item(plan, item, tmem_o, smem.sStat, thread, rings)
         row_sum, row_max, rings = row_statistics(plan, smem, thread, rings)
         lse = -Float32.inf

@@ -55,7 +55,7 @@ from backends.cutedsl.sm100_fmha.operands import (
     make_qk_mma,
     pv_tiler,
 )
-from backends.cutedsl.sm100_fmha.plan import S_STAGES, SLAB_BYTES, STAT_STAGES, TILE_M, TILE_N, Sm100FmhaPlan
+from backends.cutedsl.sm100_fmha.plan import S_STAGES, SLAB_BYTES, STAT_STAGES, TILE_M, Sm100FmhaPlan
 from backends.cutedsl.sm100_fmha.softmax import SoftmaxRings, softmax_warpgroup
 from backends.cutedsl.tcgen05 import (
     Ring,
@@ -97,7 +97,7 @@ class Sm100Fmha:
         inputs = self._make_tma(call)
         outputs = Outputs(call.mO, call.mLSE, call.mO_part, call.mLSE_part)
         self.kernel.set_name_prefix(f"sm100_fmha_hd{hd}", remove_cutlass_symbol=True, keep_mangled_name=False)
-        problem = problem_of(call, TILE_M, self.plan.o_halves)
+        problem = problem_of(call, self.plan)
         self.kernel(inputs, outputs, problem).launch(
             grid=[cutlass.min(problem.work_items, call.max_ctas), 1, 1],
             block=[self.plan.threads, 1, 1],
@@ -124,7 +124,7 @@ class Sm100Fmha:
     @cute.kernel
     def kernel(self, inputs: Inputs, outputs: Outputs, problem: Problem):
         """Dispatch the warps to their roles."""
-        plan, problem = self.plan, problem.with_tiles(TILE_N)
+        plan, problem = self.plan, problem.with_tiles(self.plan)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == self.load_warp:
             for tensor in inputs:

@@ -6,8 +6,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.pipeline import PipelineProducer
 
-from backends.cutedsl.attention_tiles import AttentionItem, Inputs, Problem
-from backends.cutedsl.sm100_fmha.operands import FmhaSmem, make_pv_mma, make_qk_mma, pv_tiler, work_item
+from backends.cutedsl.attention_tiles import AttentionItem, Inputs, Problem, attention_item
+from backends.cutedsl.sm100_fmha.operands import FmhaSmem, make_pv_mma, make_qk_mma, pv_tiler
 from backends.cutedsl.sm100_fmha.plan import SLAB_COLUMNS, TILE_M, TILE_N, Sm100FmhaPlan
 from backends.cutedsl.tma import TmaTensor, TmaViews, tma_views
 
@@ -55,7 +55,7 @@ def load_warp(
     start, _, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
     for index in cutlass.range(start, problem.work_items, step, unroll=1):
-        item = work_item(plan, problem, index)
+        item = attention_item(plan, problem, index)
         if item.tiles > 0:
             q_tile = q.acquire_and_advance()
             for column in cutlass.range_constexpr(plan.k_slabs):

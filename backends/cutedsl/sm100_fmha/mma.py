@@ -9,14 +9,13 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from backends.cutedsl.attention_tiles import Problem
+from backends.cutedsl.attention_tiles import Problem, attention_item
 from backends.cutedsl.sm100_fmha.operands import (
     FmhaSmem,
     Fragments,
     make_fragments,
     make_pv_mma,
     make_qk_mma,
-    work_item,
 )
 from backends.cutedsl.sm100_fmha.plan import Sm100FmhaPlan
 from backends.cutedsl.tcgen05 import fence_after_sync
@@ -82,7 +81,7 @@ def mma_warp(plan: Sm100FmhaPlan, problem: Problem, tmem_ptr: cute.Pointer, smem
     start, _, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
     for index in cutlass.range(start, problem.work_items, step, unroll=1):
-        item = work_item(plan, problem, index)
+        item = attention_item(plan, problem, index)
         if item.tiles > 0:
             q_tile = rings.q.wait_and_advance()
             rings = issue_qk(plan, qk, q_tile.index, rings)

@@ -9,11 +9,10 @@ an MMA rebinds it. So every user makes its own; that costs nothing in the kernel
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import BFloat16, Float32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
-from backends.cutedsl.attention_tiles import AttentionItem, Problem, attention_item
 from backends.cutedsl.sm100_fmha.plan import S_STAGES, SLAB_COLUMNS, TILE_M, TILE_N, Sm100FmhaPlan
 
 
@@ -40,15 +39,6 @@ class Fragments(NamedTuple):
     tCtC: cute.Tensor
     tCrA: cute.Tensor
     tCrB: cute.Tensor
-
-
-def work_item(plan: Sm100FmhaPlan, problem: Problem, index: Int32) -> AttentionItem:
-    """Work item `index`. Split i has the key tiles from i * split_tiles on."""
-
-    def part_begin(split: Int32) -> Int32:
-        return split * problem.split_tiles
-
-    return attention_item(problem, index, (TILE_M, TILE_N), part_begin, plan.o_halves)
 
 
 QK_TILER = (TILE_M, TILE_N, SLAB_COLUMNS)

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """The plan of the sm_100a attention kernel: tiles, shared memory, tensor memory, splits.
 
 Pure arithmetic without CuTeDSL: the harness asks for workspaces and splits on machines that do not have it.
@@ -6,8 +7,14 @@ Pure arithmetic without CuTeDSL: the harness asks for workspaces and splits on m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from backends.cutedsl.device import SMEM_BYTES, TMEM_LANES, WARPGROUP
+
+if TYPE_CHECKING:
+    from cutlass import Int32
+
+    from backends.cutedsl.attention_tiles import Problem
 
 TILE_M = TMEM_LANES
 """Query rows a tile: one softmax thread a row."""
@@ -40,6 +47,12 @@ class Sm100FmhaPlan:
     """
 
     hd: int
+    tile_m: ClassVar[int] = TILE_M
+    tile_n: ClassVar[int] = TILE_N
+
+    def part_begin(self, problem: Problem, split: Int32) -> Int32:
+        """The first key tile of a split: all splits but the last have the same number."""
+        return split * problem.split_tiles
 
     @property
     def o_halves(self) -> int:

@@ -8,9 +8,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from backends.cutedsl.attention_tiles import AttentionItem, Problem
+from backends.cutedsl.attention_tiles import AttentionItem, Problem, attention_item
 from backends.cutedsl.device import WARPGROUP
-from backends.cutedsl.sm100_fmha.operands import FmhaSmem, work_item
+from backends.cutedsl.sm100_fmha.operands import FmhaSmem
 from backends.cutedsl.sm100_fmha.plan import TILE_M, TILE_N, Sm100FmhaPlan
 from backends.cutedsl.tcgen05 import CHUNK, fence_after_sync, fence_before_sync, load_row, store_row
 
@@ -304,7 +304,7 @@ def softmax_warpgroup(
     step, _, _ = cute.arch.grid_dim()
     tiles_before = Int32(0)
     for index in cutlass.range(start, problem.work_items, step, unroll=1):
-        item = work_item(plan, problem, index)
+        item = attention_item(plan, problem, index)
         first_turn = (tiles_before + group) % groups
         base, row_sum, rings = softmax_item(plan, problem, tmem_ptr, smem, thread, item, first_turn, rings)
         tiles_before += item.tiles

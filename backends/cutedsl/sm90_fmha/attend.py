@@ -6,13 +6,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
+from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem, attention_item
 from backends.cutedsl.device import WARPGROUP
 from backends.cutedsl.sm90_fmha.epilogue import finish_item
 from backends.cutedsl.sm90_fmha.operands import (
+    Consumer,
     Operands,
     Registers,
     Sm90Smem,
+    first_row,
     make_operands,
     make_pv_mma,
     make_qk_mma,
@@ -21,7 +23,6 @@ from backends.cutedsl.sm90_fmha.operands import (
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, GROUPS, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.ring import RingPlace, StageRing, advanced, release, ring_number, ring_start, wait_full
 from backends.cutedsl.sm90_fmha.softmax import ROWS, RowState, mask_scores, rescale, reset, round_p, softmax_tile
-from backends.cutedsl.sm90_fmha.tiles import Consumer, first_row, work_item
 
 TURN_BARRIER = 2
 """Named barriers: warpgroup g waits for its turn at TURN_BARRIER + g."""
@@ -148,7 +149,7 @@ def consumer_warpgroup(
         if group == 1:
             give_turn(plan, group)
     for index in cutlass.range(start, problem.work_items, step, unroll=1):
-        item = work_item(plan, problem, index)
+        item = attention_item(plan, problem, index)
         reset(registers.rows)
         registers.rO.fill(0.0)
         if item.tiles > 0:

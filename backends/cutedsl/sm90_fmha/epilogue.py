@@ -7,10 +7,9 @@ from cutlass import BFloat16, Float32, Int64
 
 from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
 from backends.cutedsl.device import LN2, WARPGROUP
-from backends.cutedsl.sm90_fmha.operands import Registers, Sm90Smem
+from backends.cutedsl.sm90_fmha.operands import Consumer, Registers, Sm90Smem, first_row
 from backends.cutedsl.sm90_fmha.plan import GROUPS, MERGE_REGISTERS, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.softmax import ROWS, quad_reduced, row_values
-from backends.cutedsl.sm90_fmha.tiles import Consumer, first_row
 
 MERGE_BARRIER = 1
 

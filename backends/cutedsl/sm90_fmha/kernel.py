@@ -31,7 +31,7 @@ from backends.cutedsl.sm90_fmha.attend import consumer_warpgroup
 from backends.cutedsl.sm90_fmha.combine import FEW_SPLITS, combine_kernel, launch_combine
 from backends.cutedsl.sm90_fmha.combine import WARPS as COMBINE_WARPS
 from backends.cutedsl.sm90_fmha.load import load_warp, make_loads
-from backends.cutedsl.sm90_fmha.operands import Sm90Smem, layout_k, layout_q, layout_v, make_tma
+from backends.cutedsl.sm90_fmha.operands import Consumer, Sm90Smem, layout_k, layout_q, layout_v, make_tma
 from backends.cutedsl.sm90_fmha.plan import (
     CONSUMER_REGISTERS,
     GROUP_M,
@@ -43,7 +43,6 @@ from backends.cutedsl.sm90_fmha.plan import (
 )
 from backends.cutedsl.sm90_fmha.ring import allocate_rings, init_rings
 from backends.cutedsl.sm90_fmha.softmax import ROWS
-from backends.cutedsl.sm90_fmha.tiles import Consumer
 
 
 class Sm90Fmha:
@@ -62,7 +61,7 @@ class Sm90Fmha:
         name = f"hd{plan.hd}_{plan.share}"
         self.kernel.set_name_prefix(f"sm90_fmha_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         combine_kernel.set_name_prefix(f"sm90_fmha_combine_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
-        problem = problem_of(call, plan.tile_m)
+        problem = problem_of(call, plan)
         # As few CTAs as do the work in the same number of rounds: with 256 items on 132 SMs, 128 CTAs take two each. On
         # an H200 those read 32 caches of 8 heads of hd 128 in 238.4 us; a kernel that only reads takes 236.5
         # (results/records/h200-fmha-clean-flush.json).
@@ -93,7 +92,7 @@ class Sm90Fmha:
     @cute.kernel
     def kernel(self, inputs: Inputs, outputs: Outputs, problem: Problem):
         """Dispatch the warps to their roles."""
-        plan, problem = self.plan, problem.with_tiles(self.plan.tile_n)
+        plan, problem = self.plan, problem.with_tiles(self.plan)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:

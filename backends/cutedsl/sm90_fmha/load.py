@@ -8,11 +8,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from backends.cutedsl.attention_tiles import AttentionItem, Inputs, Problem
+from backends.cutedsl.attention_tiles import AttentionItem, Inputs, Problem, attention_item
 from backends.cutedsl.sm90_fmha.operands import Sm90Smem
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.ring import RingPlace, RingSlot, StageRing, acquire, advanced, ring_number, ring_start
-from backends.cutedsl.sm90_fmha.tiles import work_item
 from backends.cutedsl.tma import TmaTensor, TmaViews, tma_views
 
 
@@ -81,7 +80,7 @@ def load_warp(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, q: StageRing, 
     kv_place = ring_start(kv, True)
     q_place = ring_start(q, True)
     for index in cutlass.range(start, problem.work_items, step, unroll=1):
-        item = work_item(plan, problem, index)
+        item = attention_item(plan, problem, index)
         if item.tiles > 0:
             if ring < item.tiles:
                 kv_place = load_k(plan, loads, kv, kv_place, item.first_tile + ring, item)

@@ -9,11 +9,12 @@ an MMA rebinds it. So every user makes its own; that costs nothing in the kernel
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32
+from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
+from backends.cutedsl.attention_tiles import AttentionItem
 from backends.cutedsl.device import WARPGROUP
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, PANEL_COLUMNS, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.softmax import RowState, make_row_state
@@ -50,6 +51,19 @@ class Registers(NamedTuple):
     rP: cute.Tensor
     rO: cute.Tensor
     rows: RowState
+
+
+class Consumer(NamedTuple):
+    """A thread of the consumers: its warpgroup, 0 or 1, and its number there, 0 to 127."""
+
+    group: Int32
+    thread: Int32
+
+
+def first_row(plan: Sm90FmhaPlan, item: AttentionItem, consumer: Consumer) -> Int32:
+    """The row of register row 0 of this thread, as softmax.py counts them."""
+    row = item.row_tile * plan.tile_m + (consumer.thread // 32) * 16 + (consumer.thread % 32) // 4
+    return row + consumer.group * GROUP_M if plan.share == "rows" else row
 
 
 def make_qk_mma(plan: Sm90FmhaPlan) -> cute.TiledMma:

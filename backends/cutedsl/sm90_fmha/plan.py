@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """The plan of the sm_90a attention kernel: how two warpgroups share a tile, shared memory, splits.
 
 Pure arithmetic without CuTeDSL: the harness asks for workspaces and splits on machines that do not have it.
@@ -6,10 +7,15 @@ Pure arithmetic without CuTeDSL: the harness asks for workspaces and splits on m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from backends.cutedsl.attention import FmhaSizes
 from backends.cutedsl.device import H200_SM_COUNT, SMEM_BYTES, WARPGROUP
+
+if TYPE_CHECKING:
+    from cutlass import Int32
+
+    from backends.cutedsl.attention_tiles import Problem
 
 Share = Literal["rows", "keys", "columns"]
 """How the two consumer warpgroups share a work item; see Sm90FmhaPlan."""
@@ -61,6 +67,12 @@ class Sm90FmhaPlan:
 
     hd: int
     share: Share
+    o_halves: ClassVar[int] = 1
+    """Work items that share a tile."""
+
+    def part_begin(self, problem: Problem, split: Int32) -> Int32:
+        """The first key tile of a split: splits differ by a tile at most."""
+        return split * problem.key_tiles // problem.splits
 
     @property
     def tile_m(self) -> int:
