@@ -10,8 +10,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Final, Protocol, cast
 
-from backends.cutedsl.compile.artifact import Artifact
-from backends.cutedsl.compile.cubin import kernel_resources
+from backends.cutedsl.compile.artifact import Artifact, kernel_resources
 from megamoe.contract import Target, UnsupportedError
 
 DISTRIBUTIONS: Final = ("nvidia-cutlass-dsl", "apache-tvm-ffi")

@@ -42,8 +42,7 @@ from backends.cutedsl.attention_tiles import Inputs, Outputs, Problem, allocate_
 from backends.cutedsl.device import WARPGROUP
 from backends.cutedsl.sm100_fmha.combine import launch_combine
 from backends.cutedsl.sm100_fmha.correction import CorrectionRings, correction_warpgroup
-from backends.cutedsl.sm100_fmha.load import load_warp
-from backends.cutedsl.sm100_fmha.mma import MmaRings, mma_warp
+from backends.cutedsl.sm100_fmha.issue import MmaRings, load_warp, mma_warp
 from backends.cutedsl.sm100_fmha.operands import (
     QK_TILER,
     FmhaSmem,

@@ -13,6 +13,7 @@ from backends.ptx.assembler import AssemblyError
 from backends.ptx.builder import Builder
 from backends.ptx.shared_memory import MAX_SMEM, SmemLayout
 from backends.ptx.sm100_moe.combine import combine_kernel
+from backends.ptx.sm100_moe.epilogue import SwigluVariant
 from backends.ptx.sm100_moe.gather_scales import gather_scales_kernel
 from backends.ptx.sm100_moe.geometry import (
     ACCUMULATOR_STRIDE,
@@ -25,7 +26,6 @@ from backends.ptx.sm100_moe.geometry import (
 from backends.ptx.sm100_moe.kernel import L1_SMEM, L2_SMEM, PTX_VERSION, l1_kernel, l2_kernel
 from backends.ptx.sm100_moe.requantise import requantise_kernel
 from backends.ptx.sm100_moe.routing import routing_kernel
-from backends.ptx.sm100_moe.swiglu import SwigluVariant
 from backends.ptx.tcgen05 import TMEM_COLUMNS
 from conformance.kernels.ptx.test_assembles import assembled, check_arguments, local_memory_bytes
 from megamoe.contract import Program, UnsupportedError
