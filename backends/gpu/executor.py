@@ -99,7 +99,7 @@ class GpuExecutor:
 
     def throttled(self) -> str | None:
         """Why the device lowered its clocks since the last call; None if it did not."""
-        from backends.gpu.clocks import throttle_reasons
+        from backends.gpu.driver import throttle_reasons
 
         return throttle_reasons()
 

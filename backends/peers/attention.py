@@ -1,18 +1,35 @@
-"""FMHA as other people's interfaces take it: which keys a case hides, folding query heads, placing results."""
+"""Attention as other people's interfaces take it, and two of them: flash-attention 3 and 4, and cudnn-frontend.
+
+Which keys a case hides, folding query heads and placing results serve torch_sdpa.py too.
+
+Flash-attention 3 (the wheel fa3-fwd) and 4 (flash-attn-4) each have a Python interface of their own. Both take q, k and
+v as [batch, rows, heads, hd]; ours go in as transposed views, with the last dimension contiguous. Both align masks
+bottom-right, and their window counts the keys left of the query without its own. Neither public function takes an
+output; `collect` copies o and lse.
+
+The CuTeDSL kernel of nvidia-cudnn-frontend for Hopper is the only packaged one with hd 512. It takes q, k and v as they
+lie, [batch, heads, rows, hd]. Its wrapper does not pack heads that share keys into a tile and would read the cache once
+a head, so heads are folded into rows, a view, where no key is hidden. The wrapper allocates o and lse; `collect` copies
+them. It compiles on first use, when the call is prepared.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
 
-from backends.peers.peer import Tensors
+from backends.peers.peer import OwnResults, Peer, Tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
-    from megamoe.contract import Case
+    from megamoe.contract import Case, PreparedCall
 
 ALL_HD = (64, 128, 256, 512)
 
@@ -119,3 +136,123 @@ def place_heads_first(tensors: Tensors, results: Sequence[torch.Tensor]) -> None
 def place_heads_second(tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
     """As place_heads_first, for o [b, rows, h, hd]."""
     place_heads_first(tensors, (results[0].transpose(1, 2), *results[1:]))
+
+
+def _prepare_fa3(case: Case, tensors: Tensors) -> PreparedCall:
+    import torch
+
+    fa3 = import_module("fa3_fwd_interface")
+    batch, t, s_k, hd = (case.int(axis) for axis in ("batch", "t", "s_k", "hd"))
+    q, k, v = (tensors[name].transpose(1, 2) for name in ("q", "k", "v"))
+    lengths = torch.full((batch,), s_k, dtype=torch.int32, device=q.device)
+    # num_splits=0 lets its heuristic split the cache, and the metadata balances the splits. Without both there is one
+    # split, an unfair baseline.
+    options = {"causal": mask_of(case).causal, "num_splits": 0, "pack_gqa": _packing(case)}
+    plan = fa3.get_scheduler_metadata(
+        batch, t, s_k, q.shape[2], k.shape[2], hd, lengths, qkv_dtype=q.dtype, headdim_v=hd, **options
+    )
+
+    def launch() -> Sequence[torch.Tensor]:
+        return fa3.flash_attn_with_kvcache(
+            q,
+            k,
+            v,
+            cache_seqlens=lengths,
+            softmax_scale=scale_of(case),
+            scheduler_metadata=plan,
+            return_softmax_lse=True,
+            **options,
+        )[:2]
+
+    return OwnResults(launch, partial(place_heads_second, tensors))
+
+
+def _packing(case: Case) -> bool | None:
+    # Decode fills a tile of rows with the heads that share keys. MHA has nothing to pack: the library decides.
+    return True if case["heads"] != case["kv_heads"] else None
+
+
+def _prepare_fa4(case: Case, tensors: Tensors) -> PreparedCall:
+    interface = import_module("flash_attn.cute")
+    mask = mask_of(case)
+    q, k, v = (tensors[name].transpose(1, 2) for name in ("q", "k", "v"))
+    window = (None, None) if mask.window is None else (mask.window - 1, 0 if mask.causal else None)
+    launch = partial(
+        interface.flash_attn_func,
+        q,
+        k,
+        v,
+        softmax_scale=scale_of(case),
+        causal=mask.causal,
+        window_size=window,
+        num_splits=1,
+        pack_gqa=_packing(case),
+        return_lse="lse" in tensors,
+    )
+    wanted = 2 if "lse" in tensors else 1
+    return OwnResults(lambda: launch()[:wanted], partial(place_heads_second, tensors))
+
+
+FA3: Final = Peer(
+    "fa3",
+    "fmha",
+    ("sm_90a",),
+    ("fa3-fwd", "torch"),
+    AttentionLimits(
+        hd=(64, 128, 256),
+        other_hd="hd 512: flash-attention 3 ends at hd 256",
+        window="a window: the wheel is built with FLASHATTENTION_DISABLE_LOCAL (its fa3_fwd_config)",
+    ),
+    _prepare_fa3,
+    "flash_attn_with_kvcache with num_splits=0 and get_scheduler_metadata, pack_gqa for GQA",
+)
+FLASH_ATTN_4: Final = Peer(
+    "flash-attn-4",
+    "fmha",
+    ("sm_90a", "sm_100a"),
+    ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torch"),
+    AttentionLimits(
+        hd=(64, 128, 256),
+        other_hd="hd 512: flash-attention 4 has it for one shared K and V (MLA) on Blackwell alone",
+    ),
+    _prepare_fa4,
+    "flash_attn_func with num_splits=1 (it does not split the cache on sm_90), pack_gqa for GQA; compiled once",
+)
+
+
+def _prepare_cudnn(case: Case, tensors: Tensors) -> PreparedCall:
+    attend = import_module("cudnn.sdpa.fwd").sdpa_fwd_wrapper_dsl_sm90
+    mask = mask_of(case)
+    q = tensors["q"] if mask.hides else folded(case, tensors["q"])
+    # Its window is the distance to the farthest visible key.
+    options = {} if mask.window is None else {"window_size_left": mask.window - 1}
+
+    def launch() -> Sequence[torch.Tensor]:
+        results = attend(
+            q,
+            tensors["k"],
+            tensors["v"],
+            is_causal=mask.causal,
+            causal_bottom_right=mask.causal,
+            scale_softmax=scale_of(case),
+            **options,
+        )
+        return results["o_tensor"], results["lse_tensor"]
+
+    return OwnResults(launch, partial(place_heads_first, tensors))
+
+
+CUDNN_FRONTEND: Final = Peer(
+    "cudnn-frontend",
+    "fmha",
+    ("sm_90a",),
+    ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "torch"),
+    AttentionLimits(
+        hd=(512,),
+        other_hd="hd below 512: its Hopper kernel pays for tiles of 512 columns; torch-sdpa-cudnn has these",
+        open_window="a window without causal: it is aligned bottom-right under causal alone",
+        blind="queries that see no key (causal, t > s_k)",
+    ),
+    _prepare_cudnn,
+    "cudnn.sdpa.fwd.sdpa_fwd_wrapper_dsl_sm90; query heads folded into rows where nothing is masked",
+)

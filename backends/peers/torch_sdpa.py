@@ -21,8 +21,7 @@ from backends.peers.attention import (
     place_heads_second,
     scale_of,
 )
-from backends.peers.own_results import OwnResults
-from backends.peers.peer import Peer, Tensors
+from backends.peers.peer import OwnResults, Peer, Tensors
 from megamoe.contract import Target, UnsupportedError
 
 if TYPE_CHECKING:

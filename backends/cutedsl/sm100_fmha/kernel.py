@@ -40,8 +40,7 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from backends.cutedsl.attention_tiles import Inputs, Outputs, Problem, allocate_operand, problem_of, tma_tensors
 from backends.cutedsl.device import WARPGROUP
-from backends.cutedsl.sm100_fmha.combine import launch_combine
-from backends.cutedsl.sm100_fmha.correction import CorrectionRings, correction_warpgroup
+from backends.cutedsl.sm100_fmha.correction import CorrectionRings, correction_warpgroup, launch_combine
 from backends.cutedsl.sm100_fmha.issue import MmaRings, load_warp, mma_warp
 from backends.cutedsl.sm100_fmha.operands import (
     QK_TILER,

@@ -12,7 +12,7 @@ from typing import Final
 
 from backends.ptx.builder import Builder
 from backends.ptx.emitter import module_text
-from backends.ptx.sm100_moe import combine, gather_scales, requantise, routing
+from backends.ptx.sm100_moe import requantise, routing, row_kernels
 from backends.ptx.sm100_moe.epilogue import RowsParams, SwigluParams, SwigluVariant
 from backends.ptx.sm100_moe.frame import GemmParams
 from backends.ptx.sm100_moe.geometry import (
@@ -239,12 +239,12 @@ def _route(shape: MoeShape) -> _Step:
 def _gather_scales(shape: MoeShape) -> _Step:
     k_atoms = shape.hidden // MMA_K
     launch = Launch(
-        entry=gather_scales.ENTRY,
-        grid=(shape.row_tiles, tiles(k_atoms, gather_scales.ATOMS_PER_CTA), 1),
-        block=(gather_scales.THREADS, 1, 1),
-        args=gather_scales.GatherParams.arguments(tokens=shape.tokens, k_atoms=k_atoms),
+        entry=row_kernels.GATHER_ENTRY,
+        grid=(shape.row_tiles, tiles(k_atoms, row_kernels.ATOMS_PER_CTA), 1),
+        block=(row_kernels.GATHER_THREADS, 1, 1),
+        args=row_kernels.GatherParams.arguments(tokens=shape.tokens, k_atoms=k_atoms),
     )
-    return _Step(gather_scales.gather_scales_kernel(PTX_VERSION), launch)
+    return _Step(row_kernels.gather_scales_kernel(PTX_VERSION), launch)
 
 
 def _l1(shape: MoeShape) -> _Step:
@@ -314,12 +314,12 @@ def _requantise(shape: MoeShape) -> _Step:
 def _combine(shape: MoeShape) -> _Step:
     weights = None if shape.variant.weighted else "topk_weights"
     launch = Launch(
-        entry=combine.ENTRY,
-        grid=(shape.tokens, tiles(shape.hidden, combine.COLUMNS), 1),
-        block=(combine.THREADS, 1, 1),
-        args=combine.LayerCombineParams.arguments(topk_weights=weights, hidden=shape.hidden, topk=shape.topk),
+        entry=row_kernels.COMBINE_ENTRY,
+        grid=(shape.tokens, tiles(shape.hidden, row_kernels.COLUMNS), 1),
+        block=(row_kernels.COMBINE_THREADS, 1, 1),
+        args=row_kernels.LayerCombineParams.arguments(topk_weights=weights, hidden=shape.hidden, topk=shape.topk),
     )
-    return _Step(combine.combine_kernel(PTX_VERSION), launch)
+    return _Step(row_kernels.combine_kernel(PTX_VERSION), launch)
 
 
 _LAYER: Final = ("l1", "l2", "combine")

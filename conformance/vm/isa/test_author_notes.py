@@ -11,7 +11,7 @@ The notes record observations on a B200, and those hold. These explanations do n
   needed, and P is half as wide (`test_p_takes_the_place_of_s`).
 
 The notes also ask which register holds which (M, N) of a fused SwiGLU tile; the answer is in
-conformance/kernels/ptx/test_moe_registers.py.
+conformance/kernels/ptx/test_moe_layer.py.
 """
 
 from __future__ import annotations
