@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from backends.gpu.driver import call as call_driver
 from backends.gpu.driver import faults_of_others
-from megamoe.contract import (
-    AnyProgram,
-    DeviceError,
-    Execution,
-    HostProgram,
-    PreparedCall,
-    Program,
-    RunOptions,
-    Target,
-)
+from megamoe.contract import AnyProgram, DeviceError, Execution, HostProgram, PreparedCall, Program, RunOptions, Target
 
 if TYPE_CHECKING:
     import torch

@@ -212,8 +212,7 @@ FLASH_ATTN_4: Final = Peer(
     ("sm_90a", "sm_100a"),
     ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torch"),
     AttentionLimits(
-        hd=(64, 128, 256),
-        other_hd="hd 512: flash-attention 4 has it for one shared K and V (MLA) on Blackwell alone",
+        hd=(64, 128, 256), other_hd="hd 512: flash-attention 4 has it for one shared K and V (MLA) on Blackwell alone"
     ),
     _prepare_fa4,
     "flash_attn_func with num_splits=1 (it does not split the cache on sm_90), pack_gqa for GQA; compiled once",

@@ -13,16 +13,7 @@ from backends.gpu.kernels import scalar_bytes
 from backends.vm.host import arguments as vm
 from backends.vm.machine.machine import Machine
 from backends.vm.memory.global_memory import Buffer
-from megamoe.contract import (
-    BufferArg,
-    DeviceError,
-    HostArg,
-    PackedFields,
-    ScalarArg,
-    ShapeArg,
-    StreamArg,
-    TensorArg,
-)
+from megamoe.contract import BufferArg, DeviceError, HostArg, PackedFields, ScalarArg, ShapeArg, StreamArg, TensorArg
 
 STREAM = vm.GIVEN_STREAM
 ARGUMENTS: list[HostArg] = [

@@ -13,14 +13,7 @@ from cutlass.cute.nvgpu import tcgen05
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
 from backends.cutedsl.attention_tiles import AttentionItem, Inputs, Problem, attention_item
-from backends.cutedsl.sm100_fmha.operands import (
-    FmhaSmem,
-    Fragments,
-    make_fragments,
-    make_pv_mma,
-    make_qk_mma,
-    pv_tiler,
-)
+from backends.cutedsl.sm100_fmha.operands import FmhaSmem, Fragments, make_fragments, make_pv_mma, make_qk_mma, pv_tiler
 from backends.cutedsl.sm100_fmha.plan import SLAB_COLUMNS, TILE_M, TILE_N, Sm100FmhaPlan
 from backends.cutedsl.tcgen05 import fence_after_sync
 from backends.cutedsl.tma import TmaTensor, TmaViews, tma_views

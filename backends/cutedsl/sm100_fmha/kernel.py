@@ -55,14 +55,7 @@ from backends.cutedsl.sm100_fmha.operands import (
 )
 from backends.cutedsl.sm100_fmha.plan import S_STAGES, SLAB_BYTES, STAT_STAGES, TILE_M, Sm100FmhaPlan
 from backends.cutedsl.sm100_fmha.softmax import SoftmaxRings, softmax_warpgroup
-from backends.cutedsl.tcgen05 import (
-    Ring,
-    address_of_tmem,
-    allocate_tmem,
-    free_tmem,
-    make_ring,
-    make_tmem,
-)
+from backends.cutedsl.tcgen05 import Ring, address_of_tmem, allocate_tmem, free_tmem, make_ring, make_tmem
 from backends.cutedsl.tma import TmaTensor
 
 
@@ -143,11 +136,7 @@ class Sm100Fmha:
         if warp == self.mma_warp:
             tmem_ptr = address_of_tmem(tmem)
             ends = MmaRings(
-                kv=rings.kv.consumer,
-                s=rings.s.producer,
-                p=rings.p.consumer,
-                o=rings.o.producer,
-                q=rings.q.consumer,
+                kv=rings.kv.consumer, s=rings.s.producer, p=rings.p.consumer, o=rings.o.producer, q=rings.q.consumer
             )
             mma_warp(plan, problem, tmem_ptr, smem, ends)
         if warp < self.correction_warp:

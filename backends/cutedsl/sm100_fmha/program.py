@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backends.cutedsl.attention import PARAMETERS, attention_call
 from backends.cutedsl.compile.artifact import Artifact
-from backends.cutedsl.compile.artifact_cache import ArtifactKey, cached_artifact, default_folder, imported
-from backends.cutedsl.compile.compile import compile_host_function, compiler_version
+from backends.cutedsl.compile.compile import compile_host_function, compiled_kernel
 from backends.cutedsl.compile.parameters import fake_values
 from backends.cutedsl.device import B200_SM_COUNT
 from backends.cutedsl.sm100_fmha.plan import split_count
@@ -30,21 +28,11 @@ def fmha_program(case: Case, splits: int | None = None, max_ctas: int = B200_SM_
 
 @functools.cache
 def compiled(hd: int) -> Artifact:
-    """The compiled kernel of one head dimension, from the user's cache if it is there.
+    """The compiled kernel of one head dimension. UnsupportedError if CuTeDSL is not installed."""
 
-    UnsupportedError if CuTeDSL is not installed.
-    """
-    key = ArtifactKey(
-        name="sm100_fmha",
-        sources=imported("sm100_fmha"),
-        options={"hd": hd},
-        target="sm_100a",
-        compiler=compiler_version(),
-    )
-    return cached_artifact(key, lambda: _compile(hd), default_folder(Path.home()))
+    def build() -> Artifact:
+        from backends.cutedsl.sm100_fmha.kernel import Sm100Fmha
 
+        return compile_host_function(Sm100Fmha(hd), target="sm_100a", **fake_values(PARAMETERS, {"hd": hd}, {}))
 
-def _compile(hd: int) -> Artifact:
-    from backends.cutedsl.sm100_fmha.kernel import Sm100Fmha
-
-    return compile_host_function(Sm100Fmha(hd), target="sm_100a", **fake_values(PARAMETERS, {"hd": hd}, {}))
+    return compiled_kernel("sm100_fmha", "sm_100a", {"hd": hd}, build)

@@ -25,6 +25,13 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.pipeline import PipelineProducer
 
 from backends.cutedsl.device import WARPGROUP
+from backends.cutedsl.sm100_moe.epilogue import (
+    RowsTensors,
+    SwigluTensors,
+    allocate_store,
+    rows_warpgroup,
+    swiglu_warpgroup,
+)
 from backends.cutedsl.sm100_moe.operands import (
     GroupedGemm,
     RingSmem,
@@ -36,18 +43,8 @@ from backends.cutedsl.sm100_moe.operands import (
     scale_copy,
     scales_views,
 )
-from backends.cutedsl.sm100_moe.plan import (
-    HALF_N,
-    K_BLOCKS,
-    LOAD_WARP,
-    MMA_WARP,
-    THREADS,
-    TILE_M,
-    Sm100MoePlan,
-)
+from backends.cutedsl.sm100_moe.plan import HALF_N, K_BLOCKS, LOAD_WARP, MMA_WARP, THREADS, TILE_M, Sm100MoePlan
 from backends.cutedsl.sm100_moe.routing import walk, work_item
-from backends.cutedsl.sm100_moe.rows import RowsTensors, allocate_store, rows_warpgroup
-from backends.cutedsl.sm100_moe.swiglu import SwigluTensors, swiglu_warpgroup
 from backends.cutedsl.tcgen05 import (
     Ring,
     address_of_tmem,

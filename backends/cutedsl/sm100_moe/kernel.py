@@ -22,12 +22,11 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from backends.cutedsl.sm100_moe import routing, row_kernels
+from backends.cutedsl.sm100_moe.epilogue import RowsTensors, SwigluTensors, make_rows_store
 from backends.cutedsl.sm100_moe.gemm import launch_shape, rows_kernel, swiglu_kernel
 from backends.cutedsl.sm100_moe.nvfp4 import Nvfp4
 from backends.cutedsl.sm100_moe.operands import GroupedGemm, layout_a, layout_w, make_operand
 from backends.cutedsl.sm100_moe.plan import H_COLUMNS, TILE_K, TILE_M, Sm100MoePlan
-from backends.cutedsl.sm100_moe.rows import RowsTensors, make_rows_store
-from backends.cutedsl.sm100_moe.swiglu import SwigluTensors
 
 
 def ceil_div(a: Int32, b: int) -> Int32:
@@ -90,10 +89,7 @@ class Sm100Moe:
     def _gemm(self, call: SimpleNamespace, plan: Sm100MoePlan, a: Nvfp4, w: Nvfp4):
         """The operands and sizes of a product, and how it is launched."""
         w_rows = w.codes.shape[1]
-        operands = (
-            make_operand(plan, a, 1, layout_a(plan)),
-            make_operand(plan, w, plan.cta_group, layout_w(plan)),
-        )
+        operands = (make_operand(plan, a, 1, layout_a(plan)), make_operand(plan, w, plan.cta_group, layout_w(plan)))
         gemm = GroupedGemm(*operands, call.units, w_rows, ceil_div(a.codes.shape[1] * 2, TILE_K))
         shape = launch_shape(plan, a.codes.shape[0] // TILE_M, ceil_div(w_rows, plan.tile_n), call.max_ctas)
         return gemm, {"stream": call.stream, **shape}

@@ -64,14 +64,7 @@ def make_mma(plan: Sm100MoePlan) -> cute.TiledMma:
     """kind::mxf4nvf4 with a ue4m3 scale for 16 elements, both operands from shared memory, K-major."""
     k_major = OperandMajorMode.K
     return blackwell_helpers.make_blockscaled_trivial_tiled_mma(
-        Float4E2M1FN,
-        Float4E2M1FN,
-        k_major,
-        k_major,
-        Float8E4M3FN,
-        SF_VEC_SIZE,
-        cta_group_of(plan),
-        tiler(plan)[:2],
+        Float4E2M1FN, Float4E2M1FN, k_major, k_major, Float8E4M3FN, SF_VEC_SIZE, cta_group_of(plan), tiler(plan)[:2]
     )
 
 

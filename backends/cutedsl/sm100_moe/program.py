@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from backends.cutedsl.compile.artifact import Artifact
-from backends.cutedsl.compile.artifact_cache import ArtifactKey, cached_artifact, default_folder, imported
-from backends.cutedsl.compile.compile import compile_host_function, compiler_version
+from backends.cutedsl.compile.compile import compile_host_function, compiled_kernel
 from backends.cutedsl.compile.parameters import (
     Parameter,
     ScalarParameter,
@@ -152,22 +150,13 @@ def _sizes(case: Case) -> dict[str, int]:
 
 @functools.cache
 def compiled(stage: str, cta_group: int, interleave: int) -> Artifact:
-    """The compiled host function of one stage, from the user's cache if it is there.
+    """The compiled host function of one stage. UnsupportedError if CuTeDSL is not installed."""
 
-    UnsupportedError if CuTeDSL is not installed.
-    """
-    key = ArtifactKey(
-        name=f"sm100_moe_{stage}",
-        sources=imported("sm100_moe"),
-        options={"cta_group": cta_group, "interleave": interleave},
-        target="sm_100a",
-        compiler=compiler_version(),
-    )
-    return cached_artifact(key, lambda: _compile(stage, cta_group, interleave), default_folder(Path.home()))
+    def build() -> Artifact:
+        from backends.cutedsl.sm100_moe.kernel import Sm100Moe
 
+        values = fake_values(_parameters_of(stage), CONSTANTS, DIVISORS)
+        return compile_host_function(Sm100Moe(cta_group, interleave), stage, target="sm_100a", **values)
 
-def _compile(stage: str, cta_group: int, interleave: int) -> Artifact:
-    from backends.cutedsl.sm100_moe.kernel import Sm100Moe
-
-    values = fake_values(_parameters_of(stage), CONSTANTS, DIVISORS)
-    return compile_host_function(Sm100Moe(cta_group, interleave), stage, target="sm_100a", **values)
+    options = {"cta_group": cta_group, "interleave": interleave}
+    return compiled_kernel("sm100_moe", "sm_100a", options, build, f"sm100_moe_{stage}")

@@ -19,13 +19,7 @@ GATHER_WARPS = 8
 
 
 @cute.kernel
-def gather_kernel(
-    mTopkIds: cute.Tensor,
-    mRowOfRoute: cute.Tensor,
-    x: Nvfp4,
-    a1: Nvfp4,
-    topk: Int32,
-):
+def gather_kernel(mTopkIds: cute.Tensor, mRowOfRoute: cute.Tensor, x: Nvfp4, a1: Nvfp4, topk: Int32):
     """x, by token, to a1, by expert row."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
@@ -50,13 +44,7 @@ REQUANTISE_THREADS = 128
 
 
 @cute.kernel
-def requantise_kernel(
-    mTopkIds: cute.Tensor,
-    mRowOfRoute: cute.Tensor,
-    mH: cute.Tensor,
-    mA2_gs: cute.Tensor,
-    a2: Nvfp4,
-):
+def requantise_kernel(mTopkIds: cute.Tensor, mRowOfRoute: cute.Tensor, mH: cute.Tensor, mA2_gs: cute.Tensor, a2: Nvfp4):
     """mH (rows, intermediate) f32 to a2 under mA2_gs (experts); only rows that are routes."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()

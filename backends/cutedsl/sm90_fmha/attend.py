@@ -84,8 +84,7 @@ def issue_pv(
     n = cutlass.const_expr(min(plan.o_columns, plan.slab_columns))
     layout_o = pv_thread.make_fragment_C(pv_thread.partition_shape_C((GROUP_M, n))).layout
     tOrP = cute.make_tensor(
-        registers.rP.iterator,
-        pv_thread.make_fragment_A(pv_thread.partition_shape_A((GROUP_M, plan.tile_n))).layout,
+        registers.rP.iterator, pv_thread.make_fragment_A(pv_thread.partition_shape_A((GROUP_M, plan.tile_n))).layout
     )
     own = own_slab(plan, kv, place, group)
     warpgroup.fence()
@@ -93,13 +92,7 @@ def issue_pv(
         wait_full(kv, own)
         tOrO = cute.make_tensor(registers.rO.iterator + part * (GROUP_M * n // 128), layout_o)
         for k_block in cutlass.range_constexpr(plan.tile_n // 16):
-            cute.gemm(
-                pv_mma,
-                tOrO,
-                tOrP[None, None, k_block],
-                operands.tOrV[None, None, k_block, own.stage],
-                tOrO,
-            )
+            cute.gemm(pv_mma, tOrO, tOrP[None, None, k_block], operands.tOrV[None, None, k_block, own.stage], tOrO)
         own = advanced(kv, own)
     warpgroup.commit_group()
     return advanced(kv, place, plan.slabs)

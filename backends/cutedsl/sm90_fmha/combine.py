@@ -122,10 +122,7 @@ def launch_combine(
 ):
     """Queue the combine kernel with teams of `team` warps, as a programmatic dependent launch."""
     combine_kernel(hd, team, outputs, rows, splits).launch(
-        grid=[rows * (hd // columns_of(hd)), 1, 1],
-        block=[LANES * team, 1, 1],
-        stream=stream,
-        use_pdl=True,
+        grid=[rows * (hd // columns_of(hd)), 1, 1], block=[LANES * team, 1, 1], stream=stream, use_pdl=True
     )
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backends.cutedsl.attention import PARAMETERS, attention_call, sizes_of
 from backends.cutedsl.compile.artifact import Artifact
-from backends.cutedsl.compile.artifact_cache import ArtifactKey, cached_artifact, default_folder, imported
-from backends.cutedsl.compile.compile import compile_host_function, compiler_version
+from backends.cutedsl.compile.compile import compile_host_function, compiled_kernel
 from backends.cutedsl.compile.parameters import fake_values
 from backends.cutedsl.device import H200_SM_COUNT
 from backends.cutedsl.sm90_fmha.plan import Sm90FmhaPlan, kernel_plan, split_count
@@ -32,21 +30,11 @@ def fmha_program(
 
 @functools.cache
 def compiled(plan: Sm90FmhaPlan) -> Artifact:
-    """The compiled kernel of one plan, from the user's cache if it is there.
+    """The compiled kernel of one plan. UnsupportedError if CuTeDSL is not installed."""
 
-    UnsupportedError if CuTeDSL is not installed.
-    """
-    key = ArtifactKey(
-        name="sm90_fmha",
-        sources=imported("sm90_fmha"),
-        options={"hd": plan.hd, "share": plan.share},
-        target="sm_90a",
-        compiler=compiler_version(),
-    )
-    return cached_artifact(key, lambda: _compile(plan), default_folder(Path.home()))
+    def build() -> Artifact:
+        from backends.cutedsl.sm90_fmha.kernel import Sm90Fmha
 
+        return compile_host_function(Sm90Fmha(plan), target="sm_90a", **fake_values(PARAMETERS, {"hd": plan.hd}, {}))
 
-def _compile(plan: Sm90FmhaPlan) -> Artifact:
-    from backends.cutedsl.sm90_fmha.kernel import Sm90Fmha
-
-    return compile_host_function(Sm90Fmha(plan), target="sm_90a", **fake_values(PARAMETERS, {"hd": plan.hd}, {}))
+    return compiled_kernel("sm90_fmha", "sm_90a", {"hd": plan.hd, "share": plan.share}, build)

@@ -158,12 +158,7 @@ def row_codes(rows: int, intermediate: int) -> TensorMapArg:
 def expert_rows(rows: int, hidden: int) -> TensorMapArg:
     """rows [rows][hidden] bf16, in the boxes that a warp writes."""
     return TensorMapArg(
-        tensor="rows",
-        dtype="bf16",
-        dims=(hidden, rows),
-        strides=(hidden * 2,),
-        box=(STAGED_COLUMNS, 32),
-        swizzle="64B",
+        tensor="rows", dtype="bf16", dims=(hidden, rows), strides=(hidden * 2,), box=(STAGED_COLUMNS, 32), swizzle="64B"
     )
 
 

@@ -23,12 +23,8 @@ from backends.cutedsl.sm90_fmha.plan import (
     Sm90FmhaPlan,
     kernel_plan,
 )
-from backends.cutedsl.sm90_fmha.plan import (
-    MAX_SPLITS as SM90_MAX_SPLITS,
-)
-from backends.cutedsl.sm90_fmha.plan import (
-    split_count as sm90_split_count,
-)
+from backends.cutedsl.sm90_fmha.plan import MAX_SPLITS as SM90_MAX_SPLITS
+from backends.cutedsl.sm90_fmha.plan import split_count as sm90_split_count
 from backends.cutedsl.sm100_fmha.plan import (
     MAX_SPLITS,
     MIN_TILES_PER_SPLIT,

@@ -19,14 +19,7 @@ from backends.ptx.shared_memory import MAX_SMEM, SmemLayout
 from backends.ptx.sm100_fmha.geometry import Sm100FmhaTiling
 from backends.ptx.sm100_fmha.kernel import PTX_VERSION, kernel_text
 from backends.ptx.sm100_moe.epilogue import SwigluVariant
-from backends.ptx.sm100_moe.geometry import (
-    ACCUMULATOR_STRIDE,
-    HALF_N,
-    SF_COLUMN,
-    SF_SLOT_COLUMNS,
-    SF_SLOTS,
-    TILE_N,
-)
+from backends.ptx.sm100_moe.geometry import ACCUMULATOR_STRIDE, HALF_N, SF_COLUMN, SF_SLOT_COLUMNS, SF_SLOTS, TILE_N
 from backends.ptx.sm100_moe.kernel import L1_SMEM, L2_SMEM, l1_kernel, l2_kernel
 from backends.ptx.sm100_moe.kernel import PTX_VERSION as MOE_VERSION
 from backends.ptx.sm100_moe.requantise import requantise_kernel

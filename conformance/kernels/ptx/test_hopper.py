@@ -13,11 +13,7 @@ from backends.ptx.shared_memory import MAX_SMEM
 from backends.ptx.sm90_fmha.geometry import SPLIT_KEYS, THREADS, Sm90FmhaTiling, splits_of
 from backends.ptx.sm90_fmha.kernel import PTX_VERSION, kernel_text
 from conformance.kernels.ptx.test_assembles import assembled, check_arguments, local_memory_bytes
-from megamoe.contract import (
-    Row,
-    RunOptions,
-    load_executor,
-)
+from megamoe.contract import Row, RunOptions, load_executor
 from megamoe.judge.guarded import GuardedCase
 from megamoe.judge.judge import judge
 from megamoe.spec.load import load_specs
