@@ -27,7 +27,7 @@ A tile, with S one tile ahead of P V:
     softmax  P[i] = 2^(S[i] - m)                     P[i+1] = 2^(S[i+1] - m)
     correct  O *= 2^(m_old - m_new) if a row of the warp needs it
 
-With more than one split, items write partials to a workspace and a second kernel (combine.py) merges them.
+With more than one split, items write partials to a workspace and a second kernel (correction.py) merges them.
 """
 
 from types import SimpleNamespace

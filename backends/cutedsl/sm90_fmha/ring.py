@@ -7,6 +7,7 @@ the number of its first stage, and one copy of the code serves both rings.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -33,7 +34,8 @@ class RingPlace(NamedTuple):
     parity: Int32
 
 
-class RingSlot(NamedTuple):
+@dataclass(frozen=True)
+class RingSlot:
     """The stage at a place of a ring, as TmaViews.load takes it."""
 
     ring: StageRing
