@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from backends.gpu.driver import call as call_driver
 from backends.gpu.driver import faults_of_others
-from megamoe.contract import (
-    AnyProgram,
-    DeviceError,
-    Execution,
-    HostProgram,
-    PreparedCall,
-    Program,
-    RunOptions,
-    Target,
-)
+from megamoe.contract import AnyProgram, DeviceError, Execution, HostProgram, PreparedCall, Program, RunOptions, Target
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +90,7 @@ class GpuExecutor:
 
     def throttled(self) -> str | None:
         """Why the device lowered its clocks since the last call; None if it did not."""
-        from backends.gpu.clocks import throttle_reasons
+        from backends.gpu.driver import throttle_reasons
 
         return throttle_reasons()
 

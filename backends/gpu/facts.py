@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any, Final
 
-from backends.gpu.clocks import clocks, driver_version
-from backends.gpu.driver import faults_of_others
+from backends.gpu.driver import clocks, driver_version, faults_of_others
 from backends.gpu.stopwatch import flush_buffer
 from megamoe.contract import DeviceFacts
 

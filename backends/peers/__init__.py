@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from backends.peers import cudnn_frontend, flash_attention, grouped_gemm, torch_sdpa
+from backends.peers import attention, grouped_gemm
 from backends.peers.peer import Peer
 
-TORCH_SDPA_CUDNN: Final = torch_sdpa.CUDNN
-TORCH_SDPA_CUDNN_FOLDED: Final = torch_sdpa.CUDNN_FOLDED
-TORCH_SDPA_FLASH: Final = torch_sdpa.FLASH
-TORCH_SDPA_EFFICIENT: Final = torch_sdpa.EFFICIENT
-TORCH_SDPA_MATH: Final = torch_sdpa.MATH
-FA3: Final = flash_attention.FA3
-FLASH_ATTN_4: Final = flash_attention.FLASH_ATTN_4
-CUDNN_FRONTEND: Final = cudnn_frontend.CUDNN_FRONTEND
+TORCH_SDPA_CUDNN: Final = attention.CUDNN
+TORCH_SDPA_CUDNN_FOLDED: Final = attention.CUDNN_FOLDED
+TORCH_SDPA_FLASH: Final = attention.FLASH
+TORCH_SDPA_EFFICIENT: Final = attention.EFFICIENT
+TORCH_SDPA_MATH: Final = attention.MATH
+FA3: Final = attention.FA3
+FLASH_ATTN_4: Final = attention.FLASH_ATTN_4
+CUDNN_FRONTEND: Final = attention.CUDNN_FRONTEND
 HUMMING: Final = grouped_gemm.HUMMING
 TORCH_GROUPED_MM: Final = grouped_gemm.TORCH_GROUPED_MM
 

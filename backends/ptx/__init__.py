@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from backends.ptx.sm90_fmha.launch import fmha_program as hopper_fmha_program
-from backends.ptx.sm100_fmha.launch import fmha_program
+from backends.ptx.sm90_fmha.kernel import fmha_program as hopper_fmha_program
+from backends.ptx.sm100_fmha.kernel import fmha_program
 from backends.ptx.sm100_moe.launch import moe_program
 from megamoe.contract import Program, Target, UnsupportedError
 

@@ -188,13 +188,7 @@ def module_text(entries: Sequence[Emitter]) -> str:
     if len(targets) != 1:
         raise BuilderError(f"a module is for one target; these entries are for {', '.join(sorted(targets)) or 'none'}")
     major, minor = max(entry.version for entry in entries)
-    lines = [
-        *entries[0].description(),
-        "",
-        f".version {major}.{minor}",
-        f".target {targets.pop()}",
-        ".address_size 64",
-    ]
+    lines = [*entries[0].description(), "", f".version {major}.{minor}", f".target {targets.pop()}", ".address_size 64"]
     for index, entry in enumerate(entries):
         lines += ["", *(entry.description() if index else []), *entry.entry_text()[:-1]]
     return "\n".join([*lines, ""])

@@ -51,7 +51,7 @@ def _busy_ms(work: Callable[[], object], times: int) -> float:
     return (time.process_time() - began) / times * 1e3
 
 
-def test_collection_of_ten_thousand_rows(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+def test_collection_of_instant_rows(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     """`pytest --collect-only conformance/bench/bench_rows.py` over 10,000 cases in at most 3 s."""
     write = ["--specs", str(instant.write_spec(tmp_path)), "--backend", f"{ROOM}:READY", "--executor", "vm"]
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "conformance/bench/bench_rows.py", *write]
@@ -67,7 +67,7 @@ def test_collection_of_ten_thousand_rows(benchmark: BenchmarkFixture, tmp_path: 
     benchmark.extra_info.update({"bar_seconds": BAR_COLLECT_S, "processor_seconds": round(busy, 2)})
 
 
-def test_rows_of_ten_thousand_cases(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+def test_rows_of_instant_cases(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     """From the file of a spec to the rows owed: what every command pays first."""
     folder = instant.write_spec(tmp_path)
     selection = Selection(backends=(f"{ROOM}:READY",))

@@ -5,19 +5,51 @@ backends of the same case. Without a device, it is one round of the VM and the j
 time with a device's. `extra_info` has what counts there: the VM's counters and the compiler figures.
 
 A wrong row has no time: its benchmark fails. It is skipped if there is no such kernel or machine.
+
+pytest-benchmark is handed known times: a clock that we set, in its `pedantic` mode. It reads its timer once before and
+once after each round; between the two we advance the clock by one sample. The timer of a fixture is private (`_timer`):
+conformance/meta/bench/test_device_clock.py checks the pinned version against these assumptions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from conformance.bench.device_clock import report_samples
 from megamoe.bench.run import BenchRun, Outcome
 from megamoe.contract import Case, Row, Temperature
 from megamoe.records.lines import Timing
+
+
+class DeviceClock:
+    """A monotonic clock in seconds. It stands still until it is advanced."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        """The time now, in seconds."""
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Moves the clock forwards. ValueError for a step that is not positive."""
+        if not seconds > 0.0:
+            raise ValueError(f"a clock moves forwards: {seconds} s is no step")
+        self._now += seconds
+
+
+def report_samples(benchmark: BenchmarkFixture, samples_s: Sequence[float]) -> None:
+    """Makes the rounds of `benchmark` take `samples_s`, in this order.
+
+    Small steps are added to a growing sum, so a round is off by at most one part in 1e9.
+    """
+    clock = DeviceClock()
+    benchmark._timer = clock  # pyright: ignore[reportAttributeAccessIssue]
+    left = iter(samples_s)
+    benchmark.pedantic(lambda: clock.advance(next(left)), rounds=len(samples_s), iterations=1)
+
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Benchmark fixture was not used:pytest_benchmark.logger.PytestBenchmarkWarning"

@@ -20,12 +20,10 @@ from megamoe.contract import Row, Temperature
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import Selection, SelectionError, known_cases, owed_rows
-from megamoe.spec.spec import Spec
 
 RUNS = Path("results/runs")
 _RUN = pytest.StashKey[BenchRun]()
 _WRONG = pytest.StashKey[str]()
-_SPECS = pytest.StashKey[dict[str, Spec]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from backends.gpu.clocks import clocks
+from backends.gpu.driver import clocks
 from backends.gpu.executor import EXECUTOR
 from backends.gpu.stopwatch import DeviceStopwatch
 from megamoe.contract import PythonProgram, RunOptions

@@ -88,16 +88,9 @@ def runtime(folder: Path) -> None:
 
 def probes(folder: Path) -> None:
     """Packs every probe with the VM's outputs. Compiles those of CuTeDSL."""
-    from conformance.gpu import cutedsl_probe, fmha_probe, raw_probe
-    from conformance.gpu.probe import save
+    from conformance.gpu.probe import all_probes, save
 
-    small = (
-        raw_probe.product_probe,
-        raw_probe.exchange_probe,
-        cutedsl_probe.product_probe,
-        cutedsl_probe.scale_add_probe,
-    )
-    for probe in (*(make() for make in small), *fmha_probe.probes()):
+    for probe in all_probes():
         save(probe.with_expected(), folder / f"{probe.name}.probe")
 
 

@@ -8,21 +8,12 @@ import struct
 import numpy as np
 import pytest
 
-from backends.gpu import host_values
-from backends.gpu.arguments import scalar_bytes
+from backends.gpu import host_program
+from backends.gpu.kernels import scalar_bytes
 from backends.vm.host import arguments as vm
 from backends.vm.machine.machine import Machine
 from backends.vm.memory.global_memory import Buffer
-from megamoe.contract import (
-    BufferArg,
-    DeviceError,
-    HostArg,
-    PackedFields,
-    ScalarArg,
-    ShapeArg,
-    StreamArg,
-    TensorArg,
-)
+from megamoe.contract import BufferArg, DeviceError, HostArg, PackedFields, ScalarArg, ShapeArg, StreamArg, TensorArg
 
 STREAM = vm.GIVEN_STREAM
 ARGUMENTS: list[HostArg] = [
@@ -49,12 +40,12 @@ def buffers() -> dict[str, Buffer]:
 def _told(value: ctypes.Structure) -> object:
     """What a called function reads from a TVMFFIAny, through its pointers."""
     kind, place = value.type_index, value.value.pointer  # pyright: ignore[reportAttributeAccessIssue]
-    if kind == host_values.DLTENSOR:
-        tensor = host_values.DLTensor.from_address(place)
+    if kind == host_program.DLTENSOR:
+        tensor = host_program.DLTensor.from_address(place)
         sizes = [(tensor.shape[i], tensor.strides[i]) for i in range(tensor.ndim)]
         return tensor.data, tensor.device_type, tensor.code, tensor.bits, tensor.lanes, sizes, tensor.byte_offset
-    if kind == host_values.ARRAY:
-        array = host_values.FfiArray.from_address(place)
+    if kind == host_program.ARRAY:
+        array = host_program.FfiArray.from_address(place)
         return array.type_index, [(array.data[i].type_index, array.data[i].value.integer) for i in range(array.size)]
     return kind, place
 
@@ -62,7 +53,7 @@ def _told(value: ctypes.Structure) -> object:
 @pytest.mark.parametrize("argument", ARGUMENTS, ids=str)
 def test_tvm_ffi_values_are_those_of_the_vm(argument: HostArg, buffers: dict[str, Buffer]) -> None:
     addresses = {name: buffer.base for name, buffer in buffers.items()}
-    ours = host_values.ffi_values([argument], addresses, 0, STREAM)
+    ours = host_program.ffi_values([argument], addresses, 0, STREAM)
     theirs = vm.pass_by_ffi([argument], buffers)
     assert _told(ours.slots[0]) == _told(theirs.values[0])  # pyright: ignore[reportArgumentType]
 
@@ -70,7 +61,7 @@ def test_tvm_ffi_values_are_those_of_the_vm(argument: HostArg, buffers: dict[str
 @pytest.mark.parametrize("argument", ARGUMENTS, ids=str)
 def test_packed_values_are_those_of_the_vm(argument: HostArg, buffers: dict[str, Buffer]) -> None:
     addresses = {name: buffer.base for name, buffer in buffers.items()}
-    ours = host_values.packed_values([argument], addresses, STREAM)
+    ours = host_program.packed_values([argument], addresses, STREAM)
     theirs = vm.pass_packed([argument], buffers)
     assert len(ours.slots) == len(theirs.addresses) + 1, "one slot an argument, and one for the error code"
     for mine, other, kept in zip(ours.slots, theirs.addresses, theirs.kept, strict=False):
@@ -88,4 +79,4 @@ def test_a_scalar_that_does_not_fit_is_refused() -> None:
 
 def test_a_tensor_that_is_not_there_is_named() -> None:
     with pytest.raises(DeviceError, match=r"the tensor 'y', which was not given; there are: x"):
-        host_values.ffi_values([BufferArg("y")], {"x": 16}, 0, 0)
+        host_program.ffi_values([BufferArg("y")], {"x": 16}, 0, 0)

@@ -27,7 +27,7 @@ REFUSED = {
     "cuLaunchKernelEx": "launching product with grid (1, 1, 1), block (128, 1, 1)",
     "cuStreamSynchronize": "waiting for the end",
 }
-# File for the calls -> a probe of raw_probe, and the failure that the driver plays.
+# File for the calls -> a probe of probe.py, and the failure that the driver plays.
 ATTEMPTS = {
     "product": ("product_probe", ""),
     "exchange": ("exchange_probe", ""),
@@ -39,7 +39,7 @@ SCRIPT = """
 import json, os, sys
 import backends.gpu.kernels as kernels
 from backends.gpu.driver import call
-from conformance.gpu import raw_probe
+from conformance.gpu import probe as probes
 from megamoe.contract import DeviceError, DeviceLostError
 def attempt(probe):
     kernels.current_stream = lambda: 0x77
@@ -55,7 +55,7 @@ for name, (probe, failure) in json.loads(sys.argv[1]).items():
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), 1)
         if failure:
             os.environ["FAKE_FAILURE"] = failure
-        attempt(getattr(raw_probe, probe)())
+        attempt(getattr(probes, probe)())
         sys.exit()
     if os.wait()[1] != 0:
         sys.exit(f"attempt {name} failed")

@@ -10,8 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.gpu.probe import Probe, differences, load, save
-from conformance.gpu.raw_probe import WORDS, exchange_probe, product_probe
+from conformance.gpu.probe import (
+    WORDS,
+    Probe,
+    compiled_product_probe,
+    differences,
+    exchange_probe,
+    load,
+    product_probe,
+    save,
+    scale_add_probe,
+)
 from megamoe.contract import HostProgram, RunOptions, load_executor
 
 VM = load_executor("vm")
@@ -64,9 +73,7 @@ def test_a_broken_rule_is_no_result() -> None:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_the_compiled_probes_compute_what_they_say() -> None:
-    from conformance.gpu import cutedsl_probe
-
-    product, scaled = cutedsl_probe.product_probe(), cutedsl_probe.scale_add_probe()
+    product, scaled = compiled_product_probe(), scale_add_probe()
     conventions = {probe.program.convention for probe in (product, scaled) if isinstance(probe.program, HostProgram)}
     assert conventions == {"tvm_ffi", "packed"}
     exact = product.tensors["a"].double() @ product.tensors["b"].double().T

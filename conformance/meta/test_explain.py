@@ -393,7 +393,7 @@ def test_swiglu_tile_is_taken_once_and_whole() -> None:
 
 @pytest.mark.parametrize(("m", "n", "thread", "register"), [(0, 0, 0, 0), (77, 8, 77 % 32, 8), (127, 21, 31, 21)])
 def test_register_of_a_cell(m: int, n: int, thread: int, register: int) -> None:
-    """The cells that conformance/kernels/ptx/test_moe_registers.py finds by setting registers to zero."""
+    """The cells that conformance/kernels/ptx/test_moe_layer.py finds by setting registers to zero."""
     holders = [load.cells[m, n] for load in _tile().loads if (m, n) in load.cells and load.warp == m // 32]
     assert holders == [(thread, register)]
 

@@ -6,12 +6,13 @@ import inspect
 import platform
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Final, Protocol, cast
 
-from backends.cutedsl.compile.artifact import Artifact
-from backends.cutedsl.compile.cubin import kernel_resources
+from backends.cutedsl.compile.artifact import Artifact, kernel_resources
+from backends.cutedsl.compile.artifact_cache import ArtifactKey, cached_artifact, default_folder, imported
 from megamoe.contract import Target, UnsupportedError
 
 DISTRIBUTIONS: Final = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
@@ -48,6 +49,18 @@ def compiler_version() -> str:
             f"compiling CuTeDSL kernels needs the package {missing.name}, which is not installed; "
             f"the extra `cutedsl` of megamoe has it"
         ) from None
+
+
+def compiled_kernel(
+    kernel: str, target: Target, options: Mapping[str, str | int], build: Callable[[], Artifact], name: str = ""
+) -> Artifact:
+    """The artifact of `kernel`, a folder of backends/cutedsl, from the user's cache if it is there, else from `build`.
+
+    `options`: all constants that are compiled in. `name`: of one function of several; the folder's if empty.
+    UnsupportedError if CuTeDSL is not installed.
+    """
+    key = ArtifactKey(name or kernel, imported(kernel), options, target, compiler_version())
+    return cached_artifact(key, build, default_folder(Path.home()))
 
 
 def compile_host_function(

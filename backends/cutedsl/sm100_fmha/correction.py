@@ -1,33 +1,22 @@
-# ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""The correction warpgroup: rescales O in tensor memory when a row maximum moves, normalises it and stores it."""
+"""How O leaves: the correction warpgroup, and the kernel that combines the parts of split keys.
+
+The warpgroup rescales O in tensor memory when a row maximum moves, normalises it and stores it. Of split keys,
+O = sum_i w_i O_i with w_i = exp(lse_i - lse), one warp a row.
+"""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.pipeline import PipelineConsumer
 
-from backends.cutedsl.sm100.device import LN2, WARPGROUP
-from backends.cutedsl.sm100.tcgen05 import CHUNK, fence_after_sync, fence_before_sync, load_row, store_row
+from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem, attention_item
+from backends.cutedsl.device import LN2, LOG2_E, WARPGROUP
 from backends.cutedsl.sm100_fmha.operands import FmhaSmem
 from backends.cutedsl.sm100_fmha.plan import TILE_M, Sm100FmhaPlan
-from backends.cutedsl.sm100_fmha.tiles import AttentionItem, Problem, work_item
-
-
-class Outputs(NamedTuple):
-    """Where results go: with one split to o and lse, else to the partials, O normalised within its split, fp32.
-
-    mO (kv_batch, row, hd) bf16; mLSE (kv_batch, row) f32; mO_part (split, kv_batch, row, hd) f32;
-    mLSE_part (split, kv_batch, row) f32. All natural logarithms.
-    """
-
-    mO: cute.Tensor
-    mLSE: cute.Tensor
-    mO_part: cute.Tensor
-    mLSE_part: cute.Tensor
+from backends.cutedsl.tcgen05 import CHUNK, fence_after_sync, fence_before_sync, load_row, store_row
 
 
 @dataclass
@@ -180,7 +169,7 @@ def correction_warpgroup(
     step, _, _ = cute.arch.grid_dim()
     tmem_o = tmem_ptr + plan.tmem_o
     for index in cutlass.range(start, problem.work_items, step, unroll=1):
-        item = work_item(plan, problem, index)
+        item = attention_item(plan, problem, index)
         rings = rescale_item(plan, item, tmem_o, smem.sStat, thread, rings)
         row_sum, row_max, rings = row_statistics(plan, smem, thread, rings)
         lse = -Float32.inf
@@ -194,3 +183,65 @@ def correction_warpgroup(
             o_last.release()
         else:
             store_o(plan, problem, outputs, item, tmem_o, row_sum, lse, thread)
+
+
+COMBINE_WARPS = 4
+
+
+@cute.kernel
+def combine_kernel(hd: cutlass.Constexpr, outputs: Outputs, rows: Int32, splits: Int32):
+    """mO (row, hd) bf16 and mLSE (row) f32 from mO_part (split, row, hd) f32 and mLSE_part (split, row) f32.
+
+    Lane i holds the weight of split i; there are at most MAX_SPLITS, 32. A part that saw no key has lse = -inf, so
+    weight 0, and may have no O at all.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    lane = thread % 32
+    row = block * COMBINE_WARPS + thread // 32
+    vector = min(4, hd // 32)
+    if row < rows:
+        part_lse = -Float32.inf
+        if lane < splits:
+            part_lse = outputs.mLSE_part[Int64(lane) * rows + row]
+        top = cute.arch.warp_reduction(part_lse, cute.arch.fmax)
+        base = top
+        if top == -Float32.inf:
+            base = Float32(0.0)
+        weight = cute.math.exp2((part_lse - base) * LOG2_E, fastmath=True)
+        total = cute.arch.warp_reduction(weight, lambda a, b: a + b)
+        inverse = Float32(0.0)
+        lse = -Float32.inf
+        if total > Float32(0.0):
+            inverse = Float32(1.0) / total
+            lse = base + cute.math.log2(total, fastmath=True) * LN2
+        weight = weight * inverse
+
+        rSum = cute.make_rmem_tensor((vector, hd // 32 // vector), Float32)
+        rPart = cute.make_rmem_tensor((vector, hd // 32 // vector), Float32)
+        rSum.fill(0.0)
+        for split in cutlass.range(splits, unroll=2):
+            split_weight = cute.arch.shuffle_sync(weight, split)
+            if split_weight > Float32(0.0):
+                offset = cute.assume((Int64(split) * rows + row) * hd, divby=hd)
+                gPart = cute.make_tensor(
+                    outputs.mO_part.iterator + offset, cute.make_layout((vector, 32, hd // 32 // vector))
+                )
+                cute.autovec_copy(gPart[None, lane, None], rPart)
+                rSum.store(rSum.load() + rPart.load() * split_weight)
+        rO = cute.make_rmem_tensor((vector, hd // 32 // vector), BFloat16)
+        rO.store(rSum.load().to(BFloat16))
+        offset = cute.assume(Int64(row) * hd, divby=hd)
+        gO = cute.make_tensor(outputs.mO.iterator + offset, cute.make_layout((vector, 32, hd // 32 // vector)))
+        cute.autovec_copy(rO, gO[None, lane, None])
+        if lane == 0:
+            outputs.mLSE[row] = lse
+
+
+@cute.jit
+def launch_combine(hd: cutlass.Constexpr, outputs: Outputs, rows: Int32, splits: Int32, stream):
+    """Queue the combine kernel."""
+    combine_kernel.set_name_prefix(f"sm100_fmha_combine_hd{hd}", remove_cutlass_symbol=True, keep_mangled_name=False)
+    combine_kernel(hd, outputs, rows, splits).launch(
+        grid=[(rows + COMBINE_WARPS - 1) // COMBINE_WARPS, 1, 1], block=[32 * COMBINE_WARPS, 1, 1], stream=stream
+    )

@@ -27,7 +27,7 @@ A tile, with S one tile ahead of P V:
     softmax  P[i] = 2^(S[i] - m)                     P[i+1] = 2^(S[i+1] - m)
     correct  O *= 2^(m_old - m_new) if a row of the warp needs it
 
-With more than one split, items write partials to a workspace and a second kernel (combine.py) merges them.
+With more than one split, items write partials to a workspace and a second kernel (correction.py) merges them.
 """
 
 from types import SimpleNamespace
@@ -35,23 +35,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int64, memory, pipeline
+from cutlass import Float32, memory, pipeline
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from backends.cutedsl.sm100.device import LOG2_E, WARPGROUP
-from backends.cutedsl.sm100.tcgen05 import (
-    Ring,
-    TmaTensor,
-    address_of_tmem,
-    allocate_tmem,
-    free_tmem,
-    make_ring,
-    make_tmem,
-)
-from backends.cutedsl.sm100_fmha.combine import launch_combine
-from backends.cutedsl.sm100_fmha.correction import CorrectionRings, Outputs, correction_warpgroup
-from backends.cutedsl.sm100_fmha.load import FmhaInputs, load_warp
-from backends.cutedsl.sm100_fmha.mma import MmaRings, mma_warp
+from backends.cutedsl.attention_tiles import Inputs, Outputs, Problem, allocate_operand, problem_of, tma_tensors
+from backends.cutedsl.device import WARPGROUP
+from backends.cutedsl.sm100_fmha.correction import CorrectionRings, correction_warpgroup, launch_combine
+from backends.cutedsl.sm100_fmha.issue import MmaRings, load_warp, mma_warp
 from backends.cutedsl.sm100_fmha.operands import (
     QK_TILER,
     FmhaSmem,
@@ -65,7 +55,8 @@ from backends.cutedsl.sm100_fmha.operands import (
 )
 from backends.cutedsl.sm100_fmha.plan import S_STAGES, SLAB_BYTES, STAT_STAGES, TILE_M, Sm100FmhaPlan
 from backends.cutedsl.sm100_fmha.softmax import SoftmaxRings, softmax_warpgroup
-from backends.cutedsl.sm100_fmha.tiles import Problem
+from backends.cutedsl.tcgen05 import Ring, address_of_tmem, allocate_tmem, free_tmem, make_ring, make_tmem
+from backends.cutedsl.tma import TmaTensor
 
 
 class FmhaRings(NamedTuple):
@@ -91,66 +82,40 @@ class Sm100Fmha:
 
     @cute.jit
     def __call__(self, **arguments):
-        """Queue attention on `stream`. `arguments`: the PARAMETERS of program.py, by name.
-
-        mQ, mO (batch * kv_heads, heads / kv_heads * t, hd) bf16; mK, mV (batch * kv_heads, s_k, hd) bf16;
-        mLSE (batch * kv_heads * heads / kv_heads * t) f32, natural logarithm; mO_part and mLSE_part the workspaces of
-        `splits` partials, f32, unused when `splits` is 1. `t`: query tokens. A query at p sees keys j with
-        p - left < j <= p + right. At most `max_ctas` CTAs share the work.
-        """
+        """Queue attention on `stream`. `arguments`: the PARAMETERS of attention.py, by name."""
         call = SimpleNamespace(**arguments)
-        hd, splits = self.plan.hd, call.splits
-        kv_batches, rows, _ = call.mQ.shape
-        inputs = self._make_tma(call.mQ, call.mK, call.mV)
+        hd = self.plan.hd
+        inputs = self._make_tma(call)
         outputs = Outputs(call.mO, call.mLSE, call.mO_part, call.mLSE_part)
         self.kernel.set_name_prefix(f"sm100_fmha_hd{hd}", remove_cutlass_symbol=True, keep_mangled_name=False)
-        row_tiles = (rows + TILE_M - 1) // TILE_M
-        problem = Problem(
-            rows=rows,
-            t=call.t,
-            s_k=call.mK.shape[1],
-            row_tiles=row_tiles,
-            splits=splits,
-            left=call.left,
-            right=call.right,
-            work_items=kv_batches * splits * row_tiles * self.plan.o_halves,
-            scale_log2=call.scale * LOG2_E,
-        )
+        problem = problem_of(call, self.plan)
         self.kernel(inputs, outputs, problem).launch(
             grid=[cutlass.min(problem.work_items, call.max_ctas), 1, 1],
             block=[self.plan.threads, 1, 1],
             stream=call.stream,
             min_blocks_per_mp=1,
         )
-        if splits > 1:
-            launch_combine(hd, outputs, kv_batches * rows, splits, call.stream)
+        if call.splits > 1:
+            launch_combine(hd, outputs, call.mQ.shape[0] * problem.rows, call.splits, call.stream)
 
-    def _make_tma(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor) -> FmhaInputs:
-        """TMA loads of Q (rows, hd, batch), K (s_k, hd, batch) and V (hd, s_k, batch)."""
-        plan, hd = self.plan, self.plan.hd
-        kv_batches, rows, _ = mQ.shape
-        s_k = mK.shape[1]
-        q_batch = cute.assume(Int64(rows) * hd, divby=hd)
-        kv_batch = cute.assume(Int64(s_k) * hd, divby=hd)
-        mQ = cute.make_tensor(mQ.iterator, cute.make_layout((rows, hd, kv_batches), stride=(hd, 1, q_batch)))
-        mK = cute.make_tensor(mK.iterator, cute.make_layout((s_k, hd, kv_batches), stride=(hd, 1, kv_batch)))
-        mV = cute.make_tensor(mV.iterator, cute.make_layout((hd, s_k, kv_batches), stride=(1, hd, kv_batch)))
-
+    def _make_tma(self, call: SimpleNamespace) -> Inputs:
+        plan = self.plan
+        mQ, mK, mV = tma_tensors(plan.hd, call.mQ, call.mK, call.mV)
         tma = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
         qk_mma, pv_mma = make_qk_mma(), make_pv_mma(plan)
         cluster = cute.tiled_divide(cute.make_layout((1, 1, 1)), (qk_mma.thr_id.shape,)).shape
         make_tma_a, make_tma_b = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
         one_stage = [0, 1, 2]
-        return FmhaInputs(
+        return Inputs(
             TmaTensor(*make_tma_a(tma, mQ, cute.select(layout_q(plan), one_stage), QK_TILER, qk_mma, cluster)),
             TmaTensor(*make_tma_b(tma, mK, cute.select(layout_k(plan), one_stage), QK_TILER, qk_mma, cluster)),
             TmaTensor(*make_tma_b(tma, mV, cute.select(layout_v(plan), one_stage), pv_tiler(plan), pv_mma, cluster)),
         )
 
     @cute.kernel
-    def kernel(self, inputs: FmhaInputs, outputs: Outputs, problem: Problem):
+    def kernel(self, inputs: Inputs, outputs: Outputs, problem: Problem):
         """Dispatch the warps to their roles."""
-        plan, problem = self.plan, problem.with_split_tiles()
+        plan, problem = self.plan, problem.with_tiles(self.plan)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == self.load_warp:
             for tensor in inputs:
@@ -171,11 +136,7 @@ class Sm100Fmha:
         if warp == self.mma_warp:
             tmem_ptr = address_of_tmem(tmem)
             ends = MmaRings(
-                kv=rings.kv.consumer,
-                s=rings.s.producer,
-                p=rings.p.consumer,
-                o=rings.o.producer,
-                q=rings.q.consumer,
+                kv=rings.kv.consumer, s=rings.s.producer, p=rings.p.consumer, o=rings.o.producer, q=rings.q.consumer
             )
             mma_warp(plan, problem, tmem_ptr, smem, ends)
         if warp < self.correction_warp:
@@ -213,19 +174,16 @@ class Sm100Fmha:
     def _allocate(self, allocator: memory.SmemAllocator) -> FmhaSmem:
         plan = self.plan
 
-        def operand(layout: cute.ComposedLayout) -> cute.Tensor:
-            return allocator.allocate_tensor(BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-
         def statistic(stages: int) -> cute.Tensor:
             return allocator.allocate_tensor(Float32, cute.make_layout((TILE_M, stages)), byte_alignment=16)
 
-        sQ, sK = operand(layout_q(plan)), operand(layout_k(plan))
+        sQ, sK = allocate_operand(allocator, layout_q(plan)), allocate_operand(allocator, layout_k(plan))
         sV = cute.make_tensor(cute.recast_ptr(sK.iterator, layout_v(plan).inner), layout_v(plan).outer)
         return FmhaSmem(
             sQ=sQ,
             sK=sK,
             sV=sV,
-            sP=None if plan.p_in_tmem else operand(layout_p(plan)),
+            sP=None if plan.p_in_tmem else allocate_operand(allocator, layout_p(plan)),
             sStat=statistic(STAT_STAGES),
             sMax=statistic(plan.max_stages),
             sBase=statistic(2) if plan.softmax_groups == 2 else None,

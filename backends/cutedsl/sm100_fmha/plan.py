@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """The plan of the sm_100a attention kernel: tiles, shared memory, tensor memory, splits.
 
 Pure arithmetic without CuTeDSL: the harness asks for workspaces and splits on machines that do not have it.
@@ -6,8 +7,14 @@ Pure arithmetic without CuTeDSL: the harness asks for workspaces and splits on m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from backends.cutedsl.sm100.device import SMEM_BYTES, TMEM_LANES, WARPGROUP
+from backends.cutedsl.device import SMEM_BYTES, TMEM_LANES, WARPGROUP
+
+if TYPE_CHECKING:
+    from cutlass import Int32
+
+    from backends.cutedsl.attention_tiles import Problem
 
 TILE_M = TMEM_LANES
 """Query rows a tile: one softmax thread a row."""
@@ -19,8 +26,6 @@ SLAB_COLUMNS = 64
 """Columns a slab of Q or K: one 128-byte swizzle row of bf16."""
 S_STAGES = 2
 STAT_STAGES = 2
-UNBOUNDED = 1 << 30
-"""A window or look-ahead that hides no key: above every admissible s_k, and s_k + UNBOUNDED still fits an int32."""
 MIN_TILES_PER_SPLIT = 4
 MAX_SPLITS = 32
 """The combine kernel keeps one split a lane."""
@@ -42,6 +47,12 @@ class Sm100FmhaPlan:
     """
 
     hd: int
+    tile_m: ClassVar[int] = TILE_M
+    tile_n: ClassVar[int] = TILE_N
+
+    def part_begin(self, problem: Problem, split: Int32) -> Int32:
+        """The first key tile of a split: all splits but the last have the same number."""
+        return split * problem.split_tiles
 
     @property
     def o_halves(self) -> int:

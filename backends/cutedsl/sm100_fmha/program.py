@@ -3,95 +3,36 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
+from backends.cutedsl.attention import PARAMETERS, attention_call
 from backends.cutedsl.compile.artifact import Artifact
-from backends.cutedsl.compile.artifact_cache import ArtifactKey, cached_artifact, default_folder, imported
-from backends.cutedsl.compile.compile import compile_host_function, compiler_version
-from backends.cutedsl.compile.parameters import (
-    Parameter,
-    ScalarParameter,
-    StreamParameter,
-    TensorParameter,
-    call_arguments,
-    fake_values,
-    workspace_bytes,
-)
-from backends.cutedsl.sm100.device import SM_COUNT
-from backends.cutedsl.sm100_fmha.plan import UNBOUNDED, split_count
+from backends.cutedsl.compile.compile import compile_host_function, compiled_kernel
+from backends.cutedsl.compile.parameters import fake_values
+from backends.cutedsl.device import B200_SM_COUNT
+from backends.cutedsl.sm100_fmha.plan import split_count
 from megamoe.contract import HostProgram
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
 
-_O_PART, _LSE_PART = TensorParameter("f32", ("part_elements",)), TensorParameter("f32", ("part_rows",), align=4)
-_LSE = TensorParameter("f32", ("flat_rows",), align=4)
-PARAMETERS: Final[Mapping[str, Parameter]] = {
-    "mQ": TensorParameter("bf16", ("kv_batches", "rows", "hd")),
-    "mK": TensorParameter("bf16", ("kv_batches", "s_k", "hd")),
-    "mV": TensorParameter("bf16", ("kv_batches", "s_k", "hd")),
-    "mO": TensorParameter("bf16", ("kv_batches", "rows", "hd")),
-    "mLSE": _LSE,
-    "mO_part": _O_PART,
-    "mLSE_part": _LSE_PART,
-    **dict.fromkeys(("t", "left", "right"), ScalarParameter("s32")),
-    "scale": ScalarParameter("f32"),
-    **dict.fromkeys(("splits", "max_ctas"), ScalarParameter("s32")),
-    "stream": StreamParameter(),
-}
-"""What the host function takes. A tensor's name in the case is its parameter's without the m, in small letters."""
 
-
-def fmha_program(case: Case, splits: int | None = None, max_ctas: int = SM_COUNT) -> HostProgram:
+def fmha_program(case: Case, splits: int | None = None, max_ctas: int = B200_SM_COUNT) -> HostProgram:
     """The call that performs `case`. `splits` replaces the rule of `split_count`.
 
     A CTA takes several work items in turn where there are more than `max_ctas` of them.
     """
-    hd, t, s_k = case.int("hd"), case.int("t"), case.int("s_k")
-    kv_batches = case.int("batch") * case.int("kv_heads")
-    rows = case.int("heads") // case.int("kv_heads") * t
-    if splits is None:
-        splits = split_count(t, s_k)
-    part_rows = splits * kv_batches * rows if splits > 1 else 1
-    sizes = {"kv_batches": kv_batches, "rows": rows, "s_k": s_k, "hd": hd, "flat_rows": kv_batches * rows}
-    sizes |= {"part_rows": part_rows, "part_elements": part_rows * hd}
-    window, scale = case["window"], case["scale"]
-    scalars = {
-        "t": t,
-        "left": UNBOUNDED if window is None else case.int("window"),
-        "right": 0 if case["causal"] else UNBOUNDED,
-        "scale": 1.0 / math.sqrt(hd) if scale is None else float(scale),
-        "splits": splits,
-        "max_ctas": max_ctas,
-    }
-    workspaces = {"o_part": _O_PART, "lse_part": _LSE_PART} | ({} if case["lse"] else {"lse": _LSE})
-    names = {name: name.removeprefix("m").lower() for name in PARAMETERS}
-    return compiled(hd).program(
-        call_arguments(PARAMETERS, sizes, scalars, names),
-        {name: workspace_bytes(tensor, sizes) for name, tensor in workspaces.items()},
-    )
+    splits = splits or split_count(case.int("t"), case.int("s_k"))
+    return attention_call(compiled(case.int("hd")), case, splits, max_ctas)
 
 
 @functools.cache
 def compiled(hd: int) -> Artifact:
-    """The compiled kernel of one head dimension, from the user's cache if it is there.
+    """The compiled kernel of one head dimension. UnsupportedError if CuTeDSL is not installed."""
 
-    UnsupportedError if CuTeDSL is not installed.
-    """
-    key = ArtifactKey(
-        name="sm100_fmha",
-        sources=imported("sm100_fmha"),
-        options={"hd": hd},
-        target="sm_100a",
-        compiler=compiler_version(),
-    )
-    return cached_artifact(key, lambda: _compile(hd), default_folder(Path.home()))
+    def build() -> Artifact:
+        from backends.cutedsl.sm100_fmha.kernel import Sm100Fmha
 
+        return compile_host_function(Sm100Fmha(hd), target="sm_100a", **fake_values(PARAMETERS, {"hd": hd}, {}))
 
-def _compile(hd: int) -> Artifact:
-    from backends.cutedsl.sm100_fmha.kernel import Sm100Fmha
-
-    return compile_host_function(Sm100Fmha(hd), target="sm_100a", **fake_values(PARAMETERS, {"hd": hd}, {}))
+    return compiled_kernel("sm100_fmha", "sm_100a", {"hd": hd}, build)

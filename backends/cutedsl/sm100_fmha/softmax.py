@@ -8,11 +8,11 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from backends.cutedsl.sm100.device import WARPGROUP
-from backends.cutedsl.sm100.tcgen05 import CHUNK, fence_after_sync, fence_before_sync, load_row, store_row
+from backends.cutedsl.attention_tiles import AttentionItem, Problem, attention_item
+from backends.cutedsl.device import WARPGROUP
 from backends.cutedsl.sm100_fmha.operands import FmhaSmem
 from backends.cutedsl.sm100_fmha.plan import TILE_M, TILE_N, Sm100FmhaPlan
-from backends.cutedsl.sm100_fmha.tiles import AttentionItem, Problem, work_item
+from backends.cutedsl.tcgen05 import CHUNK, fence_after_sync, fence_before_sync, load_row, store_row
 
 RESCALE_THRESHOLD = 8.0
 """A row keeps its old maximum while the new one is at most 2^8 above it (FlashAttention-4's idea).
@@ -304,7 +304,7 @@ def softmax_warpgroup(
     step, _, _ = cute.arch.grid_dim()
     tiles_before = Int32(0)
     for index in cutlass.range(start, problem.work_items, step, unroll=1):
-        item = work_item(plan, problem, index)
+        item = attention_item(plan, problem, index)
         first_turn = (tiles_before + group) % groups
         base, row_sum, rings = softmax_item(plan, problem, tmem_ptr, smem, thread, item, first_turn, rings)
         tiles_before += item.tiles

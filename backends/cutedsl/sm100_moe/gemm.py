@@ -21,21 +21,121 @@ from collections.abc import Mapping
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, memory, pipeline
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.pipeline import PipelineProducer
 
-from backends.cutedsl.sm100.device import WARPGROUP
-from backends.cutedsl.sm100.tcgen05 import Ring, address_of_tmem, allocate_tmem, free_tmem, make_ring, make_tmem
-from backends.cutedsl.sm100_moe.load import load_warp
-from backends.cutedsl.sm100_moe.mma import mma_warp
-from backends.cutedsl.sm100_moe.operands import GroupedGemm, allocate_ring
-from backends.cutedsl.sm100_moe.plan import (
-    LOAD_WARP,
-    MMA_WARP,
-    THREADS,
-    Sm100MoePlan,
+from backends.cutedsl.device import WARPGROUP
+from backends.cutedsl.sm100_moe.epilogue import (
+    RowsTensors,
+    SwigluTensors,
+    allocate_store,
+    rows_warpgroup,
+    swiglu_warpgroup,
 )
-from backends.cutedsl.sm100_moe.rows import RowsTensors, allocate_store, rows_warpgroup
-from backends.cutedsl.sm100_moe.swiglu import SwigluTensors, swiglu_warpgroup
+from backends.cutedsl.sm100_moe.operands import (
+    GroupedGemm,
+    RingSmem,
+    allocate_ring,
+    codes_views,
+    copy_scales,
+    make_accumulators,
+    make_mma,
+    scale_copy,
+    scales_views,
+)
+from backends.cutedsl.sm100_moe.plan import HALF_N, K_BLOCKS, LOAD_WARP, MMA_WARP, THREADS, TILE_M, Sm100MoePlan
+from backends.cutedsl.sm100_moe.routing import walk, work_item
+from backends.cutedsl.tcgen05 import (
+    Ring,
+    address_of_tmem,
+    allocate_tmem,
+    fence_after_sync,
+    free_tmem,
+    make_ring,
+    make_tmem,
+)
+
+
+@cute.jit
+def load_warp(plan: Sm100MoePlan, gemm: GroupedGemm, smem: RingSmem, rank: Int32, ring: PipelineProducer):
+    """The producer's work loop. `rank`: which CTA of the pair. The next item is read while this one is loaded."""
+    a_codes = codes_views(gemm.a.codes, smem.sA, plan.ring_stages)
+    w_codes = codes_views(gemm.w.codes, smem.sW, plan.ring_stages)
+    a_scales = scales_views(gemm.a.scales, smem.sSFA)
+    items = walk(plan, gemm)
+    item = work_item(gemm, items, items.first)
+    expert, row_tile = item.expert, item.row_tile
+    for index in cutlass.range(items.first, items.end, items.step, unroll=1):
+        following = work_item(gemm, items, index + items.step)
+        a_tile = row_tile + rank
+        w_first = index % items.w_tiles * plan.cta_group
+        w_tile = w_first + rank
+        of_expert = cute.domain_offset((0, expert * (gemm.w_rows // TILE_M) + w_first), gemm.w.scales.coordinates)
+        w_scales = scales_views(gemm.w.scales._replace(coordinates=of_expert), smem.sSFW)
+        for k_tile in cutlass.range(gemm.k_tiles, unroll=1):
+            stage = ring.acquire_and_advance()
+            w_codes.load((w_tile, k_tile, expert), stage)
+            w_scales.load((k_tile, 0), stage)
+            a_codes.load((a_tile, k_tile, 0), stage)
+            a_scales.load((k_tile, a_tile), stage)
+        expert, row_tile = following.expert, following.row_tile
+    ring.tail()
+
+
+@cute.jit
+def mma_warp(
+    plan: Sm100MoePlan,
+    gemm: GroupedGemm,
+    smem: RingSmem,
+    tmem_ptr: cute.Pointer,
+    rank: Int32,
+    ring: Ring,
+    acc: PipelineProducer,
+):
+    """The issuer's work loop; the first CTA of a pair issues for both.
+
+    Where there are fewer slots of scales than ring stages, `behind` follows the ring by that many stages. It waits
+    until the tensor core is done with the stage, and so with the slot; the stage in between keeps the tensor core busy.
+    """
+    mma = make_mma(plan)
+    tCrA, tCrW = mma.make_fragment_A(smem.sA), mma.make_fragment_B(smem.sW)
+    copy_a = scale_copy(plan, smem.sSFA, True, tmem_ptr)
+    copy_w = scale_copy(plan, smem.sSFW, False, tmem_ptr)
+    items = walk(plan, gemm)
+    operands, loads = ring.consumer, ring.pipeline
+    behind = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, plan.ring_stages)
+    slot, used, turn = Int32(0), Int32(0), Int32(0)
+    if rank == 0:
+        for _ in cutlass.range(items.first, items.end, items.step, unroll=1):
+            acc_tile = acc.acquire_and_advance()
+            fence_after_sync()
+            tCtAcc = make_accumulators(plan, tmem_ptr + turn * HALF_N)
+            turn ^= 1
+            for k_tile in cutlass.range(gemm.k_tiles, unroll=1):
+                stage = operands.wait_and_advance()
+                if cutlass.const_expr(plan.sf_slots < plan.ring_stages):
+                    if used >= plan.sf_slots:
+                        loads.sync_object_empty.wait(behind.index, behind.phase)
+                        behind.advance()
+                    used += 1
+                fence_after_sync()
+                tSFA = copy_scales(plan, copy_a, tmem_ptr, stage.index, slot)
+                tSFW = copy_scales(plan, copy_w, tmem_ptr, stage.index, slot)
+                slot = cutlass.select_(slot + 1 == plan.sf_slots, Int32(0), slot + 1)
+                for k_block in cutlass.range_constexpr(K_BLOCKS):
+                    mma.set(tcgen05.Field.ACCUMULATE, k_tile != 0 if k_block == 0 else True)
+                    mma.set(tcgen05.Field.SFA, tSFA[None, None, k_block].iterator)
+                    mma.set(tcgen05.Field.SFB, tSFW[None, None, k_block].iterator)
+                    cute.gemm(
+                        mma,
+                        tCtAcc,
+                        tCrA[None, None, k_block, stage.index],
+                        tCrW[None, None, k_block, stage.index],
+                        tCtAcc,
+                    )
+                stage.release()
+            acc_tile.commit()
+        acc.tail()
 
 
 def cluster_layout(plan: Sm100MoePlan) -> cute.Layout:

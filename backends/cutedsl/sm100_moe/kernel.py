@@ -21,13 +21,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from backends.cutedsl.sm100_moe import combine, gather, requantise, routing
+from backends.cutedsl.sm100_moe import routing, row_kernels
+from backends.cutedsl.sm100_moe.epilogue import RowsTensors, SwigluTensors, make_rows_store
 from backends.cutedsl.sm100_moe.gemm import launch_shape, rows_kernel, swiglu_kernel
 from backends.cutedsl.sm100_moe.nvfp4 import Nvfp4
 from backends.cutedsl.sm100_moe.operands import GroupedGemm, layout_a, layout_w, make_operand
 from backends.cutedsl.sm100_moe.plan import H_COLUMNS, TILE_K, TILE_M, Sm100MoePlan
-from backends.cutedsl.sm100_moe.rows import RowsTensors, make_rows_store
-from backends.cutedsl.sm100_moe.swiglu import SwigluTensors
 
 
 def ceil_div(a: Int32, b: int) -> Int32:
@@ -80,9 +79,9 @@ class Sm100Moe:
     def _gather(self, call: SimpleNamespace) -> None:
         ids, topk = flat(call.topk_ids), call.topk_ids.shape[1]
         source, target = Nvfp4(call.x_codes, call.x_sf), Nvfp4(call.a1_codes, call.a1_sf)
-        named(gather.gather_kernel, "gather")(ids, call.row_of_route, source, target, topk).launch(
-            grid=[cutlass.min(ceil_div(cute.size(ids), gather.WARPS), 8 * call.max_ctas), 1, 1],
-            block=[32 * gather.WARPS, 1, 1],
+        named(row_kernels.gather_kernel, "gather")(ids, call.row_of_route, source, target, topk).launch(
+            grid=[cutlass.min(ceil_div(cute.size(ids), row_kernels.GATHER_WARPS), 8 * call.max_ctas), 1, 1],
+            block=[32 * row_kernels.GATHER_WARPS, 1, 1],
             stream=call.stream,
             use_pdl=True,
         )
@@ -90,10 +89,7 @@ class Sm100Moe:
     def _gemm(self, call: SimpleNamespace, plan: Sm100MoePlan, a: Nvfp4, w: Nvfp4):
         """The operands and sizes of a product, and how it is launched."""
         w_rows = w.codes.shape[1]
-        operands = (
-            make_operand(plan, a, 1, layout_a(plan)),
-            make_operand(plan, w, plan.cta_group, layout_w(plan)),
-        )
+        operands = (make_operand(plan, a, 1, layout_a(plan)), make_operand(plan, w, plan.cta_group, layout_w(plan)))
         gemm = GroupedGemm(*operands, call.units, w_rows, ceil_div(a.codes.shape[1] * 2, TILE_K))
         shape = launch_shape(plan, a.codes.shape[0] // TILE_M, ceil_div(w_rows, plan.tile_n), call.max_ctas)
         return gemm, {"stream": call.stream, **shape}
@@ -117,10 +113,10 @@ class Sm100Moe:
 
     def _requantise(self, call: SimpleNamespace) -> None:
         groups = call.topk_ids.shape[0] * call.topk_ids.shape[1] * (call.h.shape[1] // H_COLUMNS)
-        kernel, a2 = named(requantise.requantise_kernel, "requantise"), Nvfp4(call.a2_codes, call.a2_sf)
+        kernel, a2 = named(row_kernels.requantise_kernel, "requantise"), Nvfp4(call.a2_codes, call.a2_sf)
         kernel(flat(call.topk_ids), call.row_of_route, call.h, call.a2_gs, a2).launch(
-            grid=[cutlass.min(ceil_div(groups, requantise.THREADS), 8 * call.max_ctas), 1, 1],
-            block=[requantise.THREADS, 1, 1],
+            grid=[cutlass.min(ceil_div(groups, row_kernels.REQUANTISE_THREADS), 8 * call.max_ctas), 1, 1],
+            block=[row_kernels.REQUANTISE_THREADS, 1, 1],
             stream=call.stream,
             use_pdl=True,
         )
@@ -133,12 +129,12 @@ class Sm100Moe:
         named(rows_kernel, "rows")(plan, gemm, tensors).launch(**shape)
 
     def _combine(self, call: SimpleNamespace) -> None:
-        vectors = call.y.shape[0] * (call.y.shape[1] // combine.VECTOR)
+        vectors = call.y.shape[0] * (call.y.shape[1] // row_kernels.COLUMNS)
         ids, weights, topk = flat(call.topk_ids), flat(call.topk_weights), call.topk_ids.shape[1]
-        kernel, weighted = named(combine.combine_kernel, "combine"), 1 - call.weight_before
+        kernel, weighted = named(row_kernels.combine_kernel, "combine"), 1 - call.weight_before
         kernel(ids, weights, call.row_of_route, call.rows, call.y, topk, weighted).launch(
-            grid=[ceil_div(vectors, combine.THREADS), 1, 1],
-            block=[combine.THREADS, 1, 1],
+            grid=[ceil_div(vectors, row_kernels.COMBINE_THREADS), 1, 1],
+            block=[row_kernels.COMBINE_THREADS, 1, 1],
             stream=call.stream,
             use_pdl=True,
         )

@@ -15,9 +15,10 @@ from cutlass import Float4E2M1FN, Float8E4M3FN, Int32, Int64, memory
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
-from backends.cutedsl.sm100.tcgen05 import CHUNK, TmaTensor, TmaViews, load_row, tma_views
 from backends.cutedsl.sm100_moe.nvfp4 import Nvfp4
 from backends.cutedsl.sm100_moe.plan import HALF_N, SF_VEC_SIZE, TILE_K, TILE_M, Sm100MoePlan
+from backends.cutedsl.tcgen05 import CHUNK, load_row
+from backends.cutedsl.tma import TmaTensor, TmaViews, tma_views
 
 SF_WORDS = TILE_M * TILE_K // SF_VEC_SIZE // 8
 """64-bit words of the scales of 128 rows in a ring stage."""
@@ -63,14 +64,7 @@ def make_mma(plan: Sm100MoePlan) -> cute.TiledMma:
     """kind::mxf4nvf4 with a ue4m3 scale for 16 elements, both operands from shared memory, K-major."""
     k_major = OperandMajorMode.K
     return blackwell_helpers.make_blockscaled_trivial_tiled_mma(
-        Float4E2M1FN,
-        Float4E2M1FN,
-        k_major,
-        k_major,
-        Float8E4M3FN,
-        SF_VEC_SIZE,
-        cta_group_of(plan),
-        tiler(plan)[:2],
+        Float4E2M1FN, Float4E2M1FN, k_major, k_major, Float8E4M3FN, SF_VEC_SIZE, cta_group_of(plan), tiler(plan)[:2]
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.cutedsl.sm100.device import SMEM_BYTES, TMEM_COLUMNS, TMEM_LANES
+from backends.cutedsl.device import SMEM_BYTES, TMEM_COLUMNS, TMEM_LANES
 
 TILE_M = TMEM_LANES
 """Expert rows a CTA: one epilogue thread a row. Also rows of W a CTA loads."""

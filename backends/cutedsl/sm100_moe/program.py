@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from backends.cutedsl.compile.artifact import Artifact
-from backends.cutedsl.compile.artifact_cache import ArtifactKey, cached_artifact, default_folder, imported
-from backends.cutedsl.compile.compile import compile_host_function, compiler_version
+from backends.cutedsl.compile.compile import compile_host_function, compiled_kernel
 from backends.cutedsl.compile.parameters import (
     Parameter,
     ScalarParameter,
@@ -20,7 +18,7 @@ from backends.cutedsl.compile.parameters import (
     fake_values,
     workspace_bytes,
 )
-from backends.cutedsl.sm100.device import SM_COUNT
+from backends.cutedsl.device import B200_SM_COUNT
 from backends.cutedsl.sm100_moe.plan import ATOM_BYTES, MAX_EXPERTS, TILE_M, UNIT_FIELDS, pays_as_pair
 from megamoe.contract import HostProgram, UnsupportedError
 
@@ -84,7 +82,7 @@ _WORKSPACES: Final = frozenset(("row_of_route", "route_of_row", "units", "a1_cod
 _LAYER_WORKSPACES: Final = _WORKSPACES | {"a2_codes", "a2_sf", "rows"}
 
 
-def moe_program(case: Case, cta_group: int | None = None, max_ctas: int = SM_COUNT) -> HostProgram:
+def moe_program(case: Case, cta_group: int | None = None, max_ctas: int = B200_SM_COUNT) -> HostProgram:
     """The call that performs `case`. `cta_group` (1 or 2) replaces the rule of `pays_as_pair`.
 
     A CTA takes several tiles in turn where there are more than `max_ctas` of them; there is one pair at least.
@@ -152,22 +150,13 @@ def _sizes(case: Case) -> dict[str, int]:
 
 @functools.cache
 def compiled(stage: str, cta_group: int, interleave: int) -> Artifact:
-    """The compiled host function of one stage, from the user's cache if it is there.
+    """The compiled host function of one stage. UnsupportedError if CuTeDSL is not installed."""
 
-    UnsupportedError if CuTeDSL is not installed.
-    """
-    key = ArtifactKey(
-        name=f"sm100_moe_{stage}",
-        sources=imported("sm100_moe"),
-        options={"cta_group": cta_group, "interleave": interleave},
-        target="sm_100a",
-        compiler=compiler_version(),
-    )
-    return cached_artifact(key, lambda: _compile(stage, cta_group, interleave), default_folder(Path.home()))
+    def build() -> Artifact:
+        from backends.cutedsl.sm100_moe.kernel import Sm100Moe
 
+        values = fake_values(_parameters_of(stage), CONSTANTS, DIVISORS)
+        return compile_host_function(Sm100Moe(cta_group, interleave), stage, target="sm_100a", **values)
 
-def _compile(stage: str, cta_group: int, interleave: int) -> Artifact:
-    from backends.cutedsl.sm100_moe.kernel import Sm100Moe
-
-    values = fake_values(_parameters_of(stage), CONSTANTS, DIVISORS)
-    return compile_host_function(Sm100Moe(cta_group, interleave), stage, target="sm_100a", **values)
+    options = {"cta_group": cta_group, "interleave": interleave}
+    return compiled_kernel("sm100_moe", "sm_100a", options, build, f"sm100_moe_{stage}")

@@ -6,20 +6,23 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from backends.cutedsl.sm90_fmha.epilogue import Sm90Outputs, finish_item
+from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem, attention_item
+from backends.cutedsl.device import WARPGROUP
+from backends.cutedsl.sm90_fmha.epilogue import finish_item
 from backends.cutedsl.sm90_fmha.operands import (
+    Consumer,
     Operands,
     Registers,
     Sm90Smem,
+    first_row,
     make_operands,
     make_pv_mma,
     make_qk_mma,
     make_registers,
 )
-from backends.cutedsl.sm90_fmha.plan import GROUP_M, GROUPS, WARPGROUP, Sm90FmhaPlan
+from backends.cutedsl.sm90_fmha.plan import GROUP_M, GROUPS, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.ring import RingPlace, StageRing, advanced, release, ring_number, ring_start, wait_full
 from backends.cutedsl.sm90_fmha.softmax import ROWS, RowState, mask_scores, rescale, reset, round_p, softmax_tile
-from backends.cutedsl.sm90_fmha.tiles import Consumer, Sm90Problem, WorkItem, first_row, work_item
 
 TURN_BARRIER = 2
 """Named barriers: warpgroup g waits for its turn at TURN_BARRIER + g."""
@@ -81,8 +84,7 @@ def issue_pv(
     n = cutlass.const_expr(min(plan.o_columns, plan.slab_columns))
     layout_o = pv_thread.make_fragment_C(pv_thread.partition_shape_C((GROUP_M, n))).layout
     tOrP = cute.make_tensor(
-        registers.rP.iterator,
-        pv_thread.make_fragment_A(pv_thread.partition_shape_A((GROUP_M, plan.tile_n))).layout,
+        registers.rP.iterator, pv_thread.make_fragment_A(pv_thread.partition_shape_A((GROUP_M, plan.tile_n))).layout
     )
     own = own_slab(plan, kv, place, group)
     warpgroup.fence()
@@ -90,13 +92,7 @@ def issue_pv(
         wait_full(kv, own)
         tOrO = cute.make_tensor(registers.rO.iterator + part * (GROUP_M * n // 128), layout_o)
         for k_block in cutlass.range_constexpr(plan.tile_n // 16):
-            cute.gemm(
-                pv_mma,
-                tOrO,
-                tOrP[None, None, k_block],
-                operands.tOrV[None, None, k_block, own.stage],
-                tOrO,
-            )
+            cute.gemm(pv_mma, tOrO, tOrP[None, None, k_block], operands.tOrV[None, None, k_block, own.stage], tOrO)
         own = advanced(kv, own)
     warpgroup.commit_group()
     return advanced(kv, place, plan.slabs)
@@ -126,9 +122,9 @@ def release_v(plan: Sm90FmhaPlan, kv: StageRing, place: RingPlace):
 @cute.jit
 def consumer_warpgroup(
     plan: Sm90FmhaPlan,
-    problem: Sm90Problem,
+    problem: Problem,
     smem: Sm90Smem,
-    outputs: Sm90Outputs,
+    outputs: Outputs,
     q: StageRing,
     kv: StageRing,
     consumer: Consumer,
@@ -146,7 +142,7 @@ def consumer_warpgroup(
         if group == 1:
             give_turn(plan, group)
     for index in cutlass.range(start, problem.work_items, step, unroll=1):
-        item = work_item(plan, problem, index)
+        item = attention_item(plan, problem, index)
         reset(registers.rows)
         registers.rO.fill(0.0)
         if item.tiles > 0:
@@ -168,8 +164,8 @@ def own_ring(plan: Sm90FmhaPlan, consumer: Consumer) -> Int32:
 @cute.jit
 def attend(
     plan: Sm90FmhaPlan,
-    problem: Sm90Problem,
-    item: WorkItem,
+    problem: Problem,
+    item: AttentionItem,
     operands: Operands,
     registers: Registers,
     q_stage: Int32,
@@ -243,8 +239,8 @@ def give_turn(plan: Sm90FmhaPlan, group: Int32):
 @cute.jit
 def tile_softmax(
     plan: Sm90FmhaPlan,
-    problem: Sm90Problem,
-    item: WorkItem,
+    problem: Problem,
+    item: AttentionItem,
     registers: Registers,
     tile: Int32,
     rKeys: cute.Tensor,
@@ -257,7 +253,7 @@ def tile_softmax(
 
 
 @cute.jit
-def visible_keys(plan: Sm90FmhaPlan, problem: Sm90Problem, item: WorkItem, consumer: Consumer) -> cute.Tensor:
+def visible_keys(plan: Sm90FmhaPlan, problem: Problem, item: AttentionItem, consumer: Consumer) -> cute.Tensor:
     """Of this thread's rows, the first key that each sees and one past the last: (row, begin or end)."""
     rKeys = cute.make_rmem_tensor((ROWS, 2), Int32)
     row = first_row(plan, item, consumer)

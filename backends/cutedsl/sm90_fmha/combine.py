@@ -9,8 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, memory
 
-from backends.cutedsl.sm90_fmha.epilogue import Sm90Outputs
-from backends.cutedsl.sm90_fmha.plan import LN2, LOG2_E, MAX_SPLITS
+from backends.cutedsl.attention_tiles import Outputs
+from backends.cutedsl.device import LN2, LOG2_E
+from backends.cutedsl.sm90_fmha.plan import MAX_SPLITS
 
 WARPS = 8
 """Warps of a team for many splits. A CTA has one team. For few splits it is one warp, so that the loads of few rows
@@ -44,7 +45,7 @@ def load_parts(rPart: cute.Tensor, mO_part: cute.Tensor, first: Int32, stride: i
 
 
 @cute.kernel
-def combine_kernel(hd: cutlass.Constexpr, team: cutlass.Constexpr, outputs: Sm90Outputs, rows: Int32, splits: Int32):
+def combine_kernel(hd: cutlass.Constexpr, team: cutlass.Constexpr, outputs: Outputs, rows: Int32, splits: Int32):
     """mO (row, hd) bf16 and mLSE (row) f32 from mO_part (split, row, hd) f32 and mLSE_part (split, row) f32.
 
     `team`: warps a team. Warp w takes the splits w, w + team, ... Each warp holds the weights of all splits, the weight
@@ -117,14 +118,11 @@ def combine_kernel(hd: cutlass.Constexpr, team: cutlass.Constexpr, outputs: Sm90
 
 @cute.jit
 def launch_combine(
-    hd: cutlass.Constexpr, team: cutlass.Constexpr, outputs: Sm90Outputs, rows: Int32, splits: Int32, stream
+    hd: cutlass.Constexpr, team: cutlass.Constexpr, outputs: Outputs, rows: Int32, splits: Int32, stream
 ):
     """Queue the combine kernel with teams of `team` warps, as a programmatic dependent launch."""
     combine_kernel(hd, team, outputs, rows, splits).launch(
-        grid=[rows * (hd // columns_of(hd)), 1, 1],
-        block=[LANES * team, 1, 1],
-        stream=stream,
-        use_pdl=True,
+        grid=[rows * (hd // columns_of(hd)), 1, 1], block=[LANES * team, 1, 1], stream=stream, use_pdl=True
     )
 
 

@@ -1,32 +1,17 @@
-# ruff: noqa: N815
 # pyright: reportMissingImports=false
 """The end of a work item: merge the warpgroups' halves of the keys, normalise O and store it."""
-
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int64
 
-from backends.cutedsl.sm90_fmha.operands import Registers, Sm90Smem
-from backends.cutedsl.sm90_fmha.plan import GROUPS, LN2, MERGE_REGISTERS, WARPGROUP, Sm90FmhaPlan
+from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
+from backends.cutedsl.device import LN2, WARPGROUP
+from backends.cutedsl.sm90_fmha.operands import Consumer, Registers, Sm90Smem, first_row
+from backends.cutedsl.sm90_fmha.plan import GROUPS, MERGE_REGISTERS, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.softmax import ROWS, quad_reduced, row_values
-from backends.cutedsl.sm90_fmha.tiles import Consumer, Sm90Problem, WorkItem, first_row
 
 MERGE_BARRIER = 1
-
-
-class Sm90Outputs(NamedTuple):
-    """Where results go: with one split to o and lse, else to the partials, O normalised within its split, fp32.
-
-    mO (kv_batch, row, hd) bf16; mLSE (kv_batch * row) f32; mO_part (split, kv_batch, row, hd) f32;
-    mLSE_part (split, kv_batch, row) f32. All natural logarithms.
-    """
-
-    mO: cute.Tensor
-    mLSE: cute.Tensor
-    mO_part: cute.Tensor
-    mLSE_part: cute.Tensor
 
 
 def add(a: Float32, b: Float32) -> Float32:
@@ -83,7 +68,7 @@ def pair_at(mTensor: cute.Tensor, offset: Int64) -> cute.Tensor:
 
 
 @cute.jit
-def store_row(rRow: cute.Tensor, outputs: Sm90Outputs, problem: Sm90Problem, offset: Int64, part_offset: Int64):
+def store_row(rRow: cute.Tensor, outputs: Outputs, problem: Problem, offset: Int64, part_offset: Int64):
     """Store this thread's columns of one row: of each block of 8, the two at 2 (lane % 4)."""
     blocks = cutlass.const_expr(cute.size(rRow, mode=[1]))
     if problem.splits == 1:
@@ -101,9 +86,9 @@ def store_row(rRow: cute.Tensor, outputs: Sm90Outputs, problem: Sm90Problem, off
 @cute.jit
 def store_item(
     plan: Sm90FmhaPlan,
-    problem: Sm90Problem,
-    outputs: Sm90Outputs,
-    item: WorkItem,
+    problem: Problem,
+    outputs: Outputs,
+    item: AttentionItem,
     registers: Registers,
     consumer: Consumer,
 ):
@@ -147,10 +132,10 @@ def store_item(
 @cute.jit
 def finish_item(
     plan: Sm90FmhaPlan,
-    problem: Sm90Problem,
-    outputs: Sm90Outputs,
+    problem: Problem,
+    outputs: Outputs,
     smem: Sm90Smem,
-    item: WorkItem,
+    item: AttentionItem,
     registers: Registers,
     consumer: Consumer,
 ):

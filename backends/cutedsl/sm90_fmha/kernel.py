@@ -22,29 +22,27 @@ is a programmatic dependent launch: its CTAs can be on the machine before the la
 from types import SimpleNamespace
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int64, memory
+from cutlass import Float32, memory
 from cutlass.cute.nvgpu import cpasync
 
+from backends.cutedsl.attention_tiles import Inputs, Outputs, Problem, allocate_operand, problem_of, tma_tensors
+from backends.cutedsl.device import WARPGROUP
 from backends.cutedsl.sm90_fmha.attend import consumer_warpgroup
 from backends.cutedsl.sm90_fmha.combine import FEW_SPLITS, combine_kernel, launch_combine
 from backends.cutedsl.sm90_fmha.combine import WARPS as COMBINE_WARPS
-from backends.cutedsl.sm90_fmha.epilogue import Sm90Outputs
-from backends.cutedsl.sm90_fmha.load import Sm90Inputs, load_warp, make_loads
-from backends.cutedsl.sm90_fmha.operands import Sm90Smem, layout_k, layout_q, layout_v, make_tma
+from backends.cutedsl.sm90_fmha.load import load_warp, make_loads
+from backends.cutedsl.sm90_fmha.operands import Consumer, Sm90Smem, layout_k, layout_q, layout_v, make_tma
 from backends.cutedsl.sm90_fmha.plan import (
     CONSUMER_REGISTERS,
     GROUP_M,
     GROUPS,
-    LOG2_E,
     MERGE_REGISTERS,
     PRODUCER_REGISTERS,
     THREADS,
-    WARPGROUP,
     Sm90FmhaPlan,
 )
 from backends.cutedsl.sm90_fmha.ring import allocate_rings, init_rings
 from backends.cutedsl.sm90_fmha.softmax import ROWS
-from backends.cutedsl.sm90_fmha.tiles import Consumer, Sm90Problem
 
 
 class Sm90Fmha:
@@ -55,38 +53,20 @@ class Sm90Fmha:
 
     @cute.jit
     def __call__(self, **arguments):
-        """Queue attention on `stream`. `arguments`: the PARAMETERS of program.py, by name.
-
-        mQ, mO (batch * kv_heads, heads / kv_heads * t, hd) bf16; mK, mV (batch * kv_heads, s_k, hd) bf16;
-        mLSE (batch * kv_heads * heads / kv_heads * t) f32, natural logarithm; mO_part and mLSE_part the workspaces of
-        `splits` partials, f32, unused when `splits` is 1. `t`: query tokens. A query at p sees keys j with
-        p - left < j <= p + right. At most `max_ctas` CTAs share the work.
-        """
+        """Queue attention on `stream`. `arguments`: the PARAMETERS of attention.py, by name."""
         call = SimpleNamespace(**arguments)
-        plan, splits, max_ctas = self.plan, call.splits, call.max_ctas
-        kv_batches, rows, _ = call.mQ.shape
-        inputs = self._make_tma(call.mQ, call.mK, call.mV)
-        outputs = Sm90Outputs(call.mO, call.mLSE, call.mO_part, call.mLSE_part)
+        plan, splits = self.plan, call.splits
+        inputs = self._make_tma(call)
+        outputs = Outputs(call.mO, call.mLSE, call.mO_part, call.mLSE_part)
         name = f"hd{plan.hd}_{plan.share}"
         self.kernel.set_name_prefix(f"sm90_fmha_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         combine_kernel.set_name_prefix(f"sm90_fmha_combine_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
-        row_tiles = (rows + plan.tile_m - 1) // plan.tile_m
-        work_items = kv_batches * splits * row_tiles
-        problem = Sm90Problem(
-            rows=rows,
-            t=call.t,
-            s_k=call.mK.shape[1],
-            row_tiles=row_tiles,
-            splits=splits,
-            left=call.left,
-            right=call.right,
-            work_items=work_items,
-            scale_log2=call.scale * LOG2_E,
-        )
+        problem = problem_of(call, plan)
         # As few CTAs as do the work in the same number of rounds: with 256 items on 132 SMs, 128 CTAs take two each. On
         # an H200 those read 32 caches of 8 heads of hd 128 in 238.4 us; a kernel that only reads takes 236.5
         # (results/records/h200-fmha-clean-flush.json).
-        rounds = (work_items + max_ctas - 1) // max_ctas
+        work_items = problem.work_items
+        rounds = (work_items + call.max_ctas - 1) // call.max_ctas
         self.kernel(inputs, outputs, problem).launch(
             grid=[(work_items + rounds - 1) // rounds, 1, 1],
             block=[THREADS, 1, 1],
@@ -94,37 +74,30 @@ class Sm90Fmha:
             min_blocks_per_mp=1,
         )
         if splits > 1:
-            all_rows = kv_batches * rows
+            all_rows = call.mQ.shape[0] * problem.rows
             if splits <= FEW_SPLITS:
                 launch_combine(plan.hd, 1, outputs, all_rows, splits, call.stream)
             else:
                 launch_combine(plan.hd, COMBINE_WARPS, outputs, all_rows, splits, call.stream)
 
-    def _make_tma(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor) -> Sm90Inputs:
-        """TMA loads of Q (rows, hd, batch), K (s_k, hd, batch) and V (hd, s_k, batch)."""
-        plan, hd = self.plan, self.plan.hd
-        kv_batches, rows, _ = mQ.shape
-        s_k = mK.shape[1]
-        q_batch = cute.assume(Int64(rows) * hd, divby=hd)
-        kv_batch = cute.assume(Int64(s_k) * hd, divby=hd)
-        mQ = cute.make_tensor(mQ.iterator, cute.make_layout((rows, hd, kv_batches), stride=(hd, 1, q_batch)))
-        mK = cute.make_tensor(mK.iterator, cute.make_layout((s_k, hd, kv_batches), stride=(hd, 1, kv_batch)))
-        mV = cute.make_tensor(mV.iterator, cute.make_layout((hd, s_k, kv_batches), stride=(1, hd, kv_batch)))
-        return Sm90Inputs(
-            *make_tma(mQ, layout_q(plan), (GROUP_M, hd)),
-            *make_tma(mK, layout_k(plan), (plan.tile_n, plan.slab_columns)),
-            *make_tma(mV, layout_v(plan), (plan.slab_columns, plan.tile_n)),
+    def _make_tma(self, call: SimpleNamespace) -> Inputs:
+        plan = self.plan
+        mQ, mK, mV = tma_tensors(plan.hd, call.mQ, call.mK, call.mV)
+        return Inputs(
+            make_tma(mQ, layout_q(plan), (GROUP_M, plan.hd)),
+            make_tma(mK, layout_k(plan), (plan.tile_n, plan.slab_columns)),
+            make_tma(mV, layout_v(plan), (plan.slab_columns, plan.tile_n)),
         )
 
     @cute.kernel
-    def kernel(self, inputs: Sm90Inputs, outputs: Sm90Outputs, problem: Sm90Problem):
+    def kernel(self, inputs: Inputs, outputs: Outputs, problem: Problem):
         """Dispatch the warps to their roles."""
-        plan, problem = self.plan, problem.with_key_tiles(self.plan)
+        plan, problem = self.plan, problem.with_tiles(self.plan)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for tma in (inputs.tma_q, inputs.tma_k, inputs.tma_v):
-                cpasync.prefetch_descriptor(tma)
+            for tensor in inputs:
+                cpasync.prefetch_descriptor(tensor.atom)
 
         allocator = memory.SmemAllocator()
         smem = self._allocate(allocator)
@@ -148,11 +121,7 @@ class Sm90Fmha:
 
     def _allocate(self, allocator: memory.SmemAllocator) -> Sm90Smem:
         plan = self.plan
-
-        def operand(layout: cute.ComposedLayout) -> cute.Tensor:
-            return allocator.allocate_tensor(BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-
-        sQ, sK = operand(layout_q(plan)), operand(layout_k(plan))
+        sQ, sK = allocate_operand(allocator, layout_q(plan)), allocate_operand(allocator, layout_k(plan))
         sV = cute.make_tensor(cute.recast_ptr(sK.iterator, layout_v(plan).inner), layout_v(plan).outer)
         sMerge = sStat = None
         if plan.share == "keys":

@@ -9,13 +9,16 @@ an MMA rebinds it. So every user makes its own; that costs nothing in the kernel
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32
+from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-from backends.cutedsl.sm90_fmha.plan import GROUP_M, PANEL_COLUMNS, WARPGROUP, Sm90FmhaPlan
+from backends.cutedsl.attention_tiles import AttentionItem
+from backends.cutedsl.device import WARPGROUP
+from backends.cutedsl.sm90_fmha.plan import GROUP_M, PANEL_COLUMNS, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.softmax import RowState, make_row_state
+from backends.cutedsl.tma import TmaTensor
 
 
 class Sm90Smem(NamedTuple):
@@ -48,6 +51,19 @@ class Registers(NamedTuple):
     rP: cute.Tensor
     rO: cute.Tensor
     rows: RowState
+
+
+class Consumer(NamedTuple):
+    """A thread of the consumers: its warpgroup, 0 or 1, and its number there, 0 to 127."""
+
+    group: Int32
+    thread: Int32
+
+
+def first_row(plan: Sm90FmhaPlan, item: AttentionItem, consumer: Consumer) -> Int32:
+    """The row of register row 0 of this thread, as softmax.py counts them."""
+    row = item.row_tile * plan.tile_m + (consumer.thread // 32) * 16 + (consumer.thread % 32) // 4
+    return row + consumer.group * GROUP_M if plan.share == "rows" else row
 
 
 def make_qk_mma(plan: Sm90FmhaPlan) -> cute.TiledMma:
@@ -91,23 +107,10 @@ def layout_v(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
     return hopper_helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, tiler, BFloat16, plan.ring_stages * plan.rings)
 
 
-def make_tma(mTensor: cute.Tensor, layout: cute.ComposedLayout, tiler: tuple[int, int]):
+def make_tma(mTensor: cute.Tensor, layout: cute.ComposedLayout, tiler: tuple[int, int]) -> TmaTensor:
     """A TMA load of one stage of `layout`, and the coordinates of mTensor (two modes of a tile, batch)."""
-    return cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileG2SOp(), mTensor, cute.select(layout, [0, 1]), tiler, num_multicast=1
-    )
-
-
-def partition_tma(tma_atom: cute.CopyAtom, mTensor: cute.Tensor, tiler: tuple[int, int], sTensor: cute.Tensor):
-    """(global, shared) views of one operand for its TMA copies: (copy, tile of each mode) and (copy, stage)."""
-    shared, tXgX = cpasync.tma_partition(
-        tma_atom,
-        0,
-        cute.make_layout(1),
-        cute.group_modes(sTensor, 0, 2),
-        cute.group_modes(cute.flat_divide(mTensor, tiler), 0, 2),
-    )
-    return tXgX, shared
+    load, stage = cpasync.CopyBulkTensorTileG2SOp(), cute.select(layout, [0, 1])
+    return TmaTensor(*cpasync.make_tiled_tma_atom(load, mTensor, stage, tiler, num_multicast=1))
 
 
 def make_operands(plan: Sm90FmhaPlan, smem: Sm90Smem) -> Operands:

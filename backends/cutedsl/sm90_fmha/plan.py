@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """The plan of the sm_90a attention kernel: how two warpgroups share a tile, shared memory, splits.
 
 Pure arithmetic without CuTeDSL: the harness asks for workspaces and splits on machines that do not have it.
@@ -6,12 +7,19 @@ Pure arithmetic without CuTeDSL: the harness asks for workspaces and splits on m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from backends.cutedsl.attention import FmhaSizes
+from backends.cutedsl.device import H200_SM_COUNT, SMEM_BYTES, WARPGROUP
+
+if TYPE_CHECKING:
+    from cutlass import Int32
+
+    from backends.cutedsl.attention_tiles import Problem
 
 Share = Literal["rows", "keys", "columns"]
 """How the two consumer warpgroups share a work item; see Sm90FmhaPlan."""
 
-WARPGROUP = 128
 GROUPS = 2
 """Consumer warpgroups of a CTA."""
 GROUP_M = 64
@@ -19,19 +27,11 @@ GROUP_M = 64
 PANEL_COLUMNS = 64
 """Columns of a panel in shared memory: one 128-byte swizzle row of bf16."""
 THREADS = WARPGROUP * (GROUPS + 1)
-SMEM_BYTES = 224 * 1024
-"""Shared memory for Q, the rings and the merge buffer. A CTA may have 227 KiB; 3 KiB are left for the rest."""
 MERGE_REGISTERS = 32
 """Accumulator registers a thread that one pass of the merge carries over."""
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240
 """Registers a thread after setmaxnreg: 128 x (24 + 2 x 240) = 64,512 of 65,536."""
-UNBOUNDED = 1 << 30
-"""A window or look-ahead that hides no key: above every admissible s_k, and s_k + UNBOUNDED still fits an int32."""
-SM_COUNT = 132
-"""Streaming multiprocessors of an H200."""
-LN2 = 0.6931471805599453
-LOG2_E = 1.4426950408889634
 MAX_SPLITS = 256
 """Each warp of the combine kernel keeps the weights of all splits, eight a lane."""
 DECODE_T = 16
@@ -67,6 +67,12 @@ class Sm90FmhaPlan:
 
     hd: int
     share: Share
+    o_halves: ClassVar[int] = 1
+    """Work items that share a tile."""
+
+    def part_begin(self, problem: Problem, split: Int32) -> Int32:
+        """The first key tile of a split: splits differ by a tile at most."""
+        return split * problem.key_tiles // problem.splits
 
     @property
     def tile_m(self) -> int:
@@ -142,17 +148,6 @@ class Sm90FmhaPlan:
         return self.share != "keys"
 
 
-@dataclass(frozen=True, slots=True)
-class FmhaSizes:
-    """The sizes of a case that the plan depends on; `rows` are the query rows of one (batch, kv head)."""
-
-    hd: int
-    t: int
-    s_k: int
-    rows: int
-    kv_batches: int
-
-
 def kernel_plan(sizes: FmhaSizes) -> Sm90FmhaPlan:
     """The kernel for a case. It depends on hd, t and s_k only, so neither batch nor grouping of heads changes a bit."""
     if sizes.hd == 512:
@@ -161,7 +156,7 @@ def kernel_plan(sizes: FmhaSizes) -> Sm90FmhaPlan:
     return Sm90FmhaPlan(sizes.hd, "keys" if few else "rows")
 
 
-def split_count(sizes: FmhaSizes, sm_count: int = SM_COUNT) -> int:
+def split_count(sizes: FmhaSizes, sm_count: int = H200_SM_COUNT) -> int:
     """The number of parts that the keys of a sequence are split into (1: no split, no combine kernel).
 
     Up to SHORT_KEYS keys the count follows from t and s_k alone. Then the bits of a sequence's result depend neither on

@@ -7,6 +7,7 @@ the number of its first stage, and one copy of the code serves both rings.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -31,6 +32,24 @@ class RingPlace(NamedTuple):
 
     stage: Int32
     parity: Int32
+
+
+@dataclass(frozen=True)
+class RingSlot:
+    """The stage at a place of a ring, as TmaViews.load takes it."""
+
+    ring: StageRing
+    place: RingPlace
+
+    @property
+    def index(self) -> Int32:
+        """The number of the stage."""
+        return self.place.stage
+
+    @property
+    def barrier(self) -> cute.Pointer:
+        """The barrier at which its bytes arrive."""
+        return self.ring.full + self.place.stage
 
 
 def allocate_rings(allocator: memory.SmemAllocator, stages: int, rings: int = 1) -> StageRing:

@@ -1,4 +1,4 @@
-"""The FMHA forward kernel of one head dimension, as PTX text.
+"""The FMHA forward kernel of one head dimension, as PTX text, and the program of a case.
 
 Tensor memory has 512 columns. S is double-buffered, 2 x 128 columns. P (bf16, 64 columns) overlays its own S, which is
 dead once its row is in registers, and is the tensor memory A operand of P V for every hd: it need not go through shared
@@ -25,14 +25,15 @@ from __future__ import annotations
 
 from functools import cache
 
+from backends.ptx.attention import FmhaShape, tensor_map
 from backends.ptx.builder import Builder
 from backends.ptx.sm100_fmha.correction import emit_correction
-from backends.ptx.sm100_fmha.frame import open_frame
+from backends.ptx.sm100_fmha.frame import Sm100FmhaParams, open_frame
 from backends.ptx.sm100_fmha.geometry import ROLES, THREADS, TILE_M, TILE_N, Sm100FmhaTiling
-from backends.ptx.sm100_fmha.mma import emit_mma
-from backends.ptx.sm100_fmha.producer import emit_producer
+from backends.ptx.sm100_fmha.issue import emit_mma, emit_producer
 from backends.ptx.sm100_fmha.softmax import emit_softmax
 from backends.ptx.tcgen05 import tear_down
+from megamoe.contract import Case, Launch, Program
 
 PTX_VERSION = (8, 6)
 """tcgen05 and the .shared::cta destination of tensor copies appeared in PTX ISA 8.6."""
@@ -68,3 +69,28 @@ def _description(tiling: Sm100FmhaTiling) -> list[str]:
         "Dynamic shared memory, in bytes:",
     ]
     return lines + tiling.smem.described()
+
+
+ROWS_PER_STORE = 32
+
+
+def fmha_program(case: Case) -> Program:
+    """The program of an fmha case on sm_100a: one launch."""
+    shape = FmhaShape.of(case, "sm_100a")
+    tiling = Sm100FmhaTiling(shape.hd)
+    row_tiles = -(-shape.rows // TILE_M)
+    launch = Launch(
+        entry=entry_name(shape.hd),
+        grid=(row_tiles * tiling.halves, shape.kv_heads, shape.batch),
+        block=(THREADS, 1, 1),
+        args=Sm100FmhaParams.arguments(
+            q=tensor_map(shape, "q", shape.rows, TILE_M),
+            k=tensor_map(shape, "k", shape.s_k, TILE_N),
+            v=tensor_map(shape, "v", shape.s_k, TILE_N),
+            o=tensor_map(shape, "o", shape.rows, ROWS_PER_STORE),
+            lse="lse" if shape.lse else None,
+            axes=shape.axes(),
+        ),
+        dynamic_smem=tiling.smem.size,
+    )
+    return Program(target="sm_100a", ptx=kernel_text(shape.hd), launches=(launch,))

@@ -7,13 +7,18 @@ from functools import cache
 
 from backends.ptx.builder import Builder
 from backends.ptx.shared_memory import SmemLayout
-from backends.ptx.sm100_moe.epilogue import RowEpilogue, emit_epilogue
+from backends.ptx.sm100_moe.epilogue import (
+    ExpertRow,
+    RowEpilogue,
+    RowsParams,
+    SwigluParams,
+    SwigluRow,
+    SwigluVariant,
+    emit_epilogue,
+)
 from backends.ptx.sm100_moe.frame import GemmFrame, GemmParams, open_frame
 from backends.ptx.sm100_moe.geometry import ROLES, THREADS, TILE_M, TILE_N, smem_layout
-from backends.ptx.sm100_moe.mma import emit_mma
-from backends.ptx.sm100_moe.producer import emit_producer
-from backends.ptx.sm100_moe.rows import ExpertRow, RowsParams
-from backends.ptx.sm100_moe.swiglu import SwigluParams, SwigluRow, SwigluVariant
+from backends.ptx.sm100_moe.issue import emit_mma, emit_producer
 from backends.ptx.tcgen05 import tear_down
 
 PTX_VERSION = (8, 7)

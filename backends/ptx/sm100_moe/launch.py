@@ -1,4 +1,8 @@
-"""From a case to a Program: workspaces, tensor maps, scalars and grids of the launches of its stage."""
+"""From a case to a Program: its axes, and the workspaces, tensor maps, scalars and grids of the launches of its stage.
+
+Tensor maps read codes in boxes of one stage along K, and whole scale factor atoms. Beyond K and beyond the rows of one
+expert, zeros are read.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,166 @@ from typing import Final
 
 from backends.ptx.builder import Builder
 from backends.ptx.emitter import module_text
-from backends.ptx.sm100_moe import combine, gather_scales, requantise, routing
+from backends.ptx.sm100_moe import requantise, routing, row_kernels
+from backends.ptx.sm100_moe.epilogue import RowsParams, SwigluParams, SwigluVariant
 from backends.ptx.sm100_moe.frame import GemmParams
 from backends.ptx.sm100_moe.geometry import (
     ATOM_BLOCKS,
+    ATOM_BYTES,
+    B_ATOMS,
     MMA_K,
     SF_VEC_SIZE,
     SM_COUNT,
     STAGE_K,
+    STAGE_ROW_BYTES,
+    STAGE_STEPS,
+    STAGED_COLUMNS,
     THREADS,
     TILE_M,
     TILE_N,
+    max_row_tiles,
     tiles,
 )
 from backends.ptx.sm100_moe.kernel import PTX_VERSION, GemmKernel, l1_kernel, l2_kernel
-from backends.ptx.sm100_moe.rows import RowsParams
-from backends.ptx.sm100_moe.shape import MoeShape
-from backends.ptx.sm100_moe.swiglu import SwigluParams
-from backends.ptx.sm100_moe.tensor_maps import Weights, expert_rows, row_codes, row_scales, token_codes
-from megamoe.contract import Case, KernelArg, Launch, Program, TensorMapArg
+from megamoe.contract import Case, KernelArg, Launch, Program, TensorMapArg, UnsupportedError
+
+INTERLEAVES = (8, 16, 32, 64)
+"""With these, gate and up lie in the half of a tile that a thread holds at a time."""
+EXTENT_MULTIPLE = 2 * MMA_K
+"""hidden and intermediate are multiples of it: a tile of W1 is whole, and no scale factor atom is shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeShape:
+    """The axes of one case. `clamp` is 0 if the case has none."""
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    tokens: int
+    topk: int
+    variant: SwigluVariant
+    clamp: float
+    stage: str
+
+    @classmethod
+    def of(cls, case: Case) -> MoeShape:
+        """Reads the case. Raises UnsupportedError for what the kernels cannot do."""
+        hidden, intermediate = case.int("hidden"), case.int("intermediate")
+        for name, extent in (("hidden", hidden), ("intermediate", intermediate)):
+            if extent % EXTENT_MULTIPLE:
+                raise UnsupportedError(
+                    f"{case.id}: {name} is {extent}; the sm_100a kernels need a multiple of {EXTENT_MULTIPLE}"
+                )
+        if case.int("interleave") not in INTERLEAVES:
+            known = ", ".join(map(str, INTERLEAVES))
+            raise UnsupportedError(f"{case.id}: interleave is {case['interleave']}; the sm_100a kernels have {known}")
+        if case.int("sf_vec_size") != SF_VEC_SIZE:
+            raise UnsupportedError(f"{case.id}: sf_vec_size is {case['sf_vec_size']}; NVFP4 has {SF_VEC_SIZE}")
+        clamp = case["clamp"]
+        variant = SwigluVariant(case.int("interleave"), clamp is not None, case["weight"] == "before")
+        return cls(
+            hidden=hidden,
+            intermediate=intermediate,
+            num_experts=case.int("num_experts"),
+            tokens=case.int("tokens"),
+            topk=case.int("topk"),
+            variant=variant,
+            clamp=0.0 if clamp is None else float(clamp),
+            stage=str(case["stage"]),
+        )
+
+    @property
+    def routes(self) -> int:
+        """(token, choice) pairs."""
+        return self.tokens * self.topk
+
+    @property
+    def row_tiles(self) -> int:
+        """The most tiles of expert rows that the routes can need."""
+        return max_row_tiles(self.routes, self.num_experts)
+
+    @property
+    def held_rows(self) -> int:
+        """Rows of a tensor of expert rows: what the spec gives a stage by itself, what a layer needs in workspaces."""
+        whole = (self.routes + (TILE_M - 1) * self.num_experts) // TILE_M * TILE_M
+        return self.row_tiles * TILE_M if self.stage == "layer" else whole
+
+
+ATOM_WORDS = ATOM_BYTES // 4
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One of the weight tensors: `name` is w1 or w2; `rows` by `k` an expert."""
+
+    name: str
+    num_experts: int
+    rows: int
+    k: int
+
+    def codes(self) -> TensorMapArg:
+        """[num_experts][rows][k / 2]."""
+        return TensorMapArg(
+            tensor=f"{self.name}_codes",
+            dtype="u8",
+            dims=(self.k // 2, self.rows, self.num_experts),
+            strides=(self.k // 2, self.rows * self.k // 2),
+            box=(STAGE_ROW_BYTES, TILE_N, 1),
+            swizzle="128B",
+        )
+
+    def scales(self) -> TensorMapArg:
+        """[num_experts][rows / 128][k / 64] atoms."""
+        row_atoms, k_atoms = self.rows // TILE_M, self.k // MMA_K
+        return TensorMapArg(
+            tensor=f"{self.name}_sf",
+            dtype="u32",
+            dims=(ATOM_WORDS, k_atoms, row_atoms, self.num_experts),
+            strides=(ATOM_BYTES, k_atoms * ATOM_BYTES, row_atoms * k_atoms * ATOM_BYTES),
+            box=(ATOM_WORDS, STAGE_STEPS, B_ATOMS, 1),
+        )
+
+
+def row_scales(tensor: str, row_tiles: int, k: int) -> TensorMapArg:
+    """[row tiles][k / 64] atoms."""
+    k_atoms = k // MMA_K
+    return TensorMapArg(
+        tensor=tensor,
+        dtype="u32",
+        dims=(ATOM_WORDS, k_atoms, row_tiles),
+        strides=(ATOM_BYTES, k_atoms * ATOM_BYTES),
+        box=(ATOM_WORDS, STAGE_STEPS, 1),
+    )
+
+
+def token_codes(tokens: int, hidden: int) -> TensorMapArg:
+    """x_codes [tokens][hidden / 2], to be gathered row by row."""
+    return _matrix("x_codes", tokens, hidden, 1)
+
+
+def row_codes(rows: int, intermediate: int) -> TensorMapArg:
+    """a2_codes [rows][intermediate / 2]."""
+    return _matrix("a2_codes", rows, intermediate, TILE_M)
+
+
+def expert_rows(rows: int, hidden: int) -> TensorMapArg:
+    """rows [rows][hidden] bf16, in the boxes that a warp writes."""
+    return TensorMapArg(
+        tensor="rows", dtype="bf16", dims=(hidden, rows), strides=(hidden * 2,), box=(STAGED_COLUMNS, 32), swizzle="64B"
+    )
+
+
+def _matrix(tensor: str, rows: int, k: int, box_rows: int) -> TensorMapArg:
+    return TensorMapArg(
+        tensor=tensor,
+        dtype="u8",
+        dims=(k // 2, rows),
+        strides=(k // 2,),
+        box=(STAGE_ROW_BYTES, box_rows),
+        swizzle="128B",
+    )
+
 
 BF16_BYTES = 2
 WORD_BYTES = 4
@@ -89,12 +234,12 @@ def _route(shape: MoeShape) -> _Step:
 def _gather_scales(shape: MoeShape) -> _Step:
     k_atoms = shape.hidden // MMA_K
     launch = Launch(
-        entry=gather_scales.ENTRY,
-        grid=(shape.row_tiles, tiles(k_atoms, gather_scales.ATOMS_PER_CTA), 1),
-        block=(gather_scales.THREADS, 1, 1),
-        args=gather_scales.GatherParams.arguments(tokens=shape.tokens, k_atoms=k_atoms),
+        entry=row_kernels.GATHER_ENTRY,
+        grid=(shape.row_tiles, tiles(k_atoms, row_kernels.ATOMS_PER_CTA), 1),
+        block=(row_kernels.GATHER_THREADS, 1, 1),
+        args=row_kernels.GatherParams.arguments(tokens=shape.tokens, k_atoms=k_atoms),
     )
-    return _Step(gather_scales.gather_scales_kernel(PTX_VERSION), launch)
+    return _Step(row_kernels.gather_scales_kernel(PTX_VERSION), launch)
 
 
 def _l1(shape: MoeShape) -> _Step:
@@ -164,12 +309,12 @@ def _requantise(shape: MoeShape) -> _Step:
 def _combine(shape: MoeShape) -> _Step:
     weights = None if shape.variant.weighted else "topk_weights"
     launch = Launch(
-        entry=combine.ENTRY,
-        grid=(shape.tokens, tiles(shape.hidden, combine.COLUMNS), 1),
-        block=(combine.THREADS, 1, 1),
-        args=combine.LayerCombineParams.arguments(topk_weights=weights, hidden=shape.hidden, topk=shape.topk),
+        entry=row_kernels.COMBINE_ENTRY,
+        grid=(shape.tokens, tiles(shape.hidden, row_kernels.COLUMNS), 1),
+        block=(row_kernels.COMBINE_THREADS, 1, 1),
+        args=row_kernels.LayerCombineParams.arguments(topk_weights=weights, hidden=shape.hidden, topk=shape.topk),
     )
-    return _Step(combine.combine_kernel(PTX_VERSION), launch)
+    return _Step(row_kernels.combine_kernel(PTX_VERSION), launch)
 
 
 _LAYER: Final = ("l1", "l2", "combine")

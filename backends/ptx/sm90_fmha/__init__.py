@@ -1,1 +1,1 @@
-"""FMHA forward for sm_90a: kernel.py says how it is built, launch.py how it is called."""
+"""FMHA forward for sm_90a: kernel.py says how it is built and called."""

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.ptx.attention import (
-    CtaTile,
-    FmhaAxes,
-    FmhaFrame,
-    KeyTiles,
-    end_visible,
-    first_visible,
-    position_offset,
-)
+from backends.ptx.attention import CtaTile, FmhaAxes, FmhaFrame, KeyTiles, end_visible, first_visible, position_offset
 from backends.ptx.builder import NCTAID_Z, TID_X, Builder
 from backends.ptx.operands import Register
 from backends.ptx.parameters import U32, Map, Parameters, Pointer

@@ -148,8 +148,8 @@ def test_what_was_compiled_from_text_that_is_no_longer_there_is_not_kept(tmp_pat
 TREE = (
     "__init__.py",
     "compile/compile.py",
-    "sm100/tcgen05.py",
-    "sm100/deep/rings.py",
+    "tcgen05.py",
+    "shared/deep/rings.py",
     "sm100_fmha/program.py",
     "sm100_fmha/kernel.py",
     "sm100_fmha/deep/softmax.py",
@@ -189,7 +189,7 @@ def test_a_key_covers_all_that_no_other_kernels_folder_holds(tmp_path: Path) -> 
 
 def test_a_rule_of_prefixes_would_be_noticed(tmp_path: Path) -> None:
     """The planted fault: a helper outside the kernel's folder, and not listed, is not in the key."""
-    assert broken_promise(by_prefix, tmp_path) == "an edit of sm100/tcgen05.py leaves the key of sm100_fmha"
+    assert broken_promise(by_prefix, tmp_path) == "an edit of tcgen05.py leaves the key of sm100_fmha"
 
 
 def imports_of(path: Path) -> set[str]:

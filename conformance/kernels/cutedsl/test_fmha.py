@@ -1,4 +1,4 @@
-"""The CuTeDSL attention kernel beyond the harness's cases: few CTAs, forced splits, planted faults."""
+"""The CuTeDSL attention kernels beyond the harness's cases: every way to share an item, few CTAs, splits, faults."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from backends.cutedsl.sm100_fmha.program import compiled, fmha_program
+from backends.cutedsl.compile.artifact import Artifact
+from backends.cutedsl.sm90_fmha import program as sm90
+from backends.cutedsl.sm90_fmha.plan import Share, Sm90FmhaPlan
+from backends.cutedsl.sm100_fmha import program as sm100
 from conformance.kernels.cutedsl.execution import SCHEDULES, made, outputs, without
+from conformance.kernels.cutedsl.test_fmha_plan import HEAD_DIMENSIONS, PLANS
 from conformance.kernels.laws.law import inputs_of, spec_of
-from megamoe.contract import Case, HostProgram
+from megamoe.contract import Case, HostProgram, Target
 from megamoe.judge.tolerance import compare
 from megamoe.ops import reference
 
-HEAD_DIMENSIONS = (64, 128, 256, 512)
 
-
-def program_of(case: Case, *, splits: int | None = None, max_ctas: int = 148) -> HostProgram:
-    return made(lambda: fmha_program(case, splits, max_ctas))
+def program_of(target: Target, case: Case, share: Share | None = None, **ways: int) -> HostProgram:
+    """`fmha_program` of a kernel; `ways`: splits and max_ctas. Skips the test where CuTeDSL is missing."""
+    if target == "sm_100a":
+        return made(lambda: sm100.fmha_program(case, **ways))
+    plan = None if share is None else Sm90FmhaPlan(case.int("hd"), share)
+    return made(lambda: sm90.fmha_program(case, plan, **ways))
 
 
 def case_of(text: str) -> Case:
@@ -33,73 +39,104 @@ def hold_to_reference(case: Case, seen: dict[str, torch.Tensor], what: str) -> N
     assert verdict.passed, f"{case.id} with {what}: {verdict.sentence}"
 
 
-@pytest.mark.parametrize("hd", HEAD_DIMENSIONS)
-def test_no_kernel_uses_local_memory(hd: int) -> None:
-    artifact = made(lambda: compiled(hd))
-    assert len(artifact.resources) == 2, f"hd {hd}: attention and combine expected, found {sorted(artifact.resources)}"
+def hold_to_registers(what: str, artifact: Artifact, kernels: int) -> None:
+    names = sorted(artifact.resources)
+    assert len(names) == kernels, f"{what}: attention and {kernels - 1} to combine expected, found {names}"
     for kernel, resources in artifact.resources.items():
         assert resources.stack == 0, f"{kernel} has {resources.stack} bytes of stack a thread"
 
 
-# An odd number of tiles an item makes the two softmax warpgroups change places from item to item; the second case has
-# items that see no key at all between items that do.
+@pytest.mark.parametrize("hd", HEAD_DIMENSIONS)
+def test_no_kernel_of_sm_100a_uses_local_memory(hd: int) -> None:
+    hold_to_registers(f"hd {hd}", made(lambda: sm100.compiled(hd)), 2)
+
+
+@pytest.mark.parametrize(("hd", "share"), PLANS)
+def test_no_kernel_of_sm_90a_uses_local_memory(hd: int, share: Share) -> None:
+    hold_to_registers(f"hd {hd}, {share}", made(lambda: sm90.compiled(Sm90FmhaPlan(hd, share))), 3)
+
+
+# sm_100a: an odd number of tiles an item makes the two softmax warpgroups change places from item to item; the second
+# case has items that see no key at all between items that do. sm_90a: two row tiles, several key tiles a warpgroup, a
+# ragged end, and items that see no key between items that do.
 @pytest.mark.parametrize(
-    "text",
+    ("target", "text", "share"),
     [
-        "hd=64,t=3,s_k=300,batch=2,heads=6,kv_heads=3",
-        "hd=128,t=128,s_k=140,heads=4,causal=true",
-        "hd=128,t=100,s_k=30,heads=4,causal=true",
-        "hd=256,t=5,s_k=130,batch=3",
-        "hd=512,t=4,s_k=200,batch=2",
+        ("sm_100a", "hd=64,t=3,s_k=300,batch=2,heads=6,kv_heads=3", None),
+        ("sm_100a", "hd=128,t=128,s_k=140,heads=4,causal=true", None),
+        ("sm_100a", "hd=128,t=100,s_k=30,heads=4,causal=true", None),
+        ("sm_100a", "hd=256,t=5,s_k=130,batch=3", None),
+        ("sm_100a", "hd=512,t=4,s_k=200,batch=2", None),
+        ("sm_90a", "hd=64,t=128,s_k=450,causal=true", "rows"),
+        ("sm_90a", "hd=64,t=70,s_k=500,causal=true,window=150", "keys"),
+        ("sm_90a", "hd=128,t=100,s_k=30,heads=2,causal=true", "rows"),
+        ("sm_90a", "hd=128,t=3,s_k=400,batch=2,heads=6,kv_heads=3", "keys"),
+        ("sm_90a", "hd=256,t=5,s_k=130,batch=3", "keys"),
+        ("sm_90a", "hd=512,t=4,s_k=200,batch=2", "columns"),
     ],
 )
-def test_the_number_of_ctas_changes_no_bit(text: str) -> None:
+def test_ctas_and_schedules_change_no_bit(target: Target, text: str, share: Share | None) -> None:
     """Persistent CTAs take any number of work items in turn, under every schedule."""
     case = case_of(text)
-    wanted, broken = outputs(case, program_of(case))
+    wanted, broken = outputs(case, program_of(target, case, share, splits=1))
     assert broken is None, f"{case.id}: {broken}"
-    hold_to_reference(case, wanted, "a CTA an item")
+    hold_to_reference(case, wanted, f"{share or target}, a CTA an item")
     for schedule, max_ctas in zip(SCHEDULES, (1, 2, 3, 1), strict=True):
-        seen, broken = outputs(case, program_of(case, max_ctas=max_ctas), schedule)
+        seen, broken = outputs(case, program_of(target, case, share, splits=1, max_ctas=max_ctas), schedule)
         assert broken is None, f"{case.id} on {max_ctas} CTAs under {schedule}: {broken}"
         for name, tensor in wanted.items():
             same = torch.equal(seen[name].view(torch.uint8), tensor.view(torch.uint8))
             assert same, f"{case.id} on {max_ctas} CTAs under {schedule}: {name} differs from one CTA an item"
 
 
-@pytest.mark.parametrize("splits", [2, 3, 7, 32])
-@pytest.mark.parametrize(
-    "text",
-    [
+# On sm_90a one warp combines up to 32 parts; eight warps combine more.
+SPLITS: dict[Target, tuple[int, ...]] = {"sm_100a": (2, 3, 7, 32), "sm_90a": (2, 7, 32, 40)}
+SPLIT_CASES: dict[Target, tuple[str, ...]] = {
+    "sm_100a": (
         "hd=64,t=3,s_k=700,heads=4,kv_heads=2,inputs=large_logits",
         "hd=128,t=40,s_k=520,causal=true,window=200",
         "hd=256,t=100,s_k=30,causal=true",
         "hd=512,t=2,s_k=300,heads=3",
-    ],
+    ),
+    "sm_90a": (
+        "hd=64,t=3,s_k=700,heads=4,kv_heads=2,inputs=large_logits",
+        "hd=128,t=40,s_k=520,causal=true,window=200",
+        "hd=512,t=2,s_k=300,heads=3",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "text", "splits"),
+    [(target, text, splits) for target in SPLITS for text in SPLIT_CASES[target] for splits in SPLITS[target]],
 )
-def test_any_number_of_splits_gives_attention(text: str, splits: int) -> None:
-    """More splits than key tiles leave parts that saw nothing; they have no weight."""
+def test_any_number_of_splits_gives_attention(target: Target, text: str, splits: int) -> None:
+    """With more splits than key tiles some parts see no key. They have no weight."""
     case = case_of(text)
-    seen, broken = outputs(case, program_of(case, splits=splits), "random:5")
+    seen, broken = outputs(case, program_of(target, case, splits=splits), "random:5")
     assert broken is None, f"{case.id} in {splits} splits: {broken}"
     hold_to_reference(case, seen, f"{splits} splits")
 
 
-FAULTS = {
-    "P through shared memory without a proxy fence": ("hd=256,t=4,s_k=300", without(r"fence\.proxy\.async")),
-    "P through tensor memory without waiting for the stores": ("hd=128,t=4,s_k=300", without(r"tcgen05\.wait::st")),
-    "no deallocation of tensor memory": ("hd=64,t=4,s_k=128", without(r"tcgen05\.dealloc")),
-    "no arrivals of threads on barriers": ("hd=64,t=4,s_k=300", without(r"mbarrier\.arrive\.shared")),
-    "no commits of the tensor core": ("hd=64,t=4,s_k=300", without(r"tcgen05\.commit")),
+FAULTS: dict[str, tuple[Target, str, str]] = {
+    "P through shared memory without a proxy fence": ("sm_100a", "hd=256,t=4,s_k=300", r"fence\.proxy\.async"),
+    "P through tensor memory without waiting for the stores": ("sm_100a", "hd=128,t=4,s_k=300", r"tcgen05\.wait::st"),
+    "no deallocation of tensor memory": ("sm_100a", "hd=64,t=4,s_k=128", r"tcgen05\.dealloc"),
+    "no arrivals of threads on barriers": ("sm_100a", "hd=64,t=4,s_k=300", r"mbarrier\.arrive\.shared"),
+    "no commits of the tensor core": ("sm_100a", "hd=64,t=4,s_k=300", r"tcgen05\.commit"),
+    "no wait of the MMAs for registers": ("sm_90a", "hd=128,t=40,s_k=600", r"wgmma\.wait_group"),
+    "no arrivals on empty stages": ("sm_90a", "hd=128,t=4,s_k=500", r"mbarrier\.arrive\.shared"),
+    "no barrier around the merge": ("sm_90a", "hd=64,t=4,s_k=300", r"bar\.sync\s+1,"),
+    "a combine kernel that does not wait": ("sm_90a", "hd=64,t=4,s_k=1100", r"griddepcontrol\.wait"),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_noticed(name: str) -> None:
-    text, mutate = FAULTS[name]
+    target, text, pattern = FAULTS[name]
     case = case_of(text)
-    program = program_of(case)
-    faulty = replace(program, ptx=mutate(program.ptx))
+    program = program_of(target, case)
+    faulty = replace(program, ptx=without(pattern)(program.ptx))
     assert faulty.ptx != program.ptx, f"{name}: the kernel has no such instruction any more"
     sentences = [outputs(case, faulty, schedule)[1] for schedule in SCHEDULES]
     assert any(sentences), f"{name}: no schedule of {', '.join(SCHEDULES)} noticed"

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
+import pytest
+
+from backends.cutedsl.sm100_moe.program import moe_program
 from conformance import ROOT
+from conformance.kernels.laws.law import spec_of
 from conformance.kernels.mutants.mutations import NOT_NOTICED, Finding, findings, table
+from megamoe.contract import Case, HostProgram, Program, RunOptions, UnsupportedError, load_backend, load_executor
+from megamoe.judge.guarded import GuardedCase
 
 PUBLISHED = ROOT / "results" / "mutations.md"
 
@@ -33,3 +42,85 @@ def test_published_table_is_true() -> None:
     """results/mutations.md says what is so."""
     command = "python -m conformance.kernels.mutants.mutations > results/mutations.md"
     assert PUBLISHED.read_text() == table(list(_found())), f"results/mutations.md is out of date; run: {command}"
+
+
+SCHEDULES = ("eager", "lazy", "random:1")
+COUNTER = "tmem_unordered_copies"
+
+
+def case_of(text: str) -> Case:
+    return spec_of("nvfp4_moe").parse_case(f"nvfp4_moe:{text}")
+
+
+def cutedsl(case: Case, cta_group: int) -> HostProgram:
+    """Our kernels in CuTeDSL, a missing one being reported as skipped."""
+    try:
+        return moe_program(case, cta_group, 148)
+    except UnsupportedError as missing:
+        pytest.skip(f"unsupported: {missing}")
+
+
+def raw_ptx(case: Case) -> Program:
+    """Our kernels in PTX."""
+    built = load_backend("ptx").build(case, "sm_100a")
+    assert isinstance(built, Program), "the ptx backend builds PTX with launches"
+    return built
+
+
+def run(case: Case, program: Program | HostProgram, schedule: str) -> tuple[int, str | None]:
+    """How many copies of scales nothing orders after an mma, and the first rule broken."""
+    guarded = GuardedCase(spec_of(case.op), case, load_executor("vm"))
+    execution = guarded.run(program, RunOptions(schedule=schedule)).execution
+    return execution.counters.get(COUNTER, 0), execution.violation
+
+
+def without_each(ptx: str, instruction: str) -> Iterator[tuple[str, str]]:
+    """The entry that an instruction is taken out of, with the PTX without it, for each one."""
+    lines, entry = ptx.splitlines(), ""
+    for index, line in enumerate(lines):
+        if found := re.search(r"\.entry (\w+)", line):
+            entry = found[1]
+        if line.strip().startswith(instruction):
+            yield entry, "\n".join([*lines[:index], "", *lines[index + 1 :]])
+
+
+@pytest.mark.parametrize("cta_group", [1, 2])
+def test_a_kernel_that_does_not_wait_for_the_launch_before(cta_group: int) -> None:
+    """Every kernel of the layer but the first may begin while the one before it runs."""
+    case = case_of("hidden=256,intermediate=128,num_experts=2,tokens=3,topk=2")
+    program = cutedsl(case, cta_group)
+    hasty = dict(without_each(program.ptx, "griddepcontrol.wait"))
+    assert len(hasty) == 4, f"gather, L1, L2 and combine are to wait: {sorted(hasty)}"
+    for entry, ptx in hasty.items():
+        _, violation = run(case, replace(program, ptx=ptx), "eager")
+        assert violation is not None, f"{entry} does not wait, and nobody notices"
+        assert violation.startswith(f"[dependent-launch-not-awaited] kernel {entry}, PTX line"), violation
+
+
+SLOTS = "hidden=1536,intermediate=128,num_experts=1,tokens=20,stage=l1"
+"""K tiles that go more than once round the slots of scales."""
+
+
+@pytest.mark.parametrize("backend", ["cutedsl", "ptx"])
+def test_a_slot_of_scales_that_is_overwritten_too_early(backend: str) -> None:
+    """The wait for the MMAs that read the slot stands before the copies; without it they are counted."""
+    case = case_of(SLOTS)
+    program = cutedsl(case, 2) if backend == "cutedsl" else raw_ptx(case)
+    hasty = replace(program, ptx=without_the_slot_s_wait(program.ptx, backend))
+    for schedule in SCHEDULES:
+        counted, violation = run(case, program, schedule)
+        assert (counted, violation) == (0, None), f"{backend} as it is, {schedule}: {counted} copies; {violation}"
+        counted, violation = run(case, hasty, schedule)
+        assert violation is None, f"{backend}, {schedule}: production kernels do the same: {violation}"
+        assert counted > 0, f"{backend}, {schedule}: scales are overwritten under an mma, and nothing is counted"
+
+
+def without_the_slot_s_wait(ptx: str, backend: str) -> str:
+    """PTX in which the wait before the copies of scales is over at once."""
+    lines = ptx.splitlines()
+    first_copy = next(index for index, line in enumerate(lines) if "tcgen05.cp" in line)
+    waits = [index for index, line in enumerate(lines[:first_copy]) if "mbarrier.try_wait" in line]
+    at = waits[-1] if backend == "cutedsl" else next(i for i in reversed(waits) if "%slot_free_completed" in lines[i])
+    over = re.search(r"%?\w+(?=, \[)", lines[at])
+    assert over is not None, f"a wait that sets no predicate: {lines[at]}"
+    return "\n".join([*lines[:at], f"setp.eq.s32 {over[0]}, 0, 0;", *lines[at + 1 :]])

@@ -1,6 +1,6 @@
-"""Peers: what they refuse and why, that their calls follow the recipes, and that what they return is judged right.
+"""A peer refuses what it cannot do and says why; the judge finds its results right, and those of a planted fault wrong.
 
-No peer's kernel runs here but torch's on a CPU; the others are stand-ins that compute what the manuals say.
+Only torch's own kernels run here, on a CPU. The others are stand-ins that compute what the manuals say.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ L2 = "nvfp4_moe:hidden=256,intermediate=128,num_experts=4,tokens=20,topk=2,stage
 POISONED = f"{L2},load=slice,inputs=poisoned_padding"
 ROUTELESS = "nvfp4_moe:hidden=128,intermediate=128,num_experts=1,tokens=1,load=slice,stage=l2"
 
-# What each peer refuses: a case, and words of the reason.
+# A case that the peer refuses, and words of its reason.
 REFUSALS = [
     ("torch-sdpa-cudnn", WIDE, "ends at hd 256"),
     ("torch-sdpa-cudnn", CAUSAL, "aligned top-left"),
@@ -72,7 +72,7 @@ REFUSALS = [
     ("torch-grouped-mm", f"{L2.removesuffix('l2')}combine", "it is a GEMM"),
 ]
 
-# Faults of a foreign kernel, or of how it is called, and a case that must fail for each.
+# Faults of a foreign kernel or of its call, each with a case that must fail.
 FAULTS = [
     ("torch-sdpa-cudnn", DECODE, Faults(scale=1.05)),
     ("torch-sdpa-cudnn", SQUARE, Faults(shift=1)),
@@ -94,7 +94,7 @@ FAULTS = [
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Many tiny products: threads that wait for each other take most of the time."""
+    """The products are tiny: threads would mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,10 +1,11 @@
-"""The ptx backend's attention for sm_100a assembles without spills or warnings, fits, and is launched as declared."""
+"""The ptx backend's kernels assemble without spills or warnings, fit the machine, and are launched as declared."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,12 +15,36 @@ from backends.ptx.assembler import AssemblyError, assemble
 from backends.ptx.attention import SUPPORTED_HD
 from backends.ptx.builder import Builder
 from backends.ptx.operands import at
-from backends.ptx.shared_memory import MAX_SMEM
+from backends.ptx.shared_memory import MAX_SMEM, SmemLayout
+from backends.ptx.sm90_fmha.geometry import SPLIT_KEYS, Sm90FmhaTiling, splits_of
+from backends.ptx.sm90_fmha.geometry import THREADS as SM90_THREADS
+from backends.ptx.sm90_fmha.kernel import PTX_VERSION as SM90_VERSION
+from backends.ptx.sm90_fmha.kernel import kernel_text as sm90_text
 from backends.ptx.sm100_fmha.geometry import Sm100FmhaTiling
 from backends.ptx.sm100_fmha.kernel import PTX_VERSION, kernel_text
+from backends.ptx.sm100_moe.epilogue import SwigluVariant
+from backends.ptx.sm100_moe.geometry import ACCUMULATOR_STRIDE, HALF_N, SF_COLUMN, SF_SLOT_COLUMNS, SF_SLOTS, TILE_N
+from backends.ptx.sm100_moe.kernel import L1_SMEM, L2_SMEM, l1_kernel, l2_kernel
+from backends.ptx.sm100_moe.kernel import PTX_VERSION as MOE_VERSION
+from backends.ptx.sm100_moe.requantise import requantise_kernel
+from backends.ptx.sm100_moe.routing import routing_kernel
+from backends.ptx.sm100_moe.row_kernels import combine_kernel, gather_scales_kernel
 from backends.ptx.tcgen05 import TMEM_COLUMNS
-from megamoe.contract import KernelArg, Launch, ScalarArg, Target, TensorMapArg, UnsupportedError
+from megamoe.contract import (
+    KernelArg,
+    Launch,
+    Program,
+    Row,
+    RunOptions,
+    ScalarArg,
+    Target,
+    TensorMapArg,
+    UnsupportedError,
+    load_executor,
+)
 from megamoe.contract.assembly import Assembly
+from megamoe.judge.guarded import GuardedCase
+from megamoe.judge.judge import judge
 from megamoe.spec.load import load_specs
 
 LIVE_VALUES = 64
@@ -36,6 +61,15 @@ def assembled(ptx: str, target: Target = "sm_100a") -> Assembly:
 def local_memory_bytes(assembly: Assembly) -> int:
     """Bytes of local memory traffic and stack; 0 for a kernel that stays in registers."""
     return assembly.stack + assembly.spill_stores + assembly.spill_loads
+
+
+def hold_places_apart(smem: SmemLayout) -> None:
+    """The places fit a CTA and do not overlap."""
+    assert smem.size <= MAX_SMEM, f"{smem.size} bytes of shared memory; a CTA may have {MAX_SMEM}"
+    ends = 0
+    for name, (offset, size) in smem.places.items():
+        assert offset >= ends, f"{name} at {offset} overlaps what ends at {ends}"
+        ends = offset + size
 
 
 def crowded_kernel(directive: str) -> str:
@@ -97,13 +131,9 @@ def test_a_missing_assembler_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("hd", SUPPORTED_HD)
 def test_fmha_fits_the_machine(hd: int) -> None:
     tiling = Sm100FmhaTiling(hd)
-    assert tiling.smem.size <= MAX_SMEM, f"hd={hd} wants {tiling.smem.size} bytes of shared memory"
     assert tiling.o_column + tiling.o_columns <= TMEM_COLUMNS, f"hd={hd}: O ends beyond tensor memory"
     assert tiling.halves * tiling.o_columns == hd, f"hd={hd}: the CTAs of a row tile do not cover O exactly"
-    ends = 0
-    for name, (offset, size) in tiling.smem.places.items():
-        assert offset >= ends, f"hd={hd}: {name} at {offset} overlaps what ends at {ends}"
-        ends = offset + size
+    hold_places_apart(tiling.smem)
 
 
 def _param_of(argument: KernelArg) -> str:
@@ -142,3 +172,191 @@ def test_other_targets_are_unsupported() -> None:
     case = layer.profile("smoke").cases[0]
     with pytest.raises(UnsupportedError, match="no nvfp4_moe for sm_90a"):
         BACKEND.build(case, "sm_90a")
+
+
+VARIANTS = [
+    SwigluVariant(interleave, clamped, weighted)
+    for interleave, clamped, weighted in ((8, False, False), (16, True, False), (32, False, True), (64, True, True))
+]
+OTHERS: list[Callable[[], Builder]] = [
+    lambda: l2_kernel().builder,
+    lambda: routing_kernel(MOE_VERSION),
+    lambda: gather_scales_kernel(MOE_VERSION),
+    lambda: requantise_kernel(MOE_VERSION),
+    lambda: combine_kernel(MOE_VERSION),
+]
+STAGES = ("layer", "l1", "requantise", "l2", "combine")
+
+
+def program(**axes: object) -> Program:
+    """The program of a small layer with these axes."""
+    small = {"hidden": 256, "intermediate": 128, "num_experts": 4, "tokens": 6, "topk": 2}
+    case = load_specs()["nvfp4_moe"].case(**{**small, **axes})  # type: ignore[arg-type]
+    return BACKEND.build(case, "sm_100a")
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_swiglu_assembles_without_spills(variant: SwigluVariant) -> None:
+    assembly = assembled(l1_kernel(variant).builder.text())
+    assert local_memory_bytes(assembly) == 0, f"{variant} uses local memory: {assembly}"
+
+
+@pytest.mark.parametrize("kernel", OTHERS, ids=lambda kernel: kernel().entry)
+def test_assembles_without_spills(kernel: Callable[[], Builder]) -> None:
+    builder = kernel()
+    assembly = assembled(builder.text())
+    assert local_memory_bytes(assembly) == 0, f"{builder.entry} uses local memory: {assembly}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_is_one_module(stage: str) -> None:
+    """All entries of a stage are in one module that assembles; each launch names one of them."""
+    built = program(stage=stage)
+    assert assembled(built.ptx).code_size > 0, f"stage {stage}: the cubin has no code"
+    entries = re.findall(r"^\.visible \.entry (\w+)\(", built.ptx, re.MULTILINE)
+    assert [launch.entry for launch in built.launches] == entries, (
+        f"stage {stage} launches other entries than {entries}"
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("weight", ["before", "after"])
+def test_moe_arguments_are_the_parameters(stage: str, weight: str) -> None:
+    built = program(stage=stage, weight=weight)
+    for launch in built.launches:
+        check_arguments(built.ptx, launch)
+
+
+def test_the_moes_declared_version_is_the_lowest() -> None:
+    major, minor = MOE_VERSION
+    older = l2_kernel().builder.text().replace(f".version {major}.{minor}", f".version {major}.{minor - 1}")
+    with pytest.raises(AssemblyError):
+        assembled(older)
+
+
+@pytest.mark.parametrize("smem", [L1_SMEM, L2_SMEM], ids=["l1", "l2"])
+def test_shared_memory_fits(smem: SmemLayout) -> None:
+    hold_places_apart(smem)
+
+
+def test_tensor_memory_fits() -> None:
+    end = SF_COLUMN + SF_SLOTS * SF_SLOT_COLUMNS
+    assert end <= TMEM_COLUMNS, f"scale factors end at column {end}"
+    assert ACCUMULATOR_STRIDE + TILE_N <= SF_COLUMN, "the second accumulator reaches into the scale factors"
+    assert TILE_N - ACCUMULATOR_STRIDE == HALF_N, (
+        "the epilogue frees one half first: the accumulators must share that much"
+    )
+
+
+@pytest.mark.parametrize("axis", ["hidden", "intermediate"])
+def test_other_shapes_are_unsupported(axis: str) -> None:
+    case = load_specs()["nvfp4_moe"].case(hidden=256, intermediate=256, num_experts=1, tokens=1)
+    odd = replace(case, axes=tuple((name, 192 if name == axis else value) for name, value in case.axes))
+    with pytest.raises(UnsupportedError, match=f"{axis} is 192; .* multiple of 128"):
+        BACKEND.build(odd, "sm_100a")
+
+
+MAX_REGISTERS = 255
+MAX_REGISTERS_OF_AN_SM = 65536
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("hd", SUPPORTED_HD)
+def test_fmha_of_sm_90a_assembles_without_spills(hd: int, split: bool) -> None:
+    assembly = assembled(sm90_text(hd, split), "sm_90a")
+    assert local_memory_bytes(assembly) == 0, f"hd={hd} uses local memory: {assembly}"
+    assert assembly.registers <= MAX_REGISTERS
+
+
+def test_the_declared_version_of_sm_90a_is_the_lowest() -> None:
+    major, minor = SM90_VERSION
+    assert (major, minor) == (8, 0)
+    with pytest.raises(AssemblyError):
+        assembled(sm90_text(64).replace(".version 8.0", ".version 7.8"), "sm_90a")
+
+
+@pytest.mark.parametrize("hd", SUPPORTED_HD)
+def test_fmha_of_sm_90a_fits_the_machine(hd: int) -> None:
+    tiling = Sm90FmhaTiling(hd)
+    assert tiling.halves * tiling.o_columns == hd, f"hd={hd}: the CTAs of a row tile do not cover O exactly"
+    assert tiling.tile_n & tiling.tile_n - 1 == 0, "tiles begin at multiples of a power of two"
+    hold_places_apart(tiling.smem)
+
+
+@pytest.mark.parametrize("hd", [64, 128])
+def test_two_ctas_fit_an_sm(hd: int) -> None:
+    assert 2 * (Sm90FmhaTiling(hd).smem.size + 1024) <= MAX_SMEM + 1024, "shared memory holds one CTA only"
+    assert 2 * SM90_THREADS * assembled(sm90_text(hd), "sm_90a").registers <= MAX_REGISTERS_OF_AN_SM
+
+
+@pytest.mark.parametrize("hd", SUPPORTED_HD)
+@pytest.mark.parametrize("s_k", [130, 1000])
+@pytest.mark.parametrize("lse", [True, False])
+def test_arguments_of_sm_90a_are_the_parameters(hd: int, s_k: int, lse: bool) -> None:
+    case = load_specs()["fmha"].case(hd=hd, t=3, s_k=s_k, heads=4, kv_heads=2, lse=lse)
+    program = BACKEND.build(case, "sm_90a")
+    assert program.ptx.count(".visible .entry ") == len(program.launches) == (2 if s_k > SPLIT_KEYS else 1)
+    for launch in program.launches:
+        check_arguments(program.ptx, launch)
+
+
+@pytest.mark.parametrize(("t", "s_k", "splits"), [(1, 512, 1), (1, 513, 2), (16, 8192, 16), (17, 8192, 1)])
+def test_the_keys_of_few_queries_are_split(t: int, s_k: int, splits: int) -> None:
+    assert splits_of(t, s_k) == splits
+    assert all(SPLIT_KEYS % Sm90FmhaTiling(hd).tile_n == 0 for hd in SUPPORTED_HD), "a split begins within a tile"
+
+
+@pytest.mark.parametrize("hd", SUPPORTED_HD)
+def test_parts_without_a_key_count_for_nothing(hd: int) -> None:
+    """With a window of one key, two of three parts see no key of one query or of both."""
+    case = load_specs()["fmha"].case(hd=hd, t=2, s_k=1025, heads=2, causal=True, window=1)
+    record = judge(Row(case.id, "ptx", "sm_90a", "vm", "lazy"), "pytest")
+    assert record.status == "passed", record.sentence
+
+
+SYNCHRONISES = ("wgmma.fence", "wgmma.wait_group", "wgmma.commit_group", "bar.sync", "fence.", "mbarrier.")
+# (text, occurrence) that the VM does not miss when it is removed -> why the kernel has it.
+NOT_NOTICED = {
+    (
+        "fence.mbarrier_init.release.cluster;",
+        0,
+    ): "a CTA without a cluster sees its own mbarriers; the async proxy does not",
+    ("wgmma.fence.sync.aligned;", 1): "the VM holds a wgmma's register operands against earlier wgmma only",
+    (
+        "bar.sync 0;",
+        1,
+    ): "to the VM a wgmma is one step of all four warps; on a GPU another warp's may still read the stage",
+}
+
+
+def _without(ptx: str) -> dict[tuple[str, int], str]:
+    """The kernel without each of its synchronising instructions, by text and occurrence."""
+    lines = ptx.splitlines()
+    seen: dict[str, int] = {}
+    found: dict[tuple[str, int], str] = {}
+    for number, line in enumerate(lines):
+        text = line.split("//")[0].strip()
+        if text.startswith(SYNCHRONISES):
+            rest = lines.copy()
+            # A wait is the instruction and the branch back to it.
+            rest[number : number + (2 if "try_wait" in text else 1)] = []
+            found[text, seen.setdefault(text, 0)] = "\n".join(rest)
+            seen[text] += 1
+    return found
+
+
+def _violation(ptx: str) -> str | None:
+    """What the VM says of `ptx` on a case whose ring is filled a second time."""
+    spec = load_specs()["fmha"]
+    case = spec.case(hd=64, t=4, s_k=300)
+    program = replace(BACKEND.build(case, "sm_90a"), ptx=ptx)
+    guarded = GuardedCase(spec, case, load_executor("vm"))
+    return guarded.run(program, RunOptions(step_budget=500_000)).execution.violation
+
+
+def test_the_vm_notices_what_is_missing() -> None:
+    text = sm90_text(64)
+    assert _violation(text) is None
+    missed = {key for key, mutant in _without(text).items() if _violation(mutant) is None}
+    assert missed - set(NOT_NOTICED) == set(), "removed, and the VM does not notice"
+    assert set(NOT_NOTICED) - missed == set(), "the VM notices these by now: take them out of NOT_NOTICED"

@@ -9,14 +9,7 @@ import pytest
 
 from backends.ptx.builder import TID_X, Builder
 from backends.ptx.emitter import module_text
-from backends.ptx.operands import (
-    SINK,
-    Address,
-    BuilderError,
-    Elected,
-    Register,
-    at,
-)
+from backends.ptx.operands import SINK, Address, BuilderError, Elected, Register, at
 from backends.ptx.parameters import F32, U32, Map, Parameters, Pointer, Value
 from megamoe.contract import BufferArg, ScalarArg, TensorMapArg
 
@@ -257,8 +250,7 @@ def test_gather4_takes_a_column_and_four_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("registers", "a", "what"),
-    [(31, 4, "moves 32 registers; 31 are named"), (32, 3, "moves 4 registers; 3 are named")],
+    ("registers", "a", "what"), [(31, 4, "moves 32 registers; 31 are named"), (32, 3, "moves 4 registers; 3 are named")]
 )
 def test_the_builder_counts_the_registers_of_a_wgmma(registers: int, a: int, what: str) -> None:
     x = Builder("planted", target="sm_90a", version=(8, 0), block=128)

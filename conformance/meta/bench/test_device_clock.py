@@ -14,7 +14,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from conformance import ROOT
-from conformance.bench.device_clock import DeviceClock, report_samples
+from conformance.bench.bench_rows import DeviceClock, report_samples
 from conformance.fakes import simulated_device
 from megamoe.records.files import read_records
 

@@ -65,11 +65,11 @@ BACKENDS = {
     "ptx.sm90_fmha": f"{KERNELS} ptx",
     "ptx.__init__": f"{KERNELS} ptx ptx.sm100_fmha ptx.sm100_moe ptx.sm90_fmha",
     "cutedsl.compile": KERNELS,
-    "cutedsl.sm100": KERNELS,
-    "cutedsl.sm100_fmha": f"{KERNELS} cutedsl.compile cutedsl.sm100",
-    "cutedsl.sm100_moe": f"{KERNELS} cutedsl.compile cutedsl.sm100",
-    "cutedsl.sm90_fmha": f"{KERNELS} cutedsl.compile",
-    "cutedsl.__init__": f"{KERNELS} cutedsl.compile cutedsl.sm100_fmha cutedsl.sm100_moe cutedsl.sm90_fmha",
+    "cutedsl": f"{KERNELS} cutedsl.compile",
+    "cutedsl.sm100_fmha": f"{KERNELS} cutedsl cutedsl.compile",
+    "cutedsl.sm100_moe": f"{KERNELS} cutedsl cutedsl.compile",
+    "cutedsl.sm90_fmha": f"{KERNELS} cutedsl cutedsl.compile",
+    "cutedsl.__init__": f"{KERNELS} cutedsl cutedsl.compile cutedsl.sm100_fmha cutedsl.sm100_moe cutedsl.sm90_fmha",
     "vm": "",
 }
 # All of them may import megamoe and backends too.

@@ -358,7 +358,7 @@ def test_a_copy_to_columns_that_no_mma_reads_is_not_counted() -> None:
 # must go through shared memory, as S, P and O do not fit." P may overwrite S: S is no longer needed, and P is half as
 # wide (`test_p_takes_the_place_of_s`).
 # The notes also ask which register holds which (M, N) of a fused SwiGLU tile; the answer is in
-# conformance/kernels/ptx/test_moe_registers.py.
+# conformance/kernels/ptx/test_moe_layer.py.
 
 
 K, B_VALUE = 16, 2.0

@@ -1,48 +1,19 @@
-# ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""What a kernel around tcgen05 needs whatever it computes: TMA views, rings between warps, tensor memory, fences."""
+"""What a kernel around tcgen05 needs whatever it computes: rings between warps, tensor memory, fences."""
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, memory, pipeline
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu import tcgen05
 from cutlass.experimental.primitives import nvvm_wrapper
 from cutlass.pipeline import PipelineAsync, PipelineConsumer, PipelineProducer
 
-from backends.cutedsl.sm100.device import TMEM_COLUMNS, TMEM_LANES, WARPGROUP
+from backends.cutedsl.device import TMEM_COLUMNS, TMEM_LANES, WARPGROUP
 
 CHUNK = 32
 """Columns of one tcgen05.ld or tcgen05.st."""
-
-
-class TmaTensor(NamedTuple):
-    """A TMA atom and the coordinates of the tensor that it copies."""
-
-    atom: cute.CopyAtom
-    coordinates: cute.Tensor
-
-
-class TmaViews(NamedTuple):
-    """One operand for its TMA copies: gX (copy, tile of each mode) in global memory, sX (copy, stage) in shared."""
-
-    atom: cute.CopyAtom
-    gX: cute.Tensor
-    sX: cute.Tensor
-
-    def load(self, coordinate: tuple, handle, stage: Int32 | None = None) -> None:
-        """Queue the load of a tile into `stage`, that of the ring's `handle` if None, to arrive at its barrier."""
-        gX, sX = self.gX[None, *coordinate], self.sX[None, handle.index if stage is None else stage]
-        cute.copy(self.atom, gX, sX, tma_bar_ptr=handle.barrier)
-
-
-def tma_views(atom: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, modes: int) -> TmaViews:
-    """The views of an operand whose tile is the first `modes` modes of gX and sX; the stage is the last of sX."""
-    shared, coordinates = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, modes), cute.group_modes(gX, 0, modes)
-    )
-    return TmaViews(atom, coordinates, shared)
 
 
 class Ring(NamedTuple):

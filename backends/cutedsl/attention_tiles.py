@@ -1,0 +1,170 @@
+# ruff: noqa: N815
+# pyright: reportMissingImports=false
+"""What persistent attention kernels share on the device: tensors, run-time sizes, work items and the keys these see."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from backends.cutedsl.device import LOG2_E
+from backends.cutedsl.tma import TmaTensor
+
+
+class Plan(Protocol):
+    """What the division of the work needs of a kernel's plan.
+
+    A tile has `tile_m` query rows and `tile_n` keys; `o_halves` work items share it, each with its columns of O.
+    """
+
+    @property
+    def tile_m(self) -> int: ...
+    @property
+    def tile_n(self) -> int: ...
+    @property
+    def o_halves(self) -> int: ...
+    def part_begin(self, problem: Problem, split: Int32) -> Int32:
+        """The first key tile of a split, by its number alone."""
+        ...
+
+
+class Inputs(NamedTuple):
+    """TMA loads of Q (rows, hd, kv_batch), K (s_k, hd, kv_batch) and V (hd, s_k, kv_batch)."""
+
+    q: TmaTensor
+    k: TmaTensor
+    v: TmaTensor
+
+
+class Outputs(NamedTuple):
+    """Where results go: with one split to o and lse, else to the partials, O normalised within its split, fp32.
+
+    mO (kv_batch, row, hd) bf16; mLSE (kv_batch * row) f32; mO_part (split, kv_batch, row, hd) f32;
+    mLSE_part (split, kv_batch, row) f32. All natural logarithms.
+    """
+
+    mO: cute.Tensor
+    mLSE: cute.Tensor
+    mO_part: cute.Tensor
+    mLSE_part: cute.Tensor
+
+
+class Problem(NamedTuple):
+    """Run-time sizes. `rows` counts the query rows of one (batch, kv head): heads // kv_heads * t, head-major.
+
+    Row r is query token r % t, whose position is p = r % t + s_k - t. It sees the keys p - left < j <= p + right.
+    Where a split begins follows from its number alone, whatever keys the rows see: so the arithmetic of a row does not
+    depend on the rows that share its tile. `scale_log2`: the scale of the scores times log2 e, for base-2 exponentials.
+    The device computes the key tiles of a sequence, and of a split where splits are alike: `with_tiles`.
+    """
+
+    rows: Int32
+    t: Int32
+    s_k: Int32
+    row_tiles: Int32
+    splits: Int32
+    left: Int32
+    right: Int32
+    work_items: Int32
+    scale_log2: Float32
+    key_tiles: Int32 | None = None
+    split_tiles: Int32 | None = None
+
+    def with_tiles(self, plan: Plan) -> Problem:
+        """The same with its key tiles."""
+        key_tiles = (self.s_k + plan.tile_n - 1) // plan.tile_n
+        return self._replace(key_tiles=key_tiles, split_tiles=(key_tiles + self.splits - 1) // self.splits)
+
+
+class AttentionItem(NamedTuple):
+    """One (kv_batch, split, row_tile, o_half) and its key tiles `first_tile` to `first_tile + tiles - 1`.
+
+    Tiles before `clear_first` or from `clear_last` on hold a key that some row does not see.
+    """
+
+    kv_batch: Int32
+    split: Int32
+    row_tile: Int32
+    o_half: Int32
+    first_tile: Int32
+    tiles: Int32
+    clear_first: Int32
+    clear_last: Int32
+
+
+def tma_tensors(hd: int, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor) -> tuple[cute.Tensor, ...]:
+    """The tensors of PARAMETERS as TMA loads them: Q (rows, hd, batch), K (s_k, hd, batch) and V (hd, s_k, batch)."""
+    kv_batches, rows, _ = mQ.shape
+    s_k = mK.shape[1]
+    q_batch = cute.assume(Int64(rows) * hd, divby=hd)
+    kv_batch = cute.assume(Int64(s_k) * hd, divby=hd)
+    return (
+        cute.make_tensor(mQ.iterator, cute.make_layout((rows, hd, kv_batches), stride=(hd, 1, q_batch))),
+        cute.make_tensor(mK.iterator, cute.make_layout((s_k, hd, kv_batches), stride=(hd, 1, kv_batch))),
+        cute.make_tensor(mV.iterator, cute.make_layout((hd, s_k, kv_batches), stride=(1, hd, kv_batch))),
+    )
+
+
+def problem_of(call: SimpleNamespace, plan: Plan) -> Problem:
+    """The sizes of `call`, the arguments by the names of attention.PARAMETERS."""
+    kv_batches, rows, _ = call.mQ.shape
+    row_tiles = (rows + plan.tile_m - 1) // plan.tile_m
+    return Problem(
+        rows=rows,
+        t=call.t,
+        s_k=call.mK.shape[1],
+        row_tiles=row_tiles,
+        splits=call.splits,
+        left=call.left,
+        right=call.right,
+        work_items=kv_batches * call.splits * row_tiles * plan.o_halves,
+        scale_log2=call.scale * LOG2_E,
+    )
+
+
+def attention_item(plan: Plan, problem: Problem, index: Int32) -> AttentionItem:
+    """Work item `index`. Neighbours share keys, O halves first, then row tiles, so that L2 serves the second reader."""
+    tile_m, tile_n = plan.tile_m, plan.tile_n
+    o_half = index % plan.o_halves
+    rest = index // plan.o_halves
+    row_tile = rest % problem.row_tiles
+    rest = rest // problem.row_tiles
+    split = rest % problem.splits
+    kv_batch = rest // problem.splits
+
+    first_row = row_tile * tile_m
+    last_row = cutlass.min(first_row + tile_m, problem.rows) - 1
+    one_head = Boolean(first_row // problem.t == last_row // problem.t)
+    token_low = cutlass.select_(one_head, first_row % problem.t, Int32(0))
+    token_high = cutlass.select_(one_head, last_row % problem.t, problem.t - 1)
+    low = token_low + problem.s_k - problem.t
+    high = token_high + problem.s_k - problem.t
+
+    key_begin = cutlass.max(low - problem.left + 1, Int32(0))
+    key_end = cutlass.max(cutlass.min(high + problem.right + 1, problem.s_k), Int32(0))
+    tile_begin = key_begin // tile_n
+    tile_end = (key_end + tile_n - 1) // tile_n
+    begin = cutlass.max(tile_begin, plan.part_begin(problem, split))
+    end = cutlass.min(tile_end, plan.part_begin(problem, split + 1))
+
+    clear_begin = cutlass.max(high - problem.left + 1, Int32(0))
+    clear_end = cutlass.max(cutlass.min(low + problem.right + 1, problem.s_k), Int32(0))
+    return AttentionItem(
+        kv_batch=kv_batch,
+        split=split,
+        row_tile=row_tile,
+        o_half=o_half,
+        first_tile=begin,
+        tiles=cutlass.max(end - begin, Int32(0)),
+        clear_first=(clear_begin + tile_n - 1) // tile_n,
+        clear_last=clear_end // tile_n,
+    )
+
+
+def allocate_operand(allocator: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> cute.Tensor:
+    """bf16 in shared memory in the swizzled `layout`."""
+    return allocator.allocate_tensor(cutlass.BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner)
