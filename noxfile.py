@@ -62,7 +62,7 @@ def tests(session: nox.Session) -> None:
     """All tests: the VM's families, the harness itself, the property tests. Arguments go to pytest."""
     workers = os.environ.get("MEGAMOE_WORKERS", "auto")
     # Where a machine forbids bytecode, every worker and every command under test would compile all of ours again.
-    keep_bytecode = {"PYTHONDONTWRITEBYTECODE": None}
+    keep_bytecode: dict[str, str | None] = {"PYTHONDONTWRITEBYTECODE": None}
     _run(session, "pytest", "-q", "-n", workers, "--dist", "worksteal", *session.posargs, env=keep_bytecode)
 
 
