@@ -232,13 +232,16 @@ class CaseSpace:
 
     def _hold_constraints(self, values: Mapping[str, AxisValue]) -> None:
         for i, constraint in enumerate(self.constraints):
-            seen = ", ".join(f"{name}={spell(values[name])}" for name in self.axes if name in constraint.names)
             try:
-                holds = bool(constraint.value(values))
+                if constraint.value(values):
+                    continue
+                broken = ""
             except ExpressionError as error:
-                raise OutsideError(f"{error} ({seen})", ("constraints", i)) from None
-            if not holds:
-                raise OutsideError(f"{seen} breaks the constraint {constraint.text!r}", ("constraints", i))
+                broken = str(error)
+            # Said last: drawing asks for many points and needs the words of few.
+            seen = ", ".join(f"{name}={spell(values[name])}" for name in self.axes if name in constraint.names)
+            sentence = f"{broken} ({seen})" if broken else f"{seen} breaks the constraint {constraint.text!r}"
+            raise OutsideError(sentence, ("constraints", i))
 
     def _id(self, values: Mapping[str, AxisValue], inputs: str, seed: int) -> str:
         told = [(n, v) for n, v in values.items() if self.axes[n].required or v != self.axes[n].default]

@@ -168,7 +168,12 @@ def _start(tmp_path: Path) -> subprocess.Popen[str]:
     path = tmp_path / "r.jsonl"
     command = [sys.executable, "-m", "megamoe", "run", "--case", CASE, "--jobs", "2", *both, "--output", str(path)]
     pipe = subprocess.PIPE
-    run = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    # A shell starts what runs in the background with SIGINT ignored, and every child would inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        run = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and run.poll() is None:
         if path.exists() and path.read_bytes().count(b"\n") == 2:

@@ -89,6 +89,8 @@ def test_every_committed_line_fits_the_schema_of_its_version_and_of_this_one() -
         assert check.is_valid(line), f"{where}: {next(check.iter_errors(line)).message}"
         (upgraded,) = parse_records(Path(where), text + b"\n").lines
         again = json.loads(upgraded.model_dump_json())
+        if version == 2 and again == line:
+            continue
         check = of_kind(2, line["kind"])
         assert check.is_valid(again), f"{where}, upgraded: {next(check.iter_errors(again)).message}"
     assert seen.get(1), "there must be lines of the first version to read"
