@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
@@ -60,6 +60,11 @@ class Selection:
     def label(self) -> str:
         """One word for file names."""
         return "rows" if self.rows else "cases" if self.cases else self.profile
+
+    @property
+    def kept(self) -> dict[str, str | tuple[str, ...]]:
+        """What a header keeps. `rows` only if there are any: older readers and baselines lack it."""
+        return {name: value for name, value in asdict(self).items() if value or name != "rows"}
 
 
 def parse_row(text: str) -> Row:
