@@ -91,7 +91,7 @@ def run(
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """What a run owes, and the record file at `path` that it appends to.
 
     `left`: those of `rows` that are to be run now. `before`: records of earlier runs in the file, about the others.
@@ -104,14 +104,14 @@ class Plan:
     before: tuple[Record, ...] = ()
 
 
-def plan_of(known: Mapping[str, Spec], selection: Selection, output: Path | None) -> Plan:
+def plan_of(known: Mapping[str, Spec], selection: Selection, output: Path | None) -> RunPlan:
     """A run of all that `selection` owes, into `output` or a new file. Raises what owed_rows raises."""
     rows = owed_rows(known, selection)
     path = output or RUNS / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{selection.label}.jsonl"
-    return Plan(selection, rows, rows, path)
+    return RunPlan(selection, rows, rows, path)
 
 
-def unfinished(known: Mapping[str, Spec], path: Path) -> Plan:
+def unfinished(known: Mapping[str, Spec], path: Path) -> RunPlan:
     """What is left of the last run in the file at `path`. Takes out what would contradict the rows to come.
 
     That is a torn last line, which a killed run left, and the lines that say of a row that it was not run.
@@ -136,7 +136,7 @@ def unfinished(known: Mapping[str, Spec], path: Path) -> Plan:
         ]
         if file.torn or len(kept) < len(texts):
             write_file(path, b"".join(text + b"\n" for text in kept), "records to")
-    return Plan(selection, rows, left, path, tuple(one for one in before if one.row not in again))
+    return RunPlan(selection, rows, left, path, tuple(one for one in before if one.row not in again))
 
 
 @contextmanager
@@ -211,7 +211,9 @@ def _runs_on(record: Record) -> bool:
     return False
 
 
-def conduct(known: Mapping[str, Spec], plan: Plan, how: How, stops: Callable[[Record], bool] = _runs_on) -> Conducted:
+def conduct(
+    known: Mapping[str, Spec], plan: RunPlan, how: How, stops: Callable[[Record], bool] = _runs_on
+) -> Conducted:
     """Runs the rows that `plan` has left and records them; the run ends after a record of which `stops` is true.
 
     Raises what RecordWriter raises.
@@ -271,7 +273,7 @@ def end_if_cut_short(done: Conducted) -> None:
 
 
 def _run_and_record(
-    out: Console, plan: Plan, header: RunHeader, settings: RunSettings, stops: Callable[[Record], bool]
+    out: Console, plan: RunPlan, header: RunHeader, settings: RunSettings, stops: Callable[[Record], bool]
 ) -> Conducted:
     """Runs the rows left and appends each record as it comes, then agreements of backends, then compiler figures.
 
