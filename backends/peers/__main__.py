@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from backends.peers import PEERS
 from backends.peers.peer import Peer
 
@@ -32,6 +34,8 @@ def _row(cells: list[str] | tuple[str, ...]) -> str:
 
 
 if __name__ == "__main__":
+    # A reader such as `head` may leave; the default of the system then ends this process, with no traceback.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     print(table())
     for one in PEERS:
         print(

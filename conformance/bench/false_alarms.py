@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
-from megamoe.diff.differ import ComparedRow, ComparisonError, called, compare_runs
-from megamoe.diff.rows import Call
+from megamoe.diff.differ import Call, ComparedRow, ComparisonError, called, compare_runs
 from megamoe.diff.sides import Side, read_side
 from megamoe.records.files import write_file
 from megamoe.records.keys import Key

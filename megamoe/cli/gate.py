@@ -1,12 +1,15 @@
-"""`megamoe gate`: closes on rows that are missing, did not pass, or got worse than the tracked baseline."""
+"""`megamoe gate` and `megamoe accept`: hold a run against the baseline, and take a change into it on purpose.
+
+The gate closes on rows that are missing, did not pass, or got worse than the tracked baseline.
+"""
 
 from __future__ import annotations
 
 import gc
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +17,6 @@ from typing import Annotated
 import typer
 
 from megamoe import CHECKOUT
-from megamoe.cli import options as cli_options
 from megamoe.cli.options import (
     JOBS,
     Asked,
@@ -22,22 +24,23 @@ from megamoe.cli.options import (
     Jobs,
     Specs,
     TimeLimit,
-    find_modules_of_the_user,
-    with_selection,
+    expectations_of,
+    with_options,
 )
-from megamoe.cli.run import How, conduct, end_if_interrupted
-from megamoe.cli.verdict import expectations_of, print_verdict
+from megamoe.cli.run import How, conduct, end_if_cut_short, plan_of, selection_in
+from megamoe.cli.terminal import console, print_verdict
 from megamoe.contract import Row
-from megamoe.gate.baseline import VM_BASELINE, Baseline, read_baseline
+from megamoe.gate.accept import Seen, rows_matching, seen_in, take
+from megamoe.gate.baseline import VM_BASELINE, Baseline, baseline_for, read_baseline, sole_writer, write_baseline
 from megamoe.gate.counters import Claim, against_baseline
 from megamoe.gate.expected import Expectation, stale_entries
 from megamoe.gate.verdict import Finding, Verdict, judge_run, open_line
 from megamoe.judge.run import DEFAULT_TIMEOUT_S
-from megamoe.records.files import RecordFile, read_records
-from megamoe.records.lines import Figures, Record, RecordError, RunHeader
+from megamoe.records.files import RUNS, RecordFile, newest_run, read_records
+from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader
 from megamoe.records.provenance import git_revision
 from megamoe.spec.load import load_specs
-from megamoe.spec.selection import Selection, owed_rows
+from megamoe.spec.selection import Selection, SelectionError, owed_rows, parse_row
 from megamoe.spec.spec import Spec
 
 Files = Annotated[list[Path] | None, typer.Argument(metavar="RECORDS", help="Record files; none: run the rows now.")]
@@ -51,7 +54,7 @@ Strict = Annotated[
 ]
 
 
-@with_selection
+@with_options
 def gate(
     asked: Asked,
     records: Files = None,
@@ -68,13 +71,15 @@ def gate(
 
     Record files owe the rows of the options or, with none, those that their run itself owed.
     """
-    console = cli_options.console()
+    out = console()
     known = load_specs(specs)
     expectations = expectations_of(expected)
     with _nothing_collected():
         held = _baseline(baseline, specs)
-    done = None if records else conduct(console, known, asked.selection(), How(output, specs, jobs, timeout))
-    command = _accept_command(records, baseline, specs)
+    done = None
+    if not records:
+        done = conduct(known, plan_of(known, asked.selection(), output), How(specs, jobs, timeout))
+    command = _accept_command(records or ([done.path] if done else []), baseline, specs)
     with _nothing_collected():
         files = [read_records(path) for path in records or ()]
         files += [_of_run(read_records(done.path), done.run)] if done else []
@@ -82,21 +87,21 @@ def gate(
         verdict = _verdict(evidence, known, expectations, held, lambda row: command(str(row)), specs)
     verdict = verdict.with_findings(evidence.elsewhere, strict)
     for note in evidence.notes:
-        console.print(note, markup=False)
-    print_verdict(console, verdict, evidence.records)
+        out.print(note, markup=False)
+    print_verdict(verdict, evidence.records, summed_up=done.cut_short if done else "")
     if verdict.passed:
         told = open_line(verdict, held, evidence.records, evidence.figures)
-        console.print(told, style="bold green", markup=False, highlight=False, soft_wrap=True)
+        out.print(told, style="bold green", markup=False, highlight=False, soft_wrap=True)
     if len({finding.row for finding in verdict.findings if finding.accept}) > 1:
-        console.print(f"All of these at once: {command('--all-of', '*')}", markup=False)
+        out.print(f"All of these at once: {command('--all-of', '*')}", markup=False)
     if junit is not None:
         from megamoe.export.junit import write_junit
 
         with _nothing_collected():
             write_junit(junit, verdict, evidence.figures, evidence.started)
-        console.print(f"JUnit XML: {junit}", markup=False)
+        out.print(f"JUnit XML: {junit}", markup=False)
     if done is not None:
-        end_if_interrupted(console, done)
+        end_if_cut_short(done)
     raise typer.Exit(0 if verdict.passed else 1)
 
 
@@ -144,7 +149,7 @@ def _of_run(file: RecordFile, run: str) -> RecordFile:
 
 def _evidence(files: Sequence[RecordFile], asked: Asked, known: Mapping[str, Spec]) -> _Evidence:
     headers = [header for file in files for header in file.headers]
-    selections = [asked.selection()] if asked.anything else [_selection_in(header) for header in headers]
+    selections = [asked.selection()] if asked.anything else [selection_in(header) for header in headers]
     if not selections:
         raise RecordError(f"{files[0].path} has no header of a run, so the rows owed are unknown; name them by options")
     owed = {selection: owed_rows(known, selection) for selection in selections}
@@ -193,9 +198,9 @@ def _verdict(
     return verdict.with_findings(more)
 
 
-def _accept_command(records: Sequence[Path] | None, baseline: Path | None, specs: Path | None) -> Callable[..., str]:
+def _accept_command(records: Sequence[Path], baseline: Path | None, specs: Path | None) -> Callable[..., str]:
     """A function from the arguments of `megamoe accept` to the whole command, for the files at hand."""
-    options = [part for path in records or () for part in ("--from", str(path))]
+    options = [part for path in records for part in ("--from", str(path))]
     options += [] if baseline is None else ["--baseline", str(baseline)]
     options += [] if specs is None else ["--specs", str(specs)]
     tail = shlex.join(options)
@@ -228,14 +233,107 @@ def _of_other_revisions(headers: Iterable[RunHeader]) -> tuple[list[str], list[F
     return list(dict.fromkeys(notes)), list(dict.fromkeys(found))
 
 
-def _selection_in(header: RunHeader) -> Selection:
-    """The selection of the run of `header`. RecordError if another version of megamoe wrote it."""
-    if set(header.selection) != {one.name for one in fields(Selection)}:
-        raise RecordError(
-            f"run {header.run} of megamoe {header.megamoe} holds a selection that this version cannot read"
+# A change on purpose
+
+
+Rows = Annotated[list[str] | None, typer.Argument(metavar="ROW...", help="Rows as the gate prints them.")]
+AllOf = Annotated[
+    str | None, typer.Option("--all-of", metavar="CASE-GLOB", help="All rows whose case matches, instead of ROW.")
+]
+Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why the change is right. It is kept.")]
+From = Annotated[
+    list[Path] | None,
+    typer.Option("--from", metavar="RECORDS", help=f"Where the rows were seen.  [default: the newest file in {RUNS}]"),
+]
+ChangedFile = Annotated[
+    Path | None,
+    typer.Option("--baseline", metavar="FILE", help="What to change.  [default: vm.jsonl, or that of the device]"),
+]
+
+
+def accept(
+    reason: Reason,
+    rows: Rows = None,
+    all_of: AllOf = None,
+    records: From = None,
+    baseline: ChangedFile = None,
+    specs: Specs = None,
+    expected: Expected = None,
+) -> None:
+    """Takes rows, as a run has seen them, into the baseline that the gate holds runs against.
+
+    A row brings its counters, the compiler figures of its program and its times. A row that nobody owes any more leaves
+    the baseline. A row that did not pass is refused.
+    """
+    out = console()
+    text = _checked(reason)
+    if bool(rows) == bool(all_of):
+        raise SelectionError("name rows as the gate prints them, or give --all-of CASE-GLOB, and not both")
+    seen = seen_in([read_records(path) for path in records or _newest()])
+    owed = frozenset(owed_rows(load_specs(specs), Selection()))
+    wanted = (
+        [parse_row(row) for row in _quoted(rows)] if rows else _matching(all_of or "", seen, baseline, owed, expected)
+    )
+    path = _one_path(wanted, seen, baseline)
+    why = Acceptance(
+        run="accept",
+        row="*",
+        reason=text,
+        accepted=datetime.now(UTC).isoformat(timespec="seconds"),
+        git_revision=git_revision(CHECKOUT),
+    )
+    with sole_writer(path):
+        after, accepted = take(read_baseline(path), seen, wanted, owed, why)
+        if not accepted:
+            raise SelectionError(f"there is nothing to accept: {path} says the same as {seen.where}")
+        write_baseline(after)
+    for one in accepted:
+        steps = ", ".join(f"{name} {step}" for name, step in one.changes.items())
+        out.print(f"accepted: {one.row}: {steps}", markup=False)
+    left_out = len(seen.unsupported) if all_of else 0
+    if left_out:
+        out.print(f"left out: {left_out} rows that are unsupported where they were run")
+    out.print(f"{len(accepted)} rows of {path} changed; commit it with the change that it is about", markup=False)
+
+
+def _checked(reason: str) -> str:
+    """The reason in one line. SelectionError if it says nothing, like the dots that the gate prints for it."""
+    text = " ".join(reason.split())
+    if not any(character.isalnum() for character in text):
+        raise SelectionError(
+            f"--reason {reason!r} says nothing; write why the change is right, for those who come later"
         )
-    texts = {name: value for name, value in header.selection.items() if isinstance(value, str)}
-    lists = {name: value for name, value in header.selection.items() if not isinstance(value, str)}
-    selection = Selection(**texts, **lists)  # pyright: ignore[reportArgumentType]
-    find_modules_of_the_user([*selection.backends, *selection.executors])
-    return selection
+    return text
+
+
+def _newest() -> list[Path]:
+    newest = newest_run()
+    return [newest] if newest else []
+
+
+def _quoted(words: list[str]) -> list[str]:
+    """The rows, if they were quoted; else one row, which the shell split into words."""
+    return words if all(" on " in word for word in words) else [" ".join(words)]
+
+
+def _matching(
+    pattern: str, seen: Seen, baseline: Path | None, owed: Collection[Row], expected: Path | None
+) -> list[Row]:
+    expectations = expectations_of(expected)
+    excused = {row for row in seen.rows if any(one.entry.matches(row) for one in expectations)}
+    found = rows_matching(pattern, read_baseline(baseline or VM_BASELINE), seen, owed, excused)
+    if not found:
+        raise SelectionError(f"no row of {seen.where} or of the baseline has a case that matches {pattern!r}")
+    return found
+
+
+def _one_path(rows: list[Row], seen: Seen, baseline: Path | None) -> Path:
+    """The file that holds all of `rows`."""
+    if baseline is not None:
+        return baseline
+    headers = seen.rows
+    paths = sorted({baseline_for(row.executor, headers.get(row)) for row in rows})
+    if len(paths) > 1:
+        names = " and ".join(path.name for path in paths)
+        raise SelectionError(f"these rows belong to {names}: name the rows of one, or the file with --baseline")
+    return paths[0]

@@ -1,40 +1,73 @@
-"""Options that several commands share, and what they all ask of the terminal and the environment."""
+"""Options that several commands share, what completes them in a shell, and what they mean."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_type_hints
 
 import typer
-from rich.console import Console
 from typer.models import OptionInfo
 
+from megamoe import CHECKOUT
+from megamoe.contract import TARGETS, backend_names, executor_names
+from megamoe.gate.expected import Expectation, read_expected
+from megamoe.spec.load import load_specs
+from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import DEFAULT_EXECUTOR, DEFAULT_PROFILE, Selection, SelectionError
 
 
-def _names(option: str, metavar: str, meaning: str, default: str) -> OptionInfo:
-    return typer.Option(option, metavar=metavar, help=f"{meaning}  [default: {default}]")
+def _completed(known: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """What a shell may complete a value to. Specs that cannot be read complete nothing."""
+
+    def starting_with(incomplete: str) -> list[str]:
+        try:
+            return [name for name in known() if name.startswith(incomplete)]
+        except SpecError:
+            return []
+
+    return starting_with
+
+
+def _profiles() -> list[str]:
+    return sorted({name for spec in load_specs().values() for name in spec.profiles})
+
+
+def _case_ids() -> list[str]:
+    return sorted({case.id for spec in load_specs().values() for cases in spec.matrices.values() for case in cases})
+
+
+def _names(
+    option: str, metavar: str, meaning: str, default: str, known: Callable[[], Iterable[str]] | None = None
+) -> OptionInfo:
+    text = f"{meaning}  [default: {default}]"
+    return typer.Option(option, metavar=metavar, help=text, autocompletion=_completed(known) if known else None)
 
 
 _Names = list[str] | None
-Ops = Annotated[_Names, _names("--op", "OP", "Only this op.", "all")]
-Cases = Annotated[_Names, _names("--case", "ID", "This case, instead of a profile's.", "the profile's")]
+Ops = Annotated[_Names, _names("--op", "OP", "Only this op.", "all", load_specs)]
+Cases = Annotated[_Names, _names("--case", "ID", "This case, instead of a profile's.", "the profile's", _case_ids)]
 Wheres = Annotated[_Names, _names("--where", "FILTER", 'Axis filter such as "hd=64|128,t=1".', "none")]
-ProfileName = Annotated[str | None, _names("--profile", "NAME", "smoke, full, schedules, ...", DEFAULT_PROFILE)]
-Backends = Annotated[_Names, _names("--backend", "NAME", "Registered, or package.module:ATTRIBUTE.", "all")]
-Targets = Annotated[_Names, _names("--target", "NAME", "sm_90a or sm_100a.", "what the backend has")]
-Executors = Annotated[_Names, _names("--executor", "NAME", "As for --backend.", DEFAULT_EXECUTOR)]
-Schedules = Annotated[_Names, _names("--schedule", "NAME", "eager, lazy, random:SEED, random:0-7.", "the profile's")]
+ProfileName = Annotated[str | None, _names("--profile", "NAME", "smoke, full, ...", DEFAULT_PROFILE, _profiles)]
+Backends = Annotated[
+    _Names, _names("--backend", "NAME", "Registered, or package.module:ATTRIBUTE.", "all", backend_names)
+]
+Targets = Annotated[_Names, _names("--target", "NAME", "sm_90a or sm_100a.", "what the backend has", lambda: TARGETS)]
+Executors = Annotated[_Names, _names("--executor", "NAME", "As for --backend.", DEFAULT_EXECUTOR, executor_names)]
+Schedules = Annotated[
+    _Names,
+    _names("--schedule", "NAME", "eager, lazy, random:SEED, random:0-7.", "the profile's", lambda: ("eager", "lazy")),
+]
 JOBS = os.cpu_count() or 1
 Specs = Annotated[Path | None, _names("--specs", "FOLDER", "Folder of the specs.", "specs of the checkout")]
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Worker processes.")]
 TimeLimit = Annotated[float, typer.Option("--timeout", min=0.1, help="Host seconds a row.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say only what is wrong, and the verdict.")]
 Expected = Annotated[Path | None, _names("--expected", "FILE", "Known failures.", "conformance/expected.yaml")]
 
 
@@ -42,14 +75,14 @@ Expected = Annotated[Path | None, _names("--expected", "FILE", "Known failures."
 class Asked:
     """The values of the options that select rows; None for an option that was not given."""
 
-    profile: str | None = None
-    op: list[str] | None = None
-    case: list[str] | None = None
-    where: list[str] | None = None
-    backend: list[str] | None = None
-    target: list[str] | None = None
-    executor: list[str] | None = None
-    schedule: list[str] | None = None
+    profile: ProfileName = None
+    op: Ops = None
+    case: Cases = None
+    where: Wheres = None
+    backend: Backends = None
+    target: Targets = None
+    executor: Executors = None
+    schedule: Schedules = None
 
     @property
     def anything(self) -> bool:
@@ -68,36 +101,47 @@ class Asked:
         )
 
 
-_ASKED = {
-    "profile": ProfileName,
-    "op": Ops,
-    "case": Cases,
-    "where": Wheres,
-    "backend": Backends,
-    "target": Targets,
-    "executor": Executors,
-    "schedule": Schedules,
-}
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How two sides are held against each other."""
+
+    across: Annotated[bool, typer.Option("--across", help="Compare other machines or versions; labelled.")] = False
+    rename: Annotated[
+        list[str] | None,
+        typer.Option("--rename", metavar="NEW=OLD", help="Hold this backend against that one of before."),
+    ] = None
 
 
-def with_selection(command: Callable[..., None]) -> Callable[..., None]:
-    """Replaces the parameter `asked` of `command` by the options that select rows.
+GROUPS = (Asked, Held)
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replaces each parameter of `command` that is one of GROUPS by an option for each of its fields.
 
     Typer reads options from the signature, so this makes a signature.
     """
-    options = [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=_ASKED[name]) for name in _ASKED]
+    groups: dict[str, type] = {}
     parameters: list[Parameter] = []
     for parameter in signature(command, eval_str=True).parameters.values():
-        asked = parameter.name == "asked"
-        parameters += options if asked else [parameter.replace(kind=Parameter.KEYWORD_ONLY)]
+        if parameter.annotation in GROUPS:
+            groups[parameter.name] = parameter.annotation
+            hints = get_type_hints(parameter.annotation, include_extras=True)
+            parameters += [
+                Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
+                for one in fields(parameter.annotation)
+            ]
+        else:
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
 
     @wraps(command)
-    def with_options(**given: object) -> None:
-        asked = Asked(**{name: given.pop(name) for name in _ASKED})  # pyright: ignore[reportArgumentType]
-        command(asked=asked, **given)
+    def with_groups(**given: object) -> None:
+        made = {
+            name: group(**{one.name: given.pop(one.name) for one in fields(group)}) for name, group in groups.items()
+        }
+        command(**made, **given)
 
-    with_options.__signature__ = Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
-    return with_options
+    with_groups.__signature__ = Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    return with_groups
 
 
 def find_modules_of_the_user(names: list[str]) -> None:
@@ -106,12 +150,11 @@ def find_modules_of_the_user(names: list[str]) -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def console() -> Console:
-    """The console of a command: as wide as the terminal, or 200 columns where there is none."""
-    found = Console(highlight=False, soft_wrap=True)
-    return found if found.is_terminal else Console(highlight=False, soft_wrap=True, width=200)
+EXPECTED = CHECKOUT / "conformance" / "expected.yaml"
 
 
-def in_ci() -> bool:
-    """Whether a CI service runs this. All of them set CI."""
-    return os.environ.get("CI", "").lower() not in ("", "0", "false")
+def expectations_of(path: Path | None) -> tuple[Expectation, ...]:
+    """The entries of `path`, which must exist. Without a path those of conformance/expected.yaml, if it is there."""
+    if path is None and not EXPECTED.exists():
+        return ()
+    return read_expected(path or EXPECTED)

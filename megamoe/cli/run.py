@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+import fcntl
+import os
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,101 +16,227 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megamoe.cli import options as cli_options
 from megamoe.cli.options import (
     JOBS,
     Asked,
     Expected,
     Jobs,
+    Quiet,
     Specs,
     TimeLimit,
-    in_ci,
-    with_selection,
+    expectations_of,
+    find_modules_of_the_user,
+    with_options,
 )
-from megamoe.cli.progress import RunProgress
-from megamoe.cli.verdict import expectations_of, print_verdict
+from megamoe.cli.terminal import RunProgress, console, ended_with_its_reader, print_verdict
 from megamoe.contract import DeviceFacts, Row, TimedExecutor, load_executor
 from megamoe.gate.expected import stale_entries
 from megamoe.gate.verdict import judge_run
 from megamoe.judge.figures import FigureMaker
 from megamoe.judge.run import DEFAULT_TIMEOUT_S, RunSettings, judged
-from megamoe.records.files import RecordWriter, read_records
+from megamoe.records.files import RUNS, RecordWriter, newest_run, read_records, write_file
 from megamoe.records.keys import Key
-from megamoe.records.lines import Agreement, Record, RunHeader, record_of
+from megamoe.records.lines import Agreement, Record, RecordError, RunHeader, record_of
 from megamoe.records.provenance import installed_version, run_header
 from megamoe.spec.load import load_specs
-from megamoe.spec.selection import DEFAULT_EXECUTOR, Selection, not_offered, owed_rows
+from megamoe.spec.selection import DEFAULT_EXECUTOR, Selection, SelectionError, not_offered, owed_rows, parse_row
 from megamoe.spec.spec import Spec
 
-RUNS = Path("results/runs")
 FAILURES = Path("results/failures")
 INTERRUPTED = 130
+INTERRUPTED_BEFORE = "the run was interrupted before this row"
+STOPPED_BEFORE = "the run stopped at the first failure, before this row"
 
 
-@with_selection
+@with_options
 def run(
     asked: Asked,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="FILE", help="Finish the last run of this record file.")
+    ] = None,
+    last_failed: Annotated[bool, typer.Option("--last-failed", help="The rows that failed in the newest run.")] = False,
+    first: Annotated[bool, typer.Option("-x", help="Stop at the first row that fails unexpectedly.")] = False,
+    quiet: Quiet = False,
     jobs: Jobs = JOBS,
     timeout: TimeLimit = DEFAULT_TIMEOUT_S,
     output: Annotated[Path | None, typer.Option("--output", help=f"Record file; a new one in {RUNS}.")] = None,
     specs: Specs = None,
     expected: Expected = None,
 ) -> None:
-    """Judges rows in isolated processes, records them, and holds the records against the rows that were owed."""
-    console = cli_options.console()
+    """Judges rows in isolated processes, records them, and holds the records against the rows that were owed.
+
+    Writes results/runs and results/failures in the current folder. Ctrl-C leaves a record file that --resume finishes.
+    """
     known = load_specs(specs)
     expectations = expectations_of(expected)
-    done = conduct(console, known, asked.selection(), How(output, specs, jobs, timeout))
-    verdict = judge_run(
-        done.rows, done.records, expectations, stale_entries(expectations, known, date.today()), specs=specs
-    )
-    print_verdict(console, verdict, done.records)
+    if (resume or last_failed) and (asked.anything or (resume and (last_failed or output))):
+        option = "--resume" if resume else "--last-failed"
+        raise SelectionError(f"{option} takes its rows from a record file: drop the other options that name rows")
+    if resume:
+        plan = unfinished(known, resume)
+    else:
+        plan = plan_of(known, _failed_last() if last_failed else asked.selection(), output)
+
+    def stops(record: Record) -> bool:
+        return first and not judge_run([record.row], [record], expectations).passed
+
+    done = conduct(known, plan, How(specs, jobs, timeout, quiet), stops)
+    stale = stale_entries(expectations, known, date.today())
+    verdict = judge_run(done.rows, done.records, expectations, stale, specs=specs)
+    print_verdict(verdict, done.records, quiet, done.cut_short)
     for sentence in (agreement.sentence for agreement in done.agreements if agreement.sentence):
-        console.print(sentence, markup=False)
-    end_if_interrupted(console, done)
+        console().print(sentence, markup=False)
+    end_if_cut_short(done)
     raise typer.Exit(0 if verdict.passed else 1)
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """Settings of a run. `output`: the record file, None for a new one. `timeout`: host seconds a row."""
+class RunPlan:
+    """What a run owes, and the record file at `path` that it appends to.
 
-    output: Path | None
+    `left`: those of `rows` that are to be run now. `before`: records of earlier runs in the file, about the others.
+    """
+
+    selection: Selection
+    rows: list[Row]
+    left: list[Row]
+    path: Path
+    before: tuple[Record, ...] = ()
+
+
+def plan_of(known: Mapping[str, Spec], selection: Selection, output: Path | None) -> RunPlan:
+    """A run of all that `selection` owes, into `output` or a new file. Raises what owed_rows raises."""
+    rows = owed_rows(known, selection)
+    path = output or RUNS / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{selection.label}.jsonl"
+    return RunPlan(selection, rows, rows, path)
+
+
+def unfinished(known: Mapping[str, Spec], path: Path) -> RunPlan:
+    """What is left of the last run in the file at `path`. Takes out what would contradict the rows to come.
+
+    That is a torn last line, which a killed run left, and the lines that say of a row that it was not run.
+    """
+    with _sole_writer(path):
+        file = read_records(path)
+        if not file.headers:
+            raise RecordError(f"{path} has no header of a run, so what it owed is unknown; run it anew")
+        selection = selection_in(file.headers[-1])
+        runs = {header.run for header in file.headers if header.selection == file.headers[-1].selection}
+        rows = owed_rows(known, selection)
+        before = [one for one in file.records if one.run in runs and one.status != "not_run"]
+        done = {one.row for one in before}
+        left = [row for row in rows if row not in done]
+        again = set(left)
+        # The text of each line as it is, whatever version wrote it.
+        texts = path.read_bytes().split(b"\n")[: len(file.lines)]
+        kept = [
+            text
+            for text, line in zip(texts, file.lines, strict=True)
+            if not (isinstance(line, Record) and line.status == "not_run" and line.row in again)
+        ]
+        if file.torn or len(kept) < len(texts):
+            write_file(path, b"".join(text + b"\n" for text in kept), "records to")
+    return RunPlan(selection, rows, left, path, tuple(one for one in before if one.row not in again))
+
+
+@contextmanager
+def _sole_writer(path: Path) -> Iterator[None]:
+    """The lock of RecordWriter, held while the file is replaced by a part of itself."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
+    except OSError as error:
+        raise RecordError(f"cannot resume {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise RecordError(f"{path} is being written by another run; wait for it to end") from None
+    finally:
+        os.close(descriptor)
+
+
+def selection_in(header: RunHeader) -> Selection:
+    """The selection of the run of `header`. RecordError if a newer megamoe wrote it."""
+    if not header.selection.keys() <= {one.name for one in fields(Selection)} or "profile" not in header.selection:
+        raise RecordError(
+            f"run {header.run} of megamoe {header.megamoe} holds a selection that this version cannot read"
+        )
+    texts = {name: value for name, value in header.selection.items() if isinstance(value, str)}
+    lists = {name: value for name, value in header.selection.items() if not isinstance(value, str)}
+    selection = Selection(**texts, **lists)  # pyright: ignore[reportArgumentType]
+    find_modules_of_the_user([*selection.backends, *selection.executors])
+    find_modules_of_the_user([name for row in selection.rows for name in parse_row(row)[1:4:2]])
+    return selection
+
+
+def _failed_last() -> Selection:
+    """The rows of the newest run that went wrong: what is unsupported did not, and what was not run may not have."""
+    newest = newest_run()
+    if newest is None:
+        raise SelectionError(f"there is no run in {RUNS} of the current folder, so nothing failed last")
+    wrong = [one.row for one in read_records(newest).records if one.status not in ("passed", "unsupported", "not_run")]
+    if not wrong:
+        raise SelectionError(f"no row of {newest} failed: drop --last-failed")
+    find_modules_of_the_user([name for row in wrong for name in (row.backend, row.executor)])
+    return Selection(rows=tuple(map(str, dict.fromkeys(wrong))))
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """Settings of a run. `timeout`: host seconds a row. `quiet`: no progress."""
+
     specs: Path | None
     jobs: int
     timeout: float
+    quiet: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Conducted:
-    """A finished run: its id and its lines. The file at `path` may hold earlier runs too."""
+    """A finished run: its id and its lines. The file at `path` may hold earlier runs too.
+
+    `cut_short`: why rows were not run, as their records say, or "".
+    """
 
     run: str
     path: Path
     rows: list[Row]
     records: list[Record]
     agreements: list[Agreement]
+    specs: Path | None = None
+    cut_short: str = ""
 
 
-def conduct(console: Console, known: Mapping[str, Spec], selection: Selection, how: How) -> Conducted:
-    """Runs the rows that `selection` owes and records them. Raises what owed_rows and RecordWriter raise."""
-    rows = owed_rows(known, selection)
-    if not (selection.targets and (selection.ops or selection.cases)):
-        for sentence in not_offered(known, selection):
-            console.print(sentence, markup=False)
-    header = run_header(selection, len(rows)).model_copy(update={"software": _compilers()})
-    path = how.output or RUNS / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{selection.label}.jsonl"
+def _runs_on(record: Record) -> bool:
+    return False
+
+
+def conduct(
+    known: Mapping[str, Spec], plan: RunPlan, how: How, stops: Callable[[Record], bool] = _runs_on
+) -> Conducted:
+    """Runs the rows that `plan` has left and records them; the run ends after a record of which `stops` is true.
+
+    Raises what RecordWriter raises.
+    """
+    out = console(how.quiet)
+    if not plan.left:
+        out.print(f"every row of {plan.path} was run already", markup=False)
+        return Conducted("", plan.path, plan.rows, [*plan.before], [], how.specs)
+    if not (plan.selection.targets and (plan.selection.ops or plan.selection.cases)):
+        for sentence in not_offered(known, plan.selection):
+            out.print(sentence, markup=False)
+    header = run_header(plan.selection, len(plan.rows)).model_copy(update={"software": _compilers()})
     with TemporaryDirectory(prefix="megamoe-") as name:
         outputs, programs = Path(name, "outputs"), Path(name, "programs")
         outputs.mkdir()
         programs.mkdir()
-        header = header.model_copy(update={"device": _device(rows, Path(name))})
-        several = len({row.backend for row in rows}) > 1
+        header = header.model_copy(update={"device": _device(plan.left, Path(name))})
+        several = len({row.backend for row in plan.left}) > 1
         kept = outputs if several else None
         settings = RunSettings(header.run, how.jobs, how.timeout, how.specs, FAILURES, kept, programs)
-        records, together = _run_and_record(console, rows, path, header, settings)
-    console.print(f"records: {path}", markup=False)
-    return Conducted(header.run, path, rows, records, together)
+        done = _run_and_record(out, plan, header, settings, stops)
+    out.print(f"records: {plan.path}", markup=False)
+    return replace(done, records=[*plan.before, *done.records])
 
 
 def _device(rows: Sequence[Row], folder: Path) -> DeviceFacts | None:
@@ -129,49 +258,61 @@ def _compilers() -> dict[str, str]:
     return {name: version for name, version in found if version is not None}
 
 
-def end_if_interrupted(console: Console, done: Conducted) -> None:
-    """Ends the command with status INTERRUPTED if rows were left, once the verdict on the others is printed."""
+def end_if_cut_short(done: Conducted) -> None:
+    """Ends the command if rows were left, once the verdict on the others is printed: one sentence for all."""
+    if not done.cut_short:
+        return
     left = sum(record.status == "not_run" for record in done.records)
-    if left:
-        console.print(f"interrupted: {left} rows were not run; the record file is whole and readable")
-        raise typer.Exit(INTERRUPTED)
+    interrupted = done.cut_short == INTERRUPTED_BEFORE
+    resume = ["megamoe", "run", "--resume", str(done.path), *(["--specs", str(done.specs)] if done.specs else [])]
+    why = "interrupted" if interrupted else "stopped at the first failure"
+    rows = "1 row was" if left == 1 else f"{left} rows were"
+    told = f"{why}: {rows} not run; the record file is whole, and this finishes it: {shlex.join(resume)}"
+    console().print(told, markup=False)
+    raise typer.Exit(INTERRUPTED if interrupted else 1)
 
 
 def _run_and_record(
-    console: Console, rows: Sequence[Row], path: Path, header: RunHeader, settings: RunSettings
-) -> tuple[list[Record], list[Agreement]]:
-    """Runs `rows` and appends each record as it comes, then agreements of backends, then compiler figures.
+    out: Console, plan: RunPlan, header: RunHeader, settings: RunSettings, stops: Callable[[Record], bool]
+) -> Conducted:
+    """Runs the rows left and appends each record as it comes, then agreements of backends, then compiler figures.
 
-    After Ctrl-C it records the remaining rows as not_run.
+    After Ctrl-C, or once nobody reads the output any more, it records the remaining rows as not_run.
     """
     records: list[Record] = []
-    bar = console.is_terminal and not in_ci()
+    cut_short = ""
     with (
-        RecordWriter(path) as writer,
-        RunProgress(console, len(rows), bar) as progress,
+        RecordWriter(plan.path) as writer,
+        RunProgress(out, len(plan.left)) as progress,
         FigureMaker(header.run, settings.programs or Path(), settings.jobs) as figures,
     ):
         writer.append(header)
         try:
-            with closing(judged(rows, settings)) as results:
+            with closing(judged(plan.left, settings)) as results, ended_with_its_reader():
                 for record in results:
                     writer.append(record)
                     records.append(record)
                     progress.show(record)
                     figures.begin(record.row, record.program_sha256)
-        except KeyboardInterrupt:
+                    if stops(record):
+                        cut_short = STOPPED_BEFORE
+                        break
+        except (KeyboardInterrupt, BrokenPipeError):
+            cut_short = INTERRUPTED_BEFORE
             # Read the file: the interruption may have come after a record was written and before it was kept.
-            records = [record for record in read_records(path).records if record.run == header.run]
-            done, why = {record.row for record in records}, "the run was interrupted before this row"
-            for row in rows:
+            records = [record for record in read_records(plan.path).records if record.run == header.run]
+        if cut_short:
+            done = {record.row for record in records}
+            for row in plan.left:
                 if row not in done:
-                    records.append(record_of(header.run, row, "not_run", why, specs=settings.specs))
+                    records.append(record_of(header.run, row, "not_run", cut_short, specs=settings.specs))
                     writer.append(records[-1])
         together = _side_by_side(header.run, records, settings.outputs)
         programs = {Key.of(record).program: record for record in records}.values()
         for line in (*together, *(line for one in programs for line in figures.of(one.row, one.program_sha256))):
             writer.append(line)
-    return records, together
+    left = any(record.status == "not_run" for record in records)
+    return Conducted(header.run, plan.path, plan.rows, records, together, settings.specs, cut_short if left else "")
 
 
 def _side_by_side(run: str, records: Sequence[Record], outputs: Path | None) -> list[Agreement]:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from megamoe.contract import Case, Status
 from megamoe.diff.directions import Change, Trend, differences
-from megamoe.diff.rows import CALLS, Call, ComparedRow, Lines, lines_of
-from megamoe.diff.sides import ComparisonError, Side, differences_of_machines
+from megamoe.diff.sides import ComparisonError, Lines, Side, differences_of_machines, lines_of, renamed, where_both_ran
 from megamoe.records.keys import Key, worst
 from megamoe.records.lines import Figures, Record, Timing
 from megamoe.spec.marked_yaml import SpecError
@@ -33,6 +33,41 @@ __all__ = [
     "compare_lines",
     "compare_runs",
 ]
+
+
+Call = Literal[
+    "STATUS-CHANGED", "SLOWER", "WORSE", "MISSING", "AMBIGUOUS", "CHANGED", "NEW", "FASTER", "BETTER", "SAME"
+]
+CALLS: tuple[Call, ...] = get_args(Call)
+"""The most severe first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRow:
+    """One row and what became of it. What does not apply is None or empty.
+
+    `regression`: whether this row alone makes the comparison fail. `sentence` says why the call is what it is.
+    `before_us`, `after_us`: centre of the samples, microseconds a launch. `ratio` is after over before; with confidence
+    99 % it lies between `low` and `high`, which may be infinite. `threshold`: how far from 1 it may be, from the spec.
+    `samples`: how many, before and after. `changes`: counters and figures that differ.
+    `same_program`: whether both sides ran the same PTX, None if that is unknown.
+    """
+
+    key: Key
+    call: Call
+    regression: bool = False
+    sentence: str = ""
+    before_status: Status | None = None
+    after_status: Status | None = None
+    before_us: float | None = None
+    after_us: float | None = None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    threshold: float | None = None
+    samples: tuple[int, int] | None = None
+    changes: tuple[Change, ...] = ()
+    same_program: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +107,21 @@ class Comparison:
 
 
 def compare_runs(
-    before: Side, after: Side, specs: Mapping[str, Spec], *, across: bool = False, only: Sequence[str] = ()
+    before: Side,
+    after: Side,
+    specs: Mapping[str, Spec],
+    *,
+    across: bool = False,
+    only: Sequence[str] = (),
+    renames: Sequence[str] = (),
 ) -> Comparison:
     """What became of every row of `before` in `after`. Thresholds of times come from `specs`, by op.
 
-    `only`: globs over the text of a key; a row that matches none is left out. ComparisonError when nothing can be
-    compared: a side without rows, no row in common, or, unless `across`, other machines, drivers or versions.
+    `only`: globs over the text of a key; a row that matches none is left out. `renames`: NEW=OLD, a backend of `after`
+    that is held against one of `before`. ComparisonError when nothing can be compared: a side without rows, no row in
+    common, or, unless `across`, other machines, drivers or versions.
     """
+    before, after = renamed(*where_both_ran(before, after, across), renames)
     old, new = lines_of(before, only), lines_of(after, only)
     for side, lines in ((before, old), (after, new)):
         if not lines.keys():
@@ -109,7 +152,7 @@ def compare_lines(old: Lines, new: Lines, specs: Mapping[str, Spec]) -> Iterator
             yield _verdict(key, records, new.verdicts[key])
     for key, figures in old.figures.items():
         if key in new.figures:
-            yield _most_severe(_exact(key, figures[-1], after) for after in new.figures[key])
+            yield _most_severe(_pairs(key, figures, new.figures[key]))
     yield from _timings(old, new, specs)
 
 
@@ -137,10 +180,13 @@ def _status_changed(
 ) -> ComparedRow | None:
     """A row that passes now is better; every other change is worse, if only because it hides what was there.
 
-    A status that no line had before is a change even if a worse one was there on both sides.
+    A status that no line had before is a change even if a worse one was there on both sides. So is a pass that is gone.
     """
     known = {"passed", *(line.status for line in old)}
     before, after = worst(old), worst([line for line in new if line.status not in known] or new)
+    passes = [line for line in old if line.status == "passed"]
+    if passes and all(line.status != "passed" for line in new):
+        before = passes[-1]
     if before.status == after.status:
         return None
     sentence = f"{before.status} before, {after.status} after{after.sentence and ': '}{after.sentence}"
@@ -160,20 +206,61 @@ def _same(before: str | None, after: str | None) -> bool | None:
 
 
 def _verdict(key: Key, old: Sequence[Record], new: Sequence[Record]) -> ComparedRow:
+    """A status that changed, or counters that did: whichever is worse. Counters are those of the lines that passed."""
     changed = _status_changed(key, old, new)
-    if changed:
-        return changed
-    before, status = worst(old), worst(new).status
-    return _most_severe(_counters(key, before, after) for after in new if after.status == status)
+    found = [changed] if changed else []
+    before, after = ([line for line in lines if line.status == "passed"] for lines in (old, new))
+    if before and after:
+        found += _counters(key, before, after)
+    elif not found:
+        was, now = worst(old), worst(new)
+        found.append(_row(key, "SAME", f"{was.status} on both sides", was, now))
+    return _most_severe(found)
 
 
-def _counters(key: Key, before: Record, after: Record) -> ComparedRow:
-    """Counters of a row that did not pass mean nothing. Nor do those of other inputs, which are not called SAME."""
-    if before.input_sha256 != after.input_sha256 and before.input_sha256 and after.input_sha256:
-        return _row(key, "CHANGED", "the inputs are not the same, so counters are not compared", before, after)
-    if before.status != "passed":
-        return _row(key, "SAME", f"{before.status} on both sides", before, after)
-    return _exact(key, before, after)
+def _counters(key: Key, old: Sequence[Record], new: Sequence[Record]) -> Iterator[ComparedRow]:
+    """Counters of other inputs are not compared. A line that has no partner of its inputs is not called SAME."""
+    alone = [line for line in old if not any(_same_inputs(line, other) for other in new)]
+    alone += [line for line in new if not any(_same_inputs(line, other) for other in old)]
+    if alone:
+        yield _row(key, "CHANGED", "the inputs are not the same, so counters are not compared", old[-1], new[-1])
+    if len(alone) < len(old) + len(new):
+        yield from _pairs(key, old, new)
+
+
+def _same_inputs(one: Record | Figures, other: Record | Figures) -> bool:
+    if isinstance(one, Figures) or isinstance(other, Figures):
+        return True
+    return one.input_sha256 == other.input_sha256 or not one.input_sha256 or not other.input_sha256
+
+
+def _pairs(
+    key: Key, old: Sequence[Record] | Sequence[Figures], new: Sequence[Record] | Sequence[Figures]
+) -> Iterator[ComparedRow]:
+    """Every line of `old` against every line of `new` on the same inputs; the same lines on both sides are the same.
+
+    Numbers repeat exactly, so a side whose lines differ among themselves is held at each of them.
+    """
+    if len(old) + len(new) > 2 and _distinct(old) == _distinct(new):
+        for before, after in zip(old, new, strict=False):
+            yield _row(key, "SAME", "", before, after)
+        return
+    for before in old:
+        for after in new:
+            if _same_inputs(before, after):
+                yield _exact(key, before, after)
+
+
+def _distinct(lines: Sequence[Record] | Sequence[Figures]) -> set[str]:
+    """What the lines say that repeats exactly, each once."""
+    return {
+        repr(
+            (sorted(line.counters.items()), sorted(line.input_sha256.items()))
+            if isinstance(line, Record)
+            else sorted((entry, sorted(numbers.items())) for entry, numbers in line.kernels.items())
+        )
+        for line in lines
+    }
 
 
 def _exact(key: Key, before: Record | Figures, after: Record | Figures) -> ComparedRow:
@@ -212,39 +299,49 @@ def _spelt(found: Iterable[Change]) -> str:
 
 
 def _most_severe(rows: Iterable[ComparedRow]) -> ComparedRow:
-    """The row with the most severe call; of several with that call the last."""
-    return min(reversed([*rows]), key=lambda row: CALLS.index(row.call))
+    """A regression before any other row, then the most severe call; of several with that call the last."""
+    return min(reversed([*rows]), key=lambda row: (not row.regression, CALLS.index(row.call)))
 
 
 def _timings(old: Lines, new: Lines, specs: Mapping[str, Spec]) -> Iterator[ComparedRow]:
-    passed: list[Key] = []
+    """Times are those of the lines that passed; a status that changed is held beside them."""
+    passed: dict[Key, tuple[Sequence[Timing], Sequence[Timing]]] = {}
+    changes: dict[Key, ComparedRow] = {}
     for key, lines in old.timings.items():
-        if key in new.timings:
-            changed, status = _status_changed(key, lines, new.timings[key]), worst(lines).status
-            if changed:
-                yield changed
-            elif status != "passed":
-                sentence = f"{status} on both sides, so that there is no time to compare"
-                yield ComparedRow(key, "SAME", False, sentence, status, status)
-            else:
-                passed.append(key)
+        if key not in new.timings:
+            continue
+        changed = _status_changed(key, lines, new.timings[key])
+        before, after = ([line for line in side if line.samples_us] for side in (lines, new.timings[key]))
+        if before and after:
+            passed[key] = (before, after)
+            changes |= {key: changed} if changed else {}
+        elif changed:
+            yield changed
+        else:
+            status = worst(lines).status
+            sentence = f"{status} on both sides, so that there is no time to compare"
+            yield ComparedRow(key, "SAME", False, sentence, status, status)
     if passed:
-        yield from _timed(passed, old, new, _thresholds(passed, specs))
+        for row in _timed(passed, _thresholds([*passed], specs)):
+            yield _most_severe([row, *([changes[row.key]] if row.key in changes else [])])
 
 
-def _timed(keys: Sequence[Key], old: Lines, new: Lines, thresholds: Sequence[float]) -> Iterator[ComparedRow]:
+def _timed(
+    passed: Mapping[Key, tuple[Sequence[Timing], Sequence[Timing]]], thresholds: Sequence[float]
+) -> Iterator[ComparedRow]:
     # Arrays and quantiles, which a comparison without times does not need, take 0.2 s to import.
     from megamoe.diff.times import centres, ratios
 
-    before, after = centres([old.timings[key] for key in keys]), centres([new.timings[key] for key in keys])
+    before, after = (centres([lines[i] for lines in passed.values()]) for i in (0, 1))
     found = ratios(before, after)
     us = [side.microseconds.tolist() for side in (before, after)]
     samples = [side.samples.tolist() for side in (before, after)]
     enough = [side.known for side in (before, after)]
     numbers = zip(found.ratio.tolist(), found.low.tolist(), found.high.tolist(), thresholds, strict=True)
-    for i, (key, (ratio, low, high, threshold)) in enumerate(zip(keys, numbers, strict=True)):
-        was, now = worst(old.timings[key]), worst(new.timings[key])
-        call = called(low, high, threshold)
+    for i, (key, (ratio, low, high, threshold)) in enumerate(zip(passed, numbers, strict=True)):
+        was, now = (lines[-1] for lines in passed[key])
+        identical = list(passed[key][0]) == list(passed[key][1])
+        call = "SAME" if identical else called(low, high, threshold)
         # Enough samples before and too few after: what was held is held no more, as if the row were missing.
         lost = enough[0][i] and not enough[1][i]
         how = "" if was.method == now.method else f"; timed by {was.method} before, by {now.method} after"
@@ -252,7 +349,9 @@ def _timed(keys: Sequence[Key], old: Lines, new: Lines, thresholds: Sequence[flo
             key,
             call,
             regression=call == "SLOWER" or lost,
-            sentence=_about(call, ratio, low, high, threshold) + ("; there were enough before" if lost else "") + how,
+            sentence="the samples are the same"
+            if identical
+            else _about(call, ratio, low, high, threshold) + ("; there were enough before" if lost else "") + how,
             before_status="passed",
             after_status="passed",
             before_us=us[0][i],

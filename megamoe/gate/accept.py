@@ -12,14 +12,13 @@ from fnmatch import fnmatchcase
 
 from megamoe.contract import Row
 from megamoe.diff.directions import differences
-from megamoe.diff.rows import by_key
+from megamoe.diff.sides import by_key
 from megamoe.gate.baseline import Baseline, rebuilt
 from megamoe.records.files import RecordFile
 from megamoe.records.keys import Key, KeyedLine
 from megamoe.records.lines import Acceptance, Figures, Record, RunHeader, Timing
 from megamoe.spec.selection import SelectionError
 
-ROW_FORM = "CASE on BACKEND TARGET EXECUTOR SCHEDULE"
 _Lines = dict[Key, list[KeyedLine]]
 
 
@@ -55,15 +54,6 @@ def seen_in(files: Sequence[RecordFile]) -> Seen:
         {header.run: header for file in files for header in file.headers},
         [line for file in files for line in file.lines if isinstance(line, KeyedLine)],
     )
-
-
-def parse_row(text: str) -> Row:
-    """The row that `text` names, in the form in which rows are printed. SelectionError if it names none."""
-    case, on, rest = text.strip().partition(" on ")
-    words = rest.split()
-    if not on or len(words) != 4 or ":" not in case:
-        raise SelectionError(f"{text!r} is no row; rows are printed as {ROW_FORM}, which a shell wants quoted")
-    return Row(case.strip(), *words)
 
 
 def take(

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -108,7 +108,7 @@ def rebuilt(
 
 def _settled_header(header: RunHeader, rows: int) -> RunHeader:
     """The header of lines that every host repeats: the versions and the revision of the last acceptance."""
-    selection: dict[str, str | tuple[str, ...]] = asdict(Selection())
+    selection: dict[str, str | tuple[str, ...]] = Selection().kept
     anywhere = {"platform": "any", "machine": "any", "cpu_count": None, "device": None}
     return header.model_copy(update={"run": BASELINE_RUN, "selection": selection, "owed_rows": rows, **anywhere})
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megamoe.contract import Row
-from megamoe.diff.differ import compare_lines
-from megamoe.diff.rows import ComparedRow, Lines, by_key
+from megamoe.diff.differ import ComparedRow, compare_lines
+from megamoe.diff.sides import Lines, by_key
 from megamoe.gate.baseline import Baseline
 from megamoe.gate.verdict import Finding
 from megamoe.records.keys import Key
@@ -42,7 +42,8 @@ class Claim:
 
 
 def _would_hold(selection: Selection, row: Row) -> bool:
-    if selection.cases or selection.where or selection.schedules or selection.profile != DEFAULT_PROFILE:
+    partly = selection.cases or selection.where or selection.schedules or selection.rows
+    if partly or selection.profile != DEFAULT_PROFILE:
         return False
     executors = selection.executors or (REPEATABLE,)
     wanted = ((selection.ops, row.op), (selection.backends, row.backend), (selection.targets, row.target))

@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, torch.Tensor]
 ERRORS: Final = ("rms", "row", "max")
+_RELATIVE: Final = {
+    "rms": "the rms of each row",
+    "row": "the rms of its row",
+    "max": "the larger of |expected| and the rms of its row",
+}
 
 
 class Bars(Protocol):
@@ -329,7 +334,8 @@ def _cosine(actual: torch.Tensor, oracle: torch.Tensor) -> float:
 
 def _over(name: str, seen: float, bar: float, noise: float, tolerance: Bars, floor: float) -> str:
     origin = "the floor of the dtype" if bar == floor else f"{tolerance.noise_ratio:g} x the simulated reference's"
-    return f"{name} error {seen:.3g} is above {bar:.3g} ({origin}; simulated has {noise:.3g})"
+    error = f"{name} error {seen:.3g}, relative to {_RELATIVE[name]},"
+    return f"{error} is above {bar:.3g} ({origin}; simulated has {noise:.3g})"
 
 
 def _worst(output: _Output, weight: torch.Tensor, actual: torch.Tensor, oracle: torch.Tensor) -> Worst:

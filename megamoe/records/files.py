@@ -34,6 +34,9 @@ from megamoe.records.lines import (
     shortened,
 )
 
+RUNS = Path("results/runs")
+"""Where runs write, in the current folder."""
+
 _KINDS = ", ".join(model.model_fields["kind"].default for model in get_args(AnyLine))
 _THIS_VERSION = f'{{"schema_version":{SCHEMA_VERSION},'.encode()
 
@@ -147,6 +150,12 @@ def read_records(path: Path) -> RecordFile:
     except OSError as error:
         raise RecordError(f"cannot read records from {path}: {error.strerror}") from error
     return parse_records(path, data)
+
+
+def newest_run(home: Path = Path()) -> Path | None:
+    """The file of results/runs in `home` that was written last, or None; of several at one time the last by name."""
+    files = (home / RUNS).glob("*.jsonl")
+    return max(files, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
 
 
 def parse_records(path: Path, data: bytes) -> RecordFile:

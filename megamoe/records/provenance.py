@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 import uuid
-from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +21,7 @@ def run_header(selection: Selection, owed_rows: int) -> RunHeader:
     return RunHeader(
         run=f"{started:%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:8]}",
         started=started.isoformat(timespec="seconds"),
-        selection=asdict(selection),
+        selection=selection.kept,
         owed_rows=owed_rows,
         git_revision=git_revision(CHECKOUT),
         megamoe=version("megamoe"),

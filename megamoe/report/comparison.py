@@ -10,8 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from megamoe.diff.differ import Comparison
-from megamoe.diff.rows import Call, ComparedRow
+from megamoe.diff.differ import Call, ComparedRow, Comparison
 
 FORMAT = "megamoe-comparison-1"
 MAX_ROWS = 100

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megamoe.records.files import RecordFile, read_records
+from megamoe.records.files import RUNS, RecordFile, newest_run, read_records
 from megamoe.records.keys import Key
 from megamoe.records.lines import (
     BASELINE_RUN,
@@ -22,7 +22,6 @@ from megamoe.records.lines import (
 )
 
 DEFAULT_FOLDERS = ("results/baselines", "results/records")
-RUNS = "results/runs"
 
 
 class Subject(NamedTuple):
@@ -77,8 +76,8 @@ class Material:
 def record_files(given: Sequence[Path] = (), home: Path = Path()) -> list[Path]:
     """The files to read: the given ones, where a folder means the *.jsonl in it, or else those of `home`.
 
-    Those of `home` are in results/baselines and results/records, and the newest of results/runs, whose names begin with
-    the time. Raises RecordError if there is none.
+    Those of `home` are in results/baselines and results/records, and the newest of results/runs. Raises RecordError
+    if there is none.
     """
     if given:
         found = [file for path in given for file in (_in_folder(path) if path.is_dir() else [path])]
@@ -89,14 +88,9 @@ def record_files(given: Sequence[Path] = (), home: Path = Path()) -> list[Path]:
     newest = newest_run(home)
     found += [newest] if newest else []
     if not found:
-        places = ", ".join((*DEFAULT_FOLDERS, RUNS))
+        places = ", ".join((*DEFAULT_FOLDERS, str(RUNS)))
         raise RecordError(f"there is no record file in {places}: run `megamoe run` first, or name the files")
     return found
-
-
-def newest_run(home: Path = Path()) -> Path | None:
-    """The newest file of results/runs in `home`, or None."""
-    return max(_in_folder(home / RUNS), default=None)
 
 
 def _in_folder(folder: Path) -> list[Path]:

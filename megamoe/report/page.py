@@ -28,8 +28,7 @@ from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.spec import Spec
 
 if TYPE_CHECKING:
-    from megamoe.diff.differ import Comparison
-    from megamoe.diff.rows import ComparedRow
+    from megamoe.diff.differ import ComparedRow, Comparison
 
 SCRIPTS = (
     "data.js", "dom.js", "heatmap.js", "plots.js", "detail.js", "performance.js", "listings.js", "keyboard.js",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from math import prod
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 DEFAULT_EXECUTOR = "vm"
 DEFAULT_PROFILE = "smoke"
 MAX_SEEDS = 10_000
+ROW_FORM = "CASE on BACKEND TARGET EXECUTOR SCHEDULE"
 _SCHEDULE = re.compile(r"eager|lazy|random:(\d+)(?:-(\d+))?")
 
 
@@ -40,7 +42,8 @@ class SelectionError(Exception):
 class Selection:
     """What to run. An empty tuple means every op, the profile's cases and schedules, every backend, all its targets.
 
-    `cases`: ids, instead of the profile's cases. `where`: axis filters such as "hd=64".
+    `cases`: ids, instead of the profile's cases. `where`: axis filters such as "hd=64". `rows`: these rows, as they are
+    printed, instead of everything else.
     """
 
     profile: str = DEFAULT_PROFILE
@@ -51,11 +54,32 @@ class Selection:
     targets: tuple[str, ...] = ()
     executors: tuple[str, ...] = ()
     schedules: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
         """One word for file names."""
-        return "cases" if self.cases else self.profile
+        return "rows" if self.rows else "cases" if self.cases else self.profile
+
+    @property
+    def kept(self) -> dict[str, str | tuple[str, ...]]:
+        """What a header keeps. `rows` only if there are any: older readers and baselines lack it."""
+        return {name: value for name, value in asdict(self).items() if value or name != "rows"}
+
+
+def parse_row(text: str) -> Row:
+    """The row that `text` names, in the form in which rows are printed. SelectionError if it names none."""
+    case, on, rest = text.strip().partition(" on ")
+    words = rest.split()
+    if not on or len(words) != 4 or ":" not in case:
+        raise SelectionError(f"{text!r} is no row; rows are printed as {ROW_FORM}, which a shell wants quoted")
+    return Row(case.strip(), *words)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean NAME?" for the end of a sentence about an unknown name, or "" if nothing known is like it."""
+    found = get_close_matches(name, list(known), 1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def expand_schedules(names: Iterable[str]) -> tuple[str, ...]:
@@ -87,12 +111,21 @@ def parse_where(filters: Iterable[str]) -> dict[str, frozenset[str]]:
 
 
 def matching(cases: Iterable[Case], where: Mapping[str, frozenset[str]]) -> list[Case]:
-    """The cases whose axes have the wanted values. An axis that no case has raises SelectionError."""
+    """The cases whose axes have the wanted values. An axis or a value that no case has raises SelectionError."""
     cases = list(cases)
     known = {name for case in cases for name, _ in case.axes}
     unknown = sorted(set(where) - known)
     if unknown and cases:
-        raise SelectionError(f"no selected case has an axis {unknown[0]!r}; axes: {', '.join(sorted(known))}")
+        axes = sorted(known)
+        raise SelectionError(
+            f"no selected case has an axis {unknown[0]!r}; axes: {', '.join(axes)}{nearest(unknown[0], axes)}"
+        )
+    for name, wanted in where.items() if cases else ():
+        there = dict.fromkeys(spell(value) for case in cases for axis, value in case.axes if axis == name)
+        for value in sorted(wanted - there.keys()):
+            raise SelectionError(
+                f"no selected case has {name}={value}; {name} is {', '.join(there)}{nearest(value, there)}"
+            )
     return [case for case in cases if _has_values(case, where)]
 
 
@@ -105,7 +138,10 @@ def selected_specs(specs: Mapping[str, Spec], ops: Sequence[str]) -> list[Spec]:
     """The specs of `ops`, or all. Raises SelectionError for an op that no spec describes."""
     for op in ops:
         if op not in specs:
-            raise SelectionError(f"there is no op {op!r}; specs describe: {', '.join(sorted(specs)) or 'none'}")
+            known = sorted(specs)
+            raise SelectionError(
+                f"there is no op {op!r}; specs describe: {', '.join(known) or 'none'}{nearest(op, known)}"
+            )
     return [specs[op] for op in (ops or sorted(specs))]
 
 
@@ -149,7 +185,7 @@ def checked_targets(names: Iterable[str]) -> tuple[Target, ...]:
     """The names as targets. Raises SelectionError for an unknown one."""
     for name in names:
         if name not in TARGETS:
-            raise SelectionError(f"there is no target {name!r}; targets: {', '.join(TARGETS)}")
+            raise SelectionError(f"there is no target {name!r}; targets: {', '.join(TARGETS)}{nearest(name, TARGETS)}")
     return cast("tuple[Target, ...]", tuple(names))
 
 
@@ -160,6 +196,7 @@ def checked_names(kind: str, names: Sequence[str], registered: Sequence[str]) ->
             known = ", ".join(registered) or "none"
             raise SelectionError(
                 f"there is no {kind} {name!r}; registered: {known}; your own: package.module:ATTRIBUTE"
+                f"{nearest(name, registered)}"
             )
         if name not in registered and not _module_exists(name.partition(":")[0]):
             raise SelectionError(f"the {kind} {name!r} cannot be loaded: there is no such module on the search path")
@@ -190,6 +227,8 @@ def owed_rows(specs: Mapping[str, Spec], selection: Selection) -> list[Row]:
     for by name, and the target too, it owes a row without a kernel, and that becomes `unsupported`.
     Raises SelectionError, also if nothing is selected, and SpecError for a bad case id.
     """
+    if selection.rows:
+        return _named_rows(specs, selection.rows)
     backends = checked_names("backend", selection.backends, backend_names()) or backend_names()
     executors = checked_names("executor", selection.executors, executor_names()) or (DEFAULT_EXECUTOR,)
     targets = checked_targets(selection.targets)
@@ -211,6 +250,19 @@ def owed_rows(specs: Mapping[str, Spec], selection: Selection) -> list[Row]:
     idle = [name for name in selection.backends if name not in {row.backend for row in rows}]
     if idle:
         raise SelectionError(f"backend {idle[0]!r} was asked for, but has no kernel of any selected op: leave it out")
+    return sorted(rows, key=lambda row: -rows[row])
+
+
+def _named_rows(specs: Mapping[str, Spec], texts: Iterable[str]) -> list[Row]:
+    rows: dict[Row, int] = {}
+    for text in texts:
+        row = parse_row(text)
+        case = spec_of(specs, row.case).parse_case(row.case)
+        checked_names("backend", [row.backend], backend_names())
+        checked_names("executor", [row.executor], executor_names())
+        checked_targets([row.target])
+        expand_schedules([row.schedule])
+        rows[row._replace(case=case.id)] = work_hint(case)
     return sorted(rows, key=lambda row: -rows[row])
 
 
@@ -255,6 +307,8 @@ def _own_schedules(executor: str) -> tuple[str, ...] | None:
 
 def not_offered(specs: Mapping[str, Spec], selection: Selection) -> list[str]:
     """A sentence for each selected op that no backend has: no row of it is owed. Raises as `owed_rows`."""
+    if selection.rows:
+        return []
     backends = selection.backends or backend_names()
     found: list[str] = []
     for op in dict.fromkeys(case.op for case, _ in _cases_and_schedules(specs, selection)):

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 
 import torch
@@ -134,6 +135,14 @@ def findings(part: str = "") -> Iterator[Finding]:
             yield examine(mutant, right)
 
 
+def no_mutant(part: str) -> str:
+    """The sentence about a text that no synchronising instruction has."""
+    kinds = sorted({mutant.kind for mutant in mutants(program().ptx)})
+    like = get_close_matches(part, kinds, 1)
+    guess = f"; did you mean {like[0]}?" if like else ""
+    return f"no synchronising instruction of {CASE} has {part!r} in its text; there are {', '.join(kinds)}{guess}"
+
+
 def table(found: list[Finding]) -> str:
     """Markdown: by kind of instruction, how many were taken out and how many were missed."""
     kinds: dict[str, list[Finding]] = {}
@@ -161,6 +170,8 @@ def table(found: list[Finding]) -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:
+        if not any(sys.argv[1] in mutant.text for mutant in mutants(program().ptx)):
+            sys.exit(no_mutant(sys.argv[1]))
         for one in findings(sys.argv[1]):
             seen = f"{one.schedule}: {one.sentence}" if one.schedule else f"not noticed: {one.excuse or 'no excuse'}"
             print(f"PTX line {one.mutant.line} `{one.mutant.text}` {seen}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -42,6 +44,14 @@ def test_published_table_is_true() -> None:
     """results/mutations.md says what is so."""
     command = "python -m conformance.kernels.mutants.mutations > results/mutations.md"
     assert PUBLISHED.read_text() == table(list(_found())), f"results/mutations.md is out of date; run: {command}"
+
+
+def test_a_text_that_no_instruction_has_is_said_so() -> None:
+    command = [sys.executable, "-m", "conformance.kernels.mutants.mutations", "tcgen05.wiat"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, "nothing was taken out, so nothing was proven"
+    assert "has 'tcgen05.wiat' in its text; there are bar.sync, " in done.stderr
+    assert "did you mean tcgen05.wait" in done.stderr
 
 
 SCHEDULES = ("eager", "lazy", "random:1")

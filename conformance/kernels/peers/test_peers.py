@@ -19,7 +19,7 @@ from backends.peers.attention import mask_of
 from backends.peers.peer import Peer
 from conformance.fakes.peers_on_cpu import Faults, install
 from conformance.kernels.laws.law import spec_of
-from megamoe.cli.doctor import capabilities
+from megamoe.cli.show import capabilities
 from megamoe.contract import Case, PythonProgram, Row, UnsupportedError, backend_names, load_backend
 from megamoe.judge.judge import judge
 from megamoe.records.lines import Record

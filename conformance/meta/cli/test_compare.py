@@ -57,9 +57,11 @@ def test_a_regression_is_status_1(
 
 
 def test_strict_makes_ambiguity_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path / "few.jsonl", header(), timing([10.0]))
-    assert compare(capsys, file, file)[0] == 0
-    assert compare(capsys, file, file, "--strict")[0] == 1
+    files = [write(tmp_path / f"{us}.jsonl", header(), timing([us])) for us in (10.0, 10.1)]
+    assert compare(capsys, *files)[0] == 0
+    assert compare(capsys, *files, "--strict")[0] == 1
+    status, out, _ = compare(capsys, files[0], files[0], "--strict")
+    assert (status, "1 rows: 1 SAME" in out) == (0, True), "one sample is the same as itself, however noisy"
 
 
 def _torn(folder: Path) -> tuple[object, ...]:
@@ -215,6 +217,52 @@ def test_a_revision_is_its_tracked_baselines(checkout: Path, capsys: pytest.Capt
     assert "mma_flops 10 -> 12" in out
     assert "3 rows: 1 WORSE, 1 NEW, 1 SAME" in out
     assert compare(capsys, "HEAD", "results/baselines")[0] == 0, "a path is a path, and holds what HEAD holds"
+
+
+def test_a_run_beside_a_revision_owes_what_it_ran_on(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The baseline of a device is no debt of a run on the VM; a row that the VM lost is."""
+    write(checkout / "results" / "baselines" / "h200.jsonl", header(), timing(QUIET))
+    git(checkout, "add", "-A")
+    git(checkout, "commit", "-q", "-m", "a device")
+    run = write(checkout / "run.jsonl", record("passed", {"mma_flops": 12}), record(backend="other0"))
+    status, out, _ = compare(capsys, "HEAD", run.name)
+    assert "h200.jsonl is left out: run.jsonl ran nothing on gpu (NVIDIA H200)" in out.replace("\n", "")
+    assert (status, "3 rows: 1 MISSING, 2 SAME; 1 regression" in out) == (1, True), out
+    assert compare(capsys, "HEAD", "results/baselines")[1].count("left out") == 0, "a folder is all that is in it"
+    other = header("run-2", H200.model_copy(update={"name": "NVIDIA H100"}))
+    on_another = write(checkout / "h100.jsonl", other, timing(QUIET, run="run-2"))
+    status, _, err = compare(capsys, "HEAD", on_another)
+    assert (status, "h100.jsonl ran on gpu (NVIDIA H100)" in err) == (2, True), err
+
+
+def test_two_backends_are_held_against_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [record("passed", {"mma_flops": flops}, backend=name) for name, flops in (("my_v1", 10), ("my_v2", 12))]
+    file = write(tmp_path / "both.jsonl", header(), *lines, record(backend="ptx"))
+    status, out, _ = compare(capsys, file, file, "--rename", "my_v2=my_v1")
+    assert status == 1
+    assert "my_v2 is held against my_v1" in out
+    assert "mma_flops 10 -> 12" in out
+    assert "2 rows: 1 WORSE, 1 SAME" in out
+    assert compare(capsys, file, file, "--rename", "my_v1=my_v2")[0] == 0, "the other way round it is better"
+    one, two = (write(tmp_path / f"{line.backend}.jsonl", header(), line) for line in lines)
+    assert "1 rows: 1 WORSE" in compare(capsys, one, two, "--rename", "my_v2=my_v1")[1]
+    for bad, says in (
+        ("my_v2", "is not of the form NEW=OLD"),
+        ("nobody=my_v1", "both.jsonl has no line of the backend 'nobody'; it has my_v1, my_v2, ptx"),
+        ("ptx=nobody", "no line of the backend 'nobody'"),
+    ):
+        status, out, err = compare(capsys, file, file, "--rename", bad)
+        assert (status, out, says in err) == (2, "", True), err
+    assert compare(capsys, file, file, "--rename", "my_v2=my_v1", "--rename", "ptx=my_v1")[0] == 2
+
+
+def test_a_revision_is_the_same_as_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The baselines of this house: rows of several machines, some too noisy to be told apart from anything else."""
+    monkeypatch.chdir(ROOT)
+    status, out, err = compare(capsys, "HEAD", "HEAD", "--strict")
+    assert (status, err) == (0, "")
+    assert " SAME; no regressions" in out.splitlines()[-1]
+    assert "AMBIGUOUS" not in out
 
 
 def test_a_path_at_a_revision(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -271,6 +271,19 @@ def test_a_row_may_be_pasted_without_quotes() -> None:
     assert set(read_baseline(Path("base.jsonl")).records) == {ROW}
 
 
+def test_what_a_live_gate_prints_accepts_its_own_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Another run may end before the person has pasted the command."""
+    Path("base.jsonl").touch()
+    row = ["--case", ROW.case, "--backend", f"{FAKE}:WORKS", "--executor", f"{FAKE}:EXECUTOR", "--schedule", "eager"]
+    assert main(["gate", *row, "--jobs", "1", "--baseline", "base.jsonl"]) == 1
+    (run,) = Path("results/runs").iterdir()
+    command = _printed_command(capsys.readouterr().out, "the first of its kind")
+    assert command[command.index("--from") + 1] == str(run)
+    _run_of(*GOOD, path="results/runs/99991231T000000.000000Z-later.jsonl")
+    main(command)
+    assert "there is no record of" not in capsys.readouterr().err
+
+
 def test_the_newest_run_is_what_is_accepted() -> None:
     Path("results/runs").mkdir(parents=True)
     _run_of(*GOOD, path="results/runs/a.jsonl")

@@ -12,14 +12,26 @@ from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
+from rich.text import Text
 
 from conformance import ROOT
 from conformance.fakes import backends as fake_backends
 from conformance.fakes.simulated_device import EXECUTOR
 from megamoe.cli.main import main
-from megamoe.records.files import read_records
+from megamoe.cli.run import INTERRUPTED_BEFORE
+from megamoe.cli.terminal import complain, console, print_verdict
+from megamoe.gate.verdict import judge_run
+from megamoe.records.files import RecordWriter, newest_run, read_records
+from megamoe.records.lines import record_of
 from megamoe.spec.load import load_specs
-from megamoe.spec.selection import Selection, SelectionError, expand_schedules, owed_rows, parse_where
+from megamoe.spec.selection import (
+    Selection,
+    SelectionError,
+    expand_schedules,
+    owed_rows,
+    parse_row,
+    parse_where,
+)
 
 CASE = "fmha:hd=64,t=1,s_k=3"
 FAKE = fake_backends.__name__
@@ -47,7 +59,13 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["run", "--case", CASE, *_options("WORKS"), "--executor", "vn"], "there is no executor 'vn'"),
         (["run", "--case", CASE, *_options("WORKS"), "--target", "sm_80"], "there is no target 'sm_80'"),
         (["run", "--case", CASE, *_options("WORKS"), "--schedule", "soon"], "schedule 'soon' is not"),
-        (["run", "--case", CASE, *_options("WORKS"), "--where", "hd=128"], "holds no row"),
+        (["run", "--case", CASE, *_options("WORKS"), "--where", "hd=128"], "no selected case has hd=128; hd is 64"),
+        (["run", "--case", CASE, "--backend", "ptxx"], "; did you mean ptx?"),
+        (["run", "--case", CASE, "--executor", "vmm"], "; did you mean vm?"),
+        (["run", "--resume", "nowhere.jsonl"], "cannot resume nowhere.jsonl"),
+        (["run", "--resume", "r.jsonl", "--op", "fmha"], "drop the other options that name rows"),
+        (["run", "--resume", "r.jsonl", "--last-failed"], "drop the other options that name rows"),
+        (["run", "--last-failed"], "there is no run in results/runs"),
         (["run", "--case", CASE, "--profile", "full"], "--case names its own rows"),
         (["run", "--profile", "fulll"], "there is no profile 'fulll'"),
         (["run", "--specs", "nowhere"], "nowhere"),
@@ -60,7 +78,11 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["list", "--matrix", "gird"], "there is no matrix 'gird'"),
         (["list", "--where", "hd"], "filter 'hd' is not of the form"),
         (["list", "--where", "head_dim=64"], "no selected case has an axis 'head_dim'"),
-        (["list", "--where", "hd=65"], "no case matches"),
+        (["list", "--where", "head=4"], "; did you mean heads?"),
+        (["list", "--where", "hd=64|65"], "no selected case has hd=65; hd is 64, 128, 256, 512"),
+        (["list", "--where", "hd=256,t=32", "--matrix", "decode"], "no selected case has"),
+        (["list", "--op", "fhma"], "; did you mean fmha?"),
+        (["list", "--\x1b[31m"], "\\x1b[31m"),
         (["lits"], "lits"),
     ],
 )
@@ -187,7 +209,8 @@ def test_an_interrupted_run_leaves_a_readable_file_and_says_so(tmp_path: Path) -
     os.killpg(run.pid, signal.SIGINT)
     out, err = run.communicate(timeout=60)
     assert run.returncode == 130, err
-    assert "interrupted: 1 rows were not run; the record file is whole and readable" in out
+    assert "interrupted: 1 row was not run; the record file is whole, and this finishes it: megamoe run --resume" in out
+    assert out.count("not run") == 1, f"one sentence for all rows: {out}"
     assert "Traceback" not in err
     assert sorted(record.status for record in read_records(tmp_path / "r.jsonl").records) == ["not_run", "passed"]
 
@@ -203,6 +226,145 @@ def test_a_killed_run_leaves_a_readable_file(tmp_path: Path, capsys: pytest.Capt
     assert [record.status for record in read_records(tmp_path / "r.jsonl").records] == ["passed"]
     assert main(["gate", "r.jsonl"]) == 1
     assert f"there is no record of {CASE} on {FAKE}:HANGS" in capsys.readouterr().out
+
+
+def _begun(lines: int, torn: bytes = b"") -> tuple[str, ...]:
+    """A finished run of four rows in r.jsonl of which only the header and some lines are left; returns its rows."""
+    cases = [part for t in (1, 2) for part in ("--case", f"fmha:hd=64,t={t},s_k=3")]
+    schedules = ["--schedule", "eager", "--schedule", "lazy"]
+    assert main(["run", *cases, *schedules, "--jobs", "1", *_options("WORKS"), "--output", "r.jsonl"]) == 0
+    path = Path("r.jsonl")
+    rows = tuple(str(one.row) for one in read_records(path).records)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[: 1 + lines]) + torn)
+    return rows
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"schema_version":2,"run":"x","ki'])
+def test_what_a_killed_run_left_is_finished(torn: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = _begun(1, torn)
+    (header,), (first,) = read_records(Path("r.jsonl")).headers, read_records(Path("r.jsonl")).records
+    if not torn:
+        with RecordWriter(Path("r.jsonl")) as writer:
+            for row in rows[1:3]:
+                writer.append(record_of(header.run, parse_row(row), "not_run", INTERRUPTED_BEFORE))
+    assert main(["gate", "r.jsonl"]) == 1
+    capsys.readouterr()
+    assert main(["run", "--resume", "r.jsonl", "--jobs", "1"]) == 0
+    assert "4 passed, 0 failed" in capsys.readouterr().out
+    found = read_records(Path("r.jsonl"))
+    assert found.records[0] == first, "a line that was acknowledged stays as it is"
+    assert sorted(str(one.row) for one in found.records) == sorted(rows), "each row once, and none is run again"
+    assert [one.owed_rows for one in found.headers] == [4, 4], "what was run later has a header of its own"
+    assert main(["gate", "r.jsonl"]) == 0
+    assert main(["run", "--resume", "r.jsonl"]) == 0
+    assert "every row of r.jsonl was run already" in capsys.readouterr().out
+
+
+def test_a_file_that_is_being_written_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    _begun(1)
+    with RecordWriter(Path("r.jsonl")):
+        assert main(["run", "--resume", "r.jsonl"]) == 2
+    assert "is being written by another run" in capsys.readouterr().err
+
+
+def test_the_first_failure_ends_a_run_and_its_rows_run_again(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [part for t in (1, 2, 3) for part in ("--case", f"fmha:hd=64,t={t},s_k=3")]
+    assert main(["run", *cases, "-x", "-q", "--jobs", "1", *_options("SCALES")]) == 1
+    out = capsys.readouterr().out
+    assert "stopped at the first failure: 2 rows were not run" in out
+    assert "records:" not in out, "-q says only what is wrong, and the verdict"
+    assert "0 passed, 1 failed, 2 not_run" in out
+    (newest,) = Path("results/runs").iterdir()
+    (wrong,) = (one.row for one in read_records(newest).records if one.status == "failed")
+    assert main(["run", "--last-failed", "--jobs", "1"]) == 1
+    (again,) = (path for path in Path("results/runs").iterdir() if path != newest)
+    assert [one.row for one in read_records(again).records] == [wrong]
+    capsys.readouterr()
+    assert main(["gate", str(again)]) == 1, "the file knows what it owed"
+    assert "0 passed, 1 failed\n" in capsys.readouterr().out
+    os.utime(newest, (2e9, 2e9))
+    assert newest_run() == newest, "the newest is what was written last"
+
+
+def test_rows_that_are_unsupported_for_one_reason_share_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [part for t in (1, 2, 3) for part in ("--case", f"fmha:hd=64,t={t},s_k=3")]
+    there = ["--backend", f"{FAKE}:WORKS", "--executor", f"{FAKE}:BROKEN_MACHINE", "--jobs", "1"]
+    assert main(["run", *cases, *there, "--schedule", "eager"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("it has no such tensor cores") == 1, out
+    assert "(3 rows, fmha:hd=64,t=3,s_k=3 on" in out
+
+
+def _shell(command: str, cwd: Path = ROOT, seconds: int = 60) -> subprocess.CompletedProcess[str]:
+    python = f'"{sys.executable}"'
+    words = ["bash", "-c", command.replace("PYTHON", python)]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+@pytest.mark.parametrize(
+    "command", ["PYTHON -m megamoe list", "PYTHON -m megamoe list --json", "PYTHON -m backends.peers"]
+)
+def test_a_closed_pipe_ends_a_command_without_a_word(command: str) -> None:
+    done = _shell(f"{command} | head -n 1; echo ${{PIPESTATUS[0]}}")
+    assert done.stdout.splitlines()[-1] == "141", done.stdout + done.stderr
+    assert done.stderr == ""
+
+
+def test_a_closed_pipe_ends_a_run_at_once(tmp_path: Path) -> None:
+    """One row passes, the other hangs for its limit of 300 s; `head` leaves after the first line."""
+    rows = f"--case {CASE} --backend {FAKE}:SCALES --backend {FAKE}:HANGS --executor {FAKE}:EXECUTOR --jobs 2"
+    command = f"PYTHON -m megamoe run {rows} --output {tmp_path}/r.jsonl | head -n 1; echo ${{PIPESTATUS[0]}}"
+    started = time.monotonic()
+    done = _shell(command)
+    assert time.monotonic() - started < 60
+    assert done.stdout.splitlines()[-1] == "141", done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(one.status for one in read_records(tmp_path / "r.jsonl").records) == ["failed", "not_run"]
+
+
+def test_control_characters_of_a_sentence_never_reach_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "\x1b[2J\x1b]0;owned\x07\x9b31m\r90 passed\n90 passed, 0 failed\u202e\x08"
+    row = parse_row(f"{CASE} on ptx sm_100a vm eager")
+    record = record_of("run", row, "failed", hostile)
+    print_verdict(judge_run([row], [record]), [record])
+    console().print(Text(hostile))
+    complain(hostile)
+    out, err = capsys.readouterr()
+    assert not set(out + err) & {chr(code) for code in (*range(9), *range(11, 32), *range(127, 160), 0x202E)}
+    assert "\n90 passed" not in out.partition("0 passed, 1 failed")[0], "a sentence makes no line of its own"
+    assert "\\x1b[2J" in out, "what was there is seen"
+
+
+@pytest.mark.parametrize("how", ["sys.exit(0)", "sys.exit()", "raise SystemExit", "raise KeyboardInterrupt"])
+def test_a_command_that_did_not_say_its_verdict_never_ends_with_0(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("leaves.py").write_text(f"import sys\n{how}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["run", "--case", CASE, "--backend", "leaves:BACKEND"]) not in (0, None)
+    assert capsys.readouterr().err.startswith("megamoe: ")
+
+
+def test_help_and_version_have_their_short_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, says in ((["-h"], "Usage"), (["run", "-h"], "--last-failed"), (["--version"], "megamoe ")):
+        assert main(arguments) == 0
+        assert says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "completes"),
+    [
+        ("run --ba", "--backend"),
+        ("run --backend pt", "ptx"),
+        ("run --op f", "fmha"),
+        ("gate --profile sm", "smoke"),
+        ("run --case fmha:hd=64,t=1,s_k=12", "hd=64,t=1,s_k=128"),
+    ],
+)
+def test_a_shell_completes_names(words: str, completes: str) -> None:
+    asked = f"_MEGAMOE_COMPLETE=complete_zsh _TYPER_COMPLETE_ARGS='megamoe {words}'"
+    done = _shell(f"{asked} PYTHON -m megamoe")
+    assert completes in done.stdout, done.stdout + done.stderr
 
 
 def test_schedules_expand() -> None:

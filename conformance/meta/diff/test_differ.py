@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +21,7 @@ from conformance.fakes.results import (
     timing,
 )
 from megamoe.contract import STATUSES, Status
-from megamoe.diff.differ import Comparison, ComparisonError, compare_runs
-from megamoe.diff.rows import CALLS, ComparedRow
+from megamoe.diff.differ import CALLS, ComparedRow, Comparison, ComparisonError, compare_runs
 from megamoe.diff.sides import Side
 from megamoe.records.keys import Key
 from megamoe.records.lines import AnyLine
@@ -165,6 +165,67 @@ def test_no_line_of_a_row_hides_what_got_worse_in_another(last: str) -> None:
         after = (good, bad) if last == "worse" else (bad, good)
         row = only(compare_runs(side(header(), good), side(header(), *after), SPECS))
         assert (row.call, row.regression) == ("WORSE", True), f"{row}: the line after it hides the regression"
+
+
+def _passed(flops: int, inputs: str = "a") -> AnyLine:
+    return record("passed", {"mma_flops": flops}, inputs={"q": inputs})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "call"),
+    [
+        ((_passed(10), record("not_run")), (_passed(20), record("not_run")), "WORSE"),
+        ((_passed(10), record("failed")), (_passed(20), record("failed")), "WORSE"),
+        ((_passed(10), record("failed")), (_passed(20),), "WORSE"),
+        ((_passed(10), record("not_run")), (record("not_run"),), "STATUS-CHANGED"),
+        ((_passed(10), record("failed")), (record("failed"),), "STATUS-CHANGED"),
+        ((_passed(10), _passed(20)), (_passed(20),), "WORSE"),
+        ((_passed(10), _passed(20)), (_passed(15),), "WORSE"),
+        ((_passed(10), _passed(5, "b")), (_passed(10), _passed(6, "b")), "WORSE"),
+        ((_passed(10), _passed(5, "b")), (_passed(11), _passed(5, "b")), "WORSE"),
+        ((figures(128), figures(168)), (figures(168),), "WORSE"),
+        ((timing(QUIET), timing([], status="error")), (timing(QUIET * 1.5), timing([], status="error")), "SLOWER"),
+        ((timing(QUIET), timing([], status="error")), (timing(QUIET * 1.5),), "SLOWER"),
+        ((timing(QUIET), timing([], status="error")), (timing([], status="error"),), "STATUS-CHANGED"),
+    ],
+)
+@given(st.data())
+@settings(max_examples=6)
+def test_no_line_of_either_side_hides_what_got_worse(
+    before: tuple[AnyLine, ...], after: tuple[AnyLine, ...], call: str, data: st.DataObject
+) -> None:
+    """A status that both sides share hides nothing, nor does a line of before that another follows."""
+    old, new = (
+        side(*(header(f"run-{i}") for i in range(2)), *_of_runs(data.draw(st.permutations(lines))))
+        for lines in (before, after)
+    )
+    row = only(compare_runs(old, new, SPECS))
+    assert (row.call, row.regression) == (call, True), f"{row.sentence}: the regression is hidden"
+    for one in (old, new):
+        assert compare_runs(one, one, SPECS).counts == {"SAME": 1}, "a side is the same as itself"
+
+
+def _of_runs(lines: Sequence[AnyLine]) -> list[AnyLine]:
+    return [line.model_copy(update={"run": f"run-{i}"}) for i, line in enumerate(lines)]
+
+
+def test_two_headers_of_one_run_that_differ_are_refused() -> None:
+    other = header().model_copy(update={"git_revision": "def", "megamoe": "9"})
+    twice = side(header(), other, record(), label="a.jsonl")
+    for before, after in ((twice, side(header(), record())), (side(header(), record()), twice)):
+        with pytest.raises(
+            ComparisonError, match=r"a\.jsonl, line 2: run run-1 .* git_revision and megamoe;.* line 1\."
+        ):
+            compare_runs(before, after, SPECS)
+    same = side(header(), header(), record())
+    assert compare_runs(same, same, SPECS).counts == {"SAME": 1}, "the same header twice says one thing"
+
+
+def test_a_side_may_hold_rows_of_several_machines() -> None:
+    both = side(
+        header(), timing(QUIET), header("run-2", software={"triton": "3.9"}), timing(QUIET, backend="peer", run="run-2")
+    )
+    assert compare_runs(both, both, SPECS).counts == {"SAME": 2}, "each row is of one machine"
 
 
 @pytest.mark.parametrize("new", ["error", "crashed", "not_run"])

@@ -13,7 +13,7 @@ import pytest
 
 from conformance.fakes.results import COUNTERS, H200, KERNEL, NEIGHBOUR, ROW, compiled, gated, judged, timing
 from megamoe.contract import Row
-from megamoe.gate.accept import Seen, parse_row, take
+from megamoe.gate.accept import Seen, take
 from megamoe.gate.baseline import (
     BASELINES,
     VM_BASELINE,
@@ -27,7 +27,7 @@ from megamoe.gate.baseline import (
 from megamoe.records.keys import Key
 from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader, Timing
 from megamoe.spec.load import load_specs
-from megamoe.spec.selection import Selection, SelectionError, owed_rows
+from megamoe.spec.selection import Selection, SelectionError, owed_rows, parse_row
 
 WHY = Acceptance(run="accept", row="*", reason="on purpose", accepted="2026-11-21T18:00:00+00:00", git_revision=None)
 GPU_ROW = Row(ROW.case, "ptx", "sm_90a", "gpu", "eager")

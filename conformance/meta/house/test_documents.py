@@ -16,7 +16,7 @@ from conformance import ROOT
 from conformance.fakes.broken_kernels import BROKEN_PTX
 from conformance.meta.house.test_import_rules import CONFORMANCE, MEGAMOE, VM
 from megamoe.contract import load_executor
-from megamoe.diff.rows import CALLS
+from megamoe.diff.differ import CALLS
 from megamoe.judge.guarded import GuardedCase
 from megamoe.records.files import RecordFile, parse_records, read_records
 from megamoe.records.lines import record_schema

@@ -23,7 +23,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from conformance import ROOT
 from conformance.fakes.report_records import HOSTILE, NOW, SPECS, full_matrix, hostile_records, material_of, write_runs
 from conformance.fakes.results import figures, header, record, timing, write
-from megamoe.cli.options import in_ci
+from megamoe.cli.terminal import in_ci
 from megamoe.diff.differ import compare_runs
 from megamoe.diff.sides import read_side
 from megamoe.records.lines import AnyLine
