@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from megamoe.cli import accept, compare, doctor, explain, export, gate, report, run, schema
+from megamoe.cli import accept, check, compare, doctor, explain, export, gate, report, run, schema
 from megamoe.cli import list as list_
 from megamoe.diff.sides import ComparisonError
 from megamoe.gate.expected import ExpectedError
@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 app.command("list")(list_.list_cases)
 app.command("run")(run.run)
+app.command("check")(check.check)
 app.command("gate")(gate.gate)
 app.command("accept")(accept.accept)
 app.command("compare")(compare.compare)
