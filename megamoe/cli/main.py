@@ -13,7 +13,7 @@ from typing import Annotated, cast
 
 import typer
 
-from megamoe.cli import gate, run, show, views
+from megamoe.cli import check, gate, run, show, views
 from megamoe.cli.terminal import READER_GONE, complain, let_go_of_stdout
 from megamoe.diff.sides import ComparisonError
 from megamoe.gate.expected import ExpectedError
@@ -67,6 +67,7 @@ app = typer.Typer(
 for _name, _command in {
     "list": show.list_cases,
     "run": run.run,
+    "check": check.check,
     "gate": gate.gate,
     "accept": gate.accept,
     "compare": views.compare,

@@ -1,16 +1,17 @@
 """Backend makes a Program of a Case; Executor runs it; TimedExecutor has a clock too.
 
-They are found by name: registered as entry points, or unregistered as package.module:ATTRIBUTE.
+KernelMachine, in megamoe.contract.machine, runs kernels for the doors. All are found by name: registered as
+entry points, or unregistered as package.module:ATTRIBUTE.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict
 
@@ -20,6 +21,8 @@ from megamoe.contract.trace import Trace
 
 if TYPE_CHECKING:
     import torch
+
+    from megamoe.contract.machine import KernelMachine
 
 
 class UnsupportedError(Exception):
@@ -251,3 +254,14 @@ def load_executor(name: str) -> Executor:
             f"the executor {name!r} is of type {type(loaded).__name__}, without name, unavailable() and run()"
         )
     return loaded
+
+
+def open_machine(name: str, target: str, **options: object) -> KernelMachine:
+    """A machine for the doors, opened by the function registered under `name`; raises as load_backend.
+
+    `options`: schedule, accumulate and step_budget, as in RunOptions.
+    """
+    loaded = _load("megamoe.machines", "machine", name)
+    if not callable(loaded):
+        raise UnsupportedError(f"the machine {name!r} is of type {type(loaded).__name__}, which cannot be called")
+    return cast("Callable[..., KernelMachine]", loaded)(target, **options)

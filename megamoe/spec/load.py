@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from megamoe import CHECKOUT
+from megamoe import SPECS
 from megamoe.contract import AxisValue, Case, spell
 from megamoe.spec.case_space import Axis, CaseSpace, OutsideError, Range
 from megamoe.spec.expression import Expression, ExpressionError, parse_expression
@@ -32,7 +32,7 @@ def load_spec(path: str | Path) -> Spec:
 
 def load_specs(folder: str | Path | None = None) -> dict[str, Spec]:
     """Op -> spec, for all *.yaml files of `folder` by file name. The default is specs/ of the checkout."""
-    where = CHECKOUT / "specs" if folder is None else Path(folder)
+    where = SPECS if folder is None else Path(folder)
     if not where.is_dir():
         raise SpecError("there is no such folder; specs are in specs/ at the top of the repository", file=where)
     files = sorted(where.glob("*.yaml"))

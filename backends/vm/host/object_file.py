@@ -17,8 +17,8 @@ _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _SYMBOL_TABLE, _NO_BITS = 2, 8
 LINKER_SYMBOLS: Final = frozenset({"", "_GLOBAL_OFFSET_TABLE_"})
-# What compilers call for themselves; the process's C library has them.
-PROCESS_SYMBOLS: Final = frozenset({"memcpy", "memmove", "memset", "memcmp", "malloc", "free", "strlen"})
+# What compilers call for themselves, and the host's printf; the process's C library has them.
+PROCESS_SYMBOLS: Final = frozenset({"memcpy", "memmove", "memset", "memcmp", "malloc", "free", "strlen", "printf"})
 
 
 class ObjectFile:

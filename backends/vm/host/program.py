@@ -15,7 +15,15 @@ from backends.vm.host import launch_calls, library_calls, memory_calls
 from backends.vm.host.abi import FfiAny, HostError, copy_from
 from backends.vm.host.arguments import Passed, pass_by_ffi, pass_packed
 from backends.vm.host.object_file import PROCESS_SYMBOLS, LinkedObject, ObjectFile
-from backends.vm.host.runtime import SYMBOLS, LaunchRecord, Runtime, aligned_memory, answering, bind_runtime
+from backends.vm.host.runtime import (
+    PROCESS_END,
+    SYMBOLS,
+    LaunchRecord,
+    Runtime,
+    aligned_memory,
+    answering,
+    bind_runtime,
+)
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
 from backends.vm.memory.global_memory import Buffer
@@ -44,8 +52,6 @@ class HostProgramLike(Protocol):
 
 
 OBJECT_VERSION: Final = "1.1"
-PROCESS_END: Final = 1 << 48
-"""No process of x86-64 or AArch64 has memory at this address or above."""
 ANSWERED: Final = (launch_calls, library_calls, memory_calls)
 """The modules whose functions are registered as runtime symbols by being imported."""
 
@@ -92,57 +98,76 @@ def run_host_program(
     HostError for an object, symbol or argument that does not fit; Fault and LaunchError from what it launches.
     """
     source = ObjectFile(program.host_object)
-    _check_symbols(source, program)
+    if program.convention not in _CONVENTIONS:
+        raise HostError(f"the calling convention {program.convention!r} is none of {', '.join(_CONVENTIONS)}")
+    _check_symbols(source, program.entry, program.compiler)
     runtime = Runtime(machine, load(program.ptx, parsed), program.target)
     bind_runtime()
     linked = LinkedObject(source)
     try:
-        _check_version(source, linked, program)
+        _check_version(source, linked, program.compiler)
         with answering(runtime):
             code = _CONVENTIONS[program.convention](linked, program, buffers, runtime)
     finally:
         linked.close()
-    _conclude(runtime, code, program)
+    _conclude(runtime, code, program.entry)
     return tuple(runtime.launches)
 
 
-def _conclude(runtime: Runtime, code: int, program: HostProgramLike) -> None:
+class LinkedHost:
+    """A host object that stays linked, for calls on pointers to arguments that their owner has packed.
+
+    HostError for an object, a symbol or an entry that does not fit.
+    """
+
+    def __init__(self, code: bytes, entry: str, compiler: str) -> None:
+        source = ObjectFile(code)
+        _check_symbols(source, entry, compiler)
+        bind_runtime()
+        self._entry = entry
+        self._linked = LinkedObject(source)
+        _check_version(source, self._linked, compiler)
+
+    def call(self, runtime: Runtime, pointers: Sequence[int]) -> None:
+        """Call the function; Fault and LaunchError from what it launches."""
+        with answering(runtime):
+            code = _call_at(self._linked, self._entry, pointers, runtime)
+        # What compiled code printed lies in the C library's buffer.
+        ctypes.CDLL(None).fflush(None)
+        _conclude(runtime, code, self._entry)
+
+
+def _conclude(runtime: Runtime, code: int, entry: str) -> None:
     if runtime.broken is not None:
         raise runtime.broken
     if runtime.refusal is not None:
-        raise HostError(f"the host function {program.entry} refuses its arguments: {runtime.refusal}")
+        raise HostError(f"the host function {entry} refuses its arguments: {runtime.refusal}")
     if code:
-        raise HostError(f"the host function {program.entry} returned error {code}")
+        raise HostError(f"the host function {entry} returned error {code}")
     leaked = runtime.leaked()
     if leaked:
         raise HostError(leaked)
 
 
-def _check_symbols(source: ObjectFile, program: HostProgramLike) -> None:
+def _check_symbols(source: ObjectFile, entry: str, compiler: str) -> None:
     unknown = sorted(source.undefined - SYMBOLS.keys() - PROCESS_SYMBOLS)
     if unknown:
         raise HostError(
-            f"the host object, compiled by {program.compiler}, calls {', '.join(unknown)}, which the VM's CUDA runtime "
+            f"the host object, compiled by {compiler}, calls {', '.join(unknown)}, which the VM's CUDA runtime "
             f"does not have"
         )
-    if program.convention not in _CONVENTIONS:
-        raise HostError(f"the calling convention {program.convention!r} is none of {', '.join(_CONVENTIONS)}")
-    if program.entry not in source.defined:
+    if entry not in source.defined:
         entries = ", ".join(sorted(n for n in source.defined if "tvm_ffi_" in n or "_mlir_ciface_" in n)) or "none"
-        raise HostError(
-            f"the host object, compiled by {program.compiler}, has no entry {program.entry!r}; "
-            f"its entries are: {entries}"
-        )
+        raise HostError(f"the host object, compiled by {compiler}, has no entry {entry!r}; its entries are: {entries}")
 
 
-def _check_version(source: ObjectFile, linked: LinkedObject, program: HostProgramLike) -> None:
+def _check_version(source: ObjectFile, linked: LinkedObject, compiler: str) -> None:
     for symbol in sorted(name for name in source.defined if name.endswith("_version")):
         raw = copy_from(linked.address(symbol), len(OBJECT_VERSION) + 1, f"the version of the object ({symbol})")
         version = raw.rstrip(b"\0").decode("ascii", "replace")
         if version != OBJECT_VERSION:
             raise HostError(
-                f"the host object, compiled by {program.compiler}, has format {version!r}; "
-                f"the VM knows {OBJECT_VERSION!r}"
+                f"the host object, compiled by {compiler}, has format {version!r}; the VM knows {OBJECT_VERSION!r}"
             )
 
 
@@ -157,17 +182,21 @@ def _call_ffi(linked: LinkedObject, program: HostProgramLike, buffers: Mapping[s
 def _call_packed(
     linked: LinkedObject, program: HostProgramLike, buffers: Mapping[str, Buffer], runtime: Runtime
 ) -> int:
-    prefix, found, _ = program.entry.partition("__mlir_ciface_")
+    passed: Passed = pass_packed(program.args, buffers)
+    return _call_at(linked, program.entry, passed.addresses, runtime)
+
+
+def _call_at(linked: LinkedObject, entry: str, addresses: Sequence[int], runtime: Runtime) -> int:
+    prefix, found, _ = entry.partition("__mlir_ciface_")
     if not found or not prefix.startswith("_mlir_"):
-        raise HostError(f"the entry {program.entry!r} is not of the packed convention: _mlir_PREFIX__mlir_ciface_NAME")
+        raise HostError(f"the entry {entry!r} is not of the packed convention: _mlir_PREFIX__mlir_ciface_NAME")
     _start(linked, prefix, runtime)
     if runtime.broken is not None:
         return 0
-    passed: Passed = pass_packed(program.args, buffers)
     code = ctypes.c_int32(0)
-    slots = (ctypes.c_uint64 * (len(passed.addresses) + 1))(*passed.addresses, ctypes.addressof(code))
+    slots = (ctypes.c_uint64 * (len(addresses) + 1))(*addresses, ctypes.addressof(code))
     prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32)
-    prototype(linked.address(program.entry))(ctypes.addressof(slots), len(slots))
+    prototype(linked.address(entry))(ctypes.addressof(slots), len(slots))
     return code.value
 
 

@@ -58,20 +58,23 @@ _COMMON: Final[Mapping[int, int]] = {
     115: 1,  # MemoryPoolsSupported
     120: 1,  # ClusterLaunch
 }
+_SM_COUNT: Final = 16
 _BY_TARGET: Final[Mapping[str, Mapping[int, int]]] = {
-    "sm_90a": {16: 132, 38: 62_914_560, 75: 9, 76: 0},  # MultiProcessorCount, L2CacheSize, ComputeCapability
-    "sm_100a": {16: 148, 38: 132_644_864, 75: 10, 76: 0},
+    "sm_90a": {_SM_COUNT: 132, 38: 62_914_560, 75: 9, 76: 0},  # MultiProcessorCount, L2CacheSize, ComputeCapability
+    "sm_100a": {_SM_COUNT: 148, 38: 132_644_864, 75: 10, 76: 0},
 }
 
 
-class Device:
-    """One GPU of `target`."""
+class HostedDevice:
+    """One GPU of `target`, with `sm_count` SMs (None: as many as the full product has)."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, sm_count: int | None = None) -> None:
         if target not in _BY_TARGET:
             raise HostError(f"there is no device of target {target!r}; known are {', '.join(_BY_TARGET)}")
         self.target = target
         self._attributes = {**_COMMON, **_BY_TARGET[target]}
+        if sm_count is not None:
+            self._attributes[_SM_COUNT] = sm_count
 
     def attribute(self, number: int) -> int:
         """The value of cudaDeviceAttr `number`; HostError for one that this device does not have."""
@@ -94,6 +97,8 @@ LIBRARY = 0xC0DE_0000
 DEFAULT_STREAMS = (0, 1, 2)
 GIVEN_STREAM = 0x57_0000
 ALLOCATION_ALIGNMENT = 512
+PROCESS_END = 1 << 48
+"""No process of x86-64 or AArch64 has memory at this address or above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +121,10 @@ class Runtime:
     `last_in`: the stream of the latest launch, None once something else has waited for that launch to end.
     """
 
-    def __init__(self, machine: Machine, module: LoadedModule, target: str) -> None:
+    def __init__(self, machine: Machine, module: LoadedModule, target: str, sm_count: int | None = None) -> None:
         self.machine = machine
         self.module = module
-        self.device = Device(target)
+        self.device = HostedDevice(target, sm_count)
         self.launches: list[LaunchRecord] = []
         self.streams: set[int] = {*DEFAULT_STREAMS, GIVEN_STREAM}
         self.events: set[int] = set()

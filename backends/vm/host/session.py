@@ -1,0 +1,217 @@
+"""A machine that stays up between launches: what the doors megamoe.vm, .triton and .cutedsl run kernels on.
+
+It has the shape of megamoe.contract's KernelMachine. Everything is given by address, so that no tensor library matters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+
+from backends.vm.faults import Fault, LaunchError, UnknownInstructionError
+from backends.vm.host.abi import HostError
+from backends.vm.host.runtime import PROCESS_END, Runtime
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
+from backends.vm.machine.special import Dim3
+from backends.vm.memory.global_memory import Buffer
+from backends.vm.ptx.ast import Variable
+from backends.vm.ptx.tree import PtxSyntaxError
+from backends.vm.tensor.tensor_map import OobFill, Target, TensorMapError, encode_tensor_map
+
+if TYPE_CHECKING:
+    from backends.vm.host.program import LinkedHost
+
+ALIGNMENT: Final = 256
+"""What cudaMalloc promises (CUDA programming guide, device memory accesses)."""
+TARGETS: Final[tuple[Target, ...]] = ("sm_90a", "sm_100a")
+
+
+class StretchLike(Protocol):
+    """Bytes of this process that kernels may touch; see megamoe.contract.machine.Stretch."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def writable(self) -> bool: ...
+
+
+class CompiledHostLike(Protocol):
+    """A compiled host function; see megamoe.contract.machine.CompiledHost."""
+
+    @property
+    def ptx(self) -> str: ...
+    @property
+    def host_object(self) -> bytes: ...
+    @property
+    def entry(self) -> str: ...
+    @property
+    def compiler(self) -> str: ...
+
+
+class Session:
+    """One GPU of `target` for as long as this object lives; see megamoe.contract.machine.KernelMachine."""
+
+    faults: tuple[type[Exception], ...] = (Fault,)
+    refusals: tuple[type[Exception], ...] = (LaunchError, PtxSyntaxError, TensorMapError, HostError)
+    unknowns: tuple[type[Exception], ...] = (UnknownInstructionError,)
+
+    def __init__(
+        self, target: str, schedule: str, accumulate: str, step_budget: int, sm_count: int | None, parsed: Path | None
+    ) -> None:
+        known: dict[str, Target] = {one: one for one in TARGETS}
+        if target not in known:
+            raise LaunchError(f"the machine executes {' and '.join(TARGETS)}, not {target!r}")
+        self.target: Target = known[target]
+        self.printed: Callable[[str], object] = _dropped
+        self._options = (schedule, accumulate, step_budget)
+        self._sm_count = sm_count
+        self._parsed = parsed
+        self._linked: dict[bytes, LinkedHost] = {}
+        self._machine = Machine(*self._options)
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Counters of the last launch or call."""
+        return self._machine.counters
+
+    def entries(self, ptx: str) -> Mapping[str, tuple[Variable, ...]]:
+        """The entries of a module and their parameters. PtxSyntaxError for text that is not PTX."""
+        functions = load(ptx, self._parsed).module.functions
+        return {name: function.params for name, function in functions.items() if function.is_entry}
+
+    def bind(self, ptx: str, entry: str) -> None:
+        """UnknownInstructionError for an instruction without a meaning here."""
+        load(ptx, self._parsed).entry(entry)
+
+    def address_of(self, address: int, allocation: int) -> int:
+        """`address` where the allocation is aligned as on a GPU, else an address above those of the process.
+
+        Kernels see each allocation where it lies, too, for the sake of addresses that they find in memory.
+
+        The distance between two allocations grows by ALIGNMENT there, so that they stay apart.
+        """
+        return address if allocation % ALIGNMENT == 0 else _elsewhere(allocation) + address - allocation
+
+    def launch(
+        self,
+        ptx: str,
+        entry: str,
+        grid: Dim3,
+        block: Dim3,
+        params: Sequence[bytes],
+        *,
+        cluster: Dim3 = (1, 1, 1),
+        dynamic_smem: int = 0,
+        memory: Sequence[StretchLike] = (),
+    ) -> None:
+        """Run a grid to its end. Fault for the first rule that it breaks, LaunchError for what no GPU would launch."""
+        module = load(ptx, self._parsed)
+        if not any(_runs_on(built_for, self.target) for built_for in module.module.target):
+            raise LaunchError(
+                f"the PTX is for {', '.join(module.module.target)}, which this {self.target} does not run; "
+                f"compile it for {self.target}"
+            )
+        function = module.entry(entry)
+        with self._mapped(memory) as machine:
+            machine.launch(function, grid, block, params, cluster, dynamic_smem)
+
+    def call(self, program: CompiledHostLike, pointers: Sequence[int], memory: Sequence[StretchLike]) -> None:
+        """Call a host function; Fault and LaunchError from what it launches, HostError for what does not fit."""
+        # Only host programs need LLVM, which takes a while to load.
+        from backends.vm.host.program import LinkedHost
+
+        linked = self._linked.get(program.host_object)
+        if linked is None:
+            linked = self._linked[program.host_object] = LinkedHost(
+                program.host_object, program.entry, program.compiler
+            )
+        with self._mapped(memory) as machine:
+            machine.memory.place_above(PROCESS_END)
+            linked.call(Runtime(machine, load(program.ptx, self._parsed), self.target, self._sm_count), pointers)
+
+    def tensor_map(
+        self,
+        address: int,
+        dtype: str,
+        dims: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        *,
+        swizzle: str = "none",
+        element_strides: Sequence[int] | None = None,
+        oob_fill: OobFill = "zero",
+    ) -> bytes:
+        """128 bytes. TensorMapError for what the driver's encoder refuses."""
+        return encode_tensor_map(
+            address,
+            dtype,
+            dims,
+            strides,
+            box,
+            swizzle=swizzle,
+            element_strides=element_strides,
+            oob_fill=oob_fill,
+            target=self.target,
+        )
+
+    @contextmanager
+    def _mapped(self, memory: Sequence[StretchLike]) -> Iterator[Machine]:
+        """The machine with `memory` on its map, its counters and budget as new. After a fault it is replaced."""
+        machine = self._machine
+        machine.counters.clear()
+        machine.steps_left = machine.step_budget
+        added = list[Buffer]()
+        try:
+            for one in memory:
+                data = np.frombuffer(memoryview((ctypes.c_uint8 * one.size).from_address(one.address)), np.uint8)
+                for place in sorted({one.address, self.address_of(one.address, one.address)}):
+                    added.append(machine.memory.add(one.name, data, place, writable=one.writable))
+            yield machine
+        except Exception:
+            # As on a device, where a fault ends the context and with it the variables of all modules.
+            self._machine = Machine(*self._options)
+            self._machine.counters.update(machine.counters)
+            raise
+        for buffer in added:
+            machine.memory.remove(buffer)
+
+
+def _elsewhere(allocation: int) -> int:
+    # A 57-bit address space has room for 256 times any address of a process.
+    return PROCESS_END + ALIGNMENT * allocation
+
+
+def _dropped(text: str) -> None:
+    return None
+
+
+def _runs_on(built_for: str, target: str) -> bool:
+    """Whether PTX of this `.target` runs on `target` (PTX ISA 11.1.2): `a` on one architecture, `f` on a family."""
+    name, suffix = built_for.rstrip("af"), built_for[len(built_for.rstrip("af")) :]
+    if not name.startswith("sm_") or not name[3:].isdigit():
+        return False
+    number, here = int(name[3:]), int(target[3:].rstrip("af"))
+    if suffix == "a":
+        return built_for == target
+    return here // 10 == number // 10 and here >= number if suffix == "f" else here >= number
+
+
+def open_session(
+    target: str, *, schedule: str = "eager", accumulate: str = "fast", step_budget: int = 200_000_000,
+    sm_count: int | None = None, parsed: Path | None = None,
+) -> Session:  # fmt: skip
+    """A machine of `target` whose host functions are told of `sm_count` SMs; LaunchError for another target.
+
+    `parsed`: a folder that keeps parsed modules, as backends.vm.load.load takes it.
+    """
+    return Session(target, schedule, accumulate, step_budget, sm_count, parsed)

@@ -1,0 +1,125 @@
+"""`megamoe check`: what it says of good and bad kernels, its exit status, and the examples, which run."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance import ROOT
+from megamoe.cli.main import main
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+HEAD = ".version 8.7\n.target sm_100a\n.address_size 64\n"
+GOOD = f"""{HEAD}
+.visible .entry fill(.param .u64 y, .param .u32 n)
+{{
+  .reg .pred %p1;
+  .reg .u64 %rd<3>;
+  .reg .u32 %r<3>;
+  ld.param.u64 %rd1, [y];
+  ld.param.u32 %r1, [n];
+  mov.u32 %r2, %tid.x;
+  setp.ge.u32 %p1, %r2, %r1;
+  @%p1 ret;
+  mul.wide.u32 %rd2, %r2, 4;
+  add.u64 %rd1, %rd1, %rd2;
+  st.global.u32 [%rd1], %r2;
+  ret;
+}}
+"""
+# Warp 0 stores, warp 1 loads, and nothing orders them: the schedule decides what is stored.
+RACE = f"""{HEAD}
+.visible .entry race(.param .u64 y)
+{{
+  .reg .pred %p1;
+  .reg .u64 %rd1;
+  .reg .u32 %r<3>;
+  .shared .u32 cell;
+  ld.param.u64 %rd1, [y];
+  mov.u32 %r1, %tid.x;
+  setp.ne.u32 %p1, %r1, 0;
+  @%p1 bra other;
+  st.shared.u32 [cell], 7;
+  ret;
+other:
+  setp.ne.u32 %p1, %r1, 32;
+  @%p1 ret;
+  ld.shared.u32 %r2, [cell];
+  st.global.u32 [%rd1], %r2;
+  ret;
+}}
+"""
+
+
+def _check(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    status = main(["check", *map(str, arguments)])
+    said = capsys.readouterr()
+    return status, said.out + said.err
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Path:
+    path = tmp_path / "kernel.ptx"
+    path.write_text(GOOD)
+    return path
+
+
+def test_every_instruction_must_have_a_meaning(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _check(capsys, kernel) == (0, f"{kernel}: fill: 2 parameters; every instruction has a meaning on sm_100a\n")
+    kernel.write_text(GOOD.replace("setp.ge", "setp.gremlin"))
+    status, said = _check(capsys, kernel)
+    assert status == 1
+    assert "setp.gremlin" in said
+
+
+def test_a_launch_holds_the_schedules_against_each_other(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, said = _check(capsys, kernel, "--entry", "fill", "--arg", "u32[100]", "--arg", "100")
+    assert (status, "no rule broken" in said) == (0, True), said
+    status, said = _check(capsys, kernel, "--entry", "fill", "--arg", "u32[100]", "--arg", "101")
+    assert (status, "out-of-bounds" in said) == (1, True), said
+    kernel.write_text(RACE)
+    status, said = _check(capsys, kernel, "--entry", "race", "--block", "64", "--arg", "u32[1]")
+    assert status == 1, f"a race goes unseen: {said}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["kernel.py", "--entry", "x"], "launches a kernel of one file"),
+        (["kernel.txt"], "a source is KERNEL.ptx"),
+        (["none.ptx"], "neither text of several lines nor a file"),
+        (["KERNEL", "--target", "sm_80"], "no machine for the target 'sm_80'"),
+        (["KERNEL", "--entry", "fil"], "no entry 'fil'"),
+        (["KERNEL", "--entry", "fill", "--arg", "q7[3]"], "no dtype 'q7'"),
+        (["KERNEL", "--entry", "fill", "--arg", "what"], "write a number, null"),
+        (["KERNEL", "--entry", "fill", "--grid", "a"], "'a' is no size"),
+        (["KERNEL", "--entry", "fill"], "takes 2 arguments"),
+    ],
+)
+def test_input_that_cannot_be_used_is_said(
+    kernel: Path, arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, said = _check(capsys, *(str(kernel) if one == "KERNEL" else one for one in arguments))
+    assert status == 2
+    assert sentence in said
+
+
+def test_a_test_suite_is_run_by_pytest(tmp_path: Path) -> None:
+    suite = tmp_path / "test_suite.py"
+    suite.write_text("import torch\n\ndef test_it():\n    assert torch.ones(2, device='cuda').sum() == 2\n")
+    command = [sys.executable, "-m", "megamoe", "check", f"{suite}::test_it"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs(example: Path, tmp_path: Path) -> None:
+    wanted = {"cutedsl": "cutlass", "triton": "triton"}.get(example.stem.partition("_")[0])
+    if wanted and importlib.util.find_spec(wanted) is None:
+        pytest.skip(f"{wanted} is not installed")
+    done = subprocess.run([sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

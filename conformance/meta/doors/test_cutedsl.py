@@ -1,0 +1,188 @@
+"""megamoe.cutedsl: CuTeDSL's own marshalling on CPU tensors, host code that runs here, findings of its kernels."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import cuda.bindings.driver as cuda
+import cutlass
+import numpy as np
+import pytest
+import torch
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fake_stream, make_ptr
+
+import megamoe.cutedsl
+from megamoe.vm import KernelFault, LaunchRefusedError, UnsupportedError
+
+MAX_OVERHEAD_MS = 5
+"""Of a door over a bare launch of the machine (the issue's bar)."""
+
+
+@cute.kernel
+def axpy_kernel(x: cute.Tensor, y: cute.Tensor, a: cutlass.Float32, n: cutlass.Int32):
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    i = block * 128 + thread
+    if i < n:
+        y[i] = a * x[i] + y[i]
+
+
+@cute.jit
+def axpy(x: cute.Tensor, y: cute.Tensor, a: cutlass.Float32, stream: cuda.CUstream = cuda.CUstream(0)):  # noqa: B008
+    n = cute.size(x)
+    axpy_kernel(x, y, a, n).launch(grid=[cute.ceil_div(n, 128), 1, 1], block=[128, 1, 1], stream=stream)
+
+
+@cute.jit
+def beyond(x: cute.Tensor, y: cute.Tensor):
+    axpy_kernel(x, y, cutlass.Float32(1), cute.size(x) + 1).launch(grid=[9, 1, 1], block=[128, 1, 1])
+
+
+@cute.jit
+def large_block(x: cute.Tensor):
+    axpy_kernel(x, x, cutlass.Float32(1), 1).launch(grid=[1, 1, 1], block=[2048, 1, 1])
+
+
+@cute.jit
+def by_pointers(ptrs: tuple[cute.Pointer, cute.Pointer], n: cutlass.Int32):
+    x, y = (cute.make_tensor(ptr, cute.make_layout(n)) for ptr in ptrs)
+    cute.printf("by pointers, %d", n)
+    axpy_kernel(x, y, cutlass.Float32(2), n).launch(grid=[cute.ceil_div(n, 128), 1, 1], block=[128, 1, 1])
+
+
+class Scaled:
+    """A function object, as CUTLASS's examples are."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream):
+        n = cute.size(x)
+        axpy_kernel(x, y, cutlass.Float32(self.factor), n).launch(
+            grid=[cute.ceil_div(n, 128), 1, 1], block=[128, 1, 1], stream=stream
+        )
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    megamoe.cutedsl.install("sm_100a")
+    yield
+    megamoe.cutedsl.uninstall()
+
+
+def _operands(n: int = 1000) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(float(n)), torch.ones(n)
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_a_function_runs_on_cpu_tensors(target: str) -> None:
+    x, y = _operands()
+    megamoe.cutedsl.run(axpy, x, y, 3.0, target=target)
+    assert torch.equal(y, 3 * x + 1)
+
+
+def test_arrays_of_numpy_are_taken_and_views_too() -> None:
+    x, y = np.arange(64, dtype=np.float32), np.ones(96, np.float32)
+    megamoe.cutedsl.run(axpy, x, y[16:80], 3.0)
+    assert y.tolist() == [1.0] * 16 + [3.0 * i + 1 for i in range(64)] + [1.0] * 16
+
+
+def test_a_function_object_is_called() -> None:
+    x, y = _operands(200)
+    megamoe.cutedsl.run(Scaled(5), x, y, cuda.CUstream(0))
+    assert torch.equal(y, 5 * x + 1)
+
+
+def test_raw_pointers_in_tuples_and_printf_of_the_host(capfd: pytest.CaptureFixture[str]) -> None:
+    x, y = _operands(500)
+    ptrs = tuple(make_ptr(cutlass.Float32, t.data_ptr(), cute.AddressSpace.gmem, assumed_align=16) for t in (x, y))
+    megamoe.cutedsl.run(by_pointers, ptrs, 300)
+    assert torch.equal(y, torch.where(torch.arange(500) < 300, 2 * x + 1, 1.0))
+    assert "by pointers, 300" in capfd.readouterr().out
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_compiled_function_is_called_as_on_a_device() -> None:
+    x, y = _operands()
+    compiled = cute.compile(axpy, *(from_dlpack(t, assumed_align=16).mark_layout_dynamic() for t in (x, y)), 1.0)
+    for n in (1000, 300):
+        z = torch.ones(n)
+        compiled(*(from_dlpack(t, assumed_align=16).mark_layout_dynamic() for t in (x[:n], z)), 2.0)
+        assert torch.equal(z, 2 * x[:n] + 1)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_function_of_tvm_ffi_takes_tensors_and_its_stream_from_the_environment() -> None:
+    n = cute.sym_int32(divisibility=4)
+    fakes = [make_fake_compact_tensor(cutlass.Float32, (n,), assumed_align=16) for _ in range(2)]
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    compiled = cute.compile(Scaled(4), *fakes, stream, options="--enable-tvm-ffi")
+    x, y = _operands()
+    compiled(x, y)
+    assert torch.equal(y, 4 * x + 1)
+
+
+def test_persistent_kernels_are_told_how_many_sms_there_are() -> None:
+    class Info:
+        def __call__(self) -> tuple[int, int]:
+            info = cutlass.utils.HardwareInfo()
+            return info.get_device_multiprocessor_count(), info.get_max_active_clusters(2)
+
+    assert megamoe.cutedsl.run(Info(), sm_count=6) == (6, 3)
+
+
+def test_a_broken_rule_is_a_fault() -> None:
+    x, y = _operands(64)
+    with pytest.raises(KernelFault, match="outside of every buffer") as caught:
+        megamoe.cutedsl.run(beyond, x.clone(), y.clone())
+    assert caught.value.rule == "out-of-bounds"
+
+
+def test_a_launch_that_no_gpu_takes_is_refused() -> None:
+    with pytest.raises(LaunchRefusedError, match="2048"):
+        megamoe.cutedsl.run(large_block, torch.ones(4))
+    with pytest.raises(UnsupportedError, match="sm_80"):
+        megamoe.cutedsl.run(axpy, *_operands(), 1.0, target="sm_80")
+
+
+def test_what_was_there_comes_back() -> None:
+    from cutlass.base_dsl.jit_executor import JitCompiledFunction
+
+    before = JitCompiledFunction.run_compiled_program
+    for _ in range(2):
+        megamoe.cutedsl.install("sm_90a")
+    megamoe.cutedsl.uninstall()
+    megamoe.cutedsl.uninstall()
+    assert JitCompiledFunction.run_compiled_program is before
+
+
+def test_the_door_costs_little() -> None:
+    device = megamoe.cutedsl.install("sm_100a")
+    try:
+        x, y = (from_dlpack(t, assumed_align=16) for t in (torch.ones(4096), torch.ones(4096)))
+        compiled = cute.compile(axpy, x, y, 1.0)
+        inside = list[float]()
+
+        def timed(own: Callable[..., object], *args: object, **named: object) -> object:
+            begin = time.perf_counter()
+            result = own(*args, **named)
+            inside.append(time.perf_counter() - begin)
+            return result
+
+        compiled(x, y, 1.0)
+        machine = device.machine._machine  # pyright: ignore[reportAttributeAccessIssue]
+        own = machine.launch
+        machine.launch = lambda *args, **named: timed(own, *args, **named)
+        whole = list[float]()
+        for _ in range(7):
+            timed_call = time.perf_counter()
+            compiled(x, y, 1.0)
+            whole.append(time.perf_counter() - timed_call)
+        over = [(all_of_it - bare) * 1e3 for all_of_it, bare in zip(whole, inside, strict=True)]
+        assert statistics.median(over) <= MAX_OVERHEAD_MS, f"{statistics.median(over):.2f} ms beside the launch"
+    finally:
+        megamoe.cutedsl.uninstall()

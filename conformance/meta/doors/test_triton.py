@@ -1,0 +1,186 @@
+"""megamoe.triton and `pytest --megamoe-vm`: Triton's kernels on CPU tensors, descriptors, tuning, hooks, findings."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="the extra `triton` is not installed"
+)
+
+HEAD = """
+import pytest, torch, triton, triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+import megamoe.triton
+from megamoe.vm import KernelFault
+
+@triton.jit
+def copy(x, o, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(o + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+@triton.jit
+def unmasked(x, o, B: tl.constexpr):
+    tl.store(o + tl.arange(0, B), tl.load(x + tl.arange(0, B)))
+"""
+SCRIPT = (
+    HEAD
+    + """
+def test_tensors_of_the_cpu():
+    driver = megamoe.triton.install("sm_100a")
+    x, o = torch.randn(1000), torch.empty(1000)
+    copy[(8,)](x, o, 1000, B=128)
+    assert torch.equal(o, x)
+    assert driver.machine.machine.counters["instructions_memory"] > 0
+
+@triton.jit
+def add_boxes(a, b, o, BM: tl.constexpr, BN: tl.constexpr):
+    m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
+    o.store([m, n], a.load([m, n]) + b.load([m, n]))
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_descriptors_of_the_host(target):
+    megamoe.triton.install(target, schedule="lazy")
+    a, b, o = (torch.randn(96, 64).half() for _ in range(3))
+    maps = [TensorDescriptor.from_tensor(t, [32, 32]) for t in (a, b, o)]
+    add_boxes[(3, 2)](*maps, BM=32, BN=32)
+    assert torch.equal(o, a + b)
+
+@triton.jit
+def scaled(x, o, n, BM: tl.constexpr, BN: tl.constexpr):
+    of_x = tl.make_tensor_descriptor(x, [n, 64], [64, 1], [BM, BN])
+    of_o = tl.make_tensor_descriptor(o, [n, 64], [64, 1], [BM, BN])
+    of_o.store([tl.program_id(0) * BM, 0], of_x.load([tl.program_id(0) * BM, 0]) * 2)
+
+def test_descriptors_of_the_device():
+    megamoe.triton.install("sm_100a")
+    x, o = torch.randn(64, 64), torch.empty(64, 64)
+    scaled[(2,)](x, o, 64, BM=32, BN=64)
+    assert torch.equal(o, 2 * x)
+
+@triton.autotune([triton.Config({"B": size}) for size in (64, 128, 256)], key=["n"])
+@triton.jit
+def tuned(x, o, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(o + i, tl.load(x + i, mask=i < n) + B, mask=i < n)
+
+@pytest.mark.parametrize("autotune, block", [(None, 64), ({"tuned": {"B": 128}}, 128), (lambda left: left[-1], 256)])
+def test_one_configuration_runs(autotune, block):
+    megamoe.triton.install("sm_100a", autotune=autotune)
+    tuned.cache.clear()
+    x, o = torch.zeros(300), torch.zeros(300)
+    tuned[lambda meta: (triton.cdiv(300, meta["B"]),)](x, o, 300)
+    assert o.tolist() == [block] * 300
+    assert tuned.best_config.kwargs == {"B": block}
+
+def test_an_unknown_configuration_is_said():
+    from megamoe.contract.backend import UnsupportedError
+    megamoe.triton.install("sm_100a", autotune={"tuned": {"B": 32}})
+    tuned.cache.clear()
+    with pytest.raises(UnsupportedError, match="no configuration of tuned has"):
+        tuned[(1,)](torch.zeros(300), torch.zeros(300), 300)
+
+def test_launch_hooks_are_called():
+    megamoe.triton.install("sm_100a")
+    seen = []
+    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    enter.add(lambda data: seen.append(("enter", data.get()["name"])))
+    leave.add(lambda data: seen.append(("leave", data.get()["name"])))
+    copy[(1,)](torch.zeros(8), torch.zeros(8), 8, B=16)
+    enter.calls.clear()
+    leave.calls.clear()
+    assert seen == [("enter", "copy"), ("leave", "copy")]
+
+def test_a_broken_rule_is_a_fault():
+    megamoe.triton.install("sm_100a")
+    with pytest.raises(KernelFault, match="out-of-bounds"):
+        unmasked[(1,)](torch.zeros(100), torch.zeros(128), B=128)
+
+@triton.jit
+def through(table, B: tl.constexpr):
+    at = tl.load(table).to(tl.pointer_type(tl.float32))
+    tl.store(at + tl.arange(0, B), tl.load(at + tl.arange(0, B)) + 1)
+
+def test_tensors_behind_addresses_are_reached():
+    megamoe.triton.install("sm_100a")
+    hidden = torch.zeros(128)
+    through[(1,)](torch.tensor([hidden.data_ptr()]), B=128)
+    assert hidden.tolist() == [1] * 128
+
+def test_triton_gets_its_own_driver_back():
+    from triton.backends import backends
+    megamoe.triton.uninstall()
+    assert backends["nvidia"].driver.__name__ == "CudaDriver"
+"""
+)
+SUITE = (
+    HEAD
+    + """
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_cuda(megamoe_vm):
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    x = torch.randn(1000, device="cuda", generator=generator)
+    o = torch.empty_like(x, device=torch.device("cuda", 0))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(0), torch.cuda.stream(torch.cuda.Stream()):
+        begin.record()
+        copy[(8,)](x, o, 1000, B=128)
+        end.record()
+    torch.cuda.synchronize()
+    assert x.is_cuda
+    assert torch.equal(o.cpu(), x.to("cpu"))
+    assert torch.cuda.get_device_properties(0).multi_processor_count == 4
+    assert torch.cuda.get_device_capability() == (10, 0)
+    assert megamoe_vm.machine.target == "sm_100a"
+
+def test_fault():
+    unmasked[(1,)](torch.zeros(100, device="cuda"), torch.zeros(128).cuda(), B=128)
+
+def test_swallowed_fault():
+    with pytest.raises(Exception):
+        unmasked[(1,)](torch.zeros(100, device="cuda"), torch.zeros(128).cuda(), B=128)
+"""
+)
+
+
+def _pytest(folder: Path, text: str, *options: str) -> str:
+    (folder / "test_kernels.py").write_text(textwrap.dedent(text))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-W",
+        "ignore",
+        "-p",
+        "no:cacheprovider",
+        *options,
+        "test_kernels.py",
+    ]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+
+
+def test_kernels_of_triton_run_on_cpu_tensors(tmp_path: Path) -> None:
+    said = _pytest(tmp_path, SCRIPT)
+    assert "12 passed" in said, said
+
+
+def test_a_test_suite_runs_and_findings_fail_it(tmp_path: Path) -> None:
+    said = _pytest(tmp_path, SUITE, "--megamoe-vm", "sm_100a")
+    assert "2 failed, 1 passed" in said, said
+    assert "FAILED test_kernels.py::test_fault" in said, said
+    assert "the test passes, but a kernel broke a rule: [out-of-bounds]" in said, "a finding cannot be caught"
+
+
+def test_a_target_that_is_none_is_said(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--megamoe-vm", "sm_80", "-p", "no:cacheprovider"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "there is no machine for the target 'sm_80'" in done.stderr

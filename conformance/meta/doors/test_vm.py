@@ -1,0 +1,297 @@
+"""megamoe.vm: arguments as the kernel declares them, memory where it lies, errors in sentences, little overhead."""
+
+from __future__ import annotations
+
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import megamoe.vm
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
+from megamoe.vm import Device, KernelFault, LaunchRefusedError, UnsupportedError, tensor_map
+
+MAX_OVERHEAD_MS = 5
+"""Of a door over a bare launch of the machine (the issue's bar)."""
+
+HEAD = ".version 8.7\n.target sm_100a\n.address_size 64\n"
+SCALE = f"""{HEAD}
+.visible .entry scale(.param .u64 y, .param .u64 x, .param .f32 a, .param .s16 skip, .param .u64 none)
+{{
+  .reg .pred %p<3>;
+  .reg .f32 %f<4>;
+  .reg .u64 %rd<8>;
+  .reg .u32 %r<2>;
+  .reg .s16 %h<2>;
+  ld.param.u64 %rd1, [y];
+  ld.param.u64 %rd2, [x];
+  ld.param.f32 %f1, [a];
+  ld.param.s16 %h1, [skip];
+  ld.param.u64 %rd3, [none];
+  setp.ne.u64 %p1, %rd3, 0;
+  @%p1 trap;
+  mov.u32 %r1, %tid.x;
+  cvt.u64.u32 %rd4, %r1;
+  cvt.s64.s16 %rd5, %h1;
+  add.u64 %rd4, %rd4, %rd5;
+  shl.b64 %rd4, %rd4, 2;
+  add.u64 %rd1, %rd1, %rd4;
+  add.u64 %rd2, %rd2, %rd4;
+  ld.global.f32 %f2, [%rd2];
+  mul.f32 %f3, %f2, %f1;
+  st.global.f32 [%rd1], %f3;
+  ret;
+}}
+"""
+ADDRESS = f"""{HEAD}
+.visible .entry address(.param .u64 y, .param .u64 x)
+{{
+  .reg .u64 %rd<4>;
+  ld.param.u64 %rd1, [y];
+  ld.param.u64 %rd2, [x];
+  st.global.u64 [%rd1], %rd2;
+  ret;
+}}
+"""
+BEHIND = f"""{HEAD}
+.visible .entry behind(.param .u64 table)
+{{
+  .reg .u64 %rd<4>;
+  .reg .f32 %f<2>;
+  ld.param.u64 %rd1, [table];
+  ld.global.u64 %rd2, [%rd1];
+  ld.global.f32 %f1, [%rd2];
+  add.f32 %f1, %f1, 1.0;
+  st.global.f32 [%rd2], %f1;
+  ret;
+}}
+"""
+COUNT = f"""{HEAD}
+.global .u32 counter = 7;
+.visible .entry count(.param .u64 y)
+{{
+  .reg .u64 %rd<4>;
+  .reg .u32 %r<4>;
+  ld.param.u64 %rd1, [y];
+  atom.global.add.u32 %r1, [counter], 1;
+  st.global.u32 [%rd1], %r1;
+  ret;
+}}
+"""
+STRUCT = f"""{HEAD}
+.visible .entry second(.param .u64 y, .param .align 8 .b8 pair[16])
+{{
+  .reg .u64 %rd<4>;
+  ld.param.u64 %rd1, [y];
+  ld.param.u64 %rd2, [pair+8];
+  st.global.u64 [%rd1], %rd2;
+  ret;
+}}
+"""
+TMA = f"""{HEAD}
+.visible .entry box(.param .u64 y, .param .align 64 .b8 map[128])
+{{
+  .reg .pred %p<2>;
+  .reg .u64 %rd<4>;
+  .reg .u32 %r<8>;
+  .shared .align 128 .b8 tile[256];
+  .shared .align 8 .b64 bar;
+  ld.param.u64 %rd1, [y];
+  mov.b64 %rd2, map;
+  mov.u32 %r1, bar;
+  mov.u32 %r2, tile;
+  mov.u32 %r3, 1;
+  mov.u32 %r4, 4;
+  mbarrier.init.shared.b64 [%r1], 1;
+  fence.mbarrier_init.release.cluster;
+  mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 256;
+  cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r2], [%rd2, {{%r4, %r3}}], [%r1];
+wait:
+  mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0;
+  @!%p1 bra wait;
+  ld.shared.u32 %r5, [%r2];
+  st.global.u32 [%rd1], %r5;
+  ret;
+}}
+"""
+
+
+@pytest.fixture
+def vm() -> Device:
+    return Device("sm_100a")
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_scalars_are_typed_by_the_kernel(vm: Device, kind: str) -> None:
+    x, y = torch.arange(40.0), torch.full((40,), -1.0)
+    given = (y, x) if kind == "torch" else (y.numpy(), x.numpy())
+    counters = vm.launch(SCALE, "scale", 1, (32, 1), *given, 3, np.int64(2), None)
+    assert y.tolist() == [-1, -1, *(3.0 * i for i in range(2, 34)), *[-1] * 6], "the kernel's memory is the array's own"
+    assert counters["instructions_memory"] > 0, "a launch says what it executed"
+
+
+def test_a_view_is_passed_by_its_first_element(vm: Device) -> None:
+    x, y = torch.arange(100.0), np.zeros(100, np.float32)
+    vm.launch(SCALE, "scale", 1, 32, y[50:], x[7:], 2.0, -1, None)
+    assert y.tolist() == [0.0] * 49 + [2.0 * i for i in range(6, 38)] + [0.0] * 19
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_allocations_are_aligned_as_a_gpu_would(vm: Device, size: int) -> None:
+    seen = np.zeros(1, np.uint64)
+    for array in (np.zeros(size, np.uint8), torch.zeros(size, dtype=torch.uint8)):
+        vm.launch(ADDRESS, "address", 1, 1, seen, array)
+        assert seen[0] % 256 == 0, f"cudaMalloc aligns to 256 bytes, and this is {seen[0]:#x}"
+
+
+def test_arrays_that_share_memory_stay_one(vm: Device) -> None:
+    whole = np.zeros(64, np.float32)
+    vm.launch(SCALE, "scale", 1, 32, torch.from_numpy(whole[32:]), whole, 1.0, 0, None)
+    seen = np.zeros(2, np.uint64)
+    vm.launch(ADDRESS, "address", 1, 1, seen[:1], whole, memory=[torch.from_numpy(whole[32:])])
+    vm.launch(ADDRESS, "address", 1, 1, seen[1:], torch.from_numpy(whole[32:]), memory=[whole])
+    assert seen[1] - seen[0] == 128, "addresses in one allocation keep their distance"
+
+
+def test_tensors_are_found_behind_addresses_in_memory(vm: Device) -> None:
+    hidden, array = torch.ones(3), np.ones(3, np.float32)
+    vm.launch(BEHIND, "behind", 1, 1, torch.tensor([hidden.data_ptr()]))
+    assert hidden[0] == 2
+    vm.launch(BEHIND, "behind", 1, 1, np.array([array.ctypes.data]), memory=[array])
+    assert array[0] == 2
+
+
+def test_variables_of_a_module_live_as_long_as_the_device(vm: Device) -> None:
+    seen = np.zeros(1, np.uint32)
+    for expected in (7, 8, 9):
+        vm.launch(COUNT, "count", 1, 1, seen)
+        assert seen[0] == expected
+    with pytest.raises(KernelFault):
+        vm.launch(COUNT, "count", 1, 1, None)
+    vm.launch(COUNT, "count", 1, 1, seen)
+    assert seen[0] == 7, "a fault ends the device's context, and its variables with it"
+
+
+@pytest.mark.parametrize("pair", [struct.pack("<QQ", 1, 2), np.array((1, 2), "u8,u8")[()]])
+def test_a_struct_is_given_as_its_bytes(vm: Device, pair: object) -> None:
+    seen = np.zeros(1, np.uint64)
+    vm.launch(STRUCT, "second", 1, 1, seen, pair)
+    assert seen[0] == 2
+
+
+def test_a_tensor_map_knows_the_tensor(vm: Device) -> None:
+    x, seen = torch.arange(64 * 64, dtype=torch.int32).reshape(64, 64)[8:], np.zeros(1, np.int32)
+    vm.launch(TMA, "box", 1, 1, seen, tensor_map(x, (4, 16)))
+    assert seen[0] == (8 + 1) * 64 + 4, "coordinates are dimension 0 first, and begin at the view"
+
+
+def test_an_input_that_cannot_be_written_stays_so(vm: Device) -> None:
+    y = np.zeros(32, np.float32)
+    y.flags.writeable = False
+    with pytest.raises(KernelFault, match="read-only"):
+        vm.launch(SCALE, "scale", 1, 32, y, np.zeros(32, np.float32), 1.0, 0, None)
+
+
+def _args() -> list[object]:
+    return [torch.zeros(32), torch.zeros(32), 1.0, 0, None]
+
+
+REFUSED: list[tuple[str, Callable[[Device], object], str]] = [
+    ("no entry", lambda vm: vm.launch(SCALE, "scal", 1, 1), "no entry 'scal'; its entries are: scale"),
+    ("too few", lambda vm: vm.launch(SCALE, "scale", 1, 1, 3), r"takes 5 arguments \(.u64 y, .*\); 1 were given"),
+    ("a word", lambda vm: vm.launch(SCALE, "scale", 1, 1, *_args()[:2], "3", 0, None), r"argument 2 .*cannot be '3'"),
+    ("half", lambda vm: vm.launch(SCALE, "scale", 1, 1, *_args()[:3], 0.5, None), r"argument 3 .*cannot be 0\.5"),
+    ("large", lambda vm: vm.launch(SCALE, "scale", 1, 1, *_args()[:3], 1 << 16, None), "argument 3 .*cannot be 65536"),
+    ("not a pointer", lambda vm: vm.launch(SCALE, "scale", 1, 1, 0.5, *_args()[1:]), r"argument 0 .*cannot be 0\.5"),
+    ("bytes", lambda vm: vm.launch(STRUCT, "second", 1, 1, None, b"12"), "given bytes, which makes 2 bytes"),
+    ("number", lambda vm: vm.launch(STRUCT, "second", 1, 1, None, 12), "is a struct; give its bytes, not 12"),
+    ("block", lambda vm: vm.launch(SCALE, "scale", 1, 2048, *_args()), "at most 1024 threads"),
+    ("sizes", lambda vm: vm.launch(SCALE, "scale", (1, 1, 1, 1), 1, *_args()), "grid has 4 sizes"),
+    ("box", lambda vm: vm.launch(TMA, "box", 1, 1, None, tensor_map(torch.zeros(8, 8), (4, 3))), r"1 of box.*box\[0\]"),
+    ("no PTX", lambda vm: vm.launch(f"{HEAD}.entry", "scale", 1, 1), "line 4"),
+    ("no file", lambda vm: vm.launch("none.ptx", "scale", 1, 1), "neither text of several lines nor a file"),
+    ("target", lambda vm: vm.launch(SCALE.replace("sm_100a", "sm_90a"), "scale", 1, 1, *_args()), "compile it for"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "sentence"), [one[1:] for one in REFUSED], ids=[one[0] for one in REFUSED])
+def test_what_no_gpu_takes_is_refused_in_a_sentence(
+    vm: Device, call: Callable[[Device], object], sentence: str
+) -> None:
+    with pytest.raises(LaunchRefusedError, match=sentence):
+        call(vm)
+
+
+def test_what_the_machine_lacks_is_said() -> None:
+    with pytest.raises(UnsupportedError, match="sm_80"):
+        Device("sm_80")
+    with pytest.raises(UnsupportedError, match=r"foo\.bar"):
+        Device("sm_100a").launch(SCALE.replace("mul.f32", "foo.bar"), "scale", 1, 1, *_args())
+
+
+def test_ptx_for_an_older_gpu_runs(vm: Device) -> None:
+    for target in ("sm_80", "sm_90", "sm_100", "sm_100f"):
+        vm.launch(SCALE.replace("sm_100a", target), "scale", 1, 32, *_args())
+
+
+CUDA = r"""
+template <typename T> __device__ T twice(T x) { return x + x; }
+__global__ void doubled(float *y, int n) { if (threadIdx.x < n) y[threadIdx.x] = twice(y[threadIdx.x]); }
+"""
+
+
+def test_cuda_is_compiled_and_found_by_its_own_name(vm: Device, tmp_path: Path) -> None:
+    (tmp_path / "doubled.cu").write_text(CUDA)
+    y = torch.ones(4)
+    vm.launch(CUDA, "doubled", 1, 32, y, 4)
+    vm.launch(tmp_path / "doubled.cu", "doubled", 1, 32, y, 4)
+    assert y.tolist() == [4] * 4
+
+
+def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megamoe.vm, "_nvcc", lambda: None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(UnsupportedError, match="neither nvcc nor NVRTC is here"):
+        megamoe.vm.compiled("// another text\n", "sm_100a")
+
+
+def test_cuda_that_is_none_is_refused() -> None:
+    with pytest.raises(LaunchRefusedError, match=r"nvcc does not compile the source: .*expected"):
+        megamoe.vm.compiled("int x = ;\n", "sm_100a")
+
+
+def test_a_door_costs_little(vm: Device) -> None:
+    x, y = torch.arange(1 << 20, dtype=torch.float32), torch.zeros(1 << 20)
+    function, machine = load(SCALE).entry("scale"), Machine()
+    places = [machine.memory.add(name, one.view(torch.uint8).numpy()).base for name, one in (("y", y), ("x", x))]
+    params = [*(struct.pack("<Q", place) for place in places), struct.pack("<f", 1), bytes(2), bytes(8)]
+
+    def seconds(call: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+    bare, by_door = (
+        statistics.median(seconds(call) for _ in range(9))
+        for call in (
+            lambda: machine.launch(function, (1, 1, 1), (32, 1, 1), params),
+            lambda: vm.launch(SCALE, "scale", 1, 32, y, x, 1.0, 0, None),
+        )
+    )
+    assert (by_door - bare) * 1e3 <= MAX_OVERHEAD_MS, f"{by_door * 1e3:.2f} ms by the door, {bare * 1e3:.2f} ms without"
+
+
+def test_importing_a_door_imports_no_machine_and_no_framework() -> None:
+    code = (
+        "import megamoe.vm, sys; print(*(m for m in sys.modules if m.split('.')[0] in ('backends', 'torch', 'triton')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [], "a door finds its machine by entry point, when it is used"

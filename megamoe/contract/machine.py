@@ -1,0 +1,122 @@
+"""KernelMachine: what a machine gives the doors megamoe.vm, .triton and .cutedsl, which run kernels on host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from megamoe.contract.program import Dim3
+
+
+class KernelFault(Exception):
+    """A kernel broke a rule of the machine that ran it. `rule` is a stable slug, the text a sentence with the place."""
+
+    def __init__(self, sentence: str, rule: str = "") -> None:
+        super().__init__(sentence)
+        self.rule = rule
+
+
+class LaunchRefusedError(ValueError):
+    """A kernel, launch or argument that no GPU would take: the text says which, the value, and what is possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """`size` bytes of this process's memory at `address`, one allocation, that kernels may touch."""
+
+    name: str
+    address: int
+    size: int
+    writable: bool = True
+
+
+class Parameter(Protocol):
+    """A parameter of a kernel as its PTX declares it; `type` is "u32", "f32", "b8", ...; sizes in bytes.
+
+    An array or a struct has the type of its elements, and a `size` that is larger than one of them.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def align(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledHost:
+    """A host function that launches kernels itself, compiled for this processor, and the PTX of its kernels.
+
+    `entry`: the symbol to call, of the packed convention `_mlir_PREFIX__mlir_ciface_NAME`. `compiler`: name, version.
+    """
+
+    ptx: str
+    host_object: bytes
+    entry: str
+    compiler: str
+
+
+class KernelMachine(Protocol):
+    """A machine that stays up between launches. Variables of a module keep their values, as on a device.
+
+    A kernel that breaks a rule ends its launch with one of `faults`; the machine is new afterwards. `refusals` are
+    raised for PTX, launches and maps that no GPU would take, `unknowns` for what this machine lacks. `counters` are of
+    the last launch or call. `printed` gets what kernels print.
+    """
+
+    target: str
+    counters: Mapping[str, int]
+    faults: tuple[type[Exception], ...]
+    refusals: tuple[type[Exception], ...]
+    unknowns: tuple[type[Exception], ...]
+    printed: Callable[[str], object]
+
+    def entries(self, ptx: str) -> Mapping[str, Sequence[Parameter]]:
+        """The kernels of a module and their parameters."""
+        ...
+
+    def bind(self, ptx: str, entry: str) -> None:
+        """Give every instruction of a kernel its meaning, as a launch does first."""
+        ...
+
+    def address_of(self, address: int, allocation: int) -> int:
+        """Where kernels see byte `address` of the allocation that begins at `allocation`, as a GPU would align it."""
+        ...
+
+    def launch(
+        self,
+        ptx: str,
+        entry: str,
+        grid: Dim3,
+        block: Dim3,
+        params: Sequence[bytes],
+        *,
+        cluster: Dim3 = (1, 1, 1),
+        dynamic_smem: int = 0,
+        memory: Sequence[Stretch] = (),
+    ) -> None:
+        """Run a grid to its end. Kernels see `memory` where it lies and at address_of; sizes in threads and bytes."""
+        ...
+
+    def call(self, program: CompiledHost, pointers: Sequence[int], memory: Sequence[Stretch]) -> None:
+        """Call a host function on pointers to its arguments, and run what it launches."""
+        ...
+
+    def tensor_map(
+        self,
+        address: int,
+        dtype: str,
+        dims: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        *,
+        swizzle: str = "none",
+        element_strides: Sequence[int] | None = None,
+        oob_fill: Literal["zero", "nan"] = "zero",
+    ) -> bytes:
+        """128 bytes, as cuTensorMapEncodeTiled makes them; `dims` and `box` in elements, `strides` in bytes."""
+        ...

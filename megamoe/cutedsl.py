@@ -1,0 +1,268 @@
+# pyright: reportMissingImports=false
+"""The door for CuTeDSL: `run(fn, x, y, 3.0, target="sm_100a")` on CPU tensors, with no GPU.
+
+    import megamoe.cutedsl
+
+    megamoe.cutedsl.run(fn, x, y, 3.0, target="sm_100a")
+
+`fn` is a cute.jit function, an object whose __call__ is one, or what cute.compile made of it. CuTeDSL compiles it and
+packs its arguments as ever; its host code runs on this processor, and the kernels that it launches on the machine.
+`install` does the same for a whole process, so that functions are called as on a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from megamoe.contract.backend import UnsupportedError
+from megamoe.contract.machine import CompiledHost
+from megamoe.vm import Device, Reached, sentences, view_of
+
+try:
+    import cutlass
+except ModuleNotFoundError as missing:
+    if missing.name != "cutlass":
+        raise
+    raise ModuleNotFoundError("megamoe.cutedsl needs CuTeDSL: the extra `cutedsl` of megamoe", name="cutlass") from None
+
+import cutlass.utils
+from cuda.bindings.driver import CUstream
+from cutlass.base_dsl.compiler import CompileOptions, DumpDir, EnableTVMFFI, KeepPTX
+from cutlass.base_dsl.jit_executor import ExecutionArgs, JitCompiledFunction
+from cutlass.cute import runtime as cute_runtime
+from cutlass.cutlass_dsl import CuTeDSL
+
+SM_COUNT = 4
+"""What persistent kernels are told by default: few, so that each CTA does several tiles."""
+_PREFIX = "megamoe"
+_TENSOR, _POINTER, _FLOAT = "cute.Tensor", "cute.Pointer", "float"
+_CUDA = 2
+"""kDLCUDA (dlpack.h)."""
+_FIRST_ADDRESS, _LAST_ADDRESS = 1 << 40, 1 << 47
+"""Where a process has its memory; packed sizes are smaller, packed floats larger."""
+
+
+def run(
+    fn: Callable[..., Any], *args: object, target: str = "sm_100a", sm_count: int = SM_COUNT, schedule: str = "eager",
+    accumulate: str = "fast", step_budget: int = 200_000_000, **named: object,
+) -> Any:  # fmt: skip
+    """Call `fn` and run every kernel that it launches, to its end; returns what `fn` returns.
+
+    `args`, `named`: torch CPU tensors and NumPy arrays (they become cute tensors, 16 bytes aligned if they are), cute
+    tensors and pointers of cute.runtime, numbers, tuples, streams: what CuTeDSL takes. `sm_count`: the SMs that
+    HardwareInfo and the host code see. The other options are those of megamoe.vm.Device.
+
+    KernelFault for the first rule that a kernel breaks, LaunchRefusedError for host code or a launch that no GPU would
+    take, UnsupportedError for what the machine lacks. Errors of CuTeDSL pass through.
+    """
+    options = {"sm_count": sm_count, "schedule": schedule, "accumulate": accumulate, "step_budget": step_budget}
+    with _installed(Device(target, **options)):
+        return fn(*map(_as_cute, args), **{name: _as_cute(value) for name, value in named.items()})
+
+
+def install(
+    target: str | Device = "sm_100a", *, sm_count: int = SM_COUNT, schedule: str = "eager", accumulate: str = "fast",
+    step_budget: int = 200_000_000,
+) -> Device:  # fmt: skip
+    """Let every cute.jit function of this process run on the machine, until `uninstall`. Options as in `run`.
+
+    `target`: or the device itself.
+    """
+    uninstall()
+    options = {"sm_count": sm_count, "schedule": schedule, "accumulate": accumulate, "step_budget": step_budget}
+    device = target if isinstance(target, Device) else Device(target, **options)
+    _INSTALLED.append(_installed(device))
+    _INSTALLED[-1].__enter__()
+    return device
+
+
+def uninstall() -> None:
+    """Let functions run on a device again."""
+    if _INSTALLED:
+        _INSTALLED.pop().__exit__(None, None, None)
+
+
+_INSTALLED: list[Any] = []
+
+
+@contextmanager
+def _installed(device: Device) -> Iterator[None]:
+    """Everything of CuTeDSL that has to know of a machine knows of it."""
+    dsl = CuTeDSL._get_dsl()
+    arch, file_caching = dsl.envar._arch, dsl.envar.disable_file_caching
+    sm_count = device.sm_count or SM_COUNT
+    info = cutlass.utils.HardwareInfo
+    with tempfile.TemporaryDirectory(prefix="megamoe-cutedsl-") as folder:
+        replaced = [
+            _replace(CompileOptions, "apply_envar_settings", partial(_keeping_ptx, folder)),
+            _replace(JitCompiledFunction, "run_compiled_program", partial(_run, device)),
+            _replace(ExecutionArgs, "generate_execution_args", _with_stream),
+            _replace(cute_runtime._Tensor, "__init__", _made),
+            _replace(info, "__init__", lambda own, self, device_id=0: None),
+            _replace(info, "get_max_active_clusters", lambda own, self, size, stream=None: max(sm_count // size, 1)),
+            _replace(info, "get_device_multiprocessor_count", lambda own, self: sm_count),
+        ]
+        dsl.envar.arch, dsl.envar.disable_file_caching = device.machine.target, True
+        try:
+            yield
+        finally:
+            for owner, name, own in replaced:
+                setattr(owner, name, own)
+            dsl.envar._arch, dsl.envar.disable_file_caching = arch, file_caching
+
+
+def _replace(owner: type, name: str, replacement: Callable[..., Any]) -> tuple[type, str, Any]:
+    """Put `replacement`(what was there, self, ...) in the place of a method; what brings it back."""
+    own = getattr(owner, name)
+
+    def method(self: Any, *args: Any, **named: Any) -> Any:
+        return replacement(own, self, *args, **named)
+
+    setattr(owner, name, method)
+    return owner, name, own
+
+
+# Compiling
+
+
+def _keeping_ptx(folder: str, own: Callable[..., object], options: Any, envar: Any, function: str) -> object:
+    """As the environment has it, and PTX, which the machine runs. envar.keep_ptx would turn CuTeDSL's cache off.
+
+    A function of TVM FFI would call the CUDA runtime by itself, so that it becomes one of CuTeDSL's own convention.
+    """
+    options.options[KeepPTX].value = True
+    options.options[DumpDir].value = folder
+    own(options, envar, function)
+    options.options[EnableTVMFFI].value = False
+
+
+_HOSTS: weakref.WeakKeyDictionary[Any, CompiledHost] = weakref.WeakKeyDictionary()
+
+
+def _host(compiled: Any) -> CompiledHost:
+    """The host object of a compiled function, with the PTX of its kernels."""
+    if (known := _HOSTS.get(compiled)) is not None:
+        return known
+    ptx = compiled.__ptx__
+    ptx = (ptx.decode() if isinstance(ptx, bytes) else ptx or "").rstrip("\0")
+    if compiled.has_gpu_module and ".entry" not in ptx:
+        raise UnsupportedError(
+            f"{compiled.function_name} was compiled without the machine and has no PTX; compile it inside of run or "
+            f"after install, or with cute.compile(..., options='--keep-ptx')"
+        )
+    arguments = compiled.execution_args
+    signature = arguments.signature
+    # The object describes the function's signature, pickled, and defaults such as a stream cannot be.
+    plain = [one.replace(default=one.empty) for one in signature.parameters.values()]
+    arguments.signature = signature.replace(parameters=plain)
+    try:
+        code = compiled.dump_to_object(_PREFIX)
+    finally:
+        arguments.signature = signature
+    entry = f"_mlir_{_PREFIX}__mlir_ciface_{compiled.function_name}"
+    host = CompiledHost(ptx, code, entry, f"CuTeDSL {cutlass.__version__}")
+    _HOSTS[compiled] = host
+    return host
+
+
+# Running
+
+
+def _with_stream(own: Callable[..., Any], arguments: Any, args: Any, named: Any) -> Any:
+    """The default stream for a parameter that TVM FFI would have filled from its environment."""
+    parameters = list(arguments.signature.parameters.values())
+    left = [one for one in parameters[len(args) :] if one.name not in named and one.default is one.empty]
+    streams = {one.name: CUstream(0) for one in left if "CUstream" in str(one.annotation)}
+    return own(arguments, args, {**named, **streams})
+
+
+def _run(device: Device, own: Callable[..., object], compiled: Any, pointers: Sequence[Any]) -> int:
+    """In the place of JitCompiledFunction.run_compiled_program: the arguments are packed, and nothing has run."""
+    addresses = [one if isinstance(one, int) else ctypes.cast(one, ctypes.c_void_p).value or 0 for one in pointers]
+    machine = device.machine
+    machine.printed = device.printed
+    with sentences(machine):
+        machine.call(_host(compiled), addresses, _memory_behind(device, addresses))
+    return 0
+
+
+_CUTE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Cute tensors by the address of their first element; each knows what it was made of."""
+_FOUND: dict[int, weakref.ref[Any] | None] = {}
+"""Tensors by an address that points into them, where they were looked for; None where there was none."""
+
+
+def _memory_behind(device: Device, pointers: Sequence[int]) -> Any:
+    """What the packed arguments point to: each begins with an address, or is a number."""
+    arrays, sought = list[Any](), list[int]()
+    for pointer in pointers:
+        value = ctypes.c_uint64.from_address(pointer).value
+        if not _FIRST_ADDRESS <= value < _LAST_ADDRESS:
+            continue
+        if (made := _CUTE.get(value)) is not None:
+            arrays.append(made._megamoe_source)
+        elif value not in _FOUND:
+            sought.append(value)
+        elif (known := _FOUND[value]) is not None:
+            if (tensor := known()) is None:
+                sought.append(value)
+            else:
+                arrays.append(tensor)
+    reached = Reached(device.machine, arrays, addresses=sought, in_place=True)
+    for value in sought:
+        at = next((one for one in reached.live if _within(value, one)), None)
+        _FOUND[value] = None if at is None else weakref.ref(at)
+    return reached.stretches
+
+
+def _within(address: int, array: Any) -> bool:
+    view = view_of(array)
+    return view is not None and view.allocation <= address < view.allocation + view.size
+
+
+# Tensors
+
+
+class _OnDevice:
+    """A host array that says of itself that a device holds it, so that CuTeDSL types it as global memory."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **asked: object) -> object:
+        capsule = self.array.__dlpack__()
+        api = ctypes.pythonapi
+        api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
+        api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+        api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+        name = api.PyCapsule_GetName(capsule)
+        # DLManagedTensorVersioned has 32 bytes before its DLTensor; the device type follows the address there.
+        at = api.PyCapsule_GetPointer(capsule, name) + (0 if name == b"dltensor" else 32) + 8
+        ctypes.c_int32.from_address(at).value = _CUDA
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CUDA, 0
+
+
+def _made(own: Callable[..., None], tensor: Any, source: Any, *args: Any, **named: Any) -> None:
+    """In the place of the constructor of a cute tensor."""
+    view = view_of(source)
+    own(tensor, source if view is None else _OnDevice(source), *args, **named)
+    if view is not None:
+        tensor._megamoe_source = source
+        _CUTE[view.first] = tensor
+
+
+def _as_cute(value: Any) -> Any:
+    """An array as a cute tensor; anything else as it is."""
+    view = view_of(value)
+    if view is None:
+        return value
+    return cute_runtime.from_dlpack(value, assumed_align=16 if view.first % 16 == 0 else None)

@@ -1,0 +1,94 @@
+"""`pytest --megamoe-vm sm_100a`: a test-suite of Triton or CuTeDSL kernels runs on the machine, with no GPU.
+
+Tensors on "cuda" lie on the host (megamoe.torch_cuda), kernels run on the machine, and a rule that a kernel breaks
+fails the test that launched it, even where the test catches the exception.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Generator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from megamoe.vm import Device
+
+_DEVICE = pytest.StashKey["Device"]()
+_FAULTS = pytest.StashKey[list[Exception]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options."""
+    group = parser.getgroup("megamoe", "kernels on a machine without a GPU")
+    group.addoption("--megamoe-vm", metavar="TARGET", help="run kernels on a machine of this target: sm_90a, sm_100a")
+    group.addoption("--megamoe-schedule", metavar="NAME", default="eager", help="eager, lazy or random:SEED")
+    group.addoption("--megamoe-sm-count", metavar="N", type=int, default=4, help="what persistent kernels are told")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Open the doors before a test module is imported, since modules ask whether there is a GPU."""
+    target = config.getoption("--megamoe-vm")
+    if target is None:
+        return
+    from megamoe import torch_cuda, vm
+    from megamoe.contract.backend import UnsupportedError
+
+    sm_count = config.getoption("--megamoe-sm-count")
+    opened = ExitStack()
+    try:
+        device = vm.Device(target, schedule=config.getoption("--megamoe-schedule"), sm_count=sm_count)
+    except (UnsupportedError, ValueError) as refused:
+        raise pytest.UsageError(f"--megamoe-vm: {refused}") from None
+    opened.enter_context(torch_cuda.on_host(target, sm_count))
+    for name in ("triton", "cutlass"):
+        if importlib.util.find_spec(name) is not None:
+            _open(name, device, sm_count, opened)
+    faults = config.stash[_FAULTS] = list[Exception]()
+    vm.ON_FAULT.append(faults.append)
+    opened.callback(vm.ON_FAULT.remove, faults.append)
+    config.stash[_DEVICE] = device
+    config.add_cleanup(opened.close)
+
+
+def _open(name: str, device: Device, sm_count: int, opened: ExitStack) -> None:
+    if name == "triton":
+        from megamoe import triton
+
+        triton.install(device, sm_count=sm_count)
+        opened.callback(triton.uninstall)
+    else:
+        from megamoe import cutedsl
+
+        cutedsl.install(device)
+        opened.callback(cutedsl.uninstall)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Which machine."""
+    device = config.stash.get(_DEVICE, None)
+    return f"megamoe: kernels run on a machine of {device.machine.target}" if device else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """A finding fails the test, whether or not the test lets it pass."""
+    faults = item.config.stash.get(_FAULTS, None)
+    if faults is None:
+        return (yield)
+    faults.clear()
+    result = yield
+    if faults:
+        pytest.fail(f"the test passes, but a kernel broke a rule: {faults[0]}", pytrace=False)
+    return result
+
+
+@pytest.fixture(scope="session")
+def megamoe_vm(request: pytest.FixtureRequest) -> Device:
+    """The machine that kernels run on: its `machine.counters` are those of the last launch."""
+    device = request.config.stash.get(_DEVICE, None)
+    if device is None:
+        pytest.skip("needs --megamoe-vm TARGET")
+    return device

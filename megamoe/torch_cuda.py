@@ -1,0 +1,186 @@
+"""torch.cuda without a GPU: tensors asked for on "cuda" lie on the host, and streams, events and properties are there.
+
+    with megamoe.torch_cuda.on_host("sm_100a"):
+        x = torch.randn(64, device="cuda")
+
+For code that allocates, synchronises and asks for properties around its kernels; megamoe's pytest plugin runs
+test-suites in it. Work is done at once, in the order of the calls, which every correct use of streams permits. Nothing
+measures time: Event.elapsed_time is refused. A tensor says that it `is_cuda`, while its `device` stays the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megamoe.contract.backend import UnsupportedError
+from megamoe.contract.program import TARGETS
+
+_NAMES = {"sm_90a": "megamoe vm, sm_90a", "sm_100a": "megamoe vm, sm_100a"}
+MEMORY = 64 << 30
+"""What the device says it has, bytes: kernels size their workspaces by it."""
+
+
+class HostStream:
+    """A stream: everything on it is over. Its handle is CUDA's default stream."""
+
+    cuda_stream = 0
+    stream_id = 0
+    device_index = 0
+    device_type = 1
+
+    def __init__(self, device: object = None, priority: int = 0, **options: object) -> None:
+        self.device, self.priority = torch.device("cpu"), priority
+
+    def __enter__(self) -> HostStream:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def query(self) -> bool:
+        """Always done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing is outstanding."""
+
+    def wait_event(self, event: object) -> None:
+        """What the event stands for is over."""
+
+    def wait_stream(self, stream: object) -> None:
+        """What is on the stream is over."""
+
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        """An event that has happened."""
+        return event or HostEvent()
+
+
+class HostEvent:
+    """An event: it happens when it is recorded."""
+
+    cuda_event = 0
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None: ...
+
+    def record(self, stream: object = None) -> None:
+        """It has happened."""
+
+    def wait(self, stream: object = None) -> None:
+        """It has happened."""
+
+    def synchronize(self) -> None:
+        """It has happened."""
+
+    def query(self) -> bool:
+        """It has happened."""
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        """UnsupportedError: a machine without a clock."""
+        raise UnsupportedError("the machine has no clock, so that no time passes between two events")
+
+
+class HostGenerator(torch.Generator):
+    """A generator of the host, whatever device is named."""
+
+    def __new__(cls, device: object = None) -> HostGenerator:
+        """`device` is dropped."""
+        return super().__new__(cls, "cpu")
+
+
+class _CudaIsHost(TorchFunctionMode):
+    """Every call of torch that names the device "cuda" names the CPU instead."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("cuda", "pin_memory") and args:
+            return args[0]
+        if name == "__get__" and func == torch.Tensor.is_cuda.__get__:  # pyright: ignore[reportAttributeAccessIssue]
+            return True
+        named = {key: _host_device(value) for key, value in (kwargs or {}).items() if key != "pin_memory"}
+        return func(*map(_host_device, args), **named)
+
+
+def _host_device(value: Any) -> Any:
+    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
+        return "cpu"
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
+
+
+@contextmanager
+def on_host(target: str = "sm_100a", sm_count: int = 4) -> Iterator[None]:
+    """torch.cuda as that of one GPU of `target` with `sm_count` SMs, whose memory is the host's.
+
+    UnsupportedError for another target.
+    """
+    if target not in TARGETS:
+        raise UnsupportedError(f"there is no machine for the target {target!r}; there is {' and '.join(TARGETS)}")
+    own_default = torch.set_default_device
+    with ExitStack() as stack:
+        for name, value in _answers(target, sm_count).items():
+            stack.enter_context(patch.object(torch.cuda, name, value, create=True))
+        stack.enter_context(patch.object(torch, "Generator", HostGenerator))
+        stack.enter_context(patch.object(torch.version, "cuda", "13.0"))
+        stack.enter_context(patch.object(torch, "set_default_device", lambda device: own_default(_host_device(device))))
+        stack.enter_context(_CudaIsHost())
+        yield
+
+
+def _answers(target: str, sm_count: int) -> dict[str, Any]:
+    """What takes the place of the names of torch.cuda."""
+    capability = divmod(int(target.strip("sm_a")), 10)
+    properties = SimpleNamespace(
+        name=_NAMES[target], major=capability[0], minor=capability[1], total_memory=MEMORY,
+        multi_processor_count=sm_count, warp_size=32, max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536, shared_memory_per_block=49152, shared_memory_per_block_optin=232_448,
+        shared_memory_per_multiprocessor=233_472, L2_cache_size=50 << 20, gcnArchName="", is_integrated=0,
+        is_multi_gpu_board=0,
+    )  # fmt: skip
+    stream = HostStream()
+
+    def entered(*asked: object, **options: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def same(value: object) -> Callable[..., Any]:
+        return lambda *asked, **options: value
+
+    return {
+        "is_available": same(True),
+        "is_initialized": same(True),
+        "init": same(None),
+        "device_count": same(1),
+        "current_device": same(0),
+        "set_device": same(None),
+        "device": entered,
+        "get_device_capability": same(capability),
+        "get_device_name": same(properties.name),
+        "get_device_properties": same(properties),
+        "get_arch_list": same([target]),
+        "is_bf16_supported": same(True),
+        "synchronize": same(None),
+        "empty_cache": same(None),
+        "ipc_collect": same(None),
+        "manual_seed": torch.manual_seed,
+        "manual_seed_all": torch.manual_seed,
+        "get_rng_state": lambda *asked: torch.get_rng_state(),
+        "set_rng_state": lambda state, *asked: torch.set_rng_state(state),
+        "memory_allocated": same(0),
+        "max_memory_allocated": same(0),
+        "memory_reserved": same(0),
+        "reset_peak_memory_stats": same(None),
+        "mem_get_info": same((MEMORY, MEMORY)),
+        "current_stream": same(stream),
+        "default_stream": same(stream),
+        "stream": entered,
+        "Stream": HostStream,
+        "ExternalStream": HostStream,
+        "Event": HostEvent,
+    }

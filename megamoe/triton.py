@@ -1,0 +1,360 @@
+# pyright: reportMissingImports=false, reportMissingTypeArgument=false
+"""The door for Triton and Gluon: `install("sm_100a")`, then `kernel[grid](cpu_tensors)` as ever, with no GPU.
+
+    import megamoe.triton
+
+    megamoe.triton.install("sm_100a")
+    kernel[(8,)](x, y, n, BLOCK=128)
+
+Triton compiles as for the GPU and stops at PTX; the machine runs it on the memory of CPU tensors. Triton 3.7 to 3.9.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from megamoe.contract.backend import UnsupportedError
+from megamoe.contract.machine import KernelMachine, LaunchRefusedError
+from megamoe.vm import Device, Reached, sentences
+
+try:
+    import triton  # noqa: F401
+except ModuleNotFoundError:
+    raise ModuleNotFoundError(
+        "megamoe.triton needs Triton; the extra `triton` of megamoe has it", name="triton"
+    ) from None
+
+import torch
+import triton.backends.nvidia.driver as nvidia
+from triton.backends import Backend, backends
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import GPUDriver
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.autotuner import Autotuner, OutOfResources
+from triton.runtime.driver import driver as active_driver
+
+Chosen = Mapping[str, Mapping[str, object]] | Callable[[Sequence[Any]], Any]
+"""Configurations of autotuned kernels: some meta-parameters by kernel name, or a function that picks one of many."""
+
+MAX_DYNAMIC_SMEM = 232_448
+"""Bytes that a CTA can opt in to on sm_90 and sm_100 (CUDA programming guide, compute capabilities)."""
+
+# The formats of fill_tma_descriptor_tiled: CUtensorMapDataType and CUtensorMapSwizzle, in their order.
+_MAP_DTYPES = (
+    "u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16", "f32_ftz", "tf32", "tf32_ftz", "b4x16",
+    "b4x16_p64", "b6x16_p32",
+)  # fmt: skip
+_SWIZZLES = ("none", "32B", "64B", "128B")
+_SCALARS = {
+    "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
+    "fp16": "e", "fp32": "f", "f32": "f", "fp64": "d",
+}  # fmt: skip
+
+
+def install(
+    target: str | Device = "sm_100a", *, sm_count: int = 4, autotune: Chosen | None = None, schedule: str = "eager",
+    accumulate: str = "fast", step_budget: int = 200_000_000,
+) -> MachineDriver:  # fmt: skip
+    """Make the machine Triton's active driver in this process, until `uninstall`. `target`: or the device itself.
+
+    `sm_count`: what persistent kernels are told. `autotune`: which configuration of an autotuned kernel runs, as
+    {"kernel": {"BLOCK_M": 64}} or as a function of the configurations; else the first that fits, since the machine has
+    no clock to choose by. The other options are those of megamoe.vm.Device. UnsupportedError for another target.
+    """
+    if isinstance(target, Device):
+        device = target
+    else:
+        device = Device(target, schedule=schedule, accumulate=accumulate, step_budget=step_budget)
+    number = _NUMBERS.setdefault(device.machine.target, len(_NUMBERS))
+    driver = MachineDriver(device, sm_count, number)
+    if not _REPLACED:
+        _REPLACED.append((backends["nvidia"], active_driver._default, active_driver._active, Autotuner.prune_configs))
+    backends["nvidia"] = Backend(PtxCompiler, MachineDriver)
+    active_driver._default = driver
+    active_driver.set_active(driver)
+    Autotuner.prune_configs = _one_config(_REPLACED[0][3], driver, autotune)
+    return driver
+
+
+def uninstall() -> None:
+    """Give Triton its own driver back."""
+    if _REPLACED:
+        backends["nvidia"], active_driver._default, active_driver._active, Autotuner.prune_configs = _REPLACED.pop()
+
+
+_REPLACED: list[tuple[Any, Any, Any, Any]] = []
+"""What Triton had before the first install."""
+_NUMBERS: dict[str, int] = {}
+"""A device number a target: Triton keeps compiled kernels by it."""
+
+
+class PtxCompiler(CUDABackend):
+    """Triton's own compiler without its last stage: what the driver loads is PTX."""
+
+    def __init__(self, target: Any) -> None:
+        super().__init__(target)
+        self.binary_ext = "ptx"
+
+    def add_stages(self, stages: dict[str, Any], options: Any, language: Any) -> None:
+        """All stages but the assembler's."""
+        super().add_stages(stages, options, language)
+        stages.pop("cubin", None)
+
+    def hash(self) -> str:
+        """Part of the key of Triton's cache on disk: nothing there may be taken for a GPU's."""
+        return f"megamoe-{self.target.arch}"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedKernel:
+    """What Triton calls a function: a kernel that is ready to be launched."""
+
+    ptx: str
+    entry: str
+
+
+class MachineUtils:
+    """What Triton asks of the CUDA driver."""
+
+    def __init__(self, machine: KernelMachine, sm_count: int) -> None:
+        self._machine, self._sm_count = machine, sm_count
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """Sizes of sm_90 and sm_100; the rates are of no machine."""
+        return {
+            "max_shared_mem": MAX_DYNAMIC_SMEM,
+            "multiprocessor_count": self._sm_count,
+            "max_num_regs": 65536,
+            "warpSize": 32,
+            "sm_clock_rate": 1,
+            "mem_clock_rate": 1,
+            "mem_bus_width": 1,
+        }
+
+    def load_binary(self, name: str, kernel: bytes | str, shared: int, device: int) -> tuple[object, ...]:
+        """Module, function, registers, spills and threads at most."""
+        ptx = kernel.decode() if isinstance(kernel, bytes) else kernel
+        with sentences(self._machine):
+            self._machine.entries(ptx)
+        return ptx, LoadedKernel(ptx, name), 0, 0, 1024
+
+    def unload_module(self, module: object) -> None:
+        """Nothing is held."""
+
+    def set_printf_fifo_size(self, size: int) -> None:
+        """There is no queue."""
+
+    def cuOccupancyMaxActiveClusters(self, *asked: object) -> int:  # noqa: N802 (the driver's name)
+        """One cluster an SM."""
+        return self._sm_count
+
+    def fill_tma_descriptor_tiled(
+        self, address: int, swizzle: int, size: int, dtype: int, box: Sequence[int], shape: Sequence[int],
+        strides: Sequence[int], padding: int,
+    ) -> bytes:  # fmt: skip
+        """128 bytes; `box`, `shape` and `strides` in elements of `size` bytes, last dimension contiguous."""
+        with sentences(self._machine):
+            return self._machine.tensor_map(
+                address,
+                _MAP_DTYPES[dtype],
+                list(shape)[::-1],
+                [size * stride for stride in strides[:-1]][::-1],
+                list(box)[::-1],
+                swizzle=_SWIZZLES[swizzle],
+                oob_fill="nan" if padding == 1 else "zero",
+            )
+
+    def fill_tma_descriptor_im2col(self, *asked: object) -> bytes:
+        """Not there yet."""
+        raise UnsupportedError("the machine's tensor maps are tiled ones; it has no im2col")
+
+
+class MachineLauncher:
+    """A compiled kernel with its signature. Triton makes one a kernel and calls it at each launch."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self._metadata = metadata
+        maps = getattr(metadata, "tensordesc_meta", None)
+        signature = dict(source.signature)
+        self._types = _expanded(signature.values(), maps)
+        self._run = nvidia.wrap_handle_tensordesc(self._launch, signature, maps)
+
+    def __call__(
+        self, grid_x: int, grid_y: int, grid_z: int, stream: object, function: LoadedKernel, packed: object,
+        launch_metadata: object, enter: Callable[[object], object] | None, leave: Callable[[object], object] | None,
+        *args: object,
+    ) -> None:  # fmt: skip
+        """Run the kernel to its end, between Triton's launch hooks."""
+        if enter is not None:
+            enter(launch_metadata)
+        self._run((grid_x, grid_y, grid_z), function, list(_bases(args)), args)
+        if leave is not None:
+            leave(launch_metadata)
+
+    def _launch(self, grid: tuple[int, int, int], function: LoadedKernel, bases: list[object], args: Any) -> None:
+        driver = active_driver.active
+        machine: KernelMachine = driver.machine.machine
+        metadata = self._metadata
+        if not all(grid) or driver.compiling_only:
+            return
+        flat = list(_flat(self._types, args))
+        numbers = [arg for kind, arg in flat if kind[0] == "*" and isinstance(arg, int) and arg]
+        clusters = metadata.num_ctas
+        with sentences(machine):
+            declared = machine.entries(function.ptx)[function.entry]
+            scratch = [
+                torch.full((size * grid[0] * grid[1] * grid[2] * clusters + _SCRATCH_ALIGN,), 0xFF, dtype=torch.uint8)
+                for size in (metadata.global_scratch_size, metadata.profile_scratch_size)
+            ]
+            params = [_packed(kind, arg) for kind, arg in flat]
+            params += [struct.pack("<Q", -(-one.data_ptr() // _SCRATCH_ALIGN) * _SCRATCH_ALIGN) for one in scratch]
+            arrays = [*(arg for _, arg in flat), *bases, *scratch]
+            machine.launch(
+                function.ptx,
+                function.entry,
+                (grid[0] * clusters, grid[1], grid[2]),
+                (32 * metadata.num_warps, 1, 1),
+                params[: len(declared)],
+                cluster=(clusters, 1, 1),
+                dynamic_smem=metadata.shared,
+                memory=Reached(machine, arrays, addresses=numbers, in_place=True).stretches,
+            )
+
+
+_SCRATCH_ALIGN = 128
+"""Tensor maps that a kernel makes lie in the workspace, 128 bytes each."""
+
+
+class MachineDriver(GPUDriver):
+    """Triton's driver of a machine without a GPU. `machine` is the device, with its counters."""
+
+    def __init__(self, device: Device, sm_count: int, number: int) -> None:
+        self.machine = device
+        self.compiling_only = False
+        self.utils = MachineUtils(device.machine, sm_count)
+        self.launcher_cls = MachineLauncher
+        self._arch = int(device.machine.target.strip("sm_a"))
+        self.get_device_capability = lambda device=0: divmod(self._arch, 10)
+        self.get_current_stream = lambda device=0: 0
+        self.get_current_device = lambda: number
+        self.set_current_device = lambda device: None
+
+    @staticmethod
+    def is_active() -> bool:
+        """Always."""
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        """No C is made of it."""
+        return ty
+
+    def get_current_target(self) -> Any:
+        """What Triton compiles for."""
+        return GPUTarget("cuda", self._arch, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        """Tensors lie on the host."""
+        return torch.device("cpu")
+
+    def get_device_interface(self) -> Any:
+        """torch.cuda: as it is, or as megamoe.torch_cuda makes it."""
+        return torch.cuda
+
+    def get_benchmarker(self) -> Callable[..., list[float]]:
+        """There is no clock: every configuration takes as long as another."""
+        return lambda call, **options: [1.0, 1.0, 1.0]
+
+    def get_empty_cache_for_benchmark(self) -> torch.Tensor:
+        """There is no cache to clear."""
+        return torch.empty(1)
+
+    def clear_cache(self, cache: object) -> None:
+        """There is no cache to clear."""
+
+
+# Arguments
+
+
+def _expanded(signature: Any, maps: Any) -> list[Any]:
+    """The types of the kernel's parameters, with tensor descriptors as what they are passed as."""
+    if hasattr(nvidia.expand_signature, "__module__") and nvidia.expand_signature.__module__ == nvidia.__name__:
+        return nvidia.expand_signature(signature, maps)
+    return nvidia.expand_signature(signature, maps, "nvTmaDesc")
+
+
+def _flat(types: Any, args: Any) -> Any:
+    for kind, arg in zip(types, args, strict=True):
+        if isinstance(kind, tuple):
+            yield from _flat(kind, arg)
+        elif kind != "constexpr":
+            yield kind, arg
+
+
+def _bases(args: Any) -> Any:
+    """The tensors behind tensor descriptors among the arguments."""
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield from _bases(arg)
+        elif hasattr(arg, "base") and hasattr(arg, "block_shape"):
+            yield arg.base
+
+
+def _packed(kind: str, arg: Any) -> bytes:
+    if kind == "nvTmaDesc":
+        return arg if isinstance(arg, bytes) else bytes(arg.tma_desc_cpu_ptr())
+    if kind[0] == "*":
+        return struct.pack("<Q", arg.data_ptr() if hasattr(arg, "data_ptr") else arg or 0)
+    if kind == "bf16":
+        # Triton's own launcher cuts, it does not round.
+        return struct.pack("<f", arg)[2:]
+    if kind not in _SCALARS:
+        raise LaunchRefusedError(
+            f"an argument has Triton's type {kind!r}, unknown to megamoe.triton {metadata.version('triton')}"
+        )
+    return struct.pack(f"<{_SCALARS[kind]}", arg)
+
+
+# Autotuning
+
+
+def _one_config(prune: Any, driver: MachineDriver, chosen: Chosen | None) -> Any:
+    """In place of Autotuner.prune_configs: leaves the configuration that shall run."""
+
+    def prune_configs(self: Any, kwargs: dict[str, Any], *rest: Any) -> list[Any]:
+        left = prune(self, kwargs, *rest)
+        name = self.base_fn.__name__
+        if callable(chosen):
+            return [chosen(left)]
+        if chosen is not None and name in chosen:
+            wanted = chosen[name]
+            for config in left:
+                if wanted.items() <= config.all_kwargs().items():
+                    return [config]
+            raise UnsupportedError(
+                f"no configuration of {name} has {dict(wanted)}; there are: {'; '.join(map(str, left))}"
+            )
+        return [_first_that_fits(self, left, kwargs, driver)]
+
+    return prune_configs
+
+
+def _first_that_fits(tuner: Any, configs: Sequence[Any], kwargs: dict[str, Any], driver: MachineDriver) -> Any:
+    """The first configuration that compiles into what a CTA can have, as timing it on a device would find."""
+    args = [tuner.nargs[name] for name in tuner.arg_names if name in tuner.nargs]
+    driver.compiling_only = True
+    try:
+        for config in configs[:-1]:
+            if config.pre_hook is not None:
+                config.pre_hook({**tuner.nargs, **kwargs, **config.all_kwargs()})
+            try:
+                tuner.fn.run(*args, **{**kwargs, **config.all_kwargs()})
+            except OutOfResources:
+                continue
+            return config
+    finally:
+        driver.compiling_only = False
+    return configs[-1]

@@ -1,0 +1,463 @@
+"""The door for PTX and CUDA C++: `Device("sm_100a").launch(source, "entry", grid, block, a, b)`, with no GPU.
+
+    import megamoe.vm
+
+    vm = megamoe.vm.Device("sm_100a")
+    vm.launch("axpy.cu", "axpy", 8, 128, a, b, 3.0)
+
+Arrays are torch tensors on the CPU or NumPy arrays; kernels work on their memory, without a copy.
+docs/bring-your-kernel.md has more.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from megamoe.contract.backend import UnsupportedError, open_machine
+from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError, Parameter, Stretch
+from megamoe.contract.program import TARGETS, Dim3
+
+Size = int | Sequence[int]
+Swizzle = Literal["none", "32B", "64B", "128B", "128B_ATOM_32B", "128B_ATOM_64B"]
+
+_SCALARS = {
+    "b8": "B", "u8": "B", "s8": "b", "b16": "H", "u16": "H", "s16": "h", "b32": "I", "u32": "I", "s32": "i", "b64": "Q",
+    "u64": "Q", "s64": "q", "f16": "e", "f32": "f", "f64": "d",
+}  # fmt: skip
+_MAP_DTYPES = {
+    "uint8": "u8", "int8": "u8", "bool": "u8", "uint16": "u16", "int16": "u16", "uint32": "u32", "int32": "s32",
+    "uint64": "u64", "int64": "s64", "float16": "f16", "float32": "f32", "float64": "f64", "bfloat16": "bf16",
+    "float8_e4m3fn": "u8", "float8_e5m2": "u8", "float8_e8m0fnu": "u8", "float4_e2m1fn_x2": "u8",
+}  # fmt: skip
+_SMALLEST_ADDRESS = 1 << 32
+"""No allocation of a 64-bit process lies below; tensors of counts and indices need no look."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """An array as its first byte and its allocation, both addresses of this process."""
+
+    first: int
+    allocation: int
+    size: int
+    writable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMapOf:
+    """A TMA descriptor to be: encoded when it is passed. `tensor_map` makes it, and says what the fields are."""
+
+    tensor: Any
+    dtype: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: str
+    element_strides: tuple[int, ...] | None
+    oob_fill: Literal["zero", "nan"]
+
+
+def tensor_map(
+    tensor: object, box: Sequence[int], swizzle: Swizzle = "none", *, dtype: str | None = None,
+    element_strides: Sequence[int] | None = None, oob_fill: Literal["zero", "nan"] = "zero",
+) -> TensorMapOf:  # fmt: skip
+    """A tensor map (cuTensorMapEncodeTiled) of a torch tensor or NumPy array, to pass by value or in memory.
+
+    `box` is in elements, in the order of the tensor's own dimensions (the last one is contiguous), and so are
+    `element_strides`. `dtype`: of the map, where it is not the tensor's ("tf32", "b4x16", ...; a b4x16 map of uint8
+    bytes counts two elements a byte in its last dimension). ValueError for a tensor whose last dimension is strided.
+    """
+    shape, strides, bytes_each, name = _layout(tensor)
+    if strides and strides[-1] != 1 and shape[-1] != 1:
+        raise ValueError(f"a tensor map needs a last dimension of stride 1; the tensor has the strides {strides}")
+    chosen = dtype or _MAP_DTYPES.get(name)
+    if chosen is None:
+        raise ValueError(f"no tensor map has elements of {name}; name the type with dtype=, e.g. dtype='u8'")
+    dims = list(reversed(shape))
+    if chosen.startswith("b4x16"):
+        dims[0] *= 2
+    elif chosen.startswith("b6x16"):
+        dims[0] = dims[0] * 4 // 3
+    return TensorMapOf(
+        tensor,
+        chosen,
+        tuple(dims),
+        tuple(stride * bytes_each for stride in reversed(strides[:-1])),
+        tuple(reversed(tuple(box))),
+        swizzle,
+        None if element_strides is None else tuple(reversed(tuple(element_strides))),
+        oob_fill,
+    )
+
+
+class Device:
+    """A GPU of `target` ("sm_90a" or "sm_100a") in software. Variables of a module live as long as the device.
+
+    `schedule` says when asynchronous work completes: "eager", "lazy" or "random:SEED"; a correct kernel computes the
+    same under all. `accumulate`: of matrix products, "fast", "exact" or "hopper". `step_budget`: steps after which a
+    launch counts as hung. `sm_count`: what host functions are told (None: as the full product has). `machine`: the
+    registered machine to use.
+
+    `printed`: gets what kernels print; standard output by default.
+    """
+
+    def __init__(
+        self, target: str = "sm_100a", *, schedule: str = "eager", accumulate: str = "fast",
+        step_budget: int = 200_000_000, sm_count: int | None = None, machine: str = "vm",
+    ) -> None:  # fmt: skip
+        self.sm_count = sm_count
+        self.printed: Callable[[str], object] = _to_stdout
+        if target not in TARGETS:
+            raise UnsupportedError(f"there is no machine for the target {target!r}; there is {' and '.join(TARGETS)}")
+        self.machine = open_machine(
+            machine, target, schedule=schedule, accumulate=accumulate, step_budget=step_budget, sm_count=sm_count
+        )
+
+    def launch(
+        self, source: str | Path, entry: str, grid: Size, block: Size, /, *args: object, cluster: Size = 1,
+        smem: int = 0, memory: Iterable[object] = (),
+    ) -> Mapping[str, int]:  # fmt: skip
+        """Run a kernel to its end; returns its counters.
+
+        `source`: PTX or CUDA C++, as text or as the name of a file (.ptx, .cu). `entry`: the kernel, or the name that
+        it has in C++. `grid`, `block`, `cluster`: one to three sizes. `args`: a torch CPU tensor or a NumPy array for a
+        pointer, None for a null pointer, numbers for scalars (typed by the kernel's own parameters), tensor_map(...),
+        `bytes` or a NumPy scalar for a struct. `smem`: bytes of dynamic shared memory. `memory`: arrays that the kernel
+        reaches only by addresses that it reads from memory.
+
+        KernelFault for the first rule that the kernel breaks, LaunchRefusedError for a launch that no GPU would take,
+        UnsupportedError for an instruction that the machine lacks. Arrays keep what was written until then.
+        """
+        ptx = as_ptx(source, self.machine.target)
+        self.machine.printed = self.printed
+        with sentences(self.machine):
+            entries = self.machine.entries(ptx)
+            name = _entry_named(entry, entries)
+            reached = Reached(self.machine, [*args, *memory])
+            self.machine.launch(
+                ptx,
+                name,
+                _dim3("grid", grid),
+                _dim3("block", block),
+                _encoded(name, entries[name], args, reached),
+                cluster=_dim3("cluster", cluster),
+                dynamic_smem=smem,
+                memory=reached.stretches,
+            )
+        return dict(self.machine.counters)
+
+
+ON_FAULT: list[Callable[[KernelFault], object]] = []
+"""Who is told of each rule that a kernel breaks, whatever becomes of the exception."""
+
+
+def _to_stdout(text: str) -> None:
+    # Looked up at each call: a test may have put another stream in its place.
+    sys.stdout.write(text)
+
+
+@contextmanager
+def sentences(machine: KernelMachine) -> Iterator[None]:
+    """Turn what a machine raises into KernelFault, LaunchRefusedError and UnsupportedError."""
+    try:
+        yield
+    except Exception as stop:
+        if isinstance(stop, machine.faults):
+            fault = KernelFault(str(stop), getattr(stop, "rule", ""))
+            for tell in ON_FAULT:
+                tell(fault)
+            raise fault from stop
+        if isinstance(stop, machine.refusals):
+            raise LaunchRefusedError(str(stop)) from stop
+        if isinstance(stop, machine.unknowns):
+            raise UnsupportedError(str(stop)) from stop
+        raise
+
+
+# Memory
+
+
+def view_of(array: Any) -> View | None:
+    """The memory of a torch tensor or NumPy array, None for anything else. ValueError for a tensor of a device."""
+    if isinstance(array, np.ndarray):
+        root = array
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        start, end = np.lib.array_utils.byte_bounds(root)
+        return View(array.ctypes.data, start, end - start, array.flags.writeable)
+    if hasattr(array, "untyped_storage") and hasattr(array, "data_ptr"):
+        if array.device.type != "cpu":
+            raise ValueError(f"a tensor is on {array.device}; the machine works on tensors of the CPU: t.cpu()")
+        storage = array.untyped_storage()
+        return View(array.data_ptr(), storage.data_ptr(), storage.nbytes(), True)
+    return None
+
+
+class Reached:
+    """The memory that a launch may touch: that of its arguments, and of tensors whose addresses they hold, `live`."""
+
+    def __init__(
+        self, machine: KernelMachine, arrays: Sequence[object], *, addresses: Sequence[int] = (), in_place: bool = False
+    ) -> None:
+        """`addresses`: pointers into further live tensors. `in_place`: kernels are given the process's own addresses,
+        whatever their alignment.
+        """
+        self.machine, self._in_place = machine, in_place
+        self.live = list[Any]()
+        self._kept = [one.tensor if isinstance(one, TensorMapOf) else one for one in arrays]
+        named = [(f"argument {index}", view) for index, one in enumerate(self._kept) if (view := view_of(one))]
+        values = [found for array in self._kept if (found := _addresses_in(array)) is not None]
+        if values or addresses:
+            self.live += _pointed_at(np.unique(np.concatenate([*values, np.array(addresses, np.int64)])))
+            named += [(f"memory at {view.allocation:#x}", view) for one in self.live if (view := view_of(one))]
+        self.stretches = list(_united(named))
+
+    def address(self, array: object) -> int | None:
+        """The address by which kernels know the first byte of `array`; None for what is no array."""
+        view = view_of(array)
+        if view is None or not view.size:
+            return None if view is None else 0
+        if self._in_place:
+            return view.first
+        home = next(one for one in self.stretches if one.address <= view.first <= one.address + one.size)
+        return self.machine.address_of(view.first, home.address)
+
+    def encode(self, asked: TensorMapOf) -> bytes:
+        """The 128 bytes of a tensor map."""
+        return self.machine.tensor_map(
+            self.address(asked.tensor) or 0,
+            asked.dtype,
+            asked.dims,
+            asked.strides,
+            asked.box,
+            swizzle=asked.swizzle,
+            element_strides=asked.element_strides,
+            oob_fill=asked.oob_fill,
+        )
+
+
+def _united(named: Iterable[tuple[str, View]]) -> Iterator[Stretch]:
+    """Disjoint stretches: what overlaps becomes one, since a NumPy array may be given with a tensor made of it."""
+    spans = list[tuple[str, int, int, bool]]()
+    for name, one in sorted(named, key=lambda pair: (pair[1].allocation, -pair[1].size)):
+        start, end = one.allocation, one.allocation + one.size
+        if spans and start < spans[-1][2]:
+            first, begin, last, writable = spans[-1]
+            spans[-1] = (first, begin, max(last, end), writable or one.writable)
+        elif one.size:
+            spans.append((name, start, end, one.writable))
+    for name, start, end, writable in spans:
+        yield Stretch(name, start, end - start, writable)
+
+
+def _addresses_in(array: Any) -> npt.NDArray[np.int64] | None:
+    """The values of an array of 64-bit integers, if some of them may be addresses."""
+    if view_of(array) is None or "int64" not in str(array.dtype):
+        return None
+    values = np.asarray(array).astype(np.int64, copy=False).reshape(-1)
+    return values if values.size and values.max() >= _SMALLEST_ADDRESS else None
+
+
+def _pointed_at(values: npt.NDArray[np.int64]) -> Iterator[Any]:
+    """The live tensors into which `values`, sorted, point."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    # isinstance would ask proxies for their class, and some of them import what they stand for.
+    for one in [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]:
+        if one.layout is not torch.strided or one.device.type != "cpu" or type(one).__name__ == "FakeTensor":
+            continue
+        view = view_of(one)
+        if view and view.size:
+            at = int(np.searchsorted(values, view.allocation))
+            if at < values.size and values[at] < view.allocation + view.size:
+                yield one
+
+
+# Parameters
+
+
+def _dim3(what: str, sizes: Size) -> Dim3:
+    given = (sizes,) if isinstance(sizes, int) else tuple(int(size) for size in sizes)
+    if not 1 <= len(given) <= 3:
+        raise LaunchRefusedError(f"{what} has {len(given)} sizes; one to three are possible")
+    x, y, z = (*given, 1, 1)[:3]
+    return x, y, z
+
+
+def _entry_named(entry: str, entries: Mapping[str, object]) -> str:
+    if entry in entries:
+        return entry
+    # A C++ name is mangled as its length followed by itself; no demangler is needed to find it.
+    mangled = [name for name in entries if name.startswith("_Z") and f"{len(entry)}{entry}" in name]
+    if len(mangled) == 1:
+        return mangled[0]
+    known = ", ".join(mangled or entries) or "none"
+    several = "more than one" if mangled else "no"
+    raise LaunchRefusedError(f"the module has {several} entry {entry!r}; its entries are: {known}")
+
+
+def _encoded(entry: str, parameters: Sequence[Parameter], args: Sequence[object], reached: Reached) -> list[bytes]:
+    if len(parameters) != len(args):
+        wanted = ", ".join(f".{one.type} {one.name}" for one in parameters)
+        raise LaunchRefusedError(f"{entry} takes {len(parameters)} arguments ({wanted}); {len(args)} were given")
+    return [
+        _parameter(f"argument {index} of {entry} (.{one.type} {one.name}, {one.size} bytes)", one, arg, reached)
+        for index, (one, arg) in enumerate(zip(parameters, args, strict=True))
+    ]
+
+
+def _parameter(what: str, parameter: Parameter, arg: object, reached: Reached) -> bytes:
+    if isinstance(arg, TensorMapOf):
+        raw = _encode_map(what, arg, reached)
+    elif arg is None:
+        raw = bytes(8)
+    elif isinstance(arg, bytes | bytearray | memoryview | np.generic) and not _is_number(parameter, arg):
+        raw = bytes(arg) if not isinstance(arg, np.generic) else arg.tobytes()
+    elif (address := reached.address(arg)) is not None:
+        raw = struct.pack("<Q", address)
+    else:
+        raw = _scalar(what, parameter, arg)
+    if len(raw) != parameter.size:
+        raise LaunchRefusedError(f"{what} is given {type(arg).__name__}, which makes {len(raw)} bytes")
+    return raw
+
+
+def _is_number(parameter: Parameter, arg: object) -> bool:
+    code = _SCALARS.get(parameter.type)
+    return code is not None and struct.calcsize(code) == parameter.size and isinstance(arg, np.number | np.bool_)
+
+
+def _scalar(what: str, parameter: Parameter, arg: Any) -> bytes:
+    code = _SCALARS.get(parameter.type)
+    if code is None or struct.calcsize(code) != parameter.size:
+        raise LaunchRefusedError(f"{what} is a struct; give its bytes, not {arg!r}")
+    try:
+        if isinstance(arg, str):
+            raise TypeError
+        if code in "efd":
+            return struct.pack(f"<{code}", float(arg))
+        number, bits = int(arg), 8 * parameter.size
+        if number != arg or not -(1 << bits - 1) <= number < 1 << bits:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise LaunchRefusedError(f"{what} cannot be {arg!r}") from None
+    # The sign is the kernel's affair: nvcc declares an `int` as .u32.
+    return (number % (1 << bits)).to_bytes(parameter.size, "little")
+
+
+def _encode_map(what: str, asked: TensorMapOf, reached: Reached) -> bytes:
+    try:
+        return reached.encode(asked)
+    except reached.machine.refusals as refused:
+        raise LaunchRefusedError(f"{what}: {refused}") from None
+
+
+def _layout(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, str]:
+    """Shape, strides in elements, bytes an element and the dtype's name."""
+    if isinstance(tensor, np.ndarray):
+        each = tensor.itemsize
+        return tensor.shape, tuple(stride // each for stride in tensor.strides), each, tensor.dtype.name
+    if view_of(tensor) is None:
+        raise ValueError(f"a tensor map is of a torch tensor or a NumPy array, not of {type(tensor).__name__}")
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size(), str(tensor.dtype).partition(".")[2]
+
+
+# Sources
+
+
+def as_ptx(source: str | Path, target: str) -> str:
+    """PTX of PTX or CUDA C++, given as text or as a file. UnsupportedError where no compiler is found."""
+    text, name = str(source), "the source"
+    if isinstance(source, Path) or "\n" not in text:
+        name = text
+        try:
+            text = Path(source).read_text("utf-8")
+        except OSError as problem:
+            raise LaunchRefusedError(
+                f"the source {name!r} is neither text of several lines nor a file: {problem}"
+            ) from None
+    # A PTX module begins with .version, after comments (PTX ISA 5.1).
+    if any(line.lstrip().startswith(".version") for line in text.splitlines()):
+        return text
+    folder = str(Path(source).resolve().parent) if name == str(source) else ""
+    return compiled(text, target, folder)
+
+
+@lru_cache(maxsize=64)
+def compiled(text: str, target: str, folder: str = "") -> str:
+    """PTX of CUDA C++ `text` whose includes are in `folder`, by nvcc or else NVRTC.
+
+    LaunchRefusedError with the compiler's words for text that does not compile; UnsupportedError if neither is there.
+    """
+    if (nvcc := _nvcc()) is not None:
+        return _by_nvcc(nvcc, text, target, folder)
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        nvrtc.nvrtcVersion()
+    except Exception:  # the binding raises its own errors for a library that is not there
+        raise UnsupportedError(
+            "CUDA C++ needs a compiler, and neither nvcc nor NVRTC is here; "
+            "the extra `assembler` of megamoe has nvcc, and PTX needs none"
+        ) from None
+    return _by_nvrtc(nvrtc, text, target, folder)
+
+
+def _nvcc() -> str | None:
+    """nvcc of a wheel, of the path or of /usr/local/cuda: the first that is there."""
+    spec = importlib.util.find_spec("nvidia")
+    wheels = [Path(place) / "cu13" / "bin" for place in (spec.submodule_search_locations or ())] if spec else []
+    places = [*map(str, wheels), None, "/usr/local/cuda/bin"]
+    return next((found for place in places if (found := shutil.which("nvcc", path=place))), None)
+
+
+def _by_nvcc(nvcc: str, text: str, target: str, folder: str) -> str:
+    with tempfile.TemporaryDirectory(prefix="megamoe-nvcc-") as place:
+        source, ptx = Path(place) / "source.cu", Path(place) / "source.ptx"
+        source.write_text(text, "utf-8")
+        command = [nvcc, "-ptx", f"-arch={target}", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr"]
+        command += [f"-I{folder}"] if folder else []
+        done = subprocess.run([*command, str(source), "-o", str(ptx)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise LaunchRefusedError(f"nvcc does not compile the source: {(done.stderr or done.stdout).strip()}")
+        return ptx.read_text("utf-8")
+
+
+def _by_nvrtc(nvrtc: Any, text: str, target: str, folder: str) -> str:
+    def of(answer: tuple[Any, ...]) -> Any:
+        code, *values = answer
+        return (int(code), *values)
+
+    _, program = of(nvrtc.nvrtcCreateProgram(text.encode(), b"source.cu", 0, [], []))
+    options = [
+        f"--gpu-architecture={target.replace('sm_', 'compute_')}",
+        "-lineinfo",
+        *([f"-I{folder}"] if folder else []),
+    ]
+    code, *_ = of(nvrtc.nvrtcCompileProgram(program, len(options), [one.encode() for one in options]))
+    get_size, get = (
+        (nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog) if code else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+    )
+    _, size = of(get_size(program))
+    content = bytearray(size)
+    get(program, content)
+    said = bytes(content).rstrip(b"\0").decode()
+    if code:
+        raise LaunchRefusedError(f"NVRTC does not compile the source: {said.strip()}")
+    return said
