@@ -186,7 +186,6 @@ def _run(device: Device, own: Callable[..., object], compiled: Any, pointers: Se
     """In the place of JitCompiledFunction.run_compiled_program: the arguments are packed, and nothing has run."""
     addresses = [one if isinstance(one, int) else ctypes.cast(one, ctypes.c_void_p).value or 0 for one in pointers]
     machine = device.machine
-    machine.printed = device.printed
     with sentences(machine):
         machine.call(_host(compiled), addresses, _memory_behind(device, addresses))
     return 0

@@ -128,6 +128,7 @@ class Device:
         self.machine = open_machine(
             machine, target, schedule=schedule, accumulate=accumulate, step_budget=step_budget, sm_count=sm_count
         )
+        self.machine.printed = lambda text: self.printed(text)
 
     def launch(
         self, source: str | Path, entry: str, grid: Size, block: Size, /, *args: object, cluster: Size = 1,
@@ -145,7 +146,6 @@ class Device:
         UnsupportedError for an instruction that the machine lacks. Arrays keep what was written until then.
         """
         ptx = as_ptx(source, self.machine.target)
-        self.machine.printed = self.printed
         with sentences(self.machine):
             entries = self.machine.entries(ptx)
             name = _entry_named(entry, entries)

@@ -2,7 +2,8 @@
 
 A form such as `add{.<rnd>}{.ftz}{.sat}.f32` is matched against the dotted parts of an instruction: literals must be
 there, `{...}` may be, `<rnd>` stands for one of the words listed for it. An instruction that no form lists is refused
-by name, with the forms that come closest. Nothing is guessed.
+by name, with the forms that come closest. Nothing is guessed. Where ptxas takes the modifiers of a family in any order,
+and compilers make use of that, so does the table (ANY_ORDER).
 """
 
 from __future__ import annotations
@@ -84,6 +85,48 @@ def _compile(spelling: str, words: Mapping[str, str]) -> tuple[_Slot, ...]:
     return tuple(slots)
 
 
+ANY_ORDER = (
+    ("atom",),
+    ("red",),
+    ("ld",),
+    ("st",),
+    ("ldmatrix",),
+    ("stmatrix",),
+    ("tcgen05", "cp"),
+    ("cp", "async", "bulk"),
+    ("cp", "reduce", "async", "bulk"),
+)
+"""Families whose modifiers ptxas takes in any order (13.5 was asked), except that types keep their order and state
+spaces theirs: libcu++ and Triton write them in orders of their own. The words of each tuple stay in front."""
+_ORDERED = re.compile(r"(pred|[busf]\d+(x\d+)?|bf16(x2)?|global|local|const|shared|param)(::|$)")
+
+
+def _match_in_any_order(form: Form, parts: tuple[str, ...]) -> Mapping[str, str] | None:
+    """As Form.match, where the parts after the family's name may stand in any order, but types and spaces in theirs."""
+    family = next((one for one in ANY_ORDER if parts[: len(one)] == one), None)
+    if family is None:
+        return None
+
+    def search(slot: int, left: list[str], found: dict[str, str]) -> dict[str, str] | None:
+        if slot == len(form.slots):
+            return None if left else found
+        here = form.slots[slot]
+        first = {_is_space(part): part for part in reversed(left) if _ORDERED.match(part)}
+        for index, part in enumerate(left[:1] if slot < len(family) else left):
+            if part not in here.choices or (_ORDERED.match(part) and part != first[_is_space(part)]):
+                continue
+            rest = [*left[:index], *left[index + 1 :]]
+            if (done := search(slot + 1, rest, {**found, here.name: part})) is not None:
+                return done
+        return search(slot + 1, left, {**found, here.name: ""}) if here.optional else None
+
+    return search(0, list(parts), {})
+
+
+def _is_space(part: str) -> bool:
+    return part.startswith(("global", "local", "const", "shared", "param"))
+
+
 _TABLE: dict[str, list[Form]] = {}
 
 
@@ -118,6 +161,10 @@ def opcode(
 def _lookup(parts: tuple[str, ...]) -> tuple[Form, Mapping[str, str]] | None:
     for form in _TABLE.get(parts[0], []):
         words = form.match(parts)
+        if words is not None:
+            return form, words
+    for form in _TABLE.get(parts[0], []):
+        words = _match_in_any_order(form, parts)
         if words is not None:
             return form, words
     return None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
+from backends.vm.bind.calls import with_calls_in_place
 from backends.vm.bind.flow import Bound, FlowGraph, check_warpgroup_registers, end_loads_at_use
 from backends.vm.bind.forms import find
 from backends.vm.bind.unwritten import check_unwritten, checked, track_writes
-from backends.vm.faults import UnknownInstructionError
+from backends.vm.faults import Fault, UnknownInstructionError
 from backends.vm.machine.code import HANDLED, NEXT, Block, BoundFunction, Code, RegisterRows, Step
 from backends.vm.memory.shared import RESERVED
 from backends.vm.ptx.ast import Function, Instruction, Module, Symbol, Variable
@@ -43,6 +45,31 @@ def guarded(step: Step, guard: tuple[int, bool]) -> Step:
 def jump(target: int) -> Step:
     """`bra target`."""
     return lambda warp: target
+
+
+def jump_by(index: Step, targets: Sequence[int], guard: tuple[int, bool] | None, after: int) -> Step:
+    """`@%p brx.idx`: each lane goes to the block that its index names."""
+
+    def run(warp: Warp) -> object:
+        lanes = warp.mask
+        if guard is not None:
+            predicate = warp.pred[guard[0]]
+            lanes = warp.mask & ~predicate if guard[1] else warp.mask & predicate
+        chosen = cast("npt.NDArray[np.uint32]", index(warp))
+        wrong = lanes & (chosen >= len(targets))
+        if np.count_nonzero(wrong):
+            lane = int(np.flatnonzero(wrong)[0])
+            raise Fault("branch-index", f"brx.idx with index {chosen[lane]} into a list of {len(targets)} labels "
+                        f"is undefined (PTX ISA 9.7.12.4)", lane=lane)  # fmt: skip
+        parts = [(targets[one], lanes & (chosen == one)) for one in np.unique(chosen[lanes]).tolist()]
+        if np.count_nonzero(warp.mask & ~lanes):
+            parts.append((after, warp.mask & ~lanes))
+        if len(parts) == 1:
+            return parts[0][0]
+        warp.split(*parts)
+        return HANDLED
+
+    return run
 
 
 def jump_if(target: int, after: int, guard: tuple[int, bool]) -> Step:
@@ -153,6 +180,15 @@ def branch_target(function: Function, instruction: Instruction) -> int:
     return function.labels[label.name]
 
 
+def branch_table(function: Function, instruction: Instruction) -> list[int]:
+    """Indices of the instructions that a `brx.idx` may go to."""
+    label = instruction.operands[1]
+    names = function.branch_targets.get(label.name, ()) if isinstance(label, Symbol) else ()
+    if not names or any(name not in function.labels for name in names):
+        raise UnknownInstructionError(f"PTX line {instruction.line}: `{instruction.text}`: no such .branchtargets list")
+    return [function.labels[name] for name in names]
+
+
 def _successors(function: Function, bound: list[Bound], block: range) -> list[int]:
     if not block:
         return []
@@ -160,6 +196,8 @@ def _successors(function: Function, bound: list[Bound], block: range) -> list[in
     targets: list[int] = []
     if last.form.control == "branch":
         targets.append(branch_target(function, last.instruction))
+    elif last.form.control == "table":
+        targets += branch_table(function, last.instruction)
     if not last.form.control or last.guard is not None:
         targets.append(block.stop)
     return [target for target in targets if target < len(bound)]
@@ -187,6 +225,9 @@ def _controlled(function: Function, item: Bound, after: int, block_of: Mapping[i
     if item.form.control == "branch":
         target = block_of.get(branch_target(function, item.instruction), len(block_of))
         return jump_if(target, after, item.guard) if item.guard else jump(target)
+    if item.form.control == "table":
+        table = [block_of.get(target, len(block_of)) for target in branch_table(function, item.instruction)]
+        return jump_by(item.step, table, item.guard, after)
     if item.form.control == "exit":
         return guarded_leave(item.guard) if item.guard else leave
     return guarded_tail(item.step, item.guard, after) if item.guard else item.step
@@ -198,6 +239,7 @@ def _align(offset: int, align: int) -> int:
 
 def bind_function(module: Module, function: Function) -> BoundFunction:
     """Bind the code of `function` and place its parameters, locals and the module's shared variables."""
+    function = with_calls_in_place(module, function)
     visible = {**module.variables, **{v.name: v for v in (*function.variables, *function.params)}}
     spaces = {name: variable.space for name, variable in visible.items()}
     spaces.update(dict.fromkeys(function.labels, "code"))

@@ -170,6 +170,7 @@ class Session:
         machine = self._machine
         machine.counters.clear()
         machine.steps_left = machine.step_budget
+        machine.printed = self.printed
         added = list[Buffer]()
         try:
             for one in memory:

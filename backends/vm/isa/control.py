@@ -22,6 +22,16 @@ def bra(b: Binder) -> Step:
     return _nothing
 
 
+@opcode("brx.idx{.uni}", section="9.7.12.4", kind="tail", control="table", counter="control")
+def brx(b: Binder) -> Step:
+    """Where each lane jumps: its index into the list of labels, which is resolved when blocks are cut."""
+    index, labels = b.expect(2)
+    if not isinstance(labels, Symbol):
+        raise b.error("the second operand must be the label of a .branchtargets list")
+    row = b.source(index, "u32")
+    return lambda warp: warp.u32[row]
+
+
 @opcode("ret{.uni}", section="9.7.12.6", kind="tail", control="exit", counter="control")
 @opcode("exit", section="9.7.12.7", kind="tail", control="exit", counter="control")
 def leave(b: Binder) -> Step:

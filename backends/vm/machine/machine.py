@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -58,7 +58,8 @@ class Observer(Protocol):
 class Machine:
     """A GPU without a clock: memory, a schedule, an accumulation policy, and counters over all launches.
 
-    `unstarted`: the first CTA of each cluster of the running launch that has not begun.
+    `unstarted`: the first CTA of each cluster of the running launch that has not begun. `printed` gets what kernels
+    print, a piece at a time; by default it is dropped.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Machine:
         self.params: Bytes = np.zeros(0, np.uint8)
         self.unstarted: list[Dim3] = []
         self.races = GlobalRaces()
+        self.printed: Callable[[str], object] = _dropped
         self._function: BoundFunction | None = None
         self._placed: dict[int, tuple[Variable, int]] = {}
 
@@ -143,6 +145,10 @@ class Machine:
                             address=address)  # fmt: skip
             return self.params[offset : offset + size]
         return self.memory.load(np.array([address], np.int64), size)[0]
+
+
+def _dropped(text: str) -> None:
+    return None
 
 
 def _check_launch(function: BoundFunction, shape: LaunchShape) -> None:

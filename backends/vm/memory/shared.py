@@ -104,7 +104,7 @@ class SharedMemory:
         if size < 4:
             self._check_neighbours(granules, clock)
         elif not strong:
-            self._check_writers(granules, clock, "overwritten")
+            self._check_overwritten(granules, clock, self.data[index], values)
             self._check_readers(granules, clock)
         if size >= 4:
             self.contested[granules] = False
@@ -145,6 +145,20 @@ class SharedMemory:
             late &= ~self.contested[granules]
             if np.count_nonzero(late):
                 self._race(granules, late, self.writer, action)
+
+    def _check_overwritten(self, granules: Granules, clock: Clock, before: Bytes, after: Bytes) -> None:
+        """As _check_writers, but for threads that write the value that another one wrote, in whole granules.
+
+        Races between writes of one size are defined (PTX ISA 8.7.2), and such a one has one outcome: Triton's
+        replicated layouts and nvcc's hoisted initialisations rely on it.
+        """
+        late = unordered(self.writer[granules], clock.seen)
+        if late is None:
+            return
+        equal = (before == after).reshape(*granules.shape, 4).all(2)
+        late &= ~self.contested[granules] & ~(equal & (agent_of(self.writer[granules]) < self.agents.first_engine))
+        if np.count_nonzero(late):
+            self._race(granules, late, self.writer, "overwritten")
 
     def _check_readers(self, granules: Granules, clock: Clock) -> None:
         late = unordered(self.reader[granules], clock.seen)

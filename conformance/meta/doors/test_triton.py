@@ -113,6 +113,39 @@ def test_tensors_behind_addresses_are_reached():
     through[(1,)](torch.tensor([hidden.data_ptr()]), B=128)
     assert hidden.tolist() == [1] * 128
 
+@triton.jit
+def persistent(a, b, o, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SMS: tl.constexpr):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * tl.cdiv(N, BN), SMS, warp_specialize=True):
+        m, n = tile // tl.cdiv(N, BN) * BM, tile % tl.cdiv(N, BN) * BN
+        sums = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, K, BK):
+            sums = tl.dot(a.load([m, k]), b.load([n, k]).T, sums)
+        o.store([m, n], sums.to(tl.float16))
+
+def test_warp_specialisation():
+    megamoe.triton.install("sm_100a", schedule="lazy")
+    a, b, o = torch.randn(256, 128).half(), torch.randn(128, 128).half(), torch.empty(256, 128).half()
+    maps = [TensorDescriptor.from_tensor(t, box) for t, box in ((a, [128, 64]), (b, [64, 64]), (o, [128, 64]))]
+    persistent[(2,)](*maps, 256, 128, 128, BM=128, BN=64, BK=64, SMS=2)
+    torch.testing.assert_close(o.float(), a.float() @ b.float().T, atol=0.05, rtol=0.01)
+
+def test_clusters():
+    megamoe.triton.install("sm_90a")
+    x, o = torch.randn(1000), torch.empty(1000)
+    copy[(2,)](x, o, 1000, B=512, num_ctas=2)
+    assert torch.equal(o, x)
+
+@triton.jit
+def printing(x, B: tl.constexpr):
+    tl.device_print("x: ", tl.load(x + tl.arange(0, B)))
+
+def test_what_a_kernel_prints(capsys):
+    megamoe.triton.install("sm_100a")
+    printing[(1,)](torch.arange(128), B=128)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 128
+    assert lines[100] == "pid (0, 0, 0) idx (100) x: 100"
+
 def test_triton_gets_its_own_driver_back():
     from triton.backends import backends
     megamoe.triton.uninstall()
@@ -168,7 +201,7 @@ def _pytest(folder: Path, text: str, *options: str) -> str:
 
 def test_kernels_of_triton_run_on_cpu_tensors(tmp_path: Path) -> None:
     said = _pytest(tmp_path, SCRIPT)
-    assert "12 passed" in said, said
+    assert "15 passed" in said, said
 
 
 def test_a_test_suite_runs_and_findings_fail_it(tmp_path: Path) -> None:

@@ -1,0 +1,254 @@
+"""Calls put in place, jumps by a table, what device code prints and asserts, and modifiers in any order."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from backends.vm.bind.forms import find
+from backends.vm.faults import Fault, UnknownInstructionError
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
+from backends.vm.ptx.ast import Instruction
+
+HEAD = ".version 8.7\n.target sm_100a\n.address_size 64\n"
+FUNCTIONS = """
+.func (.param .b32 out) plus(.param .b32 x, .param .b32 y)
+{
+  .reg .b32 %r<4>;
+  .reg .pred %p1;
+  ld.param.u32 %r1, [x];
+  ld.param.u32 %r2, [y];
+  setp.gt.u32 %p1, %r1, 100;
+  @%p1 bra large;
+  add.u32 %r3, %r1, %r2;
+  st.param.b32 [out], %r3;
+  ret;
+large:
+  st.param.b32 [out], 0;
+  ret;
+}
+.func (.param .b32 out) thrice(.param .b32 x)
+{
+  .reg .b32 %r<4>;
+  .shared .u32 calls;
+  ld.param.u32 %r1, [x];
+  { .param .b32 a; .param .b32 b; .param .b32 r;
+    st.param.b32 [a], %r1; st.param.b32 [b], %r1;
+    call.uni (r), plus, (a, b);
+    ld.param.b32 %r2, [r]; }
+  { .param .b32 a; .param .b32 b; .param .b32 r;
+    st.param.b32 [a], %r2; st.param.b32 [b], %r1;
+    call.uni (r), plus, (a, b);
+    ld.param.b32 %r3, [r]; }
+  st.param.b32 [out], %r3;
+  ret;
+}
+"""
+CALLER = """
+.visible .entry k(.param .u64 y)
+{
+  .reg .b32 %r<8>;
+  .reg .b64 %rd<4>;
+  .reg .pred %p<2>;
+  ld.param.u64 %rd1, [y];
+  mov.u32 %r1, %tid.x;
+  mul.wide.u32 %rd2, %r1, 4;
+  add.u64 %rd1, %rd1, %rd2;
+  mul.lo.u32 %r4, %r1, 5;
+  setp.ne.u32 %p1, %r1, 7;
+  mov.u32 %r3, 77;
+  { .param .b32 a; .param .b32 r;
+    st.param.b32 [a], %r4;
+    @%p1 call (r), thrice, (a);
+    @%p1 ld.param.b32 %r3, [r]; }
+  st.global.u32 [%rd1], %r3;
+  ret;
+}
+"""
+
+
+def _run(ptx: str, size: int = 32, schedule: str = "eager") -> tuple[list[int], str]:
+    """Entry `k` on one warp: the words that it stored at `y`, and what it printed."""
+    machine, y, said = Machine(schedule), np.zeros(size, np.uint32), list[str]()
+    machine.printed = said.append
+    base = machine.memory.add("y", y.view(np.uint8)).base
+    machine.launch(load(HEAD + ptx).entry("k"), (1, 1, 1), (32, 1, 1), [base.to_bytes(8, "little")])
+    return y.tolist(), "".join(said)
+
+
+def test_functions_call_functions_under_a_guard() -> None:
+    stored, _ = _run(FUNCTIONS + CALLER)
+    # 5 i three times; beyond 100 `plus` gives 0, and then its second call adds to that.
+    twice = [2 * x if x <= 100 else 0 for x in range(0, 160, 5)]
+    expected = [t + x if t <= 100 else 0 for t, x in zip(twice, range(0, 160, 5), strict=True)]
+    expected[7] = 77
+    assert stored == expected
+
+
+PROTO = "mov.u32 %r3, 77; proto: .callprototype (.param .b32 _) _ (.param .b32 _);"
+INDIRECT = CALLER.replace("(r), thrice, (a)", "(r), %rd1, (a), proto").replace("mov.u32 %r3, 77;", PROTO)
+REFUSED = [
+    (FUNCTIONS.replace("(r), plus, (a, b)", "(r), thrice, (a)") + CALLER, "thrice, which calls itself"),
+    (".extern .func (.param .b32 out) thrice(.param .b32 x);" + CALLER, "thrice, which has no body here"),
+    (FUNCTIONS + INDIRECT, "an indirect call"),
+    (FUNCTIONS + CALLER.replace("(r), thrice, (a)", "(r), plus, (a)"), "plus with other arguments than its 3"),
+]
+
+
+@pytest.mark.parametrize(("ptx", "sentence"), REFUSED)
+def test_a_call_that_cannot_be_followed_is_named(ptx: str, sentence: str) -> None:
+    with pytest.raises(UnknownInstructionError, match=re.escape(sentence)):
+        _run(ptx)
+
+
+TABLE = """
+.visible .entry k(.param .u64 y)
+{
+  .reg .b32 %r<8>;
+  .reg .b64 %rd<4>;
+  ld.param.u64 %rd1, [y];
+  mov.u32 %r1, %tid.x;
+  mul.wide.u32 %rd2, %r1, 4;
+  add.u64 %rd1, %rd1, %rd2;
+  and.b32 %r2, %r1, MASK;
+  jumps: .branchtargets zero, one, two;
+  brx.idx %r2, jumps;
+one:
+  mov.u32 %r3, 111;
+  bra done;
+two:
+  mov.u32 %r3, 222;
+  bra done;
+zero:
+  mov.u32 %r3, 100;
+done:
+  st.global.u32 [%rd1], %r3;
+  ret;
+}
+"""
+
+
+def test_each_lane_jumps_by_its_index() -> None:
+    stored, _ = _run(TABLE.replace("MASK", "1"))
+    assert stored == [100, 111] * 16
+    stored, _ = _run(TABLE.replace("MASK", "2"))
+    assert stored == [100, 100, 222, 222] * 8
+
+
+def test_an_index_beyond_the_table_is_a_fault() -> None:
+    with pytest.raises(Fault, match="index 3 into a list of 3 labels") as caught:
+        _run(TABLE.replace("MASK", "3"))
+    assert (caught.value.rule, caught.value.lane) == ("branch-index", 3)
+
+
+def _bytes(text: str) -> str:
+    return ", ".join(str(byte) for byte in text.encode() + b"\0")
+
+
+def _printing(form: str) -> str:
+    return f"""
+.extern .func (.param .b32 status) vprintf (.param .b64 format, .param .b64 arguments);
+.global .align 1 .b8 form[{len(form) + 1}] = {{{_bytes(form)}}};
+.global .align 1 .b8 word[6] = {{{_bytes("seven")}}};
+.visible .entry k(.param .u64 y)
+{{
+  .reg .b32 %r<8>;
+  .reg .b64 %rd<8>;
+  .reg .pred %p<2>;
+  .local .align 8 .b8 depot[40];
+  ld.param.u64 %rd7, [y];
+  mov.u32 %r1, %tid.x;
+  setp.gt.u32 %p1, %r1, 1;
+  @%p1 ret;
+  mov.u64 %rd1, depot;
+  cvta.local.u64 %rd2, %rd1;
+  st.local.u32 [depot], %r1;
+  mov.b64 %rd3, 0d3FF8000000000000;
+  st.local.b64 [depot+8], %rd3;
+  mov.u64 %rd4, word;
+  cvta.global.u64 %rd5, %rd4;
+  st.local.u64 [depot+16], %rd5;
+  st.local.u32 [depot+24], 255;
+  mov.u64 %rd4, form;
+  cvta.global.u64 %rd6, %rd4;
+  {{ .param .b64 a; .param .b64 b; .param .b32 r;
+    st.param.b64 [a], %rd6; st.param.b64 [b], %rd2;
+    call.uni (r), vprintf, (a, b);
+    ld.param.b32 %r2, [r]; }}
+  st.global.u32 [%rd7], %r2;
+  ret;
+}}
+"""
+
+
+def test_what_a_kernel_prints_is_handed_on() -> None:
+    _, said = _run(_printing("%3d|%.2f|%6s|%x%%\n"))
+    assert said == "  0|1.50| seven|ff%\n  1|1.50| seven|ff%\n"
+
+
+ORDERS = [
+    ("atom.acq_rel.gpu.global.add.u32", "atom.global.acq_rel.gpu.add.u32"),
+    ("atom.acq_rel.gpu.add.u32", "atom.add.acq_rel.gpu.u32"),
+    ("atom.acquire.gpu.cas.b32", "atom.cas.acquire.gpu.b32"),
+    ("red.release.gpu.global.add.u32", "red.add.release.gpu.global.u32"),
+    ("ld.acquire.gpu.global.u32", "ld.global.acquire.gpu.u32"),
+    ("stmatrix.sync.aligned.m8n8.x2.shared.b16", "stmatrix.sync.aligned.x2.m8n8.shared.b16"),
+    ("tcgen05.cp.cta_group::1.32x128b.warpx4", "tcgen05.cp.cta_group::1.warpx4.32x128b"),
+]
+
+
+def _found(spelling: str) -> object:
+    return find(Instruction(tuple(spelling.split(".")), (), None, 1, spelling))
+
+
+@pytest.mark.parametrize(("written", "other"), ORDERS)
+def test_modifiers_stand_in_any_order(written: str, other: str) -> None:
+    form, words = find(Instruction(tuple(written.split(".")), (), None, 1, written))
+    assert find(Instruction(tuple(other.split(".")), (), None, 1, other)) == (form, words), other
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "atom.acq_rel.gpu.gpu.global.add.u32",
+        "gpu.atom.acq_rel.global.add.u32",
+        "cp.async.bulk.tensor.2d.shared::cta.global.bulk_group",
+        "cvt.f32.rn.f16",
+    ],
+)
+def test_the_order_of_types_and_spaces_matters(spelling: str) -> None:
+    with pytest.raises(UnknownInstructionError):
+        _found(spelling)
+
+
+SAME = """
+.visible .entry k(.param .u64 y)
+{
+  .reg .b32 %r<8>;
+  .shared .u32 cell;
+  mov.u32 %r1, %tid.x;
+  shr.u32 %r1, %r1, 5;
+  VALUE
+  st.shared.u32 [cell], %r1;
+  ret;
+}
+"""
+
+
+@pytest.mark.parametrize(("value", "races"), [("mov.u32 %r1, 5;", False), ("", True)])
+def test_warps_that_store_one_value_do_not_race(value: str, races: bool) -> None:
+    for schedule in ("eager", "lazy", "random:3"):
+        machine = Machine(schedule)
+        entry = load(HEAD + SAME.replace("VALUE", value)).entry("k")
+
+        def launch(machine: Machine = machine, entry: object = entry) -> None:
+            machine.launch(entry, (1, 1, 1), (64, 1, 1), [bytes(8)])  # pyright: ignore[reportArgumentType]
+
+        if races:
+            with pytest.raises(Fault, match="nothing orders that after"):
+                launch()
+        else:
+            launch()
