@@ -13,7 +13,7 @@ from collections.abc import Generator
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from megamoe.judge.worker import give_memory_back
+from megamoe.runner.child import give_memory_back
 
 # Kernels are small, and threads that wait for each other cost more than they save: ten times more on two busy cores.
 # numpy and torch read these when they are imported, which is after this file.

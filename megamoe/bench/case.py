@@ -33,11 +33,12 @@ from megamoe.contract import (
     load_executor,
 )
 from megamoe.judge.arena import Arena
+from megamoe.judge.comparison import Expected, compared, complaints, expected_of
 from megamoe.judge.figures import leave_program, program_sha256
 from megamoe.judge.guarded import build_program, needed_work
-from megamoe.judge.judge import Expected, compared, complaints, expected_of, explain_error
 from megamoe.ops import reference
 from megamoe.records.lines import Evidence, Record, Timing, record_of
+from megamoe.runner.child import explain_error
 from megamoe.spec.load import load_specs
 
 if TYPE_CHECKING:

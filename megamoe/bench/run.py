@@ -16,12 +16,13 @@ from tempfile import TemporaryDirectory
 
 from megamoe.bench.timing import Policy
 from megamoe.bench.worker import BenchWorker, Death
-from megamoe.contract import DeviceFacts, Row, TimedExecutor, UnsupportedError, load_executor
+from megamoe.contract import DeviceFacts, Row, UnsupportedError
 from megamoe.judge.figures import FigureMaker
 from megamoe.judge.run import DEFAULT_TIMEOUT_S, RunSettings, judged
 from megamoe.records.files import RecordWriter
 from megamoe.records.lines import AnyLine, Figures, Record, RunHeader, Timing
 from megamoe.records.provenance import installed_version, run_header
+from megamoe.runner.capabilities import machine_of
 from megamoe.spec.selection import DEFAULT_EXECUTOR, Selection
 
 # Packages, besides megamoe and torch, that times and figures depend on.
@@ -70,7 +71,7 @@ class BenchRun:
 
     def __init__(self, rows: Sequence[Row], selection: Selection, settings: BenchSettings, output: Path) -> None:
         self.rows, self.settings, self.output = tuple(dict.fromkeys(rows)), settings, output
-        clocks = {name: _keeps_time(name) for name in {row.executor for row in self.rows}}
+        clocks = {name: keeps_time(name) for name in {row.executor for row in self.rows}}
         self.timed = frozenset(row for row in self.rows if clocks[row.executor])
         self.header: RunHeader = run_header(selection, len(self.rows)).model_copy(update={"software": _software()})
         self._writer: RecordWriter | None = None
@@ -184,12 +185,13 @@ def timed_group(
             pending.remove(one.record.row)
 
 
-def _keeps_time(executor: str) -> bool:
+def keeps_time(executor: str) -> bool:
+    """Whether an executor has a clock of its own; False if it does not say."""
     # The default executor has no clock, and loading it would import torch in every collection.
     if executor == DEFAULT_EXECUTOR:
         return False
     try:
-        return isinstance(load_executor(executor), TimedExecutor)
+        return machine_of(executor).timed
     except UnsupportedError:
         return False
 

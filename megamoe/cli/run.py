@@ -29,7 +29,7 @@ from megamoe.cli.options import (
     with_options,
 )
 from megamoe.cli.terminal import RunProgress, console, ended_with_its_reader, print_verdict
-from megamoe.contract import DeviceFacts, Row, TimedExecutor, load_executor
+from megamoe.contract import DeviceFacts, Row
 from megamoe.gate.expected import stale_entries
 from megamoe.gate.verdict import judge_run
 from megamoe.judge.figures import FigureMaker
@@ -233,7 +233,9 @@ def conduct(
         header = header.model_copy(update={"device": _device(plan.left, Path(name))})
         several = len({row.backend for row in plan.left}) > 1
         kept = outputs if several else None
-        settings = RunSettings(header.run, how.jobs, how.timeout, how.specs, FAILURES, kept, programs)
+        settings = RunSettings(
+            header.run, how.jobs, how.timeout, how.specs, FAILURES, kept, programs, hidden=(plan.path,)
+        )
         done = _run_and_record(out, plan, header, settings, stops)
     out.print(f"records: {plan.path}", markup=False)
     return replace(done, records=[*plan.before, *done.records])
@@ -243,10 +245,10 @@ def _device(rows: Sequence[Row], folder: Path) -> DeviceFacts | None:
     """The device of the first executor that has one, as a worker process finds it; None if there is none."""
     for name in dict.fromkeys(row.executor for row in rows if row.executor != DEFAULT_EXECUTOR):
         # These import torch, which a run on the VM alone need not pay for here.
-        from megamoe.bench.run import device_of
+        from megamoe.bench.run import device_of, keeps_time
         from megamoe.bench.worker import BenchWorker
 
-        if isinstance(load_executor(name), TimedExecutor):
+        if keeps_time(name):
             with BenchWorker(folder / "progress") as worker:
                 return device_of(name, worker, folder)
     return None

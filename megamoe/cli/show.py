@@ -21,20 +21,17 @@ from megamoe.cli.options import Ops, Specs, Wheres, find_modules_of_the_user
 from megamoe.cli.terminal import Terminal, console
 from megamoe.contract import (
     TARGETS,
-    Borrowed,
     Case,
     Row,
-    Target,
     UnsupportedError,
     backend_names,
     executor_names,
-    load_backend,
-    load_executor,
     spell,
 )
 from megamoe.explain import FOLDER, folder_of
 from megamoe.records.lines import SCHEMA_VERSION, RecordError
 from megamoe.records.provenance import git_revision, installed_version
+from megamoe.runner.capabilities import machine_of, offer_of
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import (
@@ -184,13 +181,13 @@ def capabilities(specs: Path | None = None) -> Iterator[Capability]:
 
 def _backend_capabilities(name: str, ops: tuple[str, ...]) -> Iterator[Capability]:
     try:
-        backend = load_backend(name)
-        offers = {op: backend.targets(op) for op in ops}
-        absent = backend.missing() if isinstance(backend, Borrowed) else None
-    except Exception as error:
-        yield Capability(f"backend {name}", False, f"cannot be loaded: {_one_line(error)}")
+        offered = {op: offer_of(name, op) for op in ops}
+    except UnsupportedError as error:
+        yield Capability(f"backend {name}", False, " ".join(str(error).split()))
         return
-    if isinstance(backend, Borrowed):
+    offers = {op: offer.targets for op, offer in offered.items()}
+    if any(offer.borrowed for offer in offered.values()):
+        absent = next((offer.missing for offer in offered.values()), None)
         has = [f"{op} for {', '.join(targets)}" for op, targets in offers.items() if targets]
         yield Capability(f"backend {name}", absent is None, absent or f"{'; '.join(has)}; on a device only")
         return
@@ -206,10 +203,9 @@ def _backend_capabilities(name: str, ops: tuple[str, ...]) -> Iterator[Capabilit
 
 def _executor_capabilities(name: str) -> Iterator[Capability]:
     try:
-        executor = load_executor(name)
-        reasons: dict[Target, str | None] = {target: executor.unavailable(target) for target in TARGETS}
-    except Exception as error:
-        yield Capability(f"executor {name}", False, f"cannot be loaded: {_one_line(error)}")
+        reasons = machine_of(name).unavailable
+    except UnsupportedError as error:
+        yield Capability(f"executor {name}", False, " ".join(str(error).split()))
         return
     for target, reason in reasons.items():
         yield Capability(f"executor {name}, {target}", reason is None, reason or "runs here")

@@ -47,6 +47,8 @@ class Assembled:
     sentence: str | None = None
     kernels: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
     cubin_sha256: str | None = None
+    refused: bool = False
+    """Whether it is there and does not take the program."""
 
 
 _LABELS = {
@@ -81,4 +83,4 @@ def _one(name: str, load: Callable[[], Assemble], ptx: str, target: Target) -> A
     except UnsupportedError as error:
         return Assembled(name, sentence=str(error))
     except Exception as error:
-        return Assembled(name, sentence=f"{type(error).__name__}: {error}")
+        return Assembled(name, sentence=f"{type(error).__name__}: {error}", refused=True)

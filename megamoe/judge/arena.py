@@ -7,8 +7,11 @@ that a store one byte past a ragged end shows.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import math
+import mmap
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,14 +142,21 @@ class Layout:
     dtype: torch.dtype
     role: Literal["input", "output"]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class _Plot:
-    """One tensor between its bands. `memory` (uint8): lower band, tensor, upper band."""
+    """One tensor between its bands. `memory` (uint8): lower band, tensor, upper band. `offset`: of the tensor in the
+    block."""
 
     layout: Layout
     memory: torch.Tensor
     guard: int
+    offset: int
 
     @property
     def body(self) -> torch.Tensor:
@@ -160,8 +170,9 @@ class _Plot:
 class Arena:
     """The tensors of one case, by name, in `tensors`. Inputs are copied in; outputs hold POISON until written.
 
-    `guard`: bytes of each band, a positive multiple of 256. ValueError if an input is missing, superfluous, or of the
-    wrong shape or dtype.
+    All lie in one block of memory. `guard`: bytes of each band, a positive multiple of 256. `shared`: a block of
+    `block_bytes` bytes (uint8, aligned) that another process sees too. ValueError if an input is missing, superfluous,
+    or of the wrong shape or dtype.
     """
 
     def __init__(
@@ -171,8 +182,9 @@ class Arena:
         inputs: Mapping[str, torch.Tensor],
         device: str | torch.device = "cpu",
         guard: int = ALIGNMENT,
+        shared: torch.Tensor | None = None,
     ) -> None:
-        self._lay_out(layouts_of(spec, case), inputs, device, guard, case.id)
+        self._lay_out(layouts_of(spec, case), inputs, device, guard, case.id, shared)
 
     @classmethod
     def of_layouts(
@@ -184,7 +196,7 @@ class Arena:
     ) -> Arena:
         """An arena for tensors without a spec."""
         arena = cls.__new__(cls)
-        arena._lay_out(layouts, inputs, device, guard, "arena")
+        arena._lay_out(layouts, inputs, device, guard, "arena", None)
         return arena
 
     def _lay_out(
@@ -194,15 +206,44 @@ class Arena:
         device: str | torch.device,
         guard: int,
         owner: str,
+        shared: torch.Tensor | None,
     ) -> None:
         _check(layouts, inputs, guard, owner)
         self._pattern = _pattern(guard, device)
-        self._plots = {name: _plot(layout, self._pattern, device) for name, layout in layouts.items()}
-        self.tensors: dict[str, torch.Tensor] = {name: plot.tensor for name, plot in self._plots.items()}
+        self._place(layouts, _block(block_bytes(layouts, guard), device) if shared is None else shared)
+        for plot in self._plots.values():
+            plot.memory[:guard] = self._pattern
+            plot.memory[plot.memory.numel() - guard :] = self._pattern
         for name, tensor in inputs.items():
             self.tensors[name].copy_(tensor)
         self._seals = {name: seal(self._plots[name].body) for name in inputs}
         self.poison()
+
+    def _place(self, layouts: Mapping[str, Layout], block: torch.Tensor) -> None:
+        guard, start = self._pattern.numel(), 0
+        self._block, self._plots = block, dict[str, _Plot]()
+        for name, layout in layouts.items():
+            size = layout.nbytes + 2 * guard
+            self._plots[name] = _Plot(layout, block[start : start + size], guard, start + guard)
+            start += _aligned(size)
+        self.tensors: dict[str, torch.Tensor] = {name: plot.tensor for name, plot in self._plots.items()}
+
+    def taken(self) -> None:
+        """Moves the arena to a private copy of its block as it is now, which nobody else can change."""
+        self._place({name: plot.layout for name, plot in self._plots.items()}, self._block.clone())
+
+    @property
+    def told(self) -> list[dict[str, object]]:
+        """Where each tensor lies in the block: its name, offset in bytes, shape, and dtype as torch calls it."""
+        return [
+            {
+                "name": name,
+                "offset": plot.offset,
+                "shape": list(plot.layout.shape),
+                "dtype": str(plot.layout.dtype).removeprefix("torch."),
+            }
+            for name, plot in self._plots.items()
+        ]
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -349,14 +390,32 @@ def _pattern(guard: int, device: str | torch.device) -> torch.Tensor:
     return ((torch.arange(guard) * 167 + 89) % 256).to(torch.uint8).to(device)
 
 
-def _plot(layout: Layout, pattern: torch.Tensor, device: str | torch.device) -> _Plot:
-    guard, size = pattern.numel(), math.prod(layout.shape) * layout.dtype.itemsize
-    raw = torch.empty(size + 2 * guard + ALIGNMENT, dtype=torch.uint8, device=device)
+def block_bytes(layouts: Mapping[str, Layout], guard: int = ALIGNMENT) -> int:
+    """Bytes of the block that an arena of these tensors needs."""
+    return sum(_aligned(layout.nbytes + 2 * guard) for layout in layouts.values())
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _block(size: int, device: str | torch.device) -> torch.Tensor:
+    raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
     start = -raw.data_ptr() % ALIGNMENT
-    memory = raw[start : start + size + 2 * guard]
-    memory[:guard] = pattern
-    memory[guard + size :] = pattern
-    return _Plot(layout, memory, guard)
+    return raw[start : start + size]
+
+
+@contextmanager
+def shared_block(size: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """A block of `size` zero bytes, and the descriptor by which another process finds it. Its size is fixed."""
+    descriptor = os.memfd_create("megamoe-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, max(size, 1))
+        # Whoever could shrink it would end the process that reads it.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        yield descriptor, torch.frombuffer(mmap.mmap(descriptor, max(size, 1)), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
 
 
 def _fill(body: torch.Tensor, dtype: torch.dtype) -> None:

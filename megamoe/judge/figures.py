@@ -1,20 +1,27 @@
-"""Compiler figures of the programs of a run, as lines of its record file.
+"""Compiler figures of the programs of a run, as lines of its record file, and whether an assembler takes them at all.
 
-Workers leave the PTX of their rows in a folder, named by its digest. The process that writes the records assembles each
-text once for each target, however many rows share it.
+Each text is assembled once for each target, however many rows share it, in a process of its own: assemblers are entry
+points. What they said lies beside the text, in the folder of the programs, for the process that writes the records.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Any, Final
 
-from megamoe.contract import Row, Target
-from megamoe.contract.assembly import Assembled, assembled
+from megamoe.contract import Row, UnsupportedError
+from megamoe.contract.assembly import Assembled
 from megamoe.records.files import write_file
 from megamoe.records.lines import Figures
+from megamoe.runner.process import Runner, RunnerDiedError, RunnerFaultError, nursery
+from megamoe.runner.requests import ASSEMBLE
+
+MAX_ASSEMBLY_S: Final = 300.0
 
 
 def program_sha256(ptx: str | None) -> str | None:
@@ -32,20 +39,71 @@ def leave_program(folder: Path, ptx: str) -> str:
     return digest
 
 
+class Assemblies:
+    """Assembles each program once, on threads of its own, each with a runner. `folder`: what other processes have made
+    lies there, and what this one makes; None to keep it to itself. Close it after use."""
+
+    def __init__(self, folder: Path | None, jobs: int = 1) -> None:
+        self._folder = folder
+        self._pool = ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="assembler")
+        self._made: dict[tuple[str, str], Future[list[Assembled]]] = {}
+        self._runners: dict[int, Runner] = {}
+
+    def begin(self, ptx: str, target: str) -> Future[list[Assembled]]:
+        """What every assembler makes of `ptx`, in a while."""
+        key = (hashlib.sha256(ptx.encode()).hexdigest(), target)
+        if key not in self._made:
+            self._made[key] = self._pool.submit(self._assembled, key, ptx)
+        return self._made[key]
+
+    def close(self) -> None:
+        """Cancels what has not begun."""
+        self._pool.shutdown(cancel_futures=True)
+        for runner in self._runners.values():
+            runner.end()
+
+    def _assembled(self, key: tuple[str, str], ptx: str) -> list[Assembled]:
+        path = None if self._folder is None else self._folder / f"{key[0]}.{key[1]}.json"
+        if path is not None and path.exists():
+            return _read(json.loads(path.read_text("utf-8")))
+        try:
+            found = _read(self._runner().ask(ASSEMBLE, {"target": key[1]}, MAX_ASSEMBLY_S, [ptx.encode()]).told)
+        except (RunnerDiedError, RunnerFaultError, UnsupportedError) as error:
+            return [Assembled("none", sentence=str(error))]
+        if path is not None:
+            write_file(path, json.dumps({"assembled": [asdict(one) for one in found]}), "the figures", durable=False)
+        return found
+
+    def _runner(self) -> Runner:
+        mine = threading.get_ident()
+        if mine not in self._runners or self._runners[mine].ended:
+            self._runners[mine] = nursery().runner("the assemblers")
+        return self._runners[mine]
+
+
+def _read(told: Any) -> list[Assembled]:
+    return [
+        Assembled(**{**one, "numbers": tuple((label, number) for label, number in one["numbers"])})
+        for one in told["assembled"]
+    ]
+
+
 class FigureMaker:
-    """Assembles each program in `folder` once, on its own threads. Close it after use."""
+    """The figures of the programs in `folder`. Close it after use."""
 
     def __init__(self, run: str, folder: Path, jobs: int = 1) -> None:
         self._run, self._folder = run, folder
-        self._pool = ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="assembler")
+        self._assemblies = Assemblies(folder, jobs)
         self._made: dict[tuple[str, str], Future[list[Assembled]]] = {}
 
     def begin(self, row: Row, digest: str | None) -> None:
         """Starts to assemble the program of `row`, if it has one that was not started before."""
         path = self._folder / f"{digest}.ptx"
         if digest is not None and (digest, row.target) not in self._made and path.exists():
-            target = cast(Target, row.target)
-            self._made[digest, row.target] = self._pool.submit(assembled, path.read_text("utf-8"), target)
+            ptx = path.read_text("utf-8")
+            # Figures of another text would be figures of nothing that ran.
+            if program_sha256(ptx) == digest:
+                self._made[digest, row.target] = self._assemblies.begin(ptx, row.target)
 
     def of(self, row: Row, digest: str | None) -> list[Figures]:
         """One line for each assembler that accepted the program of `row`. Waits for them. Empty without a program."""
@@ -70,7 +128,7 @@ class FigureMaker:
 
     def close(self) -> None:
         """Cancels what has not begun."""
-        self._pool.shutdown(cancel_futures=True)
+        self._assemblies.close()
 
     def __enter__(self) -> FigureMaker:
         return self

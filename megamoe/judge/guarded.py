@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
-from megamoe.contract import RunOptions, Target, UnsupportedError
+from megamoe.contract import (
+    HostProgram,
+    PythonProgram,
+    RunOptions,
+    Target,
+    UnsupportedError,
+    load_backend,
+    load_executor,
+)
 from megamoe.judge.arena import Arena
 from megamoe.ops import reference
 
@@ -71,6 +80,61 @@ class GuardedRun:
             return sentence
         left = self.guarded.arena.unwritten(self.guarded.free)
         return "; ".join(f"{count} elements of {name} were never written" for name, count in left.items() if count)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A program, and what runs it. `call`: the number of a Python call in the process that built it; there is no
+    program here then. `software`: what a Python call names as the packages that run."""
+
+    program: AnyProgram | None
+    call: int | None = None
+    software: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def ptx(self) -> str | None:
+        """The text that is hashed and run; None for a Python call."""
+        return None if self.program is None else self.program.ptx
+
+    @property
+    def artifact(self) -> dict[str, str]:
+        """What ran, where the PTX alone does not say it: the digest of a host object, the packages of a Python call."""
+        if isinstance(self.program, HostProgram):
+            digest = hashlib.sha256(self.program.host_object).hexdigest()
+            return {"host_object": digest, "entry": self.program.entry, "compiler": self.program.compiler}
+        return {f"python {name}": version for name, version in self.software.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What came of one run. `arena`: the memory as the run left it, where nothing changes it any more."""
+
+    arena: Arena
+    counters: Mapping[str, int]
+    violation: str | None
+
+    @property
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """Every output of the case, on the CPU."""
+        return {name: self.arena.tensors[name].cpu() for name in self.arena.outputs}
+
+
+class InThisProcess:
+    """Builds and runs in the process of the judge, whose backends and executors must be trusted: for a debugger, and
+    for tests that put a fake in the place of something."""
+
+    def build(self, row: Row, case: Case, deadline: float) -> Built:
+        """The program of `row`; raises what the backend raises."""
+        program = build_program(row, case, load_backend(row.backend), load_executor(row.executor))
+        return Built(program, software=program.software if isinstance(program, PythonProgram) else {})
+
+    def run(self, row: Row, built: Built, tensors: tuple[Spec, Case, Tensors], deadline: float) -> Ran:
+        """Runs a program once on poisoned outputs; raises what the executor raises."""
+        spec, case, inputs = tensors
+        assert built.program is not None
+        guarded = GuardedCase(spec, case, load_executor(row.executor), inputs)
+        execution = guarded.run(built.program, RunOptions(schedule=row.schedule)).execution
+        return Ran(guarded.arena, execution.counters, execution.violation)
 
 
 def build_program(row: Row, case: Case, backend: Backend, executor: Executor) -> AnyProgram:

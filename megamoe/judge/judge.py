@@ -2,128 +2,51 @@
 
 from __future__ import annotations
 
+import re
 import time
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from megamoe.contract import DeviceLostError, Row, RunOptions, Status, UnsupportedError, load_backend, load_executor
+from megamoe.contract import DeviceLostError, Row, Status, UnsupportedError
+from megamoe.judge.audit import Audit, Audits
 from megamoe.judge.bundle import BundleContents, write_bundle
-from megamoe.judge.figures import leave_program, program_sha256
-from megamoe.judge.guarded import GuardedCase, build_program, needed_work
+from megamoe.judge.comparison import Expected, compared, complaints, expected_of
+from megamoe.judge.figures import Assemblies, leave_program, program_sha256
+from megamoe.judge.guarded import Built, InThisProcess, needed_work
+from megamoe.judge.isolated import NO_LIMIT_S, Processes
 from megamoe.judge.side_by_side import leave_outputs
-from megamoe.judge.tolerance import Judgement, compare
-from megamoe.ops import Codes, Latitude, Sample, reference
+from megamoe.ops import reference
 from megamoe.records.lines import Evidence, Record, record_of
+from megamoe.runner.child import explain_error
+from megamoe.runner.process import RunnerDiedError, RunnerFaultError
 from megamoe.spec.load import load_specs
 from megamoe.spec.spec import Spec
 
 if TYPE_CHECKING:
-    import torch
-
     from megamoe.contract import Case
-    from megamoe.judge.arena import Arena
-    from megamoe.spec.spec import Spec
+    from megamoe.contract.assembly import Assembled
 
 
-Tensors = Mapping[str, "torch.Tensor"]
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Where and how rows are judged. `runners`: who builds and runs. `timeout_s`: host seconds of a row, in runners.
 
-
-@dataclass(frozen=True)
-class Expected:
-    """The references of one case, or of a sample of it where the whole would cost too much.
-
-    `oracle` and `simulated` are on the CPU, `inputs` on the device that computed the references. With a `sample`, all
-    three, and `case`, are those of the sample.
+    `audits`: which rows are run again, None for none. `assemblies`: takes the programs, None to ask no assembler.
     """
 
-    case: Case
-    inputs: Tensors
-    oracle: Tensors
-    simulated: Tensors
-    sample: Sample | None = None
-
-    @cached_property
-    def free(self) -> Tensors:
-        """bool, on the CPU: output elements that may hold anything."""
-        return on_cpu(reference(self.case.op).free(self.case, self.inputs))
-
-    def part(self, outputs: Tensors) -> Tensors:
-        """The part of the whole case's outputs that is judged, on the CPU."""
-        if self.sample is None:
-            return on_cpu(outputs)
-        return {name: outputs[name][rows.to(outputs[name].device)].cpu() for name, rows in self.sample.rows.items()}
+    runners: Processes | InThisProcess = field(default_factory=InThisProcess)
+    timeout_s: float = NO_LIMIT_S
+    audits: Audits | None = None
+    assemblies: Assemblies | None = None
 
 
-def expected_of(case: Case, inputs: Tensors, max_flops: int | None = None) -> Expected:
-    """The references of `case` for `inputs`, computed on the device of the inputs.
-
-    With `max_flops`, a case of more useful operations is judged by a sample of its outputs, if its reference can take
-    one (`Reference.sample`). None: judge all outputs, at any cost.
-    """
-    room = reference(case.op)
-    sample = None if max_flops is None else room.sample(case, inputs, max_flops)
-    if sample is not None:
-        case, inputs = sample.case, sample.inputs
-    oracle, simulated = room.oracle(case, inputs), room.simulated(case, inputs)
-    return Expected(case, inputs, on_cpu(oracle), on_cpu(simulated), sample)
-
-
-def compared(spec: Spec, expected: Expected, outputs: Tensors) -> Judgement:
-    """Compares `outputs` (of the whole case, on any device) with the references, by the tolerance of `spec`."""
-    case, room = expected.case, reference(expected.case.op)
-    part = expected.part(outputs)
-    latitude = room.latitude(
-        case, expected.inputs, _beside(expected.inputs, part), _beside(expected.inputs, expected.oracle)
-    )
-    return compare(
-        case,
-        part,
-        expected.oracle,
-        expected.simulated,
-        spec.tolerance,
-        spec.published(case),
-        axes={name: spec.tensors[name].shape for name in expected.oracle},
-        absolute_scale=room.ABSOLUTE_SCALE,
-        free=expected.free,
-        latitude=_latitude_on_cpu(latitude),
-    )
-
-
-def complaints(arena: Arena, expected: Expected, judgement: Judgement) -> str:
-    """One sentence with all faults of the memory and outputs of a call; "" if there is none.
-
-    Unwritten outputs count here: their poison is NaN, which `compared` excuses where the oracle has NaN.
-    """
-    # A sample does not tell which other elements may stay unwritten.
-    left = {} if expected.sample else arena.unwritten(expected.free)
-    unwritten = [f"{count} elements of {name}" for name, count in left.items() if count]
-    never = f"{' and '.join(unwritten)} were never written" if unwritten else None
-    sampled = f" (among {expected.sample.doc}, which alone were judged)" if expected.sample else ""
-    verdict = f"{judgement.sentence}{sampled}" if judgement.sentence else ""
-    return "; ".join(sentence for sentence in (arena.damage(), never, verdict) if sentence)
-
-
-def on_cpu(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """The tensors in host memory. Does not copy those that are there already."""
-    return {name: tensor.cpu() for name, tensor in tensors.items()}
-
-
-def _beside(inputs: Tensors, tensors: Tensors) -> Tensors:
-    """`tensors` on the device of `inputs`."""
-    device = next(iter(inputs.values())).device
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
-
-
-def _latitude_on_cpu(latitude: Latitude) -> Latitude:
-    codes = {
-        name: Codes(part.seen.cpu(), part.lowest.cpu(), part.highest.cpu(), part.axes, part.rows.cpu())
-        for name, part in latitude.codes.items()
-    }
-    return Latitude(on_cpu(latitude.oracle), codes)
+HERE: Final = Bench()
+_TARGET: Final = re.compile(r"^\s*\.target\s+([^\n;/]*)", re.MULTILINE)
 
 
 @dataclass(slots=True)
@@ -134,6 +57,7 @@ class _Findings(BundleContents):
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     counters: Mapping[str, int] = field(default_factory=dict[str, int])
     input_sha256: Mapping[str, str] = field(default_factory=dict[str, str])
+    artifact: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def conclude(self, status: Status, sentence: str) -> None:
         self.status, self.sentence = status, sentence
@@ -164,21 +88,29 @@ def judge(
     failures: Path | None = None,
     outputs: Path | None = None,
     programs: Path | None = None,
+    bench: Bench = HERE,
 ) -> Record:
-    """Judges `row` in this process. Faults of the backend, executor or kernel become a status, never an exception.
+    """Judges `row`. Faults of the backend, executor or kernel become a status, never an exception.
 
     `run`: id of the run. `specs`: folder of the specs (None: ours). Folders to write to, None to write nothing:
-    `failures` takes the bundle of a failure, `outputs` the outputs, `programs` the PTX.
+    `failures` takes the bundle of a failure, `outputs` the outputs, `programs` the PTX. `bench`: by default the row is
+    built and run in this process, unaudited; a run gives runners.
     """
     started = time.perf_counter()
     findings = _Findings()
     try:
-        _investigate(row, _specs(specs), findings)
+        _investigate(row, _specs(specs), findings, bench)
     except UnsupportedError as error:
         findings.conclude("unsupported", str(error))
     except DeviceLostError as error:
         # The kernel did it, as with a rule broken on the VM.
         findings.conclude("failed", str(error))
+    except RunnerFaultError as error:
+        findings.conclude("error", str(error))
+        findings.traceback = error.trace
+    except RunnerDiedError as died:
+        late = f"no verdict within {bench.timeout_s:g} host seconds: it hung"
+        findings.conclude("timed_out", late) if died.late else findings.conclude("crashed", str(died))
     except (Exception, SystemExit) as error:
         findings.conclude("error", explain_error(error))
         findings.traceback = "".join(traceback.format_exception(error))
@@ -192,45 +124,76 @@ def judge(
         row,
         findings.status,
         findings.sentence,
-        Evidence(findings.metrics, findings.counters, program_sha256(findings.ptx), findings.input_sha256, bundle),
+        Evidence(
+            findings.metrics,
+            findings.counters,
+            program_sha256(findings.ptx),
+            findings.input_sha256,
+            bundle,
+            findings.artifact,
+        ),
         host_seconds=time.perf_counter() - started,
         specs=specs,
     )
 
 
-def _investigate(row: Row, specs: Mapping[str, Spec], findings: _Findings) -> None:
+def _investigate(row: Row, specs: Mapping[str, Spec], findings: _Findings, bench: Bench) -> None:
+    deadline = time.monotonic() + bench.timeout_s
     spec = specs[row.op]
     case = spec.parse_case(row.case)
-    backend, executor = load_backend(row.backend), load_executor(row.executor)
-    program = build_program(row, case, backend, executor)
-    findings.ptx = program.ptx
+    built = bench.runners.build(row, case, deadline)
+    findings.ptx, findings.artifact = built.ptx, built.artifact
+    assembling = _assembling(row, built, bench.assemblies)
     expected = _expected(case)
     findings.inputs, findings.oracle = expected.inputs, expected.oracle
-    guarded = GuardedCase(spec, case, executor, expected.inputs)
-    findings.input_sha256 = guarded.arena.input_sha256
-    ran = guarded.run(program, RunOptions(schedule=row.schedule))
+    began = time.perf_counter()
+    ran = bench.runners.run(row, built, (spec, case, expected.inputs), deadline)
+    seconds = time.perf_counter() - began
+    findings.input_sha256 = ran.arena.input_sha256
     findings.outputs = ran.outputs
-    findings.counters = {**ran.execution.counters, **needed_work(case)}
-    if ran.execution.violation:
+    findings.counters = {**ran.counters, **needed_work(case)}
+    if ran.violation:
         # The run stopped there. Complaints about the rest of the outputs would hide the cause.
-        findings.conclude("failed", ran.execution.violation)
+        findings.conclude("failed", ran.violation)
         return
     judgement = compared(spec, expected, ran.outputs)
     findings.metrics = judgement.metrics
-    wrong = complaints(guarded.arena, expected, judgement)
+    wrong = complaints(ran.arena, expected, judgement)
+    if not wrong and judgement.passed:
+        wrong = _unfit(row, built.ptx) or _refusals(assembling)
+    passed = judgement.passed and not wrong
+    if passed and isinstance(bench.runners, Processes) and bench.audits and bench.audits.due(row, seconds):
+        wrong = Audit(row, spec, expected, built, ran, bench.runners, deadline).complaint()
     findings.conclude("failed" if wrong or not judgement.passed else "passed", wrong)
 
 
-def explain_error(error: BaseException) -> str:
-    """An exception as a sentence: type, message, file, line and function."""
-    # Skip the frames of the import machinery.
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<")]
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}: {str(error) or 'no message'}{where}"
+def _assembling(row: Row, built: Built, assemblies: Assemblies | None) -> Future[list[Assembled]] | None:
+    # An executor of the user's own may emulate programs that are no PTX.
+    if assemblies is None or built.ptx is None or ":" in row.executor:
+        return None
+    return assemblies.begin(built.ptx, row.target)
+
+
+def _refusals(assembling: Future[list[Assembled]] | None) -> str:
+    found = assembling.result() if assembling else []
+    return "; ".join(
+        f"the assembler {one.assembler} refuses the program: {one.sentence}" for one in found if one.refused
+    )
+
+
+def _unfit(row: Row, ptx: str | None) -> str:
+    """What is wrong with the `.target` of a program (PTX ISA 11.1.2); "" if nothing is."""
+    if ptx is None or ":" in row.executor:
+        return ""
+    said = [words.split(",")[0].strip() for words in _TARGET.findall(ptx)]
+    if said == [row.target]:
+        return ""
+    what = f"says .target {' and '.join(said)}" if said else "has no .target"
+    return f"the program {what}, and the row is of {row.target}: what ran does not show what was claimed"
 
 
 def _bundle(row: Row, findings: _Findings, failures: Path | None, specs: Path | None) -> str | None:
-    if failures is None or findings.status not in ("failed", "error"):
+    if failures is None or findings.status not in ("failed", "error", "crashed"):
         return None
     try:
         place = write_bundle(failures, row, findings, specs)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import queue
 from collections.abc import Generator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pebble import ProcessExpired
 
-from megamoe.contract import DeviceLostError, Row, Status
-from megamoe.judge.worker import give_memory_back, interrupts_held_back, manner_of_death, worker_pool
+from megamoe.contract import Row, Status
+from megamoe.judge.worker import interrupts_held_back, worker_pool
 from megamoe.records.lines import Record, record_of
+from megamoe.runner.child import give_memory_back
+from megamoe.runner.process import manner_of_death
+
+if TYPE_CHECKING:
+    from megamoe.judge.judge import Bench
 
 DEFAULT_TIMEOUT_S = 300.0
-SPENT = 75
-"""Exit status of a worker whose device was broken by the kernel of an earlier row (EX_TEMPFAIL of sysexits.h)."""
+GRACE_S = 30.0
+"""How much longer than a row a worker may take before it is ended: it ends what it runs by itself, and compares."""
 _POLL_S = 0.5
 
 
@@ -28,7 +33,7 @@ class RunSettings:
     """How to run rows. `timeout_s`: host seconds a row may take. `specs`: folder of the specs, None for ours.
 
     Folders to write to, None to write nothing: `failures` takes the bundles of failures, `outputs` all outputs,
-    `programs` the PTX of all programs (megamoe.judge.figures).
+    `programs` the PTX of all programs (megamoe.judge.figures). `hidden`: what no kernel's process may see besides.
     """
 
     run: str
@@ -38,15 +43,15 @@ class RunSettings:
     failures: Path | None = None
     outputs: Path | None = None
     programs: Path | None = None
+    hidden: tuple[Path, ...] = ()
 
 
 def judged(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:
     """Yields one record for each of `rows`, as they finish. Closing the iterator, or Ctrl-C, ends the workers.
 
     Each backend has its own workers, one backend after the other, so that code of one cannot reach the verdicts of
-    another. Rows of a backend start in the order given. A worker whose device was broken by a kernel ends before its
-    next row; a fresh worker takes that row. If the pool itself breaks (a worker dies while it starts), the remaining
-    rows go to a fresh pool. If a fresh pool finishes no row at all, they are recorded as crashed.
+    another. Rows of a backend start in the order given. If the pool itself breaks (a worker dies while it starts), the
+    remaining rows go to a fresh pool. If a fresh pool finishes no row at all, they are recorded as crashed.
     """
     for backend in dict.fromkeys(row.backend for row in rows):
         yield from _judged_of_one_backend([row for row in rows if row.backend == backend], settings)
@@ -71,7 +76,9 @@ def _one_pool(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, N
     try:
         with interrupts_held_back():
             for row in rows:
-                future: Future[Record] = pool.schedule(_judge_row, args=(row, settings), timeout=settings.timeout_s)
+                future: Future[Record] = pool.schedule(
+                    _judge_row, args=(row, settings), timeout=settings.timeout_s + GRACE_S
+                )
                 future.add_done_callback(partial(_hand_over, finished, row))
         for _ in rows:
             row, future = _next(finished)
@@ -117,8 +124,6 @@ def _record_of_future(row: Row, future: Future[Record], settings: RunSettings) -
             "timed_out",
             f"no verdict within {settings.timeout_s:g} host seconds: it hung, or its process left with status 0",
         )
-    elif isinstance(error, ProcessExpired) and error.exitcode == SPENT:
-        return None
     elif isinstance(error, ProcessExpired):
         status, sentence = "crashed", f"the worker process died {manner_of_death(error.exitcode)}"
     else:
@@ -133,11 +138,21 @@ def _record(row: Row, status: Status, sentence: str, settings: RunSettings) -> R
 def _judge_row(row: Row, settings: RunSettings) -> Record:
     from megamoe.judge.judge import judge
 
-    if DeviceLostError.met is not None:
-        # The row before has its record. A process that still has a device will judge this one.
-        os._exit(SPENT)
     folders = {"failures": settings.failures, "outputs": settings.outputs, "programs": settings.programs}
     try:
-        return judge(row, settings.run, specs=settings.specs, **folders)
+        return judge(row, settings.run, specs=settings.specs, bench=_bench(settings), **folders)
     finally:
         give_memory_back()
+
+
+@cache
+def _bench(settings: RunSettings) -> Bench:
+    """What this worker judges with, from its first row to its last."""
+    from megamoe.judge.audit import Audits
+    from megamoe.judge.figures import Assemblies
+    from megamoe.judge.isolated import Processes, hidden_folders, share_of_memory
+    from megamoe.judge.judge import Bench
+
+    hidden = hidden_folders(settings.failures, settings.outputs, settings.programs, *settings.hidden)
+    runners = Processes(hidden, share_of_memory(settings.jobs))
+    return Bench(runners, settings.timeout_s, Audits(), Assemblies(settings.programs))

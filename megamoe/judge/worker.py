@@ -7,10 +7,8 @@ it is as clean as a fresh interpreter.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
-import math
 import multiprocessing
 import os
 import signal
@@ -19,17 +17,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
-from pathlib import Path
 
 from pebble import ProcessPool
+
+from megamoe.runner.process import keeper_of_worker
 
 _ONE_THREAD = dict.fromkeys(
     ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
 )
-
-MAX_KEPT_MIB = 128
-# Resident memory when `give_memory_back` last did so.
-_resident_mib = 0.0
 
 
 def worker_pool(workers: int, module: str) -> ProcessPool:
@@ -65,18 +60,6 @@ def interrupts_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def manner_of_death(exit_code: int | None) -> str:
-    """How a process ended, in words that follow "died"."""
-    if exit_code is None:
-        return "without an exit status"
-    if exit_code >= 0:
-        return f"with exit status {exit_code}"
-    try:
-        return f"of {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"of signal {-exit_code}"
-
-
 def start_worker(environment: Mapping[str, str], module: str) -> None:
     """Runs first in each worker. `environment`: that of the parent, since the server may be older than its changes.
 
@@ -84,37 +67,15 @@ def start_worker(environment: Mapping[str, str], module: str) -> None:
     """
     _replace_environment({**environment, **_ONE_THREAD})
     faulthandler.enable()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch
 
     torch.set_num_threads(1)
+    # Before anything of ours is imported, and before there is a second thread.
+    keeper_of_worker()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     import_module(module)
     # Keeps the collector off the pages that all workers share, and off the objects of torch, which take it 0.2 s.
     gc.freeze()
-
-
-def give_memory_back() -> None:
-    """Returns freed memory to the system once the process has grown by MAX_KEPT_MIB: cycles, and what malloc keeps.
-
-    Collecting takes up to 0.2 s beside a decoded kernel, so it must not follow each of many small rows.
-    """
-    global _resident_mib
-    if resident_mib() < _resident_mib + MAX_KEPT_MIB:
-        return
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-    _resident_mib = resident_mib()
-
-
-def resident_mib() -> float:
-    """Resident memory of this process in MiB; infinite where the system has no /proc."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return math.inf
-    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ nor that the op is that of the case: the models here do.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +92,7 @@ class Record(_Line):
     program_sha256: str | None = None
     input_sha256: Mapping[str, str] = Field(default_factory=dict)
     bundle: str | None = None
+    artifact: Mapping[str, str] = Field(default_factory=dict, exclude_if=operator.not_)
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Record:
@@ -202,6 +204,7 @@ class Evidence:
     program_sha256: str | None = None
     input_sha256: Mapping[str, str] = field(default_factory=dict[str, str])
     bundle: str | None = None
+    artifact: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 NO_EVIDENCE: Final = Evidence()
@@ -234,6 +237,7 @@ def record_of(
         program_sha256=evidence.program_sha256,
         input_sha256=evidence.input_sha256,
         bundle=evidence.bundle,
+        artifact=evidence.artifact,
     )
 
 

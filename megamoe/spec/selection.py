@@ -19,10 +19,9 @@ from megamoe.contract import (
     UnsupportedError,
     backend_names,
     executor_names,
-    load_backend,
-    load_executor,
     spell,
 )
+from megamoe.runner.capabilities import Offer, machine_of, offer_of
 
 if TYPE_CHECKING:
     from megamoe.spec.spec import Spec
@@ -212,12 +211,14 @@ def _module_exists(name: str) -> bool:
 
 def targets_of(backend: str, op: str) -> tuple[Target, ...]:
     """The targets for which a backend has `op`. Raises SelectionError if the backend cannot be loaded."""
+    return _offer(backend, op).targets
+
+
+def _offer(backend: str, op: str) -> Offer:
     try:
-        return load_backend(backend).targets(op)
+        return offer_of(backend, op)
     except UnsupportedError as error:
         raise SelectionError(str(error)) from error
-    except Exception as error:
-        raise SelectionError(f"backend {backend!r} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def owed_rows(specs: Mapping[str, Spec], selection: Selection) -> list[Row]:
@@ -272,16 +273,11 @@ def _places(
     """Backend, target and executor of the rows that a case of `op` owes. `asked`: the op or the case was named."""
     found: list[tuple[str, Target, str]] = []
     for backend in backends:
-        offered = targets_of(backend, op)
-        for target in (targets or offered) if offered or asked else ():
-            found.extend((backend, target, executor) for executor in _executors_of(backend, executors))
+        offer = _offer(backend, op)
+        for target in (targets or offer.targets) if offer.targets or asked else ():
+            own = offer.executors
+            found.extend((backend, target, name) for name in executors if own is None or name in own)
     return found
-
-
-def _executors_of(backend: str, executors: Sequence[str]) -> list[str]:
-    """Those of `executors` on which `backend` owes rows."""
-    own: tuple[str, ...] | None = getattr(load_backend(backend), "executors", None)
-    return [name for name in executors if own is None or name in own]
 
 
 def schedules_of(executor: str, schedules: Sequence[str], asked: bool) -> Sequence[str]:
@@ -295,12 +291,12 @@ def schedules_of(executor: str, schedules: Sequence[str], asked: bool) -> Sequen
 
 @cache
 def _own_schedules(executor: str) -> tuple[str, ...] | None:
-    # Loading the default executor, which has all schedules, would cost every command the import of torch.
+    # Asking the default executor, which has all schedules, would cost every command the import of torch.
     if executor == DEFAULT_EXECUTOR:
         return None
     try:
-        return getattr(load_executor(executor), "schedules", None)
-    except Exception:
+        return machine_of(executor).schedules
+    except UnsupportedError:
         # The rows on it say why it cannot be loaded.
         return None
 

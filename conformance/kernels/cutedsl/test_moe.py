@@ -25,7 +25,7 @@ from conformance.kernels.cutedsl.execution import SCHEDULES, made, outputs, with
 from conformance.kernels.laws.law import inputs_of, spec_of
 from megamoe.codec.nvfp4 import deinterleave, interleave
 from megamoe.contract import Case, HostProgram
-from megamoe.judge.judge import compared, expected_of
+from megamoe.judge.comparison import compared, expected_of
 from megamoe.ops import reference
 
 CTA_GROUPS = (1, 2)

@@ -12,7 +12,7 @@ from hypothesis.vendor.pretty import RepresentationPrinter
 from conformance.kernels.laws.law import Bench, Law, Machine, spec_of, specs
 from conformance.kernels.laws.strategies import cases, schedules
 from megamoe.contract import Case, UnsupportedError, spell
-from megamoe.judge.worker import give_memory_back
+from megamoe.runner.child import give_memory_back
 
 # A machine that declines so many cases in a row, and has not done any, is taken to have no kernel for the law.
 DECLINED_IN_A_ROW = 25

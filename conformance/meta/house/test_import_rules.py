@@ -27,18 +27,19 @@ TORCH_IN_VM = "backends/vm/executor.py"
 MEGAMOE = {
     "contract": "",
     "codec": "contract",
-    "spec": "megamoe contract",
+    "runner": "contract",
+    "spec": "megamoe contract runner",
     "ops": "contract codec spec",
     "ops.*": "contract codec spec ops",
     "records": "megamoe contract spec",
     "diff": "contract spec records",
-    "judge": "contract spec ops records",
+    "judge": "megamoe contract runner spec ops records",
     "gate": "megamoe contract spec records diff",
-    "bench": "contract spec ops records judge",
-    "explain": "contract spec ops judge",
+    "bench": "contract runner spec ops records judge",
+    "explain": "contract runner spec ops judge",
     "report": "contract spec records diff explain",
-    "export": "contract spec ops records gate",
-    "cli": "megamoe contract spec records diff judge gate bench explain report export vm",
+    "export": "contract runner spec ops records gate",
+    "cli": "megamoe contract runner spec records diff judge gate bench explain report export vm",
     # The doors. Each finds its machine by entry point, so that none imports a backend.
     "vm": "contract",
     "triton": "contract vm",
@@ -211,12 +212,12 @@ def torch_stays_out_of_the_vm(path: str, text: str, tree: ast.Module) -> Iterato
 def configuration_comes_in_by_three_doors(path: str, text: str, tree: ast.Module) -> Iterator[str]:
     """Only noxfile, conftest and cli read the environment. Setting a variable for a library is not reading.
 
-    The judge's worker hands the whole environment on to its processes and reads no variable.
+    The judge's worker and the runner hand the whole environment on to their processes and read no variable.
     """
     if (
         path in ("noxfile.py", "megamoe/judge/worker.py")
+        or path.startswith(("megamoe/runner/", "megamoe/cli/"))
         or path.endswith("conftest.py")
-        or path.startswith("megamoe/cli/")
     ):
         return
     stored = (ast.Store, ast.Del)

@@ -18,7 +18,8 @@ from megamoe.cli.main import main
 from megamoe.contract import Case, Row, Status
 from megamoe.judge.arena import Arena
 from megamoe.judge.bundle import heat_map
-from megamoe.judge.judge import Expected, compared, complaints, expected_of, judge
+from megamoe.judge.comparison import Expected, compared, complaints, expected_of
+from megamoe.judge.judge import judge
 from megamoe.judge.run import RunSettings, judged
 from megamoe.judge.side_by_side import agreements, leave_outputs
 from megamoe.ops import reference
@@ -41,18 +42,12 @@ def _judge(row: Row, failures: Path | None = None) -> Record:
 
 
 NEIGHBOURS = [_row("WORKS", f"fmha:hd=64,t={t},s_k=5") for t in range(1, 6)]
+MACHINE = f"executor {fake_backends.__name__}:EXECUTOR"
 FATES: dict[str, tuple[Status, str]] = {
-    "EXITS": ("crashed", "the worker process died with exit status 3. Rerun: megamoe run --case "),
-    # pebble takes status 0 for a worker without further work, so only the time limit finds this one.
-    "EXITS_QUIETLY": (
-        "timed_out",
-        f"no verdict within {TIMEOUT_S:g} host seconds: it hung, or its process left with status 0. Rerun: ",
-    ),
-    "SEGFAULTS": ("crashed", "the worker process died of SIGSEGV. Rerun: "),
-    "HANGS": (
-        "timed_out",
-        f"no verdict within {TIMEOUT_S:g} host seconds: it hung, or its process left with status 0. Rerun: ",
-    ),
+    "EXITS": ("crashed", f"the process of {MACHINE} died with exit status 3. Rerun: megamoe run --case "),
+    "EXITS_QUIETLY": ("crashed", f"the process of {MACHINE} died with exit status 0. Rerun: "),
+    "SEGFAULTS": ("crashed", f"the process of {MACHINE} died of SIGSEGV. Rerun: "),
+    "HANGS": ("timed_out", f"no verdict within {TIMEOUT_S:g} host seconds: it hung. Rerun: "),
     "RAISES": ("error", "RuntimeError: the tile of 96 does not divide 128 (backends.py, line "),
 }
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from pebble import ProcessPool
 
-from megamoe.judge.worker import give_memory_back, interrupts_held_back, resident_mib, worker_pool
+from megamoe.judge.worker import interrupts_held_back, worker_pool
+from megamoe.runner.child import give_memory_back, resident_mib
 
 LOOK = """
 import json, os, signal, sys

@@ -1,0 +1,107 @@
+"""Looks for what a process keeps in mind: a row that passed is run again, in ways that its code could not foresee.
+
+The program runs on other inputs, of a seed drawn now, and must be right on them: an output that was kept, precomputed
+or read from a file is not. Then it runs on the first inputs again, in the same process and in a new one, and must do
+what it did: on a machine whose runs repeat bit for bit the same bits and counters, on another a right result.
+
+That costs three runs and one oracle. So it is done for a sample: of each op, backend, target and executor the first row
+of a judge that ran for at most MAX_AUDITED_S, and of the rows after it, if they are as quick, one in AUDITED_OF at
+random. A kernel that is wrong in rows that nobody audits, and knows which, is not noticed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from megamoe.judge.comparison import Expected, compared, complaints, expected_of
+from megamoe.ops import reference
+
+if TYPE_CHECKING:
+    from megamoe.contract import Row
+    from megamoe.judge.guarded import Built, Ran
+    from megamoe.judge.isolated import Processes
+    from megamoe.spec.spec import Spec
+
+MAX_AUDITED_S: Final = 0.5
+"""Host seconds of a run that is cheap enough to be repeated."""
+AUDITED_OF: Final = 24
+REPEATABLE: Final = "vm"
+
+
+@dataclass(slots=True)
+class Audits:
+    """Which rows of one judge were audited."""
+
+    done: set[tuple[str, str, str, str]] = field(default_factory=set[tuple[str, str, str, str]])
+
+    def due(self, row: Row, seconds: float) -> bool:
+        """Whether `row`, which passed after a run of `seconds`, is to be audited."""
+        if seconds > MAX_AUDITED_S:
+            return False
+        kind = (row.op, row.backend, row.target, row.executor)
+        first = kind not in self.done
+        self.done.add(kind)
+        return first or secrets.randbelow(AUDITED_OF) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """One row, its program, and the run by which it passed."""
+
+    row: Row
+    spec: Spec
+    expected: Expected
+    built: Built
+    first: Ran
+    runners: Processes
+    deadline: float
+
+    def complaint(self) -> str:
+        """What differs when the row is run again; "" if nothing does."""
+        return self._on_other_inputs() or self._again("in the same process") or self._again("in a new process", True)
+
+    def _on_other_inputs(self) -> str:
+        case = replace(self.expected.case, seed=secrets.randbelow(1 << 31))
+        expected = expected_of(case, reference(case.op).make_inputs(case))
+        wrong = self._wrong(expected, self._run(expected))
+        return f"on other inputs, of a seed drawn after it was built: {wrong}" if wrong else ""
+
+    def _again(self, where: str, fresh: bool = False) -> str:
+        ran = self._run(self.expected, fresh)
+        if self.row.executor == REPEATABLE:
+            differing = [name for name, seen in self.first.outputs.items() if not _same(seen, ran.outputs[name])]
+            counted = _differing(self.first.counters, ran.counters)
+            wrong = f"{' and '.join(differing)} has other bits than at first" if differing else counted
+        else:
+            wrong = self._wrong(self.expected, ran)
+        return f"run again {where}: {wrong}" if wrong else ""
+
+    def _run(self, expected: Expected, fresh: bool = False) -> Ran:
+        built = self.built
+        if fresh and built.call is not None:
+            # A Python call lives in its process; a new one has to build it again.
+            self.runners.end_builder(self.row)
+            built = self.runners.build(self.row, self.expected.case, self.deadline)
+        tensors = (self.spec, expected.case, expected.inputs)
+        return self.runners.run(self.row, built, tensors, self.deadline, fresh)
+
+    def _wrong(self, expected: Expected, ran: Ran) -> str:
+        if ran.violation:
+            return ran.violation
+        judgement = compared(self.spec, expected, ran.outputs)
+        return complaints(ran.arena, expected, judgement)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def _differing(one: Mapping[str, int], other: Mapping[str, int]) -> str:
+    found = [f"{name} {one.get(name)} then {other.get(name)}" for name in one.keys() | other.keys()
+             if one.get(name) != other.get(name)]  # fmt: skip
+    return f"other counters: {', '.join(sorted(found)[:4])}" if found else ""

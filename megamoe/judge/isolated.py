@@ -1,0 +1,192 @@
+"""One program on the tensors of one case, in processes that the judge does not trust.
+
+A *builder* imports the backend and hands the program over as data. A *machine* imports the executor, and nothing of the
+backend, and runs that data: what ran is what was hashed. A Python call cannot travel; it runs in its builder. The judge
+draws the inputs after the build. The tensors lie in a block of shared memory that the judge owns, and it takes a copy
+of the block before it looks at it.
+
+Both processes are kept for the rows that follow, and the judge looks for what they keep in mind (megamoe.judge.audit).
+An executor is an instrument: the judge believes its counters. One of the user's own (package.module:ATTRIBUTE) may
+import the references, which emulators need; a registered one may not.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+from megamoe import CHECKOUT
+from megamoe.contract import DeviceLostError, HostProgram, Program, RunOptions, Target, UnsupportedError
+from megamoe.judge.arena import Arena, block_bytes, layouts_of, shared_block
+from megamoe.judge.guarded import Built, Ran
+from megamoe.runner import requests
+from megamoe.runner.child import Confinement
+from megamoe.runner.process import Runner, RunnerDiedError, RunnerFaultError, nursery
+from megamoe.runner.wire import Frame, WireError, decoded, encoded, told_case
+
+if TYPE_CHECKING:
+    import torch
+
+    from megamoe.contract import Case, Row
+    from megamoe.spec.spec import Spec
+
+Tensors = Mapping[str, "torch.Tensor"]
+NO_LIMIT_S: Final = 24 * 3600.0
+MIN_MEMORY: Final = 4 << 30
+PACKAGE: Final = Path(__file__).resolve().parents[1]
+
+
+@dataclass(slots=True)
+class Processes:
+    """The runners of one judge, kept from row to row. `hidden`: folders that none of them may see."""
+
+    hidden: tuple[str, ...]
+    memory: int
+    kept: dict[tuple[str, ...], Runner] = field(default_factory=dict[tuple[str, ...], Runner])
+    told: dict[tuple[int, str, str], Mapping[str, object]] = field(
+        default_factory=dict[tuple[int, str, str], Mapping[str, object]]
+    )
+
+    def build(self, row: Row, case: Case, deadline: float) -> Built:
+        """The program of `row`. UnsupportedError for a target that the backend or this machine does not have."""
+        target = cast(Target, row.target)
+        builder = self._builder(row)
+        about = {"backend": row.backend, "ops": [case.op]}
+        offered = builder.ask(requests.BACKEND, about, _left(deadline)).told["targets"][case.op]
+        if target not in offered:
+            known = ", ".join(str(name) for name in offered) or "no target"
+            raise UnsupportedError(f"backend {row.backend} has {case.op} for {known}, not {target}")
+        reason = cast("Mapping[str, object]", self.machine(row, deadline)["unavailable"])[target]
+        if reason:
+            raise UnsupportedError(f"executor {row.executor} cannot run {target} here: {reason}")
+        asked = {"backend": row.backend, "case": told_case(case), "target": target}
+        answer = builder.ask(requests.BUILD, asked, _left(deadline))
+        if "number" in answer.told:
+            return Built(None, int(answer.told["number"]), dict(answer.told["software"]))
+        try:
+            return Built(decoded(answer))
+        except WireError as error:
+            raise RunnerFaultError(f"the backend built what is no program: {error}", "") from None
+
+    def machine(self, row: Row, deadline: float) -> Mapping[str, object]:
+        """What the executor of `row` says of itself."""
+        machine = self._machine(row)
+        key = (machine.number, row.executor, row.target)
+        if key not in self.told:
+            about = {"executor": row.executor, "targets": [row.target]}
+            self.told[key] = machine.ask(requests.EXECUTOR, about, _left(deadline)).told
+        return self.told[key]
+
+    def run(
+        self, row: Row, built: Built, tensors: tuple[Spec, Case, Tensors], deadline: float, fresh: bool = False
+    ) -> Ran:
+        """Runs a program once on poisoned outputs. `tensors`: the spec, the case, its inputs.
+
+        `fresh`: in a machine that has run nothing before, and ends with it.
+        """
+        spec, case, inputs = tensors
+        layouts = layouts_of(spec, case)
+        if built.call is not None:
+            runner, sent = self._builder(row), Frame({"number": built.call})
+        else:
+            assert isinstance(built.program, Program | HostProgram)
+            runner, sent = self._new_machine(row) if fresh else self._machine(row), encoded(built.program)
+        try:
+            with shared_block(block_bytes(layouts)) as (descriptor, block):
+                arena = Arena(spec, case, inputs, shared=block)
+                options = RunOptions(schedule=row.schedule, outputs=arena.outputs)
+                asked = {**sent.told, "executor": row.executor, "options": asdict(options), "tensors": arena.told}
+                answer = runner.ask(requests.RUN, asked, _left(deadline), sent.parts, descriptor)
+                arena.taken()
+        except (DeviceLostError, RunnerFaultError):
+            # Its device, or its memory, may be broken.
+            runner.end()
+            raise
+        finally:
+            if fresh and built.call is None:
+                runner.end()
+        if answer.told.get("spent"):
+            runner.end()
+        return Ran(arena, _counters(answer.told.get("counters")), _text(answer.told.get("violation")))
+
+    def end_builder(self, row: Row) -> None:
+        """Ends the builder of `row`, so that the next build is by a new one."""
+        self._builder(row).end()
+
+    def end(self) -> None:
+        """Ends all runners."""
+        for runner in self.kept.values():
+            runner.end()
+        self.kept.clear()
+
+    def _builder(self, row: Row) -> Runner:
+        return self._kept(("builder", row.backend, row.executor), row, f"backend {row.backend}")
+
+    def _machine(self, row: Row) -> Runner:
+        return self._kept(("machine", row.executor), row, f"executor {row.executor}")
+
+    def _new_machine(self, row: Row) -> Runner:
+        return nursery(("torch",)).runner(f"executor {row.executor}", self._confinement("machine", row))
+
+    def _kept(self, key: tuple[str, ...], row: Row, what: str) -> Runner:
+        if key not in self.kept or self.kept[key].ended:
+            self.kept[key] = nursery(("torch",)).runner(what, self._confinement(key[0], row))
+        return self.kept[key]
+
+    def _confinement(self, kind: str, row: Row) -> Confinement:
+        # CUDA reserves terabytes of addresses.
+        memory = self.memory if row.executor == "vm" else 0
+        emulates = kind == "machine" and ":" in row.executor
+        return Confinement(self.hidden + (() if emulates else references()), emulates, memory)
+
+
+@cache
+def references() -> tuple[str, ...]:
+    """The files that know the right outputs."""
+    folder = PACKAGE / "ops"
+    return tuple(str(path) for path in sorted(folder.iterdir()) if path.name != "__init__.py")
+
+
+@cache
+def processes(hidden: tuple[str, ...], memory: int, pid: int) -> Processes:
+    """The runners of this process (`pid`) for these limits."""
+    return Processes(hidden, memory)
+
+
+def hidden_folders(*folders: Path | None) -> tuple[str, ...]:
+    """What no runner may see of a run: its records, its evidence, and all results of the checkout."""
+    places = [CHECKOUT / "results", Path("results"), *(folder for folder in folders if folder is not None)]
+    return tuple(dict.fromkeys(str(place.absolute()) for place in places if place.exists()))
+
+
+def share_of_memory(jobs: int) -> int:
+    """Bytes that one runner may take beyond what it starts with: an even share of the machine's, or MIN_MEMORY."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(MIN_MEMORY, whole // max(jobs, 1))
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise RunnerDiedError("the time of the row was up", late=True)
+    return left
+
+
+def _counters(told: object) -> dict[str, int]:
+    if not isinstance(told, dict) or len(cast("dict[object, object]", told)) > 10_000:
+        raise RunnerFaultError("the executor gave counters that are no mapping of names to counts", "")
+    found: dict[str, int] = {}
+    for name, count in cast("dict[str, object]", told).items():
+        if not isinstance(count, int) or count < 0:
+            raise RunnerFaultError(f"the executor gave the counter {name[:80]!r} as {str(count)[:40]}", "")
+        found[name] = count
+    return found
+
+
+def _text(told: object) -> str | None:
+    return None if told is None else str(told)[:4000]

@@ -1,0 +1,83 @@
+"""What backends and executors say of themselves, asked in processes of their own; none of them is imported here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, cast
+
+from megamoe.contract import TARGETS, Target, UnsupportedError
+from megamoe.runner.child import Confinement
+from megamoe.runner.process import RunnerDiedError, RunnerFaultError, nursery
+from megamoe.runner.requests import BACKEND, EXECUTOR
+
+MAX_ASKED_S: Final = 60.0
+"""Host seconds in which a backend or an executor must be imported and say what it can do."""
+
+
+# Nobody is judged while it is asked, so that it may import what it likes.
+ASKED: Final = Confinement(references=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a backend says. `executors`: the only ones on which it owes rows, None for all. `missing`: for a borrowed
+    backend, what is not installed; `borrowed`: whether it is one."""
+
+    targets: tuple[Target, ...]
+    executors: tuple[str, ...] | None
+    borrowed: bool
+    missing: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What an executor says. `schedules`: the only ones it has, None for all. `unavailable`: reasons by target."""
+
+    device: str
+    schedules: tuple[str, ...] | None
+    timed: bool
+    unavailable: dict[str, str | None]
+
+
+def offer_of(backend: str, op: str) -> Offer:
+    """What `backend` offers of `op`. UnsupportedError, with a sentence, if it does not say."""
+    told = _asked(BACKEND, "backend", backend, (op,), _place())
+    if isinstance(told, str):
+        raise UnsupportedError(told)
+    targets = tuple(cast(Target, target) for target in told["targets"][op] if target in TARGETS)
+    executors = told["executors"]
+    return Offer(targets, None if executors is None else tuple(executors), told["borrowed"], told["missing"])
+
+
+def machine_of(executor: str) -> Abilities:
+    """What `executor` says of itself. UnsupportedError, with a sentence, if it does not say."""
+    told = _asked(EXECUTOR, "executor", executor, TARGETS, _place())
+    if isinstance(told, str):
+        raise UnsupportedError(told)
+    schedules = told["schedules"]
+    return Abilities(
+        told["device"], None if schedules is None else tuple(schedules), told["timed"], told["unavailable"]
+    )
+
+
+def _place() -> tuple[str, ...]:
+    """What else an answer depends on: where modules are searched."""
+    return (os.getcwd(), *sys.path)
+
+
+@lru_cache(maxsize=512)
+def _asked(call: str, kind: str, name: str, about: Sequence[str], place: tuple[str, ...]) -> dict[str, object] | str:
+    told = {kind: name, "ops" if kind == "backend" else "targets": list(about)}
+    try:
+        with nursery().runner(f"{kind} {name}", ASKED) as runner:
+            return dict(runner.ask(call, told, MAX_ASKED_S).told)
+    except UnsupportedError as error:
+        return str(error)
+    except RunnerFaultError as error:
+        return f"the {kind} {name!r} cannot be loaded: {error}"
+    except RunnerDiedError as died:
+        return f"the {kind} {name!r} cannot be loaded: {died}"

@@ -1,0 +1,390 @@
+"""Starts runners, asks them, and ends them with all that they have started.
+
+A keeper stands between: a small process that forks runners, adopts their orphans, passes on a limited share of what
+they print, and says how they ended. It has never run other people's code, so that each runner starts clean, after
+0.02 s. A worker of the judge forks its keeper before it imports anything of ours (`keeper_of_worker`); any other
+process starts one as a fresh interpreter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Final, NoReturn
+
+from megamoe.contract import DeviceLostError, UnsupportedError
+from megamoe.runner.child import (
+    UNCONFINED,
+    Confinement,
+    Start,
+    adopt_orphans,
+    become_runner,
+    keep_only,
+    with_parent_dies,
+)
+from megamoe.runner.wire import MAX_SENTENCE, Frame, Json, SilenceError, WireError, receive, send
+
+MAX_PRINTED: Final = 64 << 10
+"""Bytes of a runner's output that are passed on; more is dropped."""
+MAX_LEFT: Final = 10_000
+"""Processes that a keeper ends after one runner."""
+_END_S: Final = 10.0
+_POLL_S: Final = 0.1
+
+
+class RunnerDiedError(Exception):
+    """The runner has ended without an answer, or was ended because it had none in time (`late`).
+
+    The text says whose process it was, and how it ended.
+    """
+
+    def __init__(self, sentence: str, late: bool = False) -> None:
+        super().__init__(sentence)
+        self.late = late
+
+
+class RunnerFaultError(Exception):
+    """What the runner was asked to do raised something. The text is its sentence; `traceback` the runner's."""
+
+    def __init__(self, sentence: str, trace: str) -> None:
+        super().__init__(sentence)
+        self.trace = trace
+
+
+def manner_of_death(exit_code: int | None) -> str:
+    """How a process ended, in words that follow "died"."""
+    if exit_code is None:
+        return "without an exit status"
+    if exit_code >= 0:
+        return f"with exit status {exit_code}"
+    try:
+        return f"of {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"of signal {-exit_code}"
+
+
+# The keeper's side
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A runner as its keeper sees it. `life`: takes its exit code. `watch`: readable at its end; None where unknown."""
+
+    pid: int
+    life: int
+    output: int
+    watch: int | None
+    scratch: str
+    printed: int = 0
+
+
+def keep(control: socket.socket, preload: Sequence[str] = ()) -> NoReturn:
+    """Keeps runners for the process at the other end of `control`, and ends with it."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        adopt_orphans()
+        keep_only([control.fileno()])
+        for name in preload:
+            __import__(name)
+        _keep(control)
+    except BaseException as error:
+        os.write(2, f"megamoe: a keeper of runners ends: {error!r}\n".encode())
+    finally:
+        os._exit(0)
+
+
+def _keep(control: socket.socket) -> None:
+    kept: dict[int, _Kept] = {}
+    try:
+        while True:
+            outputs = {one.output: one for one in kept.values() if one.output >= 0}
+            watched = [control.fileno(), *outputs, *(one.watch for one in kept.values() if one.watch is not None)]
+            blind = any(one.watch is None for one in kept.values())
+            ready, _, _ = select.select(watched, [], [], _POLL_S if blind else None)
+            for descriptor in ready:
+                if descriptor in outputs:
+                    _pass_on(outputs[descriptor])
+            for number, one in list(kept.items()):
+                if one.watch is None or one.watch in ready:
+                    _look_after(kept, number, one)
+            if control.fileno() in ready:
+                _obey(control, kept)
+    except (SilenceError, ConnectionResetError, BrokenPipeError):
+        pass
+    finally:
+        for number, one in list(kept.items()):
+            os.kill(one.pid, signal.SIGKILL)
+            _bury(kept, number, one, os.waitpid(one.pid, 0)[1])
+
+
+def _obey(control: socket.socket, kept: dict[int, _Kept]) -> None:
+    request, descriptors, _, _ = socket.recv_fds(control, 8, 2)
+    if not request:
+        raise SilenceError(late=False)
+    number = int.from_bytes(request, "little")
+    if len(descriptors) == 2:
+        kept[number] = _start(control, *descriptors)
+    elif number in kept:
+        os.kill(kept[number].pid, signal.SIGKILL)
+
+
+def _start(control: socket.socket, answers: int, life: int) -> _Kept:
+    with socket.socket(fileno=answers) as pipe:
+        start = Start.of(receive(pipe).told)
+        scratch = tempfile.mkdtemp(prefix="megamoe-runner-")
+        start.environment["TMPDIR"] = scratch
+        output, prints = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            become_runner(pipe, prints, start)
+        os.close(prints)
+    watch = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+    return _Kept(pid, life, output, watch, scratch)
+
+
+def _pass_on(one: _Kept) -> None:
+    printed = os.read(one.output, 1 << 16)
+    if not printed:
+        os.close(one.output)
+        one.output = -1
+        return
+    shown = printed[: max(0, MAX_PRINTED - one.printed)]
+    one.printed += len(printed)
+    if shown:
+        # The characters of a terminal's control sequences are other people's too.
+        text = shown.decode("utf-8", "replace")
+        os.write(2, "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text).encode())
+        if one.printed > MAX_PRINTED:
+            os.write(2, f"\nmegamoe: a kernel's process prints more than {MAX_PRINTED} bytes: dropped\n".encode())
+
+
+def _look_after(kept: dict[int, _Kept], number: int, one: _Kept) -> None:
+    ended, status = os.waitpid(one.pid, os.WNOHANG)
+    if ended:
+        _bury(kept, number, one, status)
+
+
+def _bury(kept: dict[int, _Kept], number: int, one: _Kept, status: int) -> None:
+    """Ends what a runner leaves behind, passes its last words on, and says how it ended."""
+    del kept[number]
+    _end_the_left({other.pid for other in kept.values()})
+    while one.output >= 0 and select.select([one.output], [], [], 0)[0]:
+        _pass_on(one)
+    shutil.rmtree(one.scratch, ignore_errors=True)
+    code = os.waitstatus_to_exitcode(status)
+    with suppress(OSError):
+        os.write(one.life, code.to_bytes(4, "little", signed=True))
+    for descriptor in (one.life, one.output, one.watch):
+        if descriptor is not None and descriptor >= 0:
+            os.close(descriptor)
+
+
+def _end_the_left(runners: set[int]) -> None:
+    """Ends every child of this process but `runners`: what runners have started comes here when its parent ends."""
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    for _ in range(MAX_LEFT):
+        try:
+            left = {int(pid) for pid in path.read_text().split()} - runners
+        except OSError:
+            return
+        if not left:
+            return
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            except OSError:
+                continue
+
+
+# The asker's side
+
+
+class Nursery:
+    """The way to one keeper. Its runners end with it."""
+
+    def __init__(self, control: socket.socket, keeper: subprocess.Popen[bytes] | None = None) -> None:
+        self._control, self._keeper, self._count = control, keeper, 0
+
+    def runner(self, what: str, confinement: Confinement = UNCONFINED) -> Runner:
+        """A fresh runner. `what`: what it is for, in messages."""
+        mine, its = socket.socketpair()
+        life, end = os.pipe()
+        self._count += 1
+        start = Start(confinement, tuple(sys.path), os.getcwd(), dict(os.environ))
+        with its:
+            try:
+                socket.send_fds(self._control, [self._count.to_bytes(8, "little")], [its.fileno(), end])
+                send(mine, Frame(start.told()))
+            except OSError as error:
+                mine.close()
+                os.close(life)
+                raise RunnerDiedError(f"the process of {what} could not be started: its keeper has ended") from error
+            finally:
+                os.close(end)
+        return Runner(self, self._count, mine, life, what)
+
+    def end(self, number: int) -> None:
+        """Ends the runner of that number, if it has not ended."""
+        try:
+            self._control.sendall(number.to_bytes(8, "little"))
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Ends the keeper and all its runners."""
+        self._control.close()
+        if self._keeper is not None:
+            self._keeper.wait(_END_S)
+
+
+@dataclass(slots=True)
+class Runner:
+    """One process of other people's code. `ask` it, and `end` it."""
+
+    nursery: Nursery
+    number: int
+    pipe: socket.socket
+    life: int
+    what: str
+    ended: bool = field(default=False)
+
+    def ask(
+        self, call: str, told: Json, limit_s: float, parts: Sequence[bytes] = (), memory: int | None = None
+    ) -> Frame:
+        """What the function `call` ("package.module:name") of megamoe answers in the runner, within `limit_s` seconds.
+
+        UnsupportedError and DeviceLostError as the runner raised them, RunnerFaultError for any other exception.
+        RunnerDiedError if it has no answer, and then it is ended.
+        """
+        deadline = time.monotonic() + limit_s
+        try:
+            if self.ended:
+                raise SilenceError(late=False)
+            send(self.pipe, Frame({"call": call, **told}, tuple(parts), memory))
+            answer = receive(self.pipe, deadline, self.life)
+        except SilenceError as silence:
+            if silence.late:
+                self.end()
+                raise self._died(f"had not answered within {limit_s:.4g} host seconds", late=True) from None
+            raise self._died(f"died {manner_of_death(self.end())}") from None
+        except OSError:
+            raise self._died(f"died {manner_of_death(self.end())}") from None
+        except WireError as error:
+            self.end()
+            raise self._died(f"answered with {error}") from None
+        if answer.memory is not None:
+            os.close(answer.memory)
+        fault = answer.told.get("error")
+        if fault is not None:
+            raise _raised(fault)
+        return answer
+
+    def _died(self, how: str, late: bool = False) -> RunnerDiedError:
+        return RunnerDiedError(f"the process of {self.what} {how}", late)
+
+    def end(self) -> int | None:
+        """Ends the process and all that it started. Its exit code if it had ended by itself, else None."""
+        if self.ended:
+            return None
+        self.ended = True
+        by_itself = bool(select.select([self.life], [], [], 0.2 if _closed(self.pipe) else 0)[0])
+        self.nursery.end(self.number)
+        code = None
+        if select.select([self.life], [], [], _END_S)[0]:
+            said = os.read(self.life, 4)
+            code = int.from_bytes(said, "little", signed=True) if by_itself and len(said) == 4 else None
+        self.pipe.close()
+        os.close(self.life)
+        return code
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+
+def _closed(pipe: socket.socket) -> bool:
+    """Whether the other end is closed, or holds what nobody will read."""
+    return bool(select.select([pipe], [], [], 0)[0])
+
+
+def _raised(fault: object) -> Exception:
+    told = fault if isinstance(fault, dict) else {}
+    kind, sentence = told.get("kind"), printable(str(told.get("sentence")))
+    if kind == "unsupported":
+        return UnsupportedError(sentence)
+    if kind == "device_lost":
+        return _device_lost(sentence)
+    return RunnerFaultError(sentence, printable(str(told.get("traceback")), 4 * MAX_SENTENCE))
+
+
+def _device_lost(sentence: str) -> DeviceLostError:
+    """The runner's error. This process has not lost its own device."""
+    error = DeviceLostError.__new__(DeviceLostError)
+    error.args = (sentence,)
+    return error
+
+
+def printable(text: str, most: int = MAX_SENTENCE) -> str:
+    """`text` as one may show it: no longer than `most`, and control characters as escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text[:most])
+
+
+_OF_WORKER: Final[list[Nursery]] = []
+
+
+def keeper_of_worker() -> None:
+    """Forks the keeper of this process, which must have one thread and nothing of ours but this room."""
+    mine, its = socket.socketpair()
+    if os.fork() == 0:
+        mine.close()
+        with_parent_dies()
+        keep(its)
+    its.close()
+    _OF_WORKER.append(Nursery(mine))
+
+
+def nursery(preload: tuple[str, ...] = ()) -> Nursery:
+    """The keeper of this process; started now if it has none. `preload`: what its runners have imported already."""
+    if _OF_WORKER:
+        return _OF_WORKER[0]
+    return _own(preload, os.getpid())
+
+
+@cache
+def _own(preload: tuple[str, ...], pid: int) -> Nursery:
+    mine, its = socket.socketpair()
+    program = (
+        "import socket, sys\nfrom megamoe.runner.process import keep\n"
+        f"keep(socket.socket(fileno={its.fileno()}), {preload!r})"
+    )
+    # The folder of the user may hold a torch/ or a queue.py; a runner takes over the search path once it is started.
+    search = os.pathsep.join(str(path) for path in [Path(__file__).resolve().parents[2]])
+    environment = {**os.environ, "PYTHONPATH": search, "PYTHONSAFEPATH": "1"}
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", program], pass_fds=[its.fileno()], env=environment, stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    its.close()
+    found = Nursery(mine, keeper)
+    atexit.register(found.close)
+    return found

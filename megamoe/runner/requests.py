@@ -1,0 +1,160 @@
+"""What a runner is asked: what a backend or an executor can do, to build a program, to run one.
+
+Each function takes a Frame and returns one. A Python call stays in the runner that built it, under a number; every
+other program leaves it as data, and is run by a process that has not imported the backend.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from megamoe.contract import (
+    AnyProgram,
+    Borrowed,
+    DeviceLostError,
+    HostProgram,
+    Program,
+    PythonProgram,
+    RunOptions,
+    Target,
+    TimedExecutor,
+    load_backend,
+    load_executor,
+)
+from megamoe.contract.assembly import assembled
+from megamoe.runner.wire import Frame, Json, case_of, decoded, encoded
+
+if TYPE_CHECKING:
+    import torch
+
+BACKEND: Final = f"{__name__}:about_backend"
+EXECUTOR: Final = f"{__name__}:about_executor"
+BUILD: Final = f"{__name__}:build"
+RUN: Final = f"{__name__}:run"
+ASSEMBLE: Final = f"{__name__}:assemble"
+
+_CALLS: dict[int, PythonProgram] = {}
+"""Python calls that this runner has built."""
+
+
+def about_backend(request: Frame) -> Frame:
+    """`backend`, `ops` -> targets by op, the executors on which it owes rows (None: all), what is not installed."""
+    backend = load_backend(request.told["backend"])
+    targets = {op: [str(target) for target in backend.targets(op)] for op in request.told["ops"]}
+    executors = getattr(backend, "executors", None)
+    missing = backend.missing() if isinstance(backend, Borrowed) else None
+    return Frame(
+        {
+            "targets": targets,
+            "executors": None if executors is None else [str(name) for name in executors],
+            "borrowed": isinstance(backend, Borrowed),
+            "missing": None if missing is None else str(missing),
+        }
+    )
+
+
+def about_executor(request: Frame) -> Frame:
+    """`executor`, `targets` -> its device, its schedules (None: all), whether it has a clock, and for each target why
+    it is unavailable."""
+    executor = load_executor(request.told["executor"])
+    schedules = getattr(executor, "schedules", None)
+    asked = [cast(Target, name) for name in request.told["targets"]]
+    return Frame(
+        {
+            "device": str(getattr(executor, "device", "cpu")),
+            "schedules": None if schedules is None else [str(name) for name in schedules],
+            "timed": isinstance(executor, TimedExecutor),
+            "unavailable": {target: _said(executor.unavailable(target)) for target in asked},
+        }
+    )
+
+
+def _said(reason: object) -> str | None:
+    return None if reason is None else str(reason)
+
+
+def build(request: Frame) -> Frame:
+    """`backend`, `case`, `target` -> the program as data, or the number of a Python call and its `software`."""
+    backend = load_backend(request.told["backend"])
+    program: object = backend.build(case_of(request.told["case"]), request.told["target"])
+    if isinstance(program, PythonProgram):
+        _CALLS[len(_CALLS)] = program
+        software = {str(name): str(version) for name, version in program.software.items()}
+        return Frame({"number": len(_CALLS) - 1, "software": software})
+    if isinstance(program, Program | HostProgram):
+        return encoded(program)
+    raise TypeError(
+        f"build() of the backend {request.told['backend']!r} gave a {type(program).__name__}; it must be a "
+        "megamoe.contract.Program, HostProgram or PythonProgram"
+    )
+
+
+def run(request: Frame) -> Frame:
+    """`executor`, `options`, `tensors`, a program or the `number` of a call, and the memory -> counters, violation."""
+    executor = load_executor(request.told["executor"])
+    program: AnyProgram = _CALLS[request.told["number"]] if "number" in request.told else decoded(request)
+    options = request.told["options"]
+    assert request.memory is not None
+    with tensors_in(request.memory, request.told["tensors"], getattr(executor, "device", "cpu")) as tensors:
+        execution = executor.run(
+            program,
+            tensors,
+            RunOptions(
+                schedule=options["schedule"],
+                accumulate=options["accumulate"],
+                step_budget=options["step_budget"],
+                outputs=tuple(options["outputs"]),
+            ),
+        )
+    violation = execution.violation
+    return Frame(
+        {
+            "counters": {str(name): int(count) for name, count in execution.counters.items()},
+            "violation": None if violation is None else str(violation),
+            "spent": DeviceLostError.met is not None,
+        }
+    )
+
+
+def assemble(request: Frame) -> Frame:
+    """`target` and the PTX -> what every assembler makes of it; assemblers are entry points, like backends."""
+    found = assembled(request.parts[0].decode(), request.told["target"])
+    return Frame({"assembled": [asdict(one) for one in found]})
+
+
+@contextmanager
+def tensors_in(memory: int, told: Sequence[Json], device: str) -> Iterator[Mapping[str, torch.Tensor]]:
+    """The tensors in a block of shared memory. On another device they are copied there, and back at the end."""
+    import torch
+
+    with mmap.mmap(memory, 0) as shared:
+        block = torch.frombuffer(shared, dtype=torch.uint8)
+        there = block if torch.device(device).type == "cpu" else block.to(device)
+        tensors = {one["name"]: _tensor(there, one) for one in told}
+        try:
+            yield tensors
+            if there is not block:
+                block.copy_(there)
+        finally:
+            # A block that something still holds cannot be unmapped; it is the runner's, not the judge's.
+            del block, there, tensors
+            _release(shared)
+
+
+def _release(shared: mmap.mmap) -> None:
+    try:
+        shared.close()
+    except BufferError:
+        return
+
+
+def _tensor(block: torch.Tensor, told: Json) -> torch.Tensor:
+    import torch
+
+    dtype: Any = getattr(torch, told["dtype"])
+    size = torch.Size(told["shape"]).numel() * dtype.itemsize
+    return block[told["offset"] : told["offset"] + size].view(dtype).view(told["shape"])
