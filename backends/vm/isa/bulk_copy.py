@@ -314,6 +314,7 @@ def _store_performer(warp: Warp, plan: BoxPlan, tensor_map: TensorMap, operation
             old = read_pieces(buffer.data, addresses - buffer.base, plan.piece_bytes)
             pieces = reduced(old, pieces, operation, tensor_map.element.name)
         write_pieces(buffer.data, addresses - buffer.base, np.ascontiguousarray(pieces))
+        buffer.mark_written(addresses - buffer.base, plan.piece_bytes)
 
     return perform
 
@@ -347,6 +348,7 @@ def linear_store(b: Binder) -> Step:
                 into = buffer.data[target - buffer.base : target - buffer.base + bytes_]
                 data = warp.cta.smem.data[offset : offset + bytes_]
                 into[:] = reduced(into.copy(), data.copy(), operation, element) if operation else data
+                buffer.mark_written(np.array([target - buffer.base]), bytes_)
 
             done = submit(warp, "a bulk copy", line, text, perform)
             groups.open.append(Copy(done, serial))

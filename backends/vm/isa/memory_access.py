@@ -9,7 +9,7 @@ import numpy as np
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.machine import access
-from backends.vm.machine.code import LANES
+from backends.vm.machine.code import LANES, WIDTH_OF_VIEW
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.global_memory import check_alignment
 from backends.vm.ptx.ast import Operand, Sink
@@ -73,6 +73,12 @@ def ld(b: Binder) -> Step:
     address = b.address(a)
     sem, scope = b.words.get("sem", ""), b.words.get("scope", "")
     strong = "sem" in b.words and _strong(b)
+    rows, width = b.rows, dtype.itemsize * words
+
+    def needed() -> tuple[tuple[int, int], ...]:
+        """Offset and size of the elements whose registers something reads: a compiler loads whole vectors."""
+        live = [column for column, view, row in targets if (WIDTH_OF_VIEW[view], row) in rows.used]
+        return ((0, size),) if len(live) == len(items) else tuple((width * column, width) for column in live)
 
     def step(warp: Warp) -> None:
         addresses = address(warp)
@@ -81,7 +87,7 @@ def ld(b: Binder) -> Step:
             addresses = addresses[warp.mask]
         if strong:
             access.synchronise(warp, space, addresses, sem, scope, acquire=True, release=False)
-        values = access.load(warp, space, addresses, size, strong=strong).view(dtype)
+        values = access.load(warp, space, addresses, size, strong=strong, needed=needed).view(dtype)
         for column, view, row in targets:
             register = getattr(warp, view)[row]
             part = values if words == 2 else values[:, column]

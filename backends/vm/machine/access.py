@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]
+Needed = Callable[[], Iterable[tuple[int, int]]]
 
 _SPACE_OF_WINDOW = {0: "global", 1: "shared::cluster", 2: "local", 3: "param"}
 
@@ -61,23 +63,42 @@ def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Ct
 
 
 def load(
-    warp: Warp, space: str, addresses: Addresses, size: int, *, strong: bool = False, lanes: Addresses | None = None
+    warp: Warp,
+    space: str,
+    addresses: Addresses,
+    size: int,
+    *,
+    strong: bool = False,
+    lanes: Addresses | None = None,
+    needed: Needed | None = None,
 ) -> Bytes:
-    """`size` bytes at each address, uint8 [n, size]. `lanes` own the addresses: the active ones unless given."""
+    """`size` bytes at each address, uint8 [n, size]. `lanes` own the addresses: the active ones unless given.
+
+    `needed` gives offset and size of the parts that the kernel uses (None: all): only these must have been written.
+    """
     lanes = np.flatnonzero(warp.mask) if lanes is None else lanes
     groups = _groups(space, addresses)
     if groups is not None:
         values = np.empty((addresses.size, size), np.uint8)
         for group in groups:
-            values[group] = load(warp, space, addresses[group], size, strong=strong, lanes=lanes[group])
+            values[group] = load(warp, space, addresses[group], size, strong=strong, lanes=lanes[group], needed=needed)
         return values
     try:
-        return _load(warp, space, addresses, size, lanes, strong=strong)
+        return _load(warp, space, addresses, size, lanes, strong=strong, needed=needed)
     except Fault as fault:
         raise _of_lane(fault, lanes) from None
 
 
-def _load(warp: Warp, space: str, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool) -> Bytes:
+def _load(
+    warp: Warp,
+    space: str,
+    addresses: Addresses,
+    size: int,
+    lanes: Addresses,
+    *,
+    strong: bool,
+    needed: Needed | None,
+) -> Bytes:
     space, addresses = resolve(space, addresses)
     if space.startswith("shared"):
         cta, offsets = owner(warp, space, addresses, "load")
@@ -90,9 +111,12 @@ def _load(warp: Warp, space: str, addresses: Addresses, size: int, lanes: Addres
     machine = warp.cta.machine
     buffer, offsets = machine.memory.locate(addresses, size, "load")
     if buffer is None:
-        return _split_load(warp, addresses, size, lanes, strong=strong)
+        return _split_load(warp, addresses, size, lanes, strong=strong, needed=needed)
     if buffer.writable and not strong:
         machine.races.read(buffer, addresses, size, warp, warp.stamp)
+    if buffer.written is not None:
+        for first, bytes_ in ((0, size),) if needed is None else needed():
+            buffer.check_written(offsets + first, bytes_, "this load")
     return buffer.data[offsets[:, None] + np.arange(size)]
 
 
@@ -137,10 +161,13 @@ def _store(
         _note_store(warp, addresses, values.shape[1], line, strong=strong)
 
 
-def _split_load(warp: Warp, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool) -> Bytes:
+def _split_load(
+    warp: Warp, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool, needed: Needed | None
+) -> Bytes:
     """A load whose lanes lie in several buffers."""
     one = [slice(i, i + 1) for i in range(addresses.size)]
-    return np.concatenate([_load(warp, "global", addresses[i], size, lanes[i], strong=strong) for i in one])
+    parts = [_load(warp, "global", addresses[i], size, lanes[i], strong=strong, needed=needed) for i in one]
+    return np.concatenate(parts)
 
 
 def _note_store(warp: Warp, addresses: Addresses, size: int, line: int, *, strong: bool) -> None:
