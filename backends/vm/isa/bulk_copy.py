@@ -144,8 +144,8 @@ def _read_global(warp: Warp, plan: BoxPlan, tensor_map: TensorMap) -> npt.NDArra
         mode=_MODES, group="cta_group::1 cta_group::2")  # fmt: skip
 def tensor_load(b: Binder) -> Step:
     """A box from global memory into shared memory, signalled by complete_tx on an mbarrier."""
-    destination, source, barrier, *rest = b.operands
     multicast, pair = bool(b.words["multicast::cluster"]), b.words["group"] == "cta_group::2"
+    destination, source, barrier, *rest = b.hinted(3 + multicast)
     tensor, to, signal = _TensorOperand(b, source), _shared(b, destination), _shared(b, barrier)
     mask_row = b.source(rest[0], "u16") if multicast else None
     line, text = b.instruction.line, b.instruction.text
@@ -204,8 +204,8 @@ def _begin_load(
         dst="shared::cluster shared::cta")  # fmt: skip
 def linear_load(b: Binder) -> Step:
     """A run of bytes into shared memory from global memory, or from this CTA's shared memory to another's."""
-    destination, source, size, barrier, *rest = b.operands
     multicast = bool(b.words.get("multicast::cluster"))
+    destination, source, size, barrier, *rest = b.hinted(4 + multicast)
     local = b.instruction.parts[4] == "shared::cta"
     to, signal, count = _shared(b, destination), _shared(b, barrier), b.source(size, "u32")
     origin = _shared(b, source) if local else None
@@ -273,7 +273,7 @@ _REDUCTIONS = "add min max inc dec and or xor"
         section="9.7.9.27.1.3", counter="tma", dim=_DIMS, mode="tile", op=_REDUCTIONS)  # fmt: skip
 def tensor_store(b: Binder) -> Step:
     """A box from shared memory to global memory, clipped to the tensor; with an operation it is combined there."""
-    destination, source = b.operands[:2]
+    destination, source = b.hinted(2)
     tensor, origin = _TensorOperand(b, destination), _shared(b, source)
     operation = b.words.get("op", "")
     line, text = b.instruction.line, b.instruction.text
@@ -325,7 +325,7 @@ def _store_performer(warp: Warp, plan: BoxPlan, tensor_map: TensorMap, operation
         type="b32 u32 s32 b64 u64 s64 f16 bf16 f32 f64")  # fmt: skip
 def linear_store(b: Binder) -> Step:
     """A run of bytes from shared to global memory, or a reduction into it."""
-    destination, source, size = b.operands[:3]
+    destination, source, size = b.hinted(3)
     address_of, origin, count = b.address(destination), _shared(b, source), b.source(size, "u32")
     operation, element = b.words.get("op", ""), b.words.get("type", "")
     line, text = b.instruction.line, b.instruction.text

@@ -34,16 +34,10 @@ def _groups(warp: Warp) -> list[ThreadGroups]:
         cache="ca cg", dst="shared shared::cta", prefetch=_PREFETCH)  # fmt: skip
 def cp_async(b: Binder) -> Step:
     """4, 8 or 16 bytes a thread (.cg: 16) from global to shared memory; what `src-size` leaves out becomes zero."""
-    destination, source, size_operand, *rest = b.operands
+    destination, source, size_operand, *rest = b.hinted(3, 4)
     size = b.immediate(size_operand)
     if size not in ((16,) if b.words["cache"] == "cg" else (4, 8, 16)):
         raise b.error(f"cp-size {size}; it is {'16 with .cg' if b.words['cache'] == 'cg' else '4, 8 or 16'}")
-    if b.words["L2::cache_hint"]:
-        b.source(rest.pop(), "u64")
-    if len(rest) > 1:
-        raise b.error(
-            f"{len(b.operands)} operands; it takes [dst], [src], cp-size and at most a src-size or ignore-src"
-        )
     ignores = bool(rest) and b.width(rest[0]) == 1
     count_row = b.source(rest[0], "u32") if rest and not ignores else None
     ignored = b.predicate(rest[0]) if rest and ignores else None

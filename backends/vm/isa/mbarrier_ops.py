@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.faults import Fault
 from backends.vm.machine.access import resolve
 from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.cta import Cta
@@ -50,7 +51,12 @@ def init(b: Binder) -> Step:
 
     def step(warp: Warp) -> None:
         for (cta, offset), lanes in find(warp):
-            cta.init_mbarrier(offset, int(warp.u32[row][lanes[0]]), warp)
+            counts = sorted(set(warp.u32[row][lanes].tolist()))
+            if len(counts) > 1:
+                raise Fault("mbarrier-misuse", f"{len(lanes)} lanes initialise this mbarrier, with counts "
+                            f"{', '.join(map(str, counts[:4]))}; which of them stays is undefined", lane=lanes[0],
+                            address=offset)  # fmt: skip
+            cta.init_mbarrier(offset, counts[0], warp)
 
     return step
 

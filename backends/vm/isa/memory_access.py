@@ -46,6 +46,14 @@ def _space(b: Binder) -> str:
     return b.words["space"].replace("param::entry", "param").replace("param::func", "param")
 
 
+def _items(b: Binder, operand: Operand) -> tuple[Operand, ...]:
+    """The registers of a load or store: one, or as many as `.v2`, `.v4`, `.v8` says."""
+    count = int(b.words["vec"][1:]) if b.words["vec"] else 1
+    if count > 1 and b.words["type"] == "b128":
+        raise b.error("a vector of .b128 has more bytes than an access may have")
+    return b.vector(operand, count)
+
+
 def _strong(b: Binder) -> bool:
     return b.words["sem"] in ("relaxed", "acquire", "release", "volatile", "mmio")
 
@@ -60,11 +68,11 @@ def _view_for(b: Binder, operand: Operand, type_name: str) -> str:
 @opcode("ldu{.<space>}{.<vec>}.<type>", section="9.7.9.10", counter="memory", space="global", vec="v2 v4", type=_TYPES)
 def ld(b: Binder) -> Step:
     """Load one element or a vector; a register wider than the element is zero- or sign-extended."""
-    d, a = b.operands[:2]
+    d, a = b.hinted(2)
     space, kind = _space(b), b.words["type"]
     if space == "const":
         space = "global"
-    items = b.vector(d, int(b.words["vec"][1:]) if b.words["vec"] else 1)
+    items = _items(b, d)
     dtype = _element(kind)
     words = 2 if kind == "b128" else 1
     size = len(items) * dtype.itemsize * words
@@ -102,9 +110,9 @@ def ld(b: Binder) -> Step:
 @opcode("st" + _FORM, section="9.7.9.11", counter="memory", vocabulary=_HINTS)
 def st(b: Binder) -> Step:
     """Store one element or a vector; of a wider register the low part."""
-    a, source = b.operands[:2]
+    a, source = b.hinted(2)
     space, kind = _space(b), b.words["type"]
-    items = b.vector(source, int(b.words["vec"][1:]) if b.words["vec"] else 1)
+    items = _items(b, source)
     dtype = _element(kind)
     rows = [(view := _view_for(b, item, kind), b.source(item, view, wider=True)) for item in items]
     address = b.address(a)
@@ -209,14 +217,15 @@ def _wrapped(value: int | float, dtype: np.dtype[np.generic]) -> int | float:
 @opcode("atom" + _ATOMIC_FORM, section="9.7.13.5", counter="memory", vocabulary=_ATOMIC)
 def atom(b: Binder) -> Step:
     """Read, modify and write one element a lane, lanes in ascending order; returns the old value."""
-    operands = b.operands[:4] if b.words["op"] == "cas" else b.operands[:3]
+    operands = b.hinted(4 if b.words["op"] == "cas" else 3)
     return _atomic(b, operands[0], operands[1], operands[2:])
 
 
 @opcode("red" + _ATOMIC_FORM, section="9.7.13.6", counter="memory", vocabulary=_ATOMIC)
 def red(b: Binder) -> Step:
     """Like atom, with no result."""
-    return _atomic(b, None, b.operands[0], b.operands[1:2])
+    a, source = b.hinted(2)
+    return _atomic(b, None, a, (source,))
 
 
 def _vector(b: Binder, d: Operand | None, a: Operand, source: Operand) -> Step:
@@ -242,14 +251,14 @@ _VECTOR = {**_ATOMIC, "space": "global", "op": "add", "vec": "v2 v4", "type": "f
 @opcode("atom" + _VECTOR_FORM, section="9.7.13.5", counter="memory", vocabulary=_VECTOR)
 def atom_vector(b: Binder) -> Step:
     """Add each element of a vector to memory; the old elements are the result."""
-    d, a, source = b.operands[:3]
+    d, a, source = b.hinted(3)
     return _vector(b, d, a, source)
 
 
 @opcode("red" + _VECTOR_FORM, section="9.7.13.6", counter="memory", vocabulary=_VECTOR)
 def red_vector(b: Binder) -> Step:
     """Like a vector atom, with no result."""
-    a, source = b.operands[:2]
+    a, source = b.hinted(2)
     return _vector(b, None, a, source)
 
 
@@ -268,6 +277,6 @@ def red_vector(b: Binder) -> Step:
 def cache_hint(b: Binder) -> Step:
     """Caches do not change results here; a created policy is an opaque word."""
     if b.instruction.parts[0] == "createpolicy":
-        row = b.destination(b.operands[0], "u64")
+        row = b.destination(b.expect(1, 2)[0], "u64")
         return lambda warp: np.copyto(warp.u64[row], np.uint64(0), where=warp.where)
     return lambda warp: None

@@ -237,8 +237,8 @@ def copy(b: Binder) -> Step:
             cta.smem.async_read(granules_of(units.ravel(), data_bytes), clock, mark, "tcgen05.cp")
             for lanes in layout.lanes:
                 cells = (lanes + to_lane)[:, None], columns
-                unordered |= cta.tmem.read_by_tensor_core(cells, warp.clock, warp.cta.tensor_agent)
                 cta.tmem.begin_write(cells, clock, mark, line, "tcgen05.cp writes")
+                unordered |= cta.tmem.read_by_tensor_core(cells, warp.clock, warp.cta.tensor_agent)
         if unordered:
             warp.cta.machine.counters["tmem_unordered_copies"] += 1
 

@@ -48,8 +48,9 @@ def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Ct
     """The CTA whose shared memory `addresses` lie in, and offsets in it. All lanes must mean the same CTA."""
     ranks = addresses >> RANK_SHIFT
     cluster = warp.cta.cluster
-    if np.count_nonzero(ranks >= cluster.size):
-        lane = int((ranks >= cluster.size).argmax())
+    outside = (ranks < 0) | (ranks >= cluster.size)
+    if np.count_nonzero(outside):
+        lane = int(outside.argmax())
         raise Fault("out-of-bounds", f"shared {access} at an address of CTA rank {ranks[lane]} of a cluster of "
                     f"{cluster.size}", lane=lane, address=int(addresses[lane]))  # fmt: skip
     if space != "shared::cluster" and np.count_nonzero(ranks != warp.cta.place.cta_rank):

@@ -235,7 +235,7 @@ class Cluster:
     def cta_of(self, address: int, access: str) -> Cta:
         """The CTA whose shared memory a `.shared::cluster` address names."""
         rank = address >> RANK_SHIFT
-        if rank >= self.size:
+        if not 0 <= rank < self.size:
             raise Fault("remote-shared", f"{access} names CTA rank {rank} of a cluster of {self.size}", address=address)
         return self.ctas[rank]
 
