@@ -60,7 +60,8 @@ class Kernel:
     `inputs` are read-only, those in `unwritten` are workspaces: what the kernel has not stored there means nothing.
 
     `kernel` is launched `launches` times. `others` holds the bodies of further entries with the same parameters;
-    `sequence`, if any, says which entries to launch, each with whether it is a dependent launch.
+    `sequence`, if any, says which entries to launch, each with whether it is a dependent launch. `directives` stand behind
+    the parameters of each entry (`.maxnreg 64`).
     """
 
     body: str
@@ -79,6 +80,7 @@ class Kernel:
     sequence: Sequence[tuple[str, bool]] = ()
     target: str = "sm_100a"
     registers: str = REGISTERS
+    directives: str = ""
 
     @property
     def ptx(self) -> str:
@@ -86,7 +88,7 @@ class Kernel:
         params = [f".param .u64 p_{name}" for name in self.buffers]
         params += [f".param .align 64 .b8 p_{name}[128]" for name in self.maps]
         names = [*self.buffers, *self.maps]
-        head = [f".visible .entry ENTRY({', '.join(params)})", "{", self.registers]
+        head = [f".visible .entry ENTRY({', '.join(params)}) {self.directives}".rstrip(), "{", self.registers]
         head += [f".reg .b64 %{name};" for name in names]
         head += [f"ld.param.u64 %{name}, [p_{name}];" for name in self.buffers]
         head += [f"mov.b64 %{name}, p_{name}; cvta.param.u64 %{name}, %{name};" for name in self.maps]

@@ -108,7 +108,8 @@ COUNTS = {1: 4, 16: 4, 32: 12, 64: 8, 128: 2}
 IMMEDIATES = (0, 1, -1, 2, 7, 8, 16, 31, 32, 64, 255, 4096, 65536, 2**31 - 1, 2**31, 2**32 - 1, -(2**31), 2**63 - 1,
               -(2**63), 2**64 - 1)  # fmt: skip
 DECLARED = """.reg .pred %p<4>; .reg .b16 %h<4>; .reg .b32 %r<12>; .reg .b64 %d<8>; .reg .b128 %q<2>;
-.shared .align 1024 .b8 buf[2048]; .shared .align 8 .b64 mbar; .shared .align 4 .b32 taken; .local .align 8 .b8 own[64];"""
+.shared .align 1024 .b8 buf[2048]; .shared .align 8 .b64 mbar; .shared .align 4 .b32 taken;
+.local .align 8 .b8 own[64];"""
 
 
 def _prologue() -> str:
@@ -116,13 +117,14 @@ def _prologue() -> str:
              "mov.b64 %d1, buf; cvta.shared.u64 %d1, %d1; mov.u32 %r10, %tid.x; mov.b32 %r4, buf; mov.b32 %r5, mbar;",
              "setp.eq.u32 %p0, %r10, 0; @%p0 mbarrier.init.shared.b64 [mbar], 1; bar.sync 0;",
              "setp.ne.u32 %p1, %r10, 0; mov.pred %p2, %p0; mov.pred %p3, %p1; mov.b128 %q0, {%d0, %d1};",
-             "mov.b128 %q1, {%d1, %d0}; mad.lo.u32 %r11, %r10, 16, %r4; st.shared.v4.b32 [%r11], {%r4,%r5,%r10,%r11};"]  # fmt: skip
+             "mov.b128 %q1, {%d1, %d0}; mad.lo.u32 %r11, %r10, 16, %r4;",
+             "st.shared.v4.b32 [%r11], {%r4,%r5,%r10,%r11};"]  # fmt: skip
     given = {("%d", 0), ("%d", 1), ("%d", 6), ("%r", 4), ("%r", 5), ("%r", 10)}
     for width, values in VALUES.items():
         for number, value in enumerate(values):
             if (NAMES[width], number) not in given:
                 lines.append(f"mov.b{width} {NAMES[width]}{number}, {value};")
-    return "\n".join([*lines[5:], *lines[:5]])
+    return "\n".join([*lines[6:], *lines[:6]])
 
 
 PROLOGUE = _prologue()
@@ -370,8 +372,8 @@ class Maker:
         for _ in range(self.draw.randint(1, 4)):
             at = self.draw.randrange(len(text))
             end = min(at + self.draw.choice((1, 1, 2, 8, 40)), len(text))
-            piece = self.draw.choice(("", text[at:end] * 2, self.immediate(), self.any_operand(), "{", "}", ";", "\0",
-                                      "é", "/*", '"', "<2147483647>", ".b8 big[1099511627776];", ".align 3"))  # fmt: skip
+            piece = self.draw.choice(("", text[at:end] * 2, self.immediate(), self.any_operand(), "{", "}", ";",
+                                      "\0", "é", "/*", '"', "<2147483647>", ".b8 big[1099511627776];", ".align 3"))  # fmt: skip
             text = text[:at] + piece + text[end:]
         return Input(self.number, "text", text)
 

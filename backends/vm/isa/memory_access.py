@@ -61,6 +61,8 @@ def _strong(b: Binder) -> bool:
 def _view_for(b: Binder, operand: Operand, type_name: str) -> str:
     """The view of a register that holds an element of `type_name`: of its own width, signed for signed types."""
     bits = max(int(type_name[1:]), b.width(operand) or 0, 16)
+    if bits == 128 and type_name != "b128":
+        raise b.error(f"a register of 128 bits where an element of .{type_name} goes")
     return {True: "s", False: "u"}[type_name[0] == "s"] + str(bits) if bits < 128 else "u64x2"
 
 

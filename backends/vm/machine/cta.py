@@ -12,7 +12,7 @@ from backends.vm.faults import Fault
 from backends.vm.machine.code import LANES
 from backends.vm.machine.special import Dim3, Place
 from backends.vm.machine.warp import Warp
-from backends.vm.machine.warpgroup import Warpgroup
+from backends.vm.machine.warpgroup import RegisterPool, Warpgroup
 from backends.vm.memory.clocks import ACCUMULATORS, Agents, Clock
 from backends.vm.memory.global_memory import PARAM_WINDOW
 from backends.vm.memory.mbarrier import MBarrier
@@ -74,6 +74,11 @@ class Cta:
     def tmem(self) -> TensorMemory:
         """Tensor memory, made on first use: most CTAs of some launches have none."""
         return TensorMemory(self.cluster.agents)
+
+    @cached_property
+    def register_pool(self) -> RegisterPool:
+        """The registers that setmaxnreg moves, made on first use."""
+        return RegisterPool.of(self.function.code.function.directives, len(self.warps))
 
     @property
     def used_tmem(self) -> TensorMemory | None:
@@ -188,6 +193,12 @@ class Cta:
                     raise Fault("exit-with-pending-operation", f"{left.operation.what} was issued, but the thread ends "
                                 f"without a {kind}.wait_group for it", lane=lane, kernel=left.operation.kernel,
                                 line=left.operation.line, text=left.operation.text, where=warp.name)  # fmt: skip
+        if "register_pool" in self.__dict__ and (found := self.register_pool.left_alone()) is not None:
+            warp, other, one = found
+            raise Fault("warpgroup-diverged", f"warp {warp} ends without the setmaxnreg.{one.way} {one.count} that warp "
+                        f"{other} of its warpgroup has executed; all warps of a warpgroup execute the same",
+                        kernel=self.function.name, line=one.line, text=one.text,
+                        where=self.warps[other].name)  # fmt: skip
         for group in self.warpgroups.values():
             for warp, part in zip(self.warps[group.first :], group.parts, strict=False):
                 if pending := part.pending():
