@@ -164,6 +164,7 @@ def tensor_load(b: Binder) -> Step:
                     warp, cta, plan, signalled, lambda p=plan, m=tensor_map: _read_global(warp, p, m), line, text
                 )
                 _note_read(warp, plan, stamp(signalled.copy_agent, serial))
+        warp.next_epoch()
 
     return step
 
@@ -228,6 +229,7 @@ def linear_load(b: Binder) -> Step:
                 if not local:
                     origin_plan = _linear_plan(start, bytes_)
                     _note_read(warp, origin_plan, stamp(signalled.copy_agent, serial))
+        warp.next_epoch()
 
     return step
 

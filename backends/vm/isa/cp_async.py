@@ -14,7 +14,7 @@ from backends.vm.isa.mbarrier_ops import places
 from backends.vm.machine.code import Wait
 from backends.vm.machine.engine import Copy, ThreadGroups, submit
 from backends.vm.machine.warp import Warp
-from backends.vm.memory.clocks import Clock, stamp
+from backends.vm.memory.clocks import ANYONE, Clock, stamp
 from backends.vm.memory.global_memory import check_alignment
 from backends.vm.memory.mbarrier import MBarrier
 
@@ -153,9 +153,10 @@ def copy_arrive(b: Binder) -> Step:
                 barrier.pending += len(lanes)
             perform = partial(_arrive, barrier, len(lanes), landed, f"the cp.async.mbarrier.arrive of PTX line {line}")
             submit(warp, "an arrival of cp.async", line, text, perform, queue=warp.copies, signals=(barrier,))
+        warp.next_epoch()
 
     return step
 
 
 def _arrive(barrier: MBarrier, count: int, landed: Clock, by: str) -> None:
-    barrier.arrive(count, landed, by)
+    barrier.arrive(count, by, (landed, ANYONE, False))

@@ -14,6 +14,7 @@ from backends.vm.machine.access import resolve
 from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.warp import Warp
+from backends.vm.memory.clocks import Clock
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import OFFSET_MASK
 from backends.vm.ptx.ast import Operand, Sink
@@ -91,7 +92,7 @@ def transactions(b: Binder) -> Step:
             if expects:
                 barrier.expect(total)
             else:
-                barrier.complete_transactions(total, warp.clock, _by(warp, b))
+                barrier.complete_transactions(total, warp.released, _by(warp, b))
         warp.next_epoch()
 
     return step
@@ -116,7 +117,7 @@ def arrive(b: Binder) -> Step:
     find = places(b, operands[0], remote=True)
     row = b.source(operands[1], "u32") if len(operands) > 1 else None
     expects, drop = b.words.get("tx") == "expect_tx", b.instruction.parts[1] == "arrive_drop"
-    relaxed = b.words.get("sem") == "relaxed"
+    relaxed, narrow = b.words.get("sem") == "relaxed", b.words.get("scope") == "cta"
     token = b.destination(d, "u64") if d is not None and not isinstance(d, Sink) else None
 
     def step(warp: Warp) -> None:
@@ -129,11 +130,18 @@ def arrive(b: Binder) -> Step:
             if expects and given is not None:
                 barrier.expect(int(given.sum()))
             count = len(lanes) if expects or given is None else int(given.sum())
-            barrier.arrive(count, warp.released if relaxed else warp.clock, _by(warp, b), drop=drop)
+            barrier.arrive(count, _by(warp, b), *_released(warp, relaxed=relaxed, narrow=narrow), drop=drop)
         if not relaxed:
             warp.next_epoch()
 
     return step
+
+
+def _released(warp: Warp, *, relaxed: bool, narrow: bool) -> tuple[tuple[Clock, int, bool], ...]:
+    rank = warp.cta.place.cta_rank
+    if relaxed:
+        return (warp.released, rank, narrow), (warp.released_to_cta, rank, True)
+    return ((warp.clock, rank, narrow),)
 
 
 def _is_address(operand: Operand) -> bool:
@@ -167,6 +175,7 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
     d, a, phase, *_ = b.expect(3, 4)
     rd, find = b.destination(d, "pred"), places(b, a)
     by_parity = bool(b.words["parity"])
+    relaxed, narrow = b.words["sem"] == "relaxed", b.words["scope"] == "cta"
     row = b.source(phase, "u32" if by_parity else "u64")
 
     def ask(warp: Warp) -> tuple[npt.NDArray[np.bool_], list[tuple[MBarrier, int]]]:
@@ -179,8 +188,10 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
                 asked.append((barrier, int(parity) & 1))
                 passed = barrier.passed(int(parity) & 1)
                 answers[[lane for lane in lanes if values[lane] == parity]] = passed
-                if passed:
-                    warp.clock.join(barrier.completed)
+                if passed and relaxed:
+                    warp.noticed[id(barrier)] = barrier.completed
+                elif passed:
+                    barrier.completed.take(warp.clock, warp.cta.place.cta_rank, narrow=narrow)
         return answers, asked
 
     return rd, ask

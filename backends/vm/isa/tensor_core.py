@@ -32,6 +32,7 @@ from backends.vm.isa.tensor_operands import (
 )
 from backends.vm.machine.engine import submit
 from backends.vm.machine.warp import Warp
+from backends.vm.memory.clocks import ANYONE
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.tmem import LANES, Index, Words
 from backends.vm.numerics import accumulate
@@ -189,7 +190,7 @@ def commit(b: Binder) -> Step:
 
         def perform() -> None:
             for barrier in targets:
-                barrier.arrive(1, carried, f"the commit of PTX line {line}")
+                barrier.arrive(1, f"the commit of PTX line {line}", (carried, ANYONE, False))
 
         submit(warp, "a commit", line, text, perform, queue=warp.cta.tmem, signals=tuple(targets))
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import Fault
-from backends.vm.memory.clocks import Clock
+from backends.vm.memory.clocks import Carried
 from backends.vm.memory.global_memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, check_alignment
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT, wavefronts
 
@@ -250,11 +250,10 @@ def synchronise(
         if wide and release:
             races.release(place, warp, ordered=gives)
         flags, key = warp.cta.cluster.flags, (where.partition("::")[0], place)
+        rank, narrow = warp.cta.place.cta_rank, scope == "cta"
         if acquire and takes and key in flags:
-            warp.clock.join(flags[key])
+            flags[key].take(warp.clock, rank, narrow=narrow)
         if release and gives:
-            if key not in flags:
-                flags[key] = Clock.zero(warp.clock.seen.size)
-            flags[key].join(warp.clock)
+            flags.setdefault(key, Carried()).give(warp.clock, rank, narrow=narrow)
     if release:
         warp.next_epoch()

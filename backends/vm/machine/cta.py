@@ -13,7 +13,7 @@ from backends.vm.machine.code import LANES
 from backends.vm.machine.special import Dim3, Place
 from backends.vm.machine.warp import Warp
 from backends.vm.machine.warpgroup import RegisterPool, Warpgroup
-from backends.vm.memory.clocks import ACCUMULATORS, Agents, Clock
+from backends.vm.memory.clocks import ACCUMULATORS, Agents, Carried, Clock
 from backends.vm.memory.global_memory import PARAM_WINDOW
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import MBARRIER, OFFSET_MASK, RANK_SHIFT, SharedMemory
@@ -128,7 +128,7 @@ class Cta:
             raise Fault("mbarrier-misuse", "mbarrier.init where an mbarrier already lies (mbarrier.inval comes first)",
                         address=offset)  # fmt: skip
         self.smem.check_region(offset, 8, "mbarrier.init")
-        made = MBarrier.create(offset, count, self.cluster.agents.count)
+        made = MBarrier.create(offset, count)
         made.creator, made.created = warp.agent, int(warp.clock.seen[warp.agent])
         made.copy_agent = self.cluster.agents.new_copy()
         self.mbarriers[offset] = made
@@ -230,7 +230,7 @@ class Cluster:
         self.arriving = Clock.zero(self.agents.count)
         self.released = Clock.zero(self.agents.count)
         self.generation = 0
-        self.flags: dict[tuple[str, int], Clock] = {}
+        self.flags: dict[tuple[str, int], Carried] = {}
         self.ctas: list[Cta] = []
         size = shape.cluster
         for rank in range(self.size):

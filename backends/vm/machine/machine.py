@@ -270,6 +270,8 @@ class Run:
                 self._count(cta.warps)
                 tmem, counters = cta.used_tmem, self.machine.counters
                 counters["tmem_columns"] = max(counters["tmem_columns"], tmem.peak_columns if tmem is not None else 0)
+                if cta.smem.unfenced_overwrites:
+                    counters["smem_unfenced_overwrites"] += cta.smem.unfenced_overwrites
                 if tmem is not None and tmem.unwaited_overwrites:
                     counters["tmem_unwaited_overwrites"] += tmem.unwaited_overwrites
             self.resident.remove(cluster)
