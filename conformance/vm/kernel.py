@@ -60,8 +60,8 @@ class Kernel:
     `inputs` are read-only, those in `unwritten` are workspaces: what the kernel has not stored there means nothing.
 
     `kernel` is launched `launches` times. `others` holds the bodies of further entries with the same parameters;
-    `sequence`, if any, says which entries to launch, each with whether it is a dependent launch. `directives` stand behind
-    the parameters of each entry (`.maxnreg 64`).
+    `sequence`, if any, says which entries to launch, each with whether it is a dependent launch. `directives`, such as
+    `.maxnreg 64`, stand behind the parameters of each entry.
     """
 
     body: str

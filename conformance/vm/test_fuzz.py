@@ -372,8 +372,8 @@ class Maker:
         for _ in range(self.draw.randint(1, 4)):
             at = self.draw.randrange(len(text))
             end = min(at + self.draw.choice((1, 1, 2, 8, 40)), len(text))
-            piece = self.draw.choice(("", text[at:end] * 2, self.immediate(), self.any_operand(), "{", "}", ";",
-                                      "\0", "é", "/*", '"', "<2147483647>", ".b8 big[1099511627776];", ".align 3"))  # fmt: skip
+            strange = ("", "{", "}", ";", "\0", "é", "/*", '"', "<2147483647>", ".b8 big[1099511627776];", ".align 3")
+            piece = self.draw.choice((text[at:end] * 2, self.immediate(), self.any_operand(), *strange))
             text = text[:at] + piece + text[end:]
         return Input(self.number, "text", text)
 

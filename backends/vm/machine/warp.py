@@ -106,9 +106,10 @@ class Warp:
     """32 lanes of a CTA running one function.
 
     Register rows are lists of arrays of shape [32], one list for each way to read them (`f32`, `u64`, `pred`, ...).
-    `mask` holds the active lanes. `where` is the same for ufuncs, or True when all 32 are active. Relaxed arrivals carry
-    `released`, what a fence has covered, and to the warp's own CTA `released_to_cta`; a fence acquires what relaxed
-    waits have `noticed`, by mbarrier.
+    `mask` holds the active lanes. `where` is the same for ufuncs, or True when all 32 are active.
+
+    Relaxed arrivals carry `released`, what a fence has covered, and to the warp's own CTA `released_to_cta`. A fence
+    acquires what relaxed waits have `noticed`, by mbarrier.
     """
 
     pred: list[Mask]

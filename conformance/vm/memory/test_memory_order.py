@@ -132,9 +132,9 @@ st.shared.b32 [buf], 7;
 ret;
 SECOND: {waits(words)}
 {ARRIVE}
-{RELAXED_ARRIVE.replace("mbar", "other")}
+{RELAXED_ARRIVE.replace("[mbar]", "[other]")}
 ret;
-READER: {waits(".relaxed.cta").replace("mbar]", "other]")}
+READER: {waits(".relaxed.cta").replace("[mbar]", "[other]")}
 {waits("", 1)}
 {READ}
 {RESULT}
@@ -163,7 +163,7 @@ def beside_the_copy(before: str, behind: str, read: str = READ_WORD) -> Kernel:
 
 
 def test_a_completion_orders_what_came_before_the_issue() -> None:
-    """Causality is transitive (PTX ISA 8.9.4): the store before the issue before the end of the copy before the wait."""
+    """Causality is transitive (PTX ISA 8.9.4): store, issue, end of the copy, wait."""
     assert_clean(beside_the_copy(STORE_WORD, ""), {"out": X + 7})
 
 
