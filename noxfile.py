@@ -108,6 +108,12 @@ def witness(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Random PTX, whole and broken, in the VM: no foreign exception, no hang. `-- --count N`, `-- --only NUMBER`."""
+    _end_as(session, "python", "-m", "conformance.vm.test_fuzz", *session.posargs)
+
+
+@nox.session
 def report(session: nox.Session) -> None:
     """report.html, a page of the tracked records and the newest run; `-- --text`, `-- --against BASE`."""
     _end_as(session, "megamoe", "report", *session.posargs)

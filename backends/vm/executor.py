@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -76,14 +77,29 @@ def _run_launches(
     addresses: dict[str, int] = {}
     for name, tensor in tensors.items():
         writable = outputs is None or name in outputs
-        addresses[name] = machine.memory.add(name, _bytes_of(name, tensor), writable=writable).base
+        buffer = machine.memory.add(name, _bytes_of(name, tensor), writable=writable)
+        addresses[name] = buffer.base
+        if outputs is not None and writable:
+            buffer.undefine()
     for name, size in program.scratch.items():
-        addresses[name] = machine.memory.add(name, np.full(size, 0xFF, np.uint8)).base
+        buffer = machine.memory.add(name, np.zeros(size, np.uint8))
+        _poison(buffer, program.ptx)
+        addresses[name] = buffer.base
     module = load(program.ptx, PARSED)
     for launch in program.launches:
         params = [_encode(arg, addresses, program.target) for arg in launch.args]
         function = module.entry(launch.entry)
         machine.launch(function, launch.grid, launch.block, params, launch.cluster, launch.dynamic_smem)
+
+
+def _poison(buffer: Buffer, program: str) -> None:
+    """Fill a workspace of `program` with noise, unlike in each program and each workspace, and call it unwritten.
+
+    No value that a kernel may take for an empty slot (0, -1) fills it, so a dropped initialisation has an effect.
+    """
+    seed = zlib.crc32(f"{buffer.name} of {program}".encode())
+    buffer.data[:] = np.random.default_rng(seed).integers(0, 256, buffer.data.size, np.uint8)
+    buffer.undefine()
 
 
 def _call_host(
@@ -107,7 +123,13 @@ def map_tensors(
     """
     from backends.vm.host.program import map_in_place
 
-    return map_in_place(machine, {name: _bytes_of(name, tensor) for name, tensor in tensors.items()}, scratch, outputs)
+    bytes_of = {name: _bytes_of(name, tensor) for name, tensor in tensors.items()}
+    buffers = map_in_place(machine, bytes_of, scratch, outputs)
+    for name in scratch:
+        _poison(buffers[name], ",".join(f"{tensor} {data.size}" for tensor, data in bytes_of.items()))
+    for name in outputs or ():
+        buffers[name].undefine()
+    return buffers
 
 
 def _bytes_of(name: str, tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

@@ -57,10 +57,11 @@ class Kernel:
     Buffer `x` has its address in the 64-bit register `%x`, tensor map `m` its generic address in `%m`. `registers`
     declares %r0..%r47, %rd0..%rd23, %f0..%f15, %h0..%h7 and %p0..%p15; %tx, %warp, %lane and %cta hold %tid.x, the
     warp's number, the lane and %ctaid.x. `module` stands before the entries. Each run copies `buffers`; those named in
-    `inputs` are read-only.
+    `inputs` are read-only, those in `unwritten` are workspaces: what the kernel has not stored there means nothing.
 
     `kernel` is launched `launches` times. `others` holds the bodies of further entries with the same parameters;
-    `sequence`, if any, says which entries to launch, each with whether it is a dependent launch.
+    `sequence`, if any, says which entries to launch, each with whether it is a dependent launch. `directives`, such as
+    `.maxnreg 64`, stand behind the parameters of each entry.
     """
 
     body: str
@@ -71,6 +72,7 @@ class Kernel:
     cluster: tuple[int, int, int] = (1, 1, 1)
     dynamic_smem: int = 0
     inputs: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
     step_budget: int = 2_000_000
     module: str = ""
     launches: int = 1
@@ -78,6 +80,7 @@ class Kernel:
     sequence: Sequence[tuple[str, bool]] = ()
     target: str = "sm_100a"
     registers: str = REGISTERS
+    directives: str = ""
 
     @property
     def ptx(self) -> str:
@@ -85,7 +88,7 @@ class Kernel:
         params = [f".param .u64 p_{name}" for name in self.buffers]
         params += [f".param .align 64 .b8 p_{name}[128]" for name in self.maps]
         names = [*self.buffers, *self.maps]
-        head = [f".visible .entry ENTRY({', '.join(params)})", "{", self.registers]
+        head = [f".visible .entry ENTRY({', '.join(params)}) {self.directives}".rstrip(), "{", self.registers]
         head += [f".reg .b64 %{name};" for name in names]
         head += [f"ld.param.u64 %{name}, [p_{name}];" for name in self.buffers]
         head += [f"mov.b64 %{name}, p_{name}; cvta.param.u64 %{name}, %{name};" for name in self.maps]
@@ -110,10 +113,12 @@ class Kernel:
     def launch(self, machine: Machine) -> dict[str, Array]:
         """The buffers after the launches on `machine`."""
         data = {name: np.ascontiguousarray(array).copy() for name, array in self.buffers.items()}
-        addresses = {
-            name: machine.memory.add(name, array.reshape(-1).view(np.uint8), writable=name not in self.inputs).base
-            for name, array in data.items()
-        }
+        addresses: dict[str, int] = {}
+        for name, array in data.items():
+            buffer = machine.memory.add(name, array.reshape(-1).view(np.uint8), writable=name not in self.inputs)
+            addresses[name] = buffer.base
+            if name in self.unwritten:
+                buffer.undefine()
         params = [struct.pack("<Q", addresses[name]) for name in data]
         for item in self.maps.values():
             params.append(

@@ -26,6 +26,7 @@ _DIRECTIONS: Mapping[str, Direction] = {
     "mma_flops": "cost",
     "mma_instructions": "cost",
     "smem_bank_conflicts": "cost",
+    "smem_unfenced_overwrites": "cost",
     "smem_wavefronts": "cost",
     "tma_load_bytes": "cost",
     "tma_loads": "cost",

@@ -63,6 +63,14 @@ class Binder:
             raise self.error(f"{len(self.operands)} operands where this form takes {wanted}")
         return self.operands
 
+    def hinted(self, *counts: int) -> tuple[Operand, ...]:
+        """As `expect`, without the cache policy that `.L2::cache_hint` adds behind the others (PTX ISA 9.7.9.2)."""
+        policy = int(bool(self.words.get("hint") or self.words.get("L2::cache_hint")))
+        operands = self.expect(*(count + policy for count in counts))
+        if policy:
+            self.source(operands[-1], "u64")
+        return operands[: len(operands) - policy]
+
     def _register(self, operand: Register) -> Key:
         if operand.name in self.rows.rows:
             return self.rows.rows[operand.name]
@@ -80,7 +88,7 @@ class Binder:
         if not isinstance(operand, Register):
             raise self.error(f"operand {operand} cannot be a {view} source")
         key = self._register(operand)
-        if key[0] != width and not (wider and key[0] > width):
+        if key[0] != width and not (wider and width < key[0] <= 64):
             raise self.error(f"`{operand.name}` holds {key[0]} bits where {view} needs {width}")
         if operand.name in self.rows.rows:
             self.uses.append(key)
@@ -104,7 +112,7 @@ class Binder:
         if not isinstance(operand, Register) or operand.name not in self.rows.rows:
             raise self.error(f"operand {operand} cannot be written")
         key = self._register(operand)
-        if key[0] != width and not (wider and key[0] > width):
+        if key[0] != width and not (wider and width < key[0] <= 64):
             raise self.error(f"`{operand.name}` holds {key[0]} bits where {view} needs {width}")
         self.defines.append(key)
         return key[1]
@@ -134,6 +142,7 @@ class Binder:
             base, offset = operand, 0
         else:
             raise self.error(f"operand {operand} is not an address")
+        offset = (offset + 2**63) % 2**64 - 2**63
         if isinstance(base, Immediate):
             base, offset = Immediate(base.value + offset), 0
         if isinstance(base, Symbol):
@@ -155,8 +164,9 @@ class Binder:
             return operand.value & (2**width - 1) if width > 1 else int(operand.value != 0)
         if operand.kind == "f64" and width == 32:
             value = struct.unpack("<d", struct.pack("<Q", operand.value))[0]
-            return int(np.float32(value).view(np.uint32))
-        if (operand.kind == "f64") != (width == 64):
+            with np.errstate(over="ignore"):
+                return int(np.float32(value).view(np.uint32))
+        if width != {"f32": 32, "f64": 64}[operand.kind]:
             raise self.error(f"a {operand.kind} literal stands where {width} bits are needed")
         return operand.value
 

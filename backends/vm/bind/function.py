@@ -136,6 +136,7 @@ def build(function: Function, symbol_spaces: Mapping[str, str]) -> Code:
     """
     rows = RegisterRows.of(function.registers, symbol_spaces)
     bound = [_bind(instruction, rows) for instruction in function.instructions]
+    rows.used.update(key for item in bound for key in item.uses)
     leaders = _leaders(function, bound)
     block_of = {start: number for number, start in enumerate(leaders)}
     blocks = [range(start, end) for start, end in pairwise([*leaders, len(bound)])]

@@ -170,6 +170,8 @@ def _device(runtime: Runtime, address: int, size: int, what: str, *, writing: bo
     buffer = runtime.machine.memory.find(address, size, what)
     if writing and not buffer.writable:
         raise Fault("read-only", f"{what} lies in `{buffer.name}`, which is an input", address=address)
+    if writing:
+        buffer.mark_written(np.array([address - buffer.base]), size)
     return buffer.data[address - buffer.base : address - buffer.base + size]
 
 

@@ -225,14 +225,24 @@ def proxy_fence(b: Binder) -> Step:
         scope="cta cluster gpu sys")  # fmt: skip
 @opcode("membar.<scope>", section="9.7.13.4", counter="fence", scope="cta gl sys")
 def memory_fence(b: Binder) -> Step:
-    """Memory here is sequentially consistent; a relaxed arrival releases what came before the last such fence. Relaxed
+    """Memory here is sequentially consistent. A relaxed arrival releases what came before the last fence that releases,
+    one of scope .cta only to its own CTA; what relaxed waits found is known after a fence that acquires. Relaxed
     accesses to global memory need one of gpu scope."""
-    wide = b.instruction.parts[-1] in ("gpu", "sys", "gl")
+    wide, narrow = b.instruction.parts[-1] in ("gpu", "sys", "gl"), b.instruction.parts[-1] == "cta"
+    releases, acquires = "acquire" not in b.instruction.parts, "release" not in b.instruction.parts
 
     def step(warp: Warp) -> None:
+        if acquires:
+            for carried in warp.noticed.values():
+                carried.take(warp.clock, warp.cta.place.cta_rank, narrow=narrow)
+            if not narrow:
+                warp.noticed.clear()
         if wide:
             warp.clock.grid_part().fence(warp.agents.serial, warp.clock.seen)
-        warp.released.join(warp.clock)
+        if releases:
+            warp.released_to_cta.join(warp.clock)
+            if not narrow:
+                warp.released.join(warp.clock)
         warp.next_epoch()
 
     return step

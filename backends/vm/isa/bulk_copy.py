@@ -144,8 +144,8 @@ def _read_global(warp: Warp, plan: BoxPlan, tensor_map: TensorMap) -> npt.NDArra
         mode=_MODES, group="cta_group::1 cta_group::2")  # fmt: skip
 def tensor_load(b: Binder) -> Step:
     """A box from global memory into shared memory, signalled by complete_tx on an mbarrier."""
-    destination, source, barrier, *rest = b.operands
     multicast, pair = bool(b.words["multicast::cluster"]), b.words["group"] == "cta_group::2"
+    destination, source, barrier, *rest = b.hinted(3 + multicast)
     tensor, to, signal = _TensorOperand(b, source), _shared(b, destination), _shared(b, barrier)
     mask_row = b.source(rest[0], "u16") if multicast else None
     line, text = b.instruction.line, b.instruction.text
@@ -164,6 +164,7 @@ def tensor_load(b: Binder) -> Step:
                     warp, cta, plan, signalled, lambda p=plan, m=tensor_map: _read_global(warp, p, m), line, text
                 )
                 _note_read(warp, plan, stamp(signalled.copy_agent, serial))
+        warp.next_epoch()
 
     return step
 
@@ -204,8 +205,8 @@ def _begin_load(
         dst="shared::cluster shared::cta")  # fmt: skip
 def linear_load(b: Binder) -> Step:
     """A run of bytes into shared memory from global memory, or from this CTA's shared memory to another's."""
-    destination, source, size, barrier, *rest = b.operands
     multicast = bool(b.words.get("multicast::cluster"))
+    destination, source, size, barrier, *rest = b.hinted(4 + multicast)
     local = b.instruction.parts[4] == "shared::cta"
     to, signal, count = _shared(b, destination), _shared(b, barrier), b.source(size, "u32")
     origin = _shared(b, source) if local else None
@@ -228,6 +229,7 @@ def linear_load(b: Binder) -> Step:
                 if not local:
                     origin_plan = _linear_plan(start, bytes_)
                     _note_read(warp, origin_plan, stamp(signalled.copy_agent, serial))
+        warp.next_epoch()
 
     return step
 
@@ -273,7 +275,7 @@ _REDUCTIONS = "add min max inc dec and or xor"
         section="9.7.9.27.1.3", counter="tma", dim=_DIMS, mode="tile", op=_REDUCTIONS)  # fmt: skip
 def tensor_store(b: Binder) -> Step:
     """A box from shared memory to global memory, clipped to the tensor; with an operation it is combined there."""
-    destination, source = b.operands[:2]
+    destination, source = b.hinted(2)
     tensor, origin = _TensorOperand(b, destination), _shared(b, source)
     operation = b.words.get("op", "")
     line, text = b.instruction.line, b.instruction.text
@@ -314,6 +316,7 @@ def _store_performer(warp: Warp, plan: BoxPlan, tensor_map: TensorMap, operation
             old = read_pieces(buffer.data, addresses - buffer.base, plan.piece_bytes)
             pieces = reduced(old, pieces, operation, tensor_map.element.name)
         write_pieces(buffer.data, addresses - buffer.base, np.ascontiguousarray(pieces))
+        buffer.mark_written(addresses - buffer.base, plan.piece_bytes)
 
     return perform
 
@@ -324,7 +327,7 @@ def _store_performer(warp: Warp, plan: BoxPlan, tensor_map: TensorMap, operation
         type="b32 u32 s32 b64 u64 s64 f16 bf16 f32 f64")  # fmt: skip
 def linear_store(b: Binder) -> Step:
     """A run of bytes from shared to global memory, or a reduction into it."""
-    destination, source, size = b.operands[:3]
+    destination, source, size = b.hinted(3)
     address_of, origin, count = b.address(destination), _shared(b, source), b.source(size, "u32")
     operation, element = b.words.get("op", ""), b.words.get("type", "")
     line, text = b.instruction.line, b.instruction.text
@@ -347,6 +350,7 @@ def linear_store(b: Binder) -> Step:
                 into = buffer.data[target - buffer.base : target - buffer.base + bytes_]
                 data = warp.cta.smem.data[offset : offset + bytes_]
                 into[:] = reduced(into.copy(), data.copy(), operation, element) if operation else data
+                buffer.mark_written(np.array([target - buffer.base]), bytes_)
 
             done = submit(warp, "a bulk copy", line, text, perform)
             groups.open.append(Copy(done, serial))

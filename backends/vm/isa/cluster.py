@@ -87,6 +87,7 @@ def st_async(b: Binder) -> Step:
                 )
             data = np.array([getattr(warp, view)[row][lane] for row in rows]).view(np.uint8)
             _begin(warp, lane, cta, offset, place, data)
+        warp.next_epoch()
 
     def _begin(warp: Warp, lane: int, cta: Cta, offset: int, place: int, data: npt.NDArray[np.uint8]) -> None:
         cta.smem.check_region(offset, size, "st.async")
@@ -153,6 +154,7 @@ def try_cancel(b: Binder) -> Step:
             operation = submit(warp, "a try_cancel", line, text, perform, signals=tuple(m for _, m in told))
             for _, signalled in told:
                 signalled.last_copy, signalled.last_copy_serial = operation, serial
+        warp.next_epoch()
 
     return step
 

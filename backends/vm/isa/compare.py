@@ -97,10 +97,11 @@ def comparison(type_name: str, op: str, *, ftz: bool = False) -> tuple[str, Comp
 def setp_float(b: Binder) -> Step:
     """Compare two floats: ordered comparisons are false and unordered ones (`u`) true where an operand is NaN."""
     kind = b.instruction.parts[-1]
-    if kind in _HALF_VIEW and b.operands and isinstance(b.operands[0], Pair):
+    d = b.expect(4 if b.words["bool"] else 3)[0]
+    if kind in _HALF_VIEW and isinstance(d, Pair):
         raise b.error(f"setp on {kind} writes one predicate, not two")
     view, compare = comparison(kind, b.words["cmp"], ftz=bool(b.words.get("ftz")))
-    if view == "f32" and isinstance(compare, np.ufunc) and not b.words["bool"] and not isinstance(b.operands[0], Pair):
+    if view == "f32" and isinstance(compare, np.ufunc) and not b.words["bool"] and not isinstance(d, Pair):
         return _straight(b, compare)
     return bind_setp(b, view, compare)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
+from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.warp import Warp
+from backends.vm.machine.warpgroup import RegisterPool, Resize
 from backends.vm.ptx.ast import Symbol
 
 
@@ -67,10 +69,33 @@ def griddepcontrol(b: Binder) -> Step:
     return lambda warp: warp.cta.machine.races.chain.wait(warp.clock, warp.released)
 
 
-@opcode("setmaxnreg.<way>.sync.aligned.u32", section="9.7.19.5", counter="control", way="inc dec")
+@opcode("setmaxnreg.<way>.sync.aligned.u32", section="9.7.19.5", kind="tail", counter="control", way="inc dec")
 def setmaxnreg(b: Binder) -> Step:
-    """Check that the ISA admits the count; registers are not scarce here."""
+    """Give registers back to the pool of the CTA, or wait until it has enough."""
     count = b.immediate(b.expect(1)[0])
     if not 24 <= count <= 256 or count % 8:
         raise b.error(f"the register count {count} must be a multiple of 8 in 24..256")
-    return lambda warp: warp.converged("setmaxnreg")
+    one = Resize(b.words["way"], count, b.instruction.line, b.instruction.text)
+
+    def step(warp: Warp) -> object:
+        warp.converged("setmaxnreg")
+        pool = warp.cta.register_pool
+        pool.resize(warp.index, one)
+        if not pool.lacking(warp.index, count):
+            pool.take(warp.index, one)
+            warp.cta.machine.engine.events += 1
+            return NEXT
+        return Wait(
+            ready=lambda: not pool.lacking(warp.index, count),
+            reason=lambda: (
+                f"{pool.lacking(warp.index, count)} more registers: of the {pool.size} of its CTA "
+                f"{pool.free} are free and the warps hold {_held(pool)} a thread"
+            ),
+            finish=lambda: pool.take(warp.index, one),
+        )
+
+    return step
+
+
+def _held(pool: RegisterPool) -> str:
+    return ", ".join(map(str, pool.held))

@@ -14,7 +14,7 @@ from backends.vm.isa.mbarrier_ops import places
 from backends.vm.machine.code import Wait
 from backends.vm.machine.engine import Copy, ThreadGroups, submit
 from backends.vm.machine.warp import Warp
-from backends.vm.memory.clocks import Clock, stamp
+from backends.vm.memory.clocks import ANYONE, Clock, stamp
 from backends.vm.memory.global_memory import check_alignment
 from backends.vm.memory.mbarrier import MBarrier
 
@@ -34,16 +34,10 @@ def _groups(warp: Warp) -> list[ThreadGroups]:
         cache="ca cg", dst="shared shared::cta", prefetch=_PREFETCH)  # fmt: skip
 def cp_async(b: Binder) -> Step:
     """4, 8 or 16 bytes a thread (.cg: 16) from global to shared memory; what `src-size` leaves out becomes zero."""
-    destination, source, size_operand, *rest = b.operands
+    destination, source, size_operand, *rest = b.hinted(3, 4)
     size = b.immediate(size_operand)
     if size not in ((16,) if b.words["cache"] == "cg" else (4, 8, 16)):
         raise b.error(f"cp-size {size}; it is {'16 with .cg' if b.words['cache'] == 'cg' else '4, 8 or 16'}")
-    if b.words["L2::cache_hint"]:
-        b.source(rest.pop(), "u64")
-    if len(rest) > 1:
-        raise b.error(
-            f"{len(b.operands)} operands; it takes [dst], [src], cp-size and at most a src-size or ignore-src"
-        )
     ignores = bool(rest) and b.width(rest[0]) == 1
     count_row = b.source(rest[0], "u32") if rest and not ignores else None
     ignored = b.predicate(rest[0]) if rest and ignores else None
@@ -159,9 +153,10 @@ def copy_arrive(b: Binder) -> Step:
                 barrier.pending += len(lanes)
             perform = partial(_arrive, barrier, len(lanes), landed, f"the cp.async.mbarrier.arrive of PTX line {line}")
             submit(warp, "an arrival of cp.async", line, text, perform, queue=warp.copies, signals=(barrier,))
+        warp.next_epoch()
 
     return step
 
 
 def _arrive(barrier: MBarrier, count: int, landed: Clock, by: str) -> None:
-    barrier.arrive(count, landed, by)
+    barrier.arrive(count, by, (landed, ANYONE, False))

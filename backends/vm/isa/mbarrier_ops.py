@@ -9,10 +9,12 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.faults import Fault
 from backends.vm.machine.access import resolve
 from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.warp import Warp
+from backends.vm.memory.clocks import Clock
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import OFFSET_MASK
 from backends.vm.ptx.ast import Operand, Sink
@@ -50,7 +52,12 @@ def init(b: Binder) -> Step:
 
     def step(warp: Warp) -> None:
         for (cta, offset), lanes in find(warp):
-            cta.init_mbarrier(offset, int(warp.u32[row][lanes[0]]), warp)
+            counts = sorted(set(warp.u32[row][lanes].tolist()))
+            if len(counts) > 1:
+                raise Fault("mbarrier-misuse", f"{len(lanes)} lanes initialise this mbarrier, with counts "
+                            f"{', '.join(map(str, counts[:4]))}; which of them stays is undefined", lane=lanes[0],
+                            address=offset)  # fmt: skip
+            cta.init_mbarrier(offset, counts[0], warp)
 
     return step
 
@@ -85,7 +92,7 @@ def transactions(b: Binder) -> Step:
             if expects:
                 barrier.expect(total)
             else:
-                barrier.complete_transactions(total, warp.clock, _by(warp, b))
+                barrier.complete_transactions(total, warp.released, _by(warp, b))
         warp.next_epoch()
 
     return step
@@ -110,7 +117,7 @@ def arrive(b: Binder) -> Step:
     find = places(b, operands[0], remote=True)
     row = b.source(operands[1], "u32") if len(operands) > 1 else None
     expects, drop = b.words.get("tx") == "expect_tx", b.instruction.parts[1] == "arrive_drop"
-    relaxed = b.words.get("sem") == "relaxed"
+    relaxed, narrow = b.words.get("sem") == "relaxed", b.words.get("scope") == "cta"
     token = b.destination(d, "u64") if d is not None and not isinstance(d, Sink) else None
 
     def step(warp: Warp) -> None:
@@ -123,11 +130,18 @@ def arrive(b: Binder) -> Step:
             if expects and given is not None:
                 barrier.expect(int(given.sum()))
             count = len(lanes) if expects or given is None else int(given.sum())
-            barrier.arrive(count, warp.released if relaxed else warp.clock, _by(warp, b), drop=drop)
+            barrier.arrive(count, _by(warp, b), *_released(warp, relaxed=relaxed, narrow=narrow), drop=drop)
         if not relaxed:
             warp.next_epoch()
 
     return step
+
+
+def _released(warp: Warp, *, relaxed: bool, narrow: bool) -> tuple[tuple[Clock, int, bool], ...]:
+    rank = warp.cta.place.cta_rank
+    if relaxed:
+        return (warp.released, rank, narrow), (warp.released_to_cta, rank, True)
+    return ((warp.clock, rank, narrow),)
 
 
 def _is_address(operand: Operand) -> bool:
@@ -161,6 +175,7 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
     d, a, phase, *_ = b.expect(3, 4)
     rd, find = b.destination(d, "pred"), places(b, a)
     by_parity = bool(b.words["parity"])
+    relaxed, narrow = b.words["sem"] == "relaxed", b.words["scope"] == "cta"
     row = b.source(phase, "u32" if by_parity else "u64")
 
     def ask(warp: Warp) -> tuple[npt.NDArray[np.bool_], list[tuple[MBarrier, int]]]:
@@ -173,8 +188,10 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
                 asked.append((barrier, int(parity) & 1))
                 passed = barrier.passed(int(parity) & 1)
                 answers[[lane for lane in lanes if values[lane] == parity]] = passed
-                if passed:
-                    warp.clock.join(barrier.completed)
+                if passed and relaxed:
+                    warp.noticed[id(barrier)] = barrier.completed
+                elif passed:
+                    barrier.completed.take(warp.clock, warp.cta.place.cta_rank, narrow=narrow)
         return answers, asked
 
     return rd, ask

@@ -9,7 +9,7 @@ import numpy as np
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.machine import access
-from backends.vm.machine.code import LANES
+from backends.vm.machine.code import LANES, WIDTH_OF_VIEW
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.global_memory import check_alignment
 from backends.vm.ptx.ast import Operand, Sink
@@ -46,6 +46,14 @@ def _space(b: Binder) -> str:
     return b.words["space"].replace("param::entry", "param").replace("param::func", "param")
 
 
+def _items(b: Binder, operand: Operand) -> tuple[Operand, ...]:
+    """The registers of a load or store: one, or as many as `.v2`, `.v4`, `.v8` says."""
+    count = int(b.words["vec"][1:]) if b.words["vec"] else 1
+    if count > 1 and b.words["type"] == "b128":
+        raise b.error("a vector of .b128 has more bytes than an access may have")
+    return b.vector(operand, count)
+
+
 def _strong(b: Binder) -> bool:
     return b.words["sem"] in ("relaxed", "acquire", "release", "volatile", "mmio")
 
@@ -53,6 +61,8 @@ def _strong(b: Binder) -> bool:
 def _view_for(b: Binder, operand: Operand, type_name: str) -> str:
     """The view of a register that holds an element of `type_name`: of its own width, signed for signed types."""
     bits = max(int(type_name[1:]), b.width(operand) or 0, 16)
+    if bits == 128 and type_name != "b128":
+        raise b.error(f"a register of 128 bits where an element of .{type_name} goes")
     return {True: "s", False: "u"}[type_name[0] == "s"] + str(bits) if bits < 128 else "u64x2"
 
 
@@ -60,11 +70,11 @@ def _view_for(b: Binder, operand: Operand, type_name: str) -> str:
 @opcode("ldu{.<space>}{.<vec>}.<type>", section="9.7.9.10", counter="memory", space="global", vec="v2 v4", type=_TYPES)
 def ld(b: Binder) -> Step:
     """Load one element or a vector; a register wider than the element is zero- or sign-extended."""
-    d, a = b.operands[:2]
+    d, a = b.hinted(2)
     space, kind = _space(b), b.words["type"]
     if space == "const":
         space = "global"
-    items = b.vector(d, int(b.words["vec"][1:]) if b.words["vec"] else 1)
+    items = _items(b, d)
     dtype = _element(kind)
     words = 2 if kind == "b128" else 1
     size = len(items) * dtype.itemsize * words
@@ -73,6 +83,12 @@ def ld(b: Binder) -> Step:
     address = b.address(a)
     sem, scope = b.words.get("sem", ""), b.words.get("scope", "")
     strong = "sem" in b.words and _strong(b)
+    rows, width = b.rows, dtype.itemsize * words
+
+    def needed() -> tuple[tuple[int, int], ...]:
+        """Offset and size of the elements whose registers something reads: a compiler loads whole vectors."""
+        live = [column for column, view, row in targets if (WIDTH_OF_VIEW[view], row) in rows.used]
+        return ((0, size),) if len(live) == len(items) else tuple((width * column, width) for column in live)
 
     def step(warp: Warp) -> None:
         addresses = address(warp)
@@ -81,7 +97,7 @@ def ld(b: Binder) -> Step:
             addresses = addresses[warp.mask]
         if strong:
             access.synchronise(warp, space, addresses, sem, scope, acquire=True, release=False)
-        values = access.load(warp, space, addresses, size, strong=strong).view(dtype)
+        values = access.load(warp, space, addresses, size, strong=strong, needed=needed).view(dtype)
         for column, view, row in targets:
             register = getattr(warp, view)[row]
             part = values if words == 2 else values[:, column]
@@ -96,9 +112,9 @@ def ld(b: Binder) -> Step:
 @opcode("st" + _FORM, section="9.7.9.11", counter="memory", vocabulary=_HINTS)
 def st(b: Binder) -> Step:
     """Store one element or a vector; of a wider register the low part."""
-    a, source = b.operands[:2]
+    a, source = b.hinted(2)
     space, kind = _space(b), b.words["type"]
-    items = b.vector(source, int(b.words["vec"][1:]) if b.words["vec"] else 1)
+    items = _items(b, source)
     dtype = _element(kind)
     rows = [(view := _view_for(b, item, kind), b.source(item, view, wider=True)) for item in items]
     address = b.address(a)
@@ -203,14 +219,15 @@ def _wrapped(value: int | float, dtype: np.dtype[np.generic]) -> int | float:
 @opcode("atom" + _ATOMIC_FORM, section="9.7.13.5", counter="memory", vocabulary=_ATOMIC)
 def atom(b: Binder) -> Step:
     """Read, modify and write one element a lane, lanes in ascending order; returns the old value."""
-    operands = b.operands[:4] if b.words["op"] == "cas" else b.operands[:3]
+    operands = b.hinted(4 if b.words["op"] == "cas" else 3)
     return _atomic(b, operands[0], operands[1], operands[2:])
 
 
 @opcode("red" + _ATOMIC_FORM, section="9.7.13.6", counter="memory", vocabulary=_ATOMIC)
 def red(b: Binder) -> Step:
     """Like atom, with no result."""
-    return _atomic(b, None, b.operands[0], b.operands[1:2])
+    a, source = b.hinted(2)
+    return _atomic(b, None, a, (source,))
 
 
 def _vector(b: Binder, d: Operand | None, a: Operand, source: Operand) -> Step:
@@ -236,14 +253,14 @@ _VECTOR = {**_ATOMIC, "space": "global", "op": "add", "vec": "v2 v4", "type": "f
 @opcode("atom" + _VECTOR_FORM, section="9.7.13.5", counter="memory", vocabulary=_VECTOR)
 def atom_vector(b: Binder) -> Step:
     """Add each element of a vector to memory; the old elements are the result."""
-    d, a, source = b.operands[:3]
+    d, a, source = b.hinted(3)
     return _vector(b, d, a, source)
 
 
 @opcode("red" + _VECTOR_FORM, section="9.7.13.6", counter="memory", vocabulary=_VECTOR)
 def red_vector(b: Binder) -> Step:
     """Like a vector atom, with no result."""
-    a, source = b.operands[:2]
+    a, source = b.hinted(2)
     return _vector(b, None, a, source)
 
 
@@ -262,6 +279,6 @@ def red_vector(b: Binder) -> Step:
 def cache_hint(b: Binder) -> Step:
     """Caches do not change results here; a created policy is an opaque word."""
     if b.instruction.parts[0] == "createpolicy":
-        row = b.destination(b.operands[0], "u64")
+        row = b.destination(b.expect(1, 2)[0], "u64")
         return lambda warp: np.copyto(warp.u64[row], np.uint64(0), where=warp.where)
     return lambda warp: None

@@ -32,6 +32,7 @@ from backends.vm.isa.tensor_operands import (
 )
 from backends.vm.machine.engine import submit
 from backends.vm.machine.warp import Warp
+from backends.vm.memory.clocks import ANYONE
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.tmem import LANES, Index, Words
 from backends.vm.numerics import accumulate
@@ -189,7 +190,7 @@ def commit(b: Binder) -> Step:
 
         def perform() -> None:
             for barrier in targets:
-                barrier.arrive(1, carried, f"the commit of PTX line {line}")
+                barrier.arrive(1, f"the commit of PTX line {line}", (carried, ANYONE, False))
 
         submit(warp, "a commit", line, text, perform, queue=warp.cta.tmem, signals=tuple(targets))
 
@@ -237,8 +238,8 @@ def copy(b: Binder) -> Step:
             cta.smem.async_read(granules_of(units.ravel(), data_bytes), clock, mark, "tcgen05.cp")
             for lanes in layout.lanes:
                 cells = (lanes + to_lane)[:, None], columns
-                unordered |= cta.tmem.read_by_tensor_core(cells, warp.clock, warp.cta.tensor_agent)
                 cta.tmem.begin_write(cells, clock, mark, line, "tcgen05.cp writes")
+                unordered |= cta.tmem.read_by_tensor_core(cells, warp.clock, warp.cta.tensor_agent)
         if unordered:
             warp.cta.machine.counters["tmem_unordered_copies"] += 1
 

@@ -94,7 +94,7 @@ def _first_warp(fragment: Fragment, columns: int) -> Fragment:
         shape=_shapes(32, _INTEGER_N), d="s32", a="s8 u8", b="s8 u8")  # fmt: skip
 def mma_async(b: Binder) -> Step:
     """`d, a-desc | {a}, b-desc, scale-d {, scale-a, scale-b {, trans-a, trans-b}}`; see the module's text."""
-    d, a, right, scale_d, *immediates = b.operands
+    d, a, right, scale_d, *immediates = b.expect(4, 5, 6, 7, 8)
     form = _form(b, isinstance(a, Vector), immediates)
     fragment = form.accumulator
     rows_d = [b.destination(item, "u32") for item in b.vector(d, fragment.registers)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import Fault
-from backends.vm.memory.clocks import Clock
+from backends.vm.memory.clocks import Carried
 from backends.vm.memory.global_memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, check_alignment
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT, wavefronts
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]
+Needed = Callable[[], Iterable[tuple[int, int]]]
 
 _SPACE_OF_WINDOW = {0: "global", 1: "shared::cluster", 2: "local", 3: "param"}
 
@@ -46,8 +48,9 @@ def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Ct
     """The CTA whose shared memory `addresses` lie in, and offsets in it. All lanes must mean the same CTA."""
     ranks = addresses >> RANK_SHIFT
     cluster = warp.cta.cluster
-    if np.count_nonzero(ranks >= cluster.size):
-        lane = int((ranks >= cluster.size).argmax())
+    outside = (ranks < 0) | (ranks >= cluster.size)
+    if np.count_nonzero(outside):
+        lane = int(outside.argmax())
         raise Fault("out-of-bounds", f"shared {access} at an address of CTA rank {ranks[lane]} of a cluster of "
                     f"{cluster.size}", lane=lane, address=int(addresses[lane]))  # fmt: skip
     if space != "shared::cluster" and np.count_nonzero(ranks != warp.cta.place.cta_rank):
@@ -61,23 +64,42 @@ def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Ct
 
 
 def load(
-    warp: Warp, space: str, addresses: Addresses, size: int, *, strong: bool = False, lanes: Addresses | None = None
+    warp: Warp,
+    space: str,
+    addresses: Addresses,
+    size: int,
+    *,
+    strong: bool = False,
+    lanes: Addresses | None = None,
+    needed: Needed | None = None,
 ) -> Bytes:
-    """`size` bytes at each address, uint8 [n, size]. `lanes` own the addresses: the active ones unless given."""
+    """`size` bytes at each address, uint8 [n, size]. `lanes` own the addresses: the active ones unless given.
+
+    `needed` gives offset and size of the parts that the kernel uses (None: all): only these must have been written.
+    """
     lanes = np.flatnonzero(warp.mask) if lanes is None else lanes
     groups = _groups(space, addresses)
     if groups is not None:
         values = np.empty((addresses.size, size), np.uint8)
         for group in groups:
-            values[group] = load(warp, space, addresses[group], size, strong=strong, lanes=lanes[group])
+            values[group] = load(warp, space, addresses[group], size, strong=strong, lanes=lanes[group], needed=needed)
         return values
     try:
-        return _load(warp, space, addresses, size, lanes, strong=strong)
+        return _load(warp, space, addresses, size, lanes, strong=strong, needed=needed)
     except Fault as fault:
         raise _of_lane(fault, lanes) from None
 
 
-def _load(warp: Warp, space: str, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool) -> Bytes:
+def _load(
+    warp: Warp,
+    space: str,
+    addresses: Addresses,
+    size: int,
+    lanes: Addresses,
+    *,
+    strong: bool,
+    needed: Needed | None,
+) -> Bytes:
     space, addresses = resolve(space, addresses)
     if space.startswith("shared"):
         cta, offsets = owner(warp, space, addresses, "load")
@@ -90,9 +112,12 @@ def _load(warp: Warp, space: str, addresses: Addresses, size: int, lanes: Addres
     machine = warp.cta.machine
     buffer, offsets = machine.memory.locate(addresses, size, "load")
     if buffer is None:
-        return _split_load(warp, addresses, size, lanes, strong=strong)
+        return _split_load(warp, addresses, size, lanes, strong=strong, needed=needed)
     if buffer.writable and not strong:
         machine.races.read(buffer, addresses, size, warp, warp.stamp)
+    if buffer.written is not None:
+        for first, bytes_ in ((0, size),) if needed is None else needed():
+            buffer.check_written(offsets + first, bytes_, "this load")
     return buffer.data[offsets[:, None] + np.arange(size)]
 
 
@@ -137,10 +162,13 @@ def _store(
         _note_store(warp, addresses, values.shape[1], line, strong=strong)
 
 
-def _split_load(warp: Warp, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool) -> Bytes:
+def _split_load(
+    warp: Warp, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool, needed: Needed | None
+) -> Bytes:
     """A load whose lanes lie in several buffers."""
     one = [slice(i, i + 1) for i in range(addresses.size)]
-    return np.concatenate([_load(warp, "global", addresses[i], size, lanes[i], strong=strong) for i in one])
+    parts = [_load(warp, "global", addresses[i], size, lanes[i], strong=strong, needed=needed) for i in one]
+    return np.concatenate(parts)
 
 
 def _note_store(warp: Warp, addresses: Addresses, size: int, line: int, *, strong: bool) -> None:
@@ -222,11 +250,10 @@ def synchronise(
         if wide and release:
             races.release(place, warp, ordered=gives)
         flags, key = warp.cta.cluster.flags, (where.partition("::")[0], place)
+        rank, narrow = warp.cta.place.cta_rank, scope == "cta"
         if acquire and takes and key in flags:
-            warp.clock.join(flags[key])
+            flags[key].take(warp.clock, rank, narrow=narrow)
         if release and gives:
-            if key not in flags:
-                flags[key] = Clock.zero(warp.clock.seen.size)
-            flags[key].join(warp.clock)
+            flags.setdefault(key, Carried()).give(warp.clock, rank, narrow=narrow)
     if release:
         warp.next_epoch()

@@ -141,7 +141,8 @@ Key = tuple[int, int]
 class RegisterRows:
     """Rows given to the registers, literals, special registers and symbol addresses of one function.
 
-    Rows count from 0 in each width. Literals follow the registers.
+    Rows count from 0 in each width. Literals follow the registers. `used` holds the registers that any instruction of
+    the function reads.
     """
 
     widths: Mapping[str, int]
@@ -152,6 +153,7 @@ class RegisterRows:
     constants: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     specials: dict[str, Key] = field(default_factory=dict[str, Key])
     addresses: dict[tuple[str, int, int], Key] = field(default_factory=dict[tuple[str, int, int], Key])
+    used: set[Key] = field(default_factory=set[Key])
     _literals: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
 
     @classmethod

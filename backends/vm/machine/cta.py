@@ -12,8 +12,8 @@ from backends.vm.faults import Fault
 from backends.vm.machine.code import LANES
 from backends.vm.machine.special import Dim3, Place
 from backends.vm.machine.warp import Warp
-from backends.vm.machine.warpgroup import Warpgroup
-from backends.vm.memory.clocks import ACCUMULATORS, Agents, Clock
+from backends.vm.machine.warpgroup import RegisterPool, Warpgroup
+from backends.vm.memory.clocks import ACCUMULATORS, Agents, Carried, Clock
 from backends.vm.memory.global_memory import PARAM_WINDOW
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import MBARRIER, OFFSET_MASK, RANK_SHIFT, SharedMemory
@@ -75,6 +75,11 @@ class Cta:
         """Tensor memory, made on first use: most CTAs of some launches have none."""
         return TensorMemory(self.cluster.agents)
 
+    @cached_property
+    def register_pool(self) -> RegisterPool:
+        """The registers that setmaxnreg moves, made on first use."""
+        return RegisterPool.of(self.function.code.function.directives, len(self.warps))
+
     @property
     def used_tmem(self) -> TensorMemory | None:
         """`tmem` if anything has used it."""
@@ -123,7 +128,7 @@ class Cta:
             raise Fault("mbarrier-misuse", "mbarrier.init where an mbarrier already lies (mbarrier.inval comes first)",
                         address=offset)  # fmt: skip
         self.smem.check_region(offset, 8, "mbarrier.init")
-        made = MBarrier.create(offset, count, self.cluster.agents.count)
+        made = MBarrier.create(offset, count)
         made.creator, made.created = warp.agent, int(warp.clock.seen[warp.agent])
         made.copy_agent = self.cluster.agents.new_copy()
         self.mbarriers[offset] = made
@@ -188,6 +193,12 @@ class Cta:
                     raise Fault("exit-with-pending-operation", f"{left.operation.what} was issued, but the thread ends "
                                 f"without a {kind}.wait_group for it", lane=lane, kernel=left.operation.kernel,
                                 line=left.operation.line, text=left.operation.text, where=warp.name)  # fmt: skip
+        if "register_pool" in self.__dict__ and (found := self.register_pool.left_alone()) is not None:
+            warp, other, one = found
+            raise Fault("warpgroup-diverged", f"warp {warp} ends without the setmaxnreg.{one.way} {one.count} that "
+                        f"warp {other} of its warpgroup has executed; all warps of a warpgroup execute the same",
+                        kernel=self.function.name, line=one.line, text=one.text,
+                        where=self.warps[other].name)  # fmt: skip
         for group in self.warpgroups.values():
             for warp, part in zip(self.warps[group.first :], group.parts, strict=False):
                 if pending := part.pending():
@@ -219,7 +230,7 @@ class Cluster:
         self.arriving = Clock.zero(self.agents.count)
         self.released = Clock.zero(self.agents.count)
         self.generation = 0
-        self.flags: dict[tuple[str, int], Clock] = {}
+        self.flags: dict[tuple[str, int], Carried] = {}
         self.ctas: list[Cta] = []
         size = shape.cluster
         for rank in range(self.size):
@@ -235,7 +246,7 @@ class Cluster:
     def cta_of(self, address: int, access: str) -> Cta:
         """The CTA whose shared memory a `.shared::cluster` address names."""
         rank = address >> RANK_SHIFT
-        if rank >= self.size:
+        if not 0 <= rank < self.size:
             raise Fault("remote-shared", f"{access} names CTA rank {rank} of a cluster of {self.size}", address=address)
         return self.ctas[rank]
 

@@ -27,6 +27,14 @@ MAX_BLOCK = (1024, 1024, 64)
 MAX_THREADS = 1024
 MAX_CLUSTER = 16
 """Launch limits of compute capability 9.0 and 10.0 (CUDA programming guide). More than 8 CTAs are not portable."""
+MAX_LOCAL = 512 << 10
+"""Bytes of local memory a thread (CUDA programming guide, compute capabilities 9.0 and 10.0)."""
+MAX_CONST = 64 << 10
+"""Bytes of constant memory of a module (the same table)."""
+MAX_GLOBAL = 4 << 30
+"""Bytes of a module's .global variables: a limit of this machine, which keeps them in the host's memory."""
+MAX_CTAS = 1 << 20
+"""CTAs of a grid: a limit of this machine, which would run more than a million for hours."""
 LONG_RUN = 2000
 """Turns after which one more cluster joins those in flight: they may be waiting for it in global memory."""
 
@@ -166,11 +174,21 @@ def _check_launch(function: BoundFunction, shape: LaunchShape) -> None:
         raise LaunchError(f"{name}: a cluster of {cluster} CTAs; at most {MAX_CLUSTER} are possible")
     if any(size % part for size, part in zip(grid, cluster, strict=True)):
         raise LaunchError(f"{name}: grid {grid} is not a multiple of the cluster {cluster}")
+    if int(np.prod(grid, dtype=object)) > MAX_CTAS:
+        raise LaunchError(f"{name}: grid {grid} has more than the {MAX_CTAS} CTAs that this machine runs")
+    if shape.dynamic_smem < 0:
+        raise LaunchError(f"{name}: {shape.dynamic_smem} bytes of dynamic shared memory; there are 0 or more")
     if shape.dynamic_smem + function.static_shared > MAX_DYNAMIC:
         raise LaunchError(
             f"{name}: {shape.dynamic_smem} bytes of dynamic shared memory and {function.static_shared} static ones "
             f"exceed {MAX_DYNAMIC}"
         )
+    if function.local_size > MAX_LOCAL:
+        raise LaunchError(f"{name}: {function.local_size} bytes of local memory a thread exceed {MAX_LOCAL}")
+    for space, most in (("const", MAX_CONST), ("global", MAX_GLOBAL)):
+        total = sum(variable.size for variable in function.variables.values() if variable.space == space)
+        if total > most:
+            raise LaunchError(f"{name}: the .{space} variables of its module have {total} bytes; at most {most} do")
     required = function.code.function.directives.get("reqntid")
     if required and tuple([*required, 1, 1][:3]) != tuple(block):
         raise LaunchError(f"{name}: block {block} where the kernel declares .reqntid {required}")
@@ -258,6 +276,8 @@ class Run:
                 self._count(cta.warps)
                 tmem, counters = cta.used_tmem, self.machine.counters
                 counters["tmem_columns"] = max(counters["tmem_columns"], tmem.peak_columns if tmem is not None else 0)
+                if cta.smem.unfenced_overwrites:
+                    counters["smem_unfenced_overwrites"] += cta.smem.unfenced_overwrites
                 if tmem is not None and tmem.unwaited_overwrites:
                     counters["tmem_unwaited_overwrites"] += tmem.unwaited_overwrites
             self.resident.remove(cluster)

@@ -20,7 +20,7 @@ from backends.vm.faults import Fault
 from backends.vm.machine import special
 from backends.vm.machine.code import HANDLED, LANES, NEXT, WIDTH_OF_VIEW, Block, Code, RegisterFile, Row, Wait
 from backends.vm.machine.engine import CopyGroups
-from backends.vm.memory.clocks import Clock, stamp
+from backends.vm.memory.clocks import Carried, Clock, stamp
 from backends.vm.memory.tmem import Index
 
 if TYPE_CHECKING:
@@ -107,6 +107,9 @@ class Warp:
 
     Register rows are lists of arrays of shape [32], one list for each way to read them (`f32`, `u64`, `pred`, ...).
     `mask` holds the active lanes. `where` is the same for ufuncs, or True when all 32 are active.
+
+    Relaxed arrivals carry `released`, what a fence has covered, and to the warp's own CTA `released_to_cta`. A fence
+    acquires what relaxed waits have `noticed`, by mbarrier.
     """
 
     pred: list[Mask]
@@ -146,6 +149,8 @@ class Warp:
         self.cluster_phase = np.zeros(LANES, np.int64)
         self.cluster_owed = np.zeros(LANES, np.bool_)
         self.released = Clock.zero(self.agents.count)
+        self.released_to_cta = Clock.zero(self.agents.count)
+        self.noticed: dict[int, Carried] = {}
         self.tmem_stores: list[Index] = []
         self.tmem_loads: dict[int, dict[tuple[int, int], list[Index]]] = {}
         self.copies = CopyGroups()

@@ -1,4 +1,4 @@
-"""Warpgroups: four neighbouring warps whose wgmma instructions are one (PTX ISA 9.7.15).
+"""Warpgroups: four neighbouring warps whose wgmma and setmaxnreg instructions are one (PTX ISA 9.7.15, 9.7.19.5).
 
 Each warp computes its own 16 of the 64 rows, as the fragments lie. A wait checks that all four have issued the same
 instructions in one order. A warp's operations end in the order of issue. A group belongs to the warpgroup (PTX ISA
@@ -7,7 +7,9 @@ instructions in one order. A warp's operations end in the order of issue. A grou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
 from backends.vm.faults import Fault
@@ -153,6 +155,79 @@ class Warpgroup:
         return not self.behind(number) and all(
             item.operation.done for part in self.parts for item in part.pending() if item.number <= number
         )
+
+
+REGISTERS = 65536
+"""32-bit registers of an SM (CUDA programming guide, compute capabilities 9.0 and 10.0)."""
+
+
+@dataclass(slots=True)
+class Resize:
+    """One setmaxnreg of a warp: the direction, the registers a thread that it asks for, and where it stands."""
+
+    way: str
+    count: int
+    line: int
+    text: str
+
+
+@dataclass(slots=True)
+class RegisterPool:
+    """The registers of a CTA that setmaxnreg moves between its warps.
+
+    A launch gives every thread as many as the code may use: .maxnreg, or what .reqntid or .maxntid leaves of an SM.
+    Without either nobody knows, and ptxas ignores setmaxnreg: `size` is None. `held` has the registers a thread of each
+    warp, `done` what each warp has executed.
+    """
+
+    size: int | None
+    held: list[int]
+    done: list[list[Resize]]
+
+    @classmethod
+    def of(cls, directives: Mapping[str, tuple[int, ...]], warps: int) -> RegisterPool:
+        """The pool of a CTA of `warps` warps that begins."""
+        most = directives.get("reqntid") or directives.get("maxntid")
+        given = directives["maxnreg"][0] if "maxnreg" in directives else 0
+        if not given and most:
+            threads = -(-prod(most) // 32) * 32 * max(directives.get("minnctapersm", (1,))[0], 1)
+            given = min(REGISTERS // threads // 8 * 8, 256)
+        return cls(32 * given * warps if given else None, [given] * warps, [[] for _ in range(warps)])
+
+    @property
+    def free(self) -> int:
+        """Registers that no warp holds."""
+        return 0 if self.size is None else self.size - 32 * sum(self.held)
+
+    def resize(self, warp: int, one: Resize) -> None:
+        """Note that `warp` executes `one`. Fault if a warp of its warpgroup executed another one in its place."""
+        place, first = len(self.done[warp]), warp // WARPS * WARPS
+        for other in range(first, min(first + WARPS, len(self.done))):
+            if place < len(self.done[other]):
+                known = self.done[other][place]
+                if (known.way, known.count) != (one.way, one.count):
+                    raise Fault("warpgroup-diverged", f"setmaxnreg.{one.way} {one.count} by warp {warp}, where warp "
+                                f"{other} of its warpgroup has executed setmaxnreg.{known.way} {known.count} (PTX line "
+                                f"{known.line}); all warps of a warpgroup execute the same")  # fmt: skip
+        self.done[warp].append(one)
+
+    def lacking(self, warp: int, count: int) -> int:
+        """Registers that are not free yet for `warp` to have `count` a thread."""
+        return 0 if self.size is None else max(32 * (count - self.held[warp]) - self.free, 0)
+
+    def take(self, warp: int, one: Resize) -> None:
+        """`warp` holds what `one` asked for."""
+        self.held[warp] = (min if one.way == "dec" else max)(self.held[warp], one.count)
+
+    def left_alone(self) -> tuple[int, int, Resize] | None:
+        """A warp that did not execute a setmaxnreg that another of its warpgroup did: both, and the instruction."""
+        for first in range(0, len(self.done), WARPS):
+            group = range(first, min(first + WARPS, len(self.done)))
+            eager = max(group, key=lambda warp: len(self.done[warp]))
+            for warp in group:
+                if len(self.done[warp]) < len(self.done[eager]):
+                    return warp, eager, self.done[eager][len(self.done[warp])]
+        return None
 
 
 def warpgroup_of(warp: Warp) -> Warpgroup:

@@ -200,13 +200,12 @@ class Clock:
         return cls(np.zeros(agents, np.int64), np.zeros(agents, np.int64))
 
     def of_copy(self) -> Clock:
-        """A new clock for the end of a copy that the owner of this one issues.
+        """A new clock for the end of a copy that the owner of this one issues, and then begins an epoch.
 
-        The end comes after a griddepcontrol.wait before the issue; of anything else it tells only the copy.
+        The end comes after the issue, and with it after all that comes before the issue: who waits for the copy is
+        ordered behind that too (PTX ISA 8.9.4, causality is transitive).
         """
-        made = Clock.zero(self.seen.size)
-        made.seen[WAITED] = self.seen[WAITED]
-        return made
+        return self.copy()
 
     def join(self, other: Clock) -> None:
         """See everything that `other` has seen."""
@@ -237,3 +236,33 @@ class Clock:
     def fence_proxy(self) -> None:
         """`fence.proxy.async`: what is ordered before now becomes visible to the asynchronous proxy."""
         np.maximum(self.fenced, self.seen, out=self.fenced)
+
+
+ANYONE = -1
+"""In place of a CTA's rank: the asynchronous proxy, whose completions reach every CTA of the cluster."""
+
+
+@dataclass(slots=True)
+class Carried:
+    """What arrivals at a place have brought, by rank of their CTA and whether they release to that CTA only (`.cta`).
+
+    A release of scope .cta orders nothing for another CTA, and an acquire of that scope takes nothing of another CTA's
+    (PTX ISA 8.7.1, morally strong operations: the scope of each has the other's thread). Where the text names no scope,
+    CUTLASS and Triton mean the cluster, though the ISA's default is the CTA: it counts as the cluster here.
+    """
+
+    parts: dict[tuple[int, bool], Clock] = field(default_factory=dict[tuple[int, bool], Clock])
+
+    def give(self, clock: Clock, rank: int = ANYONE, *, narrow: bool = False) -> None:
+        """A release by a thread of CTA `rank`."""
+        known = self.parts.get((rank, narrow))
+        if known is None:
+            self.parts[rank, narrow] = clock.copy()
+        else:
+            known.join(clock)
+
+    def take(self, into: Clock, rank: int, *, narrow: bool = False) -> None:
+        """An acquire by a thread of CTA `rank`."""
+        for (giver, only), clock in self.parts.items():
+            if giver in (rank, ANYONE) or not (only or narrow):
+                into.join(clock)

@@ -22,19 +22,44 @@ GAP = 1 << 20
 """Unmapped bytes between buffers that the machine places itself: an overrun meets nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Buffer:
-    """A named stretch of global memory; `data` is the host's own memory, uint8 [size]."""
+    """A named stretch of global memory; `data` is the host's own memory, uint8 [size].
+
+    `written` says of each byte whether anything has been stored there. None: all of it holds what the host put there.
+    """
 
     name: str
     base: int
     data: Bytes
     writable: bool = True
+    written: npt.NDArray[np.bool_] | None = None
 
     @property
     def end(self) -> int:
         """The first address after the buffer."""
         return self.base + self.data.size
+
+    def undefine(self) -> None:
+        """From now on its bytes mean nothing until they are written: it is an output or a workspace."""
+        self.written = np.zeros(self.data.size, np.bool_)
+
+    def check_written(self, offsets: Addresses, size: int, access: str, *, by_lane: bool = True) -> None:
+        """Fault if one of `size` bytes at each of `offsets` [n] was never written."""
+        if self.written is None:
+            return
+        whole = self.written[offsets[:, None] + np.arange(size)]
+        if np.count_nonzero(whole) < whole.size:
+            lane, byte = np.argwhere(~whole)[0].tolist()
+            at = int(offsets[lane]) + byte
+            raise Fault("uninitialised-global", f"{access} takes byte {at} of `{self.name}`, which was never written: "
+                        "it is an output or a workspace, and holds nothing until the kernel stores it",
+                        lane=lane if by_lane else None, address=self.base + at)  # fmt: skip
+
+    def mark_written(self, offsets: Addresses, size: int) -> None:
+        """`size` bytes at each of `offsets` [n] have been written."""
+        if self.written is not None:
+            self.written[offsets[:, None] + np.arange(size)] = True
 
 
 def check_alignment(addresses: Addresses, size: int, access: str) -> None:
@@ -113,6 +138,7 @@ class GlobalMemory:
         buffer, offsets = self.locate(addresses, size, "load")
         if buffer is None:
             return np.stack([self.load(addresses[i : i + 1], size)[0] for i in range(addresses.size)])
+        buffer.check_written(offsets, size, "this load")
         return buffer.data[offsets[:, None] + np.arange(size)]
 
     def store(self, addresses: Addresses, values: Bytes) -> None:
@@ -131,6 +157,7 @@ class GlobalMemory:
             raise Fault("read-only", f"store to `{buffer.name}`, which is an input of the kernel", lane=0,
                         address=int(addresses[0]))  # fmt: skip
         buffer.data[offsets[:, None] + np.arange(size)] = values
+        buffer.mark_written(offsets, size)
 
     def locate(self, addresses: Addresses, size: int, access: str) -> tuple[Buffer | None, Addresses]:
         """The buffer that holds `size` bytes at every address, and offsets in it.

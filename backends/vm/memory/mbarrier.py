@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from backends.vm.faults import Fault
-from backends.vm.memory.clocks import Clock
+from backends.vm.memory.clocks import Carried, Clock
 
 MAX_COUNT = (1 << 20) - 1
 
@@ -25,16 +25,17 @@ class Signaller(Protocol):
 class MBarrier:
     """One mbarrier at `offset` of a CTA's shared memory.
 
-    `arriving` joins the clocks of the arrivals of the current phase, `completed` those of all completed phases; a
-    successful wait acquires `completed`. `phase` counts completed phases: its lowest bit is the parity. Agent `creator`
-    initialised it in its epoch `created`. Copies that signal it are agent `copy_agent`; `last_copy` is the latest.
+    `arriving` has the clocks of the arrivals of the current phase, `completed` those of the phase before; a successful
+    wait acquires these (PTX ISA 9.7.13.15.16: what came before the arrivals of the completed phase). `phase` counts
+    completed phases: its lowest bit is the parity. Agent `creator` initialised it in its epoch `created`. Copies that
+    signal it are agent `copy_agent`; `last_copy` is the latest.
     """
 
     offset: int
     expected: int
     pending: int
-    arriving: Clock
-    completed: Clock
+    arriving: Carried = field(default_factory=Carried)
+    completed: Carried = field(default_factory=Carried)
     transactions: int = 0
     phase: int = 0
     last_arrival: str = "nobody yet"
@@ -45,13 +46,13 @@ class MBarrier:
     last_copy_serial: int = 0
 
     @classmethod
-    def create(cls, offset: int, count: int, agents: int) -> MBarrier:
+    def create(cls, offset: int, count: int) -> MBarrier:
         """`mbarrier.init`: phase 0, `count` arrivals expected (1 .. 2^20-1)."""
         if not 1 <= count <= MAX_COUNT:
             raise Fault(
                 "mbarrier-misuse", f"mbarrier.init with count {count}, which must be 1..{MAX_COUNT}", address=offset
             )
-        return cls(offset, count, count, Clock.zero(agents), Clock.zero(agents))
+        return cls(offset, count, count)
 
     def expect(self, transactions: int) -> None:
         """Raise the transaction count (bytes) of the current phase."""
@@ -62,12 +63,15 @@ class MBarrier:
         """Bytes of an asynchronous copy have landed. This may precede the matching expect."""
         self.transactions -= transactions
         self._check_transactions()
-        self.arriving.join(clock)
+        self.arriving.give(clock)
         self.last_arrival = by
         self._advance()
 
-    def arrive(self, count: int, clock: Clock, by: str, *, drop: bool = False) -> None:
-        """`count` arrivals of the current phase; `drop` also lowers what later phases expect."""
+    def arrive(self, count: int, by: str, *clocks: tuple[Clock, int, bool], drop: bool = False) -> None:
+        """`count` arrivals of the current phase; `drop` also lowers what later phases expect.
+
+        `clocks`: what they release, each with the rank of the CTA and whether to that CTA only (see Carried).
+        """
         if count > self.pending:
             raise Fault("mbarrier-misuse", f"{count} arrivals where phase {self.phase} of this mbarrier expects only "
                         f"{self.pending} more of {self.expected} (last arrival: {self.last_arrival})",
@@ -75,7 +79,8 @@ class MBarrier:
         self.pending -= count
         if drop:
             self.expected -= count
-        self.arriving.join(clock)
+        for clock, rank, narrow in clocks:
+            self.arriving.give(clock, rank, narrow=narrow)
         self.last_arrival = by
         self._advance()
 
@@ -88,8 +93,7 @@ class MBarrier:
         if self.pending == 0 and self.transactions == 0:
             self.phase += 1
             self.pending = self.expected
-            self.completed.join(self.arriving)
-            self.arriving.clear()
+            self.completed, self.arriving = self.arriving, Carried()
 
     def passed(self, parity: int) -> bool:
         """What `test_wait.parity` answers: the phase of that parity is over, since the current parity differs."""

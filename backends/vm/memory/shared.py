@@ -40,6 +40,7 @@ class SharedMemory:
 
     `contested` granules hold bytes of several generic writers that nothing orders. Order among those is not judged.
     `readers` holds readers besides the last: by agent, int32 epochs [granules]. `many_readers` has those granules.
+    `unfenced_overwrites` counts bulk copies over what threads have read with no proxy fence in between.
     """
 
     def __init__(self, agents: Agents, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
@@ -57,6 +58,7 @@ class SharedMemory:
         self.contested = np.zeros(padded // 4, np.bool_)
         self.many_readers = np.zeros(padded // 4, np.bool_)
         self.readers: dict[int, npt.NDArray[np.int32]] = {}
+        self.unfenced_overwrites = 0
 
     def check(self, offsets: Addresses, size: int, access: str) -> None:
         """Fault unless every access of `size` bytes lies inside this CTA's shared memory and is aligned to it."""
@@ -246,7 +248,20 @@ class SharedMemory:
         if not generic:
             self._check_fenced(granules, clock, f"{what} overwrites")
         self._check_readers(granules, clock)
+        if not generic:
+            self._count_unfenced_readers(granules, clock)
         self.in_flight[granules] = line
+
+    def _count_unfenced_readers(self, granules: Granules, clock: Clock) -> None:
+        """Count a bulk copy over what threads have read with no proxy fence in between.
+
+        The ISA orders the two proxies by such a fence only. CUTLASS's and Triton's pipelines leave it out, so it is not
+        a finding.
+        """
+        found = self.reader[granules]
+        late = unordered(found, clock.fenced)
+        if late is not None and np.count_nonzero(late & (agent_of(found) < self.agents.first_engine)):
+            self.unfenced_overwrites += 1
 
     def async_write_ends(self, granules: Granules, stamp: int, line: int) -> None:
         """The bulk copy into `granules` has landed."""

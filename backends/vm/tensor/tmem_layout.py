@@ -71,6 +71,8 @@ def register_map(shape: str, num: int, packed: bool = False, half_split: int = 0
     registers, _, most = _LD_ST_SHAPES[shape]
     if num not in (1, 2, 4, 8, 16, 32, 64, 128) or num > most:
         raise Fault("tmem-shape", f"tcgen05.ld and st .{shape} have no .x{num}; .num is a power of two up to x{most}")
+    if not 0 <= half_split < COLUMNS:
+        raise Fault("tmem-shape", f"the second half of .16x32bx2 lies {half_split} columns on, of {COLUMNS}")
     register, thread = np.indices((registers * num, WARP_LANES), dtype=np.int64)
     lanes, columns = _closed_form(shape, register, thread)
     width = 2 if packed else 1

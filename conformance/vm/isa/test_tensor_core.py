@@ -387,3 +387,27 @@ def test_p_takes_the_place_of_s(hd: int) -> None:
     columns = {name: [one.columns for one in map_.holdings if one.name == name] for name in ("S", "P")}
     assert columns["P"], "there is no P in tensor memory"
     assert all(any(s[0] <= p[0] and p[1] <= s[1] for s in columns["S"]) for p in columns["P"])
+
+
+BEYOND = {
+    "a copy to columns behind the last": (f"add.u32 %r47, %r40, 508;\n{COPY} //!", "columns 508..515"),
+    "a copy to columns that no address has": (f"mov.b32 %r47, 0xfffc;\n{COPY} //!", "columns 65532..65539"),
+    "a copy to lanes behind the last": (f"mov.b32 %r47, 0x00100000;\n{COPY} //!", "lanes 16..143"),
+    "an accumulator behind the last column": (MMA.replace("%r40", "%r47") + " //!", "columns 500..515"),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_tensor_memory_ends_somewhere(name: str) -> None:
+    issue, said = BEYOND[name]
+    before = "add.u32 %r47, %r40, 500;"
+    kernel = mma_kernel({"issue": f"{before}\n{issue}\n{COMMIT}"})
+    assert_blamed(kernel, "tmem-out-of-bounds", said, "128 x 512")
+
+
+def test_a_load_from_columns_behind_the_last() -> None:
+    read = "add.u32 %r44, %r44, 504;\ntcgen05.ld.sync.aligned.32x32b.x16.b32 {" + ",".join(
+        f"%r{index}" for index in range(16)
+    )
+    kernel = mma_kernel({"read": read + "}, [%r44]; //!\ntcgen05.wait::ld.sync.aligned;"})
+    assert_blamed(kernel, "tmem-out-of-bounds", "columns 504..519")

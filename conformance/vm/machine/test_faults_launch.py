@@ -22,11 +22,17 @@ SIZES = {
     "cluster": ({"grid": (32, 1, 1), "cluster": (32, 1, 1)}, "32"),
     "parts of a cluster": ({"grid": (3, 1, 1), "cluster": (2, 1, 1)}, "not a multiple of the cluster"),
     "dynamic shared memory": ({"dynamic_smem": 232449}, "232449 bytes of dynamic shared memory.* 232448"),
+    "less than no shared memory": ({"dynamic_smem": -1}, "-1 bytes of dynamic shared memory"),
+    "CTAs": ({"grid": (2**31 - 1, 1, 1)}, r"2147483647, 1, 1\) has more than the 1048576 CTAs"),
+    "local memory": ({"body": ".local .b8 b[2147483647]; ret;"}, "2147483647 bytes of local memory a thread"),
+    "constants": ({"module": ".const .b8 c[99857989632];"}, r"\.const variables .* 99857989632 bytes; at most 65536"),
+    "variables": ({"module": ".global .b8 g[99857989632];"}, r"\.global variables .* 99857989632 bytes"),
 }
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_beyond_a_gpu(name: str) -> None:
+    """Refused before anything of that size is allocated."""
     options, sentence = SIZES[name]
     with pytest.raises(LaunchError, match=sentence):
         replace(PLAIN, **options).run()  # type: ignore[arg-type]

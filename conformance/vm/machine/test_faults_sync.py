@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from backends.vm.faults import Fault
-from conformance.vm.kernel import EVERY_SCHEDULE, SYNC, Kernel, assert_blamed, init, wait
+from conformance.vm.kernel import EVERY_SCHEDULE, SYNC, Kernel, assert_blamed, assert_clean, init, wait
 
 OUT = np.zeros(64, np.uint32)
 ONE = ".shared .align 8 .b64 mbar; .shared .align 8 .b64 second; setp.eq.u32 %p1, %tx, 0;\n"
@@ -211,3 +211,49 @@ def test_an_endless_kernel_ends_with_its_budget(name: str) -> None:
     for schedule in ("eager", "lazy", "random:0"):
         with pytest.raises(Fault, match=r"\[runaway\].*3000 basic blocks.*warp 0 is at PTX line \d+"):
             kernel.run(schedule)
+
+
+def resized(*sizes: str, directives: str = ".maxnreg 64") -> Kernel:
+    """Each of the 8 warps executes the setmaxnreg instructions of its own line."""
+    tests = [f"setp.eq.u32 %p1, %warp, {warp}; @%p1 bra W{warp};" for warp in range(len(sizes))]
+    parts = [f"W{warp}:\n{text}\nret;" for warp, text in enumerate(sizes)]
+    return Kernel("\n".join([*tests, "ret;", *parts]), block=(256, 1, 1), directives=directives)
+
+
+DEC, INC, TOO_MUCH = (f"setmaxnreg.{way}.sync.aligned.u32 {count};" for way, count in
+                      (("dec", 24), ("inc", 104), ("inc", 112)))  # fmt: skip
+
+
+def test_registers_that_one_warpgroup_gives_to_the_other() -> None:
+    """Of 64 a thread, one warpgroup keeps 24; the other one may have 104. It waits until they are there."""
+    assert_clean(resized(*[INC] * 4, *[DEC] * 4), {})
+    assert_clean(resized(*[INC] * 4, *[DEC] * 4, directives=".reqntid 256 .minnctapersm 4"), {})
+    assert_clean(resized(*[TOO_MUCH] * 8, directives=""), {})
+
+
+@pytest.mark.parametrize("directives", [".maxnreg 64", ".maxntid 256 .minnctapersm 4"])
+def test_a_register_pool_that_cannot_give(directives: str) -> None:
+    kernel = resized(*[TOO_MUCH] * 4, *[DEC] * 4, directives=directives)
+    for schedule in EVERY_SCHEDULE:
+        with pytest.raises(Fault, match=r"\[deadlock\].*1024 more registers: of the 16384 of its CTA 512 are free"):
+            kernel.run(schedule)
+
+
+PARTS = {
+    "one warp does without": ([DEC + " //!", DEC, DEC, "", *[""] * 4], "warp 3 ends without", "warp 0"),
+    "one warp alone": (["", "", DEC + " //!", "", *[""] * 4], "ends without the setmaxnreg.dec 24 that warp 2"),
+    "one warp does it twice": ([f"{DEC} {INC} //!", DEC, DEC, DEC, *[""] * 4], "setmaxnreg.inc 104 that warp 0"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_of_a_warpgroup_resizes(name: str) -> None:
+    sizes, *clauses = PARTS[name]
+    assert_blamed(resized(*sizes), "warpgroup-diverged", *clauses)
+
+
+def test_warps_of_a_warpgroup_resize_differently() -> None:
+    other = "setmaxnreg.dec.sync.aligned.u32 32;"
+    for schedule in EVERY_SCHEDULE:
+        with pytest.raises(Fault, match=r"\[warpgroup-diverged\].*warp \d of its warpgroup has executed setmaxnreg"):
+            resized(DEC, DEC, DEC, other, *[""] * 4).run(schedule)

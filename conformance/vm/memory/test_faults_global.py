@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from conformance.vm.kernel import EVERY_SCHEDULE, Kernel, assert_blamed, assert_clean
+from backends.vm.executor import EXECUTOR
+from conformance.vm.kernel import (
+    EVERY_SCHEDULE,
+    EXPECT,
+    LOAD,
+    MAPS,
+    STORE,
+    Kernel,
+    Map,
+    X,
+    assert_blamed,
+    assert_clean,
+    copy_kernel,
+    wait,
+)
+from megamoe.contract import BufferArg, Launch, Program, RunOptions
 
 THREADS = 64
 COMBINE = """.shared .align 4 .b32 ticket; .shared .align 4 .b32 unused;
@@ -174,3 +190,78 @@ def test_reading_back_what_a_copy_has_written(wait: str) -> None:
         expected = np.zeros(64, np.uint32)
         expected[[0, 1, 2, 3, 32]] = 7
         assert_clean(kernel, {"out": expected})
+
+
+SPILL = """mul.wide.u32 %rd1, %tx, 4; add.u64 %rd2, %rd1, %part; add.u64 %rd3, %rd1, %out;
+WRITE
+READ
+END: ret;"""
+KEEP = "st.global.b32 [%rd2], %tx;"
+READERS = {
+    "a load": "ld.global.b32 %r1, [%rd2]; //!",
+    "half of a wider load": "and.b64 %rd2, %rd2, -8; bar.warp.sync -1;\nld.global.v2.b32 {%r1, %r2}, [%rd2]; //!\n"
+    "add.u32 %r1, %r1, %r2;",
+    "a poll": "ld.acquire.gpu.global.b32 %r1, [%rd2]; //!",
+    "an atomic": "atom.global.add.u32 %r1, [%rd2], 1; //!",
+    "a cp.async": "mov.u32 %r3, buf; mad.lo.u32 %r3, %tx, 4, %r3;\n"
+    "cp.async.ca.shared.global [%r3], [%rd2], 4; //!\ncp.async.wait_all; ld.shared.b32 %r1, [%r3];",
+}
+
+
+def spill(read: str, write: str = KEEP, unwritten: tuple[str, ...] = ("part",)) -> Kernel:
+    """Each thread keeps a word in the workspace `part`, which holds noise before, and takes it back."""
+    body = SPILL.replace("WRITE", write).replace("READ", f"{read}\nst.global.b32 [%rd3], %r1;")
+    buffers = {"part": np.full(32, 0xFFFFFFFF, np.uint32), "out": np.zeros(32, np.uint32)}
+    declared = ".shared .align 16 .b8 buf[128];"
+    return Kernel(f"{declared}\n{body}", buffers, unwritten=unwritten)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_nobody_stored_is_not_read(name: str) -> None:
+    """Whatever the bytes hold: a dropped initialisation is found although the noise may look like the value."""
+    kernel = spill(READERS[name], write="setp.lt.u32 %p1, %tx, 31; @%p1 st.global.b32 [%rd2], %tx;")
+    assert_blamed(kernel, "uninitialised-global", "`part`", "never written", "lane " if "cp.async" not in name else "")
+
+
+@pytest.mark.parametrize("name", [name for name in READERS if name != "half of a wider load"])
+def test_what_was_stored_is_read(name: str) -> None:
+    assert_clean(spill(READERS[name]), {"out": np.arange(32)})
+    given = spill(READERS[name], write="", unwritten=())
+    assert_clean(given, {"out": np.full(32, 0xFFFFFFFF)})
+
+
+def test_an_element_that_nobody_uses() -> None:
+    """A compiler loads whole vectors, of which it needs a part."""
+    word = "and.b64 %rd2, %rd2, -8;\nld.global.v2.b32 {%r1, %r2}, [%rd2];"
+    even = "and.b32 %r4, %tx, 1; setp.eq.u32 %p1, %r4, 0; @%p1 st.global.b32 [%rd2], %tx; bar.warp.sync -1;"
+    assert_clean(spill(word, write=even), {"out": np.arange(32) & ~1})
+
+
+def test_a_tile_of_which_a_part_holds_nothing() -> None:
+    """A bulk copy takes what is there: grouped GEMMs load the rows behind an expert's last token with the others."""
+    store = "cp.async.bulk.global.shared::cta.bulk_group [%mid], [%r41], 240;"
+    again = f"{store}\ncp.async.bulk.commit_group; cp.async.bulk.wait_group 0;\n{EXPECT}\n{LOAD}"
+    changes = {
+        "store": again.replace("[%from,", "[%back,").replace("[mbar]", "[other]"),
+        "commit": "",
+        "drain": f"{wait('other', 0)}\n{STORE}\ncp.async.bulk.commit_group; cp.async.bulk.wait_group 0;",
+    }
+    maps = {**MAPS, "back": Map("mid", "u32", (16, 4), (64,), (16, 4))}
+    kernel = copy_kernel(changes, {"mid": np.full(64, 9, np.uint32)}, maps=maps, unwritten=("mid", "out"))
+    assert_clean(kernel, {"out": np.append(X[:60] + 1, [9] * 4)})
+
+
+def test_the_machine_of_a_row_knows_its_outputs_and_its_workspaces() -> None:
+    """A workspace holds noise of its own, and a kernel that reads an output before it writes it breaks a rule."""
+    add = "ld.global.b32 %r1, [%rd2]; add.u32 %r1, %r1, 1; st.global.b32 [%rd3], %r1;"
+    body = "mul.wide.u32 %rd1, %tx, 4; add.u64 %rd2, %rd1, %part; add.u64 %rd3, %rd1, %out;\n" + add + "ret;"
+    kernel = Kernel(body, {"part": np.zeros(32, np.uint32), "out": np.zeros(32, np.uint32)})
+    for scratch, tensors in ((True, ("out",)), (False, ("part", "out"))):
+        program = Program(
+            "sm_100a", kernel.ptx, (Launch("kernel", (1, 1, 1), (32, 1, 1), (BufferArg("part"), BufferArg("out"))),),
+            {"part": 128} if scratch else {},
+        )  # fmt: skip
+        memory = {name: torch.zeros(32, dtype=torch.int32) for name in tensors}
+        said = EXECUTOR.run(program, memory, RunOptions(outputs=tensors)).violation or ""
+        assert said.startswith("[uninitialised-global]"), f"scratch {scratch}: {said!r}"
+        assert "`part`" in said, f"scratch {scratch}: {said!r}"

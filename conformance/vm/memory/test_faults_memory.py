@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance.vm.kernel import Kernel, assert_blamed, assert_clean
+from backends.vm.faults import Fault
+from conformance.vm.kernel import EVERY_SCHEDULE, Kernel, assert_blamed, assert_clean
 
 OUT = np.zeros(64, np.uint32)
 
@@ -220,3 +221,29 @@ def test_a_guarded_exit_does_not_repeat_what_came_before_it() -> None:
     red.global.add.u32 [%out+4], 1;
     ret;"""
     assert_clean(Kernel(body, {"out": OUT[:2]}), {"out": np.array([32, 22], np.uint32)})
+
+
+FAR = 2**63 - 1
+WILD = {
+    "a cp.async": f"cp.async.cg.shared.global [%r1+{FAR}], [%x], 16; //!",
+    "a load": f"ld.shared.b8 %h0, [%r1+{FAR}]; //!",
+    "a store through the cluster": f"st.shared::cluster.b8 [%r1+{FAR}], %h1; //!",
+    "a bulk copy": f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1+{FAR - 15}], [%x], 16, "
+    "[bar]; //!",
+    "an offset of 64 bits": f"ld.shared.b8 %h0, [%r1+{2**64 - 2**20}]; //!",
+    "a remote mbarrier": f"mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r1+{FAR}]; //!",
+}
+
+
+@pytest.mark.parametrize("name", WILD)
+def test_an_address_beyond_all_memory_is_a_finding(name: str) -> None:
+    body = f""".shared .align 16 .b8 buf[16]; .shared .align 8 .b64 bar; mov.u32 %r1, buf; mov.b16 %h1, 0;
+setp.ne.u32 %p1, %tx, 0; @%p1 ret;
+mbarrier.init.shared::cta.b64 [bar], 1;
+{WILD[name]}
+ret;"""
+    kernel = Kernel(body, {"x": np.zeros(16, np.uint8)})
+    for schedule in EVERY_SCHEDULE:
+        with pytest.raises(Fault) as found:
+            kernel.run(schedule)
+        assert found.value.line == kernel.blamed_line, f"{schedule}, {name}: {found.value}"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance import SILICON
-from conformance.vm.kernel import EVERY_SCHEDULE, SYNC, Kernel, assert_clean, wait
+from conformance.vm.kernel import EVERY_SCHEDULE, SYNC, Kernel, assert_blamed, assert_clean, wait
 
 EXPECT = "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [mbar], {};"
 COMPLETE = "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [mbar], {};"
@@ -128,3 +128,11 @@ def test_an_arrival_waits_for_the_threads_cp_async(noinc: str) -> None:
     ret;"""
     x = np.arange(128, dtype=np.uint32)
     assert_clean(Kernel(body, {"x": x, "out": np.zeros(128, np.uint32)}, block=(64, 1, 1), inputs=("x",)), {"out": x})
+
+
+def test_lanes_that_initialise_an_mbarrier_with_unlike_counts() -> None:
+    """Every lane may execute the same mbarrier.init; with a count of its own each, nobody knows which one stays."""
+    declared = ".shared .align 8 .b64 mbar; add.u32 %r1, %lane, 1; mov.b32 %r2, 7;"
+    init = "mbarrier.init.shared::cta.b64 [mbar], {};"
+    assert_blamed(Kernel(f"{declared}\n{init.format('%r1')} //!\nret;"), "mbarrier-misuse", "counts 1, 2, 3, 4")
+    assert_clean(Kernel(f"{declared}\n{init.format('%r2')}\nret;"), {})
