@@ -36,10 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
     from megamoe import torch_cuda, vm
     from megamoe.contract.backend import UnsupportedError
 
-    sm_count = config.getoption("--megamoe-sm-count")
+    sm_count = int(str(config.getoption("--megamoe-sm-count")))
     opened = ExitStack()
     try:
-        device = vm.Device(target, schedule=config.getoption("--megamoe-schedule"), sm_count=sm_count)
+        device = vm.Device(target, schedule=str(config.getoption("--megamoe-schedule")), sm_count=sm_count)
     except (UnsupportedError, ValueError) as refused:
         raise pytest.UsageError(f"--megamoe-vm: {refused}") from None
     opened.enter_context(torch_cuda.on_host(target, sm_count))

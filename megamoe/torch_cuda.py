@@ -91,7 +91,7 @@ class HostGenerator(torch.Generator):
 
     def __new__(cls, device: object = None) -> HostGenerator:
         """`device` is dropped."""
-        return super().__new__(cls, "cpu")
+        return super().__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
 
 
 class _CudaIsHost(TorchFunctionMode):

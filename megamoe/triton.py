@@ -1,4 +1,5 @@
-# pyright: reportMissingImports=false, reportMissingTypeArgument=false
+# pyright: reportMissingImports=false, reportIncompatibleMethodOverride=false
+# Triton types its base classes loosely.
 """The door for Triton and Gluon: `install("sm_100a")`, then `kernel[grid](cpu_tensors)` as ever, with no GPU.
 
     import megamoe.triton
@@ -104,7 +105,7 @@ class PtxCompiler(CUDABackend):
         super().add_stages(stages, options, language)
         stages.pop("cubin", None)
 
-    def hash(self) -> str:
+    def hash(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Part of the key of Triton's cache on disk: nothing there may be taken for a GPU's."""
         return f"megamoe-{self.target.arch}"
 
@@ -196,7 +197,7 @@ class MachineLauncher:
             leave(launch_metadata)
 
     def _launch(self, grid: tuple[int, int, int], function: LoadedKernel, bases: list[object], args: Any) -> None:
-        driver = active_driver.active
+        driver: Any = active_driver.active
         machine: KernelMachine = driver.machine.machine
         metadata = self._metadata
         if not all(grid) or driver.compiling_only:
@@ -281,9 +282,9 @@ class MachineDriver(GPUDriver):
 
 def _expanded(signature: Any, maps: Any) -> list[Any]:
     """The types of the kernel's parameters, with tensor descriptors as what they are passed as."""
-    if hasattr(nvidia.expand_signature, "__module__") and nvidia.expand_signature.__module__ == nvidia.__name__:
-        return nvidia.expand_signature(signature, maps)
-    return nvidia.expand_signature(signature, maps, "nvTmaDesc")
+    expand: Any = nvidia.expand_signature
+    # Triton 3.7 has the function in this module, and the later ones have one for all drivers.
+    return expand(signature, maps, *(() if expand.__module__ == nvidia.__name__ else ("nvTmaDesc",)))
 
 
 def _flat(types: Any, args: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from conformance import ROOT
 from megamoe.cli.main import main
 
+GUIDE = (ROOT / "docs" / "bring-your-kernel.md").read_text("utf-8")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 HEAD = ".version 8.7\n.target sm_100a\n.address_size 64\n"
 GOOD = f"""{HEAD}
@@ -114,6 +116,18 @@ def test_a_test_suite_is_run_by_pytest(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megamoe", "check", f"{suite}::test_it"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+def test_the_guide_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    named = set(re.findall(r"megamoe\.(\w+)\.(\w+)", GUIDE))
+    assert len(named) > 8, "the guide names the doors"
+    for module, name in sorted(named):
+        text = (ROOT / "megamoe" / f"{module}.py").read_text("utf-8")
+        assert re.search(rf"^(def|class) {name}\b|import .*\b{name}\b", text, re.MULTILINE), f"megamoe.{module}.{name}"
+    _, said = _check(capsys, "--help")
+    plugin = (ROOT / "megamoe" / "pytest_plugin.py").read_text("utf-8")
+    for option in sorted(set(re.findall(r"--[a-z][a-z-]+", GUIDE))):
+        assert option in said or f'"{option}"' in plugin, f"the guide names {option}, which is no option"
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
