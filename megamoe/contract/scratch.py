@@ -12,13 +12,16 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 PREFIX: Final = ".megamoe."
 """Of every name that is made here. No other program has such names, so that theirs are never taken for ours."""
+MAX_PLACE: Final = 44
+"""Characters of a temporary folder below which a socket's path, with two folders of ours, has fewer than 108."""
 _cleared: set[tuple[int, Path]] = set()
+_of_multiprocessing: list[ExitStack] = []
 
 
 @contextmanager
@@ -35,6 +38,27 @@ def scratch_folder(what: str, parent: Path | None = None) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def keep_temporary_files_together() -> None:
+    """Makes multiprocessing keep its sockets in a scratch folder: it clears its own folder only if nobody kills it.
+
+    Not below a folder whose name is so long that a socket there could have no name.
+    """
+    if _of_multiprocessing or len(tempfile.gettempdir()) > MAX_PLACE:
+        return
+    from multiprocessing import util
+
+    folder = ExitStack()
+    before = tempfile.tempdir
+    try:
+        tempfile.tempdir = str(folder.enter_context(scratch_folder("sockets")))
+        util.get_temp_dir()
+    finally:
+        tempfile.tempdir = before
+    # After multiprocessing, at -100, has removed what is its own.
+    util.Finalize(None, folder.close, exitpriority=-200)
+    _of_multiprocessing.append(folder)
 
 
 @contextmanager

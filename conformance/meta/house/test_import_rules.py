@@ -35,7 +35,7 @@ MEGAMOE = {
     "judge": "contract spec ops records",
     "gate": "megamoe contract spec records diff",
     "bench": "contract spec ops records judge",
-    "explain": "contract spec ops judge",
+    "explain": "contract spec ops records judge",
     "report": "contract spec records diff explain",
     "export": "contract spec ops records gate",
     "cli": "megamoe contract spec records diff judge gate bench explain report export",
