@@ -11,7 +11,6 @@ import ctypes
 import shutil
 import struct
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,6 +31,7 @@ from megamoe.contract import (
     TensorArg,
     UnsupportedError,
 )
+from megamoe.contract.scratch import scratch_folder
 
 if TYPE_CHECKING:
     import torch
@@ -320,8 +320,8 @@ def shared_library(host_object: bytes) -> ctypes.CDLL:
     if linker is None:
         raise UnsupportedError(f"linking a host program needs a C compiler; none of {', '.join(LINKERS)} is on PATH")
     libraries = [runtime_library(RUNTIME), runtime_library(FFI)]
-    with tempfile.TemporaryDirectory(prefix="megamoe-host-") as folder:
-        source, library = Path(folder, "host.o"), Path(folder, "host.so")
+    with scratch_folder("host") as folder:
+        source, library = folder / "host.o", folder / "host.so"
         source.write_bytes(host_object)
         rpath = [f"-Wl,-rpath,{path.parent}" for path in libraries]
         command = [linker, "-shared", "-o", str(library), str(source), *map(str, libraries), *rpath]

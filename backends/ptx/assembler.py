@@ -10,11 +10,11 @@ import re
 import shutil
 import struct
 import subprocess
-import tempfile
 from pathlib import Path
 
 from megamoe.contract import Target, UnsupportedError
 from megamoe.contract.assembly import Assembly
+from megamoe.contract.scratch import scratch_folder
 
 MAX_PTXAS_SECONDS = 120
 COMPLAINTS = ("warning", "Potential Performance Loss")
@@ -44,8 +44,8 @@ def find_ptxas() -> Path:
 def assemble(ptx: str, target: Target) -> Assembly:
     """Assembles `ptx`; a warning is an error. Raises AssemblyError, or UnsupportedError without an assembler."""
     ptxas = find_ptxas()
-    with tempfile.TemporaryDirectory(prefix="megamoe-ptxas-") as folder:
-        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+    with scratch_folder("ptxas") as folder:
+        source, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
         source.write_text(ptx)
         command = [str(ptxas), "-arch", target, "-v", "--warning-as-error", "-o", str(cubin), str(source)]
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +29,7 @@ from megamoe.contract import (
     Target,
     UnsupportedError,
 )
+from megamoe.contract.cache import user_cache
 
 _SCALAR_FORMATS = {
     "u8": "<B", "s8": "<b", "u16": "<H", "s16": "<h", "u32": "<I", "s32": "<i", "b32": "<I", "f32": "<f", "u64": "<Q",
@@ -37,7 +37,7 @@ _SCALAR_FORMATS = {
 }  # fmt: skip
 
 
-PARSED = Path.home() / ".cache" / "megamoe" / "ptx"
+PARSED = user_cache("ptx")
 """Where parsed modules are kept between processes; see backends.vm.ptx.parse_cache."""
 
 

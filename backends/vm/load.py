@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 
 from backends.vm import isa  # noqa: F401  (registers every instruction family)
 from backends.vm.bind.function import bind_function
 from backends.vm.faults import LaunchError
 from backends.vm.machine.code import BoundFunction
 from backends.vm.ptx.ast import Module
-from backends.vm.ptx.parse_cache import parse_cached
+from backends.vm.ptx.parse_cache import Shelf, parse_cached
 
 
 class LoadedModule:
@@ -32,9 +31,9 @@ class LoadedModule:
 
 
 @lru_cache(maxsize=64)
-def load(ptx: str, folder: Path | None = None) -> LoadedModule:
+def load(ptx: str, shelf: Shelf | None = None) -> LoadedModule:
     """Parse `ptx` and keep the result, so that a kernel is decoded once however often it is launched.
 
-    `folder` keeps parsed modules between processes. PtxSyntaxError for text that is not PTX.
+    `shelf` keeps parsed modules between processes. PtxSyntaxError for text that is not PTX.
     """
-    return LoadedModule(parse_cached(ptx, folder=folder))
+    return LoadedModule(parse_cached(ptx, shelf=shelf))

@@ -12,11 +12,11 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from megamoe.bench.timing import Policy
 from megamoe.bench.worker import BenchWorker, Death
 from megamoe.contract import DeviceFacts, Row, UnsupportedError
+from megamoe.contract.scratch import scratch_folder
 from megamoe.judge.figures import FigureMaker
 from megamoe.judge.run import DEFAULT_TIMEOUT_S, RunSettings, judged
 from megamoe.records.files import RecordWriter
@@ -102,16 +102,15 @@ class BenchRun:
         self.close()
 
     def _measure(self) -> Generator[Outcome, None, None]:
-        with TemporaryDirectory(prefix="megamoe-bench-") as name:
-            folder = Path(name)
-            with FigureMaker(self.header.run, folder, self.settings.jobs) as figures:
-                for found in self._measured(folder, figures):
-                    digest = found.record.program_sha256
-                    whole = Outcome(
-                        found.record, found.timings, tuple(figures.of(found.record.row, digest)), found.software
-                    )
-                    self._append(*whole.lines)
-                    yield whole
+        with (
+            scratch_folder("bench") as folder,
+            FigureMaker(self.header.run, folder, self.settings.jobs) as figures,
+        ):
+            for found in self._measured(folder, figures):
+                made = tuple(figures.of(found.record.row, found.record.program_sha256))
+                whole = Outcome(found.record, found.timings, made, found.software)
+                self._append(*whole.lines)
+                yield whole
 
     def _measured(self, folder: Path, figures: FigureMaker) -> Generator[Outcome, None, None]:
         """Timed rows first, alone on the machine; then the others, as they finish."""

@@ -27,7 +27,7 @@ from megamoe.cli.options import (
     expectations_of,
     with_options,
 )
-from megamoe.cli.run import How, conduct, end_if_cut_short, plan_of, selection_in
+from megamoe.cli.run import Conducted, How, conduct, end_if_cut_short, plan_of, selection_in
 from megamoe.cli.terminal import console, print_verdict
 from megamoe.contract import Row
 from megamoe.gate.accept import Seen, rows_matching, seen_in, take
@@ -36,7 +36,7 @@ from megamoe.gate.counters import Claim, against_baseline
 from megamoe.gate.expected import Expectation, stale_entries
 from megamoe.gate.verdict import Finding, Verdict, judge_run, open_line
 from megamoe.judge.run import DEFAULT_TIMEOUT_S
-from megamoe.records.files import RUNS, RecordFile, newest_run, read_records
+from megamoe.records.files import RUNS, RecordFile, check_place, newest_run, read_records
 from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader
 from megamoe.records.provenance import git_revision
 from megamoe.spec.load import load_specs
@@ -72,6 +72,8 @@ def gate(
     Record files owe the rows of the options or, with none, those that their run itself owed.
     """
     out = console()
+    if junit is not None:
+        check_place(junit, "JUnit XML to")
     known = load_specs(specs)
     expectations = expectations_of(expected)
     with _nothing_collected():
@@ -82,7 +84,7 @@ def gate(
     command = _accept_command(records or ([done.path] if done else []), baseline, specs)
     with _nothing_collected():
         files = [read_records(path) for path in records or ()]
-        files += [_of_run(read_records(done.path), done.run)] if done else []
+        files += [_of_run(done)] if done else []
         evidence = _evidence(files, Asked() if done else asked, known)
         verdict = _verdict(evidence, known, expectations, held, lambda row: command(str(row)), specs)
     verdict = verdict.with_findings(evidence.elsewhere, strict)
@@ -143,8 +145,12 @@ class _Evidence:
     elsewhere: list[Finding]
 
 
-def _of_run(file: RecordFile, run: str) -> RecordFile:
-    return replace(file, lines=tuple(line for line in file.lines if line.run == run))
+def _of_run(done: Conducted) -> RecordFile:
+    """The lines of a run as its file has them; those of a file that took no more as they should be."""
+    if done.unwritten:
+        return RecordFile(done.path, done.lines, None)
+    file = read_records(done.path)
+    return replace(file, lines=tuple(line for line in file.lines if line.run == done.run))
 
 
 def _evidence(files: Sequence[RecordFile], asked: Asked, known: Mapping[str, Spec]) -> _Evidence:

@@ -52,6 +52,10 @@ def _ending(command: Callable[..., None]) -> Callable[..., None]:
             raise Ended(READER_GONE, "") from None
         except USER_ERRORS as error:
             raise Ended(2, str(error)) from error
+        except OSError as error:
+            # Of stdout, of the temporary folder, of the current one: what a command reads and writes by name says more.
+            where = f" {error.filename}" if error.filename else ""
+            raise Ended(2, f"cannot read or write{where}: {error.strerror or error}") from error
 
     return ended
 
@@ -112,6 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         let_go_of_stdout()
         return READER_GONE
+    except OSError as error:
+        let_go_of_stdout()
+        complain(f"megamoe: cannot write the output: {error.strerror or error}")
+        return 2
     except _UsageError as error:
         complain(_usage(error))
         return 2

@@ -10,7 +10,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -30,13 +29,14 @@ from megamoe.cli.options import (
 )
 from megamoe.cli.terminal import RunProgress, console, ended_with_its_reader, print_verdict
 from megamoe.contract import DeviceFacts, Row
+from megamoe.contract.scratch import scratch_folder
 from megamoe.gate.expected import stale_entries
 from megamoe.gate.verdict import judge_run
 from megamoe.judge.figures import FigureMaker
 from megamoe.judge.run import DEFAULT_TIMEOUT_S, RunSettings, judged
 from megamoe.records.files import RUNS, RecordWriter, newest_run, read_records, write_file
 from megamoe.records.keys import Key
-from megamoe.records.lines import Agreement, Record, RecordError, RunHeader, record_of
+from megamoe.records.lines import Agreement, AnyLine, Record, RecordError, RunHeader, record_of
 from megamoe.records.provenance import installed_version, run_header
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import DEFAULT_EXECUTOR, Selection, SelectionError, not_offered, owed_rows, parse_row
@@ -195,7 +195,8 @@ class How:
 class Conducted:
     """A finished run: its id and its lines. The file at `path` may hold earlier runs too.
 
-    `cut_short`: why rows were not run, as their records say, or "".
+    `cut_short`: why rows were not run, as their records say, or "". `lines`: those of this run, as they are in the file
+    or, where that took no more (`unwritten` says why), as they should be.
     """
 
     run: str
@@ -205,6 +206,8 @@ class Conducted:
     agreements: list[Agreement]
     specs: Path | None = None
     cut_short: str = ""
+    unwritten: str = ""
+    lines: tuple[AnyLine, ...] = ()
 
 
 def _runs_on(record: Record) -> bool:
@@ -226,11 +229,11 @@ def conduct(
         for sentence in not_offered(known, plan.selection):
             out.print(sentence, markup=False)
     header = run_header(plan.selection, len(plan.rows)).model_copy(update={"software": _compilers()})
-    with TemporaryDirectory(prefix="megamoe-") as name:
-        outputs, programs = Path(name, "outputs"), Path(name, "programs")
+    with scratch_folder("run") as folder:
+        outputs, programs = folder / "outputs", folder / "programs"
         outputs.mkdir()
         programs.mkdir()
-        header = header.model_copy(update={"device": _device(plan.left, Path(name))})
+        header = header.model_copy(update={"device": _device(plan.left, folder)})
         several = len({row.backend for row in plan.left}) > 1
         kept = outputs if several else None
         settings = RunSettings(
@@ -261,7 +264,9 @@ def _compilers() -> dict[str, str]:
 
 
 def end_if_cut_short(done: Conducted) -> None:
-    """Ends the command if rows were left, once the verdict on the others is printed: one sentence for all."""
+    """Ends the command if records are lost or rows were left, once the verdict on what ran is printed."""
+    if done.unwritten:
+        raise RecordError(f"{done.unwritten}; the verdict above is on rows that the file does not have")
     if not done.cut_short:
         return
     left = sum(record.status == "not_run" for record in done.records)
@@ -272,6 +277,23 @@ def end_if_cut_short(done: Conducted) -> None:
     told = f"{why}: {rows} not run; the record file is whole, and this finishes it: {shlex.join(resume)}"
     console().print(told, markup=False)
     raise typer.Exit(INTERRUPTED if interrupted else 1)
+
+
+@dataclass(slots=True)
+class _Lines:
+    """Lines on their way to the file. One that it does not take ends the recording and not the run."""
+
+    writer: RecordWriter
+    all: list[AnyLine]
+    unwritten: str = ""
+
+    def append(self, line: AnyLine) -> None:
+        self.all.append(line)
+        if not self.unwritten:
+            try:
+                self.writer.append(line)
+            except RecordError as error:
+                self.unwritten = str(error)
 
 
 def _run_and_record(
@@ -289,10 +311,11 @@ def _run_and_record(
         FigureMaker(header.run, settings.programs or Path(), settings.jobs) as figures,
     ):
         writer.append(header)
+        lines = _Lines(writer, [header])
         try:
             with closing(judged(plan.left, settings)) as results, ended_with_its_reader():
                 for record in results:
-                    writer.append(record)
+                    lines.append(record)
                     records.append(record)
                     progress.show(record)
                     figures.begin(record.row, record.program_sha256)
@@ -301,20 +324,30 @@ def _run_and_record(
                         break
         except (KeyboardInterrupt, BrokenPipeError):
             cut_short = INTERRUPTED_BEFORE
-            # Read the file: the interruption may have come after a record was written and before it was kept.
-            records = [record for record in read_records(plan.path).records if record.run == header.run]
+            # The interruption may have come after a record was written and before it was kept.
+            records = [line for line in lines.all if isinstance(line, Record)]
         if cut_short:
             done = {record.row for record in records}
             for row in plan.left:
                 if row not in done:
                     records.append(record_of(header.run, row, "not_run", cut_short, specs=settings.specs))
-                    writer.append(records[-1])
+                    lines.append(records[-1])
         together = _side_by_side(header.run, records, settings.outputs)
         programs = {Key.of(record).program: record for record in records}.values()
         for line in (*together, *(line for one in programs for line in figures.of(one.row, one.program_sha256))):
-            writer.append(line)
+            lines.append(line)
     left = any(record.status == "not_run" for record in records)
-    return Conducted(header.run, plan.path, plan.rows, records, together, settings.specs, cut_short if left else "")
+    return Conducted(
+        header.run,
+        plan.path,
+        plan.rows,
+        records,
+        together,
+        settings.specs,
+        cut_short if left else "",
+        lines.unwritten,
+        tuple(lines.all),
+    )
 
 
 def _side_by_side(run: str, records: Sequence[Record], outputs: Path | None) -> list[Agreement]:

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, files
+from io import StringIO
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,7 @@ from megamoe.contract import (
     spell,
 )
 from megamoe.explain import FOLDER, folder_of
+from megamoe.records.files import write_file
 from megamoe.records.lines import SCHEMA_VERSION, RecordError
 from megamoe.records.provenance import git_revision, installed_version
 from megamoe.runner.capabilities import machine_of, offer_of
@@ -302,13 +304,14 @@ def explain_case(
     try:
         found = explain(spec, row)
         files = write_files(found, folder)
-    except (UnsupportedError, ExplainError) as error:
+    except (UnsupportedError, ExplainError, RecordError) as error:
         raise SelectionError(str(error)) from error
     except Exception as error:
         # A backend may be the user's own code and raise anything.
         raise SelectionError(f"{case} on {backend} cannot be explained: {type(error).__name__}: {error}") from error
-    with (folder / "report.txt").open("w", encoding="utf-8") as text:
-        Terminal(file=text, width=REPORT_WIDTH, highlight=False).print(report(found))
+    text = StringIO()
+    Terminal(file=text, width=REPORT_WIDTH, highlight=False).print(report(found))
+    write_file(folder / "report.txt", text.getvalue(), "the explanation")
     out = console()
     out.print(report(found))
     out.print()

@@ -19,7 +19,7 @@ from megamoe.contract.backend import (
     load_backend,
     load_executor,
 )
-from megamoe.contract.case import STATUSES, AxisValue, Case, Row, Status, Temperature, spell
+from megamoe.contract.case import STATUSES, AxisValue, Case, Row, Status, Temperature, file_name, spell
 from megamoe.contract.program import (
     TARGETS,
     AnyProgram,

@@ -6,6 +6,8 @@ The id of a case names it in tests, records, benchmarks and on the command line.
 from __future__ import annotations
 
 import builtins
+import hashlib
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +60,22 @@ class Case:
 Status = Literal["passed", "failed", "error", "crashed", "timed_out", "unsupported", "not_run"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 Temperature = Literal["cold", "hot"]
+
+
+MAX_FILE_NAME = 160
+
+
+def file_name(text: str) -> str:
+    """A name for a file about `text`, which may come from anybody: it is one part of a path and begins with no dot.
+
+    Characters that some file system refuses become "_". Text that is spoilt by that (colons apart, which every row has)
+    or is too long gets a digest, so that no two share a file.
+    """
+    name = re.sub(r"[^A-Za-z0-9=.,_-]+", "_", text)
+    if re.fullmatch(r"[A-Za-z0-9=.,_:-]+", text) and not text.startswith(".") and len(text) <= MAX_FILE_NAME:
+        return name
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    return f"{name.lstrip('.')[: MAX_FILE_NAME - 13]}-{digest}"
 
 
 class Row(NamedTuple):

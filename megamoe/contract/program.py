@@ -17,6 +17,13 @@ Target = Literal["sm_90a", "sm_100a"]
 TARGETS: tuple[Target, ...] = ("sm_90a", "sm_100a")
 Dim3 = tuple[int, int, int]
 Swizzle = Literal["none", "32B", "64B", "128B"]
+MAX_PTX = 64 << 20
+"""Characters of a program's PTX. Everything that keeps, parses or assembles a program relies on it."""
+
+
+def _check_size(ptx: str) -> None:
+    if len(ptx) > MAX_PTX:
+        raise ValueError(f"a program has {len(ptx)} characters of PTX; it may have {MAX_PTX} at most")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +78,18 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """PTX and the launches that perform one case. `scratch` maps names of workspaces to their size in bytes."""
+    """PTX and the launches that perform one case. `scratch` maps names of workspaces to their size in bytes.
+
+    ValueError for PTX of more than MAX_PTX characters.
+    """
 
     target: Target
     ptx: str
     launches: tuple[Launch, ...]
     scratch: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def __post_init__(self) -> None:
+        _check_size(self.ptx)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +150,9 @@ class HostProgram:
     convention: Literal["tvm_ffi", "packed"] = "tvm_ffi"
     scratch: Mapping[str, int] = field(default_factory=dict[str, int])
     compiler: str = "an unknown compiler"
+
+    def __post_init__(self) -> None:
+        _check_size(self.ptx)
 
 
 class PreparedCall(Protocol):

@@ -16,11 +16,12 @@ from megamoe.explain.perfetto import perfetto
 from megamoe.explain.registers import accumulator_tile, draw_registers
 from megamoe.explain.tmem import draw_tmem, tmem_map
 from megamoe.judge.guarded import GuardedCase, build_program, needed_work
+from megamoe.records.files import write_file
 from megamoe.spec.spec import Spec
 
 
 class ExplainError(Exception):
-    """The row cannot be explained, or the files cannot be written; the text says why."""
+    """The row cannot be explained; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def _trace(row: Row, execution: Execution) -> Trace:
 
 def write_files(found: Explanation, folder: Path) -> list[Path]:
     """Writes the PTX, a Perfetto trace, and pictures of tensor memory and of registers: those of the first CTA of each
-    launch. Raises ExplainError if it cannot."""
+    launch. RecordError if it cannot."""
     row, trace = found.row, found.trace
     files: dict[str, str] = {"kernel.ptx": found.ptx}
     names: dict[str, str] = {}
@@ -100,7 +101,8 @@ def write_files(found: Explanation, folder: Path) -> list[Path]:
         for cta in launch.ctas[:1]:
             pictures = {"tmem": _tmem(found, launch, cta), "registers": _registers(found, launch, cta)}
             files |= {f"{name}{suffix}.svg": picture for name, picture in pictures.items() if picture is not None}
-    _write(folder, files)
+    for name, text in files.items():
+        write_file(folder / name, text, "the explanation")
     return [folder / name for name in files]
 
 
@@ -125,12 +127,3 @@ def _registers(found: Explanation, launch: LaunchTrace, cta: CtaTrace) -> str | 
         return None
     where = f"{launch.entry}, CTA {cta.ctaid}; backend {found.row.backend} on {found.row.target}"
     return draw_registers(tile, f"Accumulator in registers, {found.row.case}", where)
-
-
-def _write(folder: Path, files: Mapping[str, str]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ExplainError(f"cannot write to {folder}: {error.strerror}") from error

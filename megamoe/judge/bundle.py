@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import re
+import errno
+import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megamoe.contract import Row
+from megamoe.contract import Row, file_name
+from megamoe.contract.scratch import unfinished
+from megamoe.records.lines import RecordError, shortened
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
 HEAT_ROWS, HEAT_COLUMNS = 32, 64
+MAX_TRACEBACK = 100_000
 _SHADES = " .:-=+*#%@"
 
 
@@ -37,7 +41,16 @@ class BundleContents:
 
 def bundle_name(row: Row) -> str:
     """A folder name for `row`, in characters that every file system takes."""
-    return re.sub(r"[^A-Za-z0-9=.,_-]+", "_", "-".join(row))
+    return file_name("-".join(row))
+
+
+def unwritten(write: Callable[[], object]) -> str:
+    """Why `write` could not write evidence, "" if it could: a full disk takes evidence and never a verdict."""
+    try:
+        write()
+    except (OSError, RecordError, ValueError, RuntimeError) as error:
+        return shortened(str(error))
+    return ""
 
 
 def write_bundle(folder: Path, row: Row, contents: BundleContents, specs: Path | None = None) -> Path:
@@ -45,25 +58,36 @@ def write_bundle(folder: Path, row: Row, contents: BundleContents, specs: Path |
 
     tensors.pt holds {"inputs", "outputs", "oracle"} for torch.load. For every output, NAME.error.npy is the absolute
     error against the oracle (float64, NaN where the output is NaN), and NAME.error.txt a heat map of it. `specs`: the
-    folder of specs that the run was given.
+    folder of specs that the run was given. OSError if it cannot be written; then there is none of this row.
     """
     place = folder / bundle_name(row)
-    if place.exists():
+    folder.mkdir(parents=True, exist_ok=True)
+    if place.exists() or place.is_symlink():
         shutil.rmtree(place)
-    place.mkdir(parents=True)
+    with unfinished(folder, folder=True) as part:
+        part.chmod(0o755)
+        try:
+            _fill(part, row, contents, specs)
+        except RuntimeError as error:
+            # What torch.save raises where the disk is full.
+            raise OSError(errno.EIO, shortened(str(error))) from error
+        os.replace(part, place)
+    return place
+
+
+def _fill(place: Path, row: Row, contents: BundleContents, specs: Path | None) -> None:
     texts = {
         "sentence.txt": f"{row}\n{contents.sentence}\n",
         "rerun.sh": _rerun(row, specs),
         "program.ptx": contents.ptx,
-        "traceback.txt": contents.traceback,
+        "traceback.txt": contents.traceback and shortened(contents.traceback, MAX_TRACEBACK),
     }
     for name, text in texts.items():
         if text is not None:
-            (place / name).write_text(text, encoding="utf-8")
+            (place / name).write_text(text, encoding="utf-8", errors="backslashreplace")
     (place / "rerun.sh").chmod(0o755)
     if contents.inputs is not None:
         _write_tensors(place, contents.inputs, contents.outputs or {}, contents.oracle or {})
-    return place
 
 
 def _rerun(row: Row, specs: Path | None) -> str:

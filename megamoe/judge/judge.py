@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from megamoe.contract import DeviceLostError, Row, Status, UnsupportedError
 from megamoe.judge.audit import Audit, Audits
-from megamoe.judge.bundle import BundleContents, write_bundle
+from megamoe.judge.bundle import BundleContents, unwritten, write_bundle
 from megamoe.judge.comparison import Expected, compared, complaints, expected_of
 from megamoe.judge.figures import Assemblies, leave_program, program_sha256
 from megamoe.judge.guarded import Built, InThisProcess, needed_work
@@ -114,10 +114,13 @@ def judge(
     except (Exception, SystemExit) as error:
         findings.conclude("error", explain_error(error))
         findings.traceback = "".join(traceback.format_exception(error))
-    if outputs is not None and findings.outputs:
-        leave_outputs(outputs, row, findings.outputs)
-    if programs is not None and findings.ptx is not None:
-        leave_program(programs, findings.ptx)
+    ptx, outs, lost = findings.ptx, findings.outputs, ""
+    if outputs is not None and outs:
+        lost = unwritten(lambda: leave_outputs(outputs, row, outs))
+    if programs is not None and ptx is not None:
+        lost = unwritten(lambda: leave_program(programs, ptx)) or lost
+    if lost and findings.status != "passed":
+        findings.sentence += f" (not all evidence is kept: {lost})"
     bundle = _bundle(row, findings, failures, specs)
     return record_of(
         run,

@@ -20,6 +20,7 @@ from multiprocessing import forkserver, resource_tracker
 
 from pebble import ProcessPool
 
+from megamoe.contract.scratch import keep_temporary_files_together
 from megamoe.runner.process import keeper_of_worker
 
 _ONE_THREAD = dict.fromkeys(
@@ -37,6 +38,7 @@ def worker_pool(workers: int, module: str) -> ProcessPool:
     # The server preloads torch before it takes over our search path: without PYTHONSAFEPATH it would import a torch/ or
     # a queue.py of the current folder, for every worker.
     with interrupts_held_back(), _environment({**os.environ, **_ONE_THREAD, "PYTHONSAFEPATH": "1"}):
+        keep_temporary_files_together()
         forkserver.ensure_running()
     # Starts the first worker of a server, and so waits for the import of torch, where Ctrl-C still works.
     ready = context.Process(target=_nothing)

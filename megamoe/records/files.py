@@ -7,12 +7,13 @@ write at a time, so that only the last line can be torn.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
-import shutil
-import tempfile
+import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from typing import Annotated, cast, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from megamoe.contract.scratch import unfinished
 from megamoe.records.lines import (
     SCHEMA_VERSION,
     UPGRADES,
@@ -90,8 +92,10 @@ class RecordWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            _check_plain(path)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._descriptor = os.open(path, flags, 0o644)
             self._take_over(path)
         except OSError as error:
             raise RecordError(f"cannot write records to {path}: {error.strerror}") from error
@@ -115,13 +119,21 @@ class RecordWriter:
             _LINE.validate_json(data)
         except ValidationError as error:
             raise RecordError(f"a line of kind {line.kind} is not written to {self.path}{_complaint(error)}") from None
+        before = os.fstat(self._descriptor).st_size
         try:
             written = os.write(self._descriptor, data)
             os.fsync(self._descriptor)
         except OSError as error:
+            self._take_back(before)
             raise RecordError(f"cannot append to {self.path}: {error.strerror}") from error
         if written != len(data):
+            self._take_back(before)
             raise RecordError(f"{self.path} took {written} of a line's {len(data)} bytes: the disk is probably full")
+
+    def _take_back(self, size: int) -> None:
+        """Takes a part of a line back, so that the file is whole and the run can be resumed once there is room."""
+        with suppress(OSError):
+            os.ftruncate(self._descriptor, size)
 
     def close(self) -> None:
         """Closes the descriptor. Every line is on the disk already."""
@@ -224,45 +236,73 @@ def _complaint(error: ValueError) -> str:
 def write_file(path: Path, data: str | bytes, what: str, durable: bool = True) -> None:
     """Replaces the file at `path`, and makes its folder if need be. Text becomes UTF-8.
 
-    RecordError "cannot write WHAT PATH: ..." if it cannot be written. `durable` waits for the disk (4 ms on a shared
-    one), so that a loss of power leaves no empty file either.
+    RecordError "cannot write WHAT PATH: ..." if it cannot be written, or is there and is no plain file. `durable` waits
+    for the disk (4 ms on a shared one), so that a loss of power leaves no empty file either.
     """
-    part = None
     try:
+        _check_plain(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, part = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
-        with open(descriptor, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException as error:
-        if part is not None:
-            Path(part).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise RecordError(f"cannot write {what} {path}: {error.strerror}") from error
-        raise
+        with unfinished(path.parent) as part:
+            with part.open("wb") as file:
+                os.fchmod(file.fileno(), 0o644)
+                file.write(data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            os.replace(part, path)
+    except OSError as error:
+        raise RecordError(f"cannot write {what} {path}: {error.strerror}") from error
 
 
 def write_folder(folder: Path, files: Mapping[str, str], what: str) -> None:
-    """Makes `folder` with `files`, text by relative path. RecordError if it holds something or cannot be written."""
-    part = None
+    """Makes `folder` with `files`, text by relative path, all of them inside of it.
+
+    RecordError if it holds something, or cannot be written, or if a path leads out of it.
+    """
     try:
+        if folder.is_symlink():
+            raise OSError(errno.EINVAL, f"it is {_kind_of(folder.lstat().st_mode)}, not a folder")
         if folder.exists() and any(folder.iterdir()):
             raise RecordError(f"{folder} is not empty; give a new folder, as nothing in it is overwritten")
+        for name in files:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise RecordError(f"cannot write {what} to {folder}: {shortened(repr(name))} leads out of it")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        part.chmod(0o755)
-        for name, text in files.items():
-            path = part / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        os.replace(part, folder)
-    except BaseException as error:
-        if part is not None:
-            shutil.rmtree(part, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise RecordError(f"cannot write {what} to {folder}: {error.strerror}") from error
-        raise
+        with unfinished(folder.parent, folder=True) as part:
+            part.chmod(0o755)
+            for name, text in files.items():
+                path = part / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            os.replace(part, folder)
+    except OSError as error:
+        raise RecordError(f"cannot write {what} to {folder}: {error.strerror}") from error
+
+
+def check_place(path: Path, what: str) -> None:
+    """RecordError, as of write_file, if it could not replace `path`: for a command that would learn it at its end."""
+    try:
+        _check_plain(path)
+    except OSError as error:
+        raise RecordError(f"cannot write {what} {path}: {error.strerror}") from None
+
+
+def _check_plain(path: Path) -> None:
+    """OSError, saying what it is, if there is something at `path` that is no plain file: a device, a pipe, a link.
+
+    Such a thing is never replaced nor written to: a device would be gone, a pipe would wait for its reader for ever,
+    and a link leads to where nobody has said to write.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is {_kind_of(mode)}, not a plain file")
+
+
+def _kind_of(mode: int) -> str:
+    kinds = {
+        stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
+    }  # fmt: skip
+    return kinds.get(stat.S_IFMT(mode), "a device")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from megamoe.contract import DeviceFacts, Row, Status, Temperature
 
@@ -33,16 +33,38 @@ class RecordError(Exception):
     """A record file that cannot be read or written; the text says which file, which line and why."""
 
 
-def shortened(text: str) -> str:
-    """`text`, or its first MAX_CHARACTERS characters and its length."""
-    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}… ({len(text)} characters)"
+MAX_SENTENCE = 4000
+"""Characters of what a judge, a backend or an assembler says of a row. The command that reruns the row comes on top."""
+MAX_LINE_TEXT = 2 * MAX_SENTENCE
+MAX_NAME = 1000
+"""Characters of a case, a backend and everything else that names a row."""
+
+
+def shortened(text: str, most: int = MAX_CHARACTERS) -> str:
+    """`text`, or its first `most` characters and its length."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+
+
+def _capped(text: str) -> str:
+    return text if len(text) <= MAX_LINE_TEXT else shortened(text, MAX_LINE_TEXT - 40)
+
+
+def _named(text: str) -> str:
+    if len(text) > MAX_NAME:
+        raise ValueError(f"a name has at most {MAX_NAME} characters, not {shortened(repr(text))}")
+    return text
+
+
+# Of a line that is made here, and of one that is read: a record file may be anybody's.
+Sentence = Annotated[str, AfterValidator(_capped)]
+Name = Annotated[str, AfterValidator(_named)]
 
 
 class _Line(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     schema_version: Literal[2] = SCHEMA_VERSION
-    run: str
+    run: Name
 
 
 class RunHeader(_Line):
@@ -78,20 +100,20 @@ class Record(_Line):
     """
 
     kind: Literal["record"] = "record"
-    case: str
-    op: str
-    backend: str
-    target: str
-    executor: str
-    schedule: str
+    case: Name
+    op: Name
+    backend: Name
+    target: Name
+    executor: Name
+    schedule: Name
     status: Status
-    sentence: str
+    sentence: Sentence
     metrics: Mapping[str, float] = Field(default_factory=dict)
     counters: Mapping[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     judge_host_seconds: float | None = Field(ge=0)
     program_sha256: str | None = None
     input_sha256: Mapping[str, str] = Field(default_factory=dict)
-    bundle: str | None = None
+    bundle: Name | None = None
     artifact: Mapping[str, str] = Field(default_factory=dict, exclude_if=operator.not_)
 
     @model_validator(mode="after")
@@ -118,15 +140,15 @@ class Agreement(_Line):
     """
 
     kind: Literal["agreement"] = "agreement"
-    case: str
-    op: str
-    target: str
-    executor: str
-    schedule: str
+    case: Name
+    op: Name
+    target: Name
+    executor: Name
+    schedule: Name
     backends: tuple[str, ...]
     metrics: Mapping[str, float]
     alone: str | None = None
-    sentence: str = ""
+    sentence: Sentence = ""
 
 
 class Timing(_Line):
@@ -141,15 +163,15 @@ class Timing(_Line):
     """
 
     kind: Literal["timing"] = "timing"
-    case: str
-    op: str
-    backend: str
-    target: str
-    executor: str
+    case: Name
+    op: Name
+    backend: Name
+    target: Name
+    executor: Name
     temperature: Temperature
     method: Literal["graph", "events"] | None = None
     status: Status
-    sentence: str
+    sentence: Sentence
     samples_us: tuple[float, ...] = ()
     rounds: tuple[int, ...] = ()
     launches_per_sample: int = Field(default=1, ge=1)
@@ -174,11 +196,11 @@ class Figures(_Line):
     """The assembler's numbers of a program. `kernels`: entry -> registers, spill_bytes, smem_bytes, code_bytes."""
 
     kind: Literal["figures"] = "figures"
-    case: str
-    op: str
-    backend: str
-    target: str
-    assembler: str
+    case: Name
+    op: Name
+    backend: Name
+    target: Name
+    assembler: Name
     program_sha256: str
     cubin_sha256: str | None = None
     kernels: Mapping[str, Mapping[str, int]]
@@ -188,8 +210,8 @@ class Acceptance(_Line):
     """The reason for a change of a baseline, which a person accepted on purpose. `accepted` is UTC, ISO 8601."""
 
     kind: Literal["acceptance"] = "acceptance"
-    row: str
-    reason: str = Field(min_length=1)
+    row: Name
+    reason: Sentence = Field(min_length=1)
     accepted: str
     git_revision: str | None
     changes: Mapping[str, str] = Field(default_factory=dict)
@@ -224,7 +246,8 @@ def record_of(
     `specs`: the folder of the specs that the run was given, None for those of the checkout.
     """
     if status != "passed":
-        sentence = f"{sentence.strip().rstrip('.')}. Rerun: {row.rerun_with(specs)}"
+        said = shortened(sentence.strip(), MAX_SENTENCE).rstrip(".")
+        sentence = f"{said}. Rerun: {row.rerun_with(specs)}"
     return Record(
         run=run,
         **row._asdict(),

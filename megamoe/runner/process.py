@@ -11,15 +11,13 @@ from __future__ import annotations
 import atexit
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -27,6 +25,7 @@ from types import TracebackType
 from typing import Final, NoReturn
 
 from megamoe.contract import DeviceLostError, UnsupportedError
+from megamoe.contract.scratch import scratch_folder
 from megamoe.runner.child import (
     UNCONFINED,
     Confinement,
@@ -88,7 +87,7 @@ class _Kept:
     life: int
     output: int
     watch: int | None
-    scratch: str
+    scratch: ExitStack
     printed: int = 0
 
 
@@ -146,8 +145,8 @@ def _obey(control: socket.socket, kept: dict[int, _Kept]) -> None:
 def _start(control: socket.socket, answers: int, life: int) -> _Kept:
     with socket.socket(fileno=answers) as pipe:
         start = Start.of(receive(pipe).told)
-        scratch = tempfile.mkdtemp(prefix="megamoe-runner-")
-        start.environment["TMPDIR"] = scratch
+        scratch = ExitStack()
+        start.environment["TMPDIR"] = str(scratch.enter_context(scratch_folder("runner")))
         output, prints = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -185,7 +184,7 @@ def _bury(kept: dict[int, _Kept], number: int, one: _Kept, status: int) -> None:
     _end_the_left({other.pid for other in kept.values()})
     while one.output >= 0 and select.select([one.output], [], [], 0)[0]:
         _pass_on(one)
-    shutil.rmtree(one.scratch, ignore_errors=True)
+    one.scratch.close()
     code = os.waitstatus_to_exitcode(status)
     with suppress(OSError):
         os.write(one.life, code.to_bytes(4, "little", signed=True))

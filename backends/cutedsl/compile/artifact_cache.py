@@ -1,7 +1,8 @@
 """A cache of compiled artifacts on disk, keyed by what was compiled, how, by what and for what. Imports no CuTeDSL.
 
-A file is named by the SHA-256 of its key. Its first line is the SHA-256 of the rest, which is a ZIP archive. An entry
-that is damaged, cut short or made from another key is never used: it is built anew and replaced.
+An entry is named by the SHA-256 of its key, and holds a ZIP archive. It is machine code that runs in this process: one
+that is damaged, made from another key, or not written by this user (megamoe.contract.cache) is never used. It is built
+anew and replaced.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import platform
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from typing import Final, cast
 
 from backends.cutedsl.compile.artifact import Artifact, Resources
 from megamoe.contract import TARGETS, Target
+from megamoe.contract.cache import UserCache
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 SUFFIX: Final = ".artifact"
 _MANIFEST, _PTX, _CUBIN, _OBJECT = "manifest.json", "kernel.ptx", "kernel.cubin", "host.o"
 _BACKEND = Path(__file__).parents[1]
@@ -84,26 +84,21 @@ class ArtifactKey:
         return all(source == source.now() for source in self.sources)
 
 
-def default_folder(home: Path) -> Path:
-    """The cache of the user whose home directory is `home`."""
-    return home / ".cache" / "megamoe" / "cutedsl"
+def cached_artifact(key: ArtifactKey, build: Callable[[], Artifact], cache: UserCache | None) -> Artifact:
+    """The artifact of `key` from `cache`, or from `build`, whose result is then kept there.
 
-
-def cached_artifact(key: ArtifactKey, build: Callable[[], Artifact], folder: Path | None) -> Artifact:
-    """The artifact of `key` from `folder`, or from `build`, whose result is then kept there.
-
-    Every call builds if there is no folder, if the folder cannot be written, or if a source was edited since it was
-    read: then nobody knows which text was compiled. What `build` raises passes through.
+    Every call builds if there is no cache, if it cannot be written, or if a source was edited since it was read: then
+    nobody knows which text was compiled. What `build` raises passes through.
     """
-    if folder is None:
+    if cache is None:
         return build()
     text = key.text()
-    path = folder / f"{_sha256(text.encode())}{SUFFIX}"
-    found = _read(path, text)
+    name = f"{_sha256(text.encode())}{SUFFIX}"
+    found = cache.kept(name, lambda archive: _unpack(archive, text))
     if found is None:
         found = build()
         if key.is_current():
-            _write(path, _pack(found, text))
+            cache.keep(name, _pack(found, text))
     return found
 
 
@@ -127,14 +122,6 @@ def sources_of(kernel: str, sources: Iterable[Source]) -> tuple[Source, ...]:
 def imported(kernel: str) -> tuple[Source, ...]:
     """The sources of `kernel`, a folder of backends/cutedsl, as they were when they were imported."""
     return sources_of(kernel, IMPORTED)
-
-
-def _read(path: Path, key: str) -> Artifact | None:
-    try:
-        checksum, _, archive = path.read_bytes().partition(b"\n")
-        return _unpack(archive, key) if checksum.decode() == _sha256(archive) else None
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
-        return None
 
 
 def _unpack(archive: bytes, key: str) -> Artifact | None:
@@ -177,20 +164,6 @@ def _pack(artifact: Artifact, key: str) -> bytes:
         for name, content in parts.items():
             entry.writestr(zipfile.ZipInfo(name, _ZIP_EPOCH), content, zipfile.ZIP_DEFLATED)
     return archive.getvalue()
-
-
-def _write(path: Path, archive: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_sha256(archive).encode() + b"\n" + archive)
-            os.replace(temporary, path)
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)
-    except OSError:
-        return
 
 
 def _sha256(content: bytes) -> str:

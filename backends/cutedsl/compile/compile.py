@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 import platform
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Final, Protocol, cast
 
 from backends.cutedsl.compile.artifact import Artifact, kernel_resources
-from backends.cutedsl.compile.artifact_cache import ArtifactKey, cached_artifact, default_folder, imported
+from backends.cutedsl.compile.artifact_cache import ArtifactKey, cached_artifact, imported
 from megamoe.contract import Target, UnsupportedError
+from megamoe.contract.cache import user_cache
+from megamoe.contract.scratch import scratch_folder
 
 DISTRIBUTIONS: Final = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 PREFIX: Final = "megamoe"
@@ -60,7 +60,7 @@ def compiled_kernel(
     UnsupportedError if CuTeDSL is not installed.
     """
     key = ArtifactKey(name or kernel, imported(kernel), options, target, compiler_version())
-    return cached_artifact(key, build, default_folder(Path.home()))
+    return cached_artifact(key, build, user_cache("cutedsl"))
 
 
 def compile_host_function(
@@ -75,7 +75,7 @@ def compile_host_function(
     compiler = compiler_version()
     import cutlass.cute as cute
 
-    with tempfile.TemporaryDirectory(prefix="megamoe-cutedsl-") as folder, warnings.catch_warnings():
+    with scratch_folder("cutedsl") as folder, warnings.catch_warnings():
         # Long static loops are intended: registers cannot be indexed at run time. Where warnings are errors, CuTeDSL
         # would turn this one into an unrelated error.
         warnings.filterwarnings("ignore", message="This static loop has")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -24,7 +23,7 @@ from backends.vm.host.runtime import (
     answering,
     bind_runtime,
 )
-from backends.vm.load import load
+from backends.vm.load import Shelf, load
 from backends.vm.machine.machine import Machine
 from backends.vm.memory.global_memory import Buffer
 
@@ -89,11 +88,11 @@ def _check_disjoint(places: Mapping[str, npt.NDArray[np.uint8]]) -> None:
 
 
 def run_host_program(
-    program: HostProgramLike, machine: Machine, buffers: Mapping[str, Buffer], parsed: Path | None = None
+    program: HostProgramLike, machine: Machine, buffers: Mapping[str, Buffer], parsed: Shelf | None = None
 ) -> tuple[LaunchRecord, ...]:
     """Call the host function once on `buffers` (mapped at their real addresses); returns the launches it made.
 
-    `parsed`: a folder that keeps parsed modules, as backends.vm.load.load takes it.
+    `parsed`: keeps parsed modules, as backends.vm.load.load takes it.
 
     HostError for an object, symbol or argument that does not fit; Fault and LaunchError from what it launches.
     """

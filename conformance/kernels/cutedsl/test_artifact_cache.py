@@ -17,12 +17,12 @@ from backends.cutedsl.compile.artifact_cache import (
     ArtifactKey,
     Source,
     cached_artifact,
-    default_folder,
     imported,
     sources_in,
     sources_of,
 )
 from conformance import ROOT
+from megamoe.contract.cache import UserCache, user_cache
 
 ARTIFACT = Artifact(
     target="sm_100a",
@@ -59,15 +59,22 @@ def key_in(folder: Path) -> ArtifactKey:
     return ArtifactKey("fmha", sources_in(folder), {"hd": 128, "causal": False}, "sm_100a", "a compiler 1.0")
 
 
-def entries(folder: Path) -> list[Path]:
+def cache_in(folder: Path) -> UserCache:
+    """The cache of a user whose home is `folder`."""
+    found = user_cache("cutedsl", folder)
+    assert found is not None
+    return found
+
+
+def entries(cache: UserCache) -> list[Path]:
     """All files in the cache."""
-    return sorted(folder.iterdir())
+    return sorted(cache.folder.iterdir())
 
 
 def test_an_artifact_is_built_once_and_comes_back_whole(tmp_path: Path) -> None:
     key, build = key_in(tmp_path), Builder()
-    first = cached_artifact(key, build, tmp_path / "cache")
-    second = cached_artifact(key, build, tmp_path / "cache")
+    first = cached_artifact(key, build, cache_in(tmp_path))
+    second = cached_artifact(key, build, cache_in(tmp_path))
     assert build.calls == 1, "the second request must be served from disk"
     assert first == second == ARTIFACT, "what comes back must be what was built, byte for byte"
 
@@ -95,15 +102,15 @@ def test_whatever_changes_the_code_changes_the_entry(
     tmp_path: Path, change: Callable[[ArtifactKey], ArtifactKey]
 ) -> None:
     key, build = key_in(tmp_path), Builder()
-    cached_artifact(key, build, tmp_path / "cache")
-    cached_artifact(change(key), build, tmp_path / "cache")
+    cached_artifact(key, build, cache_in(tmp_path))
+    cached_artifact(change(key), build, cache_in(tmp_path))
     assert build.calls == 2, "a stale entry must not be used"
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_entry_is_rebuilt_and_replaced(tmp_path: Path, data: st.DataObject) -> None:
-    key, cache = key_in(tmp_path), tmp_path / "cache"
+    key, cache = key_in(tmp_path), cache_in(tmp_path)
     cached_artifact(key, Builder(), cache)
     (entry,) = entries(cache)
     whole = entry.read_bytes()
@@ -117,7 +124,7 @@ def test_a_damaged_entry_is_rebuilt_and_replaced(tmp_path: Path, data: st.DataOb
 
 
 def test_an_entry_under_another_keys_name_is_not_used(tmp_path: Path) -> None:
-    key, cache = key_in(tmp_path), tmp_path / "cache"
+    key, cache = key_in(tmp_path), cache_in(tmp_path)
     other = replace(key, name="moe")
     cached_artifact(key, Builder(), cache)
     (first,) = entries(cache)
@@ -130,7 +137,7 @@ def test_an_entry_under_another_keys_name_is_not_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("early", [False, True])
 def test_what_was_compiled_from_text_that_is_no_longer_there_is_not_kept(tmp_path: Path, early: bool) -> None:
-    key, cache = key_in(tmp_path), tmp_path / "cache"
+    key, cache = key_in(tmp_path), cache_in(tmp_path)
 
     def edit() -> Artifact:
         edit_source(key)
@@ -226,26 +233,28 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
     def fail() -> Artifact:
         raise RuntimeError("no such layout")
 
-    key, cache = key_in(tmp_path), tmp_path / "cache"
+    key, cache = key_in(tmp_path), cache_in(tmp_path)
     with pytest.raises(RuntimeError, match="no such layout"):
         cached_artifact(key, fail, cache)
-    assert not cache.exists(), "nothing was built, so nothing is kept"
+    assert not cache.folder.exists(), "nothing was built, so nothing is kept"
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     key, build = key_in(tmp_path), Builder()
-    blocked = tmp_path / "file"
-    blocked.write_text("not a folder")
+    (tmp_path / ".cache").write_text("not a folder")
     for _ in range(2):
-        assert cached_artifact(key, build, blocked / "cache") == ARTIFACT
+        assert cached_artifact(key, build, cache_in(tmp_path)) == ARTIFACT
     assert cached_artifact(key, build, None) == ARTIFACT
     assert build.calls == 3, "without a cache every request builds"
 
 
-def test_entries_lie_in_the_users_cache_by_default(tmp_path: Path) -> None:
-    key = key_in(tmp_path)
-    folder = default_folder(tmp_path / "home")
-    cached_artifact(key, Builder(), folder)
-    (entry,) = entries(folder)
+def test_machine_code_that_this_user_did_not_write_is_not_run(tmp_path: Path) -> None:
+    """An edited entry: another host object, and every check that needs no secret made right."""
+    key, cache = key_in(tmp_path), cache_in(tmp_path)
+    cached_artifact(key, Builder(), cache)
+    (entry,) = entries(cache)
+    evil = cache_in(tmp_path / "mallory")
+    cached_artifact(key, Builder(replace(ARTIFACT, host_object=b"\x7fELF evil")), evil)
+    entry.write_bytes(entries(evil)[0].read_bytes())
+    assert cached_artifact(key, Builder(), cache) == ARTIFACT, "code that another key vouches for was taken"
     assert entry.suffix == SUFFIX, entry
-    assert folder.is_relative_to(tmp_path / "home" / ".cache"), folder

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +17,7 @@ from typer.main import get_command
 
 from conformance import ROOT
 from megamoe.cli.main import app
+from megamoe.contract.cache import user_cache
 
 GITHUB, GITLAB = ROOT / ".github/workflows/conformance.yml", ROOT / ".gitlab-ci.yml"
 FILES = (GITHUB, GITLAB)
@@ -101,10 +104,57 @@ def test_the_workflow_has_the_keys_that_github_wants() -> None:
     assert set(job) == {"runs-on", "timeout-minutes", "permissions", "steps"}
     for step in job["steps"]:
         assert ("uses" in step) != ("run" in step), f"a step uses an action or runs a command: {step}"
-        assert set(step) <= {"name", "if", "uses", "run", "with", "env", "continue-on-error"}
+        assert set(step) <= {"name", "id", "if", "uses", "run", "with", "env", "continue-on-error"}
     kept = next(step for step in job["steps"] if step.get("uses", "").startswith("actions/upload-artifact"))
     assert kept["if"] == "always()", "records of a gate that closed are those that somebody wants to see"
     assert "results/runs/" in kept["with"]["path"].split()
+
+
+def _cached_without_a_key(steps: Sequence[Mapping[str, Any]]) -> str:
+    """What is wrong with how a workflow keeps ~/.cache/megamoe, whose entries run; "" if nothing is."""
+    for number, step in enumerate(steps):
+        if not step.get("uses", "").startswith("actions/cache"):
+            continue
+        key = next((one for one in steps[:number] if one.get("id") == "key"), None)
+        if key is None or "secrets." not in key["env"]["KEY"] or step.get("if") != "steps.key.outputs.kept == 'true'":
+            return "a cache is restored where no secret vouches for it"
+        home = Path("home")
+        files = {name: user_cache(name, home) for name in ("cutedsl", "ptx")}
+        for name, cache in files.items():
+            assert cache is not None
+            if step["with"]["path"] != f"~/{cache.folder.parent.relative_to(home)}":
+                return f"{cache.folder} is not what is cached"
+            if f"~/{cache.key_file.parent.relative_to(home)}/$cache.key" not in key["run"] or name not in key["run"]:
+                return f"no step writes {cache.key_file}"
+    return ""
+
+
+def test_a_cache_in_ci_brings_its_key_or_is_none() -> None:
+    (job,) = yaml.safe_load(GITHUB.read_text("utf-8"))["jobs"].values()
+    assert _cached_without_a_key(job["steps"]) == ""
+    without_condition = [{key: value for key, value in step.items() if key != "if"} for step in job["steps"]]
+    without_key = [step for step in job["steps"] if step.get("id") != "key"]
+    for planted in (without_condition, without_key):
+        assert _cached_without_a_key(planted) == "a cache is restored where no secret vouches for it"
+    assert "cache:" not in GITLAB.read_text("utf-8"), "GitLab restores a cache before a job could check its key"
+
+
+def test_the_key_of_ci_is_one_that_a_cache_takes(tmp_path: Path) -> None:
+    (job,) = yaml.safe_load(GITHUB.read_text("utf-8"))["jobs"].values()
+    script = next(step["run"] for step in job["steps"] if step.get("id") == "key")
+    for secret, kept in (("", False), ("k" * 32, True)):
+        home = tmp_path / str(kept)
+        home.mkdir()
+        environment = {"HOME": str(home), "KEY": secret, "GITHUB_OUTPUT": str(home / "output"), "PATH": os.defpath}
+        subprocess.run(["bash", "-e", "-c", script], env=environment, check=True)
+        cache = user_cache("ptx", home)
+        assert cache is not None
+        assert cache.key_file.exists() == kept
+        if kept:
+            cache.keep("a", b"x")
+            assert cache.kept("a", bytes) == b"x"
+            assert cache.key_file.read_bytes() == secret.encode(), "the key of CI was replaced"
+            assert (home / "output").read_text() == "kept=true\n"
 
 
 def test_no_text_of_a_pull_request_becomes_code() -> None:

@@ -36,7 +36,7 @@ MEGAMOE = {
     "judge": "megamoe contract runner spec ops records",
     "gate": "megamoe contract spec records diff",
     "bench": "contract runner spec ops records judge",
-    "explain": "contract runner spec ops judge",
+    "explain": "contract runner spec ops records judge",
     "report": "contract spec records diff explain",
     "export": "contract runner spec ops records gate",
     "cli": "megamoe contract runner spec records diff judge gate bench explain report export vm",

@@ -16,9 +16,10 @@ import pytest
 
 from conformance import ROOT
 from conformance.fakes.results import ACCEPTANCE, AGREEMENT, figures, header, record, timing
-from megamoe.contract import Row
+from megamoe.contract import Program, Row
+from megamoe.contract.program import MAX_PTX
 from megamoe.records.files import RecordWriter, read_records, write_file, write_folder
-from megamoe.records.lines import AnyLine, Evidence, Record, RecordError, record_of
+from megamoe.records.lines import MAX_LINE_TEXT, MAX_NAME, AnyLine, Evidence, Record, RecordError, record_of
 from megamoe.records.provenance import run_header
 from megamoe.spec.selection import Selection
 
@@ -268,3 +269,26 @@ def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
         write_file(tmp_path / "file" / "a.txt", "", "the list")
     with pytest.raises(RecordError, match="cannot write the dataset to"):
         write_folder(tmp_path / "file" / "out", {}, "the dataset")
+
+
+@pytest.mark.parametrize("name", ["../a", "/tmp/a", "a/../../b", ".."])
+def test_no_file_of_a_folder_lies_outside_of_it(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RecordError, match="leads out of it"):
+        write_folder(tmp_path / "out", {"fine": "", name: ""}, "the dataset")
+    assert _names(tmp_path) == []
+
+
+def test_what_others_say_is_capped_where_it_is_written_and_where_it_is_read(tmp_path: Path) -> None:
+    long = record_of("a", ROW, "failed", "x" * 10_000_000)
+    assert len(long.sentence) <= MAX_LINE_TEXT
+    assert "(10000000 characters)" in long.sentence
+    assert long.sentence.endswith(ROW.rerun), "the command that reruns the row is never cut"
+    _write(tmp_path / "r.jsonl", long)
+    assert read_records(tmp_path / "r.jsonl").records == (long,)
+    text = (tmp_path / "r.jsonl").read_text().replace("Rerun", "y" * 10_000_000)
+    (tmp_path / "r.jsonl").write_text(text)
+    assert len(read_records(tmp_path / "r.jsonl").records[0].sentence) <= MAX_LINE_TEXT
+    with pytest.raises(ValueError, match="a name has at most"):
+        record_of("a", ROW._replace(backend="b" * (MAX_NAME + 1)), "passed", "")
+    with pytest.raises(ValueError, match="characters of PTX"):
+        Program("sm_100a", "x" * (MAX_PTX + 1), ())

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from megamoe.contract import Temperature
+from megamoe.contract import Temperature, file_name
 from megamoe.export.flashinfer.definition import Call, ExportError, call_of, definition_of, solution_source, workload_of
 from megamoe.export.flashinfer.format import (
     BuildSpec,
@@ -171,7 +171,7 @@ def _environment(header: RunHeader, executor: str) -> Environment:
 
 def _solution(call: Call, key: Key) -> Solution:
     return Solution(
-        name="_".join([call.name, key.backend, key.target, key.executor]),
+        name=file_name("_".join([call.name, key.backend, key.target, key.executor])),
         definition=call.name,
         author=f"megamoe backend {key.backend}",
         spec=BuildSpec(

@@ -1,0 +1,226 @@
+"""What commands write, and to what: no device, pipe or link is touched; a full disk takes evidence, not verdicts."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from conformance import ROOT
+from conformance.fakes import backends as fake_backends
+from conformance.fakes.results import record, timing
+from megamoe.cli.main import main
+from megamoe.contract import scratch
+from megamoe.judge.judge import judge
+from megamoe.records.files import RecordWriter, read_records
+from megamoe.records.lines import AnyLine, RecordError
+from megamoe.spec.selection import parse_row
+
+FAKE = fake_backends.__name__
+CASE = "fmha:hd=64,t=1,s_k=3"
+FULL = "No space left on device"
+
+
+def _asked(command: str, backend: str, *more: str) -> list[str]:
+    asked = ["--case", CASE, "--jobs", "1", "--executor", f"{FAKE}:EXECUTOR", "--backend", f"{FAKE}:{backend}"]
+    return [command, *asked, *more]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> dict[str, Path]:
+    """What is no plain file. A device is made where this user may; elsewhere a link to one stands for it."""
+    found = {kind: tmp_path / kind for kind in ("pipe", "link", "device", "folder")}
+    os.mkfifo(found["pipe"])
+    (tmp_path / "target").write_text("mine")
+    found["link"].symlink_to(tmp_path / "target")
+    found["folder"].mkdir()
+    try:
+        os.mknod(found["device"], stat.S_IFCHR | 0o600, os.makedev(1, 7))
+    except OSError:
+        found["device"].symlink_to("/dev/full")
+    return found
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "device", "folder"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        _asked("run", "WORKS", "--output"),
+        _asked("gate", "WORKS", "--output"),
+        _asked("gate", "WORKS", "--junit"),
+        ["report", "run.jsonl", "--output"],
+        ["compare", "run.jsonl", "run.jsonl", "--json"],
+        ["compare", "run.jsonl", "run.jsonl", "--markdown"],
+        ["accept", "--all-of", "*", "--reason", "why not", "--from", "run.jsonl", "--baseline"],
+    ],
+    ids=lambda words: f"{words[0]} {words[-1]}",
+)
+def test_only_a_plain_file_is_written(
+    arguments: list[str], kind: str, odd: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe would be waited for, a device would be replaced, a link leads out of the folder that was given."""
+    with RecordWriter(Path("run.jsonl")) as writer:
+        writer.append(record())
+    place = odd[kind]
+    before = place.lstat()
+    assert main([*arguments, str(place)]) == 2
+    said = capsys.readouterr().err
+    assert str(place) in said
+    assert "Traceback" not in said
+    after = place.lstat()
+    assert (after.st_mode, after.st_ino) == (before.st_mode, before.st_ino), f"the {kind} is not what it was"
+    assert Path("target").read_text() == "mine"
+
+
+def _fills_up(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """A disk with room for `after` lines of records."""
+    append, lines = RecordWriter.append, list[AnyLine]()
+
+    def limited(self: RecordWriter, line: AnyLine) -> None:
+        lines.append(line)
+        if len(lines) > after:
+            raise RecordError(f"cannot append to {self.path}: {FULL}")
+        append(self, line)
+
+    monkeypatch.setattr(RecordWriter, "append", limited)
+
+
+@pytest.mark.parametrize(("backend", "verdict"), [("WORKS", "2 passed, 0 failed"), ("SCALES", "2 failed")])
+@pytest.mark.parametrize("command", ["run", "gate"])
+def test_a_disk_that_fills_up_takes_records_and_not_the_verdict(
+    command: str, backend: str, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fills_up(monkeypatch, after=2)
+    more = ["--schedule", "eager", "--schedule", "lazy", "--output", "r.jsonl"]
+    assert main(_asked(command, backend, *more)) == 2, "lines are lost, so that this is no verdict to rely on"
+    streams = capsys.readouterr()
+    assert verdict in streams.out, "what was judged must be said"
+    assert FULL in streams.err
+    assert len(read_records(Path("r.jsonl")).lines) == 2, "what was acknowledged stays"
+
+
+def test_a_verdict_is_said_before_its_junit_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (Path.cwd() / "file").write_text("")
+    assert main(_asked("gate", "SCALES", "--output", "r.jsonl", "--junit", "file/gate.xml")) == 2
+    streams = capsys.readouterr()
+    assert "1 failed" in streams.out
+    assert "cannot write JUnit XML to file/gate.xml" in streams.err
+
+
+def test_a_line_that_a_disk_takes_half_of_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = Path("r.jsonl"), os.write
+    with RecordWriter(path) as writer:
+        writer.append(record())
+        monkeypatch.setattr(os, "write", lambda place, data: write(place, data[: len(data) // 2]))
+        with pytest.raises(RecordError, match="the disk is probably full"):
+            writer.append(record())
+    assert read_records(path).torn is None, "the file must be whole, or the run cannot be resumed"
+
+
+def test_what_a_terminal_cannot_take_is_a_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "megamoe", "list"],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert FULL in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# Evidence
+
+
+ROW = parse_row(f"{CASE} on {FAKE}:SCALES sm_100a {FAKE}:EXECUTOR eager")
+
+
+@pytest.mark.parametrize("which", ["failures", "outputs", "programs"])
+def test_evidence_that_cannot_be_written_is_no_error_of_the_row(which: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    below = tmp_path / "file" / "below"
+    places = {name: below if name == which else None for name in ("failures", "outputs", "programs")}
+    found = judge(ROW, "run-1", None, *places.values())
+    assert found.status == "failed", found.sentence
+    assert "seen -0.75, expected" in found.sentence, f"what was found is lost: {found.sentence}"
+    assert "below" in found.sentence, "that evidence is missing must be said"
+    passed = judge(ROW._replace(backend=f"{FAKE}:WORKS"), "run-1", None, *places.values())
+    assert passed.status == "passed", passed.sentence
+
+
+def test_a_full_disk_under_a_bundle_is_no_error_of_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0\n" + "frame\n" * 5000)
+
+    monkeypatch.setattr("torch.save", full)
+    found = judge(ROW, "run-1", failures=tmp_path / "failures")
+    assert found.status == "failed", found.sentence
+    assert "no bundle" in found.sentence
+    assert len(found.sentence) < 2000, "of the frames of a library, the beginning will do"
+    assert not list((tmp_path / "failures").iterdir()), "half a bundle is worse than none"
+
+
+@pytest.mark.parametrize("name", ["../../../escaped", "/tmp/escaped", "..", ".hidden", "a/b", "x" * 900, "a\nb\x1b[2J"])
+def test_nothing_that_others_have_named_leaves_the_folder(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A backend's name, in a record file of anybody's, becomes a part of a path."""
+    lines = (record(backend=name), timing([[9.0, 10.0]], backend=name))
+    with RecordWriter(Path("run.jsonl")) as writer:
+        from conformance.fakes.results import header
+
+        for line in (header(), *lines):
+            writer.append(line)
+    before = {path for path in tmp_path.parent.rglob("*") if "dataset" not in path.parts}
+    assert main(["export", "flashinfer", "run.jsonl", "--out", "dataset"]) == 0, capsys.readouterr().err
+    files = [path for path in Path("dataset").rglob("*") if path.is_file()]
+    assert any("solutions" in path.parts for path in files)
+    assert all(len(path.relative_to("dataset").parts) <= 4 for path in files)
+    assert {path for path in tmp_path.parent.rglob("*") if "dataset" not in path.parts} == before
+
+
+# Kills
+
+
+def test_what_a_killed_run_left_is_cleared_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        monkeypatch.setenv("TMPDIR", name)
+        _kill_a_run_and_run_another(tmp_path, Path(name))
+
+
+def _kill_a_run_and_run_another(tmp_path: Path, place: Path) -> None:
+    command = [sys.executable, "-m", "megamoe", *_asked("run", "WORKS", "--output", str(tmp_path / "r.jsonl"))]
+    command += ["--backend", f"{FAKE}:HANGS"]
+    killed = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    path = tmp_path / "r.jsonl"
+    while killed.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") == 2):
+        time.sleep(0.02)
+    killed.kill()
+    killed.communicate(timeout=60)
+    assert list(place.iterdir()), "the kill must leave something, or this tests nothing"
+    done = subprocess.run(
+        [sys.executable, "-m", "megamoe", *_asked("run", "WORKS", "--output", str(tmp_path / "s.jsonl"))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(place.iterdir()), "what the killed run left must be gone after the next"
+    assert scratch.PREFIX.startswith("."), "a listing shows nothing of ours"
