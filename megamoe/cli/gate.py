@@ -33,12 +33,13 @@ from megamoe.contract import Row
 from megamoe.gate.accept import Seen, rows_matching, seen_in, take
 from megamoe.gate.baseline import VM_BASELINE, Baseline, baseline_for, read_baseline, sole_writer, write_baseline
 from megamoe.gate.counters import Claim, against_baseline
+from megamoe.gate.evidence import checked
 from megamoe.gate.expected import Expectation, stale_entries
 from megamoe.gate.verdict import Finding, Verdict, judge_run, open_line
 from megamoe.judge.run import DEFAULT_TIMEOUT_S
 from megamoe.records.files import RUNS, RecordFile, newest_run, read_records
 from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader
-from megamoe.records.provenance import git_revision
+from megamoe.records.provenance import digests_of, git_revision
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, SelectionError, owed_rows, parse_row
 from megamoe.spec.spec import Spec
@@ -78,15 +79,16 @@ def gate(
         held = _baseline(baseline, specs)
     done = None
     if not records:
-        done = conduct(known, plan_of(known, asked.selection(), output), How(specs, jobs, timeout))
+        done = conduct(known, plan_of(known, asked.selection(), output), How(specs, jobs, timeout, expected=expected))
     command = _accept_command(records or ([done.path] if done else []), baseline, specs)
     with _nothing_collected():
         files = [read_records(path) for path in records or ()]
         files += [_of_run(read_records(done.path), done.run)] if done else []
-        evidence = _evidence(files, Asked() if done else asked, known)
+        taken = checked(files, digests_of(specs, expected), known)
+        evidence = _evidence(taken.files, Asked() if done else asked, known)
         verdict = _verdict(evidence, known, expectations, held, lambda row: command(str(row)), specs)
-    verdict = verdict.with_findings(evidence.elsewhere, strict)
-    for note in evidence.notes:
+    verdict = verdict.with_findings((*taken.findings, *evidence.elsewhere), strict)
+    for note in (*taken.notes, *evidence.notes):
         out.print(note, markup=False)
     print_verdict(verdict, evidence.records, summed_up=done.cut_short if done else "")
     if verdict.passed:

@@ -80,7 +80,7 @@ def run(
     def stops(record: Record) -> bool:
         return first and not judge_run([record.row], [record], expectations).passed
 
-    done = conduct(known, plan, How(specs, jobs, timeout, quiet), stops)
+    done = conduct(known, plan, How(specs, jobs, timeout, quiet, expected), stops)
     stale = stale_entries(expectations, known, date.today())
     verdict = judge_run(done.rows, done.records, expectations, stale, specs=specs)
     print_verdict(verdict, done.records, quiet, done.cut_short)
@@ -189,6 +189,7 @@ class How:
     jobs: int
     timeout: float
     quiet: bool = False
+    expected: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +226,8 @@ def conduct(
     if not (plan.selection.targets and (plan.selection.ops or plan.selection.cases)):
         for sentence in not_offered(known, plan.selection):
             out.print(sentence, markup=False)
-    header = run_header(plan.selection, len(plan.rows)).model_copy(update={"software": _compilers()})
+    header = run_header(plan.selection, len(plan.rows), how.specs, how.expected)
+    header = header.model_copy(update={"software": _compilers()})
     with TemporaryDirectory(prefix="megamoe-") as name:
         outputs, programs = Path(name, "outputs"), Path(name, "programs")
         outputs.mkdir()

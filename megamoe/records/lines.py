@@ -25,6 +25,8 @@ from megamoe.contract import DeviceFacts, Row, Status, Temperature
 SCHEMA_VERSION = 2
 BASELINE_RUN = "baseline"
 """The run of lines that any run would repeat: those of a baseline."""
+ERRORS: Final = ("rms", "row", "max")
+"""The errors of an output, each with a bar, as megamoe.judge.tolerance defines them."""
 MAX_CHARACTERS = 200
 """How much of a value a message repeats; a line of a record file may hold megabytes."""
 
@@ -48,7 +50,8 @@ class _Line(BaseModel):
 class RunHeader(_Line):
     """The provenance of a run. `started` is UTC, ISO 8601; a version is None if the package is not installed.
 
-    `device` is None if no row ran on an accelerator. `software`: versions of peers and compilers by name.
+    `device` is None if no row ran on an accelerator. `software`: versions of peers and compilers by name. `digests`:
+    SHA-256 of the "specs", of the "expected" failures and of the "code"; a run of an older megamoe has none.
     """
 
     kind: Literal["run"] = "run"
@@ -65,6 +68,7 @@ class RunHeader(_Line):
     cpu_count: int | None
     device: DeviceFacts | None = None
     software: Mapping[str, str] = Field(default_factory=dict)
+    digests: Mapping[str, str] = Field(default_factory=dict, exclude_if=operator.not_)
 
 
 class Record(_Line):
@@ -74,7 +78,8 @@ class Record(_Line):
     the row before had the same case. Never a time of a GPU. None if the judge did not finish.
     `program_sha256` is the digest of the PTX text, None if no program was built; `input_sha256` those of the inputs.
     `metrics` come from the comparison, `counters` (0 or more) from the executor and the reference. `bundle` is the
-    folder with the evidence of a failure.
+    folder with the evidence of a failure. `artifact`: what ran, where PTX alone does not say it: the digest of a host
+    object ("host_object"), its "entry" and "compiler", or the packages of a Python call ("python NAME").
     """
 
     kind: Literal["record"] = "record"
@@ -255,7 +260,7 @@ UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _second
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))
 _KINDS_OF_THE_FIRST = ("run", "record", "agreement")
-_NEW_IN_THE_SECOND = {"RunHeader": ("device", "software")}
+_NEW_IN_THE_SECOND = {"RunHeader": ("device", "software", "digests"), "Record": ("artifact",)}
 _NUMBER = {
     "anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}],
     "description": "a number; JSON has no word for what is none, so that these are text",
