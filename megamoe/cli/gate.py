@@ -38,8 +38,9 @@ from megamoe.gate.expected import Expectation, stale_entries
 from megamoe.gate.verdict import Finding, Verdict, judge_run, open_line
 from megamoe.judge.run import DEFAULT_TIMEOUT_S
 from megamoe.records.files import RUNS, RecordFile, newest_run, read_records
-from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader
+from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader, Signature
 from megamoe.records.provenance import digests_of, git_revision
+from megamoe.records.signing import distrusted, trusted_keys
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, SelectionError, owed_rows, parse_row
 from megamoe.spec.spec import Spec
@@ -67,6 +68,9 @@ def gate(
     output: Annotated[Path | None, typer.Option("--output", help="Record file of the rows that are run now.")] = None,
     specs: Specs = None,
     expected: Expected = None,
+    trusted: Annotated[
+        Path | None, typer.Option("--trusted", metavar="KEYS", help="Only what one of these public keys has signed.")
+    ] = None,
 ) -> None:
     """Holds a run against the rows that it owed and against the baseline: the smoke profile, run now, or record files.
 
@@ -77,6 +81,9 @@ def gate(
     expectations = expectations_of(expected)
     with _nothing_collected():
         held = _baseline(baseline, specs)
+    keys = None if trusted is None else trusted_keys(trusted)
+    if keys is not None and not records:
+        raise RecordError("--trusted is about record files: name them; what is run here needs no signature")
     done = None
     if not records:
         done = conduct(known, plan_of(known, asked.selection(), output), How(specs, jobs, timeout, expected=expected))
@@ -87,6 +94,8 @@ def gate(
         taken = checked(files, digests_of(specs, expected), known)
         evidence = _evidence(taken.files, Asked() if done else asked, known)
         verdict = _verdict(evidence, known, expectations, held, lambda row: command(str(row)), specs)
+    unsigned = [] if keys is None else [text for file in files for text in _unsigned(file, keys)]
+    taken = replace(taken, findings=(*taken.findings, *(Finding("evidence", text) for text in unsigned)))
     verdict = verdict.with_findings((*taken.findings, *evidence.elsewhere), strict)
     for note in (*taken.notes, *evidence.notes):
         out.print(note, markup=False)
@@ -105,6 +114,11 @@ def gate(
     if done is not None:
         end_if_cut_short(done)
     raise typer.Exit(0 if verdict.passed else 1)
+
+
+def _unsigned(file: RecordFile, keys: frozenset[str]) -> list[str]:
+    signatures = {line.run: line for line in file.lines if isinstance(line, Signature)}
+    return distrusted(file.path, file.path.read_bytes(), signatures, keys)
 
 
 @contextmanager

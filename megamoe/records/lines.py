@@ -2,7 +2,7 @@
 
 `kind: run` is the provenance of one run, `record` the verdict on one row, `agreement` how far apart the backends of
 one case lie, `timing` the device time of one row, `figures` the compiler's numbers of a program, `acceptance` the
-reason for a change of a baseline. Each line carries the id of its run, so that files can be concatenated. The form is
+reason for a change of a baseline, `signature` who vouches for a run. Each line carries the id of its run, so that files can be concatenated. The form is
 versioned; `UPGRADES` brings a line of an older version to this one.
 
 `record_schema` is for readers that are not written in Python. `megamoe schema > results/schema/record-2.schema.json`
@@ -200,6 +200,14 @@ class Acceptance(_Line):
     changes: Mapping[str, str] = Field(default_factory=dict)
 
 
+class Signature(_Line):
+    """Who vouches for the lines of a run: a public key and its signature, hexadecimal (megamoe.records.signing)."""
+
+    kind: Literal["signature"] = "signature"
+    key: str = Field(pattern="^[0-9a-f]{64}$")
+    signature: str = Field(pattern="^[0-9a-f]{128}$")
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What a verdict rests on; the fields are those of Record."""
@@ -246,7 +254,7 @@ def record_of(
     )
 
 
-AnyLine = RunHeader | Record | Agreement | Timing | Figures | Acceptance
+AnyLine = RunHeader | Record | Agreement | Timing | Figures | Acceptance | Signature
 
 
 def _second_version(line: dict[str, Any]) -> dict[str, Any]:
