@@ -119,8 +119,13 @@ def _scale(tensors: Tensors) -> None:
     tensors["o"].mul_(0.5)
 
 
+def _dawdle(tensors: Tensors) -> None:
+    time.sleep(1.5)
+
+
 BEHAVIOURS: dict[str, Callable[[Tensors], None]] = {
     "hangs": _hang,
+    "dawdles": _dawdle,
     "exits": _exit,
     "exits_quietly": _exit_quietly,
     "segfaults": _segfault,
@@ -154,6 +159,7 @@ RAISES = NamedBackend("raises")
 DECLINES = NamedBackend("declines")
 WORKS = NamedBackend("works")
 HANGS = NamedBackend("hangs")
+DAWDLES = NamedBackend("dawdles")
 EXITS = NamedBackend("exits")
 EXITS_QUIETLY = NamedBackend("exits_quietly")
 SEGFAULTS = NamedBackend("segfaults")

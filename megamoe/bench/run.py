@@ -73,7 +73,8 @@ class BenchRun:
         self.rows, self.settings, self.output = tuple(dict.fromkeys(rows)), settings, output
         clocks = {name: keeps_time(name) for name in {row.executor for row in self.rows}}
         self.timed = frozenset(row for row in self.rows if clocks[row.executor])
-        self.header: RunHeader = run_header(selection, len(self.rows)).model_copy(update={"software": _software()})
+        header = run_header(selection, len(self.rows), settings.specs)
+        self.header: RunHeader = header.model_copy(update={"software": _software()})
         self._writer: RecordWriter | None = None
         self._outcomes: dict[Row, Outcome] = {}
         self._measuring = self._measure()

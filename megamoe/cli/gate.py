@@ -33,12 +33,14 @@ from megamoe.contract import Row
 from megamoe.gate.accept import Seen, rows_matching, seen_in, take
 from megamoe.gate.baseline import VM_BASELINE, Baseline, baseline_for, read_baseline, sole_writer, write_baseline
 from megamoe.gate.counters import Claim, against_baseline
+from megamoe.gate.evidence import checked
 from megamoe.gate.expected import Expectation, stale_entries
 from megamoe.gate.verdict import Finding, Verdict, judge_run, open_line
 from megamoe.judge.run import DEFAULT_TIMEOUT_S
 from megamoe.records.files import RUNS, RecordFile, check_place, newest_run, read_records
-from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader
-from megamoe.records.provenance import git_revision
+from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader, Signature
+from megamoe.records.provenance import digests_of, git_revision
+from megamoe.records.signing import distrusted, trusted_keys
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, SelectionError, owed_rows, parse_row
 from megamoe.spec.spec import Spec
@@ -66,6 +68,9 @@ def gate(
     output: Annotated[Path | None, typer.Option("--output", help="Record file of the rows that are run now.")] = None,
     specs: Specs = None,
     expected: Expected = None,
+    trusted: Annotated[
+        Path | None, typer.Option("--trusted", metavar="KEYS", help="Only what one of these public keys has signed.")
+    ] = None,
 ) -> None:
     """Holds a run against the rows that it owed and against the baseline: the smoke profile, run now, or record files.
 
@@ -78,17 +83,23 @@ def gate(
     expectations = expectations_of(expected)
     with _nothing_collected():
         held = _baseline(baseline, specs)
+    keys = None if trusted is None else trusted_keys(trusted)
+    if keys is not None and not records:
+        raise RecordError("--trusted is about record files: name them; what is run here needs no signature")
     done = None
     if not records:
-        done = conduct(known, plan_of(known, asked.selection(), output), How(specs, jobs, timeout))
+        done = conduct(known, plan_of(known, asked.selection(), output), How(specs, jobs, timeout, expected=expected))
     command = _accept_command(records or ([done.path] if done else []), baseline, specs)
     with _nothing_collected():
         files = [read_records(path) for path in records or ()]
         files += [_of_run(done)] if done else []
-        evidence = _evidence(files, Asked() if done else asked, known)
+        taken = checked(files, digests_of(specs, expected), known)
+        evidence = _evidence(taken.files, Asked() if done else asked, known)
         verdict = _verdict(evidence, known, expectations, held, lambda row: command(str(row)), specs)
-    verdict = verdict.with_findings(evidence.elsewhere, strict)
-    for note in evidence.notes:
+    unsigned = [] if keys is None else [text for file in files for text in _unsigned(file, keys)]
+    taken = replace(taken, findings=(*taken.findings, *(Finding("evidence", text) for text in unsigned)))
+    verdict = verdict.with_findings((*taken.findings, *evidence.elsewhere), strict)
+    for note in (*taken.notes, *evidence.notes):
         out.print(note, markup=False)
     print_verdict(verdict, evidence.records, summed_up=done.cut_short if done else "")
     if verdict.passed:
@@ -105,6 +116,11 @@ def gate(
     if done is not None:
         end_if_cut_short(done)
     raise typer.Exit(0 if verdict.passed else 1)
+
+
+def _unsigned(file: RecordFile, keys: frozenset[str]) -> list[str]:
+    signatures = {line.run: line for line in file.lines if isinstance(line, Signature)}
+    return distrusted(file.path, file.path.read_bytes(), signatures, keys)
 
 
 @contextmanager

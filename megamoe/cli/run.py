@@ -38,6 +38,7 @@ from megamoe.records.files import RUNS, RecordWriter, newest_run, read_records, 
 from megamoe.records.keys import Key
 from megamoe.records.lines import Agreement, AnyLine, Record, RecordError, RunHeader, record_of
 from megamoe.records.provenance import installed_version, run_header
+from megamoe.records.signing import private_key, signed
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import DEFAULT_EXECUTOR, Selection, SelectionError, not_offered, owed_rows, parse_row
 from megamoe.spec.spec import Spec
@@ -60,6 +61,9 @@ def run(
     jobs: Jobs = JOBS,
     timeout: TimeLimit = DEFAULT_TIMEOUT_S,
     output: Annotated[Path | None, typer.Option("--output", help=f"Record file; a new one in {RUNS}.")] = None,
+    sign: Annotated[
+        Path | None, typer.Option("--sign", metavar="KEY", help="Sign the records: an Ed25519 key, PEM.")
+    ] = None,
     specs: Specs = None,
     expected: Expected = None,
 ) -> None:
@@ -77,10 +81,17 @@ def run(
     else:
         plan = plan_of(known, _failed_last() if last_failed else asked.selection(), output)
 
+    key = None if sign is None else private_key(sign)
+
     def stops(record: Record) -> bool:
         return first and not judge_run([record.row], [record], expectations).passed
 
-    done = conduct(known, plan, How(specs, jobs, timeout, quiet), stops)
+    done = conduct(known, plan, How(specs, jobs, timeout, quiet, expected), stops)
+    if key is not None and done.run:
+        with RecordWriter(done.path) as writer:
+            line = signed(done.run, done.path.read_bytes(), key)
+            writer.append(line)
+        console(quiet).print(f"signed by {line.key}", markup=False)
     stale = stale_entries(expectations, known, date.today())
     verdict = judge_run(done.rows, done.records, expectations, stale, specs=specs)
     print_verdict(verdict, done.records, quiet, done.cut_short)
@@ -189,6 +200,7 @@ class How:
     jobs: int
     timeout: float
     quiet: bool = False
+    expected: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +240,8 @@ def conduct(
     if not (plan.selection.targets and (plan.selection.ops or plan.selection.cases)):
         for sentence in not_offered(known, plan.selection):
             out.print(sentence, markup=False)
-    header = run_header(plan.selection, len(plan.rows)).model_copy(update={"software": _compilers()})
+    header = run_header(plan.selection, len(plan.rows), how.specs, how.expected)
+    header = header.model_copy(update={"software": _compilers()})
     with scratch_folder("run") as folder:
         outputs, programs = folder / "outputs", folder / "programs"
         outputs.mkdir()

@@ -109,7 +109,7 @@ def rebuilt(
 def _settled_header(header: RunHeader, rows: int) -> RunHeader:
     """The header of lines that every host repeats: the versions and the revision of the last acceptance."""
     selection: dict[str, str | tuple[str, ...]] = Selection().kept
-    anywhere = {"platform": "any", "machine": "any", "cpu_count": None, "device": None}
+    anywhere = {"platform": "any", "machine": "any", "cpu_count": None, "device": None, "digests": {}}
     return header.model_copy(update={"run": BASELINE_RUN, "selection": selection, "owed_rows": rows, **anywhere})
 
 

@@ -19,7 +19,18 @@ from megamoe.records.keys import Key, worst
 from megamoe.records.lines import Figures, Record
 
 FindingKind = Literal[
-    "missing", "status", "expectation", "empty", "not owed", "regressed", "new", "gone", "figures", "renew", "revision"
+    "missing",
+    "status",
+    "expectation",
+    "empty",
+    "not owed",
+    "regressed",
+    "new",
+    "gone",
+    "figures",
+    "renew",
+    "revision",
+    "evidence",
 ]
 
 

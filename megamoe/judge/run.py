@@ -6,7 +6,7 @@ import queue
 from collections.abc import Generator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT_S = 300.0
 GRACE_S = 30.0
 """How much longer than a row a worker may take before it is ended: it ends what it runs by itself, and compares."""
+UNKNOWN_EXIT = 255
+"""What multiprocessing says of a process whose server of forks has died: that says nothing about the row."""
 _POLL_S = 0.5
 
 
@@ -34,6 +36,7 @@ class RunSettings:
 
     Folders to write to, None to write nothing: `failures` takes the bundles of failures, `outputs` all outputs,
     `programs` the PTX of all programs (megamoe.judge.figures). `hidden`: what no kernel's process may see besides.
+    `audited`: rows that are run again (megamoe.judge.audit); `judged` chooses them.
     """
 
     run: str
@@ -44,17 +47,26 @@ class RunSettings:
     outputs: Path | None = None
     programs: Path | None = None
     hidden: tuple[Path, ...] = ()
+    audited: frozenset[Row] = frozenset()
 
 
 def judged(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:
     """Yields one record for each of `rows`, as they finish. Closing the iterator, or Ctrl-C, ends the workers.
 
     Each backend has its own workers, one backend after the other, so that code of one cannot reach the verdicts of
-    another. Rows of a backend start in the order given. If the pool itself breaks (a worker dies while it starts), the
-    remaining rows go to a fresh pool. If a fresh pool finishes no row at all, they are recorded as crashed.
+    another. Rows of a backend start in the order given; the last of a kind, with the least work, is audited. If the pool
+    itself breaks (a worker dies while it starts), the remaining rows go to a fresh pool. If a fresh pool finishes no row
+    at all, they are recorded as crashed.
     """
-    for backend in dict.fromkeys(row.backend for row in rows):
-        yield from _judged_of_one_backend([row for row in rows if row.backend == backend], settings)
+    chosen = {(row.op, row.backend, row.target, row.executor): row for row in rows}
+    settings = replace(settings, audited=frozenset(chosen.values()))
+    for group in backends_apart(rows):
+        yield from _judged_of_one_backend(group, settings)
+
+
+def backends_apart(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each backend, in the order given."""
+    return [[row for row in rows if row.backend == backend] for backend in dict.fromkeys(row.backend for row in rows)]
 
 
 def _judged_of_one_backend(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:
@@ -124,6 +136,8 @@ def _record_of_future(row: Row, future: Future[Record], settings: RunSettings) -
             "timed_out",
             f"no verdict within {settings.timeout_s:g} host seconds: it hung, or its process left with status 0",
         )
+    elif isinstance(error, ProcessExpired) and error.exitcode == UNKNOWN_EXIT:
+        return None
     elif isinstance(error, ProcessExpired):
         status, sentence = "crashed", f"the worker process died {manner_of_death(error.exitcode)}"
     else:
@@ -155,4 +169,4 @@ def _bench(settings: RunSettings) -> Bench:
 
     hidden = hidden_folders(settings.failures, settings.outputs, settings.programs, *settings.hidden)
     runners = Processes(hidden, share_of_memory(settings.jobs))
-    return Bench(runners, settings.timeout_s, Audits(), Assemblies(settings.programs))
+    return Bench(runners, settings.timeout_s, Audits(settings.audited), Assemblies(settings.programs))

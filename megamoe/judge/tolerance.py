@@ -28,13 +28,13 @@ import torch
 
 from megamoe.judge.arena import is_poison
 from megamoe.ops import Codes, Latitude
+from megamoe.records.lines import ERRORS
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
 
 
 Tensors = Mapping[str, torch.Tensor]
-ERRORS: Final = ("rms", "row", "max")
 _RELATIVE: Final = {
     "rms": "the rms of each row",
     "row": "the rms of its row",

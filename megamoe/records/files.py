@@ -185,17 +185,26 @@ class _VersionError(ValueError):
 
 def _parse_line(path: Path, number: int, text: bytes) -> AnyLine:
     try:
-        return _LINE.validate_json(text if text.startswith(_THIS_VERSION) else _upgraded(text))
+        # Readers disagree on which of two equal keys counts.
+        line: object = json.loads(text, object_pairs_hook=_once)
+        return _LINE.validate_json(text if text.startswith(_THIS_VERSION) else _upgraded(line, text))
+    except RecursionError:
+        raise RecordError(f"{path}, line {number}: not JSON: it is nested too deeply") from None
     except ValueError as error:
         raise RecordError(f"{path}, line {number}{_complaint(error)}") from None
 
 
-def _upgraded(text: bytes) -> bytes:
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {shortened(repr(twice))} stands twice in one object")
+    return found
+
+
+def _upgraded(line: object, text: bytes) -> bytes:
     """The line in this version's form. Validation refuses what is no object."""
-    try:
-        line: object = json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
     if not isinstance(line, dict):
         return text
     known = cast("dict[str, object]", line)

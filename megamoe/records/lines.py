@@ -2,7 +2,7 @@
 
 `kind: run` is the provenance of one run, `record` the verdict on one row, `agreement` how far apart the backends of
 one case lie, `timing` the device time of one row, `figures` the compiler's numbers of a program, `acceptance` the
-reason for a change of a baseline. Each line carries the id of its run, so that files can be concatenated. The form is
+reason for a change of a baseline, `signature` who vouches for a run. Each line carries the id of its run, so that files can be concatenated. The form is
 versioned; `UPGRADES` brings a line of an older version to this one.
 
 `record_schema` is for readers that are not written in Python. `megamoe schema > results/schema/record-2.schema.json`
@@ -25,6 +25,8 @@ from megamoe.contract import DeviceFacts, Row, Status, Temperature
 SCHEMA_VERSION = 2
 BASELINE_RUN = "baseline"
 """The run of lines that any run would repeat: those of a baseline."""
+ERRORS: Final = ("rms", "row", "max")
+"""The errors of an output, each with a bar, as megamoe.judge.tolerance defines them."""
 MAX_CHARACTERS = 200
 """How much of a value a message repeats; a line of a record file may hold megabytes."""
 
@@ -70,7 +72,8 @@ class _Line(BaseModel):
 class RunHeader(_Line):
     """The provenance of a run. `started` is UTC, ISO 8601; a version is None if the package is not installed.
 
-    `device` is None if no row ran on an accelerator. `software`: versions of peers and compilers by name.
+    `device` is None if no row ran on an accelerator. `software`: versions of peers and compilers by name. `digests`:
+    SHA-256 of the "specs", of the "expected" failures and of the "code"; a run of an older megamoe has none.
     """
 
     kind: Literal["run"] = "run"
@@ -87,6 +90,7 @@ class RunHeader(_Line):
     cpu_count: int | None
     device: DeviceFacts | None = None
     software: Mapping[str, str] = Field(default_factory=dict)
+    digests: Mapping[str, str] = Field(default_factory=dict, exclude_if=operator.not_)
 
 
 class Record(_Line):
@@ -96,7 +100,8 @@ class Record(_Line):
     the row before had the same case. Never a time of a GPU. None if the judge did not finish.
     `program_sha256` is the digest of the PTX text, None if no program was built; `input_sha256` those of the inputs.
     `metrics` come from the comparison, `counters` (0 or more) from the executor and the reference. `bundle` is the
-    folder with the evidence of a failure.
+    folder with the evidence of a failure. `artifact`: what ran, where PTX alone does not say it: the digest of a host
+    object ("host_object"), its "entry" and "compiler", or the packages of a Python call ("python NAME").
     """
 
     kind: Literal["record"] = "record"
@@ -217,6 +222,14 @@ class Acceptance(_Line):
     changes: Mapping[str, str] = Field(default_factory=dict)
 
 
+class Signature(_Line):
+    """Who vouches for the lines of a run: a public key and its signature, hexadecimal (megamoe.records.signing)."""
+
+    kind: Literal["signature"] = "signature"
+    key: str = Field(pattern="^[0-9a-f]{64}$")
+    signature: str = Field(pattern="^[0-9a-f]{128}$")
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What a verdict rests on; the fields are those of Record."""
@@ -264,7 +277,7 @@ def record_of(
     )
 
 
-AnyLine = RunHeader | Record | Agreement | Timing | Figures | Acceptance
+AnyLine = RunHeader | Record | Agreement | Timing | Figures | Acceptance | Signature
 
 
 def _second_version(line: dict[str, Any]) -> dict[str, Any]:
@@ -278,7 +291,7 @@ UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _second
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))
 _KINDS_OF_THE_FIRST = ("run", "record", "agreement")
-_NEW_IN_THE_SECOND = {"RunHeader": ("device", "software")}
+_NEW_IN_THE_SECOND = {"RunHeader": ("device", "software", "digests"), "Record": ("artifact",)}
 _NUMBER = {
     "anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}],
     "description": "a number; JSON has no word for what is none, so that these are text",

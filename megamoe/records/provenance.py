@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
 import uuid
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from megamoe import CHECKOUT
+from megamoe import CHECKOUT, SPECS
 from megamoe.records.lines import RunHeader
 from megamoe.spec.selection import Selection
 
+EXPECTED = CHECKOUT / "conformance" / "expected.yaml"
 
-def run_header(selection: Selection, owed_rows: int) -> RunHeader:
-    """The header of a run that starts now; its id is unique."""
+
+def run_header(
+    selection: Selection, owed_rows: int, specs: Path | None = None, expected: Path | None = None
+) -> RunHeader:
+    """The header of a run that starts now; its id is unique. `specs`, `expected`: what it was given, None for ours."""
     started = datetime.now(UTC)
     return RunHeader(
         run=f"{started:%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:8]}",
@@ -31,7 +37,33 @@ def run_header(selection: Selection, owed_rows: int) -> RunHeader:
         platform=platform.platform(),
         machine=platform.machine(),
         cpu_count=os.cpu_count(),
+        digests=digests_of(specs, expected),
     )
+
+
+def digests_of(specs: Path | None = None, expected: Path | None = None) -> dict[str, str]:
+    """SHA-256 of the specs, of the file of expected failures, and of the code as it lies on the disk.
+
+    The code is that of megamoe and of backends, and the pinned versions: two trees that differ anywhere in it differ
+    here, committed or not.
+    """
+    package = Path(__file__).resolve().parents[1]
+    code = [path for room in (package, package.parent / "backends") for path in room.rglob("*")]
+    pins = [package.parent / name for name in ("constraints.txt", "pyproject.toml")]
+    return {
+        "specs": _digest(sorted((specs or SPECS).glob("*.yaml")), specs or SPECS),
+        "expected": _digest([expected or EXPECTED], (expected or EXPECTED).parent, named=False),
+        "code": _digest(sorted(path for path in (*code, *pins) if path.suffix != ".pyc"), package.parent),
+    }
+
+
+def _digest(paths: Sequence[Path], root: Path, named: bool = True) -> str:
+    whole = hashlib.sha256()
+    for path in paths:
+        if path.is_file() and "specs" not in path.relative_to(root).parts[:-1]:
+            name = str(path.relative_to(root)) if named else ""
+            whole.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return whole.hexdigest()
 
 
 def installed_version(distribution: str) -> str | None:

@@ -22,6 +22,7 @@ import socket
 import stat
 import struct
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -121,6 +122,8 @@ def _take_up(output: int, start: Start) -> None:
     if os.path.isdir(start.folder):
         os.chdir(start.folder)
     sys.path[:] = start.path
+    # The keeper has made up its mind where temporary files go.
+    tempfile.tempdir = None
 
 
 def confine(confinement: Confinement) -> None:

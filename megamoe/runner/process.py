@@ -33,7 +33,6 @@ from megamoe.runner.child import (
     adopt_orphans,
     become_runner,
     keep_only,
-    with_parent_dies,
 )
 from megamoe.runner.wire import MAX_SENTENCE, Frame, Json, SilenceError, WireError, receive, send
 
@@ -163,13 +162,14 @@ def _pass_on(one: _Kept) -> None:
         one.output = -1
         return
     shown = printed[: max(0, MAX_PRINTED - one.printed)]
+    enough = one.printed <= MAX_PRINTED < one.printed + len(printed)
     one.printed += len(printed)
     if shown:
         # The characters of a terminal's control sequences are other people's too.
         text = shown.decode("utf-8", "replace")
         os.write(2, "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text).encode())
-        if one.printed > MAX_PRINTED:
-            os.write(2, f"\nmegamoe: a kernel's process prints more than {MAX_PRINTED} bytes: dropped\n".encode())
+    if enough:
+        os.write(2, f"\nmegamoe: a kernel's process prints more than {MAX_PRINTED} bytes: dropped\n".encode())
 
 
 def _look_after(kept: dict[int, _Kept], number: int, one: _Kept) -> None:
@@ -356,7 +356,6 @@ def keeper_of_worker() -> None:
     mine, its = socket.socketpair()
     if os.fork() == 0:
         mine.close()
-        with_parent_dies()
         keep(its)
     its.close()
     _OF_WORKER.append(Nursery(mine))

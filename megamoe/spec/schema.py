@@ -107,14 +107,20 @@ class BoundEntry(_Entry):
 class CosineEntry(BoundEntry):
     """A bound on a cosine."""
 
-    value: float = Field(gt=0, le=1)
+    value: float = Field(ge=0.9, le=1)
+
+
+class NoiseEntry(BoundEntry):
+    """A bound on a multiple of the simulated reference's own error. With a large one, anything would pass."""
+
+    value: float = Field(ge=1, le=16)
 
 
 class ToleranceEntry(_Entry):
     """How far an output may be from the oracle."""
 
     cosine: CosineEntry
-    noise_ratio: BoundEntry
+    noise_ratio: NoiseEntry
 
 
 class ThresholdEntry(_Entry):

@@ -1,0 +1,192 @@
+"""Backends that want to be believed, brought down or left alone: each attack ends as results/attacks.md says."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing.forkserver
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from conformance import ROOT
+from conformance.fakes import adversaries, backends
+from megamoe.cli.main import main
+from megamoe.contract import Row, Status
+from megamoe.judge.arena import Arena, Layout, block_bytes, shared_block
+from megamoe.judge.run import RunSettings, judged
+from megamoe.records.lines import Record
+from megamoe.runner import capabilities
+from megamoe.runner.child import landlock_version
+from megamoe.runner.wire import Frame, WireError, decoded
+
+CASE = "fmha:hd=64,t=1,s_k=128"
+ROOM = adversaries.__name__
+DEVICE = f"{ROOM}:DEVICE"
+LOCKED = landlock_version() > 0
+
+# Attribute -> the status, and words of the sentence. What only Landlock stops is skipped without it.
+ATTACKS: dict[str, tuple[Status, str]] = {
+    "HONEST": ("passed", ""),
+    "IMPORTS_THE_REFERENCE": ("error", "is not for the process that runs a kernel"),
+    "READS_THE_REFERENCE": ("error", "Permission denied"),
+    "REPLACES_THE_REFERENCE": ("error", "Permission denied"),
+    "WRITES_INTO_ITS_KEEPER": ("error", "Permission denied"),
+    "KILLS_ITS_KEEPER": ("error", "Operation not permitted"),
+    "PATCHES_THE_JUDGE": ("failed", "tensor lse: "),
+    "FORKS_AND_DIES": ("crashed", "died with exit status 0"),
+    "LEAVES_QUIETLY": ("crashed", "died with exit status 0"),
+    "LEAVES_A_CHILD": ("passed", ""),
+    "PRINTS_MUCH": ("passed", ""),
+    "KEEPS_THE_FIRST": ("failed", "on other inputs, of a seed drawn after it was built"),
+    "KEEPS_A_FILE": ("failed", "on other inputs, of a seed drawn after it was built"),
+    "IS_PRECOMPUTED": ("failed", "on other inputs, of a seed drawn after it was built"),
+    "IS_RIGHT_TWICE": ("failed", "run again in the same process"),
+    "HAS_TWO_FACES": ("failed", "tensor lse: "),
+    "BUILDS_NOTHING": ("error", "gave a NoneType; it must be a megamoe.contract.Program"),
+    "BUILDS_NONSENSE": ("error", "an instance of Launch"),
+    "BUILDS_BYTES": ("error", "ptx is of type bytes; it must be text"),
+    "TAKES_MEMORY": ("error", "MemoryError"),
+    "RELABELLED": ("failed", "says .target sm_100a, and the row is of sm_90a"),
+    "RELABELLED_IN_THE_TEXT": ("failed", "sm_90a"),
+}
+NEEDS_LANDLOCK = ("READS_THE_REFERENCE", "REPLACES_THE_REFERENCE", "WRITES_INTO_ITS_KEEPER", "KILLS_ITS_KEEPER")
+ON_THE_VM = {"TAKES_MEMORY": "sm_100a", "RELABELLED": "sm_90a", "RELABELLED_IN_THE_TEXT": "sm_90a"}
+
+
+def _row(attribute: str) -> Row:
+    target, machine = ON_THE_VM.get(attribute, "sm_100a"), "vm" if attribute in ON_THE_VM else DEVICE
+    return Row(CASE, f"{ROOM}:{attribute}", target, machine, "eager")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
+    """What became of each attack. All share a pool: the workers outlive every one of them."""
+    folder, pids = tmp_path_factory.mktemp("attacks"), tmp_path_factory.mktemp("pids")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(adversaries.PID_FILE, str(pids / "pid"))
+        # One pool for all: the pools of other backends need not be started again.
+        patch.setattr("megamoe.judge.run.backends_apart", lambda rows: [list(rows)])
+        rows = [_row(name) for name in ATTACKS if LOCKED or name not in NEEDS_LANDLOCK]
+        settings = RunSettings("run-1", jobs=2, timeout_s=30.0, programs=folder)
+        found = {record.backend.partition(":")[2]: record for record in judged(rows, settings)}
+    left = int((pids / "pid").read_text())
+    # The keeper ends what is left when its worker has ended, which is after the last record.
+    patience = time.monotonic() + 10.0
+    while _alive(left) and time.monotonic() < patience:
+        time.sleep(0.02)
+    found["child"] = found["HONEST"].model_copy(update={"counters": {"alive": int(_alive(left))}})
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_ends_as_the_table_says(ended: dict[str, Record], name: str) -> None:
+    if name not in ended:
+        pytest.skip("this kernel has no Landlock: results/attacks.md lists the attack as open")
+    status, words = ATTACKS[name]
+    record = ended[name]
+    assert record.status == status, f"{name} ended as {record.status}: {record.sentence}"
+    assert words in record.sentence, f"{name}: {record.sentence}"
+
+
+def test_what_ran_is_what_was_hashed(ended: dict[str, Record]) -> None:
+    wrong = hashlib.sha256(f"{adversaries.WRONG}\n{CASE}".encode()).hexdigest()
+    assert ended["HAS_TWO_FACES"].program_sha256 == wrong, "the text that failed must be the one in the record"
+
+
+def test_no_child_outlives_the_run(ended: dict[str, Record]) -> None:
+    assert not ended["child"].counters["alive"], "a process that a backend started lives on"
+
+
+def test_much_output_does_not_reach_the_terminal(tmp_path: Path) -> None:
+    row = _row("PRINTS_MUCH")
+    command = [sys.executable, "-m", *shlex.split(row.rerun), "--output", "r.jsonl", "--jobs", "1"]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=120
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert len(ended.stdout) + len(ended.stderr) < 1 << 18, "64 MiB were printed"
+    assert "\x1b" not in ended.stderr + ended.stdout, "a control character reached the terminal"
+    assert "dropped" in ended.stderr
+
+
+LEAVES = {
+    "os._exit(0)": "died with exit status 0",
+    "sys.exit(0)": "SystemExit: 0",
+    "time.sleep(600)": "had not answered within 2 host seconds",
+    "os.kill(os.getpid(), 9)": "died of SIGKILL",
+    "raise KeyboardInterrupt": "died with exit status 1",
+}
+
+
+@pytest.mark.parametrize("line", LEAVES)
+@pytest.mark.parametrize("command", ["gate", "run"])
+def test_a_command_survives_the_import_of_a_backend(
+    command: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hostile.py").write_text(f"import os, sys, time\n{line}\nBACKEND = None\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(capabilities, "MAX_ASKED_S", 2.0)
+    status = main([command, "--case", CASE, "--backend", "hostile:BACKEND"])
+    said = capsys.readouterr().err
+    assert status == 2, f"{command} ended with {status} although it has no verdict"
+    assert "the backend 'hostile:BACKEND' cannot be loaded" in said, said
+    assert LEAVES[line] in said, said
+
+
+def test_memory_cannot_be_taken_from_the_judge() -> None:
+    layouts = {"x": Layout((4,), torch.float32, "input"), "y": Layout((4,), torch.float32, "output")}
+    with shared_block(block_bytes(layouts)) as (descriptor, block):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 1)
+        arena = Arena.of_layouts(layouts, {"x": torch.ones(4)})
+        arena._place(layouts, block.clone())  # pyright: ignore[reportPrivateUsage]
+        shared = arena.tensors["y"]
+        shared.fill_(1.0)
+        arena.taken()
+        shared.fill_(2.0)
+        assert torch.equal(arena.tensors["y"], torch.ones(4)), "a late write reached what is judged"
+
+
+MESSAGES = {
+    "of no kind": ({"program": {"kind": "Popen"}}, (b"",), "of kind 'Popen'"),
+    "of another class": ({"program": {"kind": "Program", "target": {"kind": "os"}, "launches": []}}, (b"",), "Program"),
+    "with more": ({"program": {"kind": "Program", "target": "sm_90a", "launches": [], "x": 1}}, (b"",), "no field 'x'"),
+    "not text": ({"program": {"kind": "Program", "target": "sm_90a", "launches": []}}, (b"\xff",), "UTF-8"),
+    "of other types": ({"program": {"kind": "Program", "target": "sm_90a", "launches": [7]}}, (b"",), "Launch"),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_program_that_is_none_is_refused(name: str) -> None:
+    told, parts, words = MESSAGES[name]
+    with pytest.raises(WireError, match=words):
+        decoded(Frame(told, parts))
+
+
+def test_a_server_of_forks_that_dies_costs_no_row_its_status() -> None:
+    room = backends.__name__
+    rows = [Row(f"fmha:hd=64,t={t},s_k=3", f"{room}:DAWDLES", "sm_100a", f"{room}:EXECUTOR", "eager") for t in (1, 2)]
+    results = judged(rows, RunSettings("run-1", jobs=1, timeout_s=30.0))
+    found = [next(results)]
+    server = multiprocessing.forkserver._forkserver._forkserver_pid  # pyright: ignore
+    time.sleep(0.5)
+    os.kill(server, signal.SIGKILL)
+    found += results
+    assert [record.status for record in found] == ["passed", "passed"], [record.sentence for record in found]

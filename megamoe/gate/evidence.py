@@ -1,0 +1,155 @@
+"""Whether lines are evidence at all: of a run whose header is there, about these specs and this code, and in themselves
+consistent. What a person who can write the file may still forge, unless it is signed: docs/evidence.md.
+
+A run whose header has no digests is of an older megamoe. Its lines are taken as they are, and the gate says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from megamoe.contract import Case, Row
+from megamoe.gate.verdict import Finding
+from megamoe.records.files import RecordFile
+from megamoe.records.lines import ERRORS, Figures, Record, RunHeader, Timing
+from megamoe.spec.marked_yaml import SpecError
+from megamoe.spec.spec import Spec
+
+CLOSING: Final = {"specs": "the specs", "expected": "the expected failures"}
+"""Digests that must be ours: other bars, or other excuses, would be another question."""
+MAX_FINDINGS: Final = 20
+"""Of one file: after these, one sentence says how many more there are."""
+MACHINE: Final = "vm"
+NEVER_ZERO: Final = ("minimum_bytes", "instructions_control")
+"""Counters that every run on the machine has: a kernel that ends has executed an instruction that ends it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The files without the lines that count for nothing, what closes the gate, and notes for the reader."""
+
+    files: tuple[RecordFile, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+
+
+def checked(files: Sequence[RecordFile], ours: Mapping[str, str], specs: Mapping[str, Spec]) -> Checked:
+    """`files` as evidence. `ours`: the digests of what is here now."""
+    kept: list[RecordFile] = []
+    findings: list[Finding] = []
+    notes: list[str] = []
+    headers = [header for file in files for header in file.headers]
+    for run, count in Counter(header.run for header in headers).items():
+        if count > 1:
+            findings.append(_closing(f"run {run} has {count} headers: what it was to do is not known"))
+    known = {header.run: header for header in headers}
+    for file in files:
+        whole = tuple(line for line in file.lines if line.run in known)
+        strangers = Counter(line.run for line in file.lines if line.run not in known)
+        findings += [
+            _closing(f"{file.path}: {count} lines are of run {run}, whose header is in no file: they do not count")
+            for run, count in strangers.items()
+        ]
+        kept.append(replace(file, lines=whole))
+    for header in known.values():
+        if header.digests:
+            findings += _of_others(header, ours)
+        else:
+            notes.append(
+                f"run {header.run} of megamoe {header.megamoe} has no digests: its lines are taken as they are"
+            )
+    new = {run for run, header in known.items() if header.digests}
+    for file in kept:
+        found = list(_of_lines(file, new, specs))
+        more = len(found) - MAX_FINDINGS
+        findings += found[:MAX_FINDINGS]
+        findings += [_closing(f"{file.path}: {more} more lines are no evidence")] if more > 0 else []
+    findings += _of_digests([line for file in kept for line in file.lines if line.run in new])
+    return Checked(tuple(kept), tuple(findings), tuple(notes))
+
+
+def _closing(sentence: str, row: Row | None = None) -> Finding:
+    return Finding("evidence", sentence, row)
+
+
+def _of_others(header: RunHeader, ours: Mapping[str, str]) -> Iterator[Finding]:
+    for name, what in CLOSING.items():
+        if header.digests.get(name) != ours.get(name):
+            yield _closing(f"run {header.run} had other {what.removeprefix('the ')} than those here: run it again")
+    if header.digests.get("code") != ours.get("code"):
+        why = "its code (megamoe, backends, constraints) differs from what is here, so run it again"
+        yield Finding("revision", f"run {header.run}: {why}", closes=False)
+
+
+def _of_lines(file: RecordFile, runs: Iterable[str], specs: Mapping[str, Spec]) -> Iterator[Finding]:
+    for record in file.records:
+        if record.run in runs and record.status == "passed":
+            what = _wrong_with(record, specs)
+            if what:
+                yield _closing(f"{file.path}: {record.row} passed, but {what}: it is no evidence", record.row)
+
+
+def _wrong_with(record: Record, specs: Mapping[str, Spec]) -> str:
+    """What a record says that a pass cannot; "" if it may be one."""
+    if record.op not in specs:
+        return ""
+    spec = specs[record.op]
+    try:
+        case = spec.parse_case(record.case)
+    except SpecError as error:
+        return f"its case is none: {error}"
+    unbounded = [name for name, value in record.metrics.items() if not math.isfinite(value)]
+    if unbounded:
+        return f"its {unbounded[0]} is {record.metrics[unbounded[0]]}"
+    return _outputs(record, spec, case) or _provenance(record, spec, case)
+
+
+def _outputs(record: Record, spec: Spec, case: Case) -> str:
+    tensors = spec.tensors_of(case)
+    metrics = record.metrics
+    for name in (name for name, tensor in tensors.items() if tensor.role == "output"):
+        if f"{name}.wrong" in metrics:
+            if metrics[f"{name}.wrong"] != 0:
+                return f"{metrics[f'{name}.wrong']:g} elements of {name} are wrong"
+            continue
+        for error in ERRORS:
+            seen, bar = metrics.get(f"{name}.{error}"), metrics.get(f"{name}.{error}.bar")
+            if seen is None or bar is None:
+                return f"it has no {error} error of {name}, or no bar"
+            if not 0 <= seen <= bar:
+                return f"the {error} error of {name} is {seen:g}, and its bar {bar:g}"
+        cosine = metrics.get(f"{name}.cosine")
+        if cosine is None or (spec.published(case) and cosine < spec.tolerance.cosine):
+            return f"the cosine of {name} is {cosine}, and the published bar {spec.tolerance.cosine}"
+    return ""
+
+
+def _provenance(record: Record, spec: Spec, case: Case) -> str:
+    if record.executor != MACHINE:
+        return "" if record.program_sha256 or record.artifact else "it names nothing that ran"
+    if record.program_sha256 is None:
+        return "it names no program"
+    inputs = {name for name, tensor in spec.tensors_of(case).items() if tensor.role == "input"}
+    if set(record.input_sha256) != inputs:
+        return f"it has digests of {', '.join(sorted(record.input_sha256)) or 'no input'}, not of every input"
+    zero = [name for name in NEVER_ZERO if not record.counters.get(name)]
+    return f"its counter {zero[0]} is 0 or missing" if zero else ""
+
+
+def _of_digests(lines: Sequence[object]) -> Iterator[Finding]:
+    """Lines that name different programs, or different inputs, for one thing."""
+    programs: dict[tuple[str, ...], str] = {}
+    inputs: dict[tuple[str, str, str], str] = {}
+    for line in lines:
+        if isinstance(line, Record | Timing | Figures) and line.program_sha256:
+            key = (line.run, line.case, line.backend, line.target)
+            if programs.setdefault(key, line.program_sha256) != line.program_sha256:
+                yield _closing(f"run {key[0]}: lines of {key[1]} on {key[2]} {key[3]} are of different programs")
+        if isinstance(line, Record):
+            for name, digest in line.input_sha256.items():
+                if inputs.setdefault((line.run, line.case, name), digest) != digest:
+                    yield _closing(f"run {line.run}: lines of {line.case} had different inputs {name}", line.row)

@@ -1,0 +1,103 @@
+"""Signatures of runs: who vouches for the lines of a record file. Off by default; Ed25519, by `cryptography`.
+
+A signature is over the SHA-256 of the text of every line of its run, in order, and stands after them. So files can be
+concatenated, and lines of another run in between change nothing. A key file is PEM, as `openssl genpkey -algorithm
+ed25519` writes it; keys that are trusted stand in a file of hexadecimal public keys, one a line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megamoe.records.lines import RecordError, Signature
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+MISSING = "signatures need the package cryptography, which is not installed here: pip install 'megamoe[sign]'"
+
+
+def private_key(path: Path) -> Ed25519PrivateKey:
+    """The key in a PEM file. RecordError if it holds none."""
+    try:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    except ImportError:
+        raise RecordError(MISSING) from None
+    try:
+        found = load_pem_private_key(path.read_bytes(), None)
+    except OSError as error:
+        raise RecordError(f"cannot read the key {path}: {error.strerror}") from error
+    except (ValueError, TypeError) as error:
+        raise RecordError(f"{path} holds no private key that can be read without a password: {error}") from None
+    if not isinstance(found, Ed25519PrivateKey):
+        raise RecordError(f"{path} holds a key of another kind than Ed25519: openssl genpkey -algorithm ed25519")
+    return found
+
+
+def signed(run: str, data: bytes, key: Ed25519PrivateKey) -> Signature:
+    """The signature of `run`, whose lines are in the file with content `data`."""
+    text = key.sign(_digest(data, run))
+    return Signature(run=run, key=key.public_key().public_bytes_raw().hex(), signature=text.hex())
+
+
+def trusted_keys(path: Path) -> frozenset[str]:
+    """The public keys in a file: hexadecimal, one a line; what follows a # says whose. RecordError for another line."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"cannot read the trusted keys {path}: {error}") from None
+    keys = {number: line.partition("#")[0].strip().lower() for number, line in enumerate(lines, 1)}
+    for number, key in keys.items():
+        if key and (len(key) != 64 or set(key) - set("0123456789abcdef")):
+            raise RecordError(f"{path}, line {number}: {key[:80]!r} is no public key, 64 hexadecimal digits")
+    found = frozenset(key for key in keys.values() if key)
+    if not found:
+        raise RecordError(f"{path} holds no key, so that nothing could be trusted")
+    return found
+
+
+def distrusted(path: Path, data: bytes, runs: dict[str, Signature], known: frozenset[str]) -> list[str]:
+    """A sentence for each run in the file with content `data` that none of the `known` keys has signed as it is.
+
+    `runs`: the last signature of each run of the file that has one.
+    """
+    try:
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    except ImportError:
+        raise RecordError(MISSING) from None
+    found: list[str] = []
+    for run in dict.fromkeys(_run_of(line) for line in data.split(b"\n")[:-1]):
+        one = runs.get(run)
+        if one is None:
+            found.append(f"{path}: run {run} is not signed")
+        elif one.key not in known:
+            found.append(f"{path}: run {run} is signed by {one.key}, which is not among the trusted keys")
+        else:
+            try:
+                Ed25519PublicKey.from_public_bytes(bytes.fromhex(one.key)).verify(
+                    bytes.fromhex(one.signature), _digest(data, run)
+                )
+            except (InvalidSignature, ValueError):
+                found.append(f"{path}: the signature of run {run} does not fit its lines: they were changed")
+    return found
+
+
+def _digest(data: bytes, run: str) -> bytes:
+    whole = hashlib.sha256(b"megamoe run\n")
+    for line in data.split(b"\n")[:-1]:
+        if _run_of(line) == run and _kind_of(line) != "signature":
+            whole.update(line + b"\n")
+    return whole.digest()
+
+
+def _run_of(line: bytes) -> str:
+    return str(json.loads(line).get("run"))
+
+
+def _kind_of(line: bytes) -> str:
+    return str(json.loads(line).get("kind"))
