@@ -73,12 +73,13 @@ class FakeExecutor:
     def run(self, program: Program, tensors: Tensors, options: RunOptions) -> Execution:
         name, case_id = program.ptx.split("\n")
         self.runs += 1
-        case = _specs()[case_id.partition(":")[0]].parse_case(case_id)
+        case = specs()[case_id.partition(":")[0]].parse_case(case_id)
         return Execution(self.counters, self.emulate(case, tensors, name, options.schedule, self.runs))
 
 
 @cache
-def _specs() -> dict[str, Spec]:
+def specs() -> dict[str, Spec]:
+    """The specs of the repository, by op, read once."""
     return load_specs()
 
 

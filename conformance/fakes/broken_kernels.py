@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from conformance.fakes.backends import specs
 from megamoe.contract import (
     BufferArg,
     DeviceError,
@@ -19,7 +20,6 @@ from megamoe.contract import (
     UnsupportedError,
 )
 from megamoe.ops import reference
-from megamoe.spec.load import load_specs
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +133,7 @@ class LostDevice:
         """After a fault every call fails, as on a real device."""
         if DeviceLostError.met is not None:
             raise DeviceError("cuLaunchKernelEx returned CUDA_ERROR_ILLEGAL_ADDRESS while launching an innocent kernel")
-        case = load_specs()["fmha"].parse_case(program.ptx)
+        case = specs()["fmha"].parse_case(program.ptx)
         if case.seed in BREAKING_SEEDS:
             raise DeviceLostError("cuStreamSynchronize returned CUDA_ERROR_ILLEGAL_ADDRESS while waiting")
         if case.seed == REFUSED_SEED:

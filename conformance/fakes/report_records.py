@@ -17,13 +17,13 @@ from random import Random
 
 from rich.console import Console
 
+from conformance.fakes.backends import specs
 from conformance.fakes.results import H200, write
 from megamoe.contract import Case, Row, Status, Temperature
 from megamoe.records.lines import AnyLine, Evidence, Figures, Record, RunHeader, Timing, record_of
 from megamoe.report.material import Material, gather
 from megamoe.report.page import Extras, page
 from megamoe.report.text import tables
-from megamoe.spec.load import load_specs
 
 TARGETS = ("sm_90a", "sm_100a")
 BACKENDS = ("cutedsl", "ptx")
@@ -57,7 +57,7 @@ def _header(run: str, number: int) -> RunHeader:
 
 
 def _vm_lines(run: str, random: Random) -> Iterator[AnyLine]:
-    for spec in (load_specs()[op] for op in PEERS):
+    for spec in (specs()[op] for op in PEERS):
         for case in spec.profile("full").cases:
             for backend in BACKENDS:
                 for target in TARGETS:
@@ -66,7 +66,7 @@ def _vm_lines(run: str, random: Random) -> Iterator[AnyLine]:
 
 
 def _device_lines(run: str, random: Random, samples: int) -> Iterator[AnyLine]:
-    for spec in (load_specs()[op] for op in PEERS):
+    for spec in (specs()[op] for op in PEERS):
         for case in spec.profile("gpu").cases:
             for backend in (*BACKENDS, *PEERS[spec.op]):
                 yield _record(run, Row(case.id, backend, "sm_90a", "gpu", "eager"), random)
@@ -135,7 +135,7 @@ def _timing(run: str, case: Case, backend: str, temperature: Temperature, random
     )  # fmt: skip
 
 
-SPECS = load_specs()
+SPECS = specs()
 NOW = datetime(2026, 11, 21, 18, 0, tzinfo=UTC)
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>",

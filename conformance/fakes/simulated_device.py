@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from conformance.fakes.backends import specs
 from megamoe.contract import (
     AnyProgram,
     Case,
@@ -31,7 +32,6 @@ from megamoe.contract import (
 )
 from megamoe.judge.arena import is_poison
 from megamoe.ops import reference
-from megamoe.spec.load import load_specs
 
 Tensors = Mapping[str, torch.Tensor]
 Noise = Callable[[random.Random, float], float]
@@ -164,7 +164,7 @@ class SimulatedCall:
     def __init__(self, ptx: str, tensors: Tensors) -> None:
         self.behaviour, case_id, hot_us = ptx.split("\n")
         self.hot_us, self.tensors, self.launched = float(hot_us), tensors, 0
-        self.case = load_specs()[case_id.partition(":")[0]].parse_case(case_id)
+        self.case = specs()[case_id.partition(":")[0]].parse_case(case_id)
         self.compute()
 
     def compute(self) -> None:

@@ -12,6 +12,7 @@ nor that the op is that of the case: the models here do.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -192,7 +193,7 @@ class Timing(_Line):
             raise ValueError(f"status {self.status!r} with {len(self.samples_us)} samples; only a pass has a time")
         if len(self.rounds) != len(self.samples_us):
             raise ValueError(f"{len(self.rounds)} rounds for {len(self.samples_us)} samples")
-        if any(not 0.0 < sample < float("inf") for sample in self.samples_us):
+        if self.samples_us and not (all(map(math.isfinite, self.samples_us)) and min(self.samples_us) > 0.0):
             raise ValueError("samples_us holds a value that is no time: not positive, or not finite")
         return self
 

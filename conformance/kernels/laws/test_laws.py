@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -14,10 +15,12 @@ from conformance.kernels.laws.law import (
     Machine,
     all_laws,
     laws_of,
+    spec_of,
     specs,
 )
 from conformance.kernels.laws.machines import machines, skip_unless_available
-from conformance.kernels.laws.trial import OutOfScopeError, Tally, conduct, trials
+from conformance.kernels.laws.strategies import drawing_of
+from conformance.kernels.laws.trial import SCHEDULES, OutOfScopeError, Tally, Trial, conduct, trials
 from megamoe.spec.marked_yaml import SpecError
 
 # An example costs seconds where Hypothesis expects milliseconds: a share of what the profile has for others.
@@ -25,6 +28,12 @@ EXAMPLES = max(1, settings.default.max_examples // 10) if settings.default else 
 TRIALS = [
     pytest.param(law, machine, id=f"{law.op}-{law.name}-{machine}")
     for law in all_laws()
+    for machine in machines(law.op)
+]
+BEYOND = [
+    pytest.param(law, machine, case, id=f"{law.op}-{law.name}-{machine}-{case}")
+    for law in all_laws()
+    for case in drawing_of(law.op).beyond.get(law.name, ())
     for machine in machines(law.op)
 ]
 TALLIES: dict[tuple[str, Machine], Tally] = defaultdict(Tally)
@@ -55,10 +64,22 @@ def test_there_is_a_machine() -> None:
 def test_law(law: Law, machine: Machine, data: st.DataObject, pytestconfig: pytest.Config) -> None:
     skip_unless_available(machine)
     given_case, given_schedules = pytestconfig.getoption("--case"), pytestconfig.getoption("--schedule") or []
+    _hold(law, machine, lambda: data.draw(trials(law, given_case, given_schedules), label="trial"))
+
+
+@pytest.mark.parametrize(("law", "machine", "case"), BEYOND)
+def test_law_beyond_the_budget(law: Law, machine: Machine, case: str, pytestconfig: pytest.Config) -> None:
+    skip_unless_available(machine)
+    if given := pytestconfig.getoption("--case"):
+        pytest.skip(f"--case {given} was given")
+    _hold(law, machine, lambda: Trial(spec_of(law.op).parse_case(f"{law.op}:{case}"), SCHEDULES[: law.schedules]))
+
+
+def _hold(law: Law, machine: Machine, trial: Callable[[], Trial]) -> None:
+    """Conducts one trial; a law that is broken fails the test in one line."""
     failure = ""
     try:
-        trial = data.draw(trials(law, given_case, given_schedules), label="trial")
-        conduct(law, machine, trial, TALLIES[repr(law), machine])
+        conduct(law, machine, trial(), TALLIES[repr(law), machine])
     except OutOfScopeError as other:
         pytest.skip(str(other))
     except (BrokenLawError, SpecError) as error:

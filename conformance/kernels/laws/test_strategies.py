@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 
-from conformance.kernels.laws.law import Law, all_laws, spec_of
+from conformance.kernels.laws.law import Law, all_laws, laws_of, spec_of
 from conformance.kernels.laws.strategies import cases, drawing_of, schedules
 from megamoe.contract import Case
 
@@ -55,6 +55,18 @@ def test_drawn_cases_are_various(law: Law) -> None:
         share = sum(count for value, count in values.items() if value in edges) / max(1, len(found) - values[None])
         assert not edges or share > 0.25, f"{name} is at an edge in only {share:.0%} of the cases of {law.name}"
     assert {case.inputs for case in found} == set(spec.inputs), f"not all input distributions: {law.name}"
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_cases_beyond_the_budget_are_of_the_law_and_within_the_ranges(law: Law) -> None:
+    spec, drawing = spec_of(law.op), drawing_of(law.op)
+    assert set(drawing.beyond) <= set(laws_of(law.op)), f"laws of {law.op} are {', '.join(laws_of(law.op))}"
+    for text in drawing.beyond.get(law.name, ()):
+        case = spec.parse_case(f"{law.op}:{text}")
+        assert law.covers(case), f"{law.name} says nothing about {case.id}"
+        assert not spec.space.undrawn(case), f"{case.id} is outside of the ranges: {spec.space.undrawn(case)}"
+        work = sum(drawing.work(run) for run in law.runs(dict(case.axes)))
+        assert work > drawing.budget, f"{case.id} takes {work} of a budget of {drawing.budget}: draws can find it"
 
 
 def test_schedules_of_a_trial_differ() -> None:

@@ -16,6 +16,8 @@ from megamoe.runner.child import give_memory_back
 
 # A machine that declines so many cases in a row, and has not done any, is taken to have no kernel for the law.
 DECLINED_IN_A_ROW = 25
+# Of a trial whose case is given and whose schedules are not.
+SCHEDULES = ("eager", "lazy", "random:0")
 
 
 class OutOfScopeError(Exception):
@@ -59,8 +61,7 @@ def trials(law: Law, case_id: str | None, given_schedules: list[str]) -> st.Sear
         scope = ", ".join([f"{name}={spell(value)}" for name, value in law.fixed.items()])
         least = ", ".join([f"{name}>={value}" for name, value in law.least.items()])
         raise OutOfScopeError(f"{law.name} says nothing about {case.id}: its cases have {scope} {least}".strip())
-    default = ("eager", "lazy", "random:0")[: law.schedules]
-    return st.just(Trial(case, tuple(given_schedules) or default))
+    return st.just(Trial(case, tuple(given_schedules) or SCHEDULES[: law.schedules]))
 
 
 def conduct(law: Law, machine: Machine, trial: Trial, tally: Tally) -> None:

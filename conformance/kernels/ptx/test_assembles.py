@@ -30,6 +30,7 @@ from backends.ptx.sm100_moe.requantise import requantise_kernel
 from backends.ptx.sm100_moe.routing import routing_kernel
 from backends.ptx.sm100_moe.row_kernels import combine_kernel, gather_scales_kernel
 from backends.ptx.tcgen05 import TMEM_COLUMNS
+from conformance.kernels.laws.law import specs
 from megamoe.contract import (
     KernelArg,
     Launch,
@@ -45,7 +46,6 @@ from megamoe.contract import (
 from megamoe.contract.assembly import Assembly
 from megamoe.judge.guarded import GuardedCase
 from megamoe.judge.judge import judge
-from megamoe.spec.load import load_specs
 
 LIVE_VALUES = 64
 
@@ -154,13 +154,13 @@ def check_arguments(ptx: str, launch: Launch) -> None:
 @pytest.mark.parametrize("hd", SUPPORTED_HD)
 @pytest.mark.parametrize("lse", [True, False])
 def test_arguments_are_the_parameters(hd: int, lse: bool) -> None:
-    case = load_specs()["fmha"].case(hd=hd, t=3, s_k=130, heads=4, kv_heads=2, lse=lse)
+    case = specs()["fmha"].case(hd=hd, t=3, s_k=130, heads=4, kv_heads=2, lse=lse)
     program = BACKEND.build(case, "sm_100a")
     check_arguments(program.ptx, program.launches[0])
 
 
 def test_other_arguments_are_noticed() -> None:
-    case = load_specs()["fmha"].case(hd=64, t=3, s_k=130, heads=4, kv_heads=2)
+    case = specs()["fmha"].case(hd=64, t=3, s_k=130, heads=4, kv_heads=2)
     program = BACKEND.build(case, "sm_100a")
     launch = program.launches[0]
     with pytest.raises(AssertionError, match="is passed"):
@@ -168,7 +168,7 @@ def test_other_arguments_are_noticed() -> None:
 
 
 def test_other_targets_are_unsupported() -> None:
-    layer = load_specs()["nvfp4_moe"]
+    layer = specs()["nvfp4_moe"]
     case = layer.profile("smoke").cases[0]
     with pytest.raises(UnsupportedError, match="no nvfp4_moe for sm_90a"):
         BACKEND.build(case, "sm_90a")
@@ -191,7 +191,7 @@ STAGES = ("layer", "l1", "requantise", "l2", "combine")
 def program(**axes: object) -> Program:
     """The program of a small layer with these axes."""
     small = {"hidden": 256, "intermediate": 128, "num_experts": 4, "tokens": 6, "topk": 2}
-    case = load_specs()["nvfp4_moe"].case(**{**small, **axes})  # type: ignore[arg-type]
+    case = specs()["nvfp4_moe"].case(**{**small, **axes})  # type: ignore[arg-type]
     return BACKEND.build(case, "sm_100a")
 
 
@@ -250,7 +250,7 @@ def test_tensor_memory_fits() -> None:
 
 @pytest.mark.parametrize("axis", ["hidden", "intermediate"])
 def test_other_shapes_are_unsupported(axis: str) -> None:
-    case = load_specs()["nvfp4_moe"].case(hidden=256, intermediate=256, num_experts=1, tokens=1)
+    case = specs()["nvfp4_moe"].case(hidden=256, intermediate=256, num_experts=1, tokens=1)
     odd = replace(case, axes=tuple((name, 192 if name == axis else value) for name, value in case.axes))
     with pytest.raises(UnsupportedError, match=f"{axis} is 192; .* multiple of 128"):
         BACKEND.build(odd, "sm_100a")
@@ -293,7 +293,7 @@ def test_two_ctas_fit_an_sm(hd: int) -> None:
 @pytest.mark.parametrize("s_k", [130, 1000])
 @pytest.mark.parametrize("lse", [True, False])
 def test_arguments_of_sm_90a_are_the_parameters(hd: int, s_k: int, lse: bool) -> None:
-    case = load_specs()["fmha"].case(hd=hd, t=3, s_k=s_k, heads=4, kv_heads=2, lse=lse)
+    case = specs()["fmha"].case(hd=hd, t=3, s_k=s_k, heads=4, kv_heads=2, lse=lse)
     program = BACKEND.build(case, "sm_90a")
     assert program.ptx.count(".visible .entry ") == len(program.launches) == (2 if s_k > SPLIT_KEYS else 1)
     for launch in program.launches:
@@ -309,7 +309,7 @@ def test_the_keys_of_few_queries_are_split(t: int, s_k: int, splits: int) -> Non
 @pytest.mark.parametrize("hd", SUPPORTED_HD)
 def test_parts_without_a_key_count_for_nothing(hd: int) -> None:
     """With a window of one key, two of three parts see no key of one query or of both."""
-    case = load_specs()["fmha"].case(hd=hd, t=2, s_k=1025, heads=2, causal=True, window=1)
+    case = specs()["fmha"].case(hd=hd, t=2, s_k=1025, heads=2, causal=True, window=1)
     record = judge(Row(case.id, "ptx", "sm_90a", "vm", "lazy"), "pytest")
     assert record.status == "passed", record.sentence
 
@@ -347,7 +347,7 @@ def _without(ptx: str) -> dict[tuple[str, int], str]:
 
 def _violation(ptx: str) -> str | None:
     """What the VM says of `ptx` on a case whose ring is filled a second time."""
-    spec = load_specs()["fmha"]
+    spec = specs()["fmha"]
     case = spec.case(hd=64, t=4, s_k=300)
     program = replace(BACKEND.build(case, "sm_90a"), ptx=ptx)
     guarded = GuardedCase(spec, case, load_executor("vm"))

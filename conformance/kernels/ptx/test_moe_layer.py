@@ -18,12 +18,12 @@ import torch
 from backends.ptx import BACKEND
 from backends.ptx.sm100_moe.geometry import HALF_N, THREADS
 from backends.vm.executor import EXECUTOR
+from conformance.kernels.laws.law import spec_of
 from megamoe.codec.nvfp4 import unpack
 from megamoe.codec.routing import routing
 from megamoe.contract import Case, Program, RunOptions, load_executor
 from megamoe.judge.guarded import GuardedCase
 from megamoe.ops import reference
-from megamoe.spec.load import load_specs
 from megamoe.spec.spec import Spec
 
 Tensors = dict[str, torch.Tensor]
@@ -35,7 +35,7 @@ SMALL = "hidden=1152,intermediate=256,num_experts=3,tokens=9,topk=2"
 @cache
 def spec() -> Spec:
     """The op."""
-    return load_specs()["nvfp4_moe"]
+    return spec_of("nvfp4_moe")
 
 
 def case_of(axes: str) -> Case:

@@ -17,13 +17,13 @@ from rich.text import Text
 from conformance import ROOT
 from conformance.fakes import backends as fake_backends
 from conformance.fakes.simulated_device import EXECUTOR
+from conformance.kernels.laws.law import specs
 from megamoe.cli.main import main
 from megamoe.cli.run import INTERRUPTED_BEFORE
 from megamoe.cli.terminal import complain, console, print_verdict
 from megamoe.gate.verdict import judge_run
 from megamoe.records.files import RecordWriter, newest_run, read_records
 from megamoe.records.lines import record_of
-from megamoe.spec.load import load_specs
 from megamoe.spec.selection import (
     Selection,
     SelectionError,
@@ -377,7 +377,7 @@ def test_schedules_expand() -> None:
 def test_a_backend_that_was_asked_for_owes_something() -> None:
     both = Selection(backends=(f"{FAKE}:WORKS", f"{FAKE}:EMPTY"))
     with pytest.raises(SelectionError, match=f"{FAKE}:EMPTY' was asked for, but has no kernel"):
-        owed_rows(load_specs(), both)
+        owed_rows(specs(), both)
 
 
 def test_filters_gather_values() -> None:
@@ -386,7 +386,7 @@ def test_filters_gather_values() -> None:
 
 def test_long_rows_start_first() -> None:
     selection = Selection(profile="full", backends=(f"{FAKE}:WORKS",), schedules=("eager", "lazy"))
-    rows = owed_rows(load_specs(), selection)
+    rows = owed_rows(specs(), selection)
     assert len(rows) == len(set(rows)), "no row is owed twice"
     assert rows.index(next(row for row in rows if row.case == "fmha:hd=512,t=128,s_k=1024")) < rows.index(
         next(row for row in rows if row.case == "fmha:hd=64,t=1,s_k=128")

@@ -17,15 +17,15 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from conformance.fakes.results import CASE, H200, header, record, timing, write
+from conformance.kernels.laws.law import specs
 from megamoe.cli.main import main
 from megamoe.export.flashinfer import format as ours
 from megamoe.export.flashinfer.definition import call_of, definition_of, solution_source, workload_of
 from megamoe.ops import reference
 from megamoe.records.lines import AnyLine
-from megamoe.spec.load import load_specs
 from megamoe.spec.selection import known_cases
 
-SPECS = load_specs()
+SPECS = specs()
 TIMES = 10 + np.linspace(0, 1, 50).reshape(10, 5)
 METRICS = {"o.max": 0.009, "o.rms": 0.002, "lse.max": 1e-7, "lse.cosine": 1.0, "o.max.bar": 0.02}
 # Their name of each model -> ours.

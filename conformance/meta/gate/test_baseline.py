@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from conformance.fakes.results import COUNTERS, H200, KERNEL, NEIGHBOUR, ROW, compiled, gated, judged, timing
+from conformance.kernels.laws.law import specs
 from megamoe.contract import Row
 from megamoe.gate.accept import Seen, take
 from megamoe.gate.baseline import (
@@ -26,7 +27,6 @@ from megamoe.gate.baseline import (
 )
 from megamoe.records.keys import Key
 from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader, Timing
-from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, SelectionError, owed_rows, parse_row
 
 WHY = Acceptance(run="accept", row="*", reason="on purpose", accepted="2026-11-21T18:00:00+00:00", git_revision=None)
@@ -45,7 +45,7 @@ def _taken(before: Baseline, seen: Seen, *rows: Row, owed: tuple[Row, ...] = ())
 
 
 def test_the_tracked_baseline_holds_what_the_smoke_profile_owes() -> None:
-    held, owed = read_baseline(VM_BASELINE), set(owed_rows(load_specs(), Selection()))
+    held, owed = read_baseline(VM_BASELINE), set(owed_rows(specs(), Selection()))
     assert set(held.records) == owed, "accept what is new, and what is gone: nox -s gate prints the command"
     programs = {key.program for key in held.figures}
     assert programs == {Key.of(row).program for row in owed}, "every program of the baseline has its compiler figures"

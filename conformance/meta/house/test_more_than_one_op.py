@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from conformance.fakes import backends as fake_backends
+from conformance.kernels.laws.law import specs
 from megamoe import ops
 from megamoe.cli.main import main
 from megamoe.contract import Case
@@ -17,12 +18,12 @@ from megamoe.judge.arena import Arena, Layout
 from megamoe.judge.tolerance import compare
 from megamoe.ops import Codes, Latitude, fmha, reference, referenced_ops
 from megamoe.ops.nvfp4_moe import inputs as moe_inputs
-from megamoe.spec.load import load_spec, load_specs
+from megamoe.spec.load import load_spec
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import Selection, SelectionError, not_offered, owed_rows
 from megamoe.spec.spec import Spec
 
-SPECS = load_specs()
+SPECS = specs()
 FAKE = fake_backends.__name__
 CASE = Case("codes", (), "normal", 0, "codes:n=8")
 
@@ -203,7 +204,7 @@ def test_filters_and_names_that_one_op_has_select_that_op(capsys: pytest.Capture
 
 def test_every_op_has_a_spec_and_a_reference() -> None:
     """A module of the room is an op; a module of an op's own folder is not."""
-    assert referenced_ops() == tuple(sorted(load_specs()))
+    assert referenced_ops() == tuple(sorted(specs()))
 
 
 def test_an_op_may_be_named_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from conformance.kernels.laws.law import specs
 from megamoe.contract import Case
 from megamoe.ops import Reference, reference
 from megamoe.ops.fmha import DISTRIBUTIONS, SCORES, one_hot_keys, visible_keys
-from megamoe.spec.load import load_specs
 
-SPEC = load_specs()["fmha"]
+SPEC = specs()["fmha"]
 FMHA: Reference = reference("fmha")
 
 CASES = (

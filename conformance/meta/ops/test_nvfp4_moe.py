@@ -8,15 +8,15 @@ from collections import Counter
 import pytest
 import torch
 
+from conformance.kernels.laws.law import specs
 from megamoe.codec.nvfp4 import decode_e2m1, decode_e4m3
 from megamoe.codec.routing import routing
 from megamoe.contract import Case
 from megamoe.judge.arena import DTYPES
 from megamoe.ops import reference
 from megamoe.ops.nvfp4_moe.inputs import INPUTS, draw_topk_ids
-from megamoe.spec.load import load_specs
 
-SPEC = load_specs()["nvfp4_moe"]
+SPEC = specs()["nvfp4_moe"]
 MOE = reference("nvfp4_moe")
 CASES = [*SPEC.cases("small"), *SPEC.cases("stages")]
 ROUTED = "hidden=128,intermediate=128,num_experts=8,tokens=40"

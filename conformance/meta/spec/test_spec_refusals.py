@@ -15,6 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from conformance.kernels.laws.law import specs
 from megamoe.contract import AxisValue
 from megamoe.spec.expression import ExpressionError, parse_expression
 from megamoe.spec.load import build_spec, load_spec, load_specs
@@ -351,7 +352,7 @@ def test_bad_folder_is_refused(tmp_path: Path, files: tuple[str, ...], folder: s
     assert sentence in str(caught.value)
 
 
-FMHA = load_specs()["fmha"]
+FMHA = specs()["fmha"]
 LINES = FMHA.file.read_text(encoding="utf-8").splitlines(keepends=True)
 SHARDS = [*"{}[]:'x1\t\n", ": ", "- ", "&a ", "*a", "!!int ", "null", "-1", "1.5", "true", "|\n"]
 unhurried = settings(deadline=None, derandomize=True, database=None)
