@@ -257,8 +257,8 @@ class Cta:
 class Cluster:
     """CTAs that are launched together. `first`: the coordinates of the first one.
 
-    `met` is what was over when all threads met at a barrier of the cluster. It bounds how long CTAs must live, and holds
-    for relaxed arrivals too, which make nothing visible. `meeting` has the arrivals of the current phase.
+    `met` is what was over when all threads met at a barrier of the cluster. It bounds how long CTAs must live, and
+    holds for relaxed arrivals too, which make nothing visible. `meeting` has the arrivals of the current phase.
     """
 
     def __init__(self, run: Run, first: Dim3) -> None:

@@ -201,9 +201,9 @@ FREED: ret;"""
     assert caught.value.rule == "deadlock"
 
 
-@pytest.mark.parametrize("schedule", (*SCHEDULES, "late_cta:0", "late_cta:1"))
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "late_cta:0", "late_cta:1"])
 def test_memory_that_a_cta_gives_back_while_its_peer_reads(schedule: str) -> None:
-    """No barrier of the cluster before the dealloc: the public bugs cutlass#3435 and triton#10656 fail so on silicon."""
+    """No barrier of the cluster before the dealloc, as in the public bugs cutlass#3435 and triton#10656."""
     both, at_a, at_b = images(*operands(256))
     early = {"free": FREE_AT_ONCE}
     with pytest.raises(Fault, match=r"tcgen05\.dealloc") as caught:
