@@ -38,6 +38,10 @@ class Schedule(Protocol):
         """Let somebody move; False if nobody can."""
         ...
 
+    def turns_of(self, warps: int) -> int:
+        """Turns in which each of `warps` is likely to have run."""
+        ...
+
 
 @dataclass(slots=True)
 class InOrder:
@@ -51,6 +55,10 @@ class InOrder:
     def order(self, count: int) -> list[int]:
         """Ascending."""
         return list(range(count))
+
+    def turns_of(self, warps: int) -> int:
+        """Each warp runs in each turn."""
+        return 1
 
     def turn(self, run: Run) -> bool:
         """One round over all warps; then, if nothing moved, one operation."""
@@ -93,6 +101,10 @@ class Late:
         count = len(warp.cta.warps)
         return count > 1 and warp.index == self.number % count
 
+    def turns_of(self, warps: int) -> int:
+        """Each warp, the late ones too once the others spin, runs in that many."""
+        return LATE_PATIENCE + 1
+
     def turn(self, run: Run) -> bool:
         """One round over those that are not late; if nobody of them moves or all spin, a few blocks of the late."""
         before = run.engine.events
@@ -130,6 +142,10 @@ class Random:
         order = list(range(count))
         self._random.shuffle(order)
         return order
+
+    def turns_of(self, warps: int) -> int:
+        """A turn is one warp's."""
+        return 4 * max(warps, 1)
 
     def turn(self, run: Run) -> bool:
         """One warp for up to four blocks, or one operation."""
