@@ -15,10 +15,10 @@ The names of the rules (`Fault.rule`) say what it checks; conformance/vm plants 
   a missing tcgen05.wait::ld where a register of the load has been used (`tmem_unwaited_overwrites`), a tcgen05.cp into
   what an mma still reads (`tmem_unordered_copies`), and a bulk copy over what threads have read with no
   fence.proxy.async in between (`smem_unfenced_overwrites`; CUTLASS's pipelines have none): orders that the ISA does not
-  promise. None of our kernels has the last one;
-- a bulk copy of bytes of an output or a workspace that nobody wrote: grouped GEMMs load whole tiles, and the rows behind
-  an expert's last token hold nothing (11 of 13 rows of our CuTeDSL MoE do so). Workspaces hold noise, unlike in each
-  program. Any other read of such bytes is found;
+  promise;
+- a bulk copy of bytes of an output or a workspace that nobody wrote: grouped GEMMs, our CuTeDSL MoE among them, load
+  whole tiles, and the rows behind an expert's last token hold nothing. Workspaces hold noise, unlike in each program.
+  Any other read of such bytes is found;
 - a .cta scope that the text does not spell: `mbarrier.arrive.shared::cluster` with no scope releases to its own CTA by
   the ISA's default, and CUTLASS hands stages back to the other CTA with it. Written scopes are kept;
 - that a wait for a phase tells nothing of the copies of earlier phases at the same mbarrier: phases complete in order;

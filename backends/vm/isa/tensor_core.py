@@ -63,6 +63,8 @@ def mma(b: Binder) -> Step:
     d, a, right, idesc, *rest = b.expect(5, 6, 7)
     group = group_of(b.words["group"])
     disabled_lanes = _disabled_lanes(b, rest.pop(0), group) if rest and isinstance(rest[0], Vector) else None
+    if not rest:
+        raise b.error("enable-input-d is missing")
     kind = b.words["mma_kind"].removeprefix("kind::")
     rd, from_tmem = b.address(d), isinstance(a, Address)
     ra = b.address(a) if from_tmem else None

@@ -44,7 +44,10 @@ class _Watched:
 
 @dataclass(slots=True)
 class SpinWatch:
-    """Looks at the warps of a run now and then. `expired`: waits that may time out have done so since the last event."""
+    """Looks at the warps of a run now and then.
+
+    `expired`: the waits that may time out have done so since the last event.
+    """
 
     events: int = -1
     turns: int = 0
@@ -58,14 +61,12 @@ class SpinWatch:
             self.watched.clear()
             return None
         self.turns += 1
-        if (
-            self.turns % (QUIET_TURNS * run.machine.schedule.turns_of(len(run.warps)))
-            or run.engine.pending
-            or run.queue
-        ):
+        every = QUIET_TURNS * run.machine.schedule.turns_of(len(run.warps))
+        if self.turns % every or run.engine.pending or run.queue:
             return None
         spinning = [warp for warp in run.warps if not warp.done and warp.waiting() is None]
-        if not all([self._recurs(warp) for warp in spinning]) or not spinning:
+        recurring = [warp for warp in spinning if self._recurs(warp)]
+        if not spinning or len(recurring) < len(spinning):
             return None
         if not self.expired:
             self.expired = True
@@ -79,9 +80,8 @@ class SpinWatch:
         known = self.watched.get(id(warp))
         if known is None:
             known = self.watched[id(warp)] = _Watched(total, list(warp.executed))
-        known.blocks = tuple(
-            i for i, (now, then) in enumerate(zip(warp.executed, known.executed, strict=True)) if now > then
-        )
+        ran = zip(warp.executed, known.executed, strict=True)
+        known.blocks = tuple(number for number, (now, then) in enumerate(ran) if now > then)
         known.executed = list(warp.executed)
         clocks = _clock_registers(warp)
         state = _state(warp, clocks)
@@ -138,17 +138,15 @@ def _grouped(warps: Sequence[Warp], watched: dict[int, _Watched]) -> list[str]:
     for warp in warps:
         known = watched.get(id(warp))
         clauses.setdefault(spins(warp, known.blocks if known else ()), []).append(warp.name)
-    return [
-        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} {what}" for what, names in clauses.items()
-    ]
+    others = {what: f" and {len(names) - 1} more" if len(names) > 1 else "" for what, names in clauses.items()}
+    return [f"{names[0]}{others[what]} {what}" for what, names in clauses.items()]
 
 
 def spins(warp: Warp, blocks: Sequence[int] = ()) -> str:
     """What `warp` does in `blocks`, or else where it is: lines, and the values that it reads there over and over."""
     numbers = blocks or ([warp.strands[0].block] if warp.strands else [warp.block])
-    inside = [
-        one for number in numbers if number < len(warp.code.blocks) for one in warp.code.blocks[number].instructions
-    ]
+    there = [warp.code.blocks[number] for number in numbers if number < len(warp.code.blocks)]
+    inside = [one for block in there for one in block.instructions]
     lines = sorted({one.line for one in inside}) or [warp.line]
     where = f"PTX line {lines[0]}" if len(lines) == 1 else f"PTX lines {lines[0]} to {lines[-1]}"
     polls = [f"`{one.text}` ({_values(warp, one)})" for one in inside if one.parts[0] in _POLLS]
