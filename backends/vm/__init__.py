@@ -15,7 +15,7 @@ The names of the rules (`Fault.rule`) say what it checks; conformance/vm plants 
   a missing tcgen05.wait::ld where a register of the load has been used (`tmem_unwaited_overwrites`), a tcgen05.cp into
   what an mma still reads (`tmem_unordered_copies`), and a bulk copy over what threads have read with no
   fence.proxy.async in between (`smem_unfenced_overwrites`; CUTLASS's pipelines have none): orders that the ISA does not
-  promise;
+  promise. It also counts operands that the ISA has no result for (`remainders_by_zero`, `bit_fields_beyond_255`);
 - a bulk copy of bytes of an output or a workspace that nobody wrote: grouped GEMMs, our CuTeDSL MoE among them, load
   whole tiles, and the rows behind an expert's last token hold nothing. Workspaces hold noise, unlike in each program.
   Any other read of such bytes is found;
