@@ -32,6 +32,8 @@ MAX_LOCAL = 512 << 10
 """Bytes of local memory a thread (CUDA programming guide, compute capabilities 9.0 and 10.0)."""
 MAX_CONST = 64 << 10
 """Bytes of constant memory of a module (the same table)."""
+MAX_PARAMS = 32764
+"""Bytes of the parameters of a kernel (PTX ISA 5.1.6.1, of sm_70 and later)."""
 MAX_GLOBAL = 4 << 30
 """Bytes of a module's .global variables: a limit of this machine, which keeps them in the host's memory."""
 MAX_CTAS = 1 << 20
@@ -186,6 +188,8 @@ def _check_launch(function: BoundFunction, shape: LaunchShape) -> None:
         )
     if function.local_size > MAX_LOCAL:
         raise LaunchError(f"{name}: {function.local_size} bytes of local memory a thread exceed {MAX_LOCAL}")
+    if function.param_size > MAX_PARAMS:
+        raise LaunchError(f"{name}: parameters of {function.param_size} bytes; at most {MAX_PARAMS} are possible")
     for space, most in (("const", MAX_CONST), ("global", MAX_GLOBAL)):
         total = sum(variable.size for variable in function.variables.values() if variable.space == space)
         if total > most:
