@@ -25,8 +25,9 @@ from backends.vm.load import load
 from backends.vm.machine.machine import Machine
 from backends.vm.tensor.tensor_map import encode_tensor_map
 
-EVERY_SCHEDULE = ("eager", "lazy", *(f"random:{seed}" for seed in range(4)))
-TWENTY = ("eager", "lazy", *(f"random:{seed}" for seed in range(20)))
+LATE = ("late_cta:0", "late_cta:1", "late_warp:0", "late_warp:1")
+EVERY_SCHEDULE = ("eager", "lazy", "late_cta:1", "late_warp:0", *(f"random:{seed}" for seed in range(4)))
+TWENTY = ("eager", "lazy", *LATE, *(f"random:{seed}" for seed in range(14)))
 Array = npt.NDArray[Any]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 

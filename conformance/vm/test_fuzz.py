@@ -449,7 +449,7 @@ def _params(module: Module, name: str, base: int) -> list[bytes]:
     for variable in module.functions[name].params:
         tensor_map = encode_tensor_map(base, "u8", (64, 32), (64,), (64, 4))
         given = tensor_map if variable.size == 128 else struct.pack("<Q", base)
-        found.append((given * (variable.size // len(given) + 1))[: variable.size])
+        found.append((given * (min(variable.size, 1 << 16) // len(given) + 1))[: variable.size])
     return found
 
 

@@ -50,7 +50,8 @@ class DeviceLostError(DeviceError):
 class RunOptions:
     """How an executor runs a program.
 
-    `schedule`: the order in which asynchronous work completes: "eager", "lazy" or "random:SEED" (VM only).
+    `schedule`: the order in which asynchronous work completes: "eager", "lazy", "random:SEED", "late_cta:RANK" or
+    "late_warp:INDEX" (VM only).
     `accumulate`: of matrix products: "fast" (float32 BLAS), "exact" (float64) or "hopper" (bit-exact model of an H200;
     VM only). `step_budget`: steps after which the VM calls a program hung. `trace`: record what the agents do; an
     executor that cannot record leaves Execution.trace None. `outputs`: the tensors that the program may write, None

@@ -21,6 +21,9 @@ Trend = Literal["worse", "vanished", "better", "changed"]
 # "cost": more of it is worse. "fact": a property of the case, which no kernel can change.
 _DIRECTIONS: Mapping[str, Direction] = {
     "barrier_waits": "cost",
+    # Operands for which the ISA has no result.
+    "bit_fields_beyond_255": "cost",
+    "remainders_by_zero": "cost",
     "mbarrier_stalls": "cost",
     # FLOPs issued, padding of tiles included; `useful_flops` is what the case needs.
     "mma_flops": "cost",

@@ -22,7 +22,8 @@ from megamoe.spec.spec import Spec
 
 MAX_DAYS = 180
 """How far ahead an entry may expire. Somebody has to look at it again before that."""
-_SCHEDULES = ("eager", "lazy", *(f"random:{seed}" for seed in range(MAX_SEEDS)))
+_KINDS = ("random", "late_cta", "late_warp")
+_SCHEDULES = ("eager", "lazy", *(f"{kind}:{number}" for kind in _KINDS for number in range(MAX_SEEDS)))
 
 
 class ExpectedError(Exception):
@@ -83,7 +84,8 @@ class Expectation:
         except SelectionError as error:
             return f"{self.where}: the entry matches no known row: {error}"
         if not any(fnmatchcase(name, entry.schedule) for name in _SCHEDULES):
-            return f"{self.where}: no schedule matches {entry.schedule!r}; they are eager, lazy and random:SEED"
+            known = "eager, lazy, random:SEED, late_cta:RANK and late_warp:INDEX"
+            return f"{self.where}: no schedule matches {entry.schedule!r}; they are {known}"
         try:
             spec_of(specs, entry.example).parse_case(entry.example)
         except (SelectionError, SpecError) as error:

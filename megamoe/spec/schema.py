@@ -42,7 +42,7 @@ def _layout(value: object) -> str | None:
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
 Sentence = Annotated[str, StringConstraints(min_length=3)]
-Schedule = Annotated[str, StringConstraints(pattern=r"^(eager|lazy|random:(0|[1-9][0-9]{0,17}))$")]
+Schedule = Annotated[str, StringConstraints(pattern=r"^(eager|lazy|(random|late_cta|late_warp):(0|[1-9][0-9]{0,17}))$")]
 Scalar = Annotated[AxisValue, PlainValidator(_scalar)]
 Bound = Annotated[int | float | None, PlainValidator(_bound)]
 RoleByAxis = dict[Name, Annotated[dict[str, Role], Field(min_length=1)]]
@@ -210,7 +210,7 @@ def _sentence(details: ErrorDetails, path: KeyPath) -> str:
         case "too_short":
             return "is empty; it needs at least one entry"
         case "string_pattern_mismatch" if "eager" in details.get("ctx", {}).get("pattern", ""):
-            return f"{seen} is no schedule; write eager, lazy or random:SEED"
+            return f"{seen} is no schedule; write eager, lazy, random:SEED, late_cta:RANK or late_warp:INDEX"
         case "string_pattern_mismatch":
             return f"{seen} is no name; a name is lower-case letters, digits and underscores, a letter first"
         case "model_type" | "dict_type" | "model_attributes_type":

@@ -30,7 +30,7 @@ DEFAULT_EXECUTOR = "vm"
 DEFAULT_PROFILE = "smoke"
 MAX_SEEDS = 10_000
 ROW_FORM = "CASE on BACKEND TARGET EXECUTOR SCHEDULE"
-_SCHEDULE = re.compile(r"eager|lazy|random:(\d+)(?:-(\d+))?")
+_SCHEDULE = re.compile(r"eager|lazy|(random|late_cta|late_warp):(\d+)(?:-(\d+))?")
 
 
 class SelectionError(Exception):
@@ -87,14 +87,15 @@ def expand_schedules(names: Iterable[str]) -> tuple[str, ...]:
     for name in names:
         match = _SCHEDULE.fullmatch(name)
         if not match:
-            raise SelectionError(f"schedule {name!r} is not eager, lazy, random:SEED or random:FIRST-LAST")
+            raise SelectionError(f"schedule {name!r} is not eager, lazy, random:SEED, random:FIRST-LAST, late_cta:RANK "
+                                 "or late_warp:INDEX")  # fmt: skip
         if match[1] is None:
             result[name] = None
             continue
-        first, last = int(match[1]), int(match[2] or match[1])
+        first, last = int(match[2]), int(match[3] or match[2])
         if last < first or last - first >= MAX_SEEDS:
             raise SelectionError(f"schedule range {name!r} must go upwards and hold at most {MAX_SEEDS} seeds")
-        result.update({f"random:{seed}": None for seed in range(first, last + 1)})
+        result.update({f"{match[1]}:{seed}": None for seed in range(first, last + 1)})
     return tuple(result)
 
 

@@ -167,8 +167,8 @@ def cluster_arrive(b: Binder) -> Step:
         warp.cluster_owed |= warp.mask
         warp.cluster_phase[warp.mask] = cluster.generation + 1
         cluster.arriving.join(warp.released if relaxed else warp.clock)
-        if not relaxed:
-            warp.next_epoch()
+        np.maximum(cluster.meeting, np.maximum(warp.clock.seen, warp.met), out=cluster.meeting)
+        warp.next_epoch()
         warp.cta.machine.engine.events += 1
         cluster.complete_phase()
 
@@ -192,6 +192,7 @@ def cluster_wait(b: Binder) -> Step:
         def finish() -> None:
             warp.cluster_owed &= ~mask
             warp.clock.join(cluster.released)
+            np.maximum(warp.met, cluster.met, out=warp.met)
 
         def reason() -> str:
             arrived = sum(int(w.cluster_arrived.sum()) for w in cluster.warps)

@@ -53,10 +53,12 @@ def _shared_targets(warp: Warp, address: int, mask: int | None) -> list[tuple[Ct
     """The CTAs that a copy writes to, each with the offset: one, or those whose bit is set in a multicast mask."""
     cluster = warp.cta.cluster
     if mask is None:
-        return [(cluster.cta_of(address, "bulk copy"), address & OFFSET_MASK)]
+        return [(cluster.cta_of(address, "a bulk copy into shared memory"), address & OFFSET_MASK)]
     ranks = [rank for rank in range(16) if mask >> rank & 1]
     if not ranks or ranks[-1] >= cluster.size:
         raise Fault("remote-shared", f"multicast mask {mask:#x} in a cluster of {cluster.size} CTAs", address=address)
+    for rank in ranks:
+        cluster.ctas[rank].check_present("a multicast copy into shared memory")
     return [(cluster.ctas[rank], address & OFFSET_MASK) for rank in ranks]
 
 
@@ -195,6 +197,8 @@ def _begin_load(
         cta.smem.async_write_ends(granules, stamp(barrier.copy_agent, serial), line)
         barrier.complete_transactions(plan.transaction_bytes, landed, f"the copy of PTX line {line}")
 
+    if cta is not warp.cta:
+        cta.visit(barrier.copy_agent, serial, line)
     barrier.last_copy = submit(warp, "a bulk copy", line, text, perform, signals=(barrier,))
     barrier.last_copy_serial = serial
     return serial

@@ -95,6 +95,8 @@ def st_async(b: Binder) -> Step:
         granules = np.arange(offset >> 2, (offset + size) >> 2, dtype=np.int64)
         serial = warp.cta.cluster.next_copy()
         cta.smem.async_write_begins(granules, warp.clock, line, "st.async", generic=True)
+        if cta is not warp.cta:
+            cta.visit(signalled.copy_agent, serial, line)
         landed = warp.clock.of_copy()
         landed.seen[signalled.copy_agent] = serial
 
@@ -151,6 +153,10 @@ def try_cancel(b: Binder) -> Step:
                 cta.smem.async_write_begins(granules, warp.clock, line, "clusterlaunchcontrol.try_cancel")
             serial = warp.cta.cluster.next_copy()
             perform = _performer(warp, offset, granules, told, serial, line)
+            for cta, signalled in told:
+                if cta is not warp.cta:
+                    cta.check_present("a response of clusterlaunchcontrol.try_cancel in shared memory")
+                    cta.visit(signalled.copy_agent, serial, line)
             operation = submit(warp, "a try_cancel", line, text, perform, signals=tuple(m for _, m in told))
             for _, signalled in told:
                 signalled.last_copy, signalled.last_copy_serial = operation, serial

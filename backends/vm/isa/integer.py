@@ -146,6 +146,21 @@ def mad_wide(b: Binder) -> Step:
     return step
 
 
+def _counted(step: Step, counter: str, outside: Callable[[Warp], Result]) -> Step:
+    """`step`, which also counts the instructions of which an active lane has operands that the ISA gives no result for.
+
+    Results here are those of its pseudo-code or of an H200; another GPU may give others. A count and no finding:
+    compilers compute such values in lanes that do not use them.
+    """
+
+    def run(warp: Warp) -> object:
+        if np.count_nonzero(outside(warp) & warp.mask):
+            warp.cta.machine.counters[counter] += 1
+        return step(warp)
+
+    return run
+
+
 def _divide(a: Row, c: Row, *, remainder: bool) -> Result:
     safe = np.where(c == 0, 1, c).astype(a.dtype)
     rest = np.fmod(a, safe)
@@ -165,7 +180,9 @@ def div(b: Binder) -> Step:
 @opcode("rem.<type>", section="9.7.1.9", type=_INTEGERS)
 def rem(b: Binder) -> Step:
     """Remainder with the sign of the dividend. By zero the ISA leaves the result open; an H200 gives all ones."""
-    return _computed(b, b.words["type"], lambda a, c: _divide(a, c, remainder=True), 2)
+    view = b.words["type"]
+    step, row = _computed(b, view, lambda a, c: _divide(a, c, remainder=True), 2), b.source(b.operands[2], view)
+    return _counted(step, "remainders_by_zero", lambda warp: getattr(warp, view)[row] == 0)
 
 
 @opcode("abs.<type>", section="9.7.1.10", type="s16 s32 s64")
@@ -356,7 +373,18 @@ def bfe(b: Binder) -> Step:
         columns = zip(rows[ra].tolist(), warp.u32[rp].tolist(), warp.u32[rl].tolist(), strict=True)
         np.copyto(rows[rd], np.array([one(*column) for column in columns], rows[rd].dtype), where=warp.where)
 
-    return step
+    return step if bits == 32 else _counted(step, _WIDE_FIELDS, _beyond_a_byte(rp, rl))
+
+
+_WIDE_FIELDS = "bit_fields_beyond_255"
+
+
+def _beyond_a_byte(position: int, length: int) -> Callable[[Warp], Result]:
+    """Lanes whose position or length exceeds 255: the ISA restricts both to 0..255 (9.7.1.19, 9.7.1.20).
+
+    Of 64-bit fields an H200 does not take the low byte, as the pseudo-code does; of 32-bit ones it does.
+    """
+    return lambda warp: (warp.u32[position] > 255) | (warp.u32[length] > 255)
 
 
 @opcode("bfi.<type>", section="9.7.1.20", type="b32 b64")
@@ -376,7 +404,7 @@ def bfi(b: Binder) -> Step:
         out = getattr(warp, view)[rd]
         np.copyto(out, np.array([one(*column) for column in columns], out.dtype), where=warp.where)
 
-    return step
+    return step if bits == 32 else _counted(step, _WIDE_FIELDS, _beyond_a_byte(sources[2][1], sources[3][1]))
 
 
 @opcode("lop3.b32", section="9.7.8.6")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
-from backends.vm.machine.access import resolve
+from backends.vm.machine.access import resolve, visit
 from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.warp import Warp
@@ -36,7 +36,8 @@ def places(b: Binder, operand: Operand, *, remote: bool = False) -> Callable[[Wa
         for value in dict.fromkeys(addresses.tolist()):
             cta = warp.cta
             if where == "shared::cluster" and remote:
-                cta = warp.cta.cluster.cta_of(value, "mbarrier operation")
+                cta = warp.cta.cluster.cta_of(value, "an mbarrier operation")
+                visit(warp, cta, "an mbarrier operation", b.instruction.line)
             elif where != "shared::cluster" or value >> 24 != warp.cta.place.cta_rank:
                 warp.cta.own_offset(value, "mbarrier operation")
             yield (cta, value & OFFSET_MASK), lanes[addresses == value].tolist()

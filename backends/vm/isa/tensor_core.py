@@ -63,6 +63,8 @@ def mma(b: Binder) -> Step:
     d, a, right, idesc, *rest = b.expect(5, 6, 7)
     group = group_of(b.words["group"])
     disabled_lanes = _disabled_lanes(b, rest.pop(0), group) if rest and isinstance(rest[0], Vector) else None
+    if not rest:
+        raise b.error("enable-input-d is missing")
     kind = b.words["mma_kind"].removeprefix("kind::")
     rd, from_tmem = b.address(d), isinstance(a, Address)
     ra = b.address(a) if from_tmem else None
@@ -182,7 +184,11 @@ def commit(b: Binder) -> Step:
             if mask_row is not None:
                 mask = int(warp.u16[mask_row][lane])
                 ranks = [rank for rank in range(cluster.size) if mask >> rank & 1]
-            targets.extend(cluster.ctas[rank].mbarrier(offset, warp.clock) for rank in ranks)
+            for told in (cluster.ctas[rank] for rank in ranks):
+                told.check_present("a tcgen05.commit to an mbarrier")
+                if told is not warp.cta:
+                    told.visit(warp.cta.tensor_agent, warp.cta.tensor_serial + 1, line)
+                targets.append(told.mbarrier(offset, warp.clock))
         carried, _, _ = tensor_issue(warp)
         done = warp.cta.tensor_agents
         carried.seen[done] = carried.fenced[done] = warp.cta.tensor_serial

@@ -146,7 +146,7 @@ def dealloc(b: Binder) -> Step:
     """Take an allocation back."""
     address, count = b.expect(2)
     ra, rc = b.source(address, "u32"), b.source(count, "u32")
-    group = group_of(b.words["group"])
+    group, line = group_of(b.words["group"]), b.instruction.line
 
     def step(warp: Warp) -> object:
         warp.converged("tcgen05.dealloc")
@@ -155,6 +155,10 @@ def dealloc(b: Binder) -> Step:
             uniform(warp.u32[ra][warp.mask], "the address"),
             uniform(warp.u32[rc][warp.mask], "the column count"),
         )
+
+        if group == 2:
+            for cta in pair(warp, "tcgen05.dealloc"):
+                cta.tmem.close(taddr, columns, warp.clock, line)
 
         def perform() -> None:
             warp.cta.machine.engine.events += 1

@@ -60,7 +60,16 @@ def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Ct
         except Fault as fault:
             fault.lane = lane
             raise
-    return cluster.ctas[int(ranks[0])], addresses & OFFSET_MASK
+    cta = cluster.ctas[int(ranks[0])]
+    visit(warp, cta, f"a shared {access}", warp.line)
+    return cta, addresses & OFFSET_MASK
+
+
+def visit(warp: Warp, cta: Cta, what: str, line: int) -> None:
+    """`warp` uses the memory of `cta`: another CTA must be there, and must not end before this is over."""
+    if cta is not warp.cta:
+        cta.check_present(what)
+        cta.visit(warp.agent, int(warp.clock.seen[warp.agent]), line)
 
 
 def load(

@@ -217,6 +217,15 @@ class RegisterFile:
         for width, count in self._counts.items():
             self._storage[width][:count] = 0
 
+    def content(self, without: frozenset[Key]) -> bytes:
+        """The values of all registers but those of `without`."""
+        parts: list[bytes] = []
+        for width, count in self._counts.items():
+            left = {row for wide, row in without if wide == width}
+            rows = self._storage[width][:count]
+            parts.append((np.delete(rows, sorted(left), axis=0) if left else rows).tobytes())
+        return b"".join(parts)
+
     def view(self, name: str) -> list[Row]:
         """The rows as the view `name` shows them: arrays [32], or [32, n] for packed views."""
         if name not in self._views:

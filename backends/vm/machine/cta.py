@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 NAMED_BARRIERS = 16
 
 
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """The last use that an agent of another CTA made of this CTA's memory: its epoch then, and the PTX line."""
+
+    epoch: int
+    line: int
+
+
 @dataclass(slots=True)
 class NamedBarrier:
     """`barrier` resource 0..15 of a CTA (PTX ISA 9.7.13.1): arrivals in threads, and the clocks they bring.
@@ -63,6 +71,7 @@ class Cta:
         self.tensor_serial = 0
         self._accumulators: dict[tuple[int, ...], int] = {}
         self.named: dict[int, NamedBarrier] = {}
+        self.visits: dict[int, Visit] = {}
         self.warps = [
             Warp(function.code, self, index, min(LANES, shape.threads - LANES * index), run.registers.take())
             for index in range(agents.warps_per_cta)
@@ -160,8 +169,34 @@ class Cta:
         """Whether all warps have ended."""
         return all(warp.done for warp in self.warps)
 
+    def visit(self, agent: int, epoch: int, line: int) -> None:
+        """An agent of another CTA uses this CTA's memory, which must be there until that is over."""
+        known = self.visits.get(agent)
+        if known is None or known.epoch <= epoch:
+            self.visits[agent] = Visit(epoch, line)
+
+    def check_present(self, access: str) -> None:
+        """Fault if this CTA, whose memory another one uses, has ended."""
+        if self.done:
+            raise Fault("ended-cta", f"{access} of CTA rank {self.place.cta_rank}, which has ended: its memory may be "
+                        "another CTA's by now. A barrier of the cluster behind the last such access is missing (PTX "
+                        "ISA 9.7.9.23)")  # fmt: skip
+
+    def _check_visits(self) -> None:
+        """Fault if the last warp of this CTA ends while another CTA may still use its memory."""
+        if not self.visits:
+            return
+        known = np.maximum.reduce([np.maximum(warp.clock.seen, warp.met) for warp in self.warps])
+        for agent, visit in self.visits.items():
+            if known[agent] < visit.epoch:
+                raise Fault("ended-cta", f"CTA rank {self.place.cta_rank} ends, but nothing orders that after "
+                            f"{self.cluster.agents.name(agent)} used its memory at PTX line {visit.line}: a barrier of "
+                            "the cluster, or a wait for what that access signals, is missing")  # fmt: skip
+
     def threads_ended(self) -> None:
         """Complete the barriers that only waited for threads that have now ended (PTX ISA 9.7.13.1)."""
+        if self.done:
+            self._check_visits()
         for barrier in self.named.values():
             if barrier.arrived and barrier.expected is None:
                 self.complete_barrier(barrier)
@@ -220,7 +255,11 @@ class Cta:
 
 
 class Cluster:
-    """CTAs that are launched together. `first`: the coordinates of the first one."""
+    """CTAs that are launched together. `first`: the coordinates of the first one.
+
+    `met` is what was over when all threads met at a barrier of the cluster. It bounds how long CTAs must live, and
+    holds for relaxed arrivals too, which make nothing visible. `meeting` has the arrivals of the current phase.
+    """
 
     def __init__(self, run: Run, first: Dim3) -> None:
         shape = run.shape
@@ -229,6 +268,8 @@ class Cluster:
         self.copy_serial = 0
         self.arriving = Clock.zero(self.agents.count)
         self.released = Clock.zero(self.agents.count)
+        self.meeting = np.zeros(self.agents.count, np.int64)
+        self.met = np.zeros(self.agents.count, np.int64)
         self.generation = 0
         self.flags: dict[tuple[str, int], Carried] = {}
         self.ctas: list[Cta] = []
@@ -248,6 +289,7 @@ class Cluster:
         rank = address >> RANK_SHIFT
         if not 0 <= rank < self.size:
             raise Fault("remote-shared", f"{access} names CTA rank {rank} of a cluster of {self.size}", address=address)
+        self.ctas[rank].check_present(access)
         return self.ctas[rank]
 
     def complete_phase(self) -> None:
@@ -263,6 +305,7 @@ class Cluster:
             self.generation += 1
             self.released.join(self.arriving)
             self.arriving.clear()
+            np.maximum(self.met, self.meeting, out=self.met)
 
     @property
     def done(self) -> bool:

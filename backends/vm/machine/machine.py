@@ -16,6 +16,7 @@ from backends.vm.machine.cta import Cluster
 from backends.vm.machine.engine import Engine
 from backends.vm.machine.scheduler import Schedule, schedule
 from backends.vm.machine.special import Dim3, LaunchShape
+from backends.vm.machine.spinning import SpinWatch, spins
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.global_memory import PARAM_WINDOW, WINDOW_SHIFT, Bytes, GlobalMemory
 from backends.vm.memory.global_races import GlobalRaces
@@ -31,6 +32,8 @@ MAX_LOCAL = 512 << 10
 """Bytes of local memory a thread (CUDA programming guide, compute capabilities 9.0 and 10.0)."""
 MAX_CONST = 64 << 10
 """Bytes of constant memory of a module (the same table)."""
+MAX_PARAMS = 32764
+"""Bytes of the parameters of a kernel (PTX ISA 5.1.6.1, of sm_70 and later)."""
 MAX_GLOBAL = 4 << 30
 """Bytes of a module's .global variables: a limit of this machine, which keeps them in the host's memory."""
 MAX_CTAS = 1 << 20
@@ -185,6 +188,8 @@ def _check_launch(function: BoundFunction, shape: LaunchShape) -> None:
         )
     if function.local_size > MAX_LOCAL:
         raise LaunchError(f"{name}: {function.local_size} bytes of local memory a thread exceed {MAX_LOCAL}")
+    if function.param_size > MAX_PARAMS:
+        raise LaunchError(f"{name}: parameters of {function.param_size} bytes; at most {MAX_PARAMS} are possible")
     for space, most in (("const", MAX_CONST), ("global", MAX_GLOBAL)):
         total = sum(variable.size for variable in function.variables.values() if variable.space == space)
         if total > most:
@@ -235,19 +240,24 @@ class Run:
     def to_the_end(self) -> None:
         """Run until every CTA has ended. Fault for a deadlock, a leak or a broken rule."""
         stuck_at: object = None
+        watch = SpinWatch()
         turns = 0
         while self._admit(self.machine.schedule.resident):
             if self.machine.schedule.turn(self):
                 turns += 1
                 if turns % LONG_RUN == 0:
                     self.admit_one_more()
+                if (spinning := watch.stuck(self)) is not None:
+                    parked = _parked(self.warps)
+                    raise Fault("deadlock", "nothing changes any more: " + "; ".join([spinning, *parked]),
+                                kernel=self.function.name, where="all warps wait or spin")  # fmt: skip
                 continue
             if self._retire() or any(warp.yield_strand() for warp in self.warps):
                 continue
             if self._admit(len(self.resident) + 1, only_new=True):
                 continue
             state = (self.engine.events, [(warp.index, warp.block) for warp in self.warps])
-            if state == stuck_at or not self._expire():
+            if state == stuck_at or not self.expire():
                 raise Fault("deadlock", _deadlock(self.warps), kernel=self.function.name, where="all warps wait")
             stuck_at = state
 
@@ -312,7 +322,7 @@ class Run:
         self.machine.steps_left -= ran
         if self.machine.steps_left < 0:
             raise Fault("runaway", f"the launch has executed {self.machine.step_budget} basic blocks, its budget; "
-                        f"{warp.name} is at PTX line {warp.line}", kernel=self.function.name,
+                        f"{warp.name} is at PTX line {warp.line} and {spins(warp)}", kernel=self.function.name,
                         where="step budget")  # fmt: skip
         return ran
 
@@ -330,7 +340,8 @@ class Run:
         self.machine.steps_left -= 1
         return True
 
-    def _expire(self) -> bool:
+    def expire(self) -> bool:
+        """Let all waits that may time out do so. False if there is none."""
         waiting = [warp for warp in self.warps if warp.strands and warp.strands[0].wait and warp.strands[0].wait.expire]
         for warp in waiting:
             warp.expire()
@@ -338,16 +349,20 @@ class Run:
 
 
 def _deadlock(warps: Sequence[Warp]) -> str:
-    """Who waits for what: one clause a parked warp, equal ones counted together."""
+    """Who waits for what."""
+    clauses = _parked(warps)
+    return "nobody can move: " + "; ".join(clauses) if clauses else "no warp can move"
+
+
+def _parked(warps: Sequence[Warp]) -> list[str]:
+    """One clause a parked warp, equal ones counted together."""
     clauses: dict[str, list[str]] = {}
     for warp in warps:
         for strand in warp.strands:
             if strand.wait is not None:
                 line = warp.code.blocks[strand.block].instructions[-1].line
                 clauses.setdefault(f"at PTX line {line} for {strand.wait.reason()}", []).append(warp.name)
-    if not clauses:
-        return "no warp can move"
-    return "nobody can move: " + "; ".join(f"{_names(names)} waits {clause}" for clause, names in clauses.items())
+    return [f"{_names(names)} waits {clause}" for clause, names in clauses.items()]
 
 
 def _names(names: list[str]) -> str:

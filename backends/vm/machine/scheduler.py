@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from backends.vm.machine.machine import Run
+    from backends.vm.machine.warp import Warp
 
 LONG_TURN = 64
 """Blocks that a warp may run before the others get their turn: a spinning warp must not starve them."""
@@ -16,6 +17,8 @@ PATIENCE = 50
 launches one more cluster when there is none."""
 
 
+LATE_PATIENCE = 3
+"""Such rounds after which a late CTA or warp moves: the others may spin on it."""
 GIVE_UP = 1 / 16
 """How often a random schedule lets a wait that may time out (mbarrier.try_wait) do so."""
 
@@ -35,6 +38,10 @@ class Schedule(Protocol):
         """Let somebody move; False if nobody can."""
         ...
 
+    def turns_of(self, warps: int) -> int:
+        """Turns in which each of `warps` is likely to have run."""
+        ...
+
 
 @dataclass(slots=True)
 class InOrder:
@@ -48,6 +55,10 @@ class InOrder:
     def order(self, count: int) -> list[int]:
         """Ascending."""
         return list(range(count))
+
+    def turns_of(self, warps: int) -> int:
+        """Each warp runs in each turn."""
+        return 1
 
     def turn(self, run: Run) -> bool:
         """One round over all warps; then, if nothing moved, one operation."""
@@ -63,6 +74,55 @@ class InOrder:
             run.admit_one_more()
             self.quiet_rounds = 0
         return bool(moved) or operation is not None
+
+
+@dataclass(slots=True)
+class Late:
+    """All but one CTA of each cluster, or all but one warp of each CTA, go as far as they can before that one moves.
+
+    Operations end as they are issued. `which`: "cta" or "warp", of rank or index `number` (modulo how many there are).
+    """
+
+    name: str
+    which: str
+    number: int
+    defers: bool = False
+    resident: int = 1
+    quiet_rounds: int = 0
+
+    def order(self, count: int) -> list[int]:
+        """Ascending."""
+        return list(range(count))
+
+    def _is_late(self, warp: Warp) -> bool:
+        if self.which == "cta":
+            size = warp.cta.cluster.size
+            return size > 1 and warp.cta.place.cta_rank == self.number % size
+        count = len(warp.cta.warps)
+        return count > 1 and warp.index == self.number % count
+
+    def turns_of(self, warps: int) -> int:
+        """Each warp, the late ones too once the others spin, runs in that many."""
+        return LATE_PATIENCE + 1
+
+    def turn(self, run: Run) -> bool:
+        """One round over those that are not late; if nobody of them moves or all spin, a few blocks of the late."""
+        before = run.engine.events
+        late: list[Warp] = []
+        moved = 0
+        for warp in run.warps:
+            if self._is_late(warp):
+                late.append(warp)
+            else:
+                moved += run.advance(warp, LONG_TURN)
+        self.quiet_rounds = self.quiet_rounds + 1 if run.engine.events == before else 0
+        if moved and self.quiet_rounds < LATE_PATIENCE:
+            return True
+        behind = sum(run.advance(warp, 1) for warp in late)
+        if not behind and moved and self.quiet_rounds >= PATIENCE:
+            run.admit_one_more()
+            self.quiet_rounds = 0
+        return bool(moved or behind)
 
 
 class Random:
@@ -82,6 +142,10 @@ class Random:
         order = list(range(count))
         self._random.shuffle(order)
         return order
+
+    def turns_of(self, warps: int) -> int:
+        """A turn is one warp's."""
+        return 4 * max(warps, 1)
 
     def turn(self, run: Run) -> bool:
         """One warp for up to four blocks, or one operation."""
@@ -108,7 +172,7 @@ class Random:
 
 
 def schedule(name: str) -> Schedule:
-    """The policy called "eager", "lazy" or "random:SEED"."""
+    """The policy called "eager", "lazy", "random:SEED", "late_cta:RANK" or "late_warp:INDEX"."""
     if name == "eager":
         return InOrder("eager", defers=False)
     if name == "lazy":
@@ -116,4 +180,9 @@ def schedule(name: str) -> Schedule:
     kind, _, seed = name.partition(":")
     if kind == "random" and seed.isdigit():
         return Random(int(seed))
-    raise ValueError(f"no schedule is called {name!r}; there are eager, lazy and random:SEED with a whole number SEED")
+    if kind in ("late_cta", "late_warp") and seed.isdigit():
+        return Late(name, kind.removeprefix("late_"), int(seed))
+    raise ValueError(
+        f"no schedule is called {name!r}; there are eager, lazy, random:SEED, late_cta:RANK and late_warp:INDEX with "
+        "whole numbers"
+    )

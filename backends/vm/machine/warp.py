@@ -109,7 +109,7 @@ class Warp:
     `mask` holds the active lanes. `where` is the same for ufuncs, or True when all 32 are active.
 
     Relaxed arrivals carry `released`, what a fence has covered, and to the warp's own CTA `released_to_cta`. A fence
-    acquires what relaxed waits have `noticed`, by mbarrier.
+    acquires what relaxed waits have `noticed`, by mbarrier. `met`: what a barrier of the cluster has shown to be over.
     """
 
     pred: list[Mask]
@@ -151,6 +151,7 @@ class Warp:
         self.released = Clock.zero(self.agents.count)
         self.released_to_cta = Clock.zero(self.agents.count)
         self.noticed: dict[int, Carried] = {}
+        self.met = np.zeros(self.agents.count, np.int64)
         self.tmem_stores: list[Index] = []
         self.tmem_loads: dict[int, dict[tuple[int, int], list[Index]]] = {}
         self.copies = CopyGroups()

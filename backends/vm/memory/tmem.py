@@ -61,7 +61,8 @@ class TensorMemory:
     `cta_group` is that of the tcgen05 instructions so far, 0 before the first. `collectives` counts those that the CTA
     has executed as one of a pair; the even CTA keeps `meetings`, those of the pair by number. `loading` holds the PTX
     line of a tcgen05.ld that may still read the cell: negative once one of its registers has been used, 0 after its
-    wait. `unwaited_overwrites` counts the writes to cells where it was negative.
+    wait. `unwaited_overwrites` counts the writes to cells where it was negative. `closed`: by column, the line of a
+    dealloc that one CTA of the pair has executed.
     """
 
     agents: Agents
@@ -72,6 +73,7 @@ class TensorMemory:
     writer_line: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     loading: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     owned: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(COLUMNS, np.bool_))
+    closed: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(COLUMNS, np.int32))
     allocations: list[Allocation] = field(default_factory=list[Allocation])
     permit: bool = True
     cta_group: int = 0
@@ -98,14 +100,29 @@ class TensorMemory:
         self.owned[first : first + columns] = True
         self.peak_columns = max(self.peak_columns, int(self.owned.sum()))
 
+    def close(self, address: int, columns: int, clock: Clock, line: int) -> None:
+        """A CTA of the pair executes the dealloc of an allocation, PTX `line`, with what `clock` has seen.
+
+        With cta_group::2 it gives the columns of both CTAs back, and the ISA does not say that it waits for the other
+        CTA (9.7.16.7.1, Table 48): whatever either of them does there must come before.
+        """
+        first = address & 0xFFFF
+        if any((one.first, one.columns) == (first, columns) for one in self.allocations):
+            self._check_quiet((slice(0, LANES), slice(first, first + columns)), clock)
+            self.closed[first : first + columns] = line
+
+    def _check_quiet(self, cells: Index, clock: Clock) -> None:
+        self._check_order(cells, self.writer, clock, "tcgen05.dealloc frees", "wrote")
+        self._check_order(cells, self.reader, clock, "tcgen05.dealloc frees", "read")
+        self._check_loaded(cells, "tcgen05.dealloc frees")
+
     def free(self, address: int, columns: int, clock: Clock) -> None:
         """Take an allocation back. Address and size must be those given out, and all accesses ordered before."""
         for allocation in self.allocations:
             if allocation.first == address & 0xFFFF and allocation.columns == columns and address >> 16 == 0:
                 cells = slice(0, LANES), slice(allocation.first, allocation.first + columns)
-                self._check_order(cells, self.writer, clock, "tcgen05.dealloc frees", "wrote")
-                self._check_order(cells, self.reader, clock, "tcgen05.dealloc frees", "read")
-                self._check_loaded(cells, "tcgen05.dealloc frees")
+                self._check_quiet(cells, clock)
+                self.closed[cells[1]] = 0
                 self.allocations.remove(allocation)
                 self.owned[cells[1]] = False
                 self.written[cells] = False
@@ -125,6 +142,13 @@ class TensorMemory:
             columns = _as_array(index[1])
             column = int(columns[~self.owned[columns]].flat[0])
             raise Fault("tmem-not-allocated", f"{action} column {column}, which no live tcgen05.alloc covers",
+                        address=column)  # fmt: skip
+        closed = self.closed[index[1]]
+        if np.count_nonzero(closed):
+            columns = _as_array(index[1])
+            column = int(columns[self.closed[columns] != 0].flat[0])
+            raise Fault("tmem-dealloc", f"{action} column {column}, which a CTA of the pair gives back by the "
+                        f"tcgen05.dealloc of PTX line {self.closed[column]}: nothing makes that wait for this access",
                         address=column)  # fmt: skip
 
     def read(self, index: Index, clock: Clock, stamp: int, action: str) -> Words:

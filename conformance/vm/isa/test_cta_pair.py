@@ -155,6 +155,9 @@ tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%slot], %w0;
 ALLOCATED: bar.sync 0; ld.shared.b32 %tm, [%slot];"""}  # fmt: skip
 MIXED = {"issue": "@!%leader bra DONE;\nISSUE\ntcgen05.commit.cta_group::1.mbarrier::arrive::one.b64 [%done];\nDONE:"}
 ALONE = {"issue": "@!%leader bra DONE;\nISSUE\ntcgen05.commit.cta_group::2.mbarrier::arrive::one.b64 [%done];\nDONE:"}
+FREE_AT_ONCE = """tcgen05.wait::ld.sync.aligned; bar.sync 0; @!%warp0 bra FREED;
+tcgen05.dealloc.cta_group::2.sync.aligned.b32 %tm, 512;
+FREED: ret;"""
 UNMET = {"meet again": ""}
 
 
@@ -188,13 +191,24 @@ def test_a_cta_without_a_peer() -> None:
 def test_memory_that_one_cta_does_not_give_back() -> None:
     both, at_a, at_b = images(*operands(256))
     only = {
-        "free": """tcgen05.wait::ld.sync.aligned; setp.eq.s32 %ok, %rank, 0; and.pred %ok, %ok, %warp0; @!%ok bra FREED;
+        "free": """tcgen05.wait::ld.sync.aligned; barrier.cluster.arrive; barrier.cluster.wait;
+setp.eq.s32 %ok, %rank, 0; and.pred %ok, %ok, %warp0; @!%ok bra FREED;
 tcgen05.dealloc.cta_group::2.sync.aligned.b32 %tm, 512;
 FREED: ret;"""
     }
     with pytest.raises(Fault, match=r"execute tcgen05\.dealloc") as caught:
         run_tensor(plain(256, at_a, at_b), both, N, group=2, changes=only)
     assert caught.value.rule == "deadlock"
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "late_cta:0", "late_cta:1"])
+def test_memory_that_a_cta_gives_back_while_its_peer_reads(schedule: str) -> None:
+    """No barrier of the cluster before the dealloc, as in the public bugs cutlass#3435 and triton#10656."""
+    both, at_a, at_b = images(*operands(256))
+    early = {"free": FREE_AT_ONCE}
+    with pytest.raises(Fault, match=r"tcgen05\.dealloc") as caught:
+        run_tensor(plain(256, at_a, at_b), both, N, group=2, changes=early, schedule=schedule)
+    assert caught.value.rule in ("tmem-dealloc", "tmem-race", "tmem-load-not-waited"), f"found {caught.value}"
 
 
 # clusterlaunchcontrol: the work of each cluster is done once, by that cluster or by one that took it over.

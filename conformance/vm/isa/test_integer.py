@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from backends.vm.faults import UnknownInstructionError
+from backends.vm.machine.machine import Machine
 from conformance.vm.kernel import run_ptx
 
 TYPES = ["u16", "s16", "u32", "s32", "u64", "s64"]
@@ -344,3 +345,26 @@ def test_selection(kind: str) -> None:
 def test_forms_that_the_isa_does_not_list_are_refused(instruction: str) -> None:
     with pytest.raises(UnknownInstructionError, match="PTX line"):
         run_ptx(instruction, {"a": np.ones(1, np.uint32), "p": np.ones(1, np.bool_)}, {"a": np.uint32})
+
+
+UNDEFINED = {
+    "a remainder by zero": ("rem.u32 %d, %a, %c;", "remainders_by_zero", (7, 0)),
+    "a remainder": ("rem.u32 %d, %a, %c;", "", (7, 3)),
+    "a wide position": ("bfe.u64 %e, %w, %a, 4;", "bit_fields_beyond_255", (256, 0)),
+    "a wide length": ("bfi.b64 %e, %w, %w, 4, %a;", "bit_fields_beyond_255", (256, 0)),
+    "a field of a byte": ("bfe.u64 %e, %w, %a, 255;", "", (255, 0)),
+    "a wide position of 32 bits": ("bfe.u32 %d, %a, %a, 4;", "", (256, 0)),
+    "a lane that is not there": ("setp.ne.u32 %p, %c, 0; @%p rem.u32 %d, %a, %c;", "", (7, 0)),
+}
+
+
+@pytest.mark.parametrize("name", UNDEFINED)
+def test_operands_without_a_result_are_counted(name: str) -> None:
+    """The ISA gives none, and an H200's differs from its pseudo-code: a kernel that uses it is not portable."""
+    text, counter, (a, c) = UNDEFINED[name]
+    machine = Machine()
+    body = f"mov.b64 %w, 0x123456789abcdef0; mov.b32 %d, 0; {text}"
+    inputs = {"a": np.full(32, a, np.uint32), "c": np.full(32, c, np.uint32)}
+    run_ptx(body, inputs, {"d": np.uint32}, declare=".reg .b64 %w, %e; .reg .pred %p;", machine=machine)
+    counted = {key for key in machine.counters if key in ("remainders_by_zero", "bit_fields_beyond_255")}
+    assert counted == ({counter} if counter else set()), f"{name}: counted {counted or 'nothing'}"

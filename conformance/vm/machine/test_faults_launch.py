@@ -14,6 +14,7 @@ from conformance.vm.kernel import Kernel, assert_blamed, assert_clean
 
 PLAIN = Kernel("ret;", {"out": np.zeros(4, np.uint32)})
 
+MANY = {f"x{number}": np.zeros(1, np.uint32) for number in range(4096)}
 SIZES = {
     "threads": ({"block": (1025, 1, 1)}, "1024"),
     "block z": ({"block": (1, 1, 65)}, "65 in z, where at most 64"),
@@ -26,6 +27,7 @@ SIZES = {
     "CTAs": ({"grid": (2**31 - 1, 1, 1)}, r"2147483647, 1, 1\) has more than the 1048576 CTAs"),
     "local memory": ({"body": ".local .b8 b[2147483647]; ret;"}, "2147483647 bytes of local memory a thread"),
     "constants": ({"module": ".const .b8 c[99857989632];"}, r"\.const variables .* 99857989632 bytes; at most 65536"),
+    "parameters": ({"buffers": MANY}, "parameters of 32768 bytes; at most 32764"),
     "variables": ({"module": ".global .b8 g[99857989632];"}, r"\.global variables .* 99857989632 bytes"),
 }
 

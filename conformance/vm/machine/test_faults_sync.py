@@ -196,21 +196,73 @@ def test_trap() -> None:
 
 
 ENDLESS = {
-    "an empty loop": "LOOP: bra LOOP;",
     "a loop that counts": "mov.u32 %r1, 0;\nLOOP: add.u32 %r1, %r1, 1; red.global.add.u32 [%out], 1; bra LOOP;",
-    "a spin on a flag that nobody sets": "LOOP: ld.global.u32 %r1, [%out]; setp.eq.u32 %p1, %r1, 0;\n@%p1 bra LOOP;",
+    "a loop that counts in a register": "mov.u32 %r1, 0;\nLOOP: add.u32 %r1, %r1, 1; bra LOOP;",
+}
+POLL = "LOOP: ld.relaxed.gpu.global.u32 %r1, [%out]; setp.eq.u32 %p1, %r1, 0;\n@%p1 bra LOOP;"
+SPINS = {
+    "an empty loop": ("LOOP: bra LOOP;", "spins at PTX line"),
+    "a flag that nobody sets": (POLL, "`ld.relaxed.gpu.global.u32 %r1, [%out];`", "%r1 = 0", "%out = 0x7f4000000000"),
     "a test_wait that is never true": (
-        f"{ONE}{INIT}\nLOOP: mbarrier.test_wait.parity.shared::cta.b64 %p2, [mbar], 0;\n@!%p2 bra LOOP;"
+        f"{ONE}{INIT}\nLOOP: mbarrier.test_wait.parity.shared::cta.b64 %p2, [mbar], 0;\n@!%p2 bra LOOP;",
+        "`mbarrier.test_wait.parity.shared::cta.b64 %p2, [mbar], 0;`",
+        "%p2 = 0",
+    ),
+    "a lock that nobody frees": (
+        "LOOP: atom.global.cas.b32 %r1, [%out], 7, 1; setp.ne.u32 %p1, %r1, 7;\n@%p1 bra LOOP;",
+        "%r1 = 0",
+    ),
+    "a warp that spins and one that waits": (
+        f"{ONE}{INIT}\n{SYNC}\nsetp.eq.u32 %p4, %warp, 1; @%p4 bra WAITING;\n{POLL}\nret;\n"
+        f"WAITING: {wait('mbar', 0)}\nret;",
+        "warp 0 spins at PTX lines",
+        "warp 1 waits at PTX line",
+    ),
+    "a poll that looks at the clock": (
+        "LOOP: mov.u64 %rd1, %clock64; sub.u64 %rd2, %rd1, 1; nanosleep.u32 20;\n"
+        + POLL.replace("LOOP:", "POLL:")
+        + "\nbra LOOP;",
+        "%r1 = 0",
+    ),
+    "half of a warp": (
+        "setp.lt.u32 %p2, %lane, 16; @%p2 bra END;\n" + POLL + "\nEND: bar.warp.sync 0xffffffff; ret;",
+        "%r1 = 0",
     ),
 }
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_an_endless_kernel_ends_with_its_budget(name: str) -> None:
+def test_an_endless_kernel_that_changes_something_ends_with_its_budget(name: str) -> None:
     kernel = Kernel(ENDLESS[name], {"out": OUT}, step_budget=3_000)
     for schedule in ("eager", "lazy", "random:0"):
         with pytest.raises(Fault, match=r"\[runaway\].*3000 basic blocks.*warp 0 is at PTX line \d+"):
             kernel.run(schedule)
+
+
+@pytest.mark.parametrize("name", SPINS)
+def test_a_spin_that_nothing_ends_is_found_at_once(name: str) -> None:
+    """In thousands of blocks, not by a budget of millions: with the warp, its PTX lines and the values it reads."""
+    body, *clauses = SPINS[name]
+    kernel = Kernel(body, {"out": OUT}, block=(64 if "waits" in name else 32, 1, 1), step_budget=3_000_000)
+    for schedule in ("eager",) if "clock" in name else ("eager", "lazy", "late_warp:0", "random:0"):
+        with pytest.raises(Fault) as found:
+            kernel.run(schedule)
+        said = str(found.value)
+        assert found.value.rule == "deadlock", f"{schedule}: {said}"
+        missing = [clause for clause in ("nothing changes any more", *clauses) if clause not in said]
+        assert not missing, f"{schedule}: {missing} not in: {said}"
+
+
+def test_a_long_computation_is_no_spin() -> None:
+    """Nothing happens in the machine for tens of thousands of blocks, but a register counts, or a clock is awaited."""
+    count = "mov.u32 %r1, 0;\nLOOP: add.u32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 20000;\n@%p1 bra LOOP;"
+    clock = (
+        "mov.u64 %rd1, %clock64;\nLOOP: mov.u64 %rd2, %clock64; sub.u64 %rd2, %rd2, %rd1;\n"
+        "setp.lt.u64 %p1, %rd2, 20000;\n@%p1 bra LOOP;"
+    )
+    for body in (count, clock):
+        assert_clean(Kernel(f"{body}\nst.global.u32 [%out], 7; ret;", {"out": OUT}), {"out": np.append(7, OUT[1:])},
+                     ("eager", "lazy", "late_warp:0", "random:0"))  # fmt: skip
 
 
 def resized(*sizes: str, directives: str = ".maxnreg 64") -> Kernel:

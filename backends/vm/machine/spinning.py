@@ -1,0 +1,166 @@
+"""Warps that run and get nowhere: found when their state recurs while nothing happens in the machine.
+
+A warp that comes to the same place with the same registers, while no memory, mbarrier or barrier has changed and no
+operation is under way, does the same for ever. Registers that come from a clock do not count, since they never recur;
+a kernel that reads clocks may be waiting for one, so it is given CLOCK_PATIENCE blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from backends.vm.machine.code import WIDTH_OF_TYPE, Key
+from backends.vm.machine.warp import FIRST_PATIENCE, Warp
+from backends.vm.ptx.ast import Address, Instruction, Pair, Register, Vector
+
+if TYPE_CHECKING:
+    from backends.vm.machine.machine import Run
+    from backends.vm.ptx.ast import Function, Operand
+
+QUIET_TURNS = 16
+"""Turns of the schedule, for each warp, in which nothing happens before the warps are looked at, and between looks."""
+CLOCK_PATIENCE = 200_000
+"""Blocks that a warp which reads clocks may run while nothing happens: a second or two."""
+DIVERGED_PATIENCE = 3 * FIRST_PATIENCE
+"""The same for a diverged warp, whose other lanes get a turn only after FIRST_PATIENCE of them."""
+_POLLS = ("ld", "atom", "mbarrier")
+_CLOCKS = ("%clock", "%globaltimer")
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A warp since the last event: how often it had run each block at first and at the last look, and its states."""
+
+    first: int
+    executed: list[int]
+    states: set[bytes] = field(default_factory=set[bytes])
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class SpinWatch:
+    """Looks at the warps of a run now and then.
+
+    `expired`: the waits that may time out have done so since the last event.
+    """
+
+    events: int = -1
+    turns: int = 0
+    expired: bool = False
+    watched: dict[int, _Watched] = field(default_factory=dict[int, _Watched])
+
+    def stuck(self, run: Run) -> str | None:
+        """After a turn in which a warp ran: None, or the sentence of a run that will never end."""
+        if run.engine.events != self.events:
+            self.events, self.turns, self.expired = run.engine.events, 0, False
+            self.watched.clear()
+            return None
+        self.turns += 1
+        every = QUIET_TURNS * run.machine.schedule.turns_of(len(run.warps))
+        if self.turns % every or run.engine.pending or run.queue:
+            return None
+        spinning = [warp for warp in run.warps if not warp.done and warp.waiting() is None]
+        recurring = [warp for warp in spinning if self._recurs(warp)]
+        if not spinning or len(recurring) < len(spinning):
+            return None
+        if not self.expired:
+            self.expired = True
+            if run.expire():
+                self.watched.clear()
+                return None
+        return "; ".join(_grouped(spinning, self.watched))
+
+    def _recurs(self, warp: Warp) -> bool:
+        total = sum(warp.executed)
+        known = self.watched.get(id(warp))
+        if known is None:
+            known = self.watched[id(warp)] = _Watched(total, list(warp.executed))
+        ran = zip(warp.executed, known.executed, strict=True)
+        known.blocks = tuple(number for number, (now, then) in enumerate(ran) if now > then)
+        known.executed = list(warp.executed)
+        clocks = _clock_registers(warp)
+        state = _state(warp, clocks)
+        recurs = state in known.states
+        known.states.add(state)
+        patience = CLOCK_PATIENCE if clocks else DIVERGED_PATIENCE if len(warp.strands) > 1 else 0
+        return recurs and total - known.first >= patience
+
+
+_CLOCKED: dict[int, tuple[Function, frozenset[Key]]] = {}
+
+
+def _clock_registers(warp: Warp) -> frozenset[Key]:
+    """The registers of a function whose values come from a clock, through any number of instructions."""
+    function, rows = warp.code.function, warp.code.rows.rows
+    known = _CLOCKED.get(id(function))
+    if known is not None and known[0] is function:
+        return known[1]
+    named: set[str] = set()
+    before = -1
+    while len(named) != before:
+        before = len(named)
+        for one in function.instructions:
+            first, *others = [set(_registers((operand,))) for operand in one.operands] or [set[str]()]
+            if any(name in named or name.startswith(_CLOCKS) for other in others for name in other):
+                named |= first
+    found = frozenset(rows[name] for name in named if name in rows)
+    _CLOCKED.clear()
+    _CLOCKED[id(function)] = (function, found)
+    return found
+
+
+def _registers(operands: Iterable[Operand]) -> Iterable[str]:
+    for operand in operands:
+        if isinstance(operand, Register):
+            yield operand.name
+        elif isinstance(operand, Vector):
+            yield from _registers(operand.items)
+        elif isinstance(operand, Pair):
+            yield from _registers((operand.first, operand.second))
+        elif isinstance(operand, Address):
+            yield from _registers((operand.base,))
+
+
+def _state(warp: Warp, without: frozenset[Key]) -> bytes:
+    digest = hashlib.blake2b(warp.registers.content(without), digest_size=16)
+    for strand in warp.strands:
+        digest.update(f"{strand.block} {strand.wait is not None}".encode() + strand.mask.tobytes())
+    return digest.digest()
+
+
+def _grouped(warps: Sequence[Warp], watched: dict[int, _Watched]) -> list[str]:
+    clauses: dict[str, list[str]] = {}
+    for warp in warps:
+        known = watched.get(id(warp))
+        clauses.setdefault(spins(warp, known.blocks if known else ()), []).append(warp.name)
+    others = {what: f" and {len(names) - 1} more" if len(names) > 1 else "" for what, names in clauses.items()}
+    return [f"{names[0]}{others[what]} {what}" for what, names in clauses.items()]
+
+
+def spins(warp: Warp, blocks: Sequence[int] = ()) -> str:
+    """What `warp` does in `blocks`, or else where it is: lines, and the values that it reads there over and over."""
+    numbers = blocks or ([warp.strands[0].block] if warp.strands else [warp.block])
+    there = [warp.code.blocks[number] for number in numbers if number < len(warp.code.blocks)]
+    inside = [one for block in there for one in block.instructions]
+    lines = sorted({one.line for one in inside}) or [warp.line]
+    where = f"PTX line {lines[0]}" if len(lines) == 1 else f"PTX lines {lines[0]} to {lines[-1]}"
+    polls = [f"`{one.text}` ({_values(warp, one)})" for one in inside if one.parts[0] in _POLLS]
+    return f"spins at {where}{' on ' + ' and '.join(polls[:3]) if polls else ''}"
+
+
+def _values(warp: Warp, one: Instruction) -> str:
+    """The registers of an instruction and what the first living lane holds in them."""
+    lane = int(np.argmax(warp.alive))
+    rows, types = warp.code.rows.rows, warp.code.function.registers
+    shown: list[str] = []
+    for name in dict.fromkeys(_registers(one.operands)):
+        if name in rows and WIDTH_OF_TYPE[types[name]] <= 64:
+            width = WIDTH_OF_TYPE[types[name]]
+            value = int(getattr(warp, {1: "pred", 16: "u16", 32: "u32", 64: "u64"}[width])[rows[name][1]][lane])
+            shown.append(f"{name} = {value:#x}" if value > 9 else f"{name} = {value}")
+    return ", ".join(shown) or "no register"
