@@ -420,10 +420,10 @@ def compiled(text: str, target: str, folder: str = "") -> str:
 
 
 def _nvcc() -> str | None:
-    """nvcc of a wheel, of the path or of /usr/local/cuda: the first that is there."""
+    """nvcc of the path, of /usr/local/cuda or of a wheel, which has no CUB: the first that is there."""
     spec = importlib.util.find_spec("nvidia")
     wheels = [Path(place) / "cu13" / "bin" for place in (spec.submodule_search_locations or ())] if spec else []
-    places = [*map(str, wheels), None, "/usr/local/cuda/bin"]
+    places = [None, "/usr/local/cuda/bin", *map(str, wheels)]
     return next((found for place in places if (found := shutil.which("nvcc", path=place))), None)
 
 

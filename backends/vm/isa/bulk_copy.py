@@ -78,6 +78,24 @@ def _lanes(warp: Warp) -> list[int]:
     return np.flatnonzero(warp.mask).tolist()
 
 
+def _issuers(b: Binder) -> Callable[[Warp], list[int]]:
+    """The lanes that issue a copy whose operands are bound: one where all active lanes have the same operands.
+
+    ptxas makes one operation of the warp out of a copy that no lane was elected for, with no loop over lanes
+    (FlashAttention-4's and quack's stores).
+    """
+    keys = tuple((f"u{width}", row) for width, row in dict.fromkeys(b.uses) if width > 1)
+
+    def lanes(warp: Warp) -> list[int]:
+        active = _lanes(warp)
+        if len(active) == 1:
+            return active
+        values = (getattr(warp, view)[row][warp.mask] for view, row in keys)
+        return active if any(np.count_nonzero(one != one[0]) for one in values) else active[:1]
+
+    return lanes
+
+
 def _shared(b: Binder, operand: Operand) -> Callable[[Warp, int], int]:
     """A 32-bit shared address (rank bits included) from a shared or generic operand, by lane."""
     address = b.address(operand)
@@ -151,9 +169,10 @@ def tensor_load(b: Binder) -> Step:
     tensor, to, signal = _TensorOperand(b, source), _shared(b, destination), _shared(b, barrier)
     mask_row = b.source(rest[0], "u16") if multicast else None
     line, text = b.instruction.line, b.instruction.text
+    issuers = _issuers(b)
 
     def step(warp: Warp) -> None:
-        for lane in _lanes(warp):
+        for lane in issuers(warp):
             tensor_map, address = tensor.tensor_map(warp, lane), to(warp, lane)
             mask = int(warp.u16[mask_row][lane]) if mask_row is not None else None
             plan = _plan(b, tensor_map, tensor.coordinates(warp, lane), address & OFFSET_MASK)
@@ -217,9 +236,10 @@ def linear_load(b: Binder) -> Step:
     address_of = None if local else b.address(source)
     mask_row = b.source(rest[0], "u16") if multicast else None
     line, text = b.instruction.line, b.instruction.text
+    issuers = _issuers(b)
 
     def step(warp: Warp) -> None:
-        for lane in _lanes(warp):
+        for lane in issuers(warp):
             bytes_, address = int(warp.u32[count][lane]), to(warp, lane)
             start = origin(warp, lane) if origin is not None else int(address_of(warp)[lane]) if address_of else 0
             _check_linear(address, start, bytes_, lane)
@@ -283,10 +303,11 @@ def tensor_store(b: Binder) -> Step:
     tensor, origin = _TensorOperand(b, destination), _shared(b, source)
     operation = b.words.get("op", "")
     line, text = b.instruction.line, b.instruction.text
+    issuers = _issuers(b)
 
     def step(warp: Warp) -> None:
         written: list[Pieces] = []
-        for lane in _lanes(warp):
+        for lane in issuers(warp):
             tensor_map, address = tensor.tensor_map(warp, lane), origin(warp, lane)
             offset = warp.cta.own_offset(address, "tensor store")
             plan = _plan(b, tensor_map, tensor.coordinates(warp, lane), offset, store=True)
@@ -335,10 +356,11 @@ def linear_store(b: Binder) -> Step:
     address_of, origin, count = b.address(destination), _shared(b, source), b.source(size, "u32")
     operation, element = b.words.get("op", ""), b.words.get("type", "")
     line, text = b.instruction.line, b.instruction.text
+    issuers = _issuers(b)
 
     def step(warp: Warp) -> None:
         written: list[Pieces] = []
-        for lane in _lanes(warp):
+        for lane in issuers(warp):
             bytes_, target, start = int(warp.u32[count][lane]), int(address_of(warp)[lane]), origin(warp, lane)
             _check_linear(target, start, bytes_, lane)
             offset, serial = warp.cta.own_offset(start, "bulk copy"), warp.cta.cluster.next_copy()

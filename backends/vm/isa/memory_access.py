@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 
 from backends.vm.bind.binder import Binder
@@ -174,8 +175,27 @@ def _numpy_type(kind: str) -> np.dtype[np.generic]:
     return np.dtype({"b": "u", "u": "u", "s": "i", "f": "f"}[kind[0]] + str(int(kind[1:]) // 8))
 
 
+_HALVES: dict[str, np.dtype[np.generic]] = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def _half_sum(kind: str) -> Callable[[int, int, object], int]:
+    """The sum of one or two halves in an integer, rounded to nearest even; subnormals are kept (`.noftz`)."""
+    half, bits = _HALVES[kind.removesuffix("x2")], 32 if kind.endswith("x2") else 16
+
+    def add(old: int, x: int, _: object) -> int:
+        raw = np.array([old, x], f"<u{bits // 8}").view("<u2").view(half).reshape(2, -1).astype(np.float32)
+        return int.from_bytes(raw.sum(0, dtype=np.float32).astype(half).tobytes(), "little")
+
+    return add
+
+
 def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ...], offset: int = 0) -> Step:
-    kind, update, space = b.words["type"], _UPDATES[b.words["op"]], b.words["space"]
+    kind, space = b.words["type"], b.words["space"]
+    if kind.removesuffix("x2") in _HALVES:
+        update: Callable[..., int | float] = _half_sum(kind)
+        kind = "b32" if kind.endswith("x2") else "b16"
+    else:
+        update = _UPDATES[b.words["op"]]
     sem, scope = b.words["sem"], b.words["scope"]
     dtype = _numpy_type(kind)
     view = "u" + kind[1:] if kind[0] == "b" else kind
@@ -221,6 +241,24 @@ def atom(b: Binder) -> Step:
     """Read, modify and write one element a lane, lanes in ascending order; returns the old value."""
     operands = b.hinted(4 if b.words["op"] == "cas" else 3)
     return _atomic(b, operands[0], operands[1], operands[2:])
+
+
+_HALF_FORM = "{.<sem>}{.<scope>}{.<space>}.add.noftz{.<hint>}.<type>"
+_HALF = {**_ATOMIC, "type": "f16 f16x2 bf16 bf16x2"}
+
+
+@opcode("atom" + _HALF_FORM, section="9.7.13.5", counter="memory", vocabulary=_HALF)
+def atom_half(b: Binder) -> Step:
+    """Add one or two halves a lane, lanes in ascending order; returns the old ones."""
+    d, a, source = b.hinted(3)
+    return _atomic(b, d, a, (source,))
+
+
+@opcode("red" + _HALF_FORM, section="9.7.13.6", counter="memory", vocabulary=_HALF)
+def red_half(b: Binder) -> Step:
+    """Like atom, with no result."""
+    a, source = b.hinted(2)
+    return _atomic(b, None, a, (source,))
 
 
 @opcode("red" + _ATOMIC_FORM, section="9.7.13.6", counter="memory", vocabulary=_ATOMIC)

@@ -30,6 +30,7 @@ from backends.vm.tensor.tmem_layout import (
     CtaGroup,
     Patch,
     accumulator_patches,
+    decompressed,
     load_matrix,
     operand_a_patches,
     split_address,
@@ -127,26 +128,32 @@ class Issue:
         return 2 if len(self.ctas) == 2 else 1
 
 
+_CONTAINERS = {"e2m1": ("b4x16_p64", 8), "e2m3": ("b6x16_p32", 12), "e3m2": ("b6x16_p32", 12)}
+"""Types with fewer than 8 bits: the padded container of 16 elements, and its bytes of data."""
+
+
 def smem_operand(issue: Issue, raw: int, rows: int, which: str) -> Fetch:
     """Check an operand in shared memory, `rows` of it in each CTA; the result fetches raw elements [all rows, k].
 
-    4-bit elements are fetched in pairs, uint8 [all rows, k / 2].
+    4-bit elements are fetched in pairs, uint8 [all rows, k / 2]. The kinds f8f6f4 and mxf8f6f4 keep 16 elements of 4 or
+    6 bits in 16 bytes (facts.md 1.2). The first 8 or 12 are data and are taken apart as tcgen05.cp does, the others may
+    be anything.
     """
     d = issue.descriptor
+    container = _CONTAINERS.get(d.a_type if which == "A" else d.b_type) if d.stored_bits == 8 else None
     descriptor = decode_matrix_descriptor(raw, "sm_100a")
     check_operand_swizzle(d, "a" if which == "A" else "b", descriptor.swizzle)
     major = "mn" if (d.transpose_a if which == "A" else d.transpose_b) else "k"
     units = unit_addresses(descriptor, rows, d.k, d.stored_bits, major, "sm_100a")
-    granules = granules_of(units.ravel(), 16)
+    granules = granules_of(units.ravel(), container[1] if container else 16)
     for cta in issue.ctas:
         cta.smem.async_read(granules, issue.clock, issue.reads, f"operand {which} of tcgen05.mma")
 
-    def fetch() -> Raw:
-        return _stacked(
-            [operand_elements(gather_units(cta.smem.data, units), rows, d.stored_bits, major) for cta in issue.ctas]
-        )
+    def part(cta: Cta) -> Raw:
+        found = gather_units(cta.smem.data, units)
+        return operand_elements(decompressed(found, container[0]) if container else found, rows, d.stored_bits, major)
 
-    return fetch
+    return lambda: _stacked([part(cta) for cta in issue.ctas])
 
 
 def _stacked(parts: list[Raw]) -> Raw:

@@ -81,7 +81,7 @@ class InstructionDescriptor:
 
     @property
     def stored_bits(self) -> int:
-        """Bits that an element of A or B takes in shared memory, 4- and 6-bit types of f8f6f4 in 8-bit containers."""
+        """Bits that an element of A or B takes in shared memory; 4- and 6-bit types of f8f6f4 with their padding."""
         return _STORED_BITS[self.kind]
 
 

@@ -12,7 +12,8 @@ from backends.vm.numerics.formats import FORMATS, decode
 Float32 = npt.NDArray[np.float32]
 _BITS = {"e5m2": 8, "e4m3": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4}
 _E2M1_SHIFT = 2
-"""An e2m1 element in an 8-bit container of the f8f6f4 kinds lies in bits 5..2 (facts.md 1.2)."""
+"""An e2m1 element in an 8-bit container of the f8f6f4 kinds lies in bits 5..2 (facts.md 1.2): in tensor memory, and
+out of the padded containers of shared memory."""
 
 
 @cache

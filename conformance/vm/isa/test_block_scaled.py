@@ -69,6 +69,7 @@ CASES = [
     Case("mxf8f6f4", "", 64, "e4m3", "e5m2", "ue8m0", 1, (1, 3)),
     Case("mxf8f6f4", "block32", 64, "e3m2", "e2m3", "ue8m0", 1, (2, 0)),
     Case("mxf8f6f4", "scale_vec::1X", 64, "e2m1", "e4m3", "ue8m0", 1, (3, 1)),
+    Case("mxf8f6f4", "", 96, "e4m3", "e2m1", "ue8m0", 1, (0, 2)),
 ]
 
 
@@ -83,10 +84,13 @@ def random_codes(rng: np.random.Generator, shape: tuple[int, ...], kind: str) ->
 
 
 def in_smem(codes: Bytes, kind: str, element: str) -> Bytes:
-    """Rows as the MMA reads them: nibbles packed for the 4-bit kinds, else 8-bit containers (e2m1 in bits 5..2)."""
+    """Rows as the MMA reads them: nibbles packed for the 4-bit kinds, else 16 bytes for 16 elements, with noise."""
     if kind != "mxf8f6f4":
         return (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
-    return (codes << 2).astype(np.uint8) if element == "e2m1" else codes
+    bits = {"e2m1": 4, "e2m3": 6, "e3m2": 6}.get(element, 8)
+    single = np.unpackbits(codes.reshape(-1, 16, 1), axis=2, bitorder="little")[:, :, :bits]
+    packed = np.packbits(single.reshape(-1, 16 * bits), axis=1, bitorder="little")
+    return np.pad(packed, ((0, 0), (0, 16 - packed.shape[1])), constant_values=0xA5).reshape(codes.shape)
 
 
 def atom(codes: Bytes, sf_id: int, rng: np.random.Generator) -> list[Bytes]:

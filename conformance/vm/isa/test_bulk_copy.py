@@ -371,3 +371,19 @@ def test_a_change_that_another_thread_does_not_wait_for() -> None:
     with pytest.raises(Fault) as caught:
         Kernel(body + change + copy, buffers, block=(64, 1, 1)).run()
     assert caught.value.rule == "race", f"found {caught.value}"
+
+
+@pytest.mark.parametrize("size", ["16", "%r9"])
+def test_a_copy_that_nobody_was_elected_for_is_one(size: str) -> None:
+    """All lanes issue the same reduction: ptxas makes one operation of the warp. Operands of their own make 32."""
+    body = f""".shared .align 16 .b8 buf[512];
+    shl.b32 %r1, %lane, 4; mov.u32 %r2, buf; add.u32 %r3, %r1, %r2; mov.u32 %r4, 3; mov.u32 %r9, 16;
+    st.shared.v4.u32 [%r3], {{%r4, %r4, %r4, %r4}};
+    {FENCE}
+    bar.warp.sync 0xffffffff;
+    cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%out], [%r2], {size};
+    cvt.u64.u32 %rd1, %r1; add.u64 %rd1, %rd1, %own;
+    cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%rd1], [%r3], {size};
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; ret;"""
+    kernel = Kernel(body, {"out": np.ones(4, np.uint32), "own": np.ones(128, np.uint32)})
+    assert_clean(kernel, {"out": np.full(4, 4, np.uint32), "own": np.full(128, 4, np.uint32)})

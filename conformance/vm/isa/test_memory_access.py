@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -218,3 +221,18 @@ def test_a_vector_atomic_is_aligned_to_all_of_it() -> None:
         "add.u64 %rd1, %out, 8; mov.f32 %f0, 0f00000000;\nred.global.add.v4.f32 [%rd1], {%f0, %f0, %f0, %f0}; //!\nret;"
     )
     assert_blamed(Kernel(body, {"out": np.zeros(16, np.float32)}), "misaligned", "vector atomic of 16 bytes")
+
+
+@pytest.mark.parametrize("opcode", ["atom", "red"])
+@pytest.mark.parametrize(("kind", "dtype"), [("f16", np.float16), ("bf16", ml_dtypes.bfloat16)])
+def test_halves_are_added_one_by_one(opcode: str, kind: str, dtype: Any) -> None:
+    """32 lanes add 0.25 and lane + 1; bf16 rounds to nearest even as it goes."""
+    old = "%r3, " if opcode == "atom" else ""
+    body = f"""cvt.rn.f32.u32 %f1, %lane; add.f32 %f1, %f1, 0f3F800000; mov.f32 %f2, 0f3E800000;
+    cvt.rn.{kind}x2.f32 %r1, %f1, %f2;
+    {opcode}.global.add.noftz.{kind}x2 {old}[%out], %r1; ret;"""
+    found, _ = Kernel(body, {"out": np.zeros(1, np.uint32)}).run()
+    expected = np.zeros(2, dtype)
+    for lane in range(32):
+        expected = (expected.astype(np.float32) + np.array([0.25, lane + 1], np.float32)).astype(dtype)
+    assert found["out"].view(dtype).tolist() == expected.tolist()
