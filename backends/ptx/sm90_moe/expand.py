@@ -14,10 +14,11 @@ from backends.ptx.builder import CTAID_X, CTAID_Y, TID_X, Builder
 from backends.ptx.moe.layout import ATOM_BYTES, ATOM_ROWS, SF_VEC_SIZE
 from backends.ptx.moe.requantise import word_in_atom
 from backends.ptx.moe.routing import COLUMN_WORDS
-from backends.ptx.operands import Register, Vector, at
+from backends.ptx.operands import Register, Special, Vector, at
 from backends.ptx.parameters import U32, Parameters, Pointer
 from backends.ptx.sm90_moe.geometry import RESULT_FACTOR, ROW_BYTES, UNIT_K
 
+NCTAID_Y = Special("%nctaid.y", "u32")
 THREADS = 128
 AT_ONCE = 4
 CHUNKS = ROW_BYTES // 16
@@ -43,7 +44,7 @@ class ExpandParams(Parameters):
 
 @dataclass(frozen=True, slots=True)
 class ExpandGatherParams(ExpandParams):
-    """Where rows are gathered from tokens. `row_factor`, `row_weight`: f32 tables of expert rows."""
+    """Where rows are gathered from tokens. `row_factor`: an f32 for each row of each column tile."""
 
     token_of_row: Pointer
     x_gs: Pointer
@@ -53,7 +54,8 @@ class ExpandGatherParams(ExpandParams):
 
 @dataclass(frozen=True, slots=True)
 class ExpandWeightedParams(ExpandGatherParams):
-    """Where the top-k weight comes before the requantisation: it is written to a table of expert rows."""
+    """Where the top-k weight comes before the requantisation: `row_weight` is a table as
+    `row_factor` is."""
 
     route_of_row: Pointer
     topk_weights: Pointer
@@ -88,18 +90,30 @@ def expand_kernel(version: tuple[int, int], *, gathered: bool, weighted: bool = 
         entry = x.regs("entry", "b32", COLUMN_WORDS)
         x.emit("ld.global.v4.b32", entry, at(x.indexed_wide("entry_at", params.columns, column, 4 * COLUMN_WORDS)))
         has_row = x.let("has_row", "setp.lt.u32", row, entry[2])
+        thread = x.let("thread", "mov.u32", TID_X)
+        slot = x.let("slot", "mad.lo.u32", column, x.let("widest", "mov.u32", NCTAID_Y), row)
+        _fill(x, params, slot, has_row, thread)
         with x.when(has_row, "row"):
-            thread = x.let("thread", "mov.u32", TID_X)
             x.emit("add.u32", entry[1], entry[1], row)
             place = _Column(entry[0], entry[1], entry[3], row)
-            source = _source(x, params, place, thread)
+            source = _source(x, params, place, slot, thread)
             tile = x.let("tile_at", "mad.wide.u32", column, params.pitch, params.expanded)
             _expand(x, params, source, place, tile)
     x.emit("ret")
     return x
 
 
-def _source(x: Builder, params: ExpandParams, place: _Column, thread: Register) -> Register:
+def _fill(x: Builder, params: ExpandParams, slot: Register, has_row: Register, thread: Register) -> None:
+    """Rows that fill up a column tile have the factors 0."""
+    if not isinstance(params, ExpandGatherParams):
+        return
+    fills = x.let("fills", "setp.eq.and.u32", thread, 0, ~has_row)
+    x.emit("st.global.f32", at(x.indexed_wide("filled_at", params.row_factor, slot, 4)), 0.0, guard=fills)
+    if isinstance(params, ExpandWeightedParams):
+        x.emit("st.global.f32", at(x.indexed_wide("weightless_at", params.row_weight, slot, 4)), 0.0, guard=fills)
+
+
+def _source(x: Builder, params: ExpandParams, place: _Column, slot: Register, thread: Register) -> Register:
     """The row of codes; the factors of the row are written on the way."""
     row = place.first_row
     if not isinstance(params, ExpandGatherParams):
@@ -111,12 +125,12 @@ def _source(x: Builder, params: ExpandParams, place: _Column, thread: Register) 
         w1_scale = x.let("w1_scale", "ld.global.f32", at(x.indexed_wide("w1_gs_at", params.w1_gs, place.expert, 4)))
         x.emit("mul.rn.f32", factor, factor, w1_scale)
         x.emit("mul.rn.f32", factor, factor, RESULT_FACTOR)
-        x.emit("st.global.f32", at(x.indexed_wide("factor_at", params.row_factor, row, 4)), factor)
+        x.emit("st.global.f32", at(x.indexed_wide("factor_at", params.row_factor, slot, 4)), factor)
         if isinstance(params, ExpandWeightedParams):
             route = x.entry_of("route", params.route_of_row, row)
             weight_at = at(x.indexed_wide("weight_at", params.topk_weights, route, 4))
             weight = x.let("weight", "ld.global.f32", weight_at)
-            x.emit("st.global.f32", at(x.indexed_wide("row_weight_at", params.row_weight, row, 4)), weight)
+            x.emit("st.global.f32", at(x.indexed_wide("row_weight_at", params.row_weight, slot, 4)), weight)
     return token
 
 

@@ -173,9 +173,9 @@ def _expand_tokens(shape: MoeShape) -> _Step:
     kind = expand.ExpandWeightedParams if weighted else expand.ExpandGatherParams
     args = kind.arguments(codes="x_codes", sf="x_sf", expanded="w1_rows", units=gemm.units, pitch=_pitch(shape, gemm))
     step = _expand(shape, gemm, expand.expand_kernel(PTX_VERSION, gathered=True, weighted=weighted), args)
-    step.scratch["row_factor"] = shape.row_tiles * TILE_M * WORD_BYTES
+    step.scratch["row_factor"] = _columns(shape) * widest(shape) * WORD_BYTES
     if weighted:
-        step.scratch["row_weight"] = shape.row_tiles * TILE_M * WORD_BYTES
+        step.scratch["row_weight"] = step.scratch["row_factor"]
     return step
 
 

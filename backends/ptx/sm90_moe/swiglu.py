@@ -38,7 +38,8 @@ class SwigluForm:
 
 @dataclass(frozen=True, slots=True)
 class SwigluColumnsParams(Parameters):
-    """Parameters behind ColumnGemmParams. `row_factor`, `row_weight`: f32 tables of expert rows (expand.py)."""
+    """Parameters behind ColumnGemmParams. `row_factor`, `row_weight`: f32 for each row of each column tile
+    (expand.py)."""
 
     row_factor: Pointer
     row_weight: Pointer
@@ -88,7 +89,7 @@ class SwigluColumns:
     def finish(self, tile: ColumnTile, width: int, accumulator: Vector) -> None:
         """Some tokens at a time through shared memory."""
         x, frame, params = self.frame.x, self.frame, self.params
-        row = x.let("first_pair", "add.u32", tile.first_row, self.pair)
+        row = x.let("first_pair", "mad.lo.u32", tile.column, frame.tiling.widest, self.pair)
         factors = x.indexed_wide("factors_at", params.row_factor, row, F32_BYTES)
         weights = x.indexed_wide("weights_at", params.row_weight, row, F32_BYTES) if self.variant.weighted else None
         at_once = min(width, frame.tiling.staged_rows)
