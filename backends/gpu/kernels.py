@@ -155,7 +155,16 @@ class KernelCall:
     """The launches of a Program on torch's current stream, in order."""
 
     def __init__(self, program: Program, addresses: Mapping[str, int], module: Any) -> None:
+        self._prepare = [_ReadyLaunch(launch, addresses, module) for launch in program.prepare]
         self._launches = [_ReadyLaunch(launch, addresses, module) for launch in program.launches]
+
+    def prepare(self) -> None:
+        """Performs what the program does once, and waits for its end. DeviceLostError for a kernel's fault."""
+        if self._prepare:
+            stream = current_stream()
+            for launch in self._prepare:
+                launch.enqueue(stream)
+            call("cuStreamSynchronize", stream, doing="waiting for the preparation of the weights")
 
     def enqueue(self) -> None:
         """Launches every kernel; DeviceError if the driver refuses one."""
@@ -225,7 +234,9 @@ def bound_program(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iter
     code = device_code(program.ptx, program.target)
     module = call("cuModuleLoadData", code, doing=f"loading {len(code)} bytes of code for {program.target}")
     try:
-        yield KernelCall(program, addresses, module)
+        ready = KernelCall(program, addresses, module)
+        ready.prepare()
+        yield ready
     finally:
         # Unloading waits for the kernels. On a lost device it fails; nothing is left to free then.
         driver().cuModuleUnload(module)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from backends.ptx.sm90_fmha.kernel import fmha_program as hopper_fmha_program
+from backends.ptx.sm90_moe.launch import moe_program as hopper_moe_program
 from backends.ptx.sm100_fmha.kernel import fmha_program
 from backends.ptx.sm100_moe.launch import moe_program
 from megamoe.contract import Program, Target, UnsupportedError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 KERNELS: dict[tuple[str, Target], Callable[[Case], Program]] = {
     ("fmha", "sm_90a"): hopper_fmha_program,
     ("fmha", "sm_100a"): fmha_program,
+    ("nvfp4_moe", "sm_90a"): hopper_moe_program,
     ("nvfp4_moe", "sm_100a"): moe_program,
 }
 

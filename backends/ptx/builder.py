@@ -156,7 +156,11 @@ class Builder(Emitter):
         """One arrival that also announces `size` bytes of copies."""
         self.emit("mbarrier.arrive.expect_tx.shared::cta.b64", SINK, barrier, size, note=note)
 
-    # Tensor copies (TMA)
+    # Bulk copies (TMA)
+
+    def bulk_load(self, target: Address, source: Address, size: Register | int, barrier: Address) -> None:
+        """Copies `size` bytes that lie together, a multiple of 16; completion counts bytes on `barrier`."""
+        self.emit(f"cp.async.bulk.shared::cluster.global.{COMPLETE_TX}", target, source, size, barrier)
 
     def prefetch_maps(self, maps: Sequence[Register], guard: Predicate | None = None) -> None:
         """Asks for tensor maps before their first use."""

@@ -34,13 +34,19 @@ class _Section:
 
 
 class Emitter:
-    """Collects one entry. `version` is the lowest PTX ISA version that has everything the entry uses."""
+    """Collects one entry. `version` is the lowest PTX ISA version that has everything the entry uses.
 
-    def __init__(self, entry: str, *, target: str, version: tuple[int, int], block: int) -> None:
+    `ctas_per_sm`: what ptxas shall leave registers for. setmaxnreg needs it where few registers would do.
+    """
+
+    def __init__(
+        self, entry: str, *, target: str, version: tuple[int, int], block: int, ctas_per_sm: int | None = None
+    ) -> None:
         self.entry = entry
         self.target = target
         self.version = version
         self.block = block
+        self.ctas_per_sm = ctas_per_sm
         self._header: list[str] = []
         self._params: list[str] = []
         self._dynamic_smem: str | None = None
@@ -150,7 +156,9 @@ class Emitter:
                 raise BuilderError(f"{self.entry}: %{name} is read by `{reader}` but nothing writes it")
         lines = [self._dynamic_smem, ""] if self._dynamic_smem else []
         lines += [f".visible .entry {self.entry}(", *_separated(self._params), ")"]
-        lines += [f".reqntid {self.block}, 1, 1", "{"]
+        lines += [f".reqntid {self.block}, 1, 1"]
+        lines += [f".minnctapersm {self.ctas_per_sm}"] if self.ctas_per_sm else []
+        lines += ["{"]
         for section in self._sections:
             lines += _section_text(section)
         return [*lines, "}", ""]

@@ -10,7 +10,8 @@ operands and marks the destination by `=`:
     pred     a predicate
     V:T      a register, or a vector of the length that `.v2`/`.v4` (else 1) says
     N:f32    the accumulators of a wgmma of shape `.m64nNk16`: N / 2 registers; A:b32 is its A operand in four registers
-    X:b32    a vector of the length that `.x32`, `.x16`, ... says (tcgen05.ld and st, shape 32x32b)
+    X:b32    a vector of the length that `.x32`, `.x16`, ... says (tcgen05.ld and st, shape 32x32b; ldmatrix, stmatrix)
+    C:f32    the four accumulators of an m16n8k16 mma; B:b32 is its second operand in two registers
     P        a vector of narrower registers that fill the instruction's own type together (`mov` packs and unpacks)
     [32]     an address with a 32-bit base (shared memory, tensor memory); [64] global or generic
     [mma]    an address in a register that is declared .b32, the only type ptxas takes for D and A in tensor memory
@@ -75,15 +76,20 @@ SIGNATURES: dict[str, str] = {
     "st.shared": "[32] V:T",
     "ld.global": "=V:T [64]",
     "st.global": "[64] V:T",
+    "st.global.u8": "[64] b16",
     "red.shared": "[32] T",
     "setmaxnreg": "imm",
     "bra": "label",
-    "bar.sync": "imm ?imm",
+    "bar.sync": "b32 ?imm",
     "bar.warp.sync": "b32",
     "vote.sync": "=pred pred b32",
     "vote.sync.ballot": "=b32 pred b32",
     "elect.sync": "=elected b32",
     "shfl.sync": "=T T b32 b32 b32",
+    "prmt": "=T T T T",
+    "ldmatrix": "=X:b32 [32]",
+    "stmatrix": "[32] X:b32",
+    "mma.sync.aligned.m16n8k16": "=C:f32 A:b32 B:b32 C:f32",
     "fence": "",
     "ret": "",
     "mbarrier.init": "[32] b32",
@@ -91,6 +97,7 @@ SIGNATURES: dict[str, str] = {
     "mbarrier.arrive.expect_tx": "=sink [32] b32",
     "mbarrier.try_wait.parity": "=pred [32] b32",
     "prefetch.tensormap": "[64]",
+    "cp.async.bulk": "[32] [64] b32 [32]",
     "cp.async.bulk.tensor": "[32] [map] [32]",
     "cp.async.bulk.commit_group": "",
     "cp.async.bulk.wait_group": "imm",
@@ -117,8 +124,9 @@ SIGNATURES: dict[str, str] = {
 CONTAINERS = {"bf16x2": "b32", "f16x2": "b32", "f32x2": "b64", "bf16": "b16"}
 """Packed types are declared as untyped registers (PTX ISA, "Packed Data Types")."""
 
-WGMMA_A_REGISTERS = 4
-"""A of 64 x 16 16-bit elements, eight a thread (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16")."""
+MMA_REGISTERS = {"A": 4, "B": 2, "C": 4}
+"""A of 16 x 16 16-bit elements a warp, eight a thread (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16" and
+"Matrix Fragments for mma.m16n8k16"), B of 8 x 16, accumulators of 16 x 8."""
 GATHERED_COORDINATES = 5
 """A column and four rows (PTX ISA, tile::gather4 mode)."""
 
@@ -219,7 +227,7 @@ class Instruction:
                 raise self.fail(f"wants a {kind} where {spelled(operand)} stands")
         elif kind == "P":
             self._check_parts(operand)
-        elif kind.startswith(("V:", "X:", "N:", "A:")):
+        elif kind.startswith(("V:", "X:", "N:", "A:", "B:", "C:")):
             self._check_vector(kind, operand)
         else:
             self._check_value(self._resolved(kind), operand)
@@ -279,8 +287,8 @@ class Instruction:
             self._check_value(self._resolved(element), item)
 
     def _vector_length(self, letter: str) -> int:
-        if letter == "A":
-            return WGMMA_A_REGISTERS
+        if letter in MMA_REGISTERS:
+            return MMA_REGISTERS[letter]
         if letter == "N":
             shapes = [re.fullmatch(r"m64n(\d+)k\d+", part) for part in self.parts]
             return next((int(shape[1]) // 2 for shape in shapes if shape), 0)

@@ -86,10 +86,12 @@ def _run_launches(
         _poison(buffer, program.ptx)
         addresses[name] = buffer.base
     module = load(program.ptx, PARSED)
-    for launch in program.launches:
-        params = [_encode(arg, addresses, program.target) for arg in launch.args]
-        function = module.entry(launch.entry)
-        machine.launch(function, launch.grid, launch.block, params, launch.cluster, launch.dynamic_smem)
+    for launches in (program.prepare, program.launches):
+        machine.counters.clear()  # a call costs what `launches` do
+        for launch in launches:
+            params = [_encode(arg, addresses, program.target) for arg in launch.args]
+            function = module.entry(launch.entry)
+            machine.launch(function, launch.grid, launch.block, params, launch.cluster, launch.dynamic_smem)
 
 
 def _poison(buffer: Buffer, program: str) -> None:

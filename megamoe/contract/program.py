@@ -80,6 +80,9 @@ class Launch:
 class Program:
     """PTX and the launches that perform one case. `scratch` maps names of workspaces to their size in bytes.
 
+    `prepare`: launches that bring weights into the kernels' own layout, in workspaces. An executor performs them once,
+    in order, when it binds the program to tensors, and so again for other weights. Their entries are in `ptx`. They are
+    neither timed nor counted, so they may read weights alone: what depends on activations belongs to `launches`.
     ValueError for PTX of more than MAX_PTX characters.
     """
 
@@ -87,6 +90,7 @@ class Program:
     ptx: str
     launches: tuple[Launch, ...]
     scratch: Mapping[str, int] = field(default_factory=dict[str, int])
+    prepare: tuple[Launch, ...] = ()
 
     def __post_init__(self) -> None:
         _check_size(self.ptx)

@@ -25,12 +25,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from backends.ptx.builder import FULL_WARP
+from backends.ptx.moe.layout import ATOM_BYTES
+from backends.ptx.moe.requantise import WIDTH, GlobalScale, emit_requantise, word_in_atom
+from backends.ptx.moe.shape import SwigluVariant
 from backends.ptx.operands import Address, Register, Vector, at
 from backends.ptx.parameters import F32, U32, Map, Parameters, Pointer
 from backends.ptx.sm100_moe.frame import GemmFrame, Tile
 from backends.ptx.sm100_moe.geometry import (
     ACCUMULATOR_STRIDE,
-    ATOM_BYTES,
     EPILOGUE_WARPS,
     HALF_N,
     STAGED_COLUMNS,
@@ -38,7 +40,6 @@ from backends.ptx.sm100_moe.geometry import (
     STAGED_WARP_BYTES,
     TILE_N,
 )
-from backends.ptx.sm100_moe.requantise import WIDTH, GlobalScale, emit_requantise, word_in_atom
 from backends.ptx.tcgen05 import lanes_of_warp
 
 CHUNK = HALF_N
@@ -195,21 +196,6 @@ class ExpertRow:
 
 LOG2_E = math.log2(math.e)
 HALF_CODE_BYTES = WIDTH // 2
-
-
-@dataclass(frozen=True, slots=True)
-class SwigluVariant:
-    """Compiled into the kernel. `interleave`: granularity of gate and up rows. `clamped`: gates are limited from above,
-    ups from both sides. `weighted`: the top-k weight comes before the requantisation."""
-
-    interleave: int
-    clamped: bool
-    weighted: bool
-
-    def gate_column(self, element: int) -> int:
-        """The accumulator column of the gate of activation `element`; the up is `interleave` further on."""
-        group, inside = divmod(element, self.interleave)
-        return 2 * self.interleave * group + inside
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from backends.ptx.builder import CTAID_X, NCTAID_X, TID_X, Builder
+from backends.ptx.moe.layout import TILE_M
 from backends.ptx.operands import Register, at
 from backends.ptx.parameters import U32, Map, Parameters, Pointer
 from backends.ptx.shared_memory import Smem, SmemLayout
-from backends.ptx.sm100_moe.geometry import ROLES, TILE_M
+from backends.ptx.sm100_moe.geometry import ROLES
 from backends.ptx.tcgen05 import Threads, meet, set_up
 
 

@@ -1,24 +1,19 @@
 """How the grouped GEMMs are cut into tiles, tensor memory columns and shared memory stages.
 
-Nothing here depends on the case: hidden, intermediate, the number of experts and their loads are known at run time.
+The TILE_M rows of a tile are the lanes of TMEM. Nothing here depends on the case: hidden, intermediate, the number of
+experts and their loads are known at run time.
 """
 
 from __future__ import annotations
 
+from backends.ptx.moe.layout import ATOM_BYTES, ATOM_ROWS, TILE_M
 from backends.ptx.shared_memory import SmemLayout
 from backends.ptx.tcgen05 import WarpRoles, smem_descriptor, with_tmem_base
 
-TILE_M = 128
-"""Rows of one expert a tile, and TMEM lanes."""
 TILE_N = 256
 """Weight rows a tile. The widest MMA reads the fewest bytes of shared memory a product."""
 HALF_N = TILE_N // 2
 """Accumulator columns that the epilogue holds in registers at a time."""
-SF_VEC_SIZE = 16
-ATOM_ROWS = 128
-ATOM_BLOCKS = 4
-ATOM_BYTES = ATOM_ROWS * ATOM_BLOCKS
-"""A scale factor atom: 128 rows by 4 block scales along K, in the order that tcgen05.cp takes (facts.md 2.4)."""
 MMA_K = 64
 """e2m1 elements of K in one tcgen05.mma.kind::mxf4nvf4, one scale factor atom (facts.md 2.1)."""
 STAGE_STEPS = 4
@@ -78,14 +73,3 @@ OPERAND_DESCRIPTOR = smem_descriptor(stride_bytes=8 * STAGE_ROW_BYTES)
 """Of codes: K-major, 128-byte swizzle."""
 SCALE_DESCRIPTOR = smem_descriptor(stride_bytes=128, leading_bytes=16, swizzle_128b=False)
 """Of a scale factor atom for tcgen05.cp.32x128b: 32 rows of 16 bytes (facts.md 1.2)."""
-
-
-def tiles(extent: int, tile: int) -> int:
-    """How many tiles cover an extent."""
-    return -(-extent // tile)
-
-
-def max_row_tiles(routes: int, num_experts: int) -> int:
-    """The most tiles of TILE_M rows that `routes` can need: each expert's rows are padded to whole tiles."""
-    occupied = min(routes, num_experts)
-    return occupied + (routes - occupied) // TILE_M

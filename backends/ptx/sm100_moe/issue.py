@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from backends.ptx.moe.layout import ATOM_BYTES
 from backends.ptx.operands import Address, Register, Vector, at
 from backends.ptx.sm100_moe.frame import GemmFrame, Tile
 from backends.ptx.sm100_moe.geometry import (
     A_BYTES,
     ACCUMULATOR_STRIDE,
-    ATOM_BYTES,
     B_ATOMS,
     B_BYTES,
     MMA_K_BYTES,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from backends.ptx.builder import Builder
+from backends.ptx.moe.layout import TILE_M
+from backends.ptx.moe.shape import SwigluVariant
 from backends.ptx.shared_memory import SmemLayout
 from backends.ptx.sm100_moe.epilogue import (
     ExpertRow,
@@ -13,11 +15,10 @@ from backends.ptx.sm100_moe.epilogue import (
     RowsParams,
     SwigluParams,
     SwigluRow,
-    SwigluVariant,
     emit_epilogue,
 )
 from backends.ptx.sm100_moe.frame import GemmFrame, GemmParams, open_frame
-from backends.ptx.sm100_moe.geometry import ROLES, THREADS, TILE_M, TILE_N, smem_layout
+from backends.ptx.sm100_moe.geometry import ROLES, THREADS, TILE_N, smem_layout
 from backends.ptx.sm100_moe.issue import emit_mma, emit_producer
 from backends.ptx.tcgen05 import tear_down
 

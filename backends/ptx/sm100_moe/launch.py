@@ -12,91 +12,25 @@ from typing import Final
 
 from backends.ptx.builder import Builder
 from backends.ptx.emitter import module_text
-from backends.ptx.sm100_moe import requantise, routing, row_kernels
-from backends.ptx.sm100_moe.epilogue import RowsParams, SwigluParams, SwigluVariant
+from backends.ptx.moe import combine, requantise, routing
+from backends.ptx.moe.layout import ATOM_BLOCKS, ATOM_BYTES, SF_VEC_SIZE, TILE_M, tiles
+from backends.ptx.moe.shape import MoeShape
+from backends.ptx.sm100_moe import row_kernels
+from backends.ptx.sm100_moe.epilogue import RowsParams, SwigluParams
 from backends.ptx.sm100_moe.frame import GemmParams
 from backends.ptx.sm100_moe.geometry import (
-    ATOM_BLOCKS,
-    ATOM_BYTES,
     B_ATOMS,
     MMA_K,
-    SF_VEC_SIZE,
     SM_COUNT,
     STAGE_K,
     STAGE_ROW_BYTES,
     STAGE_STEPS,
     STAGED_COLUMNS,
     THREADS,
-    TILE_M,
     TILE_N,
-    max_row_tiles,
-    tiles,
 )
 from backends.ptx.sm100_moe.kernel import PTX_VERSION, GemmKernel, l1_kernel, l2_kernel
-from megamoe.contract import Case, KernelArg, Launch, Program, TensorMapArg, UnsupportedError
-
-INTERLEAVES = (8, 16, 32, 64)
-"""With these, gate and up lie in the half of a tile that a thread holds at a time."""
-EXTENT_MULTIPLE = 2 * MMA_K
-"""hidden and intermediate are multiples of it: a tile of W1 is whole, and no scale factor atom is shared."""
-
-
-@dataclass(frozen=True, slots=True)
-class MoeShape:
-    """The axes of one case. `clamp` is 0 if the case has none."""
-
-    hidden: int
-    intermediate: int
-    num_experts: int
-    tokens: int
-    topk: int
-    variant: SwigluVariant
-    clamp: float
-    stage: str
-
-    @classmethod
-    def of(cls, case: Case) -> MoeShape:
-        """Reads the case. Raises UnsupportedError for what the kernels cannot do."""
-        hidden, intermediate = case.int("hidden"), case.int("intermediate")
-        for name, extent in (("hidden", hidden), ("intermediate", intermediate)):
-            if extent % EXTENT_MULTIPLE:
-                raise UnsupportedError(
-                    f"{case.id}: {name} is {extent}; the sm_100a kernels need a multiple of {EXTENT_MULTIPLE}"
-                )
-        if case.int("interleave") not in INTERLEAVES:
-            known = ", ".join(map(str, INTERLEAVES))
-            raise UnsupportedError(f"{case.id}: interleave is {case['interleave']}; the sm_100a kernels have {known}")
-        if case.int("sf_vec_size") != SF_VEC_SIZE:
-            raise UnsupportedError(f"{case.id}: sf_vec_size is {case['sf_vec_size']}; NVFP4 has {SF_VEC_SIZE}")
-        clamp = case["clamp"]
-        variant = SwigluVariant(case.int("interleave"), clamp is not None, case["weight"] == "before")
-        return cls(
-            hidden=hidden,
-            intermediate=intermediate,
-            num_experts=case.int("num_experts"),
-            tokens=case.int("tokens"),
-            topk=case.int("topk"),
-            variant=variant,
-            clamp=0.0 if clamp is None else float(clamp),
-            stage=str(case["stage"]),
-        )
-
-    @property
-    def routes(self) -> int:
-        """(token, choice) pairs."""
-        return self.tokens * self.topk
-
-    @property
-    def row_tiles(self) -> int:
-        """The most tiles of expert rows that the routes can need."""
-        return max_row_tiles(self.routes, self.num_experts)
-
-    @property
-    def held_rows(self) -> int:
-        """Rows of a tensor of expert rows: what the spec gives a stage by itself, what a layer needs in workspaces."""
-        whole = (self.routes + (TILE_M - 1) * self.num_experts) // TILE_M * TILE_M
-        return self.row_tiles * TILE_M if self.stage == "layer" else whole
-
+from megamoe.contract import Case, KernelArg, Launch, Program, TensorMapArg
 
 ATOM_WORDS = ATOM_BYTES // 4
 
@@ -187,7 +121,7 @@ class _Step:
 
 def moe_program(case: Case) -> Program:
     """The program of an nvfp4_moe case on sm_100a: the routing, then one stage or the whole layer."""
-    shape = MoeShape.of(case)
+    shape = MoeShape.of(case, "sm_100a")
     scratch = _routing_tables(shape)
     stages = _LAYER if shape.stage == "layer" else (shape.stage,)
     makers = [_route, *(maker for stage in stages for maker in _STAGES[stage])]
@@ -309,12 +243,12 @@ def _requantise(shape: MoeShape) -> _Step:
 def _combine(shape: MoeShape) -> _Step:
     weights = None if shape.variant.weighted else "topk_weights"
     launch = Launch(
-        entry=row_kernels.COMBINE_ENTRY,
-        grid=(shape.tokens, tiles(shape.hidden, row_kernels.COLUMNS), 1),
-        block=(row_kernels.COMBINE_THREADS, 1, 1),
-        args=row_kernels.LayerCombineParams.arguments(topk_weights=weights, hidden=shape.hidden, topk=shape.topk),
+        entry=combine.ENTRY,
+        grid=(shape.tokens, tiles(shape.hidden, combine.COLUMNS), 1),
+        block=(combine.THREADS, 1, 1),
+        args=combine.LayerCombineParams.arguments(topk_weights=weights, hidden=shape.hidden, topk=shape.topk),
     )
-    return _Step(row_kernels.combine_kernel(PTX_VERSION), launch)
+    return _Step(combine.combine_kernel(PTX_VERSION), launch)
 
 
 _LAYER: Final = ("l1", "l2", "combine")

@@ -14,6 +14,10 @@ from backends.ptx import BACKEND
 from backends.ptx.assembler import AssemblyError, assemble
 from backends.ptx.attention import SUPPORTED_HD
 from backends.ptx.builder import Builder
+from backends.ptx.moe.combine import combine_kernel
+from backends.ptx.moe.requantise import requantise_kernel
+from backends.ptx.moe.routing import routing_kernel
+from backends.ptx.moe.shape import SwigluVariant
 from backends.ptx.operands import at
 from backends.ptx.shared_memory import MAX_SMEM, SmemLayout
 from backends.ptx.sm90_fmha.geometry import SPLIT_KEYS, Sm90FmhaTiling, splits_of
@@ -22,13 +26,10 @@ from backends.ptx.sm90_fmha.kernel import PTX_VERSION as SM90_VERSION
 from backends.ptx.sm90_fmha.kernel import kernel_text as sm90_text
 from backends.ptx.sm100_fmha.geometry import Sm100FmhaTiling
 from backends.ptx.sm100_fmha.kernel import PTX_VERSION, kernel_text
-from backends.ptx.sm100_moe.epilogue import SwigluVariant
 from backends.ptx.sm100_moe.geometry import ACCUMULATOR_STRIDE, HALF_N, SF_COLUMN, SF_SLOT_COLUMNS, SF_SLOTS, TILE_N
 from backends.ptx.sm100_moe.kernel import L1_SMEM, L2_SMEM, l1_kernel, l2_kernel
 from backends.ptx.sm100_moe.kernel import PTX_VERSION as MOE_VERSION
-from backends.ptx.sm100_moe.requantise import requantise_kernel
-from backends.ptx.sm100_moe.routing import routing_kernel
-from backends.ptx.sm100_moe.row_kernels import combine_kernel, gather_scales_kernel
+from backends.ptx.sm100_moe.row_kernels import gather_scales_kernel
 from backends.ptx.tcgen05 import TMEM_COLUMNS
 from conformance.kernels.laws.law import specs
 from megamoe.contract import (
@@ -170,8 +171,8 @@ def test_other_arguments_are_noticed() -> None:
 def test_other_targets_are_unsupported() -> None:
     layer = specs()["nvfp4_moe"]
     case = layer.profile("smoke").cases[0]
-    with pytest.raises(UnsupportedError, match="no nvfp4_moe for sm_90a"):
-        BACKEND.build(case, "sm_90a")
+    with pytest.raises(UnsupportedError, match="no other_op for sm_90a"):
+        BACKEND.build(replace(case, op="other_op"), "sm_90a")
 
 
 VARIANTS = [

@@ -14,22 +14,49 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from backends.ptx.builder import CTAID_X, FULL_WARP, LANEMASK_LT, TID_X, Builder
+from backends.ptx.moe.layout import TILE_M
 from backends.ptx.operands import Register, at
 from backends.ptx.parameters import U32, Parameters, Pointer
-from backends.ptx.sm100_moe.geometry import TILE_M
+from megamoe.contract import Target
 
 ENTRY = "moe_route"
 WARPS = 8
 THREADS = WARPS * 32
 NO_ROW = 0xFFFFFFFF
-COUNTS_OFFSET = 64
-"""In shared memory: WARPS counts of this expert's routes, the first row, then the counts of all experts."""
-FIRST_ROW_OFFSET = WARPS * 4
+COLUMN_WARPS = 32
+COLUMN_THREADS = COLUMN_WARPS * 32
+"""Where there are column tiles."""
+COLUMN_WORDS = 4
+"""A column tile in its table: the expert, the first row, how many rows, and the narrowest width that holds them."""
 
 
-def smem_bytes(num_experts: int) -> int:
-    """Dynamic shared memory of the launch."""
-    return COUNTS_OFFSET + 4 * num_experts
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Of shared memory: a count for each of `warps`, the first row, the first column tile, counts of all experts."""
+
+    warps: int
+
+    @property
+    def first_row(self) -> int:
+        return 4 * self.warps
+
+    @property
+    def first_column(self) -> int:
+        return self.first_row + 4
+
+    @property
+    def counts(self) -> int:
+        """A multiple of 64."""
+        return -(-(self.first_column + 4) // 64) * 64
+
+
+def _layout(columns: bool) -> _Layout:
+    return _Layout(COLUMN_WARPS if columns else WARPS)
+
+
+def smem_bytes(num_experts: int, *, columns: bool = False) -> int:
+    """Dynamic shared memory of the launch, with or without column tiles."""
+    return _layout(columns).counts + 4 * num_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +75,14 @@ class RoutingParams(Parameters):
 
 
 @dataclass(frozen=True, slots=True)
+class ColumnRoutingParams(RoutingParams):
+    """For kernels whose tiles are columns, rows of an expert in one of several widths: COLUMN_WORDS a tile."""
+
+    columns: Pointer
+    column_count: Pointer
+
+
+@dataclass(frozen=True, slots=True)
 class _LaneRoute:
     """A lane's route. `expert`: its top-k id, NO_ROW where there is no such route. `ballot`: the lanes whose route is
     this CTA's expert's."""
@@ -60,19 +95,22 @@ class _LaneRoute:
 
 @dataclass(frozen=True, slots=True)
 class _ExpertRows:
-    """This expert's rows: the first, those that have a route, and all with those that fill up the last tile."""
+    """This expert's rows: the first, those that have a route, and all with those that fill up the last tile.
+    `first_column`: the first of its column tiles, if there are any."""
 
     first: Register
     count: Register
     padded: Register
+    first_column: Register | None
 
 
 class _Router:
-    """Registers of one thread."""
+    """Registers of one thread. `widths`: those of column tiles, ascending; () if there are none."""
 
-    def __init__(self, x: Builder) -> None:
-        self.x = x
-        self.params = RoutingParams.declare(x)
+    def __init__(self, x: Builder, widths: tuple[int, ...]) -> None:
+        self.x, self.widths = x, widths
+        self.layout, self.threads = _layout(bool(widths)), COLUMN_THREADS if widths else THREADS
+        self.params = (ColumnRoutingParams if widths else RoutingParams).declare(x)
         self.smem = x.dynamic_smem(f"{ENTRY}_smem", 16)
         x.section("this warp's stretch of the routes")
         self.thread = x.let("thread", "mov.u32", TID_X)
@@ -81,8 +119,8 @@ class _Router:
         self.lanes_below = x.let("lanes_below", "mov.u32", LANEMASK_LT)
         self.expert = x.let("expert", "mov.u32", CTAID_X)
         self.routes = x.let("routes", "mul.lo.u32", self.params.tokens, self.params.topk)
-        stretch = x.let("stretch", "add.u32", self.routes, THREADS - 1)
-        x.emit("div.u32", stretch, stretch, THREADS)
+        stretch = x.let("stretch", "add.u32", self.routes, self.threads - 1)
+        x.emit("div.u32", stretch, stretch, self.threads)
         x.emit("shl.b32", stretch, stretch, 5)
         self.begin = x.let("begin", "mul.lo.u32", self.warp, stretch)
         self.end = x.let("end", "add.u32", self.begin, stretch)
@@ -95,9 +133,9 @@ class _Router:
 
     @contextmanager
     def strided(self, name: str, count: Register) -> Iterator[Register]:
-        """Runs the body for i = thread, thread + THREADS, ... below `count`."""
+        """Runs the body for i = thread, thread + threads, ... below `count`."""
         index = self.x.let(name, "mov.b32", self.thread)
-        with self.x.while_below(f"{name}_loop", index, count, f"{name}_finished", (index, THREADS)):
+        with self.x.while_below(f"{name}_loop", index, count, f"{name}_finished", (index, self.threads)):
             yield index
 
     @contextmanager
@@ -115,15 +153,17 @@ class _Router:
             yield _LaneRoute(route, chosen, exists, ballot)
 
 
-def routing_kernel(version: tuple[int, int]) -> Builder:
-    """Grid: one CTA an expert."""
-    x = Builder(ENTRY, target="sm_100a", version=version, block=THREADS)
+def routing_kernel(version: tuple[int, int], target: Target = "sm_100a", widths: tuple[int, ...] = ()) -> Builder:
+    """Grid: one CTA an expert. With `widths`, ascending, it also writes the table of column tiles."""
+    x = Builder(ENTRY, target=target, version=version, block=COLUMN_THREADS if widths else THREADS)
     x.header(["Routing: expert rows, padded to whole tiles, from top-k ids. One CTA an expert."])
-    router = _Router(x)
+    router = _Router(x, widths)
     _count(router)
     rows = _expert_rows(router)
     _place(router, rows.first)
     _fill(router, rows)
+    if rows.first_column is not None:
+        _fill_columns(router, rows, rows.first_column)
     x.emit("ret")
     return x
 
@@ -131,7 +171,7 @@ def routing_kernel(version: tuple[int, int]) -> Builder:
 def _count(router: _Router) -> None:
     x, params = router.x, router.params
     x.section("how many routes each expert has, and how many of this expert each warp will place")
-    cells = x.let("cells", "add.u32", params.num_experts, COUNTS_OFFSET // 4)
+    cells = x.let("cells", "add.u32", params.num_experts, router.layout.counts // 4)
     with router.strided("cell", cells) as cell:
         x.emit("st.shared.u32", at(x.indexed("cell_at", router.smem, cell, 4)), 0)
     x.sync_cta()
@@ -140,7 +180,7 @@ def _count(router: _Router) -> None:
     with router.stretch("count") as candidate:
         known = x.let("is_known", "setp.lt.u32", candidate.expert, params.num_experts)
         counter = x.indexed("counter_at", router.smem, candidate.expert, 4)
-        x.emit("red.shared.add.u32", at(counter, COUNTS_OFFSET), 1, guard=known)
+        x.emit("red.shared.add.u32", at(counter, router.layout.counts), 1, guard=known)
         x.emit("add.u32", count, count, x.let("found", "popc.b32", candidate.ballot))
         x.comment("A route to an expert elsewhere has no row; the first CTA says so.")
         nowhere = x.let("is_nowhere", "setp.ge.and.u32", candidate.expert, params.num_experts, candidate.exists)
@@ -158,27 +198,42 @@ def _padded(x: Builder, name: str, count: Register) -> Register:
     return padded
 
 
+def _columns(x: Builder, name: str, count: Register, width: int) -> Register:
+    columns = x.let(name, "add.u32", count, width - 1)
+    x.emit("div.u32", columns, columns, width)
+    return columns
+
+
 def _expert_rows(router: _Router) -> _ExpertRows:
     x = router.x
     x.section("where this expert's rows begin")
     before = x.let("rows_before", "mov.b32", 0)
+    columns_before = x.let("columns_before", "mov.b32", 0) if router.widths else None
     with router.strided("earlier", router.expert) as earlier:
         counter = x.indexed("earlier_at", router.smem, earlier, 4)
-        routes = x.let("earlier_routes", "ld.shared.u32", at(counter, COUNTS_OFFSET))
+        routes = x.let("earlier_routes", "ld.shared.u32", at(counter, router.layout.counts))
         x.emit("add.u32", before, before, _padded(x, "earlier_rows", routes))
-    x.emit("red.shared.add.u32", at(router.smem, FIRST_ROW_OFFSET), before)
+        if columns_before is not None:
+            x.emit("add.u32", columns_before, columns_before, _columns(x, "earlier", routes, router.widths[-1]))
+    if columns_before is not None:
+        x.emit("red.shared.add.u32", at(router.smem, router.layout.first_column), columns_before)
+    x.emit("red.shared.add.u32", at(router.smem, router.layout.first_row), before)
     x.sync_cta()
-    first_row = x.let("first_row", "ld.shared.u32", at(router.smem, FIRST_ROW_OFFSET))
+    first_row = x.let("first_row", "ld.shared.u32", at(router.smem, router.layout.first_row))
     own = x.indexed("own_at", router.smem, router.expert, 4)
-    count = x.let("own_routes", "ld.shared.u32", at(own, COUNTS_OFFSET))
-    return _ExpertRows(first_row, count, _padded(x, "own_rows", count))
+    count = x.let("own_routes", "ld.shared.u32", at(own, router.layout.counts))
+    padded = _padded(x, "own_rows", count)
+    if not router.widths:
+        return _ExpertRows(first_row, count, padded, None)
+    first_column = x.let("first_column", "ld.shared.u32", at(router.smem, router.layout.first_column))
+    return _ExpertRows(first_row, count, padded, first_column)
 
 
 def _place(router: _Router, first_row: Register) -> None:
     x, params = router.x, router.params
     x.section("each warp places its routes behind those of the warps before it")
     row_base = x.let("row_base", "mov.b32", first_row)
-    for warp in range(WARPS - 1):
+    for warp in range(router.layout.warps - 1):
         later = x.let("is_later", "setp.gt.u32", router.warp, warp)
         placed = x.let("placed", "ld.shared.u32", at(router.smem, 4 * warp))
         x.emit("add.u32", row_base, row_base, placed, guard=later)
@@ -211,3 +266,27 @@ def _fill(router: _Router, rows: _ExpertRows) -> None:
     says_total = x.let("says_total", "setp.eq.u32", router.expert, last_expert)
     is_thread_0 = x.let("is_thread_0", "setp.eq.and.u32", router.thread, 0, says_total)
     x.emit("st.global.u32", at(params.row_tiles), x.let("total", "add.u32", first_tile, tiles), guard=is_thread_0)
+
+
+def _fill_columns(router: _Router, rows: _ExpertRows, first_column: Register) -> None:
+    x, params, widest = router.x, router.params, router.widths[-1]
+    assert isinstance(params, ColumnRoutingParams)
+    x.section("the column tiles of this expert")
+    columns = _columns(x, "own_columns", rows.count, widest)
+    with router.strided("column", columns) as column:
+        done = x.let("rows_done", "mul.lo.u32", column, widest)
+        left = x.let("rows_left", "sub.u32", rows.count, done)
+        x.emit("min.u32", left, left, widest)
+        x.emit("add.u32", done, done, rows.first)
+        width, fits = x.let("width", "mov.b32", widest), x.reg("fits", "pred")
+        for narrower in reversed(router.widths[:-1]):
+            x.emit("setp.le.u32", fits, left, narrower)
+            x.emit("selp.b32", width, narrower, width, fits)
+        place = x.let("global_column", "add.u32", first_column, column)
+        entry = x.indexed_wide("column_at", params.columns, place, 4 * COLUMN_WORDS)
+        x.emit("st.global.v4.b32", at(entry), (router.expert, done, left, width))
+    total = x.let("total_columns", "add.u32", first_column, columns)
+    last_expert = x.let("last_of_experts", "sub.u32", params.num_experts, 1)
+    says_total = x.let("says_columns", "setp.eq.u32", router.expert, last_expert)
+    x.emit("setp.eq.and.u32", says_total, router.thread, 0, says_total)
+    x.emit("st.global.u32", at(params.column_count), total, guard=says_total)

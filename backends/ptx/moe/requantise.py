@@ -10,12 +10,14 @@ divisions give.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from backends.ptx.builder import CTAID_X, CTAID_Y, TID_X, Builder
+from backends.ptx.moe.layout import ATOM_BYTES, SF_VEC_SIZE, TILE_M
 from backends.ptx.operands import Register, Vector, at
 from backends.ptx.parameters import U32, Parameters, Pointer
-from backends.ptx.sm100_moe.geometry import ATOM_BYTES, SF_VEC_SIZE, TILE_M
+from megamoe.contract import Target
 
 ENTRY = "moe_requantise"
 THREADS = TILE_M
@@ -39,10 +41,27 @@ class GlobalScale:
         self._x.emit("rcp.rn.f32", self.inverse, self.gs)
 
 
-def emit_requantise(x: Builder, values: Vector, scale: GlobalScale) -> tuple[Vector, Register]:
+def code_word(x: Builder, values: Vector) -> Register:
+    """The e2m1 codes of eight f32 `values` by cvt, which sm_100a has for e2m1."""
+    pairs = x.regs("code_pair", "b8", CODES_PER_WORD // 2)
+    for index, pair in enumerate(pairs):
+        even, odd = values[2 * index : 2 * index + 2]
+        x.emit("cvt.rn.satfinite.e2m1x2.f32", pair, odd, even)
+    word = x.reg("code_word", "b32")
+    x.emit("mov.b32", word, pairs)
+    return word
+
+
+EncodeWord = Callable[[Builder, Vector], Register]
+"""`code_word`, or what a target without that cvt does in its place."""
+
+
+def emit_requantise(
+    x: Builder, values: Vector, scale: GlobalScale, encode: EncodeWord = code_word
+) -> tuple[Vector, Register]:
     """Eight words of codes and one of four block scales, from WIDTH f32 `values`, which are overwritten."""
     blocks = [values[first : first + SF_VEC_SIZE] for first in range(0, WIDTH, SF_VEC_SIZE)]
-    raw = [_raw_scale(x, block, scale) for block in blocks]
+    raw = [raw_scale(x, block, scale) for block in blocks]
     words: list[Register] = []
     pairs: list[Register] = []
     for low in range(0, BLOCKS, 2):
@@ -52,13 +71,14 @@ def emit_requantise(x: Builder, values: Vector, scale: GlobalScale) -> tuple[Vec
         halves = x.regs("sf_half", "b16", 2)
         x.emit("mov.b32", halves, decoded)
         for half, block in zip(halves, blocks[low : low + 2], strict=True):
-            words += _codes(x, block, half, scale)
+            words += block_codes(x, block, half, scale, encode)
     scales = x.reg("sf_word", "b32")
     x.emit("mov.b32", scales, tuple(pairs))
     return tuple(words), scales
 
 
-def _raw_scale(x: Builder, block: Vector, scale: GlobalScale) -> Register:
+def raw_scale(x: Builder, block: Vector, scale: GlobalScale) -> Register:
+    """max|block| / 6 / gs, in f32."""
     largest = x.let("largest", "abs.f32", block[0])
     size = x.reg("size", "f32")
     for value in block[1:]:
@@ -69,7 +89,10 @@ def _raw_scale(x: Builder, block: Vector, scale: GlobalScale) -> Register:
     return largest
 
 
-def _codes(x: Builder, block: Vector, sf: Register, scale: GlobalScale) -> list[Register]:
+def block_codes(
+    x: Builder, block: Vector, sf: Register, scale: GlobalScale, encode: EncodeWord = code_word
+) -> list[Register]:
+    """Two words of codes under the block scale `sf`, an f16. The `block` is overwritten."""
     step = x.let("step", "cvt.f32.f16", sf)
     is_zero = x.let("sf_is_zero", "setp.eq.f32", step, 0.0)
     x.emit("mul.rn.f32", step, step, scale.gs)
@@ -78,12 +101,7 @@ def _codes(x: Builder, block: Vector, sf: Register, scale: GlobalScale) -> list[
         x.emit("mul.rn.f32", value, value, inverse)
     words: list[Register] = []
     for first in range(0, SF_VEC_SIZE, CODES_PER_WORD):
-        pairs = x.regs("code_pair", "b8", CODES_PER_WORD // 2)
-        for index, pair in enumerate(pairs):
-            even, odd = block[first + 2 * index : first + 2 * index + 2]
-            x.emit("cvt.rn.satfinite.e2m1x2.f32", pair, odd, even)
-        word = x.reg("code_word", "b32")
-        x.emit("mov.b32", word, pairs)
+        word = encode(x, block[first : first + CODES_PER_WORD])
         x.emit("selp.b32", word, 0, word, is_zero, note="0 times 1/0 is no number")
         words.append(word)
     return words
@@ -113,9 +131,9 @@ class RequantiseParams(Parameters):
     intermediate: U32
 
 
-def requantise_kernel(version: tuple[int, int]) -> Builder:
+def requantise_kernel(version: tuple[int, int], target: Target = "sm_100a", encode: EncodeWord = code_word) -> Builder:
     """Grid: row tiles at most, and groups of WIDTH activations. Rows that fill up a tile are left alone."""
-    x = Builder(ENTRY, target="sm_100a", version=version, block=THREADS)
+    x = Builder(ENTRY, target=target, version=version, block=THREADS)
     x.header(["Requantisation of f32 activations to NVFP4, one row a thread."])
     params = RequantiseParams.declare(x)
     x.section("which row, which activations")
@@ -126,12 +144,14 @@ def requantise_kernel(version: tuple[int, int]) -> Builder:
         row = x.let("row", "mad.lo.u32", tile, TILE_M, thread)
         is_token = x.let("is_token", "setp.lt.u32", x.entry_of("token", params.token_of_row, row), params.tokens)
         with x.when(is_token, "row"):
-            _requantise_row(x, params, tile, thread, row)
+            _requantise_row(x, params, tile, thread, row, encode)
     x.emit("ret")
     return x
 
 
-def _requantise_row(x: Builder, params: RequantiseParams, tile: Register, thread: Register, row: Register) -> None:
+def _requantise_row(
+    x: Builder, params: RequantiseParams, tile: Register, thread: Register, row: Register, encode: EncodeWord
+) -> None:
     scale = GlobalScale(x)
     expert = x.entry_of("expert", params.expert_of_tile, tile)
     x.emit("ld.global.f32", scale.gs, at(x.indexed_wide("a2_gs_at", params.a2_gs, expert, 4)))
@@ -144,7 +164,7 @@ def _requantise_row(x: Builder, params: RequantiseParams, tile: Register, thread
     x.emit("add.s64", source, source, params.h)
     for start in range(0, WIDTH, PER_VECTOR):
         x.emit("ld.global.v4.f32", values[start : start + PER_VECTOR], at(source, start * 4))
-    words, scales = emit_requantise(x, values, scale)
+    words, scales = emit_requantise(x, values, scale, encode)
     codes = x.let("codes_at", "shr.u64", element, 1)
     x.emit("add.s64", codes, codes, params.a2_codes)
     for start in range(0, len(words), PER_VECTOR):

@@ -1,0 +1,210 @@
+"""Activations expanded to f16 once, in the order of the column tiles and swizzled as wgmma reads them.
+
+Two blocks of 16 codes and their block scales become 64 bytes, an element of the first, one of the second: code * scale
+* 2^-7, exact. The first GEMM gathers its rows from the tokens here, and gets a table of factors: row r of its
+accumulators is times x_gs * w1_gs * 2^14. Rows that fill up a column tile are left as they are: they are columns of the
+product that nobody reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backends.ptx.builder import CTAID_X, CTAID_Y, TID_X, Builder
+from backends.ptx.moe.layout import ATOM_BYTES, ATOM_ROWS, SF_VEC_SIZE
+from backends.ptx.moe.requantise import word_in_atom
+from backends.ptx.moe.routing import COLUMN_WORDS
+from backends.ptx.operands import Register, Special, Vector, at
+from backends.ptx.parameters import U32, Parameters, Pointer
+from backends.ptx.sm90_moe.geometry import RESULT_FACTOR, ROW_BYTES, UNIT_K
+
+NCTAID_Y = Special("%nctaid.y", "u32")
+THREADS = 128
+AT_ONCE = 4
+CHUNKS = ROW_BYTES // 16
+TWO_TO_7 = 0x5800_5800
+"""An f16 pair."""
+CHUNK_BYTES = 16
+CHUNK_ELEMENTS = 4
+"""Elements of each of two blocks in the 16 bytes that the swizzle moves together."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandParams(Parameters):
+    """`codes`, `sf`: NVFP4 rows; `expanded`: see geometry.py. `units` along K; `pitch`: bytes of a column tile."""
+
+    codes: Pointer
+    sf: Pointer
+    expanded: Pointer
+    columns: Pointer
+    column_count: Pointer
+    units: U32
+    pitch: U32
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandGatherParams(ExpandParams):
+    """Where rows are gathered from tokens. `row_factor`: an f32 for each row of each column tile."""
+
+    token_of_row: Pointer
+    x_gs: Pointer
+    w1_gs: Pointer
+    row_factor: Pointer
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandWeightedParams(ExpandGatherParams):
+    """Where the top-k weight comes before the requantisation: `row_weight` is a table as
+    `row_factor` is."""
+
+    route_of_row: Pointer
+    topk_weights: Pointer
+    row_weight: Pointer
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A CTA's entry of the table of column tiles, and the row in it that the CTA does."""
+
+    expert: Register
+    first_row: Register
+    width: Register
+    row: Register
+
+
+def expand_entry(gathered: bool, weighted: bool = False) -> str:
+    """The entry of a variant."""
+    return "moe_expand" + "_gathered" * gathered + "_weighted" * weighted
+
+
+def expand_kernel(version: tuple[int, int], *, gathered: bool, weighted: bool = False) -> Builder:
+    """Grid: column tiles at most, rows of the widest."""
+    x = Builder(expand_entry(gathered, weighted), target="sm_90a", version=version, block=THREADS)
+    x.header(["Rows of NVFP4 as f16, swizzled, in the order of the column tiles; one CTA a row."])
+    params = (ExpandWeightedParams if weighted else ExpandGatherParams if gathered else ExpandParams).declare(x)
+    x.section("which row")
+    column = x.let("column", "mov.u32", CTAID_X)
+    row = x.let("row", "mov.u32", CTAID_Y)
+    exists = x.let("column_exists", "setp.lt.u32", column, x.let("count", "ld.global.u32", at(params.column_count)))
+    with x.when(exists, "column"):
+        entry = x.regs("entry", "b32", COLUMN_WORDS)
+        x.emit("ld.global.v4.b32", entry, at(x.indexed_wide("entry_at", params.columns, column, 4 * COLUMN_WORDS)))
+        has_row = x.let("has_row", "setp.lt.u32", row, entry[2])
+        thread = x.let("thread", "mov.u32", TID_X)
+        slot = x.let("slot", "mad.lo.u32", column, x.let("widest", "mov.u32", NCTAID_Y), row)
+        _fill(x, params, slot, has_row, thread)
+        with x.when(has_row, "row"):
+            x.emit("add.u32", entry[1], entry[1], row)
+            place = _Column(entry[0], entry[1], entry[3], row)
+            source = _source(x, params, place, slot, thread)
+            tile = x.let("tile_at", "mad.wide.u32", column, params.pitch, params.expanded)
+            _expand(x, params, source, place, tile)
+    x.emit("ret")
+    return x
+
+
+def _fill(x: Builder, params: ExpandParams, slot: Register, has_row: Register, thread: Register) -> None:
+    """Rows that fill up a column tile have the factors 0."""
+    if not isinstance(params, ExpandGatherParams):
+        return
+    fills = x.let("fills", "setp.eq.and.u32", thread, 0, ~has_row)
+    x.emit("st.global.f32", at(x.indexed_wide("filled_at", params.row_factor, slot, 4)), 0.0, guard=fills)
+    if isinstance(params, ExpandWeightedParams):
+        x.emit("st.global.f32", at(x.indexed_wide("weightless_at", params.row_weight, slot, 4)), 0.0, guard=fills)
+
+
+def _source(x: Builder, params: ExpandParams, place: _Column, slot: Register, thread: Register) -> Register:
+    """The row of codes; the factors of the row are written on the way."""
+    row = place.first_row
+    if not isinstance(params, ExpandGatherParams):
+        return row
+    token = x.entry_of("token", params.token_of_row, row)
+    is_first = x.let("is_first", "setp.eq.u32", thread, 0)
+    with x.when(is_first, "factors"):
+        factor = x.let("x_scale", "ld.global.f32", at(x.indexed_wide("x_gs_at", params.x_gs, token, 4)))
+        w1_scale = x.let("w1_scale", "ld.global.f32", at(x.indexed_wide("w1_gs_at", params.w1_gs, place.expert, 4)))
+        x.emit("mul.rn.f32", factor, factor, w1_scale)
+        x.emit("mul.rn.f32", factor, factor, RESULT_FACTOR)
+        x.emit("st.global.f32", at(x.indexed_wide("factor_at", params.row_factor, slot, 4)), factor)
+        if isinstance(params, ExpandWeightedParams):
+            route = x.entry_of("route", params.route_of_row, row)
+            weight_at = at(x.indexed_wide("weight_at", params.topk_weights, route, 4))
+            weight = x.let("weight", "ld.global.f32", weight_at)
+            x.emit("st.global.f32", at(x.indexed_wide("row_weight_at", params.row_weight, slot, 4)), weight)
+    return token
+
+
+def _expand(x: Builder, params: ExpandParams, source: Register, place: _Column, tile: Register) -> None:
+    """All of a row, 16 bytes a thread at a time, so that a warp writes whole rows of a unit."""
+    row_bytes = x.let("row_bytes", "shl.b32", params.units, 5)
+    codes = x.let("codes_row", "mad.wide.u32", source, row_bytes, params.codes)
+    first_atom = x.let("first_atom", "shr.u32", source, ATOM_ROWS.bit_length() - 1)
+    x.emit("mul.lo.u32", first_atom, first_atom, params.units)
+    atoms = x.indexed_wide("atoms", params.sf, first_atom, ATOM_BYTES)
+    x.emit("add.s64", atoms, atoms, word_in_atom(x, x.let("row_in_atom", "and.b32", source, ATOM_ROWS - 1)))
+    row_at = x.indexed_wide("row_at", tile, place.row, ROW_BYTES)
+    unit_bytes = x.let("unit_bytes", "mul.lo.u32", place.width, ROW_BYTES)
+    x.comment(
+        "Chunk c of a unit: elements 4 (c % 4) and on of blocks 2 (c / 4) and its next; it is stored at c ^ row % 8."
+    )
+    chunk, chunks = x.let("chunk", "mov.u32", TID_X), x.let("chunks", "shl.b32", params.units, 3)
+    inside = x.let("inside", "and.b32", chunk, CHUNKS - 1)
+    pair, part = x.let("block_pair", "shr.u32", inside, 2), x.let("part", "and.b32", inside, 3)
+    swizzled = x.let("swizzled", "and.b32", place.row, CHUNKS - 1)
+    x.emit("xor.b32", swizzled, swizzled, inside)
+    x.emit("mad.wide.u32", row_at, swizzled, CHUNK_BYTES, row_at)
+    x.emit("mad.wide.u32", codes, pair, SF_VEC_SIZE, codes)
+    x.emit("mad.wide.u32", codes, part, CHUNK_ELEMENTS // 2, codes)
+    x.emit("mad.wide.u32", atoms, pair, 2, atoms)
+    x.comment(f"{AT_ONCE} chunks are asked for before the first is used.")
+    with x.while_below("chunks_loop", chunk, chunks, "finished", (chunk, THREADS * AT_ONCE)):
+        loaded = [_load_chunk(x, codes, atoms, chunk, chunks, turn) for turn in range(AT_ONCE)]
+        for one in loaded:
+            target = x.let("unit_at", "mad.wide.u32", one.unit, unit_bytes, row_at)
+            values = _values(x, one.blocks, _block_scales(x, one.scales))
+            x.emit("st.global.v4.b32", at(target), values, guard=one.there)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Four codes of each of two blocks, b16, and their block scales; `there`: whether the row has such a chunk."""
+
+    unit: Register
+    blocks: list[Register]
+    scales: Register
+    there: Register
+
+
+def _load_chunk(x: Builder, codes: Register, atoms: Register, chunk: Register, chunks: Register, turn: int) -> _Chunk:
+    """The chunk `turn` * THREADS behind `chunk`; where there is none, unit 0's."""
+    later = x.let("later", "add.u32", chunk, turn * THREADS)
+    there = x.let("there", "setp.lt.u32", later, chunks)
+    unit = x.let("unit", "shr.u32", later, CHUNKS.bit_length() - 1)
+    x.emit("selp.u32", unit, unit, 0, there)
+    source_at = x.indexed_wide("codes_at", codes, unit, UNIT_K // 2)
+    blocks = [x.let("four_codes", "ld.global.b16", at(source_at, SF_VEC_SIZE // 2 * block)) for block in range(2)]
+    scales = x.let("scale_pair", "ld.global.b16", at(x.indexed_wide("scale_at", atoms, unit, ATOM_BYTES)))
+    return _Chunk(unit, blocks, scales, there)
+
+
+def _block_scales(x: Builder, pair: Register) -> Register:
+    """Two block scales times 2^7 as an f16 pair."""
+    scales = x.let("scales", "cvt.rn.f16x2.e4m3x2", pair)
+    x.emit("mul.rn.f16x2", scales, scales, x.let("two_to_7", "mov.b32", TWO_TO_7))
+    return scales
+
+
+def _values(x: Builder, blocks: list[Register], scales: Register) -> Vector:
+    """Four codes of each block as f16 pairs, one of each, times the block scales."""
+    word, values = x.reg("codes_of_both", "b32"), x.regs("value", "b32", CHUNK_ELEMENTS)
+    x.emit("mov.b32", word, tuple(blocks))
+    part = x.reg("bits", "b32")
+    for index, value in enumerate(values):
+        x.emit("mov.b32", value, 0)
+        for bit, bits, place in ((3, 1, 15), (0, 7, 9)):
+            shift = place - 4 * index - bit
+            x.emit("shl.b32" if shift >= 0 else "shr.u32", part, word, abs(shift))
+            x.emit("and.b32", part, part, bits << place + 16 | bits << place)
+            x.emit("or.b32", value, value, part)
+        x.emit("mul.rn.f16x2", value, value, scales)
+    return values

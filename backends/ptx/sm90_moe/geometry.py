@@ -1,0 +1,169 @@
+"""How the grouped GEMMs are cut into tiles and shared memory stages, and how the repacked operands lie in memory.
+
+Operands are swapped: weights are A of wgmma, from registers, and M; tokens are B, from shared memory, and N. A tile is
+64 weight rows of each warpgroup by one column tile: up to 256 rows of one expert, in the narrowest of a few widths that
+holds them.
+
+Both operands are in units of UNIT_K along K, made by launches of their own, so that a stage is a few bulk copies:
+
+- weights: [expert][panel of PANEL_ROWS rows][unit][warpgroup] blocks of BLOCK_BYTES: for each warp and lane 16 bytes,
+  the codes of its A fragments of four k-steps, then for each warp and row pair 8 bytes of block scales (repack.py);
+- tokens: [column tile][unit][row] 128 bytes of f16, swizzled as wgmma reads them (expand.py).
+
+In both, two neighbouring blocks of 16 along K take turns, an element of the first, one of the second: the halves of a
+register of A are then of two blocks, as the two block scales that multiply them are the halves of another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backends.ptx.shared_memory import SmemLayout
+
+WARPGROUP_ROWS = 64
+PANEL_ROWS = 128
+"""Weight rows whose units lie together, whatever the tile."""
+MMA_K = 16
+UNIT_K = 64
+UNIT_STEPS = UNIT_K // MMA_K
+LANE_BYTES = 4 * UNIT_STEPS
+"""Codes of a lane in a unit: a word of eight for each k-step."""
+SCALE_BYTES = 2 * UNIT_STEPS
+"""Block scales of a pair of rows, 8 apart, in a unit."""
+CODES_BYTES = 128 * LANE_BYTES
+BLOCK_BYTES = CODES_BYTES + 4 * 8 * SCALE_BYTES
+UNIT_BYTES = PANEL_ROWS // WARPGROUP_ROWS * BLOCK_BYTES
+ROW_BYTES = 2 * UNIT_K
+"""One row of B in a unit, a span of the 128-byte swizzle."""
+WIDTHS = (8, 16, 32, 64, 128, 256)
+PRODUCER_REGISTERS = 24
+MAX_COLUMNS_OF_FOUR = 64
+"""Accumulators of wider tiles leave too few registers for four warpgroups."""
+SM_COUNT = 132
+"""Persistent CTAs of a grouped GEMM: one on each streaming multiprocessor of an H200."""
+STAGED_PITCH = 2 * WARPGROUP_ROWS + 16
+"""Bytes of a token in the epilogue's staging: the warpgroup's rows in bf16, or half as many in f32, and 16 bytes that
+keep the tokens in different banks."""
+STAGED_BYTES = 8192
+SMEM_FOR_RING = 216 * 1024
+IN_FLIGHT = 80 * 1024
+"""Bytes of weights that the ring need not exceed: an H200 is saturated by 64 KiB an SM (bulk copies)."""
+
+OPERAND_BIAS = 7
+"""Both operands hold code * block scale * 2^-7: 448 * 2^7 is the largest scale that f16 holds beside a code, which
+unpacks to code * 2^-14."""
+RESULT_FACTOR = float(1 << 2 * OPERAND_BIAS)
+
+
+def widths_up_to(widest: int) -> tuple[int, ...]:
+    """The widths of column tiles of a kernel whose widest is `widest`."""
+    return tuple(width for width in WIDTHS if width <= widest)
+
+
+def widest_for(routes: int, num_experts: int) -> int:
+    """The widest column tile worth having: twice the mean rows of an expert where that costs little, the mean above."""
+    mean = routes / num_experts
+    wanted = min(max(mean, min(2 * mean, MAX_COLUMNS_OF_FOUR)), routes)
+    return next((width for width in WIDTHS if width >= wanted), WIDTHS[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnTiling:
+    """What depends on the widest column tile and on how many `warpgroups` multiply: four keep tensor cores, unpacking
+    and memory busy together and read the tokens half as often as two."""
+
+    widest: int
+    warpgroups: int
+
+    @classmethod
+    def of(cls, widest: int, rows: int) -> ColumnTiling:
+        """For `rows` of weights an expert, a multiple of PANEL_ROWS."""
+        return cls(widest, 4 if widest <= MAX_COLUMNS_OF_FOUR and rows % (2 * PANEL_ROWS) == 0 else 2)
+
+    @property
+    def tile_m(self) -> int:
+        """Weight rows a CTA."""
+        return WARPGROUP_ROWS * self.warpgroups
+
+    @property
+    def panels(self) -> int:
+        """Panels of weights in a tile."""
+        return self.tile_m // PANEL_ROWS
+
+    @property
+    def consumers(self) -> int:
+        """Threads that multiply."""
+        return 128 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Those that multiply, and a warpgroup whose first warp loads and whose others give up their registers."""
+        return self.consumers + 128
+
+    @property
+    def registers(self) -> int:
+        """Of a thread that multiplies. A CTA has what its threads are launched with, a multiple of 8 each, and no more:
+        asking for more hangs an H200."""
+        launched = (1 << 16) // self.threads // 8 * 8 * (self.warpgroups + 1)
+        return (launched - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8
+
+    @property
+    def group_steps(self) -> int:
+        """K-steps whose A fragments are a set of registers, and whose wgmmas are a group."""
+        return UNIT_STEPS
+
+    @property
+    def sets(self) -> int:
+        """Sets of registers for A: groups that are multiplied or unpacked at a time."""
+        return 2
+
+    @property
+    def staged_rows(self) -> int:
+        """Tokens that the epilogue of a warpgroup takes through shared memory at a time."""
+        return min(self.widest, STAGED_BYTES // (2 * self.tile_m))
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of a warpgroup there."""
+        return self.staged_rows * STAGED_PITCH
+
+    @property
+    def units(self) -> int:
+        """Units a stage. Two units of the widest tile would leave too few stages."""
+        return 2 if self.widest <= 128 else 1
+
+    @property
+    def a_bytes(self) -> int:
+        """Weights of one stage."""
+        return self.panels * self.units * UNIT_BYTES
+
+    @property
+    def b_bytes(self) -> int:
+        """Room for the tokens of one stage."""
+        return self.units * self.widest * ROW_BYTES
+
+    @property
+    def stages(self) -> int:
+        """As many as fit, but no more than keep IN_FLIGHT bytes of weights on their way."""
+        return min(SMEM_FOR_RING // (self.a_bytes + self.b_bytes), -(-IN_FLIGHT // self.a_bytes))
+
+    @property
+    def smem(self) -> SmemLayout:
+        """The ring, the epilogue's staging and the mbarriers."""
+        layout = SmemLayout().with_place("b", self.stages * self.b_bytes, 1024)
+        layout = layout.with_place("a", self.stages * self.a_bytes, 128)
+        layout = layout.with_place("staged", self.warpgroups * self.staged_bytes, 128)
+        layout = layout.with_mbarriers("ring_full", self.stages)
+        return layout.with_mbarriers("ring_empty", self.stages, self.consumers // 32)
+
+
+def operand_descriptor() -> int:
+    """The matrix descriptor of B without its start address: K-major, 128-byte swizzle, 8-row groups 1024 bytes apart
+    (PTX ISA, "Matrix Descriptor")."""
+    return 8 * ROW_BYTES // 16 << 32 | 1 << 62
+
+
+def max_columns(routes: int, num_experts: int, widest: int) -> int:
+    """The most column tiles that `routes` can need."""
+    occupied = min(routes, num_experts)
+    return occupied + (routes - occupied) // widest

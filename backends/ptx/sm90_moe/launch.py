@@ -1,0 +1,256 @@
+"""From a case to a Program: workspaces, scalars and grids of the launches of its stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from backends.ptx.builder import Builder
+from backends.ptx.emitter import module_text
+from backends.ptx.moe import combine, requantise, routing
+from backends.ptx.moe.layout import ATOM_BLOCKS, SF_VEC_SIZE, TILE_M, tiles
+from backends.ptx.moe.shape import MoeShape
+from backends.ptx.sm90_moe import expand, repack
+from backends.ptx.sm90_moe.encode import code_word
+from backends.ptx.sm90_moe.frame import ColumnGemmParams
+from backends.ptx.sm90_moe.geometry import (
+    PANEL_ROWS,
+    ROW_BYTES,
+    SM_COUNT,
+    UNIT_BYTES,
+    UNIT_K,
+    ColumnTiling,
+    max_columns,
+    widest_for,
+    widths_up_to,
+)
+from backends.ptx.sm90_moe.kernel import PTX_VERSION, ColumnKernel, l1_kernel, l2_kernel
+from backends.ptx.sm90_moe.rows import ExpertRowsParams
+from backends.ptx.sm90_moe.swiglu import SwigluColumnsParams, SwigluForm
+from megamoe.contract import Case, KernelArg, Launch, Program
+
+BF16_BYTES = 2
+WORD_BYTES = 4
+NO_INTERLEAVE = 8
+"""Of w2: rows g and g + 8 of each 16, as they lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """An entry, the launch of it and its workspaces; `prepares`: weights only, so it is done once."""
+
+    entry: Builder
+    launch: Launch
+    scratch: dict[str, int]
+    prepares: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Gemm:
+    """One of the two GEMMs: `name` of its weights, `rows` by `k` an expert, and of its expanded tokens."""
+
+    name: str
+    rows: int
+    k: int
+    interleave: int
+
+    @property
+    def units(self) -> int:
+        return self.k // UNIT_K
+
+    @property
+    def panels(self) -> int:
+        return self.rows // PANEL_ROWS
+
+
+def moe_program(case: Case) -> Program:
+    """The program of an nvfp4_moe case on sm_90a: the routing, then one stage or the whole layer."""
+    shape = MoeShape.of(case, "sm_90a")
+    stages = _LAYER if shape.stage == "layer" else (shape.stage,)
+    steps = [make(shape) for make in (_route, *(maker for stage in stages for maker in _STAGES[stage]))]
+    scratch: dict[str, int] = {}
+    if shape.stage == "layer":
+        scratch |= {
+            "a2_codes": shape.held_rows * shape.intermediate // 2,
+            "a2_sf": shape.held_rows * shape.intermediate // SF_VEC_SIZE,
+            "rows": shape.held_rows * shape.hidden * BF16_BYTES,
+        }
+    for step in steps:
+        scratch |= step.scratch
+    return Program(
+        target="sm_90a",
+        ptx=module_text(list({step.entry.entry: step.entry for step in steps}.values())),
+        launches=tuple(step.launch for step in steps if not step.prepares),
+        scratch=scratch,
+        prepare=tuple(step.launch for step in steps if step.prepares),
+    )
+
+
+def widest(shape: MoeShape) -> int:
+    """The widest column tile of the case's kernels."""
+    return widest_for(shape.routes, shape.num_experts)
+
+
+def _columns(shape: MoeShape) -> int:
+    return max_columns(shape.routes, shape.num_experts, widest(shape))
+
+
+def _route(shape: MoeShape) -> _Step:
+    rows = shape.row_tiles * TILE_M
+    entries = {
+        "row_tiles": 1,
+        "expert_of_tile": shape.row_tiles,
+        "token_of_row": rows,
+        "route_of_row": rows,
+        "row_of_route": shape.routes,
+        "columns": routing.COLUMN_WORDS * _columns(shape),
+        "column_count": 1,
+    }
+    launch = Launch(
+        entry=routing.ENTRY,
+        grid=(shape.num_experts, 1, 1),
+        block=(routing.COLUMN_THREADS, 1, 1),
+        args=routing.ColumnRoutingParams.arguments(tokens=shape.tokens, topk=shape.topk, num_experts=shape.num_experts),
+        dynamic_smem=routing.smem_bytes(shape.num_experts, columns=True),
+    )
+    entry = routing.routing_kernel(PTX_VERSION, "sm_90a", widths_up_to(widest(shape)))
+    return _Step(entry, launch, {name: count * WORD_BYTES for name, count in entries.items()})
+
+
+def _l1_gemm(shape: MoeShape) -> _Gemm:
+    return _Gemm("w1", 2 * shape.intermediate, shape.hidden, shape.variant.interleave)
+
+
+def _l2_gemm(shape: MoeShape) -> _Gemm:
+    return _Gemm("w2", shape.hidden, shape.intermediate, NO_INTERLEAVE)
+
+
+def _repack(shape: MoeShape, gemm: _Gemm) -> _Step:
+    panels = shape.num_experts * gemm.panels
+    launch = Launch(
+        entry=repack.ENTRY,
+        grid=(panels, gemm.units, 1),
+        block=(repack.THREADS, 1, 1),
+        args=repack.RepackParams.arguments(
+            codes=f"{gemm.name}_codes",
+            sf=f"{gemm.name}_sf",
+            packed=f"{gemm.name}_packed",
+            row_bytes=gemm.k // 2,
+            units=gemm.units,
+            interleave_log2=gemm.interleave.bit_length() - 1,
+        ),
+    )
+    scratch = {f"{gemm.name}_packed": panels * gemm.units * UNIT_BYTES}
+    return _Step(repack.repack_kernel(PTX_VERSION), launch, scratch, prepares=True)
+
+
+def _repack_w1(shape: MoeShape) -> _Step:
+    return _repack(shape, _l1_gemm(shape))
+
+
+def _repack_w2(shape: MoeShape) -> _Step:
+    return _repack(shape, _l2_gemm(shape))
+
+
+def _pitch(shape: MoeShape, gemm: _Gemm) -> int:
+    """Bytes of a column tile of expanded rows."""
+    return gemm.units * widest(shape) * ROW_BYTES
+
+
+def _expand(shape: MoeShape, gemm: _Gemm, entry: Builder, args: tuple[KernelArg, ...]) -> _Step:
+    launch = Launch(
+        entry=entry.entry,
+        grid=(_columns(shape), widest(shape), 1),
+        block=(expand.THREADS, 1, 1),
+        args=args,
+    )
+    return _Step(entry, launch, {f"{gemm.name}_rows": _columns(shape) * _pitch(shape, gemm)})
+
+
+def _expand_tokens(shape: MoeShape) -> _Step:
+    gemm, weighted = _l1_gemm(shape), shape.variant.weighted
+    kind = expand.ExpandWeightedParams if weighted else expand.ExpandGatherParams
+    args = kind.arguments(codes="x_codes", sf="x_sf", expanded="w1_rows", units=gemm.units, pitch=_pitch(shape, gemm))
+    step = _expand(shape, gemm, expand.expand_kernel(PTX_VERSION, gathered=True, weighted=weighted), args)
+    step.scratch["row_factor"] = _columns(shape) * widest(shape) * WORD_BYTES
+    if weighted:
+        step.scratch["row_weight"] = step.scratch["row_factor"]
+    return step
+
+
+def _expand_rows(shape: MoeShape) -> _Step:
+    gemm = _l2_gemm(shape)
+    args = expand.ExpandParams.arguments(
+        codes="a2_codes", sf="a2_sf", expanded="w2_rows", units=gemm.units, pitch=_pitch(shape, gemm)
+    )
+    return _expand(shape, gemm, expand.expand_kernel(PTX_VERSION, gathered=False), args)
+
+
+def _tiling(shape: MoeShape, gemm: _Gemm) -> ColumnTiling:
+    return ColumnTiling.of(widest(shape), gemm.rows)
+
+
+def _multiply(shape: MoeShape, gemm: _Gemm, kernel: ColumnKernel, own: tuple[KernelArg, ...]) -> _Step:
+    """`own`: the epilogue's arguments."""
+    tiles_m = gemm.rows // kernel.tiling.tile_m
+    common = ColumnGemmParams.arguments(
+        weights=f"{gemm.name}_packed",
+        activations=f"{gemm.name}_rows",
+        tiles_m=tiles_m,
+        units=gemm.units,
+        weight_pitch=gemm.units * UNIT_BYTES,
+        column_pitch=_pitch(shape, gemm),
+    )
+    launch = Launch(
+        entry=kernel.builder.entry,
+        grid=(min(SM_COUNT, _columns(shape) * tiles_m), 1, 1),
+        block=(kernel.tiling.threads, 1, 1),
+        args=(*common, *own),
+        dynamic_smem=kernel.tiling.smem.size,
+    )
+    return _Step(kernel.builder, launch, {})
+
+
+def _l1(shape: MoeShape) -> _Step:
+    variant = SwigluForm(shape.variant.clamped, shape.variant.weighted)
+    weights = "row_weight" if variant.weighted else None
+    own = SwigluColumnsParams.arguments(row_weight=weights, intermediate=shape.intermediate, clamp=shape.clamp)
+    gemm = _l1_gemm(shape)
+    return _multiply(shape, gemm, l1_kernel(variant, _tiling(shape, gemm)), own)
+
+
+def _l2(shape: MoeShape) -> _Step:
+    gemm = _l2_gemm(shape)
+    return _multiply(shape, gemm, l2_kernel(_tiling(shape, gemm)), ExpertRowsParams.arguments(hidden=shape.hidden))
+
+
+def _requantise(shape: MoeShape) -> _Step:
+    blocks = shape.intermediate // SF_VEC_SIZE
+    launch = Launch(
+        entry=requantise.ENTRY,
+        grid=(shape.row_tiles, blocks // ATOM_BLOCKS, 1),
+        block=(requantise.THREADS, 1, 1),
+        args=requantise.RequantiseParams.arguments(tokens=shape.tokens, intermediate=shape.intermediate),
+    )
+    return _Step(requantise.requantise_kernel(PTX_VERSION, "sm_90a", code_word), launch, {})
+
+
+def _combine(shape: MoeShape) -> _Step:
+    weights = None if shape.variant.weighted else "topk_weights"
+    launch = Launch(
+        entry=combine.ENTRY,
+        grid=(shape.tokens, tiles(shape.hidden, combine.COLUMNS), 1),
+        block=(combine.THREADS, 1, 1),
+        args=combine.LayerCombineParams.arguments(topk_weights=weights, hidden=shape.hidden, topk=shape.topk),
+    )
+    return _Step(combine.combine_kernel(PTX_VERSION, "sm_90a"), launch, {})
+
+
+_LAYER: Final = ("l1", "l2", "combine")
+_STAGES: Final[dict[str, tuple[Callable[[MoeShape], _Step], ...]]] = {
+    "l1": (_repack_w1, _expand_tokens, _l1),
+    "requantise": (_requantise,),
+    "l2": (_repack_w2, _expand_rows, _l2),
+    "combine": (_combine,),
+}

@@ -1,0 +1,173 @@
+"""The epilogue of the first GEMM: SwiGLU of gate and up, which lie in one thread, and requantisation to NVFP4.
+
+repack.py puts the gate of output j in row g of a warp's 16 and its up in row g + 8: the accumulator gives both to one
+thread. A block of 16 outputs is in two warps, so activations go through shared memory, some tokens at a time;
+then a thread has a whole block. Rounding contract: that of sm100_moe (swiglu.py, requantise.py), where x_gs * w1_gs is
+times 2^14 here, exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from backends.ptx.builder import Builder
+from backends.ptx.moe.layout import ATOM_BLOCKS, ATOM_BYTES, ATOM_ROWS, SF_VEC_SIZE
+from backends.ptx.moe.requantise import GlobalScale, block_codes, raw_scale, word_in_atom
+from backends.ptx.operands import Register, Vector, at
+from backends.ptx.parameters import F32, U32, Parameters, Pointer
+from backends.ptx.sm90_moe.encode import code_word
+from backends.ptx.sm90_moe.frame import WARPGROUP_THREADS, ColumnFrame, ColumnTile
+from backends.ptx.sm90_moe.geometry import STAGED_PITCH, WARPGROUP_ROWS
+
+LOG2_E = math.log2(math.e)
+BLOCKS = WARPGROUP_ROWS // 2 // SF_VEC_SIZE
+"""Of the outputs of a warpgroup."""
+ATOM_OUTPUTS = ATOM_BLOCKS * SF_VEC_SIZE
+F32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SwigluForm:
+    """Compiled into the kernel. `clamped`: gates are limited from above, ups from both sides. `weighted`: the top-k
+    weight comes before the requantisation."""
+
+    clamped: bool
+    weighted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SwigluColumnsParams(Parameters):
+    """Parameters behind ColumnGemmParams. `row_factor`, `row_weight`: f32 for each row of each column tile
+    (expand.py)."""
+
+    row_factor: Pointer
+    row_weight: Pointer
+    a2_gs: Pointer
+    a2_codes: Pointer
+    a2_sf: Pointer
+    intermediate: U32
+    clamp: F32
+
+
+class SwigluColumns:
+    """The registers of one thread."""
+
+    def __init__(self, frame: ColumnFrame, params: SwigluColumnsParams, variant: SwigluForm) -> None:
+        x = frame.x
+        self.frame, self.params, self.variant = frame, params, variant
+        self.a2 = GlobalScale(x)
+        self.negated_clamp = x.reg("negated_clamp", "f32")
+        self.stored_at, self.block_at = x.reg("stored_at", "u32"), x.reg("block_at", "u32")
+        self.token, self.block = x.reg("staged_token", "u32"), x.reg("staged_block", "u32")
+        self.pair = x.reg("token_pair", "u32")
+
+    def begin(self) -> None:
+        """Where a thread stages its activations, and which block of which staged token it requantises."""
+        x, frame = self.frame.x, self.frame
+        if self.variant.clamped:
+            x.emit("neg.f32", self.negated_clamp, self.params.clamp)
+        staged = x.let("staged", "mad.lo.u32", frame.warpgroup, frame.tiling.staged_bytes, frame.smem.base)
+        x.emit("add.u32", staged, staged, frame.smem.layout["staged"])
+        quad, quad_lane = x.let("out_quad", "shr.u32", frame.lane, 2), x.let("quad_lane", "and.b32", frame.lane, 3)
+        x.emit("shl.b32", self.pair, quad_lane, 1)
+        output = x.let("output", "mad.lo.u32", x.let("warp_in_four", "and.b32", frame.warp, 3), 8, quad)
+        x.emit("mad.lo.u32", self.stored_at, self.pair, STAGED_PITCH, staged)
+        x.emit("mad.lo.u32", self.stored_at, output, F32_BYTES, self.stored_at)
+        inside = x.let("thread_in_group", "and.b32", frame.thread, WARPGROUP_THREADS - 1)
+        x.emit("div.u32", self.token, inside, BLOCKS)
+        x.emit("and.b32", self.block, inside, BLOCKS - 1)
+        x.emit("mad.lo.u32", self.block_at, self.token, STAGED_PITCH, staged)
+        x.emit("mad.lo.u32", self.block_at, self.block, SF_VEC_SIZE * F32_BYTES, self.block_at)
+
+    def begin_tile(self, tile: ColumnTile) -> None:
+        """The global scale of the expert's activations."""
+        x, params = self.frame.x, self.params
+        x.emit("ld.global.f32", self.a2.gs, at(x.indexed_wide("a2_gs_at", params.a2_gs, tile.expert, 4)))
+        self.a2.invert()
+
+    def finish(self, tile: ColumnTile, width: int, accumulator: Vector) -> None:
+        """Some tokens at a time through shared memory."""
+        x, frame, params = self.frame.x, self.frame, self.params
+        row = x.let("first_pair", "mad.lo.u32", tile.column, frame.tiling.widest, self.pair)
+        factors = x.indexed_wide("factors_at", params.row_factor, row, F32_BYTES)
+        weights = x.indexed_wide("weights_at", params.row_weight, row, F32_BYTES) if self.variant.weighted else None
+        at_once = min(width, frame.tiling.staged_rows)
+        for first in range(0, width, at_once):
+            frame.sync_warpgroup("the staging is free")
+            for group in range(first // 8, (first + at_once) // 8):
+                mine = accumulator[4 * group : 4 * group + 4]
+                self._stage(mine, _pair(x, factors, group), weights and _pair(x, weights, group), 8 * group - first)
+            frame.sync_warpgroup("the staging is full")
+            busy = x.let("has_block", "setp.lt.u32", self.token, at_once)
+            with x.when(busy, "requantise"):
+                self._requantise(tile, first)
+
+    def _stage(self, mine: Vector, factors: Vector, weights: Vector | None, token: int) -> None:
+        """Two activations, of the thread's two tokens of the eight that begin at staged token `token`."""
+        x = self.frame.x
+        for index in range(2):
+            value = self._activation(mine[index], mine[2 + index], factors[index])
+            if weights is not None:
+                x.emit("mul.rn.f32", value, value, weights[index])
+            x.emit("st.shared.f32", at(self.stored_at, (token + index) * STAGED_PITCH), value)
+
+    def _activation(self, gate: Register, up: Register, factor: Register) -> Register:
+        """The activation, in the register of its gate."""
+        x = self.frame.x
+        x.emit("mul.rn.f32", gate, gate, factor)
+        x.emit("mul.rn.f32", up, up, factor)
+        if self.variant.clamped:
+            x.emit("min.f32", gate, gate, self.params.clamp)
+            x.emit("min.f32", up, up, self.params.clamp)
+            x.emit("max.f32", up, up, self.negated_clamp)
+        sigmoid = x.let("sigmoid", "mul.rn.f32", gate, -LOG2_E)
+        x.emit("ex2.approx.ftz.f32", sigmoid, sigmoid)
+        x.emit("add.rn.f32", sigmoid, sigmoid, 1.0)
+        x.emit("rcp.approx.ftz.f32", sigmoid, sigmoid)
+        x.emit("mul.rn.f32", gate, gate, sigmoid)
+        x.emit("mul.rn.f32", gate, gate, up)
+        return gate
+
+    def _requantise(self, tile: ColumnTile, first: int) -> None:
+        """One block of staged token `self.token`, which is row `first` + token of the tile."""
+        x, params = self.frame.x, self.params
+        values = x.regs("value", "f32", SF_VEC_SIZE)
+        for start in range(0, SF_VEC_SIZE, 4):
+            x.emit("ld.shared.v4.f32", values[start : start + 4], at(self.block_at, start * F32_BYTES))
+        raw = raw_scale(x, values, self.a2)
+        scale = x.let("sf", "cvt.rn.satfinite.e4m3x2.f32", 0.0, raw)
+        halves = x.regs("sf_half", "b16", 2)
+        x.emit("mov.b32", halves, x.let("sf_decoded", "cvt.rn.f16x2.e4m3x2", scale))
+        words = block_codes(x, values, halves[0], self.a2, code_word)
+        row = x.let("staged_row", "add.u32", self.token, first)
+        is_row = x.let("is_row", "setp.lt.u32", row, tile.rows)
+        with x.when(is_row, "store"):
+            x.emit("add.u32", row, row, tile.first_row)
+            element = x.let("code_at", "mul.wide.u32", row, params.intermediate)
+            x.emit("shr.u64", element, element, 1)
+            x.emit("add.s64", element, element, params.a2_codes)
+            block = x.let("block_of_row", "mad.lo.u32", tile.tile_m, self.frame.tiling.warpgroups, self.frame.warpgroup)
+            x.emit("mad.lo.u32", block, block, BLOCKS, self.block)
+            place = x.indexed_wide("block_codes_at", element, block, SF_VEC_SIZE // 2)
+            x.emit("st.global.v2.b32", at(place), tuple(words))
+            self._store_scale(block, row, scale)
+
+    def _store_scale(self, block: Register, row: Register, scale: Register) -> None:
+        """The byte of a block in its atom."""
+        x, params = self.frame.x, self.params
+        atoms = x.let("atoms_of_row", "div.u32", params.intermediate, ATOM_OUTPUTS)
+        atom = x.let("atom", "div.u32", row, ATOM_ROWS)
+        x.emit("mul.lo.u32", atom, atom, atoms)
+        x.emit("add.u32", atom, atom, x.let("own_atom", "shr.u32", block, ATOM_BLOCKS.bit_length() - 1))
+        target = x.indexed_wide("scale_at", params.a2_sf, atom, ATOM_BYTES)
+        x.emit("add.s64", target, target, word_in_atom(x, x.let("atom_row", "and.b32", row, ATOM_ROWS - 1)))
+        x.emit("mad.wide.u32", target, x.let("block_in_atom", "and.b32", block, ATOM_BLOCKS - 1), 1, target)
+        x.emit("st.global.u8", at(target), scale)
+
+
+def _pair(x: Builder, table: Register, group: int) -> Vector:
+    """The entries of this thread's two tokens of group `group` of eight."""
+    values = x.regs("of_pair", "f32", 2)
+    x.emit("ld.global.v2.f32", values, at(table, 8 * group * F32_BYTES))
+    return values
