@@ -103,6 +103,12 @@ def test_an_attack_ends_as_the_table_says(ended: dict[str, Record], name: str) -
     assert words in record.sentence, f"{name}: {record.sentence}"
 
 
+def test_the_table_lists_every_attack() -> None:
+    text = (ROOT / "results" / "attacks.md").read_text("utf-8")
+    missing = [name for name in ATTACKS if name != "HONEST" and f"`{name}`" not in text]
+    assert not missing, f"results/attacks.md does not say how these end: {missing}"
+
+
 def test_what_ran_is_what_was_hashed(ended: dict[str, Record]) -> None:
     wrong = hashlib.sha256(f"{adversaries.WRONG}\n{CASE}".encode()).hexdigest()
     assert ended["HAS_TWO_FACES"].program_sha256 == wrong, "the text that failed must be the one in the record"
