@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, files
+from io import StringIO
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from megamoe import CHECKOUT
 from megamoe.cli.options import Ops, Specs, Wheres, find_modules_of_the_user
-from megamoe.cli.terminal import console
+from megamoe.cli.terminal import Terminal, console
 from megamoe.contract import (
     TARGETS,
     Case,
@@ -34,6 +35,7 @@ from megamoe.records.lines import SCHEMA_VERSION, RecordError
 from megamoe.records.provenance import git_revision, installed_version
 from megamoe.runner.capabilities import ASKED, machine_of, offer_of
 from megamoe.runner.process import RunnerDiedError, RunnerFaultError, nursery, printable
+from megamoe.runner.wire import Frame
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import (
@@ -276,7 +278,7 @@ def schema(
 # What to look at in a kernel before profiling it
 
 
-EXPLAIN = "megamoe.explain.tables:explained"
+EXPLAIN = "megamoe.cli.show:explained"
 MAX_EXPLAINED_S = 600.0
 REPORT_WIDTH = 180
 
@@ -319,3 +321,24 @@ def explain_case(
         out.print(f"{file}{note}", markup=False)
     if found["broken"]:
         raise typer.Exit(1)
+
+
+def explained(request: Frame) -> Frame:
+    """Explains a row in a runner: `specs` (a folder or None), `row`, `folder`, `width` -> `files`, `report`, `broken`.
+
+    `refused`: a sentence, instead of all that, if the row cannot be explained.
+    """
+    # These import torch, which would slow down every other command.
+    from megamoe.explain.explain import ExplainError, explain, write_files
+    from megamoe.explain.tables import report
+
+    told = request.told
+    row, folder = Row(*told["row"]), Path(told["folder"])
+    try:
+        found = explain(load_specs(told["specs"])[row.op], row)
+        files = write_files(found, folder)
+    except (ExplainError, RecordError) as error:
+        return Frame({"refused": str(error)})
+    text = StringIO()
+    Terminal(file=text, width=told["width"], highlight=False).print(report(found))
+    return Frame({"files": list(map(str, files)), "report": text.getvalue(), "broken": bool(found.violation)})

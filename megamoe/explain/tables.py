@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from itertools import pairwise
 from math import prod
-from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from megamoe.contract import Row
 from megamoe.contract.trace import CtaTrace, LaunchTrace, Party, SmemUse, WarpTrace
-from megamoe.explain.explain import ExplainError, Explanation, explain, write_files
+from megamoe.explain.explain import Explanation
 from megamoe.explain.roles import ranges, roles
-from megamoe.records.lines import RecordError
-from megamoe.runner.wire import Frame
-from megamoe.spec.load import load_specs
 
 MBARRIER_BYTES = 8
 _BY = {"generic": "", "copy": "TMA, issued by ", "tensor core": "tensor core, issued by "}
@@ -73,23 +67,6 @@ def _who(uses: Sequence[SmemUse], verb: str) -> tuple[str, ...]:
 
 
 MAX_LINES = 5
-
-
-def explained(request: Frame) -> Frame:
-    """Explains a row in a runner: `specs` (a folder or None), `row`, `folder`, `width` -> `files`, `report`, `broken`.
-
-    `refused`: a sentence, instead of all that, if the row cannot be explained.
-    """
-    told = request.told
-    row, folder = Row(*told["row"]), Path(told["folder"])
-    try:
-        found = explain(load_specs(told["specs"])[row.op], row)
-        files = write_files(found, folder)
-    except (ExplainError, RecordError) as error:
-        return Frame({"refused": str(error)})
-    text = StringIO()
-    Console(file=text, width=told["width"], highlight=False).print(report(found))
-    return Frame({"files": list(map(str, files)), "report": text.getvalue(), "broken": bool(found.violation)})
 
 
 def report(found: Explanation) -> Group:
