@@ -18,12 +18,10 @@ import typer
 
 from megamoe import CHECKOUT
 from megamoe.cli.options import (
-    JOBS,
     Asked,
+    Effort,
     Expected,
-    Jobs,
     Specs,
-    TimeLimit,
     expectations_of,
     with_options,
 )
@@ -36,7 +34,6 @@ from megamoe.gate.counters import Claim, against_baseline
 from megamoe.gate.evidence import checked
 from megamoe.gate.expected import Expectation, stale_entries
 from megamoe.gate.verdict import Finding, Verdict, judge_run, open_line
-from megamoe.judge.run import DEFAULT_TIMEOUT_S
 from megamoe.records.files import RUNS, RecordFile, check_place, newest_run, read_records
 from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader, Signature
 from megamoe.records.provenance import digests_of, git_revision
@@ -59,12 +56,11 @@ Strict = Annotated[
 @with_options
 def gate(
     asked: Asked,
+    effort: Effort,
     records: Files = None,
     baseline: BaselineFile = None,
     junit: Junit = None,
     strict: Strict = False,
-    jobs: Jobs = JOBS,
-    timeout: TimeLimit = DEFAULT_TIMEOUT_S,
     output: Annotated[Path | None, typer.Option("--output", help="Record file of the rows that are run now.")] = None,
     specs: Specs = None,
     expected: Expected = None,
@@ -88,7 +84,9 @@ def gate(
         raise RecordError("--trusted is about record files: name them; what is run here needs no signature")
     done = None
     if not records:
-        done = conduct(known, plan_of(known, asked.selection(), output), How(specs, jobs, timeout, expected=expected))
+        done = conduct(
+            known, plan_of(known, asked.selection(), output), How(specs, effort.jobs, effort.timeout, expected=expected)
+        )
     command = _accept_command(records or ([done.path] if done else []), baseline, specs)
     with _nothing_collected():
         files = [read_records(path) for path in records or ()]

@@ -17,6 +17,7 @@ from typer.models import OptionInfo
 from megamoe import CHECKOUT
 from megamoe.contract import TARGETS, backend_names, executor_names
 from megamoe.gate.expected import Expectation, read_expected
+from megamoe.judge.run import DEFAULT_TIMEOUT_S
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import DEFAULT_EXECUTOR, DEFAULT_PROFILE, Selection, SelectionError
@@ -112,7 +113,15 @@ class Held:
     ] = None
 
 
-GROUPS = (Asked, Held)
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What a run may take."""
+
+    jobs: Jobs = JOBS
+    timeout: TimeLimit = DEFAULT_TIMEOUT_S
+
+
+GROUPS = (Asked, Held, Effort)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -16,13 +16,11 @@ import typer
 from rich.console import Console
 
 from megamoe.cli.options import (
-    JOBS,
     Asked,
+    Effort,
     Expected,
-    Jobs,
     Quiet,
     Specs,
-    TimeLimit,
     expectations_of,
     find_modules_of_the_user,
     with_options,
@@ -33,7 +31,7 @@ from megamoe.contract.scratch import scratch_folder
 from megamoe.gate.expected import stale_entries
 from megamoe.gate.verdict import judge_run
 from megamoe.judge.figures import FigureMaker
-from megamoe.judge.run import DEFAULT_TIMEOUT_S, RunSettings, judged
+from megamoe.judge.run import RunSettings, judged
 from megamoe.records.files import RUNS, RecordWriter, newest_run, read_records, write_file
 from megamoe.records.keys import Key
 from megamoe.records.lines import Agreement, AnyLine, Record, RecordError, RunHeader, record_of
@@ -52,14 +50,13 @@ STOPPED_BEFORE = "the run stopped at the first failure, before this row"
 @with_options
 def run(
     asked: Asked,
+    effort: Effort,
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="FILE", help="Finish the last run of this record file.")
     ] = None,
     last_failed: Annotated[bool, typer.Option("--last-failed", help="The rows that failed in the newest run.")] = False,
     first: Annotated[bool, typer.Option("-x", help="Stop at the first row that fails unexpectedly.")] = False,
     quiet: Quiet = False,
-    jobs: Jobs = JOBS,
-    timeout: TimeLimit = DEFAULT_TIMEOUT_S,
     output: Annotated[Path | None, typer.Option("--output", help=f"Record file; a new one in {RUNS}.")] = None,
     sign: Annotated[
         Path | None, typer.Option("--sign", metavar="KEY", help="Sign the records: an Ed25519 key, PEM.")
@@ -86,7 +83,7 @@ def run(
     def stops(record: Record) -> bool:
         return first and not judge_run([record.row], [record], expectations).passed
 
-    done = conduct(known, plan, How(specs, jobs, timeout, quiet, expected), stops)
+    done = conduct(known, plan, How(specs, effort.jobs, effort.timeout, quiet, expected), stops)
     if key is not None and done.run:
         with RecordWriter(done.path) as writer:
             line = signed(done.run, done.path.read_bytes(), key)

@@ -33,7 +33,9 @@ from megamoe.explain import FOLDER, folder_of
 from megamoe.records.files import write_file
 from megamoe.records.lines import SCHEMA_VERSION, RecordError
 from megamoe.records.provenance import git_revision, installed_version
-from megamoe.runner.capabilities import machine_of, offer_of
+from megamoe.runner.capabilities import ASKED, machine_of, offer_of
+from megamoe.runner.process import RunnerDiedError, RunnerFaultError, nursery, printable
+from megamoe.runner.wire import Frame
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import (
@@ -276,6 +278,8 @@ def schema(
 # What to look at in a kernel before profiling it
 
 
+EXPLAIN = "megamoe.cli.show:explained"
+MAX_EXPLAINED_S = 600.0
 REPORT_WIDTH = 180
 
 
@@ -289,10 +293,6 @@ def explain_case(
     specs: Specs = None,
 ) -> None:
     """Shows geometry, memory maps, warp roles, pipeline and counters of one case; writes pictures and a trace."""
-    # These import torch, which would slow down every other command.
-    from megamoe.explain.explain import ExplainError, explain, write_files
-    from megamoe.explain.tables import report
-
     find_modules_of_the_user([backend, executor])
     known = load_specs(specs)
     spec = spec_of(known, case)
@@ -301,22 +301,44 @@ def explain_case(
         raise SelectionError(f"one schedule is explained at a time, not {schedule!r}")
     row = Row(spec.parse_case(case).id, backend, checked_targets([target])[0], executor, names[0])
     folder = output or folder_of(row.case, row.backend, row.target)
+    told = {"specs": None if specs is None else str(specs), "row": list(row), "folder": str(folder)}
     try:
-        found = explain(spec, row)
-        files = write_files(found, folder)
-    except (UnsupportedError, ExplainError, RecordError) as error:
+        with nursery(("torch",)).runner(f"{backend} on {executor}", ASKED) as runner:
+            found = runner.ask(EXPLAIN, {**told, "width": REPORT_WIDTH}, MAX_EXPLAINED_S).told
+    except UnsupportedError as error:
         raise SelectionError(str(error)) from error
-    except Exception as error:
-        # A backend may be the user's own code and raise anything.
-        raise SelectionError(f"{case} on {backend} cannot be explained: {type(error).__name__}: {error}") from error
-    text = StringIO()
-    Terminal(file=text, width=REPORT_WIDTH, highlight=False).print(report(found))
-    write_file(folder / "report.txt", text.getvalue(), "the explanation")
+    except (RunnerDiedError, RunnerFaultError) as error:
+        # A backend may be the user's own code and do anything.
+        raise SelectionError(f"{case} on {backend} cannot be explained: {error}") from error
+    if "refused" in found:
+        raise SelectionError(printable(str(found["refused"])))
+    report = printable(str(found["report"]), len(str(found["report"])))
+    write_file(folder / "report.txt", report, "the report")
     out = console()
-    out.print(report(found))
-    out.print()
-    for file in [folder / "report.txt", *files]:
+    out.print(report, markup=False)
+    for file in [folder / "report.txt", *(folder / Path(name).name for name in found["files"])]:
         note = ": open it in ui.perfetto.dev" if file.suffix == ".json" else ""
         out.print(f"{file}{note}", markup=False)
-    if found.violation:
+    if found["broken"]:
         raise typer.Exit(1)
+
+
+def explained(request: Frame) -> Frame:
+    """Explains a row in a runner: `specs` (a folder or None), `row`, `folder`, `width` -> `files`, `report`, `broken`.
+
+    `refused`: a sentence, instead of all that, if the row cannot be explained.
+    """
+    # These import torch, which would slow down every other command.
+    from megamoe.explain.explain import ExplainError, explain, write_files
+    from megamoe.explain.tables import report
+
+    told = request.told
+    row, folder = Row(*told["row"]), Path(told["folder"])
+    try:
+        found = explain(load_specs(told["specs"])[row.op], row)
+        files = write_files(found, folder)
+    except (ExplainError, RecordError) as error:
+        return Frame({"refused": str(error)})
+    text = StringIO()
+    Terminal(file=text, width=told["width"], highlight=False).print(report(found))
+    return Frame({"files": list(map(str, files)), "report": text.getvalue(), "broken": bool(found.violation)})

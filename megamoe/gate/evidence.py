@@ -1,5 +1,5 @@
 """Whether lines are evidence at all: of a run whose header is there, about these specs and this code, and in themselves
-consistent. What a person who can write the file may still forge, unless it is signed: docs/evidence.md.
+consistent. results/attacks.md says what a person who can write the file may still forge, unless it is signed.
 
 A run whose header has no digests is of an older megamoe. Its lines are taken as they are, and the gate says so.
 """

@@ -54,9 +54,9 @@ def judged(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None
     """Yields one record for each of `rows`, as they finish. Closing the iterator, or Ctrl-C, ends the workers.
 
     Each backend has its own workers, one backend after the other, so that code of one cannot reach the verdicts of
-    another. Rows of a backend start in the order given; the last of a kind, with the least work, is audited. If the pool
-    itself breaks (a worker dies while it starts), the remaining rows go to a fresh pool. If a fresh pool finishes no row
-    at all, they are recorded as crashed.
+    another. Rows of a backend start in the order given; the last of a kind, with the least work, is audited. If the
+    pool itself breaks (a worker dies while it starts), the remaining rows go to a fresh pool. If a fresh pool finishes
+    no row at all, they are recorded as crashed.
     """
     chosen = {(row.op, row.backend, row.target, row.executor): row for row in rows}
     settings = replace(settings, audited=frozenset(chosen.values()))

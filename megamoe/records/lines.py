@@ -2,8 +2,8 @@
 
 `kind: run` is the provenance of one run, `record` the verdict on one row, `agreement` how far apart the backends of
 one case lie, `timing` the device time of one row, `figures` the compiler's numbers of a program, `acceptance` the
-reason for a change of a baseline, `signature` who vouches for a run. Each line carries the id of its run, so that files can be concatenated. The form is
-versioned; `UPGRADES` brings a line of an older version to this one.
+reason for a change of a baseline, `signature` who vouches for a run. Each line carries the id of its run, so that files
+can be concatenated. The form is versioned; `UPGRADES` brings a line of an older version to this one.
 
 `record_schema` is for readers that are not written in Python. `megamoe schema > results/schema/record-2.schema.json`
 renews the tracked file; a test says when that is due. JSON Schema cannot say that there are as many rounds as samples,
