@@ -55,7 +55,7 @@ from backends.vm.ptx.parser import PtxSyntaxError, parse
 from backends.vm.tensor.tensor_map import encode_tensor_map
 from conformance.vm.kernel import copy_kernel
 from conformance.vm.tensor_kernel import mma_kernel
-from megamoe.contract import Program, load_backend
+from megamoe.contract import Program, Target, load_backend
 from megamoe.spec.load import load_specs
 
 CI_INPUTS = 2_000
@@ -142,8 +142,12 @@ def _texts() -> tuple[str, ...]:
 @cache
 def _own_programs() -> tuple[str, ...]:
     specs, backend = load_specs(None), load_backend("ptx")
-    cases = (("fmha", "hd=64,t=1,s_k=128", "sm_90a"), ("fmha", "hd=64,t=1,s_k=128", "sm_100a"),
-             ("nvfp4_moe", "hidden=128,intermediate=128,num_experts=1,tokens=1", "sm_100a"))  # fmt: skip
+    small = "hidden=128,intermediate=128,num_experts=1,tokens=1"
+    cases: tuple[tuple[str, str, Target], ...] = (
+        ("fmha", "hd=64,t=1,s_k=128", "sm_90a"),
+        ("fmha", "hd=64,t=1,s_k=128", "sm_100a"),
+        ("nvfp4_moe", small, "sm_100a"),
+    )
     built = [backend.build(specs[op].parse_case(f"{op}:{case}"), target) for op, case, target in cases]
     return tuple(program.ptx for program in built if isinstance(program, Program))
 
@@ -473,7 +477,7 @@ def ended(one: Input, reached: Reached) -> str | None:
     return None
 
 
-def hunt(seed: int, numbers: range, reached: Reached, say: Callable[[str], None] | None = None) -> list[str]:
+def hunt(seed: int, numbers: range, reached: Reached, say: Callable[[str], object] | None = None) -> list[str]:
     """Run inputs `numbers` of `seed`; the reports of those that the machine did not answer."""
     pool()
     learnt()

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.machine.warp import Warp
+from backends.vm.machine.warp import Mask, Warp
 from backends.vm.ptx.ast import Immediate
 
 Result = npt.NDArray[np.generic]
@@ -146,7 +146,7 @@ def mad_wide(b: Binder) -> Step:
     return step
 
 
-def _counted(step: Step, counter: str, outside: Callable[[Warp], Result]) -> Step:
+def _counted(step: Step, counter: str, outside: Callable[[Warp], Mask]) -> Step:
     """`step`, which also counts the instructions of which an active lane has operands that the ISA gives no result for.
 
     Results here are those of its pseudo-code or of an H200; another GPU may give others. A count and no finding:
@@ -379,7 +379,7 @@ def bfe(b: Binder) -> Step:
 _WIDE_FIELDS = "bit_fields_beyond_255"
 
 
-def _beyond_a_byte(position: int, length: int) -> Callable[[Warp], Result]:
+def _beyond_a_byte(position: int, length: int) -> Callable[[Warp], Mask]:
     """Lanes whose position or length exceeds 255: the ISA restricts both to 0..255 (9.7.1.19, 9.7.1.20).
 
     Of 64-bit fields an H200 does not take the low byte, as the pseudo-code does; of 32-bit ones it does.
