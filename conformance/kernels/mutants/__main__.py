@@ -1,4 +1,4 @@
-"""`python -m conformance.kernels.mutants [--backend NAME ...]`: run mutants of programs, or print the table of a record.
+"""`python -m conformance.kernels.mutants [--backend NAME ...]`: run mutants of programs, or write their table.
 
 `nox -s mutants -- ...` is the same. A call that is repeated goes on where the record ends.
 """
@@ -51,7 +51,7 @@ def _campaign(options: argparse.Namespace, given: list[str]) -> int:
     todo = planned(plan, subjects(selection))
     if not todo:
         raise ValueError("no program with PTX is selected, so there is nothing to change")
-    record.append(Ran(shlex.join(given), _revision(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", len(todo)))
+    record.append(Ran(shlex.join(given), _machine(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", len(todo)))
     known, unexplained = reasons(), 0
     for at, outcome in run(todo, record, tuple(options.schedule or SCHEDULES), options.seconds):
         unexplained += not outcome.killed and reason_of(outcome, known) is None
@@ -77,11 +77,10 @@ def _told(one: Outcome) -> str:
     return f"{fate}{same}: {one.id} `{one.before}` -> `{one.after}`, {one.runs} runs, {one.seconds:.1f} s"
 
 
-def _revision() -> str:
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or "an unknown revision"
+def _machine() -> str:
+    """The git tree of backends/vm."""
+    command = ["git", "rev-parse", "--short=12", "HEAD:backends/vm"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 def _count(text: str) -> int | None:

@@ -25,6 +25,7 @@ from megamoe.contract.assembly import assembled
 from megamoe.judge.guarded import GuardedCase
 from megamoe.judge.judge import Expected, compared, complaints, expected_of
 from megamoe.judge.tolerance import Judgement
+from megamoe.ops import reference
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
 from megamoe.spec.spec import Spec
@@ -43,8 +44,8 @@ class OverTime(Exception):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a campaign runs. Of each program: `synchronisation` mutants of the classes SYNCHRONISATION and `others` of
-    the rest (None: all), drawn by `seed`. Shard `shard[0]` of `shard[1]`, from 1. `programs`: parts of names of programs
-    (none: all programs)."""
+    the rest (None: all), drawn by `seed`. Shard `shard[0]` of `shard[1]`, from 1. `programs`: parts of the names of
+    programs (none: all programs)."""
 
     selection: Selection
     synchronisation: int | None = None
@@ -139,18 +140,12 @@ def subjects(selection: Selection) -> list[Subject]:
         if not isinstance(program, (Program, HostProgram)):
             continue
         if case.id not in expected:
-            expected[case.id] = expected_of(case, _reference_inputs(case))
+            expected[case.id] = expected_of(case, reference(case.op).make_inputs(case))
         one = found.setdefault((row.backend, row.target, program.ptx), Subject(row.backend, row.target, row.op))
         one.built.append(Built(spec, case, program, expected[case.id]))
     for one in found.values():
         one.built.sort(key=lambda built: _size(built))
     return list(found.values())
-
-
-def _reference_inputs(case: Case) -> Mapping[str, object]:
-    from megamoe.ops import reference
-
-    return reference(case.op).make_inputs(case)
 
 
 def _size(built: Built) -> int:
@@ -303,16 +298,16 @@ def _parsed_nowhere() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One call of the tool: its arguments, the revision, when it began (UTC) and how many mutants it planned."""
+    """One call of the tool: its arguments, the git tree of the machine, when it began, how many mutants it planned."""
 
     command: str
-    revision: str
+    machine: str
     started: str
     planned: int
 
 
 class Record:
-    """A record of campaigns: JSON lines, one a mutant and one a call. An id stands once; a torn last line is cut off."""
+    """A record of campaigns: JSON lines, one a mutant and one a call. A torn last line is cut off."""
 
     def __init__(self, *paths: Path) -> None:
         """`paths`: files of shards; the first is written to."""
@@ -350,7 +345,7 @@ class Record:
 def run(
     todo: Sequence[tuple[Subject, Mutant]], record: Record, schedules: Sequence[str], seconds: float | None = None
 ) -> Iterator[tuple[int, Outcome]]:
-    """Examine what `record` lacks of `todo`, for at most `seconds` of processor time: the place in `todo`, what came."""
+    """Examine what `record` lacks of `todo`, for at most `seconds` of processor time: places in `todo`, outcomes."""
     begun = time.process_time()
     for at, (subject, mutant) in enumerate(todo, 1):
         if mutant.id in record.ids:

@@ -31,6 +31,7 @@ _TOUCHES_MEMORY = re.compile(
 )
 _STORES = re.compile(r"st\.(?!param)|red\.|stmatrix\.|tcgen05\.(st|cp)\.|cp\.(async\.(?!wait|commit)|reduce)")
 _ARITHMETIC = re.compile(r"(add|sub|mul|mad|fma|min|max|shl|shr|and|or|xor|selp|mov|bfe|bfi|prmt|lop3|div|rem|setp)\b")
+_SYMMETRIC = re.compile(r"setp\.(eq|ne)\b")
 _INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)U?")
 _FLOAT = re.compile(r"0[fF]([0-9a-fA-F]{8})")
 _REGISTER = re.compile(r"%[\w$]+")
@@ -86,7 +87,7 @@ _Part = TypeVar("_Part", Launch, BufferArg, ScalarArg, TensorMapArg)
 
 @dataclass(frozen=True, slots=True)
 class LaunchEdit:
-    """Field `field` of argument `arg` (None: of the launch), element `place` of it, becomes more by a number, or a name.
+    """Field `field` of argument `arg` (None: of the launch), element `place` of it, grows by a number or gets a name.
 
     Sizes that would be 0 or less stay as they are: a text has launches of several cases.
     """
@@ -105,7 +106,7 @@ class LaunchEdit:
             launches[self.launch] = self._changed(launch)
         else:
             args = list(launch.args)
-            args[self.arg] = self._changed(args[self.arg])
+            args[self.arg] = self._changed(args[self.arg])  # pyright: ignore[reportArgumentType]
             launches[self.launch] = replace(launch, args=tuple(args))
         return replace(program, launches=tuple(launches))
 
@@ -379,7 +380,11 @@ def _operand(one: Instruction) -> Iterator[str]:
     name, of = one.opcode.partition(".")[0], one.operands
     if len(of) < 3 or not _ARITHMETIC.match(one.opcode):
         return
-    if name in ("sub", "div", "rem", "shl", "shr", "selp", "setp") and of[1] != of[2]:
+    if (
+        name in ("sub", "div", "rem", "shl", "shr", "selp", "setp")
+        and of[1] != of[2]
+        and not _SYMMETRIC.match(one.opcode)
+    ):
         yield one.spelled(operands=[of[0], of[2], of[1], *of[3:]])
     elif name in ("mad", "fma") and len(of) == 4 and of[1] != of[2]:
         yield one.spelled(operands=[of[0], of[1], of[1] if _REGISTER.fullmatch(of[1]) else of[2], of[3]])
@@ -389,17 +394,8 @@ def _operand(one: Instruction) -> Iterator[str]:
 
 def _opcode(one: Instruction) -> Iterator[str]:
     name, _, rest = one.opcode.partition(".")
-    others = {
-        "add": "sub",
-        "sub": "add",
-        "min": "max",
-        "max": "min",
-        "and": "or",
-        "or": "and",
-        "shl": "shr",
-        "shr": "shl",
-    }
-    if name in others and not (name == "shl" or ("pred" in rest and name == "xor")):
+    others = {"add": "sub", "sub": "add", "min": "max", "max": "min", "and": "or", "or": "and"}
+    if name in others:
         yield one.spelled(f"{others[name]}.{rest}")
     if name == "shl":
         yield one.spelled(f"shr.{rest.replace('b', 'u', 1)}")

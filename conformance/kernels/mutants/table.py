@@ -73,15 +73,18 @@ def table(record: Record, known: Sequence[Reason]) -> str:
         "",
         "Programs of both backends with one thing changed, run in the VM until a check kills them: made by",
         "`nox -s mutants -- --table`, from `results/mutants.jsonl`. `conformance/kernels/mutants/mutant.py` has the",
-        "classes, `survivors.yaml` there the reasons. A mutant is killed by a verdict other than passed, or by a finding",
-        "that the program itself has not. `nox -s mutants -- --id ID` runs one again.",
+        "classes, `survivors.yaml` there the reasons. A mutant is killed by a verdict other than passed, or by a",
+        "finding that the program itself has not. `nox -s mutants -- --id ID` runs one again.",
         "",
         _sum("All", found, equal),
         _sum("Of them synchronisation", [one for one in found if one.kind in SYNCHRONISATION], equal),
         "",
-        "What was run, on the VM:",
+        "What was run (options; how many mutants these draw; when; the git tree of `backends/vm`):",
         "",
-        *(f"- `{one.command}` at {one.revision}, {one.started}: {one.planned} mutants" for one in record.calls),
+        *(
+            f"- `{one.command}`: {one.planned} mutants, {one.started}, `backends/vm` {one.machine}"
+            for one in record.calls
+        ),
         "",
         "## By class",
         "",
