@@ -202,7 +202,7 @@ def examine(subject: Subject, mutant: Mutant, schedules: Sequence[str] = SCHEDUL
             runs += 1
             spent = round(time.process_time() - begun, 2)
             if check:
-                return Outcome(*about, check, built.case.id, schedule, sentence[:400], same, runs, spent)
+                return Outcome(*about, check, built.case.id, schedule, sentence[:160], same, runs, spent)
             if runs == 1 and mutant.launch is None:
                 same = _same_code(subject.built[0].program, mutant)
             if same:
@@ -220,7 +220,7 @@ def _killed_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) ->
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 300 else f"{text[:200]} ... {text[-90:]}"
+    return text if len(text) <= 200 else f"{text[:120]} ... {text[-70:]}"
 
 
 def _verdict(built: Built, program: Program | HostProgram, options: RunOptions) -> tuple[str, str, Mapping[str, int]]:
