@@ -81,9 +81,9 @@ class UlpBars:
 # than rounded in tensor cores (facts.md 7.1), and from approximate functions of 2 ulps.
 #
 # Bias: the rounding of P moves a row of O as a whole by the mean of roundings that P weighs: of one key by a quarter of
-# an ulp at most, of n keys by less. Rows move independently. Truncation in place of rounding moves all rows by a quarter
-# of an ulp or more. Truncated fp32 accumulation of 8,192 keys, 16 at a time, moves all rows too, by 512 * 2^-24 at most:
-# 0.004 ulps of bf16. In an fp32 output nothing else is left, so its bias has no bar of its own.
+# an ulp at most, of n keys by less. Rows move independently. Truncation in place of rounding moves all rows by a
+# quarter of an ulp or more. Truncated fp32 accumulation of 8,192 keys, 16 at a time, moves all rows too, by 512 * 2^-24
+# at most: 0.004 ulps of bf16. In an fp32 output nothing else is left, so its bias has no bar of its own.
 ULP_BARS: Final[Mapping[torch.dtype, UlpBars]] = {
     torch.bfloat16: UlpBars(rms=0.5, row=1.0, max=2.5, bias=0.5, systematic=0.05),
     torch.float16: UlpBars(rms=0.5, row=1.0, max=2.5, bias=0.5, systematic=0.05),

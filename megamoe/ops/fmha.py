@@ -36,6 +36,7 @@ QK_IMBALANCE: Final = 2.0**100
 # exp(-128) is 0 in fp32. 32 values of 3 bits have a sum of 8 bits.
 EXACT_LOGIT: Final = 128.0
 EXACT_KEYS: Final = 32
+MAX_ATTEMPTS: Final = 50
 
 
 def softmax_scale(case: Case) -> float:
@@ -158,41 +159,37 @@ def _denormal_scale(case: Case) -> Inputs:
 def _exact_sums(case: Case) -> Inputs:
     """Each query attends to 1, 2, 4, ... or 32 of its keys alike and to no other; v holds whole numbers.
 
-    Keys have one of hd classes, a unit vector each; a query is a multiple of one of them. P is 1 for the keys of its class
-    and nothing for the others, the row sum a power of two, and o has 8 bits: its fp32 sums are exact in every order, and
-    no error of exp2 or of a reciprocal reaches a bf16. All values of a column have one sign, since a sum that cancels
-    would show such errors. One key too many or too few changes o.
+    Keys have one of hd classes, a unit vector each; a query is a multiple of one of them. P is 1 for the keys of its
+    class and nothing for the others, the row sum a power of two, and o has 8 bits: its fp32 sums are exact in every
+    order, and no error of exp2 or of a reciprocal reaches a bf16. All values of a column have one sign, since a sum
+    that cancels would show such errors. One key of the class too many or too few changes o.
     """
-    classes = _key_classes(case)
+    classes, chosen = _classes(case)
     k = torch.nn.functional.one_hot(classes, case.int("hd")).double()
-    group = case.int("heads") // case.int("kv_heads")
-    chosen = _counted_class(case, classes).repeat_interleave(group, dim=1)
     q = torch.nn.functional.one_hot(chosen, case.int("hd")) * (EXACT_LOGIT / softmax_scale(case))
     column = torch.where(torch.arange(case.int("hd")) % 2 == 0, 1.0, -1.0)
     return _bf16(q, k, (uniform(case, "v", _kv_shape(case)) * 8).floor() * column)
 
 
-def _key_classes(case: Case) -> torch.Tensor:
-    """int64 [batch, kv_heads, s_k]: class of each key, half of them rarer than the other half by 2, 4, ... 128."""
-    share = torch.arange(case.int("hd")) % 8
-    rank = torch.repeat_interleave(torch.arange(case.int("hd")), 2 ** (7 - share))
-    drawn = uniform(case, "classes", _kv_shape(case)[:-1])
-    return rank[(drawn * len(rank)).long()]
+def _classes(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """The class of each key, int64 [batch, kv_heads, s_k], and of each query, int64 [batch, heads, t].
 
-
-def _counted_class(case: Case, classes: torch.Tensor) -> torch.Tensor:
-    """int64 [batch, kv_heads, t]: a class of which each query sees a power of two of keys, EXACT_KEYS at most.
-
-    The largest number wins. A row that sees no key gets class 0. ValueError where a row has no such class.
+    Of eight classes each is half as frequent as the one before. A query sees a power of two of keys of its class,
+    EXACT_KEYS at most, many rather than few. One that sees no key has class 0.
     """
-    row = torch.arange(case.int("t"))
-    seen = visible_keys(case, row).double() @ torch.nn.functional.one_hot(classes, case.int("hd")).double()
-    powers = sum((seen == 2**power) * 2**power for power in range(EXACT_KEYS.bit_length()))
-    best = powers.max(dim=-1)
-    lacking = (best.values == 0) & (seen.sum(dim=-1) > 0)
-    if lacking.any():
-        raise ValueError(f"{case.id}: a query sees no class of 1, 2, ... {EXACT_KEYS} keys; take another seed")
-    return best.indices
+    hd, group = case.int("hd"), case.int("heads") // case.int("kv_heads")
+    rank = torch.repeat_interleave(torch.arange(hd), 2 ** (7 - torch.arange(hd) % 8))
+    visible = visible_keys(case, torch.arange(case.int("t"))).double()
+    powers = 2.0 ** torch.arange(EXACT_KEYS.bit_length()).double()
+    for attempt in range(MAX_ATTEMPTS):
+        drawn = uniform(case, f"classes {attempt}", _kv_shape(case)[:-1])
+        classes = rank[(drawn * len(rank)).long()]
+        seen = visible @ torch.nn.functional.one_hot(classes, hd).double()
+        counted = torch.where(torch.isin(seen, powers), seen, 0.0)
+        if not ((counted.amax(dim=-1) == 0) & (seen.sum(dim=-1) > 0)).any():
+            counted = counted.repeat_interleave(group, dim=1)
+            return classes, (counted * uniform(case, "turns", tuple(counted.shape))).argmax(dim=-1)
+    raise ValueError(f"{case.id}: some query sees no class of 1, 2, ... {EXACT_KEYS} keys; take another seed")
 
 
 DISTRIBUTIONS: Final[Mapping[str, Callable[[Case], Inputs]]] = {

@@ -189,7 +189,7 @@ def test_a_sample_of_the_tool(program: Subject, tmp_path: Path) -> None:
     """What survives has a reason; and shards run each mutant once, whatever was run before."""
     known = reasons()
     record = Record(tmp_path / "mutants.jsonl")
-    plan = Plan(SELECTION, synchronisation=24, others=16, seed=11)
+    plan = Plan(SELECTION, synchronisation=20, others=12, seed=11)
     todo = planned(plan, [program])
     parts = [planned(replace(plan, shard=(part, 3)), [program]) for part in (1, 2, 3)]
     assert sorted(one.id for part in parts for _, one in part) == sorted(one.id for _, one in todo)

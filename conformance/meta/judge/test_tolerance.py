@@ -453,6 +453,36 @@ def test_legal_kernels_pass_on_drawn_shapes(draw: int) -> None:
             assert verdict.passed, f"{style} is legal: {verdict.sentence}"
 
 
+EXACT = tuple(f"{case},inputs=exact_sums" for case in (RAGGED, MASKED, CAUSAL, DECODE, SMALL))
+
+
+def judged_with_latitude(case: Case, outputs: Outputs) -> Judgement:
+    inputs, oracle, simulated = references(case)
+    latitude = FMHA.latitude(case, inputs, outputs, oracle)
+    return compare(
+        case, outputs, oracle, simulated, SPEC.tolerance, False, absolute_scale=FMHA.ABSOLUTE_SCALE, latitude=latitude
+    )
+
+
+@pytest.mark.parametrize("case_id", EXACT)
+def test_exact_sums_are_equal_bit_for_bit_in_every_order(case_id: str) -> None:
+    """Legal kernels in any order agree; an output that is one ulp off in one element does not."""
+    case = SPEC.parse_case(case_id)
+    for style in (Style(tile=64), *styles(seed=3)):
+        outputs = emulate(case, references(case)[0], style)
+        verdict = judged_with_latitude(case, outputs)
+        assert verdict.passed, f"{style}: {verdict.sentence}"
+        outputs["o"].view(torch.int16)[0, 0, 0, 0] ^= 1
+        assert not judged_with_latitude(case, outputs).passed, f"{style}: one ulp off in one element passes"
+
+
+@pytest.mark.parametrize("fault", ["rows_swapped", "v_blocks_swapped", "kv_head_modulo", "last_column_unwritten"])
+def test_exact_sums_show_what_is_wrong(fault: str) -> None:
+    case = SPEC.parse_case(EXACT[0])
+    outputs = emulate(case, references(case)[0], Style(tile=64), fault)
+    assert not judged_with_latitude(case, outputs).passed, f"o passes although {FAULTS[fault]}"
+
+
 @pytest.mark.parametrize("hd", [64, 128, 256, 512])
 def test_the_cosine_bar_can_be_met_on_published_cells(hd: int) -> None:
     """The simulated reference clears the published bar; t = 1 is closest to it."""
