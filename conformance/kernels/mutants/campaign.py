@@ -289,11 +289,11 @@ def _at_most(seconds: float) -> Iterator[None]:
 def _parsed_nowhere() -> Iterator[None]:
     """Keeps thousands of texts that run once out of the cache of parsed modules."""
     before = machine.PARSED
-    machine.PARSED = Path("/dev/null/none")  # pyright: ignore[reportConstantRedefinition]
+    machine.PARSED = None
     try:
         yield
     finally:
-        machine.PARSED = before  # pyright: ignore[reportConstantRedefinition]
+        machine.PARSED = before
 
 
 @dataclass(frozen=True, slots=True)
