@@ -114,6 +114,12 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Programs with one thing changed: does a check notice? `-- --backend module:ATTR`, `-- --table`, `-- --help`."""
+    _end_as(session, "python", "-m", "conformance.kernels.mutants", *session.posargs)
+
+
+@nox.session
 def report(session: nox.Session) -> None:
     """report.html, a page of the tracked records and the newest run; `-- --text`, `-- --against BASE`."""
     _end_as(session, "megamoe", "report", *session.posargs)

@@ -38,6 +38,8 @@ FAULTS: Final[Mapping[str, str]] = {
     "no_row_maximum": "exp2 of the logits without subtracting the row maximum",
     "v_blocks_swapped": "two blocks of 8 keys of v are swapped within a tile",
     "fp8_p": "P is rounded to e4m3 instead of bf16",
+    "truncated_p": "P is truncated to bf16, not rounded",
+    "truncated_o": "o is truncated to bf16, not rounded",
     "last_column_unwritten": "the last column of o is never written",
     "flush_to_zero": "subnormal results are flushed to zero",
     "one_wrong_element": "one element of o is off by a tenth of its row's magnitude",
@@ -53,7 +55,7 @@ LAW_FAULTS: Final[Mapping[str, tuple[str, str]]] = {
     "no_row_maximum": (FAULTS["no_row_maximum"], "logit_shift"),
     "clamped_logits": ("logits are clamped to 120 from above", "logit_shift"),
     "key_past_s_k": (FAULTS["key_past_s_k"], "constant_value"),
-    "truncated_o": ("o is truncated to bf16, not rounded, and 1 ulp low", "constant_value"),
+    "low_o": ("o is truncated to bf16, not rounded, and 1 ulp low", "constant_value"),
     "tile_by_batch": ("a batch of several is computed in smaller tiles of keys", "batch_invariant"),
     "first_batch_read": ("all sequences read the keys of the first", "batch_invariant"),
     "kv_head_modulo": (FAULTS["kv_head_modulo"], "gqa_equals_expanded_mha"),
@@ -159,7 +161,9 @@ class Kernel:
             case "value_drift":
                 o = o * 1.04
             case "truncated_o":
-                o = (o.view(torch.int32) & -65536).view(torch.float32) * (1 - 2.0**-7)
+                o = _without_low_bits(o)
+            case "low_o":
+                o = _without_low_bits(o) * (1 - 2.0**-7)
             case "lse_base_2":
                 lse = lse * LOG2_E
         return o, lse
@@ -242,6 +246,8 @@ class Kernel:
             if style.exp2_ulps:
                 p = p * (1 + style.exp2_ulps * 2.0**-23 * (2 * torch.rand(p.shape, generator=self.random) - 1))
             p_rounded = p.to(torch.float8_e4m3fn).float() if fault == "fp8_p" else p.bfloat16().float()
+            if fault == "truncated_p":
+                p_rounded = _without_low_bits(p)
             row_sum = row_sum * factor + p.sum(dim=1)
             rounded_sum = rounded_sum * factor + p_rounded.sum(dim=1)
             acc = self.matmul(p_rounded, v, acc * factor[:, None], bf16=fault == "bf16_accumulation")
@@ -262,6 +268,11 @@ class Kernel:
             exact = acc.double() + a[:, k : k + 16].double() @ b[k : k + 16].double()
             acc = exact.bfloat16().float() if bf16 else _truncated(exact)
         return acc
+
+
+def _without_low_bits(wide: torch.Tensor) -> torch.Tensor:
+    """fp32 truncated to the bits that bf16 has."""
+    return (wide.view(torch.int32) & -65536).view(torch.float32)
 
 
 def _truncated(exact: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ def gate(
     if junit is not None:
         check_place(junit, "JUnit XML to")
     known = load_specs(specs)
-    expectations = expectations_of(expected)
+    expectations = expectations_of(expected, specs)
     with _nothing_collected():
         held = _baseline(baseline, specs)
     keys = None if trusted is None else trusted_keys(trusted)
@@ -292,7 +292,9 @@ def accept(
     seen = seen_in([read_records(path) for path in records or _newest()])
     owed = frozenset(owed_rows(load_specs(specs), Selection()))
     wanted = (
-        [parse_row(row) for row in _quoted(rows)] if rows else _matching(all_of or "", seen, baseline, owed, expected)
+        [parse_row(row) for row in _quoted(rows)]
+        if rows
+        else _matching(all_of or "", seen, baseline, owed, expectations_of(expected, specs))
     )
     path = _one_path(wanted, seen, baseline)
     why = Acceptance(
@@ -337,9 +339,8 @@ def _quoted(words: list[str]) -> list[str]:
 
 
 def _matching(
-    pattern: str, seen: Seen, baseline: Path | None, owed: Collection[Row], expected: Path | None
+    pattern: str, seen: Seen, baseline: Path | None, owed: Collection[Row], expectations: Sequence[Expectation]
 ) -> list[Row]:
-    expectations = expectations_of(expected)
     excused = {row for row in seen.rows if any(one.entry.matches(row) for one in expectations)}
     found = rows_matching(pattern, read_baseline(baseline or VM_BASELINE), seen, owed, excused)
     if not found:

@@ -69,7 +69,9 @@ Specs = Annotated[Path | None, _names("--specs", "FOLDER", "Folder of the specs.
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Worker processes.")]
 TimeLimit = Annotated[float, typer.Option("--timeout", min=0.1, help="Host seconds a row.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say only what is wrong, and the verdict.")]
-Expected = Annotated[Path | None, _names("--expected", "FILE", "Known failures.", "conformance/expected.yaml")]
+Expected = Annotated[
+    Path | None, _names("--expected", "FILE", "Known failures.", "conformance/expected.yaml, for our specs")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +164,11 @@ def find_modules_of_the_user(names: list[str]) -> None:
 EXPECTED = CHECKOUT / "conformance" / "expected.yaml"
 
 
-def expectations_of(path: Path | None) -> tuple[Expectation, ...]:
-    """The entries of `path`, which must exist. Without a path those of conformance/expected.yaml, if it is there."""
-    if path is None and not EXPECTED.exists():
+def expectations_of(path: Path | None, specs: Path | None = None) -> tuple[Expectation, ...]:
+    """The entries of `path`, which must exist. Without a path those of conformance/expected.yaml, if it is there.
+
+    With `specs`, a folder of one's own, and without a path: none, since ours say nothing about other specs.
+    """
+    if path is None and (specs is not None or not EXPECTED.exists()):
         return ()
     return read_expected(path or EXPECTED)

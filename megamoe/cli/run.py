@@ -69,7 +69,7 @@ def run(
     Writes results/runs and results/failures in the current folder. Ctrl-C leaves a record file that --resume finishes.
     """
     known = load_specs(specs)
-    expectations = expectations_of(expected)
+    expectations = expectations_of(expected, specs)
     if (resume or last_failed) and (asked.anything or (resume and (last_failed or output))):
         option = "--resume" if resume else "--last-failed"
         raise SelectionError(f"{option} takes its rows from a record file: drop the other options that name rows")

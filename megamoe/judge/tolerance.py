@@ -2,12 +2,14 @@
 
 Errors are against the float64 oracle and normalised, so that one bar fits every magnitude. A *row* is a slice along
 the last axis. Its scale is the root mean square of the oracle's row, but at least the smallest normal number of the
-output's dtype and at least the output's `absolute_scale`. Rows that may hold anything do not count. Three errors have
+output's dtype and at least the output's `absolute_scale`. Rows that may hold anything do not count. Four errors have
 a bar each:
 
 * `rms`: root mean square over the tensor of error / scale of the row. Shows a small systematic error.
 * `row`: the largest rms of a single row. Shows a fault of one row, head, tile or mask.
 * `max`: the largest error / max(scale of the row, |oracle|) of an element. Shows a single wrong element.
+* `bias`: mean of sign(oracle) * (output - oracle) / scale of the row, taken without its sign. Roundings to nearest
+  cancel in it. Truncations, which the other three let pass, add up.
 
 A bar is noise_ratio times the same error of the simulated reference, but at least a floor in ulps of the dtype
 (`UlpBars`): the rounding errors of two legal kernels differ, and on a small tensor either may be zero by luck.
@@ -39,6 +41,7 @@ _RELATIVE: Final = {
     "rms": "the rms of each row",
     "row": "the rms of its row",
     "max": "the larger of |expected| and the rms of its row",
+    "bias": "the rms of each row",
 }
 
 
@@ -61,22 +64,30 @@ class UlpBars:
     """Minimum bars of one dtype, in ulps (torch.finfo.eps) of the scale.
 
     `rms` is for a tensor of many rows. Rounding a few intermediates moves a whole row at once, so few rows average
-    badly: the minimum for n rows is sqrt(rms^2 + row^2 * ROW_EXCESS / n), but at most `row`.
+    badly: the minimum for n rows is sqrt(rms^2 + row^2 * ROW_EXCESS / n), but at most `row`. `bias` is for a single
+    row: the minimum for n rows is sqrt(bias^2 / n + systematic^2).
     """
 
     rms: float
     row: float
     max: float
+    bias: float
+    systematic: float
 
 
 # A 16-bit output is a rounded sum of products, and one operand of each product was rounded to the same dtype. Either
 # rounding is off by at most half an ulp, so a row may be off by one ulp, and an element that cancels by more. Over many
 # rows the two roundings have an rms of 0.3 ulp. An fp32 output comes from accumulations in any order, truncated rather
 # than rounded in tensor cores (facts.md 7.1), and from approximate functions of 2 ulps.
+#
+# Bias: the rounding of P moves a row of O as a whole by the mean of roundings that P weighs: of one key by a quarter of
+# an ulp at most, of n keys by less. Rows move independently. Truncation in place of rounding moves all rows by a
+# quarter of an ulp or more. Truncated fp32 accumulation of 8,192 keys, 16 at a time, moves all rows too, by 512 * 2^-24
+# at most: 0.004 ulps of bf16. In an fp32 output nothing else is left, so its bias has no bar of its own.
 ULP_BARS: Final[Mapping[torch.dtype, UlpBars]] = {
-    torch.bfloat16: UlpBars(rms=0.5, row=1.0, max=2.5),
-    torch.float16: UlpBars(rms=0.5, row=1.0, max=2.5),
-    torch.float32: UlpBars(rms=64.0, row=64.0, max=64.0),
+    torch.bfloat16: UlpBars(rms=0.5, row=1.0, max=2.5, bias=0.5, systematic=0.05),
+    torch.float16: UlpBars(rms=0.5, row=1.0, max=2.5, bias=0.5, systematic=0.05),
+    torch.float32: UlpBars(rms=64.0, row=64.0, max=64.0, bias=0.0, systematic=64.0),
 }
 ROW_EXCESS: Final = 2.0
 
@@ -97,7 +108,7 @@ class Worst:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The verdict on one case. `metrics`: TENSOR.rms, .row and .max, the `.bar` of each, and TENSOR.cosine.
+    """The verdict on one case. `metrics`: TENSOR.rms, .row, .max and .bias, the `.bar` of each, and TENSOR.cosine.
 
     `sentence` is empty if and only if `passed`. `worst` is in the first tensor of the sentence that has one.
     """
@@ -246,7 +257,7 @@ def _in_place(output: _Output, part: torch.Tensor) -> torch.Tensor:
 
 def _judge(output: _Output, tolerance: Bars, published: bool) -> _Verdict:
     actual, oracle = output.actual.double(), output.oracle.double().to(output.actual.device)
-    own = (output.simulated.double().to(oracle.device) - oracle).abs()
+    own = (output.simulated.double().to(oracle.device) - oracle) * _outward(oracle)
     if output.settled is not None:
         oracle = output.settled.double().to(oracle.device)
     rounded = oracle.to(output.actual.dtype).double()
@@ -255,7 +266,8 @@ def _judge(output: _Output, tolerance: Bars, published: bool) -> _Verdict:
         worst = _worst(output, misplaced.double(), actual, oracle)
         return _Verdict({}, f"{_nonfinite(output, misplaced)}; first at {worst}", worst)
     counted = torch.isfinite(rounded)
-    error = torch.where(counted, actual - oracle, 0.0).abs()
+    # Positive where the output is further from zero than the oracle.
+    error = torch.where(counted, (actual - oracle) * _outward(oracle), 0.0)
     own = torch.where(counted & torch.isfinite(own), own, 0.0)
     scale = _row_scale(torch.where(counted, oracle, 0.0), output)
     element_scale = torch.maximum(torch.where(counted, oracle, 0.0).abs(), scale)
@@ -274,11 +286,16 @@ def _judge(output: _Output, tolerance: Bars, published: bool) -> _Verdict:
         own_cosine = _cosine(torch.where(counted, simulated, 0.0), torch.where(counted, oracle, 0.0))
         attained = f"the simulated reference has {own_cosine:.9f}"
         complaints.append(f"cosine {cosine:.9f} is below the published {tolerance.cosine} ({attained})")
-    weight = error / element_scale
+    weight = error.abs() / element_scale
     worst = _worst(output, weight, actual, oracle)
     weight = _in_place(output, weight)
     where = describe(weight > floors["max"] / 2, weight, output.axes)
     return _Verdict(metrics, f"{', '.join(complaints)}; worst at {worst}; {where}", worst)
+
+
+def _outward(oracle: torch.Tensor) -> torch.Tensor:
+    """1 or, for a negative oracle, -1: the sign of a zero is that of a positive number, so that no error is lost."""
+    return torch.where(oracle < 0, -1.0, 1.0).double()
 
 
 def _misplaced(actual: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
@@ -310,7 +327,8 @@ def _errors(error: torch.Tensor, scale: torch.Tensor, element_scale: torch.Tenso
     return {
         "rms": math.sqrt(float(row.mean())),
         "row": math.sqrt(float(row.max())),
-        "max": float((error / element_scale).max()),
+        "max": float((error / element_scale).abs().max()),
+        "bias": abs(float((error / scale).mean())),
     }
 
 
@@ -318,7 +336,8 @@ def _floors(output: _Output) -> dict[str, float]:
     floor, ulp = ULP_BARS[output.actual.dtype], torch.finfo(output.actual.dtype).eps
     rows = max(1, output.actual.numel() // (output.actual.shape[-1] or 1 if output.actual.dim() else 1))
     rms = min(floor.row, math.hypot(floor.rms, floor.row * math.sqrt(ROW_EXCESS / rows)))
-    return {"rms": rms * ulp, "row": floor.row * ulp, "max": floor.max * ulp}
+    bias = math.hypot(floor.bias / math.sqrt(rows), floor.systematic)
+    return {"rms": rms * ulp, "row": floor.row * ulp, "max": floor.max * ulp, "bias": bias * ulp}
 
 
 def _cosine(actual: torch.Tensor, oracle: torch.Tensor) -> float:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from megamoe.ops import Latitude, distribution_of, full_precision
+from megamoe.ops import Codes, Latitude, distribution_of, full_precision
 from megamoe.spec.draws import normal, signs, uniform
 
 if TYPE_CHECKING:
@@ -33,6 +33,10 @@ DISTINCT_KEYS: Final = 3
 # Smallest normal bf16 and fp32 number.
 SMALLEST_NORMAL: Final = 2.0**-126
 QK_IMBALANCE: Final = 2.0**100
+# exp(-128) is 0 in fp32. 32 values of 3 bits have a sum of 8 bits.
+EXACT_LOGIT: Final = 128.0
+EXACT_KEYS: Final = 32
+MAX_ATTEMPTS: Final = 50
 
 
 def softmax_scale(case: Case) -> float:
@@ -152,6 +156,42 @@ def _denormal_scale(case: Case) -> Inputs:
     return _bf16(q / QK_IMBALANCE, k * QK_IMBALANCE, v)
 
 
+def _exact_sums(case: Case) -> Inputs:
+    """Each query attends to 1, 2, 4, ... or 32 of its keys alike and to no other; v holds whole numbers.
+
+    Keys have one of hd classes, a unit vector each; a query is a multiple of one of them. P is 1 for the keys of its
+    class and nothing for the others, the row sum a power of two, and o has 8 bits: its fp32 sums are exact in every
+    order, and no error of exp2 or of a reciprocal reaches a bf16. All values of a column have one sign, since a sum
+    that cancels would show such errors. One key of the class too many or too few changes o.
+    """
+    classes, chosen = _classes(case)
+    k = torch.nn.functional.one_hot(classes, case.int("hd")).double()
+    q = torch.nn.functional.one_hot(chosen, case.int("hd")) * (EXACT_LOGIT / softmax_scale(case))
+    column = torch.where(torch.arange(case.int("hd")) % 2 == 0, 1.0, -1.0)
+    return _bf16(q, k, (uniform(case, "v", _kv_shape(case)) * 8).floor() * column)
+
+
+def _classes(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """The class of each key, int64 [batch, kv_heads, s_k], and of each query, int64 [batch, heads, t].
+
+    Of eight classes each is half as frequent as the one before. A query sees a power of two of keys of its class,
+    EXACT_KEYS at most, many rather than few. One that sees no key has class 0.
+    """
+    hd, group = case.int("hd"), case.int("heads") // case.int("kv_heads")
+    rank = torch.repeat_interleave(torch.arange(hd), 2 ** (7 - torch.arange(hd) % 8))
+    visible = visible_keys(case, torch.arange(case.int("t"))).double()
+    powers = 2.0 ** torch.arange(EXACT_KEYS.bit_length()).double()
+    for attempt in range(MAX_ATTEMPTS):
+        drawn = uniform(case, f"classes {attempt}", _kv_shape(case)[:-1])
+        classes = rank[(drawn * len(rank)).long()]
+        seen = visible @ torch.nn.functional.one_hot(classes, hd).double()
+        counted = torch.where(torch.isin(seen, powers), seen, 0.0)
+        if not ((counted.amax(dim=-1) == 0) & (seen.sum(dim=-1) > 0)).any():
+            counted = counted.repeat_interleave(group, dim=1)
+            return classes, (counted * uniform(case, "turns", tuple(counted.shape))).argmax(dim=-1)
+    raise ValueError(f"{case.id}: some query sees no class of 1, 2, ... {EXACT_KEYS} keys; take another seed")
+
+
 DISTRIBUTIONS: Final[Mapping[str, Callable[[Case], Inputs]]] = {
     "normal": _normal_inputs,
     "large_logits": _large_logits,
@@ -159,6 +199,7 @@ DISTRIBUTIONS: Final[Mapping[str, Callable[[Case], Inputs]]] = {
     "constant_v": _constant_v,
     "repeated_keys": _repeated_keys,
     "denormal_scale": _denormal_scale,
+    "exact_sums": _exact_sums,
 }
 
 
@@ -192,8 +233,13 @@ def latitude(
     outputs: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
 ) -> Latitude:
-    """A kernel has no choice but its roundings."""
-    return Latitude()
+    """A kernel has no choice but its roundings, and under `exact_sums` none: o is the oracle's, bit for bit."""
+    if case.inputs != "exact_sums" or "o" not in outputs:
+        return Latitude()
+    right = expected["o"].bfloat16().double()
+    rows = torch.arange(case.int("batch"), device=right.device)
+    seen = outputs["o"].to(right.device).double()
+    return Latitude(codes={"o": Codes(seen, right, right, ("batch", "heads", "t", "hd"), rows)})
 
 
 def sample(case: Case, inputs: Mapping[str, torch.Tensor], most_flops: int) -> None:

@@ -26,7 +26,7 @@ from megamoe.contract import DeviceFacts, Row, Status, Temperature
 SCHEMA_VERSION = 2
 BASELINE_RUN = "baseline"
 """The run of lines that any run would repeat: those of a baseline."""
-ERRORS: Final = ("rms", "row", "max")
+ERRORS: Final = ("rms", "row", "max", "bias")
 """The errors of an output, each with a bar, as megamoe.judge.tolerance defines them."""
 MAX_CHARACTERS = 200
 """How much of a value a message repeats; a line of a record file may hold megabytes."""

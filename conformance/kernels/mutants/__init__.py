@@ -1,1 +1,1 @@
-"""Kernels with one instruction changed; a check must catch each."""
+"""Kernels with one thing changed; a check must notice each."""

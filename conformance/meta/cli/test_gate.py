@@ -23,6 +23,7 @@ from conformance.fakes.results import (
     judged,
 )
 from megamoe.cli.main import main
+from megamoe.cli.options import EXPECTED
 from megamoe.contract import Row, Status, Temperature
 from megamoe.gate.baseline import read_baseline
 from megamoe.records.files import RecordWriter
@@ -351,6 +352,19 @@ def test_specs_of_one_s_own_have_no_baseline_but_one_that_is_named(capsys: pytes
     capsys.readouterr()
     assert main([*GATE, *specs]) == 1
     assert main(_printed_command(capsys.readouterr().out, "on purpose")) == 0, "with the same specs"
+
+
+def test_specs_of_one_s_own_have_no_expected_failures_but_those_that_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Entries of ours about an op that these specs do not describe would close the gate of anyone else's specs."""
+    Path("specs").mkdir()
+    Path("specs/fmha.yaml").write_text((ROOT / "specs" / "fmha.yaml").read_text())
+    _run_of(*GOOD)
+    mine = ["gate", "run.jsonl", *OWED, "--specs", "specs"]
+    assert main(mine) == 0, capsys.readouterr().out
+    assert main([*mine, "--expected", str(EXPECTED)]) == 1, "what is named is held"
+    assert "there is no op 'nvfp4_moe'" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_a_row_of_a_device_is_owed_only_if_it_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

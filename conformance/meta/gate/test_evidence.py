@@ -22,7 +22,7 @@ from megamoe.spec.selection import Selection
 CASE = "fmha:hd=64,t=1,s_k=128"
 SPECS = load_specs()
 OURS = {"specs": "s", "expected": "e", "code": "c"}
-ERRORS = {f"{name}.{error}": 1e-3 for name in ("o", "lse") for error in ("rms", "row", "max")}
+ERRORS = {f"{name}.{error}": 1e-3 for name in ("o", "lse") for error in ("rms", "row", "max", "bias")}
 BARS = {f"{name}.bar": 2e-3 for name in ERRORS}
 RECORD: dict[str, Any] = {
     "schema_version": 2, "run": "run-1", "kind": "record", "case": CASE, "op": "fmha", "backend": "ptx",

@@ -1,0 +1,108 @@
+"""`python -m conformance.kernels.mutants [--backend NAME ...]`: run mutants of programs, or write their table.
+
+`nox -s mutants -- ...` is the same. A call that is repeated goes on where the record ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from conformance import ROOT
+from conformance.kernels.mutants.campaign import SCHEDULES, Outcome, Plan, Ran, Record, examine, planned, run, subjects
+from conformance.kernels.mutants.table import RECORD, TABLE, reason_of, reasons, table
+from megamoe.contract import UnsupportedError
+from megamoe.spec.marked_yaml import SpecError
+from megamoe.spec.selection import Selection, SelectionError
+
+
+def main(given: list[str]) -> int:
+    """Status 0; 1 if a mutant without a reason survived; 2 for a call that means nothing."""
+    options = _options(given)
+    try:
+        if options.table:
+            known = Record(*(options.record or [RECORD]))
+            TABLE.write_text(table(known, reasons()), "utf-8")
+            print(f"{TABLE}: {len(known.outcomes)} mutants")
+            return 0
+        return _campaign(options, given)
+    except (SelectionError, SpecError, UnsupportedError, ValueError) as error:
+        print(f"mutants: {error}", file=sys.stderr)
+        return 2
+
+
+def _campaign(options: argparse.Namespace, given: list[str]) -> int:
+    record = Record(*(options.record or [Path("results/runs/mutants.jsonl")]))
+    selection = Selection(
+        options.profile,
+        *(tuple(names or ()) for names in (options.op, options.case, options.where, options.backend, options.target)),
+        executors=("vm",),
+    )
+    number, of = (int(part) for part in options.shard.split("/"))
+    if not 1 <= number <= of:
+        raise ValueError(f"--shard {options.shard}: a shard is i/n with 1 <= i <= n")
+    plan = Plan(selection, options.sync, options.others, options.seed, (number, of), tuple(options.program or ()))
+    if options.id:
+        return _one(options.id, plan)
+    todo = planned(plan, subjects(selection))
+    if not todo:
+        raise ValueError("no program with PTX is selected, so there is nothing to change")
+    record.append(Ran(shlex.join(given), _machine(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", len(todo)))
+    known, unexplained = reasons(), 0
+    for at, outcome in run(todo, record, tuple(options.schedule or SCHEDULES), options.seconds):
+        unexplained += not outcome.killed and reason_of(outcome, known) is None
+        print(f"{at}/{len(todo)} {_told(outcome)}", flush=True)
+    left = sum(mutant.id not in record.ids for _, mutant in todo)
+    killed = sum(one.killed for one in record.outcomes)
+    print(f"{record.path}: {killed} of {len(record.outcomes)} killed; {left} of this call are left to run")
+    return int(bool(unexplained))
+
+
+def _one(name: str, plan: Plan) -> int:
+    every = Plan(plan.selection, None, None, programs=(name.partition("/")[0],))
+    for subject, mutant in planned(every, subjects(plan.selection)):
+        if mutant.id == name:
+            print(_told(examine(subject, mutant)))
+            return 0
+    raise ValueError(f"no program of this selection has a mutant {name!r}; ids begin with the text's SHA-256")
+
+
+def _told(one: Outcome) -> str:
+    fate = f"{one.check} on {one.case}, {one.schedule}" if one.killed else "SURVIVED"
+    same = " (the same machine code)" if one.same_code else ""
+    return f"{fate}{same}: {one.id} `{one.before}` -> `{one.after}`, {one.runs} runs, {one.seconds:.1f} s"
+
+
+def _machine() -> str:
+    """The git tree of backends/vm."""
+    command = ["git", "rev-parse", "--short=12", "HEAD:backends/vm"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def _count(text: str) -> int | None:
+    return None if text == "all" else int(text)
+
+
+def _options(given: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="nox -s mutants --", description=__doc__)
+    parser.add_argument("--profile", default="smoke", help="the cases: a profile of the specs")
+    for name in ("op", "case", "where", "backend", "target", "schedule"):
+        parser.add_argument(f"--{name}", action="append", help="as of megamoe run; may be repeated")
+    parser.add_argument("--program", action="append", metavar="TEXT", help="only programs with TEXT in their name")
+    parser.add_argument("--sync", type=_count, default=10, metavar="N", help="mutants of synchronisation, or `all`")
+    parser.add_argument("--others", type=_count, default=10, metavar="N", help="mutants of other classes, or `all`")
+    parser.add_argument("--seed", type=int, default=0, help="which are drawn")
+    parser.add_argument("--shard", default="1/1", metavar="i/n", help="every n-th mutant, from the i-th on")
+    parser.add_argument("--seconds", type=float, help="processor time after which no mutant begins")
+    parser.add_argument("--record", action="append", type=Path, help="JSON lines; more than one for shards")
+    parser.add_argument("--id", help="run this mutant alone and say what kills it")
+    parser.add_argument("--table", action="store_true", help="write results/mutants.md from the record")
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

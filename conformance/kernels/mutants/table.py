@@ -1,0 +1,179 @@
+"""results/mutants.md: kills by class, by check and by case, and the survivors, each with its reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from conformance import ROOT
+from conformance.kernels.mutants.campaign import Outcome, Record
+from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION
+from megamoe.spec.marked_yaml import read_marked_yaml
+
+RECORD = ROOT / "results" / "mutants.jsonl"
+TABLE = ROOT / "results" / "mutants.md"
+REASONS = Path(__file__).with_name("survivors.yaml")
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why mutants survive. `kind`, `before`, `after` and `program` are globs over those of an Outcome.
+
+    "equivalent": no run on silicon can tell, and `why` argues it. "hole": a check or a case is missing.
+    """
+
+    verdict: Literal["equivalent", "hole"]
+    why: str
+    kind: str = "*"
+    before: str = "*"
+    after: str = "*"
+    program: str = "*"
+
+    def explains(self, one: Outcome) -> bool:
+        """Whether it speaks about an outcome."""
+        pairs = ((one.kind, self.kind), (one.before, self.before), (one.after, self.after), (one.program, self.program))
+        return all(fnmatchcase(seen, pattern) for seen, pattern in pairs)
+
+
+def reasons(path: Path = REASONS) -> list[Reason]:
+    """The reasons of a file, a list of mappings. ValueError for a key or a verdict that does not exist."""
+    found = read_marked_yaml(path).value
+    if not isinstance(found, list):
+        raise ValueError(f"{path}: it holds a {type(found).__name__}; it must be a list of reasons")
+    made: list[Reason] = []
+    for number, entry in enumerate(found, 1):
+        keys = set(entry) if isinstance(entry, dict) else set[str]()
+        unknown = keys - set(Reason.__dataclass_fields__)
+        if not isinstance(entry, dict) or unknown or not {"verdict", "why"} <= keys:
+            raise ValueError(f"{path}, entry {number}: its keys are {sorted(keys)}; needed are verdict and why")
+        if entry["verdict"] not in ("equivalent", "hole"):
+            raise ValueError(f"{path}, entry {number}: verdict {entry['verdict']!r} is neither equivalent nor hole")
+        made.append(Reason(**{name: " ".join(str(text).split()) for name, text in entry.items()}))  # pyright: ignore[reportArgumentType]
+    return made
+
+
+def reason_of(one: Outcome, known: Sequence[Reason]) -> Reason | None:
+    """The first reason that explains a survivor."""
+    if one.same_code:
+        return Reason("equivalent", "the assembler makes the same machine code of it")
+    return next((each for each in known if each.explains(one)), None)
+
+
+def table(record: Record, known: Sequence[Reason]) -> str:
+    """Markdown of a record."""
+    found = record.outcomes
+    told = [(one, reason_of(one, known)) for one in found if not one.killed]
+    equal = {one.id for one, why in told if why is not None and why.verdict == "equivalent"}
+    lines = [
+        "# Mutants",
+        "",
+        "Programs of both backends with one thing changed, run in the VM until a check kills them: made by",
+        "`nox -s mutants -- --table`, from `results/mutants.jsonl`. `conformance/kernels/mutants/mutant.py` has the",
+        "classes, `survivors.yaml` there the reasons. A mutant is killed by a verdict other than passed, or by a",
+        "finding that the program itself has not. `nox -s mutants -- --id ID` runs one again.",
+        "",
+        _sum("All", found, equal),
+        _sum("Of them synchronisation", [one for one in found if one.kind in SYNCHRONISATION], equal),
+        "",
+        "What was run (options; how many mutants these draw; when; the git tree of `backends/vm`):",
+        "",
+        *(
+            f"- `{one.command}`: {one.planned} mutants, {one.started}, `backends/vm` {one.machine}"
+            for one in record.calls
+        ),
+        "",
+        "## By class",
+        "",
+        "| class | mutants | killed | equivalent | holes | killed of those not equivalent |",
+        "|---|---|---|---|---|---|",
+        *(_class(kind, [one for one in found if one.kind == kind], equal) for kind in KINDS if _any(found, kind)),
+        "",
+        "## By check",
+        "",
+        *_counted("check", found, lambda one: one.check),
+        "",
+        "## By case",
+        "",
+        "The case that killed: cases of a program run from the smallest to the largest.",
+        "",
+        *_counted("case", found, lambda one: one.case),
+        "",
+        "## By schedule",
+        "",
+        *_counted("schedule", found, lambda one: one.schedule),
+        "",
+        "## By program",
+        "",
+        "| program | mutants | killed | equivalent | holes |",
+        "|---|---|---|---|---|",
+        *(_program(name, [one for one in found if one.program == name], equal) for name in _names(found)),
+        "",
+        "## Survivors that are not equivalent",
+        "",
+        *_holes(told),
+        "## Survivors that are equivalent",
+        "",
+        "| why | mutants | classes |",
+        "|---|---|---|",
+        *_equivalents(told),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _any(found: Iterable[Outcome], kind: str) -> bool:
+    return any(one.kind == kind for one in found)
+
+
+def _names(found: Iterable[Outcome]) -> list[str]:
+    return sorted({one.program for one in found})
+
+
+def _sum(what: str, found: Sequence[Outcome], equal: set[str]) -> str:
+    killed, same = sum(one.killed for one in found), sum(one.id in equal for one in found)
+    share = f" ({killed / (len(found) - same):.1%})" if len(found) > same else ""
+    return f"{what}: {len(found)} mutants, {same} equivalent; of the {len(found) - same} others {killed} killed{share}."
+
+
+def _class(kind: str, found: Sequence[Outcome], equal: set[str]) -> str:
+    killed, same = sum(one.killed for one in found), sum(one.id in equal for one in found)
+    share = f"{killed / (len(found) - same):.0%}" if len(found) > same else ""
+    return f"| {kind} | {len(found)} | {killed} | {same} | {len(found) - killed - same} | {share} |"
+
+
+def _program(name: str, found: Sequence[Outcome], equal: set[str]) -> str:
+    killed, same = sum(one.killed for one in found), sum(one.id in equal for one in found)
+    return f"| `{name}` | {len(found)} | {killed} | {same} | {len(found) - killed - same} |"
+
+
+def _counted(what: str, found: Sequence[Outcome], of: Callable[[Outcome], str]) -> list[str]:
+    counts = Counter(of(one) for one in found if one.killed)
+    rows = [f"| `{name}` | {count} |" for name, count in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))]
+    return [f"| {what} | killed |", "|---|---|", *rows]
+
+
+def _holes(told: Sequence[tuple[Outcome, Reason | None]]) -> list[str]:
+    groups: dict[str, list[Outcome]] = {}
+    for one, why in told:
+        if why is None or why.verdict == "hole":
+            groups.setdefault("no reason is known" if why is None else why.why, []).append(one)
+    lines: list[str] = []
+    for why, members in groups.items():
+        lines += [f"{len(members)}: {why}", ""]
+        lines += [f"- `{one.id}` `{one.before}` → `{one.after}`" for one in members]
+        lines += [""]
+    return lines
+
+
+def _equivalents(told: Sequence[tuple[Outcome, Reason | None]]) -> list[str]:
+    groups: dict[str, list[Outcome]] = {}
+    for one, why in told:
+        if why is not None and why.verdict == "equivalent":
+            groups.setdefault(why.why, []).append(one)
+    return [
+        f"| {why} | {len(members)} | {', '.join(sorted({one.kind for one in members}))} |"
+        for why, members in groups.items()
+    ]
