@@ -312,7 +312,7 @@ def test_ticks_are_few_round_and_inside(low: int, high: int) -> None:
             [CASE, "--backend", f"{fake_backends.__name__}:WORKS", "--executor", f"{fake_backends.__name__}:EXECUTOR"],
             "leaves no trace",
         ),
-        ([CASE, "--backend", "ptx", "--output", "taken"], "cannot write to taken"),
+        ([CASE, "--backend", "ptx", "--output", "taken"], "cannot write the explanation taken/"),
         ([CASE, "--backend", f"{fake_backends.__name__}:RAISES"], "cannot be explained: "),
     ],
 )
