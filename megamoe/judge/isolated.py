@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from megamoe import CHECKOUT
 from megamoe.contract import DeviceLostError, HostProgram, Program, RunOptions, Target, UnsupportedError
+from megamoe.contract.cache import keys_kept_from
 from megamoe.judge.arena import Arena, block_bytes, layouts_of, shared_block
 from megamoe.judge.guarded import Built, Ran
 from megamoe.runner import requests
@@ -142,7 +143,10 @@ class Processes:
         # CUDA reserves terabytes of addresses.
         memory = self.memory if row.executor == "vm" else 0
         emulates = kind == "machine" and ":" in row.executor
-        return Confinement(self.hidden + (() if emulates else references()), emulates, memory)
+        # Beside a hidden key nothing can be made, and a peer on a device may keep a cache of its own in the same home.
+        on_device = row.executor == "gpu"
+        keys = () if on_device else keys_kept_from(row.backend if kind == "builder" else row.executor)
+        return Confinement(self.hidden + keys + (() if emulates else references()), emulates, memory)
 
 
 @cache
