@@ -178,7 +178,7 @@ function quoted(word) {
 
 // The sentence of a record ends with its rerun command; the page shows that elsewhere.
 function withoutRerun(sentence) {
-  return sentence.replace(/ Rerun: megamoe run [^\n]*$/, '');
+  return sentence.replace(/ Rerun: (megamoe run|nox -s bench) [^\n]*$/, '');
 }
 
 // What a judge says of a row: a line a tensor, in bold where its error is worst.

@@ -253,7 +253,7 @@ function timesSection(cell) {
     'device time',
     timed.length ? [timesTable(timed), strip(timed)] : null,
     failed.map((timing) =>
-      el('p', { class: 'sentence' }, `${timing.temperature}: ${timing.status}. ${timing.sentence}`),
+      el('p', { class: 'sentence' }, sentenceLines(`${timing.temperature}: ${timing.status}. ${timing.sentence}`)),
     ),
     rivals(cell, timed),
   );
