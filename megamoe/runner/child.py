@@ -119,8 +119,6 @@ def _take_up(output: int, start: Start) -> None:
         signal.signal(name, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(start.environment)
-    # The keeper has asked for its own, and the answer was forked along.
-    tempfile.tempdir = None
     if os.path.isdir(start.folder):
         os.chdir(start.folder)
     sys.path[:] = start.path
