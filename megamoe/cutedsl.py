@@ -13,7 +13,6 @@ packs its arguments as ever; its host code runs on this processor, and the kerne
 from __future__ import annotations
 
 import ctypes
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from typing import Any
 
 from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.machine import CompiledHost
+from megamoe.contract.scratch import scratch_folder
 from megamoe.vm import Device, Reached, sentences, view_of
 
 try:
@@ -98,9 +98,9 @@ def _installed(device: Device) -> Iterator[None]:
     arch, file_caching = dsl.envar._arch, dsl.envar.disable_file_caching
     sm_count = device.sm_count or SM_COUNT
     info = cutlass.utils.HardwareInfo
-    with tempfile.TemporaryDirectory(prefix="megamoe-cutedsl-") as folder:
+    with scratch_folder("cutedsl") as folder:
         replaced = [
-            _replace(CompileOptions, "apply_envar_settings", partial(_keeping_ptx, folder)),
+            _replace(CompileOptions, "apply_envar_settings", partial(_keeping_ptx, str(folder))),
             _replace(JitCompiledFunction, "run_compiled_program", partial(_run, device)),
             _replace(ExecutionArgs, "generate_execution_args", _with_stream),
             _replace(cute_runtime._Tensor, "__init__", _made),

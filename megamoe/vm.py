@@ -18,7 +18,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ import numpy.typing as npt
 from megamoe.contract.backend import UnsupportedError, open_machine
 from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError, Parameter, Stretch
 from megamoe.contract.program import TARGETS, Dim3
+from megamoe.contract.scratch import scratch_folder
 
 Size = int | Sequence[int]
 Swizzle = Literal["none", "32B", "64B", "128B", "128B_ATOM_32B", "128B_ATOM_64B"]
@@ -428,8 +428,8 @@ def _nvcc() -> str | None:
 
 
 def _by_nvcc(nvcc: str, text: str, target: str, folder: str) -> str:
-    with tempfile.TemporaryDirectory(prefix="megamoe-nvcc-") as place:
-        source, ptx = Path(place) / "source.cu", Path(place) / "source.ptx"
+    with scratch_folder("nvcc") as place:
+        source, ptx = place / "source.cu", place / "source.ptx"
         source.write_text(text, "utf-8")
         command = [nvcc, "-ptx", f"-arch={target}", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr"]
         command += [f"-I{folder}"] if folder else []

@@ -6,8 +6,8 @@ import statistics
 from typing import TYPE_CHECKING, Any, Final
 
 from backends.gpu.driver import clocks, driver_version, faults_of_others
-from backends.gpu.stopwatch import flush_buffer
-from megamoe.contract import DeviceFacts
+from backends.gpu.stopwatch import DeviceStopwatch, flush_buffer
+from megamoe.contract import DeviceFacts, Temperature
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 COPY_BYTES: Final = 2 << 30
 MATMUL: Final = 8192
 REPETITIONS: Final = 10
+EMPTY_LAUNCHES: Final = 100
 WARM_UP: Final = 3
 
 
@@ -29,6 +30,7 @@ def measured_facts() -> DeviceFacts:
     found = clocks()
     with faults_of_others("measuring the device's ceilings"):
         copy, flops, ratio = copy_bytes_per_s(), bf16_flops_per_s(), flushed_l2_ratio(properties.L2_cache_size)
+        empty = empty_kernel_us()
     torch.cuda.empty_cache()
     return DeviceFacts(
         name=properties.name,
@@ -44,7 +46,28 @@ def measured_facts() -> DeviceFacts:
         copy_bytes_per_s=copy,
         bf16_flops_per_s=flops,
         flushed_l2_ratio=ratio,
+        empty_kernel_us=empty,
     )
+
+
+class _Nothing:
+    """A call of a kernel that ends at once: it reads the clock and waits for 0 cycles."""
+
+    def enqueue(self) -> None:
+        """Launches it on torch's current stream."""
+        import torch
+
+        torch.cuda._sleep(0)  # pyright: ignore[reportPrivateUsage]
+
+    def collect(self) -> None:
+        """It computes nothing."""
+
+
+def empty_kernel_us() -> dict[Temperature, float]:
+    """Device time of a kernel that does nothing, as the stopwatch of rows takes it, cold and hot. Microseconds."""
+    watch = DeviceStopwatch(_Nothing())
+    cold, hot = watch.samples("cold", 1, REPETITIONS), watch.samples("hot", EMPTY_LAUNCHES, REPETITIONS)
+    return {"cold": round(statistics.median(cold), 3), "hot": round(statistics.median(hot), 3)}
 
 
 def copy_bytes_per_s() -> float:

@@ -133,7 +133,8 @@ class DeviceFacts(BaseModel):
 
     `copy_bytes_per_s` (bytes read plus bytes written) and `bf16_flops_per_s` were measured in the same session; floors
     are made from them. `flushed_l2_ratio` proves that the flush between cold samples works: it is the time to read a
-    buffer that fits in the L2 after a flush, over the time without one.
+    buffer that fits in the L2 after a flush, over the time without one. `empty_kernel_us`: device time of a kernel that
+    does nothing, timed as rows are, by the temperature of the L2; no row on the device can be faster.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -151,6 +152,7 @@ class DeviceFacts(BaseModel):
     copy_bytes_per_s: float | None = None
     bf16_flops_per_s: float | None = None
     flushed_l2_ratio: float | None = None
+    empty_kernel_us: Mapping[Temperature, float] | None = None
 
 
 class Stopwatch(Protocol):

@@ -27,6 +27,8 @@ from typing import Final, TypeVar
 
 from megamoe.contract.scratch import unfinished
 
+OWNERS: Final = {"cutedsl": "cutedsl", "vm": "ptx"}
+"""Who vouches for what: registered backend or executor -> its cache."""
 MIN_KEY_BYTES: Final = 32
 MAX_KEY_BYTES: Final = 4096
 MAX_ENTRY_BYTES: Final = 1 << 30
@@ -75,6 +77,13 @@ class UserCache:
                 part.write_bytes(self._mac(key, name, content) + content)
                 os.replace(part, self.folder / name)
 
+    def prepare(self) -> None:
+        """Makes the folder and the key, where they can be made and are not there."""
+        with suppress(OSError):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _read_key(self.key_file) is None:
+                _new_key(self.key_file)
+
     def _mac(self, key: bytes, name: str, content: bytes) -> bytes:
         """Of all that an entry claims: an entry copied to another name, or from another cache, does not match."""
         mac = hmac.new(key, f"{self.folder.name}\0{name}\0".encode(), hashlib.sha256)
@@ -93,6 +102,18 @@ def user_cache(name: str, home: Path | None = None) -> UserCache | None:
     except RuntimeError:
         return None
     return UserCache(home / ".cache/megamoe" / name, home / ".local/state/megamoe" / f"{name}.key")
+
+
+def keys_kept_from(runs: str) -> tuple[str, ...]:
+    """The keys that a process must not see which runs the backend or executor `runs`: those of the others' caches.
+
+    Makes the keys and folders that are not there yet, as a process that something is hidden from can make nothing
+    beside it.
+    """
+    caches = {owner: cache for owner, name in OWNERS.items() if (cache := user_cache(name)) is not None}
+    for cache in caches.values():
+        cache.prepare()
+    return tuple(str(cache.key_file) for owner, cache in caches.items() if owner != runs)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from megamoe import CHECKOUT
 from megamoe.contract import DeviceLostError, HostProgram, Program, RunOptions, Target, UnsupportedError
-from megamoe.contract.cache import user_cache
+from megamoe.contract.cache import keys_kept_from
 from megamoe.judge.arena import Arena, block_bytes, layouts_of, shared_block
 from megamoe.judge.guarded import Built, Ran
 from megamoe.runner import requests
@@ -143,7 +143,9 @@ class Processes:
         # CUDA reserves terabytes of addresses.
         memory = self.memory if row.executor == "vm" else 0
         emulates = kind == "machine" and ":" in row.executor
-        keys = keys_of_others("ptx" if kind == "machine" else row.backend, kind == "builder")
+        # Beside a hidden key nothing can be made, and a peer on a device may keep a cache of its own in the same home.
+        on_device = row.executor == "gpu"
+        keys = () if on_device else keys_kept_from(row.backend if kind == "builder" else row.executor)
         return Confinement(self.hidden + keys + (() if emulates else references()), emulates, memory)
 
 
@@ -152,20 +154,6 @@ def references() -> tuple[str, ...]:
     """The files that know the right outputs."""
     folder = PACKAGE / "ops"
     return tuple(str(path) for path in sorted(folder.iterdir()) if path.name != "__init__.py")
-
-
-def keys_of_others(name: str, builds: bool) -> tuple[str, ...]:
-    """The keys of caches (megamoe.contract.cache) that a runner must not see: all but that of the cache `name`.
-
-    `builds`: it is a builder, which never sees the key of the machine's cache of PTX. Until the key of a registered
-    backend exists none is hidden: a runner could not make it beside hidden ones.
-    """
-    folder = user_cache("ptx")
-    keys = [] if folder is None else sorted(folder.key_file.parent.glob("*.key"))
-    own = [key for key in keys if key.stem == name and not (builds and name == "ptx")]
-    if not own and ":" not in name and name != "ptx":
-        return ()
-    return tuple(str(key) for key in keys if key not in own)
 
 
 def hidden_folders(*folders: Path | None) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from megamoe.records.lines import Agreement, Figures, Record, Timing
 from megamoe.report.material import Material, Subject
-from megamoe.report.measures import counter_ratios, error_ratio, spread
+from megamoe.report.measures import counter_ratios, error_ratio, floor_of, spread
 
 Json = dict[str, object]
 DIGITS = 5
@@ -66,6 +66,7 @@ class Encoder:
         self.schedules: Index[str] = Index()
         self.runs: Index[str] = Index([header.run for header in material.runs])
         self.statuses: Index[str] = Index()
+        self._devices = material.devices
         self._names: Index[tuple[str, ...]] = Index()
         self._metrics: Index[tuple[int, tuple[float | int | str | None, ...]]] = Index()
         self._worst: list[list[object] | None] = []
@@ -115,7 +116,8 @@ class Encoder:
     def timing(self, line: Timing, drawn: bool) -> list[object]:
         """The values of TIMING_FIELDS; with at most MAX_SAMPLES samples if they will be `drawn`."""
         told = spread(line.samples_us)
-        floor = None if line.floor_us is None else number(line.floor_us)
+        found = floor_of(line, self._devices.get(line.run))
+        floor, by = (number(found[0]), found[1]) if found else (None, None)
         return [
             self.cases[line.case],
             self.subjects[Subject(line.backend, line.target, line.executor)],
@@ -123,7 +125,7 @@ class Encoder:
             line.temperature == "hot",
             self.statuses[line.status],
             self.texts[line.sentence],
-            [line.method, line.launches_per_sample, line.stopped_by, floor, line.floor_by, dict(line.discarded)],
+            [line.method, line.launches_per_sample, line.stopped_by, floor, by, dict(line.discarded)],
             [len(line.samples_us), *map(number, (told.median, told.low, told.high))] if told else None,
             _packed(line.samples_us) if drawn and told else None,
         ]

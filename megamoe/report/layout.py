@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from megamoe.contract import AxisValue, Case, spell
+from megamoe.report.material import natural
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import known_cases
 from megamoe.spec.spec import Spec
@@ -62,7 +63,7 @@ def lay_out(spec: Spec | None, case_ids: Iterable[str]) -> list[Block]:
                 blocks.append(_grid(title, cases, spec))
         blocks += _listings(spec, wanted, {case.id for _, cases in grids for case in cases})
     placed = {case for block in blocks for case in cases_of(block)}
-    left = sorted(case for case in wanted if case not in placed)
+    left = sorted((case for case in wanted if case not in placed), key=natural)
     if left:
         blocks.append(Listing(OTHER if blocks else "cases", tuple(left)))
     return blocks

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from megamoe.contract import DeviceFacts
 from megamoe.records.files import RUNS, RecordFile, newest_run, read_records
 from megamoe.records.keys import Key
 from megamoe.records.lines import (
@@ -53,14 +55,22 @@ class Material:
 
     @property
     def subjects(self) -> list[Subject]:
-        """The subjects that have a verdict or a time, sorted by backend, target, executor."""
-        lines: Iterable[Record | Timing] = (*self.records, *self.timings)
-        return sorted({Subject(line.backend, line.target, line.executor) for line in lines})
+        """The subjects that have a verdict or a time: those of the newest run first, each part in natural order."""
+        lines: list[Record | Timing] = [*self.records, *self.timings]
+        runs = {header.run: place for place, header in enumerate(self.runs)}
+        newest = max((runs.get(line.run, -1) for line in lines), default=-1)
+        fresh = {_subject(line) for line in lines if runs.get(line.run, -1) == newest}
+        return sorted(set(map(_subject, lines)), key=lambda one: (one not in fresh, [*map(natural, one)]))
 
     @property
     def ops(self) -> list[str]:
-        """The ops of all lines, sorted."""
-        return sorted({line.op for line in (*self.records, *self.timings, *self.figures)})
+        """The ops of all lines, in natural order."""
+        return sorted({line.op for line in (*self.records, *self.timings, *self.figures)}, key=natural)
+
+    @property
+    def devices(self) -> dict[str, DeviceFacts | None]:
+        """Run -> the device of its rows."""
+        return {header.run: header.device for header in self.runs}
 
     @property
     def latest(self) -> list[Record]:
@@ -71,6 +81,16 @@ class Material:
     def latest_timings(self) -> list[Timing]:
         """The newest timing of each row and temperature."""
         return list({Key.of(one): one for one in self.timings}.values())
+
+
+def _subject(line: Record | Timing) -> Subject:
+    return Subject(line.backend, line.target, line.executor)
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """A key that sorts as people do: A2 before A10, hd=64 before hd=128."""
+    parts = re.split(r"([0-9]+)", text)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts if part]
 
 
 def record_files(given: Sequence[Path] = (), home: Path = Path()) -> list[Path]:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megamoe.contract import Status
+from megamoe.contract import DeviceFacts, Status
+from megamoe.records.lines import Timing
 
 LEVELS = 7
 Style = Literal["number", "percent", "microseconds"]
@@ -65,7 +66,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "floor_cold",
         "floor / time, cold",
-        "physical floor over median device time, L2 flushed before each launch; 1 is the floor",
+        "floor over median device time, L2 flushed before each launch; 1 is the floor",
         "cold",
         bounds=_FLOOR,
         higher_is_better=True,
@@ -73,7 +74,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "floor_hot",
         "floor / time, hot",
-        "physical floor over median device time, launches back to back; above 1 the L2 helps",
+        "floor over median device time, launches back to back; above 1 the L2 helps",
         "hot",
         bounds=_FLOOR,
         higher_is_better=True,
@@ -148,6 +149,32 @@ class Spread:
     median: float
     low: float
     high: float
+
+
+MIN_LAUNCH_US = 1.0
+"""A physical floor below it says nothing of a kernel: none in the records of an H200 runs in less than 3."""
+
+
+def floor_of(timing: Timing, device: DeviceFacts | None) -> tuple[float, str] | None:
+    """The floor to hold a timing against, in microseconds, and what makes it; None if the timing has none.
+
+    By "bytes" or "flops" it is the physical one, by "empty kernel" the time in which this device launches a kernel that
+    does nothing. By "launch" it is the physical one, but shorter than any launch on a device whose empty kernel nobody
+    has timed: then there is no share of it to speak of.
+    """
+    if timing.floor_us is None:
+        return None
+    empty = (device.empty_kernel_us if device else None) or {}
+    if empty.get(timing.temperature, 0.0) > timing.floor_us:
+        return empty[timing.temperature], "empty kernel"
+    by = "launch" if timing.floor_us < MIN_LAUNCH_US and timing.temperature not in empty else timing.floor_by
+    return timing.floor_us, by or "bytes"
+
+
+def share_of_floor(timing: Timing, device: DeviceFacts | None) -> float | None:
+    """Floor over median time; None if nothing was timed or there is no floor that a kernel could reach."""
+    told, floor = spread(timing.samples_us), floor_of(timing, device)
+    return None if told is None or floor is None or floor[1] == "launch" else floor[0] / told.median
 
 
 def spread(samples: Sequence[float]) -> Spread | None:

@@ -18,7 +18,7 @@ from megamoe.records.keys import SEVERITY
 from megamoe.records.lines import Record, Timing
 from megamoe.report.layout import Grid, Listing, lay_out, spans
 from megamoe.report.material import Material, Subject
-from megamoe.report.measures import MEASURES, SIGNS, counter_ratios, error_ratio, spread
+from megamoe.report.measures import MEASURES, SIGNS, counter_ratios, error_ratio, share_of_floor
 from megamoe.spec.spec import Spec
 
 if TYPE_CHECKING:
@@ -91,17 +91,12 @@ def _cells(material: Material) -> dict[tuple[str, Subject], _Cell]:
     for timing in material.latest_timings:
         statuses.setdefault(_key(timing), [timing.status])
         if timing.temperature == "cold":
-            floors[_key(timing)] = _share_of_floor(timing)
+            floors[_key(timing)] = share_of_floor(timing, material.devices.get(timing.run))
     return {key: _Cell(min(found, key=SEVERITY.index), floors.get(key)) for key, found in statuses.items()}
 
 
 def _key(line: Record | Timing) -> tuple[str, Subject]:
     return line.case, Subject(line.backend, line.target, line.executor)
-
-
-def _share_of_floor(timing: Timing) -> float | None:
-    told = spread(timing.samples_us)
-    return timing.floor_us / told.median if told and timing.floor_us is not None else None
 
 
 def _matrix(op: str, material: Material, spec: Spec | None, cells: _Cells) -> Iterator[RenderableType]:

@@ -356,6 +356,7 @@ def keeper_of_worker() -> None:
     mine, its = socket.socketpair()
     if os.fork() == 0:
         mine.close()
+        # It ends once the socket is closed, which a kill of this process does too, and clears what its runners left.
         keep(its)
     its.close()
     _OF_WORKER.append(Nursery(mine))

@@ -16,7 +16,8 @@ from conformance import ROOT
 from conformance.fakes import backends as fake_backends
 from conformance.fakes.results import record, timing
 from megamoe.cli.main import main
-from megamoe.contract import scratch
+from megamoe.contract import Row, scratch
+from megamoe.judge.isolated import Processes
 from megamoe.judge.judge import judge
 from megamoe.records.files import RecordWriter, read_records
 from megamoe.records.lines import AnyLine, RecordError
@@ -222,5 +223,30 @@ def _kill_a_run_and_run_another(tmp_path: Path, place: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    # The keepers of the second run's processes clear up once these have ended.
+    deadline = time.monotonic() + 20
+    while list(place.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not list(place.iterdir()), "what the killed run left must be gone after the next"
     assert scratch.PREFIX.startswith("."), "a listing shows nothing of ours"
+
+
+# The keys of the caches
+
+
+def _sees(kind: str, row: Row, home: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The keys that a process of `kind` may read which works on `row`."""
+    monkeypatch.setattr(Path, "home", lambda: home)
+    hidden = Processes((), 0)._confinement(kind, row).hidden
+    keys = {path.stem: str(path) for path in (home / ".local/state/megamoe").iterdir()}
+    assert set(keys) == {"cutedsl", "ptx"}, "a process that is kept from a file can make none beside it"
+    return {name for name, path in keys.items() if path not in hidden}
+
+
+def test_only_who_vouches_for_a_cache_sees_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that could sign a parse would choose what the machine takes its own text for."""
+    row = parse_row(f"{CASE} on {FAKE}:WORKS sm_100a vm eager")
+    assert _sees("builder", row, tmp_path, monkeypatch) == set()
+    assert _sees("builder", row._replace(backend="cutedsl"), tmp_path, monkeypatch) == {"cutedsl"}
+    assert _sees("machine", row, tmp_path, monkeypatch) == {"ptx"}
+    assert _sees("machine", row._replace(executor=f"{FAKE}:EXECUTOR"), tmp_path, monkeypatch) == set()

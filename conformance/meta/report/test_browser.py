@@ -22,11 +22,11 @@ from selenium.webdriver.remote.webelement import WebElement
 
 from conformance import ROOT
 from conformance.fakes.report_records import HOSTILE, NOW, SPECS, full_matrix, hostile_records, material_of, write_runs
-from conformance.fakes.results import figures, header, record, timing, write
+from conformance.fakes.results import CASE, H200, figures, header, record, timing, write
 from megamoe.cli.terminal import in_ci
 from megamoe.diff.differ import compare_runs
 from megamoe.diff.sides import read_side
-from megamoe.records.lines import AnyLine
+from megamoe.records.lines import MAX_SENTENCE, AnyLine, shortened
 from megamoe.report.evidence import read_coverage, read_foreign_kernels
 from megamoe.report.material import Material, gather
 from megamoe.report.page import Extras, page
@@ -306,7 +306,8 @@ def test_a_row_shows_its_sentence_whole_and_as_text(browser: Chrome, full: Path)
         open_page(browser, full)
         click(browser, f"fmha:hd=64,t={at},s_k=128 ptx sm_100a vm")
         sentence = browser.execute_script("return document.querySelector('#detail .sentence').textContent")
-        assert sentence.rstrip(".") == text.strip().rstrip("."), "the sentence of the record, without its rerun command"
+        said = shortened(text.strip(), MAX_SENTENCE)
+        assert sentence.rstrip(".") == said.rstrip("."), "the sentence of the record, without its rerun command"
         inside = "return document.querySelectorAll('#detail img, #detail script, #detail b').length"
         assert browser.execute_script(inside) == 0, "a sentence is text, never markup"
     assert not complaints(browser)
@@ -471,3 +472,129 @@ def test_no_two_elements_share_an_id(browser: Chrome, full: Path) -> None:
         open_page(browser, full, f"#view={view}")
         ids = browser.execute_script("return [...document.querySelectorAll('[id]')].map((node) => node.id)")
         assert sorted(ids) == sorted(set(ids)), f"in the view {view}"
+
+
+LOOK = """
+const node = [...document.querySelectorAll('.legend .key')].find((key) => key.textContent === arguments[0]);
+const mark = node.querySelector('path.mark');
+return [mark.getAttribute('d'), getComputedStyle(mark).fill, getComputedStyle(mark).fillOpacity];
+"""
+TEXTS = "return [...document.querySelectorAll(arguments[0])].map((node) => node.textContent)"
+
+
+def _page(folder: Path, *lines: AnyLine) -> Path:
+    path = folder / "page.html"
+    path.write_text(page(material_of(folder, *lines), Extras(SPECS, NOW)), encoding="utf-8")
+    return path
+
+
+def _texts(browser: Chrome, selector: str) -> list[str]:
+    return cast("list[str]", browser.execute_script(TEXTS, selector))
+
+
+def test_a_marker_stays_with_its_backend_and_differs_from_all_others(browser: Chrome, tmp_path: Path) -> None:
+    """Sixteen backends: with eight markers, torch-sdpa-flash would be drawn as fa3."""
+    names = [f"peer{number}" for number in range(1, 17)]
+    times = [timing([4.0 + at] * 10, backend=name) for at, name in enumerate(names)]
+    path = _page(tmp_path, header(), record(counters={"useful_flops": 1 << 20, "minimum_bytes": 1 << 10}), *times)
+    open_page(browser, path, "#view=times")
+    assert _texts(browser, ".legend .key") == names, "peer2 comes before peer10"
+    looks = [tuple(cast("list[str]", browser.execute_script(LOOK, name))) for name in names]
+    assert len({(shape, opacity) for shape, _, opacity in looks}) == 16, "two markers differ in their colour alone"
+    open_page(browser, path, "#view=times&backend=peer11")
+    assert tuple(cast("list[str]", browser.execute_script(LOOK, "peer11"))) == looks[10], "a filter changed its look"
+
+
+def test_what_the_newest_run_has_comes_first_and_what_is_empty_is_folded(browser: Chrome, tmp_path: Path) -> None:
+    later = header("run-2", device=None).model_copy(update={"started": "2026-11-21T19:00:00+00:00"})
+    old = [record(backend=name) for name in ("A10", "A2")]
+    new = [record(backend=name, run="run-2") for name in ("Z10", "Z9")]
+    open_page(browser, _page(tmp_path, header(), *old, record("unsupported", backend="B"), later, *new))
+    shown = [text.split()[0] for text in _texts(browser, ".heat th.subject, .heat th.upright")]
+    assert shown == ["Z9", "Z10", "A2", "A10"]
+    fold = one(browser, "details.folded")
+    assert fold.text == "1 backend with no result here: B"
+    fold.find_element(By.TAG_NAME, "summary").click()
+    browser.execute_async_script("setTimeout(arguments[0], 50)")
+    assert "B" in _texts(browser, "details.folded .heat th.subject, details.folded .heat th.upright")[0]
+
+
+def test_a_sentence_has_a_line_a_tensor_with_the_worst_place_in_bold(browser: Chrome, tmp_path: Path) -> None:
+    said = (
+        f"{CASE}: tensor o: rms error 0.5 is above 0.01; worst at t=0, hd=61: seen -0.75, expected -1.5; 63 of 64 "
+        "elements are off; tensor lse: max error 2 is above 1; worst at t=3: seen 1, expected 3"
+    )
+    failed = record("failed").model_copy(update={"sentence": f"{said}. Rerun: megamoe run --case x"})
+    open_page(browser, _page(tmp_path, header(), failed), f"#row={CASE} ptx sm_100a vm".replace(" ", "+"))
+    lines = _texts(browser, ".sentence .said")
+    assert [line[:11] for line in lines] == [f"{CASE}"[:11], "tensor o: r", "tensor lse:"]
+    assert _texts(browser, ".sentence b") == ["worst at t=0, hd=61", "worst at t=3"]
+    assert "Rerun" not in "".join(lines)
+
+
+def test_a_row_is_held_to_a_floor_that_means_something(browser: Chrome, tmp_path: Path) -> None:
+    floor = {"floor_us": 0.008, "floor_by": "bytes"}
+    times = [timing([6.0] * 10, backend=name).model_copy(update=floor) for name in ("ptx", "cutedsl")]
+    path = _page(tmp_path, header(), *times)
+    open_page(browser, path, "#view=times")
+    row = one(browser, ".bars tr[data-cell]").text
+    assert "launch" in row, "0.008 us of bytes is no floor of a launch"
+    assert "<.01" not in row
+    known = H200.model_copy(update={"empty_kernel_us": {"cold": 3.0, "hot": 2.0}})
+    path = _page(tmp_path, header(device=known), *times)
+    open_page(browser, path, "#view=times")
+    row = one(browser, ".bars tr[data-cell]").text
+    assert "3.00 empty kernel" in row
+    assert "0.50" in row
+
+
+def test_a_row_shows_how_it_went_over_the_runs(browser: Chrome, tmp_path: Path) -> None:
+    later = header("run-2").model_copy(update={"started": "2026-11-21T19:00:00+00:00"})
+    lines = (timing([4.0] * 10), record(), later, timing([6.0] * 10, run="run-2"), record("failed", run="run-2"))
+    path = _page(tmp_path, header(), *lines)
+    open_page(browser, path, "#view=times")
+    assert one(browser, ".bars .trend").text == "+50%"
+    assert one(browser, ".bars .trend svg").get_attribute("aria-label") == "median over 2 runs"
+    open_page(browser, path)
+    assert "passed on 2026-11-21 18:00" in (one(browser, ".heat td.changed").get_attribute("title") or "")
+
+
+@pytest.fixture
+def narrow(browser: Chrome) -> Iterator[Chrome]:
+    size = {"width": 420, "height": 860, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    yield browser
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_narrow_page_begins_with_results_and_breaks_no_id(narrow: Chrome, full: Path) -> None:
+    for view in VIEWS:
+        open_page(narrow, full, f"#view={view}")
+        assert narrow.execute_script("return document.documentElement.scrollWidth") <= 420, f"{view} scrolls sideways"
+        thin = cast(
+            "list[str]",
+            narrow.execute_script(
+                "return [...document.querySelectorAll('td.mono, th.mono, th.subject, td code')]"
+                ".filter((node) => node.checkVisibility() && node.textContent.length > 12"
+                " && node.getBoundingClientRect().height > 6 * 20 && node.getBoundingClientRect().width < 70)"
+                ".map((node) => node.textContent)"
+            ),
+        )
+        assert not thin, f"{view}: ids in lines of a few letters: {thin[:3]}"
+    open_page(narrow, full)
+    assert not narrow.find_element(By.CSS_SELECTOR, ".controls").is_displayed(), "filters fill the first screen"
+    first = narrow.find_element(By.CSS_SELECTOR, ".heat td[data-cell]")
+    assert first.rect["y"] < 600, "the first screen shows no result"
+    one(narrow, ".folds summary").click()
+    assert narrow.find_element(By.CSS_SELECTOR, ".controls").is_displayed()
+    narrow.find_element(By.CSS_SELECTOR, "[data-choice=rows] [data-value=row]").click()
+    assert narrow.find_element(By.CSS_SELECTOR, ".controls").is_displayed(), "a choice folded the filters again"
+
+
+def test_the_roofline_is_as_wide_as_the_page(browser: Chrome, full: Path) -> None:
+    open_page(browser, full, "#view=times")
+    widths = browser.execute_script(
+        "return [document.querySelector('figure svg').getBoundingClientRect().width,"
+        " document.getElementById('main').clientWidth]"
+    )
+    assert widths[0] > 0.9 * widths[1], widths

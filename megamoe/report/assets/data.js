@@ -89,6 +89,23 @@ const FIGURES = DATA.figures.map(([caseIndex, backend, target, run, assembler, p
   cubin: cubin === null ? null : DATA.texts[cubin],
 }));
 
+// A2 before A10.
+const inOrder = new Intl.Collator('en', { numeric: true }).compare;
+
+// The run of the newest line that a row has, baselines apart: its rows and backends come first.
+const NEWEST = Math.max(-1, ...[...DATA.records.map((row) => row[3]), ...DATA.timings.map((row) => row[2])]
+  .map((run) => runOrder.get(DATA.run_ids[run]) ?? -1));
+
+function isOfNewestRun(cell) {
+  const lines = [...[...cell.schedules.values()].flat(), ...cell.cold, ...cell.hot];
+  return lines.some((line) => runOrder.get(DATA.run_ids[line.run]) === NEWEST);
+}
+
+// The places of a list, those of which `test` is true first; each part keeps its order.
+function firstThose(list, test) {
+  return [...list.filter(test), ...list.filter((one) => !test(one))];
+}
+
 function last(list) {
   return list[list.length - 1];
 }
@@ -161,7 +178,16 @@ function quoted(word) {
 
 // The sentence of a record ends with its rerun command; the page shows that elsewhere.
 function withoutRerun(sentence) {
-  return sentence.replace(/ Rerun: megamoe run [^\n]*$/, '');
+  return sentence.replace(/ Rerun: (megamoe run|nox -s bench) [^\n]*$/, '');
+}
+
+// What a judge says of a row: a line a tensor, in bold where its error is worst.
+function sentenceLines(text) {
+  const lines = withoutRerun(text).split(/(?:; |(?<=: ))(?=tensor \S+: )/);
+  return lines.map((line) => {
+    const [, before, worstPlace, after] = /^(.*?)(worst at [^:;]+)(.*)$/s.exec(line) ?? [null, line, '', ''];
+    return el('span', { class: 'said' }, before, worstPlace ? el('b', {}, worstPlace) : null, after);
+  });
 }
 
 function rerun(cell, schedule) {

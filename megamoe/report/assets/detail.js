@@ -11,7 +11,7 @@ function selectedRecord(cell) {
 }
 
 function scheduleChips(cell, record) {
-  const names = [...cell.schedules.keys()].sort((one, other) => (DATA.schedules[one] < DATA.schedules[other] ? -1 : 1));
+  const names = [...cell.schedules.keys()].sort((one, other) => inOrder(DATA.schedules[one], DATA.schedules[other]));
   if (names.length < 2) return null;
   const chips = names.map((name) => {
     const newestOne = last(cell.schedules.get(name));
@@ -35,7 +35,7 @@ function verdictSection(cell, record) {
     ? el(
         'p',
         { class: 'sentence', tabindex: 0, role: 'region', 'aria-label': 'Sentence' },
-        withoutRerun(record.sentence),
+        sentenceLines(record.sentence),
       )
     : null;
   const run = DATA.runs[runOrder.get(DATA.run_ids[record.run])];
@@ -115,7 +115,7 @@ function countersSection(record) {
     .filter((measure) => ratios[measure.name] !== undefined)
     .map((measure) => [measure.title, brief(ratios[measure.name], measure.style), measure.meaning]);
   const rows = counters
-    .toSorted(([one], [other]) => (one < other ? -1 : 1))
+    .toSorted(([one], [other]) => inOrder(one, other))
     .map(([name, value]) => [name.replaceAll('_', ' '), plain(value)]);
   return section(
     'counters, exact and repeatable',
@@ -253,7 +253,7 @@ function timesSection(cell) {
     'device time',
     timed.length ? [timesTable(timed), strip(timed)] : null,
     failed.map((timing) =>
-      el('p', { class: 'sentence' }, `${timing.temperature}: ${timing.status}. ${timing.sentence}`),
+      el('p', { class: 'sentence' }, sentenceLines(`${timing.temperature}: ${timing.status}. ${timing.sentence}`)),
     ),
     rivals(cell, timed),
   );
@@ -275,8 +275,8 @@ function timesTable(timings) {
     timing.temperature,
     micro(timing.median),
     `${micro(timing.low)} – ${micro(timing.high)}`,
-    timing.floor === null ? '–' : `${micro(timing.floor)} (${timing.by})`,
-    brief(timingNumber(timing) ?? 'NaN'),
+    floorText(timing),
+    timingNumber(timing) === null ? '–' : brief(timingNumber(timing)),
     plain(timing.count),
     plain(timing.launches),
     Object.entries(timing.discarded)
@@ -309,7 +309,7 @@ function rivals(cell, timings) {
       one === cell ? el('b', {}, subjectName(one.subject)) : subjectName(one.subject),
       micro(timing.median),
       `${(timing.median / best).toFixed(2)}×`,
-      brief(timingNumber(timing) ?? 'NaN'),
+      timingNumber(timing) === null ? '–' : brief(timingNumber(timing)),
     ]),
   );
 }

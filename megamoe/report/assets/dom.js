@@ -103,17 +103,44 @@ function choice(name, options, chosen, choose) {
   );
 }
 
-// A name that ends in # marks a column of numbers, in * a column of code.
+// A group of choices in one line; folded where the page is narrow, or it would fill the first screen.
+function controls(name, ...choices) {
+  const group = el('div', { class: 'controls', role: 'group', 'aria-label': name }, choices);
+  if (!NARROW.matches) return group;
+  const chosen = [...group.querySelectorAll('[data-choice] [aria-pressed="true"]')]
+    .map((button) => button.textContent)
+    .filter((text) => text !== 'all');
+  const fold = el('details', { class: 'folds', open: state.folds }, el('summary', {}, `filters: ${chosen.join(' · ')}`), group);
+  fold.addEventListener('toggle', () => {
+    state.folds = fold.open;
+  });
+  return fold;
+}
+
+const NARROW = window.matchMedia('(max-width: 700px)');
+
+// Details whose content is made when they are first opened.
+function lazily(attributes, title, make) {
+  const fold = el('details', attributes, el('summary', {}, title));
+  fold.addEventListener('toggle', () => fold.open && fold.children.length === 1 && fold.append(make()));
+  return fold;
+}
+
+// A name that ends in # marks a column of numbers, in ! one that a narrow page leaves out, in * a column of code.
 function columnClass(column) {
-  return { '#': 'number', '*': 'mono' }[last(column)] ?? null;
+  return { '#': 'number', '!': 'number wide-only', '*': 'mono' }[last(column)] ?? null;
 }
 
 function rowsTable(name, columns, rows, className = 'list') {
   const head = columns.map((column) =>
-    el('th', { scope: 'col', class: columnClass(column) === 'number' ? 'number' : null }, column.replace(/[#*]$/, '')),
+    el(
+      'th',
+      { scope: 'col', class: columnClass(column)?.startsWith('number') ? columnClass(column) : null },
+      column.replace(/[#*!]$/, ''),
+    ),
   );
   const parts = [el('thead', {}, el('tr', {}, head)), el('tbody', {}, rows)];
-  return el('table', { class: className, 'aria-label': name }, parts);
+  return el('div', { class: 'scroll' }, el('table', { class: className, 'aria-label': name }, parts));
 }
 
 function table(name, columns, rows, className) {

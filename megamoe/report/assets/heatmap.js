@@ -14,8 +14,19 @@ function recordNumber(record, measure) {
   return DATA.counters[record.counters][2][measure.name] ?? null;
 }
 
+// A timing whose physical floor is shorter than any launch, on a device whose empty kernel nobody has timed: it has no
+// floor to be held against (megamoe.report.measures).
+function isLaunchBound(timing) {
+  return timing.by === 'launch';
+}
+
+function floorText(timing) {
+  if (timing.floor === null) return '–';
+  return isLaunchBound(timing) ? 'launch' : `${micro(timing.floor)} ${timing.by}`;
+}
+
 function timingNumber(timing) {
-  return timing && timing.floor !== null && timing.median ? timing.floor / timing.median : null;
+  return timing?.median && timing.floor !== null && !isLaunchBound(timing) ? timing.floor / timing.median : null;
 }
 
 // The number of a cell under a measure (the worst of the schedules shown) and its status.
@@ -150,7 +161,28 @@ function makeCell(caseIndex, subject, first) {
   node.tabIndex = -1;
   if (!matches(cell, state.filter)) node.classList.add('faded');
   if (cell.key === state.open) node.classList.add('open');
+  const step = stepOf(cell, measure);
+  if (step) {
+    node.classList.add('changed');
+    node.title += `\n${step}`;
+  }
   return node;
+}
+
+// How a cell has changed since the run before, in words; null if it has not, or has no such run.
+function stepOf(cell, measure) {
+  if (measure.source === 'cold' || measure.source === 'hot') {
+    const [before, now] = runs(cell[measure.source]).filter((one) => one.median).slice(-2);
+    if (!now || (before.low <= now.high && now.low <= before.high)) return null;
+    return `${micro(before.median)} µs on ${runLabel(before.run)}, now ${micro(now.median)} µs`;
+  }
+  for (const [name, records] of cell.schedules) {
+    if (state.schedule !== null && name !== state.schedule) continue;
+    const [before, now] = runs(records).slice(-2);
+    if (now && before.status !== now.status)
+      return `${before.status} on ${runLabel(before.run)} under ${DATA.schedules[name]}, now ${now.status}`;
+  }
+  return null;
 }
 
 function tooltip(cell) {
@@ -180,9 +212,11 @@ function gridHead(block) {
 function gridBands(block, subjects, names) {
   const rowName = (row) => `${block.row} ${block.rows[row]}`;
   const places = block.rows.map((_, row) => row);
-  const bySubject = (subject) => places.map((row) => [names.get(subject), rowName(row), subject, row]);
-  const byRow = (row) => subjects.map((subject) => [rowName(row), names.get(subject), subject, row]);
-  return state.order === 'row' ? places.map(byRow) : subjects.map(bySubject);
+  // A line of nothing is not drawn.
+  const has = ([, , subject, row]) => block.cells[row].some((index) => index !== null && cells.has(cellKey(index, subject)));
+  const bySubject = (subject) => places.map((row) => [names.get(subject), rowName(row), subject, row]).filter(has);
+  const byRow = (row) => subjects.map((subject) => [rowName(row), names.get(subject), subject, row]).filter(has);
+  return (state.order === 'row' ? places.map(byRow) : subjects.map(bySubject)).filter((lines) => lines.length);
 }
 
 function gridTable(block, subjects, names) {
@@ -215,13 +249,24 @@ function listTable(block, indexes, subjects, names) {
   return el('table', { role: 'grid', class: 'heat', 'aria-label': block.title }, top, el('tbody', {}, rows));
 }
 
+const FRESH = new Set([...cells.values()].filter(isOfNewestRun).map((cell) => cell.key));
+
+// Whether a subject has anything to show here but that it was not asked, or cannot.
+function hasResult(caseIndex, subject) {
+  const cell = cells.get(cellKey(caseIndex, subject));
+  return cell !== undefined && [...newest(cell, null), ...cell.cold, ...cell.hot].some((one) => !IDLE.includes(one.status));
+}
+
+const IDLE = ['unsupported', 'not_run'];
+
 // Cuts a listing into as many tables side by side as fit.
 function listTables(block, subjects, names) {
   const matching = (index) =>
     subjects.some(
       (subject) => cells.has(cellKey(index, subject)) && matches(cells.get(cellKey(index, subject)), state.filter),
     );
-  const kept = state.filter.length ? block.cases.filter(matching) : block.cases;
+  const fresh = (index) => subjects.some((subject) => FRESH.has(cellKey(index, subject)));
+  const kept = firstThose(state.filter.length ? block.cases.filter(matching) : block.cases, fresh);
   const label = Math.max(...kept.map((index) => clip(shortCase(index, block.shared)).length), 8) * LETTER_WIDTH;
   const room = document.getElementById('main').clientWidth || 1200;
   const abreast = Math.max(1, Math.floor((room + GAP) / (label + subjects.length * CELL_WIDTH + GAP)));
@@ -239,13 +284,24 @@ function listTables(block, subjects, names) {
 // A block with the subjects that have a cell in it, or null.
 function makeBlock(block, candidates, names) {
   const indexes = (block.cells?.flat() ?? block.cases).filter((index) => index !== null);
-  const subjects = candidates.filter((subject) => indexes.some((index) => cells.has(cellKey(index, subject))));
-  if (!subjects.length) return null;
+  const present = candidates.filter((subject) => indexes.some((index) => cells.has(cellKey(index, subject))));
+  if (!present.length) return null;
+  const isFull = (subject) => indexes.some((index) => hasResult(index, subject));
+  const [full, idle] = [present.filter(isFull), present.filter((subject) => !isFull(subject))];
+  const fresh = (subject) => indexes.some((index) => FRESH.has(cellKey(index, subject)));
+  const subjects = firstThose(full.length ? full : idle, fresh);
   const shared = block.shared.length ? el('small', {}, `all with ${block.shared.join(', ')}`) : null;
-  const body = block.cells
-    ? el('div', { class: 'scroll' }, gridTable(block, subjects, names))
-    : listTables(block, subjects, names);
-  return el('div', { class: block.cells ? 'block' : 'block wide' }, el('h3', {}, block.title, shared), body);
+  const drawn = (which) =>
+    block.cells ? el('div', { class: 'scroll' }, gridTable(block, which, names)) : listTables(block, which, names);
+  const told = `${plural(idle.length, 'backend')} with no result here: ${idle.map((one) => names.get(one)).join(', ')}`;
+  const folded = full.length && idle.length ? lazily({ class: 'folded' }, told, () => drawn(idle)) : null;
+  return el(
+    'div',
+    { class: block.cells ? 'block' : 'block wide' },
+    el('h3', {}, block.title, shared),
+    drawn(subjects),
+    folded,
+  );
 }
 
 function makeOp(op) {
@@ -258,7 +314,11 @@ function makeOp(op) {
     shared.length && subjects.length ? `on ${shared.join(', ')}` : '',
     hidden ? `${plural(hidden, 'subject')} without this measure` : '',
   ];
-  const blocks = subjects.length ? DATA.ops[op].blocks.map((block) => makeBlock(block, subjects, names)) : [];
+  const isFresh = (block) =>
+    (block.cells?.flat() ?? block.cases).some((index) => subjects.some((one) => FRESH.has(cellKey(index, one))));
+  const blocks = subjects.length
+    ? firstThose(DATA.ops[op].blocks, isFresh).map((block) => makeBlock(block, subjects, names))
+    : [];
   return el(
     'section',
     { class: 'op', 'data-op': op },
@@ -268,7 +328,7 @@ function makeOp(op) {
 }
 
 function partValues(part) {
-  return [...new Set(DATA.subjects.map((subject) => subject[part]))].sort();
+  return [...new Set(DATA.subjects.map((subject) => subject[part]))].sort(inOrder);
 }
 
 function matrixControls() {
@@ -278,11 +338,10 @@ function matrixControls() {
           set({ [name]: value }),
         )
       : null;
-  const schedules = DATA.schedules.map((name, at) => [at, name]).sort((one, other) => (one[1] < other[1] ? -1 : 1));
+  const schedules = DATA.schedules.map((name, at) => [at, name]).sort((one, other) => inOrder(one[1], other[1]));
   const shownMeasures = DATA.measures.filter((measure) => subjectsWith(measure, null).size);
-  return el(
-    'div',
-    { class: 'controls', role: 'group', 'aria-label': 'What the cells show' },
+  return controls(
+    'What the cells show',
     choice(
       'show',
       shownMeasures.map((measure) => [measure.name, measure.title, measure.meaning]),
@@ -327,7 +386,9 @@ function tally() {
 }
 
 function matrixView() {
-  const ops = Object.keys(DATA.ops).filter((op) => state.op === null || op === state.op);
+  const fresh = new Set([...FRESH].map((key) => opOf(cells.get(key).caseIndex)));
+  const asked = Object.keys(DATA.ops).filter((op) => state.op === null || op === state.op);
+  const ops = firstThose(asked, (op) => fresh.has(op));
   return [tally(), matrixControls(), legend(measures.get(state.measure)), ...ops.map(makeOp)];
 }
 

@@ -253,6 +253,13 @@ function provenance() {
   ];
 }
 
+const MAX_STEPS = 4;
+
+function manySteps(steps) {
+  if (steps.length <= MAX_STEPS) return steps.join('; ');
+  return lazily({}, `${plain(steps.length)} numbers`, () => steps.join('; '));
+}
+
 function acceptanceTable(acceptances) {
   return table(
     'accepted changes',
@@ -262,9 +269,7 @@ function acceptanceTable(acceptances) {
       one.reason,
       one.accepted,
       revision(one.git_revision),
-      Object.entries(one.changes)
-        .map(([name, step]) => `${name} ${step}`)
-        .join('; '),
+      manySteps(Object.entries(one.changes).map(([name, step]) => `${name} ${step}`)),
     ]),
   );
 }

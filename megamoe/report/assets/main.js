@@ -26,6 +26,7 @@ const state = {
   detailSchedule: null,
   focus: null,
   theme: 'auto',
+  folds: false,
   calls: Object.keys(DATA.comparison?.counts ?? {}).filter((call) => call !== 'SAME'),
 };
 
@@ -169,7 +170,7 @@ function listen() {
     width ??= entry.contentRect.width;
     if (Math.abs(entry.contentRect.width - width) < 40) return;
     width = entry.contentRect.width;
-    if (state.view === 'matrix') requestAnimationFrame(draw);
+    if (state.view === 'matrix' || state.view === 'times') requestAnimationFrame(draw);
   }).observe(document.getElementById('main'));
 }
 

@@ -1,7 +1,14 @@
 'use strict';
 // Times of a device: a roofline, and for each case the share of the physical floor that each backend reaches.
 
-const PLOT = { width: 860, height: 420, left: 62, right: 18, top: 16, bottom: 44 };
+const PLOT = { width: 860, height: 420, left: 62, right: 18, top: 22, bottom: 44 };
+
+// The plot is as wide as the page has room.
+function fitPlot() {
+  PLOT.width = Math.max(300, (document.getElementById('main').clientWidth || 892) - 32);
+  PLOT.height = PLOT.width < 600 ? 340 : 460;
+  PLOT.left = PLOT.width < 600 ? 48 : 62;
+}
 
 // Device name -> its facts from the newest header.
 function devices() {
@@ -32,13 +39,17 @@ function shownTimings(op, device) {
   return found;
 }
 
-// Series keep their colour and marker under every filter.
+// A backend keeps its colour and marker under every filter, for every target and on every executor.
 const TIMED = [
-  ...new Set([...cells.values()].filter((cell) => cell.cold.length || cell.hot.length).map((cell) => cell.subject)),
-].sort((one, other) => one - other);
+  ...new Set(
+    [...cells.values()]
+      .filter((cell) => cell.cold.length || cell.hot.length)
+      .map((cell) => DATA.subjects[cell.subject][0]),
+  ),
+].sort(inOrder);
 
 function seriesOf(subject) {
-  return TIMED.indexOf(subject);
+  return TIMED.indexOf(DATA.subjects[subject][0]);
 }
 
 function seriesLegend(subjects) {
@@ -75,7 +86,7 @@ function axes(x, y, [left, right], [low, high]) {
       { x: width - PLOT.right, y: height - 8, 'text-anchor': 'end' },
       'arithmetic intensity, useful FLOP / minimum byte',
     ),
-    svg('text', { x: PLOT.left, y: top - 4 }, 'achieved, useful TFLOP/s'),
+    svg('text', { x: PLOT.left, y: top - 8 }, 'achieved, useful TFLOP/s'),
   ];
 }
 
@@ -166,7 +177,7 @@ const SORTS = [
 function sortedGroups(shown) {
   const groups = new Map();
   for (const one of shown) push(groups, one.cell.caseIndex, one);
-  const fractions = (group) => group.map(({ timing }) => timingNumber(timing) ?? 0);
+  const fractions = (group) => group.map(({ timing }) => timingNumber(timing) ?? 1);
   const keys = {
     matrix: () => 0,
     lowest: (group) => Math.min(...fractions(group)),
@@ -175,6 +186,13 @@ function sortedGroups(shown) {
   const ordered = [...groups.values()].sort((one, other) => keys[state.sort](one) - keys[state.sort](other));
   ordered.forEach((group) => group.sort((one, other) => one.timing.median - other.timing.median));
   return ordered;
+}
+
+// The medians of a row over the runs, the oldest first; empty for a row of one run.
+function trend(cell) {
+  const values = runs(cell[state.temperature]).map((one) => one.median).filter(Boolean);
+  if (values.length < 2) return '';
+  return [sparkline(values, `median over ${values.length} runs`, 70), el('small', {}, change(values))];
 }
 
 // The length of the bar is floor over time; the dashed line is at 1.
@@ -187,7 +205,12 @@ function floorTrack(fraction, series) {
   return el('div', { class: 'track' }, bar, floor);
 }
 
-function floorRow({ cell, timing }, name, first) {
+function caseRow(cell) {
+  const wide = el('th', { class: 'mono', colspan: BAR_COLUMNS.length, scope: 'rowgroup' }, clip(shortCase(cell.caseIndex)));
+  return el('tr', { class: 'group' }, wide);
+}
+
+function floorRow({ cell, timing }, name) {
   const fraction = timingNumber(timing);
   const series = seriesOf(cell.subject);
   const number = (text) => el('td', { class: 'number' }, text);
@@ -195,35 +218,36 @@ function floorRow({ cell, timing }, name, first) {
     cell,
     el(
       'tr',
-      { class: first ? 'group' : null },
-      el('td', { class: 'mono nowrap' }, first ? clip(shortCase(cell.caseIndex)) : ''),
+      {},
       el('td', { class: 'nowrap' }, picture(14, 12, '', marker(series, 7, 6, 4))),
       el('td', { class: 'nowrap' }, name),
       el('td', {}, floorTrack(fraction, series)),
       number(fraction === null ? '–' : brief(fraction)),
       number(micro(timing.median)),
-      number(`${micro(timing.low)} – ${micro(timing.high)}`),
-      number(timing.floor === null ? '–' : `${micro(timing.floor)} ${timing.by}`),
+      el('td', { class: 'number wide-only' }, `${micro(timing.low)} – ${micro(timing.high)}`),
+      el('td', { class: 'number wide-only' }, floorText(timing)),
+      el('td', { class: 'trend' }, trend(cell)),
     ),
   );
 }
 
 const BAR_COLUMNS = [
-  'case',
   '',
   '',
-  'share of the floor reached (dashed: all of it)',
+  'of the floor (dashed)',
   'floor / time#',
   'median µs#',
-  '95% interval#',
-  'floor µs#',
+  '95% interval!',
+  'floor µs!',
+  'over runs',
 ];
 
 function floorBars(shown) {
   const { names } = shortNames([...new Set(shown.map(({ cell }) => cell.subject))]);
-  const rows = sortedGroups(shown).flatMap((group) =>
-    group.map((one, at) => floorRow(one, names.get(one.cell.subject), at === 0)),
-  );
+  const rows = sortedGroups(shown).flatMap((group) => [
+    caseRow(group[0].cell),
+    ...group.map((one) => floorRow(one, names.get(one.cell.subject))),
+  ]);
   return rowsTable('Achieved over floor', BAR_COLUMNS, rows, 'list bars');
 }
 
@@ -239,6 +263,7 @@ function openable(cell, row) {
 function performanceOp(op, name, device) {
   const shown = shownTimings(op, name);
   if (!shown.length) return null;
+  const launchBound = shown.filter(({ timing }) => isLaunchBound(timing)).length;
   const subjects = [...new Set(shown.map(({ cell }) => cell.subject))].sort(
     (one, other) => seriesOf(one) - seriesOf(other),
   );
@@ -254,6 +279,11 @@ function performanceOp(op, name, device) {
     ),
     seriesLegend(subjects),
     device ? roofline(shown, device, op) : null,
+    launchBound
+      ? muted(
+          `${plural(launchBound, 'timing')} of less work than a launch takes: where no record has the time of an empty kernel on this device, there is no floor to hold them against`,
+        )
+      : null,
     floorBars(shown),
   );
 }
@@ -277,9 +307,8 @@ function performanceView() {
           set({ [part]: value }),
         )
       : null;
-  const controls = el(
-    'div',
-    { class: 'controls', role: 'group', 'aria-label': 'Which times' },
+  const asked = controls(
+    'Which times',
     choice(
       'L2',
       [
@@ -292,8 +321,9 @@ function performanceView() {
     choice('order', SORTS, state.sort, (value) => set({ sort: value })),
     SUBJECT_PARTS.map(pick),
   );
+  fitPlot();
   return [
-    controls,
+    asked,
     names.flatMap((name) => Object.keys(DATA.ops).map((op) => performanceOp(op, name, known.get(name)))),
   ];
 }

@@ -101,8 +101,8 @@ function oneStrip(timing, top) {
   );
 }
 
-function sparkline(values, name) {
-  const width = 150,
+function sparkline(values, name, width = 150) {
+  const
     height = 20;
   const numbers = values.map(toNumber).filter(Number.isFinite);
   const y = linearScale(Math.min(...numbers), Math.max(...numbers), height - 3, 3);
@@ -197,7 +197,7 @@ function errorMap(text) {
   );
 }
 
-// Series differ in marker as well as colour. After eight the markers repeat in other colours.
+// Series differ in marker as well as colour. The second eight markers are the outlines of the first.
 const MARKERS = [
   (r) => `M${-r} 0a${r} ${r} 0 1 0 ${2 * r} 0a${r} ${r} 0 1 0 ${-2 * r} 0z`,
   (r) => `M${-r} ${-r}h${2 * r}v${2 * r}h${-2 * r}z`,
@@ -215,10 +215,14 @@ function seriesLook(series) {
   return `series${(series + 3 * Math.floor(series / MARKERS.length)) % 8}`;
 }
 
+function isOutline(series) {
+  return Math.floor(series / MARKERS.length) % 2 === 1;
+}
+
 function marker(series, x, y, size = 4.5, attributes = {}) {
   const shape = MARKERS[series % MARKERS.length];
   return svg('path', {
-    class: `mark ${seriesLook(series)}`,
+    class: `mark ${seriesLook(series)}${isOutline(series) ? ' outline' : ''}`,
     transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})`,
     d: shape(size),
     ...attributes,
