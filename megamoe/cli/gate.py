@@ -73,8 +73,9 @@ def gate(
     Record files owe the rows of the options or, with none, those that their run itself owed.
     """
     out = console()
-    if junit is not None:
-        check_place(junit, "JUnit XML to")
+    for place, what in ((junit, "JUnit XML to"), (output, "records to")):
+        if place is not None:
+            check_place(place, what)
     known = load_specs(specs)
     expectations = expectations_of(expected, specs)
     with _nothing_collected():

@@ -32,7 +32,7 @@ from megamoe.gate.expected import stale_entries
 from megamoe.gate.verdict import judge_run
 from megamoe.judge.figures import FigureMaker
 from megamoe.judge.run import RunSettings, judged
-from megamoe.records.files import RUNS, RecordWriter, newest_run, read_records, write_file
+from megamoe.records.files import RUNS, RecordWriter, check_place, newest_run, read_records, write_file
 from megamoe.records.keys import Key
 from megamoe.records.lines import Agreement, AnyLine, Record, RecordError, RunHeader, record_of
 from megamoe.records.provenance import installed_version, run_header
@@ -68,6 +68,8 @@ def run(
 
     Writes results/runs and results/failures in the current folder. Ctrl-C leaves a record file that --resume finishes.
     """
+    if output is not None:
+        check_place(output, "records to")
     known = load_specs(specs)
     expectations = expectations_of(expected, specs)
     if (resume or last_failed) and (asked.anything or (resume and (last_failed or output))):

@@ -156,12 +156,12 @@ ROW = parse_row(f"{CASE} on {FAKE}:SCALES sm_100a {FAKE}:EXECUTOR eager")
 def test_evidence_that_cannot_be_written_is_no_error_of_the_row(which: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     below = tmp_path / "file" / "below"
-    places = {name: below if name == which else None for name in ("failures", "outputs", "programs")}
-    found = judge(ROW, "run-1", None, *places.values())
+    failures, outputs, programs = (below if name == which else None for name in ("failures", "outputs", "programs"))
+    found = judge(ROW, "run-1", None, failures, outputs, programs)
     assert found.status == "failed", found.sentence
     assert "seen -0.75, expected" in found.sentence, f"what was found is lost: {found.sentence}"
     assert "below" in found.sentence, "that evidence is missing must be said"
-    passed = judge(ROW._replace(backend=f"{FAKE}:WORKS"), "run-1", None, *places.values())
+    passed = judge(ROW._replace(backend=f"{FAKE}:WORKS"), "run-1", None, failures, outputs, programs)
     assert passed.status == "passed", passed.sentence
 
 
