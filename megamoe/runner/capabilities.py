@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from megamoe.contract import TARGETS, Target, UnsupportedError
 from megamoe.runner.child import Confinement
@@ -48,9 +48,11 @@ def offer_of(backend: str, op: str) -> Offer:
     told = _asked(BACKEND, "backend", backend, (op,), _place())
     if isinstance(told, str):
         raise UnsupportedError(told)
-    targets = tuple(cast(Target, target) for target in told["targets"][op] if target in TARGETS)
-    executors = told["executors"]
-    return Offer(targets, None if executors is None else tuple(executors), told["borrowed"], told["missing"])
+    try:
+        targets = cast("tuple[Target, ...]", tuple(name for name in told["targets"][op] if name in TARGETS))
+        return Offer(targets, _names(told["executors"]), bool(told["borrowed"]), told["missing"])
+    except (KeyError, TypeError) as error:
+        raise UnsupportedError(f"the backend {backend!r} cannot be loaded: it answered nonsense: {error!r}") from None
 
 
 def machine_of(executor: str) -> Abilities:
@@ -58,10 +60,14 @@ def machine_of(executor: str) -> Abilities:
     told = _asked(EXECUTOR, "executor", executor, TARGETS, _place())
     if isinstance(told, str):
         raise UnsupportedError(told)
-    schedules = told["schedules"]
-    return Abilities(
-        told["device"], None if schedules is None else tuple(schedules), told["timed"], told["unavailable"]
-    )
+    try:
+        return Abilities(str(told["device"]), _names(told["schedules"]), bool(told["timed"]), dict(told["unavailable"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnsupportedError(f"the executor {executor!r} cannot be loaded: it answered nonsense: {error!r}") from None
+
+
+def _names(told: list[str] | None) -> tuple[str, ...] | None:
+    return None if told is None else tuple(str(name) for name in told)
 
 
 def _place() -> tuple[str, ...]:
@@ -70,7 +76,7 @@ def _place() -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=512)
-def _asked(call: str, kind: str, name: str, about: Sequence[str], place: tuple[str, ...]) -> dict[str, object] | str:
+def _asked(call: str, kind: str, name: str, about: Sequence[str], place: tuple[str, ...]) -> dict[str, Any] | str:
     told = {kind: name, "ops" if kind == "backend" else "targets": list(about)}
     try:
         with nursery().runner(f"{kind} {name}", ASKED) as runner:

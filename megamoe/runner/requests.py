@@ -62,13 +62,13 @@ def about_executor(request: Frame) -> Frame:
     it is unavailable."""
     executor = load_executor(request.told["executor"])
     schedules = getattr(executor, "schedules", None)
-    asked = [cast(Target, name) for name in request.told["targets"]]
+    asked: list[str] = request.told["targets"]
     return Frame(
         {
             "device": str(getattr(executor, "device", "cpu")),
             "schedules": None if schedules is None else [str(name) for name in schedules],
             "timed": isinstance(executor, TimedExecutor),
-            "unavailable": {target: _said(executor.unavailable(target)) for target in asked},
+            "unavailable": {target: _said(executor.unavailable(cast(Target, target))) for target in asked},
         }
     )
 
