@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem, attention_item
+from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
 from backends.cutedsl.device import WARPGROUP
 from backends.cutedsl.sm90_fmha.epilogue import finish_item
 from backends.cutedsl.sm90_fmha.operands import (
@@ -20,7 +20,8 @@ from backends.cutedsl.sm90_fmha.operands import (
     make_qk_mma,
     make_registers,
 )
-from backends.cutedsl.sm90_fmha.plan import GROUP_M, GROUPS, Sm90FmhaPlan
+from backends.cutedsl.sm90_fmha.order import deal, dealt_item
+from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.ring import RingPlace, StageRing, advanced, release, ring_number, ring_start, wait_full
 from backends.cutedsl.sm90_fmha.softmax import ROWS, RowState, mask_scores, rescale, reset, round_p, softmax_tile
 
@@ -102,7 +103,7 @@ def own_slab(plan: Sm90FmhaPlan, kv: StageRing, place: RingPlace, group: Int32) 
     """The first slab that this warpgroup reads of the V tile at `place`."""
     if plan.share != "columns":
         return place
-    return advanced(kv, place, group * (plan.slabs // GROUPS))
+    return advanced(kv, place, group * (plan.slabs // plan.groups))
 
 
 @cute.jit
@@ -130,8 +131,6 @@ def consumer_warpgroup(
     consumer: Consumer,
 ):
     """The work loop of a consumer warpgroup. `kv`: the first ring of slabs."""
-    start, _, _ = cute.arch.block_idx()
-    step, _, _ = cute.arch.grid_dim()
     group = consumer.group
     kv = ring_number(kv, own_ring(plan, consumer))
     kv_place = ring_start(kv, False)
@@ -139,16 +138,17 @@ def consumer_warpgroup(
     operands = make_operands(plan, smem)
     registers = make_registers(plan)
     if cutlass.const_expr(plan.turns):  # noqa: SIM102 (one is decided at compile time, one at run time)
-        if group == 1:
+        if group == plan.groups - 1:
             give_turn(plan, group)
-    for index in cutlass.range(start, problem.work_items, step, unroll=1):
-        item = attention_item(plan, problem, index)
+    hand = deal(plan, problem)
+    for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
+        item = dealt_item(plan, problem, number)
         reset(registers.rows)
         registers.rO.fill(0.0)
         if item.tiles > 0:
             q_stage = q_place.stage
             if cutlass.const_expr(plan.share == "rows"):
-                q_stage = q_stage * GROUPS + group
+                q_stage = q_stage * plan.groups + group
             wait_full(q, q_place)
             kv_place = attend(plan, problem, item, operands, registers, q_stage, kv, kv_place, consumer)
             release(q, q_place.stage)
@@ -226,14 +226,15 @@ def take_turn(plan: Sm90FmhaPlan, group: Int32):
     both at their exponentials.
     """
     if cutlass.const_expr(plan.turns):
-        cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=GROUPS * WARPGROUP)
+        cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=2 * WARPGROUP)
 
 
 @cute.jit
 def give_turn(plan: Sm90FmhaPlan, group: Int32):
     """Let the other warpgroup issue."""
     if cutlass.const_expr(plan.turns):
-        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=GROUPS * WARPGROUP)
+        following = cutlass.select_(group == plan.groups - 1, Int32(0), group + 1)
+        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + following, number_of_threads=2 * WARPGROUP)
 
 
 @cute.jit

@@ -8,7 +8,7 @@ from cutlass import BFloat16, Float32, Int64
 from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
 from backends.cutedsl.device import LN2, WARPGROUP
 from backends.cutedsl.sm90_fmha.operands import Consumer, Registers, Sm90Smem, first_row
-from backends.cutedsl.sm90_fmha.plan import GROUPS, MERGE_REGISTERS, Sm90FmhaPlan
+from backends.cutedsl.sm90_fmha.plan import MERGE_REGISTERS, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.softmax import ROWS, quad_reduced, row_values
 
 MERGE_BARRIER = 1
@@ -42,7 +42,7 @@ def merge_groups(
         if group == 1:
             for vector in cutlass.range_constexpr(MERGE_REGISTERS // 4):
                 cute.autovec_copy(rPass[None, vector], sMerge[None, thread, vector])
-        barrier(barrier_id=MERGE_BARRIER, number_of_threads=GROUPS * WARPGROUP)
+        barrier(barrier_id=MERGE_BARRIER, number_of_threads=2 * WARPGROUP)
         if group == 0:
             if cutlass.const_expr(start == 0):
                 for i in cutlass.range_constexpr(ROWS):
@@ -58,7 +58,7 @@ def merge_groups(
                 cute.autovec_copy(sMerge[None, thread, vector], rOther)
                 for k in cutlass.range_constexpr(4):
                     rPass[k, vector] = rPass[k, vector] * own[k // 2] + rOther[k] * other[k // 2]
-        barrier(barrier_id=MERGE_BARRIER, number_of_threads=GROUPS * WARPGROUP)
+        barrier(barrier_id=MERGE_BARRIER, number_of_threads=2 * WARPGROUP)
 
 
 @cute.jit

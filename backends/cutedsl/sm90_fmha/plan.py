@@ -20,18 +20,13 @@ if TYPE_CHECKING:
 Share = Literal["rows", "keys", "columns"]
 """How the two consumer warpgroups share a work item; see Sm90FmhaPlan."""
 
-GROUPS = 2
-"""Consumer warpgroups of a CTA."""
 GROUP_M = 64
 """Query rows a warpgroup: M of wgmma."""
 PANEL_COLUMNS = 64
 """Columns of a panel in shared memory: one 128-byte swizzle row of bf16."""
-THREADS = WARPGROUP * (GROUPS + 1)
 MERGE_REGISTERS = 32
 """Accumulator registers a thread that one pass of the merge carries over."""
 PRODUCER_REGISTERS = 24
-CONSUMER_REGISTERS = 240
-"""Registers a thread after setmaxnreg: 128 x (24 + 2 x 240) = 64,512 of 65,536."""
 MAX_SPLITS = 256
 """Each warp of the combine kernel keeps the weights of all splits, eight a lane."""
 DECODE_T = 16
@@ -67,6 +62,8 @@ class Sm90FmhaPlan:
 
     hd: int
     share: Share
+    groups: int = 2
+    keys: int = 0
     o_halves: ClassVar[int] = 1
     """Work items that share a tile."""
 
@@ -77,7 +74,7 @@ class Sm90FmhaPlan:
     @property
     def tile_m(self) -> int:
         """Query rows a work item."""
-        return GROUPS * GROUP_M if self.share == "rows" else GROUP_M
+        return self.groups * GROUP_M if self.share == "rows" else GROUP_M
 
     @property
     def tile_n(self) -> int:
@@ -87,6 +84,8 @@ class Sm90FmhaPlan:
         its barriers and drains, so larger tiles are faster.
         Keys, columns: shared memory decides. A ring has two slabs in use (hd 512: eight) and the others on their way.
         """
+        if self.keys:
+            return self.keys
         if self.share == "rows":
             return {64: 192, 128: 160, 256: 80}[self.hd]
         return {64: 128, 128: 64, 256: 32, 512: 64}[self.hd]
@@ -109,7 +108,7 @@ class Sm90FmhaPlan:
     @property
     def o_columns(self) -> int:
         """Columns of O a warpgroup."""
-        return self.hd // GROUPS if self.share == "columns" else self.hd
+        return self.hd // self.groups if self.share == "columns" else self.hd
 
     @property
     def q_bytes(self) -> int:
@@ -124,12 +123,12 @@ class Sm90FmhaPlan:
     @property
     def rings(self) -> int:
         """Rings of slabs: one, or one a warpgroup."""
-        return GROUPS if self.share == "keys" else 1
+        return self.groups if self.share == "keys" else 1
 
     @property
     def ring_consumers(self) -> int:
         """Warps that read a slab and release it."""
-        return 4 * GROUPS // self.rings
+        return 4 * self.groups // self.rings
 
     @property
     def merge_bytes(self) -> int:
@@ -141,6 +140,16 @@ class Sm90FmhaPlan:
         """Slabs of one ring. All rings take the shared memory that is left, 12 slabs at most."""
         left = SMEM_BYTES - self.q_stages * self.q_bytes - self.merge_bytes
         return min(12, left // self.slab_bytes) // self.rings
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: the producer's warpgroup and the consumers'."""
+        return WARPGROUP * (self.groups + 1)
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a consumer's thread after setmaxnreg. The producer's give what they do not need."""
+        return {2: 240, 3: 160}[self.groups]
 
     @property
     def turns(self) -> bool:
