@@ -36,7 +36,6 @@ from backends.cutedsl.sm90_fmha.order import ctas
 from backends.cutedsl.sm90_fmha.plan import (
     GROUP_M,
     MERGE_REGISTERS,
-    PRODUCER_REGISTERS,
     Sm90FmhaPlan,
 )
 from backends.cutedsl.sm90_fmha.ring import allocate_rings, init_rings
@@ -104,7 +103,7 @@ class Sm90Fmha:
         cute.arch.griddepcontrol_launch_dependents()
 
         if warp < 4:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(plan.producer_registers)
             if warp < plan.rings:
                 load_warp(plan, problem, make_loads(plan, inputs, smem), q, kv, warp)
         else:
