@@ -11,7 +11,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
-from cutlass._mlir.dialects import llvm
+from cutlass._mlir.dialects import llvm, math
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 ROWS = 2
@@ -55,6 +55,17 @@ def quad_reduced(value: Float32, operation) -> Float32:
     return value
 
 
+@dsl_user_op
+def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    """a b + c, rounded once.
+
+    Written as a product and a sum it would be one instruction on the device all the same: ptxas contracts the two where
+    PTX names no rounding. The machine rounds both, and so would a change of ptxas.
+    """
+    values = [Float32(value).ir_value(loc=loc, ip=ip) for value in (a, b, c)]
+    return Float32(math.fma(*values, loc=loc, ip=ip))
+
+
 @cute.jit
 def mask_scores(rS: cute.Tensor, first_key: Int32, keys: cute.Tensor):
     """Set the scores of keys that a row does not see to -inf. `first_key`: the key of this thread's first column.
@@ -94,19 +105,19 @@ def raise_maxima(rS: cute.Tensor, state: RowState, scale_log2: Float32, rows: cu
         base = cutlass.select_(new == -Float32.inf, Float32(0.0), new) * scale_log2
         state.rMax[i] = new
         state.rBase[i] = base
-        state.rFactor[i] = cute.math.exp2(old * scale_log2 - base, fastmath=True)
+        state.rFactor[i] = cute.math.exp2(fma(old, scale_log2, -base), fastmath=True)
 
 
 @cute.jit
 def exponentials(rS: cute.Tensor, state: RowState, scale_log2: Float32, i: cutlass.Constexpr):
     """Replace row i of rS by 2^(scale_log2 (rS - maximum)), and add them to its sum."""
     rRow = row_values(rS, i)
-    sums = [Float32(0.0), Float32(0.0)]
+    sums, below = [Float32(0.0), Float32(0.0)], -state.rBase[i]
     for block in cutlass.range_constexpr(cute.size(rRow, mode=[1])):
         for j in cutlass.range_constexpr(2):
-            rRow[j, block] = cute.math.exp2(rRow[j, block] * scale_log2 - state.rBase[i], fastmath=True)
+            rRow[j, block] = cute.math.exp2(fma(rRow[j, block], scale_log2, below), fastmath=True)
             sums[j] = sums[j] + rRow[j, block]
-    state.rSum[i] = state.rSum[i] * state.rFactor[i] + (sums[0] + sums[1])
+    state.rSum[i] = fma(state.rSum[i], state.rFactor[i], sums[0] + sums[1])
 
 
 @cute.jit
