@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """Which work items a CTA takes, and in which order.
 
-Items are dealt to the CTAs in turn. That is all where they are equal, and where the warpgroups do not share rows.
+Items are dealt to the CTAs in turn. That is all where they are equal, and where the warpgroups share the keys.
 
 Under a causal mask the row tiles of a query head differ in their number of keys. A CTA then takes them in pairs, the
 heaviest that is left of a head and the lightest. All pairs are as heavy, and the CTAs work on few heads at once, whose
@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from backends.cutedsl.attention_tiles import AttentionItem, Problem, attention_item
+from backends.cutedsl.device import H200_SM_COUNT
 from backends.cutedsl.sm90_fmha.plan import Sm90FmhaPlan
 
 MIN_TILES = 8
@@ -55,9 +56,11 @@ def head_tiles_of(plan: Sm90FmhaPlan, problem: Problem) -> Int32:
 
 
 def hand_size(plan: Sm90FmhaPlan, problem: Problem) -> Int32:
-    """Items that a CTA is dealt at a time: pairs under a causal mask where a head has few tiles, else one."""
-    few = head_tiles_of(plan, problem) < MIN_TILES
-    return Int32(cutlass.select_((problem.right == 0) & few, Int32(2), Int32(1)))
+    """Items that a CTA is dealt at a time: two under a causal mask where heads have few tiles and there are enough."""
+    head_tiles = head_tiles_of(plan, problem)
+    pairs = (head_tiles > 1) & (head_tiles < MIN_TILES) & (problem.splits == 1)
+    pairs = pairs & (problem.right == 0) & (problem.work_items > 2 * H200_SM_COUNT)
+    return Int32(cutlass.select_(pairs, Int32(2), Int32(1)))
 
 
 def ctas(plan: Sm90FmhaPlan, problem: Problem, max_ctas: Int32) -> Int32:
@@ -67,12 +70,12 @@ def ctas(plan: Sm90FmhaPlan, problem: Problem, max_ctas: Int32) -> Int32:
     a kernel that only reads takes 236.5 (results/records/h200-fmha-clean-flush.json).
     """
     hands = problem.work_items
-    if plan.share == "rows":
+    if plan.share != "keys":
         size = hand_size(plan, problem)
         hands = (hands + size - 1) // size
     rounds = (hands + max_ctas - 1) // max_ctas
     few = (hands + rounds - 1) // rounds
-    if plan.share != "rows":
+    if plan.share == "keys":
         return few
     unequal = (problem.right == 0) & (hand_size(plan, problem) == 1)
     return Int32(cutlass.select_(unequal, cutlass.min(max_ctas, problem.work_items), few))
@@ -101,7 +104,7 @@ def deal(plan: Sm90FmhaPlan, problem: Problem) -> Deal:
     block, _, _ = cute.arch.block_idx()
     grid, _, _ = cute.arch.grid_dim()
     hand = Deal(block, problem.work_items, grid)
-    if cutlass.const_expr(plan.share == "rows"):
+    if cutlass.const_expr(plan.share != "keys"):
         size = hand_size(plan, problem)
         paired_items = paired_heads_of(plan, problem) * head_tiles_of(plan, problem)
         rounds, left = parts(problem.work_items - paired_items, grid * size)
@@ -115,7 +118,7 @@ def deal(plan: Sm90FmhaPlan, problem: Problem) -> Deal:
 def dealt_item(plan: Sm90FmhaPlan, problem: Problem, number: Int32) -> AttentionItem:
     """The work item at `number` of this CTA's deal."""
     index = number
-    if cutlass.const_expr(plan.share == "rows"):
+    if cutlass.const_expr(plan.share != "keys"):
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         index = number * grid + block
@@ -123,7 +126,7 @@ def dealt_item(plan: Sm90FmhaPlan, problem: Problem, number: Int32) -> Attention
             head_tiles = head_tiles_of(plan, problem)
             paired_heads = paired_heads_of(plan, problem)
             turn = number - parts(paired_heads * head_tiles, grid)[0]
-            if turn < 0 or head_tiles < MIN_TILES:
+            if turn < 0 or hand_size(plan, problem) == 2:
                 head, place = parts((block + (number >> 1) * grid) * 2 + number % 2, head_tiles)
                 half = place >> 1
                 index = head * head_tiles + cutlass.select_(place % 2 == 0, head_tiles - 1 - half, half)
