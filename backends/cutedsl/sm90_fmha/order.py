@@ -59,7 +59,7 @@ def hand_size(plan: Sm90FmhaPlan, problem: Problem) -> Int32:
     """Items that a CTA is dealt at a time: two under a causal mask where heads have few tiles and there are enough."""
     head_tiles = head_tiles_of(plan, problem)
     pairs = (head_tiles > 1) & (head_tiles < MIN_TILES) & (problem.splits == 1)
-    pairs = pairs & (problem.right == 0) & (problem.work_items > 2 * H200_SM_COUNT)
+    pairs = pairs & (problem.right == 0) & (problem.work_items > H200_SM_COUNT)
     return Int32(cutlass.select_(pairs, Int32(2), Int32(1)))
 
 

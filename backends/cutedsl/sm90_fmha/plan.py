@@ -34,7 +34,7 @@ CHUNK_T = 128
 """The most query tokens a sequence for which hd 64 takes tiles of 192 keys: a row tile or less."""
 PROMPT_T = 1024
 """The least query tokens a sequence for which hd 64 takes three warpgroups. Of fewer, more are lost in the last tile of
-192 rows than the third warpgroup gains: 16 x 256 queries on 1024 keys take 97.9 us, and 93.5 in tiles of 128 rows
+192 rows than the third warpgroup gains: 16 x 256 queries on 1024 keys take 97.2 us, and 92.8 in tiles of 128 rows
 (results/records/h200-fmha-plans.json)."""
 SHORT_KEYS = 2048
 """The longest cache whose split follows from t and s_k alone."""
@@ -169,7 +169,7 @@ def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
     """The plan with two consumer warpgroups.
 
     Rows: S, P and O take 3/4 tile_n + hd / 2 of a thread's 240 registers. At hd 64 larger tiles are faster where a
-    sequence has few rows (128 rows on 8192 keys: 85.4 us with 192 keys a tile, 88.6 with 128), and smaller ones where
+    sequence has few rows (128 rows on 8192 keys: 87.2 us with 192 keys a tile, 89.2 with 128), and smaller ones where
     tiles are masked. At hd 128 tiles of 128, 160 and 176 keys are as fast (results/records/h200-fmha-plans.json).
     Keys, columns: shared memory decides. A ring has two slabs in use (hd 512: eight) and the others on their way.
     """
