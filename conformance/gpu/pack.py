@@ -19,8 +19,8 @@ from pathlib import Path
 
 from conformance import ROOT
 
-# Imports of megamoe and the executor `gpu` that a machine with torch, triton, numpy, scipy and pytest lacks. llvmlite is
-# too large, and only the VM's host programs need it.
+# Imports of megamoe and the executor `gpu` that a machine with torch, triton, numpy, scipy and pytest lacks. llvmlite
+# is too large, and only the VM's host programs need it.
 PACKAGES = (
     "annotated-doc", "annotated-types", "apache-tvm-ffi", "click", "cuda-bindings", "cuda-pathfinder", "junitparser",
     "lark", "markdown-it-py", "mdurl", "ml_dtypes", "msgspec", "nvidia-ml-py", "Pebble", "psutil", "pydantic",
