@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from backends.gpu.stopwatch import DeviceStopwatch
-    from megamoe.contract import DeviceFacts
+    from megamoe.contract import DeviceFacts, Flush
 
 CAPABILITIES: Final[Mapping[Target, tuple[int, int]]] = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
 """Code with the suffix "a" runs on exactly one compute capability (PTX ISA, .target)."""
@@ -24,11 +24,18 @@ NEEDED: Final = {"cuda.bindings": "cuda-bindings", "pynvml": "nvidia-ml-py"}
 
 
 class GpuExecutor:
-    """Runs programs in order on torch's current stream. The hardware alone schedules what runs inside a program."""
+    """Runs programs in order on torch's current stream. The hardware alone schedules what runs inside a program.
 
-    name = "gpu"
+    `flush`: how its stopwatches empty the L2 before a cold sample. On the command line `gpu` does it by reading;
+    `backends.gpu.executor:DIRTY` by writing, as triton.testing.do_bench does.
+    """
+
     device = "cuda"
     schedules = ("eager",)
+
+    def __init__(self, name: str = "gpu", flush: Flush = "clean") -> None:
+        self.name = name
+        self.flush: Flush = flush
 
     def unavailable(self, target: Target) -> str | None:
         """Why `target` cannot run here: no torch for CUDA, no driver, no device, another compute capability."""
@@ -82,7 +89,17 @@ class GpuExecutor:
         from backends.gpu.stopwatch import DeviceStopwatch
 
         with faults_of_others("timing"):
-            yield DeviceStopwatch(call)
+            yield DeviceStopwatch(call, flush=self.flush)
+
+    def bare_read_us(self, size: int) -> float | None:
+        """Median microseconds, cold, of a kernel that only reads `size` bytes; None if it does not fit."""
+        import torch
+
+        from backends.gpu.bare_read import bare_read_us
+
+        found = torch.cuda.get_device_capability()
+        target = next((target for target, wanted in CAPABILITIES.items() if wanted == found), None)
+        return None if target is None else bare_read_us(self, target, size, self.flush)
 
     def facts(self) -> DeviceFacts:
         """The device and its measured ceilings; measured once a process."""
@@ -150,3 +167,4 @@ def _found(module: str) -> bool:
 
 
 EXECUTOR = GpuExecutor()
+DIRTY = GpuExecutor("gpu-dirty", "dirty")

@@ -6,7 +6,7 @@ import statistics
 from typing import TYPE_CHECKING, Any, Final
 
 from backends.gpu.driver import clocks, driver_version, faults_of_others
-from backends.gpu.stopwatch import DeviceStopwatch, flush_buffer
+from backends.gpu.stopwatch import DeviceStopwatch, flushing
 from megamoe.contract import DeviceFacts, Temperature
 
 if TYPE_CHECKING:
@@ -100,12 +100,14 @@ def flushed_l2_ratio(l2_bytes: int) -> float:
     def read() -> Any:
         return torch.sum(data, dim=0, out=out)
 
+    empty_l2 = flushing("clean")
+
     def reread() -> None:
-        flush_buffer().zero_()
+        empty_l2()
         read()
         read()
 
-    return _seconds(read, flush_buffer().zero_) / _seconds(read, reread)
+    return _seconds(read, empty_l2) / _seconds(read, reread)
 
 
 def _seconds(timed: Callable[[], object], before: Callable[[], object] | None = None) -> float:

@@ -1,7 +1,8 @@
 """Device time between two events on a stream that is kept busy, so that it holds no launch latency of the host.
 
-Cold: write a buffer of more than twice the L2, then start event, call, end event. triton.testing.do_bench times the
-same region, in a queue as full (conformance/gpu/on_device.py compares the two).
+Cold: read a buffer of more than twice the L2, then start event, call, end event. triton.testing.do_bench times the
+same region, in a queue as full (conformance/gpu/on_device.py compares the two), but writes the buffer: its lines then
+drain to memory inside the region. A stopwatch made with flush="dirty" does so too.
 Hot: run the call once, then as often as asked between the events; as one CUDA graph if the call can be captured.
 """
 
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from megamoe.contract import PreparedCall, Temperature
+    from megamoe.contract import Flush, PreparedCall, Temperature
 
 FLUSH_BYTES: Final = 256 << 20
-"""What do_bench writes; more if the L2 is larger than half of it."""
+"""What do_bench writes, and what a clean flush reads; more if the L2 is larger than half of it."""
 WARM_UP: Final = 3
 MAX_FLUSHES: Final = 2000
 HOST_MARGIN: Final = 2.0
@@ -37,11 +38,17 @@ LOOK_AHEAD: Final = 3
 
 @cache
 def flush_buffer() -> torch.Tensor:
-    """The buffer that is written to empty the L2 of everything else: int32, one a process."""
+    """The buffer that is read or written to empty the L2 of everything else: int32, zeros, one a process."""
     import torch
 
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    return torch.empty(max(FLUSH_BYTES, 2 * l2) // 4, dtype=torch.int32, device="cuda")
+    return torch.zeros(max(FLUSH_BYTES, 2 * l2) // 4, dtype=torch.int32, device="cuda")
+
+
+def flushing(flush: Flush) -> Callable[[], object]:
+    """What empties the L2 when it is called."""
+    buffer = flush_buffer()
+    return buffer.amax if flush == "clean" else buffer.zero_
 
 
 class DeviceStopwatch:
@@ -53,13 +60,15 @@ class DeviceStopwatch:
     67 us when it was enqueued (results/records, A/A runs): its host side takes as long as a flush.
     """
 
-    def __init__(self, call: PreparedCall, cold_by_graph: bool | None = None) -> None:
+    def __init__(self, call: PreparedCall, cold_by_graph: bool | None = None, flush: Flush = "clean") -> None:
         self._call = call
+        self.flush: Flush = flush
+        self._empty_l2 = flushing(flush)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._replay_host_us: dict[int, float] = {}
         self._enqueue_host_us = _host_us(call.enqueue)
-        self._flush_host_us = _host_us(flush_buffer().zero_)
-        start, end = _region(flush_buffer().zero_)
+        self._flush_host_us = _host_us(self._empty_l2)
+        start, end = _region(self._empty_l2)
         end.synchronize()
         self._flush_us = max(1e3 * start.elapsed_time(end), 1.0)
         dear = self._enqueue_host_us > CHEAP_ENQUEUE * self._flush_us
@@ -93,7 +102,7 @@ class DeviceStopwatch:
 
     def _flush(self, times: int) -> None:
         for _ in range(min(max(times, 1), MAX_FLUSHES)):
-            flush_buffer().zero_()
+            self._empty_l2()
 
     def _timed(self, temperature: Temperature, launches: int) -> tuple[Callable[[], object], float]:
         """What runs between the events, and the microseconds in which the host hands it over."""

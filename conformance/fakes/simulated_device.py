@@ -24,6 +24,7 @@ from megamoe.contract import (
     DeviceError,
     DeviceFacts,
     Execution,
+    Flush,
     Program,
     RunOptions,
     Target,
@@ -93,6 +94,7 @@ class SimulatedStopwatch:
     work: Callable[[], None] = lambda: None
     seed: int = 0
     method: Literal["graph", "events"] = "graph"
+    flush: Flush = "clean"
     taken: list[tuple[Temperature, int]] = field(default_factory=list[tuple[Temperature, int]])
     source: random.Random = field(init=False)
 
@@ -243,6 +245,9 @@ class SimulatedExecutor:
     def stopwatch(self, call: SimulatedCall) -> Iterator[SimulatedStopwatch]:
         kind = {"stopped": StoppedStopwatch}.get(call.behaviour, SimulatedStopwatch)
         yield kind(call.hot_us, clock=_CLOCK, work=call.enqueue)
+
+    def bare_read_us(self, size: int) -> float | None:
+        return 1e6 * size / self.copy_bytes_per_s + 1.0
 
     def facts(self) -> DeviceFacts:
         return DeviceFacts(

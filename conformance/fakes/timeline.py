@@ -48,7 +48,7 @@ class Timeline:
         patch.setattr(torch.cuda, "CUDAGraph", lambda: _Graph(self))
         patch.setattr(torch.cuda, "graph", self._capture)
         patch.setattr(torch.cuda, "synchronize", self.synchronize)
-        patch.setattr(stopwatch, "flush_buffer", lambda: _Flush(self))
+        patch.setattr(stopwatch, "flush_buffer", lambda: FlushedBuffer(self))
         patch.setattr(stopwatch, "lost_to", lambda: None)
         patch.setattr(stopwatch.time, "perf_counter", lambda: self.host / 1e6)
 
@@ -87,10 +87,18 @@ class _Graph:
 
 
 @dataclass
-class _Flush:
+class FlushedBuffer:
+    """The buffer that is read (`amax`) or written (`zero_`) to empty the L2."""
+
     line: Timeline
 
+    def amax(self) -> None:
+        """A read of all of it."""
+        self.line.flushes += 1
+        self.line.enqueue(FLUSH_HOST_US, FLUSH_US)
+
     def zero_(self) -> None:
+        """A write of all of it."""
         self.line.flushes += 1
         self.line.enqueue(FLUSH_HOST_US, FLUSH_US)
 

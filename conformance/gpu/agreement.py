@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -74,6 +75,10 @@ def stopwatch(operation: Callable[[], object], **options: bool) -> Iterator[Devi
         yield DeviceStopwatch(call, **options)
 
 
+def _us(milliseconds: Any) -> float:
+    return 1e3 * float(milliseconds)
+
+
 def in_turns(watch: DeviceStopwatch, samples: int) -> list[float]:
     """Cold samples as a benchmark takes them, TURN in a row."""
     return [sample for _ in range(0, samples, TURN) for sample in watch.samples("cold", 1, TURN)]
@@ -91,12 +96,12 @@ def compared(operation: Callable[[], object]) -> tuple[dict[str, list[float]], d
         launches = int(min(max(2000 / once, 1), 100))
         ways: dict[str, Callable[[], float]] = {
             "cold": lambda: statistics.median(in_turns(watch, samples)),
-            "do_bench": lambda: 1e3 * float(do_bench(operation, return_mode="median")),
+            "do_bench": lambda: _us(do_bench(operation, return_mode="median")),
             "cold, graph": lambda: statistics.median(in_turns(graph, samples)),
             "cold, single": lambda: statistics.median(watch.sample("cold", 1) for _ in range(samples)),
             "cold, queued": lambda: statistics.median(watch.samples("cold", 1, samples)),
             "hot": lambda: statistics.median(watch.samples("hot", launches, MIN_SAMPLES)),
-            "do_bench_cudagraph": lambda: 1e3 * float(do_bench_cudagraph(operation, return_mode="median")),
+            "do_bench_cudagraph": lambda: _us(do_bench_cudagraph(operation, return_mode="median")),
         }
         for repetition in range(REPETITIONS):
             # Ways to be compared follow each other directly, in either order.

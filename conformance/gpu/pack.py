@@ -19,12 +19,12 @@ from pathlib import Path
 
 from conformance import ROOT
 
-# Imports of megamoe and the executor `gpu` that a machine with torch, triton, numpy and pytest lacks. llvmlite is too
-# large, and only the VM's host programs need it.
+# Imports of megamoe and the executor `gpu` that a machine with torch, triton, numpy, scipy and pytest lacks. llvmlite
+# is too large, and only the VM's host programs need it.
 PACKAGES = (
-    "annotated-doc", "annotated-types", "apache-tvm-ffi", "click", "cuda-bindings", "cuda-pathfinder", "lark",
-    "markdown-it-py", "mdurl", "ml_dtypes", "nvidia-ml-py", "Pebble", "psutil", "pydantic", "pydantic_core", "Pygments",
-    "PyYAML", "rich", "shellingham", "typer", "typing-inspection", "typing_extensions",
+    "annotated-doc", "annotated-types", "apache-tvm-ffi", "click", "cuda-bindings", "cuda-pathfinder", "junitparser",
+    "lark", "markdown-it-py", "mdurl", "ml_dtypes", "msgspec", "nvidia-ml-py", "Pebble", "psutil", "pydantic",
+    "pydantic_core", "Pygments", "PyYAML", "rich", "shellingham", "typer", "typing-inspection", "typing_extensions",
 )  # fmt: skip
 PLATFORMS = (*(f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 24, 17)), "manylinux2014_x86_64")
 RUNTIME_PACKAGE = "nvidia-cutlass-dsl-libs-cu13"

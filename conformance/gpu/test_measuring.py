@@ -11,12 +11,23 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
+import torch
 
 from backends.gpu import driver, kernels
 from backends.gpu import stopwatch as module
+from backends.gpu.bare_read import bare_read_program, step_bytes
 from backends.gpu.stopwatch import DeviceStopwatch
-from conformance.fakes.timeline import SimulatedCall, Timeline
-from megamoe.contract import DeviceError, DeviceLostError, Temperature, UnsupportedError, assembly
+from conformance.fakes.timeline import FlushedBuffer, SimulatedCall, Timeline
+from megamoe.contract import (
+    DeviceError,
+    DeviceLostError,
+    Flush,
+    RunOptions,
+    Temperature,
+    UnsupportedError,
+    assembly,
+    load_executor,
+)
 
 
 class NotSupportedError(Exception):
@@ -183,6 +194,27 @@ def test_every_cold_sample_comes_after_a_flush(line: Timeline) -> None:
         before = line.flushes
         watch.sample("cold", 1)
         assert line.flushes > before
+
+
+@pytest.mark.parametrize("flush", ["clean", "dirty"])
+def test_a_stopwatch_empties_the_l2_as_it_says(line: Timeline, flush: Flush, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(FlushedBuffer, "zero_", lambda self: written.append("zero_"))
+    watch = DeviceStopwatch(SimulatedCall(line, 5.0), flush=flush)
+    watch.sample("cold", 1)
+    assert watch.flush == flush
+    assert bool(written) == (flush == "dirty"), f"a {flush} flush wrote its buffer {len(written)} times"
+
+
+@pytest.mark.parametrize("word", [0, 1, 3 * 512 * 32 - 1, 3 * 512 * 32, 2 * 3 * 512 * 32 - 1])
+def test_a_bare_read_reads_every_word(word: int) -> None:
+    """It reads two steps of three CTAs; the only word that is not zero shows in the sink, wherever it lies."""
+    size = 2 * step_bytes(3)
+    tensors = {"source": torch.zeros(size // 4, dtype=torch.int32), "sink": torch.zeros(1, dtype=torch.int32)}
+    tensors["source"][word] = 1
+    execution = load_executor("vm").run(bare_read_program("sm_90a", size, 3), tensors, RunOptions())
+    assert execution.violation is None, execution.violation
+    assert int(tensors["sink"][0]) == 1, f"word {word} of {size // 4} was not read"
 
 
 def test_a_fault_while_capturing_is_no_refusal(line: Timeline, monkeypatch: pytest.MonkeyPatch) -> None:

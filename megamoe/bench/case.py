@@ -176,6 +176,7 @@ class _CaseBench:
         self.case: Case = self.spec.parse_case(first.case)
         self.target: Target = cast(Target, first.target)
         self.input_sha256: Mapping[str, str] = {}
+        self.bare_read: tuple[float | None] | None = None
         executor = load_executor(first.executor)
         if not isinstance(executor, TimedExecutor):
             raise UnsupportedError(f"executor {first.executor} keeps no time of its own")
@@ -273,7 +274,13 @@ class _CaseBench:
                 floor = floor_of(self.case, self.target, facts, temperature)
                 if floor:
                     floors[temperature] = floor
-            candidate.contender = Contender(stopwatch, floors)
+            candidate.contender = Contender(stopwatch, floors, self._bare_read_us())
+
+    def _bare_read_us(self) -> float | None:
+        """Of the bytes that the case needs; measured once, beside its rows."""
+        if self.bare_read is None:
+            self.bare_read = (self.executor.bare_read_us(reference(self.case.op).minimum_bytes(self.case)),)
+        return self.bare_read[0]
 
     def _take(self) -> None:
         contenders = {one.row.backend: one.contender for one in self.alive() if one.contender}

@@ -104,10 +104,11 @@ MIN_GROWTH: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A stopwatch, and the floors of its program where known."""
+    """A stopwatch, the floors of its program where known, and the microseconds of a bare read of its case's bytes."""
 
     stopwatch: Stopwatch
     floors: Mapping[Temperature, Floor] = field(default_factory=dict["Temperature", "Floor"])
+    bare_read_us: float | None = None
 
 
 class Watch(Protocol):
@@ -304,6 +305,8 @@ def timing_of(series: Series, run: str, row: Row, contender: Contender | None, p
         executor=row.executor,
         temperature=series.temperature,
         method=contender.stopwatch.method if contender else None,
+        flush=contender.stopwatch.flush if contender and series.temperature == "cold" else None,
+        bare_read_us=contender.bare_read_us if contender and series.temperature == "cold" else None,
         status=series.status,
         sentence=again if series.sentence else "",
         samples_us=tuple(series.samples_us),

@@ -8,19 +8,18 @@ import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import numpy as np
 import typer
 
+from megamoe.cli.terminal import complain, console
 from megamoe.contract import TARGETS, UnsupportedError
 from megamoe.contract.machine import KernelFault, LaunchRefusedError
-from megamoe.vm import Device, as_ptx, sentences
 
 SCHEDULES = ("eager", "lazy", "random:0", "random:1")
 """What a launch is tried under: work that completes at once, as late as the waits allow, and in between."""
 _KERNELS = (".ptx", ".cu")
 _DTYPES = {
-    "f16": np.float16, "f32": np.float32, "f64": np.float64, "s8": np.int8, "s16": np.int16, "s32": np.int32,
-    "s64": np.int64, "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
+    "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64",
+    "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64",
 }  # fmt: skip
 _ARRAY = re.compile(r"(\w+)\[(\d+)\]")
 
@@ -71,8 +70,12 @@ def check(
     raise typer.Exit(int(found > 0))
 
 
+def _say(text: str) -> None:
+    console().print(text, markup=False)
+
+
 def _unusable(sentence: str) -> NoReturn:
-    print(f"megamoe: {sentence}", file=sys.stderr)
+    complain(f"megamoe: {sentence}")
     raise typer.Exit(2)
 
 
@@ -85,6 +88,8 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _read(kernel: str, target: str) -> int:
     """Bind every entry; the number of findings."""
+    from megamoe.vm import Device, as_ptx, sentences
+
     device = Device(target)
     found = 0
     with sentences(device.machine):
@@ -93,10 +98,10 @@ def _read(kernel: str, target: str) -> int:
             try:
                 with sentences(device.machine):
                     device.machine.bind(ptx, name)
-                print(f"{kernel}: {name}: {len(parameters)} parameters; every instruction has a meaning on {target}")
+                _say(f"{kernel}: {name}: {len(parameters)} parameters; every instruction has a meaning on {target}")
             except UnsupportedError as unknown:
                 found += 1
-                print(f"{kernel}: {name}: {unknown}")
+                _say(f"{kernel}: {name}: {unknown}")
     return found
 
 
@@ -105,6 +110,10 @@ def _launched(
     given: list[str], schedules: list[str],
 ) -> int:  # fmt: skip
     """Launch under each schedule on the same arguments; the number of findings."""
+    import numpy as np
+
+    from megamoe.vm import Device
+
     grid, block, cluster, smem = shape
     first: list[object] | None = None
     for name in schedules:
@@ -113,24 +122,26 @@ def _launched(
             device = Device(target, schedule=name)
             device.launch(Path(kernel), entry, grid, block, *args, cluster=cluster, smem=smem)
         except (KernelFault, UnsupportedError) as finding:
-            print(f"{kernel}: under the schedule {name}: {finding}")
+            _say(f"{kernel}: under the schedule {name}: {finding}")
             return 1
         except ValueError as refused:
             _unusable(f"{kernel}: {refused}")
         for index, (before, after) in enumerate(zip(first or args, args, strict=True)):
             if isinstance(after, np.ndarray) and isinstance(before, np.ndarray) and before.tobytes() != after.tobytes():
                 unlike = int(np.flatnonzero(before.view(np.uint8) != after.view(np.uint8))[0])
-                print(
+                _say(
                     f"{kernel}: {entry} writes another argument {index} under the schedule {name} than under "
                     f"{schedules[0]}, from byte {unlike} on: an order is missing"
                 )
                 return 1
         first = first or args
-    print(f"{kernel}: {entry}: no rule broken, the same results under {', '.join(schedules)}")
+    _say(f"{kernel}: {entry}: no rule broken, the same results under {', '.join(schedules)}")
     return 0
 
 
 def _argument(text: str, index: int) -> object:
+    import numpy as np
+
     if text == "null":
         return None
     if matched := _ARRAY.fullmatch(text):

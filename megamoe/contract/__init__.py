@@ -10,6 +10,7 @@ from megamoe.contract.backend import (
     DeviceLostError,
     Execution,
     Executor,
+    Flush,
     RunOptions,
     Stopwatch,
     TimedExecutor,

@@ -155,10 +155,17 @@ class DeviceFacts(BaseModel):
     empty_kernel_us: Mapping[Temperature, float] | None = None
 
 
+Flush = Literal["clean", "dirty"]
+"""How the L2 is emptied before a cold sample: by reading other data, or by writing it. Written lines drain to memory
+inside the timed region: 64 MiB then take 26.5 us to read on an H200, and 19.6 after a flush that reads
+(results/records/h200-bare-read.json)."""
+
+
 class Stopwatch(Protocol):
     """Device time of one prepared call. What is not timed (capture, warm-up) happens when the stopwatch is made."""
 
     method: Literal["graph", "events"]
+    flush: Flush
 
     def sample(self, temperature: Temperature, launches: int) -> float:
         """Microseconds of device time a launch: if hot, the mean of `launches` in a row; if cold, one after a flush.
@@ -189,6 +196,10 @@ class TimedExecutor(Executor, Protocol):
 
     def stopwatch(self, call: PreparedCall) -> AbstractContextManager[Stopwatch]:
         """A stopwatch for `call`."""
+        ...
+
+    def bare_read_us(self, size: int) -> float | None:
+        """Median microseconds, cold, of a kernel that only reads `size` bytes; None if the device cannot say."""
         ...
 
     def facts(self) -> DeviceFacts:

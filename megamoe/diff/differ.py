@@ -345,6 +345,9 @@ def _timed(
         # Enough samples before and too few after: what was held is held no more, as if the row were missing.
         lost = enough[0][i] and not enough[1][i]
         how = "" if was.method == now.method else f"; timed by {was.method} before, by {now.method} after"
+        flushes = [side.flush or "dirty" for side in (was, now)]
+        if was.temperature == "cold" and flushes[0] != flushes[1]:
+            how += f"; the L2 was emptied by a {flushes[0]} flush before, by a {flushes[1]} one after"
         yield ComparedRow(
             key,
             call,

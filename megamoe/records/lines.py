@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-from megamoe.contract import DeviceFacts, Row, Status, Temperature
+from megamoe.contract import DeviceFacts, Flush, Row, Status, Temperature
 
 SCHEMA_VERSION = 2
 BASELINE_RUN = "baseline"
@@ -165,7 +165,9 @@ class Timing(_Line):
     the samples that were thrown away, by reason ("throttled", "under the floor"). `floor_us` is the physical floor,
     from `floor_by`. `stopped_by`: the relative standard error was reached ("precision") or the budget was spent.
     There are samples only if `status` is "passed": the outputs of the timed replays were right. `method` is None if
-    nothing was timed.
+    nothing was timed. `flush`: how the L2 was emptied before a cold sample, "clean" by reading and "dirty" by writing;
+    None in older records, whose flush wrote. `bare_read_us`: the time of a kernel that only reads as many bytes as the
+    case needs, cold, in the same process.
     """
 
     kind: Literal["timing"] = "timing"
@@ -176,6 +178,8 @@ class Timing(_Line):
     executor: Name
     temperature: Temperature
     method: Literal["graph", "events"] | None = None
+    flush: Flush | None = None
+    bare_read_us: float | None = Field(default=None, gt=0)
     status: Status
     sentence: Sentence
     samples_us: tuple[float, ...] = ()

@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem, attention_item
+from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
 from backends.cutedsl.device import WARPGROUP
 from backends.cutedsl.sm90_fmha.epilogue import finish_item
 from backends.cutedsl.sm90_fmha.operands import (
@@ -20,9 +20,18 @@ from backends.cutedsl.sm90_fmha.operands import (
     make_qk_mma,
     make_registers,
 )
-from backends.cutedsl.sm90_fmha.plan import GROUP_M, GROUPS, Sm90FmhaPlan
+from backends.cutedsl.sm90_fmha.order import deal, dealt_item
+from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.ring import RingPlace, StageRing, advanced, release, ring_number, ring_start, wait_full
-from backends.cutedsl.sm90_fmha.softmax import ROWS, RowState, mask_scores, rescale, reset, round_p, softmax_tile
+from backends.cutedsl.sm90_fmha.softmax import (
+    ROWS,
+    exponentials,
+    mask_scores,
+    raise_maxima,
+    rescale,
+    reset,
+    round_p,
+)
 
 TURN_BARRIER = 2
 """Named barriers: warpgroup g waits for its turn at TURN_BARRIER + g."""
@@ -37,10 +46,11 @@ def issue_qk(
     kv: StageRing,
     place: RingPlace,
     drain: cutlass.Constexpr,
+    waits: cutlass.Constexpr = True,
 ):
     """Issue S = Q K^T of the tile whose first slab is at `place`. Returns the next place.
 
-    With `drain`, wait for the MMAs of each slab and release it.
+    With `waits`, wait for its slabs first. With `drain`, wait for the MMAs of each slab and release it.
     """
     qk_mma = make_qk_mma(plan)
     qk_thread = qk_mma.get_slice(0)
@@ -51,7 +61,8 @@ def issue_qk(
     before = place.stage
     warpgroup.fence()
     for slab in cutlass.range_constexpr(plan.slabs):
-        wait_full(kv, place)
+        if cutlass.const_expr(waits):
+            wait_full(kv, place)
         for k_block in cutlass.range_constexpr(k_blocks):
             qk_mma.set(warpgroup.Field.ACCUMULATE, slab != 0 or k_block != 0)
             cute.gemm(
@@ -75,9 +86,15 @@ def issue_qk(
 
 @cute.jit
 def issue_pv(
-    plan: Sm90FmhaPlan, operands: Operands, registers: Registers, kv: StageRing, place: RingPlace, group: Int32
+    plan: Sm90FmhaPlan,
+    operands: Operands,
+    registers: Registers,
+    kv: StageRing,
+    place: RingPlace,
+    group: Int32,
+    waits: cutlass.Constexpr = True,
 ):
-    """Issue O += P V of the tile whose first slab is at `place`. Returns the next place."""
+    """Issue O += P V of the tile whose first slab is at `place`. Returns the next place. `waits`: as of issue_qk."""
     pv_mma = make_pv_mma(plan)
     pv_mma.set(warpgroup.Field.ACCUMULATE, True)
     pv_thread = pv_mma.get_slice(0)
@@ -89,7 +106,8 @@ def issue_pv(
     own = own_slab(plan, kv, place, group)
     warpgroup.fence()
     for part in cutlass.range_constexpr(plan.o_columns // n):
-        wait_full(kv, own)
+        if cutlass.const_expr(waits):
+            wait_full(kv, own)
         tOrO = cute.make_tensor(registers.rO.iterator + part * (GROUP_M * n // 128), layout_o)
         for k_block in cutlass.range_constexpr(plan.tile_n // 16):
             cute.gemm(pv_mma, tOrO, tOrP[None, None, k_block], operands.tOrV[None, None, k_block, own.stage], tOrO)
@@ -102,7 +120,7 @@ def own_slab(plan: Sm90FmhaPlan, kv: StageRing, place: RingPlace, group: Int32) 
     """The first slab that this warpgroup reads of the V tile at `place`."""
     if plan.share != "columns":
         return place
-    return advanced(kv, place, group * (plan.slabs // GROUPS))
+    return advanced(kv, place, group * (plan.slabs // plan.groups))
 
 
 @cute.jit
@@ -130,8 +148,6 @@ def consumer_warpgroup(
     consumer: Consumer,
 ):
     """The work loop of a consumer warpgroup. `kv`: the first ring of slabs."""
-    start, _, _ = cute.arch.block_idx()
-    step, _, _ = cute.arch.grid_dim()
     group = consumer.group
     kv = ring_number(kv, own_ring(plan, consumer))
     kv_place = ring_start(kv, False)
@@ -139,16 +155,17 @@ def consumer_warpgroup(
     operands = make_operands(plan, smem)
     registers = make_registers(plan)
     if cutlass.const_expr(plan.turns):  # noqa: SIM102 (one is decided at compile time, one at run time)
-        if group == 1:
+        if group == plan.groups - 1:
             give_turn(plan, group)
-    for index in cutlass.range(start, problem.work_items, step, unroll=1):
-        item = attention_item(plan, problem, index)
+    hand = deal(plan, problem)
+    for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
+        item = dealt_item(plan, problem, number)
         reset(registers.rows)
         registers.rO.fill(0.0)
         if item.tiles > 0:
             q_stage = q_place.stage
             if cutlass.const_expr(plan.share == "rows"):
-                q_stage = q_stage * GROUPS + group
+                q_stage = q_stage * plan.groups + group
             wait_full(q, q_place)
             kv_place = attend(plan, problem, item, operands, registers, q_stage, kv, kv_place, consumer)
             release(q, q_place.stage)
@@ -175,27 +192,33 @@ def attend(
 ):
     """Compute this warpgroup's tiles of an item; O stays unnormalised. Returns the place in the ring after them."""
     group, ring = consumer.group, own_ring(plan, consumer)
-    rKeys = visible_keys(plan, problem, item, consumer)
-    lane_key = 2 * (consumer.thread % 4)
+    rKeys = None if plan.scarce_registers else visible_keys(plan, problem, item, consumer)
     drain = cutlass.const_expr(plan.slabs > 1)
     if ring < item.tiles:
         take_turn(plan, group)
         place = issue_qk(plan, operands, registers.rS, q_stage, kv, place, True)
         give_turn(plan, group)
-        tile_softmax(plan, problem, item, registers, item.first_tile + ring, rKeys, lane_key)
+        mask_tile(plan, problem, item, registers, item.first_tile + ring, rKeys, consumer)
+        softmax_tile(plan, problem, registers, kv, place)
         round_p(registers.rS, registers.rP)
         for i in cutlass.range(ring + plan.rings, item.tiles, plan.rings, unroll=1):
             k_stage = place.stage
+            # With tiles of 80 keys the waits are as long as an eighth of the MMAs: here they pass before the turn.
+            waits = cutlass.const_expr(plan.tile_n != 80)
+            if cutlass.const_expr(not waits):
+                wait_full(kv, place)
+                wait_full(kv, advanced(kv, place))
             take_turn(plan, group)
-            place = issue_qk(plan, operands, registers.rS, q_stage, kv, place, drain)
+            place = issue_qk(plan, operands, registers.rS, q_stage, kv, place, drain, waits)
             v_place = place
-            place = issue_pv(plan, operands, registers, kv, place, group)
+            place = issue_pv(plan, operands, registers, kv, place, group, waits)
             give_turn(plan, group)
             if cutlass.const_expr(not drain):
                 warpgroup.wait_group(1)
                 release(kv, k_stage)
-            tile_softmax(plan, problem, item, registers, item.first_tile + i, rKeys, lane_key)
-            after_sums(registers.rows, kv, v_place)
+            mask_tile(plan, problem, item, registers, item.first_tile + i, rKeys, consumer)
+            softmax_tile(plan, problem, registers, kv, v_place)
+            end_block(registers.rows.rSum[0] + registers.rows.rSum[1], kv, v_place)
             warpgroup.wait_group(0)
             release_v(plan, kv, v_place)
             rescale(registers.rO, registers.rows)
@@ -208,13 +231,13 @@ def attend(
 
 
 @cute.jit
-def after_sums(state: RowState, kv: StageRing, place: RingPlace):
-    """End a basic block after the exponentials.
+def end_block(value: Float32, kv: StageRing, place: RingPlace):
+    """End a basic block after the instructions that compute `value`, which is never negative.
 
-    ptxas 13.5 moves the wait for P V to the head of its basic block, before the exponentials that should run under P V.
-    This branch depends on their sums, which are never negative. Its body is a loop, so that ptxas cannot predicate it.
+    ptxas 13.5 moves a wait to the head of its basic block, before the exponentials that should run under P V. The body
+    of this branch is a loop, so that ptxas cannot predicate it.
     """
-    if state.rSum[0] + state.rSum[1] < Float32(0.0):
+    if value < Float32(0.0):
         wait_full(kv, place)
 
 
@@ -226,30 +249,57 @@ def take_turn(plan: Sm90FmhaPlan, group: Int32):
     both at their exponentials.
     """
     if cutlass.const_expr(plan.turns):
-        cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=GROUPS * WARPGROUP)
+        cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=2 * WARPGROUP)
 
 
 @cute.jit
 def give_turn(plan: Sm90FmhaPlan, group: Int32):
     """Let the other warpgroup issue."""
     if cutlass.const_expr(plan.turns):
-        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=GROUPS * WARPGROUP)
+        following = cutlass.select_(group == plan.groups - 1, Int32(0), group + 1)
+        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + following, number_of_threads=2 * WARPGROUP)
 
 
 @cute.jit
-def tile_softmax(
+def mask_tile(
     plan: Sm90FmhaPlan,
     problem: Problem,
     item: AttentionItem,
     registers: Registers,
     tile: Int32,
-    rKeys: cute.Tensor,
-    lane_key: Int32,
+    rKeys: cute.Tensor | None,
+    consumer: Consumer,
 ):
-    """The softmax of a tile, its scores masked first if a row does not see all of it."""
+    """Mask the scores of a tile if a row does not see all of it.
+
+    Where few tiles are masked and registers are scarce, `rKeys` is None: then the keys that are seen are found here.
+    """
     if tile < item.clear_first or tile >= item.clear_last:
-        mask_scores(registers.rS, tile * plan.tile_n + lane_key, rKeys)
-    softmax_tile(registers.rS, registers.rows, problem.scale_log2)
+        first_key = tile * plan.tile_n + 2 * (consumer.thread % 4)
+        if cutlass.const_expr(rKeys is None):
+            mask_scores(registers.rS, first_key, visible_keys(plan, problem, item, consumer))
+        else:
+            mask_scores(registers.rS, first_key, rKeys)
+
+
+@cute.jit
+def softmax_tile(plan: Sm90FmhaPlan, problem: Problem, registers: Registers, kv: StageRing, place: RingPlace):
+    """Exponentials in place of the scores of a tile, and the state of the rows after it.
+
+    Left alone, ptxas computes the maximum of the second row after the exponentials of the first: 31 dependent maxima of
+    two chains, 5 clocks each, with nothing to run beside them. Three warpgroups then wait for one another. A block that
+    ends after both maxima makes it four chains. With two warpgroups a tile of 128 or 80 keys gains nothing by it.
+    """
+    rS, rows, scale_log2 = registers.rS, registers.rows, problem.scale_log2
+    if cutlass.const_expr(plan.groups == 3):
+        raise_maxima(rS, rows, scale_log2, tuple(range(ROWS)))
+        end_block(rows.rFactor[0] + rows.rFactor[1], kv, place)
+        for i in cutlass.range_constexpr(ROWS):
+            exponentials(rS, rows, scale_log2, i)
+    else:
+        for i in cutlass.range_constexpr(ROWS):
+            raise_maxima(rS, rows, scale_log2, (i,))
+            exponentials(rS, rows, scale_log2, i)
 
 
 @cute.jit

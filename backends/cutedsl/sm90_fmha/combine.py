@@ -12,6 +12,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, memory
 from backends.cutedsl.attention_tiles import Outputs
 from backends.cutedsl.device import LN2, LOG2_E
 from backends.cutedsl.sm90_fmha.plan import MAX_SPLITS
+from backends.cutedsl.sm90_fmha.softmax import fma
 
 WARPS = 8
 """Warps of a team for many splits. A CTA has one team. For few splits it is one warp, so that the loads of few rows
@@ -91,7 +92,7 @@ def combine_kernel(hd: cutlass.Constexpr, team: cutlass.Constexpr, outputs: Outp
     inverse = Float32(0.0)
     if total > Float32(0.0):
         inverse = Float32(1.0) / total
-        lse = base + cute.math.log2(total, fastmath=True) * LN2
+        lse = fma(cute.math.log2(total, fastmath=True), LN2, base)
     for block_of in cutlass.range_constexpr(most // (team * AHEAD)):
         first = member + block_of * team * AHEAD
         if first < splits:
@@ -100,7 +101,8 @@ def combine_kernel(hd: cutlass.Constexpr, team: cutlass.Constexpr, outputs: Outp
             for k in cutlass.range_constexpr(AHEAD):
                 place = cutlass.const_expr((block_of * AHEAD + k) * team)
                 weight = cute.arch.shuffle_sync(rWeight[place // LANES], (member + place) % LANES)
-                rSum.store(rSum.load() + rPart[None, k].load() * (weight * inverse))
+                for column in cutlass.range_constexpr(vector):
+                    rSum[column] = fma(rPart[column, k], weight * inverse, rSum[column])
     if cutlass.const_expr(team > 1):
         cute.autovec_copy(rSum, sSum[None, lane, member])
         cute.arch.sync_threads()

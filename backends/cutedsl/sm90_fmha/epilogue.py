@@ -8,8 +8,8 @@ from cutlass import BFloat16, Float32, Int64
 from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
 from backends.cutedsl.device import LN2, WARPGROUP
 from backends.cutedsl.sm90_fmha.operands import Consumer, Registers, Sm90Smem, first_row
-from backends.cutedsl.sm90_fmha.plan import GROUPS, MERGE_REGISTERS, Sm90FmhaPlan
-from backends.cutedsl.sm90_fmha.softmax import ROWS, quad_reduced, row_values
+from backends.cutedsl.sm90_fmha.plan import MERGE_REGISTERS, Sm90FmhaPlan
+from backends.cutedsl.sm90_fmha.softmax import ROWS, fma, quad_reduced, row_values
 
 MERGE_BARRIER = 1
 
@@ -42,23 +42,23 @@ def merge_groups(
         if group == 1:
             for vector in cutlass.range_constexpr(MERGE_REGISTERS // 4):
                 cute.autovec_copy(rPass[None, vector], sMerge[None, thread, vector])
-        barrier(barrier_id=MERGE_BARRIER, number_of_threads=GROUPS * WARPGROUP)
+        barrier(barrier_id=MERGE_BARRIER, number_of_threads=2 * WARPGROUP)
         if group == 0:
             if cutlass.const_expr(start == 0):
                 for i in cutlass.range_constexpr(ROWS):
                     other_max = sStat[thread, i]
                     top = cute.arch.fmax(state.rMax[i], other_max)
                     base = cutlass.select_(top == -Float32.inf, Float32(0.0), top) * scale_log2
-                    own[i] = cute.math.exp2(state.rMax[i] * scale_log2 - base, fastmath=True)
-                    other[i] = cute.math.exp2(other_max * scale_log2 - base, fastmath=True)
+                    own[i] = cute.math.exp2(fma(state.rMax[i], scale_log2, -base), fastmath=True)
+                    other[i] = cute.math.exp2(fma(other_max, scale_log2, -base), fastmath=True)
                     state.rMax[i] = top
-                    state.rSum[i] = state.rSum[i] * own[i] + sStat[thread, ROWS + i] * other[i]
+                    state.rSum[i] = fma(state.rSum[i], own[i], sStat[thread, ROWS + i] * other[i])
             for vector in cutlass.range_constexpr(MERGE_REGISTERS // 4):
                 rOther = cute.make_rmem_tensor(4, Float32)
                 cute.autovec_copy(sMerge[None, thread, vector], rOther)
                 for k in cutlass.range_constexpr(4):
-                    rPass[k, vector] = rPass[k, vector] * own[k // 2] + rOther[k] * other[k // 2]
-        barrier(barrier_id=MERGE_BARRIER, number_of_threads=GROUPS * WARPGROUP)
+                    rPass[k, vector] = fma(rPass[k, vector], own[k // 2], rOther[k] * other[k // 2])
+        barrier(barrier_id=MERGE_BARRIER, number_of_threads=2 * WARPGROUP)
 
 
 @cute.jit
@@ -115,7 +115,7 @@ def store_item(
         lse = -Float32.inf
         if seen:
             inverse = Float32(1.0) / total
-            lse = (state.rMax[i] * problem.scale_log2 + cute.math.log2(total, fastmath=True)) * LN2
+            lse = fma(state.rMax[i], problem.scale_log2, cute.math.log2(total, fastmath=True)) * LN2
         rRow = row_values(rO, i)
         for block in cutlass.range_constexpr(cute.size(rRow, mode=[1])):
             for j in cutlass.range_constexpr(2):

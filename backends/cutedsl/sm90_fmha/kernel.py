@@ -32,13 +32,10 @@ from backends.cutedsl.sm90_fmha.combine import FEW_SPLITS, combine_kernel, launc
 from backends.cutedsl.sm90_fmha.combine import WARPS as COMBINE_WARPS
 from backends.cutedsl.sm90_fmha.load import load_warp, make_loads
 from backends.cutedsl.sm90_fmha.operands import Consumer, Sm90Smem, layout_k, layout_q, layout_v, make_tma
+from backends.cutedsl.sm90_fmha.order import ctas
 from backends.cutedsl.sm90_fmha.plan import (
-    CONSUMER_REGISTERS,
     GROUP_M,
-    GROUPS,
     MERGE_REGISTERS,
-    PRODUCER_REGISTERS,
-    THREADS,
     Sm90FmhaPlan,
 )
 from backends.cutedsl.sm90_fmha.ring import allocate_rings, init_rings
@@ -58,18 +55,13 @@ class Sm90Fmha:
         plan, splits = self.plan, call.splits
         inputs = self._make_tma(call)
         outputs = Outputs(call.mO, call.mLSE, call.mO_part, call.mLSE_part)
-        name = f"hd{plan.hd}_{plan.share}"
+        name = f"hd{plan.hd}_{plan.share}_{plan.groups}x{plan.tile_n}"
         self.kernel.set_name_prefix(f"sm90_fmha_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         combine_kernel.set_name_prefix(f"sm90_fmha_combine_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         problem = problem_of(call, plan)
-        # As few CTAs as do the work in the same number of rounds: with 256 items on 132 SMs, 128 CTAs take two each. On
-        # an H200 those read 32 caches of 8 heads of hd 128 in 238.4 us; a kernel that only reads takes 236.5
-        # (results/records/h200-fmha-clean-flush.json).
-        work_items = problem.work_items
-        rounds = (work_items + call.max_ctas - 1) // call.max_ctas
         self.kernel(inputs, outputs, problem).launch(
-            grid=[(work_items + rounds - 1) // rounds, 1, 1],
-            block=[THREADS, 1, 1],
+            grid=[ctas(plan, problem, call.max_ctas), 1, 1],
+            block=[plan.threads, 1, 1],
             stream=call.stream,
             min_blocks_per_mp=1,
         )
@@ -104,18 +96,18 @@ class Sm90Fmha:
         q = allocate_rings(allocator, plan.q_stages)
         kv = allocate_rings(allocator, plan.ring_stages, plan.rings)
         if thread == 0:
-            init_rings(q, 1, 4 * GROUPS)
+            init_rings(q, 1, 4 * plan.groups)
             init_rings(kv, plan.rings, plan.ring_consumers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
 
         if warp < 4:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(plan.producer_registers)
             if warp < plan.rings:
                 load_warp(plan, problem, make_loads(plan, inputs, smem), q, kv, warp)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(plan.consumer_registers)
             consumer = Consumer(cute.arch.make_warp_uniform((warp - 4) // 4), thread % WARPGROUP)
             consumer_warpgroup(plan, problem, smem, outputs, q, kv, consumer)
 

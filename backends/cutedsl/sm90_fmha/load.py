@@ -8,8 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from backends.cutedsl.attention_tiles import AttentionItem, Inputs, Problem, attention_item
+from backends.cutedsl.attention_tiles import AttentionItem, Inputs, Problem
 from backends.cutedsl.sm90_fmha.operands import Sm90Smem
+from backends.cutedsl.sm90_fmha.order import deal, dealt_item
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.ring import RingPlace, RingSlot, StageRing, acquire, advanced, ring_number, ring_start
 from backends.cutedsl.tma import TmaTensor, TmaViews, tma_views
@@ -74,13 +75,12 @@ def load_warp(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, q: StageRing, 
 
     K runs one tile ahead of V: the consumers issue S of the next tile before P V of this one.
     """
-    start, _, _ = cute.arch.block_idx()
-    step, _, _ = cute.arch.grid_dim()
     kv = ring_number(kv, ring)
     kv_place = ring_start(kv, True)
     q_place = ring_start(q, True)
-    for index in cutlass.range(start, problem.work_items, step, unroll=1):
-        item = attention_item(plan, problem, index)
+    hand = deal(plan, problem)
+    for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
+        item = dealt_item(plan, problem, number)
         if item.tiles > 0:
             if ring < item.tiles:
                 kv_place = load_k(plan, loads, kv, kv_place, item.first_tile + ring, item)

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 Share = Literal["rows", "keys", "columns"]
 """How the two consumer warpgroups share a work item; see Sm90FmhaPlan."""
 
-GROUPS = 2
-"""Consumer warpgroups of a CTA."""
 GROUP_M = 64
 """Query rows a warpgroup: M of wgmma."""
 PANEL_COLUMNS = 64
 """Columns of a panel in shared memory: one 128-byte swizzle row of bf16."""
-THREADS = WARPGROUP * (GROUPS + 1)
 MERGE_REGISTERS = 32
 """Accumulator registers a thread that one pass of the merge carries over."""
-PRODUCER_REGISTERS = 24
-CONSUMER_REGISTERS = 240
-"""Registers a thread after setmaxnreg: 128 x (24 + 2 x 240) = 64,512 of 65,536."""
 MAX_SPLITS = 256
 """Each warp of the combine kernel keeps the weights of all splits, eight a lane."""
 DECODE_T = 16
 """The most query tokens a sequence for which the warpgroups share the keys and not the rows."""
+CHUNK_T = 128
+"""The most query tokens a sequence for which hd 64 takes tiles of 192 keys: a row tile or less."""
+PROMPT_T = 1024
+"""The least query tokens a sequence for which hd 64 takes three warpgroups. Of fewer, more are lost in the last tile of
+192 rows than the third warpgroup gains: 16 x 256 queries on 1024 keys take 97.2 us, and 92.8 in tiles of 128 rows
+(results/records/h200-fmha-plans.json)."""
 SHORT_KEYS = 2048
 """The longest cache whose split follows from t and s_k alone."""
 SHORT_SPLIT_KEYS = 512
@@ -55,7 +55,7 @@ COMBINE_KEYS = 192
 class Sm90FmhaPlan:
     """The compile-time shape of the kernel: head dimension (64, 128, 256 or 512 elements) and who does what.
 
-    - rows: a tile has 128 query rows, 64 a warpgroup; both read every tile of keys. For many queries.
+    - rows: a tile has 64 query rows a warpgroup, of two or three; all read every tile of keys. For many queries.
     - keys: a tile has 64 query rows. Each warpgroup has a ring and a producer warp of its own, and visits every other
       tile of keys. At the end the second hands O and its row statistics to the first through shared memory. For
       decoding: the two never wait for each other, so loads, softmax and MMAs of one run under those of the other.
@@ -63,10 +63,15 @@ class Sm90FmhaPlan:
       O takes 64 x 256 fp32, 128 registers a thread. S is computed twice, so a tile of 64 keys costs 3,072 clocks of the
       tensor core at 4,096 FLOPs a clock. Its 128 KiB of K and V take longer, 3.9 us where 132 SMs read 512 MiB in
       121.8 us (results/records/h200-fmha-clean-flush.json).
+
+    `tile_n`: keys a tile. `groups`: consumer warpgroups of a CTA, three with rows of hd 64 alone: there exponentials
+    take as long as MMAs, and two warpgroups leave both units idle half of the time.
     """
 
     hd: int
     share: Share
+    tile_n: int
+    groups: int = 2
     o_halves: ClassVar[int] = 1
     """Work items that share a tile."""
 
@@ -77,19 +82,7 @@ class Sm90FmhaPlan:
     @property
     def tile_m(self) -> int:
         """Query rows a work item."""
-        return GROUPS * GROUP_M if self.share == "rows" else GROUP_M
-
-    @property
-    def tile_n(self) -> int:
-        """Keys a tile.
-
-        Rows: as many as registers hold. S, P and O take 3/4 tile_n + hd / 2 of a thread's 240, and every tile pays for
-        its barriers and drains, so larger tiles are faster.
-        Keys, columns: shared memory decides. A ring has two slabs in use (hd 512: eight) and the others on their way.
-        """
-        if self.share == "rows":
-            return {64: 192, 128: 160, 256: 80}[self.hd]
-        return {64: 128, 128: 64, 256: 32, 512: 64}[self.hd]
+        return self.groups * GROUP_M if self.share == "rows" else GROUP_M
 
     @property
     def slab_columns(self) -> int:
@@ -109,7 +102,7 @@ class Sm90FmhaPlan:
     @property
     def o_columns(self) -> int:
         """Columns of O a warpgroup."""
-        return self.hd // GROUPS if self.share == "columns" else self.hd
+        return self.hd // self.groups if self.share == "columns" else self.hd
 
     @property
     def q_bytes(self) -> int:
@@ -124,12 +117,12 @@ class Sm90FmhaPlan:
     @property
     def rings(self) -> int:
         """Rings of slabs: one, or one a warpgroup."""
-        return GROUPS if self.share == "keys" else 1
+        return self.groups if self.share == "keys" else 1
 
     @property
     def ring_consumers(self) -> int:
         """Warps that read a slab and release it."""
-        return 4 * GROUPS // self.rings
+        return 4 * self.groups // self.rings
 
     @property
     def merge_bytes(self) -> int:
@@ -143,17 +136,57 @@ class Sm90FmhaPlan:
         return min(12, left // self.slab_bytes) // self.rings
 
     @property
+    def threads(self) -> int:
+        """Threads of a CTA: the producer's warpgroup and the consumers'."""
+        return WARPGROUP * (self.groups + 1)
+
+    @property
+    def scarce_registers(self) -> bool:
+        """Whether S, P and O leave a consumer little. Then it finds the keys that its rows see anew for each tile."""
+        return self.share == "rows" and self.hd == 256
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers of a thread of the producer's warpgroup after setmaxnreg."""
+        return 40 if self.scarce_registers else 24
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a consumer's thread after setmaxnreg.
+
+        128 x (24 + 2 x 240), 128 x (40 + 2 x 232) and 128 x (24 + 3 x 160) are the 64,512 that 384 threads are launched
+        with, 168 each. 512 threads have 65,536.
+        """
+        return (504 - self.producer_registers) // self.groups
+
+    @property
     def turns(self) -> bool:
         """Whether the warpgroups issue MMAs in turn. Without turns they run in step where they read the same tiles."""
         return self.share != "keys"
 
 
+def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
+    """The plan with two consumer warpgroups.
+
+    Rows: S, P and O take 3/4 tile_n + hd / 2 of a thread's 240 registers. At hd 64 larger tiles are faster where a
+    sequence has few rows (128 rows on 8192 keys: 87.2 us with 192 keys a tile, 89.2 with 128), and smaller ones where
+    tiles are masked. At hd 128 tiles of 128, 160 and 176 keys are as fast (results/records/h200-fmha-plans.json).
+    Keys, columns: shared memory decides. A ring has two slabs in use (hd 512: eight) and the others on their way.
+    """
+    if share == "rows":
+        return Sm90FmhaPlan(hd, share, {64: 192, 128: 128, 256: 80}[hd])
+    return Sm90FmhaPlan(hd, share, {64: 128, 128: 64, 256: 32, 512: 64}[hd])
+
+
 def kernel_plan(sizes: FmhaSizes) -> Sm90FmhaPlan:
     """The kernel for a case. It depends on hd, t and s_k only, so neither batch nor grouping of heads changes a bit."""
     if sizes.hd == 512:
-        return Sm90FmhaPlan(512, "columns")
-    few = sizes.t <= DECODE_T or sizes.s_k <= TINY_KEYS
-    return Sm90FmhaPlan(sizes.hd, "keys" if few else "rows")
+        return standard_plan(512, "columns")
+    if sizes.t <= DECODE_T or sizes.s_k <= TINY_KEYS:
+        return standard_plan(sizes.hd, "keys")
+    if sizes.hd == 64 and sizes.t > CHUNK_T:
+        return Sm90FmhaPlan(64, "rows", 128, 3 if sizes.t >= PROMPT_T else 2)
+    return standard_plan(sizes.hd, "rows")
 
 
 def split_count(sizes: FmhaSizes, sm_count: int = H200_SM_COUNT) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
@@ -37,4 +38,4 @@ def compiled(plan: Sm90FmhaPlan) -> Artifact:
 
         return compile_host_function(Sm90Fmha(plan), target="sm_90a", **fake_values(PARAMETERS, {"hd": plan.hd}, {}))
 
-    return compiled_kernel("sm90_fmha", "sm_90a", {"hd": plan.hd, "share": plan.share}, build)
+    return compiled_kernel("sm90_fmha", "sm_90a", dataclasses.asdict(plan), build)

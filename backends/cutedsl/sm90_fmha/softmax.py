@@ -11,7 +11,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
-from cutlass._mlir.dialects import llvm
+from cutlass._mlir.dialects import llvm, math
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 ROWS = 2
@@ -21,18 +21,20 @@ ROWS = 2
 class RowState(NamedTuple):
     """Statistics of this thread's rows, f32.
 
-    rMax: the maximum of the raw scores so far. rSum: the sum of this thread's exponentials relative to it. rFactor: the
-    factor that takes O to the maximum after the last tile.
+    rMax: the maximum of the raw scores so far. rBase: the same scaled, or 0 before the first score: what is subtracted
+    from scaled scores. rSum: the sum of this thread's exponentials relative to it. rFactor: the factor that takes O to
+    the maximum after the last tile.
     """
 
     rMax: cute.Tensor
+    rBase: cute.Tensor
     rSum: cute.Tensor
     rFactor: cute.Tensor
 
 
 def make_row_state() -> RowState:
     """Registers for a RowState."""
-    return RowState(*(cute.make_rmem_tensor(ROWS, Float32) for _ in range(3)))
+    return RowState(*(cute.make_rmem_tensor(ROWS, Float32) for _ in range(4)))
 
 
 def reset(state: RowState) -> None:
@@ -53,6 +55,17 @@ def quad_reduced(value: Float32, operation) -> Float32:
     return value
 
 
+@dsl_user_op
+def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    """a b + c, rounded once.
+
+    Written as a product and a sum it would be one instruction on the device all the same: ptxas contracts the two where
+    PTX names no rounding. The machine rounds both, and so would a change of ptxas.
+    """
+    values = [Float32(value).ir_value(loc=loc, ip=ip) for value in (a, b, c)]
+    return Float32(math.fma(*values, loc=loc, ip=ip))
+
+
 @cute.jit
 def mask_scores(rS: cute.Tensor, first_key: Int32, keys: cute.Tensor):
     """Set the scores of keys that a row does not see to -inf. `first_key`: the key of this thread's first column.
@@ -70,29 +83,41 @@ def mask_scores(rS: cute.Tensor, first_key: Int32, keys: cute.Tensor):
 
 
 @cute.jit
-def softmax_tile(rS: cute.Tensor, state: RowState, scale_log2: Float32):
-    """Replace rS by 2^(scale_log2 (rS - maximum)), and update the state. rFactor takes O to the new maximum."""
-    for i in cutlass.range_constexpr(ROWS):
-        rRow = row_values(rS, i)
-        blocks = cutlass.const_expr(cute.size(rRow, mode=[1]))
-        tops = [rRow[0, 0], rRow[1, 0]]
-        for block in cutlass.range_constexpr(1, blocks):
+def raise_maxima(rS: cute.Tensor, state: RowState, scale_log2: Float32, rows: cutlass.Constexpr):
+    """Take the scores of a tile into the maxima of `rows`. rFactor takes their sums and O to the new ones.
+
+    The chains of all these rows, two a row, run side by side.
+    """
+    rRows = [row_values(rS, i) for i in rows]
+    tops = [[rRow[0, 0], rRow[1, 0]] for rRow in rRows]
+    for block in cutlass.range_constexpr(1, cute.size(rRows[0], mode=[1])):
+        for rRow, pair in zip(rRows, tops, strict=True):
             for j in cutlass.range_constexpr(2):
-                tops[j] = cute.arch.fmax(tops[j], rRow[j, block])
-        top = quad_reduced(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax)
+                pair[j] = cute.arch.fmax(pair[j], rRow[j, block])
+    top = [cute.arch.fmax(*pair) for pair in tops]
+    for distance in (1, 2):
+        others = [cute.arch.shuffle_sync_bfly(value, offset=distance) for value in top]
+        top = [cute.arch.fmax(value, other) for value, other in zip(top, others, strict=True)]
+    for i, value in zip(rows, top, strict=True):
         old = state.rMax[i]
-        new = cute.arch.fmax(old, top)
+        new = cute.arch.fmax(old, value)
         # A row that has seen no key keeps -inf: relative to 0 its exponentials are 0, not NaN.
         base = cutlass.select_(new == -Float32.inf, Float32(0.0), new) * scale_log2
-        factor = cute.math.exp2(old * scale_log2 - base, fastmath=True)
-        sums = [Float32(0.0), Float32(0.0)]
-        for block in cutlass.range_constexpr(blocks):
-            for j in cutlass.range_constexpr(2):
-                rRow[j, block] = cute.math.exp2(rRow[j, block] * scale_log2 - base, fastmath=True)
-                sums[j] = sums[j] + rRow[j, block]
         state.rMax[i] = new
-        state.rSum[i] = state.rSum[i] * factor + (sums[0] + sums[1])
-        state.rFactor[i] = factor
+        state.rBase[i] = base
+        state.rFactor[i] = cute.math.exp2(fma(old, scale_log2, -base), fastmath=True)
+
+
+@cute.jit
+def exponentials(rS: cute.Tensor, state: RowState, scale_log2: Float32, i: cutlass.Constexpr):
+    """Replace row i of rS by 2^(scale_log2 (rS - maximum)), and add them to its sum."""
+    rRow = row_values(rS, i)
+    sums, below = [Float32(0.0), Float32(0.0)], -state.rBase[i]
+    for block in cutlass.range_constexpr(cute.size(rRow, mode=[1])):
+        for j in cutlass.range_constexpr(2):
+            rRow[j, block] = cute.math.exp2(fma(rRow[j, block], scale_log2, below), fastmath=True)
+            sums[j] = sums[j] + rRow[j, block]
+    state.rSum[i] = fma(state.rSum[i], state.rFactor[i], sums[0] + sums[1])
 
 
 @cute.jit

@@ -9,7 +9,7 @@ import torch
 
 from backends.cutedsl.compile.artifact import Artifact
 from backends.cutedsl.sm90_fmha import program as sm90
-from backends.cutedsl.sm90_fmha.plan import Share, Sm90FmhaPlan
+from backends.cutedsl.sm90_fmha.plan import Share, Sm90FmhaPlan, standard_plan
 from backends.cutedsl.sm100_fmha import program as sm100
 from conformance.kernels.cutedsl.execution import SCHEDULES, made, outputs, without
 from conformance.kernels.cutedsl.test_fmha_plan import HEAD_DIMENSIONS, PLANS
@@ -18,12 +18,14 @@ from megamoe.contract import Case, HostProgram, Target
 from megamoe.judge.tolerance import compare
 from megamoe.ops import reference
 
+THREE_GROUPS = Sm90FmhaPlan(64, "rows", 128, 3)
 
-def program_of(target: Target, case: Case, share: Share | None = None, **ways: int) -> HostProgram:
+
+def program_of(target: Target, case: Case, way: Share | Sm90FmhaPlan | None = None, **ways: int) -> HostProgram:
     """`fmha_program` of a kernel; `ways`: splits and max_ctas. Skips the test where CuTeDSL is missing."""
     if target == "sm_100a":
         return made(lambda: sm100.fmha_program(case, **ways))
-    plan = None if share is None else Sm90FmhaPlan(case.int("hd"), share)
+    plan = standard_plan(case.int("hd"), way) if isinstance(way, str) else way
     return made(lambda: sm90.fmha_program(case, plan, **ways))
 
 
@@ -51,16 +53,16 @@ def test_no_kernel_of_sm_100a_uses_local_memory(hd: int) -> None:
     hold_to_registers(f"hd {hd}", made(lambda: sm100.compiled(hd)), 2)
 
 
-@pytest.mark.parametrize(("hd", "share"), PLANS)
-def test_no_kernel_of_sm_90a_uses_local_memory(hd: int, share: Share) -> None:
-    hold_to_registers(f"hd {hd}, {share}", made(lambda: sm90.compiled(Sm90FmhaPlan(hd, share))), 3)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_no_kernel_of_sm_90a_uses_local_memory(plan: Sm90FmhaPlan) -> None:
+    hold_to_registers(str(plan), made(lambda: sm90.compiled(plan)), 3)
 
 
 # sm_100a: an odd number of tiles an item makes the two softmax warpgroups change places from item to item; the second
 # case has items that see no key at all between items that do. sm_90a: two row tiles, several key tiles a warpgroup, a
-# ragged end, and items that see no key between items that do.
+# ragged end, and items that see no key between items that do; with three warpgroups, row tiles by pairs and one by one.
 @pytest.mark.parametrize(
-    ("target", "text", "share"),
+    ("target", "text", "way"),
     [
         ("sm_100a", "hd=64,t=3,s_k=300,batch=2,heads=6,kv_heads=3", None),
         ("sm_100a", "hd=128,t=128,s_k=140,heads=4,causal=true", None),
@@ -68,6 +70,9 @@ def test_no_kernel_of_sm_90a_uses_local_memory(hd: int, share: Share) -> None:
         ("sm_100a", "hd=256,t=5,s_k=130,batch=3", None),
         ("sm_100a", "hd=512,t=4,s_k=200,batch=2", None),
         ("sm_90a", "hd=64,t=128,s_k=450,causal=true", "rows"),
+        ("sm_90a", "hd=64,t=1536,s_k=250,heads=3,causal=true", THREE_GROUPS),
+        ("sm_90a", "hd=64,t=200,s_k=300,batch=2,heads=2,window=150", THREE_GROUPS),
+        ("sm_90a", "hd=256,t=130,s_k=200,heads=2,causal=true", "rows"),
         ("sm_90a", "hd=64,t=70,s_k=500,causal=true,window=150", "keys"),
         ("sm_90a", "hd=128,t=100,s_k=30,heads=2,causal=true", "rows"),
         ("sm_90a", "hd=128,t=3,s_k=400,batch=2,heads=6,kv_heads=3", "keys"),
@@ -75,14 +80,14 @@ def test_no_kernel_of_sm_90a_uses_local_memory(hd: int, share: Share) -> None:
         ("sm_90a", "hd=512,t=4,s_k=200,batch=2", "columns"),
     ],
 )
-def test_ctas_and_schedules_change_no_bit(target: Target, text: str, share: Share | None) -> None:
+def test_ctas_and_schedules_change_no_bit(target: Target, text: str, way: Share | Sm90FmhaPlan | None) -> None:
     """Persistent CTAs take any number of work items in turn, under every schedule."""
     case = case_of(text)
-    wanted, broken = outputs(case, program_of(target, case, share, splits=1))
+    wanted, broken = outputs(case, program_of(target, case, way, splits=1))
     assert broken is None, f"{case.id}: {broken}"
-    hold_to_reference(case, wanted, f"{share or target}, a CTA an item")
+    hold_to_reference(case, wanted, f"{way or target}, a CTA an item")
     for schedule, max_ctas in zip(SCHEDULES, (1, 2, 3, 1), strict=True):
-        seen, broken = outputs(case, program_of(target, case, share, splits=1, max_ctas=max_ctas), schedule)
+        seen, broken = outputs(case, program_of(target, case, way, splits=1, max_ctas=max_ctas), schedule)
         assert broken is None, f"{case.id} on {max_ctas} CTAs under {schedule}: {broken}"
         for name, tensor in wanted.items():
             same = torch.equal(seen[name].view(torch.uint8), tensor.view(torch.uint8))

@@ -14,16 +14,8 @@ from hypothesis import strategies as st
 from backends.cutedsl import BACKEND
 from backends.cutedsl.attention import FmhaSizes
 from backends.cutedsl.device import H200_SM_COUNT, TMEM_COLUMNS, WARPGROUP
-from backends.cutedsl.sm90_fmha.plan import (
-    CONSUMER_REGISTERS,
-    GROUPS,
-    PRODUCER_REGISTERS,
-    SHORT_KEYS,
-    Share,
-    Sm90FmhaPlan,
-    kernel_plan,
-)
 from backends.cutedsl.sm90_fmha.plan import MAX_SPLITS as SM90_MAX_SPLITS
+from backends.cutedsl.sm90_fmha.plan import SHORT_KEYS, Share, Sm90FmhaPlan, kernel_plan, standard_plan
 from backends.cutedsl.sm90_fmha.plan import split_count as sm90_split_count
 from backends.cutedsl.sm100_fmha.plan import (
     MAX_SPLITS,
@@ -124,59 +116,61 @@ def test_another_target_is_refused_by_name() -> None:
         BACKEND.build(case, "sm_90a")
 
 
-PLANS: tuple[tuple[int, Share], ...] = (
-    *((hd, share) for hd in (64, 128, 256) for share in ("rows", "keys")),
-    (512, "columns"),
+SHARES: tuple[Share, ...] = ("rows", "keys")
+PLANS = (
+    *(standard_plan(hd, share) for hd in (64, 128, 256) for share in SHARES),
+    *(Sm90FmhaPlan(64, "rows", 128, groups) for groups in (2, 3)),
+    standard_plan(512, "columns"),
 )
 MAX_BOX_ROWS = 256
 
 SIZES = st.builds(
     FmhaSizes,
     hd=st.sampled_from((64, 128, 256, 512)),
-    t=st.integers(1, 128),
+    t=st.integers(1, 4096),
     s_k=st.integers(1, 65536),
     rows=st.integers(1, 4096),
     kv_batches=st.integers(1, 4096),
 )
 
 
-@pytest.mark.parametrize(("hd", "share"), PLANS)
-def test_shared_memory_of_sm_90a_fits(hd: int, share: Share) -> None:
-    plan = Sm90FmhaPlan(hd, share)
-    statistics = WARPGROUP * 16 if share == "keys" else 0
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_shared_memory_of_sm_90a_fits(plan: Sm90FmhaPlan) -> None:
+    statistics = WARPGROUP * 16 if plan.share == "keys" else 0
     barriers = 16 * (plan.q_stages + plan.rings * plan.ring_stages)
     operands = plan.q_stages * plan.q_bytes + plan.rings * plan.ring_stages * plan.slab_bytes + plan.merge_bytes
     total = operands + statistics + barriers + 16
-    assert total <= MAX_SMEM, f"hd {hd}, {share}: {total} bytes of shared memory, {MAX_SMEM} exist"
+    assert total <= MAX_SMEM, f"{plan}: {total} bytes of shared memory, {MAX_SMEM} exist"
 
 
-@pytest.mark.parametrize(("hd", "share"), PLANS)
-def test_a_ring_holds_the_slabs_in_use_and_more_under_way(hd: int, share: Share) -> None:
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_ring_holds_the_slabs_in_use_and_more_under_way(plan: Sm90FmhaPlan) -> None:
     """K of the next tile and V of this one are read at once. At least 48 KiB more are under way meanwhile."""
-    plan = Sm90FmhaPlan(hd, share)
     in_use = 2 * plan.slabs
-    assert plan.ring_stages > in_use, f"hd {hd}, {share}: a ring of {plan.ring_stages} slabs, {in_use} of them in use"
+    assert plan.ring_stages > in_use, f"{plan}: a ring of {plan.ring_stages} slabs, {in_use} of them in use"
     waiting = plan.rings * (plan.ring_stages - in_use) * plan.slab_bytes
     if plan.slabs == 1:
-        assert waiting >= 48 * 1024, f"hd {hd}, {share}: {waiting} bytes under way while two slabs are read"
+        assert waiting >= 48 * 1024, f"{plan}: {waiting} bytes under way while two slabs are read"
 
 
-@pytest.mark.parametrize(("hd", "share"), PLANS)
-def test_tiles_suit_the_instructions(hd: int, share: Share) -> None:
-    plan = Sm90FmhaPlan(hd, share)
-    assert plan.tile_n % 16 == 0, f"hd {hd}, {share}: P V takes keys by 16, a tile has {plan.tile_n}"
-    assert plan.tile_n <= MAX_BOX_ROWS, f"hd {hd}, {share}: a TMA box has {MAX_BOX_ROWS} rows at most"
-    assert plan.slab_columns * plan.slabs == hd, f"hd {hd}, {share}: {plan.slabs} slabs of {plan.slab_columns} columns"
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_tiles_suit_the_instructions(plan: Sm90FmhaPlan) -> None:
+    assert plan.tile_n % 16 == 0, f"{plan}: P V takes keys by 16, a tile has {plan.tile_n}"
+    assert plan.tile_n <= MAX_BOX_ROWS, f"{plan}: a TMA box has {MAX_BOX_ROWS} rows at most"
+    assert plan.slab_columns * plan.slabs == plan.hd, f"{plan}: {plan.slabs} slabs of {plan.slab_columns} columns"
     accumulators = (plan.tile_n + plan.tile_n // 2 + plan.o_columns) // 2
-    assert accumulators <= CONSUMER_REGISTERS - 24, f"hd {hd}, {share}: S, P and O take {accumulators} registers"
+    assert accumulators <= plan.consumer_registers - 24, f"{plan}: S, P and O take {accumulators} registers"
 
 
-def test_registers_of_sm_90a_fit_after_they_are_moved() -> None:
-    moved = WARPGROUP * (PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS)
-    assert moved <= REGISTER_FILE, f"the warpgroups ask for {moved} registers of {REGISTER_FILE}"
-    for count in (PRODUCER_REGISTERS, CONSUMER_REGISTERS):
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_registers_of_sm_90a_fit_after_they_are_moved(plan: Sm90FmhaPlan) -> None:
+    """setmaxnreg moves registers of the CTA's launch, which gives each thread a multiple of 8."""
+    launched = REGISTER_FILE // plan.threads // 8 * 8 * plan.threads
+    moved = WARPGROUP * (plan.producer_registers + plan.groups * plan.consumer_registers)
+    assert moved <= launched, f"{plan}: the warpgroups ask for {moved} registers of {launched}"
+    for count in (plan.producer_registers, plan.consumer_registers):
         legal = count % 8 == 0 and 24 <= count <= 256
-        assert legal, f"setmaxnreg takes multiples of 8 from 24 to 256 (PTX ISA 9.7.19.5), not {count}"
+        assert legal, f"{plan}: setmaxnreg takes multiples of 8 from 24 to 256 (PTX ISA 9.7.19.5), not {count}"
 
 
 @given(SIZES)
