@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ class TwoFaces(Program):
         return f"{face}\n{_CASES[-1]}"
 
     @ptx.setter
-    def ptx(self, text: str) -> None:
+    def ptx(self, text: str) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         pass
 
 
@@ -124,8 +124,10 @@ class Doubleton(Adversary):
     def build(self, case: Case, target: Target) -> AnyProgram:
         _CASES.append(case.id)
         program = object.__new__(TwoFaces)
-        for name, value in {"target": target, "launches": (), "scratch": {}}.items():
-            object.__setattr__(program, name, value)
+        plain = Program(target, "", ())
+        for one in fields(plain):
+            if one.name != "ptx":
+                object.__setattr__(program, one.name, getattr(plain, one.name))
         return program
 
 
