@@ -68,11 +68,11 @@ KERNELS: Mapping[str, Callable[[], Callable[[], object]]] = {
 
 
 @contextmanager
-def stopwatch(operation: Callable[[], object], **options: bool) -> Iterator[DeviceStopwatch]:
-    """A stopwatch for a torch operation; `options` are DeviceStopwatch's."""
+def stopwatch(operation: Callable[[], object], cold_by_graph: bool | None = None) -> Iterator[DeviceStopwatch]:
+    """A stopwatch for a torch operation; `cold_by_graph` is as for DeviceStopwatch."""
     program = PythonProgram("sm_90a", lambda _: TorchCall(operation), {})
     with EXECUTOR.bind(program, {}, RunOptions()) as call:
-        yield DeviceStopwatch(call, **options)
+        yield DeviceStopwatch(call, cold_by_graph)
 
 
 def _us(milliseconds: Any) -> float:

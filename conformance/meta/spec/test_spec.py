@@ -99,7 +99,7 @@ def test_case_answers_in_sentences() -> None:
         ("fmha:hd=64,t=1,s_k=128,sk=1", "did you mean 's_k'?"),
         ("fmha:hd=64,t=1,s_k=128,t=2", "t is given twice"),
         ("fmha:hd=65,t=1,s_k=128", "hd=65 is outside of its limits; it must be one of 64, 128, 256, 512"),
-        ("fmha:hd=64,t=0,s_k=128", "t=0 is outside of its limits; it must be 1..128"),
+        ("fmha:hd=64,t=0,s_k=128", "t=0 is outside of its limits; it must be 1..4096"),
         ("fmha:hd=64,t=1,s_k=128,window=0", "it must be 1..65536 or null"),
         ("fmha:hd=64,t=1.0,s_k=128", "t must be an integer, not '1.0'"),
         ("fmha:hd=64,t=1_0,s_k=128", "t must be an integer, not '1_0'"),
@@ -122,11 +122,11 @@ def test_bad_case_id_is_refused(case_id: str, sentence: str) -> None:
 def test_refused_case_points_at_the_rule() -> None:
     lines = FMHA.file.read_text().splitlines()
     with pytest.raises(SpecError) as caught:
-        FMHA.case(hd=64, t=500, s_k=128)
+        FMHA.case(hd=64, t=5000, s_k=128)
     line = caught.value.line
     assert line is not None
     assert lines[line - 1].strip().startswith("t:"), f"line {line} does not state the limits of t"
-    assert f"{FMHA.file}:{line}: axes.t: t=500" in str(caught.value)
+    assert f"{FMHA.file}:{line}: axes.t: t=5000" in str(caught.value)
 
 
 def test_published_matrix_has_72_cells() -> None:
