@@ -377,7 +377,8 @@ def _own(preload: tuple[str, ...], pid: int) -> Nursery:
         f"keep(socket.socket(fileno={its.fileno()}), {preload!r})"
     )
     # The folder of the user may hold a torch/ or a queue.py; a runner takes over the search path once it is started.
-    search = os.pathsep.join(str(path) for path in [Path(__file__).resolve().parents[2]])
+    places = [path for path in sys.path if os.path.isabs(path) and path != os.getcwd()]
+    search = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *places])
     environment = {**os.environ, "PYTHONPATH": search, "PYTHONSAFEPATH": "1"}
     keeper = subprocess.Popen(
         [sys.executable, "-c", program], pass_fds=[its.fileno()], env=environment, stdin=subprocess.DEVNULL,

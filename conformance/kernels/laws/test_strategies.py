@@ -13,7 +13,7 @@ from conformance.kernels.laws.strategies import cases, drawing_of, schedules
 from megamoe.contract import Case
 
 LAWS = [pytest.param(law, id=f"{law.op}-{law.name}") for law in all_laws()]
-EXAMPLES = 150
+EXAMPLES = 200
 
 
 @cache
