@@ -81,6 +81,9 @@ def in_ci() -> bool:
     return os.environ.get("CI", "").lower() not in ("", "0", "false")
 
 
+INTERRUPT_AGAIN_S = 5.0
+
+
 def let_go_of_stdout() -> None:
     """Points stdout at nothing, so that the end of the process does not complain about its reader once more."""
     nothing = os.open(os.devnull, os.O_WRONLY)
@@ -117,10 +120,10 @@ def _watch(descriptor: int, over: threading.Event) -> None:
     poll = select.poll()
     poll.register(descriptor, 0)
     while not over.is_set():
-        if poll.poll(200):
-            if not over.is_set():
-                os.kill(os.getpid(), signal.SIGINT)
-            return
+        if poll.poll(200) and not over.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+            # An interrupt is lost where Python may not raise: in a callback, or in an object's end. So ask again.
+            over.wait(INTERRUPT_AGAIN_S)
 
 
 # Progress
