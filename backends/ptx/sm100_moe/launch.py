@@ -6,14 +6,13 @@ expert, zeros are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
 
-from backends.ptx.builder import Builder
-from backends.ptx.emitter import module_text
-from backends.ptx.moe import combine, requantise, routing
-from backends.ptx.moe.layout import ATOM_BLOCKS, ATOM_BYTES, SF_VEC_SIZE, TILE_M, tiles
+from backends.ptx.moe import routing
+from backends.ptx.moe.combine import combine_kernel
+from backends.ptx.moe.layer import Step, combine_step, layer_program, requantise_step, routing_tables
+from backends.ptx.moe.layout import ATOM_BYTES, SF_VEC_SIZE, TILE_M, tiles
+from backends.ptx.moe.requantise import requantise_kernel
 from backends.ptx.moe.shape import MoeShape
 from backends.ptx.sm100_moe import row_kernels
 from backends.ptx.sm100_moe.epilogue import RowsParams, SwigluParams
@@ -107,54 +106,18 @@ def _matrix(tensor: str, rows: int, k: int, box_rows: int) -> TensorMapArg:
     )
 
 
-BF16_BYTES = 2
-WORD_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """An entry and the launch of it."""
-
-    entry: Builder
-    launch: Launch
-
-
 def moe_program(case: Case) -> Program:
     """The program of an nvfp4_moe case on sm_100a: the routing, then one stage or the whole layer."""
-    shape = MoeShape.of(case, "sm_100a")
-    scratch = _routing_tables(shape)
-    stages = _LAYER if shape.stage == "layer" else (shape.stage,)
-    makers = [_route, *(maker for stage in stages for maker in _STAGES[stage])]
-    steps = [make(shape) for make in makers]
-    if shape.stage == "layer":
-        scratch |= {
-            "a2_codes": shape.held_rows * shape.intermediate // 2,
-            "a2_sf": shape.held_rows * shape.intermediate // SF_VEC_SIZE,
-            "rows": shape.held_rows * shape.hidden * BF16_BYTES,
-        }
-    if "l1" in stages:
-        scratch["sfa"] = shape.row_tiles * TILE_M * shape.hidden // SF_VEC_SIZE
-    return Program(
-        target="sm_100a",
-        ptx=module_text([step.entry for step in steps]),
-        launches=tuple(step.launch for step in steps),
-        scratch=scratch,
-    )
-
-
-def _routing_tables(shape: MoeShape) -> dict[str, int]:
-    rows = shape.row_tiles * TILE_M
-    entries = {
-        "row_tiles": 1,
-        "expert_of_tile": shape.row_tiles,
-        "token_of_row": rows,
-        "route_of_row": rows,
-        "row_of_route": shape.routes,
+    stages = {
+        "l1": (_gather_scales, _l1),
+        "requantise": (_requantise,),
+        "l2": (_l2,),
+        "combine": (_combine,),
     }
-    return {name: count * WORD_BYTES for name, count in entries.items()}
+    return layer_program(MoeShape.of(case, "sm_100a"), "sm_100a", _route, stages)
 
 
-def _route(shape: MoeShape) -> _Step:
+def _route(shape: MoeShape) -> Step:
     launch = Launch(
         entry=routing.ENTRY,
         grid=(shape.num_experts, 1, 1),
@@ -162,10 +125,10 @@ def _route(shape: MoeShape) -> _Step:
         args=routing.RoutingParams.arguments(tokens=shape.tokens, topk=shape.topk, num_experts=shape.num_experts),
         dynamic_smem=routing.smem_bytes(shape.num_experts),
     )
-    return _Step(routing.routing_kernel(PTX_VERSION), launch)
+    return Step(routing.routing_kernel(PTX_VERSION), launch, routing_tables(shape))
 
 
-def _gather_scales(shape: MoeShape) -> _Step:
+def _gather_scales(shape: MoeShape) -> Step:
     k_atoms = shape.hidden // MMA_K
     launch = Launch(
         entry=row_kernels.GATHER_ENTRY,
@@ -173,10 +136,11 @@ def _gather_scales(shape: MoeShape) -> _Step:
         block=(row_kernels.GATHER_THREADS, 1, 1),
         args=row_kernels.GatherParams.arguments(tokens=shape.tokens, k_atoms=k_atoms),
     )
-    return _Step(row_kernels.gather_scales_kernel(PTX_VERSION), launch)
+    scratch = {"sfa": shape.row_tiles * TILE_M * shape.hidden // SF_VEC_SIZE}
+    return Step(row_kernels.gather_scales_kernel(PTX_VERSION), launch, scratch)
 
 
-def _l1(shape: MoeShape) -> _Step:
+def _l1(shape: MoeShape) -> Step:
     """w1 has 2 * intermediate rows, whole tiles of them; the tokens are gathered row by row."""
     operands = _Operands(
         a=token_codes(shape.tokens, shape.hidden),
@@ -187,7 +151,7 @@ def _l1(shape: MoeShape) -> _Step:
     return _gemm(shape, l1_kernel(shape.variant), operands, own)
 
 
-def _l2(shape: MoeShape) -> _Step:
+def _l2(shape: MoeShape) -> Step:
     operands = _Operands(
         a=row_codes(shape.held_rows, shape.intermediate),
         sfa=row_scales("a2_sf", shape.held_rows // TILE_M, shape.intermediate),
@@ -207,7 +171,7 @@ class _Operands:
     weights: Weights
 
 
-def _gemm(shape: MoeShape, kernel: GemmKernel, operands: _Operands, own: tuple[KernelArg, ...]) -> _Step:
+def _gemm(shape: MoeShape, kernel: GemmKernel, operands: _Operands, own: tuple[KernelArg, ...]) -> Step:
     """`own`: the epilogue's arguments."""
     weights = operands.weights
     n_tiles = tiles(weights.rows, TILE_N)
@@ -226,35 +190,12 @@ def _gemm(shape: MoeShape, kernel: GemmKernel, operands: _Operands, own: tuple[K
         args=(*common, *own),
         dynamic_smem=kernel.smem,
     )
-    return _Step(kernel.builder, launch)
+    return Step(kernel.builder, launch)
 
 
-def _requantise(shape: MoeShape) -> _Step:
-    blocks = shape.intermediate // SF_VEC_SIZE
-    launch = Launch(
-        entry=requantise.ENTRY,
-        grid=(shape.row_tiles, blocks // ATOM_BLOCKS, 1),
-        block=(requantise.THREADS, 1, 1),
-        args=requantise.RequantiseParams.arguments(tokens=shape.tokens, intermediate=shape.intermediate),
-    )
-    return _Step(requantise.requantise_kernel(PTX_VERSION), launch)
+def _requantise(shape: MoeShape) -> Step:
+    return requantise_step(shape, requantise_kernel(PTX_VERSION))
 
 
-def _combine(shape: MoeShape) -> _Step:
-    weights = None if shape.variant.weighted else "topk_weights"
-    launch = Launch(
-        entry=combine.ENTRY,
-        grid=(shape.tokens, tiles(shape.hidden, combine.COLUMNS), 1),
-        block=(combine.THREADS, 1, 1),
-        args=combine.LayerCombineParams.arguments(topk_weights=weights, hidden=shape.hidden, topk=shape.topk),
-    )
-    return _Step(combine.combine_kernel(PTX_VERSION), launch)
-
-
-_LAYER: Final = ("l1", "l2", "combine")
-_STAGES: Final[dict[str, tuple[Callable[[MoeShape], _Step], ...]]] = {
-    "l1": (_gather_scales, _l1),
-    "requantise": (_requantise,),
-    "l2": (_l2,),
-    "combine": (_combine,),
-}
+def _combine(shape: MoeShape) -> Step:
+    return combine_step(shape, combine_kernel(PTX_VERSION))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
 
 from backends.ptx.builder import Builder
-from backends.ptx.emitter import module_text
-from backends.ptx.moe import combine, requantise, routing
-from backends.ptx.moe.layout import ATOM_BLOCKS, SF_VEC_SIZE, TILE_M, tiles
+from backends.ptx.moe import routing
+from backends.ptx.moe.combine import combine_kernel
+from backends.ptx.moe.layer import WORD_BYTES, Step, combine_step, layer_program, requantise_step, routing_tables
+from backends.ptx.moe.requantise import requantise_kernel
 from backends.ptx.moe.shape import MoeShape
 from backends.ptx.sm90_moe import expand, repack
 from backends.ptx.sm90_moe.encode import code_word
@@ -30,20 +29,8 @@ from backends.ptx.sm90_moe.rows import ExpertRowsParams
 from backends.ptx.sm90_moe.swiglu import SwigluColumnsParams, SwigluForm
 from megamoe.contract import Case, KernelArg, Launch, Program
 
-BF16_BYTES = 2
-WORD_BYTES = 4
 NO_INTERLEAVE = 8
 """Of w2: rows g and g + 8 of each 16, as they lie."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """An entry, the launch of it and its workspaces; `prepares`: weights only, so it is done once."""
-
-    entry: Builder
-    launch: Launch
-    scratch: dict[str, int]
-    prepares: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +53,13 @@ class _Gemm:
 
 def moe_program(case: Case) -> Program:
     """The program of an nvfp4_moe case on sm_90a: the routing, then one stage or the whole layer."""
-    shape = MoeShape.of(case, "sm_90a")
-    stages = _LAYER if shape.stage == "layer" else (shape.stage,)
-    steps = [make(shape) for make in (_route, *(maker for stage in stages for maker in _STAGES[stage]))]
-    scratch: dict[str, int] = {}
-    if shape.stage == "layer":
-        scratch |= {
-            "a2_codes": shape.held_rows * shape.intermediate // 2,
-            "a2_sf": shape.held_rows * shape.intermediate // SF_VEC_SIZE,
-            "rows": shape.held_rows * shape.hidden * BF16_BYTES,
-        }
-    for step in steps:
-        scratch |= step.scratch
-    return Program(
-        target="sm_90a",
-        ptx=module_text(list({step.entry.entry: step.entry for step in steps}.values())),
-        launches=tuple(step.launch for step in steps if not step.prepares),
-        scratch=scratch,
-        prepare=tuple(step.launch for step in steps if step.prepares),
-    )
+    stages = {
+        "l1": (_repack_w1, _expand_tokens, _l1),
+        "requantise": (_requantise,),
+        "l2": (_repack_w2, _expand_rows, _l2),
+        "combine": (_combine,),
+    }
+    return layer_program(MoeShape.of(case, "sm_90a"), "sm_90a", _route, stages)
 
 
 def widest(shape: MoeShape) -> int:
@@ -96,17 +71,8 @@ def _columns(shape: MoeShape) -> int:
     return max_columns(shape.routes, shape.num_experts, widest(shape))
 
 
-def _route(shape: MoeShape) -> _Step:
-    rows = shape.row_tiles * TILE_M
-    entries = {
-        "row_tiles": 1,
-        "expert_of_tile": shape.row_tiles,
-        "token_of_row": rows,
-        "route_of_row": rows,
-        "row_of_route": shape.routes,
-        "columns": routing.COLUMN_WORDS * _columns(shape),
-        "column_count": 1,
-    }
+def _route(shape: MoeShape) -> Step:
+    columns = {"columns": routing.COLUMN_WORDS * _columns(shape) * WORD_BYTES, "column_count": WORD_BYTES}
     launch = Launch(
         entry=routing.ENTRY,
         grid=(shape.num_experts, 1, 1),
@@ -115,7 +81,7 @@ def _route(shape: MoeShape) -> _Step:
         dynamic_smem=routing.smem_bytes(shape.num_experts, columns=True),
     )
     entry = routing.routing_kernel(PTX_VERSION, "sm_90a", widths_up_to(widest(shape)))
-    return _Step(entry, launch, {name: count * WORD_BYTES for name, count in entries.items()})
+    return Step(entry, launch, routing_tables(shape) | columns)
 
 
 def _l1_gemm(shape: MoeShape) -> _Gemm:
@@ -126,7 +92,7 @@ def _l2_gemm(shape: MoeShape) -> _Gemm:
     return _Gemm("w2", shape.hidden, shape.intermediate, NO_INTERLEAVE)
 
 
-def _repack(shape: MoeShape, gemm: _Gemm) -> _Step:
+def _repack(shape: MoeShape, gemm: _Gemm) -> Step:
     panels = shape.num_experts * gemm.panels
     launch = Launch(
         entry=repack.ENTRY,
@@ -142,14 +108,14 @@ def _repack(shape: MoeShape, gemm: _Gemm) -> _Step:
         ),
     )
     scratch = {f"{gemm.name}_packed": panels * gemm.units * UNIT_BYTES}
-    return _Step(repack.repack_kernel(PTX_VERSION), launch, scratch, prepares=True)
+    return Step(repack.repack_kernel(PTX_VERSION), launch, scratch, prepares=True)
 
 
-def _repack_w1(shape: MoeShape) -> _Step:
+def _repack_w1(shape: MoeShape) -> Step:
     return _repack(shape, _l1_gemm(shape))
 
 
-def _repack_w2(shape: MoeShape) -> _Step:
+def _repack_w2(shape: MoeShape) -> Step:
     return _repack(shape, _l2_gemm(shape))
 
 
@@ -158,17 +124,17 @@ def _pitch(shape: MoeShape, gemm: _Gemm) -> int:
     return gemm.units * widest(shape) * ROW_BYTES
 
 
-def _expand(shape: MoeShape, gemm: _Gemm, entry: Builder, args: tuple[KernelArg, ...]) -> _Step:
+def _expand(shape: MoeShape, gemm: _Gemm, entry: Builder, args: tuple[KernelArg, ...]) -> Step:
     launch = Launch(
         entry=entry.entry,
         grid=(_columns(shape), widest(shape), 1),
         block=(expand.THREADS, 1, 1),
         args=args,
     )
-    return _Step(entry, launch, {f"{gemm.name}_rows": _columns(shape) * _pitch(shape, gemm)})
+    return Step(entry, launch, {f"{gemm.name}_rows": _columns(shape) * _pitch(shape, gemm)})
 
 
-def _expand_tokens(shape: MoeShape) -> _Step:
+def _expand_tokens(shape: MoeShape) -> Step:
     gemm, weighted = _l1_gemm(shape), shape.variant.weighted
     kind = expand.ExpandWeightedParams if weighted else expand.ExpandGatherParams
     args = kind.arguments(codes="x_codes", sf="x_sf", expanded="w1_rows", units=gemm.units, pitch=_pitch(shape, gemm))
@@ -179,7 +145,7 @@ def _expand_tokens(shape: MoeShape) -> _Step:
     return step
 
 
-def _expand_rows(shape: MoeShape) -> _Step:
+def _expand_rows(shape: MoeShape) -> Step:
     gemm = _l2_gemm(shape)
     args = expand.ExpandParams.arguments(
         codes="a2_codes", sf="a2_sf", expanded="w2_rows", units=gemm.units, pitch=_pitch(shape, gemm)
@@ -191,7 +157,7 @@ def _tiling(shape: MoeShape, gemm: _Gemm) -> ColumnTiling:
     return ColumnTiling.of(widest(shape), gemm.rows)
 
 
-def _multiply(shape: MoeShape, gemm: _Gemm, kernel: ColumnKernel, own: tuple[KernelArg, ...]) -> _Step:
+def _multiply(shape: MoeShape, gemm: _Gemm, kernel: ColumnKernel, own: tuple[KernelArg, ...]) -> Step:
     """`own`: the epilogue's arguments."""
     tiles_m = gemm.rows // kernel.tiling.tile_m
     common = ColumnGemmParams.arguments(
@@ -209,10 +175,10 @@ def _multiply(shape: MoeShape, gemm: _Gemm, kernel: ColumnKernel, own: tuple[Ker
         args=(*common, *own),
         dynamic_smem=kernel.tiling.smem.size,
     )
-    return _Step(kernel.builder, launch, {})
+    return Step(kernel.builder, launch)
 
 
-def _l1(shape: MoeShape) -> _Step:
+def _l1(shape: MoeShape) -> Step:
     variant = SwigluForm(shape.variant.clamped, shape.variant.weighted)
     weights = "row_weight" if variant.weighted else None
     own = SwigluColumnsParams.arguments(row_weight=weights, intermediate=shape.intermediate, clamp=shape.clamp)
@@ -220,37 +186,14 @@ def _l1(shape: MoeShape) -> _Step:
     return _multiply(shape, gemm, l1_kernel(variant, _tiling(shape, gemm)), own)
 
 
-def _l2(shape: MoeShape) -> _Step:
+def _l2(shape: MoeShape) -> Step:
     gemm = _l2_gemm(shape)
     return _multiply(shape, gemm, l2_kernel(_tiling(shape, gemm)), ExpertRowsParams.arguments(hidden=shape.hidden))
 
 
-def _requantise(shape: MoeShape) -> _Step:
-    blocks = shape.intermediate // SF_VEC_SIZE
-    launch = Launch(
-        entry=requantise.ENTRY,
-        grid=(shape.row_tiles, blocks // ATOM_BLOCKS, 1),
-        block=(requantise.THREADS, 1, 1),
-        args=requantise.RequantiseParams.arguments(tokens=shape.tokens, intermediate=shape.intermediate),
-    )
-    return _Step(requantise.requantise_kernel(PTX_VERSION, "sm_90a", code_word), launch, {})
+def _requantise(shape: MoeShape) -> Step:
+    return requantise_step(shape, requantise_kernel(PTX_VERSION, "sm_90a", code_word))
 
 
-def _combine(shape: MoeShape) -> _Step:
-    weights = None if shape.variant.weighted else "topk_weights"
-    launch = Launch(
-        entry=combine.ENTRY,
-        grid=(shape.tokens, tiles(shape.hidden, combine.COLUMNS), 1),
-        block=(combine.THREADS, 1, 1),
-        args=combine.LayerCombineParams.arguments(topk_weights=weights, hidden=shape.hidden, topk=shape.topk),
-    )
-    return _Step(combine.combine_kernel(PTX_VERSION, "sm_90a"), launch, {})
-
-
-_LAYER: Final = ("l1", "l2", "combine")
-_STAGES: Final[dict[str, tuple[Callable[[MoeShape], _Step], ...]]] = {
-    "l1": (_repack_w1, _expand_tokens, _l1),
-    "requantise": (_requantise,),
-    "l2": (_repack_w2, _expand_rows, _l2),
-    "combine": (_combine,),
-}
+def _combine(shape: MoeShape) -> Step:
+    return combine_step(shape, combine_kernel(PTX_VERSION, "sm_90a"))
