@@ -36,9 +36,11 @@ class GlobalScale:
         self._x = x
         self.gs, self.inverse = x.reg("a2_scale", "f32"), x.reg("a2_inverse", "f32")
 
-    def invert(self) -> None:
-        """To be emitted when `gs` has been loaded."""
-        self._x.emit("rcp.rn.f32", self.inverse, self.gs)
+    def load(self, table: Register, expert: Register) -> None:
+        """Entry `expert` of a table of f32 in global memory, and its reciprocal."""
+        x = self._x
+        x.emit("ld.global.f32", self.gs, at(x.indexed_wide("a2_gs_at", table, expert, 4)))
+        x.emit("rcp.rn.f32", self.inverse, self.gs)
 
 
 def code_word(x: Builder, values: Vector) -> Register:
@@ -154,8 +156,7 @@ def _requantise_row(
 ) -> None:
     scale = GlobalScale(x)
     expert = x.entry_of("expert", params.expert_of_tile, tile)
-    x.emit("ld.global.f32", scale.gs, at(x.indexed_wide("a2_gs_at", params.a2_gs, expert, 4)))
-    scale.invert()
+    scale.load(params.a2_gs, expert)
     group = x.let("group", "mov.u32", CTAID_Y)
     element = x.let("element", "mul.wide.u32", row, params.intermediate)
     x.emit("add.s64", element, element, x.let("first", "mul.wide.u32", group, WIDTH))

@@ -5,11 +5,9 @@ once it is in registers the MMA warp may go on, and the rest of the epilogue ove
 
 The first GEMM's epilogue is SwiGLU of gate and up, straight from tensor memory, requantised to NVFP4. Rows of W1
 alternate between `interleave` gates and as many ups: the up of gate column c is in column c + interleave of the same
-thread. Rounding contract: g and u are the accumulators times (x_gs * w1_gs); silu(g) = g * 1/(1 + 2^(-g log2 e)) with
-ex2.approx.ftz and rcp.approx.ftz, every other operation to nearest even in fp32; then times u, then times the top-k
-weight if it comes before the requantisation. A thread writes its own results: 32 bytes of codes, a whole sector, and a
-word of scales for half a row. That is at most a fifth of what the second GEMM writes, too little to take the way
-through shared memory.
+thread. Rounding contract: that of moe/swiglu.py, with the factor x_gs * w1_gs; then times the top-k weight if it comes
+before the requantisation. A thread writes its own results: 32 bytes of codes, a whole sector, and a word of scales for
+half a row. That is at most a fifth of what the second GEMM writes, too little to take the way through shared memory.
 
 The second GEMM's writes bf16 expert rows, through shared memory to TMA. Rounding contract: accumulator times
 (a2_gs * w2_gs), to nearest even in fp32, then to bf16. Each warp hands over its own 32 rows, STAGED_COLUMNS columns at
@@ -20,7 +18,6 @@ nothing.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +25,7 @@ from backends.ptx.builder import FULL_WARP
 from backends.ptx.moe.layout import ATOM_BYTES
 from backends.ptx.moe.requantise import WIDTH, GlobalScale, emit_requantise, word_in_atom
 from backends.ptx.moe.shape import SwigluVariant
+from backends.ptx.moe.swiglu import Swiglu
 from backends.ptx.operands import Address, Register, Vector, at
 from backends.ptx.parameters import F32, U32, Map, Parameters, Pointer
 from backends.ptx.sm100_moe.frame import GemmFrame, Tile
@@ -194,7 +192,6 @@ class ExpertRow:
             x.emit("st.shared.v4.b32", at(x.let("vector_at", "add.u32", self.staged_row, offset)), packed)
 
 
-LOG2_E = math.log2(math.e)
 HALF_CODE_BYTES = WIDTH // 2
 
 
@@ -224,12 +221,11 @@ class SwigluRow:
         self.scale, self.weight = x.reg("scale", "f32"), x.reg("weight", "f32")
         self.a2 = GlobalScale(x)
         self.codes, self.scales = x.reg("codes_at", "u64"), x.reg("scales_at", "u64")
-        self.negated_clamp = x.reg("negated_clamp", "f32")
+        self.swiglu = Swiglu(x, params.clamp if variant.clamped else None)
 
     def begin(self) -> None:
         """Makes the lower limit of the ups."""
-        if self.variant.clamped:
-            self.frame.x.emit("neg.f32", self.negated_clamp, self.params.clamp)
+        self.swiglu.begin()
 
     def end(self) -> None:
         """Nothing to wait for: each thread stored by itself."""
@@ -248,8 +244,7 @@ class SwigluRow:
             x.emit("ld.global.f32", self.weight, weight_at, guard=is_token)
         w1_scale = x.let("w1_scale", "ld.global.f32", at(x.indexed_wide("w1_gs_at", params.w1_gs, tile.expert, 4)))
         x.emit("mul.rn.f32", self.scale, self.scale, w1_scale)
-        x.emit("ld.global.f32", self.a2.gs, at(x.indexed_wide("a2_gs_at", params.a2_gs, tile.expert, 4)))
-        self.a2.invert()
+        self.a2.load(params.a2_gs, tile.expert)
         self._place_outputs(tile, row)
 
     def _place_outputs(self, tile: Tile, row: Register) -> None:
@@ -279,21 +274,9 @@ class SwigluRow:
 
     def _activation(self, accumulator: Vector, element: int) -> Register:
         """The activation, in the register of its gate."""
-        x, variant = self.frame.x, self.variant
+        variant = self.variant
         column = variant.gate_column(element)
-        gate, up = accumulator[column], accumulator[column + variant.interleave]
-        x.emit("mul.rn.f32", gate, gate, self.scale)
-        x.emit("mul.rn.f32", up, up, self.scale)
-        if variant.clamped:
-            x.emit("min.f32", gate, gate, self.params.clamp)
-            x.emit("min.f32", up, up, self.params.clamp)
-            x.emit("max.f32", up, up, self.negated_clamp)
-        sigmoid = x.let("sigmoid", "mul.rn.f32", gate, -LOG2_E)
-        x.emit("ex2.approx.ftz.f32", sigmoid, sigmoid)
-        x.emit("add.rn.f32", sigmoid, sigmoid, 1.0)
-        x.emit("rcp.approx.ftz.f32", sigmoid, sigmoid)
-        x.emit("mul.rn.f32", gate, gate, sigmoid)
-        x.emit("mul.rn.f32", gate, gate, up)
+        gate = self.swiglu.activation(accumulator[column], accumulator[column + variant.interleave], self.scale)
         if variant.weighted:
-            x.emit("mul.rn.f32", gate, gate, self.weight)
+            self.frame.x.emit("mul.rn.f32", gate, gate, self.weight)
         return gate

@@ -2,25 +2,24 @@
 
 repack.py puts the gate of output j in row g of a warp's 16 and its up in row g + 8: the accumulator gives both to one
 thread. A block of 16 outputs is in two warps, so activations go through shared memory, some tokens at a time;
-then a thread has a whole block. Rounding contract: that of sm100_moe (swiglu.py, requantise.py), where x_gs * w1_gs is
-times 2^14 here, exactly.
+then a thread has a whole block. Rounding contract: that of moe/swiglu.py and moe/requantise.py, with the factor
+x_gs * w1_gs * 2^14 (expand.py, exact in 2^14); then times the top-k weight if it comes before the requantisation.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from backends.ptx.builder import Builder
 from backends.ptx.moe.layout import ATOM_BLOCKS, ATOM_BYTES, ATOM_ROWS, SF_VEC_SIZE
 from backends.ptx.moe.requantise import GlobalScale, block_codes, raw_scale, word_in_atom
+from backends.ptx.moe.swiglu import Swiglu
 from backends.ptx.operands import Register, Vector, at
 from backends.ptx.parameters import F32, U32, Parameters, Pointer
 from backends.ptx.sm90_moe.encode import code_word
 from backends.ptx.sm90_moe.frame import WARPGROUP_THREADS, ColumnFrame, ColumnTile
 from backends.ptx.sm90_moe.geometry import STAGED_PITCH, WARPGROUP_ROWS
 
-LOG2_E = math.log2(math.e)
 BLOCKS = WARPGROUP_ROWS // 2 // SF_VEC_SIZE
 """Of the outputs of a warpgroup."""
 ATOM_OUTPUTS = ATOM_BLOCKS * SF_VEC_SIZE
@@ -57,7 +56,7 @@ class SwigluColumns:
         x = frame.x
         self.frame, self.params, self.variant = frame, params, variant
         self.a2 = GlobalScale(x)
-        self.negated_clamp = x.reg("negated_clamp", "f32")
+        self.swiglu = Swiglu(x, params.clamp if variant.clamped else None)
         self.stored_at, self.block_at = x.reg("stored_at", "u32"), x.reg("block_at", "u32")
         self.token, self.block = x.reg("staged_token", "u32"), x.reg("staged_block", "u32")
         self.pair = x.reg("token_pair", "u32")
@@ -65,8 +64,7 @@ class SwigluColumns:
     def begin(self) -> None:
         """Where a thread stages its activations, and which block of which staged token it requantises."""
         x, frame = self.frame.x, self.frame
-        if self.variant.clamped:
-            x.emit("neg.f32", self.negated_clamp, self.params.clamp)
+        self.swiglu.begin()
         staged = x.let("staged", "mad.lo.u32", frame.warpgroup, frame.tiling.staged_bytes, frame.smem.base)
         x.emit("add.u32", staged, staged, frame.smem.layout["staged"])
         quad, quad_lane = x.let("out_quad", "shr.u32", frame.lane, 2), x.let("quad_lane", "and.b32", frame.lane, 3)
@@ -82,9 +80,7 @@ class SwigluColumns:
 
     def begin_tile(self, tile: ColumnTile) -> None:
         """The global scale of the expert's activations."""
-        x, params = self.frame.x, self.params
-        x.emit("ld.global.f32", self.a2.gs, at(x.indexed_wide("a2_gs_at", params.a2_gs, tile.expert, 4)))
-        self.a2.invert()
+        self.a2.load(self.params.a2_gs, tile.expert)
 
     def finish(self, tile: ColumnTile, width: int, accumulator: Vector) -> None:
         """Some tokens at a time through shared memory."""
@@ -107,27 +103,10 @@ class SwigluColumns:
         """Two activations, of the thread's two tokens of the eight that begin at staged token `token`."""
         x = self.frame.x
         for index in range(2):
-            value = self._activation(mine[index], mine[2 + index], factors[index])
+            value = self.swiglu.activation(mine[index], mine[2 + index], factors[index])
             if weights is not None:
                 x.emit("mul.rn.f32", value, value, weights[index])
             x.emit("st.shared.f32", at(self.stored_at, (token + index) * STAGED_PITCH), value)
-
-    def _activation(self, gate: Register, up: Register, factor: Register) -> Register:
-        """The activation, in the register of its gate."""
-        x = self.frame.x
-        x.emit("mul.rn.f32", gate, gate, factor)
-        x.emit("mul.rn.f32", up, up, factor)
-        if self.variant.clamped:
-            x.emit("min.f32", gate, gate, self.params.clamp)
-            x.emit("min.f32", up, up, self.params.clamp)
-            x.emit("max.f32", up, up, self.negated_clamp)
-        sigmoid = x.let("sigmoid", "mul.rn.f32", gate, -LOG2_E)
-        x.emit("ex2.approx.ftz.f32", sigmoid, sigmoid)
-        x.emit("add.rn.f32", sigmoid, sigmoid, 1.0)
-        x.emit("rcp.approx.ftz.f32", sigmoid, sigmoid)
-        x.emit("mul.rn.f32", gate, gate, sigmoid)
-        x.emit("mul.rn.f32", gate, gate, up)
-        return gate
 
     def _requantise(self, tile: ColumnTile, first: int) -> None:
         """One block of staged token `self.token`, which is row `first` + token of the tile."""
