@@ -8,10 +8,9 @@ from backends.ptx.builder import Builder
 from backends.ptx.moe import routing
 from backends.ptx.moe.combine import combine_kernel
 from backends.ptx.moe.layer import WORD_BYTES, Step, combine_step, layer_program, requantise_step, routing_tables
-from backends.ptx.moe.requantise import requantise_kernel
+from backends.ptx.moe.requantise import integer_code_word, requantise_kernel
 from backends.ptx.moe.shape import MoeShape
 from backends.ptx.sm90_moe import expand, repack
-from backends.ptx.sm90_moe.encode import code_word
 from backends.ptx.sm90_moe.frame import ColumnGemmParams
 from backends.ptx.sm90_moe.geometry import (
     PANEL_ROWS,
@@ -192,7 +191,7 @@ def _l2(shape: MoeShape) -> Step:
 
 
 def _requantise(shape: MoeShape) -> Step:
-    return requantise_step(shape, requantise_kernel(PTX_VERSION, "sm_90a", code_word))
+    return requantise_step(shape, requantise_kernel(PTX_VERSION, "sm_90a", integer_code_word))
 
 
 def _combine(shape: MoeShape) -> Step:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from backends.ptx.builder import Builder
 from backends.ptx.moe.layout import ATOM_BLOCKS, ATOM_BYTES, ATOM_ROWS, SF_VEC_SIZE
-from backends.ptx.moe.requantise import GlobalScale, block_codes, raw_scale, word_in_atom
+from backends.ptx.moe.requantise import GlobalScale, block_codes, integer_code_word, raw_scale, word_in_atom
 from backends.ptx.moe.swiglu import Swiglu
 from backends.ptx.operands import Register, Vector, at
 from backends.ptx.parameters import F32, U32, Parameters, Pointer
-from backends.ptx.sm90_moe.encode import code_word
 from backends.ptx.sm90_moe.frame import WARPGROUP_THREADS, ColumnFrame, ColumnTile
 from backends.ptx.sm90_moe.geometry import STAGED_PITCH, WARPGROUP_ROWS
 
@@ -118,7 +117,7 @@ class SwigluColumns:
         scale = x.let("sf", "cvt.rn.satfinite.e4m3x2.f32", 0.0, raw)
         halves = x.regs("sf_half", "b16", 2)
         x.emit("mov.b32", halves, x.let("sf_decoded", "cvt.rn.f16x2.e4m3x2", scale))
-        words = block_codes(x, values, halves[0], self.a2, code_word)
+        words = block_codes(x, values, halves[0], self.a2, integer_code_word)
         row = x.let("staged_row", "add.u32", self.token, first)
         is_row = x.let("is_row", "setp.lt.u32", row, tile.rows)
         with x.when(is_row, "store"):
