@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.bind.binder import Binder
+from backends.vm.bind.binder import AddressOf, Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
 from backends.vm.isa.bulk_copy import granules_of
@@ -18,6 +19,7 @@ from backends.vm.isa.tensor_operands import (
     COLLECTOR,
     GROUPS,
     Accumulator,
+    CtaGroup,
     Fetch,
     Float32,
     Issue,
@@ -53,6 +55,70 @@ from backends.vm.tensor.tmem_layout import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """What every tcgen05.mma names: D, A, B, the instruction descriptor and enable-input-d; rows of registers.
+
+    `a` if A lies in tensor memory, else `a_descriptor`. `kind` and `size` as decode_instruction_descriptor takes them.
+    """
+
+    group: CtaGroup
+    kind: str
+    size: str
+    d: AddressOf
+    a: AddressOf | None
+    a_descriptor: int
+    b_descriptor: int
+    idesc: int
+    enable: tuple[int, bool]
+    line: int
+
+    @classmethod
+    def of(cls, b: Binder, d: Operand, a: Operand, right: Operand, idesc: Operand, enable: Operand) -> _Operands:
+        """Reads the modifiers and the operands of the instruction that `b` binds."""
+        from_tmem = isinstance(a, Address)
+        return cls(
+            group=group_of(b.words["group"]),
+            kind=b.words["mma_kind"].removeprefix("kind::"),
+            size=b.words.get("size", ""),
+            d=b.address(d),
+            a=b.address(a) if from_tmem else None,
+            a_descriptor=0 if from_tmem else b.source(a, "u64"),
+            b_descriptor=b.source(right, "u64"),
+            idesc=b.source(idesc, "u32"),
+            enable=b.predicate(enable),
+            line=b.instruction.line,
+        )
+
+    def issued(self, warp: Warp) -> _Issued:
+        """Reads the registers of the elected lane and checks what they describe."""
+        lane = elected_lane(warp, "tcgen05.mma")
+        ctas = issuing_ctas(warp, self.group, "tcgen05.mma")
+        raw = int(warp.u32[self.idesc][lane])
+        d = decode_instruction_descriptor(raw, self.kind, self.group, scale_vectorsize=self.size)
+        to = int(self.d(warp)[lane]) & 0xFFFFFFFF
+        issue = Issue(ctas, *tensor_issue(warp, to, d.m, d.n), self.line, d)
+        if self.a is not None:
+            left = tmem_operand_a(issue, int(self.a(warp)[lane]) & 0xFFFFFFFF)
+        else:
+            left = (smem_operand(issue, int(warp.u64[self.a_descriptor][lane]), d.m // self.group, "A"),)
+        right = smem_operand(issue, int(warp.u64[self.b_descriptor][lane]), d.n // self.group, "B")
+        row, negated = self.enable
+        return _Issued(lane, to, issue, left, right, bool(warp.pred[row][lane]) != negated)
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    """One mma as its elected `lane` issued it: D at `to`, what fetches A and B, and whether D is added to."""
+
+    lane: int
+    to: int
+    issue: Issue
+    left: tuple[Fetch, ...]
+    right: Fetch
+    enabled: bool
+
+
 @opcode("tcgen05.mma.<group>.<mma_kind>{.<collector>}", section="9.7.16.10.9.1", counter="mma", group=GROUPS,
         mma_kind="kind::f16 kind::tf32 kind::f8f6f4 kind::i8", collector=COLLECTOR)  # fmt: skip
 def mma(b: Binder) -> Step:
@@ -61,38 +127,21 @@ def mma(b: Binder) -> Step:
     With cta_group::2 each CTA holds its half of the rows of A and of B, and its half of D.
     """
     d, a, right, idesc, *rest = b.expect(5, 6, 7)
-    group = group_of(b.words["group"])
-    disabled_lanes = _disabled_lanes(b, rest.pop(0), group) if rest and isinstance(rest[0], Vector) else None
+    disabled_lanes = _disabled_lanes(b, rest.pop(0)) if rest and isinstance(rest[0], Vector) else None
     if not rest:
         raise b.error("enable-input-d is missing")
-    kind = b.words["mma_kind"].removeprefix("kind::")
-    rd, from_tmem = b.address(d), isinstance(a, Address)
-    ra = b.address(a) if from_tmem else None
-    rda = b.source(a, "u64") if not from_tmem else 0
-    rb, ri = b.source(right, "u64"), b.source(idesc, "u32")
-    rp, negated = b.predicate(rest[0])
+    operands = _Operands.of(b, d, a, right, idesc, rest[0])
     scale = b.immediate(rest[1]) if len(rest) > 1 else 0
-    if len(rest) > 1 and (kind not in ("f16", "tf32") or not 0 <= scale <= 15):
+    if len(rest) > 1 and (operands.kind not in ("f16", "tf32") or not 0 <= scale <= 15):
         raise b.error("scale-input-d is an integer in 0..15, and only kind::f16 and kind::tf32 have it")
     line, text = b.instruction.line, b.instruction.text
 
     def step(warp: Warp) -> None:
-        lane = elected_lane(warp, "tcgen05.mma")
-        ctas = issuing_ctas(warp, group, "tcgen05.mma")
-        descriptor = decode_instruction_descriptor(int(warp.u32[ri][lane]), kind, group)
-        to = int(rd(warp)[lane]) & 0xFFFFFFFF
-        issue = Issue(ctas, *tensor_issue(warp, to, descriptor.m, descriptor.n), line, descriptor)
-        if ra is not None:
-            left = tmem_operand_a(issue, int(ra(warp)[lane]) & 0xFFFFFFFF)
-        else:
-            left = (smem_operand(issue, int(warp.u64[rda][lane]), descriptor.m // group, "A"),)
-        operand_b = smem_operand(issue, int(warp.u64[rb][lane]), descriptor.n // group, "B")
-        enabled = bool(warp.pred[rp][lane]) != negated
-        disabled = disabled_lanes(warp, lane) if disabled_lanes else None
-        target = Accumulator(issue, to, disabled, added_to=enabled)
-        count_mma(warp, descriptor)
-        perform = _performer(descriptor, left, operand_b, target, warp.cta.machine.accumulate,
-                             scale if enabled else None)  # fmt: skip
+        one = operands.issued(warp)
+        disabled = disabled_lanes(warp, one.lane) if disabled_lanes else None
+        target = Accumulator(one.issue, one.to, disabled, added_to=one.enabled)
+        count_mma(warp, one.issue.descriptor)
+        perform = _performer(one, target, warp.cta.machine.accumulate, scale)
         submit(warp, "an mma", line, text, perform, queue=warp.cta.tmem)
 
     return step
@@ -105,22 +154,20 @@ def count_mma(warp: Warp, descriptor: InstructionDescriptor) -> None:
     counters["mma_flops"] += 2 * descriptor.m * descriptor.n * descriptor.k
 
 
-def _performer(
-    d: InstructionDescriptor, left: tuple[Fetch, ...], right: Fetch, target: Accumulator, policy: str, scale: int | None
-) -> Callable[[], None]:
-    """`scale` None: D is overwritten."""
+def _performer(one: _Issued, target: Accumulator, policy: str, scale: int) -> Callable[[], None]:
+    d, left = one.issue.descriptor, one.left
     product = _integer_product if d.kind == "i8" else _product
 
     def perform() -> None:
-        old = None if scale is None else target.load()
-        b = to_float32(right(), d.b_type)
+        old = target.load() if one.enabled else None
+        b = to_float32(one.right(), d.b_type)
         b = -b if d.negate_b else b
         parts: list[Words] = []
         for i, fetch in enumerate(left):
             a = to_float32(fetch(), d.a_type)
             columns = slice(i * d.n // len(left), (i + 1) * d.n // len(left))
             before = None if old is None else np.ascontiguousarray(old[:, columns])
-            parts.append(product(-a if d.negate_a else a, b[columns], before, d, policy, scale or 0))
+            parts.append(product(-a if d.negate_a else a, b[columns], before, d, policy, scale))
         target.store(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1))
 
     return perform
@@ -154,7 +201,8 @@ def _integer_product(
     return total.astype(np.int64).astype(np.uint32)
 
 
-def _disabled_lanes(b: Binder, mask: Operand, group: int) -> Callable[[Warp, int], npt.NDArray[np.bool_]]:
+def _disabled_lanes(b: Binder, mask: Operand) -> Callable[[Warp, int], npt.NDArray[np.bool_]]:
+    group = group_of(b.words["group"])
     rows = [b.source(item, "u32") for item in b.vector(mask, 4 * group)]
 
     def lanes(warp: Warp, lane: int) -> npt.NDArray[np.bool_]:
@@ -304,34 +352,17 @@ def _elements(raw: Raw, type_name: str, k: int, *, negated: bool) -> Float32:
 def mma_scaled(b: Binder) -> Step:
     """`[d], a-desc | [a], b-desc, idesc, [sfa], [sfb], enable-input-d`: A and B scaled block by block along K."""
     d, a, right, idesc, sfa, sfb, enable = b.expect(7)
-    group, kind, size = group_of(b.words["group"]), b.words["mma_kind"].removeprefix("kind::"), b.words["size"]
-    rd, rsa, rsb = b.address(d), b.address(sfa), b.address(sfb)
-    ra = b.address(a) if isinstance(a, Address) else None
-    rda = b.source(a, "u64") if ra is None else 0
-    rb, ri = b.source(right, "u64"), b.source(idesc, "u32")
-    rp, negated = b.predicate(enable)
+    operands = _Operands.of(b, d, a, right, idesc, enable)
+    rsa, rsb = b.address(sfa), b.address(sfb)
     line, text = b.instruction.line, b.instruction.text
 
     def step(warp: Warp) -> None:
-        lane = elected_lane(warp, "tcgen05.mma")
-        ctas = issuing_ctas(warp, group, "tcgen05.mma")
-        descriptor = decode_instruction_descriptor(int(warp.u32[ri][lane]), kind, group, scale_vectorsize=size)
-        to = int(rd(warp)[lane]) & 0xFFFFFFFF
-        issue = Issue(ctas, *tensor_issue(warp, to, descriptor.m, descriptor.n), line, descriptor)
-        if ra is not None:
-            left = tmem_operand_a(issue, int(ra(warp)[lane]) & 0xFFFFFFFF)
-        else:
-            left = (smem_operand(issue, int(warp.u64[rda][lane]), descriptor.m // group, "A"),)
-        operand_b = smem_operand(issue, int(warp.u64[rb][lane]), descriptor.n // group, "B")
-        scales_a = _scales_of_a(issue, int(rsa(warp)[lane]) & 0xFFFFFFFF)
-        scales_b = _scales_of_b(issue, int(rsb(warp)[lane]) & 0xFFFFFFFF)
-        enabled = bool(warp.pred[rp][lane]) != negated
-        target = Accumulator(issue, to, None, added_to=enabled)
-        count_mma(warp, descriptor)
-        fast = warp.cta.machine.accumulate == "fast"
-        perform = _scaled_performer(
-            descriptor, left, operand_b, scales_a, scales_b, target, added_to=enabled, fast=fast
-        )
+        one = operands.issued(warp)
+        scales_a = _scales_of_a(one.issue, int(rsa(warp)[one.lane]) & 0xFFFFFFFF)
+        scales_b = _scales_of_b(one.issue, int(rsb(warp)[one.lane]) & 0xFFFFFFFF)
+        target = Accumulator(one.issue, one.to, None, added_to=one.enabled)
+        count_mma(warp, one.issue.descriptor)
+        perform = _scaled_performer(one, (scales_a, scales_b), target, fast=warp.cta.machine.accumulate == "fast")
         submit(warp, "an mma", line, text, perform, queue=warp.cta.tmem)
 
     return step
@@ -369,22 +400,16 @@ def _check_scales(issue: Issue, taddr: int, rows: int, which: str) -> int:
 
 
 def _scaled_performer(
-    d: InstructionDescriptor,
-    left: tuple[Fetch, ...],
-    right: Fetch,
-    scales_a: ScaleFactors,
-    scales_b: ScaleFactors,
-    target: Accumulator,
-    *,
-    added_to: bool,
-    fast: bool,
+    one: _Issued, scales: tuple[ScaleFactors, ScaleFactors], target: Accumulator, *, fast: bool
 ) -> Callable[[], None]:
+    """`scales`: those of A and those of B."""
+    d, (scales_a, scales_b) = one.issue.descriptor, scales
     table, wide = _scale_table(d.sf_type), d.sf_type == "ue8m0"
 
     def perform() -> None:
-        b = _elements(right(), d.b_type, d.k, negated=d.negate_b)
-        a = [_elements(fetch(), d.a_type, d.k, negated=d.negate_a) for fetch in left]
-        old = target.load().view(np.float32) if added_to else None
+        b = _elements(one.right(), d.b_type, d.k, negated=d.negate_b)
+        a = [_elements(fetch(), d.a_type, d.k, negated=d.negate_a) for fetch in one.left]
+        old = target.load().view(np.float32) if one.enabled else None
         factors = [(table[sfa], table[sfb]) for sfa, sfb in zip(scales_a(), scales_b(), strict=True)]
         rows = d.m // len(factors)
         out = np.empty((d.m, d.n), np.float32)
