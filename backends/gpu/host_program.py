@@ -3,6 +3,9 @@
 The object is linked against CuTeDSL's runtime and TVM FFI, and its function runs on torch's current stream. Arguments
 are TVM FFI values, or pointers to packed descriptors; their structures are those of TVM FFI's public C header
 (tvm/ffi/c_api.h) and of DLPack 1.x.
+
+backends/vm/host (abi.py, arguments.py) declares and fills the same structures with no code of this file. That is on
+purpose: where one of the two is wrong, a host program that passes in the VM fails on a device.
 """
 
 from __future__ import annotations
