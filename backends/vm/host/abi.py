@@ -1,7 +1,7 @@
 """The C structures that a compiled host function exchanges with the CUDA runtime and with TVM FFI (64-bit).
 
-Those of TVM FFI and DLPack stand in backends/gpu/host_program.py too, on purpose: the VM shares no code with the device's
-executor, so that a mistake cannot hide in both.
+Those of TVM FFI and DLPack stand in backends/gpu/host_program.py too, on purpose: the VM shares no code with the
+device's executor, so that a mistake cannot hide in both.
 """
 
 from __future__ import annotations

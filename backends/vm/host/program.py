@@ -28,12 +28,9 @@ from backends.vm.machine.machine import Machine
 from backends.vm.memory.global_memory import Buffer
 
 
-@runtime_checkable
-class HostProgramLike(Protocol):
-    """A compiled host function with the PTX of its kernels."""
+class CompiledHostLike(Protocol):
+    """A compiled host function with the PTX of its kernels; see megamoe.contract.machine.CompiledHost."""
 
-    @property
-    def target(self) -> str: ...
     @property
     def ptx(self) -> str: ...
     @property
@@ -41,13 +38,21 @@ class HostProgramLike(Protocol):
     @property
     def entry(self) -> str: ...
     @property
+    def compiler(self) -> str: ...
+
+
+@runtime_checkable
+class HostProgramLike(CompiledHostLike, Protocol):
+    """A compiled host function with its target and arguments; see megamoe.contract's HostProgram."""
+
+    @property
+    def target(self) -> str: ...
+    @property
     def convention(self) -> str: ...
     @property
     def args(self) -> Sequence[object]: ...
     @property
     def scratch(self) -> Mapping[str, int]: ...
-    @property
-    def compiler(self) -> str: ...
 
 
 OBJECT_VERSION: Final = "1.1"

@@ -25,7 +25,7 @@ from backends.vm.ptx.tree import PtxSyntaxError
 from backends.vm.tensor.tensor_map import OobFill, Target, TensorMapError, encode_tensor_map
 
 if TYPE_CHECKING:
-    from backends.vm.host.program import LinkedHost
+    from backends.vm.host.program import CompiledHostLike, LinkedHost
 
 ALIGNMENT: Final = 256
 """What cudaMalloc promises (CUDA programming guide, device memory accesses)."""
@@ -43,19 +43,6 @@ class StretchLike(Protocol):
     def size(self) -> int: ...
     @property
     def writable(self) -> bool: ...
-
-
-class CompiledHostLike(Protocol):
-    """A compiled host function; see megamoe.contract.machine.CompiledHost."""
-
-    @property
-    def ptx(self) -> str: ...
-    @property
-    def host_object(self) -> bytes: ...
-    @property
-    def entry(self) -> str: ...
-    @property
-    def compiler(self) -> str: ...
 
 
 class Session:
