@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from backends.vm.faults import Fault, LaunchError, UnknownInstructionError
+from backends.vm.host.abi import scalar_bytes
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
 from backends.vm.memory.global_memory import Buffer
@@ -31,12 +32,6 @@ from megamoe.contract import (
 )
 from megamoe.contract.cache import user_cache
 
-_SCALAR_FORMATS = {
-    "u8": "<B", "s8": "<b", "u16": "<H", "s16": "<h", "u32": "<I", "s32": "<i", "b32": "<I", "f32": "<f", "u64": "<Q",
-    "s64": "<q", "b64": "<Q", "f64": "<d",
-}  # fmt: skip
-
-
 PARSED = user_cache("ptx")
 """Where parsed modules are kept between processes; see backends.vm.ptx.parse_cache."""
 
@@ -53,8 +48,8 @@ class VmExecutor:
     def run(self, program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions) -> Execution:
         """Perform every launch on `tensors` (contiguous CPU tensors). A broken rule ends the run and is reported.
 
-        HostError if a host program's object, runtime calls or arguments do not fit this machine; UnsupportedError for a
-        Python call.
+        HostError for a scalar argument that does not fit its type, and if a host program's object, runtime calls or
+        arguments do not fit this machine; UnsupportedError for a Python call.
         """
         recorder = Recorder() if options.trace else None
         machine = Machine(options.schedule, options.accumulate, options.step_budget, recorder)
@@ -144,7 +139,7 @@ def _bytes_of(name: str, tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 def _encode(arg: KernelArg, addresses: Mapping[str, int], target: Target) -> bytes:
     if isinstance(arg, ScalarArg):
-        return struct.pack(_SCALAR_FORMATS[arg.dtype], arg.value)
+        return scalar_bytes(arg.dtype, arg.value)
     if arg.tensor not in addresses:
         known = ", ".join(addresses)
         raise ValueError(f"a launch names the tensor {arg.tensor!r}; the case and the program's scratch have: {known}")

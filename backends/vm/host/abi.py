@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import struct
 from collections.abc import Mapping
 from typing import Final
 
@@ -90,6 +91,22 @@ DL_TYPES: Final[Mapping[str, tuple[int, int, int]]] = {
     "f16": (2, 16, 1), "f32": (2, 32, 1), "f64": (2, 64, 1), "bf16": (4, 16, 1), "bool": (6, 8, 1),
     "e4m3": (10, 8, 1), "e5m2": (12, 8, 1), "ue8m0": (14, 8, 1), "e2m1x2": (17, 4, 2),
 }  # fmt: skip
+
+
+SCALAR_FORMATS: Final[Mapping[str, str]] = {
+    "bool": "<?", "u8": "<B", "s8": "<b", "u16": "<H", "s16": "<h", "u32": "<I", "s32": "<i", "b32": "<I", "f16": "<e",
+    "f32": "<f", "u64": "<Q", "s64": "<q", "b64": "<Q", "f64": "<d",
+}  # fmt: skip
+
+
+def scalar_bytes(dtype: str, value: float) -> bytes:
+    """A parameter passed by value. HostError for a dtype that does not exist and for a value that does not fit it."""
+    if dtype not in SCALAR_FORMATS:
+        raise HostError(f"a scalar argument of dtype {dtype!r}; known are {', '.join(SCALAR_FORMATS)}")
+    try:
+        return struct.pack(SCALAR_FORMATS[dtype], value)
+    except (struct.error, OverflowError) as error:
+        raise HostError(f"the value {value!r} does not fit a scalar argument of {dtype}: {error}") from None
 
 
 def copy_from(address: int, size: int, what: str) -> bytes:

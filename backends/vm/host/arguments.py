@@ -10,7 +10,7 @@ import ctypes
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from backends.vm.host.abi import (
     DEVICE_CUDA,
@@ -27,14 +27,10 @@ from backends.vm.host.abi import (
     FfiArray,
     FfiPayload,
     HostError,
+    scalar_bytes,
 )
 from backends.vm.host.runtime import GIVEN_STREAM
 from backends.vm.memory.global_memory import Buffer
-
-SCALAR_FORMATS: Final[Mapping[str, str]] = {
-    "bool": "<?", "u8": "<B", "s8": "<b", "u16": "<H", "s16": "<h", "u32": "<I", "s32": "<i", "b32": "<I", "f16": "<e",
-    "f32": "<f", "u64": "<Q", "s64": "<q", "b64": "<Q", "f64": "<d",
-}  # fmt: skip
 
 
 class PackedFieldsLike(Protocol):
@@ -150,7 +146,7 @@ def _ffi_value(arg: object, buffers: Mapping[str, Buffer], passed: Passed) -> Ff
     elif isinstance(arg, BufferArgLike):
         value.type_index, value.value.pointer = FFI_POINTER, _address(arg, buffers)
     elif isinstance(arg, ScalarArgLike):
-        _scalar(arg)
+        scalar_bytes(arg.dtype, arg.value)
         if arg.dtype == "bool":
             value.type_index, value.value.integer = FFI_BOOL, int(bool(arg.value))
         elif arg.dtype.startswith("f"):
@@ -177,7 +173,7 @@ def _packed_bytes(arg: object, buffers: Mapping[str, Buffer]) -> bytes:
     if isinstance(arg, BufferArgLike):
         return struct.pack("<Q", _address(arg, buffers))
     if isinstance(arg, ScalarArgLike):
-        return _scalar(arg)
+        return scalar_bytes(arg.dtype, arg.value)
     if _is_stream(arg):
         return struct.pack("<Q", GIVEN_STREAM)
     raise _unknown(arg)
@@ -194,15 +190,6 @@ def _integer(bits: int) -> str:
     if bits not in (32, 64):
         raise HostError(f"a packed descriptor with integers of {bits} bits; 32 and 64 exist")
     return "i" if bits == 32 else "q"
-
-
-def _scalar(arg: ScalarArgLike) -> bytes:
-    if arg.dtype not in SCALAR_FORMATS:
-        raise HostError(f"a scalar argument of dtype {arg.dtype!r}; known are {', '.join(SCALAR_FORMATS)}")
-    try:
-        return struct.pack(SCALAR_FORMATS[arg.dtype], arg.value)
-    except (struct.error, OverflowError) as error:
-        raise HostError(f"the value {arg.value!r} does not fit a scalar argument of {arg.dtype}: {error}") from None
 
 
 def _is_stream(arg: object) -> bool:

@@ -124,13 +124,13 @@ class LinkedHost:
     HostError for an object, a symbol or an entry that does not fit.
     """
 
-    def __init__(self, code: bytes, entry: str, compiler: str) -> None:
-        source = ObjectFile(code)
-        _check_symbols(source, entry, compiler)
+    def __init__(self, program: CompiledHostLike) -> None:
+        source = ObjectFile(program.host_object)
+        _check_symbols(source, program.entry, program.compiler)
         bind_runtime()
-        self._entry = entry
+        self._entry = program.entry
         self._linked = LinkedObject(source)
-        _check_version(source, self._linked, compiler)
+        _check_version(source, self._linked, program.compiler)
 
     def call(self, runtime: Runtime, pointers: Sequence[int]) -> None:
         """Call the function; Fault and LaunchError from what it launches."""

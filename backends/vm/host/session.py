@@ -119,9 +119,7 @@ class Session:
 
         linked = self._linked.get(program.host_object)
         if linked is None:
-            linked = self._linked[program.host_object] = LinkedHost(
-                program.host_object, program.entry, program.compiler
-            )
+            linked = self._linked[program.host_object] = LinkedHost(program)
         with self._mapped(memory) as machine:
             machine.memory.place_above(PROCESS_END)
             linked.call(Runtime(machine, load(program.ptx, self._parsed), self.target, self._sm_count), pointers)
