@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends.vm.executor import EXECUTOR
 from backends.vm.faults import Fault, LaunchError
 from backends.vm.host.abi import HostError
 from backends.vm.host.object_file import ObjectFile
@@ -19,7 +20,10 @@ from conformance.vm.host.host_object import call, host_object, host_program
 from megamoe.contract import (
     BufferArg,
     HostArg,
+    Launch,
     PackedFields,
+    Program,
+    RunOptions,
     ScalarArg,
     StreamArg,
     TensorArg,
@@ -352,3 +356,11 @@ def test_tensors_that_share_memory_are_refused() -> None:
     data = np.zeros(COUNT, np.uint32)
     with pytest.raises(HostError, match="'data' and 'out' share memory"):
         call(host_program(ir()), {"data": data, "out": data[4:]})
+
+
+@pytest.mark.parametrize("arg", [ScalarArg("u8", 256), ScalarArg("u9", 1)])
+def test_a_scalar_of_a_launch_that_does_not_fit_is_named(arg: ScalarArg) -> None:
+    ptx = ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry k(.param .u8 a) { ret; }"
+    program = Program("sm_90a", ptx, (Launch("k", (1, 1, 1), (32, 1, 1), (arg,)),))
+    with pytest.raises(HostError, match=f"scalar argument of .*{arg.dtype}"):
+        EXECUTOR.run(program, {}, RunOptions())
