@@ -7,7 +7,7 @@ clock. No test asserts a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,14 +20,6 @@ from megamoe.spec.load import load_specs
 ROWS, K = 6144, 7168
 BAR_MB_S = 200
 BF16_BYTES = 2
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -63,15 +63,6 @@ KILLS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Thousands of tiny products: threads that wait for each other on a busy machine take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @lru_cache(maxsize=64)
 def references(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     inputs = MOE.make_inputs(case)

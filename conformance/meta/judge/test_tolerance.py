@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -375,15 +374,6 @@ KILLS = (
     *(Kill("flush_to_zero", f"{case},inputs=denormal_scale") for case in (RAGGED, DECODE, CELL)),
     *(Kill("one_wrong_element", case) for case in (RAGGED, MASKED, CAUSAL, DECODE, CELL, SMALL)),
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """One thread: in thousands of tiny products, threads on a busy machine mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @lru_cache(maxsize=32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,15 +24,6 @@ CASES = (
     "fmha:hd=64,t=6,s_k=4,causal=true,window=2",
     "fmha:hd=64,t=2,s_k=5,scale=0.5",
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Thousands of tiny products: threads that wait for each other on a busy machine take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def by_hand(case: Case, inputs: dict[str, torch.Tensor], b: int, h: int, i: int) -> tuple[torch.Tensor, float]:
