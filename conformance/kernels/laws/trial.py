@@ -1,11 +1,11 @@
-"""One trial of a law: a case and schedules, drawn or given, on one machine."""
+"""One trial of a law: a case and schedules, drawn or given, on one machine; and the hunt for a case that breaks it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import note, reject
+from hypothesis import Phase, given, note, reject, settings
 from hypothesis import strategies as st
 from hypothesis.vendor.pretty import RepresentationPrinter
 
@@ -18,6 +18,10 @@ from megamoe.runner.child import give_memory_back
 DECLINED_IN_A_ROW = 25
 # Of a trial whose case is given and whose schedules are not.
 SCHEDULES = ("eager", "lazy", "random:0")
+EXAMPLES = 40
+hunting = settings(max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+# Draws vary with the constants that Hypothesis finds in loaded modules; a planted fault ends the search when it is met.
+searching = settings(hunting, max_examples=10 * EXAMPLES)
 
 
 class OutOfScopeError(Exception):
@@ -77,3 +81,16 @@ def conduct(law: Law, machine: Machine, trial: Trial, tally: Tally) -> None:
     finally:
         give_memory_back()
     tally.held += 1
+
+
+def hunt(law: Law, machine: Machine, how: settings = hunting) -> Tally:
+    """Tries `law` on drawn cases; raises BrokenLawError when it is broken."""
+    tally = Tally()
+
+    @how
+    @given(data=st.data())
+    def hunted(data: st.DataObject) -> None:
+        conduct(law, machine, data.draw(trials(law, None, [])), tally)
+
+    hunted()
+    return tally
