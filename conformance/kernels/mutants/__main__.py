@@ -1,4 +1,4 @@
-"""`python -m conformance.kernels.mutants [--backend NAME ...]`: run mutants of programs, or write their table.
+"""`python -m conformance.kernels.mutants [--backend NAME ...]`: run mutants of programs, or write a table of them.
 
 `nox -s mutants -- ...` is the same. A call that is repeated goes on where the record ends.
 """
@@ -9,12 +9,26 @@ import argparse
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from pathlib import Path
 
 from conformance import ROOT
-from conformance.kernels.mutants.campaign import SCHEDULES, Outcome, Plan, Ran, Record, examine, planned, run, subjects
-from conformance.kernels.mutants.table import RECORD, TABLE, reason_of, reasons, table
+from conformance.kernels.mutants.campaign import (
+    SCHEDULES,
+    Outcome,
+    Plan,
+    Ran,
+    Record,
+    drops,
+    examine,
+    planned,
+    run,
+    subjects,
+)
+from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant
+from conformance.kernels.mutants.table import DROPS, RECORD, TABLE, drops_table, kind_of, reason_of, reasons, table
 from megamoe.contract import UnsupportedError
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import Selection, SelectionError
@@ -28,6 +42,10 @@ def main(given: list[str]) -> int:
             known = Record(*(options.record or [RECORD]))
             TABLE.write_text(table(known, reasons()), "utf-8")
             print(f"{TABLE}: {len(known.outcomes)} mutants")
+            return 0
+        if options.drops:
+            DROPS.write_text(drops_table(drops(), reasons()), "utf-8")
+            print(f"{DROPS} is written")
             return 0
         return _campaign(options, given)
     except (SelectionError, SpecError, UnsupportedError, ValueError) as error:
@@ -46,8 +64,8 @@ def _campaign(options: argparse.Namespace, given: list[str]) -> int:
     if not 1 <= number <= of:
         raise ValueError(f"--shard {options.shard}: a shard is i/n with 1 <= i <= n")
     plan = Plan(selection, options.sync, options.others, options.seed, (number, of), tuple(options.program or ()))
-    if options.id:
-        return _one(options.id, plan)
+    if options.id or options.text:
+        return _alone(options.id, options.text, plan)
     todo = planned(plan, subjects(selection))
     if not todo:
         raise ValueError("no program with PTX is selected, so there is nothing to change")
@@ -62,13 +80,25 @@ def _campaign(options: argparse.Namespace, given: list[str]) -> int:
     return int(bool(unexplained))
 
 
-def _one(name: str, plan: Plan) -> int:
-    every = Plan(plan.selection, None, None, programs=(name.partition("/")[0],))
-    for subject, mutant in planned(every, subjects(plan.selection)):
-        if mutant.id == name:
-            print(_told(examine(subject, mutant)))
-            return 0
-    raise ValueError(f"no program of this selection has a mutant {name!r}; ids begin with the text's SHA-256")
+def _alone(name: str | None, text: str | None, plan: Plan) -> int:
+    """Runs one mutant by its id, or those of the instructions that have `text`, and keeps no record."""
+    every = Plan(plan.selection, None, None, programs=plan.programs if name is None else (name.partition("/")[0],))
+    found = planned(every, subjects(plan.selection))
+    wanted = [pair for pair in found if pair[1].id == name or (text and pair[1].line and text in pair[1].before)]
+    if not wanted and name:
+        raise ValueError(f"no program of this selection has a mutant {name!r}; ids begin with the text's SHA-256")
+    if not wanted:
+        raise ValueError(_no_instruction(str(text), [mutant for _, mutant in found]))
+    for subject, mutant in wanted:
+        print(_told(examine(subject, mutant)), flush=True)
+    return 0
+
+
+def _no_instruction(text: str, every: Sequence[Mutant]) -> str:
+    kinds = sorted({kind_of(one.before) for one in every if one.kind in SYNCHRONISATION})
+    like = get_close_matches(text, kinds, 1)
+    guess = f"; did you mean {like[0]}?" if like else ""
+    return f"no instruction of this selection has {text!r} in its text; those that order are {', '.join(kinds)}{guess}"
 
 
 def _told(one: Outcome) -> str:
@@ -100,6 +130,8 @@ def _options(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="processor time after which no mutant begins")
     parser.add_argument("--record", action="append", type=Path, help="JSON lines; more than one for shards")
     parser.add_argument("--id", help="run this mutant alone and say what kills it")
+    parser.add_argument("--text", help="run the mutants of the instructions with TEXT alone, as tcgen05.wait::st")
+    parser.add_argument("--drops", action="store_true", help="write results/mutations.md: one program, run now")
     parser.add_argument("--table", action="store_true", help="write results/mutants.md from the record")
     return parser.parse_args(given)
 

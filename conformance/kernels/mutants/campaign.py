@@ -107,6 +107,14 @@ class Subject:
     op: str
     built: list[Built] = field(default_factory=list[Built])
     _baselines: dict[tuple[str, str], _Baseline] = field(default_factory=dict[tuple[str, str], _Baseline])
+    _code: Mapping[str, str | None] | None = None
+
+    @property
+    def code(self) -> Mapping[str, str | None]:
+        """The SHA-256 of its machine code by assembler, None where one makes none."""
+        if self._code is None:
+            self._code = _code_of(self.built[0].program)
+        return self._code
 
     @property
     def name(self) -> str:
@@ -185,28 +193,29 @@ def _lot(seed: int, text: str) -> str:
     return hashlib.sha256(f"{seed} {text}".encode()).hexdigest()
 
 
-def examine(subject: Subject, mutant: Mutant, schedules: Sequence[str] = SCHEDULES) -> Outcome:
+def examine(
+    subject: Subject, mutant: Mutant, schedules: Sequence[str] = SCHEDULES, *, ask_assemblers: bool = True
+) -> Outcome:
     """Run a mutant on every case of its program until a check kills it.
 
     Schedules beyond the first are for mutants of synchronisation alone, and for the largest cases: nothing else depends
-    on them. What is the same machine code after the first run is left alone.
+    on them. What is the same machine code, if assemblers are asked after the first run, is left alone.
     """
     begun, runs, same = time.process_time(), 0, None
     about = (mutant.id, subject.name, mutant.kind, mutant.line, _short(mutant.before), _short(mutant.after))
     later = schedules[1:] if mutant.kind in SYNCHRONISATION else ()
     turns = [(schedules[0], built) for built in subject.built]
     turns += [(schedule, built) for schedule in later for built in subject.built[-LATER_CASES:]]
-    with _parsed_nowhere():
-        for schedule, built in turns:
-            check, sentence = _killed_by(subject, built, mutant, schedule)
-            runs += 1
-            spent = round(time.process_time() - begun, 2)
-            if check:
-                return Outcome(*about, check, built.case.id, schedule, sentence[:160], same, runs, spent)
-            if runs == 1 and mutant.launch is None:
-                same = _same_code(subject.built[0].program, mutant)
-            if same:
-                break
+    for schedule, built in turns:
+        check, sentence = _killed_by(subject, built, mutant, schedule)
+        runs += 1
+        spent = round(time.process_time() - begun, 2)
+        if check:
+            return Outcome(*about, check, built.case.id, schedule, sentence[:160], same, runs, spent)
+        if runs == 1 and mutant.launch is None and ask_assemblers:
+            same = _same_code(subject, mutant)
+        if same:
+            break
     return Outcome(*about, same_code=same, runs=runs, seconds=round(time.process_time() - begun, 2))
 
 
@@ -262,11 +271,14 @@ def _findings(counters: Mapping[str, int], own: Mapping[str, int]) -> tuple[str,
     return "", ""
 
 
-def _same_code(program: Program | HostProgram, mutant: Mutant) -> bool | None:
-    whole = {one.assembler: one.cubin_sha256 for one in assembled(program.ptx, program.target)}
-    other = {one.assembler: one.cubin_sha256 for one in assembled(mutant.of(program).ptx, program.target)}
-    known = [name for name, digest in whole.items() if digest is not None and other.get(name) is not None]
-    return all(whole[name] == other[name] for name in known) if known else None
+def _same_code(subject: Subject, mutant: Mutant) -> bool | None:
+    other = _code_of(mutant.of(subject.built[0].program))
+    known = [name for name, digest in subject.code.items() if digest is not None and other.get(name) is not None]
+    return all(subject.code[name] == other[name] for name in known) if known else None
+
+
+def _code_of(program: Program | HostProgram) -> Mapping[str, str | None]:
+    return {one.assembler: one.cubin_sha256 for one in assembled(program.ptx, program.target)}
 
 
 @contextmanager
@@ -352,6 +364,22 @@ def run(
             continue
         if seconds is not None and time.process_time() - begun > seconds:
             return
-        outcome = examine(subject, mutant, schedules)
+        with _parsed_nowhere():
+            outcome = examine(subject, mutant, schedules)
         record.append(outcome)
         yield at, outcome
+
+
+DROPPED = Selection(
+    cases=("fmha:hd=64,t=64,s_k=800,inputs=large_logits",), backends=("ptx",), targets=("sm_100a",), executors=("vm",)
+)
+"""One program on one case. Seven key tiles of two stages wrap the ring of eight; large logits change the running
+maximum, and so O's scale."""
+
+
+def drops() -> list[Outcome]:
+    """Takes each synchronising instruction out of the program of DROPPED, one at a time, in the order of its text."""
+    (subject,) = subjects(DROPPED)
+    dropped = (one for one in mutants(subject.built[0].program) if one.kind == "drop")
+    # No assembler makes the same code of two texts that differ in an instruction which orders something.
+    return [examine(subject, one, ask_assemblers=False) for one in dropped]

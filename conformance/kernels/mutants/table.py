@@ -1,4 +1,7 @@
-"""results/mutants.md: kills by class, by check and by case, and the survivors, each with its reason."""
+"""results/mutants.md: kills by class, by check and by case, and the survivors, each with its reason.
+
+results/mutations.md: one program, what its synchronising instructions are and which of them the VM misses.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from conformance import ROOT
-from conformance.kernels.mutants.campaign import Outcome, Record
+from conformance.kernels.mutants.campaign import DROPPED, SCHEDULES, Outcome, Record
 from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION
 from megamoe.spec.marked_yaml import read_marked_yaml
 
 RECORD = ROOT / "results" / "mutants.jsonl"
 TABLE = ROOT / "results" / "mutants.md"
+DROPS = ROOT / "results" / "mutations.md"
 REASONS = Path(__file__).with_name("survivors.yaml")
 
 
@@ -177,3 +181,37 @@ def _equivalents(told: Sequence[tuple[Outcome, Reason | None]]) -> list[str]:
         f"| {why} | {len(members)} | {', '.join(sorted({one.kind for one in members}))} |"
         for why, members in groups.items()
     ]
+
+
+def drops_table(found: Sequence[Outcome], known: Sequence[Reason]) -> str:
+    """Markdown of what `drops` found: by kind of instruction, how many were taken out and how many were missed."""
+    kinds: dict[str, list[Outcome]] = {}
+    for one in found:
+        kinds.setdefault(kind_of(one.before), []).append(one)
+    lines = [
+        "# Mutations",
+        "",
+        f"`{DROPPED.cases[0]}`, raw-PTX kernel for sm_100a: each of its {len(found)} synchronising instructions",
+        f"taken out, one at a time, and run under {', '.join(SCHEDULES)} until a check notices.",
+        f"Noticed: {sum(one.killed for one in found)} of {len(found)}. "
+        "Made by `nox -s mutants -- --drops`; a test keeps it true.",
+        "",
+        "| instruction | taken out | noticed | first under | why not all |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, items in sorted(kinds.items()):
+        schedules = Counter(one.schedule for one in items if one.killed)
+        first = ", ".join(f"{name} {count}" for name, count in schedules.items())
+        reasons_given = (reason_of(one, known) for one in items if not one.killed)
+        why = " ".join(dict.fromkeys("no reason is known" if each is None else each.why for each in reasons_given))
+        lines.append(f"| `{kind}` | {len(items)} | {schedules.total()} | {first} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+def kind_of(instruction: str) -> str:
+    """The opcode up to where its variants begin: "mbarrier.arrive", "tcgen05.wait::st", ..."""
+    word = instruction.split()[1] if instruction.startswith("@") else instruction.split()[0]
+    parts = word.rstrip(";").split(".")
+    if parts[0] == "tcgen05":
+        return ".".join(parts[:2]).replace("::before_thread_sync", "").replace("::after_thread_sync", "")
+    return ".".join(parts[: 3 if parts[0] in ("bar", "fence") and parts[1] in ("warp", "proxy") else 2])
