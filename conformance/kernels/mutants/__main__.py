@@ -16,6 +16,7 @@ from pathlib import Path
 
 from conformance import ROOT
 from conformance.kernels.mutants.campaign import (
+    DROPPED,
     SCHEDULES,
     Outcome,
     Plan,
@@ -44,7 +45,7 @@ def main(given: list[str]) -> int:
             print(f"{TABLE}: {len(known.outcomes)} mutants")
             return 0
         if options.drops:
-            DROPS.write_text(drops_table(drops(), reasons()), "utf-8")
+            DROPS.write_text(drops_table({target: drops(target) for target in DROPPED}, reasons()), "utf-8")
             print(f"{DROPS} is written")
             return 0
         return _campaign(options, given)
@@ -131,7 +132,7 @@ def _options(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--record", action="append", type=Path, help="JSON lines; more than one for shards")
     parser.add_argument("--id", help="run this mutant alone and say what kills it")
     parser.add_argument("--text", help="run the mutants of the instructions with TEXT alone, as tcgen05.wait::st")
-    parser.add_argument("--drops", action="store_true", help="write results/mutations.md: one program, run now")
+    parser.add_argument("--drops", action="store_true", help="write results/mutations.md: two programs, run now")
     parser.add_argument("--table", action="store_true", help="write results/mutants.md from the record")
     return parser.parse_args(given)
 

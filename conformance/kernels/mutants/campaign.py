@@ -370,16 +370,18 @@ def run(
         yield at, outcome
 
 
-DROPPED = Selection(
-    cases=("fmha:hd=64,t=64,s_k=800,inputs=large_logits",), backends=("ptx",), targets=("sm_100a",), executors=("vm",)
-)
-"""One program on one case. Seven key tiles of two stages wrap the ring of eight; large logits change the running
-maximum, and so O's scale."""
+DROPPED: Mapping[str, str] = {
+    "sm_100a": "fmha:hd=64,t=64,s_k=800,inputs=large_logits",
+    "sm_90a": "fmha:hd=64,t=4,s_k=300",
+}
+"""A case a target, of a raw-PTX kernel. Its key tiles wrap the ring of stages; large logits change the running maximum,
+and so O's scale."""
 
 
-def drops() -> list[Outcome]:
+def drops(target: str) -> list[Outcome]:
     """Takes each synchronising instruction out of the program of DROPPED, one at a time, in the order of its text."""
-    (subject,) = subjects(DROPPED)
+    chosen = Selection(cases=(DROPPED[target],), backends=("ptx",), targets=(target,), executors=("vm",))
+    (subject,) = subjects(chosen)
     dropped = (one for one in mutants(subject.built[0].program) if one.kind == "drop")
     # No assembler makes the same code of two texts that differ in an instruction which orders something.
     return [examine(subject, one, ask_assemblers=False) for one in dropped]

@@ -1,12 +1,12 @@
 """results/mutants.md: kills by class, by check and by case, and the survivors, each with its reason.
 
-results/mutations.md: one program, what its synchronising instructions are and which of them the VM misses.
+results/mutations.md: two programs, what their synchronising instructions are and which of them the VM misses.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -183,29 +183,38 @@ def _equivalents(told: Sequence[tuple[Outcome, Reason | None]]) -> list[str]:
     ]
 
 
-def drops_table(found: Sequence[Outcome], known: Sequence[Reason]) -> str:
-    """Markdown of what `drops` found: by kind of instruction, how many were taken out and how many were missed."""
-    kinds: dict[str, list[Outcome]] = {}
-    for one in found:
-        kinds.setdefault(kind_of(one.before), []).append(one)
+def drops_table(found: Mapping[str, Sequence[Outcome]], known: Sequence[Reason]) -> str:
+    """Markdown of what `drops` found, by target and kind: how many were taken out, and how many missed."""
     lines = [
         "# Mutations",
         "",
-        f"`{DROPPED.cases[0]}`, raw-PTX kernel for sm_100a: each of its {len(found)} synchronising instructions",
-        f"taken out, one at a time, and run under {', '.join(SCHEDULES)} until a check notices.",
-        f"Noticed: {sum(one.killed for one in found)} of {len(found)}. "
+        "Raw-PTX kernels without one of their synchronising instructions, each run under "
+        f"{', '.join(SCHEDULES)} until a check notices.",
         "Made by `nox -s mutants -- --drops`; a test keeps it true.",
-        "",
-        "| instruction | taken out | noticed | first under | why not all |",
-        "|---|---|---|---|---|",
     ]
-    for kind, items in sorted(kinds.items()):
-        schedules = Counter(one.schedule for one in items if one.killed)
-        first = ", ".join(f"{name} {count}" for name, count in schedules.items())
-        reasons_given = (reason_of(one, known) for one in items if not one.killed)
-        why = " ".join(dict.fromkeys("no reason is known" if each is None else each.why for each in reasons_given))
-        lines.append(f"| `{kind}` | {len(items)} | {schedules.total()} | {first} | {why} |")
+    for target, outcomes in found.items():
+        kinds: dict[str, list[Outcome]] = {}
+        for one in outcomes:
+            kinds.setdefault(kind_of(one.before), []).append(one)
+        lines += [
+            "",
+            f"## `{DROPPED[target]}` on {target}",
+            "",
+            f"Noticed: {sum(one.killed for one in outcomes)} of {len(outcomes)}.",
+            "",
+            "| instruction | taken out | noticed | first under | why not all |",
+            "|---|---|---|---|---|",
+            *(_dropped(kind, items, known) for kind, items in sorted(kinds.items())),
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _dropped(kind: str, items: Sequence[Outcome], known: Sequence[Reason]) -> str:
+    schedules = Counter(one.schedule for one in items if one.killed)
+    first = ", ".join(f"{name} {count}" for name, count in schedules.items())
+    given = (reason_of(one, known) for one in items if not one.killed)
+    why = " ".join(dict.fromkeys("no reason is known" if each is None else each.why for each in given))
+    return f"| `{kind}` | {len(items)} | {schedules.total()} | {first} | {why} |"
 
 
 def kind_of(instruction: str) -> str:
