@@ -84,6 +84,7 @@ SIGNATURES: dict[str, str] = {
     "bar.warp.sync": "b32",
     "vote.sync": "=pred pred b32",
     "vote.sync.ballot": "=b32 pred b32",
+    "redux.sync": "=T T b32",
     "elect.sync": "=elected b32",
     "shfl.sync": "=T T b32 b32 b32",
     "prmt": "=T T T T",

@@ -130,7 +130,7 @@ def _code_words(x: Builder, rows: list[_Row], quad_lane: Register) -> Vector:
         for index, row in enumerate(rows):
             blocks = [x.let("eight", "shr.u32", row.words[first + 2 * block], shift) for block in range(2)]
             for half in range(2):
-                _place(x, word, _pair(x, blocks, 16 * half), 2 * half + index)
+                _place(x, word, _pair(x, blocks, half), 2 * half + index)
         words.append(word)
     return tuple(words)
 
@@ -145,13 +145,10 @@ def _drop_zero_blocks(x: Builder, row: _Row) -> None:
             x.emit("selp.b32", word, 0, word, is_zero)
 
 
-def _pair(x: Builder, blocks: list[Register], shift: int) -> Register:
-    """The codes at bit `shift`, 0 or 16, of two words: the first one's in bits 0 to 3, the other's in bits 16 to 19."""
-    pair, upper = x.let("pair", "shr.u32", blocks[0], shift), x.let("upper", "shl.b32", blocks[1], 16 - shift)
-    x.emit("and.b32", pair, pair, 0xF)
-    x.emit("and.b32", upper, upper, 0xF_0000)
-    x.emit("or.b32", pair, pair, upper)
-    return pair
+def _pair(x: Builder, blocks: list[Register], half: int) -> Register:
+    """Half 0 or 1 of two words: of the first one in bits 0 to 15, of the other in bits 16 to 31. The code is the lowest
+    four bits of each; what lies above it is in no field."""
+    return x.let("pair", "prmt.b32", *blocks, (0x5410, 0x7632)[half])
 
 
 _FIELDS = (((0x8, 12), (0x7, 9)), ((0x8, 9), (0x7, 6)), ((0x8, 11), (0x7, 3)), ((0x8, 10), (0x7, 0)))
