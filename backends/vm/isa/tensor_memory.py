@@ -14,7 +14,7 @@ import numpy as np
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, report
 from backends.vm.isa.tensor_operands import GROUPS, group_of, pair, same_group
 from backends.vm.machine.access import resolve, uniform
 from backends.vm.machine.code import NEXT, Wait
@@ -205,8 +205,12 @@ def _place(warp: Warp, taddr: int, layout: RegisterMap, what: str) -> tuple[int,
     own = 32 * (warp.index % 4)
     highest = lane + int(layout.lanes.max())
     if lane < own or highest >= own + 32:
-        raise Fault("tmem-lane", f"{what} of lanes {lane}..{highest} by warp {warp.index}, which reaches only lanes "
-                    f"{own}..{own + 31} of tensor memory", address=taddr)  # fmt: skip
+        report(Fault("tmem-lane-ignored", f"{what} of lanes {lane}..{highest} by warp {warp.index}, which reaches only "
+                     f"lanes {own}..{own + 31} of tensor memory", address=taddr))  # fmt: skip
+        lane, highest = own + lane % 32, own + lane % 32 + highest - lane
+        if highest >= own + 32:
+            raise Fault("tmem-lane", f"{what} of lanes {lane}..{highest} by warp {warp.index}, beyond its quarter of "
+                        "tensor memory", address=taddr)  # fmt: skip
     return lane, column
 
 

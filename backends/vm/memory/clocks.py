@@ -17,6 +17,7 @@ cluster n stands under -n, the own cluster included, and travels the same ways.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -36,13 +37,15 @@ class Agents:
     All warps come first, by CTA rank, then the tensor cores, then copies, and last clocks.WAITED. The tensor core of a
     CTA is several agents: one for tcgen05.cp, which every later mma follows in order, then one for each accumulator.
     Copies that are waited for together, at one mbarrier or in one thread's groups, are one agent. Beyond COPY_AGENTS
-    such places, agents are shared, and a missing wait can hide behind another place's wait.
+    such places, agents are shared, and a missing wait can hide behind another place's wait. `line`: the PTX line of the
+    instruction that runs.
     """
 
     serial: int
     size: int
     warps_per_cta: int
     copy_places: int = 0
+    line: Callable[[], int] = int
 
     @property
     def first_engine(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, OtherAccess, collects, report
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
     PENDING,
@@ -71,6 +71,7 @@ class TensorMemory:
     writer: Stamps = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     reader: Stamps = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     writer_line: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
+    reader_line: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     loading: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     owned: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(COLUMNS, np.bool_))
     closed: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(COLUMNS, np.int32))
@@ -147,9 +148,10 @@ class TensorMemory:
         if np.count_nonzero(closed):
             columns = _as_array(index[1])
             column = int(columns[self.closed[columns] != 0].flat[0])
-            raise Fault("tmem-dealloc", f"{action} column {column}, which a CTA of the pair gives back by the "
-                        f"tcgen05.dealloc of PTX line {self.closed[column]}: nothing makes that wait for this access",
-                        address=column)  # fmt: skip
+            line = int(self.closed[column])
+            report(Fault("tmem-dealloc", f"{action} column {column}, which a CTA of the pair gives back by the "
+                         f"tcgen05.dealloc of PTX line {line}: nothing makes that wait for this access",
+                         address=column, other=OtherAccess("a CTA of the pair", "gives it back", line)))  # fmt: skip
 
     def read(self, index: Index, clock: Clock, stamp: int, action: str) -> Words:
         """Cells at `index` (broadcast shape) after checking ownership, initialisation and order."""
@@ -161,6 +163,7 @@ class TensorMemory:
                         address=lane << 16 | column)  # fmt: skip
         self._check_order(index, self.writer, clock, action, "wrote")
         self.reader[index] = stamp
+        self.reader_line[index] = self.agents.line()
         return self.data[index]
 
     def write(self, index: Index, values: Words, clock: Clock, stamp: int, line: int, action: str) -> None:
@@ -207,29 +210,38 @@ class TensorMemory:
             late &= agent_of(found) != own
             if not np.count_nonzero(late):
                 return
-        lane, column = self._first(index, late)
-        stamp = int(stamps[lane, column])
-        line = f" at PTX line {self.writer_line[lane, column]}" if did == "wrote" else ""
-        if stamp & EPOCH_MASK == PENDING:
-            raise Fault("tmem-store-not-waited", f"{action} lane {lane}, column {column}, where a tcgen05.st by "
-                        f"{self.agents.name(agent_of(stamp))}{line} is not complete: tcgen05.wait::st is missing",
-                        address=lane << 16 | column)  # fmt: skip
-        raise Fault("tmem-race", f"{action} lane {lane}, column {column}, but nothing orders that "
-                    f"after {self.agents.name(agent_of(stamp))} {did} it{line}: a commit and a wait for it, or a "
-                    "barrier, is missing", address=lane << 16 | column)  # fmt: skip
+        lines = self.writer_line if did == "wrote" else self.reader_line
+        for line in dict.fromkeys(np.broadcast_to(lines[index], late.shape)[late].tolist()):
+            lane, column = self._first(index, late & (lines[index] == line))
+            agent, pending = agent_of(int(stamps[lane, column])), int(stamps[lane, column]) & EPOCH_MASK == PENDING
+            who = self.agents.name(agent)
+            if pending:
+                report(Fault("tmem-store-not-waited", f"{action} lane {lane}, column {column}, where a tcgen05.st by "
+                             f"{who} at PTX line {line} is not complete: tcgen05.wait::st is missing",
+                             address=lane << 16 | column, other=OtherAccess(who, "writes", line)))  # fmt: skip
+            else:
+                report(Fault("tmem-race", f"{action} lane {lane}, column {column}, but nothing orders that after {who} "
+                             f"{did} it at PTX line {line}: a commit and a wait for it, or a barrier, is missing",
+                             address=lane << 16 | column, other=OtherAccess(who, did, line)))  # fmt: skip
 
     def _check_loaded(self, index: Index, action: str) -> None:
         lines = self.loading[index]
         if not np.count_nonzero(lines):
             return
-        if not np.count_nonzero(lines > 0):
-            self.loading[index] = 0
-            self.unwaited_overwrites += 1
-            return
-        lane, column = self._first(index, lines > 0)
-        raise Fault("tmem-load-not-waited", f"{action} lane {lane}, column {column}, where the tcgen05.ld of PTX line "
-                    f"{self.loading[lane, column]} by {self.agents.name(agent_of(int(self.reader[lane, column])))} may "
-                    "still read: tcgen05.wait::ld is missing", address=lane << 16 | column)  # fmt: skip
+        used = not np.count_nonzero(lines > 0)
+        self.unwaited_overwrites += used
+        if not used or collects():
+            lane, column = self._first(index, lines != 0 if used else lines > 0)
+            line, who = abs(int(self.loading[lane, column])), self.agents.name(agent_of(int(self.reader[lane, column])))
+            rule, may = (
+                ("tmem-load-used-unwaited", "was never waited for, though its registers were used")
+                if used
+                else ("tmem-load-not-waited", "may still read")
+            )
+            report(Fault(rule, f"{action} lane {lane}, column {column}, where the tcgen05.ld of PTX line {line} by "
+                         f"{who} {may}: tcgen05.wait::ld is missing", address=lane << 16 | column,
+                         other=OtherAccess(who, "reads", line)))  # fmt: skip
+        self.loading[index] = 0
 
     def load_begins(self, index: Index, clock: Clock, stamp: int, line: int) -> None:
         """A tcgen05.ld of PTX `line`: checks as of a read. The cells are being read until `loads_complete`."""

@@ -49,7 +49,8 @@ MEGAMOE = {
     "__main__": "cli",
 }
 VM = {
-    "faults": "",
+    "rules": "",
+    "faults": "rules",
     "ptx": "faults",
     "numerics": "",
     "memory": "faults",
