@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from backends.vm.rules import RULES, Rule
+from backends.vm.rules import RULES, MachineRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class Fault(Exception):
         return f"[{self.rule}] {place}, {self.where}{lane}{address}: {self.detail}{history}"
 
     @property
-    def about(self) -> Rule:
+    def about(self) -> MachineRule:
         """The rule with its grade. A fault of no known rule is an error."""
-        return RULES.get(self.rule) or Rule(self.rule, "error", "", self.rule, "")
+        return RULES.get(self.rule) or MachineRule(self.rule, "error", "", self.rule, "")
 
     @property
     def site(self) -> tuple[object, ...]:

@@ -15,7 +15,7 @@ Grade = Literal["error", "portability", "note"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class MachineRule:
     """`wrong`: what goes wrong on silicon. `missing`: the order that is not there, "" where none would help.
 
     `mend`: what to do, as a sentence. `section`: of the PTX ISA, or of the CUDA programming guide. `reliance`: who
@@ -31,12 +31,12 @@ class Rule:
     reliance: str = ""
 
 
-def _error(slug: str, section: str, wrong: str, mend: str, missing: str = "") -> Rule:
-    return Rule(slug, "error", section, wrong, mend, missing)
+def _error(slug: str, section: str, wrong: str, mend: str, missing: str = "") -> MachineRule:
+    return MachineRule(slug, "error", section, wrong, mend, missing)
 
 
-def _relied(slug: str, section: str, wrong: str, reliance: str, mend: str, missing: str = "") -> Rule:
-    return Rule(slug, "portability", section, wrong, mend, missing, reliance)
+def _relied(slug: str, section: str, wrong: str, reliance: str, mend: str, missing: str = "") -> MachineRule:
+    return MachineRule(slug, "portability", section, wrong, mend, missing, reliance)
 
 
 _BARRIER: Final = "a barrier, an mbarrier wait, or a wait for the group of the copy, between the two accesses"
@@ -313,12 +313,12 @@ _ALL = (
         "tcgen05.wait::ld",
     ),
     # Worth a look.
-    Rule(
+    MachineRule(
         "unspecified-result", "note", "9.7.1",
         "An operand for which the ISA gives no result: a remainder by zero, a bit field beyond 255.",
         "Make sure that the result is not used.",
     ),
 )
 # fmt: on
-RULES: Final[Mapping[str, Rule]] = {rule.slug: rule for rule in _ALL}
+RULES: Final[Mapping[str, MachineRule]] = {rule.slug: rule for rule in _ALL}
 """Every rule by its slug."""

@@ -136,8 +136,8 @@ class Cta:
         known = self.mbarriers.get(offset)
         if known is not None and known.unused and known.expected == count:
             other = self._initialised(known)
-            report(Fault("mbarrier-reinitialised", f"mbarrier.init where {other.who} has initialised an mbarrier of the "
-                         f"same count {count}", address=offset, other=other))  # fmt: skip
+            report(Fault("mbarrier-reinitialised", f"mbarrier.init where {other.who} has initialised an mbarrier of "
+                         f"the same count {count}", address=offset, other=other))  # fmt: skip
             return
         if known is not None:
             raise Fault("mbarrier-misuse", "mbarrier.init where an mbarrier already lies (mbarrier.inval comes first)",
@@ -202,7 +202,7 @@ class Cta:
                 who = self.cluster.agents.name(agent)
                 report(Fault("ended-cta", f"CTA rank {self.place.cta_rank} ends, but nothing orders that after {who} "
                              f"used its memory at PTX line {visit.line}: a barrier of the cluster, or a wait for what "
-                             "that access signals, is missing", other=OtherAccess(who, "used", visit.line)))  # fmt: skip
+                             "it signals, is missing", other=OtherAccess(who, "used", visit.line)))  # fmt: skip
 
     def threads_ended(self) -> None:
         """Complete the barriers that only waited for threads that have now ended (PTX ISA 9.7.13.1)."""

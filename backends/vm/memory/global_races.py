@@ -90,8 +90,8 @@ class LaunchChain:
                 did = f"{'wrote' if wrote else 'read'} it at PTX line {line}"
                 offset = shadow.offset_in(buffer, at)
                 report(Fault("dependent-launch-not-awaited", f"byte {offset} of `{buffer.name}` is "
-                             f"{'overwritten' if writes else 'read'}, but {earlier.kernel}, which {did}, may still run: "
-                             f"{self._missing(earlier, waited=waited)}",
+                             f"{'overwritten' if writes else 'read'}, but {earlier.kernel}, which {did}, may still "
+                             f"run: {self._missing(earlier, waited=waited)}",
                              lane=int(np.argwhere(found)[0][0]) if by_lane else None, address=buffer.base + offset,
                              other=OtherAccess(earlier.kernel, "wrote" if wrote else "read", line)))  # fmt: skip
                 return

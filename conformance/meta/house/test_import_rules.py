@@ -38,14 +38,15 @@ MEGAMOE = {
     "bench": "contract runner spec ops records judge",
     "explain": "contract runner spec ops records judge",
     "report": "contract spec records diff explain",
-    "export": "contract runner spec ops records gate",
-    "cli": "megamoe contract runner spec records diff judge gate bench explain report export vm",
+    "export": "contract runner spec ops records gate findings",
+    "cli": "megamoe contract runner spec records diff judge gate bench explain report export vm findings",
     # The doors. Each finds its machine by entry point, so that none imports a backend.
-    "vm": "contract",
+    "findings": "contract spec",
+    "vm": "contract findings",
     "triton": "contract vm",
     "cutedsl": "contract vm",
     "torch_cuda": "contract",
-    "pytest_plugin": "contract vm torch_cuda triton cutedsl",
+    "pytest_plugin": "contract vm torch_cuda triton cutedsl findings export",
     "__main__": "cli",
 }
 VM = {
