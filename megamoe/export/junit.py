@@ -65,7 +65,7 @@ def write_junit(path: Path, verdict: Verdict, figures: Iterable[Figures], starte
 
 
 def findings_as_junit(ledger: Ledger, failures: Sequence[str]) -> str:
-    """XML with a failure for each finding that counts, a skipped case for a suppressed one, and the other `failures`."""
+    """XML with a failure for each finding that counts, a skipped case for a suppressed one, and `failures`."""
     suites: dict[str, _Suite] = {}
     for number, one in enumerate(ledger.findings, 1):
         suite = suites.setdefault(f"megamoe.{one.kernel or 'host'}", _Suite())

@@ -29,6 +29,7 @@ class MBarrier:
     wait acquires these (PTX ISA 9.7.13.15.16: what came before the arrivals of the completed phase). `phase` counts
     completed phases: its lowest bit is the parity. Agent `creator` initialised it in its epoch `created`. Copies that
     signal it are agent `copy_agent`; `last_copy` is the latest. `line`: of its initialisation.
+    `announced`: its creator has executed fence.mbarrier_init since.
     """
 
     offset: int
@@ -45,6 +46,7 @@ class MBarrier:
     last_copy: Signaller | None = None
     last_copy_serial: int = 0
     line: int = 0
+    announced: bool = False
 
     @property
     def unused(self) -> bool:

@@ -162,6 +162,8 @@ class TensorMemory:
             raise Fault("uninitialised-tmem", f"{action} lane {lane}, column {column}, which was never written",
                         address=lane << 16 | column)  # fmt: skip
         self._check_order(index, self.writer, clock, action, "wrote")
+        if collects():
+            self._check_tensor_fences(index, self.writer, clock, stamp, action)
         self.reader[index] = stamp
         self.reader_line[index] = self.agents.line()
         return self.data[index]
@@ -182,6 +184,9 @@ class TensorMemory:
         self._check_order(index, self.writer, clock, action, "wrote", own)
         self._check_order(index, self.reader, clock, action, "read")
         self._check_loaded(index, action)
+        if collects():
+            self._check_tensor_fences(index, self.writer, clock, stamp, action)
+            self._check_tensor_fences(index, self.reader, clock, stamp, action)
         self.written[index] = True
         self.writer[index] = stamp
         self.writer_line[index] = line
@@ -223,6 +228,39 @@ class TensorMemory:
                 report(Fault("tmem-race", f"{action} lane {lane}, column {column}, but nothing orders that after {who} "
                              f"{did} it at PTX line {line}: a commit and a wait for it, or a barrier, is missing",
                              address=lane << 16 | column, other=OtherAccess(who, did, line)))  # fmt: skip
+
+    def _check_tensor_fences(self, index: Index, stamps: Stamps, clock: Clock, stamp: int, action: str) -> None:
+        """Report accesses of others that are ordered before this one, but not by tcgen05.fence (PTX ISA 9.7.16.6.3).
+
+        A commit has the fence before the synchronisation built in, and MMAs follow each other without any.
+        """
+        found, own = stamps[index], agent_of(stamp)
+        agents, epochs, engines = agent_of(found), found & EPOCH_MASK, self.agents.first_engine
+        ordered = (found != 0) & (agents != own) & (epochs <= clock.seen[agents])
+        if own >= engines:
+            ordered &= agents < engines
+        if not np.count_nonzero(ordered):
+            return
+        behind = ordered if clock.tensor is None else ordered & (epochs > clock.tensor[agents])
+        if np.count_nonzero(behind):
+            self._report_unfenced(index, behind, stamps, action, "no tcgen05.fence::after_thread_sync behind")
+            return
+        for one in np.unique(found[ordered & (agents < engines)]).tolist():
+            agent, epoch = agent_of(one), one & EPOCH_MASK
+            if not any(epoch <= fence <= clock.seen[agent] for fence in self.agents.tensor_fences.get(agent, ())):
+                late = ordered & (found == one)
+                self._report_unfenced(index, late, stamps, action, "no tcgen05.fence::before_thread_sync before")
+
+    def _report_unfenced(
+        self, index: Index, bad: npt.NDArray[np.bool_], stamps: Stamps, action: str, lacking: str
+    ) -> None:
+        lane, column = self._first(index, bad)
+        wrote = stamps is self.writer
+        line = int((self.writer_line if wrote else self.reader_line)[lane, column])
+        other = OtherAccess(self.agents.name(agent_of(int(stamps[lane, column]))), "wrote" if wrote else "read", line)
+        report(Fault("missing-tcgen05-fence", f"{action} lane {lane}, column {column} after {other.who} {other.did} it "
+                     f"at PTX line {line}, with {lacking} the barrier or wait in between",
+                     address=lane << 16 | column, other=other))  # fmt: skip
 
     def _check_loaded(self, index: Index, action: str) -> None:
         lines = self.loading[index]
