@@ -136,7 +136,7 @@ class Warp:
         self.agents = cta.cluster.agents
         self.agent = agent = self.agents.warp(cta.place.cta_rank, index)
         self.clock = Clock.zero(self.agents.count)
-        self.clock.seen[agent] = self.clock.fenced[agent] = 1
+        self.clock.seen[agent] = 1
         self.stamp = stamp(agent, 1)
         self.registers = file
         self.written = {key: np.zeros(LANES, np.uint16) for key in code.tracked}
