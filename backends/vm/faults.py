@@ -116,6 +116,11 @@ def collects() -> bool:
     return _TAKES.get() is not None
 
 
+def at_line(line: int) -> str:
+    """The end of a clause about another access: readers keep their line for those who collect, and 0 is unknown."""
+    return f" at PTX line {line}" if line else ""
+
+
 class UnknownInstructionError(Exception):
     """PTX whose meaning this machine does not have: the text names the spelling, the line and what is known."""
 

@@ -271,7 +271,7 @@ class Run:
 
     def line(self) -> int:
         """PTX line of the instruction that runs, 0 if none does."""
-        return self.running.line if self.running is not None else 0
+        return 0 if self.running is None else self.running.instruction.line
 
     def found(self, fault: Fault) -> None:
         """Collect a fault that the launch goes on after. What it collides with ends first, as in the missing order."""

@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.faults import Fault, OtherAccess, report
+from backends.vm.faults import Fault, OtherAccess, at_line, collects, report
 from backends.vm.memory.clocks import CLUSTER_SHIFT, WAITED, Agents, Clock, Epochs, Snapshot, agent_of, merge, unordered
 from backends.vm.memory.global_memory import Buffer, Bytes, GlobalMemory
 
@@ -87,7 +87,7 @@ class LaunchChain:
                 wrote = marks is shadow.writer
                 at = int(granules[found][0])
                 line = int((shadow.line if wrote else shadow.read_line)[at])
-                did = f"{'wrote' if wrote else 'read'} it at PTX line {line}"
+                did = f"{'wrote' if wrote else 'read'} it{at_line(line)}"
                 offset = shadow.offset_in(buffer, at)
                 report(Fault("dependent-launch-not-awaited", f"byte {offset} of `{buffer.name}` is "
                              f"{'overwritten' if writes else 'read'}, but {earlier.kernel}, which {did}, may still "
@@ -238,7 +238,8 @@ class GlobalRaces:
         if bulk and self.stored:
             self._check_fenced(shadow, granules, buffer, warp, "reads")
         shadow.reader[granules] = warp.agents.mark | stamp
-        shadow.read_line[granules] = warp.agents.line()
+        if collects():
+            shadow.read_line[granules] = warp.agents.line()
 
     def write(
         self,
@@ -335,7 +336,7 @@ class GlobalRaces:
             offset, who = shadow.offset_in(buffer, at), self._name(int(marks[at]), warp)
             did = "wrote" if wrote else "read"
             report(Fault("global-race", f"byte {offset} of `{buffer.name}` {action}, but nothing orders that after "
-                         f"{who} {did} it at PTX line {line}: a barrier, or a release and an acquire of gpu scope, "
+                         f"{who} {did} it{at_line(line)}: a barrier, or a release and an acquire of gpu scope, "
                          "with fences if they are relaxed, is missing", lane=access if by_lane else None,
                          address=buffer.base + offset, other=OtherAccess(who, did, line)))  # fmt: skip
 

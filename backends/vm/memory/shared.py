@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.faults import Fault, OtherAccess, collects, report
+from backends.vm.faults import Fault, OtherAccess, at_line, collects, report
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
     Agents,
@@ -199,7 +199,8 @@ class SharedMemory:
                 lines[at[mine]] = self.reader_line[at[mine]]
             self.many_readers[at] = True
         self.reader[granules] = stamp
-        self.reader_line[granules] = self.agents.line()
+        if collects():
+            self.reader_line[granules] = self.agents.line()
 
     def _race(self, granules: Granules, late: npt.NDArray[np.bool_], stamps: Stamps, action: str) -> None:
         """Report that `late` granules are reached too early, once for each line that the other access has."""
@@ -217,7 +218,7 @@ class SharedMemory:
 
     def _collide(self, lane: int | None, at: int, action: str, other: OtherAccess) -> None:
         report(Fault("race", f"this granule is {action}, but nothing orders that after {other.who} {other.did} it"
-                     f"{f' at PTX line {other.line}' if other.line else ''}: a barrier, an mbarrier wait or a wait for "
+                     f"{at_line(other.line)}: a barrier, an mbarrier wait or a wait for "
                      "a group is missing", lane=lane, address=4 * at, other=other))  # fmt: skip
 
     def _check_inside(self, granules: Granules, what: str) -> None:

@@ -8,12 +8,13 @@ and nobody may overwrite them before (PTX ISA 9.7.16.6.4.5).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.faults import Fault, OtherAccess, collects, report
+from backends.vm.faults import Fault, OtherAccess, at_line, collects, report
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
     PENDING,
@@ -162,10 +163,10 @@ class TensorMemory:
             raise Fault("uninitialised-tmem", f"{action} lane {lane}, column {column}, which was never written",
                         address=lane << 16 | column)  # fmt: skip
         self._check_order(index, self.writer, clock, action, "wrote")
+        self.reader[index] = stamp
         if collects():
             self._check_tensor_fences(index, self.writer, clock, stamp, action)
-        self.reader[index] = stamp
-        self.reader_line[index] = self.agents.line()
+            self.reader_line[index] = self.agents.line()
         return self.data[index]
 
     def write(self, index: Index, values: Words, clock: Clock, stamp: int, line: int, action: str) -> None:
@@ -226,7 +227,7 @@ class TensorMemory:
                              address=lane << 16 | column, other=OtherAccess(who, "writes", line)))  # fmt: skip
             else:
                 report(Fault("tmem-race", f"{action} lane {lane}, column {column}, but nothing orders that after {who} "
-                             f"{did} it at PTX line {line}: a commit and a wait for it, or a barrier, is missing",
+                             f"{did} it{at_line(line)}: a commit and a wait for it, or a barrier, is missing",
                              address=lane << 16 | column, other=OtherAccess(who, did, line)))  # fmt: skip
 
     def _check_tensor_fences(self, index: Index, stamps: Stamps, clock: Clock, stamp: int, action: str) -> None:
@@ -234,8 +235,12 @@ class TensorMemory:
 
         A commit has the fence before the synchronisation built in, and MMAs follow each other without any.
         """
-        found, own = stamps[index], agent_of(stamp)
-        agents, epochs, engines = agent_of(found), found & EPOCH_MASK, self.agents.first_engine
+        found, own, engines = stamps[index], agent_of(stamp), self.agents.first_engine
+        # The quick answer for what one operation did: all stamps are the same one.
+        head = found.item(0)
+        if not np.count_nonzero(found != head) and self._is_fenced(head, clock, own):
+            return
+        agents, epochs = agent_of(found), found & EPOCH_MASK
         ordered = (found != 0) & (agents != own) & (epochs <= clock.seen[agents])
         if own >= engines:
             ordered &= agents < engines
@@ -246,10 +251,20 @@ class TensorMemory:
             self._report_unfenced(index, behind, stamps, action, "no tcgen05.fence::after_thread_sync behind")
             return
         for one in np.unique(found[ordered & (agents < engines)]).tolist():
-            agent, epoch = agent_of(one), one & EPOCH_MASK
-            if not any(epoch <= fence <= clock.seen[agent] for fence in self.agents.tensor_fences.get(agent, ())):
+            if not self._is_fenced(one, clock, own):
                 late = ordered & (found == one)
                 self._report_unfenced(index, late, stamps, action, "no tcgen05.fence::before_thread_sync before")
+
+    def _is_fenced(self, stamp: int, clock: Clock, own: int) -> bool:
+        """Whether tcgen05.fence, or the pipeline, orders what left `stamp` before what agent `own` does next."""
+        agent, epoch, engines = agent_of(stamp), stamp & EPOCH_MASK, self.agents.first_engine
+        if not stamp or agent == own or (own >= engines and agent >= engines) or epoch > clock.seen[agent]:
+            return True
+        if clock.tensor is None or epoch > clock.tensor[agent]:
+            return False
+        fences = self.agents.tensor_fences.get(agent, [])
+        first = bisect_left(fences, epoch)
+        return agent >= engines or (first < len(fences) and fences[first] <= clock.seen[agent])
 
     def _report_unfenced(
         self, index: Index, bad: npt.NDArray[np.bool_], stamps: Stamps, action: str, lacking: str
