@@ -107,13 +107,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
     device, file = config.stash.get(_DEVICE, None), config.getoption("--megamoe-findings")
     if device is not None and file is not None:
-        from megamoe.export.findings import Checked, form_of, rendered
+        from megamoe.export.findings import CheckedRun, form_of, rendered
 
         path = Path(file)
         # With pytest-xdist each worker has kernels of its own, and so a file of its own.
         if (worker := getattr(config, "workerinput", {}).get("workerid")) is not None:
             path = path.with_name(f"{path.stem}.{worker}{path.suffix}")
-        path.write_text(rendered(Checked(device.ledger), form_of(path)), "utf-8")
+        path.write_text(rendered(CheckedRun(device.ledger), form_of(path)), "utf-8")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -342,6 +342,13 @@ INLINED = """.version 8.7
 .loc 2 1 73, function_name $names+6, inlined_at 1 3 4
 mov.u32 %r1, 0;
 .loc 1 6 1
+// begin inline asm
+.loc 1 6 1
+mov.u32 %r1, 0;
+.loc 1 7 1
+mov.u32 %r1, 1;
+// end inline asm
+.loc 1 8 1
 ret;
 }
 .section .debug_str
@@ -357,7 +364,7 @@ $names:
 def test_a_line_of_ptx_names_its_source_and_who_called_it() -> None:
     places = [(one.file, one.line, one.function) for one in source_of(INLINED, 11)]
     assert places == [("/src/helper.h", 1, "inner"), ("/src/kernel.cu", 3, "outer"), ("/src/kernel.cu", 5, "")]
-    assert [one.line for one in source_of(INLINED, 13)] == [6]
+    assert [source_of(INLINED, line)[0].line for line in (15, 17, 20)] == [6, 6, 8], "inline assembly is one place"
     assert source_of(INLINED, 2) == (), "nothing is said of a line before the first .loc"
     assert source_of(INLINED, 999) == ()
     assert Path(places[0][0]).name == "helper.h"

@@ -16,7 +16,7 @@ from megamoe.cli.terminal import complain, console
 from megamoe.contract import TARGETS, UnsupportedError
 from megamoe.contract.machine import KernelFault, LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
-from megamoe.export.findings import Checked, Format, read_findings, rendered
+from megamoe.export.findings import CheckedRun, Format, read_findings, rendered
 from megamoe.findings import KernelFinding, Ledger
 from megamoe.records.files import write_file
 from megamoe.records.lines import RecordError
@@ -67,7 +67,7 @@ def check(
     if sought.format not in get_args(Format):
         _unusable(f"--format {sought.format}: the formats are {', '.join(get_args(Format))}")
     try:
-        checked = Checked(Ledger.of(sought.profile, sought.suppress))
+        checked = CheckedRun(Ledger.of(sought.profile, sought.suppress))
     except ValueError as wrong:
         _unusable(str(wrong))
     for kernel in kernels:
@@ -97,7 +97,7 @@ class _AskedLaunch:
     args: list[str]
 
 
-def _write(checked: Checked, sought: Sought) -> None:
+def _write(checked: CheckedRun, sought: Sought) -> None:
     text = rendered(checked, cast("Format", sought.format))
     if sought.output is None:
         console().print(text, markup=False, end="")
@@ -120,7 +120,7 @@ def _sizes(text: str) -> tuple[int, ...]:
         _unusable(f"{text!r} is no size; write 8 or 8,2,1")
 
 
-def _read(kernel: str, target: str, checked: Checked) -> None:
+def _read(kernel: str, target: str, checked: CheckedRun) -> None:
     """Bind every entry."""
     from megamoe.vm import Device, as_ptx, sentences
 
@@ -138,7 +138,7 @@ def _read(kernel: str, target: str, checked: Checked) -> None:
                 checked.failures.append(f"{kernel}: {name}: {unknown}")
 
 
-def _launched(kernel: str, target: str, launch: _AskedLaunch, schedules: list[str], checked: Checked) -> None:
+def _launched(kernel: str, target: str, launch: _AskedLaunch, schedules: list[str], checked: CheckedRun) -> None:
     """Launch under each schedule on the same arguments. A launch that fails is not held against others."""
     from megamoe.vm import Device
 
@@ -207,7 +207,7 @@ def _argument(text: str, index: int) -> object:
     _unusable(f"--arg {text}: write a number, null, or DTYPE[SIZE] such as f32[1024]")
 
 
-def _tested(tests: list[str], target: str, schedule: str, sought: Sought, checked: Checked) -> None:
+def _tested(tests: list[str], target: str, schedule: str, sought: Sought, checked: CheckedRun) -> None:
     """Run test-suites in a process of their own. What pytest says goes to standard error beside another format."""
     with scratch_folder("check") as folder:
         found = folder / "findings.json"

@@ -25,7 +25,7 @@ _FORMAT = 1
 
 
 @dataclass(slots=True)
-class Checked:
+class CheckedRun:
     """A run: its ledger, `said` of what was clean, and `failures`, sentences about what is wrong besides."""
 
     ledger: Ledger
@@ -38,7 +38,7 @@ class Checked:
         return bool(self.failures or self.ledger.failing)
 
 
-def rendered(checked: Checked, form: Format) -> str:
+def rendered(checked: CheckedRun, form: Format) -> str:
     """The run in a format, with a newline at the end."""
     if form == "text":
         return _text(checked)
@@ -62,7 +62,7 @@ def form_of(path: Path) -> Format:
 # Text
 
 
-def _text(checked: Checked) -> str:
+def _text(checked: CheckedRun) -> str:
     ledger = checked.ledger
     said = [*checked.said, *checked.failures]
     for one in ledger.findings:
@@ -78,7 +78,7 @@ def _text(checked: Checked) -> str:
 # JSON
 
 
-def _plain(checked: Checked) -> dict[str, Any]:
+def _plain(checked: CheckedRun) -> dict[str, Any]:
     ledger = checked.ledger
     return {
         "megamoe_findings": _FORMAT,
@@ -113,7 +113,7 @@ def read_findings(path: Path) -> list[KernelFinding]:
 # SARIF (sections of the OASIS standard, version 2.1.0)
 
 
-def _sarif(checked: Checked) -> dict[str, Any]:
+def _sarif(checked: CheckedRun) -> dict[str, Any]:
     ledger = checked.ledger
     slugs = list(dict.fromkeys(one.rule for one in ledger.findings))
     first = {one.rule: one for one in reversed(ledger.findings)}

@@ -19,6 +19,7 @@ _LOC = re.compile(
     r"(?:\s*,?\s*function_name\s+([\w$]+)(?:\s*\+\s*(\d+))?\s*,\s*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?"
 )
 _FUNCTION = re.compile(r"^\s*(?:\.\w+\s+)*\.(?:entry|func)\b")
+_INLINE = re.compile(r"^\s*// (begin|end) inline asm")
 _LABEL = re.compile(r"^\s*([\w$]+):\s*$")
 _BYTES = re.compile(r"^\s*\.b8\s+(.*?);?\s*$")
 
@@ -69,10 +70,13 @@ def source_of(ptx: str, line: int) -> tuple[SourcePlace, ...]:
 def _table(ptx: str) -> _Table:
     table = _Table(locs=[None])
     current: _Loc | None = None
-    label = ""
+    label, inline = "", False
     for text in ptx.splitlines():
-        if matched := _LOC.match(text):
-            current = _loc(matched)
+        if "inline asm" in text and (matched := _INLINE.match(text)):
+            inline = matched[1] == "begin"
+        elif matched := _LOC.match(text):
+            # LLVM counts on through the lines of inline assembly, of which the source has one place.
+            current = current if inline and current is not None else _loc(matched)
         elif matched := _FILE.match(text):
             folder, name = (matched[2], matched[3]) if matched[3] else ("", matched[2])
             table.files[int(matched[1])] = posixpath.join(folder, name)
