@@ -17,12 +17,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.machine import CompiledHost
 from megamoe.contract.scratch import scratch_folder
-from megamoe.vm import Device, Reached, sentences, view_of
+from megamoe.vm import Device, Reached, view_of
 
 try:
     import cutlass
@@ -33,7 +34,7 @@ except ModuleNotFoundError as missing:
 
 import cutlass.utils
 from cuda.bindings.driver import CUstream
-from cutlass.base_dsl.compiler import CompileOptions, DumpDir, EnableTVMFFI, KeepPTX
+from cutlass.base_dsl.compiler import CompileOptions, DumpDir, EnableTVMFFI, GenerateLineInfo, KeepPTX
 from cutlass.base_dsl.jit_executor import ExecutionArgs, JitCompiledFunction
 from cutlass.cute import runtime as cute_runtime
 from cutlass.cutlass_dsl import CuTeDSL
@@ -50,7 +51,8 @@ _FIRST_ADDRESS, _LAST_ADDRESS = 1 << 40, 1 << 47
 
 def run(
     fn: Callable[..., Any], *args: object, target: str = "sm_100a", sm_count: int = SM_COUNT, schedule: str = "eager",
-    accumulate: str = "fast", step_budget: int = 200_000_000, **named: object,
+    accumulate: str = "fast", step_budget: int = 200_000_000, profile: str = "default",
+    suppress: str | Path | None = None, **named: object,
 ) -> Any:  # fmt: skip
     """Call `fn` and run every kernel that it launches, to its end; returns what `fn` returns.
 
@@ -62,13 +64,13 @@ def run(
     take, UnsupportedError for what the machine lacks. Errors of CuTeDSL pass through.
     """
     options = {"sm_count": sm_count, "schedule": schedule, "accumulate": accumulate, "step_budget": step_budget}
-    with _installed(Device(target, **options)):
+    with _installed(Device(target, profile=profile, suppress=suppress, **options)):
         return fn(*map(_as_cute, args), **{name: _as_cute(value) for name, value in named.items()})
 
 
 def install(
     target: str | Device = "sm_100a", *, sm_count: int = SM_COUNT, schedule: str = "eager", accumulate: str = "fast",
-    step_budget: int = 200_000_000,
+    step_budget: int = 200_000_000, profile: str = "default", suppress: str | Path | None = None,
 ) -> Device:  # fmt: skip
     """Let every cute.jit function of this process run on the machine, until `uninstall`. Options as in `run`.
 
@@ -76,7 +78,9 @@ def install(
     """
     uninstall()
     options = {"sm_count": sm_count, "schedule": schedule, "accumulate": accumulate, "step_budget": step_budget}
-    device = target if isinstance(target, Device) else Device(target, **options)
+    device = target
+    if not isinstance(device, Device):
+        device = Device(device, profile=profile, suppress=suppress, **options)
     _INSTALLED.append(_installed(device))
     _INSTALLED[-1].__enter__()
     return device
@@ -132,11 +136,11 @@ def _replace(owner: type, name: str, replacement: Callable[..., Any]) -> tuple[t
 
 
 def _keeping_ptx(folder: str, own: Callable[..., object], options: Any, envar: Any, function: str) -> object:
-    """As the environment has it, and PTX, which the machine runs. envar.keep_ptx would turn CuTeDSL's cache off.
+    """As the environment has it, and PTX with the lines of its source. envar.keep_ptx would turn CuTeDSL's cache off.
 
     A function of TVM FFI would call the CUDA runtime by itself, so that it becomes one of CuTeDSL's own convention.
     """
-    options.options[KeepPTX].value = True
+    options.options[KeepPTX].value = options.options[GenerateLineInfo].value = True
     options.options[DumpDir].value = folder
     own(options, envar, function)
     options.options[EnableTVMFFI].value = False
@@ -186,8 +190,9 @@ def _run(device: Device, own: Callable[..., object], compiled: Any, pointers: Se
     """In the place of JitCompiledFunction.run_compiled_program: the arguments are packed, and nothing has run."""
     addresses = [one if isinstance(one, int) else ctypes.cast(one, ctypes.c_void_p).value or 0 for one in pointers]
     machine = device.machine
-    with sentences(machine):
-        machine.call(_host(compiled), addresses, _memory_behind(device, addresses))
+    host, memory = _host(compiled), _memory_behind(device, addresses)
+    with device.watched():
+        machine.call(host, addresses, memory)
     return 0
 
 

@@ -1,7 +1,8 @@
 """`pytest --megamoe-vm sm_100a`: a test-suite of Triton or CuTeDSL kernels runs on the machine, with no GPU.
 
 Tensors on "cuda" lie on the host (megamoe.torch_cuda), kernels run on the machine, and a rule that a kernel breaks
-fails the test that launched it, even where the test catches the exception.
+fails the test that launched it, even where the test catches the exception. `--megamoe-findings FILE` writes what was
+found, as text, JSON, SARIF or JUnit XML by the name of the file.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Generator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,6 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("megamoe", "kernels on a machine without a GPU")
     group.addoption("--megamoe-vm", metavar="TARGET", help="run kernels on a machine of this target: sm_90a, sm_100a")
     group.addoption("--megamoe-schedule", metavar="NAME", default="eager", help="eager, lazy or random:SEED")
+    group.addoption("--megamoe-profile", metavar="NAME", default="default", help="strict, default or lenient")
+    group.addoption("--megamoe-suppress", metavar="FILE", help="YAML of findings that do not count")
+    group.addoption("--megamoe-findings", metavar="FILE", help="write findings: .txt, .json, .sarif or .xml (JUnit)")
     group.addoption("--megamoe-sm-count", metavar="N", type=int, default=4, help="what persistent kernels are told")
 
 
@@ -39,7 +44,17 @@ def pytest_configure(config: pytest.Config) -> None:
     sm_count = int(str(config.getoption("--megamoe-sm-count")))
     opened = ExitStack()
     try:
-        device = vm.Device(target, schedule=str(config.getoption("--megamoe-schedule")), sm_count=sm_count)
+        device = vm.Device(
+            target,
+            schedule=str(config.getoption("--megamoe-schedule")),
+            sm_count=sm_count,
+            profile=str(config.getoption("--megamoe-profile")),
+            suppress=config.getoption("--megamoe-suppress"),
+        )
+        if (file := config.getoption("--megamoe-findings")) is not None:
+            from megamoe.export.findings import form_of
+
+            form_of(Path(file))
     except (UnsupportedError, ValueError) as refused:
         raise pytest.UsageError(f"--megamoe-vm: {refused}") from None
     opened.enter_context(torch_cuda.on_host(target, sm_count))
@@ -70,6 +85,35 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     """Which machine."""
     device = config.stash.get(_DEVICE, None)
     return f"megamoe: kernels run on a machine of {device.machine.target}" if device else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Findings that count, then a line about the others."""
+    device = config.stash.get(_DEVICE, None)
+    if device is None or not (device.findings or device.ledger.stale):
+        return
+    ledger = device.ledger
+    terminalreporter.section("megamoe findings")
+    for one in ledger.failing:
+        terminalreporter.write_line(str(one))
+    for stale in ledger.stale:
+        terminalreporter.write_line(f"stale suppression: {stale}")
+    count, failing = len(ledger.findings), len(ledger.failing)
+    terminalreporter.write_line(f"{count} findings, {failing} of them count in the profile {ledger.profile}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the findings of this process."""
+    config = session.config
+    device, file = config.stash.get(_DEVICE, None), config.getoption("--megamoe-findings")
+    if device is not None and file is not None:
+        from megamoe.export.findings import CheckedRun, form_of, rendered
+
+        path = Path(file)
+        # With pytest-xdist each worker has kernels of its own, and so a file of its own.
+        if (worker := getattr(config, "workerinput", {}).get("workerid")) is not None:
+            path = path.with_name(f"{path.stem}.{worker}{path.suffix}")
+        path.write_text(rendered(CheckedRun(device.ledger), form_of(path)), "utf-8")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from megamoe.contract.backend import UnsupportedError
@@ -58,7 +59,8 @@ _SCALARS = {
 
 def install(
     target: str | Device = "sm_100a", *, sm_count: int = 4, autotune: Chosen | None = None, schedule: str = "eager",
-    accumulate: str = "fast", step_budget: int = 200_000_000,
+    accumulate: str = "fast", step_budget: int = 200_000_000, profile: str = "default",
+    suppress: str | Path | None = None,
 ) -> MachineDriver:  # fmt: skip
     """Make the machine Triton's active driver in this process, until `uninstall`. `target`: or the device itself.
 
@@ -69,7 +71,8 @@ def install(
     if isinstance(target, Device):
         device = target
     else:
-        device = Device(target, schedule=schedule, accumulate=accumulate, step_budget=step_budget)
+        options = {"schedule": schedule, "accumulate": accumulate, "profile": profile, "suppress": suppress}
+        device = Device(target, step_budget=step_budget, **options)
     number = _NUMBERS.setdefault(device.machine.target, len(_NUMBERS))
     driver = MachineDriver(device, sm_count, number)
     if not _REPLACED:
@@ -214,16 +217,18 @@ class MachineLauncher:
             params = [_packed(kind, arg) for kind, arg in flat]
             params += [struct.pack("<Q", -(-one.data_ptr() // _SCRATCH_ALIGN) * _SCRATCH_ALIGN) for one in scratch]
             arrays = [*(arg for _, arg in flat), *bases, *scratch]
-            machine.launch(
-                function.ptx,
-                function.entry,
-                (grid[0] * clusters, grid[1], grid[2]),
-                (32 * metadata.num_warps, 1, 1),
-                params[: len(declared)],
-                cluster=(clusters, 1, 1),
-                dynamic_smem=metadata.shared,
-                memory=Reached(machine, arrays, addresses=numbers, in_place=True).stretches,
-            )
+            reached = Reached(machine, arrays, addresses=numbers, in_place=True)
+            with driver.machine.watched():
+                machine.launch(
+                    function.ptx,
+                    function.entry,
+                    (grid[0] * clusters, grid[1], grid[2]),
+                    (32 * metadata.num_warps, 1, 1),
+                    params[: len(declared)],
+                    cluster=(clusters, 1, 1),
+                    dynamic_smem=metadata.shared,
+                    memory=reached.stretches,
+                )
 
 
 _SCRATCH_ALIGN = 128

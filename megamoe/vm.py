@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import logging
 import shutil
 import struct
 import subprocess
@@ -32,6 +33,7 @@ from megamoe.contract.backend import UnsupportedError, open_machine
 from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError, Parameter, Stretch
 from megamoe.contract.program import TARGETS, Dim3
 from megamoe.contract.scratch import scratch_folder
+from megamoe.findings import KernelFinding, Ledger
 
 Size = int | Sequence[int]
 Swizzle = Literal["none", "32B", "64B", "128B", "128B_ATOM_32B", "128B_ATOM_64B"]
@@ -112,23 +114,63 @@ class Device:
     `schedule` says when asynchronous work completes: "eager", "lazy" or "random:SEED"; a correct kernel computes the
     same under all. `accumulate`: of matrix products, "fast", "exact" or "hopper". `step_budget`: steps after which a
     launch counts as hung. `sm_count`: what host functions are told (None: as the full product has). `machine`: the
-    registered machine to use.
+    registered machine to use. `profile`: which findings raise KernelFault, "strict" (errors and portability), "default"
+    (errors) or "lenient" (none). `suppress`: a YAML file of findings that do not count; megamoe.findings reads it.
 
-    `printed`: gets what kernels print; standard output by default.
+    `printed`: gets what kernels print; standard output by default. `reported`: gets each new finding that does not
+    count; a warning of the logger "megamoe" by default. `ledger` has all findings of all launches.
     """
 
     def __init__(
         self, target: str = "sm_100a", *, schedule: str = "eager", accumulate: str = "fast",
-        step_budget: int = 200_000_000, sm_count: int | None = None, machine: str = "vm",
+        step_budget: int = 200_000_000, sm_count: int | None = None, machine: str = "vm", profile: str = "default",
+        suppress: str | Path | None = None,
     ) -> None:  # fmt: skip
         self.sm_count = sm_count
+        self.ledger = Ledger.of(profile, suppress)
         self.printed: Callable[[str], object] = _to_stdout
+        self.reported: Callable[[KernelFinding], object] = _to_log
         if target not in TARGETS:
             raise UnsupportedError(f"there is no machine for the target {target!r}; there is {' and '.join(TARGETS)}")
         self.machine = open_machine(
             machine, target, schedule=schedule, accumulate=accumulate, step_budget=step_budget, sm_count=sm_count
         )
         self.machine.printed = lambda text: self.printed(text)
+
+    @property
+    def findings(self) -> list[KernelFinding]:
+        """What the kernels of all launches were found to do, one finding a site."""
+        return self.ledger.findings
+
+    @contextmanager
+    def watched(self, origin: str = "") -> Iterator[None]:
+        """One launch or call on `machine` of what lies in the file `origin`; its findings go to the ledger.
+
+        KernelFault if one of them counts or the launch could not go on, and what `sentences` raises.
+        """
+        stop: KernelFault | None = None
+        try:
+            with sentences(self.machine):
+                yield
+        except KernelFault as fault:
+            stop = fault
+        finally:
+            found = [KernelFinding.of(one, origin) for one in self.machine.findings]
+            fresh = self.ledger.take(found)
+        counted = [one for one in found if self.ledger.counts(one)]
+        for one in fresh:
+            if one not in counted and self.ledger.suppression_of(one) is None:
+                self.reported(one)
+        if stop is None and not counted:
+            return
+        first = next((one for one in [*counted, *found] if one.ends), None) or counted[0]
+        others = len(counted) - (first in counted)
+        more = f" (and {others} more findings that count)" if others else ""
+        fault = KernelFault(f"{first.sentence}{more}", first.rule, found)
+        if counted:
+            for tell in ON_FAULT:
+                tell(fault)
+        raise fault from (stop.__cause__ if stop is not None else None)
 
     def launch(
         self, source: str | Path, entry: str, grid: Size, block: Size, /, *args: object, cluster: Size = 1,
@@ -142,29 +184,36 @@ class Device:
         `bytes` or a NumPy scalar for a struct. `smem`: bytes of dynamic shared memory. `memory`: arrays that the kernel
         reaches only by addresses that it reads from memory.
 
-        KernelFault for the first rule that the kernel breaks, LaunchRefusedError for a launch that no GPU would take,
-        UnsupportedError for an instruction that the machine lacks. Arrays keep what was written until then.
+        KernelFault for findings that count in the profile, and for one that ends the launch; LaunchRefusedError for a
+        launch that no GPU would take; UnsupportedError for an instruction that the machine lacks. Arrays keep what was
+        written until then.
         """
-        ptx = as_ptx(source, self.machine.target)
+        ptx, text = as_ptx(source, self.machine.target), str(source)
         with sentences(self.machine):
             entries = self.machine.entries(ptx)
             name = _entry_named(entry, entries)
             reached = Reached(self.machine, [*args, *memory])
-            self.machine.launch(
-                ptx,
-                name,
-                _dim3("grid", grid),
-                _dim3("block", block),
-                _encoded(name, entries[name], args, reached),
-                cluster=_dim3("cluster", cluster),
-                dynamic_smem=smem,
-                memory=reached.stretches,
-            )
+            params = _encoded(name, entries[name], args, reached)
+            with self.watched("" if "\n" in text else text):
+                self.machine.launch(
+                    ptx,
+                    name,
+                    _dim3("grid", grid),
+                    _dim3("block", block),
+                    params,
+                    cluster=_dim3("cluster", cluster),
+                    dynamic_smem=smem,
+                    memory=reached.stretches,
+                )
         return dict(self.machine.counters)
 
 
 ON_FAULT: list[Callable[[KernelFault], object]] = []
-"""Who is told of each rule that a kernel breaks, whatever becomes of the exception."""
+"""Who is told of each launch with findings that count, whatever becomes of the exception."""
+
+
+def _to_log(finding: KernelFinding) -> None:
+    logging.getLogger("megamoe").warning("%s", finding)
 
 
 def _to_stdout(text: str) -> None:
@@ -179,10 +228,7 @@ def sentences(machine: KernelMachine) -> Iterator[None]:
         yield
     except Exception as stop:
         if isinstance(stop, machine.faults):
-            fault = KernelFault(str(stop), getattr(stop, "rule", ""))
-            for tell in ON_FAULT:
-                tell(fault)
-            raise fault from stop
+            raise KernelFault(str(stop), getattr(stop, "rule", "")) from stop
         if isinstance(stop, machine.refusals):
             raise LaunchRefusedError(str(stop)) from stop
         if isinstance(stop, machine.unknowns):

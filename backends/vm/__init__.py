@@ -6,8 +6,8 @@
 register in `bind/forms.py`. `load.py` does all up to the launch. `results/coverage.md` lists every spelling, its PTX
 ISA section and how its meaning is known. `facts.md N.M` in comments is conformance/vm/facts.md.
 
-Rooms, lowest first; each imports only rooms before it: faults; ptx, numerics; tensor; memory; machine; bind; trace,
-isa; load, coverage; host; executor.
+Rooms, lowest first; each imports only rooms before it: rules; faults; ptx, numerics; tensor; memory; machine; bind;
+trace, isa; load, coverage; host; executor.
 
 The names of the rules (`Fault.rule`) say what it checks; conformance/vm plants each. It does NOT notice, and why:
 - a missing tcgen05.fence::* or fence.mbarrier_init, and an MMA that overwrites what an earlier MMA of another

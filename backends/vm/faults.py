@@ -1,15 +1,45 @@
-"""What stops a run: a kernel that breaks a rule of the machine (Fault), or PTX that this machine does not know."""
+"""What a kernel does wrong (Fault), who collects it, and PTX or launches that this machine does not have.
+
+A Fault that is raised ends its launch. One that is given to `report` is a missing order, or something else that can be
+gone on after: it is raised too, unless somebody collects. backends.vm.rules has the rules and their grades.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+
+from backends.vm.rules import RULES, MachineRule
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePlace:
+    """A place in the text that a compiler made PTX of. `function`: what was inlined, "" if unknown."""
+
+    file: str
+    line: int
+    column: int
+    function: str = ""
+
+
+@dataclass(slots=True)
+class OtherAccess:
+    """What a fault collides with: `who` has `did` ("wrote") it at PTX `line`, 0 where that is not known."""
+
+    who: str
+    did: str
+    line: int = 0
+    source: tuple[SourcePlace, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class Fault(Exception):
     """A rule of the machine broken while running. The machine fills in where; the instruction says what.
 
-    `rule` is a stable slug (for tests and reports), `detail` a sentence fragment with the values seen.
+    `rule` is a stable slug of RULES, `detail` a sentence fragment with the values seen. `source`: the place in the
+    source, innermost first. `times`: how often a launch met it. `ends`: the launch could not go on.
     """
 
     rule: str
@@ -21,6 +51,10 @@ class Fault(Exception):
     text: str = ""
     where: str = ""
     history: list[str] = field(default_factory=list[str])
+    other: OtherAccess | None = None
+    source: tuple[SourcePlace, ...] = ()
+    times: int = 1
+    ends: bool = True
 
     def __str__(self) -> str:
         place = f"kernel {self.kernel}, PTX line {self.line} `{self.text}`" if self.line else f"kernel {self.kernel}"
@@ -28,6 +62,63 @@ class Fault(Exception):
         address = f", address {self.address:#x}" if self.address is not None else ""
         history = "".join(f"; {item}" for item in self.history)
         return f"[{self.rule}] {place}, {self.where}{lane}{address}: {self.detail}{history}"
+
+    @property
+    def about(self) -> MachineRule:
+        """The rule with its grade. A fault of no known rule is an error."""
+        return RULES.get(self.rule) or MachineRule(self.rule, "error", "", self.rule, "")
+
+    @property
+    def site(self) -> tuple[object, ...]:
+        """What two faults have in common that are one finding: the rule, and the instructions of both accesses."""
+        lines = {self.line} if self.other is None else {self.line, self.other.line}
+        return self.rule, self.kernel, frozenset(lines)
+
+
+@dataclass(slots=True)
+class Findings:
+    """The faults of a launch, one a site."""
+
+    by_site: dict[tuple[object, ...], Fault] = field(default_factory=dict[tuple[object, ...], Fault])
+
+    def add(self, fault: Fault, *, ends: bool) -> None:
+        """Take a fault whose place is filled in."""
+        fault.ends = ends
+        known = self.by_site.setdefault(fault.site, fault)
+        if known is not fault:
+            known.times += 1
+            known.ends |= ends
+
+
+_TAKES: ContextVar[Callable[[Fault], None] | None] = ContextVar("takes", default=None)
+
+
+@contextmanager
+def collecting(take: Callable[[Fault], None]) -> Iterator[None]:
+    """Give every fault of `report` to `take` instead of raising it."""
+    token = _TAKES.set(take)
+    try:
+        yield
+    finally:
+        _TAKES.reset(token)
+
+
+def report(fault: Fault) -> None:
+    """A fault that the run can go on after, as if the order were there. It is raised if nobody collects."""
+    take = _TAKES.get()
+    if take is None:
+        raise fault
+    take(fault)
+
+
+def collects() -> bool:
+    """Whether somebody collects. A run that is judged only counts some of what `report` would raise there."""
+    return _TAKES.get() is not None
+
+
+def at_line(line: int) -> str:
+    """The end of a clause about another access: readers keep their line for those who collect, and 0 is unknown."""
+    return f" at PTX line {line}" if line else ""
 
 
 class UnknownInstructionError(Exception):

@@ -5,14 +5,21 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, cast, get_args
 
 import typer
 
+from megamoe.cli.options import Sought, with_options
 from megamoe.cli.terminal import complain, console
 from megamoe.contract import TARGETS, UnsupportedError
 from megamoe.contract.machine import KernelFault, LaunchRefusedError
+from megamoe.contract.scratch import scratch_folder
+from megamoe.export.findings import CheckedRun, Format, read_findings, rendered
+from megamoe.findings import KernelFinding, Ledger
+from megamoe.records.files import write_file
+from megamoe.records.lines import RecordError
 
 SCHEDULES = ("eager", "lazy", "random:0", "random:1")
 """What a launch is tried under: work that completes at once, as late as the waits allow, and in between."""
@@ -37,11 +44,13 @@ Arg = Annotated[
 ]
 
 
+@with_options
 def check(
-    sources: Sources, target: Target = "sm_100a", schedule: Schedule = None, entry: Entry = None, grid: Sizes = "1",
-    block: Sizes = "128", cluster: Sizes = "1", smem: Annotated[int, typer.Option(min=0)] = 0, arg: Arg = None,
+    sources: Sources, sought: Sought, target: Target = "sm_100a", schedule: Schedule = None, entry: Entry = None,
+    grid: Sizes = "1", block: Sizes = "128", cluster: Sizes = "1", smem: Annotated[int, typer.Option(min=0)] = 0,
+    arg: Arg = None,
 ) -> None:  # fmt: skip
-    """Looks for rules that kernels break. Exit status: 0 none, 1 findings, 2 input that cannot be used.
+    """Looks for rules that kernels break. Exit status: 0 none, 1 findings that count, 2 input that cannot be used.
 
     A kernel's file alone is read and bound: every instruction of every entry must have a meaning. With --entry it is
     launched under several schedules, which must agree. A test-suite is run by pytest, with the machine for a GPU.
@@ -55,23 +64,48 @@ def check(
             _unusable(f"{one}: a source is KERNEL.ptx, KERNEL.cu or TEST.py::NAME")
     if entry is not None and (tests or len(kernels) != 1):
         _unusable("--entry launches a kernel of one file")
-    found = 0
+    if sought.format not in get_args(Format):
+        _unusable(f"--format {sought.format}: the formats are {', '.join(get_args(Format))}")
+    try:
+        checked = CheckedRun(Ledger.of(sought.profile, sought.suppress))
+    except ValueError as wrong:
+        _unusable(str(wrong))
     for kernel in kernels:
         try:
             if entry is None:
-                found += _read(kernel, target)
+                _read(kernel, target, checked)
             else:
-                shape = (_sizes(grid), _sizes(block), _sizes(cluster), smem)
-                found += _launched(kernel, target, entry, shape, arg or [], schedule or list(SCHEDULES))
+                launch = _AskedLaunch(entry, _sizes(grid), _sizes(block), _sizes(cluster), smem, arg or [])
+                _launched(kernel, target, launch, schedule or list(SCHEDULES), checked)
         except LaunchRefusedError as refused:
             _unusable(f"{kernel}: {refused}")
     for name in (schedule or ["eager"]) if tests else []:
-        found += _tested(tests, target, name)
-    raise typer.Exit(int(found > 0))
+        _tested(tests, target, name, sought, checked)
+    _write(checked, sought)
+    raise typer.Exit(int(checked.failed))
 
 
-def _say(text: str) -> None:
-    console().print(text, markup=False)
+@dataclass(frozen=True, slots=True)
+class _AskedLaunch:
+    """The launch that the options ask for; `args` as they are written."""
+
+    entry: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    cluster: tuple[int, ...]
+    smem: int
+    args: list[str]
+
+
+def _write(checked: CheckedRun, sought: Sought) -> None:
+    text = rendered(checked, cast("Format", sought.format))
+    if sought.output is None:
+        console().print(text, markup=False, end="")
+        return
+    try:
+        write_file(sought.output, text, "findings to")
+    except RecordError as problem:
+        _unusable(str(problem))
 
 
 def _unusable(sentence: str) -> NoReturn:
@@ -86,57 +120,71 @@ def _sizes(text: str) -> tuple[int, ...]:
         _unusable(f"{text!r} is no size; write 8 or 8,2,1")
 
 
-def _read(kernel: str, target: str) -> int:
-    """Bind every entry; the number of findings."""
+def _read(kernel: str, target: str, checked: CheckedRun) -> None:
+    """Bind every entry."""
     from megamoe.vm import Device, as_ptx, sentences
 
     device = Device(target)
-    found = 0
     with sentences(device.machine):
         ptx = as_ptx(Path(kernel), target)
         for name, parameters in device.machine.entries(ptx).items():
             try:
                 with sentences(device.machine):
                     device.machine.bind(ptx, name)
-                _say(f"{kernel}: {name}: {len(parameters)} parameters; every instruction has a meaning on {target}")
+                checked.said.append(
+                    f"{kernel}: {name}: {len(parameters)} parameters; every instruction has a meaning on {target}"
+                )
             except UnsupportedError as unknown:
-                found += 1
-                _say(f"{kernel}: {name}: {unknown}")
-    return found
+                checked.failures.append(f"{kernel}: {name}: {unknown}")
 
 
-def _launched(
-    kernel: str, target: str, entry: str, shape: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int],
-    given: list[str], schedules: list[str],
-) -> int:  # fmt: skip
-    """Launch under each schedule on the same arguments; the number of findings."""
-    import numpy as np
-
+def _launched(kernel: str, target: str, launch: _AskedLaunch, schedules: list[str], checked: CheckedRun) -> None:
+    """Launch under each schedule on the same arguments. A launch that fails is not held against others."""
     from megamoe.vm import Device
 
-    grid, block, cluster, smem = shape
     first: list[object] | None = None
     for name in schedules:
-        args = [_argument(text, index) for index, text in enumerate(given)]
+        args = [_argument(text, index) for index, text in enumerate(launch.args)]
         try:
             device = Device(target, schedule=name)
-            device.launch(Path(kernel), entry, grid, block, *args, cluster=cluster, smem=smem)
-        except (KernelFault, UnsupportedError) as finding:
-            _say(f"{kernel}: under the schedule {name}: {finding}")
-            return 1
+            device.ledger, device.reported = checked.ledger, _gathered
+            device.launch(Path(kernel), launch.entry, launch.grid, launch.block, *args, cluster=launch.cluster,
+                          smem=launch.smem)  # fmt: skip
+        except KernelFault:
+            continue
+        except UnsupportedError as lacking:
+            checked.failures.append(f"{kernel}: under the schedule {name}: {lacking}")
+            return
         except ValueError as refused:
             _unusable(f"{kernel}: {refused}")
-        for index, (before, after) in enumerate(zip(first or args, args, strict=True)):
-            if isinstance(after, np.ndarray) and isinstance(before, np.ndarray) and before.tobytes() != after.tobytes():
-                unlike = int(np.flatnonzero(before.view(np.uint8) != after.view(np.uint8))[0])
-                _say(
-                    f"{kernel}: {entry} writes another argument {index} under the schedule {name} than under "
-                    f"{schedules[0]}, from byte {unlike} on: an order is missing"
-                )
-                return 1
+        if first is not None and (unlike := _unlike(first, args)) is not None:
+            checked.ledger.take([_depends(kernel, launch.entry, f"argument {unlike[0]} is another under the schedule "
+                                 f"{name} than under {schedules[0]}, from byte {unlike[1]} on")])  # fmt: skip
+            return
         first = first or args
-    _say(f"{kernel}: {entry}: no rule broken, the same results under {', '.join(schedules)}")
-    return 0
+    if not checked.ledger.findings:
+        agree = f"the same results under {', '.join(schedules)}"
+        checked.said.append(f"{kernel}: {launch.entry}: no rule broken, {agree}")
+
+
+def _gathered(finding: KernelFinding) -> None:
+    """The ledger has it, and all of it is said at the end."""
+
+
+def _unlike(before: list[object], after: list[object]) -> tuple[int, int] | None:
+    """The first argument and byte in which two runs differ."""
+    import numpy as np
+
+    for index, (one, other) in enumerate(zip(before, after, strict=True)):
+        if isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and one.tobytes() != other.tobytes():
+            return index, int(np.flatnonzero(one.view(np.uint8) != other.view(np.uint8))[0])
+    return None
+
+
+def _depends(kernel: str, entry: str, detail: str) -> KernelFinding:
+    wrong = "The results depend on when asynchronous work ends."
+    return KernelFinding("schedule-dependent", "error", detail, entry, wrong=wrong, origin=kernel,
+                         mend="Look for a wait or a barrier that is missing.")  # fmt: skip
 
 
 def _argument(text: str, index: int) -> object:
@@ -159,10 +207,18 @@ def _argument(text: str, index: int) -> object:
     _unusable(f"--arg {text}: write a number, null, or DTYPE[SIZE] such as f32[1024]")
 
 
-def _tested(tests: list[str], target: str, schedule: str) -> int:
-    """Run test-suites; 1 if a test fails, 2 is raised for what pytest cannot use."""
-    command = [sys.executable, "-m", "pytest", "-q", "--megamoe-vm", target, "--megamoe-schedule", schedule, *tests]
-    status = subprocess.run(command, check=False).returncode
-    if status > 1:
-        _unusable(f"pytest ended with status {status}: {' '.join(tests)}")
-    return status
+def _tested(tests: list[str], target: str, schedule: str, sought: Sought, checked: CheckedRun) -> None:
+    """Run test-suites in a process of their own. What pytest says goes to standard error beside another format."""
+    with scratch_folder("check") as folder:
+        found = folder / "findings.json"
+        command = [sys.executable, "-m", "pytest", "-q", "--megamoe-vm", target, "--megamoe-schedule", schedule]
+        command += ["--megamoe-findings", str(found), "--megamoe-profile", sought.profile]
+        command += [] if sought.suppress is None else ["--megamoe-suppress", str(sought.suppress.resolve())]
+        aside = sys.stderr if sought.format != "text" and sought.output is None else None
+        status = subprocess.run([*command, *tests], check=False, stdout=aside).returncode
+        if status > 1:
+            _unusable(f"pytest ended with status {status}: {' '.join(tests)}")
+        if found.exists():
+            checked.ledger.take(read_findings(found))
+    if status:
+        checked.failures.append(f"{' '.join(tests)}: tests fail under the schedule {schedule}")

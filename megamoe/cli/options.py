@@ -123,7 +123,23 @@ class Effort:
     timeout: TimeLimit = DEFAULT_TIMEOUT_S
 
 
-GROUPS = (Asked, Held, Effort)
+@dataclass(frozen=True, slots=True)
+class Sought:
+    """Which findings of kernels count, and how they are said."""
+
+    profile: Annotated[
+        str, typer.Option("--profile", metavar="NAME", help="strict, default or lenient: which findings count.")
+    ] = "default"
+    suppress: Annotated[
+        Path | None, typer.Option("--suppress", metavar="FILE", help="YAML of findings that do not count.")
+    ] = None
+    format: Annotated[str, typer.Option("--format", metavar="NAME", help="text, json, sarif or junit.")] = "text"
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Where to.  [default: standard output]")
+    ] = None
+
+
+GROUPS = (Asked, Held, Effort, Sought)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -4,17 +4,105 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from megamoe.contract.program import Dim3
 
+Grade = Literal["error", "portability", "note"]
+"""`error`: undefined or wrong. `portability`: not promised by the ISA, though kernels rely on it. `note`: a remark."""
+
 
 class KernelFault(Exception):
-    """A kernel broke a rule of the machine that ran it. `rule` is a stable slug, the text a sentence with the place."""
+    """A kernel broke a rule of the machine that ran it. `rule` is a stable slug, the text a sentence with the place.
 
-    def __init__(self, sentence: str, rule: str = "") -> None:
+    `findings`: what was found in the launch or call, megamoe.findings.KernelFinding; `rule` is that of the first one
+    that counts.
+    """
+
+    def __init__(self, sentence: str, rule: str = "", findings: Sequence[Any] = ()) -> None:
         super().__init__(sentence)
         self.rule = rule
+        self.findings = tuple(findings)
+
+
+class RuleLike(Protocol):
+    """A rule of a machine: `wrong` says what goes wrong, `missing` which order is not there, `mend` what to do.
+
+    `section`: of the PTX ISA, "" for none. `reliance`: who relies on more than it promises.
+    """
+
+    @property
+    def grade(self) -> Grade: ...
+    @property
+    def section(self) -> str: ...
+    @property
+    def wrong(self) -> str: ...
+    @property
+    def mend(self) -> str: ...
+    @property
+    def missing(self) -> str: ...
+    @property
+    def reliance(self) -> str: ...
+
+
+class SourceLike(Protocol):
+    """A place in the source; `function` was inlined there, "" if none or unknown."""
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def line(self) -> int: ...
+    @property
+    def column(self) -> int: ...
+    @property
+    def function(self) -> str: ...
+
+
+class AccessLike(Protocol):
+    """The other access: `who` has `did` ("wrote") it at PTX `line`, 0 if unknown; `source` innermost first."""
+
+    @property
+    def who(self) -> str: ...
+    @property
+    def did(self) -> str: ...
+    @property
+    def line(self) -> int: ...
+    @property
+    def source(self) -> Sequence[SourceLike]: ...
+
+
+class FaultLike(Protocol):
+    """A rule broken in a launch, once a site: `times` counts the repetitions, `ends` says that the launch stopped.
+
+    `where`: CTA and warp, or the copy. `detail`: a sentence fragment with the values seen. `about`: the rule.
+    """
+
+    @property
+    def rule(self) -> str: ...
+    @property
+    def about(self) -> RuleLike: ...
+    @property
+    def detail(self) -> str: ...
+    @property
+    def kernel(self) -> str: ...
+    @property
+    def line(self) -> int: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def source(self) -> Sequence[SourceLike]: ...
+    @property
+    def where(self) -> str: ...
+    @property
+    def lane(self) -> int | None: ...
+    @property
+    def address(self) -> int | None: ...
+    @property
+    def other(self) -> AccessLike | None: ...
+    @property
+    def times(self) -> int: ...
+    @property
+    def ends(self) -> bool: ...
 
 
 class LaunchRefusedError(ValueError):
@@ -63,13 +151,15 @@ class CompiledHost:
 class KernelMachine(Protocol):
     """A machine that stays up between launches. Variables of a module keep their values, as on a device.
 
-    A kernel that breaks a rule ends its launch with one of `faults`; the machine is new afterwards. `refusals` are
-    raised for PTX, launches and maps that no GPU would take, `unknowns` for what this machine lacks. `counters` are of
-    the last launch or call. `printed` gets what kernels print.
+    A kernel that breaks a rule goes on where that makes sense, as if the missing order were there; else it ends its
+    launch with one of `faults`, and the machine is new afterwards. `findings` has either. `refusals` are raised for
+    PTX, launches and maps that no GPU would take, `unknowns` for what this machine lacks. `counters` and `findings` are
+    of the last launch or call. `printed` gets what kernels print.
     """
 
     target: str
     counters: Mapping[str, int]
+    findings: Sequence[FaultLike]
     faults: tuple[type[Exception], ...]
     refusals: tuple[type[Exception], ...]
     unknowns: tuple[type[Exception], ...]

@@ -5,6 +5,8 @@ the gate is a failure with its sentence; an expected failure is skipped. Neither
 so counters and compiler figures are properties of the suite, named after the row. Findings that only ask are its
 system-out. Findings about no row that is owed are cases of the suite "gate".
 
+Findings of kernels take the same form: a suite is a kernel, a test case a site.
+
 junitparser makes the elements. It has no system-out of a suite and no `package` and `id`, which Ant's schema requires,
 and lets characters through that XML cannot hold: these are added here.
 """
@@ -13,8 +15,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from junitparser import (
@@ -32,6 +35,7 @@ from junitparser import (
 )
 
 from megamoe.contract import Row
+from megamoe.findings import KernelFinding, Ledger
 from megamoe.gate.verdict import Finding, Verdict
 from megamoe.records.files import write_file
 from megamoe.records.keys import Key
@@ -57,12 +61,44 @@ class _Suite:
 
 def write_junit(path: Path, verdict: Verdict, figures: Iterable[Figures], started: str) -> None:
     """Replaces the file. `started`: UTC, ISO 8601, when the run began. RecordError if it cannot be written."""
+    write_file(path, _written(_suites(verdict, figures), started), "JUnit XML to")
+
+
+def findings_as_junit(ledger: Ledger, failures: Sequence[str]) -> str:
+    """XML with a failure for each finding that counts, a skipped case for a suppressed one, and `failures`."""
+    suites: dict[str, _Suite] = {}
+    for number, one in enumerate(ledger.findings, 1):
+        suite = suites.setdefault(f"megamoe.{one.kernel or 'host'}", _Suite())
+        suite.cases.append(_case_of(one, number, ledger))
+        suite.said.append(str(one))
+    others = suites.setdefault("megamoe.check", _Suite())
+    for number, sentence in enumerate(failures, 1):
+        case = _case("megamoe.check", f"{number}. failure", 0.0)
+        case.append(Failure(_clean(sentence), "failure"))
+        others.cases.append(case)
+    others.cases.append(_case("megamoe.check", f"{len(ledger.failing)} findings count", 0.0))
+    others.said += [f"stale suppression: {one}" for one in ledger.stale]
+    return _written(suites, datetime.now(UTC).isoformat()).decode()
+
+
+def _case_of(finding: KernelFinding, number: int, ledger: Ledger) -> TestCase:
+    case = _case(f"megamoe.{finding.kernel or 'host'}", f"{number}. {finding.rule} at {finding.place}", 0.0)
+    if (suppression := ledger.suppression_of(finding)) is not None:
+        case.append(Skipped(_clean(f"{suppression.reason} ({suppression.where})")))
+    elif ledger.counts(finding):
+        failure = Failure(_clean(finding.sentence), finding.rule)
+        failure.text = _clean(str(finding))
+        case.append(failure)
+    return case
+
+
+def _written(suites: Mapping[str, _Suite], started: str) -> bytes:
     root = JUnitXml()
-    for number, (name, suite) in enumerate(_suites(verdict, figures).items()):
+    for number, (name, suite) in enumerate(suites.items()):
         root.append(_element(number, name, suite, started))
     text = io.BytesIO()
     root.write(text)
-    write_file(path, text.getvalue() + b"\n", "JUnit XML to")
+    return text.getvalue() + b"\n"
 
 
 def _suites(verdict: Verdict, figures: Iterable[Figures]) -> dict[str, _Suite]:

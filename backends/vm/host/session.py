@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
-from backends.vm.faults import Fault, LaunchError, UnknownInstructionError
+from backends.vm.faults import Fault, Findings, LaunchError, UnknownInstructionError
 from backends.vm.host.abi import HostError
 from backends.vm.host.runtime import PROCESS_END, Runtime
 from backends.vm.load import load
@@ -21,6 +21,7 @@ from backends.vm.machine.machine import Machine
 from backends.vm.machine.special import Dim3
 from backends.vm.memory.global_memory import Buffer
 from backends.vm.ptx.ast import Variable
+from backends.vm.ptx.source_lines import source_of
 from backends.vm.ptx.tree import PtxSyntaxError
 from backends.vm.tensor.tensor_map import OobFill, Target, TensorMapError, encode_tensor_map
 
@@ -65,11 +66,17 @@ class Session:
         self._parsed = parsed
         self._linked: dict[bytes, LinkedHost] = {}
         self._machine = Machine(*self._options)
+        self._found = Findings()
 
     @property
     def counters(self) -> Mapping[str, int]:
         """Counters of the last launch or call."""
         return self._machine.counters
+
+    @property
+    def findings(self) -> Sequence[Fault]:
+        """What the last launch or call was found to do, one fault a site."""
+        return tuple(self._found.by_site.values())
 
     def entries(self, ptx: str) -> Mapping[str, tuple[Variable, ...]]:
         """The entries of a module and their parameters. PtxSyntaxError for text that is not PTX."""
@@ -101,7 +108,8 @@ class Session:
         dynamic_smem: int = 0,
         memory: Sequence[StretchLike] = (),
     ) -> None:
-        """Run a grid to its end. Fault for the first rule that it breaks, LaunchError for what no GPU would launch."""
+        """Run a grid to its end. Fault for what it cannot go on after, LaunchError for what no GPU would launch."""
+        self._found = Findings()
         module = load(ptx, self._parsed)
         if not any(_runs_on(built_for, self.target) for built_for in module.module.target):
             raise LaunchError(
@@ -109,7 +117,7 @@ class Session:
                 f"compile it for {self.target}"
             )
         function = module.entry(entry)
-        with self._mapped(memory) as machine:
+        with self._mapped(memory, ptx) as machine:
             machine.launch(function, grid, block, params, cluster, dynamic_smem)
 
     def call(self, program: CompiledHostLike, pointers: Sequence[int], memory: Sequence[StretchLike]) -> None:
@@ -117,10 +125,11 @@ class Session:
         # Only host programs need LLVM, which takes a while to load.
         from backends.vm.host.program import LinkedHost
 
+        self._found = Findings()
         linked = self._linked.get(program.host_object)
         if linked is None:
             linked = self._linked[program.host_object] = LinkedHost(program)
-        with self._mapped(memory) as machine:
+        with self._mapped(memory, program.ptx) as machine:
             machine.memory.place_above(PROCESS_END)
             linked.call(Runtime(machine, load(program.ptx, self._parsed), self.target, self._sm_count), pointers)
 
@@ -150,9 +159,13 @@ class Session:
         )
 
     @contextmanager
-    def _mapped(self, memory: Sequence[StretchLike]) -> Iterator[Machine]:
-        """The machine with `memory` on its map, its counters and budget as new. After a fault it is replaced."""
+    def _mapped(self, memory: Sequence[StretchLike], ptx: str) -> Iterator[Machine]:
+        """The machine with `memory` on its map, its counters, findings and budget as new.
+
+        After a fault it is replaced. `ptx` says where in the source the findings are.
+        """
         machine = self._machine
+        machine.findings = self._found
         machine.counters.clear()
         machine.steps_left = machine.step_budget
         machine.printed = self.printed
@@ -163,11 +176,18 @@ class Session:
                 for place in sorted({one.address, self.address_of(one.address, one.address)}):
                     added.append(machine.memory.add(one.name, data, place, writable=one.writable))
             yield machine
-        except Exception:
+        except Exception as stop:
+            if isinstance(stop, Fault):
+                self._found.add(stop, ends=True)
             # As on a device, where a fault ends the context and with it the variables of all modules.
             self._machine = Machine(*self._options)
             self._machine.counters.update(machine.counters)
             raise
+        finally:
+            for fault in self._found.by_site.values():
+                fault.source = source_of(ptx, fault.line)
+                if fault.other is not None:
+                    fault.other.source = source_of(ptx, fault.other.line)
         for buffer in added:
             machine.memory.remove(buffer)
 

@@ -231,6 +231,7 @@ def memory_fence(b: Binder) -> Step:
     accesses to global memory need one of gpu scope."""
     wide, narrow = b.instruction.parts[-1] in ("gpu", "sys", "gl"), b.instruction.parts[-1] == "cta"
     releases, acquires = "acquire" not in b.instruction.parts, "release" not in b.instruction.parts
+    announces = "mbarrier_init" in b.instruction.parts
 
     def step(warp: Warp) -> None:
         if acquires:
@@ -240,6 +241,9 @@ def memory_fence(b: Binder) -> Step:
                 warp.noticed.clear()
         if wide:
             warp.clock.grid_part().fence(warp.agents.serial, warp.clock.seen)
+        if announces:
+            for barrier in warp.cta.mbarriers.values():
+                barrier.announced |= barrier.creator == warp.agent
         if releases:
             warp.released_to_cta.join(warp.clock)
             if not narrow:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, OtherAccess, collects, report
 from backends.vm.machine.access import resolve
 from backends.vm.machine.code import Wait
 from backends.vm.machine.cta import Cta
@@ -63,7 +63,18 @@ def _shared_targets(warp: Warp, address: int, mask: int | None) -> list[tuple[Ct
 
 
 def _barrier_for(warp: Warp, cta: Cta, address: int, *, multicast: bool, pair: bool) -> MBarrier:
-    """The mbarrier that is signalled for data landing in `cta` (PTX ISA 9.7.9.27.1.2, .multicast and .cta_group)."""
+    """The mbarrier that is signalled for data landing in `cta`."""
+    found = _signalled(warp, cta, address, multicast=multicast, pair=pair)
+    if collects() and not found.announced and warp.clock.fenced[found.creator] < found.created:
+        other = OtherAccess(warp.agents.name(found.creator), "initialised", found.line)
+        report(Fault("mbarrier-init-unfenced", f"a copy signals the mbarrier that {other.who} initialised at PTX line "
+                     f"{found.line}, with no fence.mbarrier_init or fence.proxy.async in between", address=found.offset,
+                     other=other))  # fmt: skip
+    return found
+
+
+def _signalled(warp: Warp, cta: Cta, address: int, *, multicast: bool, pair: bool) -> MBarrier:
+    """PTX ISA 9.7.9.27.1.2, .multicast and .cta_group."""
     offset = address & OFFSET_MASK
     if pair:
         parity = address >> RANK_SHIFT & 1
@@ -119,11 +130,11 @@ class _TensorOperand:
         self._rows = [b.source(item, "s32") for item in items]
 
     def tensor_map(self, warp: Warp, lane: int) -> TensorMap:
-        """The decoded map; its 128 bytes are read now, wherever the kernel keeps them."""
+        """The decoded map; the half of its bytes that means something is read now, wherever the kernel keeps them."""
         address = int(self._address(warp)[lane])
         if address % 64:
             raise Fault("misaligned", "a tensor map must lie at a multiple of 64 bytes", lane=lane, address=address)
-        return decode_tensor_map(warp.cta.machine.read_generic(address, MAP_BYTES).tobytes())
+        return decode_tensor_map(warp.cta.machine.read_generic(address, MAP_BYTES // 2).tobytes())
 
     def coordinates(self, warp: Warp, lane: int) -> list[int]:
         """Coordinates, dimension 0 first."""
@@ -436,7 +447,7 @@ def prefetch(b: Binder) -> Step:
 
 _SPACES = "global shared::cta"
 _HALF = MAP_BYTES // 2
-"""What memory is read and written in: a map need not lie at a multiple of its size."""
+"""Bytes of a map that mean something, the lower ones. Nobody need write the upper half, and kernels do not."""
 
 
 def _changed(warp: Warp, space: str, address: int, lane: int, line: int, change: Callable[[bytes], bytes]) -> None:
@@ -447,24 +458,19 @@ def _changed(warp: Warp, space: str, address: int, lane: int, line: int, change:
     at, memory = int(found[0]), warp.cta.machine.memory
     if where.startswith("shared"):
         at = warp.cta.own_offset(at, "tensormap.replace")
-        warp.cta.smem.store(_halves(at), _bytes(change(_from_smem(warp, at))), warp.clock, warp.stamp, line)
+        lower = np.array([at], np.int64)
+        raw = warp.cta.smem.load(lower, _HALF, warp.clock, warp.stamp).tobytes()
+        warp.cta.smem.store(lower, _lower_half(change(raw.ljust(MAP_BYTES, b"\0"))), warp.clock, warp.stamp, line)
     elif where == "global":
-        memory.store(_halves(at), _bytes(change(memory.load(_halves(at), _HALF).tobytes())))
+        lower = np.array([at], np.int64)
+        memory.store(lower, _lower_half(change(memory.load(lower, _HALF).tobytes().ljust(MAP_BYTES, b"\0"))))
     else:
         raise Fault("out-of-bounds", f"tensormap.replace in {where} memory; it takes global and shared::cta",
                     lane=lane, address=address)  # fmt: skip
 
 
-def _halves(at: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    return np.array([at, at + _HALF], np.int64)
-
-
-def _from_smem(warp: Warp, offset: int) -> bytes:
-    return warp.cta.smem.load(_halves(offset), _HALF, warp.clock, warp.stamp).tobytes()
-
-
-def _bytes(raw: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    return np.frombuffer(raw, np.uint8).reshape(2, _HALF)
+def _lower_half(raw: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    return np.frombuffer(raw, np.uint8).reshape(2, _HALF)[:1]
 
 
 @opcode("tensormap.replace.tile.<field>{.<space>}.b1024.b64", section="9.7.9.28", counter="tma", space=_SPACES,
@@ -512,6 +518,10 @@ def copy_and_fence(b: Binder) -> Step:
         target = int(to(warp)[lane])
         if target % 64:
             raise Fault("misaligned", "a tensor map must lie at a multiple of 64 bytes", lane=lane, address=target)
-        warp.cta.machine.memory.store(_halves(target), _bytes(_from_smem(warp, offset)))
+        smem, memory = warp.cta.smem, warp.cta.machine.memory
+        for half in (0, _HALF):
+            if not half or smem.written[offset + half : offset + half + _HALF].all():
+                values = smem.load(np.array([offset + half], np.int64), _HALF, warp.clock, warp.stamp)
+                memory.store(np.array([target + half], np.int64), values)
 
     return step

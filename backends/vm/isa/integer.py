@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.faults import Fault, collects, report
 from backends.vm.machine.warp import Mask, Warp
 from backends.vm.ptx.ast import Immediate
 
@@ -149,13 +150,16 @@ def mad_wide(b: Binder) -> Step:
 def _counted(step: Step, counter: str, outside: Callable[[Warp], Mask]) -> Step:
     """`step`, which also counts the instructions of which an active lane has operands that the ISA gives no result for.
 
-    Results here are those of its pseudo-code or of an H200; another GPU may give others. A count and no finding:
-    compilers compute such values in lanes that do not use them.
+    Results here are those of its pseudo-code or of an H200; another GPU may give others. No more than a note: compilers
+    compute such values in lanes that do not use them.
     """
 
     def run(warp: Warp) -> object:
         if np.count_nonzero(outside(warp) & warp.mask):
             warp.cta.machine.counters[counter] += 1
+            if collects():
+                report(Fault("unspecified-result", f"this counts among {counter.replace('_', ' ')}, for which the ISA "
+                             "gives no result", lane=int((outside(warp) & warp.mask).argmax())))  # fmt: skip
         return step(warp)
 
     return run

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import AddressOf, Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, collects, report
 from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.isa.mbarrier_ops import places
 from backends.vm.isa.tensor_operands import (
@@ -296,6 +296,9 @@ def copy(b: Binder) -> Step:
                 unordered |= cta.tmem.read_by_tensor_core(cells, warp.clock, warp.cta.tensor_agent)
         if unordered:
             warp.cta.machine.counters["tmem_unordered_copies"] += 1
+            if collects():
+                report(Fault("tmem-copy-unordered", "tcgen05.cp overwrites what an earlier mma reads, and nothing has "
+                             "shown the end of that"))  # fmt: skip
 
         def perform() -> None:
             for cta in ctas:

@@ -14,7 +14,7 @@ import numpy as np
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, collects, report
 from backends.vm.isa.tensor_operands import GROUPS, group_of, pair, same_group
 from backends.vm.machine.access import resolve, uniform
 from backends.vm.machine.code import NEXT, Wait
@@ -205,8 +205,12 @@ def _place(warp: Warp, taddr: int, layout: RegisterMap, what: str) -> tuple[int,
     own = 32 * (warp.index % 4)
     highest = lane + int(layout.lanes.max())
     if lane < own or highest >= own + 32:
-        raise Fault("tmem-lane", f"{what} of lanes {lane}..{highest} by warp {warp.index}, which reaches only lanes "
-                    f"{own}..{own + 31} of tensor memory", address=taddr)  # fmt: skip
+        report(Fault("tmem-lane-ignored", f"{what} of lanes {lane}..{highest} by warp {warp.index}, which reaches only "
+                     f"lanes {own}..{own + 31} of tensor memory", address=taddr))  # fmt: skip
+        lane, highest = own + lane % 32, own + lane % 32 + highest - lane
+        if highest >= own + 32:
+            raise Fault("tmem-lane", f"{what} of lanes {lane}..{highest} by warp {warp.index}, beyond its quarter of "
+                        "tensor memory", address=taddr)  # fmt: skip
     return lane, column
 
 
@@ -318,6 +322,16 @@ def wait_store(b: Binder) -> Step:
 
 @opcode("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync", section="9.7.16.11.1", counter="fence")
 def fence(b: Binder) -> Step:
-    """Order only; what it orders is checked through commits, waits and barriers."""
+    """Order only, and only those who collect hear of one that is missing: kernels leave them out."""
     b.expect(0)
-    return lambda warp: None
+    before = b.instruction.parts[-1].startswith("fence::before")
+
+    def step(warp: Warp) -> None:
+        if not collects():
+            return
+        if before:
+            warp.agents.tensor_fences.setdefault(warp.agent, []).append(int(warp.clock.seen[warp.agent]))
+        else:
+            warp.clock.tensor = warp.clock.seen.copy()
+
+    return step

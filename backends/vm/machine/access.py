@@ -167,8 +167,8 @@ def _store(
     elif space == "param":
         raise Fault("read-only", "store to parameter space", lane=0, address=int(addresses[0]))
     else:
+        _note_store(warp, addresses, values, line, strong=strong)
         warp.cta.machine.memory.store(addresses, values)
-        _note_store(warp, addresses, values.shape[1], line, strong=strong)
 
 
 def _split_load(
@@ -180,14 +180,16 @@ def _split_load(
     return np.concatenate(parts)
 
 
-def _note_store(warp: Warp, addresses: Addresses, size: int, line: int, *, strong: bool) -> None:
-    machine = warp.cta.machine
+def _note_store(warp: Warp, addresses: Addresses, values: Bytes, line: int, *, strong: bool) -> None:
+    """Check a store that is about to happen for races."""
+    machine, size = warp.cta.machine, values.shape[1]
     buffer, _ = machine.memory.locate(addresses, size, "store")
     if buffer is not None:
-        machine.races.write(buffer, addresses, size, warp, warp.stamp, line, strong=strong)
+        if buffer.writable:
+            machine.races.write(buffer, addresses, size, warp, warp.stamp, line, strong=strong, values=values)
         return
     for i in range(addresses.size):
-        _note_store(warp, addresses[i : i + 1], size, line, strong=strong)
+        _note_store(warp, addresses[i : i + 1], values[i : i + 1], line, strong=strong)
 
 
 def _groups(space: str, addresses: Addresses) -> list[Addresses] | None:

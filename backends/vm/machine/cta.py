@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, OtherAccess, report
 from backends.vm.machine.code import LANES
 from backends.vm.machine.special import Dim3, Place
 from backends.vm.machine.warp import Warp
 from backends.vm.machine.warpgroup import RegisterPool, Warpgroup
 from backends.vm.memory.clocks import ACCUMULATORS, Agents, Carried, Clock
 from backends.vm.memory.global_memory import PARAM_WINDOW
-from backends.vm.memory.mbarrier import MBarrier
+from backends.vm.memory.mbarrier import MBarrier, Signaller
 from backends.vm.memory.shared import MBARRIER, OFFSET_MASK, RANK_SHIFT, SharedMemory
 from backends.vm.memory.tmem import TensorMemory
 
@@ -133,11 +133,18 @@ class Cta:
 
     def init_mbarrier(self, offset: int, count: int, warp: Warp) -> None:
         """`mbarrier.init` at a shared offset by `warp`."""
-        if offset in self.mbarriers:
+        known = self.mbarriers.get(offset)
+        if known is not None and known.unused and known.expected == count:
+            other = self._initialised(known)
+            report(Fault("mbarrier-reinitialised", f"mbarrier.init where {other.who} has initialised an mbarrier of "
+                         f"the same count {count}", address=offset, other=other))  # fmt: skip
+            return
+        if known is not None:
             raise Fault("mbarrier-misuse", "mbarrier.init where an mbarrier already lies (mbarrier.inval comes first)",
                         address=offset)  # fmt: skip
         self.smem.check_region(offset, 8, "mbarrier.init")
         made = MBarrier.create(offset, count)
+        made.line = warp.line
         made.creator, made.created = warp.agent, int(warp.clock.seen[warp.agent])
         made.copy_agent = self.cluster.agents.new_copy()
         self.mbarriers[offset] = made
@@ -159,10 +166,13 @@ class Cta:
             raise Fault("mbarrier-misuse", f"no mbarrier has been initialised here; live ones of this CTA: {known}",
                         address=offset)  # fmt: skip
         if clock is not None and clock.seen[found.creator] < found.created:
-            raise Fault("mbarrier-misuse", f"nothing orders this after the mbarrier.init by "
-                        f"{self.cluster.agents.name(found.creator)}: a barrier is missing between the two",
-                        address=offset)  # fmt: skip
+            other = self._initialised(found)
+            report(Fault("mbarrier-misuse", f"nothing orders this after the mbarrier.init by {other.who}: a barrier is "
+                         "missing between the two", address=offset, other=other))  # fmt: skip
         return found
+
+    def _initialised(self, barrier: MBarrier) -> OtherAccess:
+        return OtherAccess(self.cluster.agents.name(barrier.creator), "initialised", barrier.line)
 
     @property
     def done(self) -> bool:
@@ -176,22 +186,23 @@ class Cta:
             self.visits[agent] = Visit(epoch, line)
 
     def check_present(self, access: str) -> None:
-        """Fault if this CTA, whose memory another one uses, has ended."""
+        """Report that this CTA, whose memory another one uses, has ended."""
         if self.done:
-            raise Fault("ended-cta", f"{access} of CTA rank {self.place.cta_rank}, which has ended: its memory may be "
-                        "another CTA's by now. A barrier of the cluster behind the last such access is missing (PTX "
-                        "ISA 9.7.9.23)")  # fmt: skip
+            report(Fault("ended-cta", f"{access} of CTA rank {self.place.cta_rank}, which has ended: its memory may be "
+                         "another CTA's by now. A barrier of the cluster behind the last such access is missing (PTX "
+                         "ISA 9.7.9.23)"))  # fmt: skip
 
     def _check_visits(self) -> None:
-        """Fault if the last warp of this CTA ends while another CTA may still use its memory."""
+        """Report that the last warp of this CTA ends while another CTA may still use its memory."""
         if not self.visits:
             return
         known = np.maximum.reduce([np.maximum(warp.clock.seen, warp.met) for warp in self.warps])
         for agent, visit in self.visits.items():
             if known[agent] < visit.epoch:
-                raise Fault("ended-cta", f"CTA rank {self.place.cta_rank} ends, but nothing orders that after "
-                            f"{self.cluster.agents.name(agent)} used its memory at PTX line {visit.line}: a barrier of "
-                            "the cluster, or a wait for what that access signals, is missing")  # fmt: skip
+                who = self.cluster.agents.name(agent)
+                report(Fault("ended-cta", f"CTA rank {self.place.cta_rank} ends, but nothing orders that after {who} "
+                             f"used its memory at PTX line {visit.line}: a barrier of the cluster, or a wait for what "
+                             "it signals, is missing", other=OtherAccess(who, "used", visit.line)))  # fmt: skip
 
     def threads_ended(self) -> None:
         """Complete the barriers that only waited for threads that have now ended (PTX ISA 9.7.13.1)."""
@@ -220,14 +231,15 @@ class Cta:
             self.machine.engine.events += 1
 
     def check_exit(self) -> None:
-        """Fault unless a CTA that ends has waited for its copies and given back its tensor memory."""
+        """Report what a CTA that ends has not waited for, or not given back."""
         for warp in self.warps:
-            kinds = (("cp.async.bulk", warp.copies.bulk), ("cp.async", warp.copies.plain))
-            for kind, lane, groups in ((kind, lane, groups) for kind, all_ in kinds for lane, groups in all_.items()):
-                if (left := groups.unread()) is not None:
-                    raise Fault("exit-with-pending-operation", f"{left.operation.what} was issued, but the thread ends "
-                                f"without a {kind}.wait_group for it", lane=lane, kernel=left.operation.kernel,
-                                line=left.operation.line, text=left.operation.text, where=warp.name)  # fmt: skip
+            kinds = (("cp.async.bulk", warp.copies.bulk, "exit-with-pending-store"),
+                     ("cp.async", warp.copies.plain, "exit-with-pending-operation"))  # fmt: skip
+            for kind, places, rule in kinds:
+                for lane, groups in places.items():
+                    for left in groups.unread():
+                        self._left(left.operation, f"the thread ends without a {kind}.wait_group for it", warp.name,
+                                   rule=rule, lane=lane)  # fmt: skip
         if "register_pool" in self.__dict__ and (found := self.register_pool.left_alone()) is not None:
             warp, other, one = found
             raise Fault("warpgroup-diverged", f"warp {warp} ends without the setmaxnreg.{one.way} {one.count} that "
@@ -236,22 +248,29 @@ class Cta:
                         where=self.warps[other].name)  # fmt: skip
         for group in self.warpgroups.values():
             for warp, part in zip(self.warps[group.first :], group.parts, strict=False):
-                if pending := part.pending():
-                    left = pending[0].operation
-                    raise Fault("exit-with-pending-operation", f"{left.what} was issued, but the warp ends without a "
-                                "wgmma.wait_group for it", kernel=left.kernel, line=left.line, text=left.text,
-                                where=warp.name)  # fmt: skip
+                for left in part.pending():
+                    self._left(left.operation, "the warp ends without a wgmma.wait_group for it", warp.name)
         for barrier in self.mbarriers.values():
             seen = max(int(warp.clock.seen[barrier.copy_agent]) for warp in self.cluster.warps)
             if barrier.last_copy is not None and barrier.last_copy_serial > seen:
                 left = barrier.last_copy
-                raise Fault("exit-with-pending-operation", f"{left.what} was issued, but nobody has waited for it at "
-                            f"mbarrier {barrier.offset:#x} when the CTA ends", kernel=left.kernel, line=left.line,
-                            text=left.text, where=left.issuer)  # fmt: skip
+                self._left(
+                    left, f"nobody has waited for it at mbarrier {barrier.offset:#x} when the CTA ends", left.issuer
+                )
         if self.used_tmem is not None and self.used_tmem.allocations:
             held = ", ".join(f"{a.columns} columns at {a.first} (PTX line {a.line})" for a in self.tmem.allocations)
-            raise Fault("tmem-leak", f"the CTA ends with tensor memory allocated: {held}; tcgen05.dealloc is missing",
-                        kernel=self.function.name, where=f"CTA {self.place.ctaid}")  # fmt: skip
+            report(Fault("tmem-leak", f"the CTA ends with tensor memory allocated: {held}; tcgen05.dealloc is missing",
+                         kernel=self.function.name, where=f"CTA {self.place.ctaid}",
+                         other=OtherAccess("the CTA", "allocated", self.tmem.allocations[0].line)))  # fmt: skip
+
+    def _left(
+        self, operation: Signaller, but: str, where: str, *, rule: str = "exit-with-pending-operation",
+        lane: int | None = None,
+    ) -> None:  # fmt: skip
+        """Report an operation that nobody has waited for; it ends now."""
+        report(Fault(rule, f"{operation.what} was issued, but {but}", lane=lane, kernel=operation.kernel,
+                     line=operation.line, text=operation.text, where=where))  # fmt: skip
+        self.machine.engine.settle(operation.kernel, operation.line)
 
 
 class Cluster:
@@ -264,7 +283,9 @@ class Cluster:
     def __init__(self, run: Run, first: Dim3) -> None:
         shape = run.shape
         self.size = shape.cluster_ctas
-        self.agents = Agents(run.machine.races.begin_cluster(first), self.size, -(-shape.threads // LANES))
+        self.agents = Agents(
+            run.machine.races.begin_cluster(first), self.size, -(-shape.threads // LANES), line=run.line
+        )
         self.copy_serial = 0
         self.arriving = Clock.zero(self.agents.count)
         self.released = Clock.zero(self.agents.count)

@@ -33,14 +33,24 @@ class Operation:
     signals: tuple[object, ...] = ()
     done: bool = False
 
+    def locate(self, fault: Fault) -> None:
+        """Fill in that `fault` is of this operation, unless its place is known."""
+        if not fault.line:
+            fault.kernel, fault.line, fault.text = self.kernel, self.line, self.text
+            fault.where = f"{self.what} issued by {self.issuer}"
+
 
 @dataclass(slots=True)
 class Engine:
-    """Pending operations in order of issue. `events` counts everything that could let a warp move on."""
+    """Pending operations in order of issue. `events` counts everything that could let a warp move on.
+
+    `performing`: the operation that ends right now.
+    """
 
     defers: bool
     pending: list[Operation] = field(default_factory=list[Operation])
     events: int = 0
+    performing: Operation | None = None
 
     def submit(self, operation: Operation) -> None:
         """Take an operation. Without deferral, perform it at once."""
@@ -65,14 +75,24 @@ class Engine:
         """Let `operation` end: move its data and signal its mbarriers."""
         self.events += 1
         self.pending.remove(operation)
+        outer, self.performing = self.performing, operation
         try:
             operation.perform()
         except Fault as fault:
-            if not fault.line:
-                fault.kernel, fault.line, fault.text = operation.kernel, operation.line, operation.text
-                fault.where = f"{operation.what} issued by {operation.issuer}"
+            operation.locate(fault)
             raise
+        finally:
+            self.performing = outer
         operation.done = True
+
+    def settle(self, kernel: str, line: int) -> None:
+        """Let what PTX `line` of `kernel` has issued end, and what has to end before it."""
+        for operation in [one for one in self.pending if (one.kernel, one.line) == (kernel, line)]:
+            while operation in self.pending:
+                queue = operation.queue
+                self.perform(
+                    next(one for one in self.pending if one is operation or (queue is not None and one.queue is queue))
+                )
 
     def most_wanted(self, awaited: list[object]) -> Operation | None:
         """The oldest eligible operation that leads to one of the `awaited` mbarriers, else the oldest of all."""
@@ -157,9 +177,9 @@ class ThreadGroups:
         """Forget everything issued: an mbarrier waits for it (cp.async.mbarrier.arrive)."""
         self.open, self.committed, self.writing = [], [], []
 
-    def unread(self) -> Copy | None:
-        """The first copy that no wait has covered."""
-        return next((copy for group in [*self.committed, self.open] for copy in group), None)
+    def unread(self) -> list[Copy]:
+        """The copies that no wait has covered."""
+        return [copy for group in [*self.committed, self.open] for copy in group]
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from backends.vm.faults import Fault, LaunchError
+from backends.vm.faults import Fault, Findings, LaunchError, collecting, report
 from backends.vm.machine.code import Block, BoundFunction, RegisterFiles
 from backends.vm.machine.cta import Cluster
 from backends.vm.machine.engine import Engine
@@ -70,7 +70,8 @@ class Machine:
     """A GPU without a clock: memory, a schedule, an accumulation policy, and counters over all launches.
 
     `unstarted`: the first CTA of each cluster of the running launch that has not begun. `printed` gets what kernels
-    print, a piece at a time; by default it is dropped.
+    print, a piece at a time; by default it is dropped. `findings` collects what a launch can go on after; without it,
+    the first fault ends the launch.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Machine:
         self.unstarted: list[Dim3] = []
         self.races = GlobalRaces()
         self.printed: Callable[[str], object] = _dropped
+        self.findings: Findings | None = None
         self._function: BoundFunction | None = None
         self._placed: dict[int, tuple[Variable, int]] = {}
 
@@ -111,7 +113,8 @@ class Machine:
 
         `dependent`: it may overlap the launch before it (programmatic dependent launch).
 
-        Raises LaunchError for a launch that no GPU would take, Fault for the first rule that the kernel breaks.
+        Raises LaunchError for a launch that no GPU would take, Fault for a broken rule that ends the launch: the first
+        one unless `findings` collects.
         """
         shape = LaunchShape(grid, block, cluster, dynamic_smem)
         _check_launch(function, shape)
@@ -120,7 +123,11 @@ class Machine:
         self.races.begin_launch(function.name, dependent=dependent)
         self._function = function if self.observer is None else self.observer.function(function)
         run = Run(self, self._function, shape)
-        with np.errstate(all="ignore"), nullcontext() if self.observer is None else self.observer.launch(run):
+        with (
+            np.errstate(all="ignore"),
+            nullcontext() if self.observer is None else self.observer.launch(run),
+            nullcontext() if self.findings is None else collecting(run.found),
+        ):
             run.to_the_end()
 
     def opcodes_run(self) -> frozenset[tuple[str, ...]]:
@@ -236,6 +243,7 @@ class Run:
         self.queue = machine.unstarted = [firsts[i] for i in machine.schedule.order(len(firsts))]
         self.resident: list[Cluster] = []
         self.warps: list[Warp] = []
+        self.running: Warp | None = None
 
     def to_the_end(self) -> None:
         """Run until every CTA has ended. Fault for a deadlock, a leak or a broken rule."""
@@ -261,6 +269,22 @@ class Run:
                 raise Fault("deadlock", _deadlock(self.warps), kernel=self.function.name, where="all warps wait")
             stuck_at = state
 
+    def line(self) -> int:
+        """PTX line of the instruction that runs, 0 if none does."""
+        return 0 if self.running is None else self.running.instruction.line
+
+    def found(self, fault: Fault) -> None:
+        """Collect a fault that the launch goes on after. What it collides with ends first, as in the missing order."""
+        engine = self.engine
+        if engine.performing is not None:
+            engine.performing.locate(fault)
+        elif self.running is not None:
+            self.running.locate(fault)
+        if fault.other is not None and fault.other.line:
+            engine.settle(fault.kernel, fault.other.line)
+        if self.machine.findings is not None:
+            self.machine.findings.add(fault, ends=False)
+
     def _admit(self, limit: int, *, only_new: bool = False) -> bool:
         self._retire()
         before = len(self.resident)
@@ -279,6 +303,7 @@ class Run:
     def _retire(self) -> bool:
         over = [cluster for cluster in self.resident if cluster.done]
         for cluster in over:
+            self.running = None
             for cta in cluster.ctas:
                 cta.check_exit()
             self._check_nothing_pending(cluster)
@@ -298,11 +323,12 @@ class Run:
 
     def _check_nothing_pending(self, cluster: Cluster) -> None:
         names = {warp.name for warp in cluster.warps}
-        for operation in self.engine.pending:
-            if operation.issuer in names:
-                raise Fault("exit-with-pending-operation", f"{operation.what} was issued, but its CTA ends without "
-                            "having waited for it", kernel=operation.kernel, line=operation.line, text=operation.text,
-                            where=operation.issuer)  # fmt: skip
+        for operation in list(self.engine.pending):
+            if operation.issuer in names and not operation.done:
+                report(Fault("exit-with-pending-operation", f"{operation.what} was issued, but its CTA ends without "
+                             "having waited for it", kernel=operation.kernel, line=operation.line, text=operation.text,
+                             where=operation.issuer))  # fmt: skip
+                self.engine.settle(operation.kernel, operation.line)
 
     def _count(self, warps: list[Warp]) -> None:
         counters = self.machine.counters
@@ -317,7 +343,7 @@ class Run:
         """Let a warp run up to `quantum` blocks. Returns how many it ran."""
         if warp.done:
             return 0
-        observer = self.machine.observer
+        observer, self.running = self.machine.observer, warp
         ran = warp.run(quantum) if observer is None else observer.run(warp, quantum)
         self.machine.steps_left -= ran
         if self.machine.steps_left < 0:

@@ -10,7 +10,9 @@ wait are left alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import length_hint
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +20,7 @@ import numpy.typing as npt
 
 from backends.vm.faults import Fault
 from backends.vm.machine import special
-from backends.vm.machine.code import HANDLED, LANES, NEXT, WIDTH_OF_VIEW, Block, Code, RegisterFile, Row, Wait
+from backends.vm.machine.code import HANDLED, LANES, NEXT, WIDTH_OF_VIEW, Block, Code, RegisterFile, Row, Step, Wait
 from backends.vm.machine.engine import CopyGroups
 from backends.vm.memory.clocks import Carried, Clock, stamp
 from backends.vm.memory.tmem import Index
@@ -134,7 +136,7 @@ class Warp:
         self.agents = cta.cluster.agents
         self.agent = agent = self.agents.warp(cta.place.cta_rank, index)
         self.clock = Clock.zero(self.agents.count)
-        self.clock.seen[agent] = self.clock.fenced[agent] = 1
+        self.clock.seen[agent] = 1
         self.stamp = stamp(agent, 1)
         self.registers = file
         self.written = {key: np.zeros(LANES, np.uint16) for key in code.tracked}
@@ -143,6 +145,7 @@ class Warp:
         self.alive = np.arange(LANES) < lanes
         self.strands = [Strand(0, self.alive.copy())]
         self.block = 0
+        self._steps: Iterator[Step] | None = None
         self.where: Mask | bool = True
         self.set_mask(self.alive)
         self.cluster_arrived = np.zeros(LANES, np.bool_)
@@ -300,7 +303,12 @@ class Warp:
         if self.mask is not strand.mask:
             self.set_mask(strand.mask)
         if wait.finish is not None:
-            wait.finish()
+            self.block, self._steps = strand.block, None
+            try:
+                wait.finish()
+            except Fault as fault:
+                self.locate(fault)
+                raise
         if not wait.again:
             self._move(strand, strand.block + 1)
         return True
@@ -333,17 +341,17 @@ class Warp:
 
     def _execute(self, strand: Strand, block: Block) -> None:
         self.executed[strand.block] += 1
-        running = -1
+        self._steps = steps = iter(block.steps)
         try:
-            for running, step in enumerate(block.steps):  # noqa: B007 (read where a step fails)
+            for step in steps:
                 step(self)
-            running = len(block.steps)
+            self._steps = None
             outcome = block.tail(self) if block.tail is not None else NEXT
         except Fault as fault:
-            self._locate(fault, block.instructions[running])
+            self.locate(fault)
             raise
         except Exception as error:
-            instruction = block.instructions[running]
+            instruction = self.instruction
             error.add_note(f"the VM failed while executing PTX line {instruction.line}: `{instruction.text}`")
             raise
         if outcome is HANDLED:
@@ -353,15 +361,24 @@ class Warp:
             return
         self._move(strand, outcome if isinstance(outcome, int) else strand.block + 1)
 
-    def _locate(self, fault: Fault, instruction: Instruction) -> None:
+    def locate(self, fault: Fault) -> None:
+        """Fill in that `fault` is of the instruction that runs, unless its place is known."""
         if not fault.line:
+            instruction = self.instruction
             fault.kernel = self.code.function.name
             fault.line = instruction.line
             fault.text = instruction.text
             fault.where = self.name
 
     @property
+    def instruction(self) -> Instruction:
+        """The instruction that runs or that the warp waits at. Instructions and steps of a block have one order."""
+        block = self.code.blocks[self.block]
+        if self._steps is None:
+            return block.instructions[-1]
+        return block.instructions[len(block.steps) - length_hint(self._steps) - 1]
+
+    @property
     def line(self) -> int:
         """PTX line of the instruction that runs or that the warp waits at."""
-        block = self.code.blocks[self.block]
-        return block.instructions[-1].line if block.instructions else 0
+        return self.instruction.line if self.code.blocks[self.block].instructions else 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, OtherAccess, report
 from backends.vm.machine.code import Key
 from backends.vm.machine.engine import Operation
 
@@ -68,12 +68,13 @@ class Part:
         return newest
 
     def check_access(self, keys: frozenset[Key], names: str) -> None:
-        """Fault if a register of `keys` belongs to a multiplication that has not been waited for."""
+        """Report that a register of `keys` belongs to a multiplication that has not been waited for."""
         for item in self.pending():
             if not (keys.isdisjoint(item.accumulators) and keys.isdisjoint(item.inputs)):
                 what = "accumulates into" if not keys.isdisjoint(item.accumulators) else "reads A from"
-                raise Fault("register-in-flight", f"a register of {names} is used while the wgmma of PTX line "
-                            f"{item.line} {what} it: a wgmma.wait_group that covers it is missing")  # fmt: skip
+                report(Fault("register-in-flight", f"a register of {names} is used while the wgmma of PTX line "
+                             f"{item.line} {what} it: a wgmma.wait_group that covers it is missing",
+                             other=OtherAccess("the wgmma", what, item.line)))  # fmt: skip
 
     def check_fenced(self, keys: frozenset[Key]) -> None:
         """Fault if another instruction used a register of `keys` since a wgmma did and no wgmma.fence lies between.
@@ -82,10 +83,10 @@ class Part:
         Hopper GEMM of CuTeDSL clears them after its fence), so anywhere between the two wgmma will do here.
         """
         if self.touched is None:
-            raise Fault("missing-wgmma-fence", "no wgmma.fence has been executed before this wgmma")
-        if not keys.isdisjoint(self.touched):
-            raise Fault("missing-wgmma-fence", "other instructions have used registers of this wgmma since a wgmma "
-                        "did, with no wgmma.fence in between (PTX ISA 9.7.15.7.1)")  # fmt: skip
+            report(Fault("missing-wgmma-fence", "no wgmma.fence has been executed before this wgmma"))
+        elif not keys.isdisjoint(self.touched):
+            report(Fault("missing-wgmma-fence", "other instructions have used registers of this wgmma since a wgmma "
+                         "did, with no wgmma.fence in between (PTX ISA 9.7.15.7.1)"))  # fmt: skip
 
     def fence(self) -> None:
         """`wgmma.fence`: registers used before now may be used by wgmma."""
@@ -107,8 +108,9 @@ class Part:
                 clash = f"accumulates as {shape} into registers that it uses as {item.shape}"
             else:
                 continue
-            raise Fault("register-in-flight", f"the wgmma of PTX line {item.line} is in flight and this one {clash}: a "
-                        "wgmma.wait_group is missing")  # fmt: skip
+            other = OtherAccess("the wgmma", "is in flight", item.line)
+            report(Fault("register-in-flight", f"the wgmma of PTX line {item.line} is in flight and this one {clash}: "
+                         "a wgmma.wait_group is missing", other=other))  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ cluster n stands under -n, the own cluster included, and travels the same ways.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -36,13 +37,16 @@ class Agents:
     All warps come first, by CTA rank, then the tensor cores, then copies, and last clocks.WAITED. The tensor core of a
     CTA is several agents: one for tcgen05.cp, which every later mma follows in order, then one for each accumulator.
     Copies that are waited for together, at one mbarrier or in one thread's groups, are one agent. Beyond COPY_AGENTS
-    such places, agents are shared, and a missing wait can hide behind another place's wait.
+    such places, agents are shared, and a missing wait can hide behind another place's wait. `line`: the PTX line of the
+    instruction that runs. `tensor_fences`: by warp, the epochs of its tcgen05.fence::before_thread_sync.
     """
 
     serial: int
     size: int
     warps_per_cta: int
     copy_places: int = 0
+    line: Callable[[], int] = int
+    tensor_fences: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     @property
     def first_engine(self) -> int:
@@ -187,12 +191,14 @@ class GridClock:
 class Clock:
     """The pair of vector clocks that an agent or a barrier carries; arrays of shape [agents].
 
-    `grid` tells of other clusters; it is None until a flag in global memory or a fence of gpu scope matters.
+    `grid` tells of other clusters; it is None until a flag in global memory or a fence of gpu scope matters. `tensor`
+    is what `seen` was at the last tcgen05.fence::after_thread_sync of a warp whose findings are collected.
     """
 
     seen: Epochs
     fenced: Epochs
     grid: GridClock | None = None
+    tensor: Epochs | None = None
 
     @classmethod
     def zero(cls, agents: int) -> Clock:
@@ -216,7 +222,7 @@ class Clock:
 
     def copy(self) -> Clock:
         """A separate clock that has seen the same."""
-        made = Clock(self.seen.copy(), self.fenced.copy())
+        made = Clock(self.seen.copy(), self.fenced.copy(), tensor=self.tensor)
         if self.grid is not None:
             made.grid_part().join(self.grid)
         return made

@@ -16,16 +16,16 @@ A wait is one element of the vector clocks. Any order after a warp that has wait
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, OtherAccess, at_line, collects, report
 from backends.vm.memory.clocks import CLUSTER_SHIFT, WAITED, Agents, Clock, Epochs, Snapshot, agent_of, merge, unordered
-from backends.vm.memory.global_memory import Buffer, GlobalMemory
+from backends.vm.memory.global_memory import Buffer, Bytes, GlobalMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class LaunchChain:
     def check(
         self, buffer: Buffer, addresses: Addresses, size: int, clock: Clock, *, writes: bool, by_lane: bool
     ) -> None:
-        """Fault if a launch that may still run wrote any of `size` bytes at addresses [n] of one buffer.
+        """Report that a launch that may still run wrote any of `size` bytes at addresses [n] of one buffer.
 
         A write may not meet its reads either.
         """
@@ -84,14 +84,17 @@ class LaunchChain:
                 found = marks[granules] != 0
                 if not np.count_nonzero(found):
                     continue
+                wrote = marks is shadow.writer
                 at = int(granules[found][0])
-                did = f"wrote it at PTX line {shadow.line[at]}" if marks is shadow.writer else "read it"
-                offset = max(shadow.base + (at << shadow.shift) - buffer.base, 0)
-                raise Fault("dependent-launch-not-awaited", f"byte {offset} of `{buffer.name}` is "
-                            f"{'overwritten' if writes else 'read'}, but {earlier.kernel}, which {did}, may still run: "
-                            f"{self._missing(earlier, waited=waited)}",
-                            lane=int(np.argwhere(found)[0][0]) if by_lane else None,
-                            address=buffer.base + offset)  # fmt: skip
+                line = int((shadow.line if wrote else shadow.read_line)[at])
+                did = f"{'wrote' if wrote else 'read'} it{at_line(line)}"
+                offset = shadow.offset_in(buffer, at)
+                report(Fault("dependent-launch-not-awaited", f"byte {offset} of `{buffer.name}` is "
+                             f"{'overwritten' if writes else 'read'}, but {earlier.kernel}, which {did}, may still "
+                             f"run: {self._missing(earlier, waited=waited)}",
+                             lane=int(np.argwhere(found)[0][0]) if by_lane else None, address=buffer.base + offset,
+                             other=OtherAccess(earlier.kernel, "wrote" if wrote else "read", line)))  # fmt: skip
+                return
 
     def _missing(self, earlier: Earlier, *, waited: bool) -> str:
         if not waited:
@@ -132,13 +135,17 @@ class Accessor(Protocol):
 
 @dataclass(slots=True)
 class Shadow:
-    """Marks of one buffer; granule i holds 2 ** shift bytes from base + (i << shift); `line`: of the last write."""
+    """Marks of one buffer; granule i holds 2 ** shift bytes from base + (i << shift).
+
+    `line`: of the last write; `read_line`: of the last read.
+    """
 
     base: int
     shift: int
     writer: Addresses
     reader: Addresses
     line: npt.NDArray[np.int32]
+    read_line: npt.NDArray[np.int32]
 
     @classmethod
     def of(cls, buffer: Buffer) -> Shadow:
@@ -150,7 +157,21 @@ class Shadow:
             np.zeros(count, np.int64),
             np.zeros(count, np.int64),
             np.zeros(count, np.int32),
+            np.zeros(count, np.int32),
         )
+
+    def offset_in(self, buffer: Buffer, granule: int) -> int:
+        """The offset in `buffer` at which `granule` begins."""
+        return max(self.base + (granule << self.shift) - buffer.base, 0)
+
+    def one_a_line(
+        self, granules: Addresses, bad: npt.NDArray[np.bool_], *, writes: bool
+    ) -> Iterator[tuple[int, int, int]]:
+        """Access, granule and PTX line of the first bad one of each line, of the last writes or the last reads."""
+        lines, where, at = self.line if writes else self.read_line, np.argwhere(bad), granules[bad]
+        _, firsts = np.unique(lines[at], return_index=True)
+        for first in sorted(firsts.tolist()):
+            yield int(where[first][0]), int(at[first]), int(lines[at[first]])
 
     def granules(self, addresses: Addresses, size: int) -> Addresses:
         """Granules [n, granules] of accesses of `size` bytes at addresses [n]. Splits granules if need be."""
@@ -160,6 +181,7 @@ class Shadow:
             self.writer = np.repeat(self.writer, times)
             self.reader = np.repeat(self.reader, times)
             self.line = np.repeat(self.line, times)
+            self.read_line = np.repeat(self.read_line, times)
             self.shift = exact
         first = (addresses - self.base >> self.shift)[:, None]
         return first if size >> self.shift == 1 else first + np.arange(size >> self.shift)
@@ -206,7 +228,7 @@ class GlobalRaces:
     ) -> None:
         """The agent and epoch of `stamp` read `size` bytes at each address [n] of one buffer, for `warp`.
 
-        Fault for a race; its lane is the number of the access if `by_lane`. `bulk`: through the asynchronous proxy.
+        Reports a race; its lane is the number of the access if `by_lane`. `bulk`: through the asynchronous proxy.
         """
         if self.chain.before:
             self.chain.check(buffer, addresses, size, warp.clock, writes=False, by_lane=by_lane)
@@ -216,6 +238,8 @@ class GlobalRaces:
         if bulk and self.stored:
             self._check_fenced(shadow, granules, buffer, warp, "reads")
         shadow.reader[granules] = warp.agents.mark | stamp
+        if collects():
+            shadow.read_line[granules] = warp.agents.line()
 
     def write(
         self,
@@ -229,14 +253,19 @@ class GlobalRaces:
         strong: bool,
         by_lane: bool = True,
         bulk: bool = False,
+        values: Bytes | None = None,
     ) -> None:
-        """As `read`, for a write at PTX `line`. A `strong` one races with nothing of its own launch."""
+        """As `read`, for a write at PTX `line`. A `strong` one races with nothing of its own launch.
+
+        `values` [n, size] is what a thread is about to write: of threads that write what lies there already, one after
+        the other, the outcome is defined (PTX ISA 8.7.2).
+        """
         if self.chain.before:
             self.chain.check(buffer, addresses, size, warp.clock, writes=True, by_lane=by_lane)
         shadow = self._shadow(buffer)
         granules = shadow.granules(addresses, size)
         if not strong:
-            self._check(shadow, granules, shadow.writer, buffer, warp, "is overwritten", by_lane)
+            self._check(shadow, granules, shadow.writer, buffer, warp, "is overwritten", by_lane, (addresses, values))
             self._check(shadow, granules, shadow.reader, buffer, warp, "is overwritten", by_lane)
             if bulk and self.stored:
                 self._check_fenced(shadow, granules, buffer, warp, "overwrites")
@@ -289,32 +318,38 @@ class GlobalRaces:
         warp: Accessor,
         action: str,
         by_lane: bool,
+        written: tuple[Addresses, Bytes | None] | None = None,
     ) -> None:
+        """Report the accesses of `marks` that nothing orders before; `written`: addresses and what threads write."""
         found = marks[granules]
         if not np.count_nonzero(found):
             return
         late = _late(found, warp)
         if not np.count_nonzero(late):
             return
-        at = int(granules[late][0])
-        line = f" at PTX line {shadow.line[at]}" if marks is shadow.writer else ""
-        did = "wrote" if marks is shadow.writer else "read"
-        offset = max(shadow.base + (at << shadow.shift) - buffer.base, 0)
-        raise Fault("global-race", f"byte {offset} of `{buffer.name}` {action}, but nothing orders that after "
-                    f"{self._name(int(marks[at]), warp)} {did} it{line}: a barrier, or a release and an acquire of gpu "
-                    "scope, with fences if they are relaxed, is missing",
-                    lane=int(np.argwhere(late)[0][0]) if by_lane else None, address=buffer.base + offset)  # fmt: skip
+        if written is not None and written[1] is not None:
+            offsets, values = written[0] - buffer.base, written[1]
+            same = (buffer.data[offsets[:, None] + np.arange(values.shape[1])] == values).all(1)
+            late &= ~(same[:, None] & (agent_of(found & STAMP_MASK) < warp.agents.first_engine))
+        wrote = marks is shadow.writer
+        for access, at, line in shadow.one_a_line(granules, late, writes=wrote):
+            offset, who = shadow.offset_in(buffer, at), self._name(int(marks[at]), warp)
+            did = "wrote" if wrote else "read"
+            report(Fault("global-race", f"byte {offset} of `{buffer.name}` {action}, but nothing orders that after "
+                         f"{who} {did} it{at_line(line)}: a barrier, or a release and an acquire of gpu scope, "
+                         "with fences if they are relaxed, is missing", lane=access if by_lane else None,
+                         address=buffer.base + offset, other=OtherAccess(who, did, line)))  # fmt: skip
 
     def _check_fenced(self, shadow: Shadow, granules: Addresses, buffer: Buffer, warp: Accessor, action: str) -> None:
         late = _unfenced(shadow.writer[granules], warp)
         if not np.count_nonzero(late):
             return
-        at = int(granules[late][0])
-        offset = max(shadow.base + (at << shadow.shift) - buffer.base, 0)
-        who = self._name(int(shadow.writer[at]), warp)
-        raise Fault("missing-proxy-fence", f"a bulk copy {action} byte {offset} of `{buffer.name}`, which {who} wrote "
-                    f"at PTX line {shadow.line[at]} through the generic proxy with no fence.proxy.async of global "
-                    "memory in between", address=buffer.base + offset)  # fmt: skip
+        for _, at, line in shadow.one_a_line(granules, late, writes=True):
+            offset, who = shadow.offset_in(buffer, at), self._name(int(shadow.writer[at]), warp)
+            report(Fault("missing-proxy-fence", f"a bulk copy {action} byte {offset} of `{buffer.name}`, which {who} "
+                         f"wrote at PTX line {line} through the generic proxy with no fence.proxy.async of global "
+                         "memory in between", address=buffer.base + offset,
+                         other=OtherAccess(who, "wrote", line)))  # fmt: skip
 
     def _name(self, mark: int, warp: Accessor) -> str:
         agents, serial = warp.agents, mark >> CLUSTER_SHIFT

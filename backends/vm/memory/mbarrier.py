@@ -28,7 +28,8 @@ class MBarrier:
     `arriving` has the clocks of the arrivals of the current phase, `completed` those of the phase before; a successful
     wait acquires these (PTX ISA 9.7.13.15.16: what came before the arrivals of the completed phase). `phase` counts
     completed phases: its lowest bit is the parity. Agent `creator` initialised it in its epoch `created`. Copies that
-    signal it are agent `copy_agent`; `last_copy` is the latest.
+    signal it are agent `copy_agent`; `last_copy` is the latest. `line`: of its initialisation.
+    `announced`: its creator has executed fence.mbarrier_init since.
     """
 
     offset: int
@@ -44,6 +45,13 @@ class MBarrier:
     copy_agent: int = 0
     last_copy: Signaller | None = None
     last_copy_serial: int = 0
+    line: int = 0
+    announced: bool = False
+
+    @property
+    def unused(self) -> bool:
+        """Whether nothing has happened to it since its initialisation."""
+        return self.pending == self.expected and not (self.phase or self.transactions or self.last_copy_serial)
 
     @classmethod
     def create(cls, offset: int, count: int) -> MBarrier:

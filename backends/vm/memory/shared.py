@@ -7,12 +7,13 @@ The first 0x400 bytes are reserved (measured on an H200, facts.md 0.1).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, OtherAccess, at_line, collects, report
 from backends.vm.memory.clocks import (
-    EPOCH_BITS,
     EPOCH_MASK,
     Agents,
     Clock,
@@ -39,7 +40,8 @@ class SharedMemory:
     """`size` bytes from offset 0, the reserved 0x400 included. Offsets below are addresses without rank bits.
 
     `contested` granules hold bytes of several generic writers that nothing orders. Order among those is not judged.
-    `readers` holds readers besides the last: by agent, int32 epochs [granules]. `many_readers` has those granules.
+    `readers` holds readers besides the last: by agent, int32 epochs and PTX lines [2, granules]. `many_readers` has
+    those granules.
     `unfenced_overwrites` counts bulk copies over what threads have read with no proxy fence in between.
     """
 
@@ -55,6 +57,7 @@ class SharedMemory:
         self.writer: Stamps = np.zeros(padded // 4, np.int32)
         self.reader: Stamps = np.zeros(padded // 4, np.int32)
         self.writer_line = np.zeros(padded // 4, np.int32)
+        self.reader_line = np.zeros(padded // 4, np.int32)
         self.contested = np.zeros(padded // 4, np.bool_)
         self.many_readers = np.zeros(padded // 4, np.bool_)
         self.readers: dict[int, npt.NDArray[np.int32]] = {}
@@ -84,13 +87,14 @@ class SharedMemory:
         self.check(offsets, size, "load")
         index = offsets[:, None] + np.arange(size)
         granules = _granules(index)
-        self._check_idle(granules, "read")
+        clash = self._check_idle(granules, "read")
         if np.count_nonzero(self.written[index]) < index.size:
             lane, byte = np.argwhere(~self.written[index])[0]
             raise Fault("uninitialised-shared", f"byte {byte} of this {size}-byte load was never written",
                         lane=int(lane), address=int(offsets[lane] + byte))  # fmt: skip
         if not strong:
-            self._check_writers(granules, clock, "read")
+            if not clash:
+                self._check_writers(granules, clock, "read")
             self._note_readers(granules, clock, stamp)
         return self.data[index]
 
@@ -102,10 +106,10 @@ class SharedMemory:
         self.check(offsets, size, "store")
         index = offsets[:, None] + np.arange(size)
         granules = _granules(index)
-        self._check_idle(granules, "overwritten")
-        if size < 4:
+        clash = self._check_idle(granules, "overwritten")
+        if size < 4 and not clash:
             self._check_neighbours(granules, clock)
-        elif not strong:
+        elif not (strong or clash):
             self._check_overwritten(granules, clock, self.data[index], values)
             self._check_readers(granules, clock)
         if size >= 4:
@@ -130,16 +134,19 @@ class SharedMemory:
                 self._race(granules, foreign, stamps, action)
             self.contested[granules] |= late
 
-    def _check_idle(self, granules: Granules, action: str) -> None:
+    def _check_idle(self, granules: Granules, action: str) -> bool:
+        """Whether a copy into one of `granules` is in flight. It has been reported then."""
         busy = self.in_flight[granules]
         if not np.count_nonzero(busy):
-            return
-        lane, at = _first(granules, busy != 0)
-        if self.in_flight[at] == MBARRIER:
-            raise Fault("mbarrier-misuse", "an mbarrier object lies here: only mbarrier operations may touch it "
-                        "before mbarrier.inval", lane=lane, address=4 * at)  # fmt: skip
-        raise Fault("copy-not-awaited", f"this granule is {action} while the copy of PTX line {self.in_flight[at]}"
-                    " into it is in flight: nothing waits for its end", lane=lane, address=4 * at)  # fmt: skip
+            return False
+        for lane, at, line in list(_one_a_line(granules, busy != 0, self.in_flight)):
+            if line == MBARRIER:
+                raise Fault("mbarrier-misuse", "an mbarrier object lies here: only mbarrier operations may touch it "
+                            "before mbarrier.inval", lane=lane, address=4 * at)  # fmt: skip
+            report(Fault("copy-not-awaited", f"this granule is {action} while the copy of PTX line {line}"
+                         " into it is in flight: nothing waits for its end", lane=lane, address=4 * at,
+                         other=OtherAccess("a copy", "writes", line)))  # fmt: skip
+        return True
 
     def _check_writers(self, granules: Granules, clock: Clock, action: str) -> None:
         late = unordered(self.writer[granules], clock.seen)
@@ -168,17 +175,14 @@ class SharedMemory:
             self._race(granules, late, self.reader, "overwritten")
         if not self.readers or not np.count_nonzero(self.many_readers[granules]):
             return
-        late = np.zeros(granules.shape, np.bool_)
-        for agent, epochs in self.readers.items():
-            late |= epochs[granules] > clock.seen[agent]
-        if np.count_nonzero(late):
-            _, at = _first(granules, late)
-            agent = min(agent for agent, epochs in self.readers.items() if epochs[at] > clock.seen[agent])
-            self.reader[at] = agent << EPOCH_BITS
-            self._race(granules, late, self.reader, "overwritten")
+        for agent, (epochs, lines) in sorted(self.readers.items()):
+            late = epochs[granules] > clock.seen[agent]
+            if np.count_nonzero(late):
+                for lane, at, line in _one_a_line(granules, late, lines):
+                    self._collide(lane, at, "overwritten", OtherAccess(self.agents.name(agent), "read", line))
         self.many_readers[granules] = False
-        for epochs in self.readers.values():
-            epochs[granules] = 0
+        for kept in self.readers.values():
+            kept[:, granules] = 0
 
     def _note_readers(self, granules: Granules, clock: Clock, stamp: int) -> None:
         """Keep the last reader in `reader`. An earlier one that nothing orders before it moves to `readers`."""
@@ -189,24 +193,33 @@ class SharedMemory:
             by = agent_of(kept)
             for agent in set(by.tolist()):
                 if agent not in self.readers:
-                    self.readers[agent] = np.zeros(self.reader.size, np.int32)
-                epochs, mine = self.readers[agent], by == agent
+                    self.readers[agent] = np.zeros((2, self.reader.size), np.int32)
+                (epochs, lines), mine = self.readers[agent], by == agent
                 epochs[at[mine]] = np.maximum(epochs[at[mine]], kept[mine] & EPOCH_MASK)
+                lines[at[mine]] = self.reader_line[at[mine]]
             self.many_readers[at] = True
         self.reader[granules] = stamp
+        if collects():
+            self.reader_line[granules] = self.agents.line()
 
     def _race(self, granules: Granules, late: npt.NDArray[np.bool_], stamps: Stamps, action: str) -> None:
-        lane, at = _first(granules, late)
-        agent = agent_of(int(stamps[at]))
-        who = self.agents.name(agent)
-        if stamps is self.writer and agent >= self.agents.first_copy:
-            raise Fault("copy-not-awaited", f"this granule is {action}, but the copy of PTX line "
-                        f"{self.writer_line[at]} into it has not been waited for",
-                        lane=lane, address=4 * at)  # fmt: skip
-        line = f" at PTX line {self.writer_line[at]}" if stamps is self.writer else ""
-        did = "wrote" if stamps is self.writer else "read"
-        raise Fault("race", f"this granule is {action}, but nothing orders that after {who} {did} it{line}: a barrier, "
-                    "an mbarrier wait or a wait for a group is missing", lane=lane, address=4 * at)  # fmt: skip
+        """Report that `late` granules are reached too early, once for each line that the other access has."""
+        wrote = stamps is self.writer
+        lines = self.writer_line if wrote else self.reader_line
+        for lane, at, line in _one_a_line(granules, late, lines):
+            agent = agent_of(int(stamps[at]))
+            if wrote and agent >= self.agents.first_copy:
+                report(Fault("copy-not-awaited", f"this granule is {action}, but the copy of PTX line {line} into it "
+                             "has not been waited for", lane=lane, address=4 * at,
+                             other=OtherAccess("a copy", "writes", line)))  # fmt: skip
+            else:
+                did = "wrote" if wrote else "read"
+                self._collide(lane, at, action, OtherAccess(self.agents.name(agent), did, line))
+
+    def _collide(self, lane: int | None, at: int, action: str, other: OtherAccess) -> None:
+        report(Fault("race", f"this granule is {action}, but nothing orders that after {other.who} {other.did} it"
+                     f"{at_line(other.line)}: a barrier, an mbarrier wait or a wait for "
+                     "a group is missing", lane=lane, address=4 * at, other=other))  # fmt: skip
 
     def _check_inside(self, granules: Granules, what: str) -> None:
         if granules.size and (int(granules.min()) < RESERVED // 4 or int(granules.max()) >= self.size // 4):
@@ -216,23 +229,29 @@ class SharedMemory:
 
     def _check_fenced(self, granules: Granules, clock: Clock, what: str) -> None:
         unfenced = unordered(self.writer[granules], clock.fenced)
-        if unfenced is not None:
-            _, at = _first(granules, unfenced)
-            who = self.agents.name(agent_of(int(self.writer[at])))
-            raise Fault("missing-proxy-fence", f"{what} what {who} wrote at PTX line {self.writer_line[at]} "
-                        "through the generic proxy with no fence.proxy.async in between", address=4 * at)  # fmt: skip
+        if unfenced is None:
+            return
+        for _, at, line in _one_a_line(granules, unfenced, self.writer_line):
+            agent = agent_of(int(self.writer[at]))
+            who = self.agents.name(agent)
+            copied = agent >= self.agents.first_copy and ("tcgen05" in what or "wgmma" in what)
+            rule = "copy-missing-proxy-fence" if copied else "missing-proxy-fence"
+            report(Fault(rule, f"{what} what {who} wrote at PTX line {line} through the generic proxy with no "
+                         "fence.proxy.async in between", address=4 * at,
+                         other=OtherAccess(who, "wrote", line)))  # fmt: skip
 
     def async_read(self, granules: Granules, clock: Clock, stamp: int, what: str) -> None:
         """Checks before the asynchronous proxy (TMA store, MMA operand) reads whole 4-byte `granules`."""
         self._check_inside(granules, f"{what} reads")
-        self._check_idle(granules, f"read by {what}")
+        clash = self._check_idle(granules, f"read by {what}")
         # Four bytes at once: every one of them is 1 where a granule is wholly written.
         whole = self.written.view(np.uint32)[granules] == 0x01010101
         if np.count_nonzero(whole) < whole.size:
             raise Fault("uninitialised-shared", f"{what} reads bytes that were never written",
                         address=4 * int(granules[~whole][0]))  # fmt: skip
-        self._check_writers(granules, clock, f"read by {what}")
-        self._check_fenced(granules, clock, f"{what} reads")
+        if not clash:
+            self._check_writers(granules, clock, f"read by {what}")
+            self._check_fenced(granules, clock, f"{what} reads")
         self._note_readers(granules, clock, stamp)
 
     def async_write_begins(
@@ -243,9 +262,10 @@ class SharedMemory:
         `generic`: cp.async and st.async write through the generic proxy and so need no proxy fence.
         """
         self._check_inside(granules, f"{what} writes")
-        self._check_idle(granules, "overwritten")
-        self._check_writers(granules, clock, "overwritten")
-        if not generic:
+        clash = self._check_idle(granules, "overwritten")
+        if not clash:
+            self._check_writers(granules, clock, "overwritten")
+        if not (generic or clash):
             self._check_fenced(granules, clock, f"{what} overwrites")
         self._check_readers(granules, clock)
         if not generic:
@@ -255,13 +275,25 @@ class SharedMemory:
     def _count_unfenced_readers(self, granules: Granules, clock: Clock) -> None:
         """Count a bulk copy over what threads have read with no proxy fence in between.
 
-        The ISA orders the two proxies by such a fence only. CUTLASS's and Triton's pipelines leave it out, so it is not
-        a finding.
+        The ISA orders the two proxies by such a fence only. CUTLASS's and Triton's pipelines leave it out, so that only
+        those who collect are told.
         """
         found = self.reader[granules]
         late = unordered(found, clock.fenced)
-        if late is not None and np.count_nonzero(late & (agent_of(found) < self.agents.first_engine)):
+        if late is None:
+            return
+        late &= (agent_of(found) < self.agents.first_engine) & ((found & EPOCH_MASK) <= clock.seen[agent_of(found)])
+        if np.count_nonzero(late):
             self.unfenced_overwrites += 1
+            if collects():
+                self._report_unfenced(granules, late)
+
+    def _report_unfenced(self, granules: Granules, late: npt.NDArray[np.bool_]) -> None:
+        for _, at, line in _one_a_line(granules, late, self.reader_line):
+            who = self.agents.name(agent_of(int(self.reader[at])))
+            report(Fault("unfenced-overwrite", f"a bulk copy overwrites what {who} read at PTX line {line} through the "
+                         "generic proxy with no fence.proxy.async in between", address=4 * at,
+                         other=OtherAccess(who, "read", line)))  # fmt: skip
 
     def async_write_ends(self, granules: Granules, stamp: int, line: int) -> None:
         """The bulk copy into `granules` has landed."""
@@ -277,10 +309,14 @@ def _granules(index: Addresses) -> Granules:
     return index[:, ::4] >> 2
 
 
-def _first(granules: Granules, bad: npt.NDArray[np.bool_]) -> tuple[int | None, int]:
-    """Lane (of [lanes, granules]; None for a flat list) and granule of the first bad one."""
-    where = np.argwhere(bad)[0]
-    return (int(where[0]) if granules.ndim == 2 else None), int(granules[tuple(where)])
+def _one_a_line(
+    granules: Granules, bad: npt.NDArray[np.bool_], lines: npt.NDArray[np.int32]
+) -> Iterator[tuple[int | None, int, int]]:
+    """Lane (of [lanes, granules]; None for a flat list), granule and line of the first bad one of each line."""
+    where, at = np.argwhere(bad), granules[bad]
+    _, firsts = np.unique(lines[at], return_index=True)
+    for first in sorted(firsts.tolist()):
+        yield int(where[first][0]) if granules.ndim == 2 else None, int(at[first]), int(lines[at[first]])
 
 
 def wavefronts(offsets: npt.NDArray[np.int64], size: int) -> tuple[int, int]:

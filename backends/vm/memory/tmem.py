@@ -8,12 +8,13 @@ and nobody may overwrite them before (PTX ISA 9.7.16.6.4.5).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, OtherAccess, at_line, collects, report
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
     PENDING,
@@ -71,6 +72,7 @@ class TensorMemory:
     writer: Stamps = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     reader: Stamps = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     writer_line: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
+    reader_line: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     loading: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     owned: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(COLUMNS, np.bool_))
     closed: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(COLUMNS, np.int32))
@@ -147,9 +149,10 @@ class TensorMemory:
         if np.count_nonzero(closed):
             columns = _as_array(index[1])
             column = int(columns[self.closed[columns] != 0].flat[0])
-            raise Fault("tmem-dealloc", f"{action} column {column}, which a CTA of the pair gives back by the "
-                        f"tcgen05.dealloc of PTX line {self.closed[column]}: nothing makes that wait for this access",
-                        address=column)  # fmt: skip
+            line = int(self.closed[column])
+            report(Fault("tmem-dealloc", f"{action} column {column}, which a CTA of the pair gives back by the "
+                         f"tcgen05.dealloc of PTX line {line}: nothing makes that wait for this access",
+                         address=column, other=OtherAccess("a CTA of the pair", "gives it back", line)))  # fmt: skip
 
     def read(self, index: Index, clock: Clock, stamp: int, action: str) -> Words:
         """Cells at `index` (broadcast shape) after checking ownership, initialisation and order."""
@@ -161,6 +164,9 @@ class TensorMemory:
                         address=lane << 16 | column)  # fmt: skip
         self._check_order(index, self.writer, clock, action, "wrote")
         self.reader[index] = stamp
+        if collects():
+            self._check_tensor_fences(index, self.writer, clock, stamp, action)
+            self.reader_line[index] = self.agents.line()
         return self.data[index]
 
     def write(self, index: Index, values: Words, clock: Clock, stamp: int, line: int, action: str) -> None:
@@ -179,6 +185,9 @@ class TensorMemory:
         self._check_order(index, self.writer, clock, action, "wrote", own)
         self._check_order(index, self.reader, clock, action, "read")
         self._check_loaded(index, action)
+        if collects():
+            self._check_tensor_fences(index, self.writer, clock, stamp, action)
+            self._check_tensor_fences(index, self.reader, clock, stamp, action)
         self.written[index] = True
         self.writer[index] = stamp
         self.writer_line[index] = line
@@ -207,29 +216,85 @@ class TensorMemory:
             late &= agent_of(found) != own
             if not np.count_nonzero(late):
                 return
-        lane, column = self._first(index, late)
-        stamp = int(stamps[lane, column])
-        line = f" at PTX line {self.writer_line[lane, column]}" if did == "wrote" else ""
-        if stamp & EPOCH_MASK == PENDING:
-            raise Fault("tmem-store-not-waited", f"{action} lane {lane}, column {column}, where a tcgen05.st by "
-                        f"{self.agents.name(agent_of(stamp))}{line} is not complete: tcgen05.wait::st is missing",
-                        address=lane << 16 | column)  # fmt: skip
-        raise Fault("tmem-race", f"{action} lane {lane}, column {column}, but nothing orders that "
-                    f"after {self.agents.name(agent_of(stamp))} {did} it{line}: a commit and a wait for it, or a "
-                    "barrier, is missing", address=lane << 16 | column)  # fmt: skip
+        lines = self.writer_line if did == "wrote" else self.reader_line
+        for line in dict.fromkeys(np.broadcast_to(lines[index], late.shape)[late].tolist()):
+            lane, column = self._first(index, late & (lines[index] == line))
+            agent, pending = agent_of(int(stamps[lane, column])), int(stamps[lane, column]) & EPOCH_MASK == PENDING
+            who = self.agents.name(agent)
+            if pending:
+                report(Fault("tmem-store-not-waited", f"{action} lane {lane}, column {column}, where a tcgen05.st by "
+                             f"{who} at PTX line {line} is not complete: tcgen05.wait::st is missing",
+                             address=lane << 16 | column, other=OtherAccess(who, "writes", line)))  # fmt: skip
+            else:
+                report(Fault("tmem-race", f"{action} lane {lane}, column {column}, but nothing orders that after {who} "
+                             f"{did} it{at_line(line)}: a commit and a wait for it, or a barrier, is missing",
+                             address=lane << 16 | column, other=OtherAccess(who, did, line)))  # fmt: skip
+
+    def _check_tensor_fences(self, index: Index, stamps: Stamps, clock: Clock, stamp: int, action: str) -> None:
+        """Report accesses of others that are ordered before this one, but not by tcgen05.fence (PTX ISA 9.7.16.6.3).
+
+        A commit has the fence before the synchronisation built in, and MMAs follow each other without any.
+        """
+        found, own, engines = stamps[index], agent_of(stamp), self.agents.first_engine
+        # The quick answer for what one operation did: all stamps are the same one.
+        head = found.item(0)
+        if not np.count_nonzero(found != head) and self._is_fenced(head, clock, own):
+            return
+        agents, epochs = agent_of(found), found & EPOCH_MASK
+        ordered = (found != 0) & (agents != own) & (epochs <= clock.seen[agents])
+        if own >= engines:
+            ordered &= agents < engines
+        if not np.count_nonzero(ordered):
+            return
+        behind = ordered if clock.tensor is None else ordered & (epochs > clock.tensor[agents])
+        if np.count_nonzero(behind):
+            self._report_unfenced(index, behind, stamps, action, "no tcgen05.fence::after_thread_sync behind")
+            return
+        for one in np.unique(found[ordered & (agents < engines)]).tolist():
+            if not self._is_fenced(one, clock, own):
+                late = ordered & (found == one)
+                self._report_unfenced(index, late, stamps, action, "no tcgen05.fence::before_thread_sync before")
+
+    def _is_fenced(self, stamp: int, clock: Clock, own: int) -> bool:
+        """Whether tcgen05.fence, or the pipeline, orders what left `stamp` before what agent `own` does next."""
+        agent, epoch, engines = agent_of(stamp), stamp & EPOCH_MASK, self.agents.first_engine
+        if not stamp or agent == own or (own >= engines and agent >= engines) or epoch > clock.seen[agent]:
+            return True
+        if clock.tensor is None or epoch > clock.tensor[agent]:
+            return False
+        fences = self.agents.tensor_fences.get(agent, [])
+        first = bisect_left(fences, epoch)
+        return agent >= engines or (first < len(fences) and fences[first] <= clock.seen[agent])
+
+    def _report_unfenced(
+        self, index: Index, bad: npt.NDArray[np.bool_], stamps: Stamps, action: str, lacking: str
+    ) -> None:
+        lane, column = self._first(index, bad)
+        wrote = stamps is self.writer
+        line = int((self.writer_line if wrote else self.reader_line)[lane, column])
+        other = OtherAccess(self.agents.name(agent_of(int(stamps[lane, column]))), "wrote" if wrote else "read", line)
+        report(Fault("missing-tcgen05-fence", f"{action} lane {lane}, column {column} after {other.who} {other.did} it "
+                     f"at PTX line {line}, with {lacking} the barrier or wait in between",
+                     address=lane << 16 | column, other=other))  # fmt: skip
 
     def _check_loaded(self, index: Index, action: str) -> None:
         lines = self.loading[index]
         if not np.count_nonzero(lines):
             return
-        if not np.count_nonzero(lines > 0):
-            self.loading[index] = 0
-            self.unwaited_overwrites += 1
-            return
-        lane, column = self._first(index, lines > 0)
-        raise Fault("tmem-load-not-waited", f"{action} lane {lane}, column {column}, where the tcgen05.ld of PTX line "
-                    f"{self.loading[lane, column]} by {self.agents.name(agent_of(int(self.reader[lane, column])))} may "
-                    "still read: tcgen05.wait::ld is missing", address=lane << 16 | column)  # fmt: skip
+        used = not np.count_nonzero(lines > 0)
+        self.unwaited_overwrites += used
+        if not used or collects():
+            lane, column = self._first(index, lines != 0 if used else lines > 0)
+            line, who = abs(int(self.loading[lane, column])), self.agents.name(agent_of(int(self.reader[lane, column])))
+            rule, may = (
+                ("tmem-load-used-unwaited", "was never waited for, though its registers were used")
+                if used
+                else ("tmem-load-not-waited", "may still read")
+            )
+            report(Fault(rule, f"{action} lane {lane}, column {column}, where the tcgen05.ld of PTX line {line} by "
+                         f"{who} {may}: tcgen05.wait::ld is missing", address=lane << 16 | column,
+                         other=OtherAccess(who, "reads", line)))  # fmt: skip
+        self.loading[index] = 0
 
     def load_begins(self, index: Index, clock: Clock, stamp: int, line: int) -> None:
         """A tcgen05.ld of PTX `line`: checks as of a read. The cells are being read until `loads_complete`."""

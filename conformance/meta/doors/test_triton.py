@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megamoe.export.findings import read_findings
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="the extra `triton` is not installed"
 )
@@ -205,10 +207,19 @@ def test_kernels_of_triton_run_on_cpu_tensors(tmp_path: Path) -> None:
 
 
 def test_a_test_suite_runs_and_findings_fail_it(tmp_path: Path) -> None:
-    said = _pytest(tmp_path, SUITE, "--megamoe-vm", "sm_100a")
+    suppress = tmp_path / "suppress.yaml"
+    suppress.write_text("- {rule: race, kernel: no_such_kernel, reason: to be stale}\n")
+    options = ("--megamoe-findings", "found.json", "--megamoe-suppress", "suppress.yaml", "--megamoe-profile", "strict")
+    said = _pytest(tmp_path, SUITE, "--megamoe-vm", "sm_100a", *options)
     assert "2 failed, 1 passed" in said, said
     assert "FAILED test_kernels.py::test_fault" in said, said
     assert "the test passes, but a kernel broke a rule: [out-of-bounds]" in said, "a finding cannot be caught"
+    assert "stale suppression: suppress.yaml, line 1: race at kernel no_such_kernel" in said, said
+    (one,) = read_findings(tmp_path / "found.json")
+    lines = (tmp_path / "test_kernels.py").read_text().splitlines()
+    assert Path(one.place.file).name == "test_kernels.py", "a finding of a Triton kernel names its Python file"
+    assert "tl.load(x + tl.arange" in lines[one.place.line - 1], f"line {one.place} is not that of the access"
+    assert one.times == 2, "two tests meet one fault"
 
 
 def test_a_target_that_is_none_is_said(tmp_path: Path) -> None:

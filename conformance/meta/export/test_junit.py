@@ -14,7 +14,8 @@ from xml.etree import ElementTree
 import pytest
 
 from conformance.fakes.results import CASE, COUNTERS, NEIGHBOUR, ROW, compiled, expectation, judged
-from megamoe.export.junit import write_junit
+from megamoe.export.junit import findings_as_junit, write_junit
+from megamoe.findings import KernelFinding, Ledger, Suppression
 from megamoe.gate.verdict import Finding, Verdict, judge_run
 from megamoe.records.lines import RecordError
 
@@ -172,3 +173,16 @@ def test_the_check_of_the_form_catches_a_planted_fault(tmp_path: Path, old: str,
     planted = text.replace(old, new, 1)
     assert planted != text, "the planted fault must change the file"
     assert complaint in " ".join(_complaints(ElementTree.fromstring(planted)))
+
+
+def test_findings_of_kernels_have_the_same_form() -> None:
+    ledger = Ledger("default", (Suppression("race", "looked at", kernel="quiet", where="suppress.yaml, line 1"),))
+    odd = "an odd <name> & \x01"
+    ledger.take(KernelFinding("race", "error", f"what {odd} does", kernel) for kernel in ("loud", "quiet", odd, ""))
+    ledger.take([KernelFinding("unfenced-overwrite", "portability", "no fence", "loud")])
+    for failures in ([], [odd]):
+        root = ElementTree.fromstring(findings_as_junit(ledger, failures))
+        assert not list(_complaints(root))
+        assert len(list(root.iter("failure"))) == 3 + len(failures), "three races of kernels that nobody suppressed"
+        assert len(list(root.iter("skipped"))) == 1
+    assert not list(_complaints(ElementTree.fromstring(findings_as_junit(Ledger(), []))))

@@ -19,7 +19,7 @@ MBARRIERS = {
         f"{INIT}\nmbarrier.test_wait.parity.shared::cta.b64 %p2, [second], 0; //!",
         "live ones of this CTA: 0x400",
     ),
-    "initialised twice": (f"{INIT}\n{INIT} //!", "an mbarrier already lies", "0x400"),
+    "initialised twice": (f"{INIT}\n{INIT.replace('1;', '2; //!')}", "an mbarrier already lies", "0x400"),
     "initialised with count 0": (INIT.replace("1;", "0; //!"), "count 0", "1..1048575"),
     "initialised with count 2^20": (INIT.replace("1;", "1048576; //!"), "count 1048576"),
     "arrived at too often": (

@@ -137,12 +137,12 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
     ),
     "an exit with a pending store": (
         {"drain": "", "store": f"{STORE} //!"},
-        "exit-with-pending-operation",
+        "exit-with-pending-store",
         ("without a cp.async.bulk.wait_group", "warp 0, lane 0"),
     ),
     "an exit without a commit": (
         {"commit": "", "store": f"{STORE} //!"},
-        "exit-with-pending-operation",
+        "exit-with-pending-store",
         ("wait_group",),
     ),
     "an exit with a load that nobody waits for": (

@@ -103,7 +103,9 @@ def two_ctas(body: str, element: type[np.generic] = np.uint32, launches: int = 1
 
 
 def test_two_ctas_write_the_same_bytes() -> None:
-    kernel = two_ctas("st.global.b32 [%out], 7; //!")
+    """Of one value nobody can tell which CTA wrote it (PTX ISA 8.7.2); of two anybody can."""
+    assert_clean(two_ctas("st.global.b32 [%out], 7; ret;"), {"out": np.array([7] + [0] * 63, np.uint32)})
+    kernel = two_ctas("st.global.b32 [%out], %cta; //!")
     assert_blamed(kernel, "global-race", "byte 0 of `out` is overwritten", "warp 0 of CTA (", "wrote it at PTX line")
 
 

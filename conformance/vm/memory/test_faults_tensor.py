@@ -57,7 +57,7 @@ WIDE = STORE.replace("[%r44]", "[%r44+16]")
 PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
     "lanes of another warp": (
         {"read": marked("read", LOAD, LOAD.replace("%r44", "%r40"))},
-        "tmem-lane",
+        "tmem-lane-ignored",
         ("tcgen05.ld of lanes 0..31 by warp", "reaches only lanes"),
     ),
     "columns of nobody": (

@@ -1,0 +1,324 @@
+"""The rules of the machine: each with its grade, what goes wrong, the section of the PTX ISA, and how to mend it.
+
+A finding is graded by its rule. `error`: undefined by the ISA, wrong on silicon, or a result that depends on a race.
+`portability`: the ISA does not promise it, and production kernels rely on it all the same; `reliance` names some.
+`note`: worth a look. docs/rules/README.md is made of this table. Sections are those of PTX ISA 9.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Grade = Literal["error", "portability", "note"]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineRule:
+    """`wrong`: what goes wrong on silicon. `missing`: the order that is not there, "" where none would help.
+
+    `mend`: what to do, as a sentence. `section`: of the PTX ISA, or of the CUDA programming guide. `reliance`: who
+    relies on more than the ISA promises.
+    """
+
+    slug: str
+    grade: Grade
+    section: str
+    wrong: str
+    mend: str
+    missing: str = ""
+    reliance: str = ""
+
+
+def _error(slug: str, section: str, wrong: str, mend: str, missing: str = "") -> MachineRule:
+    return MachineRule(slug, "error", section, wrong, mend, missing)
+
+
+def _relied(slug: str, section: str, wrong: str, reliance: str, mend: str, missing: str = "") -> MachineRule:
+    return MachineRule(slug, "portability", section, wrong, mend, missing, reliance)
+
+
+_BARRIER: Final = "a barrier, an mbarrier wait, or a wait for the group of the copy, between the two accesses"
+
+# fmt: off
+_ALL = (
+    # Races and waits.
+    _error(
+        "race", "8.7",
+        "Two accesses of shared memory meet, one of them writes another value, and nothing orders them: the result "
+        "depends on timing.",
+        "Put a barrier between the two accesses, or let the second wait for an mbarrier that the first arrives at.",
+        _BARRIER,
+    ),
+    _error(
+        "global-race", "8.7",
+        "Two accesses of global memory meet, one of them writes another value, and nothing orders them.",
+        "Publish with a release of gpu scope and take over with an acquire, or use atomics.",
+        "a barrier within the CTA, or a release and an acquire of gpu scope between CTAs",
+    ),
+    _error(
+        "copy-not-awaited", "9.7.9.25",
+        "Shared memory is used while a copy into it is in flight: old, new or mixed bytes are read, or the copy "
+        "overwrites what was stored.",
+        "Wait for the mbarrier that the copy signals, or for its group, before the access.",
+        "a wait for the end of the copy",
+    ),
+    _error(
+        "missing-proxy-fence", "9.7.13.4",
+        "The asynchronous proxy (TMA, tensor core) uses what threads wrote, and may see what lay there before.",
+        "Execute fence.proxy.async after the writes and before the barrier, or after the barrier in the thread that "
+        "issues the copy.",
+        "fence.proxy.async between the generic write and the asynchronous access",
+    ),
+    _error(
+        "dependent-launch-not-awaited", "9.7.13.13",
+        "A dependent launch touches what the launch before it, which may still run, reads or writes.",
+        "Execute griddepcontrol.wait before the access.",
+        "griddepcontrol.wait",
+    ),
+    _error(
+        "exit-with-pending-operation", "9.7.9.25",
+        "A CTA ends while a copy or an MMA still reads or writes its memory, which may be another CTA's by then.",
+        "Wait for the operation before the CTA ends.",
+        "a wait for the end of the operation",
+    ),
+    _error(
+        "ended-cta", "9.7.9.23",
+        "A CTA of the cluster uses the shared memory of one that has ended, or that may end at any time.",
+        "End the kernel with a barrier of the cluster.",
+        "barrier.cluster.arrive and .wait behind the last access",
+    ),
+    _error(
+        "deadlock", "9.7.13", "Nothing can move any more.",
+        "Compare who waits with who arrives: counts, phases and transaction bytes of the barriers that are named.",
+    ),
+    _error(
+        "runaway", "", "The launch executes more steps than its budget.",
+        "Look for a loop that does not end, or raise step_budget.",
+    ),
+    # Tensor memory.
+    _error(
+        "tmem-race", "9.7.16.6",
+        "Tensor memory is used while an MMA, a copy or another warp uses it, and nothing orders the two.",
+        "Wait for the tcgen05.commit of the MMA, or put a barrier between the warps.",
+        "tcgen05.commit and a wait for its mbarrier, or a barrier",
+    ),
+    _error(
+        "tmem-store-not-waited", "9.7.16.8", "Tensor memory is used while a tcgen05.st into it is in flight.",
+        "Execute tcgen05.wait::st in the warp that stores, before the other access.", "tcgen05.wait::st",
+    ),
+    _error(
+        "tmem-load-not-waited", "9.7.16.8", "Tensor memory is overwritten while a tcgen05.ld may still read it.",
+        "Execute tcgen05.wait::ld in the warp that loads, before the other access.", "tcgen05.wait::ld",
+    ),
+    _error(
+        "tmem-alloc", "9.7.16.7", "An allocation of tensor memory that hardware refuses or that blocks for ever.",
+        "Ask for a power of two in 32..512 columns, not more than before, and before the permit is given up.",
+    ),
+    _error(
+        "tmem-dealloc", "9.7.16.7",
+        "Tensor memory is given back that was not allocated so, or used after one CTA of the pair gave it back.",
+        "Give back exactly what was allocated, after both CTAs are done with it.",
+    ),
+    _error(
+        "tmem-leak", "9.7.16.7", "A CTA ends with tensor memory allocated: later CTAs of the SM cannot have it.",
+        "Execute tcgen05.dealloc before the CTA ends.",
+    ),
+    _error(
+        "tmem-not-allocated", "9.7.16.7", "Tensor memory is used that no live allocation covers.",
+        "Allocate the columns, and read the address after the barrier that follows the allocation.",
+    ),
+    _error(
+        "tmem-out-of-bounds", "9.7.16.1", "An address outside of the 128 lanes and 512 columns of tensor memory.",
+        "Check the column offset and the shape.",
+    ),
+    _error(
+        "tmem-shape", "9.7.16.8", "A shape of tcgen05.ld, st, cp or mma that has no layout.",
+        "Use a shape that the ISA lists.",
+    ),
+    _error(
+        "tmem-lane", "9.7.16.10", "An accumulator or scale factors begin at a lane where the tensor core has none.",
+        "Begin at the lane that the layout of the MMA names, mostly 0.",
+    ),
+    _error(
+        "scale-factor-replicas", "9.7.16.10",
+        "The four quarters of tensor memory hold unlike scale factors: which the tensor core reads is undefined.",
+        "Copy with .warpx4, or store the same values in all quarters.",
+    ),
+    _error(
+        "cta-group", "9.7.16.5", "One kernel mixes cta_group::1 and cta_group::2.",
+        "Use one cta_group in all tcgen05 instructions of a kernel.",
+    ),
+    _error(
+        "cta-pair", "9.7.16.5", "The two CTAs of a pair do not execute the same collective instruction.",
+        "Let both CTAs execute it with the same operands.",
+    ),
+    # wgmma.
+    _error(
+        "missing-wgmma-fence", "9.7.15.7.1", "A wgmma uses registers that other instructions wrote or read before.",
+        "Execute wgmma.fence.sync.aligned before the first wgmma, and after other uses of its registers.",
+        "wgmma.fence",
+    ),
+    _error(
+        "register-in-flight", "9.7.15.7", "A register is used while a wgmma still reads or writes it.",
+        "Execute wgmma.commit_group and wgmma.wait_group before the use.", "wgmma.wait_group",
+    ),
+    _error(
+        "warpgroup-diverged", "9.7.15", "The warps of a warpgroup do not execute the same instruction.",
+        "Let all four warps execute it with the same operands.",
+    ),
+    # Barriers.
+    _error(
+        "mbarrier-misuse", "9.7.13.15", "An mbarrier is used before its initialisation, over it, or beyond its count.",
+        "Initialise once, make that visible with a barrier, and let as many arrive as the count says.",
+    ),
+    _error(
+        "barrier-misuse", "9.7.13.1", "A barrier is given other counts or threads than it waits for.",
+        "Use the same count everywhere, and arrive once a phase.",
+    ),
+    _error(
+        "diverged", "9.7.13", "An instruction that all threads of a warp execute together is executed by some.",
+        "Move it out of the branch, or let one elected thread execute what is meant for one.",
+    ),
+    _error(
+        "issued-by-many", "9.7.16", "Several threads issue what one thread issues.", "Elect one thread: elect.sync.",
+    ),
+    # Undefined values.
+    *(
+        _error(
+            slug, "8.1", f"A value is used that nobody wrote: {what} holds what was left there.",
+            "Write before reading, or mask the part that nothing was written to.",
+        )
+        for slug, what in (
+            ("uninitialised-register", "a register"), ("uninitialised-shared", "shared memory"),
+            ("uninitialised-global", "an output or a workspace"), ("uninitialised-tmem", "tensor memory"),
+        )
+    ),
+    # Addresses and operands.
+    _error("out-of-bounds", "5.1", "An address outside of the memory that it is meant for.", "Mask or clamp it."),
+    _error(
+        "misaligned", "6.4.1", "An address that is not a multiple of what the access needs: hardware traps.",
+        "Align the address, or use a narrower access.",
+    ),
+    _error("read-only", "5.1", "A store to memory that may only be read.", "Store elsewhere."),
+    _error(
+        "mixed-windows", "5.1", "Lanes of one generic access fall into unlike state spaces; the machine splits none.",
+        "Use addresses of one state space an instruction.",
+    ),
+    _error(
+        "wrong-space", "5.1", "An operand lies in another state space than the instruction takes.",
+        "Convert the address with cvta, or name the right state space.",
+    ),
+    _error(
+        "remote-shared", "5.1.7", "Shared memory of another CTA is named where the instruction reaches only its own.",
+        "Use .shared::cluster with an address of mapa, and ranks inside the cluster.",
+    ),
+    _error(
+        "branch-index", "9.7.12", "brx.idx with an index beyond its list of labels.", "Check the index first.",
+    ),
+    _error(
+        "tensor-map", "5.5", "A tensor map that does not fit the copy, or memory that holds none.",
+        "Encode the map for this rank, box and element type.",
+    ),
+    _error(
+        "tensor-coordinates", "5.5", "Coordinates that the copy does not take.", "Give one a dimension, in range.",
+    ),
+    _error("bulk-copy", "9.7.9.25", "A bulk copy of a size that hardware refuses.", "Copy a multiple of 16 bytes."),
+    _error(
+        "cp-async", "9.7.9.25.3", "A cp.async whose src-size exceeds its cp-size.", "Clamp src-size.",
+    ),
+    _error(
+        "matrix-descriptor", "9.7.16.4", "A matrix descriptor with fields that mean nothing together.",
+        "Encode the start address, offsets and swizzle for this operand.",
+    ),
+    _error(
+        "instruction-descriptor", "9.7.16.4.2", "An instruction descriptor with fields that mean nothing together.",
+        "Encode the types, M and N of this kind.",
+    ),
+    # Calls.
+    _error("trap", "9.7.19", "The kernel executed trap.", "Look for the check that failed."),
+    _error("assert", "", "An assertion of the kernel failed.", "Look for the condition that is named."),
+    _error("printf", "", "A conversion that device printf does not have.", "Use one that it has."),
+    _error(
+        "schedule-dependent", "8.7", "The results depend on when asynchronous work ends.",
+        "Look for a wait that is missing: `megamoe check` found unlike results under two schedules.",
+    ),
+    # What the ISA does not promise, and production kernels rely on.
+    _relied(
+        "exit-with-pending-store", "9.7.9.25",
+        "A thread ends with a bulk store that it has not waited for. The ISA does not say that its source outlives the "
+        "CTA.",
+        "DeepGEMM, CUTLASS's Hopper attention and Triton end like this.",
+        "Execute cp.async.bulk.commit_group and cp.async.bulk.wait_group 0 before the thread ends.",
+        "cp.async.bulk.wait_group",
+    ),
+    _relied(
+        "copy-missing-proxy-fence", "9.7.13.4",
+        "The tensor core reads what cp.async wrote, through the generic proxy, with no proxy fence.",
+        "CUTLASS's C++ mainloops with cp.async have none.",
+        "Execute fence.proxy.async after cp.async.wait_group, before the barrier.",
+        "fence.proxy.async between the end of the cp.async and the asynchronous read",
+    ),
+    _relied(
+        "unfenced-overwrite", "9.7.13.4",
+        "A bulk copy overwrites what threads have read, with a barrier but no proxy fence in between: the ISA orders "
+        "the proxies by such a fence only, and the copy may be seen by the earlier read.",
+        "CUTLASS's and Triton's pipelines hand stages back with an mbarrier alone. DeepEP, TransformerEngine and NCCL "
+        "have fixed it.",
+        "Execute fence.proxy.async after the reads, before the arrival that hands the stage back.",
+        "fence.proxy.async between the generic read and the copy",
+    ),
+    _relied(
+        "mbarrier-reinitialised", "9.7.13.15.9",
+        "An mbarrier that nobody has used is initialised again with the same count: undefined, since the memory "
+        "already holds an mbarrier.",
+        "CUTLASS kernels in which every warp initialises the same barriers.",
+        "Let one elected thread initialise, then a barrier.",
+    ),
+    _relied(
+        "mbarrier-init-unfenced", "9.7.13.4",
+        "A copy signals an mbarrier whose initialisation no fence has made visible to the asynchronous proxy.",
+        "Kernels with a plain barrier behind mbarrier.init.",
+        "Execute fence.mbarrier_init.release.cluster or fence.proxy.async after mbarrier.init, before the barrier.",
+        "fence.mbarrier_init.release.cluster",
+    ),
+    _relied(
+        "tmem-lane-ignored", "9.7.16.8",
+        "tcgen05.ld or st names lanes outside of the quarter of tensor memory that its warp reaches. Silicon ignores "
+        "these bits of the address.",
+        "DeepGEMM gives every warp the same address.",
+        "Add 32 * (warp % 4) to the lane of the address.",
+    ),
+    _relied(
+        "missing-tcgen05-fence", "9.7.16.6.3",
+        "Threads order their tcgen05 operations by a barrier alone: the ISA lets such operations pass it.",
+        "Many kernels leave one of the two fences out where a wait for the mbarrier of a commit orders enough.",
+        "Execute tcgen05.fence::before_thread_sync before the barrier, and tcgen05.fence::after_thread_sync behind it.",
+        "tcgen05.fence::before_thread_sync and tcgen05.fence::after_thread_sync around the barrier",
+    ),
+    _relied(
+        "tmem-copy-unordered", "9.7.16.6.2",
+        "tcgen05.cp overwrites what an earlier mma, whose end nothing has shown, reads: the ISA orders a copy before a "
+        "later mma, not an mma before a later copy.",
+        "quack-kernels' block-scaled GEMMs.",
+        "Wait for a tcgen05.commit of the mma before the copy, or use other columns.",
+        "tcgen05.commit and a wait for its mbarrier",
+    ),
+    _relied(
+        "tmem-load-used-unwaited", "9.7.16.8",
+        "Tensor memory is overwritten after a register of the tcgen05.ld that read it was used, with no wait.",
+        "Kernels that take the register dependence for a wait.",
+        "Execute tcgen05.wait::ld before the registers are used.",
+        "tcgen05.wait::ld",
+    ),
+    # Worth a look.
+    MachineRule(
+        "unspecified-result", "note", "9.7.1",
+        "An operand for which the ISA gives no result: a remainder by zero, a bit field beyond 255.",
+        "Make sure that the result is not used.",
+    ),
+)
+# fmt: on
+RULES: Final[Mapping[str, MachineRule]] = {rule.slug: rule for rule in _ALL}
+"""Every rule by its slug."""

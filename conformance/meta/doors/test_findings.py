@@ -1,0 +1,426 @@
+"""Findings at the doors: which of them raise in which profile, suppressions, the four formats, one a site."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import jsonschema
+import numpy as np
+import pytest
+
+from megamoe.cli.main import main
+from megamoe.export.findings import CheckedRun, form_of, read_findings, rendered
+from megamoe.findings import PROFILES, KernelFinding, Ledger, SourceLine, Suppression, read_suppressions
+from megamoe.spec.marked_yaml import SpecError
+from megamoe.vm import Device, KernelFault
+
+HEAD = ".version 8.7\n.target sm_100a\n.address_size 64\n"
+BODY = """.visible .entry kernel(.param .u64 y)
+{
+  .reg .pred %p<4>;
+  .reg .u64 %rd<4>;
+  .reg .u32 %r<6>;
+  .shared .align 4 .b8 cell[128];
+  .shared .align 8 .b64 mbar;
+  ld.param.u64 %rd1, [y];
+  mov.u32 %r1, %tid.x;
+  mov.u32 %r2, cell;
+  and.b32 %r3, %r1, 31;
+  shl.b32 %r3, %r3, 2;
+  add.u32 %r2, %r2, %r3;
+  setp.ne.u32 %p1, %r3, 0;
+STEP
+  st.relaxed.gpu.global.u32 [%rd1], %r3;
+  ret;
+}
+"""
+# Both warps write; warp 1's values differ from warp 0's.
+RACE = "  st.shared.u32 [%r2], %r1;"
+TWICE = "  @!%p1 mbarrier.init.shared::cta.b64 [mbar], 1;"
+"""Both warps initialise it."""
+UNSPECIFIED = "  mov.u32 %r4, 0;\n  rem.u32 %r5, %r1, %r4;"
+CLEAN = "  bar.sync 0;"
+BEYOND = "  st.global.u32 [%rd1+4096], %r1;"
+STEPS = {"error": RACE, "portability": TWICE, "note": UNSPECIFIED}
+RULES = {"error": "race", "portability": "mbarrier-reinitialised", "note": "unspecified-result"}
+
+
+def kernel(*steps: str) -> str:
+    return HEAD + BODY.replace("STEP", "\n".join(steps))
+
+
+def launched(device: Device, *steps: str, grid: int = 1) -> KernelFault | None:
+    try:
+        device.launch(kernel(*steps), "kernel", grid, 64, np.zeros(4, np.uint32))
+    except KernelFault as fault:
+        return fault
+    return None
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "megamoe")
+
+
+def finding(**changes: object) -> KernelFinding:
+    """A finding of one's own."""
+    values: dict[str, Any] = {
+        "rule": "race",
+        "grade": "error",
+        "detail": "this granule is overwritten",
+        "kernel": "attention_fwd",
+        "line": 40,
+        "text": "st.shared.u32 [%r1], %r2;",
+        "source": (SourceLine("/home/me/kernels/attention.py", 12, 5), SourceLine("/home/me/kernels/attention.py", 90)),
+        "where": "CTA (0, 0, 0), warp 1",
+        "mend": "Put a barrier between the two accesses.",
+        "section": "8.7",
+    }
+    return KernelFinding(**{**values, **changes})
+
+
+# Profiles
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("grade", STEPS)
+def test_a_grade_counts_in_its_profiles(grade: str, profile: str, caplog: pytest.LogCaptureFixture) -> None:
+    device = Device("sm_100a", profile=profile)
+    fault = launched(device, STEPS[grade])
+    (one,) = device.findings
+    assert (one.rule, one.grade) == (RULES[grade], grade)
+    assert (fault is not None) == (grade in PROFILES[profile]), f"{grade} under {profile}: {fault}"
+    if fault is None:
+        assert one.rule in caplog.text, "what does not count is logged"
+    else:
+        assert (fault.rule, fault.findings) == (one.rule, (one,))
+        assert one.sentence in str(fault)
+
+
+def test_a_clean_kernel_has_no_findings() -> None:
+    device = Device("sm_100a", profile="strict")
+    assert launched(device, CLEAN) is None
+    assert device.findings == []
+
+
+def test_a_launch_that_ends_raises_in_every_profile() -> None:
+    """Its results are not there, whatever counts."""
+    for profile in PROFILES:
+        device = Device("sm_100a", profile=profile)
+        fault = launched(device, RACE, CLEAN, BEYOND)
+        assert fault is not None
+        assert fault.rule == "out-of-bounds", "what ended the launch is said first"
+        assert [(one.rule, one.ends) for one in device.findings] == [("race", False), ("out-of-bounds", True)]
+        assert launched(device, CLEAN) is None, "the device goes on after"
+
+
+def test_a_profile_that_is_none_is_said() -> None:
+    with pytest.raises(ValueError, match="no profile 'loose'; there are strict, default, lenient"):
+        Device("sm_100a", profile="loose")
+
+
+def test_launches_and_ctas_repeat_a_finding_and_do_not_add_one() -> None:
+    device = Device("sm_100a", profile="lenient")
+    for _ in range(3):
+        launched(device, RACE, TWICE, grid=8)
+    assert {one.rule: one.times for one in device.findings} == {"race": 24, "mbarrier-reinitialised": 24}
+    race = device.findings[0]
+    assert race.other is not None
+    assert race.other.line == race.line, "both warps are at the same line"
+    assert race.place.file == "kernel.ptx", "PTX of no file has the kernel's name"
+    for part in ("other access: warp", "missing: ", "mend: ", "found 24 times; the launch goes on", "PTX ISA 8.7"):
+        assert part in str(race), f"{part!r} is not said: {race}"
+
+
+# Suppressions
+
+
+@pytest.mark.parametrize(
+    ("entry", "speaks"),
+    [
+        ({"place": "attention.py"}, True),
+        ({"place": "kernels/attention.py:12"}, True),
+        ({"place": "attention.py:10-20"}, True),
+        ({"place": "attention.py:88-95"}, True),
+        ({"place": "attention.py:13"}, False),
+        ({"place": "tention.py"}, False),
+        ({"kernel": "attention_*"}, True),
+        ({"kernel": "matmul"}, False),
+        ({"place": "attention.py:12", "kernel": "matmul"}, False),
+        ({"place": "attention.py", "rule": "global-race"}, False),
+    ],
+)
+def test_a_suppression_speaks_about_a_rule_at_a_place(entry: dict[str, str], speaks: bool) -> None:
+    assert Suppression(**{"rule": "race", "reason": "looked at", **entry}).matches(finding()) == speaks
+
+
+def test_a_suppressed_finding_does_not_count_and_a_stale_suppression_is_reported(tmp_path: Path) -> None:
+    file = tmp_path / "suppress.yaml"
+    file.write_text(
+        "- {rule: race, kernel: kernel, reason: warps write scratch that nobody reads}\n"
+        "- {rule: deadlock, place: old.cu:7, reason: gone since}\n"
+    )
+    device = Device("sm_100a", suppress=file)
+    assert launched(device, RACE) is None
+    assert [one.rule for one in device.findings] == ["race"]
+    assert [str(one) for one in device.ledger.stale] == [f"{file}, line 2: deadlock at old.cu:7"]
+    assert launched(device, RACE, BEYOND) is not None, "another rule is not suppressed"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("rule: race\n", "write a list of suppressions"),
+        ("- race\n", "a suppression is a mapping"),
+        ("- {rule: race, place: a.py}\n", "has no reason"),
+        ("- {reason: because, place: a.py}\n", "has no rule"),
+        ("- {rule: race, reason: because}\n", "needs a place"),
+        ("- {rule: race, reason: because, line: 3}\n", "line: 3: the keys are"),
+        ("- {rule: race, reason: ''}\n", "the keys are"),
+    ],
+)
+def test_a_file_of_suppressions_that_cannot_be_used_is_said(text: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "suppress.yaml"
+    file.write_text(text)
+    with pytest.raises(SpecError, match=sentence) as caught:
+        read_suppressions(file)
+    assert str(caught.value).startswith(f"{file}:")
+
+
+# Formats
+
+# The constraints of the OASIS schema that code hosts refuse uploads for; the schema itself is not ours to copy.
+_MESSAGE = {"type": "object", "required": ["text"], "properties": {"text": {"type": "string", "minLength": 1}}}
+_LOCATION = {
+    "type": "object",
+    "required": ["physicalLocation"],
+    "properties": {
+        "id": {"type": "integer", "minimum": -1},
+        "message": _MESSAGE,
+        "physicalLocation": {
+            "type": "object",
+            "required": ["artifactLocation", "region"],
+            "additionalProperties": False,
+            "properties": {
+                "artifactLocation": {
+                    "required": ["uri"],
+                    "properties": {"uri": {"type": "string", "pattern": r"^[^\s\\]+$"}},
+                },
+                "region": {
+                    "additionalProperties": False,
+                    "properties": {
+                        "startLine": {"type": "integer", "minimum": 1},
+                        "startColumn": {"type": "integer", "minimum": 1},
+                    },
+                },
+            },
+        },
+        "logicalLocations": {"type": "array", "items": {"required": ["name", "kind"]}},
+    },
+    "additionalProperties": False,
+}
+SARIF: dict[str, Any] = {
+    "type": "object",
+    "required": ["version", "runs", "$schema"],
+    "additionalProperties": False,
+    "properties": {
+        "version": {"const": "2.1.0"},
+        "$schema": {"type": "string", "pattern": "sarif-schema-2.1.0.json$"},
+        "runs": {
+            "minItems": 1,
+            "items": {
+                "required": ["tool", "results"],
+                "additionalProperties": False,
+                "properties": {
+                    "columnKind": {"enum": ["utf16CodeUnits", "unicodeCodePoints"]},
+                    "tool": {
+                        "required": ["driver"],
+                        "properties": {
+                            "driver": {
+                                "required": ["name", "version", "rules"],
+                                "properties": {
+                                    "rules": {
+                                        "uniqueItems": True,
+                                        "items": {
+                                            "required": ["id", "shortDescription", "fullDescription", "help"],
+                                            "properties": {
+                                                "id": {"pattern": "^[a-z0-9-]+$"},
+                                                "shortDescription": _MESSAGE,
+                                                "fullDescription": _MESSAGE,
+                                                "help": _MESSAGE,
+                                            },
+                                        },
+                                    }
+                                },
+                            }
+                        },
+                    },
+                    "invocations": {
+                        "items": {
+                            "required": ["executionSuccessful"],
+                            "properties": {
+                                "toolExecutionNotifications": {
+                                    "items": {
+                                        "required": ["message"],
+                                        "properties": {"message": _MESSAGE, "level": {"enum": ["error", "warning"]}},
+                                    }
+                                }
+                            },
+                        }
+                    },
+                    "results": {
+                        "items": {
+                            "required": ["ruleId", "ruleIndex", "level", "message", "locations"],
+                            "additionalProperties": False,
+                            "properties": {
+                                "ruleId": {"type": "string"},
+                                "ruleIndex": {"type": "integer", "minimum": 0},
+                                "level": {"enum": ["none", "note", "warning", "error"]},
+                                "message": _MESSAGE,
+                                "locations": {"minItems": 1, "maxItems": 1, "items": _LOCATION},
+                                "relatedLocations": {"items": _LOCATION},
+                                "occurrenceCount": {"type": "integer", "minimum": 1},
+                                "partialFingerprints": {"additionalProperties": {"type": "string"}},
+                                "suppressions": {
+                                    "items": {
+                                        "required": ["kind"],
+                                        "properties": {"kind": {"enum": ["inSource", "external"]}},
+                                    }
+                                },
+                            },
+                        }
+                    },
+                },
+            },
+        },
+    },
+}
+
+
+def run_of_all_sorts() -> CheckedRun:
+    """Findings of each grade, one suppressed, a stale suppression, and something that fails besides."""
+    suppressions = (Suppression("race", "looked at", "attention.py:12", where="suppress.yaml, line 1"),)
+    ledger = Ledger("strict", (*suppressions, Suppression("trap", "gone", kernel="old", where="suppress.yaml, line 2")))
+    device = Device("sm_100a", profile="lenient")
+    device.reported = lambda one: None
+    launched(device, RACE, TWICE, UNSPECIFIED)
+    ledger.take(device.findings)
+    ledger.take([finding(), finding(rule="tmem-leak", source=(), line=0, kernel="an odd <name> & \x01", text="")])
+    return CheckedRun(ledger, ["one.ptx: clean"], ["two.ptx: no form of add.gremlin"])
+
+
+def test_json_is_read_back(tmp_path: Path) -> None:
+    checked, file = run_of_all_sorts(), tmp_path / "found.json"
+    file.write_text(rendered(checked, "json"), "utf-8")
+    assert read_findings(file) == checked.ledger.findings
+    document = json.loads(file.read_text("utf-8"))
+    assert [one["suppressed"] for one in document["findings"] if one["kernel"] == "attention_fwd"] == ["looked at"]
+    assert [one["rule"] for one in document["stale_suppressions"]] == ["trap"]
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="holds no findings of megamoe"):
+        read_findings(file)
+
+
+def test_sarif_is_what_code_hosts_take() -> None:
+    document = json.loads(rendered(run_of_all_sorts(), "sarif"))
+    jsonschema.Draft202012Validator(SARIF).validate(document)
+    (run,) = document["runs"]
+    rules = [one["id"] for one in run["tool"]["driver"]["rules"]]
+    assert len(set(rules)) == len(rules)
+    for result in run["results"]:
+        assert rules[result["ruleIndex"]] == result["ruleId"]
+    assert {one["level"] for one in run["results"]} == {"error", "warning", "note"}
+    (suppressed,) = [one for one in run["results"] if "suppressions" in one]
+    place = suppressed["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == "file:///home/me/kernels/attention.py"
+    assert place["region"] == {"startLine": 12, "startColumn": 5}
+    assert suppressed["relatedLocations"][0]["message"]["text"] == "called from here"
+    broken = json.loads(json.dumps(document))
+    broken["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["region"]["startLine"] = 0
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft202012Validator(SARIF).validate(broken)
+
+
+def test_a_file_in_the_folder_of_the_run_has_a_relative_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ledger = Ledger()
+    ledger.take([finding(source=(SourceLine(str(tmp_path / "my kernels" / "a.cu"), 3),))])
+    (result,) = json.loads(rendered(CheckedRun(ledger), "sarif"))["runs"][0]["results"]
+    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "my%20kernels/a.cu"
+
+
+def test_junit_has_a_failure_for_what_counts() -> None:
+    root = ElementTree.fromstring(rendered(run_of_all_sorts(), "junit"))
+    cases = list(root.iter("testcase"))
+    failed = sorted(one.attrib["type"] for case in cases for one in case.iter("failure"))
+    assert failed == ["failure", "mbarrier-reinitialised", "race", "tmem-leak"], "a note does not fail"
+    assert [one.attrib["message"] for one in root.iter("skipped")] == ["looked at (suppress.yaml, line 1)"]
+
+
+def test_text_says_everything_once() -> None:
+    said = rendered(run_of_all_sorts(), "text")
+    for part in (
+        "one.ptx: clean",
+        "add.gremlin",
+        "suppressed: looked at",
+        "stale suppression: suppress.yaml, line 2",
+        "5 findings, 3 of them count in the profile strict",
+        "called from: /home/me/kernels/attention.py:90",
+    ):
+        assert said.count(part) == 1, f"{part!r}: {said}"  # fmt: skip
+    assert rendered(CheckedRun(Ledger()), "text") == ""
+
+
+def test_the_name_of_a_file_tells_its_format() -> None:
+    known = {".txt": "text", ".json": "json", ".sarif": "sarif", ".xml": "junit"}
+    assert {suffix: form_of(Path(f"a{suffix}")) for suffix in known} == known
+    with pytest.raises(ValueError, match=r"a\.csv: the name of a file of findings ends in one of"):
+        form_of(Path("a.csv"))
+
+
+# megamoe check
+
+
+def _check(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    status = main(["check", *map(str, arguments)])
+    said = capsys.readouterr()
+    return status, said.out + said.err
+
+
+def test_check_collects_over_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out, suppress = tmp_path / "kernel.ptx", tmp_path / "found.sarif", tmp_path / "suppress.yaml"
+    file.write_text(kernel(RACE, TWICE))
+    launch = (file, "--entry", "kernel", "--grid", "8", "--block", "64", "--arg", "u32[4]", "--schedule", "eager",
+              "--schedule", "lazy", "--schedule", "random:0")  # fmt: skip
+    status, said = _check(capsys, *launch)
+    assert (status, said.count("[race]"), said.count("found 24 times")) == (1, 1, 2), said
+    assert "2 findings, 1 of them count in the profile default" in said
+    status, _ = _check(capsys, *launch, "--profile", "lenient", "--format", "sarif", "--output", out)
+    assert status == 0
+    jsonschema.Draft202012Validator(SARIF).validate(json.loads(out.read_text("utf-8")))
+    suppress.write_text("- {rule: race, place: kernel.ptx, reason: scratch}\n")
+    status, said = _check(capsys, *launch, "--suppress", suppress)
+    assert (status, "suppressed: scratch" in said) == (0, True), said
+    status, said = _check(capsys, *launch, "--suppress", suppress, "--profile", "strict")
+    assert status == 1, said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--format", "pdf"], "the formats are text, json, sarif, junit"),
+        (["--profile", "loose"], "no profile 'loose'"),
+        (["--suppress", "none.yaml"], "there is no such file"),
+    ],
+)
+def test_options_that_cannot_be_used_are_said(
+    arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "kernel.ptx"
+    file.write_text(kernel(CLEAN))
+    status, said = _check(capsys, file, *arguments)
+    assert (status, sentence in said) == (2, True), said

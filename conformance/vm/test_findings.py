@@ -1,0 +1,374 @@
+"""Runs that collect: what is a finding of which grade, what is none, and that a run goes on as if the order held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backends.vm.faults import Fault, Findings
+from backends.vm.machine.machine import Machine
+from backends.vm.ptx.source_lines import source_of
+from backends.vm.rules import RULES
+from conformance import ROOT
+from conformance.vm.kernel import (
+    EXPECT,
+    FENCE,
+    LOAD,
+    STORE,
+    SYNC,
+    Kernel,
+    X,
+    assert_blamed,
+    copy_kernel,
+    init,
+    tmem_alloc,
+    wait,
+)
+from conformance.vm.tensor_kernel import COMMIT, MMA, STAGES, mma_kernel
+from conformance.vm.tensor_kernel import LOAD as TMEM_LOAD
+
+SCHEDULES = ("eager", "lazy", "random:1")
+AFTER, BEFORE = "tcgen05.fence::after_thread_sync;", "tcgen05.fence::before_thread_sync;"
+OTHER_EXPECT, OTHER_LOAD = EXPECT.replace("[mbar]", "[other]"), LOAD.replace("[mbar]", "[other]")
+ZEROS = f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r44], {{{', '.join(16 * ['%r18'])}}};"
+
+
+def collected(kernel: Kernel, schedule: str = "eager") -> tuple[list[Fault], dict[str, np.ndarray]]:
+    """What a run finds, and the buffers that it leaves."""
+    machine = Machine(schedule, step_budget=kernel.step_budget)
+    machine.findings = Findings()
+    data = kernel.launch(machine)
+    return list(machine.findings.by_site.values()), data
+
+
+def slugs(found: Sequence[Fault]) -> list[str]:
+    return sorted(one.rule for one in found)
+
+
+def refilled(fence: str) -> Kernel:
+    """Threads read a stage, meet, and a TMA load fills it again."""
+    again = f"""ld.shared.u32 %r1, [%r42];
+{fence}
+bar.sync 1;
+@%p3 bra REFILLED;
+{OTHER_EXPECT}
+{OTHER_LOAD}
+REFILLED: {wait("other", 0)}"""
+    return copy_kernel({"wait": f"{wait('mbar', 0)}\n{again}"})
+
+
+def copied_to_smem(fence: str) -> Kernel:
+    """The operands of an MMA come by cp.async."""
+    fill = """mul.wide.u32 %rd2, %tx, 16; add.u64 %rd2, %rd2, %ones;
+add.u32 %r17, %r41, %r45; cp.async.ca.shared.global [%r17], [%rd2], 16;
+cp.async.ca.shared.global [%r17+2048], [%rd2], 16;
+setp.lt.u32 %p2, %tx, 32; add.u32 %r17, %r42, %r45;
+@%p2 cp.async.ca.shared.global [%r17], [%rd2], 16;"""
+    ones = np.full(1024, 0x3C00, np.uint16)
+    publish = f"cp.async.wait_all;\n{fence}\n{SYNC}"
+    return mma_kernel({"fill": fill, "publish": publish, "wait": f"{wait('mbar', 0)}\n{AFTER}"}, {"ones": ones})
+
+
+def initialised_by_all(counts: str) -> Kernel:
+    each = f"setp.eq.u32 %p13, %lane, 0;\n@%p13 mbarrier.init.shared::cta.b64 [mbar], {counts};"
+    return copy_kernel({"setup": f"{init('mbar', 'other')}\n{each}\nfence.mbarrier_init.release.cluster;\n{SYNC}"})
+
+
+def accumulating(before: str, after: str) -> Kernel:
+    """Threads clear an accumulator, meet, and an MMA adds to it."""
+    clear = f"mov.b32 %r18, 0;\n{ZEROS}\ntcgen05.wait::st.sync.aligned;\n{before}\n{FENCE}\n{SYNC}"
+    issue = {"before": f"{after}\nsetp.ne.u32 %p3, %tx, 0; setp.eq.u32 %p1, 0, 0;\n@%p3 bra ISSUED;"}
+    return mma_kernel({"publish": clear, "wait": f"{wait('mbar', 0)}\n{AFTER}", **issue})
+
+
+COPY = "tcgen05.cp.cta_group::1.128x256b [%r47], %rd10;"
+FROM_TMEM = MMA.replace("%rd10", "[%r47]")
+
+
+def copied_over(between: str) -> Kernel:
+    """tcgen05.cp into what an earlier MMA reads."""
+    setup = f"{init('mbar', 'other')}\n{tmem_alloc(32)}\nadd.u32 %r47, %r40, 16;"
+    issue = f"{COPY}\n{FROM_TMEM}\n{between}\n{COPY}\n{FROM_TMEM}\n{COMMIT}"
+    return mma_kernel({"setup": setup, "issue": issue, "wait": f"{wait('mbar', 0)}\n{AFTER}"})
+
+
+def loaded(between: str) -> Kernel:
+    read = f"mov.b32 %r18, 0;\n{TMEM_LOAD}\n{between}\n{ZEROS}\ntcgen05.wait::st.sync.aligned;"
+    return mma_kernel({"wait": f"{wait('mbar', 0)}\n{AFTER}", "read": read})
+
+
+def lanes(address: str) -> Kernel:
+    read = f"{TMEM_LOAD.replace('%r44', address)}\ntcgen05.wait::ld.sync.aligned;"
+    return mma_kernel({"wait": f"{wait('mbar', 0)}\n{AFTER}", "read": read})
+
+
+SIGNAL = COMMIT.replace("[mbar]", "[other]")
+UNFENCED_INIT = init("mbar", "other").replace("fence.mbarrier_init.release.cluster;\n", "")
+GRADED = {
+    "exit-with-pending-store": (copy_kernel({"drain": ""}), copy_kernel()),
+    "copy-missing-proxy-fence": (copied_to_smem(""), copied_to_smem(FENCE)),
+    "unfenced-overwrite": (refilled(""), refilled(FENCE)),
+    "mbarrier-reinitialised": (initialised_by_all("1"), copy_kernel()),
+    "mbarrier-init-unfenced": (copy_kernel({"setup": UNFENCED_INIT}), copy_kernel()),
+    "tmem-lane-ignored": (lanes("%r40"), lanes("%r44")),
+    "missing-tcgen05-fence": (accumulating("", AFTER), accumulating(BEFORE, AFTER)),
+    "tmem-copy-unordered": (copied_over(SIGNAL), copied_over(f"{SIGNAL}\n{wait('other', 0)}\n{AFTER}")),
+    "tmem-load-used-unwaited": (loaded("add.u32 %r17, %r0, %r0;"), loaded("tcgen05.wait::ld.sync.aligned;")),
+    "unspecified-result": (
+        Kernel("mov.b32 %r1, 0; rem.u32 %r2, %tx, %r1; ret;"),
+        Kernel("mov.b32 %r1, 3; rem.u32 %r2, %tx, %r1; ret;"),
+    ),
+}
+"""By rule that is no error: a kernel that breaks it and a mended one. Each computes what it should."""
+
+
+@pytest.mark.parametrize("rule", GRADED)
+def test_a_rule_that_kernels_live_without_is_found_and_the_result_stays(rule: str) -> None:
+    broken, mended = GRADED[rule]
+    for schedule in SCHEDULES[:2]:
+        found, data = collected(broken, schedule)
+        assert set(slugs(found)) == {rule}, f"{schedule}: planted [{rule}], found {list(map(str, found))}"
+        assert not found[0].ends, "the run goes on"
+        clean, right = collected(mended, schedule)
+        assert not clean, f"{schedule}: the mended kernel is blamed: {list(map(str, clean))}"
+        assert all(np.array_equal(data[name], right[name]) for name in data), f"{schedule}: the results differ"
+
+
+def test_both_tcgen05_fences_are_asked_for() -> None:
+    without, _ = collected(accumulating(BEFORE, ""))
+    assert slugs(without) == ["missing-tcgen05-fence"]
+    assert "after_thread_sync" in str(without[0])
+    plain, _ = collected(mma_kernel())
+    assert slugs(plain) == ["missing-tcgen05-fence"], "a load behind a commit needs the fence after the wait"
+
+
+def test_every_grade_has_rules_and_each_that_is_no_error_is_planted() -> None:
+    grades = {slug: rule.grade for slug, rule in RULES.items()}
+    assert set(grades.values()) == {"error", "portability", "note"}
+    assert {slug for slug, grade in grades.items() if grade != "error"} == set(GRADED)
+    unreasoned = [slug for slug, rule in RULES.items() if rule.grade == "portability" and not rule.reliance]
+    assert not unreasoned, f"{unreasoned}: say who relies on more than the ISA promises"
+
+
+def test_the_table_has_every_rule_that_the_machine_names() -> None:
+    sources = [path.read_text("utf-8") for path in sorted((ROOT / "backends" / "vm").rglob("*.py"))]
+    table = (ROOT / "backends" / "vm" / "rules.py").read_text("utf-8")
+    text = "".join(one for one in sources if one != table)
+    named = set(_slugs_of(text))
+    assert named <= set(RULES), f"not in the table: {sorted(named - set(RULES))}"
+    # `megamoe check` itself compares schedules; everything else is a Fault of the machine.
+    unused = [slug for slug in RULES if f'"{slug}"' not in text and slug != "schedule-dependent"]
+    assert not unused, f"no Fault names {unused}"
+    assert _slugs_of('raise Fault("no-such-rule", "x")') == ["no-such-rule"], "the search finds a rule"
+
+
+def _slugs_of(text: str) -> list[str]:
+    import re
+
+    return re.findall(r'\bFault\(\s*"([a-z0-9-]+)"', text)
+
+
+def test_every_error_is_planted_somewhere() -> None:
+    tests = "".join(path.read_text("utf-8") for path in sorted((ROOT / "conformance").rglob("test_*.py")))
+    missing = [slug for slug, rule in RULES.items() if rule.grade == "error" and slug not in tests]
+    assert not missing, f"no test plants {missing}"
+
+
+NARROW = """.shared .align 16 .b8 buf[512]; mov.u32 %r41, buf; mov.u32 %r30, 0; setp.ne.u32 %p3, %tx, 0; @%p3 bra END;
+"""
+OPERANDS = {
+    "tensor-coordinates": copy_kernel({"store": STORE.replace("{%r30, %r30}", "{%r31, %r30}") + " //!",
+                                       "before store": "mov.u32 %r31, -4;\n@%p3 bra END;"}),
+    "bulk-copy": Kernel(NARROW + "cp.async.bulk.global.shared::cta.bulk_group [%out], [buf], %r30; //!\nEND: ret;",
+                        {"out": np.zeros(4, np.uint32)}),
+    "cp-async": Kernel(NARROW + "mov.u32 %r31, 20;\ncp.async.ca.shared.global [%r41], [%out], 16, %r31; //!\nEND: ret;",
+                       {"out": np.zeros(8, np.uint32)}),
+    "mixed-windows": Kernel(f"""{NARROW.split("setp")[0]} cvt.u64.u32 %rd1, %r41; cvta.shared.u64 %rd1, %rd1;
+setp.eq.u32 %p4, %tx, 0; selp.b64 %rd1, %rd1, %out, %p4;
+mbarrier.arrive.b64 _, [%rd1]; //!
+ret;""", {"out": np.zeros(8, np.uint32)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", OPERANDS)
+def test_an_operand_that_no_unit_takes(rule: str) -> None:
+    assert_blamed(OPERANDS[rule], rule, schedules=("eager",))
+
+
+def test_what_a_warp_writes_first_needs_a_fence_too() -> None:
+    body = f"""{NARROW}st.shared.u32 [buf], 5; st.shared.v4.u32 [buf], {{%r30, %r30, %r30, %r30}};
+FENCE
+cp.async.bulk.global.shared::cta.bulk_group [%out], [buf], 16; //!
+cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+END: ret;"""
+    out = {"out": np.zeros(4, np.uint32)}
+    assert_blamed(Kernel(body.replace("FENCE", ""), out), "missing-proxy-fence", schedules=("eager",))
+    assert not collected(Kernel(body.replace("FENCE", FENCE), out))[0]
+
+
+# One finding a site, and the run goes on
+
+
+RACES = f""".shared .align 4 .b8 cell[128]; .shared .align 4 .b8 more[128];
+mov.u32 %r1, cell; shl.b32 %r2, %lane, 2; add.u32 %r1, %r1, %r2; mov.u32 %r3, more; add.u32 %r3, %r3, %r2;
+setp.ne.u32 %p1, %warp, 0; @%p1 bra OTHER;
+st.shared.u32 [%r1], 7;
+st.shared.u32 [%r3], 8;
+bra MEET;
+OTHER: st.shared.u32 [%r1], %lane;
+add.u32 %r4, %lane, 1;
+st.shared.u32 [%r3], %r4;
+MEET: {SYNC}
+mul.wide.u32 %rd1, %tx, 4; add.u64 %rd1, %rd1, %out; st.relaxed.gpu.global.u32 [%rd1], %lane;
+ret;"""
+"""Two warps write unlike values to two places, in every CTA; then all threads store."""
+
+
+def test_two_faults_are_two_findings_however_often_they_are_met() -> None:
+    kernel = Kernel(RACES, {"out": np.zeros(64, np.uint32)}, grid=(8, 1, 1), block=(64, 1, 1))
+    sites = set[object]()
+    for schedule in SCHEDULES:
+        found, data = collected(kernel, schedule)
+        assert slugs(found) == ["race", "race"], f"{schedule}: {list(map(str, found))}"
+        assert sum(one.times for one in found) == 16, f"{schedule}: 8 CTAs meet 2 faults"
+        assert np.array_equal(data["out"], np.tile(np.arange(32), 2)), f"{schedule}: the run goes to its end"
+        sites |= {one.site for one in found}
+    assert len(sites) == 2, f"{len(sites)} findings over three schedules; the same two faults are the same two findings"
+
+
+def test_one_access_that_collides_with_two_lines_is_two_findings() -> None:
+    halves = """.shared .align 4 .b8 cell[128]; mov.u32 %r1, cell; shl.b32 %r2, %lane, 2; add.u32 %r1, %r1, %r2;
+setp.ne.u32 %p1, %warp, 0; setp.lt.u32 %p2, %lane, 16;
+@%p1 bra OTHER;
+@%p2 st.shared.u32 [%r1], 1;
+@!%p2 st.shared.u32 [%r1], 2;
+st.relaxed.cta.shared.u32 [%r1], 9;
+bra END;
+OTHER: ld.relaxed.gpu.global.u32 %r5, [%out];
+st.shared.u32 [%r1], 5;
+END: ret;"""
+    kernel = Kernel(halves.replace("st.relaxed.cta.shared.u32 [%r1], 9;\n", ""), {"out": np.zeros(1, np.uint32)},
+                    block=(64, 1, 1))  # fmt: skip
+    found, _ = collected(kernel)
+    assert slugs(found) == ["race", "race"]
+    assert len({one.other.line for one in found if one.other}) == 2
+
+
+def test_a_missing_order_is_kept_by_the_run() -> None:
+    """A copy that nobody waits for has ended when its destination is read, under every schedule."""
+    unawaited = copy_kernel({"wait": SYNC, "drain": "cp.async.bulk.wait_group 0;"})
+    unstored = copy_kernel({"drain": ""})
+    for schedule in SCHEDULES:
+        found, data = collected(unawaited, schedule)
+        assert "copy-not-awaited" in slugs(found), f"{schedule}: {slugs(found)}"
+        assert np.array_equal(data["out"], X + 1), f"{schedule}: the copy is done first"
+        _, data = collected(unstored, schedule)
+        assert np.array_equal(data["out"], X + 1), f"{schedule}: what a CTA leaves behind is done"
+
+
+def test_a_fault_without_a_meaning_ends_the_launch() -> None:
+    kernel = Kernel(f"{RACES.split('mul.wide')[0]} st.global.u32 [%out+4096], 1; ret;", {"out": np.zeros(4, np.uint32)},
+                    block=(64, 1, 1))  # fmt: skip
+    machine = Machine()
+    machine.findings = Findings()
+    with pytest.raises(Fault) as caught:
+        kernel.launch(machine)
+    assert caught.value.rule == "out-of-bounds"
+    assert slugs(list(machine.findings.by_site.values())) == ["race", "race"], "what was found before is kept"
+
+
+def test_without_a_collector_the_first_fault_ends_the_launch() -> None:
+    for rule in ("exit-with-pending-store", "copy-missing-proxy-fence", "tmem-lane-ignored", "mbarrier-reinitialised"):
+        with pytest.raises(Fault) as caught:
+            GRADED[rule][0].run()
+        assert caught.value.rule == rule, "a judged row is held to errors and to portability"
+
+
+# Not findings at all
+
+
+def test_threads_that_write_what_is_already_written_do_not_race() -> None:
+    same = ".shared .align 4 .b32 cell; st.shared.u32 [cell], %r1; st.global.u32 [%out], %r1; ret;"
+    out = {"out": np.zeros(4, np.uint32)}
+    for block, grid in ((64, 1), (64, 2)):
+        for value, findings in (("mov.u32 %r1, 64;", 0), ("mov.u32 %r1, %warp;", 2)):
+            kernel = Kernel(value + same, out, grid=(grid, 1, 1), block=(block, 1, 1))
+            found, _ = collected(kernel)
+            assert len({one.rule for one in found}) == findings, f"{value} {grid} CTAs: {list(map(str, found))}"
+
+
+def test_a_bulk_store_after_a_wait_is_no_finding() -> None:
+    found, data = collected(copy_kernel({"store": STORE}))
+    assert not found
+    assert np.array_equal(data["out"], X + 1)
+
+
+TRY_CANCEL = f""".shared .align 16 .b8 answer[16]; .shared .align 4 .b32 word;
+{{}}
+setp.ne.u32 %p3, %tx, 0; @%p3 bra WAITING;
+st.shared.u32 [word], 7;
+mbarrier.arrive.expect_tx.shared::cta.b64 _, [mbar], 16;
+clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [answer], [mbar];
+WAITING: {wait("mbar", 0)}
+ld.shared.u32 %r2, [word];
+mul.wide.u32 %rd1, %tx, 4; add.u64 %rd1, %rd1, %out; st.global.u32 [%rd1], %r2;
+ret;"""
+
+
+def test_the_end_of_a_try_cancel_carries_order() -> None:
+    """What came before the issue comes before the end, and so before whoever waits for it (PTX ISA 8.9.4)."""
+    body = ".shared .align 8 .b64 mbar;\n" + TRY_CANCEL.replace("{}", init("mbar"))
+    for schedule in SCHEDULES:
+        found, data = collected(Kernel(body, {"out": np.zeros(64, np.uint32)}, block=(64, 1, 1)), schedule)
+        assert not found, f"{schedule}: {list(map(str, found))}"
+        assert set(data["out"].tolist()) == {7}
+
+
+# Where in the source
+
+
+INLINED = """.version 8.7
+.target sm_100a
+.address_size 64
+.file 1 "/src/kernel.cu"
+.file 2 "/src" "helper.h"
+.visible .entry kernel()
+{
+.loc 1 5 4
+.loc 1 3 4, function_name $names, inlined_at 1 5 4
+.loc 2 1 73, function_name $names+6, inlined_at 1 3 4
+mov.u32 %r1, 0;
+.loc 1 6 1
+// begin inline asm
+.loc 1 6 1
+mov.u32 %r1, 0;
+.loc 1 7 1
+mov.u32 %r1, 1;
+// end inline asm
+.loc 1 8 1
+ret;
+}
+.section .debug_str
+{
+$names:
+.b8 111, 117, 116, 101, 114
+.b8 0
+.b8 105,110,110,101,114,0
+}
+"""
+
+
+def test_a_line_of_ptx_names_its_source_and_who_called_it() -> None:
+    places = [(one.file, one.line, one.function) for one in source_of(INLINED, 11)]
+    assert places == [("/src/helper.h", 1, "inner"), ("/src/kernel.cu", 3, "outer"), ("/src/kernel.cu", 5, "")]
+    assert [source_of(INLINED, line)[0].line for line in (15, 17, 20)] == [6, 6, 8], "inline assembly is one place"
+    assert source_of(INLINED, 2) == (), "nothing is said of a line before the first .loc"
+    assert source_of(INLINED, 999) == ()
+    assert Path(places[0][0]).name == "helper.h"
+
+
+def test_the_stages_of_the_kernels_here_are_there() -> None:
+    assert {"publish", "before", "wait", "read"} <= set(STAGES), "the kernels above replace these stages"

@@ -1,0 +1,190 @@
+"""Findings of a run as text, JSON, SARIF 2.1.0 and JUnit XML.
+
+The JSON is read back by `read_findings`: `megamoe check` runs test-suites in processes of their own. SARIF is what code
+hosts show beside the source; a place in PTX is all that it has where a kernel was compiled without line information.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+from megamoe.contract.machine import Grade
+from megamoe.findings import KernelFinding, Ledger, SourceLine
+
+Format = Literal["text", "json", "sarif", "junit"]
+SUFFIXES: dict[str, Format] = {".txt": "text", ".json": "json", ".sarif": "sarif", ".xml": "junit"}
+"""The format of a file by its name."""
+_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+_LEVELS: dict[Grade, str] = {"error": "error", "portability": "warning", "note": "note"}
+_FORMAT = 1
+
+
+@dataclass(slots=True)
+class CheckedRun:
+    """A run: its ledger, `said` of what was clean, and `failures`, sentences about what is wrong besides."""
+
+    ledger: Ledger
+    said: list[str] = field(default_factory=list[str])
+    failures: list[str] = field(default_factory=list[str])
+
+    @property
+    def failed(self) -> bool:
+        """Whether anything counts."""
+        return bool(self.failures or self.ledger.failing)
+
+
+def rendered(checked: CheckedRun, form: Format) -> str:
+    """The run in a format, with a newline at the end."""
+    if form == "text":
+        return _text(checked)
+    if form == "junit":
+        # JUnit's writer brings the gate's rooms along.
+        from megamoe.export.junit import findings_as_junit
+
+        return findings_as_junit(checked.ledger, checked.failures)
+    plain = _plain(checked) if form == "json" else _sarif(checked)
+    return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+
+
+def form_of(path: Path) -> Format:
+    """The format of a file. ValueError for a name that tells none."""
+    if path.suffix not in SUFFIXES:
+        known = ", ".join(f"{suffix} ({form})" for suffix, form in SUFFIXES.items())
+        raise ValueError(f"{path}: the name of a file of findings ends in one of {known}")
+    return SUFFIXES[path.suffix]
+
+
+# Text
+
+
+def _text(checked: CheckedRun) -> str:
+    ledger = checked.ledger
+    said = [*checked.said, *checked.failures]
+    for one in ledger.findings:
+        suppressed = ledger.suppression_of(one)
+        said.append(str(one) + (f"\n  suppressed: {suppressed.reason} ({suppressed.where})" if suppressed else ""))
+    said += [f"stale suppression: {one}; nothing was found there: {one.reason}" for one in ledger.stale]
+    if ledger.findings:
+        failing = len(ledger.failing)
+        said.append(f"{len(ledger.findings)} findings, {failing} of them count in the profile {ledger.profile}")
+    return "\n".join(said) + "\n" if said else ""
+
+
+# JSON
+
+
+def _plain(checked: CheckedRun) -> dict[str, Any]:
+    ledger = checked.ledger
+    return {
+        "megamoe_findings": _FORMAT,
+        "megamoe": version("megamoe"),
+        "profile": ledger.profile,
+        "findings": [
+            {**asdict(one), "sentence": one.sentence, "counts": ledger.counts(one), "suppressed": _reason(ledger, one)}
+            for one in ledger.findings
+        ],
+        "stale_suppressions": [asdict(one) for one in ledger.stale],
+        "failures": checked.failures,
+        "said": checked.said,
+    }
+
+
+def _reason(ledger: Ledger, finding: KernelFinding) -> str | None:
+    suppression = ledger.suppression_of(finding)
+    return None if suppression is None else suppression.reason
+
+
+def read_findings(path: Path) -> list[KernelFinding]:
+    """The findings of a file in JSON. ValueError for one that is none."""
+    try:
+        document = json.loads(path.read_text("utf-8"))
+        if document["megamoe_findings"] != _FORMAT:
+            raise KeyError("megamoe_findings")
+        return [KernelFinding.from_plain(one) for one in document["findings"]]
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise ValueError(f"{path} holds no findings of megamoe: {problem!r}") from None
+
+
+# SARIF (sections of the OASIS standard, version 2.1.0)
+
+
+def _sarif(checked: CheckedRun) -> dict[str, Any]:
+    ledger = checked.ledger
+    slugs = list(dict.fromkeys(one.rule for one in ledger.findings))
+    first = {one.rule: one for one in reversed(ledger.findings)}
+    driver = {
+        "name": "megamoe",
+        "version": version("megamoe"),
+        "rules": [_sarif_rule(first[slug]) for slug in slugs],
+    }
+    notices = [(one, "error") for one in checked.failures]
+    notices += [(f"stale suppression: {one}", "warning") for one in ledger.stale]
+    run: dict[str, Any] = {
+        "tool": {"driver": driver},
+        "columnKind": "unicodeCodePoints",
+        "results": [_sarif_result(one, slugs.index(one.rule), ledger) for one in ledger.findings],
+        "invocations": [
+            {
+                "executionSuccessful": not checked.failures,
+                "toolExecutionNotifications": [{"message": {"text": text}, "level": level} for text, level in notices],
+            }
+        ],
+    }
+    return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
+
+
+def _sarif_rule(finding: KernelFinding) -> dict[str, Any]:
+    promised = f" PTX ISA {finding.section}." if finding.section else ""
+    return {
+        "id": finding.rule,
+        "shortDescription": {"text": finding.rule.replace("-", " ")},
+        "fullDescription": {"text": (finding.wrong or finding.rule) + promised},
+        "help": {"text": finding.mend or finding.wrong or finding.rule},
+        "defaultConfiguration": {"level": _LEVELS[finding.grade]},
+    }
+
+
+def _sarif_result(finding: KernelFinding, index: int, ledger: Ledger) -> dict[str, Any]:
+    location = _sarif_location(finding.place)
+    location["logicalLocations"] = [{"name": finding.kernel or "a host function", "kind": "function"}]
+    # What has to be told apart lies in the rule and the lines of both accesses, not in warps and addresses.
+    lines = sorted({finding.line, finding.other.line if finding.other else finding.line})
+    result: dict[str, Any] = {
+        "ruleId": finding.rule,
+        "ruleIndex": index,
+        "level": _LEVELS[finding.grade],
+        "message": {"text": f"{finding.sentence}. {finding.mend}".strip()},
+        "locations": [location],
+        "occurrenceCount": finding.times,
+        "partialFingerprints": {"site/v1": f"{finding.rule}:{finding.kernel}:{'-'.join(map(str, lines))}"},
+    }
+    related = [(one, "called from here") for one in finding.source[1:]]
+    if finding.other is not None and finding.other.source:
+        related.append((finding.other.source[0], str(finding.other)))
+    if related:
+        result["relatedLocations"] = [
+            {"id": number, "message": {"text": text}, **_sarif_location(place)}
+            for number, (place, text) in enumerate(related)
+        ]
+    if (suppression := ledger.suppression_of(finding)) is not None:
+        result["suppressions"] = [{"kind": "external", "justification": suppression.reason}]
+    return result
+
+
+def _sarif_location(place: SourceLine) -> dict[str, Any]:
+    region = {"startLine": max(place.line, 1), **({"startColumn": place.column} if place.column else {})}
+    return {"physicalLocation": {"artifactLocation": {"uri": _uri(place.file)}, "region": region}}
+
+
+def _uri(file: str) -> str:
+    """A file below the folder of the run by its relative path, as code hosts want it; another one by its own."""
+    path = Path(file)
+    if not path.is_absolute():
+        return quote(path.as_posix())
+    here = Path.cwd()
+    return quote(path.relative_to(here).as_posix()) if path.is_relative_to(here) else path.as_uri()

@@ -1,0 +1,292 @@
+"""What kernels were found to do on a machine: findings, the profile that says which of them count, suppressions.
+
+A `Ledger` keeps the findings of a run, one a site however many lanes, CTAs, launches or schedules repeat it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from typing import Any, Literal, cast, get_args
+
+from megamoe.contract.machine import AccessLike, FaultLike, Grade, SourceLike
+
+Profile = Literal["strict", "default", "lenient"]
+PROFILES: Mapping[Profile, frozenset[Grade]] = {
+    "strict": frozenset({"error", "portability"}),
+    "default": frozenset({"error"}),
+    "lenient": frozenset(),
+}
+"""Which grades fail a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of a source file, or of PTX. `column` 0: unknown. `function`: the one whose code was inlined, or ""."""
+
+    file: str
+    line: int
+    column: int = 0
+    function: str = ""
+
+    def __str__(self) -> str:
+        name = f" in {self.function}" if self.function else ""
+        return f"{self.file}:{self.line}{f':{self.column}' if self.column else ''}{name}"
+
+    @classmethod
+    def of(cls, places: Sequence[SourceLike]) -> tuple[SourceLine, ...]:
+        """What a machine says of an instruction, innermost first."""
+        return tuple(cls(one.file, one.line, one.column, one.function) for one in places)
+
+
+@dataclass(frozen=True, slots=True)
+class CollidingAccess:
+    """The access that a finding collides with: `who` has `did` ("wrote") it at PTX `line`, 0 if unknown."""
+
+    who: str
+    did: str
+    line: int
+    source: tuple[SourceLine, ...] = ()
+
+    @classmethod
+    def of(cls, access: AccessLike) -> CollidingAccess:
+        """What a machine says of it."""
+        return cls(access.who, access.did, access.line, SourceLine.of(access.source))
+
+    def __str__(self) -> str:
+        place = f" at {self.source[0]}" if self.source else ""
+        return f"{self.who} {self.did} it{place}{f', PTX line {self.line}' if self.line else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFinding:
+    """A rule that a kernel broke at one site: where, what it collides with, which order is missing, how to mend it.
+
+    `detail`: what happened, with the values of the first time. `source`: innermost first, () where nothing is said of
+    PTX `line`. `where`: CTA and warp, or the copy. `section`: of the PTX ISA. `reliance`: who relies on more than it
+    promises. `ends`: the launch could not go on. `origin`: the file of the PTX or CUDA C++, if any.
+    """
+
+    rule: str
+    grade: Grade
+    detail: str
+    kernel: str
+    line: int = 0
+    text: str = ""
+    source: tuple[SourceLine, ...] = ()
+    where: str = ""
+    lane: int | None = None
+    address: int | None = None
+    other: CollidingAccess | None = None
+    wrong: str = ""
+    missing: str = ""
+    mend: str = ""
+    section: str = ""
+    reliance: str = ""
+    times: int = 1
+    ends: bool = False
+    origin: str = ""
+
+    @classmethod
+    def of(cls, fault: FaultLike, origin: str = "") -> KernelFinding:
+        """What a machine found."""
+        about = fault.about
+        return cls(
+            fault.rule,
+            about.grade,
+            fault.detail,
+            fault.kernel,
+            fault.line,
+            fault.text,
+            SourceLine.of(fault.source),
+            fault.where,
+            fault.lane,
+            fault.address,
+            None if fault.other is None else CollidingAccess.of(fault.other),
+            about.wrong,
+            about.missing,
+            about.mend,
+            about.section,
+            about.reliance,
+            fault.times,
+            fault.ends,
+            origin,
+        )
+
+    @property
+    def site(self) -> tuple[object, ...]:
+        """What two findings have in common that are one: the rule, and the instructions of both accesses."""
+        lines = frozenset({self.line} if self.other is None else {self.line, self.other.line})
+        return self.rule, self.origin, self.kernel, lines
+
+    @property
+    def place(self) -> SourceLine:
+        """The innermost line of the source, else the PTX line."""
+        if self.source:
+            return self.source[0]
+        return SourceLine(self.origin if self.origin.endswith(".ptx") else f"{self.kernel}.ptx", max(self.line, 1))
+
+    @property
+    def sentence(self) -> str:
+        """The finding in one line."""
+        source = f"{self.source[0]}, " if self.source else ""
+        line = f", {source}PTX line {self.line} `{self.text}`" if self.line else ""
+        lane = f", lane {self.lane}" if self.lane is not None else ""
+        address = f", address {self.address:#x}" if self.address is not None else ""
+        where = f", {self.where}" if self.where else ""
+        return f"[{self.rule}] kernel {self.kernel}{line}{where}{lane}{address}: {self.detail}"
+
+    def __str__(self) -> str:
+        said = [f"{self.grade} {self.sentence}"]
+        said += [f"  called from: {one}" for one in self.source[1:]]
+        said += [f"  other access: {self.other}"] if self.other is not None else []
+        said += [f"  missing: {self.missing}"] if self.missing else []
+        said += [f"  mend: {self.mend}"] if self.mend else []
+        said += [f"  relied upon: {self.reliance}"] if self.reliance else []
+        ends = "the launch ends here" if self.ends else "the launch goes on"
+        times = f"found {self.times} times" if self.times > 1 else "found once"
+        said.append(f"  {times}; {ends}{f'; PTX ISA {self.section}' if self.section else ''}")
+        return "\n".join(said)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> KernelFinding:
+        """Of what dataclasses.asdict made of one; keys that it does not know are left out."""
+        values = {name: plain[name] for name in cls.__dataclass_fields__ if name in plain}
+        values["source"] = tuple(SourceLine(**one) for one in values["source"])
+        if (other := values.get("other")) is not None:
+            source = tuple(SourceLine(**one) for one in other["source"])
+            values["other"] = CollidingAccess(**{**other, "source": source})
+        return cls(**values)
+
+
+# Suppressions
+
+
+@dataclass(frozen=True, slots=True)
+class Suppression:
+    """Findings of `rule` that somebody has looked at: at a `place` in the source, of a `kernel` (a glob), or both.
+
+    `place`: FILE, FILE:LINE or FILE:FIRST-LAST, where FILE is the end of a path. `where`: "suppress.yaml, line 3".
+    """
+
+    rule: str
+    reason: str
+    place: str = ""
+    kernel: str = ""
+    where: str = ""
+
+    def matches(self, finding: KernelFinding) -> bool:
+        """Whether it speaks about `finding`: any of its source lines may be meant, or its PTX line."""
+        if self.rule != finding.rule or (self.kernel and not fnmatchcase(finding.kernel, self.kernel)):
+            return False
+        if not self.place:
+            return True
+        file, first, last = _place(self.place)
+        own = SourceLine(finding.origin, finding.line)
+        return any(
+            one.file and PurePath(one.file).match(file) and first <= one.line <= last for one in (*finding.source, own)
+        )
+
+    def __str__(self) -> str:
+        about = " ".join(part for part in (self.place, self.kernel and f"kernel {self.kernel}") if part)
+        return f"{self.where}: {self.rule} at {about}"
+
+
+def _place(text: str) -> tuple[str, int, int]:
+    file, colon, lines = text.rpartition(":")
+    first, _, last = lines.partition("-")
+    if not colon or not first.isdigit() or (last and not last.isdigit()):
+        return text, 0, 1 << 62
+    return file, int(first), int(last or first)
+
+
+def read_suppressions(path: str | Path) -> tuple[Suppression, ...]:
+    """The entries of a YAML file: a list of mappings with `rule`, `reason`, and `place`, `kernel` or both.
+
+    SpecError, a ValueError, with file, line and key for a file that cannot be used.
+    """
+    # Only who suppresses needs YAML.
+    from megamoe.spec.marked_yaml import read_marked_yaml
+
+    document = read_marked_yaml(Path(path))
+    entries = document.value
+    if not isinstance(entries, list) or not entries:
+        raise document.error((), "write a list of suppressions, each with rule, reason, and place or kernel")
+    found: list[Suppression] = []
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise document.error((number,), "a suppression is a mapping with rule, reason, and place or kernel")
+        for key, value in entry.items():
+            if key not in ("rule", "reason", "place", "kernel") or not isinstance(value, str) or not value.strip():
+                raise document.error((number, key), f"{value!r}: the keys are rule, reason, place and kernel, all text")
+        for key in ("rule", "reason"):
+            if key not in entry:
+                raise document.error((number,), f"the suppression has no {key}")
+        if "place" not in entry and "kernel" not in entry:
+            raise document.error((number,), "a suppression needs a place (FILE or FILE:LINE) or a kernel")
+        where = f"{path}, line {document.line((number,))}"
+        found.append(Suppression(**cast("dict[str, str]", entry), where=where))
+    return tuple(found)
+
+
+# A run
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The findings of a run, one a site; `used`: suppressions that have matched."""
+
+    profile: Profile = "default"
+    suppressions: tuple[Suppression, ...] = ()
+    by_site: dict[tuple[object, ...], KernelFinding] = field(default_factory=dict[tuple[object, ...], KernelFinding])
+    used: set[Suppression] = field(default_factory=set[Suppression])
+
+    @classmethod
+    def of(cls, profile: str, suppress: str | Path | None) -> Ledger:
+        """ValueError for a profile that does not exist or a file of suppressions that cannot be used."""
+        if profile not in PROFILES:
+            raise ValueError(f"there is no profile {profile!r}; there are {', '.join(get_args(Profile))}")
+        return cls(cast("Profile", profile), () if suppress is None else read_suppressions(suppress))
+
+    @property
+    def findings(self) -> list[KernelFinding]:
+        """All of them, in the order in which they were first found."""
+        return list(self.by_site.values())
+
+    def take(self, found: Iterable[KernelFinding]) -> list[KernelFinding]:
+        """Add findings, and return those at sites that are new."""
+        fresh: list[KernelFinding] = []
+        for one in found:
+            known = self.by_site.get(one.site)
+            if known is None:
+                self.by_site[one.site] = one
+                fresh.append(one)
+            else:
+                self.by_site[one.site] = replace(known, times=known.times + one.times, ends=known.ends or one.ends)
+        return fresh
+
+    def suppression_of(self, finding: KernelFinding) -> Suppression | None:
+        """The entry that speaks about `finding`."""
+        for one in self.suppressions:
+            if one.matches(finding):
+                self.used.add(one)
+                return one
+        return None
+
+    def counts(self, finding: KernelFinding) -> bool:
+        """Whether `finding` fails a run: its grade does in the profile, and nothing suppresses it."""
+        return self.suppression_of(finding) is None and finding.grade in PROFILES[self.profile]
+
+    @property
+    def failing(self) -> list[KernelFinding]:
+        """The findings that count."""
+        return [one for one in self.findings if self.counts(one)]
+
+    @property
+    def stale(self) -> list[Suppression]:
+        """Suppressions that speak about nothing that was found."""
+        for one in self.findings:
+            self.suppression_of(one)
+        return [one for one in self.suppressions if one not in self.used]
