@@ -20,7 +20,7 @@ from megamoe.contract.scratch import scratch_folder
 from megamoe.judge.figures import FigureMaker
 from megamoe.judge.run import DEFAULT_TIMEOUT_S, RunSettings, judged
 from megamoe.records.files import RecordWriter
-from megamoe.records.lines import AnyLine, Figures, Record, RunHeader, Timing
+from megamoe.records.lines import AnyLine, Figures, Record, RunHeader, Shard, Timing
 from megamoe.records.provenance import installed_version, run_header
 from megamoe.runner.capabilities import machine_of
 from megamoe.spec.selection import DEFAULT_EXECUTOR, Selection
@@ -69,11 +69,19 @@ class BenchRun:
     Close it after use. `timed`: the rows whose executor has a clock. `header.device` is known after the first outcome.
     """
 
-    def __init__(self, rows: Sequence[Row], selection: Selection, settings: BenchSettings, output: Path) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        selection: Selection,
+        settings: BenchSettings,
+        output: Path,
+        shard: Shard | None = None,
+    ) -> None:
+        """`shard`: which part of the selection the rows are, None if they are all of it."""
         self.rows, self.settings, self.output = tuple(dict.fromkeys(rows)), settings, output
         clocks = {name: keeps_time(name) for name in {row.executor for row in self.rows}}
         self.timed = frozenset(row for row in self.rows if clocks[row.executor])
-        header = run_header(selection, len(self.rows), settings.specs)
+        header = run_header(selection, len(self.rows), settings.specs, shard=shard)
         self.header: RunHeader = header.model_copy(update={"software": _software()})
         self._writer: RecordWriter | None = None
         self._outcomes: dict[Row, Outcome] = {}

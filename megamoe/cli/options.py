@@ -18,6 +18,7 @@ from megamoe import CHECKOUT
 from megamoe.contract import TARGETS, backend_names, executor_names
 from megamoe.gate.expected import Expectation, read_expected
 from megamoe.judge.run import DEFAULT_TIMEOUT_S
+from megamoe.records.shards import Nth
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import DEFAULT_EXECUTOR, DEFAULT_PROFILE, Selection, SelectionError
@@ -123,7 +124,27 @@ class Effort:
     timeout: TimeLimit = DEFAULT_TIMEOUT_S
 
 
-GROUPS = (Asked, Held, Effort)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of the rows is meant."""
+
+    shard: Annotated[
+        str | None, typer.Option("--shard", metavar="I/N", help="Part I of N, of about equal cost; the rest elsewhere.")
+    ] = None
+    run_set: Annotated[
+        str | None,
+        typer.Option("--run-set", metavar="ID", help="Name common to the shards.  [default: from what they run]"),
+    ] = None
+
+    @property
+    def nth(self) -> Nth | None:
+        """The shard, None for all rows. Raises SelectionError for options that mean none."""
+        if self.shard is None and self.run_set is not None:
+            raise SelectionError("--run-set names what shards have in common: give --shard I/N too")
+        return None if self.shard is None else Nth.parse(self.shard, self.run_set or "")
+
+
+GROUPS = (Asked, Held, Effort, Part)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

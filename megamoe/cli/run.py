@@ -19,6 +19,7 @@ from megamoe.cli.options import (
     Asked,
     Effort,
     Expected,
+    Part,
     Quiet,
     Specs,
     expectations_of,
@@ -34,8 +35,9 @@ from megamoe.judge.figures import FigureMaker
 from megamoe.judge.run import RunSettings, judged
 from megamoe.records.files import RUNS, RecordWriter, check_place, newest_run, read_records, write_file
 from megamoe.records.keys import Key
-from megamoe.records.lines import Agreement, AnyLine, Record, RecordError, RunHeader, record_of
-from megamoe.records.provenance import installed_version, run_header
+from megamoe.records.lines import Agreement, AnyLine, Record, RecordError, RunHeader, Shard, record_of
+from megamoe.records.provenance import digests_of, installed_version, run_header
+from megamoe.records.shards import Nth, cut_now
 from megamoe.records.signing import private_key, signed
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import DEFAULT_EXECUTOR, Selection, SelectionError, not_offered, owed_rows, parse_row
@@ -51,6 +53,7 @@ STOPPED_BEFORE = "the run stopped at the first failure, before this row"
 def run(
     asked: Asked,
     effort: Effort,
+    part: Part,
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="FILE", help="Finish the last run of this record file.")
     ] = None,
@@ -76,9 +79,12 @@ def run(
         option = "--resume" if resume else "--last-failed"
         raise SelectionError(f"{option} takes its rows from a record file: drop the other options that name rows")
     if resume:
+        if part.nth:
+            raise SelectionError("--resume finishes the shard that the record file says: drop --shard and --run-set")
         plan = unfinished(known, resume)
     else:
-        plan = plan_of(known, _failed_last() if last_failed else asked.selection(), output)
+        selection = _failed_last() if last_failed else asked.selection()
+        plan = plan_of(known, selection, output, part.nth, digests_of(specs, expected) if part.nth else {})
 
     key = None if sign is None else private_key(sign)
 
@@ -105,6 +111,7 @@ class RunPlan:
     """What a run owes, and the record file at `path` that it appends to.
 
     `left`: those of `rows` that are to be run now. `before`: records of earlier runs in the file, about the others.
+    `shard`: which part of the selection the rows are, None if they are all of it.
     """
 
     selection: Selection
@@ -112,13 +119,42 @@ class RunPlan:
     left: list[Row]
     path: Path
     before: tuple[Record, ...] = ()
+    shard: Shard | None = None
 
 
-def plan_of(known: Mapping[str, Spec], selection: Selection, output: Path | None) -> RunPlan:
-    """A run of all that `selection` owes, into `output` or a new file. Raises what owed_rows raises."""
-    rows = owed_rows(known, selection)
-    path = output or RUNS / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{selection.label}.jsonl"
-    return RunPlan(selection, rows, rows, path)
+def plan_of(
+    known: Mapping[str, Spec],
+    selection: Selection,
+    output: Path | None,
+    nth: Nth | None = None,
+    digests: Mapping[str, str] | None = None,
+) -> RunPlan:
+    """A run of all that `selection` owes, or of a shard of it, into `output` or a new file.
+
+    `digests`: what the name of a run set is made from, where it has none. Raises what owed_rows and cut raise.
+    """
+    rows, shard, label = owed_rows(known, selection), None, selection.label
+    if nth is not None:
+        shares = cut_now(rows, nth.count)
+        shard, label = shares.shard(nth, selection, digests or {}), f"{label}-{nth.index}of{nth.count}"
+        rows = [*shares.shards[nth.index - 1]]
+    path = output or RUNS / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{label}.jsonl"
+    return RunPlan(selection, rows, rows, path, shard=shard)
+
+
+def rows_of(known: Mapping[str, Spec], header: RunHeader) -> list[Row]:
+    """What the run of `header` owes by today's specs. RecordError for a shard whose rows are others today."""
+    rows = owed_rows(known, selection_in(header))
+    if header.shard is None:
+        return rows
+    try:
+        shares = cut_now(rows, header.shard.count)
+    except SelectionError:
+        shares = None
+    if shares is None or shares.plan != header.shard.plan:
+        why = "rows, or the tracked records that say what they cost, have changed"
+        raise RecordError(f"run {header.run} was {header.shard}, and shards have other rows now: {why}; run it anew")
+    return [*shares.shards[header.shard.index - 1]]
 
 
 def unfinished(known: Mapping[str, Spec], path: Path) -> RunPlan:
@@ -130,9 +166,9 @@ def unfinished(known: Mapping[str, Spec], path: Path) -> RunPlan:
         file = read_records(path)
         if not file.headers:
             raise RecordError(f"{path} has no header of a run, so what it owed is unknown; run it anew")
-        selection = selection_in(file.headers[-1])
-        runs = {header.run for header in file.headers if header.selection == file.headers[-1].selection}
-        rows = owed_rows(known, selection)
+        last = file.headers[-1]
+        runs = {one.run for one in file.headers if (one.selection, one.shard) == (last.selection, last.shard)}
+        rows = rows_of(known, last)
         before = [one for one in file.records if one.run in runs and one.status != "not_run"]
         done = {one.row for one in before}
         left = [row for row in rows if row not in done]
@@ -146,7 +182,8 @@ def unfinished(known: Mapping[str, Spec], path: Path) -> RunPlan:
         ]
         if file.torn or len(kept) < len(texts):
             write_file(path, b"".join(text + b"\n" for text in kept), "records to")
-    return RunPlan(selection, rows, left, path, tuple(one for one in before if one.row not in again))
+    kept_records = tuple(one for one in before if one.row not in again)
+    return RunPlan(selection_in(last), rows, left, path, kept_records, last.shard)
 
 
 @contextmanager
@@ -239,7 +276,7 @@ def conduct(
     if not (plan.selection.targets and (plan.selection.ops or plan.selection.cases)):
         for sentence in not_offered(known, plan.selection):
             out.print(sentence, markup=False)
-    header = run_header(plan.selection, len(plan.rows), how.specs, how.expected)
+    header = run_header(plan.selection, len(plan.rows), how.specs, how.expected, plan.shard)
     header = header.model_copy(update={"software": _compilers()})
     with scratch_folder("run") as folder:
         outputs, programs = folder / "outputs", folder / "programs"
@@ -253,6 +290,8 @@ def conduct(
         )
         done = _run_and_record(out, plan, header, settings, stops)
     out.print(f"records: {plan.path}", markup=False)
+    if plan.shard is not None:
+        out.print(f"{plan.shard}: hold all of them against what was owed with megamoe gate RECORDS...", markup=False)
     return replace(done, records=[*plan.before, *done.records])
 
 
