@@ -21,7 +21,8 @@ from megamoe.cli.options import (
     Asked,
     Effort,
     Expected,
-    Part,
+    Rules,
+    Share,
     Specs,
     expectations_of,
     with_options,
@@ -60,14 +61,13 @@ Strict = Annotated[
 def gate(
     asked: Asked,
     effort: Effort,
-    part: Part,
+    share: Share,
+    rules: Rules,
     records: Files = None,
     baseline: BaselineFile = None,
     junit: Junit = None,
     strict: Strict = False,
     output: Annotated[Path | None, typer.Option("--output", help="Record file of the rows that are run now.")] = None,
-    specs: Specs = None,
-    expected: Expected = None,
     trusted: Annotated[
         Path | None, typer.Option("--trusted", metavar="KEYS", help="Only what one of these public keys has signed.")
     ] = None,
@@ -80,6 +80,7 @@ def gate(
     for place, what in ((junit, "JUnit XML to"), (output, "records to")):
         if place is not None:
             check_place(place, what)
+    specs, expected = rules.specs, rules.expected
     known = load_specs(specs)
     expectations = expectations_of(expected, specs)
     with _nothing_collected():
@@ -89,15 +90,15 @@ def gate(
         raise RecordError("--trusted is about record files: name them; what is run here needs no signature")
     done = None
     if not records:
-        digests = digests_of(specs, expected) if part.nth else {}
-        plan = plan_of(known, asked.selection(), output, part.nth, digests)
+        digests = digests_of(specs, expected) if share.nth else {}
+        plan = plan_of(known, asked.selection(), output, share.nth, digests)
         done = conduct(known, plan, How(specs, effort.jobs, effort.timeout, expected=expected))
     command = _accept_command(records or ([done.path] if done else []), baseline, specs)
     with _nothing_collected():
         files = [read_records(path) for path in records or ()]
         files += [_of_run(done)] if done else []
         taken = checked(files, digests_of(specs, expected), known)
-        evidence = _evidence(taken.files, Asked() if done else asked, known, part.nth)
+        evidence = _evidence(taken.files, Asked() if done else asked, known, share.nth)
         verdict = _verdict(evidence, known, expectations, held, lambda row: command(str(row)), specs)
     unsigned = [] if keys is None else [text for file in files for text in _unsigned(file, keys)]
     taken = replace(taken, findings=(*taken.findings, *(Finding("evidence", text) for text in unsigned)))

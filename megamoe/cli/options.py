@@ -125,8 +125,16 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Which part of the rows is meant."""
+class Rules:
+    """What rows are held to. `specs`, `expected`: None for ours."""
+
+    specs: Specs = None
+    expected: Expected = None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which share of the rows is meant."""
 
     shard: Annotated[
         str | None, typer.Option("--shard", metavar="I/N", help="Part I of N, of about equal cost; the rest elsewhere.")
@@ -144,7 +152,7 @@ class Part:
         return None if self.shard is None else Nth.parse(self.shard, self.run_set or "")
 
 
-GROUPS = (Asked, Held, Effort, Part)
+GROUPS = (Asked, Held, Effort, Rules, Share)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -18,10 +18,9 @@ from rich.console import Console
 from megamoe.cli.options import (
     Asked,
     Effort,
-    Expected,
-    Part,
     Quiet,
-    Specs,
+    Rules,
+    Share,
     expectations_of,
     find_modules_of_the_user,
     with_options,
@@ -53,7 +52,8 @@ STOPPED_BEFORE = "the run stopped at the first failure, before this row"
 def run(
     asked: Asked,
     effort: Effort,
-    part: Part,
+    share: Share,
+    rules: Rules,
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="FILE", help="Finish the last run of this record file.")
     ] = None,
@@ -64,8 +64,6 @@ def run(
     sign: Annotated[
         Path | None, typer.Option("--sign", metavar="KEY", help="Sign the records: an Ed25519 key, PEM.")
     ] = None,
-    specs: Specs = None,
-    expected: Expected = None,
 ) -> None:
     """Judges rows in isolated processes, records them, and holds the records against the rows that were owed.
 
@@ -73,18 +71,19 @@ def run(
     """
     if output is not None:
         check_place(output, "records to")
+    specs, expected = rules.specs, rules.expected
     known = load_specs(specs)
     expectations = expectations_of(expected, specs)
     if (resume or last_failed) and (asked.anything or (resume and (last_failed or output))):
         option = "--resume" if resume else "--last-failed"
         raise SelectionError(f"{option} takes its rows from a record file: drop the other options that name rows")
     if resume:
-        if part.nth:
+        if share.nth:
             raise SelectionError("--resume finishes the shard that the record file says: drop --shard and --run-set")
         plan = unfinished(known, resume)
     else:
         selection = _failed_last() if last_failed else asked.selection()
-        plan = plan_of(known, selection, output, part.nth, digests_of(specs, expected) if part.nth else {})
+        plan = plan_of(known, selection, output, share.nth, digests_of(specs, expected) if share.nth else {})
 
     key = None if sign is None else private_key(sign)
 

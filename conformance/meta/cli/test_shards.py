@@ -9,7 +9,7 @@ import pytest
 
 from conformance.fakes import backends as fake_backends
 from megamoe.cli.main import main
-from megamoe.cli.options import Part
+from megamoe.cli.options import Share
 from megamoe.records.files import read_records
 from megamoe.spec.selection import SelectionError
 
@@ -80,4 +80,4 @@ def test_options_that_mean_no_shard_are_a_sentence(capsys: pytest.CaptureFixture
     assert main(["run", *WORKS, "--shard", "1/9"]) == 2
     assert "give at most 3" in capsys.readouterr().err
     with pytest.raises(SelectionError, match="give --shard I/N too"):
-        _ = Part(run_set="nightly").nth
+        _ = Share(run_set="nightly").nth
