@@ -92,7 +92,7 @@ def gate(
     if not records:
         digests = digests_of(specs, expected) if share.nth else {}
         plan = plan_of(known, asked.selection(), output, share.nth, digests)
-        done = conduct(known, plan, How(specs, effort.jobs, effort.timeout, expected=expected))
+        done = conduct(known, plan, How(specs, effort.jobs, effort.timeout, expected=expected, ray=effort.ray))
     command = _accept_command(records or ([done.path] if done else []), baseline, specs)
     with _nothing_collected():
         files = [read_records(path) for path in records or ()]

@@ -69,6 +69,10 @@ JOBS = os.cpu_count() or 1
 Specs = Annotated[Path | None, _names("--specs", "FOLDER", "Folder of the specs.", "specs of the checkout")]
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Worker processes.")]
 TimeLimit = Annotated[float, typer.Option("--timeout", min=0.1, help="Host seconds a row.")]
+Ray = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="ADDRESS", help='Rows as tasks of this Ray cluster; "local": of one on this host.'),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say only what is wrong, and the verdict.")]
 Expected = Annotated[
     Path | None, _names("--expected", "FILE", "Known failures.", "conformance/expected.yaml, for our specs")
@@ -122,6 +126,7 @@ class Effort:
 
     jobs: Jobs = JOBS
     timeout: TimeLimit = DEFAULT_TIMEOUT_S
+    ray: Ray = None
 
 
 @dataclass(frozen=True, slots=True)

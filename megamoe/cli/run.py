@@ -5,8 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -90,7 +90,7 @@ def run(
     def stops(record: Record) -> bool:
         return first and not judge_run([record.row], [record], expectations).passed
 
-    done = conduct(known, plan, How(specs, effort.jobs, effort.timeout, quiet, expected), stops)
+    done = conduct(known, plan, How(specs, effort.jobs, effort.timeout, quiet, expected, effort.ray), stops)
     if key is not None and done.run:
         with RecordWriter(done.path) as writer:
             line = signed(done.run, done.path.read_bytes(), key)
@@ -229,13 +229,14 @@ def _failed_last() -> Selection:
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """Settings of a run. `timeout`: host seconds a row. `quiet`: no progress."""
+    """Settings of a run. `timeout`: host seconds a row. `quiet`: no progress. `ray`: the cluster that runs the rows."""
 
     specs: Path | None
     jobs: int
     timeout: float
     quiet: bool = False
     expected: Path | None = None
+    ray: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +288,8 @@ def conduct(
         settings = RunSettings(
             header.run, how.jobs, how.timeout, how.specs, FAILURES, kept, programs, hidden=(plan.path,)
         )
-        done = _run_and_record(out, plan, header, settings, stops)
+        with _place_to_run(how):
+            done = _run_and_record(out, plan, header, settings, stops, _judging(how))
     out.print(f"records: {plan.path}", markup=False)
     if plan.shard is not None:
         out.print(f"{plan.shard}: hold all of them against what was owed with megamoe gate RECORDS...", markup=False)
@@ -329,6 +331,9 @@ def end_if_cut_short(done: Conducted) -> None:
     raise typer.Exit(INTERRUPTED if interrupted else 1)
 
 
+Judging = Callable[[Sequence[Row], RunSettings], Generator[Record, None, None]]
+
+
 @dataclass(slots=True)
 class _Lines:
     """Lines on their way to the file. One that it does not take ends the recording and not the run."""
@@ -347,7 +352,12 @@ class _Lines:
 
 
 def _run_and_record(
-    out: Console, plan: RunPlan, header: RunHeader, settings: RunSettings, stops: Callable[[Record], bool]
+    out: Console,
+    plan: RunPlan,
+    header: RunHeader,
+    settings: RunSettings,
+    stops: Callable[[Record], bool],
+    judging: Judging,
 ) -> Conducted:
     """Runs the rows left and appends each record as it comes, then agreements of backends, then compiler figures.
 
@@ -363,7 +373,7 @@ def _run_and_record(
         writer.append(header)
         lines = _Lines(writer, [header])
         try:
-            with closing(judged(plan.left, settings)) as results, ended_with_its_reader():
+            with closing(judging(plan.left, settings)) as results, ended_with_its_reader():
                 for record in results:
                     lines.append(record)
                     records.append(record)
@@ -398,6 +408,22 @@ def _run_and_record(
         lines.unwritten,
         tuple(lines.all),
     )
+
+
+def _place_to_run(how: How) -> AbstractContextManager[None]:
+    if how.ray is None:
+        return nullcontext()
+    from megamoe.judge.cluster import joined
+
+    return joined(how.ray, how.jobs)
+
+
+def _judging(how: How) -> Judging:
+    if how.ray is None:
+        return judged
+    from megamoe.judge.cluster import judged_on_cluster
+
+    return judged_on_cluster
 
 
 def _side_by_side(run: str, records: Sequence[Record], outputs: Path | None) -> list[Agreement]:
