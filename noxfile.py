@@ -68,7 +68,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def ray(session: nox.Session) -> None:
-    """Rows on a Ray cluster of this host, a node of which is killed half-way. `-- scaling` measures one and two nodes."""
+    """Rows on a Ray cluster of this host, of which a node is killed half-way. `-- scaling` measures how that scales."""
     if session.posargs == ["scaling"]:
         _run(session, "python", "-m", "conformance.bench.scaling", extras=f"{EXTRAS},ray")
     else:

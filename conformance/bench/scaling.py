@@ -1,4 +1,5 @@
-"""How a run scales over nodes: `nox -s ray -- scaling` renews results/records/scaling.json, which docs/scaling.md reads.
+"""How a run scales over nodes: `nox -s ray -- scaling` renews results/records/scaling.json, of which docs/scaling.md
+tells.
 
 Each node is a Ray node of this host with one `vm`, pinned to a core of its own; the command and the head share all
 cores. The times are of when lines arrive in the record file, so they are what a user waits for. What does not shrink
@@ -91,8 +92,17 @@ def _watched(cluster: Any, nodes: int, output: Path, options: Sequence[str]) -> 
         raise RuntimeError(f"a run on {nodes} nodes ended with status {run.returncode}: see {output}")
     seconds = [record.judge_host_seconds or 0.0 for record in records]
     header, first, last = arrived[0], arrived[1], arrived[-1]
-    parts = (header - began, first - header, last - first, ended - last, sum(seconds), max(seconds))
-    return Scaled(nodes, len(records), *(round(part, 2) for part in parts), round(load, 2))
+    return Scaled(
+        nodes,
+        len(records),
+        header_s=round(header - began, 2),
+        first_s=round(first - header, 2),
+        rows_s=round(last - first, 2),
+        tail_s=round(ended - last, 2),
+        judged_s=round(sum(seconds), 2),
+        longest_s=round(max(seconds), 2),
+        load=round(load, 2),
+    )
 
 
 def main() -> None:

@@ -149,21 +149,27 @@ def _record(ray: Any, finished: Any, row: Row, settings: RunSettings) -> Record:
     """The record of a finished task, whose files are written to the folders of `settings`."""
     try:
         judged: Judged = ray.get(finished)
-        for name, data in judged.files.items():
-            folder, _, rest = name.partition("/")
-            place: Path | None = getattr(settings, folder) if folder in _FOLDERS else None
-            if place is not None and ".." not in Path(rest).parts and not (place / rest).exists():
-                write_file(place / rest, data, "what a node has sent", durable=False)
-    except RecordError as error:
-        said = f"its evidence cannot be kept: {error}"
-        return judged.record if judged.record.status != "passed" else _error(row, said, settings)
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError) as error:
         why = f"the process that judged it, or its node, died {MAX_TRIES} times: {type(error).__name__}"
         return record_of(settings.run, row, "crashed", why, specs=settings.specs)
     except ray.exceptions.RayError as error:
         first = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
         return _error(row, f"the cluster returned no record: {first.strip()}", settings)
+    try:
+        _keep(judged.files, settings)
+    except RecordError as error:
+        # What is lost is evidence of a failure: that is no reason to call it an error.
+        passed = judged.record.status == "passed"
+        return _error(row, f"its evidence cannot be kept: {error}", settings) if passed else judged.record
     return judged.record
+
+
+def _keep(files: Mapping[str, bytes], settings: RunSettings) -> None:
+    for name, data in files.items():
+        folder, _, rest = name.partition("/")
+        place: Path | None = getattr(settings, folder) if folder in _FOLDERS else None
+        if place is not None and ".." not in Path(rest).parts and not (place / rest).exists():
+            write_file(place / rest, data, "what a node has sent", durable=False)
 
 
 def _error(row: Row, why: str, settings: RunSettings) -> Record:
