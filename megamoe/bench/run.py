@@ -126,7 +126,7 @@ class BenchRun:
         timed = [row for row in self.rows if row in self.timed]
         if timed:
             with BenchWorker(folder / "progress") as worker:
-                self._begin(device_of(timed[0].executor, worker, folder))
+                self._begin(device_of(timed[0], worker, folder))
                 for group in by_case(timed):
                     yield from timed_group(group, self.header, self.settings, worker, folder)
         else:
@@ -161,11 +161,11 @@ def by_case(rows: Sequence[Row]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def device_of(executor: str, worker: BenchWorker, folder: Path) -> DeviceFacts | None:
-    """The device as the executor in the worker describes it. None if that fails; the rows then say why."""
-    from megamoe.bench.case import device_facts
+def device_of(row: Row, worker: BenchWorker, folder: Path) -> DeviceFacts | None:
+    """The device as the executor of `row` describes it. None if that fails; the rows then say why."""
+    from megamoe.bench.case import CaseSettings, device_facts
 
-    found = worker.call(device_facts, executor, folder / "progress")
+    found = worker.call(device_facts, row, CaseSettings("", programs=folder), folder / "progress")
     return found if isinstance(found, DeviceFacts) else None
 
 

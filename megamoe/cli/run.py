@@ -298,14 +298,14 @@ def conduct(
 
 def _device(rows: Sequence[Row], folder: Path) -> DeviceFacts | None:
     """The device of the first executor that has one, as a worker process finds it; None if there is none."""
-    for name in dict.fromkeys(row.executor for row in rows if row.executor != DEFAULT_EXECUTOR):
+    for row in {row.executor: row for row in rows if row.executor != DEFAULT_EXECUTOR}.values():
         # These import torch, which a run on the VM alone need not pay for here.
         from megamoe.bench.run import device_of, keeps_time
         from megamoe.bench.worker import BenchWorker
 
-        if keeps_time(name):
+        if keeps_time(row.executor):
             with BenchWorker(folder / "progress") as worker:
-                return device_of(name, worker, folder)
+                return device_of(row, worker, folder)
     return None
 
 

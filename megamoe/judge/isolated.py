@@ -115,6 +115,10 @@ class Processes:
             runner.end()
         return Ran(arena, _counters(answer.told.get("counters")), _text(answer.told.get("violation")))
 
+    def runner_of(self, row: Row, built: Built) -> Runner:
+        """The process that runs `built`: the machine, or for a Python call its builder."""
+        return self._machine(row) if built.call is None else self._builder(row)
+
     def end_builder(self, row: Row) -> None:
         """Ends the builder of `row`, so that the next build is by a new one."""
         self._builder(row).end()

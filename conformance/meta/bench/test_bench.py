@@ -30,6 +30,7 @@ def run(rows: list[Row], output: Path, settings: BenchSettings = SETTINGS) -> tu
     return found, read_records(output)
 
 
+DIED = f"the process of executor {ROOM}:EXECUTOR died with exit status"
 # Fault -> status of the row, and a part of its sentence.
 FAULTS: dict[str, tuple[Status, str]] = {
     "WRONG": ("failed", "tensor o: "),
@@ -40,8 +41,11 @@ FAULTS: dict[str, tuple[Status, str]] = {
     "LEAVES_WHAT_IS_THERE": ("failed", "in a replay on other inputs: "),
     "CHANGES_AN_INPUT": ("failed", "input k was changed"),
     "WRITES_PAST_THE_END": ("failed", "guard bytes above tensor o were overwritten"),
-    "CRASHES": ("crashed", "the worker process died with exit status 3, while being timed"),
-    "CRASHES_AT_ONCE": ("crashed", "the worker process died with exit status 4, while running for the first time"),
+    "CRASHES": ("crashed", f"{DIED} 3, while being timed"),
+    "CRASHES_AT_ONCE": (
+        "crashed",
+        f"{DIED} 4, while running for the first time",
+    ),
     "HANGS": ("timed_out", "it hung: not done within 6 host seconds, while being timed"),
     "FAULTS": ("error", "CUDA_ERROR_ILLEGAL_ADDRESS"),
     "DECLINES": ("unsupported", "hd=64 needs a tile that this backend does not have"),
