@@ -34,6 +34,7 @@ DIED = f"the process of executor {ROOM}:EXECUTOR died with exit status"
 # Fault -> status of the row, and a part of its sentence.
 FAULTS: dict[str, tuple[Status, str]] = {
     "WRONG": ("failed", "tensor o: "),
+    "PATCHES_THE_JUDGE": ("failed", "tensor o: "),
     "WRONG_FROM_THE_SECOND": ("failed", "in a timed replay: fmha:hd=64,t=2,s_k=3: tensor o: "),
     "WRONG_LATE": ("failed", "in a timed replay: "),
     "IDLE_IN_REPLAYS": ("failed", "never written"),
@@ -52,7 +53,7 @@ FAULTS: dict[str, tuple[Status, str]] = {
     "CANNOT_BUILD": ("error", "RuntimeError: the tile of 96 does not divide 128"),
     "CANNOT_LOAD": ("error", "CUDA_ERROR_INVALID_PTX"),
 }
-FINE = ("WORKS", "SLOWER", "NEVER_THE_SAME")
+FINE = ("WORKS", "SLOWER", "NEVER_THE_SAME", "PATCHES_THE_CLOCK")
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,12 @@ def test_the_others_have_their_times(together: Together, name: str) -> None:
         assert timing.status == "passed", timing.sentence
         assert len(timing.samples_us) >= POLICY.min_samples
         assert timing.floor_us is not None
+
+
+def test_a_backend_cannot_set_the_clock(together: Together) -> None:
+    cold, hot = together[0][row("PATCHES_THE_CLOCK")].timings
+    assert min(cold.samples_us) > 9.0, "its code lies in its builder; the clock is the machine's"
+    assert min(hot.samples_us) > 9.0
 
 
 def test_fine_rows_are_timed_by_turns(together: Together) -> None:
