@@ -37,7 +37,7 @@ from megamoe.judge.arena import Arena
 from megamoe.judge.comparison import Expected, compared, complaints, expected_of
 from megamoe.judge.figures import leave_program, program_sha256
 from megamoe.judge.guarded import Built, needed_work
-from megamoe.judge.isolated import Processes, hidden_folders
+from megamoe.judge.isolated import Processes, hidden_folders, share_of_memory
 from megamoe.ops import reference
 from megamoe.records.lines import Evidence, Record, Timing, record_of
 from megamoe.runner.child import explain_error
@@ -119,8 +119,8 @@ class _SpoiltError(Exception):
 
 @cache
 def _processes(hidden: tuple[Path, ...]) -> Processes:
-    """The runners of this process, kept from case to case. None of them is on a machine that a limit of memory fits."""
-    return Processes(hidden_folders(*hidden), 0)
+    """The runners of this process, kept from case to case."""
+    return Processes(hidden_folders(*hidden), share_of_memory(1))
 
 
 def measure_case(rows: Sequence[Row], settings: CaseSettings, progress: Path) -> CaseOutcome:

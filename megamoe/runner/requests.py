@@ -26,6 +26,7 @@ from megamoe.contract import (
     load_executor,
 )
 from megamoe.contract.assembly import assembled
+from megamoe.runner.child import telling
 from megamoe.runner.wire import Frame, Json, case_of, decoded, encoded
 
 if TYPE_CHECKING:
@@ -99,7 +100,10 @@ def run(request: Frame) -> Frame:
     program: AnyProgram = built_call(request.told["number"]) if "number" in request.told else decoded(request)
     options = request.told["options"]
     assert request.memory is not None
-    with tensors_in(request.memory, request.told["tensors"], getattr(executor, "device", "cpu")) as tensors:
+    with (
+        tensors_in(request.memory, request.told["tensors"], getattr(executor, "device", "cpu")) as tensors,
+        telling(getattr(executor, "whereabouts", None)),
+    ):
         execution = executor.run(
             program,
             tensors,
