@@ -67,6 +67,16 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def ray(session: nox.Session) -> None:
+    """Rows on a Ray cluster of this host, of which a node is killed half-way. `-- scaling` measures how that scales."""
+    if session.posargs == ["scaling"]:
+        _run(session, "python", "-m", "conformance.bench.scaling", extras=f"{EXTRAS},ray")
+    else:
+        where = "conformance/meta/judge/test_cluster.py"
+        _run(session, "pytest", "-q", where, *session.posargs, extras=f"{EXTRAS},ray")
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Rows as benchmarks: times on a device, counters and compiler figures anywhere. `-- --profile full`, `-- --help`.
 

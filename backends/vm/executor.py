@@ -40,6 +40,11 @@ class VmExecutor:
     """Runs PTX for sm_90a and sm_100a on the CPU. Tensors are mapped where they lie, without a copy."""
 
     name = "vm"
+    _machine: Machine | None = None
+
+    def whereabouts(self) -> str:
+        """Where the warps of the program that runs are, as a deadlock says it; "" if there are none."""
+        return self._machine.whereabouts() if self._machine is not None else ""
 
     def unavailable(self, target: Target) -> str | None:
         """None: this machine needs nothing but a CPU."""
@@ -52,7 +57,7 @@ class VmExecutor:
         arguments do not fit this machine; UnsupportedError for a Python call.
         """
         recorder = Recorder() if options.trace else None
-        machine = Machine(options.schedule, options.accumulate, options.step_budget, recorder)
+        self._machine = machine = Machine(options.schedule, options.accumulate, options.step_budget, recorder)
         violation = None
         try:
             if isinstance(program, HostProgram):
@@ -63,6 +68,8 @@ class VmExecutor:
                 raise UnsupportedError(f"the VM runs PTX, and a {type(program).__name__} has none")
         except (Fault, LaunchError, UnknownInstructionError, PtxSyntaxError) as broken:
             violation = f"{broken} (schedule {options.schedule})"
+        finally:
+            self._machine = None
         return Execution(dict(machine.counters), violation, recorder and recorder.finished())
 
 

@@ -17,6 +17,9 @@ import pytest
 from megamoe.bench.run import BenchRun, BenchSettings
 from megamoe.bench.timing import TEMPERATURES, Policy
 from megamoe.contract import Row, Temperature
+from megamoe.records.lines import Shard
+from megamoe.records.provenance import digests_of
+from megamoe.records.shards import Nth, cut_now
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import Selection, SelectionError, known_cases, owed_rows
@@ -35,6 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--specs", type=Path, help="folder of the specs")
     group.addoption("--output", type=Path, help=f"record file; default: a new one in {RUNS}")
     group.addoption("--jobs", type=int, help="worker processes where nothing is timed; default: one a core")
+    group.addoption("--shard", metavar="I/N", help="part I of N, of about equal cost; rows of one case stay together")
+    group.addoption("--run-set", metavar="ID", default="", help="name common to the shards; default: of what they run")
     group.addoption("--rse", type=float, default=Policy().target, help="relative standard error that is enough")
     group.addoption("--budget", type=float, default=Policy().budget_s, help="device seconds of a row and temperature")
     group.addoption("--patience", type=float, default=1.0, help="factor on the time limits of what runs on a device")
@@ -68,6 +73,15 @@ def selection_of(config: pytest.Config) -> Selection:
     )
 
 
+def shard_of(config: pytest.Config, rows: Sequence[Row], selection: Selection) -> tuple[Sequence[Row], Shard | None]:
+    """The rows that the options leave, and what the header says of that. SelectionError for a shard that is none."""
+    if config.option.shard is None:
+        return rows, None
+    nth = Nth.parse(config.option.shard, config.option.run_set)
+    shares = cut_now(rows, nth.count)
+    return shares.shards[nth.index - 1], shares.shard(nth, selection, digests_of(config.option.specs))
+
+
 def default_executors() -> tuple[str, ...]:
     """`gpu` where it can run some target, else `vm`."""
     from megamoe.contract import TARGETS, UnsupportedError, load_executor
@@ -87,7 +101,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     try:
         specs = load_specs(config.option.specs)
         selection = selection_of(config)
-        rows = owed_rows(specs, selection)
+        rows, shard = shard_of(config, owed_rows(specs, selection), selection)
     except (SelectionError, SpecError, pytest.UsageError) as error:
         config.stash[_WRONG] = str(error)
         metafunc.parametrize(("case", "row", "temperature"), [])
@@ -99,7 +113,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         patience=config.option.patience,
     )
     output = config.option.output or RUNS / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-bench-{selection.label}.jsonl"
-    config.stash[_RUN] = run = BenchRun(rows, selection, settings, output)
+    config.stash[_RUN] = run = BenchRun(rows, selection, settings, output, shard)
     found = measurements(rows, run)
     listed = {id: case for spec in specs.values() for id, case in known_cases(spec).items()}
     cases = {row.case: listed.get(row.case) or specs[row.op].parse_case(row.case) for row in rows}

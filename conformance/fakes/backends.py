@@ -19,6 +19,7 @@ import torch
 
 from megamoe.contract import Case, Execution, Program, RunOptions, Target, UnsupportedError
 from megamoe.ops import reference
+from megamoe.runner.wire import Frame
 from megamoe.spec.load import load_specs
 from megamoe.spec.spec import Spec
 
@@ -147,6 +148,14 @@ def _misbehave(case: Case, tensors: Tensors, name: str, schedule: str, run: int)
         BEHAVIOURS[name](tensors)
     broken = "line 12, warp 0, lane 3: ld.shared reads 4 bytes at 0x10 that nobody wrote"
     return broken if name == "breaks_a_rule" else None
+
+
+def hold_memory(request: Frame) -> Frame:
+    """What a runner can be asked: holds `bytes` of memory for a while."""
+    held = bytearray(request.told["bytes"])
+    held[::4096] = b"x" * len(held[::4096])
+    time.sleep(request.told["seconds"])
+    return Frame({"held": len(held)})
 
 
 def die_at_start(environment: Mapping[str, str], module: str) -> None:

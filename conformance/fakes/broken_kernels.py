@@ -56,7 +56,7 @@ _KERNEL = """.version 8.0
 .visible .entry faulty(.param .u64 o)
 {{
 .reg .b64 %p, %far;
-.reg .b32 %x;
+.reg .b32 %x, %y;
 ld.param.u64 %p, [o];
 {body}
 ret;
@@ -67,6 +67,12 @@ FAULTS: Final[Mapping[int, tuple[str, str]]] = {
     3: ("hangs", "mov.u32 %x, 1000;\nAGAIN: nanosleep.u32 %x;\nbra AGAIN;"),
     5: ("traps", "trap;"),
     7: ("stores to an odd address", "add.u64 %p, %p, 1; st.global.u32 [%p], 1;"),
+    # The VM finds a loop in which nothing changes by itself; here a register does.
+    11: (
+        "polls, and counts how often",
+        "st.global.u32 [%p], 7;\nmov.u32 %x, 0;\n"
+        "AGAIN: add.u32 %x, %x, 1;\nld.relaxed.gpu.global.u32 %y, [%p];\nbra AGAIN;",
+    ),
     9: ("asks for more shared memory than there is", ""),
 }
 TOO_MUCH_SMEM: Final = 300_000

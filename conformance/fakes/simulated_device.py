@@ -155,6 +155,12 @@ class SimulatedBackend:
     def build(self, case: Case, target: Target) -> Program:
         if self.behaviour == "declines":
             raise UnsupportedError("hd=64 needs a tile that this backend does not have")
+        if self.behaviour == "patches_the_judge":
+            from megamoe.bench import case as judging
+
+            judging.complaints = lambda *_: ""
+        if self.behaviour == "patches_the_clock":
+            SimulatedStopwatch.sample = lambda self, temperature, launches: 1.0
         if self.behaviour == "cannot_build":
             raise RuntimeError("the tile of 96 does not divide 128")
         return Program(target, f"{self.behaviour}\n{case.id}\n{self.hot_us}", ())
@@ -194,7 +200,7 @@ class SimulatedCall:
     def _misbehave(self) -> None:
         o, first, late = self.tensors["o"], self.launched == 1, self.launched > 40
         match self.behaviour:
-            case "wrong":
+            case "wrong" | "patches_the_judge":
                 o.mul_(0.5)
             case "wrong_from_the_second":
                 o.mul_(1.0 if first else 0.5)
@@ -274,6 +280,8 @@ SLOW_MEMORY = SimulatedExecutor("slow_memory", copy_bytes_per_s=1e7)
 WORKS = SimulatedBackend("works")
 SLOWER = SimulatedBackend("slower", 20.0)
 WRONG = SimulatedBackend("wrong")
+PATCHES_THE_JUDGE = SimulatedBackend("patches_the_judge")
+PATCHES_THE_CLOCK = SimulatedBackend("patches_the_clock")
 WRONG_FROM_THE_SECOND = SimulatedBackend("wrong_from_the_second")
 WRONG_LATE = SimulatedBackend("wrong_late")
 IDLE_IN_REPLAYS = SimulatedBackend("idle_in_replays")

@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +20,8 @@ import torch
 from backends.vm.tensor.tmem_layout import register_map
 from conformance.fakes import backends as fake_backends
 from megamoe.cli.main import main
+from megamoe.cli.show import styled
+from megamoe.cli.terminal import Terminal
 from megamoe.contract import AnyProgram, Execution, Row, RunOptions, Target
 from megamoe.contract.assembly import assembled
 from megamoe.contract.trace import CtaTrace
@@ -30,6 +33,7 @@ from megamoe.explain.svg import round_ticks
 from megamoe.explain.tables import regions
 from megamoe.explain.tmem import TmemMap, tmem_map
 from megamoe.spec.load import load_specs
+from megamoe.spec.selection import SelectionError
 
 Event = Mapping[str, object]
 Track = tuple[object, object]
@@ -408,3 +412,17 @@ def test_picture_names_thread_and_register(tmp_path: Path) -> None:
     words = {node.text for node in ElementTree.parse(pictures[0]).iter() if node.tag.endswith(("text", "title"))}
     assert {"t0 r0", "t31 r19", "M 31", "N 19", "gate, 8 columns a turn"} <= words
     assert "M 3, N 12: thread 3, register 12" in words
+
+
+def test_the_page_of_a_runner_has_its_colours_and_nothing_else_of_a_terminal() -> None:
+    pieces = [["title", "bold red"], ["\x1b[2Jcleared", "dim"], ["here", "link https://example.org"], ["plain", ""]]
+    text = styled(pieces)
+    assert text.plain == "title\\x1b[2Jclearedhereplain", "control characters of foreign text are escaped"
+    assert [str(span.style) for span in text.spans] == ["bold red", "dim"], "a link is no colour"
+    shown = StringIO()
+    Terminal(file=shown, force_terminal=True, color_system="standard", width=100).print(text)
+    assert "\x1b[1;31mtitle" in shown.getvalue(), "a terminal shows the colours again"
+    assert "\x1b[2J" not in shown.getvalue()
+    for nonsense in ("text", [["one"]], [[1, 2]], None):
+        with pytest.raises(SelectionError, match="answered no report"):
+            styled(nonsense)

@@ -1,4 +1,7 @@
-"""One case in one worker: programs of several backends on the same buffers, checked, timed by turns, checked again.
+"""One case: programs of several backends on the same buffers, checked, timed by turns, checked again.
+
+This is the judge's side. Programs are built and run in runners (megamoe.bench.device); this process owns the buffers,
+draws the inputs once everything is built, computes the references and compares.
 
 Outputs are poisoned before every turn; guard bands, inputs and outputs are checked after it. So the judge sees what
 timed launches wrote. A program that turns wrong in its replays, or does nothing in them, fails in that turn. One that
@@ -9,41 +12,42 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
+from megamoe.bench.device import Bound, Buffers, bare_read_of, facts_of, is_cuda, throttled_since
 from megamoe.bench.timing import TEMPERATURES, Contender, Policy, Series, floor_of, take, timing_of
 from megamoe.bench.worker import Progress
 from megamoe.contract import (
     DeviceFacts,
     DeviceLostError,
-    PythonProgram,
     Row,
-    RunOptions,
     Status,
     Target,
-    TimedExecutor,
     UnsupportedError,
-    load_backend,
-    load_executor,
 )
 from megamoe.judge.arena import Arena
 from megamoe.judge.comparison import Expected, compared, complaints, expected_of
 from megamoe.judge.figures import leave_program, program_sha256
-from megamoe.judge.guarded import build_program, needed_work
+from megamoe.judge.guarded import Built, needed_work
+from megamoe.judge.isolated import Processes, hidden_folders, share_of_memory
 from megamoe.ops import reference
 from megamoe.records.lines import Evidence, Record, Timing, record_of
 from megamoe.runner.child import explain_error
+from megamoe.runner.process import RunnerDiedError, RunnerFaultError
 from megamoe.spec.load import load_specs
 
 if TYPE_CHECKING:
     from megamoe.bench.timing import Floor
-    from megamoe.contract import AnyProgram, Case, PreparedCall, Stopwatch, Temperature
+    from megamoe.contract import Case, Temperature
+    from megamoe.runner.process import Runner
     from megamoe.spec.spec import Spec
 
 # Above this many useful operations only a sample of the outputs is judged.
@@ -58,7 +62,7 @@ MAX_JUDGED_TURNS = 3
 class CaseSettings:
     """How to measure a case. `device`: as the run found it, None to ask again. `patience`: as in Progress.
 
-    `programs`: folder for the PTX (megamoe.judge.figures).
+    `programs`: folder for the PTX (megamoe.judge.figures). `hidden`: what no runner may see besides the results.
     """
 
     run: str
@@ -66,6 +70,7 @@ class CaseSettings:
     policy: Policy = field(default_factory=Policy)
     specs: Path | None = None
     programs: Path | None = None
+    hidden: tuple[Path, ...] = ()
     max_oracle_flops: int = MAX_ORACLE_FLOPS
     patience: float = 1.0
 
@@ -93,8 +98,8 @@ class _Candidate:
     """One row on its way. `status` is None until a conclusion; the first conclusion stands."""
 
     row: Row
-    program: AnyProgram | None = None
-    call: PreparedCall | None = None
+    built: Built | None = None
+    bound: Bound | None = None
     contender: Contender | None = None
     status: Status | None = None
     sentence: str = ""
@@ -109,11 +114,17 @@ class _Candidate:
 
 
 class _SpoiltError(Exception):
-    """This process cannot be trusted any more: memory was damaged, or something raised in the middle of its work."""
+    """The runners cannot be trusted any more: memory was damaged, or something failed in the middle of its work."""
+
+
+@cache
+def _processes(hidden: tuple[Path, ...]) -> Processes:
+    """The runners of this process, kept from case to case."""
+    return Processes(hidden_folders(*hidden), share_of_memory(1))
 
 
 def measure_case(rows: Sequence[Row], settings: CaseSettings, progress: Path) -> CaseOutcome:
-    """Checks and times `rows`, all of one case, target and executor, in this process.
+    """Checks and times `rows`, all of one case, target and executor, in runners of this process.
 
     Faults of a backend, the executor or a kernel become a status, never an exception. `progress`: file for the stages.
     """
@@ -130,29 +141,38 @@ def measure_case(rows: Sequence[Row], settings: CaseSettings, progress: Path) ->
         spoilt = True
     except UnsupportedError as error:
         _conclude_all(candidates, "unsupported", str(error))
+    except (RunnerDiedError, RunnerFaultError) as error:
+        _conclude_all(candidates, "error", f"the machine cannot be used: {error}")
+        spoilt = True
     except (Exception, SystemExit) as error:
         _conclude_all(candidates, "error", explain_error(error))
-    if bench is not None and not bench.closed():
+    if bench is not None and (not bench.closed() or spoilt):
         spoilt = True
+        bench.end_runners()
     stages.close()
     return CaseOutcome(
         tuple(_measured(one, bench, settings) for one in candidates if one.status is not None),
         tuple(one.row for one in candidates if one.status is None),
+        # A graphics driver may have kept a fault of these buffers in mind.
         spoilt or DeviceLostError.met is not None,
     )
 
 
-def device_facts(executor: str, progress: Path) -> object:
-    """The DeviceFacts of a timed executor, asked in this process; the exception itself if it raises one."""
+def device_facts(row: Row, settings: CaseSettings, progress: Path) -> object:
+    """The DeviceFacts of the executor of `row`; the exception itself if there are none."""
     stages = Progress(progress)
     stages.enter(None, "measuring the device", 120.0)
     try:
-        found = load_executor(executor)
-        return found.facts() if isinstance(found, TimedExecutor) else None
+        machine = _processes(_hidden(settings)).runner_of(row, Built(None))
+        return facts_of(machine, row.executor, stages.left_s)
     except Exception as error:
         return error
     finally:
         stages.close()
+
+
+def _hidden(settings: CaseSettings) -> tuple[Path, ...]:
+    return (*settings.hidden, *([settings.programs] if settings.programs else []))
 
 
 def _conclude_all(candidates: Sequence[_Candidate], status: Status, sentence: str) -> None:
@@ -170,58 +190,86 @@ class _CaseBench:
         first = candidates[0].row
         self.candidates = {candidate.row.backend: candidate for candidate in candidates}
         self.settings, self.stages = settings, stages
-        self.bindings = ExitStack()
         self.current = candidates[0]
         self.spec: Spec = load_specs(settings.specs)[first.op]
         self.case: Case = self.spec.parse_case(first.case)
         self.target: Target = cast(Target, first.target)
         self.input_sha256: Mapping[str, str] = {}
         self.bare_read: tuple[float | None] | None = None
-        executor = load_executor(first.executor)
-        if not isinstance(executor, TimedExecutor):
+        self.processes = _processes(_hidden(settings))
+        stages.enter(None, "asking the executor", 60.0)
+        about = self.processes.machine(first, self._deadline())
+        if not about["timed"]:
             raise UnsupportedError(f"executor {first.executor} keeps no time of its own")
-        self.executor = executor
+        self.row, self.device = first, str(about["device"])
+        self.buffers = Buffers(first.executor, self.device, lambda: stages.left_s)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.stages.left_s
+
+    @property
+    def machine(self) -> Runner:
+        """The runner of every program that is data."""
+        return self.processes.runner_of(self.row, Built(None))
 
     def alive(self) -> list[_Candidate]:
         return [candidate for candidate in self.candidates.values() if candidate.status is None]
 
     def closed(self) -> bool:
-        """Frees the bindings; False if that failed."""
-        self.accepted = {}
+        """Frees the bindings and the buffers; False if that failed."""
+        self.stages.enter(None, "freeing the buffers", 60.0)
         try:
-            self.bindings.close()
+            self.buffers.close()
         except Exception:
             return False
         finally:
             self.candidates = {}
+            del self.buffers
             gc.collect()
-            if DeviceLostError.met is None and _is_cuda(self.executor.device):
+            if is_cuda(self.device):
                 torch.cuda.empty_cache()
         return True
 
+    def end_runners(self) -> None:
+        """Ends every runner, so that the rows that are left begin in others."""
+        self.processes.end()
+
     @contextmanager
     def blaming(self, candidate: _Candidate, doing: str, limit_s: float, spoils: bool = True) -> Iterator[None]:
-        """An exception within concludes `candidate` and, with `spoils`, ends the process."""
+        """An exception within concludes `candidate` and, with `spoils`, ends the runners."""
         self.current = candidate
         self.stages.enter(candidate.row.backend, doing, limit_s)
+        with self._failing(doing, spoils):
+            yield
+
+    @contextmanager
+    def _failing(self, doing: str, spoils: bool = True) -> Iterator[None]:
+        """As `blaming`, for whoever is current when it is raised."""
         try:
             yield
         except UnsupportedError as error:
-            candidate.conclude("unsupported", str(error))
+            self.current.conclude("unsupported", str(error))
         except _SpoiltError:
             raise
+        except RunnerDiedError as died:
+            late = f"it hung: not done within {self.stages.limit_s:g} host seconds"
+            self.current.conclude(
+                "timed_out" if died.late else "crashed", f"{late if died.late else died}, while {doing}"
+            )
+            # What else was bound in that process is gone.
+            raise _SpoiltError from died
         except (Exception, SystemExit) as error:
-            candidate.conclude("error", f"{explain_error(error)}, while {doing}")
-            if spoils or DeviceLostError.met is not None:
+            said = str(error) if isinstance(error, RunnerFaultError | DeviceLostError) else explain_error(error)
+            self.current.conclude("error", f"{said}, while {doing}")
+            if spoils or isinstance(error, DeviceLostError):
                 raise _SpoiltError from error
 
     def measure(self) -> None:
         for candidate in self.alive():
             with self.blaming(candidate, "building its program", 300.0, spoils=False):
-                backend = load_backend(candidate.row.backend)
-                candidate.program = build_program(candidate.row, self.case, backend, self.executor)
-                if candidate.program.ptx is not None and self.settings.programs is not None:
-                    leave_program(self.settings.programs, candidate.program.ptx)
+                candidate.built = self.processes.build(candidate.row, self.case, self._deadline())
+                if candidate.built.ptx is not None and self.settings.programs is not None:
+                    leave_program(self.settings.programs, candidate.built.ptx)
         if self.alive():
             self._lay_out()
         for candidate in self.alive():
@@ -238,7 +286,7 @@ class _CaseBench:
         self.stages.enter(None, "drawing the inputs", 600.0)
         inputs = reference(self.case.op).make_inputs(self.case)
         self.stages.enter(None, "copying the inputs", 120.0)
-        self.arena = Arena(self.spec, self.case, inputs, self.executor.device)
+        self.arena = self.buffers.lay_out(self.spec, self.case, inputs)
         if sum(tensor.nbytes for tensor in inputs.values()) <= MAX_DIGESTED_BYTES:
             self.input_sha256 = self.arena.input_sha256
         given = {name: self.arena.tensors[name] for name in inputs}
@@ -247,77 +295,77 @@ class _CaseBench:
         self.expected = expected_of(self.case, given, self.settings.max_oracle_flops)
 
     def _check(self, candidate: _Candidate) -> None:
-        assert candidate.program is not None
-        options = RunOptions(outputs=tuple(self.expected.oracle))
+        built = candidate.built
+        assert built is not None
         with self.blaming(candidate, "loading its program", 300.0, spoils=False):
-            call = self.executor.bind(candidate.program, self.arena.tensors, options)
-            candidate.call = self.bindings.enter_context(call)
-        if candidate.call is None:
+            runner = self.processes.runner_of(candidate.row, built)
+            candidate.bound = self.buffers.bind(runner, candidate.row.backend, built)
+        if candidate.bound is None:
             return
         with self.blaming(candidate, "running for the first time", 120.0):
             self._poison()
-            candidate.call.enqueue()
-            candidate.call.collect()
+            candidate.bound.launch()
             self._judge(candidate, "")
             candidate.accepted = {name: self.arena.tensors[name].clone() for name in self.expected.oracle}
 
     def _set_up_stopwatch(self, candidate: _Candidate) -> None:
         with self.blaming(candidate, "being captured", 120.0):
-            assert candidate.call is not None
+            assert candidate.bound is not None
             self._poison()
-            stopwatch = self.bindings.enter_context(self.executor.stopwatch(candidate.call))
+            candidate.bound.capture()
             if not self.arena.intact():
                 self._judge(candidate, "in a replay before the first sample: ")
-            facts = self.settings.device or self.executor.facts()
+            facts = self.settings.device or facts_of(self.machine, self.row.executor, self.stages.left_s)
             floors: dict[Temperature, Floor] = {}
             for temperature in TEMPERATURES:
                 floor = floor_of(self.case, self.target, facts, temperature)
                 if floor:
                     floors[temperature] = floor
-            candidate.contender = Contender(stopwatch, floors, self._bare_read_us())
+            candidate.contender = Contender(candidate.bound, floors, self._bare_read_us())
 
     def _bare_read_us(self) -> float | None:
         """Of the bytes that the case needs; measured once, beside its rows."""
         if self.bare_read is None:
-            self.bare_read = (self.executor.bare_read_us(reference(self.case.op).minimum_bytes(self.case)),)
+            size = reference(self.case.op).minimum_bytes(self.case)
+            self.bare_read = (bare_read_of(self.machine, self.row.executor, size, self.stages.left_s),)
         return self.bare_read[0]
 
     def _take(self) -> None:
         contenders = {one.row.backend: one.contender for one in self.alive() if one.contender}
-        try:
-            series = take(contenders, self, self.executor.throttled, self.settings.policy)
-        except _SpoiltError:
-            raise
-        except (Exception, SystemExit) as error:
-            self.current.conclude("error", f"{explain_error(error)}, while being timed")
-            raise _SpoiltError from error
-        for one in series:
+        taken: list[Series] = []
+        with self._failing("being timed"):
+            taken = take(contenders, self, self._throttled, self.settings.policy)
+        for one in taken:
             self.candidates[one.name].series.append(one)
+
+    def _throttled(self) -> str | None:
+        return throttled_since(self.machine, self.row.executor, self.stages.left_s)
 
     def _check_replay(self, candidate: _Candidate) -> None:
         with self.blaming(candidate, "replaying for the last time", 120.0):
-            assert candidate.contender is not None
+            assert candidate.bound is not None
             self._poison()
-            candidate.contender.stopwatch.sample("hot", 1)
+            candidate.bound.sample("hot", 1)
             self._collect(candidate)
             self._judge(candidate, "in a replay after the last sample: ")
-            if candidate.status is None and not isinstance(candidate.program, PythonProgram):
-                self._change_inputs(candidate, candidate.contender.stopwatch)
+            if candidate.status is None and candidate.built is not None and candidate.built.call is None:
+                self._change_inputs(candidate)
             candidate.conclude("passed", "")
 
-    def _change_inputs(self, candidate: _Candidate, stopwatch: Stopwatch) -> None:
+    def _change_inputs(self, candidate: _Candidate) -> None:
         """Concludes a candidate that keeps an earlier result: right, and fast, as long as no input changes.
 
         The outputs are not poisoned here, so that a candidate that looks for poison fails too. The caller exempts
         programs of libraries: they prepare the inputs of a GEMM ahead of time.
         """
+        assert candidate.bound is not None
         before = {name: self.arena.tensors[name].clone() for name in self.expected.oracle}
         with self.arena.scaled_inputs():
-            self._synchronise()
-            stopwatch.sample("hot", 1)
+            self.buffers.synchronise()
+            candidate.bound.sample("hot", 1)
             self._collect(candidate)
             kept = all(_same_bits(self.arena.tensors[name], seen) for name, seen in before.items())
-            self._synchronise()
+            self.buffers.synchronise()
         if kept:
             sentence = "in a replay on other inputs: the outputs are still those of the inputs before"
             candidate.conclude("failed", f"{sentence}, so that what was timed is not the work")
@@ -353,20 +401,11 @@ class _CaseBench:
 
     def _poison(self) -> None:
         self.arena.poison()
-        self._synchronise()
-
-    def _synchronise(self) -> None:
-        if _is_cuda(self.executor.device):
-            # A replay may run on another stream than the one that poisons its outputs.
-            torch.cuda.synchronize()
+        self.buffers.synchronise()
 
     def _collect(self, candidate: _Candidate) -> None:
-        assert candidate.call is not None
-        candidate.call.collect()
-
-
-def _is_cuda(device: str) -> bool:
-    return torch.device(device).type == "cuda"
+        assert candidate.bound is not None
+        candidate.bound.collect()
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -374,8 +413,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _measured(candidate: _Candidate, bench: _CaseBench | None, settings: CaseSettings) -> Measured:
-    row, program = candidate.row, candidate.program
-    digest = None if program is None else program_sha256(program.ptx)
+    row, built = candidate.row, candidate.built
+    digest = None if built is None else program_sha256(built.ptx)
     record = record_of(
         settings.run,
         row,
@@ -386,7 +425,7 @@ def _measured(candidate: _Candidate, bench: _CaseBench | None, settings: CaseSet
         ),
         specs=settings.specs,
     )
-    software = program.software if isinstance(program, PythonProgram) else {}
+    software = built.software if built is not None else {}
     series = (
         candidate.series if candidate.status == "passed" else failed_series(row, candidate.status, candidate.sentence)
     )

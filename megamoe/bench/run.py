@@ -20,7 +20,7 @@ from megamoe.contract.scratch import scratch_folder
 from megamoe.judge.figures import FigureMaker
 from megamoe.judge.run import DEFAULT_TIMEOUT_S, RunSettings, judged
 from megamoe.records.files import RecordWriter
-from megamoe.records.lines import AnyLine, Figures, Record, RunHeader, Timing
+from megamoe.records.lines import AnyLine, Figures, Record, RunHeader, Shard, Timing
 from megamoe.records.provenance import installed_version, run_header
 from megamoe.runner.capabilities import machine_of
 from megamoe.spec.selection import DEFAULT_EXECUTOR, Selection
@@ -69,11 +69,19 @@ class BenchRun:
     Close it after use. `timed`: the rows whose executor has a clock. `header.device` is known after the first outcome.
     """
 
-    def __init__(self, rows: Sequence[Row], selection: Selection, settings: BenchSettings, output: Path) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        selection: Selection,
+        settings: BenchSettings,
+        output: Path,
+        shard: Shard | None = None,
+    ) -> None:
+        """`shard`: which part of the selection the rows are, None if they are all of it."""
         self.rows, self.settings, self.output = tuple(dict.fromkeys(rows)), settings, output
         clocks = {name: keeps_time(name) for name in {row.executor for row in self.rows}}
         self.timed = frozenset(row for row in self.rows if clocks[row.executor])
-        header = run_header(selection, len(self.rows), settings.specs)
+        header = run_header(selection, len(self.rows), settings.specs, shard=shard)
         self.header: RunHeader = header.model_copy(update={"software": _software()})
         self._writer: RecordWriter | None = None
         self._outcomes: dict[Row, Outcome] = {}
@@ -118,7 +126,7 @@ class BenchRun:
         timed = [row for row in self.rows if row in self.timed]
         if timed:
             with BenchWorker(folder / "progress") as worker:
-                self._begin(device_of(timed[0].executor, worker, folder))
+                self._begin(device_of(timed[0], worker, folder))
                 for group in by_case(timed):
                     yield from timed_group(group, self.header, self.settings, worker, folder)
         else:
@@ -153,11 +161,11 @@ def by_case(rows: Sequence[Row]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def device_of(executor: str, worker: BenchWorker, folder: Path) -> DeviceFacts | None:
-    """The device as the executor in the worker describes it. None if that fails; the rows then say why."""
-    from megamoe.bench.case import device_facts
+def device_of(row: Row, worker: BenchWorker, folder: Path) -> DeviceFacts | None:
+    """The device as the executor of `row` describes it. None if that fails; the rows then say why."""
+    from megamoe.bench.case import CaseSettings, device_facts
 
-    found = worker.call(device_facts, executor, folder / "progress")
+    found = worker.call(device_facts, row, CaseSettings("", programs=folder), folder / "progress")
     return found if isinstance(found, DeviceFacts) else None
 
 

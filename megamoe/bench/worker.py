@@ -1,11 +1,13 @@
-"""One worker process that measures: ended when it takes too long, replaced when it dies or loses trust.
+"""One worker process that judges what is measured: ended when it takes too long, replaced when it dies or loses trust.
 
-The worker writes its current stage into a file, for the process that must explain why the worker died or hangs.
+Kernels run in runners of its own, which it ends itself. It writes its current stage into a file, for the process that
+must explain why the worker died or hangs.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from megamoe.judge.worker import interrupts_held_back, worker_pool
 from megamoe.runner.process import manner_of_death
 
 _BYTES = 4096
+_GRACE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +42,28 @@ class WorkerStage:
 
 
 class Progress:
-    """Writes the stage into a file, in place: one small write, cheap enough between two turns."""
+    """Writes the stage into a file, in place: one small write, cheap enough between two turns. `limit_s`: of the stage,
+    `left_s` what is left of it."""
 
     def __init__(self, path: Path, patience: float = 1.0) -> None:
         """`patience`: factor on all limits."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         self._patience = patience
         self._number = 0
+        self.limit_s = self._until = math.inf
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the stage is too late; at least a little, so that it is the runner that is late."""
+        return max(0.01, self._until - time.monotonic())
 
     def enter(self, backend: str | None, doing: str, limit_s: float) -> None:
         """Enters a stage: `backend` is `doing` something (a participle) for at most `limit_s` seconds."""
         self._number += 1
-        stage = json.dumps([self._number, backend, doing, limit_s * self._patience])
+        self.limit_s = limit_s * self._patience
+        self._until = time.monotonic() + self.limit_s
+        # The worker ends a runner that is late by itself.
+        stage = json.dumps([self._number, backend, doing, self.limit_s + _GRACE_S])
         os.pwrite(self._descriptor, stage.encode().ljust(_BYTES), 0)
 
     def close(self) -> None:

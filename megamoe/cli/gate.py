@@ -21,6 +21,8 @@ from megamoe.cli.options import (
     Asked,
     Effort,
     Expected,
+    Rules,
+    Share,
     Specs,
     expectations_of,
     with_options,
@@ -33,10 +35,12 @@ from megamoe.gate.baseline import VM_BASELINE, Baseline, baseline_for, read_base
 from megamoe.gate.counters import Claim, against_baseline
 from megamoe.gate.evidence import checked
 from megamoe.gate.expected import Expectation, stale_entries
+from megamoe.gate.shards import Absent, absent_shards
 from megamoe.gate.verdict import Finding, Verdict, judge_run, open_line
 from megamoe.records.files import RUNS, RecordFile, check_place, newest_run, read_records
 from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader, Signature
 from megamoe.records.provenance import digests_of, git_revision
+from megamoe.records.shards import Nth, cut_now
 from megamoe.records.signing import distrusted, trusted_keys
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, SelectionError, owed_rows, parse_row
@@ -57,25 +61,26 @@ Strict = Annotated[
 def gate(
     asked: Asked,
     effort: Effort,
+    share: Share,
+    rules: Rules,
     records: Files = None,
     baseline: BaselineFile = None,
     junit: Junit = None,
     strict: Strict = False,
     output: Annotated[Path | None, typer.Option("--output", help="Record file of the rows that are run now.")] = None,
-    specs: Specs = None,
-    expected: Expected = None,
     trusted: Annotated[
         Path | None, typer.Option("--trusted", metavar="KEYS", help="Only what one of these public keys has signed.")
     ] = None,
 ) -> None:
     """Holds a run against the rows that it owed and against the baseline: the smoke profile, run now, or record files.
 
-    Record files owe the rows of the options or, with none, those that their run itself owed.
+    Record files owe the rows of the options or, with none, those that their runs owed, of shards the whole set's.
     """
     out = console()
     for place, what in ((junit, "JUnit XML to"), (output, "records to")):
         if place is not None:
             check_place(place, what)
+    specs, expected = rules.specs, rules.expected
     known = load_specs(specs)
     expectations = expectations_of(expected, specs)
     with _nothing_collected():
@@ -85,15 +90,15 @@ def gate(
         raise RecordError("--trusted is about record files: name them; what is run here needs no signature")
     done = None
     if not records:
-        done = conduct(
-            known, plan_of(known, asked.selection(), output), How(specs, effort.jobs, effort.timeout, expected=expected)
-        )
+        digests = digests_of(specs, expected) if share.nth else {}
+        plan = plan_of(known, asked.selection(), output, share.nth, digests)
+        done = conduct(known, plan, How(specs, effort.jobs, effort.timeout, expected=expected, ray=effort.ray))
     command = _accept_command(records or ([done.path] if done else []), baseline, specs)
     with _nothing_collected():
         files = [read_records(path) for path in records or ()]
         files += [_of_run(done)] if done else []
         taken = checked(files, digests_of(specs, expected), known)
-        evidence = _evidence(taken.files, Asked() if done else asked, known)
+        evidence = _evidence(taken.files, Asked() if done else asked, known, share.nth)
         verdict = _verdict(evidence, known, expectations, held, lambda row: command(str(row)), specs)
     unsigned = [] if keys is None else [text for file in files for text in _unsigned(file, keys)]
     taken = replace(taken, findings=(*taken.findings, *(Finding("evidence", text) for text in unsigned)))
@@ -147,7 +152,8 @@ def _baseline(path: Path | None, specs: Path | None) -> Baseline | None:
 class _Evidence:
     """What there is to judge. `notes` are for the reader, `changed` are sentences that close the gate.
 
-    `elsewhere`: findings about runs of another revision, which close a strict gate.
+    `elsewhere`: findings about runs of another revision, which close a strict gate. `absent`: shards that are not
+    there; `rows` are without those that it speaks for.
     """
 
     rows: list[Row]
@@ -158,6 +164,7 @@ class _Evidence:
     notes: list[str]
     changed: list[str]
     elsewhere: list[Finding]
+    absent: Absent
 
 
 def _of_run(done: Conducted) -> RecordFile:
@@ -168,27 +175,35 @@ def _of_run(done: Conducted) -> RecordFile:
     return replace(file, lines=tuple(line for line in file.lines if line.run == done.run))
 
 
-def _evidence(files: Sequence[RecordFile], asked: Asked, known: Mapping[str, Spec]) -> _Evidence:
+def _evidence(
+    files: Sequence[RecordFile], asked: Asked, known: Mapping[str, Spec], nth: Nth | None = None
+) -> _Evidence:
+    """`nth`: the one shard that is meant; None if what the files hold shall be whole."""
     headers = [header for file in files for header in file.headers]
     selections = [asked.selection()] if asked.anything else [selection_in(header) for header in headers]
     if not selections:
         raise RecordError(f"{files[0].path} has no header of a run, so the rows owed are unknown; name them by options")
     owed = {selection: owed_rows(known, selection) for selection in selections}
-    judged = () if asked.anything else zip(headers, selections, strict=True)
-    changed = [text for header, selection in judged for text in _changed_since(header, len(owed[selection]))]
+    held = [] if asked.anything or nth else list(zip(headers, (owed[one] for one in selections), strict=True))
+    records = _all_records(files)
+    absent = absent_shards(held, {record.row for record in records}, cut_now)
+    if nth is not None:
+        owed = {selection: [*cut_now(rows, nth.count).shards[nth.index - 1]] for selection, rows in owed.items()}
+    changed = [text for header, rows in held if header.shard is None for text in _changed_since(header, len(rows))]
     notes = [file.torn for file in files if file.torn]
     unknown, elsewhere = _of_other_revisions(headers)
     notes += unknown
     started = headers[0].started if headers else datetime.now(UTC).isoformat(timespec="seconds")
     return _Evidence(
-        list(dict.fromkeys(row for rows in owed.values() for row in rows)),
+        list(dict.fromkeys(row for rows in owed.values() for row in rows if row not in absent.rows)),
         selections,
-        _all_records(files),
+        records,
         _all_figures(files),
         started,
         notes,
         changed,
         elsewhere,
+        absent,
     )
 
 
@@ -211,6 +226,9 @@ def _verdict(
     stale = [*stale_entries(expectations, known, date.today()), *evidence.changed]
     before = baseline.records if baseline else ()
     verdict = judge_run(evidence.rows, evidence.records, expectations, stale, before, specs)
+    verdict = replace(
+        verdict.with_findings(evidence.absent.findings), missing=verdict.missing + len(evidence.absent.rows)
+    )
     if baseline is None:
         return verdict
     whole = owed_rows(known, Selection()) if baseline.path == VM_BASELINE else evidence.rows

@@ -18,6 +18,7 @@ from megamoe import CHECKOUT
 from megamoe.contract import TARGETS, backend_names, executor_names
 from megamoe.gate.expected import Expectation, read_expected
 from megamoe.judge.run import DEFAULT_TIMEOUT_S
+from megamoe.records.shards import Nth
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import DEFAULT_EXECUTOR, DEFAULT_PROFILE, Selection, SelectionError
@@ -68,6 +69,10 @@ JOBS = os.cpu_count() or 1
 Specs = Annotated[Path | None, _names("--specs", "FOLDER", "Folder of the specs.", "specs of the checkout")]
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Worker processes.")]
 TimeLimit = Annotated[float, typer.Option("--timeout", min=0.1, help="Host seconds a row.")]
+Ray = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="ADDRESS", help='Rows as tasks of this Ray cluster; "local": of one on this host.'),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say only what is wrong, and the verdict.")]
 Expected = Annotated[
     Path | None, _names("--expected", "FILE", "Known failures.", "conformance/expected.yaml, for our specs")
@@ -121,6 +126,7 @@ class Effort:
 
     jobs: Jobs = JOBS
     timeout: TimeLimit = DEFAULT_TIMEOUT_S
+    ray: Ray = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +145,35 @@ class Sought:
     ] = None
 
 
-GROUPS = (Asked, Held, Effort, Sought)
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What rows are held to. `specs`, `expected`: None for ours."""
+
+    specs: Specs = None
+    expected: Expected = None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which share of the rows is meant."""
+
+    shard: Annotated[
+        str | None, typer.Option("--shard", metavar="I/N", help="Part I of N, of about equal cost; the rest elsewhere.")
+    ] = None
+    run_set: Annotated[
+        str | None,
+        typer.Option("--run-set", metavar="ID", help="Name common to the shards.  [default: from what they run]"),
+    ] = None
+
+    @property
+    def nth(self) -> Nth | None:
+        """The shard, None for all rows. Raises SelectionError for options that mean none."""
+        if self.shard is None and self.run_set is not None:
+            raise SelectionError("--run-set names what shards have in common: give --shard I/N too")
+        return None if self.shard is None else Nth.parse(self.shard, self.run_set or "")
+
+
+GROUPS = (Asked, Held, Effort, Sought, Rules, Share)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

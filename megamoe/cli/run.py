@@ -5,8 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -18,9 +18,9 @@ from rich.console import Console
 from megamoe.cli.options import (
     Asked,
     Effort,
-    Expected,
     Quiet,
-    Specs,
+    Rules,
+    Share,
     expectations_of,
     find_modules_of_the_user,
     with_options,
@@ -34,8 +34,9 @@ from megamoe.judge.figures import FigureMaker
 from megamoe.judge.run import RunSettings, judged
 from megamoe.records.files import RUNS, RecordWriter, check_place, newest_run, read_records, write_file
 from megamoe.records.keys import Key
-from megamoe.records.lines import Agreement, AnyLine, Record, RecordError, RunHeader, record_of
-from megamoe.records.provenance import installed_version, run_header
+from megamoe.records.lines import Agreement, AnyLine, Record, RecordError, RunHeader, Shard, record_of
+from megamoe.records.provenance import digests_of, installed_version, run_header
+from megamoe.records.shards import Nth, cut_now
 from megamoe.records.signing import private_key, signed
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import DEFAULT_EXECUTOR, Selection, SelectionError, not_offered, owed_rows, parse_row
@@ -51,6 +52,8 @@ STOPPED_BEFORE = "the run stopped at the first failure, before this row"
 def run(
     asked: Asked,
     effort: Effort,
+    share: Share,
+    rules: Rules,
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="FILE", help="Finish the last run of this record file.")
     ] = None,
@@ -61,8 +64,6 @@ def run(
     sign: Annotated[
         Path | None, typer.Option("--sign", metavar="KEY", help="Sign the records: an Ed25519 key, PEM.")
     ] = None,
-    specs: Specs = None,
-    expected: Expected = None,
 ) -> None:
     """Judges rows in isolated processes, records them, and holds the records against the rows that were owed.
 
@@ -70,22 +71,26 @@ def run(
     """
     if output is not None:
         check_place(output, "records to")
+    specs, expected = rules.specs, rules.expected
     known = load_specs(specs)
     expectations = expectations_of(expected, specs)
     if (resume or last_failed) and (asked.anything or (resume and (last_failed or output))):
         option = "--resume" if resume else "--last-failed"
         raise SelectionError(f"{option} takes its rows from a record file: drop the other options that name rows")
     if resume:
+        if share.nth:
+            raise SelectionError("--resume finishes the shard that the record file says: drop --shard and --run-set")
         plan = unfinished(known, resume)
     else:
-        plan = plan_of(known, _failed_last() if last_failed else asked.selection(), output)
+        selection = _failed_last() if last_failed else asked.selection()
+        plan = plan_of(known, selection, output, share.nth, digests_of(specs, expected) if share.nth else {})
 
     key = None if sign is None else private_key(sign)
 
     def stops(record: Record) -> bool:
         return first and not judge_run([record.row], [record], expectations).passed
 
-    done = conduct(known, plan, How(specs, effort.jobs, effort.timeout, quiet, expected), stops)
+    done = conduct(known, plan, How(specs, effort.jobs, effort.timeout, quiet, expected, effort.ray), stops)
     if key is not None and done.run:
         with RecordWriter(done.path) as writer:
             line = signed(done.run, done.path.read_bytes(), key)
@@ -105,6 +110,7 @@ class RunPlan:
     """What a run owes, and the record file at `path` that it appends to.
 
     `left`: those of `rows` that are to be run now. `before`: records of earlier runs in the file, about the others.
+    `shard`: which part of the selection the rows are, None if they are all of it.
     """
 
     selection: Selection
@@ -112,13 +118,42 @@ class RunPlan:
     left: list[Row]
     path: Path
     before: tuple[Record, ...] = ()
+    shard: Shard | None = None
 
 
-def plan_of(known: Mapping[str, Spec], selection: Selection, output: Path | None) -> RunPlan:
-    """A run of all that `selection` owes, into `output` or a new file. Raises what owed_rows raises."""
-    rows = owed_rows(known, selection)
-    path = output or RUNS / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{selection.label}.jsonl"
-    return RunPlan(selection, rows, rows, path)
+def plan_of(
+    known: Mapping[str, Spec],
+    selection: Selection,
+    output: Path | None,
+    nth: Nth | None = None,
+    digests: Mapping[str, str] | None = None,
+) -> RunPlan:
+    """A run of all that `selection` owes, or of a shard of it, into `output` or a new file.
+
+    `digests`: what the name of a run set is made from, where it has none. Raises what owed_rows and cut raise.
+    """
+    rows, shard, label = owed_rows(known, selection), None, selection.label
+    if nth is not None:
+        shares = cut_now(rows, nth.count)
+        shard, label = shares.shard(nth, selection, digests or {}), f"{label}-{nth.index}of{nth.count}"
+        rows = [*shares.shards[nth.index - 1]]
+    path = output or RUNS / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{label}.jsonl"
+    return RunPlan(selection, rows, rows, path, shard=shard)
+
+
+def rows_of(known: Mapping[str, Spec], header: RunHeader) -> list[Row]:
+    """What the run of `header` owes by today's specs. RecordError for a shard whose rows are others today."""
+    rows = owed_rows(known, selection_in(header))
+    if header.shard is None:
+        return rows
+    try:
+        shares = cut_now(rows, header.shard.count)
+    except SelectionError:
+        shares = None
+    if shares is None or shares.plan != header.shard.plan:
+        why = "rows, or the tracked records that say what they cost, have changed"
+        raise RecordError(f"run {header.run} was {header.shard}, and shards have other rows now: {why}; run it anew")
+    return [*shares.shards[header.shard.index - 1]]
 
 
 def unfinished(known: Mapping[str, Spec], path: Path) -> RunPlan:
@@ -130,9 +165,9 @@ def unfinished(known: Mapping[str, Spec], path: Path) -> RunPlan:
         file = read_records(path)
         if not file.headers:
             raise RecordError(f"{path} has no header of a run, so what it owed is unknown; run it anew")
-        selection = selection_in(file.headers[-1])
-        runs = {header.run for header in file.headers if header.selection == file.headers[-1].selection}
-        rows = owed_rows(known, selection)
+        last = file.headers[-1]
+        runs = {one.run for one in file.headers if (one.selection, one.shard) == (last.selection, last.shard)}
+        rows = rows_of(known, last)
         before = [one for one in file.records if one.run in runs and one.status != "not_run"]
         done = {one.row for one in before}
         left = [row for row in rows if row not in done]
@@ -146,7 +181,8 @@ def unfinished(known: Mapping[str, Spec], path: Path) -> RunPlan:
         ]
         if file.torn or len(kept) < len(texts):
             write_file(path, b"".join(text + b"\n" for text in kept), "records to")
-    return RunPlan(selection, rows, left, path, tuple(one for one in before if one.row not in again))
+    kept_records = tuple(one for one in before if one.row not in again)
+    return RunPlan(selection_in(last), rows, left, path, kept_records, last.shard)
 
 
 @contextmanager
@@ -193,13 +229,14 @@ def _failed_last() -> Selection:
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """Settings of a run. `timeout`: host seconds a row. `quiet`: no progress."""
+    """Settings of a run. `timeout`: host seconds a row. `quiet`: no progress. `ray`: the cluster that runs the rows."""
 
     specs: Path | None
     jobs: int
     timeout: float
     quiet: bool = False
     expected: Path | None = None
+    ray: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +276,7 @@ def conduct(
     if not (plan.selection.targets and (plan.selection.ops or plan.selection.cases)):
         for sentence in not_offered(known, plan.selection):
             out.print(sentence, markup=False)
-    header = run_header(plan.selection, len(plan.rows), how.specs, how.expected)
+    header = run_header(plan.selection, len(plan.rows), how.specs, how.expected, plan.shard)
     header = header.model_copy(update={"software": _compilers()})
     with scratch_folder("run") as folder:
         outputs, programs = folder / "outputs", folder / "programs"
@@ -251,21 +288,24 @@ def conduct(
         settings = RunSettings(
             header.run, how.jobs, how.timeout, how.specs, FAILURES, kept, programs, hidden=(plan.path,)
         )
-        done = _run_and_record(out, plan, header, settings, stops)
+        with _place_to_run(how):
+            done = _run_and_record(out, plan, header, settings, stops, _judging(how))
     out.print(f"records: {plan.path}", markup=False)
+    if plan.shard is not None:
+        out.print(f"{plan.shard}: hold all of them against what was owed with megamoe gate RECORDS...", markup=False)
     return replace(done, records=[*plan.before, *done.records])
 
 
 def _device(rows: Sequence[Row], folder: Path) -> DeviceFacts | None:
     """The device of the first executor that has one, as a worker process finds it; None if there is none."""
-    for name in dict.fromkeys(row.executor for row in rows if row.executor != DEFAULT_EXECUTOR):
+    for row in {row.executor: row for row in rows if row.executor != DEFAULT_EXECUTOR}.values():
         # These import torch, which a run on the VM alone need not pay for here.
         from megamoe.bench.run import device_of, keeps_time
         from megamoe.bench.worker import BenchWorker
 
-        if keeps_time(name):
+        if keeps_time(row.executor):
             with BenchWorker(folder / "progress") as worker:
-                return device_of(name, worker, folder)
+                return device_of(row, worker, folder)
     return None
 
 
@@ -291,6 +331,9 @@ def end_if_cut_short(done: Conducted) -> None:
     raise typer.Exit(INTERRUPTED if interrupted else 1)
 
 
+Judging = Callable[[Sequence[Row], RunSettings], Generator[Record, None, None]]
+
+
 @dataclass(slots=True)
 class _Lines:
     """Lines on their way to the file. One that it does not take ends the recording and not the run."""
@@ -309,7 +352,12 @@ class _Lines:
 
 
 def _run_and_record(
-    out: Console, plan: RunPlan, header: RunHeader, settings: RunSettings, stops: Callable[[Record], bool]
+    out: Console,
+    plan: RunPlan,
+    header: RunHeader,
+    settings: RunSettings,
+    stops: Callable[[Record], bool],
+    judging: Judging,
 ) -> Conducted:
     """Runs the rows left and appends each record as it comes, then agreements of backends, then compiler figures.
 
@@ -325,7 +373,7 @@ def _run_and_record(
         writer.append(header)
         lines = _Lines(writer, [header])
         try:
-            with closing(judged(plan.left, settings)) as results, ended_with_its_reader():
+            with closing(judging(plan.left, settings)) as results, ended_with_its_reader():
                 for record in results:
                     lines.append(record)
                     records.append(record)
@@ -360,6 +408,22 @@ def _run_and_record(
         lines.unwritten,
         tuple(lines.all),
     )
+
+
+def _place_to_run(how: How) -> AbstractContextManager[None]:
+    if how.ray is None:
+        return nullcontext()
+    from megamoe.judge.cluster import joined
+
+    return joined(how.ray, how.jobs)
+
+
+def _judging(how: How) -> Judging:
+    if how.ray is None:
+        return judged
+    from megamoe.judge.cluster import judged_on_cluster
+
+    return judged_on_cluster
 
 
 def _side_by_side(run: str, records: Sequence[Record], outputs: Path | None) -> list[Agreement]:

@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, files
 from io import StringIO
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from megamoe import CHECKOUT
 from megamoe.cli.options import Ops, Specs, Wheres, find_modules_of_the_user
@@ -281,6 +282,8 @@ def schema(
 EXPLAIN = "megamoe.cli.show:explained"
 MAX_EXPLAINED_S = 600.0
 REPORT_WIDTH = 180
+STYLES = frozenset({"bold", "dim", "none", "red", "green", "yellow", "blue", "magenta", "cyan"})
+"""Words of a style that a page from a runner may have: no links, nothing that hides text."""
 
 
 def explain_case(
@@ -312,10 +315,10 @@ def explain_case(
         raise SelectionError(f"{case} on {backend} cannot be explained: {error}") from error
     if "refused" in found:
         raise SelectionError(printable(str(found["refused"])))
-    report = printable(str(found["report"]), len(str(found["report"])))
-    write_file(folder / "report.txt", report, "the report")
+    report = styled(found["report"])
+    write_file(folder / "report.txt", report.plain, "the report")
     out = console()
-    out.print(report, markup=False)
+    out.print(report)
     for file in [folder / "report.txt", *(folder / Path(name).name for name in found["files"])]:
         note = ": open it in ui.perfetto.dev" if file.suffix == ".json" else ""
         out.print(f"{file}{note}", markup=False)
@@ -323,8 +326,21 @@ def explain_case(
         raise typer.Exit(1)
 
 
+def styled(pieces: object) -> Text:
+    """Pieces of text with their styles, as `explained` tells them: foreign text, so that only STYLES count as one, and
+    control characters are escaped. SelectionError for what is no such thing."""
+    text = Text()
+    try:
+        for piece, style in cast("list[tuple[str, str]]", pieces):
+            text.append(printable(piece, len(piece)), style if STYLES.issuperset(style.split()) else "")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise SelectionError(f"the process that explains answered no report: {error}") from None
+    return text
+
+
 def explained(request: Frame) -> Frame:
-    """Explains a row in a runner: `specs` (a folder or None), `row`, `folder`, `width` -> `files`, `report`, `broken`.
+    """Explains a row in a runner: `specs` (a folder or None), `row`, `folder`, `width` -> `files`, `broken`, and
+    `report`, pieces of text with their styles.
 
     `refused`: a sentence, instead of all that, if the row cannot be explained.
     """
@@ -339,6 +355,6 @@ def explained(request: Frame) -> Frame:
         files = write_files(found, folder)
     except (ExplainError, RecordError) as error:
         return Frame({"refused": str(error)})
-    text = StringIO()
-    Terminal(file=text, width=told["width"], highlight=False).print(report(found))
-    return Frame({"files": list(map(str, files)), "report": text.getvalue(), "broken": bool(found.violation)})
+    page = Terminal(file=StringIO(), width=told["width"], highlight=False)
+    pieces = [(one.text, str(one.style or "")) for one in page.render(report(found), page.options)]
+    return Frame({"files": list(map(str, files)), "report": pieces, "broken": bool(found.violation)})

@@ -111,6 +111,8 @@ class Executor(Protocol):
 
     An executor may have `device`, the torch device whose memory holds its tensors; the default is "cpu".
     It may have `schedules`, a tuple of names: rows are then owed on it under these schedules only, else under all.
+    It may have `whereabouts`, a function that says where the program is that it runs now: it is called in the middle of
+    `run`, by a signal handler, when the time of a row is up.
     """
 
     name: str

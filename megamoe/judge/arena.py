@@ -418,6 +418,22 @@ def shared_block(size: int) -> Iterator[tuple[int, torch.Tensor]]:
         os.close(descriptor)
 
 
+MIN_SEGMENT: Final = 32 << 20
+
+
+def device_block(size: int, device: str) -> tuple[Mapping[str, object], torch.Tensor]:
+    """A block of `size` bytes on a CUDA device, and the handle by which another process maps it, as data.
+
+    It lies in a segment of its own: the other process sees the whole segment.
+    """
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        raw = torch.empty(max(size, MIN_SEGMENT), dtype=torch.uint8, device=device)
+    names = ("device", "memory", "size", "offset", "counter", "counter_offset", "event", "wait")
+    parts = raw.untyped_storage()._share_cuda_()
+    told = {name: part.hex() if isinstance(part, bytes) else part for name, part in zip(names, parts, strict=True)}
+    return told, raw[:size]
+
+
 def _fill(body: torch.Tensor, dtype: torch.dtype) -> None:
     poison = torch.tensor(list(POISON[dtype]), dtype=torch.uint8, device=body.device)
     body.view(-1, dtype.itemsize).copy_(poison.expand(body.numel() // dtype.itemsize, -1))

@@ -44,7 +44,8 @@ PACKAGE: Final = Path(__file__).resolve().parents[1]
 
 @dataclass(slots=True)
 class Processes:
-    """The runners of one judge, kept from row to row. `hidden`: folders that none of them may see."""
+    """The runners of one judge, kept from row to row. `hidden`: folders that none of them may see. `memory`: bytes that
+    each may have beyond what it starts with."""
 
     hidden: tuple[str, ...]
     memory: int
@@ -115,6 +116,10 @@ class Processes:
             runner.end()
         return Ran(arena, _counters(answer.told.get("counters")), _text(answer.told.get("violation")))
 
+    def runner_of(self, row: Row, built: Built) -> Runner:
+        """The process that runs `built`: the machine, or for a Python call its builder."""
+        return self._machine(row) if built.call is None else self._builder(row)
+
     def end_builder(self, row: Row) -> None:
         """Ends the builder of `row`, so that the next build is by a new one."""
         self._builder(row).end()
@@ -140,13 +145,14 @@ class Processes:
         return self.kept[key]
 
     def _confinement(self, kind: str, row: Row) -> Confinement:
-        # CUDA reserves terabytes of addresses.
-        memory = self.memory if row.executor == "vm" else 0
+        # CUDA reserves terabytes of addresses, so that only what a process holds can be limited.
+        on_vm = row.executor == "vm"
         emulates = kind == "machine" and ":" in row.executor
         # Beside a hidden key nothing can be made, and a peer on a device may keep a cache of its own in the same home.
         on_device = row.executor == "gpu"
         keys = () if on_device else keys_kept_from(row.backend if kind == "builder" else row.executor)
-        return Confinement(self.hidden + keys + (() if emulates else references()), emulates, memory)
+        hidden = self.hidden + keys + (() if emulates else references())
+        return Confinement(hidden, emulates, **{"memory" if on_vm else "resident": self.memory})
 
 
 @cache

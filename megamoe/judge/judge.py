@@ -109,7 +109,7 @@ def judge(
         findings.conclude("error", str(error))
         findings.traceback = error.trace
     except RunnerDiedError as died:
-        late = f"no verdict within {bench.timeout_s:g} host seconds: it hung"
+        late = f"no verdict within {bench.timeout_s:g} host seconds: {died.hung}"
         findings.conclude("timed_out", late) if died.late else findings.conclude("crashed", str(died))
     except (Exception, SystemExit) as error:
         findings.conclude("error", explain_error(error))

@@ -58,10 +58,14 @@ def judged(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None
     pool itself breaks (a worker dies while it starts), the remaining rows go to a fresh pool. If a fresh pool finishes
     no row at all, they are recorded as crashed.
     """
-    chosen = {(row.op, row.backend, row.target, row.executor): row for row in rows}
-    settings = replace(settings, audited=frozenset(chosen.values()))
+    settings = replace(settings, audited=chosen_for_audits(rows))
     for group in backends_apart(rows):
         yield from _judged_of_one_backend(group, settings)
+
+
+def chosen_for_audits(rows: Sequence[Row]) -> frozenset[Row]:
+    """The last row of each op, backend, target and executor: the one with the least work."""
+    return frozenset({(row.op, row.backend, row.target, row.executor): row for row in rows}.values())
 
 
 def backends_apart(rows: Sequence[Row]) -> list[list[Row]]:
@@ -161,7 +165,11 @@ def _judge_row(row: Row, settings: RunSettings) -> Record:
 
 @cache
 def _bench(settings: RunSettings) -> Bench:
-    """What this worker judges with, from its first row to its last."""
+    return bench_of(settings)
+
+
+def bench_of(settings: RunSettings) -> Bench:
+    """What a process judges with, from its first row to its last: runners of its own."""
     from megamoe.judge.audit import Audits
     from megamoe.judge.figures import Assemblies
     from megamoe.judge.isolated import Processes, hidden_folders, share_of_memory

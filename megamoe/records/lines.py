@@ -70,8 +70,33 @@ class _Line(BaseModel):
     run: Name
 
 
+class Shard(BaseModel):
+    """Which part of a run set a run is: number `index` of `count`, from 1 (megamoe.records.shards).
+
+    `run_set` names the set; `plan` is the digest of which row is in which shard.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    index: int = Field(ge=1)
+    count: int = Field(ge=1)
+    run_set: Name
+    plan: Name
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> Shard:
+        if self.index > self.count:
+            raise ValueError(f"shard {self.index} of {self.count}")
+        return self
+
+    def __str__(self) -> str:
+        return f"shard {self.index}/{self.count} of run set {self.run_set}"
+
+
 class RunHeader(_Line):
     """The provenance of a run. `started` is UTC, ISO 8601; a version is None if the package is not installed.
+
+    `selection` is that of the whole run set where the run is a `shard`; `owed_rows` counts the rows of the shard.
 
     `device` is None if no row ran on an accelerator. `software`: versions of peers and compilers by name. `digests`:
     SHA-256 of the "specs", of the "expected" failures and of the "code"; a run of an older megamoe has none.
@@ -92,6 +117,7 @@ class RunHeader(_Line):
     device: DeviceFacts | None = None
     software: Mapping[str, str] = Field(default_factory=dict)
     digests: Mapping[str, str] = Field(default_factory=dict, exclude_if=operator.not_)
+    shard: Shard | None = Field(default=None, exclude_if=operator.not_)
 
 
 class Record(_Line):
@@ -296,7 +322,7 @@ UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _second
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))
 _KINDS_OF_THE_FIRST = ("run", "record", "agreement")
-_NEW_IN_THE_SECOND = {"RunHeader": ("device", "software", "digests"), "Record": ("artifact",)}
+_NEW_IN_THE_SECOND = {"RunHeader": ("device", "software", "digests", "shard"), "Record": ("artifact",)}
 _NUMBER = {
     "anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}],
     "description": "a number; JSON has no word for what is none, so that these are text",

@@ -13,16 +13,23 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megamoe import CHECKOUT, SPECS
-from megamoe.records.lines import RunHeader
+from megamoe.records.lines import RunHeader, Shard
 from megamoe.spec.selection import Selection
 
 EXPECTED = CHECKOUT / "conformance" / "expected.yaml"
 
 
 def run_header(
-    selection: Selection, owed_rows: int, specs: Path | None = None, expected: Path | None = None
+    selection: Selection,
+    owed_rows: int,
+    specs: Path | None = None,
+    expected: Path | None = None,
+    shard: Shard | None = None,
 ) -> RunHeader:
-    """The header of a run that starts now; its id is unique. `specs`, `expected`: what it was given, None for ours."""
+    """The header of a run that starts now; its id is unique. `specs`, `expected`: what it was given, None for ours.
+
+    `shard`: which part of a run set it is.
+    """
     started = datetime.now(UTC)
     return RunHeader(
         run=f"{started:%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:8]}",
@@ -38,6 +45,7 @@ def run_header(
         machine=platform.machine(),
         cpu_count=os.cpu_count(),
         digests=digests_of(specs, expected),
+        shard=shard,
     )
 
 

@@ -7,7 +7,8 @@ takes a Frame and returns one. What a runner is kept from, where the system can:
 - the folders in `Confinement.hidden`, by Landlock (Linux 5.13), which lets it signal or trace no process outside
   either (6.12);
 - the references, which `import` refuses. That alone is a lock against accidents: a file can be read in other ways;
-- more memory, larger files and core dumps than `Confinement` grants, by resource limits.
+- more memory, larger files and core dumps than `Confinement` grants, by resource limits; its keeper ends it for memory
+  that it really holds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import struct
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -44,11 +46,14 @@ REFERENCES: Final = "megamoe.ops"
 @dataclass(frozen=True, slots=True)
 class Confinement:
     """What a runner may do. `hidden`: folders that it can neither read nor write. `references`: whether it may import
-    them. `memory`: bytes of address space beyond what it starts with, 0 for any, as CUDA reserves terabytes."""
+    them. `memory`: bytes of address space beyond what it starts with, 0 for any, as CUDA reserves terabytes.
+    `resident`: bytes of memory of its own that it and its children may hold, 0 for any; its keeper looks now and then.
+    """
 
     hidden: tuple[str, ...] = ()
     references: bool = False
     memory: int = 0
+    resident: int = 0
 
 
 UNCONFINED: Final = Confinement()
@@ -72,7 +77,7 @@ class Start:
         """What `told` told."""
         confinement = told["confinement"]
         return cls(
-            Confinement(tuple(confinement["hidden"]), confinement["references"], confinement["memory"]),
+            Confinement(**{**confinement, "hidden": tuple(confinement["hidden"])}),
             tuple(told["path"]),
             told["folder"],
             told["environment"],
@@ -164,7 +169,28 @@ class ReferenceLock(MetaPathFinder):
         return None
 
 
+_TELLING: Final[list[Callable[[], str]]] = []
+
+
+@contextmanager
+def telling(whereabouts: Callable[[], str] | None) -> Iterator[None]:
+    """Within it, this process says `whereabouts` when its keeper asks what takes so long (SIGUSR1)."""
+    if whereabouts is not None:
+        _TELLING.append(whereabouts)
+    try:
+        yield
+    finally:
+        _TELLING.clear()
+
+
 def _serve(pipe: socket.socket) -> None:
+    def tell(*_: object) -> None:
+        said = ""
+        with suppress(Exception):
+            said = str(_TELLING[-1]())[:MAX_SENTENCE]
+        send(pipe, Frame({"whereabouts": said}))
+
+    signal.signal(signal.SIGUSR1, tell)
     while True:
         request = receive(pipe)
         answer = _answered(request)

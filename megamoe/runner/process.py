@@ -41,18 +41,28 @@ MAX_PRINTED: Final = 64 << 10
 MAX_LEFT: Final = 10_000
 """Processes that a keeper ends after one runner."""
 _END_S: Final = 10.0
+_LAST_WORDS_S: Final = 2.0
+_ASK: Final = 1 << 63
+"""Set in the number of a runner that is to say where it is; without it, the keeper ends the runner."""
 _POLL_S: Final = 0.1
+_GREEDY: Final = 1 << 16
+"""Exit code, as no process has one, of a runner that its keeper has ended for the memory that it held."""
 
 
 class RunnerDiedError(Exception):
     """The runner has ended without an answer, or was ended because it had none in time (`late`).
 
-    The text says whose process it was, and how it ended.
+    The text says whose process it was, and how it ended. `whereabouts`: where a program was that was late, or "".
     """
 
-    def __init__(self, sentence: str, late: bool = False) -> None:
+    def __init__(self, sentence: str, late: bool = False, whereabouts: str = "") -> None:
         super().__init__(sentence)
-        self.late = late
+        self.late, self.whereabouts = late, whereabouts
+
+    @property
+    def hung(self) -> str:
+        """What is said of a row that was late, after the time that it had."""
+        return f"it hung; when its time was up: {self.whereabouts}" if self.whereabouts else "it hung"
 
 
 class RunnerFaultError(Exception):
@@ -67,6 +77,8 @@ def manner_of_death(exit_code: int | None) -> str:
     """How a process ended, in words that follow "died"."""
     if exit_code is None:
         return "without an exit status"
+    if exit_code == _GREEDY:
+        return "because it held more memory than its share, and was ended"
     if exit_code >= 0:
         return f"with exit status {exit_code}"
     try:
@@ -80,14 +92,17 @@ def manner_of_death(exit_code: int | None) -> str:
 
 @dataclass(slots=True)
 class _Kept:
-    """A runner as its keeper sees it. `life`: takes its exit code. `watch`: readable at its end; None where unknown."""
+    """A runner as its keeper sees it. `life`: takes its exit code. `watch`: readable at its end; None where unknown.
+    `resident`: bytes that it may hold, 0 for any; `greedy`: whether it was ended for that."""
 
     pid: int
     life: int
     output: int
     watch: int | None
     scratch: ExitStack
+    resident: int = 0
     printed: int = 0
+    greedy: bool = False
 
 
 def keep(control: socket.socket, preload: Sequence[str] = ()) -> NoReturn:
@@ -112,12 +127,15 @@ def _keep(control: socket.socket) -> None:
         while True:
             outputs = {one.output: one for one in kept.values() if one.output >= 0}
             watched = [control.fileno(), *outputs, *(one.watch for one in kept.values() if one.watch is not None)]
-            blind = any(one.watch is None for one in kept.values())
+            blind = any(one.watch is None or one.resident for one in kept.values())
             ready, _, _ = select.select(watched, [], [], _POLL_S if blind else None)
             for descriptor in ready:
                 if descriptor in outputs:
                     _pass_on(outputs[descriptor])
             for number, one in list(kept.items()):
+                if one.resident and not one.greedy and held_by(one.pid) > one.resident:
+                    one.greedy = True
+                    os.kill(one.pid, signal.SIGKILL)
                 if one.watch is None or one.watch in ready:
                     _look_after(kept, number, one)
             if control.fileno() in ready:
@@ -137,8 +155,8 @@ def _obey(control: socket.socket, kept: dict[int, _Kept]) -> None:
     number = int.from_bytes(request, "little")
     if len(descriptors) == 2:
         kept[number] = _start(control, *descriptors)
-    elif number in kept:
-        os.kill(kept[number].pid, signal.SIGKILL)
+    elif number & ~_ASK in kept:
+        os.kill(kept[number & ~_ASK].pid, signal.SIGUSR1 if number & _ASK else signal.SIGKILL)
 
 
 def _start(control: socket.socket, answers: int, life: int) -> _Kept:
@@ -152,7 +170,18 @@ def _start(control: socket.socket, answers: int, life: int) -> _Kept:
             become_runner(pipe, prints, start)
         os.close(prints)
     watch = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
-    return _Kept(pid, life, output, watch, scratch)
+    return _Kept(pid, life, output, watch, scratch, start.confinement.resident)
+
+
+def held_by(pid: int) -> int:
+    """Bytes of memory that a process and its children hold, without what they share with others; 0 if it has ended."""
+    try:
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (OSError, ValueError):
+        return 0
+    own = max(0, resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    return own + sum(held_by(int(child)) for child in children[:MAX_LEFT])
 
 
 def _pass_on(one: _Kept) -> None:
@@ -185,7 +214,7 @@ def _bury(kept: dict[int, _Kept], number: int, one: _Kept, status: int) -> None:
     while one.output >= 0 and select.select([one.output], [], [], 0)[0]:
         _pass_on(one)
     one.scratch.close()
-    code = os.waitstatus_to_exitcode(status)
+    code = _GREEDY if one.greedy else os.waitstatus_to_exitcode(status)
     with suppress(OSError):
         os.write(one.life, code.to_bytes(4, "little", signed=True))
     for descriptor in (one.life, one.output, one.watch):
@@ -245,6 +274,10 @@ class Nursery:
         except OSError:
             return
 
+    def ask_where(self, number: int) -> None:
+        """Makes the runner of that number say where it is, beside its answers."""
+        self.end(number | _ASK)
+
     def close(self) -> None:
         """Ends the keeper and all its runners."""
         self._control.close()
@@ -279,8 +312,10 @@ class Runner:
             answer = receive(self.pipe, deadline, self.life)
         except SilenceError as silence:
             if silence.late:
+                where = self._last_words()
                 self.end()
-                raise self._died(f"had not answered within {limit_s:.4g} host seconds", late=True) from None
+                how = f"had not answered within {limit_s:.4g} host seconds"
+                raise RunnerDiedError(f"the process of {self.what} {how}", True, where) from None
             raise self._died(f"died {manner_of_death(self.end())}") from None
         except OSError:
             raise self._died(f"died {manner_of_death(self.end())}") from None
@@ -294,8 +329,17 @@ class Runner:
             raise _raised(fault)
         return answer
 
-    def _died(self, how: str, late: bool = False) -> RunnerDiedError:
-        return RunnerDiedError(f"the process of {self.what} {how}", late)
+    def _last_words(self) -> str:
+        """Where the runner is, if it says so soon; "" otherwise."""
+        self.nursery.ask_where(self.number)
+        try:
+            told = receive(self.pipe, time.monotonic() + _LAST_WORDS_S, self.life).told
+        except (SilenceError, WireError, OSError):
+            return ""
+        return printable(str(told.get("whereabouts") or ""))
+
+    def _died(self, how: str) -> RunnerDiedError:
+        return RunnerDiedError(f"the process of {self.what} {how}")
 
     def end(self) -> int | None:
         """Ends the process and all that it started. Its exit code if it had ended by itself, else None."""

@@ -26,6 +26,7 @@ from megamoe.contract import (
     load_executor,
 )
 from megamoe.contract.assembly import assembled
+from megamoe.runner.child import telling
 from megamoe.runner.wire import Frame, Json, case_of, decoded, encoded
 
 if TYPE_CHECKING:
@@ -96,10 +97,13 @@ def build(request: Frame) -> Frame:
 def run(request: Frame) -> Frame:
     """`executor`, `options`, `tensors`, a program or the `number` of a call, and the memory -> counters, violation."""
     executor = load_executor(request.told["executor"])
-    program: AnyProgram = _CALLS[request.told["number"]] if "number" in request.told else decoded(request)
+    program: AnyProgram = built_call(request.told["number"]) if "number" in request.told else decoded(request)
     options = request.told["options"]
     assert request.memory is not None
-    with tensors_in(request.memory, request.told["tensors"], getattr(executor, "device", "cpu")) as tensors:
+    with (
+        tensors_in(request.memory, request.told["tensors"], getattr(executor, "device", "cpu")) as tensors,
+        telling(getattr(executor, "whereabouts", None)),
+    ):
         execution = executor.run(
             program,
             tensors,
@@ -134,7 +138,7 @@ def tensors_in(memory: int, told: Sequence[Json], device: str) -> Iterator[Mappi
     with mmap.mmap(memory, 0) as shared:
         block = torch.frombuffer(shared, dtype=torch.uint8)
         there = block if torch.device(device).type == "cpu" else block.to(device)
-        tensors = {one["name"]: _tensor(there, one) for one in told}
+        tensors = {one["name"]: tensor_in(there, one) for one in told}
         try:
             yield tensors
             if there is not block:
@@ -152,7 +156,13 @@ def _release(shared: mmap.mmap) -> None:
         return
 
 
-def _tensor(block: torch.Tensor, told: Json) -> torch.Tensor:
+def built_call(number: int) -> PythonProgram:
+    """The Python call that this runner has built under `number`."""
+    return _CALLS[number]
+
+
+def tensor_in(block: torch.Tensor, told: Json) -> torch.Tensor:
+    """The tensor of `block` (uint8) that `told` describes: its offset in bytes, dtype and shape."""
     import torch
 
     dtype: Any = getattr(torch, told["dtype"])

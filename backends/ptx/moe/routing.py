@@ -232,7 +232,10 @@ def _expert_rows(router: _Router) -> _ExpertRows:
 def _place(router: _Router, first_row: Register) -> None:
     x, params = router.x, router.params
     x.section("each warp places its routes behind those of the warps before it")
-    before, is_before = x.let("placed_before", "mov.b32", 0), x.let("is_before", "setp.lt.u32", router.lane, router.warp)
+    before, is_before = (
+        x.let("placed_before", "mov.b32", 0),
+        x.let("is_before", "setp.lt.u32", router.lane, router.warp),
+    )
     x.emit("ld.shared.u32", before, at(x.indexed("placed_at", router.smem, router.lane, 4)), guard=is_before)
     x.emit("redux.sync.add.u32", before, before, FULL_WARP)
     row_base = x.let("row_base", "add.u32", first_row, before)

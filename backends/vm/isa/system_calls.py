@@ -20,6 +20,8 @@ from backends.vm.ptx.ast import Symbol, Vector
 
 MAX_STRING = 4096
 """Bytes of a format or a string argument that are looked for a NUL."""
+MAX_WIDTH = 1024
+"""Characters of a width or a precision: a kernel's own format may ask for any number of them."""
 _CONVERSION = re.compile(r"%([-+ #0]*)(\*|\d+)?(?:\.(\*|\d+))?(hh|h|ll|l|z|j|t|q)?([diouxXeEfFgGaAcspn%])")
 
 
@@ -78,8 +80,10 @@ def _converted(found: re.Match[str], reader: _Arguments) -> str:
     flags, width, precision, length, kind = found.groups(default="")
     if kind == "%":
         return "%"
-    width = str(reader.integer(4, signed=True)) if width == "*" else width
-    precision = str(reader.integer(4, signed=True)) if precision == "*" else precision
+    width = _bounded(found, reader.integer(4, signed=True) if width == "*" else width)
+    precision = _bounded(found, reader.integer(4, signed=True) if precision == "*" else precision)
+    # C17, 7.21.6.1: a negative precision is as if there were none, a negative width is the flag - and a width.
+    precision = "" if precision.startswith("-") else precision
     spec = f"%{flags}{width}{f'.{precision}' if precision else ''}"
     size = 8 if length in ("l", "ll", "z", "j", "t", "q") else 4
     if kind in "di":
@@ -97,6 +101,17 @@ def _converted(found: re.Match[str], reader: _Arguments) -> str:
     if kind == "p":
         return f"{spec}s" % hex(reader.integer(8, signed=False))
     raise Fault("printf", f"the conversion {found[0]!r}, which device printf does not have")
+
+
+def _bounded(found: re.Match[str], asked: int | str) -> str:
+    """A width or a precision as it stands in a format, "" for none."""
+    text = str(asked)
+    # Python converts no number of more than 4,300 digits.
+    if len(text) > 8 or abs(int(text or 0)) > MAX_WIDTH:
+        raise Fault(
+            "printf", f"the conversion {found[0]:.40} asks for {text:.20} characters; at most {MAX_WIDTH} are made"
+        )
+    return text
 
 
 def _assert_failed(warp: Warp, lane: int, given: list[int]) -> None:

@@ -16,7 +16,7 @@ from backends.vm.machine.cta import Cluster
 from backends.vm.machine.engine import Engine
 from backends.vm.machine.scheduler import Schedule, schedule
 from backends.vm.machine.special import Dim3, LaunchShape
-from backends.vm.machine.spinning import SpinWatch, spins
+from backends.vm.machine.spinning import SpinWatch, grouped, spins
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.global_memory import PARAM_WINDOW, WINDOW_SHIFT, Bytes, GlobalMemory
 from backends.vm.memory.global_races import GlobalRaces
@@ -95,6 +95,7 @@ class Machine:
         self.races = GlobalRaces()
         self.printed: Callable[[str], object] = _dropped
         self.findings: Findings | None = None
+        self.running: Run | None = None
         self._function: BoundFunction | None = None
         self._placed: dict[int, tuple[Variable, int]] = {}
 
@@ -122,13 +123,21 @@ class Machine:
         self.params = _param_block(function, params)
         self.races.begin_launch(function.name, dependent=dependent)
         self._function = function if self.observer is None else self.observer.function(function)
-        run = Run(self, self._function, shape)
+        self.running = run = Run(self, self._function, shape)
         with (
             np.errstate(all="ignore"),
             nullcontext() if self.observer is None else self.observer.launch(run),
             nullcontext() if self.findings is None else collecting(run.found),
         ):
             run.to_the_end()
+
+    def whereabouts(self) -> str:
+        """Where the warps of the running launch are, what they wait for and which values they read; "" before one."""
+        if self.running is None:
+            return ""
+        moving = [warp for warp in self.running.warps if not warp.done and warp.waiting() is None]
+        told = [*grouped(moving, {}), *_parked(self.running.warps)]
+        return f"kernel {self.running.function.name}: {'; '.join(told)}" if told else ""
 
     def opcodes_run(self) -> frozenset[tuple[str, ...]]:
         """Opcodes, in their dotted parts, of every basic block that ran in a launch that has ended."""

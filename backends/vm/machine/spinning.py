@@ -73,7 +73,7 @@ class SpinWatch:
             if run.expire():
                 self.watched.clear()
                 return None
-        return "; ".join(_grouped(spinning, self.watched))
+        return "; ".join(grouped(spinning, self.watched))
 
     def _recurs(self, warp: Warp) -> bool:
         total = sum(warp.executed)
@@ -133,7 +133,8 @@ def _state(warp: Warp, without: frozenset[Key]) -> bytes:
     return digest.digest()
 
 
-def _grouped(warps: Sequence[Warp], watched: dict[int, _Watched]) -> list[str]:
+def grouped(warps: Sequence[Warp], watched: dict[int, _Watched]) -> list[str]:
+    """One clause for the warps that do the same: where, and on which values. `watched`: the blocks that each runs."""
     clauses: dict[str, list[str]] = {}
     for warp in warps:
         known = watched.get(id(warp))

@@ -30,9 +30,11 @@ def run(rows: list[Row], output: Path, settings: BenchSettings = SETTINGS) -> tu
     return found, read_records(output)
 
 
+DIED = f"the process of executor {ROOM}:EXECUTOR died with exit status"
 # Fault -> status of the row, and a part of its sentence.
 FAULTS: dict[str, tuple[Status, str]] = {
     "WRONG": ("failed", "tensor o: "),
+    "PATCHES_THE_JUDGE": ("failed", "tensor o: "),
     "WRONG_FROM_THE_SECOND": ("failed", "in a timed replay: fmha:hd=64,t=2,s_k=3: tensor o: "),
     "WRONG_LATE": ("failed", "in a timed replay: "),
     "IDLE_IN_REPLAYS": ("failed", "never written"),
@@ -40,15 +42,18 @@ FAULTS: dict[str, tuple[Status, str]] = {
     "LEAVES_WHAT_IS_THERE": ("failed", "in a replay on other inputs: "),
     "CHANGES_AN_INPUT": ("failed", "input k was changed"),
     "WRITES_PAST_THE_END": ("failed", "guard bytes above tensor o were overwritten"),
-    "CRASHES": ("crashed", "the worker process died with exit status 3, while being timed"),
-    "CRASHES_AT_ONCE": ("crashed", "the worker process died with exit status 4, while running for the first time"),
+    "CRASHES": ("crashed", f"{DIED} 3, while being timed"),
+    "CRASHES_AT_ONCE": (
+        "crashed",
+        f"{DIED} 4, while running for the first time",
+    ),
     "HANGS": ("timed_out", "it hung: not done within 6 host seconds, while being timed"),
     "FAULTS": ("error", "CUDA_ERROR_ILLEGAL_ADDRESS"),
     "DECLINES": ("unsupported", "hd=64 needs a tile that this backend does not have"),
     "CANNOT_BUILD": ("error", "RuntimeError: the tile of 96 does not divide 128"),
     "CANNOT_LOAD": ("error", "CUDA_ERROR_INVALID_PTX"),
 }
-FINE = ("WORKS", "SLOWER", "NEVER_THE_SAME")
+FINE = ("WORKS", "SLOWER", "NEVER_THE_SAME", "PATCHES_THE_CLOCK")
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +88,12 @@ def test_the_others_have_their_times(together: Together, name: str) -> None:
         assert timing.status == "passed", timing.sentence
         assert len(timing.samples_us) >= POLICY.min_samples
         assert timing.floor_us is not None
+
+
+def test_a_backend_cannot_set_the_clock(together: Together) -> None:
+    cold, hot = together[0][row("PATCHES_THE_CLOCK")].timings
+    assert min(cold.samples_us) > 9.0, "its code lies in its builder; the clock is the machine's"
+    assert min(hot.samples_us) > 9.0
 
 
 def test_fine_rows_are_timed_by_turns(together: Together) -> None:

@@ -67,6 +67,11 @@ def _complaints(text: str) -> list[str]:
         found.append(f"no gate writes {JUNIT}")
     if not any(RECORDS in words for session, words in calls if session == "compare"):
         found.append(f"nothing compares {RECORDS}")
+    if any("--shard" in words for words in gates):
+        if not any(RECORDS in words and "--shard" not in words for words in gates):
+            found.append(f"no gate holds {RECORDS} whole")
+        if f"cat results/runs/shard-*.jsonl > {RECORDS}" not in text:
+            found.append("nothing puts the records of the shards together")
     return found
 
 
@@ -86,6 +91,8 @@ def test_it_asks_for_what_there_is(file: Path) -> None:
         ("--junit", "--junit-xml", "gate has no option --junit-xml"),
         ("gate.xml", "other.xml", f"no gate writes {JUNIT}"),
         ("nox -s compare", "true", f"nothing compares {RECORDS}"),
+        (f"gate -- {RECORDS}", f"gate -- --shard 1/2 {RECORDS}", f"no gate holds {RECORDS} whole"),
+        ("cat results", "ls results", "nothing puts the records of the shards together"),
     ],
 )
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -100,14 +107,18 @@ def test_the_workflow_has_the_keys_that_github_wants() -> None:
     # YAML 1.1 reads the key `on` as true.
     assert set(workflow) == {"name", True, "permissions", "concurrency", "jobs"}
     assert set(workflow[True]) == {"push", "pull_request"}
-    (job,) = workflow["jobs"].values()
-    assert set(job) == {"runs-on", "timeout-minutes", "permissions", "steps"}
-    for step in job["steps"]:
-        assert ("uses" in step) != ("run" in step), f"a step uses an action or runs a command: {step}"
-        assert set(step) <= {"name", "id", "if", "uses", "run", "with", "env", "continue-on-error"}
-    kept = next(step for step in job["steps"] if step.get("uses", "").startswith("actions/upload-artifact"))
-    assert kept["if"] == "always()", "records of a gate that closed are those that somebody wants to see"
-    assert "results/runs/" in kept["with"]["path"].split()
+    shard, gate = (workflow["jobs"][name] for name in ("shard", "gate"))
+    assert set(shard) == {"runs-on", "timeout-minutes", "strategy", "steps"}
+    assert set(gate) == {"if", "needs", "runs-on", "timeout-minutes", "permissions", "steps"}
+    assert shard["strategy"]["matrix"]["shard"] == [*range(1, len(shard["strategy"]["matrix"]["shard"]) + 1)]
+    assert (gate["needs"], gate["if"]) == ("shard", "always()"), "a shard that failed is what the gate must see"
+    for job in (shard, gate):
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step), f"a step uses an action or runs a command: {step}"
+            assert set(step) <= {"name", "id", "if", "uses", "run", "with", "env", "continue-on-error"}
+        kept = next(step for step in job["steps"] if step.get("uses", "").startswith("actions/upload-artifact"))
+        assert kept["if"] == "always()", "records of a gate that closed are those that somebody wants to see"
+        assert "results/runs/" in kept["with"]["path"].split()
 
 
 def _cached_without_a_key(steps: Sequence[Mapping[str, Any]]) -> str:
@@ -130,7 +141,7 @@ def _cached_without_a_key(steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def test_a_cache_in_ci_brings_its_key_or_is_none() -> None:
-    (job,) = yaml.safe_load(GITHUB.read_text("utf-8"))["jobs"].values()
+    job = yaml.safe_load(GITHUB.read_text("utf-8"))["jobs"]["shard"]
     assert _cached_without_a_key(job["steps"]) == ""
     without_condition = [{key: value for key, value in step.items() if key != "if"} for step in job["steps"]]
     without_key = [step for step in job["steps"] if step.get("id") != "key"]
@@ -140,7 +151,7 @@ def test_a_cache_in_ci_brings_its_key_or_is_none() -> None:
 
 
 def test_the_key_of_ci_is_one_that_a_cache_takes(tmp_path: Path) -> None:
-    (job,) = yaml.safe_load(GITHUB.read_text("utf-8"))["jobs"].values()
+    job = yaml.safe_load(GITHUB.read_text("utf-8"))["jobs"]["shard"]
     script = next(step["run"] for step in job["steps"] if step.get("id") == "key")
     for secret, kept in (("", False), ("k" * 32, True)):
         home = tmp_path / str(kept)
@@ -159,13 +170,15 @@ def test_the_key_of_ci_is_one_that_a_cache_takes(tmp_path: Path) -> None:
 
 def test_no_text_of_a_pull_request_becomes_code() -> None:
     """What `${{ }}` inserts into a command is run by the shell: such values come in through `env` only."""
-    (job,) = yaml.safe_load(GITHUB.read_text("utf-8"))["jobs"].values()
-    assert not [step["run"] for step in job["steps"] if "${{" in step.get("run", "")]
-    assert job["permissions"] == {"contents": "read", "pull-requests": "write"}, "no more than a comment takes"
+    workflow = yaml.safe_load(GITHUB.read_text("utf-8"))
+    shard, gate = (workflow["jobs"][name] for name in ("shard", "gate"))
+    assert not [step["run"] for step in (*shard["steps"], *gate["steps"]) if "${{" in step.get("run", "")]
+    assert workflow["permissions"] == {"contents": "read"}, "what the jobs of the shards have"
+    assert gate["permissions"] == {"contents": "read", "pull-requests": "write"}, "no more than a comment takes"
 
 
 def test_gitlab_shows_the_verdicts() -> None:
-    (job,) = yaml.safe_load(GITLAB.read_text("utf-8")).values()
+    job = yaml.safe_load(GITLAB.read_text("utf-8"))["conformance"]
     assert job["artifacts"]["reports"] == {"junit": JUNIT}
     assert job["artifacts"]["when"] == "always"
     assert "results/runs/" in job["artifacts"]["paths"]

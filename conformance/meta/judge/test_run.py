@@ -14,6 +14,7 @@ import torch
 
 from conformance import ROOT
 from conformance.fakes import backends as fake_backends
+from conformance.fakes import broken_kernels
 from megamoe.cli.main import main
 from megamoe.contract import Case, Row, Status
 from megamoe.judge.arena import Arena
@@ -76,6 +77,17 @@ def test_a_row_that_dies_has_its_status_and_sentence(records: dict[Row, Record],
 def test_its_neighbours_pass(records: dict[Row, Record]) -> None:
     for row in NEIGHBOURS:
         assert records[row].status == "passed", records[row].sentence
+
+
+def test_a_row_that_hangs_says_where() -> None:
+    """A kernel that counts while it polls: nothing but the clock on the wall can tell that it will not end."""
+    room = broken_kernels.__name__
+    row = Row("fmha:hd=64,t=1,s_k=128,seed=11", f"{room}:FAULTY", "sm_90a", "vm", "eager")
+    (record,) = judged([row], RunSettings("run-1", timeout_s=TIMEOUT_S / 2))
+    assert record.status == "timed_out", record.sentence
+    assert "it hung; when its time was up: kernel faulty: " in record.sentence
+    for part in ("warp 0", "PTX line", "ld.relaxed.gpu.global.u32 %y, [%p]", "%y = 7"):
+        assert part in record.sentence, f"a person who debugs it wants {part!r}: {record.sentence}"
 
 
 def test_closing_the_iterator_ends_busy_workers() -> None:

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from pebble import ProcessPool
 
+from conformance.fakes import backends as fake_backends
 from megamoe.judge.worker import interrupts_held_back, worker_pool
-from megamoe.runner.child import give_memory_back, resident_mib
+from megamoe.runner.child import Confinement, give_memory_back, resident_mib
+from megamoe.runner.process import RunnerDiedError, nursery
 
 LOOK = """
 import json, os, signal, sys
@@ -93,3 +95,13 @@ def test_files_in_the_current_folder_shadow_nothing_in_a_worker(tmp_path: Path) 
     command = [sys.executable, "-P", "-c", program]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert ended.stdout.strip() == "3", f"no worker came to be: {ended.stderr[-600:]}"
+
+
+def test_memory_that_is_held_is_limited_where_addresses_cannot_be() -> None:
+    """On a device: CUDA reserves terabytes of addresses. The keeper looks at what a runner holds."""
+    call = f"{fake_backends.__name__}:hold_memory"
+    with nursery().runner("the greedy", Confinement(references=True, resident=600 << 20)) as runner:
+        assert runner.ask(call, {"bytes": 64 << 20, "seconds": 0.3}, 60.0).told["held"] == 64 << 20
+        with pytest.raises(RunnerDiedError, match="held more memory than its share") as died:
+            runner.ask(call, {"bytes": 1 << 30, "seconds": 30.0}, 60.0)
+    assert not died.value.late, "it is ended long before its time is up"

@@ -189,6 +189,21 @@ def test_what_a_kernel_prints_is_handed_on() -> None:
     assert said == "  0|1.50| seven|ff%\n  1|1.50| seven|ff%\n"
 
 
+@pytest.mark.parametrize("form", ["%1000000000d", "%.1000000000f", f"%{'9' * 3000}d", "%d %1025x"])
+def test_a_kernel_cannot_ask_for_any_width(form: str) -> None:
+    with pytest.raises(Fault, match="at most 1024 are made") as caught:
+        _run(_printing(form))
+    assert caught.value.rule == "printf"
+
+
+def test_the_width_and_the_precision_of_arguments_are_those_of_c() -> None:
+    # The first argument is the lane, the next four bytes of the double are 0: a width, then a precision.
+    _, said = _run(_printing("%*.3x|\n"))
+    assert said == "000|\n000|\n"
+    negative = _printing("%.*f|\n").replace("st.local.u32 [depot], %r1;", "st.local.u32 [depot], -1;")
+    assert _run(negative)[1] == "1.500000|\n1.500000|\n", "a negative precision is none"
+
+
 ORDERS = [
     ("atom.acq_rel.gpu.global.add.u32", "atom.global.acq_rel.gpu.add.u32"),
     ("atom.acq_rel.gpu.add.u32", "atom.add.acq_rel.gpu.u32"),

@@ -1,0 +1,155 @@
+"""The device side of one case, as the judge sees it: buffers that it owns, and runners in which programs run and are
+timed (megamoe.runner.timed).
+
+All programs that are data share one runner, the machine, which has imported no backend. A Python call stays in the
+process that built it. All of them map the same buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from megamoe.contract import DeviceFacts, Flush, HostProgram, Program, Temperature
+from megamoe.judge.arena import Arena, block_bytes, device_block, layouts_of, shared_block
+from megamoe.judge.guarded import Built
+from megamoe.runner import timed
+from megamoe.runner.process import Runner, RunnerFaultError
+from megamoe.runner.wire import Frame, encoded
+
+if TYPE_CHECKING:
+    from megamoe.contract import Case
+    from megamoe.spec.spec import Spec
+
+_SAMPLES: TypeAdapter[list[float]] = TypeAdapter(list[float])
+
+
+def is_cuda(device: str) -> bool:
+    """Whether a torch device is one of CUDA's."""
+    return torch.device(device).type == "cuda"
+
+
+@dataclass(slots=True)
+class Bound:
+    """A program of `backend` that is bound to the buffers in `runner`, and its stopwatch (megamoe.contract.Stopwatch).
+
+    `left_s`: how long the runner may take now.
+    """
+
+    runner: Runner
+    backend: str
+    left_s: Callable[[], float]
+    method: Literal["graph", "events"] = "graph"
+    flush: Flush = "clean"
+
+    def launch(self) -> None:
+        """Runs it once, and waits for its results."""
+        self._ask(timed.LAUNCH)
+
+    def collect(self) -> None:
+        """Puts the results of the last launch where they belong."""
+        self._ask(timed.COLLECT)
+
+    def capture(self) -> None:
+        """Makes the stopwatch."""
+        told = self._ask(timed.STOPWATCH)
+        if told.get("method") not in ("graph", "events") or told.get("flush") not in ("clean", "dirty"):
+            raise RunnerFaultError(f"the stopwatch answered nonsense: {dict(told)!r:.200}", "")
+        self.method, self.flush = told["method"], told["flush"]
+
+    def sample(self, temperature: Temperature, launches: int) -> float:
+        """See Stopwatch."""
+        return self._samples(temperature, launches, 0)[0]
+
+    def samples(self, temperature: Temperature, launches: int, count: int) -> Sequence[float]:
+        """See Stopwatch."""
+        return self._samples(temperature, launches, count)
+
+    def _samples(self, temperature: Temperature, launches: int, count: int) -> Sequence[float]:
+        told = self._ask(timed.SAMPLES, temperature=temperature, launches=launches, count=count)
+        try:
+            taken = _SAMPLES.validate_python(told.get("samples_us"))
+        except ValidationError:
+            taken = []
+        if len(taken) != max(1, count):
+            raise RunnerFaultError(f"the stopwatch answered {len(taken)} samples, not {max(1, count)}", "")
+        return taken
+
+    def _ask(self, call: str, **told: object) -> Mapping[str, Any]:
+        return self.runner.ask(call, {"name": self.backend, **told}, self.left_s()).told
+
+
+@dataclass(slots=True)
+class Buffers:
+    """The memory of one case on `device`, in an arena, and the runners that have mapped it. Close it after use."""
+
+    executor: str
+    device: str
+    left_s: Callable[[], float]
+    arena: Arena = field(init=False)
+    handle: Mapping[str, object] | None = None
+    descriptor: int | None = None
+    open_in: dict[int, Runner] = field(default_factory=dict[int, Runner])
+    memory: ExitStack = field(default_factory=ExitStack)
+
+    def lay_out(self, spec: Spec, case: Case, inputs: Mapping[str, torch.Tensor]) -> Arena:
+        """Puts the inputs there, once for all programs."""
+        size = block_bytes(layouts_of(spec, case))
+        if is_cuda(self.device):
+            self.handle, block = device_block(size, self.device)
+        else:
+            self.descriptor, block = self.memory.enter_context(shared_block(size))
+        self.arena = Arena(spec, case, inputs, self.device, shared=block)
+        return self.arena
+
+    def bind(self, runner: Runner, backend: str, built: Built) -> Bound:
+        """`built` in `runner`, which maps the buffers if it has not yet. Raises what Runner.ask raises."""
+        self.synchronise()
+        if runner.number not in self.open_in:
+            told = {"executor": self.executor, "tensors": self.arena.told, "handle": self.handle}
+            runner.ask(timed.OPEN, told, self.left_s(), memory=self.descriptor)
+            self.open_in[runner.number] = runner
+        if built.call is None:
+            sent = encoded(cast("Program | HostProgram", built.program))
+        else:
+            sent = Frame({"number": built.call})
+        asked = {**sent.told, "name": backend, "outputs": self.arena.outputs}
+        runner.ask(timed.BIND, asked, self.left_s(), sent.parts)
+        return Bound(runner, backend, self.left_s)
+
+    def synchronise(self) -> None:
+        """Waits for what this process has enqueued: a runner looks from another process."""
+        if is_cuda(self.device):
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Makes the runners let go of the memory. Raises what Runner.ask raises."""
+        with self.memory:
+            for runner in self.open_in.values():
+                runner.ask(timed.CLOSE, {}, self.left_s())
+
+
+def facts_of(machine: Runner, executor: str, limit_s: float) -> DeviceFacts:
+    """The device of `executor`. Raises what Runner.ask raises."""
+    told = machine.ask(timed.FACTS, {"executor": executor}, limit_s).told
+    try:
+        return DeviceFacts.model_validate(told.get("facts"))
+    except ValidationError as error:
+        raise RunnerFaultError(f"the executor describes no device: {error.errors()[0]['msg']}", "") from None
+
+
+def throttled_since(machine: Runner, executor: str, limit_s: float) -> str | None:
+    """Why the device has slowed down since this was last asked; None if it has not."""
+    why = machine.ask(timed.THROTTLED, {"executor": executor}, limit_s).told.get("why")
+    return None if why is None else str(why)
+
+
+def bare_read_of(machine: Runner, executor: str, size: int, limit_s: float) -> float | None:
+    """Microseconds of a kernel that only reads `size` bytes, None if the device cannot say."""
+    us = machine.ask(timed.BARE_READ, {"executor": executor, "size": size}, limit_s).told.get("us")
+    return us if isinstance(us, float) and us > 0 else None

@@ -1,0 +1,84 @@
+"""Whether the shards of a run set are all there. A shard that is not is one sentence, not one a row."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megamoe.contract import Row
+from megamoe.gate.verdict import Finding
+from megamoe.records.lines import RunHeader, Shard
+from megamoe.records.shards import Cut
+from megamoe.spec.selection import SelectionError
+
+Cutter = Callable[[Sequence[Row], int], Cut]
+"""How rows are cut into that many shards here and now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Shards without a run: one finding for each, and the rows that it speaks for."""
+
+    findings: tuple[Finding, ...] = ()
+    rows: frozenset[Row] = frozenset()
+
+
+def absent_shards(
+    headers: Iterable[tuple[RunHeader, Sequence[Row]]], recorded: Collection[Row], cutter: Cutter
+) -> Absent:
+    """What is not there of the run sets that `headers` belong to. With each header go the rows of its selection.
+
+    `recorded`: rows that have a record; no finding speaks for one of them.
+    """
+    sets: dict[str, list[tuple[RunHeader, Shard, Sequence[Row]]]] = {}
+    for header, rows in headers:
+        if header.shard is not None:
+            sets.setdefault(header.shard.run_set, []).append((header, header.shard, rows))
+    findings: list[Finding] = []
+    spoken_for: set[Row] = set()
+    for name, found in sets.items():
+        header, shard, rows = found[0]
+        if len({(one.count, one.plan, str(sorted(head.selection.items()))) for head, one, _ in found}) > 1:
+            findings.append(_closing(f"{_runs(found)} of run set {name} were cut differently: run them again"))
+            continue
+        there = {one.index: head.owed_rows for head, one, _ in found}
+        missing = [index for index in range(1, shard.count + 1) if index not in there]
+        if missing:
+            of = _rows_by_shard(shard, rows, recorded, cutter)
+            findings += [_missing(header, shard, index, of.get(index)) for index in missing]
+            spoken_for.update(row for index in missing for row in of.get(index, of.get(0, [])))
+        elif sum(there.values()) != len(rows):
+            told = f"run set {name} owed {sum(there.values())} rows when it began, its selection holds {len(rows)} now"
+            findings.append(_closing(f"{told}; run it again"))
+    return Absent(tuple(findings), frozenset(spoken_for))
+
+
+def _rows_by_shard(
+    shard: Shard, rows: Sequence[Row], recorded: Collection[Row], cutter: Cutter
+) -> Mapping[int, list[Row]]:
+    """Rows without a record by the index of their shard; under 0 where rows are cut in another way today."""
+    left = [row for row in rows if row not in recorded]
+    try:
+        now = cutter(rows, shard.count)
+    except SelectionError:
+        now = None
+    if now is None or now.plan != shard.plan:
+        return {0: left}
+    unseen = set(left)
+    return {index: [row for row in part if row in unseen] for index, part in enumerate(now.shards, 1)}
+
+
+def _missing(header: RunHeader, shard: Shard, index: int, rows: Sequence[Row] | None) -> Finding:
+    count = "rows that are not known any more" if rows is None else f"{len(rows)} rows" if len(rows) != 1 else "1 row"
+    again = shlex.join(["--shard", f"{index}/{shard.count}", "--run-set", shard.run_set])
+    told = f"shard {index}/{shard.count} of run set {shard.run_set} is in no file: {count}"
+    return Finding("missing", f"{told}. Run it as {header.run} was run, with {again}")
+
+
+def _runs(found: Iterable[tuple[RunHeader, Shard, object]]) -> str:
+    return " and ".join(f"{head.run} (shard {shard.index}/{shard.count})" for head, shard, _ in found)
+
+
+def _closing(sentence: str) -> Finding:
+    return Finding("evidence", sentence)

@@ -1,0 +1,286 @@
+"""Judge rows on a Ray cluster: a row is a task, its record comes back with its evidence, one file takes them all.
+
+A task needs one unit of what its row runs on (`resource_of`): nodes declare how much they have, as in `ray start
+--resources '{"vm": 8}'` or '{"H200": 1}'. Ray runs a task again elsewhere when its node dies. So a lost node costs
+time and no row. Within a task all is as in a worker of this host (megamoe.judge.isolated).
+
+A node needs the same tree at the same place as the command, or one installed: a task compares the digests of the code.
+Nothing is read from a shared file system; what a row leaves (programs, outputs, bundles) travels back as bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from megamoe.contract import Row
+from megamoe.contract.scratch import scratch_folder
+from megamoe.judge.run import GRACE_S, RunSettings, chosen_for_audits
+from megamoe.records.files import write_file
+from megamoe.records.lines import Record, RecordError, record_of
+from megamoe.records.provenance import digests_of
+from megamoe.spec.selection import DEFAULT_EXECUTOR, SelectionError
+
+if TYPE_CHECKING:
+    from megamoe.judge.judge import Bench
+
+LOCAL: Final = "local"
+"""An address: a cluster of this host alone, made for this run."""
+DEVICES: Final[Mapping[str, tuple[str, ...]]] = {"sm_90a": ("H200", "H100"), "sm_100a": ("B200", "GB200")}
+"""Resources of nodes with a device, by the target that it runs."""
+MAX_TRIES: Final = 4
+MAX_CARRIED: Final = 256 << 20
+"""Bytes that one row sends back beside its record."""
+NO_NODE_S: Final = 30.0
+"""How long no node may offer what a row needs, before the row is given up."""
+_POLL_S: Final = 0.5
+_FOLDERS: Final = ("failures", "outputs", "programs")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a node is told of a row. `folder`, `path`: where the command runs and searches modules; `code`: the digest
+    of its tree."""
+
+    row: Row
+    audited: bool
+    folder: str
+    path: tuple[str, ...]
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What comes back: a record, and files by their path in the folders of RunSettings, such as "programs/HASH.ptx"."""
+
+    record: Record
+    files: Mapping[str, bytes]
+
+
+def resource_of(row: Row, offered: Mapping[str, float]) -> str:
+    """What a node must offer to run `row`: "vm", or the name of a device of its target."""
+    if row.executor == DEFAULT_EXECUTOR or ":" in row.executor:
+        return DEFAULT_EXECUTOR
+    devices = DEVICES[row.target]
+    return next((name for name in devices if offered.get(name)), devices[0])
+
+
+# The command's side
+
+
+@contextmanager
+def joined(address: str, jobs: int) -> Iterator[None]:
+    """The cluster at `address`, or LOCAL with a slot for each of `jobs`; at the end the tasks of this process end.
+
+    SelectionError if Ray is not installed, or there is no such cluster.
+    """
+    try:
+        ray = _ray()
+    except ImportError as error:
+        raise SelectionError(f"--ray needs Ray, which is not installed: pip install 'megamoe[ray]' ({error})") from None
+    # What it would send home, and a warning about devices that it hides from tasks which ask for none.
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    where = {"num_cpus": jobs, "resources": {DEFAULT_EXECUTOR: jobs}} if address == LOCAL else {"address": address}
+    try:
+        ray.init(**where, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
+        raise SelectionError(f"--ray {address}: no cluster can be used: {str(error).splitlines()[0]}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _ray() -> Any:
+    return import_module("ray")
+
+
+def judged_on_cluster(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:
+    """As megamoe.judge.run.judged, on the cluster that this process has `joined`."""
+    ray = _ray()
+    audited = chosen_for_audits(rows)
+    code = digests_of(settings.specs)["code"]
+    there = ray.remote(max_retries=MAX_TRIES - 1)(judged_there)
+    told = ray.put(settings)
+    pending: dict[Any, Row] = {}
+    for row in rows:
+        needed = resource_of(row, ray.cluster_resources())
+        submit = there.options(num_cpus=0, num_gpus=int(needed != DEFAULT_EXECUTOR), resources={needed: 1})
+        pending[submit.remote(Task(row, row in audited, os.getcwd(), tuple(sys.path), code), told)] = row
+    yield from _as_they_finish(ray, pending, settings)
+
+
+def _as_they_finish(ray: Any, pending: dict[Any, Row], settings: RunSettings) -> Iterator[Record]:
+    lacking_since: dict[str, float] = {}
+    while pending:
+        finished, _ = ray.wait([*pending], timeout=_POLL_S)
+        for one in finished:
+            yield _record(ray, one, pending.pop(one), settings)
+        if finished:
+            lacking_since.clear()
+            continue
+        offered = ray.cluster_resources()
+        for ref, row in [*pending.items()]:
+            needed = resource_of(row, offered)
+            if offered.get(needed):
+                lacking_since.pop(needed, None)
+            elif time.monotonic() - lacking_since.setdefault(needed, time.monotonic()) > NO_NODE_S:
+                del pending[ref]
+                ray.cancel(ref)
+                start = shlex.join(["ray", "start", "--resources", json.dumps({needed: 1})])
+                why = f"no node of the cluster offers {needed!r}; a node that does is started by {start} --address ..."
+                yield record_of(settings.run, row, "not_run", why, specs=settings.specs)
+
+
+def _record(ray: Any, finished: Any, row: Row, settings: RunSettings) -> Record:
+    """The record of a finished task, whose files are written to the folders of `settings`."""
+    try:
+        judged: Judged = ray.get(finished)
+    except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError) as error:
+        why = f"the process that judged it, or its node, died {MAX_TRIES} times: {type(error).__name__}"
+        return record_of(settings.run, row, "crashed", why, specs=settings.specs)
+    except ray.exceptions.RayError as error:
+        first = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+        return _error(row, f"the cluster returned no record: {first.strip()}", settings)
+    try:
+        _keep(judged.files, settings)
+    except RecordError as error:
+        # What is lost is evidence of a failure: that is no reason to call it an error.
+        passed = judged.record.status == "passed"
+        return _error(row, f"its evidence cannot be kept: {error}", settings) if passed else judged.record
+    return judged.record
+
+
+def _keep(files: Mapping[str, bytes], settings: RunSettings) -> None:
+    for name, data in files.items():
+        folder, _, rest = name.partition("/")
+        place: Path | None = getattr(settings, folder) if folder in _FOLDERS else None
+        if place is not None and ".." not in Path(rest).parts and not (place / rest).exists():
+            write_file(place / rest, data, "what a node has sent", durable=False)
+
+
+def _error(row: Row, why: str, settings: RunSettings) -> Record:
+    return record_of(settings.run, row, "error", why, specs=settings.specs)
+
+
+# A node's side
+
+
+def judged_there(task: Task, settings: RunSettings) -> Judged:
+    """Judges a row in a process of a node, which Ray keeps for the rows that follow. `settings`: of the run."""
+    _settle(task)
+    home = _home()
+    row = task.row
+    here = replace(settings, **{name: home / name for name in _FOLDERS if getattr(settings, name) is not None})
+    thread = ThreadPoolExecutor(1)
+    try:
+        record = thread.submit(_judged_here, row, here, task.audited).result(settings.timeout_s + GRACE_S)
+    except TimeoutError:
+        _bench(row.backend, here).end()
+        why = f"no verdict within {settings.timeout_s:g} host seconds: it hung"
+        record = record_of(settings.run, row, "timed_out", why, specs=settings.specs)
+    finally:
+        thread.shutdown(wait=False)
+    files, left = _collected(home)
+    sentence, bundle = record.sentence, record.bundle
+    if settings.failures is not None:
+        sentence = sentence.replace(str(home / "failures"), str(settings.failures))
+        bundle = bundle and bundle.replace(str(home / "failures"), str(settings.failures))
+    if left and sentence:
+        sentence = f"{sentence} ({left} bytes of evidence are left out: a row sends at most {MAX_CARRIED})"
+    return Judged(record.model_copy(update={"sentence": sentence, "bundle": bundle}), files)
+
+
+def _settle(task: Task) -> None:
+    """Makes this process see what the command sees. RuntimeError if it has other code."""
+    if os.path.isdir(task.folder):
+        os.chdir(task.folder)
+    for place in reversed(task.path):
+        if place not in sys.path and os.path.isdir(place or "."):
+            sys.path.insert(0, place)
+    ours = _own_code()
+    if ours != task.code:
+        raise RuntimeError(
+            f"node {os.uname().nodename} has other code (megamoe, backends, constraints) than the command: "
+            f"{ours[:12]}, not {task.code[:12]}"
+        )
+
+
+@cache
+def _own_code() -> str:
+    import torch
+
+    torch.set_num_threads(1)
+    return digests_of()["code"]
+
+
+def _judged_here(row: Row, settings: RunSettings, audited: bool) -> Record:
+    from megamoe.judge.audit import Audits
+    from megamoe.judge.judge import judge
+
+    folders = {name: getattr(settings, name) for name in _FOLDERS}
+    bench = replace(_bench(row.backend, settings).bench, audits=Audits(frozenset({row} if audited else ())))
+    return judge(row, settings.run, specs=settings.specs, bench=bench, **folders)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What this process judges the rows of one backend and one run with."""
+
+    bench: Bench
+
+    def end(self) -> None:
+        from megamoe.judge.isolated import Processes
+
+        if isinstance(self.bench.runners, Processes):
+            self.bench.runners.end()
+
+
+@cache
+def _bench(backend: str, settings: RunSettings) -> _Kept:
+    # One for each backend, so that code of one cannot reach the rows of another.
+    from megamoe.judge.run import bench_of
+
+    return _Kept(bench_of(settings))
+
+
+_HOMES: Final = ExitStack()
+
+
+@cache
+def _home() -> Path:
+    home = _HOMES.enter_context(scratch_folder("node"))
+    for name in _FOLDERS:
+        (home / name).mkdir()
+    return home
+
+
+def _collected(home: Path) -> tuple[dict[str, bytes], int]:
+    """Takes the files out of `home`, the smallest first. How many bytes were too many to take."""
+    paths = sorted((path for path in home.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    found: dict[str, bytes] = {}
+    taken = left = 0
+    for path in paths:
+        size = path.stat().st_size
+        if taken + size <= MAX_CARRIED:
+            taken += size
+            found[path.relative_to(home).as_posix()] = path.read_bytes()
+        else:
+            left += size
+    for name in _FOLDERS:
+        shutil.rmtree(home / name, ignore_errors=True)
+        (home / name).mkdir()
+    return found, left

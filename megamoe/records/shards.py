@@ -1,0 +1,157 @@
+"""A run that is cut into shards: which rows each one has, and what the header of each says.
+
+The cut follows from the rows and from the tracked records alone, so that jobs of one commit agree without talking. A
+group of rows prefers the shards in an order of its own (rendezvous hashing), and goes to the first that has room for
+its cost: a shard may cost SLACK times its fair share. So a new row moves few others, and another shard takes from all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from megamoe import CHECKOUT
+from megamoe.contract import Row
+from megamoe.records.files import read_records
+from megamoe.records.lines import MAX_NAME, Shard
+from megamoe.spec.selection import Selection, SelectionError
+
+SLACK: Final = 1.1
+MAX_SHARDS: Final = 1000
+UNKNOWN_S: Final = 1.0
+"""The cost of each row where no record knows any."""
+TRACKED: Final = CHECKOUT / "results" / "records"
+_NTH = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
+
+
+@dataclass(frozen=True, slots=True)
+class Nth:
+    """One of `count` shards; `index` begins at 1. `run_set`: a name common to all of them, "" for one that is made from
+    what they run."""
+
+    index: int
+    count: int
+    run_set: str = ""
+
+    @classmethod
+    def parse(cls, text: str, run_set: str = "") -> Nth:
+        """ "2/3" -> the second of three. SelectionError for anything else."""
+        match = _NTH.fullmatch(text)
+        if not match:
+            raise SelectionError(f"--shard {text[:40]!r} is not of the form INDEX/COUNT, such as 1/4")
+        index, count = int(match[1]), int(match[2])
+        if not 1 <= index <= count <= MAX_SHARDS:
+            raise SelectionError(
+                f"there is no shard {text}: the index goes from 1 to the count, and the count to {MAX_SHARDS}"
+            )
+        if len(run_set) > MAX_NAME or not run_set.isprintable():
+            raise SelectionError(f"--run-set has at most {MAX_NAME} characters, all of them printable")
+        return cls(index, count, run_set)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Rows in shards: `shards[0]` is the first one's, in the order in which the rows were given."""
+
+    shards: tuple[tuple[Row, ...], ...]
+
+    @property
+    def plan(self) -> str:
+        """Which row is in which shard, as a digest: shards with different ones do not belong together."""
+        placed = sorted(f"{row}\0{index}" for index, shard in enumerate(self.shards) for row in shard)
+        return hashlib.sha256("\n".join(placed).encode()).hexdigest()[:16]
+
+    def shard(self, nth: Nth, selection: Selection, digests: Mapping[str, str]) -> Shard:
+        """What the header of a shard says. `digests`: of the specs, the expected failures and the code."""
+        what = json.dumps([selection.kept, sorted(digests.items()), nth.count, self.plan])
+        run_set = nth.run_set or hashlib.sha256(what.encode()).hexdigest()[:12]
+        return Shard(index=nth.index, count=nth.count, run_set=run_set, plan=self.plan)
+
+
+def cut(rows: Sequence[Row], count: int, seconds: Mapping[Row, float]) -> Cut:
+    """`rows` in `count` shards of about equal cost, none of them empty. `seconds`: the cost of each row.
+
+    Rows of one case, target and executor stay together: backends are held against each other, and timed by turns, in
+    one run; and schedules share an oracle. SelectionError for fewer such groups than shards.
+    """
+    costs: dict[str, float] = {}
+    for row in dict.fromkeys(rows):
+        costs[_group(row)] = costs.get(_group(row), 0.0) + seconds[row]
+    if len(costs) < count:
+        what = "groups of rows of one case, target and executor" if len(costs) < len(rows) else "rows"
+        raise SelectionError(f"{len(costs)} {what} cannot be cut into {count} shards: give at most {len(costs)}")
+    capacity = _fair_share(sorted(costs.values(), reverse=True), count) * SLACK
+    loads, placed = [0.0] * count, dict[str, int]()
+    for group in sorted(costs, key=lambda group: (-costs[group], group)):
+        preferred = sorted(range(count), key=lambda index: _rank(group, index))
+        roomy = (index for index in preferred if loads[index] + costs[group] <= capacity)
+        chosen = next(roomy, None)
+        if chosen is None:
+            chosen = min(preferred, key=loads.__getitem__)
+        placed[group], loads[chosen] = chosen, loads[chosen] + costs[group]
+    for index in set(range(count)) - set(placed.values()):
+        # The groups that come last are cheap enough to fit elsewhere.
+        crowded = max(range(count), key=lambda one: sum(where == one for where in placed.values()))
+        placed[min((one for one in placed if placed[one] == crowded), key=lambda one: _rank(one, index))] = index
+    return Cut(tuple(tuple(row for row in dict.fromkeys(rows) if placed[_group(row)] == one) for one in range(count)))
+
+
+def _group(row: Row) -> str:
+    return f"{row.case} {row.target} {row.executor}"
+
+
+def cut_now(rows: Sequence[Row], count: int) -> Cut:
+    """`rows` in `count` shards by the costs that the tracked records have now. Raises what `cut` raises."""
+    return cut(rows, count, cost_of(rows))
+
+
+def _fair_share(costs: Sequence[float], count: int) -> float:
+    """What a shard costs if all are alike, but for groups that are dearer than that and have one to themselves.
+
+    `costs`: the dearest first.
+    """
+    left = sum(costs)
+    for alone, cost in enumerate(costs[: count - 1]):
+        if cost * (count - alone) <= left:
+            return left / (count - alone)
+        left -= cost
+    return left
+
+
+def _rank(group: str, index: int) -> bytes:
+    return hashlib.sha256(f"{group}\0{index}".encode()).digest()
+
+
+def cost_of(rows: Iterable[Row], folder: Path = TRACKED) -> dict[Row, float]:
+    """Host seconds of each row, as the newest record of it in `folder` has them.
+
+    A row without one gets the median of its op; an op without one the median of all, or UNKNOWN_S.
+    """
+    known = _recorded(folder)
+    by_op: dict[str, list[float]] = {}
+    for row, seconds in known.items():
+        by_op.setdefault(row.op, []).append(seconds)
+    typical = {op: median(seconds) for op, seconds in by_op.items()}
+    of_any = median(known.values()) if known else UNKNOWN_S
+    return {row: known.get(row, typical.get(row.op, of_any)) for row in rows}
+
+
+@cache
+def _recorded(folder: Path) -> dict[Row, float]:
+    """Host seconds of every row that has a record in `folder`; of several records the newest counts."""
+    newest: dict[Row, tuple[str, float]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        file = read_records(path)
+        started = {header.run: header.started for header in file.headers}
+        for record in file.records:
+            if record.judge_host_seconds and record.status == "passed":
+                found = (started.get(record.run, ""), record.judge_host_seconds)
+                newest[record.row] = max(newest.get(record.row, found), found)
+    return {row: seconds for row, (_, seconds) in newest.items()}
