@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from megamoe.bench.device import Bound, Buffers, bare_read_of, facts_of, is_cuda, throttled_since
+from megamoe.bench.device import BoundCall, Buffers, bare_read_of, facts_of, is_cuda, throttled_since
 from megamoe.bench.timing import TEMPERATURES, Contender, Policy, Series, floor_of, take, timing_of
 from megamoe.bench.worker import Progress
 from megamoe.contract import (
@@ -99,7 +99,7 @@ class _Candidate:
 
     row: Row
     built: Built | None = None
-    bound: Bound | None = None
+    bound: BoundCall | None = None
     contender: Contender | None = None
     status: Status | None = None
     sentence: str = ""

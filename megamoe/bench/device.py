@@ -35,7 +35,7 @@ def is_cuda(device: str) -> bool:
 
 
 @dataclass(slots=True)
-class Bound:
+class BoundCall:
     """A program of `backend` that is bound to the buffers in `runner`, and its stopwatch (megamoe.contract.Stopwatch).
 
     `left_s`: how long the runner may take now.
@@ -107,7 +107,7 @@ class Buffers:
         self.arena = Arena(spec, case, inputs, self.device, shared=block)
         return self.arena
 
-    def bind(self, runner: Runner, backend: str, built: Built) -> Bound:
+    def bind(self, runner: Runner, backend: str, built: Built) -> BoundCall:
         """`built` in `runner`, which maps the buffers if it has not yet. Raises what Runner.ask raises."""
         self.synchronise()
         if runner.number not in self.open_in:
@@ -120,7 +120,7 @@ class Buffers:
             sent = Frame({"number": built.call})
         asked = {**sent.told, "name": backend, "outputs": self.arena.outputs}
         runner.ask(timed.BIND, asked, self.left_s(), sent.parts)
-        return Bound(runner, backend, self.left_s)
+        return BoundCall(runner, backend, self.left_s)
 
     def synchronise(self) -> None:
         """Waits for what this process has enqueued: a runner looks from another process."""
