@@ -9,21 +9,27 @@ ISA section and how its meaning is known. `facts.md N.M` in comments is conforma
 Rooms, lowest first; each imports only rooms before it: rules; faults; ptx, numerics; tensor; memory; machine; bind;
 trace, isa; load, coverage; host; executor.
 
-The names of the rules (`Fault.rule`) say what it checks; conformance/vm plants each. It does NOT notice, and why:
-- a missing tcgen05.fence::* or fence.mbarrier_init, and an MMA that overwrites what an earlier MMA of another
-  accumulator reads: real kernels leave these out, and asking for them would refuse what runs on silicon. It only counts
-  a missing tcgen05.wait::ld where a register of the load has been used (`tmem_unwaited_overwrites`), a tcgen05.cp into
-  what an mma still reads (`tmem_unordered_copies`), and a bulk copy over what threads have read with no
-  fence.proxy.async in between (`smem_unfenced_overwrites`; CUTLASS's pipelines have none): orders that the ISA does not
-  promise. It also counts operands that the ISA has no result for (`remainders_by_zero`, `bit_fields_beyond_255`);
+What it checks is in rules.py, each rule with its grade; conformance/vm plants each. A Fault that is raised ends its
+launch. One that is given to `faults.report` is a missing order: with a collector (`Machine.findings`, as the doors have)
+it is a finding and the run goes on, as if the order were there; without (a judged row) it ends the launch too.
+What production kernels leave out although the ISA asks for it is a finding of grade `portability`. Some of that only
+collectors hear of, and a judged row counts it or leaves it alone: a missing tcgen05.fence, fence.mbarrier_init,
+tcgen05.wait::ld where a register of the load has been used (`tmem_unwaited_overwrites`), a tcgen05.cp into what an mma
+still reads (`tmem_unordered_copies`), a bulk copy over what threads have read with no fence.proxy.async in between
+(`smem_unfenced_overwrites`), and, as a note, operands that the ISA has no result for (`remainders_by_zero`,
+`bit_fields_beyond_255`).
+
+It does NOT notice, and why:
+- an MMA that overwrites what an earlier MMA of another accumulator reads: real kernels rely on that order, and asking
+  for a wait would refuse what runs on silicon. Of a tcgen05.fence, that it stands in front of the access it is for;
 - a bulk copy of bytes of an output or a workspace that nobody wrote: grouped GEMMs, our CuTeDSL MoE among them, load
   whole tiles, and the rows behind an expert's last token hold nothing. Workspaces hold noise, unlike in each program.
   Any other read of such bytes is found;
 - a .cta scope that the text does not spell: `mbarrier.arrive.shared::cluster` with no scope releases to its own CTA by
   the ISA's default, and CUTLASS hands stages back to the other CTA with it. Written scopes are kept;
 - that a wait for a phase tells nothing of the copies of earlier phases at the same mbarrier: phases complete in order;
-- races between lanes of one warp, and two generic writers of parts of one 4-byte granule of shared memory: replicated
-  layouts store one value from many lanes (PTX ISA 8.7.2 defines that), and values are not compared;
+- races between lanes of one warp, and two generic writers of parts of one 4-byte granule of shared memory: values are
+  compared for whole granules (threads that write what another one has written do not race, PTX ISA 8.7.2);
 - in global memory: a race with any but the last reader of a byte (a mark holds one), a missing fence.proxy.async before
   a bulk reduction, and a tensor map that is read while it is changed (maps carry no proxy state);
 - in a dependent launch before its griddepcontrol.wait: strong loads, as they may be the "other means" of the CUDA
@@ -33,8 +39,7 @@ The names of the rules (`Fault.rule`) say what it checks; conformance/vm plants 
 - accesses that are too early but happen to be ordered by every schedule tried: it tests schedules, it proves nothing;
 - anything about time, register pressure beyond the pool that setmaxnreg moves, or caches.
 It refuses, although silicon may run it:
-- mbarrier.init over a live mbarrier;
-- a kernel that ends with a bulk store that nobody has waited for;
+- mbarrier.init over a live mbarrier that has been used, or with another count;
 - uninitialised reads whose value is unused;
 - a dependent launch that, before its own wait, touches what a launch further back did, even if the launch in between
   waited before it launched its dependents;

@@ -2,7 +2,7 @@
 
 A finding is graded by its rule. `error`: undefined by the ISA, wrong on silicon, or a result that depends on a race.
 `portability`: the ISA does not promise it, and production kernels rely on it all the same; `reliance` names some.
-`note`: worth a look. docs/rules/README.md is made of this table. Sections are those of PTX ISA 9.0.
+`note`: worth a look. docs/rules/README.md is made of this table. Sections are those of PTX ISA 9.1.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _BARRIER: Final = "a barrier, an mbarrier wait, or a wait for the group of the c
 _ALL = (
     # Races and waits.
     _error(
-        "race", "8.7",
+        "race", "8.7.1",
         "Two accesses of shared memory meet, one of them writes another value, and nothing orders them: the result "
         "depends on timing.",
         "Put a barrier between the two accesses, or let the second wait for an mbarrier that the first arrives at.",
         _BARRIER,
     ),
     _error(
-        "global-race", "8.7",
+        "global-race", "8.7.1",
         "Two accesses of global memory meet, one of them writes another value, and nothing orders them.",
         "Publish with a release of gpu scope and take over with an acquire, or use atomics.",
         "a barrier within the CTA, or a release and an acquire of gpu scope between CTAs",
@@ -105,28 +105,28 @@ _ALL = (
         "tcgen05.commit and a wait for its mbarrier, or a barrier",
     ),
     _error(
-        "tmem-store-not-waited", "9.7.16.8", "Tensor memory is used while a tcgen05.st into it is in flight.",
+        "tmem-store-not-waited", "9.7.16.8.5", "Tensor memory is used while a tcgen05.st into it is in flight.",
         "Execute tcgen05.wait::st in the warp that stores, before the other access.", "tcgen05.wait::st",
     ),
     _error(
-        "tmem-load-not-waited", "9.7.16.8", "Tensor memory is overwritten while a tcgen05.ld may still read it.",
+        "tmem-load-not-waited", "9.7.16.8.5", "Tensor memory is overwritten while a tcgen05.ld may still read it.",
         "Execute tcgen05.wait::ld in the warp that loads, before the other access.", "tcgen05.wait::ld",
     ),
     _error(
-        "tmem-alloc", "9.7.16.7", "An allocation of tensor memory that hardware refuses or that blocks for ever.",
+        "tmem-alloc", "9.7.16.7.1", "An allocation of tensor memory that hardware refuses or that blocks for ever.",
         "Ask for a power of two in 32..512 columns, not more than before, and before the permit is given up.",
     ),
     _error(
-        "tmem-dealloc", "9.7.16.7",
+        "tmem-dealloc", "9.7.16.7.1",
         "Tensor memory is given back that was not allocated so, or used after one CTA of the pair gave it back.",
         "Give back exactly what was allocated, after both CTAs are done with it.",
     ),
     _error(
-        "tmem-leak", "9.7.16.7", "A CTA ends with tensor memory allocated: later CTAs of the SM cannot have it.",
+        "tmem-leak", "9.7.16.7.1", "A CTA ends with tensor memory allocated: later CTAs of the SM cannot have it.",
         "Execute tcgen05.dealloc before the CTA ends.",
     ),
     _error(
-        "tmem-not-allocated", "9.7.16.7", "Tensor memory is used that no live allocation covers.",
+        "tmem-not-allocated", "9.7.16.7.1", "Tensor memory is used that no live allocation covers.",
         "Allocate the columns, and read the address after the barrier that follows the allocation.",
     ),
     _error(
@@ -138,20 +138,20 @@ _ALL = (
         "Use a shape that the ISA lists.",
     ),
     _error(
-        "tmem-lane", "9.7.16.10", "An accumulator or scale factors begin at a lane where the tensor core has none.",
+        "tmem-lane", "9.7.16.10.5", "An accumulator or scale factors begin at a lane where the tensor core has none.",
         "Begin at the lane that the layout of the MMA names, mostly 0.",
     ),
     _error(
-        "scale-factor-replicas", "9.7.16.10",
+        "scale-factor-replicas", "9.7.16.10.7",
         "The four quarters of tensor memory hold unlike scale factors: which the tensor core reads is undefined.",
         "Copy with .warpx4, or store the same values in all quarters.",
     ),
     _error(
-        "cta-group", "9.7.16.5", "One kernel mixes cta_group::1 and cta_group::2.",
+        "cta-group", "9.7.16.7.1", "One kernel mixes cta_group::1 and cta_group::2.",
         "Use one cta_group in all tcgen05 instructions of a kernel.",
     ),
     _error(
-        "cta-pair", "9.7.16.5", "The two CTAs of a pair do not execute the same collective instruction.",
+        "cta-pair", "9.7.16.7.1", "The two CTAs of a pair do not execute the same collective instruction.",
         "Let both CTAs execute it with the same operands.",
     ),
     # wgmma.
@@ -182,12 +182,12 @@ _ALL = (
         "Move it out of the branch, or let one elected thread execute what is meant for one.",
     ),
     _error(
-        "issued-by-many", "9.7.16", "Several threads issue what one thread issues.", "Elect one thread: elect.sync.",
+        "issued-by-many", "9.7.16.10", "Several threads issue what one thread issues.", "Elect one thread: elect.sync.",
     ),
     # Undefined values.
     *(
         _error(
-            slug, "8.1", f"A value is used that nobody wrote: {what} holds what was left there.",
+            slug, "", f"A value is used that nobody wrote: {what} holds what was left there.",
             "Write before reading, or mask the part that nothing was written to.",
         )
         for slug, what in (
@@ -215,7 +215,7 @@ _ALL = (
         "Use .shared::cluster with an address of mapa, and ranks inside the cluster.",
     ),
     _error(
-        "branch-index", "9.7.12", "brx.idx with an index beyond its list of labels.", "Check the index first.",
+        "branch-index", "9.7.12.4", "brx.idx with an index beyond its list of labels.", "Check the index first.",
     ),
     _error(
         "tensor-map", "5.5", "A tensor map that does not fit the copy, or memory that holds none.",
@@ -237,11 +237,11 @@ _ALL = (
         "Encode the types, M and N of this kind.",
     ),
     # Calls.
-    _error("trap", "9.7.19", "The kernel executed trap.", "Look for the check that failed."),
+    _error("trap", "9.7.19.4", "The kernel executed trap.", "Look for the check that failed."),
     _error("assert", "", "An assertion of the kernel failed.", "Look for the condition that is named."),
     _error("printf", "", "A conversion that device printf does not have.", "Use one that it has."),
     _error(
-        "schedule-dependent", "8.7", "The results depend on when asynchronous work ends.",
+        "schedule-dependent", "8.7.1", "The results depend on when asynchronous work ends.",
         "Look for a wait that is missing: `megamoe check` found unlike results under two schedules.",
     ),
     # What the ISA does not promise, and production kernels rely on.
@@ -284,14 +284,14 @@ _ALL = (
         "fence.mbarrier_init.release.cluster",
     ),
     _relied(
-        "tmem-lane-ignored", "9.7.16.8",
+        "tmem-lane-ignored", "9.7.16.8.1",
         "tcgen05.ld or st names lanes outside of the quarter of tensor memory that its warp reaches. Silicon ignores "
         "these bits of the address.",
         "DeepGEMM gives every warp the same address.",
         "Add 32 * (warp % 4) to the lane of the address.",
     ),
     _relied(
-        "missing-tcgen05-fence", "9.7.16.6.3",
+        "missing-tcgen05-fence", "9.7.16.11.1",
         "Threads order their tcgen05 operations by a barrier alone: the ISA lets such operations pass it.",
         "Many kernels leave one of the two fences out where a wait for the mbarrier of a commit orders enough.",
         "Execute tcgen05.fence::before_thread_sync before the barrier, and tcgen05.fence::after_thread_sync behind it.",
@@ -306,7 +306,7 @@ _ALL = (
         "tcgen05.commit and a wait for its mbarrier",
     ),
     _relied(
-        "tmem-load-used-unwaited", "9.7.16.8",
+        "tmem-load-used-unwaited", "9.7.16.8.5",
         "Tensor memory is overwritten after a register of the tcgen05.ld that read it was used, with no wait.",
         "Kernels that take the register dependence for a wait.",
         "Execute tcgen05.wait::ld before the registers are used.",
@@ -322,3 +322,33 @@ _ALL = (
 # fmt: on
 RULES: Final[Mapping[str, MachineRule]] = {rule.slug: rule for rule in _ALL}
 """Every rule by its slug."""
+
+
+def as_markdown() -> str:
+    """The table for people: docs/rules/README.md."""
+    grades: dict[Grade, str] = {
+        "error": "The ISA leaves it undefined, it goes wrong on silicon, or the result depends on a race.",
+        "portability": "The ISA does not promise it, and production kernels rely on it. It runs on the GPUs of today.",
+        "note": "Worth a look.",
+    }
+    lines = [
+        "# Rules",
+        "",
+        f"The machine looks for {len(RULES)} things that a kernel can do wrong. "
+        "[Bring your kernel](../bring-your-kernel.md) says how to read a finding, choose a profile and suppress one.",
+        "Sections are those of the PTX ISA 9.1. `python -m backends.vm.rules > docs/rules/README.md` makes this page.",
+    ]
+    for grade, meaning in grades.items():
+        relied = " who relies on it |" if grade == "portability" else ""
+        lines += ["", f"## {grade}", "", meaning, ""]
+        lines += [f"| rule | what goes wrong |{relied} how to mend it | PTX ISA |"]
+        lines += [f"|---|---|{'---|' * bool(relied)}---|---|"]
+        for rule in RULES.values():
+            if rule.grade == grade:
+                by = f" {rule.reliance} |" if relied else ""
+                lines.append(f"| `{rule.slug}` | {rule.wrong} |{by} {rule.mend} | {rule.section} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")

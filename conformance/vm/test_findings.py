@@ -11,7 +11,7 @@ import pytest
 from backends.vm.faults import Fault, Findings
 from backends.vm.machine.machine import Machine
 from backends.vm.ptx.source_lines import source_of
-from backends.vm.rules import RULES
+from backends.vm.rules import RULES, as_markdown
 from conformance import ROOT
 from conformance.vm.kernel import (
     EXPECT,
@@ -169,6 +169,11 @@ def _slugs_of(text: str) -> list[str]:
     import re
 
     return re.findall(r'\bFault\(\s*"([a-z0-9-]+)"', text)
+
+
+def test_the_page_of_rules_is_the_table() -> None:
+    page = (ROOT / "docs" / "rules" / "README.md").read_text("utf-8")
+    assert page == as_markdown(), "python -m backends.vm.rules > docs/rules/README.md"
 
 
 def test_every_error_is_planted_somewhere() -> None:
