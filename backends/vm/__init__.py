@@ -10,8 +10,8 @@ Rooms, lowest first; each imports only rooms before it: rules; faults; ptx, nume
 trace, isa; load, coverage; host; executor.
 
 What it checks is in rules.py, each rule with its grade; conformance/vm plants each. A Fault that is raised ends its
-launch. One that is given to `faults.report` is a missing order: with a collector (`Machine.findings`, as the doors have)
-it is a finding and the run goes on, as if the order were there; without (a judged row) it ends the launch too.
+launch. One that is given to `faults.report` is a missing order: with a collector (`Machine.findings`, as the doors
+have) it is a finding and the run goes on, as if the order were there; without (a judged row) it ends the launch too.
 What production kernels leave out although the ISA asks for it is a finding of grade `portability`. Some of that only
 collectors hear of, and a judged row counts it or leaves it alone: a missing tcgen05.fence, fence.mbarrier_init,
 tcgen05.wait::ld where a register of the load has been used (`tmem_unwaited_overwrites`), a tcgen05.cp into what an mma
