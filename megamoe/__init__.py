@@ -1,8 +1,26 @@
 """megamoe: one matrix of shapes, two kernel backends, one reference, and a verdict for every cell."""
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 """The folder that holds specs/, conformance/ and results/."""
 SPECS = CHECKOUT / "specs" if (CHECKOUT / "specs").is_dir() else Path(__file__).resolve().parent / "specs"
 """The specs of the checkout, or those that a wheel brings."""
+OPERATORS = {
+    "attention": "attention",
+    "moe": "moe",
+    "MoeWeights": "moe",
+    "load_moe_weights": "checkpoint",
+    "ExpertParallelMoe": "expert_parallel",
+}
+"""Name -> module of megamoe.torch_ops. They need torch, so each is imported when it is first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in OPERATORS:
+        raise AttributeError(f"module 'megamoe' has no attribute {name!r}; its operators are {', '.join(OPERATORS)}")
+    found = getattr(import_module(f"megamoe.torch_ops.{OPERATORS[name]}"), name)
+    globals()[name] = found
+    return found

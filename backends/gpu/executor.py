@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Final
 
 from backends.gpu.driver import call as call_driver
 from backends.gpu.driver import faults_of_others
-from megamoe.contract import AnyProgram, DeviceError, Execution, HostProgram, PreparedCall, Program, RunOptions, Target
+from megamoe.contract import (
+    AnyProgram,
+    DeviceError,
+    Execution,
+    HostProgram,
+    LoadedProgram,
+    PreparedCall,
+    Program,
+    RunOptions,
+    Target,
+    UnsupportedError,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +93,24 @@ class GpuExecutor:
             with faults_of_others("preparing the call"):
                 call = program.prepare(tensors)
             yield call
+
+    def load(self, program: AnyProgram, names: Sequence[str]) -> LoadedProgram:
+        """`program` on torch's current device, until the process ends; other programs of the same PTX share its module.
+
+        UnsupportedError for a Python call.
+        """
+        import torch
+
+        if isinstance(program, Program):
+            from backends.gpu.kernels import LoadedKernels, loaded_module
+
+            module = loaded_module(program.ptx, program.target, torch.cuda.current_device())
+            return LoadedKernels(program, names, module)
+        if isinstance(program, HostProgram):
+            from backends.gpu.host_program import loaded_host
+
+            return loaded_host(program, names)
+        raise UnsupportedError(f"a {type(program).__name__} holds its tensors; only compiled programs are loaded")
 
     @contextmanager
     def stopwatch(self, call: PreparedCall) -> Iterator[DeviceStopwatch]:

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final
 
 from backends.gpu.driver import described, driver, lost_to
-from backends.gpu.kernels import address_of, current_stream, scalar_bytes, scratch_memory
+from backends.gpu.kernels import address_of, current_stream, gathered, scalar_bytes, scratch_memory
 from megamoe.contract import (
     BufferArg,
     DeviceError,
@@ -221,51 +222,98 @@ class _Text(ctypes.Structure):
 
 
 class HostCall:
-    """One call of a compiled host function, which makes its own launches."""
+    """One call of a compiled host function, which makes its own launches, on tensors that stay where they are."""
 
     def __init__(self, program: HostProgram, tensors: Mapping[str, torch.Tensor]) -> None:
-        import torch
-
-        self._program = program
-        self._library = shared_library(program.host_object)
-        self._scratch = scratch_memory(program.scratch)
-        self._tensors = tensors
-        self._addresses = {name: tensor.data_ptr() for name, tensor in {**tensors, **self._scratch}.items()}
-        self._device = torch.cuda.current_device()
-        self._values: dict[int, HostValues] = {}
-        try:
-            self._entry = self._library[program.entry]
-        except AttributeError:
-            raise DeviceError(f"the host object, compiled by {program.compiler}, has no {program.entry!r}") from None
-        if program.convention == "packed":
-            _start(self._library, program, self._device)
+        self._tensors = {**tensors, **scratch_memory(program.scratch)}
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors.values()]
+        self._loaded = loaded_host(program, tuple(self._tensors))
 
     def enqueue(self) -> None:
         """Calls it. DeviceError with the function's own words if it refuses its arguments, or with a CUDA error."""
-        stream = current_stream()
-        if self._program.convention == "packed":
-            self._call_packed(stream)
-        else:
-            self._call_ffi(stream)
+        self._loaded.launch(self._addresses, current_stream())
 
     def collect(self) -> None:
         """The kernels write to the case's tensors themselves."""
 
-    def _call_ffi(self, stream: int) -> None:
-        ffi = ctypes.CDLL(str(runtime_library(FFI)))
-        if stream not in self._values:
-            self._values[stream] = ffi_values(self._program.args, self._addresses, self._device, stream)
-        values, result = self._values[stream], FfiAny()
-        ffi.TVMFFIEnvSetStream(CUDA, self._device, ctypes.c_void_p(stream), None)
-        count = len(self._program.args)
-        code = self._entry(None, ctypes.byref(values.slots), ctypes.c_int32(count), ctypes.byref(result))
-        if code:
-            raise _failure(f"the host function of {self._program.compiler} refuses the call: {_raised(ffi)}")
 
-    def _call_packed(self, stream: int) -> None:
-        if stream not in self._values:
-            self._values[stream] = packed_values(self._program.args, self._addresses, stream)
-        values = self._values[stream]
+def loaded_host(program: HostProgram, names: Sequence[str]) -> LoadedHost | PackedHost:
+    """A host function on torch's current device, called with the addresses that each call gives.
+
+    `names`: the tensors and workspaces whose addresses a call gives, in this order. UnsupportedError and DeviceError as
+    for shared_library; DeviceError if it has no such entry.
+    """
+    import torch
+
+    library, device = shared_library(program.host_object), torch.cuda.current_device()
+    try:
+        entry = library[program.entry]
+    except AttributeError:
+        raise DeviceError(f"the host object, compiled by {program.compiler}, has no {program.entry!r}") from None
+    if program.convention == "packed":
+        _start(library, program, device)
+        return PackedHost(program, tuple(names), entry)
+    return LoadedHost(program, tuple(names), entry, device)
+
+
+class LoadedHost:
+    """A function that takes TVM FFI values. They are made once; a call stores addresses and the stream in them."""
+
+    def __init__(self, program: HostProgram, names: Sequence[str], entry: Any, device: int) -> None:
+        self._ffi = ctypes.CDLL(str(runtime_library(FFI)))
+        self._program, self._device, self._lock = program, device, Lock()
+        self._values = ffi_values(program.args, dict.fromkeys(names, 0), device, 0)
+        places = {name: index for index, name in enumerate(names)}
+        slots = self._values.slots
+        self._cells: list[ctypes.c_uint64] = []
+        pointers: list[tuple[int, int]] = []
+        self._streams: list[ctypes.c_uint64] = []
+        for slot, arg in zip(slots, program.args, strict=False):
+            # A DLTensor begins with its address.
+            if isinstance(arg, TensorArg):
+                self._cells.append(ctypes.c_uint64.from_address(slot.value.pointer))
+                pointers.append((places[arg.tensor], arg.offset))
+            elif isinstance(arg, BufferArg | StreamArg):
+                cell = ctypes.c_uint64.from_address(ctypes.addressof(slot) + FfiAny.value.offset)
+                if isinstance(arg, BufferArg):
+                    self._cells.append(cell)
+                    pointers.append((places[arg.tensor], arg.offset))
+                else:
+                    self._streams.append(cell)
+        self._gather = gathered(pointers)
+        self._result = FfiAny()
+        self._entry = entry
+        self._entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]
+        self._given = (None, ctypes.addressof(slots), len(program.args), ctypes.addressof(self._result))
+
+    def prepare(self, addresses: Sequence[int], stream: int) -> None:
+        """A host function does nothing once."""
+
+    def launch(self, addresses: Sequence[int], stream: int) -> None:
+        """Calls it. DeviceError with the function's own words if it refuses its arguments, or with a CUDA error."""
+        with self._lock:
+            for cell, address in zip(self._cells, self._gather(addresses), strict=True):
+                cell.value = address
+            for cell in self._streams:
+                cell.value = stream
+            if not self._streams:
+                self._ffi.TVMFFIEnvSetStream(CUDA, self._device, ctypes.c_void_p(stream), None)
+            if self._entry(*self._given):
+                raise _failure(f"the host function of {self._program.compiler} refuses the call: {_raised(self._ffi)}")
+
+
+class PackedHost:
+    """A function that takes packed descriptors, made anew in each call: nothing that we compile is called so."""
+
+    def __init__(self, program: HostProgram, names: Sequence[str], entry: Any) -> None:
+        self._program, self._names, self._entry = program, names, entry
+
+    def prepare(self, addresses: Sequence[int], stream: int) -> None:
+        """A host function does nothing once."""
+
+    def launch(self, addresses: Sequence[int], stream: int) -> None:
+        """Calls it. DeviceError with the CUDA error that it returns."""
+        values = packed_values(self._program.args, dict(zip(self._names, addresses, strict=True)), stream)
         self._entry(ctypes.byref(values.slots), ctypes.c_int32(len(values.slots)))
         code = values.kept[-1]
         assert isinstance(code, ctypes.c_int32)

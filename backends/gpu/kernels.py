@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
+from operator import itemgetter
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
-from backends.gpu.driver import call, described, driver, driver_library
-from megamoe.contract import BufferArg, DeviceError, KernelArg, Launch, ScalarArg, TensorMapArg, UnsupportedError
+from backends.gpu.driver import call, described, driver, driver_library, failure
+from megamoe.contract import BufferArg, DeviceError, ScalarArg, TensorMapArg, UnsupportedError
 from megamoe.contract.assembly import assemblers
 
 if TYPE_CHECKING:
@@ -26,6 +28,10 @@ SCALAR_FORMATS: Final[Mapping[str, str]] = {
 }  # fmt: skip
 MAP_BYTES: Final = 128
 ALIGNMENT: Final = 64
+NO_CONTEXT: Final = 201
+"""CUDA_ERROR_INVALID_CONTEXT"""
+STREAM_OFFSET: Final = 32
+"""Of hStream in CUlaunchConfig: seven 32-bit fields and 4 bytes of padding lie before it (cuda.h)."""
 # dtype of the spec -> CUtensorMapDataType. b4x16 and its like are the packed types of PTX ISA, section 5.5.1.
 _TYPES: Final[Mapping[str, str]] = {
     "u8": "UINT8", "u16": "UINT16", "u32": "UINT32", "s32": "INT32", "u64": "UINT64", "s64": "INT64",
@@ -35,28 +41,6 @@ _TYPES: Final[Mapping[str, str]] = {
 }  # fmt: skip
 _SWIZZLES: Final = ("none", "32B", "64B", "128B")
 _FILLS: Final[Mapping[str, str]] = {"zero": "NONE", "nan": "NAN_REQUEST_ZERO_FMA"}
-
-
-class PackedParameters:
-    """The parameters of one call, in host memory. `address` is the void** that points to each of them."""
-
-    def __init__(self, contents: Sequence[bytes]) -> None:
-        self.held = [ctypes.create_string_buffer(content, max(len(content), 1)) for content in contents]
-        self._pointers = (ctypes.c_void_p * max(len(contents), 1))(*(ctypes.addressof(one) for one in self.held))
-        self.address = ctypes.addressof(self._pointers)
-
-
-def parameters_of(launch: Launch, addresses: Mapping[str, int]) -> PackedParameters:
-    """The parameters of `launch`. `addresses`: of tensors and scratch, by name. DeviceError for a value that does not
-    fit or a tensor that was not given."""
-    return PackedParameters([_encoded(arg, addresses) for arg in launch.args])
-
-
-def _encoded(arg: KernelArg, addresses: Mapping[str, int]) -> bytes:
-    if isinstance(arg, ScalarArg):
-        return scalar_bytes(arg)
-    address = address_of(arg.tensor, arg.offset, addresses)
-    return struct.pack("<Q", address) if isinstance(arg, BufferArg) else encoded_map(arg, address)
 
 
 def address_of(tensor: str, offset: int, addresses: Mapping[str, int]) -> int:
@@ -151,47 +135,169 @@ def device_code(ptx: str, target: Target) -> bytes:
     return ptx.encode() + b"\0"
 
 
+class LoadedKernels:
+    """A Program in a module of the device, launched on the addresses that each call gives.
+
+    `names`: the tensors and workspaces whose addresses a call gives, in this order. DeviceError if the module lacks an
+    entry, or an argument names a tensor that is not in `names`.
+    """
+
+    def __init__(self, program: Program, names: Sequence[str], module: Any) -> None:
+        self._prepare = _Launches(program.prepare, names, module)
+        self._launches = _Launches(program.launches, names, module)
+
+    def prepare(self, addresses: Sequence[int], stream: int) -> None:
+        """Enqueues what is done once for the same weights."""
+        self._prepare.enqueue(addresses, stream)
+
+    def launch(self, addresses: Sequence[int], stream: int) -> None:
+        """Enqueues every launch; DeviceError if the driver refuses one."""
+        self._launches.enqueue(addresses, stream)
+
+
 class KernelCall:
-    """The launches of a Program on torch's current stream, in order."""
+    """The launches of a Program on torch's current stream, in order, on tensors that stay where they are."""
 
     def __init__(self, program: Program, addresses: Mapping[str, int], module: Any) -> None:
-        self._prepare = [_ReadyLaunch(launch, addresses, module) for launch in program.prepare]
-        self._launches = [_ReadyLaunch(launch, addresses, module) for launch in program.launches]
+        self._loaded = LoadedKernels(program, tuple(addresses), module)
+        self._addresses = tuple(addresses.values())
+        self._prepares = bool(program.prepare)
 
     def prepare(self) -> None:
         """Performs what the program does once, and waits for its end. DeviceLostError for a kernel's fault."""
-        if self._prepare:
+        if self._prepares:
             stream = current_stream()
-            for launch in self._prepare:
-                launch.enqueue(stream)
+            self._loaded.prepare(self._addresses, stream)
             call("cuStreamSynchronize", stream, doing="waiting for the preparation of the weights")
 
     def enqueue(self) -> None:
         """Launches every kernel; DeviceError if the driver refuses one."""
-        stream = current_stream()
-        for launch in self._launches:
-            launch.enqueue(stream)
+        self._loaded.launch(self._addresses, current_stream())
 
     def collect(self) -> None:
         """The kernels write to the case's tensors themselves."""
 
 
-class _ReadyLaunch:
-    def __init__(self, launch: Launch, addresses: Mapping[str, int], module: Any) -> None:
-        self._said = (
+class _Launches:
+    """Launches in order. Their parameters lie in host memory; a call stores addresses there and nothing else.
+
+    The driver reads parameters while it launches, so that they are free for the next call when it returns.
+    """
+
+    def __init__(self, launches: Sequence[Launch], names: Sequence[str], module: Any) -> None:
+        self._lock = Lock()
+        self._context = call("cuCtxGetCurrent", doing="looking up the device's context")
+        self._stream: int | None = None
+        self._maps: list[_Map] = []
+        self._held: list[ctypes.Array[ctypes.c_char]] = []
+        self._pointers: list[tuple[int, int]] = []
+        places = {name: index for index, name in enumerate(names)}
+        count = sum(isinstance(arg, BufferArg) for launch in launches for arg in launch.args)
+        self._pack = struct.Struct(f"<{count}Q").pack_into
+        self._block = ctypes.create_string_buffer(max(8 * count, 1))
+        self._steps = [_Step(launch, self._parameters(launch, places), module) for launch in launches]
+        self._gather = gathered(self._pointers)
+
+    def enqueue(self, addresses: Sequence[int], stream: int) -> None:
+        with self._lock:
+            self._pack(self._block, 0, *self._gather(addresses))
+            for one in self._maps:
+                one.point_at(addresses[one.place] + one.arg.offset)
+            if stream != self._stream:
+                for step in self._steps:
+                    step.stream.value = stream
+                self._stream = stream
+            launch = _launch_kernel()
+            for step in self._steps:
+                code = launch(step.config_address, step.kernel, step.parameters_address, None)
+                if code == NO_CONTEXT:
+                    # A thread that has asked the runtime for nothing yet.
+                    call("cuCtxSetCurrent", self._context, doing="entering the device's context")
+                    code = launch(step.config_address, step.kernel, step.parameters_address, None)
+                if code:
+                    raise failure("cuLaunchKernelEx", driver().CUresult(code), step.said)
+
+    def _parameters(self, launch: Launch, places: Mapping[str, int]) -> list[int]:
+        """The address of each parameter of `launch`."""
+        found: list[int] = []
+        for arg in launch.args:
+            if isinstance(arg, ScalarArg):
+                self._held.append(ctypes.create_string_buffer(scalar_bytes(arg)))
+                found.append(ctypes.addressof(self._held[-1]))
+                continue
+            place = address_of(arg.tensor, 0, places)
+            if isinstance(arg, BufferArg):
+                found.append(ctypes.addressof(self._block) + 8 * len(self._pointers))
+                self._pointers.append((place, arg.offset))
+            else:
+                self._maps.append(_Map(arg, place))
+                found.append(self._maps[-1].at)
+        return found
+
+
+def gathered(pointers: Sequence[tuple[int, int]]) -> Callable[[Sequence[int]], Sequence[int]]:
+    """Takes `pointers`, (which one, plus how many bytes), out of a sequence of addresses."""
+    places = [place for place, _ in pointers]
+    if any(offset for _, offset in pointers) or len(places) < 2:
+        return lambda addresses: [addresses[place] + offset for place, offset in pointers]
+    return itemgetter(*places)
+
+
+class _Step:
+    """A launch whose parameters lie at `parameters`. `stream`: the field of its configuration in the driver's form."""
+
+    def __init__(self, launch: Launch, parameters: Sequence[int], module: Any) -> None:
+        self.said = (
             f"launching {launch.entry} with grid {launch.grid}, block {launch.block}, cluster {launch.cluster} and "
             f"{launch.dynamic_smem} bytes of dynamic shared memory"
         )
-        self._kernel = call(
+        kernel = call(
             "cuModuleGetFunction", module, launch.entry.encode(), doing=f"looking up the kernel {launch.entry}"
         )
-        self._parameters: PackedParameters = parameters_of(launch, addresses)
+        _opt_in(kernel, launch)
+        self.kernel = int(kernel)
         self._config = _configuration(launch)
-        _opt_in(self._kernel, launch)
+        self.config_address = int(self._config.getPtr())
+        self.stream = ctypes.c_void_p.from_address(self.config_address + STREAM_OFFSET)
+        self._pointers = (ctypes.c_void_p * max(len(parameters), 1))(*parameters)
+        self.parameters_address = ctypes.addressof(self._pointers)
 
-    def enqueue(self, stream: int) -> None:
-        self._config.hStream = stream
-        call("cuLaunchKernelEx", self._config, self._kernel, self._parameters.address, 0, doing=self._said)
+
+class _Map:
+    """A tensor map in host memory, aligned as the driver wants it."""
+
+    def __init__(self, arg: TensorMapArg, place: int) -> None:
+        self.arg, self.place = arg, place
+        self._address: int | None = None
+        self._room = ctypes.create_string_buffer(MAP_BYTES + ALIGNMENT)
+        self.at = -(-ctypes.addressof(self._room) // ALIGNMENT) * ALIGNMENT
+
+    def point_at(self, address: int) -> None:
+        """Makes it a map of the tensor at `address`. DeviceError, with all that was asked, if the driver refuses."""
+        if address == self._address:
+            return
+        if self._address is None:
+            ctypes.memmove(self.at, encoded_map(self.arg, address), MAP_BYTES)
+        elif code := _replace_address()(self.at, address):
+            returned = described(driver().CUresult(code))
+            said = _asked(self.arg, address)
+            raise DeviceError(f"cuTensorMapReplaceAddress returned {returned} while moving {said}")
+        self._address = address
+
+
+@cache
+def _launch_kernel() -> Any:
+    # Not through cuda.bindings, which wraps each argument: what a call costs is mostly this.
+    function = driver_library().cuLaunchKernelEx
+    function.argtypes = [ctypes.c_void_p] * 4
+    return function
+
+
+@cache
+def _replace_address() -> Any:
+    function = driver_library().cuTensorMapReplaceAddress
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return function
 
 
 def _configuration(launch: Launch) -> Any:
@@ -221,6 +327,13 @@ def _opt_in(kernel: Any, launch: Launch) -> None:
     if x * y * z > MAX_PORTABLE_CLUSTER:
         attribute = attributes.CU_FUNC_ATTRIBUTE_NON_MAX_PORTABLE_CLUSTER_SIZE_ALLOWED
         call("cuFuncSetAttribute", kernel, attribute, 1, doing=f"allowing {launch.entry} clusters of {x * y * z} CTAs")
+
+
+@cache
+def loaded_module(ptx: str, target: Target, device: int) -> Any:
+    """The module of `ptx` on torch's current device, number `device`; it stays there until the process ends."""
+    code = device_code(ptx, target)
+    return call("cuModuleLoadData", code, doing=f"loading {len(code)} bytes of code for {target}")
 
 
 @contextmanager

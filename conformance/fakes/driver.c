@@ -1,5 +1,5 @@
 /* A CUDA driver that launches nothing: it writes every call to standard output, and fails as FAKE_FAILURE says:
-   "cuLaunchKernelEx=1" makes that call return 1; "fault=700" makes every call after a launch that waits return 700. */
+   "cuLaunchKernelEx=1" makes that call return 1; "fault=700" makes every call after a launch that waits return 700; "thread" is a thread without a context. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
@@ -15,7 +15,7 @@ typedef struct {
   unsigned count;
 } Config;
 
-static int launched;
+static int launched, entered;
 
 static CUresult outcome(const char *name, int waits) {
   const char *plan = getenv("FAKE_FAILURE");
@@ -58,7 +58,15 @@ CUresult cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *addres
               (uintptr_t)map % 64 == 0, type, rank, dims[0], dims[1], strides[0], box[0], box[1], steps[0], steps[1],
               swizzle);
 }
+CUresult cuTensorMapReplaceAddress(void *map, void *address) {
+  memcpy(map, &address, sizeof address);
+  return SAID("cuTensorMapReplaceAddress", 0, "%p", address);
+}
+CUresult cuCtxGetCurrent(void **context) { *context = (void *)0x33; return 0; }
+CUresult cuCtxSetCurrent(void *context) { entered = 1; return SAID("cuCtxSetCurrent", 0, "%p", context); }
 CUresult cuLaunchKernelEx(const Config *config, void *function, void **params, void **extra) {
+  const char *plan = getenv("FAKE_FAILURE");
+  if (plan && !strcmp(plan, "thread") && !entered) return 201;
   launched = 1;
   printf("grid=%u,%u,%u block=%u,%u,%u smem=%u stream=%p attrs=%u", config->grid[0], config->grid[1], config->grid[2],
          config->block[0], config->block[1], config->block[2], config->smem, config->stream, config->count);

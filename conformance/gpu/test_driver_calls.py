@@ -33,6 +33,9 @@ ATTEMPTS = {
     "exchange": ("exchange_probe", ""),
     "fault": ("exchange_probe", "fault=700"),
     **{call: ("product_probe", f"{call}=1") for call in REFUSED},
+    "thread": ("product_probe", "thread"),
+    "moved": ("moved", ""),
+    "move refused": ("moved", "cuTensorMapReplaceAddress=1"),
 }
 # One process imports; a fork of it makes each attempt. The import takes as long as ten attempts.
 SCRIPT = """
@@ -41,9 +44,16 @@ import backends.gpu.kernels as kernels
 from backends.gpu.driver import call
 from conformance.gpu import probe as probes
 from megamoe.contract import DeviceError, DeviceLostError
-def attempt(probe):
+def moved(probe):
+    names = (*probe.tensors, *probe.program.scratch)
+    loaded = kernels.LoadedKernels(probe.program, names, 0x11)
+    for first, stream in ((1 << 12, 0x77), (1 << 12, 0x77), (1 << 13, 0x78)):
+        loaded.launch([first * (index + 1) for index in range(len(names))], stream)
+def attempt(probe, moves):
     kernels.current_stream = lambda: 0x77
     try:
+        if moves:
+            return moved(probe)
         with kernels.bound_program(probe.program, probe.tensors) as bound:
             bound.enqueue()
             call("cuStreamSynchronize", 0x77, doing="waiting for the end")
@@ -55,7 +65,7 @@ for name, (probe, failure) in json.loads(sys.argv[1]).items():
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), 1)
         if failure:
             os.environ["FAKE_FAILURE"] = failure
-        attempt(getattr(probes, probe)())
+        attempt(getattr(probes, "product_probe" if probe == "moved" else probe)(), probe == "moved")
         sys.exit()
     if os.wait()[1] != 0:
         sys.exit(f"attempt {name} failed")
@@ -108,3 +118,21 @@ def test_a_fault_says_that_the_device_is_lost(told: dict[str, list[str]]) -> Non
     said = next(line for line in lines if line.startswith("DeviceLostError "))
     assert "cuStreamSynchronize returned CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)" in said
     assert lines[-1].startswith("lost to: cuStreamSynchronize returned")
+
+
+def test_a_loaded_program_goes_with_its_tensors(told: dict[str, list[str]]) -> None:
+    lines = told["moved"]
+    launches = [line for line in lines if line.startswith("grid=")]
+    assert ["stream=0x77" in line for line in launches] == [True, True, False], "the stream of a call is not its own"
+    assert sum(line.startswith("cuTensorMapEncodeTiled") for line in lines) == 2, "a map is encoded once"
+    moved = [line.split()[1] for line in lines if line.startswith("cuTensorMapReplaceAddress")]
+    assert len(moved) == 2, "a map moves when its tensor does, and only then"
+    assert launches[2].endswith(f"first={int(moved[0], 16):016x}"), "the kernel reads a map that has not moved"
+    said = next(line for line in told["move refused"] if line.startswith("DeviceError "))
+    assert "cuTensorMapReplaceAddress returned CUDA_ERROR_INVALID_VALUE (invalid argument) while moving" in said
+
+
+def test_a_thread_without_a_context_enters_that_of_the_program(told: dict[str, list[str]]) -> None:
+    lines = told["thread"]
+    assert "cuCtxSetCurrent 0x33" in lines
+    assert lines.index("cuCtxSetCurrent 0x33") < lines.index("cuLaunchKernelEx 0x22"), "the launch was lost"

@@ -113,17 +113,18 @@ def global_scale(values: torch.Tensor, per: int = 0) -> torch.Tensor:
     return torch.where(largest > 0, largest / (E2M1_MAX * E4M3_MAX), 1.0)
 
 
-def quantise(values: torch.Tensor, gs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(values: torch.Tensor, gs: torch.Tensor, *, check: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes uint8 [..., K / 2], sf uint8 [..., K / 16]) of `values` [..., K] under the global scale `gs` float32.
 
     `gs` has some of the first axes of `values`: [] per tensor, [experts] per expert, [tokens] per token.
     In float32, to nearest even and saturating: sf = e4m3(max|block| / 6 / gs), code = e2m1(value / (sf * gs)). A block
     whose sf is 0 has codes 0. ValueError if K is no multiple of 16, or for a value or a `gs` that is not finite.
+    Without `check` nobody looks at values, so that nothing waits for a device; what is not finite gives any codes.
     """
     k = values.shape[-1]
     if k % SF_VEC_SIZE:
         raise ValueError(f"K is {k}; a block scale is for {SF_VEC_SIZE} numbers, so K must be a multiple of it")
-    if not bool((torch.isfinite(gs) & (gs > 0)).all()) or gs.dtype != torch.float32:
+    if check and (not bool((torch.isfinite(gs) & (gs > 0)).all()) or gs.dtype != torch.float32):
         raise ValueError(
             f"global scales of {gs.dtype} from {gs.min():g} to {gs.max():g}; they must be f32, finite, above 0"
         )
@@ -135,7 +136,7 @@ def quantise(values: torch.Tensor, gs: torch.Tensor) -> tuple[torch.Tensor, torc
     for start in range(0, len(rows), step):
         here = slice(start, start + step)
         largest = _quantise_rows(rows[here], row_gs[here], codes[here], sf[here])
-        if not bool(torch.isfinite(largest.sum())):
+        if check and not bool(torch.isfinite(largest.sum())):
             row = start + int((~torch.isfinite(largest)).any(dim=1).nonzero()[0])
             raise ValueError(f"row {row} of {len(rows)} holds a NaN or an infinity; only numbers can be quantised")
     return codes.view(*values.shape[:-1], k // 2), sf.view(*values.shape[:-1], k // SF_VEC_SIZE)
@@ -146,13 +147,14 @@ def _quantise_rows(values: torch.Tensor, gs: torch.Tensor, codes: torch.Tensor, 
     block = values.float().view(*sf.shape, SF_VEC_SIZE)
     largest = block.abs().amax(dim=-1)
     sf.copy_(_saturated_e4m3(largest / E2M1_MAX / gs))
-    step = decode_e4m3(sf).mul_(gs)
+    step = sf.view(torch.float8_e4m3fn).float().mul_(gs)
     # A block of scale 0: anything / inf is 0, and so is its code.
     scaled = block / step.masked_fill_(step <= 0, torch.inf)[..., None]
     pair = _codes(scaled.view(-1)).view(torch.int64)
     torch.bitwise_or(pair, pair >> 28, out=pair)
     codes.copy_(pair.to(torch.uint8).view(codes.shape))
-    if not bool(sf.all()):
+    # To ask a device whether there is one costs more than to mask.
+    if sf.device.type != "cpu" or not bool(sf.all()):
         codes.view(*sf.shape, SF_VEC_SIZE // 2).masked_fill_((sf == 0)[..., None], 0)
     return largest
 

@@ -11,6 +11,8 @@ from megamoe.contract.backend import (
     Execution,
     Executor,
     Flush,
+    LoadedProgram,
+    LoadingExecutor,
     RunOptions,
     Stopwatch,
     TimedExecutor,

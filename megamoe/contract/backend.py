@@ -130,6 +130,34 @@ class Executor(Protocol):
         ...
 
 
+class LoadedProgram(Protocol):
+    """A program on a device. Each call is given the addresses of its tensors and workspaces.
+
+    Both calls enqueue on `stream`, a handle of the driver, and neither wait nor allocate, so that a graph can capture
+    them. They are safe in any thread. DeviceError if the driver refuses.
+    """
+
+    def prepare(self, addresses: Sequence[int], stream: int) -> None:
+        """What the program does once for the same weights; addresses of other tensors may be 0."""
+        ...
+
+    def launch(self, addresses: Sequence[int], stream: int) -> None:
+        """What it does each time."""
+        ...
+
+
+@runtime_checkable
+class LoadingExecutor(Executor, Protocol):
+    """An executor that loads a program once and runs it on other tensors each time."""
+
+    def load(self, program: AnyProgram, names: Sequence[str]) -> LoadedProgram:
+        """`program` on the current device. `names`: of its tensors and workspaces, in the order of the addresses.
+
+        UnsupportedError for a program that cannot be loaded, DeviceError for one that the driver refuses.
+        """
+        ...
+
+
 class DeviceFacts(BaseModel):
     """The accelerator on which rows ran, as its driver describes it. Clocks in MHz, as found when the run began.
 

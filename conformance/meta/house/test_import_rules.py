@@ -46,6 +46,8 @@ MEGAMOE = {
     "triton": "contract vm",
     "cutedsl": "contract vm",
     "torch_cuda": "contract",
+    # What PyTorch users call; megamoe/__init__.py hands its names out when they are asked for.
+    "torch_ops": "megamoe contract codec spec",
     "pytest_plugin": "contract vm torch_cuda triton cutedsl findings export",
     "__main__": "cli",
 }

@@ -1,0 +1,278 @@
+"""megamoe.moe on a CPU, its weights from checkpoints, and what a call on a device does once and again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megamoe
+from conformance.fakes.device_on_machine import device_on_machine
+from megamoe.codec.nvfp4 import global_scale, quantise, swizzle_scales, unswizzle_scales
+from megamoe.ops import reference
+from megamoe.torch_ops import moe as module
+from megamoe.torch_ops.calls import DeviceCall, spec_of
+
+EXPERTS, HIDDEN, INTERMEDIATE = 2, 128, 128
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def numbers() -> Tensors:
+    source = torch.Generator().manual_seed(0)
+    gate, up = torch.randn(2, EXPERTS, INTERMEDIATE, HIDDEN, generator=source) / math.sqrt(HIDDEN)
+    down = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=source) / math.sqrt(INTERMEDIATE)
+    return {"gate": gate, "up": up, "down": down}
+
+
+@pytest.fixture(scope="module")
+def weights(numbers: Tensors) -> megamoe.MoeWeights:
+    return megamoe.MoeWeights.quantised(**numbers, largest_activation=torch.tensor([3.0, 4.0]), largest_input=4.0)
+
+
+def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(count)
+    x = torch.randn(count, HIDDEN, generator=source).bfloat16()
+    ids = torch.stack([torch.randperm(EXPERTS, generator=source) for _ in range(count)])
+    return x, ids, torch.randn(count, EXPERTS, generator=source).softmax(dim=1)
+
+
+def oracle(weights: Any, x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, **axes: Any) -> tuple[Any, Any, Tensors]:
+    """The harness's own answer for the same layer: the case, its reference and its inputs."""
+    gs = weights.x_gs.expand(len(x)).contiguous() if len(weights.x_gs) else global_scale(x, per=1)
+    codes, sf = quantise(x, gs)
+    stacks = {name: getattr(weights, name) for name in module.STACKS}
+    inputs = {"x_codes": codes, "x_sf": swizzle_scales(sf), "x_gs": gs, **stacks}
+    inputs |= {"topk_ids": ids.to(torch.int32), "topk_weights": w}
+    sizes = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "num_experts": EXPERTS, "tokens": len(x)}
+    case = spec_of("nvfp4_moe").case(topk=ids.shape[1], **sizes, **axes)
+    return case, reference("nvfp4_moe"), inputs
+
+
+@pytest.mark.parametrize("option", ["plain", "clamp, before, -1, scales of tokens"])
+def test_it_is_what_the_oracle_says(weights: megamoe.MoeWeights, option: str) -> None:
+    x, ids, w = tokens(3)
+    axes: dict[str, Any] = {}
+    if option != "plain":
+        axes = {"clamp": 0.5, "weight": "before"}
+        ids[1, 0], ids[2] = -1, -1
+        weights = replace(weights, x_gs=torch.empty(0))
+    y = megamoe.moe(x, weights, ids, w, **axes)
+    case, op, inputs = oracle(weights, x, ids, w, **axes)
+    expected = op.oracle(case, inputs)
+    settled = op.latitude(case, inputs, {"y": y}, expected).oracle["y"]
+    assert (y.double() - settled).abs().max() <= 2e-2 * settled.abs().max(), "y"
+    assert option == "plain" or not y[2].any(), "a token without an expert here has y = 0"
+
+
+def test_it_is_an_operator_as_torch_wants_it(weights: megamoe.MoeWeights) -> None:
+    x, ids, w = tokens(1)
+    given = (x, ids, w, weights.tensors())
+    torch.library.opcheck(torch.ops.megamoe.moe.default, given, test_utils=("test_schema", "test_faketensor"))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return megamoe.moe(x * 2, weights, ids, w) + 1
+
+    assert torch.equal(torch.compile(step, backend="aot_eager", fullgraph=True)(x), step(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        (lambda x, i, w: (x.float(), i, w), ValueError, "x is torch.float32"),
+        (lambda x, i, w: (x[:, :64], i, w), ValueError, "for x of"),
+        (lambda x, i, w: (x[0], i, w), ValueError, r"x is \[tokens, hidden\]"),
+        (lambda x, i, w: (x, i.float(), w), ValueError, "topk_ids are torch.float32"),
+        (lambda x, i, w: (x, i, w[:1]), ValueError, "topk_weights is torch.float32"),
+        (lambda x, i, w: (x.repeat(3000, 1), i.repeat(3000, 1), w.repeat(3000, 1)), ValueError, "tokens=9000"),
+        (lambda x, i, w: (x.repeat(2700, 1), i.repeat(2700, 1), w.repeat(2700, 1)), ValueError, "takes small sizes"),
+        (lambda x, i, w: (x.requires_grad_(), i, w), RuntimeError, "has no backward"),
+    ],
+)
+def test_what_it_does_not_do_is_said(
+    weights: megamoe.MoeWeights,
+    change: Callable[..., Any],
+    error: type[Exception],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, ids, w = change(*tokens(3))
+    monkeypatch.setattr(module, "MAX_MACHINE_WORK", 1 << 18)
+    with pytest.raises(error, match=sentence):
+        megamoe.moe(x, weights, ids, w)
+
+
+def test_a_device_brings_weights_into_its_layout_once_and_again_when_they_change(weights: megamoe.MoeWeights) -> None:
+    mine = replace(weights, **{name: getattr(weights, name).clone() for name in module.STACKS})
+    x, ids, w = tokens(1)
+    with device_on_machine() as device:
+        given = (x, ids, w, *mine.tensors())
+        shapes, dtypes = tuple(one.shape for one in given), tuple(one.dtype for one in given)
+        call = module._made.__wrapped__(shapes, dtypes, (0,), (8, None, False, "ptx"))
+        assert isinstance(call, DeviceCall)
+
+        def y() -> torch.Tensor:
+            _, _, inputs = oracle(mine, x, ids, w)
+            tensors = [inputs[name] for name in module.INPUTS]
+            for one in tensors:
+                device.know(one)
+            return call(tensors)[0]
+
+        first = y()
+        assert torch.equal(y(), first)
+        assert device.done == {"prepared": 1, "launched": 2}, "the same weights were prepared twice"
+        mine.w2_codes.copy_(mine.w2_codes.flip(0))
+        mine.w2_sf.copy_(mine.w2_sf.flip(0))
+        device.capturing = True
+        with pytest.raises(RuntimeError, match="the weights are new or have changed"):
+            y()
+        device.capturing = False
+        assert not torch.equal(y(), first), "the layout of the old weights was used"
+        assert device.done["prepared"] == 2
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="tokens are quantised by a Triton kernel")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("own_scales", [True, False])
+def test_the_kernel_that_quantises_tokens_has_the_bits_of_the_codec(own_scales: bool) -> None:
+    import megamoe.triton
+    from megamoe.torch_ops.quantise import quantised_tokens
+
+    source = torch.Generator().manual_seed(0)
+    magnitude = torch.randn(3, HIDDEN // 16, generator=source).mul(4).exp().repeat_interleave(16, dim=1)
+    x = (torch.randn(3, HIDDEN, generator=source) * magnitude).bfloat16()
+    x[0, :64], x[1] = 0, 0
+    x_gs = torch.empty(0) if own_scales else torch.tensor([0.01])
+    megamoe.triton.install("sm_90a")
+    try:
+        codes, sf, gs = quantised_tokens(x, x_gs)
+    finally:
+        megamoe.triton.uninstall()
+    wanted_gs = global_scale(x, per=1) if own_scales else x_gs.expand(3).contiguous()
+    wanted, wanted_sf = quantise(x, wanted_gs)
+    assert torch.equal(gs, wanted_gs), "global scales"
+    assert torch.equal(unswizzle_scales(sf, 3, HIDDEN // 16), wanted_sf), "block scales"
+    assert torch.equal(codes, wanted), "codes"
+    assert torch.equal(quantise(x, wanted_gs, check=False)[0], wanted), "without the check the codec rounds otherwise"
+
+
+# Checkpoints
+
+NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+MIXTRAL = {"w1": "gate", "w3": "up", "w2": "down"}
+PREFIX = "model.layers.3.mlp"
+
+
+def checkpoint(numbers: Tensors, names: Mapping[str, str] = NAMES) -> Tensors:
+    """The layer of `weights` as ModelOpt stores it."""
+    found: Tensors = {}
+    both = global_scale(torch.cat((numbers["gate"], numbers["up"]), dim=1), per=1)
+    scales = {"gate": both, "up": both, "down": global_scale(numbers["down"], per=1)}
+    inputs = {"gate": (4.0, 3.0), "up": (2.0, 4.0), "down": (3.0, 4.0)}
+    for expert in range(EXPERTS):
+        for projection, name in names.items():
+            start, gs = f"{PREFIX}.experts.{expert}.{projection}", scales[name][expert]
+            codes, sf = quantise(numbers[name][expert], gs)
+            found[f"{start}.weight"], found[f"{start}.weight_scale"] = codes, sf.view(torch.float8_e4m3fn)
+            found[f"{start}.weight_scale_2"] = gs.clone()
+            found[f"{start}.input_scale"] = global_scale(torch.tensor(inputs[name][expert]))
+    return found
+
+
+def same(one: megamoe.MoeWeights, other: megamoe.MoeWeights) -> list[str]:
+    """The fields in which they differ."""
+    names = [field.name for field in fields(one) if field.name != "interleave"]
+    return [name for name in names if not torch.equal(getattr(one, name), getattr(other, name))]
+
+
+@pytest.mark.parametrize("names", [NAMES, MIXTRAL], ids=["gate_proj", "w1"])
+def test_a_checkpoint_is_read_as_it_was_quantised(
+    weights: megamoe.MoeWeights, numbers: Tensors, names: Mapping[str, str], tmp_path: Path
+) -> None:
+    tensors = checkpoint(numbers, names) | {"model.norm.weight": torch.ones(HIDDEN)}
+    assert same(megamoe.load_moe_weights(tensors), weights) == [], "in memory"
+    if find_spec("safetensors") is None:
+        pytest.skip("safetensors is not installed")
+    from safetensors.torch import save_file
+
+    ordered = sorted(tensors)
+    shards = {"a.safetensors": ordered[:7], "b.safetensors": ordered[7:]}
+    for file, held in shards.items():
+        save_file({name: tensors[name] for name in held}, tmp_path / file)
+    assert same(megamoe.load_moe_weights(tmp_path), weights) == [], "two files"
+    index = {"weight_map": {name: file for file, held in shards.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "stray.safetensors").write_bytes(b"no")
+    assert same(megamoe.load_moe_weights(str(tmp_path), PREFIX), weights) == [], "two files by their index"
+    one = megamoe.load_moe_weights(tmp_path, experts=[1])
+    assert same(one, replace(weights.experts(1, 1), x_gs=one.x_gs)) == [], "one rank's expert"
+
+
+def _without(name: str) -> Callable[[Tensors], Tensors]:
+    return lambda held: {key: value for key, value in held.items() if not key.endswith(name)}
+
+
+def _with(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda held: {key: change(value) if key.endswith(name) else value for key, value in held.items()}
+
+
+def _poisoned(scales: torch.Tensor) -> torch.Tensor:
+    bits = scales.view(torch.uint8).clone()
+    bits[3, 1] = 0x7F
+    return bits.view(torch.float8_e4m3fn)
+
+
+FAULTS: list[tuple[Callable[[Tensors], Tensors], str]] = [
+    (_without("experts.1.up_proj.weight"), r"lacks model.layers.3.mlp.experts.1.up_proj.weight$"),
+    (_without("input_scale"), "lacks .*input_scale"),
+    (_with("1.down_proj.weight", lambda one: one[:, :-8]), r"it must be torch.uint8 \[128, 64\]"),
+    (_with("0.gate_proj.weight", lambda one: one[:, :-8]), "hidden=112 is outside of its limits"),
+    (_with("0.gate_proj.weight", lambda one: one.flatten()), r"not \[n, k / 2\]"),
+    (_with("0.up_proj.weight", lambda one: one.view(torch.int8)), "is torch.int8"),
+    (_with("0.up_proj.weight_scale", _poisoned), "holds a NaN or a negative scale"),
+    (_with("1.up_proj.weight_scale_2", lambda one: 2 * one), "must have one global scale"),
+    (_with("1.down_proj.input_scale", lambda one: 0 * one), "is 0; it must be finite and above 0"),
+    (_with("1.down_proj.input_scale", lambda one: one.double()), "must be one torch.float32"),
+    (lambda held: {"a": torch.ones(1)}, "has no tensor named"),
+    (lambda held: held | {"l.experts.0.w1.weight": torch.ones(1)}, "2 layers with experts"),
+    (lambda held: held | {f"{PREFIX}.experts.0.w1.weight": torch.ones(1)}, "has the projections"),
+    (lambda held: held | {f"{PREFIX}.experts.00.up_proj.weight": torch.ones(1)}, "one tensor by two names"),
+]
+
+
+@pytest.mark.parametrize(("fault", "sentence"), FAULTS)
+def test_a_checkpoint_that_cannot_be_used_is_said(
+    numbers: Tensors, fault: Callable[[Tensors], Tensors], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        megamoe.load_moe_weights(fault(checkpoint(numbers)))
+
+
+def test_a_place_that_holds_no_checkpoint_is_said(numbers: Tensors, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        megamoe.load_moe_weights(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match=r"holds no \*\.safetensors"):
+        megamoe.load_moe_weights(tmp_path)
+    (tmp_path / "x.safetensors").write_bytes(b"\xff" * 40)
+    with pytest.raises(ValueError, match="is no file of safetensors"):
+        megamoe.load_moe_weights(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for text, sentence in (("{}", "is no index"), ('{"weight_map": {"a": "../b"}}', "lie beside it")):
+        index.write_text(text)
+        with pytest.raises(ValueError, match=sentence):
+            megamoe.load_moe_weights(tmp_path)
+    index.write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(FileNotFoundError, match=r"names gone\.safetensors"):
+        megamoe.load_moe_weights(tmp_path)
+    with pytest.raises(ValueError, match="no experts under the prefix 'x'"):
+        megamoe.load_moe_weights(checkpoint(numbers), "x")
+    with pytest.raises(ValueError, match="has no expert"):
+        megamoe.load_moe_weights(checkpoint(numbers), experts=[7])

@@ -1,0 +1,288 @@
+"""From tensors to a kernel: which backend, target and executor perform a call, and the call itself.
+
+A call is made once for each key of shapes and options, and kept. On a device it holds a program that is loaded there; a
+warm call allocates its outputs and one block of workspaces from torch's allocator, stores addresses and launches. On a
+CPU it runs the program in the machine.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megamoe import SPECS
+from megamoe.contract import (
+    AnyProgram,
+    Case,
+    Executor,
+    HostProgram,
+    Launch,
+    LoadedProgram,
+    LoadingExecutor,
+    Program,
+    RunOptions,
+    ScalarArg,
+    Target,
+    UnsupportedError,
+    load_backend,
+    load_executor,
+)
+from megamoe.contract.program import TARGETS
+from megamoe.spec.load import load_spec
+from megamoe.spec.spec import Spec
+
+MACHINE, DEVICE = "vm", "gpu"
+MACHINE_TARGET: Final[Target] = "sm_100a"
+"""What a CPU runs: these kernels cost the machine less than those of sm_90a, whose MoE repacks weights in each call."""
+PREFERRED: Final[Mapping[str, tuple[str, ...]]] = {DEVICE: ("cutedsl", "ptx"), MACHINE: ("ptx", "cutedsl")}
+"""Backends by executor, the first that can do the case is taken: the faster kernels on a device; on a CPU those that
+need no compiler."""
+ALIGNMENT: Final = 16
+"""Bytes. Bulk copies and tensor maps want it of an address (PTX ISA, cp.async.bulk; CUDA driver API, tensor maps)."""
+BLOCK_ALIGNMENT: Final = 512
+"""Of a workspace in its block: what torch's allocator gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor that a call makes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a call shall do.
+
+    `axes`: of the case. `inputs`: names, in the order in which a call gives the tensors. `work`: what it costs the
+    machine, in the unit of `bound`; `unit` says what that is. `device`: number of the device, -1 for the CPU.
+    """
+
+    op: str
+    axes: Mapping[str, int | float | str | bool | None]
+    inputs: tuple[str, ...]
+    outputs: tuple[Output, ...]
+    work: int
+    bound: int
+    unit: str
+    device: int
+    backend: str | None
+
+
+class Call(Protocol):
+    """An op at one shape on one device."""
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """New outputs for `inputs` of the shapes that the call was made for.
+
+        Those that are not contiguous, or begin at no multiple of ALIGNMENT bytes, are copied first.
+        """
+        ...
+
+
+@cache
+def spec_of(op: str) -> Spec:
+    """The spec of `op`, as it comes with megamoe."""
+    return load_spec(SPECS / f"{op}.yaml")
+
+
+def case_of(wanted: Wanted) -> Case:
+    """The case that `wanted` names. ValueError, with the limit of the spec, if there is none."""
+    spec = spec_of(wanted.op)
+    if (reason := spec.admits(wanted.axes)) is not None:
+        raise ValueError(f"megamoe has no such case of {wanted.op}: {reason}")
+    return spec.case(**wanted.axes)
+
+
+def call_for(wanted: Wanted) -> Call:
+    """The call that does what `wanted` says.
+
+    ValueError for sizes outside the spec, or too large for the machine; UnsupportedError, with the reason of each
+    backend, if none has such a kernel here.
+    """
+    case = case_of(wanted)
+    if wanted.device < 0:
+        if wanted.work > wanted.bound:
+            raise ValueError(
+                f"on a CPU {wanted.op} runs in the virtual machine, which takes small sizes: {wanted.unit} are "
+                f"{wanted.work} here and may be {wanted.bound}"
+            )
+        return _first_that_can(wanted, case, load_executor(MACHINE), MACHINE_TARGET)
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{wanted.op} is called for the first time with these sizes ({case.id}) while a CUDA graph is captured; "
+            f"call it once before, so that its kernels are loaded"
+        )
+    with torch.cuda.device(wanted.device):
+        executor = load_executor(DEVICE)
+        refused = {target: executor.unavailable(target) for target in TARGETS}
+        target = next((target for target, reason in refused.items() if reason is None), None)
+        if target is None:
+            raise UnsupportedError("; ".join(dict.fromkeys(filter(None, refused.values()))))
+        return _first_that_can(wanted, case, executor, target)
+
+
+def _first_that_can(wanted: Wanted, case: Case, executor: Executor, target: Target) -> Call:
+    names = (wanted.backend,) if wanted.backend else PREFERRED[executor.name]
+    refused: list[str] = []
+    for name in names:
+        try:
+            program = load_backend(name).build(case, target)
+            if isinstance(executor, LoadingExecutor):
+                return DeviceCall(wanted, program, executor)
+            return MachineCall(wanted, program, executor)
+        except UnsupportedError as reason:
+            refused.append(f"{name}: {reason}")
+    raise UnsupportedError(f"no kernel does {case.id} on {target}: {'; '.join(refused)}")
+
+
+def _as_read(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a copy of it if it is not contiguous or begins at no multiple of ALIGNMENT bytes."""
+    if tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+class MachineCall:
+    """A program in the virtual machine, on CPU tensors."""
+
+    def __init__(self, wanted: Wanted, program: AnyProgram, executor: Executor) -> None:
+        self._wanted, self._program, self._executor = wanted, program, executor
+        self._options = RunOptions(outputs=tuple(one.name for one in wanted.outputs))
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Runs it. RuntimeError with the machine's sentence if the kernel breaks a rule."""
+        outputs = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in self._wanted.outputs}
+        tensors = dict(zip(self._wanted.inputs, map(_as_read, inputs), strict=True)) | outputs
+        violation = self._executor.run(self._program, tensors, self._options).violation
+        if violation is not None:
+            raise RuntimeError(f"the kernel of {self._wanted.op} broke a rule of the machine: {violation}")
+        return list(outputs.values())
+
+
+class DeviceCall:
+    """A program that is loaded on a device.
+
+    Addresses go to it in the order inputs, outputs, prepared weights, workspaces.
+    """
+
+    def __init__(self, wanted: Wanted, program: AnyProgram, executor: LoadingExecutor) -> None:
+        if not isinstance(program, Program | HostProgram):
+            raise UnsupportedError("it is a Python call, which holds its tensors")
+        self._device = wanted.device
+        self._outputs = [(one.shape, _compact(one.shape), one.dtype) for one in wanted.outputs]
+        prepare = program.prepare if isinstance(program, Program) else ()
+        read = {arg.tensor for launch in prepare for arg in launch.args if not isinstance(arg, ScalarArg)}
+        kept = {name: size for name, size in program.scratch.items() if name in read}
+        scratch = {name: size for name, size in program.scratch.items() if name not in read}
+        self._kept_offsets, self._kept_bytes = _laid_out(kept)
+        self._offsets, self._bytes = _laid_out(scratch)
+        self._loaded: LoadedProgram = executor.load(
+            program, (*wanted.inputs, *(one.name for one in wanted.outputs), *kept, *scratch)
+        )
+        self._launch = self._loaded.launch
+        self._weights = tuple(index for index, name in enumerate(wanted.inputs) if name in read)
+        self._kind = (wanted.device, prepare, _entries_of(program.ptx, prepare), tuple(kept.items()))
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Enqueues it on torch's current stream. DeviceError if the driver refuses."""
+        # Code that torch.compile writes calls these names of torch._C too: their public kin parse options and make
+        # objects of streams, which costs as much as the launch.
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                return self(inputs)
+        addresses: list[int] = []
+        for tensor in inputs:
+            address = tensor.data_ptr()
+            if address % ALIGNMENT or not tensor.is_contiguous():
+                return self([_as_read(one) for one in inputs])
+            addresses.append(address)
+        outputs: list[torch.Tensor] = []
+        for shape, strides, dtype in self._outputs:
+            tensor = torch._C._dynamo.guards._empty_strided_cuda(shape, strides, dtype)
+            addresses.append(tensor.data_ptr())
+            outputs.append(tensor)
+        if self._weights:
+            base = self._prepared(inputs).data_ptr()
+            addresses += [base + offset for offset in self._kept_offsets]
+        if self._bytes:
+            # What is enqueued on the stream later may have its memory: it may die before the kernels end.
+            block = _block(self._bytes)
+            base = block.data_ptr()
+            for offset in self._offsets:
+                addresses.append(base + offset)
+        self._launch(addresses, torch._C._cuda_getCurrentRawStream(self._device))
+        return outputs
+
+    def _prepared(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The weights in the kernels' own layout, made by the first call and again when they have changed."""
+        weights = [inputs[index] for index in self._weights]
+        key = (self._kind, tuple(tensor.data_ptr() for tensor in weights))
+        versions = tuple(0 if tensor.is_inference() else tensor._version for tensor in weights)
+        found = _PREPARED.get(key)
+        if found is not None and found.versions == versions and not any(one.expired() for one in found.storages):
+            return found.block
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the weights are new or have changed since the last call, and a CUDA graph is being captured; call the "
+                "op once before the capture, so that they are brought into the kernels' layout"
+            )
+        for old in [old for old, one in _PREPARED.items() if any(storage.expired() for storage in one.storages)]:
+            del _PREPARED[old]
+        # A block that a captured graph reads stays where it is.
+        found = _PREPARED.get(key)
+        block = found.block if found else _block(self._kept_bytes)
+        base = block.data_ptr()
+        addresses = [tensor.data_ptr() for tensor in inputs] + [0] * len(self._outputs)
+        addresses += [base + offset for offset in self._kept_offsets] + [0] * len(self._offsets)
+        self._loaded.prepare(addresses, torch._C._cuda_getCurrentRawStream(self._device))
+        _PREPARED[key] = _Prepared([StorageWeakRef(one.untyped_storage()) for one in weights], versions, block)
+        return block
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Weights in the kernels' own layout, as long as the `storages` of the originals live."""
+
+    storages: list[StorageWeakRef]
+    versions: tuple[int, ...]
+    block: torch.Tensor
+
+
+_PREPARED: dict[tuple[object, tuple[int, ...]], _Prepared] = {}
+
+
+def _block(size: int) -> torch.Tensor:
+    """`size` bytes on the current device."""
+    return torch._C._dynamo.guards._empty_strided_cuda((size,), (1,), torch.uint8)
+
+
+def _compact(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements, the last dimension the fastest."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _laid_out(sizes: Mapping[str, int]) -> tuple[list[int], int]:
+    """Where workspaces of `sizes` bytes begin in one block, and the bytes of the block."""
+    offsets: list[int] = []
+    end = 0
+    for size in sizes.values():
+        offsets.append(end)
+        end += -(-size // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+    return offsets, end
+
+
+def _entries_of(ptx: str, launches: Sequence[Launch]) -> str:
+    """The text of the entries of `launches`: programs that share it and the arguments make the same of weights."""
+    wanted = {launch.entry for launch in launches}
+    parts = re.split(r"(?m)^(?=\.visible \.entry )", ptx) if wanted else []
+    return "".join(part for part in parts if any(f".entry {name}(" in part for name in wanted))

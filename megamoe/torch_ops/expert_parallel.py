@@ -1,0 +1,152 @@
+"""ExpertParallelMoe: megamoe.moe with the experts of a layer split over the ranks of a process group.
+
+    layer = megamoe.ExpertParallelMoe(weights_of_this_rank, capacity=256)
+    y = layer(x, topk_ids, topk_weights)
+
+A token goes once to each rank that has an expert of it, in a place of a buffer of fixed size, so that no rank needs to
+know how many tokens another sends: one all-to-all there, one back. The sums that come back are added in the order of
+the ranks. A token that finds no place is an error on every rank, never a token less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from megamoe.torch_ops.moe import MoeWeights, moe
+
+HEADER_BYTES = 16
+"""Of what a rank sends to each other one: the rank that it has most tokens for, and how many, both int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the tokens of this rank go. `capacity`: places a rank.
+
+    `place` int64 [tokens, ranks]: of a token among the ranks * capacity places, one more where it has none. `token`
+    int64 [ranks * capacity]: of a place, the number of tokens where it is empty. `counts` int64 [ranks]: tokens that
+    want to go to each rank, more than `capacity` perhaps.
+    """
+
+    place: torch.Tensor
+    token: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def of(cls, rank_of_choice: torch.Tensor, ranks: int, capacity: int) -> Places:
+        """`rank_of_choice` int64 [tokens, topk]: the rank of each expert of a token, -1 for none. Nothing waits."""
+        device, tokens = rank_of_choice.device, len(rank_of_choice)
+        wanted = (rank_of_choice[:, :, None] == torch.arange(ranks, device=device)).any(dim=1)
+        turn = wanted.cumsum(dim=0) - 1
+        nowhere = ranks * capacity
+        first = capacity * torch.arange(ranks, device=device)
+        place = torch.where(wanted & (turn < capacity), first + turn, nowhere)
+        token = torch.full((nowhere + 1,), tokens, device=device)
+        numbers = torch.arange(tokens, device=device)[:, None].expand(-1, ranks)
+        token.scatter_(0, place.flatten(), numbers.flatten())
+        return cls(place, token[:-1], wanted.sum(dim=0))
+
+    def combined(self, rows: torch.Tensor) -> torch.Tensor:
+        """The sum of what came back for each token, f32 in the order of the ranks, as bf16 [tokens, hidden].
+
+        `rows` bf16 [ranks * capacity, hidden].
+        """
+        whole = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+        total = whole.new_zeros(len(self.place), rows.shape[1], dtype=torch.float32)
+        for place in self.place.unbind(dim=1):
+            total += whole[place]
+        return total.to(rows.dtype)
+
+
+class ExpertParallelMoe:
+    """An NVFP4 layer whose rank r holds the experts r * n to r * n + n - 1, n = weights.num_experts on each rank."""
+
+    def __init__(self, weights: MoeWeights, capacity: int, group: dist.ProcessGroup | None = None) -> None:
+        """`capacity`: tokens that a rank may send to another one in a call, the same on all ranks.
+
+        ValueError for a capacity below 1; RuntimeError before torch.distributed.init_process_group.
+        """
+        if not dist.is_initialized():
+            raise RuntimeError("ExpertParallelMoe needs a process group: call torch.distributed.init_process_group")
+        if capacity < 1:
+            raise ValueError(f"capacity is {capacity}; a rank must be able to send a token")
+        self.weights, self.capacity, self.group = weights, capacity, group
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._fullest = torch.zeros(self.ranks, 2, dtype=torch.int32)
+
+    def __call__(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, clamp: float | None = None,
+        weight: Literal["after", "before"] = "after", backend: str | None = None, wait: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
+        """As megamoe.moe, with the numbers of experts over all ranks in `topk_ids`; every rank calls it.
+
+        What each rank adds to a token is rounded to bf16 before the sum. OverflowError on every rank if one of them has
+        more than `capacity` tokens for another. Without `wait` nothing waits for the device, so that a CUDA graph can
+        capture the call: y is then NaN after an overflow, and `raise_overflow` says so.
+        """
+        experts = self.weights.num_experts
+        here = (topk_ids >= 0) & (topk_ids < experts * self.ranks)
+        rank_of_choice = torch.where(here, topk_ids // experts, -1)
+        places = Places.of(rank_of_choice, self.ranks, self.capacity)
+        received = self._exchanged(self._packed(places, x, topk_ids, topk_weights, rank_of_choice))
+        tokens, ids, weights = self._unpacked(received, x.shape[1], min(experts, topk_ids.shape[1]))
+        rows = moe(tokens, self.weights, ids, weights, clamp=clamp, weight=weight, backend=backend)
+        y = places.combined(self._exchanged(rows.view(self.ranks, -1).view(torch.uint8)).view(x.dtype).view(rows.shape))
+        overflown = (self._fullest[:, 1] > self.capacity).any()
+        if wait:
+            self.raise_overflow()
+        return torch.where(overflown, torch.nan, y)
+
+    def raise_overflow(self) -> None:
+        """OverflowError, with both ranks, if a rank had too many tokens for another in the last call. Waits."""
+        for sender, (receiver, count) in enumerate(self._fullest.tolist()):
+            if count > self.capacity:
+                raise OverflowError(
+                    f"rank {sender} has {count} tokens for the experts of rank {receiver}; the capacity is "
+                    f"{self.capacity} tokens from one rank to another"
+                )
+
+    def _packed(
+        self, places: Places, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
+        rank_of_choice: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """u8 [ranks, bytes]: for each rank tokens, ids of its experts, weights, and the header.
+
+        A token has no more choices there than the rank has experts.
+        """
+        row = places.token.clamp(max=len(x) - 1)
+        receiver = torch.arange(self.ranks, device=x.device).repeat_interleave(self.capacity)
+        is_theirs = (places.token < len(x))[:, None] & (rank_of_choice[row] == receiver[:, None])
+        ids = torch.where(is_theirs, topk_ids[row] - (receiver * self.weights.num_experts)[:, None], -1)
+        weights = topk_weights[row].float()
+        if self.weights.num_experts < ids.shape[1]:
+            chosen = (ids < 0).to(torch.int8).argsort(dim=1, stable=True)[:, : self.weights.num_experts]
+            ids, weights = ids.gather(1, chosen), weights.gather(1, chosen)
+        count, fullest = places.counts.max(dim=0)
+        header = torch.stack((fullest, count)).to(torch.int32).expand(self.ranks, 2)
+        room = torch.zeros(self.ranks, HEADER_BYTES - 8, dtype=torch.uint8, device=x.device)
+        parts = (x[row], ids.to(torch.int32), weights, header.contiguous())
+        return torch.cat([*(part.reshape(self.ranks, -1).view(torch.uint8) for part in parts), room], dim=1)
+
+    def _unpacked(
+        self, received: torch.Tensor, hidden: int, topk: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens bf16 [ranks * capacity, hidden], ids s32 and weights f32 [ranks * capacity, topk]."""
+        sizes = [2 * self.capacity * hidden, 4 * self.capacity * topk, 4 * self.capacity * topk, HEADER_BYTES]
+        tokens, ids, weights, header = (part.contiguous() for part in received.split(sizes, dim=1))
+        self._fullest = header.view(torch.int32)[:, :2]
+        rows = self.ranks * self.capacity
+        return (
+            tokens.view(torch.bfloat16).view(rows, hidden),
+            ids.view(torch.int32).view(rows, topk),
+            weights.view(torch.float32).view(rows, topk),
+        )
+
+    def _exchanged(self, sent: torch.Tensor) -> torch.Tensor:
+        """u8 [ranks, bytes], row r from rank r, of `sent`, whose row r goes to rank r."""
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        return received

@@ -1,0 +1,263 @@
+"""megamoe.moe: an NVFP4 Mixture-of-Experts layer as a PyTorch operator, by the kernels of op nvfp4_moe.
+
+    weights = megamoe.load_moe_weights("checkpoint/").to("cuda")
+    y = megamoe.moe(x, weights, topk_ids, topk_weights)
+
+Nothing waits for the device. The kernels' own layout of the weights is made by the first call, and again when the
+weights have changed. On a CPU the virtual machine executes the kernels' PTX. docs/torch.md has what it does not do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+from megamoe.codec.nvfp4 import (
+    SF_VEC_SIZE,
+    deinterleave,
+    dequantise,
+    global_scale,
+    interleave,
+    quantise,
+    swizzle_scales,
+    swizzled_shape,
+    unswizzle_scales,
+)
+from megamoe.torch_ops.calls import Call, Output, Wanted, call_for
+
+MAX_CALLS = 1024
+ROWS_PER_TILE = 128
+MAX_MACHINE_WORK = 1 << 26
+"""Row tiles of experts times hidden times intermediate: most of a minute of the virtual machine."""
+INTERLEAVE = 8
+"""Rows of gate, then of up, that w1 has in turns."""
+STACKS = ("w1_codes", "w1_sf", "w1_gs", "w2_codes", "w2_sf", "w2_gs", "a2_gs")
+INPUTS = ("x_codes", "x_sf", "x_gs", *STACKS, "topk_ids", "topk_weights")
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights:
+    """The experts of a layer in NVFP4, as specs/nvfp4_moe.yaml has them; `e` experts of this rank.
+
+    `w1_codes` u8 [e, 2 intermediate, hidden / 2] and `w2_codes` u8 [e, hidden, intermediate / 2]: two codes a byte.
+    `w1_sf` u8 [e, 2 intermediate / 128, hidden / 64, 512], `w2_sf` u8 [e, hidden / 128, intermediate / 64, 512]: e4m3
+    block scales, swizzled. Rows of w1 are in turns of `interleave` of gate and of up. `w1_gs`, `w2_gs` f32 [e]: global
+    scales. `a2_gs` f32 [e]: of each expert's activations between the two GEMMs. `x_gs` f32 [1]: of the layer's input,
+    or [0], if each token shall have its own, from its largest element.
+    """
+
+    w1_codes: torch.Tensor
+    w1_sf: torch.Tensor
+    w1_gs: torch.Tensor
+    w2_codes: torch.Tensor
+    w2_sf: torch.Tensor
+    w2_gs: torch.Tensor
+    a2_gs: torch.Tensor
+    x_gs: torch.Tensor
+    interleave: int = INTERLEAVE
+
+    @classmethod
+    def quantised(
+        cls, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, largest_activation: torch.Tensor,
+        largest_input: float | None = None,
+    ) -> MoeWeights:  # fmt: skip
+        """From numbers: gate and up [e, intermediate, hidden], down [e, hidden, intermediate], in any floating dtype.
+
+        `largest_activation` [e]: the largest magnitude between the two GEMMs, of calibration. `largest_input`: of x.
+        """
+        w1 = interleave(gate, up, INTERLEAVE)
+        w1_gs, w2_gs = global_scale(w1, per=1), global_scale(down, per=1)
+        (w1_codes, w1_sf), (w2_codes, w2_sf) = quantise(w1, w1_gs), quantise(down, w2_gs)
+        a2_gs = global_scale(largest_activation.to(gate.device)[:, None], per=1)
+        x_gs = torch.empty(0, device=gate.device)
+        if largest_input is not None:
+            x_gs = global_scale(torch.tensor([[float(largest_input)]], device=gate.device), per=1)
+        return cls(
+            w1_codes, swizzle_scales(w1_sf), w1_gs, w2_codes, swizzle_scales(w2_sf), w2_gs, a2_gs, x_gs
+        )  # fmt: skip
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of this rank."""
+        return self.w1_codes.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        """Width of x and y."""
+        return self.w2_codes.shape[1]
+
+    @property
+    def intermediate(self) -> int:
+        """Width between the two GEMMs."""
+        return self.w1_codes.shape[1] // 2
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors in the order of the fields."""
+        return [getattr(self, one.name) for one in fields(self) if one.name != "interleave"]
+
+    def to(self, device: torch.device | str | int) -> MoeWeights:
+        """The same weights on `device`."""
+        names = [one.name for one in fields(self) if one.name != "interleave"]
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def experts(self, first: int, count: int) -> MoeWeights:
+        """The weights of experts `first` to `first + count - 1`: what one rank of several holds. Views, no copies."""
+        if not 0 <= first < first + count <= self.num_experts:
+            raise ValueError(f"experts {first} to {first + count - 1} of {self.num_experts}")
+        return replace(self, **{name: getattr(self, name)[first : first + count] for name in STACKS})
+
+    def dequantised(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """gate and up f32 [intermediate, hidden], down f32 [hidden, intermediate]: the numbers that are held."""
+        rows, hidden, width = 2 * self.intermediate, self.hidden, self.intermediate
+        w1_sf = unswizzle_scales(self.w1_sf[expert], rows, hidden // SF_VEC_SIZE)
+        w2_sf = unswizzle_scales(self.w2_sf[expert], hidden, width // SF_VEC_SIZE)
+        both = dequantise(self.w1_codes[expert], w1_sf, self.w1_gs[expert])
+        gate, up = deinterleave(both, self.interleave)
+        return gate, up, dequantise(self.w2_codes[expert], w2_sf, self.w2_gs[expert])
+
+
+_LIBRARY = torch.library.Library("megamoe", "FRAGMENT")
+_LIBRARY.define(
+    "moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weights, int interleave=8, float? clamp=None, "
+    "bool weigh_before=False, str? backend=None) -> Tensor",
+    tags=torch.Tag.needs_exact_strides,
+)
+
+
+def moe(
+    x: torch.Tensor, weights: MoeWeights, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *,
+    clamp: float | None = None, weight: Literal["after", "before"] = "after", backend: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """y[t] = sum over k of w[t, k] * W2[e] requantise(silu(gate) * up); e = topk_ids[t, k], gate and up are W1[e] x[t].
+
+    x bf16 [tokens, hidden], quantised here to NVFP4; topk_ids int32 or int64 [tokens, topk], distinct in a row, -1 for
+    an expert of another rank; topk_weights f32 [tokens, topk]. Returns y bf16 [tokens, hidden]. `clamp`: limits gate
+    from above and up from both sides. `weight`: whether w multiplies rows of W2, or what is requantised. `backend`: as
+    for megamoe.attention. The first call with a new number of tokens builds and loads its kernels. A token that is not
+    finite, and an id beyond the experts, are not noticed: to look would be to wait.
+
+    ValueError for tensors or sizes that it does not do; UnsupportedError if no backend has the kernel here;
+    RuntimeError if a tensor requires a gradient.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+        raise RuntimeError("megamoe.moe has no backward: call it under torch.no_grad() or torch.inference_mode()")
+    if weight not in ("after", "before"):
+        raise ValueError(f"weight is {weight!r}; it is 'after' or 'before'")
+    tensors = weights.tensors()
+    before = weight == "before"
+    return torch.ops.megamoe.moe.default(x, topk_ids, topk_weights, tensors, weights.interleave, clamp, before, backend)
+
+
+def _moe(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    *options: object,
+) -> torch.Tensor:
+    given = (x, topk_ids, topk_weights, *weights)
+    call = _made(
+        tuple(one.shape for one in given), tuple(one.dtype for one in given), tuple(one.get_device() for one in given),
+        options,
+    )  # fmt: skip
+    *stacks, x_gs = weights
+    codes, sf, gs = _tokens(x, x_gs)
+    return call((codes, sf, gs, *stacks, topk_ids.to(torch.int32), topk_weights))[0]
+
+
+def _tokens(x: torch.Tensor, x_gs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, swizzled block scales and global scales of x."""
+    if x.is_cuda and _has_triton():
+        from megamoe.torch_ops.quantise import quantised_tokens
+
+        with torch.cuda.device_of(x):
+            return quantised_tokens(x, x_gs)
+    gs = x_gs.expand(len(x)).contiguous() if len(x_gs) else global_scale(x, per=1)
+    codes, sf = quantise(x, gs, check=False)
+    return codes, swizzle_scales(sf), gs
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@lru_cache(maxsize=MAX_CALLS)
+def _made(
+    shapes: tuple[torch.Size, ...],
+    dtypes: tuple[torch.dtype, ...],
+    devices: tuple[int, ...],
+    options: tuple[object, ...],
+) -> Call:
+    interleaved, clamp, before, backend = (*options, *(INTERLEAVE, None, False, None)[len(options) :])
+    _check(shapes, dtypes)
+    if len(set(devices)) > 1:
+        raise ValueError("x, topk_ids, topk_weights and the weights must be on one device")
+    (tokens, hidden), (_, topk), num_experts, intermediate = shapes[0], shapes[1], shapes[3][0], shapes[3][1] // 2
+    row_tiles = min(num_experts, tokens * topk) + tokens * topk // ROWS_PER_TILE
+    return call_for(
+        Wanted(
+            op="nvfp4_moe",
+            axes={
+                "hidden": hidden,
+                "intermediate": intermediate,
+                "num_experts": num_experts,
+                "tokens": tokens,
+                "topk": topk,
+                "weight": "before" if before else "after",
+                "clamp": clamp,  # pyright: ignore[reportArgumentType]
+                "interleave": interleaved,  # pyright: ignore[reportArgumentType]
+            },
+            inputs=INPUTS,
+            outputs=(Output("y", (tokens, hidden), torch.bfloat16),),
+            work=row_tiles * hidden * intermediate,
+            bound=MAX_MACHINE_WORK,
+            unit=f"tiles of {ROWS_PER_TILE} rows of experts x hidden x intermediate",
+            device=devices[0],
+            backend=backend,  # pyright: ignore[reportArgumentType]
+        )
+    )
+
+
+def _check(shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype]) -> None:
+    """ValueError for tensors that are not of one layer; the text names the first that is wrong."""
+    x, ids = shapes[0], shapes[1]
+    if len(x) != 2 or len(ids) != 2 or len(shapes) != 3 + len(STACKS) + 1:
+        raise ValueError(f"x is [tokens, hidden] and topk_ids [tokens, topk]; given: {list(x)} and {list(ids)}")
+    if dtypes[1] not in (torch.int32, torch.int64):
+        raise ValueError(f"topk_ids are {dtypes[1]}; they must be torch.int32 or torch.int64")
+    w1 = shapes[3]
+    if len(w1) != 3:
+        raise ValueError(f"w1_codes has shape {list(w1)}; it is [experts, 2 * intermediate, hidden / 2]")
+    experts, intermediate, hidden = w1[0], w1[1] // 2, x[1]
+    byte, real = torch.uint8, torch.float32
+    wanted: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
+        ("x", torch.bfloat16, (x[0], hidden)),
+        ("topk_ids", dtypes[1], (x[0], ids[1])),
+        ("topk_weights", real, (x[0], ids[1])),
+        ("w1_codes", byte, (experts, 2 * intermediate, hidden // 2)),
+        ("w1_sf", byte, (experts, *swizzled_shape(2 * intermediate, hidden // SF_VEC_SIZE))),
+        ("w1_gs", real, (experts,)),
+        ("w2_codes", byte, (experts, hidden, intermediate // 2)),
+        ("w2_sf", byte, (experts, *swizzled_shape(hidden, intermediate // SF_VEC_SIZE))),
+        ("w2_gs", real, (experts,)),
+        ("a2_gs", real, (experts,)),
+        ("x_gs", real, (min(1, shapes[-1][0]),)),
+    ]
+    for (name, dtype, shape), seen, found in zip(wanted, shapes, dtypes, strict=True):
+        if tuple(seen) != shape or found != dtype:
+            raise ValueError(f"{name} is {found} {list(seen)}; for x of {list(x)} it must be {dtype} {list(shape)}")
+
+
+def _fake(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *rest: object) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("moe", _moe, _key)
+torch.library.register_fake("megamoe::moe", _fake, lib=_LIBRARY)
