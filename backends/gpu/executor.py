@@ -107,9 +107,9 @@ class GpuExecutor:
             module = loaded_module(program.ptx, program.target, torch.cuda.current_device())
             return LoadedKernels(program, names, module)
         if isinstance(program, HostProgram):
-            from backends.gpu.host_program import loaded_host
+            from backends.gpu.host_program import LoadedHost
 
-            return loaded_host(program, names)
+            return LoadedHost(program, names)
         raise UnsupportedError(f"a {type(program).__name__} holds its tensors; only compiled programs are loaded")
 
     @contextmanager

@@ -16,13 +16,13 @@ import struct
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
-from backends.gpu.driver import described, driver, lost_to
+from backends.gpu.driver import call, described, driver, lost_to
 from backends.gpu.kernels import address_of, current_stream, gathered, scalar_bytes, scratch_memory
 from megamoe.contract import (
     BufferArg,
@@ -227,7 +227,11 @@ class HostCall:
     def __init__(self, program: HostProgram, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = {**tensors, **scratch_memory(program.scratch)}
         self._addresses = [tensor.data_ptr() for tensor in self._tensors.values()]
-        self._loaded = loaded_host(program, tuple(self._tensors))
+        self._loaded = LoadedHost(program, tuple(self._tensors))
+        if program.prepare:
+            stream = current_stream()
+            self._loaded.prepare(self._addresses, stream)
+            call("cuStreamSynchronize", stream, doing="waiting for the preparation of the weights")
 
     def enqueue(self) -> None:
         """Calls it. DeviceError with the function's own words if it refuses its arguments, or with a CUDA error."""
@@ -237,38 +241,45 @@ class HostCall:
         """The kernels write to the case's tensors themselves."""
 
 
-def loaded_host(program: HostProgram, names: Sequence[str]) -> LoadedHost | PackedHost:
+class LoadedHost:
     """A host function on torch's current device, called with the addresses that each call gives.
 
     `names`: the tensors and workspaces whose addresses a call gives, in this order. UnsupportedError and DeviceError as
     for shared_library; DeviceError if it has no such entry.
     """
-    import torch
 
-    library, device = shared_library(program.host_object), torch.cuda.current_device()
-    try:
-        entry = library[program.entry]
-    except AttributeError:
-        raise DeviceError(f"the host object, compiled by {program.compiler}, has no {program.entry!r}") from None
-    if program.convention == "packed":
-        _start(library, program, device)
-        return PackedHost(program, tuple(names), entry)
-    return LoadedHost(program, tuple(names), entry, device)
+    def __init__(self, program: HostProgram, names: Sequence[str]) -> None:
+        import torch
+
+        library, device = shared_library(program.host_object), torch.cuda.current_device()
+        try:
+            entry = library[program.entry]
+        except AttributeError:
+            raise DeviceError(f"the host object, compiled by {program.compiler}, has no {program.entry!r}") from None
+        if program.convention == "packed":
+            _start(library, program, device)
+            bound = _PackedHost(program, tuple(names), entry)
+            self.prepare, self.launch = partial(bound, program.prepare), partial(bound, program.args)
+        else:
+            self.prepare = _FfiHost(program, program.prepare, tuple(names), entry, device)
+            self.launch = _FfiHost(program, program.args, tuple(names), entry, device)
 
 
-class LoadedHost:
-    """A function that takes TVM FFI values. They are made once; a call stores addresses and the stream in them."""
+class _FfiHost:
+    """TVM FFI values, made once; a call stores addresses and the stream in them."""
 
-    def __init__(self, program: HostProgram, names: Sequence[str], entry: Any, device: int) -> None:
+    def __init__(
+        self, program: HostProgram, args: Sequence[HostArg], names: Sequence[str], entry: Any, device: int
+    ) -> None:
         self._ffi = ctypes.CDLL(str(runtime_library(FFI)))
-        self._program, self._device, self._lock = program, device, Lock()
-        self._values = ffi_values(program.args, dict.fromkeys(names, 0), device, 0)
+        self._compiler, self._device, self._lock = program.compiler, device, Lock()
+        self._values = ffi_values(args, dict.fromkeys(names, 0), device, 0)
         places = {name: index for index, name in enumerate(names)}
         slots = self._values.slots
         self._cells: list[ctypes.c_uint64] = []
         pointers: list[tuple[int, int]] = []
         self._streams: list[ctypes.c_uint64] = []
-        for slot, arg in zip(slots, program.args, strict=False):
+        for slot, arg in zip(slots, args, strict=False):
             # A DLTensor begins with its address.
             if isinstance(arg, TensorArg):
                 self._cells.append(ctypes.c_uint64.from_address(slot.value.pointer))
@@ -284,13 +295,10 @@ class LoadedHost:
         self._result = FfiAny()
         self._entry = entry
         self._entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]
-        self._given = (None, ctypes.addressof(slots), len(program.args), ctypes.addressof(self._result))
+        self._given = (None, ctypes.addressof(slots), len(args), ctypes.addressof(self._result))
 
-    def prepare(self, addresses: Sequence[int], stream: int) -> None:
-        """A host function does nothing once."""
-
-    def launch(self, addresses: Sequence[int], stream: int) -> None:
-        """Calls it. DeviceError with the function's own words if it refuses its arguments, or with a CUDA error."""
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        """DeviceError with the function's own words if it refuses its arguments, or with a CUDA error."""
         with self._lock:
             for cell, address in zip(self._cells, self._gather(addresses), strict=True):
                 cell.value = address
@@ -299,21 +307,18 @@ class LoadedHost:
             if not self._streams:
                 self._ffi.TVMFFIEnvSetStream(CUDA, self._device, ctypes.c_void_p(stream), None)
             if self._entry(*self._given):
-                raise _failure(f"the host function of {self._program.compiler} refuses the call: {_raised(self._ffi)}")
+                raise _failure(f"the host function of {self._compiler} refuses the call: {_raised(self._ffi)}")
 
 
-class PackedHost:
-    """A function that takes packed descriptors, made anew in each call: nothing that we compile is called so."""
+class _PackedHost:
+    """Packed descriptors, made anew in each call: nothing that we compile is called so."""
 
     def __init__(self, program: HostProgram, names: Sequence[str], entry: Any) -> None:
         self._program, self._names, self._entry = program, names, entry
 
-    def prepare(self, addresses: Sequence[int], stream: int) -> None:
-        """A host function does nothing once."""
-
-    def launch(self, addresses: Sequence[int], stream: int) -> None:
-        """Calls it. DeviceError with the CUDA error that it returns."""
-        values = packed_values(self._program.args, dict(zip(self._names, addresses, strict=True)), stream)
+    def __call__(self, args: Sequence[HostArg], addresses: Sequence[int], stream: int) -> None:
+        """DeviceError with the CUDA error that it returns."""
+        values = packed_values(args, dict(zip(self._names, addresses, strict=True)), stream)
         self._entry(ctypes.byref(values.slots), ctypes.c_int32(len(values.slots)))
         code = values.kept[-1]
         assert isinstance(code, ctypes.c_int32)

@@ -1,8 +1,8 @@
 """megamoe's torch operators on a device: python -m conformance.gpu.operators FILE [WORD ...]
 
 Right, against torch; in torch.compile, CUDA graphs, threads and streams; without a wait; and what a warm call costs the
-CPU. Writes FILE as JSON and prints what failed; the status is the number of failures. A WORD takes the steps whose
-names have it.
+CPU. Writes FILE as JSON and prints what failed; the status is the number of failures. A WORD takes the steps whose names
+have it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from megamoe.torch_ops.calls import DeviceCall
 from megamoe.torch_ops.quantise import quantised_tokens
 
 WARM_UP, ROUNDS, CALLS = 15, 60, 200
-"""Batches of calls, those that do not count first, and calls a batch; the device is idle before each batch, and never falls behind by a full queue."""
+"""Batches of calls, those that do not count first, and calls a batch. The device is idle before each batch, and never
+falls behind by a full queue."""
 MIN_COSINE = 0.9999
 MIN_NVFP4_COSINE = 0.98
 """Of a layer against one whose activations are not quantised."""

@@ -143,7 +143,8 @@ class HostProgram:
 
     `host_object`: a relocatable object for this machine's processor. `entry`: the symbol to call. `convention`:
     "tvm_ffi" passes DLTensors, which the function checks; "packed" passes descriptors, which it trusts. `scratch` as
-    in Program. `compiler`: name and version, for error messages.
+    in Program. `prepare`: the arguments of a call of the same function that does what Program.prepare does, () if there
+    is none. `prepared`: the workspaces that hold what it makes. `compiler`: name and version, for error messages.
     """
 
     target: Target
@@ -154,6 +155,8 @@ class HostProgram:
     convention: Literal["tvm_ffi", "packed"] = "tvm_ffi"
     scratch: Mapping[str, int] = field(default_factory=dict[str, int])
     compiler: str = "an unknown compiler"
+    prepare: tuple[HostArg, ...] = ()
+    prepared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_size(self.ptx)

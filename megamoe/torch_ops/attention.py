@@ -96,6 +96,7 @@ def _call_of(lse: bool, *given: object) -> Call:
             op="fmha",
             axes={**axes, "causal": causal, "window": window, "scale": scale, "lse": lse},
             inputs=("q", "k", "v"),
+            weights=(),
             outputs=(o, Output("lse", (batch, heads, t), torch.float32)) if lse else (o,),
             work=row_tiles * TILE * -(-s_k // TILE) * TILE * hd,
             bound=MAX_MACHINE_WORK,

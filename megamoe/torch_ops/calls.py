@@ -23,7 +23,6 @@ from megamoe.contract import (
     Case,
     Executor,
     HostProgram,
-    Launch,
     LoadedProgram,
     LoadingExecutor,
     Program,
@@ -63,13 +62,15 @@ class Output:
 class Wanted:
     """What a call shall do.
 
-    `axes`: of the case. `inputs`: names, in the order in which a call gives the tensors. `work`: what it costs the
-    machine, in the unit of `bound`; `unit` says what that is. `device`: number of the device, -1 for the CPU.
+    `axes`: of the case. `inputs`: names, in the order in which a call gives the tensors. `weights`: those of them that
+    a program may bring into a layout of its own. `work`: what it costs the machine, in the unit of `bound`; `unit` says
+    what that is. `device`: number of the device, -1 for the CPU.
     """
 
     op: str
     axes: Mapping[str, int | float | str | bool | None]
     inputs: tuple[str, ...]
+    weights: tuple[str, ...]
     outputs: tuple[Output, ...]
     work: int
     bound: int
@@ -180,18 +181,17 @@ class DeviceCall:
             raise UnsupportedError("it is a Python call, which holds its tensors")
         self._device = wanted.device
         self._outputs = [(one.shape, _compact(one.shape), one.dtype) for one in wanted.outputs]
-        prepare = program.prepare if isinstance(program, Program) else ()
-        read = {arg.tensor for launch in prepare for arg in launch.args if not isinstance(arg, ScalarArg)}
-        kept = {name: size for name, size in program.scratch.items() if name in read}
-        scratch = {name: size for name, size in program.scratch.items() if name not in read}
+        made = _prepared_by(program)
+        kept = {name: size for name, size in program.scratch.items() if name in made}
+        scratch = {name: size for name, size in program.scratch.items() if name not in made}
         self._kept_offsets, self._kept_bytes = _laid_out(kept)
         self._offsets, self._bytes = _laid_out(scratch)
         self._loaded: LoadedProgram = executor.load(
             program, (*wanted.inputs, *(one.name for one in wanted.outputs), *kept, *scratch)
         )
         self._launch = self._loaded.launch
-        self._weights = tuple(index for index, name in enumerate(wanted.inputs) if name in read)
-        self._kind = (wanted.device, prepare, _entries_of(program.ptx, prepare), tuple(kept.items()))
+        self._weights = tuple(i for i, name in enumerate(wanted.inputs) if name in wanted.weights) if kept else ()
+        self._kind = (wanted.device, _maker_of(program), tuple(kept.items()))
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Enqueues it on torch's current stream. DeviceError if the driver refuses."""
@@ -281,8 +281,20 @@ def _laid_out(sizes: Mapping[str, int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def _entries_of(ptx: str, launches: Sequence[Launch]) -> str:
-    """The text of the entries of `launches`: programs that share it and the arguments make the same of weights."""
-    wanted = {launch.entry for launch in launches}
-    parts = re.split(r"(?m)^(?=\.visible \.entry )", ptx) if wanted else []
-    return "".join(part for part in parts if any(f".entry {name}(" in part for name in wanted))
+def _prepared_by(program: Program | HostProgram) -> frozenset[str]:
+    """The workspaces that hold what `program` makes of weights."""
+    if isinstance(program, Program):
+        named = {arg.tensor for launch in program.prepare for arg in launch.args if not isinstance(arg, ScalarArg)}
+        return frozenset(named & set(program.scratch))
+    if program.prepare and not program.prepared:
+        raise UnsupportedError("its program prepares weights and does not say which workspaces hold them")
+    return frozenset(program.prepared)
+
+
+def _maker_of(program: Program | HostProgram) -> object:
+    """What makes the layout of weights: programs that share it make the same of the same weights."""
+    if isinstance(program, HostProgram):
+        return program.entry, program.host_object
+    wanted = {launch.entry for launch in program.prepare}
+    parts = re.split(r"(?m)^(?=\.visible \.entry )", program.ptx) if wanted else []
+    return program.prepare, "".join(part for part in parts if any(f".entry {name}(" in part for name in wanted))

@@ -214,6 +214,7 @@ def _made(
                 "interleave": interleaved,  # pyright: ignore[reportArgumentType]
             },
             inputs=INPUTS,
+            weights=("w1_codes", "w1_sf", "w2_codes", "w2_sf"),
             outputs=(Output("y", (tokens, hidden), torch.bfloat16),),
             work=row_tiles * hidden * intermediate,
             bound=MAX_MACHINE_WORK,
