@@ -25,12 +25,16 @@ from megamoe.torch_ops import calls
 
 @dataclass
 class MachineDevice:
-    """An executor that loads programs. `done`: how often it prepared and launched; `made`: what it was asked for."""
+    """An executor that loads programs.
+
+    `done`: how often it prepared and launched. `made`: what it was asked for. `given`: the addresses of the last launch.
+    """
 
     name: str = "gpu"
     done: Counter[str] = field(default_factory=Counter[str])
     made: list[weakref.ref[torch.Tensor]] = field(default_factory=list[weakref.ref[torch.Tensor]])
     sizes: dict[int, int] = field(default_factory=dict[int, int])
+    given: tuple[int, ...] = ()
     fails: bool = False
     capturing: bool = False
 
@@ -90,6 +94,7 @@ class LoadedOnMachine:
         if self.device.fails:
             raise RuntimeError("the driver refuses")
         self.device.done["launched"] += 1
+        self.device.given = tuple(addresses)
         self._run(self.program.launches, addresses)
 
     def _run(self, launches: Sequence[Launch], addresses: Sequence[int]) -> None:
@@ -122,11 +127,13 @@ def device_on_machine() -> Iterator[MachineDevice]:
     with pytest.MonkeyPatch.context() as patch:
         as_read = calls._as_read
         patch.setattr(calls, "load_executor", lambda name: device)
+        patch.setattr(calls, "_SHARED", {})
         patch.setattr(calls, "_as_read", lambda tensor: device.known(as_read(tensor)))
         patch.setattr(torch.cuda, "device", lambda number: torch.no_grad())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
         for name, answer in {
             "_cuda_getDevice": lambda: 0,
+            "_cuda_isCurrentStreamCapturing": lambda: device.capturing,
             "_cuda_getCurrentRawStream": lambda number: 0,
         }.items():
             patch.setattr(torch._C, name, answer, raising=False)

@@ -1,8 +1,8 @@
 """megamoe's torch operators on a device: python -m conformance.gpu.operators FILE [WORD ...]
 
 Right, against torch; in torch.compile, CUDA graphs, threads and streams; without a wait; and what a warm call costs the
-CPU. Writes FILE as JSON and prints what failed; the status is the number of failures. A WORD takes the steps whose names
-have it.
+CPU. Writes FILE as JSON and prints what failed; the status is the number of failures. A WORD takes the steps whose
+names have it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from megamoe.torch_ops.calls import Call, Output, Wanted, call_for
+from megamoe.torch_ops.calls import OpCall, Output, Wanted, call_for
 
 MAX_CALLS = 4096
 """Sizes whose kernels are kept ready: a decoder that grows its cache by a key a step has new sizes in each."""
@@ -75,7 +75,7 @@ def _attention_with_lse(
 
 
 @lru_cache(maxsize=MAX_CALLS)
-def _call_of(lse: bool, *given: object) -> Call:
+def _call_of(lse: bool, *given: object) -> OpCall:
     """`given`: shapes of q, k and v, their dtypes, their devices, then options.
 
     What holds of shapes, dtypes and devices is asked here, so that a warm call asks nothing.

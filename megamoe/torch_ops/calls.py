@@ -45,6 +45,7 @@ PREFERRED: Final[Mapping[str, tuple[str, ...]]] = {DEVICE: ("cutedsl", "ptx"), M
 need no compiler."""
 ALIGNMENT: Final = 16
 """Bytes. Bulk copies and tensor maps want it of an address (PTX ISA, cp.async.bulk; CUDA driver API, tensor maps)."""
+SHARED_BYTES: Final = 1 << 16
 BLOCK_ALIGNMENT: Final = 512
 """Of a workspace in its block: what torch's allocator gives."""
 
@@ -79,7 +80,7 @@ class Wanted:
     backend: str | None
 
 
-class Call(Protocol):
+class OpCall(Protocol):
     """An op at one shape on one device."""
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -104,7 +105,7 @@ def case_of(wanted: Wanted) -> Case:
     return spec.case(**wanted.axes)
 
 
-def call_for(wanted: Wanted) -> Call:
+def call_for(wanted: Wanted) -> OpCall:
     """The call that does what `wanted` says.
 
     ValueError for sizes outside the spec, or too large for the machine; UnsupportedError, with the reason of each
@@ -132,7 +133,7 @@ def call_for(wanted: Wanted) -> Call:
         return _first_that_can(wanted, case, executor, target)
 
 
-def _first_that_can(wanted: Wanted, case: Case, executor: Executor, target: Target) -> Call:
+def _first_that_can(wanted: Wanted, case: Case, executor: Executor, target: Target) -> OpCall:
     names = (wanted.backend,) if wanted.backend else PREFERRED[executor.name]
     refused: list[str] = []
     for name in names:
@@ -200,6 +201,7 @@ class DeviceCall:
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
                 return self(inputs)
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
         addresses: list[int] = []
         for tensor in inputs:
             address = tensor.data_ptr()
@@ -216,12 +218,25 @@ class DeviceCall:
             addresses += [base + offset for offset in self._kept_offsets]
         if self._bytes:
             # What is enqueued on the stream later may have its memory: it may die before the kernels end.
-            block = _block(self._bytes)
-            base = block.data_ptr()
+            _held, base = self._workspaces(stream)
             for offset in self._offsets:
                 addresses.append(base + offset)
-        self._launch(addresses, torch._C._cuda_getCurrentRawStream(self._device))
+        self._launch(addresses, stream)
         return outputs
+
+    def _workspaces(self, stream: int) -> tuple[torch.Tensor, int]:
+        """Memory for the workspaces, and its address. Small ones share a block a stream, whose calls run in order.
+
+        A graph has memory of its own: its replays may run beside the stream that it was captured on.
+        """
+        if self._bytes > SHARED_BYTES or torch._C._cuda_isCurrentStreamCapturing():
+            block = _block(self._bytes)
+            return block, block.data_ptr()
+        found = _SHARED.get((self._device, stream))
+        if found is None:
+            block = _block(SHARED_BYTES)
+            found = _SHARED[self._device, stream] = block, block.data_ptr()
+        return found
 
     def _prepared(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The weights in the kernels' own layout, made by the first call and again when they have changed."""
@@ -258,6 +273,8 @@ class _Prepared:
     block: torch.Tensor
 
 
+_SHARED: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+"""(device, stream) -> SHARED_BYTES for small workspaces, as torch keeps them for cuBLAS."""
 _PREPARED: dict[tuple[object, tuple[int, ...]], _Prepared] = {}
 
 

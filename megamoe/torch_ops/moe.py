@@ -28,7 +28,7 @@ from megamoe.codec.nvfp4 import (
     swizzled_shape,
     unswizzle_scales,
 )
-from megamoe.torch_ops.calls import Call, Output, Wanted, call_for
+from megamoe.torch_ops.calls import OpCall, Output, Wanted, call_for
 
 MAX_CALLS = 1024
 ROWS_PER_TILE = 128
@@ -193,7 +193,7 @@ def _made(
     dtypes: tuple[torch.dtype, ...],
     devices: tuple[int, ...],
     options: tuple[object, ...],
-) -> Call:
+) -> OpCall:
     interleaved, clamp, before, backend = (*options, *(INTERLEAVE, None, False, None)[len(options) :])
     _check(shapes, dtypes)
     if len(set(devices)) > 1:

@@ -128,7 +128,14 @@ def test_a_call_on_a_device_computes_the_same_and_gives_its_workspaces_back() ->
         device.know(*other)
         again = call(other)
         assert device.done["launched"] == 2
-        assert device.live() == 4, "a workspace was kept"
+        assert device.live() == 5, "more than the outputs and the block that small workspaces share is kept"
+        workspaces = device.given[5:]
+        call(given)
+        assert device.given[5:] == workspaces, "small workspaces share no block"
+        device.capturing = True
+        call(given)
+        assert not set(device.given[5:]) & set(workspaces), "a graph would share its workspaces with other calls"
+        device.capturing = False
         device.fails = True
         with pytest.raises(RuntimeError, match="the driver refuses"):
             call(given)
