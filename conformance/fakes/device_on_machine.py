@@ -27,7 +27,7 @@ from megamoe.torch_ops import calls
 class MachineDevice:
     """An executor that loads programs.
 
-    `done`: how often it prepared and launched. `made`: what it was asked for. `given`: the addresses of the last launch.
+    `done`: how often it prepared and launched. `made`: what it was asked for. `given`: addresses of the last launch.
     """
 
     name: str = "gpu"

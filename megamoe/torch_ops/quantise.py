@@ -1,7 +1,7 @@
 """Tokens to NVFP4 in one Triton kernel: bit for bit what megamoe.codec.nvfp4 makes of them on a CPU.
 
-The codec's thirty launches would cost a decode step more than the experts' GEMMs leave. Only this module needs Triton,
-which every build of torch for CUDA brings.
+It takes 14 us for 8 tokens of 7168, the codec's many kernels 86, and those of 48 experts some 400
+(results/records/h200-torch-ops.json). Only this module needs Triton, which builds of torch for CUDA bring.
 """
 
 from __future__ import annotations
