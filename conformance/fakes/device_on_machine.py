@@ -137,5 +137,5 @@ def device_on_machine() -> Iterator[MachineDevice]:
             "_cuda_getCurrentRawStream": lambda number: 0,
         }.items():
             patch.setattr(torch._C, name, answer, raising=False)
-        patch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", device.empty)  # pyright: ignore
+        patch.setattr(calls, "empty_on_device", device.empty)  # pyright: ignore
         yield device

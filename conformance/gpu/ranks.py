@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 import megamoe
 
@@ -94,4 +94,5 @@ def work(rank: int, ranks: int, rendezvous: str, file: str) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         count = torch.cuda.device_count()
-        mp.spawn(work, (count, str(Path(folder) / "rendezvous"), sys.argv[1]), nprocs=count)
+        arguments = (count, str(Path(folder) / "rendezvous"), sys.argv[1])
+        start_processes(work, arguments, nprocs=count, start_method="spawn")

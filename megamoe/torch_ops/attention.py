@@ -18,7 +18,7 @@ MAX_CALLS = 4096
 """Sizes whose kernels are kept ready: a decoder that grows its cache by a key a step has new sizes in each."""
 TILE = 64
 MAX_MACHINE_WORK = 1 << 31
-"""Query rows times keys times hd, in whole tiles: 4096 tiles of 64 x 64 at hd 128. The machine takes them one by one."""
+"""Query rows times keys times hd, in whole tiles: 4096 tiles of 64 x 64 at hd 128. The machine does them in turn."""
 
 _OPTIONS = "bool causal=False, int? window=None, float? scale=None, str? backend=None"
 _LIBRARY = torch.library.Library("megamoe", "FRAGMENT")

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Final, Protocol
 
 import torch
+from torch._C._dynamo import guards
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megamoe import SPECS
@@ -37,6 +38,9 @@ from megamoe.contract.program import TARGETS
 from megamoe.spec.load import load_spec
 from megamoe.spec.spec import Spec
 
+# Shape, strides and dtype to a new tensor on the current device, as code that torch.compile writes makes it. Stubs
+# do not know it.
+empty_on_device = guards._empty_strided_cuda  # pyright: ignore[reportAttributeAccessIssue]
 MACHINE, DEVICE = "vm", "gpu"
 MACHINE_TARGET: Final[Target] = "sm_100a"
 """What a CPU runs: these kernels cost the machine less than those of sm_90a, whose MoE repacks weights in each call."""
@@ -102,7 +106,7 @@ def case_of(wanted: Wanted) -> Case:
     spec = spec_of(wanted.op)
     if (reason := spec.admits(wanted.axes)) is not None:
         raise ValueError(f"megamoe has no such case of {wanted.op}: {reason}")
-    return spec.case(**wanted.axes)
+    return spec.case(**wanted.axes)  # pyright: ignore[reportArgumentType]
 
 
 def call_for(wanted: Wanted) -> OpCall:
@@ -126,11 +130,13 @@ def call_for(wanted: Wanted) -> OpCall:
         )
     with torch.cuda.device(wanted.device):
         executor = load_executor(DEVICE)
-        refused = {target: executor.unavailable(target) for target in TARGETS}
-        target = next((target for target, reason in refused.items() if reason is None), None)
-        if target is None:
-            raise UnsupportedError("; ".join(dict.fromkeys(filter(None, refused.values()))))
-        return _first_that_can(wanted, case, executor, target)
+        refused: list[str] = []
+        for target in TARGETS:
+            reason = executor.unavailable(target)
+            if reason is None:
+                return _first_that_can(wanted, case, executor, target)
+            refused.append(reason)
+        raise UnsupportedError("; ".join(dict.fromkeys(refused)))
 
 
 def _first_that_can(wanted: Wanted, case: Case, executor: Executor, target: Target) -> OpCall:
@@ -210,7 +216,7 @@ class DeviceCall:
             addresses.append(address)
         outputs: list[torch.Tensor] = []
         for shape, strides, dtype in self._outputs:
-            tensor = torch._C._dynamo.guards._empty_strided_cuda(shape, strides, dtype)
+            tensor = empty_on_device(shape, strides, dtype)
             addresses.append(tensor.data_ptr())
             outputs.append(tensor)
         if self._weights:
@@ -280,7 +286,7 @@ _PREPARED: dict[tuple[object, tuple[int, ...]], _Prepared] = {}
 
 def _block(size: int) -> torch.Tensor:
     """`size` bytes on the current device."""
-    return torch._C._dynamo.guards._empty_strided_cuda((size,), (1,), torch.uint8)
+    return empty_on_device((size,), (1,), torch.uint8)
 
 
 def _compact(shape: Sequence[int]) -> tuple[int, ...]:

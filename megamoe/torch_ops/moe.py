@@ -33,8 +33,8 @@ from megamoe.torch_ops.calls import OpCall, Output, Wanted, call_for
 MAX_CALLS = 1024
 ROWS_PER_TILE = 128
 MAX_MACHINE_WORK = 1 << 26
-"""Row tiles of experts times hidden times intermediate: three experts of 7168 x 3072, whose tiles the machine takes one
-by one."""
+"""Row tiles of experts times hidden times intermediate: three experts of 7168 x 3072. The machine does their tiles in
+turn."""
 INTERLEAVE = 8
 """Rows of gate, then of up, that w1 has in turns."""
 STACKS = ("w1_codes", "w1_sf", "w1_gs", "w2_codes", "w2_sf", "w2_gs", "a2_gs")
