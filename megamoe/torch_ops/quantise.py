@@ -1,7 +1,7 @@
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 """Tokens to NVFP4 in one Triton kernel: bit for bit what megamoe.codec.nvfp4 makes of them on a CPU.
 
-It takes 14 us for 8 tokens of 7168, the codec's many kernels 86, and those of 48 experts some 400
+It takes 14 us for 8 tokens of 7168, the codec's many kernels 86, and a layer of 48 experts 451
 (results/records/h200-torch-ops.json). Only this module needs Triton, which builds of torch for CUDA bring.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -27,3 +28,20 @@ def test_the_page_names_each_example() -> None:
     linked = {(ROOT / "docs" / path).resolve() for path in re.findall(r"\]\((\.\./[\w./-]+)\)", page)}
     assert {path for path in linked if not path.exists()} == set(), "the page links to what is not there"
     assert set(EXAMPLES) <= linked, "an example that no page names"
+
+
+def test_the_costs_on_the_page_are_those_of_the_record() -> None:
+    page = (ROOT / "docs" / "torch.md").read_text("utf-8")
+    record = json.loads((ROOT / "results" / "records" / "h200-torch-ops.json").read_text("utf-8"))
+    found = record["operators, the session of the ranks"]
+    for line, name in {
+        "the operator": "torch.ops.megamoe.attention",
+        "of it allocating outputs and workspaces, and the launch": "launch path: allocate, address, launch",
+        "of it the launch": "launch alone",
+    }.items():
+        ours = [f"{found[f'attention_cost {backend}'][name]['median']:.1f}" for backend in ("ptx", "cutedsl")]
+        assert f"| {line} | {' | '.join(ours)} |" in page, f"{line}: the record has {ours}"
+    for tokens in (64, 512, 4096):
+        times = record["ranks"][f"{tokens} tokens"]
+        row = f"| {tokens} | {times['one GPU, us']:.0f} | {times['2 GPUs, us']:.0f} |"
+        assert row in page, f"the record has {row}"
