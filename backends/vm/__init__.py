@@ -9,6 +9,12 @@ ISA section and how its meaning is known. `facts.md N.M` in comments is conforma
 Rooms, lowest first; each imports only rooms before it: rules; faults; ptx, numerics; tensor; memory; machine; bind;
 trace, isa; load, coverage; host; executor.
 
+Undefined values (registers, shared, tensor, local, output and workspace memory that nobody wrote) travel with their
+bytes, as in Valgrind's memcheck. They are a fault where they decide something: an address, a branch, a guard of what
+does more than compute, any operand of an instruction that synchronises or copies, or a result; see bind.definedness. Of
+undefined operands, an integer comparison other than eq and ne, a division and floating-point arithmetic have undefined
+results, whatever the defined bits say. An undefined element of A makes a row of D undefined, one of B a column.
+
 The names of the rules (`Fault.rule`) say what it checks; conformance/vm plants each. It does NOT notice, and why:
 - a missing tcgen05.fence::* or fence.mbarrier_init, and an MMA that overwrites what an earlier MMA of another
   accumulator reads: real kernels leave these out, and asking for them would refuse what runs on silicon. It only counts
@@ -16,9 +22,6 @@ The names of the rules (`Fault.rule`) say what it checks; conformance/vm plants 
   what an mma still reads (`tmem_unordered_copies`), and a bulk copy over what threads have read with no
   fence.proxy.async in between (`smem_unfenced_overwrites`; CUTLASS's pipelines have none): orders that the ISA does not
   promise. It also counts operands that the ISA has no result for (`remainders_by_zero`, `bit_fields_beyond_255`);
-- a bulk copy of bytes of an output or a workspace that nobody wrote: grouped GEMMs, our CuTeDSL MoE among them, load
-  whole tiles, and the rows behind an expert's last token hold nothing. Workspaces hold noise, unlike in each program.
-  Any other read of such bytes is found;
 - a .cta scope that the text does not spell: `mbarrier.arrive.shared::cluster` with no scope releases to its own CTA by
   the ISA's default, and CUTLASS hands stages back to the other CTA with it. Written scopes are kept;
 - that a wait for a phase tells nothing of the copies of earlier phases at the same mbarrier: phases complete in order;
@@ -35,7 +38,9 @@ The names of the rules (`Fault.rule`) say what it checks; conformance/vm plants 
 It refuses, although silicon may run it:
 - mbarrier.init over a live mbarrier;
 - a kernel that ends with a bulk store that nobody has waited for;
-- uninitialised reads whose value is unused;
+- an undefined operand of an atomic, an st.async or a bulk reduction, or undefined memory under one, even if nobody uses
+  the result;
+- an undefined value that a launch leaves in memory that is no workspace, even if the host never looks at it;
 - a dependent launch that, before its own wait, touches what a launch further back did, even if the launch in between
   waited before it launched its dependents;
 - an `.aligned` instruction behind a loop in which some lanes of a warp neither store, copy nor wait for 4096 blocks:
