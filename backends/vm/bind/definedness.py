@@ -69,7 +69,7 @@ _UNSIGNED = {1: "pred", 16: "u16", 32: "u32", 64: "u64", 128: "u64x2"}
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Computing:
     """An instruction about to run on a warp, of which an operand is undefined: what a rule looks at."""
 
     warp: Warp
@@ -98,7 +98,7 @@ class Seen:
         return not np.count_nonzero(lanes_of(self.bits(source)) & self.warp.mask)
 
 
-Rule = Callable[[Seen], Sequence[Bits] | None]
+Rule = Callable[[Computing], Sequence[Bits] | None]
 """The undefined bits of each result, in the order in which the family has bound them. None: as `any_operand` says."""
 _RULES: dict[str, Rule] = {}
 
@@ -113,7 +113,7 @@ def carries(*opcodes: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def any_operand(seen: Seen) -> Sequence[Bits]:
+def any_operand(seen: Computing) -> Sequence[Bits]:
     """A lane with an undefined operand has undefined results; packed arithmetic has lanes within lanes."""
     item, undefined = seen.item, seen.warp.undefined
     size = _PACKED.get(seen.parts[-1]) if seen.parts[0] in _BY_PARTS else None
@@ -127,7 +127,7 @@ def any_operand(seen: Seen) -> Sequence[Bits]:
     return [all_bits(key[0], lanes) for key in item.defines]
 
 
-def moved(seen: Seen, *controls: int) -> Sequence[Bits] | None:
+def moved(seen: Computing, *controls: int) -> Sequence[Bits] | None:
     """The bits go where the values do: the instruction itself runs on them, with the sources `controls` as they are.
 
     None where a control is undefined, or shares a register with what is moved.
@@ -225,7 +225,7 @@ class InstructionCarrier:
             for key in item.defines:
                 undefined.clear_lanes(key, lanes)
             return outcome
-        origin, seen = undefined.origin(known, item.instruction.line), Seen(warp, item, step)
+        origin, seen = undefined.origin(known, item.instruction.line), Computing(warp, item, step)
         results = rule(seen)
         results = any_operand(seen) if results is None else results
         outcome = step(warp)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from backends.vm.bind.definedness import Seen, carries, moved
+from backends.vm.bind.definedness import Computing, carries, moved
 from backends.vm.machine.code import LANES
 from backends.vm.machine.undefined import Bits, all_bits, lanes_of, no_bits
 from backends.vm.numerics.convert import WIDTH
@@ -20,7 +20,7 @@ _INTEGERS = ("b16", "b32", "b64", "u16", "s16", "u32", "s32", "u64", "s64")
 
 
 @carries("mov")
-def move(seen: Seen) -> Found:
+def move(seen: Computing) -> Found:
     """A copy carries its bits; packing and unpacking put them side by side and take them apart."""
     written, read = seen.item.instruction.operands
     if isinstance(written, Vector):
@@ -51,43 +51,43 @@ def _side_by_side(parts: Sequence[Bits], width: int) -> Found:
 
 
 @carries("brev", "movmatrix")
-def rearrange(seen: Seen) -> Found:
+def rearrange(seen: Computing) -> Found:
     """The bits go where the values go."""
     return moved(seen)
 
 
 @carries("shl", "shr", "szext")
-def shift(seen: Seen) -> Found:
+def shift(seen: Computing) -> Found:
     """By an amount that is defined, the bits go with the values; a copied sign is undefined where the sign is."""
     return moved(seen, 1)
 
 
 @carries("shf", "prmt")
-def select_bits(seen: Seen) -> Found:
+def select_bits(seen: Computing) -> Found:
     """Two words by a third that is defined."""
     return moved(seen, 2)
 
 
 @carries("bfe")
-def extract(seen: Seen) -> Found:
+def extract(seen: Computing) -> Found:
     """A field whose place is defined."""
     return moved(seen, 1, 2)
 
 
 @carries("bfi")
-def insert(seen: Seen) -> Found:
+def insert(seen: Computing) -> Found:
     """As `extract`."""
     return moved(seen, 2, 3)
 
 
 @carries("cvta")
-def convert_address(seen: Seen) -> Found:
+def convert_address(seen: Computing) -> Found:
     """The window of a state space is put on or taken off; all else stays."""
     return [seen.bits(0)]
 
 
 @carries("and", "or")
-def conjunction(seen: Seen) -> Found:
+def conjunction(seen: Computing) -> Found:
     """A defined 0 decides an `and`, a defined 1 an `or`."""
     (a, c), (x, y) = (seen.bits(0), seen.bits(1)), (seen.values(0), seen.values(1))
     if seen.parts[0] == "or":
@@ -96,13 +96,13 @@ def conjunction(seen: Seen) -> Found:
 
 
 @carries("xor", "not")
-def bitwise(seen: Seen) -> Found:
+def bitwise(seen: Computing) -> Found:
     """Each bit by itself."""
     return [seen.bits(0) | seen.bits(1)] if seen.parts[0] == "xor" else [seen.bits(0)]
 
 
 @carries("lop3")
-def any_logic(seen: Seen) -> Found:
+def any_logic(seen: Computing) -> Found:
     """As `bitwise`; that the truth table may ignore an operand is not looked at."""
     if seen.parts[1:] != ("b32",) or len(seen.item.reads) != 3:
         return None
@@ -110,7 +110,7 @@ def any_logic(seen: Seen) -> Found:
 
 
 @carries("add", "sub", "mul", "mad")
-def low_bits_first(seen: Seen) -> Found:
+def low_bits_first(seen: Computing) -> Found:
     """Of wrapping integers, the bits of a result below the lowest undefined bit of the operands are defined."""
     kind, words = seen.parts[-1], seen.parts[1:-1]
     if kind not in _INTEGERS or (words != ("lo",) if seen.parts[0] in ("mul", "mad") else words):
@@ -122,7 +122,7 @@ def low_bits_first(seen: Seen) -> Found:
 
 
 @carries("selp")
-def choose(seen: Seen) -> Found:
+def choose(seen: Computing) -> Found:
     """What is not chosen does not matter. Where the predicate is undefined, the bits that both have in common do not
     depend on it."""
     a, c, doubt = seen.bits(0), seen.bits(1), seen.bits(2)
@@ -132,7 +132,7 @@ def choose(seen: Seen) -> Found:
 
 
 @carries("setp")
-def compare(seen: Seen) -> Found:
+def compare(seen: Computing) -> Found:
     """Integers that differ in a defined bit are not equal. A defined operand may decide `.and` and `.or`."""
     item = seen.item
     if len(item.reads) not in (2, 3) or seen.parts[-1].endswith("x2"):
@@ -150,7 +150,7 @@ def compare(seen: Seen) -> Found:
 
 
 @carries("cvt")
-def convert(seen: Seen) -> Found:
+def convert(seen: Computing) -> Found:
     """Integers keep their bits in place. The halves of a pair are converted one by one. Of a wider register, only the
     bits of the source's type count."""
     *between, dst, src = seen.parts[1:]
@@ -164,7 +164,7 @@ def convert(seen: Seen) -> Found:
     return [all_bits(seen.item.defines[0][0], lost)]
 
 
-def _convert_pair(seen: Seen, dst: str, src: str) -> Found:
+def _convert_pair(seen: Computing, dst: str, src: str) -> Found:
     if len(seen.item.reads) != (1 if src.endswith("x2") else 2):
         return None
     if src.endswith("x2"):

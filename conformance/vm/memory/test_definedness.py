@@ -10,6 +10,7 @@ import struct
 import numpy as np
 import pytest
 
+from backends.vm.faults import Findings
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
 from backends.vm.memory.global_memory import DEFINED
@@ -143,13 +144,20 @@ TRAVELS = {
         SMEM,
         ("byte 0 of `part`, which was never written", "reads it"),
     ),
+    "from local memory": (
+        "ld.local.b32 %r1, [own+8];",
+        ".local .align 4 .b8 own[16];",
+        ("byte 8 of local memory, which was never written in this lane", "reads it"),
+    ),
 }
+RULE_OF = {"through cp.async": "uninitialised-global", "from local memory": "uninitialised-local"}
+"""The rule is that of the place that nobody wrote; the others begin in a register."""
 
 
 @pytest.mark.parametrize("name", TRAVELS)
 def test_a_branch_on_an_undefined_value_that_came_far(name: str) -> None:
     body, declare, clauses = TRAVELS[name]
-    rule = "uninitialised-global" if "`part`" in clauses[0] else "uninitialised-register"
+    rule = RULE_OF.get(name, "uninitialised-register")
     assert_blamed(kernel(f"{body}\n{JUMP}", declare), rule, "decides where this branch goes", *clauses, schedules=SOME)
 
 
@@ -186,6 +194,24 @@ def test_the_origin_names_where_the_value_came_in_and_where_it_was_stored() -> N
     first = next(i for i, line in enumerate(planted.ptx.splitlines(), 1) if line.startswith("add.u32 %r3"))
     clauses = (f"PTX line {first} reads it", f"PTX line {first + 2} stored the value", "lane 0")
     assert_blamed(planted, "uninitialised-register", *clauses, schedules=("eager",))
+
+
+def test_a_run_that_collects_goes_on_behind_each_decision() -> None:
+    """One finding for each place that decides, and one for each store of a result; not one for each lane."""
+    twice = kernel(
+        """setp.eq.u32 %p1, %r2, 77; @%p1 st.global.b32 [%rd9+4], %tx;
+        setp.eq.u32 %p1, %r3, 77;
+        @%p1 bra END;
+        st.global.b32 [%rd9], %r4;"""
+    )
+    machine = Machine()
+    machine.findings = Findings()
+    twice.launch(machine)
+    found = list(machine.findings.by_site.values())
+    said = [str(one) for one in found]
+    assert [one.rule for one in found] == ["uninitialised-register"] * 3, said
+    for name, text in zip(("`%r2`", "`%r3`", "`%r4`"), said, strict=True):
+        assert f"It comes from {name}" in text, said
 
 
 # Tensor memory and its MMA: rows of A make rows of D undefined, rows of B columns, cells added to themselves.
