@@ -19,12 +19,15 @@ still reads (`tmem_unordered_copies`), a bulk copy over what threads have read w
 (`smem_unfenced_overwrites`), and, as a note, operands that the ISA has no result for (`remainders_by_zero`,
 `bit_fields_beyond_255`).
 
+Undefined values (registers, shared, tensor, local, output and workspace memory that nobody wrote) travel with their
+bytes, as in Valgrind's memcheck. They are a fault where they decide something: an address, a branch, a guard of what
+does more than compute, any operand of an instruction that synchronises or copies, or a result; see bind.definedness. Of
+undefined operands, an integer comparison other than eq and ne, a division and floating-point arithmetic have undefined
+results, whatever the defined bits say. An undefined element of A makes a row of D undefined, one of B a column.
+
 It does NOT notice, and why:
 - an MMA that overwrites what an earlier MMA of another accumulator reads: real kernels rely on that order, and asking
   for a wait would refuse what runs on silicon. Of a tcgen05.fence, that it stands in front of the access it is for;
-- a bulk copy of bytes of an output or a workspace that nobody wrote: grouped GEMMs, our CuTeDSL MoE among them, load
-  whole tiles, and the rows behind an expert's last token hold nothing. Workspaces hold noise, unlike in each program.
-  Any other read of such bytes is found;
 - a .cta scope that the text does not spell: `mbarrier.arrive.shared::cluster` with no scope releases to its own CTA by
   the ISA's default, and CUTLASS hands stages back to the other CTA with it. Written scopes are kept;
 - that a wait for a phase tells nothing of the copies of earlier phases at the same mbarrier: phases complete in order;
@@ -40,7 +43,9 @@ It does NOT notice, and why:
 - anything about time, register pressure beyond the pool that setmaxnreg moves, or caches.
 It refuses, although silicon may run it:
 - mbarrier.init over a live mbarrier that has been used, or with another count;
-- uninitialised reads whose value is unused;
+- an undefined operand of an atomic, an st.async or a bulk reduction, or undefined memory under one, even if nobody uses
+  the result;
+- an undefined value that a launch leaves in memory that is no workspace, even if the host never looks at it;
 - a dependent launch that, before its own wait, touches what a launch further back did, even if the launch in between
   waited before it launched its dependents;
 - an `.aligned` instruction behind a loop in which some lanes of a warp neither store, copy nor wait for 4096 blocks:

@@ -82,7 +82,7 @@ def _run_launches(
         buffer = machine.memory.add(name, _bytes_of(name, tensor), writable=writable)
         addresses[name] = buffer.base
         if outputs is not None and writable:
-            buffer.undefine()
+            buffer.forget(scratch=False)
     for name, size in program.scratch.items():
         buffer = machine.memory.add(name, np.zeros(size, np.uint8))
         _poison(buffer, program.ptx)
@@ -103,7 +103,7 @@ def _poison(buffer: Buffer, program: str) -> None:
     """
     seed = zlib.crc32(f"{buffer.name} of {program}".encode())
     buffer.data[:] = np.random.default_rng(seed).integers(0, 256, buffer.data.size, np.uint8)
-    buffer.undefine()
+    buffer.forget(scratch=True)
 
 
 def _call_host(
@@ -132,7 +132,7 @@ def map_tensors(
     for name in scratch:
         _poison(buffers[name], ",".join(f"{tensor} {data.size}" for tensor, data in bytes_of.items()))
     for name in outputs or ():
-        buffers[name].undefine()
+        buffers[name].forget(scratch=False)
     return buffers
 
 

@@ -187,12 +187,13 @@ _ALL = (
     # Undefined values.
     *(
         _error(
-            slug, "", f"A value is used that nobody wrote: {what} holds what was left there.",
+            slug, "8.1", f"A value that nobody wrote decides something: {what} holds what was left there.",
             "Write before reading, or mask the part that nothing was written to.",
         )
         for slug, what in (
             ("uninitialised-register", "a register"), ("uninitialised-shared", "shared memory"),
             ("uninitialised-global", "an output or a workspace"), ("uninitialised-tmem", "tensor memory"),
+            ("uninitialised-local", "local memory"),
         )
     ),
     # Addresses and operands.

@@ -119,7 +119,7 @@ class Kernel:
             buffer = machine.memory.add(name, array.reshape(-1).view(np.uint8), writable=name not in self.inputs)
             addresses[name] = buffer.base
             if name in self.unwritten:
-                buffer.undefine()
+                buffer.forget(scratch=True)
         params = [struct.pack("<Q", addresses[name]) for name in data]
         for item in self.maps.values():
             params.append(

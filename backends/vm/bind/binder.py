@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.bind.flow import Carrying
 from backends.vm.bind.forms import Step
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.machine.code import WIDTH_OF_VIEW, Key, RegisterRows
@@ -37,7 +38,8 @@ AddressOf = Callable[["Warp"], npt.NDArray[np.int64]]
 class Binder:
     """One instruction as its family sees it: the `words` that its form chose, its operands, and rows for them.
 
-    `uses` and `defines` gather the registers that the family asks for. Rows of literals are negative. Literals lie
+    `uses` and `defines` gather the registers that the family asks for; `reads`, `addresses` and `carrying` as in Bound.
+    Rows of literals are negative. Literals lie
     after the registers of their width, last one first: a negative index finds them however many registers there are.
     """
 
@@ -46,6 +48,9 @@ class Binder:
     rows: RegisterRows
     uses: list[Key] = field(default_factory=list[Key])
     defines: list[Key] = field(default_factory=list[Key])
+    reads: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    addresses: list[Key] = field(default_factory=list[Key])
+    carrying: Carrying | None = None
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -78,8 +83,18 @@ class Binder:
             return self.rows.special(operand.name)
         raise self.error(f"`{operand.name}` is neither declared nor a special register that this machine has")
 
+    def carry(self, around: Callable[[Warp, Step], object], *travels: Key) -> None:
+        """Undefined bits of the registers `travels` are no fault: `around` does the step and carries them along."""
+        self.carrying = Carrying(around, frozenset(travels))
+
     def source(self, operand: Operand, view: str, *, wider: bool = False) -> int:
         """Row of a source in `view` ("f32", "u64", ...). `wider` admits a register wider than the type (ld/st/cvt)."""
+        row = self._source(operand, view, wider=wider)
+        width = self.width(operand)
+        self.reads.append((view if width in (0, WIDTH_OF_VIEW[view]) else f"u{width}", row))
+        return row
+
+    def _source(self, operand: Operand, view: str, *, wider: bool) -> int:
         width = WIDTH_OF_VIEW[view]
         if isinstance(operand, Immediate):
             return self.rows.literal(width, self._literal_bits(operand, view))
@@ -150,10 +165,12 @@ class Binder:
         width = self.width(base) or 64
         if width == 64:
             row = self.source(base, "s64")
+            self.addresses.append((64, row))
             return lambda warp: warp.s64[row] + offset
         if width != 32:
             raise self.error(f"an address register holds 32 or 64 bits, this one {width}")
         row = self.source(base, "u32")
+        self.addresses.append((32, row))
         return lambda warp: warp.u32[row].astype(np.int64) + offset
 
     def _literal_bits(self, operand: Immediate, view: str) -> int:

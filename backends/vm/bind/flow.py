@@ -22,11 +22,23 @@ if TYPE_CHECKING:
 State = TypeVar("State")
 
 
+@dataclass(frozen=True, slots=True)
+class Carrying:
+    """How a family carries undefined bits along: `around` does the given step and says what becomes undefined.
+
+    Only the registers that it `travels` with may be undefined when it is called.
+    """
+
+    around: Callable[[Warp, Step], object]
+    travels: frozenset[Key]
+
+
 @dataclass(slots=True)
 class Bound:
     """One instruction with its meaning: the form, the step, the registers that it reads and writes.
 
-    `guard`: row of the predicate, and whether it is negated. `doubtful_guard`: the predicate may be unwritten.
+    `guard`: row of the predicate, and whether it is negated. `reads`: view and row of each source, literals included,
+    in the order in which the family has bound them. `addresses`: the registers among `uses` that hold an address.
     """
 
     instruction: Instruction
@@ -35,7 +47,9 @@ class Bound:
     uses: tuple[Key, ...]
     defines: tuple[Key, ...]
     guard: tuple[int, bool] | None
-    doubtful_guard: bool = False
+    reads: tuple[tuple[str, int], ...] = ()
+    addresses: frozenset[Key] = frozenset()
+    carry: Carrying | None = None
 
     @property
     def guard_key(self) -> Key | None:

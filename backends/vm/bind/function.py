@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.calls import with_calls_in_place
+from backends.vm.bind.definedness import InstructionCarrier, unwritten_registers
 from backends.vm.bind.flow import Bound, FlowGraph, check_warpgroup_registers, end_loads_at_use
 from backends.vm.bind.forms import find
-from backends.vm.bind.unwritten import check_unwritten, checked, track_writes
 from backends.vm.faults import Fault, UnknownInstructionError
 from backends.vm.machine.code import HANDLED, NEXT, Block, BoundFunction, Code, RegisterRows, Step
 from backends.vm.memory.shared import RESERVED
@@ -142,11 +142,10 @@ def build(function: Function, symbol_spaces: Mapping[str, str]) -> Code:
     blocks = [range(start, end) for start, end in pairwise([*leaders, len(bound)])]
     followers = [[block_of[target] for target in _successors(function, bound, block)] for block in blocks]
     graph = FlowGraph(bound, blocks, followers)
-    watched = check_unwritten(graph)
+    unwritten = unwritten_registers(graph, rows)
     check_warpgroup_registers(graph)
     end_loads_at_use(graph)
-    track_writes(bound, watched, rows)
-    return Code(function, [_block(function, bound, block, block_of) for block in blocks], rows, watched)
+    return Code(function, [_block(function, bound, block, block_of) for block in blocks], rows, unwritten)
 
 
 def _bind(instruction: Instruction, rows: RegisterRows) -> Bound:
@@ -160,7 +159,8 @@ def _bind(instruction: Instruction, rows: RegisterRows) -> Bound:
         guard = (key[1], instruction.guard.negated)
         binder.uses.append(key)
     step = form.bind(binder)
-    return Bound(instruction, form, step, tuple(binder.uses), tuple(binder.defines), guard)
+    return Bound(instruction, form, step, tuple(binder.uses), tuple(binder.defines), guard, tuple(binder.reads),
+                 frozenset(binder.addresses), binder.carrying)  # fmt: skip
 
 
 def _leaders(function: Function, bound: list[Bound]) -> list[int]:
@@ -206,13 +206,11 @@ def _successors(function: Function, bound: list[Bound], block: range) -> list[in
 
 def _block(function: Function, bound: list[Bound], indices: range, block_of: Mapping[int, int]) -> Block:
     body = [bound[index] for index in indices]
-    block = Block([], [item.instruction for item in body])
+    block = Block([], [item.instruction for item in body], carriers=[InstructionCarrier(item) for item in body])
     block.classes.update(item.form.counter for item in body)
     after = block_of.get(indices.stop, len(block_of))
     for item in body:
         step = _controlled(function, item, after, block_of)
-        if item.doubtful_guard and item.guard_key:
-            step = checked(step, (item.guard_key,))
         if item.form.kind == "tail":
             block.tail = step
         else:

@@ -16,6 +16,8 @@ from backends.vm.machine.cta import Cta
 from backends.vm.machine.engine import Copy, CopyGroups, submit
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import Clock, stamp
+from backends.vm.memory.definedness import Missing
+from backends.vm.memory.global_memory import DEFINED, Buffer
 from backends.vm.memory.global_races import Pieces
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
@@ -32,6 +34,8 @@ from backends.vm.tensor.tma_box import (
 )
 
 Granules = npt.NDArray[np.int64]
+Read = tuple[npt.NDArray[np.uint8], Missing | None]
+"""The pieces that a copy reads, and which of their bytes are undefined."""
 _DIMS = "1d 2d 3d 4d 5d"
 _MODES = "tile tile::gather4"
 
@@ -151,21 +155,38 @@ def _plan(b: Binder, tensor_map: TensorMap, coordinates: list[int], address: int
     return plan_box(tensor_map, coordinates, address, direction)
 
 
-def _read_global(warp: Warp, plan: BoxPlan, tensor_map: TensorMap) -> npt.NDArray[np.uint8]:
+def _read_global(warp: Warp, plan: BoxPlan, tensor_map: TensorMap) -> Read:
     pieces = np.empty((plan.smem_addresses.size, plan.piece_bytes), np.uint8)
     inside = plan.in_bounds
     addresses = plan.global_addresses if plan.all_in_bounds else plan.global_addresses[inside]
     if not plan.all_in_bounds:
         pieces[~inside] = plan.fill
-    if addresses.size:
-        buffer = warp.cta.machine.memory.find_span(addresses, plan.piece_bytes, "tensor copy")
-        found = read_pieces(buffer.data, addresses - buffer.base, plan.piece_bytes)
-        if tensor_map.element.tf32:
-            found = rounded_to_tf32(found.view(np.uint32)).view(np.uint8)
-        if plan.all_in_bounds:
-            return found
-        pieces[inside] = found
-    return pieces
+    if not addresses.size:
+        return pieces, None
+    buffer = warp.cta.machine.memory.find_span(addresses, plan.piece_bytes, "tensor copy")
+    found = read_pieces(buffer.data, addresses - buffer.base, plan.piece_bytes)
+    if tensor_map.element.tf32:
+        found = rounded_to_tf32(found.view(np.uint32)).view(np.uint8)
+    missing = _missing(buffer, addresses - buffer.base, plan.piece_bytes)
+    if plan.all_in_bounds:
+        return found, missing
+    pieces[inside] = found
+    if missing is not None:
+        hidden = np.zeros(pieces.shape, np.bool_)
+        hidden[inside] = missing.bytes_
+        missing = Missing(hidden, missing.origin)
+    return pieces, missing
+
+
+def _missing(buffer: Buffer, offsets: npt.NDArray[np.int64], piece_bytes: int) -> Missing | None:
+    """The undefined bytes of pieces of a buffer."""
+    if buffer.state is None:
+        return None
+    defined = read_pieces(buffer.state, offsets, piece_bytes) == DEFINED
+    if np.count_nonzero(defined) == defined.size:
+        return None
+    piece, byte = np.argwhere(~defined)[0].tolist()
+    return Missing(~defined, buffer.origin_of(int(offsets[piece]) + byte, 0))
 
 
 @opcode("cp.async.bulk.tensor.<dim>.<dst>.global{.<mode>}.mbarrier::complete_tx::bytes{.multicast::cluster}"
@@ -213,7 +234,7 @@ def _begin_load(
     cta: Cta,
     plan: BoxPlan,
     barrier: MBarrier,
-    read: Callable[[], npt.NDArray[np.uint8]],
+    read: Callable[[], Read],
     line: int,
     text: str,
 ) -> int:
@@ -223,8 +244,12 @@ def _begin_load(
     landed = _copy_clock(warp, barrier.copy_agent, serial)
 
     def perform() -> None:
-        write_pieces(cta.smem.data, plan.smem_addresses, read())
+        pieces, missing = read()
+        write_pieces(cta.smem.data, plan.smem_addresses, pieces)
         cta.smem.async_write_ends(granules, stamp(barrier.copy_agent, serial), line)
+        if missing is not None:
+            origin = missing.origin.read_at(line).stored_at(line, warp.name)
+            cta.smem.undefine(plan.smem_addresses, missing.bytes_, origin)
         barrier.complete_transactions(plan.transaction_bytes, landed, f"the copy of PTX line {line}")
 
     if cta is not warp.cta:
@@ -283,20 +308,23 @@ def _linear_plan(offset: int, size: int) -> BoxPlan:
     return BoxPlan(16, addresses, addresses, inside, True, np.zeros(16, np.uint8), size)
 
 
-def _linear_reader(
-    warp: Warp, start: int, size: int, barrier: MBarrier, *, local: bool
-) -> Callable[[], npt.NDArray[np.uint8]]:
+def _linear_reader(warp: Warp, start: int, size: int, barrier: MBarrier, *, local: bool) -> Callable[[], Read]:
     machine, cta = warp.cta.machine, warp.cta
     if local:
         offset = start & OFFSET_MASK
         pieces = offset + np.arange(0, size, 16, dtype=np.int64)
         mark = stamp(barrier.copy_agent, cta.cluster.next_copy())
-        cta.smem.async_read(granules_of(pieces, 16), warp.clock, mark, "the bulk copy")
-        return lambda: cta.smem.data[offset : offset + size].reshape(-1, 16)
+        whole = cta.smem.async_read(granules_of(pieces, 16), warp.clock, mark, "the bulk copy")
+        return lambda: (
+            cta.smem.data[offset : offset + size].reshape(-1, 16),
+            None if whole else cta.smem.missing(pieces, 16),
+        )
 
-    def read() -> npt.NDArray[np.uint8]:
+    def read() -> Read:
         buffer = machine.memory.find(start, size, "bulk copy")
-        return buffer.data[start - buffer.base : start - buffer.base + size].reshape(-1, 16)
+        first = start - buffer.base
+        offsets = first + np.arange(0, size, 16, dtype=np.int64)
+        return buffer.data[first : first + size].reshape(-1, 16), _missing(buffer, offsets, 16)
 
     return read
 
@@ -325,12 +353,13 @@ def tensor_store(b: Binder) -> Step:
             serial, groups = warp.cta.cluster.next_copy(), CopyGroups.of(warp.copies.bulk, lane, warp.agents)
             reader = stamp(groups.agent, serial)
             granules = granules_of(plan.smem_addresses, plan.piece_bytes)
-            warp.cta.smem.async_read(granules, warp.clock, reader, "the tensor store")
+            whole = warp.cta.smem.async_read(granules, warp.clock, reader, "the tensor store")
             counters = warp.cta.machine.counters
             counters["tma_stores"] += 1
             counters["tma_store_bytes"] += int(plan.in_bounds.sum()) * plan.piece_bytes
             written.append((plan.global_addresses[plan.in_bounds], plan.piece_bytes, stamp(groups.writer, serial)))
-            done = submit(warp, "a tensor store", line, text, _store_performer(warp, plan, tensor_map, operation))
+            perform = _store_performer(warp, plan, tensor_map, operation, None if whole else line)
+            done = submit(warp, "a tensor store", line, text, perform)
             groups.open.append(Copy(done, serial))
         machine = warp.cta.machine
         machine.races.copied_to(machine.memory, written, warp, line, strong=bool(operation))
@@ -338,7 +367,10 @@ def tensor_store(b: Binder) -> Step:
     return step
 
 
-def _store_performer(warp: Warp, plan: BoxPlan, tensor_map: TensorMap, operation: str) -> Callable[[], None]:
+def _store_performer(
+    warp: Warp, plan: BoxPlan, tensor_map: TensorMap, operation: str, doubtful: int | None
+) -> Callable[[], None]:
+    """`doubtful`: the PTX line, if some of the source is undefined."""
     smem, memory = warp.cta.smem, warp.cta.machine.memory
 
     def perform() -> None:
@@ -353,6 +385,10 @@ def _store_performer(warp: Warp, plan: BoxPlan, tensor_map: TensorMap, operation
             pieces = reduced(old, pieces, operation, tensor_map.element.name)
         write_pieces(buffer.data, addresses - buffer.base, np.ascontiguousarray(pieces))
         buffer.mark_written(addresses - buffer.base, plan.piece_bytes)
+        missing = None if doubtful is None else smem.missing(plan.smem_addresses[inside], plan.piece_bytes)
+        if missing is not None and doubtful is not None:
+            origin = missing.origin.read_at(doubtful).stored_at(doubtful, warp.name)
+            buffer.undefine(addresses - buffer.base, missing.bytes_, origin)
 
     return perform
 
@@ -377,17 +413,22 @@ def linear_store(b: Binder) -> Step:
             offset, serial = warp.cta.own_offset(start, "bulk copy"), warp.cta.cluster.next_copy()
             pieces = offset + np.arange(0, bytes_, 16, dtype=np.int64)
             groups = CopyGroups.of(warp.copies.bulk, lane, warp.agents)
-            warp.cta.smem.async_read(granules_of(pieces, 16), warp.clock, stamp(groups.agent, serial), "the bulk copy")
+            granules, mark = granules_of(pieces, 16), stamp(groups.agent, serial)
+            whole = warp.cta.smem.async_read(granules, warp.clock, mark, "the bulk copy")
             warp.cta.machine.counters["tma_store_bytes"] += bytes_
 
             written.append((target + np.arange(0, bytes_, 16, dtype=np.int64), 16, stamp(groups.writer, serial)))
 
-            def perform(target: int = target, offset: int = offset, bytes_: int = bytes_) -> None:
+            def perform(target: int = target, offset: int = offset, bytes_: int = bytes_, whole: bool = whole) -> None:
                 buffer = warp.cta.machine.memory.find_span(np.array([target]), bytes_, "bulk copy", writing=True)
                 into = buffer.data[target - buffer.base : target - buffer.base + bytes_]
                 data = warp.cta.smem.data[offset : offset + bytes_]
                 into[:] = reduced(into.copy(), data.copy(), operation, element) if operation else data
                 buffer.mark_written(np.array([target - buffer.base]), bytes_)
+                missing = None if whole else warp.cta.smem.missing(np.array([offset]), bytes_)
+                if missing is not None:
+                    origin = missing.origin.read_at(line).stored_at(line, warp.name)
+                    buffer.undefine(np.array([target - buffer.base]), missing.bytes_, origin)
 
             done = submit(warp, "a bulk copy", line, text, perform)
             groups.open.append(Copy(done, serial))
@@ -459,7 +500,7 @@ def _changed(warp: Warp, space: str, address: int, lane: int, line: int, change:
     if where.startswith("shared"):
         at = warp.cta.own_offset(at, "tensormap.replace")
         lower = np.array([at], np.int64)
-        raw = warp.cta.smem.load(lower, _HALF, warp.clock, warp.stamp).tobytes()
+        raw = _from_smem(warp, at).tobytes()
         warp.cta.smem.store(lower, _lower_half(change(raw.ljust(MAP_BYTES, b"\0"))), warp.clock, warp.stamp, line)
     elif where == "global":
         lower = np.array([at], np.int64)
@@ -467,6 +508,16 @@ def _changed(warp: Warp, space: str, address: int, lane: int, line: int, change:
     else:
         raise Fault("out-of-bounds", f"tensormap.replace in {where} memory; it takes global and shared::cta",
                     lane=lane, address=address)  # fmt: skip
+
+
+def _from_smem(warp: Warp, offset: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Half of a map, of which each byte matters."""
+    smem = warp.cta.smem
+    found, missing = smem.load(np.array([offset], np.int64), _HALF, warp.clock, warp.stamp)
+    if missing is not None:
+        at = offset + int(missing.argmax())
+        report(smem.origin_of(at, 0).fault(f"byte {at - offset} of half a tensor map decides a copy", address=at))
+    return found
 
 
 def _lower_half(raw: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
@@ -520,8 +571,7 @@ def copy_and_fence(b: Binder) -> Step:
             raise Fault("misaligned", "a tensor map must lie at a multiple of 64 bytes", lane=lane, address=target)
         smem, memory = warp.cta.smem, warp.cta.machine.memory
         for half in (0, _HALF):
-            if not half or smem.written[offset + half : offset + half + _HALF].all():
-                values = smem.load(np.array([offset + half], np.int64), _HALF, warp.clock, warp.stamp)
-                memory.store(np.array([target + half], np.int64), values)
+            if not half or smem.defined[offset + half : offset + half + _HALF].all():
+                memory.store(np.array([target + half], np.int64), _from_smem(warp, offset + half))
 
     return step

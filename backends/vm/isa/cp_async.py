@@ -15,6 +15,7 @@ from backends.vm.machine.code import Wait
 from backends.vm.machine.engine import Copy, ThreadGroups, submit
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import ANYONE, Clock, stamp
+from backends.vm.memory.definedness import Mask, Origin
 from backends.vm.memory.global_memory import check_alignment
 from backends.vm.memory.mbarrier import MBarrier
 
@@ -72,13 +73,19 @@ def cp_async(b: Binder) -> Step:
             machine.races.copied_from(machine.memory, sources[valid == count], count, warp, mark, bulk=False)
 
         def perform() -> None:
+            hidden: list[tuple[int, Mask, Origin]] = []
             for address, offset, bytes_ in zip(sources.tolist(), offsets.tolist(), valid.tolist(), strict=True):
                 piece = np.zeros(size, np.uint8)
                 if bytes_:
                     buffer = warp.cta.machine.memory.find(address, bytes_, "cp.async")
-                    piece[:bytes_] = buffer.data[address - buffer.base : address - buffer.base + bytes_]
+                    at = address - buffer.base
+                    piece[:bytes_] = buffer.data[at : at + bytes_]
+                    if buffer.state is not None and (missing := buffer.missing(np.array([at]), bytes_)) is not None:
+                        hidden.append((offset, missing, buffer.origin_of(at + int(missing.argmax()), line)))
                 smem.data[offset : offset + size] = piece
             smem.async_write_ends(granules, stamp(groups[0].agent, serial), line)
+            for offset, missing, origin in hidden:
+                smem.undefine(np.array([offset]), missing, origin.stored_at(line, warp.name))
 
         done = submit(warp, "a cp.async", line, text, perform, queue=warp.copies)
         for group in groups:

@@ -11,7 +11,9 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.machine import access
 from backends.vm.machine.code import LANES, WIDTH_OF_VIEW
+from backends.vm.machine.undefined import BecameUndefined, undefined_words
 from backends.vm.machine.warp import Warp
+from backends.vm.memory.definedness import Missing
 from backends.vm.memory.global_memory import check_alignment
 from backends.vm.ptx.ast import Operand, Sink
 
@@ -84,12 +86,15 @@ def ld(b: Binder) -> Step:
     address = b.address(a)
     sem, scope = b.words.get("sem", ""), b.words.get("scope", "")
     strong = "sem" in b.words and _strong(b)
-    rows, width = b.rows, dtype.itemsize * words
+    used, line = b.rows.used, b.instruction.line
 
-    def needed() -> tuple[tuple[int, int], ...]:
-        """Offset and size of the elements whose registers something reads: a compiler loads whole vectors."""
-        live = [column for column, view, row in targets if (WIDTH_OF_VIEW[view], row) in rows.used]
-        return ((0, size),) if len(live) == len(items) else tuple((width * column, width) for column in live)
+    def leave_undefined(warp: Warp, missing: Missing) -> None:
+        """Of the registers that nothing reads, nothing is said: a compiler loads whole vectors."""
+        parts, origin = undefined_words(missing.bytes_, dtype), missing.origin.read_at(line)
+        for column, view, row in targets:
+            if (WIDTH_OF_VIEW[view], row) in used:
+                warp.undefined.fill(view, row, parts if words == 2 else parts[:, column], warp.mask, origin)
+        raise BecameUndefined
 
     def step(warp: Warp) -> None:
         addresses = address(warp)
@@ -98,7 +103,8 @@ def ld(b: Binder) -> Step:
             addresses = addresses[warp.mask]
         if strong:
             access.synchronise(warp, space, addresses, sem, scope, acquire=True, release=False)
-        values = access.load(warp, space, addresses, size, strong=strong, needed=needed).view(dtype)
+        loaded, missing = access.take(warp, space, addresses, size, strong=strong)
+        values = loaded.view(dtype)
         for column, view, row in targets:
             register = getattr(warp, view)[row]
             part = values if words == 2 else values[:, column]
@@ -106,6 +112,8 @@ def ld(b: Binder) -> Step:
                 register[...] = part
             else:
                 register[warp.mask] = part
+        if missing is not None:
+            leave_undefined(warp, missing)
 
     return step
 
@@ -137,6 +145,22 @@ def st(b: Binder) -> Step:
         if strong:
             access.synchronise(warp, space, addresses, sem, scope, acquire=False, release=True)
 
+    def carry(warp: Warp, run: Step) -> object:
+        hidden = np.zeros((LANES, len(rows) * (2 if kind == "b128" else 1)), dtype)
+        for column, (view, row) in enumerate(rows):
+            if kind == "b128":
+                hidden[:] = warp.undefined.shown(view, row)
+            else:
+                hidden[:, column] = warp.undefined.shown(view, row)
+        missing = hidden[warp.mask].view(np.uint8) != 0
+        origin = warp.undefined.origin(keys, line)
+        outcome = run(warp)
+        if origin is not None and np.count_nonzero(missing):
+            access.undefine(warp, space, address(warp)[warp.mask], missing, origin.stored_at(line, warp.name))
+        return outcome
+
+    keys = tuple((WIDTH_OF_VIEW[view], row) for view, row in rows)
+    b.carry(carry, *keys)
     return step
 
 

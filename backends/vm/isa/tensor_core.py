@@ -20,12 +20,13 @@ from backends.vm.isa.tensor_operands import (
     GROUPS,
     Accumulator,
     CtaGroup,
-    Fetch,
     Float32,
     Issue,
+    MatrixOperand,
     Raw,
     elected_lane,
     group_of,
+    hidden_units,
     issuing_ctas,
     same_group,
     smem_operand,
@@ -35,6 +36,7 @@ from backends.vm.isa.tensor_operands import (
 from backends.vm.machine.engine import submit
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import ANYONE
+from backends.vm.memory.definedness import Lost, Origin
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.tmem import LANES, Index, Words
 from backends.vm.numerics import accumulate
@@ -50,6 +52,7 @@ from backends.vm.tensor.tmem_layout import (
     decompressed,
     load_scale_factors,
     load_split_scale_factors,
+    scale_factors_hidden,
     split_address,
     store_copied_rows,
 )
@@ -109,13 +112,13 @@ class _Operands:
 
 @dataclass(frozen=True, slots=True)
 class _Issued:
-    """One mma as its elected `lane` issued it: D at `to`, what fetches A and B, and whether D is added to."""
+    """One mma as its elected `lane` issued it: D at `to`, A and B, and whether D is added to."""
 
     lane: int
     to: int
     issue: Issue
-    left: tuple[Fetch, ...]
-    right: Fetch
+    left: tuple[MatrixOperand, ...]
+    right: MatrixOperand
     enabled: bool
 
 
@@ -140,6 +143,7 @@ def mma(b: Binder) -> Step:
         one = operands.issued(warp)
         disabled = disabled_lanes(warp, one.lane) if disabled_lanes else None
         target = Accumulator(one.issue, one.to, disabled, added_to=one.enabled)
+        target.undefine([part.lost for part in one.left], one.right.lost)
         count_mma(warp, one.issue.descriptor)
         perform = _performer(one, target, warp.cta.machine.accumulate, scale)
         submit(warp, "an mma", line, text, perform, queue=warp.cta.tmem)
@@ -160,11 +164,11 @@ def _performer(one: _Issued, target: Accumulator, policy: str, scale: int) -> Ca
 
     def perform() -> None:
         old = target.load() if one.enabled else None
-        b = to_float32(one.right(), d.b_type)
+        b = to_float32(one.right.fetch(), d.b_type)
         b = -b if d.negate_b else b
         parts: list[Words] = []
-        for i, fetch in enumerate(left):
-            a = to_float32(fetch(), d.a_type)
+        for i, operand in enumerate(left):
+            a = to_float32(operand.fetch(), d.a_type)
             columns = slice(i * d.n // len(left), (i + 1) * d.n // len(left))
             before = None if old is None else np.ascontiguousarray(old[:, columns])
             parts.append(product(-a if d.negate_a else a, b[columns], before, d, policy, scale))
@@ -289,11 +293,17 @@ def copy(b: Binder) -> Step:
         columns = np.arange(to_column, to_column + 4 * layout.units)[None, :]
         unordered = False
         for cta in ctas:
-            cta.smem.async_read(granules_of(units.ravel(), data_bytes), clock, mark, "tcgen05.cp")
+            granules = granules_of(units.ravel(), data_bytes)
+            whole = cta.smem.async_read(granules, clock, mark, "tcgen05.cp")
             for lanes in layout.lanes:
                 cells = (lanes + to_lane)[:, None], columns
                 cta.tmem.begin_write(cells, clock, mark, line, "tcgen05.cp writes")
                 unordered |= cta.tmem.read_by_tensor_core(cells, warp.clock, warp.cta.tensor_agent)
+            if not whole:
+                bits, hidden = cta.tmem.undefined_bits(), hidden_units(cta.smem, units)
+                hidden = decompressed(hidden, source_format) if source_format else hidden
+                store_copied_rows(bits, to_lane, to_column, layout, hidden)
+                cta.tmem.undefine(bits, cta.smem.first_origin(granules, line))
         if unordered:
             warp.cta.machine.counters["tmem_unordered_copies"] += 1
             if collects():
@@ -318,8 +328,13 @@ def copy(b: Binder) -> Step:
 # every other policy computes in float64 and rounds once.
 
 
-ScaleFactors = Callable[[], list[Bytes]]
-"""Raw scale factors uint8 [rows, blocks], one array a CTA."""
+@dataclass(frozen=True, slots=True)
+class ScaleFactors:
+    """`load` gives raw scale factors uint8 [rows, blocks], one array a CTA; `lost` as of a MatrixOperand."""
+
+    load: Callable[[], list[Bytes]]
+    lost: Lost | None
+
 
 _QUARTER = 32
 _SAFE = np.float32(2.0**50)
@@ -364,6 +379,7 @@ def mma_scaled(b: Binder) -> Step:
         scales_a = _scales_of_a(one.issue, int(rsa(warp)[one.lane]) & 0xFFFFFFFF)
         scales_b = _scales_of_b(one.issue, int(rsb(warp)[one.lane]) & 0xFFFFFFFF)
         target = Accumulator(one.issue, one.to, None, added_to=one.enabled)
+        target.undefine([part.lost for part in one.left], one.right.lost, scales=(scales_a.lost, scales_b.lost))
         count_mma(warp, one.issue.descriptor)
         perform = _scaled_performer(one, (scales_a, scales_b), target, fast=warp.cta.machine.accumulate == "fast")
         submit(warp, "an mma", line, text, perform, queue=warp.cta.tmem)
@@ -373,20 +389,39 @@ def mma_scaled(b: Binder) -> Step:
 
 def _scales_of_a(issue: Issue, taddr: int) -> ScaleFactors:
     d, rows = issue.descriptor, issue.descriptor.m // issue.group
-    column = _check_scales(issue, taddr, rows, "A")
-    return lambda: [load_scale_factors(cta.tmem.data, column, rows, d.sf_blocks, d.sfa_id) for cta in issue.ctas]
+    column, origin = _check_scales(issue, taddr, rows, "A")
+    lost = None
+    if origin is not None:
+        hidden = [
+            scale_factors_hidden(cta.tmem.undefined_bits(), column, rows, d.sf_blocks, d.sfa_id, split=False)
+            for cta in issue.ctas
+        ]
+        lost = Lost((np.concatenate(hidden) != 0).any(axis=1), origin)
+    return ScaleFactors(
+        lambda: [load_scale_factors(cta.tmem.data, column, rows, d.sf_blocks, d.sfa_id) for cta in issue.ctas], lost
+    )
 
 
 def _scales_of_b(issue: Issue, taddr: int) -> ScaleFactors:
     d = issue.descriptor
     split = issue.group == 2 and d.m == 128
-    column = _check_scales(issue, taddr, d.n // 2 if split else d.n, "B")
+    column, origin = _check_scales(issue, taddr, d.n // 2 if split else d.n, "B")
+    lost = None
+    if origin is not None:
+        hidden = [
+            scale_factors_hidden(cta.tmem.undefined_bits(), column, d.n, d.sf_blocks, d.sfb_id, split=split)
+            for cta in issue.ctas
+        ]
+        lost = Lost((np.bitwise_or.reduce(hidden) != 0).any(axis=1), origin)
     load = load_split_scale_factors if split else load_scale_factors
-    return lambda: [load(cta.tmem.data, column, d.n, d.sf_blocks, d.sfb_id) for cta in issue.ctas]
+    return ScaleFactors(lambda: [load(cta.tmem.data, column, d.n, d.sf_blocks, d.sfb_id) for cta in issue.ctas], lost)
 
 
-def _check_scales(issue: Issue, taddr: int, rows: int, which: str) -> int:
-    """Check the cells of `rows` scale factors in all four quarters of each CTA; returns their first column."""
+def _check_scales(issue: Issue, taddr: int, rows: int, which: str) -> tuple[int, Origin | None]:
+    """Check the cells of `rows` scale factors in all four quarters of each CTA.
+
+    Their first column, and where the first undefined one comes from.
+    """
     lane, column = split_address(taddr)
     if lane:
         raise Fault("tmem-lane", f"the scale factors of {which} are given at lane {lane}; they begin at lane 0",
@@ -396,10 +431,12 @@ def _check_scales(issue: Issue, taddr: int, rows: int, which: str) -> int:
     if rest:
         lanes = (_QUARTER * np.arange(4)[:, None] + np.arange(rest)).reshape(-1, 1)
         cells.append((lanes, np.array([[column + whole]])))
+    origin, action = None, f"scale factors of {which} of tcgen05.mma read"
     for cta in issue.ctas:
         for index in cells:
-            cta.tmem.read(index, issue.clock, issue.reads, f"scale factors of {which} of tcgen05.mma read")
-    return column
+            if not cta.tmem.read(index, issue.clock, issue.reads, action):
+                origin = cta.tmem.origin_of(index, issue.line)
+    return column, origin
 
 
 def _scaled_performer(
@@ -410,10 +447,10 @@ def _scaled_performer(
     table, wide = _scale_table(d.sf_type), d.sf_type == "ue8m0"
 
     def perform() -> None:
-        b = _elements(one.right(), d.b_type, d.k, negated=d.negate_b)
-        a = [_elements(fetch(), d.a_type, d.k, negated=d.negate_a) for fetch in one.left]
+        b = _elements(one.right.fetch(), d.b_type, d.k, negated=d.negate_b)
+        a = [_elements(part.fetch(), d.a_type, d.k, negated=d.negate_a) for part in one.left]
         old = target.load().view(np.float32) if one.enabled else None
-        factors = [(table[sfa], table[sfb]) for sfa, sfb in zip(scales_a(), scales_b(), strict=True)]
+        factors = [(table[sfa], table[sfb]) for sfa, sfb in zip(scales_a.load(), scales_b.load(), strict=True)]
         rows = d.m // len(factors)
         out = np.empty((d.m, d.n), np.float32)
         for i, (sfa, sfb) in enumerate(factors):

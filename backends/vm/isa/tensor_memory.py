@@ -18,6 +18,7 @@ from backends.vm.faults import Fault, collects, report
 from backends.vm.isa.tensor_operands import GROUPS, group_of, pair, same_group
 from backends.vm.machine.access import resolve, uniform
 from backends.vm.machine.code import NEXT, Wait
+from backends.vm.machine.undefined import BecameUndefined
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import pending_stamp
 from backends.vm.memory.shared import OFFSET_MASK
@@ -245,13 +246,16 @@ def load(b: Binder) -> Step:
         lane, column = _place(warp, address(warp), layout, "tcgen05.ld")
         tmem = warp.cta.tmem
         cells = _cells(layout, lane, column)
-        for block in cells:
-            tmem.load_begins(block, warp.clock, warp.stamp, line)
+        hidden = [block for block in cells if not tmem.load_begins(block, warp.clock, warp.stamp, line)]
         warp.tmem_loads.setdefault(line, {})[lane, column] = cells
         values = load_registers(tmem.data, lane, column, layout)
         registers = warp.u32
         for i, row in rows:
             registers[row][...] = values[i]
+        if hidden:
+            bits, origin = load_registers(tmem.undefined_bits(), lane, column, layout), tmem.origin_of(hidden[0], line)
+            warp.undefined.put_rows([row for _, row in rows], [bits[i] for i, _ in rows], warp.mask, origin)
+            raise BecameUndefined
 
     return step
 
@@ -289,6 +293,19 @@ def store(b: Binder) -> Step:
             warp.tmem_stores.append(cells)
         store_registers(tmem.data, lane, column, layout, np.array([registers[row] for row in rows]))
 
+    keys = [(32, row) for row in rows]
+
+    def carry(warp: Warp, run: Step) -> object:
+        origin = warp.undefined.origin(keys, line)
+        outcome = run(warp)
+        if origin is not None:
+            (lane, column), tmem = split_address(address(warp)), warp.cta.tmem
+            bits = tmem.undefined_bits()
+            store_registers(bits, lane, column, layout, np.array([warp.undefined.bits(key) for key in keys]))
+            tmem.undefine(bits, origin.stored_at(line, warp.name))
+        return outcome
+
+    b.carry(carry, *keys)
     return step
 
 

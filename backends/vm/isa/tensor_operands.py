@@ -7,7 +7,7 @@ cta_group::2 the same descriptors and tensor-memory addresses are applied in bot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,11 @@ import numpy.typing as npt
 from backends.vm.faults import Fault
 from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.machine.cta import Cta
+from backends.vm.machine.undefined import spread
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import Clock, stamp
+from backends.vm.memory.definedness import Lost, Origin
+from backends.vm.memory.shared import SharedMemory
 from backends.vm.memory.tmem import LANES, Index, Words
 from backends.vm.tensor.instruction_descriptor import InstructionDescriptor, check_operand_swizzle
 from backends.vm.tensor.matrix_descriptor import (
@@ -132,8 +135,22 @@ _CONTAINERS = {"e2m1": ("b4x16_p64", 8), "e2m3": ("b6x16_p32", 12), "e3m2": ("b6
 """Types with fewer than 8 bits: the padded container of 16 elements, and its bytes of data."""
 
 
-def smem_operand(issue: Issue, raw: int, rows: int, which: str) -> Fetch:
-    """Check an operand in shared memory, `rows` of it in each CTA; the result fetches raw elements [all rows, k].
+@dataclass(frozen=True, slots=True)
+class MatrixOperand:
+    """`fetch` gives the raw elements [rows, k] when the operation ends; `lost` is of its issue, None where all are
+    defined."""
+
+    fetch: Fetch
+    lost: Lost | None = None
+
+
+def hidden_units(smem: SharedMemory, units: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    """0xFF for each undefined byte of the 16-byte units at `units`, else 0: uint8 [*units.shape, 16]."""
+    return gather_units(smem.defined.view(np.uint8), units) - np.uint8(1)
+
+
+def smem_operand(issue: Issue, raw: int, rows: int, which: str) -> MatrixOperand:
+    """Check an operand in shared memory, `rows` of it in each CTA; it has raw elements [all rows, k].
 
     4-bit elements are fetched in pairs, uint8 [all rows, k / 2]. The kinds f8f6f4 and mxf8f6f4 keep 16 elements of 4 or
     6 bits in 16 bytes (facts.md 1.2). The first 8 or 12 are data and are taken apart as tcgen05.cp does, the others may
@@ -146,40 +163,52 @@ def smem_operand(issue: Issue, raw: int, rows: int, which: str) -> Fetch:
     major = "mn" if (d.transpose_a if which == "A" else d.transpose_b) else "k"
     units = unit_addresses(descriptor, rows, d.k, d.stored_bits, major, "sm_100a")
     granules = granules_of(units.ravel(), container[1] if container else 16)
-    for cta in issue.ctas:
-        cta.smem.async_read(granules, issue.clock, issue.reads, f"operand {which} of tcgen05.mma")
+    what = f"operand {which} of tcgen05.mma"
+    whole = [cta.smem.async_read(granules, issue.clock, issue.reads, what) for cta in issue.ctas]
 
-    def part(cta: Cta) -> Raw:
-        found = gather_units(cta.smem.data, units)
+    def elements(found: npt.NDArray[np.uint8]) -> Raw:
         return operand_elements(decompressed(found, container[0]) if container else found, rows, d.stored_bits, major)
 
-    return lambda: _stacked([part(cta) for cta in issue.ctas])
+    def fetch() -> Raw:
+        return _stacked([elements(gather_units(cta.smem.data, units)) for cta in issue.ctas])
+
+    if all(whole):
+        return MatrixOperand(fetch)
+    lost = [(elements(hidden_units(cta.smem, units)) != 0).any(axis=1) for cta in issue.ctas]
+    smem = next(cta.smem for cta, defined in zip(issue.ctas, whole, strict=True) if not defined)
+    return MatrixOperand(fetch, Lost(np.concatenate(lost), smem.first_origin(granules, issue.line)))
 
 
 def _stacked(parts: list[Raw]) -> Raw:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def tmem_operand_a(issue: Issue, taddr: int) -> tuple[Fetch, ...]:
-    """Check operand A in tensor memory; the results fetch raw elements [m, k], 4-bit ones in pairs.
+def tmem_operand_a(issue: Issue, taddr: int) -> tuple[MatrixOperand, ...]:
+    """Check operand A in tensor memory; the results have raw elements [m, k], 4-bit ones in pairs.
 
     Two of them where a pair holds it twice: the first multiplies the lower half of B's rows, the second the rest.
     """
     d = issue.descriptor
     lane, column = split_address(taddr)
     dtype = np.dtype(f"u{max(d.stored_bits // 8, 1)}")
-    fetches: list[Fetch] = []
+    operands: list[MatrixOperand] = []
     for patches in operand_a_patches(d.m, d.k, d.stored_bits, issue.group):
+        origin: Origin | None = None
         for cta in issue.ctas:
             for block in blocks(patches, lane, column):
-                cta.tmem.read(block, issue.clock, issue.reads, "operand A of tcgen05.mma reads")
+                if not cta.tmem.read(block, issue.clock, issue.reads, "operand A of tcgen05.mma reads"):
+                    origin = cta.tmem.origin_of(block, issue.line)
 
         def fetch(patches: tuple[Patch, ...] = patches) -> Raw:
             parts = [load_matrix(cta.tmem.data, lane, column, patches) for cta in issue.ctas]
             return _stacked([np.ascontiguousarray(words).view(dtype) for words in parts])
 
-        fetches.append(fetch)
-    return tuple(fetches)
+        lost = None
+        if origin is not None:
+            hidden = [load_matrix(cta.tmem.undefined_bits(), lane, column, patches) for cta in issue.ctas]
+            lost = Lost((np.concatenate(hidden) != 0).any(axis=1), origin)
+        operands.append(MatrixOperand(fetch, lost))
+    return tuple(operands)
 
 
 def blocks(patches: tuple[Patch, ...], lane: int, column: int) -> list[Index]:
@@ -201,7 +230,7 @@ class Accumulator:
 
     def __init__(self, issue: Issue, taddr: int, disabled: npt.NDArray[np.bool_] | None, *, added_to: bool) -> None:
         d = issue.descriptor
-        self._ctas = issue.ctas
+        self._ctas, self._shape = issue.ctas, (d.m, d.n)
         self._lane, self._column = split_address(taddr)
         rows = d.m // issue.group
         halves = rows == 64 and issue.group == 1
@@ -209,13 +238,53 @@ class Accumulator:
             raise Fault("tmem-lane", f"the accumulator of M = {d.m} lies at lane {self._lane}; it begins at lane "
                         f"{'0 or 16' if halves else '0'}", address=taddr)  # fmt: skip
         self._patches = accumulator_patches(d.m, d.n, issue.group)
+        self._hidden: list[Words] | None = None
+        self._origin: Origin | None = None
         self._kept = [np.flatnonzero(disabled[i]) if disabled is not None else None for i in range(len(issue.ctas))]
-        for i, cta in enumerate(issue.ctas):
-            covered = blocks(self._patches, self._lane, self._column)
-            for block in covered if disabled is None else _enabled(covered, disabled[i]):
-                if added_to:
-                    cta.tmem.read(block, issue.clock, issue.reads, "accumulator of tcgen05.mma reads")
+        covered = blocks(self._patches, self._lane, self._column)
+        written = [covered if disabled is None else _enabled(covered, disabled[i]) for i in range(len(issue.ctas))]
+        if added_to:
+            for cta, cells in zip(issue.ctas, written, strict=True):
+                for block in cells:
+                    if not cta.tmem.read(block, issue.clock, issue.reads, "accumulator of tcgen05.mma reads"):
+                        self._origin = cta.tmem.origin_of(block, issue.line)
+        if self._origin is not None:
+            self._hidden = [cta.tmem.undefined_bits() for cta in issue.ctas]
+        for cta, cells in zip(issue.ctas, written, strict=True):
+            for block in cells:
                 cta.tmem.begin_write(block, issue.clock, issue.writes, issue.line, "tcgen05.mma writes")
+
+    def undefine(
+        self, left: Sequence[Lost | None], right: Lost | None, *, scales: tuple[Lost | None, Lost | None] = (None, None)
+    ) -> None:
+        """What of D is undefined from now on.
+
+        That is the rows of lost rows of A or of their scales, the columns of lost rows of B or of theirs, and elements
+        that were undefined and are added to. Each of `left` serves its share of the columns.
+        """
+        found = [one for one in (*left, right, *scales) if one is not None]
+        origin = found[0].origin if found else self._origin
+        if origin is None:
+            return
+        lost = np.zeros(self._shape, np.bool_)
+        for i, one in enumerate(left):
+            columns = slice(i * lost.shape[1] // len(left), (i + 1) * lost.shape[1] // len(left))
+            for rows in (one, scales[0]):
+                if rows is not None:
+                    lost[:, columns] |= rows.rows[:, None]
+        for one in (right, scales[1]):
+            if one is not None:
+                lost |= one.rows[None, :]
+        for i, (cta, part) in enumerate(zip(self._ctas, np.split(lost, len(self._ctas)), strict=True)):
+            words = spread(part, 32)
+            if self._hidden is not None:
+                words = words | load_matrix(self._hidden[i], self._lane, self._column, self._patches)
+            bits, kept = cta.tmem.undefined_bits(), self._kept[i]
+            before = bits[kept] if kept is not None else None
+            store_matrix(bits, self._lane, self._column, self._patches, words)
+            if before is not None:
+                bits[kept] = before
+            cta.tmem.undefine(bits, origin)
 
     def load(self) -> Words:
         """D as uint32 [m, n]."""

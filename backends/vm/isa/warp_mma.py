@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -11,6 +12,7 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
 from backends.vm.machine import access
+from backends.vm.machine.undefined import BecameUndefined, spread, undefined_words
 from backends.vm.machine.warp import Warp
 from backends.vm.numerics import accumulate
 from backends.vm.numerics.f32 import Float32
@@ -92,6 +94,7 @@ def mma(b: Binder) -> Step:
         _scatter(warp, rows, to_registers(codes, c_fragment))
         _count(warp, k)
 
+    _carry_products(b, rows, (rows_a, rows_b, rows_c), (a_fragment, b_fragment, c_fragment))
     return step
 
 
@@ -115,7 +118,30 @@ def mma_integer(b: Binder) -> Step:
         _scatter(warp, rows, to_registers(total.astype(np.uint32), c_fragment))
         _count(warp, k)
 
+    _carry_products(b, rows, (rows_a, rows_b, rows_c), (a_fragment, b_fragment, c_fragment))
     return step
+
+
+def _carry_products(
+    b: Binder, rows: list[int], operands: Sequence[list[int]], fragments: tuple[Fragment, Fragment, Fragment]
+) -> None:
+    """An element of D depends on a row of A, a column of B and one element of C."""
+    line = b.instruction.line
+    keys = [(32, row) for operand in operands for row in operand]
+
+    def carry(warp: Warp, run: Step) -> object:
+        undefined = warp.undefined
+        origin = undefined.origin(keys, line)
+        a, right, c = (
+            to_matrix(np.stack([undefined.bits((32, row)) for row in operand]), fragment) != 0
+            for operand, fragment in zip(operands, fragments, strict=True)
+        )
+        lost = a.any(axis=1)[:, None] | right.any(axis=0)[None, :] | c
+        outcome = run(warp)
+        undefined.put_rows(rows, to_registers(spread(lost, fragments[2].element_bits), fragments[2]), warp.mask, origin)
+        return outcome
+
+    b.carry(carry, *keys)
 
 
 def _operands(b: Binder, *fragments: Fragment) -> tuple[list[int], list[list[int]]]:
@@ -184,10 +210,16 @@ def ldmatrix(b: Binder) -> Step:
     def step(warp: Warp) -> None:
         whole_warp(warp, what)
         where, addresses = _resolve(space, addresses_of(warp)[: _ROWS * count], what)
-        registers = load_matrices(access.load(warp, where, addresses, MATRIX_ROW_BYTES), transposed=transposed)
-        for row, words in zip(rows, registers, strict=True):
+        values, missing = access.take(warp, where, addresses, MATRIX_ROW_BYTES)
+        for row, words in zip(rows, load_matrices(values, transposed=transposed), strict=True):
             warp.u32[row][...] = words
+        if missing is not None:
+            hidden = undefined_words(missing.bytes_, np.dtype(np.uint8))
+            words = load_matrices(hidden, transposed=transposed)
+            warp.undefined.put_rows(rows, words, warp.mask, missing.origin.read_at(line))
+            raise BecameUndefined
 
+    line = b.instruction.line
     return step
 
 
@@ -211,6 +243,19 @@ def stmatrix(b: Binder) -> Step:
         registers: Words = np.stack([warp.u32[row] for row in rows])
         access.store(warp, where, addresses, store_matrices(registers, transposed=transposed), line)
 
+    keys = [(32, row) for row in rows]
+
+    def carry(warp: Warp, run: Step) -> object:
+        hidden = store_matrices(np.stack([warp.undefined.bits(key) for key in keys]), transposed=transposed) != 0
+        origin = warp.undefined.origin(keys, line)
+        outcome = run(warp)
+        if origin is not None:
+            where, addresses = _resolve(space, addresses_of(warp)[: _ROWS * count], what)
+            lanes = np.arange(len(addresses))
+            access.undefine(warp, where, addresses, hidden, origin.stored_at(line, warp.name), lanes=lanes)
+        return outcome
+
+    b.carry(carry, *keys)
     return step
 
 

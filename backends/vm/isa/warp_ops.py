@@ -11,7 +11,8 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
-from backends.vm.machine.code import LANES
+from backends.vm.machine.code import LANES, WIDTH_OF_VIEW, Key
+from backends.vm.machine.undefined import all_bits, lanes_of, no_bits
 from backends.vm.machine.warp import Warp
 from backends.vm.numerics import f32
 from backends.vm.ptx.ast import Operand
@@ -79,6 +80,18 @@ def shfl(b: Binder) -> Step:
         if rp is not None:
             np.copyto(warp.pred[rp], valid, where=warp.where)
 
+    def carry(warp: Warp, run: Step) -> object:
+        source, _ = _partner(mode, warp.u32[rb].tobytes(), warp.u32[rc].tobytes())
+        undefined, lanes, key = warp.undefined, warp.mask, (32, ra)
+        hidden, origin = undefined.bits(key)[source], undefined.origin((key,), line)
+        outcome = run(warp)
+        undefined.put((32, rd), hidden, lanes, origin)
+        if rp is not None:
+            undefined.put((1, rp), no_bits(1), lanes, None)
+        return outcome
+
+    line = b.instruction.line
+    b.carry(carry, (32, ra))
     return step
 
 
@@ -119,6 +132,20 @@ def vote(b: Binder) -> Step:
             outcome = {"all": everyone, "any": anyone, "uni": everyone or not anyone}[mode]
             np.copyto(warp.pred[rd], outcome, where=named)
 
+    def carry(warp: Warp, run: Step) -> object:
+        undefined, lanes, hidden = warp.undefined, warp.mask, np.zeros(LANES, np.bool_)
+        doubt, origin = undefined.bits((1, rp)), undefined.origin(((1, rp),), line)
+        for named in groups(warp):
+            known = (warp.pred[rp] ^ negated)[named & ~doubt]
+            no, yes = np.count_nonzero(~known) > 0, np.count_nonzero(known) > 0
+            decided = {"all": no, "any": yes, "uni": no and yes}[mode]
+            hidden |= named & (np.count_nonzero(doubt & named) > 0 and not decided)
+        outcome = run(warp)
+        undefined.put((1, rd), hidden, lanes, origin)
+        return outcome
+
+    line = b.instruction.line
+    b.carry(carry, (1, rp))
     return step
 
 
@@ -133,6 +160,17 @@ def ballot(b: Binder) -> Step:
             votes = (warp.pred[rp] ^ negated) & named
             np.copyto(warp.u32[rd], np.packbits(votes, bitorder="little").view(np.uint32)[0], where=named)
 
+    def carry(warp: Warp, run: Step) -> object:
+        undefined, lanes, hidden = warp.undefined, warp.mask, no_bits(32)
+        doubt, origin = undefined.bits((1, rp)), undefined.origin(((1, rp),), line)
+        for named in groups(warp):
+            hidden[named] = np.packbits(doubt & named, bitorder="little").view(np.uint32)[0]
+        outcome = run(warp)
+        undefined.put((32, rd), hidden, lanes, origin)
+        return outcome
+
+    line = b.instruction.line
+    b.carry(carry, (1, rp))
     return step
 
 
@@ -164,6 +202,23 @@ def elect(b: Binder) -> Step:
     return step
 
 
+def _carry_to_all(b: Binder, source: tuple[int, int], groups: Callable[[Warp], list[Lanes]], *results: Key) -> None:
+    """An undefined operand of one named lane makes the results of all of them undefined."""
+    line = b.instruction.line
+
+    def carry(warp: Warp, run: Step) -> object:
+        undefined, lanes, lost = warp.undefined, warp.mask, np.zeros(LANES, np.bool_)
+        doubt, origin = lanes_of(undefined.bits(source)), undefined.origin((source,), line)
+        for named in groups(warp):
+            lost |= named & (np.count_nonzero(doubt & named) > 0)
+        outcome = run(warp)
+        for key in results:
+            undefined.put(key, all_bits(key[0], lost), lanes, origin)
+        return outcome
+
+    b.carry(carry, source)
+
+
 _REDUCE: dict[str, np.ufunc] = {"add": np.add, "min": np.minimum, "max": np.maximum,
                                 "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
 
@@ -187,6 +242,7 @@ def redux(b: Binder) -> Step:
         for named in groups(warp):
             np.copyto(rows[rd], operation.reduce(values[named], dtype=values.dtype), where=named)
 
+    _carry_to_all(b, (32, ra), groups, (32, rd))
     return step
 
 
@@ -207,6 +263,7 @@ def redux_float(b: Binder) -> Step:
                 best = choose(best, left[lane : lane + 1], nan=nan)
             np.copyto(warp.f32[rd], best, where=named)
 
+    _carry_to_all(b, (32, ra), groups, (32, rd))
     return step
 
 
@@ -232,4 +289,5 @@ def match(b: Binder) -> Step:
             if rp is not None:
                 np.copyto(warp.pred[rp], alike, where=named)
 
+    _carry_to_all(b, (WIDTH_OF_VIEW[view], ra), groups, (32, rd), *([(1, rp)] if rp is not None else []))
     return step

@@ -17,12 +17,15 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.isa.bulk_copy import granules_of
+from backends.vm.isa.tensor_operands import hidden_units
 from backends.vm.machine.access import uniform
 from backends.vm.machine.code import Key, Wait
 from backends.vm.machine.engine import submit
+from backends.vm.machine.undefined import BecameUndefined, spread
 from backends.vm.machine.warp import Warp
 from backends.vm.machine.warpgroup import Multiplication, part_of, warpgroup_of
 from backends.vm.memory.clocks import stamp
+from backends.vm.memory.definedness import Lost
 from backends.vm.numerics import accumulate
 from backends.vm.ptx.ast import Operand, Vector
 from backends.vm.tensor.fragments import (
@@ -78,6 +81,14 @@ class _Form:
         return _first_warp(wgmma_accumulator(self.n, 16 if self.d_type == "f16" else 32), self.n)
 
 
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """`fetch` gives its elements when the operation ends; `lost` is that of shared memory at the issue, if any is."""
+
+    fetch: Fetch
+    lost: Lost | None = None
+
+
 def _first_warp(fragment: Fragment, columns: int) -> Fragment:
     return Fragment((ROWS, columns), fragment.element_bits, fragment.rows[:, :32], fragment.columns[:, :32])
 
@@ -98,6 +109,7 @@ def mma_async(b: Binder) -> Step:
     form = _form(b, isinstance(a, Vector), immediates)
     fragment = form.accumulator
     rows_d = [b.destination(item, "u32") for item in b.vector(d, fragment.registers)]
+    added = [b.source(item, "u32") for item in b.vector(d, fragment.registers)]
     rows_a = [b.source(item, "u32") for item in b.vector(a, 4)] if isinstance(a, Vector) else []
     descriptor_a = None if rows_a else b.source(a, "u64")
     descriptor_b = b.source(right, "u64")
@@ -121,13 +133,39 @@ def mma_async(b: Binder) -> Step:
         part.check_overlap(accumulators, inputs, shape)
         reads = stamp(group.agent, serial)
         left = _registers_a(warp, rows_a, form) if rows_a else _smem_a(warp, raws[0], form, reads)
-        fetch_b = _smem(warp, raw_b, form.n, form.bits, form.k, form.major_b, form.b_type, reads, "B")
+        right = _smem(warp, raw_b, form.n, form.bits, form.k, form.major_b, form.b_type, reads, "B")
         enabled = bool(warp.pred[predicate][int(warp.mask.argmax())]) != negated
         _count(warp, form)
-        perform = _performer(warp, rows_d, fragment, form, left, fetch_b, accumulate_d=enabled)
+        perform = _performer(warp, rows_d, fragment, form, left.fetch, right.fetch, accumulate_d=enabled)
         operation = submit(warp, "a wgmma", line, text, perform, queue=part, signals=(group,))
         part.open.append(Multiplication(accumulators, inputs, shape, line, part.issued - 1, serial, operation))
+        if left.lost or right.lost or not warp.undefined.keys().isdisjoint(touched):
+            leave_undefined(warp, left.lost, right.lost, enabled=enabled)
 
+    def leave_undefined(warp: Warp, left: Lost | None, right: Lost | None, *, enabled: bool) -> None:
+        undefined, lost = warp.undefined, np.zeros(fragment.shape, np.bool_)
+        origin = undefined.origin([(32, row) for row in (*rows_a, *(added if enabled else ()))], line)
+        if origin is None and left is None and right is None:
+            for key in accumulators:
+                undefined.clear_lanes(key, warp.mask)
+            return
+        if enabled:
+            lost |= to_matrix(np.array([undefined.bits((32, row)) for row in added]), fragment) != 0
+        if rows_a:
+            words = np.array([undefined.bits((32, row)) for row in rows_a])
+            lost |= (to_matrix(words, _first_warp(wgmma_operand_a(form.bits), form.k)) != 0).any(axis=1)[:, None]
+        for one, rows in ((left, (slice(None), None)), (right, (None, slice(None)))):
+            if one is not None:
+                lost |= one.rows[rows]
+                origin = origin or one.origin.read_at(line)
+        words = to_registers(spread(lost, fragment.element_bits), fragment)
+        for row, bits in zip(rows_d, words, strict=True):
+            own = undefined.origin(((32, row),), line) if enabled else None
+            undefined.put((32, row), bits, warp.mask, own or origin)
+        raise BecameUndefined
+
+    touched = accumulators | inputs
+    b.carry(lambda warp, run: run(warp), *((32, row) for row in (*added, *rows_a)))
     return step
 
 
@@ -153,27 +191,35 @@ def _form(b: Binder, from_registers: bool, immediates: list[Operand]) -> _Form:
 def _smem(
     warp: Warp, raw: int, rows: int, bits: int, k: int, major: Major, type_name: str, reads: int, which: str,
     part: slice | None = None,
-) -> Fetch:  # fmt: skip
-    """Check an operand in shared memory now; the result fetches it as float32 [rows, k], or the rows of `part`."""
+) -> _Operand:  # fmt: skip
+    """Check an operand in shared memory now; it is float32 [rows, k], or the rows of `part`."""
     descriptor = decode_matrix_descriptor(raw, "sm_90a")
     units = unit_addresses(descriptor, rows, k, bits, major, "sm_90a")
     if part is not None:
         rows = part.stop - part.start
         units = units[part] if major == "k" else units[:, part.start * bits // 128 : part.stop * bits // 128]
     smem = warp.cta.smem
-    smem.async_read(granules_of(units.ravel(), 16), warp.clock, reads, f"operand {which} of wgmma")
-    return lambda: to_float32(operand_elements(gather_units(smem.data, units), rows, bits, major), type_name)
+    granules = granules_of(units.ravel(), 16)
+    whole = smem.async_read(granules, warp.clock, reads, f"operand {which} of wgmma")
+
+    def fetch() -> Float32:
+        return to_float32(operand_elements(gather_units(smem.data, units), rows, bits, major), type_name)
+
+    if whole:
+        return _Operand(fetch)
+    hidden = operand_elements(hidden_units(smem, units), rows, bits, major)
+    return _Operand(fetch, Lost((hidden != 0).any(axis=1), smem.first_origin(granules, 0)))
 
 
-def _smem_a(warp: Warp, raw: int, form: _Form, reads: int) -> Fetch:
+def _smem_a(warp: Warp, raw: int, form: _Form, reads: int) -> _Operand:
     first = ROWS * (warp.index % 4)
     part = slice(first, first + ROWS)
     return _smem(warp, raw, 64, form.bits, form.k, form.major_a, form.a_type, reads, "A", part)
 
 
-def _registers_a(warp: Warp, rows: list[int], form: _Form) -> Fetch:
+def _registers_a(warp: Warp, rows: list[int], form: _Form) -> _Operand:
     fragment = _first_warp(wgmma_operand_a(form.bits), form.k)
-    return lambda: to_float32(to_matrix(_gather(warp, rows), fragment), form.a_type)
+    return _Operand(lambda: to_float32(to_matrix(_gather(warp, rows), fragment), form.a_type))
 
 
 def _gather(warp: Warp, rows: list[int]) -> Words:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, report
 from backends.vm.memory.clocks import Carried
+from backends.vm.memory.definedness import Mask, Missing, Origin
 from backends.vm.memory.global_memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, check_alignment
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT, wavefronts
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]
-Needed = Callable[[], Iterable[tuple[int, int]]]
 
 _SPACE_OF_WINDOW = {0: "global", 1: "shared::cluster", 2: "local", 3: "param"}
 
@@ -73,6 +72,19 @@ def visit(warp: Warp, cta: Cta, what: str, line: int) -> None:
 
 
 def load(
+    warp: Warp, space: str, addresses: Addresses, size: int, *, strong: bool = False, lanes: Addresses | None = None
+) -> Bytes:
+    """As `take`, for an instruction that depends on each byte: Fault if one is undefined."""
+    lanes = np.flatnonzero(warp.mask) if lanes is None else lanes
+    values, missing = take(warp, space, addresses, size, strong=strong, lanes=lanes)
+    if missing is not None:
+        lane, byte = np.argwhere(missing.bytes_)[0].tolist()
+        what = f"this instruction depends on byte {byte} of the {size} that it loads"
+        report(missing.origin.fault(what, lane=int(lanes[lane]), address=int(addresses[lane]) + byte))
+    return values
+
+
+def take(
     warp: Warp,
     space: str,
     addresses: Addresses,
@@ -80,54 +92,70 @@ def load(
     *,
     strong: bool = False,
     lanes: Addresses | None = None,
-    needed: Needed | None = None,
-) -> Bytes:
-    """`size` bytes at each address, uint8 [n, size]. `lanes` own the addresses: the active ones unless given.
+) -> tuple[Bytes, Missing | None]:
+    """`size` bytes at each address, uint8 [n, size], and which of them are undefined (None: none).
 
-    `needed` gives offset and size of the parts that the kernel uses (None: all): only these must have been written.
+    `lanes` own the addresses: the active ones unless given.
     """
     lanes = np.flatnonzero(warp.mask) if lanes is None else lanes
     groups = _groups(space, addresses)
     if groups is not None:
-        values = np.empty((addresses.size, size), np.uint8)
+        values, hidden, origin = (
+            np.empty((addresses.size, size), np.uint8),
+            np.zeros((addresses.size, size), bool),
+            None,
+        )
         for group in groups:
-            values[group] = load(warp, space, addresses[group], size, strong=strong, lanes=lanes[group], needed=needed)
-        return values
+            values[group], missing = take(warp, space, addresses[group], size, strong=strong, lanes=lanes[group])
+            if missing is not None:
+                hidden[group], origin = missing.bytes_, missing.origin
+        return values, None if origin is None else Missing(hidden, origin)
     try:
-        return _load(warp, space, addresses, size, lanes, strong=strong, needed=needed)
+        return _take(warp, space, addresses, size, lanes, strong=strong)
     except Fault as fault:
         raise _of_lane(fault, lanes) from None
 
 
-def _load(
-    warp: Warp,
-    space: str,
-    addresses: Addresses,
-    size: int,
-    lanes: Addresses,
-    *,
-    strong: bool,
-    needed: Needed | None,
-) -> Bytes:
+def _take(
+    warp: Warp, space: str, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool
+) -> tuple[Bytes, Missing | None]:
     space, addresses = resolve(space, addresses)
     if space.startswith("shared"):
         cta, offsets = owner(warp, space, addresses, "load")
         _count_banks(warp, offsets, size)
-        return cta.smem.load(offsets, size, warp.clock, warp.stamp, strong=strong)
+        values, hidden = cta.smem.load(offsets, size, warp.clock, warp.stamp, strong=strong)
+        return values, None if hidden is None else Missing(hidden, cta.smem.origin_of(_first(offsets, hidden), 0))
     if space == "param":
-        return _load_param(warp, addresses, size)
+        return _load_param(warp, addresses, size), None
     if space == "local":
-        return warp.local[_local_index(warp, addresses, size, lanes)]
+        return _load_local(warp, addresses, size, lanes)
     machine = warp.cta.machine
     buffer, offsets = machine.memory.locate(addresses, size, "load")
     if buffer is None:
-        return _split_load(warp, addresses, size, lanes, strong=strong, needed=needed)
+        return _split_load(warp, addresses, size, lanes, strong=strong)
     if buffer.writable and not strong:
         machine.races.read(buffer, addresses, size, warp, warp.stamp)
-    if buffer.written is not None:
-        for first, bytes_ in ((0, size),) if needed is None else needed():
-            buffer.check_written(offsets + first, bytes_, "this load")
-    return buffer.data[offsets[:, None] + np.arange(size)]
+    hidden = None if buffer.state is None else buffer.missing(offsets, size)
+    missing = None if hidden is None else Missing(hidden, buffer.origin_of(_first(offsets, hidden), 0))
+    return buffer.data[offsets[:, None] + np.arange(size)], missing
+
+
+def _first(offsets: Addresses, hidden: Mask) -> int:
+    """The offset of the first undefined byte of an access."""
+    lane, byte = np.argwhere(hidden)[0].tolist()
+    return int(offsets[lane]) + byte
+
+
+def _load_local(warp: Warp, addresses: Addresses, size: int, lanes: Addresses) -> tuple[Bytes, Missing | None]:
+    local, index = warp.local, _local_index(warp, addresses, size, lanes)
+    defined = local.defined[index]
+    if np.count_nonzero(defined) == defined.size:
+        return local.data[index], None
+    at = _first(addresses, ~defined)
+    origin = local.sources.by_unit.get(at >> 2)
+    if origin is None:
+        origin = Origin("uninitialised-local", f"byte {at} of local memory, which was never written in this lane")
+    return local.data[index], Missing(~defined, origin)
 
 
 def store(
@@ -163,7 +191,8 @@ def _store(
         _count_banks(warp, offsets, values.shape[1])
         cta.smem.store(offsets, values, warp.clock, warp.stamp, line, strong=strong)
     elif space == "local":
-        warp.local[_local_index(warp, addresses, values.shape[1], lanes)] = values
+        index = _local_index(warp, addresses, values.shape[1], lanes)
+        warp.local.data[index], warp.local.defined[index] = values, True
     elif space == "param":
         raise Fault("read-only", "store to parameter space", lane=0, address=int(addresses[0]))
     else:
@@ -171,13 +200,48 @@ def _store(
         warp.cta.machine.memory.store(addresses, values)
 
 
+def undefine(
+    warp: Warp, space: str, addresses: Addresses, missing: Mask, origin: Origin, *, lanes: Addresses | None = None
+) -> None:
+    """After a `store`: the bytes `missing` [n, size] of what it wrote are undefined and come from `origin`."""
+    lanes = np.flatnonzero(warp.mask) if lanes is None else lanes
+    rows = np.flatnonzero(missing.any(axis=1))
+    lanes, addresses, missing = lanes[rows], addresses[rows], missing[rows]
+    for group in _groups(space, addresses) or [np.arange(rows.size)]:
+        where, own = resolve(space, addresses[group])
+        here = missing[group]
+        if where.startswith("shared"):
+            cta, offsets = owner(warp, where, own, "store")
+            cta.smem.undefine(offsets, here, origin)
+        elif where == "local":
+            warp.local.defined[_local_index(warp, own, here.shape[1], lanes[group])] = ~here
+            warp.local.sources.note(own >> 2, origin)
+        else:
+            _undefine_global(warp, own, here, origin)
+
+
+def _undefine_global(warp: Warp, addresses: Addresses, missing: Mask, origin: Origin) -> None:
+    buffer, offsets = warp.cta.machine.memory.locate(addresses, missing.shape[1], "store")
+    if buffer is not None:
+        buffer.undefine(offsets, missing, origin)
+        return
+    for i in range(addresses.size):
+        _undefine_global(warp, addresses[i : i + 1], missing[i : i + 1], origin)
+
+
 def _split_load(
-    warp: Warp, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool, needed: Needed | None
-) -> Bytes:
+    warp: Warp, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool
+) -> tuple[Bytes, Missing | None]:
     """A load whose lanes lie in several buffers."""
     one = [slice(i, i + 1) for i in range(addresses.size)]
-    parts = [_load(warp, "global", addresses[i], size, lanes[i], strong=strong, needed=needed) for i in one]
-    return np.concatenate(parts)
+    parts = [_take(warp, "global", addresses[i], size, lanes[i], strong=strong) for i in one]
+    values = np.concatenate([values for values, _ in parts])
+    origins = [missing.origin for _, missing in parts if missing is not None]
+    if not origins:
+        return values, None
+    none = np.zeros((1, size), np.bool_)
+    hidden = np.concatenate([none if missing is None else missing.bytes_ for _, missing in parts])
+    return values, Missing(hidden, origins[0])
 
 
 def _note_store(warp: Warp, addresses: Addresses, values: Bytes, line: int, *, strong: bool) -> None:
@@ -227,10 +291,10 @@ def _local_index(
     warp: Warp, addresses: Addresses, size: int, lanes: Addresses
 ) -> tuple[npt.NDArray[np.intp], Addresses]:
     check_alignment(addresses, size, "local access")
-    outside = (addresses < 0) | (addresses + size > warp.local.shape[1])
+    outside = (addresses < 0) | (addresses + size > warp.local.data.shape[1])
     if np.count_nonzero(outside):
         lane = int(outside.argmax())
-        raise Fault("out-of-bounds", f"local access of {size} bytes; a thread has {warp.local.shape[1]} bytes",
+        raise Fault("out-of-bounds", f"local access of {size} bytes; a thread has {warp.local.data.shape[1]} bytes",
                     lane=lane, address=int(addresses[lane]))  # fmt: skip
     return lanes[:, None].astype(np.intp), addresses[:, None] + np.arange(size)
 

@@ -11,7 +11,7 @@ rearranged the strands of the warp itself. What other steps return is ignored.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -21,7 +21,9 @@ import numpy.typing as npt
 from backends.vm.ptx.ast import Function, Instruction, Variable
 
 if TYPE_CHECKING:
+    from backends.vm.machine.undefined import Carrier
     from backends.vm.machine.warp import Warp
+    from backends.vm.memory.definedness import Origin
 
 
 Step = Callable[["Warp"], object]
@@ -58,22 +60,34 @@ class Wait:
 
 @dataclass(slots=True)
 class Block:
-    """Steps in order, then `tail` (None: fall through). `classes` counts its instructions by counter name."""
+    """Steps in order, then `tail` (None: fall through). `classes` counts its instructions by counter name.
+
+    `carriers`, one an instruction, run it where a register that it touches may be undefined; `touches` has all of
+    these registers, once somebody has asked for them.
+    """
 
     steps: list[Step]
     instructions: list[Instruction]
     tail: Step | None = None
     classes: Counter[str] = field(default_factory=Counter[str])
+    carriers: Sequence[Carrier] = ()
+    touches: frozenset[Key] | None = None
+
+    def touched(self) -> frozenset[Key]:
+        """The registers that an instruction of the block reads or writes."""
+        if self.touches is None:
+            self.touches = frozenset[Key]().union(*(one.touches for one in self.carriers))
+        return self.touches
 
 
 @dataclass(slots=True)
 class Code:
-    """The blocks of a function. `tracked` registers need a record of which lanes have written them."""
+    """The blocks of a function. `unwritten`: the registers that some path reads before it has written them."""
 
     function: Function
     blocks: list[Block]
     rows: RegisterRows
-    tracked: frozenset[Key]
+    unwritten: Mapping[Key, Origin]
 
 
 @dataclass(slots=True)
@@ -127,10 +141,12 @@ _DTYPES: dict[int, tuple[tuple[str, type[np.generic]], ...]] = {
     64: (("u64", np.uint64), ("s64", np.int64), ("f64", np.float64), ("f32x2", np.float32), ("u32x2", np.uint32)),
     128: (("u64x2", np.uint64),),
 }
-_STORAGE: dict[int, type[np.generic]] = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}
+STORAGE: dict[int, type[np.generic]] = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}
 
 VIEWS_OF_WIDTH = {width: tuple(name for name, _ in views) for width, views in _DTYPES.items()}
 WIDTH_OF_VIEW = {name: width for width, names in VIEWS_OF_WIDTH.items() for name in names}
+BYTES_OF_VIEW = {name: np.dtype(dtype).itemsize for views in _DTYPES.values() for name, dtype in views}
+"""Of one element."""
 
 Row = npt.NDArray[np.generic]
 Key = tuple[int, int]
@@ -196,7 +212,7 @@ class RegisterRows:
 class RegisterFile:
     """The registers of one warp: rows of each width, [registers and literals, 32], for 128 bits [.., 32, 2].
 
-    Registers start as zero; bind/unwritten.py finds reads of one that was never written. Literals lie from the last row
+    Registers start as zero; bind/definedness.py finds those that may be read unwritten. Literals lie from the last row
     backwards, so that literal number i is row -(i+1). They stay when the file is cleared.
     """
 
@@ -204,7 +220,7 @@ class RegisterFile:
         self._counts = rows.counts
         self._storage: dict[int, Row] = {}
         self._views: dict[str, list[Row]] = {}
-        for width, dtype in _STORAGE.items():
+        for width, dtype in STORAGE.items():
             literals = rows.constants.get(width, [])
             total = rows.counts.get(width, 0) + len(literals)
             storage = np.zeros((total, LANES, 2) if width == 128 else (total, LANES), dtype)

@@ -149,14 +149,14 @@ class Cta:
         made.copy_agent = self.cluster.agents.new_copy()
         self.mbarriers[offset] = made
         self.smem.in_flight[offset // 4 : offset // 4 + 2] = MBARRIER
-        self.smem.written[offset : offset + 8] = True
+        self.smem.defined[offset : offset + 8] = True
 
     def inval_mbarrier(self, offset: int) -> None:
         """`mbarrier.inval`: the memory may be used for other things."""
         self.mbarrier(offset)
         del self.mbarriers[offset]
         self.smem.in_flight[offset // 4 : offset // 4 + 2] = 0
-        self.smem.written[offset : offset + 8] = False
+        self.smem.defined[offset : offset + 8] = False
 
     def mbarrier(self, offset: int, clock: Clock | None = None) -> MBarrier:
         """The live mbarrier at a shared offset. If `clock` is given, the initialisation must be ordered before it."""

@@ -38,6 +38,8 @@ MAX_GLOBAL = 4 << 30
 """Bytes of a module's .global variables: a limit of this machine, which keeps them in the host's memory."""
 MAX_CTAS = 1 << 20
 """CTAs of a grid: a limit of this machine, which would run more than a million for hours."""
+STORES = ("st", "stmatrix", "cp")
+"""The first parts of instructions that write what a register or shared memory holds to global memory."""
 LONG_RUN = 2000
 """Turns after which one more cluster joins those in flight: they may be waiting for it in global memory."""
 
@@ -130,6 +132,15 @@ class Machine:
             nullcontext() if self.findings is None else collecting(run.found),
         ):
             run.to_the_end()
+            self._check_outcome(function)
+
+    def _check_outcome(self, function: BoundFunction) -> None:
+        """Fault if the launch has left an undefined value where the host can see it."""
+        for fault in self.memory.outcome():
+            fault.kernel = function.name
+            line = [one for one in function.code.function.instructions if one.line == fault.line]
+            fault.text = next((one.text for one in line if one.parts[0] in STORES), "")
+            report(fault)
 
     def whereabouts(self) -> str:
         """Where the warps of the running launch are, what they wait for and which values they read; "" before one."""
@@ -152,8 +163,9 @@ class Machine:
             data = np.zeros(max(variable.size, 1), np.uint8)
             if variable.initial is not None:
                 data[: len(variable.initial)] = np.frombuffer(variable.initial, np.uint8)
-            base = self.memory.add(name, data, writable=variable.space != "const").base
-            self._placed[id(variable)] = (variable, base)
+            buffer = self.memory.add(name, data, writable=variable.space != "const")
+            buffer.scratch = True
+            self._placed[id(variable)] = (variable, buffer.base)
             self._fill_addresses(variable, data)
         return self._placed[id(variable)][1]
 

@@ -22,7 +22,9 @@ from backends.vm.faults import Fault
 from backends.vm.machine import special
 from backends.vm.machine.code import HANDLED, LANES, NEXT, WIDTH_OF_VIEW, Block, Code, RegisterFile, Row, Step, Wait
 from backends.vm.machine.engine import CopyGroups
+from backends.vm.machine.undefined import BecameUndefined, UndefinedRegisters
 from backends.vm.memory.clocks import Carried, Clock, stamp
+from backends.vm.memory.definedness import Sources
 from backends.vm.memory.tmem import Index
 
 if TYPE_CHECKING:
@@ -37,6 +39,20 @@ FIRST_PATIENCE = 4096
 LATER_PATIENCE = 32
 """The same in a warp that has spun before."""
 TURN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMemory:
+    """Local memory of a warp's lanes: uint8 [32, bytes], and which bytes are defined."""
+
+    data: npt.NDArray[np.uint8]
+    defined: Mask
+    sources: Sources
+
+    @classmethod
+    def of(cls, size: int) -> LocalMemory:
+        """`size` bytes a lane that nobody has written."""
+        return cls(np.zeros((LANES, size), np.uint8), np.zeros((LANES, size), np.bool_), Sources())
 
 
 @dataclass(slots=True)
@@ -139,10 +155,10 @@ class Warp:
         self.clock.seen[agent] = 1
         self.stamp = stamp(agent, 1)
         self.registers = file
-        self.written = {key: np.zeros(LANES, np.uint16) for key in code.tracked}
         self.executed = [0] * len(code.blocks)
-        self.local = np.zeros((LANES, cta.local_size), np.uint8)
+        self.local = LocalMemory.of(cta.local_size)
         self.alive = np.arange(LANES) < lanes
+        self.undefined = UndefinedRegisters.unwritten(code.unwritten, self.alive)
         self.strands = [Strand(0, self.alive.copy())]
         self.block = 0
         self._steps: Iterator[Step] | None = None
@@ -237,6 +253,8 @@ class Warp:
 
     def _end(self, lanes: Mask) -> None:
         self.alive = self.alive & ~lanes
+        if self.undefined:
+            self.undefined.forget_dead(self.alive)
         self.cta.machine.engine.events += 1
         self.cta.cluster.complete_phase()
         self.cta.threads_ended()
@@ -343,10 +361,16 @@ class Warp:
         self.executed[strand.block] += 1
         self._steps = steps = iter(block.steps)
         try:
-            for step in steps:
-                step(self)
-            self._steps = None
-            outcome = block.tail(self) if block.tail is not None else NEXT
+            try:
+                if self.undefined and not self.undefined.keys().isdisjoint(block.touched()):
+                    outcome = self._carry(block, steps)
+                else:
+                    for step in steps:
+                        step(self)
+                    self._steps = None
+                    outcome = block.tail(self) if block.tail is not None else NEXT
+            except BecameUndefined:
+                outcome = self._carry(block, steps)
         except Fault as fault:
             self.locate(fault)
             raise
@@ -360,6 +384,25 @@ class Warp:
             strand.wait = outcome
             return
         self._move(strand, outcome if isinstance(outcome, int) else strand.block + 1)
+
+    def _carry(self, block: Block, steps: Iterator[Step]) -> object:
+        """Execute the `steps` of a block that are left, of which some touch undefined registers, and its tail."""
+        undefined, index = self.undefined, len(block.steps) - length_hint(steps)
+        for step in steps:
+            carrier = block.carriers[index]
+            index += 1
+            try:
+                if not undefined or undefined.keys().isdisjoint(carrier.touches):
+                    step(self)
+                else:
+                    carrier.carry(self, step)
+            except BecameUndefined:
+                continue
+        self._steps = None
+        if block.tail is None:
+            return NEXT
+        carrier = block.carriers[index]
+        return block.tail(self) if undefined.keys().isdisjoint(carrier.touches) else carrier.carry(self, block.tail)
 
     def locate(self, fault: Fault) -> None:
         """Fill in that `fault` is of the instruction that runs, unless its place is known."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, report
+from backends.vm.memory.definedness import Mask, Origin, Sources
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]
@@ -21,45 +23,88 @@ FIRST_ADDRESS = 0x7F40_0000_0000
 GAP = 1 << 20
 """Unmapped bytes between buffers that the machine places itself: an overrun meets nothing."""
 
+NEVER, DEFINED, HIDDEN = 0, 1, 2
+"""The state of a byte: nobody has written it, it is defined, or an undefined value was stored there."""
+
 
 @dataclass(slots=True, eq=False)
 class Buffer:
     """A named stretch of global memory; `data` is the host's own memory, uint8 [size].
 
-    `written` says of each byte whether anything has been stored there. None: all of it holds what the host put there.
+    `state` uint8 [size] says of each byte whether it is defined (NEVER, DEFINED, HIDDEN). None: all bytes are.
+    `scratch`: a workspace, of which nobody looks at what a launch leaves.
     """
 
     name: str
     base: int
     data: Bytes
     writable: bool = True
-    written: npt.NDArray[np.bool_] | None = None
+    state: npt.NDArray[np.uint8] | None = None
+    scratch: bool = False
+    sources: Sources = field(default_factory=Sources)
 
     @property
     def end(self) -> int:
         """The first address after the buffer."""
         return self.base + self.data.size
 
-    def undefine(self) -> None:
-        """From now on its bytes mean nothing until they are written: it is an output or a workspace."""
-        self.written = np.zeros(self.data.size, np.bool_)
+    def forget(self, *, scratch: bool) -> None:
+        """From now on its bytes mean nothing until they are written: it is a workspace, or else an output."""
+        self.state = np.zeros(self.data.size, np.uint8)
+        self.scratch = scratch
 
-    def check_written(self, offsets: Addresses, size: int, access: str, *, by_lane: bool = True) -> None:
-        """Fault if one of `size` bytes at each of `offsets` [n] was never written."""
-        if self.written is None:
-            return
-        whole = self.written[offsets[:, None] + np.arange(size)]
-        if np.count_nonzero(whole) < whole.size:
-            lane, byte = np.argwhere(~whole)[0].tolist()
+    def missing(self, offsets: Addresses, size: int) -> Mask | None:
+        """Which of `size` bytes at each of `offsets` [n] are undefined, bool [n, size]. None: none of them."""
+        if self.state is None:
+            return None
+        defined = self.state[offsets[:, None] + np.arange(size)] == DEFINED
+        return None if np.count_nonzero(defined) == defined.size else ~defined
+
+    def origin_of(self, offset: int, line: int) -> Origin:
+        """Where the undefined byte at `offset`, which PTX `line` reads, comes from."""
+        known = self.sources.by_unit.get(offset >> 2) if self.state is not None and self.state[offset] else None
+        if known is None:
+            known = Origin("uninitialised-global", f"byte {offset} of `{self.name}`, which was never written: it is an "
+                           "output or a workspace, and holds nothing until the kernel stores it")  # fmt: skip
+        return known.read_at(line)
+
+    def check_defined(self, offsets: Addresses, size: int, access: str, *, by_lane: bool = True) -> None:
+        """Fault if one of `size` bytes at each of `offsets` [n] is undefined: `access` depends on all of them."""
+        missing = self.missing(offsets, size)
+        if missing is not None:
+            lane, byte = np.argwhere(missing)[0].tolist()
             at = int(offsets[lane]) + byte
-            raise Fault("uninitialised-global", f"{access} takes byte {at} of `{self.name}`, which was never written: "
-                        "it is an output or a workspace, and holds nothing until the kernel stores it",
-                        lane=lane if by_lane else None, address=self.base + at)  # fmt: skip
+            report(self.origin_of(at, 0).fault(f"{access} depends on byte {at} of `{self.name}`",
+                                               lane=lane if by_lane else None, address=self.base + at))  # fmt: skip
 
     def mark_written(self, offsets: Addresses, size: int) -> None:
-        """`size` bytes at each of `offsets` [n] have been written."""
-        if self.written is not None:
-            self.written[offsets[:, None] + np.arange(size)] = True
+        """`size` bytes at each of `offsets` [n] have been written, with defined values."""
+        if self.state is not None:
+            self.state[offsets[:, None] + np.arange(size)] = DEFINED
+
+    def undefine(self, offsets: Addresses, missing: Mask, origin: Origin) -> None:
+        """An undefined value of `origin` was stored at `offsets` [n]: the bytes `missing` [n, size] of it."""
+        if self.state is None:
+            self.state = np.ones(self.data.size, np.uint8)
+        at = (offsets[:, None] + np.arange(missing.shape[1]))[missing]
+        self.state[at] = HIDDEN
+        self.sources.note(at >> 2, origin)
+
+    def outcome(self) -> Iterator[Fault]:
+        """At the end of a launch: one fault for each PTX line that stored an undefined value that the host can see."""
+        if self.scratch or self.state is None or not self.sources.by_unit:
+            return
+        left = np.flatnonzero(self.state == HIDDEN)
+        found: dict[int, tuple[int, Origin]] = {}
+        for unit in dict.fromkeys((left >> 2).tolist()):
+            at = int(left[np.searchsorted(left, 4 * unit)])
+            origin = self.origin_of(at, 0)
+            found.setdefault(origin.stored, (at, origin))
+        for stored, (at, origin) in found.items():
+            what = f"byte {at} of `{self.name}`, which PTX line {stored} stored, is part of the result"
+            fault = origin.fault(what, address=self.base + at)
+            fault.line, fault.where = stored, origin.by
+            yield fault
 
 
 def check_alignment(addresses: Addresses, size: int, access: str) -> None:
@@ -117,6 +162,11 @@ class GlobalMemory:
         side = "after the end" if address >= near.end - 16 else "before the start"
         return f"; the nearest is `{near.name}` ({near.data.size} bytes), {gap(near)} bytes {side}"
 
+    def outcome(self) -> Iterator[Fault]:
+        """The faults of the undefined values that lie where the host can see them, at the end of a launch."""
+        for buffer in self._buffers:
+            yield from buffer.outcome()
+
     def holding(self, address: int) -> Buffer | None:
         """The buffer that `address` lies in, or None."""
         index = bisect.bisect(self._bases, address) - 1
@@ -138,7 +188,7 @@ class GlobalMemory:
         buffer, offsets = self.locate(addresses, size, "load")
         if buffer is None:
             return np.stack([self.load(addresses[i : i + 1], size)[0] for i in range(addresses.size)])
-        buffer.check_written(offsets, size, "this load")
+        buffer.check_defined(offsets, size, "this load")
         return buffer.data[offsets[:, None] + np.arange(size)]
 
     def store(self, addresses: Addresses, values: Bytes) -> None:

@@ -276,16 +276,10 @@ class GlobalRaces:
     def copied_from(
         self, memory: GlobalMemory, addresses: Addresses, size: int, warp: Accessor, stamp: int, *, bulk: bool
     ) -> None:
-        """A copy for `warp` reads `size` bytes at each address. All lie in one buffer, or the copy itself will fail.
-
-        A `bulk` one may take bytes that nobody wrote: grouped GEMMs load whole tiles, of which an expert's last one has
-        rows that hold nothing and whose results nobody stores.
-        """
+        """A copy for `warp` reads `size` bytes at each address. All lie in one buffer, or the copy itself will fail."""
         buffer = memory.holding(int(addresses[0]))
         if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
             self.read(buffer, addresses, size, warp, stamp, by_lane=False, bulk=bulk)
-            if not bulk:
-                buffer.check_written(addresses - buffer.base, size, "the copy", by_lane=False)
 
     def copied_to(
         self, memory: GlobalMemory, pieces: Sequence[Pieces], warp: Accessor, line: int, *, strong: bool
@@ -301,7 +295,7 @@ class GlobalRaces:
             if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
                 self.write(buffer, addresses, size, warp, stamps, line, strong=strong, by_lane=False, bulk=True)
                 if strong:
-                    buffer.check_written(addresses - buffer.base, size, "the reduction", by_lane=False)
+                    buffer.check_defined(addresses - buffer.base, size, "the reduction", by_lane=False)
 
     def _shadow(self, buffer: Buffer) -> Shadow:
         found = self._shadows.get(buffer.base)

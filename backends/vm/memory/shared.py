@@ -1,8 +1,9 @@
 """Shared memory of one CTA: bytes, and for each byte or granule what silicon hides.
 
-That is whether a byte was ever written; and for each 4-byte granule who wrote last, who read last (stamps of clocks.py)
-and whether a bulk copy into it is in flight. Bits 31..24 of a 32-bit shared address hold the CTA's rank in its cluster.
-The first 0x400 bytes are reserved (measured on an H200, facts.md 0.1).
+That is whether a byte is defined (it is not before it is written, nor while it holds an undefined value), and for each
+4-byte granule who wrote last, who read last (stamps of clocks.py) and whether a bulk copy into it is in flight. Bits
+31..24 of a 32-bit shared address hold the CTA's rank in its cluster. The first 0x400 bytes are reserved (measured on an
+H200, facts.md 0.1).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from backends.vm.memory.clocks import (
     agent_of,
     unordered,
 )
+from backends.vm.memory.definedness import Mask, Missing, Origin, Sources
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]
@@ -28,6 +30,8 @@ Granules = npt.NDArray[np.int64]
 
 RESERVED = 0x400
 BANKS = 32
+WHOLE = 0x01010101
+"""Four defined bytes as one word of `defined`."""
 MBARRIER = -1
 """The value of `in_flight` in the granules of a live mbarrier object."""
 RANK_SHIFT = 24
@@ -52,7 +56,8 @@ class SharedMemory:
         self.size = self.dynamic_offset + dynamic_size
         padded = -(-self.size // 16) * 16
         self.data: Bytes = np.zeros(padded, np.uint8)
-        self.written = np.zeros(padded, np.bool_)
+        self.defined = np.zeros(padded, np.bool_)
+        self.sources = Sources()
         self.in_flight = np.zeros(padded // 4, np.int32)
         self.writer: Stamps = np.zeros(padded // 4, np.int32)
         self.reader: Stamps = np.zeros(padded // 4, np.int32)
@@ -79,24 +84,49 @@ class SharedMemory:
         """Fault unless `size` bytes at `offset` are inside and aligned to their size."""
         self.check(np.array([offset], np.int64), size, access)
 
-    def load(self, offsets: Addresses, size: int, clock: Clock, stamp: int, *, strong: bool = False) -> Bytes:
-        """Generic-proxy read of uint8 [n, size]. Checks initialisation, bulk copies in flight and races.
+    def load(
+        self, offsets: Addresses, size: int, clock: Clock, stamp: int, *, strong: bool = False
+    ) -> tuple[Bytes, Mask | None]:
+        """Generic-proxy read of uint8 [n, size], and which of its bytes are undefined (None: none).
 
-        `strong` accesses (atomics, volatile, relaxed and up) race with nobody.
+        Checks bulk copies in flight and races. `strong` accesses (atomics, volatile, relaxed and up) race with nobody.
         """
         self.check(offsets, size, "load")
         index = offsets[:, None] + np.arange(size)
         granules = _granules(index)
         clash = self._check_idle(granules, "read")
-        if np.count_nonzero(self.written[index]) < index.size:
-            lane, byte = np.argwhere(~self.written[index])[0]
-            raise Fault("uninitialised-shared", f"byte {byte} of this {size}-byte load was never written",
-                        lane=int(lane), address=int(offsets[lane] + byte))  # fmt: skip
+        defined = self.defined[index]
         if not strong:
             if not clash:
                 self._check_writers(granules, clock, "read")
             self._note_readers(granules, clock, stamp)
-        return self.data[index]
+        return self.data[index], None if np.count_nonzero(defined) == defined.size else ~defined
+
+    def undefine(self, offsets: Addresses, missing: Mask, origin: Origin) -> None:
+        """An undefined value of `origin` was stored at `offsets` [n]: the bytes `missing` [n, size] of it."""
+        at = (offsets[:, None] + np.arange(missing.shape[1]))[missing]
+        self.defined[at] = False
+        self.sources.note(at >> 2, origin)
+
+    def origin_of(self, offset: int, line: int) -> Origin:
+        """Where the undefined byte at `offset`, which PTX `line` reads, comes from."""
+        known = self.sources.by_unit.get(offset >> 2)
+        if known is None:
+            known = Origin("uninitialised-shared", f"byte {offset:#x} of shared memory, which was never written")
+        return known.read_at(line)
+
+    def missing(self, offsets: Addresses, size: int) -> Missing | None:
+        """The undefined ones of `size` bytes at each of `offsets` [n]."""
+        hidden = ~self.defined[offsets[:, None] + np.arange(size)]
+        if not np.count_nonzero(hidden):
+            return None
+        piece, byte = np.argwhere(hidden)[0].tolist()
+        return Missing(hidden, self.origin_of(int(offsets[piece]) + byte, 0))
+
+    def first_origin(self, granules: Granules, line: int) -> Origin:
+        """Where the first undefined byte of some 4-byte granules, which PTX `line` reads, comes from."""
+        granule = int(granules[self.defined.view(np.uint32)[granules] != WHOLE][0])
+        return self.origin_of(4 * granule + int((~self.defined[4 * granule :][:4]).argmax()), line)
 
     def store(
         self, offsets: Addresses, values: Bytes, clock: Clock, stamp: int, line: int, *, strong: bool = False
@@ -115,7 +145,7 @@ class SharedMemory:
         if size >= 4:
             self.contested[granules] = False
         self.data[index] = values
-        self.written[index] = True
+        self.defined[index] = True
         self.writer[granules] = stamp
         self.writer_line[granules] = line
 
@@ -240,19 +270,19 @@ class SharedMemory:
                          "fence.proxy.async in between", address=4 * at,
                          other=OtherAccess(who, "wrote", line)))  # fmt: skip
 
-    def async_read(self, granules: Granules, clock: Clock, stamp: int, what: str) -> None:
-        """Checks before the asynchronous proxy (TMA store, MMA operand) reads whole 4-byte `granules`."""
+    def async_read(self, granules: Granules, clock: Clock, stamp: int, what: str) -> bool:
+        """Checks before the asynchronous proxy (TMA store, MMA operand) reads whole 4-byte `granules`.
+
+        Whether all of them are defined.
+        """
         self._check_inside(granules, f"{what} reads")
         clash = self._check_idle(granules, f"read by {what}")
-        # Four bytes at once: every one of them is 1 where a granule is wholly written.
-        whole = self.written.view(np.uint32)[granules] == 0x01010101
-        if np.count_nonzero(whole) < whole.size:
-            raise Fault("uninitialised-shared", f"{what} reads bytes that were never written",
-                        address=4 * int(granules[~whole][0]))  # fmt: skip
+        whole = self.defined.view(np.uint32)[granules] == WHOLE
         if not clash:
             self._check_writers(granules, clock, f"read by {what}")
             self._check_fenced(granules, clock, f"{what} reads")
         self._note_readers(granules, clock, stamp)
+        return np.count_nonzero(whole) == whole.size
 
     def async_write_begins(
         self, granules: Granules, clock: Clock, line: int, what: str, *, generic: bool = False
@@ -299,7 +329,7 @@ class SharedMemory:
         """The bulk copy into `granules` has landed."""
         self.in_flight[granules] = 0
         self.contested[granules] = False
-        self.written.reshape(-1, 4)[granules] = True
+        self.defined.reshape(-1, 4)[granules] = True
         self.writer[granules] = stamp
         self.writer_line[granules] = line
 

@@ -24,6 +24,7 @@ from backends.vm.memory.clocks import (
     agent_of,
     unordered,
 )
+from backends.vm.memory.definedness import Origin, Sources
 
 LANES = 128
 COLUMNS = 512
@@ -31,6 +32,7 @@ Part = slice | npt.NDArray[np.int64]
 Index = tuple[Part, Part]
 """(lanes, columns): two slices for a block, or two integer arrays that broadcast against each other."""
 Words = npt.NDArray[np.uint32]
+ALL = np.uint32(0xFFFFFFFF)
 
 
 @dataclass(slots=True)
@@ -59,6 +61,9 @@ class Meeting:
 class TensorMemory:
     """All of a CTA's tensor memory. Indices are (lanes, columns) arrays that broadcast against each other.
 
+    `defined` says of each cell whether all its bits are, once the operations issued so far have ended; `hidden` has the
+    undefined bits of the others, None for all of them. `sources` are by column.
+
     `cta_group` is that of the tcgen05 instructions so far, 0 before the first. `collectives` counts those that the CTA
     has executed as one of a pair; the even CTA keeps `meetings`, those of the pair by number. `loading` holds the PTX
     line of a tcgen05.ld that may still read the cell: negative once one of its registers has been used, 0 after its
@@ -68,7 +73,9 @@ class TensorMemory:
 
     agents: Agents
     data: Words = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.uint32))
-    written: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.bool_))
+    defined: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.bool_))
+    hidden: Words | None = None
+    sources: Sources = field(default_factory=Sources)
     writer: Stamps = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     reader: Stamps = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     writer_line: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
@@ -127,7 +134,9 @@ class TensorMemory:
                 self.closed[cells[1]] = 0
                 self.allocations.remove(allocation)
                 self.owned[cells[1]] = False
-                self.written[cells] = False
+                self.defined[cells] = False
+                if self.hidden is not None:
+                    self.hidden[cells] = ALL
                 self.writer[cells] = self.reader[cells] = self.loading[cells] = 0
                 return
         held = ", ".join(f"{a.columns} columns at {a.first:#x}" for a in self.allocations) or "none"
@@ -154,25 +163,36 @@ class TensorMemory:
                          f"tcgen05.dealloc of PTX line {line}: nothing makes that wait for this access",
                          address=column, other=OtherAccess("a CTA of the pair", "gives it back", line)))  # fmt: skip
 
-    def read(self, index: Index, clock: Clock, stamp: int, action: str) -> Words:
-        """Cells at `index` (broadcast shape) after checking ownership, initialisation and order."""
+    def read(self, index: Index, clock: Clock, stamp: int, action: str) -> bool:
+        """Check ownership and order of a read of the cells at `index`. Whether all of them are defined."""
         self._check_owned(index, action)
-        written = self.written[index]
-        if np.count_nonzero(written) < written.size:
-            lane, column = self._first(index, ~written)
-            raise Fault("uninitialised-tmem", f"{action} lane {lane}, column {column}, which was never written",
-                        address=lane << 16 | column)  # fmt: skip
         self._check_order(index, self.writer, clock, action, "wrote")
         self.reader[index] = stamp
         if collects():
             self._check_tensor_fences(index, self.writer, clock, stamp, action)
             self.reader_line[index] = self.agents.line()
-        return self.data[index]
+        defined = self.defined[index]
+        return np.count_nonzero(defined) == defined.size
 
-    def write(self, index: Index, values: Words, clock: Clock, stamp: int, line: int, action: str) -> None:
-        """Write cells at `index`. Earlier writers and readers must be ordered before."""
-        self.begin_write(index, clock, stamp, line, action)
-        self.data[index] = values
+    def undefined_bits(self) -> Words:
+        """The undefined bits of every cell: uint32 [128, 512]."""
+        return np.where(self.defined, np.uint32(0), ALL if self.hidden is None else self.hidden)
+
+    def undefine(self, bits: Words, origin: Origin) -> None:
+        """From now on every cell has these undefined bits, uint32 [128, 512]; those that it has not had before come
+        from `origin`."""
+        new = (bits != 0) & (self.defined if self.hidden is None else self.defined | (bits != self.hidden))
+        self.sources.note(np.flatnonzero(new.any(axis=0)), origin)
+        self.defined, self.hidden = bits == 0, bits
+
+    def origin_of(self, index: Index, line: int) -> Origin:
+        """Where the first undefined cell of those at `index`, which PTX `line` reads, comes from."""
+        lane, column = self._first(index, ~self.defined[index])
+        known = self.sources.by_unit.get(column)
+        if known is None:
+            what = f"lane {lane}, column {column} of tensor memory, which was never written"
+            known = Origin("uninitialised-tmem", what)
+        return known.read_at(line)
 
     def begin_write(
         self, index: Index, clock: Clock, stamp: int, line: int, action: str, own: int | None = None
@@ -188,7 +208,7 @@ class TensorMemory:
         if collects():
             self._check_tensor_fences(index, self.writer, clock, stamp, action)
             self._check_tensor_fences(index, self.reader, clock, stamp, action)
-        self.written[index] = True
+        self.defined[index] = True
         self.writer[index] = stamp
         self.writer_line[index] = line
 
@@ -296,10 +316,11 @@ class TensorMemory:
                          other=OtherAccess(who, "reads", line)))  # fmt: skip
         self.loading[index] = 0
 
-    def load_begins(self, index: Index, clock: Clock, stamp: int, line: int) -> None:
+    def load_begins(self, index: Index, clock: Clock, stamp: int, line: int) -> bool:
         """A tcgen05.ld of PTX `line`: checks as of a read. The cells are being read until `loads_complete`."""
-        self.read(index, clock, stamp, "tcgen05.ld reads")
+        defined = self.read(index, clock, stamp, "tcgen05.ld reads")
         self.loading[index] = line
+        return defined
 
     def load_used(self, cells: list[Index], line: int) -> None:
         """A register that the tcgen05.ld of PTX `line` loads from `cells` has been used."""

@@ -299,6 +299,14 @@ def load_split_scale_factors(tmem: Words, column: int, n: int, blocks: int, sf_i
     return np.concatenate([selected[0], selected[2]])
 
 
+def scale_factors_hidden(tmem: Words, column: int, rows: int, blocks: int, sf_id: int, split: bool) -> Bytes:
+    """As `load_scale_factors` or, where `split`, the split one, of the undefined bits `tmem`: any copy counts."""
+    selected = _quarters(tmem, column, rows // 2 if split else rows)[..., sf_id : sf_id + blocks]
+    if split:
+        return np.concatenate([selected[0] | selected[1], selected[2] | selected[3]])
+    return np.bitwise_or.reduce(selected, axis=0)
+
+
 def _quarters(tmem: Words, column: int, rows: int) -> Bytes:
     """The four copies of a scale-factor table, uint8 [4, rows, 4]."""
     columns = -(-rows // WARP_LANES)

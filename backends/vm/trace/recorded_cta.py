@@ -16,10 +16,12 @@ import numpy.typing as npt
 
 from backends.vm.machine.code import Block, Code, Step, Wait
 from backends.vm.machine.cta import NAMED_BARRIERS
+from backends.vm.machine.undefined import BecameUndefined
 from backends.vm.memory.clocks import Clock
+from backends.vm.memory.definedness import Mask
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import Addresses, Bytes, Granules, SharedMemory
-from backends.vm.memory.tmem import Index, Part, TensorMemory, Words
+from backends.vm.memory.tmem import Index, Part, TensorMemory
 from backends.vm.ptx.ast import Immediate, Instruction
 from megamoe.contract.trace import (
     CtaTrace,
@@ -64,7 +66,7 @@ class RecordedTensorMemory(TensorMemory):
             setattr(self, each.name, getattr(plain, each.name))
         self._touch = touch
 
-    def read(self, index: Index, clock: Clock, stamp: int, action: str) -> Words:
+    def read(self, index: Index, clock: Clock, stamp: int, action: str) -> bool:
         """As TensorMemory.read."""
         self._touch("read", _bounds(index[0]), _bounds(index[1]), action)
         return super().read(index, clock, stamp, action)
@@ -84,7 +86,9 @@ class RecordedSharedMemory(SharedMemory):
         self.__dict__.update(plain.__dict__)
         self._touch = touch
 
-    def load(self, offsets: Addresses, size: int, clock: Clock, stamp: int, *, strong: bool = False) -> Bytes:
+    def load(
+        self, offsets: Addresses, size: int, clock: Clock, stamp: int, *, strong: bool = False
+    ) -> tuple[Bytes, Mask | None]:
         """As SharedMemory.load."""
         self._touch("read", "generic", _covered(offsets, size))
         return super().load(offsets, size, clock, stamp, strong=strong)
@@ -96,10 +100,10 @@ class RecordedSharedMemory(SharedMemory):
         self._touch("write", "generic", _covered(offsets, values.shape[1]))
         super().store(offsets, values, clock, stamp, line, strong=strong)
 
-    def async_read(self, granules: Granules, clock: Clock, stamp: int, what: str) -> None:
+    def async_read(self, granules: Granules, clock: Clock, stamp: int, what: str) -> bool:
         """As SharedMemory.async_read."""
         self._touch("read", "tensor core" if "mma" in what or "tcgen05" in what else "copy", granules)
-        super().async_read(granules, clock, stamp, what)
+        return super().async_read(granules, clock, stamp, what)
 
     def async_write_begins(
         self, granules: Granules, clock: Clock, line: int, what: str, *, generic: bool = False
@@ -191,7 +195,11 @@ def _reporting(code: Code, instruction: Instruction, step: Step, recorder: Recor
             return step(warp)
         cta.executes(warp, name)
         with recorder.instruction(warp, instruction):
-            outcome = step(warp)
+            try:
+                outcome = step(warp)
+            except BecameUndefined:
+                cta.executed(warp, instruction, None)
+                raise
         cta.executed(warp, instruction, outcome)
         return outcome
 

@@ -170,7 +170,7 @@ UNMET = {"meet again": ""}
         ("cta-pair", "both must execute the same", UNEQUAL),
         ("cta-group", "all must have the same", MIXED),
         ("deadlock", "mbarrier", ALONE),
-        ("copy-not-awaited|uninitialised-shared", "operand A of tcgen05.mma", UNMET),
+        ("copy-not-awaited|race", "operand A of tcgen05.mma|the tensor core of CTA rank 0 read it", UNMET),
     ],
     ids=["issued by the odd CTA", "one allocates", "unequal allocs", "two groups", "commit to one", "peer not awaited"],
 )

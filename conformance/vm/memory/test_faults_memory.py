@@ -16,92 +16,116 @@ def shared(body: str, **options: object) -> Kernel:
     return Kernel(".shared .align 16 .b8 buf[256];\n" + body, **options)  # type: ignore[arg-type]
 
 
+BRANCH = "setp.ne.u32 %p9, USED, 0;\n@%p9 bra END; //!\nEND: ret;"
+"""To read and to copy an undefined value is no fault; to jump by it is, in the lanes that do."""
 UNINITIALISED = {
-    "one byte": ("st.shared.b8 [buf+1], %tx;\nld.shared.u16 %r1, [buf]; //!", "byte 0", "lane 0", "0x400"),
+    "one byte": (
+        "st.shared.b8 [buf+1], %tx;\nld.shared.u16 %r1, [buf]; and.b32 %r1, %r1, 255;",
+        "byte 0x400 of shared memory",
+        "lane 0",
+    ),
     "a lane": (
-        """shl.b32 %r1, %lane, 2; mov.u32 %r2, buf; add.u32 %r1, %r1, %r2;
+        """shl.b32 %r2, %lane, 2; mov.u32 %r3, buf; add.u32 %r2, %r2, %r3;
         setp.ne.u32 %p1, %lane, 5;
-        @%p1 st.shared.u32 [%r1], 7;
-        ld.shared.u32 %r3, [%r1]; //!""",
+        @%p1 st.shared.u32 [%r2], 7;
+        ld.shared.u32 %r1, [%r2];""",
         "lane 5",
-        "0x414",
-        "byte 0 of this 4-byte load",
+        "byte 0x414 of shared memory",
     ),
     "the last of a vector": (
-        "st.shared.v2.u32 [buf], {%tx, %tx}; st.shared.u32 [buf+8], %tx;\n"
-        "ld.shared.v4.u32 {%r1,%r2,%r3,%r4}, [buf]; //!",
-        "byte 12",
+        "st.shared.v2.u32 [buf], {%tx, %tx}; st.shared.u32 [buf+8], %tx;\nld.shared.v4.u32 {%r2,%r3,%r4,%r1}, [buf];",
+        "byte 0x40c of shared memory",
     ),
     "through a generic address": (
-        "mov.u64 %rd1, buf; cvta.shared.u64 %rd1, %rd1;\nld.u32 %r1, [%rd1]; //!",
-        "0x400",
+        "mov.u64 %rd1, buf; cvta.shared.u64 %rd1, %rd1;\nld.u32 %r1, [%rd1];",
+        "byte 0x400 of shared memory",
     ),
 }
 
 
 @pytest.mark.parametrize("name", UNINITIALISED)
-def test_reading_shared_memory_that_nobody_wrote(name: str) -> None:
+def test_a_branch_on_shared_memory_that_nobody_wrote(name: str) -> None:
     body, *clauses = UNINITIALISED[name]
-    assert_blamed(shared(body), "uninitialised-shared", "CTA (0, 0, 0), warp 0", *clauses)
+    kernel = shared(f"{body}\n{BRANCH.replace('USED', '%r1')}")
+    assert_blamed(
+        kernel, "uninitialised-shared", "CTA (0, 0, 0), warp 0", "`%p9` decides where this branch goes", *clauses
+    )
 
 
 REGISTERS = {
-    "never written": ("add.u32 %r1, %r2, 1; //!", "`%r2`", "lane 0"),
-    "written under a guard": (
-        "setp.lt.u32 %p1, %tx, 7;\n@%p1 mov.u32 %r1, 3;\nst.global.u32 [%out], %r1; //!",
-        "`%r1`",
-        "lane 7",
-    ),
+    "never written": ("add.u32 %r1, %r2, 1;", "`%r2`", "lane 0"),
+    "written under a guard": ("setp.lt.u32 %p1, %tx, 7;\n@%p1 mov.u32 %r1, 3;", "`%r1`", "lane 7"),
     "written by one side of a branch": (
         """setp.eq.u32 %p1, %lane, 9;
         @%p1 bra SKIP;
-        mov.u32 %r1, 1;
-        SKIP: add.u32 %r2, %r1, 1; //!""",
-        "`%r1`",
+        mov.u32 %r2, 1;
+        SKIP: add.u32 %r1, %r2, 1;""",
+        "`%r2`",
         "lane 9",
     ),
     "carried around a loop": (
-        """mov.u32 %r1, 0;
-        LOOP: setp.eq.u32 %p1, %r1, 2;
-        @%p1 add.u32 %r3, %r2, 0; //!
-        setp.eq.u32 %p2, %r1, 5;
+        """mov.u32 %r3, 0; mov.u32 %r1, 1;
+        LOOP: setp.eq.u32 %p1, %r3, 2;
+        @%p1 add.u32 %r1, %r2, 0;
+        setp.eq.u32 %p2, %r3, 5;
         @%p2 mov.u32 %r2, 1;
-        add.u32 %r1, %r1, 1;
-        setp.lt.u32 %p3, %r1, 4;
+        add.u32 %r3, %r3, 1;
+        setp.lt.u32 %p3, %r3, 4;
         @%p3 bra LOOP;""",
         "`%r2`",
     ),
-    "as an address": ("ld.global.u32 %r1, [%rd3]; //!", "`%rd3`"),
-    "as a guard": ("@%p5 mov.u32 %r1, 0; //!", "`%p5`"),
-    "as the guard of a branch": ("@%p5 bra END; //!\nEND: ret;", "`%p5`"),
+    "as a guard": ("mov.u32 %r1, 1; @%p5 mov.u32 %r1, 0;", "`%p5`"),
     "as half of a pair": (
-        """mov.u32 %r1, 0; mov.b64 %rd1, {%r1, %r2};
+        """mov.u32 %r4, 0; mov.b64 %rd1, {%r4, %r2};
         mov.b64 {%r3, %r4}, %rd1;
-        add.u32 %r5, %r4, %r3; //!""",
-        "`%r4`",
+        add.u32 %r1, %r4, %r3;""",
+        "`%r2`",
     ),
     "as half of a packed sum": (
-        """mov.u32 %r1, 0; mov.b64 %rd1, {%r1, %r2}; add.f32x2 %rd2, %rd1, %rd1;
+        """mov.u32 %r4, 0; mov.b64 %rd1, {%r4, %r2}; add.f32x2 %rd2, %rd1, %rd1;
         mov.b64 {%r3, %r4}, %rd2;
-        add.f32 %r5, %r4, %r3; //!""",
-        "`%r4`",
+        add.f32 %r1, %r4, %r3;""",
+        "`%r2`",
     ),
-    "as a pair": ("mov.u32 %r1, 0; mov.b64 %rd1, {%r1, %r2};\nadd.u64 %rd2, %rd1, 1; //!", "`%rd1`"),
+    "as a pair": (
+        "mov.u32 %r4, 0; mov.b64 %rd1, {%r2, %r4};\nadd.u64 %rd2, %rd1, 1; mov.b64 {_, %r1}, %rd2;",
+        "`%r2`",
+    ),
     "copied, in some lanes": (
         """setp.ge.u32 %p1, %lane, 4;
-        @%p1 mov.u32 %r1, 0;
-        mov.u32 %r2, %r1;
-        add.u32 %r3, %r2, 1; //!""",
-        "`%r2`",
+        @%p1 mov.u32 %r3, 0;
+        mov.u32 %r2, %r3;
+        add.u32 %r1, %r2, 1;""",
+        "`%r3`",
         "lane 0",
     ),
-    "as an item of a vector": ("mov.u32 %r1, 0;\nst.global.v2.u32 [%out], {%r1, %r2}; //!", "`%r2`"),
 }
 
 
 @pytest.mark.parametrize("name", REGISTERS)
-def test_reading_a_register_that_this_lane_never_wrote(name: str) -> None:
+def test_a_branch_on_a_register_that_this_lane_never_wrote(name: str) -> None:
     body, *clauses = REGISTERS[name]
+    kernel = Kernel(f"{body}\n{BRANCH.replace('USED', '%r1')}", {"out": OUT})
+    assert_blamed(kernel, "uninitialised-register", "was never written in this lane", *clauses)
+
+
+DECISIONS = {
+    "an address": ("ld.global.u32 %r1, [%rd3]; //!", "`%rd3` decides the address"),
+    "the guard of a store": ("@%p5 st.global.u32 [%out], %tx; //!", "`%p5` decides whether this instruction is"),
+    "the guard of a branch": ("@%p5 bra END; //!\nEND: ret;", "`%p5` decides where this branch goes"),
+    "a result": ("mov.u32 %r1, 0;\nst.global.v2.u32 [%out], {%r1, %r2}; //!", "`%r2`", "byte 4 of `out`"),
+    "a lane index": ("mov.u32 %r1, 0; shfl.sync.idx.b32 %r3, %r1, %r2, 31, -1; //!", "`%r2` decides what this shfl"),
+    "a member mask": ("vote.sync.any.pred %p1, %p1, %r2; //!", "`%r2`"),
+    "a barrier": ("bar.sync %r2; //!", "`%r2` decides what this bar.sync does"),
+    "an atomic": ("red.global.add.u32 [%out], %r2; //!", "`%r2` decides what this red"),
+}
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_what_an_undefined_register_may_not_decide(name: str) -> None:
+    body, *clauses = DECISIONS[name]
+    if "%p1, %p1" in body:
+        body = f"setp.eq.u32 %p1, %tx, 0;\n{body}"
     assert_blamed(Kernel(body, {"out": OUT}), "uninitialised-register", "was never written in this lane", *clauses)
 
 

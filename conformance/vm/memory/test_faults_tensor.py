@@ -54,6 +54,8 @@ ZERO_CELLS = f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r44], {{{', '.join(16 * 
 A_IN_TMEM = MMA.replace("%rd10", "[%r40+16]")
 WIDE = STORE.replace("[%r44]", "[%r44+16]")
 
+STORED = STAGES["out"].replace("st.global", "\nst.global") + " //!"
+"""Undefined cells are no fault, nor are MMAs of undefined operands; what of them is stored is."""
 PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
     "lanes of another warp": (
         {"read": marked("read", LOAD, LOAD.replace("%r44", "%r40"))},
@@ -114,14 +116,14 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
         ("48 columns", "power of two in 32..512"),
     ),
     "tensor memory that nobody wrote": (
-        {"read": marked("read", LOAD, LOAD.replace("[%r44]", "[%r44+16]"))},
+        {"read": STAGES["read"].replace("[%r44]", "[%r44+16]"), "out": STORED},
         "uninitialised-tmem",
-        ("tcgen05.ld reads lane", "column 16, which was never written"),
+        ("byte 0 of `out`", "column 16 of tensor memory, which was never written", "reads it"),
     ),
     "accumulating onto nothing": (
-        {"before": STAGES["before"].replace("setp.ne.u32 %p1", "setp.eq.u32 %p1"), "issue": marked("issue", MMA)},
+        {"before": STAGES["before"].replace("setp.ne.u32 %p1", "setp.eq.u32 %p1"), "out": STORED},
         "uninitialised-tmem",
-        ("accumulator of tcgen05.mma reads lane 0, column 0",),
+        ("byte 0 of `out`", "lane 0, column 0 of tensor memory, which was never written", "reads it"),
     ),
     "a store that is not waited for, read by its own warp": (
         {"issue": COMMIT, "read": f"{FILL_REGISTERS}\n{STORE}\n{LOAD} //!"},
@@ -180,9 +182,9 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
         ("tcgen05.dealloc frees lane 0, column 0",),
     ),
     "an operand that nobody wrote": (
-        {"fill": "", "issue": marked("issue", MMA)},
+        {"fill": "", "out": STORED},
         "uninitialised-shared",
-        ("operand A of tcgen05.mma", "0x400"),
+        ("byte 0 of `out`", "byte 0x400 of shared memory, which was never written", "reads it"),
     ),
     "an operand overwritten before the commit is waited for": (
         {"wait": "@!%p3 st.shared.b32 [a], %tx; //!\n" + STAGES["wait"]},

@@ -1,0 +1,234 @@
+"""What an instruction makes of undefined operands, and which registers a lane may read before it has written them.
+
+A register is assigned at a point when every path from the entry writes it without a guard first. A data-flow proves
+most reads so. The other registers begin undefined in every lane (machine.undefined), and their bits travel from there:
+
+- an instruction that only computes makes its results undefined in the lanes where an operand is, and more exactly where
+  a family of backends.vm.isa has said so by `carries` or through its Binder;
+- to load, store, shuffle or multiply carries the bits along; the family says how;
+- everything else depends on its operands: an undefined one is a fault there, and so is an undefined address, a guard of
+  an instruction that does more than compute, and the guard of a branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import and_
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from backends.vm.bind.flow import Bound, FlowGraph
+from backends.vm.machine.code import NEXT, WIDTH_OF_VIEW, Key, RegisterRows, Step
+from backends.vm.machine.undefined import Bits, all_bits, lanes_of, no_bits
+from backends.vm.memory.definedness import Mask, Origin
+from backends.vm.ptx.ast import Negated
+
+if TYPE_CHECKING:
+    from backends.vm.machine.warp import Warp
+
+
+def unwritten_registers(graph: FlowGraph, rows: RegisterRows) -> dict[Key, Origin]:
+    """The registers that some path from the entry reads before it has written them for sure."""
+    names = {key: name for name, key in rows.rows.items()}
+    return {
+        key: Origin("uninitialised-register", f"`{names[key]}`, which was never written in this lane")
+        for key in sorted(_unproven_reads(graph))
+    }
+
+
+def _unproven_reads(graph: FlowGraph) -> set[Key]:
+    code = graph.code
+    bits: dict[Key, int] = {}
+    for item in code:
+        for key in (*item.uses, *item.defines):
+            bits.setdefault(key, 1 << len(bits))
+    written = [sum({bits[key] for key in item.defines}) if item.guard is None else 0 for item in code]
+
+    def after(assigned: int, index: int) -> int:
+        return assigned | written[index]
+
+    found: set[Key] = set()
+    everything = (1 << len(bits)) - 1
+    for block, assigned in zip(graph.blocks, graph.before_blocks(0, everything, after, and_), strict=True):
+        for index in block:
+            found.update(key for key in code[index].uses if not assigned & bits[key])
+            assigned |= written[index]
+    return found
+
+
+# How the undefined bits of the operands become those of the results.
+
+
+PURE = frozenset({"alu", "float", "special", "convert", "move"})
+"""Counters of the instructions that only compute: their results and nothing else depend on their operands."""
+_PACKED = {"f32x2": 4, "f16x2": 2, "bf16x2": 2, "u16x2": 2, "s16x2": 2}
+_BY_PARTS = ("add", "sub", "mul", "fma", "neg", "abs", "min", "max", "ex2", "tanh")
+_UNSIGNED = {1: "pred", 16: "u16", 32: "u32", 64: "u64", 128: "u64x2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """An instruction about to run on a warp, of which an operand is undefined: what a rule looks at."""
+
+    warp: Warp
+    item: Bound
+    step: Step
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The dotted parts of the opcode."""
+        return self.item.instruction.parts
+
+    def bits(self, source: int) -> Bits:
+        """The undefined bits of source number `source`, as its view shows them."""
+        return self.warp.undefined.shown(*self.item.reads[source])
+
+    def values(self, source: int) -> Bits:
+        """What source number `source` holds, in unsigned integers. A negated predicate is what it stands for."""
+        view, row = self.item.reads[source]
+        values: Bits = getattr(self.warp, view)[row]
+        if view == "pred":
+            return ~values if isinstance(self.item.instruction.operands[source + 1], Negated) else values
+        return values.view(self.bits(source).dtype)
+
+    def defined(self, source: int) -> bool:
+        """Whether a source is defined in all active lanes."""
+        return not np.count_nonzero(lanes_of(self.bits(source)) & self.warp.mask)
+
+
+Rule = Callable[[Computing], Sequence[Bits] | None]
+"""The undefined bits of each result, in the order in which the family has bound them. None: as `any_operand` says."""
+_RULES: dict[str, Rule] = {}
+
+
+def carries(*opcodes: str) -> Callable[[Rule], Rule]:
+    """Register the rule of the instructions that begin with one of `opcodes`; they only compute."""
+
+    def register(rule: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(opcodes, rule))
+        return rule
+
+    return register
+
+
+def any_operand(seen: Computing) -> Sequence[Bits]:
+    """A lane with an undefined operand has undefined results; packed arithmetic has lanes within lanes."""
+    item, undefined = seen.item, seen.warp.undefined
+    size = _PACKED.get(seen.parts[-1]) if seen.parts[0] in _BY_PARTS else None
+    if size is not None and all(key[0] == item.defines[0][0] for key in item.uses if key[0] > 1):
+        lost = sum((undefined.bits(key).view(f"u{size}") != 0 for key in item.uses if key[0] > 1), np.False_)
+        whole = np.where(lost, np.iinfo(f"u{size}").max, 0).astype(f"u{size}")
+        return [whole.view(no_bits(key[0]).dtype) for key in item.defines]
+    lanes = np.zeros(seen.warp.mask.shape, np.bool_)
+    for key in item.uses:
+        lanes |= lanes_of(undefined.bits(key))
+    return [all_bits(key[0], lanes) for key in item.defines]
+
+
+def moved(seen: Computing, *controls: int) -> Sequence[Bits] | None:
+    """The bits go where the values do: the instruction itself runs on them, with the sources `controls` as they are.
+
+    None where a control is undefined, or shares a register with what is moved.
+    """
+    warp, item = seen.warp, seen.item
+    reads = [(WIDTH_OF_VIEW[view], row) for view, row in item.reads]
+    steering = {reads[i] for i in controls}
+    moving = {key for i, key in enumerate(reads) if i not in controls}
+    if steering & moving or not all(seen.defined(i) for i in controls):
+        return None
+    kept: dict[Key, Bits] = {}
+    rows = {key: getattr(warp, _UNSIGNED[key[0]])[key[1]] for key in moving | set(item.defines)}
+    for key, row in rows.items():
+        kept[key] = row.copy()
+        if key in moving:
+            row[...] = warp.undefined.bits(key)
+    seen.step(warp)
+    found = [rows[key].copy() for key in item.defines]
+    for key, row in rows.items():
+        row[...] = kept[key]
+    return found
+
+
+# The carrier of an instruction.
+
+
+class InstructionCarrier:
+    """See machine.undefined.Carrier."""
+
+    __slots__ = ("_item", "_rule", "touches")
+
+    def __init__(self, item: Bound) -> None:
+        self._item = item
+        self._rule = _RULES.get(item.instruction.parts[0], any_operand) if item.form.counter in PURE else None
+        self.touches = frozenset((*item.uses, *item.defines))
+
+    def carry(self, warp: Warp, step: Step) -> object:
+        """Run the instruction in the active lanes whose guard holds."""
+        item = self._item
+        if item.guard is None:
+            return self._run(warp, step, warp.mask)
+        doubt = warp.undefined.get((1, item.guard[0]))
+        doubtful = None if doubt is None else doubt.bits & warp.mask
+        if doubt is not None and doubtful is not None and np.count_nonzero(doubtful):
+            if self._rule is None or item.form.kind == "tail":
+                what = "where this branch goes" if item.form.control else "whether this instruction is executed"
+                warp.undefined.decide(warp, (1, item.guard[0]), what, item.instruction.line)
+            self._run_guarded(warp, step)
+            for key in item.defines:
+                origin = doubt.origin.read_at(item.instruction.line)
+                warp.undefined.put(key, all_bits(key[0], doubtful), doubtful, origin)
+            return NEXT
+        return self._run_guarded(warp, step)
+
+    def _run_guarded(self, warp: Warp, step: Step) -> object:
+        assert self._item.guard is not None
+        row, negated = self._item.guard
+        lanes = warp.mask & (~warp.pred[row] if negated else warp.pred[row])
+        if not np.count_nonzero(lanes):
+            return step(warp)
+        if self._item.form.kind == "tail":
+            return self._run(warp, step, lanes)
+        saved = warp.mask
+        warp.set_mask(lanes)
+        try:
+            return self._run(warp, step, lanes)
+        finally:
+            warp.set_mask(saved)
+
+    def _run(self, warp: Warp, step: Step, lanes: Mask) -> object:
+        if self._rule is not None:
+            return self._compute(warp, step, lanes, self._rule)
+        item, undefined = self._item, warp.undefined
+        travels = item.carry.travels if item.carry is not None else frozenset[Key]()
+        for key in item.uses:
+            if key in item.addresses:
+                undefined.decide(warp, key, "the address of this access", item.instruction.line, lanes)
+            elif key not in travels and key != item.guard_key:
+                undefined.decide(warp, key, f"what this {item.instruction.opcode} does", item.instruction.line, lanes)
+        if item.carry is not None:
+            return item.carry.around(warp, step)
+        outcome = step(warp)
+        for key in item.defines:
+            undefined.clear_lanes(key, lanes)
+        return outcome
+
+    def _compute(self, warp: Warp, step: Step, lanes: Mask, rule: Rule) -> object:
+        item, undefined = self._item, warp.undefined
+        known = [key for key in item.uses if key in undefined and key != item.guard_key]
+        if len(known) > 1:
+            here = [key for key in known if np.count_nonzero(lanes_of(undefined.bits(key)) & lanes)]
+            known = here or known
+        if not known:
+            outcome = step(warp)
+            for key in item.defines:
+                undefined.clear_lanes(key, lanes)
+            return outcome
+        origin, seen = undefined.origin(known, item.instruction.line), Computing(warp, item, step)
+        results = rule(seen)
+        results = any_operand(seen) if results is None else results
+        outcome = step(warp)
+        for key, bits in zip(item.defines, results, strict=True):
+            undefined.put(key, bits, lanes, origin)
+        return outcome

@@ -1,0 +1,182 @@
+"""The registers of a warp that hold undefined values, bit by bit, and the way a block runs that touches one of them.
+
+A warp whose registers are all defined pays one look a block. Else the instructions that touch an undefined register run
+through the `Carrier` that binding has made for each of them: it says what becomes of the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.faults import report
+from backends.vm.machine.code import BYTES_OF_VIEW, LANES, STORAGE, WIDTH_OF_VIEW, Key, Step
+from backends.vm.memory.definedness import Mask, Origin
+
+if TYPE_CHECKING:
+    from backends.vm.machine.warp import Warp
+
+
+Bits = npt.NDArray[Any]
+"""The undefined bits of a register: unsigned integers (a predicate: bool) [32], or [32, n] for packed views."""
+_Element = TypeVar("_Element", bound=np.generic)
+
+
+class BecameUndefined(Exception):
+    """Raised by a step that has done all its work and has left undefined bits in a register.
+
+    The rest of the block must run through its carriers. As an exception it costs the other steps nothing.
+    """
+
+
+class Carrier(Protocol):
+    """Runs one instruction of which an operand may be undefined. `touches`: the registers that it reads or writes."""
+
+    @property
+    def touches(self) -> frozenset[Key]: ...
+
+    def carry(self, warp: Warp, step: Step) -> object:
+        """Do `step`, the instruction itself, and say which bits of its results are undefined. As the step answers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Undefined:
+    """The undefined bits of a register, in the shape and type of its storage; some are set. Where they come from.
+
+    Several registers may share one array of bits, so nobody changes it.
+    """
+
+    bits: Bits
+    origin: Origin
+
+
+def no_bits(width: int) -> Bits:
+    """A row without undefined bits."""
+    return np.zeros((LANES, 2) if width == 128 else LANES, STORAGE[width])
+
+
+def all_bits(width: int, lanes: Mask) -> Bits:
+    """A row whose bits are undefined in `lanes`, bool [32]."""
+    row = no_bits(width)
+    row[lanes] = True if width == 1 else 2**width - 1 if width < 128 else 2**64 - 1
+    return row
+
+
+def lanes_of(bits: Bits) -> Mask:
+    """The lanes in which any bit is set: bool [32]."""
+    found = bits != 0
+    return found if found.ndim == 1 else found.any(axis=1)
+
+
+class UndefinedRegisters(dict[Key, Undefined]):
+    """By register; those that are not here are defined in every lane."""
+
+    @classmethod
+    def unwritten(cls, origins: Mapping[Key, Origin], alive: Mask) -> UndefinedRegisters:
+        """The registers that some path reads unwritten, at the start of a warp with the lanes `alive`."""
+        bits = {width: all_bits(width, alive) for width in {width for width, _ in origins}}
+        return cls({key: Undefined(bits[key[0]], origin) for key, origin in origins.items()})
+
+    def bits(self, key: Key) -> Bits:
+        """The undefined bits of a register."""
+        found = self.get(key)
+        return no_bits(key[0]) if found is None else found.bits
+
+    def shown(self, view: str, row: int) -> Bits:
+        """The undefined bits of register `row` as its `view` shows a value, but unsigned."""
+        width = WIDTH_OF_VIEW[view]
+        bits = self.bits((width, row))
+        if width == 1:
+            return bits
+        shown = bits.view(f"u{BYTES_OF_VIEW[view]}").reshape(LANES, -1)
+        return shown if shown.shape[1] > 1 else shown[:, 0]
+
+    def origin(self, keys: Iterable[Key], line: int) -> Origin | None:
+        """Where the undefined value of one of `keys`, which PTX `line` reads, comes from. None: all are defined."""
+        for key in keys:
+            found = self.get(key)
+            if found is not None:
+                return found.origin.read_at(line)
+        return None
+
+    def put(self, key: Key, bits: Bits, lanes: Mask, origin: Origin | None) -> None:
+        """`lanes` have written a register; `bits` of it are undefined, and come from `origin` if there are any."""
+        known = self.get(key)
+        if np.count_nonzero(lanes) < LANES:
+            where = lanes if bits.ndim == 1 else lanes[:, None]
+            bits = np.where(where, bits, 0 if known is None else known.bits).astype(bits.dtype)
+        if np.count_nonzero(bits):
+            origin = origin or (known.origin if known is not None else None)
+            assert origin is not None, "undefined bits come from somewhere"
+            self[key] = Undefined(bits, origin)
+        elif known is not None:
+            del self[key]
+
+    def clear_lanes(self, key: Key, lanes: Mask) -> None:
+        """`lanes` have written a register with values that are defined."""
+        known = self.get(key)
+        if known is None:
+            return
+        if np.count_nonzero(lanes) == LANES:
+            del self[key]
+        else:
+            self.put(key, no_bits(key[0]), lanes, known.origin)
+
+    def fill(self, view: str, row: int, parts: Bits, lanes: Mask, origin: Origin) -> None:
+        """`lanes` have written register `row` through `view`; `parts` [lanes, ...] has the undefined bits.
+
+        They are extended as a value of that view would be.
+        """
+        width = WIDTH_OF_VIEW[view]
+        bits = no_bits(width)
+        bits.view(view_type(view))[lanes] = parts
+        self.put((width, row), bits, lanes, origin)
+
+    def put_rows(self, rows: Sequence[int], words: Iterable[Bits], lanes: Mask, origin: Origin | None) -> None:
+        """As `put` for several 32-bit registers: uint32 [rows, 32]."""
+        for row, bits in zip(rows, words, strict=True):
+            self.put((32, row), bits, lanes, origin)
+
+    def decide(self, warp: Warp, key: Key, what: str, line: int, lanes: Mask | None = None) -> None:
+        """Fault if a register is undefined in one of `lanes` (None: the active ones): it decides `what`, a noun.
+
+        Where the run goes on, it goes on with the value that is there.
+        """
+        found = self.get(key)
+        if found is None:
+            return
+        bad = lanes_of(found.bits) & (warp.mask if lanes is None else lanes)
+        if np.count_nonzero(bad):
+            report(found.origin.read_at(line).fault(f"`{name_of(key, warp)}` decides {what}", lane=int(bad.argmax())))
+            self.clear_lanes(key, bad)
+
+    def forget_dead(self, alive: Mask) -> None:
+        """Lanes have ended: their registers hold nothing any more."""
+        for key, found in list(self.items()):
+            self.put(key, no_bits(key[0]), ~alive, found.origin)
+
+
+def name_of(key: Key, warp: Warp) -> str:
+    """The name of a register in the PTX text."""
+    return next((name for name, row in warp.code.rows.rows.items() if row == key), str(key))
+
+
+def view_type(view: str) -> str:
+    """The NumPy type in which undefined bits are extended as values of an integer `view` are."""
+    return f"{'i' if view[0] == 's' else 'u'}{BYTES_OF_VIEW[view]}"
+
+
+def undefined_words(missing: Mask, dtype: np.dtype[_Element]) -> npt.NDArray[_Element]:
+    """The undefined bits of elements of `dtype` whose undefined bytes are `missing` [n, size]: [n, elements]."""
+    return spread(missing, 8).view(dtype)
+
+
+def spread(lost: Mask, element_bits: int) -> npt.NDArray[np.unsignedinteger]:
+    """The undefined bits of elements of 8, 16 or 32 bits that are undefined as a whole where `lost`."""
+    dtype = np.dtype(f"u{element_bits // 8}")
+    return np.where(lost, dtype.type(np.iinfo(dtype).max), dtype.type(0))

@@ -1,0 +1,82 @@
+"""Which values mean nothing: where an undefined value came from, and the fault where it decides something.
+
+Definedness travels with the bytes, as in Valgrind's memcheck: to copy, pack or store an undefined value is no fault. It
+becomes one where it decides an address, a branch, a predicate that matters or an output, or where an instruction that
+does more than compute needs it. Memories keep it by byte, tensor memory and registers by bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.faults import Fault
+
+Mask = npt.NDArray[np.bool_]
+MAX_SOURCES: Final = 1 << 18
+"""Places of one memory of which the origin of an undefined value is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an undefined value comes from.
+
+    `rule`: the slug of the fault. `what`: the register or byte that was never written, as a clause. `read`: the PTX
+    line that read it first, 0 before. `stored`: the PTX line that stored the value last, by the warp or unit `by`.
+    """
+
+    rule: str
+    what: str
+    read: int = 0
+    stored: int = 0
+    by: str = ""
+
+    def read_at(self, line: int) -> Origin:
+        """The origin of a value that PTX `line` reads."""
+        return self if self.read else replace(self, read=line)
+
+    def stored_at(self, line: int, by: str) -> Origin:
+        """The origin of a value that PTX `line` of `by` stores."""
+        return self if (self.stored, self.by) == (line, by) else replace(self, stored=line, by=by)
+
+    def fault(self, decides: str, *, lane: int | None = None, address: int | None = None) -> Fault:
+        """The fault of a value that decides something: `decides` is a clause such as "`%r1` decides the address"."""
+        read = f"; PTX line {self.read} reads it" if self.read else ""
+        stored = f"; PTX line {self.stored} stored the value" if self.stored else ""
+        return Fault(self.rule, f"{decides}, but its value is undefined. It comes from {self.what}{read}{stored}",
+                     lane=lane, address=address)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """The undefined bytes of an access: bool [n, size], and where the first of them comes from."""
+
+    bytes_: Mask
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The rows of a matrix in which an element is undefined, bool [rows], and where the first comes from."""
+
+    rows: Mask
+    origin: Origin
+
+
+@dataclass(slots=True)
+class Sources:
+    """The origins of the undefined values that were stored in a memory, by 4-byte granule (tensor memory: by column).
+
+    A unit that is not here holds what was never written.
+    """
+
+    by_unit: dict[int, Origin] = field(default_factory=dict[int, Origin])
+
+    def note(self, units: npt.NDArray[np.integer], origin: Origin) -> None:
+        """Undefined values of `origin` were stored in `units`."""
+        if len(self.by_unit) < MAX_SOURCES and units.size:
+            first = np.append(True, units[1:] != units[:-1])
+            self.by_unit.update(dict.fromkeys(units[first].tolist(), origin))
