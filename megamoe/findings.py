@@ -20,6 +20,8 @@ PROFILES: Mapping[Profile, frozenset[Grade]] = {
     "lenient": frozenset(),
 }
 """Which grades fail a run."""
+MAX_TEXT = 120
+"""Characters of an instruction in a sentence: some name 128 registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,8 @@ class KernelFinding:
     def sentence(self) -> str:
         """The finding in one line."""
         source = f"{self.source[0]}, " if self.source else ""
-        line = f", {source}PTX line {self.line} `{self.text}`" if self.line else ""
+        text = self.text if len(self.text) <= MAX_TEXT else f"{self.text[:MAX_TEXT]}..."
+        line = f", {source}PTX line {self.line} `{text}`" if self.line else ""
         lane = f", lane {self.lane}" if self.lane is not None else ""
         address = f", address {self.address:#x}" if self.address is not None else ""
         where = f", {self.where}" if self.where else ""

@@ -145,6 +145,14 @@ def test_both_tcgen05_fences_are_asked_for() -> None:
     assert slugs(plain) == ["missing-tcgen05-fence"], "a load behind a commit needs the fence after the wait"
 
 
+def test_a_warp_needs_no_fence_behind_itself() -> None:
+    """Cells that the issuing warp itself has written: only those of other warps need the fences."""
+    found, _ = collected(accumulating("", ""))
+    assert slugs(found) == ["missing-tcgen05-fence"]
+    assert found[0].other is not None
+    assert found[0].other.who != "warp 0", f"{found[0]}: warp 0 issues the MMA"
+
+
 def test_every_grade_has_rules_and_each_that_is_no_error_is_planted() -> None:
     grades = {slug: rule.grade for slug, rule in RULES.items()}
     assert set(grades.values()) == {"error", "portability", "note"}

@@ -283,9 +283,8 @@ class Cluster:
     def __init__(self, run: Run, first: Dim3) -> None:
         shape = run.shape
         self.size = shape.cluster_ctas
-        self.agents = Agents(
-            run.machine.races.begin_cluster(first), self.size, -(-shape.threads // LANES), line=run.line
-        )
+        serial, warps = run.machine.races.begin_cluster(first), -(-shape.threads // LANES)
+        self.agents = Agents(serial, self.size, warps, line=run.line, acting=run.acting)
         self.copy_serial = 0
         self.arriving = Clock.zero(self.agents.count)
         self.released = Clock.zero(self.agents.count)

@@ -294,6 +294,10 @@ class Run:
         """PTX line of the instruction that runs, 0 if none does."""
         return 0 if self.running is None else self.running.instruction.line
 
+    def acting(self) -> int:
+        """The agent of the warp that runs, -1 if none does."""
+        return -1 if self.running is None else self.running.agent
+
     def found(self, fault: Fault) -> None:
         """Collect a fault that the launch goes on after. What it collides with ends first, as in the missing order."""
         engine = self.engine

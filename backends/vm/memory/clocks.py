@@ -38,7 +38,8 @@ class Agents:
     CTA is several agents: one for tcgen05.cp, which every later mma follows in order, then one for each accumulator.
     Copies that are waited for together, at one mbarrier or in one thread's groups, are one agent. Beyond COPY_AGENTS
     such places, agents are shared, and a missing wait can hide behind another place's wait. `line`: the PTX line of the
-    instruction that runs. `tensor_fences`: by warp, the epochs of its tcgen05.fence::before_thread_sync.
+    instruction that runs, `acting`: the warp that runs it. `tensor_fences`: by warp, the epochs of its
+    tcgen05.fence::before_thread_sync.
     """
 
     serial: int
@@ -46,6 +47,7 @@ class Agents:
     warps_per_cta: int
     copy_places: int = 0
     line: Callable[[], int] = int
+    acting: Callable[[], int] = int
     tensor_fences: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     @property

@@ -253,15 +253,18 @@ class TensorMemory:
     def _check_tensor_fences(self, index: Index, stamps: Stamps, clock: Clock, stamp: int, action: str) -> None:
         """Report accesses of others that are ordered before this one, but not by tcgen05.fence (PTX ISA 9.7.16.6.3).
 
-        A commit has the fence before the synchronisation built in, and MMAs follow each other without any.
+        A commit has the fence before the synchronisation built in, and MMAs follow each other without any. What a warp
+        itself did comes before what it issues.
         """
         found, own, engines = stamps[index], agent_of(stamp), self.agents.first_engine
         # The quick answer for what one operation did: all stamps are the same one.
-        head = found.item(0)
+        head, issuer = found.item(0), self.agents.acting()
+        if agent_of(head) == issuer and not np.count_nonzero(found != head):
+            return
         if not np.count_nonzero(found != head) and self._is_fenced(head, clock, own):
             return
         agents, epochs = agent_of(found), found & EPOCH_MASK
-        ordered = (found != 0) & (agents != own) & (epochs <= clock.seen[agents])
+        ordered = (found != 0) & (agents != own) & (agents != issuer) & (epochs <= clock.seen[agents])
         if own >= engines:
             ordered &= agents < engines
         if not np.count_nonzero(ordered):
