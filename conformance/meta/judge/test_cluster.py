@@ -96,7 +96,6 @@ def test_a_lost_node_costs_no_row(hosts: Hosts, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cluster, "MAX_TRIES", 1)
     found = _records_and_a_lost_node(hosts, rows)
     crashed = [record for record in found if record.status == "crashed"]
-    print([(record.status, record.sentence[:200]) for record in found])
     assert crashed, "without a second try the row that the node was at must be lost, or this test kills an idle node"
     assert "or its node, died 1 times" in crashed[0].sentence
 
