@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--jobs", type=int, help="worker processes where nothing is timed; default: one a core")
     group.addoption("--shard", metavar="I/N", help="part I of N, of about equal cost; rows of one case stay together")
     group.addoption("--run-set", metavar="ID", default="", help="name common to the shards; default: of what they run")
+    group.addoption("--ray", metavar="ADDRESS", help='cases as tasks of this Ray cluster; "local": of one on this host')
     group.addoption("--rse", type=float, default=Policy().target, help="relative standard error that is enough")
     group.addoption("--budget", type=float, default=Policy().budget_s, help="device seconds of a row and temperature")
     group.addoption("--patience", type=float, default=1.0, help="factor on the time limits of what runs on a device")
@@ -111,6 +112,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         specs=config.option.specs,
         policy=Policy(target=config.option.rse, budget_s=config.option.budget),
         patience=config.option.patience,
+        ray=config.option.ray,
     )
     output = config.option.output or RUNS / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-bench-{selection.label}.jsonl"
     config.stash[_RUN] = run = BenchRun(rows, selection, settings, output, shard)

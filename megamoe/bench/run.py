@@ -18,7 +18,7 @@ from megamoe.bench.worker import BenchWorker, Death
 from megamoe.contract import DeviceFacts, Row, UnsupportedError
 from megamoe.contract.scratch import scratch_folder
 from megamoe.judge.figures import FigureMaker
-from megamoe.judge.run import DEFAULT_TIMEOUT_S, RunSettings, judged
+from megamoe.judge.run import DEFAULT_TIMEOUT_S, Judging, RunSettings, judged
 from megamoe.records.files import RecordWriter
 from megamoe.records.lines import AnyLine, Figures, Record, RunHeader, Shard, Timing
 from megamoe.records.provenance import installed_version, run_header
@@ -37,7 +37,7 @@ class BenchSettings:
     """How to measure rows. `jobs`: workers for rows that are not timed; `timeout_s`: host seconds of such a row.
 
     `policy`: when to stop sampling. `patience`: factor on the time limits of stages on a device. `specs` and
-    `failures`: as in RunSettings.
+    `failures`: as in RunSettings. `ray`: the cluster that measures, None for this host.
     """
 
     jobs: int = field(default_factory=lambda: os.cpu_count() or 1)
@@ -46,6 +46,7 @@ class BenchSettings:
     failures: Path | None = None
     policy: Policy = field(default_factory=Policy)
     patience: float = 1.0
+    ray: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,9 @@ class BenchRun:
     def _measured(self, folder: Path, figures: FigureMaker) -> Generator[Outcome, None, None]:
         """Timed rows first, alone on the machine; then the others, as they finish."""
         timed = [row for row in self.rows if row in self.timed]
+        if self.settings.ray is not None:
+            yield from self._measured_on_cluster(timed, folder, figures, self.settings.ray)
+            return
         if timed:
             with BenchWorker(folder / "progress") as worker:
                 self._begin(device_of(timed[0], worker, folder))
@@ -131,13 +135,28 @@ class BenchRun:
                     yield from timed_group(group, self.header, self.settings, worker, folder)
         else:
             self._begin(None)
+        yield from self._judged(judged, folder, figures)
+
+    def _measured_on_cluster(
+        self, timed: Sequence[Row], folder: Path, figures: FigureMaker, address: str
+    ) -> Generator[Outcome, None, None]:
+        from megamoe.bench.cluster import device_on_cluster, timed_on_cluster
+        from megamoe.judge.cluster import joined, judged_on_cluster
+
+        with joined(address, self.settings.jobs):
+            self._begin(device_on_cluster(timed[0], self.settings) if timed else None)
+            yield from timed_on_cluster(by_case(timed), self.header, self.settings, folder)
+            yield from self._judged(judged_on_cluster, folder, figures)
+
+    def _judged(self, judging: Judging, folder: Path, figures: FigureMaker) -> Generator[Outcome, None, None]:
+        """The rows whose executor has no clock."""
         untimed = [row for row in self.rows if row not in self.timed]
         settings = self.settings
         run = RunSettings(
             self.header.run, settings.jobs, settings.timeout_s, settings.specs, settings.failures, programs=folder
         )
         if untimed:
-            with closing(judged(untimed, run)) as records:
+            with closing(judging(untimed, run)) as records:
                 for record in records:
                     figures.begin(record.row, record.program_sha256)
                     yield Outcome(record)

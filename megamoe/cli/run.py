@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shlex
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, date, datetime
@@ -31,7 +31,7 @@ from megamoe.contract.scratch import scratch_folder
 from megamoe.gate.expected import stale_entries
 from megamoe.gate.verdict import judge_run
 from megamoe.judge.figures import FigureMaker
-from megamoe.judge.run import RunSettings, judged
+from megamoe.judge.run import Judging, RunSettings, judged
 from megamoe.records.files import RUNS, RecordWriter, check_place, newest_run, read_records, write_file
 from megamoe.records.keys import Key
 from megamoe.records.lines import Agreement, AnyLine, Record, RecordError, RunHeader, Shard, record_of
@@ -329,9 +329,6 @@ def end_if_cut_short(done: Conducted) -> None:
     told = f"{why}: {rows} not run; the record file is whole, and this finishes it: {shlex.join(resume)}"
     console().print(told, markup=False)
     raise typer.Exit(INTERRUPTED if interrupted else 1)
-
-
-Judging = Callable[[Sequence[Row], RunSettings], Generator[Record, None, None]]
 
 
 @dataclass(slots=True)

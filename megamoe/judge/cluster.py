@@ -16,7 +16,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from megamoe.contract import Row
+from megamoe.contract import Row, Status
 from megamoe.contract.scratch import scratch_folder
 from megamoe.judge.run import GRACE_S, RunSettings, chosen_for_audits
 from megamoe.records.files import write_file
@@ -46,6 +46,8 @@ MAX_CARRIED: Final = 256 << 20
 NO_NODE_S: Final = 30.0
 """How long no node may offer what a row needs, before the row is given up."""
 _POLL_S: Final = 0.5
+_DEATHS: Final = ("WorkerCrashedError", "NodeDiedError", "LocalRayletDiedError", "ObjectLostError")
+"""What Ray raises for a task whose process or node has died as often as it was tried."""
 _FOLDERS: Final = ("failures", "outputs", "programs")
 
 
@@ -108,27 +110,39 @@ def _ray() -> Any:
     return import_module("ray")
 
 
-def judged_on_cluster(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:
-    """As megamoe.judge.run.judged, on the cluster that this process has `joined`."""
+def task_of(row: Row, specs: Path | None, audited: bool = False) -> Task:
+    """What a node is told of `row`."""
+    return Task(row, audited, os.getcwd(), tuple(sys.path), digests_of(specs)["code"])
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A task that returned nothing."""
+
+    status: Status
+    sentence: str
+
+
+Call = tuple[Callable[..., object], tuple[object, ...]]
+
+
+def shared_out(calls: Iterable[tuple[Row, Call]]) -> Iterator[tuple[Row, object]]:
+    """Calls each function on a node that can run its row. The row and what was returned, or a Failure, as they finish.
+
+    The functions return as often as a node does not die, MAX_TRIES times at most.
+    """
     ray = _ray()
-    audited = chosen_for_audits(rows)
-    code = digests_of(settings.specs)["code"]
-    there = ray.remote(max_retries=MAX_TRIES - 1)(judged_there)
-    told = ray.put(settings)
     pending: dict[Any, Row] = {}
-    for row in rows:
+    for row, (function, arguments) in calls:
         needed = resource_of(row, ray.cluster_resources())
+        there = ray.remote(max_retries=MAX_TRIES - 1)(function)
         submit = there.options(num_cpus=0, num_gpus=int(needed != DEFAULT_EXECUTOR), resources={needed: 1})
-        pending[submit.remote(Task(row, row in audited, os.getcwd(), tuple(sys.path), code), told)] = row
-    yield from _as_they_finish(ray, pending, settings)
-
-
-def _as_they_finish(ray: Any, pending: dict[Any, Row], settings: RunSettings) -> Iterator[Record]:
+        pending[submit.remote(*arguments)] = row
     lacking_since: dict[str, float] = {}
     while pending:
         finished, _ = ray.wait([*pending], timeout=_POLL_S)
         for one in finished:
-            yield _record(ray, one, pending.pop(one), settings)
+            yield pending.pop(one), _returned(ray, one)
         if finished:
             lacking_since.clear()
             continue
@@ -142,26 +156,42 @@ def _as_they_finish(ray: Any, pending: dict[Any, Row], settings: RunSettings) ->
                 ray.cancel(ref)
                 start = shlex.join(["ray", "start", "--resources", json.dumps({needed: 1})])
                 why = f"no node of the cluster offers {needed!r}; a node that does is started by {start} --address ..."
-                yield record_of(settings.run, row, "not_run", why, specs=settings.specs)
+                yield row, Failure("not_run", why)
 
 
-def _record(ray: Any, finished: Any, row: Row, settings: RunSettings) -> Record:
-    """The record of a finished task, whose files are written to the folders of `settings`."""
+def _returned(ray: Any, finished: Any) -> object:
     try:
-        judged: Judged = ray.get(finished)
-    except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError) as error:
+        return ray.get(finished)
+    except tuple(getattr(ray.exceptions, name) for name in _DEATHS) as error:
         why = f"the process that judged it, or its node, died {MAX_TRIES} times: {type(error).__name__}"
-        return record_of(settings.run, row, "crashed", why, specs=settings.specs)
+        return Failure("crashed", why)
     except ray.exceptions.RayError as error:
         first = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-        return _error(row, f"the cluster returned no record: {first.strip()}", settings)
+        return Failure("error", f"the cluster returned no record: {first.strip()}")
+
+
+def judged_on_cluster(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:
+    """As megamoe.judge.run.judged, on the cluster that this process has `joined`."""
+    audited = chosen_for_audits(rows)
+    told = _ray().put(settings)
+    tasks = [replace(task_of(rows[0], settings.specs), row=row, audited=row in audited) for row in rows]
+    for row, answer in shared_out((task.row, (judged_there, (task, told))) for task in tasks):
+        yield _record(row, answer, settings)
+
+
+def _record(row: Row, answer: object, settings: RunSettings) -> Record:
+    """The record of a finished task, whose files are written to the folders of `settings`."""
+    if isinstance(answer, Failure):
+        return record_of(settings.run, row, answer.status, answer.sentence, specs=settings.specs)
+    assert isinstance(answer, Judged)
     try:
-        _keep(judged.files, settings)
+        _keep(answer.files, settings)
     except RecordError as error:
+        if answer.record.status == "passed":
+            why = f"its evidence cannot be kept: {error}"
+            return record_of(settings.run, row, "error", why, specs=settings.specs)
         # What is lost is evidence of a failure: that is no reason to call it an error.
-        passed = judged.record.status == "passed"
-        return _error(row, f"its evidence cannot be kept: {error}", settings) if passed else judged.record
-    return judged.record
+    return answer.record
 
 
 def _keep(files: Mapping[str, bytes], settings: RunSettings) -> None:
@@ -172,16 +202,12 @@ def _keep(files: Mapping[str, bytes], settings: RunSettings) -> None:
             write_file(place / rest, data, "what a node has sent", durable=False)
 
 
-def _error(row: Row, why: str, settings: RunSettings) -> Record:
-    return record_of(settings.run, row, "error", why, specs=settings.specs)
-
-
 # A node's side
 
 
 def judged_there(task: Task, settings: RunSettings) -> Judged:
     """Judges a row in a process of a node, which Ray keeps for the rows that follow. `settings`: of the run."""
-    _settle(task)
+    settle(task)
     home = _home()
     row = task.row
     here = replace(settings, **{name: home / name for name in _FOLDERS if getattr(settings, name) is not None})
@@ -204,7 +230,7 @@ def judged_there(task: Task, settings: RunSettings) -> Judged:
     return Judged(record.model_copy(update={"sentence": sentence, "bundle": bundle}), files)
 
 
-def _settle(task: Task) -> None:
+def settle(task: Task) -> None:
     """Makes this process see what the command sees. RuntimeError if it has other code."""
     if os.path.isdir(task.folder):
         os.chdir(task.folder)

@@ -89,7 +89,8 @@ class Processes:
     ) -> Ran:
         """Runs a program once on poisoned outputs. `tensors`: the spec, the case, its inputs.
 
-        `fresh`: in a machine that has run nothing before, and ends with it.
+        `fresh`: in a machine that has not run it before. What is data alone can leave nothing behind for another
+        program, so that one such machine serves all of them; native code gets one of its own, which ends with it.
         """
         spec, case, inputs = tensors
         layouts = layouts_of(spec, case)
@@ -97,7 +98,11 @@ class Processes:
             runner, sent = self._builder(row), Frame({"number": built.call})
         else:
             assert isinstance(built.program, Program | HostProgram)
-            runner, sent = self._new_machine(row) if fresh else self._machine(row), encoded(built.program)
+            sent = encoded(built.program)
+            if fresh and isinstance(built.program, HostProgram):
+                runner = self._new_machine(row)
+            else:
+                runner = self._other_machine(row) if fresh else self._machine(row)
         try:
             with shared_block(block_bytes(layouts)) as (descriptor, block):
                 arena = Arena(spec, case, inputs, shared=block)
@@ -110,7 +115,7 @@ class Processes:
             runner.end()
             raise
         finally:
-            if fresh and built.call is None:
+            if fresh and isinstance(built.program, HostProgram):
                 runner.end()
         if answer.told.get("spent"):
             runner.end()
@@ -135,6 +140,9 @@ class Processes:
 
     def _machine(self, row: Row) -> Runner:
         return self._kept(("machine", row.executor), row, f"executor {row.executor}")
+
+    def _other_machine(self, row: Row) -> Runner:
+        return self._kept(("machine", row.executor, "again"), row, f"executor {row.executor}")
 
     def _new_machine(self, row: Row) -> Runner:
         return nursery(("torch",)).runner(f"executor {row.executor}", self._confinement("machine", row))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -48,6 +48,10 @@ class RunSettings:
     programs: Path | None = None
     hidden: tuple[Path, ...] = ()
     audited: frozenset[Row] = frozenset()
+
+
+Judging = Callable[[Sequence[Row], RunSettings], Generator[Record, None, None]]
+"""A way to judge rows: on this host, or on a cluster (megamoe.judge.cluster)."""
 
 
 def judged(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:

@@ -6,15 +6,20 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conformance.fakes import backends as fake_backends
+from conformance.fakes import simulated_device
+from megamoe.bench.run import BenchRun, BenchSettings
+from megamoe.bench.timing import Policy
 from megamoe.cli.main import main
 from megamoe.contract import Row
 from megamoe.judge import cluster
@@ -22,6 +27,7 @@ from megamoe.judge.cluster import joined, judged_on_cluster, resource_of
 from megamoe.judge.run import RunSettings
 from megamoe.records.files import read_records
 from megamoe.records.lines import Record
+from megamoe.spec.selection import Selection
 
 FAKE = fake_backends.__name__
 CASES = [f"fmha:hd=64,t={t},s_k=3" for t in range(1, 7)]
@@ -45,8 +51,18 @@ class Hosts:
     cluster: Any
     nodes: list[Any]
 
-    def lose_one(self) -> None:
-        self.cluster.remove_node(self.nodes.pop(), allow_graceful=False)
+    def lose_a_busy_one(self) -> None:
+        """Kills a node that is in the middle of a row."""
+        state = import_module("ray._private.state")
+        for _ in range(100):
+            free = state.available_resources_per_node()
+            busy = [node for node in self.nodes if not free.get(node.node_id, {"vm": 1}).get("vm")]
+            if busy:
+                self.nodes.remove(busy[0])
+                self.cluster.remove_node(busy[0], allow_graceful=False)
+                return
+            time.sleep(0.1)
+        raise AssertionError("no node is busy, though rows are left")
 
 
 @pytest.fixture
@@ -67,7 +83,7 @@ def _records_and_a_lost_node(hosts: Hosts, rows: list[Row]) -> list[Record]:
         for record in judged:
             records.append(record)
             if len(records) == 2:
-                hosts.lose_one()
+                hosts.lose_a_busy_one()
     return records
 
 
@@ -78,7 +94,8 @@ def test_a_lost_node_costs_no_row(hosts: Hosts, monkeypatch: pytest.MonkeyPatch)
     assert {record.status for record in records} == {"passed"}, [record.sentence for record in records]
     hosts.nodes.append(hosts.cluster.add_node(num_cpus=1, resources={"vm": 1}))
     monkeypatch.setattr(cluster, "MAX_TRIES", 1)
-    crashed = [record for record in _records_and_a_lost_node(hosts, rows) if record.status == "crashed"]
+    found = _records_and_a_lost_node(hosts, rows)
+    crashed = [record for record in found if record.status == "crashed"]
     assert crashed, "without a second try the row that the node was at must be lost, or this test kills an idle node"
     assert "or its node, died 1 times" in crashed[0].sentence
 
@@ -97,6 +114,31 @@ def test_one_file_holds_the_whole_run(hosts: Hosts, capsys: pytest.CaptureFixtur
     assert len(bundles) == 2
     assert all((place / "tensors.pt").is_file() for place in bundles), "the evidence of a failure comes back"
     assert all(f"Evidence: {one.bundle}" in one.sentence for one in file.records if one.bundle)
+
+
+def test_a_benchmark_is_shared_out_by_case(hosts: Hosts) -> None:
+    settings = BenchSettings(
+        jobs=1, policy=Policy(samples_a_turn=4, min_samples=12, min_rounds=3), ray=hosts.cluster.address
+    )
+    device = simulated_device.__name__
+    rows = [
+        Row(case, f"{device}:{name}", "sm_90a", f"{device}:EXECUTOR", "eager")
+        for case in CASES[:2]
+        for name in ("WORKS", "SLOWER", "WRONG")
+    ]
+    with BenchRun([*rows, _row(CASES[0])], Selection(), settings, Path("bench.jsonl")) as run:
+        found = {outcome.record.row: outcome for outcome in run.outcomes()}
+    header = read_records(Path("bench.jsonl")).headers[0]
+    assert header.device is not None
+    assert header.device.name == "Simulated H0", "a node describes the device"
+    for row in rows:
+        timed = found[row].timings
+        if row.backend.endswith("WRONG"):
+            assert {one.status for one in timed} == {"failed"}
+        else:
+            assert all(len(one.samples_us) >= 12 for one in timed), found[row].record.sentence
+            assert {0, 1, 2} <= set(timed[0].rounds), "backends of a case take turns on one node"
+    assert found[_row(CASES[0])].record.status == "passed", "rows without a clock are judged there, too"
 
 
 def test_what_no_node_offers_is_not_run(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
