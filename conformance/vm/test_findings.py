@@ -27,6 +27,7 @@ from conformance.vm.kernel import (
     tmem_alloc,
     wait,
 )
+from conformance.vm.kernel import STAGES as COPY_STAGES
 from conformance.vm.tensor_kernel import COMMIT, MMA, STAGES, mma_kernel
 from conformance.vm.tensor_kernel import LOAD as TMEM_LOAD
 
@@ -58,6 +59,19 @@ bar.sync 1;
 {OTHER_LOAD}
 REFILLED: {wait("other", 0)}"""
     return copy_kernel({"wait": f"{wait('mbar', 0)}\n{again}"})
+
+
+def landed_on_the_address(fence: str) -> Kernel:
+    """A TMA load lands where tcgen05.alloc wrote its word."""
+    held = f"""{COPY_STAGES["addresses"]}
+setp.ge.u32 %p1, %tx, 32;
+@%p1 bra FREED;
+tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r41], 32;
+ld.shared.u32 %r1, [%r41];
+tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 32;
+{fence}
+FREED: bar.sync 1;"""
+    return copy_kernel({"addresses": held})
 
 
 def copied_to_smem(fence: str) -> Kernel:
@@ -123,6 +137,13 @@ GRADED = {
     ),
 }
 """By rule that is no error: a kernel that breaks it and a mended one. Each computes what it should."""
+
+
+def test_the_word_that_an_allocation_wrote_is_overwritten_as_what_was_read_is() -> None:
+    """Triton's kernels load over it behind a barrier alone."""
+    for fence, rules in (("", {"unfenced-overwrite"}), (FENCE, set[str]())):
+        found, _ = collected(landed_on_the_address(fence), SCHEDULES[0])
+        assert set(slugs(found)) == rules, f"with {fence or 'no fence'}: {list(map(str, found))}"
 
 
 @pytest.mark.parametrize("rule", GRADED)

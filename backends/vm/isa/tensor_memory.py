@@ -82,6 +82,7 @@ def alloc(b: Binder) -> Step:
         def give(first: int) -> None:
             value = np.array([[first]], np.uint32).view(np.uint8)
             warp.cta.smem.store(np.array([offset], np.int64), value, warp.clock, warp.stamp, line)
+            warp.cta.smem.allocs.add(line)
 
         return _alloc_one(warp, columns, line, give) if group == 1 else _alloc_pair(warp, columns, offset, line, give)
 

@@ -8,7 +8,7 @@ H200, facts.md 0.1).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,8 @@ class SharedMemory:
     `contested` granules hold bytes of several generic writers that nothing orders. Order among those is not judged.
     `readers` holds readers besides the last: by agent, int32 epochs and PTX lines [2, granules]. `many_readers` has
     those granules.
-    `unfenced_overwrites` counts bulk copies over what threads have read with no proxy fence in between.
+    `unfenced_overwrites` counts bulk copies over what threads have read with no proxy fence in between. `allocs`: PTX
+    lines of tcgen05.alloc, whose one word counts as such a read when a copy overwrites it.
     """
 
     def __init__(self, agents: Agents, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
@@ -67,6 +68,7 @@ class SharedMemory:
         self.many_readers = np.zeros(padded // 4, np.bool_)
         self.readers: dict[int, npt.NDArray[np.int32]] = {}
         self.unfenced_overwrites = 0
+        self.allocs: set[int] = set()
 
     def check(self, offsets: Addresses, size: int, access: str) -> None:
         """Fault unless every access of `size` bytes lies inside this CTA's shared memory and is aligned to it."""
@@ -257,13 +259,18 @@ class SharedMemory:
             raise Fault("out-of-bounds", f"{what} outside of the CTA's shared memory ({RESERVED:#x}..{self.size:#x})",
                         address=4 * at)  # fmt: skip
 
-    def _check_fenced(self, granules: Granules, clock: Clock, what: str) -> None:
+    def _check_fenced(self, granules: Granules, clock: Clock, what: str, relied: Set[int]) -> None:
+        """Report what threads wrote with no proxy fence since. `relied`: lines whose writes kernels do not fence."""
         unfenced = unordered(self.writer[granules], clock.fenced)
         if unfenced is None:
             return
         for _, at, line in _one_a_line(granules, unfenced, self.writer_line):
             agent = agent_of(int(self.writer[at]))
             who = self.agents.name(agent)
+            if line in relied:
+                self.unfenced_overwrites += 1
+                self._report_relied(f"{what} the word that the tcgen05.alloc of {who} wrote", at, who, "wrote", line)
+                continue
             copied = agent >= self.agents.first_copy and ("tcgen05" in what or "wgmma" in what)
             rule = "copy-missing-proxy-fence" if copied else "missing-proxy-fence"
             report(Fault(rule, f"{what} what {who} wrote at PTX line {line} through the generic proxy with no "
@@ -280,7 +287,7 @@ class SharedMemory:
         whole = self.defined.view(np.uint32)[granules] == WHOLE
         if not clash:
             self._check_writers(granules, clock, f"read by {what}")
-            self._check_fenced(granules, clock, f"{what} reads")
+            self._check_fenced(granules, clock, f"{what} reads", frozenset())
         self._note_readers(granules, clock, stamp)
         return np.count_nonzero(whole) == whole.size
 
@@ -296,7 +303,7 @@ class SharedMemory:
         if not clash:
             self._check_writers(granules, clock, "overwritten")
         if not (generic or clash):
-            self._check_fenced(granules, clock, f"{what} overwrites")
+            self._check_fenced(granules, clock, f"{what} overwrites", self.allocs)
         self._check_readers(granules, clock)
         if not generic:
             self._count_unfenced_readers(granules, clock)
@@ -313,17 +320,18 @@ class SharedMemory:
         if late is None:
             return
         late &= (agent_of(found) < self.agents.first_engine) & ((found & EPOCH_MASK) <= clock.seen[agent_of(found)])
-        if np.count_nonzero(late):
-            self.unfenced_overwrites += 1
-            if collects():
-                self._report_unfenced(granules, late)
-
-    def _report_unfenced(self, granules: Granules, late: npt.NDArray[np.bool_]) -> None:
-        for _, at, line in _one_a_line(granules, late, self.reader_line):
+        if not np.count_nonzero(late):
+            return
+        self.unfenced_overwrites += 1
+        for _, at, line in _one_a_line(granules, late, self.reader_line) if collects() else ():
             who = self.agents.name(agent_of(int(self.reader[at])))
-            report(Fault("unfenced-overwrite", f"a bulk copy overwrites what {who} read at PTX line {line} through the "
-                         "generic proxy with no fence.proxy.async in between", address=4 * at,
-                         other=OtherAccess(who, "read", line)))  # fmt: skip
+            self._report_relied(f"a bulk copy overwrites what {who} read", at, who, "read", line)
+
+    def _report_relied(self, what: str, granule: int, who: str, did: str, line: int) -> None:
+        if collects():
+            report(Fault("unfenced-overwrite", f"{what} at PTX line {line} through the generic proxy with no "
+                         "fence.proxy.async in between", address=4 * granule,
+                         other=OtherAccess(who, did, line)))  # fmt: skip
 
     def async_write_ends(self, granules: Granules, stamp: int, line: int) -> None:
         """The bulk copy into `granules` has landed."""
