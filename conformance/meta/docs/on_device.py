@@ -3,9 +3,9 @@
     python -m conformance.meta.docs.on_device pack KERNELS.json     here
     python3 on_device.py run KERNELS.json OUT.json                  on the device: torch and cuda.bindings alone
 
-Three kernels of its own ask more. `own-write` stores by TMA what the same thread wrote an instruction before, `barrier` what
-two warps wrote before a barrier. `heir` fills all shared memory of an SM after a CTA that has ended with 192 KiB of loads
-in flight, and looks whether it changes.
+Three kernels of its own ask more. `own-write` stores by TMA what the same thread wrote an instruction before, `barrier`
+what two warps wrote before a barrier. `heir` fills all shared memory of an SM after a CTA that has ended with 192 KiB of
+loads in flight, and looks whether it changes.
 """
 
 from __future__ import annotations
@@ -269,27 +269,28 @@ def report() -> list[tuple[str, str]]:
         one = answers[f"{name}, as found"]
         return f"in {one['launches_with_wrong']} of {one['launches']} launches"
 
+    found, mended = "as found", "mended"
     return [
         (
             "async-proxy",
-            f"On an H200 {count('barrier', 'as found')} were old ones, {launches('barrier')}, where two warps wrote and passed "
-            f"a barrier; with the fence {count('barrier', 'mended')}. Where one thread wrote and issued the store at once, "
-            f"{count('own-write', 'as found')} were old ones; with the fence {count('own-write', 'mended')}.",
+            f"On an H200 {count('barrier', found)} were old ones, {launches('barrier')}, where two warps wrote and passed a "
+            f"barrier; with the fence {count('barrier', mended)}. Where one thread wrote and issued the store at once, "
+            f"{count('own-write', found)} were old ones; with the fence {count('own-write', mended)}.",
         ),
         (
             "triton-attention-backward",
-            f"On an H200 {count('triton-attention-backward', 'as found')} were wrong in "
+            f"On an H200 {count('triton-attention-backward', found)} were wrong in "
             f"{answers['triton-attention-backward, as found']['launches']} launches of 528 CTAs.",
         ),
         (
             "cutlass-tma-refill",
-            f"On an H200 {count('cutlass-tma-refill', 'as found')} were of the wrong tile, {launches('cutlass-tma-refill')}; "
-            f"with the barrier {count('cutlass-tma-refill', 'mended')}.",
+            f"On an H200 {count('cutlass-tma-refill', found)} were of the wrong tile, "
+            f"{launches('cutlass-tma-refill')}; with the barrier {count('cutlass-tma-refill', mended)}.",
         ),
         (
             "gluon-persistent-matmul",
-            f"On an H200 {count('heir', 'as found')} of the next CTA's shared memory changed, where the CTA before it had ended "
-            f"with 192 KiB of loads in flight.",
+            f"On an H200 {count('heir', found)} of the next CTA's shared memory changed, where the CTA before it had "
+            "ended with 192 KiB of loads in flight.",
         ),
     ]
 

@@ -1,4 +1,4 @@
-"""The programs of a page, run in order: `ptx` is a kernel, `diff` changes it, `python` runs it, `text` is what it prints.
+"""The programs of a page, in order: `ptx` is a kernel, `diff` changes it, `python` runs it, `text` is what it prints.
 
 A `python` block finds the kernel under the name that it gives to `launch`, in the current folder. If a `text` block
 follows it, the run must end with that finding; else it must end with none, and what the block asserts holds. A `diff`
@@ -9,14 +9,13 @@ that no `python` block follows is run by the last one.
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import megamoe.vm
@@ -64,7 +63,7 @@ def trials(path: Path) -> Iterator[Trial]:
     """The runs of a page. ValueError for a page whose blocks do not follow each other like that."""
     kernel = python = ""
     blocks = [*_blocks(path), ("", "")]
-    for (kind, text), (following, next_text) in zip(blocks, blocks[1:], strict=False):
+    for (kind, text), (following, next_text) in pairwise(blocks):
         if kind == "ptx":
             kernel = text
         elif kind == "diff":
@@ -82,7 +81,9 @@ def patched(kernel: str, diff: str, page: str) -> str:
         lines = hunk.splitlines(keepends=True)
         before, after = ("".join(line[1:] for line in lines if line[0] in marks) for marks in (" -", " +"))
         if kernel.count(before) != 1 or not before:
-            raise ValueError(f"{page}: these lines of a diff occur {kernel.count(before)} times in the kernel:\n{before}")
+            raise ValueError(
+                f"{page}: these lines of a diff occur {kernel.count(before)} times in the kernel:\n{before}"
+            )
         kernel = kernel.replace(before, after)
     return kernel
 
@@ -90,14 +91,12 @@ def patched(kernel: str, diff: str, page: str) -> str:
 def outcome(trial: Trial, folder: Path, schedule: str = "") -> str:
     """What a run in `folder` ends with: the sentence of its finding, or "". What the block asserts may fail.
 
-    `schedule`: in place of the one that the block names. Addresses of host memory are left out of the sentence.
+    `schedule`: in place of the one that the block names. Every grade of finding counts. Addresses of
+    host memory are left out of the sentence.
     """
     (folder / KERNEL).write_text(trial.kernel, "utf-8")
     source = trial.python.replace(f'"{KERNEL}"', repr(str(folder / KERNEL)))
-    forced: dict[str, Any] = {"schedule": schedule} if schedule else {}
-    # Every grade counts.
-    if "profile" in inspect.signature(megamoe.vm.Device).parameters:
-        forced["profile"] = "strict"
+    forced = {"profile": "strict", **({"schedule": schedule} if schedule else {})}
     whole = megamoe.vm.Device
     with patch.object(megamoe.vm, "Device", lambda *args, **named: whole(*args, **{**named, **forced})):
         try:

@@ -1,4 +1,4 @@
-"""Every program of docs/rules, docs/notes and docs/found runs: findings are those shown, cures are clean, links lead."""
+"""Every program of docs/rules, docs/notes and docs/found runs: the findings are those shown, the cures are clean."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def test_a_page_says_what_happens(path: Path, tmp_path: Path) -> None:
     for number, trial in enumerate(trials(path), 1):
         if trial.said:
             found = outcome(trial, tmp_path)
-            assert found == trial.said, f"run {number}; `python -m conformance.meta.docs.pages {path.stem}` renews the page"
+            assert found == trial.said, (
+                f"run {number}; `python -m conformance.meta.docs.pages {path.stem}` renews the page"
+            )
             continue
         for schedule in SCHEDULES:
             found = outcome(trial, tmp_path, schedule)
