@@ -4,8 +4,8 @@
     python3 on_device.py run KERNELS.json OUT.json                  on the device: torch and cuda.bindings alone
 
 Three kernels of its own ask more. `own-write` stores by TMA what the same thread wrote an instruction before, `barrier`
-what two warps wrote before a barrier. `heir` fills all shared memory of an SM after a CTA that has ended with 192 KiB of
-loads in flight, and looks whether it changes.
+what two warps wrote before a barrier. `heir` fills all shared memory of an SM after a CTA that has ended with 192 KiB
+of loads in flight, and looks whether it changes.
 """
 
 from __future__ import annotations
@@ -273,9 +273,9 @@ def report() -> list[tuple[str, str]]:
     return [
         (
             "async-proxy",
-            f"On an H200 {count('barrier', found)} were old ones, {launches('barrier')}, where two warps wrote and passed a "
-            f"barrier; with the fence {count('barrier', mended)}. Where one thread wrote and issued the store at once, "
-            f"{count('own-write', found)} were old ones; with the fence {count('own-write', mended)}.",
+            f"On an H200 {count('barrier', found)} were old ones, {launches('barrier')}, where two warps wrote and "
+            f"passed a barrier; with the fence {count('barrier', mended)}. Where one thread wrote and issued the store "
+            f"at once, {count('own-write', found)} were old ones; with the fence {count('own-write', mended)}.",
         ),
         (
             "triton-attention-backward",
