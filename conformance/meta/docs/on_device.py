@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +216,8 @@ def _questions() -> dict[str, Question]:
 def run(kernels: dict[str, dict[str, str]]) -> dict[str, Any]:
     """Each kernel LAUNCHES times: wrong elements in all, launches that had some, seconds."""
     import torch
-    from cuda.bindings import driver
+
+    driver = import_module("cuda.bindings.driver")
 
     def call(result: tuple[Any, ...], doing: str) -> Any:
         code, *values = result
@@ -273,9 +275,9 @@ def report() -> list[tuple[str, str]]:
     return [
         (
             "async-proxy",
-            f"On an H200 {count('barrier', found)} were old ones, {launches('barrier')}, where two warps wrote and "
+            f"On an H200 {count('barrier', found)} were wrong, {launches('barrier')}, where two warps wrote and "
             f"passed a barrier; with the fence {count('barrier', mended)}. Where one thread wrote and issued the store "
-            f"at once, {count('own-write', found)} were old ones; with the fence {count('own-write', mended)}.",
+            f"at once, {count('own-write', found)} were wrong; with the fence {count('own-write', mended)}.",
         ),
         (
             "triton-attention-backward",
