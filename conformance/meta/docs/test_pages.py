@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -82,6 +83,13 @@ def test_an_assertion_of_a_page_counts(tmp_path: Path) -> None:
 def test_a_diff_that_fits_nowhere_is_refused() -> None:
     with pytest.raises(ValueError, match="occur 0 times"):
         patched("ret;\n", " bar.sync 0;\n+ret;\n", "page")
+
+
+def test_the_copy_of_p_is_that_of_the_kernel() -> None:
+    page = (ROOT / "docs" / "notes" / "p-into-swizzled-smem.md").read_text("utf-8")
+    (shown,) = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    kernel = (ROOT / "backends" / "cutedsl" / "sm100_fmha" / "softmax.py").read_text("utf-8")
+    assert indent(shown, "    ") in kernel, "store_p_smem has changed: the page shows what it was"
 
 
 def test_what_silicon_did_is_the_record() -> None:
