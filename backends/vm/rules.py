@@ -323,6 +323,19 @@ _ALL = (
 # fmt: on
 RULES: Final[Mapping[str, MachineRule]] = {rule.slug: rule for rule in _ALL}
 """Every rule by its slug."""
+PAGES: Final[Mapping[str, str]] = {
+    "async-proxy": "proxy fences",
+    "unawaited-copies": "bulk copies that nobody awaits",
+    "mbarrier": "phases, counts and parity",
+    "races": "races of generic memory and scopes",
+    "cluster-life": "the life of a cluster",
+    "tcgen05-order": "tcgen05 fences and waits",
+    "tensor-memory": "allocation and lanes",
+    "wgmma": "wgmma fences and waits",
+    "undefined-values": "undefined values",
+    "uniform-warps": "elect, sync masks, setmaxnreg",
+}
+"""The pages of docs/rules, one a family: their names, and what they are about."""
 
 
 def as_markdown() -> str:
@@ -338,6 +351,11 @@ def as_markdown() -> str:
         f"The machine looks for {len(RULES)} things that a kernel can do wrong. "
         "[Bring your kernel](../bring-your-kernel.md) says how to read a finding, choose a profile and suppress one.",
         "Sections are those of the PTX ISA 9.1. `python -m backends.vm.rules > docs/rules/README.md` makes this page.",
+        "",
+        "Ten families have a page: what goes wrong on silicon, the smallest kernel that shows it, its finding, the "
+        "cure, and which public bugs it was.",
+        "",
+        *(f"- [{name}]({name}.md): {about}" for name, about in PAGES.items()),
     ]
     for grade, meaning in grades.items():
         relied = " who relies on it |" if grade == "portability" else ""

@@ -348,17 +348,7 @@ def test_a_copy_to_columns_that_no_mma_reads_is_not_counted() -> None:
         )
 
 
-# Wrong explanations in the notes of a Blackwell kernel author, from which this project started.
-# The notes record observations on a B200, and those hold. These explanations do not:
-# - "kind::f16 scales its result by 0.5." It sums the products of what lies in its operands. A of 16-bit values from
-# tensor memory takes two values a column, so K = 16 is 8 columns. As far as the notes show, they put one value in
-# each of 16 columns: the mma read 8 of them and as many empty upper halves (`test_no_mma_scales_by_a_half`). - "An
-# accumulator and operand A are addressed differently in tensor memory." There is one map, lane and column; they
-# differ in how many values a column holds (the same test; test_tensor_core.py for every type). - "For hd above 64, P
-# must go through shared memory, as S, P and O do not fit." P may overwrite S: S is no longer needed, and P is half as
-# wide (`test_p_takes_the_place_of_s`).
-# The notes also ask which register holds which (M, N) of a fused SwiGLU tile; the answer is in
-# conformance/kernels/ptx/test_moe_layer.py.
+# Explanations in a kernel author's notes that do not hold: docs/notes has each with a program.
 
 
 K, B_VALUE = 16, 2.0
