@@ -197,11 +197,10 @@ def test_a_kernel_cannot_ask_for_any_width(form: str) -> None:
 
 
 def test_the_width_and_the_precision_of_arguments_are_those_of_c() -> None:
-    # The first argument is the lane, a width; the next one is 0.
-    pair = "st.local.v2.u32 [depot], {%r1, 0};"
-    _, said = _run(_printing("%*.3x|\n").replace("st.local.u32 [depot], %r1;", pair))
-    assert said == "000|\n000|\n"
-    negative = _printing("%.*f|\n").replace("st.local.u32 [depot], %r1;", "st.local.u32 [depot], -1;")
+    first = "st.local.u32 [depot], %r1;"
+    wide = _printing("%*.3x|\n").replace(first, "st.local.u32 [depot], 5; st.local.u32 [depot+4], 10;")
+    assert _run(wide)[1] == "  00a|\n  00a|\n"
+    negative = _printing("%.*f|\n").replace(first, "st.local.u32 [depot], -1;")
     assert _run(negative)[1] == "1.500000|\n1.500000|\n", "a negative precision is none"
 
 
