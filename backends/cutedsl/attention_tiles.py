@@ -14,6 +14,12 @@ from cutlass import Boolean, Float32, Int32, Int64
 from backends.cutedsl.device import LOG2_E
 from backends.cutedsl.tma import TmaTensor
 
+RESCALE_THRESHOLD = 8.0
+"""A row keeps its old maximum while the new one is at most 2^8 above it (FlashAttention-4's idea).
+
+P then stays below 256, in bf16's range and harmless to the fp32 sums, and most tiles leave O as it is.
+"""
+
 
 class Plan(Protocol):
     """What the division of the work needs of a kernel's plan.

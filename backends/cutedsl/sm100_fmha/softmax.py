@@ -8,17 +8,11 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from backends.cutedsl.attention_tiles import AttentionItem, Problem, attention_item
+from backends.cutedsl.attention_tiles import RESCALE_THRESHOLD, AttentionItem, Problem, attention_item
 from backends.cutedsl.device import WARPGROUP
 from backends.cutedsl.sm100_fmha.operands import FmhaSmem
 from backends.cutedsl.sm100_fmha.plan import TILE_M, TILE_N, Sm100FmhaPlan
 from backends.cutedsl.tcgen05 import CHUNK, fence_after_sync, fence_before_sync, load_row, store_row
-
-RESCALE_THRESHOLD = 8.0
-"""A row keeps its old maximum while the new one is at most 2^8 above it (FlashAttention-4's idea).
-
-P then stays below 256, in bf16's range and harmless to the fp32 sums, and the correction skips a rescaling of O.
-"""
 
 
 @dataclass

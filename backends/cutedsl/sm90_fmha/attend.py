@@ -1,9 +1,11 @@
 # pyright: reportMissingImports=false
 """A consumer warpgroup: S = Q K^T, softmax, O += P V over the key tiles of its work items, all in registers."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
@@ -20,7 +22,7 @@ from backends.cutedsl.sm90_fmha.operands import (
     make_qk_mma,
     make_registers,
 )
-from backends.cutedsl.sm90_fmha.order import deal, dealt_item
+from backends.cutedsl.sm90_fmha.order import deal, dealt_item, parts
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.ring import RingPlace, StageRing, advanced, release, ring_number, ring_start, wait_full
 from backends.cutedsl.sm90_fmha.softmax import (
@@ -37,6 +39,14 @@ TURN_BARRIER = 2
 """Named barriers: warpgroup g waits for its turn at TURN_BARRIER + g."""
 
 
+class QView(NamedTuple):
+    """The Q tile of an item: its place in the ring of Q, and the 64 rows of it that a warpgroup reads."""
+
+    ring: StageRing
+    place: RingPlace
+    tile: Int32
+
+
 @cute.jit
 def issue_qk(
     plan: Sm90FmhaPlan,
@@ -45,43 +55,29 @@ def issue_qk(
     q_stage: Int32,
     kv: StageRing,
     place: RingPlace,
-    drain: cutlass.Constexpr,
     waits: cutlass.Constexpr = True,
 ):
-    """Issue S = Q K^T of the tile whose first slab is at `place`. Returns the next place.
-
-    With `waits`, wait for its slabs first. With `drain`, wait for the MMAs of each slab and release it.
-    """
+    """Issue S = Q K^T of the tile at `place`. Returns the next place. With `waits`, wait for the tile first."""
     qk_mma = make_qk_mma(plan)
     qk_thread = qk_mma.get_slice(0)
     tSrS = cute.make_tensor(
         rS.iterator, qk_thread.make_fragment_C(qk_thread.partition_shape_C((GROUP_M, plan.tile_n))).layout
     )
     k_blocks = cute.size(operands.tSrK, mode=[2])
-    before = place.stage
     warpgroup.fence()
-    for slab in cutlass.range_constexpr(plan.slabs):
-        if cutlass.const_expr(waits):
-            wait_full(kv, place)
-        for k_block in cutlass.range_constexpr(k_blocks):
-            qk_mma.set(warpgroup.Field.ACCUMULATE, slab != 0 or k_block != 0)
-            cute.gemm(
-                qk_mma,
-                tSrS,
-                operands.tSrQ[None, None, slab * k_blocks + k_block, q_stage],
-                operands.tSrK[None, None, k_block, place.stage],
-                tSrS,
-            )
-        warpgroup.commit_group()
-        if cutlass.const_expr(drain and slab > 0):
-            warpgroup.wait_group(1)
-            release(kv, before)
-        before = place.stage
-        place = advanced(kv, place)
-    if cutlass.const_expr(drain):
-        warpgroup.wait_group(0)
-        release(kv, before)
-    return place
+    if cutlass.const_expr(waits):
+        wait_full(kv, place)
+    for k_block in cutlass.range_constexpr(k_blocks):
+        qk_mma.set(warpgroup.Field.ACCUMULATE, k_block != 0)
+        cute.gemm(
+            qk_mma,
+            tSrS,
+            operands.tSrQ[None, None, k_block, q_stage],
+            operands.tSrK[None, None, k_block, place.stage],
+            tSrS,
+        )
+    warpgroup.commit_group()
+    return advanced(kv, place)
 
 
 @cute.jit
@@ -91,50 +87,24 @@ def issue_pv(
     registers: Registers,
     kv: StageRing,
     place: RingPlace,
-    group: Int32,
     waits: cutlass.Constexpr = True,
 ):
-    """Issue O += P V of the tile whose first slab is at `place`. Returns the next place. `waits`: as of issue_qk."""
+    """Issue O += P V of the tile at `place`. Returns the next place. `waits`: as of issue_qk."""
     pv_mma = make_pv_mma(plan)
     pv_mma.set(warpgroup.Field.ACCUMULATE, True)
     pv_thread = pv_mma.get_slice(0)
-    n = cutlass.const_expr(min(plan.o_columns, plan.slab_columns))
-    layout_o = pv_thread.make_fragment_C(pv_thread.partition_shape_C((GROUP_M, n))).layout
+    layout_o = pv_thread.make_fragment_C(pv_thread.partition_shape_C((GROUP_M, plan.o_columns))).layout
     tOrP = cute.make_tensor(
         registers.rP.iterator, pv_thread.make_fragment_A(pv_thread.partition_shape_A((GROUP_M, plan.tile_n))).layout
     )
-    own = own_slab(plan, kv, place, group)
+    tOrO = cute.make_tensor(registers.rO.iterator, layout_o)
     warpgroup.fence()
-    for part in cutlass.range_constexpr(plan.o_columns // n):
-        if cutlass.const_expr(waits):
-            wait_full(kv, own)
-        tOrO = cute.make_tensor(registers.rO.iterator + part * (GROUP_M * n // 128), layout_o)
-        for k_block in cutlass.range_constexpr(plan.tile_n // 16):
-            cute.gemm(pv_mma, tOrO, tOrP[None, None, k_block], operands.tOrV[None, None, k_block, own.stage], tOrO)
-        own = advanced(kv, own)
+    if cutlass.const_expr(waits):
+        wait_full(kv, place)
+    for k_block in cutlass.range_constexpr(plan.tile_n // 16):
+        cute.gemm(pv_mma, tOrO, tOrP[None, None, k_block], operands.tOrV[None, None, k_block, place.stage], tOrO)
     warpgroup.commit_group()
-    return advanced(kv, place, plan.slabs)
-
-
-def own_slab(plan: Sm90FmhaPlan, kv: StageRing, place: RingPlace, group: Int32) -> RingPlace:
-    """The first slab that this warpgroup reads of the V tile at `place`."""
-    if plan.share != "columns":
-        return place
-    return advanced(kv, place, group * (plan.slabs // plan.groups))
-
-
-@cute.jit
-def release_v(plan: Sm90FmhaPlan, kv: StageRing, place: RingPlace):
-    """Release the V tile whose first slab is at `place`.
-
-    Wait for the slabs of the other warpgroup first: an arrival before the slab is full could count for the round
-    before.
-    """
-    for _ in cutlass.range_constexpr(plan.slabs):
-        if cutlass.const_expr(plan.share == "columns"):
-            wait_full(kv, place)
-        release(kv, place.stage)
-        place = advanced(kv, place)
+    return advanced(kv, place)
 
 
 @cute.jit
@@ -167,8 +137,8 @@ def consumer_warpgroup(
             if cutlass.const_expr(plan.share == "rows"):
                 q_stage = q_stage * plan.groups + group
             wait_full(q, q_place)
-            kv_place = attend(plan, problem, item, operands, registers, q_stage, kv, kv_place, consumer)
-            release(q, q_place.stage)
+            q_view = QView(q, q_place, q_stage)
+            kv_place = attend(plan, problem, item, operands, registers, q_view, kv, kv_place, consumer)
             q_place = advanced(q, q_place)
         finish_item(plan, problem, outputs, smem, item, registers, consumer)
 
@@ -185,23 +155,30 @@ def attend(
     item: AttentionItem,
     operands: Operands,
     registers: Registers,
-    q_stage: Int32,
+    q: QView,
     kv: StageRing,
     place: RingPlace,
     consumer: Consumer,
 ):
-    """Compute this warpgroup's tiles of an item; O stays unnormalised. Returns the place in the ring after them."""
+    """Compute this warpgroup's tiles of an item; O stays unnormalised. Returns the place in the ring after them.
+
+    Q is released after the last S, so that the next item's arrives under the last O += P V and the epilogue.
+    """
     group, ring = consumer.group, own_ring(plan, consumer)
     rKeys = None if plan.scarce_registers else visible_keys(plan, problem, item, consumer)
-    drain = cutlass.const_expr(plan.slabs > 1)
-    if ring < item.tiles:
+    tiles = own_tiles(plan, problem, item, group)
+    skipped = item.tiles - tiles
+    if ring < tiles:
+        k_stage = place.stage
         take_turn(plan, group)
-        place = issue_qk(plan, operands, registers.rS, q_stage, kv, place, True)
+        place = issue_qk(plan, operands, registers.rS, q.tile, kv, place)
         give_turn(plan, group)
-        mask_tile(plan, problem, item, registers, item.first_tile + ring, rKeys, consumer)
+        warpgroup.wait_group(0)
+        release(kv, k_stage)
+        mask_tile(plan, problem, item, registers.rS, item.first_tile + ring, rKeys, consumer)
         softmax_tile(plan, problem, registers, kv, place)
         round_p(registers.rS, registers.rP)
-        for i in cutlass.range(ring + plan.rings, item.tiles, plan.rings, unroll=1):
+        for i in cutlass.range(ring + plan.rings, tiles, plan.rings, unroll=1):
             k_stage = place.stage
             # With tiles of 80 keys the waits are as long as an eighth of the MMAs: here they pass before the turn.
             waits = cutlass.const_expr(plan.tile_n != 80)
@@ -209,24 +186,81 @@ def attend(
                 wait_full(kv, place)
                 wait_full(kv, advanced(kv, place))
             take_turn(plan, group)
-            place = issue_qk(plan, operands, registers.rS, q_stage, kv, place, drain, waits)
+            place = issue_qk(plan, operands, registers.rS, q.tile, kv, place, waits)
             v_place = place
-            place = issue_pv(plan, operands, registers, kv, place, group, waits)
+            place = issue_pv(plan, operands, registers, kv, place, waits)
             give_turn(plan, group)
-            if cutlass.const_expr(not drain):
-                warpgroup.wait_group(1)
-                release(kv, k_stage)
-            mask_tile(plan, problem, item, registers, item.first_tile + i, rKeys, consumer)
+            warpgroup.wait_group(1)
+            release(kv, k_stage)
+            mask_tile(plan, problem, item, registers.rS, item.first_tile + i, rKeys, consumer)
             softmax_tile(plan, problem, registers, kv, v_place)
             end_block(registers.rows.rSum[0] + registers.rows.rSum[1], kv, v_place)
             warpgroup.wait_group(0)
-            release_v(plan, kv, v_place)
-            rescale(registers.rO, registers.rows)
+            release(kv, v_place.stage)
+            rescale(registers.rO, registers.rows.rFactor)
             round_p(registers.rS, registers.rP)
+        release(q.ring, q.place.stage)
+        place = skip_k(plan, group, kv, place, skipped)
         v_place = place
-        place = issue_pv(plan, operands, registers, kv, place, group)
+        place = issue_pv(plan, operands, registers, kv, place)
         warpgroup.wait_group(0)
-        release_v(plan, kv, v_place)
+        release(kv, v_place.stage)
+        place = skip_pairs(plan, group, kv, place, skipped)
+    else:
+        release(q.ring, q.place.stage)
+        place = skip_k(plan, group, kv, place, skipped)
+        place = skip_pairs(plan, group, kv, place, skipped)
+    return place
+
+
+def own_tiles(plan: Sm90FmhaPlan, problem: Problem, item: AttentionItem, group: Int32) -> Int32:
+    """How many tiles of an item this warpgroup computes: not the last ones that none of its 64 rows sees.
+
+    P would be zero there, and O, the sums and the maxima as before.
+    """
+    if not plan.skips:
+        return item.tiles
+    first_row = item.row_tile * plan.tile_m + group * GROUP_M
+    last_row = cutlass.min(first_row + GROUP_M, problem.rows) - 1
+    one_head = Boolean(parts(first_row, problem.t)[0] == parts(last_row, problem.t)[0])
+    last_token = cutlass.select_(one_head, parts(last_row, problem.t)[1], problem.t - 1)
+    key_end = cutlass.max(cutlass.min(last_token + problem.s_k - problem.t + problem.right + 1, problem.s_k), Int32(0))
+    tile_end = parts(key_end + plan.tile_n - 1, Int32(plan.tile_n))[0]
+    seen = cutlass.max(cutlass.min(tile_end - item.first_tile, item.tiles), Int32(0))
+    return cutlass.select_(first_row < problem.rows, seen, Int32(0))
+
+
+@cute.jit
+def skip_slabs(kv: StageRing, place: RingPlace, count: cutlass.Constexpr):
+    """Release slabs unread. Wait for them first: an arrival before a slab is full could count for the round before."""
+    for _ in cutlass.range_constexpr(count):
+        wait_full(kv, place)
+        release(kv, place.stage)
+        place = advanced(kv, place)
+    return place
+
+
+@cute.jit
+def skip_k(plan: Sm90FmhaPlan, group: Int32, kv: StageRing, place: RingPlace, skipped: Int32):
+    """Skip the first K tile of `skipped` tiles. It lies in the ring before the last V tile that is read."""
+    if cutlass.const_expr(plan.skips):  # noqa: SIM102 (one is decided at compile time, one at run time)
+        if skipped > 0:
+            take_turn(plan, group)
+            give_turn(plan, group)
+            place = skip_slabs(kv, place, 1)
+    return place
+
+
+@cute.jit
+def skip_pairs(plan: Sm90FmhaPlan, group: Int32, kv: StageRing, place: RingPlace, skipped: Int32):
+    """Skip the other K tiles of `skipped` tiles, and their V tiles."""
+    if cutlass.const_expr(plan.skips):
+        for _ in cutlass.range(1, skipped, unroll=1):
+            take_turn(plan, group)
+            give_turn(plan, group)
+            place = skip_slabs(kv, place, 2)
+        if skipped > 0:
+            place = skip_slabs(kv, place, 1)
     return place
 
 
@@ -265,7 +299,7 @@ def mask_tile(
     plan: Sm90FmhaPlan,
     problem: Problem,
     item: AttentionItem,
-    registers: Registers,
+    rS: cute.Tensor,
     tile: Int32,
     rKeys: cute.Tensor | None,
     consumer: Consumer,
@@ -277,9 +311,9 @@ def mask_tile(
     if tile < item.clear_first or tile >= item.clear_last:
         first_key = tile * plan.tile_n + 2 * (consumer.thread % 4)
         if cutlass.const_expr(rKeys is None):
-            mask_scores(registers.rS, first_key, visible_keys(plan, problem, item, consumer))
+            mask_scores(rS, first_key, visible_keys(plan, problem, item, consumer))
         else:
-            mask_scores(registers.rS, first_key, rKeys)
+            mask_scores(rS, first_key, rKeys)
 
 
 @cute.jit

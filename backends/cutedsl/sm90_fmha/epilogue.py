@@ -1,15 +1,17 @@
 # pyright: reportMissingImports=false
 """The end of a work item: merge the warpgroups' halves of the keys, normalise O and store it."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int64
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 
 from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
 from backends.cutedsl.device import LN2, WARPGROUP
 from backends.cutedsl.sm90_fmha.operands import Consumer, Registers, Sm90Smem, first_row
 from backends.cutedsl.sm90_fmha.plan import MERGE_REGISTERS, Sm90FmhaPlan
-from backends.cutedsl.sm90_fmha.softmax import ROWS, fma, quad_reduced, row_values
+from backends.cutedsl.sm90_fmha.softmax import ROWS, RowState, bf16_pair, fma, quad_reduced, row_values
 
 MERGE_BARRIER = 1
 
@@ -62,25 +64,107 @@ def merge_groups(
 
 
 @cute.jit
-def pair_at(mTensor: cute.Tensor, offset: Int64) -> cute.Tensor:
-    """The two elements from `offset` on, an even number."""
-    return cute.make_tensor(mTensor.iterator + cute.assume(offset, divby=2), cute.make_layout(2))
+def quad_transposed(rWords: cute.Tensor, lane: Int32):
+    """Transpose four words a lane within each quad: word j of lane q becomes word q of lane j."""
+    for distance in cutlass.range_constexpr(1, 3):
+        upper = (lane & distance) != 0
+        for k in cutlass.range_constexpr(2):
+            low = cutlass.const_expr(2 * k if distance == 1 else k)
+            given = cutlass.select_(upper, rWords[low], rWords[low + distance])
+            taken = cute.arch.shuffle_sync_bfly(given, offset=distance)
+            rWords[low] = cutlass.select_(upper, taken, rWords[low])
+            rWords[low + distance] = cutlass.select_(upper, rWords[low + distance], taken)
 
 
 @cute.jit
-def store_row(rRow: cute.Tensor, outputs: Outputs, problem: Problem, offset: Int64, part_offset: Int64):
-    """Store this thread's columns of one row: of each block of 8, the two at 2 (lane % 4)."""
+def store_row(
+    rRow: cute.Tensor, outputs: Outputs, splits: Int32, offset: Int64, part_offset: Int64, lane: Int32, exists: Boolean
+):
+    """Store this thread's part of one row, if it exists. Offsets are of the row's first column of this warpgroup.
+
+    A thread has two columns of each block of 8. Of O in bf16 a quad transposes four blocks, so that each lane stores
+    one block, 16 bytes. All lanes take part in that, whether or not their row exists.
+    """
     blocks = cutlass.const_expr(cute.size(rRow, mode=[1]))
-    if problem.splits == 1:
-        for block in cutlass.range_constexpr(blocks):
-            rPair = cute.make_rmem_tensor(2, BFloat16)
-            rPair.store(rRow[None, block].load().to(BFloat16))
-            cute.autovec_copy(rPair, pair_at(outputs.mO, offset + 8 * block))
-    else:
+    if splits == 1:
+        for group in cutlass.range_constexpr(blocks // 4):
+            rWords = cute.make_rmem_tensor(4, Int32)
+            for k in cutlass.range_constexpr(4):
+                rWords[k] = bf16_pair(rRow[0, 4 * group + k], rRow[1, 4 * group + k])
+            quad_transposed(rWords, lane)
+            if exists:
+                rBlock = cute.make_tensor(cute.recast_ptr(rWords.iterator, dtype=BFloat16), cute.make_layout(8))
+                cute.autovec_copy(rBlock, elements_at(outputs.mO, offset + 8 * (4 * group + lane % 4), 8))
+    elif exists:
         for block in cutlass.range_constexpr(blocks):
             rPart = cute.make_rmem_tensor(2, Float32)
             rPart.store(rRow[None, block].load())
-            cute.autovec_copy(rPart, pair_at(outputs.mO_part, part_offset + 8 * block))
+            cute.autovec_copy(rPart, elements_at(outputs.mO_part, part_offset + 8 * block + 2 * (lane % 4), 2))
+
+
+@cute.jit
+def elements_at(mTensor: cute.Tensor, offset: Int64, count: cutlass.Constexpr) -> cute.Tensor:
+    """The `count` elements from `offset` on, a multiple of `count`."""
+    return cute.make_tensor(mTensor.iterator + cute.assume(offset, divby=count), cute.make_layout(count))
+
+
+class RowPlace(NamedTuple):
+    """Where row i of a thread lies: whether there is such a row, and its number in o and lse and in the partials."""
+
+    exists: Boolean
+    flat: Int64
+    part: Int64
+
+
+def row_place(
+    plan: Sm90FmhaPlan, problem: Problem, outputs: Outputs, item: AttentionItem, consumer: Consumer, i: int
+) -> RowPlace:
+    """The place of row `i` of this thread."""
+    row = first_row(plan, item, consumer) + 8 * i
+    flat = Int64(item.kv_batch) * problem.rows + row
+    part = (Int64(item.split) * outputs.mO.shape[0]) * problem.rows + flat
+    return RowPlace(Boolean(row < problem.rows), flat, part)
+
+
+@cute.jit
+def row_results(state: RowState, scale_log2: Float32, i: cutlass.Constexpr):
+    """The reciprocal of the sum of row `i`, and its log-sum-exp. Of a row that saw no key 0 and -inf."""
+    total = state.rSum[i]
+    inverse = Float32(0.0)
+    lse = -Float32.inf
+    if total > Float32(0.0):
+        inverse = Float32(1.0) / total
+        lse = fma(state.rMax[i], scale_log2, cute.math.log2(total, fastmath=True)) * LN2
+    return inverse, lse
+
+
+@cute.jit
+def store_lse(outputs: Outputs, splits: Int32, place: RowPlace, lse: Float32, lane: Int32):
+    """Store the log-sum-exp of a row, by the first lane of its quad."""
+    if place.exists and lane % 4 == 0:
+        if splits == 1:
+            outputs.mLSE[place.flat] = lse
+        else:
+            outputs.mLSE_part[place.part] = lse
+
+
+@cute.jit
+def store_o(
+    plan: Sm90FmhaPlan,
+    problem: Problem,
+    outputs: Outputs,
+    place: RowPlace,
+    rRow: cute.Tensor,
+    inverse: Float32,
+    column: Int32 | int,
+    lane: Int32,
+):
+    """Store a row of O times `inverse`; `column`: the first of this warpgroup."""
+    for block in cutlass.range_constexpr(cute.size(rRow, mode=[1])):
+        for j in cutlass.range_constexpr(2):
+            rRow[j, block] = rRow[j, block] * inverse
+    offset, part_offset = place.flat * plan.hd + column, place.part * plan.hd + column
+    store_row(rRow, outputs, problem.splits, offset, part_offset, lane, place.exists)
 
 
 @cute.jit
@@ -96,37 +180,19 @@ def store_item(
 
     A part that saw no key is zeros, its log-sum-exp -inf.
     """
-    rO, state = registers.rO, registers.rows
     lane = consumer.thread % 32
-    own_row = first_row(plan, item, consumer)
-    column = 2 * (lane % 4)
-    writes_lse = lane % 4 == 0
-    if cutlass.const_expr(plan.share == "columns"):
-        column = column + consumer.group * plan.o_columns
-        writes_lse = writes_lse and consumer.group == 0
-    kv_batches = outputs.mO.shape[0]
     for i in cutlass.range_constexpr(ROWS):
-        row = own_row + 8 * i
-        flat_row = Int64(item.kv_batch) * problem.rows + row
-        part_row = (Int64(item.split) * kv_batches) * problem.rows + flat_row
-        total = state.rSum[i]
-        seen = total > Float32(0.0)
-        inverse = Float32(0.0)
-        lse = -Float32.inf
-        if seen:
-            inverse = Float32(1.0) / total
-            lse = fma(state.rMax[i], problem.scale_log2, cute.math.log2(total, fastmath=True)) * LN2
-        rRow = row_values(rO, i)
-        for block in cutlass.range_constexpr(cute.size(rRow, mode=[1])):
-            for j in cutlass.range_constexpr(2):
-                rRow[j, block] = rRow[j, block] * inverse
-        if row < problem.rows:
-            store_row(rRow, outputs, problem, flat_row * plan.hd + column, part_row * plan.hd + column)
-            if writes_lse:
-                if problem.splits == 1:
-                    outputs.mLSE[flat_row] = lse
-                else:
-                    outputs.mLSE_part[part_row] = lse
+        place = row_place(plan, problem, outputs, item, consumer, i)
+        inverse, lse = row_results(registers.rows, problem.scale_log2, i)
+        store_o(plan, problem, outputs, place, row_values(registers.rO, i), inverse, 0, lane)
+        store_lse(outputs, problem.splits, place, lse, lane)
+
+
+@cute.jit
+def sum_over_quads(state: RowState):
+    """Sum the exponentials of each row over its four lanes."""
+    for i in cutlass.range_constexpr(ROWS):
+        state.rSum[i] = quad_reduced(state.rSum[i], add)
 
 
 @cute.jit
@@ -140,9 +206,7 @@ def finish_item(
     consumer: Consumer,
 ):
     """Sum the exponentials over quads, merge what warpgroups that share keys did apart, and store."""
-    state = registers.rows
-    for i in cutlass.range_constexpr(ROWS):
-        state.rSum[i] = quad_reduced(state.rSum[i], add)
+    sum_over_quads(registers.rows)
     if cutlass.const_expr(plan.share == "keys"):
         merge_groups(registers, smem.sMerge, smem.sStat, problem.scale_log2, consumer)
         if consumer.group == 0:

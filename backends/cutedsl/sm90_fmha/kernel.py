@@ -3,7 +3,7 @@
 
     warpgroup 0      the producer: one warp a ring issues TMA loads; its registers go to the others
     warpgroups 1, 2  the consumers: S = Q K^T by wgmma from shared memory, softmax in registers, O += P V with P as it
-                     lies in the accumulator
+                     lies in the accumulator. Where they share columns there are three (columns.py)
 
 A CTA walks over work items (batch x kv head, split of the keys, tile of query rows) with a fixed stride. The query
 heads of a kv head are folded into rows: heads of one group lie next to each other, so q can be viewed as
@@ -21,6 +21,7 @@ is a programmatic dependent launch: its CTAs can be on the machine before the la
 
 from types import SimpleNamespace
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, memory
 from cutlass.cute.nvgpu import cpasync
@@ -28,10 +29,11 @@ from cutlass.cute.nvgpu import cpasync
 from backends.cutedsl.attention_tiles import Inputs, Outputs, Problem, allocate_operand, problem_of, tma_tensors
 from backends.cutedsl.device import WARPGROUP
 from backends.cutedsl.sm90_fmha.attend import consumer_warpgroup
+from backends.cutedsl.sm90_fmha.columns import ColumnRings, score_warpgroup, value_warpgroup
 from backends.cutedsl.sm90_fmha.combine import FEW_SPLITS, combine_kernel, launch_combine
 from backends.cutedsl.sm90_fmha.combine import WARPS as COMBINE_WARPS
-from backends.cutedsl.sm90_fmha.load import load_warp, make_loads
-from backends.cutedsl.sm90_fmha.operands import Consumer, Sm90Smem, layout_k, layout_q, layout_v, make_tma
+from backends.cutedsl.sm90_fmha.load import Loads, load_warp, load_warp_of_k, load_warp_of_v, make_loads
+from backends.cutedsl.sm90_fmha.operands import Consumer, Sm90Smem, layout_k, layout_p, layout_q, layout_v, make_tma
 from backends.cutedsl.sm90_fmha.order import ctas
 from backends.cutedsl.sm90_fmha.plan import (
     GROUP_M,
@@ -62,6 +64,7 @@ class Sm90Fmha:
         self.kernel(inputs, outputs, problem).launch(
             grid=[ctas(plan, problem, call.max_ctas), 1, 1],
             block=[plan.threads, 1, 1],
+            cluster=[plan.cluster, 1, 1],
             stream=call.stream,
             min_blocks_per_mp=1,
         )
@@ -78,7 +81,7 @@ class Sm90Fmha:
         return Inputs(
             make_tma(mQ, layout_q(plan), (GROUP_M, plan.hd)),
             make_tma(mK, layout_k(plan), (plan.tile_n, plan.slab_columns)),
-            make_tma(mV, layout_v(plan), (plan.slab_columns, plan.tile_n)),
+            make_tma(mV, layout_v(plan), (plan.hd, plan.v_keys)),
         )
 
     @cute.kernel
@@ -94,26 +97,69 @@ class Sm90Fmha:
         allocator = memory.SmemAllocator()
         smem = self._allocate(allocator)
         q = allocate_rings(allocator, plan.q_stages)
-        kv = allocate_rings(allocator, plan.ring_stages, plan.rings)
-        if thread == 0:
-            init_rings(q, 1, 4 * plan.groups)
-            init_rings(kv, plan.rings, plan.ring_consumers)
+        if cutlass.const_expr(plan.share == "columns"):
+            rings = ColumnRings(
+                q,
+                allocate_rings(allocator, plan.k_stages),
+                allocate_rings(allocator, plan.v_stages),
+                allocate_rings(allocator, plan.p_stages),
+                allocate_rings(allocator, plan.p_stages),
+            )
+            if thread == 0:
+                init_rings(q, 1, 4)
+                init_rings(rings.k, 1, 4)
+                init_rings(rings.v, 1, 8)
+                init_rings(rings.p, 1, 8, producers=4)
+                init_rings(rings.go, 1, 8, producers=4)
+            self._begin()
+            self._share_columns(problem, make_loads(plan, inputs, smem), smem, outputs, rings)
+        else:
+            kv = allocate_rings(allocator, plan.ring_stages, plan.rings)
+            if thread == 0:
+                init_rings(q, 1, 4 * plan.groups)
+                init_rings(kv, plan.rings, plan.ring_consumers)
+            self._begin()
+            if warp < 4:
+                cute.arch.setmaxregister_decrease(plan.producer_registers)
+                if warp < plan.rings:
+                    load_warp(plan, problem, make_loads(plan, inputs, smem), q, kv, warp)
+            else:
+                cute.arch.setmaxregister_increase(plan.consumer_registers)
+                consumer = Consumer(cute.arch.make_warp_uniform((warp - 4) // 4), thread % WARPGROUP)
+                consumer_warpgroup(plan, problem, smem, outputs, q, kv, consumer)
+
+    def _begin(self) -> None:
+        """Let all threads see the barriers."""
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()
 
+    @cute.jit
+    def _share_columns(self, problem: Problem, loads: Loads, smem: Sm90Smem, outputs: Outputs, rings: ColumnRings):
+        """Dispatch the warps where two warpgroups share the columns of O."""
+        plan = self.plan
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(plan.producer_registers)
-            if warp < plan.rings:
-                load_warp(plan, problem, make_loads(plan, inputs, smem), q, kv, warp)
+            if warp == 0:
+                load_warp_of_k(plan, problem, loads, rings.k)
+            elif warp == 1:
+                load_warp_of_v(plan, problem, loads, rings.q, rings.v)
+        elif warp < 8:
+            cute.arch.setmaxregister_increase(plan.score_registers)
+            score_warpgroup(plan, problem, smem, outputs, rings, thread % WARPGROUP)
         else:
             cute.arch.setmaxregister_increase(plan.consumer_registers)
-            consumer = Consumer(cute.arch.make_warp_uniform((warp - 4) // 4), thread % WARPGROUP)
-            consumer_warpgroup(plan, problem, smem, outputs, q, kv, consumer)
+            half = cute.arch.make_warp_uniform((warp - 8) // 4)
+            value_warpgroup(plan, problem, smem, outputs, rings, half, thread % WARPGROUP)
 
     def _allocate(self, allocator: memory.SmemAllocator) -> Sm90Smem:
         plan = self.plan
         sQ, sK = allocate_operand(allocator, layout_q(plan)), allocate_operand(allocator, layout_k(plan))
+        if plan.share == "columns":
+            sV, sP = allocate_operand(allocator, layout_v(plan)), allocate_operand(allocator, layout_p(plan))
+            sFactor = allocator.allocate_tensor(Float32, cute.make_layout((GROUP_M, plan.p_stages)), byte_alignment=16)
+            return Sm90Smem(sQ, sK, sV, sP=sP, sFactor=sFactor)
         sV = cute.make_tensor(cute.recast_ptr(sK.iterator, layout_v(plan).inner), layout_v(plan).outer)
         sMerge = sStat = None
         if plan.share == "keys":

@@ -1,7 +1,6 @@
 # pyright: reportMissingImports=false
 """The TMA producer warps: Q once a work item, K and V slab by slab through a ring, in the order of its consumers."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass
@@ -33,30 +32,28 @@ def make_loads(plan: Sm90FmhaPlan, inputs: Inputs, smem: Sm90Smem) -> Loads:
     return Loads(
         views(inputs.q, (GROUP_M, plan.hd), smem.sQ),
         views(inputs.k, (plan.tile_n, plan.slab_columns), smem.sK),
-        views(inputs.v, (plan.slab_columns, plan.tile_n), smem.sV),
+        views(inputs.v, (plan.hd, plan.v_keys), smem.sV),
     )
 
 
 @cute.jit
-def load_slabs(
-    plan: Sm90FmhaPlan, views: TmaViews, kv: StageRing, place: RingPlace, item: AttentionItem, coordinate: Callable
-):
-    """Load one tile of K or V; slab i lies at coordinate(i) of `views`. Returns the next place in the ring."""
+def load_k(plan: Sm90FmhaPlan, loads: Loads, ring: StageRing, place: RingPlace, tile: Int32, item: AttentionItem):
+    """Load one K tile, slab by slab. Returns the next place in the ring."""
     for slab in cutlass.range_constexpr(plan.slabs):
-        acquire(kv, place, plan.slab_bytes)
-        views.load((*coordinate(slab), item.kv_batch), RingSlot(kv, place))
-        place = advanced(kv, place)
+        acquire(ring, place, plan.slab_bytes)
+        loads.k.load((tile, slab, item.kv_batch), RingSlot(ring, place))
+        place = advanced(ring, place)
     return place
 
 
-def load_k(plan: Sm90FmhaPlan, loads: Loads, kv: StageRing, place: RingPlace, tile: Int32, item: AttentionItem):
-    """Load one K tile. Returns the next place in the ring."""
-    return load_slabs(plan, loads.k, kv, place, item, lambda slab: (tile, slab))
-
-
-def load_v(plan: Sm90FmhaPlan, loads: Loads, kv: StageRing, place: RingPlace, tile: Int32, item: AttentionItem):
-    """Load one V tile. Returns the next place in the ring."""
-    return load_slabs(plan, loads.v, kv, place, item, lambda slab: (slab, tile))
+@cute.jit
+def load_v(plan: Sm90FmhaPlan, loads: Loads, ring: StageRing, place: RingPlace, tile: Int32, item: AttentionItem):
+    """Load one V tile, slab by slab. Returns the next place in the ring."""
+    for slab in cutlass.range_constexpr(plan.slabs):
+        acquire(ring, place, plan.slab_bytes)
+        loads.v.load((0, tile * plan.slabs + slab, item.kv_batch), RingSlot(ring, place))
+        place = advanced(ring, place)
+    return place
 
 
 @cute.jit
@@ -73,7 +70,9 @@ def load_q(plan: Sm90FmhaPlan, loads: Loads, q: StageRing, place: RingPlace, ite
 def load_warp(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, q: StageRing, kv: StageRing, ring: Int32):
     """The work loop of the producer of ring `ring`. The producer of ring 0 loads Q too, after the first K tile.
 
-    K runs one tile ahead of V: the consumers issue S of the next tile before P V of this one.
+    K runs one tile ahead of V: the consumers issue S of the next tile before P V of this one. After the last load the
+    combine kernel may be launched: its CTAs find room on all SMs then. Launched at the head of this kernel, they crowd
+    on the few SMs without an item.
     """
     kv = ring_number(kv, ring)
     kv_place = ring_start(kv, True)
@@ -92,3 +91,30 @@ def load_warp(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, q: StageRing, 
                 if i + plan.rings < item.tiles:
                     kv_place = load_k(plan, loads, kv, kv_place, tile + plan.rings, item)
                 kv_place = load_v(plan, loads, kv, kv_place, tile, item)
+    cute.arch.griddepcontrol_launch_dependents()
+
+
+@cute.jit
+def load_warp_of_k(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, k: StageRing):
+    """The work loop of the producer of K, where K and V have rings of their own."""
+    place = ring_start(k, True)
+    hand = deal(plan, problem)
+    for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
+        item = dealt_item(plan, problem, number)
+        for i in cutlass.range(item.tiles, unroll=1):
+            place = load_k(plan, loads, k, place, item.first_tile + i, item)
+
+
+@cute.jit
+def load_warp_of_v(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, q: StageRing, v: StageRing):
+    """The work loop of the producer of Q and V, where K and V have rings of their own."""
+    q_place, place = ring_start(q, True), ring_start(v, True)
+    hand = deal(plan, problem)
+    for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
+        item = dealt_item(plan, problem, number)
+        if item.tiles > 0:
+            load_q(plan, loads, q, q_place, item)
+            q_place = advanced(q, q_place)
+        for i in cutlass.range(item.tiles, unroll=1):
+            place = load_v(plan, loads, v, place, item.first_tile + i, item)
+    cute.arch.griddepcontrol_launch_dependents()

@@ -22,26 +22,30 @@ from backends.cutedsl.tma import TmaTensor
 
 
 class Sm90Smem(NamedTuple):
-    """Tensors in shared memory. sK and sV are the same slabs.
+    """Tensors in shared memory. sK and sV are the same slabs, but for warpgroups that share columns.
 
     sQ (rows, columns, stage and half), sK (keys, columns, stage), sV (columns, keys, stage). Where the warpgroups share
     keys, sMerge (4, thread, vector) f32 and sStat (thread, statistic) f32 carry the second warpgroup's O, row maxima
-    and row sums to the first.
+    and row sums to the first. Where they share columns, sP (rows, keys, stage) and sFactor (row, stage) f32 carry P and
+    the factors of O from the warpgroup of scores to the others.
     """
 
     sQ: cute.Tensor
     sK: cute.Tensor
     sV: cute.Tensor
-    sMerge: cute.Tensor | None
-    sStat: cute.Tensor | None
+    sMerge: cute.Tensor | None = None
+    sStat: cute.Tensor | None = None
+    sP: cute.Tensor | None = None
+    sFactor: cute.Tensor | None = None
 
 
 class Operands(NamedTuple):
-    """Descriptors of Q, K and V in shared memory, as wgmma takes them: (MMA, MMA_M or N, MMA_K, stage)."""
+    """Descriptors of Q, K, V and P in shared memory, as wgmma takes them: (MMA, MMA_M or N, MMA_K, stage)."""
 
     tSrQ: cute.Tensor
     tSrK: cute.Tensor
     tOrV: cute.Tensor
+    tOrP: cute.Tensor | None
 
 
 class Registers(NamedTuple):
@@ -54,7 +58,7 @@ class Registers(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """A thread of the consumers: its warpgroup, 0 or 1, and its number there, 0 to 127."""
+    """A thread of the consumers: its warpgroup, from 0 on, and its number there, 0 to 127."""
 
     group: Int32
     thread: Int32
@@ -75,7 +79,10 @@ def make_qk_mma(plan: Sm90FmhaPlan) -> cute.TiledMma:
 
 
 def make_pv_mma(plan: Sm90FmhaPlan) -> cute.TiledMma:
-    """O (64, N) += P V, P from registers, V in its order in memory, MN-major."""
+    """O (64, pv_columns) += P V, V in its order in memory, MN-major.
+
+    P comes from registers or, where another warpgroup computed it, from shared memory.
+    """
     return hopper_helpers.make_trivial_tiled_mma(
         BFloat16,
         BFloat16,
@@ -83,8 +90,8 @@ def make_pv_mma(plan: Sm90FmhaPlan) -> cute.TiledMma:
         OperandMajorMode.MN,
         Float32,
         (1, 1, 1),
-        (GROUP_M, min(plan.o_columns, plan.slab_columns)),
-        warpgroup.OperandSource.RMEM,
+        (GROUP_M, plan.pv_columns),
+        warpgroup.OperandSource.SMEM if plan.share == "columns" else warpgroup.OperandSource.RMEM,
     )
 
 
@@ -98,13 +105,21 @@ def layout_q(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
 def layout_k(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
     """All rings as K slabs."""
     tiler = (GROUP_M, plan.tile_n, plan.slab_columns)
-    return hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tiler, BFloat16, plan.ring_stages * plan.rings)
+    stages = plan.k_stages if plan.share == "columns" else plan.ring_stages * plan.rings
+    return hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tiler, BFloat16, stages)
 
 
 def layout_v(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
     """All rings as V slabs."""
-    tiler = (GROUP_M, plan.slab_columns, plan.tile_n)
-    return hopper_helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, tiler, BFloat16, plan.ring_stages * plan.rings)
+    tiler = (GROUP_M, plan.hd, plan.v_keys)
+    stages = plan.v_stages if plan.share == "columns" else plan.ring_stages * plan.rings
+    return hopper_helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, tiler, BFloat16, stages)
+
+
+def layout_p(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
+    """Tiles of P in shared memory."""
+    tiler = (GROUP_M, GROUP_M, plan.tile_n)
+    return hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tiler, BFloat16, plan.p_stages)
 
 
 def make_tma(mTensor: cute.Tensor, layout: cute.ComposedLayout, tiler: tuple[int, int]) -> TmaTensor:
@@ -120,6 +135,7 @@ def make_operands(plan: Sm90FmhaPlan, smem: Sm90Smem) -> Operands:
         qk_thread.make_fragment_A(qk_thread.partition_A(smem.sQ)),
         qk_thread.make_fragment_B(qk_thread.partition_B(smem.sK)),
         pv_thread.make_fragment_B(pv_thread.partition_B(smem.sV)),
+        None if smem.sP is None else pv_thread.make_fragment_A(pv_thread.partition_A(smem.sP)),
     )
 
 

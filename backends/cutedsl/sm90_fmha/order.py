@@ -66,6 +66,8 @@ def hand_size(plan: Sm90FmhaPlan, problem: Problem) -> Int32:
 def ctas(plan: Sm90FmhaPlan, problem: Problem, max_ctas: Int32) -> Int32:
     """As few CTAs as do the work in as many rounds as `max_ctas` would; where items differ, as many as have work.
 
+    Rounded up to whole clusters.
+
     With 256 items on 132 SMs, 128 CTAs take two each. On an H200 those read 32 caches of 8 heads of hd 128 in 238.4 us;
     a kernel that only reads takes 236.5 (results/records/h200-fmha-clean-flush.json).
     """
@@ -78,7 +80,8 @@ def ctas(plan: Sm90FmhaPlan, problem: Problem, max_ctas: Int32) -> Int32:
     if plan.share == "keys":
         return few
     unequal = (problem.right == 0) & (hand_size(plan, problem) == 1)
-    return Int32(cutlass.select_(unequal, cutlass.min(max_ctas, problem.work_items), few))
+    count = Int32(cutlass.select_(unequal, cutlass.min(max_ctas, problem.work_items), few))
+    return (count + plan.cluster - 1) // plan.cluster * plan.cluster
 
 
 @cute.jit

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""The plan of the sm_90a attention kernel: how two warpgroups share a tile, shared memory, splits.
+"""The plan of the sm_90a attention kernel: how warpgroups share a tile, shared memory, splits.
 
 Pure arithmetic without CuTeDSL: the harness asks for workspaces and splits on machines that do not have it.
 """
@@ -26,6 +26,8 @@ PANEL_COLUMNS = 64
 """Columns of a panel in shared memory: one 128-byte swizzle row of bf16."""
 MERGE_REGISTERS = 32
 """Accumulator registers a thread that one pass of the merge carries over."""
+P_STAGES = 2
+"""Tiles of P that the warpgroup of scores may be ahead of those that hold O."""
 MAX_SPLITS = 256
 """Each warp of the combine kernel keeps the weights of all splits, eight a lane."""
 DECODE_T = 16
@@ -59,19 +61,20 @@ class Sm90FmhaPlan:
     - keys: a tile has 64 query rows. Each warpgroup has a ring and a producer warp of its own, and visits every other
       tile of keys. At the end the second hands O and its row statistics to the first through shared memory. For
       decoding: the two never wait for each other, so loads, softmax and MMAs of one run under those of the other.
-    - columns: a tile has 64 query rows; each warpgroup computes all of S and one half of the columns of O. For hd 512:
-      O takes 64 x 256 fp32, 128 registers a thread. S is computed twice, so a tile of 64 keys costs 3,072 clocks of the
-      tensor core at 4,096 FLOPs a clock. Its 128 KiB of K and V take longer, 3.9 us where 132 SMs read 512 MiB in
-      121.8 us (results/records/h200-fmha-clean-flush.json).
+    - columns: a tile has 64 query rows. One warpgroup computes S and the softmax, and hands P over in shared memory.
+      Two others hold half of the columns of O each. For hd 512, where O takes 64 x 256 fp32, 128 registers a thread. K
+      and V have rings of their own: a slab of K is 128 keys by 64 columns, one of V 16 keys by all columns.
 
-    `tile_n`: keys a tile. `groups`: consumer warpgroups of a CTA, three with rows of hd 64 alone: there exponentials
-    take as long as MMAs, and two warpgroups leave both units idle half of the time.
+    `tile_n`: keys a tile. `groups`: consumer warpgroups of a CTA, three with rows of hd 64 (there exponentials take as
+    long as MMAs, and two warpgroups leave both units idle half of the time) and with columns. `cluster`: CTAs that run
+    side by side; neighbours share keys, and L2 serves loads of one tile that come together as one.
     """
 
     hd: int
     share: Share
     tile_n: int
     groups: int = 2
+    cluster: int = 1
     o_halves: ClassVar[int] = 1
     """Work items that share a tile."""
 
@@ -86,13 +89,18 @@ class Sm90FmhaPlan:
 
     @property
     def slab_columns(self) -> int:
-        """Columns of a slab of K or V."""
-        return min(self.hd, 128 if self.share == "columns" else 256)
+        """Columns of a slab of K."""
+        return 64 if self.share == "columns" else self.hd
 
     @property
     def slabs(self) -> int:
         """Slabs of a K tile, or of a V tile."""
         return self.hd // self.slab_columns
+
+    @property
+    def v_keys(self) -> int:
+        """Keys of a slab of V: it has the bytes of a slab of K, and all columns."""
+        return self.tile_n // self.slabs
 
     @property
     def slab_bytes(self) -> int:
@@ -102,7 +110,12 @@ class Sm90FmhaPlan:
     @property
     def o_columns(self) -> int:
         """Columns of O a warpgroup."""
-        return self.hd // self.groups if self.share == "columns" else self.hd
+        return self.hd // 2 if self.share == "columns" else self.hd
+
+    @property
+    def pv_columns(self) -> int:
+        """Columns of O an MMA. ptxas refuses one of 256 columns in a CTA of 512 threads: it takes 154 registers."""
+        return min(self.o_columns, 128) if self.share == "columns" else self.o_columns
 
     @property
     def q_bytes(self) -> int:
@@ -125,6 +138,16 @@ class Sm90FmhaPlan:
         return 4 * self.groups // self.rings
 
     @property
+    def p_stages(self) -> int:
+        """Tiles of P in shared memory."""
+        return P_STAGES if self.share == "columns" else 0
+
+    @property
+    def p_bytes(self) -> int:
+        """Bytes of a tile of P."""
+        return GROUP_M * self.tile_n * 2
+
+    @property
     def merge_bytes(self) -> int:
         """Bytes of the buffer through which the second warpgroup hands over O."""
         return WARPGROUP * MERGE_REGISTERS * 4 if self.share == "keys" else 0
@@ -132,8 +155,18 @@ class Sm90FmhaPlan:
     @property
     def ring_stages(self) -> int:
         """Slabs of one ring. All rings take the shared memory that is left, 12 slabs at most."""
-        left = SMEM_BYTES - self.q_stages * self.q_bytes - self.merge_bytes
+        left = SMEM_BYTES - self.q_stages * self.q_bytes - self.merge_bytes - self.p_stages * self.p_bytes
         return min(12, left // self.slab_bytes) // self.rings
+
+    @property
+    def k_stages(self) -> int:
+        """Slabs of K alone, where K and V have rings of their own."""
+        return (self.ring_stages + 1) // 2
+
+    @property
+    def v_stages(self) -> int:
+        """Slabs of V alone, where K and V have rings of their own."""
+        return self.ring_stages // 2
 
     @property
     def threads(self) -> int:
@@ -157,7 +190,23 @@ class Sm90FmhaPlan:
         128 x (24 + 2 x 240), 128 x (40 + 2 x 232) and 128 x (24 + 3 x 160) are the 64,512 that 384 threads are launched
         with, 168 each. 512 threads have 65,536.
         """
+        if self.share == "columns":
+            return 168
         return (504 - self.producer_registers) // self.groups
+
+    @property
+    def score_registers(self) -> int:
+        """Registers of a thread that computes S, where others hold O: 24 + 152 + 2 x 168 are 65,536 / 128."""
+        return 152
+
+    @property
+    def skips(self) -> bool:
+        """Whether a warpgroup skips tiles that none of its rows sees.
+
+        With three warpgroups tiles of keys are smaller than row tiles. With two there is none or one to skip in an
+        item, and finding that out takes as long.
+        """
+        return self.share == "rows" and self.groups == 3
 
     @property
     def turns(self) -> bool:
@@ -171,11 +220,13 @@ def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
     Rows: S, P and O take 3/4 tile_n + hd / 2 of a thread's 240 registers. At hd 64 larger tiles are faster where a
     sequence has few rows (128 rows on 8192 keys: 87.2 us with 192 keys a tile, 89.2 with 128), and smaller ones where
     tiles are masked. At hd 128 tiles of 128, 160 and 176 keys are as fast (results/records/h200-fmha-plans.json).
-    Keys, columns: shared memory decides. A ring has two slabs in use (hd 512: eight) and the others on their way.
+    Keys, columns: shared memory decides. A ring has one or two slabs in use and the others on their way.
     """
     if share == "rows":
         return Sm90FmhaPlan(hd, share, {64: 192, 128: 128, 256: 80}[hd])
-    return Sm90FmhaPlan(hd, share, {64: 128, 128: 64, 256: 32, 512: 64}[hd])
+    if share == "columns":
+        return Sm90FmhaPlan(hd, share, 128, 3, cluster=2)
+    return Sm90FmhaPlan(hd, share, {64: 128, 128: 64, 256: 32}[hd])
 
 
 def kernel_plan(sizes: FmhaSizes) -> Sm90FmhaPlan:

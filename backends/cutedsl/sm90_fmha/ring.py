@@ -58,13 +58,13 @@ def allocate_rings(allocator: memory.SmemAllocator, stages: int, rings: int = 1)
     return StageRing(full, empty, Int32(0), stages)
 
 
-def init_rings(ring: StageRing, rings: int, consumers: int) -> None:
+def init_rings(ring: StageRing, rings: int, consumers: int, producers: int = 1) -> None:
     """Initialise the barriers of all rings, by one thread.
 
-    One arrival and its bytes make a stage full; an arrival of each of `consumers` warps makes it empty.
+    `producers` arrivals and the announced bytes make a stage full; one of each of `consumers` warps makes it empty.
     """
     for stage in range(ring.stages * rings):
-        cute.arch.mbarrier_init(ring.full + stage, 1)
+        cute.arch.mbarrier_init(ring.full + stage, producers)
         cute.arch.mbarrier_init(ring.empty + stage, consumers)
 
 

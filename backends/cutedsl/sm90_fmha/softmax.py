@@ -14,6 +14,8 @@ from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass._mlir.dialects import llvm, math
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from backends.cutedsl.attention_tiles import RESCALE_THRESHOLD
+
 ROWS = 2
 """Rows of a thread."""
 
@@ -21,9 +23,9 @@ ROWS = 2
 class RowState(NamedTuple):
     """Statistics of this thread's rows, f32.
 
-    rMax: the maximum of the raw scores so far. rBase: the same scaled, or 0 before the first score: what is subtracted
-    from scaled scores. rSum: the sum of this thread's exponentials relative to it. rFactor: the factor that takes O to
-    the maximum after the last tile.
+    rMax: the maximum of the raw scores so far, or at most RESCALE_THRESHOLD below it. rBase: the same scaled, or 0
+    before the first score: what is subtracted from scaled scores. rSum: the sum of this thread's exponentials relative
+    to it. rFactor: the factor that takes O to the maximum after the last tile.
     """
 
     rMax: cute.Tensor
@@ -82,30 +84,39 @@ def mask_scores(rS: cute.Tensor, first_key: Int32, keys: cute.Tensor):
                 rRow[j, block] = cutlass.select_(shown, rRow[j, block], -Float32.inf)
 
 
+CHAINS = 4
+"""Chains of maxima a row. With two, ptxas has one of 32 dependent maxima a row of 128 keys, 5 clocks each."""
+
+
 @cute.jit
 def raise_maxima(rS: cute.Tensor, state: RowState, scale_log2: Float32, rows: cutlass.Constexpr):
     """Take the scores of a tile into the maxima of `rows`. rFactor takes their sums and O to the new ones.
 
-    The chains of all these rows, two a row, run side by side.
+    A maximum stays while the true one is at most RESCALE_THRESHOLD above it, in powers of two: then the factor is 1.
+    The chains of all these rows run side by side.
     """
     rRows = [row_values(rS, i) for i in rows]
-    tops = [[rRow[0, 0], rRow[1, 0]] for rRow in rRows]
-    for block in cutlass.range_constexpr(1, cute.size(rRows[0], mode=[1])):
-        for rRow, pair in zip(rRows, tops, strict=True):
+    tops = [[rRow[k % 2, k // 2] for k in range(CHAINS)] for rRow in rRows]
+    for block in cutlass.range_constexpr(CHAINS // 2, cute.size(rRows[0], mode=[1])):
+        for rRow, chains in zip(rRows, tops, strict=True):
             for j in cutlass.range_constexpr(2):
-                pair[j] = cute.arch.fmax(pair[j], rRow[j, block])
-    top = [cute.arch.fmax(*pair) for pair in tops]
+                k = cutlass.const_expr((2 * block + j) % CHAINS)
+                chains[k] = cute.arch.fmax(chains[k], rRow[j, block])
+    top = [cute.arch.fmax(cute.arch.fmax(*chains[:2]), cute.arch.fmax(*chains[2:])) for chains in tops]
     for distance in (1, 2):
         others = [cute.arch.shuffle_sync_bfly(value, offset=distance) for value in top]
         top = [cute.arch.fmax(value, other) for value, other in zip(top, others, strict=True)]
     for i, value in zip(rows, top, strict=True):
         old = state.rMax[i]
-        new = cute.arch.fmax(old, value)
+        # Not above a score of -inf, nor for one: -inf - -inf is NaN.
+        raised = Boolean((value - old) * scale_log2 > Float32(RESCALE_THRESHOLD))
+        new = cutlass.select_(raised, value, old)
         # A row that has seen no key keeps -inf: relative to 0 its exponentials are 0, not NaN.
         base = cutlass.select_(new == -Float32.inf, Float32(0.0), new) * scale_log2
         state.rMax[i] = new
         state.rBase[i] = base
-        state.rFactor[i] = cute.math.exp2(fma(old, scale_log2, -base), fastmath=True)
+        factor = cute.math.exp2(fma(old, scale_log2, -base), fastmath=True)
+        state.rFactor[i] = cutlass.select_(raised, factor, Float32(1.0))
 
 
 @cute.jit
@@ -121,14 +132,15 @@ def exponentials(rS: cute.Tensor, state: RowState, scale_log2: Float32, i: cutla
 
 
 @cute.jit
-def rescale(rO: cute.Tensor, state: RowState):
-    """Multiply O of each row by its factor."""
-    for i in cutlass.range_constexpr(ROWS):
-        rRow = row_values(rO, i)
-        factor = state.rFactor[i]
-        for block in cutlass.range_constexpr(cute.size(rRow, mode=[1])):
-            for j in cutlass.range_constexpr(2):
-                rRow[j, block] = rRow[j, block] * factor
+def rescale(rO: cute.Tensor, rFactor: cute.Tensor):
+    """Multiply O of each row by its factor, unless the factors of all rows of the warp are 1."""
+    if cute.arch.vote_any_sync(Boolean(rFactor[0] != Float32(1.0)) | Boolean(rFactor[1] != Float32(1.0))):
+        for i in cutlass.range_constexpr(ROWS):
+            rRow = row_values(rO, i)
+            factor = rFactor[i]
+            for block in cutlass.range_constexpr(cute.size(rRow, mode=[1])):
+                for j in cutlass.range_constexpr(2):
+                    rRow[j, block] = rRow[j, block] * factor
 
 
 @dsl_user_op

@@ -60,7 +60,8 @@ def test_no_kernel_of_sm_90a_uses_local_memory(plan: Sm90FmhaPlan) -> None:
 
 # sm_100a: an odd number of tiles an item makes the two softmax warpgroups change places from item to item; the second
 # case has items that see no key at all between items that do. sm_90a: two row tiles, several key tiles a warpgroup, a
-# ragged end, and items that see no key between items that do; with three warpgroups, row tiles by pairs and one by one.
+# ragged end, and items that see no key between items that do; with three warpgroups, row tiles by pairs and one by one,
+# and a row tile whose second head sees fewer tiles than its first. With columns, CTAs run in clusters of two.
 @pytest.mark.parametrize(
     ("target", "text", "way"),
     [
@@ -77,7 +78,9 @@ def test_no_kernel_of_sm_90a_uses_local_memory(plan: Sm90FmhaPlan) -> None:
         ("sm_90a", "hd=128,t=100,s_k=30,heads=2,causal=true", "rows"),
         ("sm_90a", "hd=128,t=3,s_k=400,batch=2,heads=6,kv_heads=3", "keys"),
         ("sm_90a", "hd=256,t=5,s_k=130,batch=3", "keys"),
+        ("sm_90a", "hd=64,t=150,s_k=330,heads=2,kv_heads=1,causal=true", THREE_GROUPS),
         ("sm_90a", "hd=512,t=4,s_k=200,batch=2", "columns"),
+        ("sm_90a", "hd=512,t=70,s_k=150,causal=true", "columns"),
     ],
 )
 def test_ctas_and_schedules_change_no_bit(target: Target, text: str, way: Share | Sm90FmhaPlan | None) -> None:
@@ -131,6 +134,7 @@ FAULTS: dict[str, tuple[Target, str, str]] = {
     "no commits of the tensor core": ("sm_100a", "hd=64,t=4,s_k=300", r"tcgen05\.commit"),
     "no wait of the MMAs for registers": ("sm_90a", "hd=128,t=40,s_k=600", r"wgmma\.wait_group"),
     "no arrivals on empty stages": ("sm_90a", "hd=128,t=4,s_k=500", r"mbarrier\.arrive\.shared"),
+    "P through shared memory without a proxy fence on sm_90a": ("sm_90a", "hd=512,t=4,s_k=300", r"fence\.proxy\.async"),
     "no barrier around the merge": ("sm_90a", "hd=64,t=4,s_k=300", r"bar\.sync\s+1,"),
     "a combine kernel that does not wait": ("sm_90a", "hd=64,t=4,s_k=1100", r"griddepcontrol\.wait"),
 }

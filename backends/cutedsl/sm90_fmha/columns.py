@@ -1,0 +1,247 @@
+# pyright: reportMissingImports=false
+"""Consumers that share the columns of O: one warpgroup computes S and the softmax, two others O += P V, a half each.
+
+P, the factors of O and at the end the reciprocals of the row sums go through a ring of tiles in shared memory, to which
+both of the others read along. They multiply O by its factors as soon as P is there, but start P V of a tile when S of
+the next one is done:
+
+    tensor core    S[i]    P[i-1] V[i-1]    S[i+1]    P[i] V[i]
+    softmax                S[i] -> P[i]               S[i+1] -> P[i+1]
+
+Without that order the MMAs of P V, which two warpgroups issue, would be done before those of S, and the tensor core
+would rest during the softmax.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from backends.cutedsl.attention_tiles import Outputs, Problem
+from backends.cutedsl.device import WARPGROUP
+from backends.cutedsl.sm90_fmha.attend import mask_tile, visible_keys
+from backends.cutedsl.sm90_fmha.epilogue import row_place, row_results, store_lse, store_o, sum_over_quads
+from backends.cutedsl.sm90_fmha.operands import Consumer, Operands, Sm90Smem, make_operands, make_pv_mma, make_qk_mma
+from backends.cutedsl.sm90_fmha.order import deal, dealt_item
+from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
+from backends.cutedsl.sm90_fmha.ring import RingPlace, StageRing, advanced, release, ring_start, wait_full
+from backends.cutedsl.sm90_fmha.softmax import (
+    ROWS,
+    bf16_pair,
+    exponentials,
+    make_row_state,
+    raise_maxima,
+    rescale,
+    reset,
+    row_values,
+)
+
+
+class ColumnRings(NamedTuple):
+    """The rings of Q, slabs of K, slabs of V and tiles of P.
+
+    P is made full by the warps that compute it. `go` has a barrier a tile of P too: P V may start.
+    """
+
+    q: StageRing
+    k: StageRing
+    v: StageRing
+    p: StageRing
+    go: StageRing
+
+
+@cute.jit
+def compute_scores(plan: Sm90FmhaPlan, operands: Operands, rS: cute.Tensor, k: StageRing, place: RingPlace):
+    """S = Q K^T, slab by slab of K, the first at `place`. Returns the next place."""
+    qk_mma = make_qk_mma(plan)
+    qk_thread = qk_mma.get_slice(0)
+    tSrS = cute.make_tensor(
+        rS.iterator, qk_thread.make_fragment_C(qk_thread.partition_shape_C((GROUP_M, plan.tile_n))).layout
+    )
+    k_blocks = cute.size(operands.tSrK, mode=[2])
+    before = place.stage
+    warpgroup.fence()
+    for slab in cutlass.range_constexpr(plan.slabs):
+        wait_full(k, place)
+        for k_block in cutlass.range_constexpr(k_blocks):
+            qk_mma.set(warpgroup.Field.ACCUMULATE, slab != 0 or k_block != 0)
+            cute.gemm(
+                qk_mma,
+                tSrS,
+                operands.tSrQ[None, None, slab * k_blocks + k_block, 0],
+                operands.tSrK[None, None, k_block, place.stage],
+                tSrS,
+            )
+        warpgroup.commit_group()
+        if cutlass.const_expr(slab > 0):
+            warpgroup.wait_group(1)
+            release(k, before)
+        before = place.stage
+        place = advanced(k, place)
+    warpgroup.wait_group(0)
+    release(k, before)
+    return place
+
+
+@cute.jit
+def acquire_p(p: StageRing, place: RingPlace):
+    """Wait until both other warpgroups have read the tile of P at `place`."""
+    cute.arch.mbarrier_wait(p.empty + place.stage, place.parity)
+
+
+@cute.jit
+def hand_over(p: StageRing, place: RingPlace):
+    """Make what the warp has stored at `place` visible to MMAs and threads that wait for it."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(p.full + place.stage)
+
+
+@cute.jit
+def let_go(go: StageRing, place: RingPlace):
+    """Let P V of the tile at `place` start."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(go.full + place.stage)
+
+
+@cute.jit
+def store_p(plan: Sm90FmhaPlan, rS: cute.Tensor, sP: cute.Tensor, stage: Int32, thread: Int32):
+    """Round P to bf16 and store it as the swizzled operand of an MMA: 16 bytes at c of row r lie at c ^ (r % 8)."""
+    lane = thread % 32
+    words = cute.recast_ptr(sP.iterator, dtype=Int32)
+    base = stage * (plan.p_bytes // 4) + ((thread // 32) * 16 + lane // 4) * 32 + lane % 4
+    for i in cutlass.range_constexpr(ROWS):
+        rRow = row_values(rS, i)
+        for block in cutlass.range_constexpr(plan.tile_n // 8):
+            panel, chunk = divmod(block, 8)
+            offset = base + panel * (GROUP_M * 32) + 8 * i * 32 + ((lane // 4) ^ chunk) * 4
+            target = cute.make_tensor(words + offset, cute.make_layout(1))
+            target[0] = bf16_pair(rRow[0, block], rRow[1, block])
+
+
+@cute.jit
+def store_factors(sFactor: cute.Tensor, rFactor: cute.Tensor, stage: Int32, thread: Int32):
+    """Store a factor of each of this thread's rows, by the first lane of the quad."""
+    if thread % 4 == 0:
+        for i in cutlass.range_constexpr(ROWS):
+            sFactor[(thread // 32) * 16 + (thread % 32) // 4 + 8 * i, stage] = rFactor[i]
+
+
+@cute.jit
+def score_warpgroup(
+    plan: Sm90FmhaPlan, problem: Problem, smem: Sm90Smem, outputs: Outputs, rings: ColumnRings, thread: Int32
+):
+    """The work loop of the warpgroup that computes S and P."""
+    consumer = Consumer(Int32(0), thread)
+    q_place, k_place, p_place = ring_start(rings.q, False), ring_start(rings.k, False), ring_start(rings.p, True)
+    operands = make_operands(plan, smem)
+    rS = cute.make_rmem_tensor(plan.tile_n // 2, Float32)
+    rows = make_row_state()
+    hand = deal(plan, problem)
+    for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
+        item = dealt_item(plan, problem, number)
+        reset(rows)
+        if item.tiles > 0:
+            rKeys = visible_keys(plan, problem, item, consumer)
+            wait_full(rings.q, q_place)
+            before = p_place
+            for i in cutlass.range(item.tiles, unroll=1):
+                k_place = compute_scores(plan, operands, rS, rings.k, k_place)
+                if i > 0:
+                    let_go(rings.go, before)
+                if i == item.tiles - 1:
+                    release(rings.q, q_place.stage)
+                mask_tile(plan, problem, item, rS, item.first_tile + i, rKeys, consumer)
+                raise_maxima(rS, rows, problem.scale_log2, tuple(range(ROWS)))
+                for row in cutlass.range_constexpr(ROWS):
+                    exponentials(rS, rows, problem.scale_log2, row)
+                acquire_p(rings.p, p_place)
+                store_factors(smem.sFactor, rows.rFactor, p_place.stage, thread)
+                store_p(plan, rS, smem.sP, p_place.stage, thread)
+                hand_over(rings.p, p_place)
+                before = p_place
+                p_place = advanced(rings.p, p_place)
+            let_go(rings.go, before)
+            q_place = advanced(rings.q, q_place)
+        sum_over_quads(rows)
+        rInverse = cute.make_rmem_tensor(ROWS, Float32)
+        for i in cutlass.range_constexpr(ROWS):
+            inverse, lse = row_results(rows, problem.scale_log2, i)
+            rInverse[i] = inverse
+            store_lse(outputs, problem.splits, row_place(plan, problem, outputs, item, consumer, i), lse, thread % 32)
+        acquire_p(rings.p, p_place)
+        store_factors(smem.sFactor, rInverse, p_place.stage, thread)
+        hand_over(rings.p, p_place)
+        let_go(rings.go, p_place)
+        p_place = advanced(rings.p, p_place)
+
+
+@cute.jit
+def load_factors(sFactor: cute.Tensor, stage: Int32, thread: Int32) -> cute.Tensor:
+    """The factors of this thread's rows."""
+    rFactor = cute.make_rmem_tensor(ROWS, Float32)
+    for i in cutlass.range_constexpr(ROWS):
+        rFactor[i] = sFactor[(thread // 32) * 16 + (thread % 32) // 4 + 8 * i, stage]
+    return rFactor
+
+
+@cute.jit
+def value_warpgroup(
+    plan: Sm90FmhaPlan,
+    problem: Problem,
+    smem: Sm90Smem,
+    outputs: Outputs,
+    rings: ColumnRings,
+    half: Int32,
+    thread: Int32,
+):
+    """The work loop of a warpgroup that holds the columns of O from `half` * o_columns on."""
+    consumer = Consumer(Int32(0), thread)
+    v_place, p_place = ring_start(rings.v, False), ring_start(rings.p, False)
+    operands = make_operands(plan, smem)
+    pv_mma = make_pv_mma(plan)
+    pv_mma.set(warpgroup.Field.ACCUMULATE, True)
+    pv_thread = pv_mma.get_slice(0)
+    layout_o = pv_thread.make_fragment_C(pv_thread.partition_shape_C((GROUP_M, plan.pv_columns))).layout
+    parts = cutlass.const_expr(plan.o_columns // plan.pv_columns)
+    rO = cute.make_rmem_tensor(GROUP_M * plan.o_columns // WARPGROUP, Float32)
+    hand = deal(plan, problem)
+    for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
+        item = dealt_item(plan, problem, number)
+        rO.fill(0.0)
+        for _ in cutlass.range(item.tiles, unroll=1):
+            wait_full(rings.p, p_place)
+            rFactor = load_factors(smem.sFactor, p_place.stage, thread)
+            rescale(rO, rFactor)
+            wait_full(rings.go, p_place)
+            before = v_place.stage
+            warpgroup.fence()
+            for slab in cutlass.range_constexpr(plan.slabs):
+                wait_full(rings.v, v_place)
+                for k_block in cutlass.range_constexpr(plan.v_keys // 16):
+                    tOrP = operands.tOrP[None, None, slab * (plan.v_keys // 16) + k_block, p_place.stage]
+                    for part in cutlass.range_constexpr(parts):
+                        tOrV = operands.tOrV[None, half * parts + part, k_block, v_place.stage]
+                        tOrO = cute.make_tensor(rO.iterator + part * cute.size(layout_o), layout_o)
+                        cute.gemm(pv_mma, tOrO, tOrP, cute.append_ones(tOrV, up_to_rank=2), tOrO)
+                warpgroup.commit_group()
+                if cutlass.const_expr(slab > 0):
+                    warpgroup.wait_group(1)
+                    release(rings.v, before)
+                before = v_place.stage
+                v_place = advanced(rings.v, v_place)
+            warpgroup.wait_group(0)
+            release(rings.v, before)
+            release(rings.p, p_place.stage)
+            p_place = advanced(rings.p, p_place)
+        wait_full(rings.p, p_place)
+        wait_full(rings.go, p_place)
+        rInverse = load_factors(smem.sFactor, p_place.stage, thread)
+        release(rings.p, p_place.stage)
+        p_place = advanced(rings.p, p_place)
+        for i in cutlass.range_constexpr(ROWS):
+            place = row_place(plan, problem, outputs, item, consumer, i)
+            store_o(plan, problem, outputs, place, row_values(rO, i), rInverse[i], half * plan.o_columns, thread % 32)
