@@ -23,12 +23,17 @@ def _named(path: Path) -> set[str]:
     return set(re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)*)`", path.read_text("utf-8").split("\n## ", 1)[0]))
 
 
+def _sentence(said: str) -> str:
+    """A finding without the instructions that it quotes: how much of a long one is shown does not matter."""
+    return re.sub(r"`[^`]*`", "``", said)
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_page_says_what_happens(path: Path, tmp_path: Path) -> None:
     for number, trial in enumerate(trials(path), 1):
         if trial.said:
             found = outcome(trial, tmp_path)
-            assert found == trial.said, (
+            assert _sentence(found) == _sentence(trial.said), (
                 f"run {number}; `python -m conformance.meta.docs.pages {path.stem}` renews the page"
             )
             continue
