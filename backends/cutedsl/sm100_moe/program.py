@@ -19,7 +19,8 @@ from backends.cutedsl.compile.parameters import (
     workspace_bytes,
 )
 from backends.cutedsl.device import B200_SM_COUNT
-from backends.cutedsl.sm100_moe.plan import ATOM_BYTES, MAX_EXPERTS, TILE_M, UNIT_FIELDS, pays_as_pair
+from backends.cutedsl.moe.layout import ATOM_BYTES, MAX_EXPERTS, TILE_M
+from backends.cutedsl.sm100_moe.plan import UNIT_FIELDS, pays_as_pair
 from megamoe.contract import HostProgram, UnsupportedError
 
 if TYPE_CHECKING:

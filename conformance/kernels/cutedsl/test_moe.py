@@ -10,11 +10,10 @@ import torch
 
 from backends.cutedsl import BACKEND, CTA_PAIRS, SINGLE_CTAS
 from backends.cutedsl.device import TMEM_COLUMNS
+from backends.cutedsl.moe.layout import SF_VEC_SIZE, TILE_M
 from backends.cutedsl.sm100_moe.plan import (
     H_COLUMNS,
     HALF_N,
-    SF_VEC_SIZE,
-    TILE_M,
     Sm100MoePlan,
     half_of_tile,
     pays_as_pair,
