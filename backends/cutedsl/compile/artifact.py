@@ -45,15 +45,18 @@ class Artifact:
         arguments: Mapping[str, HostArg],
         scratch: Mapping[str, int] | None = None,
         convention: Literal["tvm_ffi", "packed"] = "tvm_ffi",
+        prepare: Mapping[str, HostArg] | None = None,
     ) -> HostProgram:
         """The call of this function on `arguments`, by parameter name, with workspaces `scratch` (bytes by name).
 
-        ValueError if an argument is missing, or is for a parameter that the function does not have.
+        `prepare`: the arguments of the call that prepares weights, if there is one. ValueError if an argument is
+        missing, or is for a parameter that the function does not have.
         """
-        if set(arguments) != set(self.parameters):
-            raise ValueError(
-                f"{self.entry} takes ({', '.join(self.parameters)}); arguments were given for ({', '.join(arguments)})"
-            )
+        for given in (arguments, prepare or arguments):
+            if set(given) != set(self.parameters):
+                raise ValueError(
+                    f"{self.entry} takes ({', '.join(self.parameters)}); arguments were given for ({', '.join(given)})"
+                )
         return HostProgram(
             target=self.target,
             ptx=self.ptx,
@@ -63,6 +66,7 @@ class Artifact:
             convention=convention,
             scratch=dict(scratch or {}),
             compiler=self.compiler,
+            prepare=tuple(prepare[name] for name in self.parameters) if prepare else (),
         )
 
 

@@ -80,7 +80,7 @@ BACKENDS = {
     "cutedsl.compile": KERNELS,
     "cutedsl": f"{KERNELS} cutedsl.compile",
     "cutedsl.sm100_fmha": f"{KERNELS} cutedsl cutedsl.compile",
-    "cutedsl.moe": f"{KERNELS} cutedsl",
+    "cutedsl.moe": f"{KERNELS} cutedsl cutedsl.compile",
     "cutedsl.sm100_moe": f"{KERNELS} cutedsl cutedsl.compile cutedsl.moe",
     "cutedsl.sm90_fmha": f"{KERNELS} cutedsl cutedsl.compile",
     "cutedsl.sm90_moe": f"{KERNELS} cutedsl cutedsl.compile cutedsl.moe",
