@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
 from backends.cutedsl.device import LOG2_E, WARPGROUP
 from backends.cutedsl.moe.layout import SF_VEC_SIZE
@@ -51,14 +51,15 @@ class RowsTensors(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """A thread of the consumers: its number among them, its warpgroup, its number there, and its lane's row and column
-    of an 8 x 8 part of an accumulator."""
+    """A thread of the consumers: its number among them, its warpgroup, its number there, its lane's row and column of
+    an 8 x 8 part of an accumulator, and whether it is the first lane of its warp."""
 
     thread: Int32
     group: Int32
     in_group: Int32
     quad: Int32
     quad_lane: Int32
+    leads: Boolean
 
 
 def swiglu(gate: Float32, up: Float32, clamp: Float32) -> Float32:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Int64, Uint8, Uint32, memory
+from cutlass import Boolean, Float16, Float32, Int32, Int64, Uint8, Uint32, memory
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
@@ -138,6 +138,16 @@ def load_unit(
     cute.autovec_copy(cute.make_tensor(scales, cute.make_layout(cute.size(rScales))), rScales)
 
 
+def give_back(ring: StageRing, stage: Int32, leads: Boolean) -> None:
+    """Tell the producer that this warp has read the stage. `leads`: one lane of it.
+
+    Without a branch: ptxas 13.5 gives up the pipeline of wgmmas that one divides.
+    """
+    cute.arch.inline_ptx(
+        "mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[ring.empty + stage], predicate=leads
+    )
+
+
 @cute.jit
 def multiply(
     plan: Sm90MoePlan,
@@ -177,16 +187,12 @@ def multiply(
             warpgroup.commit_group()
             warpgroup.wait_group(1)
             if cutlass.const_expr(inside == 0):
-                if cutlass.const_expr(unit == 0):
-                    if turn > 0:
-                        release(ring, before)
-                else:
-                    release(ring, before)
+                give_back(ring, before, consumer.leads if unit > 0 else consumer.leads & (turn > 0))
             if cutlass.const_expr(inside == plan.units - 1):
                 before = place.stage
                 place = advanced(ring, place)
     warpgroup.wait_group(0)
-    release(ring, before)
+    give_back(ring, before, consumer.leads)
     return place
 
 
@@ -224,13 +230,12 @@ def consumer_warpgroup(
     """The work loop of a consumer."""
     items = walk(plan, gemm)
     place = ring_start(ring, False)
-    rAll = cute.make_rmem_tensor(plan.widest // 2, Float32)
     piece = piece_at(gemm, items, Int32(0))
     for number in cutlass.range(items.pieces, unroll=1):
         following = piece_at(gemm, items, number + 1)
         for width in plan.widths:
             if piece.width == width:
-                rAcc = cute.make_tensor(rAll.iterator, cute.make_layout(width // 2))
+                rAcc = cute.make_rmem_tensor(width // 2, Float32)
                 place = multiply(plan, smem, ring, place, piece.stop - piece.first, rAcc, consumer)
                 finish(plan, gemm, smem, tensors, piece, rAcc, consumer)
         piece = following
@@ -271,7 +276,7 @@ def grouped_gemm(plan: Sm90MoePlan, gemm: GroupedGemm, tensors: SwigluTensors | 
         cute.arch.setmaxregister_increase(plan.consumer_registers)
         number, in_group = thread - WARPGROUP, thread % WARPGROUP
         group = cute.arch.make_warp_uniform((warp - 4) // 4)
-        consumer = Consumer(number, group, in_group, in_group % 32 // 4, in_group % 4)
+        consumer = Consumer(number, group, in_group, in_group % 32 // 4, in_group % 4, Boolean(in_group % 32 == 0))
         consumer_warpgroup(plan, gemm, smem, tensors, ring, consumer)
 
 
