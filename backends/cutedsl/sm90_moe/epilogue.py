@@ -18,7 +18,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 from backends.cutedsl.device import LOG2_E, WARPGROUP
 from backends.cutedsl.moe.layout import SF_VEC_SIZE
 from backends.cutedsl.moe.nvfp4 import Nvfp4
-from backends.cutedsl.sm90_moe.plan import GROUP_M, RESULT_FACTOR, STAGED_TOKENS, Sm90MoePlan
+from backends.cutedsl.sm90_moe.plan import GROUP_M, RESULT_FACTOR, Sm90MoePlan
 from backends.cutedsl.sm90_moe.requantise import CODE_WORDS, quantise_block, store_block
 from backends.cutedsl.sm90_moe.schedule import Piece
 
@@ -62,6 +62,15 @@ class Consumer(NamedTuple):
     leads: Boolean
 
 
+def here(value: Int32) -> Int32:
+    """The same value, known from this place on only.
+
+    What follows from sizes alone is the same for all tiles: the compiler would compute it once, an offset for every
+    column of every width, and leave too few registers for the products.
+    """
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
 def swiglu(gate: Float32, up: Float32, clamp: Float32) -> Float32:
     """silu(min(gate, clamp)) * clip(up, clamp)."""
     gate = cute.arch.fmin(gate, clamp)
@@ -75,23 +84,22 @@ def store_activations(
     plan: Sm90MoePlan, tensors: SwigluTensors, piece: Piece, rAcc: cute.Tensor, sStaged: cute.Tensor, consumer: Consumer
 ):
     """The end of a tile of L1. sStaged (token, output, warpgroup) f32."""
-    width = cutlass.const_expr(2 * cute.size(rAcc))
     rH = cute.make_rmem_tensor(SF_VEC_SIZE, Float32)
     rCodes = cute.make_rmem_tensor(CODE_WORDS, Uint32)
-    output = consumer.in_group // 32 * 8 + consumer.quad
-    token, block = consumer.in_group // BLOCKS, consumer.in_group % BLOCKS
+    in_group, pair = here(consumer.in_group), here(2 * consumer.quad_lane)
+    output = in_group // 32 * 8 + consumer.quad
+    token, block = in_group // BLOCKS, in_group % BLOCKS
     gs = tensors.mA2_gs[piece.expert]
-    for start in cutlass.range_constexpr(0, width, STAGED_TOKENS):
-        count = cutlass.const_expr(min(width - start, STAGED_TOKENS))
+    for start in cutlass.range_constexpr(0, plan.width, plan.staged_tokens):
         cute.arch.barrier(barrier_id=STAGING_BARRIER + consumer.group, number_of_threads=WARPGROUP)
-        for part in cutlass.range_constexpr(start // 8, (start + count) // 8):
+        for part in cutlass.range_constexpr(start // 8, (start + plan.staged_tokens) // 8):
             for c in cutlass.range_constexpr(2):
-                column = 8 * part + 2 * consumer.quad_lane + c
+                column = 8 * part + pair + c
                 factor, weight = tensors.mFactor[piece.column, column], tensors.mWeight[piece.column, column]
                 gate, up = rAcc[4 * part + c] * factor, rAcc[4 * part + 2 + c] * factor
                 sStaged[column - start, output, consumer.group] = swiglu(gate, up, tensors.clamp) * weight
         cute.arch.barrier(barrier_id=STAGING_BARRIER + consumer.group, number_of_threads=WARPGROUP)
-        if token < count and start + token < piece.rows:
+        if token < plan.staged_tokens and start + token < piece.rows:
             sBlock = cute.logical_divide(sStaged[token, None, consumer.group], cute.make_layout(SF_VEC_SIZE))
             cute.autovec_copy(sBlock[None, block], rH)
             of_row = (piece.tile_m * plan.groups + consumer.group) * BLOCKS + block
@@ -103,18 +111,18 @@ def store_activations(
 def store_rows(plan: Sm90MoePlan, tensors: RowsTensors, piece: Piece, rAcc: cute.Tensor, consumer: Consumer):
     """The end of a tile of L2. Rows of W past the last do not exist where a tile is larger than what is left."""
     scale = tensors.mA2_gs[piece.expert] * tensors.mW2_gs[piece.expert] * RESULT_FACTOR
-    hidden = tensors.mRows.shape[1]
+    hidden, pair = here(tensors.mRows.shape[1]), here(2 * consumer.quad_lane)
     element = piece.tile_m * plan.tile_m + consumer.group * GROUP_M + consumer.in_group // 32 * 16 + consumer.quad * 2
-    limit = cutlass.select_(element < hidden, piece.rows, Int32(0))
-    first = Int64(piece.first_row) * hidden + element
+    limit = cutlass.select_(element < hidden, piece.rows - pair, Int32(0))
+    first = Int64(piece.first_row + pair) * hidden + element
     rPair = cute.make_rmem_tensor(2, Float32)
     rRounded = cute.make_rmem_tensor(2, BFloat16)
     for part in cutlass.range_constexpr(cute.size(rAcc) // 4):
         for c in cutlass.range_constexpr(2):
-            row = 8 * part + 2 * consumer.quad_lane + c
+            row = cutlass.const_expr(8 * part + c)
             if row < limit:
                 for r in cutlass.range_constexpr(2):
                     rPair[r] = rAcc[4 * part + 2 * r + c] * scale
                 rRounded.store(rPair.load().to(BFloat16))
-                pointer = tensors.mRows.iterator + cute.assume(first + Int64(row) * hidden, divby=2)
+                pointer = tensors.mRows.iterator + cute.assume(first + Int64(hidden) * row, divby=2)
                 cute.autovec_copy(rRounded, cute.make_tensor(pointer, cute.make_layout(2)))

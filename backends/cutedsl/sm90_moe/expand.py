@@ -34,7 +34,7 @@ class Expanded(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Of gathered rows: routes of rows, scales, weights of routes, and the tables f32 (column tiles, widest).
+    """Of gathered rows: routes of rows, scales, weights of routes, and the tables f32 (column tiles, columns).
 
     mWeight holds 1 where `weighted` is 0.
     """
@@ -105,14 +105,15 @@ def expand_row(x: Nvfp4, expanded: Expanded, source: Int32, column: Int32, row: 
 
 @cute.kernel
 def gather_kernel(x: Nvfp4, expanded: Expanded, factors: Factors):
-    """Tokens `x` as the rows of the column tiles, and the factors of these. Grid: column tiles at most, the widest."""
+    """Tokens `x` as the rows of the column tiles, and the factors of these. Grid: column tiles at most, columns of a tile."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     column, row, _ = cute.arch.block_idx()
+    _, width, _ = cute.arch.grid_dim()
     mFactor, mWeight = factors.mFactor, factors.mWeight
     if column < expanded.mColumns[0, 0]:
-        expert, first_row, rows, width = (expanded.mColumns[1 + column, field] for field in range(4))
+        expert, first_row, rows = (expanded.mColumns[1 + column, field] for field in range(3))
         factor, weight = Float32(0.0), Float32(0.0)
         if row < rows:
             route = factors.mRouteOfRow[first_row + row]
@@ -130,12 +131,13 @@ def gather_kernel(x: Nvfp4, expanded: Expanded, factors: Factors):
 
 @cute.kernel
 def expand_kernel(a: Nvfp4, expanded: Expanded):
-    """Expert rows `a` as the rows of the column tiles. Grid: column tiles at most, the widest."""
+    """Expert rows `a` as the rows of the column tiles. Grid: column tiles at most, columns of a tile."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     column, row, _ = cute.arch.block_idx()
+    _, width, _ = cute.arch.grid_dim()
     if column < expanded.mColumns[0, 0]:
-        first_row, rows, width = (expanded.mColumns[1 + column, field] for field in range(1, 4))
+        first_row, rows = (expanded.mColumns[1 + column, field] for field in range(1, 3))
         if row < rows:
             expand_row(a, expanded, first_row + row, column, row, width, thread)

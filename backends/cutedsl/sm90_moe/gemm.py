@@ -27,7 +27,6 @@ from backends.cutedsl.ring import (
     advanced,
     allocate_rings,
     init_rings,
-    release,
     ring_start,
     wait_full,
 )
@@ -42,7 +41,6 @@ from backends.cutedsl.sm90_moe.plan import (
     PRODUCER_REGISTERS,
     ROW_BYTES,
     STAGED_PITCH,
-    STAGED_TOKENS,
     TURN_UNITS,
     UNIT_BYTES,
     UNIT_K,
@@ -60,7 +58,7 @@ class GemmSmem(NamedTuple):
     sStaged: cute.Tensor | None
 
 
-def bulk_load(target: cute.Pointer, source: cute.Pointer, size: Int32, barrier: cute.Pointer) -> None:
+def bulk_load(target: cute.Pointer, source: cute.Pointer, size: int, barrier: cute.Pointer) -> None:
     """cp.async.bulk of `size` bytes, a multiple of 16, by one thread."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
@@ -72,8 +70,7 @@ def bulk_load(target: cute.Pointer, source: cute.Pointer, size: Int32, barrier: 
 def load_piece(plan: Sm90MoePlan, gemm: GroupedGemm, smem: GemmSmem, ring: StageRing, place: RingPlace, piece: Piece):
     """The stages of a piece. Of a tile that is larger than what is left of W, the last panel is loaded twice."""
     units = gemm.turns * TURN_UNITS
-    tokens = piece.column * gemm.pitch + Int64(piece.first) * (TURN_UNITS * piece.width * ROW_BYTES)
-    b_size = plan.units * piece.width * ROW_BYTES
+    tokens = piece.column * gemm.pitch + Int64(piece.first) * (TURN_UNITS * plan.width * ROW_BYTES)
     panels = []
     for part in cutlass.range_constexpr(plan.panels):
         panel = cutlass.min(piece.tile_m * plan.panels + part, gemm.panels - 1)
@@ -85,12 +82,12 @@ def load_piece(plan: Sm90MoePlan, gemm: GroupedGemm, smem: GemmSmem, ring: Stage
         cute.arch.mbarrier_wait(ring.empty + place.stage, place.parity)
         with cute.arch.elect_one():
             barrier = ring.full + place.stage
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, plan.a_bytes + b_size)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, plan.a_bytes + plan.b_bytes)
             for part in cutlass.range_constexpr(plan.panels):
                 source = gemm.mPacked.iterator + (panels[part] + stage * a_size)
                 bulk_load(smem.sA.iterator + (place.stage * plan.a_bytes + part * a_size), source, a_size, barrier)
-            source = gemm.mTokens.iterator + (tokens + Int64(stage) * b_size)
-            bulk_load(smem.sB.iterator + place.stage * plan.b_bytes, source, b_size, barrier)
+            source = gemm.mTokens.iterator + (tokens + Int64(stage) * plan.b_bytes)
+            bulk_load(smem.sB.iterator + place.stage * plan.b_bytes, source, plan.b_bytes, barrier)
         place = advanced(ring, place)
     return place
 
@@ -115,11 +112,11 @@ def make_mma(width: int) -> cute.TiledMma:
     )
 
 
-def tokens_of(plan: Sm90MoePlan, sB: cute.Tensor, width: int) -> cute.Tensor:
+def tokens_of(plan: Sm90MoePlan, sB: cute.Tensor) -> cute.Tensor:
     """(column, K, unit of stage, stage) f16, as wgmma reads them."""
-    layout = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (GROUP_M, width, UNIT_K), Float16, 1)
+    layout = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (GROUP_M, plan.width, UNIT_K), Float16, 1)
     unit = cute.select(layout.outer, [0, 1])
-    stages = cute.make_layout((plan.units, plan.stages), stride=(width * UNIT_K, plan.b_bytes // 2))
+    stages = cute.make_layout((plan.units, plan.stages), stride=(plan.width * UNIT_K, plan.b_bytes // 2))
     pointer = cute.recast_ptr(sB.iterator, layout.inner, dtype=Float16)
     return cute.make_tensor(pointer, cute.append(cute.append(unit, stages[0]), stages[1]))
 
@@ -158,14 +155,13 @@ def multiply(
     rAcc: cute.Tensor,
     consumer: Consumer,
 ):
-    """rAcc (width / 2) f32 = the products of `turns` turns. Returns the next place in the ring."""
-    width = cutlass.const_expr(2 * cute.size(rAcc))
-    mma = make_mma(width)
+    """rAcc f32 = the products of `turns` turns. Returns the next place in the ring."""
+    mma = make_mma(plan.width)
     mma.set(warpgroup.Field.ACCUMULATE, True)
     slice_of = mma.get_slice(0)
-    tCrB = slice_of.make_fragment_B(slice_of.partition_B(tokens_of(plan, smem.sB, width)))
+    tCrB = slice_of.make_fragment_B(slice_of.partition_B(tokens_of(plan, smem.sB)))
     tCrC = cute.make_tensor(
-        rAcc.iterator, slice_of.make_fragment_C(slice_of.partition_shape_C((GROUP_M, width))).layout
+        rAcc.iterator, slice_of.make_fragment_C(slice_of.partition_shape_C((GROUP_M, plan.width))).layout
     )
     layout_a = slice_of.make_fragment_A(slice_of.partition_shape_A((GROUP_M, UNIT_K))).layout
     rA = [cute.make_rmem_tensor((4, K_STEPS), Uint32) for _ in range(TURN_UNITS)]
@@ -230,14 +226,12 @@ def consumer_warpgroup(
     """The work loop of a consumer."""
     items = walk(plan, gemm)
     place = ring_start(ring, False)
+    rAcc = cute.make_rmem_tensor(plan.width // 2, Float32)
     piece = piece_at(gemm, items, Int32(0))
     for number in cutlass.range(items.pieces, unroll=1):
         following = piece_at(gemm, items, number + 1)
-        for width in plan.widths:
-            if piece.width == width:
-                rAcc = cute.make_rmem_tensor(width // 2, Float32)
-                place = multiply(plan, smem, ring, place, piece.stop - piece.first, rAcc, consumer)
-                finish(plan, gemm, smem, tensors, piece, rAcc, consumer)
+        place = multiply(plan, smem, ring, place, piece.stop - piece.first, rAcc, consumer)
+        finish(plan, gemm, smem, tensors, piece, rAcc, consumer)
         piece = following
 
 
@@ -247,8 +241,8 @@ def allocate(plan: Sm90MoePlan, allocator: memory.SmemAllocator, staged: bool) -
     sA = allocator.allocate_tensor(Uint8, cute.make_layout(plan.stages * plan.a_bytes), byte_alignment=128)
     sStaged = None
     if staged:
-        stride = (STAGED_PITCH, 1, STAGED_TOKENS * STAGED_PITCH)
-        layout = cute.make_layout((STAGED_TOKENS, GROUP_M // 2, plan.groups), stride=stride)
+        stride = (STAGED_PITCH, 1, plan.staged_tokens * STAGED_PITCH)
+        layout = cute.make_layout((plan.staged_tokens, GROUP_M // 2, plan.groups), stride=stride)
         sStaged = allocator.allocate_tensor(Float32, layout, byte_alignment=16)
     return GemmSmem(sB, sA, sStaged)
 

@@ -88,16 +88,16 @@ class Sm90Moe:
 
     def _route(self, call: SimpleNamespace) -> None:
         columns = routing.Columns(call.row_of_route, call.route_of_row, call.columns, flat(call.flags))
-        named(routing.routing_kernel, "routing")(flat(call.topk_ids), columns, call.widest).launch(
+        named(routing.routing_kernel, "routing")(flat(call.topk_ids), columns, self.plan.width).launch(
             grid=[call.num_experts, 1, 1], block=[routing.THREADS, 1, 1], stream=call.stream
         )
 
     def _expanded(self, call: SimpleNamespace, k_bytes: Int32, m_rows: cute.Tensor) -> expand.Expanded:
         units = k_bytes // (UNIT_K // 2)
-        return expand.Expanded(m_rows, call.columns, Int64(units) * call.widest * ROW_BYTES, units)
+        return expand.Expanded(m_rows, call.columns, Int64(units) * self.plan.width * ROW_BYTES, units)
 
     def _expand_shape(self, call: SimpleNamespace) -> dict[str, object]:
-        grid = [call.columns.shape[0] - 1, call.widest, 1]
+        grid = [call.columns.shape[0] - 1, self.plan.width, 1]
         return {"grid": grid, "block": [expand.THREADS, 1, 1], "stream": call.stream, "use_pdl": True}
 
     def _gemm(self, call: SimpleNamespace, w: Nvfp4, packed: cute.Tensor, expanded: expand.Expanded, flags: int):

@@ -1,7 +1,7 @@
 """The plan of the sm_90a MoE kernels: tiles, how the repacked operands lie in memory, the ring, who does what.
 
 Operands are swapped: weights are A of wgmma, from registers, and M; tokens are B, from shared memory, and N. A tile is
-64 weight rows of each warpgroup by one column tile: rows of one expert, in the narrowest of WIDTHS that holds them.
+64 weight rows of each warpgroup by one column tile: up to `width` rows of one expert.
 
 Both operands are in units of 64 along K, so that a stage of the ring is a few bulk copies of bytes that lie together:
 
@@ -41,8 +41,8 @@ TURN_UNITS = 2
 WIDTHS = (8, 16, 32, 64, 128, 256)
 FEW_COLUMNS = 64
 """The widest column tile of four warpgroups: the accumulators of a wider one leave a thread too few registers."""
-STAGED_TOKENS = 64
-"""Tokens that the epilogue of L1 takes through shared memory at a time."""
+MAX_STAGED_TOKENS = 64
+"""Tokens in shared memory whose blocks of 16 are one a thread of a warpgroup."""
 STAGED_PITCH = GROUP_M // 2 + 4
 """f32 of a staged token: 32 outputs of a warpgroup, and four that keep tokens in different banks."""
 IN_FLIGHT = 80 * 1024
@@ -58,28 +58,20 @@ RESULT_FACTOR = float(1 << 2 * OPERAND_BIAS)
 
 @dataclass(frozen=True, slots=True)
 class Sm90MoePlan:
-    """The compile-time shape of a grouped GEMM: for few columns a tile, up to 64, or for many, up to 256.
+    """The compile-time shape of a grouped GEMM. `width`: columns of a tile, N of wgmma, one of WIDTHS.
 
-    Few: four warpgroups, 256 weight rows. All traffic is weights, and unpacking must keep up with it. Many: two
-    warpgroups, 128 weight rows, with 128 accumulators a thread.
+    Up to 64 columns: four warpgroups, 256 weight rows. All traffic is weights, and unpacking must keep up with it. More:
+    two warpgroups, 128 weight rows, with 128 accumulators a thread.
+
+    One kernel has one width: ptxas 13.5 gives each width of several registers of its own and then serialises wgmmas.
     """
 
-    few: bool
-
-    @property
-    def widest(self) -> int:
-        """Columns of the widest tile."""
-        return FEW_COLUMNS if self.few else WIDTHS[-1]
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Widths of column tiles."""
-        return tuple(width for width in WIDTHS if width <= self.widest)
+    width: int
 
     @property
     def groups(self) -> int:
         """Warpgroups that multiply."""
-        return 4 if self.few else 2
+        return 4 if self.width <= FEW_COLUMNS else 2
 
     @property
     def panels(self) -> int:
@@ -110,7 +102,7 @@ class Sm90MoePlan:
     @property
     def units(self) -> int:
         """Units of K a stage. Two units of many columns would leave too few stages."""
-        return TURN_UNITS if self.few else 1
+        return TURN_UNITS if self.width <= FEW_COLUMNS else 1
 
     @property
     def a_bytes(self) -> int:
@@ -120,12 +112,17 @@ class Sm90MoePlan:
     @property
     def b_bytes(self) -> int:
         """Room for the tokens of a stage."""
-        return self.units * self.widest * ROW_BYTES
+        return self.units * self.width * ROW_BYTES
+
+    @property
+    def staged_tokens(self) -> int:
+        """Tokens that the epilogue of L1 takes through shared memory at a time."""
+        return min(self.width, MAX_STAGED_TOKENS)
 
     @property
     def staged_bytes(self) -> int:
         """Bytes of the staging of L1's epilogue, of all warpgroups."""
-        return self.groups * STAGED_TOKENS * STAGED_PITCH * 4
+        return self.groups * self.staged_tokens * STAGED_PITCH * 4
 
     @property
     def stages(self) -> int:
@@ -134,14 +131,14 @@ class Sm90MoePlan:
         return min(fit, -(-IN_FLIGHT // self.a_bytes))
 
 
-def widest_for(routes: int, num_experts: int) -> int:
-    """The widest column tile worth having: twice the mean rows of an expert where that costs little, the mean above."""
+def width_for(routes: int, num_experts: int) -> int:
+    """The column tile worth having: twice the mean rows of an expert where that costs little, the mean above."""
     mean = routes / num_experts
     wanted = min(max(mean, min(2 * mean, FEW_COLUMNS)), routes)
     return next((width for width in WIDTHS if width >= wanted), WIDTHS[-1])
 
 
-def max_columns(routes: int, num_experts: int, widest: int) -> int:
+def max_columns(routes: int, num_experts: int, width: int) -> int:
     """The most column tiles that `routes` can need."""
     occupied = min(routes, num_experts)
-    return occupied + (routes - occupied) // widest
+    return occupied + (routes - occupied) // width

@@ -23,21 +23,21 @@ from backends.cutedsl.moe.parameters import CONSTANTS as TENSOR_CONSTANTS
 from backends.cutedsl.moe.parameters import DIVISORS, OPERANDS, RESULTS, experts_of, sizes_of
 from backends.cutedsl.sm90_moe.plan import (
     COLUMN_FIELDS,
-    FEW_COLUMNS,
     PANEL_ROWS,
     ROW_BYTES,
     UNIT_BYTES,
     UNIT_K,
+    WIDTHS,
     Sm90MoePlan,
     max_columns,
-    widest_for,
+    width_for,
 )
 from megamoe.contract import HostProgram
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
 
-_SCALARS: Final = ("num_experts", "weight_before", "interleave_log2", "widest", "max_ctas", "prepares")
+_SCALARS: Final = ("num_experts", "weight_before", "interleave_log2", "max_ctas", "prepares")
 PARAMETERS: Final[Mapping[str, Parameter]] = {
     **OPERANDS,
     "columns": TensorParameter("s32", ("column_entries", "column_fields")),
@@ -45,8 +45,8 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
     "w2_packed": TensorParameter("u8", ("w2_panels", "w2_panel_bytes"), 128),
     "w1_tokens": TensorParameter("u8", ("column_tiles", "w1_column_bytes"), 128),
     "w2_tokens": TensorParameter("u8", ("column_tiles", "w2_column_bytes"), 128),
-    "row_factor": TensorParameter("f32", ("column_tiles", "widest_columns")),
-    "row_weight": TensorParameter("f32", ("column_tiles", "widest_columns")),
+    "row_factor": TensorParameter("f32", ("column_tiles", "tile_columns")),
+    "row_weight": TensorParameter("f32", ("column_tiles", "tile_columns")),
     "partials": TensorParameter("f32", ("ctas", "partial_sums")),
     "flags": TensorParameter("s32", ("gemms", "flag_count")),
     **RESULTS,
@@ -82,24 +82,25 @@ _WORKSPACES: Final = frozenset(
 _LAYER_WORKSPACES: Final = _WORKSPACES | {"a2_codes", "a2_sf", "rows"}
 _PREPARED: Final = ("layer", "l1", "l2")
 """Stages whose weights are repacked."""
+ANY_WIDTH: Final = WIDTHS[0]
+"""Of the plan of the other stages, which have no GEMM."""
 
 
-def moe_program(case: Case, max_ctas: int = H200_SM_COUNT, widest: int | None = None) -> HostProgram:
-    """The call that performs `case`. `widest`: the most columns of a tile, where `widest_for` shall not say it.
+def moe_program(case: Case, max_ctas: int = H200_SM_COUNT, width: int | None = None) -> HostProgram:
+    """The call that performs `case`. `width`: columns of a tile, where `width_for` shall not say it.
 
     A CTA takes several tiles in turn where there are more than `max_ctas` of them, and CTAs share the last ones.
     UnsupportedError for more experts than the routing kernel counts.
     """
     stage, experts = str(case["stage"]), experts_of(case)
-    widest = widest_for(case.int("tokens") * case.int("topk"), experts) if widest is None else widest
-    plan = Sm90MoePlan(few=widest <= FEW_COLUMNS)
-    sizes = _sizes(case, plan, widest, max_ctas)
+    width = width_for(case.int("tokens") * case.int("topk"), experts) if width is None else width
+    plan = Sm90MoePlan(width)
+    sizes = _sizes(case, plan, max_ctas)
     parameters = {name: parameter for name, parameter in PARAMETERS.items() if name in STAGES[stage]}
     scalars = {
         "num_experts": experts,
         "weight_before": int(case["weight"] == "before"),
         "interleave_log2": case.int("interleave").bit_length() - 1,
-        "widest": widest,
         "clamp": math.inf if case["clamp"] is None else float(case["clamp"]),
         "max_ctas": max_ctas,
         "prepares": 0,
@@ -110,36 +111,36 @@ def moe_program(case: Case, max_ctas: int = H200_SM_COUNT, widest: int | None = 
         for name, parameter in parameters.items()
         if isinstance(parameter, TensorParameter) and name in workspaces
     }
-    artifact = compiled(stage, plan.few if stage in _PREPARED else True)
+    artifact = compiled(stage, plan.width if stage in _PREPARED else ANY_WIDTH)
     prepare = call_arguments(parameters, sizes, {**scalars, "prepares": 1}) if stage in _PREPARED else {}
     return artifact.program(call_arguments(parameters, sizes, scalars), scratch, prepare=prepare)
 
 
-def _sizes(case: Case, plan: Sm90MoePlan, widest: int, max_ctas: int) -> dict[str, int]:
+def _sizes(case: Case, plan: Sm90MoePlan, max_ctas: int) -> dict[str, int]:
     """All dimensions of PARAMETERS for one case."""
     sizes = sizes_of(case)
-    columns = max_columns(sizes["routes"], sizes["experts"], widest)
+    columns = max_columns(sizes["routes"], sizes["experts"], plan.width)
     hidden_units, intermediate_units = sizes["hidden"] // UNIT_K, sizes["intermediate"] // UNIT_K
     return {
         **sizes,
         **CONSTANTS,
         "column_entries": 1 + columns,
         "column_tiles": columns,
-        "widest_columns": widest,
+        "tile_columns": plan.width,
         "w1_panels": sizes["experts"] * sizes["w1_rows"] // PANEL_ROWS,
         "w1_panel_bytes": hidden_units * UNIT_BYTES,
         "w2_panels": sizes["experts"] * sizes["hidden"] // PANEL_ROWS,
         "w2_panel_bytes": intermediate_units * UNIT_BYTES,
-        "w1_column_bytes": hidden_units * widest * ROW_BYTES,
-        "w2_column_bytes": intermediate_units * widest * ROW_BYTES,
+        "w1_column_bytes": hidden_units * plan.width * ROW_BYTES,
+        "w2_column_bytes": intermediate_units * plan.width * ROW_BYTES,
         "ctas": max_ctas,
-        "partial_sums": plan.widest // 2 * plan.consumers,
+        "partial_sums": plan.width // 2 * plan.consumers,
         "flag_count": max_ctas * plan.consumers // 32,
     }
 
 
 @functools.cache
-def compiled(stage: str, few: bool) -> Artifact:
+def compiled(stage: str, width: int) -> Artifact:
     """The compiled host function of one stage. UnsupportedError if CuTeDSL is not installed."""
 
     def build() -> Artifact:
@@ -148,6 +149,6 @@ def compiled(stage: str, few: bool) -> Artifact:
         parameters = {name: parameter for name, parameter in PARAMETERS.items() if name in STAGES[stage]}
         divisors = {**DIVISORS, **dict.fromkeys(("w1_column_bytes", "w2_column_bytes"), 128)}
         values = fake_values(parameters, CONSTANTS, divisors)
-        return compile_host_function(Sm90Moe(Sm90MoePlan(few)), stage, target="sm_90a", **values)
+        return compile_host_function(Sm90Moe(Sm90MoePlan(width)), stage, target="sm_90a", **values)
 
-    return compiled_kernel("sm90_moe", "sm_90a", {"few": few}, build, f"sm90_moe_{stage}")
+    return compiled_kernel("sm90_moe", "sm_90a", {"width": width}, build, f"sm90_moe_{stage}")

@@ -8,7 +8,6 @@ counts. Then its warps, each with a stretch of the routes, place those of its ex
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import cutlass
@@ -17,7 +16,6 @@ from cutlass import Int32, memory
 
 from backends.cutedsl.moe.layout import MAX_EXPERTS, TILE_M
 from backends.cutedsl.moe.routing import inclusive_sum
-from backends.cutedsl.sm90_moe.plan import WIDTHS
 
 WARPS = 32
 THREADS = 32 * WARPS
@@ -28,8 +26,7 @@ class Columns(NamedTuple):
 
     mRowOfRoute (tokens * topk): the expert row of a route; not written for a route to an expert of another rank.
     mRouteOfRow (rows): its inverse; not written for padding rows.
-    mColumns (1 + column tiles, 4): entry 0 is how many column tiles there are, then (expert, first row, rows, width) of
-    each. mFlags: one a warp that may wait for another CTA (schedule.py), set to 0.
+    mColumns (1 + column tiles, 4): entry 0 is how many column tiles there are, then (expert, first row, rows) of each. mFlags: one a warp that may wait for another CTA (schedule.py), set to 0.
     """
 
     mRowOfRoute: cute.Tensor
@@ -58,13 +55,13 @@ def own_routes(ids: cute.Tensor, sCounts: cute.Tensor, expert: Int32, begin: Int
 
 
 @cute.jit
-def before(sCounts: cute.Tensor, sFirst: cute.Tensor, expert: Int32, widest: Int32, thread: Int32):
+def before(sCounts: cute.Tensor, sFirst: cute.Tensor, expert: Int32, width: Int32, thread: Int32):
     """sFirst: rows and column tiles of the experts before `expert`."""
     rows, columns = Int32(0), Int32(0)
     for earlier in cutlass.range(thread, expert, THREADS, unroll=1):
         count = sCounts[earlier]
         rows += tiles_of(count, TILE_M) * TILE_M
-        columns += tiles_of(count, widest)
+        columns += tiles_of(count, width)
     if rows > 0:
         cute.arch.atomic_add(sFirst.iterator, rows)
         cute.arch.atomic_add(sFirst.iterator + 1, columns)
@@ -86,23 +83,19 @@ def place(ids: cute.Tensor, columns: Columns, expert: Int32, begin: Int32, end: 
 
 
 @cute.jit
-def fill_columns(mColumns: cute.Tensor, expert: Int32, first_row: Int32, first: Int32, count: Int32, widest, thread):
+def fill_columns(mColumns: cute.Tensor, expert: Int32, first_row: Int32, first: Int32, count: Int32, width, thread):
     """The column tiles of an expert, from tile `first` on."""
-    for column in cutlass.range(thread, tiles_of(count, widest), THREADS, unroll=1):
-        rows = cutlass.min(count - column * widest, widest)
-        width = Int32(WIDTHS[0])
-        for narrower, wider in itertools.pairwise(WIDTHS):
-            width = cutlass.select_(rows > narrower, Int32(wider), width)
+    for column in cutlass.range(thread, tiles_of(count, width), THREADS, unroll=1):
+        rows = cutlass.min(count - column * width, width)
         entry = 1 + first + column
         mColumns[entry, 0] = expert
-        mColumns[entry, 1] = first_row + column * widest
+        mColumns[entry, 1] = first_row + column * width
         mColumns[entry, 2] = rows
-        mColumns[entry, 3] = width
 
 
 @cute.kernel
-def routing_kernel(mTopkIds: cute.Tensor, columns: Columns, widest: Int32):
-    """`columns` from mTopkIds (tokens * topk). A CTA an expert; `widest`: the most columns of a tile."""
+def routing_kernel(mTopkIds: cute.Tensor, columns: Columns, width: Int32):
+    """`columns` from mTopkIds (tokens * topk). A CTA an expert; `width`: columns of a tile."""
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     expert, _, _ = cute.arch.block_idx()
@@ -130,11 +123,11 @@ def routing_kernel(mTopkIds: cute.Tensor, columns: Columns, widest: Int32):
         sWarps[warp] = own
     cute.arch.sync_threads()
 
-    before(sCounts, sFirst, expert, widest, thread)
+    before(sCounts, sFirst, expert, width, thread)
     cute.arch.sync_threads()
     first_row, first_column, count = sFirst[0], sFirst[1], sCounts[expert]
     earlier = inclusive_sum(sWarps[lane], lane) - sWarps[lane]
     place(mTopkIds, columns, expert, begin, end, first_row + cute.arch.shuffle_sync(earlier, warp), lane)
-    fill_columns(columns.mColumns, expert, first_row, first_column, count, widest, thread)
+    fill_columns(columns.mColumns, expert, first_row, first_column, count, width, thread)
     if expert == experts - 1 and thread == 0:
-        columns.mColumns[0, 0] = first_column + tiles_of(count, widest)
+        columns.mColumns[0, 0] = first_column + tiles_of(count, width)

@@ -53,14 +53,13 @@ class Walk(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Turns `first` to `stop - 1` along K of a tile: `rows` of `expert`, from `first_row` on, in `width` columns."""
+    """Turns `first` to `stop - 1` along K of a tile: `rows` of `expert`, from `first_row` on."""
 
     column: Int32
     tile_m: Int32
     expert: Int32
     first_row: Int32
     rows: Int32
-    width: Int32
     first: Int32
     stop: Int32
 
@@ -93,15 +92,15 @@ def piece_at(gemm: GroupedGemm, items: Walk, number: Int32) -> Piece:
         first = cutlass.max(items.begin - place * gemm.turns, Int32(0))
         stop = cutlass.min(items.end - place * gemm.turns, gemm.turns)
     column = tile // items.tiles_m
-    expert, first_row, rows, width = Int32(0), Int32(0), Int32(0), Int32(0)
+    expert, first_row, rows = Int32(0), Int32(0), Int32(0)
     if number < items.pieces:
-        expert, first_row, rows, width = (gemm.mColumns[1 + column, field] for field in range(4))
-    return Piece(column, tile % items.tiles_m, expert, first_row, rows, width, first, stop)
+        expert, first_row, rows = (gemm.mColumns[1 + column, field] for field in range(3))
+    return Piece(column, tile % items.tiles_m, expert, first_row, rows, first, stop)
 
 
 def partial(plan: Sm90MoePlan, gemm: GroupedGemm, block: Int32, thread: Int32, registers: int) -> cute.Tensor:
     """(register): the sums of a thread of `block` on their way to another CTA."""
-    slot = plan.widest // 2 * plan.consumers
+    slot = plan.width // 2 * plan.consumers
     pointer = gemm.mPartials.iterator + Int64(block) * slot + thread
     return cute.make_tensor(pointer, cute.make_layout(registers, stride=plan.consumers))
 
