@@ -3,7 +3,8 @@
 """The epilogues of the grouped GEMMs, from accumulators in registers.
 
 Registers 4 b + 2 r + c of a thread: weight row 16 warp + lane / 4 + 8 r of the warpgroup's 64 and column 8 b +
-2 (lane % 4) + c. repack.py puts the gate of an output in row g and its up in row g + 8, and two neighbouring rows of w2 likewise.
+2 (lane % 4) + c. repack.py puts the gate of an output in row g and its up in row g + 8, and two neighbouring rows of w2
+likewise.
 
 L1: SwiGLU in registers. A block of 16 outputs is in two warps, so activations go through shared memory, 64 tokens at a
 time; then a thread has a whole block. L2: two neighbouring bf16 of a row a store, 32 bytes of a token by eight lanes.

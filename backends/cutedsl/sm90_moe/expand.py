@@ -105,7 +105,7 @@ def expand_row(x: Nvfp4, expanded: Expanded, source: Int32, column: Int32, row: 
 
 @cute.kernel
 def gather_kernel(x: Nvfp4, expanded: Expanded, factors: Factors):
-    """Tokens `x` as the rows of the column tiles, and the factors of these. Grid: column tiles at most, columns of a tile."""
+    """Tokens `x` as the rows of column tiles, and their factors. Grid: column tiles at most, columns of a tile."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()

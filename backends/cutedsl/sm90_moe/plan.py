@@ -60,8 +60,8 @@ RESULT_FACTOR = float(1 << 2 * OPERAND_BIAS)
 class Sm90MoePlan:
     """The compile-time shape of a grouped GEMM. `width`: columns of a tile, N of wgmma, one of WIDTHS.
 
-    Up to 64 columns: four warpgroups, 256 weight rows. All traffic is weights, and unpacking must keep up with it. More:
-    two warpgroups, 128 weight rows, with 128 accumulators a thread.
+    Up to 64 columns: four warpgroups, 256 weight rows. All traffic is weights, and unpacking must keep up with it.
+    More: two warpgroups, 128 weight rows, with 128 accumulators a thread.
 
     One kernel has one width: ptxas 13.5 gives each width of several registers of its own and then serialises wgmmas.
     """

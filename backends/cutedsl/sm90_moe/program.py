@@ -93,7 +93,10 @@ def moe_program(case: Case, max_ctas: int = H200_SM_COUNT, width: int | None = N
     UnsupportedError for more experts than the routing kernel counts.
     """
     stage, experts = str(case["stage"]), experts_of(case)
-    width = width_for(case.int("tokens") * case.int("topk"), experts) if width is None else width
+    if stage not in _PREPARED:
+        width = ANY_WIDTH
+    elif width is None:
+        width = width_for(case.int("tokens") * case.int("topk"), experts)
     plan = Sm90MoePlan(width)
     sizes = _sizes(case, plan, max_ctas)
     parameters = {name: parameter for name, parameter in PARAMETERS.items() if name in STAGES[stage]}
@@ -111,7 +114,7 @@ def moe_program(case: Case, max_ctas: int = H200_SM_COUNT, width: int | None = N
         for name, parameter in parameters.items()
         if isinstance(parameter, TensorParameter) and name in workspaces
     }
-    artifact = compiled(stage, plan.width if stage in _PREPARED else ANY_WIDTH)
+    artifact = compiled(stage, width)
     prepare = call_arguments(parameters, sizes, {**scalars, "prepares": 1}) if stage in _PREPARED else {}
     return artifact.program(call_arguments(parameters, sizes, scalars), scratch, prepare=prepare)
 

@@ -26,7 +26,8 @@ class Columns(NamedTuple):
 
     mRowOfRoute (tokens * topk): the expert row of a route; not written for a route to an expert of another rank.
     mRouteOfRow (rows): its inverse; not written for padding rows.
-    mColumns (1 + column tiles, 4): entry 0 is how many column tiles there are, then (expert, first row, rows) of each. mFlags: one a warp that may wait for another CTA (schedule.py), set to 0.
+    mColumns (1 + column tiles, 4): entry 0 is how many column tiles there are, then (expert, first row, rows) of each.
+    mFlags: one a warp that may wait for another CTA (schedule.py), set to 0.
     """
 
     mRowOfRoute: cute.Tensor
