@@ -19,17 +19,20 @@ from backends.cutedsl.sm90_moe.plan import RESULT_FACTOR, ROW_BYTES, UNIT_K
 from backends.cutedsl.sm90_moe.unpack import times
 
 THREADS = 128
+CTAS_PER_SM = 16
 CHUNK_BYTES = 16
 """What the swizzle moves together: four elements of each of two blocks."""
 CHUNKS = ROW_BYTES // CHUNK_BYTES
 
 
 class Expanded(NamedTuple):
-    """Where expanded rows go: u8, column tiles of `pitch` bytes; the table of column tiles; units along K."""
+    """Where expanded rows go: u8, column tiles of `pitch` bytes, `width` rows each; the table of column tiles; units
+    along K."""
 
     mRows: cute.Tensor
     mColumns: cute.Tensor
     pitch: Int64
+    width: Int32
     units: Int32
 
 
@@ -88,7 +91,7 @@ def expand_chunk(x: Nvfp4, source: Int32, unit: Int32, inside: Int32, rChunk: cu
 
 
 @cute.jit
-def expand_row(x: Nvfp4, expanded: Expanded, source: Int32, column: Int32, row: Int32, width: Int32, thread: Int32):
+def expand_row(x: Nvfp4, expanded: Expanded, source: Int32, column: Int32, row: Int32, thread: Int32):
     """All of a row, 16 bytes a thread at a time, so that a warp writes whole rows of a unit.
 
     Chunk c of a unit: elements 4 (c % 4) and on of blocks 2 (c / 4) and its next; it is stored at c ^ row % 8.
@@ -98,21 +101,22 @@ def expand_row(x: Nvfp4, expanded: Expanded, source: Int32, column: Int32, row: 
     for chunk in cutlass.range(thread, expanded.units * CHUNKS, THREADS, unroll=4):
         unit, inside = chunk // CHUNKS, chunk % CHUNKS
         expand_chunk(x, source, unit, inside, rChunk)
-        place = first + unit * width * ROW_BYTES + (inside ^ row % CHUNKS) * CHUNK_BYTES
+        place = first + unit * expanded.width * ROW_BYTES + (inside ^ row % CHUNKS) * CHUNK_BYTES
         target = cute.recast_ptr(expanded.mRows.iterator + cute.assume(place, divby=CHUNK_BYTES), dtype=Uint32)
         cute.autovec_copy(rChunk, cute.make_tensor(target, cute.make_layout(CHUNK_BYTES // 4)))
 
 
 @cute.kernel
 def gather_kernel(x: Nvfp4, expanded: Expanded, factors: Factors):
-    """Tokens `x` as the rows of column tiles, and their factors. Grid: column tiles at most, columns of a tile."""
+    """Tokens `x` as the rows of column tiles, and their factors. A CTA takes one row after another."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
-    column, row, _ = cute.arch.block_idx()
-    _, width, _ = cute.arch.grid_dim()
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
     mFactor, mWeight = factors.mFactor, factors.mWeight
-    if column < expanded.mColumns[0, 0]:
+    for index in cutlass.range(block, expanded.mColumns[0, 0] * expanded.width, blocks, unroll=1):
+        column, row = index // expanded.width, index % expanded.width
         expert, first_row, rows = (expanded.mColumns[1 + column, field] for field in range(3))
         factor, weight = Float32(0.0), Float32(0.0)
         if row < rows:
@@ -123,7 +127,7 @@ def gather_kernel(x: Nvfp4, expanded: Expanded, factors: Factors):
                 weight = Float32(1.0)
                 if factors.weighted != 0:
                     weight = factors.mTopkWeights[route]
-            expand_row(x, expanded, token, column, row, width, thread)
+            expand_row(x, expanded, token, column, row, thread)
         if thread == 0:
             mFactor[column, row] = factor
             mWeight[column, row] = weight
@@ -131,13 +135,14 @@ def gather_kernel(x: Nvfp4, expanded: Expanded, factors: Factors):
 
 @cute.kernel
 def expand_kernel(a: Nvfp4, expanded: Expanded):
-    """Expert rows `a` as the rows of the column tiles. Grid: column tiles at most, columns of a tile."""
+    """Expert rows `a` as the rows of column tiles. A CTA takes one row after another."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
-    column, row, _ = cute.arch.block_idx()
-    _, width, _ = cute.arch.grid_dim()
-    if column < expanded.mColumns[0, 0]:
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    for index in cutlass.range(block, expanded.mColumns[0, 0] * expanded.width, blocks, unroll=1):
+        column, row = index // expanded.width, index % expanded.width
         first_row, rows = (expanded.mColumns[1 + column, field] for field in range(1, 3))
         if row < rows:
-            expand_row(a, expanded, first_row + row, column, row, width, thread)
+            expand_row(a, expanded, first_row + row, column, row, thread)

@@ -94,10 +94,13 @@ class Sm90Moe:
 
     def _expanded(self, call: SimpleNamespace, k_bytes: Int32, m_rows: cute.Tensor) -> expand.Expanded:
         units = k_bytes // (UNIT_K // 2)
-        return expand.Expanded(m_rows, call.columns, Int64(units) * self.plan.width * ROW_BYTES, units)
+        return expand.Expanded(
+            m_rows, call.columns, Int64(units) * self.plan.width * ROW_BYTES, Int32(self.plan.width), units
+        )
 
     def _expand_shape(self, call: SimpleNamespace) -> dict[str, object]:
-        grid = [call.columns.shape[0] - 1, self.plan.width, 1]
+        rows = (call.columns.shape[0] - 1) * self.plan.width
+        grid = [cutlass.min(rows, expand.CTAS_PER_SM * call.max_ctas), 1, 1]
         return {"grid": grid, "block": [expand.THREADS, 1, 1], "stream": call.stream, "use_pdl": True}
 
     def _gemm(self, call: SimpleNamespace, w: Nvfp4, packed: cute.Tensor, expanded: expand.Expanded, flags: int):

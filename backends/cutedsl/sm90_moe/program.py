@@ -82,6 +82,7 @@ _WORKSPACES: Final = frozenset(
 _LAYER_WORKSPACES: Final = _WORKSPACES | {"a2_codes", "a2_sf", "rows"}
 _PREPARED: Final = ("layer", "l1", "l2")
 """Stages whose weights are repacked."""
+SLICES: Final = 8
 ANY_WIDTH: Final = WIDTHS[0]
 """Of the plan of the other stages, which have no GEMM."""
 
@@ -96,7 +97,7 @@ def moe_program(case: Case, max_ctas: int = H200_SM_COUNT, width: int | None = N
     if stage not in _PREPARED:
         width = ANY_WIDTH
     elif width is None:
-        width = width_for(case.int("tokens") * case.int("topk"), experts)
+        width = width_for(expected_routes(case), experts)
     plan = Sm90MoePlan(width)
     sizes = _sizes(case, plan, max_ctas)
     parameters = {name: parameter for name, parameter in PARAMETERS.items() if name in STAGES[stage]}
@@ -117,6 +118,12 @@ def moe_program(case: Case, max_ctas: int = H200_SM_COUNT, width: int | None = N
     artifact = compiled(stage, width)
     prepare = call_arguments(parameters, sizes, {**scalars, "prepares": 1}) if stage in _PREPARED else {}
     return artifact.program(call_arguments(parameters, sizes, scalars), scratch, prepare=prepare)
+
+
+def expected_routes(case: Case) -> int:
+    """Routes that come to this rank, as whoever calls it knows. Of a slice it is one rank of eight."""
+    routes = case.int("tokens") * case.int("topk")
+    return -(-routes // SLICES) if case["load"] == "slice" else routes
 
 
 def _sizes(case: Case, plan: Sm90MoePlan, max_ctas: int) -> dict[str, int]:
