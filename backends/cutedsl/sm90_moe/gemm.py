@@ -1,24 +1,15 @@
-# ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""The persistent grouped GEMM on sm_90a: weights out of shared memory into registers, unpacked, times the tokens.
+"""The persistent grouped GEMM on sm_90a.
 
-    warpgroup 0   the producer: a warp brings weights and tokens, a stage at a time; its registers go to the others
-    the others    the consumers, 64 weight rows each: A from registers by wgmma, then the epilogue
-
-A consumer has two sets of registers for A: while the tensor core multiplies with one, the threads unpack the next unit
-into the other. A stage is given back when its wgmmas are known to be done, one unit later.
+warpgroup 0   the producer: a warp brings weights and tokens, a stage at a time; its registers go to the others
+the others    the consumers, 64 weight rows each: the products (multiply.py), then the epilogue
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Int32, Int64, Uint8, Uint32, memory
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, memory
 
 from backends.cutedsl.device import WARPGROUP
 from backends.cutedsl.ring import (
@@ -28,34 +19,19 @@ from backends.cutedsl.ring import (
     allocate_rings,
     init_rings,
     ring_start,
-    wait_full,
 )
 from backends.cutedsl.sm90_moe.epilogue import Consumer, RowsTensors, SwigluTensors, store_activations, store_rows
+from backends.cutedsl.sm90_moe.multiply import GemmSmem, multiply
 from backends.cutedsl.sm90_moe.plan import (
-    BLOCK_BYTES,
-    CODES_BYTES,
     GROUP_M,
-    K_STEPS,
-    LANE_BYTES,
-    PAIR_BYTES,
     PRODUCER_REGISTERS,
     ROW_BYTES,
     STAGED_PITCH,
     TURN_UNITS,
     UNIT_BYTES,
-    UNIT_K,
     Sm90MoePlan,
 )
-from backends.cutedsl.sm90_moe.schedule import GroupedGemm, Piece, hand_over, piece_at, take_over, walk
-from backends.cutedsl.sm90_moe.unpack import unpack
-
-
-class GemmSmem(NamedTuple):
-    """The ring: tokens f16, swizzled, flat; weights u8, flat. sStaged: the staging of L1's epilogue, or None."""
-
-    sB: cute.Tensor
-    sA: cute.Tensor
-    sStaged: cute.Tensor | None
+from backends.cutedsl.sm90_moe.schedule import GroupedGemm, Piece, entry_at, hand_over, piece_at, take_over, walk
 
 
 def bulk_load(target: cute.Pointer, source: cute.Pointer, size: int, barrier: cute.Pointer) -> None:
@@ -94,102 +70,14 @@ def load_piece(plan: Sm90MoePlan, gemm: GroupedGemm, smem: GemmSmem, ring: Stage
 
 @cute.jit
 def load_warp(plan: Sm90MoePlan, gemm: GroupedGemm, smem: GemmSmem, ring: StageRing):
-    """The producer's work loop. The next piece is read while this one is loaded."""
+    """The producer's work loop. The next entry is read while this piece is loaded."""
     items = walk(plan, gemm)
     place = ring_start(ring, True)
-    piece = piece_at(gemm, items, Int32(0))
+    entry = entry_at(gemm, items, Int32(0))
     for number in cutlass.range(items.pieces, unroll=1):
-        following = piece_at(gemm, items, number + 1)
-        place = load_piece(plan, gemm, smem, ring, place, piece)
-        piece = following
-
-
-def make_mma(width: int) -> cute.TiledMma:
-    """(64, width) += A B, A from registers, both K-major."""
-    k_major = OperandMajorMode.K
-    return hopper_helpers.make_trivial_tiled_mma(
-        Float16, Float16, k_major, k_major, Float32, (1, 1, 1), (GROUP_M, width), warpgroup.OperandSource.RMEM
-    )
-
-
-def tokens_of(plan: Sm90MoePlan, sB: cute.Tensor) -> cute.Tensor:
-    """(column, K, unit of stage, stage) f16, as wgmma reads them."""
-    layout = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (GROUP_M, plan.width, UNIT_K), Float16, 1)
-    unit = cute.select(layout.outer, [0, 1])
-    stages = cute.make_layout((plan.units, plan.stages), stride=(plan.width * UNIT_K, plan.b_bytes // 2))
-    pointer = cute.recast_ptr(sB.iterator, layout.inner, dtype=Float16)
-    return cute.make_tensor(pointer, cute.append(cute.append(unit, stages[0]), stages[1]))
-
-
-@cute.jit
-def load_unit(
-    plan: Sm90MoePlan, sA: cute.Tensor, stage: Int32, unit: int, rCodes: cute.Tensor, rScales: cute.Tensor, consumer
-):
-    """What this thread unpacks of a unit: a word of codes a k-step, a word of block scales for two."""
-    in_group, group = consumer.in_group, consumer.group
-    block = stage * plan.a_bytes + (group // 2 * plan.units + unit) * UNIT_BYTES + group % 2 * BLOCK_BYTES
-    codes = cute.recast_ptr(sA.iterator + cute.assume(block + in_group * LANE_BYTES, divby=LANE_BYTES), dtype=Uint32)
-    cute.autovec_copy(cute.make_tensor(codes, cute.make_layout(cute.size(rCodes))), rCodes)
-    pair = block + CODES_BYTES + (in_group // 32 * 8 + consumer.quad) * PAIR_BYTES
-    scales = cute.recast_ptr(sA.iterator + cute.assume(pair, divby=PAIR_BYTES), dtype=Uint32)
-    cute.autovec_copy(cute.make_tensor(scales, cute.make_layout(cute.size(rScales))), rScales)
-
-
-def give_back(ring: StageRing, stage: Int32, leads: Boolean) -> None:
-    """Tell the producer that this warp has read the stage. `leads`: one lane of it.
-
-    Without a branch: ptxas 13.5 gives up the pipeline of wgmmas that one divides.
-    """
-    cute.arch.inline_ptx(
-        "mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[ring.empty + stage], predicate=leads
-    )
-
-
-@cute.jit
-def multiply(
-    plan: Sm90MoePlan,
-    smem: GemmSmem,
-    ring: StageRing,
-    place: RingPlace,
-    turns: Int32,
-    rAcc: cute.Tensor,
-    consumer: Consumer,
-):
-    """rAcc f32 = the products of `turns` turns. Returns the next place in the ring."""
-    mma = make_mma(plan.width)
-    mma.set(warpgroup.Field.ACCUMULATE, True)
-    slice_of = mma.get_slice(0)
-    tCrB = slice_of.make_fragment_B(slice_of.partition_B(tokens_of(plan, smem.sB)))
-    tCrC = cute.make_tensor(
-        rAcc.iterator, slice_of.make_fragment_C(slice_of.partition_shape_C((GROUP_M, plan.width))).layout
-    )
-    layout_a = slice_of.make_fragment_A(slice_of.partition_shape_A((GROUP_M, UNIT_K))).layout
-    rA = [cute.make_rmem_tensor((4, K_STEPS), Uint32) for _ in range(TURN_UNITS)]
-    rCodes = cute.make_rmem_tensor(K_STEPS, Uint32)
-    rScales = cute.make_rmem_tensor(K_STEPS // 2, Uint32)
-    rAcc.fill(0.0)
-    before = place.stage
-    for turn in cutlass.range(turns, unroll=1):
-        for unit in cutlass.range_constexpr(TURN_UNITS):
-            inside = cutlass.const_expr(unit % plan.units)
-            if cutlass.const_expr(inside == 0):
-                wait_full(ring, place)
-            load_unit(plan, smem.sA, place.stage, inside, rCodes, rScales, consumer)
-            unpack(rCodes, rScales, rA[unit])
-            tCrA = cute.make_tensor(cute.recast_ptr(rA[unit].iterator, dtype=Float16), layout_a)
-            warpgroup.fence()
-            for step in cutlass.range_constexpr(K_STEPS):
-                cute.gemm(mma, tCrC, tCrA[None, None, step], tCrB[None, None, step, inside, place.stage], tCrC)
-            warpgroup.commit_group()
-            warpgroup.wait_group(1)
-            if cutlass.const_expr(inside == 0):
-                give_back(ring, before, consumer.leads if unit > 0 else consumer.leads & (turn > 0))
-            if cutlass.const_expr(inside == plan.units - 1):
-                before = place.stage
-                place = advanced(ring, place)
-    warpgroup.wait_group(0)
-    give_back(ring, before, consumer.leads)
-    return place
+        following = entry_at(gemm, items, number + 1)
+        place = load_piece(plan, gemm, smem, ring, place, piece_at(gemm, items, number, entry))
+        entry = following
 
 
 @cute.jit
@@ -227,12 +115,13 @@ def consumer_warpgroup(
     items = walk(plan, gemm)
     place = ring_start(ring, False)
     rAcc = cute.make_rmem_tensor(plan.width // 2, Float32)
-    piece = piece_at(gemm, items, Int32(0))
+    entry = entry_at(gemm, items, Int32(0))
     for number in cutlass.range(items.pieces, unroll=1):
-        following = piece_at(gemm, items, number + 1)
+        following = entry_at(gemm, items, number + 1)
+        piece = piece_at(gemm, items, number, entry)
         place = multiply(plan, smem, ring, place, piece.stop - piece.first, rAcc, consumer)
         finish(plan, gemm, smem, tensors, piece, rAcc, consumer)
-        piece = following
+        entry = following
 
 
 def allocate(plan: Sm90MoePlan, allocator: memory.SmemAllocator, staged: bool) -> GemmSmem:

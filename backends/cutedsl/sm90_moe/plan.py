@@ -41,6 +41,8 @@ TURN_UNITS = 2
 WIDTHS = (8, 16, 32, 64, 128, 256)
 FEW_COLUMNS = 64
 """The widest column tile of four warpgroups: the accumulators of a wider one leave a thread too few registers."""
+WARP_COLUMNS = 8
+"""Columns of a tile that each warp multiplies by itself."""
 MAX_STAGED_TOKENS = 64
 """Tokens in shared memory whose blocks of 16 are one a thread of a warpgroup."""
 STAGED_PITCH = GROUP_M // 2 + 4

@@ -80,9 +80,17 @@ def walk(plan: Sm90MoePlan, gemm: GroupedGemm) -> Walk:
     return Walk(whole, whole * workers, begin, end, pieces, tiles_m)
 
 
+class Entry(NamedTuple):
+    """What the table says of a column tile: `rows` of `expert`, from `first_row` on."""
+
+    expert: Int32
+    first_row: Int32
+    rows: Int32
+
+
 @cute.jit
-def piece_at(gemm: GroupedGemm, items: Walk, number: Int32) -> Piece:
-    """Piece `number`; past the last it means nothing."""
+def tile_at(gemm: GroupedGemm, items: Walk, number: Int32) -> tuple[Int32, Int32, Int32]:
+    """The tile of piece `number`, and its first turn and the one behind its last."""
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     tile, first, stop = number * blocks + block, Int32(0), gemm.turns
@@ -91,11 +99,23 @@ def piece_at(gemm: GroupedGemm, items: Walk, number: Int32) -> Piece:
         tile = items.first_tile + place
         first = cutlass.max(items.begin - place * gemm.turns, Int32(0))
         stop = cutlass.min(items.end - place * gemm.turns, gemm.turns)
-    column = tile // items.tiles_m
+    return tile, first, stop
+
+
+@cute.jit
+def entry_at(gemm: GroupedGemm, items: Walk, number: Int32) -> Entry:
+    """The entry of piece `number`; past the last it means nothing."""
     expert, first_row, rows = Int32(0), Int32(0), Int32(0)
     if number < items.pieces:
-        expert, first_row, rows = (gemm.mColumns[1 + column, field] for field in range(3))
-    return Piece(column, tile % items.tiles_m, expert, first_row, rows, first, stop)
+        column = 1 + tile_at(gemm, items, number)[0] // items.tiles_m
+        expert, first_row, rows = (gemm.mColumns[column, field] for field in range(3))
+    return Entry(expert, first_row, rows)
+
+
+def piece_at(gemm: GroupedGemm, items: Walk, number: Int32, entry: Entry) -> Piece:
+    """Piece `number`, whose entry has been read before."""
+    tile, first, stop = tile_at(gemm, items, number)
+    return Piece(tile // items.tiles_m, tile % items.tiles_m, *entry, first, stop)
 
 
 def partial(plan: Sm90MoePlan, gemm: GroupedGemm, block: Int32, thread: Int32, registers: int) -> cute.Tensor:
