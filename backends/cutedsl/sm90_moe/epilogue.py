@@ -21,7 +21,7 @@ from backends.cutedsl.moe.layout import SF_VEC_SIZE
 from backends.cutedsl.moe.nvfp4 import Nvfp4
 from backends.cutedsl.sm90_moe.plan import GROUP_M, RESULT_FACTOR, Sm90MoePlan
 from backends.cutedsl.sm90_moe.requantise import CODE_WORDS, quantise_block, store_block
-from backends.cutedsl.sm90_moe.schedule import Piece
+from backends.cutedsl.sm90_moe.schedule import ColumnPiece
 
 OUTPUTS = GROUP_M // 2
 """Activations that a warpgroup has of a token."""
@@ -30,7 +30,7 @@ STAGING_BARRIER = 1
 """Named barriers: warpgroup g meets at STAGING_BARRIER + g."""
 
 
-class SwigluTensors(NamedTuple):
+class ColumnActivations(NamedTuple):
     """Factors and weights by column tile and column (expand.py), global scales of a2 by expert, a2 by expert row.
 
     `clamp`: +inf for none.
@@ -43,7 +43,7 @@ class SwigluTensors(NamedTuple):
     clamp: Float32
 
 
-class RowsTensors(NamedTuple):
+class ColumnRows(NamedTuple):
     """Expert rows bf16 (rows, hidden), and the global scales of experts."""
 
     mRows: cute.Tensor
@@ -51,7 +51,7 @@ class RowsTensors(NamedTuple):
     mW2_gs: cute.Tensor
 
 
-class Consumer(NamedTuple):
+class ColumnConsumer(NamedTuple):
     """A thread of the consumers: its number among them, its warpgroup, its number there, its lane's row and column of
     an 8 x 8 part of an accumulator, and whether it is the first lane of its warp."""
 
@@ -82,7 +82,12 @@ def swiglu(gate: Float32, up: Float32, clamp: Float32) -> Float32:
 
 @cute.jit
 def store_activations(
-    plan: Sm90MoePlan, tensors: SwigluTensors, piece: Piece, rAcc: cute.Tensor, sStaged: cute.Tensor, consumer: Consumer
+    plan: Sm90MoePlan,
+    tensors: ColumnActivations,
+    piece: ColumnPiece,
+    rAcc: cute.Tensor,
+    sStaged: cute.Tensor,
+    consumer: ColumnConsumer,
 ):
     """The end of a tile of L1. sStaged (token, output, warpgroup) f32."""
     rH = cute.make_rmem_tensor(SF_VEC_SIZE, Float32)
@@ -109,7 +114,7 @@ def store_activations(
 
 
 @cute.jit
-def store_rows(plan: Sm90MoePlan, tensors: RowsTensors, piece: Piece, rAcc: cute.Tensor, consumer: Consumer):
+def store_rows(plan: Sm90MoePlan, tensors: ColumnRows, piece: ColumnPiece, rAcc: cute.Tensor, consumer: ColumnConsumer):
     """The end of a tile of L2. Rows of W past the last do not exist where a tile is larger than what is left."""
     scale = tensors.mA2_gs[piece.expert] * tensors.mW2_gs[piece.expert] * RESULT_FACTOR
     hidden, pair = here(tensors.mRows.shape[1]), here(2 * consumer.quad_lane)

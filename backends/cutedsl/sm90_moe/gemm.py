@@ -20,7 +20,13 @@ from backends.cutedsl.ring import (
     init_rings,
     ring_start,
 )
-from backends.cutedsl.sm90_moe.epilogue import Consumer, RowsTensors, SwigluTensors, store_activations, store_rows
+from backends.cutedsl.sm90_moe.epilogue import (
+    ColumnActivations,
+    ColumnConsumer,
+    ColumnRows,
+    store_activations,
+    store_rows,
+)
 from backends.cutedsl.sm90_moe.multiply import GemmSmem, multiply
 from backends.cutedsl.sm90_moe.plan import (
     GROUP_M,
@@ -31,7 +37,7 @@ from backends.cutedsl.sm90_moe.plan import (
     UNIT_BYTES,
     Sm90MoePlan,
 )
-from backends.cutedsl.sm90_moe.schedule import GroupedGemm, Piece, entry_at, hand_over, piece_at, take_over, walk
+from backends.cutedsl.sm90_moe.schedule import ColumnGemm, ColumnPiece, entry_at, hand_over, piece_at, take_over, walk
 
 
 def bulk_load(target: cute.Pointer, source: cute.Pointer, size: int, barrier: cute.Pointer) -> None:
@@ -43,7 +49,9 @@ def bulk_load(target: cute.Pointer, source: cute.Pointer, size: int, barrier: cu
 
 
 @cute.jit
-def load_piece(plan: Sm90MoePlan, gemm: GroupedGemm, smem: GemmSmem, ring: StageRing, place: RingPlace, piece: Piece):
+def load_piece(
+    plan: Sm90MoePlan, gemm: ColumnGemm, smem: GemmSmem, ring: StageRing, place: RingPlace, piece: ColumnPiece
+):
     """The stages of a piece. Of a tile that is larger than what is left of W, the last panel is loaded twice."""
     units = gemm.turns * TURN_UNITS
     tokens = piece.column * gemm.pitch + Int64(piece.first) * (TURN_UNITS * plan.width * ROW_BYTES)
@@ -69,7 +77,7 @@ def load_piece(plan: Sm90MoePlan, gemm: GroupedGemm, smem: GemmSmem, ring: Stage
 
 
 @cute.jit
-def load_warp(plan: Sm90MoePlan, gemm: GroupedGemm, smem: GemmSmem, ring: StageRing):
+def load_warp(plan: Sm90MoePlan, gemm: ColumnGemm, smem: GemmSmem, ring: StageRing):
     """The producer's work loop. The next entry is read while this piece is loaded."""
     items = walk(plan, gemm)
     place = ring_start(ring, True)
@@ -83,12 +91,12 @@ def load_warp(plan: Sm90MoePlan, gemm: GroupedGemm, smem: GemmSmem, ring: StageR
 @cute.jit
 def finish(
     plan: Sm90MoePlan,
-    gemm: GroupedGemm,
+    gemm: ColumnGemm,
     smem: GemmSmem,
-    tensors: SwigluTensors | RowsTensors,
-    piece: Piece,
+    tensors: ColumnActivations | ColumnRows,
+    piece: ColumnPiece,
     rAcc: cute.Tensor,
-    consumer: Consumer,
+    consumer: ColumnConsumer,
 ):
     """Hand the sums of a piece over, or take over those of the rest of the tile and store it."""
     if piece.first > 0:
@@ -105,11 +113,11 @@ def finish(
 @cute.jit
 def consumer_warpgroup(
     plan: Sm90MoePlan,
-    gemm: GroupedGemm,
+    gemm: ColumnGemm,
     smem: GemmSmem,
-    tensors: SwigluTensors | RowsTensors,
+    tensors: ColumnActivations | ColumnRows,
     ring: StageRing,
-    consumer: Consumer,
+    consumer: ColumnConsumer,
 ):
     """The work loop of a consumer."""
     items = walk(plan, gemm)
@@ -137,7 +145,9 @@ def allocate(plan: Sm90MoePlan, allocator: memory.SmemAllocator, staged: bool) -
 
 
 @cute.jit
-def grouped_gemm(plan: Sm90MoePlan, gemm: GroupedGemm, tensors: SwigluTensors | RowsTensors, staged: cutlass.Constexpr):
+def grouped_gemm(
+    plan: Sm90MoePlan, gemm: ColumnGemm, tensors: ColumnActivations | ColumnRows, staged: cutlass.Constexpr
+):
     """The body of both kernels: dispatch the warps to their roles. `tensors`: those of the epilogue."""
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -159,17 +169,19 @@ def grouped_gemm(plan: Sm90MoePlan, gemm: GroupedGemm, tensors: SwigluTensors | 
         cute.arch.setmaxregister_increase(plan.consumer_registers)
         number, in_group = thread - WARPGROUP, thread % WARPGROUP
         group = cute.arch.make_warp_uniform((warp - 4) // 4)
-        consumer = Consumer(number, group, in_group, in_group % 32 // 4, in_group % 4, Boolean(in_group % 32 == 0))
+        consumer = ColumnConsumer(
+            number, group, in_group, in_group % 32 // 4, in_group % 4, Boolean(in_group % 32 == 0)
+        )
         consumer_warpgroup(plan, gemm, smem, tensors, ring, consumer)
 
 
 @cute.kernel
-def swiglu_kernel(plan: cutlass.Constexpr, gemm: GroupedGemm, tensors: SwigluTensors):
+def swiglu_kernel(plan: cutlass.Constexpr, gemm: ColumnGemm, tensors: ColumnActivations):
     """L1: a2 = requantise(swiglu(W1 x)), by expert row."""
     grouped_gemm(plan, gemm, tensors, True)
 
 
 @cute.kernel
-def rows_kernel(plan: cutlass.Constexpr, gemm: GroupedGemm, tensors: RowsTensors):
+def rows_kernel(plan: cutlass.Constexpr, gemm: ColumnGemm, tensors: ColumnRows):
     """L2: rows = W2 a2, by expert row."""
     grouped_gemm(plan, gemm, tensors, False)

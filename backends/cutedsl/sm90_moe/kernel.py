@@ -23,10 +23,10 @@ from backends.cutedsl.moe import combine
 from backends.cutedsl.moe.layout import SF_VEC_SIZE
 from backends.cutedsl.moe.nvfp4 import Nvfp4
 from backends.cutedsl.sm90_moe import expand, repack, requantise, routing
-from backends.cutedsl.sm90_moe.epilogue import RowsTensors, SwigluTensors
+from backends.cutedsl.sm90_moe.epilogue import ColumnActivations, ColumnRows
 from backends.cutedsl.sm90_moe.gemm import rows_kernel, swiglu_kernel
 from backends.cutedsl.sm90_moe.plan import PANEL_ROWS, ROW_BYTES, UNIT_K, Sm90MoePlan
-from backends.cutedsl.sm90_moe.schedule import GroupedGemm
+from backends.cutedsl.sm90_moe.schedule import ColumnGemm
 
 
 def ceil_div(a: Int32, b: int) -> Int32:
@@ -107,7 +107,7 @@ class Sm90Moe:
         """The operands and sizes of a product, and how it is launched. `flags`: which half of the flags are its."""
         panels = w.codes.shape[1] // PANEL_ROWS
         m_flags = cute.make_tensor(call.flags.iterator + flags * call.flags.shape[1], call.flags[0, None].layout)
-        gemm = GroupedGemm(
+        gemm = ColumnGemm(
             mPacked=packed,
             mTokens=expanded.mRows,
             mColumns=call.columns,
@@ -138,7 +138,7 @@ class Sm90Moe:
         named(expand.gather_kernel, "gather")(x, expanded, factors).launch(**self._expand_shape(call))
         gemm, shape = self._gemm(call, w, call.w1_packed, expanded, 0)
         a2 = Nvfp4(call.a2_codes, call.a2_sf)
-        tensors = SwigluTensors(call.row_factor, call.row_weight, call.a2_gs, a2, call.clamp)
+        tensors = ColumnActivations(call.row_factor, call.row_weight, call.a2_gs, a2, call.clamp)
         named(swiglu_kernel, "swiglu")(self.plan, gemm, tensors).launch(**shape)
 
     def _requantise(self, call: SimpleNamespace) -> None:
@@ -156,7 +156,7 @@ class Sm90Moe:
         expanded = self._expanded(call, call.a2_codes.shape[1], call.w2_tokens)
         named(expand.expand_kernel, "expand")(a2, expanded).launch(**self._expand_shape(call))
         gemm, shape = self._gemm(call, w, call.w2_packed, expanded, 1)
-        tensors = RowsTensors(call.rows, call.a2_gs, call.w2_gs)
+        tensors = ColumnRows(call.rows, call.a2_gs, call.w2_gs)
         named(rows_kernel, "rows")(self.plan, gemm, tensors).launch(**shape)
 
     def _combine(self, call: SimpleNamespace) -> None:

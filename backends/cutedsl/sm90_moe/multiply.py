@@ -24,7 +24,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from backends.cutedsl.ring import RingPlace, StageRing, advanced, wait_full
-from backends.cutedsl.sm90_moe.epilogue import Consumer
+from backends.cutedsl.sm90_moe.epilogue import ColumnConsumer
 from backends.cutedsl.sm90_moe.plan import (
     BLOCK_BYTES,
     CODES_BYTES,
@@ -53,16 +53,16 @@ class GemmSmem(NamedTuple):
     sStaged: cute.Tensor | None
 
 
-class WeightUnit(NamedTuple):
+class UnitRegisters(NamedTuple):
     """What a thread unpacks of a unit: a word of codes a k-step, a word of block scales for two; u32."""
 
     rCodes: cute.Tensor
     rScales: cute.Tensor
 
 
-def make_unit() -> WeightUnit:
+def make_unit() -> UnitRegisters:
     """Registers for a unit."""
-    return WeightUnit(cute.make_rmem_tensor(K_STEPS, Uint32), cute.make_rmem_tensor(K_STEPS // 2, Uint32))
+    return UnitRegisters(cute.make_rmem_tensor(K_STEPS, Uint32), cute.make_rmem_tensor(K_STEPS // 2, Uint32))
 
 
 def make_mma(width: int) -> cute.TiledMma:
@@ -83,7 +83,9 @@ def tokens_of(plan: Sm90MoePlan, sB: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def load_unit(plan: Sm90MoePlan, sA: cute.Tensor, stage: Int32, unit: int, weights: WeightUnit, consumer: Consumer):
+def load_unit(
+    plan: Sm90MoePlan, sA: cute.Tensor, stage: Int32, unit: int, weights: UnitRegisters, consumer: ColumnConsumer
+):
     """What this thread unpacks of a unit."""
     rCodes, rScales = weights
     in_group, group = consumer.in_group, consumer.group
@@ -113,8 +115,8 @@ def load_next(
     place: RingPlace,
     unit: cutlass.Constexpr,
     exists: Boolean,
-    weights: WeightUnit,
-    consumer: Consumer,
+    weights: UnitRegisters,
+    consumer: ColumnConsumer,
 ):
     """The weights of the unit behind unit `unit` of a turn, which is in the stage at `place`. `exists`: whether another
     turn follows."""
@@ -140,7 +142,7 @@ def multiply(
     place: RingPlace,
     turns: Int32,
     rAcc: cute.Tensor,
-    consumer: Consumer,
+    consumer: ColumnConsumer,
 ):
     """rAcc f32 = the products of `turns` turns. Returns the next place in the ring."""
     weights = make_unit()
@@ -162,8 +164,8 @@ def multiply_by_warpgroups(
     place: RingPlace,
     turns: Int32,
     rAcc: cute.Tensor,
-    weights: WeightUnit,
-    consumer: Consumer,
+    weights: UnitRegisters,
+    consumer: ColumnConsumer,
 ):
     """The loop of `multiply` by wgmma. `weights`: of the first unit."""
     mma = make_mma(plan.width)
@@ -197,7 +199,7 @@ def multiply_by_warpgroups(
 
 
 @cute.jit
-def load_tokens(plan: Sm90MoePlan, sB: cute.Tensor, stage: Int32, unit: int, rB: cute.Tensor, consumer: Consumer):
+def load_tokens(plan: Sm90MoePlan, sB: cute.Tensor, stage: Int32, unit: int, rB: cute.Tensor, consumer: ColumnConsumer):
     """rB (2, k-step) u32, the B fragments of a unit of eight columns. Lane l addresses row l % 8 and chunk l / 8, which
     lies at chunk ^ row; 64 bytes further on lie the chunks of the other two steps."""
     lane = consumer.in_group % 32
@@ -221,8 +223,8 @@ def multiply_by_warps(
     place: RingPlace,
     turns: Int32,
     rAcc: cute.Tensor,
-    weights: WeightUnit,
-    consumer: Consumer,
+    weights: UnitRegisters,
+    consumer: ColumnConsumer,
 ):
     """The loop of `multiply` by mma.sync. `weights`: of the first unit."""
     mma = cute.make_mma_atom(warp_level.MmaF16BF16Op(Float16, Float32, (16, WARP_COLUMNS, 16)))

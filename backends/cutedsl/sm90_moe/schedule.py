@@ -23,7 +23,7 @@ from cutlass import Int32, Int64
 from backends.cutedsl.sm90_moe.plan import Sm90MoePlan
 
 
-class GroupedGemm(NamedTuple):
+class ColumnGemm(NamedTuple):
     """One product for all experts: repacked weights and expanded tokens, u8, the table of column tiles.
 
     `panels`: of 128 rows of W an expert; `turns`: of 128 along K; `pitch`: bytes of a column tile of tokens.
@@ -40,7 +40,7 @@ class GroupedGemm(NamedTuple):
     pitch: Int64
 
 
-class Walk(NamedTuple):
+class ColumnWalk(NamedTuple):
     """The pieces of a CTA: `whole` tiles, then those of its stretch, `begin` to `end` in turns of K from tile
     `first_tile` on. `pieces`: both together."""
 
@@ -52,7 +52,7 @@ class Walk(NamedTuple):
     tiles_m: Int32
 
 
-class Piece(NamedTuple):
+class ColumnPiece(NamedTuple):
     """Turns `first` to `stop - 1` along K of a tile: `rows` of `expert`, from `first_row` on."""
 
     column: Int32
@@ -64,7 +64,7 @@ class Piece(NamedTuple):
     stop: Int32
 
 
-def walk(plan: Sm90MoePlan, gemm: GroupedGemm) -> Walk:
+def walk(plan: Sm90MoePlan, gemm: ColumnGemm) -> ColumnWalk:
     """The work of this CTA."""
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
@@ -77,7 +77,7 @@ def walk(plan: Sm90MoePlan, gemm: GroupedGemm) -> Walk:
     begin, end = place * shared // workers, (place + 1) * shared // workers
     parts = (end - 1) // gemm.turns - begin // gemm.turns + 1
     pieces = cutlass.select_((block < workers) & (end > begin), whole + parts, Int32(0))
-    return Walk(whole, whole * workers, begin, end, pieces, tiles_m)
+    return ColumnWalk(whole, whole * workers, begin, end, pieces, tiles_m)
 
 
 class Entry(NamedTuple):
@@ -89,7 +89,7 @@ class Entry(NamedTuple):
 
 
 @cute.jit
-def tile_at(gemm: GroupedGemm, items: Walk, number: Int32) -> tuple[Int32, Int32, Int32]:
+def tile_at(gemm: ColumnGemm, items: ColumnWalk, number: Int32) -> tuple[Int32, Int32, Int32]:
     """The tile of piece `number`, and its first turn and the one behind its last."""
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
@@ -103,7 +103,7 @@ def tile_at(gemm: GroupedGemm, items: Walk, number: Int32) -> tuple[Int32, Int32
 
 
 @cute.jit
-def entry_at(gemm: GroupedGemm, items: Walk, number: Int32) -> Entry:
+def entry_at(gemm: ColumnGemm, items: ColumnWalk, number: Int32) -> Entry:
     """The entry of piece `number`; past the last it means nothing."""
     expert, first_row, rows = Int32(0), Int32(0), Int32(0)
     if number < items.pieces:
@@ -112,13 +112,13 @@ def entry_at(gemm: GroupedGemm, items: Walk, number: Int32) -> Entry:
     return Entry(expert, first_row, rows)
 
 
-def piece_at(gemm: GroupedGemm, items: Walk, number: Int32, entry: Entry) -> Piece:
-    """Piece `number`, whose entry has been read before."""
+def piece_at(gemm: ColumnGemm, items: ColumnWalk, number: Int32, entry: Entry) -> ColumnPiece:
+    """ColumnPiece `number`, whose entry has been read before."""
     tile, first, stop = tile_at(gemm, items, number)
-    return Piece(tile // items.tiles_m, tile % items.tiles_m, *entry, first, stop)
+    return ColumnPiece(tile // items.tiles_m, tile % items.tiles_m, *entry, first, stop)
 
 
-def partial(plan: Sm90MoePlan, gemm: GroupedGemm, block: Int32, thread: Int32, registers: int) -> cute.Tensor:
+def partial(plan: Sm90MoePlan, gemm: ColumnGemm, block: Int32, thread: Int32, registers: int) -> cute.Tensor:
     """(register): the sums of a thread of `block` on their way to another CTA."""
     slot = plan.width // 2 * plan.consumers
     pointer = gemm.mPartials.iterator + Int64(block) * slot + thread
@@ -126,7 +126,7 @@ def partial(plan: Sm90MoePlan, gemm: GroupedGemm, block: Int32, thread: Int32, r
 
 
 @cute.jit
-def hand_over(plan: Sm90MoePlan, gemm: GroupedGemm, rAcc: cute.Tensor, thread: Int32):
+def hand_over(plan: Sm90MoePlan, gemm: ColumnGemm, rAcc: cute.Tensor, thread: Int32):
     """This thread's sums to the CTA that has begun the tile."""
     block, _, _ = cute.arch.block_idx()
     gSums = partial(plan, gemm, block, thread, cute.size(rAcc))
@@ -140,7 +140,7 @@ def hand_over(plan: Sm90MoePlan, gemm: GroupedGemm, rAcc: cute.Tensor, thread: I
 
 
 @cute.jit
-def take_over(plan: Sm90MoePlan, gemm: GroupedGemm, rAcc: cute.Tensor, thread: Int32):
+def take_over(plan: Sm90MoePlan, gemm: ColumnGemm, rAcc: cute.Tensor, thread: Int32):
     """Adds the sums of the CTA that computes the rest of the tile."""
     block, _, _ = cute.arch.block_idx()
     flag = gemm.mFlags.iterator + (block - 1) * (plan.consumers // 32) + thread // 32
