@@ -85,6 +85,7 @@ def store_activations(
     plan: Sm90MoePlan,
     tensors: ColumnActivations,
     piece: ColumnPiece,
+    gs: Float32,
     rAcc: cute.Tensor,
     sStaged: cute.Tensor,
     consumer: ColumnConsumer,
@@ -95,7 +96,6 @@ def store_activations(
     in_group, pair = here(consumer.in_group), here(2 * consumer.quad_lane)
     output = in_group // 32 * 8 + consumer.quad
     token, block = in_group // BLOCKS, in_group % BLOCKS
-    gs = tensors.mA2_gs[piece.expert]
     for start in cutlass.range_constexpr(0, plan.width, plan.staged_tokens):
         cute.arch.barrier(barrier_id=STAGING_BARRIER + consumer.group, number_of_threads=WARPGROUP)
         for part in cutlass.range_constexpr(start // 8, (start + plan.staged_tokens) // 8):
@@ -113,10 +113,23 @@ def store_activations(
             store_block(tensors.a2, piece.first_row + start + token, of_row, rCodes, sf)
 
 
+def scale_of(tensors: ColumnActivations | ColumnRows, expert: Int32) -> Float32:
+    """What the end of a tile needs of its expert: the global scale of a2, or the factor of rows."""
+    if isinstance(tensors, ColumnActivations):
+        return tensors.mA2_gs[expert]
+    return tensors.mA2_gs[expert] * tensors.mW2_gs[expert] * RESULT_FACTOR
+
+
 @cute.jit
-def store_rows(plan: Sm90MoePlan, tensors: ColumnRows, piece: ColumnPiece, rAcc: cute.Tensor, consumer: ColumnConsumer):
+def store_rows(
+    plan: Sm90MoePlan,
+    tensors: ColumnRows,
+    piece: ColumnPiece,
+    scale: Float32,
+    rAcc: cute.Tensor,
+    consumer: ColumnConsumer,
+):
     """The end of a tile of L2. Rows of W past the last do not exist where a tile is larger than what is left."""
-    scale = tensors.mA2_gs[piece.expert] * tensors.mW2_gs[piece.expert] * RESULT_FACTOR
     hidden, pair = here(tensors.mRows.shape[1]), here(2 * consumer.quad_lane)
     element = piece.tile_m * plan.tile_m + consumer.group * GROUP_M + consumer.in_group // 32 * 16 + consumer.quad * 2
     limit = cutlass.select_(element < hidden, piece.rows - pair, Int32(0))

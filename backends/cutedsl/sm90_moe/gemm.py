@@ -24,6 +24,7 @@ from backends.cutedsl.sm90_moe.epilogue import (
     ColumnActivations,
     ColumnConsumer,
     ColumnRows,
+    scale_of,
     store_activations,
     store_rows,
 )
@@ -95,6 +96,7 @@ def finish(
     smem: GemmSmem,
     tensors: ColumnActivations | ColumnRows,
     piece: ColumnPiece,
+    scale: Float32,
     rAcc: cute.Tensor,
     consumer: ColumnConsumer,
 ):
@@ -104,10 +106,10 @@ def finish(
     else:
         if piece.stop < gemm.turns:
             take_over(plan, gemm, rAcc, consumer.thread)
-        if cutlass.const_expr(smem.sStaged is None):
-            store_rows(plan, tensors, piece, rAcc, consumer)
+        if cutlass.const_expr(not plan.swiglu):
+            store_rows(plan, tensors, piece, scale, rAcc, consumer)
         else:
-            store_activations(plan, tensors, piece, rAcc, smem.sStaged, consumer)
+            store_activations(plan, tensors, piece, scale, rAcc, smem.sStaged, consumer)
 
 
 @cute.jit
@@ -127,17 +129,18 @@ def consumer_warpgroup(
     for number in cutlass.range(items.pieces, unroll=1):
         following = entry_at(gemm, items, number + 1)
         piece = piece_at(gemm, items, number, entry)
+        scale = scale_of(tensors, piece.expert)
         place = multiply(plan, smem, ring, place, piece.stop - piece.first, rAcc, consumer)
-        finish(plan, gemm, smem, tensors, piece, rAcc, consumer)
+        finish(plan, gemm, smem, tensors, piece, scale, rAcc, consumer)
         entry = following
 
 
-def allocate(plan: Sm90MoePlan, allocator: memory.SmemAllocator, staged: bool) -> GemmSmem:
+def allocate(plan: Sm90MoePlan, allocator: memory.SmemAllocator) -> GemmSmem:
     """The ring and the staging in shared memory."""
     sB = allocator.allocate_tensor(Uint8, cute.make_layout(plan.stages * plan.b_bytes), byte_alignment=1024)
     sA = allocator.allocate_tensor(Uint8, cute.make_layout(plan.stages * plan.a_bytes), byte_alignment=128)
     sStaged = None
-    if staged:
+    if plan.swiglu:
         stride = (STAGED_PITCH, 1, plan.staged_tokens * STAGED_PITCH)
         layout = cute.make_layout((plan.staged_tokens, GROUP_M // 2, plan.groups), stride=stride)
         sStaged = allocator.allocate_tensor(Float32, layout, byte_alignment=16)
@@ -145,14 +148,12 @@ def allocate(plan: Sm90MoePlan, allocator: memory.SmemAllocator, staged: bool) -
 
 
 @cute.jit
-def grouped_gemm(
-    plan: Sm90MoePlan, gemm: ColumnGemm, tensors: ColumnActivations | ColumnRows, staged: cutlass.Constexpr
-):
+def grouped_gemm(plan: Sm90MoePlan, gemm: ColumnGemm, tensors: ColumnActivations | ColumnRows):
     """The body of both kernels: dispatch the warps to their roles. `tensors`: those of the epilogue."""
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     allocator = memory.SmemAllocator()
-    smem = allocate(plan, allocator, staged)
+    smem = allocate(plan, allocator)
     ring = allocate_rings(allocator, plan.stages)
     if thread == 0:
         init_rings(ring, 1, plan.consumers // 32)
@@ -178,10 +179,10 @@ def grouped_gemm(
 @cute.kernel
 def swiglu_kernel(plan: cutlass.Constexpr, gemm: ColumnGemm, tensors: ColumnActivations):
     """L1: a2 = requantise(swiglu(W1 x)), by expert row."""
-    grouped_gemm(plan, gemm, tensors, True)
+    grouped_gemm(plan, gemm, tensors)
 
 
 @cute.kernel
 def rows_kernel(plan: cutlass.Constexpr, gemm: ColumnGemm, tensors: ColumnRows):
     """L2: rows = W2 a2, by expert row."""
-    grouped_gemm(plan, gemm, tensors, False)
+    grouped_gemm(plan, gemm, tensors)

@@ -46,13 +46,13 @@ def named(kernel, name: str):
 
 
 class Sm90Moe:
-    """The host function for one plan of the GEMMs.
+    """The host function for GEMMs of `width` columns a tile.
 
     `call`, in all methods: the arguments by the names of program.PARAMETERS.
     """
 
-    def __init__(self, plan: Sm90MoePlan) -> None:
-        self.plan = plan
+    def __init__(self, width: int) -> None:
+        self.width = width
 
     @cute.jit
     def __call__(self, stage: cutlass.Constexpr, **arguments):
@@ -88,23 +88,22 @@ class Sm90Moe:
 
     def _route(self, call: SimpleNamespace) -> None:
         columns = routing.Columns(call.row_of_route, call.route_of_row, call.columns, flat(call.flags))
-        named(routing.routing_kernel, "routing")(flat(call.topk_ids), columns, self.plan.width).launch(
+        named(routing.routing_kernel, "routing")(flat(call.topk_ids), columns, self.width).launch(
             grid=[call.num_experts, 1, 1], block=[routing.THREADS, 1, 1], stream=call.stream
         )
 
     def _expanded(self, call: SimpleNamespace, k_bytes: Int32, m_rows: cute.Tensor) -> expand.Expanded:
         units = k_bytes // (UNIT_K // 2)
-        return expand.Expanded(
-            m_rows, call.columns, Int64(units) * self.plan.width * ROW_BYTES, Int32(self.plan.width), units
-        )
+        return expand.Expanded(m_rows, call.columns, Int64(units) * self.width * ROW_BYTES, Int32(self.width), units)
 
     def _expand_shape(self, call: SimpleNamespace) -> dict[str, object]:
-        rows = (call.columns.shape[0] - 1) * self.plan.width
+        rows = (call.columns.shape[0] - 1) * self.width
         grid = [cutlass.min(rows, expand.CTAS_PER_SM * call.max_ctas), 1, 1]
         return {"grid": grid, "block": [expand.THREADS, 1, 1], "stream": call.stream, "use_pdl": True}
 
-    def _gemm(self, call: SimpleNamespace, w: Nvfp4, packed: cute.Tensor, expanded: expand.Expanded, flags: int):
-        """The operands and sizes of a product, and how it is launched. `flags`: which half of the flags are its."""
+    def _gemm(self, call: SimpleNamespace, plan: Sm90MoePlan, w: Nvfp4, packed: cute.Tensor, expanded):
+        """The operands and sizes of a product, and how it is launched."""
+        flags = 0 if plan.swiglu else 1
         panels = w.codes.shape[1] // PANEL_ROWS
         m_flags = cute.make_tensor(call.flags.iterator + flags * call.flags.shape[1], call.flags[0, None].layout)
         gemm = ColumnGemm(
@@ -117,9 +116,9 @@ class Sm90Moe:
             turns=expanded.units // 2,
             pitch=expanded.pitch,
         )
-        tiles = (call.columns.shape[0] - 1) * ceil_div(panels, self.plan.panels)
+        tiles = (call.columns.shape[0] - 1) * ceil_div(panels, plan.panels)
         grid = [cutlass.min(tiles, call.max_ctas), 1, 1]
-        block = [self.plan.threads, 1, 1]
+        block = [plan.threads, 1, 1]
         return gemm, {"grid": grid, "block": block, "stream": call.stream, "min_blocks_per_mp": 1, "use_pdl": True}
 
     def _l1(self, call: SimpleNamespace) -> None:
@@ -136,10 +135,11 @@ class Sm90Moe:
             weighted=call.weight_before,
         )
         named(expand.gather_kernel, "gather")(x, expanded, factors).launch(**self._expand_shape(call))
-        gemm, shape = self._gemm(call, w, call.w1_packed, expanded, 0)
+        plan = Sm90MoePlan(self.width, swiglu=True)
+        gemm, shape = self._gemm(call, plan, w, call.w1_packed, expanded)
         a2 = Nvfp4(call.a2_codes, call.a2_sf)
         tensors = ColumnActivations(call.row_factor, call.row_weight, call.a2_gs, a2, call.clamp)
-        named(swiglu_kernel, "swiglu")(self.plan, gemm, tensors).launch(**shape)
+        named(swiglu_kernel, "swiglu")(plan, gemm, tensors).launch(**shape)
 
     def _requantise(self, call: SimpleNamespace) -> None:
         blocks = call.topk_ids.shape[0] * call.topk_ids.shape[1] * (call.h.shape[1] // SF_VEC_SIZE)
@@ -155,9 +155,10 @@ class Sm90Moe:
         a2, w = Nvfp4(call.a2_codes, call.a2_sf), Nvfp4(call.w2_codes, call.w2_sf)
         expanded = self._expanded(call, call.a2_codes.shape[1], call.w2_tokens)
         named(expand.expand_kernel, "expand")(a2, expanded).launch(**self._expand_shape(call))
-        gemm, shape = self._gemm(call, w, call.w2_packed, expanded, 1)
+        plan = Sm90MoePlan(self.width, swiglu=False)
+        gemm, shape = self._gemm(call, plan, w, call.w2_packed, expanded)
         tensors = ColumnRows(call.rows, call.a2_gs, call.w2_gs)
-        named(rows_kernel, "rows")(self.plan, gemm, tensors).launch(**shape)
+        named(rows_kernel, "rows")(plan, gemm, tensors).launch(**shape)
 
     def _combine(self, call: SimpleNamespace) -> None:
         vectors = call.y.shape[0] * (call.y.shape[1] // combine.COLUMNS)

@@ -7,8 +7,6 @@ next unit into the other. A stage is given back when its wgmmas are known to be 
 
 Of eight columns each warp multiplies its 16 rows by itself, by mma.sync: wgmma takes 15 cycles of an H200 whatever N,
 and four warps that wait for each other (results/records/h200-moe-clean-flush.json).
-
-The codes of a unit are loaded while the one before is multiplied.
 """
 
 from __future__ import annotations
@@ -145,14 +143,11 @@ def multiply(
     consumer: ColumnConsumer,
 ):
     """rAcc f32 = the products of `turns` turns. Returns the next place in the ring."""
-    weights = make_unit()
-    wait_full(ring, place)
-    load_unit(plan, smem.sA, place.stage, 0, weights, consumer)
     rAcc.fill(0.0)
     if cutlass.const_expr(plan.width == WARP_COLUMNS):
-        place = multiply_by_warps(plan, smem, ring, place, turns, rAcc, weights, consumer)
+        place = multiply_by_warps(plan, smem, ring, place, turns, rAcc, consumer)
     else:
-        place = multiply_by_warpgroups(plan, smem, ring, place, turns, rAcc, weights, consumer)
+        place = multiply_by_warpgroups(plan, smem, ring, place, turns, rAcc, consumer)
     return place
 
 
@@ -164,10 +159,10 @@ def multiply_by_warpgroups(
     place: RingPlace,
     turns: Int32,
     rAcc: cute.Tensor,
-    weights: UnitRegisters,
     consumer: ColumnConsumer,
 ):
-    """The loop of `multiply` by wgmma. `weights`: of the first unit."""
+    """The loop of `multiply` by wgmma."""
+    weights = make_unit()
     mma = make_mma(plan.width)
     mma.set(warpgroup.Field.ACCUMULATE, True)
     slice_of = mma.get_slice(0)
@@ -180,13 +175,15 @@ def multiply_by_warpgroups(
     for turn in cutlass.range(turns, unroll=1):
         for unit in cutlass.range_constexpr(TURN_UNITS):
             inside = cutlass.const_expr(unit % plan.units)
+            if cutlass.const_expr(inside == 0):
+                wait_full(ring, place)
+            load_unit(plan, smem.sA, place.stage, inside, weights, consumer)
             unpack(weights.rCodes, weights.rScales, rA[unit])
             tCrA = cute.make_tensor(cute.recast_ptr(rA[unit].iterator, dtype=Float16), layout_a)
             warpgroup.fence()
             for step in cutlass.range_constexpr(K_STEPS):
                 cute.gemm(mma, tCrC, tCrA[None, None, step], tCrB[None, None, step, inside, place.stage], tCrC)
             warpgroup.commit_group()
-            load_next(plan, smem, ring, place, unit, turn + 1 < turns, weights, consumer)
             warpgroup.wait_group(1)
             if cutlass.const_expr(inside == 0):
                 give_back(ring, before, consumer.leads if unit > 0 else consumer.leads & (turn > 0))
@@ -223,10 +220,12 @@ def multiply_by_warps(
     place: RingPlace,
     turns: Int32,
     rAcc: cute.Tensor,
-    weights: UnitRegisters,
     consumer: ColumnConsumer,
 ):
-    """The loop of `multiply` by mma.sync. `weights`: of the first unit."""
+    """The loop of `multiply` by mma.sync. The weights of a unit are loaded while the one before is multiplied."""
+    weights = make_unit()
+    wait_full(ring, place)
+    load_unit(plan, smem.sA, place.stage, 0, weights, consumer)
     mma = cute.make_mma_atom(warp_level.MmaF16BF16Op(Float16, Float32, (16, WARP_COLUMNS, 16)))
     rA = cute.make_rmem_tensor((4, K_STEPS), Uint32)
     rB = cute.make_rmem_tensor((2, K_STEPS), Uint32)

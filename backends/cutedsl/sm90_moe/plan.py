@@ -47,8 +47,7 @@ MAX_STAGED_TOKENS = 64
 """Tokens in shared memory whose blocks of 16 are one a thread of a warpgroup."""
 STAGED_PITCH = GROUP_M // 2 + 4
 """f32 of a staged token: 32 outputs of a warpgroup, and four that keep tokens in different banks."""
-IN_FLIGHT = 80 * 1024
-"""Bytes of weights that the ring need not exceed: bulk copies saturate an H200 with 64 KiB an SM."""
+MAX_STAGES = 12
 PRODUCER_REGISTERS = 24
 COLUMN_FIELDS = 4
 """int32 of an entry of the table of column tiles."""
@@ -60,7 +59,8 @@ RESULT_FACTOR = float(1 << 2 * OPERAND_BIAS)
 
 @dataclass(frozen=True, slots=True)
 class Sm90MoePlan:
-    """The compile-time shape of a grouped GEMM. `width`: columns of a tile, N of wgmma, one of WIDTHS.
+    """The compile-time shape of a grouped GEMM. `width`: columns of a tile, N of wgmma, one of WIDTHS. `swiglu`: L1,
+    else L2.
 
     Up to 64 columns: four warpgroups, 256 weight rows. All traffic is weights, and unpacking must keep up with it.
     More: two warpgroups, 128 weight rows, with 128 accumulators a thread.
@@ -69,6 +69,7 @@ class Sm90MoePlan:
     """
 
     width: int
+    swiglu: bool
 
     @property
     def groups(self) -> int:
@@ -124,13 +125,13 @@ class Sm90MoePlan:
     @property
     def staged_bytes(self) -> int:
         """Bytes of the staging of L1's epilogue, of all warpgroups."""
-        return self.groups * self.staged_tokens * STAGED_PITCH * 4
+        return 0 if not self.swiglu else self.groups * self.staged_tokens * STAGED_PITCH * 4
 
     @property
     def stages(self) -> int:
-        """Stages of the ring: as many as fit, but no more than keep IN_FLIGHT bytes of weights on their way."""
-        fit = (SMEM_BYTES - self.staged_bytes) // (self.a_bytes + self.b_bytes)
-        return min(fit, -(-IN_FLIGHT // self.a_bytes))
+        """Stages of the ring: as many as fit. 64 KiB on their way saturate an H200; the others keep its memory busy
+        while the warpgroups end a tile."""
+        return min(MAX_STAGES, (SMEM_BYTES - self.staged_bytes) // (self.a_bytes + self.b_bytes))
 
 
 def width_for(routes: int, num_experts: int) -> int:

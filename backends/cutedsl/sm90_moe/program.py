@@ -98,7 +98,7 @@ def moe_program(case: Case, max_ctas: int = H200_SM_COUNT, width: int | None = N
         width = ANY_WIDTH
     elif width is None:
         width = width_for(expected_routes(case), experts)
-    plan = Sm90MoePlan(width)
+    plan = Sm90MoePlan(width, swiglu=False)
     sizes = _sizes(case, plan, max_ctas)
     parameters = {name: parameter for name, parameter in PARAMETERS.items() if name in STAGES[stage]}
     scalars = {
@@ -159,6 +159,6 @@ def compiled(stage: str, width: int) -> Artifact:
         parameters = {name: parameter for name, parameter in PARAMETERS.items() if name in STAGES[stage]}
         divisors = {**DIVISORS, **dict.fromkeys(("w1_column_bytes", "w2_column_bytes"), 128)}
         values = fake_values(parameters, CONSTANTS, divisors)
-        return compile_host_function(Sm90Moe(Sm90MoePlan(width)), stage, target="sm_90a", **values)
+        return compile_host_function(Sm90Moe(width), stage, target="sm_90a", **values)
 
     return compiled_kernel("sm90_moe", "sm_90a", {"width": width}, build, f"sm90_moe_{stage}")
