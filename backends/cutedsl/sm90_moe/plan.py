@@ -134,10 +134,10 @@ class Sm90MoePlan:
         return min(MAX_STAGES, (SMEM_BYTES - self.staged_bytes) // (self.a_bytes + self.b_bytes))
 
 
-def width_for(routes: int, num_experts: int) -> int:
-    """The column tile worth having: twice the mean rows of an expert where that costs little, the mean above."""
+def width_for(routes: int, num_experts: int, balanced: bool) -> int:
+    """The column tile worth having: the mean rows of an expert where loads are `balanced`, else up to twice that."""
     mean = routes / num_experts
-    wanted = min(max(mean, min(2 * mean, FEW_COLUMNS)), routes)
+    wanted = mean if balanced else min(max(mean, min(2 * mean, FEW_COLUMNS)), routes)
     return next((width for width in WIDTHS if width >= wanted), WIDTHS[-1])
 
 

@@ -97,7 +97,7 @@ def moe_program(case: Case, max_ctas: int = H200_SM_COUNT, width: int | None = N
     if stage not in _PREPARED:
         width = ANY_WIDTH
     elif width is None:
-        width = width_for(expected_routes(case), experts)
+        width = width_for(expected_routes(case), experts, case["load"] == "balanced")
     plan = Sm90MoePlan(width, swiglu=False)
     sizes = _sizes(case, plan, max_ctas)
     parameters = {name: parameter for name, parameter in PARAMETERS.items() if name in STAGES[stage]}
