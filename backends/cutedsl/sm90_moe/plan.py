@@ -48,6 +48,7 @@ MAX_STAGED_TOKENS = 64
 STAGED_PITCH = GROUP_M // 2 + 4
 """f32 of a staged token: 32 outputs of a warpgroup, and four that keep tokens in different banks."""
 MAX_STAGES = 12
+"""Of the ring, whatever fits: more than twice what saturates memory."""
 PRODUCER_REGISTERS = 24
 COLUMN_FIELDS = 4
 """int32 of an entry of the table of column tiles."""
