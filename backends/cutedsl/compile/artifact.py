@@ -46,11 +46,12 @@ class Artifact:
         scratch: Mapping[str, int] | None = None,
         convention: Literal["tvm_ffi", "packed"] = "tvm_ffi",
         prepare: Mapping[str, HostArg] | None = None,
+        prepared: tuple[str, ...] = (),
     ) -> HostProgram:
         """The call of this function on `arguments`, by parameter name, with workspaces `scratch` (bytes by name).
 
-        `prepare`: the arguments of the call that prepares weights, if there is one. ValueError if an argument is
-        missing, or is for a parameter that the function does not have.
+        `prepare`: the arguments of the call that prepares weights, if there is one; `prepared`: the workspaces that it
+        fills. ValueError if an argument is missing, or is for a parameter that the function does not have.
         """
         for given in (arguments, prepare or arguments):
             if set(given) != set(self.parameters):
@@ -67,6 +68,7 @@ class Artifact:
             scratch=dict(scratch or {}),
             compiler=self.compiler,
             prepare=tuple(prepare[name] for name in self.parameters) if prepare else (),
+            prepared=prepared,
         )
 
 

@@ -80,6 +80,7 @@ _WORKSPACES: Final = frozenset(
     )
 )
 _LAYER_WORKSPACES: Final = _WORKSPACES | {"a2_codes", "a2_sf", "rows"}
+_PACKED: Final = ("w1_packed", "w2_packed")
 _PREPARED: Final = ("layer", "l1", "l2")
 """Stages whose weights are repacked."""
 SLICES: Final = 8
@@ -117,7 +118,8 @@ def moe_program(case: Case, max_ctas: int = H200_SM_COUNT, width: int | None = N
     }
     artifact = compiled(stage, width)
     prepare = call_arguments(parameters, sizes, {**scalars, "prepares": 1}) if stage in _PREPARED else {}
-    return artifact.program(call_arguments(parameters, sizes, scalars), scratch, prepare=prepare)
+    prepared = tuple(name for name in scratch if name in _PACKED)
+    return artifact.program(call_arguments(parameters, sizes, scalars), scratch, prepare=prepare, prepared=prepared)
 
 
 def expected_routes(case: Case) -> int:
