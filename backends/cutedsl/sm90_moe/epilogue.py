@@ -116,8 +116,8 @@ def store_activations(
 def scale_of(tensors: ColumnActivations | ColumnRows, expert: Int32) -> Float32:
     """What the end of a tile needs of its expert: the global scale of a2, or the factor of rows."""
     if isinstance(tensors, ColumnActivations):
-        return tensors.mA2_gs[expert]
-    return tensors.mA2_gs[expert] * tensors.mW2_gs[expert] * RESULT_FACTOR
+        return Float32(tensors.mA2_gs[expert])
+    return Float32(tensors.mA2_gs[expert] * tensors.mW2_gs[expert] * RESULT_FACTOR)
 
 
 @cute.jit

@@ -35,7 +35,7 @@ def load_row(w: Nvfp4, row: Int32, unit: Int32, rWords: cute.Tensor) -> Uint32:
     offset = cute.assume(Int64(row) * row_bytes + unit * (UNIT_K // 2), divby=UNIT_K // 2)
     words = cute.recast_ptr(w.codes.iterator + offset, dtype=Uint32)
     cute.autovec_copy(cute.make_tensor(words, cute.make_layout(UNIT_WORDS)), rWords)
-    scales = scale_word(w.sf, row, w.sf.shape[-2], unit)[0]
+    scales = Uint32(scale_word(w.sf, row, w.sf.shape[-2], unit)[0])
     for word in cutlass.range_constexpr(UNIT_WORDS):
         scale = scales >> (8 * (word // 2)) & Uint32(0xFF)
         rWords[word] = cutlass.select_(scale == Uint32(0), Uint32(0), rWords[word])
