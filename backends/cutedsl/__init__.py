@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from backends.cutedsl.sm90_fmha.program import fmha_program as sm90_fmha_program
+from backends.cutedsl.sm90_moe.program import moe_program as sm90_moe_program
 from backends.cutedsl.sm100_fmha.program import fmha_program
 from backends.cutedsl.sm100_moe.program import moe_program
 from megamoe.contract import HostProgram, Target, UnsupportedError
@@ -29,6 +30,7 @@ class CutedslBackend:
         self.kernels: dict[tuple[str, Target], Callable[[Case], HostProgram]] = {
             ("fmha", "sm_90a"): sm90_fmha_program,
             ("fmha", "sm_100a"): fmha_program,
+            ("nvfp4_moe", "sm_90a"): sm90_moe_program,
             ("nvfp4_moe", "sm_100a"): lambda case: moe_program(case, cta_group),
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -112,7 +113,11 @@ def _call_host(
     # Only host programs need LLVM, which takes a while to load.
     from backends.vm.host.program import run_host_program
 
-    run_host_program(program, machine, map_tensors(machine, tensors, program.scratch, outputs), PARSED)
+    buffers = map_tensors(machine, tensors, program.scratch, outputs)
+    if program.prepare:
+        run_host_program(replace(program, args=program.prepare), machine, buffers, PARSED)
+        machine.counters.clear()  # as of a Program
+    run_host_program(program, machine, buffers, PARSED)
 
 
 def map_tensors(

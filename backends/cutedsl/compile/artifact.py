@@ -45,15 +45,19 @@ class Artifact:
         arguments: Mapping[str, HostArg],
         scratch: Mapping[str, int] | None = None,
         convention: Literal["tvm_ffi", "packed"] = "tvm_ffi",
+        prepare: Mapping[str, HostArg] | None = None,
+        prepared: tuple[str, ...] = (),
     ) -> HostProgram:
         """The call of this function on `arguments`, by parameter name, with workspaces `scratch` (bytes by name).
 
-        ValueError if an argument is missing, or is for a parameter that the function does not have.
+        `prepare`: the arguments of the call that prepares weights, if there is one; `prepared`: the workspaces that it
+        fills. ValueError if an argument is missing, or is for a parameter that the function does not have.
         """
-        if set(arguments) != set(self.parameters):
-            raise ValueError(
-                f"{self.entry} takes ({', '.join(self.parameters)}); arguments were given for ({', '.join(arguments)})"
-            )
+        for given in (arguments, prepare or arguments):
+            if set(given) != set(self.parameters):
+                raise ValueError(
+                    f"{self.entry} takes ({', '.join(self.parameters)}); arguments were given for ({', '.join(given)})"
+                )
         return HostProgram(
             target=self.target,
             ptx=self.ptx,
@@ -63,6 +67,8 @@ class Artifact:
             convention=convention,
             scratch=dict(scratch or {}),
             compiler=self.compiler,
+            prepare=tuple(prepare[name] for name in self.parameters) if prepare else (),
+            prepared=prepared,
         )
 
 

@@ -15,14 +15,15 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineConsumer
 
 from backends.cutedsl.device import LOG2_E
-from backends.cutedsl.sm100_moe.nvfp4 import Nvfp4, quantise, store_quantised
+from backends.cutedsl.moe.layout import TILE_M
+from backends.cutedsl.moe.nvfp4 import Nvfp4
+from backends.cutedsl.sm100_moe.nvfp4 import quantise, store_quantised
 from backends.cutedsl.sm100_moe.operands import GroupedGemm, load_half
 from backends.cutedsl.sm100_moe.plan import (
     H_COLUMNS,
     HALF_N,
     STORE_COLUMNS,
     STORE_STAGES,
-    TILE_M,
     Sm100MoePlan,
     half_of_tile,
     swiglu_registers,

@@ -25,6 +25,7 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.pipeline import PipelineProducer
 
 from backends.cutedsl.device import WARPGROUP
+from backends.cutedsl.moe.layout import TILE_M
 from backends.cutedsl.sm100_moe.epilogue import (
     RowsTensors,
     SwigluTensors,
@@ -43,7 +44,7 @@ from backends.cutedsl.sm100_moe.operands import (
     scale_copy,
     scales_views,
 )
-from backends.cutedsl.sm100_moe.plan import HALF_N, K_BLOCKS, LOAD_WARP, MMA_WARP, THREADS, TILE_M, Sm100MoePlan
+from backends.cutedsl.sm100_moe.plan import HALF_N, K_BLOCKS, LOAD_WARP, MMA_WARP, THREADS, Sm100MoePlan
 from backends.cutedsl.sm100_moe.routing import walk, work_item
 from backends.cutedsl.tcgen05 import (
     Ring,

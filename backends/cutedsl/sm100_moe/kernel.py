@@ -21,12 +21,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from backends.cutedsl.moe import combine
+from backends.cutedsl.moe.layout import TILE_M
+from backends.cutedsl.moe.nvfp4 import Nvfp4
 from backends.cutedsl.sm100_moe import routing, row_kernels
 from backends.cutedsl.sm100_moe.epilogue import RowsTensors, SwigluTensors, make_rows_store
 from backends.cutedsl.sm100_moe.gemm import launch_shape, rows_kernel, swiglu_kernel
-from backends.cutedsl.sm100_moe.nvfp4 import Nvfp4
 from backends.cutedsl.sm100_moe.operands import GroupedGemm, layout_a, layout_w, make_operand
-from backends.cutedsl.sm100_moe.plan import H_COLUMNS, TILE_K, TILE_M, Sm100MoePlan
+from backends.cutedsl.sm100_moe.plan import H_COLUMNS, TILE_K, Sm100MoePlan
 
 
 def ceil_div(a: Int32, b: int) -> Int32:
@@ -129,12 +131,12 @@ class Sm100Moe:
         named(rows_kernel, "rows")(plan, gemm, tensors).launch(**shape)
 
     def _combine(self, call: SimpleNamespace) -> None:
-        vectors = call.y.shape[0] * (call.y.shape[1] // row_kernels.COLUMNS)
+        vectors = call.y.shape[0] * (call.y.shape[1] // combine.COLUMNS)
         ids, weights, topk = flat(call.topk_ids), flat(call.topk_weights), call.topk_ids.shape[1]
-        kernel, weighted = named(row_kernels.combine_kernel, "combine"), 1 - call.weight_before
+        kernel, weighted = named(combine.combine_kernel, "combine"), 1 - call.weight_before
         kernel(ids, weights, call.row_of_route, call.rows, call.y, topk, weighted).launch(
-            grid=[ceil_div(vectors, row_kernels.COMBINE_THREADS), 1, 1],
-            block=[row_kernels.COMBINE_THREADS, 1, 1],
+            grid=[ceil_div(vectors, combine.COMBINE_THREADS), 1, 1],
+            block=[combine.COMBINE_THREADS, 1, 1],
             stream=call.stream,
             use_pdl=True,
         )

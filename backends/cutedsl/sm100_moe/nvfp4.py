@@ -1,49 +1,19 @@
 # pyright: reportMissingImports=false
-"""NVFP4 rows in global memory, and requantisation to them: 64 columns of a row by one thread.
+"""Requantisation to NVFP4 rows: 64 columns of a row by one thread.
 
 64 columns are four blocks of 16: 32 bytes of codes, and the four scales of the row in one atom.
 """
-
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float4E2M1FN, Float8E4M3FN, Float32, Int32, Int64, Uint32
 
-from backends.cutedsl.sm100_moe.plan import ATOM_BYTES, H_COLUMNS, SF_VEC_SIZE, TILE_M
+from backends.cutedsl.moe.layout import SF_VEC_SIZE
+from backends.cutedsl.moe.nvfp4 import Nvfp4, scale_word
+from backends.cutedsl.sm100_moe.plan import H_COLUMNS
 
-VECTOR = 16
-"""Bytes of codes that a lane copies at once."""
 BLOCKS = H_COLUMNS // SF_VEC_SIZE
 CODE_BYTES = H_COLUMNS // 2
-
-
-class Nvfp4(NamedTuple):
-    """A matrix, or one an expert: codes u8 (..., rows, K / 2), two a byte; sf u8 (..., row tiles, atoms, 512).
-
-    Block scales are swizzled: an atom holds those of 128 rows and 64 columns.
-    """
-
-    codes: cute.Tensor
-    sf: cute.Tensor
-
-
-def scale_offset(row: Int32, atoms: Int32, atom: Int32) -> Int64:
-    """Bytes from the first scale of a swizzled tensor to the four scales of `row` in its atom `atom` of `atoms`."""
-    inside = row % 32 * 16 + row % TILE_M // 32 * 4
-    return (Int64(row // TILE_M) * atoms + atom) * ATOM_BYTES + inside
-
-
-def scale_word(mSF: cute.Tensor, row: Int32, atoms: Int32, atom: Int32) -> cute.Tensor:
-    """The four scales of `row` in an atom, as one word."""
-    pointer = mSF.iterator + cute.assume(scale_offset(row, atoms, atom), divby=4)
-    return cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), cute.make_layout(1))
-
-
-def code_vector(mCodes: cute.Tensor, row: Int32, row_bytes: Int32, vector: Int32) -> cute.Tensor:
-    """16 bytes of the codes of `row`."""
-    pointer = mCodes.iterator + cute.assume(Int64(row) * row_bytes + vector * VECTOR, divby=VECTOR)
-    return cute.make_tensor(pointer, cute.make_layout(VECTOR))
 
 
 @cute.jit

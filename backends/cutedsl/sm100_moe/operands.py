@@ -15,8 +15,9 @@ from cutlass import Float4E2M1FN, Float8E4M3FN, Int32, Int64, memory
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
-from backends.cutedsl.sm100_moe.nvfp4 import Nvfp4
-from backends.cutedsl.sm100_moe.plan import HALF_N, SF_VEC_SIZE, TILE_K, TILE_M, Sm100MoePlan
+from backends.cutedsl.moe.layout import SF_VEC_SIZE, TILE_M
+from backends.cutedsl.moe.nvfp4 import Nvfp4
+from backends.cutedsl.sm100_moe.plan import HALF_N, TILE_K, Sm100MoePlan
 from backends.cutedsl.tcgen05 import CHUNK, load_row
 from backends.cutedsl.tma import TmaTensor, TmaViews, tma_views
 

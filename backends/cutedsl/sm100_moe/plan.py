@@ -8,24 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backends.cutedsl.device import SMEM_BYTES, TMEM_COLUMNS, TMEM_LANES
+from backends.cutedsl.moe.layout import SF_VEC_SIZE, TILE_M
 
-TILE_M = TMEM_LANES
-"""Expert rows a CTA: one epilogue thread a row. Also rows of W a CTA loads."""
 TILE_K = 256
 """Elements along K a ring stage: 128 bytes of codes, one swizzle row; four instructions of 64."""
 HALF_N = 128
 """Columns of an accumulator that an epilogue thread holds in registers at a time: all of a single CTA's tile, half of a
 pair's."""
-SF_VEC_SIZE = 16
-ATOM_BYTES = 512
-"""Bytes of an atom of block scales: 128 rows, 64 columns."""
 MAX_RING_STAGES = 8
 SF_ROWS_PER_COLUMN = 32
 """Scales of 32 rows share a column of tensor memory: a word of 4 scales a lane (facts.md 2.4)."""
 K_BLOCKS = TILE_K // 64
 MMA_WARP, LOAD_WARP = 4, 5
 THREADS = 192
-MAX_EXPERTS = 512
 H_COLUMNS = HALF_N // 2
 """Columns of h from 128 columns of L1, half of them gate and half up. One atom of block scales."""
 STORE_COLUMNS = 64
@@ -133,3 +128,6 @@ def swiglu_registers(interleave: int, h_column: int) -> tuple[int, int]:
     """
     gate = 2 * h_column - h_column % interleave
     return gate, gate + interleave
+
+
+assert TILE_M == TMEM_LANES, "one epilogue thread a row; also rows of W a CTA loads"

@@ -19,49 +19,27 @@ from backends.cutedsl.compile.parameters import (
     workspace_bytes,
 )
 from backends.cutedsl.device import B200_SM_COUNT
-from backends.cutedsl.sm100_moe.plan import ATOM_BYTES, MAX_EXPERTS, TILE_M, UNIT_FIELDS, pays_as_pair
-from megamoe.contract import HostProgram, UnsupportedError
+from backends.cutedsl.moe.parameters import CONSTANTS as TENSOR_CONSTANTS
+from backends.cutedsl.moe.parameters import DIVISORS, OPERANDS, RESULTS, experts_of, sizes_of
+from backends.cutedsl.sm100_moe.plan import UNIT_FIELDS, pays_as_pair
+from megamoe.contract import HostProgram
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
 
 PARAMETERS: Final[Mapping[str, Parameter]] = {
-    "x_codes": TensorParameter("u8", ("tokens", "hidden_bytes")),
-    "x_sf": TensorParameter("u8", ("token_tiles", "hidden_atoms", "atom_bytes")),
-    "x_gs": TensorParameter("f32", ("tokens",)),
-    "w1_codes": TensorParameter("u8", ("experts", "w1_rows", "hidden_bytes")),
-    "w1_sf": TensorParameter("u8", ("experts", "w1_tiles", "hidden_atoms", "atom_bytes")),
-    "w1_gs": TensorParameter("f32", ("experts",)),
-    "w2_codes": TensorParameter("u8", ("experts", "hidden", "intermediate_bytes")),
-    "w2_sf": TensorParameter("u8", ("experts", "w2_tiles", "intermediate_atoms", "atom_bytes")),
-    "w2_gs": TensorParameter("f32", ("experts",)),
-    "h": TensorParameter("f32", ("rows", "intermediate")),
-    "a2_gs": TensorParameter("f32", ("experts",)),
-    "topk_ids": TensorParameter("s32", ("tokens", "topk")),
-    "topk_weights": TensorParameter("f32", ("tokens", "topk")),
-    "row_of_route": TensorParameter("s32", ("routes",)),
-    "route_of_row": TensorParameter("s32", ("rows",)),
+    **OPERANDS,
     "units": TensorParameter("s32", ("unit_entries", "unit_fields")),
     "a1_codes": TensorParameter("u8", ("rows", "hidden_bytes")),
     "a1_sf": TensorParameter("u8", ("row_tiles", "hidden_atoms", "atom_bytes")),
-    "a2_codes": TensorParameter("u8", ("rows", "intermediate_bytes")),
-    "a2_sf": TensorParameter("u8", ("row_tiles", "intermediate_atoms", "atom_bytes")),
-    "rows": TensorParameter("bf16", ("rows", "hidden")),
-    "y": TensorParameter("bf16", ("tokens", "hidden")),
+    **RESULTS,
     **dict.fromkeys(("num_experts", "weight_before", "max_ctas"), ScalarParameter("s32")),
     "clamp": ScalarParameter("f32"),
     "stream": StreamParameter(),
 }
-"""What the host functions take, each those of its stage. Tensors as in specs/nvfp4_moe.yaml, and workspaces."""
+"""What the host functions take, each those of its stage: tensors of the op, and workspaces."""
 
-CONSTANTS: Final = {"atom_bytes": ATOM_BYTES, "unit_fields": UNIT_FIELDS}
-DIVISORS: Final = {
-    **dict.fromkeys(("hidden", "intermediate", "rows"), TILE_M),
-    **dict.fromkeys(("hidden_bytes", "intermediate_bytes"), TILE_M // 2),
-    **dict.fromkeys(("hidden_atoms", "intermediate_atoms", "w1_tiles"), 2),
-    "w1_rows": 2 * TILE_M,
-}
-"""What run-time sizes are multiples of, where the kernels rely on it."""
+CONSTANTS: Final = {**TENSOR_CONSTANTS, "unit_fields": UNIT_FIELDS}
 
 _ROUTING: Final = ("topk_ids", "row_of_route", "route_of_row", "units", "stream")
 _L1: Final = (
@@ -88,11 +66,7 @@ def moe_program(case: Case, cta_group: int | None = None, max_ctas: int = B200_S
     A CTA takes several tiles in turn where there are more than `max_ctas` of them; there is one pair at least.
     UnsupportedError for more experts than the routing kernel counts.
     """
-    stage, experts = str(case["stage"]), case.int("num_experts")
-    if experts > MAX_EXPERTS:
-        raise UnsupportedError(
-            f"{case.id}: {experts} experts; the routing kernel of cutedsl counts {MAX_EXPERTS} at most"
-        )
+    stage, experts = str(case["stage"]), experts_of(case)
     if cta_group is None:
         cta_group = 2 if pays_as_pair(case.int("tokens") * case.int("topk"), experts) else 1
     sizes, parameters = _sizes(case), _parameters_of(stage)
@@ -123,29 +97,8 @@ def _compiled_for(stage: str, cta_group: int, interleave: int) -> tuple[int, int
 
 def _sizes(case: Case) -> dict[str, int]:
     """All dimensions of PARAMETERS for one case."""
-    tokens, topk, experts = case.int("tokens"), case.int("topk"), case.int("num_experts")
-    hidden, intermediate = case.int("hidden"), case.int("intermediate")
-    row_tiles = (tokens * topk + (TILE_M - 1) * experts) // TILE_M
-    return {
-        **CONSTANTS,
-        "tokens": tokens,
-        "topk": topk,
-        "experts": experts,
-        "routes": tokens * topk,
-        "token_tiles": -(-tokens // TILE_M),
-        "row_tiles": row_tiles,
-        "rows": row_tiles * TILE_M,
-        "unit_entries": 1 + row_tiles,
-        "hidden": hidden,
-        "hidden_bytes": hidden // 2,
-        "hidden_atoms": hidden // 64,
-        "intermediate": intermediate,
-        "intermediate_bytes": intermediate // 2,
-        "intermediate_atoms": intermediate // 64,
-        "w1_rows": 2 * intermediate,
-        "w1_tiles": 2 * intermediate // TILE_M,
-        "w2_tiles": hidden // TILE_M,
-    }
+    sizes = sizes_of(case)
+    return {**sizes, "unit_entries": 1 + sizes["row_tiles"], "unit_fields": UNIT_FIELDS}
 
 
 @functools.cache

@@ -14,8 +14,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, memory
 
+from backends.cutedsl.moe.layout import MAX_EXPERTS, TILE_M
+from backends.cutedsl.moe.routing import inclusive_sum
 from backends.cutedsl.sm100_moe.operands import GroupedGemm
-from backends.cutedsl.sm100_moe.plan import MAX_EXPERTS, TILE_M, Sm100MoePlan
+from backends.cutedsl.sm100_moe.plan import Sm100MoePlan
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -45,15 +47,6 @@ def count_routes(ids: cute.Tensor, sCounts: cute.Tensor, routes: Int32, thread: 
         if expert >= 0:
             cute.arch.atomic_add(sCounts.iterator + expert, Int32(1))
     cute.arch.sync_threads()
-
-
-@cute.jit
-def inclusive_sum(value: Int32, lane: Int32) -> Int32:
-    """Sums over the lanes up to this one."""
-    for step in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(value, 1 << step, mask_and_clamp=0)
-        value += cutlass.select_(lane >= (1 << step), below, Int32(0))
-    return value
 
 
 @cute.jit

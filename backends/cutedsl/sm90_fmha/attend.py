@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
 from backends.cutedsl.device import WARPGROUP
+from backends.cutedsl.ring import RingPlace, StageRing, advanced, release, ring_number, ring_start, wait_full
 from backends.cutedsl.sm90_fmha.epilogue import finish_item
 from backends.cutedsl.sm90_fmha.operands import (
     Consumer,
@@ -24,7 +25,6 @@ from backends.cutedsl.sm90_fmha.operands import (
 )
 from backends.cutedsl.sm90_fmha.order import deal, dealt_item, parts
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
-from backends.cutedsl.sm90_fmha.ring import RingPlace, StageRing, advanced, release, ring_number, ring_start, wait_full
 from backends.cutedsl.sm90_fmha.softmax import (
     ROWS,
     exponentials,

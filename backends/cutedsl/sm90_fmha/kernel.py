@@ -28,6 +28,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from backends.cutedsl.attention_tiles import Inputs, Outputs, Problem, allocate_operand, problem_of, tma_tensors
 from backends.cutedsl.device import WARPGROUP
+from backends.cutedsl.ring import allocate_rings, init_rings
 from backends.cutedsl.sm90_fmha.attend import consumer_warpgroup
 from backends.cutedsl.sm90_fmha.columns import ColumnRings, score_warpgroup, value_warpgroup
 from backends.cutedsl.sm90_fmha.combine import FEW_SPLITS, combine_kernel, launch_combine
@@ -40,7 +41,6 @@ from backends.cutedsl.sm90_fmha.plan import (
     MERGE_REGISTERS,
     Sm90FmhaPlan,
 )
-from backends.cutedsl.sm90_fmha.ring import allocate_rings, init_rings
 from backends.cutedsl.sm90_fmha.softmax import ROWS
 
 

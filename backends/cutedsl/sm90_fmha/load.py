@@ -8,10 +8,10 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from backends.cutedsl.attention_tiles import AttentionItem, Inputs, Problem
+from backends.cutedsl.ring import RingPlace, RingSlot, StageRing, acquire, advanced, ring_number, ring_start
 from backends.cutedsl.sm90_fmha.operands import Sm90Smem
 from backends.cutedsl.sm90_fmha.order import deal, dealt_item
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
-from backends.cutedsl.sm90_fmha.ring import RingPlace, RingSlot, StageRing, acquire, advanced, ring_number, ring_start
 from backends.cutedsl.tma import TmaTensor, TmaViews, tma_views
 
 

@@ -80,9 +80,13 @@ BACKENDS = {
     "cutedsl.compile": KERNELS,
     "cutedsl": f"{KERNELS} cutedsl.compile",
     "cutedsl.sm100_fmha": f"{KERNELS} cutedsl cutedsl.compile",
-    "cutedsl.sm100_moe": f"{KERNELS} cutedsl cutedsl.compile",
+    "cutedsl.moe": f"{KERNELS} cutedsl cutedsl.compile",
+    "cutedsl.sm100_moe": f"{KERNELS} cutedsl cutedsl.compile cutedsl.moe",
     "cutedsl.sm90_fmha": f"{KERNELS} cutedsl cutedsl.compile",
-    "cutedsl.__init__": f"{KERNELS} cutedsl cutedsl.compile cutedsl.sm100_fmha cutedsl.sm100_moe cutedsl.sm90_fmha",
+    "cutedsl.sm90_moe": f"{KERNELS} cutedsl cutedsl.compile cutedsl.moe",
+    "cutedsl.__init__": (
+        f"{KERNELS} cutedsl cutedsl.compile cutedsl.sm100_fmha cutedsl.sm100_moe cutedsl.sm90_fmha cutedsl.sm90_moe"
+    ),
     "vm": "",
 }
 # All of them may import megamoe and backends too.

@@ -1,0 +1,1 @@
+"""NVFP4 MoE for sm_90a in CuTeDSL."""

@@ -1,0 +1,147 @@
+# ruff: noqa: N815
+# pyright: reportMissingImports=false
+"""The epilogues of the grouped GEMMs, from accumulators in registers.
+
+Registers 4 b + 2 r + c of a thread: weight row 16 warp + lane / 4 + 8 r of the warpgroup's 64 and column 8 b +
+2 (lane % 4) + c. repack.py puts the gate of an output in row g and its up in row g + 8, and two neighbouring rows of w2
+likewise.
+
+L1: SwiGLU in registers. A block of 16 outputs is in two warps, so activations go through shared memory, 64 tokens at a
+time; then a thread has a whole block. L2: two neighbouring bf16 of a row a store, 32 bytes of a token by eight lanes.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
+
+from backends.cutedsl.device import LOG2_E, WARPGROUP
+from backends.cutedsl.moe.layout import SF_VEC_SIZE
+from backends.cutedsl.moe.nvfp4 import Nvfp4
+from backends.cutedsl.sm90_moe.plan import GROUP_M, RESULT_FACTOR, Sm90MoePlan
+from backends.cutedsl.sm90_moe.requantise import CODE_WORDS, quantise_block, store_block
+from backends.cutedsl.sm90_moe.schedule import ColumnPiece
+
+OUTPUTS = GROUP_M // 2
+"""Activations that a warpgroup has of a token."""
+BLOCKS = OUTPUTS // SF_VEC_SIZE
+STAGING_BARRIER = 1
+"""Named barriers: warpgroup g meets at STAGING_BARRIER + g."""
+
+
+class ColumnActivations(NamedTuple):
+    """Factors and weights by column tile and column (expand.py), global scales of a2 by expert, a2 by expert row.
+
+    `clamp`: +inf for none.
+    """
+
+    mFactor: cute.Tensor
+    mWeight: cute.Tensor
+    mA2_gs: cute.Tensor
+    a2: Nvfp4
+    clamp: Float32
+
+
+class ColumnRows(NamedTuple):
+    """Expert rows bf16 (rows, hidden), and the global scales of experts."""
+
+    mRows: cute.Tensor
+    mA2_gs: cute.Tensor
+    mW2_gs: cute.Tensor
+
+
+class ColumnConsumer(NamedTuple):
+    """A thread of the consumers: its number among them, its warpgroup, its number there, its lane's row and column of
+    an 8 x 8 part of an accumulator, and whether it is the first lane of its warp."""
+
+    thread: Int32
+    group: Int32
+    in_group: Int32
+    quad: Int32
+    quad_lane: Int32
+    leads: Boolean
+
+
+def here(value: Int32) -> Int32:
+    """The same value, known from this place on only.
+
+    What follows from sizes alone is the same for all tiles: the compiler would compute it once, an offset for every
+    column of every width, and leave too few registers for the products.
+    """
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def swiglu(gate: Float32, up: Float32, clamp: Float32) -> Float32:
+    """silu(min(gate, clamp)) * clip(up, clamp)."""
+    gate = cute.arch.fmin(gate, clamp)
+    up = cute.arch.fmax(cute.arch.fmin(up, clamp), -clamp)
+    sigmoid = cute.arch.rcp_approx(cute.math.exp2(gate * Float32(-LOG2_E), fastmath=True) + Float32(1.0))
+    return gate * sigmoid * up
+
+
+@cute.jit
+def store_activations(
+    plan: Sm90MoePlan,
+    tensors: ColumnActivations,
+    piece: ColumnPiece,
+    gs: Float32,
+    rAcc: cute.Tensor,
+    sStaged: cute.Tensor,
+    consumer: ColumnConsumer,
+):
+    """The end of a tile of L1. sStaged (token, output, warpgroup) f32."""
+    rH = cute.make_rmem_tensor(SF_VEC_SIZE, Float32)
+    rCodes = cute.make_rmem_tensor(CODE_WORDS, Uint32)
+    in_group, pair = here(consumer.in_group), here(2 * consumer.quad_lane)
+    output = in_group // 32 * 8 + consumer.quad
+    token, block = in_group // BLOCKS, in_group % BLOCKS
+    for start in cutlass.range_constexpr(0, plan.width, plan.staged_tokens):
+        cute.arch.barrier(barrier_id=STAGING_BARRIER + consumer.group, number_of_threads=WARPGROUP)
+        for part in cutlass.range_constexpr(start // 8, (start + plan.staged_tokens) // 8):
+            for c in cutlass.range_constexpr(2):
+                column = 8 * part + pair + c
+                factor, weight = tensors.mFactor[piece.column, column], tensors.mWeight[piece.column, column]
+                gate, up = rAcc[4 * part + c] * factor, rAcc[4 * part + 2 + c] * factor
+                sStaged[column - start, output, consumer.group] = swiglu(gate, up, tensors.clamp) * weight
+        cute.arch.barrier(barrier_id=STAGING_BARRIER + consumer.group, number_of_threads=WARPGROUP)
+        if token < plan.staged_tokens and start + token < piece.rows:
+            sBlock = cute.logical_divide(sStaged[token, None, consumer.group], cute.make_layout(SF_VEC_SIZE))
+            cute.autovec_copy(sBlock[None, block], rH)
+            of_row = (piece.tile_m * plan.groups + consumer.group) * BLOCKS + block
+            sf = quantise_block(rH, gs, rCodes)
+            store_block(tensors.a2, piece.first_row + start + token, of_row, rCodes, sf)
+
+
+def scale_of(tensors: ColumnActivations | ColumnRows, expert: Int32) -> Float32:
+    """What the end of a tile needs of its expert: the global scale of a2, or the factor of rows."""
+    if isinstance(tensors, ColumnActivations):
+        return Float32(tensors.mA2_gs[expert])
+    return Float32(tensors.mA2_gs[expert] * tensors.mW2_gs[expert] * RESULT_FACTOR)
+
+
+@cute.jit
+def store_rows(
+    plan: Sm90MoePlan,
+    tensors: ColumnRows,
+    piece: ColumnPiece,
+    scale: Float32,
+    rAcc: cute.Tensor,
+    consumer: ColumnConsumer,
+):
+    """The end of a tile of L2. Rows of W past the last do not exist where a tile is larger than what is left."""
+    hidden, pair = here(tensors.mRows.shape[1]), here(2 * consumer.quad_lane)
+    element = piece.tile_m * plan.tile_m + consumer.group * GROUP_M + consumer.in_group // 32 * 16 + consumer.quad * 2
+    limit = cutlass.select_(element < hidden, piece.rows - pair, Int32(0))
+    first = Int64(piece.first_row + pair) * hidden + element
+    rPair = cute.make_rmem_tensor(2, Float32)
+    rRounded = cute.make_rmem_tensor(2, BFloat16)
+    for part in cutlass.range_constexpr(cute.size(rAcc) // 4):
+        for c in cutlass.range_constexpr(2):
+            row = cutlass.const_expr(8 * part + c)
+            if row < limit:
+                for r in cutlass.range_constexpr(2):
+                    rPair[r] = rAcc[4 * part + 2 * r + c] * scale
+                rRounded.store(rPair.load().to(BFloat16))
+                pointer = tensors.mRows.iterator + cute.assume(first + Int64(hidden) * row, divby=2)
+                cute.autovec_copy(rRounded, cute.make_tensor(pointer, cute.make_layout(2)))

@@ -1,0 +1,148 @@
+# ruff: noqa: N815
+# pyright: reportMissingImports=false
+"""Activations expanded to f16 once, in the order of the column tiles and swizzled as wgmma reads them.
+
+Two blocks of 16 codes and their block scales become 64 bytes, an element of the first, one of the second: code * scale
+* 2^-7, exact. The first GEMM gathers its rows from the tokens here, and gets a table of factors: row r of its
+accumulators is times x_gs * w1_gs * 2^14. Rows that fill up a column tile are left as they are: they are columns of the
+product that nobody reads.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint16, Uint32
+
+from backends.cutedsl.moe.nvfp4 import Nvfp4, scale_offset
+from backends.cutedsl.sm90_moe.plan import RESULT_FACTOR, ROW_BYTES, UNIT_K
+from backends.cutedsl.sm90_moe.unpack import times
+
+THREADS = 128
+CTAS_PER_SM = 16
+CHUNK_BYTES = 16
+"""What the swizzle moves together: four elements of each of two blocks."""
+CHUNKS = ROW_BYTES // CHUNK_BYTES
+
+
+class Expanded(NamedTuple):
+    """Where expanded rows go: u8, column tiles of `pitch` bytes, `width` rows each; the table of column tiles; units
+    along K."""
+
+    mRows: cute.Tensor
+    mColumns: cute.Tensor
+    pitch: Int64
+    width: Int32
+    units: Int32
+
+
+class Factors(NamedTuple):
+    """Of gathered rows: routes of rows, scales, weights of routes, and the tables f32 (column tiles, columns).
+
+    mWeight holds 1 where `weighted` is 0.
+    """
+
+    mRouteOfRow: cute.Tensor
+    mX_gs: cute.Tensor
+    mW1_gs: cute.Tensor
+    mTopkWeights: cute.Tensor
+    mFactor: cute.Tensor
+    mWeight: cute.Tensor
+    topk: Int32
+    weighted: Int32
+
+
+def scale_pair(pair: Uint32) -> Uint32:
+    """The two block scales in the low half of `pair` as f16."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, low; }",
+        write_only_types=[Uint32],
+        read_only_args=[pair],
+    )
+
+
+def times_two_to_7(pair: Uint32) -> Uint32:
+    """A pair of f16 times 2^7. The instruction takes no immediate."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 two_to_7; mov.b32 two_to_7, 0x58005800; mul.rn.f16x2 {$w0}, {$r0}, two_to_7; }",
+        write_only_types=[Uint32],
+        read_only_args=[pair],
+    )
+
+
+def half_word(mBytes: cute.Tensor, offset: Int64) -> Uint32:
+    """Two bytes, an even offset."""
+    pointer = cute.recast_ptr(mBytes.iterator + cute.assume(offset, divby=2), dtype=Uint16)
+    return Uint32(cute.make_tensor(pointer, cute.make_layout(1))[0])
+
+
+@cute.jit
+def expand_chunk(x: Nvfp4, source: Int32, unit: Int32, inside: Int32, rChunk: cute.Tensor):
+    """rChunk (4) u32: chunk `inside` of a unit of row `source`."""
+    row_bytes, atoms = x.codes.shape[1], x.sf.shape[1]
+    pair, part = inside // 4, inside % 4
+    codes = Int64(source) * row_bytes + unit * (UNIT_K // 2) + pair * 16 + part * 2
+    word = half_word(x.codes, codes) | half_word(x.codes, codes + 8) << 16
+    scales = times_two_to_7(scale_pair(half_word(x.sf, scale_offset(source, atoms, unit) + pair * 2)))
+    for element in cutlass.range_constexpr(4):
+        code = word >> 4 * element & Uint32(0x000F_000F)
+        value = (code & Uint32(0x0008_0008)) << 12 | (code & Uint32(0x0007_0007)) << 9
+        rChunk[element] = times(value, scales)
+
+
+@cute.jit
+def expand_row(x: Nvfp4, expanded: Expanded, source: Int32, column: Int32, row: Int32, thread: Int32):
+    """All of a row, 16 bytes a thread at a time, so that a warp writes whole rows of a unit.
+
+    Chunk c of a unit: elements 4 (c % 4) and on of blocks 2 (c / 4) and its next; it is stored at c ^ row % 8.
+    """
+    rChunk = cute.make_rmem_tensor(CHUNK_BYTES // 4, Uint32)
+    first = Int64(column) * expanded.pitch + row * ROW_BYTES
+    for chunk in cutlass.range(thread, expanded.units * CHUNKS, THREADS, unroll=4):
+        unit, inside = chunk // CHUNKS, chunk % CHUNKS
+        expand_chunk(x, source, unit, inside, rChunk)
+        place = first + unit * expanded.width * ROW_BYTES + (inside ^ row % CHUNKS) * CHUNK_BYTES
+        target = cute.recast_ptr(expanded.mRows.iterator + cute.assume(place, divby=CHUNK_BYTES), dtype=Uint32)
+        cute.autovec_copy(rChunk, cute.make_tensor(target, cute.make_layout(CHUNK_BYTES // 4)))
+
+
+@cute.kernel
+def gather_kernel(x: Nvfp4, expanded: Expanded, factors: Factors):
+    """Tokens `x` as the rows of column tiles, and their factors. A CTA takes one row after another."""
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    mFactor, mWeight = factors.mFactor, factors.mWeight
+    for index in cutlass.range(block, expanded.mColumns[0, 0] * expanded.width, blocks, unroll=1):
+        column, row = index // expanded.width, index % expanded.width
+        expert, first_row, rows = (expanded.mColumns[1 + column, field] for field in range(3))
+        factor, weight = Float32(0.0), Float32(0.0)
+        if row < rows:
+            route = factors.mRouteOfRow[first_row + row]
+            token = route // factors.topk
+            if thread == 0:
+                factor = factors.mX_gs[token] * factors.mW1_gs[expert] * RESULT_FACTOR
+                weight = Float32(1.0)
+                if factors.weighted != 0:
+                    weight = factors.mTopkWeights[route]
+            expand_row(x, expanded, token, column, row, thread)
+        if thread == 0:
+            mFactor[column, row] = factor
+            mWeight[column, row] = weight
+
+
+@cute.kernel
+def expand_kernel(a: Nvfp4, expanded: Expanded):
+    """Expert rows `a` as the rows of column tiles. A CTA takes one row after another."""
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    for index in cutlass.range(block, expanded.mColumns[0, 0] * expanded.width, blocks, unroll=1):
+        column, row = index // expanded.width, index % expanded.width
+        first_row, rows = (expanded.mColumns[1 + column, field] for field in range(1, 3))
+        if row < rows:
+            expand_row(a, expanded, first_row + row, column, row, thread)

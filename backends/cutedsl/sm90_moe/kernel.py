@@ -1,0 +1,172 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
+"""NVFP4 MoE on sm_90a in CuTeDSL: the host function of the layer or of one of its stages, a queue of a few kernels.
+
+    layer        routing, gather, L1 (swiglu_kernel), expand, L2 (rows_kernel), combine
+    l1           routing, gather, L1
+    requantise   routing, requantise
+    l2           routing, expand, L2
+    combine      routing, combine
+
+Called to prepare, it repacks the weights of its stage instead. sm_90a has no FP4 tensor core: weights stay NVFP4 in
+memory, which is what saves its bandwidth, and become f16 in registers, where a code times its block scale is exact.
+
+Each kernel but the first may be launched while the one before it still runs (programmatic dependent launch).
+"""
+
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from backends.cutedsl.moe import combine
+from backends.cutedsl.moe.layout import SF_VEC_SIZE
+from backends.cutedsl.moe.nvfp4 import Nvfp4
+from backends.cutedsl.sm90_moe import expand, repack, requantise, routing
+from backends.cutedsl.sm90_moe.epilogue import ColumnActivations, ColumnRows
+from backends.cutedsl.sm90_moe.gemm import rows_kernel, swiglu_kernel
+from backends.cutedsl.sm90_moe.plan import PANEL_ROWS, ROW_BYTES, UNIT_K, Sm90MoePlan
+from backends.cutedsl.sm90_moe.schedule import ColumnGemm
+
+
+def ceil_div(a: Int32, b: int) -> Int32:
+    """a / b, rounded up."""
+    return (a + b - 1) // b
+
+
+def flat(mTensor: cute.Tensor) -> cute.Tensor:
+    """A compact tensor as one of rank 1."""
+    return cute.make_tensor(mTensor.iterator, cute.make_layout(cute.size(mTensor)))
+
+
+def named(kernel, name: str):
+    """The kernel, its entry beginning with sm90_moe_`name`."""
+    kernel.set_name_prefix(f"sm90_moe_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
+    return kernel
+
+
+class Sm90Moe:
+    """The host function for GEMMs of `width` columns a tile.
+
+    `call`, in all methods: the arguments by the names of program.PARAMETERS.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    @cute.jit
+    def __call__(self, stage: cutlass.Constexpr, **arguments):
+        """Queue the kernels of `stage`, or of its preparation. `arguments`: those that program.STAGES names for it."""
+        call = SimpleNamespace(**arguments)
+        if call.prepares != 0:
+            self._prepare(stage, call)
+        else:
+            self._compute(stage, call)
+
+    def _prepare(self, stage, call: SimpleNamespace) -> None:
+        if stage in ("layer", "l1"):
+            self._repack(call, Nvfp4(call.w1_codes, call.w1_sf), call.w1_packed, call.interleave_log2)
+        if stage in ("layer", "l2"):
+            self._repack(call, Nvfp4(call.w2_codes, call.w2_sf), call.w2_packed, Int32(0))
+
+    def _compute(self, stage, call: SimpleNamespace) -> None:
+        self._route(call)
+        if stage in ("layer", "l1"):
+            self._l1(call)
+        if stage == "requantise":
+            self._requantise(call)
+        if stage in ("layer", "l2"):
+            self._l2(call)
+        if stage in ("layer", "combine"):
+            self._combine(call)
+
+    def _repack(self, call: SimpleNamespace, w: Nvfp4, m_packed: cute.Tensor, interleave_log2: Int32) -> None:
+        panels, units = w.codes.shape[0] * (w.codes.shape[1] // PANEL_ROWS), w.codes.shape[2] // (UNIT_K // 2)
+        named(repack.repack_kernel, "repack")(w, m_packed, interleave_log2).launch(
+            grid=[panels, units, 1], block=[repack.THREADS, 1, 1], stream=call.stream
+        )
+
+    def _route(self, call: SimpleNamespace) -> None:
+        columns = routing.Columns(call.row_of_route, call.route_of_row, call.columns, flat(call.flags))
+        named(routing.routing_kernel, "routing")(flat(call.topk_ids), columns, self.width).launch(
+            grid=[call.num_experts, 1, 1], block=[routing.THREADS, 1, 1], stream=call.stream
+        )
+
+    def _expanded(self, call: SimpleNamespace, k_bytes: Int32, m_rows: cute.Tensor) -> expand.Expanded:
+        units = k_bytes // (UNIT_K // 2)
+        return expand.Expanded(m_rows, call.columns, Int64(units) * self.width * ROW_BYTES, Int32(self.width), units)
+
+    def _expand_shape(self, call: SimpleNamespace) -> dict[str, object]:
+        rows = (call.columns.shape[0] - 1) * self.width
+        grid = [cutlass.min(rows, expand.CTAS_PER_SM * call.max_ctas), 1, 1]
+        return {"grid": grid, "block": [expand.THREADS, 1, 1], "stream": call.stream, "use_pdl": True}
+
+    def _gemm(self, call: SimpleNamespace, plan: Sm90MoePlan, w: Nvfp4, packed: cute.Tensor, expanded):
+        """The operands and sizes of a product, and how it is launched."""
+        flags = 0 if plan.swiglu else 1
+        panels = w.codes.shape[1] // PANEL_ROWS
+        m_flags = cute.make_tensor(call.flags.iterator + flags * call.flags.shape[1], call.flags[0, None].layout)
+        gemm = ColumnGemm(
+            mPacked=packed,
+            mTokens=expanded.mRows,
+            mColumns=call.columns,
+            mPartials=call.partials,
+            mFlags=m_flags,
+            panels=panels,
+            turns=expanded.units // 2,
+            pitch=expanded.pitch,
+        )
+        tiles = (call.columns.shape[0] - 1) * ceil_div(panels, plan.panels)
+        grid = [cutlass.min(tiles, call.max_ctas), 1, 1]
+        block = [plan.threads, 1, 1]
+        return gemm, {"grid": grid, "block": block, "stream": call.stream, "min_blocks_per_mp": 1, "use_pdl": True}
+
+    def _l1(self, call: SimpleNamespace) -> None:
+        x, w = Nvfp4(call.x_codes, call.x_sf), Nvfp4(call.w1_codes, call.w1_sf)
+        expanded = self._expanded(call, call.x_codes.shape[1], call.w1_tokens)
+        factors = expand.Factors(
+            mRouteOfRow=call.route_of_row,
+            mX_gs=call.x_gs,
+            mW1_gs=call.w1_gs,
+            mTopkWeights=flat(call.topk_weights),
+            mFactor=call.row_factor,
+            mWeight=call.row_weight,
+            topk=call.topk_ids.shape[1],
+            weighted=call.weight_before,
+        )
+        named(expand.gather_kernel, "gather")(x, expanded, factors).launch(**self._expand_shape(call))
+        plan = Sm90MoePlan(self.width, swiglu=True)
+        gemm, shape = self._gemm(call, plan, w, call.w1_packed, expanded)
+        a2 = Nvfp4(call.a2_codes, call.a2_sf)
+        tensors = ColumnActivations(call.row_factor, call.row_weight, call.a2_gs, a2, call.clamp)
+        named(swiglu_kernel, "swiglu")(plan, gemm, tensors).launch(**shape)
+
+    def _requantise(self, call: SimpleNamespace) -> None:
+        blocks = call.topk_ids.shape[0] * call.topk_ids.shape[1] * (call.h.shape[1] // SF_VEC_SIZE)
+        kernel, a2 = named(requantise.requantise_kernel, "requantise"), Nvfp4(call.a2_codes, call.a2_sf)
+        kernel(flat(call.topk_ids), call.row_of_route, call.h, call.a2_gs, a2).launch(
+            grid=[ceil_div(blocks, requantise.THREADS), 1, 1],
+            block=[requantise.THREADS, 1, 1],
+            stream=call.stream,
+            use_pdl=True,
+        )
+
+    def _l2(self, call: SimpleNamespace) -> None:
+        a2, w = Nvfp4(call.a2_codes, call.a2_sf), Nvfp4(call.w2_codes, call.w2_sf)
+        expanded = self._expanded(call, call.a2_codes.shape[1], call.w2_tokens)
+        named(expand.expand_kernel, "expand")(a2, expanded).launch(**self._expand_shape(call))
+        plan = Sm90MoePlan(self.width, swiglu=False)
+        gemm, shape = self._gemm(call, plan, w, call.w2_packed, expanded)
+        tensors = ColumnRows(call.rows, call.a2_gs, call.w2_gs)
+        named(rows_kernel, "rows")(plan, gemm, tensors).launch(**shape)
+
+    def _combine(self, call: SimpleNamespace) -> None:
+        vectors = call.y.shape[0] * (call.y.shape[1] // combine.COLUMNS)
+        ids, weights, topk = flat(call.topk_ids), flat(call.topk_weights), call.topk_ids.shape[1]
+        kernel, weighted = named(combine.combine_kernel, "combine"), 1 - call.weight_before
+        kernel(ids, weights, call.row_of_route, call.rows, call.y, topk, weighted).launch(
+            grid=[ceil_div(vectors, combine.COMBINE_THREADS), 1, 1],
+            block=[combine.COMBINE_THREADS, 1, 1],
+            stream=call.stream,
+            use_pdl=True,
+        )

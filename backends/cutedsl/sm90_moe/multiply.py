@@ -1,0 +1,246 @@
+# ruff: noqa: N815
+# pyright: reportMissingImports=false
+"""The products of a tile: weights out of shared memory into registers, unpacked, times the tokens.
+
+By wgmma, a warpgroup has two sets of registers for A: while the tensor core multiplies with one, the threads unpack the
+next unit into the other. A stage is given back when its wgmmas are known to be done, one unit later.
+
+Of eight columns each warp multiplies its 16 rows by itself, by mma.sync: wgmma takes 15 cycles of an H200 whatever N,
+and four warps that wait for each other (results/records/h200-moe-clean-flush.json).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float16, Float32, Int32, Uint32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warp as warp_level
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers
+
+from backends.cutedsl.ring import RingPlace, StageRing, advanced, wait_full
+from backends.cutedsl.sm90_moe.epilogue import ColumnConsumer
+from backends.cutedsl.sm90_moe.plan import (
+    BLOCK_BYTES,
+    CODES_BYTES,
+    GROUP_M,
+    K_STEPS,
+    LANE_BYTES,
+    PAIR_BYTES,
+    ROW_BYTES,
+    TURN_UNITS,
+    UNIT_BYTES,
+    UNIT_K,
+    WARP_COLUMNS,
+    Sm90MoePlan,
+)
+from backends.cutedsl.sm90_moe.unpack import unpack
+
+CHUNK_BYTES = 16
+"""A row of an 8 x 8 matrix of f16. The swizzle moves them together."""
+
+
+class GemmSmem(NamedTuple):
+    """The ring: tokens f16, swizzled, flat; weights u8, flat. sStaged: the staging of L1's epilogue, or None."""
+
+    sB: cute.Tensor
+    sA: cute.Tensor
+    sStaged: cute.Tensor | None
+
+
+class UnitRegisters(NamedTuple):
+    """What a thread unpacks of a unit: a word of codes a k-step, a word of block scales for two; u32."""
+
+    rCodes: cute.Tensor
+    rScales: cute.Tensor
+
+
+def make_unit() -> UnitRegisters:
+    """Registers for a unit."""
+    return UnitRegisters(cute.make_rmem_tensor(K_STEPS, Uint32), cute.make_rmem_tensor(K_STEPS // 2, Uint32))
+
+
+def make_mma(width: int) -> cute.TiledMma:
+    """(64, width) += A B, A from registers, both K-major."""
+    k_major = OperandMajorMode.K
+    return hopper_helpers.make_trivial_tiled_mma(
+        Float16, Float16, k_major, k_major, Float32, (1, 1, 1), (GROUP_M, width), warpgroup.OperandSource.RMEM
+    )
+
+
+def tokens_of(plan: Sm90MoePlan, sB: cute.Tensor) -> cute.Tensor:
+    """(column, K, unit of stage, stage) f16, as wgmma reads them."""
+    layout = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (GROUP_M, plan.width, UNIT_K), Float16, 1)
+    unit = cute.select(layout.outer, [0, 1])
+    stages = cute.make_layout((plan.units, plan.stages), stride=(plan.width * UNIT_K, plan.b_bytes // 2))
+    pointer = cute.recast_ptr(sB.iterator, layout.inner, dtype=Float16)
+    return cute.make_tensor(pointer, cute.append(cute.append(unit, stages[0]), stages[1]))
+
+
+@cute.jit
+def load_unit(
+    plan: Sm90MoePlan, sA: cute.Tensor, stage: Int32, unit: int, weights: UnitRegisters, consumer: ColumnConsumer
+):
+    """What this thread unpacks of a unit."""
+    rCodes, rScales = weights
+    in_group, group = consumer.in_group, consumer.group
+    block = stage * plan.a_bytes + (group // 2 * plan.units + unit) * UNIT_BYTES + group % 2 * BLOCK_BYTES
+    codes = cute.recast_ptr(sA.iterator + cute.assume(block + in_group * LANE_BYTES, divby=LANE_BYTES), dtype=Uint32)
+    cute.autovec_copy(cute.make_tensor(codes, cute.make_layout(cute.size(rCodes))), rCodes)
+    pair = block + CODES_BYTES + (in_group // 32 * 8 + consumer.quad) * PAIR_BYTES
+    scales = cute.recast_ptr(sA.iterator + cute.assume(pair, divby=PAIR_BYTES), dtype=Uint32)
+    cute.autovec_copy(cute.make_tensor(scales, cute.make_layout(cute.size(rScales))), rScales)
+
+
+def give_back(ring: StageRing, stage: Int32, leads: Boolean) -> None:
+    """Tell the producer that this warp has read the stage. `leads`: one lane of it.
+
+    Without a branch: ptxas 13.5 gives up the pipeline of wgmmas that one divides.
+    """
+    cute.arch.inline_ptx(
+        "mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[ring.empty + stage], predicate=leads
+    )
+
+
+@cute.jit
+def load_next(
+    plan: Sm90MoePlan,
+    smem: GemmSmem,
+    ring: StageRing,
+    place: RingPlace,
+    unit: cutlass.Constexpr,
+    exists: Boolean,
+    weights: UnitRegisters,
+    consumer: ColumnConsumer,
+):
+    """The weights of the unit behind unit `unit` of a turn, which is in the stage at `place`. `exists`: whether another
+    turn follows."""
+    following = cutlass.const_expr((unit + 1) % TURN_UNITS)
+    inside = cutlass.const_expr(following % plan.units)
+    if cutlass.const_expr(following > 0):
+        if cutlass.const_expr(inside == 0):
+            place = advanced(ring, place)
+            wait_full(ring, place)
+        load_unit(plan, smem.sA, place.stage, inside, weights, consumer)
+    else:
+        place = advanced(ring, place)
+        if exists:
+            wait_full(ring, place)
+            load_unit(plan, smem.sA, place.stage, inside, weights, consumer)
+
+
+@cute.jit
+def multiply(
+    plan: Sm90MoePlan,
+    smem: GemmSmem,
+    ring: StageRing,
+    place: RingPlace,
+    turns: Int32,
+    rAcc: cute.Tensor,
+    consumer: ColumnConsumer,
+):
+    """rAcc f32 = the products of `turns` turns. Returns the next place in the ring."""
+    rAcc.fill(0.0)
+    if cutlass.const_expr(plan.width == WARP_COLUMNS):
+        place = multiply_by_warps(plan, smem, ring, place, turns, rAcc, consumer)
+    else:
+        place = multiply_by_warpgroups(plan, smem, ring, place, turns, rAcc, consumer)
+    return place
+
+
+@cute.jit
+def multiply_by_warpgroups(
+    plan: Sm90MoePlan,
+    smem: GemmSmem,
+    ring: StageRing,
+    place: RingPlace,
+    turns: Int32,
+    rAcc: cute.Tensor,
+    consumer: ColumnConsumer,
+):
+    """The loop of `multiply` by wgmma."""
+    weights = make_unit()
+    mma = make_mma(plan.width)
+    mma.set(warpgroup.Field.ACCUMULATE, True)
+    slice_of = mma.get_slice(0)
+    tCrB = slice_of.make_fragment_B(slice_of.partition_B(tokens_of(plan, smem.sB)))
+    layout_c = slice_of.make_fragment_C(slice_of.partition_shape_C((GROUP_M, plan.width))).layout
+    tCrC = cute.make_tensor(rAcc.iterator, layout_c)
+    layout_a = slice_of.make_fragment_A(slice_of.partition_shape_A((GROUP_M, UNIT_K))).layout
+    rA = [cute.make_rmem_tensor((4, K_STEPS), Uint32) for _ in range(TURN_UNITS)]
+    before = place.stage
+    for turn in cutlass.range(turns, unroll=1):
+        for unit in cutlass.range_constexpr(TURN_UNITS):
+            inside = cutlass.const_expr(unit % plan.units)
+            if cutlass.const_expr(inside == 0):
+                wait_full(ring, place)
+            load_unit(plan, smem.sA, place.stage, inside, weights, consumer)
+            unpack(weights.rCodes, weights.rScales, rA[unit])
+            tCrA = cute.make_tensor(cute.recast_ptr(rA[unit].iterator, dtype=Float16), layout_a)
+            warpgroup.fence()
+            for step in cutlass.range_constexpr(K_STEPS):
+                cute.gemm(mma, tCrC, tCrA[None, None, step], tCrB[None, None, step, inside, place.stage], tCrC)
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            if cutlass.const_expr(inside == 0):
+                give_back(ring, before, consumer.leads if unit > 0 else consumer.leads & (turn > 0))
+            if cutlass.const_expr(inside == plan.units - 1):
+                before = place.stage
+                place = advanced(ring, place)
+    warpgroup.wait_group(0)
+    give_back(ring, before, consumer.leads)
+    return place
+
+
+@cute.jit
+def load_tokens(plan: Sm90MoePlan, sB: cute.Tensor, stage: Int32, unit: int, rB: cute.Tensor, consumer: ColumnConsumer):
+    """rB (2, k-step) u32, the B fragments of a unit of eight columns. Lane l addresses row l % 8 and chunk l / 8, which
+    lies at chunk ^ row; 64 bytes further on lie the chunks of the other two steps."""
+    lane = consumer.in_group % 32
+    row, chunk = lane % 8, lane // 8
+    place = stage * plan.b_bytes + unit * (plan.width * ROW_BYTES) + row * ROW_BYTES + (chunk ^ row) * CHUNK_BYTES
+    for half in cutlass.range_constexpr(2):
+        found = cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Uint32] * 4,
+            read_only_args=[sB.iterator + (place ^ half * (ROW_BYTES // 2))],
+        )
+        for matrix in cutlass.range_constexpr(4):
+            rB[matrix % 2, 2 * half + matrix // 2] = found[matrix]
+
+
+@cute.jit
+def multiply_by_warps(
+    plan: Sm90MoePlan,
+    smem: GemmSmem,
+    ring: StageRing,
+    place: RingPlace,
+    turns: Int32,
+    rAcc: cute.Tensor,
+    consumer: ColumnConsumer,
+):
+    """The loop of `multiply` by mma.sync. The weights of a unit are loaded while the one before is multiplied."""
+    weights = make_unit()
+    wait_full(ring, place)
+    load_unit(plan, smem.sA, place.stage, 0, weights, consumer)
+    mma = cute.make_mma_atom(warp_level.MmaF16BF16Op(Float16, Float32, (16, WARP_COLUMNS, 16)))
+    rA = cute.make_rmem_tensor((4, K_STEPS), Uint32)
+    rB = cute.make_rmem_tensor((2, K_STEPS), Uint32)
+    tCrA = cute.make_tensor(cute.recast_ptr(rA.iterator, dtype=Float16), cute.make_layout((8, K_STEPS)))
+    tCrB = cute.make_tensor(cute.recast_ptr(rB.iterator, dtype=Float16), cute.make_layout((4, K_STEPS)))
+    for turn in cutlass.range(turns, unroll=1):
+        for unit in cutlass.range_constexpr(TURN_UNITS):
+            inside = cutlass.const_expr(unit % plan.units)
+            load_tokens(plan, smem.sB, place.stage, inside, rB, consumer)
+            unpack(weights.rCodes, weights.rScales, rA)
+            load_next(plan, smem, ring, place, unit, turn + 1 < turns, weights, consumer)
+            for step in cutlass.range_constexpr(K_STEPS):
+                cute.mma_atom_call(mma, rAcc, tCrA[None, step], tCrB[None, step], rAcc)
+            if cutlass.const_expr(inside == plan.units - 1):
+                cute.arch.sync_warp()
+                give_back(ring, place.stage, consumer.leads)
+                place = advanced(ring, place)
+    return place

@@ -1,0 +1,148 @@
+"""The plan of the sm_90a MoE kernels: tiles, how the repacked operands lie in memory, the ring, who does what.
+
+Operands are swapped: weights are A of wgmma, from registers, and M; tokens are B, from shared memory, and N. A tile is
+64 weight rows of each warpgroup by one column tile: up to `width` rows of one expert.
+
+Both operands are in units of 64 along K, so that a stage of the ring is a few bulk copies of bytes that lie together:
+
+- weights: [expert][panel of 128 rows][unit][64 rows] blocks of BLOCK_BYTES: for each warp and lane 16 bytes, the codes
+  of its A fragments of four k-steps, then for each pair of rows 8 bytes of block scales (repack.py);
+- tokens: [column tile][unit][row] 128 bytes of f16, swizzled as wgmma reads them (expand.py).
+
+In both, two neighbouring blocks of 16 along K take turns, an element of the first, one of the second: the halves of a
+register of A are then of two blocks, as the two block scales that multiply them are the halves of another.
+
+Pure arithmetic without CuTeDSL: the harness asks for workspaces on machines that do not have it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backends.cutedsl.device import SMEM_BYTES, WARPGROUP
+from backends.cutedsl.moe.layout import SF_VEC_SIZE
+
+GROUP_M = 64
+"""Weight rows a warpgroup: M of wgmma."""
+PANEL_ROWS = 128
+UNIT_K = 64
+K_STEPS = UNIT_K // 16
+LANE_BYTES = 4 * K_STEPS
+"""Codes of a lane in a unit: a word of eight for each k-step."""
+PAIR_BYTES = 2 * UNIT_K // SF_VEC_SIZE
+"""Block scales of a pair of rows in a unit."""
+CODES_BYTES = WARPGROUP * LANE_BYTES
+BLOCK_BYTES = CODES_BYTES + GROUP_M // 2 * PAIR_BYTES
+UNIT_BYTES = PANEL_ROWS // GROUP_M * BLOCK_BYTES
+ROW_BYTES = 2 * UNIT_K
+"""A token in a unit, a span of the 128-byte swizzle."""
+TURN_UNITS = 2
+"""Units that the multiplying loop takes at a time, each with registers of its own for A. K is a multiple of 128."""
+WIDTHS = (8, 16, 32, 64, 128, 256)
+FEW_COLUMNS = 64
+"""The widest column tile of four warpgroups: the accumulators of a wider one leave a thread too few registers."""
+WARP_COLUMNS = 8
+"""Columns of a tile that each warp multiplies by itself."""
+MAX_STAGED_TOKENS = 64
+"""Tokens in shared memory whose blocks of 16 are one a thread of a warpgroup."""
+STAGED_PITCH = GROUP_M // 2 + 4
+"""f32 of a staged token: 32 outputs of a warpgroup, and four that keep tokens in different banks."""
+MAX_STAGES = 12
+"""Of the ring, whatever fits: more than twice what saturates memory."""
+PRODUCER_REGISTERS = 24
+COLUMN_FIELDS = 4
+"""int32 of an entry of the table of column tiles."""
+OPERAND_BIAS = 7
+"""Both operands hold code * block scale * 2^-7: 448 * 2^7 is the largest scale that f16 holds beside a code, which
+unpacks to code * 2^-14."""
+RESULT_FACTOR = float(1 << 2 * OPERAND_BIAS)
+
+
+@dataclass(frozen=True, slots=True)
+class Sm90MoePlan:
+    """The compile-time shape of a grouped GEMM. `width`: columns of a tile, N of wgmma, one of WIDTHS. `swiglu`: L1,
+    else L2.
+
+    Up to 64 columns: four warpgroups, 256 weight rows. All traffic is weights, and unpacking must keep up with it.
+    More: two warpgroups, 128 weight rows, with 128 accumulators a thread.
+
+    One kernel has one width: ptxas 13.5 gives each width of several registers of its own and then serialises wgmmas.
+    """
+
+    width: int
+    swiglu: bool
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that multiply."""
+        return 4 if self.width <= FEW_COLUMNS else 2
+
+    @property
+    def panels(self) -> int:
+        """Panels of weights a tile."""
+        return self.groups * GROUP_M // PANEL_ROWS
+
+    @property
+    def tile_m(self) -> int:
+        """Weight rows a tile."""
+        return self.groups * GROUP_M
+
+    @property
+    def consumers(self) -> int:
+        """Threads that multiply."""
+        return WARPGROUP * self.groups
+
+    @property
+    def threads(self) -> int:
+        """Those that multiply, and the producer's warpgroup."""
+        return self.consumers + WARPGROUP
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a consumer's thread after setmaxnreg: 640 threads are launched with 96 each, 384 with 168."""
+        launched = (1 << 16) // self.threads // 8 * 8 * self.threads
+        return (launched - PRODUCER_REGISTERS * WARPGROUP) // self.consumers // 8 * 8
+
+    @property
+    def units(self) -> int:
+        """Units of K a stage. Two units of many columns would leave too few stages."""
+        return TURN_UNITS if self.width <= FEW_COLUMNS else 1
+
+    @property
+    def a_bytes(self) -> int:
+        """Weights of a stage."""
+        return self.panels * self.units * UNIT_BYTES
+
+    @property
+    def b_bytes(self) -> int:
+        """Room for the tokens of a stage."""
+        return self.units * self.width * ROW_BYTES
+
+    @property
+    def staged_tokens(self) -> int:
+        """Tokens that the epilogue of L1 takes through shared memory at a time."""
+        return min(self.width, MAX_STAGED_TOKENS)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the staging of L1's epilogue, of all warpgroups."""
+        return 0 if not self.swiglu else self.groups * self.staged_tokens * STAGED_PITCH * 4
+
+    @property
+    def stages(self) -> int:
+        """Stages of the ring: as many as fit. 64 KiB on their way saturate an H200; the others keep its memory busy
+        while the warpgroups end a tile."""
+        return min(MAX_STAGES, (SMEM_BYTES - self.staged_bytes) // (self.a_bytes + self.b_bytes))
+
+
+def width_for(routes: int, num_experts: int, balanced: bool) -> int:
+    """The column tile worth having: the mean rows of an expert where loads are `balanced`, else up to twice that."""
+    mean = routes / num_experts
+    wanted = mean if balanced else min(max(mean, min(2 * mean, FEW_COLUMNS)), routes)
+    return next((width for width in WIDTHS if width >= wanted), WIDTHS[-1])
+
+
+def max_columns(routes: int, num_experts: int, width: int) -> int:
+    """The most column tiles that `routes` can need."""
+    occupied = min(routes, num_experts)
+    return occupied + (routes - occupied) // width

@@ -1,0 +1,152 @@
+# ruff: noqa: N815
+# pyright: reportMissingImports=false
+"""Which pieces of which tiles a CTA computes, and how two CTAs share a tile.
+
+A tile is a column tile by tile_m weight rows. Tiles of one column tile are neighbours, so that CTAs which run at the
+same time read the same tokens. CTAs take whole tiles in turn while two rounds or more are left. What is left then, less
+than two tiles a CTA, is cut into stretches of K that are equally long, so no CTA is idle in a last round. Two rounds
+of 1344 tiles for 132 CTAs would cost a twelfth.
+
+A stretch begins in a tile that another CTA has begun. Its sums so far go to that CTA by way of memory, as f32: the
+order of the sum does not depend on who is first. A CTA reads sums that one of a lower number has written at the start
+of its own stretch, so it waits only if that one is late, and never for a CTA that cannot start.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from backends.cutedsl.sm90_moe.plan import Sm90MoePlan
+
+
+class ColumnGemm(NamedTuple):
+    """One product for all experts: repacked weights and expanded tokens, u8, the table of column tiles.
+
+    `panels`: of 128 rows of W an expert; `turns`: of 128 along K; `pitch`: bytes of a column tile of tokens.
+    mPartials (flat) f32 and mFlags s32, one a warp and CTA: sums that CTAs hand over.
+    """
+
+    mPacked: cute.Tensor
+    mTokens: cute.Tensor
+    mColumns: cute.Tensor
+    mPartials: cute.Tensor
+    mFlags: cute.Tensor
+    panels: Int32
+    turns: Int32
+    pitch: Int64
+
+
+class ColumnWalk(NamedTuple):
+    """The pieces of a CTA: `whole` tiles, then those of its stretch, `begin` to `end` in turns of K from tile
+    `first_tile` on. `pieces`: both together."""
+
+    whole: Int32
+    first_tile: Int32
+    begin: Int32
+    end: Int32
+    pieces: Int32
+    tiles_m: Int32
+
+
+class ColumnPiece(NamedTuple):
+    """Turns `first` to `stop - 1` along K of a tile: `rows` of `expert`, from `first_row` on."""
+
+    column: Int32
+    tile_m: Int32
+    expert: Int32
+    first_row: Int32
+    rows: Int32
+    first: Int32
+    stop: Int32
+
+
+def walk(plan: Sm90MoePlan, gemm: ColumnGemm) -> ColumnWalk:
+    """The work of this CTA."""
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    tiles_m = (gemm.panels + plan.panels - 1) // plan.panels
+    tiles = gemm.mColumns[0, 0] * tiles_m
+    workers = cutlass.max(cutlass.min(blocks, tiles), Int32(1))
+    whole = cutlass.max(tiles // workers - 1, Int32(0))
+    shared = (tiles - whole * workers) * gemm.turns
+    place = workers - 1 - block
+    begin, end = place * shared // workers, (place + 1) * shared // workers
+    parts = (end - 1) // gemm.turns - begin // gemm.turns + 1
+    pieces = cutlass.select_((block < workers) & (end > begin), whole + parts, Int32(0))
+    return ColumnWalk(whole, whole * workers, begin, end, pieces, tiles_m)
+
+
+class Entry(NamedTuple):
+    """What the table says of a column tile: `rows` of `expert`, from `first_row` on."""
+
+    expert: Int32
+    first_row: Int32
+    rows: Int32
+
+
+@cute.jit
+def tile_at(gemm: ColumnGemm, items: ColumnWalk, number: Int32) -> tuple[Int32, Int32, Int32]:
+    """The tile of piece `number`, and its first turn and the one behind its last."""
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    tile, first, stop = number * blocks + block, Int32(0), gemm.turns
+    if number >= items.whole:
+        place = items.begin // gemm.turns + number - items.whole
+        tile = items.first_tile + place
+        first = cutlass.max(items.begin - place * gemm.turns, Int32(0))
+        stop = cutlass.min(items.end - place * gemm.turns, gemm.turns)
+    return tile, first, stop
+
+
+@cute.jit
+def entry_at(gemm: ColumnGemm, items: ColumnWalk, number: Int32) -> Entry:
+    """The entry of piece `number`; past the last it means nothing."""
+    expert, first_row, rows = Int32(0), Int32(0), Int32(0)
+    if number < items.pieces:
+        column = 1 + tile_at(gemm, items, number)[0] // items.tiles_m
+        expert, first_row, rows = (gemm.mColumns[column, field] for field in range(3))
+    return Entry(expert, first_row, rows)
+
+
+def piece_at(gemm: ColumnGemm, items: ColumnWalk, number: Int32, entry: Entry) -> ColumnPiece:
+    """ColumnPiece `number`, whose entry has been read before."""
+    tile, first, stop = tile_at(gemm, items, number)
+    return ColumnPiece(tile // items.tiles_m, tile % items.tiles_m, *entry, first, stop)
+
+
+def partial(plan: Sm90MoePlan, gemm: ColumnGemm, block: Int32, thread: Int32, registers: int) -> cute.Tensor:
+    """(register): the sums of a thread of `block` on their way to another CTA."""
+    slot = plan.width // 2 * plan.consumers
+    pointer = gemm.mPartials.iterator + Int64(block) * slot + thread
+    return cute.make_tensor(pointer, cute.make_layout(registers, stride=plan.consumers))
+
+
+@cute.jit
+def hand_over(plan: Sm90MoePlan, gemm: ColumnGemm, rAcc: cute.Tensor, thread: Int32):
+    """This thread's sums to the CTA that has begun the tile."""
+    block, _, _ = cute.arch.block_idx()
+    gSums = partial(plan, gemm, block, thread, cute.size(rAcc))
+    for register in cutlass.range_constexpr(cute.size(rAcc)):
+        gSums[register] = rAcc[register]
+    cute.arch.sync_warp()
+    if thread % 32 == 0:
+        flag = gemm.mFlags.iterator + block * (plan.consumers // 32) + thread // 32
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.store(flag, Int32(1), sem="release", scope="gpu")
+
+
+@cute.jit
+def take_over(plan: Sm90MoePlan, gemm: ColumnGemm, rAcc: cute.Tensor, thread: Int32):
+    """Adds the sums of the CTA that computes the rest of the tile."""
+    block, _, _ = cute.arch.block_idx()
+    flag = gemm.mFlags.iterator + (block - 1) * (plan.consumers // 32) + thread // 32
+    ready = Int32(0)
+    while ready == 0:
+        ready = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+    gSums = partial(plan, gemm, block - 1, thread, cute.size(rAcc))
+    for register in cutlass.range_constexpr(cute.size(rAcc)):
+        rAcc[register] = rAcc[register] + gSums[register]

@@ -1,0 +1,117 @@
+"""The CuTeDSL MoE kernels for sm_90a: plans fit the machine, CTAs that share a tile agree with the reference under
+every schedule, planted faults are noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from backends.cutedsl.sm90_moe.plan import (
+    BLOCK_BYTES,
+    CODES_BYTES,
+    GROUP_M,
+    PRODUCER_REGISTERS,
+    UNIT_K,
+    WIDTHS,
+    Sm90MoePlan,
+    max_columns,
+    width_for,
+)
+from backends.cutedsl.sm90_moe.program import compiled, moe_program
+from conformance.kernels.cutedsl.execution import made, outputs, without
+from conformance.kernels.laws.law import inputs_of, spec_of
+from megamoe.contract import Case, HostProgram
+from megamoe.judge.comparison import compared, expected_of
+
+MAX_SMEM, SM_REGISTERS = 227 * 1024, 1 << 16
+PLANS = [Sm90MoePlan(width, swiglu) for width in WIDTHS for swiglu in (True, False)]
+L2 = "hidden=128,intermediate=1280,num_experts=3,tokens=9,stage=l2"
+"""Three tiles for two CTAs, each of more stages than a ring has; half of a tile is past the end of W."""
+L1 = "hidden=384,intermediate=128,num_experts=3,tokens=12,topk=2,load=slice,weight=before,clamp=0.5,stage=l1"
+
+
+def case_of(text: str) -> Case:
+    return spec_of("nvfp4_moe").parse_case(f"nvfp4_moe:{text}")
+
+
+def program_of(text: str, *, max_ctas: int = 132, width: int = 16) -> HostProgram:
+    return made(lambda: moe_program(case_of(text), max_ctas, width))
+
+
+def refusal(text: str, seen: dict[str, torch.Tensor]) -> str:
+    case = case_of(text)
+    verdict = compared(spec_of(case.op), expected_of(case, inputs_of(case)), seen)
+    return "" if verdict.passed else verdict.sentence
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_plan_fits_the_machine(plan: Sm90MoePlan) -> None:
+    total = plan.stages * (plan.a_bytes + plan.b_bytes + 16) + plan.staged_bytes
+    assert total + 1024 <= MAX_SMEM, f"{plan}: {total} bytes of shared memory, {MAX_SMEM} exist"
+    assert plan.stages >= 4, f"{plan}: a stage is given back one unit late; a ring of {plan.stages} cannot hide that"
+    assert plan.b_bytes % 1024 == 0, f"{plan}: a stage of tokens begins within a pattern of the swizzle"
+    wanted = plan.consumer_registers * plan.consumers + PRODUCER_REGISTERS * 128
+    launched = SM_REGISTERS // plan.threads // 8 * 8 * plan.threads
+    assert wanted <= launched, f"{plan}: setmaxnreg asks for {wanted} of {launched} registers: an H200 waits for ever"
+
+
+def test_a_block_of_weights_is_four_and_a_half_bits_an_element() -> None:
+    elements = GROUP_M * UNIT_K
+    assert elements * 4.5 / 8 == BLOCK_BYTES, f"{BLOCK_BYTES} bytes for {elements} elements"
+    assert elements // 2 == CODES_BYTES, f"{CODES_BYTES} bytes of codes for {elements} elements"
+
+
+@pytest.mark.parametrize("routes", [1, 7, 64, 65, 1000, 12288])
+@pytest.mark.parametrize("experts", [1, 3, 48])
+def test_every_distribution_of_routes_fits_the_table_of_column_tiles(routes: int, experts: int) -> None:
+    for width in {width_for(routes, experts, balanced) for balanced in (True, False)}:
+        most = max_columns(routes, experts, width)
+        for first in (1, routes // 2, routes):
+            rest = [(routes - first) // max(experts - 1, 1)] * (experts - 1)
+            counts = [routes - sum(rest), *rest]
+            needed = sum(-(-count // width) for count in counts)
+            assert needed <= most, f"{counts} routes need {needed} tiles of {width} columns; the table holds {most}"
+
+
+@pytest.mark.parametrize("stage", ["l1", "l2"])
+def test_no_kernel_uses_local_memory(stage: str) -> None:
+    for kernel, resources in made(lambda: compiled(stage, 16)).resources.items():
+        assert resources.stack == 0, f"{kernel} has {resources.stack} bytes of stack a thread"
+
+
+@pytest.mark.parametrize(("text", "schedules"), [(L1, ("random:1",)), (L2, ("eager", "late_cta:0"))])
+def test_ctas_that_share_tiles_agree_with_the_reference(text: str, schedules: tuple[str, ...]) -> None:
+    """Two CTAs for three tiles: one hands its sums over, the other takes them."""
+    wanted: dict[str, torch.Tensor] | None = None
+    for schedule in schedules:
+        seen, broken = outputs(case_of(text), program_of(text, max_ctas=2), schedule)
+        assert broken is None, f"{text} under {schedule}: {broken}"
+        assert not refusal(text, seen), f"{text} under {schedule}: {refusal(text, seen)}"
+        wanted = wanted or seen
+        for name, tensor in seen.items():
+            assert torch.equal(tensor.view(torch.uint8), wanted[name].view(torch.uint8)), (
+                f"{text}: {name} under {schedule} differs from {schedules[0]}: a sum depends on who is first"
+            )
+
+
+FAULTS = {
+    "sums taken before they are there": without(r"st\.release\.gpu"),
+    "stages given back while the tensor core reads them": without(r"wgmma\.wait_group"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_noticed(name: str) -> None:
+    program = program_of(L2, max_ctas=2)
+    faulty = replace(program, ptx=FAULTS[name](program.ptx))
+    assert faulty.ptx != program.ptx, f"{name}: the kernel has no such instruction any more"
+    seen, broken = outputs(case_of(L2), faulty, "lazy")
+    assert broken or refusal(L2, seen), f"{name}: nobody minds"
+
+
+def test_a_call_on_weights_that_were_not_prepared_is_noticed() -> None:
+    text = "hidden=128,intermediate=128,num_experts=1,tokens=1,stage=l2"
+    seen, broken = outputs(case_of(text), replace(program_of(text), prepare=()))
+    assert broken or refusal(text, seen), "the packed weights were never written, and nobody minds"
