@@ -108,11 +108,17 @@ def ended_with_its_reader() -> Iterator[None]:
         return
     over = threading.Event()
     watcher = threading.Thread(target=_watch, args=(descriptor, over), daemon=True)
+    # A script's background job begins with SIGINT ignored, and an interrupt of its own would be lost.
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     watcher.start()
     try:
         yield
     finally:
         over.set()
+        if before is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, before)
 
 
 def _watch(descriptor: int, over: threading.Event) -> None:

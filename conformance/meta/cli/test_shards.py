@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,11 @@ import pytest
 from conformance.fakes import backends as fake_backends
 from megamoe.cli.main import main
 from megamoe.cli.options import Share
+from megamoe.contract import Row
+from megamoe.judge.judge import judge
+from megamoe.judge.run import RunSettings
 from megamoe.records.files import read_records
+from megamoe.records.lines import Record
 from megamoe.spec.selection import SelectionError
 
 FAKE = fake_backends.__name__
@@ -20,18 +25,26 @@ WORKS = [*ROWS, "--backend", f"{FAKE}:WORKS", "--executor", f"{FAKE}:EXECUTOR", 
 Records = dict[int, bytes]
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _judged_here(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:
+    """Without workers, which are not what is tested here."""
+    yield from (judge(row, settings.run) for row in rows)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _in_a_folder_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    # One folder for all: what a backend offers is asked again in another one.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("shards"))
+        patch.setattr("megamoe.cli.run.judged", _judged_here)
+        yield
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Records:
+def shards(_in_a_folder_of_its_own: None) -> Records:
     """The record files of a run in two shards."""
-    folder = tmp_path_factory.mktemp("shards")
     for index in (1, 2):
-        assert main(["run", *WORKS, "--shard", f"{index}/2", "--output", str(folder / f"{index}.jsonl")]) == 0
-    return {index: (folder / f"{index}.jsonl").read_bytes() for index in (1, 2)}
+        assert main(["run", *WORKS, "--shard", f"{index}/2", "--output", f"shard-{index}.jsonl"]) == 0
+    return {index: Path(f"shard-{index}.jsonl").read_bytes() for index in (1, 2)}
 
 
 def _gate(content: bytes, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, list[str]]:
