@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.bind.availability import Version, missing
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.calls import with_calls_in_place
 from backends.vm.bind.definedness import InstructionCarrier, unwritten_registers
@@ -128,14 +129,15 @@ def leave(warp: Warp) -> object:
     return HANDLED
 
 
-def build(function: Function, symbol_spaces: Mapping[str, str]) -> Code:
+def build(function: Function, symbol_spaces: Mapping[str, str], target: str, version: Version) -> Code:
     """Bind every instruction of `function` and cut it into blocks.
 
-    `symbol_spaces` maps the names of variables and parameters that it may address to their state space.
+    `symbol_spaces` maps the names of variables and parameters that it may address to their state space. `target` and
+    `version` are those of its module; an instruction that they do not have is refused.
     UnknownInstructionError for the first instruction that this machine does not have.
     """
     rows = RegisterRows.of(function.registers, symbol_spaces)
-    bound = [_bind(instruction, rows) for instruction in function.instructions]
+    bound = [_bind(instruction, rows, target, version) for instruction in function.instructions]
     rows.used.update(key for item in bound for key in item.uses)
     leaders = _leaders(function, bound)
     block_of = {start: number for number, start in enumerate(leaders)}
@@ -148,7 +150,7 @@ def build(function: Function, symbol_spaces: Mapping[str, str]) -> Code:
     return Code(function, [_block(function, bound, block, block_of) for block in blocks], rows, unwritten)
 
 
-def _bind(instruction: Instruction, rows: RegisterRows) -> Bound:
+def _bind(instruction: Instruction, rows: RegisterRows, target: str, version: Version) -> Bound:
     form, words = find(instruction)
     binder = Binder(instruction, words, rows)
     guard = None
@@ -159,6 +161,9 @@ def _bind(instruction: Instruction, rows: RegisterRows) -> Bound:
         guard = (key[1], instruction.guard.negated)
         binder.uses.append(key)
     step = form.bind(binder)
+    refusal = missing(instruction.parts, len(instruction.operands), target, version)
+    if refusal is not None:
+        raise binder.error(refusal)
     return Bound(instruction, form, step, tuple(binder.uses), tuple(binder.defines), guard, tuple(binder.reads),
                  frozenset(binder.addresses), binder.carrying)  # fmt: skip
 
@@ -242,7 +247,8 @@ def bind_function(module: Module, function: Function) -> BoundFunction:
     visible = {**module.variables, **{v.name: v for v in (*function.variables, *function.params)}}
     spaces = {name: variable.space for name, variable in visible.items()}
     spaces.update(dict.fromkeys(function.labels, "code"))
-    layout = BoundFunction(build(function, spaces), module.variables)
+    target = next((one for one in module.target if one.startswith("sm_")), "")
+    layout = BoundFunction(build(function, spaces, target, module.version), module.variables)
     dynamic: set[str] = set()
     shared = RESERVED
     for variable in (*module.variables.values(), *function.variables):

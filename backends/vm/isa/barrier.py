@@ -219,8 +219,8 @@ def proxy_fence(b: Binder) -> Step:
 
 @opcode("fence{.<sem>}.<scope>", section="9.7.13.4", counter="fence", sem="sc acq_rel acquire release",
         scope="cta cluster gpu sys")  # fmt: skip
-@opcode("fence.<sem>.sync_restrict::<what>.cluster", section="9.7.13.4", counter="fence", sem="acquire release",
-        what="shared::cluster shared::cta")  # fmt: skip
+@opcode("fence.acquire.sync_restrict::shared::cluster.cluster", "fence.release.sync_restrict::shared::cta.cluster",
+        section="9.7.13.4", counter="fence")  # fmt: skip
 @opcode("fence.mbarrier_init.release.cluster", section="9.7.13.4", counter="fence")
 @opcode("fence.proxy.tensormap::generic.<sem>.<scope>", section="9.7.13.4", counter="fence", sem="acquire release",
         scope="cta cluster gpu sys")  # fmt: skip
@@ -229,6 +229,7 @@ def memory_fence(b: Binder) -> Step:
     """Memory here is sequentially consistent. A relaxed arrival releases what came before the last fence that releases,
     one of scope .cta only to its own CTA; what relaxed waits found is known after a fence that acquires. Relaxed
     accesses to global memory need one of gpu scope."""
+    b.expect(2 if "proxy" in b.instruction.parts and "acquire" in b.instruction.parts else 0)
     wide, narrow = b.instruction.parts[-1] in ("gpu", "sys", "gl"), b.instruction.parts[-1] == "cta"
     releases, acquires = "acquire" not in b.instruction.parts, "release" not in b.instruction.parts
     announces = "mbarrier_init" in b.instruction.parts

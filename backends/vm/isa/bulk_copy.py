@@ -237,14 +237,20 @@ def _begin_load(
     read: Callable[[], Read],
     line: int,
     text: str,
+    combine: tuple[str, str] = ("", ""),
 ) -> int:
+    """`combine`: the operation and the element type of a reduction into shared memory, which is atomic."""
     serial = warp.cta.cluster.next_copy()
     granules = granules_of(plan.smem_addresses, plan.piece_bytes)
-    cta.smem.async_write_begins(granules, warp.clock, line, "the bulk copy")
+    if not combine[0]:
+        cta.smem.async_write_begins(granules, warp.clock, line, "the bulk copy")
     landed = _copy_clock(warp, barrier.copy_agent, serial)
 
     def perform() -> None:
         pieces, missing = read()
+        if combine[0]:
+            old = read_pieces(cta.smem.data, plan.smem_addresses, plan.piece_bytes)
+            pieces = reduced(old, np.ascontiguousarray(pieces), *combine)
         write_pieces(cta.smem.data, plan.smem_addresses, pieces)
         cta.smem.async_write_ends(granules, stamp(barrier.copy_agent, serial), line)
         if missing is not None:
@@ -262,11 +268,21 @@ def _begin_load(
 @opcode("cp.async.bulk.<dst>.global.mbarrier::complete_tx::bytes{.multicast::cluster}{.L2::cache_hint}",
         "cp.async.bulk.<dst>.shared::cta.mbarrier::complete_tx::bytes", section="9.7.9.25.4.1", counter="tma",
         dst="shared::cluster shared::cta")  # fmt: skip
+@opcode("cp.reduce.async.bulk.<dst>.shared::cta.mbarrier::complete_tx::bytes.<op>.<type>", section="9.7.9.25.4.2",
+        counter="tma", dst="shared::cluster", op="and or xor", type="b32")  # fmt: skip
+@opcode("cp.reduce.async.bulk.<dst>.shared::cta.mbarrier::complete_tx::bytes.<op>.<type>", section="9.7.9.25.4.2",
+        counter="tma", dst="shared::cluster", op="add min max", type="u32 s32")  # fmt: skip
+@opcode("cp.reduce.async.bulk.<dst>.shared::cta.mbarrier::complete_tx::bytes.<op>.<type>", section="9.7.9.25.4.2",
+        counter="tma", dst="shared::cluster", op="inc dec", type="u32")  # fmt: skip
+@opcode("cp.reduce.async.bulk.<dst>.shared::cta.mbarrier::complete_tx::bytes.<op>.<type>", section="9.7.9.25.4.2",
+        counter="tma", dst="shared::cluster", op="add", type="u64")  # fmt: skip
 def linear_load(b: Binder) -> Step:
-    """A run of bytes into shared memory from global memory, or from this CTA's shared memory to another's."""
+    """A run of bytes into shared memory from global memory, or from this CTA's shared memory to another's, where it may
+    be combined with what is there."""
     multicast = bool(b.words.get("multicast::cluster"))
+    combine = (b.words.get("op", ""), b.words.get("type", ""))
     destination, source, size, barrier, *rest = b.hinted(4 + multicast)
-    local = b.instruction.parts[4] == "shared::cta"
+    local = "global" not in b.instruction.parts
     to, signal, count = _shared(b, destination), _shared(b, barrier), b.source(size, "u32")
     origin = _shared(b, source) if local else None
     address_of = None if local else b.address(source)
@@ -285,7 +301,7 @@ def linear_load(b: Binder) -> Step:
             for cta, _ in _shared_targets(warp, address, mask):
                 signalled = _barrier_for(warp, cta, signal(warp, lane), multicast=multicast, pair=False)
                 read = _linear_reader(warp, start, bytes_, signalled, local=local)
-                serial = _begin_load(warp, cta, plan, signalled, read, line, text)
+                serial = _begin_load(warp, cta, plan, signalled, read, line, text, combine)
                 if not local:
                     origin_plan = _linear_plan(start, bytes_)
                     _note_read(warp, origin_plan, stamp(signalled.copy_agent, serial))
@@ -524,6 +540,9 @@ def _lower_half(raw: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     return np.frombuffer(raw, np.uint8).reshape(2, _HALF)[:1]
 
 
+_CONSTANT_FIELDS = ("elemtype", "interleave_layout", "swizzle_mode", "swizzle_atomicity", "fill_mode")
+
+
 @opcode("tensormap.replace.tile.<field>{.<space>}.b1024.b64", section="9.7.9.28", counter="tma", space=_SPACES,
         field="global_address global_stride")  # fmt: skip
 @opcode("tensormap.replace.tile.<field>{.<space>}.b1024.b32", section="9.7.9.28", counter="tma", space=_SPACES,
@@ -537,6 +556,8 @@ def replace(b: Binder) -> Step:
     ordinal = b.immediate(operands[1]) if counted else 0
     if counted and not 0 <= ordinal < ORDINALS[field]:
         raise b.error(f"the ordinal {ordinal} of {field}; it must be 0..{ORDINALS[field] - 1}")
+    if field in _CONSTANT_FIELDS:
+        b.immediate(operands[-1])
     view = "u64" if b.instruction.parts[-1] == "b64" else "u32"
     address, row, line = b.address(operands[0]), b.source(operands[-1], view), b.instruction.line
 

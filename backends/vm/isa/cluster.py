@@ -18,6 +18,7 @@ from backends.vm.memory.clocks import stamp
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
 from backends.vm.ptx.ast import Operand, Sink
+from backends.vm.tensor.tma_box import reduced
 
 
 @opcode("mapa.shared::cluster.<type>", "mapa.<type>", section="9.7.9.23", counter="move", type="u32 u64")  # fmt: skip
@@ -68,44 +69,59 @@ def _remote(b: Binder, operand: Operand) -> Callable[[Warp, int], tuple[Cta, int
 
 @opcode("st.async{.weak}{.shared::cluster}.mbarrier::complete_tx::bytes{.<vec>}.<type>", section="9.7.9.12",
         counter="memory", vec="v2 v4", type="b32 u32 s32 f32 b64 u64 s64 f64")  # fmt: skip
+@opcode("st.async{.weak}{.shared::cluster}.mbarrier::complete_tx::bytes.<type>", section="9.7.9.12", counter="memory",
+        type="b128")  # fmt: skip
+@opcode("red.async.relaxed.cluster{.shared::cluster}.mbarrier::complete_tx::bytes.<op>.<type>", section="9.7.13.7",
+        counter="memory", op="inc dec", type="u32")  # fmt: skip
+@opcode("red.async.relaxed.cluster{.shared::cluster}.mbarrier::complete_tx::bytes.<op>.<type>", section="9.7.13.7",
+        counter="memory", op="min max", type="u32 s32")  # fmt: skip
+@opcode("red.async.relaxed.cluster{.shared::cluster}.mbarrier::complete_tx::bytes.<op>.<type>", section="9.7.13.7",
+        counter="memory", op="and or xor", type="b32")  # fmt: skip
+@opcode("red.async.relaxed.cluster{.shared::cluster}.mbarrier::complete_tx::bytes.<op>.<type>", section="9.7.13.7",
+        counter="memory", op="add", type="u32 s32 u64")  # fmt: skip
 def st_async(b: Binder) -> Step:
-    """Store into the shared memory of a CTA of the cluster; its end is a complete_tx on an mbarrier of that CTA."""
+    """Store into the shared memory of a CTA of the cluster, or combine with it; its end is a complete_tx on an mbarrier
+    of that CTA. Combinations are atomic, so several may be on their way to one place."""
     destination, source, barrier = b.expect(3)
-    view = "u" + b.words["type"][1:]
-    items = b.vector(source, int(b.words["vec"][1:]) if b.words["vec"] else 1)
+    operation, kind = b.words.get("op", ""), b.words["type"]
+    view = "u64x2" if kind == "b128" else "u" + kind[1:]
+    items = b.vector(source, int((b.words.get("vec") or "v1")[1:]))
     rows = [b.source(item, view) for item in items]
     to, signal = _remote(b, destination), _remote(b, barrier)
     line, text = b.instruction.line, b.instruction.text
-    size = len(rows) * int(view[1:]) // 8
+    size, what = len(rows) * int(kind[1:]) // 8, "red.async" if operation else "st.async"
 
     def step(warp: Warp) -> None:
         for lane in np.flatnonzero(warp.mask).tolist():
             (cta, offset), (at, place) = to(warp, lane), signal(warp, lane)
             if at is not cta:
-                raise Fault(
-                    "remote-shared", "the mbarrier of st.async lies in another CTA than its destination", lane=lane
-                )
+                said = f"the mbarrier of {what} lies in another CTA than its destination"
+                raise Fault("remote-shared", said, lane=lane)
             data = np.array([getattr(warp, view)[row][lane] for row in rows]).view(np.uint8)
             _begin(warp, lane, cta, offset, place, data)
         warp.next_epoch()
 
     def _begin(warp: Warp, lane: int, cta: Cta, offset: int, place: int, data: npt.NDArray[np.uint8]) -> None:
-        cta.smem.check_region(offset, size, "st.async")
+        cta.smem.check_region(offset, size, what)
         signalled = cta.mbarrier(place, warp.clock)
         granules = np.arange(offset >> 2, (offset + size) >> 2, dtype=np.int64)
         serial = warp.cta.cluster.next_copy()
-        cta.smem.async_write_begins(granules, warp.clock, line, "st.async", generic=True)
+        if not operation:
+            cta.smem.async_write_begins(granules, warp.clock, line, what, generic=True)
         if cta is not warp.cta:
             cta.visit(signalled.copy_agent, serial, line)
         landed = warp.clock.of_copy()
         landed.seen[signalled.copy_agent] = serial
 
         def perform() -> None:
-            cta.smem.data[offset : offset + size] = data
+            into = cta.smem.data[offset : offset + size]
+            into[...] = reduced(into.copy(), data, operation, kind) if operation else data
             cta.smem.async_write_ends(granules, stamp(signalled.copy_agent, serial), line)
-            signalled.complete_transactions(size, landed, f"the st.async of PTX line {line}")
+            signalled.complete_transactions(size, landed, f"the {what} of PTX line {line}")
 
-        signalled.last_copy = submit(warp, "an st.async", line, text, perform, signals=(signalled,))
+        signalled.last_copy = submit(
+            warp, f"a {what}" if operation else f"an {what}", line, text, perform, signals=(signalled,)
+        )
         signalled.last_copy_serial = serial
 
     return step

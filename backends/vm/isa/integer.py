@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -411,12 +412,21 @@ def bfi(b: Binder) -> Step:
     return step if bits == 32 else _counted(step, _WIDE_FIELDS, _beyond_a_byte(sources[2][1], sources[3][1]))
 
 
-@opcode("lop3.b32", section="9.7.8.6")
+@opcode("lop3.b32", "lop3.<bool>.b32", section="9.7.8.6", bool="and or")
 def lop3(b: Binder) -> Step:
-    """Any bitwise function of three inputs, given by its truth table."""
-    d, a, c, e, table = b.expect(5)
+    """Any bitwise function of three inputs, given by its truth table.
+
+    `d|p` with `.and` or `.or`: p says whether d is not zero, combined with a last source.
+    """
+    combine = _LOGIC.get(b.words.get("bool", ""))
+    d, a, c, e, table, *rest = b.expect(5 if combine is None else 6)
     lut = b.immediate(table)
-    rd = b.destination(d, "u32")
+    first, second = b.pair(d)
+    if (second is None) != (combine is None):
+        raise b.error("a predicate destination goes with .and or .or")
+    rd = b.destination(first, "u32")
+    rp = b.destination(second, "pred") if second is not None else 0
+    rq, negated = b.predicate(rest[0]) if rest else (0, False)
     ra, rc, re = (b.source(item, "u32") for item in (a, c, e))
 
     def step(warp: Warp) -> None:
@@ -426,6 +436,8 @@ def lop3(b: Binder) -> Step:
         for minterm in range(8):
             if lut >> minterm & 1:
                 out |= (x if minterm & 4 else ~x) & (y if minterm & 2 else ~y) & (z if minterm & 1 else ~z)
+        if combine is not None:
+            combine(out != 0, warp.pred[rq] ^ negated, out=warp.pred[rp], where=warp.where)
         np.copyto(u32[rd], out, where=warp.where)
 
     return step
@@ -520,22 +532,42 @@ def extend(b: Binder) -> Step:
     return _computed(b, "u32", compute, 2)
 
 
-@opcode("add.<type>", section="9.7.1.1", type=_HALVES)
+_BYTES = "u8x4 s8x4"
+
+
+@opcode("add{.sat}.<type>", section="9.7.1.1", type=f"{_HALVES} {_BYTES}")
+@opcode("sub{.sat}.<type>", section="9.7.1.2", type=_BYTES)
+@opcode("min.<type>", section="9.7.1.12", type=_BYTES)
+@opcode("max.<type>", section="9.7.1.13", type=_BYTES)
+@opcode("min.relu.s8x4", section="9.7.1.12")
+@opcode("max.relu.s8x4", section="9.7.1.13")
 @opcode("min.<type>", section="9.7.1.12", type=_HALVES)
 @opcode("max.<type>", section="9.7.1.13", type=_HALVES)
 @opcode("min.relu.s16x2", section="9.7.1.12")
 @opcode("max.relu.s16x2", section="9.7.1.13")
 def halves(b: Binder) -> Step:
-    """Both 16-bit halves by themselves: sum, smaller or larger; `.relu` replaces negative results by zero."""
+    """Each 16-bit half or byte by itself: sum, difference, smaller or larger; `.relu` makes negative results zero."""
     parts = b.instruction.parts
-    operation = {"add": np.add, "min": np.minimum, "max": np.maximum}[parts[0]]
-    dtype = np.int16 if parts[-1] == "s16x2" else np.uint16
+    operation = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}[parts[0]]
+    bits, low = int(re.sub(r"x\d|\D", "", parts[-1])), 0
+    high = (1 << bits) - 1
+    if parts[-1][0] == "s":
+        low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+    saturates, relu = "sat" in parts, "relu" in parts
 
     def compute(a: Row, c: Row) -> Result:
-        result = operation(*(np.ascontiguousarray(one).view(dtype) for one in (a, c)))
-        return (np.maximum(result, 0) if "relu" in parts else result).view(np.uint32)
+        result = operation(*(_fields(one, bits, parts[-1]) for one in (a, c)))
+        if saturates or relu:
+            result = np.clip(result, 0 if relu else low, high)
+        return np.ascontiguousarray(result.astype(f"u{bits // 8}")).view(np.uint32)[:, 0]
 
     return _computed(b, "u32", compute, 2)
+
+
+@opcode("neg.s8x4", section="9.7.1.11")
+def negate_bytes(b: Binder) -> Step:
+    """Each byte negated, wrapping."""
+    return _computed(b, "u32", lambda a: (-_fields(a, 8, "s8")).astype(np.uint8).view(np.uint32)[:, 0], 1)
 
 
 @opcode("fns.b32", section="9.7.1.17")

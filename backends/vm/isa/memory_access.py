@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.faults import Fault
 from backends.vm.machine import access
 from backends.vm.machine.code import LANES, WIDTH_OF_VIEW
 from backends.vm.machine.undefined import BecameUndefined, undefined_words
@@ -164,6 +167,37 @@ def st(b: Binder) -> Step:
     return step
 
 
+MAX_BULK_STORE = 16_777_216
+
+
+@opcode("st.bulk{.weak}{.<space>}", section="9.7.9.13", counter="memory", space="shared::cta")
+def st_bulk(b: Binder) -> Step:
+    """Zeros in `size` bytes of shared memory, a multiple of 8."""
+    a, size, value = b.expect(3)
+    if b.immediate(value) != 0:
+        raise b.error(f"the initial value is {b.immediate(value)}; it must be 0")
+    view = "u32" if b.width(size) == 32 else "u64"
+    address, row, space, line = b.address(a), b.source(size, view), b.words["space"], b.instruction.line
+
+    def step(warp: Warp) -> None:
+        for lane in np.flatnonzero(warp.mask).tolist():
+            count = int(getattr(warp, view)[row][lane])
+            if count % 8 or count > MAX_BULK_STORE:
+                raise Fault("bulk-store", f"{count} bytes where st.bulk takes a multiple of 8 up to {MAX_BULK_STORE}",
+                            lane=lane)  # fmt: skip
+            places = int(address(warp)[lane]) + np.arange(0, count, 8, dtype=np.int64)
+            if places.size:
+                where, places = access.resolve(space, places)
+                if not where.startswith("shared"):
+                    raise Fault(
+                        "wrong-space", f"st.bulk takes addresses in shared memory, this is a {where} one", lane=lane
+                    )
+                owners = np.full(places.size, lane, np.int64)
+                access.store(warp, where, places, np.zeros((places.size, 8), np.uint8), line, lanes=owners)
+
+    return step
+
+
 def _wrap_inc(old: int, limit: int) -> int:
     return 0 if old >= limit else old + 1
 
@@ -202,27 +236,68 @@ def _numpy_type(kind: str) -> np.dtype[np.generic]:
 _HALVES: dict[str, np.dtype[np.generic]] = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
 
-def _half_sum(kind: str) -> Callable[[int, int, object], int]:
-    """The sum of one or two halves in an integer, rounded to nearest even; subnormals are kept (`.noftz`)."""
+_HALF_COMBINE: dict[str, np.ufunc] = {"add": np.add, "min": np.fmin, "max": np.fmax}
+
+
+def _half_update(kind: str, op: str) -> Callable[[int, int, object], int]:
+    """One or two halves in an integer, combined and rounded to nearest even; subnormals are kept (`.noftz`)."""
     half, bits = _HALVES[kind.removesuffix("x2")], 32 if kind.endswith("x2") else 16
+    combine = _HALF_COMBINE[op]
 
-    def add(old: int, x: int, _: object) -> int:
+    def update(old: int, x: int, _: object) -> int:
         raw = np.array([old, x], f"<u{bits // 8}").view("<u2").view(half).reshape(2, -1).astype(np.float32)
-        return int.from_bytes(raw.sum(0, dtype=np.float32).astype(half).tobytes(), "little")
+        return int.from_bytes(combine(raw[0], raw[1]).astype(half).tobytes(), "little")
 
-    return add
+    return update
+
+
+@dataclass(frozen=True, slots=True)
+class _Element:
+    """An element of memory as a Python number, and back: of a type's kind, `size` bytes; 128 bits are one integer."""
+
+    kind: str
+    dtype: np.dtype[np.generic]
+
+    @classmethod
+    def of(cls, kind: str) -> _Element:
+        return cls(kind, np.dtype("u8") if kind == "b128" else _numpy_type(kind))
+
+    @property
+    def size(self) -> int:
+        return 16 if self.kind == "b128" else self.dtype.itemsize
+
+    @property
+    def view(self) -> str:
+        return "u64x2" if self.kind == "b128" else "u" + self.kind[1:] if self.kind[0] == "b" else self.kind
+
+    def numbers(self, words: npt.NDArray[np.generic]) -> list[int | float]:
+        """From [n] elements, or [n, 2] words of 64 bits."""
+        if self.kind != "b128":
+            return words.tolist()
+        return [low | high << 64 for low, high in words.tolist()]
+
+    def words(self, numbers: Sequence[int | float]) -> npt.NDArray[np.generic]:
+        """The inverse of `numbers`."""
+        if self.kind != "b128":
+            return np.array(numbers, self.dtype)
+        return np.array([[int(one) & (2**64 - 1), int(one) >> 64] for one in numbers], np.uint64).reshape(-1, 2)
+
+    def wrapped(self, value: int | float) -> int | float:
+        """The number that fits the element."""
+        return int(value) & (2**128 - 1) if self.kind == "b128" else _wrapped(value, self.dtype)
 
 
 def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ...], offset: int = 0) -> Step:
-    kind, space = b.words["type"], b.words["space"]
+    parts = b.instruction.parts
+    kind, space = parts[-1], b.words["space"]
     if kind.removesuffix("x2") in _HALVES:
-        update: Callable[..., int | float] = _half_sum(kind)
+        update: Callable[..., int | float] = _half_update(kind, b.words.get("op") or "add")
         kind = "b32" if kind.endswith("x2") else "b16"
     else:
-        update = _UPDATES[b.words["op"]]
+        update = _UPDATES[next(part for part in parts if part in _UPDATES)]
     sem, scope = b.words["sem"], b.words["scope"]
-    dtype = _numpy_type(kind)
-    view = "u" + kind[1:] if kind[0] == "b" else kind
+    element = _Element.of(kind)
+    view = element.view
     target = None if d is None or isinstance(d, Sink) else b.destination(d, view)
     rows = [b.source(item, view) for item in sources]
     address, line = b.address(a), b.instruction.line
@@ -231,23 +306,23 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
         lanes = np.flatnonzero(warp.mask)
         places, first, which = np.unique(address(warp)[lanes] + offset, return_index=True, return_inverse=True)
         access.synchronise(warp, space, places, sem, scope, acquire=True, release=False)
-        found = access.load(warp, space, places, dtype.itemsize, strong=True, lanes=lanes[first]).view(dtype)[:, 0]
-        held: list[int | float] = found.tolist()
+        found = access.load(warp, space, places, element.size, strong=True, lanes=lanes[first]).view(element.dtype)
+        held = element.numbers(found if element.kind == "b128" else found[:, 0])
         returned: list[int | float] = []
-        values = [getattr(warp, view)[row][lanes].tolist() for row in rows]
+        values = [element.numbers(getattr(warp, view)[row][lanes]) for row in rows]
         for position, place in enumerate(which.tolist()):
             operands = [column[position] for column in values]
             returned.append(held[place])
             new = update(held[place], *operands, *[None] * (2 - len(operands)))
-            held[place] = _wrapped(new, dtype)
-        stored = np.array(held, dtype)[:, None].view(np.uint8)
+            held[place] = element.wrapped(new)
+        stored = np.ascontiguousarray(element.words(held).reshape(len(held), -1)).view(np.uint8)
         access.store(warp, space, places, stored, line, strong=True, lanes=lanes[first])
         if np.array_equal(stored, found.view(np.uint8).reshape(stored.shape)):
             # A failed cas lets nobody move on: lanes that try for a lock count as spinning.
             warp.cta.machine.engine.events -= 1
         access.synchronise(warp, space, places, sem, scope, acquire=False, release=True)
         if target is not None:
-            getattr(warp, view)[target][lanes] = np.array(returned, dtype)
+            getattr(warp, view)[target][lanes] = element.words(returned)
 
     return step
 
@@ -260,10 +335,13 @@ def _wrapped(value: int | float, dtype: np.dtype[np.generic]) -> int | float:
     return whole - 2**bits if dtype.kind == "i" and whole >> (bits - 1) else whole
 
 
+@opcode("atom{.<sem>}{.<scope>}{.<space>}.<op>{.<hint>}.b128", section="9.7.13.5", counter="memory",
+        vocabulary={**_ATOMIC, "op": "exch cas"})  # fmt: skip
+@opcode("atom{.<sem>}{.<scope>}{.<space>}.cas.b16", section="9.7.13.5", counter="memory", vocabulary=_ATOMIC)
 @opcode("atom" + _ATOMIC_FORM, section="9.7.13.5", counter="memory", vocabulary=_ATOMIC)
 def atom(b: Binder) -> Step:
     """Read, modify and write one element a lane, lanes in ascending order; returns the old value."""
-    operands = b.hinted(4 if b.words["op"] == "cas" else 3)
+    operands = b.hinted(4 if "cas" in b.instruction.parts else 3)
     return _atomic(b, operands[0], operands[1], operands[2:])
 
 
@@ -292,13 +370,19 @@ def red(b: Binder) -> Step:
     return _atomic(b, None, a, (source,))
 
 
-def _vector(b: Binder, d: Operand | None, a: Operand, source: Operand) -> Step:
-    """Elements of a vector are added one by one: the ISA makes each of them atomic, not the whole."""
+def atomic(b: Binder, d: Operand | None, a: Operand, source: Operand) -> Step:
+    """A read-modify-write, with a vector or not.
+
+    Elements of a vector are combined one by one: the ISA makes each of them atomic, not the whole.
+    """
+    if not b.words.get("vec"):
+        return _atomic(b, d, a, (source,))
     count = int(b.words["vec"][1:])
     sources = b.vector(source, count)
     targets = [None] * count if d is None or isinstance(d, Sink) else b.vector(d, count)
-    address, size = b.address(a), 4 * count
-    steps = [_atomic(b, targets[i], a, (sources[i],), 4 * i) for i in range(count)]
+    each = 2 if b.words["type"] in _HALVES else 4
+    address, size = b.address(a), each * count
+    steps = [_atomic(b, targets[i], a, (sources[i],), each * i) for i in range(count)]
 
     def step(warp: Warp) -> None:
         check_alignment(address(warp)[warp.mask], size, "vector atomic")
@@ -312,18 +396,24 @@ _VECTOR_FORM = "{.<sem>}{.<scope>}{.<space>}.<op>{.<hint>}.<vec>.<type>"
 _VECTOR = {**_ATOMIC, "space": "global", "op": "add", "vec": "v2 v4", "type": "f32"}
 
 
+_HALF_VECTOR_FORM = "{.<sem>}{.<scope>}{.<space>}.<op>.noftz{.<hint>}.<vec>.<type>"
+_HALF_VECTOR = {**_VECTOR, "op": "add min max", "vec": "v2 v4 v8", "type": "f16 f16x2 bf16 bf16x2"}
+
+
+@opcode("atom" + _HALF_VECTOR_FORM, section="9.7.13.5", counter="memory", vocabulary=_HALF_VECTOR)
 @opcode("atom" + _VECTOR_FORM, section="9.7.13.5", counter="memory", vocabulary=_VECTOR)
 def atom_vector(b: Binder) -> Step:
     """Add each element of a vector to memory; the old elements are the result."""
     d, a, source = b.hinted(3)
-    return _vector(b, d, a, source)
+    return atomic(b, d, a, source)
 
 
+@opcode("red" + _HALF_VECTOR_FORM, section="9.7.13.6", counter="memory", vocabulary=_HALF_VECTOR)
 @opcode("red" + _VECTOR_FORM, section="9.7.13.6", counter="memory", vocabulary=_VECTOR)
 def red_vector(b: Binder) -> Step:
     """Like a vector atom, with no result."""
     a, source = b.hinted(2)
-    return _vector(b, None, a, source)
+    return atomic(b, None, a, source)
 
 
 @opcode(
@@ -331,16 +421,20 @@ def red_vector(b: Binder) -> Step:
     section="9.7.9.15",
     counter="memory",
     space="global local",
-    level="L1 L2 L2::evict_last",
+    level="L1 L2 L2::evict_last L2::evict_normal",
 )
 @opcode("prefetchu.L1", section="9.7.9.15", counter="memory")
 @opcode("discard{.global}.L2", section="9.7.9.17", counter="memory")
 @opcode("applypriority{.global}.L2::evict_normal", section="9.7.9.16", counter="memory")
 @opcode("createpolicy.fractional.<primary>{.<second>}{.b64}.b64", section="9.7.9.18", counter="memory",
         primary=_EVICT, second=_EVICT)  # fmt: skip
+@opcode("createpolicy.range{.global}.<primary>{.<second>}.b64", section="9.7.9.18", counter="memory",
+        primary="L2::evict_last L2::evict_normal L2::evict_first L2::evict_unchanged",
+        second="L2::evict_first L2::evict_unchanged")  # fmt: skip
+@opcode("createpolicy.cvt.L2.b64", section="9.7.9.18", counter="memory")
 def cache_hint(b: Binder) -> Step:
     """Caches do not change results here; a created policy is an opaque word."""
     if b.instruction.parts[0] == "createpolicy":
-        row = b.destination(b.expect(1, 2)[0], "u64")
+        row = b.destination(b.expect(1, 2, 4)[0], "u64")
         return lambda warp: np.copyto(warp.u64[row], np.uint64(0), where=warp.where)
     return lambda warp: None

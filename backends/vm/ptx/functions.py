@@ -179,6 +179,8 @@ class Scopes:
     def _component(self, token: Token) -> Operand | None:
         base, _, component = token.partition(".")
         whole = self.find(Token.new_borrow_pos(token.type, base, token))
+        if isinstance(whole, Register) and _SELECTOR.fullmatch(component):
+            return Register(f"{whole.name}.{component}")
         index = _COMPONENTS.get(component)
         if not isinstance(whole, Vector) or index is None or index >= len(whole.items):
             return None
@@ -206,6 +208,8 @@ class Scopes:
 
 
 _SINK = Sink()
+_SELECTOR = re.compile(r"[bh][0-7]{1,4}")
+"""Bytes or halves of a register, as video instructions name them (PTX ISA 9.7.18)."""
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _BRANCHES = frozenset(["bra", "brx"])
 

@@ -94,6 +94,7 @@ CONFORMANCE = {
     "fakes": "",
     "vm": "",
     "silicon": "vm",
+    "acceptance": "silicon",
     "gpu": "fakes vm",
     "bench": "fakes",
     "witness": "",

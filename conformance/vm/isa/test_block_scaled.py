@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, UnknownInstructionError
 from conformance.vm.tensor_kernel import SCHEDULES, Image, core_matrices, descriptor, run_tensor
 
 Float = npt.NDArray[np.float64]
@@ -241,7 +241,6 @@ def test_address_bits_that_repeat_the_id_are_ignored() -> None:
     [
         ("uninitialised-tmem", "MMA"),
         ("instruction-descriptor", "SCALES WRONG_ID"),
-        ("instruction-descriptor", "SCALES NO_VECTOR"),
         ("tmem-lane", "SCALES LANE"),
         ("tmem-race", "SCALES MMA OTHER"),
     ],
@@ -250,7 +249,6 @@ def test_planted_faults(rule: str, issue: str, schedule: str) -> None:
     case = CASES[3]
     wrong = {
         "WRONG_ID": case.mma().replace(str(case.idesc()), str(case.idesc() | 1 << 29)),
-        "NO_VECTOR": case.mma().replace(".block32", ""),
         "LANE": case.mma().replace(f"%tm+{SFB_COLUMN}", f"%tm+{SFB_COLUMN + (32 << 16)}"),
         "OTHER": case.mma(at="%tm+8"),
         "MMA": case.mma(),
@@ -260,6 +258,12 @@ def test_planted_faults(rule: str, issue: str, schedule: str) -> None:
     with pytest.raises(Fault) as caught:
         Operands.random(case).run(issue, schedule=schedule)
     assert caught.value.rule == rule, f"found {caught.value} where the broken rule is {rule}"
+
+
+def test_a_kind_without_the_size_of_its_scale_vectors_is_refused() -> None:
+    case = CASES[3]
+    with pytest.raises(UnknownInstructionError, match="kind::mxf4nvf4 takes scale_vec::2X"):
+        Operands.random(case).run("SCALES " + case.mma().replace(".block32", ""))
 
 
 def test_replicas_that_differ_are_found() -> None:

@@ -289,6 +289,7 @@ NAMES = [str(name) for name in MAPS_OF_H200["repl_names"]]
 FIELDS = {"interleave": "interleave_layout", "swizzle": "swizzle_mode", "fill": "fill_mode"}
 WIDE = ("global_address", "global_stride")
 
+CONSTANT = ("elemtype", "interleave_layout", "swizzle_mode", "swizzle_atomicity", "fill_mode")
 HEAD = """.shared .align 128 .b8 s[256];
 .reg .b32 %v, %a; .reg .b64 %w, %g; .reg .pred %one;
 setp.eq.s32 %one, %tx, 0; mov.u32 %a, s;
@@ -315,7 +316,8 @@ def instruction(name: str, space: str) -> str:
     field, ordinal, value = parts.groups()
     bits, register = (64, "%w") if field in WIDE else (32, "%v")
     place = {".global": "%map", ".shared::cta": "%a", "": "%g"}[space]
-    operands = ", ".join(filter(None, (f"[{place}]", ordinal, register)))
+    given = value if FIELDS.get(field, field) in CONSTANT else register
+    operands = ", ".join(filter(None, (f"[{place}]", ordinal, given)))
     return (
         f"cvt.u64.u32 %g, %a; cvta.shared.u64 %g, %g; mov.b{bits} {register}, {value};"
         f"@%one tensormap.replace.tile.{FIELDS.get(field, field)}{space}.b1024.b{bits} {operands};"

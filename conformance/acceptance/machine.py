@@ -1,0 +1,30 @@
+"""Whether the machine takes an instruction for a target and a PTX version: found, bound and available there."""
+
+from __future__ import annotations
+
+from backends.vm.bind.availability import Version, missing
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import find
+from backends.vm.faults import UnknownInstructionError
+from backends.vm.machine.code import RegisterRows
+from conformance.acceptance.spellings import REGISTERS, Question
+
+
+def why_not_bound(question: Question) -> str | None:
+    """The machine's refusal of the instruction, whatever the target; None if it takes it."""
+    rows = RegisterRows.of(
+        {f"%{letter}": kind[1:] for letter, kind in REGISTERS.items()}, {"buf": "shared", "par": "param"}
+    )
+    instruction = question.instruction()
+    try:
+        form, words = find(instruction)
+        form.bind(Binder(instruction, words, rows))
+    except UnknownInstructionError as refusal:
+        return str(refusal)
+    return None
+
+
+def why_not_available(question: Question, target: str, version: Version) -> str | None:
+    """The machine's refusal for the target and the version; None if they have the instruction."""
+    operands = len([one for one in question.operands.split("; ") if one])
+    return missing(tuple(question.opcode.split(".")), operands, target, version)

@@ -1,0 +1,93 @@
+"""The machine takes nothing that ptxas refuses, for any target or PTX version, and the committed page says the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from backends.vm.bind import availability
+from backends.vm.bind.availability import Feature
+from backends.vm.faults import UnknownInstructionError
+from backends.vm.load import load
+from conformance.acceptance.answers import DATA, TABLE, Answers, Comparison, as_markdown, compared, read_answers
+from conformance.acceptance.spellings import Question, questions
+
+
+@pytest.fixture(scope="module")
+def found() -> Comparison:
+    return compared(read_answers())
+
+
+def test_every_question_was_asked() -> None:
+    """A new form brings new spellings; ptxas must be asked for them."""
+    missing = [one.text() for one in questions() if one not in read_answers().since]
+    assert not missing, f"{len(missing)} spellings are not in {DATA.name}: python -m conformance.acceptance: " + (
+        "; ".join(missing[:5])
+    )
+
+
+def test_the_machine_takes_nothing_that_ptxas_refuses(found: Comparison) -> None:
+    assert not found.only_ours, f"{len(found.only_ours)} are taken by the machine alone: " + "\n".join(
+        found.only_ours[:20]
+    )
+    assert not found.refused_there, f"{len(found.refused_there)} are refused where ptxas takes them: " + "\n".join(
+        found.refused_there[:20]
+    )
+    assert found.both, "no spelling is taken by both"
+
+
+def test_the_committed_page_is_current(found: Comparison) -> None:
+    assert TABLE.read_text(encoding="utf-8") == as_markdown(read_answers(), found), (
+        "regenerate it: python -m conformance.acceptance --table"
+    )
+
+
+@pytest.mark.parametrize("opcode", ["add.rn.f32x2", "wgmma.fence.sync.aligned"])
+def test_a_forgotten_target_would_be_noticed(opcode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = read_answers()
+    one = next(question for question in held.since if question.opcode == opcode)
+    few = Answers(held.ptxas, {one: held.since[one]})
+    assert not compared(few).only_ours
+    lax = tuple(replace(feature, since=0, only="") for feature in availability.FEATURES)
+    monkeypatch.setattr(availability, "FEATURES", lax)
+    availability._known.cache_clear()
+    try:
+        assert compared(few).only_ours, f"{opcode} was taken everywhere and nobody noticed"
+    finally:
+        availability._known.cache_clear()
+
+
+def test_a_target_that_is_refused_too_often_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Question("add.f32", "r; r; r")
+    few = Answers("", {one: read_answers().since[one]})
+    assert not compared(few).refused_there
+    monkeypatch.setattr(availability, "FEATURES", (*availability.FEATURES, Feature(r"add\.f32", since=100)))
+    availability._known.cache_clear()
+    try:
+        assert compared(few).refused_there
+    finally:
+        availability._known.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("target", "version", "instruction", "clause"),
+    [
+        ("sm_90a", "9.2", "add.rn.f32x2 %l, %l, %l", "needs target sm_100 or higher, and the module is for sm_90a"),
+        ("sm_90a", "9.2", "add.f32.bf16 %r, %h, %r", "needs target sm_100 or higher"),
+        ("sm_90a", "9.2", "redux.sync.min.f32 %r, %r, -1", "needs target sm_100a or sm_103a"),
+        ("sm_90a", "9.2", "cvt.rn.satfinite.e2m3x2.f32 %h, %r, %r", "needs target sm_100 or higher"),
+        ("sm_100a", "9.2", "wgmma.fence.sync.aligned", "needs target sm_90a, and the module is for sm_100a"),
+        ("sm_100a", "8.6", "cvt.rn.satfinite.e4m3x2.bf16x2 %h, %r", "needs PTX version 9.1 or later"),
+        ("sm_100a", "9.2", "red.acquire.gpu.global.add.u32 [%l], %r", "red has no .acquire"),
+    ],
+)
+def test_a_module_is_refused_with_what_it_would_need(target: str, version: str, instruction: str, clause: str) -> None:
+    registers = ".reg .b16 %h; .reg .b32 %r; .reg .b64 %l;"
+    module = load(
+        f".version {version}\n.target {target}\n.address_size 64\n.visible .entry k() {{\n{registers}\n"
+        f"mov.b32 %r, 0; mov.b16 %h, 0; mov.b64 %l, 0;\n{instruction};\nret;\n}}"
+    )
+    with pytest.raises(UnknownInstructionError, match="PTX line 7") as refusal:
+        module.entry("k")
+    assert clause in str(refusal.value)

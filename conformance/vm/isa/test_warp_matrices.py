@@ -1,0 +1,182 @@
+"""wmma and the mma.sync of FP6, FP4 and block scales against NumPy; matrices of bytes to and from shared memory.
+
+Small integers make every sum exact. mma.sync of f64, s4 to s8, b1 and m8n8k4 are held to an H200 in silicon/lanewise.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from backends.vm.faults import Fault
+from conformance.vm.kernel import Kernel
+
+GENERATOR = np.random.default_rng(3)
+NUMPY = {"f16": np.float16, "f32": np.float32, "f64": np.float64, "s8": np.int8, "u8": np.uint8, "s32": np.int32}
+WMMA = [
+    ("m16n16k16", "f16", "f16.f32", "f16", "f32", (8, 8, 4, 8)),
+    ("m16n16k16", "f16", "f32.f32", "f32", "f32", (8, 8, 8, 8)),
+    ("m32n8k16", "f16", "f32.f32", "f32", "f32", (8, 8, 8, 8)),
+    ("m8n32k16", "f16", "f16.f16", "f16", "f16", (8, 8, 4, 4)),
+    ("m16n16k16", "s8", "s32.s8.s8.s32", "s32", "s32", (2, 2, 8, 8)),
+    ("m32n8k16", "u8", "s32.u8.u8.s32", "s32", "s32", (4, 1, 8, 8)),
+    ("m8n8k4", "f64", "f64.f64.f64.f64", "f64", "f64", (1, 1, 2, 2)),
+]  # fmt: skip
+
+
+def registers(name: str, count: int) -> str:
+    return "{" + ", ".join(f"%{name}{i}" for i in range(count)) + "}"
+
+
+@pytest.mark.parametrize(("shape", "kind", "types", "c_type", "d_type", "counts"), WMMA)
+@pytest.mark.parametrize("layouts", ["row.col", "col.row"])
+def test_wmma_multiplies(
+    shape: str, kind: str, types: str, c_type: str, d_type: str, counts: tuple[int, ...], layouts: str
+) -> None:
+    if types == "f16.f32":
+        types, c_type, d_type, counts = "f32.f16", "f16", "f32", (8, 8, 4, 8)
+    m, n, k = (int(one) for one in shape.replace("m", "").replace("n", " ").replace("k", " ").split())
+    low = 0 if kind == "u8" else -3
+    a, b, c = (GENERATOR.integers(low, 4, size) for size in ((m, k), (k, n), (m, n)))
+    a_layout, b_layout = layouts.split(".")
+    stored = [a if a_layout == "row" else a.T, b if b_layout == "row" else b.T, c]
+    buffers = {name: np.ascontiguousarray(one).astype(NUMPY[of]).reshape(-1)
+               for name, one, of in zip("abc", stored, (kind, kind, c_type), strict=True)}  # fmt: skip
+    strides = [stored[0].shape[1], stored[1].shape[1], n]
+    register = ".b64" if kind == "f64" else ".b32"
+    body = f"""
+.reg {register} %xa<8>; .reg {register} %xb<8>; .reg {register} %xc<8>; .reg {register} %xd<8>;
+wmma.load.a.sync.aligned.{a_layout}.{shape}.global.{kind} {registers("xa", counts[0])}, [%a], {strides[0]};
+wmma.load.b.sync.aligned.{b_layout}.{shape}.{kind} {registers("xb", counts[1])}, [%b], {strides[1]};
+wmma.load.c.sync.aligned.row.{shape}.global.{c_type} {registers("xc", counts[2])}, [%c];
+wmma.mma.sync.aligned.{layouts}.{shape}.{types} {registers("xd", counts[3])}, {registers("xa", counts[0])},
+ {registers("xb", counts[1])}, {registers("xc", counts[2])};
+wmma.store.d.sync.aligned.col.{shape}.global.{d_type} [%out], {registers("xd", counts[3])}, {m};
+ret;"""
+    found, _ = Kernel(body, {**buffers, "out": np.zeros(m * n, NUMPY[d_type])}).run()
+    wrong = np.argwhere(a @ b + c != found["out"].reshape(n, m).T)
+    assert not wrong.size, f"{len(wrong)} elements differ, first at {wrong[0]}"
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def fragments(k: int, bits: int) -> tuple[np.ndarray, ...]:
+    """Rows and columns of A and of B in registers [register, lane, element], as PTX ISA 9.7.14.5.10 and .11 say."""
+    per = 32 // bits
+    a = np.indices((4, 32, per))
+    rows, columns = a[1] // 4 + 8 * (a[0] % 2), per * (a[1] % 4) + a[2] + 4 * per * (a[0] // 2)
+    b = np.indices((2, 32, per))
+    return rows, columns, per * (b[1] % 4) + b[2] + 4 * per * b[0], b[1] // 4
+
+
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    return (codes.astype(np.uint32) << (bits * np.arange(codes.shape[2], dtype=np.uint32))).sum(2).astype(np.uint32)
+
+
+def product(instruction: str, words: list[np.ndarray], tail: str = "") -> np.ndarray:
+    """D [16, 8] of an mma with C = 0 on the registers [count, 32] of A, B and the scales."""
+    names = ["%xa0", "%xa1", "%xa2", "%xa3", "%xb0", "%xb1", "%sa", "%sb"]
+    loads = "\n".join(f"ld.global.b32 {name}, [%w+{128 * i}];"
+                      for i, name in enumerate(names[: sum(map(len, words))]))  # fmt: skip
+    body = f""".reg .b32 %xa<4>; .reg .b32 %xb<2>; .reg .b32 %sa; .reg .b32 %sb; .reg .b32 %xd<4>; .reg .b32 %z;
+mov.b32 %z, 0; mul.wide.u32 %rd1, %tx, 4; add.u64 %w, %w, %rd1;
+{loads}
+{instruction} {registers("xd", 4)}, {registers("xa", 4)}, {registers("xb", 2)}, {{%z, %z, %z, %z}}{tail};
+mul.wide.u32 %rd1, %tx, 16; add.u64 %out, %out, %rd1; st.global.v4.b32 [%out], {registers("xd", 4)}; ret;"""
+    data = np.concatenate([one.reshape(-1, 32) for one in words]).reshape(-1)
+    found, _ = Kernel(body, {"w": data, "out": np.zeros(128, np.uint32)}, target="sm_120a").run()
+    d = found["out"].view(np.float32).reshape(32, 4)
+    matrix = np.zeros((16, 8), np.float32)
+    lane, i = np.indices((32, 4))
+    matrix[lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2] = d
+    return matrix
+
+
+def test_fp4_in_bytes_times_fp8() -> None:
+    """FP4 lies in bits 5 to 2 of its byte."""
+    rows, columns, b_rows, b_columns = fragments(32, 8)
+    a, b = GENERATOR.integers(0, 16, (16, 32)), GENERATOR.integers(0, 2, (32, 8))
+    one = 0x38  # 1.0 in e4m3
+    words = [pack((a << 2)[rows, columns], 8), pack((b * one)[b_rows, b_columns], 8)]
+    found = product("mma.sync.aligned.m16n8k32.row.col.kind::f8f6f4.f32.e2m1.e4m3.f32", words)
+    values = np.where(a & 8, -E2M1[a & 7], E2M1[a & 7])
+    assert np.array_equal(found, values @ b)
+
+
+@pytest.mark.parametrize(("kind", "blocks"), [("mxf4", 2), ("mxf4nvf4", 4)])
+def test_blocks_of_fp4_are_scaled(kind: str, blocks: int) -> None:
+    """Rows l / 4 and l / 4 + 8 have their scales in the pair of lanes that the selector names, columns in one lane."""
+    rows, columns, b_rows, b_columns = fragments(64, 4)
+    a, b = GENERATOR.integers(0, 8, (16, 64)), GENERATOR.integers(0, 8, (64, 8))
+    sfa, sfb = GENERATOR.integers(126, 130, (16, blocks)), GENERATOR.integers(126, 130, (8, blocks))
+    shift = 8 * (np.arange(blocks) + (2 if blocks == 2 else 0))
+    scale_a, scale_b = np.zeros(32, np.uint32), np.zeros(32, np.uint32)
+    for row in range(16):
+        scale_a[4 * (row % 8) + 2 + row // 8] = (sfa[row] << shift).sum()
+    for column in range(8):
+        scale_b[4 * column + 3] = (sfb[column] << shift).sum()
+    byte = 2 if blocks == 2 else 0
+    words = [pack(a[rows, columns], 4), pack(b[b_rows, b_columns], 4), scale_a, scale_b]
+    opcode = f"mma.sync.aligned.m16n8k64.row.col.kind::{kind}.block_scale.scale_vec::{blocks}X.f32.e2m1.e2m1.f32.ue8m0"
+    found = product(opcode, words, f", %sa, {{{byte}, 1}}, %sb, {{{byte}, 3}}")
+    left = E2M1[a] * np.repeat(2.0 ** (sfa - 127), 64 // blocks, axis=1)
+    right = E2M1[b] * np.repeat(2.0 ** (sfb - 127), 64 // blocks, axis=1).T
+    assert np.array_equal(found, left @ right)
+
+
+BYTES = np.arange(512, dtype=np.uint16).astype(np.uint8)
+ROWS = """.shared .align 16 .b8 s[512]; .reg .b32 %y<4>;
+shl.b32 %r1, %tx, 4; mov.u32 %r2, s; add.u32 %r2, %r2, %r1; cvt.u64.u32 %rd1, %r1; add.u64 %rd2, %x, %rd1;
+ld.global.v4.b32 {%y0, %y1, %y2, %y3}, [%rd2]; st.shared.v4.b32 [%r2], {%y0, %y1, %y2, %y3}; bar.warp.sync -1;
+"""
+STORE = "mul.wide.u32 %rd3, %tx, 16; add.u64 %out, %out, %rd3; st.global.v4.b32 [%out], {%y0, %y1, %y2, %y3}; ret;"
+
+
+def loaded(instruction: str) -> np.ndarray:
+    """Registers [lane, register, byte] after an ldmatrix of rows of 16 bytes, number i at lane i's address."""
+    found, _ = Kernel(ROWS + instruction + STORE, {"x": BYTES, "out": np.zeros(512, np.uint8)}).run()
+    return found["out"].reshape(32, 4, 4)
+
+
+def test_a_square_of_bytes_arrives_transposed() -> None:
+    """Lane l has bytes of columns l / 4 and l / 4 + 8, from the four rows 4 (l % 4) onwards: each byte once."""
+    found = loaded("ldmatrix.sync.aligned.m16n16.x2.trans.shared.b8 {%y0, %y1, %y2, %y3}, [%r2];")
+    rows = BYTES.reshape(2, 16, 16)
+    for lane in range(32):
+        for matrix in range(2):
+            column, row = lane // 4, 4 * (lane % 4)
+            wanted = sorted(rows[matrix, row : row + 4, (column, column + 8)].ravel().tolist())
+            assert sorted(found[lane, 2 * matrix : 2 * matrix + 2].ravel().tolist()) == wanted, f"lane {lane}"
+
+
+def test_four_bit_rows_become_bytes() -> None:
+    found = loaded("ldmatrix.sync.aligned.m8n16.x4.shared.b8x16.b4x16_p64 {%y0, %y1, %y2, %y3}, [%r2];")
+    nibbles = np.stack([BYTES.reshape(32, 16)[:, :8] & 15, BYTES.reshape(32, 16)[:, :8] >> 4], -1).reshape(32, 16)
+    for lane in range(32):
+        for matrix in range(4):
+            row, column = 8 * matrix + lane // 4, 4 * (lane % 4)
+            assert found[lane, matrix].tolist() == (nibbles[row, column : column + 4] << 2).tolist()
+
+
+def test_what_stmatrix_stores_ldmatrix_loads() -> None:
+    """The maps of both are one map: CUTLASS's SM100_U8x4_STSM_T and half of SM100_U8x8_LDSM_T."""
+    body = (
+        ROWS
+        + """stmatrix.sync.aligned.m16n8.x2.trans.shared.b8 [%r2], {%y0, %y1}; bar.warp.sync -1;
+and.b32 %r4, %tx, 1; shr.u32 %r5, %tx, 1; and.b32 %r6, %r5, 1; shr.u32 %r5, %tx, 2; and.b32 %r5, %r5, 3;
+shl.b32 %r5, %r5, 1; add.u32 %r4, %r4, %r5; shl.b32 %r6, %r6, 3; add.u32 %r4, %r4, %r6; shl.b32 %r4, %r4, 4;
+mov.u32 %r7, s; add.u32 %r7, %r7, %r4; mov.b32 %y2, %y0; mov.b32 %y3, %y1;
+ldmatrix.sync.aligned.m16n16.x1.trans.shared.b8 {%y0, %y1}, [%r7];
+"""
+        + STORE
+    )
+    found, _ = Kernel(body, {"x": BYTES, "out": np.zeros(512, np.uint8)}).run()
+    words = found["out"].reshape(32, 4, 4)
+    assert np.array_equal(words[:, :2], words[:, 2:])
+
+
+def test_matrices_of_bytes_lie_in_shared_memory() -> None:
+    body = "ldmatrix.sync.aligned.m16n16.x1.trans.b8 {%r1, %r2}, [%x]; ret;"
+    with pytest.raises(Fault, match="wrong-space"):
+        Kernel(body, {"x": BYTES}).run()
