@@ -21,6 +21,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from backends.cutedsl.attention_tiles import Outputs, Problem
 from backends.cutedsl.device import WARPGROUP
+from backends.cutedsl.ring import RingPlace, StageRing, advanced, release, ring_start, wait_full
 from backends.cutedsl.sm90_fmha.attend import mask_tile, visible_keys
 from backends.cutedsl.sm90_fmha.epilogue import row_place, row_results, store_lse, store_o, sum_over_quads
 from backends.cutedsl.sm90_fmha.operands import (
@@ -34,7 +35,6 @@ from backends.cutedsl.sm90_fmha.operands import (
 )
 from backends.cutedsl.sm90_fmha.order import deal, dealt_item
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
-from backends.cutedsl.sm90_fmha.ring import RingPlace, StageRing, advanced, release, ring_start, wait_full
 from backends.cutedsl.sm90_fmha.softmax import (
     ROWS,
     bf16_pair,
