@@ -24,7 +24,15 @@ from backends.cutedsl.device import WARPGROUP
 from backends.cutedsl.ring import RingPlace, StageRing, advanced, release, ring_start, wait_full
 from backends.cutedsl.sm90_fmha.attend import mask_tile, visible_keys
 from backends.cutedsl.sm90_fmha.epilogue import row_place, row_results, store_lse, store_o, sum_over_quads
-from backends.cutedsl.sm90_fmha.operands import Consumer, Operands, Sm90Smem, make_operands, make_pv_mma, make_qk_mma
+from backends.cutedsl.sm90_fmha.operands import (
+    Consumer,
+    Operands,
+    Sm90Smem,
+    make_operands,
+    make_p_operand,
+    make_pv_mma,
+    make_qk_mma,
+)
 from backends.cutedsl.sm90_fmha.order import deal, dealt_item
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.softmax import (
@@ -201,7 +209,7 @@ def value_warpgroup(
     """The work loop of a warpgroup that holds the columns of O from `half` * o_columns on."""
     consumer = Consumer(Int32(0), thread)
     v_place, p_place = ring_start(rings.v, False), ring_start(rings.p, False)
-    operands = make_operands(plan, smem)
+    operands, tOrPs = make_operands(plan, smem), make_p_operand(plan, smem.sP)
     pv_mma = make_pv_mma(plan)
     pv_mma.set(warpgroup.Field.ACCUMULATE, True)
     pv_thread = pv_mma.get_slice(0)
@@ -222,7 +230,7 @@ def value_warpgroup(
             for slab in cutlass.range_constexpr(plan.slabs):
                 wait_full(rings.v, v_place)
                 for k_block in cutlass.range_constexpr(plan.v_keys // 16):
-                    tOrP = operands.tOrP[None, None, slab * (plan.v_keys // 16) + k_block, p_place.stage]
+                    tOrP = tOrPs[None, None, slab * (plan.v_keys // 16) + k_block, p_place.stage]
                     for part in cutlass.range_constexpr(parts):
                         tOrV = operands.tOrV[None, half * parts + part, k_block, v_place.stage]
                         tOrO = cute.make_tensor(rO.iterator + part * cute.size(layout_o), layout_o)

@@ -40,12 +40,11 @@ class Sm90Smem(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Descriptors of Q, K, V and P in shared memory, as wgmma takes them: (MMA, MMA_M or N, MMA_K, stage)."""
+    """Descriptors of Q, K and V in shared memory, as wgmma takes them: (MMA, MMA_M or N, MMA_K, stage)."""
 
     tSrQ: cute.Tensor
     tSrK: cute.Tensor
     tOrV: cute.Tensor
-    tOrP: cute.Tensor | None
 
 
 class Registers(NamedTuple):
@@ -135,8 +134,13 @@ def make_operands(plan: Sm90FmhaPlan, smem: Sm90Smem) -> Operands:
         qk_thread.make_fragment_A(qk_thread.partition_A(smem.sQ)),
         qk_thread.make_fragment_B(qk_thread.partition_B(smem.sK)),
         pv_thread.make_fragment_B(pv_thread.partition_B(smem.sV)),
-        None if smem.sP is None else pv_thread.make_fragment_A(pv_thread.partition_A(smem.sP)),
     )
+
+
+def make_p_operand(plan: Sm90FmhaPlan, sP: cute.Tensor) -> cute.Tensor:
+    """The descriptors of tiles of P in shared memory: (MMA, MMA_M, MMA_K, stage)."""
+    pv_thread = make_pv_mma(plan).get_slice(0)
+    return pv_thread.make_fragment_A(pv_thread.partition_A(sP))
 
 
 def make_registers(plan: Sm90FmhaPlan) -> Registers:
