@@ -239,7 +239,7 @@ _HALVES: dict[str, np.dtype[np.generic]] = {"f16": np.dtype(np.float16), "bf16":
 _HALF_COMBINE: dict[str, np.ufunc] = {"add": np.add, "min": np.fmin, "max": np.fmax}
 
 
-def _half_update(kind: str, op: str) -> Callable[[int, int, object], int]:
+def _half_update(kind: str, op: str) -> Callable[..., int]:
     """One or two halves in an integer, combined and rounded to nearest even; subnormals are kept (`.noftz`)."""
     half, bits = _HALVES[kind.removesuffix("x2")], 32 if kind.endswith("x2") else 16
     combine = _HALF_COMBINE[op]
@@ -313,7 +313,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
         for position, place in enumerate(which.tolist()):
             operands = [column[position] for column in values]
             returned.append(held[place])
-            new = update(held[place], *operands, *[None] * (2 - len(operands)))
+            new: int | float = update(held[place], *operands, *[None] * (2 - len(operands)))
             held[place] = element.wrapped(new)
         stored = np.ascontiguousarray(element.words(held).reshape(len(held), -1)).view(np.uint8)
         access.store(warp, space, places, stored, line, strong=True, lanes=lanes[first])

@@ -192,8 +192,8 @@ class WarpRows:
 BACKEND = WarpRows()
 '''
 
-VIDEO_PY = '''\
-"""Sums of absolute differences of bytes (PTX ISA 9.7.18.2)."""
+BYTES_PY = '''\
+"""Sums of absolute differences of bytes, an instruction that no ISA has."""
 
 import numpy as np
 
@@ -207,23 +207,23 @@ def _sum(a, b, c):
     return (c + np.abs(x - y).sum(axis=1)).astype(np.uint32)
 
 
-@opcode("vabsdiff4.u32.u32.u32.add", section="9.7.18.2")
-def vabsdiff4(b: Binder):
+@opcode("sad.u8x4", section="9.7.1.7")
+def sad_bytes(b: Binder):
     """c + |a0 - b0| + ... + |a3 - b3| of the bytes of a and b, wrapping."""
     return lanewise(b, "u32", _sum, 3)
 '''
 
-VIDEO_TEST = '''\
-"""vabsdiff4 against Python's integers."""
+BYTES_TEST = '''\
+"""sad.u8x4 against Python's integers."""
 
 import numpy as np
 
 from conformance.vm.kernel import run_ptx
 
 
-def test_vabsdiff4() -> None:
+def test_sad_bytes() -> None:
     given = {"a": np.array([0x0109, 0xFF], np.uint32), "b": np.array([0x0402, 0x01], np.uint32), "c": np.uint32(10)}
-    written = run_ptx("vabsdiff4.u32.u32.u32.add %d, %a, %b, %c;", given, {"d": np.uint32})["d"]
+    written = run_ptx("sad.u8x4 %d, %a, %b, %c;", given, {"d": np.uint32})["d"]
     assert written.tolist() == [20, 264]
 '''
 
@@ -237,8 +237,8 @@ OP = {"specs/rmsnorm.yaml": lambda text: RMSNORM_YAML, "megamoe/ops/rmsnorm.py":
 KERNEL = {"backends/warp_rows/__init__.py": lambda text: BACKEND_PY}
 LINE = {"pyproject.toml": lambda text: _after(text, REGISTERED, 'warp-rows = "backends.warp_rows:BACKEND"\n')}
 OPCODE = {
-    "backends/vm/isa/video.py": lambda text: VIDEO_PY,
-    "conformance/vm/isa/test_video.py": lambda text: VIDEO_TEST,
+    "backends/vm/isa/byte_sums.py": lambda text: BYTES_PY,
+    "conformance/vm/isa/test_byte_sums.py": lambda text: BYTES_TEST,
 }
 ADDED = {**SHAPE, **OP, **KERNEL, **LINE, **OPCODE}
 """File -> from its text, empty for a new one, to its text with the addition."""
@@ -329,9 +329,9 @@ def test_a_new_op_runs_and_its_gate_opens_once_it_is_accepted(tree: Path) -> Non
 
 def test_a_new_opcode_is_tested_and_in_the_table(tree: Path) -> None:
     table = _python(tree, "-m", "backends.vm.coverage")
-    assert "| `vabsdiff4.u32.u32.u32.add` | 9.7.18.2 | document |" in table
+    assert "| `sad.u8x4` | 9.7.1.7 | document |" in table
     (tree / "results" / "coverage.md").write_text(table)
-    _tests(tree, "conformance/vm/isa/test_video.py", "conformance/vm/isa/test_coverage.py")
+    _tests(tree, "conformance/vm/isa/test_byte_sums.py", "conformance/vm/isa/test_coverage.py")
 
 
 def test_the_laws_of_every_op_are_tried_on_the_new_one(tree: Path) -> None:
