@@ -58,7 +58,7 @@ def asked() -> Answers:
                 left = _taken(ptxas, folder, left, target, version)
                 for one in left:
                     since[one][target] = version
-    return Answers(" ".join(said.split()[-2:-1]) or said.strip(), since)
+    return Answers(re.findall(r"V([\d.]+)", said)[-1], since)
 
 
 def _taken(ptxas: Path, folder: Path, given: Sequence[Question], target: str, version: Version) -> Sequence[Question]:
