@@ -32,6 +32,7 @@ class Drawing:
     `first`: in an order that is drawn too, so each axis gets its turn at the whole budget. `last`: in this order.
     `edges`: values where kernels go wrong, drawn half of the time. `work`: in any unit, monotone in every axis; at most
     `budget` over all runs of a trial. `beyond`: by law, cases over the budget that are always tried, without the op.
+    `percent`: trials of a law in a hundred examples of the profile, since one takes half a second and more.
     """
 
     work: Callable[[Axes], int]
@@ -40,6 +41,7 @@ class Drawing:
     last: Sequence[str]
     edges: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     beyond: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    percent: int = 6
 
 
 def _fmha_work(axes: Axes) -> int:
@@ -102,6 +104,7 @@ DRAWINGS: dict[str, Drawing] = {
     "nvfp4_moe": Drawing(
         work=_moe_work,
         budget=20_000,
+        percent=3,
         first=("hidden", "intermediate", "num_experts", "tokens"),
         last=("topk", "load", "weight", "clamp", "interleave", "stage"),
         edges={"num_experts": (1, 2, 8), "tokens": (1, 2, 3, 31, 32, 33, 40), "topk": (1, 2, 8)},

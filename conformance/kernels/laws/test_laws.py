@@ -23,8 +23,6 @@ from conformance.kernels.laws.strategies import drawing_of
 from conformance.kernels.laws.trial import SCHEDULES, OutOfScopeError, Tally, Trial, conduct, trials
 from megamoe.spec.marked_yaml import SpecError
 
-# An example costs half a second where Hypothesis expects milliseconds: a share of what the profile has for others.
-EXAMPLES = max(1, settings.default.max_examples // 16) if settings.default else 6
 TRIALS = [
     pytest.param(law, machine, id=f"{law.op}-{law.name}-{machine}")
     for law in all_laws()
@@ -59,12 +57,17 @@ def test_there_is_a_machine() -> None:
 
 
 @pytest.mark.parametrize(("law", "machine"), TRIALS)
-@settings(max_examples=EXAMPLES)
-@given(data=st.data())
-def test_law(law: Law, machine: Machine, data: st.DataObject, pytestconfig: pytest.Config) -> None:
+def test_law(law: Law, machine: Machine, pytestconfig: pytest.Config) -> None:
     skip_unless_available(machine)
     given_case, given_schedules = pytestconfig.getoption("--case"), pytestconfig.getoption("--schedule") or []
-    _hold(law, machine, lambda: data.draw(trials(law, given_case, given_schedules), label="trial"))
+    profile = settings.default or settings()
+
+    @settings(max_examples=max(1, profile.max_examples * drawing_of(law.op).percent // 100))
+    @given(data=st.data())
+    def holds(data: st.DataObject) -> None:
+        _hold(law, machine, lambda: data.draw(trials(law, given_case, given_schedules), label="trial"))
+
+    holds()
 
 
 @pytest.mark.parametrize(("law", "machine", "case"), BEYOND)
