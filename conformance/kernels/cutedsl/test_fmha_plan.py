@@ -28,7 +28,7 @@ from backends.cutedsl.sm100_fmha.plan import (
     Sm100FmhaPlan,
     split_count,
 )
-from megamoe.contract import UnsupportedError
+from megamoe.contract import Target, UnsupportedError
 from megamoe.spec.load import load_specs
 
 HEAD_DIMENSIONS = (64, 128, 256, 512)
@@ -112,8 +112,9 @@ def test_a_missing_compiler_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_another_target_is_refused_by_name() -> None:
     case = load_specs(None)["nvfp4_moe"].parse_case("nvfp4_moe:hidden=128,intermediate=128,num_experts=1,tokens=1")
-    with pytest.raises(UnsupportedError, match=r"no nvfp4_moe for sm_90a; it has fmha on sm_90a, fmha on sm_100a"):
-        BACKEND.build(case, "sm_90a")
+    elsewhere: Target = "sm_80"  # pyright: ignore[reportAssignmentType]
+    with pytest.raises(UnsupportedError, match=r"no nvfp4_moe for sm_80; it has fmha on sm_90a, fmha on sm_100a"):
+        BACKEND.build(case, elsewhere)
 
 
 SHARES: tuple[Share, ...] = ("rows", "keys")

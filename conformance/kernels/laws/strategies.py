@@ -124,7 +124,6 @@ def cases(draw: st.DrawFn, law: Law) -> Case:
     """Cases within the spec's ranges and the op's budget that `law` speaks of."""
     spec, drawing = spec_of(law.op), drawing_of(law.op)
     axes: dict[str, AxisValue] = {name: _least(axis, law) for name, axis in spec.axes.items()} | dict(law.fixed)
-    inputs, seed = draw(st.sampled_from(spec.inputs)), draw(st.integers(0, MAX_SEED))
     order = [*draw(st.permutations(drawing.first)), *drawing.last]
     for name in order:
         if name not in law.fixed:
@@ -132,7 +131,7 @@ def cases(draw: st.DrawFn, law: Law) -> Case:
             admits = partial(_admits, law, spec, axes, name)
             low = law.least.get(name)
             axes[name] = draw(_values(spec.axes[name], low, drawing.edges.get(name, ()), fits, admits))
-    return spec.case(inputs=inputs, seed=seed, **axes)
+    return spec.case(inputs=draw(st.sampled_from(spec.inputs)), seed=draw(st.integers(0, MAX_SEED)), **axes)
 
 
 def _least(axis: Axis, law: Law) -> AxisValue:

@@ -169,7 +169,11 @@ def growth(do: Callable[[str], object], text: Callable[[int], str], size: int) -
         return min(taken)
 
     times = seconds(2 * size) / max(seconds(size), 0.002)
-    return times if times < 3 else min(times, seconds(2 * size) / max(seconds(size), 0.002))
+    # A busy machine can double one measurement, not four in a row.
+    for _ in range(3):
+        if times >= 3:
+            times = min(times, seconds(2 * size) / max(seconds(size), 0.002))
+    return times
 
 
 @pytest.mark.parametrize("what", GROWING)
