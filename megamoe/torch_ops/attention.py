@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from megamoe.torch_ops.calls import OpCall, Output, Wanted, call_for
+from megamoe.torch_ops.calls import OpCall, Output, Wanted, call_for, require_one_device
 
 MAX_CALLS = 4096
 """Sizes whose kernels are kept ready: a decoder that grows its cache by a key a step has new sizes in each."""
@@ -48,6 +48,7 @@ def attention(
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise RuntimeError("megamoe.attention has no backward: call it under torch.no_grad() or torch.inference_mode()")
+    require_one_device("q, k and v", (q, k, v))
     if return_lse:
         return torch.ops.megamoe.attention_with_lse.default(q, k, v, causal, window, scale, backend)
     return torch.ops.megamoe.attention.default(q, k, v, causal, window, scale, backend)
@@ -125,10 +126,13 @@ def _check(shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> N
     q, k, v = shapes
     if k != v or q[0] != k[0] or q[3] != k[3]:
         raise ValueError(f"k and v must have one shape, and q the same batch and hd; given: {said}")
+    if not q[1] or not k[1] or q[1] % k[1]:
+        raise ValueError(f"heads of q must be a multiple of those of k and v, and neither may be 0; given: {said}")
 
 
 def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: object) -> torch.Tensor:
     _check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype))
+    require_one_device("q, k and v", (q, k, v))
     return q.new_empty(q.shape)
 
 

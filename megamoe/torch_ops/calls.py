@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final, Protocol
@@ -93,6 +93,16 @@ class OpCall(Protocol):
         Those that are not contiguous, or begin at no multiple of ALIGNMENT bytes, are copied first.
         """
         ...
+
+
+def require_one_device(said: str, tensors: Iterable[torch.Tensor]) -> None:
+    """ValueError if `tensors` are on several devices; `said` names them.
+
+    The dispatcher gives tensors of which one is on `meta` to the function for fakes, which computes nothing.
+    """
+    devices = dict.fromkeys(one.device for one in tensors)
+    if len(devices) > 1:
+        raise ValueError(f"{said} must be on one device; they are on {' and '.join(map(str, devices))}")
 
 
 @cache

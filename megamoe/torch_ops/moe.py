@@ -28,7 +28,7 @@ from megamoe.codec.nvfp4 import (
     swizzled_shape,
     unswizzle_scales,
 )
-from megamoe.torch_ops.calls import OpCall, Output, Wanted, call_for
+from megamoe.torch_ops.calls import OpCall, Output, Wanted, call_for, require_one_device
 
 MAX_CALLS = 1024
 ROWS_PER_TILE = 128
@@ -38,6 +38,7 @@ turn."""
 INTERLEAVE = 8
 """Rows of gate, then of up, that w1 has in turns."""
 STACKS = ("w1_codes", "w1_sf", "w1_gs", "w2_codes", "w2_sf", "w2_gs", "a2_gs")
+TENSORS = "x, topk_ids, topk_weights and the weights"
 INPUTS = ("x_codes", "x_sf", "x_gs", *STACKS, "topk_ids", "topk_weights")
 
 
@@ -150,6 +151,7 @@ def moe(
     if weight not in ("after", "before"):
         raise ValueError(f"weight is {weight!r}; it is 'after' or 'before'")
     tensors = weights.tensors()
+    require_one_device(TENSORS, (x, topk_ids, topk_weights, *tensors))
     before = weight == "before"
     return torch.ops.megamoe.moe.default(x, topk_ids, topk_weights, tensors, weights.interleave, clamp, before, backend)
 
@@ -198,7 +200,7 @@ def _made(
     interleaved, clamp, before, backend = (*options, *(INTERLEAVE, None, False, None)[len(options) :])
     _check(shapes, dtypes)
     if len(set(devices)) > 1:
-        raise ValueError("x, topk_ids, topk_weights and the weights must be on one device")
+        raise ValueError(f"{TENSORS} must be on one device")
     (tokens, hidden), (_, topk), num_experts, intermediate = shapes[0], shapes[1], shapes[3][0], shapes[3][1] // 2
     row_tiles = min(num_experts, tokens * topk) + tokens * topk // ROWS_PER_TILE
     return call_for(
@@ -256,7 +258,16 @@ def _check(shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype]) -> None:
             raise ValueError(f"{name} is {found} {list(seen)}; for x of {list(x)} it must be {dtype} {list(shape)}")
 
 
-def _fake(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *rest: object) -> torch.Tensor:
+def _fake(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    *options: object,
+) -> torch.Tensor:
+    given = (x, topk_ids, topk_weights, *weights)
+    _check([one.shape for one in given], [one.dtype for one in given])
+    require_one_device(TENSORS, given)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

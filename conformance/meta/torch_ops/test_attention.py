@@ -110,6 +110,16 @@ def test_what_it_does_not_do_is_said(call: Callable[..., object], error: type[Ex
 def test_a_fake_tensor_is_checked_too() -> None:
     with pytest.raises(ValueError, match="must be bfloat16"):
         torch.ops.megamoe.attention(*(one.float().to("meta") for one in qkv(3, 20)))
+    with pytest.raises(ValueError, match="heads of q must be a multiple"):
+        torch.ops.megamoe.attention(*(one.to("meta") for one in qkv(3, 20, heads=2, kv_heads=3)))
+
+
+@pytest.mark.parametrize("op", [megamoe.attention, torch.ops.megamoe.attention, torch.ops.megamoe.attention_with_lse])
+@pytest.mark.parametrize("odd", range(3))
+def test_tensors_of_several_devices_are_no_fakes(op: Callable[..., object], odd: int) -> None:
+    given = [one.to("meta") if index == odd else one for index, one in enumerate(qkv(3, 20))]
+    with pytest.raises(ValueError, match="q, k and v must be on one device; they are on"):
+        op(*given)
 
 
 def test_megamoe_alone_imports_neither_torch_nor_a_backend() -> None:

@@ -112,6 +112,23 @@ def test_what_it_does_not_do_is_said(
         megamoe.moe(x, weights, ids, w)
 
 
+@pytest.mark.parametrize("odd", ["x", "topk_weights", "weights"])
+def test_tensors_of_several_devices_are_no_fakes(weights: megamoe.MoeWeights, odd: str) -> None:
+    x, ids, w = tokens(3)
+    x, w = x.to("meta") if odd == "x" else x, w.to("meta") if odd == "topk_weights" else w
+    held = weights.to("meta") if odd == "weights" else weights
+    for call in (
+        lambda: megamoe.moe(x, held, ids, w),
+        lambda: torch.ops.megamoe.moe(x, ids, w, held.tensors()),
+        lambda: torch.ops.megamoe.moe(x, ids, w, [*weights.tensors()[:-1], held.x_gs.to("meta")]),
+    ):
+        with pytest.raises(ValueError, match="must be on one device; they are on"):
+            call()
+    fakes = [one.to("meta") for one in weights.tensors()]
+    with pytest.raises(ValueError, match="w2_gs is"):
+        torch.ops.megamoe.moe(*(one.to("meta") for one in tokens(3)), [*fakes[:5], fakes[5][:1], *fakes[6:]])
+
+
 def test_a_device_brings_weights_into_its_layout_once_and_again_when_they_change(weights: megamoe.MoeWeights) -> None:
     mine = replace(weights, **{name: getattr(weights, name).clone() for name in module.STACKS})
     x, ids, w = tokens(1)
