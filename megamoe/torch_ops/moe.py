@@ -28,7 +28,7 @@ from megamoe.codec.nvfp4 import (
     swizzled_shape,
     unswizzle_scales,
 )
-from megamoe.torch_ops.calls import OpCall, Output, Wanted, call_for, require_one_device
+from megamoe.torch_ops.calls import ALIGNMENT, OpCall, Output, Wanted, call_for, forget_layouts, require_one_device
 
 MAX_CALLS = 1024
 ROWS_PER_TILE = 128
@@ -39,6 +39,8 @@ INTERLEAVE = 8
 """Rows of gate, then of up, that w1 has in turns."""
 STACKS = ("w1_codes", "w1_sf", "w1_gs", "w2_codes", "w2_sf", "w2_gs", "a2_gs")
 TENSORS = "x, topk_ids, topk_weights and the weights"
+PREPARED = ("w1_codes", "w1_sf", "w2_codes", "w2_sf")
+"""The stacks that kernels may bring into a layout of their own."""
 INPUTS = ("x_codes", "x_sf", "x_gs", *STACKS, "topk_ids", "topk_weights")
 
 
@@ -50,7 +52,8 @@ class MoeWeights:
     `w1_sf` u8 [e, 2 intermediate / 128, hidden / 64, 512], `w2_sf` u8 [e, hidden / 128, intermediate / 64, 512]: e4m3
     block scales, swizzled. Rows of w1 are in turns of `interleave` of gate and of up. `w1_gs`, `w2_gs` f32 [e]: global
     scales. `a2_gs` f32 [e]: of each expert's activations between the two GEMMs. `x_gs` f32 [1]: of the layer's input,
-    or [0], if each token shall have its own, from its largest element.
+    or [0], if each token shall have its own, from its largest element. A tensor that is not contiguous, or a stack that
+    begins at no multiple of 16 bytes of its storage, is copied once, here.
     """
 
     w1_codes: torch.Tensor
@@ -62,6 +65,13 @@ class MoeWeights:
     a2_gs: torch.Tensor
     x_gs: torch.Tensor
     interleave: int = INTERLEAVE
+
+    def __post_init__(self) -> None:
+        # A call would copy them each time, and bring each copy into the kernels' layout.
+        for name, one in zip((*STACKS, "x_gs"), self.tensors(), strict=True):
+            shifted = name in PREPARED and one.storage_offset() * one.element_size() % ALIGNMENT
+            if shifted or not one.is_contiguous():
+                object.__setattr__(self, name, one.clone(memory_format=torch.contiguous_format))
 
     @classmethod
     def quantised(
@@ -106,6 +116,14 @@ class MoeWeights:
         """The same weights on `device`."""
         names = [one.name for one in fields(self) if one.name != "interleave"]
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def changed(self) -> None:
+        """Says that numbers have changed in a way that torch does not count, as through `.data`.
+
+        The next call brings the weights into the kernels' layout again, also those of views such as `experts`. Tensors
+        that are replaced, or changed in place as torch counts it, need no word.
+        """
+        forget_layouts(getattr(self, name) for name in PREPARED)
 
     def experts(self, first: int, count: int) -> MoeWeights:
         """The weights of experts `first` to `first + count - 1`: what one rank of several holds. Views, no copies."""
@@ -217,7 +235,7 @@ def _made(
                 "interleave": interleaved,  # pyright: ignore[reportArgumentType]
             },
             inputs=INPUTS,
-            weights=("w1_codes", "w1_sf", "w2_codes", "w2_sf"),
+            weights=PREPARED,
             outputs=(Output("y", (tokens, hidden), torch.bfloat16),),
             work=row_tiles * hidden * intermediate,
             bound=MAX_MACHINE_WORK,
