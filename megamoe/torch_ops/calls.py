@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch._C._dynamo import guards
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megamoe import SPECS
@@ -103,6 +104,36 @@ def require_one_device(said: str, tensors: Iterable[torch.Tensor]) -> None:
     devices = dict.fromkeys(one.device for one in tensors)
     if len(devices) > 1:
         raise ValueError(f"{said} must be on one device; they are on {' and '.join(map(str, devices))}")
+
+
+def refuse_derivatives(op: str, tensors: Iterable[object]) -> None:
+    """RuntimeError if one of `tensors` requires a gradient, or has a tangent (torch.func.jvp)."""
+    backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    if not backward and not forward:
+        return
+    for one in tensors:
+        if not isinstance(one, torch.Tensor):
+            continue
+        if (backward and one.requires_grad) or (forward and forward_ad.unpack_dual(one).tangent is not None):
+            raise RuntimeError(
+                f"megamoe.{op} has no backward, and no forward derivative: call it on tensors without tangents, under "
+                f"torch.no_grad() or torch.inference_mode()"
+            )
+
+
+def without_derivatives(op: str, overload: Any) -> Callable[..., Any]:
+    """What stands in the dispatcher for the derivative of `overload`: it refuses, or goes on to the op itself.
+
+    Without it torch would give outputs that require no gradient and have no tangent, and not say so.
+    """
+
+    def refusing(keys: Any, *args: Any) -> Any:
+        tensors = (one for arg in args for one in (arg if isinstance(arg, list | tuple) else (arg,)))
+        refuse_derivatives(op, tensors)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+    return refusing
 
 
 @cache

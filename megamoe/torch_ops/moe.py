@@ -28,7 +28,16 @@ from megamoe.codec.nvfp4 import (
     swizzled_shape,
     unswizzle_scales,
 )
-from megamoe.torch_ops.calls import ALIGNMENT, OpCall, Output, Wanted, call_for, forget_layouts, require_one_device
+from megamoe.torch_ops.calls import (
+    ALIGNMENT,
+    OpCall,
+    Output,
+    Wanted,
+    call_for,
+    forget_layouts,
+    require_one_device,
+    without_derivatives,
+)
 
 MAX_CALLS = 1024
 ROWS_PER_TILE = 128
@@ -162,10 +171,8 @@ def moe(
     finite, and an id beyond the experts, are not noticed: to look would be to wait.
 
     ValueError for tensors or sizes that it does not do; UnsupportedError if no backend has the kernel here;
-    RuntimeError if a tensor requires a gradient.
+    RuntimeError if a tensor requires a gradient or has a tangent.
     """
-    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
-        raise RuntimeError("megamoe.moe has no backward: call it under torch.no_grad() or torch.inference_mode()")
     if weight not in ("after", "before"):
         raise ValueError(f"weight is {weight!r}; it is 'after' or 'before'")
     tensors = weights.tensors()
@@ -291,4 +298,5 @@ def _fake(
 
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("moe", _moe, _key)
+_LIBRARY.impl("moe", without_derivatives("moe", torch.ops.megamoe.moe.default), "Autograd", with_keyset=True)
 torch.library.register_fake("megamoe::moe", _fake, lib=_LIBRARY)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import megamoe
 from conformance.fakes.device_on_machine import device_on_machine
@@ -75,6 +76,31 @@ def test_it_is_an_operator_as_torch_wants_it(monkeypatch: pytest.MonkeyPatch) ->
 def _by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     o, lse = by_hand(q, k, v, causal=True, window=None, scale=None)
     return o.bfloat16(), lse.float()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("op", [megamoe.attention, torch.ops.megamoe.attention])
+def test_a_derivative_is_refused_however_it_is_asked_for(
+    op: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_call_of", lambda lse, *given: lambda tensors: _by_torch(*tensors))
+    q, k, v = qkv(3, 20)
+
+    def dual() -> object:
+        with torch.no_grad(), forward_ad.dual_level():
+            return op(forward_ad.make_dual(q, q), k, v)
+
+    for call in (
+        dual,
+        lambda: torch.func.jvp(lambda one: op(one, k, v), (q,), (q,)),
+        lambda: torch.func.grad(lambda one: op(q, k, one).float().sum())(v),
+        lambda: op(q, k.clone().requires_grad_(), v),
+        lambda: torch.compile(op, backend="aot_eager")(q.clone().requires_grad_(), k, v),
+    ):
+        with pytest.raises(RuntimeError, match="has no backward, and no forward derivative"):
+            call()
+    with torch.no_grad():
+        assert not op(q.clone().requires_grad_(), k, v).requires_grad
 
 
 def _large() -> object:

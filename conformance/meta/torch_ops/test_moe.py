@@ -113,6 +113,21 @@ def test_what_it_does_not_do_is_said(
         megamoe.moe(x, weights, ids, w)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("wants", ["x", "topk_weights", "w1_gs", "tangent"])
+def test_a_derivative_is_refused_however_it_is_asked_for(weights: megamoe.MoeWeights, wants: str) -> None:
+    x, ids, w = tokens(3)
+    if wants == "w1_gs":
+        weights = replace(weights, w1_gs=weights.w1_gs.clone().requires_grad_())
+    x, w = x.requires_grad_(wants == "x"), w.requires_grad_(wants == "topk_weights")
+    for op in (
+        lambda x: megamoe.moe(x, weights, ids, w),
+        lambda x: torch.ops.megamoe.moe(x, ids, w, weights.tensors()),
+    ):
+        with pytest.raises(RuntimeError, match="has no backward, and no forward derivative"):
+            _ = torch.func.jvp(op, (x,), (x,)) if wants == "tangent" else op(x)
+
+
 @pytest.mark.parametrize("odd", ["x", "topk_weights", "weights"])
 def test_tensors_of_several_devices_are_no_fakes(weights: megamoe.MoeWeights, odd: str) -> None:
     x, ids, w = tokens(3)
