@@ -28,6 +28,7 @@ class MachineDevice:
     """An executor that loads programs.
 
     `done`: how often it prepared and launched. `made`: what it was asked for. `given`: addresses of the last launch.
+    `stream`: the current one. `order`: what was asked of streams, in turn.
     """
 
     name: str = "gpu"
@@ -35,6 +36,8 @@ class MachineDevice:
     made: list[weakref.ref[torch.Tensor]] = field(default_factory=list[weakref.ref[torch.Tensor]])
     sizes: dict[int, int] = field(default_factory=dict[int, int])
     given: tuple[int, ...] = ()
+    order: list[tuple[object, ...]] = field(default_factory=list[tuple[object, ...]])
+    stream: int = 0
     fails: bool = False
     capturing: bool = False
 
@@ -87,6 +90,7 @@ class LoadedOnMachine:
     def prepare(self, addresses: Sequence[int], stream: int) -> None:
         """Runs what the program does once."""
         self.device.done["prepared"] += 1
+        self.device.order.append(("prepare", stream))
         self._run(self.program.prepare, addresses)
 
     def launch(self, addresses: Sequence[int], stream: int) -> None:
@@ -94,6 +98,7 @@ class LoadedOnMachine:
         if self.device.fails:
             raise RuntimeError("the driver refuses")
         self.device.done["launched"] += 1
+        self.device.order.append(("launch", stream))
         self.device.given = tuple(addresses)
         self._run(self.program.launches, addresses)
 
@@ -120,6 +125,29 @@ class LoadedOnMachine:
         return self.machine.tensor_map(seen, arg.dtype, arg.dims, arg.strides, arg.box, swizzle=arg.swizzle)
 
 
+@dataclass
+class StreamOfMachine:
+    """torch.cuda.Stream."""
+
+    device: MachineDevice
+    number: int
+
+    def wait_event(self, event: EventOfMachine) -> None:
+        """Its work comes after what `event` has recorded."""
+        self.device.order.append(("wait", self.number, event.recorded))
+
+
+@dataclass
+class EventOfMachine:
+    """torch.cuda.Event. `recorded`: the stream."""
+
+    recorded: int = -1
+
+    def record(self, stream: StreamOfMachine) -> None:
+        """Stands behind the work of `stream`."""
+        self.recorded = stream.number
+
+
 @contextmanager
 def device_on_machine() -> Iterator[MachineDevice]:
     """megamoe.torch_ops finds this device as number 0."""
@@ -131,10 +159,16 @@ def device_on_machine() -> Iterator[MachineDevice]:
         patch.setattr(calls, "_as_read", lambda tensor: device.known(as_read(tensor)))
         patch.setattr(torch.cuda, "device", lambda number: torch.no_grad())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
+        patch.setattr(torch.cuda, "current_stream", lambda number: StreamOfMachine(device, device.stream))
+        patch.setattr(torch.cuda, "Event", EventOfMachine)
+        patch.setattr(torch.cuda, "synchronize", lambda number: device.order.append(("synchronize",)))
+        patch.setattr(
+            torch.Tensor, "record_stream", lambda tensor, stream: device.order.append(("keep", stream.number))
+        )
         for name, answer in {
             "_cuda_getDevice": lambda: 0,
             "_cuda_isCurrentStreamCapturing": lambda: device.capturing,
-            "_cuda_getCurrentRawStream": lambda number: 0,
+            "_cuda_getCurrentRawStream": lambda number: device.stream,
         }.items():
             patch.setattr(torch._C, name, answer, raising=False)
         patch.setattr(calls, "empty_on_device", device.empty)  # pyright: ignore

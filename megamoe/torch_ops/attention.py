@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from megamoe.torch_ops.calls import OpCall, Output, Wanted, call_for
+from megamoe.torch_ops.calls import OpCall, Output, Wanted, call_for, require_one_device, without_derivatives
 
 MAX_CALLS = 4096
 """Sizes whose kernels are kept ready: a decoder that grows its cache by a key a step has new sizes in each."""
@@ -23,7 +23,7 @@ MAX_MACHINE_WORK = 1 << 31
 _OPTIONS = "bool causal=False, int? window=None, float? scale=None, str? backend=None"
 _LIBRARY = torch.library.Library("megamoe", "FRAGMENT")
 # torch.library.custom_op makes the same operator, and each call takes 3 us more of the CPU
-# (results/records/h200-torch-ops.json): it checks aliases, and enters Python for a gradient that there is not.
+# (results/records/h200-torch-ops.json).
 _LIBRARY.define(f"attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> Tensor", tags=torch.Tag.needs_exact_strides)
 _LIBRARY.define(
     f"attention_with_lse(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
@@ -44,10 +44,9 @@ def attention(
     contiguous is copied first. The first call with new sizes builds and loads its kernels.
 
     ValueError for tensors, options or sizes that it does not do; UnsupportedError if no backend has the kernel here;
-    RuntimeError if a tensor requires a gradient.
+    RuntimeError if a tensor requires a gradient or has a tangent.
     """
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise RuntimeError("megamoe.attention has no backward: call it under torch.no_grad() or torch.inference_mode()")
+    require_one_device("q, k and v", (q, k, v))
     if return_lse:
         return torch.ops.megamoe.attention_with_lse.default(q, k, v, causal, window, scale, backend)
     return torch.ops.megamoe.attention.default(q, k, v, causal, window, scale, backend)
@@ -125,10 +124,13 @@ def _check(shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> N
     q, k, v = shapes
     if k != v or q[0] != k[0] or q[3] != k[3]:
         raise ValueError(f"k and v must have one shape, and q the same batch and hd; given: {said}")
+    if not q[1] or not k[1] or q[1] % k[1]:
+        raise ValueError(f"heads of q must be a multiple of those of k and v, and neither may be 0; given: {said}")
 
 
 def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: object) -> torch.Tensor:
     _check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype))
+    require_one_device("q, k and v", (q, k, v))
     return q.new_empty(q.shape)
 
 
@@ -141,5 +143,8 @@ def _fake_with_lse(
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("attention", _attention, _key)
     _LIBRARY.impl("attention_with_lse", _attention_with_lse, _key)
+for _name in ("attention", "attention_with_lse"):
+    _overload = getattr(torch.ops.megamoe, _name).default
+    _LIBRARY.impl(_name, without_derivatives("attention", _overload), "Autograd", with_keyset=True)
 torch.library.register_fake("megamoe::attention", _fake, lib=_LIBRARY)
 torch.library.register_fake("megamoe::attention_with_lse", _fake_with_lse, lib=_LIBRARY)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch._C._dynamo import guards
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megamoe import SPECS
@@ -93,6 +94,46 @@ class OpCall(Protocol):
         Those that are not contiguous, or begin at no multiple of ALIGNMENT bytes, are copied first.
         """
         ...
+
+
+def require_one_device(said: str, tensors: Iterable[torch.Tensor]) -> None:
+    """ValueError if `tensors` are on several devices; `said` names them.
+
+    The dispatcher gives tensors of which one is on `meta` to the function for fakes, which computes nothing.
+    """
+    devices = dict.fromkeys(one.device for one in tensors)
+    if len(devices) > 1:
+        raise ValueError(f"{said} must be on one device; they are on {' and '.join(map(str, devices))}")
+
+
+def refuse_derivatives(op: str, tensors: Iterable[object]) -> None:
+    """RuntimeError if one of `tensors` requires a gradient, or has a tangent (torch.func.jvp)."""
+    backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    if not backward and not forward:
+        return
+    for one in tensors:
+        if not isinstance(one, torch.Tensor):
+            continue
+        if (backward and one.requires_grad) or (forward and forward_ad.unpack_dual(one).tangent is not None):
+            raise RuntimeError(
+                f"megamoe.{op} has no backward, and no forward derivative: call it on tensors without tangents, under "
+                f"torch.no_grad() or torch.inference_mode()"
+            )
+
+
+def without_derivatives(op: str, overload: Any) -> Callable[..., Any]:
+    """What stands in the dispatcher for the derivative of `overload`: it refuses, or goes on to the op itself.
+
+    Without it torch would give outputs that require no gradient and have no tangent, and not say so.
+    """
+
+    def refusing(keys: Any, *args: Any) -> Any:
+        tensors = (one for arg in args for one in (arg if isinstance(arg, list | tuple) else (arg,)))
+        refuse_derivatives(op, tensors)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+    return refusing
 
 
 @cache
@@ -220,7 +261,7 @@ class DeviceCall:
             addresses.append(tensor.data_ptr())
             outputs.append(tensor)
         if self._weights:
-            base = self._prepared(inputs).data_ptr()
+            base = self._prepared(inputs, stream).data_ptr()
             addresses += [base + offset for offset in self._kept_offsets]
         if self._bytes:
             # What is enqueued on the stream later may have its memory: it may die before the kernels end.
@@ -244,13 +285,18 @@ class DeviceCall:
             found = _SHARED[self._device, stream] = block, block.data_ptr()
         return found
 
-    def _prepared(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The weights in the kernels' own layout, made by the first call and again when they have changed."""
+    def _prepared(self, inputs: Sequence[torch.Tensor], stream: int) -> torch.Tensor:
+        """The weights in the kernels' own layout, made by the first call and again when they have changed.
+
+        Work of `stream`, the current one, comes after what made the layout.
+        """
         weights = [inputs[index] for index in self._weights]
         key = (self._kind, tuple(tensor.data_ptr() for tensor in weights))
         versions = tuple(0 if tensor.is_inference() else tensor._version for tensor in weights)
         found = _PREPARED.get(key)
         if found is not None and found.versions == versions and not any(one.expired() for one in found.storages):
+            if stream not in found.ordered:
+                found.order(stream, self._device)
             return found.block
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -259,24 +305,61 @@ class DeviceCall:
             )
         for old in [old for old, one in _PREPARED.items() if any(storage.expired() for storage in one.storages)]:
             del _PREPARED[old]
-        # A block that a captured graph reads stays where it is.
         found = _PREPARED.get(key)
-        block = found.block if found else _block(self._kept_bytes)
-        base = block.data_ptr()
+        if found is None:
+            storages = [StorageWeakRef(one.untyped_storage()) for one in weights]
+            found = _PREPARED[key] = _Prepared(storages, _block(self._kept_bytes), torch.cuda.Event())
+        else:
+            # A block that a captured graph reads stays where it is. Other streams, and replays on streams that nobody
+            # names, may read it now.
+            found.versions = None
+            torch.cuda.synchronize(self._device)
+        base = found.block.data_ptr()
         addresses = [tensor.data_ptr() for tensor in inputs] + [0] * len(self._outputs)
         addresses += [base + offset for offset in self._kept_offsets] + [0] * len(self._offsets)
-        self._loaded.prepare(addresses, torch._C._cuda_getCurrentRawStream(self._device))
-        _PREPARED[key] = _Prepared([StorageWeakRef(one.untyped_storage()) for one in weights], versions, block)
-        return block
+        self._loaded.prepare(addresses, stream)
+        current = torch.cuda.current_stream(self._device)
+        found.ready.record(current)
+        found.block.record_stream(current)
+        found.versions, found.ordered = versions, {stream}
+        return found.block
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Prepared:
-    """Weights in the kernels' own layout, as long as the `storages` of the originals live."""
+    """Weights in the kernels' own layout, as long as the `storages` of the originals live.
+
+    `ready`: recorded behind what made the layout. `ordered`: streams whose work comes after it. `versions`: of the
+    originals, None until the layout is made and when it is known to be old.
+    """
 
     storages: list[StorageWeakRef]
-    versions: tuple[int, ...]
     block: torch.Tensor
+    ready: torch.cuda.Event
+    ordered: set[int] = field(default_factory=set[int])
+    versions: tuple[int, ...] | None = None
+
+    def order(self, stream: int, device: int) -> None:
+        """Work of `stream`, the current one of `device`, comes after the layout, and the block outlives it.
+
+        Nothing for a stream that is captured: CUDA forbids it to wait for what is outside of its graph, and
+        torch.cuda.graph has waited for the device.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return
+        current = torch.cuda.current_stream(device)
+        current.wait_event(self.ready)
+        self.block.record_stream(current)
+        self.ordered.add(stream)
+
+
+def forget_layouts(weights: Iterable[torch.Tensor]) -> None:
+    """The next call with `weights`, or with views of them, brings them into the kernels' layout again."""
+    storages = {StorageWeakRef(one.untyped_storage()) for one in weights}
+    for one in _PREPARED.values():
+        if not storages.isdisjoint(one.storages):
+            # The block stays: a captured graph may read it.
+            one.versions = None
 
 
 _SHARED: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}

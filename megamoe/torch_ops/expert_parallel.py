@@ -16,7 +16,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megamoe.torch_ops.moe import MoeWeights, moe
+from megamoe.torch_ops.calls import refuse_derivatives, require_one_device
+from megamoe.torch_ops.moe import TENSORS, MoeWeights, moe
 
 HEADER_BYTES = 16
 """Of what a rank sends to each other one: the rank that it has most tokens for, and how many, both int32."""
@@ -87,6 +88,8 @@ class ExpertParallelMoe:
         more than `capacity` tokens for another. Without `wait` nothing waits for the device, so that a CUDA graph can
         capture the call: y is then NaN after an overflow, and `raise_overflow` says so.
         """
+        refuse_derivatives("ExpertParallelMoe", (x, topk_weights, *self.weights.tensors()))
+        require_one_device(TENSORS, (x, topk_ids, topk_weights, *self.weights.tensors()))
         experts = self.weights.num_experts
         here = (topk_ids >= 0) & (topk_ids < experts * self.ranks)
         rank_of_choice = torch.where(here, topk_ids // experts, -1)

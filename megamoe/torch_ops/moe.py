@@ -28,7 +28,16 @@ from megamoe.codec.nvfp4 import (
     swizzled_shape,
     unswizzle_scales,
 )
-from megamoe.torch_ops.calls import OpCall, Output, Wanted, call_for
+from megamoe.torch_ops.calls import (
+    ALIGNMENT,
+    OpCall,
+    Output,
+    Wanted,
+    call_for,
+    forget_layouts,
+    require_one_device,
+    without_derivatives,
+)
 
 MAX_CALLS = 1024
 ROWS_PER_TILE = 128
@@ -38,6 +47,9 @@ turn."""
 INTERLEAVE = 8
 """Rows of gate, then of up, that w1 has in turns."""
 STACKS = ("w1_codes", "w1_sf", "w1_gs", "w2_codes", "w2_sf", "w2_gs", "a2_gs")
+TENSORS = "x, topk_ids, topk_weights and the weights"
+PREPARED = ("w1_codes", "w1_sf", "w2_codes", "w2_sf")
+"""The stacks that kernels may bring into a layout of their own."""
 INPUTS = ("x_codes", "x_sf", "x_gs", *STACKS, "topk_ids", "topk_weights")
 
 
@@ -49,7 +61,8 @@ class MoeWeights:
     `w1_sf` u8 [e, 2 intermediate / 128, hidden / 64, 512], `w2_sf` u8 [e, hidden / 128, intermediate / 64, 512]: e4m3
     block scales, swizzled. Rows of w1 are in turns of `interleave` of gate and of up. `w1_gs`, `w2_gs` f32 [e]: global
     scales. `a2_gs` f32 [e]: of each expert's activations between the two GEMMs. `x_gs` f32 [1]: of the layer's input,
-    or [0], if each token shall have its own, from its largest element.
+    or [0], if each token shall have its own, from its largest element. A tensor that is not contiguous, or a stack that
+    begins at no multiple of 16 bytes of its storage, is copied once, here.
     """
 
     w1_codes: torch.Tensor
@@ -61,6 +74,13 @@ class MoeWeights:
     a2_gs: torch.Tensor
     x_gs: torch.Tensor
     interleave: int = INTERLEAVE
+
+    def __post_init__(self) -> None:
+        # A call would copy them each time, and bring each copy into the kernels' layout.
+        for name, one in zip((*STACKS, "x_gs"), self.tensors(), strict=True):
+            shifted = name in PREPARED and one.storage_offset() * one.element_size() % ALIGNMENT
+            if shifted or not one.is_contiguous():
+                object.__setattr__(self, name, one.clone(memory_format=torch.contiguous_format))
 
     @classmethod
     def quantised(
@@ -106,6 +126,14 @@ class MoeWeights:
         names = [one.name for one in fields(self) if one.name != "interleave"]
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
+    def changed(self) -> None:
+        """Says that numbers have changed in a way that torch does not count, as through `.data`.
+
+        The next call brings the weights into the kernels' layout again, also those of views such as `experts`. Tensors
+        that are replaced, or changed in place as torch counts it, need no word.
+        """
+        forget_layouts(getattr(self, name) for name in PREPARED)
+
     def experts(self, first: int, count: int) -> MoeWeights:
         """The weights of experts `first` to `first + count - 1`: what one rank of several holds. Views, no copies."""
         if not 0 <= first < first + count <= self.num_experts:
@@ -143,13 +171,12 @@ def moe(
     finite, and an id beyond the experts, are not noticed: to look would be to wait.
 
     ValueError for tensors or sizes that it does not do; UnsupportedError if no backend has the kernel here;
-    RuntimeError if a tensor requires a gradient.
+    RuntimeError if a tensor requires a gradient or has a tangent.
     """
-    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
-        raise RuntimeError("megamoe.moe has no backward: call it under torch.no_grad() or torch.inference_mode()")
     if weight not in ("after", "before"):
         raise ValueError(f"weight is {weight!r}; it is 'after' or 'before'")
     tensors = weights.tensors()
+    require_one_device(TENSORS, (x, topk_ids, topk_weights, *tensors))
     before = weight == "before"
     return torch.ops.megamoe.moe.default(x, topk_ids, topk_weights, tensors, weights.interleave, clamp, before, backend)
 
@@ -198,7 +225,7 @@ def _made(
     interleaved, clamp, before, backend = (*options, *(INTERLEAVE, None, False, None)[len(options) :])
     _check(shapes, dtypes)
     if len(set(devices)) > 1:
-        raise ValueError("x, topk_ids, topk_weights and the weights must be on one device")
+        raise ValueError(f"{TENSORS} must be on one device")
     (tokens, hidden), (_, topk), num_experts, intermediate = shapes[0], shapes[1], shapes[3][0], shapes[3][1] // 2
     row_tiles = min(num_experts, tokens * topk) + tokens * topk // ROWS_PER_TILE
     return call_for(
@@ -215,7 +242,7 @@ def _made(
                 "interleave": interleaved,  # pyright: ignore[reportArgumentType]
             },
             inputs=INPUTS,
-            weights=("w1_codes", "w1_sf", "w2_codes", "w2_sf"),
+            weights=PREPARED,
             outputs=(Output("y", (tokens, hidden), torch.bfloat16),),
             work=row_tiles * hidden * intermediate,
             bound=MAX_MACHINE_WORK,
@@ -256,10 +283,20 @@ def _check(shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype]) -> None:
             raise ValueError(f"{name} is {found} {list(seen)}; for x of {list(x)} it must be {dtype} {list(shape)}")
 
 
-def _fake(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *rest: object) -> torch.Tensor:
+def _fake(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    *options: object,
+) -> torch.Tensor:
+    given = (x, topk_ids, topk_weights, *weights)
+    _check([one.shape for one in given], [one.dtype for one in given])
+    require_one_device(TENSORS, given)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("moe", _moe, _key)
+_LIBRARY.impl("moe", without_derivatives("moe", torch.ops.megamoe.moe.default), "Autograd", with_keyset=True)
 torch.library.register_fake("megamoe::moe", _fake, lib=_LIBRARY)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import megamoe
 from conformance.fakes.device_on_machine import device_on_machine
@@ -77,6 +78,31 @@ def _by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
     return o.bfloat16(), lse.float()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("op", [megamoe.attention, torch.ops.megamoe.attention])
+def test_a_derivative_is_refused_however_it_is_asked_for(
+    op: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_call_of", lambda lse, *given: lambda tensors: _by_torch(*tensors))
+    q, k, v = qkv(3, 20)
+
+    def dual() -> object:
+        with torch.no_grad(), forward_ad.dual_level():
+            return op(forward_ad.make_dual(q, q), k, v)
+
+    for call in (
+        dual,
+        lambda: torch.func.jvp(lambda one: op(one, k, v), (q,), (q,)),
+        lambda: torch.func.grad(lambda one: op(q, k, one).float().sum())(v),
+        lambda: op(q, k.clone().requires_grad_(), v),
+        lambda: torch.compile(op, backend="aot_eager")(q.clone().requires_grad_(), k, v),
+    ):
+        with pytest.raises(RuntimeError, match="has no backward, and no forward derivative"):
+            call()
+    with torch.no_grad():
+        assert not op(q.clone().requires_grad_(), k, v).requires_grad
+
+
 def _large() -> object:
     return megamoe.attention(*(one.expand(256, -1, -1, -1) for one in qkv(1024, 4096, 1)))
 
@@ -110,6 +136,16 @@ def test_what_it_does_not_do_is_said(call: Callable[..., object], error: type[Ex
 def test_a_fake_tensor_is_checked_too() -> None:
     with pytest.raises(ValueError, match="must be bfloat16"):
         torch.ops.megamoe.attention(*(one.float().to("meta") for one in qkv(3, 20)))
+    with pytest.raises(ValueError, match="heads of q must be a multiple"):
+        torch.ops.megamoe.attention(*(one.to("meta") for one in qkv(3, 20, heads=2, kv_heads=3)))
+
+
+@pytest.mark.parametrize("op", [megamoe.attention, torch.ops.megamoe.attention, torch.ops.megamoe.attention_with_lse])
+@pytest.mark.parametrize("odd", range(3))
+def test_tensors_of_several_devices_are_no_fakes(op: Callable[..., object], odd: int) -> None:
+    given = [one.to("meta") if index == odd else one for index, one in enumerate(qkv(3, 20))]
+    with pytest.raises(ValueError, match="q, k and v must be on one device; they are on"):
+        op(*given)
 
 
 def test_megamoe_alone_imports_neither_torch_nor_a_backend() -> None:

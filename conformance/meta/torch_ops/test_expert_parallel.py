@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,27 @@ def test_it_needs_a_process_group_and_a_capacity(tmp_path: Path) -> None:
             megamoe.ExpertParallelMoe(weights, 0)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.usefixtures("alone")
+def test_a_derivative_is_refused_before_anything_is_sent() -> None:
+    weights, x, ids, w = _layer()
+    layer = megamoe.ExpertParallelMoe(weights, 4)
+    for call in (
+        lambda: layer(x[0].requires_grad_(), ids[0], w[0]),
+        lambda: layer(x[0], ids[0], w[0].requires_grad_()),
+        lambda: torch.func.jvp(lambda one: layer(one, ids[0], w[0]), (x[0].detach(),), (x[0].detach(),)),
+    ):
+        with pytest.raises(RuntimeError, match="ExpertParallelMoe has no backward, and no forward derivative"):
+            call()
+    with pytest.raises(ValueError, match="must be on one device"):
+        layer(x[0].detach(), ids[0].to("meta"), w[0].detach())

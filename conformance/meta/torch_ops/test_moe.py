@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import megamoe
-from conformance.fakes.device_on_machine import device_on_machine
+from conformance.fakes.device_on_machine import LoadedOnMachine, MachineDevice, device_on_machine
 from megamoe.codec.nvfp4 import global_scale, quantise, swizzle_scales, unswizzle_scales
 from megamoe.ops import reference
 from megamoe.torch_ops import moe as module
@@ -22,6 +22,7 @@ from megamoe.torch_ops.calls import DeviceCall, spec_of
 
 EXPERTS, HIDDEN, INTERMEDIATE = 2, 128, 128
 Tensors = dict[str, torch.Tensor]
+LayerOnDevice = tuple[megamoe.MoeWeights, MachineDevice, Callable[..., list[tuple[object, ...]]]]
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,38 @@ def test_what_it_does_not_do_is_said(
         megamoe.moe(x, weights, ids, w)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("wants", ["x", "topk_weights", "w1_gs", "tangent"])
+def test_a_derivative_is_refused_however_it_is_asked_for(weights: megamoe.MoeWeights, wants: str) -> None:
+    x, ids, w = tokens(3)
+    if wants == "w1_gs":
+        weights = replace(weights, w1_gs=weights.w1_gs.clone().requires_grad_())
+    x, w = x.requires_grad_(wants == "x"), w.requires_grad_(wants == "topk_weights")
+    for op in (
+        lambda x: megamoe.moe(x, weights, ids, w),
+        lambda x: torch.ops.megamoe.moe(x, ids, w, weights.tensors()),
+    ):
+        with pytest.raises(RuntimeError, match="has no backward, and no forward derivative"):
+            _ = torch.func.jvp(op, (x,), (x,)) if wants == "tangent" else op(x)
+
+
+@pytest.mark.parametrize("odd", ["x", "topk_weights", "weights"])
+def test_tensors_of_several_devices_are_no_fakes(weights: megamoe.MoeWeights, odd: str) -> None:
+    x, ids, w = tokens(3)
+    x, w = x.to("meta") if odd == "x" else x, w.to("meta") if odd == "topk_weights" else w
+    held = weights.to("meta") if odd == "weights" else weights
+    for call in (
+        lambda: megamoe.moe(x, held, ids, w),
+        lambda: torch.ops.megamoe.moe(x, ids, w, held.tensors()),
+        lambda: torch.ops.megamoe.moe(x, ids, w, [*weights.tensors()[:-1], held.x_gs.to("meta")]),
+    ):
+        with pytest.raises(ValueError, match="must be on one device; they are on"):
+            call()
+    fakes = [one.to("meta") for one in weights.tensors()]
+    with pytest.raises(ValueError, match="w2_gs is"):
+        torch.ops.megamoe.moe(*(one.to("meta") for one in tokens(3)), [*fakes[:5], fakes[5][:1], *fakes[6:]])
+
+
 def test_a_device_brings_weights_into_its_layout_once_and_again_when_they_change(weights: megamoe.MoeWeights) -> None:
     mine = replace(weights, **{name: getattr(weights, name).clone() for name in module.STACKS})
     x, ids, w = tokens(1)
@@ -139,6 +172,82 @@ def test_a_device_brings_weights_into_its_layout_once_and_again_when_they_change
         device.capturing = False
         assert not torch.equal(y(), first), "the layout of the old weights was used"
         assert device.done["prepared"] == 2
+
+
+@pytest.fixture
+def layer_on_device(weights: megamoe.MoeWeights, monkeypatch: pytest.MonkeyPatch) -> Iterator[LayerOnDevice]:
+    """A layer whose programs do nothing, and which stream they do it on is kept."""
+    monkeypatch.setattr(LoadedOnMachine, "_run", lambda *given: None)
+    mine = replace(weights, **{name: getattr(weights, name).clone() for name in module.STACKS})
+    x, ids, w = tokens(1)
+    _, _, inputs = oracle(mine, x, ids, w)
+    with device_on_machine() as device:
+        given = (x, ids, w, *mine.tensors())
+        shapes, dtypes = tuple(one.shape for one in given), tuple(one.dtype for one in given)
+        call = module._made.__wrapped__(shapes, dtypes, (0,), (8, None, False, "ptx"))
+
+        def done(stream: int, weights: megamoe.MoeWeights = mine) -> list[tuple[object, ...]]:
+            device.stream = stream
+            device.order.clear()
+            call([getattr(weights, name, inputs[name]) if name != "x_gs" else inputs[name] for name in module.INPUTS])
+            return list(device.order)
+
+        yield mine, device, done
+
+
+def test_streams_share_a_layout_in_order(layer_on_device: LayerOnDevice) -> None:
+    mine, device, done = layer_on_device
+    assert done(1) == [("prepare", 1), ("keep", 1), ("launch", 1)]
+    assert done(1) == [("launch", 1)], "a warm call on one stream does more than launch"
+    device.capturing = True
+    assert done(3) == [("launch", 3)], "a graph cannot wait for what is outside of it"
+    device.capturing = False
+    for stream in (2, 3):
+        assert done(stream) == [("wait", stream, 1), ("keep", stream), ("launch", stream)], (
+            "another stream may read a layout that is not made, or lose its block"
+        )
+        assert done(stream) == [("launch", stream)]
+    mine.w2_codes.copy_(mine.w2_codes)
+    again = [("synchronize",), ("prepare", 2), ("keep", 2), ("launch", 2)]
+    assert done(2) == again, "a layout that another stream reads is overwritten"
+    assert done(1)[0] == ("wait", 1, 2), "the stream that made the first layout does not wait for the second"
+
+
+def test_weights_that_changed_unseen_are_prepared_again_when_it_is_said(layer_on_device: LayerOnDevice) -> None:
+    mine, device, done = layer_on_device
+    done(0)
+    layout = len(module.INPUTS) + 1
+    block = device.given[layout]
+    mine.w2_codes.data.zero_()
+    assert ("prepare", 0) not in done(0), "torch counts what is done to .data: then this method can go"
+    mine.changed()
+    device.capturing = True
+    with pytest.raises(RuntimeError, match="the weights are new or have changed"):
+        done(0)
+    device.capturing = False
+    assert ("prepare", 0) in done(0)
+    assert device.given[layout] == block, "the layout moved from where a captured graph reads it"
+    mine.experts(0, 1).changed()
+    assert ("prepare", 0) in done(0), "a view of the weights said so"
+    assert ("prepare", 0) not in done(0)
+
+
+def test_weights_of_any_strides_are_prepared_once(layer_on_device: LayerOnDevice) -> None:
+    mine, device, done = layer_on_device
+    strided = replace(mine, w2_codes=mine.w2_codes.mT.contiguous().mT, w2_gs=torch.ones(2 * EXPERTS)[::2])
+    shifted = replace(
+        mine, w1_codes=torch.cat((torch.zeros(1), mine.w1_codes.flatten())).byte()[1:].view_as(mine.w1_codes)
+    )
+    for weights in (strided, shifted):
+        device.know(*weights.tensors())
+        assert ("prepare", 0) in done(0, weights)
+        assert done(0, weights) == [("launch", 0)], "each call prepares a copy"
+        assert all(torch.equal(*both) for both in zip(weights.tensors()[3:5], mine.tensors()[3:5], strict=True))
+    view = mine.experts(1, 1)
+    assert all(
+        getattr(view, name).untyped_storage().data_ptr() == getattr(mine, name).untyped_storage().data_ptr()
+        for name in module.STACKS
+    ), "the experts of a rank are copies"
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="tokens are quantised by a Triton kernel")
