@@ -271,16 +271,16 @@ class Ledger:
         return fresh
 
     def suppression_of(self, finding: KernelFinding) -> Suppression | None:
-        """The entry that speaks about `finding`."""
-        for one in self.suppressions:
+        """The entry that speaks about `finding`. None speaks about one that ended its launch: the results are lost."""
+        for one in () if finding.ends else self.suppressions:
             if one.matches(finding):
                 self.used.add(one)
                 return one
         return None
 
     def counts(self, finding: KernelFinding) -> bool:
-        """Whether `finding` fails a run: its grade does in the profile, and nothing suppresses it."""
-        return self.suppression_of(finding) is None and finding.grade in PROFILES[self.profile]
+        """Whether `finding` fails a run: it ended its launch, or its grade fails and nothing suppresses it."""
+        return finding.ends or (self.suppression_of(finding) is None and finding.grade in PROFILES[self.profile])
 
     @property
     def failing(self) -> list[KernelFinding]:
@@ -290,6 +290,29 @@ class Ledger:
     @property
     def stale(self) -> list[Suppression]:
         """Suppressions that speak about nothing that was found."""
+        return [one for one in self._unused if not self._ended_at(one)]
+
+    @property
+    def without_effect(self) -> list[Suppression]:
+        """Suppressions that speak about faults only that ended their launch: those count all the same."""
+        return [one for one in self._unused if self._ended_at(one)]
+
+    @property
+    def remarks(self) -> list[str]:
+        """A sentence for each suppression that is stale or without effect."""
+        return [
+            *(f"stale suppression: {one}; nothing was found there: {one.reason}" for one in self.stale),
+            *(
+                f"suppression without effect: {one}; the fault there ends the launch, and it counts: {one.reason}"
+                for one in self.without_effect
+            ),
+        ]
+
+    @property
+    def _unused(self) -> list[Suppression]:
         for one in self.findings:
             self.suppression_of(one)
         return [one for one in self.suppressions if one not in self.used]
+
+    def _ended_at(self, suppression: Suppression) -> bool:
+        return any(one.ends and suppression.matches(one) for one in self.findings)

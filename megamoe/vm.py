@@ -115,7 +115,8 @@ class Device:
     same under all. `accumulate`: of matrix products, "fast", "exact" or "hopper". `step_budget`: steps after which a
     launch counts as hung. `sm_count`: what host functions are told (None: as the full product has). `machine`: the
     registered machine to use. `profile`: which findings raise KernelFault, "strict" (errors and portability), "default"
-    (errors) or "lenient" (none). `suppress`: a YAML file of findings that do not count; megamoe.findings reads it.
+    (errors) or "lenient" (none); a fault that ends its launch raises in each. `suppress`: a YAML file of findings that
+    do not count; megamoe.findings reads it.
 
     `printed`: gets what kernels print; standard output by default. `reported`: gets each new finding that does not
     count; a warning of the logger "megamoe" by default. `ledger` has all findings of all launches.
@@ -163,13 +164,14 @@ class Device:
                 self.reported(one)
         if stop is None and not counted:
             return
-        first = next((one for one in [*counted, *found] if one.ends), None) or counted[0]
+        if stop is not None and not counted:
+            raise stop
+        first = next((one for one in counted if one.ends), counted[0])
         others = len(counted) - (first in counted)
         more = f" (and {others} more findings that count)" if others else ""
         fault = KernelFault(f"{first.sentence}{more}", first.rule, found)
-        if counted:
-            for tell in ON_FAULT:
-                tell(fault)
+        for tell in ON_FAULT:
+            tell(fault)
         raise fault from (stop.__cause__ if stop is not None else None)
 
     def launch(

@@ -68,7 +68,7 @@ def _text(checked: CheckedRun) -> str:
     for one in ledger.findings:
         suppressed = ledger.suppression_of(one)
         said.append(str(one) + (f"\n  suppressed: {suppressed.reason} ({suppressed.where})" if suppressed else ""))
-    said += [f"stale suppression: {one}; nothing was found there: {one.reason}" for one in ledger.stale]
+    said += ledger.remarks
     if ledger.findings:
         failing = len(ledger.failing)
         said.append(f"{len(ledger.findings)} findings, {failing} of them count in the profile {ledger.profile}")
@@ -89,6 +89,7 @@ def _plain(checked: CheckedRun) -> dict[str, Any]:
             for one in ledger.findings
         ],
         "stale_suppressions": [asdict(one) for one in ledger.stale],
+        "suppressions_without_effect": [asdict(one) for one in ledger.without_effect],
         "failures": checked.failures,
         "said": checked.said,
     }
@@ -123,7 +124,7 @@ def _sarif(checked: CheckedRun) -> dict[str, Any]:
         "rules": [_sarif_rule(first[slug]) for slug in slugs],
     }
     notices = [(one, "error") for one in checked.failures]
-    notices += [(f"stale suppression: {one}", "warning") for one in ledger.stale]
+    notices += [(one, "warning") for one in ledger.remarks]
     run: dict[str, Any] = {
         "tool": {"driver": driver},
         "columnKind": "unicodeCodePoints",

@@ -191,6 +191,23 @@ def test_a_file_of_suppressions_that_cannot_be_used_is_said(text: str, sentence:
     assert str(caught.value).startswith(f"{file}:")
 
 
+def test_a_fault_that_ends_the_launch_is_not_suppressed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kernel that never finished has no results that somebody could have looked at."""
+    file, suppress = tmp_path / "kernel.ptx", tmp_path / "suppress.yaml"
+    file.write_text(kernel(BEYOND))
+    suppress.write_text("- {rule: out-of-bounds, kernel: kernel, reason: looked at}\n")
+    launch = (file, "--entry", "kernel", "--block", "64", "--arg", "u32[4]", "--schedule", "eager")
+    for options in ([], ["--profile", "lenient"], ["--suppress", suppress]):
+        status, said = _check(capsys, *launch, *options)
+        assert (status, "1 findings, 1 of them count" in said) == (1, True), f"{options}: {said}"
+    assert f"suppression without effect: {suppress}, line 1" in said, said
+    for form in ("json", "sarif", "junit"):
+        status, said = _check(capsys, *launch, "--suppress", suppress, "--format", form)
+        assert status == 1, f"{form}: {said}"
+        said = said.replace("suppressions_without_effect", "without effect")
+        assert "without effect" in said, f"{form}: {said}"
+
+
 # Formats
 
 # The constraints of the OASIS schema that code hosts refuse uploads for; the schema itself is not ours to copy.
