@@ -128,7 +128,6 @@ class Device:
         suppress: str | Path | None = None,
     ) -> None:  # fmt: skip
         self.sm_count = sm_count
-        self.ledger = Ledger.of(profile, suppress)
         self.printed: Callable[[str], object] = _to_stdout
         self.reported: Callable[[KernelFinding], object] = _to_log
         if target not in TARGETS:
@@ -137,6 +136,7 @@ class Device:
             machine, target, schedule=schedule, accumulate=accumulate, step_budget=step_budget, sm_count=sm_count
         )
         self.machine.printed = lambda text: self.printed(text)
+        self.ledger = Ledger.of(profile, suppress, self.machine.rules)
 
     @property
     def findings(self) -> list[KernelFinding]:

@@ -14,7 +14,7 @@ import pytest
 
 from megamoe.cli.main import main
 from megamoe.export.findings import CheckedRun, form_of, read_findings, rendered
-from megamoe.findings import PROFILES, KernelFinding, Ledger, SourceLine, Suppression, read_suppressions
+from megamoe.findings import PROFILES, KernelFinding, Ledger, SourceLine, Suppression
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.vm import Device, KernelFault
 
@@ -148,6 +148,10 @@ def test_launches_and_ctas_repeat_a_finding_and_do_not_add_one() -> None:
         ({"place": "attention.py:88-95"}, True),
         ({"place": "attention.py:13"}, False),
         ({"place": "tention.py"}, False),
+        ({"place": "attention.py:40"}, False),
+        ({"place": "fwd.cu:40"}, False),
+        ({"place": "fwd.cu"}, True),
+        ({"place": "*"}, False),
         ({"kernel": "attention_*"}, True),
         ({"kernel": "matmul"}, False),
         ({"place": "attention.py:12", "kernel": "matmul"}, False),
@@ -155,7 +159,15 @@ def test_launches_and_ctas_repeat_a_finding_and_do_not_add_one() -> None:
     ],
 )
 def test_a_suppression_speaks_about_a_rule_at_a_place(entry: dict[str, str], speaks: bool) -> None:
-    assert Suppression(**{"rule": "race", "reason": "looked at", **entry}).matches(finding()) == speaks
+    about = finding(origin="fwd.cu")
+    assert Suppression(**{"rule": "race", "reason": "looked at", **entry}).matches(about) == speaks
+
+
+def test_a_ptx_line_is_suppressed_in_the_file_that_the_finding_names() -> None:
+    for about in (finding(source=()), finding(origin="a/attention_fwd.ptx"), finding(source=(), origin="fwd.cu")):
+        for line, speaks in ((40, True), (41, False)):
+            one = Suppression("race", "looked at", f"attention_fwd.ptx:{line}")
+            assert one.matches(about) == speaks, f"{one} and {about.ptx_place}"
 
 
 def test_a_suppressed_finding_does_not_count_and_a_stale_suppression_is_reported(tmp_path: Path) -> None:
@@ -181,13 +193,22 @@ def test_a_suppressed_finding_does_not_count_and_a_stale_suppression_is_reported
         ("- {rule: race, reason: because}\n", "needs a place"),
         ("- {rule: race, reason: because, line: 3}\n", "line: 3: the keys are"),
         ("- {rule: race, reason: ''}\n", "the keys are"),
+        ("- {rule: raec, reason: because, kernel: k}\n", "no rule 'raec'; did you mean 'race'"),
+        ("- {rule: race, reason: because, place: 'a.cu:9-3'}\n", "FIRST is at most LAST"),
+        ("- {rule: race, reason: because, place: 'a.cu:0'}\n", "lines count from 1"),
+        ("- {rule: race, reason: because, place: 'a.cu:'}\n", "write FILE, FILE:LINE or FILE:FIRST-LAST"),
+        ("- {rule: race, reason: because, place: 'a.cu:12:5'}\n", "write FILE, FILE:LINE or FILE:FIRST-LAST"),
+        ("- {rule: race, reason: because, place: '*'}\n", "no glob"),
+        ("- {rule: race, reason: because, place: '*.cu:3'}\n", "no glob"),
+        ("- {rule: race, reason: because, place: '.'}\n", "write FILE"),
+        ("- {rule: race, reason: because, kernel: '*'}\n", "names every kernel"),
     ],
 )
 def test_a_file_of_suppressions_that_cannot_be_used_is_said(text: str, sentence: str, tmp_path: Path) -> None:
     file = tmp_path / "suppress.yaml"
     file.write_text(text)
     with pytest.raises(SpecError, match=sentence) as caught:
-        read_suppressions(file)
+        Device("sm_100a", suppress=file)
     assert str(caught.value).startswith(f"{file}:")
 
 
