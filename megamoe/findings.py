@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from hashlib import sha256
 from pathlib import Path, PurePath
 from typing import Any, Literal, cast, get_args
 
@@ -23,6 +24,11 @@ PROFILES: Mapping[Profile, frozenset[Grade]] = {
 """Which grades fail a run."""
 MAX_TEXT = 120
 """Characters of an instruction in a sentence: some name 128 registers."""
+
+
+def module_of(ptx: str) -> str:
+    """12 hexadecimal digits that tell one module from another."""
+    return sha256(ptx.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,8 @@ class KernelFinding:
 
     `detail`: what happened, with the values of the first time. `source`: innermost first, () where nothing is said of
     PTX `line`. `where`: CTA and warp, or the copy. `section`: of the PTX ISA. `reliance`: who relies on more than it
-    promises. `ends`: the launch could not go on. `origin`: the file of the PTX or CUDA C++, if any.
+    promises. `ends`: the launch could not go on. `origin`: the file of the PTX or CUDA C++, if any. `module`: module_of
+    its PTX.
     """
 
     rule: str
@@ -91,9 +98,10 @@ class KernelFinding:
     times: int = 1
     ends: bool = False
     origin: str = ""
+    module: str = ""
 
     @classmethod
-    def of(cls, fault: FaultLike, origin: str = "") -> KernelFinding:
+    def of(cls, fault: FaultLike, origin: str = "", module: str = "") -> KernelFinding:
         """What a machine found."""
         about = fault.about
         return cls(
@@ -116,13 +124,24 @@ class KernelFinding:
             fault.times,
             fault.ends,
             origin,
+            module,
         )
 
     @property
     def site(self) -> tuple[object, ...]:
-        """What two findings have in common that are one: the rule, and the instructions of both accesses."""
-        lines = frozenset({self.line} if self.other is None else {self.line, self.other.line})
-        return self.rule, self.origin, self.kernel, lines
+        """What two findings have in common that are one: the rule, and the instructions of both accesses.
+
+        A PTX line names an instruction of one module only. Where the source is known, variants of a kernel that a
+        compiler made of the same lines share their findings.
+        """
+        accesses = {(self.line, self._home(self.source))}
+        if self.other is not None:
+            accesses.add((self.other.line, self._home(self.other.source)))
+        return self.rule, self.origin, self.kernel, frozenset(accesses)
+
+    def _home(self, source: tuple[SourceLine, ...]) -> object:
+        # A relative name, such as NVRTC gives to text, is that of many a source.
+        return source if source and PurePath(source[0].file).is_absolute() else self.module
 
     @property
     def place(self) -> SourceLine:
@@ -264,7 +283,7 @@ def read_suppressions(path: str | Path, rules: Collection[str] | None = None) ->
                 raise document.error((number,), f"the suppression has no {key}")
         if "place" not in entry and "kernel" not in entry:
             raise document.error((number,), "a suppression needs a place (FILE or FILE:LINE) or a kernel")
-        if "place" not in entry and not entry["kernel"].strip("*?"):
+        if "place" not in entry and not str(entry["kernel"]).strip("*?"):
             raise document.error((number, "kernel"), f"{entry['kernel']!r} names every kernel: name some, or a place")
         where = f"{path}, line {document.line((number,))}"
         found.append(Suppression(**cast("dict[str, str]", entry), where=where))

@@ -136,6 +136,32 @@ def test_launches_and_ctas_repeat_a_finding_and_do_not_add_one() -> None:
         assert part in str(race), f"{part!r} is not said: {race}"
 
 
+def test_a_launch_that_never_began_has_no_findings_of_the_one_before() -> None:
+    device = Device("sm_100a", profile="lenient")
+    launched(device, RACE)
+    before = device.findings
+    for sizes in ("x", (1, 2, 3, 4), (-1,)):
+        with pytest.raises(ValueError):  # noqa: PT011 - whatever refuses the launch
+            device.launch(kernel(RACE), "kernel", sizes, 64, np.zeros(4, np.uint32))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError), device.watched(kernel(RACE)):
+        raise RuntimeError("the door itself fails, before the machine is asked")
+    assert device.findings == before, "nothing ran, and nothing is counted again"
+
+
+def test_two_modules_with_the_same_kernel_and_lines_have_findings_of_their_own() -> None:
+    device = Device("sm_100a", profile="lenient")
+    launched(device, RACE)
+    launched(device, RACE.replace("%r1", "%r1 "))
+    assert [one.times for one in device.findings] == [1, 1]
+    variants = [finding(module=one, source=source) for one in "ab" for source in ((), (SourceLine("/a.py", 3),))]
+    ledger = Ledger()
+    ledger.take([*device.findings, *variants, finding(origin="one.cu"), finding(origin="two.cu")])
+    assert sorted(one.times for one in ledger.findings) == [1, 1, 1, 1, 1, 1, 2], "of one source line: one finding"
+    results = json.loads(rendered(CheckedRun(ledger), "sarif"))["runs"][0]["results"]
+    prints = {one["partialFingerprints"]["site/v2"] for one in results}
+    assert len(prints) == len(results), f"a code host merges results of one fingerprint: {sorted(prints)}"
+
+
 # Suppressions
 
 
