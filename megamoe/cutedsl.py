@@ -191,7 +191,7 @@ def _run(device: Device, own: Callable[..., object], compiled: Any, pointers: Se
     addresses = [one if isinstance(one, int) else ctypes.cast(one, ctypes.c_void_p).value or 0 for one in pointers]
     machine = device.machine
     host, memory = _host(compiled), _memory_behind(device, addresses)
-    with device.watched():
+    with device.watched(host.ptx):
         machine.call(host, addresses, memory)
     return 0
 

@@ -5,9 +5,11 @@ A `Ledger` keeps the findings of a run, one a site however many lanes, CTAs, lau
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from hashlib import sha256
 from pathlib import Path, PurePath
 from typing import Any, Literal, cast, get_args
 
@@ -22,6 +24,11 @@ PROFILES: Mapping[Profile, frozenset[Grade]] = {
 """Which grades fail a run."""
 MAX_TEXT = 120
 """Characters of an instruction in a sentence: some name 128 registers."""
+
+
+def module_of(ptx: str) -> str:
+    """12 hexadecimal digits that tell one module from another."""
+    return sha256(ptx.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,8 @@ class KernelFinding:
 
     `detail`: what happened, with the values of the first time. `source`: innermost first, () where nothing is said of
     PTX `line`. `where`: CTA and warp, or the copy. `section`: of the PTX ISA. `reliance`: who relies on more than it
-    promises. `ends`: the launch could not go on. `origin`: the file of the PTX or CUDA C++, if any.
+    promises. `ends`: the launch could not go on. `origin`: the file of the PTX or CUDA C++, if any. `module`: module_of
+    its PTX.
     """
 
     rule: str
@@ -90,9 +98,10 @@ class KernelFinding:
     times: int = 1
     ends: bool = False
     origin: str = ""
+    module: str = ""
 
     @classmethod
-    def of(cls, fault: FaultLike, origin: str = "") -> KernelFinding:
+    def of(cls, fault: FaultLike, origin: str = "", module: str = "") -> KernelFinding:
         """What a machine found."""
         about = fault.about
         return cls(
@@ -115,19 +124,33 @@ class KernelFinding:
             fault.times,
             fault.ends,
             origin,
+            module,
         )
 
     @property
     def site(self) -> tuple[object, ...]:
-        """What two findings have in common that are one: the rule, and the instructions of both accesses."""
-        lines = frozenset({self.line} if self.other is None else {self.line, self.other.line})
-        return self.rule, self.origin, self.kernel, lines
+        """What two findings have in common that are one: the rule, and the instructions of both accesses.
+
+        A PTX line names an instruction of one module only. Where the source is known, variants of a kernel that a
+        compiler made of the same lines share their findings.
+        """
+        accesses = {(self.line, self._home(self.source))}
+        if self.other is not None:
+            accesses.add((self.other.line, self._home(self.other.source)))
+        return self.rule, self.origin, self.kernel, frozenset(accesses)
+
+    def _home(self, source: tuple[SourceLine, ...]) -> object:
+        # A relative name, such as NVRTC gives to text, is that of many a source.
+        return source if source and PurePath(source[0].file).is_absolute() else self.module
 
     @property
     def place(self) -> SourceLine:
         """The innermost line of the source, else the PTX line."""
-        if self.source:
-            return self.source[0]
+        return self.source[0] if self.source else self.ptx_place
+
+    @property
+    def ptx_place(self) -> SourceLine:
+        """The PTX line, in the file of the PTX or else in one that has the name of the kernel."""
         return SourceLine(self.origin if self.origin.endswith(".ptx") else f"{self.kernel}.ptx", max(self.line, 1))
 
     @property
@@ -171,7 +194,8 @@ class KernelFinding:
 class Suppression:
     """Findings of `rule` that somebody has looked at: at a `place` in the source, of a `kernel` (a glob), or both.
 
-    `place`: FILE, FILE:LINE or FILE:FIRST-LAST, where FILE is the end of a path. `where`: "suppress.yaml, line 3".
+    `place`: FILE, FILE:LINE or FILE:FIRST-LAST, where FILE is the end of a path, no glob. `where`: "suppress.yaml, line
+    3". A finding lies where its access is; the place of the other access suppresses nothing.
     """
 
     rule: str
@@ -181,15 +205,19 @@ class Suppression:
     where: str = ""
 
     def matches(self, finding: KernelFinding) -> bool:
-        """Whether it speaks about `finding`: any of its source lines may be meant, or its PTX line."""
+        """Whether it speaks about `finding`: any of its source lines may be meant, or the line of a file of PTX.
+
+        A line of another file is one of the source: PTX lines have numbers of their own.
+        """
         if self.rule != finding.rule or (self.kernel and not fnmatchcase(finding.kernel, self.kernel)):
             return False
         if not self.place:
             return True
         file, first, last = _place(self.place)
-        own = SourceLine(finding.origin, finding.line)
+        own = finding.ptx_place if not finding.source or finding.origin.endswith(".ptx") else finding.source[0]
         return any(
-            one.file and PurePath(one.file).match(file) and first <= one.line <= last for one in (*finding.source, own)
+            _is_end(file, one.file) and first <= one.line <= last
+            for one in (*finding.source, own, SourceLine(finding.origin, 0))
         )
 
     def __str__(self) -> str:
@@ -197,18 +225,42 @@ class Suppression:
         return f"{self.where}: {self.rule} at {about}"
 
 
+_LINES = re.compile(r"(.*):(\d+)(?:-(\d+))?", re.DOTALL | re.ASCII)
+
+
 def _place(text: str) -> tuple[str, int, int]:
-    file, colon, lines = text.rpartition(":")
-    first, _, last = lines.partition("-")
-    if not colon or not first.isdigit() or (last and not last.isdigit()):
+    found = _LINES.fullmatch(text)
+    if found is None:
         return text, 0, 1 << 62
-    return file, int(first), int(last or first)
+    return found[1], int(found[2]), int(found[3] or found[2])
 
 
-def read_suppressions(path: str | Path) -> tuple[Suppression, ...]:
+def _is_end(file: str, path: str) -> bool:
+    """Whether `file` is the last parts of `path`, or all of them."""
+    wanted, parts = PurePath(file).parts, PurePath(path).parts
+    return bool(wanted) and parts[-len(wanted) :] == wanted
+
+
+def _wrong_key(key: str, value: str, rules: Collection[str] | None) -> str:
+    """What is wrong with a key's value, "" if nothing is."""
+    from megamoe.spec.marked_yaml import nearest
+
+    if key == "rule" and rules is not None and value not in rules:
+        return f"there is no rule {value!r}; {nearest(value, rules)}"
+    if key == "place":
+        file, first, last = _place(value)
+        if not PurePath(file).parts or re.search(r":\d*$", file) or any(letter in file for letter in "*?"):
+            return f"{value!r}: write FILE, FILE:LINE or FILE:FIRST-LAST, where FILE is the end of a path and no glob"
+        if first > last or (first == 0 and last < 1 << 62):
+            return f"{value!r} has no lines: lines count from 1, and FIRST is at most LAST"
+    return ""
+
+
+def read_suppressions(path: str | Path, rules: Collection[str] | None = None) -> tuple[Suppression, ...]:
     """The entries of a YAML file: a list of mappings with `rule`, `reason`, and `place`, `kernel` or both.
 
-    SpecError, a ValueError, with file, line and key for a file that cannot be used.
+    SpecError, a ValueError, with file, line and key for a file that cannot be used: one that names a rule that is not
+    in `rules` (None: any is taken), a place without lines, or every kernel and no place.
     """
     # Only who suppresses needs YAML.
     from megamoe.spec.marked_yaml import read_marked_yaml
@@ -224,11 +276,15 @@ def read_suppressions(path: str | Path) -> tuple[Suppression, ...]:
         for key, value in entry.items():
             if key not in ("rule", "reason", "place", "kernel") or not isinstance(value, str) or not value.strip():
                 raise document.error((number, key), f"{value!r}: the keys are rule, reason, place and kernel, all text")
+            if wrong := _wrong_key(key, value, rules):
+                raise document.error((number, key), wrong)
         for key in ("rule", "reason"):
             if key not in entry:
                 raise document.error((number,), f"the suppression has no {key}")
         if "place" not in entry and "kernel" not in entry:
             raise document.error((number,), "a suppression needs a place (FILE or FILE:LINE) or a kernel")
+        if "place" not in entry and not str(entry["kernel"]).strip("*?"):
+            raise document.error((number, "kernel"), f"{entry['kernel']!r} names every kernel: name some, or a place")
         where = f"{path}, line {document.line((number,))}"
         found.append(Suppression(**cast("dict[str, str]", entry), where=where))
     return tuple(found)
@@ -247,11 +303,14 @@ class Ledger:
     used: set[Suppression] = field(default_factory=set[Suppression])
 
     @classmethod
-    def of(cls, profile: str, suppress: str | Path | None) -> Ledger:
-        """ValueError for a profile that does not exist or a file of suppressions that cannot be used."""
+    def of(cls, profile: str, suppress: str | Path | None, rules: Collection[str] | None = None) -> Ledger:
+        """ValueError for a profile that does not exist, or a file of suppressions that cannot be used.
+
+        `rules`: those of the machine, which suppressions may name.
+        """
         if profile not in PROFILES:
             raise ValueError(f"there is no profile {profile!r}; there are {', '.join(get_args(Profile))}")
-        return cls(cast("Profile", profile), () if suppress is None else read_suppressions(suppress))
+        return cls(cast("Profile", profile), () if suppress is None else read_suppressions(suppress, rules))
 
     @property
     def findings(self) -> list[KernelFinding]:
@@ -271,16 +330,16 @@ class Ledger:
         return fresh
 
     def suppression_of(self, finding: KernelFinding) -> Suppression | None:
-        """The entry that speaks about `finding`."""
-        for one in self.suppressions:
+        """The entry that speaks about `finding`. None speaks about one that ended its launch: the results are lost."""
+        for one in () if finding.ends else self.suppressions:
             if one.matches(finding):
                 self.used.add(one)
                 return one
         return None
 
     def counts(self, finding: KernelFinding) -> bool:
-        """Whether `finding` fails a run: its grade does in the profile, and nothing suppresses it."""
-        return self.suppression_of(finding) is None and finding.grade in PROFILES[self.profile]
+        """Whether `finding` fails a run: it ended its launch, or its grade fails and nothing suppresses it."""
+        return finding.ends or (self.suppression_of(finding) is None and finding.grade in PROFILES[self.profile])
 
     @property
     def failing(self) -> list[KernelFinding]:
@@ -290,6 +349,29 @@ class Ledger:
     @property
     def stale(self) -> list[Suppression]:
         """Suppressions that speak about nothing that was found."""
+        return [one for one in self._unused if not self._ended_at(one)]
+
+    @property
+    def without_effect(self) -> list[Suppression]:
+        """Suppressions that speak about faults only that ended their launch: those count all the same."""
+        return [one for one in self._unused if self._ended_at(one)]
+
+    @property
+    def remarks(self) -> list[str]:
+        """A sentence for each suppression that is stale or without effect."""
+        return [
+            *(f"stale suppression: {one}; nothing was found there: {one.reason}" for one in self.stale),
+            *(
+                f"suppression without effect: {one}; the fault there ends the launch, and it counts: {one.reason}"
+                for one in self.without_effect
+            ),
+        ]
+
+    @property
+    def _unused(self) -> list[Suppression]:
         for one in self.findings:
             self.suppression_of(one)
         return [one for one in self.suppressions if one not in self.used]
+
+    def _ended_at(self, suppression: Suppression) -> bool:
+        return any(one.ends and suppression.matches(one) for one in self.findings)

@@ -90,14 +90,14 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Findings that count, then a line about the others."""
     device = config.stash.get(_DEVICE, None)
-    if device is None or not (device.findings or device.ledger.stale):
+    if device is None or not (device.findings or device.ledger.remarks):
         return
     ledger = device.ledger
     terminalreporter.section("megamoe findings")
     for one in ledger.failing:
         terminalreporter.write_line(str(one))
-    for stale in ledger.stale:
-        terminalreporter.write_line(f"stale suppression: {stale}")
+    for remark in ledger.remarks:
+        terminalreporter.write_line(remark)
     count, failing = len(ledger.findings), len(ledger.failing)
     terminalreporter.write_line(f"{count} findings, {failing} of them count in the profile {ledger.profile}")
 

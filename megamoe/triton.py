@@ -218,7 +218,7 @@ class MachineLauncher:
             params += [struct.pack("<Q", -(-one.data_ptr() // _SCRATCH_ALIGN) * _SCRATCH_ALIGN) for one in scratch]
             arrays = [*(arg for _, arg in flat), *bases, *scratch]
             reached = Reached(machine, arrays, addresses=numbers, in_place=True)
-            with driver.machine.watched():
+            with driver.machine.watched(function.ptx):
                 machine.launch(
                     function.ptx,
                     function.entry,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import json
 import logging
 import shutil
 import struct
@@ -33,7 +34,7 @@ from megamoe.contract.backend import UnsupportedError, open_machine
 from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError, Parameter, Stretch
 from megamoe.contract.program import TARGETS, Dim3
 from megamoe.contract.scratch import scratch_folder
-from megamoe.findings import KernelFinding, Ledger
+from megamoe.findings import KernelFinding, Ledger, module_of
 
 Size = int | Sequence[int]
 Swizzle = Literal["none", "32B", "64B", "128B", "128B_ATOM_32B", "128B_ATOM_64B"]
@@ -115,7 +116,8 @@ class Device:
     same under all. `accumulate`: of matrix products, "fast", "exact" or "hopper". `step_budget`: steps after which a
     launch counts as hung. `sm_count`: what host functions are told (None: as the full product has). `machine`: the
     registered machine to use. `profile`: which findings raise KernelFault, "strict" (errors and portability), "default"
-    (errors) or "lenient" (none). `suppress`: a YAML file of findings that do not count; megamoe.findings reads it.
+    (errors) or "lenient" (none); a fault that ends its launch raises in each. `suppress`: a YAML file of findings that
+    do not count; megamoe.findings reads it.
 
     `printed`: gets what kernels print; standard output by default. `reported`: gets each new finding that does not
     count; a warning of the logger "megamoe" by default. `ledger` has all findings of all launches.
@@ -127,7 +129,6 @@ class Device:
         suppress: str | Path | None = None,
     ) -> None:  # fmt: skip
         self.sm_count = sm_count
-        self.ledger = Ledger.of(profile, suppress)
         self.printed: Callable[[str], object] = _to_stdout
         self.reported: Callable[[KernelFinding], object] = _to_log
         if target not in TARGETS:
@@ -136,6 +137,7 @@ class Device:
             machine, target, schedule=schedule, accumulate=accumulate, step_budget=step_budget, sm_count=sm_count
         )
         self.machine.printed = lambda text: self.printed(text)
+        self.ledger = Ledger.of(profile, suppress, self.machine.rules)
 
     @property
     def findings(self) -> list[KernelFinding]:
@@ -143,11 +145,13 @@ class Device:
         return self.ledger.findings
 
     @contextmanager
-    def watched(self, origin: str = "") -> Iterator[None]:
-        """One launch or call on `machine` of what lies in the file `origin`; its findings go to the ledger.
+    def watched(self, ptx: str, origin: str = "") -> Iterator[None]:
+        """One launch or call on `machine` of `ptx`, which lies in the file `origin`; its findings go to the ledger.
 
         KernelFault if one of them counts or the launch could not go on, and what `sentences` raises.
         """
+        # The machine keeps those of the launch before until another begins, and what is raised here may come first.
+        before = tuple(self.machine.findings)
         stop: KernelFault | None = None
         try:
             with sentences(self.machine):
@@ -155,7 +159,9 @@ class Device:
         except KernelFault as fault:
             stop = fault
         finally:
-            found = [KernelFinding.of(one, origin) for one in self.machine.findings]
+            new = [one for one in self.machine.findings if not any(one is old for old in before)]
+            module = module_of(ptx) if new else ""
+            found = [KernelFinding.of(one, origin, module) for one in new]
             fresh = self.ledger.take(found)
         counted = [one for one in found if self.ledger.counts(one)]
         for one in fresh:
@@ -163,13 +169,14 @@ class Device:
                 self.reported(one)
         if stop is None and not counted:
             return
-        first = next((one for one in [*counted, *found] if one.ends), None) or counted[0]
+        if stop is not None and not counted:
+            raise stop
+        first = next((one for one in counted if one.ends), counted[0])
         others = len(counted) - (first in counted)
         more = f" (and {others} more findings that count)" if others else ""
         fault = KernelFault(f"{first.sentence}{more}", first.rule, found)
-        if counted:
-            for tell in ON_FAULT:
-                tell(fault)
+        for tell in ON_FAULT:
+            tell(fault)
         raise fault from (stop.__cause__ if stop is not None else None)
 
     def launch(
@@ -194,14 +201,15 @@ class Device:
             name = _entry_named(entry, entries)
             reached = Reached(self.machine, [*args, *memory])
             params = _encoded(name, entries[name], args, reached)
-            with self.watched("" if "\n" in text else text):
+            sizes = _dim3("grid", grid), _dim3("block", block)
+            clusters = _dim3("cluster", cluster)
+            with self.watched(ptx, "" if "\n" in text else text):
                 self.machine.launch(
                     ptx,
                     name,
-                    _dim3("grid", grid),
-                    _dim3("block", block),
+                    *sizes,
                     params,
-                    cluster=_dim3("cluster", cluster),
+                    cluster=clusters,
                     dynamic_smem=smem,
                     memory=reached.stretches,
                 )
@@ -442,8 +450,10 @@ def as_ptx(source: str | Path, target: str) -> str:
     # A PTX module begins with .version, after comments (PTX ISA 5.1).
     if any(line.lstrip().startswith(".version") for line in text.splitlines()):
         return text
-    folder = str(Path(source).resolve().parent) if name == str(source) else ""
-    return compiled(text, target, folder)
+    if name != str(source):
+        return compiled(text, target)
+    # Line information and the compiler's complaints name the file, not the copy that is compiled.
+    return compiled(f"#line 1 {json.dumps(name, ensure_ascii=False)}\n{text}", target, str(Path(name).resolve().parent))
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ import pytest
 from backends.vm.faults import Fault, Findings
 from backends.vm.machine.machine import Machine
 from backends.vm.ptx.source_lines import source_of
-from backends.vm.rules import RULES, as_markdown
+from backends.vm.rules import COLLECTED_ONLY, RULES, as_markdown
 from conformance import ROOT
 from conformance.vm.kernel import (
     EXPECT,
@@ -156,6 +156,17 @@ def test_a_rule_that_kernels_live_without_is_found_and_the_result_stays(rule: st
         clean, right = collected(mended, schedule)
         assert not clean, f"{schedule}: the mended kernel is blamed: {list(map(str, clean))}"
         assert all(np.array_equal(data[name], right[name]) for name in data), f"{schedule}: the results differ"
+
+
+@pytest.mark.parametrize("rule", GRADED)
+def test_a_judged_row_fails_on_it_unless_only_collectors_are_told(rule: str) -> None:
+    met = ""
+    try:
+        GRADED[rule][0].launch(Machine("eager"))
+    except Fault as fault:
+        met = fault.rule
+    expected = "" if rule in COLLECTED_ONLY else rule
+    assert met == expected, f"a row meets {met!r}, and docs/rules/README.md says {expected!r}"
 
 
 def test_both_tcgen05_fences_are_asked_for() -> None:

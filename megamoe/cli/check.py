@@ -66,10 +66,7 @@ def check(
         _unusable("--entry launches a kernel of one file")
     if sought.format not in get_args(Format):
         _unusable(f"--format {sought.format}: the formats are {', '.join(get_args(Format))}")
-    try:
-        checked = CheckedRun(Ledger.of(sought.profile, sought.suppress))
-    except ValueError as wrong:
-        _unusable(str(wrong))
+    checked = CheckedRun(_ledger(target, sought))
     for kernel in kernels:
         try:
             if entry is None:
@@ -95,6 +92,15 @@ class _AskedLaunch:
     cluster: tuple[int, ...]
     smem: int
     args: list[str]
+
+
+def _ledger(target: str, sought: Sought) -> Ledger:
+    from megamoe.vm import Device
+
+    try:
+        return Device(target, profile=sought.profile, suppress=sought.suppress).ledger
+    except (ValueError, UnsupportedError) as wrong:
+        _unusable(str(wrong))
 
 
 def _write(checked: CheckedRun, sought: Sought) -> None:

@@ -154,7 +154,7 @@ class KernelMachine(Protocol):
     A kernel that breaks a rule goes on where that makes sense, as if the missing order were there; else it ends its
     launch with one of `faults`, and the machine is new afterwards. `findings` has either. `refusals` are raised for
     PTX, launches and maps that no GPU would take, `unknowns` for what this machine lacks. `counters` and `findings` are
-    of the last launch or call. `printed` gets what kernels print.
+    of the last launch or call. `printed` gets what kernels print. `rules`: all that it knows, by their slugs.
     """
 
     target: str
@@ -164,6 +164,9 @@ class KernelMachine(Protocol):
     refusals: tuple[type[Exception], ...]
     unknowns: tuple[type[Exception], ...]
     printed: Callable[[str], object]
+
+    @property
+    def rules(self) -> Mapping[str, RuleLike]: ...
 
     def entries(self, ptx: str) -> Mapping[str, Sequence[Parameter]]:
         """The kernels of a module and their parameters."""

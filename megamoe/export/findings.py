@@ -68,7 +68,7 @@ def _text(checked: CheckedRun) -> str:
     for one in ledger.findings:
         suppressed = ledger.suppression_of(one)
         said.append(str(one) + (f"\n  suppressed: {suppressed.reason} ({suppressed.where})" if suppressed else ""))
-    said += [f"stale suppression: {one}; nothing was found there: {one.reason}" for one in ledger.stale]
+    said += ledger.remarks
     if ledger.findings:
         failing = len(ledger.failing)
         said.append(f"{len(ledger.findings)} findings, {failing} of them count in the profile {ledger.profile}")
@@ -89,6 +89,7 @@ def _plain(checked: CheckedRun) -> dict[str, Any]:
             for one in ledger.findings
         ],
         "stale_suppressions": [asdict(one) for one in ledger.stale],
+        "suppressions_without_effect": [asdict(one) for one in ledger.without_effect],
         "failures": checked.failures,
         "said": checked.said,
     }
@@ -123,7 +124,7 @@ def _sarif(checked: CheckedRun) -> dict[str, Any]:
         "rules": [_sarif_rule(first[slug]) for slug in slugs],
     }
     notices = [(one, "error") for one in checked.failures]
-    notices += [(f"stale suppression: {one}", "warning") for one in ledger.stale]
+    notices += [(one, "warning") for one in ledger.remarks]
     run: dict[str, Any] = {
         "tool": {"driver": driver},
         "columnKind": "unicodeCodePoints",
@@ -152,8 +153,6 @@ def _sarif_rule(finding: KernelFinding) -> dict[str, Any]:
 def _sarif_result(finding: KernelFinding, index: int, ledger: Ledger) -> dict[str, Any]:
     location = _sarif_location(finding.place)
     location["logicalLocations"] = [{"name": finding.kernel or "a host function", "kind": "function"}]
-    # What has to be told apart lies in the rule and the lines of both accesses, not in warps and addresses.
-    lines = sorted({finding.line, finding.other.line if finding.other else finding.line})
     result: dict[str, Any] = {
         "ruleId": finding.rule,
         "ruleIndex": index,
@@ -161,7 +160,7 @@ def _sarif_result(finding: KernelFinding, index: int, ledger: Ledger) -> dict[st
         "message": {"text": f"{finding.sentence}. {finding.mend}".strip()},
         "locations": [location],
         "occurrenceCount": finding.times,
-        "partialFingerprints": {"site/v1": f"{finding.rule}:{finding.kernel}:{'-'.join(map(str, lines))}"},
+        "partialFingerprints": {"site/v2": _fingerprint(finding)},
     }
     related = [(one, "called from here") for one in finding.source[1:]]
     if finding.other is not None and finding.other.source:
@@ -174,6 +173,18 @@ def _sarif_result(finding: KernelFinding, index: int, ledger: Ledger) -> dict[st
     if (suppression := ledger.suppression_of(finding)) is not None:
         result["suppressions"] = [{"kind": "external", "justification": suppression.reason}]
     return result
+
+
+def _fingerprint(finding: KernelFinding) -> str:
+    """What has to be told apart: the rule, the kernel, and where both accesses are; not warps and addresses.
+
+    A module without a file and source lines of one is named by its digest.
+    """
+    lines = sorted({finding.line, finding.other.line if finding.other else finding.line})
+    source = finding.source[0] if finding.source else None
+    home = finding.origin or (source.file if source and Path(source.file).is_absolute() else "")
+    named = f"{_uri(home) if home else finding.module}{f':{source.line}' if source else ''}"
+    return f"{finding.rule}:{finding.kernel}:{named}:{'-'.join(map(str, lines))}"
 
 
 def _sarif_location(place: SourceLine) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def findings_as_junit(ledger: Ledger, failures: Sequence[str]) -> str:
         case.append(Failure(_clean(sentence), "failure"))
         others.cases.append(case)
     others.cases.append(_case("megamoe.check", f"{len(ledger.failing)} findings count", 0.0))
-    others.said += [f"stale suppression: {one}" for one in ledger.stale]
+    others.said += ledger.remarks
     return _written(suites, datetime.now(UTC).isoformat()).decode()
 
 

@@ -23,6 +23,7 @@ from backends.vm.memory.global_memory import Buffer
 from backends.vm.ptx.ast import Variable
 from backends.vm.ptx.source_lines import source_of
 from backends.vm.ptx.tree import PtxSyntaxError
+from backends.vm.rules import RULES, MachineRule
 from backends.vm.tensor.tensor_map import OobFill, Target, TensorMapError, encode_tensor_map
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Session:
     faults: tuple[type[Exception], ...] = (Fault,)
     refusals: tuple[type[Exception], ...] = (LaunchError, PtxSyntaxError, TensorMapError, HostError)
     unknowns: tuple[type[Exception], ...] = (UnknownInstructionError,)
+    rules: Mapping[str, MachineRule] = RULES
 
     def __init__(
         self, target: str, schedule: str, accumulate: str, step_budget: int, sm_count: int | None, parsed: Path | None

@@ -14,7 +14,7 @@ import pytest
 
 from megamoe.cli.main import main
 from megamoe.export.findings import CheckedRun, form_of, read_findings, rendered
-from megamoe.findings import PROFILES, KernelFinding, Ledger, SourceLine, Suppression, read_suppressions
+from megamoe.findings import PROFILES, KernelFinding, Ledger, SourceLine, Suppression
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.vm import Device, KernelFault
 
@@ -136,6 +136,32 @@ def test_launches_and_ctas_repeat_a_finding_and_do_not_add_one() -> None:
         assert part in str(race), f"{part!r} is not said: {race}"
 
 
+def test_a_launch_that_never_began_has_no_findings_of_the_one_before() -> None:
+    device = Device("sm_100a", profile="lenient")
+    launched(device, RACE)
+    before = device.findings
+    for sizes in ("x", (1, 2, 3, 4), (-1,)):
+        with pytest.raises(ValueError):  # noqa: PT011 - whatever refuses the launch
+            device.launch(kernel(RACE), "kernel", sizes, 64, np.zeros(4, np.uint32))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError), device.watched(kernel(RACE)):
+        raise RuntimeError("the door itself fails, before the machine is asked")
+    assert device.findings == before, "nothing ran, and nothing is counted again"
+
+
+def test_two_modules_with_the_same_kernel_and_lines_have_findings_of_their_own() -> None:
+    device = Device("sm_100a", profile="lenient")
+    launched(device, RACE)
+    launched(device, RACE.replace("%r1", "%r1 "))
+    assert [one.times for one in device.findings] == [1, 1]
+    variants = [finding(module=one, source=source) for one in "ab" for source in ((), (SourceLine("/a.py", 3),))]
+    ledger = Ledger()
+    ledger.take([*device.findings, *variants, finding(origin="one.cu"), finding(origin="two.cu")])
+    assert sorted(one.times for one in ledger.findings) == [1, 1, 1, 1, 1, 1, 2], "of one source line: one finding"
+    results = json.loads(rendered(CheckedRun(ledger), "sarif"))["runs"][0]["results"]
+    prints = {one["partialFingerprints"]["site/v2"] for one in results}
+    assert len(prints) == len(results), f"a code host merges results of one fingerprint: {sorted(prints)}"
+
+
 # Suppressions
 
 
@@ -148,6 +174,10 @@ def test_launches_and_ctas_repeat_a_finding_and_do_not_add_one() -> None:
         ({"place": "attention.py:88-95"}, True),
         ({"place": "attention.py:13"}, False),
         ({"place": "tention.py"}, False),
+        ({"place": "attention.py:40"}, False),
+        ({"place": "fwd.cu:40"}, False),
+        ({"place": "fwd.cu"}, True),
+        ({"place": "*"}, False),
         ({"kernel": "attention_*"}, True),
         ({"kernel": "matmul"}, False),
         ({"place": "attention.py:12", "kernel": "matmul"}, False),
@@ -155,7 +185,15 @@ def test_launches_and_ctas_repeat_a_finding_and_do_not_add_one() -> None:
     ],
 )
 def test_a_suppression_speaks_about_a_rule_at_a_place(entry: dict[str, str], speaks: bool) -> None:
-    assert Suppression(**{"rule": "race", "reason": "looked at", **entry}).matches(finding()) == speaks
+    about = finding(origin="fwd.cu")
+    assert Suppression(**{"rule": "race", "reason": "looked at", **entry}).matches(about) == speaks
+
+
+def test_a_ptx_line_is_suppressed_in_the_file_that_the_finding_names() -> None:
+    for about in (finding(source=()), finding(origin="a/attention_fwd.ptx"), finding(source=(), origin="fwd.cu")):
+        for line, speaks in ((40, True), (41, False)):
+            one = Suppression("race", "looked at", f"attention_fwd.ptx:{line}")
+            assert one.matches(about) == speaks, f"{one} and {about.ptx_place}"
 
 
 def test_a_suppressed_finding_does_not_count_and_a_stale_suppression_is_reported(tmp_path: Path) -> None:
@@ -181,14 +219,40 @@ def test_a_suppressed_finding_does_not_count_and_a_stale_suppression_is_reported
         ("- {rule: race, reason: because}\n", "needs a place"),
         ("- {rule: race, reason: because, line: 3}\n", "line: 3: the keys are"),
         ("- {rule: race, reason: ''}\n", "the keys are"),
+        ("- {rule: raec, reason: because, kernel: k}\n", "no rule 'raec'; did you mean 'race'"),
+        ("- {rule: race, reason: because, place: 'a.cu:9-3'}\n", "FIRST is at most LAST"),
+        ("- {rule: race, reason: because, place: 'a.cu:0'}\n", "lines count from 1"),
+        ("- {rule: race, reason: because, place: 'a.cu:'}\n", "write FILE, FILE:LINE or FILE:FIRST-LAST"),
+        ("- {rule: race, reason: because, place: 'a.cu:12:5'}\n", "write FILE, FILE:LINE or FILE:FIRST-LAST"),
+        ("- {rule: race, reason: because, place: '*'}\n", "no glob"),
+        ("- {rule: race, reason: because, place: '*.cu:3'}\n", "no glob"),
+        ("- {rule: race, reason: because, place: '.'}\n", "write FILE"),
+        ("- {rule: race, reason: because, kernel: '*'}\n", "names every kernel"),
     ],
 )
 def test_a_file_of_suppressions_that_cannot_be_used_is_said(text: str, sentence: str, tmp_path: Path) -> None:
     file = tmp_path / "suppress.yaml"
     file.write_text(text)
     with pytest.raises(SpecError, match=sentence) as caught:
-        read_suppressions(file)
+        Device("sm_100a", suppress=file)
     assert str(caught.value).startswith(f"{file}:")
+
+
+def test_a_fault_that_ends_the_launch_is_not_suppressed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kernel that never finished has no results that somebody could have looked at."""
+    file, suppress = tmp_path / "kernel.ptx", tmp_path / "suppress.yaml"
+    file.write_text(kernel(BEYOND))
+    suppress.write_text("- {rule: out-of-bounds, kernel: kernel, reason: looked at}\n")
+    launch = (file, "--entry", "kernel", "--block", "64", "--arg", "u32[4]", "--schedule", "eager")
+    for options in ([], ["--profile", "lenient"], ["--suppress", suppress]):
+        status, said = _check(capsys, *launch, *options)
+        assert (status, "1 findings, 1 of them count" in said) == (1, True), f"{options}: {said}"
+    assert f"suppression without effect: {suppress}, line 1" in said, said
+    for form in ("json", "sarif", "junit"):
+        status, said = _check(capsys, *launch, "--suppress", suppress, "--format", form)
+        assert status == 1, f"{form}: {said}"
+        said = said.replace("suppressions_without_effect", "without effect")
+        assert "without effect" in said, f"{form}: {said}"
 
 
 # Formats

@@ -249,11 +249,16 @@ __global__ void doubled(float *y, int n) { if (threadIdx.x < n) y[threadIdx.x] =
 
 
 def test_cuda_is_compiled_and_found_by_its_own_name(vm: Device, tmp_path: Path) -> None:
-    (tmp_path / "doubled.cu").write_text(CUDA)
+    racing = "__global__ void racing(int *y) {\n  __shared__ int s;\n  s = threadIdx.x;\n  *y = s;\n}\n"
+    (tmp_path / "doubled.cu").write_text(CUDA + racing)
     y = torch.ones(4)
     vm.launch(CUDA, "doubled", 1, 32, y, 4)
     vm.launch(tmp_path / "doubled.cu", "doubled", 1, 32, y, 4)
     assert y.tolist() == [4] * 4
+    with pytest.raises(KernelFault, match="race") as caught:
+        vm.launch(tmp_path / "doubled.cu", "racing", 1, 64, y)
+    places = {(one.place.file, one.place.line) for one in caught.value.findings}
+    assert (str(tmp_path / "doubled.cu"), CUDA.count("\n") + 4) in places, f"a line of the file: {places}"
 
 
 def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
