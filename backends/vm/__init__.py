@@ -43,8 +43,8 @@ It does NOT notice, and why:
 - anything about time, register pressure beyond the pool that setmaxnreg moves, or caches.
 It refuses, although silicon may run it:
 - mbarrier.init over a live mbarrier that has been used, or with another count;
-- an undefined operand of an atomic, an st.async or a bulk reduction, or undefined memory under one, even if nobody uses
-  the result;
+- an undefined operand of an atomic, an st.async or a red.async, or undefined memory under an atomic, even if nobody
+  uses the result (an atom.exch that initialises memory, with its old value unused, is such a one);
 - an undefined value that a launch leaves in memory that is no workspace, even if the host never looks at it;
 - a dependent launch that, before its own wait, touches what a launch further back did, even if the launch in between
   waited before it launched its dependents;

@@ -59,6 +59,7 @@ class Kernel:
     declares %r0..%r47, %rd0..%rd23, %f0..%f15, %h0..%h7 and %p0..%p15; %tx, %warp, %lane and %cta hold %tid.x, the
     warp's number, the lane and %ctaid.x. `module` stands before the entries. Each run copies `buffers`; those named in
     `inputs` are read-only, those in `unwritten` are workspaces: what the kernel has not stored there means nothing.
+    Those in `outputs` begin so, too, and what is left there is the result.
 
     `kernel` is launched `launches` times. `others` holds the bodies of further entries with the same parameters;
     `sequence`, if any, says which entries to launch, each with whether it is a dependent launch. `directives`, such as
@@ -74,6 +75,7 @@ class Kernel:
     dynamic_smem: int = 0
     inputs: tuple[str, ...] = ()
     unwritten: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
     step_budget: int = 2_000_000
     module: str = ""
     launches: int = 1
@@ -118,8 +120,8 @@ class Kernel:
         for name, array in data.items():
             buffer = machine.memory.add(name, array.reshape(-1).view(np.uint8), writable=name not in self.inputs)
             addresses[name] = buffer.base
-            if name in self.unwritten:
-                buffer.forget(scratch=True)
+            if name in self.unwritten or name in self.outputs:
+                buffer.forget(scratch=name in self.unwritten)
         params = [struct.pack("<Q", addresses[name]) for name in data]
         for item in self.maps.values():
             params.append(

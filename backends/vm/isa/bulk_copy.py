@@ -16,7 +16,7 @@ from backends.vm.machine.cta import Cta
 from backends.vm.machine.engine import Copy, CopyGroups, submit
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import Clock, stamp
-from backends.vm.memory.definedness import Missing
+from backends.vm.memory.definedness import Missing, lost_in_reduction
 from backends.vm.memory.global_memory import DEFINED, Buffer
 from backends.vm.memory.global_races import Pieces
 from backends.vm.memory.mbarrier import MBarrier
@@ -29,6 +29,7 @@ from backends.vm.tensor.tma_box import (
     plan_gather4,
     read_pieces,
     reduced,
+    reduced_bytes,
     rounded_to_tf32,
     write_pieces,
 )
@@ -249,6 +250,8 @@ def _begin_load(
     def perform() -> None:
         pieces, missing = read()
         if combine[0]:
+            under = cta.smem.missing(plan.smem_addresses, plan.piece_bytes)
+            missing = lost_in_reduction(missing, under, reduced_bytes(combine[1]))
             old = read_pieces(cta.smem.data, plan.smem_addresses, plan.piece_bytes)
             pieces = reduced(old, np.ascontiguousarray(pieces), *combine)
         write_pieces(cta.smem.data, plan.smem_addresses, pieces)
@@ -374,7 +377,7 @@ def tensor_store(b: Binder) -> Step:
             counters["tma_stores"] += 1
             counters["tma_store_bytes"] += int(plan.in_bounds.sum()) * plan.piece_bytes
             written.append((plan.global_addresses[plan.in_bounds], plan.piece_bytes, stamp(groups.writer, serial)))
-            perform = _store_performer(warp, plan, tensor_map, operation, None if whole else line)
+            perform = _store_performer(warp, plan, tensor_map, operation, line, doubtful=not whole)
             done = submit(warp, "a tensor store", line, text, perform)
             groups.open.append(Copy(done, serial))
         machine = warp.cta.machine
@@ -384,9 +387,9 @@ def tensor_store(b: Binder) -> Step:
 
 
 def _store_performer(
-    warp: Warp, plan: BoxPlan, tensor_map: TensorMap, operation: str, doubtful: int | None
+    warp: Warp, plan: BoxPlan, tensor_map: TensorMap, operation: str, line: int, *, doubtful: bool
 ) -> Callable[[], None]:
-    """`doubtful`: the PTX line, if some of the source is undefined."""
+    """Of the store at PTX `line`. `doubtful`: some of the source is undefined."""
     smem, memory = warp.cta.smem, warp.cta.machine.memory
 
     def perform() -> None:
@@ -396,14 +399,16 @@ def _store_performer(
         addresses = plan.global_addresses[inside]
         pieces = read_pieces(smem.data, plan.smem_addresses, plan.piece_bytes)[inside]
         buffer = memory.find_span(addresses, plan.piece_bytes, "tensor store", writing=True)
+        missing = smem.missing(plan.smem_addresses[inside], plan.piece_bytes) if doubtful else None
         if operation:
+            under = _missing(buffer, addresses - buffer.base, plan.piece_bytes)
+            missing = lost_in_reduction(missing, under, reduced_bytes(tensor_map.element.name))
             old = read_pieces(buffer.data, addresses - buffer.base, plan.piece_bytes)
             pieces = reduced(old, pieces, operation, tensor_map.element.name)
         write_pieces(buffer.data, addresses - buffer.base, np.ascontiguousarray(pieces))
         buffer.mark_written(addresses - buffer.base, plan.piece_bytes)
-        missing = None if doubtful is None else smem.missing(plan.smem_addresses[inside], plan.piece_bytes)
-        if missing is not None and doubtful is not None:
-            origin = missing.origin.read_at(doubtful).stored_at(doubtful, warp.name)
+        if missing is not None:
+            origin = missing.origin.read_at(line).stored_at(line, warp.name)
             buffer.undefine(addresses - buffer.base, missing.bytes_, origin)
 
     return perform
@@ -439,12 +444,16 @@ def linear_store(b: Binder) -> Step:
                 buffer = warp.cta.machine.memory.find_span(np.array([target]), bytes_, "bulk copy", writing=True)
                 into = buffer.data[target - buffer.base : target - buffer.base + bytes_]
                 data = warp.cta.smem.data[offset : offset + bytes_]
+                steps = np.arange(0, bytes_, 16, dtype=np.int64)
+                at = target - buffer.base + steps
+                missing = None if whole else warp.cta.smem.missing(offset + steps, 16)
+                if operation:
+                    missing = lost_in_reduction(missing, _missing(buffer, at, 16), reduced_bytes(element))
                 into[:] = reduced(into.copy(), data.copy(), operation, element) if operation else data
-                buffer.mark_written(np.array([target - buffer.base]), bytes_)
-                missing = None if whole else warp.cta.smem.missing(np.array([offset]), bytes_)
+                buffer.mark_written(at, 16)
                 if missing is not None:
                     origin = missing.origin.read_at(line).stored_at(line, warp.name)
-                    buffer.undefine(np.array([target - buffer.base]), missing.bytes_, origin)
+                    buffer.undefine(at, missing.bytes_, origin)
 
             done = submit(warp, "a bulk copy", line, text, perform)
             groups.open.append(Copy(done, serial))

@@ -15,10 +15,11 @@ from backends.vm.machine.cta import Cta
 from backends.vm.machine.engine import submit
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import stamp
+from backends.vm.memory.definedness import lost_in_reduction
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
 from backends.vm.ptx.ast import Operand, Sink
-from backends.vm.tensor.tma_box import reduced
+from backends.vm.tensor.tma_box import reduced, reduced_bytes
 
 
 @opcode("mapa.shared::cluster.<type>", "mapa.<type>", section="9.7.9.23", counter="move", type="u32 u64")  # fmt: skip
@@ -114,9 +115,14 @@ def st_async(b: Binder) -> Step:
         landed.seen[signalled.copy_agent] = serial
 
         def perform() -> None:
-            into = cta.smem.data[offset : offset + size]
+            into, at = cta.smem.data[offset : offset + size], np.array([offset])
+            missing = None
+            if operation:
+                missing = lost_in_reduction(None, cta.smem.missing(at, size), reduced_bytes(kind))
             into[...] = reduced(into.copy(), data, operation, kind) if operation else data
             cta.smem.async_write_ends(granules, stamp(signalled.copy_agent, serial), line)
+            if missing is not None:
+                cta.smem.undefine(at, missing.bytes_, missing.origin.read_at(line).stored_at(line, warp.name))
             signalled.complete_transactions(size, landed, f"the {what} of PTX line {line}")
 
         signalled.last_copy = submit(

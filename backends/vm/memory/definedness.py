@@ -58,6 +58,16 @@ class Missing:
     origin: Origin
 
 
+def lost_in_reduction(source: Missing | None, under: Missing | None, element_bytes: int) -> Missing | None:
+    """The undefined bytes, in whole elements, of what a reduction of `source` into `under` leaves."""
+    first = source or under
+    if first is None:
+        return None
+    lost = first.bytes_ if under is None else first.bytes_ | under.bytes_
+    whole = lost.reshape(-1, element_bytes).any(axis=1)
+    return Missing(np.repeat(whole, element_bytes).reshape(lost.shape), first.origin)
+
+
 @dataclass(frozen=True, slots=True)
 class Lost:
     """The rows of a matrix in which an element is undefined, bool [rows], and where the first comes from."""

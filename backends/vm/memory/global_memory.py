@@ -68,14 +68,14 @@ class Buffer:
                            "output or a workspace, and holds nothing until the kernel stores it")  # fmt: skip
         return known.read_at(line)
 
-    def check_defined(self, offsets: Addresses, size: int, access: str, *, by_lane: bool = True) -> None:
+    def check_defined(self, offsets: Addresses, size: int, access: str) -> None:
         """Fault if one of `size` bytes at each of `offsets` [n] is undefined: `access` depends on all of them."""
         missing = self.missing(offsets, size)
         if missing is not None:
             lane, byte = np.argwhere(missing)[0].tolist()
             at = int(offsets[lane]) + byte
             report(self.origin_of(at, 0).fault(f"{access} depends on byte {at} of `{self.name}`",
-                                               lane=lane if by_lane else None, address=self.base + at))  # fmt: skip
+                                               lane=lane, address=self.base + at))  # fmt: skip
 
     def mark_written(self, offsets: Addresses, size: int) -> None:
         """`size` bytes at each of `offsets` [n] have been written, with defined values."""

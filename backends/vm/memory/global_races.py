@@ -294,8 +294,6 @@ class GlobalRaces:
             buffer = memory.holding(int(addresses[0]))
             if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
                 self.write(buffer, addresses, size, warp, stamps, line, strong=strong, by_lane=False, bulk=True)
-                if strong:
-                    buffer.check_defined(addresses - buffer.base, size, "the reduction", by_lane=False)
 
     def _shadow(self, buffer: Buffer) -> Shadow:
         found = self._shadows.get(buffer.base)

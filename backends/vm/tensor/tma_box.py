@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, prod
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -270,6 +270,17 @@ _COMBINE: dict[str, Callable[..., npt.NDArray[np.generic]]] = {
 }  # fmt: skip
 
 
+def _stored_as(element: str) -> np.dtype[Any]:
+    if element not in _NUMPY:
+        raise Fault("bulk-copy", f"a reduction on elements of type {element} is not implemented")
+    return np.dtype(_NUMPY[element])
+
+
+def reduced_bytes(element: str) -> int:
+    """Bytes of an element that `reduced` combines; Fault for a type that it does not."""
+    return 2 if element == "bf16" else _stored_as(element).itemsize
+
+
 def reduced(
     old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], operation: str, element: str
 ) -> npt.NDArray[np.uint8]:
@@ -278,7 +289,5 @@ def reduced(
         wide = [np.left_shift(part.view(np.uint16).astype(np.uint32), 16).view(np.float32) for part in (old, new)]
         bits = _COMBINE[operation](*wide).astype(np.float32).view(np.uint32)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8).reshape(new.shape)
-    if element not in _NUMPY:
-        raise Fault("bulk-copy", f"a reduction on elements of type {element} is not implemented")
-    dtype = np.dtype(_NUMPY[element])
+    dtype = _stored_as(element)
     return _COMBINE[operation](old.view(dtype), new.view(dtype)).astype(dtype).view(np.uint8).reshape(new.shape)

@@ -14,7 +14,8 @@ from backends.vm.faults import Findings
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
 from backends.vm.memory.global_memory import DEFINED
-from conformance.vm.kernel import FENCE, Array, Kernel, assert_blamed, assert_clean, init, wait
+from conformance.vm.kernel import FENCE, Array, Kernel, assert_blamed, assert_clean, copy_kernel, init, wait
+from conformance.vm.kernel import STORE as STORE_BOX
 from conformance.vm.tensor_kernel import COMMIT, LOAD, MMA, STAGES, STORE, mma_kernel
 
 OUT = np.zeros(64, np.uint32)
@@ -289,6 +290,65 @@ def test_wgmma_adds_to_accumulators_that_nobody_wrote() -> None:
     clauses = ("byte 0 of `out`", "`%f2`, which was never written in this lane")
     planted = wgmma_kernel("st.global.f32 [%rd3], %f2; //!", scale=1)
     assert_blamed(planted, "uninitialised-register", *clauses, schedules=SOME)
+
+
+# Reductions by the copy engine: what lies under them counts as an operand.
+
+
+REDUCE = "cp.reduce.async.bulk.global.shared::cta.bulk_group"
+INTO_SHARED = """mov.u32 %r43, bar; mov.u32 %r44, buf; mapa.shared::cluster.u32 %r43, %r43, 0;
+add.u32 %r44, %r44, 256; mapa.shared::cluster.u32 %r44, %r44, 0;"""
+REDUCED = {
+    "a run of bytes": (f"{REDUCE}.add.u32 [%part], [%r40], 128;", "ld.global.b32 %r1, [%rd1];"),
+    "halves": (f"{REDUCE}.add.noftz.f16 [%part], [%r40], 128;", "ld.global.b32 %r1, [%rd1];"),
+    "bits": (f"{REDUCE}.or.b32 [%part], [%r40], 128;", "ld.global.b32 %r1, [%rd1];"),
+    "shared memory": (
+        f"""{INTO_SHARED} mov.u32 %r45, bar; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r45], 128;
+        cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32 [%r44], [%r40], 128,
+        [%r43];""",
+        f"mov.u32 %r45, bar; {wait('%r45', 0)} ld.shared.b32 %r1, [%r41+256];",
+    ),
+    "one word of shared memory": (
+        f"""{INTO_SHARED} mov.u32 %r45, bar; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r45], 4;
+        red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [%r44], %tx, [%r43];""",
+        f"mov.u32 %r45, bar; {wait('%r45', 0)} ld.shared.b32 %r1, [%r40+256];",
+    ),
+}
+"""What thread 0 issues over memory that nobody wrote, and how the threads look at the sum."""
+
+
+def reduction(name: str, after: str, stored: str = "%tx", before: str = "") -> Kernel:
+    issue, look = REDUCED[name]
+    body = f"""{before} {SLOT} st.shared.b32 [%r41], {stored}; {init("bar")} {FENCE} bar.warp.sync -1;
+    add.u64 %rd1, %part, %rd8; setp.ne.u32 %p1, %tx, 0; @%p1 bra ISSUED;
+    {issue} cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+    ISSUED: bar.warp.sync -1; {look}
+    {after}"""
+    return kernel(body, f"{SMEM} .shared .align 8 .b64 bar;")
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_a_reduction_into_memory_that_nobody_wrote(name: str) -> None:
+    rule = "uninitialised-shared" if "shared" in name else "uninitialised-global"
+    clauses = ("decides where this branch goes", "which was never written", "stored the value")
+    assert_blamed(reduction(name, JUMP), rule, *clauses, schedules=SOME)
+    assert_clean(reduction(name, "st.global.b32 [%rd9], %tx;"), {"out": LANES}, SOME)
+
+
+def test_a_reduction_of_part_of_an_element_loses_all_of_it() -> None:
+    pair = "mov.u32 %r3, 0; st.global.b32 [%rd1], %r3; cvt.u16.u32 %h1, %tx; mov.b32 %r2, {%h3, %h1};"
+    half = f"ld.global.u16 %h4, [%rd1+2]; cvt.u32.u16 %r1, %h4; {JUMP}"
+    planted = reduction("a run of bytes", half, "%r2", f"add.u64 %rd1, %part, %rd8; {pair} fence.proxy.async;")
+    assert_blamed(planted, "uninitialised-register", "`%h3`, which was never written", schedules=SOME)
+
+
+def test_a_box_reduced_into_a_tensor_that_nobody_wrote() -> None:
+    store = STORE_BOX.replace("cp.async", "cp.reduce.async").replace("cta.tile", "cta.add.tile")
+    decide = "cp.async.bulk.wait_group 0; ld.global.u32 %r1, [%out]; setp.eq.u32 %p9, %r1, 77;\n@%p9 bra END; //!"
+    planted = copy_kernel({"store": store, "drain": decide}, unwritten=("out",))
+    assert_blamed(planted, "uninitialised-global", "byte 0 of `out`, which was never written", schedules=SOME)
+    result = copy_kernel({"store": f"{store} //!"}, outputs=("out",))
+    assert_blamed(result, "uninitialised-global", "is part of the result", "byte 0 of `out`", schedules=SOME)
 
 
 # The law of the bits.
