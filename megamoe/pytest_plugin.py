@@ -37,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Open the doors before a test module is imported, since modules ask whether there is a GPU."""
     target = config.getoption("--megamoe-vm")
     if target is None:
+        idle = [name for name in ("suppress", "findings") if config.getoption(f"--megamoe-{name}") is not None]
+        if config.getoption("--megamoe-profile") != "default":
+            idle.append("profile")
+        if idle:
+            raise pytest.UsageError(f"--megamoe-{idle[0]} does nothing without --megamoe-vm TARGET")
         return
     from megamoe import torch_cuda, vm
     from megamoe.contract.backend import UnsupportedError

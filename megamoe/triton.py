@@ -12,6 +12,7 @@ Triton compiles as for the GPU and stops at PTX; the machine runs it on the memo
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,9 @@ _SCALARS = {
 }  # fmt: skip
 
 
+_LOG = logging.getLogger("megamoe")
+
+
 def install(
     target: str | Device = "sm_100a", *, sm_count: int = 4, autotune: Chosen | None = None, schedule: str = "eager",
     accumulate: str = "fast", step_budget: int = 200_000_000, profile: str = "default",
@@ -66,8 +70,10 @@ def install(
 
     `sm_count`: what persistent kernels are told. `autotune`: which configuration of an autotuned kernel runs, as
     {"kernel": {"BLOCK_M": 64}} or as a function of the configurations; else the first that fits, since the machine has
-    no clock to choose by. The other options are those of megamoe.vm.Device. UnsupportedError for another target.
+    no clock to choose by. The other options are those of megamoe.vm.Device. UnsupportedError for another target,
+    ValueError for options that mean nothing.
     """
+    _check_options(sm_count, autotune)
     if isinstance(target, Device):
         device = target
     else:
@@ -82,6 +88,18 @@ def install(
     active_driver.set_active(driver)
     Autotuner.prune_configs = _one_config(_REPLACED[0][3], driver, autotune)
     return driver
+
+
+def _check_options(sm_count: int, autotune: Chosen | None) -> None:
+    if not isinstance(sm_count, int) or sm_count < 1:
+        raise ValueError(f"sm_count is {sm_count!r}; it must be a whole number of SMs, at least 1")
+    if autotune is None or callable(autotune):
+        return
+    if not isinstance(autotune, Mapping) or not all(isinstance(wanted, Mapping) for wanted in autotune.values()):
+        raise ValueError(
+            f"autotune is {autotune!r}; it must be a function of configurations, or meta-parameters by kernel name, "
+            'as {"kernel": {"BLOCK_M": 64}}'
+        )
 
 
 def uninstall() -> None:
@@ -343,6 +361,8 @@ def _one_config(prune: Any, driver: MachineDriver, chosen: Chosen | None) -> Any
             raise UnsupportedError(
                 f"no configuration of {name} has {dict(wanted)}; there are: {'; '.join(map(str, left))}"
             )
+        if chosen:
+            _LOG.warning("autotune= names %s; %s is not among them: its first configuration runs", [*chosen], name)
         return [_first_that_fits(self, left, kwargs, driver)]
 
     return prune_configs

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -222,9 +223,23 @@ def test_a_test_suite_runs_and_findings_fail_it(tmp_path: Path) -> None:
     assert one.times == 2, "two tests meet one fault"
 
 
-def test_a_target_that_is_none_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--megamoe-vm", "sm_80"], "there is no machine for the target 'sm_80'"),
+        (["--megamoe-profile", "strict"], "--megamoe-profile does nothing without --megamoe-vm TARGET"),
+    ],
+)
+def test_options_of_pytest_that_mean_nothing_are_said(options: list[str], sentence: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--megamoe-vm", "sm_80", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider"],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert "there is no machine for the target 'sm_80'" in done.stderr
+    assert sentence in done.stderr
+
+
+@pytest.mark.parametrize("options", [{"sm_count": 0}, {"autotune": 3}, {"autotune": {"kernel": 3}}])
+def test_options_of_the_door_that_mean_nothing_are_said(options: dict[str, Any]) -> None:
+    module = pytest.importorskip("megamoe.triton")
+    with pytest.raises(ValueError, match=f"{next(iter(options))} is"):
+        module.install("sm_100a", **options)
