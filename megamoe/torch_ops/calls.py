@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Final, Protocol
 
@@ -51,6 +51,8 @@ need no compiler."""
 ALIGNMENT: Final = 16
 """Bytes. Bulk copies and tensor maps want it of an address (PTX ISA, cp.async.bulk; CUDA driver API, tensor maps)."""
 SHARED_BYTES: Final = 1 << 16
+EMPTY_AXES: Final = ("batch", "t", "tokens")
+"""Of an output without elements one of these is 0. No kernel is launched for it."""
 BLOCK_ALIGNMENT: Final = 512
 """Of a workspace in its block: what torch's allocator gives."""
 
@@ -156,7 +158,10 @@ def call_for(wanted: Wanted) -> OpCall:
     ValueError for sizes outside the spec, or too large for the machine; UnsupportedError, with the reason of each
     backend, if none has such a kernel here.
     """
-    case = case_of(wanted)
+    axes = {name: 1 if name in EMPTY_AXES and value == 0 else value for name, value in wanted.axes.items()}
+    case = case_of(replace(wanted, axes=axes))
+    if axes != wanted.axes:
+        return EmptyCall(wanted)
     if wanted.device < 0:
         if wanted.work > wanted.bound:
             raise ValueError(
@@ -199,6 +204,17 @@ def _as_read(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyCall:
+    """Outputs without elements."""
+
+    wanted: Wanted
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Looks at the device of the first input."""
+        return [torch.empty(one.shape, dtype=one.dtype, device=inputs[0].device) for one in self.wanted.outputs]
 
 
 class MachineCall:

@@ -82,7 +82,8 @@ class ExpertParallelMoe:
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, clamp: float | None = None,
         weight: Literal["after", "before"] = "after", backend: str | None = None, wait: bool = True,
     ) -> torch.Tensor:  # fmt: skip
-        """As megamoe.moe, with the numbers of experts over all ranks in `topk_ids`; every rank calls it.
+        """As megamoe.moe, with the numbers of experts over all ranks in `topk_ids`; every rank calls it, also
+        one without tokens.
 
         What each rank adds to a token is rounded to bf16 before the sum. OverflowError on every rank if one of them has
         more than `capacity` tokens for another. Without `wait` nothing waits for the device, so that a CUDA graph can
@@ -120,9 +121,15 @@ class ExpertParallelMoe:
 
         A token has no more choices there than the rank has experts.
         """
+        tokens = len(x)
+        if not tokens:
+            # A row that no place takes, so that a rank without tokens sends what the others wait for.
+            x, topk_ids, topk_weights, rank_of_choice = (
+                one.new_zeros(1, one.shape[1]) for one in (x, topk_ids, topk_weights, rank_of_choice)
+            )
         row = places.token.clamp(max=len(x) - 1)
         receiver = torch.arange(self.ranks, device=x.device).repeat_interleave(self.capacity)
-        is_theirs = (places.token < len(x))[:, None] & (rank_of_choice[row] == receiver[:, None])
+        is_theirs = (places.token < tokens)[:, None] & (rank_of_choice[row] == receiver[:, None])
         ids = torch.where(is_theirs, topk_ids[row] - (receiver * self.weights.num_experts)[:, None], -1)
         weights = topk_weights[row].float()
         if self.weights.num_experts < ids.shape[1]:

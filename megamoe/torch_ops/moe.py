@@ -193,9 +193,14 @@ def _moe(
         tuple(one.shape for one in given), tuple(one.dtype for one in given), tuple(one.get_device() for one in given),
         options,
     )  # fmt: skip
+    if not len(x):
+        return call((x,))[0]
     *stacks, x_gs = weights
-    codes, sf, gs = _tokens(x, x_gs)
-    return call((codes, sf, gs, *stacks, topk_ids.to(torch.int32), topk_weights))[0]
+    codes, sf, gs = _tokens(x.contiguous(), x_gs)
+    if topk_ids.dtype != torch.int32:
+        # The cast alone would make another expert of an id that 32 bits do not hold.
+        topk_ids = topk_ids.clamp(-1, len(stacks[0])).to(torch.int32)
+    return call((codes, sf, gs, *stacks, topk_ids, topk_weights))[0]
 
 
 def _tokens(x: torch.Tensor, x_gs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

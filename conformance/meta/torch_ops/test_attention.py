@@ -103,6 +103,16 @@ def test_a_derivative_is_refused_however_it_is_asked_for(
         assert not op(q.clone().requires_grad_(), k, v).requires_grad
 
 
+@pytest.mark.parametrize("empty", ["batch", "t"])
+def test_nothing_has_an_empty_output(empty: str) -> None:
+    q, k, v = qkv(3, 20)
+    q, k, v = (q[:, :, :0], k, v) if empty == "t" else (q[:0], k[:0], v[:0])
+    o, lse = megamoe.attention(q, k, v, causal=True, return_lse=True)
+    assert (o.shape, o.dtype, lse.shape, lse.dtype) == (q.shape, torch.bfloat16, q.shape[:3], torch.float32)
+    with pytest.raises(ValueError, match="window=0"):
+        megamoe.attention(q, k, v, window=0)
+
+
 def _large() -> object:
     return megamoe.attention(*(one.expand(256, -1, -1, -1) for one in qkv(1024, 4096, 1)))
 

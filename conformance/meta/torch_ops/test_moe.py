@@ -128,6 +128,26 @@ def test_a_derivative_is_refused_however_it_is_asked_for(weights: megamoe.MoeWei
             _ = torch.func.jvp(op, (x,), (x,)) if wants == "tangent" else op(x)
 
 
+def test_tokens_of_any_strides_and_ids_of_64_bits_are_read(weights: megamoe.MoeWeights) -> None:
+    x, ids, w = tokens(3)
+    ids[0, 0] = -1
+    wanted = megamoe.moe(x, weights, ids, w)
+    strided = [one.mT.contiguous().mT for one in (x, ids, w)]
+    far = torch.where(ids == -1, -(1 << 32), ids)
+    assert torch.equal(megamoe.moe(strided[0], weights, *strided[1:]), wanted), "strides"
+    assert torch.equal(megamoe.moe(x, weights, far, w), wanted), "-2**32 is another expert's number"
+    beyond = [megamoe.moe(x, weights, torch.where(ids == -1, one, ids), w) for one in (EXPERTS, 1 << 32, (1 << 32) + 1)]
+    assert all(torch.equal(one, beyond[0]) for one in beyond), "2**32 is the number of an expert"
+
+
+def test_no_tokens_have_an_empty_output(weights: megamoe.MoeWeights) -> None:
+    x, ids, w = (one[:0] for one in tokens(3))
+    y = megamoe.moe(x, weights, ids, w)
+    assert (y.shape, y.dtype) == (x.shape, torch.bfloat16)
+    with pytest.raises(ValueError, match="clamp"):
+        megamoe.moe(x, weights, ids, w, clamp=-1.0)
+
+
 @pytest.mark.parametrize("odd", ["x", "topk_weights", "weights"])
 def test_tensors_of_several_devices_are_no_fakes(weights: megamoe.MoeWeights, odd: str) -> None:
     x, ids, w = tokens(3)
