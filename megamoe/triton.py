@@ -234,8 +234,8 @@ class MachineLauncher:
             ]
             params = [_packed(kind, arg) for kind, arg in flat]
             params += [struct.pack("<Q", -(-one.data_ptr() // _SCRATCH_ALIGN) * _SCRATCH_ALIGN) for one in scratch]
-            arrays = [*(arg for _, arg in flat), *bases, *scratch]
-            reached = Reached(machine, arrays, addresses=numbers, in_place=True)
+            arrays = [*(arg for _, arg in flat), *bases]
+            reached = Reached(machine, arrays, addresses=numbers, in_place=True, scratch=scratch)
             with driver.machine.watched(function.ptx):
                 machine.launch(
                     function.ptx,

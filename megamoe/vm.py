@@ -22,7 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -54,9 +54,10 @@ _SMALLEST_ADDRESS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """An array as its first byte and its allocation, both addresses of this process."""
+    """An array of so many `bytes` as its first byte and its allocation of `size` bytes, addresses of this process."""
 
     first: int
+    bytes: int
     allocation: int
     size: int
     writable: bool
@@ -181,7 +182,7 @@ class Device:
 
     def launch(
         self, source: str | Path, entry: str, grid: Size, block: Size, /, *args: object, cluster: Size = 1,
-        smem: int = 0, memory: Iterable[object] = (),
+        smem: int = 0, memory: Iterable[object] = (), scratch: Iterable[object] = (),
     ) -> Mapping[str, int]:  # fmt: skip
         """Run a kernel to its end; returns its counters.
 
@@ -189,7 +190,8 @@ class Device:
         it has in C++. `grid`, `block`, `cluster`: one to three sizes. `args`: a torch CPU tensor or a NumPy array for a
         pointer, None for a null pointer, numbers for scalars (typed by the kernel's own parameters), tensor_map(...),
         `bytes` or a NumPy scalar for a struct. `smem`: bytes of dynamic shared memory. `memory`: arrays that the kernel
-        reaches only by addresses that it reads from memory.
+        reaches only by addresses that it reads from memory. `scratch`: workspaces, given as an argument or not: arrays
+        of which nobody looks at what the launch leaves, so that values that nobody wrote may be stored there.
 
         KernelFault for findings that count in the profile, and for one that ends the launch; LaunchRefusedError for a
         launch that no GPU would take; UnsupportedError for an instruction that the machine lacks. Arrays keep what was
@@ -199,7 +201,7 @@ class Device:
         with sentences(self.machine):
             entries = self.machine.entries(ptx)
             name = _entry_named(entry, entries)
-            reached = Reached(self.machine, [*args, *memory])
+            reached = Reached(self.machine, [*args, *memory], scratch=tuple(scratch))
             params = _encoded(name, entries[name], args, reached)
             sizes = _dim3("grid", grid), _dim3("block", block)
             clusters = _dim3("cluster", cluster)
@@ -254,33 +256,58 @@ def view_of(array: Any) -> View | None:
         while isinstance(root.base, np.ndarray):
             root = root.base
         start, end = np.lib.array_utils.byte_bounds(root)
-        return View(array.ctypes.data, start, end - start, array.flags.writeable)
+        return View(array.ctypes.data, array.nbytes, start, end - start, array.flags.writeable)
     if hasattr(array, "untyped_storage") and hasattr(array, "data_ptr"):
         if array.device.type != "cpu":
             raise ValueError(f"a tensor is on {array.device}; the machine works on tensors of the CPU: t.cpu()")
         storage = array.untyped_storage()
-        return View(array.data_ptr(), storage.data_ptr(), storage.nbytes(), True)
+        own = array.numel() * array.element_size()
+        return View(array.data_ptr(), own, storage.data_ptr(), storage.nbytes(), True)
     return None
+
+
+def _workspace(array: object) -> View:
+    if (view := view_of(array)) is None:
+        raise LaunchRefusedError(f"scratch is given {type(array).__name__}; it takes tensors and NumPy arrays")
+    return view
 
 
 class Reached:
     """The memory that a launch may touch: that of its arguments, and of tensors whose addresses they hold, `live`."""
 
     def __init__(
-        self, machine: KernelMachine, arrays: Sequence[object], *, addresses: Sequence[int] = (), in_place: bool = False
-    ) -> None:
+        self, machine: KernelMachine, arrays: Sequence[object], *, addresses: Sequence[int] = (),
+        in_place: bool = False, scratch: Sequence[object] = (),
+    ) -> None:  # fmt: skip
         """`addresses`: pointers into further live tensors. `in_place`: kernels are given the process's own addresses,
-        whatever their alignment.
+        whatever their alignment. `scratch`: arrays, among `arrays` or not, that are workspaces.
+
+        LaunchRefusedError for a workspace that is no array, or that shares its allocation with another array.
         """
         self.machine, self._in_place = machine, in_place
         self.live = list[Any]()
         self._kept = [one.tensor if isinstance(one, TensorMapOf) else one for one in arrays]
         named = [(f"argument {index}", view) for index, one in enumerate(self._kept) if (view := view_of(one))]
+        self._given = list(named)
         values = [found for array in self._kept if (found := _addresses_in(array)) is not None]
         if values or addresses:
             self.live += _pointed_at(np.unique(np.concatenate([*values, np.array(addresses, np.int64)])))
             named += [(f"memory at {view.allocation:#x}", view) for one in self.live if (view := view_of(one))]
-        self.stretches = list(_united(named))
+        self._spaces = [_workspace(one) for one in scratch]
+        self.stretches = list(map(self._judged, _united([*named, *(("scratch", view) for view in self._spaces)])))
+
+    def _judged(self, stretch: Stretch) -> Stretch:
+        """`stretch`, which is a workspace if scratch lies in it. LaunchRefusedError if another argument does, too."""
+        spaces = {(one.first, one.bytes) for one in self._spaces if stretch.has(one.first)}
+        if not spaces:
+            return stretch
+        for name, one in self._given:
+            if one.bytes and stretch.has(one.first) and (one.first, one.bytes) not in spaces:
+                raise LaunchRefusedError(
+                    f"a scratch array shares its allocation with {name}, of which the results count; "
+                    "give it an allocation of its own"
+                )
+        return replace(stretch, scratch=True)
 
     def address(self, array: object) -> int | None:
         """The address by which kernels know the first byte of `array`; None for what is no array."""

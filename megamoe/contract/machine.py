@@ -111,12 +111,20 @@ class LaunchRefusedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """`size` bytes of this process's memory at `address`, one allocation, that kernels may touch."""
+    """`size` bytes of this process's memory at `address`, one allocation, that kernels may touch.
+
+    `scratch`: a workspace, of which nobody looks at what a launch leaves.
+    """
 
     name: str
     address: int
     size: int
     writable: bool = True
+    scratch: bool = False
+
+    def has(self, address: int) -> bool:
+        """Whether the byte at `address` lies in it."""
+        return self.address <= address < self.address + self.size
 
 
 class Parameter(Protocol):

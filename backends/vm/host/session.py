@@ -45,6 +45,8 @@ class StretchLike(Protocol):
     def size(self) -> int: ...
     @property
     def writable(self) -> bool: ...
+    @property
+    def scratch(self) -> bool: ...
 
 
 class Session:
@@ -176,7 +178,9 @@ class Session:
             for one in memory:
                 data = np.frombuffer(memoryview((ctypes.c_uint8 * one.size).from_address(one.address)), np.uint8)
                 for place in sorted({one.address, self.address_of(one.address, one.address)}):
-                    added.append(machine.memory.add(one.name, data, place, writable=one.writable))
+                    buffer = machine.memory.add(one.name, data, place, writable=one.writable)
+                    buffer.scratch = one.scratch
+                    added.append(buffer)
             yield machine
         except Exception as stop:
             if isinstance(stop, Fault):

@@ -242,6 +242,24 @@ def test_ptx_for_an_older_gpu_runs(vm: Device) -> None:
         vm.launch(SCALE.replace("sm_100a", target), "scale", 1, 32, *_args())
 
 
+def test_a_workspace_may_keep_values_that_nobody_wrote(vm: Device) -> None:
+    stored = SCALE[: SCALE.index(".reg")] + ".reg .u64 %rd<2>;\n.reg .u32 %r<2>;\n"
+    stored += "ld.param.u64 %rd1, [y];\nst.global.u32 [%rd1], %r1;\nret;\n}\n"
+    space, both = np.zeros(4, np.uint32), np.zeros(8, np.uint32)
+    rest = (space, 1.0, 0, None)
+    with pytest.raises(KernelFault, match="uninitialised-register"):
+        vm.launch(stored, "scale", 1, 1, np.zeros(4, np.uint32), *rest)
+    with pytest.raises(KernelFault, match="uninitialised-register"):
+        vm.launch(stored, "scale", 1, 1, np.zeros(4, np.uint32), *rest, scratch=[space])
+    for given in (space, np.zeros(4099, np.uint8)[3:][:16].copy()):
+        vm.launch(stored, "scale", 1, 1, given, np.zeros(1), *rest[1:], scratch=[given])
+    for given, other in ((both[:4], both[4:]), (both, both[:4]), (torch.from_numpy(both)[2:], both[2:4])):
+        with pytest.raises(LaunchRefusedError, match="shares its allocation with argument 1"):
+            vm.launch(stored, "scale", 1, 1, given, other, *rest[1:], scratch=[given])
+    with pytest.raises(LaunchRefusedError, match="scratch is given int"):
+        vm.launch(stored, "scale", 1, 1, *rest, scratch=[3])
+
+
 CUDA = r"""
 template <typename T> __device__ T twice(T x) { return x + x; }
 __global__ void doubled(float *y, int n) { if (threadIdx.x < n) y[threadIdx.x] = twice(y[threadIdx.x]); }

@@ -62,7 +62,7 @@ VM = {
     "bind": "faults ptx memory machine",
     "isa": "faults ptx numerics memory tensor machine bind",
     "load": "faults ptx machine bind isa",
-    "host": "faults ptx memory tensor machine load",
+    "host": "rules faults ptx memory tensor machine load",
     "trace": "faults ptx memory machine megamoe.contract",
     "executor": "faults ptx memory tensor machine load host trace megamoe.contract",
     "coverage": "ptx bind isa",
