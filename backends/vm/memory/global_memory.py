@@ -95,11 +95,15 @@ class Buffer:
         if self.scratch or self.state is None or not self.sources.by_unit:
             return
         left = np.flatnonzero(self.state == HIDDEN)
+        units, first = np.unique(left >> 2, return_index=True)
+        known = self.sources.by_unit
+        noted = np.isin(units, np.fromiter(known, np.int64, len(known)))
         found: dict[int, tuple[int, Origin]] = {}
-        for unit in dict.fromkeys((left >> 2).tolist()):
-            at = int(left[np.searchsorted(left, 4 * unit)])
-            origin = self.origin_of(at, 0)
+        for at in left[first[noted]].tolist():
+            origin = known[at >> 2]
             found.setdefault(origin.stored, (at, origin))
+        if left.size and not found:
+            found[0] = int(left[0]), self.origin_of(int(left[0]), 0)
         for stored, (at, origin) in found.items():
             what = f"byte {at} of `{self.name}`, which PTX line {stored} stored, is part of the result"
             fault = origin.fault(what, address=self.base + at)

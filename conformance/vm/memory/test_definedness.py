@@ -101,7 +101,8 @@ DECIDED = {
     "a comparison of what a mask leaves": "and.b32 %r1, %r2, 15; setp.ge.u32 %p1, %r1, 16; selp.b32 %r1, 1, 0, %p1;",
     "a signed comparison": "or.b32 %r1, %r2, 0x80000000; setp.ge.s32 %p1, %r1, 0; selp.b32 %r1, 1, 0, %p1;",
     "a comparison with itself": "setp.lt.u32 %p1, %r2, %r2; selp.b32 %r1, 1, 0, %p1;",
-    "a predicate and 0": "setp.eq.u32 %p1, %r2, 3; setp.gt.and.u32 %p3, 0, 9, %p1; selp.b32 %r1, 1, 0, %p3;",
+    "a predicate and 0": """setp.eq.u32 %p1, %r2, 3; setp.gt.u32 %p2, 0, 9; and.pred %p3, %p1, %p2;
+        selp.b32 %r1, 1, 0, %p3;""",
     "a sign": "slct.b32.s32 %r1, 0, %r2, %tx;",
     "the low word of mad.wide": "mov.b64 %rd1, {0, %r2}; mad.wide.u32 %rd1, %tx, 0, %rd1; cvt.u32.u64 %r1, %rd1;",
 }
