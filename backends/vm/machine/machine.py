@@ -38,7 +38,7 @@ MAX_GLOBAL = 4 << 30
 """Bytes of a module's .global variables: a limit of this machine, which keeps them in the host's memory."""
 MAX_CTAS = 1 << 20
 """CTAs of a grid: a limit of this machine, which would run more than a million for hours."""
-STORES = ("st", "stmatrix", "cp")
+STORES = ("st", "stmatrix", "cp", "discard")
 """The first parts of instructions that write what a register or shared memory holds to global memory."""
 LONG_RUN = 2000
 """Turns after which one more cluster joins those in flight: they may be waiting for it in global memory."""

@@ -6,6 +6,7 @@ The law of the bits: whatever stands in the undefined bytes of the operands, the
 from __future__ import annotations
 
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ import pytest
 from backends.vm.faults import Findings
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
-from backends.vm.memory.global_memory import DEFINED
+from backends.vm.memory.definedness import Origin
+from backends.vm.memory.global_memory import DEFINED, Buffer
 from conformance.vm.kernel import FENCE, Array, Kernel, assert_blamed, assert_clean, copy_kernel, init, wait
 from conformance.vm.kernel import STORE as STORE_BOX
 from conformance.vm.tensor_kernel import COMMIT, LOAD, MMA, STAGES, STORE, mma_kernel
@@ -187,6 +189,31 @@ def test_a_branch_on_an_undefined_value_that_came_far(name: str) -> None:
     body, declare, clauses = TRAVELS[name]
     rule = RULE_OF.get(name, "uninitialised-register")
     assert_blamed(kernel(f"{body}\n{JUMP}", declare), rule, "decides where this branch goes", *clauses, schedules=SOME)
+
+
+def test_what_a_discard_emptied() -> None:
+    emptied = "setp.eq.u32 %p1, %tx, 0;\n@%p1 discard.global.L2 [%out], 128; //!\nbar.warp.sync -1;"
+    clauses = ("memory that the discard of PTX line", "emptied")
+    assert_blamed(kernel(emptied), "uninitialised-global", "is part of the result", *clauses, schedules=SOME)
+    read = f"{emptied.replace('//!', '')} ld.global.b32 %r1, [%rd9]; {JUMP}"
+    assert_blamed(kernel(read), "uninitialised-global", "decides where this branch goes", *clauses, schedules=SOME)
+    assert_clean(kernel(f"{emptied} st.global.b32 [%rd9], %tx;"), {"out": LANES}, SOME)
+    odd = kernel("setp.eq.u32 %p1, %tx, 0;\n@%p1 discard.global.L2 [%out+64], 128; //!")
+    assert_blamed(odd, "misaligned", "not a multiple of 128", schedules=SOME[:1])
+
+
+def test_many_undefined_words_take_no_time() -> None:
+    """A result of 16 MiB that is undefined: the faults of its two stores are found without a look at each word."""
+    out = Buffer("out", 0, np.zeros(1 << 24, np.uint8))
+    out.forget(scratch=False)
+    missing = np.ones((1 << 16, 128), np.bool_)
+    begin = time.process_time()
+    for line in (7, 8):
+        first = 128 * np.arange(1 << 16) + (line - 7 << 23)
+        out.undefine(first, missing, Origin("uninitialised-register", "`%r1`").stored_at(line, "warp 0"))
+    blamed = [fault.line for fault in out.outcome()]
+    assert blamed == [7], f"lines {blamed}: only the places of the first store are kept"
+    assert time.process_time() - begin < 3, "it took longer than a look at each byte with NumPy takes"
 
 
 RESULTS = {
