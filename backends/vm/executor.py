@@ -59,6 +59,7 @@ class VmExecutor:
         """
         recorder = Recorder() if options.trace else None
         self._machine = machine = Machine(options.schedule, options.accumulate, options.step_budget, recorder)
+        machine.looks_after_each = False
         violation = None
         try:
             if isinstance(program, HostProgram):
@@ -67,6 +68,7 @@ class VmExecutor:
                 _run_launches(program, machine, tensors, options.outputs)
             else:
                 raise UnsupportedError(f"the VM runs PTX, and a {type(program).__name__} has none")
+            machine.check_outcome()
         except (Fault, LaunchError, UnknownInstructionError, PtxSyntaxError) as broken:
             violation = f"{broken} (schedule {options.schedule})"
         finally:

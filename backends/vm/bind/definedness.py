@@ -93,6 +93,11 @@ class Computing:
             return ~values if isinstance(self.item.instruction.operands[source + 1], Negated) else values
         return values.view(self.bits(source).dtype)
 
+    def same(self, *sources: int) -> bool:
+        """Whether the sources are one register, read as one value."""
+        operands = self.item.instruction.operands
+        return len({(*self.item.reads[i], isinstance(operands[i + 1], Negated)) for i in sources}) == 1
+
     def defined(self, source: int) -> bool:
         """Whether a source is defined in all active lanes."""
         return not np.count_nonzero(lanes_of(self.bits(source)) & self.warp.mask)
@@ -103,11 +108,17 @@ Rule = Callable[[Computing], Sequence[Bits] | None]
 _RULES: dict[str, Rule] = {}
 
 
-def carries(*opcodes: str) -> Callable[[Rule], Rule]:
-    """Register the rule of the instructions that begin with one of `opcodes`; they only compute."""
+def carries(*opcodes: str, sources: tuple[int, ...]) -> Callable[[Rule], Rule]:
+    """Register the rule of the instructions that begin with one of `opcodes`; they only compute.
+
+    `sources`: how many the rule looks at. A spelling with another number of them goes by `any_operand`.
+    """
 
     def register(rule: Rule) -> Rule:
-        _RULES.update(dict.fromkeys(opcodes, rule))
+        def counted(seen: Computing) -> Sequence[Bits] | None:
+            return rule(seen) if len(seen.item.reads) in sources else None
+
+        _RULES.update(dict.fromkeys(opcodes, counted))
         return rule
 
     return register

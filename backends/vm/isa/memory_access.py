@@ -16,7 +16,7 @@ from backends.vm.machine import access
 from backends.vm.machine.code import LANES, WIDTH_OF_VIEW
 from backends.vm.machine.undefined import BecameUndefined, undefined_words
 from backends.vm.machine.warp import Warp
-from backends.vm.memory.definedness import Missing
+from backends.vm.memory.definedness import Missing, Origin
 from backends.vm.memory.global_memory import check_alignment
 from backends.vm.ptx.ast import Operand, Sink
 
@@ -416,6 +416,32 @@ def red_vector(b: Binder) -> Step:
     return atomic(b, None, a, source)
 
 
+DISCARDED = 128
+"""Bytes that a discard takes, and their alignment (PTX ISA 9.7.9.17)."""
+
+
+@opcode("discard{.global}.L2", section="9.7.9.17", counter="memory")
+def discard(b: Binder) -> Step:
+    """A weak write of values that mean nothing."""
+    a, size = b.expect(2)
+    if b.immediate(size) != DISCARDED:
+        raise b.error(f"a discard takes {DISCARDED} bytes")
+    address, line = b.address(a), b.instruction.line
+    origin = Origin("uninitialised-global", f"memory that the discard of PTX line {line} emptied")
+    missing = np.ones((1, DISCARDED), np.bool_)
+
+    def step(warp: Warp) -> None:
+        for lane in np.flatnonzero(warp.mask):
+            at, lanes = address(warp)[lane : lane + 1], np.array([lane])
+            check_alignment(at, DISCARDED, "discard")
+            buffer = warp.cta.machine.memory.find(int(at[0]), DISCARDED, "discard")
+            held = buffer.data[int(at[0]) - buffer.base :][:DISCARDED].reshape(1, -1).copy()
+            access.store(warp, "global", at, held, line, lanes=lanes)
+            access.undefine(warp, "global", at, missing, origin.stored_at(line, warp.name), lanes=lanes)
+
+    return step
+
+
 @opcode(
     "prefetch{.<space>}.<level>",
     section="9.7.9.15",
@@ -424,7 +450,6 @@ def red_vector(b: Binder) -> Step:
     level="L1 L2 L2::evict_last L2::evict_normal",
 )
 @opcode("prefetchu.L1", section="9.7.9.15", counter="memory")
-@opcode("discard{.global}.L2", section="9.7.9.17", counter="memory")
 @opcode("applypriority{.global}.L2::evict_normal", section="9.7.9.16", counter="memory")
 @opcode("createpolicy.fractional.<primary>{.<second>}{.b64}.b64", section="9.7.9.18", counter="memory",
         primary=_EVICT, second=_EVICT)  # fmt: skip

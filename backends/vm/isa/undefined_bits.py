@@ -6,20 +6,23 @@ For the others see bind.definedness: a lane with an undefined operand has an und
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import and_
 
 import numpy as np
 
 from backends.vm.bind.definedness import Computing, carries, moved
 from backends.vm.machine.code import LANES
 from backends.vm.machine.undefined import Bits, all_bits, lanes_of, no_bits
+from backends.vm.memory.definedness import Mask
 from backends.vm.numerics.convert import WIDTH
-from backends.vm.ptx.ast import Sink, Vector
+from backends.vm.ptx.ast import Immediate, Sink, Vector
 
 Found = Sequence[Bits] | None
 _INTEGERS = ("b16", "b32", "b64", "u16", "s16", "u32", "s32", "u64", "s64")
 
 
-@carries("mov")
+@carries("mov", sources=(1, 2, 4, 8))
 def move(seen: Computing) -> Found:
     """A copy carries its bits; packing and unpacking put them side by side and take them apart."""
     written, read = seen.item.instruction.operands
@@ -50,78 +53,108 @@ def _side_by_side(parts: Sequence[Bits], width: int) -> Found:
     return [whole if whole.shape[1] > 1 else whole[:, 0]]
 
 
-@carries("brev", "movmatrix")
+@carries("brev", "movmatrix", sources=(1,))
 def rearrange(seen: Computing) -> Found:
     """The bits go where the values go."""
     return moved(seen)
 
 
-@carries("shl", "shr", "szext")
+@carries("shl", "shr", "szext", sources=(2,))
 def shift(seen: Computing) -> Found:
     """By an amount that is defined, the bits go with the values; a copied sign is undefined where the sign is."""
     return moved(seen, 1)
 
 
-@carries("shf", "prmt")
+@carries("shf", "prmt", sources=(3,))
 def select_bits(seen: Computing) -> Found:
     """Two words by a third that is defined."""
     return moved(seen, 2)
 
 
-@carries("bfe")
+@carries("bfe", sources=(3,))
 def extract(seen: Computing) -> Found:
     """A field whose place is defined."""
     return moved(seen, 1, 2)
 
 
-@carries("bfi")
+@carries("bfi", sources=(4,))
 def insert(seen: Computing) -> Found:
     """As `extract`."""
     return moved(seen, 2, 3)
 
 
-@carries("cvta")
+@carries("cvta", sources=(1,))
 def convert_address(seen: Computing) -> Found:
     """The window of a state space is put on or taken off; all else stays."""
     return [seen.bits(0)]
 
 
-@carries("and", "or")
-def conjunction(seen: Computing) -> Found:
-    """A defined 0 decides an `and`, a defined 1 an `or`."""
-    (a, c), (x, y) = (seen.bits(0), seen.bits(1)), (seen.values(0), seen.values(1))
-    if seen.parts[0] == "or":
-        x, y = ~x, ~y
-    return [(a & c) | (a & y) | (c & x)]
+@carries("and", "or", "xor", sources=(2,))
+def two_bits(seen: Computing) -> Found:
+    """Each bit by itself: a defined 0 decides an `and`, a defined 1 an `or`, and `xor r, r` is 0."""
+    return [_by_table(seen, {"and": 0b1000, "or": 0b1110, "xor": 0b0110}[seen.parts[0]])]
 
 
-@carries("xor", "not")
+@carries("not", sources=(1,))
 def bitwise(seen: Computing) -> Found:
     """Each bit by itself."""
-    return [seen.bits(0) | seen.bits(1)] if seen.parts[0] == "xor" else [seen.bits(0)]
+    return [seen.bits(0)]
 
 
-@carries("lop3")
-def any_logic(seen: Computing) -> Found:
-    """As `bitwise`; that the truth table may ignore an operand is not looked at."""
-    if seen.parts[1:] != ("b32",) or len(seen.item.reads) != 3:
+@carries("lop3", sources=(3,))
+def three_bits(seen: Computing) -> Found:
+    """Each bit by itself, as the truth table says."""
+    table = seen.item.instruction.operands[4]
+    if seen.parts[1:] != ("b32",) or not isinstance(table, Immediate):
         return None
-    return [seen.bits(0) | seen.bits(1) | seen.bits(2)]
+    return [_by_table(seen, table.value)]
 
 
-@carries("add", "sub", "mul", "mad")
+def _by_table(seen: Computing, table: int) -> Bits:
+    """The bits of a result that may be 0 and may be 1, as far as the defined bits of the sources tell.
+
+    Bit i of `table` is the result where the sources, the first one highest, are the binary digits of i.
+    """
+    count = len(seen.item.reads)
+    may_be = [(~seen.values(i) | seen.bits(i), seen.values(i) | seen.bits(i)) for i in range(count)]
+    found = [np.zeros_like(may_be[0][0]) for _ in range(2)]
+    for minterm in range(2**count):
+        digits = [minterm >> (count - 1 - i) & 1 for i in range(count)]
+        if any(digits[i] != digits[k] and seen.same(i, k) for i in range(count) for k in range(i)):
+            continue
+        possible = reduce(and_, [may_be[i][digit] for i, digit in enumerate(digits)])
+        found[table >> minterm & 1] |= possible
+    return found[0] & found[1]
+
+
+@carries("add", "sub", "mul", "mad", sources=(2, 3))
 def low_bits_first(seen: Computing) -> Found:
-    """Of wrapping integers, the bits of a result below the lowest undefined bit of the operands are defined."""
-    kind, words = seen.parts[-1], seen.parts[1:-1]
-    if kind not in _INTEGERS or (words != ("lo",) if seen.parts[0] in ("mul", "mad") else words):
+    """Of wrapping integers, the bits of a result below the lowest one that an undefined bit reaches are defined."""
+    opcode, kind, words = seen.parts[0], seen.parts[-1], seen.parts[1:-1]
+    multiplies = opcode in ("mul", "mad")
+    if kind not in _INTEGERS or (words not in (("lo",), ("wide",)) if multiplies else words):
         return None
-    found = seen.bits(0) | seen.bits(1)
-    if seen.parts[0] == "mad":
-        found = found | seen.bits(2)
-    return [found | (~found + found.dtype.type(1))]
+    if opcode == "sub" and seen.same(0, 1):
+        return [np.zeros_like(seen.bits(0))]
+    dtype = no_bits(seen.item.defines[0][0]).dtype
+    a, c = seen.bits(0).astype(dtype), seen.bits(1).astype(dtype)
+    if multiplies:
+        x, y = (_lowest((seen.values(i) | seen.bits(i)).astype(dtype)) for i in range(2))
+        a, c = _lowest(a) * y, _lowest(c) * x
+    found = a | c | seen.bits(2).astype(dtype) if opcode == "mad" else a | c
+    return [found | _negative(found)]
 
 
-@carries("selp")
+def _negative(bits: Bits) -> Bits:
+    return ~bits + bits.dtype.type(1)
+
+
+def _lowest(bits: Bits) -> Bits:
+    """The lowest bit that is set; 0 of 0."""
+    return bits & _negative(bits)
+
+
+@carries("selp", sources=(3,))
 def choose(seen: Computing) -> Found:
     """What is not chosen does not matter. Where the predicate is undefined, the bits that both have in common do not
     depend on it."""
@@ -131,16 +164,30 @@ def choose(seen: Computing) -> Found:
     return [np.where(doubt, either, chosen)]
 
 
-@carries("setp")
+@carries("slct", sources=(3,))
+def choose_by_sign(seen: Computing) -> Found:
+    """As `choose`, by the sign of an integer."""
+    if seen.parts[-1] != "s32":
+        return None
+    a, c, sign = seen.bits(0), seen.bits(1), np.uint32(1 << 31)
+    chosen = np.where(seen.values(2) & sign, c, a)
+    either = a | c | (seen.values(0) ^ seen.values(1))
+    return [np.where(seen.bits(2) & sign, either, chosen)]
+
+
+@carries("setp", sources=(2, 3))
 def compare(seen: Computing) -> Found:
-    """Integers that differ in a defined bit are not equal. A defined operand may decide `.and` and `.or`."""
+    """Integers that differ in a defined bit are not equal, and their order is known where their ranges are apart.
+
+    A defined operand may decide `.and` and `.or`.
+    """
     item = seen.item
     if len(item.reads) not in (2, 3) or seen.parts[-1].endswith("x2"):
         return None
     hidden = seen.bits(0) | seen.bits(1)
     doubt = lanes_of(hidden)
-    if seen.parts[1] in ("eq", "ne") and seen.parts[-1] in _INTEGERS:
-        doubt &= ((seen.values(0) ^ seen.values(1)) & ~hidden) == 0
+    if seen.parts[-1] in _INTEGERS:
+        doubt &= _undecided(seen, hidden)
     if len(item.reads) == 3:
         known = ~seen.bits(2)
         value = seen.values(2)
@@ -149,17 +196,43 @@ def compare(seen: Computing) -> Found:
     return [doubt for _ in item.defines]
 
 
-@carries("cvt")
+def _undecided(seen: Computing, hidden: Bits) -> Mask:
+    """The lanes in which two integers, of which the bits `hidden` are undefined, may compare one way or the other."""
+    how = seen.parts[1]
+    if seen.same(0, 1):
+        return np.zeros(LANES, np.bool_)
+    if how in ("eq", "ne"):
+        return ((seen.values(0) ^ seen.values(1)) & ~hidden) == 0
+    (least, most), (from_, to) = (_range(seen, i) for i in range(2))
+    if how in ("lt", "lo", "ge", "hs"):
+        return (most >= from_) & (least < to)
+    return (most > from_) & (least <= to)
+
+
+def _range(seen: Computing, source: int) -> tuple[Bits, Bits]:
+    """The least and the greatest integer that a source may be, by its defined bits."""
+    bits, values = seen.bits(source), seen.values(source)
+    if seen.parts[-1][0] != "s":
+        return values & ~bits, values | bits
+    sign = bits & bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
+    signed = f"i{bits.dtype.itemsize}"
+    return (values & ~bits | sign).view(signed), ((values | bits) & ~sign).view(signed)
+
+
+@carries("cvt", sources=(1, 2))
 def convert(seen: Computing) -> Found:
     """Integers keep their bits in place. The halves of a pair are converted one by one. Of a wider register, only the
     bits of the source's type count."""
     *between, dst, src = seen.parts[1:]
-    if dst in WIDTH and src in WIDTH and dst[0] in "us" and src[0] in "us" and "sat" not in between:
+    one = len(seen.item.reads) == 1
+    if one and dst in WIDTH and src in WIDTH and dst[0] in "us" and src[0] in "us" and "sat" not in between:
         return moved(seen)
     if src not in WIDTH or dst not in WIDTH:
         return None
     if dst.endswith("x2"):
         return _convert_pair(seen, dst, src)
+    if not one:
+        return None
     lost = lanes_of(seen.bits(0) & np.uint64((1 << WIDTH[src]) - 1).astype(seen.bits(0).dtype))
     return [all_bits(seen.item.defines[0][0], lost)]
 

@@ -38,7 +38,7 @@ MAX_GLOBAL = 4 << 30
 """Bytes of a module's .global variables: a limit of this machine, which keeps them in the host's memory."""
 MAX_CTAS = 1 << 20
 """CTAs of a grid: a limit of this machine, which would run more than a million for hours."""
-STORES = ("st", "stmatrix", "cp")
+STORES = ("st", "stmatrix", "cp", "discard")
 """The first parts of instructions that write what a register or shared memory holds to global memory."""
 LONG_RUN = 2000
 """Turns after which one more cluster joins those in flight: they may be waiting for it in global memory."""
@@ -73,7 +73,7 @@ class Machine:
 
     `unstarted`: the first CTA of each cluster of the running launch that has not begun. `printed` gets what kernels
     print, a piece at a time; by default it is dropped. `findings` collects what a launch can go on after; without it,
-    the first fault ends the launch.
+    the first fault ends the launch. `looks_after_each`: a launch ends with `check_outcome`; else its owner asks, once.
     """
 
     def __init__(
@@ -97,8 +97,10 @@ class Machine:
         self.races = GlobalRaces()
         self.printed: Callable[[str], object] = _dropped
         self.findings: Findings | None = None
+        self.looks_after_each = True
         self.running: Run | None = None
         self._function: BoundFunction | None = None
+        self._launched: dict[str, BoundFunction] = {}
         self._placed: dict[int, tuple[Variable, int]] = {}
 
     def launch(
@@ -132,14 +134,19 @@ class Machine:
             nullcontext() if self.findings is None else collecting(run.found),
         ):
             run.to_the_end()
-            self._check_outcome(function)
+            self._launched[function.name] = function
+            if self.looks_after_each:
+                self.check_outcome()
 
-    def _check_outcome(self, function: BoundFunction) -> None:
-        """Fault if the launch has left an undefined value where the host can see it."""
+    def check_outcome(self) -> None:
+        """Fault if the launches have left an undefined value where the host can see it."""
         for fault in self.memory.outcome():
-            fault.kernel = function.name
-            line = [one for one in function.code.function.instructions if one.line == fault.line]
-            fault.text = next((one.text for one in line if one.parts[0] in STORES), "")
+            for function in reversed(self._launched.values()):
+                line = [one for one in function.code.function.instructions if one.line == fault.line]
+                text = next((one.text for one in line if one.parts[0] in STORES), "")
+                if text:
+                    fault.kernel, fault.text = function.name, text
+                    break
             report(fault)
 
     def whereabouts(self) -> str:

@@ -87,6 +87,7 @@ class Sources:
 
     def note(self, units: npt.NDArray[np.integer], origin: Origin) -> None:
         """Undefined values of `origin` were stored in `units`."""
-        if len(self.by_unit) < MAX_SOURCES and units.size:
+        left = MAX_SOURCES - len(self.by_unit)
+        if left > 0 and units.size:
             first = np.append(True, units[1:] != units[:-1])
-            self.by_unit.update(dict.fromkeys(units[first].tolist(), origin))
+            self.by_unit.update(dict.fromkeys(units[first][:left].tolist(), origin))

@@ -94,12 +94,17 @@ class Buffer:
         """At the end of a launch: one fault for each PTX line that stored an undefined value that the host can see."""
         if self.scratch or self.state is None or not self.sources.by_unit:
             return
-        left = np.flatnonzero(self.state == HIDDEN)
+        left = np.zeros(-(-self.state.size // 4) * 4, np.bool_)
+        np.equal(self.state, HIDDEN, out=left[: self.state.size])
+        known = self.sources.by_unit
+        units = np.fromiter(known, np.int64, len(known))
         found: dict[int, tuple[int, Origin]] = {}
-        for unit in dict.fromkeys((left >> 2).tolist()):
-            at = int(left[np.searchsorted(left, 4 * unit)])
-            origin = self.origin_of(at, 0)
-            found.setdefault(origin.stored, (at, origin))
+        for unit in np.sort(units[left.view(np.uint32)[units] != 0]).tolist():
+            origin = known[unit]
+            if origin.stored not in found:
+                found[origin.stored] = 4 * unit + int(left[4 * unit :][:4].argmax()), origin
+        if not found and np.count_nonzero(left):
+            found[0] = int(left.argmax()), self.origin_of(int(left.argmax()), 0)
         for stored, (at, origin) in found.items():
             what = f"byte {at} of `{self.name}`, which PTX line {stored} stored, is part of the result"
             fault = origin.fault(what, address=self.base + at)

@@ -6,6 +6,7 @@ The law of the bits: whatever stands in the undefined bytes of the operands, the
 from __future__ import annotations
 
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ import pytest
 from backends.vm.faults import Findings
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
-from backends.vm.memory.global_memory import DEFINED
+from backends.vm.memory.definedness import Origin
+from backends.vm.memory.global_memory import DEFINED, Buffer
 from conformance.vm.kernel import FENCE, Array, Kernel, assert_blamed, assert_clean, copy_kernel, init, wait
 from conformance.vm.kernel import STORE as STORE_BOX
 from conformance.vm.tensor_kernel import COMMIT, LOAD, MMA, STAGES, STORE, mma_kernel
@@ -90,6 +92,30 @@ def test_an_undefined_value_that_decides_nothing(name: str) -> None:
 SMEM = ".shared .align 16 .b8 buf[512];"
 SLOT = "mov.u32 %r40, buf; mad.lo.u32 %r41, %tx, 4, %r40;"
 LINE = "mov.u32 %r40, buf; mad.lo.u32 %r42, %tx, 16, %r40;"
+DECIDED = {
+    "xor with itself": "xor.b32 %r1, %r2, %r2;",
+    "sub of itself": "sub.u32 %r1, %r2, %r2;",
+    "mul by 0": "mul.lo.u32 %r1, %r2, 0;",
+    "mad by 0": "mad.lo.u32 %r1, %r2, 0, 0;",
+    "a table that ignores": "lop3.b32 %r1, 0, %r2, %r3, 0xF0;",
+    "a table that masks": "lop3.b32 %r1, %r2, 0, 0, 0xEA;",
+    "a table of one register": "lop3.b32 %r1, %r2, %r2, 0, 0x3C;",
+    "a comparison of what a mask leaves": "and.b32 %r1, %r2, 15; setp.ge.u32 %p1, %r1, 16; selp.b32 %r1, 1, 0, %p1;",
+    "a signed comparison": "or.b32 %r1, %r2, 0x80000000; setp.ge.s32 %p1, %r1, 0; selp.b32 %r1, 1, 0, %p1;",
+    "a comparison with itself": "setp.lt.u32 %p1, %r2, %r2; selp.b32 %r1, 1, 0, %p1;",
+    "a predicate and 0": """setp.eq.u32 %p1, %r2, 3; setp.gt.u32 %p2, 0, 9; and.pred %p3, %p1, %p2;
+        selp.b32 %r1, 1, 0, %p3;""",
+    "a sign": "slct.b32.s32 %r1, 0, %r2, %tx;",
+    "the low word of mad.wide": "mov.b64 %rd1, {0, %r2}; mad.wide.u32 %rd1, %tx, 0, %rd1; cvt.u32.u64 %r1, %rd1;",
+}
+"""Of the undefined %r2, what is 0 all the same."""
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_an_operation_decides_what_its_operand_does_not(name: str) -> None:
+    assert_clean(kernel(f"{DECIDED[name]} add.u32 %r1, %r1, %tx; st.global.b32 [%rd9], %r1;"), {"out": LANES}, SOME[:1])
+
+
 JUMP = "setp.eq.u32 %p9, %r1, 77;\n@%p9 bra END; //!"
 ORIGIN = ("`%r2`, which was never written in this lane", "reads it")
 TRAVELS = {
@@ -119,6 +145,9 @@ TRAVELS = {
     "through a ballot": ("setp.eq.u32 %p1, %r2, 3; vote.sync.ballot.b32 %r1, %p1, -1;", "", ORIGIN),
     "through a reduction of the warp": ("redux.sync.add.u32 %r1, %r2, -1;", "", ORIGIN),
     "through a transpose": ("movmatrix.sync.aligned.m8n8.trans.b16 %r1, %r2;", "", ORIGIN),
+    "through the second half of a pair": ("cvt.pack.sat.u16.s32 %r1, %tx, %r2;", "", ORIGIN),
+    "through the rest under a pair": ("cvt.pack.sat.u8.s32.b32 %r1, %tx, %tx, %r2;", "", ORIGIN),
+    "through a table": ("lop3.b32 %r1, %r2, %tx, 0, 0xFC;", "", ORIGIN),
     "through a predicated write": ("mov.u32 %r1, 5; setp.eq.u32 %p1, %r2, 3; @%p1 mov.u32 %r1, 6;", "", ORIGIN),
     "through a selection": ("setp.eq.u32 %p1, %r2, 3; selp.b32 %r1, 77, 6, %p1;", "", ORIGIN),
     "through mma.sync": (
@@ -160,6 +189,31 @@ def test_a_branch_on_an_undefined_value_that_came_far(name: str) -> None:
     body, declare, clauses = TRAVELS[name]
     rule = RULE_OF.get(name, "uninitialised-register")
     assert_blamed(kernel(f"{body}\n{JUMP}", declare), rule, "decides where this branch goes", *clauses, schedules=SOME)
+
+
+def test_what_a_discard_emptied() -> None:
+    emptied = "setp.eq.u32 %p1, %tx, 0;\n@%p1 discard.global.L2 [%out], 128; //!\nbar.warp.sync -1;"
+    clauses = ("memory that the discard of PTX line", "emptied")
+    assert_blamed(kernel(emptied), "uninitialised-global", "is part of the result", *clauses, schedules=SOME)
+    read = f"{emptied.replace('//!', '')} ld.global.b32 %r1, [%rd9]; {JUMP}"
+    assert_blamed(kernel(read), "uninitialised-global", "decides where this branch goes", *clauses, schedules=SOME)
+    assert_clean(kernel(f"{emptied} st.global.b32 [%rd9], %tx;"), {"out": LANES}, SOME)
+    odd = kernel("setp.eq.u32 %p1, %tx, 0;\n@%p1 discard.global.L2 [%out+64], 128; //!")
+    assert_blamed(odd, "misaligned", "not a multiple of 128", schedules=SOME[:1])
+
+
+def test_many_undefined_words_take_no_time() -> None:
+    """A result of 16 MiB that is undefined: the faults of its two stores are found without a look at each word."""
+    out = Buffer("out", 0, np.zeros(1 << 24, np.uint8))
+    out.forget(scratch=False)
+    missing = np.ones((1 << 16, 128), np.bool_)
+    begin = time.process_time()
+    for line in (7, 8):
+        first = 128 * np.arange(1 << 16) + (line - 7 << 23)
+        out.undefine(first, missing, Origin("uninitialised-register", "`%r1`").stored_at(line, "warp 0"))
+    blamed = [fault.line for fault in out.outcome()]
+    assert blamed == [7], f"lines {blamed}: only the places of the first store are kept"
+    assert time.process_time() - begin < 3, "it took longer than a look at each byte with NumPy takes"
 
 
 RESULTS = {
@@ -361,6 +415,23 @@ WORDS = [
     "not.b32 %d, %a;", "brev.b32 %d, %a;", "popc.b32 %d, %a;", "clz.b32 %d, %a;", "neg.s32 %d, %a;",
     "shl.b32 %d, %a, 12;", "shr.u32 %d, %a, 9;", "shr.s32 %d, %a, 9;", "shf.l.wrap.b32 %d, %a, %c, 7;",
     "shf.r.clamp.b32 %d, %a, %c, %e;", "prmt.b32 %d, %a, %c, 0x7520;", "prmt.b32 %d, %a, %c, 0x9180;",
+    *(f"lop3.b32 %d, %a, %c, %e, {table};" for table in (0xF0, 0xCC, 0xEA, 0xE8, 0xCA, 0x3C, 0x80, 0xFE, 0, 255)),
+    *(f"lop3.b32 %d, %a, %c, %a, {table};" for table in (0x96, 0xEA, 0x5A)), "xor.b32 %d, %a, %a;",
+    "lop3.or.b32 %d|%q, %a, %c, %e, 0x80, %p; selp.b32 %d, 1, 2, %q;",
+    "sub.u32 %d, %a, %a;", "mul.lo.u32 %d, %a, 0;", "mul.lo.u32 %d, %a, 48;", "mul.lo.s32 %d, %a, %a;",
+    "and.b32 %x, %a, 0xff00; and.b32 %y, %c, 0xfff0; mul.lo.u32 %d, %x, %y;",
+    "and.b32 %x, %a, 0xff00; mad.lo.s32 %d, %x, %c, %e;", "mul.wide.s32 %w, %a, %c; cvt.u32.u64 %d, %w;",
+    "mov.b64 %w, {%e, %a}; mad.wide.u32 %w, %a, 16, %w; mov.b64 {%d, _}, %w;",
+    "mov.b64 %w, {%e, %a}; mad.wide.s32 %w, %c, %e, %w; mov.b64 {_, %d}, %w;",
+    *(f"setp.{how}.{kind} %q, %a, %c; selp.b32 %d, 1, 2, %q;" for kind in ("u32", "s32")
+      for how in ("lt", "le", "gt", "ge")),
+    *(f"and.b32 %x, %a, 63; setp.{how} %q, %x, 63; selp.b32 %d, 1, 2, %q;"
+      for how in ("lt.u32", "le.s32", "hi.u32", "ge.s32", "eq.u32")),
+    "setp.ge.s32 %q, %a, %a; selp.b32 %d, 1, 2, %q;", "slct.b32.s32 %d, %a, %c, %e;",
+    "setp.lt.u32 %q, %a, 9; and.pred %q, %q, %p; selp.b32 %d, 1, 2, %q;",
+    "setp.lt.u32 %q, %a, 9; xor.pred %q, %q, %q; selp.b32 %d, 1, 2, %q;",
+    "not.pred %q, %p; or.pred %q, %q, %p; selp.b32 %d, 1, 2, %q;",
+    "cvt.pack.sat.u16.s32 %d, %a, %c;", "cvt.pack.sat.s16.s32 %d, %c, %a;", "cvt.pack.sat.u8.s32.b32 %d, %a, %c, %e;",
     "prmt.b32 %d, %a, %c, %e;", "prmt.b32.f4e %d, %a, %c, 1;", "lop3.b32 %d, %a, %c, %e, 0x96;",
     "bfe.u32 %d, %a, 5, 14;", "bfe.s32 %d, %a, 5, 14;", "bfe.u32 %d, %a, %c, 8;", "bfi.b32 %d, %a, %c, 9, 11;",
     "szext.wrap.s32 %d, %a, 12;", "mad.lo.u32 %d, %a, 256, %c;", "selp.b32 %d, %a, %c, %p;",
@@ -428,7 +499,7 @@ def test_the_exact_rules_keep_bytes_defined() -> None:
     kept = {
         "and.b32 %r1, %r5, 0x0000ffff;": 4, "shl.b32 %r1, %r5, 16;": 4, "bfe.u32 %r1, %r5, 3, 9;": 4,
         "prmt.b32 %r1, %r5, 0, 0x4410;": 4, "add.u32 %r1, %r5, 7;": 2, "mul.lo.u32 %r1, %r5, 3;": 2,
-        "xor.b32 %r1, %r5, %r5;": 2, "cvt.u32.u16 %r1, %h1; add.u32 %r1, %r1, 1;": 4, "or.b32 %r1, %r5, 0xffff0000;": 4,
+        "xor.b32 %r1, %r5, 7;": 2, "cvt.u32.u16 %r1, %h1; add.u32 %r1, %r1, 1;": 4, "or.b32 %r1, %r5, 0xffff0000;": 4,
         "bfi.b32 %r1, %r5, 0, 8, 8;": 4, "shf.l.wrap.b32 %r1, 0, %r5, 16;": 4, "mad.lo.u32 %r1, %r5, 2, %r5;": 2,
     }  # fmt: skip
     for text, size in kept.items():

@@ -255,6 +255,20 @@ def test_a_tile_of_which_a_part_holds_nothing() -> None:
     assert_clean(kernel, {"out": np.append(X[:60] + 1, [9] * 4)})
 
 
+def test_the_results_of_a_row_are_looked_at_after_its_last_launch() -> None:
+    """An output may be scratch in between. What is left there is blamed on the kernel that stored it."""
+    place = "mul.wide.u32 %rd1, %tx, 4; add.u64 %rd2, %rd1, %out;\n"
+    rough, last = f"{place}st.global.b32 [%rd2], %r7; ret;", f"{place}st.global.b32 [%rd2], %tx; ret;"
+    kernel = Kernel(rough, {"out": np.zeros(32, np.uint32)}, others={"last": last})
+    launches = {name: Launch(name, (1, 1, 1), (32, 1, 1), (BufferArg("out"),)) for name in ("kernel", "last")}
+    for order, clean in ((("kernel", "last"), True), (("last", "kernel"), False), (("kernel", "kernel"), False)):
+        program = Program("sm_100a", kernel.ptx, tuple(launches[name] for name in order))
+        memory = {"out": torch.zeros(32, dtype=torch.int32)}
+        said = EXECUTOR.run(program, memory, RunOptions(outputs=("out",))).violation or ""
+        assert bool(said) != clean, f"{order}: {said!r}"
+        assert clean or ("kernel kernel" in said and "st.global.b32 [%rd2], %r7;" in said), f"{order}: {said!r}"
+
+
 def test_the_machine_of_a_row_knows_its_outputs_and_its_workspaces() -> None:
     """A workspace holds noise of its own, and a kernel that reads an output before it writes it breaks a rule."""
     add = "ld.global.b32 %r1, [%rd2]; add.u32 %r1, %r1, 1; st.global.b32 [%rd3], %r1;"
