@@ -86,12 +86,16 @@ class SimulatedClock:
 
 @dataclass
 class SimulatedStopwatch:
-    """A kernel of `hot_us` on a device with noise. `work`: what each launch does besides taking time."""
+    """A kernel of `hot_us` on a device with noise. `work`: what each launch does besides taking time.
+
+    `share`: of `hot_us`, what the launch just done takes.
+    """
 
     hot_us: float
     noise: Noise = quiet
     clock: SimulatedClock = field(default_factory=SimulatedClock)
     work: Callable[[], None] = lambda: None
+    share: Callable[[], float] = lambda: 1.0
     seed: int = 0
     method: Literal["graph", "events"] = "graph"
     flush: Flush = "clean"
@@ -113,7 +117,12 @@ class SimulatedStopwatch:
 
     def _launch(self, temperature: Temperature) -> float:
         self.work()
-        us = self.hot_us * (COLD if temperature == "cold" else 1.0) * self.noise(self.source, self.clock.now_us)
+        us = (
+            self.share()
+            * self.hot_us
+            * (COLD if temperature == "cold" else 1.0)
+            * self.noise(self.source, self.clock.now_us)
+        )
         us *= 2.0 if self.clock.slow() else 1.0
         self.clock.now_us += us
         return us
@@ -173,12 +182,19 @@ class SimulatedCall:
         self.behaviour, case_id, hot_us = ptx.split("\n")
         self.hot_us, self.tensors, self.launched = float(hot_us), tensors, 0
         self.case = specs()[case_id.partition(":")[0]].parse_case(case_id)
+        self.recalled = False
         self.compute()
+        # One output is kept from the first inputs, the others follow the inputs.
+        self.kept = {"lse": self.outputs["lse"]} if self.behaviour == "keeps_one_output" else {}
 
     def compute(self) -> None:
         """The outputs for the inputs as they are now."""
         self.of = self.tensors["v"].clone()
         self.outputs = reference(self.case.op).simulated(self.case, self.tensors)
+
+    def share(self) -> float:
+        """Of the full time, what the last launch took: little for one that recalls what it knows of its inputs."""
+        return 0.2 if self.behaviour == "recalls" and self.recalled else 1.0
 
     def collect(self) -> None:
         """Does nothing: the outputs are in place."""
@@ -190,11 +206,16 @@ class SimulatedCall:
             return
         if self.behaviour == "leaves_what_is_there" and not is_poison(self.tensors["o"]).any():
             return
+        self.recalled = self.launched > 1 and torch.equal(self.of, self.tensors["v"])
+        if self.behaviour == "forgets_on_new_inputs" and not torch.equal(self.of, self.tensors["v"]):
+            for name in self.outputs:
+                self.tensors[name].fill_(torch.nan)
+            return
         # Keeps a simulated launch quick: inputs change as a whole on this device.
         if self.behaviour != "keeps_its_outputs" and not torch.equal(self.of, self.tensors["v"]):
             self.compute()
         for name, value in self.outputs.items():
-            self.tensors[name].copy_(value)
+            self.tensors[name].copy_(self.kept.get(name, value))
         self._misbehave()
 
     def _misbehave(self) -> None:
@@ -250,7 +271,7 @@ class SimulatedExecutor:
     @contextmanager
     def stopwatch(self, call: SimulatedCall) -> Iterator[SimulatedStopwatch]:
         kind = {"stopped": StoppedStopwatch}.get(call.behaviour, SimulatedStopwatch)
-        yield kind(call.hot_us, clock=_CLOCK, work=call.enqueue)
+        yield kind(call.hot_us, clock=_CLOCK, work=call.enqueue, share=call.share)
 
     def bare_read_us(self, size: int) -> float | None:
         return 1e6 * size / self.copy_bytes_per_s + 1.0
@@ -285,6 +306,9 @@ PATCHES_THE_CLOCK = SimulatedBackend("patches_the_clock")
 WRONG_FROM_THE_SECOND = SimulatedBackend("wrong_from_the_second")
 WRONG_LATE = SimulatedBackend("wrong_late")
 IDLE_IN_REPLAYS = SimulatedBackend("idle_in_replays")
+KEEPS_ONE_OUTPUT = SimulatedBackend("keeps_one_output")
+FORGETS_ON_NEW_INPUTS = SimulatedBackend("forgets_on_new_inputs")
+RECALLS = SimulatedBackend("recalls")
 KEEPS_ITS_OUTPUTS = SimulatedBackend("keeps_its_outputs")
 LEAVES_WHAT_IS_THERE = SimulatedBackend("leaves_what_is_there")
 CHANGES_AN_INPUT = SimulatedBackend("changes_an_input")

@@ -5,19 +5,22 @@ draws the inputs once everything is built, computes the references and compares.
 
 Outputs are poisoned before every turn; guard bands, inputs and outputs are checked after it. So the judge sees what
 timed launches wrote. A program that turns wrong in its replays, or does nothing in them, fails in that turn. One that
-keeps an earlier result fails in a last replay on other inputs.
+keeps an earlier result fails in a last replay on other inputs: its outputs are judged there, too, and its launches on
+inputs that it has never seen may take little more time than those on the inputs that it was timed on.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -56,6 +59,10 @@ MAX_ORACLE_FLOPS = 2 * 10**11
 MAX_DIGESTED_BYTES = 1 << 30
 # Turns with outputs that differ from the accepted ones are judged in full this often. The last replay always is.
 MAX_JUDGED_TURNS = 3
+# Cold launches on inputs never seen before, and as many on the inputs that were timed. The median of the former may be
+# this many times that of the latter.
+NEW_LAUNCHES = 5
+MAX_NEW_OVER_TIMED = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +203,8 @@ class _CaseBench:
         self.target: Target = cast(Target, first.target)
         self.input_sha256: Mapping[str, str] = {}
         self.bare_read: tuple[float | None] | None = None
+        self.seed = secrets.randbelow(1 << 31)
+        self.otherwise: Expected | None = None
         self.processes = _processes(_hidden(settings))
         stages.enter(None, "asking the executor", 60.0)
         about = self.processes.machine(first, self._deadline())
@@ -350,25 +359,78 @@ class _CaseBench:
             self._judge(candidate, "in a replay after the last sample: ")
             if candidate.status is None and candidate.built is not None and candidate.built.call is None:
                 self._change_inputs(candidate)
+            if candidate.status is None and candidate.built is not None and candidate.built.call is None:
+                self._time_new_inputs(candidate)
             candidate.conclude("passed", "")
 
     def _change_inputs(self, candidate: _Candidate) -> None:
-        """Concludes a candidate that keeps an earlier result: right, and fast, as long as no input changes.
+        """Concludes a candidate that is wrong on other inputs: one that keeps an earlier result, say.
 
         The outputs are not poisoned here, so that a candidate that looks for poison fails too. The caller exempts
         programs of libraries: they prepare the inputs of a GEMM ahead of time.
         """
         assert candidate.bound is not None
         before = {name: self.arena.tensors[name].clone() for name in self.expected.oracle}
-        with self.arena.scaled_inputs():
+        with self.arena.scaled_inputs(self.seed):
+            expected = self._expected_otherwise()
             self.buffers.synchronise()
+            self.stages.enter(candidate.row.backend, "replaying on other inputs", 120.0)
             candidate.bound.sample("hot", 1)
             self._collect(candidate)
-            kept = all(_same_bits(self.arena.tensors[name], seen) for name, seen in before.items())
+            outputs = {name: self.arena.tensors[name] for name in before}
+            kept = [name for name, seen in before.items() if _same_bits(outputs[name], seen)]
+            judgement = compared(self.spec, expected, outputs)
             self.buffers.synchronise()
-        if kept:
+        if len(kept) == len(before):
             sentence = "in a replay on other inputs: the outputs are still those of the inputs before"
             candidate.conclude("failed", f"{sentence}, so that what was timed is not the work")
+        elif not judgement.passed:
+            # An output alone may rightly be what it was: codes, where the block scales took the change.
+            still = f"{' and '.join(kept)} still as on the inputs before; " if kept else ""
+            candidate.conclude("failed", f"in a replay on other inputs: {still}{judgement.sentence}")
+        if not self.arena.intact():
+            self._judge(candidate, "in a replay on other inputs: ")
+
+    def _expected_otherwise(self) -> Expected:
+        """What the outputs must be on the inputs as scaled by `seed`, which they are now."""
+        if self.otherwise is None:
+            self.stages.enter(None, "computing the references of other inputs", 600.0)
+            given = {name: tensor for name, tensor in self.arena.tensors.items() if name not in self.arena.outputs}
+            self.otherwise = expected_of(self.case, given, self.settings.max_oracle_flops)
+        return self.otherwise
+
+    def _time_new_inputs(self, candidate: _Candidate) -> None:
+        """Concludes a candidate that is right on new inputs, but only slowly: it recalls those that it was timed on.
+
+        The host does the same before either kind of launch, and both are cold. Those on the timed inputs come first:
+        a candidate that has just seen others may pretend to work for a while.
+        """
+        self.stages.enter(candidate.row.backend, "being timed on new inputs", 120.0)
+        timed = median(self._one_cold(candidate, new=False) for _ in range(NEW_LAUNCHES))
+        new = median(self._one_cold(candidate, new=True) for _ in range(NEW_LAUNCHES))
+        if new > MAX_NEW_OVER_TIMED * timed:
+            candidate.conclude(
+                "failed",
+                f"a launch on inputs that it had not seen took {new:.4g} us, one on those that it was timed on "
+                f"{timed:.4g} us (cold, medians of {NEW_LAUNCHES}); at most {MAX_NEW_OVER_TIMED:g} times as long is "
+                "believed: it recalls an earlier result, so that what was timed is not the work",
+            )
+
+    def _one_cold(self, candidate: _Candidate, new: bool) -> float:
+        """Microseconds of one launch on `new` inputs or on those of the case; either way the inputs were written."""
+        with self.arena.scaled_inputs(secrets.randbelow(1 << 31)):
+            self.buffers.synchronise()
+            if new:
+                return self._settled(candidate)
+        self.buffers.synchronise()
+        return self._settled(candidate)
+
+    def _settled(self, candidate: _Candidate) -> float:
+        """Microseconds of one cold launch, with its results in place: no launch is under way afterwards."""
+        assert candidate.bound is not None
+        us = candidate.bound.sample("cold", 1)
+        self._collect(candidate)
+        return us
 
     def begin(self, name: str) -> None:
         """See Watch."""

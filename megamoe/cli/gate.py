@@ -35,7 +35,7 @@ from megamoe.gate.baseline import VM_BASELINE, Baseline, baseline_for, read_base
 from megamoe.gate.counters import Claim, against_baseline
 from megamoe.gate.evidence import checked
 from megamoe.gate.expected import Expectation, stale_entries
-from megamoe.gate.shards import Absent, absent_shards
+from megamoe.gate.shards import Absent, absent_shards, shards_twice
 from megamoe.gate.verdict import Finding, Verdict, judge_run, open_line
 from megamoe.records.files import RUNS, RecordFile, check_place, newest_run, read_records
 from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader, Signature
@@ -187,6 +187,7 @@ def _evidence(
     held = [] if asked.anything or nth else list(zip(headers, (owed[one] for one in selections), strict=True))
     records = _all_records(files)
     absent = absent_shards(held, {record.row for record in records}, cut_now)
+    absent = replace(absent, findings=(*absent.findings, *shards_twice(headers, records)))
     if nth is not None:
         owed = {selection: [*cut_now(rows, nth.count).shards[nth.index - 1]] for selection, rows in owed.items()}
     changed = [text for header, rows in held if header.shard is None for text in _changed_since(header, len(rows))]

@@ -1,19 +1,24 @@
-"""Whether the shards of a run set are all there. A shard that is not is one sentence, not one a row."""
+"""Whether the shards of a run set are all there, and of one tree. A shard that is not there is one sentence, not one a
+row; more than MAX_NAMED of them are one sentence together."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from megamoe.contract import Row
 from megamoe.gate.verdict import Finding
-from megamoe.records.lines import RunHeader, Shard
+from megamoe.records.lines import Record, RunHeader, Shard
 from megamoe.records.shards import Cut
 from megamoe.spec.selection import SelectionError
 
+_Member = tuple[RunHeader, Shard, Sequence[Row]]
 Cutter = Callable[[Sequence[Row], int], Cut]
 """How rows are cut into that many shards here and now."""
+MAX_NAMED: Final = 8
+"""Missing shards of a run set that have a sentence each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,7 @@ def absent_shards(
 
     `recorded`: rows that have a record; no finding speaks for one of them.
     """
-    sets: dict[str, list[tuple[RunHeader, Shard, Sequence[Row]]]] = {}
+    sets: dict[str, list[_Member]] = {}
     for header, rows in headers:
         if header.shard is not None:
             sets.setdefault(header.shard.run_set, []).append((header, header.shard, rows))
@@ -42,16 +47,35 @@ def absent_shards(
         if len({(one.count, one.plan, str(sorted(head.selection.items()))) for head, one, _ in found}) > 1:
             findings.append(_closing(f"{_runs(found)} of run set {name} were cut differently: run them again"))
             continue
+        findings += _of_two_trees(name, found)
         there = {one.index: head.owed_rows for head, one, _ in found}
         missing = [index for index in range(1, shard.count + 1) if index not in there]
         if missing:
             of = _rows_by_shard(shard, rows, recorded, cutter)
-            findings += [_missing(header, shard, index, of.get(index)) for index in missing]
+            if len(missing) <= MAX_NAMED:
+                findings += [_missing(header, shard, index, of.get(index)) for index in missing]
+            else:
+                findings.append(_many_missing(header, shard, missing))
             spoken_for.update(row for index in missing for row in of.get(index, of.get(0, [])))
         elif sum(there.values()) != len(rows):
             told = f"run set {name} owed {sum(there.values())} rows when it began, its selection holds {len(rows)} now"
             findings.append(_closing(f"{told}; run it again"))
     return Absent(tuple(findings), frozenset(spoken_for))
+
+
+def shards_twice(headers: Iterable[RunHeader], records: Iterable[Record]) -> list[Finding]:
+    """A shard of which two runs have the same row. A run that was resumed has rows that the run before lacks."""
+    shards = {header.run: header.shard for header in headers if header.shard is not None}
+    runs_of: dict[tuple[str, int, Row], dict[str, None]] = {}
+    for record in records:
+        shard = shards.get(record.run)
+        if shard is not None and record.status != "not_run":
+            runs_of.setdefault((shard.run_set, shard.index, record.row), {})[record.run] = None
+    twice = {tuple(runs): row for (_, _, row), runs in runs_of.items() if len(runs) > 1}
+    return [
+        _closing(f"{' and '.join(runs)} are both {shards[runs[0]]}, and both have {row}: keep the file of one of them")
+        for runs, row in twice.items()
+    ]
 
 
 def _rows_by_shard(
@@ -74,6 +98,29 @@ def _missing(header: RunHeader, shard: Shard, index: int, rows: Sequence[Row] | 
     again = shlex.join(["--shard", f"{index}/{shard.count}", "--run-set", shard.run_set])
     told = f"shard {index}/{shard.count} of run set {shard.run_set} is in no file: {count}"
     return Finding("missing", f"{told}. Run it as {header.run} was run, with {again}")
+
+
+def _many_missing(header: RunHeader, shard: Shard, missing: Sequence[int]) -> Finding:
+    named = ", ".join(map(str, missing[:MAX_NAMED]))
+    again = shlex.join(["--shard", f"INDEX/{shard.count}", "--run-set", shard.run_set])
+    told = f"{len(missing)} of the {shard.count} shards of run set {shard.run_set} are in no file: {named} and others"
+    return Finding("missing", f"{told}. Run each as {header.run} was run, with {again}")
+
+
+def _of_two_trees(name: str, found: Sequence[_Member]) -> Iterator[Finding]:
+    """Headers of one run set that do not tell of the same specs, expected failures, code and revision."""
+    first, _, _ = found[0]
+    for told in ("revision", *sorted({key for head, _, _ in found for key in head.digests})):
+        other = next((one for one in found if _told(one[0], told) != _told(first, told)), None)
+        if other is not None:
+            values = f"{_told(first, told) or 'not known'} and {_told(other[0], told) or 'not known'}"
+            what = "revision" if told == "revision" else f"digest of the {told}"
+            runs = _runs([found[0], other])
+            yield _closing(f"{runs} of run set {name} are of two trees: their {what} is {values}; run them of one")
+
+
+def _told(header: RunHeader, name: str) -> str | None:
+    return header.git_revision if name == "revision" else header.digests.get(name)
 
 
 def _runs(found: Iterable[tuple[RunHeader, Shard, object]]) -> str:

@@ -12,6 +12,7 @@ import hashlib
 import math
 import mmap
 import os
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -117,6 +118,9 @@ POISON: Final[Mapping[torch.dtype, bytes]] = {
     torch.int32: b"\xa5\xa5\xa5\xa5",
     torch.int64: b"\xa5\xa5\xa5\xa5\xa5\xa5\xa5\xa5",
 }
+
+# Far enough from 1 to show in every output, and near enough that no narrow format loses the values.
+_SCALES: Final = tuple(step / 128 for step in range(64, 105))
 
 # Size in bytes -> the integers of that size.
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -261,12 +265,15 @@ class Arena:
             _fill(self._plots[name].body, self._plots[name].layout.dtype)
 
     @contextmanager
-    def scaled_inputs(self) -> Iterator[None]:
-        """Within it, every floating-point input is multiplied by a power of two below 1, another one for each."""
+    def scaled_inputs(self, seed: int) -> Iterator[None]:
+        """Within it, every floating-point input is multiplied by a number of _SCALES, another one for each.
+
+        `seed` draws the numbers: the same ones give the same inputs, bit for bit.
+        """
         floats = [name for name in self._seals if self.tensors[name].dtype.is_floating_point]
         given = {name: self.tensors[name].clone() for name in floats}
-        for place, name in enumerate(floats):
-            self.tensors[name].mul_(2.0 ** (place - len(floats)))
+        for name, scale in zip(floats, random.Random(seed).sample(_SCALES, len(floats)), strict=True):
+            self.tensors[name].mul_(scale)
         try:
             yield
         finally:

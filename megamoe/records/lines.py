@@ -41,6 +41,8 @@ MAX_SENTENCE = 4000
 MAX_LINE_TEXT = 2 * MAX_SENTENCE
 MAX_NAME = 1000
 """Characters of a case, a backend and everything else that names a row."""
+MAX_SHARDS = 1000
+"""Parts of a run set."""
 
 
 def shortened(text: str, most: int = MAX_CHARACTERS) -> str:
@@ -79,7 +81,7 @@ class Shard(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     index: int = Field(ge=1)
-    count: int = Field(ge=1)
+    count: int = Field(ge=1, le=MAX_SHARDS)
     run_set: Name
     plan: Name
 

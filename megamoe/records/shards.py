@@ -20,11 +20,10 @@ from typing import Final
 from megamoe import CHECKOUT
 from megamoe.contract import Row
 from megamoe.records.files import read_records
-from megamoe.records.lines import MAX_NAME, Shard
+from megamoe.records.lines import MAX_NAME, MAX_SHARDS, Shard
 from megamoe.spec.selection import Selection, SelectionError
 
 SLACK: Final = 1.1
-MAX_SHARDS: Final = 1000
 UNKNOWN_S: Final = 1.0
 """The cost of each row where no record knows any."""
 TRACKED: Final = CHECKOUT / "results" / "records"

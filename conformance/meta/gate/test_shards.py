@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from conformance.fakes.results import header
+from conformance.fakes.results import CASE, OTHER, header, record
 from megamoe.contract import Row
-from megamoe.gate.shards import Absent, absent_shards
-from megamoe.records.lines import RunHeader
+from megamoe.gate.shards import Absent, absent_shards, shards_twice
+from megamoe.records.lines import RunHeader, Shard
 from megamoe.records.shards import Nth, cut
 from megamoe.spec.selection import Selection
 
@@ -82,3 +82,39 @@ def test_what_does_not_fit_closes_the_gate(headers: list[RunHeader], sentence: s
 def test_a_shard_of_another_selection_does_not_count() -> None:
     other = _header(3).model_copy(update={"selection": Selection("full").kept})
     assert any("were cut differently" in sentence for sentence in _sentences(_header(1), _header(2), other))
+
+
+TREE = {"specs": "1" * 64, "expected": "2" * 64, "code": "3" * 64}
+TREES = {
+    "revision": {"git_revision": "def"},
+    "no revision": {"git_revision": None},
+    "no digests": {"digests": {}},
+    **{name: {"digests": {**TREE, name: "4" * 64}} for name in TREE},
+}
+
+
+@pytest.mark.parametrize("change", TREES)
+def test_shards_of_two_trees_close_the_gate(change: str) -> None:
+    of_one = [_header(index).model_copy(update={"digests": TREE}) for index in (1, 2, 3)]
+    assert _sentences(*of_one) == []
+    found = _absent(*of_one[:2], of_one[2].model_copy(update=TREES[change])).findings
+    assert any("are of two trees" in one.sentence and "run-3" in one.sentence for one in found), f"{change} is not said"
+    assert all(one.closes for one in found)
+
+
+def test_a_row_of_one_shard_in_two_runs_is_said_and_a_resumed_run_is_not() -> None:
+    again = [_header(1), _header(1, "again"), _header(2)]
+    first = record(case=CASE, run="run-1")
+    (finding,) = shards_twice(again, [first, record(case=CASE, run="again")])
+    assert finding.closes
+    assert "run-1 and again are both shard 1/3 of run set" in finding.sentence
+    assert shards_twice(again, [first, record(case=OTHER, run="again")]) == [], "each has rows of its own"
+    assert shards_twice(again, [first, first]) == [], "one run, copied, is one run"
+
+
+def test_many_missing_shards_are_one_sentence() -> None:
+    (finding,) = _absent(_header(1, count=1000)).findings
+    assert "999 of the 1000 shards of run set" in finding.sentence
+    assert len(finding.sentence) < 400, "nobody reads a thousand numbers"
+    with pytest.raises(ValueError, match="less than or equal to 1000"):
+        Shard(index=1, count=10**6, run_set="nightly", plan="0" * 16)

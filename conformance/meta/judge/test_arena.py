@@ -184,14 +184,20 @@ def test_scaled_inputs_all_differ_from_what_they_were_and_come_back_bit_by_bit()
     case = spec.parse_case("nvfp4_moe:hidden=128,intermediate=128,num_experts=2,tokens=3,topk=2")
     inputs = reference("nvfp4_moe").make_inputs(case)
     held = Arena(spec, case, inputs)
-    with held.scaled_inputs():
+    with held.scaled_inputs(5):
         ratios = {name: held.tensors[name] / given for name, given in inputs.items() if given.is_floating_point()}
+        first = {name: tensor.clone() for name, tensor in held.tensors.items()}
         for name in inputs.keys() - ratios.keys():
             assert torch.equal(held.tensors[name], inputs[name]), f"{name} holds codes or numbers of experts"
-    factors = {name: set(ratio.flatten().tolist()) for name, ratio in ratios.items()}
+    # Steps of the factors are far wider than the rounding of a product of fp32.
+    factors = {name: {round(one, 4) for one in ratio.flatten().tolist()} for name, ratio in ratios.items()}
     assert all(len(found) == 1 and max(found) < 1 for found in factors.values()), f"{factors}: one factor a tensor"
     assert len(set.union(*factors.values())) == len(factors), "no two have the same, or one may undo the other"
     assert held.damage() is None, "the inputs are as they were"
+    with held.scaled_inputs(5):
+        assert all(torch.equal(first[name], held.tensors[name]) for name in inputs), "one seed, the same inputs"
+    with held.scaled_inputs(6):
+        assert not all(torch.equal(first[name], held.tensors[name]) for name in inputs), "another seed, other inputs"
 
 
 SEALS = (Digests, SealedCopy)
