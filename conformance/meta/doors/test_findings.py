@@ -14,7 +14,7 @@ import pytest
 
 from megamoe.cli.main import main
 from megamoe.export.findings import CheckedRun, form_of, read_findings, rendered
-from megamoe.findings import PROFILES, KernelFinding, Ledger, SourceLine, Suppression
+from megamoe.findings import PROFILES, KernelFinding, Ledger, Profile, SourceLine, Suppression
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.vm import Device, KernelFault
 
@@ -88,7 +88,7 @@ def finding(**changes: object) -> KernelFinding:
 
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("grade", STEPS)
-def test_a_grade_counts_in_its_profiles(grade: str, profile: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_grade_counts_in_its_profiles(grade: str, profile: Profile, caplog: pytest.LogCaptureFixture) -> None:
     device = Device("sm_100a", profile=profile)
     fault = launched(device, STEPS[grade])
     (one,) = device.findings
