@@ -84,6 +84,8 @@ def _best(times: dict[str, float]) -> tuple[float, str]:
 
 def test_the_smoke_profile_prints_what_its_record_holds() -> None:
     records = read_records(RECORDS / "smoke.jsonl").records
+    baseline = read_records(ROOT / "results" / "baselines" / "vm.jsonl").records
+    assert {one.row for one in records} == {one.row for one in baseline}, "smoke.jsonl has not the rows of the gate"
     groups = Counter((one.op, one.backend, one.target, one.executor) for one in records)
     seconds: dict[tuple[str, ...], float] = defaultdict(float)
     for one in records:
