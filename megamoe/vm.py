@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -375,10 +376,12 @@ def _pointed_at(values: npt.NDArray[np.int64]) -> Iterator[Any]:
 
 
 def _dim3(what: str, sizes: Size) -> Dim3:
-    given = (sizes,) if isinstance(sizes, int) else tuple(int(size) for size in sizes)
+    given = (sizes,) if isinstance(sizes, Integral) else tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
+    if not all(isinstance(size, Integral) for size in given):
+        raise LaunchRefusedError(f"{what} is {sizes!r}; it must be a number of whole units, or one to three of them")
     if not 1 <= len(given) <= 3:
         raise LaunchRefusedError(f"{what} has {len(given)} sizes; one to three are possible")
-    x, y, z = (*given, 1, 1)[:3]
+    x, y, z = (int(size) for size in (*given, 1, 1)[:3])
     return x, y, z
 
 
@@ -474,6 +477,10 @@ def as_ptx(source: str | Path, target: str) -> str:
             raise LaunchRefusedError(
                 f"the source {name!r} is neither text of several lines nor a file: {problem}"
             ) from None
+        except UnicodeDecodeError as problem:
+            raise LaunchRefusedError(f"the source {name!r} is no text in UTF-8: byte {problem.start}") from None
+    if not text.strip():
+        raise LaunchRefusedError(f"{name} is empty")
     # A PTX module begins with .version, after comments (PTX ISA 5.1).
     if any(line.lstrip().startswith(".version") for line in text.splitlines()):
         return text

@@ -30,6 +30,9 @@ _DTYPES = {
 }  # fmt: skip
 _ARRAY = re.compile(r"(\w+)\[(\d+)\]")
 
+_LAUNCH_DEFAULTS: dict[str, object] = {"--grid": "1", "--block": "128", "--cluster": "1", "--smem": 0}
+MAX_ELEMENTS = 1 << 28
+
 Sources = Annotated[list[str], typer.Argument(metavar="KERNEL.ptx|KERNEL.cu|TEST.py[::NAME]", help="What to check.")]
 Target = Annotated[str, typer.Option("--target", metavar="NAME", help="sm_90a or sm_100a.")]
 Schedule = Annotated[
@@ -64,6 +67,10 @@ def check(
             _unusable(f"{one}: a source is KERNEL.ptx, KERNEL.cu or TEST.py::NAME")
     if entry is not None and (tests or len(kernels) != 1):
         _unusable("--entry launches a kernel of one file")
+    launch_options = {"--grid": grid, "--block": block, "--cluster": cluster, "--smem": smem, "--arg": arg}
+    idle = [name for name, given in launch_options.items() if given != _LAUNCH_DEFAULTS.get(name)]
+    if entry is None and idle:
+        _unusable(f"{idle[0]} does nothing without --entry NAME, which launches a kernel of one file")
     if sought.format not in get_args(Format):
         _unusable(f"--format {sought.format}: the formats are {', '.join(get_args(Format))}")
     checked = CheckedRun(_ledger(target, sought))
@@ -133,6 +140,8 @@ def _read(kernel: str, target: str, checked: CheckedRun) -> None:
     device = Device(target)
     with sentences(device.machine):
         ptx = as_ptx(Path(kernel), target)
+        if not device.machine.entries(ptx):
+            _unusable(f"{kernel} holds no kernel: there is no .entry in it")
         for name, parameters in device.machine.entries(ptx).items():
             try:
                 with sentences(device.machine):
@@ -200,6 +209,8 @@ def _argument(text: str, index: int) -> object:
         return None
     if matched := _ARRAY.fullmatch(text):
         name, size = matched[1], int(matched[2])
+        if size > MAX_ELEMENTS:
+            _unusable(f"--arg {text}: an array has at most {MAX_ELEMENTS} elements")
         if name not in _DTYPES:
             _unusable(f"--arg {text}: no dtype {name!r}; there are {', '.join(_DTYPES)}")
         if name.startswith("f"):

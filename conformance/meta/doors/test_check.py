@@ -7,11 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 
 from conformance import ROOT
 from megamoe.cli.main import main
+from megamoe.vm import Device
 
 GUIDE = (ROOT / "docs" / "bring-your-kernel.md").read_text("utf-8")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -100,6 +103,9 @@ def test_a_launch_holds_the_schedules_against_each_other(kernel: Path, capsys: p
         (["KERNEL", "--entry", "fill", "--arg", "what"], "write a number, null"),
         (["KERNEL", "--entry", "fill", "--grid", "a"], "'a' is no size"),
         (["KERNEL", "--entry", "fill"], "takes 2 arguments"),
+        (["KERNEL", "--entry", "fill", "--arg", "u32[99999999999999]"], "an array has at most"),
+        (["KERNEL", "--arg", "u32[4]"], "--arg does nothing without --entry NAME"),
+        (["KERNEL", "--block", "64"], "--block does nothing without --entry NAME"),
     ],
 )
 def test_input_that_cannot_be_used_is_said(
@@ -108,6 +114,28 @@ def test_input_that_cannot_be_used_is_said(
     status, said = _check(capsys, *(str(kernel) if one == "KERNEL" else one for one in arguments))
     assert status == 2
     assert sentence in said
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "is empty"),
+        (b".version 8.8\n.target sm_100a\n.address_size 64\n", "holds no kernel"),
+        (b".version \xff", "is no text in UTF-8"),
+    ],
+)
+def test_a_file_without_a_kernel_is_not_passed(
+    kernel: Path, content: bytes, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel.write_bytes(content)
+    status, said = _check(capsys, kernel)
+    assert (status, sentence in said) == (2, True), said
+
+
+@pytest.mark.parametrize("grid", ["16", 8.5, (1, "2"), None])
+def test_a_grid_that_is_no_number_is_refused(kernel: Path, grid: object) -> None:
+    with pytest.raises(ValueError, match="must be a number of whole units"):
+        Device("sm_100a").launch(kernel, "fill", cast("int", grid), 32, np.zeros(4, np.uint32), 4)
 
 
 def test_a_test_suite_is_run_by_pytest(tmp_path: Path) -> None:
