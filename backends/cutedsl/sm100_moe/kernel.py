@@ -15,13 +15,15 @@ Each kernel but the first may be launched while the one before it still runs (pr
 its barriers and tensor memory, then waits until that kernel, which waited for its own predecessor, is complete.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from backends.cutedsl.moe import combine
+from backends.cutedsl.moe.call import ceil_div, flat, launch_combine
+from backends.cutedsl.moe.call import named as kernel_named
 from backends.cutedsl.moe.layout import TILE_M
 from backends.cutedsl.moe.nvfp4 import Nvfp4
 from backends.cutedsl.sm100_moe import routing, row_kernels
@@ -30,21 +32,8 @@ from backends.cutedsl.sm100_moe.gemm import launch_shape, rows_kernel, swiglu_ke
 from backends.cutedsl.sm100_moe.operands import GroupedGemm, layout_a, layout_w, make_operand
 from backends.cutedsl.sm100_moe.plan import H_COLUMNS, TILE_K, Sm100MoePlan
 
-
-def ceil_div(a: Int32, b: int) -> Int32:
-    """a / b, rounded up."""
-    return (a + b - 1) // b
-
-
-def flat(mTensor: cute.Tensor) -> cute.Tensor:
-    """A compact tensor of rank 2 as one of rank 1."""
-    return cute.make_tensor(mTensor.iterator, cute.make_layout(mTensor.shape[0] * mTensor.shape[1]))
-
-
-def named(kernel, name: str):
-    """The kernel, its entry beginning with sm100_moe_`name`."""
-    kernel.set_name_prefix(f"sm100_moe_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
-    return kernel
+FAMILY = "sm100_moe"
+named = partial(kernel_named, FAMILY)
 
 
 class Sm100Moe:
@@ -131,12 +120,4 @@ class Sm100Moe:
         named(rows_kernel, "rows")(plan, gemm, tensors).launch(**shape)
 
     def _combine(self, call: SimpleNamespace) -> None:
-        vectors = call.y.shape[0] * (call.y.shape[1] // combine.COLUMNS)
-        ids, weights, topk = flat(call.topk_ids), flat(call.topk_weights), call.topk_ids.shape[1]
-        kernel, weighted = named(combine.combine_kernel, "combine"), 1 - call.weight_before
-        kernel(ids, weights, call.row_of_route, call.rows, call.y, topk, weighted).launch(
-            grid=[ceil_div(vectors, combine.COMBINE_THREADS), 1, 1],
-            block=[combine.COMBINE_THREADS, 1, 1],
-            stream=call.stream,
-            use_pdl=True,
-        )
+        launch_combine(FAMILY, call)

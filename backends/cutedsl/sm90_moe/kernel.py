@@ -13,13 +13,15 @@ memory, which is what saves its bandwidth, and become f16 in registers, where a 
 Each kernel but the first may be launched while the one before it still runs (programmatic dependent launch).
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from backends.cutedsl.moe import combine
+from backends.cutedsl.moe.call import ceil_div, flat, launch_combine
+from backends.cutedsl.moe.call import named as kernel_named
 from backends.cutedsl.moe.layout import SF_VEC_SIZE
 from backends.cutedsl.moe.nvfp4 import Nvfp4
 from backends.cutedsl.sm90_moe import expand, repack, requantise, routing
@@ -28,21 +30,8 @@ from backends.cutedsl.sm90_moe.gemm import rows_kernel, swiglu_kernel
 from backends.cutedsl.sm90_moe.plan import PANEL_ROWS, ROW_BYTES, UNIT_K, Sm90MoePlan
 from backends.cutedsl.sm90_moe.schedule import ColumnGemm
 
-
-def ceil_div(a: Int32, b: int) -> Int32:
-    """a / b, rounded up."""
-    return (a + b - 1) // b
-
-
-def flat(mTensor: cute.Tensor) -> cute.Tensor:
-    """A compact tensor as one of rank 1."""
-    return cute.make_tensor(mTensor.iterator, cute.make_layout(cute.size(mTensor)))
-
-
-def named(kernel, name: str):
-    """The kernel, its entry beginning with sm90_moe_`name`."""
-    kernel.set_name_prefix(f"sm90_moe_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
-    return kernel
+FAMILY = "sm90_moe"
+named = partial(kernel_named, FAMILY)
 
 
 class Sm90Moe:
@@ -161,12 +150,4 @@ class Sm90Moe:
         named(rows_kernel, "rows")(plan, gemm, tensors).launch(**shape)
 
     def _combine(self, call: SimpleNamespace) -> None:
-        vectors = call.y.shape[0] * (call.y.shape[1] // combine.COLUMNS)
-        ids, weights, topk = flat(call.topk_ids), flat(call.topk_weights), call.topk_ids.shape[1]
-        kernel, weighted = named(combine.combine_kernel, "combine"), 1 - call.weight_before
-        kernel(ids, weights, call.row_of_route, call.rows, call.y, topk, weighted).launch(
-            grid=[ceil_div(vectors, combine.COMBINE_THREADS), 1, 1],
-            block=[combine.COMBINE_THREADS, 1, 1],
-            stream=call.stream,
-            use_pdl=True,
-        )
+        launch_combine(FAMILY, call)
