@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from megamoe.gate.expected import stale_entries
 from megamoe.gate.verdict import judge_run
 from megamoe.judge.figures import FigureMaker
 from megamoe.judge.run import Judging, RunSettings, judged
-from megamoe.records.files import RUNS, RecordWriter, check_place, newest_run, read_records, write_file
+from megamoe.records.files import RUNS, RecordWriter, check_place, locked, newest_run, read_records, write_file
 from megamoe.records.keys import Key
 from megamoe.records.lines import Agreement, AnyLine, Record, RecordError, RunHeader, Shard, record_of
 from megamoe.records.provenance import digests_of, installed_version, run_header
@@ -192,13 +191,8 @@ def _sole_writer(path: Path) -> Iterator[None]:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
     except OSError as error:
         raise RecordError(f"cannot resume {path}: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with locked(descriptor, f"{path} is being written by another run; wait for it to end"):
         yield
-    except BlockingIOError:
-        raise RecordError(f"{path} is being written by another run; wait for it to end") from None
-    finally:
-        os.close(descriptor)
 
 
 def selection_in(header: RunHeader) -> Selection:

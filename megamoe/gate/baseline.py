@@ -8,7 +8,6 @@ runs. Acceptance lines at the end say why each change was taken. Only rows that 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import TypeVar
 
 from megamoe import CHECKOUT
 from megamoe.contract import Row
-from megamoe.records.files import RecordFile, read_records, write_file
+from megamoe.records.files import RecordFile, locked, read_records, write_file
 from megamoe.records.keys import Key, KeyedLine
 from megamoe.records.lines import BASELINE_RUN, Acceptance, AnyLine, Figures, Record, RecordError, RunHeader, Timing
 from megamoe.spec.selection import Selection
@@ -166,10 +165,5 @@ def sole_writer(path: Path) -> Iterator[None]:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise RecordError(f"cannot write the baseline {path}: {error.strerror}") from error
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with locked(folder, f"the baselines in {path.parent} are being written by another command; try again"):
         yield
-    except BlockingIOError:
-        raise RecordError(f"the baselines in {path.parent} are being written by another command; try again") from None
-    finally:
-        os.close(folder)

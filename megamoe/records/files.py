@@ -12,8 +12,8 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -82,6 +82,24 @@ class RecordFile:
         return tuple(line for line in self.lines if isinstance(line, Acceptance))
 
 
+def take_lock(descriptor: int, taken: str) -> None:
+    """Takes the lock of an open file or folder, until it is closed. RecordError(`taken`) if another process has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RecordError(taken) from None
+
+
+@contextmanager
+def locked(descriptor: int, taken: str) -> Iterator[None]:
+    """Holds the lock of an open file or folder, then closes it. RecordError as for take_lock."""
+    try:
+        take_lock(descriptor, taken)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class RecordWriter:
     """Appends lines to a record file, each by one write() to a descriptor opened with O_APPEND, then fsync.
 
@@ -101,16 +119,13 @@ class RecordWriter:
             raise RecordError(f"cannot write records to {path}: {error.strerror}") from error
 
     def _take_over(self, path: Path) -> None:
-        refusal = None
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(self._descriptor, f"{path} is being written by another run; give another output file")
             if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-                refusal = f"{path} ends in a torn line that a killed run left; give another output file"
-        except BlockingIOError:
-            refusal = f"{path} is being written by another run; give another output file"
-        if refusal:
+                raise RecordError(f"{path} ends in a torn line that a killed run left; give another output file")
+        except (RecordError, OSError):
             os.close(self._descriptor)
-            raise RecordError(refusal)
+            raise
 
     def append(self, line: AnyLine) -> None:
         """Appends one line and forces it to the disk."""
