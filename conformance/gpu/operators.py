@@ -238,20 +238,23 @@ def moe_is_right(backend: str) -> dict[str, float]:
     return found
 
 
-def replay_us(call: Callable[[], object]) -> float:
-    """Median microseconds of device time of `call` in a graph, with what the L2 holds after the last replay."""
+def replay_us(call: Callable[[], object], replays: int = 12, warm: int = 2) -> float:
+    """Median microseconds of device time of `call` in a graph, with what the L2 holds after the last replay.
+
+    The first `warm` replays do not count.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
     times: list[float] = []
-    for _ in range(12):
+    for _ in range(replays):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3)
-    return round(statistics.median(times[2:]), 1)
+    return statistics.median(times[warm:])
 
 
 def moe_cost(backend: str) -> dict[str, Any]:
@@ -269,9 +272,9 @@ def _layer_cost(tokens: int, backend: str) -> dict[str, float]:
     first = time.perf_counter() - start
     return {
         "first call, s": round(first, 2),
-        "device us": replay_us(lambda: megamoe.moe(x, weights, ids, w, backend=backend)),
-        "of it quantisation of x": replay_us(lambda: quantised_tokens(x, weights.x_gs)),
-        "quantisation by the codec": replay_us(lambda: by_the_codec(x)),
+        "device us": round(replay_us(lambda: megamoe.moe(x, weights, ids, w, backend=backend)), 1),
+        "of it quantisation of x": round(replay_us(lambda: quantised_tokens(x, weights.x_gs)), 1),
+        "quantisation by the codec": round(replay_us(lambda: by_the_codec(x)), 1),
     }
 
 

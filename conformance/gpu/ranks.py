@@ -7,7 +7,6 @@ of device time of a graph's replay, medians, of the slowest rank.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 import megamoe
+from conformance.gpu.operators import replay_us
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOPK = 48, 7168, 3072, 8
 TOKENS = (64, 512, 4096)
@@ -34,22 +34,11 @@ def layer(device: torch.device) -> megamoe.MoeWeights:
     return megamoe.MoeWeights.quantised(gate, up, down, torch.full((EXPERTS,), 8.0, device=device))
 
 
-def replay_us(call: Callable[[], torch.Tensor]) -> float:
-    """Median microseconds of a replay; ranks replay together."""
+def replayed_us(call: Callable[[], torch.Tensor]) -> float:
+    """Median microseconds of a replay, after a call outside of any graph; ranks replay together."""
     call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times: list[float] = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times[3:])
+    return replay_us(call, REPLAYS, warm=3)
 
 
 def measured(tokens: int, whole: megamoe.MoeWeights, mine: megamoe.MoeWeights) -> dict[str, float]:
@@ -66,10 +55,10 @@ def measured(tokens: int, whole: megamoe.MoeWeights, mine: megamoe.MoeWeights) -
     if cosine < MIN_COSINE:
         raise AssertionError(f"rank {rank}, {tokens} tokens: a cosine of {cosine} with one GPU")
     dist.barrier()
-    together = torch.tensor(replay_us(lambda: split(x[part], ids[part], w[part], wait=False)), device=device)
+    together = torch.tensor(replayed_us(lambda: split(x[part], ids[part], w[part], wait=False)), device=device)
     dist.all_reduce(together, dist.ReduceOp.MAX)
     return {
-        "one GPU, us": round(replay_us(lambda: megamoe.moe(x, whole, ids, w)), 1),
+        "one GPU, us": round(replayed_us(lambda: megamoe.moe(x, whole, ids, w)), 1),
         f"{ranks} GPUs, us": round(float(together), 1),
         "least cosine of a token": round(cosine, 6),
     }
