@@ -30,7 +30,7 @@ _DTYPES = {
 }  # fmt: skip
 _ARRAY = re.compile(r"(\w+)\[(\d+)\]")
 
-_LAUNCH_DEFAULTS: dict[str, object] = {"--grid": "1", "--block": "128", "--cluster": "1", "--smem": 0}
+ONE, BLOCK = "1", "128"
 MAX_ELEMENTS = 1 << 28
 
 Sources = Annotated[list[str], typer.Argument(metavar="KERNEL.ptx|KERNEL.cu|TEST.py[::NAME]", help="What to check.")]
@@ -50,7 +50,7 @@ Arg = Annotated[
 @with_options
 def check(
     sources: Sources, sought: Sought, target: Target = "sm_100a", schedule: Schedule = None, entry: Entry = None,
-    grid: Sizes = "1", block: Sizes = "128", cluster: Sizes = "1", smem: Annotated[int, typer.Option(min=0)] = 0,
+    grid: Sizes = ONE, block: Sizes = BLOCK, cluster: Sizes = ONE, smem: Annotated[int, typer.Option(min=0)] = 0,
     arg: Arg = None,
 ) -> None:  # fmt: skip
     """Looks for rules that kernels break. Exit status: 0 none, 1 findings that count, 2 input that cannot be used.
@@ -67,10 +67,10 @@ def check(
             _unusable(f"{one}: a source is KERNEL.ptx, KERNEL.cu or TEST.py::NAME")
     if entry is not None and (tests or len(kernels) != 1):
         _unusable("--entry launches a kernel of one file")
-    launch_options = {"--grid": grid, "--block": block, "--cluster": cluster, "--smem": smem, "--arg": arg}
-    idle = [name for name, given in launch_options.items() if given != _LAUNCH_DEFAULTS.get(name)]
-    if entry is None and idle:
-        _unusable(f"{idle[0]} does nothing without --entry NAME, which launches a kernel of one file")
+    given = {"grid": grid != ONE, "block": block != BLOCK, "cluster": cluster != ONE, "smem": smem, "arg": arg}
+    if entry is None and any(given.values()):
+        idle = next(name for name, said in given.items() if said)
+        _unusable(f"--{idle} does nothing without --entry NAME, which launches a kernel of one file")
     if sought.format not in get_args(Format):
         _unusable(f"--format {sought.format}: the formats are {', '.join(get_args(Format))}")
     checked = CheckedRun(_ledger(target, sought))
