@@ -85,9 +85,7 @@ class _Builder:
             ),
             space=self.space,
             document=self.document,
-            published_points=frozenset(
-                (case.axes, case.inputs) for name in self._listed("published") for case in matrices[name]
-            ),
+            published_cells=frozenset(case for name in self._listed("published") for case in matrices[name]),
         )
         for case in itertools.chain(*matrices.values()):
             for tensor in spec.tensors_of(case):

@@ -136,7 +136,7 @@ class Spec:
     thresholds: Thresholds
     space: CaseSpace = field(repr=False)
     document: MarkedYaml = field(repr=False)
-    published_points: frozenset[tuple[tuple[tuple[str, AxisValue], ...], str]] = field(repr=False)
+    published_cells: frozenset[Case] = field(repr=False)
 
     def case(self, /, *, inputs: str | None = None, seed: int = 0, **axes: AxisValue) -> Case:
         """The case with these axes and the others at their defaults. SpecError if limits or constraints forbid it."""
@@ -194,8 +194,12 @@ class Spec:
         return self.profiles[name]
 
     def published(self, case: Case) -> bool:
-        """Whether `case`, at any seed, is a cell of a published matrix: the cosine bar holds for these cells."""
-        return (case.axes, case.inputs) in self.published_points
+        """Whether the cosine bar holds for `case`: a cell of a published matrix, at the seed that the matrix has.
+
+        Over the 64 elements of the smallest cell the cosine depends on the seed. The simulated reference itself is
+        below the bar on some (hd=64,t=1,s_k=128,seed=1664296576 has 0.999995983).
+        """
+        return case in self.published_cells
 
     def _refusal(self, error: OutsideError) -> SpecError:
         """`error` with the line of the rule that it breaks, if the file states that rule."""
