@@ -450,7 +450,14 @@ def judged_with_latitude(case: Case, outputs: Outputs) -> Judgement:
     inputs, oracle, simulated = references(case)
     latitude = FMHA.latitude(case, inputs, outputs, oracle)
     return compare(
-        case, outputs, oracle, simulated, SPEC.tolerance, SPEC.published(case), absolute_scale=FMHA.ABSOLUTE_SCALE, latitude=latitude
+        case,
+        outputs,
+        oracle,
+        simulated,
+        SPEC.tolerance,
+        SPEC.published(case),
+        absolute_scale=FMHA.ABSOLUTE_SCALE,
+        latitude=latitude,
     )
 
 
