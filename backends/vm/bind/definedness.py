@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from backends.vm.bind.flow import Bound, FlowGraph
+from backends.vm.counting import count_nonzero
 from backends.vm.machine.code import NEXT, WIDTH_OF_VIEW, Key, RegisterRows, Step
 from backends.vm.machine.undefined import Bits, all_bits, lanes_of, no_bits
 from backends.vm.memory.definedness import Mask, Origin
@@ -100,7 +101,7 @@ class Computing:
 
     def defined(self, source: int) -> bool:
         """Whether a source is defined in all active lanes."""
-        return not np.count_nonzero(lanes_of(self.bits(source)) & self.warp.mask)
+        return not count_nonzero(lanes_of(self.bits(source)) & self.warp.mask)
 
 
 Rule = Callable[[Computing], Sequence[Bits] | None]
@@ -182,7 +183,7 @@ class InstructionCarrier:
             return self._run(warp, step, warp.mask)
         doubt = warp.undefined.get((1, item.guard[0]))
         doubtful = None if doubt is None else doubt.bits & warp.mask
-        if doubt is not None and doubtful is not None and np.count_nonzero(doubtful):
+        if doubt is not None and doubtful is not None and count_nonzero(doubtful):
             if self._rule is None or item.form.kind == "tail":
                 what = "where this branch goes" if item.form.control else "whether this instruction is executed"
                 warp.undefined.decide(warp, (1, item.guard[0]), what, item.instruction.line)
@@ -197,7 +198,7 @@ class InstructionCarrier:
         assert self._item.guard is not None
         row, negated = self._item.guard
         lanes = warp.mask & (~warp.pred[row] if negated else warp.pred[row])
-        if not np.count_nonzero(lanes):
+        if not count_nonzero(lanes):
             return step(warp)
         if self._item.form.kind == "tail":
             return self._run(warp, step, lanes)
@@ -229,7 +230,7 @@ class InstructionCarrier:
         item, undefined = self._item, warp.undefined
         known = [key for key in item.uses if key in undefined and key != item.guard_key]
         if len(known) > 1:
-            here = [key for key in known if np.count_nonzero(lanes_of(undefined.bits(key)) & lanes)]
+            here = [key for key in known if count_nonzero(lanes_of(undefined.bits(key)) & lanes)]
             known = here or known
         if not known:
             outcome = step(warp)

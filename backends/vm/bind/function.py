@@ -15,6 +15,7 @@ from backends.vm.bind.calls import with_calls_in_place
 from backends.vm.bind.definedness import InstructionCarrier, unwritten_registers
 from backends.vm.bind.flow import Bound, FlowGraph, check_warpgroup_registers, end_loads_at_use
 from backends.vm.bind.forms import find
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, UnknownInstructionError
 from backends.vm.machine.code import HANDLED, NEXT, Block, BoundFunction, Code, RegisterRows, Step
 from backends.vm.memory.shared import RESERVED
@@ -31,7 +32,7 @@ def guarded(step: Step, guard: tuple[int, bool]) -> Step:
     def run(warp: Warp) -> None:
         predicate = warp.pred[row]
         lanes = warp.mask & ~predicate if negated else warp.mask & predicate
-        if not np.count_nonzero(lanes):
+        if not count_nonzero(lanes):
             return
         saved = warp.mask
         warp.set_mask(lanes)
@@ -58,12 +59,12 @@ def jump_by(index: Step, targets: Sequence[int], guard: tuple[int, bool] | None,
             lanes = warp.mask & ~predicate if guard[1] else warp.mask & predicate
         chosen = cast("npt.NDArray[np.uint32]", index(warp))
         wrong = lanes & (chosen >= len(targets))
-        if np.count_nonzero(wrong):
+        if count_nonzero(wrong):
             lane = int(np.flatnonzero(wrong)[0])
             raise Fault("branch-index", f"brx.idx with index {chosen[lane]} into a list of {len(targets)} labels "
                         f"is undefined (PTX ISA 9.7.12.4)", lane=lane)  # fmt: skip
         parts = [(targets[one], lanes & (chosen == one)) for one in np.unique(chosen[lanes]).tolist()]
-        if np.count_nonzero(warp.mask & ~lanes):
+        if count_nonzero(warp.mask & ~lanes):
             parts.append((after, warp.mask & ~lanes))
         if len(parts) == 1:
             return parts[0][0]
@@ -80,9 +81,9 @@ def jump_if(target: int, after: int, guard: tuple[int, bool]) -> Step:
     def run(warp: Warp) -> object:
         predicate = warp.pred[row]
         taken = warp.mask & ~predicate if negated else warp.mask & predicate
-        if not np.count_nonzero(taken):
+        if not count_nonzero(taken):
             return after
-        if not np.count_nonzero(taken != warp.mask):
+        if not count_nonzero(taken != warp.mask):
             return target
         warp.split((target, taken), (after, warp.mask & ~taken))
         return HANDLED
@@ -97,9 +98,9 @@ def guarded_tail(tail: Step, guard: tuple[int, bool], after: int) -> Step:
     def run(warp: Warp) -> object:
         predicate = warp.pred[row]
         lanes = warp.mask & ~predicate if negated else warp.mask & predicate
-        if not np.count_nonzero(lanes):
+        if not count_nonzero(lanes):
             return after
-        if not np.count_nonzero(lanes != warp.mask):
+        if not count_nonzero(lanes != warp.mask):
             return tail(warp)
         warp.split((warp.block, lanes), (after, warp.mask & ~lanes))
         return HANDLED
@@ -114,9 +115,9 @@ def guarded_leave(guard: tuple[int, bool]) -> Step:
     def run(warp: Warp) -> object:
         predicate = warp.pred[row]
         lanes = warp.mask & ~predicate if negated else warp.mask & predicate
-        if not np.count_nonzero(lanes != warp.mask):
+        if not count_nonzero(lanes != warp.mask):
             return leave(warp)
-        if np.count_nonzero(lanes):
+        if count_nonzero(lanes):
             warp.drop(lanes)
         return NEXT
 

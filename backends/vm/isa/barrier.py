@@ -6,6 +6,7 @@ import numpy as np
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.cta import NAMED_BARRIERS, NamedBarrier
@@ -132,7 +133,7 @@ def warp_sync(b: Binder) -> Step:
         mask, block = warp.mask, warp.block
         bits = int(warp.u32[members][int(mask.argmax())])
         named = (bits >> np.arange(32) & 1).astype(np.bool_)
-        if not np.count_nonzero(named & mask) or np.count_nonzero(mask & ~named):
+        if not count_nonzero(named & mask) or count_nonzero(mask & ~named):
             raise Fault("barrier-misuse", f"bar.warp.sync {bits:#x} by lanes that it does not name",
                         lane=int((mask & ~named).argmax()))  # fmt: skip
 
@@ -141,9 +142,9 @@ def warp_sync(b: Binder) -> Step:
             for strand in warp.strands:
                 if strand.block == block and strand.wait is not None:
                     gathered |= strand.mask
-            return not np.count_nonzero(named & warp.alive & ~gathered)
+            return not count_nonzero(named & warp.alive & ~gathered)
 
-        if not np.count_nonzero(named & warp.alive & ~mask):
+        if not count_nonzero(named & warp.alive & ~mask):
             return NEXT
         return Wait(ready=here, reason=lambda: f"the lanes {bits:#x} of its warp to reach bar.warp.sync",
                     finish=warp.rejoin, local=True)  # fmt: skip
@@ -160,7 +161,7 @@ def cluster_arrive(b: Binder) -> Step:
     def step(warp: Warp) -> None:
         cluster = warp.cta.cluster
         twice = warp.mask & warp.cluster_owed
-        if np.count_nonzero(twice):
+        if count_nonzero(twice):
             raise Fault("barrier-misuse", "barrier.cluster.arrive by a thread that has not waited since its last "
                         "arrival", lane=int(twice.argmax()))  # fmt: skip
         warp.cluster_arrived |= warp.mask
@@ -183,7 +184,7 @@ def cluster_wait(b: Binder) -> Step:
     def step(warp: Warp) -> object:
         cluster = warp.cta.cluster
         early = warp.mask & ~warp.cluster_owed
-        if np.count_nonzero(early):
+        if count_nonzero(early):
             raise Fault(
                 "barrier-misuse", "barrier.cluster.wait by a thread that has not arrived", lane=int(early.argmax())
             )

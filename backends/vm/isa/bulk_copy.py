@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, collects, report
 from backends.vm.machine.access import resolve
 from backends.vm.machine.code import Wait
@@ -107,7 +108,7 @@ def _issuers(b: Binder) -> Callable[[Warp], list[int]]:
         if len(active) == 1:
             return active
         values = (getattr(warp, view)[row][warp.mask] for view, row in keys)
-        return active if any(np.count_nonzero(one != one[0]) for one in values) else active[:1]
+        return active if any(count_nonzero(one != one[0]) for one in values) else active[:1]
 
     return lanes
 
@@ -184,7 +185,7 @@ def _missing(buffer: Buffer, offsets: npt.NDArray[np.int64], piece_bytes: int) -
     if buffer.state is None:
         return None
     defined = read_pieces(buffer.state, offsets, piece_bytes) == DEFINED
-    if np.count_nonzero(defined) == defined.size:
+    if count_nonzero(defined) == defined.size:
         return None
     piece, byte = np.argwhere(~defined)[0].tolist()
     return Missing(~defined, buffer.origin_of(int(offsets[piece]) + byte, 0))
@@ -394,7 +395,7 @@ def _store_performer(
 
     def perform() -> None:
         inside = plan.in_bounds
-        if not np.count_nonzero(inside):
+        if not count_nonzero(inside):
             return
         addresses = plan.global_addresses[inside]
         pieces = read_pieces(smem.data, plan.smem_addresses, plan.piece_bytes)[inside]

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.isa.mbarrier_ops import places
 from backends.vm.machine.code import Wait
@@ -59,7 +60,7 @@ def cp_async(b: Binder) -> Step:
             offsets = np.array([warp.cta.own_offset(int(address), "cp.async") for address in targets], np.int64)
             smem.check(offsets, size, "cp.async")
             check_alignment(sources, size, "cp.async from global memory")
-            if np.count_nonzero(valid > size):
+            if count_nonzero(valid > size):
                 raise Fault("cp-async", f"src-size {int(valid.max())} exceeds cp-size {size}", lane=int(valid.argmax()))
         except Fault as fault:
             fault.lane = None if fault.lane is None else int(lanes[fault.lane])

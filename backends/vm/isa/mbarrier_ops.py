@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine.access import resolve, visit
 from backends.vm.machine.code import NEXT, Wait
@@ -221,7 +222,7 @@ def try_wait(b: Binder) -> Step:
     def step(warp: Warp) -> object:
         answers, asked = ask(warp)
         np.copyto(warp.pred[rd], answers, where=warp.where)
-        if np.count_nonzero(answers):
+        if count_nonzero(answers):
             return NEXT
         warp.cta.machine.counters["mbarrier_stalls"] += 1
         return Wait(

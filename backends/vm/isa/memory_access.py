@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine import access
 from backends.vm.machine.code import LANES, WIDTH_OF_VIEW
@@ -18,7 +19,7 @@ from backends.vm.machine.undefined import BecameUndefined, undefined_words
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.definedness import Missing, Origin
 from backends.vm.memory.global_memory import check_alignment
-from backends.vm.ptx.ast import Operand, Sink
+from backends.vm.ptx.ast import Address, Operand, Sink, Symbol
 
 _TYPES = "b8 u8 s8 b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64 b128"
 _SPACES = "global shared shared::cta shared::cluster local param const param::entry param::func"
@@ -118,7 +119,18 @@ def ld(b: Binder) -> Step:
         if missing is not None:
             leave_undefined(warp, missing)
 
-    return step
+    read: list[npt.NDArray[np.generic]] = [np.empty(0), np.empty(0)]
+
+    def parameter(warp: Warp) -> None:
+        """All lanes, and all warps of a launch, read the same bytes."""
+        params = warp.cta.machine.params
+        if read[0] is not params:
+            read[:] = [params, access.load_parameter(warp, address(warp)[:1], size).view(dtype)[0]]
+        for column, view, row in targets:
+            np.copyto(getattr(warp, view)[row], read[1][column], where=warp.where, casting="unsafe")
+
+    named = isinstance(a, Address) and isinstance(a.base, Symbol)
+    return parameter if space == "param" and named and words == 1 else step
 
 
 @opcode("st" + _FORM, section="9.7.9.11", counter="memory", vocabulary=_HINTS)
@@ -158,7 +170,7 @@ def st(b: Binder) -> Step:
         missing = hidden[warp.mask].view(np.uint8) != 0
         origin = warp.undefined.origin(keys, line)
         outcome = run(warp)
-        if origin is not None and np.count_nonzero(missing):
+        if origin is not None and count_nonzero(missing):
             access.undefine(warp, space, address(warp)[warp.mask], missing, origin.stored_at(line, warp.name))
         return outcome
 

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.counting import count_nonzero
 from backends.vm.machine.code import LANES
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.global_memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
@@ -159,7 +160,7 @@ def prmt(b: Binder) -> Step:
         pool[:, 0], pool[:, 1] = warp.u32[ra], warp.u32[rc]
         control = warp.u32[rs] if selectors is None else selectors[warp.u32[rs] & 3]
         first = int(control[0])
-        if first & 0x8888 == 0 and not np.count_nonzero(control != control[0]):
+        if first & 0x8888 == 0 and not count_nonzero(control != control[0]):
             chosen = pool.view(np.uint8).take([first & 7, first >> 4 & 7, first >> 8 & 7, first >> 12 & 7], axis=1)
         else:
             chosen = _pick_bytes(pool.view(np.uint8), control)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import AddressOf, Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, collects, report
 from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.isa.mbarrier_ops import places
@@ -476,7 +477,7 @@ def _scaled(
 
 
 def _extreme(*factors: Float32) -> bool:
-    return any(np.count_nonzero((scales > _SAFE) | (scales < 1 / _SAFE)) for scales in factors)
+    return any(count_nonzero((scales > _SAFE) | (scales < 1 / _SAFE)) for scales in factors)
 
 
 def _blocks_scaled(x: Float32, scales: Float32) -> Float32:

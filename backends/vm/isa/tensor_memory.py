@@ -14,6 +14,7 @@ import numpy as np
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, collects, report
 from backends.vm.isa.tensor_operands import GROUPS, group_of, pair, same_group
 from backends.vm.machine.access import resolve, uniform
@@ -112,7 +113,7 @@ def _alloc_pair(warp: Warp, columns: int, offset: int, line: int, give: Callable
 
     def free() -> int | None:
         owned = both[0].tmem.owned | both[1].tmem.owned
-        return next((at for at in range(0, COLUMNS, columns) if not np.count_nonzero(owned[at : at + columns])), None)
+        return next((at for at in range(0, COLUMNS, columns) if not count_nonzero(owned[at : at + columns])), None)
 
     def finish() -> None:
         if meeting.first is None:

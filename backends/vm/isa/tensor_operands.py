@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.machine.cta import Cta
@@ -302,7 +303,7 @@ class Accumulator:
 
 def _enabled(covered: list[Index], disabled: npt.NDArray[np.bool_]) -> list[Index]:
     """The cells of some blocks without those in disabled lanes."""
-    if not np.count_nonzero(disabled):
+    if not count_nonzero(disabled):
         return covered
     cells: list[Index] = []
     for lanes, columns in covered:

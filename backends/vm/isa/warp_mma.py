@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine import access
 from backends.vm.machine.undefined import BecameUndefined, spread, undefined_words
@@ -179,7 +180,7 @@ _ROWS = 8
 def whole_warp(warp: Warp, what: str) -> None:
     """Fault unless all 32 lanes execute `what` together; a lane that has exited is undefined behaviour too."""
     warp.converged(what)
-    if np.count_nonzero(warp.mask) < 32:
+    if count_nonzero(warp.mask) < 32:
         lane = int(np.flatnonzero(~warp.mask)[0])
         raise Fault("diverged", f"{what} needs all 32 lanes of the warp, and lane {lane} has exited or never was",
                     lane=lane)  # fmt: skip

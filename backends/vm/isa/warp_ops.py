@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine.code import LANES, WIDTH_OF_VIEW, Key
 from backends.vm.machine.undefined import all_bits, lanes_of, no_bits
@@ -41,7 +42,7 @@ def member_groups(b: Binder, operand: Operand) -> Callable[[Warp], list[Lanes]]:
         named = _lanes_of(bits) & warp.alive
         if np.array_equal(named, executing):
             return named
-        if np.count_nonzero(executing & ~named):
+        if count_nonzero(executing & ~named):
             lane = int((executing & ~named).argmax())
             raise Fault("diverged", f"{what} is executed by a lane that its mask {bits:#x} does not name", lane=lane)
         absent = np.flatnonzero(named & ~executing).tolist()
@@ -51,7 +52,7 @@ def member_groups(b: Binder, operand: Operand) -> Callable[[Warp], list[Lanes]]:
     def groups(warp: Warp) -> list[Lanes]:
         masks = warp.u32[row]
         first = masks[warp.mask.argmax()]
-        if not np.count_nonzero(masks != first):
+        if not count_nonzero(masks != first):
             return [group(warp, int(first), warp.mask)]
         distinct = np.unique(masks[warp.mask]).tolist()
         return [group(warp, bits, warp.mask & (masks == bits)) for bits in distinct]
@@ -73,7 +74,7 @@ def shfl(b: Binder) -> Step:
         groups(warp)
         source, valid = _partner(mode, warp.u32[rb].tobytes(), warp.u32[rc].tobytes())
         absent = warp.mask & valid & ~warp.mask[source]
-        if np.count_nonzero(absent):
+        if count_nonzero(absent):
             at = int(np.flatnonzero(absent)[0])
             raise Fault("diverged", f"shfl reads lane {source[at]}, which is not active", lane=at)
         np.copyto(warp.u32[rd], warp.u32[ra][source], where=warp.where)
@@ -127,7 +128,7 @@ def vote(b: Binder) -> Step:
     def step(warp: Warp) -> None:
         for named in groups(warp):
             votes = (warp.pred[rp] ^ negated)[named]
-            held = np.count_nonzero(votes)
+            held = count_nonzero(votes)
             everyone, anyone = held == votes.size, held > 0
             outcome = {"all": everyone, "any": anyone, "uni": everyone or not anyone}[mode]
             np.copyto(warp.pred[rd], outcome, where=named)
@@ -137,9 +138,9 @@ def vote(b: Binder) -> Step:
         doubt, origin = undefined.bits((1, rp)), undefined.origin(((1, rp),), line)
         for named in groups(warp):
             known = (warp.pred[rp] ^ negated)[named & ~doubt]
-            no, yes = np.count_nonzero(~known) > 0, np.count_nonzero(known) > 0
+            no, yes = count_nonzero(~known) > 0, count_nonzero(known) > 0
             decided = {"all": no, "any": yes, "uni": no and yes}[mode]
-            hidden |= named & (np.count_nonzero(doubt & named) > 0 and not decided)
+            hidden |= named & (count_nonzero(doubt & named) > 0 and not decided)
         outcome = run(warp)
         undefined.put((1, rd), hidden, lanes, origin)
         return outcome
@@ -210,7 +211,7 @@ def _carry_to_all(b: Binder, source: tuple[int, int], groups: Callable[[Warp], l
         undefined, lanes, lost = warp.undefined, warp.mask, np.zeros(LANES, np.bool_)
         doubt, origin = lanes_of(undefined.bits(source)), undefined.origin((source,), line)
         for named in groups(warp):
-            lost |= named & (np.count_nonzero(doubt & named) > 0)
+            lost |= named & (count_nonzero(doubt & named) > 0)
         outcome = run(warp)
         for key in results:
             undefined.put(key, all_bits(key[0], lost), lanes, origin)
@@ -284,7 +285,7 @@ def match(b: Binder) -> Step:
         for named in groups(warp):
             same = (values[:, None] == values[None, :]) & named[None, :]
             bits = np.packbits(same, axis=1, bitorder="little").view(np.uint32)[:, 0]
-            alike = not np.count_nonzero(values[named] != values[named][0])
+            alike = not count_nonzero(values[named] != values[named][0])
             np.copyto(warp.u32[rd], (bits if alike else np.zeros_like(bits)) if every else bits, where=named)
             if rp is not None:
                 np.copyto(warp.pred[rp], alike, where=named)

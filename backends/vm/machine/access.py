@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, report
 from backends.vm.memory.clocks import Carried
 from backends.vm.memory.definedness import Mask, Missing, Origin
@@ -25,7 +26,7 @@ _SPACE_OF_WINDOW = {0: "global", 1: "shared::cluster", 2: "local", 3: "param"}
 
 def uniform(values: npt.NDArray[np.integer], what: str) -> int:
     """The value that all active lanes hold; `values` are theirs alone."""
-    if np.count_nonzero(values != values[0]):
+    if count_nonzero(values != values[0]):
         raise Fault("diverged", f"{what} must be the same in all lanes; they hold {sorted(set(values.tolist()))[:4]}")
     return int(values[0])
 
@@ -36,7 +37,7 @@ def resolve(space: str, addresses: Addresses) -> tuple[str, Addresses]:
         return space, addresses
     windows = addresses >> WINDOW_SHIFT
     window = int(windows[0])
-    if np.count_nonzero(windows != window):
+    if count_nonzero(windows != window):
         raise Fault("mixed-windows", "lanes of one generic access fall into different state spaces")
     if window not in _SPACE_OF_WINDOW:
         raise Fault("out-of-bounds", "a generic address outside of every window", lane=0, address=int(addresses[0]))
@@ -48,11 +49,11 @@ def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Ct
     ranks = addresses >> RANK_SHIFT
     cluster = warp.cta.cluster
     outside = (ranks < 0) | (ranks >= cluster.size)
-    if np.count_nonzero(outside):
+    if count_nonzero(outside):
         lane = int(outside.argmax())
         raise Fault("out-of-bounds", f"shared {access} at an address of CTA rank {ranks[lane]} of a cluster of "
                     f"{cluster.size}", lane=lane, address=int(addresses[lane]))  # fmt: skip
-    if space != "shared::cluster" and np.count_nonzero(ranks != warp.cta.place.cta_rank):
+    if space != "shared::cluster" and count_nonzero(ranks != warp.cta.place.cta_rank):
         lane = int((ranks != warp.cta.place.cta_rank).argmax())
         try:
             warp.cta.own_offset(int(addresses[lane]), access)
@@ -126,7 +127,7 @@ def _take(
         values, hidden = cta.smem.load(offsets, size, warp.clock, warp.stamp, strong=strong)
         return values, None if hidden is None else Missing(hidden, cta.smem.origin_of(_first(offsets, hidden), 0))
     if space == "param":
-        return _load_param(warp, addresses, size), None
+        return load_parameter(warp, addresses, size), None
     if space == "local":
         return _load_local(warp, addresses, size, lanes)
     machine = warp.cta.machine
@@ -149,7 +150,7 @@ def _first(offsets: Addresses, hidden: Mask) -> int:
 def _load_local(warp: Warp, addresses: Addresses, size: int, lanes: Addresses) -> tuple[Bytes, Missing | None]:
     local, index = warp.local, _local_index(warp, addresses, size, lanes)
     defined = local.defined[index]
-    if np.count_nonzero(defined) == defined.size:
+    if count_nonzero(defined) == defined.size:
         return local.data[index], None
     at = _first(addresses, ~defined)
     origin = local.sources.by_unit.get(at >> 2)
@@ -263,7 +264,7 @@ def _groups(space: str, addresses: Addresses) -> list[Addresses] | None:
     keys = addresses >> WINDOW_SHIFT
     shared = (keys == SHARED_WINDOW >> WINDOW_SHIFT) | (space != "")
     keys = np.where(shared, keys << 32 | (addresses >> RANK_SHIFT & 0xFF), keys)
-    if not np.count_nonzero(keys != keys[0]):
+    if not count_nonzero(keys != keys[0]):
         return None
     return [np.flatnonzero(keys == key) for key in dict.fromkeys(keys.tolist())]
 
@@ -275,12 +276,13 @@ def _of_lane(fault: Fault, lanes: Addresses) -> Fault:
     return fault
 
 
-def _load_param(warp: Warp, addresses: Addresses, size: int) -> Bytes:
+def load_parameter(warp: Warp, addresses: Addresses, size: int) -> Bytes:
+    """`size` bytes at each address of parameter space, or generic address of it: uint8 [n, size]."""
     params = warp.cta.machine.params
     offsets = addresses - PARAM_WINDOW if int(addresses[0]) >= PARAM_WINDOW else addresses
     check_alignment(offsets, size, "parameter load")
     outside = (offsets < 0) | (offsets + size > params.size)
-    if np.count_nonzero(outside):
+    if count_nonzero(outside):
         lane = int(outside.argmax())
         raise Fault("out-of-bounds", f"parameter load of {size} bytes outside of the {params.size} bytes of parameters",
                     lane=lane, address=int(offsets[lane]))  # fmt: skip
@@ -292,7 +294,7 @@ def _local_index(
 ) -> tuple[npt.NDArray[np.intp], Addresses]:
     check_alignment(addresses, size, "local access")
     outside = (addresses < 0) | (addresses + size > warp.local.data.shape[1])
-    if np.count_nonzero(outside):
+    if count_nonzero(outside):
         lane = int(outside.argmax())
         raise Fault("out-of-bounds", f"local access of {size} bytes; a thread has {warp.local.data.shape[1]} bytes",
                     lane=lane, address=int(addresses[lane]))  # fmt: skip

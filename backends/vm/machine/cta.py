@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, report
 from backends.vm.machine.code import LANES
 from backends.vm.machine.special import Dim3, Place
@@ -221,7 +222,7 @@ class Cta:
 
     def complete_barrier(self, barrier: NamedBarrier) -> None:
         """End the phase of a named barrier if all that it waits for have arrived."""
-        alive = sum(np.count_nonzero(warp.alive) for warp in self.warps)
+        alive = sum(count_nonzero(warp.alive) for warp in self.warps)
         if barrier.arrived == (alive if barrier.expected is None else barrier.expected):
             barrier.arrived = 0
             barrier.generation += 1
@@ -315,11 +316,11 @@ class Cluster:
     def complete_phase(self) -> None:
         """End the phase of the cluster barrier when every living thread has arrived (PTX ISA 9.7.13.3)."""
         warps = self.warps
-        if any(np.count_nonzero(warp.alive & ~warp.cluster_arrived) for warp in warps):
+        if any(count_nonzero(warp.alive & ~warp.cluster_arrived) for warp in warps):
             return
-        if not any(np.count_nonzero(warp.alive) for warp in warps):
+        if not any(count_nonzero(warp.alive) for warp in warps):
             return
-        if any(np.count_nonzero(warp.cluster_arrived) for warp in warps):
+        if any(count_nonzero(warp.cluster_arrived) for warp in warps):
             for warp in warps:
                 warp.cluster_arrived[:] = False
             self.generation += 1

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import report
 from backends.vm.machine.code import BYTES_OF_VIEW, LANES, STORAGE, WIDTH_OF_VIEW, Key, Step
 from backends.vm.memory.definedness import Mask, Origin
@@ -107,10 +108,10 @@ class UndefinedRegisters(dict[Key, Undefined]):
     def put(self, key: Key, bits: Bits, lanes: Mask, origin: Origin | None) -> None:
         """`lanes` have written a register; `bits` of it are undefined, and come from `origin` if there are any."""
         known = self.get(key)
-        if np.count_nonzero(lanes) < LANES:
+        if count_nonzero(lanes) < LANES:
             where = lanes if bits.ndim == 1 else lanes[:, None]
             bits = np.where(where, bits, 0 if known is None else known.bits).astype(bits.dtype)
-        if np.count_nonzero(bits):
+        if count_nonzero(bits):
             origin = origin or (known.origin if known is not None else None)
             assert origin is not None, "undefined bits come from somewhere"
             self[key] = Undefined(bits, origin)
@@ -122,7 +123,7 @@ class UndefinedRegisters(dict[Key, Undefined]):
         known = self.get(key)
         if known is None:
             return
-        if np.count_nonzero(lanes) == LANES:
+        if count_nonzero(lanes) == LANES:
             del self[key]
         else:
             self.put(key, no_bits(key[0]), lanes, known.origin)
@@ -151,7 +152,7 @@ class UndefinedRegisters(dict[Key, Undefined]):
         if found is None:
             return
         bad = lanes_of(found.bits) & (warp.mask if lanes is None else lanes)
-        if np.count_nonzero(bad):
+        if count_nonzero(bad):
             report(found.origin.read_at(line).fault(f"`{name_of(key, warp)}` decides {what}", lane=int(bad.argmax())))
             self.clear_lanes(key, bad)
 

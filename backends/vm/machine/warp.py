@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine import special
 from backends.vm.machine.code import HANDLED, LANES, NEXT, WIDTH_OF_VIEW, Block, Code, RegisterFile, Row, Step, Wait
@@ -197,12 +198,12 @@ class Warp:
     def set_mask(self, mask: Mask) -> None:
         """Make `mask` the active lanes."""
         self.mask = mask
-        self.where = True if np.count_nonzero(mask) == LANES else mask
+        self.where = True if count_nonzero(mask) == LANES else mask
 
     @property
     def full(self) -> bool:
         """Whether every living lane is active, as `.aligned` asks."""
-        return not np.count_nonzero(self.mask != self.alive)
+        return not count_nonzero(self.mask != self.alive)
 
     def converged(self, what: str) -> None:
         """Fault unless all living lanes are here (PTX `.sync.aligned`: undefined behaviour otherwise)."""

@@ -24,6 +24,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import count_nonzero
+
 ACCUMULATORS = 8
 """Accumulators of a CTA whose chains of MMAs are told apart; 512 columns hold four of 128."""
 COPY_AGENTS = 48
@@ -132,10 +134,10 @@ def unordered(stamps: Stamps, seen: Epochs) -> npt.NDArray[np.bool_] | None:
         return None
     # The quick answer for what one operation did: all stamps are the same one.
     head = stamps.item(0)
-    if (head & EPOCH_MASK) <= seen[head >> EPOCH_BITS] and not np.count_nonzero(stamps != head):
+    if (head & EPOCH_MASK) <= seen[head >> EPOCH_BITS] and not count_nonzero(stamps != head):
         return None
     late = (stamps & EPOCH_MASK) > seen[stamps >> EPOCH_BITS]
-    return late if np.count_nonzero(late) else None
+    return late if count_nonzero(late) else None
 
 
 Snapshot = dict[int, Epochs]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, report
 from backends.vm.memory.definedness import Mask, Origin, Sources
 
@@ -58,7 +59,7 @@ class Buffer:
         if self.state is None:
             return None
         defined = self.state[offsets[:, None] + np.arange(size)] == DEFINED
-        return None if np.count_nonzero(defined) == defined.size else ~defined
+        return None if count_nonzero(defined) == defined.size else ~defined
 
     def origin_of(self, offset: int, line: int) -> Origin:
         """Where the undefined byte at `offset`, which PTX `line` reads, comes from."""
@@ -103,7 +104,7 @@ class Buffer:
             origin = known[unit]
             if origin.stored not in found:
                 found[origin.stored] = 4 * unit + int(left[4 * unit :][:4].argmax()), origin
-        if not found and np.count_nonzero(left):
+        if not found and count_nonzero(left):
             found[0] = int(left.argmax()), self.origin_of(int(left.argmax()), 0)
         for stored, (at, origin) in found.items():
             what = f"byte {at} of `{self.name}`, which PTX line {stored} stored, is part of the result"
@@ -114,7 +115,7 @@ class Buffer:
 
 def check_alignment(addresses: Addresses, size: int, access: str) -> None:
     """Fault unless every address is a multiple of the access `size` in bytes (PTX ISA 6.4.1)."""
-    if size > 1 and np.count_nonzero(addresses & (size - 1)):
+    if size > 1 and count_nonzero(addresses & (size - 1)):
         lane = int(np.flatnonzero(addresses & (size - 1))[0])
         raise Fault("misaligned", f"{access} of {size} bytes at an address that is not a multiple of {size}", lane=lane,
                     address=int(addresses[lane]))  # fmt: skip

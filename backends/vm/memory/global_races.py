@@ -23,6 +23,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, at_line, collects, report
 from backends.vm.memory.clocks import CLUSTER_SHIFT, WAITED, Agents, Clock, Epochs, Snapshot, agent_of, merge, unordered
 from backends.vm.memory.global_memory import Buffer, Bytes, GlobalMemory
@@ -82,7 +83,7 @@ class LaunchChain:
             granules = shadow.granules(addresses, size)
             for marks in (shadow.writer, shadow.reader) if writes else (shadow.writer,):
                 found = marks[granules] != 0
-                if not np.count_nonzero(found):
+                if not count_nonzero(found):
                     continue
                 wrote = marks is shadow.writer
                 at = int(granules[found][0])
@@ -314,10 +315,10 @@ class GlobalRaces:
     ) -> None:
         """Report the accesses of `marks` that nothing orders before; `written`: addresses and what threads write."""
         found = marks[granules]
-        if not np.count_nonzero(found):
+        if not count_nonzero(found):
             return
         late = _late(found, warp)
-        if not np.count_nonzero(late):
+        if not count_nonzero(late):
             return
         if written is not None and written[1] is not None:
             offsets, values = written[0] - buffer.base, written[1]
@@ -334,7 +335,7 @@ class GlobalRaces:
 
     def _check_fenced(self, shadow: Shadow, granules: Addresses, buffer: Buffer, warp: Accessor, action: str) -> None:
         late = _unfenced(shadow.writer[granules], warp)
-        if not np.count_nonzero(late):
+        if not count_nonzero(late):
             return
         for _, at, line in shadow.one_a_line(granules, late, writes=True):
             offset, who = shadow.offset_in(buffer, at), self._name(int(shadow.writer[at]), warp)
@@ -383,7 +384,7 @@ def _late(found: Addresses, warp: Accessor) -> npt.NDArray[np.bool_]:
     own = warp.agents.serial
     mine = clusters == own
     late = np.zeros(found.shape, np.bool_)
-    count = np.count_nonzero(mine)
+    count = count_nonzero(mine)
     if count:
         late = _outside(mine, found, warp.clock.seen)
         if count == mine.size:
@@ -411,7 +412,7 @@ def _outside(here: npt.NDArray[np.bool_], found: Addresses, seen: Epochs) -> npt
 def _unfenced(found: Addresses, warp: Accessor) -> npt.NDArray[np.bool_]:
     """Which marks are generic writes that no proxy fence has made visible to the copies of `warp`."""
     late = (found != 0) & (agent_of(found & STAMP_MASK) < warp.agents.first_engine)
-    if not np.count_nonzero(late) or warp.clock.grid is None:
+    if not count_nonzero(late) or warp.clock.grid is None:
         return late
     clusters = found >> CLUSTER_SHIFT
     for serial in np.unique(clusters[late]).tolist():

@@ -9,10 +9,12 @@ H200, facts.md 0.1).
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, at_line, collects, report
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
@@ -73,7 +75,7 @@ class SharedMemory:
     def check(self, offsets: Addresses, size: int, access: str) -> None:
         """Fault unless every access of `size` bytes lies inside this CTA's shared memory and is aligned to it."""
         bad = (offsets < RESERVED) | (offsets + size > self.size) | (offsets & (size - 1) != 0)
-        if np.count_nonzero(bad):
+        if count_nonzero(bad):
             lane = int(np.flatnonzero(bad)[0])
             at = int(offsets[lane])
             if at >= RESERVED and at + size <= self.size:
@@ -102,7 +104,7 @@ class SharedMemory:
             if not clash:
                 self._check_writers(granules, clock, "read")
             self._note_readers(granules, clock, stamp)
-        return self.data[index], None if np.count_nonzero(defined) == defined.size else ~defined
+        return self.data[index], None if count_nonzero(defined) == defined.size else ~defined
 
     def undefine(self, offsets: Addresses, missing: Mask, origin: Origin) -> None:
         """An undefined value of `origin` was stored at `offsets` [n]: the bytes `missing` [n, size] of it."""
@@ -120,7 +122,7 @@ class SharedMemory:
     def missing(self, offsets: Addresses, size: int) -> Missing | None:
         """The undefined ones of `size` bytes at each of `offsets` [n]."""
         hidden = ~self.defined[offsets[:, None] + np.arange(size)]
-        if not np.count_nonzero(hidden):
+        if not count_nonzero(hidden):
             return None
         piece, byte = np.argwhere(hidden)[0].tolist()
         return Missing(hidden, self.origin_of(int(offsets[piece]) + byte, 0))
@@ -162,14 +164,14 @@ class SharedMemory:
             if late is None:
                 continue
             foreign = late & (agent_of(found) >= self.agents.first_engine)
-            if np.count_nonzero(foreign):
+            if count_nonzero(foreign):
                 self._race(granules, foreign, stamps, action)
             self.contested[granules] |= late
 
     def _check_idle(self, granules: Granules, action: str) -> bool:
         """Whether a copy into one of `granules` is in flight. It has been reported then."""
         busy = self.in_flight[granules]
-        if not np.count_nonzero(busy):
+        if not count_nonzero(busy):
             return False
         for lane, at, line in list(_one_a_line(granules, busy != 0, self.in_flight)):
             if line == MBARRIER:
@@ -184,7 +186,7 @@ class SharedMemory:
         late = unordered(self.writer[granules], clock.seen)
         if late is not None:
             late &= ~self.contested[granules]
-            if np.count_nonzero(late):
+            if count_nonzero(late):
                 self._race(granules, late, self.writer, action)
 
     def _check_overwritten(self, granules: Granules, clock: Clock, before: Bytes, after: Bytes) -> None:
@@ -198,18 +200,18 @@ class SharedMemory:
             return
         equal = (before == after).reshape(*granules.shape, 4).all(2)
         late &= ~self.contested[granules] & ~(equal & (agent_of(self.writer[granules]) < self.agents.first_engine))
-        if np.count_nonzero(late):
+        if count_nonzero(late):
             self._race(granules, late, self.writer, "overwritten")
 
     def _check_readers(self, granules: Granules, clock: Clock) -> None:
         late = unordered(self.reader[granules], clock.seen)
         if late is not None:
             self._race(granules, late, self.reader, "overwritten")
-        if not self.readers or not np.count_nonzero(self.many_readers[granules]):
+        if not self.readers or not count_nonzero(self.many_readers[granules]):
             return
         for agent, (epochs, lines) in sorted(self.readers.items()):
             late = epochs[granules] > clock.seen[agent]
-            if np.count_nonzero(late):
+            if count_nonzero(late):
                 for lane, at, line in _one_a_line(granules, late, lines):
                     self._collide(lane, at, "overwritten", OtherAccess(self.agents.name(agent), "read", line))
         self.many_readers[granules] = False
@@ -289,7 +291,7 @@ class SharedMemory:
             self._check_writers(granules, clock, f"read by {what}")
             self._check_fenced(granules, clock, f"{what} reads", frozenset())
         self._note_readers(granules, clock, stamp)
-        return np.count_nonzero(whole) == whole.size
+        return count_nonzero(whole) == whole.size
 
     def async_write_begins(
         self, granules: Granules, clock: Clock, line: int, what: str, *, generic: bool = False
@@ -320,7 +322,7 @@ class SharedMemory:
         if late is None:
             return
         late &= (agent_of(found) < self.agents.first_engine) & ((found & EPOCH_MASK) <= clock.seen[agent_of(found)])
-        if not np.count_nonzero(late):
+        if not count_nonzero(late):
             return
         self.unfenced_overwrites += 1
         for _, at, line in _one_a_line(granules, late, self.reader_line) if collects() else ():
@@ -363,12 +365,18 @@ def wavefronts(offsets: npt.NDArray[np.int64], size: int) -> tuple[int, int]:
     Lanes are served in groups of 128 bytes: all lanes, half warps or quarter warps. Within a group every bank gives one
     4-byte word a pass, and lanes that want the same word share it.
     """
-    words_per_lane = max(size // 4, 1)
+    words = offsets >> 2
+    return _wavefronts((words - words[0]).tobytes(), max(size // 4, 1))
+
+
+@lru_cache(maxsize=1024)
+def _wavefronts(relative: bytes, words_per_lane: int) -> tuple[int, int]:
+    """By the words of the lanes, int64, from the first one on: moving all turns the banks alike."""
+    first = np.frombuffer(relative, np.int64)
     lanes = BANKS // words_per_lane
-    taken = 0
-    groups = 0
-    words = (offsets[:, None] >> 2) + np.arange(words_per_lane)
-    for start in range(0, offsets.size, lanes):
+    taken = groups = 0
+    words = first[:, None] + np.arange(words_per_lane)
+    for start in range(0, first.size, lanes):
         distinct = np.unique(words[start : start + lanes])
         taken += int(np.bincount(distinct & (BANKS - 1), minlength=1).max())
         groups += 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, at_line, collects, report
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
@@ -95,7 +96,7 @@ class TensorMemory:
     def find_free(self, columns: int) -> int | None:
         """First column of a free run of `columns`, aligned to it, or None while there is none."""
         for first in range(0, COLUMNS, columns):
-            if not np.count_nonzero(self.owned[first : first + columns]):
+            if not count_nonzero(self.owned[first : first + columns]):
                 return first
         return None
 
@@ -149,13 +150,13 @@ class TensorMemory:
             raise Fault("tmem-out-of-bounds", f"{action} lanes {low_lane}..{high_lane}, columns {low}..{high} of a "
                         f"tensor memory of {LANES} x {COLUMNS}")  # fmt: skip
         owned = self.owned[index[1]]
-        if np.count_nonzero(owned) < owned.size:
+        if count_nonzero(owned) < owned.size:
             columns = _as_array(index[1])
             column = int(columns[~self.owned[columns]].flat[0])
             raise Fault("tmem-not-allocated", f"{action} column {column}, which no live tcgen05.alloc covers",
                         address=column)  # fmt: skip
         closed = self.closed[index[1]]
-        if np.count_nonzero(closed):
+        if count_nonzero(closed):
             columns = _as_array(index[1])
             column = int(columns[self.closed[columns] != 0].flat[0])
             line = int(self.closed[column])
@@ -172,7 +173,7 @@ class TensorMemory:
             self._check_tensor_fences(index, self.writer, clock, stamp, action)
             self.reader_line[index] = self.agents.line()
         defined = self.defined[index]
-        return np.count_nonzero(defined) == defined.size
+        return count_nonzero(defined) == defined.size
 
     def undefined_bits(self) -> Words:
         """The undefined bits of every cell: uint32 [128, 512]."""
@@ -216,7 +217,7 @@ class TensorMemory:
         """Whether the tensor core `agent` reads cells at `index` for an mma whose end `clock` has not seen."""
         found = self.reader[index]
         late = unordered(found, clock.seen)
-        return late is not None and int(np.count_nonzero(late & (agent_of(found) == agent))) > 0
+        return late is not None and int(count_nonzero(late & (agent_of(found) == agent))) > 0
 
     def _first(self, index: Index, bad: npt.NDArray[np.bool_]) -> tuple[int, int]:
         lanes, columns = _as_array(index[0]), _as_array(index[1])
@@ -234,7 +235,7 @@ class TensorMemory:
             return
         if own is not None:
             late &= agent_of(found) != own
-            if not np.count_nonzero(late):
+            if not count_nonzero(late):
                 return
         lines = self.writer_line if did == "wrote" else self.reader_line
         for line in dict.fromkeys(np.broadcast_to(lines[index], late.shape)[late].tolist()):
@@ -259,18 +260,18 @@ class TensorMemory:
         found, own, engines = stamps[index], agent_of(stamp), self.agents.first_engine
         # The quick answer for what one operation did: all stamps are the same one.
         head, issuer = found.item(0), self.agents.acting()
-        if agent_of(head) == issuer and not np.count_nonzero(found != head):
+        if agent_of(head) == issuer and not count_nonzero(found != head):
             return
-        if not np.count_nonzero(found != head) and self._is_fenced(head, clock, own):
+        if not count_nonzero(found != head) and self._is_fenced(head, clock, own):
             return
         agents, epochs = agent_of(found), found & EPOCH_MASK
         ordered = (found != 0) & (agents != own) & (agents != issuer) & (epochs <= clock.seen[agents])
         if own >= engines:
             ordered &= agents < engines
-        if not np.count_nonzero(ordered):
+        if not count_nonzero(ordered):
             return
         behind = ordered if clock.tensor is None else ordered & (epochs > clock.tensor[agents])
-        if np.count_nonzero(behind):
+        if count_nonzero(behind):
             self._report_unfenced(index, behind, stamps, action, "no tcgen05.fence::after_thread_sync behind")
             return
         for one in np.unique(found[ordered & (agents < engines)]).tolist():
@@ -302,9 +303,9 @@ class TensorMemory:
 
     def _check_loaded(self, index: Index, action: str) -> None:
         lines = self.loading[index]
-        if not np.count_nonzero(lines):
+        if not count_nonzero(lines):
             return
-        used = not np.count_nonzero(lines > 0)
+        used = not count_nonzero(lines > 0)
         self.unwaited_overwrites += used
         if not used or collects():
             lane, column = self._first(index, lines != 0 if used else lines > 0)

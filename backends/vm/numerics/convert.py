@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import count_nonzero
 from backends.vm.numerics.cvt_scalar import WIDTH, Bits, Function, Modifiers, Rule, read_float, scalar_rules, take
 from backends.vm.numerics.formats import (
     BF16,
@@ -77,7 +78,7 @@ def _nearest_pair(half: np.dtype[np.generic]) -> Function:
         pairs[..., 1] = upper
         codes = pairs.view(np.uint32)[..., 0]
         nan_upper, nan_lower = upper != upper, lower != lower
-        if np.count_nonzero(nan_upper) or np.count_nonzero(nan_lower):
+        if count_nonzero(nan_upper) or count_nonzero(nan_lower):
             codes = np.where(nan_upper, codes & _LOWER_HALF | _UPPER_NAN, codes)
             codes = np.where(nan_lower, codes & _UPPER_HALF | _LOWER_NAN, codes)
         return codes

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import count_nonzero
 from backends.vm.numerics.formats import (
     F16,
     F32,
@@ -104,7 +105,7 @@ def f16_nearest(a: Bits) -> npt.NDArray[np.uint16]:
 
 def _canonical(x: npt.NDArray[np.float32], codes: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
     nan = x != x
-    return np.where(nan, np.uint16(F16.nan), codes) if np.count_nonzero(nan) else codes
+    return np.where(nan, np.uint16(F16.nan), codes) if count_nonzero(nan) else codes
 
 
 def read_float(bits: Bits, name: str) -> Float64:
@@ -211,7 +212,7 @@ def _widen_f16(a: Bits) -> Bits:
     x = a.view(np.float16)
     wide = x.astype(np.float32).view(np.uint32)
     nan = x != x
-    return np.where(nan, _F32_NAN, wide) if np.count_nonzero(nan) else wide
+    return np.where(nan, _F32_NAN, wide) if count_nonzero(nan) else wide
 
 
 _FAST: dict[tuple[str, str], tuple[str, Function]] = {

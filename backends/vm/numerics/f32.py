@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import count_nonzero
 from backends.vm.numerics.formats import Float64, Rounding, add_to_odd, directed
 
 Float32 = npt.NDArray[np.float32]
@@ -36,7 +37,7 @@ def canonical(r: Float32) -> Float32:
 def flush(a: Float32) -> Float32:
     """Subnormals become zero of the same sign."""
     subnormal = np.abs(a) < SMALLEST_NORMAL
-    return np.where(subnormal, np.copysign(np.float32(0), a), a) if np.count_nonzero(subnormal) else a
+    return np.where(subnormal, np.copysign(np.float32(0), a), a) if count_nonzero(subnormal) else a
 
 
 def saturate(r: Float32) -> Float32:
@@ -66,10 +67,10 @@ def fma_rn(a: Float32, b: Float32, c: Float32) -> Float32:
     total = product + c
     r = total.astype(np.float32)
     tail = np.left_shift(total.view(np.int64), _ABOVE_28_BITS)
-    if np.count_nonzero(tail) == total.size:
+    if count_nonzero(tail) == total.size:
         return r
     halfway = (tail == 0) & (r != total)
-    return canonical(add_to_odd(product, c.astype(np.float64)).astype(np.float32)) if np.count_nonzero(halfway) else r
+    return canonical(add_to_odd(product, c.astype(np.float64)).astype(np.float32)) if count_nonzero(halfway) else r
 
 
 def add(a: Float32, b: Float32, *, rounding: Rounding = "rn", ftz: bool = False, sat: bool = False) -> Float32:
@@ -208,7 +209,7 @@ def max_num(a: Float32, b: Float32) -> Float32:
 
 def _pick(choose: np.ufunc, merge: np.ufunc, a: Float32, b: Float32) -> Float32:
     r = choose(a, b)
-    if np.count_nonzero(r) != r.size:
+    if count_nonzero(r) != r.size:
         # Equal operands have equal bits unless they are zeros of unlike sign: there OR is -0 and AND is +0.
         r = np.where(a == b, merge(a.view(np.uint32), b.view(np.uint32)).view(np.float32), r)
     return canonical(r)

@@ -10,6 +10,8 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import count_nonzero
+
 Float64 = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.uint32]
 Rounding = Literal["rn", "rna", "rz", "rm", "rp"]
@@ -158,7 +160,7 @@ def add_to_odd(a: Float64, b: Float64) -> Float64:
     seen = total - a
     error = (a - (total - seen)) + (b - seen)
     inexact = (error < 0) | (error > 0)
-    if not np.count_nonzero(inexact):
+    if not count_nonzero(inexact):
         return total
     bits = np.array(total, dtype=np.float64, copy=True).view(np.int64)
     step = np.where((error > 0) == (total > 0), 1, -1)

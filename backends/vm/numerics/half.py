@@ -17,6 +17,7 @@ from backends.vm.numerics.f32 import Float32
 from backends.vm.numerics.formats import (
     BF16,
     COMPARISONS,
+    F16,
     Float64,
     FloatFormat,
     Rounding,
@@ -29,6 +30,7 @@ from backends.vm.numerics.formats import (
 Codes16 = npt.NDArray[np.uint16]
 
 _SIGN = np.uint16(0x8000)
+_NAN = np.uint16(0x7FFF)
 
 
 def widen(a: Codes16, fmt: FloatFormat) -> Float32:
@@ -42,10 +44,17 @@ def flush(a: Codes16, fmt: FloatFormat) -> Codes16:
     return np.where(a & exponent, a, a & _SIGN)
 
 
+def _nearest_f16(values: Float64) -> Codes16:
+    """As `encode`: NumPy rounds float64 to float16 once, to nearest."""
+    with np.errstate(over="ignore"):
+        codes = values.astype(np.float16).view(np.uint16)
+    return np.where(np.isnan(values), _NAN, codes)
+
+
 def _finish(values: Float64, fmt: FloatFormat, ftz: bool, sat: bool, relu: bool) -> Codes16:
     if sat:
         values = np.where(values > 0, np.minimum(values, 1.0), 0.0)
-    codes = encode(values, fmt, relu=relu).astype(np.uint16)
+    codes = _nearest_f16(values) if fmt is F16 and not relu else encode(values, fmt, relu=relu).astype(np.uint16)
     return flush(codes, fmt) if ftz else codes
 
 

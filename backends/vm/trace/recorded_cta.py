@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import count_nonzero
 from backends.vm.machine.code import Block, Code, Step, Wait
 from backends.vm.machine.cta import NAMED_BARRIERS
 from backends.vm.machine.undefined import BecameUndefined
@@ -188,7 +189,7 @@ def _reporting(code: Code, instruction: Instruction, step: Step, recorder: Recor
     def run(warp: Warp) -> object:
         if guard is not None and row is not None:
             lanes = warp.mask & (~warp.pred[row] if guard.negated else warp.pred[row])
-            if not np.count_nonzero(lanes):
+            if not count_nonzero(lanes):
                 return step(warp)
         cta = recorder.cta_of(warp)
         if cta is None:
