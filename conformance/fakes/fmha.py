@@ -263,7 +263,8 @@ class Kernel:
         """fp32 start + a @ b; in steps of K = 16, each truncated to fp32, if the style says so."""
         acc = torch.zeros(a.shape[0], b.shape[1]) if start is None else start
         if not (self.style.truncate or bf16):
-            return acc + a @ b
+            # In fp32, torch's sum of a row would depend on how many rows there are.
+            return (acc.double() + a.double() @ b.double()).float()
         for k in range(0, a.shape[1], 16):
             exact = acc.double() + a[:, k : k + 16].double() @ b[k : k + 16].double()
             acc = exact.bfloat16().float() if bf16 else _truncated(exact)

@@ -178,12 +178,11 @@ class Kernel:
         starts = list(range(0, a.shape[1], self.style.k_per_step))
         for start in reversed(starts) if self.style.backwards else starts:
             step = slice(start, start + self.style.k_per_step)
-            if not self.style.truncate:
-                total = total + a[:, step] @ b[:, step].mT
-                continue
+            # In fp32, torch's sum of a row would depend on how many rows there are.
             exact = total.double() + a[:, step].double() @ b[:, step].double().mT
-            nearest = exact.float()
-            total = torch.where(nearest.double().abs() > exact.abs(), nearest.nextafter(torch.zeros(())), nearest)
+            total = exact.float()
+            if self.style.truncate:
+                total = torch.where(total.double().abs() > exact.abs(), total.nextafter(torch.zeros(())), total)
         return total
 
     def gs(self, values: torch.Tensor, index: int | torch.Tensor) -> torch.Tensor:

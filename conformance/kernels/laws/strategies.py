@@ -120,14 +120,16 @@ def schedules(count: int) -> st.SearchStrategy[tuple[str, ...]]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, law: Law) -> Case:
-    """Cases within the spec's ranges and the op's budget that `law` speaks of."""
+def cases(draw: st.DrawFn, law: Law, share: int = 1) -> Case:
+    """Cases within the spec's ranges and a `share`-th of the op's budget that `law` speaks of."""
     spec, drawing = spec_of(law.op), drawing_of(law.op)
     axes: dict[str, AxisValue] = {name: _least(axis, law) for name, axis in spec.axes.items()} | dict(law.fixed)
     order = [*draw(st.permutations(drawing.first)), *drawing.last]
+    least = sum(drawing.work(run) for run in law.runs(axes))
+    budget = max(least, drawing.budget // share)
     for name in order:
         if name not in law.fixed:
-            fits = partial(_fits, law, drawing, axes, name)
+            fits = partial(_fits, law, drawing.work, budget, axes, name)
             admits = partial(_admits, law, spec, axes, name)
             low = law.least.get(name)
             axes[name] = draw(_values(spec.axes[name], low, drawing.edges.get(name, ()), fits, admits))
@@ -140,8 +142,8 @@ def _least(axis: Axis, law: Law) -> AxisValue:
     return axis.default if not axis.required else min(axis.choices or (axis.min,), key=lambda value: value or 0)
 
 
-def _fits(law: Law, drawing: Drawing, axes: Axes, name: str, value: AxisValue) -> bool:
-    return sum(drawing.work(run) for run in law.runs({**axes, name: value})) <= drawing.budget
+def _fits(law: Law, work: Callable[[Axes], int], budget: int, axes: Axes, name: str, value: AxisValue) -> bool:
+    return sum(work(run) for run in law.runs({**axes, name: value})) <= budget
 
 
 def _admits(law: Law, spec: Spec, axes: Axes, name: str, value: AxisValue) -> bool:

@@ -51,13 +51,16 @@ class Tally:
     declined: int = 0
 
 
-def trials(law: Law, case_id: str | None, given_schedules: list[str]) -> st.SearchStrategy[Trial]:
-    """Trials of `law`; only those of the case given, if one is.
+def trials(
+    law: Law, case_id: str | None, given_schedules: list[str], shares: tuple[int, ...] = (1,)
+) -> st.SearchStrategy[Trial]:
+    """Trials of `law`; only those of the case given, if one is. Else one of `shares` is the part of the budget.
 
     OutOfScopeError if the law does not speak of that case, SpecError if there is no such case.
     """
     if case_id is None:
-        return st.tuples(cases(law), schedules(law.schedules)).map(lambda pair: Trial(*pair))
+        drawn = st.one_of([cases(law, share) for share in shares])
+        return st.tuples(drawn, schedules(law.schedules)).map(lambda pair: Trial(*pair))
     if case_id.partition(":")[0] != law.op and case_id.partition(":")[0] in specs():
         raise OutOfScopeError(f"{law.name} of {law.op} says nothing about {case_id}, a case of another op")
     case = spec_of(law.op).parse_case(case_id)
