@@ -14,29 +14,30 @@ from megamoe.contract import Program, Target, UnsupportedError
 if TYPE_CHECKING:
     from megamoe.contract import Case
 
-KERNELS: dict[tuple[str, Target], Callable[[Case], Program]] = {
-    ("fmha", "sm_90a"): hopper_fmha_program,
-    ("fmha", "sm_100a"): fmha_program,
-    ("nvfp4_moe", "sm_90a"): hopper_moe_program,
-    ("nvfp4_moe", "sm_100a"): moe_program,
-}
-
 
 class PtxBackend:
-    """Builds programs of hand-written PTX."""
+    """Builds programs of hand-written PTX. `part_keys`: keys of attention that a CTA visits, a multiple of 128; None:
+    what the rule of split_keys.py says. A record names the backend, so one of another plan has another name."""
 
-    name = "ptx"
+    def __init__(self, name: str = "ptx", part_keys: int | None = None) -> None:
+        self.name = name
+        self.kernels: dict[tuple[str, Target], Callable[[Case], Program]] = {
+            ("fmha", "sm_90a"): lambda case: hopper_fmha_program(case, part_keys),
+            ("fmha", "sm_100a"): lambda case: fmha_program(case, part_keys),
+            ("nvfp4_moe", "sm_90a"): hopper_moe_program,
+            ("nvfp4_moe", "sm_100a"): moe_program,
+        }
 
     def targets(self, op: str) -> tuple[Target, ...]:
         """The targets that have a kernel of `op`."""
-        return tuple(target for known_op, target in KERNELS if known_op == op)
+        return tuple(target for known_op, target in self.kernels if known_op == op)
 
     def build(self, case: Case, target: Target) -> Program:
         """The program of `case`. Raises UnsupportedError for an op, target or shape without a kernel."""
-        if (case.op, target) not in KERNELS:
-            known = ", ".join(f"{op} on {known_target}" for op, known_target in KERNELS)
+        if (case.op, target) not in self.kernels:
+            known = ", ".join(f"{op} on {known_target}" for op, known_target in self.kernels)
             raise UnsupportedError(f"{case.id}: the ptx backend has no {case.op} for {target}; it has {known}")
-        return KERNELS[case.op, target](case)
+        return self.kernels[case.op, target](case)
 
 
 BACKEND = PtxBackend()

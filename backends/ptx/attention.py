@@ -249,3 +249,11 @@ def shift_of(x: Builder, reference: Register) -> Register:
     shift = x.let("shift", "neg.f32", reference)
     x.emit("selp.f32", shift, 0.0, shift, unseen, note="-inf - -inf would be NaN")
     return shift
+
+
+def inverse_of(x: Builder, total: Register) -> Register:
+    """1 / row sum; 0 for a row that sees no key."""
+    inverse = x.let("inverse", "rcp.approx.ftz.f32", total)
+    empty = x.let("empty", "setp.eq.f32", total, 0.0)
+    x.emit("selp.f32", inverse, 0.0, inverse, empty, note="a row that sees no key is 0")
+    return inverse

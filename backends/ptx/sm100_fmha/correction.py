@@ -1,4 +1,4 @@
-"""Warps 4-7: rescale O when a reference rises; at the end write O / row sum to global memory."""
+"""Warps 4-7: rescale O when a reference rises; at the end write O / row sum, or a part of O, to global memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from backends.ptx.builder import FULL_WARP, Builder
 from backends.ptx.operands import Address, Register, Vector, at
 from backends.ptx.sm100_fmha.frame import Sm100FmhaFrame, buffer_of
 from backends.ptx.sm100_fmha.geometry import CORRECTION_REGISTERS, CORRECTION_WARPS, PANEL_BYTES, TILE_M
+from backends.ptx.split_keys import F32_BYTES, KeyPart
 from backends.ptx.tcgen05 import lanes_of_warp
 
 CHUNK = 32
@@ -40,7 +41,10 @@ def emit_correction(frame: Sm100FmhaFrame) -> None:
         tile = x.let("correction_tile", "mov.b32", 0)
         with x.while_below("correction_tiles", tile, frame.keys.count, "correction_finished", (tile, 1)):
             _correct_tile(frame, thread, tile)
-        _write_output(frame, thread, tile)
+        if frame.part is None:
+            _write_output(frame, thread, tile)
+        else:
+            _write_part(frame, thread, tile, frame.part)
 
 
 def _wait_for_sum(frame: Sm100FmhaFrame, tile: Register, name: str) -> None:
@@ -156,3 +160,27 @@ def _normalised(x: Builder, thread: CorrectionRow, inverse: Register) -> Vector:
         x.emit("mul.rn.f32", odd, odd, inverse)
         x.emit("cvt.rn.bf16x2.f32", register, odd, even)
     return packed
+
+
+def _write_part(frame: Sm100FmhaFrame, thread: CorrectionRow, tile: Register, part: KeyPart) -> None:
+    """O as it stands, in fp32; the softmax stores its reference and row sum. A part without a tile is zeros.
+
+    A thread writes its row itself, two vectors a sector of 32 bytes: few of the tile's rows exist where keys are split.
+    """
+    x = frame.x
+    x.section("warps 4-7: epilogue, O of this part to global memory")
+    row = x.let("part_row", "add.u32", thread.row, frame.row_origin)
+    is_row = x.let("part_has_row", "setp.lt.u32", row, frame.axes.rows)
+    target = x.let("part_at", "mul.lo.u64", part.row(x, frame, row), F32_BYTES * frame.tiling.hd)
+    x.emit("add.s64", target, target, frame.params.o)
+    x.emit("add.s64", target, target, x.let("part_column_bytes", "mul.wide.u32", frame.o_origin, F32_BYTES))
+    _wait_for_sum(frame, tile, "o_final")
+    no_tiles = x.let("o_is_empty", "setp.eq.u32", tile, 0)
+    for value in thread.values:
+        x.emit("mov.f32", value, 0.0)
+    for column in range(0, frame.tiling.o_columns, CHUNK):
+        with x.unless(no_tiles, "o_load"):
+            _load(x, thread, column)
+        for index in range(0, CHUNK, VECTOR_BYTES // F32_BYTES):
+            vector = thread.values[index : index + VECTOR_BYTES // F32_BYTES]
+            x.emit("st.global.v4.f32", at(target, F32_BYTES * (column + index)), vector, guard=is_row)

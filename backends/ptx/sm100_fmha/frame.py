@@ -10,6 +10,7 @@ from backends.ptx.operands import Register
 from backends.ptx.parameters import Map, Parameters, Pointer
 from backends.ptx.shared_memory import Smem
 from backends.ptx.sm100_fmha.geometry import ROLES, TILE_M, TILE_N, Sm100FmhaTiling
+from backends.ptx.split_keys import KeyPart, SplitFmhaParams
 from backends.ptx.tcgen05 import Threads, meet, set_up
 
 
@@ -30,9 +31,11 @@ class Sm100FmhaFrame(FmhaFrame):
     """Registers that all roles read."""
 
     tiling: Sm100FmhaTiling
-    params: Sm100FmhaParams
+    params: Sm100FmhaParams | SplitFmhaParams
     threads: Threads
     tmem: Register
+    part: KeyPart | None
+    """This CTA's part of the keys where they are split."""
 
     @property
     def warp(self) -> Register:
@@ -40,19 +43,23 @@ class Sm100FmhaFrame(FmhaFrame):
         return self.threads.warp
 
 
-def open_frame(x: Builder, tiling: Sm100FmhaTiling) -> Sm100FmhaFrame:
-    """Declares the parameters, computes the tile range, sets up barriers and tensor memory."""
-    params = Sm100FmhaParams.declare(x)
+def open_frame(x: Builder, tiling: Sm100FmhaTiling, part_keys: int | None) -> Sm100FmhaFrame:
+    """Declares the parameters, computes the tile range, sets up barriers and tensor memory.
+
+    `part_keys`: keys of a part where CTAs share them, a multiple of TILE_N.
+    """
+    params = (SplitFmhaParams if part_keys else Sm100FmhaParams).declare(x)
     axes = params.axes
     smem = Smem.declare(x, "dynamic_smem", tiling.smem)
     x.section("which rows, which keys")
     thread = x.let("thread", "mov.u32", TID_X)
     threads = Threads(thread, x.let("warp", "shr.u32", thread, 5))
     cta = CtaTile.read(x, tiling, TILE_M)
+    part = KeyPart.read(x, params, cta.batch, part_keys) if isinstance(params, SplitFmhaParams) and part_keys else None
     batch_head, offset = cta.batch_head(x, axes), position_offset(x, axes)
-    keys = _key_tiles(x, axes, cta.row_origin, offset)
+    keys = _key_tiles(x, axes, cta.row_origin, offset, part)
     x.section("barriers and tensor memory")
-    set_up(smem, threads, ROLES, (params.q, params.k, params.v, params.o))
+    set_up(smem, threads, ROLES, (params.q, params.k, params.v, *(() if part else (params.o,))))
     return Sm100FmhaFrame(
         x=x,
         axes=axes,
@@ -67,10 +74,11 @@ def open_frame(x: Builder, tiling: Sm100FmhaTiling) -> Sm100FmhaFrame:
         params=params,
         threads=threads,
         tmem=meet(smem),
+        part=part,
     )
 
 
-def _key_tiles(x: Builder, axes: FmhaAxes, row_origin: Register, offset: Register) -> KeyTiles:
+def _key_tiles(x: Builder, axes: FmhaAxes, row_origin: Register, offset: Register, part: KeyPart | None) -> KeyTiles:
     x.comment("A row sees an interval of keys: j > position - window, j <= position + ahead, 0 <= j < s_k.")
     x.comment("Both ends of a row's interval grow with its query index, so the tile's range follows from two rows.")
     last_row = x.let("last_row", "add.u32", row_origin, TILE_M)
@@ -87,7 +95,10 @@ def _key_tiles(x: Builder, axes: FmhaAxes, row_origin: Register, offset: Registe
     least_position = x.let("least_position", "add.s32", least_query, offset)
     most_position = x.let("most_position", "add.s32", most_query, offset)
     first = first_visible(x, axes, least_position, "tile")
-    return KeyTiles.between(x, first, end_visible(x, axes, most_position, "tile"), TILE_N)
+    end = end_visible(x, axes, most_position, "tile")
+    if part is not None:
+        part.clip(x, first, end)
+    return KeyTiles.between(x, first, end, TILE_N)
 
 
 def buffer_of(x: Builder, tile: Register, role: str) -> tuple[Register, Register]:

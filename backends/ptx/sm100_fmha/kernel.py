@@ -19,6 +19,10 @@ Shared memory: Q stays; K and V pass through one ring of stages of up to 128 col
 warps leave 168 each, a little less than a whole row of S needs, so the softmax warps take some from the others
 (setmaxnreg). Float arithmetic says `.rn` throughout, so that ptxas must not contract: every rounding is the same on a
 GPU and on the virtual machine, except in the approximate functions and the MMA.
+
+With few queries the keys are split over CTAs, and a second kernel combines their partial results (split_keys.py). The
+parts are those of sm_90a, of SPLIT_KEYS keys, four tiles: 64 heads of 8 KV heads and 8192 keys then have 128 CTAs. How
+many keys a part has is an argument of the program, and the name of the entry says it.
 """
 
 from __future__ import annotations
@@ -27,36 +31,49 @@ from functools import cache
 
 from backends.ptx.attention import FmhaShape, tensor_map
 from backends.ptx.builder import Builder
+from backends.ptx.emitter import module_text
 from backends.ptx.sm100_fmha.correction import emit_correction
 from backends.ptx.sm100_fmha.frame import Sm100FmhaParams, open_frame
 from backends.ptx.sm100_fmha.geometry import ROLES, THREADS, TILE_M, TILE_N, Sm100FmhaTiling
 from backends.ptx.sm100_fmha.issue import emit_mma, emit_producer
 from backends.ptx.sm100_fmha.softmax import emit_softmax
+from backends.ptx.split_keys import KeyPlan, combine_kernel, partial_arguments, split_program
 from backends.ptx.tcgen05 import tear_down
-from megamoe.contract import Case, Launch, Program
+from megamoe.contract import Case, KernelArg, Launch, Program
 
 PTX_VERSION = (8, 6)
 """tcgen05 and the .shared::cta destination of tensor copies appeared in PTX ISA 8.6."""
 
 
-def entry_name(hd: int) -> str:
-    """The entry of the kernel for one hd."""
-    return f"fmha_forward_hd{hd}"
+def entry_name(hd: int, part_keys: int | None = None) -> str:
+    """The entry of the kernel for one hd, and for parts of `part_keys` keys if they are split."""
+    return f"fmha_forward_hd{hd}" + (f"_parts_of_{part_keys}" if part_keys else "")
 
 
 @cache
-def kernel_text(hd: int) -> str:
-    """PTX for sm_100a that serves every t, s_k, mask, batch and grouping of one hd."""
+def kernel_text(hd: int, part_keys: int | None = None) -> str:
+    """PTX for sm_100a that serves every t, s_k, mask, batch and grouping of one hd.
+
+    With `part_keys`, a multiple of TILE_N, it writes the results of parts of so many keys, and the module has the
+    kernel that combines them.
+    """
+    attention = _attention(hd, part_keys)
+    if part_keys is None:
+        return attention.text()
+    return module_text([attention, combine_kernel(hd, "sm_100a", PTX_VERSION)])
+
+
+def _attention(hd: int, part_keys: int | None) -> Builder:
     tiling = Sm100FmhaTiling(hd)
-    x = Builder(entry_name(hd), target="sm_100a", version=PTX_VERSION, block=THREADS)
+    x = Builder(entry_name(hd, part_keys), target="sm_100a", version=PTX_VERSION, block=THREADS)
     x.header(_description(tiling))
-    frame = open_frame(x, tiling)
+    frame = open_frame(x, tiling, part_keys)
     emit_producer(frame)
     emit_mma(frame)
     emit_softmax(frame)
     emit_correction(frame)
     tear_down(x, frame.threads, ROLES, frame.tmem, note=f"all {THREADS} threads")
-    return x.text()
+    return x
 
 
 def _description(tiling: Sm100FmhaTiling) -> list[str]:
@@ -74,23 +91,33 @@ def _description(tiling: Sm100FmhaTiling) -> list[str]:
 ROWS_PER_STORE = 32
 
 
-def fmha_program(case: Case) -> Program:
-    """The program of an fmha case on sm_100a: one launch."""
+def fmha_program(case: Case, part_keys: int | None = None) -> Program:
+    """The program of an fmha case on sm_100a: one launch, or two and workspaces where the keys are split.
+
+    `part_keys`: keys that a CTA visits, a multiple of TILE_N; it replaces the rule of split_keys.py.
+    """
     shape = FmhaShape.of(case, "sm_100a")
     tiling = Sm100FmhaTiling(shape.hd)
-    row_tiles = -(-shape.rows // TILE_M)
-    launch = Launch(
-        entry=entry_name(shape.hd),
-        grid=(row_tiles * tiling.halves, shape.kv_heads, shape.batch),
+    plan = KeyPlan.of(shape, TILE_N, part_keys)
+    attention = Launch(
+        entry=entry_name(shape.hd, plan.part_keys),
+        grid=(-(-shape.rows // TILE_M) * tiling.halves, shape.kv_heads, shape.batch * plan.parts),
         block=(THREADS, 1, 1),
-        args=Sm100FmhaParams.arguments(
-            q=tensor_map(shape, "q", shape.rows, TILE_M),
-            k=tensor_map(shape, "k", shape.s_k, TILE_N),
-            v=tensor_map(shape, "v", shape.s_k, TILE_N),
-            o=tensor_map(shape, "o", shape.rows, ROWS_PER_STORE),
-            lse="lse" if shape.lse else None,
-            axes=shape.axes(),
-        ),
+        args=_arguments(shape, plan.parts),
         dynamic_smem=tiling.smem.size,
     )
-    return Program(target="sm_100a", ptx=kernel_text(shape.hd), launches=(launch,))
+    if plan.parts == 1:
+        return Program(target="sm_100a", ptx=kernel_text(shape.hd), launches=(attention,))
+    return split_program("sm_100a", kernel_text(shape.hd, plan.part_keys), attention, shape, plan.parts)
+
+
+def _arguments(shape: FmhaShape, splits: int) -> tuple[KernelArg, ...]:
+    maps = {
+        "q": tensor_map(shape, "q", shape.rows, TILE_M),
+        "k": tensor_map(shape, "k", shape.s_k, TILE_N),
+        "v": tensor_map(shape, "v", shape.s_k, TILE_N),
+    }
+    if splits == 1:
+        o = tensor_map(shape, "o", shape.rows, ROWS_PER_STORE)
+        return Sm100FmhaParams.arguments(**maps, o=o, lse="lse" if shape.lse else None, axes=shape.axes())
+    return partial_arguments(shape, maps, splits)

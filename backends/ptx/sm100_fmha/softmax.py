@@ -12,6 +12,7 @@ from backends.ptx.builder import FULL_WARP, Builder
 from backends.ptx.operands import Register, at
 from backends.ptx.sm100_fmha.frame import Sm100FmhaFrame, buffer_of
 from backends.ptx.sm100_fmha.geometry import SOFTMAX_REGISTERS, SOFTMAX_WARPS, TILE_M, TILE_N
+from backends.ptx.split_keys import KeyPart
 from backends.ptx.tcgen05 import lanes_of_warp
 
 RESCALE_ABOVE = 8.0
@@ -40,7 +41,7 @@ class SoftmaxRow:
 
 
 def emit_softmax(frame: Sm100FmhaFrame) -> None:
-    """All tiles, then the row sums for the epilogue and the log-sum-exp."""
+    """All tiles, then the row sums for the epilogue and the log-sum-exp; of a part, its statistics."""
     x = frame.x
     x.section("warps 0-3: softmax")
     is_softmax = x.let("is_softmax", "setp.lt.u32", frame.warp, SOFTMAX_WARPS.stop)
@@ -51,9 +52,12 @@ def emit_softmax(frame: Sm100FmhaFrame) -> None:
         steps = ((tile, 1), (thread.key, TILE_N))
         with x.while_below("softmax_tiles", tile, frame.keys.count, "softmax_finished", *steps):
             _softmax_tile(frame, thread, tile)
-        x.emit("st.shared.f32", at(thread.exchange, frame.smem.layout["row_sum"]), thread.row_sum)
-        x.arrive(frame.smem["row_sum_full"])
-        _store_lse(frame, thread)
+        if frame.part is None:
+            x.emit("st.shared.f32", at(thread.exchange, frame.smem.layout["row_sum"]), thread.row_sum)
+            x.arrive(frame.smem["row_sum_full"])
+            _store_lse(frame, thread)
+        else:
+            _store_statistics(frame, thread, frame.part)
 
 
 def _softmax_tile(frame: Sm100FmhaFrame, thread: SoftmaxRow, tile: Register) -> None:
@@ -147,3 +151,11 @@ def _store_lse(frame: Sm100FmhaFrame, thread: SoftmaxRow) -> None:
     x.emit("shl.b64", row, row, 2)
     address = x.let("lse_at", "add.s64", lse_pointer, row)
     x.emit("st.global.f32", at(address), lse, guard=wanted)
+
+
+def _store_statistics(frame: Sm100FmhaFrame, thread: SoftmaxRow, part: KeyPart) -> None:
+    x = frame.x
+    stored = thread.keys.is_row
+    if frame.tiling.halves > 1:
+        stored = x.let("statistics_stored", "setp.eq.and.u32", frame.o_origin, 0, stored, note="one CTA of a row")
+    part.store_statistics(x, part.row(x, frame, thread.row), thread.reference, thread.row_sum, stored)

@@ -15,12 +15,6 @@ SWIZZLE_ATOM_BYTES = 8 * ROW_BYTES
 THREADS = 128
 MAX_O_COLUMNS = 256
 """N of wgmma is 256 at most; its f32 accumulator then takes 128 registers a thread."""
-SPLIT_KEYS = 512
-"""Keys that one CTA visits if the keys are split; a multiple of every tile_n. Splits begin at fixed keys, so that the
-bits of a row depend on neither batch nor heads nor window."""
-MAX_SPLIT_QUERIES = 16
-"""Keys are split for up to so many queries a sequence. With more, the row tiles fill the machine, and partial outputs
-would cost more than they bring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +75,6 @@ class Sm90FmhaTiling:
         layout = layout.with_place("ring", self.stages * self.stage_bytes, 1024)
         layout = layout.with_mbarriers("q_full")
         return layout.with_mbarriers("k_full", self.stages).with_mbarriers("v_full", self.stages)
-
-
-def splits_of(t: int, s_k: int) -> int:
-    """CTAs that share a row tile's keys; 1, so that nothing is combined, for few keys or many queries."""
-    return -(-s_k // SPLIT_KEYS) if t <= MAX_SPLIT_QUERIES else 1
 
 
 def descriptor_bits(leading_bytes: int = 0) -> int:

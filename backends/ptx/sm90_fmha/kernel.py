@@ -17,12 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from backends.ptx.attention import PANEL_COLUMNS, FmhaShape, log_sum_exp, tensor_map
+from backends.ptx.attention import PANEL_COLUMNS, FmhaShape, inverse_of, log_sum_exp, tensor_map
 from backends.ptx.builder import Builder
 from backends.ptx.emitter import module_text
 from backends.ptx.operands import Register, Vector, at
-from backends.ptx.sm90_fmha.combine import CombineParams, combine_kernel, combine_name
-from backends.ptx.sm90_fmha.frame import Sm90FmhaFrame, Sm90FmhaParams, SplitFmhaParams, open_frame
+from backends.ptx.sm90_fmha.frame import Sm90FmhaFrame, Sm90FmhaParams, open_frame
 from backends.ptx.sm90_fmha.geometry import (
     MMA_K,
     ROW_BYTES,
@@ -30,10 +29,17 @@ from backends.ptx.sm90_fmha.geometry import (
     TILE_M,
     Sm90FmhaTiling,
     descriptor_bits,
-    splits_of,
 )
 from backends.ptx.sm90_fmha.loads import KvCursor, load_first, load_next
-from backends.ptx.sm90_fmha.softmax import Accumulators, QueryRow, inverse_of, probabilities, quad_sum
+from backends.ptx.sm90_fmha.softmax import Accumulators, QueryRow, probabilities, quad_sum
+from backends.ptx.split_keys import (
+    F32_BYTES,
+    KeyPart,
+    KeyPlan,
+    combine_kernel,
+    partial_arguments,
+    split_program,
+)
 from megamoe.contract import Case, KernelArg, Launch, Program
 
 PTX_VERSION = (8, 0)
@@ -48,24 +54,28 @@ def entry_name(hd: int) -> str:
 
 
 @cache
-def kernel_text(hd: int, split: bool = False) -> str:
+def kernel_text(hd: int, part_keys: int | None = None) -> str:
     """PTX for sm_90a that serves every t, s_k, mask, batch and grouping of one hd.
 
-    With `split` it writes partial results, and the module has the kernel that combines them.
+    With `part_keys`, a multiple of the tile, it writes the results of parts of so many keys, and the module has the
+    kernel that combines them.
     """
-    attention = _attention(hd, split)
-    return module_text([attention, combine_kernel(hd, PTX_VERSION)]) if split else attention.text()
+    attention = _attention(hd, part_keys)
+    return module_text([attention, combine_kernel(hd, "sm_90a", PTX_VERSION)]) if part_keys else attention.text()
 
 
-def _attention(hd: int, split: bool) -> Builder:
+def _attention(hd: int, part_keys: int | None) -> Builder:
     tiling = Sm90FmhaTiling(hd)
     x = Builder(entry_name(hd), target="sm_90a", version=PTX_VERSION, block=THREADS)
     x.header(_description(tiling))
-    frame = open_frame(x, tiling, split)
+    frame = open_frame(x, tiling, part_keys)
     load_first(frame)
     sums = Accumulators.open(frame)
     _tiles(frame, sums)
-    (_partial_epilogue if split else _epilogue)(frame, sums)
+    if frame.part is None:
+        _epilogue(frame, sums)
+    else:
+        _partial_epilogue(frame, sums, frame.part)
     x.emit("ret")
     return x
 
@@ -176,24 +186,22 @@ def _epilogue(frame: Sm90FmhaFrame, sums: Accumulators) -> None:
                 x.emit("st.global.b32", at(address, 16 * block), pair)
 
 
-def _partial_epilogue(frame: Sm90FmhaFrame, sums: Accumulators) -> None:
-    """O as it stands, in fp32, with its reference and row sum; combine.py adds up the splits."""
-    x, params = frame.x, frame.params
+def _partial_epilogue(frame: Sm90FmhaFrame, sums: Accumulators, part: KeyPart) -> None:
+    """O as it stands, in fp32, with its reference and row sum; the combine kernel adds up the parts."""
+    x = frame.x
     x.section("epilogue: partial results")
     quad_lane = x.let("quad_lane", "and.b32", frame.thread, 3)
     wanted = x.let("statistics_wanted", "setp.eq.u32", quad_lane, 0)
     x.emit("setp.eq.and.u32", wanted, frame.o_origin, 0, wanted, note="one thread a row, of one CTA")
     first_row = x.let("first_row", "mul.wide.u32", frame.batch_head, frame.axes.rows)
-    x.emit("add.s64", first_row, first_row, frame.split.first_row)
+    x.emit("add.s64", first_row, first_row, part.first_row)
     for index, row in enumerate(sums.rows):
         quad_sum(x, row.total)
         number = x.let("row_wide", "cvt.u64.u32", row.number)
         x.emit("add.s64", number, number, first_row)
         stored = x.let("statistics_stored", "and.pred", wanted, row.keys.is_row)
-        place = x.let("statistics_at", "shl.b64", number, 3)
-        x.emit("add.s64", place, place, params.lse)
-        x.emit("st.global.v2.f32", at(place), (row.reference, row.total), guard=stored)
-        address = _output_address(frame, number, quad_lane, element_bytes=4)
+        part.store_statistics(x, number, row.reference, row.total, stored)
+        address = _output_address(frame, number, quad_lane, element_bytes=F32_BYTES)
         with x.when(row.keys.is_row, "store_row"):
             for block in range(frame.tiling.o_columns // 8):
                 x.emit("st.global.v2.f32", at(address, 32 * block), sums.pair(index, block))
@@ -228,36 +236,24 @@ def _description(tiling: Sm90FmhaTiling) -> list[str]:
     return lines + tiling.smem.described()
 
 
-F32_BYTES = 4
+def fmha_program(case: Case, part_keys: int | None = None) -> Program:
+    """The program of an fmha case on sm_90a: one launch, or two and workspaces where the keys are split.
 
-
-def fmha_program(case: Case) -> Program:
-    """The program of an fmha case on sm_90a: one launch, or two and workspaces where the keys are split."""
+    `part_keys`: keys that a CTA visits, a multiple of the tile; it replaces the rule of split_keys.py.
+    """
     shape = FmhaShape.of(case, "sm_90a")
     tiling = Sm90FmhaTiling(shape.hd)
-    splits = splits_of(shape.t, shape.s_k)
+    plan = KeyPlan.of(shape, tiling.tile_n, part_keys)
     attention = Launch(
         entry=entry_name(shape.hd),
-        grid=(-(-shape.rows // TILE_M) * tiling.halves, shape.kv_heads, shape.batch * splits),
+        grid=(-(-shape.rows // TILE_M) * tiling.halves, shape.kv_heads, shape.batch * plan.parts),
         block=(THREADS, 1, 1),
-        args=_arguments(shape, tiling, splits),
+        args=_arguments(shape, tiling, plan.parts),
         dynamic_smem=tiling.smem.size,
     )
-    if splits == 1:
+    if plan.parts == 1:
         return Program(target="sm_90a", ptx=kernel_text(shape.hd), launches=(attention,))
-    rows = shape.batch * shape.kv_heads * shape.rows
-    combine = Launch(
-        entry=combine_name(shape.hd),
-        grid=(rows, 1, 1),
-        block=(shape.hd, 1, 1),
-        args=CombineParams.arguments(lse=_lse(shape), splits=splits),
-    )
-    scratch = {"partial_o": splits * rows * shape.hd * F32_BYTES, "partial_statistics": splits * rows * 2 * F32_BYTES}
-    return Program("sm_90a", kernel_text(shape.hd, split=True), (attention, combine), scratch)
-
-
-def _lse(shape: FmhaShape) -> str | None:
-    return "lse" if shape.lse else None
+    return split_program("sm_90a", kernel_text(shape.hd, plan.part_keys), attention, shape, plan.parts)
 
 
 def _arguments(shape: FmhaShape, tiling: Sm90FmhaTiling, splits: int) -> tuple[KernelArg, ...]:
@@ -267,5 +263,5 @@ def _arguments(shape: FmhaShape, tiling: Sm90FmhaTiling, splits: int) -> tuple[K
         "v": tensor_map(shape, "v", shape.s_k, tiling.tile_n),
     }
     if splits == 1:
-        return Sm90FmhaParams.arguments(**maps, lse=_lse(shape), axes=shape.axes())
-    return SplitFmhaParams.arguments(**maps, o="partial_o", lse="partial_statistics", axes=shape.axes(), splits=splits)
+        return Sm90FmhaParams.arguments(**maps, lse="lse" if shape.lse else None, axes=shape.axes())
+    return partial_arguments(shape, maps, splits)

@@ -144,11 +144,3 @@ def quad_sum(x: Builder, value: Register) -> None:
 
 def _from_lane(x: Builder, value: Register, distance: int) -> Register:
     return x.let("other", "shfl.sync.bfly.b32", value, distance, FULL_CLAMP, FULL_WARP)
-
-
-def inverse_of(x: Builder, total: Register) -> Register:
-    """1 / row sum; 0 for a row that sees no key."""
-    inverse = x.let("inverse", "rcp.approx.ftz.f32", total)
-    empty = x.let("empty", "setp.eq.f32", total, 0.0)
-    x.emit("selp.f32", inverse, 0.0, inverse, empty, note="a row that sees no key is 0")
-    return inverse

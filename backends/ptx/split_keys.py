@@ -1,25 +1,144 @@
-"""The second kernel where the keys are split: a CTA makes one row of all its parts, a thread one column.
+"""Keys split over CTAs, whatever the target: how many CTAs, the part that each one has, and the kernel that combines.
 
-A part is O and a row sum in fp32, both relative to the part's own reference. They are brought to the greatest reference
-and added in the order of the keys.
+With few queries there are few row tiles: one sequence that decodes 64 heads of 8 KV heads has eight. So the keys of a
+row tile are spread over CTAs. A part is O in fp32, and for each row its reference and its sum, O and sum relative to
+that reference. A second kernel, of which a CTA makes one row and a thread one column, brings the parts to the greatest
+reference and adds them in the order of the keys.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from backends.ptx.attention import MINUS_INFINITY, shift_of
-from backends.ptx.builder import CTAID_X, NCTAID_X, TID_X, Builder
+from backends.ptx.attention import MINUS_INFINITY, FmhaAxes, FmhaFrame, FmhaShape, inverse_of, shift_of
+from backends.ptx.builder import CTAID_X, NCTAID_X, NCTAID_Z, TID_X, Builder
+from backends.ptx.emitter import Predicate
 from backends.ptx.operands import Address, Register, at
-from backends.ptx.parameters import U32, Parameters, Pointer
-from backends.ptx.sm90_fmha.softmax import inverse_of
+from backends.ptx.parameters import U32, Map, Parameters, Pointer
+from megamoe.contract import KernelArg, Launch, Program, Target, TensorMapArg
 
-STATISTICS_BYTES = 8
+SPLIT_KEYS = 512
+"""Keys that one CTA visits if the keys are split; a multiple of every tile. Splits begin at fixed keys, so that the
+bits of a row depend on neither batch nor heads nor window."""
+MAX_SPLIT_QUERIES = 16
+"""Keys are split for up to so many queries a sequence. With more, the row tiles fill the machine, and partial outputs
+would cost more than they bring."""
+F32_BYTES = 4
+STATISTICS_BYTES = 2 * F32_BYTES
 AT_ONCE = 8
 """Loads in flight a thread: one after the other, each would wait for the memory's whole latency."""
+
+
+def splits_of(t: int, s_k: int) -> int:
+    """The rule: CTAs that share a row tile's keys; 1, so that nothing is combined, for few keys or many queries."""
+    return -(-s_k // SPLIT_KEYS) if t <= MAX_SPLIT_QUERIES else 1
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPlan:
+    """How the keys of a row tile are split: `parts` CTAs share them. Each has `part_keys`, the last one perhaps fewer.
+
+    `part_keys` is None if there is one part, and nothing is combined. The bits of a row follow from it, hd and s_k.
+    """
+
+    part_keys: int | None
+    parts: int
+
+    @classmethod
+    def of(cls, shape: FmhaShape, tile_n: int, part_keys: int | None) -> KeyPlan:
+        """The plan of a case: that of the rule, or parts of `part_keys` keys.
+
+        ValueError unless parts of so many begin at tiles of `tile_n` keys.
+        """
+        if part_keys is not None and (part_keys < 1 or part_keys % tile_n):
+            raise ValueError(f"a part has {part_keys} keys; it must have a multiple of {tile_n}, the keys of a tile")
+        parts = splits_of(shape.t, shape.s_k) if part_keys is None else -(-shape.s_k // part_keys)
+        return cls(part_keys or SPLIT_KEYS if parts > 1 else None, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitFmhaParams(Parameters):
+    """The parameters of an attention kernel where `splits` CTAs share the keys. `o` is that of the partial outputs
+    (f32 [splits][batch * kv_heads * rows][hd]), `lse` that of the partial statistics (f32
+    [splits][batch * kv_heads * rows][2]: reference and sum)."""
+
+    q: Map
+    k: Map
+    v: Map
+    o: Pointer
+    lse: Pointer
+    axes: FmhaAxes
+    splits: U32
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPart:
+    """The part of the keys that this CTA has. `index`: which one. `keys`: how many keys a part has. `first_row`: the
+    first row of its partial results, index * batch * kv_heads * rows (u64)."""
+
+    params: SplitFmhaParams
+    index: Register
+    keys: int
+    first_row: Register
+
+    @classmethod
+    def read(cls, x: Builder, params: SplitFmhaParams, batch: Register, keys: int) -> KeyPart:
+        """From the third index of the CTA, which comes in as `batch` and becomes the batch."""
+        x.comment("The third index of the grid: batch * splits + split.")
+        index = x.let("split", "rem.u32", batch, params.splits)
+        x.emit("div.u32", batch, batch, params.splits)
+        layers = x.let("layers", "mov.u32", NCTAID_Z)
+        x.emit("div.u32", layers, layers, params.splits)
+        x.emit("mul.lo.u32", layers, layers, params.axes.kv_heads)
+        x.emit("mul.lo.u32", layers, layers, index)
+        return cls(params, index, keys, x.let("part", "mul.wide.u32", layers, params.axes.rows))
+
+    def row(self, x: Builder, frame: FmhaFrame, row: Register) -> Register:
+        """The number, among all partial rows, of the folded row `row` of this CTA's batch and head (u64)."""
+        first_row = x.let("first_row", "mul.wide.u32", frame.batch_head, frame.axes.rows)
+        x.emit("add.s64", first_row, first_row, self.first_row)
+        number = x.let("row_wide", "cvt.u64.u32", row)
+        x.emit("add.s64", number, number, first_row)
+        return number
+
+    def clip(self, x: Builder, first: Register, end: Register) -> None:
+        """Cuts the visible keys [first, end) to this part."""
+        split_first = x.let("split_first", "mul.lo.u32", self.index, self.keys)
+        split_end = x.let("split_end", "add.u32", split_first, self.keys)
+        x.emit("max.s32", first, first, split_first)
+        x.emit("min.s32", end, end, split_end)
+
+    def store_statistics(
+        self, x: Builder, number: Register, reference: Register, total: Register, guard: Predicate
+    ) -> None:
+        """Stores reference and sum of the partial row `number`."""
+        place = x.let("statistics_at", "shl.b64", number, STATISTICS_BYTES.bit_length() - 1)
+        x.emit("add.s64", place, place, self.params.lse)
+        x.emit("st.global.v2.f32", at(place), (reference, total), guard=guard)
+
+
+def partial_arguments(shape: FmhaShape, maps: Mapping[str, TensorMapArg], splits: int) -> tuple[KernelArg, ...]:
+    """What a launch passes for SplitFmhaParams. `maps`: q, k and v."""
+    return SplitFmhaParams.arguments(**maps, o="partial_o", lse="partial_statistics", axes=shape.axes(), splits=splits)
+
+
+def split_program(target: Target, ptx: str, attention: Launch, shape: FmhaShape, splits: int) -> Program:
+    """`attention`, which writes `splits` parts, then the kernel that combines them. `ptx` has both."""
+    rows = shape.batch * shape.kv_heads * shape.rows
+    combine = Launch(
+        entry=combine_name(shape.hd),
+        grid=(rows, 1, 1),
+        block=(shape.hd, 1, 1),
+        args=CombineParams.arguments(lse="lse" if shape.lse else None, splits=splits),
+    )
+    scratch = {
+        "partial_o": splits * rows * shape.hd * F32_BYTES,
+        "partial_statistics": splits * rows * STATISTICS_BYTES,
+    }
+    return Program(target, ptx, (attention, combine), scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +157,9 @@ def combine_name(hd: int) -> str:
     return f"fmha_combine_hd{hd}"
 
 
-def combine_kernel(hd: int, version: tuple[int, int]) -> Builder:
+def combine_kernel(hd: int, target: Target, version: tuple[int, int]) -> Builder:
     """Grid: one CTA of hd threads a row."""
-    x = Builder(combine_name(hd), target="sm_90a", version=version, block=hd)
+    x = Builder(combine_name(hd), target=target, version=version, block=hd)
     x.header([f"Combines the parts of a row of O, hd = {hd}: one CTA a row, one thread a column."])
     params = CombineParams.declare(x)
     x.section("the parts of this row")
