@@ -165,22 +165,24 @@ def _normalised(x: Builder, thread: CorrectionRow, inverse: Register) -> Vector:
 def _write_part(frame: Sm100FmhaFrame, thread: CorrectionRow, tile: Register, part: KeyPart) -> None:
     """O as it stands, in fp32; the softmax stores its reference and row sum. A part without a tile is zeros.
 
-    A thread writes its row itself, two vectors a sector of 32 bytes: few of the tile's rows exist where keys are split.
+    A thread writes its row itself, two vectors a sector of 32 bytes: where keys are split, most of the tile's rows do
+    not exist, and most warps have nothing to write.
     """
     x = frame.x
     x.section("warps 4-7: epilogue, O of this part to global memory")
     row = x.let("part_row", "add.u32", thread.row, frame.row_origin)
     is_row = x.let("part_has_row", "setp.lt.u32", row, frame.axes.rows)
-    target = x.let("part_at", "mul.lo.u64", part.row(x, frame, row), F32_BYTES * frame.tiling.hd)
-    x.emit("add.s64", target, target, frame.params.o)
-    x.emit("add.s64", target, target, x.let("part_column_bytes", "mul.wide.u32", frame.o_origin, F32_BYTES))
-    _wait_for_sum(frame, tile, "o_final")
-    no_tiles = x.let("o_is_empty", "setp.eq.u32", tile, 0)
-    for value in thread.values:
-        x.emit("mov.f32", value, 0.0)
-    for column in range(0, frame.tiling.o_columns, CHUNK):
-        with x.unless(no_tiles, "o_load"):
-            _load(x, thread, column)
-        for index in range(0, CHUNK, VECTOR_BYTES // F32_BYTES):
-            vector = thread.values[index : index + VECTOR_BYTES // F32_BYTES]
-            x.emit("st.global.v4.f32", at(target, F32_BYTES * (column + index)), vector, guard=is_row)
+    with x.when(x.let("warp_has_row", "vote.sync.any.pred", is_row, FULL_WARP), "part_rows"):
+        target = x.let("part_at", "mul.lo.u64", part.row(x, frame, row), F32_BYTES * frame.tiling.hd)
+        x.emit("add.s64", target, target, frame.params.o)
+        x.emit("add.s64", target, target, x.let("part_column_bytes", "mul.wide.u32", frame.o_origin, F32_BYTES))
+        _wait_for_sum(frame, tile, "o_final")
+        no_tiles = x.let("o_is_empty", "setp.eq.u32", tile, 0)
+        for value in thread.values:
+            x.emit("mov.f32", value, 0.0)
+        for column in range(0, frame.tiling.o_columns, CHUNK):
+            with x.unless(no_tiles, "o_load"):
+                _load(x, thread, column)
+            for index in range(0, CHUNK, VECTOR_BYTES // F32_BYTES):
+                vector = thread.values[index : index + VECTOR_BYTES // F32_BYTES]
+                x.emit("st.global.v4.f32", at(target, F32_BYTES * (column + index)), vector, guard=is_row)
