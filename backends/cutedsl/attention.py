@@ -49,6 +49,15 @@ the work.
 """
 
 
+SINK: Final[Mapping[str, Parameter]] = {"mSink": TensorParameter("f32", ("heads",), align=4)}
+"""What a host function with sinks takes besides: mSink (heads), natural logarithms."""
+
+
+def parameters_of(case: Case) -> Mapping[str, Parameter]:
+    """What the host function for `case` takes."""
+    return {**PARAMETERS, **SINK} if case["sinks"] else PARAMETERS
+
+
 @dataclass(frozen=True, slots=True)
 class FmhaSizes:
     """The sizes of a case that a plan may depend on; `rows` are the query rows of one (batch, kv head)."""
@@ -72,12 +81,18 @@ def sizes_of(case: Case) -> FmhaSizes:
 
 
 def attention_call(artifact: Artifact, case: Case, splits: int, max_ctas: int) -> HostProgram:
-    """The call of `artifact`, a host function of PARAMETERS, that performs `case` in `splits` parts of the keys."""
+    """The call of `artifact`, a host function of `parameters_of(case)`, that performs `case` in `splits` parts.
+
+    Where K and V are one latent tensor the kernel reads it as both. The second read of a tile comes soon after the
+    first, so memory is read once and L2 twice.
+    """
     sized = sizes_of(case)
     rows, kv_batches, hd = sized.rows, sized.kv_batches, sized.hd
     part_rows = splits * kv_batches * rows if splits > 1 else 1
     sizes = {"kv_batches": kv_batches, "rows": rows, "s_k": sized.s_k, "hd": hd, "flat_rows": kv_batches * rows}
     sizes |= {"part_rows": part_rows, "part_elements": part_rows * hd}
+    parameters, values = parameters_of(case), "k" if case["kv"] == "latent" else "v"
+    sizes["heads"] = case.int("heads")
     window, scale = case["window"], case["scale"]
     scalars = {
         "t": sized.t,
@@ -88,8 +103,8 @@ def attention_call(artifact: Artifact, case: Case, splits: int, max_ctas: int) -
         "max_ctas": max_ctas,
     }
     workspaces = {"o_part": _O_PART, "lse_part": _LSE_PART} | ({} if case["lse"] else {"lse": _LSE})
-    names = {name: name.removeprefix("m").lower() for name in PARAMETERS}
+    names = {name: name.removeprefix("m").lower() for name in parameters} | {"mV": values}
     return artifact.program(
-        call_arguments(PARAMETERS, sizes, scalars, names),
+        call_arguments(parameters, sizes, scalars, names),
         {name: workspace_bytes(tensor, sizes) for name, tensor in workspaces.items()},
     )

@@ -74,6 +74,10 @@ def scale_of(case: Case) -> float:
     return 1.0 / math.sqrt(case.int("hd")) if scale is None else float(scale)
 
 
+SINKS = "sinks: no recipe here passes them on"
+LATENT = "one latent tensor for K and V: no recipe here passes k twice"
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionLimits:
     """The part of fmha that a peer has: the head dimensions `hd`, and a reason for each option that it lacks.
@@ -95,6 +99,8 @@ class AttentionLimits:
         """Why the peer refuses `case`; None if it takes it."""
         mask = mask_of(case)
         asked = (
+            (bool(case["sinks"]), SINKS),
+            (case["kv"] == "latent", LATENT),
             (case.int("hd") not in self.hd, self.other_hd or f"hd must be one of {self.hd}"),
             (bool(case["lse"]), self.lse),
             (mask.causal and case.int("t") != case.int("s_k"), self.offset_causal),
@@ -115,7 +121,7 @@ class AttentionLimits:
         """Every reason that `refusal` may give."""
         reasons = (self.lse, self.offset_causal, self.window, self.open_window, self.blind, self.masked_gqa)
         other_hd = self.other_hd if self.hd != ALL_HD else None
-        return [reason for reason in (other_hd, *reasons) if reason]
+        return [reason for reason in (other_hd, *reasons, SINKS, LATENT) if reason]
 
 
 def folded(case: Case, q: torch.Tensor) -> torch.Tensor:

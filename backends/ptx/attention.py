@@ -38,6 +38,8 @@ class FmhaShape:
     window: int
     scale: float
     lse: bool
+    values: str
+    """The tensor that holds the values: v, or k where both are one. Its second reader of a tile meets it in L2."""
 
     @property
     def rows(self) -> int:
@@ -57,6 +59,8 @@ class FmhaShape:
             raise UnsupportedError(f"{case.id}: {heads} heads do not share {kv_heads} kv_heads evenly")
         if max(t, s_k) >= NO_WINDOW // 2:
             raise UnsupportedError(f"{case.id}: t and s_k must stay below {NO_WINDOW // 2}; t is {t}, s_k is {s_k}")
+        if case["sinks"]:
+            raise UnsupportedError(f"{case.id}: the {target} kernel of the ptx backend has no attention sinks")
         scale, window = case["scale"], case["window"]
         scale = 1.0 / math.sqrt(hd) if scale is None else float(scale)
         if not 0.0 < scale < math.inf:
@@ -72,6 +76,7 @@ class FmhaShape:
             window=NO_WINDOW if window is None else min(int(window), NO_WINDOW),
             scale=scale,
             lse=bool(case["lse"]),
+            values="k" if case["kv"] == "latent" else "v",
         )
 
     def axes(self) -> tuple[KernelArg, ...]:

@@ -4,6 +4,9 @@ Mask: query row i stands at position p = i + s_k - t (bottom-right aligned) and 
 and (window is null or j > p - window). A row that sees no key has o = 0 and lse = -inf. Query head h reads KV head
 h // (heads // kv_heads). lse is the natural logarithm of the sum of exp(scale * q k^T) over the visible keys.
 
+With `sinks` the softmax of a row has one more term, the sink of its head, which has no value: lse counts it, and a row
+that sees no key has lse = sink. With kv=latent, v is k.
+
 Each input distribution makes one kind of mistake visible.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Final
 
@@ -58,9 +62,27 @@ def key_range(case: Case, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 def make_inputs(case: Case, device: str | torch.device = "cpu") -> Inputs:
     """bf16 q [batch, heads, t, hd], k and v [batch, kv_heads, s_k, hd], drawn on the CPU and then moved to `device`.
 
-    The bits depend on the case's id alone: op, axes, distribution and seed. ValueError for an unknown distribution.
+    No v if it is k; f32 sink [heads] if there are sinks. The bits depend on the case's id alone: op, axes, distribution
+    and seed. ValueError for an unknown distribution.
     """
-    return {name: tensor.to(device) for name, tensor in distribution_of(case, DISTRIBUTIONS)(case).items()}
+    inputs = distribution_of(case, DISTRIBUTIONS)(case)
+    if case["kv"] == "latent":
+        del inputs["v"]
+    if case["sinks"]:
+        inputs["sink"] = _sinks(case)
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def _sinks(case: Case) -> torch.Tensor:
+    """f32 [heads]. Around the lse of s_k logits of N(0, 1), so that a sink takes about half of a row.
+
+    Under `large_logits` they are around +LOGIT_OFFSET and -LOGIT_OFFSET by turns: as large as the logits of some rows,
+    far above those of others, or far below.
+    """
+    sinks = normal(case, "sink", (case.int("heads"),)).float()
+    if case.inputs == "large_logits":
+        return sinks + torch.where(torch.arange(case.int("heads")) % 2 == 0, LOGIT_OFFSET, -LOGIT_OFFSET)
+    return sinks + math.log(case.int("s_k")) + 0.5
 
 
 def one_hot_keys(case: Case) -> torch.Tensor:
@@ -212,7 +234,18 @@ MATRIX_RATES: Final[Mapping[str, float]] = {}
 SCORES: Final = 1 << 22
 
 Rows = tuple[torch.Tensor, torch.Tensor]
-AttendRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], Rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """What the logits of some rows go through. `visible`: bool [rows, s_k]. `sink`: f32 [rows], -inf without sinks."""
+
+    scale: float
+    visible: torch.Tensor
+    sink: torch.Tensor
+
+
+AttendRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Softmax], Rows]
 
 
 def visible_keys(case: Case, row: torch.Tensor) -> torch.Tensor:
@@ -233,8 +266,11 @@ def latitude(
     outputs: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
 ) -> Latitude:
-    """A kernel has no choice but its roundings, and under `exact_sums` none: o is the oracle's, bit for bit."""
-    if case.inputs != "exact_sums" or "o" not in outputs:
+    """A kernel has no choice but its roundings, and under `exact_sums` none: o is the oracle's, bit for bit.
+
+    With sinks row sums are no powers of two.
+    """
+    if case.inputs != "exact_sums" or case["sinks"] or "o" not in outputs:
         return Latitude()
     right = expected["o"].bfloat16().double()
     rows = torch.arange(case.int("batch"), device=right.device)
@@ -254,12 +290,13 @@ def useful_flops(case: Case) -> int:
 
 
 def minimum_bytes(case: Case) -> int:
-    """Bytes of q, of the keys and values that some query sees, of o and of lse, each moved once."""
+    """Bytes of q, of the keys and values that some query sees, of o, of lse and of the sinks, each moved once."""
     first, last = key_range(case, torch.arange(case.int("t")))
     seen = max(0, int(last.max()) - int(first.min()) + 1)
     rows = case.int("heads") * case.int("t")
-    vectors = 2 * rows + 2 * case.int("kv_heads") * seen
-    return case.int("batch") * (2 * case.int("hd") * vectors + (4 * rows if case["lse"] else 0))
+    vectors = 2 * rows + (1 if case["kv"] == "latent" else 2) * case.int("kv_heads") * seen
+    sinks = 4 * case.int("heads") if case["sinks"] else 0
+    return case.int("batch") * (2 * case.int("hd") * vectors + (4 * rows if case["lse"] else 0)) + sinks
 
 
 def oracle(case: Case, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -288,7 +325,7 @@ def _attend(
     o_dtype: torch.dtype,
     lse_dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    q, k, v = inputs["q"], inputs["k"], inputs["k" if case["kv"] == "latent" else "v"]
     batch, kv_heads, t, hd = case.int("batch"), case.int("kv_heads"), case.int("t"), case.int("hd")
     # The query heads of one KV head lie next to each other. Folded into rows, they read its keys once.
     rows = case.int("heads") // kv_heads * t
@@ -296,32 +333,36 @@ def _attend(
     o = torch.empty(q.shape, dtype=o_dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=lse_dtype, device=q.device)
     row = torch.arange(rows, device=q.device) % t
+    sink = inputs["sink"] if case["sinks"] else torch.full((case.int("heads"),), -math.inf, device=q.device)
+    sink = sink.view(kv_heads, -1).repeat_interleave(t, dim=1)
     step = max(1, SCORES // case.int("s_k"))
     for kv in product(range(batch), range(kv_heads)):
         for start in range(0, rows, step):
             here = (*kv, slice(start, start + step))
             visible = visible_keys(case, row[start : start + step])
-            o[here], lse[here] = attend_rows(q[here], k[kv], v[kv], visible, softmax_scale(case))
+            softmax = Softmax(softmax_scale(case), visible, sink[here[1:]])
+            o[here], lse[here] = attend_rows(q[here], k[kv], v[kv], softmax)
     outputs = {"o": o.view(inputs["q"].shape)}
     if case["lse"]:
         outputs["lse"] = lse.view(inputs["q"].shape[:-1])
     return outputs
 
 
-def _exact_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float) -> Rows:
-    s = (q.double() @ k.double().mT).mul_(scale).masked_fill_(~visible, -math.inf)
-    lse = torch.logsumexp(s, dim=-1)
+def _exact_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax) -> Rows:
+    s = (q.double() @ k.double().mT).mul_(softmax.scale).masked_fill_(~softmax.visible, -math.inf)
+    lse = torch.logaddexp(torch.logsumexp(s, dim=-1), softmax.sink.double())
     p = s.sub_(_finite(lse)[:, None]).exp_()
     return p @ v.double(), lse
 
 
-def _rounded_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float) -> Rows:
-    s = (q.float() @ k.float().mT).masked_fill_(~visible, -math.inf)
-    to_base_2 = torch.tensor(scale * math.log2(math.e), dtype=torch.float32, device=q.device)
-    s = s.mul_(to_base_2)
-    row_max = _finite(s.amax(dim=-1))
+def _rounded_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax) -> Rows:
+    s = (q.float() @ k.float().mT).masked_fill_(~softmax.visible, -math.inf)
+    log2_e = math.log2(math.e)
+    to_base_2 = torch.tensor(softmax.scale * log2_e, dtype=torch.float32, device=q.device)
+    s, sink = s.mul_(to_base_2), softmax.sink * log2_e
+    row_max = _finite(torch.maximum(s.amax(dim=-1), sink))
     p = torch.exp2(s.sub_(row_max[:, None]))
-    row_sum = p.sum(dim=-1)
+    row_sum = p.sum(dim=-1) + torch.exp2(sink - row_max)
     acc = p.bfloat16().float() @ v.float()
     o = torch.where(row_sum[:, None] > 0, acc / row_sum[:, None], 0.0)
     lse = (row_max + torch.log2(row_sum)) * math.log(2.0)

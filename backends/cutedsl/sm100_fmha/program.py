@@ -11,7 +11,7 @@ from backends.cutedsl.compile.compile import compile_host_function, compiled_ker
 from backends.cutedsl.compile.parameters import fake_values
 from backends.cutedsl.device import B200_SM_COUNT
 from backends.cutedsl.sm100_fmha.plan import split_count
-from megamoe.contract import HostProgram
+from megamoe.contract import HostProgram, UnsupportedError
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
@@ -22,6 +22,8 @@ def fmha_program(case: Case, splits: int | None = None, max_ctas: int = B200_SM_
 
     A CTA takes several work items in turn where there are more than `max_ctas` of them.
     """
+    if case["sinks"]:
+        raise UnsupportedError(f"{case.id}: the sm_100a kernel of the cutedsl backend has no attention sinks")
     splits = splits or split_count(case.int("t"), case.int("s_k"))
     return attention_call(compiled(case.int("hd")), case, splits, max_ctas)
 

@@ -115,7 +115,7 @@ def _arguments(shape: FmhaShape, splits: int) -> tuple[KernelArg, ...]:
     maps = {
         "q": tensor_map(shape, "q", shape.rows, TILE_M),
         "k": tensor_map(shape, "k", shape.s_k, TILE_N),
-        "v": tensor_map(shape, "v", shape.s_k, TILE_N),
+        "v": tensor_map(shape, shape.values, shape.s_k, TILE_N),
     }
     if splits == 1:
         o = tensor_map(shape, "o", shape.rows, ROWS_PER_STORE)

@@ -260,7 +260,7 @@ def _arguments(shape: FmhaShape, tiling: Sm90FmhaTiling, splits: int) -> tuple[K
     maps = {
         "q": tensor_map(shape, "q", shape.rows, TILE_M),
         "k": tensor_map(shape, "k", shape.s_k, tiling.tile_n),
-        "v": tensor_map(shape, "v", shape.s_k, tiling.tile_n),
+        "v": tensor_map(shape, shape.values, shape.s_k, tiling.tile_n),
     }
     if splits == 1:
         return Sm90FmhaParams.arguments(**maps, lse="lse" if shape.lse else None, axes=shape.axes())

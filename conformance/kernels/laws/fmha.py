@@ -11,6 +11,7 @@ from conformance.kernels.laws.agreement import close, same_bits, within
 from conformance.kernels.laws.law import (
     Axes,
     Bench,
+    Tensors,
     inputs_of,
     law,
     spec_of,
@@ -22,6 +23,10 @@ LOGIT_SHIFT = 128.0
 ROWS_TRIED = 3
 
 
+PER_SEQUENCE = ("q", "k", "v")
+"""Inputs with an entry for each sequence of the batch."""
+
+
 @law("fmha", "tolerance", fixed={"causal": False, "window": None}, least={"s_k": 2}, runs=lambda axes: [axes, axes])
 def kv_permutation(bench: Bench, case: Case) -> None:
     """With no mask, permuting keys and values together changes neither o nor lse.
@@ -31,12 +36,12 @@ def kv_permutation(bench: Bench, case: Case) -> None:
     """
     inputs = inputs_of(case)
     order = torch.randperm(case.int("s_k"), generator=_generator(case))
-    permuted = {"q": inputs["q"], "k": inputs["k"][:, :, order], "v": inputs["v"][:, :, order]}
+    permuted = {**inputs, **{name: inputs[name][:, :, order] for name in _keys_and_values(inputs)}}
     sides = ("with keys permuted", "as they are")
     close(case, bench.run(case, permuted), bench.run(case, inputs), sides)
 
 
-@law("fmha", "tolerance", runs=lambda axes: [axes, axes])
+@law("fmha", "tolerance", fixed={"sinks": False, "kv": "apart"}, runs=lambda axes: [axes, axes])
 def logit_shift(bench: Bench, case: Case) -> None:
     """Adding the same number to all logits of a row leaves o as it is and adds that number to lse.
 
@@ -59,7 +64,7 @@ def logit_shift(bench: Bench, case: Case) -> None:
     close(case, bench.run(case, inputs), wanted, sides, least_scale={"lse": LOGIT_SHIFT})
 
 
-@law("fmha", "tolerance")
+@law("fmha", "tolerance", fixed={"sinks": False, "kv": "apart"})
 def constant_value(bench: Bench, case: Case) -> None:
     """If all values of a KV head are the same vector, every row that sees a key has it as o; any other row has 0.
 
@@ -88,7 +93,8 @@ def batch_invariant(bench: Bench, case: Case) -> None:
     inputs, alone = inputs_of(case), spec_of(case.op).vary(case, batch=1)
     together = bench.run(case, inputs)
     for i in range(case.int("batch")):
-        single = bench.run(alone, {name: tensor[i : i + 1] for name, tensor in inputs.items()})
+        own = {name: tensor[i : i + 1] for name, tensor in inputs.items() if name in PER_SEQUENCE}
+        single = bench.run(alone, {**inputs, **own})
         of_batch = {name: tensor[i : i + 1] for name, tensor in together.items()}
         same_bits(case, of_batch, single, (f"as sequence {i} of {case.int('batch')}", "alone"))
 
@@ -106,8 +112,8 @@ def gqa_equals_expanded_mha(bench: Bench, case: Case) -> None:
     Bitwise: a row's arithmetic is on the same numbers in the same tiles of keys, wherever in a tile of rows it lies.
     """
     inputs, heads = inputs_of(case), case.int("heads")
-    expanded = {name: _per_query_head(case, inputs[name]) for name in ("k", "v")}
-    each = bench.run(spec_of(case.op).vary(case, kv_heads=heads), {"q": inputs["q"], **expanded})
+    expanded = {name: _per_query_head(case, inputs[name]) for name in _keys_and_values(inputs)}
+    each = bench.run(spec_of(case.op).vary(case, kv_heads=heads), {**inputs, **expanded})
     same_bits(case, bench.run(case, inputs), each, ("shared", "with a KV head each"))
 
 
@@ -144,14 +150,20 @@ def causal_equals_visible_prefix(bench: Bench, case: Case) -> None:
         here = {name: tensor[:, :, row : row + 1] for name, tensor in whole.items()}
         end = row + s_k - t + 1
         first = 0 if window is None else max(0, end - int(window))
+        if end <= 0 and case["sinks"]:
+            continue
         if end <= 0:
             nothing = {"o": torch.zeros_like(here["o"]), "lse": torch.full(here["o"].shape[:-1], -math.inf)}
             same_bits(case, here, {name: nothing[name] for name in here}, (f"in row {row}", "as it sees no key"))
             continue
         alone = spec_of(case.op).vary(case, t=1, s_k=end - first, causal=False, window=None)
-        seen = {name: inputs[name][:, :, first:end] for name in ("k", "v")}
-        wanted = bench.run(alone, {"q": inputs["q"][:, :, row : row + 1], **seen})
+        seen = {name: inputs[name][:, :, first:end] for name in _keys_and_values(inputs)}
+        wanted = bench.run(alone, {**inputs, "q": inputs["q"][:, :, row : row + 1], **seen})
         close(case, here, wanted, (f"in row {row} under the mask", f"alone with keys {first} to {end - 1}"))
+
+
+def _keys_and_values(inputs: Tensors) -> list[str]:
+    return [name for name in ("k", "v") if name in inputs]
 
 
 def _int(axes: Axes, name: str) -> int:

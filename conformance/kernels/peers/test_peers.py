@@ -65,6 +65,8 @@ REFUSALS = [
     ("cudnn-frontend", DECODE, "tiles of 512 columns"),
     ("cudnn-frontend", "fmha:hd=512,t=4,s_k=256,window=7", "bottom-right under causal alone"),
     ("cudnn-frontend", "fmha:hd=512,t=4,s_k=2,causal=true", "see no key"),
+    *((peer.name, f"{DECODE},sinks=true", "passes them on") for peer in PEERS if peer.op == "fmha"),
+    *((peer.name, f"{DECODE},kv=latent", "passes k twice") for peer in PEERS if peer.op == "fmha"),
     ("humming", MOE.cases("small")[0].id, "other kernels"),
     ("humming", f"{L2.removesuffix('l2')}l1", "would leave them out"),
     ("torch-grouped-mm", f"{L2.removesuffix('l2')}requantise", "it is a GEMM"),

@@ -23,16 +23,25 @@ CASES = (
     "fmha:hd=64,t=5,s_k=9,window=3",
     "fmha:hd=64,t=6,s_k=4,causal=true,window=2",
     "fmha:hd=64,t=2,s_k=5,scale=0.5",
+    "fmha:hd=64,t=6,s_k=4,batch=2,heads=4,kv_heads=2,causal=true,sinks=true",
+    "fmha:hd=64,t=3,s_k=7,heads=2,scale=0.5,sinks=true,kv=latent",
 )
+
+
+def values_of(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """v, or k where one latent tensor is both."""
+    return inputs.get("v", inputs["k"])
 
 
 def by_hand(case: Case, inputs: dict[str, torch.Tensor], b: int, h: int, i: int) -> tuple[torch.Tensor, float]:
     """o and lse of one query row, key by key, from the text of the spec."""
-    q, k, v = (inputs[name].double() for name in ("q", "k", "v"))
+    q, k, v = (tensor.double() for tensor in (inputs["q"], inputs["k"], values_of(inputs)))
     kv, scale, window = h // (case.int("heads") // case.int("kv_heads")), case["scale"], case["window"]
     factor = float(scale) if scale is not None else case.int("hd") ** -0.5
     p = i + case.int("s_k") - case.int("t")
     numerator, denominator = torch.zeros(case.int("hd"), dtype=torch.float64), 0.0
+    if case["sinks"]:
+        denominator = math.exp(inputs["sink"][h])
     for j in range(case.int("s_k")):
         if (case["causal"] and j > p) or (window is not None and j <= p - int(window)):
             continue
@@ -74,6 +83,20 @@ def test_a_row_without_visible_keys_is_zero_and_minus_infinity() -> None:
         assert not outputs["o"][0, 0, :2].any(), f"{name}: rows 0 and 1 see no key, so o must be 0 there"
         assert bool((outputs["lse"][0, 0, :2] == -math.inf).all()), f"{name}: their lse must be -inf"
         assert bool(torch.isfinite(outputs["lse"][0, 0, 2:]).all()), f"{name}: row 2 and later see a key"
+
+
+def test_a_sink_takes_its_share_of_every_row() -> None:
+    """o without a sink times the share of the keys; a row that sees no key has the sink for its lse."""
+    case = SPEC.case(hd=64, t=6, s_k=4, heads=2, causal=True, sinks=True)
+    inputs = FMHA.make_inputs(case)
+    plain = FMHA.oracle(SPEC.vary(case, sinks=False), inputs)
+    for name, outputs in (("oracle", FMHA.oracle(case, inputs)), ("simulated", FMHA.simulated(case, inputs))):
+        lse = torch.logaddexp(plain["lse"], inputs["sink"].double()[:, None])
+        assert torch.allclose(outputs["lse"].double(), lse, atol=1e-6), f"{name}: lse does not count the sink"
+        seen = outputs["lse"][0, :, 0].float()
+        assert torch.allclose(seen, inputs["sink"], atol=1e-6), f"{name}: row 0 sees the sink alone; its lse is {seen}"
+        share = (plain["lse"] - lse).exp()[..., None]
+        assert torch.allclose(outputs["o"].double(), plain["o"] * share, atol=0.02), f"{name}: o has another share"
 
 
 def test_lse_is_left_out_when_the_case_says_so() -> None:
@@ -141,7 +164,7 @@ PINNED = {"q": [-16547, 16150, 16197, -16628], "k": [-16474, 16109, -16608, -164
 @pytest.mark.parametrize("case_id", CASES)
 def test_normal_is_standard(case_id: str) -> None:
     tensors = FMHA.make_inputs(SPEC.vary(SPEC.parse_case(case_id), s_k=400))
-    for name in ("k", "v"):
+    for name in {"k", "v"} & tensors.keys():
         values = tensors[name].double()
         assert abs(values.mean().item()) < 5 / math.sqrt(values.numel()), f"{name} has mean {values.mean():.3g}"
         assert abs(values.std().item() - 1) < 5 / math.sqrt(values.numel()), f"{name} has deviation {values.std():.3g}"
@@ -165,7 +188,7 @@ def test_one_hot_rows_attend_to_the_known_key(case_id: str) -> None:
     for b, h, i in torch.cartesian_prod(*(torch.arange(size) for size in keys.shape)).tolist():
         if visible[i].any():
             assert visible[i, keys[b, h, i]], f"{case.id}: row {i} is aimed at a key that it does not see"
-            expected = inputs["v"][b, h // group, keys[b, h, i]].double()
+            expected = values_of(inputs)[b, h // group, keys[b, h, i]].double()
             assert torch.allclose(o[b, h, i], expected, atol=1e-6), f"{case.id}: row {(b, h, i)} attends elsewhere"
 
 
@@ -200,10 +223,13 @@ def test_denormal_scale_has_normal_inputs_and_subnormal_outputs() -> None:
         ("fmha:hd=64,t=4,s_k=10,heads=2,causal=true", 7 + 8 + 9 + 10, 10),
         ("fmha:hd=64,t=4,s_k=10,heads=2,causal=true,window=2", 8, 5),
         ("fmha:hd=64,t=4,s_k=2,heads=2,causal=true", 0 + 0 + 1 + 2, 2),
+        ("fmha:hd=64,t=4,s_k=10,heads=2,sinks=true", 40, 10),
+        ("fmha:hd=64,t=4,s_k=10,heads=2,kv=latent", 40, 10),
     ],
 )
 def test_work_counts_visible_keys_alone(case_id: str, pairs: int, seen: int) -> None:
     case = SPEC.parse_case(case_id)
     assert FMHA.useful_flops(case) == 2 * pairs * 4 * 64, f"{case.id}: {pairs} pairs of query and key a head"
-    expected = 2 * (2 * 64 * 2 * 4) + 2 * (2 * 64 * seen) + 4 * 2 * 4
-    assert FMHA.minimum_bytes(case) == expected, f"{case.id}: q, o, {seen} keys and values, lse"
+    tensors = 1 if case["kv"] == "latent" else 2
+    expected = 2 * (2 * 64 * 2 * 4) + tensors * (2 * 64 * seen) + 4 * 2 * 4 + (4 * 2 if case["sinks"] else 0)
+    assert FMHA.minimum_bytes(case) == expected, f"{case.id}: q, o, {seen} keys and values, lse, sinks"
