@@ -43,6 +43,9 @@ FAULTS: Final[Mapping[str, str]] = {
     "last_column_unwritten": "the last column of o is never written",
     "flush_to_zero": "subnormal results are flushed to zero",
     "one_wrong_element": "one element of o is off by a tenth of its row's magnitude",
+    "sink_ignored": "sinks take no part in the softmax",
+    "sink_scaled": "sinks are multiplied by the softmax scale, as logits are",
+    "sink_of_kv_head": "query head h has the sink of head h // (heads // kv_heads)",
 }
 # Faults that laws catch, and which. Some of them are within the judge's tolerance, or right for every case by itself.
 LAW_FAULTS: Final[Mapping[str, tuple[str, str]]] = {
@@ -133,17 +136,36 @@ class Kernel:
         return 32 if self.fault == "tile_by_batch" and self.case.int("batch") > 1 else self.style.tile
 
     def outputs(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        q, k, v = (inputs[name].float() for name in "qkv")
+        q, k = inputs["q"].float(), inputs["k"].float()
+        v = k if self.case["kv"] == "latent" else inputs["v"].float()
+        sinks = self.sinks(inputs)
         o, lse = torch.empty(q.shape), torch.empty(q.shape[:-1])
         for b in range(len(q)):
             read = 0 if self.fault == "first_batch_read" else b
             for kv in range(self.case.int("kv_heads")):
                 heads = self.heads_of(kv)
                 group = q[b, heads]
-                here = self.group(group.flatten(0, 1), k[read, kv], v[read, kv])
+                rows = sinks[heads].repeat_interleave(self.case.int("t"))
+                here = self.group(group.flatten(0, 1), k[read, kv], v[read, kv], rows)
                 o[b, heads], lse[b, heads] = here[0].view_as(group), here[1].view(group.shape[:2])
         o, lse = self.spoilt(o, lse)
         return {"o": o.bfloat16(), "lse": lse} if self.case["lse"] else {"o": o.bfloat16()}
+
+    def sinks(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """fp32 [heads], times log2(e); -inf where there is none."""
+        heads, kv_heads = self.case.int("heads"), self.case.int("kv_heads")
+        if not self.case["sinks"] or self.fault == "sink_ignored":
+            return torch.full((heads,), -math.inf)
+        sinks = inputs["sink"] * LOG2_E
+        if self.fault == "sink_scaled":
+            sinks = sinks * self.scale
+        return sinks[torch.arange(heads) // (heads // kv_heads)] if self.fault == "sink_of_kv_head" else sinks
+
+    @property
+    def scale(self) -> float:
+        """The factor of the logits."""
+        given = self.case["scale"]
+        return 1.0 / math.sqrt(self.case.int("hd")) if given is None else float(given)
 
     def spoilt(self, o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 o and lse with the faults of a whole output."""
@@ -176,7 +198,9 @@ class Kernel:
         group = self.case.int("heads") // kv_heads
         return slice(kv * group, (kv + 1) * group)
 
-    def group(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def group(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 o [rows, hd] and lse [rows] of the query heads of one KV head, folded into rows."""
         s_k, tile = len(k), self.key_tile
         keys = -(-(s_k + (self.fault == "key_past_s_k")) // tile) * tile
@@ -185,14 +209,16 @@ class Kernel:
             v = v[[1, 0, *range(2, keys)]]
         if self.fault == "v_blocks_swapped":
             v = torch.cat((v[:16].roll(8, dims=0), v[16:]))
-        tiles = [self.row_tile(q[first : first + ROW_TILE], first, k, v) for first in range(0, len(q), ROW_TILE)]
+        firsts = range(0, len(q), ROW_TILE)
+        tiles = [self.row_tile(*(x[i : i + ROW_TILE] for x in (q, sinks)), i, k, v) for i in firsts]
         o, lse = (torch.cat(parts)[: len(q)] for parts in zip(*tiles, strict=True))
         return o, lse
 
     def row_tile(
-        self, q: torch.Tensor, first_row: int, k: torch.Tensor, v: torch.Tensor
+        self, q: torch.Tensor, sinks: torch.Tensor, first_row: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """128 rows, the last of which may be of no query: products have whole tiles, as a tensor core's do."""
+        sinks = torch.nn.functional.pad(sinks, (0, ROW_TILE - len(q)))
         q = torch.nn.functional.pad(q, (0, 0, 0, ROW_TILE - len(q)))
         s = self.logits(q, k).masked_fill_(~self.mask(first_row, len(k)), -math.inf)
         starts = list(range(0, len(k), self.key_tile))
@@ -200,16 +226,15 @@ class Kernel:
             starts.reverse()
         if self.style.shuffle_tiles:
             starts = [starts[i] for i in torch.randperm(len(starts), generator=self.random).tolist()]
-        o, lse = self.softmax([(s[:, i : i + self.key_tile], v[i : i + self.key_tile]) for i in starts])
+        o, lse = self.softmax([(s[:, i : i + self.key_tile], v[i : i + self.key_tile]) for i in starts], sinks)
         if self.fault == "blind_row_average":
             o = torch.where(lse[:, None] == -math.inf, v[: self.case.int("s_k")].mean(dim=0), o)
         return o, lse
 
     def logits(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """fp32 [rows, keys], times log2(e)."""
-        given, wrong = self.case["scale"], 1.01 if self.fault == "scale_1_percent" else 1.0
-        scale = 1.0 / math.sqrt(self.case.int("hd")) if given is None else float(given)
-        s = self.matmul(q, k.mT) * torch.tensor(scale * LOG2_E * wrong)
+        wrong = 1.01 if self.fault == "scale_1_percent" else 1.0
+        s = self.matmul(q, k.mT) * torch.tensor(self.scale * LOG2_E * wrong)
         if self.fault == "position_bias":
             s[:, self.case.int("s_k") - 1] += 0.1 * LOG2_E
         return s.clamp(max=120.0 * LOG2_E) if self.fault == "clamped_logits" else s
@@ -228,11 +253,13 @@ class Kernel:
             seen = seen & (key > position - int(window) - wider + int(self.fault == "window_one_short"))
         return seen
 
-    def softmax(self, tiles: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 o [rows, hd] and lse [rows] of tiles of logits and values, in this order."""
+    def softmax(
+        self, tiles: list[tuple[torch.Tensor, torch.Tensor]], sinks: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 o [rows, hd] and lse [rows] of tiles of logits and values, in this order. A row begins with its sink."""
         style, fault = self.style, self.fault
-        acc, row_max = torch.zeros(ROW_TILE, tiles[0][1].shape[1]), torch.full((ROW_TILE,), -math.inf)
-        row_sum, rounded_sum = torch.zeros(ROW_TILE), torch.zeros(ROW_TILE)
+        acc, row_max = torch.zeros(ROW_TILE, tiles[0][1].shape[1]), sinks.clone()
+        row_sum = rounded_sum = (sinks > -math.inf).float()
         for s, v in tiles:
             highest = torch.maximum(row_max, s.amax(dim=1))
             raised = torch.where(highest > row_max + style.stale_bits, highest, row_max)

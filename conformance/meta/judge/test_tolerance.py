@@ -332,6 +332,7 @@ DECODE = "fmha:hd=128,t=1,s_k=200,heads=8,kv_heads=2"
 CELL = "fmha:hd=64,t=4,s_k=512"
 SMALL = "fmha:hd=64,t=1,s_k=5"
 PREFILL = "fmha:hd=64,t=128,s_k=128,causal=true"
+SINKS = "fmha:hd=64,t=32,s_k=300,heads=4,kv_heads=2,sinks=true,kv=latent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +373,7 @@ KILLS = (
     *(Kill("truncated_o", case) for case in (RAGGED, MASKED, CAUSAL, DECODE, PREFILL)),
     *(Kill("last_column_unwritten", case) for case in (RAGGED, DECODE, SMALL)),
     *(Kill("flush_to_zero", f"{case},inputs=denormal_scale") for case in (RAGGED, DECODE, CELL)),
+    *(Kill(f"sink_{how}", SINKS, ("o", "lse")) for how in ("ignored", "scaled", "of_kv_head")),
     *(Kill("one_wrong_element", case) for case in (RAGGED, MASKED, CAUSAL, DECODE, CELL, SMALL)),
 )
 
