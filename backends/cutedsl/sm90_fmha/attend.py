@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
-from backends.cutedsl.device import WARPGROUP
+from backends.cutedsl.device import LOG2_E, WARPGROUP
 from backends.cutedsl.ring import RingPlace, StageRing, advanced, release, ring_number, ring_start, wait_full
 from backends.cutedsl.sm90_fmha.epilogue import finish_item
 from backends.cutedsl.sm90_fmha.operands import (
@@ -27,6 +27,7 @@ from backends.cutedsl.sm90_fmha.order import deal, dealt_item, parts
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.softmax import (
     ROWS,
+    RowState,
     exponentials,
     mask_scores,
     raise_maxima,
@@ -113,11 +114,12 @@ def consumer_warpgroup(
     problem: Problem,
     smem: Sm90Smem,
     outputs: Outputs,
+    mSink: cute.Tensor | None,
     q: StageRing,
     kv: StageRing,
     consumer: Consumer,
 ):
-    """The work loop of a consumer warpgroup. `kv`: the first ring of slabs."""
+    """The work loop of a consumer warpgroup. `kv`: the first ring of slabs. `mSink`: as in begin_rows."""
     group = consumer.group
     kv = ring_number(kv, own_ring(plan, consumer))
     kv_place = ring_start(kv, False)
@@ -130,7 +132,7 @@ def consumer_warpgroup(
     hand = deal(plan, problem)
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
         item = dealt_item(plan, problem, number)
-        reset(registers.rows)
+        begin_rows(plan, problem, item, registers.rows, mSink, consumer)
         registers.rO.fill(0.0)
         if item.tiles > 0:
             q_stage = q_place.stage
@@ -141,6 +143,34 @@ def consumer_warpgroup(
             kv_place = attend(plan, problem, item, operands, registers, q_view, kv, kv_place, consumer)
             q_place = advanced(q, q_place)
         finish_item(plan, problem, outputs, smem, item, registers, consumer)
+
+
+@cute.jit
+def begin_rows(
+    plan: Sm90FmhaPlan,
+    problem: Problem,
+    item: AttentionItem,
+    state: RowState,
+    mSink: cute.Tensor | None,
+    consumer: Consumer,
+):
+    """Set the state of rows that have seen no key. `mSink` (heads) f32: the sinks, None if there are none.
+
+    A row begins with its sink as if it were a score that it has seen: the sink is the maximum, and the first lane of
+    the quad has its exponential, 1, in the sum. Of several parts or warpgroups that share the keys, the first has it.
+    """
+    reset(state)
+    if cutlass.const_expr(plan.sinks):
+        heads = problem.rows // problem.t
+        first_head = item.kv_batch % (cute.size(mSink) // heads) * heads
+        row = first_row(plan, item, consumer)
+        is_first = Boolean(item.split == 0)
+        if cutlass.const_expr(plan.share == "keys"):
+            is_first = is_first and Boolean(consumer.group == 0)
+        for i in cutlass.range_constexpr(ROWS):
+            if is_first and row + 8 * i < problem.rows:
+                state.rMax[i] = mSink[first_head + (row + 8 * i) // problem.t] * (LOG2_E / problem.scale_log2)
+                state.rSum[i] = cutlass.select_(consumer.thread % 4 == 0, Float32(1.0), Float32(0.0))
 
 
 def own_ring(plan: Sm90FmhaPlan, consumer: Consumer) -> Int32:

@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import warpgroup
 from backends.cutedsl.attention_tiles import Outputs, Problem
 from backends.cutedsl.device import WARPGROUP
 from backends.cutedsl.ring import RingPlace, StageRing, advanced, release, ring_start, wait_full
-from backends.cutedsl.sm90_fmha.attend import mask_tile, visible_keys
+from backends.cutedsl.sm90_fmha.attend import begin_rows, mask_tile, visible_keys
 from backends.cutedsl.sm90_fmha.epilogue import row_place, row_results, store_lse, store_o, sum_over_quads
 from backends.cutedsl.sm90_fmha.operands import (
     Consumer,
@@ -42,7 +42,6 @@ from backends.cutedsl.sm90_fmha.softmax import (
     make_row_state,
     raise_maxima,
     rescale,
-    reset,
     row_values,
 )
 
@@ -140,7 +139,13 @@ def store_factors(sFactor: cute.Tensor, rFactor: cute.Tensor, stage: Int32, thre
 
 @cute.jit
 def score_warpgroup(
-    plan: Sm90FmhaPlan, problem: Problem, smem: Sm90Smem, outputs: Outputs, rings: ColumnRings, thread: Int32
+    plan: Sm90FmhaPlan,
+    problem: Problem,
+    smem: Sm90Smem,
+    outputs: Outputs,
+    mSink: cute.Tensor | None,
+    rings: ColumnRings,
+    thread: Int32,
 ):
     """The work loop of the warpgroup that computes S and P."""
     consumer = Consumer(Int32(0), thread)
@@ -151,7 +156,7 @@ def score_warpgroup(
     hand = deal(plan, problem)
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
         item = dealt_item(plan, problem, number)
-        reset(rows)
+        begin_rows(plan, problem, item, rows, mSink, consumer)
         if item.tiles > 0:
             rKeys = visible_keys(plan, problem, item, consumer)
             wait_full(rings.q, q_place)

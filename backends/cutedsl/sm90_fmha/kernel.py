@@ -52,16 +52,16 @@ class Sm90Fmha:
 
     @cute.jit
     def __call__(self, **arguments):
-        """Queue attention on `stream`. `arguments`: the PARAMETERS of attention.py, by name."""
+        """Queue attention on `stream`. `arguments`: the PARAMETERS of attention.py, and SINK with sinks, by name."""
         call = SimpleNamespace(**arguments)
         plan, splits = self.plan, call.splits
         inputs = self._make_tma(call)
         outputs = Outputs(call.mO, call.mLSE, call.mO_part, call.mLSE_part)
-        name = f"hd{plan.hd}_{plan.share}_{plan.groups}x{plan.tile_n}"
+        name = f"hd{plan.hd}_{plan.share}_{plan.groups}x{plan.tile_n}" + ("_sinks" if plan.sinks else "")
         self.kernel.set_name_prefix(f"sm90_fmha_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         combine_kernel.set_name_prefix(f"sm90_fmha_combine_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         problem = problem_of(call, plan)
-        self.kernel(inputs, outputs, problem).launch(
+        self.kernel(inputs, outputs, problem, arguments.get("mSink")).launch(
             grid=[ctas(plan, problem, call.max_ctas), 1, 1],
             block=[plan.threads, 1, 1],
             cluster=[plan.cluster, 1, 1],
@@ -85,7 +85,7 @@ class Sm90Fmha:
         )
 
     @cute.kernel
-    def kernel(self, inputs: Inputs, outputs: Outputs, problem: Problem):
+    def kernel(self, inputs: Inputs, outputs: Outputs, problem: Problem, mSink: cute.Tensor | None):
         """Dispatch the warps to their roles."""
         plan, problem = self.plan, problem.with_tiles(self.plan)
         thread, _, _ = cute.arch.thread_idx()
@@ -112,7 +112,7 @@ class Sm90Fmha:
                 init_rings(rings.p, 1, 8, producers=4)
                 init_rings(rings.go, 1, 8, producers=4)
             self._begin()
-            self._share_columns(problem, make_loads(plan, inputs, smem), smem, outputs, rings)
+            self._share_columns(problem, make_loads(plan, inputs, smem), smem, outputs, mSink, rings)
         else:
             kv = allocate_rings(allocator, plan.ring_stages, plan.rings)
             if thread == 0:
@@ -126,7 +126,7 @@ class Sm90Fmha:
             else:
                 cute.arch.setmaxregister_increase(plan.consumer_registers)
                 consumer = Consumer(cute.arch.make_warp_uniform((warp - 4) // 4), thread % WARPGROUP)
-                consumer_warpgroup(plan, problem, smem, outputs, q, kv, consumer)
+                consumer_warpgroup(plan, problem, smem, outputs, mSink, q, kv, consumer)
 
     def _begin(self) -> None:
         """Let all threads see the barriers."""
@@ -134,7 +134,15 @@ class Sm90Fmha:
         cute.arch.sync_threads()
 
     @cute.jit
-    def _share_columns(self, problem: Problem, loads: Loads, smem: Sm90Smem, outputs: Outputs, rings: ColumnRings):
+    def _share_columns(
+        self,
+        problem: Problem,
+        loads: Loads,
+        smem: Sm90Smem,
+        outputs: Outputs,
+        mSink: cute.Tensor | None,
+        rings: ColumnRings,
+    ):
         """Dispatch the warps where two warpgroups share the columns of O."""
         plan = self.plan
         thread, _, _ = cute.arch.thread_idx()
@@ -147,7 +155,7 @@ class Sm90Fmha:
                 load_warp_of_v(plan, problem, loads, rings.q, rings.v)
         elif warp < 8:
             cute.arch.setmaxregister_increase(plan.score_registers)
-            score_warpgroup(plan, problem, smem, outputs, rings, thread % WARPGROUP)
+            score_warpgroup(plan, problem, smem, outputs, mSink, rings, thread % WARPGROUP)
         else:
             cute.arch.setmaxregister_increase(plan.consumer_registers)
             half = cute.arch.make_warp_uniform((warp - 8) // 4)

@@ -67,7 +67,8 @@ class Sm90FmhaPlan:
 
     `tile_n`: keys a tile. `groups`: consumer warpgroups of a CTA, three with rows of hd 64 (there exponentials take as
     long as MMAs, and two warpgroups leave both units idle half of the time) and with columns. `cluster`: CTAs that run
-    side by side; neighbours share keys, and L2 serves loads of one tile that come together as one.
+    side by side; neighbours share keys, and L2 serves loads of one tile that come together as one. `sinks`: whether
+    rows begin with the sink of their head.
     """
 
     hd: int
@@ -75,6 +76,7 @@ class Sm90FmhaPlan:
     tile_n: int
     groups: int = 2
     cluster: int = 1
+    sinks: bool = False
     o_halves: ClassVar[int] = 1
     """Work items that share a tile."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
-from backends.cutedsl.attention import PARAMETERS, attention_call, sizes_of
+from backends.cutedsl.attention import PARAMETERS, SINK, attention_call, sizes_of
 from backends.cutedsl.compile.artifact import Artifact
 from backends.cutedsl.compile.compile import compile_host_function, compiled_kernel
 from backends.cutedsl.compile.parameters import fake_values
@@ -26,7 +26,8 @@ def fmha_program(
     A CTA takes several work items in turn where there are more than `max_ctas` of them.
     """
     sizes = sizes_of(case)
-    return attention_call(compiled(plan or kernel_plan(sizes)), case, splits or split_count(sizes), max_ctas)
+    plan = dataclasses.replace(plan or kernel_plan(sizes), sinks=bool(case["sinks"]))
+    return attention_call(compiled(plan), case, splits or split_count(sizes), max_ctas)
 
 
 @functools.cache
@@ -36,6 +37,7 @@ def compiled(plan: Sm90FmhaPlan) -> Artifact:
     def build() -> Artifact:
         from backends.cutedsl.sm90_fmha.kernel import Sm90Fmha
 
-        return compile_host_function(Sm90Fmha(plan), target="sm_90a", **fake_values(PARAMETERS, {"hd": plan.hd}, {}))
+        parameters = {**PARAMETERS, **SINK} if plan.sinks else PARAMETERS
+        return compile_host_function(Sm90Fmha(plan), target="sm_90a", **fake_values(parameters, {"hd": plan.hd}, {}))
 
     return compiled_kernel("sm90_fmha", "sm_90a", dataclasses.asdict(plan), build)

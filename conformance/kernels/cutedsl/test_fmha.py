@@ -126,6 +126,22 @@ def test_any_number_of_splits_gives_attention(target: Target, text: str, splits:
     hold_to_reference(case, seen, f"{splits} splits")
 
 
+# Warpgroups that share keys or columns, and parts: the sink belongs to one of them. Rows that see no key; heads in a tile.
+@pytest.mark.parametrize(
+    ("text", "way", "splits"),
+    [
+        ("hd=64,t=3,s_k=300,heads=4,kv_heads=2,causal=true,window=150,sinks=true", "keys", 3),
+        ("hd=64,t=150,s_k=100,heads=2,causal=true,sinks=true", "rows", 1),
+        ("hd=512,t=3,s_k=150,heads=2,sinks=true,kv=latent", "columns", 2),
+    ],
+)
+def test_a_sink_counts_once(text: str, way: Share, splits: int) -> None:
+    case = case_of(text)
+    seen, broken = outputs(case, program_of("sm_90a", case, way, splits=splits), "random:3")
+    assert broken is None, f"{case.id}: {broken}"
+    hold_to_reference(case, seen, f"{way}, {splits} splits")
+
+
 FAULTS: dict[str, tuple[Target, str, str]] = {
     "P through shared memory without a proxy fence": ("sm_100a", "hd=256,t=4,s_k=300", r"fence\.proxy\.async"),
     "P through tensor memory without waiting for the stores": ("sm_100a", "hd=128,t=4,s_k=300", r"tcgen05\.wait::st"),
