@@ -126,7 +126,7 @@ def test_any_number_of_splits_gives_attention(target: Target, text: str, splits:
     hold_to_reference(case, seen, f"{splits} splits")
 
 
-# Warpgroups that share keys or columns, and parts: the sink belongs to one of them. Rows that see no key; heads in a tile.
+# The sink belongs to one of the warpgroups that share keys, and to one part. Rows that see no key; heads share a tile.
 @pytest.mark.parametrize(
     ("text", "way", "splits"),
     [
