@@ -183,7 +183,7 @@ class Device:
 
     def launch(
         self, source: str | Path, entry: str, grid: Size, block: Size, /, *args: object, cluster: Size = 1,
-        smem: int = 0, memory: Iterable[object] = (), scratch: Iterable[object] = (),
+        smem: int = 0, memory: Iterable[object] = (), scratch: Iterable[object] = (), cooperative: bool = False,
     ) -> Mapping[str, int]:  # fmt: skip
         """Run a kernel to its end; returns its counters.
 
@@ -193,6 +193,7 @@ class Device:
         `bytes` or a NumPy scalar for a struct. `smem`: bytes of dynamic shared memory. `memory`: arrays that the kernel
         reaches only by addresses that it reads from memory. `scratch`: workspaces, given as an argument or not: arrays
         of which nobody looks at what the launch leaves, so that values that nobody wrote may be stored there.
+        `cooperative`: all CTAs are resident at once, so that cooperative_groups' grid.sync() works.
 
         KernelFault for findings that count in the profile, and for one that ends the launch; LaunchRefusedError for a
         launch that no GPU would take; UnsupportedError for an instruction that the machine lacks. Arrays keep what was
@@ -215,6 +216,7 @@ class Device:
                     cluster=clusters,
                     dynamic_smem=smem,
                     memory=reached.stretches,
+                    cooperative=cooperative,
                 )
         return dict(self.machine.counters)
 

@@ -243,6 +243,10 @@ _ALL = (
     _error("assert", "", "An assertion of the kernel failed.", "Look for the condition that is named."),
     _error("printf", "", "A conversion that device printf does not have.", "Use one that it has."),
     _error(
+        "device-heap", "", "A kernel gives back memory that malloc has not returned to it, or gives it back twice.",
+        "Free what malloc returned, once.",
+    ),
+    _error(
         "schedule-dependent", "8.7.1", "The results depend on when asynchronous work ends.",
         "Look for a wait that is missing: `megamoe check` found unlike results under two schedules.",
     ),

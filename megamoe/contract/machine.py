@@ -199,8 +199,12 @@ class KernelMachine(Protocol):
         cluster: Dim3 = (1, 1, 1),
         dynamic_smem: int = 0,
         memory: Sequence[Stretch] = (),
+        cooperative: bool = False,
     ) -> None:
-        """Run a grid to its end. Kernels see `memory` where it lies and at address_of; sizes in threads and bytes."""
+        """Run a grid to its end. Kernels see `memory` where it lies and at address_of; sizes in threads and bytes.
+
+        `cooperative`: all CTAs are resident at once, and may wait for each other.
+        """
         ...
 
     def call(self, program: CompiledHost, pointers: Sequence[int], memory: Sequence[Stretch]) -> None:

@@ -15,10 +15,10 @@ import numpy as np
 
 from backends.vm.faults import Fault, Findings, LaunchError, UnknownInstructionError
 from backends.vm.host.abi import HostError
-from backends.vm.host.runtime import PROCESS_END, Runtime
+from backends.vm.host.runtime import PROCESS_END, HostedDevice, Runtime
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
-from backends.vm.machine.special import Dim3
+from backends.vm.machine.special import Dim3, LaunchShape
 from backends.vm.memory.global_memory import Buffer
 from backends.vm.ptx.ast import Variable
 from backends.vm.ptx.source_lines import source_of
@@ -111,6 +111,7 @@ class Session:
         cluster: Dim3 = (1, 1, 1),
         dynamic_smem: int = 0,
         memory: Sequence[StretchLike] = (),
+        cooperative: bool = False,
     ) -> None:
         """Run a grid to its end. Fault for what it cannot go on after, LaunchError for what no GPU would launch."""
         self._found = Findings()
@@ -121,8 +122,11 @@ class Session:
                 f"compile it for {self.target}"
             )
         function = module.entry(entry)
+        if cooperative:
+            shape = LaunchShape(grid, block, cluster, dynamic_smem)
+            HostedDevice(self.target, self._sm_count).check_cooperative(entry, shape, function.static_shared)
         with self._mapped(memory, ptx) as machine:
-            machine.launch(function, grid, block, params, cluster, dynamic_smem)
+            machine.launch(function, grid, block, params, cluster, dynamic_smem, cooperative=cooperative)
 
     def call(self, program: CompiledHostLike, pointers: Sequence[int], memory: Sequence[StretchLike]) -> None:
         """Call a host function; Fault and LaunchError from what it launches, HostError for what does not fit."""
