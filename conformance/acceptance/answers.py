@@ -31,8 +31,12 @@ VERSIONS: tuple[Version, ...] = (
     (9, 5), (9, 4), (9, 3), (9, 2), (9, 1), (9, 0), (8, 8), (8, 7), (8, 6), (8, 5), (8, 4), (8, 3), (8, 2), (8, 1),
     (8, 0),
 )  # fmt: skip
-TARGETS: Mapping[str, Version] = {"sm_90a": (8, 0), "sm_100a": (8, 6), "sm_103a": (8, 8), "sm_120a": (8, 7)}
-"""The first PTX version of each target that is asked for."""
+TARGETS: Mapping[str, Version] = {
+    "sm_90a": (8, 0), "sm_100a": (8, 6), "sm_103a": (8, 8), "sm_120a": (8, 7),
+    "sm_100f": (8, 8), "sm_103f": (8, 8), "sm_120f": (8, 8), "sm_90": (8, 0), "sm_100": (8, 6),
+}  # fmt: skip
+"""The first PTX version of each target that is asked for: of one architecture (a), of a family (f), of all later ones.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,7 +258,7 @@ def commit(b: Binder) -> Step:
 
 # Of the 16 bytes of a unit, those before the padding, which nothing needs to have written.
 _DATA_BYTES = {"b4x16_p64": 8, "b6x16_p32": 12}
-_CP_SHAPES = "128x256b 4x256b 128x128b 64x128b 32x128b"
+_CP_SHAPES = "128x256b 128x128b 64x128b 32x128b"
 
 
 @opcode("tcgen05.cp.<group>.<shape>{.<multicast>}{.<dst>.<src>}", section="9.7.16.9.2", counter="mma",

@@ -155,8 +155,6 @@ def copy_map(shape: str, multicast: str = "") -> CopyMap:
         ("64x128b", "warpx2::01_23"): (1, [np.r_[quarter, quarter + 64], np.r_[quarter + 32, quarter + 96]]),
         ("32x128b", "warpx4"): (1, [quarter + 32 * warp for warp in range(4)]),
     }
-    if shape == "4x256b":
-        raise Fault("tmem-shape", "tcgen05.cp.4x256b: the ISA's text does not say which lanes it fills")
     if (shape, multicast) not in maps:
         known = ", ".join(".".join(filter(None, key)) for key in maps)
         asked = ".".join(filter(None, (shape, multicast)))
