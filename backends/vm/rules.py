@@ -238,6 +238,11 @@ _ALL = (
         "instruction-descriptor", "9.7.16.4.2", "An instruction descriptor with fields that mean nothing together.",
         "Encode the types, M and N of this kind.",
     ),
+    _error(
+        "sparsity-metadata", "9.7.14.6.1",
+        "The metadata of a sparse matrix names no two elements of a chunk: the product is undefined.",
+        "Give the two indices of each chunk, the lower one in the lower bits.",
+    ),
     # Calls.
     _error("trap", "9.7.19.4", "The kernel executed trap.", "Look for the check that failed."),
     _error("assert", "", "An assertion of the kernel failed.", "Look for the condition that is named."),
