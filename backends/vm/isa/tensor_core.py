@@ -55,7 +55,7 @@ from backends.vm.tensor.instruction_descriptor import (
 )
 from backends.vm.tensor.matrix_descriptor import decode_matrix_descriptor, gather_units, unit_addresses
 from backends.vm.tensor.operand_types import to_float32
-from backends.vm.tensor.sparsity import Granularity, spread
+from backends.vm.tensor.sparsity import Granularity, dense
 from backends.vm.tensor.tmem_layout import (
     Bytes,
     copy_map,
@@ -179,7 +179,7 @@ class _Issued:
             return a
         codes = self.metadata[share % len(self.metadata)].fetch()
         bits = 4 if self.issue.descriptor.kind in ("mxf4", "mxf4nvf4") else self.issue.descriptor.stored_bits
-        return spread(a, codes, Granularity.of(bits), ordered=False)
+        return dense(a, codes, Granularity.of(bits), ordered=False)
 
 
 def _either(one: Lost | None, other: Lost | None) -> Lost | None:

@@ -56,9 +56,7 @@ def _positions(chunk: int, group: int, ordered: bool) -> IntArray:
     return table
 
 
-def spread(
-    stored: NDArray[np.generic], codes: Bytes, granularity: Granularity, *, ordered: bool
-) -> NDArray[np.generic]:
+def dense(stored: NDArray[np.generic], codes: Bytes, granularity: Granularity, *, ordered: bool) -> NDArray[np.generic]:
     """A [rows, k] with its zeros, from the stored elements [rows, k / 2] and the codes uint8 [rows, chunks].
 
     `ordered`: the first index of a code must be the lower one. Fault `sparsity-metadata` for a code without meaning.

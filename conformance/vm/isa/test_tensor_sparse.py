@@ -78,7 +78,8 @@ def test_weight_stationary_layouts(name: str, m: int, n: int) -> None:
     k = 32 // np.dtype(dtype).itemsize
     a, b, image = integers((m, k), dtype, m), integers((n, k), dtype, n), Image()
     left, right = operand(image, a), operand(image, b)
-    mma = f"tcgen05.mma.ws.cta_group::1.kind::{kind}.collector::b1::fill [TM0], {left}, {right}, {idesc(name, m, n)}, %no;"
+    op = f"tcgen05.mma.ws.cta_group::1.kind::{kind}.collector::b1::fill"
+    mma = f"{op} [TM0], {left}, {right}, {idesc(name, m, n)}, %no;"
     for schedule in SCHEDULES if name == "f16" else SCHEDULES[:1]:
         words = run_tensor(issue(mma), [image.data], columns(m, n), schedule=schedule)
         wanted = a.astype(np.float64) @ b.astype(np.float64).T
