@@ -1,4 +1,4 @@
-"""wmma, mma.sp and the mma.sync of FP6, FP4 and block scales against NumPy; matrices of bytes to and from shared memory.
+"""wmma, mma.sp, the mma.sync of FP6, FP4 and block scales against NumPy; matrices of bytes to and from shared memory.
 
 Small integers make every sum exact. mma.sync of f64, s4 to s8, b1 and m8n8k4 are held to an H200 in silicon/lanewise.
 """
