@@ -156,6 +156,19 @@ class CompiledHost:
     compiler: str
 
 
+@dataclass(frozen=True, slots=True)
+class PixelBox:
+    """The bounding box of an im2col tensor map, and how many pixels of it a copy takes.
+
+    `lower` and `upper` are offsets of its corners from the first and the last pixel, in the dimensions between channels
+    and images, the width first.
+    """
+
+    lower: Sequence[int]
+    upper: Sequence[int]
+    pixels: int
+
+
 class KernelMachine(Protocol):
     """A machine that stays up between launches. Variables of a module keep their values, as on a device.
 
@@ -222,6 +235,10 @@ class KernelMachine(Protocol):
         swizzle: str = "none",
         element_strides: Sequence[int] | None = None,
         oob_fill: Literal["zero", "nan"] = "zero",
+        im2col: PixelBox | None = None,
     ) -> bytes:
-        """128 bytes, as cuTensorMapEncodeTiled makes them; `dims` and `box` in elements, `strides` in bytes."""
+        """128 bytes, as cuTensorMapEncodeTiled makes them; `dims` and `box` in elements, `strides` in bytes.
+
+        With `im2col`, as cuTensorMapEncodeIm2col; `box` has the channels of a pixel then.
+        """
         ...

@@ -131,6 +131,7 @@ _DOWN = "no text says whether row i becomes row i + 1 or row i - 1, and what the
 REFUSED: Mapping[str, str] = {
     r"tcgen05\.cp\.\S*4x256b": "no text says to which lane of each quarter of tensor memory a row goes "
     "(PTX ISA 9.7.16.9.2)",
+    r"cp\.async\.bulk\S*im2col::w": "only figures show in which order its pixels and halo lie (PTX ISA 5.5.5)",
     r"tcgen05\.shift\.": _DOWN + "(PTX ISA 9.7.16.9.3)",
     r"tcgen05\.mma\.\S*ashift": _DOWN + "(PTX ISA 9.7.16.10.9.1)",
     r"cvt\.rs\.\S*e2m1x4": "no text says which of its random bits round which operand (PTX ISA 9.7.9.21)",

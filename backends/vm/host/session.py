@@ -24,7 +24,7 @@ from backends.vm.ptx.ast import Variable
 from backends.vm.ptx.source_lines import source_of
 from backends.vm.ptx.tree import PtxSyntaxError
 from backends.vm.rules import RULES, MachineRule
-from backends.vm.tensor.tensor_map import OobFill, Target, TensorMapError, encode_tensor_map
+from backends.vm.tensor.tensor_map import Im2col, OobFill, Target, TensorMapError, encode_tensor_map
 
 if TYPE_CHECKING:
     from backends.vm.host.program import CompiledHostLike, LinkedHost
@@ -47,6 +47,17 @@ class StretchLike(Protocol):
     def writable(self) -> bool: ...
     @property
     def scratch(self) -> bool: ...
+
+
+class PixelBoxLike(Protocol):
+    """The bounding box of an im2col map; see megamoe.contract.machine.PixelBox."""
+
+    @property
+    def lower(self) -> Sequence[int]: ...
+    @property
+    def upper(self) -> Sequence[int]: ...
+    @property
+    def pixels(self) -> int: ...
 
 
 class Session:
@@ -152,6 +163,7 @@ class Session:
         swizzle: str = "none",
         element_strides: Sequence[int] | None = None,
         oob_fill: OobFill = "zero",
+        im2col: PixelBoxLike | None = None,
     ) -> bytes:
         """128 bytes. TensorMapError for what the driver's encoder refuses."""
         return encode_tensor_map(
@@ -164,6 +176,7 @@ class Session:
             element_strides=element_strides,
             oob_fill=oob_fill,
             target=self.target,
+            im2col=None if im2col is None else Im2col(tuple(im2col.lower), tuple(im2col.upper), im2col.pixels),
         )
 
     @contextmanager
