@@ -19,6 +19,7 @@ from pathlib import Path
 
 from backends.ptx.assembler import find_ptxas
 from backends.vm.bind.availability import Version
+from backends.vm.bind.forms import REFUSED
 from conformance import ROOT
 from conformance.acceptance.machine import why_not_available, why_not_bound
 from conformance.acceptance.spellings import FRAME, Question, questions
@@ -178,6 +179,9 @@ def as_markdown(answers: Answers, found: Comparison) -> str:
         if rest:
             words = sorted({word for one in rest for word in one.split(".")[family.count(".") + 1 :]})
             lines.append(f"- `{family}` ({len(rest)}): {' '.join(f'`{word}`' for word in words)}")
+    lines += ["", "## Refused by name", "", "Of those, what the machine refuses with a reason of its own.", ""]
+    for pattern, reason in REFUSED.items():
+        lines.append(f"- {sum(bool(re.match(pattern, one)) for one in found.only_ptxas)} of `{pattern}`: {reason}")
     return "\n".join(lines) + "\n"
 
 

@@ -42,11 +42,13 @@ _NARROW = "(e[23]m[23]x2|e4m3x2|e5m2x2)"
 
 FEATURES = (
     Feature(r"wgmma\.", only="sm_90a"),
+    Feature(r"wgmma\.mma_async\.sp\.", version=(8, 2)),
     Feature(r"wgmma\.\S*\.s32\.(s8\.u8|u8\.s8)", version=(8, 4)),
     Feature(r"tcgen05\.", only=_TENSOR_CORE),
     Feature(r"tcgen05\.\S*kind::i8", only="sm_100a"),
     Feature(r"tcgen05\.ld\.red", only="sm_103a sm_103f"),
     Feature(r"tcgen05\.\S*kind::mxf4nvf4", version=(8, 7)),
+    Feature(r"tcgen05\.mma\.sp\.\S*kind::mxf4", only=_TENSOR_CORE_A),
     Feature(r"tcgen05\.\S*scale_vec::", only=_TENSOR_CORE_A),
     Feature(r"tcgen05\.\S*\.block(16|32)", version=(8, 8)),
     Feature(r"(add|sub|mul|fma)\S*\.f32x2$", since=100),
@@ -113,6 +115,7 @@ FEATURES = (
     Feature(r"mma\S*(e3m2|e2m3|e2m1)", only="sm_120a sm_120f"),
     Feature(r"mma\S*block_scale", only="sm_120a sm_120f"),
     Feature(r"mma\.sp::ordered_metadata", version=(8, 5)),
+    Feature(r"mma\.sp\S*kind::f8f6f4\.f16", only="sm_120a sm_120f"),
 )  # fmt: skip
 
 

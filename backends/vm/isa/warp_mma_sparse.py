@@ -30,8 +30,8 @@ _NARROW = "e4m3 e5m2 e3m2 e2m3 e2m1"
         shape="m16n8k16 m16n8k32", a="bf16", b="bf16")  # fmt: skip
 @opcode("mma.<sp>.sync.aligned.<shape>.row.col.f32.<a>.<b>.f32", section=_SECTION, counter="mma", sp=_SP,
         shape="m16n8k8 m16n8k16", a="tf32", b="tf32")  # fmt: skip
-@opcode("mma.<sp>.sync.aligned.<shape>.row.col.<d>.<a>.<b>.<c>", section=_SECTION, counter="mma", sp=_SP,
-        shape="m16n8k64", d="f32 f16", a=_FP8, b=_FP8, c="f32 f16")  # fmt: skip
+@opcode("mma.<sp>.sync.aligned.<shape>.row.col.f32.<a>.<b>.f32", section=_SECTION, counter="mma", sp=_SP,
+        shape="m16n8k64", a=_FP8, b=_FP8)  # fmt: skip
 @opcode("mma.<sp>.sync.aligned.<shape>.row.col.kind::f8f6f4.<d>.<a>.<b>.<c>", section=_SECTION, counter="mma",
         sp="sp::ordered_metadata", shape="m16n8k64", d="f32 f16", a=_NARROW, b=_NARROW, c="f32 f16")  # fmt: skip
 def mma_sparse(b: Binder) -> Step:
