@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.contract.backend import UnsupportedError
-from megamoe.contract.machine import KernelMachine, LaunchRefusedError
+from megamoe.contract.machine import KernelMachine, LaunchRefusedError, PixelBox
 from megamoe.vm import Device, Reached, sentences
 
 try:
@@ -190,9 +190,26 @@ class MachineUtils:
                 oob_fill="nan" if padding == 1 else "zero",
             )
 
-    def fill_tma_descriptor_im2col(self, *asked: object) -> bytes:
-        """Not there yet."""
-        raise UnsupportedError("the machine's tensor maps are tiled ones; it has no im2col")
+    def fill_tma_descriptor_im2col(
+        self, address: int, swizzle: int, size: int, dtype: int, block: Sequence[int], shape: Sequence[int],
+        strides: Sequence[int], padding: int, *corners: Sequence[int],
+    ) -> bytes:  # fmt: skip
+        """128 bytes; `block` has pixels and channels, `corners` the two of the bounding box and the traversal strides,
+        all in the order of the tensor's dimensions."""
+        lower, upper, steps = corners
+        pixels, channels = block
+        with sentences(self._machine):
+            return self._machine.tensor_map(
+                address,
+                _MAP_DTYPES[dtype],
+                list(shape)[::-1],
+                [size * stride for stride in strides[:-1]][::-1],
+                [channels],
+                swizzle=_SWIZZLES[swizzle],
+                element_strides=list(steps)[::-1],
+                oob_fill="nan" if padding == 1 else "zero",
+                im2col=PixelBox(list(lower)[::-1], list(upper)[::-1], pixels),
+            )
 
 
 class MachineLauncher:

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megamoe.contract.backend import UnsupportedError, open_machine
-from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError, Parameter, Stretch
+from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError, Parameter, PixelBox, Stretch
 from megamoe.contract.program import TARGETS, Dim3
 from megamoe.contract.scratch import scratch_folder
 from megamoe.findings import KernelFinding, Ledger, module_of
@@ -76,17 +76,22 @@ class TensorMapOf:
     swizzle: str
     element_strides: tuple[int, ...] | None
     oob_fill: Literal["zero", "nan"]
+    im2col: PixelBox | None
 
 
 def tensor_map(
     tensor: object, box: Sequence[int], swizzle: Swizzle = "none", *, dtype: str | None = None,
     element_strides: Sequence[int] | None = None, oob_fill: Literal["zero", "nan"] = "zero",
+    im2col: PixelBox | None = None,
 ) -> TensorMapOf:  # fmt: skip
     """A tensor map (cuTensorMapEncodeTiled) of a torch tensor or NumPy array, to pass by value or in memory.
 
     `box` is in elements, in the order of the tensor's own dimensions (the last one is contiguous), and so are
     `element_strides`. `dtype`: of the map, where it is not the tensor's ("tf32", "b4x16", ...; a b4x16 map of uint8
     bytes counts two elements a byte in its last dimension). ValueError for a tensor whose last dimension is strided.
+
+    With `im2col` it is a map of cuTensorMapEncodeIm2col for a tensor [images, .., width, channels]; `box` is the number
+    of channels then, and the corners of the PixelBox are in the order of the tensor's own dimensions.
     """
     shape, strides, bytes_each, name = _layout(tensor)
     if strides and strides[-1] != 1 and shape[-1] != 1:
@@ -108,6 +113,7 @@ def tensor_map(
         swizzle,
         None if element_strides is None else tuple(reversed(tuple(element_strides))),
         oob_fill,
+        None if im2col is None else PixelBox(tuple(im2col.lower)[::-1], tuple(im2col.upper)[::-1], im2col.pixels),
     )
 
 
@@ -183,7 +189,7 @@ class Device:
 
     def launch(
         self, source: str | Path, entry: str, grid: Size, block: Size, /, *args: object, cluster: Size = 1,
-        smem: int = 0, memory: Iterable[object] = (), scratch: Iterable[object] = (),
+        smem: int = 0, memory: Iterable[object] = (), scratch: Iterable[object] = (), cooperative: bool = False,
     ) -> Mapping[str, int]:  # fmt: skip
         """Run a kernel to its end; returns its counters.
 
@@ -193,6 +199,7 @@ class Device:
         `bytes` or a NumPy scalar for a struct. `smem`: bytes of dynamic shared memory. `memory`: arrays that the kernel
         reaches only by addresses that it reads from memory. `scratch`: workspaces, given as an argument or not: arrays
         of which nobody looks at what the launch leaves, so that values that nobody wrote may be stored there.
+        `cooperative`: all CTAs are resident at once, so that cooperative_groups' grid.sync() works.
 
         KernelFault for findings that count in the profile, and for one that ends the launch; LaunchRefusedError for a
         launch that no GPU would take; UnsupportedError for an instruction that the machine lacks. Arrays keep what was
@@ -215,6 +222,7 @@ class Device:
                     cluster=clusters,
                     dynamic_smem=smem,
                     memory=reached.stretches,
+                    cooperative=cooperative,
                 )
         return dict(self.machine.counters)
 
@@ -331,6 +339,7 @@ class Reached:
             swizzle=asked.swizzle,
             element_strides=asked.element_strides,
             oob_fill=asked.oob_fill,
+            im2col=asked.im2col,
         )
 
 

@@ -22,12 +22,12 @@ still reads (`tmem_unordered_copies`), a bulk copy over what threads have read w
 Undefined values (registers, shared, tensor, local, output and workspace memory that nobody wrote) travel with their
 bytes, as in Valgrind's memcheck. They are a fault where they decide something: an address, a branch, a guard of what
 does more than compute, any operand of an instruction that synchronises or copies, or a result; see bind.definedness.
-Bit logic, integer addition, multiplication and comparison are followed by their defined bits. A division, a minimum, a
-bit count and floating-point arithmetic with an undefined operand have undefined results, whatever the defined bits say.
-An undefined element of A makes a row of D undefined, one of B a column; a reduction by the copy engine, each element
-that it combines with an undefined one. wmma and the forms of mma.sync in isa/warp_mma_types.py depend on their
-operands: an undefined one is a fault there. A judged row's results are looked at once, after its last launch; the doors
-look after each launch.
+Bit logic, integer addition, multiplication, comparison, minima and maxima are followed by their defined bits. A
+division, a bit count and floating-point arithmetic with an undefined operand have undefined results, whatever the
+defined bits say. An undefined element of A makes a row of D undefined, one of B a column; a reduction by the copy
+engine, each element that it combines with an undefined one. wmma and the forms of mma.sync in isa/warp_mma_types.py
+depend on their operands: an undefined one is a fault there. A judged row's results are looked at once, after its last
+launch; the doors look after each launch.
 
 It does NOT notice, and why:
 - an MMA that overwrites what an earlier MMA of another accumulator reads: real kernels rely on that order, and asking
@@ -47,8 +47,8 @@ It does NOT notice, and why:
 - anything about time, register pressure beyond the pool that setmaxnreg moves, or caches.
 It refuses, although silicon may run it:
 - mbarrier.init over a live mbarrier that has been used, or with another count;
-- an undefined operand of an atomic, an st.async or a red.async, or undefined memory under an atomic, even if nobody
-  uses the result (an atom.exch that initialises memory, with its old value unused, is such a one);
+- an undefined operand of an atomic, an st.async or a red.async, or undefined memory under an atomic but atom.exch, even
+  if nobody uses the result;
 - an undefined value that is left in memory that is no workspace, even if the host never looks at it;
 - a dependent launch that, before its own wait, touches what a launch further back did, even if the launch in between
   waited before it launched its dependents;

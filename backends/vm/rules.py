@@ -238,10 +238,19 @@ _ALL = (
         "instruction-descriptor", "9.7.16.4.2", "An instruction descriptor with fields that mean nothing together.",
         "Encode the types, M and N of this kind.",
     ),
+    _error(
+        "sparsity-metadata", "9.7.14.6.1",
+        "The metadata of a sparse matrix names no two elements of a chunk: the product is undefined.",
+        "Give the two indices of each chunk, the lower one in the lower bits.",
+    ),
     # Calls.
     _error("trap", "9.7.19.4", "The kernel executed trap.", "Look for the check that failed."),
     _error("assert", "", "An assertion of the kernel failed.", "Look for the condition that is named."),
     _error("printf", "", "A conversion that device printf does not have.", "Use one that it has."),
+    _error(
+        "device-heap", "", "A kernel gives back memory that malloc has not returned to it, or gives it back twice.",
+        "Free what malloc returned, once.",
+    ),
     _error(
         "schedule-dependent", "8.7.1", "The results depend on when asynchronous work ends.",
         "Look for a wait that is missing: `megamoe check` found unlike results under two schedules.",

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from backends.ptx.assembler import find_ptxas
 from backends.vm.bind.availability import Version
+from backends.vm.bind.forms import REFUSED
 from conformance import ROOT
 from conformance.acceptance.machine import why_not_available, why_not_bound
 from conformance.acceptance.spellings import FRAME, Question, questions
@@ -31,8 +32,12 @@ VERSIONS: tuple[Version, ...] = (
     (9, 5), (9, 4), (9, 3), (9, 2), (9, 1), (9, 0), (8, 8), (8, 7), (8, 6), (8, 5), (8, 4), (8, 3), (8, 2), (8, 1),
     (8, 0),
 )  # fmt: skip
-TARGETS: Mapping[str, Version] = {"sm_90a": (8, 0), "sm_100a": (8, 6), "sm_103a": (8, 8), "sm_120a": (8, 7)}
-"""The first PTX version of each target that is asked for."""
+TARGETS: Mapping[str, Version] = {
+    "sm_90a": (8, 0), "sm_100a": (8, 6), "sm_103a": (8, 8), "sm_120a": (8, 7),
+    "sm_100f": (8, 8), "sm_103f": (8, 8), "sm_120f": (8, 8), "sm_90": (8, 0), "sm_100": (8, 6),
+}  # fmt: skip
+"""The first PTX version of each target that is asked for: of one architecture (a), of a family (f), of all later ones.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +179,9 @@ def as_markdown(answers: Answers, found: Comparison) -> str:
         if rest:
             words = sorted({word for one in rest for word in one.split(".")[family.count(".") + 1 :]})
             lines.append(f"- `{family}` ({len(rest)}): {' '.join(f'`{word}`' for word in words)}")
+    lines += ["", "## Refused by name", "", "Of those, what the machine refuses with a reason of its own.", ""]
+    for pattern, reason in REFUSED.items():
+        lines.append(f"- {sum(bool(re.match(pattern, one)) for one in found.only_ptxas)} of `{pattern}`: {reason}")
     return "\n".join(lines) + "\n"
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from backends.vm.bind import availability
 from backends.vm.bind.availability import Feature
+from backends.vm.bind.forms import REFUSED
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.load import load
 from conformance.acceptance.answers import DATA, TABLE, Answers, Comparison, as_markdown, compared, read_answers
+from conformance.acceptance.machine import why_not_bound
 from conformance.acceptance.spellings import Question, questions
 
 
@@ -41,6 +44,15 @@ def test_the_committed_page_is_current(found: Comparison) -> None:
     assert TABLE.read_text(encoding="utf-8") == as_markdown(read_answers(), found), (
         "regenerate it: python -m conformance.acceptance --table"
     )
+
+
+@pytest.mark.parametrize("pattern", REFUSED)
+def test_what_is_refused_by_name_is_something_that_ptxas_takes(pattern: str, found: Comparison) -> None:
+    assert not [one for one in found.both if re.match(pattern, one)], "the machine takes what it says that it refuses"
+    refused = [one for one in found.only_ptxas if re.match(pattern, one)]
+    assert refused, "nothing that ptxas was asked for has that beginning"
+    question = next(one for one in questions() if one.opcode == refused[0])
+    assert REFUSED[pattern] in str(why_not_bound(question)), "the refusal does not give the reason"
 
 
 @pytest.mark.parametrize("opcode", ["add.rn.f32x2", "wgmma.fence.sync.aligned"])

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from backends.vm.faults import Fault
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
-from backends.vm.tensor.tensor_map import encode_tensor_map
+from backends.vm.tensor.tensor_map import Im2col, encode_tensor_map
 
 LATE = ("late_cta:0", "late_cta:1", "late_warp:0", "late_warp:1")
 EVERY_SCHEDULE = ("eager", "lazy", "late_cta:1", "late_warp:0", *(f"random:{seed}" for seed in range(4)))
@@ -49,6 +49,7 @@ class Map:
     offset: int = 0
     element_strides: Sequence[int] | None = None
     fill: str = "zero"
+    im2col: Im2col | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ class Kernel:
                     swizzle=item.swizzle,
                     element_strides=item.element_strides,
                     oob_fill="nan" if item.fill == "nan" else "zero",
+                    im2col=item.im2col,
                 )
             )
         module = load(self.ptx)

@@ -156,6 +156,19 @@ class CompiledHost:
     compiler: str
 
 
+@dataclass(frozen=True, slots=True)
+class PixelBox:
+    """The bounding box of an im2col tensor map, and how many pixels of it a copy takes.
+
+    `lower` and `upper` are offsets of its corners from the first and the last pixel, in the dimensions between channels
+    and images, the width first.
+    """
+
+    lower: Sequence[int]
+    upper: Sequence[int]
+    pixels: int
+
+
 class KernelMachine(Protocol):
     """A machine that stays up between launches. Variables of a module keep their values, as on a device.
 
@@ -199,8 +212,12 @@ class KernelMachine(Protocol):
         cluster: Dim3 = (1, 1, 1),
         dynamic_smem: int = 0,
         memory: Sequence[Stretch] = (),
+        cooperative: bool = False,
     ) -> None:
-        """Run a grid to its end. Kernels see `memory` where it lies and at address_of; sizes in threads and bytes."""
+        """Run a grid to its end. Kernels see `memory` where it lies and at address_of; sizes in threads and bytes.
+
+        `cooperative`: all CTAs are resident at once, and may wait for each other.
+        """
         ...
 
     def call(self, program: CompiledHost, pointers: Sequence[int], memory: Sequence[Stretch]) -> None:
@@ -218,6 +235,10 @@ class KernelMachine(Protocol):
         swizzle: str = "none",
         element_strides: Sequence[int] | None = None,
         oob_fill: Literal["zero", "nan"] = "zero",
+        im2col: PixelBox | None = None,
     ) -> bytes:
-        """128 bytes, as cuTensorMapEncodeTiled makes them; `dims` and `box` in elements, `strides` in bytes."""
+        """128 bytes, as cuTensorMapEncodeTiled makes them; `dims` and `box` in elements, `strides` in bytes.
+
+        With `im2col`, as cuTensorMapEncodeIm2col; `box` has the channels of a pixel then.
+        """
         ...

@@ -21,36 +21,46 @@ OLDEST: Version = (1, 0)
 class Feature:
     """Instructions whose dotted spelling matches `pattern` from its beginning on.
 
-    `since` is the first architecture that has it, as 90 for sm_90; `only` names all targets that have it, if it is not
-    in every later one. `version` is the first PTX version with it. `operands`: only with so many of them.
+    `since` is the first architecture that has it, as 90 for sm_90; `specific`: of that and the later ones, the targets
+    of one architecture (sm_100a) and of a family (sm_100f), not those whose code runs on all later ones (sm_100).
+    `only` names all targets that have it, if that says too much. `version` is the first PTX version with it.
+    `operands`: only with so many of them.
     """
 
     pattern: str
     since: int = 0
+    specific: bool = False
     only: str = ""
     version: Version = OLDEST
     operands: int | None = None
 
 
-_TENSOR_CORE = "sm_100a sm_103a"
+_TENSOR_CORE = "sm_100a sm_103a sm_100f sm_103f"
+_TENSOR_CORE_A = "sm_100a sm_103a"
+_BLACKWELL_A = "sm_100a sm_103a sm_120a"
 _NARROW = "(e[23]m[23]x2|e4m3x2|e5m2x2)"
 
 FEATURES = (
     Feature(r"wgmma\.", only="sm_90a"),
+    Feature(r"wgmma\.mma_async\.sp\.", version=(8, 2)),
     Feature(r"wgmma\.\S*\.s32\.(s8\.u8|u8\.s8)", version=(8, 4)),
     Feature(r"tcgen05\.", only=_TENSOR_CORE),
     Feature(r"tcgen05\.\S*kind::i8", only="sm_100a"),
-    Feature(r"tcgen05\.ld\.red", only="sm_103a"),
+    Feature(r"tcgen05\.ld\.red", only="sm_103a sm_103f"),
     Feature(r"tcgen05\.\S*kind::mxf4nvf4", version=(8, 7)),
+    Feature(r"tcgen05\.mma\.sp\.\S*kind::mxf4", only=_TENSOR_CORE_A),
+    Feature(r"tcgen05\.\S*scale_vec::", only=_TENSOR_CORE_A),
     Feature(r"tcgen05\.\S*\.block(16|32)", version=(8, 8)),
     Feature(r"(add|sub|mul|fma)\S*\.f32x2$", since=100),
     Feature(r"(add|sub|fma)\S*\.f32\.b?f16$", since=100),
     Feature(r"fma\.rn\.oob", version=(8, 1)),
     Feature(r"(min|max)\S*\.f32$", since=100, version=(8, 8), operands=4),
-    Feature(r"(add|sub|min|max|neg)\S*\.[us]8x4$", only="sm_120a", version=(9, 2)),
-    Feature(r"(add|sub)\.sat\.[us]16x2$", only="sm_120a", version=(9, 2)),
+    Feature(r"(add|sub|min|max|neg)\S*\.[us]8x4$", only="sm_120a sm_120f", version=(9, 2)),
+    Feature(r"(add|sub)\.sat\.[us]16x2$", only="sm_120a sm_120f", version=(9, 2)),
     Feature(r"redux\.sync\S*\.f32$", only=_TENSOR_CORE),
     Feature(r"clusterlaunchcontrol\.", since=100),
+    Feature(r"clusterlaunchcontrol\.\S*multicast", since=100, specific=True),
+    Feature(r"setmaxnreg", since=90, specific=True),
     Feature(r"cp\.async\.bulk\S*\.cta_group::", only=_TENSOR_CORE),
     Feature(r"cp\.async\.bulk\.prefetch\S*\.(tile::gather4|im2col::w)", only=_TENSOR_CORE),
     Feature(r"cp\.async\.bulk\.tensor\S*\.shared::cta\.global\S*\.(tile::gather4|im2col::w)(\.|$)", since=100),
@@ -59,20 +69,21 @@ FEATURES = (
     Feature(r"cp\.async\.bulk\S*\.(tile::scatter4|im2col::w::128)(\.|$)", only=_TENSOR_CORE),
     Feature(r"cp\.async\.bulk(\.tensor\.\dd)?\.shared::cta\.(global|shared::cta)", version=(8, 6)),
     Feature(r"\S*\.cp_mask", since=100),
-    Feature(r"cvt\.rs\.", only=_TENSOR_CORE, version=(8, 7)),
-    Feature(r"cvt\.\S*ue8m0x2", since=100),
+    Feature(r"cvt\.rs\.", only=_TENSOR_CORE_A, version=(8, 7)),
+    Feature(r"cvt\.\S*ue8m0x2", since=100, specific=True),
     Feature(r"cvt\.r[nz]\.\S*satfinite\S*\.tf32", since=100),
     Feature(r"cvt\.rna\S*satfinite\S*\.tf32", version=(8, 1)),
-    Feature(r"cvt\.\S*e2m1x2", since=100),
-    Feature(r"cvt\.\S*\.(e2m3x2|e3m2x2)", since=100),
-    Feature(r"cvt\.\S*\.(e2m3x2|e3m2x2|e2m1x2|e4m3x2|e5m2x2)\.bf16x2", since=100, version=(9, 1)),
-    Feature(r"cvt\.\S*\.(e2m3x2|e3m2x2|e2m1x2)\.f16x2", since=100, version=(9, 1)),
-    Feature(rf"cvt\.\S*\.bf16x2\.({_NARROW}|e2m1x2)", since=100, version=(9, 2)),
-    Feature(r"cvt\.\S*s2f6x2", since=100, version=(9, 1)),
+    Feature(r"cvt\.\S*e2m1x2", since=100, specific=True),
+    Feature(r"cvt\.\S*\.(e2m3x2|e3m2x2)", since=100, specific=True),
+    Feature(r"cvt\.\S*\.(e2m3x2|e3m2x2|e2m1x2|e4m3x2|e5m2x2)\.bf16x2", since=100, specific=True, version=(9, 1)),
+    Feature(r"cvt\.\S*\.(e2m3x2|e3m2x2|e2m1x2)\.f16x2", since=100, specific=True, version=(9, 1)),
+    Feature(rf"cvt\.\S*\.bf16x2\.({_NARROW}|e2m1x2)", since=100, specific=True, version=(9, 2)),
+    Feature(r"cvt\.\S*s2f6x2", only=_BLACKWELL_A, version=(9, 1)),
     Feature(r"cvt\.r[nz]\S*satfinite\S*\.b?f16(x2)?\.f32", version=(8, 1)),
-    Feature(r"cvt\.\S*scaled::n2::ue8m0", since=100, version=(9, 1)),
-    Feature(r"tensormap\.replace\S*swizzle_atomicity", since=100),
+    Feature(r"cvt\.\S*scaled::n2::ue8m0", since=100, specific=True, version=(9, 1)),
+    Feature(r"tensormap\.replace\S*swizzle_atomicity", since=100, specific=True),
     Feature(r"tensormap\.(replace|cp_fenceproxy)", version=(8, 3)),
+    Feature(r"tensormap\.replace", since=90, specific=True),
     Feature(r"fence\.proxy\.tensormap", version=(8, 3)),
     Feature(r"fence\S*\.sync_restrict", version=(8, 6)),
     Feature(r"fence\.(acquire|release)\.", version=(8, 6)),
@@ -84,8 +95,8 @@ FEATURES = (
     Feature(r"st\.bulk", since=100),
     Feature(r"multimem\.", version=(8, 1)),
     Feature(r"multimem\.ld_reduce\S*acc::f32", version=(8, 2)),
-    Feature(r"multimem\S*e[45]m[23]x4", since=100),
-    Feature(r"multimem\S*acc::f16", since=100),
+    Feature(r"multimem\S*e[45]m[23]x4", only=f"{_TENSOR_CORE} sm_120a"),
+    Feature(r"multimem\S*acc::f16", only=f"{_TENSOR_CORE} sm_120a"),
     Feature(r"multimem\.cp\.", version=(9, 1)),
     Feature(r"(atom|red)\.\S*\.v[248]\.", version=(8, 1)),
     Feature(r"\S*\.b128", version=(8, 3)),
@@ -95,15 +106,16 @@ FEATURES = (
     Feature(r"(ld|st)\.\S*(\.v8\.\w32|\.v4\.\w64)$", since=100, version=(8, 8)),
     Feature(r"lop3\.(and|or)", version=(8, 2)),
     Feature(r"clmad", version=(9, 3)),
-    Feature(r"ldmatrix\S*\.(m16n16|m8n16)", since=100),
-    Feature(r"stmatrix\S*\.m16n8", since=100),
+    Feature(r"ldmatrix\S*\.(m16n16|m8n16)", since=100, specific=True),
+    Feature(r"stmatrix\S*\.m16n8", since=100, specific=True),
     Feature(r"mma\S*(e4m3|e5m2)", version=(8, 4)),
     Feature(r"mma\.sync\.aligned\.m16n8k16\S*(e4m3|e5m2)", version=(8, 7)),
     Feature(r"mma\S*\.f16\.(e4m3|e5m2)\.(e4m3|e5m2)\.f16", version=(8, 7)),
-    Feature(r"mma\S*kind::f8f6f4", since=100),
-    Feature(r"mma\S*(e3m2|e2m3|e2m1)", only="sm_120a"),
-    Feature(r"mma\S*block_scale", only="sm_120a"),
+    Feature(r"mma\S*kind::f8f6f4", since=100, specific=True),
+    Feature(r"mma\S*(e3m2|e2m3|e2m1)", only="sm_120a sm_120f"),
+    Feature(r"mma\S*block_scale", only="sm_120a sm_120f"),
     Feature(r"mma\.sp::ordered_metadata", version=(8, 5)),
+    Feature(r"mma\.sp\S*kind::f8f6f4\.f16", only="sm_120a sm_120f"),
 )  # fmt: skip
 
 
@@ -116,6 +128,8 @@ def missing(parts: tuple[str, ...], operands: int, target: str, version: Version
         number = int(re.sub(r"\D", "", target) or 0)
         if number < feature.since:
             return f"it needs target sm_{feature.since} or higher, and the module is for {target}"
+        if feature.specific and target[-1] not in "af":
+            return f"it needs a target such as sm_{feature.since}a, and the module is for {target}"
         if version < feature.version:
             needed, given = (".".join(map(str, one)) for one in (feature.version, version))
             return f"it needs PTX version {needed} or later, and the module is of version {given}"

@@ -30,9 +30,13 @@ from backends.vm.ptx.ast import (
 
 MAX_INSTRUCTIONS: Final = 1_000_000
 """Of a kernel with all its calls put in place."""
-SYSTEM_CALLS: Final[Mapping[str, int]] = {"vprintf": 2, "__assertfail": 5}
-"""Functions that CUDA's device runtime has and this machine too (CUDA programming guide, formatted output, assertion),
-with the number of their arguments."""
+SYSTEM_CALLS: Final[Mapping[str, int]] = {"vprintf": 2, "__assertfail": 5, "malloc": 1, "free": 1}
+"""Functions that CUDA's device runtime has and this machine too (CUDA programming guide, formatted output, assertion,
+dynamic global memory allocation), with the number of their arguments."""
+ANSWERING: Final = ("malloc",)
+"""Those whose result kernels use."""
+_LAUNCHES: Final = ("__cudaCDP2", "cudaCDP2", "cudaLaunchDevice", "cudaGetParameterBuffer")
+"""How the functions begin by which a kernel launches another (CUDA programming guide, CUDA dynamic parallelism)."""
 _CALL_SPACE: Final = ("param", "param::func")
 
 
@@ -182,6 +186,9 @@ class _Placer:
         function = self.module.functions.get(target.name)
         if target.name in SYSTEM_CALLS:
             self._system_call(serial, target.name, returns, given, call)
+        elif target.name.startswith(_LAUNCHES):
+            raise self._refused(call, f"{target.name}, by which a kernel launches another one (dynamic parallelism); "
+                                "this machine runs what the host launches")  # fmt: skip
         elif function is None or "extern" in function.directives:
             raise self._refused(call, f"the function {target.name}, which has no body here")
         elif target.name in frame.around:
@@ -207,10 +214,15 @@ class _Placer:
             self.registers[f"{serial}{index}"] = "b64"
             registers.append(Register(f"{serial}{index}"))
             self._append(call, ("ld", "local", f"u{8 * size}"), (registers[-1], Address(Symbol(one.name))))
-        self._append(call, call.parts, (Vector(()), Symbol(name), Vector(tuple(registers))))
+        results = list[Operand]()
+        if name in ANSWERING:
+            self.registers[f"{serial}result"] = "b64"
+            results.append(Register(f"{serial}result"))
+        self._append(call, call.parts, (Vector(tuple(results)), Symbol(name), Vector(tuple(registers))))
         for one in returns.items:
             assert isinstance(one, Symbol)
-            self._append(call, ("st", "local", "u32"), (Address(Symbol(one.name)), Immediate(len(registers))))
+            kind, value = ("u64", results[0]) if results else ("u32", Immediate(len(registers)))
+            self._append(call, ("st", "local", kind), (Address(Symbol(one.name)), value))
 
     def _refused(self, call: Instruction, what: str) -> UnknownInstructionError:
         return UnknownInstructionError(f"PTX line {call.line}: `{call.text}` calls {what}")

@@ -127,6 +127,23 @@ def _is_space(part: str) -> bool:
     return part.startswith(("global", "local", "const", "shared", "param"))
 
 
+_DOWN = "no text says whether row i becomes row i + 1 or row i - 1, and what the last row holds then "
+REFUSED: Mapping[str, str] = {
+    r"tcgen05\.cp\.\S*4x256b": "no text says to which lane of each quarter of tensor memory a row goes "
+    "(PTX ISA 9.7.16.9.2)",
+    r"cp\.async\.bulk\S*im2col::w": "only figures show in which order its pixels and halo lie (PTX ISA 5.5.5)",
+    r"tcgen05\.shift\.": _DOWN + "(PTX ISA 9.7.16.9.3)",
+    r"tcgen05\.mma\.\S*ashift": _DOWN + "(PTX ISA 9.7.16.10.9.1)",
+    r"cvt\.rs\.\S*e2m1x4": "no text says which of its random bits round which operand (PTX ISA 9.7.9.21)",
+    r"fma\.\S*oob": "no text says whether the addend counts among its operands (PTX ISA 9.7.4.4)",
+    r"clmad": "PTX ISA 9.1, the latest text at hand, does not have it",
+    r"istypep": "there are no textures, samplers and surfaces here (PTX ISA 9.7.10.6)",
+    r"cvta\.\S*u32": "generic addresses have 64 bits here (PTX ISA 9.7.9.20)",
+    r"(alloca|stacksave|stackrestore)\.": "this machine puts functions in the place of their calls and has no stack "
+    "(PTX ISA 9.7.17)",
+}
+"""Spellings that ptxas takes and this machine refuses, by the beginning that they match, each with its reason."""
+
 _TABLE: dict[str, list[Form]] = {}
 
 
@@ -175,6 +192,11 @@ def find(instruction: Instruction) -> tuple[Form, Mapping[str, str]]:
     found = _lookup(instruction.parts)
     if found is not None:
         return found
+    reason = next((why for pattern, why in REFUSED.items() if re.match(pattern, ".".join(instruction.parts))), None)
+    if reason is not None:
+        raise UnknownInstructionError(
+            f"PTX line {instruction.line}: `{instruction.text}`: this machine refuses `{instruction.opcode}`: {reason}"
+        )
     family = _TABLE.get(instruction.parts[0])
     if not family:
         raise UnknownInstructionError(

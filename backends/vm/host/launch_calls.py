@@ -10,7 +10,7 @@ from typing import Final
 from backends.vm.faults import LaunchError
 from backends.vm.host.abi import HostError, LaunchAttribute, LaunchConfig, copy_from
 from backends.vm.host.runtime import INT, POINTER, SIZE, LaunchRecord, Runtime, answers
-from backends.vm.machine.special import Dim3
+from backends.vm.machine.special import Dim3, LaunchShape
 
 MOST_ATTRIBUTES: Final = 32
 PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
@@ -61,19 +61,23 @@ def launch_kernel(
 def _run(runtime: Runtime, record: LaunchRecord) -> None:
     runtime.check_stream(record.stream, f"the launch of {record.entry}")
     _check_opted_in(runtime, record)
-    if record.attributes.get(COOPERATIVE, (0,))[0]:
-        _check_cooperative(runtime, record)
+    function = runtime.module.entry(record.entry)
+    cooperative = bool(record.attributes.get(COOPERATIVE, (0,))[0])
+    if cooperative:
+        shape = LaunchShape(record.grid, record.block, record.cluster, record.dynamic_smem)
+        runtime.device.check_cooperative(record.entry, shape, function.static_shared)
     runtime.launches.append(record)
     early = bool(record.attributes.get(PROGRAMMATIC_SERIALIZATION, (0,))[0])
     dependent, runtime.last_in = early and runtime.last_in == record.stream, record.stream
     runtime.machine.launch(
-        runtime.module.entry(record.entry),
+        function,
         record.grid,
         record.block,
         record.params,
         record.cluster,
         record.dynamic_smem,
         dependent=dependent,
+        cooperative=cooperative,
     )
 
 
@@ -122,16 +126,4 @@ def _check_opted_in(runtime: Runtime, record: LaunchRecord) -> None:
         raise LaunchError(
             f"{record.entry}: clusters of {ctas} CTAs; {PORTABLE_CLUSTER} are possible everywhere, {LARGEST_CLUSTER} "
             f"after the kernel attribute NonPortableClusterSizeAllowed"
-        )
-
-
-def _check_cooperative(runtime: Runtime, record: LaunchRecord) -> None:
-    threads = record.block[0] * record.block[1] * record.block[2]
-    static = runtime.module.entry(record.entry).static_shared
-    per_sm = runtime.device.resident_ctas(threads, static + record.dynamic_smem)
-    room = per_sm * runtime.device.attribute(16)
-    ctas = record.grid[0] * record.grid[1] * record.grid[2]
-    if ctas > room:
-        raise LaunchError(
-            f"{record.entry}: a cooperative launch of {ctas} CTAs, of which only {room} fit on the device at once"
         )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,7 @@ import numpy.typing as npt
 from backends.vm.faults import Fault
 from backends.vm.host.abi import HostError, copy_from
 from backends.vm.host.runtime import INT, INVALID_VALUE, POINTER, SIZE, SUCCESS, UINT, Runtime, answers, put_u64
-from backends.vm.tensor.tensor_map import MAP_BYTES, MAX_RANK, TensorMapError, encode_tensor_map
+from backends.vm.tensor.tensor_map import MAP_BYTES, MAX_RANK, Im2col, TensorMapError, encode_tensor_map
 
 Bytes = npt.NDArray[np.uint8]
 _HOST_TO_HOST, _TO_DEVICE, _TO_HOST, _DEVICE_TO_DEVICE, _DEFAULT = range(5)
@@ -175,7 +177,7 @@ def _device(runtime: Runtime, address: int, size: int, what: str, *, writing: bo
     return buffer.data[address - buffer.base : address - buffer.base + size]
 
 
-# cuTensorMapEncodeTiled as a runtime call: the driver's enumerations put into this machine's names.
+# The encoders of tensor maps as runtime calls: the driver's enumerations put into this machine's names.
 
 
 # CUtensorMapDataType and CUtensorMapSwizzle, in their order; measured on an H200 up to 12 (facts.md 6.3).
@@ -192,35 +194,75 @@ _SWIZZLES = ("none", "32B", "64B", "128B", "128B_ATOM_32B", "128B_ATOM_32B_FLIP_
 )  # fmt: skip
 def encode_tiled(
     runtime: Runtime, tensor_map: int, dtype: int, rank: int, address: int, dims: int, strides: int, box: int,
-    element_strides: int, interleave: int, swizzle: int, l2_promotion: int, oob_fill: int,
+    element_strides: int, *modes: int,
 ) -> None:  # fmt: skip
     """Write 128 bytes at `tensor_map`. HostError, as a sentence, for what the driver's encoder refuses."""
-    if not 1 <= rank <= MAX_RANK:
-        raise HostError(f"cuTensorMapEncodeTiled is asked for {rank} dimensions; 1 to {MAX_RANK} are possible")
-    if interleave:
-        raise HostError(f"cuTensorMapEncodeTiled is asked for interleave {interleave}; the VM has layouts without only")
-    if not (0 <= dtype < len(_DTYPES) and 0 <= swizzle < len(_SWIZZLES) and oob_fill in (0, 1)):
-        raise HostError(
-            f"cuTensorMapEncodeTiled is called with data type {dtype}, swizzle {swizzle} and out-of-bounds fill "
-            f"{oob_fill}; the VM knows types 0 to {len(_DTYPES) - 1}, swizzles 0 to {len(_SWIZZLES) - 1}, fills 0 and 1"
-        )
-    try:
-        encoded = encode_tensor_map(
-            address,
-            _DTYPES[dtype],
-            _numbers("Q", dims, rank, "dims"),
-            _numbers("Q", strides, rank - 1, "strides"),
-            _numbers("I", box, rank, "box"),
-            swizzle=_SWIZZLES[swizzle],
-            element_strides=_numbers("I", element_strides, rank, "element strides"),
-            oob_fill="nan" if oob_fill else "zero",
-            target="sm_100a" if runtime.device.target == "sm_100a" else "sm_90a",
-        )
-    except TensorMapError as refused:
-        raise HostError(f"cuTensorMapEncodeTiled refuses: {refused}") from None
-    ctypes.memmove(tensor_map, encoded, MAP_BYTES)
+    tensor = _Encoding("cuTensorMapEncodeTiled", dtype, rank, address, dims, strides, element_strides, modes)
+    tensor.write(runtime, tensor_map, tensor.numbers("I", box, rank, "box"))
 
 
-def _numbers(code: str, address: int, count: int, what: str) -> tuple[int, ...]:
-    layout = struct.Struct(f"<{count}{code}")
-    return layout.unpack(copy_from(address, layout.size, f"the {what} given to cuTensorMapEncodeTiled"))
+@answers(
+    "_cuTensorMapEncodeIm2col",
+    POINTER, INT, UINT, POINTER, POINTER, POINTER, POINTER, POINTER, UINT, UINT, POINTER, INT, INT, INT, INT,
+)  # fmt: skip
+def encode_im2col(
+    runtime: Runtime, tensor_map: int, dtype: int, rank: int, address: int, dims: int, strides: int, *pixels: int
+) -> None:
+    """As encode_tiled. `pixels`: the corners (the width first, as Triton and CUTLASS give them), channels, pixels,
+    element strides and modes."""
+    lower, upper, channels, count, element_strides, *modes = pixels
+    tensor = _Encoding("cuTensorMapEncodeIm2col", dtype, rank, address, dims, strides, element_strides, tuple(modes))
+    corners = (tensor.numbers("i", corner, max(rank - 2, 0), "corner") for corner in (lower, upper))
+    tensor.write(runtime, tensor_map, (channels,), Im2col(*corners, count))
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoding:
+    """What both encoders are given; `modes`: interleave, swizzle, L2 promotion and fill, as the driver numbers them."""
+
+    call: str
+    dtype: int
+    rank: int
+    address: int
+    dims: int
+    strides: int
+    element_strides: int
+    modes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        interleave, swizzle, _, oob_fill = self.modes
+        if not 1 <= self.rank <= MAX_RANK:
+            raise HostError(f"{self.call} is asked for {self.rank} dimensions; 1 to {MAX_RANK} are possible")
+        if interleave:
+            raise HostError(f"{self.call} is asked for interleave {interleave}; the VM has layouts without only")
+        if not (0 <= self.dtype < len(_DTYPES) and 0 <= swizzle < len(_SWIZZLES) and oob_fill in (0, 1)):
+            raise HostError(
+                f"{self.call} is called with data type {self.dtype}, swizzle {swizzle} and out-of-bounds fill "
+                f"{oob_fill}; the VM knows types 0 to {len(_DTYPES) - 1}, swizzles 0 to {len(_SWIZZLES) - 1}, fills 0 "
+                "and 1"
+            )
+
+    def numbers(self, code: str, address: int, count: int, what: str) -> tuple[int, ...]:
+        """`count` numbers in memory."""
+        layout = struct.Struct(f"<{count}{code}")
+        return layout.unpack(copy_from(address, layout.size, f"the {what} given to {self.call}"))
+
+    def write(self, runtime: Runtime, tensor_map: int, box: Sequence[int], im2col: Im2col | None = None) -> None:
+        """Encode, and write 128 bytes at `tensor_map`."""
+        _, swizzle, _, oob_fill = self.modes
+        try:
+            encoded = encode_tensor_map(
+                self.address,
+                _DTYPES[self.dtype],
+                self.numbers("Q", self.dims, self.rank, "dims"),
+                self.numbers("Q", self.strides, self.rank - 1, "strides"),
+                box,
+                swizzle=_SWIZZLES[swizzle],
+                element_strides=self.numbers("I", self.element_strides, self.rank, "element strides"),
+                oob_fill="nan" if oob_fill else "zero",
+                target="sm_100a" if runtime.device.target == "sm_100a" else "sm_90a",
+                im2col=im2col,
+            )
+        except TensorMapError as refused:
+            raise HostError(f"{self.call} refuses: {refused}") from None
+        ctypes.memmove(tensor_map, encoded, MAP_BYTES)

@@ -18,12 +18,12 @@ from typing import Concatenate, Final, ParamSpec
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, LaunchError
 from backends.vm.host.abi import HostError
 from backends.vm.host.object_file import PROCESS_SYMBOLS, bind_symbols
 from backends.vm.load import LoadedModule
 from backends.vm.machine.machine import Machine
-from backends.vm.machine.special import Dim3
+from backends.vm.machine.special import Dim3, LaunchShape
 from backends.vm.memory.global_memory import Buffer
 from backends.vm.memory.shared import MAX_DYNAMIC
 
@@ -81,6 +81,15 @@ class HostedDevice:
         if number not in self._attributes:
             raise HostError(f"the host function asks for device attribute {number} (cudaDeviceAttr), unknown to the VM")
         return self._attributes[number]
+
+    def check_cooperative(self, entry: str, shape: LaunchShape, static_smem: int) -> None:
+        """LaunchError for a cooperative launch of more CTAs than fit on the device at once."""
+        room = self.resident_ctas(shape.threads, static_smem + shape.dynamic_smem) * self.attribute(_SM_COUNT)
+        ctas = shape.grid[0] * shape.grid[1] * shape.grid[2]
+        if ctas > room:
+            raise LaunchError(
+                f"{entry}: a cooperative launch of {ctas} CTAs, of which only {room} fit on the device at once"
+            )
 
     def resident_ctas(self, threads: int, smem: int) -> int:
         """CTAs of `threads` threads and `smem` bytes that one SM holds at once; registers are not counted."""

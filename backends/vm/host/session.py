@@ -15,16 +15,16 @@ import numpy as np
 
 from backends.vm.faults import Fault, Findings, LaunchError, UnknownInstructionError
 from backends.vm.host.abi import HostError
-from backends.vm.host.runtime import PROCESS_END, Runtime
+from backends.vm.host.runtime import PROCESS_END, HostedDevice, Runtime
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
-from backends.vm.machine.special import Dim3
+from backends.vm.machine.special import Dim3, LaunchShape
 from backends.vm.memory.global_memory import Buffer
 from backends.vm.ptx.ast import Variable
 from backends.vm.ptx.source_lines import source_of
 from backends.vm.ptx.tree import PtxSyntaxError
 from backends.vm.rules import RULES, MachineRule
-from backends.vm.tensor.tensor_map import OobFill, Target, TensorMapError, encode_tensor_map
+from backends.vm.tensor.tensor_map import Im2col, OobFill, Target, TensorMapError, encode_tensor_map
 
 if TYPE_CHECKING:
     from backends.vm.host.program import CompiledHostLike, LinkedHost
@@ -47,6 +47,17 @@ class StretchLike(Protocol):
     def writable(self) -> bool: ...
     @property
     def scratch(self) -> bool: ...
+
+
+class PixelBoxLike(Protocol):
+    """The bounding box of an im2col map; see megamoe.contract.machine.PixelBox."""
+
+    @property
+    def lower(self) -> Sequence[int]: ...
+    @property
+    def upper(self) -> Sequence[int]: ...
+    @property
+    def pixels(self) -> int: ...
 
 
 class Session:
@@ -111,6 +122,7 @@ class Session:
         cluster: Dim3 = (1, 1, 1),
         dynamic_smem: int = 0,
         memory: Sequence[StretchLike] = (),
+        cooperative: bool = False,
     ) -> None:
         """Run a grid to its end. Fault for what it cannot go on after, LaunchError for what no GPU would launch."""
         self._found = Findings()
@@ -121,8 +133,11 @@ class Session:
                 f"compile it for {self.target}"
             )
         function = module.entry(entry)
+        if cooperative:
+            shape = LaunchShape(grid, block, cluster, dynamic_smem)
+            HostedDevice(self.target, self._sm_count).check_cooperative(entry, shape, function.static_shared)
         with self._mapped(memory, ptx) as machine:
-            machine.launch(function, grid, block, params, cluster, dynamic_smem)
+            machine.launch(function, grid, block, params, cluster, dynamic_smem, cooperative=cooperative)
 
     def call(self, program: CompiledHostLike, pointers: Sequence[int], memory: Sequence[StretchLike]) -> None:
         """Call a host function; Fault and LaunchError from what it launches, HostError for what does not fit."""
@@ -148,6 +163,7 @@ class Session:
         swizzle: str = "none",
         element_strides: Sequence[int] | None = None,
         oob_fill: OobFill = "zero",
+        im2col: PixelBoxLike | None = None,
     ) -> bytes:
         """128 bytes. TensorMapError for what the driver's encoder refuses."""
         return encode_tensor_map(
@@ -160,6 +176,7 @@ class Session:
             element_strides=element_strides,
             oob_fill=oob_fill,
             target=self.target,
+            im2col=None if im2col is None else Im2col(tuple(im2col.lower), tuple(im2col.upper), im2col.pixels),
         )
 
     @contextmanager

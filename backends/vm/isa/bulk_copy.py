@@ -28,6 +28,7 @@ from backends.vm.tensor.tma_box import (
     BoxPlan,
     plan_box,
     plan_gather4,
+    plan_im2col,
     read_pieces,
     reduced,
     reduced_bytes,
@@ -39,7 +40,7 @@ Granules = npt.NDArray[np.int64]
 Read = tuple[npt.NDArray[np.uint8], Missing | None]
 """The pieces that a copy reads, and which of their bytes are undefined."""
 _DIMS = "1d 2d 3d 4d 5d"
-_MODES = "tile tile::gather4"
+_MODES = "tile tile::gather4 im2col"
 
 
 def granules_of(addresses: npt.NDArray[np.int64], size: int) -> Granules:
@@ -147,14 +148,23 @@ class _TensorOperand:
         return [int(warp.s32[row][lane]) for row in self._rows]
 
 
-def _plan(b: Binder, tensor_map: TensorMap, coordinates: list[int], address: int, *, store: bool = False) -> BoxPlan:
+def _plan(
+    b: Binder, tensor_map: TensorMap, coordinates: list[int], address: int, offsets: list[int], *, store: bool = False
+) -> BoxPlan:
     direction = "store" if store else "load"
+    if b.words.get("mode", "").startswith("im2col"):
+        return plan_im2col(tensor_map, coordinates, offsets, address, direction)
     if "gather4" in b.words.get("mode", "") or "scatter4" in b.words.get("mode", ""):
         return plan_gather4(tensor_map, coordinates[0], coordinates[1:], address, direction)
     rank = int(b.words["dim"][0])
     if rank != tensor_map.rank:
         raise Fault("tensor-map", f"a .{b.words['dim']} copy with a map of {tensor_map.rank} dimensions")
     return plan_box(tensor_map, coordinates, address, direction)
+
+
+def _offsets(b: Binder, operand: Operand) -> list[int]:
+    """The rows of the im2col offsets, the width first: as many as there are dimensions between channels and images."""
+    return [b.source(item, "u16") for item in b.vector(operand, int(b.words["dim"][0]) - 2)]
 
 
 def _read_global(warp: Warp, plan: BoxPlan, tensor_map: TensorMap) -> Read:
@@ -199,7 +209,9 @@ def _missing(buffer: Buffer, offsets: npt.NDArray[np.int64], piece_bytes: int) -
 def tensor_load(b: Binder) -> Step:
     """A box from global memory into shared memory, signalled by complete_tx on an mbarrier."""
     multicast, pair = bool(b.words["multicast::cluster"]), b.words["group"] == "cta_group::2"
-    destination, source, barrier, *rest = b.hinted(3 + multicast)
+    pixels = b.words["mode"] == "im2col"
+    destination, source, barrier, *rest = b.hinted(3 + pixels + multicast)
+    offset_rows = _offsets(b, rest.pop(0)) if pixels else []
     tensor, to, signal = _TensorOperand(b, source), _shared(b, destination), _shared(b, barrier)
     mask_row = b.source(rest[0], "u16") if multicast else None
     line, text = b.instruction.line, b.instruction.text
@@ -209,7 +221,8 @@ def tensor_load(b: Binder) -> Step:
         for lane in issuers(warp):
             tensor_map, address = tensor.tensor_map(warp, lane), to(warp, lane)
             mask = int(warp.u16[mask_row][lane]) if mask_row is not None else None
-            plan = _plan(b, tensor_map, tensor.coordinates(warp, lane), address & OFFSET_MASK)
+            offsets = [int(warp.u16[row][lane]) for row in offset_rows]
+            plan = _plan(b, tensor_map, tensor.coordinates(warp, lane), address & OFFSET_MASK, offsets)
             counters = warp.cta.machine.counters
             counters["tma_loads"] += 1
             counters["tma_load_bytes"] += int(plan.in_bounds.sum()) * plan.piece_bytes
@@ -353,12 +366,13 @@ _REDUCTIONS = "add min max inc dec and or xor"
 
 
 @opcode("cp.async.bulk.tensor.<dim>.global.shared::cta{.<mode>}.bulk_group{.L2::cache_hint}", section="9.7.9.27.1.2",
-        counter="tma", dim=_DIMS, mode="tile tile::scatter4")  # fmt: skip
+        counter="tma", dim=_DIMS, mode="tile tile::scatter4 im2col_no_offs")  # fmt: skip
 @opcode("cp.reduce.async.bulk.tensor.<dim>.global.shared::cta.<op>{.<mode>}.bulk_group{.L2::cache_hint}",
-        section="9.7.9.27.1.3", counter="tma", dim=_DIMS, mode="tile", op=_REDUCTIONS)  # fmt: skip
+        section="9.7.9.27.1.3", counter="tma", dim=_DIMS, mode="tile im2col_no_offs", op=_REDUCTIONS)  # fmt: skip
 def tensor_store(b: Binder) -> Step:
     """A box from shared memory to global memory, clipped to the tensor; with an operation it is combined there."""
     destination, source = b.hinted(2)
+    no_offsets = [0] * (int(b.words["dim"][0]) - 2)
     tensor, origin = _TensorOperand(b, destination), _shared(b, source)
     operation = b.words.get("op", "")
     line, text = b.instruction.line, b.instruction.text
@@ -369,7 +383,7 @@ def tensor_store(b: Binder) -> Step:
         for lane in issuers(warp):
             tensor_map, address = tensor.tensor_map(warp, lane), origin(warp, lane)
             offset = warp.cta.own_offset(address, "tensor store")
-            plan = _plan(b, tensor_map, tensor.coordinates(warp, lane), offset, store=True)
+            plan = _plan(b, tensor_map, tensor.coordinates(warp, lane), offset, no_offsets, store=True)
             serial, groups = warp.cta.cluster.next_copy(), CopyGroups.of(warp.copies.bulk, lane, warp.agents)
             reader = stamp(groups.agent, serial)
             granules = granules_of(plan.smem_addresses, plan.piece_bytes)
@@ -505,6 +519,8 @@ def wait_group(b: Binder) -> Step:
 @opcode("prefetch{.<space>}.tensormap", section="9.7.9.15", counter="tma", space="param const")
 def prefetch(b: Binder) -> Step:
     """Caches do not change results here."""
+    if b.words.get("mode") == "im2col":
+        _offsets(b, b.hinted(2)[1])
     return lambda warp: None
 
 

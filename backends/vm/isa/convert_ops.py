@@ -18,6 +18,9 @@ _FP8 = "e4m3x2 e5m2x2"
 _FP6_AND_FP4 = "e3m2x2 e2m3x2 e2m1x2"
 
 
+_SCALED = "scaled::n2::ue8m0"
+
+
 def _container(bits: int) -> int:
     return max(bits, 16)
 
@@ -38,19 +41,27 @@ def _container(bits: int) -> int:
 @opcode("cvt.rn{.relu}.f16x2.<fp6_or_fp4>", section="9.7.9.21", counter="convert", fp6_or_fp4=_FP6_AND_FP4)
 @opcode("cvt.<rnd>{.satfinite}.ue8m0x2.<src>", section="9.7.9.21", counter="convert", rnd="rz rp", src="f32 bf16x2")
 @opcode("cvt.rn.bf16x2.ue8m0x2", section="9.7.9.21", counter="convert")
+@opcode("cvt.rn{.satfinite}{.relu}{.scaled::n2::ue8m0}.bf16x2.<small>", section="9.7.9.21", counter="convert",
+        small=f"{_FP8} {_FP6_AND_FP4} s2f6x2")  # fmt: skip
+@opcode("cvt.rn.satfinite{.relu}{.scaled::n2::ue8m0}.s2f6x2.<src>", section="9.7.9.21", counter="convert",
+        src="f32 bf16x2")  # fmt: skip
+@opcode("cvt.rs{.relu}.satfinite.<four>.f32", section="9.7.9.21", counter="convert", four="e4m3x4 e5m2x4 e3m2x4 e2m3x4")
 def cvt(b: Binder) -> Step:
     """Convert; registers may be wider than their type: sources are cut, results extended (PTX ISA 9.4.1)."""
     *between, dst, src = b.instruction.parts[1:]
     flags = {flag: flag in between for flag in ("ftz", "sat", "satfinite", "relu")}
-    rounding = next((word for word in between if word not in flags), "")
+    scaled = _SCALED in between
+    rounding = next((word for word in between if word not in (*flags, _SCALED)), "")
     try:
-        convert = conversion(dst, src, Modifiers(rounding, **flags))
+        convert = conversion(dst, src, Modifiers(rounding, scaled=scaled, **flags))
     except UnknownConversionError as unknown:
         raise b.error(str(unknown)) from None
-    d, *operands = b.expect(convert.operands + 1)
+    four = dst.endswith("x4")
+    d, *operands = b.expect(3 if four else convert.operands + 1)
     out, rd = _destination(b, d, dst)
-    random = [operands.pop()] if rounding == "rs" else []
-    sources = [_source(b, operand, src) for operand in operands] + [_source(b, bits, "u32") for bits in random]
+    last = [_source(b, operands.pop(), "u16" if scaled else "u32")] if scaled or rounding == "rs" else []
+    values = b.vector(operands[0], 4) if four else operands
+    sources = [_source(b, operand, src) for operand in values] + last
     extend = _extension(dst, out)
     run = convert.apply
 

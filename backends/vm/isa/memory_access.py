@@ -313,12 +313,15 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
     target = None if d is None or isinstance(d, Sink) else b.destination(d, view)
     rows = [b.source(item, view) for item in sources]
     address, line = b.address(a), b.instruction.line
+    # An exchange does not look at what it overwrites: only its result is undefined then.
+    read = access.take if "exch" in parts else _defined
 
     def step(warp: Warp) -> None:
         lanes = np.flatnonzero(warp.mask)
         places, first, which = np.unique(address(warp)[lanes] + offset, return_index=True, return_inverse=True)
         access.synchronise(warp, space, places, sem, scope, acquire=True, release=False)
-        found = access.load(warp, space, places, element.size, strong=True, lanes=lanes[first]).view(element.dtype)
+        loaded, missing = read(warp, space, places, element.size, strong=True, lanes=lanes[first])
+        found = loaded.view(element.dtype)
         held = element.numbers(found if element.kind == "b128" else found[:, 0])
         returned: list[int | float] = []
         values = [element.numbers(getattr(warp, view)[row][lanes]) for row in rows]
@@ -335,8 +338,22 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
         access.synchronise(warp, space, places, sem, scope, acquire=False, release=True)
         if target is not None:
             getattr(warp, view)[target][lanes] = element.words(returned)
+            if missing is not None:
+                hidden = np.zeros((lanes.size, element.size), np.bool_)
+                hidden[first] = missing.bytes_
+                bits = undefined_words(hidden, element.dtype)
+                bits = bits if element.kind == "b128" else bits[:, 0]
+                warp.undefined.fill(view, target, bits, warp.mask, missing.origin.read_at(line))
+                raise BecameUndefined
 
     return step
+
+
+def _defined(
+    warp: Warp, space: str, addresses: npt.NDArray[np.int64], size: int, *, strong: bool, lanes: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.uint8], None]:
+    """As access.take, of memory whose bytes all decide something."""
+    return access.load(warp, space, addresses, size, strong=strong, lanes=lanes), None
 
 
 def _wrapped(value: int | float, dtype: np.dtype[np.generic]) -> int | float:

@@ -1,4 +1,6 @@
-"""What CUDA's device runtime does for kernels: printf and assert (CUDA programming guide, formatted output, assertion).
+"""What CUDA's device runtime does for kernels: printf, assert, malloc and free.
+
+CUDA programming guide: formatted output, assertion, dynamic global memory allocation.
 
 backends.vm.bind.calls leaves a `call` of one of these functions with registers for operands, and puts bodies in the
 place of all other calls.
@@ -28,15 +30,19 @@ _CONVERSION = re.compile(r"%([-+ #0]*)(\*|\d+)?(?:\.(\*|\d+))?(hh|h|ll|l|z|j|t|q
 @opcode("call{.uni}", section="9.7.12.5", counter="control")
 def call(b: Binder) -> Step:
     """A function of the system, once for each active lane."""
-    _, target, given = b.operands
+    results, target, given = b.operands
     if not isinstance(target, Symbol) or not isinstance(given, Vector) or target.name not in _FUNCTIONS:
         raise b.error(f"the functions that can be called so are {', '.join(_FUNCTIONS)}")
     function = _FUNCTIONS[target.name]
     rows = [b.source(one, "u64") for one in given.items]
+    results = results.items if isinstance(results, Vector) else ()
+    result = b.destination(results[0], "u64") if results else None
 
     def step(warp: Warp) -> None:
         for lane in np.flatnonzero(warp.mask).tolist():
-            function(warp, lane, [int(warp.u64[row][lane]) for row in rows])
+            answer = function(warp, lane, [int(warp.u64[row][lane]) for row in rows])
+            if result is not None:
+                warp.u64[result][lane] = answer
 
     return step
 
@@ -132,4 +138,22 @@ def _string(warp: Warp, lane: int, address: int) -> str:
     return raw.decode("utf-8", "replace")
 
 
-_FUNCTIONS: dict[str, Callable[[Warp, int, list[int]], None]] = {"vprintf": _printf, "__assertfail": _assert_failed}
+def _malloc(warp: Warp, lane: int, given: list[int]) -> int:
+    (size,) = given
+    return warp.cta.machine.heap.allocate(size, f"the malloc of PTX line {warp.line}")
+
+
+def _free(warp: Warp, lane: int, given: list[int]) -> int:
+    (address,) = given
+    if not warp.cta.machine.heap.free(address):
+        raise Fault("device-heap", "a kernel frees an address that malloc has not returned, or that was freed before",
+                    lane=lane, address=address)  # fmt: skip
+    return 0
+
+
+_FUNCTIONS: dict[str, Callable[[Warp, int, list[int]], int | None]] = {
+    "vprintf": _printf,
+    "__assertfail": _assert_failed,
+    "malloc": _malloc,
+    "free": _free,
+}

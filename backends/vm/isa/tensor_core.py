@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import cast
@@ -18,12 +18,14 @@ from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.isa.mbarrier_ops import places
 from backends.vm.isa.tensor_operands import (
     COLLECTOR,
+    COLLECTOR_B,
     GROUPS,
     Accumulator,
     CtaGroup,
     Float32,
     Issue,
     MatrixOperand,
+    Metadata,
     Raw,
     elected_lane,
     group_of,
@@ -31,6 +33,7 @@ from backends.vm.isa.tensor_operands import (
     issuing_ctas,
     same_group,
     smem_operand,
+    sparsity_metadata,
     tensor_issue,
     tmem_operand_a,
 )
@@ -44,9 +47,15 @@ from backends.vm.numerics import accumulate
 from backends.vm.numerics.f32 import canonical
 from backends.vm.numerics.formats import FORMATS, decode
 from backends.vm.ptx.ast import Address, Operand, Vector
-from backends.vm.tensor.instruction_descriptor import InstructionDescriptor, decode_instruction_descriptor
+from backends.vm.tensor.instruction_descriptor import (
+    InstructionDescriptor,
+    ZeroColumns,
+    decode_instruction_descriptor,
+    decode_zero_columns,
+)
 from backends.vm.tensor.matrix_descriptor import decode_matrix_descriptor, gather_units, unit_addresses
 from backends.vm.tensor.operand_types import to_float32
+from backends.vm.tensor.sparsity import Granularity, dense
 from backends.vm.tensor.tmem_layout import (
     Bytes,
     copy_map,
@@ -64,6 +73,7 @@ class _Operands:
     """What every tcgen05.mma names: D, A, B, the instruction descriptor and enable-input-d; rows of registers.
 
     `a` if A lies in tensor memory, else `a_descriptor`. `kind` and `size` as decode_instruction_descriptor takes them.
+    `metadata` of a sparse A. `weight_stationary`: .ws.
     """
 
     group: CtaGroup
@@ -75,14 +85,20 @@ class _Operands:
     b_descriptor: int
     idesc: int
     enable: tuple[int, bool]
+    metadata: AddressOf | None
+    weight_stationary: bool
     line: int
 
     @classmethod
-    def of(cls, b: Binder, d: Operand, a: Operand, right: Operand, idesc: Operand, enable: Operand) -> _Operands:
-        """Reads the modifiers and the operands of the instruction that `b` binds."""
+    def of(cls, b: Binder, first: Sequence[Operand], enable: Operand) -> _Operands:
+        """Reads the modifiers and the operands of the instruction that `b` binds.
+
+        `first`: D, A, B, the metadata of a sparse A, and the instruction descriptor.
+        """
+        d, a, right, *metadata, idesc = first
         from_tmem = isinstance(a, Address)
         return cls(
-            group=group_of(b.words["group"]),
+            group=group_of(b.words.get("group", "cta_group::1")),
             kind=b.words["mma_kind"].removeprefix("kind::"),
             size=b.words.get("size", ""),
             d=b.address(d),
@@ -91,29 +107,45 @@ class _Operands:
             b_descriptor=b.source(right, "u64"),
             idesc=b.source(idesc, "u32"),
             enable=b.predicate(enable),
+            metadata=b.address(metadata[0]) if metadata else None,
+            weight_stationary="ws" in b.instruction.parts,
             line=b.instruction.line,
         )
 
-    def issued(self, warp: Warp) -> _Issued:
-        """Reads the registers of the elected lane and checks what they describe."""
+    def issued(self, warp: Warp, zero_columns: int | None = None) -> _Issued:
+        """Reads the registers of the elected lane and checks what they describe.
+
+        `zero_columns`: the row of the zero-column mask, if there is one.
+        """
         lane = elected_lane(warp, "tcgen05.mma")
         ctas = issuing_ctas(warp, self.group, "tcgen05.mma")
         raw = int(warp.u32[self.idesc][lane])
-        d = decode_instruction_descriptor(raw, self.kind, self.group, scale_vectorsize=self.size)
+        sparse = self.metadata is not None
+        d = decode_instruction_descriptor(raw, self.kind, self.group, self.weight_stationary, sparse, self.size)
         to = int(self.d(warp)[lane]) & 0xFFFFFFFF
         issue = Issue(ctas, *tensor_issue(warp, to, d.m, d.n), self.line, d)
         if self.a is not None:
             left = tmem_operand_a(issue, int(self.a(warp)[lane]) & 0xFFFFFFFF)
         else:
             left = (smem_operand(issue, int(warp.u64[self.a_descriptor][lane]), d.m // self.group, "A"),)
-        right = smem_operand(issue, int(warp.u64[self.b_descriptor][lane]), d.n // self.group, "B")
+        metadata = sparsity_metadata(issue, int(self.metadata(warp)[lane]) & 0xFFFFFFFF) if self.metadata else ()
+        columns = d.n // self.group
+        zeros = None
+        if zero_columns is not None:
+            zeros = decode_zero_columns(int(warp.u64[zero_columns][lane]), d.m, d.n, d.max_shift)
+            columns += zeros.shift
+        right = smem_operand(issue, int(warp.u64[self.b_descriptor][lane]), columns, "B")
         row, negated = self.enable
-        return _Issued(lane, to, issue, left, right, bool(warp.pred[row][lane]) != negated)
+        return _Issued(lane, to, issue, left, right, bool(warp.pred[row][lane]) != negated, metadata, zeros)
 
 
 @dataclass(frozen=True, slots=True)
 class _Issued:
-    """One mma as its elected `lane` issued it: D at `to`, A and B, and whether D is added to."""
+    """One mma as its elected `lane` issued it: D at `to`, A and B, and whether D is added to.
+
+    `left` and `metadata` (of a sparse A) each have one for all columns of D, or one for each of equal shares of them.
+    `zeros`: the columns of B that count as zeros.
+    """
 
     lane: int
     to: int
@@ -121,20 +153,59 @@ class _Issued:
     left: tuple[MatrixOperand, ...]
     right: MatrixOperand
     enabled: bool
+    metadata: tuple[Metadata, ...]
+    zeros: ZeroColumns | None
+
+    def lost(self) -> tuple[list[Lost | None], Lost | None]:
+        """The undefined rows of A, by the shares of D's columns, and those of B."""
+        count = max(len(self.left), len(self.metadata))
+        left = [self.left[i % len(self.left)].lost for i in range(count)]
+        for i in range(count if self.metadata else 0):
+            left[i] = _either(left[i], self.metadata[i % len(self.metadata)].lost)
+        right = self.right.lost
+        if right is not None and self.zeros is not None:
+            right = Lost(right.rows[self.zeros.shift :] & ~self.zeros.zero, right.origin)
+        return left, right
+
+    def rows_of_b(self, b: Float32) -> Float32:
+        """B [n, k] with zeros where the mask has them."""
+        if self.zeros is None:
+            return b
+        return np.where(self.zeros.zero[:, None], np.float32(0), b[self.zeros.shift :])
+
+    def with_zeros(self, a: Float32, share: int) -> Float32:
+        """A [m, k] for a share of the columns, from what is stored of it."""
+        if not self.metadata:
+            return a
+        codes = self.metadata[share % len(self.metadata)].fetch()
+        bits = 4 if self.issue.descriptor.kind in ("mxf4", "mxf4nvf4") else self.issue.descriptor.stored_bits
+        return dense(a, codes, Granularity.of(bits), ordered=False)
 
 
-@opcode("tcgen05.mma.<group>.<mma_kind>{.<collector>}", section="9.7.16.10.9.1", counter="mma", group=GROUPS,
-        mma_kind="kind::f16 kind::tf32 kind::f8f6f4 kind::i8", collector=COLLECTOR)  # fmt: skip
+def _either(one: Lost | None, other: Lost | None) -> Lost | None:
+    if one is None or other is None:
+        return one or other
+    return Lost(one.rows | other.rows, one.origin)
+
+
+_KINDS = "kind::f16 kind::tf32 kind::f8f6f4 kind::i8"
+
+
+@opcode("tcgen05.mma{.sp}.<group>.<mma_kind>{.<collector>}", section="9.7.16.10.9.1", counter="mma", group=GROUPS,
+        mma_kind=_KINDS, collector=COLLECTOR)  # fmt: skip
 def mma(b: Binder) -> Step:
     """D [m, n] = A [m, k] B [n, k]^T (+ D 2^-scale); A from shared or tensor memory, B from shared memory.
 
-    With cta_group::2 each CTA holds its half of the rows of A and of B, and its half of D.
+    With cta_group::2 each CTA holds its half of the rows of A and of B, and its half of D. With .sp half of each row of
+    A is zero and is not stored (9.7.16.10.9.2).
     """
-    d, a, right, idesc, *rest = b.expect(5, 6, 7)
+    sparse = bool(b.words["sp"])
+    operands = b.expect(*(count + sparse for count in (5, 6, 7)))
+    first, rest = operands[: 4 + sparse], list(operands[4 + sparse :])
     disabled_lanes = _disabled_lanes(b, rest.pop(0)) if rest and isinstance(rest[0], Vector) else None
     if not rest:
         raise b.error("enable-input-d is missing")
-    operands = _Operands.of(b, d, a, right, idesc, rest[0])
+    operands = _Operands.of(b, first, rest[0])
     scale = b.immediate(rest[1]) if len(rest) > 1 else 0
     if len(rest) > 1 and (operands.kind not in ("f16", "tf32") or not 0 <= scale <= 15):
         raise b.error("scale-input-d is an integer in 0..15, and only kind::f16 and kind::tf32 have it")
@@ -143,13 +214,37 @@ def mma(b: Binder) -> Step:
     def step(warp: Warp) -> None:
         one = operands.issued(warp)
         disabled = disabled_lanes(warp, one.lane) if disabled_lanes else None
-        target = Accumulator(one.issue, one.to, disabled, added_to=one.enabled)
-        target.undefine([part.lost for part in one.left], one.right.lost)
-        count_mma(warp, one.issue.descriptor)
-        perform = _performer(one, target, warp.cta.machine.accumulate, scale)
-        submit(warp, "an mma", line, text, perform, queue=warp.cta.tmem)
+        _submit(warp, one, Accumulator(one.issue, one.to, disabled, added_to=one.enabled), scale, line, text)
 
     return step
+
+
+@opcode("tcgen05.mma.ws{.sp}.cta_group::1.<mma_kind>{.<collector>}", section="9.7.16.10.9.3", counter="mma",
+        mma_kind=_KINDS, collector=COLLECTOR_B)  # fmt: skip
+def mma_weight_stationary(b: Binder) -> Step:
+    """As mma, of which B may be kept in a collector buffer: reading it anew gives the same, as nobody may change it.
+
+    The last operand, if any, says which columns of B count as zeros.
+    """
+    sparse = bool(b.words["sp"])
+    operands = b.expect(*(count + sparse for count in (5, 6)))
+    first, (enable, *mask) = operands[: 4 + sparse], operands[4 + sparse :]
+    zero_columns = b.source(mask[0], "u64") if mask else None
+    named = _Operands.of(b, first, enable)
+    line, text = b.instruction.line, b.instruction.text
+
+    def step(warp: Warp) -> None:
+        one = named.issued(warp, zero_columns)
+        _submit(warp, one, Accumulator(one.issue, one.to, None, added_to=one.enabled), 0, line, text)
+
+    return step
+
+
+def _submit(warp: Warp, one: _Issued, target: Accumulator, scale: int, line: int, text: str) -> None:
+    target.undefine(*one.lost())
+    count_mma(warp, one.issue.descriptor)
+    perform = _performer(one, target, warp.cta.machine.accumulate, scale)
+    submit(warp, "an mma", line, text, perform, queue=warp.cta.tmem)
 
 
 def count_mma(warp: Warp, descriptor: InstructionDescriptor) -> None:
@@ -162,15 +257,16 @@ def count_mma(warp: Warp, descriptor: InstructionDescriptor) -> None:
 def _performer(one: _Issued, target: Accumulator, policy: str, scale: int) -> Callable[[], None]:
     d, left = one.issue.descriptor, one.left
     product = _integer_product if d.kind == "i8" else _product
+    shares = max(len(left), len(one.metadata))
 
     def perform() -> None:
         old = target.load() if one.enabled else None
-        b = to_float32(one.right.fetch(), d.b_type)
+        b = one.rows_of_b(to_float32(one.right.fetch(), d.b_type))
         b = -b if d.negate_b else b
         parts: list[Words] = []
-        for i, operand in enumerate(left):
-            a = to_float32(operand.fetch(), d.a_type)
-            columns = slice(i * d.n // len(left), (i + 1) * d.n // len(left))
+        for i in range(shares):
+            a = one.with_zeros(to_float32(left[i % len(left)].fetch(), d.a_type), i)
+            columns = slice(i * d.n // shares, (i + 1) * d.n // shares)
             before = None if old is None else np.ascontiguousarray(old[:, columns])
             parts.append(product(-a if d.negate_a else a, b[columns], before, d, policy, scale))
         target.store(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1))
@@ -258,7 +354,7 @@ def commit(b: Binder) -> Step:
 
 # Of the 16 bytes of a unit, those before the padding, which nothing needs to have written.
 _DATA_BYTES = {"b4x16_p64": 8, "b6x16_p32": 12}
-_CP_SHAPES = "128x256b 4x256b 128x128b 64x128b 32x128b"
+_CP_SHAPES = "128x256b 128x128b 64x128b 32x128b"
 
 
 @opcode("tcgen05.cp.<group>.<shape>{.<multicast>}{.<dst>.<src>}", section="9.7.16.9.2", counter="mma",
@@ -365,13 +461,13 @@ def _elements(raw: Raw, type_name: str, k: int, *, negated: bool) -> Float32:
     return -values if negated else values
 
 
-@opcode("tcgen05.mma.<group>.<mma_kind>.block_scale{.<size>}{.<collector>}", section="9.7.16.10.9.1", counter="mma",
-        group=GROUPS, mma_kind="kind::mxf8f6f4 kind::mxf4 kind::mxf4nvf4", collector=COLLECTOR,
+@opcode("tcgen05.mma{.sp}.<group>.<mma_kind>.block_scale{.<size>}{.<collector>}", section="9.7.16.10.9.1",
+        counter="mma", group=GROUPS, mma_kind="kind::mxf8f6f4 kind::mxf4 kind::mxf4nvf4", collector=COLLECTOR,
         size="scale_vec::1X scale_vec::2X scale_vec::4X block16 block32")  # fmt: skip
 def mma_scaled(b: Binder) -> Step:
     """`[d], a-desc | [a], b-desc, idesc, [sfa], [sfb], enable-input-d`: A and B scaled block by block along K."""
-    d, a, right, idesc, sfa, sfb, enable = b.expect(7)
-    operands = _Operands.of(b, d, a, right, idesc, enable)
+    *first, sfa, sfb, enable = b.expect(8 if b.words["sp"] else 7)
+    operands = _Operands.of(b, first, enable)
     rsa, rsb = b.address(sfa), b.address(sfb)
     line, text = b.instruction.line, b.instruction.text
 
@@ -380,7 +476,7 @@ def mma_scaled(b: Binder) -> Step:
         scales_a = _scales_of_a(one.issue, int(rsa(warp)[one.lane]) & 0xFFFFFFFF)
         scales_b = _scales_of_b(one.issue, int(rsb(warp)[one.lane]) & 0xFFFFFFFF)
         target = Accumulator(one.issue, one.to, None, added_to=one.enabled)
-        target.undefine([part.lost for part in one.left], one.right.lost, scales=(scales_a.lost, scales_b.lost))
+        target.undefine(*one.lost(), scales=(scales_a.lost, scales_b.lost))
         count_mma(warp, one.issue.descriptor)
         perform = _scaled_performer(one, (scales_a, scales_b), target, fast=warp.cta.machine.accumulate == "fast")
         submit(warp, "an mma", line, text, perform, queue=warp.cta.tmem)
@@ -449,7 +545,8 @@ def _scaled_performer(
 
     def perform() -> None:
         b = _elements(one.right.fetch(), d.b_type, d.k, negated=d.negate_b)
-        a = [_elements(part.fetch(), d.a_type, d.k, negated=d.negate_a) for part in one.left]
+        stored = [_elements(part.fetch(), d.a_type, d.stored_k, negated=d.negate_a) for part in one.left]
+        a = [one.with_zeros(part, i) for i, part in enumerate(stored)]
         old = target.load().view(np.float32) if one.enabled else None
         factors = [(table[sfa], table[sfb]) for sfa, sfb in zip(scales_a.load(), scales_b.load(), strict=True)]
         rows = d.m // len(factors)

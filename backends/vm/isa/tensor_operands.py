@@ -30,6 +30,12 @@ from backends.vm.tensor.matrix_descriptor import (
     operand_elements,
     unit_addresses,
 )
+from backends.vm.tensor.sparsity import (
+    codes_in_tensor_memory,
+    hidden_in_tensor_memory,
+    known_codes,
+    metadata_columns,
+)
 from backends.vm.tensor.tmem_layout import (
     CtaGroup,
     Patch,
@@ -46,6 +52,7 @@ Raw = npt.NDArray[np.unsignedinteger]
 Fetch = Callable[[], Raw]
 GROUPS = "cta_group::1 cta_group::2"
 COLLECTOR = "collector::a::fill collector::a::use collector::a::lastuse collector::a::discard"
+COLLECTOR_B = " ".join(f"collector::b{i}::{use}" for i in range(4) for use in ("fill", "use", "lastuse", "discard"))
 
 
 def tensor_issue(warp: Warp, *accumulator: int) -> tuple[Clock, int, int]:
@@ -162,7 +169,11 @@ def smem_operand(issue: Issue, raw: int, rows: int, which: str) -> MatrixOperand
     descriptor = decode_matrix_descriptor(raw, "sm_100a")
     check_operand_swizzle(d, "a" if which == "A" else "b", descriptor.swizzle)
     major = "mn" if (d.transpose_a if which == "A" else d.transpose_b) else "k"
-    units = unit_addresses(descriptor, rows, d.k, d.stored_bits, major, "sm_100a")
+    k = d.stored_k if which == "A" else d.k
+    if major == "k" and 0 < descriptor.swizzle.span < k * d.stored_bits // 8:
+        raise Fault("matrix-descriptor", f"operand {which} has rows of {k * d.stored_bits // 8} bytes, more than its "
+                    f"swizzle {descriptor.swizzle.value} spans (PTX ISA 9.7.16.10.6)")  # fmt: skip
+    units = unit_addresses(descriptor, rows, k, d.stored_bits, major, "sm_100a")
     granules = granules_of(units.ravel(), container[1] if container else 16)
     what = f"operand {which} of tcgen05.mma"
     whole = [cta.smem.async_read(granules, issue.clock, issue.reads, what) for cta in issue.ctas]
@@ -193,7 +204,7 @@ def tmem_operand_a(issue: Issue, taddr: int) -> tuple[MatrixOperand, ...]:
     lane, column = split_address(taddr)
     dtype = np.dtype(f"u{max(d.stored_bits // 8, 1)}")
     operands: list[MatrixOperand] = []
-    for patches in operand_a_patches(d.m, d.k, d.stored_bits, issue.group):
+    for patches in operand_a_patches(d.m, d.stored_k, d.stored_bits, issue.group, d.weight_stationary, d.sparse):
         origin: Origin | None = None
         for cta in issue.ctas:
             for block in blocks(patches, lane, column):
@@ -210,6 +221,52 @@ def tmem_operand_a(issue: Issue, taddr: int) -> tuple[MatrixOperand, ...]:
             lost = Lost((np.concatenate(hidden) != 0).any(axis=1), origin)
         operands.append(MatrixOperand(fetch, lost))
     return tuple(operands)
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """Which elements of a row of a sparse A are stored. `fetch` gives the codes uint8 [m, chunks] when the operation
+    ends; `lost` has the rows of which they are undefined."""
+
+    fetch: Callable[[], npt.NDArray[np.uint8]]
+    lost: Lost | None = None
+
+
+def sparsity_metadata(issue: Issue, taddr: int) -> tuple[Metadata, ...]:
+    """Check the metadata of A in tensor memory: one for all columns of D, or, as of A, one for each share of them."""
+    d = issue.descriptor
+    lane, column = split_address(taddr)
+    rows, bits = d.m // issue.group, 4 if d.kind in ("mxf4", "mxf4nvf4") else d.stored_bits
+    if rows < LANES and not d.weight_stationary:
+        raise Fault("tmem-shape", f"how the sparsity metadata of {rows} rows a CTA lies is shown in a figure only, and "
+                    "this machine does not know it; those of 128 rows are known (PTX ISA 9.7.16.10.8.4)")  # fmt: skip
+    if d.sparsity_selector > 1:
+        raise Fault("tmem-shape", f"which columns sparsity selector {d.sparsity_selector} takes is shown in a figure "
+                    "only, and this machine does not know it; 0 and 1 are known (PTX ISA 9.7.16.10.8.4)")  # fmt: skip
+    column += d.sparsity_selector
+    span = slice(column, column + metadata_columns(bits))
+    found: list[Metadata] = []
+    for first in range(lane, LANES, rows):
+        origin: Origin | None = None
+        for cta in issue.ctas:
+            cells = slice(first, first + rows), span
+            if not cta.tmem.read(cells, issue.clock, issue.reads, "the sparsity metadata of tcgen05.mma reads"):
+                origin = cta.tmem.origin_of(cells, issue.line)
+        lost = None
+        if origin is not None:
+            hidden = [
+                hidden_in_tensor_memory(cta.tmem.undefined_bits(), first, column, rows, bits) for cta in issue.ctas
+            ]
+            lost = Lost(np.concatenate(hidden), origin)
+
+        def fetch(first: int = first, lost: Lost | None = lost) -> npt.NDArray[np.uint8]:
+            codes = np.concatenate(
+                [codes_in_tensor_memory(cta.tmem.data, first, column, rows, bits) for cta in issue.ctas]
+            )
+            return codes if lost is None else known_codes(codes, lost.rows)
+
+        found.append(Metadata(fetch, lost))
+    return tuple(found)
 
 
 def blocks(patches: tuple[Patch, ...], lane: int, column: int) -> list[Index]:
@@ -234,11 +291,11 @@ class Accumulator:
         self._ctas, self._shape = issue.ctas, (d.m, d.n)
         self._lane, self._column = split_address(taddr)
         rows = d.m // issue.group
-        halves = rows == 64 and issue.group == 1
+        halves = rows == 64 and not d.weight_stationary and (issue.group == 1 or d.sparse)
         if self._lane not in ((0, 16) if halves else (0,)):
             raise Fault("tmem-lane", f"the accumulator of M = {d.m} lies at lane {self._lane}; it begins at lane "
                         f"{'0 or 16' if halves else '0'}", address=taddr)  # fmt: skip
-        self._patches = accumulator_patches(d.m, d.n, issue.group)
+        self._patches = accumulator_patches(d.m, d.n, issue.group, d.weight_stationary, d.sparse)
         self._hidden: list[Words] | None = None
         self._origin: Origin | None = None
         self._kept = [np.flatnonzero(disabled[i]) if disabled is not None else None for i in range(len(issue.ctas))]

@@ -219,6 +219,31 @@ def _range(seen: Computing, source: int) -> tuple[Bits, Bits]:
     return (values & ~bits | sign).view(signed), ((values | bits) & ~sign).view(signed)
 
 
+@carries("min", "max", sources=(2,))
+def least_or_greatest(seen: Computing) -> Found:
+    """Of integers, what their ranges leave open: an operand that is surely the other one's better does not matter."""
+    if seen.parts[-1] not in _INTEGERS or len(seen.parts) != 2:
+        return None
+    pick = np.minimum if seen.parts[0] == "min" else np.maximum
+    (least, most), (from_, to) = (_range(seen, i) for i in range(2))
+    low, high = pick(least, from_), pick(most, to)
+    a, c = seen.bits(0), seen.bits(1)
+    below, above = (most <= from_, to <= least) if seen.parts[0] == "min" else (least >= to, from_ >= most)
+    either = a | c | (seen.values(0) ^ seen.values(1))
+    found = np.where(below, a, np.where(above, c, either)).astype(a.dtype)
+    return [found & _from_highest(low.view(a.dtype) ^ high.view(a.dtype))]
+
+
+def _from_highest(bits: Bits) -> Bits:
+    """The highest bit that is set and all bits below it."""
+    filled = bits.copy()
+    step = 1
+    while step < 8 * bits.dtype.itemsize:
+        filled |= filled >> bits.dtype.type(step)
+        step *= 2
+    return filled
+
+
 @carries("cvt", sources=(1, 2))
 def convert(seen: Computing) -> Found:
     """Integers keep their bits in place. The halves of a pair are converted one by one. Of a wider register, only the

@@ -45,7 +45,7 @@ def _shape(b: Binder) -> tuple[int, int, int]:
     return m, n, k
 
 
-class _Held:
+class Held:
     """A vector operand that holds a fragment."""
 
     def __init__(self, b: Binder, operand: Operand, fragment: WarpFragment, *, written: bool = False) -> None:
@@ -78,8 +78,8 @@ def _whole(
 ) -> Step:
     """The product of whole fragments: D, A, B, C. Operands behind those four are the family's own."""
     d, *sources = b.operands[:4]
-    out = _Held(b, d, fragments[0], written=True)
-    left, right, addend = (_Held(b, one, fragment) for one, fragment in zip(sources, fragments[1:], strict=True))
+    out = Held(b, d, fragments[0], written=True)
+    left, right, addend = (Held(b, one, fragment) for one, fragment in zip(sources, fragments[1:], strict=True))
     what = b.instruction.opcode
 
     def step(warp: Warp) -> None:
@@ -124,7 +124,7 @@ def mma_integer(b: Binder) -> Step:
     m, n, k = _shape(b) if "shape" in b.words else (8, 8, 16)
     bits = _INTEGER_BITS[b.words["a"]]
     c = accumulator_fragment(m, 32)
-    product = _integer_product(b.words["a"], b.words["b"], saturates=bool(b.words["satfinite"]))
+    product = integer_product(b.words["a"], b.words["b"], saturates=bool(b.words["satfinite"]))
     return _whole(
         b, (c, operand_fragment("a", m, k, bits), operand_fragment("b", n, k, bits), c), product, 2 * m * n * k
     )
@@ -135,7 +135,9 @@ def _integers(raw: Raw, type_name: str) -> Integers:
     return (values ^ (1 << (bits - 1))) - (1 << (bits - 1)) if type_name[0] == "s" else values
 
 
-def _integer_product(left: str, right: str, *, saturates: bool) -> Product:
+def integer_product(left: str, right: str, *, saturates: bool) -> Product:
+    """The exact product of integers of these types; the sum wraps, or is clamped."""
+
     def product(warp: Warp, a: Raw, others: Raw, c: Raw) -> Raw:
         total = _integers(a, left) @ _integers(others, right) + c.astype(np.uint32).view(np.int32)
         return (np.clip(total, _S32_MIN, _S32_MAX) if saturates else total).astype(np.uint32)
@@ -165,13 +167,14 @@ def mma_bits(b: Binder) -> Step:
 # bits 5 to 2 (PTX ISA 9.7.14.2).
 
 
-def _narrow_values(raw: Raw, type_name: str, *, packed: bool = False) -> npt.NDArray[np.float32]:
+def narrow_values(raw: Raw, type_name: str, *, packed: bool = False) -> npt.NDArray[np.float32]:
+    """Values of FP8, FP6 and FP4 codes, in bytes or, `packed`, as they are."""
     fmt = FORMATS[type_name]
     codes = raw >> np.uint32(2) if type_name == "e2m1" and not packed else raw
     return decode((codes & np.uint32(2**fmt.bits - 1)).astype(np.uint32), fmt).astype(np.float32)
 
 
-def _sum(
+def summed(
     warp: Warp, left: npt.NDArray[np.float32], right: npt.NDArray[np.float32], c: Raw, c_type: str, kind: str
 ) -> Raw:
     """D of float32 A [m, k] and B [k, n], and raw C."""
@@ -192,7 +195,7 @@ def mma_narrow(b: Binder) -> Step:
     c = accumulator_fragment(16, 16 if c_type == "f16" else 32)
 
     def product(warp: Warp, a: Raw, right: Raw, addend: Raw) -> Raw:
-        return _sum(warp, _narrow_values(a, a_type), _narrow_values(right, b_type), addend, c_type, a_type)
+        return summed(warp, narrow_values(a, a_type), narrow_values(right, b_type), addend, c_type, a_type)
 
     fragments = (c, operand_fragment("a", 16, 32, 8), operand_fragment("b", 8, 32, 8), c)
     return _whole(b, fragments, product, 2 * 16 * 8 * 32)
@@ -219,8 +222,8 @@ def mma_scaled(b: Binder) -> Step:
     c = accumulator_fragment(16, 32)
 
     def product(warp: Warp, a: Raw, right: Raw, addend: Raw) -> Raw:
-        left = _narrow_values(a, a_type, packed=packed).astype(np.float64)
-        others = _narrow_values(right, b_type, packed=packed).astype(np.float64)
+        left = narrow_values(a, a_type, packed=packed).astype(np.float64)
+        others = narrow_values(right, b_type, packed=packed).astype(np.float64)
         sfa, sfb = (np.repeat(one.factors(warp), k // blocks, axis=1) for one in scales)
         total = (left * sfa) @ (others * sfb.T) + addend.astype(np.uint32).view(np.float32)
         found = total.astype(np.float32)
@@ -280,7 +283,7 @@ def mma_quarters(b: Binder) -> Step:
                 decode(fragment.matrix(one[:, lanes]), F16).astype(np.float32)
                 for fragment, one in ((a, held[0]), (right, held[1]))
             )
-            raw = _sum(warp, left, others, c.matrix(held[2][:, lanes]), c_type, "f16")
+            raw = summed(warp, left, others, c.matrix(held[2][:, lanes]), c_type, "f16")
             if c_type != d_type:
                 raw = decode(raw, F16).astype(np.float32).view(np.uint32)
             results[:, lanes] = to.packed(raw)
@@ -340,7 +343,7 @@ def wmma_load(b: Binder) -> Step:
     """A matrix from memory; `stride` counts elements from one row, or column, to the next."""
     d, address, *rest = b.expect(2, 3)
     fragment, offsets = _wmma_place(b, b.words["which"], b.words["type"])
-    out = _Held(b, d, fragment, written=True)
+    out = Held(b, d, fragment, written=True)
     base, stride = b.address(address), b.source(rest[0], "u32") if rest else None
     space, what, size = b.words["space"], b.instruction.opcode, fragment.bits // 8
 
@@ -368,7 +371,7 @@ def wmma_store(b: Binder) -> Step:
     """A matrix to memory."""
     address, source, *rest = b.expect(2, 3)
     fragment, offsets = _wmma_place(b, "d", b.words["type"])
-    held = _Held(b, source, fragment)
+    held = Held(b, source, fragment)
     base, stride = b.address(address), b.source(rest[0], "u32") if rest else None
     space, what, size, line = b.words["space"], b.instruction.opcode, fragment.bits // 8, b.instruction.line
 
@@ -411,7 +414,7 @@ def _wmma(b: Binder, a_type: str, c_type: str, d_type: str) -> Step:
         return decode(raw.astype(np.uint32), FORMATS[a_type]).astype(np.float32)
 
     def product(warp: Warp, a: Raw, right: Raw, c: Raw) -> Raw:
-        raw = _sum(warp, values(a), values(right), c, c_type, a_type)
+        raw = summed(warp, values(a), values(right), c, c_type, a_type)
         return raw if c_type == d_type else encode(decode(raw.astype(np.uint32), FORMATS[c_type]), FORMATS[d_type])
 
     fragments = (_held_by("d", shape, d_type), _held_by("a", shape, a_type), _held_by("b", shape, a_type),
@@ -427,7 +430,7 @@ def wmma_integer(b: Binder) -> Step:
     shape, a, right = _shape(b), b.words["a"], b.words["b"]
     if a != right:
         raise b.error(f"A is {a} and B {right}: wmma takes one type for both")
-    product = _integer_product(a, right, saturates=bool(b.words["satfinite"]))
+    product = integer_product(a, right, saturates=bool(b.words["satfinite"]))
     fragments = (_held_by("d", shape, "s32"), _held_by("a", shape, a), _held_by("b", shape, right),
                  _held_by("c", shape, "s32"))  # fmt: skip
     return _whole(b, fragments, product, 2 * shape[0] * shape[1] * shape[2])

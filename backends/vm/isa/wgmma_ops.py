@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.faults import Fault
 from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.isa.tensor_operands import hidden_units
 from backends.vm.machine.access import uniform
@@ -45,6 +46,7 @@ from backends.vm.tensor.matrix_descriptor import (
     unit_addresses,
 )
 from backends.vm.tensor.operand_types import to_float32
+from backends.vm.tensor.sparsity import Granularity, codes_in_registers, dense, selectors
 
 Float32 = npt.NDArray[np.float32]
 Fetch = Callable[[], Float32]
@@ -61,7 +63,8 @@ def _shapes(k: int, ns: range | tuple[int, ...] = _EVERY_8) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What an instruction says before it runs. `k` is 32 bytes of a row; `d_type` f32, f16 or s32."""
+    """What an instruction says before it runs. `k` is 32 bytes of a row, or 64 where A is sparse: half of its row is
+    stored then, and lanes chosen by `selector` have the metadata. `d_type` f32, f16 or s32."""
 
     n: int
     k: int
@@ -74,6 +77,12 @@ class _Form:
     major_a: Major
     major_b: Major
     saturate: bool
+    selector: int | None
+
+    @property
+    def stored_k(self) -> int:
+        """Elements of a row of A that are stored."""
+        return self.k if self.selector is None else self.k // 2
 
     @property
     def accumulator(self) -> Fragment:
@@ -103,10 +112,24 @@ def _first_warp(fragment: Fragment, columns: int) -> Fragment:
         d="f32 f16", a="e4m3 e5m2", b="e4m3 e5m2")  # fmt: skip
 @opcode("wgmma.mma_async.sync.aligned.<shape>{.satfinite}.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma",
         shape=_shapes(32, _INTEGER_N), d="s32", a="s8 u8", b="s8 u8")  # fmt: skip
+@opcode("wgmma.mma_async.sp.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.6.3", counter="mma", shape=_shapes(32),
+        d="f32 f16", a="f16", b="f16")  # fmt: skip
+@opcode("wgmma.mma_async.sp.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.6.3", counter="mma", shape=_shapes(32),
+        d="f32", a="bf16", b="bf16")  # fmt: skip
+@opcode("wgmma.mma_async.sp.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.6.3", counter="mma", shape=_shapes(16),
+        d="f32", a="tf32", b="tf32")  # fmt: skip
+@opcode("wgmma.mma_async.sp.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.6.3", counter="mma", shape=_shapes(64),
+        d="f32 f16", a="e4m3 e5m2", b="e4m3 e5m2")  # fmt: skip
+@opcode("wgmma.mma_async.sp.sync.aligned.<shape>{.satfinite}.<d>.<a>.<b>", section="9.7.15.6.3", counter="mma",
+        shape=_shapes(64, _INTEGER_N), d="s32", a="s8 u8", b="s8 u8")  # fmt: skip
 def mma_async(b: Binder) -> Step:
-    """`d, a-desc | {a}, b-desc, scale-d {, scale-a, scale-b {, trans-a, trans-b}}`; see the module's text."""
-    d, a, right, scale_d, *immediates = b.expect(4, 5, 6, 7, 8)
-    form = _form(b, isinstance(a, Vector), immediates)
+    """`d, a-desc | {a}, b-desc {, metadata, selector}, scale-d {, scale-a, scale-b {, trans-a, trans-b}}`."""
+    sparse = "sp" in b.instruction.parts
+    d, a, right, *rest = b.expect(*(count + 2 * sparse for count in (4, 5, 6, 7, 8)))
+    metadata = b.source(rest.pop(0), "u32") if sparse else None
+    selector = b.immediate(rest.pop(0)) if sparse else None
+    scale_d, *immediates = rest
+    form = _form(b, isinstance(a, Vector), immediates, selector)
     fragment = form.accumulator
     rows_d = [b.destination(item, "u32") for item in b.vector(d, fragment.registers)]
     added = [b.source(item, "u32") for item in b.vector(d, fragment.registers)]
@@ -136,7 +159,8 @@ def mma_async(b: Binder) -> Step:
         right = _smem(warp, raw_b, form.n, form.bits, form.k, form.major_b, form.b_type, reads, "B")
         enabled = bool(warp.pred[predicate][int(warp.mask.argmax())]) != negated
         _count(warp, form)
-        perform = _performer(warp, rows_d, fragment, form, left.fetch, right.fetch, accumulate_d=enabled)
+        fetch = left.fetch if metadata is None else _with_zeros(left.fetch, warp.u32[metadata].copy(), form)
+        perform = _performer(warp, rows_d, fragment, form, fetch, right.fetch, accumulate_d=enabled)
         operation = submit(warp, "a wgmma", line, text, perform, queue=part, signals=(group,))
         part.open.append(Multiplication(accumulators, inputs, shape, line, part.issued - 1, serial, operation))
         if left.lost or right.lost or not warp.undefined.keys().isdisjoint(touched):
@@ -153,7 +177,7 @@ def mma_async(b: Binder) -> Step:
             lost |= to_matrix(np.array([undefined.bits((32, row)) for row in added]), fragment) != 0
         if rows_a:
             words = np.array([undefined.bits((32, row)) for row in rows_a])
-            lost |= (to_matrix(words, _first_warp(wgmma_operand_a(form.bits), form.k)) != 0).any(axis=1)[:, None]
+            lost |= (to_matrix(words, _first_warp(wgmma_operand_a(form.bits), form.stored_k)) != 0).any(axis=1)[:, None]
         for one, rows in ((left, (slice(None), None)), (right, (None, slice(None)))):
             if one is not None:
                 lost |= one.rows[rows]
@@ -169,7 +193,14 @@ def mma_async(b: Binder) -> Step:
     return step
 
 
-def _form(b: Binder, from_registers: bool, immediates: list[Operand]) -> _Form:
+def _with_zeros(stored: Fetch, metadata: Words, form: _Form) -> Fetch:
+    """A [16, k] of a warp from what is stored of it and one register of its lanes, read at the issue."""
+    assert form.selector is not None
+    codes = codes_in_registers(metadata, form.k, form.bits, form.selector)
+    return lambda: dense(stored(), codes, Granularity.of(form.bits), ordered=False)
+
+
+def _form(b: Binder, from_registers: bool, immediates: list[Operand], selector: int | None) -> _Form:
     n, _, k = b.words["shape"].removeprefix("m64n").partition("k")
     a_type, b_type, d_type = b.words["a"], b.words["b"], b.words["d"]
     values = [b.immediate(item) for item in immediates]
@@ -182,10 +213,12 @@ def _form(b: Binder, from_registers: bool, immediates: list[Operand]) -> _Form:
         raise b.error(f"the immediates are {values}: imm-scale is 1 or -1, imm-trans 0 or 1")
     if from_registers:
         transposes = [0, *transposes]
+    if selector is not None and not 0 <= selector < selectors(int(k), _BITS[a_type]):
+        raise b.error(f"the sparsity selector is {selector}; it must be below {selectors(int(k), _BITS[a_type])} here")
     majors: list[Major] = ["mn" if value else "k" for value in transposes] or ["k", "k"]
     majors = majors if len(majors) == 2 else ["k", "k"]
     return _Form(int(n), int(k), _BITS[a_type], d_type, a_type, b_type, -1 in scales[:1], -1 in scales[1:], majors[0],
-                 majors[1], bool(b.words.get("satfinite")))  # fmt: skip
+                 majors[1], bool(b.words.get("satfinite")), selector)  # fmt: skip
 
 
 def _smem(
@@ -194,6 +227,9 @@ def _smem(
 ) -> _Operand:  # fmt: skip
     """Check an operand in shared memory now; it is float32 [rows, k], or the rows of `part`."""
     descriptor = decode_matrix_descriptor(raw, "sm_90a")
+    if major == "k" and 0 < descriptor.swizzle.span < k * bits // 8:
+        raise Fault("matrix-descriptor", f"operand {which} has rows of {k * bits // 8} bytes, more than its swizzle "
+                    f"{descriptor.swizzle.value} spans (PTX ISA 9.7.15.5.1)")  # fmt: skip
     units = unit_addresses(descriptor, rows, k, bits, major, "sm_90a")
     if part is not None:
         rows = part.stop - part.start
@@ -214,11 +250,11 @@ def _smem(
 def _smem_a(warp: Warp, raw: int, form: _Form, reads: int) -> _Operand:
     first = ROWS * (warp.index % 4)
     part = slice(first, first + ROWS)
-    return _smem(warp, raw, 64, form.bits, form.k, form.major_a, form.a_type, reads, "A", part)
+    return _smem(warp, raw, 64, form.bits, form.stored_k, form.major_a, form.a_type, reads, "A", part)
 
 
 def _registers_a(warp: Warp, rows: list[int], form: _Form) -> _Operand:
-    fragment = _first_warp(wgmma_operand_a(form.bits), form.k)
+    fragment = _first_warp(wgmma_operand_a(form.bits), form.stored_k)
     return _Operand(lambda: to_float32(to_matrix(_gather(warp, rows), fragment), form.a_type))
 
 

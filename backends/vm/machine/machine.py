@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from backends.vm.machine.scheduler import Schedule, schedule
 from backends.vm.machine.special import Dim3, LaunchShape
 from backends.vm.machine.spinning import SpinWatch, grouped, spins
 from backends.vm.machine.warp import Warp
-from backends.vm.memory.global_memory import PARAM_WINDOW, WINDOW_SHIFT, Bytes, GlobalMemory
+from backends.vm.memory.global_memory import PARAM_WINDOW, WINDOW_SHIFT, Bytes, DeviceHeap, GlobalMemory
 from backends.vm.memory.global_races import GlobalRaces
 from backends.vm.memory.shared import MAX_DYNAMIC
 from backends.vm.ptx.ast import Variable
@@ -71,7 +71,8 @@ class Observer(Protocol):
 class Machine:
     """A GPU without a clock: memory, a schedule, an accumulation policy, and counters over all launches.
 
-    `unstarted`: the first CTA of each cluster of the running launch that has not begun. `printed` gets what kernels
+    `unstarted`: the first CTA of each cluster of the running launch that has not begun. `heap`: of malloc and free.
+    `grid_workspace`: the address of the barrier of a cooperative launch, 0 in others. `printed` gets what kernels
     print, a piece at a time; by default it is dropped. `findings` collects what a launch can go on after; without it,
     the first fault ends the launch. `looks_after_each`: a launch ends with `check_outcome`; else its owner asks, once.
     """
@@ -84,6 +85,8 @@ class Machine:
         observer: Observer | None = None,
     ) -> None:
         self.memory = GlobalMemory()
+        self.heap = DeviceHeap(self.memory)
+        self.grid_workspace = 0
         self.schedule: Schedule = schedule(schedule_name)
         self.accumulate = accumulate
         self.step_budget = step_budget
@@ -113,10 +116,12 @@ class Machine:
         dynamic_smem: int = 0,
         *,
         dependent: bool = False,
+        cooperative: bool = False,
     ) -> None:
         """Run a grid to its end. `params` holds the bytes of each parameter; sizes in threads, CTAs and bytes.
 
-        `dependent`: it may overlap the launch before it (programmatic dependent launch).
+        `dependent`: it may overlap the launch before it (programmatic dependent launch). `cooperative`: all its CTAs
+        are resident at once, and may wait for each other.
 
         Raises LaunchError for a launch that no GPU would take, Fault for a broken rule that ends the launch: the first
         one unless `findings` collects.
@@ -129,6 +134,7 @@ class Machine:
         self._function = function if self.observer is None else self.observer.function(function)
         self.running = run = Run(self, self._function, shape)
         with (
+            self._grid_barrier(run) if cooperative else nullcontext(),
             np.errstate(all="ignore"),
             nullcontext() if self.observer is None else self.observer.launch(run),
             nullcontext() if self.findings is None else collecting(run.found),
@@ -137,6 +143,23 @@ class Machine:
             self._launched[function.name] = function
             if self.looks_after_each:
                 self.check_outcome()
+
+    @contextmanager
+    def _grid_barrier(self, run: Run) -> Iterator[None]:
+        """Every CTA of `run` is resident, and there is memory for a barrier of the grid.
+
+        Its address stands in %envreg1 (high) and %envreg2 (low), where cooperative_groups looks for it. The second word
+        is the barrier.
+        """
+        run.together = True
+        workspace = self.memory.add("the barrier of the grid", np.zeros(8, np.uint8))
+        workspace.scratch = True
+        self.grid_workspace = workspace.base
+        try:
+            yield
+        finally:
+            self.grid_workspace = 0
+            self.memory.remove(workspace)
 
     def check_outcome(self) -> None:
         """Fault if the launches have left an undefined value where the host can see it."""
@@ -253,7 +276,10 @@ def _param_block(function: BoundFunction, params: Sequence[bytes]) -> Bytes:
 
 
 class Run:
-    """One launch in progress: clusters not yet begun, those resident, and the warps that can move."""
+    """One launch in progress: clusters not yet begun, those resident, and the warps that can move.
+
+    `together`: all clusters are resident from the beginning (a cooperative launch).
+    """
 
     def __init__(self, machine: Machine, function: BoundFunction, shape: LaunchShape) -> None:
         self.machine = machine
@@ -272,13 +298,15 @@ class Run:
         self.resident: list[Cluster] = []
         self.warps: list[Warp] = []
         self.running: Warp | None = None
+        self.together = False
 
     def to_the_end(self) -> None:
         """Run until every CTA has ended. Fault for a deadlock, a leak or a broken rule."""
         stuck_at: object = None
         watch = SpinWatch()
         turns = 0
-        while self._admit(self.machine.schedule.resident):
+        resident = len(self.queue) if self.together else self.machine.schedule.resident
+        while self._admit(resident):
             if self.machine.schedule.turn(self):
                 turns += 1
                 if turns % LONG_RUN == 0:

@@ -69,8 +69,9 @@ _SINGLES = (
     "is_explicit_cluster", "lanemask_eq", "lanemask_le", "lanemask_lt", "lanemask_ge", "lanemask_gt",
     "dynamic_smem_size", "total_smem_size", "aggr_smem_size",
 )  # fmt: skip
+_ENVIRONMENT = tuple(f"envreg{number}" for number in range(32))
 SPECIAL_REGISTERS = frozenset(
-    [f"%{name}.{axis}" for name in _TRIPLES for axis in _AXES] + [f"%{name}" for name in _SINGLES]
+    [f"%{name}.{axis}" for name in _TRIPLES for axis in _AXES] + [f"%{name}" for name in (*_SINGLES, *_ENVIRONMENT)]
 )
 """Special registers that keep one value for the whole life of a warp. Only `mov` reads clocks."""
 
@@ -109,6 +110,10 @@ def _single(base: str, warp: Warp, place: Place, lanes: npt.NDArray[np.int64]) -
         return {"eq": here, "lt": below, "le": below | here, "gt": full & ~(below | here), "ge": full & ~below}[
             base[9:]
         ]
+    if base in _ENVIRONMENT:
+        # The ISA leaves them to the driver (10.27). cooperative_groups reads the address of the grid's barrier there.
+        workspace = warp.cta.machine.grid_workspace
+        return {"envreg1": workspace >> 32, "envreg2": workspace & 0xFFFF_FFFF}.get(base, 0)
     smem = warp.cta.smem
     return {
         "laneid": lanes,

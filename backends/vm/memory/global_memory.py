@@ -24,6 +24,9 @@ FIRST_ADDRESS = 0x7F40_0000_0000
 GAP = 1 << 20
 """Unmapped bytes between buffers that the machine places itself: an overrun meets nothing."""
 
+HEAP_BYTES = 8 << 20
+"""Of the heap of kernels, unless the host asks for another size (CUDA programming guide, heap memory allocation)."""
+
 NEVER, DEFINED, HIDDEN = 0, 1, 2
 """The state of a byte: nobody has written it, it is defined, or an undefined value was stored there."""
 
@@ -232,3 +235,36 @@ class GlobalMemory:
                 fault.lane = lane
                 raise
         return None, addresses
+
+
+class DeviceHeap:
+    """What kernels allocate by malloc and free: it lives as long as the memory, and holds nothing until it is written.
+
+    An address is never given twice, so that a use after free meets no buffer.
+    """
+
+    def __init__(self, memory: GlobalMemory) -> None:
+        self._memory = memory
+        self._held: dict[int, Buffer] = {}
+        self._left = HEAP_BYTES
+
+    def allocate(self, size: int, name: str) -> int:
+        """The address of `size` fresh bytes; 0 for no bytes, and where the heap has too few."""
+        if not 0 < size <= self._left:
+            return 0
+        self._left -= size
+        buffer = self._memory.add(name, np.zeros(size, np.uint8))
+        buffer.forget(scratch=True)
+        self._held[buffer.base] = buffer
+        return buffer.base
+
+    def free(self, address: int) -> bool:
+        """Give back what `allocate` returned, or nothing for 0. False for any other address."""
+        if not address:
+            return True
+        buffer = self._held.pop(address, None)
+        if buffer is None:
+            return False
+        self._left += buffer.data.size
+        self._memory.remove(buffer)
+        return True

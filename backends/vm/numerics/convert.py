@@ -23,6 +23,9 @@ from backends.vm.numerics.formats import (
     BF16,
     F16,
     FORMATS,
+    Codes,
+    Float64,
+    FloatFormat,
     Rounding,
     decode,
     encode,
@@ -93,19 +96,40 @@ def _stochastic_pair(dst: str, modifiers: Modifiers) -> Function:
     """
     fmt, random_bits = _PAIRS[dst], _RANDOM_BITS[dst]
 
-    def half(x: Bits, random: Uint16) -> Uint16:
-        values = read_float(x, "f32")
-        finite = np.isfinite(values)
-        magnitude = np.where(finite, np.abs(values), 0.0)
-        exponent = np.maximum(np.frexp(magnitude)[1] - 1, 1 - fmt.bias) - fmt.mantissa_bits
-        below = np.ldexp((random & ((1 << random_bits) - 1)).astype(np.float64), -random_bits)
-        kept = np.ldexp(np.floor(np.ldexp(magnitude, -exponent) + below), exponent)
-        rounded = np.where(finite, np.copysign(kept, values), values)
-        return encode(rounded, fmt, satfinite=modifiers.satfinite, relu=modifiers.relu).astype(np.uint16)
-
     def convert(a: Bits, b: Bits, random: Bits) -> Bits:
         upper, lower = unpack_halves(random)
-        return pack_halves(half(a, upper), half(b, lower))
+        high, low = (_stochastic(x, own, random_bits, fmt, modifiers) for x, own in ((a, upper), (b, lower)))
+        return pack_halves(high.astype(np.uint16), low.astype(np.uint16))
+
+    return convert
+
+
+def _stochastic(x: Bits, random: Uint16, random_bits: int, fmt: FloatFormat, modifiers: Modifiers) -> Codes:
+    values = read_float(x, "f32")
+    finite = np.isfinite(values)
+    magnitude = np.where(finite, np.abs(values), 0.0)
+    exponent = np.maximum(np.frexp(magnitude)[1] - 1, 1 - fmt.bias) - fmt.mantissa_bits
+    below = np.ldexp((random & ((1 << random_bits) - 1)).astype(np.float64), -random_bits)
+    kept = np.ldexp(np.floor(np.ldexp(magnitude, -exponent) + below), exponent)
+    rounded = np.where(finite, np.copysign(kept, values), values)
+    return encode(rounded, fmt, satfinite=modifiers.satfinite, relu=modifiers.relu)
+
+
+def _four_from_f32(dst: str, modifiers: Modifiers) -> Function:
+    """`.rs` of four floats, highest first; the upper 16 random bits serve the first two, the lower ones the others.
+
+    Where more than 16 bits are dropped the text is silent; the random bits lie just below the kept mantissa, which is
+    where they round without a bias.
+    """
+    fmt = FORMATS[dst[:-2]]
+
+    def convert(*operands: Bits) -> Bits:
+        *values, random = operands
+        upper, lower = unpack_halves(random)
+        codes = [
+            _stochastic(x, own, 16, fmt, modifiers) for x, own in zip(values, (upper, upper, lower, lower), strict=True)
+        ]
+        return codes[0] << 24 | codes[1] << 16 | codes[2] << 8 | codes[3]
 
     return convert
 
@@ -214,6 +238,67 @@ def _bf16x2_from_ue8m0(modifiers: Modifiers) -> Function:
     return lambda pair: pack_halves(values[(pair >> 8) & 0xFF], values[pair & 0xFF])
 
 
+_S2F6_ONE = 64.0
+_S2F6_LEAST, _S2F6_MOST = -128, 127
+
+
+def _scale_factors(scales: tuple[Bits, ...]) -> tuple[Float64, Float64]:
+    """The two ue8m0 factors of `.scaled::n2::ue8m0`, the upper one first; 1 without an operand."""
+    if not scales:
+        return np.float64(1.0), np.float64(1.0)
+    pair = take(scales[0], 16).astype(np.int64)
+    upper, lower = pair >> 8, pair & 0xFF
+    high, low = (np.where(code == _UE8M0_NAN, np.nan, np.ldexp(1.0, code - 127)) for code in (upper, lower))
+    return high, low
+
+
+def _s2f6(values: Float64, relu: bool) -> Uint16:
+    """Codes of 8 bits, two's complement with six of fraction (PTX ISA 5.2.4). NaN, of which nothing is said, gives 0,
+    as in a conversion to an integer."""
+    scaled = np.where(np.isnan(values), 0.0, np.rint(values * _S2F6_ONE))
+    codes = np.clip(scaled, 0 if relu else _S2F6_LEAST, _S2F6_MOST).astype(np.int64)
+    return (codes & 0xFF).astype(np.uint16)
+
+
+def _s2f6_from_f32(modifiers: Modifiers) -> Function:
+    def convert(a: Bits, b: Bits, *scales: Bits) -> Bits:
+        high, low = _scale_factors(scales)
+        upper, lower = (_s2f6(read_float(x, "f32") / s, modifiers.relu) for x, s in ((a, high), (b, low)))
+        return upper << np.uint16(8) | lower
+
+    return convert
+
+
+def _s2f6_from_bf16x2(modifiers: Modifiers) -> Function:
+    def convert(pair: Bits, *scales: Bits) -> Bits:
+        factors = _scale_factors(scales)
+        halves = unpack_halves(pair)
+        upper, lower = (_s2f6(decode(x, BF16) / s, modifiers.relu) for x, s in zip(halves, factors, strict=True))
+        return upper << np.uint16(8) | lower
+
+    return convert
+
+
+def _bf16x2_from_bytes(src: str, modifiers: Modifiers) -> Function:
+    """Each element, exact in bf16, times its scale factor, rounded once."""
+    bits = _SMALL.get(src, 8)
+    fixed = src == "s2f6x2"
+    codes = np.arange(1 << (8 if fixed else FORMATS[src[:-2]].bits), dtype=np.uint16)
+    values = codes.astype(np.uint8).view(np.int8) / _S2F6_ONE if fixed else decode(codes, FORMATS[src[:-2]])
+    mask = np.uint32(codes.size - 1)
+
+    def convert(pair: Bits, *scales: Bits) -> Bits:
+        whole = pair.astype(np.uint32)
+        halves = (whole >> np.uint32(bits)) & mask, whole & mask
+        upper, lower = (
+            encode(values[x] * s, BF16, satfinite=modifiers.satfinite, relu=modifiers.relu).astype(np.uint16)
+            for x, s in zip(halves, _scale_factors(scales), strict=True)
+        )
+        return pack_halves(upper, lower)
+
+    return convert
+
+
 def packed_rules() -> dict[tuple[str, str], Rule]:
     """Rules for every pair of types of which one is packed."""
     rn, relu, satfinite = frozenset({"rn"}), frozenset({"relu"}), frozenset({"satfinite"})
@@ -234,6 +319,14 @@ def packed_rules() -> dict[tuple[str, str], Rule]:
     rules["ue8m0x2", "f32"] = Rule(outward, satfinite, _NONE, 2, _ue8m0_from_f32)
     rules["ue8m0x2", "bf16x2"] = Rule(outward, satfinite, _NONE, 1, _ue8m0_from_bf16x2)
     rules["bf16x2", "ue8m0x2"] = Rule(rn, _NONE, _NONE, 1, _bf16x2_from_ue8m0)
+    scaled = relu | satfinite | {"scaled"}
+    for small in (*_SMALL, "s2f6x2"):
+        rules["bf16x2", small] = Rule(rn, scaled, _NONE, 1, lambda m, src=small: _bf16x2_from_bytes(src, m))
+    rules["s2f6x2", "f32"] = Rule(rn, scaled, satfinite, 2, _s2f6_from_f32)
+    rules["s2f6x2", "bf16x2"] = Rule(rn, scaled, satfinite, 1, _s2f6_from_bf16x2)
+    for dst in ("e4m3x4", "e5m2x4", "e3m2x4", "e2m3x4"):
+        flags = relu | satfinite
+        rules[dst, "f32"] = Rule(frozenset({"rs"}), flags, satfinite, 4, lambda m, dst=dst: _four_from_f32(dst, m))
     return rules
 
 
@@ -275,4 +368,5 @@ def conversion(dst: str, src: str, modifiers: Modifiers) -> Conversion:
     if missing := rule.required - modifiers.flags:
         seen = ", ".join(f".{word}" for word in sorted(missing))
         raise UnknownConversionError(f"{spelling}: {seen} is mandatory from {src} to {dst} (PTX ISA 9.7.9.21).")
-    return Conversion(dst, src, rule.operands + (modifiers.rounding == "rs"), rule.build(modifiers))
+    operands = rule.operands + (modifiers.rounding == "rs") + modifiers.scaled
+    return Conversion(dst, src, operands, rule.build(modifiers))

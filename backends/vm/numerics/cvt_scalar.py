@@ -38,6 +38,11 @@ _PACKED_WIDTH = {
     "e2m3x2": 16,
     "e2m1x2": 8,
     "ue8m0x2": 16,
+    "s2f6x2": 16,
+    "e4m3x4": 32,
+    "e5m2x4": 32,
+    "e3m2x4": 32,
+    "e2m3x4": 32,
 }
 WIDTH = _INTEGER_WIDTH | _FLOAT_WIDTH | _PACKED_WIDTH
 UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
@@ -46,17 +51,18 @@ SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 
 @dataclass(frozen=True, slots=True)
 class Modifiers:
-    """The words between `cvt` and the types: `rounding` without its dot, "" if absent."""
+    """The words between `cvt` and the types: `rounding` without its dot, "" if absent; `scaled`: .scaled::n2::ue8m0."""
 
     rounding: str = ""
     ftz: bool = False
     sat: bool = False
     satfinite: bool = False
     relu: bool = False
+    scaled: bool = False
 
     @property
     def flags(self) -> frozenset[str]:
-        return frozenset(word for word in ("ftz", "sat", "satfinite", "relu") if getattr(self, word))
+        return frozenset(word for word in ("ftz", "sat", "satfinite", "relu", "scaled") if getattr(self, word))
 
 
 @dataclass(frozen=True, slots=True)

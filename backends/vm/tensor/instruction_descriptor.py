@@ -5,9 +5,12 @@ Which shapes and types go together is PTX ISA 9.7.16.2.1 (Table 39) and 9.7.16.1
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from backends.vm.faults import Fault
 from backends.vm.tensor.swizzle import Swizzle
@@ -78,6 +81,12 @@ class InstructionDescriptor:
     sf_type: str
     sfa_id: int
     sfb_id: int
+    weight_stationary: bool = False
+
+    @property
+    def stored_k(self) -> int:
+        """Elements of a row of A that are stored: half of them where A is sparse."""
+        return self.k // 2 if self.sparse else self.k
 
     @property
     def stored_bits(self) -> int:
@@ -137,7 +146,11 @@ def decode_instruction_descriptor(
     else:
         raise reader.refused(f"cannot be read: the kinds are {', '.join(_STORED_BITS)}", "9.7.16.10.9.1")
     _check_shape(reader, found, cta_group, weight_stationary)
-    return found
+    if found.sparse and found.sparsity_selector and found.stored_bits == 8:
+        raise reader.refused(
+            f"has sparsity selector {found.sparsity_selector}; types of 8 bits have 0", "9.7.16.10.8.4"
+        )
+    return replace(found, weight_stationary=weight_stationary)
 
 
 def _plain(reader: _Reader) -> InstructionDescriptor:
@@ -285,3 +298,40 @@ def check_operand_swizzle(found: InstructionDescriptor, operand: Operand, swizzl
             f"operand {operand.upper()} of kind::{found.kind} is transposed and its matrix descriptor says swizzle "
             f"{swizzle.value}; a transposed operand of this kind {wanted} (PTX ISA 9.7.16.10.1)",
         )
+
+
+# The zero-column mask of .ws: 64 bits that say which columns of B count as zeros (PTX ISA 9.7.16.4.3, Table 45).
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroColumns:
+    """Columns of B that count as zeros, bool [n], and how many columns of B come before the first that is used."""
+
+    zero: npt.NDArray[np.bool_]
+    shift: int
+
+
+@lru_cache(maxsize=256)
+def decode_zero_columns(raw: int, m: int, n: int, max_shift: int) -> ZeroColumns:
+    """The mask of an instruction of this shape; `max_shift` as its instruction descriptor has it.
+
+    The table's text has the two spans the other way round than its four examples and its names; the examples hold here.
+    Raises Fault `instruction-descriptor` for a shift beyond what the ISA or `max_shift` allows.
+    """
+    if raw >> 36 & 7 or raw >> 62:
+        raise Fault(
+            "instruction-descriptor", f"the zero-column mask {raw:#018x} has reserved bits set (PTX ISA 9.7.16.4.3)"
+        )
+    shift, most = raw >> 56 & 63, min(max_shift, 16 if m == 32 else 32)
+    if shift > most:
+        raise Fault("instruction-descriptor", f"the zero-column mask shifts by {shift} columns; at most {most} are "
+                    "possible with this M and maximum shift (PTX ISA 9.7.16.4.3)")  # fmt: skip
+    zero, parts = np.zeros(n, np.bool_), 128 // m
+    if raw >> 39 & 1:
+        skipped, used = (raw >> 40 & 255) + 1, (raw >> 48 & 255) + 1
+        width = n // parts
+        for part in range(parts):
+            start, first = raw >> 8 * part & 255, raw >> 32 + part & 1
+            at = start + np.arange(width) + (0 if first else skipped)
+            zero[part * width : (part + 1) * width] = at % (skipped + used) < skipped
+    return ZeroColumns(zero, shift)

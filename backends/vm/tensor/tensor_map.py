@@ -1,7 +1,8 @@
-"""The 128-byte TMA tensor map (tiled mode): encode as cuTensorMapEncodeTiled does, decode what the TMA unit reads.
+"""The 128-byte TMA tensor map: encode as the driver does (tiled and im2col mode), decode what the TMA unit reads.
 
 Only the first 64 bytes mean anything to the hardware. The format was read off the driver's encoder, tensormap.replace
-on an H200 and CuTeDSL's own maps (facts.md 6.3). Kernels build maps in device code too, so decoding takes raw bits.
+on an H200 and CuTeDSL's own maps (facts.md 6.3), which alone show that of im2col. Kernels build maps in device code
+too, so decoding takes raw bits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ OobFill = Literal["zero", "nan"]
 
 
 class TensorMapError(ValueError):
-    """Parameters that cuTensorMapEncodeTiled refuses; the text says which, the value, and what is allowed."""
+    """Parameters that the driver's encoder refuses; the text says which, the value, and what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,21 @@ _SWIZZLE_OF_CODE = {code: mode for mode, code in _SWIZZLE_CODE.items()}
 
 
 @dataclass(frozen=True, slots=True)
+class Im2col:
+    """The bounding box of an im2col map, in the dimensions between channels and images, the width first: pixels whose
+    coordinate is `lower` or more and no more than `upper` beyond the last one. A copy takes `pixels` of them."""
+
+    lower: tuple[int, ...]
+    upper: tuple[int, ...]
+    pixels: int
+
+
+@dataclass(frozen=True, slots=True)
 class TensorMap:
-    """A tiled tensor map. Dimension 0 is contiguous; `strides` (dimensions 1 and up) in bytes, the rest in elements."""
+    """A tensor map. Dimension 0 is contiguous; `strides` (dimensions 1 and up) in bytes, the rest in elements.
+
+    A tiled map has a `box`; of an im2col map that has one size only, the channels of a pixel.
+    """
 
     address: int
     element: ElementType
@@ -90,6 +104,7 @@ class TensorMap:
     element_strides: tuple[int, ...]
     swizzle: Swizzle
     oob_fill: OobFill
+    im2col: Im2col | None = None
 
     @property
     def rank(self) -> int:
@@ -108,11 +123,13 @@ def encode_tensor_map(
     element_strides: Sequence[int] | None = None,
     oob_fill: OobFill = "zero",
     target: Target = "sm_100a",
+    im2col: Im2col | None = None,
 ) -> bytes:
     """128 bytes, of which the driver's encoder would write the first 64 the same.
 
     `dtype` and `swizzle` are names in ELEMENT_TYPES and Swizzle. Raises TensorMapError for what
-    cuTensorMapEncodeTiled refuses (CUDA driver API, Tensor Map Object Management).
+    cuTensorMapEncodeTiled or, with `im2col`, cuTensorMapEncodeIm2col refuses (CUDA driver API, Tensor Map Object
+    Management).
     """
     if dtype not in ELEMENT_TYPES:
         _refuse(f"the dtype {dtype!r} is none of {', '.join(ELEMENT_TYPES)}")
@@ -121,8 +138,10 @@ def encode_tensor_map(
         _refuse(f"the swizzle {swizzle!r} is none of {', '.join(modes)}")
     element, mode = ELEMENT_TYPES[dtype], modes[swizzle]
     steps = tuple(element_strides) if element_strides is not None else (1,) * len(dims)
-    tensor_map = TensorMap(address, element, tuple(dims), tuple(strides), tuple(box), steps, mode, oob_fill)
+    tensor_map = TensorMap(address, element, tuple(dims), tuple(strides), tuple(box), steps, mode, oob_fill, im2col)
     _check_lengths(tensor_map)
+    if im2col is not None:
+        _check_pixels(tensor_map, im2col)
     _check_global(tensor_map)
     _check_box(tensor_map)
     _check_types(tensor_map, target)
@@ -139,11 +158,38 @@ def _check_lengths(tensor_map: TensorMap) -> None:
         _refuse(f"{rank} dimensions; 1 to {MAX_RANK} are possible")
     for name, values, wanted in (
         ("strides", tensor_map.strides, rank - 1),
-        ("box", tensor_map.box, rank),
+        ("box", tensor_map.box, rank if tensor_map.im2col is None else 1),
         ("element_strides", tensor_map.element_strides, rank),
     ):
         if len(values) != wanted:
             _refuse(f"{name} has {len(values)} entries; a map of {rank} dimensions needs {wanted}")
+
+
+_CORNER_BITS = {3: 16, 4: 8, 5: 5}
+"""Of one coordinate of a corner, by the rank of the map (PTX ISA 5.5.4.1)."""
+MIN_IM2COL_RANK = min(_CORNER_BITS)
+MAX_PIXELS = 1024
+
+
+def _check_pixels(tensor_map: TensorMap, im2col: Im2col) -> None:
+    if tensor_map.rank not in _CORNER_BITS:
+        _refuse(f"{tensor_map.rank} dimensions; an im2col map has 3 to 5")
+    if not 1 <= im2col.pixels <= MAX_PIXELS:
+        _refuse(f"pixels is {im2col.pixels}; 1 to {MAX_PIXELS} are possible")
+    half = 1 << _CORNER_BITS[tensor_map.rank] - 1
+    for name, corner in (("lower", im2col.lower), ("upper", im2col.upper)):
+        if len(corner) != tensor_map.rank - 2:
+            _refuse(f"{name} has {len(corner)} entries; a map of {tensor_map.rank} dimensions needs "
+                    f"{tensor_map.rank - 2}")  # fmt: skip
+        for axis, value in enumerate(corner):
+            if not -half <= value < half:
+                _refuse(
+                    f"{name}[{axis}] is {value}; {-half} to {half - 1} are possible with {tensor_map.rank} dimensions"
+                )
+    for axis, (low, high) in enumerate(zip(im2col.lower, im2col.upper, strict=True)):
+        if tensor_map.dims[axis + 1] - 1 + high < low:
+            _refuse(f"the bounding box is empty in dimension {axis + 1}: it begins at {low} and ends at "
+                    f"{tensor_map.dims[axis + 1] - 1 + high}")  # fmt: skip
 
 
 def _check_global(tensor_map: TensorMap) -> None:
@@ -198,7 +244,7 @@ def _pack(tensor_map: TensorMap) -> bytes:
     absent = MAX_RANK - tensor_map.rank
     strides = [stride >> 4 for stride in tensor_map.strides] + [0] * absent
     dims = [extent - 1 for extent in tensor_map.dims] + [0] * absent
-    box = [extent - 1 for extent in tensor_map.box] + [0] * absent
+    box = [extent - 1 for extent in tensor_map.box] + [0] * (MAX_RANK - len(tensor_map.box))
     # Dimension 0 cannot be strided, and the driver accepts and ignores what is asked for there.
     steps = [step - 1 for step in tensor_map.element_strides] + [0] * absent
     code, atom = _SWIZZLE_CODE[tensor_map.swizzle]
@@ -207,7 +253,9 @@ def _pack(tensor_map: TensorMap) -> bytes:
     high_strides = sum((stride >> 32) << 4 * axis for axis, stride in enumerate(strides))
     step_bits = sum(step << 3 * axis for axis, step in enumerate(steps))
     low = [stride & 0xFFFFFFFF for stride in strides]
-    words = [flags, *low, high_strides, *dims, step_bits | box[0] << 24, *_box_words(box)]
+    words = [flags, *low, high_strides, *dims, step_bits | box[0] << 24]
+    words += _box_words(box) if tensor_map.im2col is None else _pixel_words(tensor_map.im2col)
+    words[0] |= tensor_map.im2col is not None
     return struct.pack("<Q14I64x", tensor_map.address, *words)
 
 
@@ -215,14 +263,35 @@ def _box_words(box: Sequence[int]) -> tuple[int, int]:
     return box[1] | box[2] << 8 | box[3] << 16 | box[4] << 24, 0
 
 
+def _pixel_words(im2col: Im2col) -> tuple[int, int]:
+    """The lower corner in the lower half of a word, the upper one above it; the pixels less one."""
+    bits = _CORNER_BITS[len(im2col.lower) + 2]
+    halves = [
+        sum((value & (1 << bits) - 1) << bits * axis for axis, value in enumerate(corner))
+        for corner in (im2col.lower, im2col.upper)
+    ]
+    return halves[0] | halves[1] << 16, im2col.pixels - 1
+
+
+def _im2col(rank: int, corners: int, pixels: int) -> Im2col:
+    bits = _CORNER_BITS[rank]
+    lower, upper = (
+        tuple(((half >> bits * axis & (1 << bits) - 1) ^ 1 << bits - 1) - (1 << bits - 1) for axis in range(rank - 2))
+        for half in (corners & 0xFFFF, corners >> 16)
+    )
+    return Im2col(lower, upper, (pixels & MAX_PIXELS - 1) + 1)
+
+
 @lru_cache(maxsize=1024)
 def decode_tensor_map(raw: bytes) -> TensorMap:
     """The map in `raw` (the upper 64 of its 128 bytes are ignored). Raises Fault `tensor-map` for nonsense."""
     address, flags, *words = struct.unpack("<Q14I", raw[:64])
-    low, high_strides, dims, step_word, box_word = words[0:4], words[4], words[5:10], words[10], words[11]
-    rank = (flags >> 4 & 7) + 1
+    low, high_strides, dims, step_word, box_word, pixel_word = words[0:4], words[4], words[5:10], *words[10:13]
+    rank, pixels = (flags >> 4 & 7) + 1, bool(flags & 1)
     if rank > MAX_RANK:
         raise _unusable(f"has {rank} dimensions in bits 70..68; at most {MAX_RANK} exist")
+    if pixels and rank < MIN_IM2COL_RANK:
+        raise _unusable(f"is an im2col one (bit 64) of {rank} dimensions; those have {MIN_IM2COL_RANK} or more")
     if flags >> 11 & 3:
         raise _unusable("has an interleaved layout (bits 76..75); this machine moves only layouts without interleave")
     element = _BY_CODE.get((flags >> 7 & 15, bool(flags >> 16 & 1)))
@@ -241,10 +310,11 @@ def decode_tensor_map(raw: bytes) -> TensorMap:
         element=element,
         dims=tuple(extent + 1 for extent in dims[:rank]),
         strides=tuple(strides[: rank - 1]),
-        box=tuple(extent + 1 for extent in box[:rank]),
+        box=tuple(extent + 1 for extent in box[: 1 if pixels else rank]),
         element_strides=tuple(steps[:rank]),
         swizzle=swizzle,
         oob_fill="nan" if flags >> 15 & 1 else "zero",
+        im2col=_im2col(rank, box_word, pixel_word) if pixels else None,
     )
 
 

@@ -1,9 +1,9 @@
-"""Which bytes a tiled TMA operation moves: one box of a tensor map, as pieces of equal size.
+"""Which bytes a TMA operation moves: one box of a tensor map, or a column of pixels, as pieces of equal size.
 
 A piece is a run of bytes that no swizzle, padding or tensor edge splits: 16 bytes, or fewer where the inner edge of the
 tensor cuts a 16-byte unit or the type is padded. The caller moves the pieces. The model is bit-exact against 37 dumps
 from an H200: all swizzles, narrow boxes, offset destinations, every kind of overhang, ranks 1 to 5, element strides,
-loads and stores (facts.md 6.4).
+loads and stores (facts.md 6.4). The order of the pixels of im2col follows the ISA's text and has not been measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from backends.vm.faults import Fault
 from backends.vm.tensor.swizzle import PATTERN_BYTES, UNIT_BYTES, IntArray, Swizzle, swizzled
-from backends.vm.tensor.tensor_map import TensorMap
+from backends.vm.tensor.tensor_map import Im2col, TensorMap
 
 Bytes = NDArray[np.uint8]
 BoolArray = NDArray[np.bool_]
@@ -74,16 +74,71 @@ def plan_box(
             "tensor-coordinates",
             f"{len(coordinates)} coordinates are given for a tensor map of {tensor_map.rank} dimensions",
         )
+    if tensor_map.im2col is not None:
+        raise Fault("tensor-map", "a copy of a tile with an im2col map; the map and the copy must be of one mode")
     starts = np.array(coordinates[1:], dtype=np.int64)
     rows = starts + _row_steps(tensor_map.box[1:], tensor_map.element_strides[1:])
     return _plan(tensor_map, coordinates[0], rows, smem_address, direction)
+
+
+def plan_im2col(
+    tensor_map: TensorMap,
+    coordinates: Sequence[int],
+    offsets: Sequence[int],
+    smem_address: int,
+    direction: Direction = "load",
+) -> BoxPlan:
+    """The pieces of a column of pixels in `.im2col` mode (or, for a store, `.im2col_no_offs`), a row of shared memory
+    each (PTX ISA 5.5.4).
+
+    `coordinates` (channel, width, .., image) name the first position, inside the bounding box. The next ones go on
+    along the width by the traversal stride, then along the other dimensions of the box, then to the next image.
+    `offsets` (the width first) are added to each.
+    """
+    box = tensor_map.im2col
+    if box is None or len(coordinates) != tensor_map.rank:
+        found = f"of {tensor_map.rank} dimensions" if box is not None else "that is a tiled one"
+        raise Fault("tensor-map", f"an im2col copy of {len(coordinates)} dimensions with a map {found}")
+    bits = {3: 16, 4: 8, 5: 5}[tensor_map.rank]
+    if any(not 0 <= offset < 1 << bits for offset in offsets):
+        raise Fault("tensor-coordinates", f"the im2col offsets are {list(offsets)}; with {tensor_map.rank} dimensions "
+                    f"they are 0 to {(1 << bits) - 1}")  # fmt: skip
+    positions = _pixels(tensor_map.dims[1:-1], box, tensor_map.element_strides[1:-1], tuple(coordinates[1:]))
+    rows = positions + np.array([*offsets, 0], dtype=np.int64)
+    return _plan(tensor_map, coordinates[0], rows, smem_address, direction, clipped=True)
+
+
+@lru_cache(maxsize=512)
+def _pixels(dims: tuple[int, ...], box: Im2col, steps: tuple[int, ...], first: tuple[int, ...]) -> IntArray:
+    """Width, .., image of each pixel: int64 [pixels, rank - 1]. Fault for a first one outside of the bounding box."""
+    counts: list[int] = []
+    at: list[int] = []
+    for axis, (low, high, extent, step) in enumerate(zip(box.lower, box.upper, dims, steps, strict=True)):
+        last = extent - 1 + high
+        if not low <= first[axis] <= last:
+            raise Fault("tensor-coordinates", f"coordinate {axis + 1} of an im2col copy is {first[axis]}; the bounding "
+                        f"box goes from {low} to {last}")  # fmt: skip
+        if (first[axis] - low) % step:
+            raise Fault("tensor-coordinates", f"coordinate {axis + 1} of an im2col copy is {first[axis]}, which steps "
+                        f"of {step} from the corner {low} do not reach; no text says which pixels follow")  # fmt: skip
+        counts.append((last - low) // step + 1)
+        at.append((first[axis] - low) // step)
+    size = prod(counts)
+    start = sum(position * prod(counts[:axis]) for axis, position in enumerate(at))
+    number = start + np.arange(box.pixels, dtype=np.int64)
+    inside, images = number % size, first[-1] + number // size
+    columns: list[IntArray] = []
+    for low, step, count in zip(box.lower, steps, counts, strict=True):
+        columns.append(low + inside % count * step)
+        inside = inside // count
+    return np.stack([*columns, images], axis=1)
 
 
 def plan_gather4(
     tensor_map: TensorMap, column: int, rows: Sequence[int], smem_address: int, direction: Direction = "load"
 ) -> BoxPlan:
     """The pieces of `.tile::gather4` (or, for a store, `.tile::scatter4`): four rows of a matrix (PTX ISA 5.5.3.4)."""
-    if tensor_map.rank != 2 or tensor_map.box[1] != 1 or len(rows) != GATHER_ROWS:
+    if tensor_map.rank != 2 or tensor_map.box[1:] != (1,) or len(rows) != GATHER_ROWS:
         raise Fault(
             "tensor-map",
             f"gather4 and scatter4 move {GATHER_ROWS} rows of a 2-dimensional map whose box has 1 row; here the map "
@@ -109,9 +164,18 @@ def _row_steps(box: tuple[int, ...], element_strides: tuple[int, ...]) -> IntArr
     return np.ascontiguousarray((index * np.array(element_strides, dtype=np.int64)[:, None]).T)
 
 
-def _plan(tensor_map: TensorMap, column: int, rows: IntArray, smem_address: int, direction: Direction) -> BoxPlan:
+def _plan(
+    tensor_map: TensorMap,
+    column: int,
+    rows: IntArray,
+    smem_address: int,
+    direction: Direction,
+    *,
+    clipped: bool = False,
+) -> BoxPlan:
+    """`clipped`: rows of a store may lie outside of the tensor on all sides, and are skipped."""
     _check(tensor_map, column, smem_address)
-    if direction == "store" and (column < 0 or rows.min(initial=0) < 0):
+    if direction == "store" and not clipped and (column < 0 or rows.min(initial=0) < 0):
         raise Fault(
             "tensor-coordinates",
             f"a tensor store has a negative coordinate ({column} in dimension 0, rows from {rows[0].tolist()}); "

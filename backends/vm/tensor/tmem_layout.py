@@ -155,8 +155,6 @@ def copy_map(shape: str, multicast: str = "") -> CopyMap:
         ("64x128b", "warpx2::01_23"): (1, [np.r_[quarter, quarter + 64], np.r_[quarter + 32, quarter + 96]]),
         ("32x128b", "warpx4"): (1, [quarter + 32 * warp for warp in range(4)]),
     }
-    if shape == "4x256b":
-        raise Fault("tmem-shape", "tcgen05.cp.4x256b: the ISA's text does not say which lanes it fills")
     if (shape, multicast) not in maps:
         known = ", ".join(".".join(filter(None, key)) for key in maps)
         asked = ".".join(filter(None, (shape, multicast)))
@@ -230,12 +228,14 @@ def operand_a_patches(
 ) -> Replicas:
     """How A [rows of this CTA, k] lies in tensor memory, as 32-bit words along k: one tuple of patches a replica.
 
-    Two replicas for M = 128 with cta_group 2: the first serves columns n < N/2 of D, the second the rest. Elements are
-    packed little-endian along k; 4- and 6-bit types of the f8f6f4 kinds count as 8 bits (facts.md 2.3).
+    Two replicas for M = 128 with cta_group 2: the first serves columns n < N/2 of D, the second the rest. With .ws, two
+    for M = 64 and four for M = 32, each for its share of the columns: FlashMLA keeps different parts of a matrix in the
+    two ("implicit dual GEMM"), and the ISA has no text on it. Elements are packed little-endian along k; 4- and 6-bit
+    types of the f8f6f4 kinds count as 8 bits (facts.md 2.3).
     """
-    if weight_stationary and m != 128:
-        raise Fault("tmem-shape", f"how .ws with M = {m} finds A in tensor memory is not documented; take A from smem")
     words = k * element_bits // 32
+    if weight_stationary and m != 128:
+        return tuple((Patch(0, m, 0, words, lane, 0),) for lane in range(0, LANES, m))
     if m == 128 and cta_group == 2 and not sparse:
         return (Patch(0, 64, 0, words, 0, 0),), (Patch(0, 64, 0, words, 64, 0),)
     return (accumulator_patches(m, words, cta_group, weight_stationary, sparse),)

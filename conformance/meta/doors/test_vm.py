@@ -17,6 +17,7 @@ import torch
 import megamoe.vm
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
+from megamoe.contract.machine import PixelBox
 from megamoe.vm import Device, KernelFault, LaunchRefusedError, UnsupportedError, tensor_map
 
 MAX_OVERHEAD_MS = 5
@@ -191,6 +192,42 @@ def test_a_tensor_map_knows_the_tensor(vm: Device) -> None:
     x, seen = torch.arange(64 * 64, dtype=torch.int32).reshape(64, 64)[8:], np.zeros(1, np.int32)
     vm.launch(TMA, "box", 1, 1, seen, tensor_map(x, (4, 16)))
     assert seen[0] == (8 + 1) * 64 + 4, "coordinates are dimension 0 first, and begin at the view"
+
+
+def test_an_im2col_map_knows_the_images(vm: Device) -> None:
+    """Images [n, h, w, c], and corners in that order: the first pixel of the box lies outside, above the image."""
+    x, seen = torch.arange(1, 2 * 5 * 4 * 8 + 1, dtype=torch.int32).reshape(2, 5, 4, 8), np.zeros(1, np.int32)
+    box = PixelBox((-1, 0), (0, -1), 8)
+    source = TMA.replace(".2d", ".4d").replace("global.tile", "global.im2col")
+    source = source.replace("{%r4, %r3}], [%r1]", "{%r4, %r3, %r6, %r7}], [%r1], {%h1, %h1}")
+    at = ".reg .u16 %h<2>; mov.b16 %h1, 1; mov.u32 %r6, -1; mov.u32 %r7, 1; mov.u32 %r3, 2;"
+    vm.launch(source.replace("mov.u32 %r3, 1;", at), "box", 1, 1, seen, tensor_map(x, (8,), im2col=box))
+    assert seen[0] == x[1, 0, 3, 4], "image 1, height -1 and width 2, both moved by one, channel 4"
+
+
+GRID = f"""{HEAD}
+.visible .entry where(.param .u64 y)
+{{
+  .reg .u64 %rd<2>;
+  .reg .u32 %r<4>;
+  ld.param.u64 %rd1, [y];
+  mov.u32 %r1, %envreg1;
+  mov.u32 %r2, %envreg2;
+  or.b32 %r3, %r1, %r2;
+  st.global.u32 [%rd1], %r3;
+  ret;
+}}
+"""
+
+
+def test_a_cooperative_launch_has_a_barrier_of_its_grid(vm: Device) -> None:
+    seen = np.zeros(1, np.uint32)
+    vm.launch(GRID, "where", 1, 1, seen)
+    assert not seen[0], "cooperative_groups take that for a grid that cannot meet"
+    vm.launch(GRID, "where", 1, 1, seen, cooperative=True)
+    assert seen[0], "the address of the barrier"
+    with pytest.raises(LaunchRefusedError, match=r"a cooperative launch of 100000 CTAs, of which only \d+ fit"):
+        vm.launch(GRID, "where", 100_000, 1, seen, cooperative=True)
 
 
 def test_an_input_that_cannot_be_written_stays_so(vm: Device) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from backends.vm.faults import Fault, UnknownInstructionError
+from backends.vm.tensor.tensor_map import Im2col
 from conformance import SILICON
 from conformance.vm.kernel import FENCE, SYNC, Array, Kernel, Map, assert_clean, init, wait
 from conformance.vm.tensor.test_tma_box import (
@@ -389,3 +391,154 @@ def test_a_copy_that_nobody_was_elected_for_is_one(size: str) -> None:
     cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; ret;"""
     kernel = Kernel(body, {"out": np.ones(4, np.uint32), "own": np.ones(128, np.uint32)})
     assert_clean(kernel, {"out": np.full(4, 4, np.uint32), "own": np.full(128, 4, np.uint32)})
+
+
+CHANNELS = 16
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One im2col copy of f16: the images [n, .., w, c], the bounding box, the first position (the width first)."""
+
+    shape: tuple[int, ...]
+    lower: tuple[int, ...]
+    upper: tuple[int, ...]
+    pixels: int
+    first: tuple[int, ...]
+    offsets: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    swizzle: str = "none"
+    channel: int = 0
+    fill: str = "zero"
+
+    @property
+    def images(self) -> Array:
+        return (np.arange(1, int(np.prod(self.shape)) + 1) % 2039).astype(np.float16).reshape(self.shape)
+
+    def map(self) -> Map:
+        dims, spatial = self.shape[::-1], len(self.shape) - 2
+        strides = [2 * int(np.prod(dims[: axis + 1])) for axis in range(len(dims) - 1)]
+        return Map("x", "f16", dims, strides, (CHANNELS,), self.swizzle, fill=self.fill,
+                   element_strides=(1, *(self.steps or (1,) * spatial), 1),
+                   im2col=Im2col(self.lower, self.upper, self.pixels))  # fmt: skip
+
+    def places(self) -> list[tuple[int, ...]]:
+        """The pixels (n, .., w) in the order of the convolution that they serve: images, then filter positions."""
+        spatial = self.shape[1:-1][::-1]
+        steps = self.steps or (1,) * len(spatial)
+        axes = [range(low, size + high, step)
+                for low, high, size, step in zip(self.lower, self.upper, spatial, steps, strict=True)]  # fmt: skip
+        every = [(n, *reversed(at)) for n in range(self.shape[0] + 2)
+                 for at in (tuple(reversed(one)) for one in itertools.product(*reversed(axes)))]  # fmt: skip
+        start = every.index((self.first[-1], *reversed(self.first[:-1])))
+        shift = (0, *reversed(self.offsets or (0,) * len(spatial)))
+        return [tuple(a + b for a, b in zip(one, shift, strict=True)) for one in every[start : start + self.pixels]]
+
+    def inside(self, place: tuple[int, ...]) -> bool:
+        return all(0 <= at < size for at, size in zip(place, self.shape[:-1], strict=True))
+
+    def loaded(self) -> Array:
+        fill = (
+            np.zeros(CHANNELS, np.float16) if self.fill == "zero" else np.full(CHANNELS, 0x7FF7, np.uint16).view("f2")
+        )
+        channels = slice(self.channel, self.channel + CHANNELS)
+        return np.stack([self.images[place][channels] if self.inside(place) else fill for place in self.places()])
+
+
+COLUMNS = {
+    "the first example of the ISA": Columns((16, 14, 9, 64), (-1, -1), (-1, -1), 64, (4, 7, 7)),
+    "the second, with offsets": Columns((16, 14, 9, 64), (0, 0), (-2, -2), 64, (4, 7, 7), (2, 2)),
+    "the third, with strides": Columns((16, 14, 8, 64), (-1, -1), (-1, -1), 32, (5, 7, 7), (1, 1), (2, 2)),
+    "one dimension": Columns((3, 11, 32), (-2,), (1,), 20, (3, 1), (3,), channel=16),
+    "three dimensions": Columns((2, 3, 4, 5, 16), (-1, -1, -1), (1, 0, 1), 100, (-1, -1, -1, 0), (0, 1, 2)),
+    "a swizzle": Columns((2, 6, 6, 16), (0, 0), (0, 0), 48, (0, 0, 0), swizzle="32B"),
+    "beyond the last image": Columns((2, 3, 3, 16), (0, 0), (0, 0), 16, (1, 1, 1)),
+    "filled with NaN": Columns((2, 3, 3, 16), (-1, -1), (-1, -1), 16, (-1, -1, 0), fill="nan"),
+}
+COLUMN_LOAD = """.shared .align 1024 .b8 tile[8192]; .shared .align 8 .b64 mbar;
+INIT
+setp.ne.u32 %p3, %tx, 0; mov.b32 %r30, tile; OFFSETS
+@%p3 bra LOADED;
+mbarrier.arrive.expect_tx.shared::cta.b64 _, [mbar], BYTES;
+cp.async.bulk.tensor.DIMd.shared::cta.global.im2col.mbarrier::complete_tx::bytes [%r30], [%m, {AT}], [mbar], {OFF};
+LOADED: WAIT
+mov.u32 %r1, %tx;
+COPYING: mad.lo.u32 %r2, %r1, 2, %r30; ld.shared.b16 %h0, [%r2]; mul.wide.u32 %rd1, %r1, 2; add.u64 %rd1, %rd1, %out;
+st.global.b16 [%rd1], %h0; add.u32 %r1, %r1, 32; setp.lt.u32 %p4, %r1, COUNT; @%p4 bra COPYING;
+ret;"""
+
+
+def column_kernel(item: Columns) -> Kernel:
+    count, rank = item.pixels * CHANNELS, len(item.shape)
+    offsets = item.offsets or (0,) * (rank - 2)
+    names = [f"%h{i + 1}" for i in range(rank - 2)]
+    text = {
+        "INIT": init("mbar"), "WAIT": wait("mbar", 0), "BYTES": str(2 * count), "COUNT": str(count), "DIM": str(rank),
+        "AT": ", ".join(map(str, (item.channel, *item.first))), "OFFSETS": "".join(
+            f"mov.b16 {name}, {value};" for name, value in zip(names, offsets, strict=True)),
+        "OFF}": ", ".join(names) + "}",
+    }  # fmt: skip
+    body = COLUMN_LOAD
+    for name, value in text.items():
+        body = body.replace(name, value)
+    return Kernel(body, {"x": item.images, "out": np.zeros(count, np.float16)}, {"m": item.map()}, inputs=("x",))
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_an_im2col_load_takes_the_pixels_of_a_convolution(name: str) -> None:
+    item = COLUMNS[name]
+    found, _ = column_kernel(item).run()
+    wanted = item.loaded()
+    if item.swizzle == "32B":
+        # Bit 4 of the address is exchanged with its sum with bit 7: halves of a row of 32 bytes, in every other four.
+        rows = np.arange(item.pixels)
+        wanted = np.where((rows // 4 % 2 == 1)[:, None], np.roll(wanted, 8, axis=1), wanted)
+    got = found["out"].reshape(wanted.shape)
+    assert np.array_equal(got.view(np.uint16), wanted.view(np.uint16)), f"first at {np.argwhere(got != wanted)[:1]}"
+
+
+REFUSED_COLUMNS = {
+    "outside of the bounding box": ({"first": (9, 7, 7)}, "tensor-coordinates", "goes from -1 to 7"),
+    "between two steps": ({"steps": (2, 1), "first": (4, 7, 7)}, "tensor-coordinates", "steps of 2"),
+    "an offset too far": ({"offsets": (256, 0)}, "tensor-coordinates", "0 to 255"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_COLUMNS)
+def test_im2col_copies_that_mean_nothing(name: str) -> None:
+    changes, rule, sentence = REFUSED_COLUMNS[name]
+    item = replace(COLUMNS["the first example of the ISA"], **changes)
+    with pytest.raises(Fault, match=sentence) as fault:
+        column_kernel(item).run()
+    assert fault.value.rule == rule
+
+
+def test_a_map_and_its_copy_are_of_one_mode() -> None:
+    kernel = column_kernel(COLUMNS["one dimension"])
+    tiled = replace(kernel.maps["m"], im2col=None, box=(CHANNELS, 1, 1))
+    with pytest.raises(Fault, match="a map that is a tiled one"):
+        replace(kernel, maps={"m": tiled}).run()
+    tile = kernel.body.replace(".global.im2col.", ".global.tile.").replace("[mbar], {%h1};", "[mbar];")
+    with pytest.raises(Fault, match="a copy of a tile with an im2col map"):
+        replace(kernel, body=tile).run()
+
+
+def test_an_im2col_store_puts_them_back() -> None:
+    """Pixels outside of the images are not written (PTX ISA 5.5.4.3), and neither are offsets given."""
+    item = Columns((2, 3, 4, 16), (-1, -1), (0, 0), 20, (-1, 0, 0))
+    body = f""".shared .align 1024 .b8 tile[8192];
+mov.b32 %r30, tile; mov.u32 %r1, %tx;
+FILLING: mad.lo.u32 %r2, %r1, 2, %r30; cvt.u16.u32 %h0, %r1; st.shared.b16 [%r2], %h0; add.u32 %r1, %r1, 32;
+setp.lt.u32 %p4, %r1, {item.pixels * CHANNELS}; @%p4 bra FILLING;
+{FENCE} {SYNC}
+setp.ne.u32 %p3, %tx, 0; @%p3 bra END;
+cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group [%m, {{0, -1, 0, 0}}], [%r30];
+cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+END: ret;"""
+    found, _ = Kernel(body, {"x": np.zeros(item.shape, np.uint16)}, {"m": item.map()}).run()
+    wanted = np.zeros(item.shape, np.uint16)
+    for i, place in enumerate(item.places()):
+        if item.inside(place):
+            wanted[place] = np.arange(CHANNELS) + CHANNELS * i
+    assert np.array_equal(found["x"], wanted)
+    assert wanted.any(), "the test writes something"

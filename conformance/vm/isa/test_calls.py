@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from backends.vm.bind.forms import find
-from backends.vm.faults import Fault, UnknownInstructionError
+from backends.vm.faults import Fault, LaunchError, UnknownInstructionError
+from backends.vm.host.session import open_session
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
+from backends.vm.memory.global_memory import HEAP_BYTES
 from backends.vm.ptx.ast import Instruction
 
 HEAD = ".version 8.7\n.target sm_100a\n.address_size 64\n"
@@ -267,3 +269,164 @@ def test_warps_that_store_one_value_do_not_race(value: str, races: bool) -> None
                 launch()
         else:
             launch()
+
+
+ALLOCATING = """
+.extern .func (.param .b64 func_retval0) malloc (.param .b64 malloc_param_0);
+.extern .func free (.param .b64 free_param_0);
+.visible .entry k(.param .u64 y)
+{
+  .reg .b32 %r<8>;
+  .reg .b64 %rd<8>;
+  .reg .pred %p<2>;
+  ld.param.u64 %rd1, [y];
+  mov.u32 %r1, %tid.x;
+  mul.wide.u32 %rd2, %r1, 4;
+  add.u64 %rd1, %rd1, %rd2;
+  mov.b64 %rd3, SIZE;
+  { .param .b64 size; .param .b64 place;
+    st.param.b64 [size], %rd3;
+    call.uni (place), malloc, (size);
+    ld.param.b64 %rd4, [place]; }
+  setp.eq.u64 %p1, %rd4, 0;
+  @%p1 bra none;
+  USE
+  { .param .b64 place; st.param.b64 [place], %rd4; call.uni free, (place); }
+  AGAIN
+  st.global.u32 [%rd1], %r2;
+  ret;
+none:
+  st.global.u32 [%rd1], 77;
+  ret;
+}
+"""
+STORED = "st.u32 [%rd4+16], %r1; ld.u32 %r2, [%rd4+16]; mad.lo.u32 %r2, %r2, 3, 5;"
+
+
+def _allocating(size: int = 64, use: str = STORED, again: str = "") -> str:
+    return ALLOCATING.replace("SIZE", str(size)).replace("USE", use).replace("AGAIN", again)
+
+
+def test_each_thread_has_the_memory_that_it_allocates() -> None:
+    assert _run(_allocating())[0] == [3 * lane + 5 for lane in range(32)]
+
+
+def test_a_heap_that_is_too_small_answers_null() -> None:
+    stored, _ = _run(_allocating(size=HEAP_BYTES // 4))
+    assert stored[0] == 5, "the first thread found room"
+    assert stored[-1] == 77, "32 quarters of the heap were given out"
+
+
+FREED = "{ .param .b64 place; st.param.b64 [place], %rd4; call.uni free, (place); }"
+
+
+@pytest.mark.parametrize(
+    ("ptx", "rule"),
+    [
+        (_allocating(again=FREED), "device-heap"),
+        (_allocating(use=STORED + "add.u64 %rd4, %rd4, 16;"), "device-heap"),
+        (_allocating(again="ld.u32 %r2, [%rd4+16];"), "out-of-bounds"),
+        (_allocating(use="ld.u32 %r2, [%rd4+64];"), "out-of-bounds"),
+        (_allocating(use="ld.u32 %r2, [%rd4];"), "uninitialised-global"),
+    ],
+    ids=["freed twice", "another address", "used after free", "past the end", "never written"],
+)
+def test_a_misuse_of_the_heap_is_found(ptx: str, rule: str) -> None:
+    with pytest.raises(Fault) as fault:
+        _run(ptx)
+    assert fault.value.rule == rule
+
+
+def test_a_kernel_that_launches_kernels_is_refused_by_name() -> None:
+    launching = """
+.extern .func (.param .b32 r) __cudaCDP2LaunchDeviceV2 (.param .b64 a, .param .b64 b);
+.visible .entry k(.param .u64 y)
+{
+  .reg .b64 %rd<2>;
+  ld.param.u64 %rd1, [y];
+  { .param .b64 a; .param .b64 b; .param .b32 r; st.param.b64 [a], %rd1; st.param.b64 [b], %rd1;
+    call.uni (r), __cudaCDP2LaunchDeviceV2, (a, b); }
+  ret;
+}
+"""
+    with pytest.raises(UnknownInstructionError, match=r"__cudaCDP2LaunchDeviceV2, by which a kernel launches another"):
+        _run(launching)
+
+
+GRID_BARRIER = """
+.visible .entry k(.param .u64 y)
+{
+  .reg .b32 %r<12>;
+  .reg .b64 %rd<8>;
+  .reg .pred %p<4>;
+  ld.param.u64 %rd1, [y];
+  mov.u32 %r1, %ctaid.x;
+  mov.u32 %r2, %tid.x;
+  mov.u32 %r3, %envreg2;
+  mov.u32 %r4, %envreg1;
+  mov.b64 %rd3, {%r3, %r4};
+  setp.ne.s64 %p1, %rd3, 0;
+  @!%p1 trap;
+  mad.lo.u32 %r5, %r1, 32, %r2;
+  mul.wide.u32 %rd2, %r5, 4;
+  add.u64 %rd2, %rd1, %rd2;
+  mul.lo.u32 %r6, %r5, 7;
+  st.global.u32 [%rd2], %r6;
+  barrier.sync 0;
+  setp.ne.u32 %p2, %r2, 0;
+  @%p2 bra MET;
+  mov.u32 %r7, %nctaid.x;
+  sub.u32 %r8, 0x80000001, %r7;
+  setp.eq.u32 %p3, %r1, 0;
+  selp.b32 %r8, %r8, 1, %p3;
+  atom.add.release.gpu.u32 %r9, [%rd3+4], %r8;
+WAITING:
+  ld.acquire.gpu.u32 %r10, [%rd3+4];
+  xor.b32 %r10, %r10, %r9;
+  setp.gt.s32 %p3, %r10, -1;
+  @%p3 bra WAITING;
+MET:
+  barrier.sync 0;
+  mov.u32 %r7, %nctaid.x;
+  mul.lo.u32 %r7, %r7, 32;
+  add.u32 %r11, %r5, 32;
+  rem.u32 %r11, %r11, %r7;
+  mul.wide.u32 %rd4, %r11, 4;
+  add.u64 %rd4, %rd1, %rd4;
+  ld.global.u32 %r6, [%rd4];
+  mul.lo.u32 %r11, %r7, 4;
+  cvt.u64.u32 %rd5, %r11;
+  add.u64 %rd2, %rd2, %rd5;
+  st.global.u32 [%rd2], %r6;
+  ret;
+}
+"""
+"""What grid.sync() of cooperative_groups compiles to, between a store and a load of another CTA's element."""
+
+
+def _cooperate(ctas: int, schedule: str, *, cooperative: bool = True) -> list[int]:
+    machine, y = Machine(schedule), np.zeros(2 * 32 * ctas, np.uint32)
+    base = machine.memory.add("y", y.view(np.uint8)).base
+    parameters = [base.to_bytes(8, "little")]
+    entry = load(HEAD + GRID_BARRIER).entry("k")
+    for _ in range(2):
+        machine.launch(entry, (ctas, 1, 1), (32, 1, 1), parameters, cooperative=cooperative)
+    return y[32 * ctas :].tolist()
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random:3"])
+def test_the_ctas_of_a_cooperative_launch_wait_for_each_other(schedule: str) -> None:
+    ctas = 12
+    assert _cooperate(ctas, schedule) == [7 * (x % (32 * ctas)) for x in range(32, 32 * ctas + 32)]
+
+
+def test_other_launches_have_no_barrier_of_the_grid() -> None:
+    with pytest.raises(Fault) as fault:
+        _cooperate(2, "eager", cooperative=False)
+    assert fault.value.rule == "trap"
+
+
+def test_a_cooperative_launch_fits_on_the_device() -> None:
+    session = open_session("sm_100a", sm_count=2)
+    with pytest.raises(LaunchError, match="a cooperative launch of 65 CTAs, of which only 64 fit"):
+        session.launch(HEAD + GRID_BARRIER, "k", (65, 1, 1), (32, 1, 1), [bytes(8)], cooperative=True)

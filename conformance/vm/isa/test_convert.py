@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -215,3 +216,73 @@ def test_packing_with_saturation() -> None:
 def test_conversions_that_the_isa_does_not_have_are_refused(instruction: str) -> None:
     with pytest.raises(UnknownInstructionError, match="PTX line"):
         run_ptx(instruction, {"h": np.ones(1, np.uint16), "w": np.ones(1, np.uint32)}, {"w": np.uint32})
+
+
+NARROW = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e3m2": ml_dtypes.float6_e3m2fn,
+          "e2m3": ml_dtypes.float6_e2m3fn}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_four_floats_round_stochastically(kind: str) -> None:
+    """Without random bits the magnitude is cut, with all of them set only exact values stay; a and b use the upper
+    half, e and f the lower one (PTX ISA 9.7.9.21)."""
+    values = np.linspace(-6.0, 6.0, 997, dtype=np.float32)
+    names = ("a", "b", "e", "f")
+    inputs: dict[str, npt.ArrayLike] = {name: np.roll(values, 7 * i) for i, name in enumerate(names)}
+    codes = np.arange(256 if kind[:2] in ("e4", "e5") else 64, dtype=np.uint8)
+    grid = np.unique(codes.view(NARROW[kind]).astype(np.float32))
+    grid = grid[np.isfinite(grid)]
+
+    def rounded(x: npt.NDArray[np.float32], away: bool) -> npt.NDArray[np.float32]:
+        magnitude, steps = np.abs(x), grid[grid >= 0]
+        below = steps[np.searchsorted(steps, magnitude, side="right") - 1]
+        above = steps[np.searchsorted(steps, magnitude, side="left")]
+        return np.copysign(above if away else below, x)
+
+    upper, lower = (True, True, False, False), (False, False, True, True)
+    for random, aways in ((0, (False,) * 4), (0xFFFF_0000, upper), (0xFFFF, lower)):
+        found = run_ptx(f"cvt.rs.satfinite.{kind}x4.f32 %d, {{%a, %b, %e, %f}}, %r;",
+                        {**inputs, "r": np.uint32(random)}, {"d": np.uint32})["d"]  # fmt: skip
+        bytes_ = found.view(np.uint8).reshape(-1, 4)[:, ::-1]
+        for column, (name, away) in enumerate(zip(names, aways, strict=True)):
+            got = np.ascontiguousarray(bytes_[:, column]).view(NARROW[kind]).astype(np.float32)
+            assert np.array_equal(got, rounded(np.asarray(inputs[name]), away)), f"operand {name}, random {random:#x}"
+
+
+def test_fixed_point_of_two_and_six_bits() -> None:
+    """s2f6 is an 8-bit integer times 2^-6 (PTX ISA 5.2.4), rounded to even and clamped; scales divide and multiply."""
+    a = np.array([0.0, 1.0, -2.0, 5.0, -7.0, 1.5 / 64, 2.5 / 64, -1.5 / 64], np.float32)
+    wanted = np.clip(np.rint(a.astype(np.float64) * 64), -128, 127).astype(np.int64)
+    b = a[::-1].copy()
+    found = run_ptx("cvt.rn.satfinite.s2f6x2.f32 %d, %a, %b;", {"a": a, "b": b}, {"d": np.uint16})["d"]
+    assert np.array_equal((found >> 8).astype(np.uint8).view(np.int8), wanted), "the upper half is of a"
+    assert np.array_equal(found.astype(np.uint8).view(np.int8), wanted[::-1]), "the lower half is of b"
+    relu = run_ptx("cvt.rn.satfinite.relu.s2f6x2.f32 %d, %a, %b;", {"a": a, "b": b}, {"d": np.uint16})["d"]
+    assert np.array_equal(relu >> 8, np.maximum(wanted, 0)), "negative values become 0"
+    scale = np.uint16((127 + 2) << 8 | (127 - 1))
+    scaled = run_ptx("cvt.rn.satfinite.scaled::n2::ue8m0.s2f6x2.f32 %d, %a, %b, %s;",
+                     {"a": a, "b": b, "s": scale}, {"d": np.uint16})["d"]  # fmt: skip
+    assert np.array_equal((scaled >> 8).astype(np.uint8).view(np.int8), np.rint(a * 16).clip(-128, 127)), "a / 4"
+    assert np.array_equal(scaled.astype(np.uint8).view(np.int8), np.rint(b * 128.0).clip(-128, 127)), "b / 0.5"
+
+
+WIDENED = {"e4m3x2": NARROW["e4m3"], "e5m2x2": NARROW["e5m2"], "e3m2x2": NARROW["e3m2"], "e2m3x2": NARROW["e2m3"]}
+
+
+@pytest.mark.parametrize("kind", [*WIDENED, "s2f6x2"])
+def test_bytes_become_scaled_bf16(kind: str) -> None:
+    """PTX ISA 9.7.9.21: converted, then multiplied by the ue8m0 factor of their half."""
+    count = 64 if kind[:2] in ("e3", "e2") else 256
+    codes = np.arange(count, dtype=np.uint16)
+    pair = codes << 8 | codes[::-1]
+    if kind == "s2f6x2":
+        values = codes.astype(np.uint8).view(np.int8).astype(np.float32) / 64
+    else:
+        values = codes.astype(np.uint8).view(WIDENED[kind]).astype(np.float32)
+    scale = np.uint16((127 + 3) << 8 | (127 - 2))
+    found = run_ptx(f"cvt.rn.scaled::n2::ue8m0.bf16x2.{kind} %d, %a, %s; cvt.rn.bf16x2.{kind} %e, %a;",
+                    {"a": pair, "s": scale}, {"d": np.uint32, "e": np.uint32})  # fmt: skip
+    for name, high, low in (("d", 8.0, 0.25), ("e", 1.0, 1.0)):
+        halves = found[name].view(np.uint16).reshape(-1, 2).view(ml_dtypes.bfloat16).astype(np.float32)
+        assert np.array_equal(halves[:, 1], values * high, equal_nan=True), f"{kind}, upper halves times {high}"
+        assert np.array_equal(halves[:, 0], values[::-1] * low, equal_nan=True), f"{kind}, lower halves times {low}"

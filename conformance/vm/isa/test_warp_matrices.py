@@ -1,14 +1,15 @@
-"""wmma and the mma.sync of FP6, FP4 and block scales against NumPy; matrices of bytes to and from shared memory.
+"""wmma, mma.sp, the mma.sync of FP6, FP4 and block scales against NumPy; matrices of bytes to and from shared memory.
 
 Small integers make every sum exact. mma.sync of f64, s4 to s8, b1 and m8n8k4 are held to an H200 in silicon/lanewise.
 """
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, UnknownInstructionError
 from conformance.vm.kernel import Kernel
 
 GENERATOR = np.random.default_rng(3)
@@ -180,3 +181,101 @@ def test_matrices_of_bytes_lie_in_shared_memory() -> None:
     body = "ldmatrix.sync.aligned.m16n16.x1.trans.b8 {%r1, %r2}, [%x]; ret;"
     with pytest.raises(Fault, match="wrong-space"):
         Kernel(body, {"x": BYTES}).run()
+
+
+SPARSE = [
+    ("m16n8k16", "f16", 16), ("m16n8k32", "f16", 16), ("m16n8k32", "bf16", 16), ("m16n8k8", "tf32", 32),
+    ("m16n8k16", "tf32", 32), ("m16n8k32", "s8", 8), ("m16n8k64", "s8", 8), ("m16n8k64", "e4m3", 8),
+    ("m16n8k64", "s4", 4), ("m16n8k128", "u4", 4),
+]  # fmt: skip
+ORDERED = (0b0100, 0b1000, 0b1100, 0b1001, 0b1101, 0b1110)
+
+
+def sparse_words(shape: str, kind: str, bits: int, selector: int, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Registers of A, B and the metadata, and A B.
+
+    The metadata lies as in CUTLASS's layouts of wgmma's (their figures are the same): lane 4 g + s has rows g and g + 8
+    of 16 bits each, or, for types of 8 bits and fewer, one of the rows; the next lanes go on along K.
+    """
+    k = int(shape.partition("k")[2])
+    draw = np.random.default_rng(seed)
+    chunk = {32: 2, 4: 8}.get(bits, 4)
+    per = 2 if bits == 4 else 1
+    codes = draw.choice([0b0100, 0b1110] if chunk == 2 else ORDERED, (16, k // chunk))
+    stored, b = draw.integers(0, 4, (16, k // 2)), draw.integers(0, 4, (k, 8))
+    a = np.zeros((16, k), np.int64)
+    for row, c in np.ndindex(*codes.shape):
+        code = int(codes[row, c])
+        places = (
+            [int(code == 0b1110)] if chunk == 2 else [per * i + j for i in (code & 3, code >> 2) for j in range(per)]
+        )
+        a[row, [chunk * c + at for at in places]] = stored[row, chunk // 2 * c : chunk // 2 * (c + 1)]
+    words = np.zeros(32, np.uint64)
+    for row, c in np.ndindex(*codes.shape):
+        lane = 4 * (row % 8)
+        if bits > 8:
+            lane += c // 4 + selector * (2 if codes.shape[1] == 8 else 1)
+            place = 4 * (c % 4) + 16 * (row // 8)
+        else:
+            lane += row // 8 + 2 * (c // 8) + 2 * selector
+            place = 4 * (c % 8)
+        words[lane] |= np.uint64(int(codes[row, c]) << place)
+    width = 32 // bits
+    ra = np.indices((16 * (k // 2) * bits // 1024, 32, width))
+    rb = np.indices((8 * k * bits // 1024, 32, width))
+    a_rows, a_columns = ra[1] // 4 + 8 * (ra[0] % 2), width * (ra[1] % 4) + ra[2] + 4 * width * (ra[0] // 2)
+    b_rows, b_columns = width * (rb[1] % 4) + rb[2] + 4 * width * rb[0], rb[1] // 4
+
+    def bit_patterns(values: np.ndarray) -> np.ndarray:
+        if kind in ("f16", "bf16", "tf32", "e4m3"):
+            dtype = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "tf32": np.float32, "e4m3": ml_dtypes.float8_e4m3fn}
+            return values.astype(dtype[kind]).view(f"u{bits // 8}").astype(np.int64)
+        return values
+
+    packed = [pack(bit_patterns(stored)[a_rows, a_columns], bits), pack(bit_patterns(b)[b_rows, b_columns], bits)]
+    return [*packed, words.astype(np.uint32)], a @ b
+
+
+def sparse_product(instruction: str, words: list[np.ndarray], selector: int, result: type) -> np.ndarray:
+    counts = [one.reshape(-1, 32).shape[0] for one in words[:2]]
+    names = [f"%xa{i}" for i in range(counts[0])] + [f"%xb{i}" for i in range(counts[1])] + ["%meta"]
+    loads = "\n".join(f"ld.global.b32 {name}, [%w+{128 * i}];" for i, name in enumerate(names))
+    body = f""".reg .b32 %xa<4>; .reg .b32 %xb<4>; .reg .b32 %meta; .reg .b32 %xd<4>; .reg .b32 %z;
+mov.b32 %z, 0; mul.wide.u32 %rd1, %tx, 4; add.u64 %w, %w, %rd1;
+{loads}
+{instruction} {registers("xd", 4)}, {registers("xa", counts[0])}, {registers("xb", counts[1])},
+  {{%z, %z, %z, %z}}, %meta, {selector};
+mul.wide.u32 %rd1, %tx, 16; add.u64 %out, %out, %rd1; st.global.v4.b32 [%out], {registers("xd", 4)}; ret;"""
+    data = np.concatenate([one.reshape(-1, 32) for one in words]).reshape(-1)
+    found, _ = Kernel(body, {"w": data, "out": np.zeros(128, np.uint32)}, target="sm_90a").run()
+    d = found["out"].view(result).reshape(32, 4)
+    matrix = np.zeros((16, 8), result)
+    lane, i = np.indices((32, 4))
+    matrix[lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2] = d
+    return matrix
+
+
+@pytest.mark.parametrize(("shape", "kind", "bits"), SPARSE)
+@pytest.mark.parametrize("spelling", ["sp", "sp::ordered_metadata"])
+def test_sparse_products_of_a_warp(shape: str, kind: str, bits: int, spelling: str) -> None:
+    integers = kind[0] in "us"
+    types = f"s32.{kind}.{kind}.s32" if integers else f"f32.{kind}.{kind}.f32"
+    count = 16 // (int(shape.partition("k")[2]) // {32: 2, 4: 8}.get(bits, 4))
+    for selector in range(count):
+        words, wanted = sparse_words(shape, kind, bits, selector, 11 + selector)
+        instruction = f"mma.{spelling}.sync.aligned.{shape}.row.col.{types}"
+        found = sparse_product(instruction, words, selector, np.int32 if integers else np.float32)
+        assert np.array_equal(found, wanted), f"{instruction}, selector {selector}"
+    with pytest.raises(UnknownInstructionError, match=f"the sparsity selector is {count}; it must be below {count}"):
+        sparse_product(instruction, words, count, np.int32)
+
+
+def test_metadata_in_descending_order() -> None:
+    """0b0110 names the third element and then the second: mma.sp takes it, with ::ordered_metadata it means nothing."""
+    words, _ = sparse_words("m16n8k16", "f16", 16, 0, 1)
+    words[2] = np.full(32, 0x66666666, np.uint32)
+    instruction = "mma.sp{}.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+    assert sparse_product(instruction.format(""), words, 0, np.float32).any()
+    with pytest.raises(Fault, match="in ascending order") as fault:
+        sparse_product(instruction.format("::ordered_metadata"), words, 0, np.float32)
+    assert fault.value.rule == "sparsity-metadata"

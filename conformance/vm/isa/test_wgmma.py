@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from backends.vm.faults import Fault, UnknownInstructionError
+from backends.vm.tensor.fragments import to_matrix, to_registers, wgmma_accumulator, wgmma_operand_a
 from conformance import SILICON
 from conformance.vm.kernel import Kernel
 from conformance.vm.tensor_kernel import BASE, core_matrices
@@ -55,12 +59,13 @@ def run(
     cin: npt.NDArray[np.uint32] | None = None,
     areg: npt.NDArray[np.uint32] | None = None,
     body: str = ALL,
+    more: Mapping[str, npt.NDArray[np.uint32]] | None = None,
     accumulate: str = "hopper",
     schedule: str = "eager",
 ) -> npt.NDArray[np.uint32]:
     """Accumulators after `body` with MMA replaced by `mma`, one CTA a case: uint32 [cases, 128, registers]."""
     cases = len(descriptors)
-    buffers = {"image": image, "desc": descriptors, "out": np.zeros((cases, 128, registers), np.uint32)}
+    buffers = {"image": image, "desc": descriptors, "out": np.zeros((cases, 128, registers), np.uint32), **(more or {})}
     before = ""
     if cin is not None:
         buffers["cin"], before = cin, moved("ld", "cin", "d", registers)
@@ -257,3 +262,54 @@ def test_integer_sums_wrap_or_are_clamped() -> None:
     )  # fmt: skip
     assert np.all(wrapped == (2**31 - 1 + 127 * 127 * 32) % 2**32), "without .satfinite the sum wraps"
     assert np.all(clamped == 2**31 - 1), "with .satfinite the sum is clamped"
+
+
+SPARSE = {"f16": (np.float16, "f32"), "tf32": (np.float32, "f32"), "e4m3": (ml_dtypes.float8_e4m3fn, "f32"),
+          "s8": (np.int8, "s32")}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.parametrize("from_registers", [False, True], ids=["smem", "registers"])
+def test_sparse_products_of_a_warpgroup(kind: str, from_registers: bool) -> None:
+    """CUTLASS's layouts of the metadata (ELayout_64x16, 64x32, 64x64): each warp has that of its 16 rows."""
+    dtype, d_type = SPARSE[kind]
+    size = np.dtype(dtype).itemsize
+    k, n, draw = 64 // size, 64, np.random.default_rng(size)
+    chunk = 2 if size == 4 else 4
+    stored = draw.integers(-2, 3, (64, k // 2)).astype(dtype)
+    b = draw.integers(-2, 3, (n, k)).astype(dtype)
+    codes = draw.choice([4, 14] if chunk == 2 else [4, 8, 12, 9, 13, 14, 6], (64, k // chunk))
+    a = np.zeros((64, k))
+    for row, c in np.ndindex(*codes.shape):
+        code = int(codes[row, c])
+        places = [int(code == 14)] if chunk == 2 else [code & 3, code >> 2]
+        a[row, [chunk * c + at for at in places]] = stored[row, chunk // 2 * c : chunk // 2 * (c + 1)].astype(
+            np.float64
+        )
+    words = np.zeros((128, 4), np.uint64)
+    for row, c in np.ndindex(*codes.shape):
+        thread = 32 * (row // 16) + 4 * (row % 8)
+        if size > 1:
+            thread, place = thread + c // 4, 4 * (c % 4) + 16 * (row % 16 // 8)
+        else:
+            thread, place = thread + row % 16 // 8 + 2 * (c // 8), 4 * (c % 8)
+        words[thread, 0] |= np.uint64(int(codes[row, c]) << place)
+    images = [core_matrices(np.ascontiguousarray(one).view(np.uint8).reshape(len(one), -1)) for one in (stored, b)]
+    places = np.cumsum([0, images[0].size])
+    raw = [
+        (BASE + at) >> 4 | (128 >> 4) << 16 | (8 * width >> 4) << 32 for at, width in zip(places, (32, 64), strict=True)
+    ]
+    fragment = wgmma_operand_a(8 * size)
+    areg = np.ascontiguousarray(to_registers(stored.view(f"u{size}"), fragment).T)[None] if from_registers else None
+    threads, tail = words.astype(np.uint32), "0" if kind == "s8" else "0, 1, 1"
+    if kind == "f16":
+        tail += ", 0" if from_registers else ", 0, 0"
+    shape, left = f"m64n64k{k}", vector("a", 4) if from_registers else "%da"
+    mma = (f"wgmma.mma_async.sp.sync.aligned.{shape}.{d_type}.{kind}.{kind} {vector('d', 32)}, {left}, %db, %d63, 0, "
+           f"{tail};")  # fmt: skip
+    metadata = "mul.wide.u32 %mine, %tx, 16; add.s64 %p, %meta, %mine; ld.global.b32 %d63, [%p];"
+    found = run(mma, np.concatenate(images), np.array([raw], np.uint64), 32, areg=areg, body=metadata + ALL,
+                more={"meta": threads}, accumulate="exact")  # fmt: skip
+    matrix = to_matrix(np.ascontiguousarray(found[0].T), wgmma_accumulator(n))
+    values = matrix.view(np.int32 if kind == "s8" else np.float32)
+    assert np.array_equal(values, a @ b.astype(np.float64).T)

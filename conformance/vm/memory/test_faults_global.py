@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -232,6 +234,42 @@ def test_what_was_stored_is_read(name: str) -> None:
     assert_clean(spill(READERS[name]), {"out": np.arange(32)})
     given = spill(READERS[name], write="", unwritten=())
     assert_clean(given, {"out": np.full(32, 0xFFFFFFFF)})
+
+
+@pytest.mark.parametrize("kind", ["b32", "b64"])
+def test_an_exchange_initialises_what_nobody_wrote(kind: str) -> None:
+    """Its old value matters to those who use it, as of a lock that nobody has released yet."""
+    wide = "shl.b64 %rd1, %rd1, 1; add.u64 %rd2, %rd1, %part; cvt.u64.u32 %rd4, %tx;"
+    register = {"b32": "%r1", "b64": "%rd5"}[kind]
+    exchange = f"{wide}\natom.global.exch.{kind} {register}, [%rd2], {'%tx' if kind == 'b32' else '%rd4'};"
+    keep = spill("ld.global.b32 %r1, [%rd2];", write=exchange)
+    buffers = {**keep.buffers, "part": np.full(64, 0xFFFFFFFF, np.uint32)}
+    assert_clean(replace(keep, buffers=buffers), {"out": np.arange(32)}, schedules=("eager",))
+    narrow = "" if kind == "b32" else "cvt.u32.u64 %r1, %rd5;"
+    used = replace(spill(narrow, write=exchange), buffers=buffers)
+    assert_blamed(used, "uninitialised-global", "of `part`, which was never written", schedules=("eager",))
+
+
+CLAMPS = {
+    "a greatest one above all that it may be": ("max.u32 %r1, %r1, 0xffffffff;", True),
+    "a least one of signed numbers": ("min.s32 %r1, %r1, 0x80000000;", True),
+    "between two equal bounds": ("min.u32 %r1, %r1, 7; max.u32 %r1, %r1, 7;", True),
+    "the high bits of what is at most 7": ("min.u32 %r1, %r1, 7; shr.u32 %r1, %r1, 3;", True),
+    "the low bits of what is at most 7": ("min.u32 %r1, %r1, 7;", False),
+    "the sign of what is at most 7": ("min.s32 %r1, %r1, 7; shr.u32 %r1, %r1, 31;", False),
+    "of a byte, beside 256": ("and.b32 %r1, %r1, 255; max.u32 %r1, %r1, 256;", True),
+    "of a byte, beside 255": ("and.b32 %r1, %r1, 255; min.u32 %r1, %r1, 254;", False),
+}
+
+
+@pytest.mark.parametrize("name", CLAMPS)
+def test_a_clamp_decides_what_an_undefined_value_may_be(name: str) -> None:
+    clamp, decided = CLAMPS[name]
+    kernel = spill(f"ld.global.b32 %r1, [%rd2];\n{clamp}", write="")
+    if decided:
+        kernel.run()
+    else:
+        assert_blamed(kernel, "uninitialised-global", "of `part`, which was never written", schedules=("eager",))
 
 
 def test_an_element_that_nobody_uses() -> None:

@@ -13,6 +13,7 @@ from backends.vm.faults import Fault
 from backends.vm.tensor.swizzle import Swizzle
 from backends.vm.tensor.tensor_map import (
     ELEMENT_TYPES,
+    Im2col,
     OobFill,
     Target,
     TensorMapError,
@@ -41,6 +42,7 @@ class Parameters(TypedDict):
     box: tuple[int, ...]
     swizzle: NotRequired[str]
     element_strides: NotRequired[tuple[int, ...]]
+    im2col: NotRequired[Im2col]
     oob_fill: NotRequired[OobFill]
     target: Target
 
@@ -231,3 +233,74 @@ def test_bits_without_effect_are_ignored() -> None:
     noisy = flags_changed(0b0010 | L2_PROMOTION | 1 << 21)[:64] + b"\xa5" * 64
     assert decode_tensor_map(noisy) == plain, "CuTeDSL's marker bits, an L2 hint or the upper half changed the map"
     assert decode_tensor_map(flags_changed(1 << 15)) == replace(plain, oob_fill="nan"), "the fill bit is lost"
+
+
+def words_of(raw: bytes) -> tuple[int, ...]:
+    return struct.unpack("<8Q", raw[:64])
+
+
+CUTEDSL_BITS = 0x24_0002
+"""What CuTeDSL sets in the second word beside the fields: its marker, an L2 promotion of 128 bytes, a large tensor."""
+STRIDES_4D = (128, 1152, 16128)
+DIMS_4D = (64, 9, 14, 64)
+CUTEDSL = {
+    "equal corners": (
+        {"dims": DIMS_4D, "strides": STRIDES_4D, "im2col": Im2col((-1, -1), (-1, -1), 64)},
+        (0x8_0024_0333, 0x3F0_0000_0048, 0, 0x8_0000_003F, 0x3F_0000_000D, 7 << 56, 0x3F_FFFF_FFFF),
+    ),
+    "four unlike coordinates": (
+        {"dims": DIMS_4D, "strides": STRIDES_4D, "im2col": Im2col((-1, -2), (3, 4), 64)},
+        (0x8_0024_0333, 0x3F0_0000_0048, 0, 0x8_0000_003F, 0x3F_0000_000D, 7 << 56, 0x3F_0403_FEFF),
+    ),
+    "traversal strides": (
+        {"dims": DIMS_4D, "strides": STRIDES_4D, "im2col": Im2col((-1, -2), (3, 4), 64),
+         "element_strides": (1, 2, 3, 1)},
+        (0x8_0024_0333, 0x3F0_0000_0048, 0, 0x8_0000_003F, 0x3F_0000_000D, 0x0700_0088_0000_0000, 0x3F_0403_FEFF),
+    ),
+    "1024 pixels": (
+        {"dims": (8, 64, 64, 64), "strides": (16, 1024, 65536), "im2col": Im2col((0, 0), (0, 0), 1024)},
+        (0x1_0024_0333, 0x1000_0000_0040, 0, 0x3F_0000_0007, 0x3F_0000_003F, 7 << 56, 0x3FF_0000_0000),
+    ),
+    "three dimensions": (
+        {"dims": (64, 64, 4), "strides": (128, 8192), "im2col": Im2col((-3,), (5,), 64), "element_strides": (1, 2, 1)},
+        (0x8_0004_0323, 0x200, 0, 0x3F_0000_003F, 3, 0x0700_0008_0000_0000, 0x3F_0005_FFFD),
+    ),
+    "five dimensions": (
+        {"dims": (64, 9, 14, 6, 4), "strides": (128, 1152, 16128, 96768), "im2col": Im2col((-1, -2, -3), (4, 5, 6), 64),
+         "element_strides": (1, 1, 2, 3, 1)},
+        (0x8_0024_0343, 0x3F0_0000_0048, 0x17A0, 0x8_0000_003F, 0x5_0000_000D, 0x0700_0440_0000_0003, 0x3F_18A4_77DF),
+    ),
+}  # fmt: skip
+"""What make_im2col_tma_atom of CuTeDSL 4.8.1 encodes for sm_90a, f16, 8 channels a pixel: words 1 to 7."""
+
+
+@pytest.mark.parametrize("name", CUTEDSL)
+def test_im2col_maps_have_the_bits_of_cutedsl(name: str) -> None:
+    parameters, wanted = CUTEDSL[name]
+    given = cast(Parameters, {**asked(box=(8,)), **parameters})
+    raw = encode(given)
+    _, flags, *rest = words_of(raw)
+    assert flags == wanted[0] & ~CUTEDSL_BITS, f"{flags:#x}"
+    assert tuple(rest) == wanted[1:], [f"{word:#x}" for word in rest]
+    found = decode_tensor_map(struct.pack("<8Q", ADDRESS, *wanted))
+    assert found == decode_tensor_map(raw)
+    assert found.im2col == parameters["im2col"], "the corners are read otherwise than they were written"
+
+
+IM2COL = {"dims": DIMS_4D, "strides": STRIDES_4D, "box": (8,)}
+REFUSED_PIXELS = {
+    "two dimensions": ({"dims": (64, 9), "strides": (128,), "im2col": Im2col((), (), 8)}, "an im2col map has 3 to 5"),
+    "no pixels": ({"im2col": Im2col((0, 0), (0, 0), 0)}, "pixels is 0; 1 to 1024"),
+    "too many pixels": ({"im2col": Im2col((0, 0), (0, 0), 1025)}, "pixels is 1025"),
+    "a corner of another rank": ({"im2col": Im2col((0,), (0, 0), 8)}, "lower has 1 entries"),
+    "a corner too far": ({"im2col": Im2col((0, 0), (0, 128), 8)}, r"upper\[1\] is 128; -128 to 127"),
+    "an empty box": ({"im2col": Im2col((5, 0), (-5, 0), 8)}, "empty in dimension 1: it begins at 5 and ends at 3"),
+    "a box of pixels": ({"box": (8, 8), "im2col": Im2col((0, 0), (0, 0), 8)}, "box has 2 entries"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_PIXELS)
+def test_im2col_maps_that_the_driver_refuses(name: str) -> None:
+    changes, sentence = REFUSED_PIXELS[name]
+    with pytest.raises(TensorMapError, match=sentence):
+        encode(asked(**{**IM2COL, **changes}))

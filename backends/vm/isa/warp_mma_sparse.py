@@ -1,0 +1,91 @@
+"""mma.sp: mma.sync with a sparse A, of which half of each row is stored (PTX ISA 9.7.14.6)."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.bind.binder import Binder
+from backends.vm.bind.forms import Step, opcode
+from backends.vm.isa.warp_mma import whole_warp
+from backends.vm.isa.warp_mma_types import Held, Product, integer_product, narrow_values, summed
+from backends.vm.machine.warp import Warp
+from backends.vm.numerics.formats import FORMATS, decode
+from backends.vm.tensor.sparsity import Granularity, codes_in_registers, dense, selectors
+from backends.vm.tensor.warp_fragments import Raw, accumulator_fragment, operand_fragment
+
+_SECTION = "9.7.14.6.3"
+_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "u8": 8, "s8": 8, "u4": 4, "s4": 4}
+_TF32_MASK = np.uint32(0xFFFF_E000)
+_SP = "sp sp::ordered_metadata"
+_FP8 = "e4m3 e5m2"
+_NARROW = "e4m3 e5m2 e3m2 e2m3 e2m1"
+
+
+@opcode("mma.<sp>.sync.aligned.<shape>.row.col.<d>.<a>.<b>.<c>", section=_SECTION, counter="mma", sp=_SP,
+        shape="m16n8k16 m16n8k32", d="f32 f16", a="f16", b="f16", c="f32 f16")  # fmt: skip
+@opcode("mma.<sp>.sync.aligned.<shape>.row.col.f32.<a>.<b>.f32", section=_SECTION, counter="mma", sp=_SP,
+        shape="m16n8k16 m16n8k32", a="bf16", b="bf16")  # fmt: skip
+@opcode("mma.<sp>.sync.aligned.<shape>.row.col.f32.<a>.<b>.f32", section=_SECTION, counter="mma", sp=_SP,
+        shape="m16n8k8 m16n8k16", a="tf32", b="tf32")  # fmt: skip
+@opcode("mma.<sp>.sync.aligned.<shape>.row.col.f32.<a>.<b>.f32", section=_SECTION, counter="mma", sp=_SP,
+        shape="m16n8k64", a=_FP8, b=_FP8)  # fmt: skip
+@opcode("mma.<sp>.sync.aligned.<shape>.row.col.kind::f8f6f4.<d>.<a>.<b>.<c>", section=_SECTION, counter="mma",
+        sp="sp::ordered_metadata", shape="m16n8k64", d="f32 f16", a=_NARROW, b=_NARROW, c="f32 f16")  # fmt: skip
+def mma_sparse(b: Binder) -> Step:
+    """Floating-point inputs; accumulation as in mma.sync."""
+    a_type, b_type, c_type = b.words["a"], b.words["b"], b.words.get("c", "f32")
+    if b.words.get("d", "f32") != c_type:
+        raise b.error(f"D is {b.words['d']} and C {c_type}: they must be of one type")
+
+    def product(warp: Warp, a: Raw, right: Raw, addend: Raw) -> Raw:
+        return summed(warp, _values(a, a_type), _values(right, b_type), addend, c_type, a_type)
+
+    return _sparse(b, _BITS.get(a_type, 8), 16 if c_type == "f16" else 32, product)
+
+
+@opcode("mma.<sp>.sync.aligned.<shape>.row.col{.satfinite}.s32.<a>.<b>.s32", section=_SECTION, counter="mma", sp=_SP,
+        shape="m16n8k32 m16n8k64", a="u8 s8", b="u8 s8")  # fmt: skip
+@opcode("mma.<sp>.sync.aligned.<shape>.row.col{.satfinite}.s32.<a>.<b>.s32", section=_SECTION, counter="mma", sp=_SP,
+        shape="m16n8k64 m16n8k128", a="u4 s4", b="u4 s4")  # fmt: skip
+def mma_sparse_integer(b: Binder) -> Step:
+    """Integers of 4 or 8 bits into s32, exact."""
+    a_type = b.words["a"]
+    product = integer_product(a_type, b.words["b"], saturates=bool(b.words["satfinite"]))
+    return _sparse(b, _BITS[a_type], 32, product)
+
+
+def _values(raw: Raw, type_name: str) -> npt.NDArray[np.float32]:
+    if type_name == "tf32":
+        return (raw.astype(np.uint32) & _TF32_MASK).view(np.float32)
+    if type_name in _BITS:
+        return decode(raw.astype(np.uint32), FORMATS[type_name]).astype(np.float32)
+    return narrow_values(raw, type_name)
+
+
+def _sparse(b: Binder, bits: int, c_bits: int, product: Product) -> Step:
+    """`d, a, b, c, metadata, selector`: A is as in an mma.sync of half the K, B as in one of all of it."""
+    d, left, right, addend, metadata, chosen = b.expect(6)
+    k = int(re.findall(r"\d+", b.words["shape"])[2])
+    c = accumulator_fragment(16, c_bits)
+    out = Held(b, d, c, written=True)
+    held = [Held(b, one, fragment) for one, fragment in (
+        (left, operand_fragment("a", 16, k // 2, bits)), (right, operand_fragment("b", 8, k, bits)), (addend, c))
+    ]  # fmt: skip
+    row, selector = b.source(metadata, "u32"), b.immediate(chosen)
+    if not 0 <= selector < selectors(k, bits):
+        raise b.error(f"the sparsity selector is {selector}; it must be below {selectors(k, bits)} here")
+    what, ordered, granularity = b.instruction.opcode, b.words["sp"] != "sp", Granularity.of(bits)
+
+    def step(warp: Warp) -> None:
+        whole_warp(warp, what)
+        stored, others, before = (one.matrix(warp) for one in held)
+        codes = codes_in_registers(warp.u32[row], k, bits, selector)
+        out.put_matrix(warp, product(warp, dense(stored, codes, granularity, ordered=ordered), others, before))
+        counters = warp.cta.machine.counters
+        counters["mma_instructions"] += 1
+        counters["mma_flops"] += 2 * 16 * 8 * k
+
+    return step
