@@ -115,7 +115,7 @@ FEATURES = (
     Feature(r"mma\S*(e3m2|e2m3|e2m1)", only="sm_120a sm_120f"),
     Feature(r"mma\S*block_scale", only="sm_120a sm_120f"),
     Feature(r"mma\.sp::ordered_metadata", version=(8, 5)),
-    Feature(r"mma\.sp\S*kind::f8f6f4\.f16", only="sm_120a sm_120f"),
+    Feature(r"mma\.sp\S*m16n8k64\S*\.f16\.e", only="sm_120a sm_120f", version=(8, 7)),
 )  # fmt: skip
 
 

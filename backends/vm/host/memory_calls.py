@@ -212,8 +212,8 @@ def encode_im2col(
     element strides and modes."""
     lower, upper, channels, count, element_strides, *modes = pixels
     tensor = _Encoding("cuTensorMapEncodeIm2col", dtype, rank, address, dims, strides, element_strides, tuple(modes))
-    corners = (tensor.numbers("i", corner, max(rank - 2, 0), "corner") for corner in (lower, upper))
-    tensor.write(runtime, tensor_map, (channels,), Im2col(*corners, count))
+    first, last = (tensor.numbers("i", corner, max(rank - 2, 0), "corner") for corner in (lower, upper))
+    tensor.write(runtime, tensor_map, (channels,), Im2col(first, last, count))
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def call(b: Binder) -> Step:
     def step(warp: Warp) -> None:
         for lane in np.flatnonzero(warp.mask).tolist():
             answer = function(warp, lane, [int(warp.u64[row][lane]) for row in rows])
-            if result is not None:
+            if result is not None and answer is not None:
                 warp.u64[result][lane] = answer
 
     return step

@@ -19,21 +19,26 @@ from backends.vm.tensor.warp_fragments import Raw, accumulator_fragment, operand
 _SECTION = "9.7.14.6.3"
 _BITS = {"f16": 16, "bf16": 16, "tf32": 32, "u8": 8, "s8": 8, "u4": 4, "s4": 4}
 _TF32_MASK = np.uint32(0xFFFF_E000)
-_SP = "sp sp::ordered_metadata"
 _FP8 = "e4m3 e5m2"
 _NARROW = "e4m3 e5m2 e3m2 e2m3 e2m1"
 
 
-@opcode("mma.<sp>.sync.aligned.<shape>.row.col.<d>.<a>.<b>.<c>", section=_SECTION, counter="mma", sp=_SP,
-        shape="m16n8k16 m16n8k32", d="f32 f16", a="f16", b="f16", c="f32 f16")  # fmt: skip
-@opcode("mma.<sp>.sync.aligned.<shape>.row.col.f32.<a>.<b>.f32", section=_SECTION, counter="mma", sp=_SP,
-        shape="m16n8k16 m16n8k32", a="bf16", b="bf16")  # fmt: skip
-@opcode("mma.<sp>.sync.aligned.<shape>.row.col.f32.<a>.<b>.f32", section=_SECTION, counter="mma", sp=_SP,
-        shape="m16n8k8 m16n8k16", a="tf32", b="tf32")  # fmt: skip
-@opcode("mma.<sp>.sync.aligned.<shape>.row.col.f32.<a>.<b>.f32", section=_SECTION, counter="mma", sp=_SP,
-        shape="m16n8k64", a=_FP8, b=_FP8)  # fmt: skip
-@opcode("mma.<sp>.sync.aligned.<shape>.row.col.kind::f8f6f4.<d>.<a>.<b>.<c>", section=_SECTION, counter="mma",
-        sp="sp::ordered_metadata", shape="m16n8k64", d="f32 f16", a=_NARROW, b=_NARROW, c="f32 f16")  # fmt: skip
+def _both(rest: str) -> tuple[str, str]:
+    """The spellings whose metadata may have any order, and must have the ascending one."""
+    return f"mma.sp.sync.aligned.{rest}", f"mma.sp::ordered_metadata.sync.aligned.{rest}"
+
+
+@opcode(*_both("<shape>.row.col.<d>.<a>.<b>.<c>"), section=_SECTION, counter="mma", shape="m16n8k16 m16n8k32",
+        d="f32 f16", a="f16", b="f16", c="f32 f16")  # fmt: skip
+@opcode(*_both("<shape>.row.col.f32.<a>.<b>.f32"), section=_SECTION, counter="mma", shape="m16n8k16 m16n8k32",
+        a="bf16", b="bf16")  # fmt: skip
+@opcode(*_both("<shape>.row.col.f32.<a>.<b>.f32"), section=_SECTION, counter="mma", shape="m16n8k8 m16n8k16",
+        a="tf32", b="tf32")  # fmt: skip
+@opcode(*_both("<shape>.row.col.f32.<a>.<b>.f32"), section=_SECTION, counter="mma", shape="m16n8k64", a=_FP8, b=_FP8)
+@opcode(_both("<shape>.row.col.<d>.<a>.<b>.<c>")[1], section=_SECTION, counter="mma", shape="m16n8k64", d="f16",
+        a=_FP8, b=_FP8, c="f16")  # fmt: skip
+@opcode(_both("<shape>.row.col.kind::f8f6f4.<d>.<a>.<b>.<c>")[1], section=_SECTION, counter="mma", shape="m16n8k64",
+        d="f32 f16", a=_NARROW, b=_NARROW, c="f32 f16")  # fmt: skip
 def mma_sparse(b: Binder) -> Step:
     """Floating-point inputs; accumulation as in mma.sync."""
     a_type, b_type, c_type = b.words["a"], b.words["b"], b.words.get("c", "f32")
@@ -46,9 +51,9 @@ def mma_sparse(b: Binder) -> Step:
     return _sparse(b, _BITS.get(a_type, 8), 16 if c_type == "f16" else 32, product)
 
 
-@opcode("mma.<sp>.sync.aligned.<shape>.row.col{.satfinite}.s32.<a>.<b>.s32", section=_SECTION, counter="mma", sp=_SP,
+@opcode(*_both("<shape>.row.col{.satfinite}.s32.<a>.<b>.s32"), section=_SECTION, counter="mma",
         shape="m16n8k32 m16n8k64", a="u8 s8", b="u8 s8")  # fmt: skip
-@opcode("mma.<sp>.sync.aligned.<shape>.row.col{.satfinite}.s32.<a>.<b>.s32", section=_SECTION, counter="mma", sp=_SP,
+@opcode(*_both("<shape>.row.col{.satfinite}.s32.<a>.<b>.s32"), section=_SECTION, counter="mma",
         shape="m16n8k64 m16n8k128", a="u4 s4", b="u4 s4")  # fmt: skip
 def mma_sparse_integer(b: Binder) -> Step:
     """Integers of 4 or 8 bits into s32, exact."""
@@ -77,7 +82,7 @@ def _sparse(b: Binder, bits: int, c_bits: int, product: Product) -> Step:
     row, selector = b.source(metadata, "u32"), b.immediate(chosen)
     if not 0 <= selector < selectors(k, bits):
         raise b.error(f"the sparsity selector is {selector}; it must be below {selectors(k, bits)} here")
-    what, ordered, granularity = b.instruction.opcode, b.words["sp"] != "sp", Granularity.of(bits)
+    what, ordered, granularity = b.instruction.opcode, "sp" not in b.instruction.parts, Granularity.of(bits)
 
     def step(warp: Warp) -> None:
         whole_warp(warp, what)

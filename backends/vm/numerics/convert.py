@@ -8,7 +8,7 @@ be extended into a wider register by its owner (signed integers by sign, all els
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import cast
@@ -115,6 +115,11 @@ def _stochastic(x: Bits, random: Uint16, random_bits: int, fmt: FloatFormat, mod
     return encode(rounded, fmt, satfinite=modifiers.satfinite, relu=modifiers.relu)
 
 
+def _join_bytes(codes: Sequence[Codes]) -> Bits:
+    """Four bytes in one register, the first one highest."""
+    return np.stack(codes[::-1], axis=-1).astype(np.uint8).view(np.uint32)[..., 0]
+
+
 def _four_from_f32(dst: str, modifiers: Modifiers) -> Function:
     """`.rs` of four floats, highest first; the upper 16 random bits serve the first two, the lower ones the others.
 
@@ -129,7 +134,7 @@ def _four_from_f32(dst: str, modifiers: Modifiers) -> Function:
         codes = [
             _stochastic(x, own, 16, fmt, modifiers) for x, own in zip(values, (upper, upper, lower, lower), strict=True)
         ]
-        return codes[0] << 24 | codes[1] << 16 | codes[2] << 8 | codes[3]
+        return _join_bytes(codes)
 
     return convert
 
@@ -245,7 +250,7 @@ _S2F6_LEAST, _S2F6_MOST = -128, 127
 def _scale_factors(scales: tuple[Bits, ...]) -> tuple[Float64, Float64]:
     """The two ue8m0 factors of `.scaled::n2::ue8m0`, the upper one first; 1 without an operand."""
     if not scales:
-        return np.float64(1.0), np.float64(1.0)
+        return np.ones(1), np.ones(1)
     pair = take(scales[0], 16).astype(np.int64)
     upper, lower = pair >> 8, pair & 0xFF
     high, low = (np.where(code == _UE8M0_NAN, np.nan, np.ldexp(1.0, code - 127)) for code in (upper, lower))

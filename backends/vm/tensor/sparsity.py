@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from backends.vm.tensor.swizzle import IntArray
 
 Bytes = NDArray[np.uint8]
 Words = NDArray[np.uint32]
+_Element = TypeVar("_Element", bound=np.generic)
 CODE_BITS = 4
 LANES = 32
 _SAFE_CODE = 0b0100
@@ -56,7 +58,7 @@ def _positions(chunk: int, group: int, ordered: bool) -> IntArray:
     return table
 
 
-def dense(stored: NDArray[np.generic], codes: Bytes, granularity: Granularity, *, ordered: bool) -> NDArray[np.generic]:
+def dense(stored: NDArray[_Element], codes: Bytes, granularity: Granularity, *, ordered: bool) -> NDArray[_Element]:
     """A [rows, k] with its zeros, from the stored elements [rows, k / 2] and the codes uint8 [rows, chunks].
 
     `ordered`: the first index of a code must be the lower one. Fault `sparsity-metadata` for a code without meaning.

@@ -266,8 +266,9 @@ def test_sparse_products_of_a_warp(shape: str, kind: str, bits: int, spelling: s
         instruction = f"mma.{spelling}.sync.aligned.{shape}.row.col.{types}"
         found = sparse_product(instruction, words, selector, np.int32 if integers else np.float32)
         assert np.array_equal(found, wanted), f"{instruction}, selector {selector}"
+    words, _ = sparse_words(shape, kind, bits, 0, 11)
     with pytest.raises(UnknownInstructionError, match=f"the sparsity selector is {count}; it must be below {count}"):
-        sparse_product(instruction, words, count, np.int32)
+        sparse_product(f"mma.{spelling}.sync.aligned.{shape}.row.col.{types}", words, count, np.int32)
 
 
 def test_metadata_in_descending_order() -> None:
