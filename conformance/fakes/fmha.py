@@ -210,7 +210,7 @@ class Kernel:
         if self.fault == "v_blocks_swapped":
             v = torch.cat((v[:16].roll(8, dims=0), v[16:]))
         firsts = range(0, len(q), ROW_TILE)
-        tiles = [self.row_tile(*(x[i : i + ROW_TILE] for x in (q, sinks)), i, k, v) for i in firsts]
+        tiles = [self.row_tile(q[i : i + ROW_TILE], sinks[i : i + ROW_TILE], i, k, v) for i in firsts]
         o, lse = (torch.cat(parts)[: len(q)] for parts in zip(*tiles, strict=True))
         return o, lse
 

@@ -160,7 +160,7 @@ def begin_rows(
     the quad has its exponential, 1, in the sum. Of several parts or warpgroups that share the keys, the first has it.
     """
     reset(state)
-    if cutlass.const_expr(plan.sinks):
+    if cutlass.const_expr(mSink is not None):
         heads = problem.rows // problem.t
         first_head = item.kv_batch % (cute.size(mSink) // heads) * heads
         row = first_row(plan, item, consumer)

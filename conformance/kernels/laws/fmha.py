@@ -139,8 +139,9 @@ def _whole_and_rows(axes: Axes) -> list[Axes]:
 def causal_equals_visible_prefix(bench: Bench, case: Case) -> None:
     """A row under a causal mask (and a window) equals full attention of that query over its visible keys alone.
 
-    The first row, the last and one between are tried; a row that sees no key has o = 0 and lse = -inf. Within the
-    rounding of two correct kernels, as a kernel may tile by the number of keys; exact for rows that see nothing.
+    The first row, the last and one between are tried; a row that sees no key has o = 0, and lse = -inf or its sink.
+    Within the rounding of two correct kernels, as a kernel may tile by the number of keys; exact for rows that see
+    nothing, not even a sink.
     """
     inputs = inputs_of(case)
     whole = bench.run(case, inputs)
@@ -150,11 +151,11 @@ def causal_equals_visible_prefix(bench: Bench, case: Case) -> None:
         here = {name: tensor[:, :, row : row + 1] for name, tensor in whole.items()}
         end = row + s_k - t + 1
         first = 0 if window is None else max(0, end - int(window))
-        if end <= 0 and case["sinks"]:
-            continue
         if end <= 0:
-            nothing = {"o": torch.zeros_like(here["o"]), "lse": torch.full(here["o"].shape[:-1], -math.inf)}
-            same_bits(case, here, {name: nothing[name] for name in here}, (f"in row {row}", "as it sees no key"))
+            lse = inputs["sink"] if case["sinks"] else torch.full((case.int("heads"),), -math.inf)
+            nothing = {"o": torch.zeros_like(here["o"]), "lse": lse[:, None].expand(here["o"].shape[:-1]).contiguous()}
+            agree = close if case["sinks"] else same_bits
+            agree(case, here, {name: nothing[name] for name in here}, (f"in row {row}", "as it sees no key"))
             continue
         alone = spec_of(case.op).vary(case, t=1, s_k=end - first, causal=False, window=None)
         seen = {name: inputs[name][:, :, first:end] for name in _keys_and_values(inputs)}

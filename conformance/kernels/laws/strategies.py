@@ -86,7 +86,7 @@ DRAWINGS: dict[str, Drawing] = {
         # hd 512 has two key tiles under each of three schedules; what needs more is in `beyond`.
         budget=5_000,
         first=("hd", "t", "s_k", "batch", "heads"),
-        last=("kv_heads", "causal", "window", "scale", "lse"),
+        last=("kv_heads", "causal", "window", "scale", "lse", "kv", "sinks"),
         # Keys in two parts, which a combine kernel adds up, and two key tiles of two sequences.
         beyond={
             "schedule_independent": ("hd=256,t=1,s_k=513", "hd=512,t=1,s_k=513"),
