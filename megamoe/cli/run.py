@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from megamoe.cli import INTERRUPTED
 from megamoe.cli.options import (
     Asked,
     Effort,
@@ -50,7 +51,6 @@ from megamoe.spec.selection import (
 from megamoe.spec.spec import Spec
 
 FAILURES = Path("results/failures")
-INTERRUPTED = 130
 INTERRUPTED_BEFORE = "the run was interrupted before this row"
 STOPPED_BEFORE = "the run stopped at the first failure, before this row"
 

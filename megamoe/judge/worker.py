@@ -17,15 +17,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
-
-from pebble import CONSTS, ProcessPool
+from typing import TYPE_CHECKING, Final
 
 from megamoe.contract.scratch import keep_temporary_files_together
 from megamoe.runner.process import PRELOADED, environment_of_servers, keeper_of_worker
 
-# How often a pool looks whether a worker has ended or a result has come: it ends that much later than its last row.
-CONSTS.sleep_unit = 0.01
+if TYPE_CHECKING:
+    from pebble import ProcessPool
 
+LOOKS_EVERY_S: Final = 0.01
+"""How often a pool looks whether a worker has ended or it shall end itself: it ends that much later than its last
+row."""
 _ONE_THREAD = dict.fromkeys(
     ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
 )
@@ -36,9 +38,13 @@ def worker_pool(workers: int, module: str) -> ProcessPool:
 
     Each worker imports `module` before its first task, so that no task pays for that with its time limit.
     """
+    # It is not imported where nothing is run.
+    from pebble import CONSTS, ProcessPool
+
+    CONSTS.sleep_unit = LOOKS_EVERY_S
     context = multiprocessing.get_context("forkserver")
-    # This module too, which each worker begins with.
-    context.set_forkserver_preload([*PRELOADED, __name__])
+    # What each worker begins with, too.
+    context.set_forkserver_preload([*PRELOADED, "pebble", __name__])
     with interrupts_held_back(), _environment({**environment_of_servers(), **_ONE_THREAD}):
         keep_temporary_files_together()
         forkserver.ensure_running()

@@ -72,7 +72,7 @@ def _names(told: list[str] | None) -> tuple[str, ...] | None:
 
 def _place() -> tuple[str, ...]:
     """What else an answer depends on: where modules are searched."""
-    return (os.getcwd(), *sys.path)
+    return tuple(map(os.path.abspath, sys.path))
 
 
 @lru_cache(maxsize=512)
