@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -59,6 +60,14 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
     result = yield
     give_memory_back()
     return result
+
+
+@pytest.fixture(autouse=True)
+def _search_path_as_before() -> Iterator[None]:
+    """A command of a test puts its folder on the path, for modules of the user."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
 
 
 def _in_ci() -> bool:

@@ -15,15 +15,14 @@ from pathlib import Path
 
 from megamoe.bench.timing import Policy
 from megamoe.bench.worker import BenchWorker, Death
-from megamoe.contract import DeviceFacts, Row, UnsupportedError
+from megamoe.contract import DeviceFacts, Row
 from megamoe.contract.scratch import scratch_folder
 from megamoe.judge.figures import FigureMaker
 from megamoe.judge.run import DEFAULT_TIMEOUT_S, Judging, RunSettings, judged
 from megamoe.records.files import RecordWriter
 from megamoe.records.lines import AnyLine, Figures, Record, RunHeader, Shard, Timing
 from megamoe.records.provenance import installed_version, run_header
-from megamoe.runner.capabilities import machine_of
-from megamoe.spec.selection import DEFAULT_EXECUTOR, Selection
+from megamoe.spec.selection import Selection, keeps_time
 
 # Packages, besides megamoe and torch, that times and figures depend on.
 SOFTWARE = (
@@ -210,17 +209,6 @@ def timed_group(
         for one in done:
             yield Outcome(one.record, one.timings, software=one.software)
             pending.remove(one.record.row)
-
-
-def keeps_time(executor: str) -> bool:
-    """Whether an executor has a clock of its own; False if it does not say."""
-    # The default executor has no clock, and loading it would import torch in every collection.
-    if executor == DEFAULT_EXECUTOR:
-        return False
-    try:
-        return machine_of(executor).timed
-    except UnsupportedError:
-        return False
 
 
 def _software() -> dict[str, str]:

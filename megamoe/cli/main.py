@@ -2,29 +2,43 @@
 
 Exit status: 0 all well, 1 the gate is closed, 2 input that cannot be used (one sentence on stderr), 130 interrupted,
 141 nobody reads the output. A command that ends without having said its verdict never ends with 0.
+
+A command imports what it needs and nothing of the others, so that a typing error is said at once.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from importlib import import_module
+from importlib.metadata import version
 from typing import Annotated, cast
 
 import typer
 
-from megamoe.cli import check, gate, run, show, views
-from megamoe.cli.terminal import READER_GONE, complain, let_go_of_stdout
-from megamoe.diff.sides import ComparisonError
-from megamoe.gate.expected import ExpectedError
-from megamoe.records.lines import RecordError
-from megamoe.records.provenance import installed_version
-from megamoe.spec.marked_yaml import SpecError
-from megamoe.spec.selection import SelectionError
+from megamoe.cli import INTERRUPTED, READER_GONE
 
-USER_ERRORS = (SelectionError, SpecError, RecordError, ExpectedError, ComparisonError)
 # typer has a copy of click inside and names only the most special of its errors.
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
+_COMMANDS = {
+    "list": ("show", "list_cases"),
+    "run": ("run", "run"),
+    "check": ("check", "check"),
+    "gate": ("gate", "gate"),
+    "accept": ("gate", "accept"),
+    "compare": ("views", "compare"),
+    "doctor": ("show", "doctor"),
+    "explain": ("show", "explain_case"),
+    "report": ("views", "report"),
+    "schema": ("show", "schema"),
+}
+"""Name -> module of megamoe.cli, function."""
+_EXPORT = "export"
+_ALL = (*_COMMANDS, _EXPORT)
+_COMPLETING = "_MEGAMOE_COMPLETE"
+"""What a shell sets to ask for completions."""
 
 
 class Ended(Exception):
@@ -33,6 +47,17 @@ class Ended(Exception):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    """What input raises that cannot be used."""
+    from megamoe.diff.sides import ComparisonError
+    from megamoe.gate.expected import ExpectedError
+    from megamoe.records.lines import RecordError
+    from megamoe.spec.marked_yaml import SpecError
+    from megamoe.spec.selection import SelectionError
+
+    return SelectionError, SpecError, RecordError, ExpectedError, ComparisonError
 
 
 def _ending(command: Callable[..., None]) -> Callable[..., None]:
@@ -47,10 +72,10 @@ def _ending(command: Callable[..., None]) -> Callable[..., None]:
                 2, f"something it called ended the command by sys.exit({end.code!r}), without a verdict"
             ) from end
         except KeyboardInterrupt:
-            raise Ended(run.INTERRUPTED, "interrupted") from None
+            raise Ended(INTERRUPTED, "interrupted") from None
         except BrokenPipeError:
             raise Ended(READER_GONE, "") from None
-        except USER_ERRORS as error:
+        except _user_errors() as error:
             raise Ended(2, str(error)) from error
         except OSError as error:
             # Of stdout, of the temporary folder, of the current one: what a command reads and writes by name says more.
@@ -60,40 +85,12 @@ def _ending(command: Callable[..., None]) -> Callable[..., None]:
     return ended
 
 
-app = typer.Typer(
-    name="megamoe",
-    help="Conformance and benchmark harness for attention and NVFP4 Mixture-of-Experts kernels.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for _name, _command in {
-    "list": show.list_cases,
-    "run": run.run,
-    "check": check.check,
-    "gate": gate.gate,
-    "accept": gate.accept,
-    "compare": views.compare,
-    "doctor": show.doctor,
-    "explain": show.explain_case,
-    "report": views.report,
-    "schema": show.schema,
-}.items():
-    app.command(_name)(_ending(_command))
-_export = typer.Typer(no_args_is_help=True, help="Writes records in the formats of others.")
-_export.callback()(views.formats)
-_export.command("flashinfer")(_ending(views.export_flashinfer))
-app.add_typer(_export, name="export")
-
-
 def _version(asked: bool) -> None:
     if asked:
-        print(f"megamoe {installed_version('megamoe')}")
+        print(f"megamoe {version('megamoe')}")
         raise typer.Exit
 
 
-@app.callback()
 def _house(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
@@ -102,28 +99,69 @@ def _house(
     """Conformance and benchmark harness for attention and NVFP4 Mixture-of-Experts kernels."""
 
 
+def app(names: Iterable[str] = _ALL) -> typer.Typer:
+    """The commands of these names, as typer has them."""
+    made = typer.Typer(
+        name="megamoe",
+        help="Conformance and benchmark harness for attention and NVFP4 Mixture-of-Experts kernels.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    made.callback()(_house)
+    for name in names:
+        if name == _EXPORT:
+            made.add_typer(_export(), name=name)
+        else:
+            module, function = _COMMANDS[name]
+            made.command(name)(_ending(getattr(import_module(f"megamoe.cli.{module}"), function)))
+    return made
+
+
+def _export() -> typer.Typer:
+    from megamoe.cli import views
+
+    made = typer.Typer(no_args_is_help=True, help="Writes records in the formats of others.")
+    made.callback()(views.formats)
+    made.command("flashinfer")(_ending(views.export_flashinfer))
+    return made
+
+
+def _needed(words: Sequence[str]) -> Sequence[str]:
+    """The commands that a command line may be about: all of them for `--help`, a typing error, a completion."""
+    named = next((word for word in words if not word.startswith("-")), None)
+    if _COMPLETING in os.environ or not (named in _ALL or list(words) == ["--version"]):
+        return _ALL
+    return () if named is None else (named,)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line (sys.argv[1:] by default) and returns its exit status."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        status = app(args=None if arguments is None else list(arguments), prog_name="megamoe", standalone_mode=False)
+        status = app(_needed(words))(args=words, prog_name="megamoe", standalone_mode=False)
         sys.stdout.flush()
-    except Ended as end:
-        if end.status == READER_GONE:
-            let_go_of_stdout()
-        else:
-            complain(f"megamoe: {end}")
-        return end.status
-    except BrokenPipeError:
-        let_go_of_stdout()
-        return READER_GONE
-    except OSError as error:
-        let_go_of_stdout()
-        complain(f"megamoe: cannot write the output: {error.strerror or error}")
-        return 2
-    except _UsageError as error:
-        complain(_usage(error))
-        return 2
+    except (Ended, OSError, _UsageError) as error:
+        from megamoe.cli import terminal
+
+        status, text = _end_of(error)
+        if not isinstance(error, Ended | _UsageError) or status == READER_GONE:
+            terminal.let_go_of_stdout()
+        if text:
+            terminal.complain(text)
     return status if isinstance(status, int) else 0
+
+
+def _end_of(error: Exception) -> tuple[int, str]:
+    """The exit status of a command that ended so, and what is said of it."""
+    if isinstance(error, Ended):
+        return error.status, "" if error.status == READER_GONE else f"megamoe: {error}"
+    if isinstance(error, BrokenPipeError):
+        return READER_GONE, ""
+    if isinstance(error, OSError):
+        return 2, f"megamoe: cannot write the output: {error.strerror or error}"
+    return 2, _usage(error)
 
 
 def _usage(error: Exception) -> str:

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from megamoe.cli import INTERRUPTED
 from megamoe.cli.options import (
     Asked,
     Effort,
@@ -38,11 +39,18 @@ from megamoe.records.provenance import digests_of, installed_version, run_header
 from megamoe.records.shards import Nth, cut_now
 from megamoe.records.signing import private_key, signed
 from megamoe.spec.load import load_specs
-from megamoe.spec.selection import DEFAULT_EXECUTOR, Selection, SelectionError, not_offered, owed_rows, parse_row
+from megamoe.spec.selection import (
+    DEFAULT_EXECUTOR,
+    Selection,
+    SelectionError,
+    keeps_time,
+    not_offered,
+    owed_rows,
+    parse_row,
+)
 from megamoe.spec.spec import Spec
 
 FAILURES = Path("results/failures")
-INTERRUPTED = 130
 INTERRUPTED_BEFORE = "the run was interrupted before this row"
 STOPPED_BEFORE = "the run stopped at the first failure, before this row"
 
@@ -293,11 +301,11 @@ def conduct(
 def _device(rows: Sequence[Row], folder: Path) -> DeviceFacts | None:
     """The device of the first executor that has one, as a worker process finds it; None if there is none."""
     for row in {row.executor: row for row in rows if row.executor != DEFAULT_EXECUTOR}.values():
-        # These import torch, which a run on the VM alone need not pay for here.
-        from megamoe.bench.run import device_of, keeps_time
-        from megamoe.bench.worker import BenchWorker
-
         if keeps_time(row.executor):
+            # These import torch, which a run without a device need not pay for here.
+            from megamoe.bench.run import device_of
+            from megamoe.bench.worker import BenchWorker
+
             with BenchWorker(folder / "progress") as worker:
                 return device_of(row, worker, folder)
     return None

@@ -306,7 +306,7 @@ def explain_case(
     folder = output or folder_of(row.case, row.backend, row.target)
     told = {"specs": None if specs is None else str(specs), "row": list(row), "folder": str(folder)}
     try:
-        with nursery(("torch",)).runner(f"{backend} on {executor}", ASKED) as runner:
+        with nursery(torch=True).runner(f"{backend} on {executor}", ASKED) as runner:
             found = runner.ask(EXPLAIN, {**told, "width": REPORT_WIDTH}, MAX_EXPLAINED_S).told
     except UnsupportedError as error:
         raise SelectionError(str(error)) from error

@@ -29,8 +29,6 @@ from megamoe.gate.verdict import Finding, Verdict
 from megamoe.records.lines import Record
 
 PLAIN_LINE_EVERY_S = 10.0
-READER_GONE = 128 + signal.SIGPIPE
-"""Exit status of a command whose output nobody reads any more."""
 MIN_FOLDED = 3
 _FOLDED: tuple[Status, ...] = ("unsupported", "not_run")
 

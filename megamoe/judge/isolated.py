@@ -145,11 +145,11 @@ class Processes:
         return self._kept(("machine", row.executor, "again"), row, f"executor {row.executor}")
 
     def _new_machine(self, row: Row) -> Runner:
-        return nursery(("torch",)).runner(f"executor {row.executor}", self._confinement("machine", row))
+        return nursery(torch=True).runner(f"executor {row.executor}", self._confinement("machine", row))
 
     def _kept(self, key: tuple[str, ...], row: Row, what: str) -> Runner:
         if key not in self.kept or self.kept[key].ended:
-            self.kept[key] = nursery(("torch",)).runner(what, self._confinement(key[0], row))
+            self.kept[key] = nursery(torch=True).runner(what, self._confinement(key[0], row))
         return self.kept[key]
 
     def _confinement(self, kind: str, row: Row) -> Confinement:

@@ -11,8 +11,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pebble import ProcessExpired
-
 from megamoe.contract import Row, Status
 from megamoe.judge.worker import interrupts_held_back, worker_pool
 from megamoe.records.lines import Record, record_of
@@ -129,6 +127,8 @@ def _next(finished: queue.SimpleQueue[tuple[Row, Future[Record]]]) -> tuple[Row,
 
 def _record_of_future(row: Row, future: Future[Record], settings: RunSettings) -> Record | None:
     """The record of a finished future. None if the row had no turn: the pool broke, or its worker was spent."""
+    from pebble import ProcessExpired
+
     # exception() returns even a SystemExit of the worker; result() would raise it in this process.
     try:
         error = future.exception()

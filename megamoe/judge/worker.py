@@ -1,8 +1,8 @@
-"""Worker processes: forked from a server that holds torch alone, quiet at their start, ended with their parent.
+"""Worker processes: forked from a server that holds torch, quiet at their start, ended with their parent.
 
 A worker that imports torch by itself is ready after 2.6 s; one that is forked with it, after 0.02 s (two cores). The
-server has imported nothing of ours or of a backend, has never initialised CUDA and has one thread, so that a fork of
-it is as clean as a fresh interpreter.
+server holds besides what reads specs and records (PRELOADED), and nothing that runs a kernel or knows an output. It has
+never initialised CUDA and has one thread, so that a fork of it is as clean as a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
-
-from pebble import ProcessPool
+from typing import TYPE_CHECKING, Final
 
 from megamoe.contract.scratch import keep_temporary_files_together
-from megamoe.runner.process import keeper_of_worker
+from megamoe.runner.process import PRELOADED, environment_of_servers, keeper_of_worker
 
+if TYPE_CHECKING:
+    from pebble import ProcessPool
+
+LOOKS_EVERY_S: Final = 0.01
+"""How often a pool looks whether a worker has ended or it shall end itself: it ends that much later than its last
+row."""
 _ONE_THREAD = dict.fromkeys(
     ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
 )
@@ -33,11 +38,14 @@ def worker_pool(workers: int, module: str) -> ProcessPool:
 
     Each worker imports `module` before its first task, so that no task pays for that with its time limit.
     """
+    # It is not imported where nothing is run.
+    from pebble import CONSTS, ProcessPool
+
+    CONSTS.sleep_unit = LOOKS_EVERY_S
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
-    # The server preloads torch before it takes over our search path: without PYTHONSAFEPATH it would import a torch/ or
-    # a queue.py of the current folder, for every worker.
-    with interrupts_held_back(), _environment({**os.environ, **_ONE_THREAD, "PYTHONSAFEPATH": "1"}):
+    # What each worker begins with, too.
+    context.set_forkserver_preload([*PRELOADED, "pebble", __name__])
+    with interrupts_held_back(), _environment({**environment_of_servers(), **_ONE_THREAD}):
         keep_temporary_files_together()
         forkserver.ensure_running()
     # Starts the first worker of a server, and so waits for the import of torch, where Ctrl-C still works.

@@ -72,14 +72,15 @@ def _names(told: list[str] | None) -> tuple[str, ...] | None:
 
 def _place() -> tuple[str, ...]:
     """What else an answer depends on: where modules are searched."""
-    return (os.getcwd(), *sys.path)
+    return tuple(map(os.path.abspath, sys.path))
 
 
 @lru_cache(maxsize=512)
 def _asked(call: str, kind: str, name: str, about: Sequence[str], place: tuple[str, ...]) -> dict[str, Any] | str:
     told = {kind: name, "ops" if kind == "backend" else "targets": list(about)}
     try:
-        with nursery().runner(f"{kind} {name}", ASKED) as runner:
+        # One of the user's own imports torch, and a registered one only when it builds or runs.
+        with nursery(torch=":" in name).runner(f"{kind} {name}", ASKED) as runner:
             return dict(runner.ask(call, told, MAX_ASKED_S).told)
     except UnsupportedError as error:
         return str(error)

@@ -1,7 +1,7 @@
 """The process that runs other people's code: what it is kept from, and the requests that it answers.
 
-It is forked from a keeper that has imported nothing of ours but this room. A request names a function of megamoe, which
-takes a Frame and returns one. What a runner is kept from, where the system can:
+It is forked from a keeper that has imported nothing of ours that runs a kernel or knows an output. A request names a
+function of megamoe, which takes a Frame and returns one. What a runner is kept from, where the system can:
 
 - other descriptors than its own pipe, so that it cannot speak for the process that started it;
 - the folders in `Confinement.hidden`, by Landlock (Linux 5.13), which lets it signal or trace no process outside

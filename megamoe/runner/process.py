@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Final, NoReturn
@@ -40,6 +39,8 @@ MAX_PRINTED: Final = 64 << 10
 """Bytes of a runner's output that are passed on; more is dropped."""
 MAX_LEFT: Final = 10_000
 """Processes that a keeper ends after one runner."""
+PRELOADED: Final = ("torch", "megamoe.records.lines", "megamoe.spec.load")
+"""What processes are forked with, as nearly all of them import it: nothing here has run a kernel or knows an output."""
 _END_S: Final = 10.0
 _LAST_WORDS_S: Final = 2.0
 _ASK: Final = 1 << 63
@@ -396,7 +397,7 @@ _OF_WORKER: Final[list[Nursery]] = []
 
 
 def keeper_of_worker() -> None:
-    """Forks the keeper of this process, which must have one thread and nothing of ours but this room."""
+    """Forks the keeper of this process, which must have one thread and of ours no more than PRELOADED has."""
     mine, its = socket.socketpair()
     if os.fork() == 0:
         mine.close()
@@ -406,27 +407,41 @@ def keeper_of_worker() -> None:
     _OF_WORKER.append(Nursery(mine))
 
 
-def nursery(preload: tuple[str, ...] = ()) -> Nursery:
-    """The keeper of this process; started now if it has none. `preload`: what its runners have imported already."""
+def environment_of_servers() -> dict[str, str]:
+    """The environment of a fresh interpreter that imports megamoe, this one, and libraries for others to be forked.
+
+    The folder of the user may hold a torch/ or a queue.py. What is forked takes over the search path of who asks.
+    """
+    places = [path for path in sys.path if os.path.isabs(path) and path != os.getcwd()]
+    search = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *places])
+    return {**os.environ, "PYTHONPATH": search, "PYTHONSAFEPATH": "1"}
+
+
+def nursery(torch: bool = False) -> Nursery:
+    """The keeper of this process; started now if it has none. `torch`: its runners shall have imported that already,
+    which takes each of them a second otherwise."""
     if _OF_WORKER:
         return _OF_WORKER[0]
-    return _own(preload, os.getpid())
+    pid = os.getpid()
+    known = _OWN.get((pid, True)) or _OWN.get((pid, torch))
+    if known is None:
+        known = _OWN[pid, torch] = _started(PRELOADED if torch else ())
+    return known
 
 
-@cache
-def _own(preload: tuple[str, ...], pid: int) -> Nursery:
+_OWN: Final[dict[tuple[int, bool], Nursery]] = {}
+"""By the process that started them, and whether they hold torch."""
+
+
+def _started(preload: tuple[str, ...]) -> Nursery:
     mine, its = socket.socketpair()
     program = (
         "import socket, sys\nfrom megamoe.runner.process import keep\n"
         f"keep(socket.socket(fileno={its.fileno()}), {preload!r})"
     )
-    # The folder of the user may hold a torch/ or a queue.py; a runner takes over the search path once it is started.
-    places = [path for path in sys.path if os.path.isabs(path) and path != os.getcwd()]
-    search = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *places])
-    environment = {**os.environ, "PYTHONPATH": search, "PYTHONSAFEPATH": "1"}
     keeper = subprocess.Popen(
-        [sys.executable, "-c", program], pass_fds=[its.fileno()], env=environment, stdin=subprocess.DEVNULL,
-        start_new_session=True,
+        [sys.executable, "-c", program], pass_fds=[its.fileno()], env=environment_of_servers(),
+        stdin=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     its.close()
     found = Nursery(mine, keeper)

@@ -6,13 +6,14 @@ import itertools
 import keyword
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from megamoe import SPECS
 from megamoe.contract import AxisValue, Case, spell
 from megamoe.spec.case_space import Axis, CaseSpace, OutsideError, Range
 from megamoe.spec.expression import Expression, ExpressionError, parse_expression
-from megamoe.spec.marked_yaml import KeyPath, MarkedYaml, SpecError, nearest, read_marked_yaml
+from megamoe.spec.marked_yaml import KeyPath, MarkedYaml, SpecError, nearest, parse_marked_yaml, read_text
 from megamoe.spec.schema import AxisEntry, OverrideEntry, ProfileEntry, RangeEntry, Role, SpecEntry, read_entry
 from megamoe.spec.spec import Override, Profile, Spec, TensorSpec, Thresholds, Tolerance
 
@@ -27,7 +28,14 @@ def build_spec(document: MarkedYaml) -> Spec:
 
 def load_spec(path: str | Path) -> Spec:
     """The spec in the file `path`. Raises SpecError with file, line, key and what would be right."""
-    return build_spec(read_marked_yaml(Path(path)))
+    file = Path(path)
+    return _spec_in(file, read_text(file))
+
+
+@lru_cache(maxsize=8)
+def _spec_in(file: Path, text: str) -> Spec:
+    # Many commands in one process, as tests give them, read the same specs, which nobody changes.
+    return build_spec(parse_marked_yaml(text, file))
 
 
 def load_specs(folder: str | Path | None = None) -> dict[str, Spec]:

@@ -302,6 +302,17 @@ def _own_schedules(executor: str) -> tuple[str, ...] | None:
         return None
 
 
+def keeps_time(executor: str) -> bool:
+    """Whether an executor has a clock of its own; False if it does not say."""
+    # The default executor has none, and asking it would cost every command the import of torch.
+    if executor == DEFAULT_EXECUTOR:
+        return False
+    try:
+        return machine_of(executor).timed
+    except UnsupportedError:
+        return False
+
+
 def not_offered(specs: Mapping[str, Spec], selection: Selection) -> list[str]:
     """A sentence for each selected op that no backend has: no row of it is owed. Raises as `owed_rows`."""
     if selection.rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import shlex
@@ -30,8 +31,13 @@ def _sessions() -> set[str]:
     return {one.name for one in functions if any(ast.unparse(mark) == "nox.session" for mark in one.decorator_list)}
 
 
+@functools.cache
+def _commands() -> dict[str, Any]:
+    return cast("Any", get_command(app())).commands
+
+
 def _options(command: str) -> set[str]:
-    commands = cast("Any", get_command(app)).commands
+    commands = _commands()
     return {option for parameter in commands[command].params for option in parameter.opts}
 
 
