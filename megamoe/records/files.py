@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +177,17 @@ def read_records(path: Path) -> RecordFile:
     except OSError as error:
         raise RecordError(f"cannot read records from {path}: {error.strerror}") from error
     return parse_records(path, data)
+
+
+def files_in(given: Sequence[Path]) -> list[Path]:
+    """The record files that are named, each once: a folder means the *.jsonl in it. RecordError if it has none."""
+    found: dict[Path, None] = {}
+    for path in given:
+        inside = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not inside:
+            raise RecordError(f"there is no *.jsonl in the folder {path}; name record files, or folders of them")
+        found |= dict.fromkeys(inside)
+    return list(found)
 
 
 def newest_run(home: Path = Path()) -> Path | None:
