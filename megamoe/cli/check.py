@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn, cast, get_args
 
 import typer
 
-from megamoe.cli.options import Sought, with_options
+from megamoe.cli.options import Sought, bounded, with_options
 from megamoe.cli.terminal import complain, console
 from megamoe.contract import TARGETS, UnsupportedError
 from megamoe.contract.machine import KernelFault, LaunchRefusedError
@@ -32,6 +32,8 @@ _ARRAY = re.compile(r"(\w+)\[(\d+)\]")
 
 ONE, BLOCK = "1", "128"
 MAX_ELEMENTS = 1 << 28
+MAX_SMEM = 1 << 20
+"""More than any CTA has; the machine says how much that is."""
 
 Sources = Annotated[list[str], typer.Argument(metavar="KERNEL.ptx|KERNEL.cu|TEST.py[::NAME]", help="What to check.")]
 Target = Annotated[str, typer.Option("--target", metavar="NAME", help="sm_90a or sm_100a.")]
@@ -41,6 +43,7 @@ Schedule = Annotated[
 ]
 Entry = Annotated[str | None, typer.Option("--entry", metavar="NAME", help="Launch this kernel, not just read all.")]
 Sizes = Annotated[str, typer.Option(metavar="X[,Y[,Z]]")]
+Bytes = Annotated[int, typer.Option("--smem", parser=bounded(int, 0, MAX_SMEM), metavar="BYTES")]
 Arg = Annotated[
     list[str] | None,
     typer.Option("--arg", metavar="VALUE", help="An argument: f32[1024] (random), u64[4] (zeros), 3.0, null."),
@@ -50,7 +53,7 @@ Arg = Annotated[
 @with_options
 def check(
     sources: Sources, sought: Sought, target: Target = "sm_100a", schedule: Schedule = None, entry: Entry = None,
-    grid: Sizes = ONE, block: Sizes = BLOCK, cluster: Sizes = ONE, smem: Annotated[int, typer.Option(min=0)] = 0,
+    grid: Sizes = ONE, block: Sizes = BLOCK, cluster: Sizes = ONE, smem: Bytes = 0,
     arg: Arg = None,
 ) -> None:  # fmt: skip
     """Looks for rules that kernels break. Exit status: 0 none, 1 findings that count, 2 input that cannot be used.

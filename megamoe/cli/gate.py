@@ -108,7 +108,7 @@ def gate(
     unsigned = [] if keys is None else [text for file in files for text in _unsigned(file, keys)]
     taken = replace(taken, findings=(*taken.findings, *(Finding("evidence", text) for text in unsigned)))
     verdict = verdict.with_findings((*taken.findings, *evidence.elsewhere), strict)
-    for note in (*taken.notes, *evidence.notes):
+    for note in evidence.notes:
         out.print(note, markup=False)
     print_verdict(verdict, evidence.records, summed_up=done.cut_short if done else "")
     if verdict.passed:
