@@ -67,7 +67,7 @@ class RunnerDiedError(Exception):
     @property
     def hung(self) -> str:
         """What is said of a row that was late, after the time that it had."""
-        return f"it hung; when its time was up: {self.whereabouts}" if self.whereabouts else "it hung"
+        return f"it hung; when its time was up: {self.whereabouts}" if self.whereabouts else f"it hung: {self}"
 
 
 class RunnerFaultError(Exception):

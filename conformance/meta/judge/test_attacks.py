@@ -51,7 +51,7 @@ ATTACKS: dict[str, tuple[Status, str]] = {
     "IS_RIGHT_TWICE": ("failed", "run again in the same process"),
     "HAS_TWO_FACES": ("failed", "tensor lse: "),
     "BUILDS_NOTHING": ("error", "gave a NoneType; it must be a megamoe.contract.Program"),
-    "BUILDS_NONSENSE": ("error", "an instance of Launch"),
+    "BUILDS_NONSENSE": ("error", "is ('no launch',); a Program has tuple[Launch, ...] there"),
     "BUILDS_BYTES": ("error", "ptx is of type bytes; it must be text"),
     "TAKES_MEMORY": ("error", "MemoryError"),
     "RELABELLED": ("failed", "says .target sm_100a, and the row is of sm_90a"),
