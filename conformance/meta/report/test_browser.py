@@ -337,6 +337,7 @@ def test_a_row_shows_its_errors_counters_figures_times_and_history(
         assert name in detail, f"the drawer says nothing of {name}"
     assert f"{shown.counters['mma_flops']:,}".replace(",", "\u202f") in detail
     assert str(shown.program_sha256) in detail
+    assert "the text of this digest" in detail, "it says what its evidence is about"
     assert not complaints(browser)
     assert not nameless(browser)
 
