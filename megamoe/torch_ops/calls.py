@@ -105,9 +105,11 @@ def require_kinds(given: Mapping[str, object], options: Mapping[str, str]) -> No
     """
     for name, value in given.items():
         kind = options.get(name, "tensor")
-        if (value is None and kind.endswith("?")) or isinstance(value, _KINDS[kind.rstrip("?")][0]):
-            if not isinstance(value, bool) or kind == "bool":
-                continue
+        if value is None and kind.endswith("?"):
+            continue
+        # A bool is an int, too.
+        if isinstance(value, _KINDS[kind.rstrip("?")][0]) and isinstance(value, bool) == (kind == "bool"):
+            continue
         none = " or None" if kind.endswith("?") else ""
         raise ValueError(f"{name} is {repr(value)[:80]}; it must be {_KINDS[kind.rstrip('?')][1]}{none}")
 

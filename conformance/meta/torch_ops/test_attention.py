@@ -133,7 +133,7 @@ def _large() -> object:
         (
             lambda q, k, v: megamoe.attention(q, k, v, scale="1"),
             ValueError,
-            "scale is '1'; it must be a number or None",
+            "scale is '1'; it must be a number",
         ),
         (lambda q, k, v: megamoe.attention(q, k, v, window=1.5), ValueError, "window is 1.5; it must be an integer"),
         (lambda q, k, v: megamoe.attention(q, k, v, causal="no"), ValueError, "causal is 'no'; it must be True or"),
