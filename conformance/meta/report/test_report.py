@@ -60,7 +60,7 @@ def _essence(one: Mapping[str, object]) -> tuple[object, ...]:
         *(one[name] for name in named),
         tuple((name, f"{float(value):.{DIGITS}g}") for name, value in metrics.items()),
         tuple(counters.items()),
-        tuple(cast("dict[str, str]", one["artifact"]).items()),
+        tuple(cast("dict[str, str]", one.get("artifact", {})).items()),
     )
 
 
