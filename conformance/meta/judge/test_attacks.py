@@ -55,7 +55,7 @@ ATTACKS: dict[str, tuple[Status, str]] = {
     "BUILDS_BYTES": ("error", "ptx is of type bytes; it must be text"),
     "TAKES_MEMORY": ("error", "MemoryError"),
     "RELABELLED": ("failed", "says .target sm_100a, and the row is of sm_90a"),
-    "RELABELLED_IN_THE_TEXT": ("failed", "sm_90a"),
+    "RELABELLED_IN_THE_TEXT": ("failed", "it needs target sm_100a or sm_103a, and the module is for sm_90a"),
 }
 NEEDS_LANDLOCK = ("READS_THE_REFERENCE", "REPLACES_THE_REFERENCE", "WRITES_INTO_ITS_KEEPER", "KILLS_ITS_KEEPER")
 ON_THE_VM = {
