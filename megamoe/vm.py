@@ -49,6 +49,8 @@ _MAP_DTYPES = {
     "uint64": "u64", "int64": "s64", "float16": "f16", "float32": "f32", "float64": "f64", "bfloat16": "bf16",
     "float8_e4m3fn": "u8", "float8_e5m2": "u8", "float8_e8m0fnu": "u8", "float4_e2m1fn_x2": "u8",
 }  # fmt: skip
+MAX_SOURCE_NAME = 200
+"""Characters of a name that a sentence repeats."""
 _SMALLEST_ADDRESS = 1 << 32
 """No allocation of a 64-bit process lies below; tensors of counts and indices need no look."""
 
@@ -481,13 +483,13 @@ def as_ptx(source: str | Path, target: str) -> str:
     if isinstance(source, Path) or "\n" not in text:
         name = text
         try:
-            text = Path(source).read_text("utf-8")
-        except OSError as problem:
-            raise LaunchRefusedError(
-                f"the source {name!r} is neither text of several lines nor a file: {problem}"
-            ) from None
-        except UnicodeDecodeError as problem:
-            raise LaunchRefusedError(f"the source {name!r} is no text in UTF-8: byte {problem.start}") from None
+            text = plain_bytes(Path(source)).decode("utf-8")
+        except (OSError, ValueError) as problem:
+            if isinstance(problem, UnicodeDecodeError):
+                raise LaunchRefusedError(f"the source {name!r} is no text in UTF-8: byte {problem.start}") from None
+            why = problem.strerror if isinstance(problem, OSError) else str(problem)
+            told = f"the source {name[:MAX_SOURCE_NAME]!r} is neither text of several lines nor a file that can be read"
+            raise LaunchRefusedError(f"{told}: {why}") from None
     if not text.strip():
         raise LaunchRefusedError(f"{name} is empty")
     # A PTX module begins with .version, after comments (PTX ISA 5.1).

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from megamoe.contract import Case, PreparedCall
 
+PREPARED: Final = ("a2_codes", "a2_sf", "a2_gs", "w2_codes", "w2_sf", "w2_gs", "topk_ids")
 _REASONS = {
     "layer": "stage layer: it is a grouped GEMM; routing, SwiGLU, requantisation and combine are other kernels",
     "l1": "stage l1: SwiGLU and requantisation to NVFP4 are not in its epilogue, so that a time would leave them out",
@@ -175,6 +176,7 @@ HUMMING: Final = Peer(
     GemmLimits(),
     _prepare_humming,
     "HummingLayer (modelopt, nvfp4) as grouped_contiguous, with its heuristic configuration",
+    prepares=PREPARED,
 )
 
 
@@ -199,4 +201,5 @@ TORCH_GROUPED_MM: Final = Peer(
     GemmLimits(),
     _prepare_grouped_mm,
     "torch._grouped_mm on bf16 weights",
+    prepares=PREPARED,
 )

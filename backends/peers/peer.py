@@ -41,7 +41,7 @@ class Peer:
 
     `packages`: distributions that must be installed, as pip names them. `prepare(case, tensors)` imports them and does
     all that is not timed. `recipe`: a sentence about how it is called. `libraries()`: name and version of other
-    libraries that run and are no distribution.
+    libraries that run and are no distribution. `prepares`: as in PythonProgram.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Peer:
     recipe: str
     libraries: Callable[[], Mapping[str, str]] = dict
     executors: tuple[str, ...] = ("gpu",)
+    prepares: tuple[str, ...] = ()
 
     def targets(self, op: str) -> tuple[Target, ...]:
         """The targets of the peer's kernel, if `op` is its op."""
@@ -65,7 +66,7 @@ class Peer:
         reason = self.limits.refusal(case)
         if reason:
             raise UnsupportedError(f"{case.id}: {self.name} does not do it: {reason}")
-        return PythonProgram(target, partial(self.prepare, case), self.software())
+        return PythonProgram(target, partial(self.prepare, case), self.software(), self.prepares)
 
     def software(self) -> dict[str, str]:
         """Name and version of what runs. Raises UnsupportedError for a package that is not installed."""

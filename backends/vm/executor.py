@@ -33,6 +33,8 @@ from megamoe.contract import (
 )
 from megamoe.contract.cache import user_cache
 
+MAX_WORKSPACES = 4 << 30
+"""Bytes of all workspaces of a program: more than those of any layer that a CPU runs in a minute."""
 PARSED = user_cache("ptx")
 """Where parsed modules are kept between processes; see backends.vm.ptx.parse_cache."""
 
@@ -62,6 +64,8 @@ class VmExecutor:
         machine.looks_after_each = False
         violation = None
         try:
+            if isinstance(program, Program | HostProgram):
+                _check_workspaces(program.scratch)
             if isinstance(program, HostProgram):
                 _call_host(program, machine, tensors, options.outputs)
             elif isinstance(program, Program):
@@ -97,6 +101,15 @@ def _run_launches(
             params = [_encode(arg, addresses, program.target) for arg in launch.args]
             function = module.entry(launch.entry)
             machine.launch(function, launch.grid, launch.block, params, launch.cluster, launch.dynamic_smem)
+
+
+def _check_workspaces(sizes: Mapping[str, int]) -> None:
+    """LaunchError before anything is allocated."""
+    for name, size in sizes.items():
+        if size < 0:
+            raise LaunchError(f"the workspace {name!r} has {size} bytes; there are 0 or more")
+    if sum(sizes.values()) > MAX_WORKSPACES:
+        raise LaunchError(f"the program's workspaces have {sum(sizes.values())} bytes; at most {MAX_WORKSPACES} do")
 
 
 def _poison(buffer: Buffer, program: str) -> None:

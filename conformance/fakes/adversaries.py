@@ -194,6 +194,14 @@ def _take_memory() -> None:
     bytearray(int(0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
 
 
+def _fork_many() -> None:
+    for _ in range(1200):
+        if os.fork() == 0:
+            time.sleep(float(CHILD))
+            os._exit(0)
+    time.sleep(60)
+
+
 IMPORTS_THE_REFERENCE = Adversary(lambda: reference("fmha"))
 READS_THE_REFERENCE = Adversary(lambda: _references_file().read_text())
 REPLACES_THE_REFERENCE = Adversary(lambda: _references_file().write_text("lost"))
@@ -204,6 +212,7 @@ LEAVES_A_CHILD = Adversary(_leave_a_child)
 FORKS_AND_DIES = Adversary(_fork_and_die)
 LEAVES_QUIETLY = Adversary(lambda: os._exit(0))
 PRINTS_MUCH = Adversary(_print_much)
+FORKS_MANY = Adversary(_fork_many)
 TAKES_MEMORY = Adversary(_take_memory)
 KEEPS_THE_FIRST = Adversary(kernel="keeps the first")
 KEEPS_A_FILE = Adversary(kernel="keeps a file")

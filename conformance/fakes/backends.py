@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -148,6 +149,21 @@ def _misbehave(case: Case, tensors: Tensors, name: str, schedule: str, run: int)
         BEHAVIOURS[name](tensors)
     broken = "line 12, warp 0, lane 3: ld.shared reads 4 bytes at 0x10 that nobody wrote"
     return broken if name == "breaks_a_rule" else None
+
+
+def write_files(request: Frame) -> Frame:
+    """What a runner is asked: writes `bytes` of memory to files, over and over the same one, in a child if `forks`."""
+    if request.told["forks"] and os.fork():
+        os.wait()
+        return Frame({})
+    with tempfile.TemporaryFile() as file:
+        for _ in range(request.told["bytes"] >> 20):
+            file.write(bytes(1 << 20))
+            file.seek(0)
+    time.sleep(request.told["seconds"])
+    if request.told["forks"]:
+        os._exit(0)
+    return Frame({})
 
 
 def hold_memory(request: Frame) -> Frame:

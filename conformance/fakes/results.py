@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import date
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from megamoe.gate.expected import Expectation, ExpectedEntry
 from megamoe.records.files import RecordFile, RecordWriter
 from megamoe.records.keys import Key
 from megamoe.records.lines import (
+    ERRORS,
     Acceptance,
     Agreement,
     AnyLine,
@@ -31,12 +33,16 @@ from megamoe.records.lines import (
     Timing,
     record_of,
 )
+from megamoe.records.provenance import digests_of
 from megamoe.spec.selection import Selection
 
 CASE, OTHER = "fmha:hd=64,t=1,s_k=128", "fmha:hd=64,t=4,s_k=128"
 ROW = Row(CASE, "ptx", "sm_100a", "vm", "eager")
 NEIGHBOUR = ROW._replace(case=OTHER)
-COUNTERS = {"instructions_alu": 100, "mma_flops": 4096, "tma_stores": 2, "useful_flops": 2048}
+COUNTERS = {
+    "instructions_alu": 100, "instructions_control": 7, "minimum_bytes": 512, "mma_flops": 4096, "tma_stores": 2,
+    "useful_flops": 2048,
+}  # fmt: skip
 KERNEL = {"registers": 168, "spill_bytes": 0, "smem_bytes": 1024, "code_bytes": 4096}
 H200 = DeviceFacts(
     name="NVIDIA H200",
@@ -176,8 +182,10 @@ def write(path: Path, *lines: AnyLine) -> Path:
 def judged(row: Row, counters: Mapping[str, int] = COUNTERS, status: Status = "passed", program: str = "p1") -> Record:
     """A record of `row` as a run writes it."""
     sentence = "" if status == "passed" else "the outputs are wrong"
-    found = record_of("run-7", row, status, sentence, Evidence({"o.rms": 0.125}, counters or {}, program), 1.25)
-    return found.model_copy(update={"input_sha256": {"q": "1234"}})
+    errors = {f"{name}.{error}": 0.125 for name in ("o", "lse") for error in ERRORS}
+    metrics = {**errors, **{f"{name}.bar": 0.25 for name in errors}, "o.cosine": 1.0, "lse.cosine": 1.0}
+    found = record_of("run-7", row, status, sentence, Evidence(metrics, counters or {}, program), 1.25)
+    return found.model_copy(update={"input_sha256": {"q": "1234", "k": "5678", "v": "9abc"}})
 
 
 def compiled(row: Row, kernel: Mapping[str, int] = KERNEL, assembler: str = "ptxas", entry: str = "fmha") -> Figures:
@@ -187,10 +195,17 @@ def compiled(row: Row, kernel: Mapping[str, int] = KERNEL, assembler: str = "ptx
     return found.model_copy(update={**about, "kernels": {entry: kernel}})
 
 
-def gated(owed_rows: int = 2, run: str = "run-7") -> RunHeader:
-    """The header of the run of these lines, which was one of the profile smoke."""
+def gated(owed_rows: int = 2, run: str = "run-7", specs: Path | None = None, expected: Path | None = None) -> RunHeader:
+    """The header of the run of these lines, which was one of the profile smoke. `specs`, `expected`: None for ours."""
     selection = {name: "smoke" if name == "profile" else () for name in Selection.__dataclass_fields__}
-    return header(run, None, {"nvidia-cuda-nvcc": "13.5.37"}, owed_rows, selection)
+    made = header(run, None, {"nvidia-cuda-nvcc": "13.5.37"}, owed_rows, selection)
+    own = digests_of(specs, expected) if specs or expected else _digests()
+    return made.model_copy(update={"digests": own})
+
+
+@cache
+def _digests() -> dict[str, str]:
+    return digests_of()
 
 
 def baseline(*lines: Record | Figures, path: Path = Path("baseline.jsonl")) -> Baseline:

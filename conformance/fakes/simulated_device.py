@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -26,6 +27,7 @@ from megamoe.contract import (
     Execution,
     Flush,
     Program,
+    PythonProgram,
     RunOptions,
     Target,
     Temperature,
@@ -38,6 +40,8 @@ Tensors = Mapping[str, torch.Tensor]
 Noise = Callable[[random.Random, float], float]
 # A cold launch takes this many times as long as a hot one.
 COLD = 1.25
+EARLY = 340
+"""Launches that a backend takes for those of samples. With the policy of the tests the last sample comes about then."""
 
 
 def quiet(source: random.Random, now_us: float) -> float:
@@ -154,6 +158,9 @@ class SimulatedBackend:
     behaviour: str
     hot_us: float = 10.0
 
+    call: bool = False
+    prepares: tuple[str, ...] = ()
+
     @property
     def name(self) -> str:
         return self.behaviour
@@ -161,7 +168,7 @@ class SimulatedBackend:
     def targets(self, op: str) -> tuple[Target, ...]:
         return ("sm_90a",)
 
-    def build(self, case: Case, target: Target) -> Program:
+    def build(self, case: Case, target: Target) -> AnyProgram:
         if self.behaviour == "declines":
             raise UnsupportedError("hd=64 needs a tile that this backend does not have")
         if self.behaviour == "patches_the_judge":
@@ -172,13 +179,33 @@ class SimulatedBackend:
             SimulatedStopwatch.sample = lambda self, temperature, launches: 1.0
         if self.behaviour == "cannot_build":
             raise RuntimeError("the tile of 96 does not divide 128")
-        return Program(target, f"{self.behaviour}\n{case.id}\n{self.hot_us}", ())
+        text = f"{self.behaviour}\n{case.id}\n{self.hot_us}"
+        if self.call:
+            return PythonProgram(target, partial(SimulatedCall, text, attend=_attended), {}, self.prepares)
+        return Program(target, text, ())
+
+
+def _attended(case: Case, tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Attention of one head in plain torch: a Python call runs where the reference must not be."""
+    q, k, v = (tensors[name].double() for name in "qkv")
+    s = q @ k.mT / case.int("hd") ** 0.5
+    return {"o": (s.softmax(-1) @ v).bfloat16(), "lse": s.logsumexp(-1).float()}
+
+
+def _simulated(case: Case, tensors: Tensors) -> dict[str, torch.Tensor]:
+    return dict(reference(case.op).simulated(case, tensors))
 
 
 class SimulatedCall:
     """Writes the simulated reference into the outputs; misbehaves from some launch on."""
 
-    def __init__(self, ptx: str, tensors: Tensors) -> None:
+    def __init__(
+        self,
+        ptx: str,
+        tensors: Tensors,
+        attend: Callable[[Case, Tensors], dict[str, torch.Tensor]] = _simulated,
+    ) -> None:
+        self.attend = attend
         self.behaviour, case_id, hot_us = ptx.split("\n")
         self.hot_us, self.tensors, self.launched = float(hot_us), tensors, 0
         self.case = specs()[case_id.partition(":")[0]].parse_case(case_id)
@@ -190,11 +217,14 @@ class SimulatedCall:
     def compute(self) -> None:
         """The outputs for the inputs as they are now."""
         self.of = self.tensors["v"].clone()
-        self.outputs = reference(self.case.op).simulated(self.case, self.tensors)
+        self.outputs = self.attend(self.case, self.tensors)
 
     def share(self) -> float:
         """Of the full time, what the last launch took: little for one that recalls what it knows of its inputs."""
-        return 0.2 if self.behaviour == "recalls" and self.recalled else 1.0
+        known = {"recalls": 0.2, "recalls_a_part": 0.8, "stops_recalling": 0.2 if self.launched <= EARLY else 1.0}
+        if self.behaviour == "guesses":
+            return 0.2 if self.launched <= EARLY else 1.0
+        return known.get(self.behaviour, 1.0) if self.recalled else 1.0
 
     def collect(self) -> None:
         """Does nothing: the outputs are in place."""
@@ -207,6 +237,10 @@ class SimulatedCall:
         if self.behaviour == "leaves_what_is_there" and not is_poison(self.tensors["o"]).any():
             return
         self.recalled = self.launched > 1 and torch.equal(self.of, self.tensors["v"])
+        if self.behaviour == "guesses" and self.launched <= EARLY and not torch.equal(self.of, self.tensors["v"]):
+            for name, value in self.outputs.items():
+                self.tensors[name].copy_(0.7 * value)
+            return
         if self.behaviour == "forgets_on_new_inputs" and not torch.equal(self.of, self.tensors["v"]):
             for name in self.outputs:
                 self.tensors[name].fill_(torch.nan)
@@ -266,7 +300,12 @@ class SimulatedExecutor:
     def bind(self, program: AnyProgram, tensors: Tensors, options: RunOptions) -> Iterator[SimulatedCall]:
         if str(program.ptx).startswith("cannot_load"):
             raise DeviceError("cuModuleLoadData returned CUDA_ERROR_INVALID_PTX, while loading the program")
-        yield SimulatedCall(str(program.ptx), tensors)
+        if isinstance(program, PythonProgram):
+            call = program.prepare(tensors)
+            assert isinstance(call, SimulatedCall), "the clock is that of a simulated kernel"
+            yield call
+        else:
+            yield SimulatedCall(str(program.ptx), tensors)
 
     @contextmanager
     def stopwatch(self, call: SimulatedCall) -> Iterator[SimulatedStopwatch]:
@@ -309,6 +348,12 @@ IDLE_IN_REPLAYS = SimulatedBackend("idle_in_replays")
 KEEPS_ONE_OUTPUT = SimulatedBackend("keeps_one_output")
 FORGETS_ON_NEW_INPUTS = SimulatedBackend("forgets_on_new_inputs")
 RECALLS = SimulatedBackend("recalls")
+RECALLS_A_PART = SimulatedBackend("recalls_a_part")
+STOPS_RECALLING = SimulatedBackend("stops_recalling")
+GUESSES = SimulatedBackend("guesses")
+CALL = SimulatedBackend("works", call=True)
+CALL_KEEPS_ITS_OUTPUTS = SimulatedBackend("keeps_its_outputs", call=True)
+CALL_PREPARES_ALL = SimulatedBackend("keeps_its_outputs", call=True, prepares=("q", "k", "v"))
 KEEPS_ITS_OUTPUTS = SimulatedBackend("keeps_its_outputs")
 LEAVES_WHAT_IS_THERE = SimulatedBackend("leaves_what_is_there")
 CHANGES_AN_INPUT = SimulatedBackend("changes_an_input")

@@ -4,9 +4,12 @@ This is the judge's side. Programs are built and run in runners (megamoe.bench.d
 draws the inputs once everything is built, computes the references and compares.
 
 Outputs are poisoned before every turn; guard bands, inputs and outputs are checked after it. So the judge sees what
-timed launches wrote. A program that turns wrong in its replays, or does nothing in them, fails in that turn. One that
-keeps an earlier result fails in a last replay on other inputs: its outputs are judged there, too, and its launches on
-inputs that it has never seen may take little more time than those on the inputs that it was timed on.
+timed launches wrote. A program that turns wrong in its replays, or does nothing in them, fails in that turn.
+
+Between samples, before or after those of each turn at random, a program is launched once more on the timed inputs and
+once on inputs that it has never seen, at the same addresses, in either order. So one that recalls earlier results is
+slower there: it fails if that is sure and by more than MAX_NEW_OVER_TIMED. In one turn at each temperature, drawn by
+lot, and once at the end it is judged on other inputs, so that it must be right on those, too.
 """
 
 from __future__ import annotations
@@ -26,7 +29,16 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from megamoe.bench.device import BoundCall, Buffers, bare_read_of, facts_of, is_cuda, throttled_since
-from megamoe.bench.timing import TEMPERATURES, Contender, Policy, Series, floor_of, take, timing_of
+from megamoe.bench.timing import (
+    TEMPERATURES,
+    Contender,
+    Policy,
+    Series,
+    floor_of,
+    surely_slower,
+    take,
+    timing_of,
+)
 from megamoe.bench.worker import Progress
 from megamoe.contract import (
     DeviceFacts,
@@ -59,10 +71,12 @@ MAX_ORACLE_FLOPS = 2 * 10**11
 MAX_DIGESTED_BYTES = 1 << 30
 # Turns with outputs that differ from the accepted ones are judged in full this often. The last replay always is.
 MAX_JUDGED_TURNS = 3
-# Cold launches on inputs never seen before, and as many on the inputs that were timed. The median of the former may be
-# this many times that of the latter.
-NEW_LAUNCHES = 5
-MAX_NEW_OVER_TIMED = 1.5
+# Pairs of cold launches after the last sample, besides one pair a turn.
+LAST_PAIRS = 10
+# How many times as long a launch on new inputs may take as one on those that were timed: surely (surely_slower), and by
+# the median where the pairs are too few to be sure.
+MAX_NEW_OVER_TIMED = 1.1
+MAX_MEDIAN_OVER_TIMED = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +128,30 @@ class _Candidate:
     series: list[Series] = field(default_factory=list[Series])
     accepted: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     differing_turns: int = 0
+    aside: dict[Temperature, _Aside] = field(default_factory=dict["Temperature", "_Aside"])
+    last_pairs: list[Pair] = field(default_factory=list["Pair"])
 
     def conclude(self, status: Status, sentence: str) -> None:
         if self.status is None:
             self.status, self.sentence = status, sentence
+
+
+Pair = tuple[float, float]
+"""Microseconds of a launch on the timed inputs, and of one on new inputs."""
+
+
+@dataclass(slots=True)
+class _Aside:
+    """What is done between the samples of one temperature.
+
+    `judged_in`: the turn, from 0, in which it is judged on other inputs. `first`: whether that is done before the
+    samples of the present turn.
+    """
+
+    judged_in: int
+    pairs: list[Pair] = field(default_factory=list["Pair"])
+    turns: int = 0
+    first: bool = False
 
 
 class _SpoiltError(Exception):
@@ -204,7 +238,8 @@ class _CaseBench:
         self.input_sha256: Mapping[str, str] = {}
         self.bare_read: tuple[float | None] | None = None
         self.seed = secrets.randbelow(1 << 31)
-        self.otherwise: Expected | None = None
+        self.otherwise: dict[frozenset[str], Expected] = {}
+        self.turn: Temperature | None = None
         self.processes = _processes(_hidden(settings))
         stages.enter(None, "asking the executor", 60.0)
         about = self.processes.machine(first, self._deadline())
@@ -357,33 +392,37 @@ class _CaseBench:
             candidate.bound.sample("hot", 1)
             self._collect(candidate)
             self._judge(candidate, "in a replay after the last sample: ")
-            if candidate.status is None and candidate.built is not None and candidate.built.call is None:
-                self._change_inputs(candidate)
-            if candidate.status is None and candidate.built is not None and candidate.built.call is None:
-                self._time_new_inputs(candidate)
+            if candidate.status is None and self._can_change(candidate):
+                self._change_inputs(candidate, "cold")
+                candidate.last_pairs = [self._pair(candidate, "cold") for _ in range(LAST_PAIRS)]
+                self._compare_pairs(candidate)
             candidate.conclude("passed", "")
 
-    def _change_inputs(self, candidate: _Candidate) -> None:
+    def _can_change(self, candidate: _Candidate) -> bool:
+        """Whether there are inputs that its launches read as they are: what a library has prepared ahead is not."""
+        assert candidate.built is not None
+        return bool(self.arena.scalable(candidate.built.prepares))
+
+    def _change_inputs(self, candidate: _Candidate, temperature: Temperature) -> None:
         """Concludes a candidate that is wrong on other inputs: one that keeps an earlier result, say.
 
-        The outputs are not poisoned here, so that a candidate that looks for poison fails too. The caller exempts
-        programs of libraries: they prepare the inputs of a GEMM ahead of time.
+        The outputs are not poisoned here, so that a candidate that looks for poison fails too.
         """
         assert candidate.bound is not None
-        before = {name: self.arena.tensors[name].clone() for name in self.expected.oracle}
-        with self.arena.scaled_inputs(self.seed):
-            expected = self._expected_otherwise()
+        assert candidate.built is not None
+        before = candidate.accepted
+        with self.arena.scaled_inputs(self.seed, candidate.built.prepares):
+            expected = self._expected_otherwise(candidate.built.prepares)
             self.buffers.synchronise()
-            self.stages.enter(candidate.row.backend, "replaying on other inputs", 120.0)
-            candidate.bound.sample("hot", 1)
+            self.stages.enter(candidate.row.backend, "replaying on other inputs", 60.0)
+            candidate.bound.sample(temperature, 1)
             self._collect(candidate)
             outputs = {name: self.arena.tensors[name] for name in before}
             kept = [name for name, seen in before.items() if _same_bits(outputs[name], seen)]
             judgement = compared(self.spec, expected, outputs)
             self.buffers.synchronise()
         if len(kept) == len(before):
-            sentence = "in a replay on other inputs: the outputs are still those of the inputs before"
-            candidate.conclude("failed", f"{sentence}, so that what was timed is not the work")
+            self._conclude_kept(candidate)
         elif not judgement.passed:
             # An output alone may rightly be what it was: codes, where the block scales took the change.
             still = f"{' and '.join(kept)} still as on the inputs before; " if kept else ""
@@ -391,50 +430,95 @@ class _CaseBench:
         if not self.arena.intact():
             self._judge(candidate, "in a replay on other inputs: ")
 
-    def _expected_otherwise(self) -> Expected:
+    def _conclude_kept(self, candidate: _Candidate) -> None:
+        sentence = "in a replay on other inputs: the outputs are still those of the inputs before"
+        call = candidate.built is not None and candidate.built.call is not None
+        cure = ". Inputs that a Python call has prepared ahead belong into PythonProgram.prepares" if call else ""
+        candidate.conclude("failed", f"{sentence}, so that what was timed is not the work{cure}")
+
+    def _expected_otherwise(self, without: frozenset[str]) -> Expected:
         """What the outputs must be on the inputs as scaled by `seed`, which they are now."""
-        if self.otherwise is None:
+        if without not in self.otherwise:
             self.stages.enter(None, "computing the references of other inputs", 600.0)
             given = {name: tensor for name, tensor in self.arena.tensors.items() if name not in self.arena.outputs}
-            self.otherwise = expected_of(self.case, given, self.settings.max_oracle_flops)
-        return self.otherwise
+            self.otherwise[without] = expected_of(self.case, given, self.settings.max_oracle_flops)
+        return self.otherwise[without]
 
-    def _time_new_inputs(self, candidate: _Candidate) -> None:
-        """Concludes a candidate that is right on new inputs, but only slowly: it recalls those that it was timed on.
+    def _step_aside(self, candidate: _Candidate, temperature: Temperature) -> None:
+        """What is done between samples: nothing in a launch tells it from those of the samples around it."""
+        aside = candidate.aside[temperature]
+        if candidate.status is None and self._can_change(candidate):
+            if aside.turns == aside.judged_in:
+                self._change_inputs(candidate, temperature)
+            aside.pairs.append(self._pair(candidate, temperature))
+        aside.turns += 1
 
-        The host does the same before either kind of launch, and both are cold. Those on the timed inputs come first:
-        a candidate that has just seen others may pretend to work for a while.
+    def _pair(self, candidate: _Candidate, temperature: Temperature) -> Pair:
+        """One launch on the timed inputs, and one on inputs that it has never seen, in either order.
+
+        The host does the same before either: it writes the inputs. A launch on the timed inputs follows another on
+        them, so that one that recalls the last inputs alone does so here, too.
         """
-        self.stages.enter(candidate.row.backend, "being timed on new inputs", 120.0)
-        timed = median(self._one_cold(candidate, new=False) for _ in range(NEW_LAUNCHES))
-        new = median(self._one_cold(candidate, new=True) for _ in range(NEW_LAUNCHES))
-        if new > MAX_NEW_OVER_TIMED * timed:
-            candidate.conclude(
-                "failed",
-                f"a launch on inputs that it had not seen took {new:.4g} us, one on those that it was timed on "
-                f"{timed:.4g} us (cold, medians of {NEW_LAUNCHES}); at most {MAX_NEW_OVER_TIMED:g} times as long is "
-                "believed: it recalls an earlier result, so that what was timed is not the work",
-            )
+        self.stages.enter(candidate.row.backend, "being timed on new inputs", 60.0)
+        first = secrets.randbelow(2)
+        new = self._launch_alone(candidate, temperature, new=True) if first else 0.0
+        self._launch_alone(candidate, temperature, new=False)
+        timed = self._launch_alone(candidate, temperature, new=False)
+        return timed, new if first else self._launch_alone(candidate, temperature, new=True)
 
-    def _one_cold(self, candidate: _Candidate, new: bool) -> float:
-        """Microseconds of one launch on `new` inputs or on those of the case; either way the inputs were written."""
-        with self.arena.scaled_inputs(secrets.randbelow(1 << 31)):
+    def _launch_alone(self, candidate: _Candidate, temperature: Temperature, new: bool) -> float:
+        """Microseconds of one launch. Concludes a candidate that has left its outputs as they were on other inputs."""
+        assert candidate.bound is not None
+        assert candidate.built is not None
+        with self.arena.scaled_inputs(secrets.randbelow(1 << 31), candidate.built.prepares):
             self.buffers.synchronise()
             if new:
-                return self._settled(candidate)
+                us = candidate.bound.sample(temperature, 1)
+                self._collect(candidate)
+                if all(_same_bits(self.arena.tensors[name], seen) for name, seen in candidate.accepted.items()):
+                    self._conclude_kept(candidate)
+                self.buffers.synchronise()
+                return us
         self.buffers.synchronise()
-        return self._settled(candidate)
-
-    def _settled(self, candidate: _Candidate) -> float:
-        """Microseconds of one cold launch, with its results in place: no launch is under way afterwards."""
-        assert candidate.bound is not None
-        us = candidate.bound.sample("cold", 1)
+        us = candidate.bound.sample(temperature, 1)
         self._collect(candidate)
         return us
 
-    def begin(self, name: str) -> None:
+    def _compare_pairs(self, candidate: _Candidate) -> None:
+        """Concludes a candidate that is right on new inputs, but only slowly: it recalls those that it was timed on.
+
+        One may have stopped to recall when the samples were done, so that the last pairs are also left out.
+        """
+        for temperature, aside in candidate.aside.items():
+            last = candidate.last_pairs if temperature == "cold" else []
+            for pairs in (aside.pairs, [*aside.pairs, *last], last):
+                self._compare(candidate, temperature, [one for one in pairs if min(one) > 0.0])
+
+    def _compare(self, candidate: _Candidate, temperature: Temperature, pairs: Sequence[Pair]) -> None:
+        if not pairs:
+            return
+        surely, likely = surely_slower(pairs), median(new / timed for timed, new in pairs)
+        candidate.metrics.setdefault(f"new_over_timed.{temperature}", likely)
+        if (surely or 0.0) <= MAX_NEW_OVER_TIMED and likely <= MAX_MEDIAN_OVER_TIMED:
+            return
+        least = f"surely at least {surely:.4g}" if surely else "too few to be surer"
+        candidate.conclude(
+            "failed",
+            f"{temperature}: a launch on inputs that it had not seen took {likely:.4g} times as long as one on those "
+            f"that it was timed on (median of {len(pairs)} pairs, {least}); at most {MAX_NEW_OVER_TIMED:g} times as "
+            "long is believed: it recalls an earlier result, so that what was timed is not the work",
+        )
+
+    def begin(self, name: str, temperature: Temperature | None) -> None:
         """See Watch."""
-        self.current = self.candidates[name]
+        self.current = candidate = self.candidates[name]
+        self.turn = temperature
+        if temperature is not None:
+            if temperature not in candidate.aside:
+                candidate.aside[temperature] = _Aside(secrets.randbelow(max(1, self.settings.policy.min_rounds)))
+            candidate.aside[temperature].first = bool(secrets.randbelow(2))
+            if candidate.aside[temperature].first:
+                self._step_aside(candidate, temperature)
         self.stages.enter(name, "being timed", 60.0)
         self._poison()
 
@@ -447,6 +531,8 @@ class _CaseBench:
             candidate.differing_turns += 1
         if not self.arena.intact() or (not same and candidate.differing_turns <= MAX_JUDGED_TURNS):
             self._judge(candidate, "in a timed replay: ")
+        if self.turn is not None and not candidate.aside[self.turn].first:
+            self._step_aside(candidate, self.turn)
         return candidate.sentence or None
 
     def _judge(self, candidate: _Candidate, when: str) -> None:
@@ -454,7 +540,7 @@ class _CaseBench:
         judgement = compared(
             self.spec, self.expected, {name: self.arena.tensors[name] for name in self.expected.oracle}
         )
-        candidate.metrics = {**judgement.metrics, "differing_turns": float(candidate.differing_turns)}
+        candidate.metrics |= {**judgement.metrics, "differing_turns": float(candidate.differing_turns)}
         wrong = complaints(self.arena, self.expected, judgement)
         if wrong or not judgement.passed:
             candidate.conclude("failed", f"{when}{wrong}")

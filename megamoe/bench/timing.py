@@ -100,6 +100,8 @@ MAX_STRAYS: Final = 0.05
 # MIN_TO_FOLLOW or more launches in a row must take more than MIN_GROWTH times as long as one.
 MIN_TO_FOLLOW: Final = 8
 MIN_GROWTH: Final = 2.0
+# Of a wrong answer of surely_slower.
+MAX_CHANCE: Final = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +116,8 @@ class Contender:
 class Watch(Protocol):
     """Prepares and checks memory around each turn, untimed."""
 
-    def begin(self, name: str) -> None:
-        """Prepares the outputs for the turn of contender `name`."""
+    def begin(self, name: str, temperature: Temperature | None) -> None:
+        """Prepares the outputs for the turn of contender `name`; no temperature: its samples will not count."""
         ...
 
     def end(self, name: str) -> str | None:
@@ -169,6 +171,20 @@ def relative_error(samples: Sequence[float], rounds: Sequence[int]) -> float:
     return max(within, between) / median(samples)
 
 
+def surely_slower(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """How many times as long the second of a pair takes, at least: a lower bound on the median of the ratios.
+
+    It is one of the ratios. That so many of them would lie above the median has a probability of at most MAX_CHANCE,
+    whatever their distribution. None if the pairs are too few for that.
+    """
+    ratios = sorted(second / first for first, second in pairs)
+    below, chance = 0, 0.5 ** len(ratios)
+    while chance <= MAX_CHANCE:
+        below += 1
+        chance += math.comb(len(ratios), below) * 0.5 ** len(ratios)
+    return ratios[below - 1] if below else None
+
+
 def take(
     contenders: Mapping[str, Contender], watch: Watch, throttled: Callable[[], str | None], policy: Policy = Policy()
 ) -> list[Series]:
@@ -183,7 +199,7 @@ def take(
     for temperature, group in table.items():
         group.update({name: Series(name, temperature) for name in contenders})
     for name, contender in contenders.items():
-        watch.begin(name)
+        watch.begin(name, None)
         _calibrate(table["hot"][name], contender.stopwatch, policy)
         _fail_both(table, name, watch.end(name))
     names = list(contenders)
@@ -229,7 +245,7 @@ def _turn(
     series: Series, number: int, contender: Contender, watch: Watch, throttled: Callable[[], str | None], policy: Policy
 ) -> str | None:
     """One turn. A sentence if it left wrong outputs."""
-    watch.begin(series.name)
+    watch.begin(series.name, series.temperature)
     throttled()
     if series.temperature == "hot":
         # Warm up: the contender before has filled the L2.

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn, cast, get_args
 
 import typer
 
-from megamoe.cli.options import Sought, with_options
+from megamoe.cli.options import MAX_TIMEOUT_S, Sought, bounded, with_options
 from megamoe.cli.terminal import complain, console
 from megamoe.contract import TARGETS, UnsupportedError
 from megamoe.contract.machine import KernelFault, LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
 from megamoe.export.findings import CheckedRun, Format, read_findings, rendered
 from megamoe.findings import KernelFinding, Ledger
+from megamoe.judge.run import DEFAULT_TIMEOUT_S
 from megamoe.records.files import write_file
 from megamoe.records.lines import RecordError
 
@@ -32,6 +37,8 @@ _ARRAY = re.compile(r"(\w+)\[(\d+)\]")
 
 ONE, BLOCK = "1", "128"
 MAX_ELEMENTS = 1 << 28
+MAX_SMEM = 1 << 20
+"""More than any CTA has; the machine says how much that is."""
 
 Sources = Annotated[list[str], typer.Argument(metavar="KERNEL.ptx|KERNEL.cu|TEST.py[::NAME]", help="What to check.")]
 Target = Annotated[str, typer.Option("--target", metavar="NAME", help="sm_90a or sm_100a.")]
@@ -41,6 +48,16 @@ Schedule = Annotated[
 ]
 Entry = Annotated[str | None, typer.Option("--entry", metavar="NAME", help="Launch this kernel, not just read all.")]
 Sizes = Annotated[str, typer.Option(metavar="X[,Y[,Z]]")]
+Bytes = Annotated[int, typer.Option("--smem", parser=bounded(int, 0, MAX_SMEM), metavar="BYTES")]
+LaunchLimit = Annotated[
+    float,
+    typer.Option(
+        "--timeout",
+        parser=bounded(float, 0.1, MAX_TIMEOUT_S),
+        metavar="SECONDS",
+        help="Host seconds a launch.",
+    ),
+]
 Arg = Annotated[
     list[str] | None,
     typer.Option("--arg", metavar="VALUE", help="An argument: f32[1024] (random), u64[4] (zeros), 3.0, null."),
@@ -50,8 +67,8 @@ Arg = Annotated[
 @with_options
 def check(
     sources: Sources, sought: Sought, target: Target = "sm_100a", schedule: Schedule = None, entry: Entry = None,
-    grid: Sizes = ONE, block: Sizes = BLOCK, cluster: Sizes = ONE, smem: Annotated[int, typer.Option(min=0)] = 0,
-    arg: Arg = None,
+    grid: Sizes = ONE, block: Sizes = BLOCK, cluster: Sizes = ONE, smem: Bytes = 0,
+    arg: Arg = None, timeout: LaunchLimit = DEFAULT_TIMEOUT_S,
 ) -> None:  # fmt: skip
     """Looks for rules that kernels break. Exit status: 0 none, 1 findings that count, 2 input that cannot be used.
 
@@ -77,12 +94,14 @@ def check(
     for kernel in kernels:
         try:
             if entry is None:
-                _read(kernel, target, checked)
+                _read(kernel, target, checked, timeout)
             else:
-                launch = _AskedLaunch(entry, _sizes(grid), _sizes(block), _sizes(cluster), smem, arg or [])
+                launch = _AskedLaunch(entry, _sizes(grid), _sizes(block), _sizes(cluster), smem, arg or [], timeout)
                 _launched(kernel, target, launch, schedule or list(SCHEDULES), checked)
         except LaunchRefusedError as refused:
             _unusable(f"{kernel}: {refused}")
+        except _TimeIsUpError as late:
+            checked.failures.append(f"{kernel}: {late}")
     for name in (schedule or ["eager"]) if tests else []:
         _tested(tests, target, name, sought, checked)
     _write(checked, sought)
@@ -91,7 +110,7 @@ def check(
 
 @dataclass(frozen=True, slots=True)
 class _AskedLaunch:
-    """The launch that the options ask for; `args` as they are written."""
+    """The launch that the options ask for; `args` as they are written, `timeout` in host seconds."""
 
     entry: str
     grid: tuple[int, ...]
@@ -99,6 +118,7 @@ class _AskedLaunch:
     cluster: tuple[int, ...]
     smem: int
     args: list[str]
+    timeout: float
 
 
 def _ledger(target: str, sought: Sought) -> Ledger:
@@ -133,12 +153,36 @@ def _sizes(text: str) -> tuple[int, ...]:
         _unusable(f"{text!r} is no size; write 8 or 8,2,1")
 
 
-def _read(kernel: str, target: str, checked: CheckedRun) -> None:
+class _TimeIsUpError(BaseException):
+    """Raised in the middle of whatever runs, which must not take it for an error of its own."""
+
+
+@contextmanager
+def _at_most(seconds: float, where: Callable[[], str]) -> Iterator[None]:
+    """_TimeIsUpError, with what `where` says, after so many seconds. In another thread than the main one: no limit."""
+
+    def up(*_: object) -> None:
+        found = where()
+        raise _TimeIsUpError(f"no end within {seconds:g} host seconds{f': {found}' if found else ''}")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None:
     """Bind every entry."""
     from megamoe.vm import Device, as_ptx, sentences
 
     device = Device(target)
-    with sentences(device.machine):
+    with sentences(device.machine), _at_most(timeout, device.machine.whereabouts):
         ptx = as_ptx(Path(kernel), target)
         if not device.machine.entries(ptx):
             _unusable(f"{kernel} holds no kernel: there is no .entry in it")
@@ -163,10 +207,14 @@ def _launched(kernel: str, target: str, launch: _AskedLaunch, schedules: list[st
         try:
             device = Device(target, schedule=name)
             device.ledger, device.reported = checked.ledger, _gathered
-            device.launch(Path(kernel), launch.entry, launch.grid, launch.block, *args, cluster=launch.cluster,
-                          smem=launch.smem)  # fmt: skip
+            with _at_most(launch.timeout, device.machine.whereabouts):
+                device.launch(Path(kernel), launch.entry, launch.grid, launch.block, *args, cluster=launch.cluster,
+                              smem=launch.smem)  # fmt: skip
         except KernelFault:
             continue
+        except _TimeIsUpError as late:
+            checked.failures.append(f"{kernel}: under the schedule {name}: {late}")
+            return
         except UnsupportedError as lacking:
             checked.failures.append(f"{kernel}: under the schedule {name}: {lacking}")
             return

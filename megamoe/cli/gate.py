@@ -35,9 +35,9 @@ from megamoe.gate.baseline import VM_BASELINE, Baseline, baseline_for, read_base
 from megamoe.gate.counters import Claim, against_baseline
 from megamoe.gate.evidence import checked
 from megamoe.gate.expected import Expectation, stale_entries
-from megamoe.gate.shards import Absent, absent_shards, shards_twice
+from megamoe.gate.shards import Absent, Again, absent_shards, shards_twice
 from megamoe.gate.verdict import Finding, Verdict, judge_run, open_line
-from megamoe.records.files import RUNS, RecordFile, check_place, newest_run, read_records
+from megamoe.records.files import RUNS, RecordFile, check_place, files_in, newest_run, read_records
 from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader, Signature
 from megamoe.records.provenance import digests_of, git_revision
 from megamoe.records.shards import Nth, cut_now
@@ -46,7 +46,10 @@ from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, SelectionError, owed_rows, parse_row
 from megamoe.spec.spec import Spec
 
-Files = Annotated[list[Path] | None, typer.Argument(metavar="RECORDS", help="Record files; none: run the rows now.")]
+Files = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="RECORDS", help="Record files, or folders; none: run the rows now."),
+]
 BaselineFile = Annotated[
     Path | None,
     typer.Option("--baseline", metavar="FILE", help="Baseline.  [default: results/baselines/vm.jsonl, for our specs]"),
@@ -74,7 +77,7 @@ def gate(
 ) -> None:
     """Holds a run against the rows that it owed and against the baseline: the smoke profile, run now, or record files.
 
-    Record files owe the rows of the options or, with none, those that their runs owed, of shards the whole set's.
+    Records owe the rows of the options or, with none, those that their runs owed, of shards the whole set's.
     """
     out = console()
     for place, what in ((junit, "JUnit XML to"), (output, "records to")):
@@ -95,15 +98,17 @@ def gate(
         done = conduct(known, plan, How(specs, effort.jobs, effort.timeout, expected=expected, ray=effort.ray))
     command = _accept_command(records or ([done.path] if done else []), baseline, specs)
     with _nothing_collected():
-        files = [read_records(path) for path in records or ()]
+        files = [read_records(path) for path in files_in(records or ())]
         files += [_of_run(done)] if done else []
         taken = checked(files, digests_of(specs, expected), known)
-        evidence = _evidence(taken.files, Asked() if done else asked, known, share.nth)
+        evidence = _evidence(
+            taken.files, Asked() if done else asked, known, _shard_command(taken.files, rules), share.nth
+        )
         verdict = _verdict(evidence, known, expectations, held, lambda row: command(str(row)), specs)
     unsigned = [] if keys is None else [text for file in files for text in _unsigned(file, keys)]
     taken = replace(taken, findings=(*taken.findings, *(Finding("evidence", text) for text in unsigned)))
     verdict = verdict.with_findings((*taken.findings, *evidence.elsewhere), strict)
-    for note in (*taken.notes, *evidence.notes):
+    for note in evidence.notes:
         out.print(note, markup=False)
     print_verdict(verdict, evidence.records, summed_up=done.cut_short if done else "")
     if verdict.passed:
@@ -176,9 +181,9 @@ def _of_run(done: Conducted) -> RecordFile:
 
 
 def _evidence(
-    files: Sequence[RecordFile], asked: Asked, known: Mapping[str, Spec], nth: Nth | None = None
+    files: Sequence[RecordFile], asked: Asked, known: Mapping[str, Spec], again: Again, nth: Nth | None = None
 ) -> _Evidence:
-    """`nth`: the one shard that is meant; None if what the files hold shall be whole."""
+    """`nth`: the one shard that is meant; None if what the files hold shall be whole. `again`: see absent_shards."""
     headers = [header for file in files for header in file.headers]
     selections = [asked.selection()] if asked.anything else [selection_in(header) for header in headers]
     if not selections:
@@ -186,7 +191,7 @@ def _evidence(
     owed = {selection: owed_rows(known, selection) for selection in selections}
     held = [] if asked.anything or nth else list(zip(headers, (owed[one] for one in selections), strict=True))
     records = _all_records(files)
-    absent = absent_shards(held, {record.row for record in records}, cut_now)
+    absent = absent_shards(held, {record.row for record in records}, cut_now, again)
     absent = replace(absent, findings=(*absent.findings, *shards_twice(headers, records)))
     if nth is not None:
         owed = {selection: [*cut_now(rows, nth.count).shards[nth.index - 1]] for selection, rows in owed.items()}
@@ -206,6 +211,26 @@ def _evidence(
         elsewhere,
         absent,
     )
+
+
+def _shard_command(files: Sequence[RecordFile], rules: Rules) -> Again:
+    """Commands for shards of the runs in `files`: whole, so that they can be pasted where these files were made."""
+    timed = {line.run for file in files for line in file.timings}
+    given = [("--specs", rules.specs), ("--expected", rules.expected)]
+    extra = [word for option, path in given if path is not None for word in (option, str(path))]
+
+    def command(header: RunHeader, index: str) -> str:
+        assert header.shard is not None
+        # The index of many is a variable of a shell, which quotes would hide.
+        tail = f"--shard {index}/{header.shard.count} {shlex.join(['--run-set', header.shard.run_set, *extra])}"
+        try:
+            options = selection_in(header).options
+        except SelectionError:
+            return f"as {header.run} was run, with {tail}"
+        start = ["nox", "-s", "bench", "--"] if header.run in timed else ["megamoe", "run"]
+        return f"{shlex.join([*start, *options])} {tail}"
+
+    return command
 
 
 def _all_records(files: Sequence[RecordFile]) -> list[Record]:
@@ -309,7 +334,7 @@ def accept(
     text = _checked(reason)
     if bool(rows) == bool(all_of):
         raise SelectionError("name rows as the gate prints them, or give --all-of CASE-GLOB, and not both")
-    seen = seen_in([read_records(path) for path in records or _newest()])
+    seen = seen_in([read_records(path) for path in files_in(records or _newest())])
     owed = frozenset(owed_rows(load_specs(specs), Selection()))
     wanted = (
         [parse_row(row) for row in _quoted(rows)]

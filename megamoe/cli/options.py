@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from typing import Annotated, TypeVar, get_type_hints
 
 import typer
 from typer.models import OptionInfo
@@ -18,6 +18,7 @@ from megamoe import CHECKOUT
 from megamoe.contract import TARGETS, backend_names, executor_names
 from megamoe.gate.expected import Expectation, read_expected
 from megamoe.judge.run import DEFAULT_TIMEOUT_S
+from megamoe.records.lines import shortened
 from megamoe.records.shards import Nth
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import SpecError
@@ -51,6 +52,26 @@ def _names(
     return typer.Option(option, metavar=metavar, help=text, autocompletion=_completed(known) if known else None)
 
 
+Number = TypeVar("Number", int, float)
+
+
+def bounded(kind: Callable[[str], Number], least: Number, most: Number) -> Callable[[object], Number]:
+    """A parser of an option: a number of `kind` from `least` to `most`, or a sentence with what was written."""
+    what = "whole number" if kind is int else "number"
+
+    def parsed(text: object) -> Number:
+        try:
+            value = kind(str(text))
+        except ValueError:
+            value = None
+        # NaN is not within any bounds.
+        if value is None or not least <= value <= most:
+            raise typer.BadParameter(f"{shortened(repr(str(text)))} is no {what} from {least:,} to {most:,}")
+        return value
+
+    return parsed
+
+
 _Names = list[str] | None
 Ops = Annotated[_Names, _names("--op", "OP", "Only this op.", "all", load_specs)]
 Cases = Annotated[_Names, _names("--case", "ID", "This case, instead of a profile's.", "the profile's", _case_ids)]
@@ -67,8 +88,13 @@ Schedules = Annotated[
 ]
 JOBS = os.cpu_count() or 1
 Specs = Annotated[Path | None, _names("--specs", "FOLDER", "Folder of the specs.", "specs of the checkout")]
-Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Worker processes.")]
-TimeLimit = Annotated[float, typer.Option("--timeout", min=0.1, help="Host seconds a row.")]
+MAX_JOBS = 1024
+MAX_TIMEOUT_S = 7 * 24 * 3600
+Jobs = Annotated[int, typer.Option("--jobs", parser=bounded(int, 1, MAX_JOBS), metavar="N", help="Worker processes.")]
+TimeLimit = Annotated[
+    float,
+    typer.Option("--timeout", parser=bounded(float, 0.1, MAX_TIMEOUT_S), metavar="SECONDS", help="Host seconds a row."),
+]
 Ray = Annotated[
     str | None,
     typer.Option("--ray", metavar="ADDRESS", help='Rows as tasks of this Ray cluster; "local": of one on this host.'),

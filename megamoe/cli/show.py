@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megamoe import CHECKOUT
-from megamoe.cli.options import Ops, Specs, Wheres, find_modules_of_the_user
+from megamoe.cli.options import Ops, Specs, Wheres, bounded, find_modules_of_the_user
 from megamoe.cli.terminal import Terminal, console
 from megamoe.contract import (
     TARGETS,
@@ -266,7 +266,9 @@ def _one_line(error: BaseException) -> str:
 
 
 def schema(
-    version: Annotated[int, typer.Option("--version", metavar="N", help="Of this version.")] = SCHEMA_VERSION,
+    version: Annotated[
+        int, typer.Option("--version", parser=bounded(int, 0, 10**6), metavar="N", help="Of this version.")
+    ] = SCHEMA_VERSION,
 ) -> None:
     """Prints the JSON Schema of a line of a record file; results/schema holds what it prints."""
     from megamoe.records.lines import VERSIONS, record_schema

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from megamoe.contract import STATUSES, Row, Status
 from megamoe.gate.verdict import Finding, Verdict
-from megamoe.records.lines import Record
+from megamoe.records.lines import MAX_LINE_TEXT, Record, shortened
 
 PLAIN_LINE_EVERY_S = 10.0
 MIN_FOLDED = 3
@@ -70,8 +70,8 @@ def console(quiet: bool = False) -> Console:
 
 
 def complain(text: str) -> None:
-    """Prints one sentence on stderr."""
-    print(printable(text), file=sys.stderr)
+    """Prints one sentence on stderr; of one that repeats a long option or file, the beginning."""
+    print(printable(shortened(text, MAX_LINE_TEXT)), file=sys.stderr)
 
 
 def in_ci() -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megamoe import CHECKOUT
-from megamoe.cli.options import Held, Specs, with_options
+from megamoe.cli.options import Held, Specs, bounded, with_options
 from megamoe.cli.terminal import console
 from megamoe.records.files import write_file
 from megamoe.records.lines import RecordError
@@ -44,7 +44,9 @@ def compare(
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="AMBIGUOUS fails as well.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Show the rows that are the same, too.")] = False,
-    most: Annotated[int, typer.Option("--most", min=0, metavar="N", help="Show at most N rows.")] = 100,
+    most: Annotated[
+        int, typer.Option("--most", parser=bounded(int, 0, 10**6), metavar="N", help="Show at most N rows.")
+    ] = 100,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it as JSON.")] = None,
     markdown_file: Annotated[
         Path | None, typer.Option("--markdown", metavar="FILE", help="Write it as a comment on a change.")

@@ -189,6 +189,10 @@ class KernelMachine(Protocol):
     @property
     def rules(self) -> Mapping[str, RuleLike]: ...
 
+    def whereabouts(self) -> str:
+        """Where the launch is that runs now, for who has waited too long; "" if none runs."""
+        ...
+
     def entries(self, ptx: str) -> Mapping[str, Sequence[Parameter]]:
         """The kernels of a module and their parameters."""
         ...

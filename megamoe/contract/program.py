@@ -182,11 +182,14 @@ class PythonProgram:
     """Somebody else's kernel behind a Python call. It runs on a device only: there is no PTX for a machine.
 
     `prepare(tensors)` does once what is not timed. `software`: package -> version of what runs, for the record.
+    `prepares`: inputs that `prepare` has brought into another form, so that the call no longer reads the tensors. A
+    benchmark changes the others, and the results must follow.
     """
 
     target: Target
     prepare: Callable[[Mapping[str, torch.Tensor]], PreparedCall]
     software: Mapping[str, str]
+    prepares: tuple[str, ...] = ()
     ptx: None = None
 
 

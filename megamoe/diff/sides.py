@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from megamoe.contract import DeviceFacts
-from megamoe.records.files import RecordFile, parse_records, read_records
+from megamoe.records.files import RecordFile, files_in, parse_records, read_records
 from megamoe.records.keys import Key, KeyedLine
 from megamoe.records.lines import BASELINE_RUN, AnyLine, Figures, Record, RunHeader, Timing
 
@@ -61,13 +61,8 @@ def read_side(name: str, root: Path | None = None) -> Side:
     if not name:
         raise ComparisonError("a side has an empty name; give a record file, a folder of them, or a git revision")
     path = Path(name)
-    if path.is_dir():
-        files = sorted(path.glob("*.jsonl"))
-        if not files:
-            raise ComparisonError(f"there is no *.jsonl in the folder {name}")
-        return Side(name, tuple(read_records(file) for file in files))
     if path.exists():
-        return Side(name, (read_records(path),))
+        return Side(name, tuple(read_records(file) for file in files_in([path])))
     return _tracked(name, root or Path.cwd())
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from megamoe.contract.machine import Grade
+from megamoe.contract.plain import plain_bytes
 from megamoe.findings import KernelFinding, Ledger, SourceLine
 
 Format = Literal["text", "json", "sarif", "junit"]
@@ -103,7 +104,7 @@ def _reason(ledger: Ledger, finding: KernelFinding) -> str | None:
 def read_findings(path: Path) -> list[KernelFinding]:
     """The findings of a file in JSON. ValueError for one that is none."""
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = json.loads(plain_bytes(path))
         if document["megamoe_findings"] != _FORMAT:
             raise KeyError("megamoe_findings")
         return [KernelFinding.from_plain(one) for one in document["findings"]]

@@ -1,7 +1,9 @@
 """Whether lines are evidence at all: of a run whose header is there, about these specs and this code, and in themselves
 consistent. results/attacks.md says what a person who can write the file may still forge, unless it is signed.
 
-A run whose header has no digests is of an older megamoe. Its lines are taken as they are, and the gate says so.
+A run whose header has no digests is of an older megamoe. Where its lines are of an older schema too, or its file is
+committed as it is, they are taken as they are, and the gate says so; a strict gate closes. Elsewhere any gate closes:
+whoever takes the digests out of a header would else be believed.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from megamoe.contract import Case, Row
 from megamoe.gate.verdict import Finding
 from megamoe.records.files import RecordFile
 from megamoe.records.lines import ERRORS, Figures, Record, RunHeader, Timing
+from megamoe.records.provenance import committed
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.spec import Spec
 
@@ -23,6 +26,11 @@ CLOSING: Final = {"specs": "the specs", "expected": "the expected failures"}
 """Digests that must be ours: other bars, or other excuses, would be another question."""
 MAX_FINDINGS: Final = 20
 """Of one file: after these, one sentence says how many more there are."""
+MAX_BAR: Final = 0.5
+"""Of an error: outputs that are all zero have one of 1. The largest bar of the tracked records is 0.021."""
+CODES: Final = "u8"
+EXACT: Final = frozenset({"exact_sums"})
+"""Distributions of inputs whose outputs may be held to the oracle bit for bit, as codes are (the ops' `latitude`)."""
 MACHINE: Final = "vm"
 NEVER_ZERO: Final = ("minimum_bytes", "instructions_control")
 """Counters that every run on the machine has: a kernel that ends has executed an instruction that ends it."""
@@ -30,18 +38,16 @@ NEVER_ZERO: Final = ("minimum_bytes", "instructions_control")
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The files without the lines that count for nothing, what closes the gate, and notes for the reader."""
+    """The files without the lines that count for nothing, and what closes the gate or asks for a run."""
 
     files: tuple[RecordFile, ...]
     findings: tuple[Finding, ...]
-    notes: tuple[str, ...]
 
 
 def checked(files: Sequence[RecordFile], ours: Mapping[str, str], specs: Mapping[str, Spec]) -> Checked:
     """`files` as evidence. `ours`: the digests of what is here now."""
     kept: list[RecordFile] = []
     findings: list[Finding] = []
-    notes: list[str] = []
     headers = [header for file in files for header in file.headers]
     for run, count in Counter(header.run for header in headers).items():
         if count > 1:
@@ -58,10 +64,7 @@ def checked(files: Sequence[RecordFile], ours: Mapping[str, str], specs: Mapping
     for header in known.values():
         if header.digests:
             findings += _of_others(header, ours)
-        else:
-            notes.append(
-                f"run {header.run} of megamoe {header.megamoe} has no digests: its lines are taken as they are"
-            )
+    findings += [_undated(header, file) for file in kept for header in file.headers if not header.digests]
     new = {run for run, header in known.items() if header.digests}
     for file in kept:
         found = list(_of_lines(file, new, specs))
@@ -69,11 +72,18 @@ def checked(files: Sequence[RecordFile], ours: Mapping[str, str], specs: Mapping
         findings += found[:MAX_FINDINGS]
         findings += [_closing(f"{file.path}: {more} more lines are no evidence")] if more > 0 else []
     findings += _of_digests([line for file in kept for line in file.lines if line.run in new])
-    return Checked(tuple(kept), tuple(findings), tuple(notes))
+    return Checked(tuple(kept), tuple(findings))
 
 
 def _closing(sentence: str, row: Row | None = None) -> Finding:
     return Finding("evidence", sentence, row)
+
+
+def _undated(header: RunHeader, file: RecordFile) -> Finding:
+    told = f"run {header.run} of megamoe {header.megamoe} has no digests"
+    if header.run in file.older or committed(file.path):
+        return Finding("revision", f"{told}: its lines are taken as they are", closes=False)
+    return _closing(f"{told}, and {file.path} is not committed: nothing says what its rows were held to; run it again")
 
 
 def _of_others(header: RunHeader, ours: Mapping[str, str]) -> Iterator[Finding]:
@@ -112,7 +122,7 @@ def _outputs(record: Record, spec: Spec, case: Case) -> str:
     tensors = spec.tensors_of(case)
     metrics = record.metrics
     for name in (name for name, tensor in tensors.items() if tensor.role == "output"):
-        if f"{name}.wrong" in metrics:
+        if f"{name}.wrong" in metrics and (tensors[name].dtype == CODES or case.inputs in EXACT):
             if metrics[f"{name}.wrong"] != 0:
                 return f"{metrics[f'{name}.wrong']:g} elements of {name} are wrong"
             continue
@@ -120,6 +130,8 @@ def _outputs(record: Record, spec: Spec, case: Case) -> str:
             seen, bar = metrics.get(f"{name}.{error}"), metrics.get(f"{name}.{error}.bar")
             if seen is None or bar is None:
                 return f"it has no {error} error of {name}, or no bar"
+            if bar > MAX_BAR:
+                return f"the bar of the {error} error of {name} is {bar:g}, and none is above {MAX_BAR}"
             if not 0 <= seen <= bar:
                 return f"the {error} error of {name} is {seen:g}, and its bar {bar:g}"
         cosine = metrics.get(f"{name}.cosine")

@@ -3,7 +3,6 @@ row; more than MAX_NAMED of them are one sentence together."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -17,6 +16,8 @@ from megamoe.spec.selection import SelectionError
 _Member = tuple[RunHeader, Shard, Sequence[Row]]
 Cutter = Callable[[Sequence[Row], int], Cut]
 """How rows are cut into that many shards here and now."""
+Again = Callable[[RunHeader, str], str]
+"""The command that runs another shard of the run set of a header: at this index, which may be a word of a shell."""
 MAX_NAMED: Final = 8
 """Missing shards of a run set that have a sentence each."""
 
@@ -30,11 +31,11 @@ class Absent:
 
 
 def absent_shards(
-    headers: Iterable[tuple[RunHeader, Sequence[Row]]], recorded: Collection[Row], cutter: Cutter
+    headers: Iterable[tuple[RunHeader, Sequence[Row]]], recorded: Collection[Row], cutter: Cutter, again: Again
 ) -> Absent:
     """What is not there of the run sets that `headers` belong to. With each header go the rows of its selection.
 
-    `recorded`: rows that have a record; no finding speaks for one of them.
+    `recorded`: rows that have a record; no finding speaks for one of them. `again`: what a person can do about it.
     """
     sets: dict[str, list[_Member]] = {}
     for header, rows in headers:
@@ -53,9 +54,9 @@ def absent_shards(
         if missing:
             of = _rows_by_shard(shard, rows, recorded, cutter)
             if len(missing) <= MAX_NAMED:
-                findings += [_missing(header, shard, index, of.get(index)) for index in missing]
+                findings += [_missing(shard, index, of.get(index), again(header, str(index))) for index in missing]
             else:
-                findings.append(_many_missing(header, shard, missing))
+                findings.append(_many_missing(shard, missing, again(header, "$index")))
             spoken_for.update(row for index in missing for row in of.get(index, of.get(0, [])))
         elif sum(there.values()) != len(rows):
             told = f"run set {name} owed {sum(there.values())} rows when it began, its selection holds {len(rows)} now"
@@ -93,18 +94,25 @@ def _rows_by_shard(
     return {index: [row for row in part if row in unseen] for index, part in enumerate(now.shards, 1)}
 
 
-def _missing(header: RunHeader, shard: Shard, index: int, rows: Sequence[Row] | None) -> Finding:
+def _missing(shard: Shard, index: int, rows: Sequence[Row] | None, command: str) -> Finding:
     count = "rows that are not known any more" if rows is None else f"{len(rows)} rows" if len(rows) != 1 else "1 row"
-    again = shlex.join(["--shard", f"{index}/{shard.count}", "--run-set", shard.run_set])
     told = f"shard {index}/{shard.count} of run set {shard.run_set} is in no file: {count}"
-    return Finding("missing", f"{told}. Run it as {header.run} was run, with {again}")
+    return Finding("missing", f"{told}. Run it: {command}")
 
 
-def _many_missing(header: RunHeader, shard: Shard, missing: Sequence[int]) -> Finding:
+def _many_missing(shard: Shard, missing: Sequence[int], command: str) -> Finding:
     named = ", ".join(map(str, missing[:MAX_NAMED]))
-    again = shlex.join(["--shard", f"INDEX/{shard.count}", "--run-set", shard.run_set])
     told = f"{len(missing)} of the {shard.count} shards of run set {shard.run_set} are in no file: {named} and others"
-    return Finding("missing", f"{told}. Run each as {header.run} was run, with {again}")
+    loop = f"for index in {' '.join(_in_words(missing))}; do {command}; done"
+    return Finding("missing", f"{told}. Run them: {loop}")
+
+
+def _in_words(numbers: Sequence[int]) -> Iterator[str]:
+    """Rising numbers as words of a shell, those that follow each other as one."""
+    ends = [at for at, one in enumerate(numbers, 1) if at == len(numbers) or numbers[at] != one + 1]
+    for start, end in zip([0, *ends], ends, strict=False):
+        first, last = numbers[start], numbers[end - 1]
+        yield str(first) if first == last else f"$(seq {first} {last})"
 
 
 def _of_two_trees(name: str, found: Sequence[_Member]) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol
@@ -264,13 +264,17 @@ class Arena:
         for name in self.outputs:
             _fill(self._plots[name].body, self._plots[name].layout.dtype)
 
+    def scalable(self, without: Collection[str] = ()) -> list[str]:
+        """The inputs that scaled_inputs changes."""
+        return [name for name in self._seals if name not in without and self.tensors[name].dtype.is_floating_point]
+
     @contextmanager
-    def scaled_inputs(self, seed: int) -> Iterator[None]:
+    def scaled_inputs(self, seed: int, without: Collection[str] = ()) -> Iterator[None]:
         """Within it, every floating-point input is multiplied by a number of _SCALES, another one for each.
 
-        `seed` draws the numbers: the same ones give the same inputs, bit for bit.
+        `seed` draws the numbers: the same ones give the same inputs, bit for bit. `without`: inputs that stay.
         """
-        floats = [name for name in self._seals if self.tensors[name].dtype.is_floating_point]
+        floats = self.scalable(without)
         given = {name: self.tensors[name].clone() for name in floats}
         for name, scale in zip(floats, random.Random(seed).sample(_SCALES, len(floats)), strict=True):
             self.tensors[name].mul_(scale)

@@ -85,11 +85,12 @@ class GuardedRun:
 @dataclass(frozen=True, slots=True)
 class Built:
     """A program, and what runs it. `call`: the number of a Python call in the process that built it; there is no
-    program here then. `software`: what a Python call names as the packages that run."""
+    program here then. `software`: what a Python call names as the packages that run; `prepares`: see PythonProgram."""
 
     program: AnyProgram | None
     call: int | None = None
     software: Mapping[str, str] = field(default_factory=dict[str, str])
+    prepares: frozenset[str] = frozenset()
 
     @property
     def ptx(self) -> str | None:

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, "torch.Tensor"]
 NO_LIMIT_S: Final = 24 * 3600.0
 MIN_MEMORY: Final = 4 << 30
+MAX_PROCESSES: Final = 256
+"""Of a runner at a time, with itself; a compiler takes a handful."""
+MAX_WRITTEN: Final = 16 << 30
+"""Bytes that a runner may write to files from its first row to its last, besides MAX_FILE_BYTES of one."""
 PACKAGE: Final = Path(__file__).resolve().parents[1]
 
 
@@ -69,7 +73,8 @@ class Processes:
         asked = {"backend": row.backend, "case": told_case(case), "target": target}
         answer = builder.ask(requests.BUILD, asked, _left(deadline))
         if "number" in answer.told:
-            return Built(None, int(answer.told["number"]), dict(answer.told["software"]))
+            told = answer.told
+            return Built(None, int(told["number"]), dict(told["software"]), frozenset(told["prepares"]))
         try:
             return Built(decoded(answer))
         except WireError as error:
@@ -160,7 +165,8 @@ class Processes:
         on_device = row.executor == "gpu"
         keys = () if on_device else keys_kept_from(row.backend if kind == "builder" else row.executor)
         hidden = self.hidden + keys + (() if emulates else references())
-        return Confinement(hidden, emulates, **{"memory" if on_vm else "resident": self.memory})
+        memory = {"memory" if on_vm else "resident": self.memory}
+        return Confinement(hidden, emulates, **memory, processes=MAX_PROCESSES, written=MAX_WRITTEN)
 
 
 @cache

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Annotated, cast, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from megamoe.contract.plain import not_plain, plain_bytes
 from megamoe.contract.scratch import unfinished
 from megamoe.records.lines import (
     SCHEMA_VERSION,
@@ -45,11 +46,15 @@ _THIS_VERSION = f'{{"schema_version":{SCHEMA_VERSION},'.encode()
 
 @dataclass(frozen=True, slots=True)
 class RecordFile:
-    """The content of a record file. `torn` is a sentence about a torn last line, None if there is none."""
+    """The content of a record file. `torn` is a sentence about a torn last line, None if there is none.
+
+    `older`: runs all of whose lines were of an older schema.
+    """
 
     path: Path
     lines: tuple[AnyLine, ...]
     torn: str | None
+    older: frozenset[str] = frozenset()
 
     @property
     def headers(self) -> tuple[RunHeader, ...]:
@@ -169,14 +174,21 @@ _LINE: TypeAdapter[AnyLine] = TypeAdapter(Annotated[AnyLine, Field(discriminator
 def read_records(path: Path) -> RecordFile:
     """Reads a record file and reports a torn last line. RecordError, with its number, for any other bad line."""
     try:
-        if path.is_char_device():
-            raise RecordError(f"cannot read records from {path}: it is a device, which may never end")
-        if path.is_fifo():
-            raise RecordError(f"cannot read records from {path}: it is a pipe, to which nobody may ever write")
-        data = path.read_bytes()
+        data = plain_bytes(path, most=None)
     except OSError as error:
         raise RecordError(f"cannot read records from {path}: {error.strerror}") from error
     return parse_records(path, data)
+
+
+def files_in(given: Sequence[Path]) -> list[Path]:
+    """The record files that are named, each once: a folder means the *.jsonl in it. RecordError if it has none."""
+    found: dict[Path, None] = {}
+    for path in given:
+        inside = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not inside:
+            raise RecordError(f"there is no *.jsonl in the folder {path}; name record files, or folders of them")
+        found |= dict.fromkeys(inside)
+    return list(found)
 
 
 def newest_run(home: Path = Path()) -> Path | None:
@@ -191,7 +203,10 @@ def parse_records(path: Path, data: bytes) -> RecordFile:
     torn = None
     if tail:
         torn = f"{path}, line {len(whole) + 1} is torn ({len(tail)} bytes without a newline) and was ignored"
-    return RecordFile(path, tuple(_parse_line(path, number, text) for number, text in enumerate(whole, 1)), torn)
+    lines = tuple(_parse_line(path, number, text) for number, text in enumerate(whole, 1))
+    older = {line.run for line, text in zip(lines, whole, strict=True) if not _of_this_version(text)}
+    newer = {line.run for line, text in zip(lines, whole, strict=True) if _of_this_version(text)} if older else set()
+    return RecordFile(path, lines, torn, frozenset(older - newer))
 
 
 class _VersionError(ValueError):
@@ -226,6 +241,11 @@ def _upgraded(line: object, text: bytes) -> bytes:
     while (version := _version(known)) != SCHEMA_VERSION:
         known = UPGRADES[version](known)
     return json.dumps(known).encode()
+
+
+def _of_this_version(text: bytes) -> bool:
+    """Whether a line that can be read was written in this version's form."""
+    return text.startswith(_THIS_VERSION) or json.loads(text).get("schema_version") == SCHEMA_VERSION
 
 
 def _version(line: dict[str, object]) -> int:
@@ -285,7 +305,7 @@ def write_folder(folder: Path, files: Mapping[str, str], what: str) -> None:
     """
     try:
         if folder.is_symlink():
-            raise OSError(errno.EINVAL, f"it is {_kind_of(folder.lstat().st_mode)}, not a folder")
+            raise OSError(errno.EINVAL, f"{not_plain(folder.lstat().st_mode)} nor a folder")
         if folder.exists() and any(folder.iterdir()):
             raise RecordError(f"{folder} is not empty; give a new folder, as nothing in it is overwritten")
         for name in files:
@@ -322,11 +342,4 @@ def _check_plain(path: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"it is {_kind_of(mode)}, not a plain file")
-
-
-def _kind_of(mode: int) -> str:
-    kinds = {
-        stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
-    }  # fmt: skip
-    return kinds.get(stat.S_IFMT(mode), "a device")
+        raise OSError(errno.EINVAL, not_plain(mode))

@@ -90,6 +90,12 @@ def git_revision(folder: Path) -> str | None:
     return f"{commit}+changes" if _git(folder, "status", "--porcelain", "--untracked-files=no") else commit
 
 
+def committed(path: Path) -> bool:
+    """Whether the file at `path` is tracked by git, and as it was committed."""
+    tracked = _git(path.parent, "ls-files", "--error-unmatch", "--", path.name)
+    return bool(tracked) and _git(path.parent, "diff", "--name-only", "HEAD", "--", path.name) == ""
+
+
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False)

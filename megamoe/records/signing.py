@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megamoe.contract.plain import plain_bytes
 from megamoe.records.lines import RecordError, Signature
 
 if TYPE_CHECKING:
@@ -28,11 +29,12 @@ def private_key(path: Path) -> Ed25519PrivateKey:
     except ImportError:
         raise RecordError(MISSING) from None
     try:
-        found = load_pem_private_key(path.read_bytes(), None)
+        found = load_pem_private_key(plain_bytes(path), None)
     except OSError as error:
         raise RecordError(f"cannot read the key {path}: {error.strerror}") from error
-    except (ValueError, TypeError) as error:
-        raise RecordError(f"{path} holds no private key that can be read without a password: {error}") from None
+    except (ValueError, TypeError):
+        made = "openssl genpkey -algorithm ed25519 makes one"
+        raise RecordError(f"{path} holds no private key that can be read without a password; {made}") from None
     if not isinstance(found, Ed25519PrivateKey):
         raise RecordError(f"{path} holds a key of another kind than Ed25519: openssl genpkey -algorithm ed25519")
     return found
@@ -47,9 +49,11 @@ def signed(run: str, data: bytes, key: Ed25519PrivateKey) -> Signature:
 def trusted_keys(path: Path) -> frozenset[str]:
     """The public keys in a file: hexadecimal, one a line; what follows a # says whose. RecordError for another line."""
     try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"cannot read the trusted keys {path}: {error}") from None
+        lines = plain_bytes(path).decode("utf-8").splitlines()
+    except OSError as error:
+        raise RecordError(f"cannot read the trusted keys {path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise RecordError(f"cannot read the trusted keys {path}: it is no text") from None
     keys = {number: line.partition("#")[0].strip().lower() for number, line in enumerate(lines, 1)}
     for number, key in keys.items():
         if key and (len(key) != 64 or set(key) - set("0123456789abcdef")):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from megamoe.records.lines import Agreement, Figures, Record, Timing
 from megamoe.report.material import Material, Subject
@@ -22,7 +22,7 @@ STEPS = 4095
 _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 RECORD_FIELDS = (
     "case", "subject", "schedule", "run", "status", "sentence", "metrics", "counters", "seconds", "program", "inputs",
-    "bundle",
+    "bundle", "artifact",
 )  # fmt: skip
 TIMING_FIELDS = ("case", "subject", "run", "hot", "status", "sentence", "how", "spread", "samples")
 FIGURES_FIELDS = ("case", "backend", "target", "run", "assembler", "program", "cubin", "kernels")
@@ -87,9 +87,13 @@ class Encoder:
             self._counter_place(line.counters),
             line.judge_host_seconds and round(line.judge_host_seconds, 2),
             line.program_sha256 and self.texts[line.program_sha256],
-            self._inputs[tuple((self.texts[name], self.texts[sha]) for name, sha in line.input_sha256.items())],
+            self._named(line.input_sha256),
             line.bundle and self.texts[line.bundle],
+            self._named(line.artifact),
         ]
+
+    def _named(self, texts: Mapping[str, str]) -> int:
+        return self._inputs[tuple((self.texts[name], self.texts[text]) for name, text in texts.items())]
 
     def _metric_place(self, metrics: Mapping[str, float]) -> int:
         key = (self._names[tuple(metrics)], tuple(number(value) for value in metrics.values()))
@@ -184,6 +188,10 @@ def decode_records(data: Mapping[str, list[list[object]]]) -> Iterator[Json]:
             "status": data["statuses"][_place(found["status"])], "sentence": data["texts"][_place(found["sentence"])],
             "metrics": _named(data, "metrics", found["metrics"]),
             "counters": _named(data, "counters", found["counters"]),
+            "artifact": {
+                str(data["texts"][_place(name)]): data["texts"][_place(text)]
+                for name, text in cast("list[tuple[int, int]]", data["inputs"][_place(found["artifact"])])
+            },
         }  # fmt: skip
 
 

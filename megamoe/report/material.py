@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megamoe.contract import DeviceFacts
-from megamoe.records.files import RUNS, RecordFile, newest_run, read_records
+from megamoe.records.files import RUNS, RecordFile, files_in, newest_run, read_records
 from megamoe.records.keys import Key
 from megamoe.records.lines import (
     BASELINE_RUN,
@@ -100,21 +100,14 @@ def record_files(given: Sequence[Path] = (), home: Path = Path()) -> list[Path]:
     if there is none.
     """
     if given:
-        found = [file for path in given for file in (_in_folder(path) if path.is_dir() else [path])]
-        if not found:
-            raise RecordError(f"there is no *.jsonl in {', '.join(map(str, given))}: give record files")
-        return list(dict.fromkeys(found))
-    found = [file for folder in DEFAULT_FOLDERS for file in _in_folder(home / folder)]
+        return files_in(given)
+    found = [file for folder in DEFAULT_FOLDERS for file in sorted((home / folder).glob("*.jsonl"))]
     newest = newest_run(home)
     found += [newest] if newest else []
     if not found:
         places = ", ".join((*DEFAULT_FOLDERS, str(RUNS)))
         raise RecordError(f"there is no record file in {places}: run `megamoe run` first, or name the files")
     return found
-
-
-def _in_folder(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.jsonl"))
 
 
 def gather(paths: Sequence[Path]) -> Material:

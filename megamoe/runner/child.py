@@ -8,7 +8,7 @@ function of megamoe, which takes a Frame and returns one. What a runner is kept 
   either (6.12);
 - the references, which `import` refuses. That alone is a lock against accidents: a file can be read in other ways;
 - more memory, larger files and core dumps than `Confinement` grants, by resource limits; its keeper ends it for memory
-  that it really holds.
+  that it really holds, for processes and for what it writes.
 """
 
 from __future__ import annotations
@@ -47,13 +47,21 @@ REFERENCES: Final = "megamoe.ops"
 class Confinement:
     """What a runner may do. `hidden`: folders that it can neither read nor write. `references`: whether it may import
     them. `memory`: bytes of address space beyond what it starts with, 0 for any, as CUDA reserves terabytes.
-    `resident`: bytes of memory of its own that it and its children may hold, 0 for any; its keeper looks now and then.
+    `resident`: bytes of memory of its own that it and what it has started may hold, 0 for any; `processes`: how many
+    these may be at a time; `written`: bytes that they may write to files. Its keeper looks every tenth of a second.
     """
 
     hidden: tuple[str, ...] = ()
     references: bool = False
     memory: int = 0
     resident: int = 0
+    processes: int = 0
+    written: int = 0
+
+    @property
+    def watched(self) -> bool:
+        """Whether the keeper has to look."""
+        return bool(self.resident or self.processes or self.written)
 
 
 UNCONFINED: Final = Confinement()

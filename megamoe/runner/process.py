@@ -46,8 +46,13 @@ _LAST_WORDS_S: Final = 2.0
 _ASK: Final = 1 << 63
 """Set in the number of a runner that is to say where it is; without it, the keeper ends the runner."""
 _POLL_S: Final = 0.1
-_GREEDY: Final = 1 << 16
-"""Exit code, as no process has one, of a runner that its keeper has ended for the memory that it held."""
+_ENDED_FOR: Final = {
+    1 << 16: "it held more memory than its share",
+    (1 << 16) + 1: "it had more processes at a time than its share",
+    (1 << 16) + 2: "it wrote more to files than its share",
+}
+"""Why a keeper has ended a runner, by the exit code that it gives it. No process has such a code."""
+_GREEDY, _PROLIFIC, _VERBOSE = _ENDED_FOR
 
 
 class RunnerDiedError(Exception):
@@ -63,7 +68,7 @@ class RunnerDiedError(Exception):
     @property
     def hung(self) -> str:
         """What is said of a row that was late, after the time that it had."""
-        return f"it hung; when its time was up: {self.whereabouts}" if self.whereabouts else "it hung"
+        return f"it hung; when its time was up: {self.whereabouts}" if self.whereabouts else f"it hung: {self}"
 
 
 class RunnerFaultError(Exception):
@@ -78,8 +83,8 @@ def manner_of_death(exit_code: int | None) -> str:
     """How a process ended, in words that follow "died"."""
     if exit_code is None:
         return "without an exit status"
-    if exit_code == _GREEDY:
-        return "because it held more memory than its share, and was ended"
+    if exit_code in _ENDED_FOR:
+        return f"because {_ENDED_FOR[exit_code]}, and was ended"
     if exit_code >= 0:
         return f"with exit status {exit_code}"
     try:
@@ -94,16 +99,16 @@ def manner_of_death(exit_code: int | None) -> str:
 @dataclass(slots=True)
 class _Kept:
     """A runner as its keeper sees it. `life`: takes its exit code. `watch`: readable at its end; None where unknown.
-    `resident`: bytes that it may hold, 0 for any; `greedy`: whether it was ended for that."""
+    `confinement`: what it may do; `ended_for`: the code of what it was ended for, 0 if it was not."""
 
     pid: int
     life: int
     output: int
     watch: int | None
     scratch: ExitStack
-    resident: int = 0
+    confinement: Confinement
     printed: int = 0
-    greedy: bool = False
+    ended_for: int = 0
 
 
 def keep(control: socket.socket, preload: Sequence[str] = ()) -> NoReturn:
@@ -124,19 +129,20 @@ def keep(control: socket.socket, preload: Sequence[str] = ()) -> NoReturn:
 
 def _keep(control: socket.socket) -> None:
     kept: dict[int, _Kept] = {}
+    looked = 0.0
     try:
         while True:
             outputs = {one.output: one for one in kept.values() if one.output >= 0}
             watched = [control.fileno(), *outputs, *(one.watch for one in kept.values() if one.watch is not None)]
-            blind = any(one.watch is None or one.resident for one in kept.values())
+            blind = any(one.watch is None or one.confinement.watched for one in kept.values())
             ready, _, _ = select.select(watched, [], [], _POLL_S if blind else None)
             for descriptor in ready:
                 if descriptor in outputs:
                     _pass_on(outputs[descriptor])
+            if time.monotonic() >= looked + _POLL_S:
+                looked = time.monotonic()
+                _end_the_excessive(kept)
             for number, one in list(kept.items()):
-                if one.resident and not one.greedy and held_by(one.pid) > one.resident:
-                    one.greedy = True
-                    os.kill(one.pid, signal.SIGKILL)
                 if one.watch is None or one.watch in ready:
                     _look_after(kept, number, one)
             if control.fileno() in ready:
@@ -145,7 +151,7 @@ def _keep(control: socket.socket) -> None:
         pass
     finally:
         for number, one in list(kept.items()):
-            os.kill(one.pid, signal.SIGKILL)
+            _kill(one.pid)
             _bury(kept, number, one, os.waitpid(one.pid, 0)[1])
 
 
@@ -156,8 +162,10 @@ def _obey(control: socket.socket, kept: dict[int, _Kept]) -> None:
     number = int.from_bytes(request, "little")
     if len(descriptors) == 2:
         kept[number] = _start(control, *descriptors)
-    elif number & ~_ASK in kept:
-        os.kill(kept[number & ~_ASK].pid, signal.SIGUSR1 if number & _ASK else signal.SIGKILL)
+    elif number & _ASK and number & ~_ASK in kept:
+        os.kill(kept[number & ~_ASK].pid, signal.SIGUSR1)
+    elif number in kept:
+        _kill(kept[number].pid)
 
 
 def _start(control: socket.socket, answers: int, life: int) -> _Kept:
@@ -171,18 +179,64 @@ def _start(control: socket.socket, answers: int, life: int) -> _Kept:
             become_runner(pipe, prints, start)
         os.close(prints)
     watch = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
-    return _Kept(pid, life, output, watch, scratch, start.confinement.resident)
+    return _Kept(pid, life, output, watch, scratch, start.confinement)
 
 
-def held_by(pid: int) -> int:
-    """Bytes of memory that a process and its children hold, without what they share with others; 0 if it has ended."""
+def _end_the_excessive(kept: dict[int, _Kept]) -> None:
+    for one in kept.values():
+        if one.confinement.watched and not one.ended_for:
+            one.ended_for = _excess(one, {other.pid for other in kept.values()})
+            if one.ended_for:
+                _kill(one.pid)
+
+
+def _kill(pid: int) -> None:
+    """Ends a runner and, where it leads a group already, at once all of it; what left the group is adopted later."""
+    with suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
+    with suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _excess(one: _Kept, runners: set[int]) -> int:
+    """The code of what a runner has too much of, 0 if of nothing. What it has cut loose, the keeper has adopted."""
+    may = one.confinement
+    family = [pid for pid in _family(os.getpid(), runners - {one.pid}) if pid != os.getpid()]
+    if may.processes and len(family) > may.processes:
+        return _PROLIFIC
+    if may.resident and sum(map(_held, family)) > may.resident:
+        return _GREEDY
+    return _VERBOSE if may.written and sum(map(_written, family)) > may.written else 0
+
+
+def _family(pid: int, without: set[int]) -> list[int]:
+    """A process and what descends from it, at most MAX_LEFT of them, but for `without` and what descends from those."""
+    found = [pid]
+    for one in found:
+        try:
+            children = [int(child) for child in Path(f"/proc/{one}/task/{one}/children").read_text().split()]
+        except (OSError, ValueError):
+            continue
+        found += [child for child in children if child not in without][: max(0, MAX_LEFT - len(found))]
+    return found
+
+
+def _held(pid: int) -> int:
+    """Bytes of memory that a process holds, without what it shares with others; 0 if it has ended."""
     try:
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except (OSError, ValueError):
         return 0
-    own = max(0, resident - shared) * os.sysconf("SC_PAGE_SIZE")
-    return own + sum(held_by(int(child)) for child in children[:MAX_LEFT])
+    return max(0, resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _written(pid: int) -> int:
+    """Bytes that a process, and those that it has waited for, have written: to files in memory too, and to pipes."""
+    try:
+        told = dict(line.split(b": ") for line in Path(f"/proc/{pid}/io").read_bytes().splitlines())
+        return max(int(told[b"wchar"]), int(told[b"write_bytes"]) - int(told[b"cancelled_write_bytes"]))
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def _pass_on(one: _Kept) -> None:
@@ -215,7 +269,7 @@ def _bury(kept: dict[int, _Kept], number: int, one: _Kept, status: int) -> None:
     while one.output >= 0 and select.select([one.output], [], [], 0)[0]:
         _pass_on(one)
     one.scratch.close()
-    code = _GREEDY if one.greedy else os.waitstatus_to_exitcode(status)
+    code = one.ended_for or os.waitstatus_to_exitcode(status)
     with suppress(OSError):
         os.write(one.life, code.to_bytes(4, "little", signed=True))
     for descriptor in (one.life, one.output, one.watch):

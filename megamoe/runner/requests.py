@@ -79,13 +79,14 @@ def _said(reason: object) -> str | None:
 
 
 def build(request: Frame) -> Frame:
-    """`backend`, `case`, `target` -> the program as data, or the number of a Python call and its `software`."""
+    """`backend`, `case`, `target` -> the program as data, or the number, `software`, `prepares` of a Python call."""
     backend = load_backend(request.told["backend"])
     program: object = backend.build(case_of(request.told["case"]), request.told["target"])
     if isinstance(program, PythonProgram):
         _CALLS[len(_CALLS)] = program
         software = {str(name): str(version) for name, version in program.software.items()}
-        return Frame({"number": len(_CALLS) - 1, "software": software})
+        prepares = [str(name) for name in program.prepares]
+        return Frame({"number": len(_CALLS) - 1, "software": software, "prepares": prepares})
     if isinstance(program, Program | HostProgram):
         return encoded(program)
     raise TypeError(

@@ -39,6 +39,8 @@ MAX_PARTS: Final = 16
 MAX_BYTES: Final = 512 << 20
 """Of one frame. A runner that says more is ended."""
 MAX_SENTENCE: Final = 4000
+MAX_SEEN: Final = 80
+"""Characters of a value that a message repeats."""
 _HEAD: Final = struct.Struct("<II")
 _PART: Final = struct.Struct("<Q")
 
@@ -210,13 +212,19 @@ def _instance(value: object, where: str) -> object:
     unknown = sorted(told.keys() - {one.name for one in fields(_CLASSES[kind])})
     if unknown:
         raise WireError(f"{where}, of a {kind}, has no field {unknown[0][:40]!r}")
+    checked = {name: _checked(kind, name, part, where) for name, part in told.items()}
     try:
-        checked = {name: _fields(kind)[name].validate_python(part, strict=True) for name, part in told.items()}
         return _CLASSES[kind](**checked)
-    except ValidationError as error:
-        raise WireError(f"{where}, of a {kind}: {error.errors(include_url=False)[0]['msg']}") from None
     except TypeError as error:
         raise WireError(f"{where}, of a {kind}: {error}") from None
+
+
+def _checked(kind: str, name: str, value: object, where: str) -> object:
+    try:
+        return _fields(kind)[name].validate_python(value, strict=True)
+    except ValidationError:
+        wanted = next(one.type for one in fields(_CLASSES[kind]) if one.name == name)
+        raise WireError(f"{where}.{name} is {repr(value)[:MAX_SEEN]}; a {kind} has {wanted} there") from None
 
 
 @cache

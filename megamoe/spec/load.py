@@ -312,6 +312,8 @@ class _Builder:
             raise self.document.error(path, f"there is no {what} {name!r}; {nearest(name, names)}")
 
     def _no_repeats(self, path: KeyPath, values: list[str]) -> None:
+        seen: set[str] = set()
         for i, value in enumerate(values):
-            if value in values[:i]:
+            if value in seen:
                 raise self.document.error((*path, i), f"{value} is given twice; keep one")
+            seen.add(value)

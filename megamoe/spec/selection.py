@@ -65,6 +65,18 @@ class Selection:
         """What a header keeps. `rows` only if there are any: older readers and baselines lack it."""
         return {name: value for name, value in asdict(self).items() if value or name != "rows"}
 
+    @property
+    def options(self) -> list[str]:
+        """What selects the same on a command line. SelectionError for `rows`, which no option names."""
+        if self.rows:
+            raise SelectionError("rows of a record file are no options of a command")
+        named = {
+            "--op": self.ops, "--case": self.cases, "--where": self.where, "--backend": self.backends,
+            "--target": self.targets, "--executor": self.executors, "--schedule": self.schedules,
+        }  # fmt: skip
+        profile = [] if self.cases else ["--profile", self.profile]
+        return profile + [word for option, values in named.items() for value in values for word in (option, value)]
+
 
 def parse_row(text: str) -> Row:
     """The row that `text` names, in the form in which rows are printed. SelectionError if it names none."""

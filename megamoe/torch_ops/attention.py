@@ -12,7 +12,15 @@ from functools import lru_cache
 
 import torch
 
-from megamoe.torch_ops.calls import OpCall, Output, Wanted, call_for, require_one_device, without_derivatives
+from megamoe.torch_ops.calls import (
+    OpCall,
+    Output,
+    Wanted,
+    call_for,
+    require_kinds,
+    require_one_device,
+    without_derivatives,
+)
 
 MAX_CALLS = 4096
 """Sizes whose kernels are kept ready: a decoder that grows its cache by a key a step has new sizes in each."""
@@ -20,6 +28,7 @@ TILE = 64
 MAX_MACHINE_WORK = 1 << 31
 """Query rows times keys times hd, in whole tiles: 4096 tiles of 64 x 64 at hd 128. The machine does them in turn."""
 
+_KINDS = {"causal": "bool", "window": "int?", "scale": "float?", "backend": "str?"}
 _OPTIONS = "bool causal=False, int? window=None, float? scale=None, str? backend=None"
 _LIBRARY = torch.library.Library("megamoe", "FRAGMENT")
 # torch.library.custom_op makes the same operator, and each call takes 3 us more of the CPU
@@ -46,6 +55,10 @@ def attention(
     ValueError for tensors, options or sizes that it does not do; UnsupportedError if no backend has the kernel here;
     RuntimeError if a tensor requires a gradient or has a tangent.
     """
+    if not (type(causal) is bool and window is None and scale is None and backend is None):
+        require_kinds({"causal": causal, "window": window, "scale": scale, "backend": backend}, _KINDS)
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        require_kinds({"q": q, "k": k, "v": v}, _KINDS)
     require_one_device("q, k and v", (q, k, v))
     if return_lse:
         return torch.ops.megamoe.attention_with_lse.default(q, k, v, causal, window, scale, backend)

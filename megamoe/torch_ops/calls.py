@@ -98,6 +98,32 @@ class OpCall(Protocol):
         ...
 
 
+def require_kinds(given: Mapping[str, object], options: Mapping[str, str]) -> None:
+    """ValueError for what is no tensor among `given` or, by `options`, no option of its kind.
+
+    A kind is a word of an operator's schema: bool, int, float or str, with ? where None will do.
+    """
+    for name, value in given.items():
+        kind = options.get(name, "tensor")
+        if value is None and kind.endswith("?"):
+            continue
+        # A bool is an int, too.
+        if isinstance(value, _KINDS[kind.rstrip("?")][0]) and isinstance(value, bool) == (kind == "bool"):
+            continue
+        none = " or None" if kind.endswith("?") else ""
+        raise ValueError(f"{name} is {repr(value)[:80]}; it must be {_KINDS[kind.rstrip('?')][1]}{none}")
+
+
+# torch.compile passes symbols for sizes that change.
+_KINDS: Final[Mapping[str, tuple[tuple[type, ...], str]]] = {
+    "tensor": ((torch.Tensor,), "a tensor"),
+    "bool": ((bool,), "True or False"),
+    "int": ((int, torch.SymInt), "an integer"),
+    "float": ((int, float, torch.SymInt, torch.SymFloat), "a number"),
+    "str": ((str,), "text"),
+}
+
+
 def require_one_device(said: str, tensors: Iterable[torch.Tensor]) -> None:
     """ValueError if `tensors` are on several devices; `said` names them.
 

@@ -35,6 +35,7 @@ from megamoe.torch_ops.calls import (
     Wanted,
     call_for,
     forget_layouts,
+    require_kinds,
     require_one_device,
     without_derivatives,
 )
@@ -158,6 +159,9 @@ _LIBRARY.define(
 )
 
 
+_KINDS = {"clamp": "float?", "backend": "str?"}
+
+
 def moe(
     x: torch.Tensor, weights: MoeWeights, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *,
     clamp: float | None = None, weight: Literal["after", "before"] = "after", backend: str | None = None,
@@ -175,6 +179,11 @@ def moe(
     """
     if weight not in ("after", "before"):
         raise ValueError(f"weight is {weight!r}; it is 'after' or 'before'")
+    if not isinstance(weights, MoeWeights):
+        raise ValueError(f"weights is a {type(weights).__name__}; make MoeWeights of them, or load_moe_weights(...)")
+    require_kinds(
+        {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights, "clamp": clamp, "backend": backend}, _KINDS
+    )
     tensors = weights.tensors()
     require_one_device(TENSORS, (x, topk_ids, topk_weights, *tensors))
     before = weight == "before"

@@ -93,6 +93,10 @@ class Session:
         """What the last launch or call was found to do, one fault a site."""
         return tuple(self._found.by_site.values())
 
+    def whereabouts(self) -> str:
+        """Where the running launch is, as a deadlock says it; "" if none runs."""
+        return self._machine.whereabouts()
+
     def entries(self, ptx: str) -> Mapping[str, tuple[Variable, ...]]:
         """The entries of a module and their parameters. PtxSyntaxError for text that is not PTX."""
         functions = load(ptx, self._parsed).module.functions

@@ -33,6 +33,7 @@ from megamoe.bench.timing import (
     Series,
     floor_of,
     relative_error,
+    surely_slower,
     take,
     timing_of,
 )
@@ -51,7 +52,7 @@ class Turns:
         self.order: list[str] = []
         self.faulty, self.after = faulty, after
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, temperature: Temperature | None) -> None:
         self.order.append(name)
 
     def end(self, name: str) -> str | None:
@@ -347,3 +348,15 @@ def test_there_is_no_floor_without_a_measured_ceiling() -> None:
 def test_a_time_is_believed_down_to_a_little_below_the_floor() -> None:
     assert Floor(100.0, "bytes").limit_us == pytest.approx(100.0 * FLOOR_SLACK)
     assert 0.8 < FLOOR_SLACK < 1.0
+
+
+def test_what_is_slower_is_sure_and_what_is_not_is_never_said() -> None:
+    source = random.Random(7)
+
+    def pairs(count: int, factor: float) -> list[tuple[float, float]]:
+        return [(rough(source, 0.0), factor * rough(source, 0.0)) for _ in range(count)]
+
+    assert surely_slower(pairs(9, 5.0)) is None, "nine pairs may all be above the median by luck"
+    assert (surely_slower(pairs(40, 1.4)) or 0.0) > 1.1
+    said = sum((surely_slower(pairs(10 + number % 30, 1.0)) or 0.0) > 1.0 for number in range(2000))
+    assert said <= 10, f"of 2,000 kernels that recall nothing, {said} were called slower on new inputs"

@@ -49,10 +49,15 @@ def _check_out(revision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megamoe.cli.gate.git_revision", checked_out)
 
 
-def _run_of(*lines: Record | Figures | RunHeader, path: str = "run.jsonl") -> None:
+def _run_of(
+    *lines: Record | Figures | RunHeader,
+    path: str = "run.jsonl",
+    specs: Path | None = None,
+    expected: Path | None = None,
+) -> None:
     Path(path).unlink(missing_ok=True)
     with RecordWriter(Path(path)) as writer:
-        for line in (gated(), *lines):
+        for line in (gated(specs=specs, expected=expected), *lines):
             writer.append(line)
 
 
@@ -325,10 +330,10 @@ def test_an_expected_failure_holds_until_it_does_not(
     days: int, status: Status, said: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _accept_all(*GOOD)
-    _run_of(judged(ROW, status=status), *GOOD[1:])
     expires = date.today() + timedelta(days=days)
     fields = f"{{case: '{ROW.case}', backend: ptx, target: sm_100a, executor: vm, status: failed, expires: {expires}"
     Path("e.yaml").write_text(f"expected:\n- {fields}, reason: the ring deadlocks, example: '{ROW.case}'}}\n")
+    _run_of(judged(ROW, status=status), *GOOD[1:], expected=Path("e.yaml"))
     capsys.readouterr()
     assert main([*GATE, "--expected", "e.yaml"]) == (0 if said is None else 1)
     assert (said or "1 of these as expected") in capsys.readouterr().out
@@ -360,7 +365,7 @@ def test_specs_of_one_s_own_have_no_expected_failures_but_those_that_are_named(
     """Entries of ours about an op that these specs do not describe would close the gate of anyone else's specs."""
     Path("specs").mkdir()
     Path("specs/fmha.yaml").write_text((ROOT / "specs" / "fmha.yaml").read_text())
-    _run_of(*GOOD)
+    _run_of(*GOOD, specs=Path("specs"))
     mine = ["gate", "run.jsonl", *OWED, "--specs", "specs"]
     assert main(mine) == 0, capsys.readouterr().out
     assert main([*mine, "--expected", str(EXPECTED)]) == 1, "what is named is held"

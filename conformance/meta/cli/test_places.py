@@ -84,6 +84,40 @@ def test_only_a_plain_file_is_written(
     assert Path("target").read_text() == "mine"
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["gate"],
+        ["gate", "run.jsonl", "--trusted"],
+        ["gate", "run.jsonl", "--baseline"],
+        ["gate", "run.jsonl", "--expected"],
+        ["run", "--resume"],
+        _asked("run", "WORKS", "--sign"),
+        ["compare", "run.jsonl"],
+        ["report"],
+        ["export", "flashinfer", "--out", "made"],
+        ["accept", "--all-of", "*", "--reason", "why not", "--from"],
+        ["check", "a.ptx", "--suppress"],
+        ["check"],
+    ],
+    ids=" ".join,
+)
+def test_only_a_plain_file_is_read(
+    arguments: list[str], kind: str, odd: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe would be waited for, and a device has no end."""
+    with RecordWriter(Path("run.jsonl")) as writer:
+        writer.append(record())
+    place = odd[kind]
+    if arguments == ["check"]:
+        place = place.rename("kernel.ptx")
+    assert main([*arguments, str(place)]) == 2
+    said = capsys.readouterr().err
+    assert str(place) in said
+    assert "plain file" in said or "regular file" in said, said
+
+
 def _fills_up(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """A disk with room for `after` lines of records."""
     append, lines = RecordWriter.append, list[AnyLine]()

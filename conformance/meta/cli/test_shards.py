@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
@@ -72,6 +73,19 @@ def test_a_missing_shard_is_one_sentence(shards: Records, capsys: pytest.Capture
     assert not any("there is no record of" in line for line in said), "its rows need no sentence each"
     assert any("missing" in line and "passed" in line for line in said), "but they are counted"
     assert _gate(shards[1], capsys, "--shard", "1/2")[0] == 0, "one shard can be held alone"
+
+
+def test_the_command_of_a_missing_shard_can_be_pasted(shards: Records, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("pasted")
+    folder.mkdir()
+    (folder / "1.jsonl").write_bytes(shards[1])
+    capsys.readouterr()
+    assert main(["gate", str(folder)]) == 1, "a folder is the record files in it"
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "shard 2/2 of run set" in line]
+    words = shlex.split(said.partition(". Run it: ")[2])
+    assert words[0] == "megamoe", f"a whole command: {said}"
+    assert main([*words[1:], "--jobs", "1", "--output", str(folder / "2.jsonl")]) == 0
+    assert main(["gate", str(folder)]) == 0, capsys.readouterr().out
 
 
 def test_resume_finishes_its_own_shard(shards: Records, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,6 +91,18 @@ def test_a_launch_holds_the_schedules_against_each_other(kernel: Path, capsys: p
     assert status == 1, f"a race goes unseen: {said}"
 
 
+def test_a_kernel_that_does_not_end_is_a_sentence_that_says_where(
+    kernel: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spin = "mov.u32 %r2, 0;\nagain: add.u32 %r2, %r2, 1;\nsetp.lt.u32 %p1, %r2, 4000000000;\n@%p1 bra again;"
+    kernel.write_text(GOOD.replace("mov.u32 %r2, %tid.x;", spin))
+    asked = ["--entry", "fill", "--timeout", "0.3", "--arg", "u32[100]", "--arg", "100"]
+    status, said = _check(capsys, kernel, *asked)
+    assert status == 1, "it did not show that it is right"
+    assert "under the schedule eager: no end within 0.3 host seconds: kernel fill: CTA (0, 0, 0), warp 0" in said, said
+    assert "spins at PTX lines 13 to 15" in said, said
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -11,8 +11,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from conformance import ROOT
 from megamoe.gate.evidence import checked
-from megamoe.records.files import parse_records
+from megamoe.records.files import parse_records, read_records
 from megamoe.records.lines import RecordError, Signature
 from megamoe.records.provenance import digests_of, run_header
 from megamoe.records.signing import distrusted, private_key, signed, trusted_keys
@@ -76,7 +77,16 @@ FORGERIES: dict[str, tuple[Callable[[], list[Line]], str]] = {
     "a low cosine": (_metrics(o__cosine=0.5), "the cosine of o is 0.5"),
     "no metric at all": (_changed(metrics={}), "it has no rms error"),
     "metrics of another op": (_changed(metrics={"y.rms": 0.0, "y.rms.bar": 1.0}), "it has no rms error"),
-    "wrong codes": (_metrics(o__wrong=3.0), "3 elements of o are wrong"),
+    "codes where errors are owed": (_changed(metrics={"o.wrong": 0.0, "lse.wrong": 0.0}), "it has no rms error of o"),
+    "bars that a kernel of zeros passes": (
+        _metrics(o__max=0.9, o__max__bar=1e300),
+        "the bar of the max error of o is 1e+300",
+    ),
+    "digests taken out": (lambda: [{**_header(), "digests": {}}, RECORD], "nothing says what its rows were held to"),
+    "wrong codes": (
+        lambda: [_header(), {**RECORD, "case": f"{CASE},inputs=exact_sums", "metrics": {**ERRORS, "o.wrong": 3.0}}],
+        "3 elements of o are wrong",
+    ),
     "no program": (_changed(program_sha256=None), "it names no program"),
     "no digest of an input": (_changed(input_sha256={"q": "1"}), "not of every input"),
     "no counters": (_changed(counters={}), "its counter minimum_bytes is 0 or missing"),
@@ -118,13 +128,33 @@ def test_other_code_closes_a_strict_gate_only() -> None:
     assert finding.kind == "revision"
 
 
-def test_an_older_run_is_taken_as_it_is_and_said() -> None:
+@pytest.mark.parametrize("how", ["of an older schema", "committed"])
+def test_an_older_run_is_taken_as_it_is_and_closes_a_strict_gate(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     older = _header()
     del older["digests"]
-    data = b"".join(json.dumps(line).encode() + b"\n" for line in (older, {**RECORD, "metrics": {}}))
-    found = checked([parse_records(Path("r.jsonl"), data)], OURS, SPECS)
-    assert not found.findings
-    assert "has no digests" in found.notes[0]
+    lines = [older, {**RECORD, "metrics": {}}]
+    if how == "committed":
+        monkeypatch.setattr("megamoe.gate.evidence.committed", lambda path: True)
+    else:
+        lines = [{**line, "schema_version": 1} for line in lines]
+    data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    (finding,) = checked([parse_records(Path("r.jsonl"), data)], OURS, SPECS).findings
+    assert "has no digests: its lines are taken as they are" in finding.sentence
+    assert not finding.closes, "with_findings(strict=True) makes it close"
+
+
+def test_lines_of_today_under_an_old_header_are_no_older_run() -> None:
+    older = {**_header(), "schema_version": 1}
+    del older["digests"]
+    assert any("nothing says what" in one for one in _findings(older, RECORD)), "no megamoe wrote such a run"
+
+
+def test_honest_records_of_every_kind_of_output_are_evidence() -> None:
+    file = read_records(ROOT / "results" / "records" / "smoke.jsonl")
+    (header,) = file.headers
+    kinds = {name.split(".")[1] for one in file.records for name in one.metrics if name.startswith(("o.", "a2_codes."))}
+    assert {"wrong", "rms"} <= kinds, "outputs that are held bit for bit are among them"
+    assert checked([file], header.digests, SPECS).findings == ()
 
 
 @pytest.mark.parametrize("text", ['{"a":1,"a":2}', '{"schema_version":2,"x":{"b":1,"b":1}}'])

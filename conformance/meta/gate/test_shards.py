@@ -26,7 +26,14 @@ def _header(index: int, run: str = "", owed: int | None = None, **changes: objec
 
 
 def _absent(*headers: RunHeader, rows: list[Row] = ROWS, recorded: frozenset[Row] = frozenset()) -> Absent:
-    return absent_shards([(one, rows) for one in headers], recorded, lambda rows, count: cut(rows, count, COSTS))
+    return absent_shards(
+        [(one, rows) for one in headers], recorded, lambda rows, count: cut(rows, count, COSTS), _again
+    )
+
+
+def _again(header: RunHeader, index: str) -> str:
+    assert header.shard is not None
+    return f"again {index}/{header.shard.count}"
 
 
 def _sentences(*headers: RunHeader, rows: list[Row] = ROWS) -> list[str]:
@@ -45,7 +52,7 @@ def test_a_missing_shard_is_named_once_and_speaks_for_its_rows(index: int) -> No
     (finding,) = found.findings
     assert f"shard {index}/3 of run set" in finding.sentence
     assert f"{len(WHOLE.shards[index - 1])} rows" in finding.sentence
-    assert f"--shard {index}/3 --run-set" in finding.sentence, "it says how to make it"
+    assert finding.sentence.endswith(f"Run it: again {index}/3"), "it says how to make it"
     assert finding.closes
     assert found.rows == frozenset(WHOLE.shards[index - 1]), "rows of shards that are there answer for themselves"
 
@@ -116,5 +123,8 @@ def test_many_missing_shards_are_one_sentence() -> None:
     (finding,) = _absent(_header(1, count=1000)).findings
     assert "999 of the 1000 shards of run set" in finding.sentence
     assert len(finding.sentence) < 400, "nobody reads a thousand numbers"
+    assert finding.sentence.endswith("Run them: for index in $(seq 2 1000); do again $index/1000; done")
+    assert "for index in $(seq 3 20); do" in _sentences(_header(1, count=20), _header(2, count=20))[0]
+    assert "for index in 2 $(seq 4 20); do" in _sentences(_header(1, count=20), _header(3, count=20))[0]
     with pytest.raises(ValueError, match="less than or equal to 1000"):
         Shard(index=1, count=10**6, run_set="nightly", plan="0" * 16)

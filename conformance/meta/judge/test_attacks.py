@@ -43,6 +43,7 @@ ATTACKS: dict[str, tuple[Status, str]] = {
     "FORKS_AND_DIES": ("crashed", "died with exit status 0"),
     "LEAVES_QUIETLY": ("crashed", "died with exit status 0"),
     "LEAVES_A_CHILD": ("passed", ""),
+    "FORKS_MANY": ("crashed", "it had more processes at a time than its share"),
     "PRINTS_MUCH": ("passed", ""),
     "KEEPS_THE_FIRST": ("failed", "on other inputs, of a seed drawn after it was built"),
     "KEEPS_A_FILE": ("failed", "on other inputs, of a seed drawn after it was built"),
@@ -50,14 +51,19 @@ ATTACKS: dict[str, tuple[Status, str]] = {
     "IS_RIGHT_TWICE": ("failed", "run again in the same process"),
     "HAS_TWO_FACES": ("failed", "tensor lse: "),
     "BUILDS_NOTHING": ("error", "gave a NoneType; it must be a megamoe.contract.Program"),
-    "BUILDS_NONSENSE": ("error", "an instance of Launch"),
+    "BUILDS_NONSENSE": ("error", "is ('no launch',); a Program has tuple[Launch, ...] there"),
     "BUILDS_BYTES": ("error", "ptx is of type bytes; it must be text"),
     "TAKES_MEMORY": ("error", "MemoryError"),
     "RELABELLED": ("failed", "says .target sm_100a, and the row is of sm_90a"),
-    "RELABELLED_IN_THE_TEXT": ("failed", "sm_90a"),
+    "RELABELLED_IN_THE_TEXT": ("failed", "it needs target sm_100a or sm_103a, and the module is for sm_90a"),
 }
 NEEDS_LANDLOCK = ("READS_THE_REFERENCE", "REPLACES_THE_REFERENCE", "WRITES_INTO_ITS_KEEPER", "KILLS_ITS_KEEPER")
-ON_THE_VM = {"TAKES_MEMORY": "sm_100a", "RELABELLED": "sm_90a", "RELABELLED_IN_THE_TEXT": "sm_90a"}
+ON_THE_VM = {
+    "TAKES_MEMORY": "sm_100a",
+    "FORKS_MANY": "sm_100a",
+    "RELABELLED": "sm_90a",
+    "RELABELLED_IN_THE_TEXT": "sm_90a",
+}
 
 
 def _row(attribute: str) -> Row:

@@ -48,7 +48,7 @@ FATES: dict[str, tuple[Status, str]] = {
     "EXITS": ("crashed", f"the process of {MACHINE} died with exit status 3. Rerun: megamoe run --case "),
     "EXITS_QUIETLY": ("crashed", f"the process of {MACHINE} died with exit status 0. Rerun: "),
     "SEGFAULTS": ("crashed", f"the process of {MACHINE} died of SIGSEGV. Rerun: "),
-    "HANGS": ("timed_out", f"no verdict within {TIMEOUT_S:g} host seconds: it hung. Rerun: "),
+    "HANGS": ("timed_out", f"no verdict within {TIMEOUT_S:g} host seconds: it hung: the process of executor "),
     "RAISES": ("error", "RuntimeError: the tile of 96 does not divide 128 (backends.py, line "),
 }
 

@@ -111,3 +111,14 @@ def test_memory_that_is_held_is_limited_where_addresses_cannot_be() -> None:
         with pytest.raises(RunnerDiedError, match="held more memory than its share") as died:
             runner.ask(call, {"bytes": 1 << 30, "seconds": 30.0}, 60.0)
     assert not died.value.late, "it is ended long before its time is up"
+
+
+@pytest.mark.parametrize("forks", [False, True], ids=["itself", "a child"])
+def test_what_is_written_is_limited(forks: bool) -> None:
+    """No limit of one file stops many, or one that is written again and again: the disk of all others fills up."""
+    call = f"{fake_backends.__name__}:write_files"
+    with nursery().runner("the writer", Confinement(references=True, written=64 << 20)) as runner:
+        runner.ask(call, {"bytes": 32 << 20, "seconds": 0.2, "forks": forks}, 60.0)
+        with pytest.raises(RunnerDiedError, match="wrote more to files than its share") as died:
+            runner.ask(call, {"bytes": 48 << 20, "seconds": 30.0, "forks": forks}, 60.0)
+    assert not died.value.late, "it is ended long before its time is up"

@@ -337,6 +337,7 @@ def test_a_row_shows_its_errors_counters_figures_times_and_history(
         assert name in detail, f"the drawer says nothing of {name}"
     assert f"{shown.counters['mma_flops']:,}".replace(",", "\u202f") in detail
     assert str(shown.program_sha256) in detail
+    assert "the text of this digest" in detail, "it says what its evidence is about"
     assert not complaints(browser)
     assert not nameless(browser)
 
@@ -585,6 +586,12 @@ def test_a_narrow_page_begins_with_results_and_breaks_no_id(narrow: Chrome, full
     assert not narrow.find_element(By.CSS_SELECTOR, ".controls").is_displayed(), "filters fill the first screen"
     first = narrow.find_element(By.CSS_SELECTOR, ".heat td[data-cell]")
     assert first.rect["y"] < 600, "the first screen shows no result"
+    beside = narrow.execute_script(
+        "return [...document.querySelectorAll('.heat tbody tr')].map((row) => row.querySelector('td[data-cell]'))"
+        ".filter((cell) => cell?.checkVisibility()).map((cell) => cell.getBoundingClientRect().right)"
+    )
+    assert len(beside) > 10
+    assert max(beside) <= 420, "an id fills the line, and its results lie beyond the edge"
     one(narrow, ".folds summary").click()
     assert narrow.find_element(By.CSS_SELECTOR, ".controls").is_displayed()
     narrow.find_element(By.CSS_SELECTOR, "[data-choice=rows] [data-value=row]").click()

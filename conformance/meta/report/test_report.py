@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -59,6 +60,7 @@ def _essence(one: Mapping[str, object]) -> tuple[object, ...]:
         *(one[name] for name in named),
         tuple((name, f"{float(value):.{DIGITS}g}") for name, value in metrics.items()),
         tuple(counters.items()),
+        tuple(cast("dict[str, str]", one.get("artifact", {})).items()),
     )
 
 

@@ -7,6 +7,7 @@ Whatever else is in a spec file or a case id, the answer is a value or a SpecErr
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from conformance.fakes.instant import SPEC
 from conformance.kernels.laws.law import specs
 from megamoe.contract import AxisValue
 from megamoe.spec.expression import ExpressionError, parse_expression
@@ -441,3 +443,14 @@ def test_expression_without_a_value_says_why(text: str, axes: dict[str, AxisValu
     with pytest.raises(ExpressionError) as caught:
         parse_expression(text, axes).value(axes)
     assert sentence in str(caught.value)
+
+
+def test_a_long_list_of_an_axis_takes_a_second() -> None:
+    values = list(range(1, 30_001))
+    text = SPEC.format(sizes=[1]).replace("n: [1], m: [1]", f"n: {values}, m: [1]").replace("max: 1000", "max: 100000")
+    document = parse_marked_yaml(text, Path("many.yaml"))
+    started = time.process_time()
+    with pytest.raises(SpecError, match="has 30000 cells; a matrix has at most 20000"):
+        build_spec(document)
+    seconds = time.process_time() - started
+    assert seconds < 1.0, f"30,000 values of an axis took {seconds:.1f} s beside the YAML"

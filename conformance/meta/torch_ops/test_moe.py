@@ -98,6 +98,7 @@ def test_it_is_an_operator_as_torch_wants_it(weights: megamoe.MoeWeights, monkey
         (lambda x, i, w: (x.repeat(3000, 1), i.repeat(3000, 1), w.repeat(3000, 1)), ValueError, "tokens=9000"),
         (lambda x, i, w: (x.repeat(2700, 1), i.repeat(2700, 1), w.repeat(2700, 1)), ValueError, "takes small sizes"),
         (lambda x, i, w: (x.requires_grad_(), i, w), RuntimeError, "has no backward"),
+        (lambda x, i, w: (x, i.tolist(), w), ValueError, "topk_ids is .*; it must be a tensor"),
     ],
 )
 def test_what_it_does_not_do_is_said(
@@ -144,6 +145,8 @@ def test_no_tokens_have_an_empty_output(weights: megamoe.MoeWeights) -> None:
     x, ids, w = (one[:0] for one in tokens(3))
     y = megamoe.moe(x, weights, ids, w)
     assert (y.shape, y.dtype) == (x.shape, torch.bfloat16)
+    with pytest.raises(ValueError, match="clamp is 'x'; it must be a number or None"):
+        megamoe.moe(x, weights, ids, w, clamp="x")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="clamp"):
         megamoe.moe(x, weights, ids, w, clamp=-1.0)
 

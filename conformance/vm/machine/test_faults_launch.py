@@ -7,10 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from backends.vm.executor import VmExecutor
 from backends.vm.faults import LaunchError, UnknownInstructionError
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
 from conformance.vm.kernel import Kernel, assert_blamed, assert_clean
+from megamoe.contract import BufferArg, Launch, Program, RunOptions
 
 PLAIN = Kernel("ret;", {"out": np.zeros(4, np.uint32)})
 
@@ -38,6 +40,14 @@ def test_sizes_beyond_a_gpu(name: str) -> None:
     options, sentence = SIZES[name]
     with pytest.raises(LaunchError, match=sentence):
         replace(PLAIN, **options).run()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("size", "said"), [(10**15, "1000000000000000 bytes; at most"), (-1, "has -1 bytes")])
+def test_workspaces_are_refused_before_they_are_made(size: int, said: str) -> None:
+    launch = Launch("kernel", (1, 1, 1), (32, 1, 1), (BufferArg("work"),))
+    program = Program("sm_90a", PLAIN.ptx, (launch,), {"work": size})
+    violation = VmExecutor().run(program, {}, RunOptions()).violation
+    assert said in (violation or "nothing"), f"a workspace of {size} bytes: {violation}"
 
 
 def test_static_shared_memory_counts_as_well() -> None:

@@ -21,8 +21,9 @@ function cellAt(caseIndex, subject) {
 }
 
 function decodeRecord(row) {
-  const [caseIndex, subject, schedule, run, status, sentence, metrics, counters, seconds, program, inputs, bundle] =
+  const [caseIndex, subject, schedule, run, status, sentence, metrics, counters, seconds, program, inputs, ...files] =
     row;
+  const [bundle, artifact] = files;
   return {
     caseIndex,
     subject,
@@ -32,6 +33,7 @@ function decodeRecord(row) {
     counters,
     seconds,
     inputs,
+    artifact,
     status: DATA.statuses[status],
     sentence: DATA.texts[sentence],
     program: program === null ? null : DATA.texts[program],

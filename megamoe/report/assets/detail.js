@@ -29,6 +29,15 @@ function scheduleChips(cell, record) {
   return section('schedules', el('div', { class: 'chips' }, chips));
 }
 
+// What the evidence of a row is about: a digest covers a text that a machine ran, and no more than that.
+function whatRan(record) {
+  const named = DATA.inputs[record.artifact].map(([name, text]) => `${DATA.texts[name]} ${DATA.texts[text]}`).join(', ');
+  if (!named) return record.program && 'the text of this digest';
+  return record.program
+    ? `a host object that brings this PTX, or code made from it: ${named}`
+    : `a Python call, of which outputs and times alone are claimed: ${named}`;
+}
+
 function verdictSection(cell, record) {
   const command = rerun(cell, DATA.schedules[record.schedule]);
   const sentence = record.sentence
@@ -45,6 +54,7 @@ function verdictSection(cell, record) {
       `${DATA.run_ids[record.run]}${run ? `, ${run.started.slice(0, 16)} UTC, revision ${revision(run.git_revision)}` : ''}`,
     ],
     ['PTX sha256', record.program],
+    ['what ran', whatRan(record)],
     ['judged in', record.seconds === null ? null : `${plain(record.seconds)} s on the host, never a time of a GPU`],
   ]);
   return section(

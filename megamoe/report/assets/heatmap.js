@@ -237,7 +237,9 @@ function listTable(block, indexes, subjects, names) {
   const upright = (subject) => el('th', { scope: 'col', class: 'upright' }, el('span', {}, names.get(subject)));
   const rows = indexes.map((index) => {
     const label = clip(shortCase(index, block.shared));
-    const head = el('th', { scope: 'row', class: 'case', title: DATA.cases[index] }, label);
+    // Where the page is narrow, an id breaks between two axes, so that its results are beside it.
+    const axes = label.split(/(?<=,)/).flatMap((axis) => [axis, el('wbr')]);
+    const head = el('th', { scope: 'row', class: 'case', title: DATA.cases[index] }, axes);
     return el(
       'tr',
       {},
