@@ -33,6 +33,7 @@ import numpy.typing as npt
 
 from megamoe.contract.backend import UnsupportedError, open_machine
 from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError, Parameter, PixelBox, Stretch
+from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
 from megamoe.contract.scratch import scratch_folder
 from megamoe.findings import KernelFinding, Ledger, module_of
