@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -194,6 +195,12 @@ def _take_memory() -> None:
     bytearray(int(0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
 
 
+def _in_a_thread(act: Callable[[], object]) -> None:
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+
+
 def _fork_many() -> None:
     for _ in range(1200):
         if os.fork() == 0:
@@ -212,7 +219,7 @@ LEAVES_A_CHILD = Adversary(_leave_a_child)
 FORKS_AND_DIES = Adversary(_fork_and_die)
 LEAVES_QUIETLY = Adversary(lambda: os._exit(0))
 PRINTS_MUCH = Adversary(_print_much)
-FORKS_MANY = Adversary(_fork_many)
+FORKS_MANY = Adversary(lambda: _in_a_thread(_fork_many))
 TAKES_MEMORY = Adversary(_take_memory)
 KEEPS_THE_FIRST = Adversary(kernel="keeps the first")
 KEEPS_A_FILE = Adversary(kernel="keeps a file")

@@ -214,7 +214,9 @@ def _family(pid: int, without: set[int]) -> list[int]:
     found = [pid]
     for one in found:
         try:
-            children = [int(child) for child in Path(f"/proc/{one}/task/{one}/children").read_text().split()]
+            # A process is the child of the thread that forked it.
+            lists = [(task / "children").read_text() for task in Path(f"/proc/{one}/task").iterdir()]
+            children = [int(child) for text in lists for child in text.split()]
         except (OSError, ValueError):
             continue
         found += [child for child in children if child not in without][: max(0, MAX_LEFT - len(found))]

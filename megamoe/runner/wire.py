@@ -219,7 +219,7 @@ def _instance(value: object, where: str) -> object:
         raise WireError(f"{where}, of a {kind}: {error}") from None
 
 
-def _checked(kind: str, name: str, value: object, where: str) -> object:
+def _checked(kind: str, name: str, value: object, where: str) -> Any:
     try:
         return _fields(kind)[name].validate_python(value, strict=True)
     except ValidationError:
