@@ -169,7 +169,9 @@ def begin_rows(
             is_first = is_first and Boolean(consumer.group == 0)
         for i in cutlass.range_constexpr(ROWS):
             if is_first and row + 8 * i < problem.rows:
-                state.rMax[i] = mSink[first_head + (row + 8 * i) // problem.t] * (LOG2_E / problem.scale_log2)
+                head = first_head + (row + 8 * i) // problem.t
+                sink = mSink[head]  # pyright: ignore[reportOptionalSubscript] (const_expr narrows nothing)
+                state.rMax[i] = sink * (LOG2_E / problem.scale_log2)
                 state.rSum[i] = cutlass.select_(consumer.thread % 4 == 0, Float32(1.0), Float32(0.0))
 
 
