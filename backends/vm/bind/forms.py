@@ -138,7 +138,6 @@ REFUSED: Mapping[str, str] = {
     r"fma\.\S*oob": "no text says whether the addend counts among its operands (PTX ISA 9.7.4.4)",
     r"clmad": "PTX ISA 9.1, the latest text at hand, does not have it",
     r"istypep": "there are no textures, samplers and surfaces here (PTX ISA 9.7.10.6)",
-    r"cvta\.\S*u32": "generic addresses have 64 bits here (PTX ISA 9.7.9.20)",
     r"(alloca|stacksave|stackrestore)\.": "this machine puts functions in the place of their calls and has no stack "
     "(PTX ISA 9.7.17)",
 }

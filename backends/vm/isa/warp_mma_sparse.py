@@ -10,7 +10,7 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.isa.warp_mma import whole_warp
-from backends.vm.isa.warp_mma_types import Held, Product, integer_product, narrow_values, summed
+from backends.vm.isa.warp_mma_types import HeldFragment, Product, integer_product, narrow_values, summed
 from backends.vm.machine.warp import Warp
 from backends.vm.numerics.formats import FORMATS, decode
 from backends.vm.tensor.sparsity import Granularity, codes_in_registers, dense, selectors
@@ -75,8 +75,8 @@ def _sparse(b: Binder, bits: int, c_bits: int, product: Product) -> Step:
     d, left, right, addend, metadata, chosen = b.expect(6)
     k = int(re.findall(r"\d+", b.words["shape"])[2])
     c = accumulator_fragment(16, c_bits)
-    out = Held(b, d, c, written=True)
-    held = [Held(b, one, fragment) for one, fragment in (
+    out = HeldFragment(b, d, c, written=True)
+    held = [HeldFragment(b, one, fragment) for one, fragment in (
         (left, operand_fragment("a", 16, k // 2, bits)), (right, operand_fragment("b", 8, k, bits)), (addend, c))
     ]  # fmt: skip
     row, selector = b.source(metadata, "u32"), b.immediate(chosen)

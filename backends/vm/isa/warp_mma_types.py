@@ -45,7 +45,7 @@ def _shape(b: Binder) -> tuple[int, int, int]:
     return m, n, k
 
 
-class Held:
+class HeldFragment:
     """A vector operand that holds a fragment."""
 
     def __init__(self, b: Binder, operand: Operand, fragment: WarpFragment, *, written: bool = False) -> None:
@@ -78,8 +78,8 @@ def _whole(
 ) -> Step:
     """The product of whole fragments: D, A, B, C. Operands behind those four are the family's own."""
     d, *sources = b.operands[:4]
-    out = Held(b, d, fragments[0], written=True)
-    left, right, addend = (Held(b, one, fragment) for one, fragment in zip(sources, fragments[1:], strict=True))
+    out = HeldFragment(b, d, fragments[0], written=True)
+    left, right, addend = (HeldFragment(b, one, fragment) for one, fragment in zip(sources, fragments[1:], strict=True))
     what = b.instruction.opcode
 
     def step(warp: Warp) -> None:
@@ -343,7 +343,7 @@ def wmma_load(b: Binder) -> Step:
     """A matrix from memory; `stride` counts elements from one row, or column, to the next."""
     d, address, *rest = b.expect(2, 3)
     fragment, offsets = _wmma_place(b, b.words["which"], b.words["type"])
-    out = Held(b, d, fragment, written=True)
+    out = HeldFragment(b, d, fragment, written=True)
     base, stride = b.address(address), b.source(rest[0], "u32") if rest else None
     space, what, size = b.words["space"], b.instruction.opcode, fragment.bits // 8
 
@@ -371,7 +371,7 @@ def wmma_store(b: Binder) -> Step:
     """A matrix to memory."""
     address, source, *rest = b.expect(2, 3)
     fragment, offsets = _wmma_place(b, "d", b.words["type"])
-    held = Held(b, source, fragment)
+    held = HeldFragment(b, source, fragment)
     base, stride = b.address(address), b.source(rest[0], "u32") if rest else None
     space, what, size, line = b.words["space"], b.instruction.opcode, fragment.bits // 8, b.instruction.line
 

@@ -5,7 +5,8 @@ chunk of a row: two indices of two bits, of the stored elements of four (2:4), o
 4-bit types). 32-bit types have chunks of two elements (1:2) whose code names the two halves of one.
 
 The figures of the ISA show where codes lie. In registers this follows CUTLASS's layouts of wgmma's metadata, whose
-figures are those of mma.sp; in tensor memory, CUTLASS's fragments of tcgen05's. Neither has been held against silicon.
+figures are those of mma.sp; in tensor memory, CUTLASS's fragments of tcgen05's (facts.md 2.6). Neither has been held
+against silicon.
 """
 
 from __future__ import annotations

@@ -111,7 +111,6 @@ SAME_IDEA = {
 """Class names that may stand in two modules of megamoe and backends, and why."""
 
 SIGNATURES_OF_OTHERS = {
-    "backends/vm/host/memory_calls.py: encode_tiled": "cuTensorMapEncodeTiled has 12 parameters",
     "backends/vm/host/launch_calls.py: launch_kernel": "cuLaunchKernel has 11 parameters",
     "conformance/fakes/peers_on_cpu.py: flash": "torch.ops.aten._flash_attention_forward",
     "conformance/fakes/peers_on_cpu.py: efficient": "torch.ops.aten._efficient_attention_forward",
