@@ -72,7 +72,8 @@ def _names(told: list[str] | None) -> tuple[str, ...] | None:
 
 def _place() -> tuple[str, ...]:
     """What else an answer depends on: where modules are searched."""
-    return tuple(map(os.path.abspath, sys.path))
+    # An entry may be the name of a hook.
+    return tuple(os.path.abspath(path) if os.path.isdir(path or ".") else path for path in sys.path)
 
 
 @lru_cache(maxsize=512)
