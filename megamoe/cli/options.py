@@ -136,7 +136,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HowCompared:
     """How two sides are held against each other."""
 
     across: Annotated[bool, typer.Option("--across", help="Compare other machines or versions; labelled.")] = False
@@ -228,7 +228,7 @@ class Share:
         return None if self.shard is None else Nth.parse(self.shard, self.run_set or "")
 
 
-GROUPS = (Asked, Held, Effort, Sought, AskedLaunch, Rules, Share)
+GROUPS = (Asked, HowCompared, Effort, Sought, AskedLaunch, Rules, Share)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
