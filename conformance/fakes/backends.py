@@ -141,7 +141,9 @@ BEHAVIOURS: dict[str, Callable[[Tensors], None]] = {
 
 
 def _misbehave(case: Case, tensors: Tensors, name: str, schedule: str, run: int) -> str | None:
-    """Writes the simulated reference of FMHA into the outputs first."""
+    """Writes the simulated reference of FMHA into the outputs first, unless the launch is refused."""
+    if name == "is_refused":
+        return "kernel faulty: a grid of 2147483647 CTAs"
     for output, value in reference("fmha").simulated(case, {part: tensors[part] for part in "qkv"}).items():
         written = value.shape[-1] // 2 if name == "stops_half_way" else value.shape[-1]
         tensors[output][..., :written] = value[..., :written]
@@ -196,5 +198,6 @@ CHANGES_AN_INPUT = NamedBackend("changes_an_input")
 SCALES = NamedBackend("scales")
 STOPS_HALF_WAY = NamedBackend("stops_half_way")
 BREAKS_A_RULE = NamedBackend("breaks_a_rule")
+IS_REFUSED = NamedBackend("is_refused")
 EMPTY = NamedBackend("empty", "none")
 NOT_A_BACKEND = 17

@@ -15,14 +15,13 @@ from typing import Annotated, NoReturn, cast, get_args
 
 import typer
 
-from megamoe.cli.options import MAX_TIMEOUT_S, Sought, bounded, with_options
+from megamoe.cli.options import AskedLaunch, Sought, with_options
 from megamoe.cli.terminal import complain, console
 from megamoe.contract import TARGETS, UnsupportedError
 from megamoe.contract.machine import KernelFault, LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
 from megamoe.export.findings import CheckedRun, Format, read_findings, rendered
 from megamoe.findings import KernelFinding, Ledger
-from megamoe.judge.run import DEFAULT_TIMEOUT_S
 from megamoe.records.files import write_file
 from megamoe.records.lines import RecordError
 
@@ -35,10 +34,7 @@ _DTYPES = {
 }  # fmt: skip
 _ARRAY = re.compile(r"(\w+)\[(\d+)\]")
 
-ONE, BLOCK = "1", "128"
 MAX_ELEMENTS = 1 << 28
-MAX_SMEM = 1 << 20
-"""More than any CTA has; the machine says how much that is."""
 
 Sources = Annotated[list[str], typer.Argument(metavar="KERNEL.ptx|KERNEL.cu|TEST.py[::NAME]", help="What to check.")]
 Target = Annotated[str, typer.Option("--target", metavar="NAME", help="sm_90a or sm_100a.")]
@@ -47,28 +43,12 @@ Schedule = Annotated[
     typer.Option("--schedule", metavar="NAME", help="eager, lazy, random:SEED.  [default: four; eager for tests]"),
 ]
 Entry = Annotated[str | None, typer.Option("--entry", metavar="NAME", help="Launch this kernel, not just read all.")]
-Sizes = Annotated[str, typer.Option(metavar="X[,Y[,Z]]")]
-Bytes = Annotated[int, typer.Option("--smem", parser=bounded(int, 0, MAX_SMEM), metavar="BYTES")]
-LaunchLimit = Annotated[
-    float,
-    typer.Option(
-        "--timeout",
-        parser=bounded(float, 0.1, MAX_TIMEOUT_S),
-        metavar="SECONDS",
-        help="Host seconds a launch.",
-    ),
-]
-Arg = Annotated[
-    list[str] | None,
-    typer.Option("--arg", metavar="VALUE", help="An argument: f32[1024] (random), u64[4] (zeros), 3.0, null."),
-]
 
 
 @with_options
 def check(
-    sources: Sources, sought: Sought, target: Target = "sm_100a", schedule: Schedule = None, entry: Entry = None,
-    grid: Sizes = ONE, block: Sizes = BLOCK, cluster: Sizes = ONE, smem: Bytes = 0,
-    arg: Arg = None, timeout: LaunchLimit = DEFAULT_TIMEOUT_S,
+    sources: Sources, sought: Sought, launch: AskedLaunch, target: Target = "sm_100a", schedule: Schedule = None,
+    entry: Entry = None,
 ) -> None:  # fmt: skip
     """Looks for rules that kernels break. Exit status: 0 none, 1 findings that count, 2 input that cannot be used.
 
@@ -84,20 +64,18 @@ def check(
             _unusable(f"{one}: a source is KERNEL.ptx, KERNEL.cu or TEST.py::NAME")
     if entry is not None and (tests or len(kernels) != 1):
         _unusable("--entry launches a kernel of one file")
-    given = {"grid": grid != ONE, "block": block != BLOCK, "cluster": cluster != ONE, "smem": smem, "arg": arg}
-    if entry is None and any(given.values()):
-        idle = next(name for name, said in given.items() if said)
-        _unusable(f"--{idle} does nothing without --entry NAME, which launches a kernel of one file")
+    if entry is None and launch.idle:
+        _unusable(f"--{launch.idle} does nothing without --entry NAME, which launches a kernel of one file")
     if sought.format not in get_args(Format):
         _unusable(f"--format {sought.format}: the formats are {', '.join(get_args(Format))}")
     checked = CheckedRun(_ledger(target, sought))
     for kernel in kernels:
         try:
             if entry is None:
-                _read(kernel, target, checked, timeout)
+                _read(kernel, target, checked, launch.timeout)
             else:
-                launch = _AskedLaunch(entry, _sizes(grid), _sizes(block), _sizes(cluster), smem, arg or [], timeout)
-                _launched(kernel, target, launch, schedule or list(SCHEDULES), checked)
+                asked = _Launch(entry, _sizes(launch.grid), _sizes(launch.block), _sizes(launch.cluster), launch)
+                _launched(kernel, target, asked, schedule or list(SCHEDULES), checked)
         except LaunchRefusedError as refused:
             _unusable(f"{kernel}: {refused}")
         except _TimeIsUpError as late:
@@ -109,16 +87,14 @@ def check(
 
 
 @dataclass(frozen=True, slots=True)
-class _AskedLaunch:
-    """The launch that the options ask for; `args` as they are written, `timeout` in host seconds."""
+class _Launch:
+    """The launch that is `asked` for, its sizes as numbers."""
 
     entry: str
     grid: tuple[int, ...]
     block: tuple[int, ...]
     cluster: tuple[int, ...]
-    smem: int
-    args: list[str]
-    timeout: float
+    asked: AskedLaunch
 
 
 def _ledger(target: str, sought: Sought) -> Ledger:
@@ -197,19 +173,19 @@ def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None
                 checked.failures.append(f"{kernel}: {name}: {unknown}")
 
 
-def _launched(kernel: str, target: str, launch: _AskedLaunch, schedules: list[str], checked: CheckedRun) -> None:
+def _launched(kernel: str, target: str, launch: _Launch, schedules: list[str], checked: CheckedRun) -> None:
     """Launch under each schedule on the same arguments. A launch that fails is not held against others."""
     from megamoe.vm import Device
 
     first: list[object] | None = None
     for name in schedules:
-        args = [_argument(text, index) for index, text in enumerate(launch.args)]
+        args = [_argument(text, index) for index, text in enumerate(launch.asked.arg or [])]
         try:
             device = Device(target, schedule=name)
             device.ledger, device.reported = checked.ledger, _gathered
-            with _at_most(launch.timeout, device.machine.whereabouts):
+            with _at_most(launch.asked.timeout, device.machine.whereabouts):
                 device.launch(Path(kernel), launch.entry, launch.grid, launch.block, *args, cluster=launch.cluster,
-                              smem=launch.smem)  # fmt: skip
+                              smem=launch.asked.smem)  # fmt: skip
         except KernelFault:
             continue
         except _TimeIsUpError as late:

@@ -136,7 +136,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HowCompared:
     """How two sides are held against each other."""
 
     across: Annotated[bool, typer.Option("--across", help="Compare other machines or versions; labelled.")] = False
@@ -171,6 +171,35 @@ class Sought:
     ] = None
 
 
+Sizes = Annotated[str, typer.Option(metavar="X[,Y[,Z]]")]
+MAX_SMEM = 1 << 20
+"""More than any CTA has; the machine says how much that is."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedLaunch:
+    """How `megamoe check` launches a kernel; `timeout` holds for one that is only read, too."""
+
+    grid: Sizes = "1"
+    block: Sizes = "128"
+    cluster: Sizes = "1"
+    smem: Annotated[int, typer.Option("--smem", parser=bounded(int, 0, MAX_SMEM), metavar="BYTES")] = 0
+    arg: Annotated[
+        list[str] | None,
+        typer.Option("--arg", metavar="VALUE", help="An argument: f32[1024] (random), u64[4] (zeros), 3.0, null."),
+    ] = None
+    timeout: Annotated[
+        float,
+        typer.Option("--timeout", parser=bounded(float, 0.1, MAX_TIMEOUT_S), metavar="SECONDS", help="Of a launch."),
+    ] = DEFAULT_TIMEOUT_S
+
+    @property
+    def idle(self) -> str:
+        """A given option that only a launch uses; "" if there is none."""
+        names = (one.name for one in fields(self) if one.name != "timeout")
+        return next((name for name in names if getattr(self, name) != getattr(AskedLaunch(), name)), "")
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What rows are held to. `specs`, `expected`: None for ours."""
@@ -199,7 +228,7 @@ class Share:
         return None if self.shard is None else Nth.parse(self.shard, self.run_set or "")
 
 
-GROUPS = (Asked, Held, Effort, Sought, Rules, Share)
+GROUPS = (Asked, HowCompared, Effort, Sought, AskedLaunch, Rules, Share)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megamoe import CHECKOUT
-from megamoe.cli.options import Held, Specs, bounded, with_options
+from megamoe.cli.options import HowCompared, Specs, bounded, with_options
 from megamoe.cli.terminal import console
 from megamoe.records.files import write_file
 from megamoe.records.lines import RecordError
@@ -37,7 +37,7 @@ _SIDE = "a record file, a folder of them, a git revision, or REV:PATH"
 def compare(
     before: Annotated[str, typer.Argument(metavar="BEFORE", help=f"What it was: {_SIDE}.")],
     after: Annotated[str, typer.Argument(metavar="AFTER", help="What it is now, likewise.")],
-    held: Held,
+    held: HowCompared,
     row: Annotated[
         list[str] | None,
         typer.Option("--row", metavar="GLOB", help='Only rows whose text matches, as "*on ptx*(timing)".'),
@@ -99,7 +99,7 @@ def compare(
 
 @with_options
 def report(
-    held: Held,
+    held: HowCompared,
     records: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -161,7 +161,7 @@ def _write(output: Path, material: Material, specs: Mapping[str, Spec], comparis
     write_file(output, page(material, extras), "the report")
 
 
-def _compared(against: str, given: Sequence[Path], held: Held, specs: Mapping[str, Spec]) -> Comparison:
+def _compared(against: str, given: Sequence[Path], held: HowCompared, specs: Mapping[str, Spec]) -> Comparison:
     from megamoe.diff.differ import compare_runs
     from megamoe.diff.sides import Side, read_side
     from megamoe.records.files import newest_run, read_records

@@ -57,7 +57,8 @@ def write_bundle(folder: Path, row: Row, contents: BundleContents, specs: Path |
     """Writes the bundle of `row` under `folder` and returns its folder. Replaces an earlier bundle of the same row.
 
     tensors.pt holds {"inputs", "outputs", "oracle"} for torch.load. For every output, NAME.error.npy is the absolute
-    error against the oracle (float64, NaN where the output is NaN), and NAME.error.txt a heat map of it. `specs`: the
+    error against the oracle (float64, NaN where the output is NaN), and NAME.error.txt a heat map of it; for none that
+    was not written at all, as after a launch that was refused. `specs`: the
     folder of specs that the run was given. OSError if it cannot be written; then there is none of this row.
     """
     place = folder / bundle_name(row)
@@ -104,12 +105,16 @@ def _write_tensors(
 ) -> None:
     import torch
 
+    from megamoe.judge.arena import is_poison
+
     groups = {"inputs": inputs, "outputs": outputs, "oracle": oracle}
     torch.save(
         {name: {key: t.detach().clone() for key, t in group.items()} for name, group in groups.items()},
         place / "tensors.pt",
     )
     for name in outputs.keys() & oracle.keys():
+        if is_poison(outputs[name]).all():
+            continue
         error = (outputs[name].double() - oracle[name].double()).abs().numpy()
         # The log-sum-exp of an empty row must be -inf, so equal infinities are no error.
         error[(outputs[name].double() == oracle[name].double()).numpy()] = 0.0

@@ -167,6 +167,13 @@ def test_a_failure_leaves_its_evidence(tmp_path: Path) -> None:
     assert record.bundle in record.sentence, "the sentence must say where the evidence is"
 
 
+def test_a_launch_that_was_refused_has_no_picture_of_its_error(tmp_path: Path) -> None:
+    record = _judge(_row("IS_REFUSED"), tmp_path)
+    assert record.bundle is not None
+    assert not list(Path(record.bundle).glob("*.error.*")), "poison minus the right output is no error of a kernel"
+    assert (Path(record.bundle) / "tensors.pt").exists()
+
+
 def test_an_error_leaves_its_traceback(tmp_path: Path) -> None:
     record = _judge(_row("RAISES"), tmp_path)
     assert record.bundle is not None
