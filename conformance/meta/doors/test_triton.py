@@ -20,6 +20,10 @@ pytestmark = pytest.mark.skipif(
 HEAD = """
 import pytest, torch, triton, triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptorIm2Col
 import megamoe.triton
 from megamoe.vm import KernelFault
 
@@ -149,6 +153,30 @@ def test_what_a_kernel_prints(capsys):
     assert len(lines) == 128
     assert lines[100] == "pid (0, 0, 0) idx (100) x: 100"
 
+@gluon.jit
+def one_box(desc, o, P: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    smem = gl.allocate_shared_memory(desc.dtype, [P, C], desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, P * C * 2)
+    tma.async_load_im2col(desc, [1, 0, -1, 0], [1, 1], bar, smem)
+    mbarrier.wait(bar, 0)
+    i, j = gl.arange(0, P, layout=gl.SliceLayout(1, layout)), gl.arange(0, C, layout=gl.SliceLayout(0, layout))
+    gl.store(o + i[:, None] * C + j[None, :], smem.load(layout))
+
+def test_im2col_descriptors():
+    # The middle tap of a 3x3 filter with a border of one: pixels in the image's own order, zeros behind the last.
+    megamoe.triton.install("sm_90a")
+    n, h, w, P, C = 2, 6, 5, 32, 16
+    x, o = torch.randn(n, h, w, C).half(), torch.ones(P, C).half()
+    smem = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+    corners = dict(pixel_box_lower_corner=[-1, -1], pixel_box_upper_corner=[-1, -1])
+    desc = TensorDescriptorIm2Col(x, list(x.shape), list(x.stride()), [P, C], smem, **corners)
+    one_box[(1,)](desc, o, P, C, gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
+    pixels = torch.cat([x.view(-1, C), torch.zeros(P, C).half()])
+    of_the_box = h * w + w  # image 1, row 0 + 1, column -1 + 1: each at its coordinate and offset
+    assert torch.equal(o, pixels[of_the_box : of_the_box + P])
+
 def test_triton_gets_its_own_driver_back():
     from triton.backends import backends
     megamoe.triton.uninstall()
@@ -204,7 +232,7 @@ def _pytest(folder: Path, text: str, *options: str) -> str:
 
 def test_kernels_of_triton_run_on_cpu_tensors(tmp_path: Path) -> None:
     said = _pytest(tmp_path, SCRIPT)
-    assert "15 passed" in said, said
+    assert "16 passed" in said, said
 
 
 def test_a_test_suite_runs_and_findings_fail_it(tmp_path: Path) -> None:
