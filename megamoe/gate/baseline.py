@@ -63,9 +63,10 @@ def _place(line: KeyedLine) -> _Place:
 def _place_of_acceptance(line: Acceptance, at: int) -> _Place:
     """After all that it may be about. `at`: how many acceptances came before."""
     try:
-        return (*parse_row(line.row), 2, "", -at)
+        case, backend, target, executor, schedule = parse_row(line.row)
+        return case, backend, target, executor, schedule, 2, "", -at
     except SelectionError:
-        return (line.row, "", "", "", "", 2, "", -at)
+        return line.row, "", "", "", "", 2, "", -at
 
 
 def baseline_for(executor: str, header: RunHeader | None) -> Path:
@@ -151,14 +152,15 @@ def read_baseline(path: Path) -> Baseline:
     for line in (*found.records, *found.timings):
         if line.status != "passed":
             raise RecordError(f"{path}: the baseline holds {Key.of(line)} as {line.status}; take out what did not pass")
+    # Of one row the last comes first, and two of one moment stay as they came.
+    acceptances = [*reversed(found.acceptances)]
     return Baseline(
         path,
         _keyed(found, "run", ((header.run, header) for header in found.headers)),
         _keyed(found, "record", ((record.row, record) for record in found.records)),
         _keyed(found, "figures", ((Key.of(line), line) for line in found.figures)),
         _keyed(found, "timing", ((Key.of(line), line) for line in found.timings)),
-        # Of one row the last comes first.
-        tuple(sorted(found.acceptances[::-1], key=lambda line: line.accepted)),
+        tuple(sorted(acceptances, key=lambda line: line.accepted)),
     )
 
 
