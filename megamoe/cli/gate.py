@@ -346,7 +346,7 @@ def accept(
         run="accept",
         row="*",
         reason=text,
-        accepted=datetime.now(UTC).isoformat(timespec="seconds"),
+        accepted=datetime.now(UTC).isoformat(timespec="milliseconds"),
         git_revision=git_revision(CHECKOUT),
     )
     with sole_writer(path):

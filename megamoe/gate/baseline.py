@@ -2,8 +2,10 @@
 
 `results/baselines/vm.jsonl` holds every row of the smoke profile on the VM. It is a record file without anything that
 another run or another machine would not repeat (host seconds, error metrics, digests of inputs, ids of runs). It is
-sorted and has one line a row, so that a diff shows exactly what changed. A file of a device holds times, with their
-runs. Acceptance lines at the end say why each change was taken. Only rows that passed are in it.
+sorted, so that a diff shows exactly what changed: a program's figures, its rows, and after each the acceptances that
+say why it is as it is, the last one first. So git merges acceptances of two branches: the older ones, which neither
+changes, lie between those of two rows, and the header is that of the first acceptance. A file of a device holds times,
+with their runs. Only rows that passed are in it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from megamoe.contract import Row
 from megamoe.records.files import RecordFile, locked, read_records, write_file
 from megamoe.records.keys import Key, KeyedLine
 from megamoe.records.lines import BASELINE_RUN, Acceptance, AnyLine, Figures, Record, RecordError, RunHeader, Timing
-from megamoe.spec.selection import Selection
+from megamoe.spec.selection import Selection, SelectionError, parse_row
 
 BASELINES = CHECKOUT / "results" / "baselines"
 VM_BASELINE = BASELINES / "vm.jsonl"
@@ -40,10 +42,31 @@ class Baseline:
 
     @property
     def lines(self) -> Iterator[AnyLine]:
-        """All lines in the order of the file: by kind and key, then acceptances from the first to the last."""
-        for group in (self.headers, self.records, self.figures, self.timings):
-            yield from (line for _, line in sorted(group.items(), key=lambda pair: pair[0]))
-        yield from self.acceptances
+        """All lines in the order of the file."""
+        yield from (header for _, header in sorted(self.headers.items()))
+        lines = (*self.figures.values(), *self.records.values(), *self.timings.values())
+        placed = [(_place(line), line) for line in lines]
+        placed += [(_place_of_acceptance(line, at), line) for at, line in enumerate(self.acceptances)]
+        yield from (line for _, line in sorted(placed, key=lambda pair: pair[0]))
+
+
+_Place = tuple[str, str, str, str, str, int, str, int]
+
+
+def _place(line: KeyedLine) -> _Place:
+    key = Key.of(line)
+    schedule = "eager" if isinstance(line, Timing) else key.schedule
+    kind = 1 if isinstance(line, Timing) else 0
+    return key.case, key.backend, key.target, key.executor, schedule, kind, key.temperature or key.assembler, 0
+
+
+def _place_of_acceptance(line: Acceptance, at: int) -> _Place:
+    """After all that it may be about. `at`: how many acceptances came before."""
+    try:
+        case, backend, target, executor, schedule = parse_row(line.row)
+        return case, backend, target, executor, schedule, 2, "", -at
+    except SelectionError:
+        return line.row, "", "", "", "", 2, "", -at
 
 
 def baseline_for(executor: str, header: RunHeader | None) -> Path:
@@ -90,9 +113,9 @@ def rebuilt(
     if any(isinstance(line, Timing) for line in lines):
         kept = {line.run: known[line.run] for line in lines if line.run in known}
     else:
-        latest = max(headers.values(), key=lambda header: header.started, default=baseline.headers.get(BASELINE_RUN))
-        rows = sum(isinstance(line, Record) for line in lines)
-        kept = {} if latest is None else {BASELINE_RUN: _settled_header(latest, rows)}
+        latest = max(headers.values(), key=lambda header: header.started, default=None)
+        first = baseline.headers.get(BASELINE_RUN, latest)
+        kept = {} if first is None else {BASELINE_RUN: _settled_header(first, latest or first)}
         lines = [settled(line) if isinstance(line, Record) else line for line in lines]
         lines = [settled_figures(line) if isinstance(line, Figures) else line for line in lines]
     return Baseline(
@@ -105,11 +128,15 @@ def rebuilt(
     )
 
 
-def _settled_header(header: RunHeader, rows: int) -> RunHeader:
-    """The header of lines that every host repeats: the versions and the revision of the last acceptance."""
+def _settled_header(first: RunHeader, latest: RunHeader) -> RunHeader:
+    """The header of lines that every host repeats: that of the `first` acceptance, with the compilers of the latest.
+
+    Nothing else in it changes, or acceptances of two branches would disagree; nor does it count the rows.
+    """
     selection: dict[str, str | tuple[str, ...]] = Selection().kept
     anywhere = {"platform": "any", "machine": "any", "cpu_count": None, "device": None, "digests": {}}
-    return header.model_copy(update={"run": BASELINE_RUN, "selection": selection, "owed_rows": rows, **anywhere})
+    unsaid = {"owed_rows": 0, "git_revision": None, "software": latest.software}
+    return first.model_copy(update={"run": BASELINE_RUN, "selection": selection, **anywhere, **unsaid})
 
 
 def read_baseline(path: Path) -> Baseline:
@@ -125,13 +152,15 @@ def read_baseline(path: Path) -> Baseline:
     for line in (*found.records, *found.timings):
         if line.status != "passed":
             raise RecordError(f"{path}: the baseline holds {Key.of(line)} as {line.status}; take out what did not pass")
+    # Of one row the last comes first, and two of one moment stay as they came.
+    acceptances = [*reversed(found.acceptances)]
     return Baseline(
         path,
         _keyed(found, "run", ((header.run, header) for header in found.headers)),
         _keyed(found, "record", ((record.row, record) for record in found.records)),
         _keyed(found, "figures", ((Key.of(line), line) for line in found.figures)),
         _keyed(found, "timing", ((Key.of(line), line) for line in found.timings)),
-        found.acceptances,
+        tuple(sorted(acceptances, key=lambda line: line.accepted)),
     )
 
 

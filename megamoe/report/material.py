@@ -133,7 +133,7 @@ def gather(paths: Sequence[Path]) -> Material:
         tuple(line for line in found if isinstance(line, Agreement)),
         tuple(line for line in found if isinstance(line, Timing)),
         tuple(line for line in found if isinstance(line, Figures)),
-        tuple(line for line in found if isinstance(line, Acceptance)),
+        tuple(sorted((line for line in found if isinstance(line, Acceptance)), key=lambda line: line.accepted)),
         tuple(_notes(files, found, order)),
     )
 

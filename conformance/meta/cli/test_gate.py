@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 from collections.abc import Sequence
 from datetime import date, timedelta
 from pathlib import Path
@@ -130,6 +131,36 @@ def test_the_command_that_is_printed_accepts_the_change(capsys: pytest.CaptureFi
     (*_, last) = read_baseline(Path("base.jsonl")).acceptances
     assert (last.row, last.reason) == (str(ROW), "two more tiles hide the latency")
     assert last.changes == {"mma_flops": "4096 -> 8192"}
+
+
+def _git(*words: str) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
+    done = subprocess.run(["git", *who, *words], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_acceptances_of_two_branches_merge_in_git() -> None:
+    """Of neighbours, their compiler figures included, and of runs of two revisions."""
+    _accept_all(*GOOD)
+    _git("init", "-q")
+    _git("add", "base.jsonl")
+    _git("commit", "-qm", "both")
+    changed = {ROW: "ours", NEIGHBOUR: "theirs"}
+    for row, branch in changed.items():
+        _git("checkout", "-q", "-b", branch, "main")
+        Path("run.jsonl").unlink()
+        with RecordWriter(Path("run.jsonl")) as writer:
+            head = gated().model_copy(update={"git_revision": branch, "started": f"2026-11-22T18:00:0{len(branch)}"})
+            for line in (head, judged(row, WORSE), compiled(row, {**KERNEL, "registers": 200})):
+                writer.append(line)
+        assert main([*ACCEPT, str(row)]) == 0
+        _git("commit", "-qam", branch)
+    _git("merge", "-q", "ours")
+    merged = read_baseline(Path("base.jsonl"))
+    assert all(merged.records[row].counters["mma_flops"] == WORSE["mma_flops"] for row in changed)
+    assert sorted(line.row for line in merged.acceptances if "mma_flops" in line.changes) == sorted(map(str, changed))
+    assert "".join(f"{line.model_dump_json()}\n" for line in merged.lines) == Path("base.jsonl").read_text()
 
 
 def test_what_got_better_asks_and_strict_insists(
