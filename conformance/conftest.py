@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -60,6 +61,17 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
     result = yield
     give_memory_back()
     return result
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_kept_for_later_modules(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Programs that the machine has decoded, and what a module of tests caches, are of no use to the next one."""
+    yield
+    cached: list[object] = [one for one in vars(request.module).values() if hasattr(one, "cache_clear")]
+    decoded = sys.modules.get("backends.vm.load")
+    for one in (*cached, *([] if decoded is None else [decoded.load])):
+        if getattr(one, "__module__", "") in (request.module.__name__, "backends.vm.load"):
+            cast("Any", one).cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -164,11 +164,7 @@ class CaseSpace:
 
     def point(self, given: Mapping[str, object], inputs: AxisValue = None, seed: AxisValue = 0) -> Case:
         """The case with the axes `given` and the others at their defaults. OutsideError if there is none."""
-        values = self._complete(given)
-        for name, value in values.items():
-            if refusal := self.axes[name].refusal(value):
-                raise OutsideError(refusal, ("axes", name), name)
-        self._hold_constraints(values)
+        values = self.completed(given)
         chosen = self.inputs[0] if inputs is None else inputs
         if not isinstance(chosen, str) or chosen not in self.inputs:
             sentence = f"there is no input distribution {chosen!r}; {nearest(str(chosen), self.inputs)}"
@@ -176,6 +172,15 @@ class CaseSpace:
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
             raise OutsideError(f"seed must be an integer from 0 to {MAX_SEED}, not {seed!r}", (), "seed")
         return Case(self.op, tuple(values.items()), chosen, seed, self._id(values, chosen, seed))
+
+    def completed(self, given: Mapping[str, object]) -> dict[str, AxisValue]:
+        """All axes of that case. OutsideError if there is none."""
+        values = self._complete(given)
+        for name, value in values.items():
+            if refusal := self.axes[name].refusal(value):
+                raise OutsideError(refusal, ("axes", name), name)
+        self._hold_constraints(values)
+        return values
 
     def parse(self, case_id: str) -> Case:
         """The case named `case_id`, its axes in any order, defaults written out or not. Raises OutsideError."""

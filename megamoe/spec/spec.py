@@ -160,7 +160,7 @@ class Spec:
     def admits(self, axes: Mapping[str, AxisValue]) -> str | None:
         """Why there is no case with these axes and the others at their defaults; None if there is one."""
         try:
-            self.space.point(axes)
+            self.space.completed(axes)
         except OutsideError as error:
             return str(error)
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 from hypothesis import strategies as st
@@ -30,6 +30,7 @@ class Drawing:
     """How the cases of an op are drawn. Axes that neither `first` nor `last` names keep their default or least value.
 
     `first`: in an order that is drawn too, so each axis gets its turn at the whole budget. `last`: in this order.
+    `after`: an axis that another one bounds -> that one; it is drawn right after it, while there is budget.
     `edges`: values where kernels go wrong, drawn half of the time. `work`: in any unit, monotone in every axis; at most
     `budget` over all runs of a trial. `beyond`: by law, cases over the budget that are always tried, without the op.
     `percent`: trials of a law in a hundred examples of the profile, since one takes half a second and more.
@@ -42,6 +43,7 @@ class Drawing:
     edges: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     beyond: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     percent: int = 6
+    after: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def _fmha_work(axes: Axes) -> int:
@@ -103,10 +105,11 @@ DRAWINGS: dict[str, Drawing] = {
     ),
     "nvfp4_moe": Drawing(
         work=_moe_work,
-        budget=20_000,
+        budget=18_000,
         percent=3,
-        first=("hidden", "intermediate", "num_experts", "tokens"),
-        last=("topk", "load", "weight", "clamp", "interleave", "stage"),
+        first=("hidden", "intermediate", "num_experts", "tokens", "stage"),
+        after={"topk": "num_experts"},
+        last=("load", "weight", "clamp", "interleave"),
         edges={"num_experts": (1, 2, 8), "tokens": (1, 2, 3, 31, 32, 33, 40), "topk": (1, 2, 8)},
     ),
 }
@@ -124,7 +127,9 @@ def cases(draw: st.DrawFn, law: Law, share: int = 1) -> Case:
     """Cases within the spec's ranges and a `share`-th of the op's budget that `law` speaks of."""
     spec, drawing = spec_of(law.op), drawing_of(law.op)
     axes: dict[str, AxisValue] = {name: _least(axis, law) for name, axis in spec.axes.items()} | dict(law.fixed)
-    order = [*draw(st.permutations(drawing.first)), *drawing.last]
+    order = [*draw(_orders(tuple(drawing.first))), *drawing.last]
+    for name, bound in drawing.after.items():
+        order.insert(order.index(bound) + 1, name)
     least = sum(drawing.work(run) for run in law.runs(axes))
     budget = max(least, drawing.budget // share)
     for name in order:
@@ -132,8 +137,8 @@ def cases(draw: st.DrawFn, law: Law, share: int = 1) -> Case:
             fits = partial(_fits, law, drawing.work, budget, axes, name)
             admits = partial(_admits, law, spec, axes, name)
             low = law.least.get(name)
-            axes[name] = draw(_values(spec.axes[name], low, drawing.edges.get(name, ()), fits, admits))
-    return spec.case(inputs=draw(st.sampled_from(spec.inputs)), seed=draw(st.integers(0, MAX_SEED)), **axes)
+            axes[name] = _value(draw, spec.axes[name], low, drawing.edges.get(name, ()), fits, admits)
+    return spec.case(inputs=_one_of(draw, spec.inputs), seed=draw(_between(0, MAX_SEED)), **axes)
 
 
 def _least(axis: Axis, law: Law) -> AxisValue:
@@ -151,39 +156,59 @@ def _admits(law: Law, spec: Spec, axes: Axes, name: str, value: AxisValue) -> bo
     return spec.admits(candidate) is None and law.speaks_of(candidate)
 
 
-def _values(
+def _value(
+    draw: st.DrawFn,
     axis: Axis,
     least: int | None,
     edges: Sequence[int],
     fits: Callable[[AxisValue], bool],
     admits: Callable[[AxisValue], bool],
-) -> st.SearchStrategy[AxisValue]:
+) -> AxisValue:
     if axis.kind == "bool":
-        return st.sampled_from((bool(axis.default), not axis.default))
+        return (bool(axis.default), not axis.default)[draw(_below(2))]
     if axis.choices is not None:
-        return _one_of([value for value in axis.choices if fits(value) and admits(value)])
+        return _one_of(draw, [value for value in axis.choices if fits(value) and admits(value)])
     if axis.kind == "float":
-        steps = st.integers(math.ceil((axis.min or 0) * FLOAT_STEPS), math.floor((axis.max or 0) * FLOAT_STEPS))
-        numbers = steps.map(lambda step: step / FLOAT_STEPS)
-        return st.none() | numbers if axis.optional else numbers
+        if axis.optional and not draw(_below(2)):
+            return None
+        low, high = math.ceil((axis.min or 0) * FLOAT_STEPS), math.floor((axis.max or 0) * FLOAT_STEPS)
+        return draw(_between(low, high)) / FLOAT_STEPS
     low, high = int(axis.min or 0) if least is None else least, int(axis.max or 0)
+    # No value, an edge, any value: alike often.
+    way = draw(_below(3 if axis.optional else 2)) - axis.optional
+    if way < 0:
+        return None
     if high - low < LISTED:
         listed = [value for value in range(low, high + 1) if fits(value) and admits(value)]
-        some = [value for value in listed if value in edges]
-        drawn = _one_of(some or listed) | _one_of(listed)
-    else:
-        top = _greatest(low, high, fits)
-        drawn = _one_of([value for value in edges if low <= value <= top] or [low]) | st.integers(low, top)
-    return st.none() | drawn if axis.optional else drawn
+        return _one_of(draw, (not way and [value for value in listed if value in edges]) or listed)
+    top = _greatest(low, high, fits)
+    if way:
+        return draw(_between(low, top))
+    return _one_of(draw, [value for value in edges if low <= value <= top] or [low])
 
 
-def _one_of(values: Sequence[T]) -> st.SearchStrategy[T]:
+def _one_of(draw: st.DrawFn, values: Sequence[T]) -> T:
     """One of `values`, by a choice even where there is one alone.
 
     sampled_from makes none then. A smaller value of one axis, which leaves more of another, would add a choice and give
     all later axes each other's values: a failure would not shrink.
     """
-    return st.integers(0, len(values) - 1).map(values.__getitem__)
+    return values[draw(_below(len(values)))]
+
+
+@cache
+def _between(low: int, high: int) -> st.SearchStrategy[int]:
+    """Hypothesis checks each new strategy, which takes longer than a draw from it."""
+    return st.integers(low, high)
+
+
+@cache
+def _orders(names: tuple[str, ...]) -> st.SearchStrategy[list[str]]:
+    return st.permutations(names)
+
+
+def _below(count: int) -> st.SearchStrategy[int]:
+    return _between(0, count - 1)
 
 
 def _greatest(low: int, high: int, fits: Callable[[int], bool]) -> int:

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from conformance.fakes.instant import SPEC
 from conformance.kernels.laws.law import specs
+from megamoe import SPECS
 from megamoe.contract import AxisValue
 from megamoe.spec.expression import ExpressionError, parse_expression
 from megamoe.spec.load import build_spec, load_spec, load_specs
@@ -358,6 +360,43 @@ FMHA = specs()["fmha"]
 LINES = FMHA.file.read_text(encoding="utf-8").splitlines(keepends=True)
 SHARDS = [*"{}[]:'x1\t\n", ": ", "- ", "&a ", "*a", "!!int ", "null", "-1", "1.5", "true", "|\n"]
 unhurried = settings(deadline=None, derandomize=True, database=None)
+
+
+# Words of YAML, put together at random: the nearest thing to what people mistype.
+YAML_WORDS = [
+    *"abc?\n\t{}[],'\"# |>%@1\\:",
+    "b: ",
+    "- ",
+    "? ",
+    "\n  ",
+    "&x ",
+    "*x",
+    "!t ",
+    "---\n",
+    "null",
+    "0x1",
+    "|2#",
+]
+YAML_WORDS += ["\x00", "\x85", "\u2028", "\ufeff", "é", "<<: "]
+
+
+def test_libyaml_and_pyyaml_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of them parses is a matter of speed; a text that libyaml alone would take is none."""
+    random = np.random.default_rng(1)
+    texts = [file.read_text("utf-8") for file in sorted(SPECS.glob("*.yaml"))]
+    texts += ["".join(random.choice(YAML_WORDS, random.integers(1, 9))) for _ in range(2000)] + ["{a:}", "a: |#", "? a"]
+
+    def read(text: str) -> object:
+        try:
+            document = parse_marked_yaml(text, Path("x.yaml"))
+        except SpecError as refusal:
+            return str(refusal)
+        return document.value, document.lines
+
+    quick = [read(text) for text in texts]
+    monkeypatch.setattr("megamoe.spec.marked_yaml.CParser", None)
+    for text, seen in zip(texts, quick, strict=True):
+        assert seen == read(text), f"libyaml reads {text!r} otherwise than PyYAML"
 
 
 @st.composite
