@@ -168,6 +168,12 @@ _ALL = (
         "warpgroup-diverged", "9.7.15", "The warps of a warpgroup do not execute the same instruction.",
         "Let all four warps execute it with the same operands.",
     ),
+    _error(
+        "register-pool", "9.7.19.5",
+        "setmaxnreg asks for what the launch cannot give: a warpgroup for more registers than the whole CTA was launched "
+        "with, or .dec for more than the warp holds.",
+        "Launch with more registers a thread (.maxnreg, or fewer threads in .reqntid), or ask for fewer.",
+    ),
     # Barriers.
     _error(
         "mbarrier-misuse", "9.7.13.15", "An mbarrier is used before its initialisation, over it, or beyond its count.",

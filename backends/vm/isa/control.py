@@ -80,6 +80,7 @@ def setmaxnreg(b: Binder) -> Step:
     def step(warp: Warp) -> object:
         warp.converged("setmaxnreg")
         pool = warp.cta.register_pool
+        pool.check_possible(warp.index, one)
         pool.resize(warp.index, one)
         if not pool.lacking(warp.index, count):
             pool.take(warp.index, one)

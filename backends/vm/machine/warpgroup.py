@@ -201,6 +201,18 @@ class RegisterPool:
         """Registers that no warp holds."""
         return 0 if self.size is None else self.size - 32 * sum(self.held)
 
+    def check_possible(self, warp: int, one: Resize) -> None:
+        """Fault if the launch can never give `one`: .inc waits for ever, .dec has nothing to give back."""
+        if self.size is None:
+            return
+        most = self.size // (32 * min(WARPS, len(self.held)))
+        if one.way == "inc" and one.count > most:
+            raise Fault("register-pool", f"setmaxnreg.inc to {one.count} registers a thread, but the CTA was launched "
+                        f"with {self.size} in all, {most} a thread if one warpgroup has them all")  # fmt: skip
+        if one.way == "dec" and one.count > self.held[warp]:
+            raise Fault("register-pool", f"setmaxnreg.dec to {one.count} registers a thread by a warp that holds "
+                        f"{self.held[warp]}: .dec only gives back")  # fmt: skip
+
     def resize(self, warp: int, one: Resize) -> None:
         """Note that `warp` executes `one`. Fault if a warp of its warpgroup executed another one in its place."""
         place, first = len(self.done[warp]), warp // WARPS * WARPS

@@ -121,6 +121,19 @@ DIVERGED = {
         HALF + "@%p1 shfl.sync.idx.b32 %r1, %tx, 20, 31, 0xffff; //!",
         "reads lane 20",
     ),
+    "shfl of all lanes in one side of a branch": (
+        HALF + "@!%p1 bra JOIN;\nshfl.sync.idx.b32 %r1, %tx, 0, 31, 0xffffffff; //!\nJOIN:",
+        "names lanes [16, 17",
+    ),
+    "shfl of all lanes in the other side of a branch": (
+        HALF + "@%p1 bra JOIN;\nshfl.sync.bfly.b32 %r1, %tx, 1, 31, 0xffffffff; //!\nbra.uni JOIN;\nJOIN:",
+        "names lanes [0, 1,",
+    ),
+    "shfl of all lanes once on each side of a branch": (
+        HALF + "@%p1 bra LOW;\nshfl.sync.idx.b32 %r1, %tx, 0, 31, 0xffffffff; //!\nbra.uni JOIN;\n"
+        "LOW: shfl.sync.idx.b32 %r1, %tx, 0, 31, 0xffffffff;\nJOIN:",
+        "names lanes [0, 1,",
+    ),
     "vote": (HALF + "@%p1 vote.sync.ballot.b32 %r1, %p1, 0xffffffff; //!", "names lanes [16, 17"),
     "elect": (HALF + "@%p1 elect.sync _|%p2, 0xffffffff; //!", "names lanes [16, 17"),
     "setmaxnreg": (HALF + "@%p1 setmaxnreg.dec.sync.aligned.u32 40; //!", "setmaxnreg", "lane 16"),
@@ -289,6 +302,26 @@ def test_a_register_pool_that_cannot_give(directives: str) -> None:
     for schedule in EVERY_SCHEDULE:
         with pytest.raises(Fault, match=r"\[deadlock\].*1024 more registers: of the 16384 of its CTA 512 are free"):
             kernel.run(schedule)
+
+
+@pytest.mark.parametrize(
+    ("asked", "directives", "clause"),
+    [
+        ("inc.sync.aligned.u32 136", ".maxnreg 64", "inc to 136 registers a thread, but the CTA was launched with 16384"),
+        ("inc.sync.aligned.u32 136", ".maxntid 256 .minnctapersm 4", "128 a thread if one warpgroup has them all"),
+        ("dec.sync.aligned.u32 72", ".maxnreg 64", "dec to 72 registers a thread by a warp that holds 64"),
+    ],
+)
+def test_more_registers_than_the_launch_has(asked: str, directives: str, clause: str) -> None:
+    """Two warpgroups of 64 registers a thread: no schedule lets one have more than 128, and .dec never gives any."""
+    kernel = Kernel(f"setmaxnreg.{asked}; //!\nret;", block=(256, 1, 1), directives=directives)
+    assert_blamed(kernel, "register-pool", clause)
+
+
+def test_as_many_registers_as_the_launch_has() -> None:
+    """`.dec` to what a warp holds, `.inc` to what it holds: neither asks for anything."""
+    for way in ("dec", "inc"):
+        assert_clean(resized(*[f"setmaxnreg.{way}.sync.aligned.u32 64;"] * 8), {}, EVERY_SCHEDULE)
 
 
 PARTS = {
