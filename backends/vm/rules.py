@@ -170,8 +170,8 @@ _ALL = (
     ),
     _error(
         "register-pool", "9.7.19.5",
-        "setmaxnreg asks for what the launch cannot give: a warpgroup for more registers than the whole CTA was launched "
-        "with, or .dec for more than the warp holds.",
+        "setmaxnreg asks for what the launch cannot give: a warpgroup for more registers than the whole CTA was "
+        "launched with, or .dec for more than the warp holds.",
         "Launch with more registers a thread (.maxnreg, or fewer threads in .reqntid), or ask for fewer.",
     ),
     # Barriers.

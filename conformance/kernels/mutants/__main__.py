@@ -29,6 +29,7 @@ from conformance.kernels.mutants.campaign import (
     subjects,
 )
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant
+from conformance.kernels.mutants.search import Effort, as_row, hunts
 from conformance.kernels.mutants.table import DROPS, RECORD, TABLE, drops_table, kind_of, reason_of, reasons, table
 from megamoe.contract import UnsupportedError
 from megamoe.spec.marked_yaml import SpecError
@@ -61,6 +62,8 @@ def _campaign(options: argparse.Namespace, given: list[str]) -> int:
         *(tuple(names or ()) for names in (options.op, options.case, options.where, options.backend, options.target)),
         executors=("vm",),
     )
+    if options.search is not None:
+        return _search(record, selection, Effort(options.search, options.seconds or 60.0))
     number, of = (int(part) for part in options.shard.split("/"))
     if not 1 <= number <= of:
         raise ValueError(f"--shard {options.shard}: a shard is i/n with 1 <= i <= n")
@@ -79,6 +82,32 @@ def _campaign(options: argparse.Namespace, given: list[str]) -> int:
     killed = sum(one.killed for one in record.outcomes)
     print(f"{record.path}: {killed} of {len(record.outcomes)} killed; {left} of this call are left to run")
     return int(bool(unexplained))
+
+
+def _search(record: Record, selection: Selection, effort: Effort) -> int:
+    """For each survivor of `record` whose reason is a hole: a case that kills it, and in the end the rows to add."""
+    known = reasons()
+    told = [(one, reason_of(one, known)) for one in record.outcomes if not one.killed]
+    holes = {one.id for one, why in told if why is None or why.verdict == "hole"}
+    if not holes:
+        raise ValueError(f"{record.path} has no survivor that is a hole, so there is nothing to search for")
+    todo = [pair for pair in planned(Plan(selection, None, None), subjects(selection)) if pair[1].id in holes]
+    # A case rarely kills what orders something, so others come first.
+    todo.sort(key=lambda pair: pair[1].kind in SYNCHRONISATION)
+    if not todo:
+        raise ValueError(f"none of the {len(holes)} holes of {record.path} is in a program of this selection")
+    rows: dict[str, list[str]] = {}
+    for at, one in enumerate(hunts(todo, effort), 1):
+        fate = f"{one.killer.check} on {one.killer.case}, {one.killer.schedule}" if one.killer else "still lives"
+        change = f"`{one.mutant.before}` -> `{one.mutant.after}`"
+        print(f"{at}/{len(todo)} {fate}: {one.mutant.id} {change}, {len(one.tried)} cases", flush=True)
+        if one.killer is not None:
+            row = as_row(one.spec, one.spec.parse_case(one.killer.case))
+            rows.setdefault(f"specs/{one.subject.op}.yaml {row}", []).append(one.mutant.id)
+    print(f"{sum(map(len, rows.values()))} of {len(todo)} would be killed by {len(rows)} more rows")
+    for row, ids in sorted(rows.items(), key=lambda pair: -len(pair[1])):
+        print(f"{row}  # kills {len(ids)}: {', '.join(ids[:3])}")
+    return 0
 
 
 def _alone(name: str | None, text: str | None, plan: Plan) -> int:
@@ -128,11 +157,12 @@ def _options(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--others", type=_count, default=10, metavar="N", help="mutants of other classes, or `all`")
     parser.add_argument("--seed", type=int, default=0, help="which are drawn")
     parser.add_argument("--shard", default="1/1", metavar="i/n", help="every n-th mutant, from the i-th on")
-    parser.add_argument("--seconds", type=float, help="processor time after which no mutant begins")
+    parser.add_argument("--seconds", type=float, help="processor time after which no mutant begins; of one hunt")
     parser.add_argument("--record", action="append", type=Path, help="JSON lines; more than one for shards")
     parser.add_argument("--id", help="run this mutant alone and say what kills it")
     parser.add_argument("--text", help="run the mutants of the instructions with TEXT alone, as tcgen05.wait::st")
     parser.add_argument("--drops", action="store_true", help="write results/mutations.md: two programs, run now")
+    parser.add_argument("--search", type=int, metavar="N", help="draw up to N cases to kill a hole of the record")
     parser.add_argument("--table", action="store_true", help="write results/mutants.md from the record")
     return parser.parse_args(given)
 

@@ -140,12 +140,9 @@ def subjects(selection: Selection) -> list[Subject]:
     expected: dict[str, Expected] = {}
     for row in dict.fromkeys(row._replace(schedule="eager") for row in owed_rows(specs, selection)):
         spec = specs[row.op]
-        case, backend = spec.parse_case(row.case), load_backend(row.backend)
-        try:
-            program = backend.build(case, "sm_90a" if row.target == "sm_90a" else "sm_100a")
-        except UnsupportedError:
-            continue
-        if not isinstance(program, (Program, HostProgram)):
+        case = spec.parse_case(row.case)
+        program = program_of(row.backend, row.target, case)
+        if program is None:
             continue
         if case.id not in expected:
             expected[case.id] = expected_of(case, reference(case.op).make_inputs(case))
@@ -154,6 +151,15 @@ def subjects(selection: Selection) -> list[Subject]:
     for one in found.values():
         one.built.sort(key=lambda built: _size(built))
     return list(found.values())
+
+
+def program_of(backend: str, target: str, case: Case) -> Program | HostProgram | None:
+    """The program of a backend for `case`; None where it has none, or one without PTX."""
+    try:
+        program = load_backend(backend).build(case, "sm_90a" if target == "sm_90a" else "sm_100a")
+    except UnsupportedError:
+        return None
+    return program if isinstance(program, (Program, HostProgram)) else None
 
 
 def _size(built: Built) -> int:

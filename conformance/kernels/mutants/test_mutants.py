@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,10 @@ from conformance.kernels.mutants.campaign import (
     subjects,
 )
 from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION, Edit, LaunchEdit, Mutant, instructions, mutants
+from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunt
 from conformance.kernels.mutants.table import RECORD, TABLE, reason_of, reasons, table
 from megamoe.contract import BufferArg, Launch, Program, ScalarArg, TensorMapArg
+from megamoe.spec.marked_yaml import parse_marked_yaml
 from megamoe.spec.selection import Selection
 
 PTX = """\
@@ -200,6 +203,35 @@ def test_a_sample_of_the_tool(program: Subject, tmp_path: Path) -> None:
     assert not lived, f"neither killed nor explained: {[f'{one.id} {one.before} -> {one.after}' for one in lived]}"
     ordering = [one for one in record.outcomes if one.kind in SYNCHRONISATION]
     assert sum(one.killed for one in ordering) > len(ordering) / 2, "the machine notices hardly anything"
+
+
+def test_a_search_finds_the_case_that_a_matrix_lacks(program: Subject) -> None:
+    """A tensor map that lacks the last head: no case with one sequence of one head shows it."""
+    alone = replace(program, built=[one for one in program.built if one.case["batch"] == 1][:1])
+    whole = alone.built[0].program
+    assert isinstance(whole, Program)
+    (launch, *_) = whole.launches
+    at = next(at for at, arg in enumerate(launch.args) if isinstance(arg, TensorMapArg) and len(arg.dims) == 3)
+    short = Mutant("short", "tensor-map", 0, "heads", "heads - 1", launch=LaunchEdit(0, at, "dims", 2, -1))
+    effort = Effort(examples=15, seconds=0.8, schedules=("eager",))
+    assert not examine(alone, short, ("eager",), ask_assemblers=False).killed, "the matrix has a case for it already"
+    found = hunt(alone, short, effort)
+    assert found.killer is not None, f"nothing of {list(found.tried)} kills {short.id}"
+    case = found.spec.parse_case(found.killer.case)
+    assert case.int("batch") * case.int("heads") > 1, f"{case.id} has one sequence of one head"
+    row = as_row(found.spec, case)
+    parsed: Any = parse_marked_yaml(row, Path("specs/fmha.yaml")).value
+    inputs, seed = parsed[0].pop("inputs", None), parsed[0].pop("seed", 0)
+    assert found.spec.case(inputs=inputs, seed=seed, **parsed[0]) == case, f"{row} is another case than {case.id}"
+    again = hunt(alone, short, replace(effort, examples=1), first=[case])
+    assert list(again.tried) == [case.id], "a case that is known to kill is tried first, and is enough"
+
+
+def test_a_search_leaves_other_programs_alone(program: Subject) -> None:
+    """A case whose program is another text says nothing about the mutant."""
+    one = Hunt(program, next(mutants(program.built[0].program)), Effort())
+    assert not one.kills(program.built[0].spec.parse_case("fmha:hd=128,t=1,s_k=8"))
+    assert not one.tried, "it ran on a program that the mutant was not made from"
 
 
 def test_a_mutant_of_no_consequence_survives_as_the_same_code(program: Subject) -> None:

@@ -307,7 +307,11 @@ def test_a_register_pool_that_cannot_give(directives: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "directives", "clause"),
     [
-        ("inc.sync.aligned.u32 136", ".maxnreg 64", "inc to 136 registers a thread, but the CTA was launched with 16384"),
+        (
+            "inc.sync.aligned.u32 136",
+            ".maxnreg 64",
+            "inc to 136 registers a thread, but the CTA was launched with 16384",
+        ),
         ("inc.sync.aligned.u32 136", ".maxntid 256 .minnctapersm 4", "128 a thread if one warpgroup has them all"),
         ("dec.sync.aligned.u32 72", ".maxnreg 64", "dec to 72 registers a thread by a warp that holds 64"),
     ],

@@ -1,0 +1,116 @@
+"""A case that kills a mutant which lived: Hypothesis draws cases from the spec's ranges and makes the killer small.
+
+A drawn case counts if it builds the mutant's text: axes that choose a kernel (those with a list of values, as `hd` and
+`stage`) stay as in the first case of the program, the others are drawn as the laws draw them. What is found belongs
+into a matrix of specs/OP.yaml.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from hypothesis import Phase, find, settings
+from hypothesis.errors import NoSuchExample
+
+from conformance.kernels.laws.law import Law, laws_of
+from conformance.kernels.laws.strategies import cases
+from conformance.kernels.mutants.campaign import SCHEDULES, Built, Outcome, Subject, examine, program_of
+from conformance.kernels.mutants.mutant import Mutant
+from megamoe.contract import Case, spell
+from megamoe.judge.judge import expected_of
+from megamoe.ops import reference
+from megamoe.spec.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long a mutant is hunted: `examples` drawn cases before the first kill, `seconds` of processor time in all."""
+
+    examples: int = 40
+    seconds: float = 60.0
+    schedules: Sequence[str] = SCHEDULES
+
+
+@dataclass(slots=True)
+class Hunt:
+    """The search for one mutant. `tried`: the cases that built its text. `killer`: the smallest case that killed it."""
+
+    subject: Subject
+    mutant: Mutant
+    effort: Effort
+    tried: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
+    killer: Outcome | None = None
+    _begun: float = field(default_factory=time.process_time)
+
+    def kills(self, case: Case) -> bool:
+        """Whether `case` builds the mutant's text and a check kills the mutant on it. ValueError if the program itself
+        does not pass there: that is a find of another kind."""
+        if case.id in self.tried:
+            return self.tried[case.id].killed
+        if time.process_time() - self._begun > self.effort.seconds:
+            return False
+        built = self._built(case)
+        if built is None:
+            return False
+        alone = replace(self.subject, built=[built])
+        found = examine(alone, self.mutant, self.effort.schedules, ask_assemblers=False)
+        self.tried[case.id] = found = replace(found, program=self.subject.name)
+        if found.killed:
+            self.killer = found
+        return found.killed
+
+    def _built(self, case: Case) -> Built | None:
+        program = program_of(self.subject.backend, self.subject.target, case)
+        if program is None or program.ptx != self.subject.built[0].program.ptx:
+            return None
+        return Built(self.spec, case, program, expected_of(case, reference(case.op).make_inputs(case)))
+
+    @property
+    def spec(self) -> Spec:
+        """The spec of the program's op."""
+        return self.subject.built[0].spec
+
+    @property
+    def law(self) -> Law:
+        """`matches_reference` of the cases that may build the text."""
+        first = self.subject.built[0].case
+        pinned = {name: first[name] for name, axis in self.spec.axes.items() if axis.choices is not None}
+        return replace(laws_of(self.subject.op)["matches_reference"], fixed=pinned)
+
+
+def hunt(subject: Subject, mutant: Mutant, effort: Effort, first: Sequence[Case] = ()) -> Hunt:
+    """Look for a case that kills `mutant`: those of `first`, then drawn ones, of which the smallest is kept."""
+    one = Hunt(subject, mutant, effort)
+    if any(one.kills(case) for case in first):
+        return one
+    drawn = settings(max_examples=effort.examples, derandomize=True, database=None, deadline=None,
+                     phases=[Phase.generate, Phase.shrink])  # fmt: skip
+    try:
+        smallest = find(cases(one.law), one.kills, settings=drawn)
+    except NoSuchExample:
+        return one
+    one.killer = one.tried[smallest.id]
+    return one
+
+
+def hunts(todo: Sequence[tuple[Subject, Mutant]], effort: Effort) -> Iterator[Hunt]:
+    """Hunt each mutant; a case that killed one is tried first on the others of its op."""
+    found: dict[str, list[Case]] = {}
+    for subject, mutant in todo:
+        known = found.setdefault(subject.op, [])
+        one = hunt(subject, mutant, effort, known)
+        if one.killer is not None and one.killer.case not in [case.id for case in known]:
+            known.append(one.spec.parse_case(one.killer.case))
+        yield one
+
+
+def as_row(spec: Spec, case: Case) -> str:
+    """`case` as a row of a matrix in specs/OP.yaml; axes at their defaults are left out."""
+    given = {name: value for name, value in dict(case.axes).items() if value != spec.axes[name].default}
+    if case.inputs != spec.inputs[0]:
+        given["inputs"] = case.inputs
+    if case.seed:
+        given["seed"] = case.seed
+    return f"- {{{', '.join(f'{name}: {spell(value)}' for name, value in given.items())}}}"
