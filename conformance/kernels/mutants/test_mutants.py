@@ -213,7 +213,7 @@ def test_a_search_finds_the_case_that_a_matrix_lacks(program: Subject) -> None:
     (launch, *_) = whole.launches
     at = next(at for at, arg in enumerate(launch.args) if isinstance(arg, TensorMapArg) and len(arg.dims) == 3)
     short = Mutant("short", "tensor-map", 0, "heads", "heads - 1", launch=LaunchEdit(0, at, "dims", 2, -1))
-    effort = Effort(examples=15, seconds=0.8, schedules=("eager",))
+    effort = Effort(examples=15, seconds=0.4, schedules=("eager",))
     assert not examine(alone, short, ("eager",), ask_assemblers=False).killed, "the matrix has a case for it already"
     found = hunt(alone, short, effort)
     assert found.killer is not None, f"nothing of {list(found.tried)} kills {short.id}"
