@@ -168,8 +168,9 @@ def _answers(target: str, sm_count: int) -> dict[str, Any]:
         "synchronize": same(None),
         "empty_cache": same(None),
         "ipc_collect": same(None),
-        "manual_seed": torch.manual_seed,
-        "manual_seed_all": torch.manual_seed,
+        # Not torch.manual_seed, which calls these.
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": torch.default_generator.manual_seed,
         "get_rng_state": lambda *asked: torch.get_rng_state(),
         "set_rng_state": lambda state, *asked: torch.set_rng_state(state),
         "memory_allocated": same(0),

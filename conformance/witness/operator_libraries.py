@@ -1,0 +1,5 @@
+"""Cases of NVIDIA's CuTeDSL examples."""
+
+from __future__ import annotations
+
+CASES = ()
