@@ -16,9 +16,10 @@ import resource
 import runpy
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import TimeoutError as OverTime
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -162,6 +163,7 @@ def settle(target: Target, package: str = "") -> None:
     if package:
         sys.path.insert(0, package)
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     _OPENED.enter_context(torch_cuda.on_host(target, SM_COUNT))
     if importlib.util.find_spec("triton") is not None:
         from triton._C.libtriton import nvidia
@@ -184,9 +186,8 @@ def _device(case: PublicCase) -> Counted:
     return device
 
 
-def judged(name: str, sources: str) -> PublicRow:
-    """Run the case of that name; its row."""
-    case = next(one for one in cases() if one.name == name)
+def judged(case: PublicCase, sources: str) -> PublicRow:
+    """Run a case; its row."""
     row = blank(case, Path(sources))
     if row.status == "not_run" and row.reason:
         return row
@@ -198,7 +199,7 @@ def judged(name: str, sources: str) -> PublicRow:
     device = _device(case)
     status, reason = "ok", ""
     try:
-        with redirect_stdout(io.StringIO()):
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             torch.manual_seed(0)
             _call(case, folder)
     except ModuleNotFoundError as missing:
@@ -262,7 +263,8 @@ def _main(file: Path, options: str) -> None:
         sys.argv, sys.path[:] = before, path
 
 
-MAX_REASON = 600
+MAX_REASON, MAX_KERNEL = 600, 48
+"""Characters of a reason and of a kernel's name: CuTeDSL puts the types of its arguments into it."""
 
 
 def _told(finding: KernelFinding, folder: Path) -> str:
@@ -270,7 +272,8 @@ def _told(finding: KernelFinding, folder: Path) -> str:
     place = str(finding.place).replace(f"{folder}/", "")
     if (at := place.find("site-packages/")) >= 0:
         place = place[at + len("site-packages/") :]
-    return f"{finding.rule} at {place}, kernel {finding.kernel}"
+    kernel = finding.kernel if len(finding.kernel) <= MAX_KERNEL else f"{finding.kernel[:MAX_KERNEL]}..."
+    return f"{finding.rule} at {place}, kernel {kernel}"
 
 
 def _sentence(problem: BaseException, folder: Path) -> str:
@@ -365,7 +368,7 @@ def examined(chosen: Iterable[PublicCase], sources: Path) -> Iterator[PublicRow]
             for case in members:
                 row = blank(case, sources)
                 try:
-                    row = pool.schedule(judged, args=(case.name, str(sources)), timeout=LIMIT_SECONDS).result()
+                    row = pool.schedule(judged, args=(case, str(sources)), timeout=LIMIT_SECONDS).result()
                 except OverTime:
                     row = replace(row, status="timed_out", reason=f"it did not end in {LIMIT_SECONDS} s")
                 except ProcessExpired as gone:

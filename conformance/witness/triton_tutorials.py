@@ -73,10 +73,11 @@ def _group_gemm(tutorial: Any, function: str, sizes: tuple[int, ...]) -> None:
 
 def _persistent(tutorial: Any, function: str, m: int, n: int, k: int, dtype: torch.dtype, **options: object) -> None:
     a, b = torch.randn(m, k).half().to(dtype), torch.randn(k, n).half().to(dtype)
-    expected = a.float() @ b.float()
+    # The output has the dtype of the operands, and an e4m3 is 3 bits wide.
+    expected, rtol = (a.float() @ b.float()).to(dtype).float(), 2e-2 if dtype == torch.float16 else 0.13
     # Those with descriptors take B transposed, as the tutorial's validate gives it.
     out = getattr(tutorial, function)(a, b if function in ("matmul", "matmul_persistent") else b.T.contiguous(), **options)
-    assert_close(out.float(), expected, atol=0.5, rtol=2e-2)
+    assert_close(out.float(), expected, atol=0.5, rtol=rtol)
 
 
 def _block_scaled(tutorial: Any, m: int, n: int, k: int, block_scale_type: str) -> None:
@@ -124,18 +125,15 @@ def _triton() -> Iterator[PublicCase]:
     yield from _script("03-matrix-multiplication.py", _BOTH, _matmul, m=256, n=256, k=256, fp8=True)
     yield from _script("04-low-memory-dropout.py", _BOTH, _dropout, size=3000)
     yield from _test("05-layer-norm.py", _BOTH, "test_layer_norm", M=70, N=300, dtype=torch.float16)
-    for mode in ("fwd", "bwd"):
-        for causal in (False, True):
-            attention = {"Z": 1, "H": 2, "N_CTX": 256, "HEAD_DIM": 64, "causal": causal, "mode": mode}
-            fp16 = {**attention, "provider": "triton-fp16"}
-            yield from _test("06-fused-attention.py", _BOTH, "test_op", **fp16, warp_specialize=False)
-            yield from _test("06-fused-attention.py", _BLACKWELL, "test_op", **fp16, warp_specialize=True)
-        if mode == "fwd":
-            fp8 = {**attention, "provider": "triton-fp8"}
-            yield from _test("06-fused-attention.py", _BOTH, "test_op", **fp8, warp_specialize=False)
+    for causal in (False, True):
+        attention = {"Z": 1, "H": 2, "N_CTX": 256, "HEAD_DIM": 64, "causal": causal}
+        # The test of the backward pass looks at the forward pass too.
+        for kind in ({"mode": "bwd", "provider": "triton-fp16"}, {"mode": "fwd", "provider": "triton-fp8"}):
+            yield from _test("06-fused-attention.py", _BOTH, "test_op", **attention, **kind, warp_specialize=False)
+            yield from _test("06-fused-attention.py", _BLACKWELL, "test_op", **attention, **kind, warp_specialize=True)
     yield from _script("07-extern-functions.py", _BOTH, _asin, size=3000)
-    yield from _script("08-grouped-gemm.py", _BOTH, _group_gemm, function="group_gemm_fn", sizes=(256, 128, 128))
-    yield from _script("08-grouped-gemm.py", _BOTH, _group_gemm, function="group_gemm_tma_fn", sizes=(256, 128, 128))
+    yield from _script("08-grouped-gemm.py", _BOTH, _group_gemm, function="group_gemm_fn", sizes=(128, 128))
+    yield from _script("08-grouped-gemm.py", _BOTH, _group_gemm, function="group_gemm_tma_fn", sizes=(128, 128))
     shape = {"m": 512, "n": 512, "k": 256}
     for dtype in (torch.float16, torch.float8_e4m3fn):
         for function in ("matmul", "matmul_persistent"):
