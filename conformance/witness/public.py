@@ -316,10 +316,16 @@ def _module(folder: Path, case: PublicCase) -> ModuleType:
 
 
 def _definitions(text: str) -> ast.Module:
-    """A script up to its first bare call, and what it imports, defines and gives another name after that."""
+    """A script up to where it runs something, and what it imports, defines and gives another name after that.
+
+    It runs something at its first bare call, or where it keeps what a function of its own returns.
+    """
     tree, kept, running = ast.parse(text), list[ast.stmt](), False
+    own = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
     for one in tree.body:
         running |= isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)
+        called = isinstance(one, ast.Assign) and isinstance(one.value, ast.Call) and isinstance(one.value.func, ast.Name)
+        running |= called and one.value.func.id in own
         plain = isinstance(one, ast.Assign) and isinstance(one.value, ast.Name | ast.Attribute | ast.Constant)
         benchmark = isinstance(one, ast.FunctionDef) and "perf_report" in "".join(map(ast.dump, one.decorator_list))
         defines = isinstance(one, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)

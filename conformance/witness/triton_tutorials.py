@@ -20,6 +20,11 @@ GLUON = Checkout("triton-lang/triton", _COMMIT, "triton", "3.8.0")
 """Gluon has no stable interface yet: the tutorials of a commit go with one release."""
 OLD_GLUON = Checkout("triton-lang/triton", "cc8ebcf36080fe9a3a0b36a35cbde9aa021877c6", "triton", "3.7.1")
 """For the tutorial of tcgen05, which 3.8.0 does not compile at the other commit."""
+_OF_NO_RELEASE = {
+    name: "it calls tcgen05_mma_barrier_count with two arguments, and every release has it with three or not at all"
+    for name in ("test_tma_tcgen05", "test_matmul_multicta")
+}
+"""Tests that no release of Triton compiles at this commit."""
 _BOTH: tuple[Target, ...] = ("sm_90a", "sm_100a")
 _HOPPER: tuple[Target, ...] = ("sm_90a",)
 _BLACKWELL: tuple[Target, ...] = ("sm_100a",)
@@ -114,7 +119,8 @@ def _gluon(
 ) -> Iterator[PublicCase]:
     checkout = OLD_GLUON if file == "06-tcgen05.py" else GLUON
     for target in targets:
-        yield PublicCase("Gluon tutorials", checkout, f"python/tutorials/gluon/{file}", target, function, arguments, driver, True)
+        path, skipped = f"python/tutorials/gluon/{file}", _OF_NO_RELEASE.get(function, "")
+        yield PublicCase("Gluon tutorials", checkout, path, target, function, arguments, driver, True, skipped)
 
 
 def _triton() -> Iterator[PublicCase]:
@@ -132,8 +138,8 @@ def _triton() -> Iterator[PublicCase]:
             yield from _test("06-fused-attention.py", _BOTH, "test_op", **attention, **kind, warp_specialize=False)
             yield from _test("06-fused-attention.py", _BLACKWELL, "test_op", **attention, **kind, warp_specialize=True)
     yield from _script("07-extern-functions.py", _BOTH, _asin, size=3000)
-    yield from _script("08-grouped-gemm.py", _BOTH, _group_gemm, function="group_gemm_fn", sizes=(128, 128))
-    yield from _script("08-grouped-gemm.py", _BOTH, _group_gemm, function="group_gemm_tma_fn", sizes=(128, 128))
+    yield from _script("08-grouped-gemm.py", _BOTH, _group_gemm, function="group_gemm_fn", sizes=(256, 128, 128))
+    yield from _script("08-grouped-gemm.py", _BOTH, _group_gemm, function="group_gemm_tma_fn", sizes=(256, 128, 128))
     shape = {"m": 512, "n": 512, "k": 256}
     for dtype in (torch.float16, torch.float8_e4m3fn):
         for function in ("matmul", "matmul_persistent"):
