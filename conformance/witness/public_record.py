@@ -11,13 +11,14 @@ from typing import Literal
 
 from conformance import ROOT
 
-PublicStatus = Literal["ok", "argued", "finding", "wrong", "unsupported", "timed_out", "crashed", "not_run"]
+PublicStatus = Literal["ok", "argued", "defect", "finding", "wrong", "unsupported", "timed_out", "crashed", "not_run"]
 RECORD, TABLE = ROOT / "results" / "public.jsonl", ROOT / "results" / "public.md"
 ARGUED = Path(__file__).with_name("argued.yaml")
 """Findings of grade `error` in public kernels that somebody has looked at, each with its reason, as suppressions."""
 MEANING: Mapping[PublicStatus, str] = {
     "ok": "the result is that of torch, and no finding counts in the default profile",
     "argued": "the result is that of torch, and each finding that counts is argued below",
+    "defect": "the result is not that of torch, because of what the findings say, each of which is argued below",
     "finding": "a finding counts that nobody has argued yet, or ended the launch",
     "wrong": "the result is not that of torch",
     "unsupported": "the doors or the machine lack something that it needs",

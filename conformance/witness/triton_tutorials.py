@@ -148,7 +148,8 @@ def _triton() -> Iterator[PublicCase]:
             given = {"function": function, **shape, "dtype": dtype}
             yield from _script("09-persistent-matmul.py", _BOTH, _persistent, **given, warp_specialize=False)
             yield from _script("09-persistent-matmul.py", _BLACKWELL, _persistent, **given, warp_specialize=True)
-    for kind in ("mxfp4", "mxfp8", "nvfp4", "mixed"):
+    # The tutorial fails by itself for its other kinds, "mxfp4" and "mixed": they have no operands for cuBLAS.
+    for kind in ("mxfp8", "nvfp4"):
         yield from _script("10-block-scaled-matmul.py", _BLACKWELL, _block_scaled, m=256, n=256, k=512, block_scale_type=kind)
     yield from _script("11-programmatic-dependent-launch.py", _BOTH, _in_context, size=5000)
 
