@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="conformance.witness", description=__doc__)
     parser.add_argument("--only", default="", help="examine those whose name contains this, and write no record")
     parser.add_argument("--sources", type=Path, help="checkouts of public repositories, as owner+name or name: run too")
-    parser.add_argument("--resume", action="store_true", help="with --sources: what has no row yet, and no wheel's")
+    parser.add_argument("--resume", action="store_true", help="with --sources: what is not right yet, and no wheel's")
     given = parser.parse_args(arguments)
     only = given.only
     chosen = [] if given.resume else [one for one in WITNESSES if only in one.name]

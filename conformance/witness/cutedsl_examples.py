@@ -1,6 +1,8 @@
 """Cases of NVIDIA's CuTeDSL examples: each is run as a program, at small sizes, and compares with torch by itself.
 
-Persistent kernels are told of two SMs, so that each CTA has two tiles or more.
+Persistent kernels are told of two SMs, so that each CTA has two tiles or more. Programs whose sizes are fixed and too
+large for the machine are left out: 02_naive_gemm, 03_gemm_tiled_smem and 01_copy_grid_stride; so are those for several
+devices, for sm_103a and sm_120a, and for JAX.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _HOPPER = {
 """Options by file below cute/hopper/kernel."""
 _AMPERE = {
     "kernel/elementwise/elementwise_add.py": ("--M 70 --N 300",),
-    "kernel/elementwise/elementwise_apply.py": ("--M 70 --N 300", "--M 33 --N 256 --op mul"),
+    "kernel/elementwise/elementwise_apply.py": ("--M 64 --N 512", "--M 32 --N 256 --op mul"),
     "tutorial/elementwise_add_autotune.py": ("--M 70 --N 300",),
     "kernel/dense_gemm/sgemm.py": ("--mnk 256,256,64", "--mnk 300,136,40 --a_major k --b_major n --c_major m"),
     "kernel/dense_gemm/tensorop_gemm.py": ("--mnkl 256,256,320,1", "--mnkl 264,136,128,2 --a_major k --b_major k"),
@@ -108,8 +110,11 @@ _BLACKWELL = {
         "--q_shape 1,256,2,128 --k_shape 1,512,2,128 --window_size 100,20",
     ),
     "attention/fmha/fmha_bwd.py": ("--s_q 256 --s_k 256 --h_q 1 --h_k 1 --d 128 --is_causal",),
-    "attention/mla/mla_decode_fp16.py": ("--seq_len_k 384 --split_kv 1", "--seq_len_k 512 --split_kv 2 --is_persistent"),
-    "attention/mla/mla_decode_fp8.py": ("--seq_len_k 384 --split_kv 1",),
+    "attention/mla/mla_decode_fp16.py": (
+        "--seq_len_k 384 --split_kv 1",
+        "--seq_len_k 512 --split_kv 2 --is_persistent",
+    ),
+    "attention/mla/mla_decode_fp8.py": ("--seq_len_k 384 --split_kv 1 --tolerance 0.5",),
     "attention/mixed_input_fmha/mixed_input_fmha_decode.py": ("--seqlen 512 --heads_q 8 --heads_k 1",),
     "attention/mixed_input_fmha/mixed_input_fmha_prefill_d256.py": ("--q_shape 1,1,256,256 --k_shape 1,1,384,256",),
     "attention/mixed_input_fmha/mixed_input_fmha_prefill_d512.py": ("--q_shape 1,1,128,512 --k_shape 1,1,256,512",),
@@ -119,12 +124,14 @@ _BLACKWELL = {
         "--tokens 128 --experts 4 --top_k_select 2 --hidden 256 --intermediate 256",
         "--tokens 128 --experts 4 --top_k_select 2 --hidden 256 --intermediate 256 --kind nvfp4",
     ),
-    "reduce/reduce.py": ("",),
     "rmsnorm/rmsnorm.py": ("--M 6 --N 2048",),
 }
 """Options by file below cute/blackwell/kernel."""
 _TUTORIALS = {
-    **{f"tutorial_gemm/fp16_gemm_{number}.py": ("--mnk 512,512,448",) for number in ("0", "1", "2", "3", "3_1", "4", "5")},
+    **{
+        f"tutorial_gemm/fp16_gemm_{number}.py": ("--mnk 512,512,448",)
+        for number in ("0", "1", "2", "3", "3_1", "4", "5")
+    },
     "tutorial_gemm/fp16_gemm_6.py": ("--mnk 512,512,448",),
     "tutorial_gemm/nvfp4_gemm_0.py": ("--mnkl 256,256,1024,1",),
     "tutorial_gemm/nvfp4_gemm_1.py": ("--mnkl 512,512,1024,1",),
@@ -142,7 +149,7 @@ _PRIMITIVES = (
     "shfl_sync", "tma/tma_1cta_mbarrier", "tma/tma_load_store", "tma/tma_load_to_ldmatrix", "tma/tma_multicast",
     "tma/tma_pipeline_count2", "tma/tma_pipeline_pingpong", "tma/tma_pipeline_single_warp", "tma/tma_pipeline_warpspec",
     "tma/tma_store", "tma/tma_swizzle_modes", "tma/tma_tensormap_replace", "tutorial/01_hello_world",
-    "tutorial/02_naive_gemm", "tutorial/03_gemm_tiled_smem", "tutorial/04_tma_load", "tutorial/06_softmax",
+    "tutorial/04_tma_load", "tutorial/06_softmax",
     "tutorial/07_vectorized_array", "tutorial/09_tma_4d_to_2d", "vote_sync", "warp_named_barrier",
 )  # fmt: skip
 _TENSOR_CORE_PRIMITIVES = (
@@ -155,7 +162,6 @@ _TENSOR_CORE_PRIMITIVES = (
     "tutorial/gemm_M128_N128_Kany_TN_warpspec_multistage",
 )  # fmt: skip
 _TASKS = {
-    "01_copy_basics_ts/01_copy_grid_stride.py": ("",),
     "01_copy_basics_ts/02_copy_tma.py": ("",),
     "02_gemm_simple_ts/01_fp16_bf16_gemm_3.py": ("--mnk 512,512,448",),
     "03_persistent_scheduling_dynamic_domain_ts/01_copy_persistent_skip_tile.py": ("",),
@@ -173,7 +179,7 @@ _LANGUAGE = (
     "programmatic_dependent_launch", "launch_completion_and_programmatic_events", "torch_fake_tensor",
     "tvm_ffi/compile_with_fake_tensor", "tvm_ffi/ampere_gemm_with_fake_tensor", "tvm_ffi/jit_and_use_in_torch",
 )  # fmt: skip
-_UNTIMED = ("tutorial_gemm/", "tutorial_tma/", "hstu", "reduce.py", "moe/", "efc")
+_UNTIMED = ("tutorial_gemm/", "tutorial_tma/", "hstu", "moe/")
 """Parts of the paths of programs that take no number of iterations."""
 
 

@@ -17,7 +17,8 @@ from conformance.witness.public import Checkout, PublicCase
 from megamoe.contract import Target
 
 LIGER = Checkout("linkedin/Liger-Kernel", "ead96b618e5c67bddc6a6e9bcb99bfe6b5ab661c", "triton", root="src")
-FLA = Checkout("fla-org/flash-linear-attention", "bc3b101dcb713ddc5bd8924b66754eb68b5ccf89", "triton", root=".")
+FLA = Checkout("fla-org/flash-linear-attention", "bc3b101dcb713ddc5bd8924b66754eb68b5ccf89", "triton", "3.8.0", ".")
+"""Triton 3.9 refuses an autotuned kernel of this commit, whose key names no argument of it."""
 _TARGETS: tuple[Target, ...] = ("sm_90a", "sm_100a")
 
 Operator = Callable[..., Any]
@@ -235,8 +236,7 @@ def _of_liger() -> Iterator[PublicCase]:
 
 
 def _fla(file: str, function: str, **arguments: Any) -> Iterator[PublicCase]:
-    for target in _TARGETS:
-        yield PublicCase("flash-linear-attention ops", FLA, f"tests/ops/{file}.py", target, function, arguments)
+    yield PublicCase("flash-linear-attention ops", FLA, f"tests/ops/{file}.py", "sm_90a", function, arguments)
 
 
 def _of_fla() -> Iterator[PublicCase]:
@@ -253,18 +253,21 @@ def _of_fla() -> Iterator[PublicCase]:
     for function in ("test_chunk", "test_parallel"):
         given = {"B": 1, "T": 130, "H": 2, "K": 64, "expand_ratio": 1, "dtype": torch.float16}
         yield from _fla("test_retention", function, **given)
-    yield from _fla("test_delta", "test_chunk", **shape, scale=1.0)
+    normed = {"use_qk_l2norm_in_kernel": True}
+    yield from _fla("test_delta", "test_chunk", **shape, scale=1.0, **normed)
     gated = {**shape, "HV": 2, "scale": 1.0, **normal}
     yield from _fla("test_gdn", "test_fused_recurrent", **gated)
-    yield from _fla("test_gdn", "test_chunk", **gated, mask_p=0.0)
-    yield from _fla("test_kda", "test_fused_recurrent", **gated)
+    yield from _fla("test_gdn", "test_chunk", **gated, mask_p=0.0, **normed)
+    yield from _fla("test_kda", "test_fused_recurrent", **gated, **normed)
     for function in ("test_fused_recurrent", "test_chunk"):
         yield from _fla("test_hgrn", function, B=1, T=130, D=100, dtype=torch.float32)
         yield from _fla("test_gsa", function, **{**shape, "T": 70}, M=32, **normal)
         yield from _fla("test_iplr_delta", function, **{**shape, "T": 70}, scale=0.25)
     yield from _fla("test_comba", "test_chunk", **shape, scale=1.0, **normal, mask_p=0.0, use_qk_l2norm_in_kernel=False)
     yield from _fla("test_rwkv6", "test_chunk", **{**shape, "T": 70}, **normal)
-    yield from _fla("test_rwkv7", "test_fused_mul_recurrent_fwd", **{**shape, "T": 40, "dtype": torch.float32}, scale=1.0)
+    yield from _fla(
+        "test_rwkv7", "test_fused_mul_recurrent_fwd", **{**shape, "T": 40, "dtype": torch.float32}, scale=1.0
+    )
     heads = {"B": 1, "T": 130, "H": 2, "HQ": 4, "D": 64, "scale": 0.1}
     without_scale = {name: value for name, value in heads.items() if name != "scale"}
     yield from _fla("test_attn", "test_parallel", **heads)
@@ -273,7 +276,9 @@ def _of_fla() -> Iterator[PublicCase]:
     yield from _fla("test_path_attn", "test_parallel", **without_scale, use_forget_gate=True, dtype=torch.float16)
     yield from _fla("test_based", "test_based", B=1, T=130, H=2, D=16, dtype=torch.float16)
     yield from _fla("test_log_linear_attn", "test_chunk", **{**shape, "dtype": torch.float32})
-    yield from _fla("test_delta_product", "test_chunk", **shape, scale=1.0, num_householder=2, use_qk_l2norm_in_kernel=True)
+    yield from _fla(
+        "test_delta_product", "test_chunk", **shape, scale=1.0, num_householder=2, use_qk_l2norm_in_kernel=True
+    )
     yield from _fla("test_ttt", "test_chunk", **{**shape, "T": 64}, scale=0.1, chunk_size=16)
     yield from _fla("test_solve_tril", "test_solve_tril", B=1, T=130, H=2, chunk_size=64)
 

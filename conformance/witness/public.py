@@ -38,10 +38,12 @@ from megamoe import torch_cuda
 from megamoe.contract import Target
 from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.machine import KernelFault, LaunchRefusedError
-from megamoe.findings import KernelFinding
+from megamoe.findings import KernelFinding, Ledger
 from megamoe.records.files import write_file
 from megamoe.vm import Device
 
+SETTLED = ("ok", "argued", "defect", "uncompiled")
+"""What a run need not repeat: nothing of ours is wrong with it."""
 LIMIT_SECONDS = 120
 SM_COUNT = 2
 """What persistent kernels are told: so few that each CTA has two tiles of a small problem."""
@@ -157,6 +159,8 @@ class Counted(Device):
 # In the process of a target
 
 _OPENED = ExitStack()
+_COMPILERS = ("CompilationError", "DSLUserCodeError")
+"""What Triton and CuTeDSL raise for source that they do not take."""
 
 
 def settle(target: Target, package: str = "") -> None:
@@ -217,18 +221,18 @@ def judged(case: PublicCase, sources: str) -> PublicRow:
     except (UnsupportedError, LaunchRefusedError) as lacking:
         status, reason = "unsupported", str(lacking)
     except (Exception, SystemExit) as problem:  # code of other people raises anything, and each failure has its row
-        status, reason = "unsupported", _sentence(problem, folder)
+        status = "uncompiled" if type(problem).__name__ in _COMPILERS else "unsupported"
+        reason = _sentence(problem, folder)
     if status == "ok" and not device.launches:
         status, reason = "unsupported", "it launched no kernel"
     after = resource.getrusage(resource.RUSAGE_SELF)
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     errors = [one for one in device.findings if one.grade == "error" or one.ends]
     told = tuple(sorted({_told(one, folder) for one in device.findings if one not in errors}))
-    argued = [entry.reason for one in errors if (entry := device.ledger.suppression_of(one)) is not None]
-    if status in ("ok", "wrong") and errors:
-        if len(argued) == len(errors):
-            status = "argued" if status == "ok" else "defect"
-            reason = " ".join(dict.fromkeys(argued))
+    reasons = [_argued(device.ledger, one) for one in errors]
+    if status in ("ok", "wrong", "finding") and errors:
+        if all(reasons):
+            status, reason = "argued" if status == "ok" else "defect", " ".join(dict.fromkeys(reasons))
         elif status == "ok":
             status = "finding"
     return replace(
@@ -241,6 +245,11 @@ def judged(case: PublicCase, sources: str) -> PublicRow:
         cpu_seconds=round(used, 1),
         seconds=round(time.perf_counter() - begin, 1),
     )
+
+
+def _argued(ledger: Ledger, finding: KernelFinding) -> str:
+    """What is said of a finding, also of one that ended its launch, which no suppression speaks about."""
+    return next((entry.reason for entry in ledger.suppressions if entry.matches(finding)), "")
 
 
 def _call(case: PublicCase, folder: Path) -> None:
@@ -331,7 +340,9 @@ def _definitions(text: str) -> ast.Module:
     own = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
     for one in tree.body:
         running |= isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)
-        called = isinstance(one, ast.Assign) and isinstance(one.value, ast.Call) and isinstance(one.value.func, ast.Name)
+        called = (
+            isinstance(one, ast.Assign) and isinstance(one.value, ast.Call) and isinstance(one.value.func, ast.Name)
+        )
         running |= called and one.value.func.id in own
         plain = isinstance(one, ast.Assign) and isinstance(one.value, ast.Name | ast.Attribute | ast.Constant)
         benchmark = isinstance(one, ast.FunctionDef) and "perf_report" in "".join(map(ast.dump, one.decorator_list))
@@ -392,18 +403,18 @@ def examined(chosen: Iterable[PublicCase], sources: Path) -> Iterator[PublicRow]
 def renew(sources: Path, only: str = "", resume: bool = False) -> bool:
     """Run the cases whose name contains `only` and put their rows into the record as they come; whether all are right.
 
-    `resume`: those only that have not run.
+    `resume`: those only that are not right yet.
     """
     listed = cases()
     known = {row.name: row for row in (read_rows(RECORD.read_text("utf-8")) if RECORD.exists() else [])}
     rows = {case.name: known.get(case.name) or blank(case, None) for case in listed}
     chosen = [case for case in listed if only in case.name]
     if resume:
-        chosen = [case for case in chosen if rows[case.name].status == "not_run"]
+        chosen = [case for case in chosen if rows[case.name].status not in SETTLED]
     good = True
     for row in examined(chosen, sources):
         rows[row.name] = row
-        good &= row.status in ("ok", "argued", "defect", "not_run")
+        good &= row.status in (*SETTLED, "not_run")
         said = ": ".join(filter(None, (row.name, row.reason, "; ".join(row.errors))))
         print(f"{row.status:11} {row.cpu_seconds:6.1f} s  {said}", flush=True)
         write_file(RECORD, rows_as_text(rows.values()), "the record of public kernels", durable=False)

@@ -11,19 +11,22 @@ from typing import Literal
 
 from conformance import ROOT
 
-PublicStatus = Literal["ok", "argued", "defect", "finding", "wrong", "unsupported", "timed_out", "crashed", "not_run"]
+PublicStatus = Literal[
+    "ok", "argued", "defect", "finding", "wrong", "unsupported", "timed_out", "crashed", "uncompiled", "not_run"
+]
 RECORD, TABLE = ROOT / "results" / "public.jsonl", ROOT / "results" / "public.md"
 ARGUED = Path(__file__).with_name("argued.yaml")
 """Findings of grade `error` in public kernels that somebody has looked at, each with its reason, as suppressions."""
 MEANING: Mapping[PublicStatus, str] = {
     "ok": "the result is that of torch, and no finding counts in the default profile",
     "argued": "the result is that of torch, and each finding that counts is argued below",
-    "defect": "the result is not that of torch, because of what the findings say, each of which is argued below",
+    "defect": "the launch ended, or its result is not that of torch, because of a defect of the kernel argued below",
     "finding": "a finding counts that nobody has argued yet, or ended the launch",
     "wrong": "the result is not that of torch",
     "unsupported": "the doors or the machine lack something that it needs",
     "timed_out": "it did not end in time",
     "crashed": "its process ended",
+    "uncompiled": "its own compiler, at this version, refuses its source",
     "not_run": "the checkout, a package or a compiler is not there",
 }
 
@@ -80,7 +83,7 @@ def rows_as_text(rows: Iterable[PublicRow]) -> str:
 
 def table(rows: list[PublicRow]) -> str:
     """The record for people: what came of each family, then each case that is not plainly right, with its reason."""
-    ran = [row for row in rows if row.status != "not_run"]
+    ran = [row for row in rows if row.status not in ("uncompiled", "not_run")]
     right, seconds = sum(row.right for row in ran), sum(row.cpu_seconds for row in ran)
     share = f" ({right / len(ran):.1%})" if ran else ""
     lines = [
@@ -107,7 +110,13 @@ def table(rows: list[PublicRow]) -> str:
     ]
     lines += _findings(rows)
     for (family, target), members in _grouped(rows):
-        lines += ["", f"## {family}, {target}", "", "| case | status | launches | CPU s | reason |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {family}, {target}",
+            "",
+            "| case | status | launches | CPU s | reason |",
+            "|---|---|---|---|---|",
+        ]
         lines += [_table_row(row) for row in members]
     return "\n".join(lines) + "\n"
 
@@ -131,13 +140,13 @@ def _findings(rows: list[PublicRow]) -> list[str]:
         return []
     lines = ["", "## Findings of grade `error`", "", "| finding | cases | argued |", "|---|---|---|"]
     for (_, one), members in sorted(found.items()):
-        said = next((row.reason for row in members if row.status == "argued"), "")
+        said = next((row.reason for row in members if row.status in ("argued", "defect")), "")
         lines.append(f"| {_plain(one)} | {len(members)} | {_plain(said)} |")
     return lines
 
 
 def _table_row(row: PublicRow) -> str:
-    reason = "see above" if row.status == "argued" else row.reason
+    reason = "see above" if row.status in ("argued", "defect") else row.reason
     case = f"{row.path.rpartition('/')[2]} `{row.call}`"
     cells = (case, row.status, str(row.launches), f"{row.cpu_seconds:.1f}", reason)
     return f"| {' | '.join(map(_plain, cells))} |"

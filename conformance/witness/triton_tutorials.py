@@ -20,10 +20,10 @@ GLUON = Checkout("triton-lang/triton", _COMMIT, "triton", "3.8.0")
 """Gluon has no stable interface yet: the tutorials of a commit go with one release."""
 OLD_GLUON = Checkout("triton-lang/triton", "cc8ebcf36080fe9a3a0b36a35cbde9aa021877c6", "triton", "3.7.1")
 """For the tutorial of tcgen05, which 3.8.0 does not compile at the other commit."""
-_OF_NO_RELEASE = {
-    name: "it calls tcgen05_mma_barrier_count with two arguments, and every release has it with three or not at all"
-    for name in ("test_tma_tcgen05", "test_matmul_multicta")
-}
+_OF_NO_RELEASE = dict.fromkeys(
+    ("test_tma_tcgen05", "test_matmul_multicta"),
+    "it calls tcgen05_mma_barrier_count with two arguments, and every release has it with three or not at all",
+)
 """Tests that no release of Triton compiles at this commit."""
 _BOTH: tuple[Target, ...] = ("sm_90a", "sm_100a")
 _HOPPER: tuple[Target, ...] = ("sm_90a",)
@@ -81,7 +81,9 @@ def _persistent(tutorial: Any, function: str, m: int, n: int, k: int, dtype: tor
     # The output has the dtype of the operands, and an e4m3 is 3 bits wide.
     expected, rtol = (a.float() @ b.float()).to(dtype).float(), 2e-2 if dtype == torch.float16 else 0.13
     # Those with descriptors take B transposed, as the tutorial's validate gives it.
-    out = getattr(tutorial, function)(a, b if function in ("matmul", "matmul_persistent") else b.T.contiguous(), **options)
+    out = getattr(tutorial, function)(
+        a, b if function in ("matmul", "matmul_persistent") else b.T.contiguous(), **options
+    )
     assert_close(out.float(), expected, atol=0.5, rtol=rtol)
 
 
@@ -93,15 +95,21 @@ def _in_context(tutorial: Any, size: int) -> None:
     tutorial.validate(size)
 
 
-def _script(file: str, targets: tuple[Target, ...], driver: Callable[..., None], **arguments: Any) -> Iterator[PublicCase]:
+def _script(
+    file: str, targets: tuple[Target, ...], driver: Callable[..., None], **arguments: Any
+) -> Iterator[PublicCase]:
     function = arguments.get("function") or driver.__name__.strip("_")
     for target in targets:
-        yield PublicCase("Triton tutorials", TRITON, f"python/tutorials/{file}", target, function, arguments, driver, True)
+        yield PublicCase(
+            "Triton tutorials", TRITON, f"python/tutorials/{file}", target, function, arguments, driver, True
+        )
 
 
 def _test(file: str, targets: tuple[Target, ...], function: str, **arguments: object) -> Iterator[PublicCase]:
     for target in targets:
-        yield PublicCase("Triton tutorials", TRITON, f"python/tutorials/{file}", target, function, arguments, script=True)
+        yield PublicCase(
+            "Triton tutorials", TRITON, f"python/tutorials/{file}", target, function, arguments, script=True
+        )
 
 
 def _gathered(tutorial: Any, m: int, n: int, k: int, block_k: int, num_buffers: int) -> None:
@@ -115,7 +123,11 @@ def _gathered(tutorial: Any, m: int, n: int, k: int, block_k: int, num_buffers: 
 
 
 def _gluon(
-    file: str, targets: tuple[Target, ...], function: str, driver: Callable[..., None] | None = None, **arguments: object
+    file: str,
+    targets: tuple[Target, ...],
+    function: str,
+    driver: Callable[..., None] | None = None,
+    **arguments: object,
 ) -> Iterator[PublicCase]:
     checkout = OLD_GLUON if file == "06-tcgen05.py" else GLUON
     for target in targets:
@@ -150,7 +162,9 @@ def _triton() -> Iterator[PublicCase]:
             yield from _script("09-persistent-matmul.py", _BLACKWELL, _persistent, **given, warp_specialize=True)
     # The tutorial fails by itself for its other kinds, "mxfp4" and "mixed": they have no operands for cuBLAS.
     for kind in ("mxfp8", "nvfp4"):
-        yield from _script("10-block-scaled-matmul.py", _BLACKWELL, _block_scaled, m=256, n=256, k=512, block_scale_type=kind)
+        yield from _script(
+            "10-block-scaled-matmul.py", _BLACKWELL, _block_scaled, m=256, n=256, k=512, block_scale_type=kind
+        )
     yield from _script("11-programmatic-dependent-launch.py", _BOTH, _in_context, size=5000)
 
 
@@ -184,7 +198,16 @@ def _of_gluon() -> Iterator[PublicCase]:
         for transposed in (False, True):
             yield from _gluon(file, targets, "test_blocked_matmul", **tiles, TRANSPOSE_B=transposed)
         yield from _gluon(file, targets, "test_blocked_matmul_pipelined", **tiles)
-    tiles = {"M": 416, "N": 400, "K": 304, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_buffers": 3, "num_warps": 4}
+    tiles = {
+        "M": 416,
+        "N": 400,
+        "K": 304,
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": 64,
+        "num_buffers": 3,
+        "num_warps": 4,
+    }
     yield from _gluon("07-persistence.py", _BOTH, "test_pipelined_matmul", **tiles)
     scheduler = {"SchedulerImpl": Named("schedulers.0")}
     yield from _gluon("07-persistence.py", _BOTH, "test_persistent_matmul", **tiles, **scheduler)
@@ -203,7 +226,9 @@ def _of_gluon() -> Iterator[PublicCase]:
             sizes = {"BLOCK_X": 32, "BLOCK_Y": 64, "dtype": dtype, "X_MAX": 128, "Y_MAX": 256, "fresh_knobs": None}
             yield from _gluon("09-tma-gather-scatter.py", _BLACKWELL, "test_async_gather", **sizes, y_offset=y_offset)
             if y_offset > 0:
-                yield from _gluon("09-tma-gather-scatter.py", _BLACKWELL, "test_async_scatter", **sizes, y_offset=y_offset)
+                yield from _gluon(
+                    "09-tma-gather-scatter.py", _BLACKWELL, "test_async_scatter", **sizes, y_offset=y_offset
+                )
     for k, stages in ((128, 2), (64, 3)):
         given = {"m": 256, "n": 256, "k": 512, "block_k": k, "num_buffers": stages}
         yield from _gluon("09-tma-gather-scatter.py", _BLACKWELL, "matmul_fused_gather_scatter", _gathered, **given)
@@ -214,7 +239,12 @@ def _of_gluon() -> Iterator[PublicCase]:
     yield from _gluon("10-tcgen05-copy.py", _BLACKWELL, "test_matmul_accumulate", **tiles, dtype=torch.float16)
     for formats in (("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp4"), ("nvfp4", "nvfp4")):
         named = dict(zip(("a_format", "b_format"), formats, strict=True))
-        for function in ("simple_mma_scaled", "mma_scaled_contig", "mma_scaled_packed_block", "mma_scaled_tcgen05_copy"):
+        for function in (
+            "simple_mma_scaled",
+            "mma_scaled_contig",
+            "mma_scaled_packed_block",
+            "mma_scaled_tcgen05_copy",
+        ):
             tiles = {"M": 256, "N": 128, "K": 512, **named, "BLOCK_N": 128, "BLOCK_K": 256}
             yield from _gluon("11-tcgen05-mma-scaled.py", _BLACKWELL, f"test_{function}", **tiles)
         for kernel in ("pipelined", "warp_specialized"):
