@@ -183,6 +183,11 @@ def settle(target: Target, package: str = "") -> None:
 def _device(case: PublicCase) -> Counted:
     device = Counted(case.target, sm_count=SM_COUNT, step_budget=STEP_BUDGET, profile="lenient", suppress=ARGUED)
     device.reported = device.printed = lambda told: None
+    _open_doors(case, device)
+    return device
+
+
+def _open_doors(case: PublicCase, device: Device) -> None:
     if importlib.util.find_spec("triton") is not None:
         from megamoe import triton
 
@@ -191,7 +196,6 @@ def _device(case: PublicCase) -> Counted:
         from megamoe import cutedsl
 
         cutedsl.install(device)
-    return device
 
 
 def judged(case: PublicCase, sources: str) -> PublicRow:
