@@ -115,8 +115,8 @@ class _CudaIsHost(TorchFunctionMode):
 
 _ALLOCATING = {
     "arange", "as_tensor", "clone", "contiguous", "empty", "empty_like", "empty_strided", "eye", "full", "full_like",
-    "linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "tensor", "to",
-    "zeros", "zeros_like",
+    "linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "tensor",
+    "to", "zeros", "zeros_like",
 }  # fmt: skip
 ALIGNMENT = 256
 """Bytes, of each allocation: the least that cudaMalloc gives. Host code that makes tensor maps asks for it."""

@@ -35,7 +35,8 @@ _HOPPER = {
     "dense_gemm/dense_gemm_fp8_gelu_persistent.py": ("--mnkl 512,256,512,1",),
     "grouped_gemm/grouped_gemm.py": (
         "--num_groups 3 --problem_sizes_mnkl (128,256,448,1),(256,128,320,1),(128,128,64,1)",
-        "--num_groups 2 --problem_sizes_mnkl (256,256,448,1),(256,128,320,1) --tensormap_update_mode GMEM --cluster_shape_mn 2,1",
+        "--num_groups 2 --problem_sizes_mnkl (256,256,448,1),(256,128,320,1) "
+        "--tensormap_update_mode GMEM --cluster_shape_mn 2,1",
     ),
     "attention/fmha.py": (
         "--q_shape 1,256,2,128 --k_shape 1,512,2,128",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 from torch.testing import assert_close
 
 from conformance.witness.public import Checkout, PublicCase
@@ -72,7 +72,7 @@ def _layer_norm(ops: Any, rows: int, hidden: int) -> None:
         return ops.LigerLayerNormFunction.apply(x, w, b, 1e-5)
 
     operands = torch.randn(rows, hidden), torch.randn(hidden), torch.randn(hidden)
-    _agree(ours, lambda x, w, b: F.layer_norm(x, (hidden,), w, b), *operands)
+    _agree(ours, lambda x, w, b: functional.layer_norm(x, (hidden,), w, b), *operands)
 
 
 def _group_norm(ops: Any, batch: int, channels: int, groups: int, hidden: int) -> None:
@@ -80,21 +80,21 @@ def _group_norm(ops: Any, batch: int, channels: int, groups: int, hidden: int) -
         return ops.LigerGroupNormFunction.apply(x, w, b, channels, groups, 1e-5)
 
     operands = torch.randn(batch, channels, hidden), torch.randn(channels), torch.randn(channels)
-    _agree(ours, lambda x, w, b: F.group_norm(x, groups, w, b), *operands, atol=1e-3)
+    _agree(ours, lambda x, w, b: functional.group_norm(x, groups, w, b), *operands, atol=1e-3)
 
 
 def _swiglu(ops: Any, rows: int, hidden: int) -> None:
     operands = torch.randn(rows, hidden), torch.randn(rows, hidden)
-    _agree(ops.LigerSiLUMulFunction.apply, lambda a, b: F.silu(a) * b, *operands)
+    _agree(ops.LigerSiLUMulFunction.apply, lambda a, b: functional.silu(a) * b, *operands)
 
 
 def _geglu(ops: Any, rows: int, hidden: int) -> None:
     operands = torch.randn(rows, hidden), torch.randn(rows, hidden)
-    _agree(ops.LigerGELUMulFunction.apply, lambda a, b: F.gelu(a, approximate="tanh") * b, *operands)
+    _agree(ops.LigerGELUMulFunction.apply, lambda a, b: functional.gelu(a, approximate="tanh") * b, *operands)
 
 
 def _relu_squared(ops: Any, rows: int, hidden: int) -> None:
-    _agree(ops.LigerReLUSquaredFunction.apply, lambda x: F.relu(x).square(), torch.randn(rows, hidden))
+    _agree(ops.LigerReLUSquaredFunction.apply, lambda x: functional.relu(x).square(), torch.randn(rows, hidden))
 
 
 def _softmax(ops: Any, rows: int, hidden: int) -> None:
@@ -107,7 +107,7 @@ def _sparsemax(ops: Any, rows: int, hidden: int) -> None:
         count = torch.arange(1, hidden + 1)
         chosen = (1 + count * sorted_x > sorted_x.cumsum(-1)).sum(-1, keepdim=True)
         threshold = (sorted_x.cumsum(-1).gather(-1, chosen - 1) - 1) / chosen
-        return F.relu(x - threshold)
+        return functional.relu(x - threshold)
 
     _agree(lambda x: ops.LigerSparsemaxFunction.apply(x, -1), theirs, torch.randn(rows, hidden))
 
@@ -152,7 +152,7 @@ def _cross_entropy(ops: Any, rows: int, vocabulary: int, label_smoothing: float,
         return ops.LigerCrossEntropyFunction.apply(x, target, None, -100, 0.0, label_smoothing, reduction)[0]
 
     def theirs(x: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(x, target, reduction=reduction, label_smoothing=label_smoothing)
+        return functional.cross_entropy(x, target, reduction=reduction, label_smoothing=label_smoothing)
 
     _agree(ours, theirs, torch.randn(rows, vocabulary))
 
@@ -164,7 +164,7 @@ def _fused_linear_cross_entropy(ops: Any, rows: int, hidden: int, vocabulary: in
         return ops.LigerFusedLinearCrossEntropyFunction.apply(x, w, target)[0]
 
     operands = torch.randn(rows, hidden) / 8, torch.randn(vocabulary, hidden)
-    _agree(ours, lambda x, w: F.cross_entropy(x @ w.T, target), *operands)
+    _agree(ours, lambda x, w: functional.cross_entropy(x @ w.T, target), *operands)
 
 
 def _kl_div(ops: Any, rows: int, vocabulary: int, log_target: bool) -> None:
@@ -175,7 +175,7 @@ def _kl_div(ops: Any, rows: int, vocabulary: int, log_target: bool) -> None:
         return ops.LigerKLDivLossFunction.apply(x.log_softmax(-1), target, "batchmean", log_target, 1e-10)
 
     def theirs(x: torch.Tensor) -> torch.Tensor:
-        return F.kl_div(x.log_softmax(-1), target, reduction="batchmean", log_target=log_target)
+        return functional.kl_div(x.log_softmax(-1), target, reduction="batchmean", log_target=log_target)
 
     _agree(ours, theirs, torch.randn(rows, vocabulary))
 
@@ -215,7 +215,8 @@ def _of_liger() -> Iterator[PublicCase]:
         for dtype in (torch.float32, torch.bfloat16):
             yield from _liger("rms_norm", _rms_norm, **rows, offset=offset, casting_mode=mode, dtype=dtype)
     for file, driver in (
-        ("fused_add_rms_norm", _fused_add_rms_norm), ("layer_norm", _layer_norm), ("swiglu", _swiglu), ("geglu", _geglu),
+        ("fused_add_rms_norm", _fused_add_rms_norm), ("layer_norm", _layer_norm), ("swiglu", _swiglu),
+        ("geglu", _geglu),
         ("relu_squared", _relu_squared), ("softmax", _softmax), ("sparsemax", _sparsemax), ("dyt", _dyt),
         ("poly_norm", _poly_norm),
     ):  # fmt: skip
@@ -263,7 +264,8 @@ def _of_fla() -> Iterator[PublicCase]:
         yield from _fla("test_hgrn", function, B=1, T=130, D=100, dtype=torch.float32)
         yield from _fla("test_gsa", function, **{**shape, "T": 70}, M=32, **normal)
         yield from _fla("test_iplr_delta", function, **{**shape, "T": 70}, scale=0.25)
-    yield from _fla("test_comba", "test_chunk", **shape, scale=1.0, **normal, mask_p=0.0, use_qk_l2norm_in_kernel=False)
+    unnormed = {"use_qk_l2norm_in_kernel": False}
+    yield from _fla("test_comba", "test_chunk", **shape, scale=1.0, **normal, mask_p=0.0, **unnormed)
     yield from _fla("test_rwkv6", "test_chunk", **{**shape, "T": 70}, **normal)
     yield from _fla(
         "test_rwkv7", "test_fused_mul_recurrent_fwd", **{**shape, "T": 40, "dtype": torch.float32}, scale=1.0

@@ -321,7 +321,8 @@ def _module(folder: Path, case: PublicCase) -> ModuleType:
     if (known := sys.modules.get(path.stem)) is not None and known.__file__ == str(path):
         return known
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, "a Python file has a loader"
+    assert spec is not None, "a Python file has a specification"
+    assert spec.loader is not None, "a Python file has a loader"
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     try:
         if case.script:
@@ -374,9 +375,11 @@ def blank(case: PublicCase, sources: Path | None) -> PublicRow:
     version = case.checkout.version if package is None else package[0]
     if package is None:
         reason = reason or f"{case.checkout.distribution} {version} is not there"
+    about = case.checkout
     return PublicRow(
-        family=case.family, repository=case.checkout.repository, commit=case.checkout.commit, path=case.path,
-        source=digest, call=case.call, target=case.target, compiler=f"{case.checkout.distribution} {version}".strip(), status="not_run", reason=reason,
+        family=case.family, repository=about.repository, commit=about.commit, path=case.path, source=digest,
+        call=case.call, target=case.target, compiler=f"{about.distribution} {version}".strip(), status="not_run",
+        reason=reason,
     )  # fmt: skip
 
 
@@ -422,6 +425,7 @@ def renew(sources: Path, only: str = "", resume: bool = False) -> bool:
         said = ": ".join(filter(None, (row.name, row.reason, "; ".join(row.errors))))
         print(f"{row.status:11} {row.cpu_seconds:6.1f} s  {said}", flush=True)
         write_file(RECORD, rows_as_text(rows.values()), "the record of public kernels", durable=False)
+    write_file(RECORD, rows_as_text(rows.values()), "the record of public kernels")
     renew_table()
     return good
 

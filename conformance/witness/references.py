@@ -22,8 +22,9 @@ def on_host() -> Iterator[None]:
 
 def _scaled_mm(own: Callable[..., Any]) -> Callable[..., Any]:
     def product(
-        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: torch.Tensor | None = None,
-        scale_result: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, **options: Any,
+        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+        bias: torch.Tensor | None = None, scale_result: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         """a [m, k] times b [k, n]; scales in atoms of 128 rows and 4 blocks, flat (cuBLAS, 1D block scaling)."""
         if scale_a.numel() == 1:

@@ -105,7 +105,7 @@ def _script(
         )
 
 
-def _test(file: str, targets: tuple[Target, ...], function: str, **arguments: object) -> Iterator[PublicCase]:
+def _test(file: str, targets: Targets, function: str, **arguments: object) -> Iterator[PublicCase]:
     for target in targets:
         yield PublicCase(
             "Triton tutorials", TRITON, f"python/tutorials/{file}", target, function, arguments, script=True
@@ -131,7 +131,7 @@ def _gluon(
 ) -> Iterator[PublicCase]:
     checkout = OLD_GLUON if file == "06-tcgen05.py" else GLUON
     for target in targets:
-        path, skipped = f"python/tutorials/gluon/{file}", _OF_NO_RELEASE.get(function, "")
+        path, skipped = f"{_GLUON}/{file}", _OF_NO_RELEASE.get(function, "")
         yield PublicCase("Gluon tutorials", checkout, path, target, function, arguments, driver, True, skipped)
 
 

@@ -224,8 +224,8 @@ class RegisterPool:
                 known = self.done[other][place]
                 if (known.way, known.count) != (one.way, one.count):
                     report(Fault("warpgroup-diverged", f"setmaxnreg.{one.way} {one.count} by warp {warp}, where warp "
-                                 f"{other} of its warpgroup has executed setmaxnreg.{known.way} {known.count} (PTX line "
-                                 f"{known.line}); all warps of a warpgroup execute the same"))  # fmt: skip
+                                 f"{other} of its warpgroup has executed setmaxnreg.{known.way} {known.count} (PTX "
+                                 f"line {known.line}); all warps of a warpgroup execute the same"))  # fmt: skip
                     break
         self.done[warp].append(one)
 
