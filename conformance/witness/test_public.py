@@ -82,7 +82,8 @@ def test_what_is_not_there_is_not_run(tmp_path: Path) -> None:
 
 
 def test_a_script_is_cut_where_it_runs() -> None:
-    text = "import math\nsize = 3\ndef f(x):\n    return x\ny = f(size)\nprint(y)\nclass C: ...\ng = C.__name__\nz = f(1)\n"
+    text = "import math\nsize = 3\ndef f(x):\n    return x\ny = f(size)\nprint(y)\n"
+    text += "class C: ...\ng = C.__name__\nz = f(1)\n"
     kept = {type(one).__name__ for one in public._definitions(text).body}
     assert kept == {"Import", "Assign", "FunctionDef", "ClassDef"}
     names: dict[str, object] = {}

@@ -25,9 +25,12 @@ _OF_NO_RELEASE = dict.fromkeys(
     "it calls tcgen05_mma_barrier_count with two arguments, and every release has it with three or not at all",
 )
 """Tests that no release of Triton compiles at this commit."""
-_BOTH: tuple[Target, ...] = ("sm_90a", "sm_100a")
-_HOPPER: tuple[Target, ...] = ("sm_90a",)
-_BLACKWELL: tuple[Target, ...] = ("sm_100a",)
+Driver = Callable[..., None]
+Targets = tuple[Target, ...]
+_TRITON, _GLUON = "python/tutorials", "python/tutorials/gluon"
+_BOTH: Targets = ("sm_90a", "sm_100a")
+_HOPPER: Targets = ("sm_90a",)
+_BLACKWELL: Targets = ("sm_100a",)
 
 
 # Triton: what its scripts show at the end, with a reference
@@ -95,21 +98,15 @@ def _in_context(tutorial: Any, size: int) -> None:
     tutorial.validate(size)
 
 
-def _script(
-    file: str, targets: tuple[Target, ...], driver: Callable[..., None], **arguments: Any
-) -> Iterator[PublicCase]:
+def _script(file: str, targets: Targets, driver: Driver, **arguments: Any) -> Iterator[PublicCase]:
     function = arguments.get("function") or driver.__name__.strip("_")
     for target in targets:
-        yield PublicCase(
-            "Triton tutorials", TRITON, f"python/tutorials/{file}", target, function, arguments, driver, True
-        )
+        yield PublicCase("Triton tutorials", TRITON, f"{_TRITON}/{file}", target, function, arguments, driver, True)
 
 
 def _test(file: str, targets: Targets, function: str, **arguments: object) -> Iterator[PublicCase]:
     for target in targets:
-        yield PublicCase(
-            "Triton tutorials", TRITON, f"python/tutorials/{file}", target, function, arguments, script=True
-        )
+        yield PublicCase("Triton tutorials", TRITON, f"{_TRITON}/{file}", target, function, arguments, script=True)
 
 
 def _gathered(tutorial: Any, m: int, n: int, k: int, block_k: int, num_buffers: int) -> None:
