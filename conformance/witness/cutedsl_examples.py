@@ -48,7 +48,7 @@ _HOPPER = {
 """Options by file below cute/hopper/kernel."""
 _AMPERE = {
     "kernel/elementwise/elementwise_add.py": ("--M 70 --N 300",),
-    "kernel/elementwise/elementwise_apply.py": ("--M 64 --N 512", "--M 32 --N 256 --op mul"),
+    "kernel/elementwise/elementwise_apply.py": ("--M 64 --N 512", "--M 64 --N 512 --op mul"),
     "tutorial/elementwise_add_autotune.py": ("--M 70 --N 300",),
     "kernel/dense_gemm/sgemm.py": ("--mnk 256,256,64", "--mnk 300,136,40 --a_major k --b_major n --c_major m"),
     "kernel/dense_gemm/tensorop_gemm.py": ("--mnkl 256,256,320,1", "--mnkl 264,136,128,2 --a_major k --b_major k"),
@@ -178,10 +178,12 @@ _TASKS = {
 _LANGUAGE = (
     "call_bypass_dlpack", "call_from_jit", "cooperative_launch", "dynamic_smem_size", "inline_ptx", "smem_allocator",
     "programmatic_dependent_launch", "launch_completion_and_programmatic_events", "torch_fake_tensor",
-    "tvm_ffi/compile_with_fake_tensor", "tvm_ffi/ampere_gemm_with_fake_tensor", "tvm_ffi/jit_and_use_in_torch",
+    "tvm_ffi/ampere_gemm_with_fake_tensor", "tvm_ffi/jit_and_use_in_torch",
 )  # fmt: skip
 _UNTIMED = ("tutorial_gemm/", "tutorial_tma/", "hstu", "moe/")
 """Parts of the paths of programs that take no number of iterations."""
+_STRICT = ("call_bypass_dlpack", "call_from_jit", "ampere_gemm_with_fake_tensor")
+_ROUNDING = "it admits no two roundings to float16, and torch rounds one of a thousand products the other way on a CPU"
 
 
 def _of(folder: str, options: dict[str, tuple[str, ...]], *targets: Target, timed: bool = True) -> Iterator[PublicCase]:
@@ -191,7 +193,8 @@ def _of(folder: str, options: dict[str, tuple[str, ...]], *targets: Target, time
         for line in lines:
             for target in targets:
                 given = {"options": f"{line} {once}".strip()}
-                yield PublicCase("CuTeDSL examples", CUTLASS, path, target, MAIN, given)
+                skipped = _ROUNDING if any(name in path for name in _STRICT) else ""
+                yield PublicCase("CuTeDSL examples", CUTLASS, path, target, MAIN, given, skipped=skipped)
 
 
 def _plain(folder: str, names: tuple[str, ...], *targets: Target) -> Iterator[PublicCase]:
