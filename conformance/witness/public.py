@@ -44,7 +44,7 @@ from megamoe.vm import Device
 
 SETTLED = ("ok", "argued", "defect", "uncompiled")
 """What a run need not repeat: nothing of ours is wrong with it."""
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 240
 SM_COUNT = 2
 """What persistent kernels are told: so few that each CTA has two tiles of a small problem."""
 STEP_BUDGET = 40_000_000

@@ -18,8 +18,6 @@ _COMMIT = "9d9a2d7ac0b8b22d1888cb95056c94a64a4beed4"
 TRITON = Checkout("triton-lang/triton", _COMMIT, "triton")
 GLUON = Checkout("triton-lang/triton", _COMMIT, "triton", "3.8.0")
 """Gluon has no stable interface yet: the tutorials of a commit go with one release."""
-OLD_GLUON = Checkout("triton-lang/triton", "cc8ebcf36080fe9a3a0b36a35cbde9aa021877c6", "triton", "3.7.1")
-"""For the tutorial of tcgen05, which 3.8.0 does not compile at the other commit."""
 _OF_NO_RELEASE = dict.fromkeys(
     ("test_tma_tcgen05", "test_matmul_multicta"),
     "it calls tcgen05_mma_barrier_count with two arguments, and every release has it with three or not at all",
@@ -126,10 +124,9 @@ def _gluon(
     driver: Callable[..., None] | None = None,
     **arguments: object,
 ) -> Iterator[PublicCase]:
-    checkout = OLD_GLUON if file == "06-tcgen05.py" else GLUON
     for target in targets:
         path, skipped = f"{_GLUON}/{file}", _OF_NO_RELEASE.get(function, "")
-        yield PublicCase("Gluon tutorials", checkout, path, target, function, arguments, driver, True, skipped)
+        yield PublicCase("Gluon tutorials", GLUON, path, target, function, arguments, driver, True, skipped)
 
 
 def _triton() -> Iterator[PublicCase]:
