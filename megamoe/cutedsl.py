@@ -32,9 +32,9 @@ except ModuleNotFoundError as missing:
         raise
     raise ModuleNotFoundError("megamoe.cutedsl needs CuTeDSL: the extra `cutedsl` of megamoe", name="cutlass") from None
 
+import cuda.bindings.driver as cuda_driver
 import cutlass.testing
 import cutlass.utils
-from cuda.bindings import driver as cuda_driver
 from cuda.bindings.driver import CUresult, CUstream
 from cutlass.base_dsl.compiler import CompileOptions, DumpDir, EnableTVMFFI, GenerateLineInfo, KeepPTX
 from cutlass.base_dsl.jit_executor import ExecutionArgs, JitCompiledFunction

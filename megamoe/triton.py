@@ -83,11 +83,12 @@ def install(
     number = _NUMBERS.setdefault(device.machine.target, len(_NUMBERS))
     driver = MachineDriver(device, sm_count, number)
     if not _REPLACED:
-        own = JITCallable.cache_key
+        own: Any = JITCallable.cache_key
         _REPLACED.append(
             (backends["nvidia"], active_driver._default, active_driver._active, Autotuner.prune_configs, own)
         )
-        JITCallable.cache_key = property(lambda self: f"{own.fget(self)}-{self.fn.__code__.co_filename}")
+        # Line information names the file of a kernel, so that a copy elsewhere is compiled anew.
+        _set_cache_key(property(lambda self: f"{own.fget(self)}-{self.fn.__code__.co_filename}"))
     backends["nvidia"] = Backend(PtxCompiler, MachineDriver)
     active_driver._default = driver
     active_driver.set_active(driver)
@@ -110,13 +111,14 @@ def _check_options(sm_count: int, autotune: Chosen | None) -> None:
 def uninstall() -> None:
     """Give Triton its own driver back."""
     if _REPLACED:
-        (
-            backends["nvidia"],
-            active_driver._default,
-            active_driver._active,
-            Autotuner.prune_configs,
-            JITCallable.cache_key,
-        ) = _REPLACED.pop()
+        backends["nvidia"], active_driver._default, active_driver._active, prune, key = _REPLACED.pop()
+        Autotuner.prune_configs = prune
+        _set_cache_key(key)
+
+
+def _set_cache_key(key: Any) -> None:
+    callable_class: Any = JITCallable
+    callable_class.cache_key = key
 
 
 _REPLACED: list[tuple[Any, Any, Any, Any, Any]] = []

@@ -96,13 +96,13 @@ def _in_context(tutorial: Any, size: int) -> None:
     tutorial.validate(size)
 
 
-def _script(file: str, targets: Targets, driver: Driver, **arguments: Any) -> Iterator[PublicCase]:
+def _script(file: str, targets: Targets, driver: Driver, /, **arguments: Any) -> Iterator[PublicCase]:
     function = arguments.get("function") or driver.__name__.strip("_")
     for target in targets:
         yield PublicCase("Triton tutorials", TRITON, f"{_TRITON}/{file}", target, function, arguments, driver, True)
 
 
-def _test(file: str, targets: Targets, function: str, **arguments: object) -> Iterator[PublicCase]:
+def _test(file: str, targets: Targets, function: str, /, **arguments: Any) -> Iterator[PublicCase]:
     for target in targets:
         yield PublicCase("Triton tutorials", TRITON, f"{_TRITON}/{file}", target, function, arguments, script=True)
 
