@@ -12,6 +12,7 @@ import importlib.util
 import io
 import linecache
 import multiprocessing
+import re
 import resource
 import runpy
 import sys
@@ -27,6 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -171,7 +173,7 @@ def settle(target: Target, package: str = "") -> None:
     warnings.simplefilter("ignore")
     _OPENED.enter_context(torch_cuda.on_host(target, SM_COUNT))
     # Some programs time themselves once they have checked the result.
-    torch_cuda.HostEvent.elapsed_time = lambda event, other: 1.0
+    _OPENED.enter_context(patch.object(torch_cuda.HostEvent, "elapsed_time", lambda event, other: 1.0))
     _OPENED.enter_context(references.on_host())
     if importlib.util.find_spec("triton") is not None:
         from triton._C.libtriton import nvidia
@@ -182,9 +184,14 @@ def settle(target: Target, package: str = "") -> None:
 
 def _device(case: PublicCase) -> Counted:
     device = Counted(case.target, sm_count=SM_COUNT, step_budget=STEP_BUDGET, profile="lenient", suppress=ARGUED)
-    device.reported = device.printed = lambda told: None
+    device.reported = _nothing
+    device.printed = _nothing
     _open_doors(case, device)
     return device
+
+
+def _nothing(told: object) -> None:
+    """Programs say nothing here."""
 
 
 def _open_doors(case: PublicCase, device: Device) -> None:
@@ -303,7 +310,7 @@ def _sentence(problem: BaseException, folder: Path) -> str:
         if (file := trace.tb_frame.f_code.co_filename).startswith(str(folder)):
             place = f" at {Path(file).name} line {trace.tb_lineno}"
         trace = trace.tb_next
-    said = " ".join(str(problem).split())
+    said = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(problem)).split())
     # A compiler's complaint quotes the source first.
     said = said if len(said) <= MAX_REASON // 2 else f"... {said[-MAX_REASON // 2 :]}"
     return f"{type(problem).__name__}{place}: {said or 'no message'}"
@@ -345,10 +352,11 @@ def _definitions(text: str) -> ast.Module:
     own = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
     for one in tree.body:
         running |= isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)
-        called = (
-            isinstance(one, ast.Assign) and isinstance(one.value, ast.Call) and isinstance(one.value.func, ast.Name)
-        )
-        running |= called and one.value.func.id in own
+        match one:
+            case ast.Assign(value=ast.Call(func=ast.Name(id=called))):
+                running |= called in own
+            case _:
+                pass
         plain = isinstance(one, ast.Assign) and isinstance(one.value, ast.Name | ast.Attribute | ast.Constant)
         benchmark = isinstance(one, ast.FunctionDef) and "perf_report" in "".join(map(ast.dump, one.decorator_list))
         defines = isinstance(one, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)

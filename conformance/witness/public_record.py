@@ -122,7 +122,10 @@ def table(rows: list[PublicRow]) -> str:
 
 
 def _grouped(rows: list[PublicRow]) -> list[tuple[tuple[str, str], list[PublicRow]]]:
-    return [(key, list(members)) for key, members in groupby(rows, key=lambda row: (row.family, row.target))]
+    found: dict[tuple[str, str], list[PublicRow]] = {}
+    for row in rows:
+        found.setdefault((row.family, row.target), []).append(row)
+    return list(found.items())
 
 
 def _by_checkout(rows: list[PublicRow]) -> list[tuple[tuple[str, str], list[PublicRow]]]:

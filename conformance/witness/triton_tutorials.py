@@ -5,7 +5,7 @@ Most tutorials test themselves; the drivers here do it for those that print.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ _COMMIT = "9d9a2d7ac0b8b22d1888cb95056c94a64a4beed4"
 TRITON = Checkout("triton-lang/triton", _COMMIT, "triton")
 GLUON = Checkout("triton-lang/triton", _COMMIT, "triton", "3.8.0")
 """Gluon has no stable interface yet: the tutorials of a commit go with one release."""
-_OF_NO_RELEASE = dict.fromkeys(
+_OF_NO_RELEASE: Mapping[str, str] = dict.fromkeys(
     ("test_tma_tcgen05", "test_matmul_multicta"),
     "it calls tcgen05_mma_barrier_count with two arguments, and every release has it with three or not at all",
 )
@@ -118,11 +118,7 @@ def _gathered(tutorial: Any, m: int, n: int, k: int, block_k: int, num_buffers: 
 
 
 def _gluon(
-    file: str,
-    targets: tuple[Target, ...],
-    function: str,
-    driver: Callable[..., None] | None = None,
-    **arguments: object,
+    file: str, targets: Targets, function: str, driver: Driver | None = None, /, **arguments: Any
 ) -> Iterator[PublicCase]:
     for target in targets:
         path, skipped = f"{_GLUON}/{file}", _OF_NO_RELEASE.get(function, "")
