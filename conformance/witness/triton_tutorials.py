@@ -211,6 +211,9 @@ def _of_gluon() -> Iterator[PublicCase]:
     for num_buffers in (2, 3):
         given = {**tiles, "num_buffers": num_buffers, "SUBTILE_FACTOR": 2, "SchedulerImpl": Named("t7.schedulers.1")}
         yield from _gluon("08-warp-specialization.py", _BLACKWELL, "test_matmul_warp_specialized", **given)
+
+
+def _of_blackwell() -> Iterator[PublicCase]:
     for dtype in (torch.bfloat16, torch.float32):
         for y_offset in (-16, 48, 200):
             sizes = {"BLOCK_X": 32, "BLOCK_Y": 64, "dtype": dtype, "X_MAX": 128, "Y_MAX": 256, "fresh_knobs": None}
@@ -255,4 +258,4 @@ def _of_gluon() -> Iterator[PublicCase]:
     yield from _gluon("14-multicta.py", _BLACKWELL, "test_matmul_multicta")
 
 
-CASES = (*_triton(), *_of_gluon())
+CASES = (*_triton(), *_of_gluon(), *_of_blackwell())
