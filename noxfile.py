@@ -110,7 +110,10 @@ def gate(session: nox.Session) -> None:
 
 @nox.session
 def witness(session: nox.Session) -> None:
-    """Kernels of flash-attn-4 and quack-kernels in the VM; renews results/witness.*. `-- --only TEXT`, `-- --help`."""
+    """Kernels of wheels in the VM, and with `-- --sources DIR` those of checkouts; renews results/witness.*, public.*.
+
+    `-- --only TEXT`, `-- --help`.
+    """
     _run(session, "python", "-m", "conformance.witness", *session.posargs, extras=f"{EXTRAS},witness")
     if not session.posargs:
         table = session.run(str(BIN / "python"), "-m", "backends.vm.coverage", silent=True, external=True)

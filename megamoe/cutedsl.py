@@ -32,11 +32,14 @@ except ModuleNotFoundError as missing:
         raise
     raise ModuleNotFoundError("megamoe.cutedsl needs CuTeDSL: the extra `cutedsl` of megamoe", name="cutlass") from None
 
+import cuda.bindings.driver as cuda_driver
+import cutlass.testing
 import cutlass.utils
-from cuda.bindings.driver import CUstream
+from cuda.bindings.driver import CUresult, CUstream
 from cutlass.base_dsl.compiler import CompileOptions, DumpDir, EnableTVMFFI, GenerateLineInfo, KeepPTX
 from cutlass.base_dsl.jit_executor import ExecutionArgs, JitCompiledFunction
 from cutlass.cute import runtime as cute_runtime
+from cutlass.cute import testing as cute_testing
 from cutlass.cutlass_dsl import CuTeDSL
 
 SM_COUNT = 4
@@ -107,10 +110,17 @@ def _installed(device: Device) -> Iterator[None]:
             _replace(CompileOptions, "apply_envar_settings", partial(_keeping_ptx, str(folder))),
             _replace(JitCompiledFunction, "run_compiled_program", partial(_run, device)),
             _replace(ExecutionArgs, "generate_execution_args", _with_stream),
+            _replace(ExecutionArgs, "record_arg_specs_from_compile_args", _recorded),
             _replace(cute_runtime._Tensor, "__init__", _made),
             _replace(info, "__init__", lambda own, self, device_id=0: None),
             _replace(info, "get_max_active_clusters", lambda own, self, size, stream=None: max(sm_count // size, 1)),
             _replace(info, "get_device_multiprocessor_count", lambda own, self: sm_count),
+            *(_replace(place, name, _timed) for place, name in _TIMERS),
+            _replace(cutlass.testing, "_benchmark_for_autotune", _tuned),
+            _replace(cutlass.cuda, "initialize_cuda_context", lambda own, *asked, **options: None),
+            _replace(cutlass.cuda, "stream_sync", lambda own, *asked, **options: None),
+            _replace(cuda_driver, "cuInit", lambda own, flags: (CUresult.CUDA_SUCCESS,)),
+            _replace(cuda_driver, "cuDeviceGetCount", lambda own: (CUresult.CUDA_SUCCESS, 1)),
         ]
         dsl.envar.arch, dsl.envar.disable_file_caching = device.machine.target, True
         try:
@@ -121,12 +131,34 @@ def _installed(device: Device) -> Iterator[None]:
             dsl.envar._arch, dsl.envar.disable_file_caching = arch, file_caching
 
 
-def _replace(owner: type, name: str, replacement: Callable[..., Any]) -> tuple[type, str, Any]:
-    """Put `replacement`(what was there, self, ...) in the place of a method; what brings it back."""
+_TIMERS = ((cutlass.testing, "benchmark"), (cute_testing, "benchmark"))
+
+
+def _tuned(
+    own: object, function: Callable[..., object], *args: object, warmup_iterations: int = 0, iterations: int = 0,
+    use_cold_l2: bool = True, print_verbose: bool = False, current_stream: object = None, **named: object,
+) -> float:  # fmt: skip
+    """In the place of what times a configuration: the last call of a tuner is the one whose results are seen."""
+    function(*args, **named)
+    return 1.0
+
+
+def _timed(own: object, function: Callable[..., object], *rest: object, **options: Any) -> float:
+    """In the place of what times a function: there is no clock, so that each takes as long as another, in us.
+
+    It is called once on the arguments that the caller keeps; those that a generator makes nobody sees.
+    """
+    if (given := options.get("kernel_arguments")) is not None:
+        function(*given.args, **given.kwargs)
+    return 1.0
+
+
+def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> tuple[Any, str, Any]:
+    """Put `replacement`(what was there, ...) in the place of a method or function; what brings it back."""
     own = getattr(owner, name)
 
-    def method(self: Any, *args: Any, **named: Any) -> Any:
-        return replacement(own, self, *args, **named)
+    def method(*args: Any, **named: Any) -> Any:
+        return replacement(own, *args, **named)
 
     setattr(owner, name, method)
     return owner, name, own
@@ -183,13 +215,59 @@ def _with_stream(own: Callable[..., Any], arguments: Any, args: Any, named: Any)
     parameters = list(arguments.signature.parameters.values())
     left = [one for one in parameters[len(args) :] if one.name not in named and one.default is one.empty]
     streams = {one.name: CUstream(0) for one in left if "CUstream" in str(one.annotation)}
-    return own(arguments, args, {**named, **streams})
+    fakes = getattr(arguments, "_megamoe_fakes", {})
+    args = [_packed(fakes.get(one.name), arg) for one, arg in zip(parameters, args, strict=False)] + list(
+        args[len(parameters) :]
+    )
+    named = {name: _packed(fakes.get(name), arg) for name, arg in named.items()}
+    packed, kept = own(arguments, tuple(args), {**named, **streams})
+    # CuTeDSL keeps the second list for as long as the call lasts.
+    return packed, [*kept, *args, *named.values()]
+
+
+def _recorded(own: Callable[..., None], arguments: Any, args: Any, named: Any) -> None:
+    """Keep the tensors without memory for which a function was compiled: they say how it reads a tensor's layout."""
+    own(arguments, args, named)
+    names = list(arguments.signature.parameters)
+    given = {**dict(zip(names, args, strict=False)), **named}
+    arguments._megamoe_fakes = {name: one for name, one in given.items() if type(one) is cute_runtime._FakeTensor}
+
+
+class _PackedTensor:
+    """A tensor as host code reads it: its address, then the sizes and strides that are not known at compile time."""
+
+    def __init__(self, fake: Any, array: Any) -> None:
+        sizes, strides = _struct(fake.shape, array.shape), _struct(fake.stride, array.stride())
+        fields = [("address", ctypes.c_void_p), ("sizes", type(sizes)), ("strides", type(strides))]
+        self._layout = type("_Layout", (ctypes.Structure,), {"_fields_": fields})(array.data_ptr(), sizes, strides)
+        self._array = array
+
+    def __c_pointers__(self) -> list[int]:
+        return [ctypes.addressof(self._layout)]
+
+
+def _struct(symbols: Sequence[Any], values: Sequence[int]) -> ctypes.Structure:
+    dynamic = [(one.width, value) for one, value in zip(symbols, values, strict=True) if not isinstance(one, int)]
+    fields = [(f"_{at}", ctypes.c_int64 if width == 64 else ctypes.c_int32) for at, (width, _) in enumerate(dynamic)]
+    return type("_Numbers", (ctypes.Structure,), {"_fields_": fields})(*(value for _, value in dynamic))
+
+
+def _packed(fake: Any, arg: Any) -> Any:
+    """CuTeDSL packs sizes in 32 bits and strides in 64; TVM FFI packs what the function was compiled for."""
+    if fake is None or not (hasattr(arg, "data_ptr") and hasattr(arg, "stride")):
+        return arg
+    usual = [one.width == 32 for one in fake.shape if not isinstance(one, int)]
+    usual += [one.width == 64 for one in fake.stride if not isinstance(one, int)]
+    return arg if all(usual) else _PackedTensor(fake, arg)
 
 
 def _run(device: Device, own: Callable[..., object], compiled: Any, pointers: Sequence[Any]) -> int:
     """In the place of JitCompiledFunction.run_compiled_program: the arguments are packed, and nothing has run."""
     addresses = [one if isinstance(one, int) else ctypes.cast(one, ctypes.c_void_p).value or 0 for one in pointers]
     machine = device.machine
+    if not compiled.has_gpu_module:
+        own(compiled, pointers)
+        return 0
     host, memory = _host(compiled), _memory_behind(device, addresses)
     with device.watched(host.ptx):
         machine.call(host, addresses, memory)

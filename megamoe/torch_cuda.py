@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -106,7 +107,35 @@ class _CudaIsHost(TorchFunctionMode):
         if name == "__get__" and func == torch.Tensor.is_cuda.__get__:  # pyright: ignore[reportAttributeAccessIssue]
             return True
         named = {key: _host_device(value) for key, value in (kwargs or {}).items() if key != "pin_memory"}
-        return func(*map(_host_device, args), **named)
+        made = func(*map(_host_device, args), **named)
+        if type(made) is torch.Tensor and name in _ALLOCATING:
+            _align(made)
+        return made
+
+
+_ALLOCATING = {
+    "arange", "as_tensor", "clone", "contiguous", "empty", "empty_like", "empty_strided", "eye", "full", "full_like",
+    "linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "tensor",
+    "to", "zeros", "zeros_like",
+}  # fmt: skip
+ALIGNMENT = 256
+"""Bytes, of each allocation: the least that cudaMalloc gives. Host code that makes tensor maps asks for it."""
+
+
+def _align(tensor: torch.Tensor) -> None:
+    """Give a tensor that has an allocation to itself one that is aligned as a device's would be."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor._base is not None:
+        return
+    storage = tensor.untyped_storage()
+    size, offset = storage.nbytes(), tensor.storage_offset()
+    if not size or offset or tensor.data_ptr() % ALIGNMENT == 0 or type(tensor) is not torch.Tensor:
+        return
+    room = np.empty(size + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    home = torch.frombuffer(room[start : start + size], dtype=torch.uint8)
+    home.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+    with torch.no_grad():
+        tensor.set_(home.untyped_storage(), 0, tensor.shape, tensor.stride())
 
 
 def _host_device(value: Any) -> Any:
@@ -168,8 +197,9 @@ def _answers(target: str, sm_count: int) -> dict[str, Any]:
         "synchronize": same(None),
         "empty_cache": same(None),
         "ipc_collect": same(None),
-        "manual_seed": torch.manual_seed,
-        "manual_seed_all": torch.manual_seed,
+        # Not torch.manual_seed, which calls these.
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": torch.default_generator.manual_seed,
         "get_rng_state": lambda *asked: torch.get_rng_state(),
         "set_rng_state": lambda state, *asked: torch.set_rng_state(state),
         "memory_allocated": same(0),

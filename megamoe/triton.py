@@ -39,6 +39,7 @@ from triton.backends.driver import GPUDriver
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.autotuner import Autotuner, OutOfResources
 from triton.runtime.driver import driver as active_driver
+from triton.runtime.jit import JITCallable
 
 Chosen = Mapping[str, Mapping[str, object]] | Callable[[Sequence[Any]], Any]
 """Configurations of autotuned kernels: some meta-parameters by kernel name, or a function that picks one of many."""
@@ -82,7 +83,12 @@ def install(
     number = _NUMBERS.setdefault(device.machine.target, len(_NUMBERS))
     driver = MachineDriver(device, sm_count, number)
     if not _REPLACED:
-        _REPLACED.append((backends["nvidia"], active_driver._default, active_driver._active, Autotuner.prune_configs))
+        own: Any = JITCallable.cache_key
+        _REPLACED.append(
+            (backends["nvidia"], active_driver._default, active_driver._active, Autotuner.prune_configs, own)
+        )
+        # Line information names the file of a kernel, so that a copy elsewhere is compiled anew.
+        _set_cache_key(property(lambda self: f"{own.fget(self)}-{self.fn.__code__.co_filename}"))
     backends["nvidia"] = Backend(PtxCompiler, MachineDriver)
     active_driver._default = driver
     active_driver.set_active(driver)
@@ -105,10 +111,17 @@ def _check_options(sm_count: int, autotune: Chosen | None) -> None:
 def uninstall() -> None:
     """Give Triton its own driver back."""
     if _REPLACED:
-        backends["nvidia"], active_driver._default, active_driver._active, Autotuner.prune_configs = _REPLACED.pop()
+        backends["nvidia"], active_driver._default, active_driver._active, prune, key = _REPLACED.pop()
+        Autotuner.prune_configs = prune
+        _set_cache_key(key)
 
 
-_REPLACED: list[tuple[Any, Any, Any, Any]] = []
+def _set_cache_key(key: Any) -> None:
+    callable_class: Any = JITCallable
+    callable_class.cache_key = key
+
+
+_REPLACED: list[tuple[Any, Any, Any, Any, Any]] = []
 """What Triton had before the first install."""
 _NUMBERS: dict[str, int] = {}
 """A device number a target: Triton keeps compiled kernels by it."""
@@ -139,6 +152,10 @@ class LoadedKernel:
     entry: str
 
 
+_REGISTERS = 64
+"""What a thread is said to have: no assembler has counted, and kernels divide by it to find their occupancy."""
+
+
 class MachineUtils:
     """What Triton asks of the CUDA driver."""
 
@@ -162,7 +179,7 @@ class MachineUtils:
         ptx = kernel.decode() if isinstance(kernel, bytes) else kernel
         with sentences(self._machine):
             self._machine.entries(ptx)
-        return ptx, LoadedKernel(ptx, name), 0, 0, 1024
+        return ptx, LoadedKernel(ptx, name), _REGISTERS, 0, 1024
 
     def unload_module(self, module: object) -> None:
         """Nothing is held."""

@@ -1,4 +1,4 @@
-"""`python -m conformance.witness [--only TEXT]`: examine every witness and write the record.
+"""`python -m conformance.witness [--only TEXT] [--sources DIR]`: examine every witness and write the record.
 
 Each target has a process of its own, since the compiler reads its target once. A witness that takes too long, or
 ends its process, has that as its reason.
@@ -12,9 +12,11 @@ import sys
 from concurrent.futures import TimeoutError as OverTime
 from importlib import metadata
 from itertools import groupby
+from pathlib import Path
 
 from pebble import ProcessExpired, ProcessPool
 
+from conformance.witness import public
 from conformance.witness.examination import WITNESSES, Examination, examine, settle
 from conformance.witness.record import (
     OPCODES,
@@ -63,11 +65,24 @@ def main(arguments: list[str]) -> int:
     """The exit code is 1 if a witness computes something wrong, or if its faults are not as `known_fault` says."""
     parser = argparse.ArgumentParser(prog="conformance.witness", description=__doc__)
     parser.add_argument("--only", default="", help="examine those whose name contains this, and write no record")
-    only = parser.parse_args(arguments).only
-    chosen = [one for one in WITNESSES if only in one.name]
+    parser.add_argument("--sources", type=Path, help="checkouts of public repositories, as owner+name or name: run too")
+    parser.add_argument("--resume", action="store_true", help="with --sources: what is not right yet, and no wheel's")
+    given = parser.parse_args(arguments)
+    only = given.only
+    chosen = [] if given.resume else [one for one in WITNESSES if only in one.name]
+    if given.sources is not None:
+        if not given.sources.is_dir():
+            print(f"--sources must name a folder with checkouts of public repositories; {given.sources} is none")
+            return 2
+        wrong = not public.renew(given.sources.resolve(), only, given.resume)
+        return max(_of_wheels(chosen, only), int(wrong)) if chosen else int(wrong)
     if not chosen:
         print(f"no witness has {only!r} in its name; there are: {', '.join(one.name for one in WITNESSES)}")
         return 2
+    return _of_wheels(chosen, only)
+
+
+def _of_wheels(chosen: list[Witness], only: str) -> int:
     found = _examined(chosen)
     rows = [one.row for one in found]
     if not only:

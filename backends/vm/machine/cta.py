@@ -243,10 +243,10 @@ class Cta:
                                    rule=rule, lane=lane)  # fmt: skip
         if "register_pool" in self.__dict__ and (found := self.register_pool.left_alone()) is not None:
             warp, other, one = found
-            raise Fault("warpgroup-diverged", f"warp {warp} ends without the setmaxnreg.{one.way} {one.count} that "
-                        f"warp {other} of its warpgroup has executed; all warps of a warpgroup execute the same",
-                        kernel=self.function.name, line=one.line, text=one.text,
-                        where=self.warps[other].name)  # fmt: skip
+            report(Fault("warpgroup-diverged", f"warp {warp} ends without the setmaxnreg.{one.way} {one.count} that "
+                         f"warp {other} of its warpgroup has executed; all warps of a warpgroup execute the same",
+                         kernel=self.function.name, line=one.line, text=one.text,
+                         where=self.warps[other].name))  # fmt: skip
         for group in self.warpgroups.values():
             for warp, part in zip(self.warps[group.first :], group.parts, strict=False):
                 for left in part.pending():

@@ -214,15 +214,19 @@ class RegisterPool:
                         f"{self.held[warp]}: .dec only gives back")  # fmt: skip
 
     def resize(self, warp: int, one: Resize) -> None:
-        """Note that `warp` executes `one`. Fault if a warp of its warpgroup executed another one in its place."""
+        """Note that `warp` executes `one`. Reported if a warp of its warpgroup executed another one in its place.
+
+        The launch goes on: a warp has the registers that it asked for, whatever its neighbours have.
+        """
         place, first = len(self.done[warp]), warp // WARPS * WARPS
         for other in range(first, min(first + WARPS, len(self.done))):
             if place < len(self.done[other]):
                 known = self.done[other][place]
                 if (known.way, known.count) != (one.way, one.count):
-                    raise Fault("warpgroup-diverged", f"setmaxnreg.{one.way} {one.count} by warp {warp}, where warp "
-                                f"{other} of its warpgroup has executed setmaxnreg.{known.way} {known.count} (PTX line "
-                                f"{known.line}); all warps of a warpgroup execute the same")  # fmt: skip
+                    report(Fault("warpgroup-diverged", f"setmaxnreg.{one.way} {one.count} by warp {warp}, where warp "
+                                 f"{other} of its warpgroup has executed setmaxnreg.{known.way} {known.count} (PTX "
+                                 f"line {known.line}); all warps of a warpgroup execute the same"))  # fmt: skip
+                    break
         self.done[warp].append(one)
 
     def lacking(self, warp: int, count: int) -> int:

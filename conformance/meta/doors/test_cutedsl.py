@@ -126,6 +126,33 @@ def test_a_function_of_tvm_ffi_takes_tensors_and_its_stream_from_the_environment
     assert torch.equal(y, 4 * x + 1)
 
 
+@pytest.mark.usefixtures("installed")
+def test_sizes_are_packed_as_wide_as_the_function_reads_them() -> None:
+    for width in (cute.sym_int32, cute.sym_int64):
+        fakes = [make_fake_compact_tensor(cutlass.Float32, (width(), width()), stride_order=(1, 0)) for _ in range(2)]
+        compiled = cute.compile(axpy, *fakes, cutlass.Float32(1), options="--enable-tvm-ffi")
+        x, y = (one.reshape(4, 250) for one in _operands())
+        expected = 3 * x + y
+        compiled(x, y, 3.0)
+        assert torch.equal(y, expected), f"{width.__name__}: the function read another layout"
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_is_timed_runs_once_and_takes_no_time() -> None:
+    x, y = _operands()
+    expected = 2 * x + y
+    arguments = cutlass.testing.JitArguments(from_dlpack(x), from_dlpack(y), cutlass.Float32(2))
+    compiled = cute.compile(axpy, *arguments.args)
+    took = cutlass.testing.benchmark(compiled, kernel_arguments=arguments, warmup_iterations=9, iterations=9)
+    assert (took, torch.equal(y, expected)) == (1.0, True), "a timed function runs once, and there is no clock"
+
+
+@pytest.mark.usefixtures("installed")
+def test_programs_find_a_driver() -> None:
+    assert cuda.cuInit(0) == (cuda.CUresult.CUDA_SUCCESS,)
+    assert cuda.cuDeviceGetCount() == (cuda.CUresult.CUDA_SUCCESS, 1)
+
+
 def test_persistent_kernels_are_told_how_many_sms_there_are() -> None:
     class Info:
         def __call__(self) -> tuple[int, int]:

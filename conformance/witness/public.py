@@ -1,0 +1,443 @@
+"""Kernels of public repositories, from checkouts, through the doors: `nox -s witness -- --sources DIR`.
+
+A case calls one function of a checkout and compares what it computes with torch. Nothing of the checkouts is committed
+but the list of cases and what came of them: results/public.jsonl and its table.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import io
+import linecache
+import multiprocessing
+import re
+import resource
+import runpy
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import TimeoutError as OverTime
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field, replace
+from functools import partial
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from pebble import ProcessExpired, ProcessPool
+
+from conformance.witness import references
+from conformance.witness.public_record import ARGUED, RECORD, TABLE, PublicRow, read_rows, rows_as_text, table
+from megamoe import torch_cuda
+from megamoe.contract import Target
+from megamoe.contract.backend import UnsupportedError
+from megamoe.contract.machine import KernelFault, LaunchRefusedError
+from megamoe.findings import KernelFinding, Ledger
+from megamoe.records.files import write_file
+from megamoe.vm import Device
+
+SETTLED = ("ok", "argued", "defect", "uncompiled")
+"""What a run need not repeat: nothing of ours is wrong with it."""
+LIMIT_SECONDS = 240
+SM_COUNT = 2
+"""What persistent kernels are told: so few that each CTA has two tiles of a small problem."""
+STEP_BUDGET = 40_000_000
+PACKAGES = "packages"
+"""The folder beside the checkouts with what they import and the environment lacks: `pip install --target`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkout:
+    """A public repository at a commit, for the package `distribution` of `version`, or of any if that is "".
+
+    `root`: the folder of it that goes on the import path, if any.
+    """
+
+    repository: str
+    commit: str
+    distribution: str
+    version: str = ""
+    root: str = ""
+
+    def folder(self, sources: Path) -> Path | None:
+        """Where it lies under `sources`, as owner+name@commit, owner+name or name; None if it does not."""
+        whole = self.repository.replace("/", "+")
+        names = (f"{whole}@{self.commit[:12]}", whole, self.repository.partition("/")[2])
+        return next((sources / name for name in names if (sources / name).is_dir()), None)
+
+    def package(self, sources: Path | None) -> tuple[str, str] | None:
+        """The version that runs and the folder that has it, "" for the environment; None if it is nowhere.
+
+        Where the environment has another version, `pip install --target DIR/NAME==VERSION` brings the right one.
+        """
+        try:
+            installed = metadata.version(self.distribution)
+        except metadata.PackageNotFoundError:
+            installed = ""
+        if installed and self.version in ("", installed):
+            return installed, ""
+        beside = None if sources is None else sources / f"{self.distribution}=={self.version}"
+        return (self.version, str(beside)) if beside is not None and beside.is_dir() else None
+
+
+@dataclass(frozen=True, slots=True)
+class PublicCase:
+    """A call of `function` with `arguments`, in the module of the file `path` of a checkout, on `target`.
+
+    `driver` is called with the module and the arguments instead, if there is one: it calls the function, and raises
+    AssertionError if the result is wrong. Without one the function itself does, as tests do. `script`: the file runs
+    its kernels when it is imported, so that only what it defines is taken. `skipped`: why it cannot be run here.
+    """
+
+    family: str
+    checkout: Checkout
+    path: str
+    target: Target
+    function: str
+    arguments: Mapping[str, object] = field(default_factory=dict[str, object])
+    driver: Callable[..., object] | None = None
+    script: bool = False
+    skipped: str = ""
+
+    @property
+    def call(self) -> str:
+        """The function and its arguments, for people."""
+        if self.function == MAIN:
+            return " ".join((self.path.rpartition("/")[2], str(self.arguments["options"]))).strip()
+        return f"{self.function}({', '.join(f'{name}={_shown(value)}' for name, value in self.arguments.items())})"
+
+    @property
+    def name(self) -> str:
+        """Unique among all cases."""
+        return " ".join((self.family, self.path, self.call, self.target))
+
+
+def _shown(value: object) -> str:
+    return value.name if isinstance(value, Named) else str(value) if isinstance(value, torch.dtype) else repr(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """An argument that is an attribute of the case's module: `Named("t7.schedulers.0")`."""
+
+    name: str
+
+    def of(self, module: object) -> object:
+        """The attribute."""
+        found: Any = module
+        for part in self.name.split("."):
+            found = found[int(part)] if part.isdigit() else getattr(found, part)
+        return found
+
+
+def cases() -> tuple[PublicCase, ...]:
+    """All of them, in the order of the record."""
+    from conformance.witness import cutedsl_examples, operator_libraries, triton_tutorials
+
+    return (*triton_tutorials.CASES, *cutedsl_examples.CASES, *operator_libraries.CASES)
+
+
+class Counted(Device):
+    """A device that counts its launches: a case that launches nothing has shown nothing."""
+
+    launches = 0
+
+    @contextmanager
+    def watched(self, ptx: str, origin: str = "") -> Iterator[None]:
+        """As Device."""
+        self.launches += 1
+        with super().watched(ptx, origin):
+            yield
+
+
+# In the process of a target
+
+_OPENED = ExitStack()
+_COMPILERS = ("CompilationError", "DSLUserCodeError")
+"""What Triton and CuTeDSL raise for source that they do not take."""
+
+
+def settle(target: Target, package: str = "") -> None:
+    """Open the doors of this process for good, with what the folder `package` has."""
+    if package:
+        sys.path.insert(0, package)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    _OPENED.enter_context(torch_cuda.on_host(target, SM_COUNT))
+    # Some programs time themselves once they have checked the result.
+    _OPENED.enter_context(patch.object(torch_cuda.HostEvent, "elapsed_time", lambda event, other: 1.0))
+    _OPENED.enter_context(references.on_host())
+    if importlib.util.find_spec("triton") is not None:
+        from triton._C.libtriton import nvidia
+
+        # Tutorials make a handle of cuBLAS beside their kernels; no case uses it.
+        nvidia.cublas.CublasLt = lambda workspace: None
+
+
+def _device(case: PublicCase) -> Counted:
+    device = Counted(case.target, sm_count=SM_COUNT, step_budget=STEP_BUDGET, profile="lenient", suppress=ARGUED)
+    device.reported = _nothing
+    device.printed = _nothing
+    _open_doors(case, device)
+    return device
+
+
+def _nothing(told: object) -> None:
+    """Programs say nothing here."""
+
+
+def _open_doors(case: PublicCase, device: Device) -> None:
+    if importlib.util.find_spec("triton") is not None:
+        from megamoe import triton
+
+        triton.install(device, sm_count=SM_COUNT)
+    if "CuTeDSL" in case.path:
+        from megamoe import cutedsl
+
+        cutedsl.install(device)
+
+
+def judged(case: PublicCase, sources: str) -> PublicRow:
+    """Run a case; its row."""
+    row = blank(case, Path(sources))
+    if row.status == "not_run" and row.reason:
+        return row
+    if (beside := str(Path(sources) / PACKAGES)) not in sys.path:
+        sys.path.append(beside)
+    folder = case.checkout.folder(Path(sources))
+    assert folder is not None, "blank has looked"
+    begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+    device = _device(case)
+    status, reason = "ok", ""
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            torch.manual_seed(0)
+            _call(case, folder)
+    except ModuleNotFoundError as missing:
+        status, reason = "not_run", f"the package {missing.name} is not there"
+    except pytest.skip.Exception as skip:
+        status, reason = "not_run", f"it skips itself: {skip}"
+    except AssertionError as wrong:
+        status, reason = "wrong", _sentence(wrong, folder)
+    except KernelFault as stop:
+        status, reason = "finding", str(stop)
+    except (UnsupportedError, LaunchRefusedError) as lacking:
+        status, reason = "unsupported", str(lacking)
+    except (Exception, SystemExit) as problem:  # code of other people raises anything, and each failure has its row
+        status = "uncompiled" if type(problem).__name__ in _COMPILERS else "unsupported"
+        reason = _sentence(problem, folder)
+    if status == "ok" and not device.launches:
+        status, reason = "unsupported", "it launched no kernel"
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    errors = [one for one in device.findings if one.grade == "error" or one.ends]
+    told = tuple(sorted({_told(one, folder) for one in device.findings if one not in errors}))
+    reasons = [_argued(device.ledger, one) for one in errors]
+    if status in ("ok", "wrong", "finding") and errors:
+        if all(reasons):
+            status, reason = "argued" if status == "ok" else "defect", " ".join(dict.fromkeys(reasons))
+        elif status == "ok":
+            status = "finding"
+    return replace(
+        row,
+        status=status,
+        reason=" ".join(reason.replace(str(folder), "").split())[:MAX_REASON],
+        errors=tuple(sorted({_told(one, folder) for one in errors})),
+        told=told,
+        launches=device.launches,
+        cpu_seconds=round(used, 1),
+        seconds=round(time.perf_counter() - begin, 1),
+    )
+
+
+def _argued(ledger: Ledger, finding: KernelFinding) -> str:
+    """What is said of a finding, also of one that ended its launch, which no suppression speaks about."""
+    return next((entry.reason for entry in ledger.suppressions if entry.matches(finding)), "")
+
+
+def _call(case: PublicCase, folder: Path) -> None:
+    if case.function == MAIN:
+        _main(folder / case.path, str(case.arguments["options"]))
+        return
+    module = _module(folder, case)
+    values = {key: one.of(module) if isinstance(one, Named) else one for key, one in case.arguments.items()}
+    call = getattr(module, case.function) if case.driver is None else partial(case.driver, module)
+    call(**values)
+
+
+MAIN = "__main__"
+"""The function of a case that runs its file as a program; its argument `options` is a command line."""
+
+
+def _main(file: Path, options: str) -> None:
+    before, path = sys.argv, list(sys.path)
+    sys.argv = [str(file), *options.split()]
+    sys.path.insert(0, str(file.parent))
+    try:
+        runpy.run_path(str(file), run_name=MAIN)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    finally:
+        sys.argv, sys.path[:] = before, path
+
+
+MAX_REASON, MAX_KERNEL = 600, 48
+"""Characters of a reason and of a kernel's name: CuTeDSL puts the types of its arguments into it."""
+
+
+def _told(finding: KernelFinding, folder: Path) -> str:
+    """Rule and place; a place in the checkout without the folder where it lies."""
+    place = str(finding.place).replace(f"{folder}/", "")
+    if (at := place.find("site-packages/")) >= 0:
+        place = place[at + len("site-packages/") :]
+    kernel = finding.kernel if len(finding.kernel) <= MAX_KERNEL else f"{finding.kernel[:MAX_KERNEL]}..."
+    return f"{finding.rule} at {place}, kernel {kernel}"
+
+
+def _sentence(problem: BaseException, folder: Path) -> str:
+    """Type and words of an exception, and the last line of the checkout that it went through."""
+    trace, place = problem.__traceback__, ""
+    while trace is not None:
+        if (file := trace.tb_frame.f_code.co_filename).startswith(str(folder)):
+            place = f" at {Path(file).name} line {trace.tb_lineno}"
+        trace = trace.tb_next
+    said = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(problem)).split())
+    # A compiler's complaint quotes the source first.
+    said = said if len(said) <= MAX_REASON // 2 else f"... {said[-MAX_REASON // 2 :]}"
+    return f"{type(problem).__name__}{place}: {said or 'no message'}"
+
+
+def _module(folder: Path, case: PublicCase) -> ModuleType:
+    """The module of a case's file, imported once; of a script only what it defines."""
+    path = folder / case.path
+    package = case.checkout.root
+    for place in (folder / package, path.parent):
+        if str(place) not in sys.path:
+            sys.path.insert(0, str(place))
+    if package:
+        return importlib.import_module(".".join(path.relative_to(folder / package).with_suffix("").parts))
+    if (known := sys.modules.get(path.stem)) is not None and known.__file__ == str(path):
+        return known
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "a Python file has a specification"
+    assert spec.loader is not None, "a Python file has a loader"
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    try:
+        if case.script:
+            linecache.checkcache()
+            exec(compile(_definitions(path.read_text("utf-8")), str(path), "exec"), vars(module))
+        else:
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise
+    return module
+
+
+def _definitions(text: str) -> ast.Module:
+    """A script up to where it runs something, and what it imports, defines and gives another name after that.
+
+    It runs something at its first bare call, or where it keeps what a function of its own returns.
+    """
+    tree, kept, running = ast.parse(text), list[ast.stmt](), False
+    own = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
+    for one in tree.body:
+        running |= isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)
+        match one:
+            case ast.Assign(value=ast.Call(func=ast.Name(id=called))):
+                running |= called in own
+            case _:
+                pass
+        plain = isinstance(one, ast.Assign) and isinstance(one.value, ast.Name | ast.Attribute | ast.Constant)
+        benchmark = isinstance(one, ast.FunctionDef) and "perf_report" in "".join(map(ast.dump, one.decorator_list))
+        defines = isinstance(one, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)
+        if not benchmark and (defines or plain or not running):
+            kept.append(one)
+    tree.body = kept
+    return tree
+
+
+# In the process that decides
+
+
+def blank(case: PublicCase, sources: Path | None) -> PublicRow:
+    """The row of a case that has not run, with the reason if it cannot."""
+    digest, reason = "", case.skipped
+    folder = None if sources is None else case.checkout.folder(sources)
+    if folder is None:
+        reason = reason or f"no checkout of {case.checkout.repository} is there"
+    elif not (folder / case.path).is_file():
+        reason = reason or f"the checkout has no {case.path}"
+    else:
+        digest = sha256((folder / case.path).read_bytes()).hexdigest()[:12]
+    package = case.checkout.package(sources)
+    version = case.checkout.version if package is None else package[0]
+    if package is None:
+        reason = reason or f"{case.checkout.distribution} {version} is not there"
+    about = case.checkout
+    return PublicRow(
+        family=case.family, repository=about.repository, commit=about.commit, path=case.path, source=digest,
+        call=case.call, target=case.target, compiler=f"{about.distribution} {version}".strip(), status="not_run",
+        reason=reason,
+    )  # fmt: skip
+
+
+def examined(chosen: Iterable[PublicCase], sources: Path) -> Iterator[PublicRow]:
+    """The rows of the cases as they come, each target in a process of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    ready = dict[tuple[Target, str], list[PublicCase]]()
+    for case in chosen:
+        row = blank(case, sources)
+        if row.reason:
+            yield row
+        else:
+            _, package = case.checkout.package(sources) or ("", "")
+            ready.setdefault((case.target, package), []).append(case)
+    for place, members in ready.items():
+        with ProcessPool(1, context=spawn, initializer=settle, initargs=place) as pool:
+            for case in members:
+                row = blank(case, sources)
+                try:
+                    row = pool.schedule(judged, args=(case, str(sources)), timeout=LIMIT_SECONDS).result()
+                except OverTime:
+                    row = replace(row, status="timed_out", reason=f"it did not end in {LIMIT_SECONDS} s")
+                except ProcessExpired as gone:
+                    row = replace(row, status="crashed", reason=f"its process ended with exit code {gone.exitcode}")
+                yield row
+
+
+def renew(sources: Path, only: str = "", resume: bool = False) -> bool:
+    """Run the cases whose name contains `only` and put their rows into the record as they come; whether all are right.
+
+    `resume`: those only that are not right yet.
+    """
+    listed = cases()
+    known = {row.name: row for row in (read_rows(RECORD.read_text("utf-8")) if RECORD.exists() else [])}
+    rows = {case.name: known.get(case.name) or blank(case, None) for case in listed}
+    chosen = [case for case in listed if only in case.name]
+    if resume:
+        chosen = [case for case in chosen if rows[case.name].status not in SETTLED]
+    good = True
+    for row in examined(chosen, sources):
+        rows[row.name] = row
+        good &= row.status in (*SETTLED, "not_run")
+        said = ": ".join(filter(None, (row.name, row.reason, "; ".join(row.errors))))
+        print(f"{row.status:11} {row.cpu_seconds:6.1f} s  {said}", flush=True)
+        write_file(RECORD, rows_as_text(rows.values()), "the record of public kernels", durable=False)
+    write_file(RECORD, rows_as_text(rows.values()), "the record of public kernels")
+    renew_table()
+    return good
+
+
+def renew_table() -> None:
+    """Write the table of the record."""
+    write_file(TABLE, table(read_rows(RECORD.read_text("utf-8"))), "the table of public kernels", durable=False)

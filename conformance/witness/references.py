@@ -1,0 +1,54 @@
+"""What public programs compare with and torch has on a GPU only: the product of block-scaled matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_ATOM_ROWS, _ATOM_BLOCKS = 128, 4
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """torch._scaled_mm of block-scaled operands works on the CPU."""
+    with patch.object(torch, "_scaled_mm", _scaled_mm(torch.__dict__["_scaled_mm"])):
+        yield
+
+
+def _scaled_mm(own: Callable[..., Any]) -> Callable[..., Any]:
+    def product(
+        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+        bias: torch.Tensor | None = None, scale_result: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """a [m, k] times b [k, n]; scales in atoms of 128 rows and 4 blocks, flat (cuBLAS, 1D block scaling)."""
+        if scale_a.numel() == 1:
+            return own(a, b, scale_a, scale_b, bias=bias, scale_result=scale_result, out_dtype=out_dtype, **options)
+        left, right = _values(a), _values(b.t())
+        found = (left * _scales(scale_a, left.shape)) @ (right * _scales(scale_b, right.shape)).t()
+        return found.to(out_dtype or torch.bfloat16)
+
+    return product
+
+
+def _values(operand: torch.Tensor) -> torch.Tensor:
+    """[rows, k] in float32; two e2m1 a byte, the first in the low half."""
+    if operand.dtype != torch.float4_e2m1fn_x2:
+        return operand.float()
+    codes = operand.contiguous().view(torch.uint8).long()
+    return _E2M1[torch.stack((codes & 15, codes >> 4), -1).reshape(codes.shape[0], -1)]
+
+
+def _scales(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The scale of each element of `shape`: row r of an atom lies at byte 16 (r mod 32) + 4 (r div 32)."""
+    rows, k = shape
+    block = 16 if flat.dtype == torch.float8_e4m3fn else 32
+    row_atoms, block_atoms = -(-rows // _ATOM_ROWS), -(-k // (block * _ATOM_BLOCKS))
+    atoms = flat.float().reshape(row_atoms, block_atoms, 32, 4, 4)
+    plain = atoms.permute(0, 3, 2, 1, 4).reshape(row_atoms * _ATOM_ROWS, block_atoms * _ATOM_BLOCKS)
+    return plain.repeat_interleave(block, 1)[:rows, :k]
