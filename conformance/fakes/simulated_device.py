@@ -216,8 +216,12 @@ class SimulatedCall:
 
     def compute(self) -> None:
         """The outputs for the inputs as they are now."""
-        self.of = self.tensors["v"].clone()
+        self.of = {name: self.tensors[name].clone() for name in "qkv"}
         self.outputs = self.attend(self.case, self.tensors)
+
+    def as_before(self) -> bool:
+        """Whether the inputs are those that the outputs are of."""
+        return all(torch.equal(kept, self.tensors[name]) for name, kept in self.of.items())
 
     def share(self) -> float:
         """Of the full time, what the last launch took: little for one that recalls what it knows of its inputs."""
@@ -236,17 +240,17 @@ class SimulatedCall:
             return
         if self.behaviour == "leaves_what_is_there" and not is_poison(self.tensors["o"]).any():
             return
-        self.recalled = self.launched > 1 and torch.equal(self.of, self.tensors["v"])
-        if self.behaviour == "guesses" and self.launched <= EARLY and not torch.equal(self.of, self.tensors["v"]):
+        same = self.as_before()
+        self.recalled = self.launched > 1 and same
+        if self.behaviour == "guesses" and self.launched <= EARLY and not same:
             for name, value in self.outputs.items():
                 self.tensors[name].copy_(0.7 * value)
             return
-        if self.behaviour == "forgets_on_new_inputs" and not torch.equal(self.of, self.tensors["v"]):
+        if self.behaviour == "forgets_on_new_inputs" and not same:
             for name in self.outputs:
                 self.tensors[name].fill_(torch.nan)
             return
-        # Keeps a simulated launch quick: inputs change as a whole on this device.
-        if self.behaviour != "keeps_its_outputs" and not torch.equal(self.of, self.tensors["v"]):
+        if self.behaviour != "keeps_its_outputs" and not same:
             self.compute()
         for name, value in self.outputs.items():
             self.tensors[name].copy_(self.kept.get(name, value))

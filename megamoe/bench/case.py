@@ -72,7 +72,7 @@ MAX_DIGESTED_BYTES = 1 << 30
 # Turns with outputs that differ from the accepted ones are judged in full this often. The last replay always is.
 MAX_JUDGED_TURNS = 3
 # Pairs of cold launches after the last sample, besides one pair a turn.
-LAST_PAIRS = 10
+LAST_PAIRS = 20
 # How many times as long a launch on new inputs may take as one on those that were timed: surely (surely_slower), and by
 # the median where the pairs are too few to be sure.
 MAX_NEW_OVER_TIMED = 1.1
@@ -464,7 +464,11 @@ class _CaseBench:
         new = self._launch_alone(candidate, temperature, new=True) if first else 0.0
         self._launch_alone(candidate, temperature, new=False)
         timed = self._launch_alone(candidate, temperature, new=False)
-        return timed, new if first else self._launch_alone(candidate, temperature, new=True)
+        new = new if first else self._launch_alone(candidate, temperature, new=True)
+        if not self.arena.intact():
+            # The next contender's turn would blame that one.
+            self._judge(candidate, "in a launch between the samples: ")
+        return timed, new
 
     def _launch_alone(self, candidate: _Candidate, temperature: Temperature, new: bool) -> float:
         """Microseconds of one launch. Concludes a candidate that has left its outputs as they were on other inputs."""

@@ -336,7 +336,7 @@ def test_every_rule_runs_and_keeps_width_and_shape() -> None:
 @pytest.mark.parametrize(
     ("dst", "src", "modifiers", "sentence"),
     [
-        ("e4m3x4", "f32", Modifiers("rs", satfinite=True), "no destination type"),
+        ("e4m3x8", "f32", Modifiers("rs", satfinite=True), "no destination type"),
         ("e4m3x2", "u32", Modifiers("rn", satfinite=True), "converted from bf16x2, f16x2, f32"),
         ("bf16x2", "f32", Modifiers(), "no rounding modifier where f32 to bf16x2 takes .rn, .rs, .rz"),
         ("bf16x2", "f32", Modifiers("rp"), ".rp where"),
