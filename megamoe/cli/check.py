@@ -24,6 +24,7 @@ from megamoe.export.findings import CheckedRun, Format, read_findings, rendered
 from megamoe.findings import KernelFinding, Ledger
 from megamoe.records.files import write_file
 from megamoe.records.lines import RecordError
+from megamoe.runner.child import memory_at_most, share_of_memory
 
 SCHEDULES = ("eager", "lazy", "random:0", "random:1")
 """What a launch is tried under: work that completes at once, as late as the waits allow, and in between."""
@@ -71,11 +72,15 @@ def check(
     checked = CheckedRun(_ledger(target, sought))
     for kernel in kernels:
         try:
-            if entry is None:
-                _read(kernel, target, checked, launch.timeout)
-            else:
-                asked = _Launch(entry, _sizes(launch.grid), _sizes(launch.block), _sizes(launch.cluster), launch)
-                _launched(kernel, target, asked, schedule or list(SCHEDULES), checked)
+            with memory_at_most(share_of_memory(1)):
+                if entry is None:
+                    _read(kernel, target, checked, launch.timeout)
+                else:
+                    asked = _Launch(entry, _sizes(launch.grid), _sizes(launch.block), _sizes(launch.cluster), launch)
+                    _launched(kernel, target, asked, schedule or list(SCHEDULES), checked)
+        except MemoryError:
+            most = share_of_memory(1) / 2**30
+            checked.failures.append(f"{kernel}: it takes more memory than this machine has, {most:.3g} GiB")
         except LaunchRefusedError as refused:
             _unusable(f"{kernel}: {refused}")
         except _TimeIsUpError as late:

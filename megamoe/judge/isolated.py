@@ -12,7 +12,6 @@ import the references, which emulators need; a registered one may not.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, "torch.Tensor"]
 NO_LIMIT_S: Final = 24 * 3600.0
-MIN_MEMORY: Final = 4 << 30
 MAX_PROCESSES: Final = 256
 """Of a runner at a time, with itself; a compiler takes a handful."""
 MAX_WRITTEN: Final = 16 << 30
@@ -180,12 +178,6 @@ def hidden_folders(*folders: Path | None) -> tuple[str, ...]:
     """What no runner may see of a run: its records, its evidence, and all results of the checkout."""
     places = [CHECKOUT / "results", Path("results"), *(folder for folder in folders if folder is not None)]
     return tuple(dict.fromkeys(str(place.absolute()) for place in places if place.exists()))
-
-
-def share_of_memory(jobs: int) -> int:
-    """Bytes that one runner may take beyond what it starts with: an even share of the machine's, or MIN_MEMORY."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(MIN_MEMORY, whole // max(jobs, 1))
 
 
 def _left(deadline: float) -> float:

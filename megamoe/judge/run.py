@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megamoe.contract import Row, Status
 from megamoe.judge.worker import interrupts_held_back, worker_pool
 from megamoe.records.lines import Record, record_of
-from megamoe.runner.child import give_memory_back
+from megamoe.runner.child import give_memory_back, share_of_memory
 from megamoe.runner.process import manner_of_death
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def bench_of(settings: RunSettings) -> Bench:
     """What a process judges with, from its first row to its last: runners of its own."""
     from megamoe.judge.audit import Audits
     from megamoe.judge.figures import Assemblies
-    from megamoe.judge.isolated import Processes, hidden_folders, share_of_memory
+    from megamoe.judge.isolated import Processes, hidden_folders
     from megamoe.judge.judge import Bench
 
     hidden = hidden_folders(settings.failures, settings.outputs, settings.programs, *settings.hidden)

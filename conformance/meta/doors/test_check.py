@@ -103,6 +103,14 @@ def test_a_kernel_that_does_not_end_is_a_sentence_that_says_where(
     assert "spins at PTX lines 13 to 15" in said, said
 
 
+def test_a_kernel_that_takes_all_memory_is_a_sentence(
+    kernel: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megamoe.cli.check.share_of_memory", lambda _: 1 << 28)
+    status, said = _check(capsys, kernel, "--entry", "fill", "--arg", "u32[200000000]", "--arg", "100")
+    assert (status, "more memory than this machine has, 0.25 GiB" in said) == (1, True), said
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
