@@ -168,6 +168,16 @@ def write_files(request: Frame) -> Frame:
     return Frame({})
 
 
+def have_children(request: Frame) -> Frame:
+    """What a runner can be asked: has `count` children, in sessions of their own, for some `seconds`."""
+    if all(os.fork() for _ in range(request.told["count"])):
+        time.sleep(request.told["seconds"])
+        return Frame({})
+    os.setsid()
+    time.sleep(request.told["seconds"])
+    os._exit(0)
+
+
 def hold_memory(request: Frame) -> Frame:
     """What a runner can be asked: holds `bytes` of memory for a while."""
     held = bytearray(request.told["bytes"])

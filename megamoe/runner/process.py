@@ -183,11 +183,22 @@ def _start(control: socket.socket, answers: int, life: int) -> _Kept:
 
 
 def _end_the_excessive(kept: dict[int, _Kept]) -> None:
-    for one in kept.values():
-        if one.confinement.watched and not one.ended_for:
-            one.ended_for = _excess(one, {other.pid for other in kept.values()})
-            if one.ended_for:
-                _kill(one.pid)
+    """Ends a runner that has too much of something; the next look comes when what it leaves behind has ended, too.
+
+    What a runner has cut loose the keeper has adopted, and nothing says whose it was: the last one's that was started.
+    """
+    watched = [one for one in kept.values() if one.confinement.watched]
+    if not watched or any(one.ended_for for one in kept.values()):
+        return
+    runners = {one.pid for one in kept.values()}
+    own = [(one, _family(one.pid, runners)) for one in watched]
+    last, family = own[-1]
+    loose = _family(os.getpid(), runners)[1:]
+    for one, all_of_it in (*own, (last, [*family, *loose])):
+        one.ended_for = _excess(one.confinement, all_of_it)
+        if one.ended_for:
+            _kill(one.pid)
+            return
 
 
 def _kill(pid: int) -> None:
@@ -198,10 +209,8 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _excess(one: _Kept, runners: set[int]) -> int:
-    """The code of what a runner has too much of, 0 if of nothing. What it has cut loose, the keeper has adopted."""
-    may = one.confinement
-    family = [pid for pid in _family(os.getpid(), runners - {one.pid}) if pid != os.getpid()]
+def _excess(may: Confinement, family: list[int]) -> int:
+    """The code of what the processes of a runner have too much of, 0 if of nothing."""
     if may.processes and len(family) > may.processes:
         return _PROLIFIC
     if may.resident and sum(map(_held, family)) > may.resident:

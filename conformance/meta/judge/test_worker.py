@@ -124,3 +124,17 @@ def test_what_is_written_is_limited(forks: bool) -> None:
         with pytest.raises(RunnerDiedError, match="wrote more to files than its share") as died:
             runner.ask(call, {"bytes": 48 << 20, "seconds": 30.0, "forks": forks}, 60.0)
     assert not died.value.late, "it is ended long before its time is up"
+
+
+def test_the_children_of_a_runner_are_not_held_against_another() -> None:
+    """The keeper adopts them when it ends their parent, and looks again before the last of them has ended."""
+    call, few = f"{fake_backends.__name__}:have_children", Confinement(references=True, processes=20)
+    with (
+        nursery().runner("a neighbour", few) as before,
+        nursery().runner("the parent", few) as parent,
+        nursery().runner("a neighbour", few) as after,
+    ):
+        with pytest.raises(RunnerDiedError, match="more processes at a time than its share"):
+            parent.ask(call, {"count": 200, "seconds": 30.0}, 60.0)
+        for neighbour in (before, after):
+            neighbour.ask(call, {"count": 2, "seconds": 0.2}, 60.0)
