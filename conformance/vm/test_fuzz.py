@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import resource
-import signal
 import struct
 import sys
 import time
@@ -24,7 +22,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from random import Random
@@ -56,6 +54,7 @@ from backends.vm.tensor.tensor_map import encode_tensor_map
 from conformance.vm.kernel import copy_kernel
 from conformance.vm.tensor_kernel import mma_kernel
 from megamoe.contract import Program, Target, load_backend
+from megamoe.runner.limits import memory_at_most, seconds_at_most
 from megamoe.spec.load import load_specs
 
 CI_INPUTS = 2_000
@@ -411,21 +410,9 @@ class TooSlowError(Exception):
 @contextlib.contextmanager
 def bounded(seconds: float) -> Iterator[None]:
     """Within it, TooSlowError after `seconds`, and MemoryError for MAX_BYTES more than the process has."""
-
-    def ring(number: int, frame: object) -> None:
-        raise TooSlowError(f"not over in {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + MAX_BYTES, limits[1]))
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
+    late = partial(TooSlowError, f"not over in {seconds:g} s")
+    with memory_at_most(MAX_BYTES), seconds_at_most(seconds, late):
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def run(one: Input, reached: Reached) -> None:

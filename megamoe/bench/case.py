@@ -55,7 +55,8 @@ from megamoe.judge.guarded import Built, needed_work
 from megamoe.judge.isolated import Processes, hidden_folders
 from megamoe.ops import reference
 from megamoe.records.lines import Evidence, Record, Timing, record_of
-from megamoe.runner.child import explain_error, share_of_memory
+from megamoe.runner.child import explain_error
+from megamoe.runner.limits import share_of_memory
 from megamoe.runner.process import RunnerDiedError, RunnerFaultError
 from megamoe.spec.load import load_specs
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn, cast, get_args
@@ -24,7 +22,7 @@ from megamoe.export.findings import CheckedRun, Format, read_findings, rendered
 from megamoe.findings import KernelFinding, Ledger
 from megamoe.records.files import write_file
 from megamoe.records.lines import RecordError
-from megamoe.runner.child import memory_at_most, share_of_memory
+from megamoe.runner.limits import memory_at_most, seconds_at_most, share_of_memory
 
 SCHEDULES = ("eager", "lazy", "random:0", "random:1")
 """What a launch is tried under: work that completes at once, as late as the waits allow, and in between."""
@@ -138,24 +136,14 @@ class _TimeIsUpError(BaseException):
     """Raised in the middle of whatever runs, which must not take it for an error of its own."""
 
 
-@contextmanager
-def _at_most(seconds: float, where: Callable[[], str]) -> Iterator[None]:
-    """_TimeIsUpError, with what `where` says, after so many seconds. In another thread than the main one: no limit."""
+def _at_most(seconds: float, where: Callable[[], str]) -> AbstractContextManager[None]:
+    """_TimeIsUpError, with what `where` says, after so many seconds."""
 
-    def up(*_: object) -> None:
+    def up() -> _TimeIsUpError:
         found = where()
-        raise _TimeIsUpError(f"no end within {seconds:g} host seconds{f': {found}' if found else ''}")
+        return _TimeIsUpError(f"no end within {seconds:g} host seconds{f': {found}' if found else ''}")
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, up)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    return seconds_at_most(seconds, up)
 
 
 def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from megamoe.contract import Row, Status
 from megamoe.judge.worker import interrupts_held_back, worker_pool
 from megamoe.records.lines import Record, record_of
-from megamoe.runner.child import give_memory_back, share_of_memory
+from megamoe.runner.child import give_memory_back
+from megamoe.runner.limits import share_of_memory
 from megamoe.runner.process import manner_of_death
 
 if TYPE_CHECKING:

@@ -35,12 +35,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NoReturn, cast
 
+from megamoe.runner.limits import address_space
 from megamoe.runner.wire import MAX_SENTENCE, Frame, Json, SilenceError, receive, send
 
 MAX_KEPT_MIB: Final = 128
 MAX_FILE_BYTES: Final = 4 << 30
 """Of one file that a runner writes."""
-MIN_MEMORY: Final = 4 << 30
 REFERENCES: Final = "megamoe.ops"
 
 
@@ -145,7 +145,7 @@ def confine(confinement: Confinement) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _lower(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)
     if confinement.memory:
-        _lower(resource.RLIMIT_AS, _address_space() + confinement.memory)
+        _lower(resource.RLIMIT_AS, address_space() + confinement.memory)
     if not confinement.references:
         for name in [name for name in sys.modules if name.startswith(f"{REFERENCES}.")]:
             del sys.modules[name]
@@ -157,31 +157,6 @@ def _lower(limit: int, value: int) -> None:
     _, hard = resource.getrlimit(limit)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(limit, (value, value))
-
-
-def share_of_memory(jobs: int) -> int:
-    """Bytes that one of `jobs` may take beyond what it starts with: an even share of the machine's, or MIN_MEMORY."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(MIN_MEMORY, whole // max(jobs, 1))
-
-
-@contextmanager
-def memory_at_most(beyond: int) -> Iterator[None]:
-    """Within it, MemoryError for whatever takes so many bytes of addresses beyond what this process has."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limits = [_address_space() + beyond, *(one for one in (soft, hard) if one != resource.RLIM_INFINITY)]
-    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _address_space() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 8 << 30
 
 
 class ReferenceLock(MetaPathFinder):

@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from backends.vm import executor as machine
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant, mutants, program_id
@@ -26,6 +25,7 @@ from megamoe.judge.guarded import GuardedCase
 from megamoe.judge.judge import Expected, compared, complaints, expected_of
 from megamoe.judge.tolerance import Judgement
 from megamoe.ops import reference
+from megamoe.runner.limits import seconds_at_most
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
 from megamoe.spec.spec import Spec
@@ -228,7 +228,9 @@ def examine(
 def _killed_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:
     whole = subject.baseline(built, schedule)
     steps = 10_000 + 4 * sum(count for name, count in whole.counters.items() if name.startswith("instructions_"))
-    with _at_most(20 + 50 * whole.seconds):
+    limit = 20 + 50 * whole.seconds
+    late = partial(OverTime, f"it ran for {limit:.0f} s, fifty times as long as the program itself")
+    with seconds_at_most(limit, late):
         options = RunOptions(schedule=schedule, step_budget=steps)
         check, sentence, counters = _verdict(built, mutant.of(built.program), options)
     return (check, sentence) if check else _findings(counters, whole.counters)
@@ -285,22 +287,6 @@ def _same_code(subject: Subject, mutant: Mutant) -> bool | None:
 
 def _code_of(program: Program | HostProgram) -> Mapping[str, str | None]:
     return {one.assembler: one.cubin_sha256 for one in assembled(program.ptx, program.target)}
-
-
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Raises OverTime in a run that takes longer; the budget of steps ends nearly all of them before."""
-
-    def over(number: int, frame: FrameType | None) -> None:
-        raise OverTime(f"it ran for {seconds:.0f} s, fifty times as long as the program itself")
-
-    before = signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager

@@ -1,0 +1,59 @@
+"""What this process may take: memory and time, within a block of code."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+MIN_MEMORY: Final = 4 << 30
+
+
+def share_of_memory(jobs: int) -> int:
+    """Bytes that one of `jobs` may take beyond what it starts with: an even share of the machine's, or MIN_MEMORY."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(MIN_MEMORY, whole // max(jobs, 1))
+
+
+def address_space() -> int:
+    """Bytes of addresses that this process has; 8 GiB where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 8 << 30
+
+
+@contextmanager
+def memory_at_most(beyond: int) -> Iterator[None]:
+    """Within it, MemoryError for whatever takes so many bytes of addresses beyond what this process has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [address_space() + beyond, *(one for one in (soft, hard) if one != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@contextmanager
+def seconds_at_most(seconds: float, over: Callable[[], BaseException]) -> Iterator[None]:
+    """Within it, what `over` makes is raised after so many seconds. In another thread than the main one: no limit."""
+
+    def ring(*_: object) -> None:
+        raise over()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
