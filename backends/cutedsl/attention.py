@@ -53,9 +53,9 @@ SINK: Final[Mapping[str, Parameter]] = {"mSink": TensorParameter("f32", ("heads"
 """What a host function with sinks takes besides: mSink (heads), natural logarithms."""
 
 
-def parameters_of(case: Case) -> Mapping[str, Parameter]:
-    """What the host function for `case` takes."""
-    return {**PARAMETERS, **SINK} if case["sinks"] else PARAMETERS
+def parameters_of(sinks: bool) -> Mapping[str, Parameter]:
+    """What a host function takes, with or without sinks."""
+    return {**PARAMETERS, **SINK} if sinks else PARAMETERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def sizes_of(case: Case) -> FmhaSizes:
 
 
 def attention_call(artifact: Artifact, case: Case, splits: int, max_ctas: int) -> HostProgram:
-    """The call of `artifact`, a host function of `parameters_of(case)`, that performs `case` in `splits` parts.
+    """The call of `artifact`, a host function of the parameters of `case`, that performs `case` in `splits` parts.
 
     Where K and V are one latent tensor the kernel reads it as both. The second read of a tile comes soon after the
     first, so memory is read once and L2 twice.
@@ -91,7 +91,7 @@ def attention_call(artifact: Artifact, case: Case, splits: int, max_ctas: int) -
     part_rows = splits * kv_batches * rows if splits > 1 else 1
     sizes = {"kv_batches": kv_batches, "rows": rows, "s_k": sized.s_k, "hd": hd, "flat_rows": kv_batches * rows}
     sizes |= {"part_rows": part_rows, "part_elements": part_rows * hd}
-    parameters, values = parameters_of(case), "k" if case["kv"] == "latent" else "v"
+    parameters, values = parameters_of(bool(case["sinks"])), "k" if case["kv"] == "latent" else "v"
     sizes["heads"] = case.int("heads")
     window, scale = case["window"], case["scale"]
     scalars = {

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from backends.ptx.builder import CTAID_X, CTAID_Y, CTAID_Z, Builder
 from backends.ptx.operands import Register
-from backends.ptx.parameters import F32, S32, U32, Parameters
+from backends.ptx.parameters import F32, S32, U32, Map, Parameters, Pointer
 from backends.ptx.shared_memory import Smem
 from megamoe.contract import Case, KernelArg, Target, TensorMapArg, UnsupportedError
 
@@ -104,6 +104,18 @@ class FmhaAxes(Parameters):
     window: S32
     ahead: S32
     scale_log2: F32
+
+
+@dataclass(frozen=True, slots=True)
+class FmhaParams(Parameters):
+    """The parameters of a kernel that stores O by a pointer, in order. `lse` is null when it is not wanted."""
+
+    q: Map
+    k: Map
+    v: Map
+    o: Pointer
+    lse: Pointer
+    axes: FmhaAxes
 
 
 def tensor_map(shape: FmhaShape, tensor: str, rows: int, box_rows: int) -> TensorMapArg:

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from backends.ptx.attention import MINUS_INFINITY, FmhaAxes, FmhaFrame, FmhaShape, inverse_of, shift_of
+from backends.ptx.attention import MINUS_INFINITY, FmhaFrame, FmhaParams, FmhaShape, inverse_of, shift_of
 from backends.ptx.builder import CTAID_X, NCTAID_X, NCTAID_Z, TID_X, Builder
 from backends.ptx.emitter import Predicate
 from backends.ptx.operands import Address, Register, at
-from backends.ptx.parameters import U32, Map, Parameters, Pointer
+from backends.ptx.parameters import U32, Parameters, Pointer
 from megamoe.contract import KernelArg, Launch, Program, Target, TensorMapArg
 
 SPLIT_KEYS = 512
@@ -60,17 +60,11 @@ class KeyPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitFmhaParams(Parameters):
+class SplitFmhaParams(FmhaParams):
     """The parameters of an attention kernel where `splits` CTAs share the keys. `o` is that of the partial outputs
     (f32 [splits][batch * kv_heads * rows][hd]), `lse` that of the partial statistics (f32
     [splits][batch * kv_heads * rows][2]: reference and sum)."""
 
-    q: Map
-    k: Map
-    v: Map
-    o: Pointer
-    lse: Pointer
-    axes: FmhaAxes
     splits: U32
 
 
@@ -96,10 +90,15 @@ class KeyPart:
         x.emit("mul.lo.u32", layers, layers, index)
         return cls(params, index, keys, x.let("part", "mul.wide.u32", layers, params.axes.rows))
 
-    def row(self, x: Builder, frame: FmhaFrame, row: Register) -> Register:
-        """The number, among all partial rows, of the folded row `row` of this CTA's batch and head (u64)."""
+    def head_row(self, x: Builder, frame: FmhaFrame) -> Register:
+        """The number, among all partial rows, of the first one of this CTA's batch and head (u64)."""
         first_row = x.let("first_row", "mul.wide.u32", frame.batch_head, frame.axes.rows)
         x.emit("add.s64", first_row, first_row, self.first_row)
+        return first_row
+
+    def row(self, x: Builder, frame: FmhaFrame, row: Register) -> Register:
+        """The number, among all partial rows, of the folded row `row` of this CTA's batch and head (u64)."""
+        first_row = self.head_row(x, frame)
         number = x.let("row_wide", "cvt.u64.u32", row)
         x.emit("add.s64", number, number, first_row)
         return number

@@ -191,11 +191,10 @@ def _end_the_excessive(kept: dict[int, _Kept]) -> None:
     if not watched or any(one.ended_for for one in kept.values()):
         return
     runners = {one.pid for one in kept.values()}
-    own = [(one, _family(one.pid, runners)) for one in watched]
-    last, family = own[-1]
-    loose = _family(os.getpid(), runners)[1:]
-    for one, all_of_it in (*own, (last, [*family, *loose])):
-        one.ended_for = _excess(one.confinement, all_of_it)
+    families = [_family(one.pid, runners) for one in watched]
+    families[-1] += _family(os.getpid(), runners)[1:]
+    for one, family in zip(watched, families, strict=True):
+        one.ended_for = _excess(one.confinement, family)
         if one.ended_for:
             _kill(one.pid)
             return

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
-from backends.cutedsl.attention import PARAMETERS, SINK, attention_call, sizes_of
+from backends.cutedsl.attention import attention_call, parameters_of, sizes_of
 from backends.cutedsl.compile.artifact import Artifact
 from backends.cutedsl.compile.compile import compile_host_function, compiled_kernel
 from backends.cutedsl.compile.parameters import fake_values
@@ -37,7 +37,7 @@ def compiled(plan: Sm90FmhaPlan) -> Artifact:
     def build() -> Artifact:
         from backends.cutedsl.sm90_fmha.kernel import Sm90Fmha
 
-        parameters = {**PARAMETERS, **SINK} if plan.sinks else PARAMETERS
+        parameters = parameters_of(plan.sinks)
         return compile_host_function(Sm90Fmha(plan), target="sm_90a", **fake_values(parameters, {"hd": plan.hd}, {}))
 
     return compiled_kernel("sm90_fmha", "sm_90a", dataclasses.asdict(plan), build)

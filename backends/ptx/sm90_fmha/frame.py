@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.ptx.attention import CtaTile, FmhaAxes, FmhaFrame, KeyTiles, end_visible, first_visible, position_offset
+from backends.ptx.attention import (
+    CtaTile,
+    FmhaAxes,
+    FmhaFrame,
+    FmhaParams,
+    KeyTiles,
+    end_visible,
+    first_visible,
+    position_offset,
+)
 from backends.ptx.builder import TID_X, Builder
 from backends.ptx.operands import Register
-from backends.ptx.parameters import Map, Parameters, Pointer
 from backends.ptx.shared_memory import Smem
 from backends.ptx.sm90_fmha.geometry import TILE_M, Sm90FmhaTiling
 from backends.ptx.split_keys import KeyPart, SplitFmhaParams
-
-
-@dataclass(frozen=True, slots=True)
-class Sm90FmhaParams(Parameters):
-    """The kernel's parameters, in order. `lse` is null when it is not wanted."""
-
-    q: Map
-    k: Map
-    v: Map
-    o: Pointer
-    lse: Pointer
-    axes: FmhaAxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +26,7 @@ class Sm90FmhaFrame(FmhaFrame):
     """Registers that all parts read."""
 
     tiling: Sm90FmhaTiling
-    params: Sm90FmhaParams | SplitFmhaParams
+    params: FmhaParams
     is_leader: Register
     """Thread 0, which loads."""
     part: KeyPart | None
@@ -42,7 +38,7 @@ def open_frame(x: Builder, tiling: Sm90FmhaTiling, part_keys: int | None) -> Sm9
 
     `part_keys`: keys of a part where CTAs share them, a multiple of tile_n.
     """
-    params = (SplitFmhaParams if part_keys else Sm90FmhaParams).declare(x)
+    params = (SplitFmhaParams if part_keys else FmhaParams).declare(x)
     axes = params.axes
     smem = Smem.declare(x, "dynamic_smem", tiling.smem)
     x.section("which rows, which keys")
@@ -73,9 +69,7 @@ def open_frame(x: Builder, tiling: Sm90FmhaTiling, part_keys: int | None) -> Sm9
     )
 
 
-def _part(
-    x: Builder, params: Sm90FmhaParams | SplitFmhaParams, batch: Register, part_keys: int | None
-) -> KeyPart | None:
+def _part(x: Builder, params: FmhaParams, batch: Register, part_keys: int | None) -> KeyPart | None:
     if isinstance(params, SplitFmhaParams) and part_keys:
         return KeyPart.read(x, params, batch, part_keys)
     x.let("part", "mov.u64", 0)  # Nobody reads it. The programs that records of the H200 name by digest have it.

@@ -17,11 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from backends.ptx.attention import PANEL_COLUMNS, FmhaShape, inverse_of, log_sum_exp, tensor_map
+from backends.ptx.attention import PANEL_COLUMNS, FmhaParams, FmhaShape, inverse_of, log_sum_exp, tensor_map
 from backends.ptx.builder import Builder
 from backends.ptx.emitter import module_text
 from backends.ptx.operands import Register, Vector, at
-from backends.ptx.sm90_fmha.frame import Sm90FmhaFrame, Sm90FmhaParams, open_frame
+from backends.ptx.sm90_fmha.frame import Sm90FmhaFrame, open_frame
 from backends.ptx.sm90_fmha.geometry import (
     MMA_K,
     ROW_BYTES,
@@ -193,8 +193,7 @@ def _partial_epilogue(frame: Sm90FmhaFrame, sums: Accumulators, part: KeyPart) -
     quad_lane = x.let("quad_lane", "and.b32", frame.thread, 3)
     wanted = x.let("statistics_wanted", "setp.eq.u32", quad_lane, 0)
     x.emit("setp.eq.and.u32", wanted, frame.o_origin, 0, wanted, note="one thread a row, of one CTA")
-    first_row = x.let("first_row", "mul.wide.u32", frame.batch_head, frame.axes.rows)
-    x.emit("add.s64", first_row, first_row, part.first_row)
+    first_row = part.head_row(x, frame)
     for index, row in enumerate(sums.rows):
         quad_sum(x, row.total)
         number = x.let("row_wide", "cvt.u64.u32", row.number)
@@ -263,5 +262,5 @@ def _arguments(shape: FmhaShape, tiling: Sm90FmhaTiling, splits: int) -> tuple[K
         "v": tensor_map(shape, shape.values, shape.s_k, tiling.tile_n),
     }
     if splits == 1:
-        return Sm90FmhaParams.arguments(**maps, lse="lse" if shape.lse else None, axes=shape.axes())
+        return FmhaParams.arguments(**maps, lse="lse" if shape.lse else None, axes=shape.axes())
     return partial_arguments(shape, maps, splits)

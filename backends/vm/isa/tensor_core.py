@@ -178,8 +178,7 @@ class _Issued:
         if not self.metadata:
             return a
         codes = self.metadata[share % len(self.metadata)].fetch()
-        bits = 4 if self.issue.descriptor.kind in ("mxf4", "mxf4nvf4") else self.issue.descriptor.stored_bits
-        return dense(a, codes, Granularity.of(bits), ordered=False)
+        return dense(a, codes, Granularity.of(self.issue.descriptor.stored_bits), ordered=False)
 
 
 def _either(one: Lost | None, other: Lost | None) -> Lost | None:

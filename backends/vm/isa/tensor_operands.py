@@ -236,7 +236,7 @@ def sparsity_metadata(issue: Issue, taddr: int) -> tuple[Metadata, ...]:
     """Check the metadata of A in tensor memory: one for all columns of D, or, as of A, one for each share of them."""
     d = issue.descriptor
     lane, column = split_address(taddr)
-    rows, bits = d.m // issue.group, 4 if d.kind in ("mxf4", "mxf4nvf4") else d.stored_bits
+    rows, bits = d.m // issue.group, d.stored_bits
     if rows < LANES and not d.weight_stationary:
         raise Fault("tmem-shape", f"how the sparsity metadata of {rows} rows a CTA lies is shown in a figure only, and "
                     "this machine does not know it; those of 128 rows are known (PTX ISA 9.7.16.10.8.4)")  # fmt: skip

@@ -182,7 +182,7 @@ def compare(seen: Computing) -> Found:
     A defined operand may decide `.and` and `.or`.
     """
     item = seen.item
-    if len(item.reads) not in (2, 3) or seen.parts[-1].endswith("x2"):
+    if seen.parts[-1].endswith("x2"):
         return None
     hidden = seen.bits(0) | seen.bits(1)
     doubt = lanes_of(hidden)

@@ -10,15 +10,13 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.isa.warp_mma import whole_warp
-from backends.vm.isa.warp_mma_types import HeldFragment, Product, integer_product, narrow_values, summed
+from backends.vm.isa.warp_mma_types import HeldFragment, Product, integer_product, narrow_values, summed, wide_values
 from backends.vm.machine.warp import Warp
-from backends.vm.numerics.formats import FORMATS, decode
 from backends.vm.tensor.sparsity import Granularity, codes_in_registers, dense, selectors
 from backends.vm.tensor.warp_fragments import Raw, accumulator_fragment, operand_fragment
 
 _SECTION = "9.7.14.6.3"
 _BITS = {"f16": 16, "bf16": 16, "tf32": 32, "u8": 8, "s8": 8, "u4": 4, "s4": 4}
-_TF32_MASK = np.uint32(0xFFFF_E000)
 _FP8 = "e4m3 e5m2"
 _NARROW = "e4m3 e5m2 e3m2 e2m3 e2m1"
 
@@ -63,11 +61,7 @@ def mma_sparse_integer(b: Binder) -> Step:
 
 
 def _values(raw: Raw, type_name: str) -> npt.NDArray[np.float32]:
-    if type_name == "tf32":
-        return (raw.astype(np.uint32) & _TF32_MASK).view(np.float32)
-    if type_name in _BITS:
-        return decode(raw.astype(np.uint32), FORMATS[type_name]).astype(np.float32)
-    return narrow_values(raw, type_name)
+    return wide_values(raw, type_name) if type_name in _BITS else narrow_values(raw, type_name)
 
 
 def _sparse(b: Binder, bits: int, c_bits: int, product: Product) -> Step:

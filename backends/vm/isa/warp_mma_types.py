@@ -167,6 +167,13 @@ def mma_bits(b: Binder) -> Step:
 # bits 5 to 2 (PTX ISA 9.7.14.2).
 
 
+def wide_values(raw: Raw, type_name: str) -> npt.NDArray[np.float32]:
+    """Values of f16, bf16 and tf32."""
+    if type_name == "tf32":
+        return (raw.astype(np.uint32) & _TF32_MASK).view(np.float32)
+    return decode(raw.astype(np.uint32), FORMATS[type_name]).astype(np.float32)
+
+
 def narrow_values(raw: Raw, type_name: str, *, packed: bool = False) -> npt.NDArray[np.float32]:
     """Values of FP8, FP6 and FP4 codes, in bytes or, `packed`, as they are."""
     fmt = FORMATS[type_name]
@@ -408,13 +415,8 @@ def _wmma(b: Binder, a_type: str, c_type: str, d_type: str) -> Step:
     b.expect(4)
     shape = _shape(b)
 
-    def values(raw: Raw) -> npt.NDArray[np.float32]:
-        if a_type == "tf32":
-            return (raw.astype(np.uint32) & _TF32_MASK).view(np.float32)
-        return decode(raw.astype(np.uint32), FORMATS[a_type]).astype(np.float32)
-
     def product(warp: Warp, a: Raw, right: Raw, c: Raw) -> Raw:
-        raw = summed(warp, values(a), values(right), c, c_type, a_type)
+        raw = summed(warp, wide_values(a, a_type), wide_values(right, a_type), c, c_type, a_type)
         return raw if c_type == d_type else encode(decode(raw.astype(np.uint32), FORMATS[c_type]), FORMATS[d_type])
 
     fragments = (_held_by("d", shape, d_type), _held_by("a", shape, a_type), _held_by("b", shape, a_type),

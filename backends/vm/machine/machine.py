@@ -140,6 +140,8 @@ class Machine:
             nullcontext() if self.findings is None else collecting(run.found),
         ):
             run.to_the_end()
+            # The last launch stands last, also of a function that was launched before.
+            self._launched.pop(function.name, None)
             self._launched[function.name] = function
             if self.looks_after_each:
                 self.check_outcome()

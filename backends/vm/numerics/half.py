@@ -30,7 +30,6 @@ from backends.vm.numerics.formats import (
 Codes16 = npt.NDArray[np.uint16]
 
 _SIGN = np.uint16(0x8000)
-_NAN = np.uint16(0x7FFF)
 
 
 def widen(a: Codes16, fmt: FloatFormat) -> Float32:
@@ -48,7 +47,7 @@ def _nearest_f16(values: Float64) -> Codes16:
     """As `encode`: NumPy rounds float64 to float16 once, to nearest."""
     with np.errstate(over="ignore"):
         codes = values.astype(np.float16).view(np.uint16)
-    return np.where(np.isnan(values), _NAN, codes)
+    return np.where(np.isnan(values), np.uint16(F16.nan), codes)
 
 
 def _finish(values: Float64, fmt: FloatFormat, ftz: bool, sat: bool, relu: bool) -> Codes16:

@@ -165,18 +165,19 @@ def _check_lengths(tensor_map: TensorMap) -> None:
             _refuse(f"{name} has {len(values)} entries; a map of {rank} dimensions needs {wanted}")
 
 
-_CORNER_BITS = {3: 16, 4: 8, 5: 5}
-"""Of one coordinate of a corner, by the rank of the map (PTX ISA 5.5.4.1)."""
-MIN_IM2COL_RANK = min(_CORNER_BITS)
+CORNER_BITS = {3: 16, 4: 8, 5: 5}
+"""Of one coordinate of a corner, and of all offsets of a copy over their number, by the rank of the map (PTX ISA
+5.5.4.1)."""
+MIN_IM2COL_RANK = min(CORNER_BITS)
 MAX_PIXELS = 1024
 
 
 def _check_pixels(tensor_map: TensorMap, im2col: Im2col) -> None:
-    if tensor_map.rank not in _CORNER_BITS:
+    if tensor_map.rank not in CORNER_BITS:
         _refuse(f"{tensor_map.rank} dimensions; an im2col map has 3 to 5")
     if not 1 <= im2col.pixels <= MAX_PIXELS:
         _refuse(f"pixels is {im2col.pixels}; 1 to {MAX_PIXELS} are possible")
-    half = 1 << _CORNER_BITS[tensor_map.rank] - 1
+    half = 1 << CORNER_BITS[tensor_map.rank] - 1
     for name, corner in (("lower", im2col.lower), ("upper", im2col.upper)):
         if len(corner) != tensor_map.rank - 2:
             _refuse(f"{name} has {len(corner)} entries; a map of {tensor_map.rank} dimensions needs "
@@ -265,7 +266,7 @@ def _box_words(box: Sequence[int]) -> tuple[int, int]:
 
 def _pixel_words(im2col: Im2col) -> tuple[int, int]:
     """The lower corner in the lower half of a word, the upper one above it; the pixels less one."""
-    bits = _CORNER_BITS[len(im2col.lower) + 2]
+    bits = CORNER_BITS[len(im2col.lower) + 2]
     halves = [
         sum((value & (1 << bits) - 1) << bits * axis for axis, value in enumerate(corner))
         for corner in (im2col.lower, im2col.upper)
@@ -274,7 +275,7 @@ def _pixel_words(im2col: Im2col) -> tuple[int, int]:
 
 
 def _im2col(rank: int, corners: int, pixels: int) -> Im2col:
-    bits = _CORNER_BITS[rank]
+    bits = CORNER_BITS[rank]
     lower, upper = (
         tuple(((half >> bits * axis & (1 << bits) - 1) ^ 1 << bits - 1) - (1 << bits - 1) for axis in range(rank - 2))
         for half in (corners & 0xFFFF, corners >> 16)

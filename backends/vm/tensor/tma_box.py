@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from backends.vm.faults import Fault
 from backends.vm.tensor.swizzle import PATTERN_BYTES, UNIT_BYTES, IntArray, Swizzle, swizzled
-from backends.vm.tensor.tensor_map import Im2col, TensorMap
+from backends.vm.tensor.tensor_map import CORNER_BITS, Im2col, TensorMap
 
 Bytes = NDArray[np.uint8]
 BoolArray = NDArray[np.bool_]
@@ -99,7 +99,7 @@ def plan_im2col(
     if box is None or len(coordinates) != tensor_map.rank:
         found = f"of {tensor_map.rank} dimensions" if box is not None else "that is a tiled one"
         raise Fault("tensor-map", f"an im2col copy of {len(coordinates)} dimensions with a map {found}")
-    bits = {3: 16, 4: 8, 5: 5}[tensor_map.rank]
+    bits = CORNER_BITS[tensor_map.rank]
     if any(not 0 <= offset < 1 << bits for offset in offsets):
         raise Fault("tensor-coordinates", f"the im2col offsets are {list(offsets)}; with {tensor_map.rank} dimensions "
                     f"they are 0 to {(1 << bits) - 1}")  # fmt: skip
