@@ -15,12 +15,14 @@ from typing import Any, cast
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from megamoe.runner.child import give_memory_back
+from megamoe.runner.child import collect_seldom, give_memory_back
 
 # Kernels are small, and threads that wait for each other cost more than they save: ten times more on two busy cores.
 # numpy and torch read these when they are imported, which is after this file.
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
     os.environ.setdefault(_variable, "1")
+
+collect_seldom()
 
 # An example runs kernels, which takes as long as it takes, and a backend may decline many of the cases drawn.
 _SLOW = settings(

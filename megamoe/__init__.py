@@ -10,6 +10,7 @@ SPECS = CHECKOUT / "specs" if (CHECKOUT / "specs").is_dir() else Path(__file__).
 """The specs of the checkout, or those that a wheel brings."""
 OPERATORS = {
     "attention": "attention",
+    "SequenceLengths": "sequences",
     "moe": "moe",
     "MoeWeights": "moe",
     "load_moe_weights": "checkpoint",

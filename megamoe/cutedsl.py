@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.contract.backend import UnsupportedError
-from megamoe.contract.machine import CompiledHost
+from megamoe.contract.machine import CompiledHost, LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
-from megamoe.vm import Device, Reached, view_of
+from megamoe.vm import Device, Reached, submit, view_of
 
 try:
     import cutlass
@@ -33,9 +33,13 @@ except ModuleNotFoundError as missing:
     raise ModuleNotFoundError("megamoe.cutedsl needs CuTeDSL: the extra `cutedsl` of megamoe", name="cutlass") from None
 
 import cuda.bindings.driver as cuda_driver
+import cuda.bindings.runtime as cuda_runtime
 import cutlass.testing
 import cutlass.utils
+import torch
 from cuda.bindings.driver import CUresult, CUstream
+from cuda.bindings.runtime import cudaError_t
+from cutlass.base_dsl.common import DSLCudaRuntimeError
 from cutlass.base_dsl.compiler import CompileOptions, DumpDir, EnableTVMFFI, GenerateLineInfo, KeepPTX
 from cutlass.base_dsl.jit_executor import ExecutionArgs, JitCompiledFunction
 from cutlass.cute import runtime as cute_runtime
@@ -110,6 +114,7 @@ def _installed(device: Device) -> Iterator[None]:
             _replace(CompileOptions, "apply_envar_settings", partial(_keeping_ptx, str(folder))),
             _replace(JitCompiledFunction, "run_compiled_program", partial(_run, device)),
             _replace(ExecutionArgs, "generate_execution_args", _with_stream),
+            _replace(CuTeDSL, "generate_mlir_function_types", _packing),
             _replace(ExecutionArgs, "record_arg_specs_from_compile_args", _recorded),
             _replace(cute_runtime._Tensor, "__init__", _made),
             _replace(info, "__init__", lambda own, self, device_id=0: None),
@@ -121,6 +126,7 @@ def _installed(device: Device) -> Iterator[None]:
             _replace(cutlass.cuda, "stream_sync", lambda own, *asked, **options: None),
             _replace(cuda_driver, "cuInit", lambda own, flags: (CUresult.CUDA_SUCCESS,)),
             _replace(cuda_driver, "cuDeviceGetCount", lambda own: (CUresult.CUDA_SUCCESS, 1)),
+            *(_replace(cuda_runtime, name, partial(_answered, answer)) for name, answer in _RUNTIME.items()),
         ]
         dsl.envar.arch, dsl.envar.disable_file_caching = device.machine.target, True
         try:
@@ -129,6 +135,35 @@ def _installed(device: Device) -> Iterator[None]:
             for owner, name, own in replaced:
                 setattr(owner, name, own)
             dsl.envar._arch, dsl.envar.disable_file_caching = arch, file_caching
+
+
+_MEMORY: dict[int, Any] = {}
+"""What cudaMalloc gave, by address."""
+
+
+def _malloc(size: int) -> int:
+    """Memory of the host, aligned as a device's."""
+    room = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
+    address = -(-room.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+    _MEMORY[address] = room
+    return address
+
+
+_ALIGNMENT = 256
+_RUNTIME: dict[str, Callable[..., object]] = {
+    "cudaMalloc": _malloc,
+    "cudaFree": lambda pointer: _MEMORY.pop(int(pointer), None),
+    "cudaMemset": lambda pointer, value, size: ctypes.memset(int(pointer), value, size),
+    "cudaDeviceSynchronize": lambda: None,
+    "cudaStreamSynchronize": lambda stream: None,
+    "cudaGetLastError": lambda: None,
+}
+"""Calls of cuda.bindings.runtime that example programs make around their kernels, as the host's."""
+
+
+def _answered(answer: Callable[..., object], own: object, *asked: object) -> tuple[object, ...]:
+    found = answer(*asked)
+    return (cudaError_t.cudaSuccess, found) if answer is _malloc else (cudaError_t.cudaSuccess,)
 
 
 _TIMERS = ((cutlass.testing, "benchmark"), (cute_testing, "benchmark"))
@@ -222,7 +257,8 @@ def _with_stream(own: Callable[..., Any], arguments: Any, args: Any, named: Any)
     named = {name: _packed(fakes.get(name), arg) for name, arg in named.items()}
     packed, kept = own(arguments, tuple(args), {**named, **streams})
     # CuTeDSL keeps the second list for as long as the call lasts.
-    return packed, [*kept, *args, *named.values()]
+    _PACKED[:] = [*kept, *args, *named.values()]
+    return packed, list(_PACKED)
 
 
 def _recorded(own: Callable[..., None], arguments: Any, args: Any, named: Any) -> None:
@@ -231,6 +267,17 @@ def _recorded(own: Callable[..., None], arguments: Any, args: Any, named: Any) -
     names = list(arguments.signature.parameters)
     given = {**dict(zip(names, args, strict=False)), **named}
     arguments._megamoe_fakes = {name: one for name, one in given.items() if type(one) is cute_runtime._FakeTensor}
+
+
+_PACKED = list[Any]()
+"""What the arguments of the call that was packed last lie in."""
+
+
+def _packing(own: Callable[..., Any], dsl: Any, *args: Any, **named: Any) -> Any:
+    """As _with_stream, for the call that compiles a function."""
+    packed, types, kept = own(dsl, *args, **named)
+    _PACKED[:] = [args, named, kept]
+    return packed, types, kept
 
 
 class _PackedTensor:
@@ -269,9 +316,29 @@ def _run(device: Device, own: Callable[..., object], compiled: Any, pointers: Se
         own(compiled, pointers)
         return 0
     host, memory = _host(compiled), _memory_behind(device, addresses)
-    with device.watched(host.ptx):
-        machine.call(host, addresses, memory)
+    # A graph calls when the caller may have let go of what the arguments lie in.
+    alive = (pointers, *_PACKED)
+
+    def work() -> object:
+        with device.watched(host.ptx):
+            machine.call(host, addresses, memory)
+        return alive
+
+    try:
+        submit(work)
+    except LaunchRefusedError as refused:
+        if refused.cuda_error:
+            raise LaunchFailedError(refused) from refused
+        raise
     return 0
+
+
+class LaunchFailedError(DSLCudaRuntimeError, LaunchRefusedError):
+    """A launch that CUDA's runtime refuses with an error that CuTeDSL's callers may be prepared for."""
+
+    def __init__(self, refused: LaunchRefusedError) -> None:
+        self.cuda_error = refused.cuda_error
+        super().__init__(refused.cuda_error, cudaError_t(refused.cuda_error).name, str(refused))
 
 
 _CUTE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

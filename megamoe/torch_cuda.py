@@ -4,14 +4,17 @@
         x = torch.randn(64, device="cuda")
 
 For code that allocates, synchronises and asks for properties around its kernels; megamoe's pytest plugin runs
-test-suites in it. Work is done at once, in the order of the calls, which every correct use of streams permits. Nothing
-measures time: Event.elapsed_time is refused. A tensor says that it `is_cuda`, while its `device` stays the CPU.
+test-suites in it. Work is done at once, in the order of the calls, which every correct use of streams permits; what a
+graph captures is done when it is replayed. Nothing measures time: Event.elapsed_time is refused. A tensor says that it
+`is_cuda`, while its `device` stays the CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.program import TARGETS
+from megamoe.vm import captured
 
 _NAMES = {"sm_90a": "megamoe vm, sm_90a", "sm_100a": "megamoe vm, sm_100a"}
 MEMORY = 64 << 30
@@ -66,11 +70,13 @@ class HostEvent:
     """An event: it happens when it is recorded."""
 
     cuda_event = 0
+    """The handle, for launches that signal an event: 0 until it is recorded first, as torch has it."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None: ...
 
     def record(self, stream: object = None) -> None:
         """It has happened."""
+        self.cuda_event = self.cuda_event or next(_HANDLES)
 
     def wait(self, stream: object = None) -> None:
         """It has happened."""
@@ -85,6 +91,69 @@ class HostEvent:
     def elapsed_time(self, other: object) -> float:
         """UnsupportedError: a machine without a clock."""
         raise UnsupportedError("the machine has no clock, so that no time passes between two events")
+
+
+_HANDLES = count(16, 16)
+
+
+class HostGraph:
+    """A graph (torch.cuda.CUDAGraph): launches and torch's own work, done at each replay."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._work, self._open = list[Callable[[], object]](), ExitStack()
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        """What follows waits for the replay."""
+        self._open.enter_context(captured(self.add))
+        _GRAPHS.append(self)
+
+    def capture_end(self) -> None:
+        """What follows is done at once."""
+        _GRAPHS.remove(self)
+        self._open.close()
+
+    def add(self, work: Callable[[], object]) -> None:
+        """One thing more to do at each replay."""
+        self._work.append(work)
+
+    def replay(self) -> None:
+        """Do it all, in order."""
+        for work in self._work:
+            work()
+
+    def reset(self) -> None:
+        """Forget what was captured."""
+        self._work.clear()
+
+    def pool(self) -> tuple[int, int]:
+        """A handle of the memory that it would keep."""
+        return 0, id(self)
+
+
+_GRAPHS = list[HostGraph]()
+"""The graphs that capture, the innermost last."""
+
+
+@contextmanager
+def capturing(cuda_graph: HostGraph, *asked: object, **options: object) -> Iterator[None]:
+    """torch.cuda.graph."""
+    cuda_graph.capture_begin()
+    try:
+        yield
+    finally:
+        cuda_graph.capture_end()
+
+
+def _into_graph(graph: HostGraph, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """A call of torch inside of a capture: what writes to a tensor waits; what makes one is done now and again."""
+    name = getattr(func, "__name__", "")
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or named.get("out") is not None:
+        graph.add(partial(func, *args, **named))
+        return named.get("out", args[0])
+    made = func(*args, **named)
+    if isinstance(made, torch.Tensor) and not (args and made is args[0]) and made._base is None:
+        graph.add(lambda: made.copy_(func(*args, **named)))
+    return made
 
 
 class HostGenerator(torch.Generator):
@@ -107,8 +176,10 @@ class _CudaIsHost(TorchFunctionMode):
         if name == "__get__" and func == torch.Tensor.is_cuda.__get__:  # pyright: ignore[reportAttributeAccessIssue]
             return True
         named = {key: _host_device(value) for key, value in (kwargs or {}).items() if key != "pin_memory"}
-        made = func(*map(_host_device, args), **named)
-        if type(made) is torch.Tensor and name in _ALLOCATING:
+        given = tuple(map(_host_device, args))
+        made = _into_graph(_GRAPHS[-1], func, given, named) if _GRAPHS else func(*given, **named)
+        # What is given back as it came has its allocation, and autograd may keep it.
+        if type(made) is torch.Tensor and name in _ALLOCATING and not any(made is one for one in given):
             _align(made)
         return made
 
@@ -213,4 +284,8 @@ def _answers(target: str, sm_count: int) -> dict[str, Any]:
         "Stream": HostStream,
         "ExternalStream": HostStream,
         "Event": HostEvent,
+        "CUDAGraph": HostGraph,
+        "graph": capturing,
+        "graph_pool_handle": same((0, 0)),
+        "is_current_stream_capturing": lambda: bool(_GRAPHS),
     }

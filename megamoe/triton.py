@@ -22,7 +22,7 @@ from typing import Any
 
 from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.machine import KernelMachine, LaunchRefusedError, PixelBox
-from megamoe.vm import Device, Reached, sentences
+from megamoe.vm import Device, Reached, sentences, submit
 
 try:
     import triton  # noqa: F401
@@ -196,16 +196,7 @@ class MachineUtils:
         strides: Sequence[int], padding: int,
     ) -> bytes:  # fmt: skip
         """128 bytes; `box`, `shape` and `strides` in elements of `size` bytes, last dimension contiguous."""
-        with sentences(self._machine):
-            return self._machine.tensor_map(
-                address,
-                _MAP_DTYPES[dtype],
-                list(shape)[::-1],
-                [size * stride for stride in strides[:-1]][::-1],
-                list(box)[::-1],
-                swizzle=_SWIZZLES[swizzle],
-                oob_fill="nan" if padding == 1 else "zero",
-            )
+        return self._map(address, swizzle, size, dtype, list(box)[::-1], shape, strides, padding)
 
     def fill_tma_descriptor_im2col(
         self, address: int, swizzle: int, size: int, dtype: int, block: Sequence[int], shape: Sequence[int],
@@ -215,17 +206,25 @@ class MachineUtils:
         all in the order of the tensor's dimensions."""
         lower, upper, steps = corners
         pixels, channels = block
+        return self._map(
+            address, swizzle, size, dtype, [channels], shape, strides, padding, element_strides=list(steps)[::-1],
+            im2col=PixelBox(list(lower)[::-1], list(upper)[::-1], pixels),
+        )  # fmt: skip
+
+    def _map(
+        self, address: int, swizzle: int, size: int, dtype: int, box: list[int], shape: Sequence[int],
+        strides: Sequence[int], padding: int, **more: Any,
+    ) -> bytes:  # fmt: skip
         with sentences(self._machine):
             return self._machine.tensor_map(
                 address,
                 _MAP_DTYPES[dtype],
                 list(shape)[::-1],
                 [size * stride for stride in strides[:-1]][::-1],
-                [channels],
+                box,
                 swizzle=_SWIZZLES[swizzle],
-                element_strides=list(steps)[::-1],
                 oob_fill="nan" if padding == 1 else "zero",
-                im2col=PixelBox(list(lower)[::-1], list(upper)[::-1], pixels),
+                **more,
             )
 
 
@@ -270,6 +269,8 @@ class MachineLauncher:
             params += [struct.pack("<Q", -(-one.data_ptr() // _SCRATCH_ALIGN) * _SCRATCH_ALIGN) for one in scratch]
             arrays = [*(arg for _, arg in flat), *bases]
             reached = Reached(machine, arrays, addresses=numbers, in_place=True, scratch=scratch)
+
+        def work() -> None:
             with driver.machine.watched(function.ptx):
                 machine.launch(
                     function.ptx,
@@ -281,6 +282,8 @@ class MachineLauncher:
                     dynamic_smem=metadata.shared,
                     memory=reached.stretches,
                 )
+
+        submit(work)
 
 
 _SCRATCH_ALIGN = 128

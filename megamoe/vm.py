@@ -124,11 +124,11 @@ class Device:
     """A GPU of `target` ("sm_90a" or "sm_100a") in software. Variables of a module live as long as the device.
 
     `schedule` says when asynchronous work completes: "eager", "lazy" or "random:SEED"; a correct kernel computes the
-    same under all. `accumulate`: of matrix products, "fast", "exact" or "hopper". `step_budget`: steps after which a
-    launch counts as hung. `sm_count`: what host functions are told (None: as the full product has). `machine`: the
-    registered machine to use. `profile`: which findings raise KernelFault, "strict" (errors and portability), "default"
-    (errors) or "lenient" (none); a fault that ends its launch raises in each. `suppress`: a YAML file of findings that
-    do not count; megamoe.findings reads it.
+    same under all. `accumulate`: of matrix products, "fast", "exact" or "hopper"; or "ring", as in RunOptions.
+    `step_budget`: steps after which a launch counts as hung. `sm_count`: what host functions are told (None: as the
+    full product has). `machine`: the registered machine to use. `profile`: which findings raise KernelFault, "strict"
+    (errors and portability), "default" (errors) or "lenient" (none); a fault that ends its launch raises in each.
+    `suppress`: a YAML file of findings that do not count; megamoe.findings reads it.
 
     `printed`: gets what kernels print; standard output by default. `reported`: gets each new finding that does not
     count; a warning of the logger "megamoe" by default. `ledger` has all findings of all launches.
@@ -252,10 +252,33 @@ def sentences(machine: KernelMachine) -> Iterator[None]:
         if isinstance(stop, machine.faults):
             raise KernelFault(str(stop), getattr(stop, "rule", "")) from stop
         if isinstance(stop, machine.refusals):
-            raise LaunchRefusedError(str(stop)) from stop
+            raise LaunchRefusedError(str(stop), getattr(stop, "cuda_error", 0)) from stop
         if isinstance(stop, machine.unknowns):
             raise UnsupportedError(str(stop)) from stop
         raise
+
+
+# Work that a graph is made of
+
+_CAPTURES = list[Callable[[Callable[[], object]], object]]()
+
+
+def submit(work: Callable[[], object]) -> None:
+    """Do a launch, or leave it to the graph that captures those of this process."""
+    if _CAPTURES:
+        _CAPTURES[-1](work)
+    else:
+        work()
+
+
+@contextmanager
+def captured(keep: Callable[[Callable[[], object]], object]) -> Iterator[None]:
+    """Give launches to `keep`, and do none of them."""
+    _CAPTURES.append(keep)
+    try:
+        yield
+    finally:
+        _CAPTURES.remove(keep)
 
 
 # Memory
@@ -508,8 +531,8 @@ def compiled(text: str, target: str, folder: str = "") -> str:
 
     LaunchRefusedError with the compiler's words for text that does not compile; UnsupportedError if neither is there.
     """
-    if (nvcc := _nvcc()) is not None:
-        return _by_nvcc(nvcc, text, target, folder)
+    if (compiler := nvcc()) is not None:
+        return _by_nvcc(compiler, text, target, folder)
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         nvrtc.nvrtcVersion()
@@ -521,7 +544,7 @@ def compiled(text: str, target: str, folder: str = "") -> str:
     return _by_nvrtc(nvrtc, text, target, folder)
 
 
-def _nvcc() -> str | None:
+def nvcc() -> str | None:
     """nvcc of the path, of /usr/local/cuda or of a wheel, which has no CUB: the first that is there."""
     spec = importlib.util.find_spec("nvidia")
     wheels = [Path(place) / "cu13" / "bin" for place in (spec.submodule_search_locations or ())] if spec else []
@@ -529,11 +552,11 @@ def _nvcc() -> str | None:
     return next((found for place in places if (found := shutil.which("nvcc", path=place))), None)
 
 
-def _by_nvcc(nvcc: str, text: str, target: str, folder: str) -> str:
+def _by_nvcc(compiler: str, text: str, target: str, folder: str) -> str:
     with scratch_folder("nvcc") as place:
         source, ptx = place / "source.cu", place / "source.ptx"
         source.write_text(text, "utf-8")
-        command = [nvcc, "-ptx", f"-arch={target}", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr"]
+        command = [compiler, "-ptx", f"-arch={target}", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr"]
         command += [f"-I{folder}"] if folder else []
         done = subprocess.run([*command, str(source), "-o", str(ptx)], capture_output=True, text=True, check=False)
         if done.returncode:

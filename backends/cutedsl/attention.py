@@ -53,9 +53,27 @@ SINK: Final[Mapping[str, Parameter]] = {"mSink": TensorParameter("f32", ("heads"
 """What a host function with sinks takes besides: mSink (heads), natural logarithms."""
 
 
-def parameters_of(sinks: bool) -> Mapping[str, Parameter]:
-    """What a host function takes, with or without sinks."""
-    return {**PARAMETERS, **SINK} if sinks else PARAMETERS
+def _lengths(*dims: str) -> TensorParameter:
+    return TensorParameter("s32", dims, align=4)
+
+
+RAGGED: Final[Mapping[str, Parameter]] = {
+    **dict.fromkeys(("mQ", "mO"), TensorParameter("bf16", ("total_q", "heads", "hd"))),
+    **dict.fromkeys(("mK", "mV"), TensorParameter("bf16", ("total_k", "kv_heads", "hd"))),
+    "s_k": ScalarParameter("s32"),
+    "mCu_seqlens_q": _lengths("starts"),
+}
+"""What differs where sequences have lengths of their own: the tensors have the tokens of all of them, `t` and `s_k` are
+bounds, and sequence b has the queries mCu_seqlens_q[b] to mCu_seqlens_q[b + 1] - 1. mLSE (total_q * heads)."""
+STARTS: Final[Mapping[str, Parameter]] = {"mCu_seqlens_k": _lengths("starts")}
+PAGES: Final[Mapping[str, Parameter]] = {"mSeqused_k": _lengths("batch"), "mBlock_table": _lengths("batch", "pages")}
+"""Its keys: from where to where, or how many and in which pages."""
+
+
+def parameters_of(sinks: bool, ragged: bool = False, paged: bool = False) -> Mapping[str, Parameter]:
+    """What a host function takes, with or without sinks, lengths of sequences, pages."""
+    parameters = {**PARAMETERS, **SINK} if sinks else PARAMETERS
+    return {**parameters, **RAGGED, **(PAGES if paged else STARTS)} if ragged else parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +105,19 @@ def attention_call(artifact: Artifact, case: Case, splits: int, max_ctas: int) -
     first, so memory is read once and L2 twice.
     """
     sized = sizes_of(case)
-    rows, kv_batches, hd = sized.rows, sized.kv_batches, sized.hd
-    part_rows = splits * kv_batches * rows if splits > 1 else 1
-    sizes = {"kv_batches": kv_batches, "rows": rows, "s_k": sized.s_k, "hd": hd, "flat_rows": kv_batches * rows}
+    rows, kv_batches, hd, page = sized.rows, sized.kv_batches, sized.hd, case.int("page_size")
+    flat_rows = case.int("total_q") * case.int("heads") if case["ragged"] else kv_batches * rows
+    part_rows = splits * flat_rows if splits > 1 else 1
+    sizes = {"kv_batches": kv_batches, "rows": rows, "s_k": sized.s_k, "hd": hd, "flat_rows": flat_rows}
     sizes |= {"part_rows": part_rows, "part_elements": part_rows * hd}
-    parameters, values = parameters_of(bool(case["sinks"])), "k" if case["kv"] == "latent" else "v"
-    sizes["heads"] = case.int("heads")
+    sizes |= {axis: case.int(axis) for axis in ("heads", "kv_heads", "batch", "total_q", "total_k")}
+    sizes |= {"starts": case.int("batch") + 1, "pages": -(-sized.s_k // page) if page else 0}
+    parameters = parameters_of(bool(case["sinks"]), bool(case["ragged"]), page > 0)
+    values = "k" if case["kv"] == "latent" else "v"
     window, scale = case["window"], case["scale"]
     scalars = {
         "t": sized.t,
+        "s_k": sized.s_k,
         "left": UNBOUNDED if window is None else case.int("window"),
         "right": 0 if case["causal"] else UNBOUNDED,
         "scale": 1.0 / math.sqrt(hd) if scale is None else float(scale),

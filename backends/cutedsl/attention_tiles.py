@@ -39,9 +39,12 @@ class Plan(Protocol):
 
 
 class Inputs(NamedTuple):
-    """TMA loads of Q (rows, hd, kv_batch), K (s_k, hd, kv_batch) and V (hd, s_k, kv_batch)."""
+    """TMA loads of Q (rows, hd, kv_batch), K (s_k, hd, kv_batch) and V (hd, s_k, kv_batch).
 
-    q: TmaTensor
+    Where sequences have lengths of their own: mQ (token, head, hd) itself, and K and V of `clipped_tensors`.
+    """
+
+    q: TmaTensor | cute.Tensor
     k: TmaTensor
     v: TmaTensor
 
@@ -59,6 +62,31 @@ class Outputs(NamedTuple):
     mLSE_part: cute.Tensor
 
 
+class Lengths(NamedTuple):
+    """Lengths of sequences, int32. mStarts_q (sequence + 1): the first query of each, and the number of all.
+
+    Of keys either the same, mStarts_k, or mUsed_k (sequence), the number of each, and mTable (sequence, page), the page
+    that holds its keys from page * page_size on.
+    """
+
+    mStarts_q: cute.Tensor
+    mStarts_k: cute.Tensor | None
+    mUsed_k: cute.Tensor | None
+    mTable: cute.Tensor | None
+
+
+class Sequence(NamedTuple):
+    """Sequence `number`: its queries and keys, and the first of them in q and, without pages, in k. `kv_head`: of its
+    work item."""
+
+    number: Int32
+    kv_head: Int32
+    t: Int32
+    s_k: Int32
+    first_q: Int32
+    first_k: Int32
+
+
 class Problem(NamedTuple):
     """Run-time sizes. `rows` counts the query rows of one (batch, kv head): heads // kv_heads * t, head-major.
 
@@ -66,6 +94,8 @@ class Problem(NamedTuple):
     Where a split begins follows from its number alone, whatever keys the rows see: so the arithmetic of a row does not
     depend on the rows that share its tile. `scale_log2`: the scale of the scores times log2 e, for base-2 exponentials.
     The device computes the key tiles of a sequence, and of a split where splits are alike: `with_tiles`.
+    With `lengths` t, s_k and rows are the largest of all sequences; `of` gives those of one. `group`: query heads of a
+    kv head.
     """
 
     rows: Int32
@@ -79,6 +109,32 @@ class Problem(NamedTuple):
     scale_log2: Float32
     key_tiles: Int32 | None = None
     split_tiles: Int32 | None = None
+    lengths: Lengths | None = None
+    kv_heads: Int32 | None = None
+    group: Int32 | None = None
+
+    def sequence(self, kv_batch: Int32) -> Sequence | None:
+        """The sequence of a kv_batch, where sequences have lengths of their own."""
+        lengths, kv_heads = self.lengths, self.kv_heads
+        if lengths is None or kv_heads is None:
+            return None
+        number, first_k = kv_batch // kv_heads, Int32(0)
+        first_q = lengths.mStarts_q[number]
+        if lengths.mUsed_k is not None:
+            s_k = lengths.mUsed_k[number]
+        else:
+            assert lengths.mStarts_k is not None
+            first_k = lengths.mStarts_k[number]
+            s_k = lengths.mStarts_k[number + 1] - first_k
+        t = lengths.mStarts_q[number + 1] - first_q
+        return Sequence(number, kv_batch % kv_heads, t, s_k, first_q, first_k)
+
+    def of(self, sequence: Sequence | None, plan: Plan) -> Problem:
+        """The sizes of one sequence. One without queries has no rows; its t is 1, so that rows can be divided by it."""
+        if sequence is None or self.group is None:
+            return self
+        t, rows = cutlass.max(sequence.t, Int32(1)), sequence.t * self.group
+        return self._replace(t=t, s_k=sequence.s_k, rows=rows).with_tiles(plan)
 
     def with_tiles(self, plan: Plan) -> Problem:
         """The same with its key tiles."""
@@ -100,6 +156,7 @@ class AttentionItem(NamedTuple):
     tiles: Int32
     clear_first: Int32
     clear_last: Int32
+    sequence: Sequence | None = None
 
 
 def tma_tensors(hd: int, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor) -> tuple[cute.Tensor, ...]:
@@ -112,6 +169,46 @@ def tma_tensors(hd: int, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor) -> t
         cute.make_tensor(mQ.iterator, cute.make_layout((rows, hd, kv_batches), stride=(hd, 1, q_batch))),
         cute.make_tensor(mK.iterator, cute.make_layout((s_k, hd, kv_batches), stride=(hd, 1, kv_batch))),
         cute.make_tensor(mV.iterator, cute.make_layout((hd, s_k, kv_batches), stride=(1, hd, kv_batch))),
+    )
+
+
+def clipped_tensors(boxes: tuple[int, int], mK: cute.Tensor, mV: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """K (box, hd, end, kv_head) and V (hd, box, end, kv_head) of mK and mV (row, kv_head, hd), as TMA loads some rows.
+
+    A box of `boxes` rows of K, or of V, shall have the rows from `first` on, and zeros for all but the first `valid` of
+    them. It begins at row box - valid, of `box` rows, so that TMA takes the others for rows past the end. Mode `end`
+    has the same stride; it is first + valid, and what both are too much is taken off the address. Triton's ragged
+    tensor descriptors are made like this (triton.tools.ragged_tma).
+    """
+    (rows, kv_heads, hd), (k_box, v_box) = mK.shape, boxes
+    step = cute.assume(Int64(kv_heads) * hd, divby=hd)
+
+    def clipped(mX: cute.Tensor, box: int, shape: tuple, stride: tuple) -> cute.Tensor:
+        layout = cute.make_layout((*shape, rows + 1, kv_heads), stride=(*stride, step, hd))
+        return cute.make_tensor(mX.iterator - cute.assume(box * step, divby=hd), layout)
+
+    return clipped(mK, k_box, (k_box, hd), (step, 1)), clipped(mV, v_box, (hd, v_box), (1, step))
+
+
+def ragged_problem_of(call: SimpleNamespace, plan: Plan) -> Problem:
+    """The sizes of `call`, the arguments by the names of attention.RAGGED."""
+    heads, kv_heads, batch = call.mQ.shape[1], call.mK.shape[1], call.mCu_seqlens_q.shape[0] - 1
+    group = heads // kv_heads
+    row_tiles = (group * call.t + plan.tile_m - 1) // plan.tile_m
+    given = (getattr(call, name, None) for name in ("mCu_seqlens_k", "mSeqused_k", "mBlock_table"))
+    return Problem(
+        rows=group * call.t,
+        t=call.t,
+        s_k=call.s_k,
+        row_tiles=row_tiles,
+        splits=call.splits,
+        left=call.left,
+        right=call.right,
+        work_items=batch * kv_heads * call.splits * row_tiles * plan.o_halves,
+        scale_log2=call.scale * LOG2_E,
+        lengths=Lengths(call.mCu_seqlens_q, *given),
+        kv_heads=kv_heads,
+        group=group,
     )
 
 
@@ -141,6 +238,8 @@ def attention_item(plan: Plan, problem: Problem, index: Int32) -> AttentionItem:
     rest = rest // problem.row_tiles
     split = rest % problem.splits
     kv_batch = rest // problem.splits
+    sequence = problem.sequence(kv_batch)
+    problem = problem.of(sequence, plan)
 
     first_row = row_tile * tile_m
     last_row = cutlass.min(first_row + tile_m, problem.rows) - 1
@@ -168,6 +267,7 @@ def attention_item(plan: Plan, problem: Problem, index: Int32) -> AttentionItem:
         tiles=cutlass.max(end - begin, Int32(0)),
         clear_first=(clear_begin + tile_n - 1) // tile_n,
         clear_last=clear_end // tile_n,
+        sequence=sequence,
     )
 
 

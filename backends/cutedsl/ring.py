@@ -89,11 +89,26 @@ def advanced(ring: StageRing, place: RingPlace, count: Int32 | int = 1) -> RingP
 
 
 @cute.jit
+def wait_empty(ring: StageRing, place: RingPlace):
+    """Wait until all consumers have read the stage."""
+    cute.arch.mbarrier_wait(ring.empty + place.stage, place.parity)
+
+
+@cute.jit
 def acquire(ring: StageRing, place: RingPlace, size: cutlass.Constexpr):
     """Wait until the stage is empty, and announce `size` bytes to it."""
-    cute.arch.mbarrier_wait(ring.empty + place.stage, place.parity)
+    wait_empty(ring, place)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ring.full + place.stage, size)
+
+
+@cute.jit
+def make_full(ring: StageRing, place: RingPlace):
+    """Make what this warp has stored in the stage visible to MMAs and threads that wait for it."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(ring.full + place.stage)
 
 
 @cute.jit

@@ -76,6 +76,7 @@ def scale_of(case: Case) -> float:
 
 SINKS = "sinks: no recipe here passes them on"
 LATENT = "one latent tensor for K and V: no recipe here passes k twice"
+RAGGED = "sequences of their own lengths, or pages: no recipe here passes lengths and tables on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class AttentionLimits:
         asked = (
             (bool(case["sinks"]), SINKS),
             (case["kv"] == "latent", LATENT),
+            (bool(case["ragged"]), RAGGED),
             (case.int("hd") not in self.hd, self.other_hd or f"hd must be one of {self.hd}"),
             (bool(case["lse"]), self.lse),
             (mask.causal and case.int("t") != case.int("s_k"), self.offset_causal),
@@ -121,7 +123,7 @@ class AttentionLimits:
         """Every reason that `refusal` may give."""
         reasons = (self.lse, self.offset_causal, self.window, self.open_window, self.blind, self.masked_gqa)
         other_hd = self.other_hd if self.hd != ALL_HD else None
-        return [reason for reason in (other_hd, *reasons, SINKS, LATENT) if reason]
+        return [reason for reason in (other_hd, *reasons, SINKS, LATENT, RAGGED) if reason]
 
 
 def folded(case: Case, q: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Other people's grouped GEMMs, on NVFP4 expert weights: rows sorted by expert, with no padding between them.
 
 Only stage `l2` is comparable. Its operands are NVFP4 numbers, and code times block scale is exact in bf16: a W4A16 or a
-bf16 GEMM computes the same products as the contract. The row's own tolerance judges the result.
+bf16 GEMM computes the same products as the contract, and is made for bf16 ones. The row's own tolerance judges the
+result.
 
 humming (the distribution humming-kernels): W4A16 by wgmma, NVFP4 weights in memory, bf16 activations. It takes the
 weights as the contract has them, except block scales in plain rows; both global scales of an expert make its second
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from megamoe.contract import Case, PreparedCall
 
-PREPARED: Final = ("a2_codes", "a2_sf", "a2_gs", "w2_codes", "w2_sf", "w2_gs", "topk_ids")
+PREPARED: Final = ("a2", "a2_codes", "a2_sf", "a2_gs", "w2_codes", "w2_sf", "w2_gs", "topk_ids")
 _REASONS = {
     "layer": "stage layer: it is a grouped GEMM; routing, SwiGLU, requantisation and combine are other kernels",
     "l1": "stage l1: SwiGLU and requantisation to NVFP4 are not in its epilogue, so that a time would leave them out",
@@ -83,7 +84,9 @@ def expert_rows(case: Case, tensors: Tensors) -> ExpertRows:
 
 
 def activations(case: Case, tensors: Tensors, rows: ExpertRows) -> torch.Tensor:
-    """bf16 [routes, intermediate]: codes times block scales, exact, without the global scale."""
+    """bf16 [routes, intermediate]: those of the case, or codes times block scales, exact, without the global scale."""
+    if "a2" in tensors:
+        return tensors["a2"][rows.row]
     import torch
 
     from megamoe.codec.nvfp4 import SF_VEC_SIZE, dequantise, unswizzle_scales
@@ -103,7 +106,7 @@ def weight_scales(case: Case, tensors: Tensors) -> torch.Tensor:
 
 def output_scale(tensors: Tensors) -> torch.Tensor:
     """f32 [num_experts]: the factor of an accumulator."""
-    return tensors["a2_gs"] * tensors["w2_gs"]
+    return tensors["a2_gs"] * tensors["w2_gs"] if "a2_gs" in tensors else tensors["w2_gs"]
 
 
 def place_rows(tensors: Tensors, rows: ExpertRows, results: Sequence[torch.Tensor]) -> None:

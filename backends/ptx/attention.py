@@ -61,6 +61,10 @@ class FmhaShape:
             raise UnsupportedError(f"{case.id}: t and s_k must stay below {NO_WINDOW // 2}; t is {t}, s_k is {s_k}")
         if case["sinks"]:
             raise UnsupportedError(f"{case.id}: the {target} kernel of the ptx backend has no attention sinks")
+        if case["ragged"]:
+            raise UnsupportedError(
+                f"{case.id}: the {target} kernel of the ptx backend has no sequences of their own lengths and no pages"
+            )
         scale, window = case["scale"], case["window"]
         scale = 1.0 / math.sqrt(hd) if scale is None else float(scale)
         if not 0.0 < scale < math.inf:

@@ -88,6 +88,7 @@ SIGNATURES: dict[str, str] = {
     "elect.sync": "=elected b32",
     "shfl.sync": "=T T b32 b32 b32",
     "prmt": "=T T T T",
+    "lop3": "=T T T T T",
     "ldmatrix": "=X:b32 [32]",
     "stmatrix": "[32] X:b32",
     "mma.sync.aligned.m16n8k16": "=C:f32 A:b32 B:b32 C:f32",

@@ -14,10 +14,11 @@ launch. One that is given to `faults.report` is a missing order: with a collecto
 have) it is a finding and the run goes on, as if the order were there; without (a judged row) it ends the launch too.
 What production kernels leave out although the ISA asks for it is a finding of grade `portability`. Some of that only
 collectors hear of, and a judged row counts it or leaves it alone: a missing tcgen05.fence, fence.mbarrier_init,
-tcgen05.wait::ld where a register of the load has been used (`tmem_unwaited_overwrites`), a tcgen05.cp into what an mma
-still reads (`tmem_unordered_copies`), a bulk copy over what threads have read with no fence.proxy.async in between
-(`smem_unfenced_overwrites`), and, as a note, operands that the ISA has no result for (`remainders_by_zero`,
-`bit_fields_beyond_255`).
+tcgen05.wait::ld where a register of the load has been used (`tmem_unwaited_overwrites`), a tcgen05.cp or an mma into
+what an mma of another accumulator still reads (`tmem_unordered_copies` counts the copies), a wgmma.fence before another
+use of the registers, a lane that uses what another lane of its warp wrote to shared memory with nothing between, a bulk
+copy over what threads have read with no fence.proxy.async in between (`smem_unfenced_overwrites`), and, as a note,
+operands that the ISA has no result for (`remainders_by_zero`, `bit_fields_beyond_255`).
 
 Undefined values (registers, shared, tensor, local, output and workspace memory that nobody wrote) travel with their
 bytes, as in Valgrind's memcheck. They are a fault where they decide something: an address, a branch, a guard of what
@@ -30,13 +31,12 @@ depend on their operands: an undefined one is a fault there. A judged row's resu
 launch; the doors look after each launch.
 
 It does NOT notice, and why:
-- an MMA that overwrites what an earlier MMA of another accumulator reads: real kernels rely on that order, and asking
-  for a wait would refuse what runs on silicon. Of a tcgen05.fence, that it stands in front of the access it is for;
 - a .cta scope that the text does not spell: `mbarrier.arrive.shared::cluster` with no scope releases to its own CTA by
   the ISA's default, and CUTLASS hands stages back to the other CTA with it. Written scopes are kept;
 - that a wait for a phase tells nothing of the copies of earlier phases at the same mbarrier: phases complete in order;
-- races between lanes of one warp, and two generic writers of parts of one 4-byte granule of shared memory: values are
-  compared for whole granules (threads that write what another one has written do not race, PTX ISA 8.7.2);
+- of lanes of one warp, other races than a read of what another lane wrote to shared memory; and two generic writers of
+  parts of one 4-byte granule of shared memory: values are compared for whole granules (threads that write what another
+  one has written do not race, PTX ISA 8.7.2);
 - in global memory: a race with any but the last reader of a byte (a mark holds one), a missing fence.proxy.async before
   a bulk reduction, and a tensor map that is read while it is changed (maps carry no proxy state);
 - in a dependent launch before its griddepcontrol.wait: strong loads, as they may be the "other means" of the CUDA
@@ -54,5 +54,6 @@ It refuses, although silicon may run it:
   waited before it launched its dependents;
 - an `.aligned` instruction behind a loop in which some lanes of a warp neither store, copy nor wait for 4096 blocks:
   they count as spinning (machine/warp.py).
-Matrix accumulation follows a declared policy (fast, exact, hopper). Blackwell's own is undocumented.
+Matrix accumulation follows a declared policy (fast, exact, hopper). Blackwell's own is undocumented. Under the policy
+"ring" all floats are elements of Z / 2^16 (numerics/ring.py), so that no term of attention's o hides in a tolerance.
 """

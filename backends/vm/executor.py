@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backends.vm.faults import Fault, LaunchError, UnknownInstructionError
+from backends.vm.faults import Fault, Findings, LaunchError, UnknownInstructionError
 from backends.vm.host.abi import scalar_bytes
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
@@ -40,9 +40,15 @@ PARSED = user_cache("ptx")
 
 
 class VmExecutor:
-    """Runs PTX for sm_90a and sm_100a on the CPU. Tensors are mapped where they lie, without a copy."""
+    """Runs PTX for sm_90a and sm_100a on the CPU. Tensors are mapped where they lie, without a copy.
+
+    `findings` collects what a launch can go on after, as at the doors; without it the first fault ends the run. It
+    keeps `lines_run` then: the PTX lines that some warp has executed.
+    """
 
     name = "vm"
+    findings: Findings | None = None
+    lines_run: frozenset[int] = frozenset()
     _machine: Machine | None = None
 
     def whereabouts(self) -> str:
@@ -61,7 +67,7 @@ class VmExecutor:
         """
         recorder = Recorder() if options.trace else None
         self._machine = machine = Machine(options.schedule, options.accumulate, options.step_budget, recorder)
-        machine.looks_after_each = False
+        machine.looks_after_each, machine.findings = self.findings is not None, self.findings
         violation = None
         try:
             if isinstance(program, Program | HostProgram):
@@ -72,11 +78,14 @@ class VmExecutor:
                 _run_launches(program, machine, tensors, options.outputs)
             else:
                 raise UnsupportedError(f"the VM runs PTX, and a {type(program).__name__} has none")
-            machine.check_outcome()
+            if not machine.looks_after_each:
+                machine.check_outcome()
         except (Fault, LaunchError, UnknownInstructionError, PtxSyntaxError) as broken:
             violation = f"{broken} (schedule {options.schedule})"
         finally:
             self._machine = None
+            if self.findings is not None:
+                self.lines_run = machine.lines_run()
         return Execution(dict(machine.counters), violation, recorder and recorder.finished())
 
 
@@ -94,7 +103,7 @@ def _run_launches(
         buffer = machine.memory.add(name, np.zeros(size, np.uint8))
         _poison(buffer, program.ptx)
         addresses[name] = buffer.base
-    module = load(program.ptx, PARSED)
+    module = load(program.ptx, PARSED, machine.accumulate)
     for launches in (program.prepare, program.launches):
         machine.counters.clear()  # a call costs what `launches` do
         for launch in launches:

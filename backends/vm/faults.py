@@ -126,4 +126,11 @@ class UnknownInstructionError(Exception):
 
 
 class LaunchError(Exception):
-    """A launch that cannot be performed: wrong parameters, too much shared memory, no such entry."""
+    """A launch that cannot be performed: wrong parameters, too much shared memory, no such entry.
+
+    `cuda_error`: the cudaError_t that host code would get and may be prepared for; 0 for none.
+    """
+
+    def __init__(self, text: str, cuda_error: int = 0) -> None:
+        super().__init__(text)
+        self.cuda_error = cuda_error

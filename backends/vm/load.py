@@ -13,10 +13,11 @@ from backends.vm.ptx.parse_cache import Shelf, parse_cached
 
 
 class LoadedModule:
-    """A parsed module whose functions are bound on first use and then kept."""
+    """A parsed module whose functions are bound on first use and then kept. `ring`: floats are elements of a ring."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, *, ring: bool = False) -> None:
         self.module = module
+        self.ring = ring
         self._bound: dict[str, BoundFunction] = {}
 
     def entry(self, name: str) -> BoundFunction:
@@ -26,14 +27,15 @@ class LoadedModule:
             entries = ", ".join(n for n, f in self.module.functions.items() if f.is_entry) or "none"
             raise LaunchError(f"the module has no entry {name!r}; its entries are: {entries}")
         if name not in self._bound:
-            self._bound[name] = bind_function(self.module, function)
+            self._bound[name] = bind_function(self.module, function, ring=self.ring)
         return self._bound[name]
 
 
 @lru_cache(maxsize=64)
-def load(ptx: str, shelf: Shelf | None = None) -> LoadedModule:
+def load(ptx: str, shelf: Shelf | None = None, arithmetic: str = "") -> LoadedModule:
     """Parse `ptx` and keep the result, so that a kernel is decoded once however often it is launched.
 
-    `shelf` keeps parsed modules between processes. PtxSyntaxError for text that is not PTX.
+    `shelf` keeps parsed modules between processes. `arithmetic`: "ring" for floats that are elements of a ring, as the
+    policy of that name of backends.vm.numerics.accumulate. PtxSyntaxError for text that is not PTX.
     """
-    return LoadedModule(parse_cached(ptx, shelf=shelf))
+    return LoadedModule(parse_cached(ptx, shelf=shelf), ring=arithmetic == "ring")

@@ -308,6 +308,13 @@ _ALL = (
         "Add 32 * (warp % 4) to the lane of the address.",
     ),
     _relied(
+        "descriptor-bit-ignored", "9.7.16.4.2",
+        "The instruction descriptor of an mma of kind::mxf4 or mxf4nvf4 sets a bit that the ISA reserves. sm_100a does "
+        "not read it.",
+        "CuTeDSL's builder of such descriptors sets bit 12 by default, which it calls a version of sparsity.",
+        "Clear bit 12 of the instruction descriptor.",
+    ),
+    _relied(
         "missing-tcgen05-fence", "9.7.16.11.1",
         "Threads order their tcgen05 operations by a barrier alone: the ISA lets such operations pass it.",
         "Many kernels leave one of the two fences out where a wait for the mbarrier of a commit orders enough.",
@@ -329,6 +336,30 @@ _ALL = (
         "Execute tcgen05.wait::ld before the registers are used.",
         "tcgen05.wait::ld",
     ),
+    _relied(
+        "tmem-mma-unordered", "9.7.16.6.2",
+        "An mma overwrites what an earlier mma of another accumulator, whose end nothing has shown, reads: the ISA "
+        "orders MMAs of one accumulator only.",
+        "FlashAttention-4 lets S overwrite the P that the MMA before reads.",
+        "Wait for a tcgen05.commit of the earlier mma, or use other columns.",
+        "tcgen05.commit and a wait for its mbarrier",
+    ),
+    _relied(
+        "wgmma-fence-early", "9.7.15.7.1",
+        "Other instructions use registers of a wgmma behind the last wgmma.fence: the ISA wants the fence between that "
+        "use and the wgmma.",
+        "NVIDIA's compiler moves writes of accumulators across the fence (CuTeDSL's Hopper GEMM).",
+        "Execute wgmma.fence.sync.aligned directly before the first wgmma.",
+        "wgmma.fence",
+    ),
+    _relied(
+        "lanes-unordered", "8.7.1",
+        "A lane uses what another lane of its warp has written to shared memory, and nothing makes it wait for that: "
+        "lanes are threads of their own.",
+        "Kernels that take the lanes of a warp to run in step.",
+        "Execute bar.warp.sync between the write and the other lane's use.",
+        "bar.warp.sync",
+    ),
     # Worth a look.
     MachineRule(
         "unspecified-result", "note", "9.7.1",
@@ -342,7 +373,7 @@ RULES: Final[Mapping[str, MachineRule]] = {rule.slug: rule for rule in _ALL}
 COLLECTED_ONLY: Final = frozenset(
     {
         "unfenced-overwrite", "mbarrier-init-unfenced", "missing-tcgen05-fence", "tmem-copy-unordered",
-        "tmem-load-used-unwaited", "unspecified-result",
+        "tmem-load-used-unwaited", "unspecified-result", "tmem-mma-unordered", "wgmma-fence-early", "lanes-unordered",
     }
 )  # fmt: skip
 """Rules that only a run that collects reports. A judged row counts some and fails on none."""

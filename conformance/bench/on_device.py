@@ -31,7 +31,8 @@ SECTIONS: dict[str, tuple[float, int, tuple[str, ...]]] = {
         300.0,
         1,
         (
-            *("--op", "nvfp4_moe", "--profile", "gpu", "--where", "hidden=7168,num_experts=48,stage=l2"),
+            *("--op", "nvfp4_moe", "--profile", "gpu"),
+            *("--where", "hidden=7168,num_experts=48,stage=l2,activations=nvfp4"),
             *(part for name in GEMMS for part in ("--backend", name)),
         ),
     ),

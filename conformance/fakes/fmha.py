@@ -13,6 +13,7 @@ import ctypes
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -46,6 +47,11 @@ FAULTS: Final[Mapping[str, str]] = {
     "sink_ignored": "sinks take no part in the softmax",
     "sink_scaled": "sinks are multiplied by the softmax scale, as logits are",
     "sink_of_kv_head": "query head h has the sink of head h // (heads // kv_heads)",
+    "table_ignored": "the pages of a sequence are taken to lie one behind another, from its first on",
+    "next_page": "the last page of a sequence is the one behind it in the cache",
+    "page_read_to_its_end": "a sequence has all keys of its last page",
+    "longest_length": "every sequence has as many keys as the longest",
+    "queries_at_the_end": "query i stands at key i, as if as many keys as queries were there",
 }
 # Faults that laws catch, and which. Some of them are within the judge's tolerance, or right for every case by itself.
 LAW_FAULTS: Final[Mapping[str, tuple[str, str]]] = {
@@ -66,6 +72,10 @@ LAW_FAULTS: Final[Mapping[str, tuple[str, str]]] = {
     "mask_off_by_one": (FAULTS["mask_off_by_one"], "causal_equals_visible_prefix"),
     "blind_row_average": ("a row that sees no key is the average of all values", "causal_equals_visible_prefix"),
     "window_ignored": ("a window next to a causal mask is ignored", "causal_equals_visible_prefix"),
+    "table_ignored": (FAULTS["table_ignored"], "paged_equals_contiguous"),
+    "page_read_to_its_end": (FAULTS["page_read_to_its_end"], "paged_equals_contiguous"),
+    "longest_length": (FAULTS["longest_length"], "ragged_equals_sequences"),
+    "neighbour_times_zero": ("values behind the last key are multiplied by zero", "ragged_equals_sequences"),
     "rule_broken": ("the machine finds that a rule is broken", "bitwise_repeatable"),
     "stray_store": ("a byte past o is written", "bitwise_repeatable"),
     "executor_raises": ("the executor raises an exception", "bitwise_repeatable"),
@@ -115,7 +125,58 @@ def emulate(
     schedule: str = "eager",
 ) -> dict[str, torch.Tensor]:
     """bf16 o and, if `case` has it, fp32 lse, as a kernel of that style computes them, with one fault if named."""
-    return Kernel(case, style, fault or "", schedule).outputs(inputs)
+    if not case["ragged"]:
+        return Kernel(case, style, fault or "", schedule).outputs(inputs)
+    written = {"o": torch.empty_like(inputs["q"])}
+    if case["lse"]:
+        written["lse"] = torch.empty(inputs["q"].shape[:2])
+    for number, (start, end) in enumerate(pairwise(inputs["cu_seqlens_q"].tolist())):
+        if start < end:
+            rows = _rows_of_keys(case, inputs, number, fault)
+            own = {name: inputs[name][rows].transpose(0, 1)[None] for name in ("k", "v") if name in inputs}
+            own["q"] = inputs["q"][start:end].transpose(0, 1)[None]
+            for name, values in _one_sequence(case, {**inputs, **own}, style, fault, schedule).items():
+                written[name][start:end] = values[0].transpose(0, 1)
+            if rows and fault == "neighbour_times_zero":
+                behind = inputs["v" if "v" in inputs else "k"][rows[-1] + 1 : rows[-1] + 2]
+                written["o"][start:end] += (0 * behind).sum()
+    return written
+
+
+def _one_sequence(
+    case: Case, inputs: Mapping[str, torch.Tensor], style: Style, fault: str | None, schedule: str
+) -> dict[str, torch.Tensor]:
+    """o [1, heads, t, hd] and lse [1, heads, t] of a sequence that has queries. `inputs`: q, k and v as of batch 1."""
+    t, s_k = inputs["q"].shape[2], inputs["k"].shape[2]
+    stand = min(t, s_k) if fault == "queries_at_the_end" else s_k
+    axes = {**dict(case.axes), "ragged": False, "batch": 1, "t": t, "s_k": stand}
+    alone = Kernel(replace(case, axes=tuple(axes.items())), style, fault or "", schedule)
+    if s_k:
+        return alone.outputs(inputs)
+    blind = {"o": torch.zeros_like(inputs["q"])}
+    if case["lse"]:
+        blind["lse"] = (alone.sinks(inputs) / LOG2_E)[None, :, None].expand(1, -1, t)
+    return blind
+
+
+def _rows_of_keys(case: Case, inputs: Mapping[str, torch.Tensor], number: int, fault: str | None) -> list[int]:
+    """The rows of k and v that a kernel takes for the keys of sequence `number`."""
+    page, last = case.int("page_size"), len(inputs["k"]) - 1
+    if not page:
+        starts = inputs["cu_seqlens_k"].tolist()
+        lengths = [end - start for start, end in pairwise(starts)]
+        length = max(lengths) if fault == "longest_length" else lengths[number]
+        return [min(starts[number] + key, last) for key in range(length)]
+    lengths, table = inputs["seqused_k"].tolist(), inputs["block_table"][number].tolist()
+    length = max(lengths) if fault == "longest_length" else lengths[number]
+    if fault == "page_read_to_its_end":
+        length = -(-length // page) * page
+    pages = table[: -(-length // page)]
+    if fault == "table_ignored":
+        pages = [pages[0] + i for i in range(len(pages))]
+    if fault == "next_page" and pages:
+        pages[-1] += 1
+    return [min(max(pages[key // page] * page + key % page, 0), last) for key in range(length)]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,15 @@ from typing import Final
 import torch
 
 from conformance.fakes.backends import FakeExecutor, NamedBackend
-from megamoe.codec.nvfp4 import decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3
+from megamoe.codec.nvfp4 import (
+    decode_e2m1,
+    decode_e4m3,
+    dequantise,
+    encode_e2m1,
+    encode_e4m3,
+    global_scale,
+    quantise,
+)
 from megamoe.contract import Case
 
 TILE: Final = 128
@@ -45,6 +53,12 @@ FAULTS: Final[Mapping[str, str]] = {
     "route_dropped": "the last choice of every token is left out",
     "one_wrong_element": "one element of the output is off by a tenth of its row",
     "silu_missing": "h is gate * up",
+    "activations_quantised": "bf16 activations are rounded to NVFP4",
+    "activations_in_f16": "bf16 activations are rounded to f16",
+    "a2_truncated": "bf16 activations are truncated between the two GEMMs",
+    "shared_dropped": "the shared experts are left out",
+    "shared_doubled": "what the shared experts give is added twice",
+    "shared_weighted": "the shared experts have the weight of the first choice",
 }
 # Faults that laws catch, and which. Some of them are within the judge's tolerance, or right for every case by itself.
 LAW_FAULTS: Final[Mapping[str, tuple[str, str]]] = {
@@ -118,13 +132,14 @@ class Kernel:
         if stage == "layer":
             held["a2_codes"] = torch.full((rows, case.int("intermediate") // 2), 0xA5, dtype=torch.uint8)
             held["a2_sf"] = torch.full((rows // TILE, case.int("intermediate") // 64, 512), 0x7F, dtype=torch.uint8)
+            held["a2"] = torch.full((rows, case.int("intermediate")), torch.nan, dtype=torch.bfloat16)
             held["rows"] = torch.full((rows, case.int("hidden")), torch.nan)
         if stage in ("layer", "l1"):
             self.l1(held)
         if stage == "requantise":
             for expert, first, routes in self.groups():
                 here = slice(first, first + len(routes))
-                self.requantise(held, here, held["h"][here], held["a2_gs"][expert])
+                self.requantise(held, here, held["h"][here], expert)
         if stage in ("layer", "l2"):
             self.l2(held, "float32" if stage == "layer" and self.fault == "fused_rounds_less" else "bfloat16")
         if stage in ("layer", "combine"):
@@ -168,6 +183,19 @@ class Kernel:
             inside = row % TILE * 4 + block % 4
         return values * decode_e4m3(sf[row // TILE, block // 4, inside]).repeat_interleave(16, dim=1)
 
+    @property
+    def bf16(self) -> bool:
+        return self.case["activations"] == "bf16"
+
+    def plain(self, values: torch.Tensor) -> torch.Tensor:
+        """float32 of bf16 activations [rows, K]."""
+        if self.fault == "activations_in_f16":
+            return values.clamp(-65504, 65504).half().float()
+        if self.fault == "activations_quantised":
+            gs = global_scale(values, per=1)
+            return dequantise(*quantise(values, gs), gs)
+        return values.float()
+
     def weights(self, held: Mapping[str, torch.Tensor], name: str, expert: int) -> torch.Tensor:
         return self.operand(name, held[f"{name}_codes"][expert], held[f"{name}_sf"][expert])
 
@@ -192,12 +220,13 @@ class Kernel:
     # stages
 
     def l1(self, held: Mapping[str, torch.Tensor]) -> None:
-        x = self.operand("x", held["x_codes"], held["x_sf"])
+        x = self.plain(held["x"]) if self.bf16 else self.operand("x", held["x_codes"], held["x_sf"])
+        all_gs = torch.ones(len(x)) if self.bf16 else held["x_gs"]
         cut = {"k_block_dropped": x.shape[1] - 64, "token_count_matters": 64 if len(x) >= 8 else None}.get(self.fault)
         for expert, first, routes in self.groups():
             token = torch.tensor([t for t, _ in routes])
             w1 = self.weights(held, "w1", expert)
-            x_gs = held["x_gs"][torch.zeros_like(token) if self.fault == "token_scale_of_first_token" else token]
+            x_gs = all_gs[torch.zeros_like(token) if self.fault == "token_scale_of_first_token" else token]
             scale = (x_gs * self.gs(held["w1_gs"], expert))[:, None]
             both = self.gemm(x[token], w1, cut) * scale
             if self.fault == "wrong_expert":
@@ -206,7 +235,7 @@ class Kernel:
             h = self.swiglu(both)
             if self.case["weight"] == "before" or self.fault == "weight_twice":
                 h = h * self.route_weights(held, routes)
-            self.requantise(held, slice(first, first + len(routes)), h, held["a2_gs"][expert])
+            self.requantise(held, slice(first, first + len(routes)), h, expert)
 
     def swiglu(self, both: torch.Tensor) -> torch.Tensor:
         turn = self.case.int("interleave") // (2 if self.fault == "interleave_halved" else 1)
@@ -233,12 +262,19 @@ class Kernel:
     def route_weights(self, held: Mapping[str, torch.Tensor], routes: list[tuple[int, int]]) -> torch.Tensor:
         if self.fault == "weight_missing":
             return torch.ones(len(routes), 1)
-        first = self.fault == "weight_of_first_choice"
-        weight = torch.stack([held["topk_weights"][t, 0 if first else k] for t, k in routes])[:, None]
+        routed = self.case.int("topk") - self.case.int("shared")
+        first = {"weight_of_first_choice": 0, "shared_weighted": routed}.get(self.fault, self.case.int("topk"))
+        weight = torch.stack([held["topk_weights"][t, 0 if k >= first else k] for t, k in routes])[:, None]
         return weight.clamp(min=1e-2) if self.fault == "zero_weight_adds" else weight
 
-    def requantise(self, held: Mapping[str, torch.Tensor], here: slice, h: torch.Tensor, gs: torch.Tensor) -> None:
-        """h [n, intermediate] into rows `here` of a2_codes and a2_sf."""
+    def requantise(self, held: Mapping[str, torch.Tensor], here: slice, h: torch.Tensor, expert: int) -> None:
+        """h [n, intermediate] into rows `here` of a2, or of a2_codes and a2_sf."""
+        if self.bf16:
+            if self.fault == "a2_truncated":
+                h = (h.view(torch.int32) & -(1 << 16)).view(torch.float32)
+            held["a2"][here] = h.bfloat16()
+            return
+        gs = held["a2_gs"][expert]
         block = h.view(len(h), -1, 16)
         largest = block.abs().amax(dim=-1)
         raw = largest * torch.tensor(1 / 6) * self.wobble(1 / gs) if self.style.reciprocal else largest / 6 / gs
@@ -266,12 +302,15 @@ class Kernel:
     def l2(self, held: dict[str, torch.Tensor], dtype: str) -> None:
         if dtype == "bfloat16" and "rows" not in self.tensors:
             held["rows"] = held["rows"].bfloat16()
-        a = self.operand("a2", held["a2_codes"], held["a2_sf"].where(held["a2_sf"] < 0x7F, 0))
+        if self.bf16:
+            a = self.plain(held["a2"].nan_to_num())
+        else:
+            a = self.operand("a2", held["a2_codes"], held["a2_sf"].where(held["a2_sf"] < 0x7F, 0))
         cut = a.shape[1] - 64 if self.fault == "k_block_dropped_l2" else None
         for expert, first, routes in self.groups():
             here = slice(first, first + len(routes))
             w2_gs = self.gs(held["w2_gs"], 0 if self.fault == "global_scale_of_first_expert" else expert)
-            scale = held["a2_gs"][expert] * w2_gs
+            scale = w2_gs if self.bf16 else held["a2_gs"][expert] * w2_gs
             rows = self.gemm(a[here], self.weights(held, "w2", expert), cut) * scale
             if self.fault == "tile_position_matters":
                 rows[1::2] *= 1.01
@@ -286,7 +325,10 @@ class Kernel:
         y = torch.zeros(self.case.int("tokens"), self.case.int("hidden"))
         late = self.fault == "schedule_decides_order"
         for k in range(self.case.int("topk"))[:: -1 if late and self.schedule != "eager" else 1]:
-            if self.fault == "route_dropped" and k == self.case.int("topk") - 1:
+            shared = k >= self.case.int("topk") - self.case.int("shared")
+            if (self.fault == "route_dropped" and k == self.case.int("topk") - 1) or (
+                self.fault == "shared_dropped" and shared
+            ):
                 continue
             routes = [(t, k) for t in range(len(y)) if (t, k) in row_of]
             if not routes:
@@ -294,7 +336,7 @@ class Kernel:
             rows = held["rows"][[row_of[route] for route in routes]].float()
             if self.case["weight"] == "after" or self.fault == "weight_twice":
                 rows = rows * self.route_weights(held, routes)
-            y[[t for t, _ in routes]] += rows
+            y[[t for t, _ in routes]] += 2 * rows if shared and self.fault == "shared_doubled" else rows
             y = y.bfloat16().float() if late else y
         if self.fault == "padding_leaks":
             ends = [first + len(routes) - 1 for _, first, routes in self.groups() if len(routes) % TILE]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,54 @@ def lanes(address: str) -> Kernel:
     return mma_kernel({"wait": f"{wait('mbar', 0)}\n{AFTER}", "read": read})
 
 
+def block_scaled(idesc: int) -> Kernel:
+    """A product of fp4 whose scale factors, all ones, threads store."""
+    scales = "mov.b32 %r18, 0x7f7f7f7f; add.u32 %r47, %r44, 16;\n" + ZEROS.replace("[%r44]", "[%r47]")
+    fill = f"{STAGES['fill']}\n{scales}\ntcgen05.wait::st.sync.aligned;\n{BEFORE}"
+    mma = f"tcgen05.mma.cta_group::1.kind::mxf4.block_scale [%r40], %rd10, %rd11, {idesc}, [%r47], [%r47], %p1;"
+    issue = {"before": f"{AFTER}\n{STAGES['before']}", "issue": f"{mma}\n{COMMIT}"}
+    return mma_kernel({"fill": fill, "wait": f"{wait('mbar', 0)}\n{AFTER}", **issue})
+
+
+FP4 = 1 << 7 | 1 << 10 | 16 >> 3 << 17 | 1 << 23 | 128 >> 7 << 27
+
+
+def accumulated_over(between: str) -> Kernel:
+    """An MMA into what an earlier MMA reads as A."""
+    kernel = copied_over(between)
+    over = MMA.replace("[%r40]", "[%r47]")
+    return replace(kernel, body=kernel.body.replace(f"{between}\n{COPY}\n{FROM_TMEM}", f"{between}\n{over}"))
+
+
+def multiplied(before: str, behind: str) -> Kernel:
+    """A wgmma whose accumulator threads clear. The wgmma.fence stands before that, or behind it."""
+    ones = " ".join(f"mov.b32 %r{i}, 0x3c003c00;" for i in range(5))
+    clear = " ".join(f"mov.f32 %f{i}, 0f00000000;" for i in range(4))
+    body = f""".shared .align 1024 .b8 b[512]; mov.u32 %r41, b; mad.lo.u32 %r17, %tx, 4, %r41; {ones}
+st.shared.u32 [%r17], %r4; setp.eq.u32 %p1, 0, 0; {FENCE}
+{SYNC}
+shr.u32 %r41, %r41, 4; cvt.u64.u32 %rd10, %r41; or.b64 %rd10, %rd10, 0x1000080000;
+{before} {clear} {behind}
+wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {{%f0,%f1,%f2,%f3}}, {{%r0,%r1,%r2,%r3}}, %rd10, %p1, 1, 1, 0;
+wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+mul.wide.u32 %rd1, %tx, 4; add.u64 %rd1, %rd1, %out; st.global.f32 [%rd1], %f0; ret;"""
+    return Kernel(body, {"out": np.zeros(128, np.float32)}, block=(128, 1, 1), target="sm_90a")
+
+
+def exchanged(between: str) -> Kernel:
+    """Each lane reads what its neighbour stored, and lane 0 copies it all to global memory."""
+    body = f""".shared .align 16 .b8 cells[128]; mov.u32 %r41, cells; mad.lo.u32 %r17, %lane, 4, %r41;
+st.shared.u32 [%r17], %lane; {FENCE}
+{between}
+xor.b32 %r17, %r17, 4; ld.shared.u32 %r1, [%r17]; mul.wide.u32 %rd1, %lane, 4; add.u64 %rd1, %rd1, %out;
+st.global.u32 [%rd1], %r1; setp.ne.u32 %p3, %lane, 0; @%p3 bra END;
+cp.async.bulk.global.shared::cta.bulk_group [%copy], [cells], 128;
+cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+END: ret;"""
+    return Kernel(body, {"out": np.zeros(32, np.uint32), "copy": np.zeros(32, np.uint32)})
+
+
+LANES_MEET, WGMMA_FENCE = "bar.warp.sync 0xffffffff;", "wgmma.fence.sync.aligned;"
 SIGNAL = COMMIT.replace("[mbar]", "[other]")
 UNFENCED_INIT = init("mbar", "other").replace("fence.mbarrier_init.release.cluster;\n", "")
 GRADED = {
@@ -128,9 +177,13 @@ GRADED = {
     "mbarrier-reinitialised": (initialised_by_all("1"), copy_kernel()),
     "mbarrier-init-unfenced": (copy_kernel({"setup": UNFENCED_INIT}), copy_kernel()),
     "tmem-lane-ignored": (lanes("%r40"), lanes("%r44")),
+    "descriptor-bit-ignored": (block_scaled(FP4 | 1 << 12), block_scaled(FP4)),
     "missing-tcgen05-fence": (accumulating("", AFTER), accumulating(BEFORE, AFTER)),
     "tmem-copy-unordered": (copied_over(SIGNAL), copied_over(f"{SIGNAL}\n{wait('other', 0)}\n{AFTER}")),
     "tmem-load-used-unwaited": (loaded("add.u32 %r17, %r0, %r0;"), loaded("tcgen05.wait::ld.sync.aligned;")),
+    "tmem-mma-unordered": (accumulated_over(SIGNAL), accumulated_over(f"{SIGNAL}\n{wait('other', 0)}\n{AFTER}")),
+    "wgmma-fence-early": (multiplied(WGMMA_FENCE, ""), multiplied("", WGMMA_FENCE)),
+    "lanes-unordered": (exchanged(""), exchanged(LANES_MEET)),
     "unspecified-result": (
         Kernel("mov.b32 %r1, 0; rem.u32 %r2, %tx, %r1; ret;"),
         Kernel("mov.b32 %r1, 3; rem.u32 %r2, %tx, %r1; ret;"),
@@ -173,6 +226,10 @@ def test_both_tcgen05_fences_are_asked_for() -> None:
     without, _ = collected(accumulating(BEFORE, ""))
     assert slugs(without) == ["missing-tcgen05-fence"]
     assert "after_thread_sync" in str(without[0])
+    both = accumulating(BEFORE, AFTER)
+    early = both.body.replace(f"\n{BEFORE}", "").replace(ZEROS, f"{BEFORE}\n{ZEROS}")
+    ahead, _ = collected(replace(both, body=early))
+    assert slugs(ahead) == ["missing-tcgen05-fence"], "the fence stands in front of what it should order"
     plain, _ = collected(mma_kernel())
     assert slugs(plain) == ["missing-tcgen05-fence"], "a load behind a commit needs the fence after the wait"
 
@@ -183,6 +240,14 @@ def test_a_warp_needs_no_fence_behind_itself() -> None:
     assert slugs(found) == ["missing-tcgen05-fence"]
     assert found[0].other is not None
     assert found[0].other.who != "warp 0", f"{found[0]}: warp 0 issues the MMA"
+
+
+def test_a_lane_that_copies_alone_waits_for_the_other_lanes() -> None:
+    lines = {one.line for one in collected(exchanged(""))[0]}
+    texts = [exchanged("").ptx.splitlines()[line - 1] for line in sorted(lines)]
+    assert any("cp.async.bulk" in text for text in texts), f"the copy by lane 0 is not found: {texts}"
+    own = exchanged("").body.replace("xor.b32 %r17, %r17, 4;", "").replace("cp.async.bulk.global", "// ")
+    assert not collected(Kernel(own, exchanged("").buffers))[0], "a lane needs no barrier behind itself"
 
 
 def test_every_grade_has_rules_and_each_that_is_no_error_is_planted() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
+from collections.abc import Iterable
 from concurrent.futures import TimeoutError as OverTime
 from importlib import metadata
 from itertools import groupby
@@ -67,7 +68,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", default="", help="examine those whose name contains this, and write no record")
     parser.add_argument("--sources", type=Path, help="checkouts of public repositories, as owner+name or name: run too")
     parser.add_argument("--resume", action="store_true", help="with --sources: what is not right yet, and no wheel's")
+    parser.add_argument("--doors", action="store_true", help="measure what a launch by each door costs, and no more")
     given = parser.parse_args(arguments)
+    if given.doors:
+        from conformance.witness import door_overhead
+
+        door_overhead.renew()
+        return 0
     only = given.only
     chosen = [] if given.resume else [one for one in WITNESSES if only in one.name]
     if given.sources is not None:
@@ -82,7 +89,15 @@ def main(arguments: list[str]) -> int:
     return _of_wheels(chosen, only)
 
 
+def absent(packages: Iterable[str]) -> list[str]:
+    """Those of `packages` that are not installed."""
+    return sorted({name for name in packages if not any(metadata.distributions(name=name))})
+
+
 def _of_wheels(chosen: list[Witness], only: str) -> int:
+    if lacking := absent(one.package for one in chosen):
+        print(f"not installed, so that no witness of a wheel is examined: {', '.join(lacking)}. Run: nox -s witness")
+        return 2
     found = _examined(chosen)
     rows = [one.row for one in found]
     if not only:

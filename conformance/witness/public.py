@@ -35,7 +35,8 @@ import torch
 from pebble import ProcessExpired, ProcessPool
 
 from conformance.witness import references
-from conformance.witness.public_record import ARGUED, RECORD, TABLE, PublicRow, read_rows, rows_as_text, table
+from conformance.witness.public_record import ARGUED, RECORD, TABLE, PublicRow, read_rows, table
+from conformance.witness.record import rows_as_text
 from megamoe import torch_cuda
 from megamoe.contract import Target
 from megamoe.contract.backend import UnsupportedError
@@ -46,7 +47,7 @@ from megamoe.vm import Device
 
 SETTLED = ("ok", "argued", "defect", "uncompiled")
 """What a run need not repeat: nothing of ours is wrong with it."""
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 600
 SM_COUNT = 2
 """What persistent kernels are told: so few that each CTA has two tiles of a small problem."""
 STEP_BUDGET = 40_000_000
@@ -94,7 +95,8 @@ class PublicCase:
 
     `driver` is called with the module and the arguments instead, if there is one: it calls the function, and raises
     AssertionError if the result is wrong. Without one the function itself does, as tests do. `script`: the file runs
-    its kernels when it is imported, so that only what it defines is taken. `skipped`: why it cannot be run here.
+    its kernels when it is imported, so that only what it defines is taken. A CUDA header has a driver that gets a
+    `Header` for a module. `skipped`: why it cannot be run here.
     """
 
     family: str
@@ -120,6 +122,15 @@ class PublicCase:
         return " ".join((self.family, self.path, self.call, self.target))
 
 
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A CUDA header of the checkout in `folder`, for kernels that `device` launches."""
+
+    device: Device
+    folder: Path
+    name: str
+
+
 def _shown(value: object) -> str:
     return value.name if isinstance(value, Named) else str(value) if isinstance(value, torch.dtype) else repr(value)
 
@@ -140,9 +151,11 @@ class Named:
 
 def cases() -> tuple[PublicCase, ...]:
     """All of them, in the order of the record."""
-    from conformance.witness import cutedsl_examples, operator_libraries, triton_tutorials
+    from conformance.witness import cutedsl_examples, deep_gemm_kernels, operator_libraries, triton_tutorials
 
-    return (*triton_tutorials.CASES, *cutedsl_examples.CASES, *operator_libraries.CASES)
+    return (
+        *triton_tutorials.CASES, *cutedsl_examples.CASES, *deep_gemm_kernels.CASES, *operator_libraries.CASES
+    )  # fmt: skip
 
 
 class Counted(Device):
@@ -208,7 +221,7 @@ def _open_doors(case: PublicCase, device: Device) -> None:
 def judged(case: PublicCase, sources: str) -> PublicRow:
     """Run a case; its row."""
     row = blank(case, Path(sources))
-    if row.status == "not_run" and row.reason:
+    if row.reason:
         return row
     if (beside := str(Path(sources) / PACKAGES)) not in sys.path:
         sys.path.append(beside)
@@ -220,7 +233,7 @@ def judged(case: PublicCase, sources: str) -> PublicRow:
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             torch.manual_seed(0)
-            _call(case, folder)
+            _call(case, folder, device)
     except ModuleNotFoundError as missing:
         status, reason = "not_run", f"the package {missing.name} is not there"
     except pytest.skip.Exception as skip:
@@ -263,11 +276,12 @@ def _argued(ledger: Ledger, finding: KernelFinding) -> str:
     return next((entry.reason for entry in ledger.suppressions if entry.matches(finding)), "")
 
 
-def _call(case: PublicCase, folder: Path) -> None:
+def _call(case: PublicCase, folder: Path, device: Device) -> None:
     if case.function == MAIN:
         _main(folder / case.path, str(case.arguments["options"]))
         return
-    module = _module(folder, case)
+    path = Path(case.path)
+    module = _module(folder, case) if path.suffix == ".py" else Header(device, folder, path.name)
     values = {key: one.of(module) if isinstance(one, Named) else one for key, one in case.arguments.items()}
     call = getattr(module, case.function) if case.driver is None else partial(case.driver, module)
     call(**values)
@@ -295,8 +309,8 @@ MAX_REASON, MAX_KERNEL = 600, 48
 
 
 def _told(finding: KernelFinding, folder: Path) -> str:
-    """Rule and place; a place in the checkout without the folder where it lies."""
-    place = str(finding.place).replace(f"{folder}/", "")
+    """Rule and place; a place in a checkout without the folder where it lies."""
+    place = str(finding.place).replace(f"{folder}/", "").replace(f"{folder.parent}/", "")
     if (at := place.find("site-packages/")) >= 0:
         place = place[at + len("site-packages/") :]
     kernel = finding.kernel if len(finding.kernel) <= MAX_KERNEL else f"{finding.kernel[:MAX_KERNEL]}..."
@@ -394,18 +408,17 @@ def blank(case: PublicCase, sources: Path | None) -> PublicRow:
 def examined(chosen: Iterable[PublicCase], sources: Path) -> Iterator[PublicRow]:
     """The rows of the cases as they come, each target in a process of its own."""
     spawn = multiprocessing.get_context("spawn")
-    ready = dict[tuple[Target, str], list[PublicCase]]()
+    ready = dict[tuple[Target, str], list[tuple[PublicCase, PublicRow]]]()
     for case in chosen:
         row = blank(case, sources)
         if row.reason:
             yield row
         else:
             _, package = case.checkout.package(sources) or ("", "")
-            ready.setdefault((case.target, package), []).append(case)
+            ready.setdefault((case.target, package), []).append((case, row))
     for place, members in ready.items():
         with ProcessPool(1, context=spawn, initializer=settle, initargs=place) as pool:
-            for case in members:
-                row = blank(case, sources)
+            for case, row in members:
                 try:
                     row = pool.schedule(judged, args=(case, str(sources)), timeout=LIMIT_SECONDS).result()
                 except OverTime:
@@ -434,10 +447,5 @@ def renew(sources: Path, only: str = "", resume: bool = False) -> bool:
         print(f"{row.status:11} {row.cpu_seconds:6.1f} s  {said}", flush=True)
         write_file(RECORD, rows_as_text(rows.values()), "the record of public kernels", durable=False)
     write_file(RECORD, rows_as_text(rows.values()), "the record of public kernels")
-    renew_table()
+    write_file(TABLE, table(list(rows.values())), "the table of public kernels", durable=False)
     return good
-
-
-def renew_table() -> None:
-    """Write the table of the record."""
-    write_file(TABLE, table(read_rows(RECORD.read_text("utf-8"))), "the table of public kernels", durable=False)

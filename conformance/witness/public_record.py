@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,8 @@ PublicStatus = Literal[
     "ok", "argued", "defect", "finding", "wrong", "unsupported", "timed_out", "crashed", "uncompiled", "not_run"
 ]
 RECORD, TABLE = ROOT / "results" / "public.jsonl", ROOT / "results" / "public.md"
+DOORS = ROOT / "results" / "doors.json"
+"""What a launch by a door costs beside the machine's own."""
 ARGUED = Path(__file__).with_name("argued.yaml")
 """Findings of grade `error` in public kernels that somebody has looked at, each with its reason, as suppressions."""
 MEANING: Mapping[PublicStatus, str] = {
@@ -68,17 +70,8 @@ class PublicRow:
 
 def read_rows(text: str) -> list[PublicRow]:
     """The rows of a record; TypeError for a line with other keys than PublicRow's."""
-    rows = [PublicRow(**json.loads(line)) for line in text.splitlines()]
-    return [_with_tuples(row) for row in rows]
-
-
-def _with_tuples(row: PublicRow) -> PublicRow:
-    return PublicRow(**{**asdict(row), "errors": tuple(row.errors), "told": tuple(row.told)})
-
-
-def rows_as_text(rows: Iterable[PublicRow]) -> str:
-    """One JSON object a line."""
-    return "".join(json.dumps(asdict(row)) + "\n" for row in rows)
+    lines = map(json.loads, text.splitlines())
+    return [PublicRow(**{**one, **{name: tuple(one.get(name, ())) for name in ("errors", "told")}}) for one in lines]
 
 
 def table(rows: list[PublicRow]) -> str:
@@ -97,6 +90,7 @@ def table(rows: list[PublicRow]) -> str:
         f"{right} of {len(ran)} cases that ran are right{share}, in {seconds / 60:.0f} minutes of CPU; "
         f"{len(rows) - len(ran)} did not run.",
         "",
+        *_doors(),
         f"| family | target | {' | '.join(MEANING)} | CPU s |",
         "|---|---|" + "---|" * (len(MEANING) + 1),
     ]
@@ -119,6 +113,14 @@ def table(rows: list[PublicRow]) -> str:
         ]
         lines += [_table_row(row) for row in members]
     return "\n".join(lines) + "\n"
+
+
+def _doors() -> list[str]:
+    if not DOORS.is_file():
+        return []
+    costs = json.loads(DOORS.read_text("utf-8"))
+    said = ", ".join(f"{one['median_ms']} ms by {door} (at most {one['most_ms']})" for door, one in costs.items())
+    return [f"A launch by a door takes, beside that of the machine itself and in CPU of one thread: {said}.", ""]
 
 
 def _grouped(rows: list[PublicRow]) -> list[tuple[tuple[str, str], list[PublicRow]]]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 from conformance import ROOT
 
@@ -55,8 +55,8 @@ def read_rows(text: str) -> list[Row]:
     return [Row(**json.loads(line)) for line in text.splitlines()]
 
 
-def rows_as_text(rows: Iterable[Row]) -> str:
-    """One JSON object a line."""
+def rows_as_text(rows: Iterable[Any]) -> str:
+    """One JSON object a line, of a dataclass each."""
     return "".join(json.dumps(asdict(row)) + "\n" for row in rows)
 
 

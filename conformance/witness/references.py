@@ -9,8 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-_ATOM_ROWS, _ATOM_BLOCKS = 128, 4
+from megamoe.codec.nvfp4 import decode_e2m1, swizzled_shape, unpack, unswizzle_scales
 
 
 @contextmanager
@@ -40,15 +39,13 @@ def _values(operand: torch.Tensor) -> torch.Tensor:
     """[rows, k] in float32; two e2m1 a byte, the first in the low half."""
     if operand.dtype != torch.float4_e2m1fn_x2:
         return operand.float()
-    codes = operand.contiguous().view(torch.uint8).long()
-    return _E2M1[torch.stack((codes & 15, codes >> 4), -1).reshape(codes.shape[0], -1)]
+    return decode_e2m1(unpack(operand.contiguous().view(torch.uint8)))
 
 
 def _scales(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The scale of each element of `shape`: row r of an atom lies at byte 16 (r mod 32) + 4 (r div 32)."""
+    """The scale of each element of `shape`."""
     rows, k = shape
     block = 16 if flat.dtype == torch.float8_e4m3fn else 32
-    row_atoms, block_atoms = -(-rows // _ATOM_ROWS), -(-k // (block * _ATOM_BLOCKS))
-    atoms = flat.float().reshape(row_atoms, block_atoms, 32, 4, 4)
-    plain = atoms.permute(0, 3, 2, 1, 4).reshape(row_atoms * _ATOM_ROWS, block_atoms * _ATOM_BLOCKS)
-    return plain.repeat_interleave(block, 1)[:rows, :k]
+    blocks = -(-k // block)
+    plain = unswizzle_scales(flat.float().reshape(swizzled_shape(rows, blocks)), rows, blocks)
+    return plain.repeat_interleave(block, 1)[:, :k]

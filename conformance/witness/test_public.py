@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from conformance.witness import public
+from conformance.witness.__main__ import absent
 from conformance.witness.public import MAIN, Checkout, PublicCase, blank, cases
-from conformance.witness.public_record import ARGUED, RECORD, TABLE, read_rows, table
+from conformance.witness.public_record import ARGUED, DOORS, RECORD, TABLE, read_rows, table
 from megamoe.findings import read_suppressions
 
 ROWS = read_rows(RECORD.read_text("utf-8"))
 RENEW = "renew it: nox -s witness -- --sources DIR"
+MAX_OVERHEAD_MS = 5
 HERE = Checkout("someone/kernels", "0" * 40, "numpy")
 
 
 def test_the_table_of_public_kernels_is_that_of_the_record() -> None:
     assert TABLE.read_text("utf-8") == table(ROWS), RENEW
+
+
+def test_a_door_costs_little() -> None:
+    costs = json.loads(DOORS.read_text("utf-8"))
+    assert set(costs) == {"CUDA/PTX", "Triton", "CuTeDSL"}, "python -m conformance.witness --doors"
+    late = {door: one for door, one in costs.items() if one["median_ms"] > MAX_OVERHEAD_MS}
+    assert not late, f"the bar is {MAX_OVERHEAD_MS} ms beside the launch of the machine"
 
 
 def test_every_public_case_has_a_row() -> None:
@@ -90,3 +100,7 @@ def test_a_script_is_cut_where_it_runs() -> None:
     exec(compile(public._definitions(text), "script", "exec"), names)
     assert {"math", "size", "f", "C", "g"} <= set(names), "a definition is lost"
     assert not {"y", "z"} & set(names), "something ran"
+
+
+def test_packages_that_are_not_installed_are_named() -> None:
+    assert absent(["torch", "no-such-wheel", "numpy", "no-such-wheel"]) == ["no-such-wheel"]

@@ -151,7 +151,6 @@ class _Aside:
 
     judged_in: int
     pairs: list[Pair] = field(default_factory=list["Pair"])
-    turns: int = 0
     first: bool = False
 
 
@@ -449,10 +448,9 @@ class _CaseBench:
         """What is done between samples: nothing in a launch tells it from those of the samples around it."""
         aside = candidate.aside[temperature]
         if candidate.status is None and self._can_change(candidate):
-            if aside.turns == aside.judged_in:
+            if len(aside.pairs) == aside.judged_in:
                 self._change_inputs(candidate, temperature)
             aside.pairs.append(self._pair(candidate, temperature))
-        aside.turns += 1
 
     def _pair(self, candidate: _Candidate, temperature: Temperature) -> Pair:
         """One launch on the timed inputs, and one on inputs that it has never seen, in either order.
@@ -480,7 +478,7 @@ class _CaseBench:
             if new:
                 us = candidate.bound.sample(temperature, 1)
                 self._collect(candidate)
-                if all(_same_bits(self.arena.tensors[name], seen) for name, seen in candidate.accepted.items()):
+                if self._as_accepted(candidate):
                     self._conclude_kept(candidate)
                 self.buffers.synchronise()
                 return us
@@ -531,7 +529,7 @@ class _CaseBench:
         """See Watch. Outputs that equal the accepted ones bit for bit are right."""
         candidate = self.candidates[name]
         self._collect(candidate)
-        same = all(_same_bits(self.arena.tensors[name], seen) for name, seen in candidate.accepted.items())
+        same = self._as_accepted(candidate)
         if not same:
             candidate.differing_turns += 1
         if not self.arena.intact() or (not same and candidate.differing_turns <= MAX_JUDGED_TURNS):
@@ -539,6 +537,10 @@ class _CaseBench:
         if self.turn is not None and not candidate.aside[self.turn].first:
             self._step_aside(candidate, self.turn)
         return candidate.sentence or None
+
+    def _as_accepted(self, candidate: _Candidate) -> bool:
+        """Whether the outputs are bit for bit those that were accepted."""
+        return all(_same_bits(self.arena.tensors[name], seen) for name, seen in candidate.accepted.items())
 
     def _judge(self, candidate: _Candidate, when: str) -> None:
         """Concludes a candidate with wrong outputs. _SpoiltError if it has damaged guard bands or inputs."""

@@ -196,8 +196,8 @@ class AskedLaunch:
     @property
     def idle(self) -> str:
         """A given option that only a launch uses; "" if there is none."""
-        names = (one.name for one in fields(self) if one.name != "timeout")
-        return next((name for name in names if getattr(self, name) != getattr(AskedLaunch(), name)), "")
+        asked = (one for one in fields(self) if one.name != "timeout" and getattr(self, one.name) != one.default)
+        return next((one.name for one in asked), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,9 +53,10 @@ class RunOptions:
     `schedule`: the order in which asynchronous work completes: "eager", "lazy", "random:SEED", "late_cta:RANK" or
     "late_warp:INDEX" (VM only).
     `accumulate`: of matrix products: "fast" (float32 BLAS), "exact" (float64) or "hopper" (bit-exact model of an H200;
-    VM only). `step_budget`: steps after which the VM calls a program hung. `trace`: record what the agents do; an
-    executor that cannot record leaves Execution.trace None. `outputs`: the tensors that the program may write, None
-    for any; an executor that can, refuses writes to the others.
+    VM only); "ring": all floats are elements of a ring, so that every order of a sum gives one answer (attention's o on
+    the VM only; backends.vm.numerics.ring). `step_budget`: steps after which the VM calls a program hung. `trace`:
+    record what the agents do; an executor that cannot record leaves Execution.trace None. `outputs`: the tensors that
+    the program may write, None for any; an executor that can, refuses writes to the others.
     """
 
     schedule: str = "eager"

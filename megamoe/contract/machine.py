@@ -106,7 +106,14 @@ class FaultLike(Protocol):
 
 
 class LaunchRefusedError(ValueError):
-    """A kernel, launch or argument that no GPU would take: the text says which, the value, and what is possible."""
+    """A kernel, launch or argument that no GPU would take: the text says which, the value, and what is possible.
+
+    `cuda_error`: the cudaError_t that host code would get and may be prepared for; 0 for none.
+    """
+
+    def __init__(self, text: str, cuda_error: int = 0) -> None:
+        super().__init__(text)
+        self.cuda_error = cuda_error
 
 
 @dataclass(frozen=True, slots=True)

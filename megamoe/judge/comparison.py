@@ -64,6 +64,7 @@ def compared(spec: Spec, expected: Expected, outputs: Tensors) -> Judgement:
     """Compares `outputs` (of the whole case, on any device) with the references, by the tolerance of `spec`."""
     case, room = expected.case, reference(expected.case.op)
     part = expected.part(outputs)
+    tensors = spec.tensors_of(case)
     latitude = room.latitude(
         case, expected.inputs, _beside(expected.inputs, part), _beside(expected.inputs, expected.oracle)
     )
@@ -74,7 +75,7 @@ def compared(spec: Spec, expected: Expected, outputs: Tensors) -> Judgement:
         expected.simulated,
         spec.tolerance,
         spec.published(case),
-        axes={name: spec.tensors[name].shape for name in expected.oracle},
+        axes={name: tensors[name].shape for name in expected.oracle},
         absolute_scale=room.ABSOLUTE_SCALE,
         free=expected.free,
         latitude=_latitude_on_cpu(latitude),

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Protocol
 
+import numpy as np
 import torch
 
 from megamoe.judge.arena import is_poison
@@ -223,7 +224,7 @@ def _judge_codes(name: str, codes: Codes) -> _Verdict:
         return _Verdict(metrics)
     weight = torch.where(torch.isnan(codes.seen), math.inf, (codes.seen - middle).abs()) * wrong
     weight = torch.where(torch.isnan(weight), 0.0, weight)
-    row, *inside = (int(i) for i in torch.unravel_index(weight.argmax(), weight.shape))
+    row, *inside = (int(i) for i in np.unravel_index(int(weight.argmax()), weight.shape))
     at = (row, *inside)
     coordinate = tuple(zip(codes.axes, (int(codes.rows[row]), *inside), strict=True))
     worst = Worst(name, coordinate, float(codes.seen[at]), float(middle[at]))
@@ -358,7 +359,7 @@ def _over(name: str, seen: float, bar: float, noise: float, tolerance: Bars, flo
 
 
 def _worst(output: _Output, weight: torch.Tensor, actual: torch.Tensor, oracle: torch.Tensor) -> Worst:
-    index = torch.unravel_index(weight.argmax(), weight.shape) if weight.dim() else ()
+    index = np.unravel_index(int(weight.argmax()), weight.shape) if weight.dim() else ()
     at = tuple(int(i) for i in index)
     place = at if output.held is None else (*output.held.nonzero()[at[0]].tolist(), *at[1:])
     coordinate = tuple(zip(output.axes, place, strict=True))

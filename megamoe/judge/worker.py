@@ -8,7 +8,6 @@ never initialised CUDA and has one thread, so that a fork of it is as clean as a
 from __future__ import annotations
 
 import faulthandler
-import gc
 import multiprocessing
 import os
 import signal
@@ -20,6 +19,7 @@ from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING, Final
 
 from megamoe.contract.scratch import keep_temporary_files_together
+from megamoe.runner.child import spare_shared_pages
 from megamoe.runner.process import PRELOADED, environment_of_servers, keeper_of_worker
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ def start_worker(environment: Mapping[str, str], module: str) -> None:
     keeper_of_worker()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     import_module(module)
-    # Keeps the collector off the pages that all workers share, and off the objects of torch, which take it 0.2 s.
-    gc.freeze()
+    spare_shared_pages()
 
 
 @contextmanager

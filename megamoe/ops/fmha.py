@@ -7,15 +7,18 @@ h // (heads // kv_heads). lse is the natural logarithm of the sum of exp(scale *
 With `sinks` the softmax of a row has one more term, the sink of its head, which has no value: lse counts it, and a row
 that sees no key has lse = sink. With kv=latent, v is k.
 
+With `ragged` the tensors have the tokens of all sequences, [tokens, heads, hd]. A sequence is computed as a case of its
+own, of batch 1, so what holds of those holds of it.
+
 Each input distribution makes one kind of mistake visible.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -62,10 +65,12 @@ def key_range(case: Case, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 def make_inputs(case: Case, device: str | torch.device = "cpu") -> Inputs:
     """bf16 q [batch, heads, t, hd], k and v [batch, kv_heads, s_k, hd], drawn on the CPU and then moved to `device`.
 
-    No v if it is k; f32 sink [heads] if there are sinks. The bits depend on the case's id alone: op, axes, distribution
-    and seed. ValueError for an unknown distribution.
+    No v if it is k; f32 sink [heads] if there are sinks. Where ragged q is [total_q, heads, hd], k and v are [total_k,
+    kv_heads, hd], and int32 lengths and tables are as in the spec. The bits depend on the case's id alone: op, axes,
+    distribution and seed. ValueError for an unknown distribution.
     """
-    inputs = distribution_of(case, DISTRIBUTIONS)(case)
+    draw = distribution_of(case, DISTRIBUTIONS)
+    inputs = _ragged_inputs(case, draw) if case["ragged"] else draw(case)
     if case["kv"] == "latent":
         del inputs["v"]
     if case["sinks"]:
@@ -83,6 +88,106 @@ def _sinks(case: Case) -> torch.Tensor:
     if case.inputs == "large_logits":
         return sinks + torch.where(torch.arange(case.int("heads")) % 2 == 0, LOGIT_OFFSET, -LOGIT_OFFSET)
     return sinks + math.log(case.int("s_k")) + 0.5
+
+
+def drawn_lengths(case: Case) -> tuple[list[int], list[int]]:
+    """Query rows and keys of each sequence of a ragged case. One of them is as long as can be, others may be empty.
+
+    All rows are total_q, and all keys total_k. Keys in pages are as many as the pages hold, or fewer.
+    """
+    queries = _shares(case, "t", case.int("total_q"))
+    return queries, _shares(case, "s_k", case.int("total_k"), case.int("page_size"))
+
+
+def _shares(case: Case, axis: str, total: int, page: int = 0) -> list[int]:
+    """`total` dealt to the sequences, at most `axis` to each; with pages, as whole ones, and perhaps not all of it."""
+    batch, longest = case.int("batch"), case.int(axis)
+    lengths = [0] * batch
+    order = uniform(case, f"order of {axis}", (batch,)).argsort().tolist()
+    drawn = uniform(case, f"lengths of {axis}", (batch,)).tolist()
+    for left, number in zip(reversed(range(batch)), order, strict=True):
+        high = min(longest, total)
+        low = 0 if page else max(0, total - left * longest)
+        lengths[number] = high if left == batch - 1 else low + int(drawn[number] * (high - low + 1))
+        total -= -(-lengths[number] // page) * page if page else lengths[number]
+    return lengths
+
+
+def _alone(case: Case, number: int, t: int, s_k: int) -> Case:
+    """Sequence `number` of a ragged case as a case of its own, with random numbers of its own."""
+    axes = {
+        **dict(case.axes),
+        "batch": 1,
+        "t": t,
+        "s_k": s_k,
+        "ragged": False,
+        "total_q": 0,
+        "total_k": 0,
+        "page_size": 0,
+    }
+    return replace(case, axes=tuple(axes.items()), id=f"{case.id}|sequence {number}")
+
+
+def _sequences_of(case: Case) -> Iterator[Case]:
+    """The sequences of a ragged case, by their drawn lengths; the case itself if it is not ragged."""
+    if not case["ragged"]:
+        yield case
+        return
+    for number, (t, s_k) in enumerate(zip(*drawn_lengths(case), strict=True)):
+        if t:
+            yield _alone(case, number, t, s_k)
+
+
+def _ragged_inputs(case: Case, draw: Callable[[Case], Inputs]) -> Inputs:
+    """Draws each sequence as a case of its own. Where nothing may be read, k and v are NaN and block_table is -1."""
+    queries, keys = drawn_lengths(case)
+    packed: dict[str, list[torch.Tensor]] = {"q": [], "k": [], "v": []}
+    for number, (t, s_k) in enumerate(zip(queries, keys, strict=True)):
+        # No distribution is made for nothing.
+        drawn = draw(_alone(case, number, max(t, 1), max(s_k, 1)))
+        for name, parts in packed.items():
+            parts.append(drawn[name][0, :, : t if name == "q" else s_k].transpose(0, 1))
+    tensors = {name: torch.cat(parts) for name, parts in packed.items()}
+    tensors["cu_seqlens_q"] = _starts(queries)
+    page = case.int("page_size")
+    if not page:
+        return {**tensors, "cu_seqlens_k": _starts(keys)}
+    table = torch.full((case.int("batch"), -(-case.int("s_k") // page)), -1, dtype=torch.int32)
+    pages = uniform(case, "pages", (case.int("total_k") // page,)).argsort().int()
+    for entries, s_k in zip(table, keys, strict=True):
+        used = -(-s_k // page)
+        entries[:used], pages = pages[:used], pages[used:]
+    tensors |= {"seqused_k": torch.tensor(keys, dtype=torch.int32), "block_table": table}
+    rows = torch.cat([key_rows(case, tensors, number) for number in range(case.int("batch"))])
+    for name in ("k", "v"):
+        cache = torch.full((case.int("total_k"), *tensors[name].shape[1:]), math.nan, dtype=torch.bfloat16)
+        cache[rows], tensors[name] = tensors[name], cache
+    return tensors
+
+
+def _starts(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def key_rows(case: Case, inputs: Mapping[str, torch.Tensor], number: int) -> torch.Tensor:
+    """int64 [keys]: the rows of k and v that hold the keys of sequence `number`, in their order."""
+    page = case.int("page_size")
+    if not page:
+        start, end = inputs["cu_seqlens_k"][number : number + 2].tolist()
+        return torch.arange(start, end, device=inputs["k"].device)
+    key = torch.arange(int(inputs["seqused_k"][number]), device=inputs["k"].device)
+    return inputs["block_table"][number].long()[key // page] * page + key % page
+
+
+def _sequences(case: Case, inputs: Mapping[str, torch.Tensor]) -> Iterator[tuple[Case, Inputs]]:
+    """Each sequence of ragged inputs that has queries, as a case of its own."""
+    starts = inputs["cu_seqlens_q"].tolist()
+    for number, (start, end) in enumerate(pairwise(starts)):
+        if start < end:
+            rows = {"q": torch.arange(start, end, device=inputs["q"].device)}
+            rows["k"] = rows["v"] = key_rows(case, inputs, number)
+            own = {name: inputs[name][at].transpose(0, 1)[None] for name, at in rows.items() if name in inputs}
+            yield _alone(case, number, end - start, len(rows["k"])), {**inputs, **own}
 
 
 def one_hot_keys(case: Case) -> torch.Tensor:
@@ -273,9 +378,10 @@ def latitude(
     if case.inputs != "exact_sums" or case["sinks"] or "o" not in outputs:
         return Latitude()
     right = expected["o"].bfloat16().double()
-    rows = torch.arange(case.int("batch"), device=right.device)
+    rows = torch.arange(len(right), device=right.device)
     seen = outputs["o"].to(right.device).double()
-    return Latitude(codes={"o": Codes(seen, right, right, ("batch", "heads", "t", "hd"), rows)})
+    axes = ("total_q", "heads", "hd") if case["ragged"] else ("batch", "heads", "t", "hd")
+    return Latitude(codes={"o": Codes(seen, right, right, axes, rows)})
 
 
 def sample(case: Case, inputs: Mapping[str, torch.Tensor], most_flops: int) -> None:
@@ -284,28 +390,42 @@ def sample(case: Case, inputs: Mapping[str, torch.Tensor], most_flops: int) -> N
 
 def useful_flops(case: Case) -> int:
     """Multiplications and additions of both products, over the visible keys only."""
-    first, last = key_range(case, torch.arange(case.int("t")))
-    pairs = int((last - first + 1).clamp(min=0).sum())
-    return 4 * case.int("hd") * pairs * case.int("heads") * case.int("batch")
+    flops = 0
+    for one in _sequences_of(case):
+        first, last = key_range(one, torch.arange(one.int("t")))
+        pairs = int((last - first + 1).clamp(min=0).sum())
+        flops += 4 * one.int("hd") * pairs * one.int("heads") * one.int("batch")
+    return flops
 
 
 def minimum_bytes(case: Case) -> int:
-    """Bytes of q, of the keys and values that some query sees, of o, of lse and of the sinks, each moved once."""
-    first, last = key_range(case, torch.arange(case.int("t")))
-    seen = max(0, int(last.max()) - int(first.min()) + 1)
-    rows = case.int("heads") * case.int("t")
-    vectors = 2 * rows + (1 if case["kv"] == "latent" else 2) * case.int("kv_heads") * seen
-    sinks = 4 * case.int("heads") if case["sinks"] else 0
-    return case.int("batch") * (2 * case.int("hd") * vectors + (4 * rows if case["lse"] else 0)) + sinks
+    """Bytes of q, of the keys and values that some query sees, of o, lse, sinks and lengths, each moved once.
+
+    Of a table of pages the entries that name a page of some sequence.
+    """
+    moved = 4 * case.int("heads") if case["sinks"] else 0
+    if case["ragged"]:
+        keys, page = drawn_lengths(case)[1], case.int("page_size")
+        moved += 4 * (2 * case.int("batch") + (2 if not page else 1 + sum(-(-s_k // page) for s_k in keys)))
+    for one in _sequences_of(case):
+        first, last = key_range(one, torch.arange(one.int("t")))
+        seen = max(0, int(last.max()) - int(first.min()) + 1)
+        rows = one.int("heads") * one.int("t")
+        vectors = 2 * rows + (1 if one["kv"] == "latent" else 2) * one.int("kv_heads") * seen
+        moved += one.int("batch") * (2 * one.int("hd") * vectors + (4 * rows if one["lse"] else 0))
+    return moved
 
 
 def oracle(case: Case, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """float64 o [batch, heads, t, hd] and, if the case asks for it, lse [batch, heads, t]."""
+    """float64 o [batch, heads, t, hd] and, if the case asks for it, lse [batch, heads, t].
+
+    Where ragged o is [total_q, heads, hd] and lse [total_q, heads].
+    """
     return _attend(case, inputs, _exact_rows, torch.float64, torch.float64)
 
 
 def simulated(case: Case, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """bf16 o [batch, heads, t, hd] and f32 lse [batch, heads, t], rounded as a good kernel does.
+    """bf16 o and f32 lse in the shapes of the oracle's, rounded as a good kernel does.
 
     Products of bf16 q and k are accumulated in fp32; the softmax runs in fp32 on base 2, relative to the row maximum;
     P is rounded to bf16 for the second product, which is accumulated in fp32. The row sum is that of the fp32 P, before
@@ -325,6 +445,9 @@ def _attend(
     o_dtype: torch.dtype,
     lse_dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
+    if case["ragged"]:
+        each = [_attend(*one, attend_rows, o_dtype, lse_dtype) for one in _sequences(case, inputs)]
+        return {name: torch.cat([one[name][0].transpose(0, 1) for one in each]) for name in each[0]}
     q, k, v = inputs["q"], inputs["k"], inputs["k" if case["kv"] == "latent" else "v"]
     batch, kv_heads, t, hd = case.int("batch"), case.int("kv_heads"), case.int("t"), case.int("hd")
     # The query heads of one KV head lie next to each other. Folded into rows, they read its keys once.
@@ -335,7 +458,7 @@ def _attend(
     row = torch.arange(rows, device=q.device) % t
     sink = inputs["sink"] if case["sinks"] else torch.full((case.int("heads"),), -math.inf, device=q.device)
     sink = sink.view(kv_heads, -1).repeat_interleave(t, dim=1)
-    step = max(1, SCORES // case.int("s_k"))
+    step = max(1, SCORES // max(1, case.int("s_k")))
     for kv in product(range(batch), range(kv_heads)):
         for start in range(0, rows, step):
             here = (*kv, slice(start, start + step))
@@ -349,6 +472,8 @@ def _attend(
 
 
 def _exact_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax) -> Rows:
+    if not len(k):
+        return torch.zeros_like(q), softmax.sink
     s = (q.double() @ k.double().mT).mul_(softmax.scale).masked_fill_(~softmax.visible, -math.inf)
     lse = torch.logaddexp(torch.logsumexp(s, dim=-1), softmax.sink.double())
     p = s.sub_(_finite(lse)[:, None]).exp_()
@@ -356,6 +481,8 @@ def _exact_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Soft
 
 
 def _rounded_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax) -> Rows:
+    if not len(k):
+        return torch.zeros_like(q), softmax.sink
     s = (q.float() @ k.float().mT).masked_fill_(~softmax.visible, -math.inf)
     log2_e = math.log2(math.e)
     to_base_2 = torch.tensor(softmax.scale * log2_e, dtype=torch.float32, device=q.device)

@@ -204,9 +204,8 @@ def parse_records(path: Path, data: bytes) -> RecordFile:
     if tail:
         torn = f"{path}, line {len(whole) + 1} is torn ({len(tail)} bytes without a newline) and was ignored"
     lines = tuple(_parse_line(path, number, text) for number, text in enumerate(whole, 1))
-    older = {line.run for line, text in zip(lines, whole, strict=True) if not _of_this_version(text)}
-    newer = {line.run for line, text in zip(lines, whole, strict=True) if _of_this_version(text)} if older else set()
-    return RecordFile(path, lines, torn, frozenset(older - newer))
+    newer = {line.run for line, text in zip(lines, whole, strict=True) if _of_this_version(text)}
+    return RecordFile(path, lines, torn, frozenset({line.run for line in lines} - newer))
 
 
 class _VersionError(ValueError):

@@ -64,6 +64,23 @@ class Expression:
             raise ExpressionError(f"{self.text!r} cannot be computed: {error}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class HasValue:
+    """The condition that an axis of text has one of its values: expressions are over numbers and bools."""
+
+    axis: str
+    wanted: str
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The axis."""
+        return frozenset({self.axis})
+
+    def value(self, axes: Mapping[str, AxisValue]) -> bool:
+        """Whether it holds at `axes`."""
+        return axes[self.axis] == self.wanted
+
+
 def parse_expression(text: str, known: Collection[str]) -> Expression:
     """`text` parsed, over the axes in `known`. Raises ExpressionError."""
     if len(text) > MAX_LENGTH or not _ALLOWED.fullmatch(text) or _GLUED.search(text):

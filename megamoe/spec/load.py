@@ -12,7 +12,7 @@ from pathlib import Path
 from megamoe import SPECS
 from megamoe.contract import AxisValue, Case, spell
 from megamoe.spec.case_space import Axis, CaseSpace, OutsideError, Range
-from megamoe.spec.expression import Expression, ExpressionError, parse_expression
+from megamoe.spec.expression import Expression, ExpressionError, HasValue, parse_expression
 from megamoe.spec.marked_yaml import KeyPath, MarkedYaml, SpecError, nearest, parse_marked_yaml, read_text
 from megamoe.spec.schema import AxisEntry, OverrideEntry, ProfileEntry, RangeEntry, Role, SpecEntry, read_entry
 from megamoe.spec.spec import Override, Profile, Spec, TensorSpec, Thresholds, Tolerance
@@ -172,31 +172,57 @@ class _Builder:
         tensors: dict[str, TensorSpec] = {}
         for name, entry in self.entry.tensors.items():
             path: KeyPath = ("tensors", name)
-            if entry.when is not None:
-                self._known((*path, "when"), "bool axis", entry.when, flags)
-            shape = tuple(str(dim) for dim in entry.shape)
-            dims = tuple(self._expression((*path, "shape", i), dim, lengths) for i, dim in enumerate(shape))
+            shape, dims = self._shape((*path, "shape"), entry.shape, lengths)
+            shape_if = None
+            for axis, other in entry.shape_if.items():
+                self._known((*path, "shape_if"), "bool axis", axis, flags)
+                shape_if = (axis, *self._shape((*path, "shape_if", axis), other, lengths))
             roles = self._roles((*path, "role"), entry.role)
+            when = self._when((*path, "when"), entry.when, lengths, flags)
             role = next(iter(roles[1].values())) if roles else entry.role
             assert isinstance(role, str)
-            tensors[name] = TensorSpec(name, shape, entry.dtype, role, entry.when, entry.doc or "", dims, roles)
+            doc = entry.doc or ""
+            tensors[name] = TensorSpec(name, shape, entry.dtype, role, when, doc, dims, roles, shape_if)
         self._hold_outputs(tensors)
         return tensors
+
+    def _shape(
+        self, path: KeyPath, entry: list[str | int], lengths: list[str]
+    ) -> tuple[tuple[str, ...], tuple[Expression, ...]]:
+        shape = tuple(str(dim) for dim in entry)
+        return shape, tuple(self._expression((*path, i), dim, lengths) for i, dim in enumerate(shape))
 
     def _roles(self, path: KeyPath, given: Role | dict[str, dict[str, Role]]) -> tuple[str, dict[str, Role]] | None:
         if isinstance(given, str):
             return None
         ((name, roles),) = given.items()
+        self._hold_values(path, name, roles)
+        return name, roles
+
+    def _when(
+        self, path: KeyPath, given: str | dict[str, str] | None, lengths: list[str], flags: list[str]
+    ) -> Expression | HasValue | None:
+        if given is None:
+            return None
+        if isinstance(given, str):
+            if given.isidentifier():
+                self._known(path, "bool axis", given, flags)
+            return self._expression(path, given, [*lengths, *flags])
+        ((name, value),) = given.items()
+        self._hold_values(path, name, (value,))
+        return HasValue(name, value)
+
+    def _hold_values(self, path: KeyPath, name: str, values: Iterable[str]) -> None:
+        """SpecError if `name` is no axis of text, or never has one of `values`."""
         self._known(path, "axis of text", name, [name for name, axis in self.axes.items() if axis.kind == "str"])
-        for value in roles:
+        for value in values:
             if value not in (choices := self.axes[name].limits.choices or ()):
                 known = ", ".join(spell(choice) for choice in choices)
                 raise self.document.error((*path, name, value), f"{name} is never {value!r}; it is one of {known}")
-        return name, roles
 
     def _hold_outputs(self, tensors: Mapping[str, TensorSpec]) -> None:
         """SpecError if some values of the axes that decide about tensors leave no output."""
-        deciding = sorted({tensor.condition for tensor in tensors.values()} - {""})
+        deciding = sorted({name for tensor in tensors.values() for name in tensor.conditions})
         for values in itertools.product(*(self.axes[name].limits.choices or () for name in deciding)):
             axes = dict(zip(deciding, values, strict=True))
             if not any(tensor.role_in(axes) == "output" for tensor in tensors.values()):

@@ -50,6 +50,11 @@ AnyRole = Annotated[
     Annotated[Role, Tag("<role>")] | Annotated[RoleByAxis, Tag("<roles>"), Field(min_length=1, max_length=1)],
     Discriminator(lambda value: "<roles>" if isinstance(value, dict) else "<role>"),
 ]
+AnyCondition = Annotated[
+    Annotated[str, Tag("<flag>")] | Annotated[dict[Name, str], Tag("<value>"), Field(min_length=1, max_length=1)],
+    Discriminator(lambda value: "<value>" if isinstance(value, dict) else "<flag>"),
+]
+Shape = Annotated[list[str | int], Field(min_length=1)]
 Row = dict[Name, Scalar]
 Product = dict[Name, Annotated[list[Scalar], Field(min_length=1)]]
 Matrix = Annotated[
@@ -85,15 +90,18 @@ class AxisEntry(RangeEntry):
 
 
 class TensorEntry(_Entry):
-    """A tensor. `when` names a bool axis without which it is absent.
+    """A tensor. `when` names a bool axis, the value of an axis of text as {AXIS: VALUE}, or a condition over axes of
+    numbers and bools, without which it is absent.
 
-    `role` may depend on one axis, as {AXIS: {VALUE: role}}: the tensor is absent for the values not named.
+    `role` may depend on one axis, as {AXIS: {VALUE: role}}: the tensor is absent for the values not named. `shape_if`:
+    {AXIS: shape}, the shape where that bool axis is true.
     """
 
-    shape: list[str | int] = Field(min_length=1)
+    shape: Shape
     dtype: Dtype
     role: AnyRole = "input"
-    when: Name | None = None
+    shape_if: dict[Name, Shape] = Field(default={}, max_length=1)
+    when: AnyCondition | None = None
     doc: Sentence | None = None
 
 

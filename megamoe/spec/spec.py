@@ -14,7 +14,7 @@ from typing import Literal
 
 from megamoe.contract import AxisValue, Case, Temperature, spell
 from megamoe.spec.case_space import Axis, CaseSpace, OutsideError
-from megamoe.spec.expression import Expression, ExpressionError
+from megamoe.spec.expression import Expression, ExpressionError, HasValue
 from megamoe.spec.marked_yaml import MarkedYaml, SpecError, nearest
 
 Role = Literal["input", "output"]
@@ -28,30 +28,49 @@ __all__ = ["Profile", "Spec", "SpecError", "TensorSpec", "Tolerance"]
 class TensorSpec:
     """A tensor of an op. `shape` holds axis names or expressions over axes.
 
-    `when`: a bool axis; the tensor is absent where it is false. `roles`: an axis of text and the role for each of its
-    values; the tensor is absent for the other values. `role` is then the first of these; `Spec.tensors_of` sets the
-    right one.
+    `when`: a condition; the tensor is absent where it is false. `roles`: an axis of text and the role for each of its
+    values; the tensor is absent for the other values. `role` is then the first of these. `shape_if`: a bool axis, and
+    the shape and its `dims` where that is true.
+    `Spec.tensors_of` sets the right role and shape.
     """
 
     name: str
     shape: tuple[str, ...]
     dtype: str
     role: Role
-    when: str | None
+    when: Expression | HasValue | None
     doc: str
     dims: tuple[Expression, ...] = field(repr=False)
     roles: tuple[str, Mapping[str, Role]] | None = None
+    shape_if: tuple[str, tuple[str, ...], tuple[Expression, ...]] | None = field(default=None, repr=False)
 
     def role_in(self, axes: Mapping[str, AxisValue]) -> Role | None:
         """Its role at `axes`; None where it is absent."""
-        if self.when is not None and axes[self.when] is not True:
+        if self.when is not None and not self.when.value(axes):
             return None
         return self.role if self.roles is None else self.roles[1].get(str(axes[self.roles[0]]))
 
+    def at(self, axes: Mapping[str, AxisValue]) -> TensorSpec | None:
+        """The tensor as it is at `axes`; None where it is absent."""
+        role = self.role_in(axes)
+        if role is None:
+            return None
+        if self.shape_if is not None and axes[self.shape_if[0]]:
+            _, shape, dims = self.shape_if
+            return replace(self, role=role, shape=shape, dims=dims)
+        return self if role == self.role else replace(self, role=role)
+
     @property
-    def condition(self) -> str:
-        """The axis that decides whether it is there; "" if it always is."""
-        return self.when or (self.roles[0] if self.roles else "")
+    def conditions(self) -> tuple[str, ...]:
+        """The axes that decide whether it is there."""
+        named = sorted(self.when.names) if self.when else ()
+        return (*named, self.roles[0]) if self.roles else (*named,)
+
+    @property
+    def other_lengths(self) -> frozenset[str]:
+        """The axes that its shape has under `shape_if` alone."""
+        dims = self.shape_if[2] if self.shape_if else ()
+        return frozenset(name for dim in dims for name in dim.names if dim.text not in self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +187,16 @@ class Spec:
     def tensors_of(self, case: Case) -> dict[str, TensorSpec]:
         """The tensors that `case` has, in the order of the spec."""
         axes = dict(case.axes)
-        roles = {name: tensor.role_in(axes) for name, tensor in self.tensors.items()}
-        return {name: replace(self.tensors[name], role=role) for name, role in roles.items() if role}
+        there = {name: tensor.at(axes) for name, tensor in self.tensors.items()}
+        return {name: tensor for name, tensor in there.items() if tensor}
 
     def shape(self, tensor: str, case: Case) -> tuple[int, ...]:
         """The shape of `tensor` in `case`, in elements. SpecError if `case` has no such tensor."""
         if tensor not in self.tensors:
             raise self.document.error(("tensors",), f"there is no tensor {tensor!r}; {nearest(tensor, self.tensors)}")
-        spec = self.tensors[tensor]
-        if spec.role_in(dict(case.axes)) is None:
-            seen = f"{spec.condition} is {spell(case[spec.condition])}"
+        spec = self.tensors[tensor].at(dict(case.axes))
+        if spec is None:
+            seen = " and ".join(f"{name} is {spell(case[name])}" for name in self.tensors[tensor].conditions)
             raise self.document.error(("tensors", tensor), f"{case.id} has no {tensor}: {seen}")
         return tuple(self._extent(tensor, dim, case) for dim in spec.dims)
 

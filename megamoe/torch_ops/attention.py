@@ -8,25 +8,13 @@ executes the kernels' PTX, so sizes must be small. docs/torch.md has what it doe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
-from megamoe.torch_ops.calls import (
-    OpCall,
-    Output,
-    Wanted,
-    call_for,
-    require_kinds,
-    require_one_device,
-    without_derivatives,
-)
-
-MAX_CALLS = 4096
-"""Sizes whose kernels are kept ready: a decoder that grows its cache by a key a step has new sizes in each."""
-TILE = 64
-MAX_MACHINE_WORK = 1 << 31
-"""Query rows times keys times hd, in whole tiles: 4096 tiles of 64 x 64 at hd 128. The machine does them in turn."""
+from megamoe.torch_ops.calls import OpCall, require_kinds, require_one_device, without_derivatives
+from megamoe.torch_ops.sequences import MAX_CALLS, TENSORS, Options, SequenceLengths, Sizes, fmha_call
 
 _KINDS = {"causal": "bool", "window": "int?", "scale": "float?", "backend": "str?"}
 _OPTIONS = "bool causal=False, int? window=None, float? scale=None, str? backend=None"
@@ -41,8 +29,9 @@ _LIBRARY.define(
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, window: int | None = None,
-    scale: float | None = None, return_lse: bool = False, backend: str | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None, *, causal: bool = False,
+    window: int | None = None, scale: float | None = None, return_lse: bool = False, backend: str | None = None,
+    sinks: torch.Tensor | None = None, lengths: SequenceLengths | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """softmax(scale * q k^T + mask) v, and with `return_lse` the log-sum-exp of each row.
 
@@ -52,11 +41,17 @@ def attention(
     is 1 / sqrt(hd). `backend`: a registered one; None is the fastest that can do it here. A tensor that is not
     contiguous is copied first. The first call with new sizes builds and loads its kernels.
 
+    Without v, k is both, as in absorbed latent attention. `sinks` f32 [heads]: logits without a value, one more term in
+    the softmax of each row of a head. `lengths`: the sequences have lengths of their own, and perhaps a cache in pages.
+    Then q and o are [tokens, heads, hd] and lse is [tokens, heads].
+
     ValueError for tensors, options or sizes that it does not do; UnsupportedError if no backend has the kernel here;
     RuntimeError if a tensor requires a gradient or has a tangent.
     """
     if not (type(causal) is bool and window is None and scale is None and backend is None):
         require_kinds({"causal": causal, "window": window, "scale": scale, "backend": backend}, _KINDS)
+    if v is None or sinks is not None or lengths is not None:
+        return _by_sequences((q, k, v, sinks), lengths, return_lse, (causal, window, scale, backend))
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         require_kinds({"q": q, "k": k, "v": v}, _KINDS)
     require_one_device("q, k and v", (q, k, v))
@@ -65,8 +60,26 @@ def attention(
     return torch.ops.megamoe.attention.default(q, k, v, causal, window, scale, backend)
 
 
-Options = tuple[bool, int | None, float | None, str | None]
-"""causal, window, scale, backend: what the operators take behind q, k and v."""
+def _by_sequences(
+    tensors: Sequence[torch.Tensor | None], lengths: SequenceLengths | None, return_lse: bool, options: Options
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`tensors`: q, k, v and sinks."""
+    if lengths is not None and not isinstance(lengths, SequenceLengths):
+        raise ValueError(f"lengths is {repr(lengths)[:80]}; it must be a megamoe.SequenceLengths or None")
+    named = dict(zip(("q", "k", "v", "sinks"), tensors, strict=True))
+    bounds = (0, 0)
+    if lengths is not None:
+        bounds = lengths.max_seqlen_q, lengths.max_seqlen_k
+        require_kinds(dict(zip(_BOUNDS, bounds, strict=True)), dict.fromkeys(_BOUNDS, "int"))
+    named |= {name: getattr(lengths, name, None) for name in _LENGTHS}
+    require_kinds({name: one for name, one in named.items() if one is not None or name in ("q", "k")}, {})
+    require_one_device(TENSORS, (one for one in named.values() if one is not None))
+    o, lse = torch.ops.megamoe.sequence_attention.default(*named.values(), *bounds, return_lse, *options)
+    return (o, lse) if return_lse else o
+
+
+_BOUNDS = ("max_seqlen_q", "max_seqlen_k")
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: bool | float | str | None) -> torch.Tensor:
@@ -95,34 +108,11 @@ def _call_of(lse: bool, *given: object) -> OpCall:
     shapes: tuple[torch.Size, ...] = given[:3]  # pyright: ignore[reportAssignmentType]
     dtypes: tuple[torch.dtype, ...] = given[3:6]  # pyright: ignore[reportAssignmentType]
     devices: tuple[int, ...] = given[6:9]  # pyright: ignore[reportAssignmentType]
-    causal, window, scale, backend = _filled(given[9:])
     _check(shapes, dtypes)
     if len(set(devices)) > 1:
         raise ValueError("q, k and v must be on one device")
     (batch, heads, t, hd), (_, kv_heads, s_k, _) = shapes[0], shapes[1]
-    axes = {"hd": hd, "t": t, "s_k": s_k, "batch": batch, "heads": heads, "kv_heads": kv_heads}
-    row_tiles = batch * kv_heads * -(-max(1, heads // max(1, kv_heads)) * t // TILE)
-    o = Output("o", (batch, heads, t, hd), torch.bfloat16)
-    return call_for(
-        Wanted(
-            op="fmha",
-            axes={**axes, "causal": causal, "window": window, "scale": scale, "lse": lse},
-            inputs=("q", "k", "v"),
-            weights=(),
-            outputs=(o, Output("lse", (batch, heads, t), torch.float32)) if lse else (o,),
-            work=row_tiles * TILE * -(-s_k // TILE) * TILE * hd,
-            bound=MAX_MACHINE_WORK,
-            unit=f"query rows x keys x hd, in tiles of {TILE} rows and {TILE} keys,",
-            device=devices[0],
-            backend=backend,
-        )
-    )
-
-
-def _filled(options: tuple[object, ...]) -> Options:
-    # The dispatcher leaves out trailing options that have their default.
-    causal, window, scale, backend = (*options, *(False, None, None, None)[len(options) :])
-    return bool(causal), window, scale, backend  # pyright: ignore[reportReturnType]
+    return fmha_call(Sizes(batch, heads, kv_heads, t, s_k, hd), ("q", "k", "v"), devices[0], lse, given[9:])
 
 
 def _check(shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from typing import Any, Final, Protocol
 
 import torch
@@ -43,15 +44,16 @@ from megamoe.spec.spec import Spec
 # do not know it.
 empty_on_device = guards._empty_strided_cuda  # pyright: ignore[reportAttributeAccessIssue]
 MACHINE, DEVICE = "vm", "gpu"
-MACHINE_TARGET: Final[Target] = "sm_100a"
-"""What a CPU runs: these kernels cost the machine less than those of sm_90a, whose MoE repacks weights in each call."""
+MACHINE_TARGETS: Final[tuple[Target, ...]] = ("sm_100a", "sm_90a")
+"""What a CPU runs, the first that can: kernels of sm_100a cost the machine less than those of sm_90a, whose MoE repacks
+weights in each call."""
 PREFERRED: Final[Mapping[str, tuple[str, ...]]] = {DEVICE: ("cutedsl", "ptx"), MACHINE: ("ptx", "cutedsl")}
 """Backends by executor, the first that can do the case is taken: the faster kernels on a device; on a CPU those that
 need no compiler."""
 ALIGNMENT: Final = 16
 """Bytes. Bulk copies and tensor maps want it of an address (PTX ISA, cp.async.bulk; CUDA driver API, tensor maps)."""
 SHARED_BYTES: Final = 1 << 16
-EMPTY_AXES: Final = ("batch", "t", "tokens")
+EMPTY_AXES: Final = ("batch", "t", "total_q", "tokens")
 """Of an output without elements one of these is 0. No kernel is launched for it."""
 BLOCK_ALIGNMENT: Final = 512
 """Of a workspace in its block: what torch's allocator gives."""
@@ -127,11 +129,17 @@ _KINDS: Final[Mapping[str, tuple[tuple[type, ...], str]]] = {
 def require_one_device(said: str, tensors: Iterable[torch.Tensor]) -> None:
     """ValueError if `tensors` are on several devices; `said` names them.
 
-    The dispatcher gives tensors of which one is on `meta` to the function for fakes, which computes nothing.
+    The dispatcher gives tensors of which one is on `meta` to the function for fakes, which computes nothing. That asks
+    too, but torch.compile makes another error of what it raises: the public functions ask in every call.
     """
-    devices = dict.fromkeys(one.device for one in tensors)
+    devices = dict.fromkeys([one.device for one in tensors])
     if len(devices) > 1:
         raise ValueError(f"{said} must be on one device; they are on {' and '.join(map(str, devices))}")
+
+
+def with_defaults(options: Sequence[object], defaults: Sequence[object]) -> tuple[Any, ...]:
+    """`options` of an operator: the dispatcher leaves out those at their defaults, from the last on."""
+    return (*options, *defaults[len(options) :])
 
 
 def refuse_derivatives(op: str, tensors: Iterable[object]) -> None:
@@ -194,7 +202,7 @@ def call_for(wanted: Wanted) -> OpCall:
                 f"on a CPU {wanted.op} runs in the virtual machine, which takes small sizes: {wanted.unit} are "
                 f"{wanted.work} here and may be {wanted.bound}"
             )
-        return _first_that_can(wanted, case, load_executor(MACHINE), MACHINE_TARGET)
+        return _first_that_can(wanted, case, load_executor(MACHINE), MACHINE_TARGETS)
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{wanted.op} is called for the first time with these sizes ({case.id}) while a CUDA graph is captured; "
@@ -206,15 +214,15 @@ def call_for(wanted: Wanted) -> OpCall:
         for target in TARGETS:
             reason = executor.unavailable(target)
             if reason is None:
-                return _first_that_can(wanted, case, executor, target)
+                return _first_that_can(wanted, case, executor, (target,))
             refused.append(reason)
         raise UnsupportedError("; ".join(dict.fromkeys(refused)))
 
 
-def _first_that_can(wanted: Wanted, case: Case, executor: Executor, target: Target) -> OpCall:
+def _first_that_can(wanted: Wanted, case: Case, executor: Executor, targets: Sequence[Target]) -> OpCall:
     names = (wanted.backend,) if wanted.backend else PREFERRED[executor.name]
     refused: list[str] = []
-    for name in names:
+    for target, name in product(targets, names):
         try:
             program = load_backend(name).build(case, target)
             if isinstance(executor, LoadingExecutor):
@@ -222,7 +230,7 @@ def _first_that_can(wanted: Wanted, case: Case, executor: Executor, target: Targ
             return MachineCall(wanted, program, executor)
         except UnsupportedError as reason:
             refused.append(f"{name}: {reason}")
-    raise UnsupportedError(f"no kernel does {case.id} on {target}: {'; '.join(refused)}")
+    raise UnsupportedError(f"no kernel does {case.id} on {' or '.join(targets)}: {'; '.join(refused)}")
 
 
 def _as_read(tensor: torch.Tensor) -> torch.Tensor:

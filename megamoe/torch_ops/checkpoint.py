@@ -3,19 +3,21 @@
 A projection `p` of expert `e` under the prefix of a layer is four tensors, PREFIX.experts.E.P.*: `weight` u8
 [n, k / 2], two e2m1 codes a byte, the first in the low nibble; `weight_scale` e4m3 [n, k / 16]; `weight_scale_2` f32,
 the global scale; `input_scale` f32, the global scale of what the projection multiplies. P is gate_proj, up_proj,
-down_proj, or w1, w3, w2.
+down_proj, or w1, w3, w2. Shared experts are PREFIX.shared_experts.P.*, several of them as one that is wider, as
+DeepSeek's models have them.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -30,7 +32,11 @@ MAX_NAMED: Final = 5
 """Names that a sentence lists."""
 NOT_A_SCALE: Final = 0x7F
 """From here on an e4m3 code is NaN or has a sign."""
-_NAME: Final = re.compile(r"^(?:(?P<prefix>.+)\.)?experts\.(?P<expert>\d+)\.(?P<projection>\w+)\.(?P<part>\w+)$")
+SHARED: Final = -1
+"""Stands for the number of an expert in the name of the shared ones."""
+_NAME: Final = re.compile(
+    r"^(?:(?P<prefix>.+)\.)?(?:experts\.(?P<expert>\d+)|shared_experts)\.(?P<projection>\w+)\.(?P<part>\w+)$"
+)
 
 
 def load_moe_weights(
@@ -39,11 +45,14 @@ def load_moe_weights(
     *,
     experts: Sequence[int] | range | None = None,
     device: torch.device | str = "cpu",
+    shared: bool = False,
+    activations: Literal["nvfp4", "bf16"] = "nvfp4",
 ) -> MoeWeights:
     """The experts of one layer.
 
     `checkpoint`: a file of safetensors, a folder of them, or tensors by name. `prefix`: of the layer, such as
     "model.layers.3.mlp"; None if only one layer has experts. `experts`: those that this rank holds, None for all.
+    `shared`: the shared experts too. `activations`: for those of bf16 no `input_scale` is read, nor need it be there.
 
     ValueError, with the name of the tensor, for what is missing, of another shape or dtype, or no number;
     FileNotFoundError if there is no such checkpoint; ImportError without safetensors.
@@ -51,7 +60,7 @@ def load_moe_weights(
     with ExitStack() as stack:
         source = _Tensors(checkpoint) if isinstance(checkpoint, Mapping) else _Files(Path(checkpoint), stack)
         layer = _Layer.found(source, prefix)
-        return layer.weights(layer.chosen(experts), torch.device(device))
+        return layer.weights(layer.chosen(experts), torch.device(device), shared, activations == "nvfp4")
 
 
 class _Tensors:
@@ -117,7 +126,7 @@ def _opened(file: Path) -> Any:
         raise ValueError(f"{file} is no file of safetensors: {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Layer:
     """The experts under one prefix. `names`: (expert, projection, part) -> name."""
 
@@ -130,11 +139,13 @@ class _Layer:
         layers: dict[str, dict[tuple[int, str, str], str]] = {}
         for name in source.names:
             if match := _NAME.match(name):
-                key = (int(match["expert"]), match["projection"], match["part"])
+                expert = SHARED if match["expert"] is None else int(match["expert"])
+                key = (expert, match["projection"], match["part"])
                 names = layers.setdefault(match["prefix"] or "", {})
                 if key in names:
                     raise ValueError(f"{source.said}: {names[key]} and {name} are one tensor by two names")
                 names[key] = name
+        layers = {name: names for name, names in layers.items() if any(expert != SHARED for expert, _, _ in names)}
         known = ", ".join(sorted(layers)[:MAX_NAMED]) + (", ..." if len(layers) > MAX_NAMED else "")
         if not layers:
             raise ValueError(f"{source.said} has no tensor named PREFIX.experts.NUMBER.PROJECTION.weight")
@@ -147,7 +158,7 @@ class _Layer:
 
     def chosen(self, experts: Sequence[int] | range | None) -> list[int]:
         """The numbers of the experts to load: all of 0 to the highest, or those that were asked for."""
-        held = {expert for expert, _, _ in self.names}
+        held = {expert for expert, _, _ in self.names if expert != SHARED}
         if experts is None:
             return list(range(max(held) + 1))
         absent = [expert for expert in experts if expert not in held]
@@ -159,19 +170,21 @@ class _Layer:
     def _said(self) -> str:
         return f"{self.source.said}: the layer {self.prefix!r}"
 
+    @cached_property
     def _projections(self) -> tuple[str, str, str]:
-        seen = {projection for _, projection, _ in self.names}
+        seen = {projection for expert, projection, _ in self.names if expert != SHARED}
         fitting = [names for names in PROJECTIONS if seen & set(names)]
         if len(fitting) != 1:
             known = " or ".join(", ".join(names) for names in PROJECTIONS)
             raise ValueError(f"{self._said} has the projections {', '.join(sorted(seen))}; they must be {known}")
         return fitting[0]
 
-    def weights(self, experts: list[int], device: torch.device) -> MoeWeights:
-        """Stacked expert by expert, so that no tensor is there twice."""
-        gate, up, down = self._projections()
-        hidden, intermediate = self._sizes(experts[0], gate)
-        count = len(experts)
+    def weights(self, experts: list[int], device: torch.device, shared: bool, calibrated: bool) -> MoeWeights:
+        """Stacked expert by expert, so that no tensor is there twice. `calibrated`: with the scales of inputs."""
+        hidden, intermediate = self._sizes(experts[0])
+        sharing = self._sharing(intermediate) if shared else 0
+        count = len(experts) + sharing
+        scales = count if calibrated else 0
         made = MoeWeights(
             w1_codes=torch.empty(count, 2 * intermediate, hidden // 2, dtype=torch.uint8, device=device),
             w1_sf=_empty_scales(count, 2 * intermediate, hidden, device),
@@ -179,39 +192,75 @@ class _Layer:
             w2_codes=torch.empty(count, hidden, intermediate // 2, dtype=torch.uint8, device=device),
             w2_sf=_empty_scales(count, hidden, intermediate, device),
             w2_gs=torch.empty(count, device=device),
-            a2_gs=torch.empty(count, device=device),
-            x_gs=torch.zeros(1, device=device),
+            a2_gs=torch.empty(scales, device=device),
+            x_gs=torch.zeros(1 if calibrated else 0, device=device),
+            shared=sharing,
         )
         largest_x = 0.0
-        for index, expert in enumerate(experts):
-            one, two = (self._projection(expert, name, intermediate, hidden) for name in (gate, up))
-            three = self._projection(expert, down, hidden, intermediate)
-            if one.gs != two.gs:
-                raise ValueError(
-                    f"{self._said}: weight_scale_2 of expert {expert} is {one.gs:g} for {gate} and {two.gs:g} for "
-                    f"{up}; the two are one GEMM here and must have one global scale"
-                )
+        wanted = [(expert, 1) for expert in experts] + ([(SHARED, sharing)] if sharing else [])
+        parts = (
+            part for expert, many in wanted for part in self._parts(expert, many, hidden, intermediate, calibrated)
+        )
+        for index, (one, two, three) in enumerate(parts):
             made.w1_codes[index] = interleave(one.codes, two.codes, INTERLEAVE)
             made.w1_sf[index] = swizzle_scales(interleave(one.sf, two.sf, INTERLEAVE))
             made.w2_codes[index], made.w2_sf[index] = three.codes, swizzle_scales(three.sf)
-            made.w1_gs[index], made.w2_gs[index], made.a2_gs[index] = one.gs, three.gs, three.input_gs
+            made.w1_gs[index], made.w2_gs[index] = one.gs, three.gs
+            if calibrated:
+                made.a2_gs[index] = three.input_gs
             largest_x = max(largest_x, one.input_gs, two.input_gs)
         # x is quantised once for all experts: under the scale that holds the largest of each.
         made.x_gs.fill_(largest_x)
         return made
 
-    def _sizes(self, expert: int, gate: str) -> tuple[int, int]:
-        """hidden and intermediate. ValueError if the kernels have no such layer."""
+    def _parts(
+        self, expert: int, many: int, hidden: int, intermediate: int, calibrated: bool
+    ) -> Iterator[tuple[_Projection, _Projection, _Projection]]:
+        """gate, up and down of an expert, or of each of `many` that are stored as one."""
+        gate, up, down = self._projections
+        width = many * intermediate
+        one, two = (self._projection(expert, name, width, hidden, calibrated) for name in (gate, up))
+        three = self._projection(expert, down, hidden, width, calibrated)
+        if one.gs != two.gs:
+            who = "the shared experts" if expert == SHARED else f"expert {expert}"
+            raise ValueError(
+                f"{self._said}: weight_scale_2 of {who} is {one.gs:g} for {gate} and {two.gs:g} for {up}; the two are "
+                f"one GEMM here and must have one global scale"
+            )
+        for first in range(0, width, intermediate):
+            last = first + intermediate
+            yield one.rows(first, last), two.rows(first, last), three.columns(first, last)
+
+    def _sharing(self, intermediate: int) -> int:
+        """As how many experts the shared ones count."""
+        if not any(expert == SHARED for expert, _, _ in self.names):
+            raise ValueError(f"{self._said} has no shared_experts")
+        rows = self._matrix(SHARED).shape[0]
+        if not rows or rows % intermediate:
+            raise ValueError(
+                f"{self._said} has shared_experts of {rows} rows; they must be as wide as some of its experts, which "
+                f"have {intermediate}"
+            )
+        return rows // intermediate
+
+    def _matrix(self, expert: int) -> torch.Tensor:
+        """The codes of gate."""
+        gate = self._projections[0]
         weight = self._tensor(expert, gate, "weight")
         if weight.dim() != 2:
             raise ValueError(f"{self._named(expert, gate, 'weight')} has shape {list(weight.shape)}, not [n, k / 2]")
+        return weight
+
+    def _sizes(self, expert: int) -> tuple[int, int]:
+        """hidden and intermediate. ValueError if the kernels have no such layer."""
+        weight = self._matrix(expert)
         intermediate, hidden = weight.shape[0], 2 * weight.shape[1]
         axes = {"hidden": hidden, "intermediate": intermediate, "num_experts": 1, "tokens": 1}
         if (reason := spec_of("nvfp4_moe").admits(axes)) is not None:
             raise ValueError(f"{self._said} has experts of {intermediate} x {hidden}: {reason}")
         return hidden, intermediate
 
-    def _projection(self, expert: int, projection: str, n: int, k: int) -> _Projection:
+    def _projection(self, expert: int, projection: str, n: int, k: int, calibrated: bool) -> _Projection:
         codes = self._tensor(expert, projection, "weight", torch.uint8, (n, k // 2))
         sf = self._tensor(expert, projection, "weight_scale", torch.float8_e4m3fn, (n, k // SF_VEC_SIZE))
         scales = sf.view(torch.uint8)
@@ -221,7 +270,7 @@ class _Layer:
             codes,
             scales,
             self._scalar(expert, projection, "weight_scale_2"),
-            self._scalar(expert, projection, "input_scale"),
+            self._scalar(expert, projection, "input_scale") if calibrated else 0.0,
         )
 
     def _scalar(self, expert: int, projection: str, part: str) -> float:
@@ -252,7 +301,7 @@ class _Layer:
 
     def _named(self, expert: int, projection: str, part: str) -> str:
         start = f"{self.prefix}." if self.prefix else ""
-        return f"{start}experts.{expert}.{projection}.{part}"
+        return f"{start}{'shared_experts' if expert == SHARED else f'experts.{expert}'}.{projection}.{part}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +312,15 @@ class _Projection:
     sf: torch.Tensor
     gs: float
     input_gs: float
+
+    def rows(self, first: int, last: int) -> _Projection:
+        """Rows `first` to `last` - 1."""
+        return replace(self, codes=self.codes[first:last], sf=self.sf[first:last])
+
+    def columns(self, first: int, last: int) -> _Projection:
+        """Columns `first` to `last` - 1."""
+        sf = self.sf[:, first // SF_VEC_SIZE : last // SF_VEC_SIZE]
+        return replace(self, codes=self.codes[:, first // 2 : last // 2], sf=sf)
 
 
 def _empty_scales(count: int, rows: int, k: int, device: torch.device) -> torch.Tensor:

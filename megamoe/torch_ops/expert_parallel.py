@@ -68,12 +68,18 @@ class ExpertParallelMoe:
     def __init__(self, weights: MoeWeights, capacity: int, group: dist.ProcessGroup | None = None) -> None:
         """`capacity`: tokens that a rank may send to another one in a call, the same on all ranks.
 
-        ValueError for a capacity below 1; RuntimeError before torch.distributed.init_process_group.
+        ValueError for a capacity below 1, or for shared experts: each rank would add its own to a token. RuntimeError
+        before torch.distributed.init_process_group.
         """
         if not dist.is_initialized():
             raise RuntimeError("ExpertParallelMoe needs a process group: call torch.distributed.init_process_group")
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}; a rank must be able to send a token")
+        if weights.shared:
+            raise ValueError(
+                f"the weights hold {weights.shared} shared experts, and each rank would add its own to a token; give "
+                f"weights.experts(0, {weights.num_experts}), and add megamoe.moe of the shared ones"
+            )
         self.weights, self.capacity, self.group = weights, capacity, group
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._fullest = torch.zeros(self.ranks, 2, dtype=torch.int32)
@@ -81,6 +87,7 @@ class ExpertParallelMoe:
     def __call__(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, clamp: float | None = None,
         weight: Literal["after", "before"] = "after", backend: str | None = None, wait: bool = True,
+        activations: Literal["nvfp4", "bf16"] = "nvfp4",
     ) -> torch.Tensor:  # fmt: skip
         """As megamoe.moe, with the numbers of experts over all ranks in `topk_ids`; every rank calls it, also
         one without tokens.
@@ -97,7 +104,9 @@ class ExpertParallelMoe:
         places = Places.of(rank_of_choice, self.ranks, self.capacity)
         received = self._exchanged(self._packed(places, x, topk_ids, topk_weights, rank_of_choice))
         tokens, ids, weights = self._unpacked(received, x.shape[1], min(experts, topk_ids.shape[1]))
-        rows = moe(tokens, self.weights, ids, weights, clamp=clamp, weight=weight, backend=backend)
+        rows = moe(
+            tokens, self.weights, ids, weights, clamp=clamp, weight=weight, backend=backend, activations=activations
+        )
         y = places.combined(self._exchanged(rows.view(self.ranks, -1).view(torch.uint8)).view(x.dtype).view(rows.shape))
         overflown = (self._fullest[:, 1] > self.capacity).any()
         if wait:

@@ -10,7 +10,7 @@ weights have changed. On a CPU the virtual machine executes the kernels' PTX. do
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Literal
@@ -37,6 +37,7 @@ from megamoe.torch_ops.calls import (
     forget_layouts,
     require_kinds,
     require_one_device,
+    with_defaults,
     without_derivatives,
 )
 
@@ -52,18 +53,20 @@ TENSORS = "x, topk_ids, topk_weights and the weights"
 PREPARED = ("w1_codes", "w1_sf", "w2_codes", "w2_sf")
 """The stacks that kernels may bring into a layout of their own."""
 INPUTS = ("x_codes", "x_sf", "x_gs", *STACKS, "topk_ids", "topk_weights")
+BF16_INPUTS = ("x", *(name for name in STACKS if name != "a2_gs"), "topk_ids", "topk_weights")
 
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """The experts of a layer in NVFP4, as specs/nvfp4_moe.yaml has them; `e` experts of this rank.
+    """The experts of a layer in NVFP4, as specs/nvfp4_moe.yaml has them; `e` experts of this rank and shared ones.
 
     `w1_codes` u8 [e, 2 intermediate, hidden / 2] and `w2_codes` u8 [e, hidden, intermediate / 2]: two codes a byte.
     `w1_sf` u8 [e, 2 intermediate / 128, hidden / 64, 512], `w2_sf` u8 [e, hidden / 128, intermediate / 64, 512]: e4m3
     block scales, swizzled. Rows of w1 are in turns of `interleave` of gate and of up. `w1_gs`, `w2_gs` f32 [e]: global
     scales. `a2_gs` f32 [e]: of each expert's activations between the two GEMMs. `x_gs` f32 [1]: of the layer's input,
-    or [0], if each token shall have its own, from its largest element. A tensor that is not contiguous, or a stack that
-    begins at no multiple of 16 bytes of its storage, is copied once, here.
+    or [0], if each token shall have its own, from its largest element. For bf16 activations a2_gs may be [0], too. The
+    last `shared` experts are those that every token visits. A tensor that is not contiguous, or a stack that begins at
+    no multiple of 16 bytes of its storage, is copied once, here.
     """
 
     w1_codes: torch.Tensor
@@ -75,9 +78,12 @@ class MoeWeights:
     a2_gs: torch.Tensor
     x_gs: torch.Tensor
     interleave: int = INTERLEAVE
+    shared: int = 0
 
     def __post_init__(self) -> None:
         # A call would copy them each time, and bring each copy into the kernels' layout.
+        if not 0 <= self.shared <= len(self.w1_codes):
+            raise ValueError(f"shared is {self.shared}; of {len(self.w1_codes)} experts none to all can be shared")
         for name, one in zip((*STACKS, "x_gs"), self.tensors(), strict=True):
             shifted = name in PREPARED and one.storage_offset() * one.element_size() % ALIGNMENT
             if shifted or not one.is_contiguous():
@@ -105,8 +111,8 @@ class MoeWeights:
 
     @property
     def num_experts(self) -> int:
-        """Experts of this rank."""
-        return self.w1_codes.shape[0]
+        """Experts of this rank that topk_ids may name."""
+        return self.w1_codes.shape[0] - self.shared
 
     @property
     def hidden(self) -> int:
@@ -120,12 +126,11 @@ class MoeWeights:
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors in the order of the fields."""
-        return [getattr(self, one.name) for one in fields(self) if one.name != "interleave"]
+        return [getattr(self, name) for name in (*STACKS, "x_gs")]
 
     def to(self, device: torch.device | str | int) -> MoeWeights:
         """The same weights on `device`."""
-        names = [one.name for one in fields(self) if one.name != "interleave"]
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return replace(self, **{name: getattr(self, name).to(device) for name in (*STACKS, "x_gs")})
 
     def changed(self) -> None:
         """Says that numbers have changed in a way that torch does not count, as through `.data`.
@@ -136,13 +141,19 @@ class MoeWeights:
         forget_layouts(getattr(self, name) for name in PREPARED)
 
     def experts(self, first: int, count: int) -> MoeWeights:
-        """The weights of experts `first` to `first + count - 1`: what one rank of several holds. Views, no copies."""
+        """The weights of experts `first` to `first + count - 1`, without shared ones: what one rank of several holds.
+
+        Views, no copies.
+        """
         if not 0 <= first < first + count <= self.num_experts:
             raise ValueError(f"experts {first} to {first + count - 1} of {self.num_experts}")
-        return replace(self, **{name: getattr(self, name)[first : first + count] for name in STACKS})
+        return replace(self, shared=0, **{name: getattr(self, name)[first : first + count] for name in STACKS})
 
     def dequantised(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """gate and up f32 [intermediate, hidden], down f32 [hidden, intermediate]: the numbers that are held."""
+        """gate and up f32 [intermediate, hidden], down f32 [hidden, intermediate]: the numbers that are held.
+
+        Shared experts have the numbers from num_experts on.
+        """
         rows, hidden, width = 2 * self.intermediate, self.hidden, self.intermediate
         w1_sf = unswizzle_scales(self.w1_sf[expert], rows, hidden // SF_VEC_SIZE)
         w2_sf = unswizzle_scales(self.w2_sf[expert], hidden, width // SF_VEC_SIZE)
@@ -154,31 +165,37 @@ class MoeWeights:
 _LIBRARY = torch.library.Library("megamoe", "FRAGMENT")
 _LIBRARY.define(
     "moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weights, int interleave=8, float? clamp=None, "
-    "bool weigh_before=False, str? backend=None) -> Tensor",
+    "bool weigh_before=False, str? backend=None, int shared=0, bool bf16=False) -> Tensor",
     tags=torch.Tag.needs_exact_strides,
 )
 
 
+_DEFAULTS = (INTERLEAVE, None, False, None, 0, False)
 _KINDS = {"clamp": "float?", "backend": "str?"}
 
 
 def moe(
     x: torch.Tensor, weights: MoeWeights, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *,
     clamp: float | None = None, weight: Literal["after", "before"] = "after", backend: str | None = None,
+    activations: Literal["nvfp4", "bf16"] = "nvfp4",
 ) -> torch.Tensor:  # fmt: skip
     """y[t] = sum over k of w[t, k] * W2[e] requantise(silu(gate) * up); e = topk_ids[t, k], gate and up are W1[e] x[t].
 
-    x bf16 [tokens, hidden], quantised here to NVFP4; topk_ids int32 or int64 [tokens, topk], distinct in a row, -1 for
-    an expert of another rank; topk_weights f32 [tokens, topk]. Returns y bf16 [tokens, hidden]. `clamp`: limits gate
-    from above and up from both sides. `weight`: whether w multiplies rows of W2, or what is requantised. `backend`: as
-    for megamoe.attention. The first call with a new number of tokens builds and loads its kernels. A token that is not
-    finite, and an id beyond the experts, are not noticed: to look would be to wait.
+    x bf16 [tokens, hidden]; topk_ids int32 or int64 [tokens, topk], distinct in a row, -1 for an expert of another
+    rank; topk_weights f32 [tokens, topk]. Returns y bf16 [tokens, hidden]. Shared experts of `weights` are added for
+    every token with weight 1, and topk_ids do not name them. `clamp`: limits gate from above and up from both sides.
+    `weight`: whether w multiplies rows of W2, or what is requantised. `activations`: x is quantised here to NVFP4, and
+    so is what lies between the GEMMs; or both stay bf16. `backend`: as for megamoe.attention. The first call with a new
+    number of tokens builds and loads its kernels. A token that is not finite, and an id beyond the experts, are not
+    noticed: to look would be to wait.
 
     ValueError for tensors or sizes that it does not do; UnsupportedError if no backend has the kernel here;
     RuntimeError if a tensor requires a gradient or has a tangent.
     """
     if weight not in ("after", "before"):
         raise ValueError(f"weight is {weight!r}; it is 'after' or 'before'")
+    if activations not in ("nvfp4", "bf16"):
+        raise ValueError(f"activations is {activations!r}; it is 'nvfp4' or 'bf16'")
     if not isinstance(weights, MoeWeights):
         raise ValueError(f"weights is a {type(weights).__name__}; make MoeWeights of them, or load_moe_weights(...)")
     require_kinds(
@@ -186,8 +203,8 @@ def moe(
     )
     tensors = weights.tensors()
     require_one_device(TENSORS, (x, topk_ids, topk_weights, *tensors))
-    before = weight == "before"
-    return torch.ops.megamoe.moe.default(x, topk_ids, topk_weights, tensors, weights.interleave, clamp, before, backend)
+    options = (weights.interleave, clamp, weight == "before", backend, weights.shared, activations == "bf16")
+    return torch.ops.megamoe.moe.default(x, topk_ids, topk_weights, tensors, *options)
 
 
 def _moe(
@@ -205,11 +222,24 @@ def _moe(
     if not len(x):
         return call((x,))[0]
     *stacks, x_gs = weights
-    codes, sf, gs = _tokens(x.contiguous(), x_gs)
+    shared, bf16 = with_defaults(options, _DEFAULTS)[4:]
     if topk_ids.dtype != torch.int32:
         # The cast alone would make another expert of an id that 32 bits do not hold.
         topk_ids = topk_ids.clamp(-1, len(stacks[0])).to(torch.int32)
-    return call((codes, sf, gs, *stacks, topk_ids, topk_weights))[0]
+    if shared:
+        topk_ids, topk_weights = _with_shared(topk_ids, topk_weights, len(stacks[0]), int(shared))
+    if bf16:
+        return call((x.contiguous(), *stacks[:-1], topk_ids, topk_weights))[0]
+    return call((*_tokens(x.contiguous(), x_gs), *stacks, topk_ids, topk_weights))[0]
+
+
+def _with_shared(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, experts: int, shared: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The choices of each token, and then the last `shared` of the experts with weight 1."""
+    names = torch.arange(experts - shared, experts, dtype=topk_ids.dtype, device=topk_ids.device)
+    ones = topk_weights.new_ones(len(topk_weights), shared)
+    return torch.cat((topk_ids, names.expand(len(topk_ids), -1)), dim=1), torch.cat((topk_weights, ones), dim=1)
 
 
 def _tokens(x: torch.Tensor, x_gs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -236,11 +266,12 @@ def _made(
     devices: tuple[int, ...],
     options: tuple[object, ...],
 ) -> OpCall:
-    interleaved, clamp, before, backend = (*options, *(INTERLEAVE, None, False, None)[len(options) :])
-    _check(shapes, dtypes)
+    interleaved, clamp, before, backend, shared, bf16 = with_defaults(options, _DEFAULTS)
+    _check(shapes, dtypes, bf16)
     if len(set(devices)) > 1:
         raise ValueError(f"{TENSORS} must be on one device")
     (tokens, hidden), (_, topk), num_experts, intermediate = shapes[0], shapes[1], shapes[3][0], shapes[3][1] // 2
+    topk += shared
     row_tiles = min(num_experts, tokens * topk) + tokens * topk // ROWS_PER_TILE
     return call_for(
         Wanted(
@@ -252,22 +283,24 @@ def _made(
                 "tokens": tokens,
                 "topk": topk,
                 "weight": "before" if before else "after",
-                "clamp": clamp,  # pyright: ignore[reportArgumentType]
-                "interleave": interleaved,  # pyright: ignore[reportArgumentType]
+                "clamp": clamp,
+                "interleave": interleaved,
+                "shared": shared,
+                "activations": "bf16" if bf16 else "nvfp4",
             },
-            inputs=INPUTS,
+            inputs=BF16_INPUTS if bf16 else INPUTS,
             weights=PREPARED,
             outputs=(Output("y", (tokens, hidden), torch.bfloat16),),
             work=row_tiles * hidden * intermediate,
             bound=MAX_MACHINE_WORK,
             unit=f"tiles of {ROWS_PER_TILE} rows of experts x hidden x intermediate",
             device=devices[0],
-            backend=backend,  # pyright: ignore[reportArgumentType]
+            backend=backend,
         )
     )
 
 
-def _check(shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype]) -> None:
+def _check(shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], bf16: bool) -> None:
     """ValueError for tensors that are not of one layer; the text names the first that is wrong."""
     x, ids = shapes[0], shapes[1]
     if len(x) != 2 or len(ids) != 2 or len(shapes) != 3 + len(STACKS) + 1:
@@ -289,7 +322,7 @@ def _check(shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype]) -> None:
         ("w2_codes", byte, (experts, hidden, intermediate // 2)),
         ("w2_sf", byte, (experts, *swizzled_shape(hidden, intermediate // SF_VEC_SIZE))),
         ("w2_gs", real, (experts,)),
-        ("a2_gs", real, (experts,)),
+        ("a2_gs", real, (0,) if bf16 and not shapes[-2][0] else (experts,)),
         ("x_gs", real, (min(1, shapes[-1][0]),)),
     ]
     for (name, dtype, shape), seen, found in zip(wanted, shapes, dtypes, strict=True):
@@ -305,7 +338,7 @@ def _fake(
     *options: object,
 ) -> torch.Tensor:
     given = (x, topk_ids, topk_weights, *weights)
-    _check([one.shape for one in given], [one.dtype for one in given])
+    _check([one.shape for one in given], [one.dtype for one in given], with_defaults(options, _DEFAULTS)[5])
     require_one_device(TENSORS, given)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megamoe.contract import Case
 
 OPERANDS: Final[Mapping[str, Parameter]] = {
+    "x": TensorParameter("bf16", ("tokens", "hidden")),
     "x_codes": TensorParameter("u8", ("tokens", "hidden_bytes")),
     "x_sf": TensorParameter("u8", ("token_tiles", "hidden_atoms", "atom_bytes")),
     "x_gs": TensorParameter("f32", ("tokens",)),
@@ -33,6 +34,7 @@ OPERANDS: Final[Mapping[str, Parameter]] = {
 RESULTS: Final[Mapping[str, Parameter]] = {
     "a2_codes": TensorParameter("u8", ("rows", "intermediate_bytes")),
     "a2_sf": TensorParameter("u8", ("row_tiles", "intermediate_atoms", "atom_bytes")),
+    "a2": TensorParameter("bf16", ("rows", "intermediate")),
     "rows": TensorParameter("bf16", ("rows", "hidden")),
     "y": TensorParameter("bf16", ("tokens", "hidden")),
 }

@@ -24,6 +24,10 @@ def fmha_program(case: Case, splits: int | None = None, max_ctas: int = B200_SM_
     """
     if case["sinks"]:
         raise UnsupportedError(f"{case.id}: the sm_100a kernel of the cutedsl backend has no attention sinks")
+    if case["ragged"]:
+        raise UnsupportedError(
+            f"{case.id}: the sm_100a kernel of the cutedsl backend has neither sequences of their own lengths nor pages"
+        )
     splits = splits or split_count(case.int("t"), case.int("s_k"))
     return attention_call(compiled(case.int("hd")), case, splits, max_ctas)
 

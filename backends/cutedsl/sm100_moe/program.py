@@ -22,7 +22,7 @@ from backends.cutedsl.device import B200_SM_COUNT
 from backends.cutedsl.moe.parameters import CONSTANTS as TENSOR_CONSTANTS
 from backends.cutedsl.moe.parameters import DIVISORS, OPERANDS, RESULTS, experts_of, sizes_of
 from backends.cutedsl.sm100_moe.plan import UNIT_FIELDS, pays_as_pair
-from megamoe.contract import HostProgram
+from megamoe.contract import HostProgram, UnsupportedError
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
@@ -64,8 +64,10 @@ def moe_program(case: Case, cta_group: int | None = None, max_ctas: int = B200_S
     """The call that performs `case`. `cta_group` (1 or 2) replaces the rule of `pays_as_pair`.
 
     A CTA takes several tiles in turn where there are more than `max_ctas` of them; there is one pair at least.
-    UnsupportedError for more experts than the routing kernel counts.
+    UnsupportedError for more experts than the routing kernel counts, and for bf16 activations.
     """
+    if case["activations"] == "bf16":
+        raise UnsupportedError(f"{case.id}: the sm_100a kernels of the cutedsl backend have no bf16 activations")
     stage, experts = str(case["stage"]), experts_of(case)
     if cta_group is None:
         cta_group = 2 if pays_as_pair(case.int("tokens") * case.int("topk"), experts) else 1

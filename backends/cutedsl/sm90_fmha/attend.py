@@ -22,19 +22,25 @@ from backends.cutedsl.sm90_fmha.operands import (
     make_pv_mma,
     make_qk_mma,
     make_registers,
+    visible_keys,
 )
 from backends.cutedsl.sm90_fmha.order import deal, dealt_item, parts
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.softmax import (
     ROWS,
     RowState,
+    block_exponentials,
     exponentials,
     mask_scores,
     raise_maxima,
     rescale,
     reset,
     round_p,
+    round_pairs,
+    row_values,
+    total,
 )
+from backends.cutedsl.sm90_fmha.trust import TrustedTile, settle
 
 TURN_BARRIER = 2
 """Named barriers: warpgroup g waits for its turn at TURN_BARRIER + g."""
@@ -132,7 +138,8 @@ def consumer_warpgroup(
     hand = deal(plan, problem)
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
         item = dealt_item(plan, problem, number)
-        begin_rows(plan, problem, item, registers.rows, mSink, consumer)
+        own = problem.of(item.sequence, plan)
+        begin_rows(plan, own, item, registers.rows, mSink, consumer)
         registers.rO.fill(0.0)
         if item.tiles > 0:
             q_stage = q_place.stage
@@ -140,9 +147,9 @@ def consumer_warpgroup(
                 q_stage = q_stage * plan.groups + group
             wait_full(q, q_place)
             q_view = QView(q, q_place, q_stage)
-            kv_place = attend(plan, problem, item, operands, registers, q_view, kv, kv_place, consumer)
+            kv_place = attend(plan, own, item, operands, registers, smem, q_view, kv, kv_place, consumer)
             q_place = advanced(q, q_place)
-        finish_item(plan, problem, outputs, smem, item, registers, consumer)
+        finish_item(plan, own, outputs, smem, item, registers, consumer)
 
 
 @cute.jit
@@ -161,7 +168,7 @@ def begin_rows(
     """
     reset(state)
     if cutlass.const_expr(mSink is not None):
-        heads = problem.rows // problem.t
+        heads = problem.group if plan.ragged else problem.rows // problem.t
         first_head = item.kv_batch % (cute.size(mSink) // heads) * heads
         row = first_row(plan, item, consumer)
         is_first = Boolean(item.split == 0)
@@ -187,6 +194,7 @@ def attend(
     item: AttentionItem,
     operands: Operands,
     registers: Registers,
+    smem: Sm90Smem,
     q: QView,
     kv: StageRing,
     place: RingPlace,
@@ -197,46 +205,61 @@ def attend(
     Q is released after the last S, so that the next item's arrives under the last O += P V and the epilogue.
     """
     group, ring = consumer.group, own_ring(plan, consumer)
-    rKeys = None if plan.scarce_registers else visible_keys(plan, problem, item, consumer)
+    rKeys = None if plan.finds_keys_anew else visible_keys(plan, problem, item, consumer)
     tiles = own_tiles(plan, problem, item, group)
     skipped = item.tiles - tiles
     if ring < tiles:
         k_stage = place.stage
+        waits = cutlass.const_expr(not plan.trusts_maxima or not plan.waits_first)
+        if cutlass.const_expr(not waits):
+            wait_full(kv, place)
         take_turn(plan, group)
-        place = issue_qk(plan, operands, registers.rS, q.tile, kv, place)
+        place = issue_qk(plan, operands, registers.rS, q.tile, kv, place, waits)
         give_turn(plan, group)
         warpgroup.wait_group(0)
         release(kv, k_stage)
         mask_tile(plan, problem, item, registers.rS, item.first_tile + ring, rKeys, consumer)
         softmax_tile(plan, problem, registers, kv, place)
         round_p(registers.rS, registers.rP)
-        for i in cutlass.range(ring + plan.rings, tiles, plan.rings, unroll=1):
+        # Numbers of tiles take a register less than numbers from the item's first tile.
+        origin = item.first_tile if plan.trusts_maxima else 0
+        for i in cutlass.range(origin + ring + plan.rings, origin + tiles, plan.rings, unroll=1):
+            tile = i if plan.trusts_maxima else item.first_tile + i
             k_stage = place.stage
             # With tiles of 80 keys the waits are as long as an eighth of the MMAs: here they pass before the turn.
-            waits = cutlass.const_expr(plan.tile_n != 80)
-            if cutlass.const_expr(not waits):
+            if cutlass.const_expr(plan.waits_first):
                 wait_full(kv, place)
                 wait_full(kv, advanced(kv, place))
             take_turn(plan, group)
-            place = issue_qk(plan, operands, registers.rS, q.tile, kv, place, waits)
+            place = issue_qk(plan, operands, registers.rS, q.tile, kv, place, not plan.waits_first)
             v_place = place
-            place = issue_pv(plan, operands, registers, kv, place, waits)
+            place = issue_pv(plan, operands, registers, kv, place, not plan.waits_first)
             give_turn(plan, group)
             warpgroup.wait_group(1)
-            release(kv, k_stage)
-            mask_tile(plan, problem, item, registers.rS, item.first_tile + i, rKeys, consumer)
-            softmax_tile(plan, problem, registers, kv, v_place)
-            end_block(registers.rows.rSum[0] + registers.rows.rSum[1], kv, v_place)
-            warpgroup.wait_group(0)
-            release(kv, v_place.stage)
-            rescale(registers.rO, registers.rows.rFactor)
-            round_p(registers.rS, registers.rP)
+            if cutlass.const_expr(not plan.trusts_maxima):
+                release(kv, k_stage)
+            mask_tile(plan, problem, item, registers.rS, tile, rKeys, consumer)
+            if cutlass.const_expr(plan.trusts_maxima):
+                rTileSum = cute.make_rmem_tensor(ROWS, Float32)
+                trusting_tile(plan, problem, registers, rTileSum, kv, v_place)
+                trusted = TrustedTile(q.tile, k_stage, tile, rKeys, rTileSum)
+                settle(plan, problem, item, smem, registers, trusted, consumer)
+                release(kv, k_stage)
+            else:
+                softmax_tile(plan, problem, registers, kv, v_place)
+                end_block(registers.rows.rSum[0] + registers.rows.rSum[1], kv, v_place)
+                warpgroup.wait_group(0)
+                release(kv, v_place.stage)
+                rescale(registers.rO, registers.rows.rFactor)
+                round_p(registers.rS, registers.rP)
         release(q.ring, q.place.stage)
-        place = skip_k(plan, group, kv, place, skipped)
-        v_place = place
-        place = issue_pv(plan, operands, registers, kv, place)
+        k_place, v_place = place, place_of_last_v(plan, kv, place, skipped)
+        if cutlass.const_expr(not waits):
+            wait_full(kv, v_place)
+        place = issue_pv(plan, operands, registers, kv, v_place, waits)
         warpgroup.wait_group(0)
         release(kv, v_place.stage)
+        skip_k(plan, group, kv, k_place, skipped)
         place = skip_pairs(plan, group, kv, place, skipped)
     else:
         release(q.ring, q.place.stage)
@@ -260,6 +283,16 @@ def own_tiles(plan: Sm90FmhaPlan, problem: Problem, item: AttentionItem, group: 
     tile_end = parts(key_end + plan.tile_n - 1, Int32(plan.tile_n))[0]
     seen = cutlass.max(cutlass.min(tile_end - item.first_tile, item.tiles), Int32(0))
     return cutlass.select_(first_row < problem.rows, seen, Int32(0))
+
+
+def place_of_last_v(plan: Sm90FmhaPlan, kv: StageRing, place: RingPlace, skipped: Int32) -> RingPlace:
+    """The place of the last V tile that is read. The first K tile of `skipped` tiles lies before it."""
+    if not plan.skips:
+        return place
+    following, some = advanced(kv, place), Boolean(skipped > 0)
+    return RingPlace(
+        cutlass.select_(some, following.stage, place.stage), cutlass.select_(some, following.parity, place.parity)
+    )
 
 
 @cute.jit
@@ -369,12 +402,29 @@ def softmax_tile(plan: Sm90FmhaPlan, problem: Problem, registers: Registers, kv:
 
 
 @cute.jit
-def visible_keys(plan: Sm90FmhaPlan, problem: Problem, item: AttentionItem, consumer: Consumer) -> cute.Tensor:
-    """Of this thread's rows, the first key that each sees and one past the last: (row, begin or end)."""
-    rKeys = cute.make_rmem_tensor((ROWS, 2), Int32)
-    row = first_row(plan, item, consumer)
+def trusting_tile(
+    plan: Sm90FmhaPlan, problem: Problem, registers: Registers, rTileSum: cute.Tensor, kv: StageRing, place: RingPlace
+):
+    """Exponentials in place of the scores of a tile, relative to the maxima so far; P in bf16; P V of the tile before.
+
+    Rows that have seen no key take the tile's maximum. rTileSum takes the tile's sums. The exponentials of some keys
+    run under P V of the tile before, whose slab at `place` is then released; those of the others run with the rounding.
+    """
+    rS, rows, scale_log2 = registers.rS, registers.rows, problem.scale_log2
+    if cute.arch.vote_any_sync(Boolean(rows.rMax[0] == -Float32.inf) | Boolean(rows.rMax[1] == -Float32.inf)):
+        raise_maxima(rS, rows, scale_log2, tuple(range(ROWS)), first_only=True)
+    rRows = [row_values(rS, i) for i in range(ROWS)]
+    sums = [[Float32(0.0)] * plan.sum_chains for _ in range(ROWS)]
+    hidden, blocks = plan.hidden_keys // 8, plan.tile_n // 8
     for i in cutlass.range_constexpr(ROWS):
-        position = (row + 8 * i) % problem.t + problem.s_k - problem.t
-        rKeys[i, 0] = cutlass.max(position - problem.left + 1, Int32(0))
-        rKeys[i, 1] = cutlass.min(position + problem.right + 1, problem.s_k)
-    return rKeys
+        block_exponentials(rRows[i], sums[i], -rows.rBase[i], scale_log2, range(hidden))
+    end_block(sums[0][0] + sums[1][0], kv, place)
+    warpgroup.wait_group(0)
+    release(kv, place.stage)
+    for block in cutlass.range_constexpr(blocks):
+        for i in cutlass.range_constexpr(ROWS):
+            if cutlass.const_expr(hidden + block < blocks):
+                block_exponentials(rRows[i], sums[i], -rows.rBase[i], scale_log2, (hidden + block,))
+        round_pairs(rS, registers.rP, (2 * block, 2 * block + 1))
+    for i in cutlass.range_constexpr(ROWS):
+        rTileSum[i] = total(sums[i])

@@ -21,8 +21,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from backends.cutedsl.attention_tiles import Outputs, Problem
 from backends.cutedsl.device import WARPGROUP
-from backends.cutedsl.ring import RingPlace, StageRing, advanced, release, ring_start, wait_full
-from backends.cutedsl.sm90_fmha.attend import begin_rows, mask_tile, visible_keys
+from backends.cutedsl.ring import RingPlace, StageRing, advanced, make_full, release, ring_start, wait_empty, wait_full
+from backends.cutedsl.sm90_fmha.attend import begin_rows, mask_tile
 from backends.cutedsl.sm90_fmha.epilogue import row_place, row_results, store_lse, store_o, sum_over_quads
 from backends.cutedsl.sm90_fmha.operands import (
     Consumer,
@@ -32,6 +32,7 @@ from backends.cutedsl.sm90_fmha.operands import (
     make_p_operand,
     make_pv_mma,
     make_qk_mma,
+    visible_keys,
 )
 from backends.cutedsl.sm90_fmha.order import deal, dealt_item
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
@@ -93,21 +94,6 @@ def compute_scores(plan: Sm90FmhaPlan, operands: Operands, rS: cute.Tensor, k: S
 
 
 @cute.jit
-def acquire_p(p: StageRing, place: RingPlace):
-    """Wait until both other warpgroups have read the tile of P at `place`."""
-    cute.arch.mbarrier_wait(p.empty + place.stage, place.parity)
-
-
-@cute.jit
-def hand_over(p: StageRing, place: RingPlace):
-    """Make what the warp has stored at `place` visible to MMAs and threads that wait for it."""
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(p.full + place.stage)
-
-
-@cute.jit
 def let_go(go: StageRing, place: RingPlace):
     """Let P V of the tile at `place` start."""
     with cute.arch.elect_one():
@@ -156,9 +142,10 @@ def score_warpgroup(
     hand = deal(plan, problem)
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
         item = dealt_item(plan, problem, number)
-        begin_rows(plan, problem, item, rows, mSink, consumer)
+        own = problem.of(item.sequence, plan)
+        begin_rows(plan, own, item, rows, mSink, consumer)
         if item.tiles > 0:
-            rKeys = visible_keys(plan, problem, item, consumer)
+            rKeys = visible_keys(plan, own, item, consumer)
             wait_full(rings.q, q_place)
             before = p_place
             for i in cutlass.range(item.tiles, unroll=1):
@@ -167,14 +154,14 @@ def score_warpgroup(
                     let_go(rings.go, before)
                 if i == item.tiles - 1:
                     release(rings.q, q_place.stage)
-                mask_tile(plan, problem, item, rS, item.first_tile + i, rKeys, consumer)
+                mask_tile(plan, own, item, rS, item.first_tile + i, rKeys, consumer)
                 raise_maxima(rS, rows, problem.scale_log2, tuple(range(ROWS)))
                 for row in cutlass.range_constexpr(ROWS):
                     exponentials(rS, rows, problem.scale_log2, row)
-                acquire_p(rings.p, p_place)
+                wait_empty(rings.p, p_place)
                 store_factors(smem.sFactor, rows.rFactor, p_place.stage, thread)
                 store_p(plan, rS, smem.sP, p_place.stage, thread)
-                hand_over(rings.p, p_place)
+                make_full(rings.p, p_place)
                 before = p_place
                 p_place = advanced(rings.p, p_place)
             let_go(rings.go, before)
@@ -184,10 +171,10 @@ def score_warpgroup(
         for i in cutlass.range_constexpr(ROWS):
             inverse, lse = row_results(rows, problem.scale_log2, i)
             rInverse[i] = inverse
-            store_lse(outputs, problem.splits, row_place(plan, problem, outputs, item, consumer, i), lse, thread % 32)
-        acquire_p(rings.p, p_place)
+            store_lse(outputs, problem.splits, row_place(plan, own, outputs, item, consumer, i), lse, thread % 32)
+        wait_empty(rings.p, p_place)
         store_factors(smem.sFactor, rInverse, p_place.stage, thread)
-        hand_over(rings.p, p_place)
+        make_full(rings.p, p_place)
         let_go(rings.go, p_place)
         p_place = advanced(rings.p, p_place)
 
@@ -224,6 +211,7 @@ def value_warpgroup(
     hand = deal(plan, problem)
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
         item = dealt_item(plan, problem, number)
+        own = problem.of(item.sequence, plan)
         rO.fill(0.0)
         for _ in cutlass.range(item.tiles, unroll=1):
             wait_full(rings.p, p_place)
@@ -256,5 +244,5 @@ def value_warpgroup(
         release(rings.p, p_place.stage)
         p_place = advanced(rings.p, p_place)
         for i in cutlass.range_constexpr(ROWS):
-            place = row_place(plan, problem, outputs, item, consumer, i)
-            store_o(plan, problem, outputs, place, row_values(rO, i), rInverse[i], half * plan.o_columns, thread % 32)
+            place = row_place(plan, own, outputs, item, consumer, i)
+            store_o(plan, own, outputs, place, row_values(rO, i), rInverse[i], half * plan.o_columns, thread % 32)

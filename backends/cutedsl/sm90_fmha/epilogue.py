@@ -10,6 +10,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
 from backends.cutedsl.device import LN2, WARPGROUP
 from backends.cutedsl.sm90_fmha.operands import Consumer, Registers, Sm90Smem, first_row
+from backends.cutedsl.sm90_fmha.order import parts
 from backends.cutedsl.sm90_fmha.plan import MERGE_REGISTERS, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.softmax import ROWS, RowState, bf16_pair, fma, quad_reduced, row_values
 
@@ -121,6 +122,12 @@ def row_place(
 ) -> RowPlace:
     """The place of row `i` of this thread."""
     row = first_row(plan, item, consumer) + 8 * i
+    if item.sequence is not None:
+        head, token = parts(row, problem.t)
+        _, heads, _ = outputs.mO.shape
+        flat = Int64(item.sequence.first_q + token) * heads + item.sequence.kv_head * problem.group + head
+        part = (Int64(item.split) * outputs.mO.shape[0]) * heads + flat
+        return RowPlace(Boolean(row < problem.rows), flat, part)
     flat = Int64(item.kv_batch) * problem.rows + row
     part = (Int64(item.split) * outputs.mO.shape[0]) * problem.rows + flat
     return RowPlace(Boolean(row < problem.rows), flat, part)

@@ -26,15 +26,41 @@ import cutlass.cute as cute
 from cutlass import Float32, memory
 from cutlass.cute.nvgpu import cpasync
 
-from backends.cutedsl.attention_tiles import Inputs, Outputs, Problem, allocate_operand, problem_of, tma_tensors
+from backends.cutedsl.attention_tiles import (
+    Inputs,
+    Outputs,
+    Problem,
+    allocate_operand,
+    clipped_tensors,
+    problem_of,
+    ragged_problem_of,
+    tma_tensors,
+)
 from backends.cutedsl.device import WARPGROUP
 from backends.cutedsl.ring import allocate_rings, init_rings
 from backends.cutedsl.sm90_fmha.attend import consumer_warpgroup
 from backends.cutedsl.sm90_fmha.columns import ColumnRings, score_warpgroup, value_warpgroup
 from backends.cutedsl.sm90_fmha.combine import FEW_SPLITS, combine_kernel, launch_combine
 from backends.cutedsl.sm90_fmha.combine import WARPS as COMBINE_WARPS
-from backends.cutedsl.sm90_fmha.load import Loads, load_warp, load_warp_of_k, load_warp_of_v, make_loads
-from backends.cutedsl.sm90_fmha.operands import Consumer, Sm90Smem, layout_k, layout_p, layout_q, layout_v, make_tma
+from backends.cutedsl.sm90_fmha.load import (
+    Loads,
+    load_warp,
+    load_warp_of_k,
+    load_warp_of_q,
+    load_warp_of_v,
+    make_loads,
+)
+from backends.cutedsl.sm90_fmha.operands import (
+    Consumer,
+    Sm90Smem,
+    layout_k,
+    layout_k_box,
+    layout_p,
+    layout_q,
+    layout_v,
+    layout_v_box,
+    make_tma,
+)
 from backends.cutedsl.sm90_fmha.order import ctas
 from backends.cutedsl.sm90_fmha.plan import (
     GROUP_M,
@@ -52,15 +78,16 @@ class Sm90Fmha:
 
     @cute.jit
     def __call__(self, **arguments):
-        """Queue attention on `stream`. `arguments`: the PARAMETERS of attention.py, and SINK with sinks, by name."""
+        """Queue attention on `stream`. `arguments`: what attention.parameters_of lists for the plan, by name."""
         call = SimpleNamespace(**arguments)
         plan, splits = self.plan, call.splits
         inputs = self._make_tma(call)
         outputs = Outputs(call.mO, call.mLSE, call.mO_part, call.mLSE_part)
         name = f"hd{plan.hd}_{plan.share}_{plan.groups}x{plan.tile_n}" + ("_sinks" if plan.sinks else "")
+        name += f"_paged{plan.page_size}" if plan.page_size else "_ragged" if plan.ragged else ""
         self.kernel.set_name_prefix(f"sm90_fmha_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         combine_kernel.set_name_prefix(f"sm90_fmha_combine_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
-        problem = problem_of(call, plan)
+        problem = ragged_problem_of(call, plan) if plan.ragged else problem_of(call, plan)
         self.kernel(inputs, outputs, problem, arguments.get("mSink")).launch(
             grid=[ctas(plan, problem, call.max_ctas), 1, 1],
             block=[plan.threads, 1, 1],
@@ -69,7 +96,7 @@ class Sm90Fmha:
             min_blocks_per_mp=1,
         )
         if splits > 1:
-            all_rows = call.mQ.shape[0] * problem.rows
+            all_rows = call.mQ.shape[0] * (call.mQ.shape[1] if plan.ragged else problem.rows)
             if splits <= FEW_SPLITS:
                 launch_combine(plan.hd, 1, outputs, all_rows, splits, call.stream)
             else:
@@ -77,6 +104,13 @@ class Sm90Fmha:
 
     def _make_tma(self, call: SimpleNamespace) -> Inputs:
         plan = self.plan
+        if plan.ragged:
+            mK, mV = clipped_tensors((plan.k_box, plan.v_box), call.mK, call.mV)
+            return Inputs(
+                call.mQ,
+                make_tma(mK, layout_k_box(plan), (plan.k_box, plan.slab_columns)),
+                make_tma(mV, layout_v_box(plan), (plan.hd, plan.v_box)),
+            )
         mQ, mK, mV = tma_tensors(plan.hd, call.mQ, call.mK, call.mV)
         return Inputs(
             make_tma(mQ, layout_q(plan), (GROUP_M, plan.hd)),
@@ -91,7 +125,7 @@ class Sm90Fmha:
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for tensor in inputs:
+            for tensor in inputs[1:] if plan.ragged else inputs:
                 cpasync.prefetch_descriptor(tensor.atom)
 
         allocator = memory.SmemAllocator()
@@ -123,6 +157,8 @@ class Sm90Fmha:
                 cute.arch.setmaxregister_decrease(plan.producer_registers)
                 if warp < plan.rings:
                     load_warp(plan, problem, make_loads(plan, inputs, smem), q, kv, warp)
+                if cutlass.const_expr(plan.ragged):
+                    load_warp_of_q(plan, problem, inputs.q, smem.sQ, q, warp)
             else:
                 cute.arch.setmaxregister_increase(plan.consumer_registers)
                 consumer = Consumer(cute.arch.make_warp_uniform((warp - 4) // 4), thread % WARPGROUP)
@@ -153,6 +189,8 @@ class Sm90Fmha:
                 load_warp_of_k(plan, problem, loads, rings.k)
             elif warp == 1:
                 load_warp_of_v(plan, problem, loads, rings.q, rings.v)
+            if cutlass.const_expr(plan.ragged):
+                load_warp_of_q(plan, problem, loads.q, smem.sQ, rings.q, warp)
         elif warp < 8:
             cute.arch.setmaxregister_increase(plan.score_registers)
             score_warpgroup(plan, problem, smem, outputs, mSink, rings, thread % WARPGROUP)

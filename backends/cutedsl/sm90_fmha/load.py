@@ -1,30 +1,70 @@
+# ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""The TMA producer warps: Q once a work item, K and V slab by slab through a ring, in the order of its consumers."""
+"""The TMA producer warps: Q once a work item, K and V slab by slab through a ring, in the order of its consumers.
+
+Where sequences have lengths of their own, TMA puts zeros in the place of what follows the last key of a sequence: the
+values of another one, or what was left in a page, may be infinite or NaN, and 0 times that is NaN. The rows of a Q tile
+then lie anywhere in q, and a warp of its own copies them.
+"""
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cutlass_dsl import dsl_user_op
 
-from backends.cutedsl.attention_tiles import AttentionItem, Inputs, Problem
-from backends.cutedsl.ring import RingPlace, RingSlot, StageRing, acquire, advanced, ring_number, ring_start
+from backends.cutedsl.attention_tiles import AttentionItem, Inputs, Problem, Sequence
+from backends.cutedsl.ring import (
+    RingPlace,
+    RingSlot,
+    StageRing,
+    acquire,
+    advanced,
+    make_full,
+    ring_number,
+    ring_start,
+    wait_empty,
+)
 from backends.cutedsl.sm90_fmha.operands import Sm90Smem
-from backends.cutedsl.sm90_fmha.order import deal, dealt_item
+from backends.cutedsl.sm90_fmha.order import deal, dealt_item, parts
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
 from backends.cutedsl.tma import TmaTensor, TmaViews, tma_views
 
+Q_WARP = 2
+"""The warp that copies Q where its rows lie anywhere. Warps 0 and 1 load K and V."""
+LANES = 32
+VECTOR = 8
+"""Elements of bf16 that a lane copies at once: 16 bytes."""
+
+
+class BoxViews(NamedTuple):
+    """K or V in boxes of some keys each: coordinates of attention_tiles.clipped_tensors, boxes of all stages."""
+
+    atom: cute.CopyAtom
+    coordinates: cute.Tensor
+    sX: cute.Tensor
+
 
 class Loads(NamedTuple):
-    """Views of Q, K and V. Tiles are (rows, column, kv_batch); of V (column, keys, kv_batch)."""
+    """Views of Q, K and V. Tiles are (rows, column, kv_batch); of V (column, keys, kv_batch).
 
-    q: TmaViews
-    k: TmaViews
-    v: TmaViews
+    Where sequences have lengths of their own, q is mQ (token, head, hd).
+    """
+
+    q: TmaViews | cute.Tensor
+    k: TmaViews | BoxViews
+    v: TmaViews | BoxViews
 
 
 def make_loads(plan: Sm90FmhaPlan, inputs: Inputs, smem: Sm90Smem) -> Loads:
     """The views of all stages."""
+    if plan.ragged:
+        sK = cute.flat_divide(smem.sK, (plan.k_box, plan.slab_columns))[None, None, None, 0, None]
+        sV = cute.flat_divide(smem.sV, (plan.hd, plan.v_box))[None, None, 0, None, None]
+        return Loads(inputs.q, BoxViews(*inputs.k, sK), BoxViews(*inputs.v, sV))
 
     def views(tensor: TmaTensor, tiler: tuple[int, int], sX: cute.Tensor) -> TmaViews:
         return tma_views(tensor.atom, cute.flat_divide(tensor.coordinates, tiler), sX, 2)
@@ -37,21 +77,107 @@ def make_loads(plan: Sm90FmhaPlan, inputs: Inputs, smem: Sm90Smem) -> Loads:
 
 
 @cute.jit
-def load_k(plan: Sm90FmhaPlan, loads: Loads, ring: StageRing, place: RingPlace, tile: Int32, item: AttentionItem):
+def key_row(plan: Sm90FmhaPlan, problem: Problem, sequence: Sequence, key: Int32):
+    """The row of k and v that holds a key of a sequence; of a key that it does not have, any number.
+
+    A page is looked up for keys that there are alone: table entries behind them mean nothing.
+    """
+    row = sequence.first_k + key
+    if cutlass.const_expr(plan.page_size > 0):
+        page, rest = parts(key, Int32(plan.page_size))
+        row = Int32(0)
+        if key < sequence.s_k:
+            table = problem.lengths.mTable  # pyright: ignore[reportOptionalMemberAccess] (const_expr narrows nothing)
+            row = table[sequence.number, page] * plan.page_size + rest  # pyright: ignore[reportOptionalSubscript]
+    return row
+
+
+@cute.jit
+def box_rows(plan: Sm90FmhaPlan, problem: Problem, sequence: Sequence, key: Int32, box: cutlass.Constexpr):
+    """The rows of boxes of `box` keys from `key` on: in lane i that of box i, so that all are looked up at once."""
+    if cutlass.const_expr(plan.page_size > 0):
+        key = key + cute.arch.lane_idx() * box
+    return key_row(plan, problem, sequence, key)
+
+
+@cute.jit
+def load_boxes(
+    views: BoxViews,
+    slot: RingSlot,
+    sequence: Sequence,
+    key: Int32,
+    rows: Int32,
+    column: cutlass.Constexpr,
+    by_key: cutlass.Constexpr,
+):
+    """Load the boxes of a slab, whose first key is `key` and whose first column `column`. `rows`: of box_rows.
+
+    `by_key`: whether keys are the first mode, as in K, or the second, as in V.
+    """
+    mode = cutlass.const_expr(0 if by_key else 1)
+    box = cutlass.const_expr(cute.size(views.sX, mode=[mode]))
+    tiler = cutlass.const_expr((cute.size(views.sX, mode=[0]), cute.size(views.sX, mode=[1])))
+    for i in cutlass.range(cute.size(views.sX, mode=[2]), unroll=1):
+        valid = cutlass.max(cutlass.min(sequence.s_k - key - i * box, Int32(box)), Int32(0))
+        row = cute.arch.shuffle_sync(rows, i)
+        gX = views.coordinates[None, None, row + valid, sequence.kv_head]
+        first = (box - valid, column) if by_key else (column, box - valid)
+        gX = cute.local_tile(cute.domain_offset(first, gX), tiler, (0, 0))
+        sX = views.sX[None, None, i, None]
+        shared, coordinates = cpasync.tma_partition(
+            views.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+        )
+        cute.copy(views.atom, coordinates, shared[None, slot.index], tma_bar_ptr=slot.barrier)
+
+
+@cute.jit
+def load_k(
+    plan: Sm90FmhaPlan,
+    problem: Problem,
+    loads: Loads,
+    ring: StageRing,
+    place: RingPlace,
+    tile: Int32,
+    item: AttentionItem,
+):
     """Load one K tile, slab by slab. Returns the next place in the ring."""
+    key = rows = tile
+    if cutlass.const_expr(plan.ragged):
+        key = tile * plan.tile_n
+        rows = box_rows(plan, problem, item.sequence, key, plan.k_box)
     for slab in cutlass.range_constexpr(plan.slabs):
         acquire(ring, place, plan.slab_bytes)
-        loads.k.load((tile, slab, item.kv_batch), RingSlot(ring, place))
+        slot = RingSlot(ring, place)
+        if cutlass.const_expr(plan.ragged):
+            load_boxes(loads.k, slot, item.sequence, key, rows, slab * plan.slab_columns, True)
+        else:
+            loads.k.load((tile, slab, item.kv_batch), slot)
         place = advanced(ring, place)
     return place
 
 
 @cute.jit
-def load_v(plan: Sm90FmhaPlan, loads: Loads, ring: StageRing, place: RingPlace, tile: Int32, item: AttentionItem):
+def load_v(
+    plan: Sm90FmhaPlan,
+    problem: Problem,
+    loads: Loads,
+    ring: StageRing,
+    place: RingPlace,
+    tile: Int32,
+    item: AttentionItem,
+):
     """Load one V tile, slab by slab. Returns the next place in the ring."""
     for slab in cutlass.range_constexpr(plan.slabs):
+        key = rows = tile
+        if cutlass.const_expr(plan.ragged):
+            key = tile * plan.tile_n + slab * plan.v_keys
+            rows = box_rows(plan, problem, item.sequence, key, plan.v_box)
         acquire(ring, place, plan.slab_bytes)
-        loads.v.load((0, tile * plan.slabs + slab, item.kv_batch), RingSlot(ring, place))
+        slot = RingSlot(ring, place)
+        if cutlass.const_expr(plan.ragged):
+            load_boxes(loads.v, slot, item.sequence, key, rows, 0, False)
+        else:
+            loads.v.load((0, tile * plan.slabs + slab, item.kv_batch), slot)
         place = advanced(ring, place)
     return place
 
@@ -82,15 +208,16 @@ def load_warp(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, q: StageRing, 
         item = dealt_item(plan, problem, number)
         if item.tiles > 0:
             if ring < item.tiles:
-                kv_place = load_k(plan, loads, kv, kv_place, item.first_tile + ring, item)
-            if ring == 0:
-                load_q(plan, loads, q, q_place, item)
-                q_place = advanced(q, q_place)
+                kv_place = load_k(plan, problem, loads, kv, kv_place, item.first_tile + ring, item)
+            if cutlass.const_expr(not plan.ragged):  # noqa: SIM102 (one is decided at compile time, one at run time)
+                if ring == 0:
+                    load_q(plan, loads, q, q_place, item)
+                    q_place = advanced(q, q_place)
             for i in cutlass.range(ring, item.tiles, plan.rings, unroll=1):
                 tile = item.first_tile + i
                 if i + plan.rings < item.tiles:
-                    kv_place = load_k(plan, loads, kv, kv_place, tile + plan.rings, item)
-                kv_place = load_v(plan, loads, kv, kv_place, tile, item)
+                    kv_place = load_k(plan, problem, loads, kv, kv_place, tile + plan.rings, item)
+                kv_place = load_v(plan, problem, loads, kv, kv_place, tile, item)
     cute.arch.griddepcontrol_launch_dependents()
 
 
@@ -102,7 +229,7 @@ def load_warp_of_k(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, k: StageR
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
         item = dealt_item(plan, problem, number)
         for i in cutlass.range(item.tiles, unroll=1):
-            place = load_k(plan, loads, k, place, item.first_tile + i, item)
+            place = load_k(plan, problem, loads, k, place, item.first_tile + i, item)
 
 
 @cute.jit
@@ -112,9 +239,67 @@ def load_warp_of_v(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, q: StageR
     hand = deal(plan, problem)
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
         item = dealt_item(plan, problem, number)
-        if item.tiles > 0:
-            load_q(plan, loads, q, q_place, item)
-            q_place = advanced(q, q_place)
+        if cutlass.const_expr(not plan.ragged):  # noqa: SIM102 (one is decided at compile time, one at run time)
+            if item.tiles > 0:
+                load_q(plan, loads, q, q_place, item)
+                q_place = advanced(q, q_place)
         for i in cutlass.range(item.tiles, unroll=1):
-            place = load_v(plan, loads, v, place, item.first_tile + i, item)
+            place = load_v(plan, problem, loads, v, place, item.first_tile + i, item)
     cute.arch.griddepcontrol_launch_dependents()
+
+
+@dsl_user_op
+def copy_16_bytes(shared: Int32, source: Int64, exists: Boolean, *, loc=None, ip=None) -> None:
+    """Queue a copy of 16 bytes from global address `source` to a shared one, or zeros if there is nothing to copy."""
+    size = cutlass.select_(exists, Int32(16), Int32(0))
+    values = [value.ir_value(loc=loc, ip=ip) for value in (shared, source, size)]
+    instruction = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+    llvm.inline_asm(None, values, instruction, "r,l,r", has_side_effects=True, loc=loc, ip=ip)
+
+
+@cute.jit
+def copy_q(
+    plan: Sm90FmhaPlan,
+    problem: Problem,
+    mQ: cute.Tensor,
+    sQ: cute.Tensor,
+    stage: Int32,
+    item: AttentionItem,
+    lane: Int32,
+):
+    """Queue the copies of one Q tile into the swizzled operand of an MMA: 16 bytes at c of row r lie at c ^ (r % 8).
+
+    Rows past the end become zeros. `problem`: of the sequence.
+    """
+    chunks = cutlass.const_expr(plan.hd // VECTOR)
+    base, source, heads = sQ.iterator.toint() + stage * plan.q_bytes, mQ.iterator.toint(), mQ.shape[1]
+    sequence: Sequence = item.sequence  # pyright: ignore[reportAssignmentType] (there is one where this is compiled)
+    first_head = sequence.kv_head * problem.group
+    for i in cutlass.range(plan.tile_m * chunks // LANES, unroll=4):
+        number = i * LANES + lane
+        row, chunk = number // chunks, number % chunks
+        head, token = parts(item.row_tile * plan.tile_m + row, problem.t)
+        exists = item.row_tile * plan.tile_m + row < problem.rows
+        flat = Int64(sequence.first_q + token) * heads + first_head + head
+        panel = (row // GROUP_M) * chunks // VECTOR + chunk // VECTOR
+        place = (panel * GROUP_M + row % GROUP_M) * 128 + ((chunk ^ row) % VECTOR) * 16
+        offset = cutlass.select_(exists, flat * (plan.hd * 2) + chunk * 16, Int64(0))
+        copy_16_bytes(base + place, source + offset, Boolean(exists))
+
+
+@cute.jit
+def load_warp_of_q(plan: Sm90FmhaPlan, problem: Problem, mQ: cute.Tensor, sQ: cute.Tensor, q: StageRing, warp: Int32):
+    """The work loop of the warp that copies Q, where sequences have lengths of their own. Other warps do nothing."""
+    if warp == Q_WARP:
+        place = ring_start(q, True)
+        lane = cute.arch.lane_idx()
+        hand = deal(plan, problem)
+        for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
+            item = dealt_item(plan, problem, number)
+            if item.tiles > 0:
+                wait_empty(q, place)
+                copy_q(plan, problem.of(item.sequence, plan), mQ, sQ, place.stage, item, lane)
+                cute.arch.cp_async_commit_group()
+                cute.arch.cp_async_wait_group(0)
+                make_full(q, place)
+                place = advanced(q, place)

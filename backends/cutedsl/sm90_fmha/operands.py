@@ -8,16 +8,17 @@ an MMA rebinds it. So every user makes its own; that costs nothing in the kernel
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-from backends.cutedsl.attention_tiles import AttentionItem
+from backends.cutedsl.attention_tiles import AttentionItem, Problem
 from backends.cutedsl.device import WARPGROUP
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, PANEL_COLUMNS, Sm90FmhaPlan
-from backends.cutedsl.sm90_fmha.softmax import RowState, make_row_state
+from backends.cutedsl.sm90_fmha.softmax import ROWS, RowState, make_row_state
 from backends.cutedsl.tma import TmaTensor
 
 
@@ -69,6 +70,18 @@ def first_row(plan: Sm90FmhaPlan, item: AttentionItem, consumer: Consumer) -> In
     return row + consumer.group * GROUP_M if plan.share == "rows" else row
 
 
+@cute.jit
+def visible_keys(plan: Sm90FmhaPlan, problem: Problem, item: AttentionItem, consumer: Consumer) -> cute.Tensor:
+    """Of this thread's rows, the first key that each sees and one past the last: (row, begin or end)."""
+    rKeys = cute.make_rmem_tensor((ROWS, 2), Int32)
+    row = first_row(plan, item, consumer)
+    for i in cutlass.range_constexpr(ROWS):
+        position = (row + 8 * i) % problem.t + problem.s_k - problem.t
+        rKeys[i, 0] = cutlass.max(position - problem.left + 1, Int32(0))
+        rKeys[i, 1] = cutlass.min(position + problem.right + 1, problem.s_k)
+    return rKeys
+
+
 def make_qk_mma(plan: Sm90FmhaPlan) -> cute.TiledMma:
     """S (64, tile_n) = Q K^T, both from shared memory, K-major."""
     k_major = OperandMajorMode.K
@@ -113,6 +126,18 @@ def layout_v(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
     tiler = (GROUP_M, plan.hd, plan.v_keys)
     stages = plan.v_stages if plan.share == "columns" else plan.ring_stages * plan.rings
     return hopper_helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, tiler, BFloat16, stages)
+
+
+def layout_k_box(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
+    """Some keys of a slab of K."""
+    return hopper_helpers.make_smem_layout_b(
+        LayoutEnum.ROW_MAJOR, (GROUP_M, plan.k_box, plan.slab_columns), BFloat16, 1
+    )
+
+
+def layout_v_box(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
+    """Some keys of a slab of V."""
+    return hopper_helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, (GROUP_M, plan.hd, plan.v_box), BFloat16, 1)
 
 
 def layout_p(plan: Sm90FmhaPlan) -> cute.ComposedLayout:

@@ -6,6 +6,7 @@ Pure arithmetic without CuTeDSL: the harness asks for workspaces and splits on m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -33,11 +34,8 @@ MAX_SPLITS = 256
 DECODE_T = 16
 """The most query tokens a sequence for which the warpgroups share the keys and not the rows."""
 CHUNK_T = 128
-"""The most query tokens a sequence for which hd 64 takes tiles of 192 keys: a row tile or less."""
-PROMPT_T = 1024
-"""The least query tokens a sequence for which hd 64 takes three warpgroups. Of fewer, more are lost in the last tile of
-192 rows than the third warpgroup gains: 16 x 256 queries on 1024 keys take 97.2 us, and 92.8 in tiles of 128 rows
-(results/records/h200-fmha-plans.json)."""
+"""The most query tokens a sequence for which hd 64 takes two warpgroups and tiles of 224 keys: a row tile or less. For
+more it takes three: 16 x 256 queries on 1024 keys take 84 us, and 86 in tiles of 128 rows."""
 SHORT_KEYS = 2048
 """The longest cache whose split follows from t and s_k alone."""
 SHORT_SPLIT_KEYS = 512
@@ -68,7 +66,8 @@ class Sm90FmhaPlan:
     `tile_n`: keys a tile. `groups`: consumer warpgroups of a CTA, three with rows of hd 64 (there exponentials take as
     long as MMAs, and two warpgroups leave both units idle half of the time) and with columns. `cluster`: CTAs that run
     side by side; neighbours share keys, and L2 serves loads of one tile that come together as one. `sinks`: whether
-    rows begin with the sink of their head.
+    rows begin with the sink of their head. `ragged`: whether sequences have lengths of their own. `page_size`: the keys
+    of a page; 0: the keys of a sequence lie together.
     """
 
     hd: int
@@ -77,6 +76,8 @@ class Sm90FmhaPlan:
     groups: int = 2
     cluster: int = 1
     sinks: bool = False
+    ragged: bool = False
+    page_size: int = 0
     o_halves: ClassVar[int] = 1
     """Work items that share a tile."""
 
@@ -108,6 +109,16 @@ class Sm90FmhaPlan:
     def slab_bytes(self) -> int:
         """Bytes of a stage of a ring."""
         return self.tile_n * self.slab_columns * 2
+
+    @property
+    def k_box(self) -> int:
+        """Keys a TMA load of K: of one page."""
+        return math.gcd(self.tile_n, self.page_size)
+
+    @property
+    def v_box(self) -> int:
+        """Keys a TMA load of V: of one page."""
+        return math.gcd(self.v_keys, self.page_size)
 
     @property
     def o_columns(self) -> int:
@@ -177,7 +188,7 @@ class Sm90FmhaPlan:
 
     @property
     def scarce_registers(self) -> bool:
-        """Whether S, P and O leave a consumer little. Then it finds the keys that its rows see anew for each tile."""
+        """Whether S, P and O leave a consumer little."""
         return self.share == "rows" and self.hd == 256
 
     @property
@@ -202,6 +213,48 @@ class Sm90FmhaPlan:
         return 152
 
     @property
+    def trusts_maxima(self) -> bool:
+        """Whether the exponentials of a tile are taken relative to the maxima of the tiles before it: trust.py.
+
+        4096 queries on as many keys of 64 heads of hd 128 take 699 us so and 780 us otherwise. At hd 256 P V takes
+        longer than the softmax, and a slab of K stays in its ring longer: 1472 us so, 1421 otherwise
+        (results/records/h200-fmha-trust.json, as all times in this file that name no record).
+        """
+        return self.hd == 64 or (self.share == "rows" and self.hd == 128)
+
+    @property
+    def hidden_keys(self) -> int:
+        """Keys of a tile whose exponentials run under P V of the tile before. The others run with the rounding.
+
+        P V is done by then: of three warpgroups one waits for its scores, and tiles of 224 keys have many exponentials.
+        """
+        if self.share == "keys" or self.groups == 3:
+            return 32
+        return 48 if self.hd == 64 else 64
+
+    @property
+    def sum_chains(self) -> int:
+        """Chains of additions a row, of a tile's exponentials.
+
+        Three warpgroups take 480 us with two and 495 with one. With two warpgroups 128 rows of hd 64 on 8192 keys take
+        75.3 us with two and 74.3 with one.
+        """
+        return 2 if self.groups == 3 else 1
+
+    @property
+    def waits_first(self) -> bool:
+        """Whether a warpgroup waits for slabs before it prepares MMAs, and not between.
+
+        Else ptxas 13.5 finds no place for the fences of three warpgroups that trust maxima, and serialises their MMAs.
+        """
+        return self.tile_n == 80 or (self.trusts_maxima and self.groups == 3)
+
+    @property
+    def finds_keys_anew(self) -> bool:
+        """Whether a consumer finds the keys that its rows see anew for each masked tile, for want of registers."""
+        return self.scarce_registers or self.skips
+
+    @property
     def skips(self) -> bool:
         """Whether a warpgroup skips tiles that none of its rows sees.
 
@@ -220,25 +273,30 @@ def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
     """The plan with two consumer warpgroups.
 
     Rows: S, P and O take 3/4 tile_n + hd / 2 of a thread's 240 registers. At hd 64 larger tiles are faster where a
-    sequence has few rows (128 rows on 8192 keys: 87.2 us with 192 keys a tile, 89.2 with 128), and smaller ones where
-    tiles are masked. At hd 128 tiles of 128, 160 and 176 keys are as fast (results/records/h200-fmha-plans.json).
+    sequence has few rows (128 rows on 8192 keys: 74 us with 224 keys a tile, 77 with 192, 80 with 160), and smaller
+    ones where tiles are masked. At hd 128 tiles of 128 keys are as fast as of 160 or faster.
     Keys, columns: shared memory decides. A ring has one or two slabs in use and the others on their way.
     """
     if share == "rows":
-        return Sm90FmhaPlan(hd, share, {64: 192, 128: 128, 256: 80}[hd])
+        return Sm90FmhaPlan(hd, share, {64: 224, 128: 128, 256: 80}[hd])
     if share == "columns":
         return Sm90FmhaPlan(hd, share, 128, 3, cluster=2)
     return Sm90FmhaPlan(hd, share, {64: 128, 128: 64, 256: 32}[hd])
 
 
-def kernel_plan(sizes: FmhaSizes) -> Sm90FmhaPlan:
-    """The kernel for a case. It depends on hd, t and s_k only, so neither batch nor grouping of heads changes a bit."""
+def kernel_plan(sizes: FmhaSizes, ragged: bool = False) -> Sm90FmhaPlan:
+    """The kernel for a case. It depends on hd, t and s_k only, so neither batch nor grouping of heads changes a bit.
+
+    Sequences of their own lengths take registers: with three warpgroups, or at hd 256 with 80 keys, ptxas spills.
+    """
     if sizes.hd == 512:
         return standard_plan(512, "columns")
     if sizes.t <= DECODE_T or sizes.s_k <= TINY_KEYS:
         return standard_plan(sizes.hd, "keys")
     if sizes.hd == 64 and sizes.t > CHUNK_T:
-        return Sm90FmhaPlan(64, "rows", 128, 3 if sizes.t >= PROMPT_T else 2)
+        return Sm90FmhaPlan(64, "rows", 128, 2 if ragged else 3)
+    if ragged and sizes.hd == 256:
+        return Sm90FmhaPlan(256, "rows", 64)
     return standard_plan(sizes.hd, "rows")
 
 

@@ -26,7 +26,8 @@ def fmha_program(
     A CTA takes several work items in turn where there are more than `max_ctas` of them.
     """
     sizes = sizes_of(case)
-    plan = dataclasses.replace(plan or kernel_plan(sizes), sinks=bool(case["sinks"]))
+    features = {"sinks": bool(case["sinks"]), "ragged": bool(case["ragged"]), "page_size": case.int("page_size")}
+    plan = dataclasses.replace(plan or kernel_plan(sizes, features["ragged"]), **features)
     return attention_call(compiled(plan), case, splits or split_count(sizes), max_ctas)
 
 
@@ -37,7 +38,7 @@ def compiled(plan: Sm90FmhaPlan) -> Artifact:
     def build() -> Artifact:
         from backends.cutedsl.sm90_fmha.kernel import Sm90Fmha
 
-        parameters = parameters_of(plan.sinks)
+        parameters = parameters_of(plan.sinks, plan.ragged, plan.page_size > 0)
         return compile_host_function(Sm90Fmha(plan), target="sm_90a", **fake_values(parameters, {"hd": plan.hd}, {}))
 
     return compiled_kernel("sm90_fmha", "sm_90a", dataclasses.asdict(plan), build)

@@ -6,6 +6,7 @@ A thread has two rows, i = 0 and 1, at warp * 16 + lane / 4 + 8 i. Of each block
 2 (lane % 4). Register 4 block + 2 i + j holds (row i, column j of the two). The four lanes of a row are a quad.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import cutlass
@@ -75,13 +76,17 @@ def mask_scores(rS: cute.Tensor, first_key: Int32, keys: cute.Tensor):
     `keys` (row, begin or end): the first key that each row sees, and one past the last.
     """
     for i in cutlass.range_constexpr(ROWS):
-        rRow = row_values(rS, i)
-        begin = keys[i, 0] - first_key
-        visible = Uint32(cutlass.max(keys[i, 1] - keys[i, 0], Int32(0)))
-        for block in cutlass.range_constexpr(cute.size(rRow, mode=[1])):
-            for j in cutlass.range_constexpr(2):
-                shown = Boolean(Uint32(Int32(8 * block + j) - begin) < visible)
-                rRow[j, block] = cutlass.select_(shown, rRow[j, block], -Float32.inf)
+        mask_row(row_values(rS, i), i, first_key, keys)
+
+
+def mask_row(rRow: cute.Tensor, i: int, first_key: Int32, keys: cute.Tensor) -> None:
+    """mask_scores of row `i`, its scores in rRow."""
+    begin = keys[i, 0] - first_key
+    visible = Uint32(cutlass.max(keys[i, 1] - keys[i, 0], Int32(0)))
+    for block in range(cute.size(rRow, mode=[1])):
+        for j in range(2):
+            shown = Boolean(Uint32(Int32(8 * block + j) - begin) < visible)
+            rRow[j, block] = cutlass.select_(shown, rRow[j, block], -Float32.inf)
 
 
 CHAINS = 4
@@ -89,11 +94,17 @@ CHAINS = 4
 
 
 @cute.jit
-def raise_maxima(rS: cute.Tensor, state: RowState, scale_log2: Float32, rows: cutlass.Constexpr):
+def raise_maxima(
+    rS: cute.Tensor,
+    state: RowState,
+    scale_log2: Float32,
+    rows: cutlass.Constexpr,
+    first_only: cutlass.Constexpr = False,
+):
     """Take the scores of a tile into the maxima of `rows`. rFactor takes their sums and O to the new ones.
 
     A maximum stays while the true one is at most RESCALE_THRESHOLD above it, in powers of two: then the factor is 1.
-    The chains of all these rows run side by side.
+    The chains of all these rows run side by side. With `first_only` rows that have a maximum keep it.
     """
     rRows = [row_values(rS, i) for i in rows]
     tops = [[rRow[k % 2, k // 2] for k in range(CHAINS)] for rRow in rRows]
@@ -110,6 +121,8 @@ def raise_maxima(rS: cute.Tensor, state: RowState, scale_log2: Float32, rows: cu
         old = state.rMax[i]
         # Not above a score of -inf, nor for one: -inf - -inf is NaN.
         raised = Boolean((value - old) * scale_log2 > Float32(RESCALE_THRESHOLD))
+        if cutlass.const_expr(first_only):
+            raised = raised & Boolean(old == -Float32.inf)
         new = cutlass.select_(raised, value, old)
         # A row that has seen no key keeps -inf: relative to 0 its exponentials are 0, not NaN.
         base = cutlass.select_(new == -Float32.inf, Float32(0.0), new) * scale_log2
@@ -123,12 +136,25 @@ def raise_maxima(rS: cute.Tensor, state: RowState, scale_log2: Float32, rows: cu
 def exponentials(rS: cute.Tensor, state: RowState, scale_log2: Float32, i: cutlass.Constexpr):
     """Replace row i of rS by 2^(scale_log2 (rS - maximum)), and add them to its sum."""
     rRow = row_values(rS, i)
-    sums, below = [Float32(0.0), Float32(0.0)], -state.rBase[i]
-    for block in cutlass.range_constexpr(cute.size(rRow, mode=[1])):
-        for j in cutlass.range_constexpr(2):
+    sums = [Float32(0.0), Float32(0.0)]
+    block_exponentials(rRow, sums, -state.rBase[i], scale_log2, range(cute.size(rRow, mode=[1])))
+    state.rSum[i] = fma(state.rSum[i], state.rFactor[i], total(sums))
+
+
+def total(sums: list[Float32]) -> Float32:
+    """The sum of one or two sums."""
+    return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+
+
+def block_exponentials(
+    rRow: cute.Tensor, sums: list[Float32], below: Float32, scale_log2: Float32, blocks: Iterable[int]
+) -> None:
+    """Replace the scores in some blocks of a row by 2^(scale_log2 score + below), and add them to one or two sums."""
+    for block in blocks:
+        for j in range(2):
             rRow[j, block] = cute.math.exp2(fma(rRow[j, block], scale_log2, below), fastmath=True)
-            sums[j] = sums[j] + rRow[j, block]
-    state.rSum[i] = fma(state.rSum[i], state.rFactor[i], sums[0] + sums[1])
+            k = j % len(sums)
+            sums[k] = sums[k] + rRow[j, block]
 
 
 @cute.jit
@@ -155,9 +181,19 @@ def bf16_pair(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
     return Int32(llvm.inline_asm(T.i32(), values, instruction, "=r,f,f", has_side_effects=True, loc=loc, ip=ip))
 
 
+def pair_words(rP: cute.Tensor) -> cute.Tensor:
+    """P as words of two."""
+    return cute.make_tensor(cute.recast_ptr(rP.iterator, dtype=Int32), cute.make_layout(cute.size(rP) // 2))
+
+
 @cute.jit
 def round_p(rS: cute.Tensor, rP: cute.Tensor):
     """Round P to bf16. The accumulator of one wgmma is, pair by pair, the A operand of the next."""
-    words = cute.make_tensor(cute.recast_ptr(rP.iterator, dtype=Int32), cute.make_layout(cute.size(rP) // 2))
-    for k in cutlass.range_constexpr(cute.size(rP) // 2):
+    round_pairs(rS, rP, range(cute.size(rP) // 2))
+
+
+def round_pairs(rS: cute.Tensor, rP: cute.Tensor, pairs: Iterable[int]) -> None:
+    """Round some pairs of P to bf16."""
+    words = pair_words(rP)
+    for k in pairs:
         words[k] = bf16_pair(rS[2 * k], rS[2 * k + 1])

@@ -19,8 +19,9 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 from backends.cutedsl.device import LOG2_E, WARPGROUP
 from backends.cutedsl.moe.layout import SF_VEC_SIZE
 from backends.cutedsl.moe.nvfp4 import Nvfp4
-from backends.cutedsl.sm90_moe.plan import GROUP_M, RESULT_FACTOR, Sm90MoePlan
-from backends.cutedsl.sm90_moe.requantise import CODE_WORDS, quantise_block, store_block
+from backends.cutedsl.sm90_moe.expand import RowsOf
+from backends.cutedsl.sm90_moe.plan import GROUP_M, Sm90MoePlan, result_factor
+from backends.cutedsl.sm90_moe.requantise import CODE_WORDS, quantise_block, round_block, store_block
 from backends.cutedsl.sm90_moe.schedule import ColumnPiece
 
 OUTPUTS = GROUP_M // 2
@@ -33,21 +34,21 @@ STAGING_BARRIER = 1
 class ColumnActivations(NamedTuple):
     """Factors and weights by column tile and column (expand.py), global scales of a2 by expert, a2 by expert row.
 
-    `clamp`: +inf for none.
+    `clamp`: +inf for none. There is no mA2_gs of bf16 a2.
     """
 
     mFactor: cute.Tensor
     mWeight: cute.Tensor
-    mA2_gs: cute.Tensor
-    a2: Nvfp4
+    mA2_gs: cute.Tensor | None
+    a2: RowsOf
     clamp: Float32
 
 
 class ColumnRows(NamedTuple):
-    """Expert rows bf16 (rows, hidden), and the global scales of experts."""
+    """Expert rows bf16 (rows, hidden), and the global scales of experts; no mA2_gs of bf16 a2."""
 
     mRows: cute.Tensor
-    mA2_gs: cute.Tensor
+    mA2_gs: cute.Tensor | None
     mW2_gs: cute.Tensor
 
 
@@ -109,15 +110,20 @@ def store_activations(
             sBlock = cute.logical_divide(sStaged[token, None, consumer.group], cute.make_layout(SF_VEC_SIZE))
             cute.autovec_copy(sBlock[None, block], rH)
             of_row = (piece.tile_m * plan.groups + consumer.group) * BLOCKS + block
-            sf = quantise_block(rH, gs, rCodes)
-            store_block(tensors.a2, piece.first_row + start + token, of_row, rCodes, sf)
+            if cutlass.const_expr(isinstance(tensors.a2, Nvfp4)):
+                sf = quantise_block(rH, gs, rCodes)
+                store_block(tensors.a2, piece.first_row + start + token, of_row, rCodes, sf)
+            else:
+                round_block(tensors.a2, piece.first_row + start + token, of_row, rH)
 
 
 def scale_of(tensors: ColumnActivations | ColumnRows, expert: Int32) -> Float32:
     """What the end of a tile needs of its expert: the global scale of a2, or the factor of rows."""
     if isinstance(tensors, ColumnActivations):
-        return Float32(tensors.mA2_gs[expert])
-    return Float32(tensors.mA2_gs[expert] * tensors.mW2_gs[expert] * RESULT_FACTOR)
+        return Float32(1.0) if tensors.mA2_gs is None else Float32(tensors.mA2_gs[expert])
+    if tensors.mA2_gs is None:
+        return Float32(tensors.mW2_gs[expert] * result_factor(True))
+    return Float32(tensors.mA2_gs[expert] * tensors.mW2_gs[expert] * result_factor(False))
 
 
 @cute.jit

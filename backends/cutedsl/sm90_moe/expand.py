@@ -1,11 +1,12 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""Activations expanded to f16 once, in the order of the column tiles and swizzled as wgmma reads them.
+"""Activations expanded to 16 bits once, in the order of the column tiles and swizzled as wgmma reads them.
 
 Two blocks of 16 codes and their block scales become 64 bytes, an element of the first, one of the second: code * scale
-* 2^-7, exact. The first GEMM gathers its rows from the tokens here, and gets a table of factors: row r of its
-accumulators is times x_gs * w1_gs * 2^14. Rows that fill up a column tile are left as they are: they are columns of the
-product that nobody reads.
+* 2^-7 in f16, exact. Elements that are bf16 stay as they are and take the same turns. The first GEMM gathers its rows
+from the tokens here, and gets a table of factors: row r of its accumulators is times x_gs * w1_gs * 2^14, or w1_gs *
+2^7 where tokens are bf16. Rows that fill up a column tile are left as they are: they are columns of the product that
+nobody reads.
 """
 
 from typing import NamedTuple
@@ -14,12 +15,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16, Uint32
 
+from backends.cutedsl.moe.layout import SF_VEC_SIZE
 from backends.cutedsl.moe.nvfp4 import Nvfp4, scale_offset
-from backends.cutedsl.sm90_moe.plan import RESULT_FACTOR, ROW_BYTES, UNIT_K
+from backends.cutedsl.sm90_moe.plan import ROW_BYTES, UNIT_K, result_factor
 from backends.cutedsl.sm90_moe.unpack import times
 
 THREADS = 128
-CTAS_PER_SM = 16
+CTAS_PER_SM = 24
+"""More than are there at a time: where rows are few, a CTA has one each, and who is done first takes the next."""
+AT_ONCE = 3
+"""Chunks of a thread that are asked for before the first is used: all of a row of 3072. What is left over goes one by
+one, which made a row of 3072 three loads long with four at once."""
 CHUNK_BYTES = 16
 """What the swizzle moves together: four elements of each of two blocks."""
 CHUNKS = ROW_BYTES // CHUNK_BYTES
@@ -39,11 +45,11 @@ class Expanded(NamedTuple):
 class Factors(NamedTuple):
     """Of gathered rows: routes of rows, scales, weights of routes, and the tables f32 (column tiles, columns).
 
-    mWeight holds 1 where `weighted` is 0.
+    mWeight holds 1 where `weighted` is 0. There is no mX_gs of bf16 tokens.
     """
 
     mRouteOfRow: cute.Tensor
-    mX_gs: cute.Tensor
+    mX_gs: cute.Tensor | None
     mW1_gs: cute.Tensor
     mTopkWeights: cute.Tensor
     mFactor: cute.Tensor
@@ -76,6 +82,26 @@ def half_word(mBytes: cute.Tensor, offset: Int64) -> Uint32:
     return Uint32(cute.make_tensor(pointer, cute.make_layout(1))[0])
 
 
+RowsOf = Nvfp4 | cute.Tensor
+"""NVFP4 rows, or bf16 (rows, K)."""
+LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632
+"""Selectors of prmt: the low halves of two words, and their high halves."""
+
+
+@cute.jit
+def turn_chunk(mX: cute.Tensor, source: Int32, unit: Int32, inside: Int32, rChunk: cute.Tensor):
+    """rChunk (4) u32: chunk `inside` of a unit of row `source` of bf16."""
+    rWords = cute.make_rmem_tensor((2, 2), Uint32)
+    first = Int64(source) * mX.shape[1] + unit * UNIT_K + inside // 4 * (2 * SF_VEC_SIZE) + inside % 4 * 4
+    for block in cutlass.range_constexpr(2):
+        pointer = mX.iterator + cute.assume(first + block * SF_VEC_SIZE, divby=4)
+        words = cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), cute.make_layout(2))
+        cute.autovec_copy(words, rWords[None, block])
+    for word in cutlass.range_constexpr(2):
+        for half, halves in enumerate((LOW_HALVES, HIGH_HALVES)):
+            rChunk[2 * word + half] = Uint32(cute.arch.prmt(rWords[word, 0], rWords[word, 1], halves))
+
+
 @cute.jit
 def expand_chunk(x: Nvfp4, source: Int32, unit: Int32, inside: Int32, rChunk: cute.Tensor):
     """rChunk (4) u32: chunk `inside` of a unit of row `source`."""
@@ -91,23 +117,26 @@ def expand_chunk(x: Nvfp4, source: Int32, unit: Int32, inside: Int32, rChunk: cu
 
 
 @cute.jit
-def expand_row(x: Nvfp4, expanded: Expanded, source: Int32, column: Int32, row: Int32, thread: Int32):
+def expand_row(x: RowsOf, expanded: Expanded, source: Int32, column: Int32, row: Int32, thread: Int32):
     """All of a row, 16 bytes a thread at a time, so that a warp writes whole rows of a unit.
 
     Chunk c of a unit: elements 4 (c % 4) and on of blocks 2 (c / 4) and its next; it is stored at c ^ row % 8.
     """
     rChunk = cute.make_rmem_tensor(CHUNK_BYTES // 4, Uint32)
     first = Int64(column) * expanded.pitch + row * ROW_BYTES
-    for chunk in cutlass.range(thread, expanded.units * CHUNKS, THREADS, unroll=4):
+    for chunk in cutlass.range(thread, expanded.units * CHUNKS, THREADS, unroll=AT_ONCE):
         unit, inside = chunk // CHUNKS, chunk % CHUNKS
-        expand_chunk(x, source, unit, inside, rChunk)
+        if cutlass.const_expr(isinstance(x, Nvfp4)):
+            expand_chunk(x, source, unit, inside, rChunk)
+        else:
+            turn_chunk(x, source, unit, inside, rChunk)
         place = first + unit * expanded.width * ROW_BYTES + (inside ^ row % CHUNKS) * CHUNK_BYTES
         target = cute.recast_ptr(expanded.mRows.iterator + cute.assume(place, divby=CHUNK_BYTES), dtype=Uint32)
         cute.autovec_copy(rChunk, cute.make_tensor(target, cute.make_layout(CHUNK_BYTES // 4)))
 
 
 @cute.kernel
-def gather_kernel(x: Nvfp4, expanded: Expanded, factors: Factors):
+def gather_kernel(x: RowsOf, expanded: Expanded, factors: Factors):
     """Tokens `x` as the rows of column tiles, and their factors. A CTA takes one row after another."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
@@ -123,7 +152,11 @@ def gather_kernel(x: Nvfp4, expanded: Expanded, factors: Factors):
             route = factors.mRouteOfRow[first_row + row]
             token = route // factors.topk
             if thread == 0:
-                factor = factors.mX_gs[token] * factors.mW1_gs[expert] * RESULT_FACTOR
+                if cutlass.const_expr(factors.mX_gs is None):
+                    factor = factors.mW1_gs[expert] * result_factor(True)
+                else:
+                    x_gs = factors.mX_gs[token]  # pyright: ignore[reportOptionalSubscript] (const_expr narrows nothing)
+                    factor = x_gs * factors.mW1_gs[expert] * result_factor(False)
                 weight = Float32(1.0)
                 if factors.weighted != 0:
                     weight = factors.mTopkWeights[route]
@@ -134,7 +167,7 @@ def gather_kernel(x: Nvfp4, expanded: Expanded, factors: Factors):
 
 
 @cute.kernel
-def expand_kernel(a: Nvfp4, expanded: Expanded):
+def expand_kernel(a: RowsOf, expanded: Expanded):
     """Expert rows `a` as the rows of column tiles. A CTA takes one row after another."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()

@@ -8,7 +8,8 @@
     combine      routing, combine
 
 Called to prepare, it repacks the weights of its stage instead. sm_90a has no FP4 tensor core: weights stay NVFP4 in
-memory, which is what saves its bandwidth, and become f16 in registers, where a code times its block scale is exact.
+memory, which is what saves its bandwidth, and become f16 in registers, or bf16 if activations are; in both a code times
+its block scale is exact.
 
 Each kernel but the first may be launched while the one before it still runs (programmatic dependent launch).
 """
@@ -35,13 +36,13 @@ named = partial(kernel_named, FAMILY)
 
 
 class Sm90Moe:
-    """The host function for GEMMs of `width` columns a tile.
+    """The host function for GEMMs of `width` columns a tile, with bf16 activations or NVFP4 ones.
 
     `call`, in all methods: the arguments by the names of program.PARAMETERS.
     """
 
-    def __init__(self, width: int) -> None:
-        self.width = width
+    def __init__(self, width: int, bf16: bool) -> None:
+        self.width, self.bf16 = width, bf16
 
     @cute.jit
     def __call__(self, stage: cutlass.Constexpr, **arguments):
@@ -81,8 +82,17 @@ class Sm90Moe:
             grid=[call.num_experts, 1, 1], block=[routing.THREADS, 1, 1], stream=call.stream
         )
 
-    def _expanded(self, call: SimpleNamespace, k_bytes: Int32, m_rows: cute.Tensor) -> expand.Expanded:
-        units = k_bytes // (UNIT_K // 2)
+    def _x(self, call: SimpleNamespace) -> expand.RowsOf:
+        return call.x if self.bf16 else Nvfp4(call.x_codes, call.x_sf)
+
+    def _a2(self, call: SimpleNamespace) -> expand.RowsOf:
+        return call.a2 if self.bf16 else Nvfp4(call.a2_codes, call.a2_sf)
+
+    def _a2_gs(self, call: SimpleNamespace) -> cute.Tensor | None:
+        return None if self.bf16 else call.a2_gs
+
+    def _expanded(self, call: SimpleNamespace, w: Nvfp4, m_rows: cute.Tensor) -> expand.Expanded:
+        units = w.codes.shape[2] // (UNIT_K // 2)
         return expand.Expanded(m_rows, call.columns, Int64(units) * self.width * ROW_BYTES, Int32(self.width), units)
 
     def _expand_shape(self, call: SimpleNamespace) -> dict[str, object]:
@@ -111,11 +121,11 @@ class Sm90Moe:
         return gemm, {"grid": grid, "block": block, "stream": call.stream, "min_blocks_per_mp": 1, "use_pdl": True}
 
     def _l1(self, call: SimpleNamespace) -> None:
-        x, w = Nvfp4(call.x_codes, call.x_sf), Nvfp4(call.w1_codes, call.w1_sf)
-        expanded = self._expanded(call, call.x_codes.shape[1], call.w1_tokens)
+        x, w = self._x(call), Nvfp4(call.w1_codes, call.w1_sf)
+        expanded = self._expanded(call, w, call.w1_tokens)
         factors = expand.Factors(
             mRouteOfRow=call.route_of_row,
-            mX_gs=call.x_gs,
+            mX_gs=None if self.bf16 else call.x_gs,
             mW1_gs=call.w1_gs,
             mTopkWeights=flat(call.topk_weights),
             mFactor=call.row_factor,
@@ -124,16 +134,16 @@ class Sm90Moe:
             weighted=call.weight_before,
         )
         named(expand.gather_kernel, "gather")(x, expanded, factors).launch(**self._expand_shape(call))
-        plan = Sm90MoePlan(self.width, swiglu=True)
+        plan = Sm90MoePlan(self.width, swiglu=True, bf16=self.bf16)
         gemm, shape = self._gemm(call, plan, w, call.w1_packed, expanded)
-        a2 = Nvfp4(call.a2_codes, call.a2_sf)
-        tensors = ColumnActivations(call.row_factor, call.row_weight, call.a2_gs, a2, call.clamp)
+        a2, a2_gs = self._a2(call), self._a2_gs(call)
+        tensors = ColumnActivations(call.row_factor, call.row_weight, a2_gs, a2, call.clamp)
         named(swiglu_kernel, "swiglu")(plan, gemm, tensors).launch(**shape)
 
     def _requantise(self, call: SimpleNamespace) -> None:
         blocks = call.topk_ids.shape[0] * call.topk_ids.shape[1] * (call.h.shape[1] // SF_VEC_SIZE)
-        kernel, a2 = named(requantise.requantise_kernel, "requantise"), Nvfp4(call.a2_codes, call.a2_sf)
-        kernel(flat(call.topk_ids), call.row_of_route, call.h, call.a2_gs, a2).launch(
+        kernel = named(requantise.requantise_kernel, "requantise")
+        kernel(flat(call.topk_ids), call.row_of_route, call.h, self._a2_gs(call), self._a2(call)).launch(
             grid=[ceil_div(blocks, requantise.THREADS), 1, 1],
             block=[requantise.THREADS, 1, 1],
             stream=call.stream,
@@ -141,12 +151,12 @@ class Sm90Moe:
         )
 
     def _l2(self, call: SimpleNamespace) -> None:
-        a2, w = Nvfp4(call.a2_codes, call.a2_sf), Nvfp4(call.w2_codes, call.w2_sf)
-        expanded = self._expanded(call, call.a2_codes.shape[1], call.w2_tokens)
+        a2, w = self._a2(call), Nvfp4(call.w2_codes, call.w2_sf)
+        expanded = self._expanded(call, w, call.w2_tokens)
         named(expand.expand_kernel, "expand")(a2, expanded).launch(**self._expand_shape(call))
-        plan = Sm90MoePlan(self.width, swiglu=False)
+        plan = Sm90MoePlan(self.width, swiglu=False, bf16=self.bf16)
         gemm, shape = self._gemm(call, plan, w, call.w2_packed, expanded)
-        tensors = ColumnRows(call.rows, call.a2_gs, call.w2_gs)
+        tensors = ColumnRows(call.rows, self._a2_gs(call), call.w2_gs)
         named(rows_kernel, "rows")(plan, gemm, tensors).launch(**shape)
 
     def _combine(self, call: SimpleNamespace) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Int32, Uint32
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu import warp as warp_level
 from cutlass.tensor_utils import LayoutEnum
@@ -44,7 +44,7 @@ CHUNK_BYTES = 16
 
 
 class GemmSmem(NamedTuple):
-    """The ring: tokens f16, swizzled, flat; weights u8, flat. sStaged: the staging of L1's epilogue, or None."""
+    """The ring: tokens, swizzled, flat, and weights, flat, as bytes. sStaged: the staging of L1's epilogue, or None."""
 
     sB: cute.Tensor
     sA: cute.Tensor
@@ -63,20 +63,26 @@ def make_unit() -> UnitRegisters:
     return UnitRegisters(cute.make_rmem_tensor(K_STEPS, Uint32), cute.make_rmem_tensor(K_STEPS // 2, Uint32))
 
 
-def make_mma(width: int) -> cute.TiledMma:
+def operand_of(plan: Sm90MoePlan) -> type[Float16] | type[BFloat16]:
+    """What weights become and tokens are."""
+    return BFloat16 if plan.bf16 else Float16
+
+
+def make_mma(plan: Sm90MoePlan) -> cute.TiledMma:
     """(64, width) += A B, A from registers, both K-major."""
-    k_major = OperandMajorMode.K
+    k_major, operand, tile = OperandMajorMode.K, operand_of(plan), (GROUP_M, plan.width)
     return hopper_helpers.make_trivial_tiled_mma(
-        Float16, Float16, k_major, k_major, Float32, (1, 1, 1), (GROUP_M, width), warpgroup.OperandSource.RMEM
+        operand, operand, k_major, k_major, Float32, (1, 1, 1), tile, warpgroup.OperandSource.RMEM
     )
 
 
 def tokens_of(plan: Sm90MoePlan, sB: cute.Tensor) -> cute.Tensor:
-    """(column, K, unit of stage, stage) f16, as wgmma reads them."""
-    layout = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (GROUP_M, plan.width, UNIT_K), Float16, 1)
+    """(column, K, unit of stage, stage) f16 or bf16, as wgmma reads them."""
+    operand, tile = operand_of(plan), (GROUP_M, plan.width, UNIT_K)
+    layout = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, operand, 1)
     unit = cute.select(layout.outer, [0, 1])
     stages = cute.make_layout((plan.units, plan.stages), stride=(plan.width * UNIT_K, plan.b_bytes // 2))
-    pointer = cute.recast_ptr(sB.iterator, layout.inner, dtype=Float16)
+    pointer = cute.recast_ptr(sB.iterator, layout.inner, dtype=operand)
     return cute.make_tensor(pointer, cute.append(cute.append(unit, stages[0]), stages[1]))
 
 
@@ -163,7 +169,7 @@ def multiply_by_warpgroups(
 ):
     """The loop of `multiply` by wgmma."""
     weights = make_unit()
-    mma = make_mma(plan.width)
+    mma = make_mma(plan)
     mma.set(warpgroup.Field.ACCUMULATE, True)
     slice_of = mma.get_slice(0)
     tCrB = slice_of.make_fragment_B(slice_of.partition_B(tokens_of(plan, smem.sB)))
@@ -178,8 +184,8 @@ def multiply_by_warpgroups(
             if cutlass.const_expr(inside == 0):
                 wait_full(ring, place)
             load_unit(plan, smem.sA, place.stage, inside, weights, consumer)
-            unpack(weights.rCodes, weights.rScales, rA[unit])
-            tCrA = cute.make_tensor(cute.recast_ptr(rA[unit].iterator, dtype=Float16), layout_a)
+            unpack(weights.rCodes, weights.rScales, rA[unit], plan.bf16)
+            tCrA = cute.make_tensor(cute.recast_ptr(rA[unit].iterator, dtype=operand_of(plan)), layout_a)
             warpgroup.fence()
             for step in cutlass.range_constexpr(K_STEPS):
                 cute.gemm(mma, tCrC, tCrA[None, None, step], tCrB[None, None, step, inside, place.stage], tCrC)
@@ -226,16 +232,17 @@ def multiply_by_warps(
     weights = make_unit()
     wait_full(ring, place)
     load_unit(plan, smem.sA, place.stage, 0, weights, consumer)
-    mma = cute.make_mma_atom(warp_level.MmaF16BF16Op(Float16, Float32, (16, WARP_COLUMNS, 16)))
+    operand = operand_of(plan)
+    mma = cute.make_mma_atom(warp_level.MmaF16BF16Op(operand, Float32, (16, WARP_COLUMNS, 16)))
     rA = cute.make_rmem_tensor((4, K_STEPS), Uint32)
     rB = cute.make_rmem_tensor((2, K_STEPS), Uint32)
-    tCrA = cute.make_tensor(cute.recast_ptr(rA.iterator, dtype=Float16), cute.make_layout((8, K_STEPS)))
-    tCrB = cute.make_tensor(cute.recast_ptr(rB.iterator, dtype=Float16), cute.make_layout((4, K_STEPS)))
+    tCrA = cute.make_tensor(cute.recast_ptr(rA.iterator, dtype=operand), cute.make_layout((8, K_STEPS)))
+    tCrB = cute.make_tensor(cute.recast_ptr(rB.iterator, dtype=operand), cute.make_layout((4, K_STEPS)))
     for turn in cutlass.range(turns, unroll=1):
         for unit in cutlass.range_constexpr(TURN_UNITS):
             inside = cutlass.const_expr(unit % plan.units)
             load_tokens(plan, smem.sB, place.stage, inside, rB, consumer)
-            unpack(weights.rCodes, weights.rScales, rA)
+            unpack(weights.rCodes, weights.rScales, rA, plan.bf16)
             load_next(plan, smem, ring, place, unit, turn + 1 < turns, weights, consumer)
             for step in cutlass.range_constexpr(K_STEPS):
                 cute.mma_atom_call(mma, rAcc, tCrA[None, step], tCrB[None, step], rAcc)

@@ -7,7 +7,7 @@ Both operands are in units of 64 along K, so that a stage of the ring is a few b
 
 - weights: [expert][panel of 128 rows][unit][64 rows] blocks of BLOCK_BYTES: for each warp and lane 16 bytes, the codes
   of its A fragments of four k-steps, then for each pair of rows 8 bytes of block scales (repack.py);
-- tokens: [column tile][unit][row] 128 bytes of f16, swizzled as wgmma reads them (expand.py).
+- tokens: [column tile][unit][row] 128 bytes of f16 or bf16, swizzled as wgmma reads them (expand.py).
 
 In both, two neighbouring blocks of 16 along K take turns, an element of the first, one of the second: the halves of a
 register of A are then of two blocks, as the two block scales that multiply them are the halves of another.
@@ -53,15 +53,19 @@ PRODUCER_REGISTERS = 24
 COLUMN_FIELDS = 4
 """int32 of an entry of the table of column tiles."""
 OPERAND_BIAS = 7
-"""Both operands hold code * block scale * 2^-7: 448 * 2^7 is the largest scale that f16 holds beside a code, which
-unpacks to code * 2^-14."""
-RESULT_FACTOR = float(1 << 2 * OPERAND_BIAS)
+"""Weights, and tokens that are no bf16, hold code * block scale * 2^-7: 448 * 2^7 is the largest scale that f16 holds
+beside a code, which unpacks to code * 2^-14."""
+
+
+def result_factor(bf16: bool) -> float:
+    """What brings an accumulator back: bf16 tokens are as they are."""
+    return float(1 << (OPERAND_BIAS if bf16 else 2 * OPERAND_BIAS))
 
 
 @dataclass(frozen=True, slots=True)
 class Sm90MoePlan:
     """The compile-time shape of a grouped GEMM. `width`: columns of a tile, N of wgmma, one of WIDTHS. `swiglu`: L1,
-    else L2.
+    else L2. `bf16`: operands are bf16, as the tokens are; else f16, which holds NVFP4 numbers.
 
     Up to 64 columns: four warpgroups, 256 weight rows. All traffic is weights, and unpacking must keep up with it.
     More: two warpgroups, 128 weight rows, with 128 accumulators a thread.
@@ -71,6 +75,7 @@ class Sm90MoePlan:
 
     width: int
     swiglu: bool
+    bf16: bool = False
 
     @property
     def groups(self) -> int:

@@ -72,14 +72,17 @@ STAGES: Final[Mapping[str, frozenset[str]]] = {
     "l2": frozenset((*_ROUTING, *_L2)),
     "combine": frozenset((*_ROUTING, *_COMBINE)),
 }
-"""Names of the parameters of each stage's host function."""
+"""Names of the parameters of each stage's host function, for NVFP4 activations."""
+_OF_ACTIVATIONS: Final = {"x_codes": "x", "a2_codes": "a2"}
+"""Of NVFP4 activations, and of bf16 ones, which have no scales."""
+_SCALES_OF_ACTIVATIONS: Final = frozenset(("x_sf", "x_gs", "a2_sf", "a2_gs"))
 _WORKSPACES: Final = frozenset(
     (
         *("row_of_route", "route_of_row", "columns", "flags", "w1_packed", "w2_packed", "w1_tokens", "w2_tokens"),
         *("row_factor", "row_weight", "partials"),
     )
 )
-_LAYER_WORKSPACES: Final = _WORKSPACES | {"a2_codes", "a2_sf", "rows"}
+_LAYER_WORKSPACES: Final = _WORKSPACES | {"a2_codes", "a2_sf", "a2", "rows"}
 _PACKED: Final = ("w1_packed", "w2_packed")
 _PREPARED: Final = ("layer", "l1", "l2")
 """Stages whose weights are repacked."""
@@ -99,9 +102,8 @@ def moe_program(case: Case, max_ctas: int = H200_SM_COUNT, width: int | None = N
         width = ANY_WIDTH
     elif width is None:
         width = width_for(expected_routes(case), experts, case["load"] == "balanced")
-    plan = Sm90MoePlan(width, swiglu=False)
-    sizes = _sizes(case, plan, max_ctas)
-    parameters = {name: parameter for name, parameter in PARAMETERS.items() if name in STAGES[stage]}
+    plan, bf16 = Sm90MoePlan(width, swiglu=False), case["activations"] == "bf16"
+    sizes, parameters = _sizes(case, plan, max_ctas), _parameters_of(stage, bf16)
     scalars = {
         "num_experts": experts,
         "weight_before": int(case["weight"] == "before"),
@@ -116,16 +118,25 @@ def moe_program(case: Case, max_ctas: int = H200_SM_COUNT, width: int | None = N
         for name, parameter in parameters.items()
         if isinstance(parameter, TensorParameter) and name in workspaces
     }
-    artifact = compiled(stage, width)
+    artifact = compiled(stage, width, bf16)
     prepare = call_arguments(parameters, sizes, {**scalars, "prepares": 1}) if stage in _PREPARED else {}
     prepared = tuple(name for name in scratch if name in _PACKED)
     return artifact.program(call_arguments(parameters, sizes, scalars), scratch, prepare=prepare, prepared=prepared)
 
 
+def _parameters_of(stage: str, bf16: bool) -> dict[str, Parameter]:
+    """The parameters of a stage's host function."""
+    names = STAGES[stage]
+    if bf16:
+        names = {_OF_ACTIVATIONS.get(name, name) for name in names - _SCALES_OF_ACTIVATIONS}
+    return {name: parameter for name, parameter in PARAMETERS.items() if name in names}
+
+
 def expected_routes(case: Case) -> int:
     """Routes that come to this rank, as whoever calls it knows. Of a slice it is one rank of eight."""
-    routes = case.int("tokens") * case.int("topk")
-    return -(-routes // SLICES) if case["load"] == "slice" else routes
+    tokens, shared = case.int("tokens"), case.int("shared")
+    routes = tokens * (case.int("topk") - shared)
+    return tokens * shared + (-(-routes // SLICES) if case["load"] == "slice" else routes)
 
 
 def _sizes(case: Case, plan: Sm90MoePlan, max_ctas: int) -> dict[str, int]:
@@ -152,15 +163,16 @@ def _sizes(case: Case, plan: Sm90MoePlan, max_ctas: int) -> dict[str, int]:
 
 
 @functools.cache
-def compiled(stage: str, width: int) -> Artifact:
+def compiled(stage: str, width: int, bf16: bool = False) -> Artifact:
     """The compiled host function of one stage. UnsupportedError if CuTeDSL is not installed."""
 
     def build() -> Artifact:
         from backends.cutedsl.sm90_moe.kernel import Sm90Moe
 
-        parameters = {name: parameter for name, parameter in PARAMETERS.items() if name in STAGES[stage]}
+        parameters = _parameters_of(stage, bf16)
         divisors = {**DIVISORS, **dict.fromkeys(("w1_column_bytes", "w2_column_bytes"), 128)}
         values = fake_values(parameters, CONSTANTS, divisors)
-        return compile_host_function(Sm90Moe(width), stage, target="sm_90a", **values)
+        return compile_host_function(Sm90Moe(width, bf16), stage, target="sm_90a", **values)
 
-    return compiled_kernel("sm90_moe", "sm_90a", {"width": width}, build, f"sm90_moe_{stage}")
+    options = {"width": width} | ({"activations": "bf16"} if bf16 else {})
+    return compiled_kernel("sm90_moe", "sm_90a", options, build, f"sm90_moe_{stage}")

@@ -3,9 +3,10 @@
 
 A thread makes the 16 bytes of codes of one lane in one unit: for each of four k-steps the eight codes of its A fragment
 of m64nNk16, rows g and g + 8, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 (PTX ISA, "Register Fragments for
-wgmma.mma_async.m64nNk16"). Even columns are of one block of 16, odd ones of the next. The eight lie so that masks and
-shifts alone turn them into f16 (unpack.py). Rows g of w1 are gates and rows g + 8 the ups of the same outputs, whatever
-the interleave. Rows g and g + 8 of w2 are neighbours in memory: then a thread has two neighbouring elements of rows.
+wgmma.mma_async.m64nNk16"). Even columns are of one block of 16, odd ones of the next. The eight lie so that shifts,
+masks and exclusive ors turn them into f16 (unpack.py). Rows g of w1 are gates and rows g + 8 the ups of the same
+outputs, whatever the interleave. Rows g and g + 8 of w2 are neighbours in memory: then a thread has two neighbouring
+elements of rows.
 
 Lane 0 of each row pair also makes 8 bytes of block scales. A byte has 5 bits of exponent and 3 of mantissa, which hold
 every e4m3 without subnormals: bits 14 to 7 of the f16 scale * 2^7. No byte is made for a zero, so codes under a zero
@@ -22,8 +23,13 @@ from backends.cutedsl.sm90_moe.plan import BLOCK_BYTES, CODES_BYTES, GROUP_M, LA
 
 THREADS = 2 * PANEL_ROWS
 UNIT_WORDS = UNIT_K // 8
-FIELDS = ((12, 9), (9, 6), (11, 3), (10, 0))
-"""Of A, B, C and D: how far the sign and the magnitude of a code move to the left."""
+FIELDS = (((0x8, 6), (0x7, 3)), ((0x8, 3), (0x7, 0)), ((0x8, 10), (0x4, 9), (0x3, 7)), ((0xD, 12), (0x2, 9)))
+"""Of A, B, C and D: which bits of a code move left by how much, in its half of the word."""
+COMBINED = (
+    *((-3, 0x0000_8000), (-2, 0x2080_2080), (2, 0x0800_0800)),
+    *((3, 0x5000_5000), (-3, 0x0400_0400), (-2, 0x0100_0100)),
+)
+"""Exclusive ors that undo those of unpack.py, in this order: how far the word moves to the left, which bits change."""
 SCALE_REBIAS = 0x0038_0038
 """7 more in the exponent, above 3 bits of mantissa."""
 
@@ -50,8 +56,17 @@ def code_pair(rWords: cute.Tensor, first: int, element: Uint32) -> Uint32:
 
 def placed(pair: Uint32, field: int) -> Uint32:
     """Two codes where those of A, B, C or D lie."""
-    sign, magnitude = FIELDS[field]
-    return (pair & Uint32(0x8_0008)) << sign | (pair & Uint32(0x7_0007)) << magnitude
+    word = Uint32(0)
+    for bits, shift in FIELDS[field]:
+        word = word | (pair & Uint32(bits << 16 | bits)) << shift
+    return word
+
+
+def uncombined(word: Uint32) -> Uint32:
+    """Bits that unpack.py combines with others are stored so that the combination is the bit meant."""
+    for shift, changed in COMBINED:
+        word = word ^ (word << shift if shift > 0 else word >> -shift) & Uint32(changed)
+    return word
 
 
 def scale_bytes(scales: Uint32) -> tuple[Uint32, Uint32]:
@@ -85,7 +100,7 @@ def repack_kernel(w: Nvfp4, mPacked: cute.Tensor, interleave_log2: Int32):
         for field in cutlass.range_constexpr(4):
             words = rRow if field % 2 == 0 else rOther
             word = word | placed(code_pair(words, first, quad_lane + 4 * (field // 2)), field)
-        rPacked[step] = word
+        rPacked[step] = uncombined(word)
     block = (Int64(panel) * units + unit) * (PANEL_ROWS // GROUP_M) + group // 4
     place = block * BLOCK_BYTES + (group % 4 * 32 + lane) * LANE_BYTES
     target = cute.recast_ptr(mPacked.iterator + cute.assume(place, divby=LANE_BYTES), dtype=Uint32)

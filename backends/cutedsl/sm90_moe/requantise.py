@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Requantisation to NVFP4 on sm_90a, which has no cvt to e2m1: a block of 16 by one thread.
+"""Requantisation on sm_90a, a block of 16 by one thread: to NVFP4, for which it has no cvt, or to bf16.
 
 |v| * 2^-126 is a float whose bits 24 to 22 are the code of v: exponent 0, a subnormal, below 1. Rounding these bits to
 nearest even is rounding v, but for a v within 2^-24 of the halves below 1.
@@ -7,11 +7,11 @@ nearest even is rounding v, but for a v within 2^-24 of the halves below 1.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint16, Uint32
+from cutlass import BFloat16, Float32, Int32, Int64, Uint16, Uint32
 
 from backends.cutedsl.moe.layout import SF_VEC_SIZE
 from backends.cutedsl.moe.nvfp4 import Nvfp4, scale_offset
-from backends.cutedsl.sm90_moe.expand import scale_pair
+from backends.cutedsl.sm90_moe.expand import RowsOf, scale_pair
 
 THREADS = 128
 E2M1_MAX = 6.0
@@ -71,9 +71,20 @@ def store_block(target: Nvfp4, row: Int32, block: Int32, rCodes: cute.Tensor, sf
     cute.make_tensor(target.sf.iterator + place, cute.make_layout(1))[0] = cutlass.Uint8(sf)
 
 
+@cute.jit
+def round_block(mTarget: cute.Tensor, row: Int32, block: Int32, rH: cute.Tensor):
+    """rH (16) f32 to columns 16 block .. 16 block + 15 of `row`, bf16."""
+    rRounded = cute.make_rmem_tensor(SF_VEC_SIZE, BFloat16)
+    rRounded.store(rH.load().to(BFloat16))
+    offset = cute.assume(Int64(row) * mTarget.shape[1] + block * SF_VEC_SIZE, divby=SF_VEC_SIZE)
+    cute.autovec_copy(rRounded, cute.make_tensor(mTarget.iterator + offset, cute.make_layout(SF_VEC_SIZE)))
+
+
 @cute.kernel
-def requantise_kernel(mTopkIds: cute.Tensor, mRowOfRoute: cute.Tensor, mH: cute.Tensor, mA2_gs: cute.Tensor, a2: Nvfp4):
-    """mH (rows, intermediate) f32 to a2 under mA2_gs (experts); only rows that are routes."""
+def requantise_kernel(
+    mTopkIds: cute.Tensor, mRowOfRoute: cute.Tensor, mH: cute.Tensor, mA2_gs: cute.Tensor | None, a2: RowsOf
+):
+    """mH (rows, intermediate) f32 to a2, NVFP4 under mA2_gs (experts) or bf16; only rows that are routes."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
@@ -88,4 +99,8 @@ def requantise_kernel(mTopkIds: cute.Tensor, mRowOfRoute: cute.Tensor, mH: cute.
             row = mRowOfRoute[route]
             offset = cute.assume(Int64(row) * mH.shape[1] + block * SF_VEC_SIZE, divby=SF_VEC_SIZE)
             cute.autovec_copy(cute.make_tensor(mH.iterator + offset, cute.make_layout(SF_VEC_SIZE)), rH)
-            store_block(a2, row, block, rCodes, quantise_block(rH, mA2_gs[expert], rCodes))
+            if cutlass.const_expr(isinstance(a2, Nvfp4)):
+                gs = mA2_gs[expert]  # pyright: ignore[reportOptionalSubscript] (const_expr narrows nothing)
+                store_block(a2, row, block, rCodes, quantise_block(rH, gs, rCodes))
+            else:
+                round_block(a2, row, block, rH)

@@ -19,6 +19,9 @@ from backends.cutedsl.moe.routing import inclusive_sum
 
 WARPS = 32
 THREADS = 32 * WARPS
+AT_ONCE = 4
+"""Ids that a lane asks for before it uses the first: a warp's stretch of many routes takes a load's time for each 128,
+not for each 32."""
 
 
 class Columns(NamedTuple):
@@ -42,16 +45,26 @@ def tiles_of(rows: Int32, size) -> Int32:
 
 
 @cute.jit
+def load_ids(ids: cute.Tensor, first: Int32, end: Int32, lane: Int32, rIds: cute.Tensor):
+    """rIds (AT_ONCE): the ids of this lane in AT_ONCE times 32 routes from `first` on; -1 from `end` on."""
+    for turn in cutlass.range_constexpr(AT_ONCE):
+        rIds[turn] = Int32(-1)
+        if first + 32 * turn + lane < end:
+            rIds[turn] = ids[first + 32 * turn + lane]
+
+
+@cute.jit
 def own_routes(ids: cute.Tensor, sCounts: cute.Tensor, expert: Int32, begin: Int32, end: Int32, lane: Int32) -> Int32:
     """How many of the routes `begin` to `end` are of `expert`; all of them are counted in sCounts."""
     own = Int32(0)
-    for first in cutlass.range(begin, end, 32, unroll=1):
-        chosen = Int32(-1)
-        if first + lane < end:
-            chosen = ids[first + lane]
-        if chosen >= 0:
-            cute.arch.atomic_add(sCounts.iterator + chosen, Int32(1))
-        own += cute.arch.popc(cute.arch.vote_ballot_sync(chosen == expert))
+    rIds = cute.make_rmem_tensor(AT_ONCE, Int32)
+    for first in cutlass.range(begin, end, 32 * AT_ONCE, unroll=1):
+        load_ids(ids, first, end, lane, rIds)
+        for turn in cutlass.range_constexpr(AT_ONCE):
+            chosen = rIds[turn]
+            if chosen >= 0:
+                cute.arch.atomic_add(sCounts.iterator + chosen, Int32(1))
+            own += cute.arch.popc(cute.arch.vote_ballot_sync(chosen == expert))
     return own
 
 
@@ -71,16 +84,17 @@ def before(sCounts: cute.Tensor, sFirst: cute.Tensor, expert: Int32, width: Int3
 @cute.jit
 def place(ids: cute.Tensor, columns: Columns, expert: Int32, begin: Int32, end: Int32, row: Int32, lane: Int32):
     """The routes of `expert` among `begin` to `end` become the rows from `row` on."""
-    for first in cutlass.range(begin, end, 32, unroll=1):
-        here = False
-        if first + lane < end:
-            here = ids[first + lane] == expert
-        ballot = cute.arch.vote_ballot_sync(here)
-        if here:
-            placed = row + cute.arch.popc(ballot & cute.arch.lanemask_lt())
-            columns.mRouteOfRow[placed] = first + lane
-            columns.mRowOfRoute[first + lane] = placed
-        row += cute.arch.popc(ballot)
+    rIds = cute.make_rmem_tensor(AT_ONCE, Int32)
+    for first in cutlass.range(begin, end, 32 * AT_ONCE, unroll=1):
+        load_ids(ids, first, end, lane, rIds)
+        for turn in cutlass.range_constexpr(AT_ONCE):
+            here = rIds[turn] == expert
+            ballot = cute.arch.vote_ballot_sync(here)
+            if here:
+                route, placed = first + 32 * turn + lane, row + cute.arch.popc(ballot & cute.arch.lanemask_lt())
+                columns.mRouteOfRow[placed] = route
+                columns.mRowOfRoute[route] = placed
+            row += cute.arch.popc(ballot)
 
 
 @cute.jit

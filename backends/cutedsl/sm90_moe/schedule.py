@@ -64,12 +64,20 @@ class ColumnPiece(NamedTuple):
     stop: Int32
 
 
+def uniform(value: Int32) -> Int32:
+    """`value`, the same in all lanes of a warp, where ptxas knows that it is: a descriptor that follows from it is made
+    in uniform registers, beside the threads' instructions. It does not see through loads and shuffles."""
+    return cute.arch.inline_ptx(
+        "redux.sync.or.b32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[value]
+    )
+
+
 def walk(plan: Sm90MoePlan, gemm: ColumnGemm) -> ColumnWalk:
     """The work of this CTA."""
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     tiles_m = (gemm.panels + plan.panels - 1) // plan.panels
-    tiles = gemm.mColumns[0, 0] * tiles_m
+    tiles = uniform(gemm.mColumns[0, 0]) * tiles_m
     workers = cutlass.max(cutlass.min(blocks, tiles), Int32(1))
     whole = cutlass.max(tiles // workers - 1, Int32(0))
     shared = (tiles - whole * workers) * gemm.turns
@@ -146,7 +154,7 @@ def take_over(plan: Sm90MoePlan, gemm: ColumnGemm, rAcc: cute.Tensor, thread: In
     flag = gemm.mFlags.iterator + (block - 1) * (plan.consumers // 32) + thread // 32
     ready = Int32(0)
     while ready == 0:
-        ready = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+        ready = uniform(cute.arch.load(flag, Int32, sem="acquire", scope="gpu"))
     gSums = partial(plan, gemm, block - 1, thread, cute.size(rAcc))
     for register in cutlass.range_constexpr(cute.size(rAcc)):
         rAcc[register] = rAcc[register] + gSums[register]

@@ -1,51 +1,74 @@
 # pyright: reportMissingImports=false
 """NVFP4 weights become f16 in registers: eight codes of a word become one A fragment of m64nNk16, times their scales.
 
-A half of a word, for one of two neighbouring columns, of two blocks: the magnitudes of A, B, C and D lie in bits 11..9,
-8..6, 5..3 and 2..0, their signs in 15, 12, 14 and 13. Where A's lie, they are the f16 code * 2^-14, a subnormal for
-0.5. A block scale times 2^7 brings it to code * scale * 2^-7, exactly: six significant bits, a multiple of 2^-17.
+A half of a word, for one of two neighbouring columns, holds a code of each of the fragment's registers A, B, C and D,
+of two blocks. CODE_MASK picks sign and magnitude, bits 15 and 11..9, of the word or of two words combined by exclusive
+or; there they are the f16 code * 2^-14, a subnormal for 0.5. A block scale times 2^7 brings it to code * scale * 2^-7,
+exactly: six significant bits, a multiple of 2^-17.
 
-All shifts are to the left, so that the multiplying pipe of an H200 does them; the logic pipe, which the masks fill,
-would be the bottleneck.
+    A = word << 6,  B = word << 9,  C = word ^ word << 2,  D = word ^ word >> 3
+
+12 instructions for eight codes. Four fields of a sign and three bits of magnitude cannot tile 16 bits by shifts alone:
+two signs would need shifts and masks of their own, 15 instructions. The exclusive ors cost nothing, because LOP3 takes
+three operands, and repack.py undoes them beforehand.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Uint32
 
-CODE_MASK, MAGNITUDE_MASK, SIGN_MASK = 0x8E00_8E00, 0x0E00_0E00, 0x8000_8000
-MAGNITUDE_SHIFTS, SIGN_SHIFTS = (0, 3, 6, 9), (0, 3, 1, 2)
-"""To the left, of A, B, C and D; where both are the same, one mask does."""
+CODE_MASK = 0x8E00_8E00
+SHIFTS = ((6, False), (9, False), (2, True), (-3, True))
+"""Of A, B, C and D: how far the word moves to the left, and whether the word itself is combined with that."""
 SCALE_SHIFT = 7
 """A byte of a block scale is bits 14 to 7 of the f16 scale * 2^7."""
 BYTES_0_AND_2, BYTES_1_AND_3 = 0x4240, 0x4341
 """Selectors of prmt: each of the two bytes in a half of its own, a byte of the other, zero operand above it."""
 
 
-def row_scales(word: Uint32) -> tuple[Uint32, Uint32]:
-    """f16 pairs: of row g and of row g + 8, the block scales of two neighbouring blocks, times 2^7."""
+BF16_MASK = 0x81C0_81C0
+"""Sign and magnitude of a bf16 code * 2^-126. A block scale times 2^119 brings it to the same number as in f16; times
+2^126 it would be more than bf16 holds."""
+BF16_SCALE_SHIFT, BF16_SCALE_BITS = 4, 0x7000_7000
+"""The same byte is bits 11 to 4 of the bf16 scale * 2^119, below three bits that are set."""
+
+
+def row_scales(word: Uint32, bf16: bool) -> tuple[Uint32, Uint32]:
+    """Pairs, of row g and of row g + 8: the block scales of two neighbouring blocks, f16 * 2^7 or bf16 * 2^119."""
     picked = tuple(Uint32(cute.arch.prmt(word, 0, selector)) for selector in (BYTES_0_AND_2, BYTES_1_AND_3))
+    if bf16:
+        row, other = (pair << BF16_SCALE_SHIFT | Uint32(BF16_SCALE_BITS) for pair in picked)
+        return row, other
     return picked[0] << SCALE_SHIFT, picked[1] << SCALE_SHIFT
 
 
-def times(a: Uint32, b: Uint32) -> Uint32:
-    """The product of two pairs of f16."""
-    return cute.arch.inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+def times(a: Uint32, b: Uint32, kind: str = "f16x2") -> Uint32:
+    """The product of two pairs of f16 or, of `kind` bf16x2, bf16."""
+    text = f"mul.rn.{kind} {{$w0}}, {{$r0}}, {{$r1}};"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[a, b])
 
 
 def fragment_word(word: Uint32, index: int) -> Uint32:
     """Two codes of `word`, those of A, B, C or D, as f16 * 2^-14."""
-    shift, sign_shift = MAGNITUDE_SHIFTS[index], SIGN_SHIFTS[index]
-    if shift == sign_shift:
-        return (word << shift) & Uint32(CODE_MASK)
-    return (word << shift) & Uint32(MAGNITUDE_MASK) | (word << sign_shift) & Uint32(SIGN_MASK)
+    shift, combined = SHIFTS[index]
+    moved = word << shift if shift > 0 else word >> -shift
+    return (moved ^ word if combined else moved) & Uint32(CODE_MASK)
+
+
+def bf16_word(fragment: Uint32) -> Uint32:
+    """What fragment_word gives, with the magnitudes three bits lower: bf16 * 2^-126."""
+    return (fragment | fragment >> 3) & Uint32(BF16_MASK)
 
 
 @cute.jit
-def unpack(rCodes: cute.Tensor, rScales: cute.Tensor, rA: cute.Tensor):
+def unpack(rCodes: cute.Tensor, rScales: cute.Tensor, rA: cute.Tensor, bf16: cutlass.Constexpr):
     """rA (4, k-step) u32, the A fragments of a unit, from rCodes (k-step) u32 and rScales (k-step / 2) u32."""
     for pair in cutlass.range_constexpr(cute.size(rScales)):
-        scales = row_scales(rScales[pair])
+        scales = row_scales(rScales[pair], bf16)
         for step in cutlass.range_constexpr(2 * pair, 2 * pair + 2):
             for index in cutlass.range_constexpr(4):
-                rA[index, step] = times(fragment_word(rCodes[step], index), scales[index % 2])
+                fragment = fragment_word(rCodes[step], index)
+                if cutlass.const_expr(bf16):
+                    rA[index, step] = times(bf16_word(fragment), scales[index % 2], "bf16x2")
+                else:
+                    rA[index, step] = times(fragment, scales[index % 2])

@@ -41,11 +41,12 @@ def layer_program(shape: MoeShape, target: Target, route: Maker, stages: Mapping
     steps = [make(shape) for make in (route, *(maker for stage in chosen for maker in stages[stage]))]
     scratch: dict[str, int] = {}
     if shape.stage == "layer":
-        scratch |= {
-            "a2_codes": shape.held_rows * shape.intermediate // 2,
-            "a2_sf": shape.held_rows * shape.intermediate // SF_VEC_SIZE,
-            "rows": shape.held_rows * shape.hidden * BF16_BYTES,
-        }
+        elements = shape.held_rows * shape.intermediate
+        if shape.bf16:
+            scratch["a2"] = elements * BF16_BYTES
+        else:
+            scratch |= {"a2_codes": elements // 2, "a2_sf": elements // SF_VEC_SIZE}
+        scratch["rows"] = shape.held_rows * shape.hidden * BF16_BYTES
     for step in steps:
         scratch |= step.scratch
     return Program(
@@ -70,14 +71,21 @@ def routing_tables(shape: MoeShape) -> dict[str, int]:
     return {name: count * WORD_BYTES for name, count in entries.items()}
 
 
+def a2_arguments(shape: MoeShape) -> dict[str, str | None]:
+    """What a launch that stores activations names otherwise: bf16 ones go to `a2_codes`, and have no scales."""
+    return {"a2_codes": "a2", "a2_sf": None, "a2_gs": None} if shape.bf16 else {}
+
+
 def requantise_step(shape: MoeShape, kernel: Builder) -> Step:
     """The launch of a `requantise_kernel`."""
     blocks = shape.intermediate // SF_VEC_SIZE
     launch = Launch(
-        entry=requantise.ENTRY,
+        entry=kernel.entry,
         grid=(shape.row_tiles, blocks // ATOM_BLOCKS, 1),
         block=(requantise.THREADS, 1, 1),
-        args=requantise.RequantiseParams.arguments(tokens=shape.tokens, intermediate=shape.intermediate),
+        args=requantise.RequantiseParams.arguments(
+            tokens=shape.tokens, intermediate=shape.intermediate, **a2_arguments(shape)
+        ),
     )
     return Step(kernel, launch)
 

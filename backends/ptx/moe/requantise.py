@@ -151,7 +151,7 @@ def word_in_atom(x: Builder, row: Register) -> Register:
 
 @dataclass(frozen=True, slots=True)
 class RequantiseParams(Parameters):
-    """`h`: f32 [rows][intermediate]."""
+    """`h`: f32 [rows][intermediate]. bf16 activations go to `a2_codes`, and have no scales."""
 
     h: Pointer
     a2_gs: Pointer
@@ -164,10 +164,15 @@ class RequantiseParams(Parameters):
     intermediate: U32
 
 
-def requantise_kernel(version: tuple[int, int], target: Target = "sm_100a", encode: EncodeWord = code_word) -> Builder:
-    """Grid: row tiles at most, and groups of WIDTH activations. Rows that fill up a tile are left alone."""
-    x = Builder(ENTRY, target=target, version=version, block=THREADS)
-    x.header(["Requantisation of f32 activations to NVFP4, one row a thread."])
+def requantise_kernel(
+    version: tuple[int, int], target: Target = "sm_100a", encode: EncodeWord | None = code_word
+) -> Builder:
+    """Grid: row tiles at most, and groups of WIDTH activations. Rows that fill up a tile are left alone.
+
+    Without `encode` activations become bf16.
+    """
+    x = Builder(ENTRY if encode else f"{ENTRY}_bf16", target=target, version=version, block=THREADS)
+    x.header([f"Requantisation of f32 activations to {'NVFP4' if encode else 'bf16'}, one row a thread."])
     params = RequantiseParams.declare(x)
     x.section("which row, which activations")
     tile = x.let("tile", "mov.u32", CTAID_X)
@@ -183,11 +188,11 @@ def requantise_kernel(version: tuple[int, int], target: Target = "sm_100a", enco
 
 
 def _requantise_row(
-    x: Builder, params: RequantiseParams, tile: Register, thread: Register, row: Register, encode: EncodeWord
+    x: Builder, params: RequantiseParams, tile: Register, thread: Register, row: Register, encode: EncodeWord | None
 ) -> None:
     scale = GlobalScale(x)
-    expert = x.entry_of("expert", params.expert_of_tile, tile)
-    scale.load(params.a2_gs, expert)
+    if encode:
+        scale.load(params.a2_gs, x.entry_of("expert", params.expert_of_tile, tile))
     group = x.let("group", "mov.u32", CTAID_Y)
     element = x.let("element", "mul.wide.u32", row, params.intermediate)
     x.emit("add.s64", element, element, x.let("first", "mul.wide.u32", group, WIDTH))
@@ -196,6 +201,13 @@ def _requantise_row(
     x.emit("add.s64", source, source, params.h)
     for start in range(0, WIDTH, PER_VECTOR):
         x.emit("ld.global.v4.f32", values[start : start + PER_VECTOR], at(source, start * 4))
+    if not encode:
+        target = x.let("rounded_at", "shl.b64", element, 1)
+        x.emit("add.s64", target, target, params.a2_codes)
+        packed = x.packed_bf16("rounded", values)
+        for start in range(0, len(packed), PER_VECTOR):
+            x.emit("st.global.v4.b32", at(target, start * 4), packed[start : start + PER_VECTOR])
+        return
     words, scales = emit_requantise(x, values, scale, encode)
     codes = x.let("codes_at", "shr.u64", element, 1)
     x.emit("add.s64", codes, codes, params.a2_codes)

@@ -30,7 +30,7 @@ class SwigluVariant:
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
-    """The axes of one case. `clamp` is 0 if the case has none."""
+    """The axes of one case. `clamp` is 0 if the case has none. `bf16`: activations are bf16, else NVFP4."""
 
     hidden: int
     intermediate: int
@@ -40,6 +40,7 @@ class MoeShape:
     variant: SwigluVariant
     clamp: float
     stage: str
+    bf16: bool
 
     @classmethod
     def of(cls, case: Case, target: Target) -> MoeShape:
@@ -53,6 +54,8 @@ class MoeShape:
         if case.int("interleave") not in INTERLEAVES:
             known = ", ".join(map(str, INTERLEAVES))
             raise UnsupportedError(f"{case.id}: interleave is {case['interleave']}; the {target} kernels have {known}")
+        if case["activations"] == "bf16" and target != "sm_90a":
+            raise UnsupportedError(f"{case.id}: the {target} kernels of the ptx backend have no bf16 activations")
         if case.int("sf_vec_size") != SF_VEC_SIZE:
             raise UnsupportedError(f"{case.id}: sf_vec_size is {case['sf_vec_size']}; NVFP4 has {SF_VEC_SIZE}")
         clamp = case["clamp"]
@@ -66,6 +69,7 @@ class MoeShape:
             variant=variant,
             clamp=0.0 if clamp is None else float(clamp),
             stage=str(case["stage"]),
+            bf16=case["activations"] == "bf16",
         )
 
     @property

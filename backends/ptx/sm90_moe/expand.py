@@ -1,9 +1,10 @@
-"""Activations expanded to f16 once, in the order of the column tiles and swizzled as wgmma reads them.
+"""Activations expanded to 16 bits once, in the order of the column tiles and swizzled as wgmma reads them.
 
 Two blocks of 16 codes and their block scales become 64 bytes, an element of the first, one of the second: code * scale
-* 2^-7, exact. The first GEMM gathers its rows from the tokens here, and gets a table of factors: row r of its
-accumulators is times x_gs * w1_gs * 2^14. Rows that fill up a column tile are left as they are: they are columns of the
-product that nobody reads.
+* 2^-7 in f16, exact. Elements that are bf16 stay as they are and take the same turns. The first GEMM gathers its rows
+from the tokens here, and gets a table of factors: row r of its accumulators is times x_gs * w1_gs * 2^14, or w1_gs *
+2^7 where tokens are bf16. Rows that fill up a column tile are left as they are: they are columns of the product that
+nobody reads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from backends.ptx.moe.requantise import word_in_atom
 from backends.ptx.moe.routing import COLUMN_WORDS
 from backends.ptx.operands import Register, Special, Vector, at
 from backends.ptx.parameters import U32, Parameters, Pointer
-from backends.ptx.sm90_moe.geometry import RESULT_FACTOR, ROW_BYTES, UNIT_K
+from backends.ptx.sm90_moe.geometry import ROW_BYTES, UNIT_K, result_factor
 
 NCTAID_Y = Special("%nctaid.y", "u32")
 THREADS = 128
@@ -24,6 +25,10 @@ AT_ONCE = 4
 CHUNKS = ROW_BYTES // 16
 TWO_TO_7 = 0x5800_5800
 """An f16 pair."""
+HALVES = (0x5410, 0x7632)
+"""Selectors of prmt: the low halves of two words, and their high halves."""
+BLOCK_BYTES = 2 * SF_VEC_SIZE
+"""Of 16 elements of bf16."""
 CHUNK_BYTES = 16
 CHUNK_ELEMENTS = 4
 """Elements of each of two blocks in the 16 bytes that the swizzle moves together."""
@@ -31,7 +36,8 @@ CHUNK_ELEMENTS = 4
 
 @dataclass(frozen=True, slots=True)
 class ExpandParams(Parameters):
-    """`codes`, `sf`: NVFP4 rows; `expanded`: see geometry.py. `units` along K; `pitch`: bytes of a column tile."""
+    """`codes`, `sf`: NVFP4 rows, or bf16 rows and nothing; `expanded`: see geometry.py. `units` along K; `pitch`: bytes
+    of a column tile."""
 
     codes: Pointer
     sf: Pointer
@@ -44,7 +50,8 @@ class ExpandParams(Parameters):
 
 @dataclass(frozen=True, slots=True)
 class ExpandGatherParams(ExpandParams):
-    """Where rows are gathered from tokens. `row_factor`: an f32 for each row of each column tile."""
+    """Where rows are gathered from tokens; of bf16 there is no `x_gs`. `row_factor`: an f32 for each row of each column
+    tile."""
 
     token_of_row: Pointer
     x_gs: Pointer
@@ -72,15 +79,43 @@ class _Column:
     row: Register
 
 
-def expand_entry(gathered: bool, weighted: bool = False) -> str:
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The chunks of a thread: `chunk`, the first that is left, of `count` in the row. It takes the same one of each
+    unit: part `part` of both blocks of pair `pair`. That goes to `row_at`, `unit_bytes` further for each unit."""
+
+    chunk: Register
+    count: Register
+    pair: Register
+    part: Register
+    row_at: Register
+    unit_bytes: Register
+
+    @classmethod
+    def read(cls, x: Builder, params: ExpandParams, place: _Column, tile: Register, layout: str) -> _Chunks:
+        """`tile`: where the column tile begins. `layout`: a comment on what chunks are."""
+        row_at = x.indexed_wide("row_at", tile, place.row, ROW_BYTES)
+        unit_bytes = x.let("unit_bytes", "mul.lo.u32", place.width, ROW_BYTES)
+        x.comment(layout)
+        chunk, count = x.let("chunk", "mov.u32", TID_X), x.let("chunks", "shl.b32", params.units, 3)
+        inside = x.let("inside", "and.b32", chunk, CHUNKS - 1)
+        pair, part = x.let("block_pair", "shr.u32", inside, 2), x.let("part", "and.b32", inside, 3)
+        swizzled = x.let("swizzled", "and.b32", place.row, CHUNKS - 1)
+        x.emit("xor.b32", swizzled, swizzled, inside)
+        x.emit("mad.wide.u32", row_at, swizzled, CHUNK_BYTES, row_at)
+        return cls(chunk, count, pair, part, row_at, unit_bytes)
+
+
+def expand_entry(gathered: bool, weighted: bool = False, bf16: bool = False) -> str:
     """The entry of a variant."""
-    return "moe_expand" + "_gathered" * gathered + "_weighted" * weighted
+    return "moe_expand" + "_gathered" * gathered + "_weighted" * weighted + "_bf16" * bf16
 
 
-def expand_kernel(version: tuple[int, int], *, gathered: bool, weighted: bool = False) -> Builder:
+def expand_kernel(version: tuple[int, int], *, gathered: bool, weighted: bool = False, bf16: bool = False) -> Builder:
     """Grid: column tiles at most, rows of the widest."""
-    x = Builder(expand_entry(gathered, weighted), target="sm_90a", version=version, block=THREADS)
-    x.header(["Rows of NVFP4 as f16, swizzled, in the order of the column tiles; one CTA a row."])
+    x = Builder(expand_entry(gathered, weighted, bf16), target="sm_90a", version=version, block=THREADS)
+    rows = "Rows of bf16" if bf16 else "Rows of NVFP4 as f16"
+    x.header([f"{rows}, swizzled, in the order of the column tiles; one CTA a row."])
     params = (ExpandWeightedParams if weighted else ExpandGatherParams if gathered else ExpandParams).declare(x)
     x.section("which row")
     column = x.let("column", "mov.u32", CTAID_X)
@@ -96,9 +131,9 @@ def expand_kernel(version: tuple[int, int], *, gathered: bool, weighted: bool = 
         with x.when(has_row, "row"):
             x.emit("add.u32", entry[1], entry[1], row)
             place = _Column(entry[0], entry[1], entry[3], row)
-            source = _source(x, params, place, slot, thread)
+            source = _source(x, params, place, slot, thread, bf16)
             tile = x.let("tile_at", "mad.wide.u32", column, params.pitch, params.expanded)
-            _expand(x, params, source, place, tile)
+            (_turn if bf16 else _expand)(x, params, source, place, tile)
     x.emit("ret")
     return x
 
@@ -113,18 +148,21 @@ def _fill(x: Builder, params: ExpandParams, slot: Register, has_row: Register, t
         x.emit("st.global.f32", at(x.indexed_wide("weightless_at", params.row_weight, slot, 4)), 0.0, guard=fills)
 
 
-def _source(x: Builder, params: ExpandParams, place: _Column, slot: Register, thread: Register) -> Register:
-    """The row of codes; the factors of the row are written on the way."""
+def _source(x: Builder, params: ExpandParams, place: _Column, slot: Register, thread: Register, bf16: bool) -> Register:
+    """The row to expand; the factors of the row are written on the way."""
     row = place.first_row
     if not isinstance(params, ExpandGatherParams):
         return row
     token = x.entry_of("token", params.token_of_row, row)
     is_first = x.let("is_first", "setp.eq.u32", thread, 0)
     with x.when(is_first, "factors"):
-        factor = x.let("x_scale", "ld.global.f32", at(x.indexed_wide("x_gs_at", params.x_gs, token, 4)))
-        w1_scale = x.let("w1_scale", "ld.global.f32", at(x.indexed_wide("w1_gs_at", params.w1_gs, place.expert, 4)))
-        x.emit("mul.rn.f32", factor, factor, w1_scale)
-        x.emit("mul.rn.f32", factor, factor, RESULT_FACTOR)
+        if bf16:
+            factor = x.let("factor", "ld.global.f32", at(x.indexed_wide("w1_gs_at", params.w1_gs, place.expert, 4)))
+        else:
+            factor = x.let("x_scale", "ld.global.f32", at(x.indexed_wide("x_gs_at", params.x_gs, token, 4)))
+            w1_scale = x.let("w1_scale", "ld.global.f32", at(x.indexed_wide("w1_gs_at", params.w1_gs, place.expert, 4)))
+            x.emit("mul.rn.f32", factor, factor, w1_scale)
+        x.emit("mul.rn.f32", factor, factor, result_factor(bf16))
         x.emit("st.global.f32", at(x.indexed_wide("factor_at", params.row_factor, slot, 4)), factor)
         if isinstance(params, ExpandWeightedParams):
             route = x.entry_of("route", params.route_of_row, row)
@@ -142,27 +180,38 @@ def _expand(x: Builder, params: ExpandParams, source: Register, place: _Column, 
     x.emit("mul.lo.u32", first_atom, first_atom, params.units)
     atoms = x.indexed_wide("atoms", params.sf, first_atom, ATOM_BYTES)
     x.emit("add.s64", atoms, atoms, word_in_atom(x, x.let("row_in_atom", "and.b32", source, ATOM_ROWS - 1)))
-    row_at = x.indexed_wide("row_at", tile, place.row, ROW_BYTES)
-    unit_bytes = x.let("unit_bytes", "mul.lo.u32", place.width, ROW_BYTES)
-    x.comment(
-        "Chunk c of a unit: elements 4 (c % 4) and on of blocks 2 (c / 4) and its next; it is stored at c ^ row % 8."
-    )
-    chunk, chunks = x.let("chunk", "mov.u32", TID_X), x.let("chunks", "shl.b32", params.units, 3)
-    inside = x.let("inside", "and.b32", chunk, CHUNKS - 1)
-    pair, part = x.let("block_pair", "shr.u32", inside, 2), x.let("part", "and.b32", inside, 3)
-    swizzled = x.let("swizzled", "and.b32", place.row, CHUNKS - 1)
-    x.emit("xor.b32", swizzled, swizzled, inside)
-    x.emit("mad.wide.u32", row_at, swizzled, CHUNK_BYTES, row_at)
-    x.emit("mad.wide.u32", codes, pair, SF_VEC_SIZE, codes)
-    x.emit("mad.wide.u32", codes, part, CHUNK_ELEMENTS // 2, codes)
-    x.emit("mad.wide.u32", atoms, pair, 2, atoms)
+    content = "elements 4 (c % 4) and on of blocks 2 (c / 4) and its next"
+    layout = f"Chunk c of a unit: {content}; it is stored at c ^ row % 8."
+    own = _Chunks.read(x, params, place, tile, layout)
+    x.emit("mad.wide.u32", codes, own.pair, SF_VEC_SIZE, codes)
+    x.emit("mad.wide.u32", codes, own.part, CHUNK_ELEMENTS // 2, codes)
+    x.emit("mad.wide.u32", atoms, own.pair, 2, atoms)
     x.comment(f"{AT_ONCE} chunks are asked for before the first is used.")
-    with x.while_below("chunks_loop", chunk, chunks, "finished", (chunk, THREADS * AT_ONCE)):
-        loaded = [_load_chunk(x, codes, atoms, chunk, chunks, turn) for turn in range(AT_ONCE)]
+    with x.while_below("chunks_loop", own.chunk, own.count, "finished", (own.chunk, THREADS * AT_ONCE)):
+        loaded = [_load_chunk(x, codes, atoms, own, turn) for turn in range(AT_ONCE)]
         for one in loaded:
-            target = x.let("unit_at", "mad.wide.u32", one.unit, unit_bytes, row_at)
+            target = x.let("unit_at", "mad.wide.u32", one.unit, own.unit_bytes, own.row_at)
             values = _values(x, one.blocks, _block_scales(x, one.scales))
             x.emit("st.global.v4.b32", at(target), values, guard=one.there)
+
+
+def _turn(x: Builder, params: ExpandParams, source: Register, place: _Column, tile: Register) -> None:
+    """As _expand, of bf16: two blocks of 16 elements take turns."""
+    row_bytes = x.let("row_bytes", "mul.lo.u32", params.units, 2 * UNIT_K)
+    elements = x.let("elements_row", "mad.wide.u32", source, row_bytes, params.codes)
+    own = _Chunks.read(x, params, place, tile, "Chunks of a unit lie as those of NVFP4 do.")
+    x.emit("mad.wide.u32", elements, own.pair, 2 * BLOCK_BYTES, elements)
+    x.emit("mad.wide.u32", elements, own.part, 2 * CHUNK_ELEMENTS, elements)
+    with x.while_below("chunks_loop", own.chunk, own.count, "finished", (own.chunk, THREADS)):
+        unit = x.let("unit", "shr.u32", own.chunk, CHUNKS.bit_length() - 1)
+        source_at = x.indexed_wide("elements_at", elements, unit, 2 * UNIT_K)
+        blocks = [x.regs("four_elements", "b32", 2) for _ in range(2)]
+        for index, block in enumerate(blocks):
+            x.emit("ld.global.v2.b32", block, at(source_at, BLOCK_BYTES * index))
+        values = x.regs("value", "b32", CHUNK_ELEMENTS)
+        for index, value in enumerate(values):
+            x.emit("prmt.b32", value, blocks[0][index // 2], blocks[1][index // 2], HALVES[index % 2])
+        x.emit("st.global.v4.b32", at(x.let("unit_at", "mad.wide.u32", unit, own.unit_bytes, own.row_at)), values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +224,10 @@ class _Chunk:
     there: Register
 
 
-def _load_chunk(x: Builder, codes: Register, atoms: Register, chunk: Register, chunks: Register, turn: int) -> _Chunk:
-    """The chunk `turn` * THREADS behind `chunk`; where there is none, unit 0's."""
-    later = x.let("later", "add.u32", chunk, turn * THREADS)
-    there = x.let("there", "setp.lt.u32", later, chunks)
+def _load_chunk(x: Builder, codes: Register, atoms: Register, own: _Chunks, turn: int) -> _Chunk:
+    """The chunk `turn` * THREADS behind the first that is left; where there is none, unit 0's."""
+    later = x.let("later", "add.u32", own.chunk, turn * THREADS)
+    there = x.let("there", "setp.lt.u32", later, own.count)
     unit = x.let("unit", "shr.u32", later, CHUNKS.bit_length() - 1)
     x.emit("selp.u32", unit, unit, 0, there)
     source_at = x.indexed_wide("codes_at", codes, unit, UNIT_K // 2)

@@ -50,9 +50,13 @@ IN_FLIGHT = 80 * 1024
 """Bytes of weights that the ring need not exceed: an H200 is saturated by 64 KiB an SM (bulk copies)."""
 
 OPERAND_BIAS = 7
-"""Both operands hold code * block scale * 2^-7: 448 * 2^7 is the largest scale that f16 holds beside a code, which
-unpacks to code * 2^-14."""
-RESULT_FACTOR = float(1 << 2 * OPERAND_BIAS)
+"""Weights, and rows that are no bf16, hold code * block scale * 2^-7: 448 * 2^7 is the largest scale that f16 holds
+beside a code, which unpacks to code * 2^-14."""
+
+
+def result_factor(bf16: bool) -> float:
+    """What brings an accumulator back."""
+    return float(1 << (OPERAND_BIAS if bf16 else 2 * OPERAND_BIAS))
 
 
 def widths_up_to(widest: int) -> tuple[int, ...]:
@@ -70,15 +74,21 @@ def widest_for(routes: int, num_experts: int) -> int:
 @dataclass(frozen=True, slots=True)
 class ColumnTiling:
     """What depends on the widest column tile and on how many `warpgroups` multiply: four keep tensor cores, unpacking
-    and memory busy together and read the tokens half as often as two."""
+    and memory busy together and read the tokens half as often as two. `bf16`: operands are that, else f16."""
 
     widest: int
     warpgroups: int
+    bf16: bool = False
 
     @classmethod
-    def of(cls, widest: int, rows: int) -> ColumnTiling:
+    def of(cls, widest: int, rows: int, bf16: bool = False) -> ColumnTiling:
         """For `rows` of weights an expert, a multiple of PANEL_ROWS."""
-        return cls(widest, 4 if widest <= MAX_COLUMNS_OF_FOUR and rows % (2 * PANEL_ROWS) == 0 else 2)
+        return cls(widest, 4 if widest <= MAX_COLUMNS_OF_FOUR and rows % (2 * PANEL_ROWS) == 0 else 2, bf16)
+
+    @property
+    def operand(self) -> str:
+        """The type of both operands."""
+        return "bf16" if self.bf16 else "f16"
 
     @property
     def tile_m(self) -> int:
@@ -109,8 +119,13 @@ class ColumnTiling:
 
     @property
     def group_steps(self) -> int:
-        """K-steps whose A fragments are a set of registers, and whose wgmmas are a group."""
-        return UNIT_STEPS
+        """K-steps whose A fragments are a set of registers, and whose wgmmas are a group.
+
+        Two sets of four k-steps leave too few registers beside the widest accumulators of four warpgroups and of two:
+        ptxas 13.0 then serialises wgmmas. Sets of two cost 2 to 5 % of time at 64 columns, nothing at 256
+        (results/records/h200-moe-backends.json).
+        """
+        return UNIT_STEPS // 2 if self.widest in (MAX_COLUMNS_OF_FOUR, WIDTHS[-1]) else UNIT_STEPS
 
     @property
     def sets(self) -> int:

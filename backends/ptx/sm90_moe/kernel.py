@@ -35,6 +35,7 @@ class ColumnKernel:
 def l1_kernel(variant: SwigluForm, tiling: ColumnTiling) -> ColumnKernel:
     """The first GEMM: SwiGLU, requantisation."""
     entry = "_".join([f"moe_swiglu_m{tiling.tile_m}n{tiling.widest}"] + ["clamped"] * variant.clamped)
+    entry += "_bf16" * tiling.bf16
     x = _gemm(entry + "_weighted" * variant.weighted, tiling, "SwiGLU and requantisation in the epilogue.")
     gemm, params = ColumnGemmParams.declare(x), SwigluColumnsParams.declare(x)
     frame = open_frame(x, gemm, tiling)
@@ -47,7 +48,7 @@ def l1_kernel(variant: SwigluForm, tiling: ColumnTiling) -> ColumnKernel:
 @cache
 def l2_kernel(tiling: ColumnTiling) -> ColumnKernel:
     """The second GEMM: writes expert rows."""
-    x = _gemm(f"moe_rows_m{tiling.tile_m}n{tiling.widest}", tiling, "bf16 rows out.")
+    x = _gemm(f"moe_rows_m{tiling.tile_m}n{tiling.widest}" + "_bf16" * tiling.bf16, tiling, "bf16 rows out.")
     gemm, params = ColumnGemmParams.declare(x), ExpertRowsParams.declare(x)
     frame = open_frame(x, gemm, tiling)
     emit_producer(frame)

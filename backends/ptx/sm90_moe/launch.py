@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from backends.ptx.builder import Builder
 from backends.ptx.moe import routing
 from backends.ptx.moe.combine import combine_kernel
-from backends.ptx.moe.layer import WORD_BYTES, Step, combine_step, layer_program, requantise_step, routing_tables
+from backends.ptx.moe.layer import (
+    WORD_BYTES,
+    Step,
+    a2_arguments,
+    combine_step,
+    layer_program,
+    requantise_step,
+    routing_tables,
+)
 from backends.ptx.moe.requantise import integer_code_word, requantise_kernel
 from backends.ptx.moe.shape import MoeShape
 from backends.ptx.sm90_moe import expand, repack
@@ -136,8 +144,10 @@ def _expand(shape: MoeShape, gemm: _Gemm, entry: Builder, args: tuple[KernelArg,
 def _expand_tokens(shape: MoeShape) -> Step:
     gemm, weighted = _l1_gemm(shape), shape.variant.weighted
     kind = expand.ExpandWeightedParams if weighted else expand.ExpandGatherParams
-    args = kind.arguments(codes="x_codes", sf="x_sf", expanded="w1_rows", units=gemm.units, pitch=_pitch(shape, gemm))
-    step = _expand(shape, gemm, expand.expand_kernel(PTX_VERSION, gathered=True, weighted=weighted), args)
+    source = {"codes": "x", "sf": None, "x_gs": None} if shape.bf16 else {"codes": "x_codes", "sf": "x_sf"}
+    args = kind.arguments(**source, expanded="w1_rows", units=gemm.units, pitch=_pitch(shape, gemm))
+    kernel = expand.expand_kernel(PTX_VERSION, gathered=True, weighted=weighted, bf16=shape.bf16)
+    step = _expand(shape, gemm, kernel, args)
     step.scratch["row_factor"] = _columns(shape) * widest(shape) * WORD_BYTES
     if weighted:
         step.scratch["row_weight"] = step.scratch["row_factor"]
@@ -146,14 +156,13 @@ def _expand_tokens(shape: MoeShape) -> Step:
 
 def _expand_rows(shape: MoeShape) -> Step:
     gemm = _l2_gemm(shape)
-    args = expand.ExpandParams.arguments(
-        codes="a2_codes", sf="a2_sf", expanded="w2_rows", units=gemm.units, pitch=_pitch(shape, gemm)
-    )
-    return _expand(shape, gemm, expand.expand_kernel(PTX_VERSION, gathered=False), args)
+    source = {"codes": "a2", "sf": None} if shape.bf16 else {"codes": "a2_codes", "sf": "a2_sf"}
+    args = expand.ExpandParams.arguments(**source, expanded="w2_rows", units=gemm.units, pitch=_pitch(shape, gemm))
+    return _expand(shape, gemm, expand.expand_kernel(PTX_VERSION, gathered=False, bf16=shape.bf16), args)
 
 
 def _tiling(shape: MoeShape, gemm: _Gemm) -> ColumnTiling:
-    return ColumnTiling.of(widest(shape), gemm.rows)
+    return ColumnTiling.of(widest(shape), gemm.rows, shape.bf16)
 
 
 def _multiply(shape: MoeShape, gemm: _Gemm, kernel: ColumnKernel, own: tuple[KernelArg, ...]) -> Step:
@@ -180,18 +189,22 @@ def _multiply(shape: MoeShape, gemm: _Gemm, kernel: ColumnKernel, own: tuple[Ker
 def _l1(shape: MoeShape) -> Step:
     variant = SwigluForm(shape.variant.clamped, shape.variant.weighted)
     weights = "row_weight" if variant.weighted else None
-    own = SwigluColumnsParams.arguments(row_weight=weights, intermediate=shape.intermediate, clamp=shape.clamp)
+    own = SwigluColumnsParams.arguments(
+        row_weight=weights, intermediate=shape.intermediate, clamp=shape.clamp, **a2_arguments(shape)
+    )
     gemm = _l1_gemm(shape)
     return _multiply(shape, gemm, l1_kernel(variant, _tiling(shape, gemm)), own)
 
 
 def _l2(shape: MoeShape) -> Step:
     gemm = _l2_gemm(shape)
-    return _multiply(shape, gemm, l2_kernel(_tiling(shape, gemm)), ExpertRowsParams.arguments(hidden=shape.hidden))
+    own = ExpertRowsParams.arguments(hidden=shape.hidden, **({"a2_gs": None} if shape.bf16 else {}))
+    return _multiply(shape, gemm, l2_kernel(_tiling(shape, gemm)), own)
 
 
 def _requantise(shape: MoeShape) -> Step:
-    return requantise_step(shape, requantise_kernel(PTX_VERSION, "sm_90a", integer_code_word))
+    encode = None if shape.bf16 else integer_code_word
+    return requantise_step(shape, requantise_kernel(PTX_VERSION, "sm_90a", encode))
 
 
 def _combine(shape: MoeShape) -> Step:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from backends.ptx.builder import Builder
 from backends.ptx.operands import Register, Vector, at
 from backends.ptx.sm90_moe.frame import ColumnFrame, ColumnTile
 from backends.ptx.sm90_moe.geometry import (
@@ -30,9 +29,9 @@ from backends.ptx.tcgen05 import RingCursor
 
 UNITS_A_TURN = 2
 """Units of the main loop's body. K is a multiple of 128."""
-MMA = "wgmma.mma_async.sync.aligned.m64n{width}k16.f32.f16.f16"
+MMA = "wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{operand}.{operand}"
 PLUS_A, PLUS_B, K_MAJOR = 1, 1, 0
-WARP_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+WARP_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.{operand}.{operand}.f32"
 MAX_WARP_COLUMNS = 8
 """Up to so many columns each warp multiplies by itself: wgmma takes 15 cycles of an H200 whatever N, and four warps
 that wait for each other. With 16 columns wgmma is the faster one (results/records/h200-moe-clean-flush.json)."""
@@ -230,7 +229,7 @@ def _multiply_unit(
         fragments = multiplier.sets[(index * groups + group) % tiling.sets]
         steps = range(group * tiling.group_steps, (group + 1) * tiling.group_steps)
         registers = [fragments[4 * place : 4 * place + 4] for place in range(len(steps))]
-        _unpack_steps(x, multiplier.units[index], steps, registers)
+        _unpack_steps(multiplier, index, steps, registers)
         x.wgmma_fence()
         for step, fragment in zip(steps, registers, strict=True):
             offset = (index % tiling.units * width * ROW_BYTES + step * 2 * MMA_K) // 16
@@ -238,7 +237,7 @@ def _multiply_unit(
             tokens = x.reg("b_descriptor", "b64")
             x.emit("mov.b64", tokens, (low, multiplier.descriptor_high))
             accumulate = multiplier.always if step else accumulates
-            mma = MMA.format(width=width)
+            mma = MMA.format(width=width, operand=tiling.operand)
             x.emit(mma, accumulator, fragment, tokens, accumulate, PLUS_A, PLUS_B, K_MAJOR)
         x.emit("wgmma.commit_group.sync.aligned")
         x.emit("wgmma.wait_group.sync.aligned", tiling.sets - 1)
@@ -260,16 +259,17 @@ def _multiply_unit_by_warps(multiplier: Multiplier, index: int, width: int, accu
             x.emit("ldmatrix.sync.aligned.m8n8.x4.shared.b16", matrices, at(base, offset))
             tokens[block, 2 * half], tokens[block, 2 * half + 1] = matrices[:2], matrices[2:]
     registers = [fragments[4 * step : 4 * step + 4] for step in range(UNIT_STEPS)]
-    _unpack_steps(x, multiplier.units[index], range(UNIT_STEPS), registers)
+    _unpack_steps(multiplier, index, range(UNIT_STEPS), registers)
     for step, fragment in enumerate(registers):
         for block in range(width // 8):
             sums = accumulator[4 * block : 4 * block + 4]
-            x.emit(WARP_MMA, sums, fragment, tokens[block, step], sums)
+            x.emit(WARP_MMA.format(operand=tiling.operand), sums, fragment, tokens[block, step], sums)
 
 
-def _unpack_steps(x: Builder, unit: WeightUnit, steps: range, registers: list[Vector]) -> None:
-    """The A fragments of some k-steps, an even number."""
+def _unpack_steps(multiplier: Multiplier, index: int, steps: range, registers: list[Vector]) -> None:
+    """The A fragments of some k-steps of unit `index`, an even number."""
+    x, unit, operand = multiplier.frame.x, multiplier.units[index], multiplier.frame.tiling.operand
     for first in range(0, len(steps), 2):
-        rows = row_scales(x, unit.scales[steps[first] // 2])
+        rows = row_scales(x, unit.scales[steps[first] // 2], operand)
         for place in (first, first + 1):
-            unpack(x, unit.codes[steps[place]], rows, registers[place])
+            unpack(x, unit.codes[steps[place]], rows, registers[place], operand)

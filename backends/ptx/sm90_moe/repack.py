@@ -2,9 +2,9 @@
 
 A thread makes the 16 bytes of codes of one lane in one unit: for each of four k-steps the eight codes of its A fragment
 of m64nNk16, rows g and g + 8, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 (PTX ISA, "Register Fragments for
-wgmma.mma_async.m64nNk16"). Even columns are of one block of 16, odd ones of the next. The eight lie so that masks and
-shifts alone turn them into f16 (unpack.py). Rows g are gates and rows g + 8 the ups of the same outputs, whatever the
-interleave of w1; w2 keeps its order.
+wgmma.mma_async.m64nNk16"). Even columns are of one block of 16, odd ones of the next. The eight lie so that shifts,
+masks and exclusive ors turn them into f16 (unpack.py). Rows g are gates and rows g + 8 the ups of the same outputs,
+whatever the interleave of w1; w2 keeps its order.
 
 Lane 0 of each row pair also makes 8 bytes of block scales. A byte has 5 bits of exponent and 3 of mantissa, which hold
 every e4m3 without subnormals: bits 14 to 7 of the f16 scale * 2^7. No byte is made for a zero, so codes under a zero
@@ -20,6 +20,7 @@ from backends.ptx.moe.layout import ATOM_BYTES
 from backends.ptx.moe.requantise import word_in_atom
 from backends.ptx.operands import Register, Vector, at
 from backends.ptx.parameters import U32, Parameters, Pointer
+from backends.ptx.sm90_moe.expand import HALVES
 from backends.ptx.sm90_moe.geometry import (
     BLOCK_BYTES,
     CODES_BYTES,
@@ -35,6 +36,8 @@ ENTRY = "moe_repack"
 THREADS = 256
 SEGMENT_WORDS = UNIT_K // 8
 PER_VECTOR = 4
+XOR_OF_MASKED = 0x78
+"""lop3: a ^ (b & c) (PTX ISA, "lop3")."""
 SCALE_REBIAS = 0x0038_0038
 """7 more in the exponent, above 3 bits of mantissa."""
 
@@ -131,6 +134,7 @@ def _code_words(x: Builder, rows: list[_Row], quad_lane: Register) -> Vector:
             blocks = [x.let("eight", "shr.u32", row.words[first + 2 * block], shift) for block in range(2)]
             for half in range(2):
                 _place(x, word, _pair(x, blocks, half), 2 * half + index)
+        _combine(x, word)
         words.append(word)
     return tuple(words)
 
@@ -148,11 +152,16 @@ def _drop_zero_blocks(x: Builder, row: _Row) -> None:
 def _pair(x: Builder, blocks: list[Register], half: int) -> Register:
     """Half 0 or 1 of two words: of the first one in bits 0 to 15, of the other in bits 16 to 31. The code is the lowest
     four bits of each; what lies above it is in no field."""
-    return x.let("pair", "prmt.b32", *blocks, (0x5410, 0x7632)[half])
+    return x.let("pair", "prmt.b32", *blocks, HALVES[half])
 
 
-_FIELDS = (((0x8, 12), (0x7, 9)), ((0x8, 9), (0x7, 6)), ((0x8, 11), (0x7, 3)), ((0x8, 10), (0x7, 0)))
+_FIELDS = (((0x8, 6), (0x7, 3)), ((0x8, 3), (0x7, 0)), ((0x8, 10), (0x4, 9), (0x3, 7)), ((0xD, 12), (0x2, 9)))
 """Of A, B, C and D: which bits of a code move left by how much, in its half of the word."""
+_COMBINED = (
+    *((-3, 0x0000_8000), (-2, 0x2080_2080), (2, 0x0800_0800)),
+    *((3, 0x5000_5000), (-3, 0x0400_0400), (-2, 0x0100_0100)),
+)
+"""Exclusive ors that undo those of unpack.py, in this order: how far the word moves to the left, which bits change."""
 
 
 def _place(x: Builder, word: Register, pair: Register, fragment: int) -> None:
@@ -160,6 +169,14 @@ def _place(x: Builder, word: Register, pair: Register, fragment: int) -> None:
     for bits, shift in _FIELDS[fragment]:
         field = x.let("field", "and.b32", pair, bits << 16 | bits)
         x.emit("mad.lo.u32", word, field, 1 << shift, word)
+
+
+def _combine(x: Builder, word: Register) -> None:
+    """Bits that unpack.py combines with others are stored so that the combination is the bit meant."""
+    moved = x.reg("moved", "b32")
+    for shift, changed in _COMBINED:
+        x.emit("shl.b32" if shift > 0 else "shr.u32", moved, word, abs(shift))
+        x.emit("lop3.b32", word, word, moved, changed, XOR_OF_MASKED)
 
 
 def _scale_bytes(x: Builder, scales: Register) -> Vector:

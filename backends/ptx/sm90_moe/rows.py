@@ -1,6 +1,7 @@
 """The epilogue of the second GEMM: bf16 expert rows, turned by stmatrix so that a token's part of a tile lies together.
 
-Rounding contract: accumulator times (a2_gs * w2_gs * 2^14), to nearest even in fp32, then to bf16.
+Rounding contract: accumulator times (a2_gs * w2_gs * 2^14), or w2_gs * 2^7 if activations are bf16, to nearest even in
+fp32, then to bf16.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from backends.ptx.operands import Vector, at
 from backends.ptx.parameters import U32, Parameters, Pointer
 from backends.ptx.sm90_moe.frame import WARPGROUP_THREADS, ColumnFrame, ColumnTile
-from backends.ptx.sm90_moe.geometry import RESULT_FACTOR, STAGED_PITCH, WARPGROUP_ROWS
+from backends.ptx.sm90_moe.geometry import STAGED_PITCH, WARPGROUP_ROWS, result_factor
 
 BF16_BYTES = 2
 VECTOR_BYTES = 16
@@ -21,7 +22,7 @@ ROWS_AT_ONCE = WARPGROUP_THREADS // VECTORS
 
 @dataclass(frozen=True, slots=True)
 class ExpertRowsParams(Parameters):
-    """Parameters behind ColumnGemmParams. `rows`: bf16 [rows][hidden]."""
+    """Parameters behind ColumnGemmParams. `rows`: bf16 [rows][hidden]. bf16 activations have no `a2_gs`."""
 
     rows: Pointer
     a2_gs: Pointer
@@ -65,12 +66,14 @@ class RowsEpilogue:
     def begin_tile(self, tile: ColumnTile) -> None:
         """The scale of the expert and where its rows go."""
         x, params = self.frame.x, self.params
+        bf16 = self.frame.tiling.bf16
         factors = [
             x.let(f"{name}_value", "ld.global.f32", at(x.indexed_wide(f"{name}_at", base, tile.expert, 4)))
-            for name, base in (("a2_gs", params.a2_gs), ("w2_gs", params.w2_gs))
+            for name, base in (("a2_gs", params.a2_gs), ("w2_gs", params.w2_gs))[bf16:]
         ]
-        x.emit("mul.rn.f32", self.scale, *factors)
-        x.emit("mul.rn.f32", self.scale, self.scale, RESULT_FACTOR)
+        if not bf16:
+            x.emit("mul.rn.f32", self.scale, *factors)
+        x.emit("mul.rn.f32", self.scale, factors[0] if bf16 else self.scale, result_factor(bf16))
         row = x.let("first_copied", "add.u32", tile.first_row, self.copied_row)
         element = x.let("element", "mul.wide.u32", row, params.hidden)
         column = x.let("tile_column", "mad.lo.u32", tile.tile_m, self.frame.tiling.tile_m, self.column)

@@ -3,11 +3,14 @@
 repack.py puts the gate of output j in row g of a warp's 16 and its up in row g + 8: the accumulator gives both to one
 thread. A block of 16 outputs is in two warps, so activations go through shared memory, some tokens at a time;
 then a thread has a whole block. Rounding contract: that of moe/swiglu.py and moe/requantise.py, with the factor
-x_gs * w1_gs * 2^14 (expand.py, exact in 2^14); then times the top-k weight if it comes before the requantisation.
+x_gs * w1_gs * 2^14 (expand.py, exact in 2^14), or w1_gs * 2^7 if tokens are bf16; then times the top-k weight if it
+comes before the requantisation, which is a rounding if activations are bf16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from backends.ptx.builder import Builder
@@ -36,8 +39,8 @@ class SwigluForm:
 
 @dataclass(frozen=True, slots=True)
 class SwigluColumnsParams(Parameters):
-    """Parameters behind ColumnGemmParams. `row_factor`, `row_weight`: f32 for each row of each column tile
-    (expand.py)."""
+    """Parameters behind ColumnGemmParams. bf16 activations go to `a2_codes`, and have no scales. `row_factor`,
+    `row_weight`: f32 for each row of each column tile (expand.py)."""
 
     row_factor: Pointer
     row_weight: Pointer
@@ -79,7 +82,8 @@ class SwigluColumns:
 
     def begin_tile(self, tile: ColumnTile) -> None:
         """The global scale of the expert's activations."""
-        self.a2.load(self.params.a2_gs, tile.expert)
+        if not self.frame.tiling.bf16:
+            self.a2.load(self.params.a2_gs, tile.expert)
 
     def finish(self, tile: ColumnTile, width: int, accumulator: Vector) -> None:
         """Some tokens at a time through shared memory."""
@@ -96,7 +100,7 @@ class SwigluColumns:
             frame.sync_warpgroup("the staging is full")
             busy = x.let("has_block", "setp.lt.u32", self.token, at_once)
             with x.when(busy, "requantise"):
-                self._requantise(tile, first)
+                (self._round if frame.tiling.bf16 else self._requantise)(tile, first)
 
     def _stage(self, mine: Vector, factors: Vector, weights: Vector | None, token: int) -> None:
         """Two activations, of the thread's two tokens of the eight that begin at staged token `token`."""
@@ -110,26 +114,56 @@ class SwigluColumns:
     def _requantise(self, tile: ColumnTile, first: int) -> None:
         """One block of staged token `self.token`, which is row `first` + token of the tile."""
         x, params = self.frame.x, self.params
-        values = x.regs("value", "f32", SF_VEC_SIZE)
-        for start in range(0, SF_VEC_SIZE, 4):
-            x.emit("ld.shared.v4.f32", values[start : start + 4], at(self.block_at, start * F32_BYTES))
+        values = self._staged_block()
         raw = raw_scale(x, values, self.a2)
         scale = x.let("sf", "cvt.rn.satfinite.e4m3x2.f32", 0.0, raw)
         halves = x.regs("sf_half", "b16", 2)
         x.emit("mov.b32", halves, x.let("sf_decoded", "cvt.rn.f16x2.e4m3x2", scale))
         words = block_codes(x, values, halves[0], self.a2, integer_code_word)
+        with self._expert_row(tile, first) as row:
+            element = x.let("code_at", "mul.wide.u32", row, params.intermediate)
+            x.emit("shr.u64", element, element, 1)
+            x.emit("add.s64", element, element, params.a2_codes)
+            block = self._block_of_row(tile)
+            place = x.indexed_wide("block_codes_at", element, block, SF_VEC_SIZE // 2)
+            x.emit("st.global.v2.b32", at(place), tuple(words))
+            self._store_scale(block, row, scale)
+
+    def _round(self, tile: ColumnTile, first: int) -> None:
+        """As _requantise, to bf16."""
+        x, params = self.frame.x, self.params
+        words = x.packed_bf16("rounded", self._staged_block())
+        with self._expert_row(tile, first) as row:
+            element = x.let("element", "mul.wide.u32", row, params.intermediate)
+            x.emit("shl.b64", element, element, 1)
+            x.emit("add.s64", element, element, params.a2_codes)
+            place = x.indexed_wide("block_at", element, self._block_of_row(tile), 2 * SF_VEC_SIZE)
+            for half in range(2):
+                x.emit("st.global.v4.b32", at(place, 16 * half), words[4 * half : 4 * half + 4])
+
+    def _staged_block(self) -> Vector:
+        """The activations of the thread's block."""
+        x, values = self.frame.x, self.frame.x.regs("value", "f32", SF_VEC_SIZE)
+        for start in range(0, SF_VEC_SIZE, 4):
+            x.emit("ld.shared.v4.f32", values[start : start + 4], at(self.block_at, start * F32_BYTES))
+        return values
+
+    @contextmanager
+    def _expert_row(self, tile: ColumnTile, first: int) -> Iterator[Register]:
+        """The number of the expert row of staged token `self.token`. The body runs if the tile has such a row."""
+        x = self.frame.x
         row = x.let("staged_row", "add.u32", self.token, first)
         is_row = x.let("is_row", "setp.lt.u32", row, tile.rows)
         with x.when(is_row, "store"):
             x.emit("add.u32", row, row, tile.first_row)
-            element = x.let("code_at", "mul.wide.u32", row, params.intermediate)
-            x.emit("shr.u64", element, element, 1)
-            x.emit("add.s64", element, element, params.a2_codes)
-            block = x.let("block_of_row", "mad.lo.u32", tile.tile_m, self.frame.tiling.warpgroups, self.frame.warpgroup)
-            x.emit("mad.lo.u32", block, block, BLOCKS, self.block)
-            place = x.indexed_wide("block_codes_at", element, block, SF_VEC_SIZE // 2)
-            x.emit("st.global.v2.b32", at(place), tuple(words))
-            self._store_scale(block, row, scale)
+            yield row
+
+    def _block_of_row(self, tile: ColumnTile) -> Register:
+        """The number of the thread's block in its row of a2."""
+        x, frame = self.frame.x, self.frame
+        block = x.let("block_of_row", "mad.lo.u32", tile.tile_m, frame.tiling.warpgroups, frame.warpgroup)
+        x.emit("mad.lo.u32", block, block, BLOCKS, self.block)
+        return block
 
     def _store_scale(self, block: Register, row: Register, scale: Register) -> None:
         """The byte of a block in its atom."""

@@ -100,7 +100,7 @@ FEATURES = (
     Feature(r"multimem\.cp\.", version=(9, 1)),
     Feature(r"(atom|red)\.\S*\.v[248]\.", version=(8, 1)),
     Feature(r"\S*\.b128", version=(8, 3)),
-    Feature(r"atom\S*\.sys\.\S*b128", version=(8, 4)),
+    Feature(r"(atom|ld|st)\.\S*sys\.\S*b128", version=(8, 4)),
     Feature(r"mma\S*scale_vec::4X\S*ue8m0", version=(9, 1)),
     Feature(r"\S*param::(entry|func)", version=(8, 3)),
     Feature(r"(ld|st)\.\S*(\.v8\.\w32|\.v4\.\w64)$", since=100, version=(8, 8)),

@@ -34,6 +34,10 @@ from backends.vm.ptx.ast import (
 AddressOf = Callable[["Warp"], npt.NDArray[np.int64]]
 
 
+class OutsideRingError(UnknownInstructionError):
+    """An instruction on floats that has no counterpart in the ring. It is raised when a thread executes it."""
+
+
 @dataclass(slots=True)
 class Binder:
     """One instruction as its family sees it: the `words` that its form chose, its operands, and rows for them.
@@ -60,6 +64,10 @@ class Binder:
     def error(self, reason: str) -> UnknownInstructionError:
         """The refusal to raise: line, instruction and `reason`."""
         return UnknownInstructionError(f"PTX line {self.instruction.line}: `{self.instruction.text}`: {reason}")
+
+    def outside_ring(self) -> OutsideRingError:
+        """The refusal to raise where floats are elements of a ring, and this instruction has no meaning for these."""
+        return OutsideRingError(str(self.error("it has no counterpart in the ring (backends.vm.numerics.ring)")))
 
     def expect(self, *counts: int) -> tuple[Operand, ...]:
         """The operands. Their number must be one of `counts`."""

@@ -174,13 +174,15 @@ def _wgmma_keys(uses: Sequence[Key], defines: Sequence[Key]) -> tuple[frozenset[
 class _Flow:
     """Bits of registers. `flying`: they may be in flight; `open`: and they are in no group yet.
 
-    Since a wgmma.fence, `used`: by a wgmma; `touched`: by another instruction after that use.
+    Since a wgmma.fence, `used`: by a wgmma; `touched`: by another instruction after that use; `late`: by another
+    instruction at all.
     """
 
     flying: int = 0
     open: int = 0
     used: int = 0
     touched: int = 0
+    late: int = 0
 
     def __or__(self, other: _Flow) -> _Flow:
         return _Flow(
@@ -188,6 +190,7 @@ class _Flow:
             self.open | other.open,
             self.used | other.used,
             self.touched | other.touched,
+            self.late | other.late,
         )
 
 
@@ -217,13 +220,13 @@ class _Analysis:
         """The state after instruction `index`."""
         item, mask = self.graph.code[index], self.masks[index]
         if item.spelt(_MULTIPLY):
-            return _Flow(flow.flying | mask, flow.open | mask, flow.used | mask, flow.touched & ~mask)
+            return _Flow(flow.flying | mask, flow.open | mask, flow.used | mask, flow.touched & ~mask, flow.late)
         if not item.spelt("wgmma."):
-            return replace(flow, touched=flow.touched | mask & flow.used) if mask & flow.used else flow
+            return replace(flow, touched=flow.touched | mask & flow.used, late=flow.late | mask) if mask else flow
         if item.guard is not None:
             return flow
         if item.spelt(_FENCE):
-            return replace(flow, used=0, touched=0)
+            return replace(flow, used=0, touched=0, late=0)
         if item.spelt(_WAIT) and _allowed(item.instruction) == 0:
             return replace(flow, flying=flow.open)
         return replace(flow, open=0) if item.spelt(_COMMIT) else flow
@@ -246,8 +249,8 @@ def check_warpgroup_registers(graph: FlowGraph) -> None:
         for index in block:
             item, mask = graph.code[index], analysis.masks[index]
             if item.spelt(_MULTIPLY):
-                if mask & flow.touched:
-                    unfenced[index] = mask & flow.touched
+                if mask & (flow.touched | flow.late):
+                    unfenced[index] = mask & (flow.touched | flow.late)
             elif mask & flow.flying:
                 item.step = _idle(item.step, analysis.keys(mask & flow.flying), item.instruction.text)
             flow = analysis.after(flow, index)

@@ -144,6 +144,28 @@ REFUSED: Mapping[str, str] = {
 """Spellings that ptxas takes and this machine refuses, by the beginning that they match, each with its reason."""
 
 _TABLE: dict[str, list[Form]] = {}
+_IN_RING: dict[Bind, Bind] = {}
+_FLOATS = re.compile(r"(bf|tf|f)(16|32|64)(x2)?|e\dm\d(x\d)?|ue8m0x2|s2f6x2")
+_MOVES = ("ld", "ldu", "st", "mov", "selp", "cp", "wgmma", "tcgen05", "ldmatrix", "stmatrix", "prefetch")
+"""First words of instructions that move floats, or multiply matrices of them, which is a policy of its own."""
+
+
+def in_ring(*families: Bind) -> Callable[[Bind], Bind]:
+    """Register what binds the instructions of some families where floats are elements of a ring."""
+
+    def register(bind: Bind) -> Bind:
+        _IN_RING.update(dict.fromkeys(families, bind))
+        return bind
+
+    return register
+
+
+def bind_in_ring(form: Form, parts: tuple[str, ...]) -> Bind | None:
+    """What binds an instruction there: None if it computes with floats and has no counterpart."""
+    known = _IN_RING.get(form.bind)
+    if known is None and parts[0] not in _MOVES and any(map(_FLOATS.fullmatch, parts)):
+        return None
+    return known or form.bind
 
 
 def opcode(

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.bind.availability import Version, missing
-from backends.vm.bind.binder import Binder
+from backends.vm.bind.binder import Binder, OutsideRingError
 from backends.vm.bind.calls import with_calls_in_place
 from backends.vm.bind.definedness import InstructionCarrier, unwritten_registers
 from backends.vm.bind.flow import Bound, FlowGraph, check_warpgroup_registers, end_loads_at_use
-from backends.vm.bind.forms import find
+from backends.vm.bind.forms import Form, bind_in_ring, find
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, UnknownInstructionError
 from backends.vm.machine.code import HANDLED, NEXT, Block, BoundFunction, Code, RegisterRows, Step
@@ -130,15 +130,18 @@ def leave(warp: Warp) -> object:
     return HANDLED
 
 
-def build(function: Function, symbol_spaces: Mapping[str, str], target: str, version: Version) -> Code:
+def build(
+    function: Function, symbol_spaces: Mapping[str, str], target: str, version: Version, *, ring: bool = False
+) -> Code:
     """Bind every instruction of `function` and cut it into blocks.
 
     `symbol_spaces` maps the names of variables and parameters that it may address to their state space. `target` and
-    `version` are those of its module; an instruction that they do not have is refused.
+    `version` are those of its module; an instruction that they do not have is refused. `ring`: floats are elements of a
+    ring.
     UnknownInstructionError for the first instruction that this machine does not have.
     """
     rows = RegisterRows.of(function.registers, symbol_spaces)
-    bound = [_bind(instruction, rows, target, version) for instruction in function.instructions]
+    bound = [_bind(instruction, rows, target, version, ring=ring) for instruction in function.instructions]
     rows.used.update(key for item in bound for key in item.uses)
     leaders = _leaders(function, bound)
     block_of = {start: number for number, start in enumerate(leaders)}
@@ -151,7 +154,24 @@ def build(function: Function, symbol_spaces: Mapping[str, str], target: str, ver
     return Code(function, [_block(function, bound, block, block_of) for block in blocks], rows, unwritten)
 
 
-def _bind(instruction: Instruction, rows: RegisterRows, target: str, version: Version) -> Bound:
+def _in_ring(form: Form, binder: Binder) -> Step:
+    """The step of an instruction where floats are elements of a ring; one that has none says so when it is executed."""
+    bind = bind_in_ring(form, binder.instruction.parts)
+    try:
+        if bind is not None:
+            return bind(binder)
+        refusal = binder.outside_ring()
+    except OutsideRingError as outside:
+        refusal = outside
+    form.bind(binder)
+
+    def refuse(warp: Warp) -> object:
+        raise refusal
+
+    return refuse
+
+
+def _bind(instruction: Instruction, rows: RegisterRows, target: str, version: Version, *, ring: bool) -> Bound:
     form, words = find(instruction)
     binder = Binder(instruction, words, rows)
     guard = None
@@ -161,7 +181,7 @@ def _bind(instruction: Instruction, rows: RegisterRows, target: str, version: Ve
             raise binder.error(f"the guard `{instruction.guard.register}` is not a predicate register")
         guard = (key[1], instruction.guard.negated)
         binder.uses.append(key)
-    step = form.bind(binder)
+    step = _in_ring(form, binder) if ring else form.bind(binder)
     refusal = missing(instruction.parts, len(instruction.operands), target, version)
     if refusal is not None:
         raise binder.error(refusal)
@@ -242,14 +262,15 @@ def _align(offset: int, align: int) -> int:
     return -(-offset // align) * align
 
 
-def bind_function(module: Module, function: Function) -> BoundFunction:
-    """Bind the code of `function` and place its parameters, locals and the module's shared variables."""
+def bind_function(module: Module, function: Function, *, ring: bool = False) -> BoundFunction:
+    """Bind the code of `function` and place its parameters, locals and the module's shared variables. `ring`: floats
+    are elements of a ring."""
     function = with_calls_in_place(module, function)
     visible = {**module.variables, **{v.name: v for v in (*function.variables, *function.params)}}
     spaces = {name: variable.space for name, variable in visible.items()}
     spaces.update(dict.fromkeys(function.labels, "code"))
     target = next((one for one in module.target if one.startswith("sm_")), "")
-    layout = BoundFunction(build(function, spaces, target, module.version), module.variables)
+    layout = BoundFunction(build(function, spaces, target, module.version, ring=ring), module.variables)
     dynamic: set[str] = set()
     shared = RESERVED
     for variable in (*module.variables.values(), *function.variables):

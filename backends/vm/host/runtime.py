@@ -88,7 +88,8 @@ class HostedDevice:
         ctas = shape.grid[0] * shape.grid[1] * shape.grid[2]
         if ctas > room:
             raise LaunchError(
-                f"{entry}: a cooperative launch of {ctas} CTAs, of which only {room} fit on the device at once"
+                f"{entry}: a cooperative launch of {ctas} CTAs, of which only {room} fit on the device at once",
+                COOPERATIVE_TOO_LARGE,
             )
 
     def resident_ctas(self, threads: int, smem: int) -> int:
@@ -100,7 +101,7 @@ class HostedDevice:
 # The state of the CUDA runtime that a host function sees during one call, and the launches that it has made.
 
 
-SUCCESS, INVALID_VALUE, UNKNOWN = 0, 1, 999
+SUCCESS, INVALID_VALUE, COOPERATIVE_TOO_LARGE, UNKNOWN = 0, 1, 720, 999
 FIRST_KERNEL, KERNEL_STEP = 0xF000_0000, 16
 LIBRARY = 0xC0DE_0000
 DEFAULT_STREAMS = (0, 1, 2)

@@ -16,7 +16,7 @@ import numpy as np
 from backends.vm.faults import Fault, Findings, LaunchError, UnknownInstructionError
 from backends.vm.host.abi import HostError
 from backends.vm.host.runtime import PROCESS_END, HostedDevice, Runtime
-from backends.vm.load import load
+from backends.vm.load import LoadedModule, load
 from backends.vm.machine.machine import Machine
 from backends.vm.machine.special import Dim3, LaunchShape
 from backends.vm.memory.global_memory import Buffer
@@ -102,9 +102,13 @@ class Session:
         functions = load(ptx, self._parsed).module.functions
         return {name: function.params for name, function in functions.items() if function.is_entry}
 
+    def _load(self, ptx: str) -> LoadedModule:
+        _, accumulate, _ = self._options
+        return load(ptx, self._parsed, accumulate)
+
     def bind(self, ptx: str, entry: str) -> None:
         """UnknownInstructionError for an instruction without a meaning here."""
-        load(ptx, self._parsed).entry(entry)
+        self._load(ptx).entry(entry)
 
     def address_of(self, address: int, allocation: int) -> int:
         """`address` where the allocation is aligned as on a GPU, else an address above those of the process.
@@ -130,7 +134,7 @@ class Session:
     ) -> None:
         """Run a grid to its end. Fault for what it cannot go on after, LaunchError for what no GPU would launch."""
         self._found = Findings()
-        module = load(ptx, self._parsed)
+        module = self._load(ptx)
         if not any(_runs_on(built_for, self.target) for built_for in module.module.target):
             raise LaunchError(
                 f"the PTX is for {', '.join(module.module.target)}, which this {self.target} does not run; "
@@ -154,7 +158,7 @@ class Session:
             linked = self._linked[program.host_object] = LinkedHost(program)
         with self._mapped(memory, program.ptx) as machine:
             machine.memory.place_above(PROCESS_END)
-            linked.call(Runtime(machine, load(program.ptx, self._parsed), self.target, self._sm_count), pointers)
+            linked.call(Runtime(machine, self._load(program.ptx), self.target, self._sm_count), pointers)
 
     def tensor_map(
         self,

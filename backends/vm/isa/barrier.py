@@ -21,6 +21,7 @@ def _arrive(warp: Warp, number: int, count: int | None, *, aligned: bool) -> Nam
         raise Fault("barrier-misuse", f"a thread count of {count} for barrier {number} is not a multiple of 32")
     if aligned:
         warp.converged(f"barrier {number}")
+    warp.meetings += 1
     barrier = warp.cta.named_barrier(number)
     if barrier.arrived and barrier.expected != count:
         raise Fault(
@@ -144,6 +145,7 @@ def warp_sync(b: Binder) -> Step:
                     gathered |= strand.mask
             return not count_nonzero(named & warp.alive & ~gathered)
 
+        warp.meetings += 1
         if not count_nonzero(named & warp.alive & ~mask):
             return NEXT
         return Wait(ready=here, reason=lambda: f"the lanes {bits:#x} of its warp to reach bar.warp.sync",
@@ -189,6 +191,7 @@ def cluster_wait(b: Binder) -> Step:
                 "barrier-misuse", "barrier.cluster.wait by a thread that has not arrived", lane=int(early.argmax())
             )
         target, mask = int(warp.cluster_phase[warp.mask].max()), warp.mask.copy()
+        warp.meetings += 1
 
         def finish() -> None:
             warp.cluster_owed &= ~mask

@@ -114,6 +114,13 @@ def _issuers(b: Binder) -> Callable[[Warp], list[int]]:
     return lanes
 
 
+def _check_lanes(warp: Warp, lane: int, granules: Granules) -> None:
+    """One lane alone issues a copy of what its warp has written. A copy that all issue gathers them."""
+    if collects() and count_nonzero(warp.mask) == 1:
+        offsets, by = 4 * granules, np.full(granules.size, lane)
+        warp.cta.smem.check_lanes(offsets, 4, by, (warp.agent, warp.meetings), "copied by")
+
+
 def _shared(b: Binder, operand: Operand) -> Callable[[Warp, int], int]:
     """A 32-bit shared address (rank bits included) from a shared or generic operand, by lane."""
     address = b.address(operand)
@@ -387,6 +394,7 @@ def tensor_store(b: Binder) -> Step:
             serial, groups = warp.cta.cluster.next_copy(), CopyGroups.of(warp.copies.bulk, lane, warp.agents)
             reader = stamp(groups.agent, serial)
             granules = granules_of(plan.smem_addresses, plan.piece_bytes)
+            _check_lanes(warp, lane, granules)
             whole = warp.cta.smem.async_read(granules, warp.clock, reader, "the tensor store")
             counters = warp.cta.machine.counters
             counters["tma_stores"] += 1
@@ -450,6 +458,7 @@ def linear_store(b: Binder) -> Step:
             pieces = offset + np.arange(0, bytes_, 16, dtype=np.int64)
             groups = CopyGroups.of(warp.copies.bulk, lane, warp.agents)
             granules, mark = granules_of(pieces, 16), stamp(groups.agent, serial)
+            _check_lanes(warp, lane, granules)
             whole = warp.cta.smem.async_read(granules, warp.clock, mark, "the bulk copy")
             warp.cta.machine.counters["tma_store_bytes"] += bytes_
 

@@ -189,7 +189,10 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
             for parity in dict.fromkeys(values[lanes].tolist()):
                 asked.append((barrier, int(parity) & 1))
                 passed = barrier.passed(int(parity) & 1)
+                warp.meetings += passed
                 answers[[lane for lane in lanes if values[lane] == parity]] = passed
+                if passed and (relaxed or narrow):
+                    barrier.completed.over(warp.met)
                 if passed and relaxed:
                     warp.noticed[id(barrier)] = barrier.completed
                 elif passed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +18,8 @@ from backends.vm.machine.undefined import BecameUndefined, undefined_words
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.definedness import Missing, Origin
 from backends.vm.memory.global_memory import check_alignment
+from backends.vm.numerics import f32, half
+from backends.vm.numerics.formats import BF16, F16
 from backends.vm.ptx.ast import Address, Operand, Sink, Symbol
 
 _TYPES = "b8 u8 s8 b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64 b128"
@@ -27,7 +28,7 @@ _CACHE = "ca cg cs lu cv wb wt"
 _EVICT = ("L1::evict_normal L1::evict_unchanged L1::evict_first L1::evict_last L1::no_allocate "
           "L2::evict_normal L2::evict_first L2::evict_last")  # fmt: skip
 _HINTS = {
-    "sem": "weak relaxed acquire release volatile mmio",
+    "sem": "weak relaxed acquire release volatile",
     "scope": "cta cluster gpu sys",
     "space": _SPACES,
     "nc": "nc",
@@ -39,7 +40,7 @@ _HINTS = {
     "vec": "v2 v4 v8",
     "type": _TYPES,
 }
-_FORM = "{.<sem>}{.<scope>}{.<space>}{.<nc>}{.<cache>}{.<evict>}{.<evict2>}{.<hint>}{.<prefetch>}{.<vec>}.<type>"
+_FORM = "{.mmio}{.<sem>}{.<scope>}{.<space>}{.<nc>}{.<cache>}{.<evict>}{.<evict2>}{.<hint>}{.<prefetch>}{.<vec>}.<type>"
 
 
 def _element(type_name: str) -> np.dtype[np.generic]:
@@ -62,7 +63,7 @@ def _items(b: Binder, operand: Operand) -> tuple[Operand, ...]:
 
 
 def _strong(b: Binder) -> bool:
-    return b.words["sem"] in ("relaxed", "acquire", "release", "volatile", "mmio")
+    return b.words["sem"] in ("relaxed", "acquire", "release", "volatile")
 
 
 def _view_for(b: Binder, operand: Operand, type_name: str) -> str:
@@ -245,20 +246,27 @@ def _numpy_type(kind: str) -> np.dtype[np.generic]:
     return np.dtype({"b": "u", "u": "u", "s": "i", "f": "f"}[kind[0]] + str(int(kind[1:]) // 8))
 
 
-_HALVES: dict[str, np.dtype[np.generic]] = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
-
-
-_HALF_COMBINE: dict[str, np.ufunc] = {"add": np.add, "min": np.fmin, "max": np.fmax}
+_HALVES = {"f16": F16, "bf16": BF16}
+_HALF_COMBINE = {"add": half.add, "min": half.minimum, "max": half.maximum}
 
 
 def _half_update(kind: str, op: str) -> Callable[..., int]:
     """One or two halves in an integer, combined and rounded to nearest even; subnormals are kept (`.noftz`)."""
-    half, bits = _HALVES[kind.removesuffix("x2")], 32 if kind.endswith("x2") else 16
+    fmt, bits = _HALVES[kind.removesuffix("x2")], 32 if kind.endswith("x2") else 16
     combine = _HALF_COMBINE[op]
 
     def update(old: int, x: int, _: object) -> int:
-        raw = np.array([old, x], f"<u{bits // 8}").view("<u2").view(half).reshape(2, -1).astype(np.float32)
-        return int.from_bytes(combine(raw[0], raw[1]).astype(half).tobytes(), "little")
+        raw = np.array([old, x], f"<u{bits // 8}").view("<u2").reshape(2, -1)
+        return int.from_bytes(combine(raw[0], raw[1], fmt).tobytes(), "little")
+
+    return update
+
+
+def _single_sum(*, flush: bool) -> Callable[..., float]:
+    """f32, NaN canonical. Global memory flushes subnormal operands and results, shared memory does not (9.7.13.5)."""
+
+    def update(old: float, x: float, _: object) -> float:
+        return float(f32.add(np.array([old], np.float32), np.array([x], np.float32), ftz=flush)[0])
 
     return update
 
@@ -308,6 +316,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
     else:
         update = _UPDATES[next(part for part in parts if part in _UPDATES)]
     sem, scope = b.words["sem"], b.words["scope"]
+    single = kind == "f32" and "add" in parts
     element = _Element.of(kind)
     view = element.view
     target = None if d is None or isinstance(d, Sink) else b.destination(d, view)
@@ -319,6 +328,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
     def step(warp: Warp) -> None:
         lanes = np.flatnonzero(warp.mask)
         places, first, which = np.unique(address(warp)[lanes] + offset, return_index=True, return_inverse=True)
+        change = _single_sum(flush=access.resolve(space, places)[0] == "global") if single else update
         access.synchronise(warp, space, places, sem, scope, acquire=True, release=False)
         loaded, missing = read(warp, space, places, element.size, strong=True, lanes=lanes[first])
         found = loaded.view(element.dtype)
@@ -328,7 +338,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
         for position, place in enumerate(which.tolist()):
             operands = [column[position] for column in values]
             returned.append(held[place])
-            new: int | float = update(held[place], *operands, *[None] * (2 - len(operands)))
+            new: int | float = change(held[place], *operands, *[None] * (2 - len(operands)))
             held[place] = element.wrapped(new)
         stored = np.ascontiguousarray(element.words(held).reshape(len(held), -1)).view(np.uint8)
         access.store(warp, space, places, stored, line, strong=True, lanes=lanes[first])
@@ -471,6 +481,10 @@ def discard(b: Binder) -> Step:
     return step
 
 
+_PRIMARY = "L2::evict_last L2::evict_normal L2::evict_first L2::evict_unchanged"
+_SECOND = "L2::evict_first L2::evict_unchanged"
+
+
 @opcode(
     "prefetch{.<space>}.<level>",
     section="9.7.9.15",
@@ -481,10 +495,9 @@ def discard(b: Binder) -> Step:
 @opcode("prefetchu.L1", section="9.7.9.15", counter="memory")
 @opcode("applypriority{.global}.L2::evict_normal", section="9.7.9.16", counter="memory")
 @opcode("createpolicy.fractional.<primary>{.<second>}{.b64}.b64", section="9.7.9.18", counter="memory",
-        primary=_EVICT, second=_EVICT)  # fmt: skip
+        primary=_PRIMARY, second=_SECOND)  # fmt: skip
 @opcode("createpolicy.range{.global}.<primary>{.<second>}.b64", section="9.7.9.18", counter="memory",
-        primary="L2::evict_last L2::evict_normal L2::evict_first L2::evict_unchanged",
-        second="L2::evict_first L2::evict_unchanged")  # fmt: skip
+        primary=_PRIMARY, second=_SECOND)  # fmt: skip
 @opcode("createpolicy.cvt.L2.b64", section="9.7.9.18", counter="memory")
 def cache_hint(b: Binder) -> Step:
     """Caches do not change results here; a created policy is an opaque word."""

@@ -14,6 +14,8 @@ from backends.vm.memory.global_memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_
 from backends.vm.ptx.ast import Operand, Register, Sink, Vector
 
 _VIEW = {16: "u16", 32: "u32", 64: "u64", 128: "u64x2"}
+_PAIR = {(32, 16): "u16x2", (64, 32): "u32x2"}
+"""The view of a register as two halves, by its width and theirs."""
 _SCALARS = "b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64"
 CLOCKS = {
     "%clock": 32,
@@ -84,6 +86,16 @@ def _pack(b: Binder, d: Operand, a: Vector, width: int) -> Step:
     if part not in (16, 32, 64) and not (part == 8 and width in (16, 32)):
         raise b.error(f"{len(a.items)} parts do not make {width} bits")
     view, whole = _VIEW[max(part, 16)], _VIEW[width]
+    if pair := _PAIR.get((width, part)):
+        first, second = [b.source(item, view) for item in a.items]
+        rd = b.destination(d, pair)
+
+        def join(warp: Warp) -> None:
+            rows, out = getattr(warp, view), getattr(warp, pair)[rd]
+            np.copyto(out[:, 0], rows[first], where=warp.where)
+            np.copyto(out[:, 1], rows[second], where=warp.where)
+
+        return join
     rd = b.destination(d, whole)
     sources = [b.source(item, view) for item in a.items]
     dtype = np.dtype(f"u{part // 8}")
@@ -104,8 +116,17 @@ def _unpack(b: Binder, d: Vector, a: Operand, width: int) -> Step:
     if part not in (16, 32, 64) and not (part == 8 and width in (16, 32)):
         raise b.error(f"{width} bits do not make {len(d.items)} parts")
     view, whole = _VIEW[max(part, 16)], _VIEW[width]
-    ra = b.source(a, whole)
     targets = [(column, b.destination(item, view)) for column, item in enumerate(d.items) if not isinstance(item, Sink)]
+    if pair := _PAIR.get((width, part)):
+        row_a = b.source(a, pair)
+
+        def split(warp: Warp) -> None:
+            parts, rows = getattr(warp, pair)[row_a], getattr(warp, view)
+            for column, row in targets:
+                np.copyto(rows[row], parts[:, column], where=warp.where)
+
+        return split
+    ra = b.source(a, whole)
     dtype = np.dtype(f"u{part // 8}")
 
     def step(warp: Warp) -> None:
@@ -203,4 +224,14 @@ def isspacep(b: Binder) -> Step:
     d, a = b.expect(2)
     rd, ra = b.destination(d, "pred"), b.source(a, "u64")
     window = _WINDOW[b.words["space"]] >> 56
+    if b.words["space"] == "const":
+        # Constants lie in the window of global memory here; on a GPU they have one of their own.
+        def step(warp: Warp) -> None:
+            at = warp.u64[ra]
+            found = np.zeros(at.shape, np.bool_)
+            for base, size in warp.cta.machine.constants():
+                found |= (at >= np.uint64(base)) & (at < np.uint64(base + size))
+            np.copyto(warp.pred[rd], found, where=warp.where)
+
+        return step
     return lambda warp: np.copyto(warp.pred[rd], warp.u64[ra] >> np.uint64(56) == window, where=warp.where)

@@ -16,6 +16,7 @@ from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, collects, report
 from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.isa.mbarrier_ops import places
+from backends.vm.isa.ring_ops import check_multiplied
 from backends.vm.isa.tensor_operands import (
     COLLECTOR,
     COLLECTOR_B,
@@ -48,6 +49,7 @@ from backends.vm.numerics.f32 import canonical
 from backends.vm.numerics.formats import FORMATS, decode
 from backends.vm.ptx.ast import Address, Operand, Vector
 from backends.vm.tensor.instruction_descriptor import (
+    IGNORED_BITS,
     InstructionDescriptor,
     ZeroColumns,
     decode_instruction_descriptor,
@@ -121,9 +123,13 @@ class _Operands:
         ctas = issuing_ctas(warp, self.group, "tcgen05.mma")
         raw = int(warp.u32[self.idesc][lane])
         sparse = self.metadata is not None
+        if raw & IGNORED_BITS.get(self.kind, 0):
+            report(Fault("descriptor-bit-ignored", f"the instruction descriptor {raw:#010x} of kind::{self.kind} sets "
+                         "bit 12, which is reserved"))  # fmt: skip
         d = decode_instruction_descriptor(raw, self.kind, self.group, self.weight_stationary, sparse, self.size)
         to = int(self.d(warp)[lane]) & 0xFFFFFFFF
-        issue = Issue(ctas, *tensor_issue(warp, to, d.m, d.n), self.line, d)
+        ended = int(warp.clock.seen[warp.cta.tensor_agent])
+        issue = Issue(ctas, ended, *tensor_issue(warp, to, d.m, d.n), self.line, d)
         if self.a is not None:
             left = tmem_operand_a(issue, int(self.a(warp)[lane]) & 0xFFFFFFFF)
         else:
@@ -257,6 +263,7 @@ def _performer(one: _Issued, target: Accumulator, policy: str, scale: int) -> Ca
     d, left = one.issue.descriptor, one.left
     product = _integer_product if d.kind == "i8" else _product
     shares = max(len(left), len(one.metadata))
+    check_multiplied(policy, d.a_type, plain=not (d.negate_a or d.negate_b or scale))
 
     def perform() -> None:
         old = target.load() if one.enabled else None

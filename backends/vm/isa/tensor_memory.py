@@ -266,7 +266,13 @@ def _address_row(b: Binder, operand: Operand) -> Callable[[Warp], int]:
     address = b.address(operand)
 
     def at(warp: Warp) -> int:
-        return uniform(address(warp)[warp.mask], "the tensor-memory address") & 0xFFFFFFFF
+        given = address(warp)[warp.mask]
+        try:
+            return uniform(given, "the tensor-memory address") & 0xFFFFFFFF
+        except Fault as unlike:
+            # ptxas moves the address into a uniform register, so that one lane's is taken.
+            report(unlike)
+            return int(given[0]) & 0xFFFFFFFF
 
     return at
 
@@ -350,6 +356,7 @@ def fence(b: Binder) -> Step:
             return
         if before:
             warp.agents.tensor_fences.setdefault(warp.agent, []).append(int(warp.clock.seen[warp.agent]))
+            warp.next_epoch()
         else:
             warp.clock.tensor = warp.clock.seen.copy()
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, collects
 from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.undefined import spread
@@ -124,9 +124,13 @@ def issuing_ctas(warp: Warp, group: CtaGroup, what: str) -> tuple[Cta, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """One mma as issued by one lane, for one CTA or the two of a pair; `reads`, `writes`: stamps."""
+    """One mma as issued by one lane, for one CTA or the two of a pair; `reads`, `writes`: stamps.
+
+    `ended`: the serial number up to which the issuing warp knows that its tensor core has ended.
+    """
 
     ctas: tuple[Cta, ...]
+    ended: int
     clock: Clock
     reads: int
     writes: int
@@ -301,6 +305,9 @@ class Accumulator:
         self._kept = [np.flatnonzero(disabled[i]) if disabled is not None else None for i in range(len(issue.ctas))]
         covered = blocks(self._patches, self._lane, self._column)
         written = [covered if disabled is None else _enabled(covered, disabled[i]) for i in range(len(issue.ctas))]
+        for cta, cells in zip(issue.ctas, written, strict=True) if collects() else ():
+            for block in cells:
+                cta.tmem.check_pipelined(block, issue.reads, issue.writes, issue.ended)
         if added_to:
             for cta, cells in zip(issue.ctas, written, strict=True):
                 for block in cells:

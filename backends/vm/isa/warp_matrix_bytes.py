@@ -1,7 +1,8 @@
 """ldmatrix and stmatrix of 8-bit elements, and of 4- and 6-bit ones that become bytes (PTX ISA 9.7.14.5.15, .16).
 
-The figures of the ISA are not in its text. The maps are those of CUTLASS's copy traits (SM100_U8x8_LDSM_T,
-SM100_SU4_DU8x16_x1_LDSM_N, SM100_U8x4_STSM_T and their larger relatives). None was measured.
+The figures of the ISA are not in its text. The maps are those of CuTeDSL's copy atoms; CUTLASS's copy traits
+(SM100_SU4_DU8x16_x1_LDSM_N, SM100_U8x4_STSM_T and their larger relatives) agree, and SM100_U8x8_LDSM_T does behind the
+permutation of bytes that it makes itself. None was measured here.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ def _in_shared(space: str, addresses: access.Addresses, what: str) -> tuple[str,
 
 
 def _transposed(rows: Bytes, height: int) -> Words:
-    """Registers of matrices of `height` rows: lane l holds columns l / 4 and l / 4 + 8 of two rows in each register."""
-    per_matrix = height // 8
+    """Registers of matrices of `height` rows, two a matrix.
+
+    Lane l holds rows 4 (l % 4) to 4 (l % 4) + 3: their column l / 4 in the first register, l / 4 + 8 in the second.
+    """
     registers = [
-        [rows[height * matrix + height // 4 * (_LANE % 4) + 2 * half + row, _LANE // 4 + column]
-         for column in (0, 8) for row in (0, 1)]
-        for matrix in range(len(rows) // height) for half in range(per_matrix)
+        [rows[height * matrix + 4 * (_LANE % 4) + row, _LANE // 4 + column] for row in range(4)]
+        for matrix in range(len(rows) // height) for column in (0, 8)
     ]  # fmt: skip
     return np.ascontiguousarray(np.moveaxis(np.array(registers), 1, 2)).view("<u4")[..., 0]
 

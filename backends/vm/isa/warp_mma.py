@@ -90,7 +90,7 @@ def mma(b: Binder) -> Step:
         right = _values(to_matrix(_gather(warp, rows_b), b_fragment), b_type)
         addend = _values(to_matrix(_gather(warp, rows_c), c_fragment), c_type)
         policy = cast(accumulate.Policy, warp.cta.machine.accumulate)
-        total = accumulate.mma(left, right.T, addend, k_per_instruction=k, kind=a_type, policy=policy)
+        total = accumulate.warp_product(left, right.T, addend, a_type, policy, to_half=c_type == "f16")
         codes = encode(total.astype(np.float64), F16).astype(np.uint16) if c_type == "f16" else total.view(np.uint32)
         _scatter(warp, rows, to_registers(codes, c_fragment))
         _count(warp, k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -10,10 +11,14 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.isa.warp_mma import whole_warp
-from backends.vm.isa.warp_mma_types import HeldFragment, Product, integer_product, narrow_values, summed, wide_values
+from backends.vm.isa.warp_mma_types import HeldFragment, integer_product, narrow_values, summed, wide_values
 from backends.vm.machine.warp import Warp
-from backends.vm.tensor.sparsity import Granularity, codes_in_registers, dense, selectors
+from backends.vm.numerics.accumulate import Mask
+from backends.vm.tensor.sparsity import Granularity, codes_in_registers, dense, selectors, stored_places
 from backends.vm.tensor.warp_fragments import Raw, accumulator_fragment, operand_fragment
+
+SparseProduct = Callable[[Warp, Raw, Raw, Raw, Mask], Raw]
+"""Raw D from raw A [m, k] with its zeros, B [k, n], C [m, n], and the elements of A that are stored."""
 
 _SECTION = "9.7.14.6.3"
 _BITS = {"f16": 16, "bf16": 16, "tf32": 32, "u8": 8, "s8": 8, "u4": 4, "s4": 4}
@@ -43,8 +48,8 @@ def mma_sparse(b: Binder) -> Step:
     if b.words.get("d", "f32") != c_type:
         raise b.error(f"D is {b.words['d']} and C {c_type}: they must be of one type")
 
-    def product(warp: Warp, a: Raw, right: Raw, addend: Raw) -> Raw:
-        return summed(warp, _values(a, a_type), _values(right, b_type), addend, c_type, a_type)
+    def product(warp: Warp, a: Raw, right: Raw, addend: Raw, stored: Mask) -> Raw:
+        return summed(warp, _values(a, a_type), _values(right, b_type), addend, c_type, a_type, stored)
 
     return _sparse(b, _BITS.get(a_type, 8), 16 if c_type == "f16" else 32, product)
 
@@ -57,14 +62,14 @@ def mma_sparse_integer(b: Binder) -> Step:
     """Integers of 4 or 8 bits into s32, exact."""
     a_type = b.words["a"]
     product = integer_product(a_type, b.words["b"], saturates=bool(b.words["satfinite"]))
-    return _sparse(b, _BITS[a_type], 32, product)
+    return _sparse(b, _BITS[a_type], 32, lambda warp, a, right, addend, stored: product(warp, a, right, addend))
 
 
 def _values(raw: Raw, type_name: str) -> npt.NDArray[np.float32]:
     return wide_values(raw, type_name) if type_name in _BITS else narrow_values(raw, type_name)
 
 
-def _sparse(b: Binder, bits: int, c_bits: int, product: Product) -> Step:
+def _sparse(b: Binder, bits: int, c_bits: int, product: SparseProduct) -> Step:
     """`d, a, b, c, metadata, selector`: A is as in an mma.sync of half the K, B as in one of all of it."""
     d, left, right, addend, metadata, chosen = b.expect(6)
     k = int(re.findall(r"\d+", b.words["shape"])[2])
@@ -82,7 +87,9 @@ def _sparse(b: Binder, bits: int, c_bits: int, product: Product) -> Step:
         whole_warp(warp, what)
         stored, others, before = (one.matrix(warp) for one in held)
         codes = codes_in_registers(warp.u32[row], k, bits, selector)
-        out.put_matrix(warp, product(warp, dense(stored, codes, granularity, ordered=ordered), others, before))
+        places = stored_places(codes, granularity, ordered=ordered)
+        a = dense(stored, codes, granularity, ordered=ordered)
+        out.put_matrix(warp, product(warp, a, others, before, places))
         counters = warp.cta.machine.counters
         counters["mma_instructions"] += 1
         counters["mma_flops"] += 2 * 16 * 8 * k

@@ -182,13 +182,21 @@ def narrow_values(raw: Raw, type_name: str, *, packed: bool = False) -> npt.NDAr
 
 
 def summed(
-    warp: Warp, left: npt.NDArray[np.float32], right: npt.NDArray[np.float32], c: Raw, c_type: str, kind: str
+    warp: Warp,
+    left: npt.NDArray[np.float32],
+    right: npt.NDArray[np.float32],
+    c: Raw,
+    c_type: str,
+    kind: str,
+    stored: accumulate.Mask | None = None,
+    d_type: str = "",
+    most: int = 1024,
 ) -> Raw:
-    """D of float32 A [m, k] and B [k, n], and raw C."""
+    """D, of `d_type` or else of `c_type`, of float32 A [m, k] and B [k, n], and raw C. `stored`: of a sparse A."""
     addend = decode(c.astype(np.uint32), F16).astype(np.float32) if c_type == "f16" else c.astype(np.uint32).view("f4")
-    policy = cast(accumulate.Policy, warp.cta.machine.accumulate)
-    found = accumulate.mma(left, right.T, addend, k_per_instruction=left.shape[1], kind=kind, policy=policy)
-    return encode(found.astype(np.float64), F16) if c_type == "f16" else found.view(np.uint32)
+    policy, half = cast(accumulate.Policy, warp.cta.machine.accumulate), (d_type or c_type) == "f16"
+    found = accumulate.warp_product(left, right.T, addend, kind, policy, to_half=half, stored=stored, most=most)
+    return encode(found.astype(np.float64), F16) if half else found.view(np.uint32)
 
 
 @opcode("mma.sync.aligned.m16n8k32.row.col.kind::f8f6f4.<d>.<a>.<b>.<c>", section=_SECTION, counter="mma",
@@ -290,9 +298,7 @@ def mma_quarters(b: Binder) -> Step:
                 decode(fragment.matrix(one[:, lanes]), F16).astype(np.float32)
                 for fragment, one in ((a, held[0]), (right, held[1]))
             )
-            raw = summed(warp, left, others, c.matrix(held[2][:, lanes]), c_type, "f16")
-            if c_type != d_type:
-                raw = decode(raw, F16).astype(np.float32).view(np.uint32)
+            raw = summed(warp, left, others, c.matrix(held[2][:, lanes]), c_type, "f16", d_type=d_type)
             results[:, lanes] = to.packed(raw)
         for row, words in zip(out, results, strict=True):
             warp.u32[row][...] = words
@@ -416,8 +422,16 @@ def _wmma(b: Binder, a_type: str, c_type: str, d_type: str) -> Step:
     shape = _shape(b)
 
     def product(warp: Warp, a: Raw, right: Raw, c: Raw) -> Raw:
-        raw = summed(warp, wide_values(a, a_type), wide_values(right, a_type), c, c_type, a_type)
-        return raw if c_type == d_type else encode(decode(raw.astype(np.uint32), FORMATS[c_type]), FORMATS[d_type])
+        return summed(
+            warp,
+            wide_values(a, a_type),
+            wide_values(right, a_type),
+            c,
+            c_type,
+            a_type,
+            d_type=d_type,
+            most=4 if a_type == "tf32" else 16,
+        )
 
     fragments = (_held_by("d", shape, d_type), _held_by("a", shape, a_type), _held_by("b", shape, a_type),
                  _held_by("c", shape, c_type))  # fmt: skip

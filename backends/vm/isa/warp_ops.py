@@ -51,6 +51,7 @@ def member_groups(b: Binder, operand: Operand) -> Callable[[Warp], list[Lanes]]:
 
     def groups(warp: Warp) -> list[Lanes]:
         masks = warp.u32[row]
+        warp.meetings += 1
         first = masks[warp.mask.argmax()]
         if not count_nonzero(masks != first):
             return [group(warp, int(first), warp.mask)]

@@ -18,13 +18,14 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
 from backends.vm.isa.bulk_copy import granules_of
+from backends.vm.isa.ring_ops import check_multiplied
 from backends.vm.isa.tensor_operands import hidden_units
 from backends.vm.machine.access import uniform
 from backends.vm.machine.code import Key, Wait
 from backends.vm.machine.engine import submit
 from backends.vm.machine.undefined import BecameUndefined, spread
 from backends.vm.machine.warp import Warp
-from backends.vm.machine.warpgroup import Multiplication, part_of, warpgroup_of
+from backends.vm.machine.warpgroup import Multiplication, Part, part_of, warpgroup_of
 from backends.vm.memory.clocks import stamp
 from backends.vm.memory.definedness import Lost
 from backends.vm.numerics import accumulate
@@ -46,7 +47,7 @@ from backends.vm.tensor.matrix_descriptor import (
     unit_addresses,
 )
 from backends.vm.tensor.operand_types import to_float32
-from backends.vm.tensor.sparsity import Granularity, codes_in_registers, dense, selectors
+from backends.vm.tensor.sparsity import Granularity, codes_in_registers, dense, selectors, stored_places
 
 Float32 = npt.NDArray[np.float32]
 Fetch = Callable[[], Float32]
@@ -159,8 +160,10 @@ def mma_async(b: Binder) -> Step:
         right = _smem(warp, raw_b, form.n, form.bits, form.k, form.major_b, form.b_type, reads, "B")
         enabled = bool(warp.pred[predicate][int(warp.mask.argmax())]) != negated
         _count(warp, form)
-        fetch = left.fetch if metadata is None else _with_zeros(left.fetch, warp.u32[metadata].copy(), form)
-        perform = _performer(warp, rows_d, fragment, form, fetch, right.fetch, accumulate_d=enabled)
+        fetch, stored = (left.fetch, None) if metadata is None else _sparse(left.fetch, warp.u32[metadata].copy(), form)
+        perform = _performer(
+            warp, part, rows_d, fragment, form, fetch, right.fetch, accumulate_d=enabled, stored=stored
+        )
         operation = submit(warp, "a wgmma", line, text, perform, queue=part, signals=(group,))
         part.open.append(Multiplication(accumulators, inputs, shape, line, part.issued - 1, serial, operation))
         if left.lost or right.lost or not warp.undefined.keys().isdisjoint(touched):
@@ -193,11 +196,12 @@ def mma_async(b: Binder) -> Step:
     return step
 
 
-def _with_zeros(stored: Fetch, metadata: Words, form: _Form) -> Fetch:
-    """A [16, k] of a warp from what is stored of it and one register of its lanes, read at the issue."""
+def _sparse(stored: Fetch, metadata: Words, form: _Form) -> tuple[Fetch, accumulate.Mask]:
+    """A [16, k] of a warp from what is stored of it and one register of its lanes, read at the issue; and where."""
     assert form.selector is not None
-    codes = codes_in_registers(metadata, form.k, form.bits, form.selector)
-    return lambda: dense(stored(), codes, Granularity.of(form.bits), ordered=False)
+    codes, granularity = codes_in_registers(metadata, form.k, form.bits, form.selector), Granularity.of(form.bits)
+    places = stored_places(codes, granularity, ordered=False)
+    return lambda: dense(stored(), codes, granularity, ordered=False), places
 
 
 def _form(b: Binder, from_registers: bool, immediates: list[Operand], selector: int | None) -> _Form:
@@ -263,22 +267,36 @@ def _gather(warp: Warp, rows: list[int]) -> Words:
 
 
 def _performer(
-    warp: Warp, rows: list[int], fragment: Fragment, form: _Form, a: Fetch, b: Fetch, *, accumulate_d: bool
+    warp: Warp,
+    part: Part,
+    rows: list[int],
+    fragment: Fragment,
+    form: _Form,
+    a: Fetch,
+    b: Fetch,
+    *,
+    accumulate_d: bool,
+    stored: accumulate.Mask | None,
 ) -> Callable[[], None]:
     policy = warp.cta.machine.accumulate
+    check_multiplied(policy, form.a_type, plain=not (form.negate_a or form.negate_b))
 
     def perform() -> None:
         left, right = (-a() if form.negate_a else a()), (-b() if form.negate_b else b())
         old = to_matrix(_gather(warp, rows), fragment) if accumulate_d else None
         registers = warp.u32
-        for row, words in zip(rows, to_registers(_multiplied(left, right, old, form, policy), fragment), strict=True):
+        found = _multiplied(left, right, old, form, policy, stored)
+        for row, words in zip(rows, to_registers(found, fragment), strict=True):
             registers[row][...] = words
+        part.ended += 1
 
     return perform
 
 
-def _multiplied(a: Float32, b: Float32, old: Elements | None, form: _Form, policy: str) -> Elements:
-    """Raw accumulators [16, n] from the operands and the raw ones before."""
+def _multiplied(
+    a: Float32, b: Float32, old: Elements | None, form: _Form, policy: str, stored: accumulate.Mask | None
+) -> Elements:
+    """Raw accumulators [16, n] from the operands and the raw ones before; `stored` of a sparse A."""
     if form.d_type == "s32":
         total = a.astype(np.float64) @ b.astype(np.float64).T
         if old is not None:
@@ -289,7 +307,17 @@ def _multiplied(a: Float32, b: Float32, old: Elements | None, form: _Form, polic
     half = form.d_type == "f16"
     c = None if old is None else old.view(np.float16).astype(np.float32) if half else old.view(np.float32)
     known = cast(accumulate.Policy, policy)
-    result = accumulate.mma(a, b, c, k_per_instruction=form.k, kind=form.a_type, policy=known)
+    result = accumulate.mma(
+        a,
+        b,
+        c,
+        k_per_instruction=form.k,
+        kind=form.a_type,
+        b_kind=form.b_type,
+        policy=known,
+        to_half=half,
+        stored=stored,
+    )
     if not half:
         return result.view(np.uint32)
     codes = result.astype(np.float16).view(np.uint16)

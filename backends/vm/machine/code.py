@@ -213,25 +213,31 @@ class RegisterFile:
     """The registers of one warp: rows of each width, [registers and literals, 32], for 128 bits [.., 32, 2].
 
     Registers start as zero; bind/definedness.py finds those that may be read unwritten. Literals lie from the last row
-    backwards, so that literal number i is row -(i+1). They stay when the file is cleared.
+    backwards, so that literal number i is row -(i+1). There may be more rows in between than the function has.
     """
 
-    def __init__(self, rows: RegisterRows) -> None:
-        self._counts = rows.counts
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
         self._storage: dict[int, Row] = {}
         self._views: dict[str, list[Row]] = {}
-        for width, dtype in STORAGE.items():
-            literals = rows.constants.get(width, [])
-            total = rows.counts.get(width, 0) + len(literals)
-            storage = np.zeros((total, LANES, 2) if width == 128 else (total, LANES), dtype)
-            for position, bits in enumerate(literals):
-                storage[total - 1 - position] = [bits & (2**64 - 1), bits >> 64] if width == 128 else bits
-            self._storage[width] = storage
 
-    def clear(self) -> None:
-        """Make every register zero again."""
-        for width, count in self._counts.items():
-            self._storage[width][:count] = 0
+    def begin(self, rows: RegisterRows) -> None:
+        """Be the registers of a function with `rows`, every register zero."""
+        self._counts = rows.counts
+        for width, dtype in STORAGE.items():
+            literals, count = rows.constants.get(width, []), rows.counts.get(width, 0)
+            storage = self._storage.get(width)
+            if storage is None or len(storage) < count + len(literals):
+                total = 1 << (count + len(literals)).bit_length()
+                storage = self._storage[width] = np.zeros((total, LANES, 2) if width == 128 else (total, LANES), dtype)
+                for name in VIEWS_OF_WIDTH[width]:
+                    self._views.pop(name, None)
+            else:
+                storage[:count] = 0
+            if literals and width == 128:
+                storage[-len(literals) :] = [[[bits & (2**64 - 1), bits >> 64]] for bits in reversed(literals)]
+            elif literals:
+                storage[-len(literals) :] = np.array(literals[::-1], dtype)[:, None]
 
     def content(self, without: frozenset[Key]) -> bytes:
         """The values of all registers but those of `without`."""
@@ -254,21 +260,19 @@ class RegisterFile:
         return self._views[name]
 
 
-@dataclass(slots=True)
-class RegisterFiles:
-    """Register files of one function. A warp that begins gets that of one that has ended: clearing costs less."""
+# To make a file, with an array for each row, takes longer than many a warp runs.
+_SPARE: list[RegisterFile] = []
+_MAX_SPARE = 24
 
-    rows: RegisterRows
-    _spare: list[RegisterFile] = field(default_factory=list[RegisterFile])
 
-    def take(self) -> RegisterFile:
-        """A file whose registers are all zero."""
-        if not self._spare:
-            return RegisterFile(self.rows)
-        file = self._spare.pop()
-        file.clear()
-        return file
+def take_registers(rows: RegisterRows) -> RegisterFile:
+    """The registers of a warp that begins: those of one that has ended, if there is one."""
+    file = _SPARE.pop() if _SPARE else RegisterFile()
+    file.begin(rows)
+    return file
 
-    def give_back(self, file: RegisterFile) -> None:
-        """Take back the file of a warp that has ended."""
-        self._spare.append(file)
+
+def give_registers_back(file: RegisterFile) -> None:
+    """Take back the registers of a warp that has ended."""
+    if len(_SPARE) < _MAX_SPARE:
+        _SPARE.append(file)

@@ -10,7 +10,7 @@ import numpy as np
 
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, report
-from backends.vm.machine.code import LANES
+from backends.vm.machine.code import LANES, take_registers
 from backends.vm.machine.special import Dim3, Place
 from backends.vm.machine.warp import Warp
 from backends.vm.machine.warpgroup import RegisterPool, Warpgroup
@@ -63,7 +63,7 @@ class Cta:
         self.cluster = cluster
         self.place = place
         self.function = function = run.function
-        agents, shape = cluster.agents, run.shape
+        agents, shape, code = cluster.agents, run.shape, function.code
         self.smem = SharedMemory(agents, function.static_shared, shape.dynamic_smem, function.dynamic_align)
         self.local_size = function.local_size
         self.mbarriers: dict[int, MBarrier] = {}
@@ -74,7 +74,7 @@ class Cta:
         self.named: dict[int, NamedBarrier] = {}
         self.visits: dict[int, Visit] = {}
         self.warps = [
-            Warp(function.code, self, index, min(LANES, shape.threads - LANES * index), run.registers.take())
+            Warp(code, self, index, min(LANES, shape.threads - LANES * index), take_registers(code.rows))
             for index in range(agents.warps_per_cta)
         ]
         for warp in self.warps:

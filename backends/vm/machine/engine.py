@@ -64,10 +64,10 @@ class Engine:
         heads: set[int] = set()
         able: list[Operation] = []
         for operation in self.pending:
-            if operation.queue is None:
+            if (queue := operation.queue) is None:
                 able.append(operation)
-            elif id(operation.queue) not in heads:
-                heads.add(id(operation.queue))
+            elif (head := id(queue)) not in heads:
+                heads.add(head)
                 able.append(operation)
         return able
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from backends.vm.faults import Fault, Findings, LaunchError, collecting, report
-from backends.vm.machine.code import Block, BoundFunction, RegisterFiles
+from backends.vm.machine.code import Block, BoundFunction, give_registers_back
 from backends.vm.machine.cta import Cluster
 from backends.vm.machine.engine import Engine
 from backends.vm.machine.scheduler import Schedule, schedule
@@ -186,6 +186,14 @@ class Machine:
         """Opcodes, in their dotted parts, of every basic block that ran in a launch that has ended."""
         return frozenset(one.parts for block in self.blocks_run.values() for one in block.instructions)
 
+    def lines_run(self) -> frozenset[int]:
+        """PTX lines of every basic block that ran in a launch that has ended."""
+        return frozenset(one.line for block in self.blocks_run.values() for one in block.instructions)
+
+    def constants(self) -> list[tuple[int, int]]:
+        """Address and bytes of each .const variable that has a place."""
+        return [(at, max(one.size, 1)) for one, at in self._placed.values() if one.space == "const"]
+
     def variable_address(self, name: str) -> int:
         """Global address of variable `name` of the running module, which is placed on first use."""
         if self._function is None:
@@ -288,7 +296,6 @@ class Run:
         self.engine = machine.engine
         self.function = function
         self.shape = shape
-        self.registers = RegisterFiles(function.code.rows)
         grid, cluster = shape.grid, shape.cluster
         firsts = [
             (x, y, z)
@@ -300,6 +307,7 @@ class Run:
         self.resident: list[Cluster] = []
         self.warps: list[Warp] = []
         self.running: Warp | None = None
+        self.some_ended = False
         self.together = False
 
     def to_the_end(self) -> None:
@@ -363,6 +371,9 @@ class Run:
         self._admit(len(self.resident) + 1)
 
     def _retire(self) -> bool:
+        if not self.some_ended:
+            return False
+        self.some_ended = False
         over = [cluster for cluster in self.resident if cluster.done]
         for cluster in over:
             self.running = None
@@ -379,7 +390,7 @@ class Run:
                     counters["tmem_unwaited_overwrites"] += tmem.unwaited_overwrites
             self.resident.remove(cluster)
             for warp in cluster.warps:
-                self.registers.give_back(warp.registers)
+                give_registers_back(warp.registers)
             self.warps = [warp for warp in self.warps if warp.cta.cluster is not cluster]
         return bool(over)
 
@@ -408,6 +419,8 @@ class Run:
         observer, self.running = self.machine.observer, warp
         ran = warp.run(quantum) if observer is None else observer.run(warp, quantum)
         self.machine.steps_left -= ran
+        if warp.done:
+            self.some_ended = True
         if self.machine.steps_left < 0:
             raise Fault("runaway", f"the launch has executed {self.machine.step_budget} basic blocks, its budget; "
                         f"{warp.name} is at PTX line {warp.line} and {spins(warp)}", kernel=self.function.name,

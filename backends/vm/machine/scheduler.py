@@ -149,7 +149,7 @@ class Random:
 
     def turn(self, run: Run) -> bool:
         """One warp for up to four blocks, or one operation."""
-        warps = [warp for warp in run.warps if not warp.done and warp.waiting() is None]
+        warps = [warp for warp in run.warps if (on := warp.strands) and (on[0].wait is None or warp.waiting() is None)]
         operations = run.engine.eligible()
         if not warps and not operations:
             return False

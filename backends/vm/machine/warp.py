@@ -129,6 +129,7 @@ class Warp:
 
     Relaxed arrivals carry `released`, what a fence has covered, and to the warp's own CTA `released_to_cta`. A fence
     acquires what relaxed waits have `noticed`, by mbarrier. `met`: what a barrier of the cluster has shown to be over.
+    `meetings` counts, from 1, what may order the lanes among themselves.
     """
 
     pred: list[Mask]
@@ -176,6 +177,7 @@ class Warp:
         self.tmem_loads: dict[int, dict[tuple[int, int], list[Index]]] = {}
         self.copies = CopyGroups()
         self.turns = LaneTurns()
+        self.meetings = 1
 
     def __getattr__(self, name: str) -> list[Row]:
         """A view of the registers, made when an instruction first needs it: most are never needed."""
@@ -211,6 +213,7 @@ class Warp:
             lanes = np.flatnonzero(self.alive & ~self.mask)
             raise Fault("diverged", f"{what} must be executed by all threads of the warp together; lanes "
                         f"{lanes.tolist()} are elsewhere", lane=int(lanes[0]))  # fmt: skip
+        self.meetings += 1
 
     def next_epoch(self) -> None:
         """Begin an epoch: what this warp has released does not cover what it does from now on."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
-from backends.vm.faults import Fault, OtherAccess, report
+from backends.vm.faults import Fault, OtherAccess, collects, report
 from backends.vm.machine.code import Key
 from backends.vm.machine.engine import Operation
 
@@ -41,17 +41,19 @@ class Multiplication:
 
 @dataclass(slots=True)
 class Part:
-    """One warp's share of a warpgroup.
+    """One warp's share of a warpgroup: how many multiplications it has `issued`, and how many of these have `ended`.
 
-    Since the last wgmma.fence, wgmma has `used` some registers, and other instructions have then `touched` some of
-    these (None: there has been no wgmma.fence).
+    Since the last wgmma.fence, wgmma has `used` some registers, other instructions have then `touched` some of these
+    (None: there has been no wgmma.fence), and other instructions have used the registers `late`.
     """
 
     issued: int = 0
+    ended: int = 0
     open: list[Multiplication] = field(default_factory=list[Multiplication])
     committed: list[list[Multiplication]] = field(default_factory=list[list[Multiplication]])
     used: set[Key] = field(default_factory=set[Key])
     touched: set[Key] | None = None
+    late: set[Key] = field(default_factory=set[Key])
 
     def pending(self) -> list[Multiplication]:
         """Everything that no wait has covered, oldest first."""
@@ -80,22 +82,27 @@ class Part:
         """Fault if another instruction used a register of `keys` since a wgmma did and no wgmma.fence lies between.
 
         The ISA wants the fence behind that other use. NVIDIA's compiler moves writes of accumulators across it (the
-        Hopper GEMM of CuTeDSL clears them after its fence), so anywhere between the two wgmma will do here.
+        Hopper GEMM of CuTeDSL clears them after its fence), so anywhere between the two wgmma will do for those who
+        judge, and only who collects hears of a fence that comes too early.
         """
         if self.touched is None:
             report(Fault("missing-wgmma-fence", "no wgmma.fence has been executed before this wgmma"))
         elif not keys.isdisjoint(self.touched):
             report(Fault("missing-wgmma-fence", "other instructions have used registers of this wgmma since a wgmma "
                          "did, with no wgmma.fence in between (PTX ISA 9.7.15.7.1)"))  # fmt: skip
+        elif collects() and not keys.isdisjoint(self.late):
+            report(Fault("wgmma-fence-early", "other instructions have used registers of this wgmma since the last "
+                         "wgmma.fence: it stands before that use, not behind it"))  # fmt: skip
 
     def fence(self) -> None:
         """`wgmma.fence`: registers used before now may be used by wgmma."""
-        self.used, self.touched = set(), set()
+        self.used, self.touched, self.late = set(), set(), set()
 
     def touch(self, keys: frozenset[Key]) -> None:
         """Another instruction uses `keys`."""
         if self.touched is not None:
             self.touched |= keys & self.used
+        self.late |= keys
 
     def check_overlap(self, accumulators: frozenset[Key], inputs: frozenset[Key], shape: str) -> None:
         """Fault if a new multiplication overlaps with one in flight in a way that has no order."""
@@ -154,9 +161,7 @@ class Warpgroup:
 
     def ended(self, number: int) -> bool:
         """Whether all four shares of all multiplications up to `number` have ended."""
-        return not self.behind(number) and all(
-            item.operation.done for part in self.parts for item in part.pending() if item.number <= number
-        )
+        return min(part.ended for part in self.parts) > number
 
 
 REGISTERS = 65536

@@ -276,3 +276,12 @@ class Carried:
         for (giver, only), clock in self.parts.items():
             if giver in (rank, ANYONE) or not (only or narrow):
                 into.join(clock)
+
+    def over(self, met: Epochs) -> None:
+        """Raise `met` to what is over now that the arrivals have come, whatever the scope of who waits for them.
+
+        A release is performed behind what its thread did before. One of scope .cta is so for its own CTA alone.
+        """
+        for (_, only), clock in self.parts.items():
+            if not only:
+                np.maximum(met, clock.seen, out=met)

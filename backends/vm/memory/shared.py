@@ -25,6 +25,7 @@ from backends.vm.memory.clocks import (
     unordered,
 )
 from backends.vm.memory.definedness import Mask, Missing, Origin, Sources
+from backends.vm.memory.lanes import LaneWrites
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]
@@ -49,7 +50,8 @@ class SharedMemory:
     `readers` holds readers besides the last: by agent, int32 epochs and PTX lines [2, granules]. `many_readers` has
     those granules.
     `unfenced_overwrites` counts bulk copies over what threads have read with no proxy fence in between. `allocs`: PTX
-    lines of tcgen05.alloc, whose one word counts as such a read when a copy overwrites it.
+    lines of tcgen05.alloc, whose one word counts as such a read when a copy overwrites it. `lanes`: kept for those who
+    collect.
     """
 
     def __init__(self, agents: Agents, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
@@ -71,6 +73,7 @@ class SharedMemory:
         self.readers: dict[int, npt.NDArray[np.int32]] = {}
         self.unfenced_overwrites = 0
         self.allocs: set[int] = set()
+        self.lanes = LaneWrites(padded // 4)
 
     def check(self, offsets: Addresses, size: int, access: str) -> None:
         """Fault unless every access of `size` bytes lies inside this CTA's shared memory and is aligned to it."""
@@ -106,6 +109,21 @@ class SharedMemory:
             self._note_readers(granules, clock, stamp)
         return self.data[index], None if count_nonzero(defined) == defined.size else ~defined
 
+    def check_lanes(self, offsets: Addresses, size: int, lanes: Addresses, by: tuple[int, int], action: str) -> None:
+        """Report what other lanes of the same warp wrote since the warp met last, before `lanes` [n] reach `size` bytes
+        at each of `offsets` [n]. `by`: the warp's agent, and how often it has met."""
+        agent, meetings = by
+        granules = _granules(offsets[:, None] + np.arange(size)) if size >= 4 else offsets[:, None] >> 2
+        if lanes.size != offsets.size or int(granules.min()) < 0 or int(granules.max()) >= self.writer.size:
+            return  # ldmatrix, which gathers the lanes, or an address that is a fault
+        foreign = self.lanes.foreign(granules, lanes, meetings) & (agent_of(self.writer[granules]) == agent)
+        for at, granule, line in list(_one_a_line(granules, foreign, self.writer_line)):
+            lane, by_lane = int(lanes[at or 0]), int(self.lanes.lane[granule])
+            who = f"lane {by_lane} of the same warp" if by_lane >= 0 else "the warp"
+            report(Fault("lanes-unordered", f"this granule is {action} lane {lane} after {who} wrote it at PTX line "
+                         f"{line}, and the lanes have not met in between: bar.warp.sync is missing", lane=at,
+                         address=4 * granule, other=OtherAccess(who, "wrote", line)))  # fmt: skip
+
     def undefine(self, offsets: Addresses, missing: Mask, origin: Origin) -> None:
         """An undefined value of `origin` was stored at `offsets` [n]: the bytes `missing` [n, size] of it."""
         at = (offsets[:, None] + np.arange(missing.shape[1]))[missing]
@@ -135,7 +153,10 @@ class SharedMemory:
     def store(
         self, offsets: Addresses, values: Bytes, clock: Clock, stamp: int, line: int, *, strong: bool = False
     ) -> None:
-        """Generic-proxy write of uint8 [n, size] at each offset. Where lanes collide the highest lane wins."""
+        """Generic-proxy write of uint8 [n, size] at each offset. Where lanes collide the highest lane wins.
+
+        A `strong` one races with no write, but with weak reads: both must be strong (PTX ISA 8.7.1).
+        """
         size = values.shape[1]
         self.check(offsets, size, "store")
         index = offsets[:, None] + np.arange(size)
@@ -143,8 +164,9 @@ class SharedMemory:
         clash = self._check_idle(granules, "overwritten")
         if size < 4 and not clash:
             self._check_neighbours(granules, clock)
-        elif not (strong or clash):
-            self._check_overwritten(granules, clock, self.data[index], values)
+        elif not clash:
+            if not strong:
+                self._check_overwritten(granules, clock, self.data[index], values)
             self._check_readers(granules, clock)
         if size >= 4:
             self.contested[granules] = False
@@ -262,10 +284,15 @@ class SharedMemory:
                         address=4 * at)  # fmt: skip
 
     def _check_fenced(self, granules: Granules, clock: Clock, what: str, relied: Set[int]) -> None:
-        """Report what threads wrote with no proxy fence since. `relied`: lines whose writes kernels do not fence."""
-        unfenced = unordered(self.writer[granules], clock.fenced)
+        """Report what was written with no proxy fence since. `relied`: lines whose writes kernels do not fence.
+
+        A write that nothing orders before is left to _check_writers: no fence would help.
+        """
+        found = self.writer[granules]
+        unfenced = unordered(found, clock.fenced)
         if unfenced is None:
             return
+        unfenced &= (found & EPOCH_MASK) <= clock.seen[agent_of(found)]
         for _, at, line in _one_a_line(granules, unfenced, self.writer_line):
             agent = agent_of(int(self.writer[at]))
             who = self.agents.name(agent)

@@ -219,6 +219,22 @@ class TensorMemory:
         late = unordered(found, clock.seen)
         return late is not None and int(count_nonzero(late & (agent_of(found) == agent))) > 0
 
+    def check_pipelined(self, index: Index, reads: int, writes: int, ended: int) -> None:
+        """Before an mma with these stamps writes: report what the tensor core reads there for an mma of another
+        accumulator, whose end its issuer has not seen (`ended`: the last that it has).
+
+        The ISA orders MMAs of one accumulator (9.7.16.6.2): such a one reads what it writes, or comes before who does.
+        """
+        found, wrote = self.reader[index], self.writer[index]
+        late = (agent_of(found) == agent_of(reads)) & ((found & EPOCH_MASK) > ended)
+        late &= (agent_of(wrote) != agent_of(writes)) | ((wrote & EPOCH_MASK) < (found & EPOCH_MASK))
+        if count_nonzero(late):
+            lane, column = self._first(index, late)
+            line = int(self.reader_line[lane, column])
+            report(Fault("tmem-mma-unordered", f"tcgen05.mma overwrites lane {lane}, column {column}, which the mma of "
+                         f"PTX line {line} reads, and nothing has shown the end of that", address=lane << 16 | column,
+                         other=OtherAccess(self.agents.name(agent_of(reads)), "reads", line)))  # fmt: skip
+
     def _first(self, index: Index, bad: npt.NDArray[np.bool_]) -> tuple[int, int]:
         lanes, columns = _as_array(index[0]), _as_array(index[1])
         if isinstance(index[0], slice):

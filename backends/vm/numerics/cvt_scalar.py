@@ -195,7 +195,20 @@ def _float_to_float(dst: str, src: str, modifiers: Modifiers) -> Function:
             values = flush_f32(values)
         return _write(values if to_integral is None else to_integral(values), dst, modifiers)
 
-    return convert
+    return _keeping_payloads(convert) if (dst, src) == ("f32", "f64") else convert
+
+
+def _keeping_payloads(convert: Function) -> Function:
+    """A NaN of f64 becomes a quiet one of f32 with its sign and upper payload, as on an H200 (conformance/silicon)."""
+
+    def kept(a: Bits) -> Bits:
+        codes, wide = convert(a), take(a, 64).view(np.uint64)
+        sign = (wide >> np.uint64(32)).astype(np.uint32) & np.uint32(F32.sign_bit)
+        payload = (wide >> np.uint64(29)).astype(np.uint32) & np.uint32(0x7F_FFFF)
+        nan = np.isnan(wide.view(np.float64))
+        return np.where(nan, sign | np.uint32(0x7FC0_0000) | payload, codes).astype(codes.dtype)
+
+    return kept
 
 
 def _write(values: Float64, dst: str, modifiers: Modifiers) -> Bits:

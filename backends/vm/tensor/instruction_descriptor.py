@@ -5,6 +5,7 @@ Which shapes and types go together is PTX ISA 9.7.16.2.1 (Table 39) and 9.7.16.1
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -36,6 +37,8 @@ _D_TYPES: dict[str, dict[int, str]] = {
 }
 _STORED_BITS = {"f16": 16, "tf32": 32, "f8f6f4": 8, "i8": 8, "mxf8f6f4": 8, "mxf4": 4, "mxf4nvf4": 4}
 _BLOCK_SCALED = ("mxf8f6f4", "mxf4", "mxf4nvf4")
+IGNORED_BITS: Mapping[str, int] = {"mxf4": 1 << 12, "mxf4nvf4": 1 << 12}
+"""By kind: bits that the ISA reserves and that sm_100a does not read."""
 
 # (kind, spelling of .scale_vectorsize) -> (scale factors a row and instruction, scale types by bit 23).
 _UE8M0_ONLY = {1: "ue8m0"}
@@ -197,7 +200,7 @@ def _block_scaled(reader: _Reader, scale_vectorsize: str) -> InstructionDescript
     if kind == "mxf8f6f4":
         reader.reserved((31, 1))
     else:
-        reader.reserved((12, 1), (15, 2))
+        reader.reserved((15, 2))
         if reader.bits(31):
             raise reader.refused("has K = 96 (bit 31), which only sm_103a has")
     type_bits = 3 if kind == "mxf8f6f4" else 2

@@ -78,6 +78,12 @@ def dense(stored: NDArray[_Element], codes: Bytes, granularity: Granularity, *, 
     return found.reshape(rows, -1)
 
 
+def stored_places(codes: Bytes, granularity: Granularity, *, ordered: bool) -> NDArray[np.bool_]:
+    """bool [rows, k]: the elements of A that are stored, under valid codes."""
+    kept = codes.shape[1] * granularity.chunk // 2
+    return dense(np.ones((codes.shape[0], kept), np.bool_), codes, granularity, ordered=ordered)
+
+
 def known_codes(codes: Bytes, lost: NDArray[np.bool_]) -> Bytes:
     """The codes, with a valid one in the rows that are `lost`, bool [rows]: what is undefined there is known."""
     return np.where(lost[:, None], np.uint8(_SAFE_CODE), codes)

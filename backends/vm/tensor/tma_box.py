@@ -19,6 +19,9 @@ import numpy.typing as npt
 from numpy.typing import NDArray
 
 from backends.vm.faults import Fault
+from backends.vm.numerics import half
+from backends.vm.numerics.f32 import canonical
+from backends.vm.numerics.formats import BF16, F16
 from backends.vm.tensor.swizzle import PATTERN_BYTES, UNIT_BYTES, IntArray, Swizzle, swizzled
 from backends.vm.tensor.tensor_map import CORNER_BITS, Im2col, TensorMap
 
@@ -30,7 +33,7 @@ SMEM_ALIGNMENT = 128
 GATHER_ROWS = 4
 
 # NaN fill by element bits, as an H200 writes it (facts.md 6.4).
-_NAN_FILL = {16: 0x7FF7, 32: 0x7FF77FF7}
+_NAN_FILL = {16: 0x7FF7, 32: 0x7FF77FF7, 64: 0x7FF77FF77FF77FF7}
 _PIECE_DTYPE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
@@ -273,8 +276,6 @@ def _fill(tensor_map: TensorMap, piece_bytes: int, *, needed: bool) -> Bytes:
     if not needed or tensor_map.oob_fill == "zero":
         return np.zeros(piece_bytes, dtype=np.uint8)
     bits = tensor_map.element.bits
-    if bits not in _NAN_FILL:
-        raise Fault("tensor-map", f"what a NaN fill of {tensor_map.element.name} writes is not known; fill with zero")
     element = np.frombuffer(_NAN_FILL[bits].to_bytes(bits // 8, "little"), dtype=np.uint8)
     return np.tile(element, piece_bytes * 8 // bits)
 
@@ -334,6 +335,10 @@ _COMBINE: dict[str, Callable[..., npt.NDArray[np.generic]]] = {
 }  # fmt: skip
 
 
+_HALVES = {"f16": F16, "bf16": BF16}
+_HALF_COMBINE = {"add": half.add, "min": half.minimum, "max": half.maximum}
+
+
 def _stored_as(element: str) -> np.dtype[Any]:
     if element not in _NUMPY:
         raise Fault("bulk-copy", f"a reduction on elements of type {element} is not implemented")
@@ -348,10 +353,10 @@ def reduced_bytes(element: str) -> int:
 def reduced(
     old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], operation: str, element: str
 ) -> npt.NDArray[np.uint8]:
-    """Bytes of `old OP new`, elementwise in the type of the tensor map; rounding is to nearest even."""
-    if element == "bf16":
-        wide = [np.left_shift(part.view(np.uint16).astype(np.uint32), 16).view(np.float32) for part in (old, new)]
-        bits = _COMBINE[operation](*wide).astype(np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8).reshape(new.shape)
+    """Bytes of `old OP new`, elementwise in the type of the tensor map; rounding is to nearest even, NaN canonical."""
+    if element in _HALVES:
+        codes = _HALF_COMBINE[operation](old.view(np.uint16), new.view(np.uint16), _HALVES[element])
+        return codes.view(np.uint8).reshape(new.shape)
     dtype = _stored_as(element)
-    return _COMBINE[operation](old.view(dtype), new.view(dtype)).astype(dtype).view(np.uint8).reshape(new.shape)
+    found = _COMBINE[operation](old.view(dtype), new.view(dtype)).astype(dtype)
+    return (canonical(found) if dtype == np.float32 else found).view(np.uint8).reshape(new.shape)

@@ -25,9 +25,14 @@ def made(make: Callable[[], Made]) -> Made:
         pytest.skip(f"unsupported: {missing}")
 
 
-def outputs(case: Case, program: HostProgram, schedule: str = "eager") -> tuple[dict[str, torch.Tensor], str | None]:
-    """What `program` writes for `case`, and the first rule broken, byte damaged or output left unwritten."""
-    ran = GuardedCase(spec_of(case.op), case, load_executor("vm")).run(program, RunOptions(schedule=schedule))
+def outputs(
+    case: Case, program: HostProgram, schedule: str = "eager", inputs: dict[str, torch.Tensor] | None = None
+) -> tuple[dict[str, torch.Tensor], str | None]:
+    """What `program` writes for `case`, and the first rule broken, byte damaged or output left unwritten.
+
+    `inputs`: None for those that the reference makes.
+    """
+    ran = GuardedCase(spec_of(case.op), case, load_executor("vm"), inputs).run(program, RunOptions(schedule=schedule))
     return ran.outputs, ran.fault() or None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from conformance.kernels.laws.law import inputs_of, spec_of
 from megamoe.contract import Case, HostProgram, Target
 from megamoe.judge.tolerance import compare
 from megamoe.ops import reference
+from megamoe.ops.fmha import key_rows
 
 THREE_GROUPS = Sm90FmhaPlan(64, "rows", 128, 3)
+COPIED = "hd=64,t=3,s_k=60,batch=2,ragged=true,total_q=4,total_k=90"
 
 
 def program_of(target: Target, case: Case, way: Share | Sm90FmhaPlan | None = None, **ways: int) -> HostProgram:
@@ -33,8 +36,10 @@ def case_of(text: str) -> Case:
     return spec_of("fmha").parse_case(f"fmha:{text}")
 
 
-def hold_to_reference(case: Case, seen: dict[str, torch.Tensor], what: str) -> None:
-    room, inputs, spec = reference(case.op), inputs_of(case), spec_of(case.op)
+def hold_to_reference(
+    case: Case, seen: dict[str, torch.Tensor], what: str, inputs: dict[str, torch.Tensor] | None = None
+) -> None:
+    room, inputs, spec = reference(case.op), inputs or dict(inputs_of(case)), spec_of(case.op)
     verdict = compare(
         case, seen, room.oracle(case, inputs), room.simulated(case, inputs), spec.tolerance, published=False
     )
@@ -142,6 +147,73 @@ def test_a_sink_counts_once(text: str, way: Share, splits: int) -> None:
     hold_to_reference(case, seen, f"{way}, {splits} splits")
 
 
+def rising(case: Case, factor: float) -> dict[str, torch.Tensor]:
+    """Inputs whose scores are `factor` times as large in the second half of the keys, in every other head."""
+    inputs = {name: tensor.clone() for name, tensor in inputs_of(case).items()}
+    inputs["k"][:, ::2, case.int("s_k") // 2 :] *= factor
+    return inputs
+
+
+SCALED, AGAIN = r"div\.rn\.f32", r"ld\.shared\.b16"
+"""Instructions that only rows above the maxima before them need: the one finds the maximum to which a row is scaled
+down, after a rise of 2^8 to 2^100; the others read Q and K where a row is computed again, after one of more."""
+RISES: tuple[tuple[str, Share | Sm90FmhaPlan, float, str], ...] = (
+    ("hd=64,t=4,s_k=300,heads=2,kv_heads=1,window=290,causal=true", "keys", 8.0, SCALED),
+    ("hd=64,t=4,s_k=260,sinks=true", THREE_GROUPS, 256.0, AGAIN),
+    ("hd=64,t=4,s_k=460", "rows", 8.0, SCALED),
+    ("hd=128,t=4,s_k=260,causal=true", "rows", 256.0, AGAIN),
+)
+
+
+@pytest.mark.parametrize(("text", "way", "factor", "fault"), RISES)
+def test_scores_may_rise_above_the_maxima_before_them(
+    text: str, way: Share | Sm90FmhaPlan, factor: float, fault: str
+) -> None:
+    """Without the instructions that `fault` takes out the kernel breaks a rule: so the case needs them."""
+    case = case_of(text)
+    inputs = rising(case, factor)
+    program = program_of("sm_90a", case, way, splits=1)
+    seen, broken = outputs(case, program, "random:2", inputs)
+    assert broken is None, f"{case.id}, scores {factor} times as large: {broken}"
+    hold_to_reference(case, seen, f"scores {factor} times as large", inputs)
+    faulty = replace(program, ptx=without(fault)(program.ptx))
+    assert outputs(case, faulty, inputs=inputs)[1], f"{case.id}: no row needs {fault}, scores {factor} times as large"
+
+
+# Warpgroups that share keys, rows, columns; one sequence of the two has no keys for some rows of the other's length.
+@pytest.mark.parametrize(
+    ("text", "way", "splits"),
+    [
+        ("hd=64,t=3,s_k=150,batch=2,heads=2,ragged=true,total_q=4,total_k=190", "keys", 2),
+        ("hd=64,t=70,s_k=300,batch=2,causal=true,ragged=true,total_q=90,total_k=640,page_size=64", "rows", 1),
+        ("hd=512,t=2,s_k=150,batch=2,heads=3,kv=latent,ragged=true,total_q=3,total_k=384,page_size=64", "columns", 1),
+    ],
+)
+def test_a_sequence_has_the_bits_of_a_batch_of_one(text: str, way: Share, splits: int) -> None:
+    """At equal plans, whichever warps load Q, K and V, and whether or not the keys lie in pages."""
+    case = case_of(text)
+    inputs = inputs_of(case)
+    program = program_of("sm_90a", case, way, splits=splits)
+    together, broken = outputs(case, program, "random:3")
+    assert broken is None, f"{case.id}: {broken}"
+    plan = replace(standard_plan(case.int("hd"), way), ragged=True, page_size=case.int("page_size"))
+    hold_to_registers(str(plan), sm90.compiled(plan), 3)
+    for number, (start, end) in enumerate(pairwise(inputs["cu_seqlens_q"].tolist())):
+        rows = key_rows(case, inputs, number)
+        if start == end or not len(rows):
+            continue
+        sizes = {"ragged": False, "total_q": 0, "total_k": 0, "page_size": 0, "batch": 1, "t": end - start}
+        alone = spec_of("fmha").vary(case, s_k=len(rows), **sizes)
+        own = {name: inputs[name][rows].transpose(0, 1)[None] for name in ("k", "v") if name in inputs}
+        own["q"] = inputs["q"][start:end].transpose(0, 1)[None]
+        single = program_of("sm_90a", alone, way, splits=splits)
+        wanted, broken = outputs(alone, single, inputs=own)
+        assert broken is None, f"{alone.id}: {broken}"
+        for name, tensor in wanted.items():
+            same = torch.equal(together[name][start:end], tensor[0].transpose(0, 1))
+            assert same, f"{case.id}: {name} of sequence {number} differs from that of {alone.id}"
+
+
 FAULTS: dict[str, tuple[Target, str, str]] = {
     "P through shared memory without a proxy fence": ("sm_100a", "hd=256,t=4,s_k=300", r"fence\.proxy\.async"),
     "P through tensor memory without waiting for the stores": ("sm_100a", "hd=128,t=4,s_k=300", r"tcgen05\.wait::st"),
@@ -152,6 +224,8 @@ FAULTS: dict[str, tuple[Target, str, str]] = {
     "no arrivals on empty stages": ("sm_90a", "hd=128,t=4,s_k=500", r"mbarrier\.arrive\.shared"),
     "P through shared memory without a proxy fence on sm_90a": ("sm_90a", "hd=512,t=4,s_k=300", r"fence\.proxy\.async"),
     "no barrier around the merge": ("sm_90a", "hd=64,t=4,s_k=300", r"bar\.sync\s+1,"),
+    "Q copied without a wait": ("sm_90a", COPIED, r"cp\.async\.wait_group"),
+    "Q copied without a proxy fence": ("sm_90a", COPIED, r"fence\.proxy\.async"),
     "a combine kernel that does not wait": ("sm_90a", "hd=64,t=4,s_k=1100", r"griddepcontrol\.wait"),
 }
 

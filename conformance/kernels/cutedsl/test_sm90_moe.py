@@ -29,6 +29,7 @@ MAX_SMEM, SM_REGISTERS = 227 * 1024, 1 << 16
 PLANS = [Sm90MoePlan(width, swiglu) for width in WIDTHS for swiglu in (True, False)]
 L2 = "hidden=128,intermediate=1280,num_experts=3,tokens=9,stage=l2"
 """Three tiles for two CTAs, each of more stages than a ring has; half of a tile is past the end of W."""
+W4A16 = "hidden=384,intermediate=128,num_experts=3,tokens=12,topk=2,activations=bf16,stage=l1,inputs=full_range"
 L1 = "hidden=384,intermediate=128,num_experts=3,tokens=12,topk=2,load=slice,weight=before,clamp=0.5,stage=l1"
 
 
@@ -81,7 +82,9 @@ def test_no_kernel_uses_local_memory(stage: str) -> None:
         assert resources.stack == 0, f"{kernel} has {resources.stack} bytes of stack a thread"
 
 
-@pytest.mark.parametrize(("text", "schedules"), [(L1, ("random:1",)), (L2, ("eager", "late_cta:0"))])
+@pytest.mark.parametrize(
+    ("text", "schedules"), [(L1, ("random:1",)), (W4A16, ("random:2",)), (L2, ("eager", "late_cta:0"))]
+)
 def test_ctas_that_share_tiles_agree_with_the_reference(text: str, schedules: tuple[str, ...]) -> None:
     """Two CTAs for three tiles: one hands its sums over, the other takes them."""
     wanted: dict[str, torch.Tensor] | None = None

@@ -92,7 +92,7 @@ def _complain(
     sentence: str,
 ) -> None:
     at = coordinate(int(weight.argmax()), tuple(weight.shape))
-    axes = spec_of(case.op).tensors[name].shape
+    axes = spec_of(case.op).tensors_of(case)[name].shape
     place = ", ".join(f"{axis}={index}" for axis, index in zip(axes, at, strict=True))
     values = ", ".join(f"{float(side[at]):.9g} {label}" for side, label in zip(sides, what, strict=True))
     raise BrokenLawError(f"{case.id}: {sentence}; {name} at {place}: {values}")

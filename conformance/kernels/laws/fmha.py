@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -21,13 +22,24 @@ from megamoe.contract import Case
 # In units of the logits: exp overflows fp32 above 88.7 and underflows below -103.
 LOGIT_SHIFT = 128.0
 ROWS_TRIED = 3
+PAGE = 16
 
 
 PER_SEQUENCE = ("q", "k", "v")
 """Inputs with an entry for each sequence of the batch."""
+BATCHED = {"ragged": False, "total_q": 0, "total_k": 0, "page_size": 0}
+"""All sequences have t queries and s_k keys."""
+FEW_KERNELS = {"hd": 64, "t": 3, "sinks": False}
+"""Laws of the order in memory take one kernel of each layout, which compiles in seconds: the arithmetic is the same."""
 
 
-@law("fmha", "tolerance", fixed={"causal": False, "window": None}, least={"s_k": 2}, runs=lambda axes: [axes, axes])
+@law(
+    "fmha",
+    "tolerance",
+    fixed={**BATCHED, "causal": False, "window": None},
+    least={"s_k": 2},
+    runs=lambda axes: [axes, axes],
+)
 def kv_permutation(bench: Bench, case: Case) -> None:
     """With no mask, permuting keys and values together changes neither o nor lse.
 
@@ -41,7 +53,7 @@ def kv_permutation(bench: Bench, case: Case) -> None:
     close(case, bench.run(case, permuted), bench.run(case, inputs), sides)
 
 
-@law("fmha", "tolerance", fixed={"sinks": False, "kv": "apart"}, runs=lambda axes: [axes, axes])
+@law("fmha", "tolerance", fixed={**BATCHED, "sinks": False, "kv": "apart"}, runs=lambda axes: [axes, axes])
 def logit_shift(bench: Bench, case: Case) -> None:
     """Adding the same number to all logits of a row leaves o as it is and adds that number to lse.
 
@@ -64,7 +76,7 @@ def logit_shift(bench: Bench, case: Case) -> None:
     close(case, bench.run(case, inputs), wanted, sides, least_scale={"lse": LOGIT_SHIFT})
 
 
-@law("fmha", "tolerance", fixed={"sinks": False, "kv": "apart"})
+@law("fmha", "tolerance", fixed={**BATCHED, "sinks": False, "kv": "apart"})
 def constant_value(bench: Bench, case: Case) -> None:
     """If all values of a KV head are the same vector, every row that sees a key has it as o; any other row has 0.
 
@@ -84,7 +96,11 @@ def constant_value(bench: Bench, case: Case) -> None:
     within(case, "o", o, wanted.expand_as(o), bound, "o is not the constant value")
 
 
-@law("fmha", "bitwise", least={"batch": 2}, runs=lambda axes: [axes] + [{**axes, "batch": 1}] * _int(axes, "batch"))
+def _whole_and_sequences(axes: Axes) -> list[Axes]:
+    return [axes] + [{**axes, "batch": 1}] * _int(axes, "batch")
+
+
+@law("fmha", "bitwise", fixed=BATCHED, least={"batch": 2}, runs=_whole_and_sequences)
 def batch_invariant(bench: Bench, case: Case) -> None:
     """A batch of b sequences has the outputs of b batches of one.
 
@@ -102,6 +118,7 @@ def batch_invariant(bench: Bench, case: Case) -> None:
 @law(
     "fmha",
     "bitwise",
+    fixed=BATCHED,
     least={"heads": 2},
     speaks_of=lambda axes: axes["kv_heads"] != axes["heads"],
     runs=lambda axes: [axes, {**axes, "kv_heads": axes["heads"]}],
@@ -117,7 +134,7 @@ def gqa_equals_expanded_mha(bench: Bench, case: Case) -> None:
     same_bits(case, bench.run(case, inputs), each, ("shared", "with a KV head each"))
 
 
-@law("fmha", "bitwise", fixed={"window": None}, runs=lambda axes: [axes, axes])
+@law("fmha", "bitwise", fixed={**BATCHED, "window": None}, runs=lambda axes: [axes, axes])
 def window_covers_all_equals_full(bench: Bench, case: Case) -> None:
     """A window as long as the cache, or longer, hides nothing.
 
@@ -135,7 +152,7 @@ def _whole_and_rows(axes: Axes) -> list[Axes]:
     return [axes] + [{**axes, "t": 1}] * min(ROWS_TRIED, _int(axes, "t"))
 
 
-@law("fmha", "tolerance", fixed={"causal": True}, runs=_whole_and_rows)
+@law("fmha", "tolerance", fixed={**BATCHED, "causal": True}, runs=_whole_and_rows)
 def causal_equals_visible_prefix(bench: Bench, case: Case) -> None:
     """A row under a causal mask (and a window) equals full attention of that query over its visible keys alone.
 
@@ -161,6 +178,57 @@ def causal_equals_visible_prefix(bench: Bench, case: Case) -> None:
         seen = {name: inputs[name][:, :, first:end] for name in _keys_and_values(inputs)}
         wanted = bench.run(alone, {**inputs, "q": inputs["q"][:, :, row : row + 1], **seen})
         close(case, here, wanted, (f"in row {row} under the mask", f"alone with keys {first} to {end - 1}"))
+
+
+@law("fmha", "bitwise", fixed={**BATCHED, **FEW_KERNELS}, runs=lambda axes: [axes, axes])
+def paged_equals_contiguous(bench: Bench, case: Case) -> None:
+    """Keys in pages, in any order and with anything between them, give what they give where they lie together.
+
+    Bitwise: the same numbers in the same tiles of keys. The sequences are as many as the batch of the case, and its t
+    and s_k bound them.
+    """
+    random, batch, s_k = _generator(case), case.int("batch"), case.int("s_k")
+    pages = batch * -(-s_k // PAGE) + int(torch.randint(3, (), generator=random))
+    total_q = 1 + int(torch.randint(batch * case.int("t"), (), generator=random))
+    paged = spec_of(case.op).vary(case, ragged=True, total_q=total_q, total_k=pages * PAGE, page_size=PAGE)
+    inputs = inputs_of(paged)
+    lengths = inputs["seqused_k"].tolist()
+    table = inputs["block_table"].tolist()
+    rows = [table[b][key // PAGE] * PAGE + key % PAGE for b in range(batch) for key in range(lengths[b])]
+    together = {name: inputs[name] for name in inputs if name not in ("seqused_k", "block_table")}
+    together |= {name: inputs[name][rows] for name in _keys_and_values(inputs)}
+    together["cu_seqlens_k"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    contiguous = spec_of(case.op).vary(paged, total_k=len(rows), page_size=0)
+    same_bits(paged, bench.run(paged, inputs), bench.run(contiguous, together), ("in pages", "together"))
+
+
+@law("fmha", "bitwise", fixed={**BATCHED, **FEW_KERNELS}, least={"batch": 2}, runs=_whole_and_sequences)
+def ragged_equals_sequences(bench: Bench, case: Case) -> None:
+    """A sequence among others of other lengths has the outputs that it has alone, whatever the others are.
+
+    Bitwise: the bounds t and s_k, by which a kernel may tile and split, are the same. Keys and values of one of the
+    others are NaN. A sequence without queries or keys has nothing to be compared.
+    """
+    random, batch, t, s_k = _generator(case), case.int("batch"), case.int("t"), case.int("s_k")
+    total_q, total_k = (1 + int(torch.randint(batch * most, (), generator=random)) for most in (t, s_k))
+    ragged = spec_of(case.op).vary(case, ragged=True, total_q=total_q, total_k=total_k)
+    inputs = inputs_of(ragged)
+    queries, keys = (list(pairwise(inputs[f"cu_seqlens_{name}"].tolist())) for name in "qk")
+    spoilt, victim = {**inputs}, int(torch.randint(batch, (), generator=random))
+    for name in _keys_and_values(inputs):
+        spoilt[name] = inputs[name].clone()
+        spoilt[name][slice(*keys[victim])] = math.nan
+    together = bench.run(ragged, spoilt)
+    for b, (here, seen) in enumerate(zip(queries, keys, strict=True)):
+        sizes = {"total_q": here[1] - here[0], "total_k": seen[1] - seen[0]}
+        if b == victim or not all(sizes.values()):
+            continue
+        own = {name: inputs[name][slice(*seen)] for name in _keys_and_values(inputs)}
+        own |= {f"cu_seqlens_{name[-1]}": torch.tensor([0, size], dtype=torch.int32) for name, size in sizes.items()}
+        alone = spec_of(case.op).vary(ragged, batch=1, **sizes)
+        single = bench.run(alone, {**inputs, **own, "q": inputs["q"][slice(*here)]})
+        of_batch = {name: tensor[slice(*here)] for name, tensor in together.items()}
+        same_bits(ragged, of_batch, single, (f"as sequence {b} of {batch}", "alone"))
 
 
 def _keys_and_values(inputs: Tensors) -> list[str]:

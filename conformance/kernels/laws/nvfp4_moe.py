@@ -18,9 +18,9 @@ from conformance.kernels.laws.law import (
 )
 from megamoe.codec.nvfp4 import SF_VEC_SIZE, deinterleave, interleave, swizzle_scales, unswizzle_scales
 from megamoe.contract import Case
+from megamoe.ops.nvfp4_moe.inputs import tokens_of
 
 LAYER: Axes = {"stage": "layer"}
-OF_TOKENS = ("x_codes", "x_gs", "topk_ids", "topk_weights")
 OF_EXPERTS = ("w1_codes", "w1_sf", "w1_gs", "w2_codes", "w2_sf", "w2_gs", "a2_gs")
 STAGES = ("l1", "l2", "combine")
 
@@ -40,16 +40,17 @@ def token_permutation(bench: Bench, case: Case) -> None:
 
 @law("nvfp4_moe", "bitwise", fixed=LAYER, least={"num_experts": 2}, runs=lambda axes: [axes] * 2)
 def expert_permutation(bench: Bench, case: Case) -> None:
-    """Renumbering the experts changes nothing.
+    """Renumbering the experts, other than shared ones, changes nothing.
 
     Bitwise: an expert's arithmetic does not depend on its number, and a token's sum is in the order of its choices.
     """
     inputs, plain = inputs_of(case), bench.run(case, inputs_of(case))
-    order = torch.randperm(case.int("num_experts"), generator=_generator(case))
+    order, routed = torch.arange(case.int("num_experts")), case.int("num_experts") - case.int("shared")
+    order[:routed] = torch.randperm(routed, generator=_generator(case))
     number = torch.empty_like(order)
     number[order] = torch.arange(len(order))
     ids = inputs["topk_ids"].long()
-    renumbered = {**inputs, **{name: inputs[name][order] for name in OF_EXPERTS}}
+    renumbered = {**inputs, **{name: inputs[name][order] for name in OF_EXPERTS if name in inputs}}
     renumbered["topk_ids"] = torch.where(ids >= 0, number[ids.clamp(min=0)], -1).int()
     same_bits(case, bench.run(case, renumbered), plain, ("with experts renumbered", "as they are"))
 
@@ -74,7 +75,7 @@ def batch_split(bench: Bench, case: Case) -> None:
         same_bits(case, {"y": together[here]}, half, ("as part of the batch", f"alone, from token {here.start}"))
 
 
-@law("nvfp4_moe", "bitwise", fixed=LAYER, runs=lambda axes: [axes] * 2)
+@law("nvfp4_moe", "bitwise", fixed={**LAYER, "shared": 0}, runs=lambda axes: [axes] * 2)
 def zero_weight_expert(bench: Bench, case: Case) -> None:
     """What an expert computes does not matter where its weight is zero.
 
@@ -96,14 +97,15 @@ def zero_weight_expert(bench: Bench, case: Case) -> None:
 
 @law("nvfp4_moe", "bitwise", fixed=LAYER, runs=lambda axes: [axes] * 3)
 def global_scale_power_of_two(bench: Bench, case: Case) -> None:
-    """A power of two may be moved from the global scale of w1 to that of x, and one in that of w2 comes out in y.
+    """A power of two may be moved from the global scale of w1 to x, and one in that of w2 comes out in y.
 
     Bitwise: it changes exponents alone, and all numbers are far from the ends of fp32 and bf16.
     """
     inputs = inputs_of(case)
     plain = bench.run(case, inputs)
-    moved = {**inputs, "x_gs": inputs["x_gs"] * 4.0, "w1_gs": inputs["w1_gs"] / 4.0}
-    same_bits(case, bench.run(case, moved), plain, ("with x_gs * 4 and w1_gs / 4", "as they are"))
+    x = "x" if case["activations"] == "bf16" else "x_gs"
+    moved = {**inputs, x: inputs[x] * 4.0, "w1_gs": inputs["w1_gs"] / 4.0}
+    same_bits(case, bench.run(case, moved), plain, (f"with {x} * 4 and w1_gs / 4", "as they are"))
     larger = bench.run(case, {**inputs, "w2_gs": inputs["w2_gs"] * 8.0})
     same_bits(case, larger, {"y": plain["y"] * 8.0}, ("with w2_gs * 8", "expected, 8 times y"))
 
@@ -111,7 +113,7 @@ def global_scale_power_of_two(bench: Bench, case: Case) -> None:
 @law(
     "nvfp4_moe",
     "bitwise",
-    fixed={**LAYER, "topk": 1},
+    fixed={**LAYER, "topk": 1, "shared": 0},
     least={"num_experts": 2},
     runs=lambda axes: [axes, {**axes, "num_experts": 1}],
 )
@@ -123,7 +125,7 @@ def dense_equals_one_expert(bench: Bench, case: Case) -> None:
     inputs = inputs_of(case)
     expert = int(torch.randint(case.int("num_experts"), (), generator=_generator(case)))
     inputs["topk_ids"] = torch.full_like(inputs["topk_ids"], expert)
-    dense = {**inputs, **{name: inputs[name][expert : expert + 1] for name in OF_EXPERTS}}
+    dense = {**inputs, **{name: inputs[name][expert : expert + 1] for name in OF_EXPERTS if name in inputs}}
     dense["topk_ids"] = torch.zeros_like(inputs["topk_ids"])
     alone = bench.run(spec_of(case.op).vary(case, num_experts=1), dense)
     same_bits(case, bench.run(case, inputs), alone, (f"all on expert {expert}", "as the only expert"))
@@ -148,10 +150,14 @@ def fused_equals_unfused(bench: Bench, case: Case) -> None:
 def gate_up_swap_is_noticed(bench: Bench, case: Case) -> None:
     """Exchanging gate and up changes y, unless that is zero.
 
-    Any changed bit will do: silu(a) * b is not silu(b) * a. Activations are kept from saturating to signs alone.
+    Any changed bit will do: silu(a) * b is not silu(b) * a. Activations are kept from saturating to signs alone, and
+    tokens from such small numbers that silu(a) is a / 2.
     """
     inputs, turn = inputs_of(case), case.int("interleave")
-    inputs["a2_gs"] = inputs["a2_gs"].clamp(min=2.0**-10)
+    if "x" in inputs:
+        inputs["x"] = torch.ldexp(inputs["x"], 1 - inputs["x"].abs().amax(dim=1, keepdim=True).frexp().exponent)
+    if "a2_gs" in inputs:
+        inputs["a2_gs"] = inputs["a2_gs"].clamp(min=2.0**-10)
     rows, blocks = 2 * case.int("intermediate"), case.int("hidden") // SF_VEC_SIZE
     sf = unswizzle_scales(inputs["w1_sf"], rows, blocks)
     gate, up = deinterleave(inputs["w1_codes"], turn)
@@ -167,8 +173,7 @@ def gate_up_swap_is_noticed(bench: Bench, case: Case) -> None:
 
 def _of_tokens(case: Case, inputs: Tensors, order: torch.Tensor) -> dict[str, torch.Tensor]:
     """The inputs of the tokens in `order`."""
-    sf = unswizzle_scales(inputs["x_sf"], case.int("tokens"), case.int("hidden") // SF_VEC_SIZE)
-    return {**inputs, **{name: inputs[name][order] for name in OF_TOKENS}, "x_sf": swizzle_scales(sf[order])}
+    return {**inputs, **tokens_of(case, inputs, order)}
 
 
 def _generator(case: Case) -> torch.Generator:

@@ -109,7 +109,7 @@ DRAWINGS: dict[str, Drawing] = {
         percent=3,
         first=("hidden", "intermediate", "num_experts", "tokens", "stage"),
         after={"topk": "num_experts"},
-        last=("load", "weight", "clamp", "interleave"),
+        last=("load", "weight", "clamp", "interleave", "shared", "activations"),
         edges={"num_experts": (1, 2, 8), "tokens": (1, 2, 3, 31, 32, 33, 40), "topk": (1, 2, 8)},
     ),
 }

@@ -32,6 +32,10 @@ TILES = "nvfp4_moe:hidden=128,intermediate=128,num_experts=2,tokens=150,topk=1,s
 REQUANTISE = "nvfp4_moe:hidden=128,intermediate=256,num_experts=4,tokens=20,topk=2,stage=requantise"
 L2 = "nvfp4_moe:hidden=256,intermediate=128,num_experts=4,tokens=20,topk=2,stage=l2"
 COMBINE = "nvfp4_moe:hidden=256,intermediate=128,num_experts=4,tokens=20,topk=2,stage=combine"
+W4A16 = "nvfp4_moe:hidden=256,intermediate=128,num_experts=4,tokens=20,topk=2,activations=bf16"
+FULL_RANGE = f"{W4A16},inputs=full_range"
+SHARED = "nvfp4_moe:hidden=256,intermediate=128,num_experts=5,tokens=20,topk=3,shared=1"
+SHARED_BEFORE = "nvfp4_moe:hidden=128,intermediate=128,num_experts=6,tokens=24,topk=4,load=slice,shared=2,weight=before"
 
 # The cases on which each fault must be caught, by any output.
 KILLS = {
@@ -60,6 +64,12 @@ KILLS = {
     "route_dropped": (LAYER, BEFORE, COMBINE),
     "one_wrong_element": (LAYER, BEFORE, L2, COMBINE),
     "silu_missing": (LAYER, CLAMPED, L1),
+    "activations_quantised": (W4A16, FULL_RANGE, f"{W4A16},stage=l1", f"{W4A16},stage=l2"),
+    "activations_in_f16": (FULL_RANGE, f"{W4A16},stage=l1,inputs=full_range", f"{W4A16},stage=l2,inputs=full_range"),
+    "a2_truncated": (W4A16, f"{W4A16},stage=l1", f"{W4A16},stage=requantise"),
+    "shared_dropped": (SHARED, SHARED_BEFORE, f"{SHARED},activations=bf16"),
+    "shared_doubled": (SHARED, SHARED_BEFORE, f"{SHARED},activations=bf16"),
+    "shared_weighted": (SHARED, SHARED_BEFORE),
 }
 
 
@@ -109,6 +119,8 @@ def drawn_case(choice: random.Random) -> Case:
         "weight": choice.choice(["before", "after"]),
         "clamp": choice.choice([None, None, 0.3, 2.0]),
         "interleave": choice.choice([8, 16, 32, 64]),
+        "shared": choice.randint(0, 1),
+        "activations": choice.choice(["nvfp4", "bf16"]),
         "stage": choice.choice(["layer", "layer", "l1", "requantise", "l2", "combine"]),
     }
     return SPEC.case(inputs=choice.choice(SPEC.inputs), seed=choice.randrange(10**6), **axes)

@@ -71,14 +71,17 @@ def _campaign(options: argparse.Namespace, given: list[str]) -> int:
     if options.id or options.text:
         return _alone(options.id, options.text, plan)
     todo = planned(plan, subjects(selection))
+    if options.again:
+        lived = {one.id for one in record.outcomes if not one.killed}
+        todo = [pair for pair in todo if pair[1].id in lived]
     if not todo:
         raise ValueError("no program with PTX is selected, so there is nothing to change")
     record.append(Ran(shlex.join(given), _machine(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", len(todo)))
     known, unexplained = reasons(), 0
-    for at, outcome in run(todo, record, tuple(options.schedule or SCHEDULES), options.seconds):
+    for at, outcome in run(todo, record, tuple(options.schedule or SCHEDULES), options.seconds, again=options.again):
         unexplained += not outcome.killed and reason_of(outcome, known) is None
         print(f"{at}/{len(todo)} {_told(outcome)}", flush=True)
-    left = sum(mutant.id not in record.ids for _, mutant in todo)
+    left = sum(mutant.id not in record.by_id for _, mutant in todo)
     killed = sum(one.killed for one in record.outcomes)
     print(f"{record.path}: {killed} of {len(record.outcomes)} killed; {left} of this call are left to run")
     return int(bool(unexplained))
@@ -102,7 +105,7 @@ def _search(record: Record, selection: Selection, effort: Effort) -> int:
         change = f"`{one.mutant.before}` -> `{one.mutant.after}`"
         print(f"{at}/{len(todo)} {fate}: {one.mutant.id} {change}, {len(one.tried)} cases", flush=True)
         if one.killer is not None:
-            row = as_row(one.spec, one.spec.parse_case(one.killer.case))
+            row = as_row(one.spec.parse_case(one.killer.case))
             rows.setdefault(f"specs/{one.subject.op}.yaml {row}", []).append(one.mutant.id)
     print(f"{sum(map(len, rows.values()))} of {len(todo)} would be killed by {len(rows)} more rows")
     for row, ids in sorted(rows.items(), key=lambda pair: -len(pair[1])):
@@ -159,6 +162,7 @@ def _options(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--shard", default="1/1", metavar="i/n", help="every n-th mutant, from the i-th on")
     parser.add_argument("--seconds", type=float, help="processor time after which no mutant begins; of one hunt")
     parser.add_argument("--record", action="append", type=Path, help="JSON lines; more than one for shards")
+    parser.add_argument("--again", action="store_true", help="run what lived, of those drawn, once more")
     parser.add_argument("--id", help="run this mutant alone and say what kills it")
     parser.add_argument("--text", help="run the mutants of the instructions with TEXT alone, as tcgen05.wait::st")
     parser.add_argument("--drops", action="store_true", help="write results/mutations.md: two programs, run now")

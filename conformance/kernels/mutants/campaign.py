@@ -1,8 +1,10 @@
 """A campaign: mutants of the programs of a selection, run until a check kills each, on record line by line.
 
-Killed means: a verdict other than passed, or a finding (a counter of FINDINGS) that the program itself has not. A
-program is a PTX text; its cases are all cases of the selection that build this text. A mutant runs on each of them,
-the first schedule first, until one kills it.
+Killed means: a verdict other than passed, or a finding of grade error or portability (or a counter of FINDINGS) that
+the program itself has not. A program is a PTX text; its cases are all cases of the selection that build this text. A
+mutant runs on each of them, the first schedule first, until one kills it. A mutant of synchronisation that lives on the
+first case runs on a few with its findings collected, as the doors do: most rules of grade portability are silent in a
+judged row.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from backends.vm import executor as machine
+from backends.vm.faults import Fault, Findings
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant, mutants, program_id
 from megamoe.contract import Case, HostProgram, Program, RunOptions, UnsupportedError, load_backend, load_executor
 from megamoe.contract.assembly import assembled
@@ -35,6 +38,10 @@ FINDINGS = ("tmem_unwaited_overwrites", "tmem_unordered_copies")
 SCHEDULES = ("eager", "lazy", "random:3")
 LATER_CASES = 2
 """How many cases of a program, the largest, run under schedules beyond the first."""
+MAX_COLLECTED = 1 << 18
+"""Elements of the inputs of a case that runs with its findings collected, unless it is the smallest."""
+COLLECTED = "collected"
+"""In the place of a schedule: the first one, with findings collected."""
 
 
 class OverTime(Exception):
@@ -59,7 +66,8 @@ class Plan:
 class Outcome:
     """What became of a mutant: a line of a record. `check`, `case` and `schedule` are empty where it survived.
 
-    `same_code`: whether an assembler makes the same machine code of it; None where it was not asked.
+    `same_code`: whether an assembler makes the same machine code of it; None where it was not asked. `reached`, of a
+    survivor: whether a case with its findings collected executes the line that it changes; None for one of a launch.
     """
 
     id: str
@@ -73,6 +81,7 @@ class Outcome:
     schedule: str = ""
     sentence: str = ""
     same_code: bool | None = None
+    reached: bool | None = None
     runs: int = 0
     seconds: float = 0.0
 
@@ -98,6 +107,14 @@ class _Baseline:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Collection:
+    """What a run that collects tells: its findings, and the PTX lines that it executed."""
+
+    found: tuple[Fault, ...]
+    lines: frozenset[int]
+
+
 @dataclass(slots=True)
 class Subject:
     """One PTX text of one backend, with the cases that build it, cheapest first."""
@@ -107,6 +124,7 @@ class Subject:
     op: str
     built: list[Built] = field(default_factory=list[Built])
     _baselines: dict[tuple[str, str], _Baseline] = field(default_factory=dict[tuple[str, str], _Baseline])
+    _collections: dict[str, _Collection] = field(default_factory=dict[str, _Collection])
     _code: Mapping[str, str | None] | None = None
 
     @property
@@ -131,6 +149,25 @@ class Subject:
                 raise ValueError(f"{self.name} itself does not pass on {built.case.id}, {schedule}: {sentence}")
             self._baselines[key] = _Baseline(counters, time.process_time() - begun)
         return self._baselines[key]
+
+    def collection(self, built: Built, schedule: str) -> _Collection:
+        """What a run of the program itself that collects tells."""
+        if built.case.id not in self._collections:
+            self._collections[built.case.id] = _collected(built, built.program, RunOptions(schedule=schedule))
+        return self._collections[built.case.id]
+
+    def telling(self, schedule: str) -> list[Built]:
+        """The first case, and those of at most MAX_COLLECTED elements that execute a line which no smaller one does."""
+        found: list[Built] = []
+        seen = frozenset[int]()
+        for one in self.built:
+            if found and _size(one) > MAX_COLLECTED:
+                break
+            lines = self.collection(one, schedule).lines
+            if not lines <= seen:
+                found.append(one)
+                seen |= lines
+        return found
 
 
 def subjects(selection: Selection) -> list[Subject]:
@@ -210,30 +247,73 @@ def examine(
     begun, runs, same = time.process_time(), 0, None
     about = (mutant.id, subject.name, mutant.kind, mutant.line, _short(mutant.before), _short(mutant.after))
     later = schedules[1:] if mutant.kind in SYNCHRONISATION else ()
+    largest = subject.built[-LATER_CASES:]
     turns = [(schedules[0], built) for built in subject.built]
-    turns += [(schedule, built) for schedule in later for built in subject.built[-LATER_CASES:]]
+    if mutant.kind in SYNCHRONISATION:
+        turns[1:1] = [(COLLECTED, built) for built in reversed(subject.telling(schedules[0]))]
+    turns += [(schedule, built) for schedule in later for built in largest]
     for schedule, built in turns:
-        check, sentence = _killed_by(subject, built, mutant, schedule)
+        if schedule == COLLECTED:
+            check, sentence = _found_by(subject, built, mutant, schedules[0])
+        else:
+            check, sentence = _killed_by(subject, built, mutant, schedule)
         runs += 1
         spent = round(time.process_time() - begun, 2)
         if check:
-            return Outcome(*about, check, built.case.id, schedule, sentence[:160], same, runs, spent)
+            fate = (check, built.case.id, schedule, sentence[:160])
+            return Outcome(*about, *fate, same_code=same, runs=runs, seconds=spent)
         if runs == 1 and mutant.launch is None and ask_assemblers:
             same = _same_code(subject, mutant)
         if same:
             break
-    return Outcome(*about, same_code=same, runs=runs, seconds=round(time.process_time() - begun, 2))
+    reached = None
+    if mutant.line and not same:
+        told = (subject.collection(built, schedules[0]) for built in subject.telling(schedules[0]))
+        reached = any(mutant.line in one.lines for one in told)
+    spent = round(time.process_time() - begun, 2)
+    return Outcome(*about, same_code=same, reached=reached, runs=runs, seconds=spent)
 
 
 def _killed_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:
     whole = subject.baseline(built, schedule)
-    steps = 10_000 + 4 * sum(count for name, count in whole.counters.items() if name.startswith("instructions_"))
-    limit = 20 + 50 * whole.seconds
-    late = partial(OverTime, f"it ran for {limit:.0f} s, fifty times as long as the program itself")
-    with seconds_at_most(limit, late):
+    with _limited(whole) as steps:
         options = RunOptions(schedule=schedule, step_budget=steps)
         check, sentence, counters = _verdict(built, mutant.of(built.program), options)
     return (check, sentence) if check else _findings(counters, whole.counters)
+
+
+@contextmanager
+def _limited(whole: _Baseline) -> Iterator[int]:
+    """How many steps a mutant may take, and OverTime after too long, by what the program itself took."""
+    limit = 20 + 50 * whole.seconds
+    late = partial(OverTime, f"it ran for {limit:.0f} s, fifty times as long as the program itself")
+    with seconds_at_most(limit, late):
+        yield 10_000 + 4 * sum(count for name, count in whole.counters.items() if name.startswith("instructions_"))
+
+
+def _found_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:
+    """The first finding that the program itself has not. What ends the run counts where the case is judged."""
+    own = {one.site for one in subject.collection(built, schedule).found}
+    with _limited(subject.baseline(built, schedule)) as steps:
+        options = RunOptions(schedule=schedule, step_budget=steps)
+        try:
+            found = _collected(built, mutant.of(built.program), options)
+        except Exception as error:
+            return _ended_by(error)
+    new = [one for one in found.found if one.site not in own and one.about.grade != "note"]
+    return (f"rule:{new[0].rule}", str(new[0])) if new else ("", "")
+
+
+def _collected(built: Built, program: Program | HostProgram, options: RunOptions) -> _Collection:
+    listening = machine.VmExecutor()
+    listening.findings = Findings()
+    GuardedCase(built.spec, built.case, listening, built.expected.inputs).run(program, options)
+    return _Collection(tuple(listening.findings.by_site.values()), listening.lines_run)
+
+
+def _ended_by(error: Exception) -> tuple[str, str]:
+    """The check that an exception is, and its sentence."""
+    return "timed_out" if isinstance(error, OverTime) else f"error:{type(error).__name__}", str(error)
 
 
 def _short(text: str) -> str:
@@ -245,10 +325,8 @@ def _verdict(built: Built, program: Program | HostProgram, options: RunOptions) 
     guarded = GuardedCase(built.spec, built.case, load_executor("vm"), built.expected.inputs)
     try:
         ran = guarded.run(program, options)
-    except OverTime as late:
-        return "timed_out", str(late), {}
     except Exception as error:
-        return f"error:{type(error).__name__}", str(error), {}
+        return *_ended_by(error), {}
     counters = ran.execution.counters
     if ran.execution.violation:
         slug = re.match(r"\[([\w-]+)\]", ran.execution.violation)
@@ -290,7 +368,7 @@ def _code_of(program: Program | HostProgram) -> Mapping[str, str | None]:
 
 
 @contextmanager
-def _parsed_nowhere() -> Iterator[None]:
+def parsed_nowhere() -> Iterator[None]:
     """Keeps thousands of texts that run once out of the cache of parsed modules."""
     before = machine.PARSED
     machine.PARSED = None
@@ -311,16 +389,23 @@ class Ran:
 
 
 class Record:
-    """A record of campaigns: JSON lines, one a mutant and one a call. A torn last line is cut off."""
+    """A record of campaigns: JSON lines, one a mutant and one a call. A torn last line is cut off.
+
+    Of a mutant that was run again the last line counts.
+    """
 
     def __init__(self, *paths: Path) -> None:
         """`paths`: files of shards; the first is written to."""
         self.path = paths[0]
         self.calls: list[Ran] = []
-        self.outcomes: list[Outcome] = []
+        self.by_id: dict[str, Outcome] = {}
         for path in paths:
             self._read(path)
-        self.ids = {one.id for one in self.outcomes}
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """What became of each mutant."""
+        return list(self.by_id.values())
 
     def _read(self, path: Path) -> None:
         text = path.read_text("utf-8") if path.exists() else ""
@@ -332,7 +417,7 @@ class Record:
             if "command" in found:
                 self.calls.append(Ran(**found))
             else:
-                self.outcomes.append(Outcome(**found))
+                self.by_id[found["id"]] = Outcome(**found)
 
     def append(self, line: Outcome | Ran) -> None:
         """Write one more line."""
@@ -342,21 +427,28 @@ class Record:
         if isinstance(line, Ran):
             self.calls.append(line)
         else:
-            self.outcomes.append(line)
-            self.ids.add(line.id)
+            self.by_id[line.id] = line
 
 
 def run(
-    todo: Sequence[tuple[Subject, Mutant]], record: Record, schedules: Sequence[str], seconds: float | None = None
+    todo: Sequence[tuple[Subject, Mutant]],
+    record: Record,
+    schedules: Sequence[str],
+    seconds: float | None = None,
+    *,
+    again: bool = False,
 ) -> Iterator[tuple[int, Outcome]]:
-    """Examine what `record` lacks of `todo`, for at most `seconds` of processor time: places in `todo`, outcomes."""
+    """Examine what `record` lacks of `todo`, for at most `seconds` of processor time: places in `todo`, outcomes.
+
+    `again`: examine all of it, whatever the record has.
+    """
     begun = time.process_time()
     for at, (subject, mutant) in enumerate(todo, 1):
-        if mutant.id in record.ids:
+        if mutant.id in record.by_id and not again:
             continue
         if seconds is not None and time.process_time() - begun > seconds:
             return
-        with _parsed_nowhere():
+        with parsed_nowhere():
             outcome = examine(subject, mutant, schedules)
         record.append(outcome)
         yield at, outcome

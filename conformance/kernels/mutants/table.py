@@ -27,7 +27,8 @@ REASONS = Path(__file__).with_name("survivors.yaml")
 class Reason:
     """Why mutants survive. `kind`, `before`, `after` and `program` are globs over those of an Outcome.
 
-    "equivalent": no run on silicon can tell, and `why` argues it. "hole": a check or a case is missing.
+    "equivalent": no run on silicon can tell, and `why` argues it. "hole": a check or a case is missing. `reached`: it
+    speaks about mutants of lines that a case executes with its findings collected, or about those that none does.
     """
 
     verdict: Literal["equivalent", "hole"]
@@ -36,11 +37,13 @@ class Reason:
     before: str = "*"
     after: str = "*"
     program: str = "*"
+    reached: bool | None = None
 
     def explains(self, one: Outcome) -> bool:
         """Whether it speaks about an outcome."""
         pairs = ((one.kind, self.kind), (one.before, self.before), (one.after, self.after), (one.program, self.program))
-        return all(fnmatchcase(seen, pattern) for seen, pattern in pairs)
+        fits = self.reached is None or one.reached is self.reached
+        return fits and all(fnmatchcase(seen, pattern) for seen, pattern in pairs)
 
 
 def reasons(path: Path = REASONS) -> list[Reason]:
@@ -56,7 +59,10 @@ def reasons(path: Path = REASONS) -> list[Reason]:
             raise ValueError(f"{path}, entry {number}: its keys are {sorted(keys)}; needed are verdict and why")
         if entry["verdict"] not in ("equivalent", "hole"):
             raise ValueError(f"{path}, entry {number}: verdict {entry['verdict']!r} is neither equivalent nor hole")
-        made.append(Reason(**{name: " ".join(str(text).split()) for name, text in entry.items()}))  # pyright: ignore[reportArgumentType]
+        if not isinstance(entry.get("reached", True), bool):
+            raise ValueError(f"{path}, entry {number}: reached {entry['reached']!r} is neither true nor false")
+        words = {name: one if name == "reached" else " ".join(str(one).split()) for name, one in entry.items()}
+        made.append(Reason(**words))  # pyright: ignore[reportArgumentType]
     return made
 
 
@@ -78,12 +84,16 @@ def table(record: Record, known: Sequence[Reason]) -> str:
         "Programs of both backends with one thing changed, run in the VM until a check kills them: made by",
         "`nox -s mutants -- --table`, from `results/mutants.jsonl`. `conformance/kernels/mutants/mutant.py` has the",
         "classes, `survivors.yaml` there the reasons. A mutant is killed by a verdict other than passed, or by a",
-        "finding that the program itself has not. `nox -s mutants -- --id ID` runs one again.",
+        "finding that the program itself has not; the schedule `collected` is eager with findings collected, as at the",
+        "doors. `nox -s mutants -- --id ID` runs one again.",
         "",
         _sum("All", found, equal),
         _sum("Of them synchronisation", [one for one in found if one.kind in SYNCHRONISATION], equal),
         "",
-        "What was run (options; how many mutants these draw; when; the git tree of `backends/vm`):",
+        "Synchronisation is drawn more often than the rest, so that the shares by class are what compares.",
+        "",
+        "What was run (options; how many mutants these draw, of which `--seconds` may leave some; when; the git tree",
+        "of `backends/vm`). Of a mutant that was run again the last outcome counts:",
         "",
         *(
             f"- `{one.command}`: {one.planned} mutants, {one.started}, `backends/vm` {one.machine}"

@@ -22,7 +22,7 @@ from conformance.kernels.mutants.campaign import (
 )
 from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION, Edit, LaunchEdit, Mutant, instructions, mutants
 from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunt
-from conformance.kernels.mutants.table import RECORD, TABLE, reason_of, reasons, table
+from conformance.kernels.mutants.table import RECORD, TABLE, Reason, reason_of, reasons, table
 from megamoe.contract import BufferArg, Launch, Program, ScalarArg, TensorMapArg
 from megamoe.spec.marked_yaml import parse_marked_yaml
 from megamoe.spec.selection import Selection
@@ -219,7 +219,7 @@ def test_a_search_finds_the_case_that_a_matrix_lacks(program: Subject) -> None:
     assert found.killer is not None, f"nothing of {list(found.tried)} kills {short.id}"
     case = found.spec.parse_case(found.killer.case)
     assert case.int("batch") * case.int("heads") > 1, f"{case.id} has one sequence of one head"
-    row = as_row(found.spec, case)
+    row = as_row(case)
     parsed: Any = parse_marked_yaml(row, Path("specs/fmha.yaml")).value
     inputs, seed = parsed[0].pop("inputs", None), parsed[0].pop("seed", 0)
     assert found.spec.case(inputs=inputs, seed=seed, **parsed[0]) == case, f"{row} is another case than {case.id}"
@@ -249,6 +249,14 @@ def test_a_program_that_fails_by_itself_is_refused(program: Subject) -> None:
         Subject("ptx", "sm_90a", "fmha", [broken]).baseline(broken, "eager")
 
 
+def test_what_no_case_executes_is_not_argued_by_what_was_seen() -> None:
+    seen = Reason("equivalent", "the machine would have told", reached=True)
+    lived = Outcome("a/drop/1.0", "p", "drop", 1, "bar.sync 0;", "", reached=True)
+    assert seen.explains(lived)
+    assert not seen.explains(replace(lived, reached=False)), "nothing was executed that could tell"
+    assert not seen.explains(replace(lived, reached=None)), "an older record, without findings"
+
+
 def test_a_torn_line_is_cut_off_and_run_again(tmp_path: Path) -> None:
     path = tmp_path / "mutants.jsonl"
     record = Record(path)
@@ -257,7 +265,7 @@ def test_a_torn_line_is_cut_off_and_run_again(tmp_path: Path) -> None:
     whole = path.read_text()
     path.write_text(f'{whole}{{"id": "a/drop/2')
     again = Record(path)
-    assert (path.read_text(), again.ids, len(again.calls)) == (whole, {"a/drop/1.0"}, 1)
+    assert (path.read_text(), set(again.by_id), len(again.calls)) == (whole, {"a/drop/1.0"}, 1)
 
 
 def test_the_published_table_is_that_of_the_record_and_every_survivor_has_a_reason() -> None:
@@ -278,6 +286,7 @@ def test_the_published_table_is_that_of_the_record_and_every_survivor_has_a_reas
         ("- {verdict: hole}", "needed are verdict and why"),
         ("- {verdict: fine, why: because}", "neither equivalent nor hole"),
         ("- {verdict: hole, why: because, sort: drop}", "needed are verdict and why"),
+        ("- {verdict: hole, why: because, reached: 3}", "reached 3 is neither true nor false"),
     ],
 )
 def test_reasons_that_mean_nothing_are_refused(text: str, said: str, tmp_path: Path) -> None:

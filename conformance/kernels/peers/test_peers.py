@@ -32,6 +32,7 @@ CASES = {
 EXECUTOR = "conformance.fakes.peers_on_cpu:EXECUTOR"
 
 DECODE = "fmha:hd=128,t=1,s_k=256,heads=8"
+RAGGED = "batch=2,ragged=true,total_q=2,total_k=300"
 GQA = "fmha:hd=64,t=4,s_k=128,heads=8,kv_heads=2"
 CAUSAL = "fmha:hd=128,t=32,s_k=300,causal=true"
 SQUARE = "fmha:hd=64,t=128,s_k=128,causal=true"
@@ -67,6 +68,7 @@ REFUSALS = [
     ("cudnn-frontend", "fmha:hd=512,t=4,s_k=2,causal=true", "see no key"),
     *((peer.name, f"{DECODE},sinks=true", "passes them on") for peer in PEERS if peer.op == "fmha"),
     *((peer.name, f"{DECODE},kv=latent", "passes k twice") for peer in PEERS if peer.op == "fmha"),
+    *((peer.name, f"{DECODE},{RAGGED}", "tables on") for peer in PEERS if peer.op == "fmha"),
     ("humming", MOE.cases("small")[0].id, "other kernels"),
     ("humming", f"{L2.removesuffix('l2')}l1", "would leave them out"),
     ("torch-grouped-mm", f"{L2.removesuffix('l2')}requantise", "it is a GEMM"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import jsonschema
+import jsonschema_rs
 import numpy as np
 import pytest
 
@@ -391,7 +391,7 @@ def test_json_is_read_back(tmp_path: Path) -> None:
 
 def test_sarif_is_what_code_hosts_take() -> None:
     document = json.loads(rendered(run_of_all_sorts(), "sarif"))
-    jsonschema.Draft202012Validator(SARIF).validate(document)
+    jsonschema_rs.Draft202012Validator(SARIF).validate(document)
     (run,) = document["runs"]
     rules = [one["id"] for one in run["tool"]["driver"]["rules"]]
     assert len(set(rules)) == len(rules)
@@ -405,8 +405,8 @@ def test_sarif_is_what_code_hosts_take() -> None:
     assert suppressed["relatedLocations"][0]["message"]["text"] == "called from here"
     broken = json.loads(json.dumps(document))
     broken["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["region"]["startLine"] = 0
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.Draft202012Validator(SARIF).validate(broken)
+    with pytest.raises(jsonschema_rs.ValidationError):
+        jsonschema_rs.Draft202012Validator(SARIF).validate(broken)
 
 
 def test_a_file_in_the_folder_of_the_run_has_a_relative_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,7 +465,7 @@ def test_check_collects_over_schedules(tmp_path: Path, capsys: pytest.CaptureFix
     assert "2 findings, 1 of them count in the profile default" in said
     status, _ = _check(capsys, *launch, "--profile", "lenient", "--format", "sarif", "--output", out)
     assert status == 0
-    jsonschema.Draft202012Validator(SARIF).validate(json.loads(out.read_text("utf-8")))
+    jsonschema_rs.Draft202012Validator(SARIF).validate(json.loads(out.read_text("utf-8")))
     suppress.write_text("- {rule: race, place: kernel.ptx, reason: scratch}\n")
     status, said = _check(capsys, *launch, "--suppress", suppress)
     assert (status, "suppressed: scratch" in said) == (0, True), said

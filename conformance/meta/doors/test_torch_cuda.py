@@ -42,8 +42,43 @@ def test_allocations_are_aligned_and_keep_what_they_hold() -> None:
 
 
 @pytest.mark.usefixtures("on_host")
+def test_a_tensor_that_is_given_back_stays_as_autograd_keeps_it() -> None:
+    for size in range(1, 40):
+        x = torch.randn(size, device="cuda", requires_grad=True)
+        torch.log_softmax(x, 0).contiguous().sum().backward()
+        assert x.grad is not None, "the backward pass ran"
+
+
+@pytest.mark.usefixtures("on_host")
 def test_a_view_stays_in_its_allocation() -> None:
     whole = torch.zeros(64, device="cuda")
     part = whole[3:9].to("cuda")
     part += 1
     assert whole.sum() == 6, "a view was moved out of its tensor"
+
+
+@pytest.mark.usefixtures("on_host")
+def test_a_graph_does_its_work_at_each_replay() -> None:
+    x = torch.arange(4.0, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert torch.cuda.is_current_stream_capturing()
+        doubled = 2 * x
+        x += 1
+        x[0] = 9
+    assert x.tolist() == [0, 1, 2, 3], "a capture writes to nothing"
+    for wanted in ([0, 2, 4, 6], [18, 4, 6, 8]):
+        graph.replay()
+        assert doubled.tolist() == wanted, "a replay begins with what lies there"
+    assert x.tolist() == [9, 3, 4, 5]
+
+
+@pytest.mark.usefixtures("on_host")
+def test_an_event_has_a_handle_once_it_is_recorded() -> None:
+    one, other = torch.cuda.Event(), torch.cuda.Event()
+    assert not one.cuda_event, "torch makes an event when it is recorded first"
+    one.record()
+    other.record()
+    handle = one.cuda_event
+    one.record()
+    assert handle == one.cuda_event != other.cuda_event

@@ -45,7 +45,7 @@ MEGAMOE = {
     "vm": "contract findings",
     "triton": "contract vm",
     "cutedsl": "contract vm",
-    "torch_cuda": "contract",
+    "torch_cuda": "contract vm",
     # What PyTorch users call; megamoe/__init__.py hands its names out when they are asked for.
     "torch_ops": "megamoe contract codec spec",
     "pytest_plugin": "contract vm torch_cuda triton cutedsl findings export",

@@ -333,6 +333,8 @@ CELL = "fmha:hd=64,t=4,s_k=512"
 SMALL = "fmha:hd=64,t=1,s_k=5"
 PREFILL = "fmha:hd=64,t=128,s_k=128,causal=true"
 SINKS = "fmha:hd=64,t=32,s_k=300,heads=4,kv_heads=2,sinks=true,kv=latent"
+LENGTHS = "fmha:hd=64,t=8,s_k=200,batch=3,heads=2,causal=true,ragged=true,total_q=20,total_k=450"
+PAGES = "fmha:hd=64,t=8,s_k=200,batch=3,heads=2,causal=true,ragged=true,total_q=20,total_k=640,page_size=16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +376,8 @@ KILLS = (
     *(Kill("last_column_unwritten", case) for case in (RAGGED, DECODE, SMALL)),
     *(Kill("flush_to_zero", f"{case},inputs=denormal_scale") for case in (RAGGED, DECODE, CELL)),
     *(Kill(f"sink_{how}", SINKS, ("o", "lse")) for how in ("ignored", "scaled", "of_kv_head")),
+    *(Kill(fault, PAGES, ("o", "lse")) for fault in ("table_ignored", "next_page", "page_read_to_its_end")),
+    *(Kill(fault, LENGTHS, ("o", "lse")) for fault in ("longest_length", "queries_at_the_end")),
     *(Kill("one_wrong_element", case) for case in (RAGGED, MASKED, CAUSAL, DECODE, CELL, SMALL)),
 )
 

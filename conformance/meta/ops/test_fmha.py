@@ -10,7 +10,7 @@ import torch
 from conformance.kernels.laws.law import specs
 from megamoe.contract import Case
 from megamoe.ops import Reference, reference
-from megamoe.ops.fmha import DISTRIBUTIONS, SCORES, one_hot_keys, visible_keys
+from megamoe.ops.fmha import DISTRIBUTIONS, SCORES, drawn_lengths, key_rows, one_hot_keys, visible_keys
 
 SPEC = specs()["fmha"]
 FMHA: Reference = reference("fmha")
@@ -83,6 +83,65 @@ def test_a_row_without_visible_keys_is_zero_and_minus_infinity() -> None:
         assert not outputs["o"][0, 0, :2].any(), f"{name}: rows 0 and 1 see no key, so o must be 0 there"
         assert bool((outputs["lse"][0, 0, :2] == -math.inf).all()), f"{name}: their lse must be -inf"
         assert bool(torch.isfinite(outputs["lse"][0, 0, 2:]).all()), f"{name}: row 2 and later see a key"
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("inputs", DISTRIBUTIONS)
+def test_ragged_inputs_are_sequences_and_nan_elsewhere(inputs: str, page: int) -> None:
+    """Lengths add up; every key has a row of its own; what no sequence has is NaN, and no table entry names it."""
+    case = SPEC.case(
+        hd=64, t=4, s_k=40, batch=4, heads=4, kv_heads=2, ragged=True, inputs=inputs,
+        total_q=9, total_k=160 if page else 61, page_size=page,
+    )  # fmt: skip
+    tensors = FMHA.make_inputs(case)
+    queries, keys = drawn_lengths(case)
+    assert tensors["cu_seqlens_q"].diff().tolist() == queries, (
+        f"{case.id}: lengths {queries} are not those of the tensor"
+    )
+    assert sum(queries) == 9, f"{case.id}: {queries} are not all query rows"
+    assert max(queries) == 4, f"{case.id}: no sequence of {queries} is as long as may be"
+    assert max(keys) == 40, f"{case.id}: no sequence of {keys} is as long as may be"
+    rows = torch.cat([key_rows(case, tensors, number) for number in range(4)])
+    assert len(rows) == sum(keys) == len(rows.unique()), f"{case.id}: sequences share rows of k"
+    for name in ("k", "v"):
+        written = torch.isfinite(tensors[name]).all(dim=-1).all(dim=-1)
+        assert written[rows].all(), f"{case.id}: a key of a sequence is not finite in {name}"
+        assert int(written.sum()) == len(rows), f"{case.id}: {name} is a number where nothing may be read"
+    if page:
+        used = (tensors["block_table"] >= 0).sum(dim=1).tolist()
+        assert used == [-(-s_k // page) for s_k in keys], f"{case.id}: entries {used} for {keys} keys"
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_a_ragged_oracle_is_by_hand_too(page: int) -> None:
+    case = SPEC.case(
+        hd=64, t=4, s_k=11, batch=3, heads=2, causal=True, sinks=True, ragged=True,
+        total_q=7, total_k=64 if page else 19, page_size=page,
+    )  # fmt: skip
+    inputs = FMHA.make_inputs(case)
+    result, (queries, keys) = FMHA.oracle(case, inputs), drawn_lengths(case)
+    starts = inputs["cu_seqlens_q"].tolist()
+    for number, (t, s_k) in enumerate(zip(queries, keys, strict=True)):
+        if not t or not s_k:
+            continue
+        alone = SPEC.case(hd=64, t=t, s_k=s_k, heads=2, causal=True, sinks=True)
+        rows = key_rows(case, inputs, number)
+        own = {name: inputs[name][rows].transpose(0, 1)[None] for name in ("k", "v")}
+        own |= {"q": inputs["q"][starts[number] : starts[number + 1]].transpose(0, 1)[None], "sink": inputs["sink"]}
+        for h in range(2):
+            for i in range(t):
+                o, lse = by_hand(alone, own, 0, h, i)
+                at = (starts[number] + i, h)
+                assert torch.allclose(result["o"][at], o, rtol=1e-12, atol=1e-14), f"{case.id}: o of row {at} is off"
+                assert result["lse"][at].item() == pytest.approx(lse, rel=1e-13), f"{case.id}: lse of row {at} is off"
+
+
+def test_a_sequence_without_keys_is_zero_and_its_sink() -> None:
+    case = SPEC.case(hd=64, t=2, s_k=3, batch=2, ragged=True, total_q=4, total_k=3, sinks=True)
+    inputs = FMHA.make_inputs(case) | {"cu_seqlens_k": torch.tensor([0, 3, 3], dtype=torch.int32)}
+    for name, outputs in (("oracle", FMHA.oracle(case, inputs)), ("simulated", FMHA.simulated(case, inputs))):
+        assert not outputs["o"][2:].any(), f"{name}: o of a sequence without keys must be 0"
+        assert (outputs["lse"][2:] == inputs["sink"]).all(), f"{name}: its lse must be the sink"
 
 
 def test_a_sink_takes_its_share_of_every_row() -> None:

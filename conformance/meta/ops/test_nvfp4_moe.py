@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from conformance.kernels.laws.law import specs
-from megamoe.codec.nvfp4 import decode_e2m1, decode_e4m3
+from megamoe.codec.nvfp4 import decode_e2m1, decode_e4m3, dequantise, unswizzle_scales
 from megamoe.codec.routing import routing
 from megamoe.contract import Case
 from megamoe.judge.arena import DTYPES
 from megamoe.ops import reference
-from megamoe.ops.nvfp4_moe.inputs import INPUTS, draw_topk_ids
+from megamoe.ops.nvfp4_moe.inputs import draw_topk_ids, input_names, output_names
 
 SPEC = specs()["nvfp4_moe"]
 MOE = reference("nvfp4_moe")
@@ -22,11 +22,14 @@ CASES = [*SPEC.cases("small"), *SPEC.cases("stages")]
 ROUTED = "hidden=128,intermediate=128,num_experts=8,tokens=40"
 
 
-def test_spec_and_reference_name_the_same_inputs() -> None:
-    for stage, names in INPUTS.items():
-        case = SPEC.case(hidden=128, intermediate=128, num_experts=2, tokens=1, stage=stage)
-        wanted = {name for name, tensor in SPEC.tensors_of(case).items() if tensor.role == "input"}
-        assert set(names) == wanted, f"inputs of stage {stage}"
+@pytest.mark.parametrize("activations", ["nvfp4", "bf16"])
+def test_spec_and_reference_name_the_same_tensors(activations: str) -> None:
+    for stage in ("layer", "l1", "requantise", "l2", "combine"):
+        case = SPEC.parse_case("nvfp4_moe:hidden=128,intermediate=128,num_experts=2,tokens=1")
+        case = SPEC.vary(case, stage=stage, activations=activations)
+        for role, names in (("input", input_names(case)), ("output", output_names(case))):
+            wanted = {name for name, tensor in SPEC.tensors_of(case).items() if tensor.role == role}
+            assert set(names) == wanted, f"{role}s of stage {stage}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -74,6 +77,41 @@ def test_loads_are_what_they_are_called(seed: int) -> None:
     assert min(load("empty", 8)) == 40, "all experts are needed when topk is all of them"
     assert max(load("skewed")) > 1.5 * sum(load("skewed")) / 8, "the most popular expert has far more than its share"
     assert 0 < sum(load("slice")) < 80, "some routes go to other ranks"
+
+
+@pytest.mark.parametrize("load", ["balanced", "skewed", "one_token", "empty", "slice"])
+def test_every_token_visits_the_shared_experts(load: str) -> None:
+    case = SPEC.parse_case(f"nvfp4_moe:{ROUTED},topk=4,load={load},shared=2")
+    ids, weights = draw_topk_ids(case), MOE.make_inputs(case)["topk_weights"]
+    assert ids[:, 2:].eq(torch.tensor([6, 7])).all(), "the last experts are the last choices"
+    assert weights[:, 2:].eq(1).all(), "their weight is 1"
+    assert int(ids[:, :2].max()) < 6, "a shared expert is chosen besides"
+    assert weights[:, :2].sum(dim=1).allclose(torch.ones(40)), "the others share their weight among them"
+    assert counts(case)[-2:] == [40, 40], f"loads under {load}"
+    only = SPEC.case(hidden=128, intermediate=128, num_experts=1, tokens=3, shared=1, load=load)
+    assert draw_topk_ids(only).tolist() == [[0]] * 3
+
+
+@pytest.mark.parametrize("stage", ["layer", "l1"])
+def test_plain_activations_agree_with_quantised_ones_of_the_same_numbers(stage: str) -> None:
+    """An NVFP4 number under a global scale of a power of two is a bf16 number: l1 is the same, and y but for a2."""
+    quantised = SPEC.case(hidden=128, intermediate=128, num_experts=3, tokens=5, topk=2, stage=stage)
+    plain = SPEC.vary(quantised, activations="bf16")
+    inputs = MOE.make_inputs(quantised)
+    inputs["x_gs"] = torch.full((5,), 2.0**-10)
+    x = torch.tensor([[number(inputs["x_codes"], inputs["x_sf"], t, k) for k in range(128)] for t in range(5)])
+    held = {**MOE.make_inputs(plain), "x": (x * inputs["x_gs"][:, None]).bfloat16()}
+    shared = {name: inputs[name] for name in input_names(plain) if name != "x"}
+    expected, seen = MOE.oracle(quantised, inputs), MOE.oracle(plain, {**held, **shared})
+    if stage == "layer":
+        left, right = seen["y"], expected["y"]
+    else:
+        row = routing(plain, inputs["topk_ids"]).row
+        sf = unswizzle_scales(expected["a2_sf"], len(expected["a2_codes"]), 8)[row]
+        gs = inputs["a2_gs"][inputs["topk_ids"].flatten().sort(stable=True).values]
+        left, right = seen["a2"][row], dequantise(expected["a2_codes"][row], sf, gs)
+    error = (left - right).norm() / right.norm()
+    assert 0.01 < error < 0.2, f"requantisation moves the output by {error:.3f} of it"
 
 
 def test_expert_rows_are_sorted_and_padded() -> None:

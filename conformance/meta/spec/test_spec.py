@@ -35,9 +35,20 @@ def values(axis: Axis) -> st.SearchStrategy[AxisValue]:
     return st.none() | drawn if axis.optional else drawn
 
 
+def _totals(axes: dict[str, AxisValue]) -> dict[str, AxisValue]:
+    """The totals of a ragged case brought into what its other axes allow."""
+    batch, t, s_k, page, total_q, total_k = (
+        int(axes[name] or 0) for name in ("batch", "t", "s_k", "page_size", "total_q", "total_k")
+    )
+    keys = page * (1 + total_k % 1000) if page else 1 + total_k % (batch * s_k)
+    return {"total_q": 1 + total_q % (batch * t), "total_k": keys}
+
+
 @st.composite
 def cases(draw: st.DrawFn, spec: Spec) -> Case:
     axes = {name: draw(values(axis)) for name, axis in spec.axes.items()}
+    if "ragged" in axes:
+        axes.update(dict.fromkeys(("total_q", "total_k", "page_size"), 0) if not axes["ragged"] else _totals(axes))
     if "kv_heads" in axes and spec.admits(axes):
         axes["kv_heads"] = 1
     assert spec.admits(axes) is None, f"axes drawn from the ranges are refused: {spec.admits(axes)}"
@@ -226,6 +237,11 @@ def test_shapes_follow_the_axes() -> None:
     case = FMHA.case(hd=64, t=3, s_k=5, batch=2, heads=6, kv_heads=3)
     shapes = {name: FMHA.shape(name, case) for name in FMHA.tensors_of(case)}
     assert shapes == {"q": (2, 6, 3, 64), "k": (2, 3, 5, 64), "v": (2, 3, 5, 64), "o": (2, 6, 3, 64), "lse": (2, 6, 3)}
+    ragged = FMHA.vary(case, s_k=17, ragged=True, total_q=4, total_k=32)
+    assert (FMHA.shape("q", ragged), FMHA.shape("cu_seqlens_k", ragged)) == ((4, 6, 64), (3,))
+    assert FMHA.shape("block_table", FMHA.vary(ragged, page_size=16)) == (2, 2)
+    with pytest.raises(SpecError, match="has no block_table: page_size is 0"):
+        FMHA.shape("block_table", ragged)
     silent = FMHA.vary(case, lse=False)
     assert "lse" not in FMHA.tensors_of(silent)
     with pytest.raises(SpecError, match="has no lse: lse is false"):

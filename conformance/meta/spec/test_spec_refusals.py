@@ -114,7 +114,19 @@ KEYS = [
     plant("{hidden: 16, tokens: 0}", "{hiden: 16, tokens: 0}", "{hiden", "matrices.edges[0].hiden", "'hidden'?"),
     plant("tokens: {min", "toks: {min", "toks:", "ranges.toks", "no axis 'toks'", "'tokens'?"),
     plant("[tokens, hidden]", "[tokens, hiden]", "hiden]", "tensors.o.shape[1]", "'hiden'", "did you mean 'hidden'?"),
+    plant("when: debug", "when: debog > 0", "debog", "tensors.sf.when", "'debog', no axis", "'debug'?"),
+    plant(
+        "when: debug", "shape_if: {debog: [tokens]}", "debog", "tensors.sf.shape_if", "no bool axis 'debog'", "'debug'?"
+    ),
+    plant(
+        "when: debug", "shape_if: {debug: [tokans]}", "tokans", "tensors.sf.shape_if.debug[0]", "'tokans'", "'tokens'?"
+    ),
     plant("when: debug", "when: debog", "debog", "tensors.sf.when", "no bool axis 'debog'", "'debug'?"),
+    plant("when: debug", "when: {debug: yet}", "debug: yet", "tensors.sf.when", "no axis of text 'debug'"),
+    plant(
+        *("when: debug", "when: {weight_applies: besides}", "besides", "tensors.sf.when.weight_applies.besides"),
+        "weight_applies is never 'besides'; it is one of before, after",
+    ),
     plant("published: [grid]", "published: [gird]", "gird", "published[0]", "no matrix 'gird'; did you mean 'grid'?"),
     plant("published: [grid]", "published: []", "published", "published", "is empty; it needs at least one entry"),
     plant("[grid, edges]", "[grid, edgs]", "edgs", "profiles.full.matrices[1]", "did you mean 'edges'?"),

@@ -14,6 +14,7 @@ import megamoe
 from conformance.fakes.device_on_machine import device_on_machine
 from megamoe.contract import UnsupportedError
 from megamoe.torch_ops import attention as module
+from megamoe.torch_ops import sequences
 from megamoe.torch_ops.calls import DeviceCall
 
 
@@ -113,6 +114,128 @@ def test_nothing_has_an_empty_output(empty: str) -> None:
         megamoe.attention(q, k, v, window=0)
 
 
+def of_sequences(page: int, **changed: object) -> tuple[tuple[torch.Tensor, ...], megamoe.SequenceLengths]:
+    """q, k and v of three sequences, one without queries, and their lengths; what is in no sequence is NaN."""
+    queries, keys, source = [2, 0, 3], [20, 9, 5], torch.Generator().manual_seed(page)
+    q = torch.randn(5, 2, 64, generator=source).bfloat16()
+    starts = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    if not page:
+        k, v = (torch.randn(34, 1, 64, generator=source).bfloat16() for _ in range(2))
+        lengths = {"cu_seqlens_k": torch.tensor([0, 20, 29, 34], dtype=torch.int32)}
+    else:
+        k, v = (torch.full((6, page, 1, 64), torch.nan).bfloat16() for _ in range(2))
+        table = torch.tensor([[4, 0, 99], [2, -1, -1], [1, 99, -1]], dtype=torch.int32)
+        for number, length in enumerate(keys):
+            for key in range(length):
+                for cache in (k, v):
+                    cache[table[number, key // page], key % page] = torch.randn(1, 64, generator=source)
+        lengths = {"seqused_k": torch.tensor(keys, dtype=torch.int32), "block_table": table}
+    given = {"cu_seqlens_q": starts, "max_seqlen_q": max(queries), "max_seqlen_k": 24, **lengths, **changed}
+    return (q, k, v), megamoe.SequenceLengths(**given)
+
+
+def keys_of(cache: torch.Tensor, lengths: megamoe.SequenceLengths, number: int) -> torch.Tensor:
+    """[1, kv_heads, keys, hd] of one sequence."""
+    if lengths.cu_seqlens_k is not None:
+        return cache[slice(*lengths.cu_seqlens_k[number : number + 2].tolist())].transpose(0, 1)[None]
+    assert lengths.block_table is not None
+    assert lengths.seqused_k is not None
+    length, page = int(lengths.seqused_k[number]), cache.shape[1]
+    pages = lengths.block_table[number, : -(-length // page)].long()
+    return cache[pages].flatten(0, 1)[:length].transpose(0, 1)[None]
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_sequences_are_each_what_the_definition_says(page: int) -> None:
+    (q, k, v), lengths = of_sequences(page)
+    o, lse = megamoe.attention(q, k, v, causal=True, lengths=lengths, return_lse=True)
+    assert (o.shape, lse.shape) == (q.shape, q.shape[:2]), "o is as q, lse a number for each row of it"
+    for number, (start, end) in enumerate(((0, 2), (2, 2), (2, 5))):
+        own = q[start:end].transpose(0, 1)[None]
+        wanted, wanted_lse = by_hand(
+            own, keys_of(k, lengths, number), keys_of(v, lengths, number), causal=True, window=None, scale=None
+        )
+        off = (o[start:end].double() - wanted[0].transpose(0, 1)).abs()
+        assert not len(off) or off.max() < 0.02, f"o of sequence {number}"
+        off = (lse[start:end].double() - wanted_lse[0].mT).abs()
+        assert not len(off) or off.max() < 1e-3, f"lse of sequence {number}"
+
+
+def test_pages_on_a_gpu_are_refused_in_words() -> None:
+    (q, k, v), lengths = of_sequences(16)
+    tensors = (q, k, v, None, lengths.cu_seqlens_q, None, lengths.seqused_k, lengths.block_table)
+    given = tuple(None if one is None else sequences.Given(one.shape, one.dtype, 0) for one in tensors)
+    with pytest.raises(UnsupportedError, match="does not run on a GPU yet"):
+        sequences._call_of(given, 3, 24, True)
+
+
+def test_sequences_on_two_devices_are_refused() -> None:
+    """The operator itself is asked: the dispatcher gives it tensors of a CPU and of a GPU together."""
+    (q, k, v), lengths = of_sequences(0)
+    tensors = (q, k, v, None, lengths.cu_seqlens_q, lengths.cu_seqlens_k, None, None)
+    given = [None if one is None else sequences.Given(one.shape, one.dtype, 0) for one in tensors]
+    given[5] = sequences.Given(torch.Size([4]), torch.int32, -1)
+    with pytest.raises(ValueError, match="q, k, v, sinks and lengths must be on one device"):
+        sequences._call_of(tuple(given), 3, 24, True)
+
+
+def test_a_latent_tensor_and_sinks() -> None:
+    q, k, _ = qkv(3, 20)
+    sinks = torch.tensor([1.0, 4.0])
+    o, lse = megamoe.attention(q, k, sinks=sinks, return_lse=True)
+    plain, plain_lse = by_hand(q, k, k, causal=False, window=None, scale=None)
+    wanted_lse = torch.logaddexp(plain_lse, sinks.double()[:, None])
+    assert (lse.double() - wanted_lse).abs().max() < 1e-3, "lse counts the sink"
+    assert (o.double() - plain * (plain_lse - wanted_lse).exp()[..., None]).abs().max() < 0.02, "the sink has no value"
+
+
+def test_sequences_are_an_operator_as_torch_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(*given: object) -> Callable[..., list[torch.Tensor]]:
+        return lambda tensors: [tensors[0] * 2, tensors[0].float().sum(dim=-1)]
+
+    monkeypatch.setattr(sequences, "_call_of", call)
+    for page in (0, 16):
+        (q, k, v), lengths = of_sequences(page)
+        tensors = (lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_k, lengths.block_table)
+        given = (q, k, v, None, *tensors, 3, 24, True)
+        torch.library.opcheck(torch.ops.megamoe.sequence_attention.default, given)
+        compiled = torch.compile(
+            lambda *qkv, lengths=lengths: megamoe.attention(*qkv, lengths=lengths), backend="aot_eager", fullgraph=True
+        )
+        assert torch.equal(compiled(q, k, v), q * 2), "torch.compile changes what it computes"
+
+
+@pytest.mark.parametrize(
+    ("page", "changed", "sentence"),
+    [
+        (0, {"cu_seqlens_k": None}, "either cu_seqlens_k, or seqused_k and block_table"),
+        (16, {"block_table": None}, "either cu_seqlens_k, or seqused_k and block_table"),
+        (0, {"cu_seqlens_q": torch.tensor([0, 2, 2, 5])}, "cu_seqlens_q must be int32"),
+        (0, {"cu_seqlens_k": torch.tensor([0, 34], dtype=torch.int32)}, r"cu_seqlens_k must have the shape \[4\]"),
+        (0, {"max_seqlen_k": 19}, "must go from 0 to 34, the tokens of k, in steps of 0 to 19"),
+        (0, {"max_seqlen_k": "24"}, "max_seqlen_k is '24'; it must be an integer"),
+        (16, {"max_seqlen_k": 49}, r"block_table must be \[3, 4 or more\] for 49 keys"),
+        (16, {"seqused_k": torch.tensor([20, 9, 33], dtype=torch.int32)}, "seqused_k must be from 0 to 24"),
+        (
+            16,
+            {"seqused_k": torch.tensor([20, 17, 5], dtype=torch.int32)},
+            r"name pages from 0 to 5; it names \[2, -1\]",
+        ),
+        (16, {"max_seqlen_q": 1}, "breaks the constraint"),
+    ],
+)
+def test_lengths_that_cannot_be_are_refused(page: int, changed: dict[str, object], sentence: str) -> None:
+    (q, k, v), lengths = of_sequences(page, **changed)
+    with pytest.raises(ValueError, match=sentence):
+        megamoe.attention(q, k, v, lengths=lengths)
+
+
+def test_no_query_at_all_has_an_empty_output() -> None:
+    (q, k, v), lengths = of_sequences(0, cu_seqlens_q=torch.zeros(4, dtype=torch.int32))
+    o, lse = megamoe.attention(q[:0], k, v, lengths=lengths, return_lse=True)
+    assert (o.shape, lse.shape) == ((0, 2, 64), (0, 2)), "nothing was asked for"
+
+
 def _large() -> object:
     return megamoe.attention(*(one.expand(256, -1, -1, -1) for one in qkv(1024, 4096, 1)))
 
@@ -143,6 +266,14 @@ def _large() -> object:
         (lambda q, k, v: megamoe.attention(q, k, v, backend="none"), UnsupportedError, "no backend named 'none'"),
         (lambda q, k, v: megamoe.attention(q.requires_grad_(), k, v), RuntimeError, "has no backward"),
         (lambda q, k, v: _large(), ValueError, "which takes small sizes"),
+        (
+            lambda q, k, v: megamoe.attention(q, k, v, lengths=(3, 20)),
+            ValueError,
+            "it must be a megamoe.SequenceLengths",
+        ),
+        (lambda q, k, v: megamoe.attention(q, k, v, sinks=torch.ones(3)), ValueError, "a sink for each of 2 heads"),
+        (lambda q, k, v: megamoe.attention(q, k, sinks=torch.ones(2).double()), ValueError, "sink must be float32"),
+        (lambda q, k, v: megamoe.attention(q, 7, sinks=torch.ones(2)), ValueError, "k is 7; it must be a tensor"),
         (lambda q, k, v: megamoe.attentoin(q, k, v), AttributeError, "its operators are attention"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

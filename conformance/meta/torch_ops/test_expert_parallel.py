@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,8 @@ def test_it_needs_a_process_group_and_a_capacity(tmp_path: Path) -> None:
     try:
         with pytest.raises(ValueError, match="capacity is 0"):
             megamoe.ExpertParallelMoe(weights, 0)
+        with pytest.raises(ValueError, match=r"hold 1 shared experts.* give weights.experts\(0, 3\)"):
+            megamoe.ExpertParallelMoe(replace(weights, shared=1), 4)
     finally:
         dist.destroy_process_group()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import megamoe
 from conformance.fakes.device_on_machine import LoadedOnMachine, MachineDevice, device_on_machine
 from megamoe.codec.nvfp4 import global_scale, quantise, swizzle_scales, unswizzle_scales
 from megamoe.ops import reference
+from megamoe.ops.nvfp4_moe.inputs import input_names
 from megamoe.torch_ops import moe as module
 from megamoe.torch_ops.calls import DeviceCall, spec_of
 
@@ -50,11 +51,11 @@ def oracle(weights: Any, x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, **
     gs = weights.x_gs.expand(len(x)).contiguous() if len(weights.x_gs) else global_scale(x, per=1)
     codes, sf = quantise(x, gs)
     stacks = {name: getattr(weights, name) for name in module.STACKS}
-    inputs = {"x_codes": codes, "x_sf": swizzle_scales(sf), "x_gs": gs, **stacks}
+    inputs = {"x": x, "x_codes": codes, "x_sf": swizzle_scales(sf), "x_gs": gs, **stacks}
     inputs |= {"topk_ids": ids.to(torch.int32), "topk_weights": w}
-    sizes = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "num_experts": EXPERTS, "tokens": len(x)}
+    sizes = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "num_experts": len(weights.w1_gs), "tokens": len(x)}
     case = spec_of("nvfp4_moe").case(topk=ids.shape[1], **sizes, **axes)
-    return case, reference("nvfp4_moe"), inputs
+    return case, reference("nvfp4_moe"), {name: inputs[name] for name in input_names(case)}
 
 
 @pytest.mark.parametrize("option", ["plain", "clamp, before, -1, scales of tokens"])
@@ -73,13 +74,29 @@ def test_it_is_what_the_oracle_says(weights: megamoe.MoeWeights, option: str) ->
     assert option == "plain" or not y[2].any(), "a token without an expert here has y = 0"
 
 
+@pytest.mark.parametrize("activations", ["nvfp4", "bf16"])
+def test_every_token_has_its_shared_expert(weights: megamoe.MoeWeights, activations: str) -> None:
+    """The last expert of the stacks is shared: it has weight 1, whatever the choices."""
+    if activations == "bf16":
+        weights = replace(weights, a2_gs=torch.empty(0), x_gs=torch.empty(0))
+    x, _, w = tokens(1)
+    ids, w = torch.tensor([[0 if activations == "nvfp4" else -1]]), w[:, :1]
+    y = megamoe.moe(x, replace(weights, shared=1), ids, w, activations=activations)  # pyright: ignore[reportArgumentType]
+    both = torch.cat((ids, torch.ones_like(ids)), dim=1), torch.cat((w, torch.ones_like(w)), dim=1)
+    case, op, inputs = oracle(weights, x, *both, activations=activations)
+    expected = op.oracle(case, inputs)
+    settled = op.latitude(case, inputs, {"y": y}, expected).oracle.get("y", expected["y"])
+    assert (y.double() - settled).abs().max() <= 2e-2 * settled.abs().max(), "y"
+
+
 def test_it_is_an_operator_as_torch_wants_it(weights: megamoe.MoeWeights, monkeypatch: pytest.MonkeyPatch) -> None:
     # What is asked here is asked of the operator; the kernels would run a dozen times.
     monkeypatch.setattr(
-        module, "_made", lambda *given: lambda inputs: [inputs[2][:, None].expand(-1, HIDDEN).bfloat16()]
+        module, "_made", lambda *given: lambda inputs: [inputs[-1][:, :1].expand(-1, HIDDEN).bfloat16()]
     )
     x, ids, w = tokens(3)
-    torch.library.opcheck(torch.ops.megamoe.moe.default, (x, ids, w, weights.tensors()))
+    options = (8, None, False, None, 1, True)
+    torch.library.opcheck(torch.ops.megamoe.moe.default, (x, ids[:, :1], w[:, :1], weights.tensors(), *options))
 
     def step(x: torch.Tensor) -> torch.Tensor:
         return megamoe.moe(x * 2, weights, ids, w) + 1
@@ -323,8 +340,7 @@ def checkpoint(numbers: Tensors, names: Mapping[str, str] = NAMES) -> Tensors:
 
 def same(one: megamoe.MoeWeights, other: megamoe.MoeWeights) -> list[str]:
     """The fields in which they differ."""
-    names = [field.name for field in fields(one) if field.name != "interleave"]
-    return [name for name in names if not torch.equal(getattr(one, name), getattr(other, name))]
+    return [name for name in (*module.STACKS, "x_gs") if not torch.equal(getattr(one, name), getattr(other, name))]
 
 
 @pytest.mark.parametrize("names", [NAMES, MIXTRAL], ids=["gate_proj", "w1"])
@@ -348,6 +364,42 @@ def test_a_checkpoint_is_read_as_it_was_quantised(
     assert same(megamoe.load_moe_weights(str(tmp_path), PREFIX), weights) == [], "two files by their index"
     one = megamoe.load_moe_weights(tmp_path, experts=[1])
     assert same(one, replace(weights.experts(1, 1), x_gs=one.x_gs)) == [], "one rank's expert"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_shared_experts_of_a_checkpoint_are_the_last(weights: megamoe.MoeWeights, numbers: Tensors, count: int) -> None:
+    """Two shared experts are stored as one of twice the width."""
+    held = checkpoint(numbers)
+    for projection, name in NAMES.items():
+        gs = held[f"{PREFIX}.experts.1.{projection}.weight_scale_2"]
+        wide = torch.cat([numbers[name][1]] * count, dim=1 if name == "down" else 0)
+        start = f"{PREFIX}.shared_experts.{projection}"
+        codes, sf = quantise(wide, gs)
+        held |= {f"{start}.weight": codes, f"{start}.weight_scale": sf.view(torch.float8_e4m3fn)}
+        held |= {f"{start}.weight_scale_2": gs.clone(), f"{start}.input_scale": global_scale(torch.tensor(3.0))}
+    assert same(megamoe.load_moe_weights(held), weights) == [], "shared experts nobody asked for"
+    found = megamoe.load_moe_weights(held, shared=True)
+    assert (found.shared, found.num_experts, len(found.w1_gs)) == (count, EXPERTS, EXPERTS + count)
+    assert same(found.experts(0, EXPERTS), weights) == [], "the others"
+    for index in range(EXPERTS, EXPERTS + count):
+        for one, other in zip(found.dequantised(index), weights.dequantised(1), strict=True):
+            assert torch.equal(one, other), f"shared expert {index - EXPERTS}"
+    with pytest.raises(ValueError, match="has no shared_experts"):
+        megamoe.load_moe_weights(checkpoint(numbers), shared=True)
+    narrow = _with("shared_experts.gate_proj.weight", lambda one: one[:64])(held)
+    with pytest.raises(ValueError, match="shared_experts of 64 rows; they must be as wide as some"):
+        megamoe.load_moe_weights(narrow, shared=True)
+
+
+def test_scales_of_inputs_are_not_read_for_bf16_activations(weights: megamoe.MoeWeights, numbers: Tensors) -> None:
+    held = _without("input_scale")(checkpoint(numbers))
+    found = megamoe.load_moe_weights(held, activations="bf16")
+    assert same(found, replace(weights, a2_gs=torch.empty(0), x_gs=torch.empty(0))) == []
+    x, ids, w = tokens(1)
+    with pytest.raises(ValueError, match=r"a2_gs is torch.float32 \[0\]"):
+        megamoe.moe(x, found, ids, w)
+    with pytest.raises(ValueError, match="activations is 'fp8'"):
+        megamoe.moe(x, found, ids, w, activations="fp8")  # pyright: ignore[reportArgumentType]
 
 
 def _without(name: str) -> Callable[[Tensors], Tensors]:

@@ -61,6 +61,17 @@ def test_a_wait_for_the_last_arrival_keeps_it_alive() -> None:
     assert_clean(kernel(f"{USES['a store']}\n{USES['an arrival']}", wait("mbar", 0)), {})
 
 
+def test_a_wait_of_cta_scope_shows_that_an_arrival_is_over() -> None:
+    """It makes nothing of the other CTA visible, but the phase ends behind the arrival all the same."""
+    for way in ("acquire.cta", "relaxed.cta"):
+        narrow = wait("mbar", 0).replace("try_wait.parity.", f"try_wait.parity.{way}.")
+        assert way in narrow, "the wait has a scope"
+        assert_clean(kernel(f"{USES['a load']}\n{USES['an arrival']}", narrow), {})
+    unsaid = USES["an arrival"].replace("release.cluster", "release.cta")
+    with pytest.raises(Fault, match=r"\[ended-cta\]"):
+        kernel(unsaid, wait("mbar", 0)).run()
+
+
 def test_an_access_behind_the_awaited_arrival() -> None:
     late = kernel(f"{USES['an arrival']}\n{USES['a store']}", wait("mbar", 0))
     for schedule in SCHEDULES:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.vm.faults import Fault
-from backends.vm.machine.code import WIDTH_OF_TYPE, RegisterFiles, RegisterRows
+from backends.vm.machine.code import WIDTH_OF_TYPE, RegisterRows, give_registers_back, take_registers
 from conformance.vm.kernel import EVERY_SCHEDULE, TWENTY, Kernel, assert_clean
 
 STORE = "mul.wide.u32 %rd1, %tx, 4; add.u64 %rd1, %rd1, %out; st.global.u32 [%rd1], %r1;"
@@ -173,14 +173,16 @@ TYPES = {"p": "pred", "h": "b16", "r": "b32", "l": "b64", "q": "b128"}
 def test_a_file_that_comes_back_is_zero_and_keeps_its_literals() -> None:
     rows = RegisterRows.of(TYPES, {})
     literal = rows.literal(32, 0x1234_5678)
-    files = RegisterFiles(rows)
-    first = files.take()
+    first = take_registers(rows)
     for name, kind in TYPES.items():
         width, row = rows.rows[name]
         assert width == WIDTH_OF_TYPE[kind]
         first._storage[width][row] = 1
-    files.give_back(first)
-    again = files.take()
+    give_registers_back(first)
+    other = RegisterRows.of({"a": "b128"}, {})
+    other.literal(32, 1)
+    give_registers_back(take_registers(other))
+    again = take_registers(rows)
     assert again is first, "a file of a warp that has ended serves the next"
     for name in TYPES:
         width, row = rows.rows[name]

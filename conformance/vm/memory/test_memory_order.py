@@ -187,3 +187,22 @@ REFILLED: {wait("other", 0)}"""
         assert np.array_equal(found["out"], X + 1), f"{schedule}: the second load brings the same values"
         counted = counters.get("smem_unfenced_overwrites", 0)
         assert counted == (0 if fence else 1), f"{schedule}, fence {fence!r}: {counted} overwrites were counted"
+
+
+COUNTER = """.shared .align 4 .b32 counter; setp.eq.u32 %p1, %tx, 0;
+@%p1 st.shared.b32 [counter], 0;
+bar.sync 0;
+{weak}
+{between}
+@%p1 red.shared.add.u32 [counter], 1; //!
+bar.sync 0; ld.shared.b32 %r2, [counter]; st.global.b32 [%out], %r2; ret;"""
+
+
+def test_an_atomic_races_with_a_weak_read_before_it() -> None:
+    """Only strong accesses may meet without order: the reader may see the sum before or after."""
+    out = {"out": np.zeros(1, np.uint32)}
+    weak, strong = "ld.shared.b32 %r1, [counter];", "ld.relaxed.cta.shared.b32 %r1, [counter];"
+    late = Kernel(COUNTER.format(weak=weak, between=""), out, block=(64, 1, 1))
+    assert_blamed(late, "race", "warp 1 read it", schedules=("eager",))
+    for kept in (COUNTER.format(weak=weak, between="bar.sync 0;"), COUNTER.format(weak=strong, between="")):
+        assert_clean(Kernel(kept, out, block=(64, 1, 1)), {"out": [1]}, ("eager", "lazy"))

@@ -150,7 +150,6 @@ REFUSED: list[tuple[int, str, dict[str, object], str]] = [
     (MX8 | 1 << 31, "mxf8f6f4", {}, "bit 31"),
     (MX8 ^ 1 << 23, "mxf8f6f4", {}, "scale type 0"),
     (MX8, "mxf8f6f4", {"scale_vectorsize": "scale_vec::4X"}, "this kind takes .scale_vec::1X, .block32"),
-    (FP4 | 1 << 12, "mxf4", {}, "bit 12"),
     (FP4 | 1 << 15, "mxf4", {}, "bits 16..15"),
     (FP4 | 1 << 31, "mxf4", {}, "K = 96"),
     (FP4 | 1 << 29, "mxf4", {}, "A scale factor id 1"),

@@ -83,7 +83,7 @@ def call_of(spec: Spec, case: Case) -> Call:
     found: dict[str, str] = {}
     scalars: dict[str, str] = {}
     where = dict(_sources(tensors))
-    fixed = {tensor.condition for tensor in spec.tensors.values()}
+    fixed = {name for tensor in spec.tensors.values() for name in (*tensor.conditions, *tensor.other_lengths)}
     for axis, value in case.axes:
         if axis in where:
             found[axis] = where[axis]

@@ -35,7 +35,21 @@ EP_RANKS: Final = 8
 
 
 def draw_topk_ids(case: Case) -> torch.Tensor:
-    """int32 [tokens, topk]: distinct experts for each token, as the case's load says."""
+    """int32 [tokens, topk]: distinct experts for each token, as the case's load says, and then the shared experts."""
+    shared = torch.arange(case.int("num_experts") - case.int("shared"), case.int("num_experts"), dtype=torch.int32)
+    return torch.cat((_draw_routed(_without_shared(case)), shared.expand(case.int("tokens"), -1)), dim=1)
+
+
+def _without_shared(case: Case) -> Case:
+    """The routed experts and choices of `case` alone, under its id."""
+    fewer = case.int("shared")
+    axes = {**dict(case.axes), **{name: case.int(name) - fewer for name in ("num_experts", "topk")}}
+    return replace(case, axes=tuple(axes.items()))
+
+
+def _draw_routed(case: Case) -> torch.Tensor:
+    if not case.int("topk"):
+        return torch.empty(case.int("tokens"), 0, dtype=torch.int32)
     drawn = _LOADS[str(case["load"])](case)
     # Draw which expert is the loaded one, and the place of each choice.
     names = torch.randperm(case.int("num_experts"), generator=generator(case, "expert_names"))
@@ -102,10 +116,12 @@ def make_inputs(case: Case, device: str | torch.device = "cpu") -> Inputs:
     The bits depend on the case's id alone. ValueError for an unknown distribution.
     """
     stack = distribution_of(case, DISTRIBUTIONS)
-    wanted = INPUTS[str(case["stage"])]
+    wanted = input_names(case)
     made: Inputs = {"topk_ids": draw_topk_ids(case), "topk_weights": _topk_weights(case), "a2_gs": _a2_gs(case)}
     if "x_codes" in wanted:
         made |= _operand("x", stack(case, "x", (case.int("tokens"), 1, case.int("hidden"))), _padding(case), rows=True)
+    if "x" in wanted:
+        made["x"] = _plain(case, "x", (case.int("tokens"), case.int("hidden")))
     if "w1_codes" in wanted:
         shape = (case.int("num_experts"), 2 * case.int("intermediate"), case.int("hidden"))
         made |= _operand("w1", _weights(case, "w1", shape), _padding(case))
@@ -115,21 +131,36 @@ def make_inputs(case: Case, device: str | torch.device = "cpu") -> Inputs:
     made |= {name: draw(case, made) for name, draw in _EXPERT_ROWS.items() if name in wanted}
     if "a2_codes" in wanted:
         made |= _a2(case, made)
+    if "a2" in wanted:
+        a2 = _plain(case, "a2", (expert_rows(case), case.int("intermediate")))
+        made["a2"] = _pad_rows(case, made, a2, math.nan)
     return {name: made[name].to(device) for name in wanted}
 
 
-_X: Final = ("x_codes", "x_sf", "x_gs")
 _W1: Final = ("w1_codes", "w1_sf", "w1_gs")
 _W2: Final = ("w2_codes", "w2_sf", "w2_gs")
 _TOPK: Final = ("topk_ids", "topk_weights")
-# The inputs of each stage, in the order of the spec.
-INPUTS: Final[Mapping[str, tuple[str, ...]]] = {
-    "layer": (*_X, *_W1, *_W2, "a2_gs", *_TOPK),
-    "l1": (*_X, *_W1, "a2_gs", *_TOPK),
-    "requantise": ("h", "a2_gs", "topk_ids"),
-    "l2": ("a2_codes", "a2_sf", *_W2, "a2_gs", "topk_ids"),
-    "combine": ("rows", *_TOPK),
-}
+
+
+def input_names(case: Case) -> tuple[str, ...]:
+    """The inputs of the case's stage."""
+    x, a2, gs = ("x",), ("a2",), ()
+    if case["activations"] == "nvfp4":
+        x, a2, gs = ("x_codes", "x_sf", "x_gs"), ("a2_codes", "a2_sf"), ("a2_gs",)
+    names: Mapping[str, tuple[str, ...]] = {
+        "layer": (*x, *_W1, *_W2, *gs, *_TOPK),
+        "l1": (*x, *_W1, *gs, *_TOPK),
+        "requantise": ("h", *gs, "topk_ids"),
+        "l2": (*a2, *_W2, *gs, "topk_ids"),
+        "combine": ("rows", *_TOPK),
+    }
+    return names[str(case["stage"])]
+
+
+def output_names(case: Case) -> tuple[str, ...]:
+    """The outputs of the case's stage."""
+    a2 = ("a2_codes", "a2_sf") if case["activations"] == "nvfp4" else ("a2",)
+    return {"l1": a2, "requantise": a2, "l2": ("rows",)}.get(str(case["stage"]), ("y",))
 
 
 def _operand(name: str, stack: Stack, padding: int, *, rows: bool = False) -> Inputs:
@@ -217,9 +248,31 @@ DISTRIBUTIONS: Final[Mapping[str, Callable[[Case, str, tuple[int, int, int]], St
 }
 
 
+# A bf16 row of `full_range` is times 2^-20 to 2^20: f16 holds neither end.
+MAX_ROW_EXPONENT: Final = 20
+
+
+def _plain(case: Case, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    """bf16 activations: N(0, 1) or N(0, 1 / K) as in _normal, with the zeros of _zero_blocks.
+
+    Under `full_range` each row is times a power of two.
+    """
+    values = normal(case, name, shape) * _deviation(name, shape[-1])
+    if case.inputs == "zero_blocks":
+        kept = uniform(case, f"{name}_zero", (shape[0], shape[1] // SF_VEC_SIZE)) < 0.5
+        values *= kept.repeat_interleave(SF_VEC_SIZE, dim=-1)
+        values[0] = 0
+    if case.inputs == "full_range":
+        turns = uniform(case, f"{name}_exponent", (shape[0], 1)) * (2 * MAX_ROW_EXPONENT + 1)
+        values *= torch.exp2(turns.floor() - MAX_ROW_EXPONENT)
+    return values.bfloat16()
+
+
 def _topk_weights(case: Case) -> torch.Tensor:
-    """float32 [tokens, topk]: a softmax over the choices."""
-    return normal(case, "topk_weights", (case.int("tokens"), case.int("topk"))).double().softmax(dim=1).float()
+    """float32 [tokens, topk]: a softmax over the choices, then 1 for each shared expert."""
+    tokens, shared = case.int("tokens"), case.int("shared")
+    routed = normal(case, "topk_weights", (tokens, case.int("topk") - shared)).double().softmax(dim=1).float()
+    return torch.cat((routed, torch.ones(tokens, shared)), dim=1)
 
 
 def _a2_gs(case: Case) -> torch.Tensor:
@@ -258,7 +311,16 @@ def _pad_rows(case: Case, made: Inputs, rows: torch.Tensor, poison: float) -> to
     return rows
 
 
-OF_TOKENS = ("x_codes", "x_gs", "topk_ids", "topk_weights")
+OF_TOKENS = ("x", "x_codes", "x_gs", "topk_ids", "topk_weights")
+
+
+def tokens_of(case: Case, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor) -> Inputs:
+    """The inputs of a layer's tokens, those of `chosen` int64 [n]."""
+    cut = {name: inputs[name][chosen] for name in OF_TOKENS if name in inputs}
+    if "x_sf" in inputs:
+        x_sf = unswizzle_scales(inputs["x_sf"], case.int("tokens"), case.int("hidden") // SF_VEC_SIZE)
+        cut["x_sf"] = swizzle_scales(x_sf[chosen])
+    return cut
 
 
 def sample_tokens(case: Case, inputs: Mapping[str, torch.Tensor], share: float) -> Sample | None:
@@ -272,8 +334,7 @@ def sample_tokens(case: Case, inputs: Mapping[str, torch.Tensor], share: float) 
         return None
     device = inputs["topk_ids"].device
     chosen = torch.linspace(0, tokens - 1, count, dtype=torch.float64).round().long().to(device)
-    x_sf = unswizzle_scales(inputs["x_sf"], tokens, case.int("hidden") // SF_VEC_SIZE)
-    cut = {name: inputs[name][chosen] for name in OF_TOKENS} | {"x_sf": swizzle_scales(x_sf[chosen])}
+    cut = tokens_of(case, inputs, chosen)
     axes = tuple((name, count if name == "tokens" else value) for name, value in case.axes)
     return Sample(
         replace(case, axes=axes), {**inputs, **cut}, {"y": chosen}, f"{count} of {tokens} tokens, evenly spread"

@@ -11,7 +11,10 @@ The contract, stage by stage. Rows of experts are laid out as megamoe.codec.rout
 * combine: the rows of a token summed in fp32 in ascending k, each times its top-k weight if `weight` is "after"; bf16.
   A token without a route on this rank has y = 0.
 
-Padding rows of a2_codes, a2_sf, h and rows mean nothing: a kernel may leave them alone or write anything.
+With activations=bf16 there is x bf16 and no x_gs, a2 bf16 and no a2_gs, and to requantise is to round to bf16; the
+oracle does not.
+
+Padding rows of a2_codes, a2_sf, a2, h and rows mean nothing: a kernel may leave them alone or write anything.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from megamoe.codec.nvfp4 import (
 )
 from megamoe.codec.routing import Routing, expert_rows, routing
 from megamoe.ops import Codes, Latitude, full_precision
-from megamoe.ops.nvfp4_moe.inputs import INPUTS, draw_topk_ids, sample_tokens
+from megamoe.ops.nvfp4_moe.inputs import draw_topk_ids, input_names, output_names, sample_tokens
 from megamoe.ops.nvfp4_moe.inputs import make_inputs as make_inputs
 from megamoe.ops.nvfp4_moe.settle import choices, code_interval, scale_interval, settled
 from megamoe.ops.nvfp4_moe.stages import Activation, Requantised, activation, combine, l2, requantise
@@ -67,9 +70,12 @@ def simulated(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
 
 def _outputs(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     routes, stage = routing(case, inputs["topk_ids"]), case["stage"]
+    rounded = torch.bfloat16 if dtype == torch.float32 else dtype
+    if stage in ("l1", "requantise") and case["activations"] == "bf16":
+        a2 = _given(case, inputs, routes).h.to(rounded)
+        return {"a2": _scattered(routes, a2, torch.zeros(routes.capacity, a2.shape[1], dtype=rounded))}
     if stage in ("l1", "requantise"):
         return _a2_tensors(case, routes, _nominal(case, inputs, routes)[1])
-    rounded = torch.bfloat16 if dtype == torch.float32 else dtype
     if stage == "combine":
         return {"y": combine(case, routes, inputs["rows"][routes.row].to(dtype), inputs["topk_weights"]).to(rounded)}
     rows = l2(case, inputs, routes, _a2_values(case, inputs, routes, dtype), dtype).to(rounded)
@@ -78,18 +84,27 @@ def _outputs(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict[str, torch.
     return {"y": combine(case, routes, rows.to(dtype), inputs["topk_weights"]).to(rounded)}
 
 
-def _nominal(case: Case, inputs: Inputs, routes: Routing) -> tuple[Activation, Requantised]:
-    """What the stage requantises, and the result."""
+def _given(case: Case, inputs: Inputs, routes: Routing) -> Activation:
+    """What the stage requantises."""
     if case["stage"] == "requantise":
         h = inputs["h"][routes.row].double()
-        given = Activation(h, torch.zeros_like(h))
-    else:
-        given = activation(case, inputs, routes)
+        return Activation(h, torch.zeros_like(h))
+    return activation(case, inputs, routes)
+
+
+def _nominal(case: Case, inputs: Inputs, routes: Routing) -> tuple[Activation, Requantised]:
+    """What the stage requantises, and the result."""
+    given = _given(case, inputs, routes)
     return given, requantise(given.h, inputs["a2_gs"][routes.expert])
 
 
 def _a2_values(case: Case, inputs: Inputs, routes: Routing, dtype: torch.dtype) -> torch.Tensor:
-    """[routes, intermediate]: codes times block scales, computed, or given in the stage l2."""
+    """[routes, intermediate]: codes times block scales or, in float32, bf16; computed, or given in the stage l2."""
+    if case["activations"] == "bf16":
+        if case["stage"] == "l2":
+            return inputs["a2"][routes.row].to(dtype)
+        h = _given(case, inputs, routes).h
+        return h if dtype == torch.float64 else h.bfloat16().to(dtype)
     if case["stage"] == "l2":
         sf = unswizzle_scales(inputs["a2_sf"], routes.capacity, case.int("intermediate") // SF_VEC_SIZE)
         return dequantise(inputs["a2_codes"][routes.row], sf[routes.row], dtype=dtype)
@@ -119,6 +134,8 @@ def free(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
     padding[routing(case, inputs["topk_ids"]).row] = False
     if case["stage"] == "l2":
         return {"rows": padding[:, None].expand(-1, case.int("hidden"))}
+    if case["activations"] == "bf16":
+        return {"a2": padding[:, None].expand(-1, case.int("intermediate"))}
     blocks = case.int("intermediate") // SF_VEC_SIZE
     codes = padding[:, None].expand(-1, case.int("intermediate") // 2)
     return {"a2_codes": codes, "a2_sf": swizzle_scales(padding[:, None].expand(-1, blocks).byte(), padding=1).bool()}
@@ -127,7 +144,7 @@ def free(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
 def latitude(case: Case, inputs: Inputs, outputs: Inputs, expected: Inputs) -> Latitude:
     """Codes and scales that may lie on either side of a step, and the y of the side that the kernel took."""
     routes, stage = routing(case, inputs["topk_ids"]), case["stage"]
-    if stage in ("l2", "combine"):
+    if stage in ("l2", "combine") or case["activations"] == "bf16":
         return Latitude()
     given, nominal = _nominal(case, inputs, routes)
     gs = inputs["a2_gs"][routes.expert]
@@ -175,8 +192,9 @@ def useful_flops(case: Case) -> int:
 def minimum_bytes(case: Case) -> int:
     """Bytes of the tokens and experts that have a route, and of the outputs, each moved once."""
     routes = routing(case, ids := draw_topk_ids(case))
-    hidden, intermediate, stage = case.int("hidden"), case.int("intermediate"), str(case["stage"])
+    hidden, intermediate = case.int("hidden"), case.int("intermediate")
     tokens, experts, rows = len(routes.token.unique()), len(routes.expert.unique()), len(routes.row)
+    moved = {*input_names(case), *output_names(case)}
     quantised = {
         "x_codes": tokens * hidden,
         "w1_codes": 2 * experts * hidden * intermediate,
@@ -184,16 +202,7 @@ def minimum_bytes(case: Case) -> int:
         "a2_codes": rows * intermediate,
     }
     plain = {"h": 4 * rows * intermediate, "rows": 2 * rows * hidden, "y": 2 * case.int("tokens") * hidden}
+    plain |= {"x": 2 * tokens * hidden, "a2": 2 * rows * intermediate}
     plain |= {"topk_ids": 4 * ids.numel(), "topk_weights": 4 * ids.numel()}
-    moved = {*INPUTS[stage], *_OUTPUTS[stage]}
     numbers = sum(count for name, count in quantised.items() if name in moved)
     return math.ceil(numbers * (0.5 + 1 / SF_VEC_SIZE)) + sum(size for name, size in plain.items() if name in moved)
-
-
-_OUTPUTS: Final = {
-    "layer": ("y",),
-    "l1": ("a2_codes", "a2_sf"),
-    "requantise": ("a2_codes", "a2_sf"),
-    "l2": ("rows",),
-    "combine": ("y",),
-}

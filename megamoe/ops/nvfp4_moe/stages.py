@@ -47,12 +47,12 @@ def activation(case: Case, inputs: Inputs, routes: Routing) -> Activation:
     """The SwiGLU output of each route, times its top-k weight if `weight` is "before"."""
     shape = (len(routes.row), case.int("intermediate"))
     h, slack = (torch.empty(shape, dtype=torch.float64, device=routes.row.device) for _ in range(2))
-    x_sf = unswizzle_scales(inputs["x_sf"], case.int("tokens"), case.int("hidden") // SF_VEC_SIZE)
+    numbers, x_gs = _x(case, inputs)
     for expert, here in routes.experts():
         token = routes.token[here]
-        x = dequantise(inputs["x_codes"][token], x_sf[token], dtype=torch.float64)
+        x = numbers[token].double()
         w1 = _weights(inputs, "w1", expert, 2 * case.int("intermediate"), case.int("hidden"))
-        scale = inputs["x_gs"][token].double()[:, None] * inputs["w1_gs"][expert].double()
+        scale = x_gs[token].double()[:, None] * inputs["w1_gs"][expert].double()
         gate, up = deinterleave((x @ w1.mT * scale).mT, case.int("interleave"))
         norm = x.norm(dim=1, keepdim=True) * w1.norm(dim=1) * scale
         gate_slack, up_slack = deinterleave(norm.mT, case.int("interleave"))
@@ -62,6 +62,14 @@ def activation(case: Case, inputs: Inputs, routes: Routing) -> Activation:
         weight = inputs["topk_weights"][routes.token, routes.choice].double()[:, None]
         h, slack = h * weight, slack * weight.abs()
     return Activation(h, slack)
+
+
+def _x(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens [tokens, hidden], exact, and their global scales [tokens]."""
+    if case["activations"] == "bf16":
+        return inputs["x"], torch.ones(case.int("tokens"), device=inputs["x"].device)
+    sf = unswizzle_scales(inputs["x_sf"], case.int("tokens"), case.int("hidden") // SF_VEC_SIZE)
+    return dequantise(inputs["x_codes"], sf, dtype=torch.bfloat16), inputs["x_gs"]
 
 
 def swiglu(
@@ -90,13 +98,13 @@ def l2(case: Case, inputs: Inputs, routes: Routing, a2: torch.Tensor, dtype: tor
     rows = torch.empty(len(a2), case.int("hidden"), dtype=dtype, device=a2.device)
     for expert, here in routes.experts():
         w2 = _weights(inputs, "w2", expert, case.int("hidden"), case.int("intermediate"), dtype)
-        scale = (inputs["a2_gs"][expert] * inputs["w2_gs"][expert]) if dtype == torch.float32 else _gs2(inputs, expert)
-        rows[here] = a2[here].to(dtype) @ w2.mT * scale
+        rows[here] = a2[here].to(dtype) @ w2.mT * _gs2(inputs, expert, dtype)
     return rows
 
 
-def _gs2(inputs: Inputs, expert: int) -> torch.Tensor:
-    return inputs["a2_gs"][expert].double() * inputs["w2_gs"][expert].double()
+def _gs2(inputs: Inputs, expert: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    scale = inputs["w2_gs"][expert].to(dtype)
+    return inputs["a2_gs"][expert].to(dtype) * scale if "a2_gs" in inputs else scale
 
 
 def combine(case: Case, routes: Routing, rows: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,37 @@
+"""Which lane of its warp wrote a granule of shared memory: what nothing but the warp's own convergence orders.
+
+The lanes of a warp are threads of their own since sm_70. The machine lets them go on together from the first common
+instruction, sooner than silicon must, so that schedules never show a missing bar.warp.sync. Clocks are by warp. This
+tells lanes apart instead: lanes that have not met since a write (no bar.warp.sync, no other instruction that gathers
+lanes, no wait) are not ordered by it. Whatever may order them counts as a meeting, so that what is found is found
+rightly.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Addresses = npt.NDArray[np.int64]
+
+
+class LaneWrites:
+    """By 4-byte granule, of its last generic write: `lane`, and `met`, how often its warp had met before.
+
+    `lane` is -1 where all lanes wrote it together (stmatrix). `met` is 0 where it does not matter: no write, a strong
+    one, or one of less than a granule.
+    """
+
+    def __init__(self, granules: int) -> None:
+        self.lane = np.zeros(granules, np.int8)
+        self.met = np.zeros(granules, np.int32)
+
+    def note(self, offsets: Addresses, size: int, lanes: Addresses, meetings: int) -> None:
+        """Lanes [n] of a warp that has met `meetings` times wrote `size` bytes at `offsets` [n]."""
+        granules = (offsets[:, None] + np.arange(0, size, 4)) >> 2
+        self.lane[granules] = lanes[:, None] if lanes.size == offsets.size else -1
+        self.met[granules] = meetings if size >= 4 else 0
+
+    def foreign(self, granules: Addresses, lanes: Addresses, meetings: int) -> npt.NDArray[np.bool_]:
+        """Which of granules [n, k] another lane than lanes [n] wrote since the warp met for the `meetings`-th time."""
+        return (self.met[granules] == meetings) & (self.lane[granules] != lanes[:, None])

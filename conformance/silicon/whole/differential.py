@@ -1,0 +1,98 @@
+"""Random programs on the machine, beside what an H200 left: `python -m conformance.silicon.whole.differential --help`.
+
+The machine's hashes go to a folder, 250 programs a file, so that a run can be stopped and taken up again. Beside what
+an H200 left (drawn.npz, of on_device.py) it says how many programs agree, which do not, and what the machine found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.faults import Fault, UnknownInstructionError
+from conformance import SILICON
+from conformance.silicon.whole.drawn import drawn
+from conformance.silicon.whole.on_device import DRAWN_MODULE, hashed
+from conformance.silicon.whole.on_machine import answer, schedule_of
+
+Hashes = npt.NDArray[np.uint64]
+KEPT = SILICON / "whole" / "drawn.npz"
+_GUARDED = re.compile(r"@!?%p\d testp\.(normal|subnormal)")
+
+
+def machine_hash(number: int) -> tuple[int, str]:
+    """The hash of what program `number` leaves, and the first thing that the machine found, "" for nothing."""
+    try:
+        left = answer(drawn(number), schedule_of(number))
+    except (Fault, UnknownInstructionError) as error:
+        return 0, str(error)
+    return hashed(left.output), left.found[0] if left.found else ""
+
+
+def _some(folder: Path, first: int) -> list[str]:
+    """The file of the programs from `first` on, unless it is there; what was found."""
+    file = folder / f"{first}.npy"
+    if file.exists():
+        return []
+    os.nice(10)
+    both = [machine_hash(number) for number in range(first, first + DRAWN_MODULE)]
+    np.save(folder / f"part-{first}.npy", np.array([one for one, _ in both], np.uint64))
+    (folder / f"part-{first}.npy").replace(file)
+    return [f"program {first + i}: {said}" for i, (_, said) in enumerate(both) if said]
+
+
+def run(folder: Path, first: int, count: int, jobs: int) -> list[str]:
+    """The machine's hashes of `count` programs from `first` on, to `folder`; what it found in them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found: list[str] = []
+    with ProcessPoolExecutor(jobs) as pool:
+        for one in as_completed([pool.submit(_some, folder, at) for at in range(first, first + count, DRAWN_MODULE)]):
+            found += one.result()
+    return found
+
+
+def both(folder: Path) -> Iterator[tuple[int, Hashes, Hashes]]:
+    """For each run of programs that both have: its first number, the machine's hashes, the H200's low 32 bits."""
+    held = np.load(KEPT)
+    for first, theirs in zip(held["first"].tolist(), held["hashes"], strict=True):
+        if (mine := folder / f"{first}.npy").exists():
+            yield first, np.load(mine), theirs
+
+
+def skips_a_guard(number: int) -> bool:
+    """Whether ptxas makes something else of the program: it drops the guard of testp.normal and testp.subnormal."""
+    return _GUARDED.search(drawn(number).text) is not None
+
+
+def main() -> None:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the machine's hashes are, or go")
+    parser.add_argument("--run", nargs=2, type=int, metavar=("FIRST", "COUNT"), help="multiples of 250")
+    parser.add_argument("--jobs", type=int, default=1)
+    asked = parser.parse_args()
+    if asked.run:
+        for said in run(asked.folder, asked.run[0], asked.run[1], asked.jobs):
+            print(said, flush=True)
+    failed = set(np.load(KEPT)["failed"].tolist())
+    total, unlike = 0, list[int]()
+    for first, mine, theirs in both(asked.folder):
+        total += len(mine)
+        unlike += [first + int(at) for at in np.flatnonzero(mine.astype(np.uint32) != theirs)]
+    ran = [number for number in unlike if number not in failed]
+    guards = set(filter(skips_a_guard, ran))
+    rest = [number for number in ran if number not in guards]
+    lost = len(unlike) - len(ran)
+    print(f"{total} programs ran on both; {total - len(unlike)} agree; {lost} hung or failed on the H200;")
+    print(f"{len(guards)} have a guard that ptxas drops; {len(rest)} others differ: {rest[:400]}")
+
+
+if __name__ == "__main__":
+    main()

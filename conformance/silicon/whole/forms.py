@@ -1,0 +1,95 @@
+"""The programs of all forms that are not lane-wise, and the answers of an H200 that the machine is held to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from conformance import SILICON
+from conformance.silicon.whole import copies, matrices, movement
+from conformance.silicon.whole.on_machine import ROW, answer, checksums, rows_that_differ
+from conformance.silicon.whole.programs import Whole
+
+FILE = SILICON / "whole" / "answers.npz"
+
+
+def programs() -> Iterator[Whole]:
+    """All of them, each of its own name."""
+    yield from matrices.mma_programs()
+    yield from matrices.wmma_programs()
+    yield from matrices.wgmma_programs()
+    yield from movement.barrier_programs()
+    yield from movement.control_programs()
+    yield from movement.memory_programs()
+    yield from movement.atomic_programs()
+    yield from movement.barrier_histories()
+    yield from copies.copy_programs()
+    yield from copies.bulk_programs()
+    yield from copies.cluster_programs()
+    yield from copies.tensor_programs()
+
+
+def identity(program: Whole) -> int:
+    """Of the program's text but for white space, its launch and its input: an answer is to that program alone."""
+    text = " ".join(program.text.split())
+    return crc32(f"{text} {program.threads} {program.grid} {program.given} {program.tensor_map}".encode())
+
+
+@cache
+def answers() -> Mapping[str, tuple[int, npt.NDArray[np.uint32]]]:
+    """By entry: the identity of the program that ran, and the checksums of the rows that it left."""
+    held = np.load(FILE)
+    rows = zip(held["entries"], held["identities"], held["rows"], strict=True)
+    return {str(entry): (int(which), row) for entry, which, row in rows}
+
+
+def answered(program: Whole) -> bool:
+    """Whether an H200 has run this very program."""
+    return FILE.exists() and program.entry in answers() and answers()[program.entry][0] == identity(program)
+
+
+def difference(program: Whole) -> str | None:
+    """A sentence on what the machine does otherwise than the H200; None if nothing."""
+    left = answer(program)
+    if left.found:
+        return f"{program.name}: the machine finds {left.found[0]}"
+    wrong = rows_that_differ(left.output, answers()[program.entry][1])
+    at = ", ".join(f"{ROW * row} to {ROW * row + ROW - 1}" for row in wrong[:4])
+    return f"{program.name}: other bytes than an H200's among {at} of the output" if wrong else None
+
+
+def merge(out: Path) -> None:
+    """Take the outputs of OUT/whole.npz as answers, and list the opcodes that ran as witnessed."""
+    from backends.vm.coverage import MEASURED
+
+    found = np.load(out / "whole.npz")
+    held = dict(answers()) if FILE.exists() else {}
+    every = sorted(programs(), key=lambda one: one.entry)
+    held |= {one.entry: (identity(one), checksums(found[one.entry])) for one in every if one.entry in found.files}
+    every = [one for one in every if one.entry in held and held[one.entry][0] == identity(one)]
+    np.savez_compressed(
+        FILE,
+        allow_pickle=False,
+        entries=np.array([one.entry for one in every]),
+        identities=np.array([held[one.entry][0] for one in every], np.uint32),
+        rows=np.stack([held[one.entry][1] for one in every]),
+    )
+    listed = json.loads(MEASURED.read_text("utf-8"))
+    listed.pop("whole/answers.npz", None)
+    elsewhere = set().union(*listed.values())
+    ran = set().union(*(answer(one).opcodes for one in every))
+    listed["whole/answers.npz"] = sorted(ran - elsewhere)
+    MEASURED.write_text(json.dumps(dict(sorted(listed.items())), indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    with np.errstate(all="ignore"):
+        every = list(programs())
+        unlike = [said for program in every if (said := difference(program))]
+    print("\n".join([*unlike, f"{len(unlike)} of {len(every)} programs differ from an H200"]))

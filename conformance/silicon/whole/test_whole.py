@@ -1,0 +1,93 @@
+"""The machine leaves what an H200 left: programs of all forms that are not lane-wise, and random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from backends.vm.isa import memory_access
+from backends.vm.numerics.accumulate import Adder
+from conformance import SILICON
+from conformance.silicon.whole.drawn import MIN_INSTRUCTIONS, drawn
+from conformance.silicon.whole.forms import answers, difference, identity, programs
+from conformance.silicon.whole.on_device import hashed
+from conformance.silicon.whole.on_machine import answer, schedule_of
+
+PROGRAMS = list(programs())
+PARTS = 8
+MATRICES = ("mma.", "wmma.", "wgmma.")
+SUM = memory_access._single_sum
+HASHES = np.load(SILICON / "whole" / "drawn.npz")
+RANDOM = (1, 2, 3, 10, 17, 20, 30, 33, 50, 1234)
+
+FAULTS = [
+    (
+        "backends.vm.numerics.accumulate._LEAST_EXPONENTS",
+        {"tf32": -1000},
+        "mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 special",
+    ),
+    (
+        "backends.vm.numerics.accumulate._NARROW_TO_HALF",
+        Adder(13, 14),
+        "wgmma.mma_async.sync.aligned.m64n96k32.f16.e4m3",
+    ),
+    ("backends.vm.tensor.tma_box._NAN_FILL", {16: 0x7FFF, 32: 0x7FFFFFFF, 64: 0x7FF8 << 48}, "tensor load 42 f64"),
+    ("backends.vm.isa.memory_access._single_sum", lambda *, flush: SUM(flush=False), "atomics global"),
+]
+"""A rule of the machine, what it becomes, and a program that must notice."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with np.errstate(all="ignore"):
+        yield
+
+
+def test_every_program_has_the_answer_to_itself() -> None:
+    held = answers()
+    assert {program.entry for program in PROGRAMS} == set(held), "ask the H200 again: see README.md"
+    changed = [program.name for program in PROGRAMS if identity(program) != held[program.entry][0]]
+    assert not changed, f"these are no longer the programs that the H200 ran: {changed[:5]}"
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_machine_leaves_what_an_h200_left(part: int) -> None:
+    """All that move and meet, and every sixth product; `python -m conformance.silicon.whole.forms` runs all of them."""
+    products = [program for program in PROGRAMS if program.name.startswith(MATRICES)]
+    others = [program for program in PROGRAMS if not program.name.startswith(MATRICES)]
+    some = [*products[5::6], *others][part::PARTS]
+    wrong = [said for program in some if (said := difference(program))]
+    assert not wrong, "\n".join(wrong[:8])
+
+
+@pytest.mark.parametrize(("what", "planted", "named"), FAULTS, ids=[named for *_, named in FAULTS])
+def test_an_altered_rule_of_the_machine_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, what: str, planted: object, named: str
+) -> None:
+    program = next(program for program in PROGRAMS if program.name.startswith(named))
+    assert difference(program) is None
+    monkeypatch.setattr(what, planted)
+    assert (said := difference(program)) is not None, f"{what} altered: {named} does not notice"
+    assert program.name in said
+
+
+@pytest.mark.parametrize("number", RANDOM)
+def test_random_programs_leave_what_an_h200_left(number: int) -> None:
+    program = drawn(number)
+    left = answer(program, schedule_of(number))
+    assert not left.found, f"program {number}: the machine finds {left.found[0]}"
+    at, row = np.argwhere(HASHES["first"][:, None] + np.arange(HASHES["hashes"].shape[1]) == number)[0]
+    assert hashed(left.output) % 2**32 == int(HASHES["hashes"][at, row]), (
+        f"program {number} leaves other bytes than on an H200"
+    )
+
+
+def test_random_programs_are_of_the_promised_size() -> None:
+    for number in range(0, 2000, 7):
+        program = drawn(number)
+        assert program.text.count(";") >= MIN_INSTRUCTIONS, f"program {number} has too few instructions"
+        assert program.threads >= 128, f"program {number} has fewer than four warps"
+        assert (number % 10 == 0) == bool(program.engine), f"program {number}: every tenth has wgmma or TMA"
+    assert drawn(5).text == drawn(5).text
