@@ -112,7 +112,7 @@ def report(fault: Fault) -> None:
 
 
 def collects() -> bool:
-    """Whether somebody collects. A run that is judged only counts some of what `report` would raise there."""
+    """Whether a launch runs. Each takes what is reported: a door collects it, and a row that is judged ends or counts."""
     return _TAKES.get() is not None
 
 

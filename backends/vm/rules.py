@@ -376,7 +376,15 @@ COLLECTED_ONLY: Final = frozenset(
         "tmem-load-used-unwaited", "unspecified-result", "tmem-mma-unordered", "wgmma-fence-early", "lanes-unordered",
     }
 )  # fmt: skip
-"""Rules that only a run that collects reports. A judged row counts some and fails on none."""
+"""Rules that only a run that collects reports. A judged row counts what breaks them and fails on none."""
+COUNTERS: Final[Mapping[str, str]] = {
+    "mbarrier-init-unfenced": "mbarrier_inits_unfenced",
+    "missing-tcgen05-fence": "tcgen05_fences_missing",
+    "tmem-mma-unordered": "tmem_unordered_mmas",
+    "wgmma-fence-early": "wgmma_fences_early",
+    "lanes-unordered": "lanes_unordered",
+}
+"""By rule of COLLECTED_ONLY that nothing else counts: the counter of a judged row, absent where the rule is kept."""
 PAGES: Final[Mapping[str, str]] = {
     "async-proxy": "proxy fences",
     "unawaited-copies": "bulk copies that nobody awaits",
@@ -428,7 +436,7 @@ def as_markdown() -> str:
         "A row of the matrix fails on errors and on `portability`, as the profile `strict` does at the doors, but for "
         f"{len(relied)} rules: {', '.join(relied)}.",
         "The doors (`megamoe check`, `megamoe.vm`, `megamoe.triton`, `megamoe.cutedsl`, pytest) report them, and "
-        "`strict` fails on them. A row at most counts them.",
+        "`strict` fails on them. A row counts what breaks them, and `megamoe gate` fails where a count grows.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -36,7 +36,13 @@ _DIRECTIONS: Mapping[str, Direction] = {
     "tma_store_bytes": "cost",
     "tma_stores": "cost",
     "tmem_columns": "cost",
+    # Orders that the ISA asks for and a judged row does not fail on.
+    "lanes_unordered": "cost",
+    "mbarrier_inits_unfenced": "cost",
+    "tcgen05_fences_missing": "cost",
     "tmem_unordered_copies": "cost",
+    "tmem_unordered_mmas": "cost",
+    "wgmma_fences_early": "cost",
     "tmem_unwaited_overwrites": "cost",
     "useful_flops": "fact",
     "minimum_bytes": "fact",

@@ -22,6 +22,7 @@ from backends.vm.memory.global_memory import PARAM_WINDOW, WINDOW_SHIFT, Bytes, 
 from backends.vm.memory.global_races import GlobalRaces
 from backends.vm.memory.shared import MAX_DYNAMIC
 from backends.vm.ptx.ast import Variable
+from backends.vm.rules import COLLECTED_ONLY, COUNTERS
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
@@ -137,7 +138,7 @@ class Machine:
             self._grid_barrier(run) if cooperative else nullcontext(),
             np.errstate(all="ignore"),
             nullcontext() if self.observer is None else self.observer.launch(run),
-            nullcontext() if self.findings is None else collecting(run.found),
+            collecting(run.met if self.findings is None else run.found),
         ):
             run.to_the_end()
             # The last launch stands last, also of a function that was launched before.
@@ -342,6 +343,16 @@ class Run:
     def acting(self) -> int:
         """The agent of the warp that runs, -1 if none does."""
         return -1 if self.running is None else self.running.agent
+
+    def met(self, fault: Fault) -> None:
+        """What a judged row does with a fault that it could go on after: it ends, or counts what it does not fail on.
+
+        The counts of some are kept where they are found.
+        """
+        if fault.rule not in COLLECTED_ONLY:
+            raise fault
+        if fault.rule in COUNTERS:
+            self.machine.counters[COUNTERS[fault.rule]] += 1
 
     def found(self, fault: Fault) -> None:
         """Collect a fault that the launch goes on after. What it collides with ends first, as in the missing order."""

@@ -31,6 +31,7 @@ from conformance.kernels.mutants.campaign import (
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant
 from conformance.kernels.mutants.search import Effort, as_row, hunts
 from conformance.kernels.mutants.table import DROPS, RECORD, TABLE, drops_table, kind_of, reason_of, reasons, table
+from conformance.kernels.mutants.unmutated import UNMUTATED, Watch, watch
 from megamoe.contract import UnsupportedError
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import Selection, SelectionError
@@ -45,6 +46,8 @@ def main(given: list[str]) -> int:
             TABLE.write_text(table(known, reasons()), "utf-8")
             print(f"{TABLE}: {len(known.outcomes)} mutants")
             return 0
+        if options.unmutated is not None:
+            return _unmutated(Watch(*(options.record or [UNMUTATED])), options, given)
         if options.drops:
             DROPS.write_text(drops_table({target: drops(target) for target in DROPPED}, reasons()), "utf-8")
             print(f"{DROPS} is written")
@@ -113,6 +116,18 @@ def _search(record: Record, selection: Selection, effort: Effort) -> int:
     return 0
 
 
+def _unmutated(record: Watch, options: argparse.Namespace, given: list[str]) -> int:
+    """Programs as they are, until `record` has so many rows; status 1 if one has an error."""
+    record.append(Ran(shlex.join(given), _machine(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", options.unmutated))
+    for one in watch(record, options.unmutated, options.seconds):
+        fate = one.left_out or "; ".join(one.errors) or "no error"
+        rows = f"{record.rows}/{options.unmutated} rows"
+        print(f"{rows}, {one.case} on {one.backend} {one.target}: {fate}, {one.seconds:.1f} s", flush=True)
+    wrong = [one for one in record.seen.values() if one.errors]
+    print(f"{record.path}: {record.rows} rows, {len(wrong)} cases with an error")
+    return int(bool(wrong))
+
+
 def _alone(name: str | None, text: str | None, plan: Plan) -> int:
     """Runs one mutant by its id, or those of the instructions that have `text`, and keeps no record."""
     every = Plan(plan.selection, None, None, programs=plan.programs if name is None else (name.partition("/")[0],))
@@ -167,6 +182,7 @@ def _options(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--text", help="run the mutants of the instructions with TEXT alone, as tcgen05.wait::st")
     parser.add_argument("--drops", action="store_true", help="write results/mutations.md: two programs, run now")
     parser.add_argument("--search", type=int, metavar="N", help="draw up to N cases to kill a hole of the record")
+    parser.add_argument("--unmutated", type=int, metavar="N", help="N rows of programs as they are, in random orders")
     parser.add_argument("--table", action="store_true", help="write results/mutants.md from the record")
     return parser.parse_args(given)
 

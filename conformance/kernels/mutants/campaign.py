@@ -16,15 +16,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from math import prod
 from pathlib import Path
 
 from backends.vm import executor as machine
 from backends.vm.faults import Fault, Findings
+from backends.vm.rules import COUNTERS
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant, mutants, program_id
 from megamoe.contract import Case, HostProgram, Program, RunOptions, UnsupportedError, load_backend, load_executor
 from megamoe.contract.assembly import assembled
-from megamoe.judge.guarded import GuardedCase
+from megamoe.judge.guarded import GuardedCase, GuardedRun
 from megamoe.judge.judge import Expected, compared, complaints, expected_of
 from megamoe.judge.tolerance import Judgement
 from megamoe.ops import reference
@@ -33,7 +35,7 @@ from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
 from megamoe.spec.spec import Spec
 
-FINDINGS = ("tmem_unwaited_overwrites", "tmem_unordered_copies")
+FINDINGS = ("tmem_unwaited_overwrites", "tmem_unordered_copies", "smem_unfenced_overwrites", *COUNTERS.values())
 """Counters of the machine that are findings: an order that the ISA does not promise."""
 SCHEDULES = ("eager", "lazy", "random:3")
 LATER_CASES = 2
@@ -68,6 +70,7 @@ class Outcome:
 
     `same_code`: whether an assembler makes the same machine code of it; None where it was not asked. `reached`, of a
     survivor: whether a case with its findings collected executes the line that it changes; None for one of a launch.
+    `smoke`: the check that kills it in a row of the profile smoke, "" for none; None where `smoked` has not asked.
     """
 
     id: str
@@ -84,6 +87,7 @@ class Outcome:
     reached: bool | None = None
     runs: int = 0
     seconds: float = 0.0
+    smoke: str | None = None
 
     @property
     def killed(self) -> bool:
@@ -98,7 +102,22 @@ class Built:
     spec: Spec
     case: Case
     program: Program | HostProgram
-    expected: Expected
+
+    @property
+    def expected(self) -> Expected:
+        """The inputs and references of the case."""
+        return _expected(self.case)
+
+    @property
+    def size(self) -> int:
+        """Elements of the inputs."""
+        tensors = self.spec.tensors_of(self.case)
+        return sum(prod(self.spec.shape(name, self.case)) for name, one in tensors.items() if one.role == "input")
+
+
+@lru_cache(maxsize=64)
+def _expected(case: Case) -> Expected:
+    return expected_of(case, reference(case.op).make_inputs(case))
 
 
 @dataclass(slots=True)
@@ -108,11 +127,12 @@ class _Baseline:
 
 
 @dataclass(frozen=True, slots=True)
-class _Collection:
-    """What a run that collects tells: its findings, and the PTX lines that it executed."""
+class Collection:
+    """What a run that collects tells: its findings, the PTX lines that it executed, and what came of it."""
 
     found: tuple[Fault, ...]
     lines: frozenset[int]
+    ran: GuardedRun
 
 
 @dataclass(slots=True)
@@ -124,7 +144,7 @@ class Subject:
     op: str
     built: list[Built] = field(default_factory=list[Built])
     _baselines: dict[tuple[str, str], _Baseline] = field(default_factory=dict[tuple[str, str], _Baseline])
-    _collections: dict[str, _Collection] = field(default_factory=dict[str, _Collection])
+    _collections: dict[str, Collection] = field(default_factory=dict[str, Collection])
     _code: Mapping[str, str | None] | None = None
 
     @property
@@ -144,16 +164,16 @@ class Subject:
         key = (built.case.id, schedule)
         if key not in self._baselines:
             begun = time.process_time()
-            check, sentence, counters = _verdict(built, built.program, RunOptions(schedule=schedule))
+            check, sentence, counters = verdict(built, built.program, RunOptions(schedule=schedule))
             if check:
                 raise ValueError(f"{self.name} itself does not pass on {built.case.id}, {schedule}: {sentence}")
             self._baselines[key] = _Baseline(counters, time.process_time() - begun)
         return self._baselines[key]
 
-    def collection(self, built: Built, schedule: str) -> _Collection:
+    def collection(self, built: Built, schedule: str) -> Collection:
         """What a run of the program itself that collects tells."""
         if built.case.id not in self._collections:
-            self._collections[built.case.id] = _collected(built, built.program, RunOptions(schedule=schedule))
+            self._collections[built.case.id] = collected(built, built.program, RunOptions(schedule=schedule))
         return self._collections[built.case.id]
 
     def telling(self, schedule: str) -> list[Built]:
@@ -161,7 +181,7 @@ class Subject:
         found: list[Built] = []
         seen = frozenset[int]()
         for one in self.built:
-            if found and _size(one) > MAX_COLLECTED:
+            if found and one.size > MAX_COLLECTED:
                 break
             lines = self.collection(one, schedule).lines
             if not lines <= seen:
@@ -174,19 +194,16 @@ def subjects(selection: Selection) -> list[Subject]:
     """The programs of a selection: texts in the order of the rows. Rows that a backend cannot build are left out."""
     specs = load_specs(None)
     found: dict[tuple[str, str, str], Subject] = {}
-    expected: dict[str, Expected] = {}
     for row in dict.fromkeys(row._replace(schedule="eager") for row in owed_rows(specs, selection)):
         spec = specs[row.op]
         case = spec.parse_case(row.case)
         program = program_of(row.backend, row.target, case)
         if program is None:
             continue
-        if case.id not in expected:
-            expected[case.id] = expected_of(case, reference(case.op).make_inputs(case))
         one = found.setdefault((row.backend, row.target, program.ptx), Subject(row.backend, row.target, row.op))
-        one.built.append(Built(spec, case, program, expected[case.id]))
+        one.built.append(Built(spec, case, program))
     for one in found.values():
-        one.built.sort(key=lambda built: _size(built))
+        one.built.sort(key=lambda built: built.size)
     return list(found.values())
 
 
@@ -197,10 +214,6 @@ def program_of(backend: str, target: str, case: Case) -> Program | HostProgram |
     except UnsupportedError:
         return None
     return program if isinstance(program, (Program, HostProgram)) else None
-
-
-def _size(built: Built) -> int:
-    return sum(tensor.numel() for tensor in built.expected.inputs.values())
 
 
 def planned(plan: Plan, programs: Sequence[Subject]) -> list[tuple[Subject, Mutant]]:
@@ -256,7 +269,7 @@ def examine(
         if schedule == COLLECTED:
             check, sentence = _found_by(subject, built, mutant, schedules[0])
         else:
-            check, sentence = _killed_by(subject, built, mutant, schedule)
+            check, sentence = killed_by(subject, built, mutant, schedule)
         runs += 1
         spent = round(time.process_time() - begun, 2)
         if check:
@@ -274,11 +287,12 @@ def examine(
     return Outcome(*about, same_code=same, reached=reached, runs=runs, seconds=spent)
 
 
-def _killed_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:
+def killed_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:
+    """The check that kills a mutant on one case under one schedule, as a row is judged, and its sentence; or "", ""."""
     whole = subject.baseline(built, schedule)
     with _limited(whole) as steps:
         options = RunOptions(schedule=schedule, step_budget=steps)
-        check, sentence, counters = _verdict(built, mutant.of(built.program), options)
+        check, sentence, counters = verdict(built, mutant.of(built.program), options)
     return (check, sentence) if check else _findings(counters, whole.counters)
 
 
@@ -297,18 +311,19 @@ def _found_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> 
     with _limited(subject.baseline(built, schedule)) as steps:
         options = RunOptions(schedule=schedule, step_budget=steps)
         try:
-            found = _collected(built, mutant.of(built.program), options)
+            found = collected(built, mutant.of(built.program), options)
         except Exception as error:
             return _ended_by(error)
     new = [one for one in found.found if one.site not in own and one.about.grade != "note"]
     return (f"rule:{new[0].rule}", str(new[0])) if new else ("", "")
 
 
-def _collected(built: Built, program: Program | HostProgram, options: RunOptions) -> _Collection:
+def collected(built: Built, program: Program | HostProgram, options: RunOptions) -> Collection:
+    """A run that goes on after what the machine can go on after."""
     listening = machine.VmExecutor()
     listening.findings = Findings()
-    GuardedCase(built.spec, built.case, listening, built.expected.inputs).run(program, options)
-    return _Collection(tuple(listening.findings.by_site.values()), listening.lines_run)
+    ran = GuardedCase(built.spec, built.case, listening, built.expected.inputs).run(program, options)
+    return Collection(tuple(listening.findings.by_site.values()), listening.lines_run, ran)
 
 
 def _ended_by(error: Exception) -> tuple[str, str]:
@@ -320,8 +335,8 @@ def _short(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:120]} ... {text[-70:]}"
 
 
-def _verdict(built: Built, program: Program | HostProgram, options: RunOptions) -> tuple[str, str, Mapping[str, int]]:
-    """The check that fails and its sentence, or two empty strings; and the counters of the run."""
+def verdict(built: Built, program: Program | HostProgram, options: RunOptions) -> tuple[str, str, Mapping[str, int]]:
+    """What a judge says: the check that fails and its sentence, or two empty strings; and the counters of the run."""
     guarded = GuardedCase(built.spec, built.case, load_executor("vm"), built.expected.inputs)
     try:
         ran = guarded.run(program, options)

@@ -1,0 +1,64 @@
+"""Which mutants the profile smoke kills: its rows as they are judged, and no other case, schedule or collector.
+
+A campaign stops at the first check that kills. Where that was a row of smoke, the answer is there. Others run on the
+rows of smoke that build their program; of a program that smoke does not build, no mutant dies by smoke.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+from conformance.kernels.mutants.campaign import Outcome, Record, Subject, killed_by, parsed_nowhere, subjects
+from conformance.kernels.mutants.mutant import Mutant, mutants, program_id
+from megamoe.spec.load import load_specs
+from megamoe.spec.selection import Selection, owed_rows
+
+SMOKE = Selection("smoke", executors=("vm",))
+
+
+@cache
+def rows() -> frozenset[tuple[str, str]]:
+    """Cases and schedules of the profile smoke."""
+    return frozenset((row.case, row.schedule) for row in owed_rows(load_specs(None), SMOKE))
+
+
+def check_of(one: Outcome) -> str | None:
+    """The check of smoke that kills a mutant, "" for none, None where nobody has asked."""
+    if one.killed and (one.case, one.schedule) in rows():
+        return one.check
+    return one.smoke
+
+
+def killer(subject: Subject, mutant: Mutant) -> str:
+    """The check of a row of smoke that kills `mutant`, the smallest case first; "" for none. `subject`: of SMOKE."""
+    schedules = dict.fromkeys(schedule for _, schedule in sorted(rows()))
+    turns = ((schedule, built) for schedule in schedules for built in subject.built)
+    return next((check for schedule, built in turns if (check := killed_by(subject, built, mutant, schedule)[0])), "")
+
+
+def smoked(record: Record, seconds: float | None = None, *, again: bool = False) -> Iterator[Outcome]:
+    """Ask smoke about what `record` has no answer for, for at most `seconds` of processor time, and keep the answers.
+
+    `again`: also about what no row of smoke killed when it was asked.
+    """
+    begun = time.process_time()
+    built = {program_id(one.built[0].program.ptx): one for one in subjects(SMOKE)}
+    of_program: dict[str, dict[str, Mutant]] = {}
+    for one in record.outcomes:
+        if (known := check_of(one)) is not None and (known or not again):
+            continue
+        if seconds is not None and time.process_time() - begun > seconds:
+            return
+        text = one.id.partition("/")[0]
+        subject = built.get(text)
+        answer = ""
+        if subject is not None:
+            if text not in of_program:
+                of_program = {text: {each.id: each for each in mutants(subject.built[0].program)}}
+            with parsed_nowhere():
+                answer = killer(subject, of_program[text][one.id])
+        record.append(replace(one, smoke=answer))
+        yield record.by_id[one.id]

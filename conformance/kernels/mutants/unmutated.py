@@ -1,0 +1,205 @@
+"""Rows of the programs as they are, under random orders with their findings collected: none of them is an error.
+
+A machine that cried wolf would kill every mutant. The cases are those of the profiles smoke and full and drawn ones, of
+every backend and target that runs on the machine, those left out that take it long. Each case runs once in order, as a
+row is judged, and then under orders of its own seeds, which must leave the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+
+from conformance import ROOT
+from conformance.kernels.laws.law import laws_of
+from conformance.kernels.laws.strategies import cases
+from conformance.kernels.mutants.campaign import Built, Ran, collected, parsed_nowhere, program_of
+from megamoe.contract import Case, RunOptions
+from megamoe.judge.judge import compared, complaints
+from megamoe.spec.load import load_specs
+from megamoe.spec.selection import Selection, owed_rows
+
+UNMUTATED = ROOT / "results" / "unmutated.jsonl"
+ORDERS = 24
+"""Random orders of a case on a backend and a target."""
+DRAWN = 60
+"""Cases that are drawn from the ranges of each op."""
+MAX_SECONDS = 0.6
+"""Processor time of the run in order, the reading of the program included: a case that takes more is left out."""
+MAX_ELEMENTS = 1 << 18
+"""Elements of the inputs of a case that is tried at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A case on a backend and a target: a line of the record.
+
+    `rows`: orders that ran, random:`first` and those that follow; 0 if it was left out, and `left_out` says why.
+    `errors`: sentences of what is an error. `relied`, `notes`: rules of grade portability, and notes, with the rows that
+    met them.
+    """
+
+    backend: str
+    target: str
+    case: str
+    first: int = 0
+    rows: int = 0
+    errors: tuple[str, ...] = ()
+    relied: dict[str, int] = field(default_factory=dict[str, int])
+    notes: dict[str, int] = field(default_factory=dict[str, int])
+    left_out: str = ""
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What names it."""
+        return self.backend, self.target, self.case
+
+
+class Watch:
+    """The record of what was watched: JSON lines, one a call and one a case. A torn last line is cut off."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.calls: list[Ran] = []
+        self.seen: dict[tuple[str, str, str], Watched] = {}
+        text = path.read_text("utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            path.write_text(whole, "utf-8")
+        for line in map(json.loads, whole.splitlines()):
+            if "command" in line:
+                self.calls.append(Ran(**line))
+            else:
+                one = Watched(**{**line, "errors": tuple(line["errors"])})
+                self.seen[one.key] = one
+
+    @property
+    def rows(self) -> int:
+        """Rows that ran."""
+        return sum(one.rows for one in self.seen.values())
+
+    def append(self, line: Watched | Ran) -> None:
+        """Write one more line."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as out:
+            out.write(f"{json.dumps(asdict(line))}\n")
+        if isinstance(line, Ran):
+            self.calls.append(line)
+        else:
+            self.seen[line.key] = line
+
+
+def drawn(op: str, count: int, seed: int) -> list[Case]:
+    """`count` draws of the law matches_reference of `op`, the same for a seed on every host; each case once."""
+    found: dict[str, Case] = {}
+
+    @settings(max_examples=count, database=None, deadline=None, derandomize=True, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(cases(laws_of(op)["matches_reference"]))
+    def take(case: Case) -> None:
+        found[case.id] = case
+
+    take()
+    return random.Random(seed).sample(list(found.values()), len(found))
+
+
+def candidates(seed: int = 0) -> list[tuple[str, str, Case]]:
+    """Backends, targets and cases in the order in which they are watched, which `seed` shuffles."""
+    specs = load_specs(None)
+    owed = [row for name in ("smoke", "full") for row in owed_rows(specs, Selection(name, executors=("vm",)))]
+    found = {(row.backend, row.target, row.case): specs[row.op].parse_case(row.case) for row in owed}
+    for op in specs:
+        places = dict.fromkeys((row.backend, row.target) for row in owed if row.op == op)
+        found |= {(*place, case.id): case for case in drawn(op, DRAWN, seed) for place in places}
+    shuffled = random.Random(seed).sample(sorted(found), len(found))
+    return [(backend, target, found[backend, target, case]) for backend, target, case in shuffled]
+
+
+def watched(backend: str, target: str, built: Built, seeds: Sequence[int]) -> Watched:
+    """Run a program once in order and then under random:SEED for each of `seeds`."""
+    about = (backend, target, built.case.id)
+    expected = built.expected
+    begun = time.process_time()
+    first = collected(built, built.program, RunOptions(schedule="eager"))
+    if (spent := time.process_time() - begun) > MAX_SECONDS:
+        return Watched(*about, left_out=f"it takes more than {MAX_SECONDS:g} s", seconds=round(spent, 2))
+    errors: list[str] = []
+    alone, judgement = first.ran, compared(built.spec, expected, first.ran.outputs)
+    if wrong := alone.fault() or complaints(alone.guarded.arena, expected, judgement) or judgement.sentence:
+        errors.append(f"eager: {wrong}"[:300])
+    relied, notes = Counter[str](), Counter[str]()
+    for seed in seeds:
+        schedule = f"random:{seed}"
+        one = collected(built, built.program, RunOptions(schedule=schedule))
+        errors += [f"{schedule}: {fault}"[:300] for fault in one.found if fault.about.grade == "error"]
+        relied.update({fault.rule for fault in one.found if fault.about.grade == "portability"})
+        notes.update({fault.rule for fault in one.found if fault.about.grade == "note"})
+        wrong = "" if errors else one.ran.fault() or _moved(alone.settled, one.ran.settled)
+        errors += [f"{schedule}: {wrong}"[:300]] if wrong else []
+    spent = round(time.process_time() - begun, 2)
+    return Watched(*about, seeds[0], len(seeds), tuple(errors), dict(relied), dict(notes), seconds=spent)
+
+
+def _moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
+    bits = {name: (before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before}
+    names = [name for name, (one, other) in bits.items() if not torch.equal(one, other)]
+    return f"other bits than in order: {', '.join(names)}" if names else ""
+
+
+def watch(record: Watch, rows: int, seconds: float | None = None) -> Iterator[Watched]:
+    """Watch until `record` has `rows` rows, for at most `seconds` of processor time; what it has is not run again."""
+    begun = time.process_time()
+    specs = load_specs(None)
+    for place, (backend, target, case) in enumerate(candidates()):
+        if record.rows >= rows or (seconds is not None and time.process_time() - begun > seconds):
+            return
+        if (backend, target, case.id) in record.seen:
+            continue
+        program = program_of(backend, target, case)
+        built = None if program is None else Built(specs[case.op], case, program)
+        if built is None:
+            record.append(Watched(backend, target, case.id, left_out="the backend has no such program"))
+        elif built.size > MAX_ELEMENTS:
+            record.append(Watched(backend, target, case.id, left_out=f"more than {MAX_ELEMENTS} elements"))
+        else:
+            with parsed_nowhere():
+                record.append(watched(backend, target, built, range(place * ORDERS, (place + 1) * ORDERS)))
+            yield record.seen[backend, target, case.id]
+
+
+def told(record: Watch) -> list[str]:
+    """Lines of Markdown of a record."""
+    ran = [one for one in record.seen.values() if one.rows]
+    wrong = [one for one in record.seen.values() if one.errors]
+    places = Counter[str]()
+    relied, notes = Counter[str](), Counter[str]()
+    for one in ran:
+        places[f"{one.backend} {one.target} {one.case.partition(':')[0]}"] += one.rows
+        relied.update(one.relied)
+        notes.update(one.notes)
+    return [
+        f"{record.rows} rows: {len(ran)} cases of backends and targets under random orders, {len(wrong)} with an error.",
+        f"Rules of grade portability, rows: {_counted(relied)}. Notes: {_counted(notes)}.",
+        "",
+        "| program | rows |",
+        "|---|---|",
+        *(f"| {name} | {count} |" for name, count in sorted(places.items())),
+        "",
+        *(f"- `{one.case}` on {one.backend} {one.target}: {one.errors[0]}" for one in wrong),
+        *([""] if wrong else []),
+        *(f"- `{one.command}`, {one.started}, `backends/vm` {one.machine}" for one in record.calls),
+    ]
+
+
+def _counted(found: Counter[str]) -> str:
+    return ", ".join(f"`{name}` {count}" for name, count in sorted(found.items())) or "none"
+
