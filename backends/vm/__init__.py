@@ -13,12 +13,13 @@ What it checks is in rules.py, each rule with its grade; conformance/vm plants e
 launch. One that is given to `faults.report` is a missing order: with a collector (`Machine.findings`, as the doors
 have) it is a finding and the run goes on, as if the order were there; without (a judged row) it ends the launch too.
 What production kernels leave out although the ISA asks for it is a finding of grade `portability`. Some of that only
-collectors hear of, and a judged row counts it or leaves it alone: a missing tcgen05.fence, fence.mbarrier_init,
-tcgen05.wait::ld where a register of the load has been used (`tmem_unwaited_overwrites`), a tcgen05.cp or an mma into
-what an mma of another accumulator still reads (`tmem_unordered_copies` counts the copies), a wgmma.fence before another
-use of the registers, a lane that uses what another lane of its warp wrote to shared memory with nothing between, a bulk
-copy over what threads have read with no fence.proxy.async in between (`smem_unfenced_overwrites`), and, as a note,
-operands that the ISA has no result for (`remainders_by_zero`, `bit_fields_beyond_255`).
+collectors hear of, and a judged row counts it: a missing tcgen05.fence (`tcgen05_fences_missing`), fence.mbarrier_init
+(`mbarrier_inits_unfenced`), tcgen05.wait::ld where a register of the load has been used (`tmem_unwaited_overwrites`), a
+tcgen05.cp or an mma into what an mma of another accumulator still reads (`tmem_unordered_copies`,
+`tmem_unordered_mmas`), a wgmma.fence before another use of the registers (`wgmma_fences_early`), a lane that uses what
+another lane of its warp wrote to shared memory with nothing between (`lanes_unordered`), a bulk copy over what threads
+have read with no fence.proxy.async in between (`smem_unfenced_overwrites`), and, as a note, operands that the ISA has no
+result for (`remainders_by_zero`, `bit_fields_beyond_255`). The gate fails where one of these counts grows.
 
 Undefined values (registers, shared, tensor, local, output and workspace memory that nobody wrote) travel with their
 bytes, as in Valgrind's memcheck. They are a fault where they decide something: an address, a branch, a guard of what

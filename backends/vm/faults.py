@@ -112,7 +112,7 @@ def report(fault: Fault) -> None:
 
 
 def collects() -> bool:
-    """Whether a launch runs. Each takes what is reported: a door collects it, and a row that is judged ends or counts."""
+    """Whether a launch runs. It takes what is reported: a door collects, a row that is judged ends or counts."""
     return _TAKES.get() is not None
 
 

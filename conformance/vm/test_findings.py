@@ -12,7 +12,7 @@ import pytest
 from backends.vm.faults import Fault, Findings
 from backends.vm.machine.machine import Machine
 from backends.vm.ptx.source_lines import source_of
-from backends.vm.rules import COLLECTED_ONLY, RULES, as_markdown
+from backends.vm.rules import COLLECTED_ONLY, COUNTERS, RULES, as_markdown
 from conformance import ROOT
 from conformance.vm.kernel import (
     EXPECT,
@@ -31,6 +31,7 @@ from conformance.vm.kernel import (
 from conformance.vm.kernel import STAGES as COPY_STAGES
 from conformance.vm.tensor_kernel import COMMIT, MMA, STAGES, mma_kernel
 from conformance.vm.tensor_kernel import LOAD as TMEM_LOAD
+from megamoe.diff.directions import direction
 
 SCHEDULES = ("eager", "lazy", "random:1")
 AFTER, BEFORE = "tcgen05.fence::after_thread_sync;", "tcgen05.fence::before_thread_sync;"
@@ -220,6 +221,20 @@ def test_a_judged_row_fails_on_it_unless_only_collectors_are_told(rule: str) -> 
         met = fault.rule
     expected = "" if rule in COLLECTED_ONLY else rule
     assert met == expected, f"a row meets {met!r}, and docs/rules/README.md says {expected!r}"
+
+
+@pytest.mark.parametrize("rule", COUNTERS)
+def test_a_judged_row_counts_what_it_does_not_fail_on(rule: str) -> None:
+    """The gate holds the count: the mended kernel has none."""
+    counted: list[int] = []
+    for kernel in GRADED[rule]:
+        machine = Machine("eager")
+        kernel.launch(machine)
+        counted.append(machine.counters.get(COUNTERS[rule], 0))
+        assert direction(COUNTERS[rule]) == "cost", f"more of {COUNTERS[rule]} is worse, and the gate does not know it"
+    broken, mended = counted
+    assert broken, f"[{rule}] is broken, and {COUNTERS[rule]} does not say so"
+    assert not mended, f"{COUNTERS[rule]} is {mended} of a kernel that keeps [{rule}]"
 
 
 def test_both_tcgen05_fences_are_asked_for() -> None:

@@ -22,6 +22,7 @@ from conformance.kernels.mutants.campaign import (
     Plan,
     Ran,
     Record,
+    built_no_more,
     drops,
     examine,
     planned,
@@ -30,6 +31,7 @@ from conformance.kernels.mutants.campaign import (
 )
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant
 from conformance.kernels.mutants.search import Effort, as_row, hunts
+from conformance.kernels.mutants.smoke import smoked
 from conformance.kernels.mutants.table import DROPS, RECORD, TABLE, drops_table, kind_of, reason_of, reasons, table
 from conformance.kernels.mutants.unmutated import UNMUTATED, Watch, watch
 from megamoe.contract import UnsupportedError
@@ -46,6 +48,8 @@ def main(given: list[str]) -> int:
             TABLE.write_text(table(known, reasons()), "utf-8")
             print(f"{TABLE}: {len(known.outcomes)} mutants")
             return 0
+        if options.forget or options.smoke:
+            return _amended(Record(*(options.record or [RECORD])), options)
         if options.unmutated is not None:
             return _unmutated(Watch(*(options.record or [UNMUTATED])), options, given)
         if options.drops:
@@ -74,14 +78,16 @@ def _campaign(options: argparse.Namespace, given: list[str]) -> int:
     if options.id or options.text:
         return _alone(options.id, options.text, plan)
     todo = planned(plan, subjects(selection))
-    if options.again:
+    if options.again or options.holes:
         lived = {one.id for one in record.outcomes if not one.killed}
+        lived -= _equivalent(record) if options.holes else set[str]()
         todo = [pair for pair in todo if pair[1].id in lived]
     if not todo:
         raise ValueError("no program with PTX is selected, so there is nothing to change")
     record.append(Ran(shlex.join(given), _machine(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", len(todo)))
     known, unexplained = reasons(), 0
-    for at, outcome in run(todo, record, tuple(options.schedule or SCHEDULES), options.seconds, again=options.again):
+    again = options.again or options.holes
+    for at, outcome in run(todo, record, tuple(options.schedule or SCHEDULES), options.seconds, again=again):
         unexplained += not outcome.killed and reason_of(outcome, known) is None
         print(f"{at}/{len(todo)} {_told(outcome)}", flush=True)
     left = sum(mutant.id not in record.by_id for _, mutant in todo)
@@ -113,6 +119,24 @@ def _search(record: Record, selection: Selection, effort: Effort) -> int:
     print(f"{sum(map(len, rows.values()))} of {len(todo)} would be killed by {len(rows)} more rows")
     for row, ids in sorted(rows.items(), key=lambda pair: -len(pair[1])):
         print(f"{row}  # kills {len(ids)}: {', '.join(ids[:3])}")
+    return 0
+
+
+def _equivalent(record: Record) -> set[str]:
+    known = reasons()
+    told = [(one, reason_of(one, known)) for one in record.outcomes if not one.killed]
+    return {one.id for one, why in told if why is not None and why.verdict == "equivalent"}
+
+
+def _amended(record: Record, options: argparse.Namespace) -> int:
+    """Leaves out programs that are built no more; asks the rows of the profile smoke."""
+    if options.forget:
+        for name in built_no_more(record):
+            record.forget(name)
+            print(f"{record.path}: without {name}, which is built no more")
+    if options.smoke:
+        for one in smoked(record, _equivalent(record), options.seconds, again=options.again):
+            print(f"{one.id}: {one.smoke or 'no row of smoke kills it'}", flush=True)
     return 0
 
 
@@ -178,6 +202,9 @@ def _options(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="processor time after which no mutant begins; of one hunt")
     parser.add_argument("--record", action="append", type=Path, help="JSON lines; more than one for shards")
     parser.add_argument("--again", action="store_true", help="run what lived, of those drawn, once more")
+    parser.add_argument("--holes", action="store_true", help="as --again, but none that is equivalent")
+    parser.add_argument("--smoke", action="store_true", help="ask what rows of the profile smoke kill, of the record")
+    parser.add_argument("--forget", action="store_true", help="leave programs that are built no more out of the record")
     parser.add_argument("--id", help="run this mutant alone and say what kills it")
     parser.add_argument("--text", help="run the mutants of the instructions with TEXT alone, as tcgen05.wait::st")
     parser.add_argument("--drops", action="store_true", help="write results/mutations.md: two programs, run now")

@@ -1,10 +1,9 @@
 """A campaign: mutants of the programs of a selection, run until a check kills each, on record line by line.
 
-Killed means: a verdict other than passed, or a finding of grade error or portability (or a counter of FINDINGS) that
-the program itself has not. A program is a PTX text; its cases are all cases of the selection that build this text. A
-mutant runs on each of them, the first schedule first, until one kills it. A mutant of synchronisation that lives on the
-first case runs on a few with its findings collected, as the doors do: most rules of grade portability are silent in a
-judged row.
+Killed means: a verdict other than passed, a finding of grade error or portability (or a counter of FINDINGS) that
+the program itself has not, or more of a counter of WORK. A program is a PTX text; its cases are all cases of the
+selection that build this text. A mutant runs on each of them, the first schedule first, until one kills it. It runs on
+a few with its findings collected, as the doors do, a mutant of synchronisation as soon as it lives on the first case.
 """
 
 from __future__ import annotations
@@ -37,6 +36,8 @@ from megamoe.spec.spec import Spec
 
 FINDINGS = ("tmem_unwaited_overwrites", "tmem_unordered_copies", "smem_unfenced_overwrites", *COUNTERS.values())
 """Counters of the machine that are findings: an order that the ISA does not promise."""
+WORK = ("mma_flops", "tma_load_bytes", "tma_store_bytes")
+"""Counters of work that depend on no order. The gate, which holds them against the baseline, fails where one grows."""
 SCHEDULES = ("eager", "lazy", "random:3")
 LATER_CASES = 2
 """How many cases of a program, the largest, run under schedules beyond the first."""
@@ -254,17 +255,19 @@ def examine(
 ) -> Outcome:
     """Run a mutant on every case of its program until a check kills it.
 
-    Schedules beyond the first are for mutants of synchronisation alone, and for the largest cases: nothing else depends
-    on them. What is the same machine code, if assemblers are asked after the first run, is left alone.
+    Schedules beyond the first are for the largest cases. What is the same machine code, if assemblers are asked after
+    the first run, is left alone.
     """
     begun, runs, same = time.process_time(), 0, None
     about = (mutant.id, subject.name, mutant.kind, mutant.line, _short(mutant.before), _short(mutant.after))
-    later = schedules[1:] if mutant.kind in SYNCHRONISATION else ()
     largest = subject.built[-LATER_CASES:]
     turns = [(schedules[0], built) for built in subject.built]
+    telling = [(COLLECTED, built) for built in reversed(subject.telling(schedules[0]))]
     if mutant.kind in SYNCHRONISATION:
-        turns[1:1] = [(COLLECTED, built) for built in reversed(subject.telling(schedules[0]))]
-    turns += [(schedule, built) for schedule in later for built in largest]
+        turns[1:1] = telling
+    else:
+        turns += telling
+    turns += [(schedule, built) for schedule in schedules[1:] for built in largest]
     for schedule, built in turns:
         if schedule == COLLECTED:
             check, sentence = _found_by(subject, built, mutant, schedules[0])
@@ -369,6 +372,9 @@ def _findings(counters: Mapping[str, int], own: Mapping[str, int]) -> tuple[str,
     for name in FINDINGS:
         if counters.get(name, 0) and not own.get(name, 0):
             return f"finding:{name}", f"{name}: {counters[name]}, and none in the program itself"
+    for name in WORK:
+        if counters.get(name, 0) > own.get(name, 0):
+            return f"counter:{name}", f"{name}: {counters[name]}, and {own.get(name, 0)} in the program itself"
     return "", ""
 
 
@@ -443,6 +449,25 @@ class Record:
             self.calls.append(line)
         else:
             self.by_id[line.id] = line
+
+    def forget(self, program: str) -> None:
+        """Leave out what became of the mutants of a program, by its name."""
+        self.by_id = {name: one for name, one in self.by_id.items() if one.program != program}
+        lines = [*self.calls, *self.by_id.values()]
+        new = self.path.with_suffix(".new")
+        new.write_text("".join(f"{json.dumps(asdict(line))}\n" for line in lines), "utf-8")
+        new.replace(self.path)
+
+
+def built_no_more(record: Record) -> list[str]:
+    """Names of programs whose text their backend does not build any more for the case of the name."""
+    specs, gone = load_specs(None), list[str]()
+    for name in dict.fromkeys(one.program for one in record.outcomes):
+        backend, target, case_id, text = name.split()
+        program = program_of(backend, target, specs[case_id.partition(":")[0]].parse_case(case_id))
+        if program is None or program_id(program.ptx) != text:
+            gone.append(name)
+    return gone
 
 
 def run(

@@ -7,7 +7,7 @@ rows of smoke that build their program; of a program that smoke does not build, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -39,16 +39,25 @@ def killer(subject: Subject, mutant: Mutant) -> str:
     return next((check for schedule, built in turns if (check := killed_by(subject, built, mutant, schedule)[0])), "")
 
 
-def smoked(record: Record, seconds: float | None = None, *, again: bool = False) -> Iterator[Outcome]:
+def smoked(
+    record: Record,
+    excused: Collection[str] = (),
+    seconds: float | None = None,
+    *,
+    again: bool = False,
+    selection: Selection = SMOKE,
+) -> Iterator[Outcome]:
     """Ask smoke about what `record` has no answer for, for at most `seconds` of processor time, and keep the answers.
 
-    `again`: also about what no row of smoke killed when it was asked.
+    `excused`: ids of mutants that nothing can kill. `again`: also about what no row of smoke killed when it was asked.
+    `selection`: rows of smoke, or fewer.
     """
     begun = time.process_time()
-    built = {program_id(one.built[0].program.ptx): one for one in subjects(SMOKE)}
+    built = {program_id(one.built[0].program.ptx): one for one in subjects(selection)}
     of_program: dict[str, dict[str, Mutant]] = {}
     for one in record.outcomes:
-        if (known := check_of(one)) is not None and (known or not again):
+        known = check_of(one)
+        if one.id in excused or (known is not None and (known or not again)):
             continue
         if seconds is not None and time.process_time() - begun > seconds:
             return

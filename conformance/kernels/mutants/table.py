@@ -15,6 +15,9 @@ from typing import Literal
 from conformance import ROOT
 from conformance.kernels.mutants.campaign import DROPPED, SCHEDULES, Outcome, Record
 from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION
+from conformance.kernels.mutants.smoke import check_of
+from conformance.kernels.mutants.unmutated import UNMUTATED, Watch
+from conformance.kernels.mutants.unmutated import told as told_of_rows
 from megamoe.spec.marked_yaml import read_marked_yaml
 
 RECORD = ROOT / "results" / "mutants.jsonl"
@@ -89,6 +92,7 @@ def table(record: Record, known: Sequence[Reason]) -> str:
         "",
         _sum("All", found, equal),
         _sum("Of them synchronisation", [one for one in found if one.kind in SYNCHRONISATION], equal),
+        *_by_smoke(found, equal),
         "",
         "Synchronisation is drawn more often than the rest, so that the shares by class are what compares.",
         "",
@@ -99,6 +103,13 @@ def table(record: Record, known: Sequence[Reason]) -> str:
             f"- `{one.command}`: {one.planned} mutants, {one.started}, `backends/vm` {one.machine}"
             for one in record.calls
         ),
+        "",
+        "## Programs as they are",
+        "",
+        "Made by `nox -s mutants -- --unmutated 5000`, from `results/unmutated.jsonl`: findings are "
+        "collected, and the bits are those of the run in order.",
+        "",
+        *told_of_rows(Watch(UNMUTATED)),
         "",
         "## By class",
         "",
@@ -150,6 +161,18 @@ def _sum(what: str, found: Sequence[Outcome], equal: set[str]) -> str:
     killed, same = sum(one.killed for one in found), sum(one.id in equal for one in found)
     share = f" ({killed / (len(found) - same):.1%})" if len(found) > same else ""
     return f"{what}: {len(found)} mutants, {same} equivalent; of the {len(found) - same} others {killed} killed{share}."
+
+
+def _by_smoke(found: Sequence[Outcome], equal: set[str]) -> list[str]:
+    """What the profile smoke by itself kills: its rows as they are judged, and the counters that the gate holds."""
+    asked = [(one, check) for one in found if one.id not in equal and (check := check_of(one)) is not None]
+    killed = sum(bool(check) for _, check in asked)
+    left = len(found) - len(equal) - len(asked)
+    share = f" ({killed / len(asked):.1%})" if asked else ""
+    return [
+        f"By rows of the profile smoke, and the counters of theirs that the gate holds: of {len(asked)} not equivalent "
+        f"{killed}{share}; {left} were not asked."
+    ]
 
 
 def _class(kind: str, found: Sequence[Outcome], equal: set[str]) -> str:

@@ -14,6 +14,7 @@ from conformance.kernels.mutants.campaign import (
     Ran,
     Record,
     Subject,
+    built_no_more,
     drawn,
     examine,
     planned,
@@ -22,7 +23,9 @@ from conformance.kernels.mutants.campaign import (
 )
 from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION, Edit, LaunchEdit, Mutant, instructions, mutants
 from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunt
+from conformance.kernels.mutants.smoke import check_of, smoked
 from conformance.kernels.mutants.table import RECORD, TABLE, Reason, reason_of, reasons, table
+from conformance.kernels.mutants.unmutated import UNMUTATED, Watch, told, watched
 from megamoe.contract import BufferArg, Launch, Program, ScalarArg, TensorMapArg
 from megamoe.spec.marked_yaml import parse_marked_yaml
 from megamoe.spec.selection import Selection
@@ -255,6 +258,74 @@ def test_what_no_case_executes_is_not_argued_by_what_was_seen() -> None:
     assert seen.explains(lived)
     assert not seen.explains(replace(lived, reached=False)), "nothing was executed that could tell"
     assert not seen.explains(replace(lived, reached=None)), "an older record, without findings"
+
+
+def test_more_work_than_the_program_s_own_kills() -> None:
+    """First keys rounded up to below 0: tiles that no row sees, and right results."""
+    windowed = "fmha:hd=64,t=1,s_k=512,causal=true,window=100"
+    (subject,) = subjects(replace(SELECTION, cases=(windowed,)))
+    (wider,) = (one for one in mutants(subject.built[0].program) if one.after.startswith("or.b32 %first_key"))
+    found = examine(subject, wider, ("eager",), ask_assemblers=False)
+    assert found.check == "counter:mma_flops", f"{wider.before} -> {wider.after}: {found.check}, {found.sentence}"
+
+
+def test_a_program_that_is_built_no_more_is_forgotten(program: Subject, tmp_path: Path) -> None:
+    record = Record(tmp_path / "mutants.jsonl")
+    record.append(Ran("--sync all", "abc", "2026-11-22 04:47 UTC", 2))
+    first = program.built[0].case.id
+    gone = f"ptx sm_90a {first} 0123456789ab"
+    for name, text in (("a", program.name), ("b", gone)):
+        record.append(Outcome(f"{name}/drop/1.0", text, "drop", 1, "bar.sync 0;", ""))
+    assert built_no_more(record) == [gone], "the backend builds another text for this case"
+    record.forget(gone)
+    again = Record(record.path)
+    assert (set(again.by_id), len(again.calls)) == ({"a/drop/1.0"}, 1), "what was run of the other program stays"
+
+
+def test_smoke_is_asked_about_what_another_row_killed(program: Subject, tmp_path: Path) -> None:
+    """A row of smoke kills a dropped wait. No row of it kills what is left as it is, or what smoke does not build."""
+    wait = next(one for one in mutants(program.built[0].program) if one.kind == "drop" and "try_wait" in one.before)
+    none = next(one for one in mutants(program.built[0].program) if one.kind == "rounding")
+    record = Record(tmp_path / "mutants.jsonl")
+    killed = Outcome(wait.id, program.name, "drop", 1, "", "", "rule:race", "fmha:hd=64,t=4,s_k=300", "lazy")
+    elsewhere = replace(killed, id="0123456789ab/drop/1.0")
+    for one in (killed, elsewhere, replace(killed, id=none.id, check="")):
+        record.append(one)
+        assert check_of(one) is None, "lazy is no schedule of smoke, so nobody has asked"
+    assert check_of(replace(killed, case="fmha:hd=64,t=1,s_k=1", schedule="eager")) == "rule:race"
+    part = replace(SELECTION, cases=SELECTION.cases[:1])
+    list(smoked(record, selection=part))
+    said = {one.id: one.smoke for one in Record(record.path).outcomes}
+    assert said[wait.id], "a row of smoke runs without a wait, and nothing is said"
+    assert (said[none.id], said[elsewhere.id]) == ("", ""), f"smoke is said to kill what it cannot: {said}"
+
+
+def test_what_is_watched_has_no_error_and_a_planted_one_is_told(program: Subject, tmp_path: Path) -> None:
+    whole = program.built[0]
+    clean = watched("ptx", "sm_90a", whole, range(2))
+    assert (clean.rows, clean.errors) == (2, ()), f"a program as it is: {clean}"
+    wait = next(one for one in mutants(whole.program) if one.kind == "drop" and "try_wait" in one.before)
+    broken = watched("ptx", "sm_90a", replace(whole, program=wait.of(whole.program)), range(2))
+    assert broken.errors, f"without {wait.before} nothing is told"
+    record = Watch(tmp_path / "unmutated.jsonl")
+    for one in (clean, replace(broken, case="fmha:hd=64,t=1,s_k=1")):
+        record.append(one)
+    with record.path.open("a") as out:
+        out.write('{"backend": "pt')
+    again = Watch(record.path)
+    assert (again.rows, again.seen) == (4, record.seen), "a torn line is cut off, and the others stay"
+    said = "\n".join(told(again))
+    assert "4 rows: 2 cases of backends and targets under random orders, 1 with an error." in said
+    assert broken.errors[0] in said, "the table hides what was found"
+
+
+def test_the_rows_of_programs_as_they_are_have_no_error() -> None:
+    wrong = [
+        f"{one.case} on {one.backend} {one.target}: {one.errors[0]}"
+        for one in Watch(UNMUTATED).seen.values()
+        if one.errors
+    ]
+    assert not wrong, f"the machine blames programs as they are: {wrong}"
 
 
 def test_a_torn_line_is_cut_off_and_run_again(tmp_path: Path) -> None:
