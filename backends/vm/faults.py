@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from backends.vm.rules import RULES, MachineRule
+from backends.vm.rules import COLLECTED_ONLY, COUNTERS, RULES, MachineRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,16 @@ class Fault(Exception):
     def about(self) -> MachineRule:
         """The rule with its grade. A fault of no known rule is an error."""
         return RULES.get(self.rule) or MachineRule(self.rule, "error", "", self.rule, "")
+
+    @property
+    def fails_rows(self) -> bool:
+        """Whether a row that is judged fails on it."""
+        return self.rule not in COLLECTED_ONLY
+
+    @property
+    def counter(self) -> str:
+        """What counts it in a row that does not fail on it; "" for what is counted where it is found."""
+        return COUNTERS.get(self.rule, "")
 
     @property
     def site(self) -> tuple[object, ...]:

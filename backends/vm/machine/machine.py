@@ -22,7 +22,6 @@ from backends.vm.memory.global_memory import PARAM_WINDOW, WINDOW_SHIFT, Bytes, 
 from backends.vm.memory.global_races import GlobalRaces
 from backends.vm.memory.shared import MAX_DYNAMIC
 from backends.vm.ptx.ast import Variable
-from backends.vm.rules import COLLECTED_ONLY, COUNTERS
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
@@ -349,10 +348,10 @@ class Run:
 
         The counts of some are kept where they are found.
         """
-        if fault.rule not in COLLECTED_ONLY:
+        if fault.fails_rows:
             raise fault
-        if fault.rule in COUNTERS:
-            self.machine.counters[COUNTERS[fault.rule]] += 1
+        if fault.counter:
+            self.machine.counters[fault.counter] += 1
 
     def found(self, fault: Fault) -> None:
         """Collect a fault that the launch goes on after. What it collides with ends first, as in the missing order."""
