@@ -86,11 +86,12 @@ def _campaign(options: argparse.Namespace, given: list[str]) -> int:
         raise ValueError("no program with PTX is selected, so there is nothing to change")
     record.append(Ran(shlex.join(given), _machine(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", len(todo)))
     known, unexplained = reasons(), 0
-    again = options.again or options.holes
+    again, ran = options.again or options.holes, set[str]()
     for at, outcome in run(todo, record, tuple(options.schedule or SCHEDULES), options.seconds, again=again):
+        ran.add(outcome.id)
         unexplained += not outcome.killed and reason_of(outcome, known) is None
         print(f"{at}/{len(todo)} {_told(outcome)}", flush=True)
-    left = sum(mutant.id not in record.by_id for _, mutant in todo)
+    left = sum(mutant.id not in (ran if again else record.by_id) for _, mutant in todo)
     killed = sum(one.killed for one in record.outcomes)
     print(f"{record.path}: {killed} of {len(record.outcomes)} killed; {left} of this call are left to run")
     return int(bool(unexplained))

@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
@@ -490,6 +490,8 @@ def run(
             return
         with parsed_nowhere():
             outcome = examine(subject, mutant, schedules)
+        if (known := record.by_id.get(mutant.id)) is not None:
+            outcome = replace(outcome, smoke=known.smoke)
         record.append(outcome)
         yield at, outcome
 
