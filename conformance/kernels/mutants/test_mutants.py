@@ -269,6 +269,17 @@ def test_more_work_than_the_program_s_own_kills() -> None:
     assert found.check == "counter:mma_flops", f"{wider.before} -> {wider.after}: {found.check}, {found.sentence}"
 
 
+def test_a_wait_without_its_loop_dies_under_an_order_in_which_it_gives_up(program: Subject) -> None:
+    """It is no mutant of a synchronisation, and in order mbarrier.try_wait comes back when the phase is over."""
+    code = instructions(program.built[0].program.ptx)
+    wait = next(at for at, one in enumerate(code) if one.opcode.startswith("mbarrier.try_wait"))
+    back = code[wait + 1]
+    assert back.opcode.startswith("bra"), f"behind the wait stands {back.spelled()}"
+    once = Mutant("once", "guard", back.line, back.spelled(), "", (Edit(back.begin, back.end, ""),))
+    found = examine(program, once, ("eager", *(f"random:{seed}" for seed in range(8))), ask_assemblers=False)
+    assert found.schedule.startswith("random"), f"{found.check or 'nothing'} under {found.schedule}: {found.sentence}"
+
+
 def test_a_program_that_is_built_no_more_is_forgotten(program: Subject, tmp_path: Path) -> None:
     record = Record(tmp_path / "mutants.jsonl")
     record.append(Ran("--sync all", "abc", "2026-11-22 04:47 UTC", 2))
