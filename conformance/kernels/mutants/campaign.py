@@ -38,7 +38,7 @@ FINDINGS = ("tmem_unwaited_overwrites", "tmem_unordered_copies", "smem_unfenced_
 """Counters of the machine that are findings: an order that the ISA does not promise."""
 WORK = ("mma_flops", "tma_load_bytes", "tma_store_bytes")
 """Counters of work that depend on no order. The gate, which holds them against the baseline, fails where one grows."""
-SCHEDULES = ("eager", "lazy", "random:3")
+SCHEDULES = ("eager", "lazy", "random:3", "late_warp:0")
 LATER_CASES = 2
 """How many cases of a program, the largest, run under schedules beyond the first."""
 MAX_COLLECTED = 1 << 18
