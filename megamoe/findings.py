@@ -140,7 +140,7 @@ class KernelFinding:
         return self.rule, self.origin, self.kernel, frozenset(accesses)
 
     def _home(self, source: tuple[SourceLine, ...]) -> object:
-        # A relative name, such as NVRTC gives to text, is that of many a source.
+        # A relative name, such as that of CUDA C++ given as text, is that of many a source.
         return source if source and PurePath(source[0].file).is_absolute() else self.module
 
     @property

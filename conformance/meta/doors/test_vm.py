@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-import megamoe.vm
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
 from megamoe.contract.machine import PixelBox
-from megamoe.vm import Device, KernelFault, LaunchRefusedError, UnsupportedError, tensor_map
+from megamoe.vm import Device, KernelFault, LaunchRefusedError, UnsupportedError, plain_name, tensor_map
 
 MAX_OVERHEAD_MS = 5
 """Of a door over a bare launch of the machine (the issue's bar)."""
@@ -296,6 +295,28 @@ def test_a_workspace_may_keep_values_that_nobody_wrote(vm: Device) -> None:
         vm.launch(stored, "scale", 1, 1, *rest, scratch=[3])
 
 
+MANGLED = {
+    "_Z5twicePf": "twice",
+    "_ZL5twicePf": "twice",
+    "_ZN2ns5twiceIfEEvPT_": "ns::twice",
+    "_ZN36_GLOBAL__N__00000000_9_source_cu_tma5twiceEPi": "twice",
+    "_Z3fooP5twice": "foo",
+    "twice": "",
+    "_Z": "",
+}
+
+
+def test_entries_are_found_by_the_name_of_the_source() -> None:
+    ptx = "\n".join(f".visible .entry {name}() {{ ret; }}" for name in MANGLED if name not in ("twice", "_Z"))
+    vm = Device("sm_100a")
+    for entry, wrong in {"bar": "no entry 'bar'", "twice": "more than one entry 'twice'", "wice": "no entry"}.items():
+        with pytest.raises(LaunchRefusedError, match=wrong):
+            vm.launch(HEAD + ptx, entry, 1, 1)
+    for entry in ("foo", "ns::twice"):
+        vm.launch(HEAD + ptx, entry, 1, 1)
+    assert {name: plain_name(name) for name in MANGLED} == MANGLED
+
+
 CUDA = r"""
 template <typename T> __device__ T twice(T x) { return x + x; }
 __global__ void doubled(float *y, int n) { if (threadIdx.x < n) y[threadIdx.x] = twice(y[threadIdx.x]); }
@@ -313,18 +334,6 @@ def test_cuda_is_compiled_and_found_by_its_own_name(vm: Device, tmp_path: Path) 
         vm.launch(tmp_path / "doubled.cu", "racing", 1, 64, y)
     places = {(one.place.file, one.place.line) for one in caught.value.findings}
     assert (str(tmp_path / "doubled.cu"), CUDA.count("\n") + 4) in places, f"a line of the file: {places}"
-
-
-def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megamoe.vm, "nvcc", lambda: None)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(UnsupportedError, match="neither nvcc nor NVRTC is here"):
-        megamoe.vm.compiled("// another text\n", "sm_100a")
-
-
-def test_cuda_that_is_none_is_refused() -> None:
-    with pytest.raises(LaunchRefusedError, match=r"nvcc does not compile the source: .*expected"):
-        megamoe.vm.compiled("int x = ;\n", "sm_100a")
 
 
 def test_a_door_costs_little(vm: Device) -> None:
