@@ -180,8 +180,9 @@ class Device:
             raise stop
         first = next((one for one in counted if one.ends), counted[0])
         others = len(counted) - (first in counted)
+        told = first.sentence + (f"; the other access: {first.other}" if first.other and first.other.source else "")
         more = f" (and {others} more findings that count)" if others else ""
-        fault = KernelFault(f"{first.sentence}{more}", first.rule, found)
+        fault = KernelFault(f"{told}{more}", first.rule, found)
         for tell in ON_FAULT:
             tell(fault)
         raise fault from (stop.__cause__ if stop is not None else None)
@@ -524,6 +525,8 @@ def as_ptx(source: str | Path, target: str) -> str:
                 raise LaunchRefusedError(f"the source {name!r} is no text in UTF-8: byte {problem.start}") from None
             why = problem.strerror if isinstance(problem, OSError) else str(problem)
             told = f"the source {name[:MAX_SOURCE_NAME]!r} is neither text of several lines nor a file that can be read"
+            if isinstance(source, Path):
+                told = f"the source {name[:MAX_SOURCE_NAME]!r} cannot be read"
             raise LaunchRefusedError(f"{told}: {why}") from None
     if not text.strip():
         raise LaunchRefusedError(f"{name} is empty")

@@ -185,3 +185,12 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
         pytest.skip(f"{wanted} is not installed")
     done = subprocess.run([sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_test_suite_without_pytest_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pytest" else found(name))
+    assert main(["check", "test_ops.py"]) == 2
+    assert "test_ops.py: pytest runs test-suites, and it is not installed" in capsys.readouterr().err

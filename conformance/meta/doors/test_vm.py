@@ -332,6 +332,8 @@ def test_cuda_is_compiled_and_found_by_its_own_name(vm: Device, tmp_path: Path) 
     assert y.tolist() == [4] * 4
     with pytest.raises(KernelFault, match="race") as caught:
         vm.launch(tmp_path / "doubled.cu", "racing", 1, 64, y)
+    place = f"it at {tmp_path / 'doubled.cu'}:{CUDA.count(chr(10)) + 4}:"
+    assert f"; the other access: warp 0 wrote {place}" in str(caught.value), "both lines are in the sentence"
     places = {(one.place.file, one.place.line) for one in caught.value.findings}
     assert (str(tmp_path / "doubled.cu"), CUDA.count("\n") + 4) in places, f"a line of the file: {places}"
 
