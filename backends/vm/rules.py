@@ -231,7 +231,10 @@ _ALL = (
     _error(
         "tensor-coordinates", "5.5", "Coordinates that the copy does not take.", "Give one a dimension, in range.",
     ),
-    _error("bulk-copy", "9.7.9.25", "A bulk copy of a size that hardware refuses.", "Copy a multiple of 16 bytes."),
+    _error(
+        "bulk-copy", "9.7.9.25", "A bulk copy of a size that hardware refuses, or a reduction that its elements lack.",
+        "Copy a multiple of 16 bytes. Give the map elements of a type that the operation takes.",
+    ),
     _error("bulk-store", "9.7.9.13", "A st.bulk of a size that hardware refuses.", "Store a multiple of 8 bytes."),
     _error(
         "cp-async", "9.7.9.25.3", "A cp.async whose src-size exceeds its cp-size.", "Clamp src-size.",
