@@ -49,10 +49,22 @@ class Expression:
     body: ast.expr
 
     @property
-    def is_condition(self) -> bool:
-        """Whether it can only be true or false."""
-        negated = isinstance(self.body, ast.UnaryOp) and isinstance(self.body.op, ast.Not)
-        return negated or isinstance(self.body, ast.Compare | ast.BoolOp)
+    def counts(self) -> bool:
+        """Whether it can be a number at all."""
+        match self.body:
+            case ast.Name(id=name):
+                return name not in _CONSTANTS
+            case ast.UnaryOp(op=op):
+                return isinstance(op, ast.USub)
+            case _:
+                return isinstance(self.body, ast.Constant | ast.BinOp)
+
+    def uncompared(self, flags: Collection[str]) -> str:
+        """The first part of a condition that has to be true or false and is a number; "" if there is none.
+
+        `flags`: the axes that are true or false.
+        """
+        return _uncompared(self.body, flags)
 
     def value(self, axes: Mapping[str, AxisValue]) -> Term:
         """Its value at `axes`. ExpressionError for null in arithmetic or a division by zero."""
@@ -113,6 +125,20 @@ def _names(node: ast.expr, text: str) -> frozenset[str]:
         case _:
             seen = ast.unparse(node)
             raise ExpressionError(f"{text!r} contains {seen!r}; only + - * // %, comparisons, and, or, not are known")
+
+
+def _uncompared(node: ast.expr, flags: Collection[str]) -> str:
+    match node:
+        case ast.Compare():
+            return ""
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return _uncompared(operand, flags)
+        case ast.BoolOp(values=values):
+            return next(filter(None, (_uncompared(value, flags) for value in values)), "")
+        case ast.Name(id=name) if name in flags or isinstance(_CONSTANTS.get(name), bool):
+            return ""
+        case _:
+            return ast.unparse(node)
 
 
 def _comparable(op: ast.cmpop) -> bool:
