@@ -21,7 +21,7 @@ from backends.vm.memory.definedness import Missing, lost_in_reduction
 from backends.vm.memory.global_memory import DEFINED, Buffer
 from backends.vm.memory.global_races import Pieces
 from backends.vm.memory.mbarrier import MBarrier
-from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
+from backends.vm.memory.shared import MAX_DYNAMIC, OFFSET_MASK, RANK_SHIFT
 from backends.vm.ptx.ast import Address, Operand
 from backends.vm.tensor.tensor_map import MAP_BYTES, ORDINALS, TensorMap, decode_tensor_map, replace_field
 from backends.vm.tensor.tma_box import (
@@ -344,6 +344,9 @@ def _check_linear(destination: int, source: int, size: int, lane: int) -> None:
             raise Fault("misaligned", f"the {what} {value:#x} of a bulk copy is not a multiple of 16", lane=lane)
     if size <= 0:
         raise Fault("bulk-copy", f"a bulk copy of {size} bytes", lane=lane)
+    if size > MAX_DYNAMIC:  # before a piece of them is looked at
+        raise Fault("out-of-bounds", f"a bulk copy of {size} bytes; the shared memory of a CTA has at most "
+                    f"{MAX_DYNAMIC}", lane=lane)  # fmt: skip
 
 
 def _linear_plan(offset: int, size: int) -> BoxPlan:

@@ -30,6 +30,8 @@ Direction = Literal["load", "store"]
 
 SMEM_ALIGNMENT = 128
 GATHER_ROWS = 4
+MAX_ROWS = (227 << 10) // UNIT_BYTES
+"""Of a box: a row has at least a unit, and a CTA at most 227 KiB (CUDA programming guide)."""
 
 # NaN fill by element bits, as an H200 writes it (facts.md 6.4).
 _NAN_FILL = {16: 0x7FF7, 32: 0x7FF77FF7, 64: 0x7FF77FF77FF77FF7}
@@ -162,6 +164,9 @@ def transaction_bytes(tensor_map: TensorMap, rows: int) -> int:
 def _row_steps(box: tuple[int, ...], element_strides: tuple[int, ...]) -> IntArray:
     """Coordinates of every row of a box relative to the first: int64 [rows, rank - 1], dimension 1 fastest."""
     counts = [-(-extent // step) for extent, step in zip(box, element_strides, strict=True)]
+    if prod(counts) > MAX_ROWS:
+        raise Fault("out-of-bounds", f"the box of a tensor copy has {prod(counts)} rows; the shared memory of a CTA has "
+                    f"room for {MAX_ROWS} of {UNIT_BYTES} bytes")  # fmt: skip
     index = np.indices(counts[::-1], dtype=np.int64).reshape(len(counts), prod(counts))[::-1]
     return np.ascontiguousarray((index * np.array(element_strides, dtype=np.int64)[:, None]).T)
 

@@ -263,6 +263,36 @@ def test_in_the_ring_no_copy_computes_with_floats() -> None:
         rounded.run(accumulate="ring")
 
 
+@pytest.mark.parametrize("size", [232464, 0x80000000, 0xFFFFFFF0])
+@pytest.mark.parametrize(
+    "copy",
+    [
+        "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%out], %r3, [%r2];",
+        "cp.async.bulk.global.shared::cta.bulk_group [%out], [%r1], %r3;",
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%out], [%r1], %r3;",
+    ],
+)
+def test_a_copy_of_more_than_shared_memory_is_refused_before_its_bytes_are_listed(copy: str, size: int) -> None:
+    plain, image = Map("out", "u8", (16,), (), (16,)), np.zeros(IMAGE, np.uint8)
+    kernel = store_kernel(f"mov.u32 %r3, {size}; {copy}", image, image[:16], plain)
+    with pytest.raises(Fault, match=f"a bulk copy of {size} bytes; the shared memory of a CTA has at most 232448"):
+        kernel.run()
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        "cp.async.bulk.tensor.5d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%map, {0,0,0,0,0}], [%r2];",
+        "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%map, {0,0,0,0,0}], [%r1];",
+    ],
+)
+def test_a_box_of_more_than_shared_memory_is_refused_before_its_rows_are_listed(copy: str) -> None:
+    box, image = (16, 256, 256, 256, 256), np.zeros(IMAGE, np.uint8)
+    kernel = store_kernel(copy, image, image[:4096], Map("out", "u8", (16,) * 5, (16, 256, 256, 256), box))
+    with pytest.raises(Fault, match=f"the box of a tensor copy has {256**4} rows"):
+        kernel.run()
+
+
 LINEAR = f""".shared .align 16 .b8 buf[512]; .shared .align 8 .b64 mbar;
 {init("mbar")}
 @!%p13 bra ISSUED;
