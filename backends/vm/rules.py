@@ -252,6 +252,10 @@ _ALL = (
         "The metadata of a sparse matrix names no two elements of a chunk: the product is undefined.",
         "Give the two indices of each chunk, the lower one in the lower bits.",
     ),
+    _error(
+        "scale-selector", "9.7.14.3", "A selector of the scale factors of mma names bytes or threads that hold none.",
+        "Byte 0 to 3, of two blocks 0 or 2, of four 0; thread 0 or 1 for A, 0 to 3 for B.",
+    ),
     # Calls.
     _error("trap", "9.7.19.4", "The kernel executed trap.", "Look for the check that failed."),
     _error("assert", "", "An assertion of the kernel failed.", "Look for the condition that is named."),

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.faults import Fault
 from backends.vm.isa.warp_mma import whole_warp
 from backends.vm.machine import access
 from backends.vm.machine.warp import Warp
@@ -249,6 +250,11 @@ class _Scales:
     def factors(self, warp: Warp) -> Float64:
         """float64 [16 rows or 8 columns, blocks]."""
         byte, thread = int(warp.u16[self._byte][0]), int(warp.u16[self._thread][0])
+        threads = 2 if self._pair else 4
+        if byte not in range(0, 4, self._blocks) or thread >= threads:
+            raise Fault("scale-selector", f"the selector of the scale factors of {'A' if self._pair else 'B'} is "
+                        f"{{{byte}, {thread}}}; with {self._blocks} blocks the byte is one of "
+                        f"{', '.join(map(str, range(0, 4, self._blocks)))} and the thread below {threads}")  # fmt: skip
         lanes = np.arange(8)[None, :] * 4 + (2 * thread + np.arange(2)[:, None] if self._pair else thread)
         words = warp.u32[self._row][lanes.ravel()].astype(np.uint32)
         shifts = (8 * (byte + np.arange(self._blocks))).astype(np.uint32)

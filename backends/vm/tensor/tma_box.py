@@ -165,8 +165,8 @@ def _row_steps(box: tuple[int, ...], element_strides: tuple[int, ...]) -> IntArr
     """Coordinates of every row of a box relative to the first: int64 [rows, rank - 1], dimension 1 fastest."""
     counts = [-(-extent // step) for extent, step in zip(box, element_strides, strict=True)]
     if prod(counts) > MAX_ROWS:
-        raise Fault("out-of-bounds", f"the box of a tensor copy has {prod(counts)} rows; the shared memory of a CTA has "
-                    f"room for {MAX_ROWS} of {UNIT_BYTES} bytes")  # fmt: skip
+        raise Fault("out-of-bounds", f"the box of a tensor copy has {prod(counts)} rows; the shared memory of a CTA "
+                    f"has room for {MAX_ROWS} of {UNIT_BYTES} bytes")  # fmt: skip
     index = np.indices(counts[::-1], dtype=np.int64).reshape(len(counts), prod(counts))[::-1]
     return np.ascontiguousarray((index * np.array(element_strides, dtype=np.int64)[:, None]).T)
 
