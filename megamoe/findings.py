@@ -347,6 +347,13 @@ class Ledger:
         return [one for one in self.findings if self.counts(one)]
 
     @property
+    def tally(self) -> str:
+        """How many there are, and how many of them count."""
+        count, failing = len(self.findings), len(self.failing)
+        of_them = f"{failing} of them count{'s' * (failing == 1)} in the profile {self.profile}"
+        return f"{count} finding{'s' * (count != 1)}, {of_them}"
+
+    @property
     def stale(self) -> list[Suppression]:
         """Suppressions that speak about nothing that was found."""
         return [one for one in self._unused if not self._ended_at(one)]

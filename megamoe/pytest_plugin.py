@@ -103,8 +103,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(str(one))
     for remark in ledger.remarks:
         terminalreporter.write_line(remark)
-    count, failing = len(ledger.findings), len(ledger.failing)
-    terminalreporter.write_line(f"{count} findings, {failing} of them count in the profile {ledger.profile}")
+    terminalreporter.write_line(ledger.tally)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

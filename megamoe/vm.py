@@ -181,7 +181,7 @@ class Device:
         first = next((one for one in counted if one.ends), counted[0])
         others = len(counted) - (first in counted)
         told = first.sentence + (f"; the other access: {first.other}" if first.other and first.other.source else "")
-        more = f" (and {others} more findings that count)" if others else ""
+        more = f" (and {others} more finding{'s' * (others > 1)} that count{'s' * (others == 1)})" if others else ""
         fault = KernelFault(f"{told}{more}", first.rule, found)
         for tell in ON_FAULT:
             tell(fault)
