@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import megamoe.vm
 from conformance.witness.cutedsl_examples import CUTLASS
 from conformance.witness.public import SM_COUNT, Checkout, Header, PublicCase
 from megamoe.contract import Target
+from megamoe.cuda_source import nvccs
 from megamoe.vm import tensor_map
 
 DEEP_GEMM = Checkout("deepseek-ai/DeepGEMM", "54e22612409371d6364144b69086735beb54e98b", "torch")
@@ -38,7 +38,7 @@ def _launch(
     cutlass = CUTLASS.folder(header.folder.parent)
     if cutlass is None or not (cutlass / "include").is_dir():
         pytest.skip(f"no headers of CUTLASS are beside {DEEP_GEMM.repository}")
-    if megamoe.vm.nvcc() is None:
+    if not nvccs():
         pytest.skip("nvcc is not here")
     name = _kernel(header.name)
     source = f"""#include <deep_gemm/impls/{header.name}>

@@ -11,6 +11,7 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ def worker_pool(workers: int, module: str) -> ProcessPool:
     CONSTS.sleep_unit = LOOKS_EVERY_S
     context = multiprocessing.get_context("forkserver")
     # What each worker begins with, too.
-    context.set_forkserver_preload([*PRELOADED, "pebble", __name__])
+    context.set_forkserver_preload([*PRELOADED, "pebble", __name__, "megamoe.judge.quiet_start"])
     with interrupts_held_back(), _environment({**environment_of_servers(), **_ONE_THREAD}):
         keep_temporary_files_together()
         forkserver.ensure_running()
@@ -75,6 +76,7 @@ def start_worker(environment: Mapping[str, str], module: str) -> None:
 
     One BLAS thread a worker: as many workers as cores would fight over more. `module` as in `worker_pool`.
     """
+    sys.excepthook = sys.__excepthook__
     _replace_environment({**environment, **_ONE_THREAD})
     faulthandler.enable()
     import torch

@@ -43,7 +43,7 @@ def pool() -> Iterator[ProcessPool]:
     pool.join()
 
 
-IN_THE_SERVER = ("contract", "runner", "records", "spec", "judge.worker")
+IN_THE_SERVER = ("contract", "runner", "records", "spec", "judge.worker", "judge.quiet_start")
 """Rooms of megamoe that run no kernel and know no output."""
 
 
@@ -80,6 +80,38 @@ def test_a_worker_is_not_interrupted(pool: ProcessPool) -> None:
     with interrupts_held_back():
         mask = pool.schedule(signal.pthread_sigmask, args=(signal.SIG_BLOCK, ())).result()
     assert signal.SIGINT in mask
+
+
+START_LATE = """
+import multiprocessing, sys
+from _multiprocessing import sem_unlink
+from megamoe.judge.worker import worker_pool
+
+class Unreadable:
+    def __reduce__(self):
+        return int, ("x",)
+
+pool = worker_pool(1, "json")
+context = multiprocessing.get_context("forkserver")
+lock = context.Lock()
+if sys.argv[1] == "pool":
+    sem_unlink(lock._semlock.name)
+late = context.Process(target=len, args=(lock if sys.argv[1] == "pool" else Unreadable(),))
+late.start()
+late.join()
+pool.stop()
+pool.join()
+print(late.exitcode)
+"""
+
+
+@pytest.mark.parametrize(("missing", "says"), [("pool", False), ("sense", True)])
+def test_a_worker_that_starts_after_its_pool_has_ended_says_nothing(missing: str, says: bool) -> None:
+    command = [sys.executable, "-c", START_LATE, missing]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout.strip() == "1", f"the process fails in either way: {ended.stdout}"
+    # The parent has its own to say of the semaphore.
+    assert ("in _serve_one" in ended.stderr) is says, f"only other errors of a worker are seen: {ended.stderr[-600:]}"
 
 
 def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
