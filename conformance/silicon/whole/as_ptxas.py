@@ -96,8 +96,8 @@ class _Values:
 
 
 def reused(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
-    """With -O1, in programs with wgmma: ptxas does not see that a vector of results (of wgmma, mma, ldmatrix, a load) or
-    an atomic defines its registers, and takes an earlier result for the same expression of their new contents."""
+    """With -O1, in programs with wgmma: ptxas does not see that a vector of results (of wgmma, mma, ldmatrix, a load)
+    or an atomic defines its registers, and takes an earlier result for the same expression of their new contents."""
     start = text.index("\n", text.index("mbarrier.init"))
     pieces = _PIECE.findall(text[start:])
     values, out, places, saved = _Values(), list[str](), 0, 0
