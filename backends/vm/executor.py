@@ -103,7 +103,7 @@ def _run_launches(
         buffer = machine.memory.add(name, np.zeros(size, np.uint8))
         _poison(buffer, program.ptx)
         addresses[name] = buffer.base
-    module = load(program.ptx, PARSED, machine.accumulate)
+    module = load(program.ptx, PARSED, ring=machine.ring)
     for launches in (program.prepare, program.launches):
         machine.counters.clear()  # a call costs what `launches` do
         for launch in launches:

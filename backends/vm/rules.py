@@ -231,7 +231,10 @@ _ALL = (
     _error(
         "tensor-coordinates", "5.5", "Coordinates that the copy does not take.", "Give one a dimension, in range.",
     ),
-    _error("bulk-copy", "9.7.9.25", "A bulk copy of a size that hardware refuses.", "Copy a multiple of 16 bytes."),
+    _error(
+        "bulk-copy", "9.7.9.25", "A bulk copy of a size that hardware refuses, or a reduction that its elements lack.",
+        "Copy a multiple of 16 bytes. Give the map elements of a type that the operation takes.",
+    ),
     _error("bulk-store", "9.7.9.13", "A st.bulk of a size that hardware refuses.", "Store a multiple of 8 bytes."),
     _error(
         "cp-async", "9.7.9.25.3", "A cp.async whose src-size exceeds its cp-size.", "Clamp src-size.",
@@ -248,6 +251,10 @@ _ALL = (
         "sparsity-metadata", "9.7.14.6.1",
         "The metadata of a sparse matrix names no two elements of a chunk: the product is undefined.",
         "Give the two indices of each chunk, the lower one in the lower bits.",
+    ),
+    _error(
+        "scale-selector", "9.7.14.3", "A selector of the scale factors of mma names bytes or threads that hold none.",
+        "Byte 0 to 3, of two blocks 0 or 2, of four 0; thread 0 or 1 for A, 0 to 3 for B.",
     ),
     # Calls.
     _error("trap", "9.7.19.4", "The kernel executed trap.", "Look for the check that failed."),

@@ -138,7 +138,7 @@ class Kernel:
                     im2col=item.im2col,
                 )
             )
-        module = load(self.ptx)
+        module = load(self.ptx, ring=machine.ring)
         for entry, dependent in self.sequence or [("kernel", False)] * self.launches:
             machine.launch(
                 module.entry(entry), self.grid, self.block, params, self.cluster, self.dynamic_smem, dependent=dependent

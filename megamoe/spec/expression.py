@@ -1,7 +1,7 @@
 """Expressions over the axes of a spec: dimensions ("hidden // 2") and constraints ("heads % kv_heads == 0").
 
 They have integers, axis names, null, true, false; + - * // %; comparisons; and, or, not; parentheses. Python's parser
-reads them and this module walks the tree: nothing is executed.
+reads them and this module makes functions of its tree: no text is executed.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from megamoe.contract import AxisValue
 from megamoe.spec.marked_yaml import nearest
 
 Term = int | bool | None
+Compute = Callable[[Mapping[str, AxisValue]], Term]
 
 MAX_LENGTH = 160
 _ALLOWED = re.compile(r"[A-Za-z0-9_ ()+\-*/%<>=!]+")
@@ -42,22 +44,35 @@ class ExpressionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A parsed expression. `names`: the axes in it."""
+    """A parsed expression. `names`: the axes in it. `compute`: as `value`, but with errors that do not name it."""
 
     text: str
     names: frozenset[str]
     body: ast.expr
+    compute: Compute = field(repr=False, compare=False)
 
     @property
-    def is_condition(self) -> bool:
-        """Whether it can only be true or false."""
-        negated = isinstance(self.body, ast.UnaryOp) and isinstance(self.body.op, ast.Not)
-        return negated or isinstance(self.body, ast.Compare | ast.BoolOp)
+    def counts(self) -> bool:
+        """Whether it can be a number at all."""
+        match self.body:
+            case ast.Name(id=name):
+                return name not in _CONSTANTS
+            case ast.UnaryOp(op=op):
+                return isinstance(op, ast.USub)
+            case _:
+                return isinstance(self.body, ast.Constant | ast.BinOp)
+
+    def uncompared(self, flags: Collection[str]) -> str:
+        """The first part of a condition that has to be true or false and is a number; "" if there is none.
+
+        `flags`: the axes that are true or false.
+        """
+        return _uncompared(self.body, flags)
 
     def value(self, axes: Mapping[str, AxisValue]) -> Term:
         """Its value at `axes`. ExpressionError for null in arithmetic or a division by zero."""
         try:
-            return _evaluate(self.body, axes)
+            return self.compute(axes)
         except ZeroDivisionError:
             raise ExpressionError(f"{self.text!r} divides by zero") from None
         except ExpressionError as error:
@@ -93,7 +108,7 @@ def parse_expression(text: str, known: Collection[str]) -> Expression:
     for name in sorted(names):
         if name not in known:
             raise ExpressionError(f"{text!r} speaks of {name!r}, no axis it may use; {nearest(name, known)}")
-    return Expression(text, names, body)
+    return Expression(text, names, body, _computed(body))
 
 
 def _names(node: ast.expr, text: str) -> frozenset[str]:
@@ -115,49 +130,80 @@ def _names(node: ast.expr, text: str) -> frozenset[str]:
             raise ExpressionError(f"{text!r} contains {seen!r}; only + - * // %, comparisons, and, or, not are known")
 
 
+def _uncompared(node: ast.expr, flags: Collection[str]) -> str:
+    match node:
+        case ast.Compare():
+            return ""
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return _uncompared(operand, flags)
+        case ast.BoolOp(values=values):
+            return next(filter(None, (_uncompared(value, flags) for value in values)), "")
+        case ast.Name(id=name) if name in flags or isinstance(_CONSTANTS.get(name), bool):
+            return ""
+        case _:
+            return ast.unparse(node)
+
+
 def _comparable(op: ast.cmpop) -> bool:
     return isinstance(op, ast.Eq | ast.NotEq) or type(op) in _ORDER
 
 
-def _evaluate(node: ast.expr, axes: Mapping[str, AxisValue]) -> Term:
+def _computed(node: ast.expr) -> Compute:
+    """What computes `node`. Cases are drawn by the thousand, so that the tree is walked once."""
     match node:
-        case ast.Constant(value=int(value)):
-            return value
+        case ast.Constant(value=int(constant)):
+            return lambda axes: constant
+        case ast.Name(id=name) if name in _CONSTANTS:
+            value = _CONSTANTS[name]
+            return lambda axes: value
         case ast.Name(id=name):
-            value = _CONSTANTS[name] if name in _CONSTANTS else axes[name]
-            if isinstance(value, float | str):
-                raise ExpressionError(f"{name} is {value!r}, not an integer, bool or null")
-            return value
+            return lambda axes: _term(name, axes[name])
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return not _evaluate(operand, axes)
+            truth = _computed(operand)
+            return lambda axes: not truth(axes)
         case ast.UnaryOp(operand=operand):
-            return -_number(operand, axes)
+            number = _number(operand)
+            return lambda axes: -number(axes)
         case ast.BinOp(left=left, op=op, right=right):
-            return _ARITHMETIC[type(op)](_number(left, axes), _number(right, axes))
+            of, one, other = _ARITHMETIC[type(op)], _number(left), _number(right)
+            return lambda axes: of(one(axes), other(axes))
         case ast.BoolOp(op=op, values=values):
-            truths = (bool(_evaluate(value, axes)) for value in values)
-            return all(truths) if isinstance(op, ast.And) else any(truths)
+            truths, every = [_computed(value) for value in values], all if isinstance(op, ast.And) else any
+            return lambda axes: every(truth(axes) for truth in truths)
         case ast.Compare():
-            return _compare(node, axes)
+            return _compared(node)
         case _:
             raise ExpressionError(f"{ast.unparse(node)!r} has no meaning here")
 
 
-def _number(node: ast.expr, axes: Mapping[str, AxisValue]) -> int:
-    value = _evaluate(node, axes)
-    if value is None:
-        raise ExpressionError(f"{ast.unparse(node)} is null; guard it with '{ast.unparse(node)} == null or ...'")
-    return int(value)
+def _term(name: str, value: AxisValue) -> Term:
+    if isinstance(value, float | str):
+        raise ExpressionError(f"{name} is {value!r}, not an integer, bool or null")
+    return value
 
 
-def _compare(node: ast.Compare, axes: Mapping[str, AxisValue]) -> bool:
-    left = node.left
-    for op, right in zip(node.ops, node.comparators, strict=True):
-        if isinstance(op, ast.Eq | ast.NotEq):
-            holds = (_evaluate(left, axes) == _evaluate(right, axes)) == isinstance(op, ast.Eq)
-        else:
-            holds = _ORDER[type(op)](_number(left, axes), _number(right, axes))
-        if not holds:
-            return False
-        left = right
-    return True
+def _number(node: ast.expr) -> Callable[[Mapping[str, AxisValue]], int]:
+    term = _computed(node)
+
+    def number(axes: Mapping[str, AxisValue]) -> int:
+        value = term(axes)
+        if value is None:
+            said = ast.unparse(node)
+            raise ExpressionError(f"{said} is null; guard it with '{said} == null or ...'")
+        return int(value)
+
+    return number
+
+
+def _compared(node: ast.Compare) -> Callable[[Mapping[str, AxisValue]], bool]:
+    sides = [node.left, *node.comparators]
+    links = [_link(op, *pair) for op, pair in zip(node.ops, pairwise(sides), strict=True)]
+    return lambda axes: all(link(axes) for link in links)
+
+
+def _link(op: ast.cmpop, left: ast.expr, right: ast.expr) -> Callable[[Mapping[str, AxisValue]], bool]:
+    if isinstance(op, ast.Eq | ast.NotEq):
+        one, other, equal = _computed(left), _computed(right), isinstance(op, ast.Eq)
+        return lambda axes: (one(axes) == other(axes)) is equal
+    of, low, high = _ORDER[type(op)], _number(left), _number(right)
+    return lambda axes: of(low(axes), high(axes))

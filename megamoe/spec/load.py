@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import keyword
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -56,6 +56,27 @@ def load_specs(folder: str | Path | None = None) -> dict[str, Spec]:
             raise SpecError(sentence, file=file, line=spec.document.line(("op",)), key="op")
         specs[spec.op] = spec
     return specs
+
+
+def _values(limits: Range) -> Sequence[AxisValue]:
+    """Every value of an axis that conditions may speak of: one of choices, or of integers."""
+    if limits.choices is not None:
+        return limits.choices
+    low, high = limits.min, limits.max
+    assert isinstance(low, int), "conditions speak of integers, bools and texts"
+    assert isinstance(high, int), "conditions speak of integers, bools and texts"
+    return range(low, high + 1)
+
+
+def _holds(constraint: Expression, axes: Mapping[str, AxisValue]) -> bool:
+    try:
+        return bool(constraint.value(axes))
+    except ExpressionError:
+        return False  # as for CaseSpace: no case is there
+
+
+def _told(axes: Mapping[str, AxisValue]) -> str:
+    return " and ".join(f"{name} is {spell(value)}" for name, value in axes.items())
 
 
 class _Builder:
@@ -153,12 +174,15 @@ class _Builder:
     def _constraints(self) -> tuple[Expression, ...]:
         countable = [name for name, axis in self.axes.items() if axis.kind in ("int", "bool")]
         texts = self._distinct("constraints")
-        constraints = tuple(self._expression(("constraints", i), text, countable) for i, text in enumerate(texts))
-        for i, constraint in enumerate(constraints):
-            if not constraint.is_condition:
-                sentence = f"{constraint.text!r} is neither true nor false; compare it with something"
-                raise self.document.error(("constraints", i), sentence)
-        return constraints
+        return tuple(self._condition(("constraints", i), text, countable) for i, text in enumerate(texts))
+
+    def _condition(self, path: KeyPath, text: str, known: list[str]) -> Expression:
+        condition = self._expression(path, text, known)
+        if part := condition.uncompared([name for name, axis in self.axes.items() if axis.kind == "bool"]):
+            where = "" if part == text else f"in {text!r}, "
+            sentence = f"{where}{part!r} is neither true nor false; compare it with something, as in '{part} == 0'"
+            raise self.document.error(path, sentence)
+        return condition
 
     def _expression(self, path: KeyPath, text: str, known: list[str]) -> Expression:
         try:
@@ -183,6 +207,7 @@ class _Builder:
             assert isinstance(role, str)
             doc = entry.doc or ""
             tensors[name] = TensorSpec(name, shape, entry.dtype, role, when, doc, dims, roles, shape_if)
+        self._hold_conditions(tensors)
         self._hold_outputs(tensors)
         return tensors
 
@@ -190,7 +215,11 @@ class _Builder:
         self, path: KeyPath, entry: list[str | int], lengths: list[str]
     ) -> tuple[tuple[str, ...], tuple[Expression, ...]]:
         shape = tuple(str(dim) for dim in entry)
-        return shape, tuple(self._expression((*path, i), dim, lengths) for i, dim in enumerate(shape))
+        dims = tuple(self._expression((*path, i), dim, lengths) for i, dim in enumerate(shape))
+        for i, dim in enumerate(dims):
+            if not dim.counts:
+                raise self.document.error((*path, i), f"{dim.text!r} is no number; an extent is an integer from 0")
+        return shape, dims
 
     def _roles(self, path: KeyPath, given: Role | dict[str, dict[str, Role]]) -> tuple[str, dict[str, Role]] | None:
         if isinstance(given, str):
@@ -207,7 +236,7 @@ class _Builder:
         if isinstance(given, str):
             if given.isidentifier():
                 self._known(path, "bool axis", given, flags)
-            return self._expression(path, given, [*lengths, *flags])
+            return self._condition(path, given, [*lengths, *flags])
         ((name, value),) = given.items()
         self._hold_values(path, name, (value,))
         return HasValue(name, value)
@@ -220,15 +249,43 @@ class _Builder:
                 known = ", ".join(spell(choice) for choice in choices)
                 raise self.document.error((*path, name, value), f"{name} is never {value!r}; it is one of {known}")
 
+    def _hold_conditions(self, tensors: Mapping[str, TensorSpec]) -> None:
+        """SpecError if a condition cannot be computed. Where there are too many values to try, its cases will tell."""
+        for name, tensor in tensors.items():
+            for axes in self._points(sorted(tensor.conditions)) or ():
+                try:
+                    tensor.role_in(axes)
+                except ExpressionError as error:
+                    raise self.document.error(("tensors", name, "when"), f"{error}, where {_told(axes)}") from None
+
     def _hold_outputs(self, tensors: Mapping[str, TensorSpec]) -> None:
-        """SpecError if some values of the axes that decide about tensors leave no output."""
-        deciding = sorted({name for tensor in tensors.values() for name in tensor.conditions})
-        for values in itertools.product(*(self.axes[name].limits.choices or () for name in deciding)):
-            axes = dict(zip(deciding, values, strict=True))
-            if not any(tensor.role_in(axes) == "output" for tensor in tensors.values()):
-                where = " and ".join(f"{name} is {spell(value)}" for name, value in axes.items())
-                sentence = f"none is there with role: output{where and ' if '}{where}, so nothing would be compared"
+        """SpecError if some values of the axes that decide about outputs leave none, or if that cannot be seen."""
+        outputs = [tensor for tensor in tensors.values() if tensor.may_be("output")]
+        if any(not tensor.conditions for tensor in outputs):
+            return
+        deciding = sorted({name for tensor in outputs for name in tensor.conditions})
+        points = self._points(deciding)
+        if points is None:
+            sentence = (
+                f"whether one with role: output is there depends on {', '.join(deciding)}, which have more than "
+                f"{MAX_CELLS} values together; have one that is always there, or let axes of fewer values decide"
+            )
+            raise self.document.error(("tensors",), sentence)
+        for axes in points:
+            if not any(tensor.role_in(axes) == "output" for tensor in outputs):
+                where = f" where {_told(axes)}" if axes else ""
+                sentence = f"none is there with role: output{where}, so nothing would be compared"
                 raise self.document.error(("tensors",), sentence)
+
+    def _points(self, names: list[str]) -> Iterator[dict[str, AxisValue]] | None:
+        """The values that these axes have together, as far as constraints on them alone go; None if there are more
+        than MAX_CELLS."""
+        values = [_values(self.axes[name].limits) for name in names]
+        if math.prod(map(len, values)) > MAX_CELLS:
+            return None
+        held = [one for one in self.space.constraints if one.names <= set(names)]
+        points = (dict(zip(names, point, strict=True)) for point in itertools.product(*values))
+        return (point for point in points if all(_holds(one, point) for one in held))
 
     # matrices and profiles
 

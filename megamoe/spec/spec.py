@@ -15,7 +15,7 @@ from typing import Literal
 from megamoe.contract import AxisValue, Case, Temperature, spell
 from megamoe.spec.case_space import Axis, CaseSpace, OutsideError
 from megamoe.spec.expression import Expression, ExpressionError, HasValue
-from megamoe.spec.marked_yaml import MarkedYaml, SpecError, nearest
+from megamoe.spec.marked_yaml import KeyPath, MarkedYaml, SpecError, nearest
 
 Role = Literal["input", "output"]
 DEFAULT_THRESHOLD = 0.02
@@ -49,6 +49,10 @@ class TensorSpec:
         if self.when is not None and not self.when.value(axes):
             return None
         return self.role if self.roles is None else self.roles[1].get(str(axes[self.roles[0]]))
+
+    def may_be(self, role: Role) -> bool:
+        """Whether it has that role for some values of the axes."""
+        return self.role == role if self.roles is None else role in self.roles[1].values()
 
     def at(self, axes: Mapping[str, AxisValue]) -> TensorSpec | None:
         """The tensor as it is at `axes`; None where it is absent."""
@@ -186,19 +190,21 @@ class Spec:
 
     def tensors_of(self, case: Case) -> dict[str, TensorSpec]:
         """The tensors that `case` has, in the order of the spec."""
-        axes = dict(case.axes)
-        there = {name: tensor.at(axes) for name, tensor in self.tensors.items()}
+        there = {name: self._at(name, case) for name in self.tensors}
         return {name: tensor for name, tensor in there.items() if tensor}
 
     def shape(self, tensor: str, case: Case) -> tuple[int, ...]:
         """The shape of `tensor` in `case`, in elements. SpecError if `case` has no such tensor."""
         if tensor not in self.tensors:
             raise self.document.error(("tensors",), f"there is no tensor {tensor!r}; {nearest(tensor, self.tensors)}")
-        spec = self.tensors[tensor].at(dict(case.axes))
+        spec = self._at(tensor, case)
         if spec is None:
             seen = " and ".join(f"{name} is {spell(case[name])}" for name in self.tensors[tensor].conditions)
             raise self.document.error(("tensors", tensor), f"{case.id} has no {tensor}: {seen}")
-        return tuple(self._extent(tensor, dim, case) for dim in spec.dims)
+        path: KeyPath = ("tensors", tensor, "shape")
+        if (other := self.tensors[tensor].shape_if) is not None and spec.dims is other[2]:
+            path = ("tensors", tensor, "shape_if", other[0])
+        return tuple(self._extent((*path, i), dim, case) for i, dim in enumerate(spec.dims))
 
     def cases(self, matrix: str) -> list[Case]:
         """The cases of a matrix: rows in the order of the file, the last axis of a product fastest."""
@@ -224,12 +230,17 @@ class Spec:
         """`error` with the line of the rule that it breaks, if the file states that rule."""
         return self.document.error(error.rule, str(error)) if error.rule else SpecError(str(error))
 
-    def _extent(self, tensor: str, dim: Expression, case: Case) -> int:
+    def _at(self, tensor: str, case: Case) -> TensorSpec | None:
+        try:
+            return self.tensors[tensor].at(dict(case.axes))
+        except ExpressionError as error:
+            raise self.document.error(("tensors", tensor, "when"), f"{error} in {case.id}") from None
+
+    def _extent(self, path: KeyPath, dim: Expression, case: Case) -> int:
         try:
             extent = dim.value(dict(case.axes))
         except ExpressionError as error:
-            raise self.document.error(("tensors", tensor, "shape"), f"{error} in {case.id}") from None
+            raise self.document.error(path, f"{error} in {case.id}") from None
         if isinstance(extent, bool) or not isinstance(extent, int) or extent < 0:
-            sentence = f"{dim.text!r} is {extent!r} in {case.id}; an extent is an integer from 0"
-            raise self.document.error(("tensors", tensor, "shape"), sentence)
+            raise self.document.error(path, f"{dim.text!r} is {extent!r} in {case.id}; an extent is an integer from 0")
         return extent

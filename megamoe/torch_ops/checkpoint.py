@@ -73,6 +73,9 @@ class _Tensors:
     def get(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
+    def shape(self, name: str) -> list[int]:
+        return list(self._tensors[name].shape)
+
 
 class _Files:
     """The tensors of a file, or of all files of a folder, read when they are asked for."""
@@ -94,6 +97,10 @@ class _Files:
 
     def get(self, name: str) -> torch.Tensor:
         return self._holder[name].get_tensor(name)
+
+    def shape(self, name: str) -> list[int]:
+        """Of the file's header: no element is read."""
+        return self._holder[name].get_slice(name).get_shape()
 
 
 def _shards(path: Path) -> list[Path]:
@@ -235,7 +242,7 @@ class _Layer:
         """As how many experts the shared ones count."""
         if not any(expert == SHARED for expert, _, _ in self.names):
             raise ValueError(f"{self._said} has no shared_experts")
-        rows = self._matrix(SHARED).shape[0]
+        rows, _ = self._matrix(SHARED)
         if not rows or rows % intermediate:
             raise ValueError(
                 f"{self._said} has shared_experts of {rows} rows; they must be as wide as some of its experts, which "
@@ -243,18 +250,18 @@ class _Layer:
             )
         return rows // intermediate
 
-    def _matrix(self, expert: int) -> torch.Tensor:
-        """The codes of gate."""
-        gate = self._projections[0]
-        weight = self._tensor(expert, gate, "weight")
-        if weight.dim() != 2:
-            raise ValueError(f"{self._named(expert, gate, 'weight')} has shape {list(weight.shape)}, not [n, k / 2]")
-        return weight
+    def _matrix(self, expert: int) -> tuple[int, int]:
+        """Rows and bytes of a row of the codes of gate."""
+        name = self._held(expert, self._projections[0], "weight")
+        shape = self.source.shape(name)
+        if len(shape) != 2:
+            raise ValueError(f"{name} has shape {shape}, not [n, k / 2]")
+        return shape[0], shape[1]
 
     def _sizes(self, expert: int) -> tuple[int, int]:
         """hidden and intermediate. ValueError if the kernels have no such layer."""
-        weight = self._matrix(expert)
-        intermediate, hidden = weight.shape[0], 2 * weight.shape[1]
+        intermediate, bytes_ = self._matrix(expert)
+        hidden = 2 * bytes_
         axes = {"hidden": hidden, "intermediate": intermediate, "num_experts": 1, "tokens": 1}
         if (reason := spec_of("nvfp4_moe").admits(axes)) is not None:
             raise ValueError(f"{self._said} has experts of {intermediate} x {hidden}: {reason}")
@@ -291,13 +298,17 @@ class _Layer:
         dtype: torch.dtype | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
-        name = self.names.get((expert, projection, part))
-        if name is None:
-            raise ValueError(f"{self.source.said} lacks {self._named(expert, projection, part)}")
+        name = self._held(expert, projection, part)
         tensor = self.source.get(name)
         if dtype is not None and (tensor.dtype != dtype or tuple(tensor.shape) != shape):
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be {dtype} {list(shape or ())}")
         return tensor
+
+    def _held(self, expert: int, projection: str, part: str) -> str:
+        name = self.names.get((expert, projection, part))
+        if name is None:
+            raise ValueError(f"{self.source.said} lacks {self._named(expert, projection, part)}")
+        return name
 
     def _named(self, expert: int, projection: str, part: str) -> str:
         start = f"{self.prefix}." if self.prefix else ""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from backends.vm.tensor.tma_box import REDUCED_TYPES
+
 Version = tuple[int, int]
 Words = frozenset[str]
 
@@ -307,14 +309,9 @@ def _bulk(parts: tuple[str, ...], words: Words) -> Iterator[str]:
         yield "im2col needs three dimensions or more"
     if parts[1] == "async" or "reduce" not in parts[:2] or "tensor" in words:
         return
-    types = {
-        **_ATOMIC_TYPES,
-        "add": "u32 s32 u64 f16 bf16 f32 f64",
-        **dict.fromkeys(("min", "max"), "u32 s32 u64 s64 f16 bf16"),
-    }
-    op = next(part for part in parts if part in types)
-    if parts[-1] not in types[op].split():
-        yield f".{op} is for {types[op]}"
+    op = next(part for part in parts if part in REDUCED_TYPES)
+    if parts[-1] not in REDUCED_TYPES[op].split():
+        yield f".{op} is for {REDUCED_TYPES[op]}"
     elif ("noftz" in words) != (op == "add" and parts[-1] in _HALVES):
         yield ".noftz goes with .add of halves, and those need it"
 

@@ -35,6 +35,8 @@ SYSTEM_CALLS: Final[Mapping[str, int]] = {"vprintf": 2, "__assertfail": 5, "mall
 dynamic global memory allocation), with the number of their arguments."""
 ANSWERING: Final = ("malloc",)
 """Those whose result kernels use."""
+_WORDS: Final = (1, 2, 4, 8)
+"""Bytes of an argument that one load reads."""
 _LAUNCHES: Final = ("__cudaCDP2", "cudaCDP2", "cudaLaunchDevice", "cudaGetParameterBuffer")
 """How the functions begin by which a kernel launches another (CUDA programming guide, CUDA dynamic parallelism)."""
 _CALL_SPACE: Final = ("param", "param::func")
@@ -195,7 +197,7 @@ class _Placer:
             raise self._refused(call, f"the function {target.name}, which calls itself; recursion needs a stack")
         else:
             formal, actual = (*function.returns, *function.params), (*returns.items, *given.items)
-            if len(formal) != len(actual) or not all(isinstance(one, Symbol) for one in actual):
+            if len(formal) != len(actual) or not all(self._slot(one) for one in actual):
                 raise self._refused(call, f"{target.name} with other arguments than its {len(formal)} in .param space")
             values = {one.name: value for one, value in zip(formal, actual, strict=True)}
             inner = _Frame(function, serial, values, (*frame.around, target.name), f"{serial}end")
@@ -209,20 +211,29 @@ class _Placer:
             raise self._refused(call, f"{name} with {len(given.items)} arguments where it takes {SYSTEM_CALLS[name]}")
         registers = list[Operand]()
         for index, one in enumerate(given.items):
-            assert isinstance(one, Symbol)
-            size = self.variables[one.name].size
+            slot = self._slot(one)
+            if slot is None or slot.size not in _WORDS:
+                raise self._refused(call, f"{name} with an argument that is no variable of 1, 2, 4 or 8 bytes in "
+                                    ".param space")  # fmt: skip
             self.registers[f"{serial}{index}"] = "b64"
             registers.append(Register(f"{serial}{index}"))
-            self._append(call, ("ld", "local", f"u{8 * size}"), (registers[-1], Address(Symbol(one.name))))
+            self._append(call, ("ld", "local", f"u{8 * slot.size}"), (registers[-1], Address(Symbol(slot.name))))
         results = list[Operand]()
         if name in ANSWERING:
             self.registers[f"{serial}result"] = "b64"
             results.append(Register(f"{serial}result"))
         self._append(call, call.parts, (Vector(tuple(results)), Symbol(name), Vector(tuple(registers))))
+        kind, value, size = ("u64", results[0], 8) if results else ("u32", Immediate(len(registers)), 4)
         for one in returns.items:
-            assert isinstance(one, Symbol)
-            kind, value = ("u64", results[0]) if results else ("u32", Immediate(len(registers)))
-            self._append(call, ("st", "local", kind), (Address(Symbol(one.name)), value))
+            slot = self._slot(one)
+            if slot is None or slot.size < size or len(returns.items) > 1:
+                raise self._refused(call, f"{name} with a result that is not one variable of {size} bytes in .param "
+                                    "space")  # fmt: skip
+            self._append(call, ("st", "local", kind), (Address(Symbol(slot.name)), value))
+
+    def _slot(self, operand: Operand) -> Variable | None:
+        """The variable in the .param space of a function that an argument or a result of a call names."""
+        return self.variables.get(operand.name) if isinstance(operand, Symbol) else None
 
     def _refused(self, call: Instruction, what: str) -> UnknownInstructionError:
         return UnknownInstructionError(f"PTX line {call.line}: `{call.text}` calls {what}")

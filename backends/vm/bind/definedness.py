@@ -21,7 +21,7 @@ import numpy as np
 
 from backends.vm.bind.flow import Bound, FlowGraph
 from backends.vm.counting import count_nonzero
-from backends.vm.machine.code import NEXT, WIDTH_OF_VIEW, Key, RegisterRows, Step
+from backends.vm.machine.code import WIDTH_OF_VIEW, Key, RegisterRows, Step
 from backends.vm.machine.undefined import Bits, all_bits, lanes_of, no_bits
 from backends.vm.memory.definedness import Mask, Origin
 from backends.vm.ptx.ast import Negated
@@ -187,11 +187,11 @@ class InstructionCarrier:
             if self._rule is None or item.form.kind == "tail":
                 what = "where this branch goes" if item.form.control else "whether this instruction is executed"
                 warp.undefined.decide(warp, (1, item.guard[0]), what, item.instruction.line)
-            self._run_guarded(warp, step)
+            outcome = self._run_guarded(warp, step)
             for key in item.defines:
                 origin = doubt.origin.read_at(item.instruction.line)
                 warp.undefined.put(key, all_bits(key[0], doubtful), doubtful, origin)
-            return NEXT
+            return outcome
         return self._run_guarded(warp, step)
 
     def _run_guarded(self, warp: Warp, step: Step) -> object:

@@ -163,7 +163,8 @@ def in_ring(*families: Bind) -> Callable[[Bind], Bind]:
 def bind_in_ring(form: Form, parts: tuple[str, ...]) -> Bind | None:
     """What binds an instruction there: None if it computes with floats and has no counterpart."""
     known = _IN_RING.get(form.bind)
-    if known is None and parts[0] not in _MOVES and any(map(_FLOATS.fullmatch, parts)):
+    moves = parts[0] in _MOVES and "reduce" not in parts
+    if known is None and not moves and any(map(_FLOATS.fullmatch, parts)):
         return None
     return known or form.bind
 

@@ -105,7 +105,7 @@ def run_host_program(
     if program.convention not in _CONVENTIONS:
         raise HostError(f"the calling convention {program.convention!r} is none of {', '.join(_CONVENTIONS)}")
     _check_symbols(source, program.entry, program.compiler)
-    runtime = Runtime(machine, load(program.ptx, parsed, machine.accumulate), program.target)
+    runtime = Runtime(machine, load(program.ptx, parsed, ring=machine.ring), program.target)
     bind_runtime()
     linked = LinkedObject(source)
     try:

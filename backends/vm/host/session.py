@@ -103,8 +103,7 @@ class Session:
         return {name: function.params for name, function in functions.items() if function.is_entry}
 
     def _load(self, ptx: str) -> LoadedModule:
-        _, accumulate, _ = self._options
-        return load(ptx, self._parsed, accumulate)
+        return load(ptx, self._parsed, ring=self._machine.ring)
 
     def bind(self, ptx: str, entry: str) -> None:
         """UnknownInstructionError for an instruction without a meaning here."""

@@ -21,11 +21,13 @@ from backends.vm.memory.definedness import Missing, lost_in_reduction
 from backends.vm.memory.global_memory import DEFINED, Buffer
 from backends.vm.memory.global_races import Pieces
 from backends.vm.memory.mbarrier import MBarrier
-from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
+from backends.vm.memory.shared import MAX_DYNAMIC, OFFSET_MASK, RANK_SHIFT
 from backends.vm.ptx.ast import Address, Operand
 from backends.vm.tensor.tensor_map import MAP_BYTES, ORDINALS, TensorMap, decode_tensor_map, replace_field
 from backends.vm.tensor.tma_box import (
+    REDUCED_TYPES,
     BoxPlan,
+    check_reduction,
     plan_box,
     plan_gather4,
     plan_im2col,
@@ -227,6 +229,8 @@ def tensor_load(b: Binder) -> Step:
     def step(warp: Warp) -> None:
         for lane in issuers(warp):
             tensor_map, address = tensor.tensor_map(warp, lane), to(warp, lane)
+            if warp.cta.machine.ring and tensor_map.element.tf32:
+                raise b.outside_ring()  # it rounds
             mask = int(warp.u16[mask_row][lane]) if mask_row is not None else None
             offsets = [int(warp.u16[row][lane]) for row in offset_rows]
             plan = _plan(b, tensor_map, tensor.coordinates(warp, lane), address & OFFSET_MASK, offsets)
@@ -340,6 +344,9 @@ def _check_linear(destination: int, source: int, size: int, lane: int) -> None:
             raise Fault("misaligned", f"the {what} {value:#x} of a bulk copy is not a multiple of 16", lane=lane)
     if size <= 0:
         raise Fault("bulk-copy", f"a bulk copy of {size} bytes", lane=lane)
+    if size > MAX_DYNAMIC:  # before a piece of them is looked at
+        raise Fault("out-of-bounds", f"a bulk copy of {size} bytes; the shared memory of a CTA has at most "
+                    f"{MAX_DYNAMIC}", lane=lane)  # fmt: skip
 
 
 def _linear_plan(offset: int, size: int) -> BoxPlan:
@@ -369,7 +376,7 @@ def _linear_reader(warp: Warp, start: int, size: int, barrier: MBarrier, *, loca
     return read
 
 
-_REDUCTIONS = "add min max inc dec and or xor"
+_REDUCTIONS = " ".join(REDUCED_TYPES)
 
 
 @opcode("cp.async.bulk.tensor.<dim>.global.shared::cta{.<mode>}.bulk_group{.L2::cache_hint}", section="9.7.9.27.1.2",
@@ -389,6 +396,10 @@ def tensor_store(b: Binder) -> Step:
         written: list[Pieces] = []
         for lane in issuers(warp):
             tensor_map, address = tensor.tensor_map(warp, lane), origin(warp, lane)
+            if operation:
+                check_reduction(operation, tensor_map.element)
+                if warp.cta.machine.ring and tensor_map.element.floating:
+                    raise b.outside_ring()
             offset = warp.cta.own_offset(address, "tensor store")
             plan = _plan(b, tensor_map, tensor.coordinates(warp, lane), offset, no_offsets, store=True)
             serial, groups = warp.cta.cluster.next_copy(), CopyGroups.of(warp.copies.bulk, lane, warp.agents)

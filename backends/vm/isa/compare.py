@@ -11,7 +11,7 @@ from backends.vm.bind.binder import PACKED, Binder, write
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.machine.warp import Warp
 from backends.vm.numerics import f32, half
-from backends.vm.numerics.formats import COMPARISONS, FORMATS
+from backends.vm.numerics.formats import COMPARISONS
 from backends.vm.ptx.ast import Pair
 
 Truth = npt.NDArray[np.bool_]
@@ -78,7 +78,7 @@ def comparison(type_name: str, op: str, *, ftz: bool = False) -> tuple[str, Comp
     Packed halves compare to [32, 2]. KeyError for an operator that the type does not have.
     """
     if type_name in _HALF_VIEW:
-        fmt = FORMATS[type_name.removesuffix("x2")]
+        fmt = half.FORMATS[type_name.removesuffix("x2")]
         return _HALF_VIEW[type_name], lambda a, c: half.compare(op, a, c, fmt, ftz=ftz)
     if type_name in ("f32", "f64"):
         compare = COMPARISONS[op]

@@ -8,7 +8,7 @@ from typing import cast
 from backends.vm.bind.binder import Binder, Compute, bind_lanewise, lanewise
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.numerics import half
-from backends.vm.numerics.formats import FORMATS, FloatFormat, Rounding
+from backends.vm.numerics.formats import FloatFormat, Rounding
 
 _F16 = "f16 f16x2"
 _BF16 = "bf16 bf16x2"
@@ -18,7 +18,7 @@ _ARITHMETIC = {"add": half.add, "sub": half.sub, "mul": half.mul}
 def _type(b: Binder) -> tuple[str, FloatFormat]:
     """The view of the operands and the format of their halves."""
     name = b.instruction.parts[-1]
-    return ("u16x2" if name.endswith("x2") else "u16"), FORMATS[name.removesuffix("x2")]
+    return ("u16x2" if name.endswith("x2") else "u16"), half.FORMATS[name.removesuffix("x2")]
 
 
 def _flags(b: Binder, *names: str) -> dict[str, bool]:
@@ -81,7 +81,7 @@ def approximate(b: Binder) -> Step:
 
 def _mixed_options(b: Binder) -> dict[str, object]:
     rounding = cast(Rounding, b.words["rnd"] or "rn")
-    return {"fmt": FORMATS[b.words["type"]], "rounding": rounding, **_flags(b, "sat")}
+    return {"fmt": half.FORMATS[b.words["type"]], "rounding": rounding, **_flags(b, "sat")}
 
 
 @opcode("add{.<rnd>}{.sat}.f32.<type>", section="9.7.5.1", counter="float", rnd="rn rz rm rp", type="f16 bf16")

@@ -19,7 +19,6 @@ from backends.vm.machine.warp import Warp
 from backends.vm.memory.definedness import Missing, Origin
 from backends.vm.memory.global_memory import check_alignment
 from backends.vm.numerics import f32, half
-from backends.vm.numerics.formats import BF16, F16
 from backends.vm.ptx.ast import Address, Operand, Sink, Symbol
 
 _TYPES = "b8 u8 s8 b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64 b128"
@@ -246,14 +245,10 @@ def _numpy_type(kind: str) -> np.dtype[np.generic]:
     return np.dtype({"b": "u", "u": "u", "s": "i", "f": "f"}[kind[0]] + str(int(kind[1:]) // 8))
 
 
-_HALVES = {"f16": F16, "bf16": BF16}
-_HALF_COMBINE = {"add": half.add, "min": half.minimum, "max": half.maximum}
-
-
 def _half_update(kind: str, op: str) -> Callable[..., int]:
     """One or two halves in an integer, combined and rounded to nearest even; subnormals are kept (`.noftz`)."""
-    fmt, bits = _HALVES[kind.removesuffix("x2")], 32 if kind.endswith("x2") else 16
-    combine = _HALF_COMBINE[op]
+    fmt, bits = half.FORMATS[kind.removesuffix("x2")], 32 if kind.endswith("x2") else 16
+    combine = half.REDUCTIONS[op]
 
     def update(old: int, x: int, _: object) -> int:
         raw = np.array([old, x], f"<u{bits // 8}").view("<u2").reshape(2, -1)
@@ -310,7 +305,7 @@ class _Element:
 def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ...], offset: int = 0) -> Step:
     parts = b.instruction.parts
     kind, space = parts[-1], b.words["space"]
-    if kind.removesuffix("x2") in _HALVES:
+    if kind.removesuffix("x2") in half.FORMATS:
         update: Callable[..., int | float] = _half_update(kind, b.words.get("op") or "add")
         kind = "b32" if kind.endswith("x2") else "b16"
     else:
@@ -419,7 +414,7 @@ def atomic(b: Binder, d: Operand | None, a: Operand, source: Operand) -> Step:
     count = int(b.words["vec"][1:])
     sources = b.vector(source, count)
     targets = [None] * count if d is None or isinstance(d, Sink) else b.vector(d, count)
-    each = 2 if b.words["type"] in _HALVES else 4
+    each = 2 if b.words["type"] in half.FORMATS else 4
     address, size = b.address(a), each * count
     steps = [_atomic(b, targets[i], a, (sources[i],), each * i) for i in range(count)]
 

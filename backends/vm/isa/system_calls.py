@@ -128,7 +128,9 @@ def _assert_failed(warp: Warp, lane: int, given: list[int]) -> None:
 
 def _read(warp: Warp, lane: int, address: int, size: int) -> bytes:
     lanes = np.array([lane])
-    return access.load(warp, "", np.array([address], np.int64), size, strong=True, lanes=lanes)[0].tobytes()
+    # Signed, as the registers of addresses are seen everywhere: those of the upper half are in no window.
+    at = np.array([address % 2**64], np.uint64).view(np.int64)
+    return access.load(warp, "", at, size, strong=True, lanes=lanes)[0].tobytes()
 
 
 def _string(warp: Warp, lane: int, address: int) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +44,6 @@ from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.tmem import LANES, Index, Words
 from backends.vm.numerics import accumulate
 from backends.vm.numerics.f32 import canonical
-from backends.vm.numerics.formats import FORMATS, decode
 from backends.vm.ptx.ast import Address, Operand, Vector
 from backends.vm.tensor.instruction_descriptor import (
     IGNORED_BITS,
@@ -56,7 +53,7 @@ from backends.vm.tensor.instruction_descriptor import (
     decode_zero_columns,
 )
 from backends.vm.tensor.matrix_descriptor import decode_matrix_descriptor, gather_units, unit_addresses
-from backends.vm.tensor.operand_types import to_float32
+from backends.vm.tensor.operand_types import packed_to_float32, scale_factors, to_float32
 from backends.vm.tensor.sparsity import Granularity, dense
 from backends.vm.tensor.tmem_layout import (
     Bytes,
@@ -259,7 +256,7 @@ def count_mma(warp: Warp, descriptor: InstructionDescriptor) -> None:
     counters["mma_flops"] += 2 * descriptor.m * descriptor.n * descriptor.k
 
 
-def _performer(one: _Issued, target: Accumulator, policy: str, scale: int) -> Callable[[], None]:
+def _performer(one: _Issued, target: Accumulator, policy: accumulate.Policy, scale: int) -> Callable[[], None]:
     d, left = one.issue.descriptor, one.left
     product = _integer_product if d.kind == "i8" else _product
     shares = max(len(left), len(one.metadata))
@@ -281,7 +278,7 @@ def _performer(one: _Issued, target: Accumulator, policy: str, scale: int) -> Ca
 
 
 def _product(
-    a: Float32, b: Float32, old: Words | None, d: InstructionDescriptor, policy: str, scale: int
+    a: Float32, b: Float32, old: Words | None, d: InstructionDescriptor, policy: accumulate.Policy, scale: int
 ) -> Words:  # fmt: skip
     """Words of A B^T + D 2^-scale; f16 ones in the low halves."""
     half = d.d_type == "f16"
@@ -289,8 +286,7 @@ def _product(
     if old is not None:
         c = (old & np.uint32(0xFFFF)).astype(np.uint16).view(np.float16).astype(np.float32) if half else old.view("f4")
         c = c * np.float32(2.0**-scale) if scale else c
-    known = cast(accumulate.Policy, policy)
-    result = accumulate.mma(a, b, c, k_per_instruction=d.k, kind=d.a_type, policy=known)
+    result = accumulate.mma(a, b, c, k_per_instruction=d.k, kind=d.a_type, policy=policy)
     if not half:
         return result.view(np.uint32)
     codes = np.where(np.isnan(result), np.uint16(0x7FFF), result.astype(np.float16).view(np.uint16))
@@ -298,7 +294,7 @@ def _product(
 
 
 def _integer_product(
-    a: Float32, b: Float32, old: Words | None, d: InstructionDescriptor, policy: str, scale: int
+    a: Float32, b: Float32, old: Words | None, d: InstructionDescriptor, policy: accumulate.Policy, scale: int
 ) -> Words:  # fmt: skip
     total = a.astype(np.float64) @ b.astype(np.float64).T
     if old is not None:
@@ -444,26 +440,9 @@ _SAFE = np.float32(2.0**50)
 """Scale factors within 1 / this and this cannot make a product of two of them and two elements inexact in float32."""
 
 
-@cache
-def _nibble_pairs() -> Float32:
-    """The two e2m1 elements of every byte, the low nibble first: float32 [256, 2]."""
-    codes = np.arange(256, dtype=np.uint8)
-    return decode(np.stack([codes & 15, codes >> 4], axis=-1).astype(np.uint8), FORMATS["e2m1"]).astype(np.float32)
-
-
-@cache
-def _scale_table(sf_type: str) -> Float32:
-    """float32 [256]; NaN for ue8m0 0xFF and ue4m3 0x7F. Of ue4m3 the top bit, which has no meaning, is dropped."""
-    codes = np.arange(256, dtype=np.uint8)
-    if sf_type == "ue8m0":
-        return np.where(codes == 255, np.nan, np.ldexp(1.0, codes.astype(np.int64) - 127)).astype(np.float32)
-    return decode((codes & 0x7F).astype(np.uint8), FORMATS["e4m3"]).astype(np.float32)
-
-
 def _elements(raw: Raw, type_name: str, k: int, *, negated: bool) -> Float32:
     """float32 [rows, k]; a row of packed 4-bit elements has k / 2 bytes."""
-    packed = raw.shape[1] != k
-    values = _nibble_pairs().take(raw, axis=0).reshape(len(raw), k) if packed else to_float32(raw, type_name)
+    values = to_float32(raw, type_name) if raw.shape[1] == k else packed_to_float32(raw)
     return -values if negated else values
 
 
@@ -484,7 +463,7 @@ def mma_scaled(b: Binder) -> Step:
         target = Accumulator(one.issue, one.to, None, added_to=one.enabled)
         target.undefine(*one.lost(), scales=(scales_a.lost, scales_b.lost))
         count_mma(warp, one.issue.descriptor)
-        perform = _scaled_performer(one, (scales_a, scales_b), target, fast=warp.cta.machine.accumulate == "fast")
+        perform = _scaled_performer(one, (scales_a, scales_b), target, warp.cta.machine.accumulate)
         submit(warp, "an mma", line, text, perform, queue=warp.cta.tmem)
 
     return step
@@ -543,18 +522,22 @@ def _check_scales(issue: Issue, taddr: int, rows: int, which: str) -> tuple[int,
 
 
 def _scaled_performer(
-    one: _Issued, scales: tuple[ScaleFactors, ScaleFactors], target: Accumulator, *, fast: bool
+    one: _Issued, scales: tuple[ScaleFactors, ScaleFactors], target: Accumulator, policy: accumulate.Policy
 ) -> Callable[[], None]:
     """`scales`: those of A and those of B."""
     d, (scales_a, scales_b) = one.issue.descriptor, scales
-    table, wide = _scale_table(d.sf_type), d.sf_type == "ue8m0"
+    check_multiplied(policy, d.a_type, plain=True)
+    wide = d.sf_type == "ue8m0"
 
     def perform() -> None:
         b = _elements(one.right.fetch(), d.b_type, d.k, negated=d.negate_b)
         stored = [_elements(part.fetch(), d.a_type, d.stored_k, negated=d.negate_a) for part in one.left]
         a = [one.with_zeros(part, i) for i, part in enumerate(stored)]
         old = target.load().view(np.float32) if one.enabled else None
-        factors = [(table[sfa], table[sfb]) for sfa, sfb in zip(scales_a.load(), scales_b.load(), strict=True)]
+        factors = [
+            (scale_factors(sfa, d.sf_type), scale_factors(sfb, d.sf_type))
+            for sfa, sfb in zip(scales_a.load(), scales_b.load(), strict=True)
+        ]
         rows = d.m // len(factors)
         out = np.empty((d.m, d.n), np.float32)
         for i, (sfa, sfb) in enumerate(factors):
@@ -562,7 +545,7 @@ def _scaled_performer(
             for j, operand in enumerate(a):
                 columns = slice(j * d.n // len(a), (j + 1) * d.n // len(a))
                 c = None if old is None else old[mine, columns]
-                in_f32 = fast and not (wide and _extreme(sfa, sfb))
+                in_f32 = policy == "fast" and not (wide and _extreme(sfa, sfb))
                 out[mine, columns] = _scaled(operand[mine], b[columns], sfa, sfb[columns], c, in_f32=in_f32)
         target.store(canonical(out).view(np.uint32))
 

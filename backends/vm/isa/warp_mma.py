@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
@@ -16,8 +14,7 @@ from backends.vm.machine import access
 from backends.vm.machine.undefined import BecameUndefined, spread, undefined_words
 from backends.vm.machine.warp import Warp
 from backends.vm.numerics import accumulate
-from backends.vm.numerics.f32 import Float32
-from backends.vm.numerics.formats import F16, FORMATS, decode, encode
+from backends.vm.numerics.formats import F16, encode
 from backends.vm.tensor.fragments import (
     MATRIX_ROW_BYTES,
     Fragment,
@@ -29,9 +26,9 @@ from backends.vm.tensor.fragments import (
     to_registers,
     transposed_matrix,
 )
+from backends.vm.tensor.operand_types import to_float32
 
 _ELEMENT_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "u8": 8, "s8": 8}
-_TF32_MASK = np.uint32(0xFFFF_E000)
 _S32_MIN, _S32_MAX = -(2**31), 2**31 - 1
 
 
@@ -57,14 +54,6 @@ def _accumulator(element: str) -> Fragment:
     return Fragment(wide.shape, 16, rows, columns)
 
 
-def _values(codes: npt.NDArray[np.unsignedinteger], element: str) -> Float32:
-    if element == "f32":
-        return codes.view(np.float32)
-    if element == "tf32":
-        return (codes & _TF32_MASK).view(np.float32)
-    return decode(codes, FORMATS[element]).astype(np.float32)
-
-
 @opcode("mma.sync.aligned.<shape>.row.col.<d>.<a>.<b>.<c>", section="9.7.14.5.14", counter="mma",
         shape="m16n8k8 m16n8k16", d="f32 f16", a="f16", b="f16", c="f32 f16")  # fmt: skip
 @opcode("mma.sync.aligned.<shape>.row.col.f32.<a>.<b>.f32", section="9.7.14.5.14", counter="mma",
@@ -86,10 +75,10 @@ def mma(b: Binder) -> Step:
 
     def step(warp: Warp) -> None:
         whole_warp(warp, what)
-        left = _values(to_matrix(_gather(warp, rows_a), a_fragment), a_type)
-        right = _values(to_matrix(_gather(warp, rows_b), b_fragment), b_type)
-        addend = _values(to_matrix(_gather(warp, rows_c), c_fragment), c_type)
-        policy = cast(accumulate.Policy, warp.cta.machine.accumulate)
+        left = to_float32(to_matrix(_gather(warp, rows_a), a_fragment), a_type)
+        right = to_float32(to_matrix(_gather(warp, rows_b), b_fragment), b_type)
+        addend = to_float32(to_matrix(_gather(warp, rows_c), c_fragment), c_type)
+        policy = warp.cta.machine.accumulate
         total = accumulate.warp_product(left, right.T, addend, a_type, policy, to_half=c_type == "f16")
         codes = encode(total.astype(np.float64), F16).astype(np.uint16) if c_type == "f16" else total.view(np.uint32)
         _scatter(warp, rows, to_registers(codes, c_fragment))

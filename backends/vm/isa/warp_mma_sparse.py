@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
-
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.isa.warp_mma import whole_warp
-from backends.vm.isa.warp_mma_types import HeldFragment, integer_product, narrow_values, summed, wide_values
+from backends.vm.isa.warp_mma_types import HeldFragment, integer_product, summed
 from backends.vm.machine.warp import Warp
 from backends.vm.numerics.accumulate import Mask
+from backends.vm.tensor.operand_types import to_float32
 from backends.vm.tensor.sparsity import Granularity, codes_in_registers, dense, selectors, stored_places
 from backends.vm.tensor.warp_fragments import Raw, accumulator_fragment, operand_fragment
 
@@ -49,7 +47,7 @@ def mma_sparse(b: Binder) -> Step:
         raise b.error(f"D is {b.words['d']} and C {c_type}: they must be of one type")
 
     def product(warp: Warp, a: Raw, right: Raw, addend: Raw, stored: Mask) -> Raw:
-        return summed(warp, _values(a, a_type), _values(right, b_type), addend, c_type, a_type, stored)
+        return summed(warp, to_float32(a, a_type), to_float32(right, b_type), addend, c_type, a_type, stored)
 
     return _sparse(b, _BITS.get(a_type, 8), 16 if c_type == "f16" else 32, product)
 
@@ -63,10 +61,6 @@ def mma_sparse_integer(b: Binder) -> Step:
     a_type = b.words["a"]
     product = integer_product(a_type, b.words["b"], saturates=bool(b.words["satfinite"]))
     return _sparse(b, _BITS[a_type], 32, lambda warp, a, right, addend, stored: product(warp, a, right, addend))
-
-
-def _values(raw: Raw, type_name: str) -> npt.NDArray[np.float32]:
-    return wide_values(raw, type_name) if type_name in _BITS else narrow_values(raw, type_name)
 
 
 def _sparse(b: Binder, bits: int, c_bits: int, product: SparseProduct) -> Step:

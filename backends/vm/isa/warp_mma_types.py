@@ -12,12 +12,14 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.faults import Fault
 from backends.vm.isa.warp_mma import whole_warp
 from backends.vm.machine import access
 from backends.vm.machine.warp import Warp
 from backends.vm.numerics import accumulate, f64
-from backends.vm.numerics.formats import F16, FORMATS, Rounding, decode, encode
+from backends.vm.numerics.formats import E2M1, F16, Rounding, decode, encode
 from backends.vm.ptx.ast import Operand
+from backends.vm.tensor.operand_types import scale_factors, to_float32
 from backends.vm.tensor.warp_fragments import (
     LANES,
     Raw,
@@ -31,7 +33,6 @@ from backends.vm.tensor.warp_fragments import (
 _SECTION = "9.7.14.5.14"
 _INTEGER_BITS = {"u4": 4, "s4": 4, "u8": 8, "s8": 8, "b1": 1}
 _S32_MIN, _S32_MAX = -(2**31), 2**31 - 1
-_TF32_MASK = np.uint32(0xFFFF_E000)
 _NARROW = "e4m3 e5m2 e3m2 e2m3 e2m1"
 
 Float64 = npt.NDArray[np.float64]
@@ -167,20 +168,6 @@ def mma_bits(b: Binder) -> Step:
 # bits 5 to 2 (PTX ISA 9.7.14.2).
 
 
-def wide_values(raw: Raw, type_name: str) -> npt.NDArray[np.float32]:
-    """Values of f16, bf16 and tf32."""
-    if type_name == "tf32":
-        return (raw.astype(np.uint32) & _TF32_MASK).view(np.float32)
-    return decode(raw.astype(np.uint32), FORMATS[type_name]).astype(np.float32)
-
-
-def narrow_values(raw: Raw, type_name: str, *, packed: bool = False) -> npt.NDArray[np.float32]:
-    """Values of FP8, FP6 and FP4 codes, in bytes or, `packed`, as they are."""
-    fmt = FORMATS[type_name]
-    codes = raw >> np.uint32(2) if type_name == "e2m1" and not packed else raw
-    return decode((codes & np.uint32(2**fmt.bits - 1)).astype(np.uint32), fmt).astype(np.float32)
-
-
 def summed(
     warp: Warp,
     left: npt.NDArray[np.float32],
@@ -193,8 +180,8 @@ def summed(
     most: int = 1024,
 ) -> Raw:
     """D, of `d_type` or else of `c_type`, of float32 A [m, k] and B [k, n], and raw C. `stored`: of a sparse A."""
-    addend = decode(c.astype(np.uint32), F16).astype(np.float32) if c_type == "f16" else c.astype(np.uint32).view("f4")
-    policy, half = cast(accumulate.Policy, warp.cta.machine.accumulate), (d_type or c_type) == "f16"
+    addend = to_float32(c, c_type)
+    policy, half = warp.cta.machine.accumulate, (d_type or c_type) == "f16"
     found = accumulate.warp_product(left, right.T, addend, kind, policy, to_half=half, stored=stored, most=most)
     return encode(found.astype(np.float64), F16) if half else found.view(np.uint32)
 
@@ -210,7 +197,7 @@ def mma_narrow(b: Binder) -> Step:
     c = accumulator_fragment(16, 16 if c_type == "f16" else 32)
 
     def product(warp: Warp, a: Raw, right: Raw, addend: Raw) -> Raw:
-        return summed(warp, narrow_values(a, a_type), narrow_values(right, b_type), addend, c_type, a_type)
+        return summed(warp, to_float32(a, a_type), to_float32(right, b_type), addend, c_type, a_type)
 
     fragments = (c, operand_fragment("a", 16, 32, 8), operand_fragment("b", 8, 32, 8), c)
     return _whole(b, fragments, product, 2 * 16 * 8 * 32)
@@ -237,8 +224,10 @@ def mma_scaled(b: Binder) -> Step:
     c = accumulator_fragment(16, 32)
 
     def product(warp: Warp, a: Raw, right: Raw, addend: Raw) -> Raw:
-        left = narrow_values(a, a_type, packed=packed).astype(np.float64)
-        others = narrow_values(right, b_type, packed=packed).astype(np.float64)
+        left, others = (
+            (decode(one, E2M1) if packed else to_float32(one, kind).astype(np.float64))
+            for one, kind in ((a, a_type), (right, b_type))
+        )
         sfa, sfb = (np.repeat(one.factors(warp), k // blocks, axis=1) for one in scales)
         total = (left * sfa) @ (others * sfb.T) + addend.astype(np.uint32).view(np.float32)
         found = total.astype(np.float32)
@@ -261,13 +250,16 @@ class _Scales:
     def factors(self, warp: Warp) -> Float64:
         """float64 [16 rows or 8 columns, blocks]."""
         byte, thread = int(warp.u16[self._byte][0]), int(warp.u16[self._thread][0])
+        threads = 2 if self._pair else 4
+        if byte not in range(0, 4, self._blocks) or thread >= threads:
+            raise Fault("scale-selector", f"the selector of the scale factors of {'A' if self._pair else 'B'} is "
+                        f"{{{byte}, {thread}}}; with {self._blocks} blocks the byte is one of "
+                        f"{', '.join(map(str, range(0, 4, self._blocks)))} and the thread below {threads}")  # fmt: skip
         lanes = np.arange(8)[None, :] * 4 + (2 * thread + np.arange(2)[:, None] if self._pair else thread)
         words = warp.u32[self._row][lanes.ravel()].astype(np.uint32)
         shifts = (8 * (byte + np.arange(self._blocks))).astype(np.uint32)
         codes = words[:, None] >> shifts & np.uint32(0xFF)
-        if self._kind == "ue8m0":
-            return np.where(codes == 255, np.nan, np.ldexp(1.0, codes.astype(np.int64) - 127))
-        return decode(codes & np.uint32(0x7F), FORMATS["e4m3"])
+        return scale_factors(codes, self._kind).astype(np.float64)
 
 
 @opcode("mma.sync.aligned.m8n8k4.<alayout>.<blayout>.<d>.f16.f16.<c>", section=_SECTION, counter="mma",
@@ -295,8 +287,7 @@ def mma_quarters(b: Binder) -> Step:
             c, _ = quarter_fragment("c", quarter, by_rows=True, bits=16 if c_type == "f16" else 32)
             to, _ = quarter_fragment("c", quarter, by_rows=True, bits=16 if d_type == "f16" else 32)
             left, others = (
-                decode(fragment.matrix(one[:, lanes]), F16).astype(np.float32)
-                for fragment, one in ((a, held[0]), (right, held[1]))
+                to_float32(fragment.matrix(one[:, lanes]), "f16") for fragment, one in ((a, held[0]), (right, held[1]))
             )
             raw = summed(warp, left, others, c.matrix(held[2][:, lanes]), c_type, "f16", d_type=d_type)
             results[:, lanes] = to.packed(raw)
@@ -424,8 +415,8 @@ def _wmma(b: Binder, a_type: str, c_type: str, d_type: str) -> Step:
     def product(warp: Warp, a: Raw, right: Raw, c: Raw) -> Raw:
         return summed(
             warp,
-            wide_values(a, a_type),
-            wide_values(right, a_type),
+            to_float32(a, a_type),
+            to_float32(right, a_type),
             c,
             c_type,
             a_type,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -294,7 +293,7 @@ def _performer(
 
 
 def _multiplied(
-    a: Float32, b: Float32, old: Elements | None, form: _Form, policy: str, stored: accumulate.Mask | None
+    a: Float32, b: Float32, old: Elements | None, form: _Form, policy: accumulate.Policy, stored: accumulate.Mask | None
 ) -> Elements:
     """Raw accumulators [16, n] from the operands and the raw ones before; `stored` of a sparse A."""
     if form.d_type == "s32":
@@ -306,7 +305,6 @@ def _multiplied(
         return total.astype(np.int64).astype(np.uint32)
     half = form.d_type == "f16"
     c = None if old is None else old.view(np.float16).astype(np.float32) if half else old.view(np.float32)
-    known = cast(accumulate.Policy, policy)
     result = accumulate.mma(
         a,
         b,
@@ -314,7 +312,7 @@ def _multiplied(
         k_per_instruction=form.k,
         kind=form.a_type,
         b_kind=form.b_type,
-        policy=known,
+        policy=policy,
         to_half=half,
         stored=stored,
     )

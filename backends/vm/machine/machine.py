@@ -21,6 +21,7 @@ from backends.vm.machine.warp import Warp
 from backends.vm.memory.global_memory import PARAM_WINDOW, WINDOW_SHIFT, Bytes, DeviceHeap, GlobalMemory
 from backends.vm.memory.global_races import GlobalRaces
 from backends.vm.memory.shared import MAX_DYNAMIC
+from backends.vm.numerics.accumulate import Policy, policy_called
 from backends.vm.ptx.ast import Variable
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
@@ -88,7 +89,7 @@ class Machine:
         self.heap = DeviceHeap(self.memory)
         self.grid_workspace = 0
         self.schedule: Schedule = schedule(schedule_name)
-        self.accumulate = accumulate
+        self.accumulate: Policy = policy_called(accumulate)
         self.step_budget = step_budget
         self.steps_left = step_budget
         self.observer = observer
@@ -105,6 +106,11 @@ class Machine:
         self._function: BoundFunction | None = None
         self._launched: dict[str, BoundFunction] = {}
         self._placed: dict[int, tuple[Variable, int]] = {}
+
+    @property
+    def ring(self) -> bool:
+        """Whether floats are elements of a ring (backends.vm.numerics.ring)."""
+        return self.accumulate == "ring"
 
     def launch(
         self,

@@ -8,7 +8,7 @@ another (facts.md 7.1). How Blackwell accumulates is undocumented, so there ever
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,14 @@ _LEAST_OF_ALL = -133
 rarely (tf32) or never."""
 
 
+def policy_called(name: str) -> Policy:
+    """The policy of that name. ValueError if there is none."""
+    for policy in get_args(Policy):
+        if policy == name:
+            return policy
+    raise ValueError(f"accumulation policy {name!r} is unknown; it is one of {', '.join(get_args(Policy))}.")
+
+
 def mma(
     a: Float32,
     b: Float32,
@@ -69,13 +77,21 @@ def mma(
 ) -> Float32:
     """float32 [M, N] from a [M, K], b [N, K] and c [M, N], or no c when the accumulator is overwritten.
 
-    `k_per_instruction` is the K of one instruction (16 for 16-bit inputs, 8 for tf32, 32 for 8-bit), `kind` the input
-    type (and `b_kind` that of B, if another); only `hopper` uses them. tf32 inputs must already have lost their low 13
-    bits. `to_half`: the result of `hopper` is rounded to f16. `stored`, bool [M, K]: the elements that a sparse A
-    has; what is not stored is multiplied with nothing, not even with an infinity or NaN of B. ValueError for shapes
-    that do not fit, a K that is no multiple of `k_per_instruction`, or an unknown kind or policy.
+        `k_per_instruction` is the K of one instruction (16 for 16-bit inputs, 8 for tf32, 32 for 8-bit), `kind` the input
+        type (and `b_kind` that of B, if another); only `hopper` uses them. tf32 inputs must already have lost their low 13
+    <<<<<<< HEAD
+        bits. `to_half`: the result of `hopper` is rounded to f16. `stored`, bool [M, K]: the elements that a sparse A
+        has; what is not stored is multiplied with nothing, not even with an infinity or NaN of B. ValueError for shapes
+        that do not fit, a K that is no multiple of `k_per_instruction`, or an unknown kind or policy.
+    =======
+        bits. `to_half`: the caller rounds the result to f16. `stored`, bool [M, K]: the elements that a sparse A has; what
+        is not stored is multiplied with nothing, not even with an infinity or NaN of B. ValueError for shapes that do not
+        fit, a K that is no multiple of `k_per_instruction`, or an unknown kind, of which the ring has bf16 alone.
+    >>>>>>> main
     """
     _check(a, b, c, k_per_instruction, kind)
+    if policy == "ring":
+        return _in_ring(a, b, c, kind)
     if stored is not None and (np.isfinite(b).all() or stored.all()):
         stored = None
     if stored is not None and policy != "hopper":
@@ -86,13 +102,6 @@ def mma(
     if policy == "exact":
         total = a.astype(np.float64) @ b.astype(np.float64).T
         return canonical((total if c is None else total + c).astype(np.float32))
-    if policy == "ring":
-        if kind != "bf16":
-            raise ValueError(f"operands of {kind} are no elements of the ring; those of bf16 are.")
-        product = ring.products(ring.upper_halves(a), ring.upper_halves(b))
-        return ring.words_of(product if c is None else product + ring.elements_of(c))
-    if policy != "hopper":
-        raise ValueError(f"accumulation policy {policy!r} is unknown; it is one of fast, exact, hopper, ring.")
     accumulator = c
     adder = _NARROW_TO_HALF if to_half and ADDERS[kind] is _NARROW else ADDERS[kind]
     for k in range(0, a.shape[1], k_per_instruction):
@@ -127,6 +136,14 @@ def warp_product(
                     kind="f16", policy=policy, to_half=to_half, stored=kept)  # fmt: skip
     assert total is not None
     return canonical(total + c)
+
+
+def _in_ring(a: Float32, b: Float32, c: Float32 | None, kind: str) -> Float32:
+    # What a sparse A does not store is 0, and in the ring 0 times any word is 0: those of infinities and NaN, too.
+    if kind != "bf16":
+        raise ValueError(f"operands of {kind} are no elements of the ring; those of bf16 are.")
+    product = ring.products(ring.upper_halves(a), ring.upper_halves(b))
+    return ring.words_of(product if c is None else product + ring.elements_of(c))
 
 
 def _without_gaps(a: Float64, b: Float64, c: Float32 | None, stored: Mask) -> Float32:

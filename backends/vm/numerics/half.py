@@ -29,6 +29,7 @@ from backends.vm.numerics.formats import (
 
 Codes16 = npt.NDArray[np.uint16]
 
+FORMATS: dict[str, FloatFormat] = {fmt.name: fmt for fmt in (F16, BF16)}
 _SIGN = np.uint16(0x8000)
 
 
@@ -119,6 +120,14 @@ def _extreme(
     return np.where(np.isnan(chosen), r, (r & ~_SIGN) | ((a ^ b) & _SIGN)) if xorsign_abs else r
 
 
+REDUCTIONS: dict[str, Callable[[Codes16, Codes16, FloatFormat], Codes16]] = {
+    "add": add,
+    "min": minimum,
+    "max": maximum,
+}
+"""How atomics and bulk reductions combine halves: subnormals are kept (`.noftz`)."""
+
+
 def negate(a: Codes16, fmt: FloatFormat, *, ftz: bool = False) -> Codes16:
     """9.7.4.5; a NaN becomes 0x7FFF (facts.md 7.3)."""
     return _canonical((flush(a, fmt) if ftz else a) ^ _SIGN, fmt)
@@ -130,8 +139,7 @@ def absolute(a: Codes16, fmt: FloatFormat, *, ftz: bool = False) -> Codes16:
 
 
 def _canonical(a: Codes16, fmt: FloatFormat) -> Codes16:
-    infinity = 0x7F80 if fmt is BF16 else 0x7C00
-    return np.where((a & 0x7FFF) > infinity, 0x7FFF, a).astype(np.uint16)
+    return np.where((a & 0x7FFF) > (fmt.infinity or 0), 0x7FFF, a).astype(np.uint16)
 
 
 def compare(op: str, a: Codes16, b: Codes16, fmt: FloatFormat, *, ftz: bool = False) -> Truth:
@@ -143,12 +151,12 @@ def compare(op: str, a: Codes16, b: Codes16, fmt: FloatFormat, *, ftz: bool = Fa
 
 def ex2(a: Codes16, fmt: FloatFormat) -> Codes16:
     """`ex2.approx.f16` and `ex2.approx.ftz.bf16`, whose subnormal inputs and results are flushed (9.7.4.10)."""
-    return approx.half("ex2", "bf16" if fmt is BF16 else "f16")[a]
+    return approx.half("ex2", fmt.name)[a]
 
 
 def tanh(a: Codes16, fmt: FloatFormat) -> Codes16:
     """`tanh.approx` (9.7.4.9)."""
-    return approx.half("tanh", "bf16" if fmt is BF16 else "f16")[a]
+    return approx.half("tanh", fmt.name)[a]
 
 
 def mixed_add(a: Codes16, c: Float32, fmt: FloatFormat, *, rounding: Rounding = "rn", sat: bool = False) -> Float32:

@@ -34,15 +34,7 @@ _SPELLED = {0x80000000: 0, 0x3F800000: 1, 0xBF800000: 0xFFFF}
 _BASE = 5
 _ORDER = 1 << 14
 
-
-def _powers() -> Elements:
-    powers = np.ones(_ORDER, np.uint16)
-    for index in range(1, _ORDER):
-        powers[index] = int(powers[index - 1]) * _BASE & 0xFFFF
-    return powers
-
-
-POWERS = _powers()
+POWERS: Elements = np.cumprod(np.where(np.arange(_ORDER) > 0, _BASE, 1), dtype=np.uint16)
 """5^x by x mod 2^14."""
 
 

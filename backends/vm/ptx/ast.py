@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 
-class Node(msgspec.Struct, frozen=True, tag_field="node", tag=True, array_like=True):
+class Node(msgspec.Struct, frozen=True, gc=False, tag_field="node", tag=True, array_like=True):
     """A part of a module. msgspec writes and reads it as JSON: a list that begins with the name of the class."""
 
 

@@ -1,4 +1,4 @@
-"""What the raw elements of an MMA operand mean as numbers. All of these are exact in float32."""
+"""What the raw elements and scale factors of an MMA operand mean as numbers. All of these are exact in float32."""
 
 from __future__ import annotations
 
@@ -24,13 +24,42 @@ def _table(type_name: str) -> Float32:
 
 
 def to_float32(elements: npt.NDArray[np.unsignedinteger], type_name: str) -> Float32:
-    """Raw elements (uint8, uint16 or uint32, any shape) of an operand type as float32 of the same shape."""
+    """Raw elements (uint8, uint16 or uint32, any shape) of an operand type as float32 of the same shape.
+
+    f32 is one of C alone."""
     if type_name == "bf16":
         return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if type_name == "f16":
-        return np.ascontiguousarray(elements).view(np.float16).astype(np.float32)
+        return np.ascontiguousarray(elements, np.uint16).view(np.float16).astype(np.float32)
+    if type_name == "f32":
+        return elements.astype(np.uint32, copy=False).view(np.float32)
     if type_name == "tf32":
         return (elements & np.uint32(0xFFFFE000)).astype(np.uint32).view(np.float32)
     if type_name in ("u8", "s8"):
         return np.ascontiguousarray(elements).view(np.int8 if type_name == "s8" else np.uint8).astype(np.float32)
     return _table(type_name)[elements]
+
+
+@cache
+def _nibble_pairs() -> Float32:
+    """The two e2m1 elements of every byte, the low nibble first: float32 [256, 2]."""
+    codes = np.arange(256, dtype=np.uint8)
+    return decode(np.stack([codes & 15, codes >> 4], axis=-1).astype(np.uint8), FORMATS["e2m1"]).astype(np.float32)
+
+
+def packed_to_float32(elements: npt.NDArray[np.unsignedinteger]) -> Float32:
+    """[rows, k] from raw bytes [rows, k / 2] of two e2m1 elements each, the low half first."""
+    return _nibble_pairs().take(elements, axis=0).reshape(len(elements), -1)
+
+
+@cache
+def _scales(type_name: str) -> Float32:
+    codes = np.arange(256, dtype=np.uint8)
+    if type_name == "ue8m0":
+        return np.where(codes == 255, np.nan, np.ldexp(1.0, codes.astype(np.int64) - 127)).astype(np.float32)
+    return decode((codes & 0x7F).astype(np.uint8), FORMATS["e4m3"]).astype(np.float32)
+
+
+def scale_factors(codes: npt.NDArray[np.unsignedinteger], type_name: str) -> Float32:
+    """Codes of ue8m0 or ue4m3; NaN for 0xFF and 0x7F. Of ue4m3 the top bit, which has no meaning, is dropped."""
+    return _scales(type_name)[codes]

@@ -301,6 +301,8 @@ def decode_tensor_map(raw: bytes) -> TensorMap:
     swizzle = _SWIZZLE_OF_CODE.get((flags >> 13 & 3, flags >> 19 & 3))
     if swizzle is None:
         raise _unusable(f"has swizzle {flags >> 13 & 3} with atomicity {flags >> 19 & 3}, unknown to this machine")
+    if address >> 63:
+        raise _unusable(f"has the base address {address:#x}, where no memory is")
     if address % 16:
         raise _unusable(f"has the base address {address:#x}, which is not a multiple of 16 bytes")
     strides = [(stride | (high_strides >> 4 * axis & 15) << 32) << 4 for axis, stride in enumerate(low)]

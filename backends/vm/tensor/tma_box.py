@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, prod
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from backends.vm.faults import Fault
 from backends.vm.numerics import half
 from backends.vm.numerics.f32 import canonical
-from backends.vm.numerics.formats import BF16, F16
 from backends.vm.tensor.swizzle import PATTERN_BYTES, UNIT_BYTES, IntArray, Swizzle, swizzled
-from backends.vm.tensor.tensor_map import CORNER_BITS, Im2col, TensorMap
+from backends.vm.tensor.tensor_map import CORNER_BITS, ElementType, Im2col, TensorMap
 
 Bytes = NDArray[np.uint8]
 BoolArray = NDArray[np.bool_]
@@ -31,6 +30,8 @@ Direction = Literal["load", "store"]
 
 SMEM_ALIGNMENT = 128
 GATHER_ROWS = 4
+MAX_ROWS = (227 << 10) // UNIT_BYTES
+"""Of a box: a row has at least a unit, and a CTA at most 227 KiB (CUDA programming guide)."""
 
 # NaN fill by element bits, as an H200 writes it (facts.md 6.4).
 _NAN_FILL = {16: 0x7FF7, 32: 0x7FF77FF7, 64: 0x7FF77FF77FF77FF7}
@@ -163,6 +164,9 @@ def transaction_bytes(tensor_map: TensorMap, rows: int) -> int:
 def _row_steps(box: tuple[int, ...], element_strides: tuple[int, ...]) -> IntArray:
     """Coordinates of every row of a box relative to the first: int64 [rows, rank - 1], dimension 1 fastest."""
     counts = [-(-extent // step) for extent, step in zip(box, element_strides, strict=True)]
+    if prod(counts) > MAX_ROWS:
+        raise Fault("out-of-bounds", f"the box of a tensor copy has {prod(counts)} rows; the shared memory of a CTA "
+                    f"has room for {MAX_ROWS} of {UNIT_BYTES} bytes")  # fmt: skip
     index = np.indices(counts[::-1], dtype=np.int64).reshape(len(counts), prod(counts))[::-1]
     return np.ascontiguousarray((index * np.array(element_strides, dtype=np.int64)[:, None]).T)
 
@@ -317,8 +321,17 @@ def rounded_to_tf32(values: NDArray[np.uint32]) -> NDArray[np.uint32]:
 # How a bulk reduction combines the bytes in global memory with those that arrive (PTX ISA 9.7.9.25.4.2, 27.1.3).
 
 
-_NUMPY = {"u8": "u1", "u16": "u2", "u32": "u4", "s32": "i4", "u64": "u8", "s64": "i8", "f16": "f2", "f32": "f4",
-          "f64": "f8", "b32": "u4", "b64": "u8", "f32_ftz": "f4"}  # fmt: skip
+REDUCED_TYPES = {
+    "add": "u32 s32 u64 f16 bf16 f32 f64",
+    **dict.fromkeys(("min", "max"), "u32 s32 u64 s64 f16 bf16"),
+    **dict.fromkeys(("inc", "dec"), "u32"),
+    **dict.fromkeys(("and", "or", "xor"), "b32 b64"),
+}
+"""The types of global memory that an operation of a bulk reduction takes (PTX ISA 9.7.9.25.4.2). Through a tensor map
+(9.7.9.27.1.3) they are the same, bitwise operations for elements of so many bits: Triton asserts so, but for f64, which
+an H200 adds (conformance/silicon/whole)."""
+_NUMPY = {"u32": "u4", "s32": "i4", "u64": "u8", "s64": "i8", "f32": "f4", "f64": "f8", "b32": "u4", "b64": "u8",
+          "f32_ftz": "f4"}  # fmt: skip
 
 
 def _wrapping_increment(old: npt.NDArray[np.uint32], limit: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
@@ -335,28 +348,28 @@ _COMBINE: dict[str, Callable[..., npt.NDArray[np.generic]]] = {
 }  # fmt: skip
 
 
-_HALVES = {"f16": F16, "bf16": BF16}
-_HALF_COMBINE = {"add": half.add, "min": half.minimum, "max": half.maximum}
-
-
-def _stored_as(element: str) -> np.dtype[Any]:
-    if element not in _NUMPY:
-        raise Fault("bulk-copy", f"a reduction on elements of type {element} is not implemented")
-    return np.dtype(_NUMPY[element])
+def check_reduction(operation: str, element: ElementType) -> None:
+    """Fault for an operation that the elements of a map do not have."""
+    bits = f"b{element.bits}" if element.name[0] in "us" else ""
+    names = {element.name.removesuffix("_ftz"), bits}
+    if names.isdisjoint(REDUCED_TYPES[operation].split()):
+        raise Fault("bulk-copy", f".{operation} is for elements of {REDUCED_TYPES[operation]}, and those of the tensor "
+                    f"map are {element.name}")  # fmt: skip
 
 
 def reduced_bytes(element: str) -> int:
-    """Bytes of an element that `reduced` combines; Fault for a type that it does not."""
-    return 2 if element == "bf16" else _stored_as(element).itemsize
+    """Bytes of an element that `reduced` combines."""
+    return 2 if element in half.FORMATS else np.dtype(_NUMPY[element]).itemsize
 
 
 def reduced(
     old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], operation: str, element: str
 ) -> npt.NDArray[np.uint8]:
-    """Bytes of `old OP new`, elementwise in the type of the tensor map; rounding is to nearest even, NaN canonical."""
-    if element in _HALVES:
-        codes = _HALF_COMBINE[operation](old.view(np.uint16), new.view(np.uint16), _HALVES[element])
+    """Bytes of `old OP new`, elementwise in a type that has the operation; rounding is to nearest even, NaN
+    canonical."""
+    if element in half.FORMATS:
+        codes = half.REDUCTIONS[operation](old.view(np.uint16), new.view(np.uint16), half.FORMATS[element])
         return codes.view(np.uint8).reshape(new.shape)
-    dtype = _stored_as(element)
+    dtype = np.dtype(_NUMPY[element])
     found = _COMBINE[operation](old.view(dtype), new.view(dtype)).astype(dtype)
     return (canonical(found) if dtype == np.float32 else found).view(np.uint8).reshape(new.shape)

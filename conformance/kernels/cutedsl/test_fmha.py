@@ -70,7 +70,7 @@ def test_no_kernel_of_sm_90a_uses_local_memory(plan: Sm90FmhaPlan) -> None:
 @pytest.mark.parametrize(
     ("target", "text", "way"),
     [
-        ("sm_100a", "hd=64,t=3,s_k=300,batch=2,heads=6,kv_heads=3", None),
+        ("sm_100a", "hd=64,t=3,s_k=300,heads=6,kv_heads=3", None),
         ("sm_100a", "hd=128,t=128,s_k=140,heads=4,causal=true", None),
         ("sm_100a", "hd=128,t=100,s_k=30,heads=4,causal=true", None),
         ("sm_100a", "hd=256,t=5,s_k=130,batch=3", None),
@@ -81,7 +81,7 @@ def test_no_kernel_of_sm_90a_uses_local_memory(plan: Sm90FmhaPlan) -> None:
         ("sm_90a", "hd=256,t=130,s_k=200,heads=2,causal=true", "rows"),
         ("sm_90a", "hd=64,t=70,s_k=500,causal=true,window=150", "keys"),
         ("sm_90a", "hd=128,t=100,s_k=30,heads=2,causal=true", "rows"),
-        ("sm_90a", "hd=128,t=3,s_k=400,batch=2,heads=6,kv_heads=3", "keys"),
+        ("sm_90a", "hd=128,t=3,s_k=400,heads=6,kv_heads=3", "keys"),
         ("sm_90a", "hd=256,t=5,s_k=130,batch=3", "keys"),
         ("sm_90a", "hd=64,t=150,s_k=330,heads=2,kv_heads=1,causal=true", THREE_GROUPS),
         ("sm_90a", "hd=512,t=4,s_k=200,batch=2", "columns"),
@@ -106,15 +106,15 @@ def test_ctas_and_schedules_change_no_bit(target: Target, text: str, way: Share 
 SPLITS: dict[Target, tuple[int, ...]] = {"sm_100a": (2, 3, 7, 32), "sm_90a": (2, 7, 32, 40)}
 SPLIT_CASES: dict[Target, tuple[str, ...]] = {
     "sm_100a": (
-        "hd=64,t=3,s_k=700,heads=4,kv_heads=2,inputs=large_logits",
+        "hd=64,t=3,s_k=700,heads=2,kv_heads=1,inputs=large_logits",
         "hd=128,t=40,s_k=520,causal=true,window=200",
         "hd=256,t=100,s_k=30,causal=true",
-        "hd=512,t=2,s_k=300,heads=3",
+        "hd=512,t=2,s_k=300,heads=2",
     ),
     "sm_90a": (
-        "hd=64,t=3,s_k=700,heads=4,kv_heads=2,inputs=large_logits",
+        "hd=64,t=3,s_k=700,heads=2,kv_heads=1,inputs=large_logits",
         "hd=128,t=40,s_k=520,causal=true,window=200",
-        "hd=512,t=2,s_k=300,heads=3",
+        "hd=512,t=2,s_k=300,heads=2",
     ),
 }
 

@@ -18,10 +18,10 @@ from megamoe.runner.child import give_memory_back
 DECLINED_IN_A_ROW = 25
 # Of a trial whose case is given and whose schedules are not.
 SCHEDULES = ("eager", "lazy", "random:0")
-EXAMPLES = 20
+EXAMPLES = 12
 hunting = settings(max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
 # Draws vary with the constants that Hypothesis finds in loaded modules; a planted fault ends the search when it is met.
-searching = settings(hunting, max_examples=20 * EXAMPLES)
+searching = settings(hunting, max_examples=400)
 
 
 class OutOfScopeError(Exception):

@@ -36,6 +36,8 @@ axes:
   weight_applies: {type: str, in: [before, after], default: after, doc: when the weight applies}
   clamp: {type: float, min: 0.5, max: 10.0, optional: true, default: null, doc: limit of SwiGLU}
   debug: {type: bool, default: false, doc: whether scales are written}
+  lean: {type: bool, default: true, doc: whether nothing is written twice}
+  far: {type: int, min: 0, max: 1000000, default: 0, doc: rows further on}
 constraints:
   - topk <= 4 or hidden == 32
 tensors:
@@ -211,8 +213,8 @@ MEANINGS = [
         "hidden: 32, tokens: 3", "hidden: 16, tokens: 3", "tokens: 3", "matrices.edges[1]", "topk=8", "'topk <= 4 or"
     ),
     plant("tokens: [1, 4]", "tokens: [1, 4, 1]", "[1, 4, 1]", "matrices.grid.tokens[2]", "1 is given twice"),
-    plant(EDGE, TWIN, TWIN, "matrices.edges[1]", "toy_moe:hidden=16,tokens=0 is already in matrix edges, line 21"),
-    plant(EDGE, "{hidden: 16, tokens: 4}", "tokens: 4}", "matrices.edges[1]", "is already in matrix grid, line 17"),
+    plant(EDGE, TWIN, TWIN, "matrices.edges[1]", "toy_moe:hidden=16,tokens=0 is already in matrix edges, line 23"),
+    plant(EDGE, "{hidden: 16, tokens: 4}", "tokens: 4}", "matrices.edges[1]", "is already in matrix grid, line 19"),
     plant("[big]", "[big, edges]", "beyond_ranges", "beyond_ranges[1]", "no row of matrix edges"),
     plant(
         "      - {hidden: 16, tokens: 0}",
@@ -240,7 +242,41 @@ MEANINGS = [
         "topk <= 4 or hidden == 32", "hidden % topk", "  - hidden % topk", "constraints[0]", "neither true nor false"
     ),
     plant("topk <= 4 or", "hidden // tokens >= 0 or", "hidden: 16, tokens: 0}", "matrices.edges[0]", "divides by zero"),
-    plant("[tokens, hidden]", "[tokens - 1, hidden]", "tokens - 1", "tensors.o.shape", "'tokens - 1' is -1"),
+    plant("[tokens, hidden]", "[tokens - 1, hidden]", "tokens - 1", "tensors.o.shape[0]", "'tokens - 1' is -1"),
+    plant(
+        "[tokens, hidden]", "[hidden, 8 // tokens]", "// tokens", "tensors.o.shape[1]", "divides by zero", "in toy_moe:"
+    ),
+    plant("[tokens, hidden]", "[tokens > 1, hidden]", "> 1", "tensors.o.shape[0]", "'tokens > 1' is no number"),
+    plant("[tokens, hidden]", '["null", hidden]', '"null",', "tensors.o.shape[0]", "'null' is no number"),
+    plant(
+        *("[tokens, hidden]", "[hidden], shape_if: {lean: [tokens - 1]}", "lean: [", "tensors.o.shape_if.lean[0]"),
+        "'tokens - 1' is -1",
+    ),
+    plant("topk <= 4 or", "not hidden or", "not hidden", "constraints[0]", "'hidden' is neither true nor false"),
+    plant(
+        "when: debug", "when: topk + 1", "topk + 1", "tensors.sf.when", "'topk + 1' is neither true nor false; compare"
+    ),
+    plant("when: debug", "when: (topk)", "(topk)", "tensors.sf.when", "'topk' is neither true nor false"),
+    plant(
+        "when: debug", "when: debug and topk", "and topk", "tensors.sf.when", "in 'debug and topk', 'topk' is neither"
+    ),
+    plant(
+        "when: debug",
+        "when: not null",
+        "not null",
+        "tensors.sf.when",
+        "in 'not null', 'null' is neither true nor false",
+    ),
+    plant("when: debug", "when: 8 // tokens > 1", "// tokens", "tensors.sf.when", "divides by zero", "tokens is 0"),
+    plant("when: debug", "when: 8 % far == 1", "% far", "tensors.sf.when", "divides by zero", "in toy_moe:"),
+    plant(
+        "role: output}",
+        "role: output, when: tokens > 0}",
+        "tensors:",
+        "tensors",
+        "where debug is false and tokens is 0",
+    ),
+    plant("role: output}", "role: output, when: far != 7}", "tensors:", "tensors", "depends on debug, far, which have"),
 ]
 
 YAML = [
@@ -338,7 +374,7 @@ LONG_AXES = "".join(f"    {name}: {list(range(1, 40))}\n" for name in ("hidden",
         (
             {"a.yaml": SOUND.replace("    hidden: [16, 32]\n    tokens: [1, 4]\n", LONG_AXES)},
             "a.yaml",
-            "a.yaml:17: matrices.grid: has 2313441 cells",
+            "a.yaml:19: matrices.grid: has 2313441 cells",
         ),
     ],
     ids=itertools.count(),

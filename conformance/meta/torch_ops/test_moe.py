@@ -18,6 +18,7 @@ from conformance.fakes.device_on_machine import LoadedOnMachine, MachineDevice, 
 from megamoe.codec.nvfp4 import global_scale, quantise, swizzle_scales, unswizzle_scales
 from megamoe.ops import reference
 from megamoe.ops.nvfp4_moe.inputs import input_names
+from megamoe.torch_ops import checkpoint as checkpoints
 from megamoe.torch_ops import moe as module
 from megamoe.torch_ops.calls import DeviceCall, spec_of
 
@@ -366,9 +367,8 @@ def test_a_checkpoint_is_read_as_it_was_quantised(
     assert same(one, replace(weights.experts(1, 1), x_gs=one.x_gs)) == [], "one rank's expert"
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_shared_experts_of_a_checkpoint_are_the_last(weights: megamoe.MoeWeights, numbers: Tensors, count: int) -> None:
-    """Two shared experts are stored as one of twice the width."""
+def with_shared(numbers: Tensors, count: int) -> Tensors:
+    """A checkpoint whose shared experts are all as expert 1: several are stored as one that is wider."""
     held = checkpoint(numbers)
     for projection, name in NAMES.items():
         gs = held[f"{PREFIX}.experts.1.{projection}.weight_scale_2"]
@@ -377,6 +377,13 @@ def test_shared_experts_of_a_checkpoint_are_the_last(weights: megamoe.MoeWeights
         codes, sf = quantise(wide, gs)
         held |= {f"{start}.weight": codes, f"{start}.weight_scale": sf.view(torch.float8_e4m3fn)}
         held |= {f"{start}.weight_scale_2": gs.clone(), f"{start}.input_scale": global_scale(torch.tensor(3.0))}
+    return held
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_shared_experts_of_a_checkpoint_are_the_last(weights: megamoe.MoeWeights, numbers: Tensors, count: int) -> None:
+    """Two shared experts are stored as one of twice the width."""
+    held = with_shared(numbers, count)
     assert same(megamoe.load_moe_weights(held), weights) == [], "shared experts nobody asked for"
     found = megamoe.load_moe_weights(held, shared=True)
     assert (found.shared, found.num_experts, len(found.w1_gs)) == (count, EXPERTS, EXPERTS + count)
@@ -389,6 +396,23 @@ def test_shared_experts_of_a_checkpoint_are_the_last(weights: megamoe.MoeWeights
     narrow = _with("shared_experts.gate_proj.weight", lambda one: one[:64])(held)
     with pytest.raises(ValueError, match="shared_experts of 64 rows; they must be as wide as some"):
         megamoe.load_moe_weights(narrow, shared=True)
+
+
+def test_each_tensor_of_a_checkpoint_is_read_once(
+    numbers: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that say how large a layer is the shape alone is read before."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    save_file(held := with_shared(numbers, 2), tmp_path / "a.safetensors")
+    read, get = list[str](), checkpoints._Files.get
+
+    def counted(self: checkpoints._Files, name: str) -> torch.Tensor:
+        read.append(name)
+        return get(self, name)
+
+    monkeypatch.setattr(checkpoints._Files, "get", counted)
+    megamoe.load_moe_weights(tmp_path, shared=True)
+    assert sorted(read) == sorted(held)
 
 
 def test_scales_of_inputs_are_not_read_for_bf16_activations(weights: megamoe.MoeWeights, numbers: Tensors) -> None:

@@ -1,7 +1,7 @@
 """Random programs on the machine, beside what an H200 left: `python -m conformance.silicon.whole.differential --help`.
 
 The machine's hashes go to a folder, 250 programs a file, so that a run can be stopped and taken up again. Beside what
-an H200 left (drawn.npz, of on_device.py) it says how many programs agree, which do not, and what the machine found. Of
+an H200 left (drawn.npz, of merge.py) it says how many programs agree, which do not, and what the machine found. Of
 those that do not, it says which do once their text is changed as ptxas 13.0 changed it (as_ptxas.py).
 """
 
@@ -18,14 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import Fault, UnknownInstructionError
-from conformance import SILICON
 from conformance.silicon.whole.as_ptxas import explained, level_of
 from conformance.silicon.whole.drawn import drawn
+from conformance.silicon.whole.merge import DRAWN, DrawnAnswers
 from conformance.silicon.whole.on_device import DRAWN_MODULE, hashed
 from conformance.silicon.whole.on_machine import answer, schedule_of
 
 Hashes = npt.NDArray[np.uint64]
-KEPT = SILICON / "whole" / "drawn.npz"
 
 
 def machine_hash(number: int) -> tuple[int, str]:
@@ -58,10 +57,9 @@ def run(folder: Path, first: int, count: int, jobs: int) -> list[str]:
     return found
 
 
-def both(folder: Path) -> Iterator[tuple[int, Hashes, Hashes]]:
+def both(folder: Path) -> Iterator[tuple[int, Hashes, npt.NDArray[np.uint32]]]:
     """For each run of programs that both have: its first number, the machine's hashes, the H200's low 32 bits."""
-    held = np.load(KEPT)
-    for first, theirs in zip(held["first"].tolist(), held["hashes"], strict=True):
+    for first, theirs in DrawnAnswers.read(DRAWN).modules.items():
         if (mine := folder / f"{first}.npy").exists():
             yield first, np.load(mine), theirs
 
@@ -76,7 +74,7 @@ def main() -> None:
     if asked.run:
         for said in run(asked.folder, asked.run[0], asked.run[1], asked.jobs):
             print(said, flush=True)
-    failed = set(np.load(KEPT)["failed"].tolist())
+    failed = DrawnAnswers.read(DRAWN).failed
     total, unlike = 0, dict[int, int]()
     for first, mine, theirs in both(asked.folder):
         total += len(mine)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from zlib import crc32
 
 import numpy as np
@@ -13,7 +11,7 @@ import numpy.typing as npt
 
 from conformance import SILICON
 from conformance.silicon.whole import copies, matrices, movement
-from conformance.silicon.whole.on_machine import ROW, answer, checksums, rows_that_differ
+from conformance.silicon.whole.on_machine import ROW, answer, rows_that_differ
 from conformance.silicon.whole.programs import Whole
 
 FILE = SILICON / "whole" / "answers.npz"
@@ -62,30 +60,6 @@ def difference(program: Whole) -> str | None:
     wrong = rows_that_differ(left.output, answers()[program.entry][1])
     at = ", ".join(f"{ROW * row} to {ROW * row + ROW - 1}" for row in wrong[:4])
     return f"{program.name}: other bytes than an H200's among {at} of the output" if wrong else None
-
-
-def merge(out: Path) -> None:
-    """Take the outputs of OUT/whole.npz as answers, and list the opcodes that ran as witnessed."""
-    from backends.vm.coverage import MEASURED
-
-    found = np.load(out / "whole.npz")
-    held = dict(answers()) if FILE.exists() else {}
-    every = sorted(programs(), key=lambda one: one.entry)
-    held |= {one.entry: (identity(one), checksums(found[one.entry])) for one in every if one.entry in found.files}
-    every = [one for one in every if one.entry in held and held[one.entry][0] == identity(one)]
-    np.savez_compressed(
-        FILE,
-        allow_pickle=False,
-        entries=np.array([one.entry for one in every]),
-        identities=np.array([held[one.entry][0] for one in every], np.uint32),
-        rows=np.stack([held[one.entry][1] for one in every]),
-    )
-    listed = json.loads(MEASURED.read_text("utf-8"))
-    listed.pop("whole/answers.npz", None)
-    elsewhere = set().union(*listed.values())
-    ran = set().union(*(answer(one).opcodes for one in every))
-    listed["whole/answers.npz"] = sorted(ran - elsewhere)
-    MEASURED.write_text(json.dumps(dict(sorted(listed.items())), indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

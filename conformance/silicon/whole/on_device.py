@@ -5,7 +5,7 @@ As the device machine has neither a network nor the virtual machine, there are t
 `python3 FOLDER/ask.py FOLDER OUT whole` runs the program of every form and writes OUT/whole.npz, and
 `python3 FOLDER/ask.py FOLDER OUT drawn FIRST COUNT [SECONDS]` draws, assembles and runs random programs and writes the
 hashes of what they leave to OUT/hashes-FIRST.npz; with `--show` the outputs themselves;
-`python -m conformance.silicon.whole.on_device merge OUT` takes OUT's answers for forms into answers.npz.
+`python -m conformance.silicon.whole.merge OUT` takes OUT's answers into answers.npz and drawn.npz.
 ask.py is this file: it needs NumPy, ptxas and the driver alone. A program that fails or hangs ends its process, as the
 driver has no way back from that; another process goes on behind it.
 """
@@ -22,6 +22,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -76,6 +77,11 @@ def hashed(output: Any) -> int:
     words = output.view(np.uint64)
     weights = 2 * np.arange(words.size, dtype=np.uint64) + np.uint64(1)
     return int((words * weights).sum(dtype=np.uint64))
+
+
+def drawer_of(file: Path) -> int:
+    """What tells one drawer of programs from another: a number names a program of one of them alone."""
+    return crc32(file.read_bytes())
 
 
 def _assemble(source: Path, cubin: Path, level: str = "-O3") -> str:
@@ -298,7 +304,8 @@ def ask_drawn(folder: Path, out: Path, first: int, count: int, seconds: float, *
     (raw / "all").touch()
     runner.join()
     hashes = {file.stem: np.load(file) for file in sorted(raw.glob("*.npy"))}
-    np.savez_compressed(out / f"hashes-{first}.npz", allow_pickle=False, **hashes)
+    drawer = np.array(drawer_of(folder / "drawn.py"), np.uint32)
+    np.savez_compressed(out / f"hashes-{first}.npz", allow_pickle=False, drawer=drawer, **hashes)
     for file in raw.iterdir():
         file.unlink()
     raw.rmdir()
@@ -311,10 +318,6 @@ def main(arguments: list[str]) -> None:
     words = [one for one in arguments if one != "--show"]
     if words[0] == "pack":
         pack(Path(words[1]))
-    elif words[0] == "merge":
-        from conformance.silicon.whole.forms import merge
-
-        merge(Path(words[1]))
     elif words[2] == "run-whole":
         _run_whole(Path(words[0]), Path(words[1]))
     elif words[2] == "run-drawn":

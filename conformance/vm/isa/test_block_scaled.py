@@ -266,6 +266,11 @@ def test_a_kind_without_the_size_of_its_scale_vectors_is_refused() -> None:
         Operands.random(case).run("SCALES " + case.mma().replace(".block32", ""))
 
 
+def test_in_the_ring_they_are_refused() -> None:
+    with pytest.raises(UnknownInstructionError, match="a matrix product of e2m1 has no counterpart in the ring"):
+        Operands.random(CASES[0]).run("SCALES " + CASES[0].mma(), accumulate="ring")
+
+
 def test_replicas_that_differ_are_found() -> None:
     """The copy gives each of the 128 lanes its own row; the four quarters need the same 32 rows."""
     case = CASES[0]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from backends.vm.faults import Fault, UnknownInstructionError
-from backends.vm.tensor.tensor_map import Im2col
+from backends.vm.tensor.tensor_map import ELEMENT_TYPES, Im2col
 from conformance import SILICON
 from conformance.vm.kernel import FENCE, SYNC, Array, Kernel, Map, assert_clean, init, wait
 from conformance.vm.tensor.test_tma_box import (
@@ -205,6 +205,92 @@ def test_a_linear_reduction(spelling: str, dtype: type) -> None:
     instruction = f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{spelling} [%out], [%r1], {new.nbytes};"
     kernel = store_kernel(instruction, image, old.view(np.uint8), Map("out", "u8", (16,), (), (16,)))
     assert_clean(kernel, {"out": expected.view(np.uint8)}, schedules=("eager", "lazy"))
+
+
+INTEGERS = frozenset({"u32", "s32", "u64", "s64"})
+THROUGH_MAPS = {
+    "add": frozenset({"u32", "s32", "u64", "f16", "bf16", "f32", "f32_ftz", "f64"}),
+    **dict.fromkeys(("min", "max"), INTEGERS | {"f16", "bf16"}),
+    **dict.fromkeys(("and", "or", "xor"), INTEGERS),
+    **dict.fromkeys(("inc", "dec"), frozenset({"u32"})),
+}
+"""The element types of maps that a reduction takes (PTX ISA 9.7.9.27.1.3), written down a second time."""
+
+
+def tensor_reduction(operation: str, dtype: str, accumulate: str = "fast") -> dict[str, Array]:
+    """The buffers after 128 elements of ones were combined with 128 of twos."""
+    element = ELEMENT_TYPES[dtype]
+    size = 128 * element.bits // 8
+    instruction = f"cp.reduce.async.bulk.tensor.1d.global.shared::cta.{operation}.bulk_group [%map, {{0}}], [%r1];"
+    out, image = np.full(size, 2, np.uint8), np.ones(IMAGE, np.uint8)
+    kernel = store_kernel(instruction, image, out, Map("out", dtype, (128,), (), (128,)))
+    return kernel.run(accumulate=accumulate)[0]
+
+
+@pytest.mark.parametrize("dtype", ELEMENT_TYPES)
+def test_each_operation_takes_the_elements_that_it_has(dtype: str) -> None:
+    for operation, takes in THROUGH_MAPS.items():
+        if dtype in takes:
+            out = tensor_reduction(operation, dtype)["out"]
+            expected = {"and": 1 & 2, "or": 1 | 2, "xor": 1 ^ 2}.get(operation)
+            assert expected is None or (out == expected).all(), f".{operation} of {dtype}"
+            continue
+        with pytest.raises(
+            Fault, match=rf"\.{operation} is for elements of .*those of the tensor map are {dtype}"
+        ) as said:
+            tensor_reduction(operation, dtype)
+        assert said.value.rule == "bulk-copy", f".{operation} of {dtype}"
+
+
+def test_in_the_ring_no_copy_computes_with_floats() -> None:
+    assert (tensor_reduction("add", "u32", "ring")["out"] == 3).all(), "integers are what they always are"
+    for dtype in ("f32", "bf16"):
+        with pytest.raises(UnknownInstructionError, match="no counterpart in the ring"):
+            tensor_reduction("add", dtype, "ring")
+    add = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.{} [%out], [%r1], 16;"
+    plain, image = Map("out", "u8", (16,), (), (16,)), np.zeros(IMAGE, np.uint8)
+    assert not store_kernel(add.format("s32"), image, image[:16], plain).run(accumulate="ring")[0]["out"].any()
+    with pytest.raises(UnknownInstructionError, match="no counterpart in the ring"):
+        store_kernel(add.format("f32"), image, image[:16], plain).run(accumulate="ring")
+    load = f"""mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 16;
+    cp.async.bulk.tensor.1d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%map, {{0}}], [%r2];
+    {wait("%r2", 0)}"""
+    moved, rounded = (
+        store_kernel(load, image, image[:16], Map("out", kind, (4,), (), (4,))) for kind in ("f32", "tf32")
+    )
+    moved.run(accumulate="ring")
+    with pytest.raises(UnknownInstructionError, match="no counterpart in the ring"):
+        rounded.run(accumulate="ring")
+
+
+@pytest.mark.parametrize("size", [232464, 0x80000000, 0xFFFFFFF0])
+@pytest.mark.parametrize(
+    "copy",
+    [
+        "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%out], %r3, [%r2];",
+        "cp.async.bulk.global.shared::cta.bulk_group [%out], [%r1], %r3;",
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%out], [%r1], %r3;",
+    ],
+)
+def test_a_copy_of_more_than_shared_memory_is_refused_before_its_bytes_are_listed(copy: str, size: int) -> None:
+    plain, image = Map("out", "u8", (16,), (), (16,)), np.zeros(IMAGE, np.uint8)
+    kernel = store_kernel(f"mov.u32 %r3, {size}; {copy}", image, image[:16], plain)
+    with pytest.raises(Fault, match=f"a bulk copy of {size} bytes; the shared memory of a CTA has at most 232448"):
+        kernel.run()
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        "cp.async.bulk.tensor.5d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%map, {0,0,0,0,0}], [%r2];",
+        "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%map, {0,0,0,0,0}], [%r1];",
+    ],
+)
+def test_a_box_of_more_than_shared_memory_is_refused_before_its_rows_are_listed(copy: str) -> None:
+    box, image = (16, 256, 256, 256, 256), np.zeros(IMAGE, np.uint8)
+    kernel = store_kernel(copy, image, image[:4096], Map("out", "u8", (16,) * 5, (16, 256, 256, 256), box))
+    with pytest.raises(Fault, match=f"the box of a tensor copy has {256**4} rows"):
+        kernel.run()
 
 
 LINEAR = f""".shared .align 16 .b8 buf[512]; .shared .align 8 .b64 mbar;

@@ -97,6 +97,7 @@ REFUSED = [
     (".extern .func (.param .b32 out) thrice(.param .b32 x);" + CALLER, "thrice, which has no body here"),
     (FUNCTIONS + INDIRECT, "an indirect call"),
     (FUNCTIONS + CALLER.replace("(r), thrice, (a)", "(r), plus, (a)"), "plus with other arguments than its 3"),
+    (FUNCTIONS + CALLER.replace("(r), thrice, (a)", "(r), thrice, (y)"), "thrice with other arguments than its 2"),
 ]
 
 
@@ -204,6 +205,19 @@ def test_the_width_and_the_precision_of_arguments_are_those_of_c() -> None:
     assert _run(wide)[1] == "  00a|\n  00a|\n"
     negative = _printing("%.*f|\n").replace(first, "st.local.u32 [depot], -1;")
     assert _run(negative)[1] == "1.500000|\n1.500000|\n", "a negative precision is none"
+
+
+@pytest.mark.parametrize("pointer", [1 << 63, 2**64 - 1, 2**63 - 1])
+@pytest.mark.parametrize("argument", ["a", "b", "word"])
+def test_printf_reads_no_address_outside_of_every_window(argument: str, pointer: int) -> None:
+    if argument == "word":
+        ptx = _printing("%3d%.2f%s").replace("st.local.u64 [depot+16], %rd5", f"st.local.u64 [depot+16], {pointer}")
+    else:
+        given = {"a": "st.param.b64 [a], %rd6", "b": "st.param.b64 [b], %rd2"}[argument]
+        ptx = _printing("%d").replace(given, f"st.param.b64 [{argument}], {pointer}")
+    with pytest.raises(Fault) as caught:
+        _run(ptx)
+    assert caught.value.rule == "out-of-bounds"
 
 
 ORDERS = [
@@ -315,6 +329,25 @@ def test_a_heap_that_is_too_small_answers_null() -> None:
     stored, _ = _run(_allocating(size=HEAP_BYTES // 4))
     assert stored[0] == 5, "the first thread found room"
     assert stored[-1] == 77, "32 quarters of the heap were given out"
+
+
+SLOTS = [
+    ("malloc, (size)", "malloc, (%rd3)", "an argument that is no variable of 1, 2, 4 or 8 bytes"),
+    ("malloc, (size)", "malloc, (64)", "an argument that is no variable"),
+    ("malloc, (size)", "malloc, ([size])", "an argument that is no variable"),
+    ("malloc, (size)", "malloc, (y)", "an argument that is no variable"),
+    (".param .b64 size;", ".param .align 8 .b8 size[16];", "an argument that is no variable"),
+    ("(place), malloc", "(%rd4), malloc", "a result that is not one variable of 8 bytes"),
+    ("(place), malloc", "(_), malloc", "a result that is not one variable"),
+    ("(place), malloc", "(place, size), malloc", "a result that is not one variable"),
+    (".param .b64 place;", ".param .b32 place;", "a result that is not one variable"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "sentence"), SLOTS, ids=[new for _, new, _ in SLOTS])
+def test_a_system_call_takes_variables_of_its_sizes(old: str, new: str, sentence: str) -> None:
+    with pytest.raises(UnknownInstructionError, match=re.escape(sentence)):
+        _run(_allocating().replace(old, new, 1))
 
 
 FREED = "{ .param .b64 place; st.param.b64 [place], %rd4; call.uni free, (place); }"

@@ -5,6 +5,8 @@ Small integers make every sum exact. mma.sync of f64, s4 to s8, b1 and m8n8k4 ar
 
 from __future__ import annotations
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -124,6 +126,27 @@ def test_blocks_of_fp4_are_scaled(kind: str, blocks: int) -> None:
     left = E2M1[a] * np.repeat(2.0 ** (sfa - 127), 64 // blocks, axis=1)
     right = E2M1[b] * np.repeat(2.0 ** (sfb - 127), 64 // blocks, axis=1).T
     assert np.array_equal(found, left @ right)
+
+
+SELECTORS = [
+    (2, "1, 1", "0, 0", "A is {1, 1}; with 2 blocks the byte is one of 0, 2 and the thread below 2"),
+    (2, "2, 2", "0, 0", "A is {2, 2}"),
+    (2, "0, 0", "4, 0", "B is {4, 0}"),
+    (4, "0, 0", "0, 200", "B is {0, 200}; with 4 blocks the byte is one of 0 and the thread below 4"),
+    (4, "2, 0", "0, 0", "A is {2, 0}"),
+]
+
+
+@pytest.mark.parametrize(("blocks", "of_a", "of_b", "sentence"), SELECTORS)
+def test_a_selector_of_scale_factors_that_are_not_there_is_a_fault(
+    blocks: int, of_a: str, of_b: str, sentence: str
+) -> None:
+    rows, columns, b_rows, b_columns = fragments(64, 4)
+    words = [pack((rows + columns) * 0, 4), pack((b_rows + b_columns) * 0, 4), *np.zeros((2, 32), np.uint32)]
+    opcode = "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec"
+    with pytest.raises(Fault, match=re.escape(sentence)) as caught:
+        product(f"{opcode}::{blocks}X.f32.e2m1.e2m1.f32.ue8m0", words, f", %sa, {{{of_a}}}, %sb, {{{of_b}}}")
+    assert caught.value.rule == "scale-selector"
 
 
 BYTES = np.arange(512, dtype=np.uint16).astype(np.uint8)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -264,28 +265,15 @@ def test_integer_sums_wrap_or_are_clamped() -> None:
     assert np.all(clamped == 2**31 - 1), "with .satfinite the sum is clamped"
 
 
-SPARSE = {"f16": (np.float16, "f32"), "tf32": (np.float32, "f32"), "e4m3": (ml_dtypes.float8_e4m3fn, "f32"),
-          "s8": (np.int8, "s32")}  # fmt: skip
+SPARSE = {"f16": (np.float16, "f32"), "bf16": (ml_dtypes.bfloat16, "f32"), "tf32": (np.float32, "f32"),
+          "e4m3": (ml_dtypes.float8_e4m3fn, "f32"), "s8": (np.int8, "s32")}  # fmt: skip
+Dense = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 
 
-@pytest.mark.parametrize("kind", SPARSE)
-@pytest.mark.parametrize("from_registers", [False, True], ids=["smem", "registers"])
-def test_sparse_products_of_a_warpgroup(kind: str, from_registers: bool) -> None:
-    """CUTLASS's layouts of the metadata (ELayout_64x16, 64x32, 64x64): each warp has that of its 16 rows."""
-    dtype, d_type = SPARSE[kind]
-    size = np.dtype(dtype).itemsize
-    k, n, draw = 64 // size, 64, np.random.default_rng(size)
+def drawn_metadata(rows: int, k: int, size: int, draw: np.random.Generator) -> tuple[npt.NDArray[np.uint32], Dense]:
+    """The metadata of each thread, and what makes A [rows, k] of its stored elements [rows, k / 2]."""
     chunk = 2 if size == 4 else 4
-    stored = draw.integers(-2, 3, (64, k // 2)).astype(dtype)
-    b = draw.integers(-2, 3, (n, k)).astype(dtype)
-    codes = draw.choice([4, 14] if chunk == 2 else [4, 8, 12, 9, 13, 14, 6], (64, k // chunk))
-    a = np.zeros((64, k))
-    for row, c in np.ndindex(*codes.shape):
-        code = int(codes[row, c])
-        places = [int(code == 14)] if chunk == 2 else [code & 3, code >> 2]
-        a[row, [chunk * c + at for at in places]] = stored[row, chunk // 2 * c : chunk // 2 * (c + 1)].astype(
-            np.float64
-        )
+    codes = draw.choice([4, 14] if chunk == 2 else [4, 8, 12, 9, 13, 14, 6], (rows, k // chunk))
     words = np.zeros((128, 4), np.uint64)
     for row, c in np.ndindex(*codes.shape):
         thread = 32 * (row // 16) + 4 * (row % 8)
@@ -294,6 +282,30 @@ def test_sparse_products_of_a_warpgroup(kind: str, from_registers: bool) -> None
         else:
             thread, place = thread + row % 16 // 8 + 2 * (c // 8), 4 * (c % 8)
         words[thread, 0] |= np.uint64(int(codes[row, c]) << place)
+
+    def dense(stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        a = np.zeros((rows, k), stored.dtype)
+        for row, c in np.ndindex(*codes.shape):
+            code = int(codes[row, c])
+            places = [int(code == 14)] if chunk == 2 else [code & 3, code >> 2]
+            a[row, [chunk * c + at for at in places]] = stored[row, chunk // 2 * c : chunk // 2 * (c + 1)]
+        return a
+
+    return words.astype(np.uint32), dense
+
+
+def sparse_product(
+    kind: str,
+    stored: npt.NDArray[np.generic],
+    b: npt.NDArray[np.generic],
+    metadata: npt.NDArray[np.uint32],
+    accumulate: str,
+    *,
+    from_registers: bool = False,
+) -> npt.NDArray[np.uint32]:
+    """The words of D [64, 64]."""
+    dtype, d_type = SPARSE[kind]
+    size = np.dtype(dtype).itemsize
     images = [core_matrices(np.ascontiguousarray(one).view(np.uint8).reshape(len(one), -1)) for one in (stored, b)]
     places = np.cumsum([0, images[0].size])
     raw = [
@@ -301,15 +313,38 @@ def test_sparse_products_of_a_warpgroup(kind: str, from_registers: bool) -> None
     ]
     fragment = wgmma_operand_a(8 * size)
     areg = np.ascontiguousarray(to_registers(stored.view(f"u{size}"), fragment).T)[None] if from_registers else None
-    threads, tail = words.astype(np.uint32), "0" if kind == "s8" else "0, 1, 1"
-    if kind == "f16":
+    tail = "0" if kind == "s8" else "0, 1, 1"
+    if size == 2:
         tail += ", 0" if from_registers else ", 0, 0"
-    shape, left = f"m64n64k{k}", vector("a", 4) if from_registers else "%da"
+    shape, left = f"m64n64k{64 // size}", vector("a", 4) if from_registers else "%da"
     mma = (f"wgmma.mma_async.sp.sync.aligned.{shape}.{d_type}.{kind}.{kind} {vector('d', 32)}, {left}, %db, %d63, 0, "
            f"{tail};")  # fmt: skip
-    metadata = "mul.wide.u32 %mine, %tx, 16; add.s64 %p, %meta, %mine; ld.global.b32 %d63, [%p];"
-    found = run(mma, np.concatenate(images), np.array([raw], np.uint64), 32, areg=areg, body=metadata + ALL,
-                more={"meta": threads}, accumulate="exact")  # fmt: skip
-    matrix = to_matrix(np.ascontiguousarray(found[0].T), wgmma_accumulator(n))
-    values = matrix.view(np.int32 if kind == "s8" else np.float32)
-    assert np.array_equal(values, a @ b.astype(np.float64).T)
+    body = "mul.wide.u32 %mine, %tx, 16; add.s64 %p, %meta, %mine; ld.global.b32 %d63, [%p];" + ALL
+    found = run(mma, np.concatenate(images), np.array([raw], np.uint64), 32, areg=areg, body=body,
+                more={"meta": metadata}, accumulate=accumulate)  # fmt: skip
+    return to_matrix(np.ascontiguousarray(found[0].T), wgmma_accumulator(64))
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.parametrize("from_registers", [False, True], ids=["smem", "registers"])
+def test_sparse_products_of_a_warpgroup(kind: str, from_registers: bool) -> None:
+    """CUTLASS's layouts of the metadata (ELayout_64x16, 64x32, 64x64): each warp has that of its 16 rows."""
+    dtype, _ = SPARSE[kind]
+    size = np.dtype(dtype).itemsize
+    k, draw = 64 // size, np.random.default_rng(size)
+    stored, b = (draw.integers(-2, 3, (64, columns)).astype(dtype) for columns in (k // 2, k))
+    metadata, dense = drawn_metadata(64, k, size, draw)
+    found = sparse_product(kind, stored, b, metadata, "exact", from_registers=from_registers)
+    values = found.view(np.int32 if kind == "s8" else np.float32)
+    assert np.array_equal(values, dense(stored.astype(np.float64)) @ b.astype(np.float64).T)
+
+
+def test_sparse_products_in_the_ring_know_no_infinities() -> None:
+    """Words of B that would be infinities or NaN are elements like others."""
+    draw = np.random.default_rng(7)
+    stored, b = (draw.integers(0, 1 << 16, (64, columns), np.uint16) for columns in (16, 32))
+    b[::3, :4] = [0x7F80, 0xFF80, 0x7FC1, 0xFF81]
+    metadata, dense = drawn_metadata(64, 32, 2, draw)
+    found = sparse_product("bf16", stored, b, metadata, "ring")
+    wanted = dense(stored.astype(np.int64)) @ b.T.astype(np.int64) % 65536
+    assert np.array_equal(found >> 16, wanted), "the upper half of a word of D is the sum modulo 2^16"

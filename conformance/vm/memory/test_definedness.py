@@ -281,6 +281,28 @@ COLUMN_OF_B = STAGES["fill"].replace("%p2, %tx, 32", "%p2, %tx, 24")
 KEEP_ROW = f"setp.ne.u32 %p6, %tx, 5;\n@%p6 {STORE_D}"
 
 
+HALF_KNOWN = """mul.wide.u32 %rd1, %tx, 4; add.u64 %rd1, %out, %rd1; setp.lt.u32 %p1, %tx, 16;
+@%p1 setp.lt.u32 %p2, %tx, 16; {} st.global.u32 [%rd1], 1; PAST: ret;"""
+GUARDED = {
+    "branch": ("@%p2 bra PAST;", [0] * 16 + [1] * 16),
+    "return": ("@%p2 ret;", [0] * 16 + [1] * 16),
+    "table": ("TABLE: .branchtargets PAST; mov.u32 %r1, 0; @%p2 brx.idx %r1, TABLE;", [0] * 16 + [1] * 16),
+    "wait": ("@%p2 bar.warp.sync 0xffff;", [1] * 32),
+}
+"""What ends a block, under a guard that 16 lanes have and hold, and what is stored behind it."""
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_a_run_that_collects_goes_where_an_undefined_guard_sends_it(name: str) -> None:
+    """The lanes whose guard is defined do what it says, as those of registers that hold zeros do."""
+    instruction, stored = GUARDED[name]
+    machine = Machine()
+    machine.findings = Findings()
+    out = Kernel(HALF_KNOWN.format(instruction), {"out": np.zeros(32, np.uint32)}).launch(machine)["out"]
+    assert [fault.rule for fault in machine.findings.by_site.values()] == ["uninitialised-register"]
+    assert out.tolist() == stored
+
+
 def test_an_mma_that_is_predicated_off_leaves_cells_that_nobody_needs() -> None:
     """Triton's attention loads such cells, and takes zeros for them."""
     zero = LOAD + "\ntcgen05.wait::ld.sync.aligned; setp.gt.u32 %p7, %tx, 999; selp.b32 %r0, %r0, 0, %p7;"

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from backends.vm.numerics import accumulate
+from backends.vm.machine.machine import Machine
+from backends.vm.numerics import accumulate, ring
 from backends.vm.numerics.accumulate import Adder, Policy, mma
 from backends.vm.numerics.f32 import Float32
 from conformance import SILICON
@@ -120,6 +121,36 @@ def test_a_nan_stays_in_its_row_and_is_canonical(policy: Policy) -> None:
     assert result[2, 6].view(np.uint32) == 0x7FFF_FFFF, "infinity times zero"
     assert np.all(np.isinf(np.delete(result[2], 6))), "infinity"
     assert np.all(np.isfinite(result[[0, 3]])), "rows without them"
+
+
+@pytest.mark.parametrize("policy", OF_FLOATS)
+def test_what_a_sparse_operand_does_not_store_is_multiplied_with_nothing(policy: Policy) -> None:
+    a, b, stored = np.zeros((2, 16), np.float32), np.ones((2, 16), np.float32), np.zeros((2, 16), np.bool_)
+    a[:, 1], b[0, :], stored[:, 1], stored[1, 2] = 3, [np.inf, 1, np.nan, *[1] * 13], True, True
+    result = mma(a, b, None, k_per_instruction=16, kind="bf16", policy=policy, stored=stored)
+    assert result[0].tolist() == [3, 3], "an infinity or NaN of B met what is not stored"
+    assert np.isnan(result[1, 0]), "a stored zero times NaN"
+    assert result[1, 1] == 3
+
+
+@pytest.mark.parametrize("with_c", [False, True])
+def test_in_the_ring_words_of_infinities_and_nan_are_words_like_others(with_c: bool) -> None:
+    """A sparse A is one with zeros there: 0 times any word is 0, and a stored element times it is an integer's."""
+    rng = np.random.default_rng(5)
+    a, b, c = (rng.integers(0, 1 << 16, shape, np.uint16) for shape in ((4, 16), (8, 16), (4, 8)))
+    b[:3, :4] = [0x7F80, 0xFF80, 0x7FC1, 0xFF81]
+    stored = np.tile([True, False], (4, 8))
+    a[~stored] = 0
+    words_a, words_b = ((one.astype(np.uint32) << 16).view(np.float32) for one in (a, b))
+    result = mma(words_a, words_b, ring.words_of(c) if with_c else None, k_per_instruction=16, kind="bf16",
+                 policy="ring", stored=stored)  # fmt: skip
+    wanted = (a.astype(np.int64) @ b.T.astype(np.int64) + (c if with_c else 0)) % 65536
+    assert np.array_equal(ring.elements_of(result), wanted)
+
+
+def test_an_unknown_policy_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'quick' is unknown; it is one of fast, exact, hopper, ring"):
+        Machine(accumulate="quick")
 
 
 @pytest.mark.parametrize(

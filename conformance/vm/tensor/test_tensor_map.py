@@ -217,6 +217,7 @@ UNUSABLE: list[tuple[str, bytes]] = [
     ("atomicity 1", flags_changed(1 << 19)),
     ("atomicity 2", flags_changed(3 << 13 | 2 << 19)),
     ("base address", struct.pack("<Q", ADDRESS + 4) + encode(asked())[8:]),
+    ("0x8000000000000000, where no memory is", struct.pack("<Q", 1 << 63) + encode(asked())[8:]),
 ]
 
 
