@@ -18,7 +18,7 @@ nox.options.sessions = ["tests"]
 nox.options.default_venv_backend = "none"
 
 HOUSE = Path(".nox/house").absolute()
-EXTRAS = "test,lint,assembler,cutedsl,triton"
+EXTRAS = "test,lint,assembler,cuda,cutedsl,triton"
 BIN = HOUSE / "bin"
 
 

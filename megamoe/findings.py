@@ -140,7 +140,7 @@ class KernelFinding:
         return self.rule, self.origin, self.kernel, frozenset(accesses)
 
     def _home(self, source: tuple[SourceLine, ...]) -> object:
-        # A relative name, such as NVRTC gives to text, is that of many a source.
+        # A relative name, such as that of CUDA C++ given as text, is that of many a source.
         return source if source and PurePath(source[0].file).is_absolute() else self.module
 
     @property
@@ -345,6 +345,13 @@ class Ledger:
     def failing(self) -> list[KernelFinding]:
         """The findings that count."""
         return [one for one in self.findings if self.counts(one)]
+
+    @property
+    def tally(self) -> str:
+        """How many there are, and how many of them count."""
+        count, failing = len(self.findings), len(self.failing)
+        of_them = f"{failing} of them count{'s' * (failing == 1)} in the profile {self.profile}"
+        return f"{count} finding{'s' * (count != 1)}, {of_them}"
 
     @property
     def stale(self) -> list[Suppression]:

@@ -103,8 +103,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(str(one))
     for remark in ledger.remarks:
         terminalreporter.write_line(remark)
-    count, failing = len(ledger.findings), len(ledger.failing)
-    terminalreporter.write_line(f"{count} findings, {failing} of them count in the profile {ledger.profile}")
+    terminalreporter.write_line(ledger.tally)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -121,14 +120,37 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         path.write_text(rendered(CheckedRun(device.ledger), form_of(path)), "utf-8")
 
 
+_BELOW_A_LAUNCH = frozenset({"megamoe", "backends", "contextlib", "triton", "cutlass"})
+
+
+def end_at_the_launch(fault: Exception) -> None:
+    """Cuts the traceback of `fault` where the test calls a kernel: what the machine does says nothing of the kernel."""
+    fault.__cause__, fault.__suppress_context__ = None, True
+    last = step = fault.__traceback__
+    while step is not None:
+        package, _, _ = step.tb_frame.f_globals.get("__name__", "").partition(".")
+        if package not in _BELOW_A_LAUNCH:
+            last = step
+        step = step.tb_next
+    if last is not None:
+        last.tb_next = None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """A finding fails the test, whether or not the test lets it pass."""
     faults = item.config.stash.get(_FAULTS, None)
     if faults is None:
         return (yield)
+    from megamoe.contract.machine import KernelFault
+
     faults.clear()
-    result = yield
+    try:
+        result = yield
+    except KernelFault as fault:
+        if not item.config.getoption("fulltrace", False):
+            end_at_the_launch(fault)
+        raise
     if faults:
         pytest.fail(f"the test passes, but a kernel broke a rule: {faults[0]}", pytrace=False)
     return result

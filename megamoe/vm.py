@@ -12,18 +12,14 @@ docs/bring-your-kernel.md has more.
 from __future__ import annotations
 
 import gc
-import importlib
-import importlib.util
-import json
 import logging
-import shutil
+import os
+import re
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +31,7 @@ from megamoe.contract.backend import UnsupportedError, open_machine
 from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError, Parameter, PixelBox, Stretch
 from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
-from megamoe.contract.scratch import scratch_folder
+from megamoe.cuda_source import compiled
 from megamoe.findings import KernelFinding, Ledger, module_of
 
 Size = int | Sequence[int]
@@ -184,8 +180,9 @@ class Device:
             raise stop
         first = next((one for one in counted if one.ends), counted[0])
         others = len(counted) - (first in counted)
-        more = f" (and {others} more findings that count)" if others else ""
-        fault = KernelFault(f"{first.sentence}{more}", first.rule, found)
+        told = first.sentence + (f"; the other access: {first.other}" if first.other and first.other.source else "")
+        more = f" (and {others} more finding{'s' * (others > 1)} that count{'s' * (others == 1)})" if others else ""
+        fault = KernelFault(f"{told}{more}", first.rule, found)
         for tell in ON_FAULT:
             tell(fault)
         raise fault from (stop.__cause__ if stop is not None else None)
@@ -423,13 +420,28 @@ def _dim3(what: str, sizes: Size) -> Dim3:
 def _entry_named(entry: str, entries: Mapping[str, object]) -> str:
     if entry in entries:
         return entry
-    # A C++ name is mangled as its length followed by itself; no demangler is needed to find it.
-    mangled = [name for name in entries if name.startswith("_Z") and f"{len(entry)}{entry}" in name]
+    mangled = [name for name in entries if f"::{plain_name(name)}".endswith(f"::{entry}")]
     if len(mangled) == 1:
         return mangled[0]
     known = ", ".join(mangled or entries) or "none"
     several = "more than one" if mangled else "no"
     raise LaunchRefusedError(f"the module has {several} entry {entry!r}; its entries are: {known}")
+
+
+def plain_name(mangled: str) -> str:
+    """ns::kernel of _ZN2ns6kernelIfEEvPT_; empty for a name that C++ did not mangle (Itanium C++ ABI 5.1.2)."""
+    if not mangled.startswith("_Z"):
+        return ""
+    nested = mangled.startswith("_ZN")
+    rest, parts = mangled[3 if nested else 2 :], list[str]()
+    while found := re.match(r"L?(\d+)", rest):
+        end = found.end() + int(found[1])
+        parts.append(rest[found.end() : end])
+        rest = rest[end:]
+        if not nested:
+            break
+    # A namespace without a name is given one that nobody writes.
+    return "::".join(one for one in parts if not one.startswith(("_GLOBAL__N_", "_INTERNAL_")))
 
 
 def _encoded(entry: str, parameters: Sequence[Parameter], args: Sequence[object], reached: Reached) -> list[bytes]:
@@ -513,76 +525,12 @@ def as_ptx(source: str | Path, target: str) -> str:
                 raise LaunchRefusedError(f"the source {name!r} is no text in UTF-8: byte {problem.start}") from None
             why = problem.strerror if isinstance(problem, OSError) else str(problem)
             told = f"the source {name[:MAX_SOURCE_NAME]!r} is neither text of several lines nor a file that can be read"
+            if isinstance(source, Path):
+                told = f"the source {name[:MAX_SOURCE_NAME]!r} cannot be read"
             raise LaunchRefusedError(f"{told}: {why}") from None
     if not text.strip():
         raise LaunchRefusedError(f"{name} is empty")
     # A PTX module begins with .version, after comments (PTX ISA 5.1).
     if any(line.lstrip().startswith(".version") for line in text.splitlines()):
         return text
-    if name != str(source):
-        return compiled(text, target)
-    # Line information and the compiler's complaints name the file, not the copy that is compiled.
-    return compiled(f"#line 1 {json.dumps(name, ensure_ascii=False)}\n{text}", target, str(Path(name).resolve().parent))
-
-
-@lru_cache(maxsize=64)
-def compiled(text: str, target: str, folder: str = "") -> str:
-    """PTX of CUDA C++ `text` whose includes are in `folder`, by nvcc or else NVRTC.
-
-    LaunchRefusedError with the compiler's words for text that does not compile; UnsupportedError if neither is there.
-    """
-    if (compiler := nvcc()) is not None:
-        return _by_nvcc(compiler, text, target, folder)
-    try:
-        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-        nvrtc.nvrtcVersion()
-    except Exception:  # the binding raises its own errors for a library that is not there
-        raise UnsupportedError(
-            "CUDA C++ needs a compiler, and neither nvcc nor NVRTC is here; "
-            "the extra `assembler` of megamoe has nvcc, and PTX needs none"
-        ) from None
-    return _by_nvrtc(nvrtc, text, target, folder)
-
-
-def nvcc() -> str | None:
-    """nvcc of the path, of /usr/local/cuda or of a wheel, which has no CUB: the first that is there."""
-    spec = importlib.util.find_spec("nvidia")
-    wheels = [Path(place) / "cu13" / "bin" for place in (spec.submodule_search_locations or ())] if spec else []
-    places = [None, "/usr/local/cuda/bin", *map(str, wheels)]
-    return next((found for place in places if (found := shutil.which("nvcc", path=place))), None)
-
-
-def _by_nvcc(compiler: str, text: str, target: str, folder: str) -> str:
-    with scratch_folder("nvcc") as place:
-        source, ptx = place / "source.cu", place / "source.ptx"
-        source.write_text(text, "utf-8")
-        command = [compiler, "-ptx", f"-arch={target}", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr"]
-        command += [f"-I{folder}"] if folder else []
-        done = subprocess.run([*command, str(source), "-o", str(ptx)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise LaunchRefusedError(f"nvcc does not compile the source: {(done.stderr or done.stdout).strip()}")
-        return ptx.read_text("utf-8")
-
-
-def _by_nvrtc(nvrtc: Any, text: str, target: str, folder: str) -> str:
-    def of(answer: tuple[Any, ...]) -> Any:
-        code, *values = answer
-        return (int(code), *values)
-
-    _, program = of(nvrtc.nvrtcCreateProgram(text.encode(), b"source.cu", 0, [], []))
-    options = [
-        f"--gpu-architecture={target.replace('sm_', 'compute_')}",
-        "-lineinfo",
-        *([f"-I{folder}"] if folder else []),
-    ]
-    code, *_ = of(nvrtc.nvrtcCompileProgram(program, len(options), [one.encode() for one in options]))
-    get_size, get = (
-        (nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog) if code else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
-    )
-    _, size = of(get_size(program))
-    content = bytearray(size)
-    get(program, content)
-    said = bytes(content).rstrip(b"\0").decode()
-    if code:
-        raise LaunchRefusedError(f"NVRTC does not compile the source: {said.strip()}")
-    return said
+    return compiled(text, target, os.path.abspath(name) if name == str(source) else "")

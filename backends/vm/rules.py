@@ -309,8 +309,8 @@ _ALL = (
     ),
     _relied(
         "tmem-lane-ignored", "9.7.16.8.1",
-        "tcgen05.ld or st names lanes outside of the quarter of tensor memory that its warp reaches. Silicon ignores "
-        "these bits of the address.",
+        "tcgen05.ld or st names lanes outside of the quarter of tensor memory that its warp reaches, and relies on "
+        "these bits of the address being ignored.",
         "DeepGEMM gives every warp the same address.",
         "Add 32 * (warp % 4) to the lane of the address.",
     ),
@@ -413,7 +413,7 @@ def as_markdown() -> str:
         "[Bring your kernel](../bring-your-kernel.md) says how to read a finding, choose a profile and suppress one.",
         "Sections are those of the PTX ISA 9.1. `python -m backends.vm.rules > docs/rules/README.md` makes this page.",
         "",
-        "Ten families have a page: what goes wrong on silicon, the smallest kernel that shows it, its finding, the "
+        "Ten families have a page: what goes wrong, the smallest kernel that shows it, its finding, the "
         "cure, and which public bugs it was.",
         "",
         *(f"- [{name}]({name}.md): {about}" for name, about in PAGES.items()),

@@ -245,22 +245,16 @@ def _prepare_softmax(target: Target, rows: int, columns: int, online: bool) -> C
     return Call((artifact.program(arguments),), tensors, {"o": x.double().softmax(-1)})
 
 
-RAGGED = (
-    "Softmax copies the rows that exist to shared memory, then reads its whole tile of rows from there; what it makes "
-    "of the others it never stores."
-)
-
-
-def _softmax_witness(target: Target, rows: int, columns: int, online: bool, known_fault: str = "") -> Witness:
+def _softmax_witness(target: Target, rows: int, columns: int, online: bool) -> Witness:
     said = f"bf16 online_softmax={online}"
     prepare = partial(_prepare_softmax, target, rows, columns, online)
-    return Witness(PACKAGE, "Softmax", target, said, f"rows={rows} columns={columns}", prepare, known_fault)
+    return Witness(PACKAGE, "Softmax", target, said, f"rows={rows} columns={columns}", prepare)
 
 
 WITNESSES = (
     *(_witness(case) for case in _cases()),
     _softmax_witness("sm_90a", 36, 1000, True),
-    _softmax_witness("sm_90a", 37, 1000, True, RAGGED),
+    _softmax_witness("sm_90a", 37, 1000, True),
     _softmax_witness("sm_90a", 3, 32768, False),
     _softmax_witness("sm_90a", 2, 65536, True),
     _softmax_witness("sm_100a", 3, 32768, True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -243,6 +244,8 @@ def _argument(text: str, index: int) -> object:
 
 def _tested(tests: list[str], target: str, schedule: str, sought: Sought, checked: CheckedRun) -> None:
     """Run test-suites in a process of their own. What pytest says goes to standard error beside another format."""
+    if importlib.util.find_spec("pytest") is None:
+        _unusable(f"{' '.join(tests)}: pytest runs test-suites, and it is not installed: pip install pytest")
     with scratch_folder("check") as folder:
         found = folder / "findings.json"
         command = [sys.executable, "-m", "pytest", "-q", "--megamoe-vm", target, "--megamoe-schedule", schedule]

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from megamoe import CHECKOUT
+from megamoe import CHECKOUT, cuda_source
 from megamoe.cli.options import Ops, Specs, Wheres, bounded, find_modules_of_the_user
 from megamoe.cli.terminal import Terminal, console
 from megamoe.contract import (
@@ -182,6 +182,8 @@ def capabilities(specs: Path | None = None) -> Iterator[Capability]:
         yield from _executor_capabilities(name)
     yield _gpu()
     yield _assembler()
+    compilers = cuda_source.available()
+    yield Capability("CUDA C++", bool(compilers), ", ".join(compilers) or cuda_source.NONE_HERE)
 
 
 def _backend_capabilities(name: str, ops: tuple[str, ...]) -> Iterator[Capability]:

@@ -71,8 +71,7 @@ def _text(checked: CheckedRun) -> str:
         said.append(str(one) + (f"\n  suppressed: {suppressed.reason} ({suppressed.where})" if suppressed else ""))
     said += ledger.remarks
     if ledger.findings:
-        failing = len(ledger.failing)
-        said.append(f"{len(ledger.findings)} findings, {failing} of them count in the profile {ledger.profile}")
+        said.append(ledger.tally)
     return "\n".join(said) + "\n" if said else ""
 
 

@@ -273,7 +273,7 @@ class _Builder:
             raise self.document.error(("tensors",), sentence)
         for axes in points:
             if not any(tensor.role_in(axes) == "output" for tensor in outputs):
-                where = f" where {_told(axes)}" if axes else ""
+                where = f" if {_told(axes)}" if axes else ""
                 sentence = f"none is there with role: output{where}, so nothing would be compared"
                 raise self.document.error(("tensors",), sentence)
 

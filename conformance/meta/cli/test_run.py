@@ -185,7 +185,7 @@ def test_list_filters_and_speaks_json(capsys: pytest.CaptureFixture[str]) -> Non
 def test_doctor_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     findings = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
-    assert {"python", "torch", "numpy", "specs", "GPU", "ptxas"} <= set(findings)
+    assert {"python", "torch", "numpy", "specs", "GPU", "ptxas", "CUDA C++"} <= set(findings)
     assert all(one["detail"] for one in findings.values()), "every finding says what was found or why not"
     assert main(["doctor", "--json", "--specs", "nowhere"]) == 0
     (specs,) = (one for one in json.loads(capsys.readouterr().out) if one["subject"] == "specs")

@@ -29,7 +29,7 @@ KERNEL = "kernel.ptx"
 WIDTH = 120
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HOST_ADDRESS = re.compile(r", address 0x[0-9a-f]{7,}")
-_OTHERS = re.compile(r" \(and \d+ more findings that count\)$")
+_OTHERS = re.compile(r" \(and \d+ more findings? that counts?\)$")
 
 
 def pages() -> list[Path]:

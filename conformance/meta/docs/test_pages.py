@@ -70,6 +70,38 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert not missing, f"{path.relative_to(ROOT)} links to {missing}"
 
 
+UNKNOWN = ("Not run", "Not known", "not known here", "not measured")
+"""How a page says that nobody has looked."""
+
+
+def unbacked(page: str) -> list[str]:
+    """The paragraphs and list items that speak of silicon or an H200 with neither a record, nor that it is unknown."""
+    prose = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+    said = [" ".join(one.split()) for one in re.split(r"\n\n|\n(?=- )", prose)]
+    backed = ("results/records/", "](../found/", *UNKNOWN)
+    told = [one for one in said if re.search(r"[Ss]ilicon|H200", one) and not one.startswith(("#", ">"))]
+    return [one for one in told if not any(word in one for word in backed)]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_what_silicon_does_is_a_record_or_said_to_be_unknown(path: Path) -> None:
+    text = path.read_text("utf-8")
+    assert not unbacked(text), f"{path.stem}: no record shows this"
+    if path.parent.name == "found":
+        _, _, does = text.partition("\n## What silicon does\n")
+        section = does.partition("\n## ")[0]
+        known = "results/records/" in section
+        assert known != any(one in section for one in UNKNOWN), f"{path.stem}: a record, or that nobody has looked"
+
+
+def test_a_claim_about_silicon_is_noticed() -> None:
+    claim = "On silicon this is a hang.\n"
+    assert unbacked(f"# Page\n\nFirst.\n\n{claim}") == [claim.strip()]
+    assert unbacked(f"- One.\n- {claim}") == [f"- {claim.strip()}"], "in an item of a list, too"
+    assert not unbacked(f"{claim.strip()} Whether it is was not measured.\n")
+    assert not unbacked("```ptx\n// silicon\n```\n\n# What silicon does\n")
+
+
 def test_a_sentence_that_is_no_longer_said_is_noticed(tmp_path: Path) -> None:
     path = next(path for path in RULES if path.stem == "async-proxy")
     trial = next(trial for trial in trials(path) if trial.said)

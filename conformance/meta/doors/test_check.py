@@ -116,7 +116,7 @@ def test_a_kernel_that_takes_all_memory_is_a_sentence(
     [
         (["kernel.py", "--entry", "x"], "launches a kernel of one file"),
         (["kernel.txt"], "a source is KERNEL.ptx"),
-        (["none.ptx"], "neither text of several lines nor a file"),
+        (["none.ptx"], "'none.ptx' cannot be read: No such file"),
         (["KERNEL", "--target", "sm_80"], "no machine for the target 'sm_80'"),
         (["KERNEL", "--entry", "fil"], "no entry 'fil'"),
         (["KERNEL", "--entry", "fill", "--arg", "q7[3]"], "no dtype 'q7'"),
@@ -185,3 +185,12 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
         pytest.skip(f"{wanted} is not installed")
     done = subprocess.run([sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_test_suite_without_pytest_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pytest" else found(name))
+    assert main(["check", "test_ops.py"]) == 2
+    assert "test_ops.py: pytest runs test-suites, and it is not installed" in capsys.readouterr().err

@@ -246,7 +246,7 @@ def test_a_fault_that_ends_the_launch_is_not_suppressed(tmp_path: Path, capsys: 
     launch = (file, "--entry", "kernel", "--block", "64", "--arg", "u32[4]", "--schedule", "eager")
     for options in ([], ["--profile", "lenient"], ["--suppress", suppress]):
         status, said = _check(capsys, *launch, *options)
-        assert (status, "1 findings, 1 of them count" in said) == (1, True), f"{options}: {said}"
+        assert (status, "1 finding, 1 of them counts" in said) == (1, True), f"{options}: {said}"
     assert f"suppression without effect: {suppress}, line 1" in said, said
     for form in ("json", "sarif", "junit"):
         status, said = _check(capsys, *launch, "--suppress", suppress, "--format", form)
@@ -462,7 +462,7 @@ def test_check_collects_over_schedules(tmp_path: Path, capsys: pytest.CaptureFix
               "--schedule", "lazy", "--schedule", "random:0")  # fmt: skip
     status, said = _check(capsys, *launch)
     assert (status, said.count("[race]"), said.count("found 24 times")) == (1, 1, 2), said
-    assert "2 findings, 1 of them count in the profile default" in said
+    assert "2 findings, 1 of them counts in the profile default" in said
     status, _ = _check(capsys, *launch, "--profile", "lenient", "--format", "sarif", "--output", out)
     assert status == 0
     jsonschema_rs.Draft202012Validator(SARIF).validate(json.loads(out.read_text("utf-8")))

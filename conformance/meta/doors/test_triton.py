@@ -255,6 +255,9 @@ def test_a_test_suite_runs_and_findings_fail_it(tmp_path: Path) -> None:
     assert "FAILED test_kernels.py::test_fault" in said, said
     assert "the test passes, but a kernel broke a rule: [out-of-bounds]" in said, "a finding cannot be caught"
     assert "stale suppression: suppress.yaml, line 1: race at kernel no_such_kernel" in said, said
+    assert "\ntest_kernels.py:" in said, "the traceback has the line of the test that calls the kernel"
+    inner = [one for one in ("backends/vm", "megamoe/vm.py", "jit.py") if one in said]
+    assert not inner, f"and ends there: {inner}"
     (one,) = read_findings(tmp_path / "found.json")
     lines = (tmp_path / "test_kernels.py").read_text().splitlines()
     assert Path(one.place.file).name == "test_kernels.py", "a finding of a Triton kernel names its Python file"

@@ -39,10 +39,11 @@ MEGAMOE = {
     "explain": "contract runner spec ops records judge",
     "report": "contract spec records diff explain",
     "export": "contract runner spec ops records gate findings",
-    "cli": "megamoe contract runner spec records diff judge gate bench explain report export vm findings",
+    "cli": "megamoe contract runner spec records diff judge gate bench explain report export vm cuda_source findings",
     # The doors. Each finds its machine by entry point, so that none imports a backend.
     "findings": "contract spec",
-    "vm": "contract findings",
+    "cuda_source": "contract",
+    "vm": "contract findings cuda_source",
     "triton": "contract vm",
     "cutedsl": "contract vm",
     "torch_cuda": "contract vm",

@@ -274,7 +274,7 @@ MEANINGS = [
         "role: output, when: tokens > 0}",
         "tensors:",
         "tensors",
-        "where debug is false and tokens is 0",
+        "if debug is false and tokens is 0",
     ),
     plant("role: output}", "role: output, when: far != 7}", "tensors:", "tensors", "depends on debug, far, which have"),
 ]

@@ -1,0 +1,173 @@
+"""megamoe.cuda_source: which compiler is asked, what is said where none can, and what NVRTC takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megamoe import cuda_source
+from megamoe.cuda_source import HOST_HEADERS, NO_HOST_CODE, NVRTC_MAY, compiled
+from megamoe.vm import Device, KernelFault, LaunchRefusedError, UnsupportedError
+
+NVRTC = cuda_source.nvrtc_binding()
+with_nvrtc = pytest.mark.skipif(NVRTC is None, reason="NVRTC is not installed: the extra `cuda`")
+
+Nvcc = Callable[[str, int], str]
+
+
+@pytest.fixture
+def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvcc:
+    """Puts one more nvcc in front of NVRTC, behind those before: it says `words` and ends with `status`."""
+    places = list[str]()
+    monkeypatch.setattr(cuda_source, "nvccs", lambda: places)
+
+    def planted(words: str, status: int) -> str:
+        place = tmp_path / f"nvcc{len(places)}"
+        # Its last argument is the PTX that it writes.
+        place.write_text(f'#!/bin/sh\nfor last; do :; done\necho "{words}" | tee "$last" >&2\nexit {status}\n')
+        place.chmod(0o755)
+        places.append(str(place))
+        return str(place)
+
+    return planted
+
+
+@pytest.fixture
+def no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_source, "nvrtc_binding", lambda: None)
+
+
+@pytest.mark.usefixtures("no_nvrtc")
+@pytest.mark.parametrize(
+    "lack",
+    [
+        "nvcc fatal : Unsupported gpu architecture 'compute_100a'",
+        "gcc: No such file or directory nvcc fatal : Failed to preprocess host compiler properties.",
+        "cuda_fp16.h:4504:10: fatal error: nv/target: No such file or directory",
+    ],
+)
+def test_a_compiler_that_lacks_something_makes_room_for_the_next(nvcc: Nvcc, lack: str) -> None:
+    first = nvcc(lack, 1)
+    with pytest.raises(LaunchRefusedError) as refused:
+        compiled(f"// alone: {lack}\n", "sm_100a")
+    assert first in str(refused.value), "the refusal names the compiler"
+    assert lack in str(refused.value), "and has its words"
+    assert str(refused.value).endswith(NVRTC_MAY), "and says what would do without"
+    nvcc("the PTX of the second", 0)
+    assert compiled(f"// two: {lack}\n", "sm_100a") == "the PTX of the second\n"
+
+
+@pytest.mark.usefixtures("no_nvrtc")
+def test_an_error_of_the_source_is_said_once(nvcc: Nvcc) -> None:
+    nvcc("source.cu(1): error: expected an identifier", 1)
+    nvcc("the PTX of the second", 0)
+    with pytest.raises(LaunchRefusedError, match=r"nvcc .* does not compile the source: .*expected an identifier$"):
+        compiled("int x = ;\n", "sm_100a")
+
+
+@pytest.mark.usefixtures("no_nvrtc", "nvcc")
+def test_no_compiler_at_all() -> None:
+    with pytest.raises(UnsupportedError, match="neither nvcc nor NVRTC is here; the extra `cuda`"):
+        compiled("// no compiler\n", "sm_100a")
+
+
+@pytest.mark.usefixtures("no_nvrtc")
+def test_an_edited_header_is_compiled_anew(nvcc: Nvcc, tmp_path: Path) -> None:
+    place = Path(nvcc("$(cat one/inner.h)", 0))
+    place.write_text(place.read_text().replace("one/", f"{tmp_path}/one/"))
+    (tmp_path / "one").mkdir()
+    source, outer, inner = tmp_path / "k.cu", tmp_path / "one" / "outer.h", tmp_path / "one" / "inner.h"
+    source.write_text('#include "one/outer.h"\n')
+    outer.write_text('# include "inner.h"\n# include "outer.h"\n')
+    for content in ("first", "second"):
+        inner.write_text(content)
+        assert compiled(source.read_text(), "sm_100a", str(source)) == f"{content}\n", "a header of a header counts"
+
+
+# With NVRTC itself
+
+KERNEL = r"""
+#include <cuda_runtime.h>
+#include <cooperative_groups.h>
+#include <cuda/barrier>
+#include <cuda_fp16.h>
+#include <cstdint>
+#include <algorithm>
+#include "part.h"
+namespace cg = cooperative_groups;
+constexpr int twice(int x) { return 2 * x; }
+namespace ns {
+template <typename T> __global__ void added(T *y, int n) {
+  __shared__ cuda::barrier<cuda::thread_scope_block> all;
+  if (threadIdx.x == 0) init(&all, blockDim.x);
+  cg::this_thread_block().sync();
+  all.wait(all.arrive());
+  uint32_t i = threadIdx.x;
+  if (i < n) y[i] = __hadd(y[i], __float2half(twice(std::max(part(1), 2))));
+}
+template __global__ void added<__half>(__half *, int);
+}
+"""
+RACING = "\n__global__ void racing(int *y) {\n  __shared__ int s;\n  s = threadIdx.x;\n  *y = s;\n}\n"
+
+
+@pytest.fixture
+def nvrtc_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_source, "nvccs", list)
+
+
+@with_nvrtc
+@pytest.mark.usefixtures("nvrtc_alone")
+def test_nvrtc_brings_headers_and_takes_those_of_the_kernel(tmp_path: Path) -> None:
+    (tmp_path / "part.h").write_text("__device__ inline int part(int x) { return x + 1; }\n")
+    (tmp_path / "k.cu").write_text(KERNEL)
+    y = torch.zeros(40, dtype=torch.float16)
+    for name in ("added", "ns::added"):
+        Device("sm_100a", schedule="lazy", profile="strict").launch(tmp_path / "k.cu", name, 1, 64, y, 40)
+    assert y.tolist() == [8] * 40
+
+
+@with_nvrtc
+@pytest.mark.usefixtures("nvrtc_alone")
+def test_nvrtc_takes_what_stands_for_headers_of_the_host() -> None:
+    includes = "".join(f"#include <{name}>\n" for name in HOST_HEADERS)
+    uses = (
+        "extern __shared__ int s[];\n"
+        "__global__ void k(const __grid_constant__ CUtensorMap map, int64_t *y, std::uint8_t *z) {\n"
+        "  static_assert(sizeof(CUtensorMap) == 128 && std::is_same_v<uint8_t, std::uint8_t>);\n"
+        '  assert(y); memset(z, 0, 4); printf("%d", INT_MAX);\n'
+        "  *y = INFINITY > FLT_MAX && M_PI > std::exp(1.0) && std::numeric_limits<float>::max() == FLT_MAX;\n"
+        "}\n"
+    )
+    assert ".entry" in compiled(includes + uses, "sm_90a")
+
+
+@with_nvrtc
+@pytest.mark.usefixtures("nvrtc_alone")
+def test_nvrtc_says_what_is_wrong_and_what_it_does_not_take(tmp_path: Path) -> None:
+    file = str(tmp_path / "wrong.cu")
+    with pytest.raises(LaunchRefusedError) as wrong:
+        compiled("__global__ void k(int *y) {\n  *y = absent;\n}\n", "sm_100a", file)
+    assert f'{file}(2): error: identifier "absent" is undefined' in str(wrong.value)
+    assert NO_HOST_CODE not in str(wrong.value), "the kernel is wrong; host code has no part in it"
+    kernel = "__global__ void k(int *y) { *y = 1; }\n"
+    for text in (f"#include <vector>\n{kernel}", f"{kernel}int main() {{ k<<<1, 1>>>(nullptr); }}\n"):
+        with pytest.raises(LaunchRefusedError) as host:
+            compiled(text, "sm_100a")
+        assert str(host.value).endswith(NO_HOST_CODE)
+
+
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=with_nvrtc)])
+def test_lines_of_text_are_those_of_no_file(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    if alone:
+        monkeypatch.setattr(cuda_source, "nvccs", list)
+    vm = Device("sm_100a")
+    # Two texts with the same line: a name that is the same in every run, and yet two findings.
+    for text in (RACING, RACING.replace("threadIdx.x;", "threadIdx.x + 1;")):
+        with pytest.raises(KernelFault):
+            vm.launch(text, "racing", 1, 64, torch.zeros(1, dtype=torch.int32))
+    assert {str(one.place) for one in vm.findings} == {"source.cu:5:3"}
+    assert len(vm.findings) == 2, "findings of two texts are two"

@@ -1,0 +1,250 @@
+"""CUDA C++ to PTX: by nvcc, else by NVRTC, which needs no host compiler and brings CUDA's headers (13.3 and later).
+
+A compiler that lacks something, such as a header or the target, makes room for the next one. What is wrong in the
+source itself is said by the first that finds it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from megamoe.contract.backend import UnsupportedError
+from megamoe.contract.machine import LaunchRefusedError
+from megamoe.contract.scratch import scratch_folder
+
+TEXT_NAME = "source.cu"
+"""What the compilers' words and the lines of a finding call a source that is no file."""
+NONE_HERE = (
+    "CUDA C++ needs a compiler, and neither nvcc nor NVRTC is here; the extra `cuda` of megamoe has NVRTC, which needs "
+    "no host compiler, and PTX needs none"
+)
+NVRTC_MAY = (
+    "NVRTC, which is not here, needs no host compiler and brings CUDA's headers: the extra `cuda` of megamoe has it"
+)
+NO_HEADERS = "NVRTC of CUDA 13.3 and later brings CUDA's headers: the extra `cuda` of megamoe has it"
+NO_HOST_CODE = (
+    "NVRTC takes device code: leave host code, and headers for it, out by `#ifndef __CUDACC_RTC__`, or install nvcc"
+)
+_LACKING = re.compile(
+    r"Unsupported gpu architecture|invalid value for --gpu-architecture|Failed to preprocess host compiler"
+    r"|No such file or directory|annot open source file|Cannot find compiler|host compiler targets unsupported"
+)
+"""In the words of a compiler that another one may do without; every other error is the source's."""
+_HOST_CODE = re.compile(r"annot open source file|<<<")
+
+_OWN_HEADER = re.compile(r'^\s*#\s*include\s*"([^"\n]+)"', re.MULTILINE)
+
+_STANDARD = ("algorithm", "array", "bit", "cstddef", "cstdint", "functional", "limits", "numeric", "tuple",
+             "type_traits", "utility")  # fmt: skip
+_MACROS = ("cfloat", "climits")
+_CONSTANTS = """#pragma once
+#include <cmath>
+#ifndef INFINITY
+#define INFINITY __builtin_huge_valf()
+#endif
+#ifndef NAN
+#define NAN __builtin_nanf("")
+#endif
+#ifndef M_PI
+#define M_PI 3.14159265358979323846
+#endif
+"""
+_TENSOR_MAP = """#pragma once
+typedef unsigned int cuuint32_t;
+typedef unsigned long long cuuint64_t;
+typedef struct CUtensorMap_st { alignas(128) cuuint64_t opaque[16]; } CUtensorMap;
+"""
+HOST_HEADERS = {
+    **{name: f"#include <cuda/std/{name}>\nnamespace std {{ using namespace ::cuda::std; }}\n" for name in _STANDARD},
+    **{name: f"#include <cuda/std/{name}>\n" for name in _MACROS},
+    **{f"{name}.h": f"#include <c{name}>\n" for name in ("stddef", "stdint", "limits", "float")},
+    "math.h": _CONSTANTS,
+    "cmath": "#include <cuda/std/cmath>\nnamespace std { using namespace ::cuda::std; }\n#include <math.h>\n",
+    "cuda.h": _TENSOR_MAP,
+    # What they declare for device code is built into NVRTC.
+    **dict.fromkeys(
+        ("cuda_runtime.h", "cuda_runtime_api.h", "device_launch_parameters.h", "stdio.h", "cstdio", "stdlib.h",
+         "cstdlib", "string.h", "cstring", "assert.h", "cassert"),
+        "",
+    ),
+}  # fmt: skip
+"""Headers of the host's compiler and of the CUDA driver, which NVRTC has not: what a kernel takes from them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """CUDA C++ of a file, or of none, for a target."""
+
+    text: str
+    target: str
+    file: str
+
+    def placed(self, folder: Path) -> Path:
+        """Written to `folder`. Line information and the compiler's complaints name the file, not this copy."""
+        line = f"#line 1 {json.dumps(self.file, ensure_ascii=False)}\n" if self.file else ""
+        place = folder / TEXT_NAME
+        place.write_text(line + self.text, "utf-8")
+        return place
+
+    @property
+    def folder(self) -> str:
+        """Where its own includes are; empty for text."""
+        return str(Path(self.file).parent) if self.file else ""
+
+
+class _WordsError(Exception):
+    """What a compiler says to a source that it does not compile."""
+
+
+def compiled(text: str, target: str, file: str = "") -> str:
+    """PTX of CUDA C++ `text`, of the file whose absolute name is `file`, by the first compiler that can.
+
+    LaunchRefusedError with the compilers' words for text that does not compile; UnsupportedError if none is there.
+    """
+    return _compiled(_Source(text, target, file), tuple(_included(text, Path(file).parent, set())) if file else ())
+
+
+def _included(text: str, folder: Path, seen: set[Path]) -> Iterator[tuple[str, str]]:
+    """Its own headers, and theirs, with their content: a kernel is compiled again when one of them was edited."""
+    for name in _OWN_HEADER.findall(text):
+        place = folder / name
+        if place in seen:
+            continue
+        seen.add(place)
+        with suppress(OSError, UnicodeDecodeError):
+            content = place.read_text("utf-8")
+            yield str(place), content
+            yield from _included(content, place.parent, seen)
+
+
+@lru_cache(maxsize=64)
+def _compiled(source: _Source, _headers: tuple[tuple[str, str], ...]) -> str:
+    said = list[str]()
+    nvrtc = False
+    for name, compiler in _compilers():
+        nvrtc |= name.startswith("NVRTC")
+        try:
+            return compiler(source)
+        except _WordsError as words:
+            said.append(f"{name} does not compile the source: {words}")
+            if not _LACKING.search(str(words)):
+                raise LaunchRefusedError(said[-1]) from None
+    if not said:
+        raise UnsupportedError(NONE_HERE)
+    raise LaunchRefusedError("; ".join(said if nvrtc else [*said, NVRTC_MAY]))
+
+
+def available() -> list[str]:
+    """The compilers of CUDA C++ that are here, in the order in which they are asked."""
+    return [name for name, _ in _compilers()]
+
+
+def _compilers() -> Iterator[tuple[str, Callable[[_Source], str]]]:
+    for place in nvccs():
+        yield f"nvcc ({place})", partial(_by_nvcc, place)
+    if (nvrtc := nvrtc_binding()) is not None:
+        _, major, minor = nvrtc.nvrtcVersion()
+        yield f"NVRTC {major}.{minor}", partial(_by_nvrtc, nvrtc)
+
+
+def nvccs() -> list[str]:
+    """nvcc of the path, of /usr/local/cuda and of a wheel, which lacks the headers of CCCL; each once."""
+    wheels = [str(place / "bin") for place in _wheel_folders()]
+    places = (shutil.which("nvcc", path=path) for path in (None, "/usr/local/cuda/bin", *wheels))
+    return list(dict.fromkeys(found for found in places if found))
+
+
+def nvrtc_binding() -> Any:
+    """cuda.bindings.nvrtc, None where it or the library is not there."""
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        code, *_ = nvrtc.nvrtcVersion()
+    except Exception:  # the binding raises its own errors for a library that is not there
+        return None
+    return None if int(code) else nvrtc
+
+
+def _wheel_folders() -> list[Path]:
+    spec = importlib.util.find_spec("nvidia")
+    places = (spec.submodule_search_locations or ()) if spec else ()
+    return [Path(place) / "cu13" for place in places]
+
+
+def _by_nvcc(compiler: str, source: _Source) -> str:
+    with scratch_folder("nvcc") as folder:
+        place, ptx = source.placed(folder), folder / "source.ptx"
+        command = [compiler, "-ptx", f"-arch={source.target}", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr"]
+        command += [f"-I{source.folder}"] if source.folder else []
+        done = subprocess.run([*command, str(place), "-o", str(ptx)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise _WordsError((done.stderr or done.stdout).strip().replace(str(place), TEXT_NAME))
+        return ptx.read_text("utf-8").replace(str(place), TEXT_NAME)
+
+
+def _by_nvrtc(nvrtc: Any, source: _Source) -> str:
+    with scratch_folder("nvrtc") as folder:
+        place, headers, host = source.placed(folder), folder / "cuda", folder / "host"
+        # As with nvcc's --expt-relaxed-constexpr, a function of no annotation may be called by a kernel.
+        options = [f"--gpu-architecture={source.target.replace('sm_', 'compute_')}", "--std=c++17", "-lineinfo",
+                   "-default-device"]  # fmt: skip
+        options += [f"-I{source.folder}"] if source.folder else []
+        if re.search(r"#\s*include", source.text):
+            options += _bundled(nvrtc, headers)
+            _write_host_headers(host)
+            options.append(f"-I{host}")
+        # The name of a header is the same in every run.
+        _, major, minor = nvrtc.nvrtcVersion()
+        names = {str(place): TEXT_NAME, str(headers): f"/NVRTC-{major}.{minor}", str(host): "/megamoe-host-headers"}
+
+        def named(text: str) -> str:
+            for path, name in names.items():
+                text = text.replace(path, name)
+            return text
+
+        _, program = nvrtc.nvrtcCreateProgram(place.read_bytes(), str(place).encode(), 0, [], [])
+        try:
+            code, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [one.encode() for one in options])
+            if not int(code):
+                return named(_text(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX))
+            words = named(_text(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)).strip()
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+        # An option that this version does not know leaves no log.
+        words = words or str(nvrtc.nvrtcGetErrorString(code)[1], "ascii")
+        if _HOST_CODE.search(words):
+            words += f"\n{NO_HOST_CODE if headers.exists() or 'open source file' not in words else NO_HEADERS}"
+        raise _WordsError(words)
+
+
+def _text(program: Any, get_size: Callable[..., Any], get: Callable[..., Any]) -> str:
+    _, size = get_size(program)
+    content = bytearray(size)
+    get(program, content)
+    return bytes(content).rstrip(b"\0").decode()
+
+
+def _bundled(nvrtc: Any, folder: Path) -> list[str]:
+    """Options for CUDA's headers: those inside of NVRTC 13.3 and later, else those of a toolkit or of wheels."""
+    with suppress(Exception):  # of a binding or a library from before
+        code, info, *_ = nvrtc.nvrtcGetBundledHeadersInfo()
+        if not int(code) and info.available:
+            return [f"--use-bundled-headers={folder}"]
+    places = [place / "include" for place in (*_wheel_folders(), Path("/usr/local/cuda"))]
+    return [f"-I{one}" for place in places for one in (place, place / "cccl") if one.is_dir()]
+
+
+def _write_host_headers(folder: Path) -> None:
+    folder.mkdir()
+    for name, text in HOST_HEADERS.items():
+        (folder / name).write_text(text, "ascii")
