@@ -50,6 +50,9 @@ _ZERO_EXPONENT = -100_000
 _LEAST_EXPONENTS = {"f16": -14, "bf16": -126, "tf32": -126, "e4m3": -6, "e5m2": -14}
 """Of the smallest normal number. What is not listed was never seen on hardware, and counts as a normal number."""
 _LEAST_OF_C = -126
+_LEAST_OF_ALL = -133
+"""What the largest exponent of an instruction counts as where it is smaller. Measured with bf16; other types reach it
+rarely (tf32) or never."""
 
 
 def policy_called(name: str) -> Policy:
@@ -74,11 +77,17 @@ def mma(
 ) -> Float32:
     """float32 [M, N] from a [M, K], b [N, K] and c [M, N], or no c when the accumulator is overwritten.
 
-    `k_per_instruction` is the K of one instruction (16 for 16-bit inputs, 8 for tf32, 32 for 8-bit), `kind` the input
-    type (and `b_kind` that of B, if another); only `hopper` uses them. tf32 inputs must already have lost their low 13
-    bits. `to_half`: the caller rounds the result to f16. `stored`, bool [M, K]: the elements that a sparse A has; what
-    is not stored is multiplied with nothing, not even with an infinity or NaN of B. ValueError for shapes that do not
-    fit, a K that is no multiple of `k_per_instruction`, or an unknown kind, of which the ring has bf16 alone.
+        `k_per_instruction` is the K of one instruction (16 for 16-bit inputs, 8 for tf32, 32 for 8-bit), `kind` the input
+        type (and `b_kind` that of B, if another); only `hopper` uses them. tf32 inputs must already have lost their low 13
+    <<<<<<< HEAD
+        bits. `to_half`: the result of `hopper` is rounded to f16. `stored`, bool [M, K]: the elements that a sparse A
+        has; what is not stored is multiplied with nothing, not even with an infinity or NaN of B. ValueError for shapes
+        that do not fit, a K that is no multiple of `k_per_instruction`, or an unknown kind or policy.
+    =======
+        bits. `to_half`: the caller rounds the result to f16. `stored`, bool [M, K]: the elements that a sparse A has; what
+        is not stored is multiplied with nothing, not even with an infinity or NaN of B. ValueError for shapes that do not
+        fit, a K that is no multiple of `k_per_instruction`, or an unknown kind, of which the ring has bf16 alone.
+    >>>>>>> main
     """
     _check(a, b, c, k_per_instruction, kind)
     if policy == "ring":
@@ -102,7 +111,7 @@ def mma(
         right = _exponent(b[:, group], _LEAST_EXPONENTS.get(b_kind or kind, _LEAST_OF_C))
         accumulator = _instruction((a[:, group], left), (b[:, group], right), accumulator, adder, kept)
     assert accumulator is not None
-    return accumulator
+    return _to_half(accumulator) if to_half else accumulator
 
 
 def warp_product(
@@ -125,8 +134,6 @@ def warp_product(
         k = int(half.sum())
         total = mma(np.ascontiguousarray(a[:, half]), np.ascontiguousarray(b[:, half]), total, k_per_instruction=k,
                     kind="f16", policy=policy, to_half=to_half, stored=kept)  # fmt: skip
-        if to_half:
-            total = total.astype(np.float16).astype(np.float32)
     assert total is not None
     return canonical(total + c)
 
@@ -171,7 +178,7 @@ def _instruction(left: Factor, right: Factor, c: Float32 | None, adder: Adder, s
     )
     for k in range(a.shape[1]):
         np.maximum(largest, np.add.outer(exponents_a[:, k], exponents_b[:, k]), out=largest)
-    scale = adder.fraction_bits - np.where(largest > _ZERO_EXPONENT, largest, 0)
+    scale = adder.fraction_bits - np.maximum(largest, _LEAST_OF_ALL)
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
     total = np.zeros(scale.shape) if c is None else np.trunc(np.ldexp(c.astype(np.float64), scale))
     for k in range(a.shape[1]):
@@ -180,6 +187,11 @@ def _instruction(left: Factor, right: Factor, c: Float32 | None, adder: Adder, s
             products[~stored[:, k]] = 0
         total += np.trunc(np.ldexp(products, scale))
     return canonical(_truncate(total, -scale, adder.significand_bits))
+
+
+def _to_half(total: Float32) -> Float32:
+    """Rounded to f16 once more; as in f32, a negative sum that underflows is +0."""
+    return canonical(total.astype(np.float16).astype(np.float32) + np.float32(0))
 
 
 def _truncate(total: Float64, exponent: np.ndarray[tuple[int, ...], np.dtype[np.int64]], bits: int) -> Float32:

@@ -1,14 +1,15 @@
 """Random programs on the machine, beside what an H200 left: `python -m conformance.silicon.whole.differential --help`.
 
 The machine's hashes go to a folder, 250 programs a file, so that a run can be stopped and taken up again. Beside what
-an H200 left (drawn.npz, of merge.py) it says how many programs agree, which do not, and what the machine found.
+an H200 left (drawn.npz, of merge.py) it says how many programs agree, which do not, and what the machine found. Of
+those that do not, it says which do once their text is changed as ptxas 13.0 changed it (as_ptxas.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -17,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.faults import Fault, UnknownInstructionError
+from conformance.silicon.whole.as_ptxas import explained, level_of
 from conformance.silicon.whole.drawn import drawn
 from conformance.silicon.whole.merge import DRAWN, DrawnAnswers
 from conformance.silicon.whole.on_device import DRAWN_MODULE, hashed
 from conformance.silicon.whole.on_machine import answer, schedule_of
 
 Hashes = npt.NDArray[np.uint64]
-_GUARDED = re.compile(r"@!?%p\d testp\.(normal|subnormal)")
 
 
 def machine_hash(number: int) -> tuple[int, str]:
@@ -40,7 +41,6 @@ def _some(folder: Path, first: int) -> list[str]:
     file = folder / f"{first}.npy"
     if file.exists():
         return []
-    os.nice(10)
     both = [machine_hash(number) for number in range(first, first + DRAWN_MODULE)]
     np.save(folder / f"part-{first}.npy", np.array([one for one, _ in both], np.uint64))
     (folder / f"part-{first}.npy").replace(file)
@@ -51,7 +51,7 @@ def run(folder: Path, first: int, count: int, jobs: int) -> list[str]:
     """The machine's hashes of `count` programs from `first` on, to `folder`; what it found in them."""
     folder.mkdir(parents=True, exist_ok=True)
     found: list[str] = []
-    with ProcessPoolExecutor(jobs) as pool:
+    with ProcessPoolExecutor(jobs, initializer=os.nice, initargs=(10,)) as pool:
         for one in as_completed([pool.submit(_some, folder, at) for at in range(first, first + count, DRAWN_MODULE)]):
             found += one.result()
     return found
@@ -62,11 +62,6 @@ def both(folder: Path) -> Iterator[tuple[int, Hashes, npt.NDArray[np.uint32]]]:
     for first, theirs in DrawnAnswers.read(DRAWN).modules.items():
         if (mine := folder / f"{first}.npy").exists():
             yield first, np.load(mine), theirs
-
-
-def skips_a_guard(number: int) -> bool:
-    """Whether ptxas makes something else of the program: it drops the guard of testp.normal and testp.subnormal."""
-    return _GUARDED.search(drawn(number).text) is not None
 
 
 def main() -> None:
@@ -80,16 +75,20 @@ def main() -> None:
         for said in run(asked.folder, asked.run[0], asked.run[1], asked.jobs):
             print(said, flush=True)
     failed = DrawnAnswers.read(DRAWN).failed
-    total, unlike = 0, list[int]()
+    total, unlike = 0, dict[int, int]()
     for first, mine, theirs in both(asked.folder):
         total += len(mine)
-        unlike += [first + int(at) for at in np.flatnonzero(mine.astype(np.uint32) != theirs)]
-    ran = [number for number in unlike if number not in failed]
-    guards = set(filter(skips_a_guard, ran))
-    rest = [number for number in ran if number not in guards]
+        unlike |= {first + int(at): int(theirs[at]) for at in np.flatnonzero(mine.astype(np.uint32) != theirs)}
+    ran = sorted(set(unlike) - failed)
+    with ProcessPoolExecutor(asked.jobs, initializer=os.nice, initargs=(10,)) as pool:
+        reasons = dict(zip(ran, pool.map(explained, ran, map(unlike.__getitem__, ran), chunksize=8), strict=True))
     lost = len(unlike) - len(ran)
     print(f"{total} programs ran on both; {total - len(unlike)} agree; {lost} hung or failed on the H200;")
-    print(f"{len(guards)} have a guard that ptxas drops; {len(rest)} others differ: {rest[:400]}")
+    for reason, count in Counter(reasons.values()).most_common():
+        if reason:
+            print(f"{count} agree once changed as ptxas changed them: {reason};")
+    unknown = [number for number in ran if not reasons[number]]
+    print(f"{len(unknown)} differ: {', '.join(f'{number} {level_of(number)}' for number in unknown) or 'none'}")
 
 
 if __name__ == "__main__":

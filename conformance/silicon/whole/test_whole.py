@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from backends.vm.isa import memory_access
+from backends.vm.numerics import accumulate
 from backends.vm.numerics.accumulate import Adder
 from conformance import SILICON
+from conformance.silicon.whole import as_ptxas
 from conformance.silicon.whole.drawn import MIN_INSTRUCTIONS, drawn
 from conformance.silicon.whole.forms import answers, difference, identity, programs
 from conformance.silicon.whole.on_device import hashed
@@ -20,7 +23,7 @@ PARTS = 8
 MATRICES = ("mma.", "wmma.", "wgmma.")
 SUM = memory_access._single_sum
 HASHES = np.load(SILICON / "whole" / "drawn.npz")
-RANDOM = (1, 2, 3, 10, 17, 20, 30, 33, 50, 1234)
+RANDOM = (1, 2, 3, 10, 17, 20, 30, 33, 50, 1234, 2060, 15440, 30240)
 
 FAULTS = [
     (
@@ -73,15 +76,62 @@ def test_an_altered_rule_of_the_machine_is_noticed(
     assert program.name in said
 
 
+def left_by_an_h200(number: int) -> int:
+    at, row = np.argwhere(HASHES["first"][:, None] + np.arange(HASHES["hashes"].shape[1]) == number)[0]
+    return int(HASHES["hashes"][at, row])
+
+
 @pytest.mark.parametrize("number", RANDOM)
 def test_random_programs_leave_what_an_h200_left(number: int) -> None:
-    program = drawn(number)
-    left = answer(program, schedule_of(number))
+    left = answer(drawn(number), schedule_of(number))
     assert not left.found, f"program {number}: the machine finds {left.found[0]}"
-    at, row = np.argwhere(HASHES["first"][:, None] + np.arange(HASHES["hashes"].shape[1]) == number)[0]
-    assert hashed(left.output) % 2**32 == int(HASHES["hashes"][at, row]), (
+    assert hashed(left.output) % 2**32 == left_by_an_h200(number), (
         f"program {number} leaves other bytes than on an H200"
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "what", "planted"),
+    [
+        (2060, "_LEAST_OF_ALL", -134),
+        (2060, "_LEAST_OF_ALL", -131),
+        (30240, "_to_half", lambda total: total.astype(np.float16).astype(np.float32)),
+    ],
+)
+def test_random_programs_notice_an_altered_rule(
+    monkeypatch: pytest.MonkeyPatch, number: int, what: str, planted: object
+) -> None:
+    monkeypatch.setattr(accumulate, what, planted)
+    left = hashed(answer(drawn(number), schedule_of(number)).output) % 2**32
+    assert left != left_by_an_h200(number), f"accumulate.{what} altered: program {number} does not notice"
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (0, as_ptxas.DROPPED_GUARD),
+        (85, as_ptxas.SAME_MIN),
+        (234, as_ptxas.KEPT_NAN),
+        (1620, as_ptxas.REUSED),
+        (2500, as_ptxas.REUSED),
+    ],
+)
+def test_what_ptxas_made_of_a_program_leaves_what_an_h200_left(number: int, name: str) -> None:
+    left = left_by_an_h200(number)
+    assert hashed(answer(drawn(number), schedule_of(number)).output) % 2**32 != left, (
+        f"program {number} agrees as it is: it shows nothing of ptxas"
+    )
+    assert as_ptxas.explained(number, left) == name, f"program {number} is not explained by: {name}"
+    assert not as_ptxas.explained(number, left ^ 1), f"program {number}: bytes that no H200 left are explained"
+
+
+def test_a_change_of_no_place_changes_nothing() -> None:
+    for number in range(0, 2000, 61):
+        text = drawn(number).text
+        for change in (as_ptxas.dropped_guard, as_ptxas.kept_nan, as_ptxas.same_min):
+            assert change(text, frozenset())[0] == text, f"program {number}: {change.__name__} of no place"
+        copied, _ = as_ptxas.reused(text, frozenset())
+        assert re.sub(r" mov\.b32 %kept\d+, %\w+;| %kept<\d+>,", "", copied) == text, f"program {number}: reused"
 
 
 def test_random_programs_are_of_the_promised_size() -> None:

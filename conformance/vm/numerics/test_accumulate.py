@@ -56,6 +56,35 @@ def test_another_adder_would_be_seen(adder: Adder, monkeypatch: pytest.MonkeyPat
     assert seen, f"the golden matrices cannot tell {adder} from the measured one"
 
 
+TINY = np.array([[23, 1] + 14 * [0]], np.float32), np.array([[89, 1] + 14 * [0]], np.float32)
+"""Products 2047 and 1. At 2^-160 they are 2^-149 - 2^-160 and 2^-160: beside 2^-158, the last place that counts, 0."""
+
+
+def _tiny(scale: int) -> float:
+    a, b = (operand * np.float32(2.0**scale) for operand in TINY)
+    return float(mma(a, b, None, k_per_instruction=16, kind="bf16", policy="hopper")[0, 0])
+
+
+def test_tiny_products_lose_the_bits_that_an_h200_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _tiny(-60) == 2.0**-109, "products within the range keep all bits"
+    assert _tiny(-80) == 0, "the last bits of the products should be lost: drawn programs 2060, 15440 on an H200"
+    monkeypatch.setattr(accumulate, "_LEAST_OF_ALL", -1000)
+    assert _tiny(-80) == 2.0**-149, "without the least exponent the sum is another: this test can fail"
+
+
+def _underflows() -> bool:
+    a, b = np.full((1, 16), -(2.0**-14), np.float32), np.full((1, 16), 2.0**-16, np.float32)
+    found = mma(a, b, None, k_per_instruction=16, kind="f16", policy="hopper", to_half=True)
+    assert found[0, 0] == 0, f"-2^-26 is nearer to zero than to a number of f16, not {found[0, 0]}"
+    return bool(np.signbit(found[0, 0]))
+
+
+def test_a_negative_sum_that_underflows_in_f16_is_plus_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _underflows(), "drawn programs 3580, 30240 leave +0 on an H200"
+    monkeypatch.setattr(accumulate, "_to_half", lambda total: total.astype(np.float16).astype(np.float32))
+    assert _underflows(), "rounding alone keeps the sign: this test can fail"
+
+
 @pytest.mark.parametrize("kind", K)
 @pytest.mark.parametrize("policy", ["fast", "exact"])
 def test_fast_and_exact_lie_beside_an_h200(kind: str, policy: Policy) -> None:

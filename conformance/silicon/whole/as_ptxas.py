@@ -1,0 +1,204 @@
+"""What ptxas 13.0 makes of a drawn program where that is not what the program says.
+
+Four departures were found because an H200 left other bytes than the machine. Each is a change of the program's text; a
+program that leaves the H200's bytes once it is changed is explained: bytes meet by chance once in 2^32 trials.
+This says what ptxas does to the random programs. It is no model of ptxas.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import combinations, count
+from typing import Final
+
+from backends.vm.faults import Fault, UnknownInstructionError
+from conformance.silicon.whole.drawn import Drawn, drawn
+from conformance.silicon.whole.on_device import DRAWN_MODULE, LEVELS, hashed
+from conformance.silicon.whole.on_machine import answer, schedule_of
+
+DROPPED_GUARD: Final = "the guard of testp.normal or testp.subnormal is dropped"
+KEPT_NAN: Final = "abs.f32 under a guard keeps the bits of a NaN"
+SAME_MIN: Final = "min.f32 of a register and itself keeps the bits of a NaN"
+REUSED: Final = "an expression is reused although its operand was overwritten"
+_GUARDED_TESTP = re.compile(r"@!?%p\d (testp\.(?:normal|subnormal))")
+_GUARDED_ABS = re.compile(r"(@!?%p\d) abs\.f32 (%r\d+), (%r\d+);")
+_SAME_MIN = re.compile(r"min\.f32 (%r\d+), (%r\d+), \2;")
+_PIECE = re.compile(r"\bL\d+:|(?:(?!\bL\d+:)[^;])+;?")
+_INSTRUCTION = re.compile(r"[\s{]*(@!?%\w+ )?([a-z][\w.:]*) (\{[^}]*\}|[^,;]*)(?:, ([^;]*))?;")
+_NO_RESULT = ("st.", "red.", "bra", "brx", "bar.sync", "bar.arrive", "bar.warp", "barrier", "fence", "cp.", "wgmma")
+_NOT_PURE = re.compile(
+    r"ld|st|atom|red|bar|mbarrier|cp|vote|shfl|match|elect|call|bra|brx|wgmma|mma|add\.cc|addc|sub\.cc|subc|mad\S*\.cc"
+)
+_MOST_REUSES: Final = 8
+Key = tuple[str, str]
+Change = Callable[[str, frozenset[int] | None], tuple[str, int]]
+"""Text, and which of its places are changed (None: all), to the changed text and the number of places."""
+
+
+def level_of(number: int) -> str:
+    """The level that ptxas assembled program `number` with on the device machine."""
+    return LEVELS[number // DRAWN_MODULE % len(LEVELS)]
+
+
+def dropped_guard(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
+    """At all levels, by ptxas 13.5 too."""
+    return _substituted(_GUARDED_TESTP, r"\1", text, only)
+
+
+def kept_nan(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
+    """With -O3 and -O1, which make a select of |a| (FSEL) of it: NaN should become 0x7fffffff."""
+    return _substituted(_GUARDED_ABS, r"\1 and.b32 \2, \3, 0x7FFFFFFF;", text, only)
+
+
+def same_min(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
+    """With -O3 and -O1, which take a for min(a, a): NaN should become 0x7fffffff."""
+    return _substituted(_SAME_MIN, r"mov.b32 \1, \2;", text, only)
+
+
+def _substituted(pattern: re.Pattern[str], by: str, text: str, only: frozenset[int] | None) -> tuple[str, int]:
+    places = count()
+
+    def one(found: re.Match[str]) -> str:
+        here = next(places)
+        return found.expand(by) if only is None or here in only else found.group()
+
+    return pattern.sub(one, text), next(places)
+
+
+@dataclass
+class _Values:
+    """Numbers of the values in registers as ptxas sees them, and the expressions that it has at hand.
+
+    `at_hand`: where an expression was computed, the register that keeps it, the number of its value.
+    """
+
+    numbers: dict[str, int] = field(default_factory=dict[str, int])
+    at_hand: dict[Key, tuple[int, str, int]] = field(default_factory=dict[Key, tuple[int, str, int]])
+    defined: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    overwritten: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    fresh: Iterator[int] = field(default_factory=count)
+
+    def of(self, register: str) -> int:
+        return self.numbers.setdefault(register, next(self.fresh))
+
+    def define(self, at: int, register: str, number: int | None = None) -> int:
+        self.numbers[register] = next(self.fresh) if number is None else number
+        self.defined.append((at, register))
+        return self.numbers[register]
+
+    def join(self, branch: int) -> None:
+        """Paths meet that parted at `branch`: what was computed since is not at hand."""
+        self.at_hand = {key: one for key, one in self.at_hand.items() if one[0] < branch}
+        for register in {register for at, register in self.defined if at > branch}:
+            self.numbers[register] = next(self.fresh)
+
+
+def reused(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
+    """With -O1, in programs with wgmma: ptxas does not see that a vector of results (of wgmma, mma, ldmatrix, a load)
+    or an atomic defines its registers, and takes an earlier result for the same expression of their new contents."""
+    start = text.index("\n", text.index("mbarrier.init"))
+    pieces = _PIECE.findall(text[start:])
+    values, out, places, saved = _Values(), list[str](), 0, 0
+    parted: dict[str, int] = {}
+    for at, piece in enumerate(pieces):
+        if re.fullmatch(r"L\d+:", piece):
+            _meet(values, pieces, at, parted)
+        for label in re.findall(r"\bL\d+\b", piece) if "bra" in piece else ():
+            parted.setdefault(label, at)
+        found = _INSTRUCTION.match(piece)
+        if found is None:
+            out.append(piece)
+            continue
+        guard, opcode, _, operands = found.groups()
+        into = re.findall(r"%\w+", found[3])
+        if _unseen(found):
+            values.overwritten += [(at, register) for register in into]
+        elif opcode.startswith(_NO_RESULT):
+            pass
+        elif guard or operands is None or _NOT_PURE.match(opcode) or len(into) != 1:
+            for register in into:
+                values.define(at, register)
+        elif opcode.startswith("mov.") and re.fullmatch(r"%\w+", operands):
+            values.define(at, into[0], values.of(operands))
+        else:
+            key = opcode, re.sub(r"%\w+", lambda one: f"#{values.of(one.group())}", operands)
+            if (known := values.at_hand.get(key)) and _stale(values, known[0], operands):
+                places += 1
+                if only is None or places - 1 in only:
+                    out.append(piece.replace(found.group().lstrip(" \n{"), f"mov.b32 {into[0]}, {known[1]};"))
+                    values.define(at, into[0], known[2])
+                    continue
+                known = None
+            number = values.define(at, into[0], known[2] if known else None)
+            if known is None and into[0][1] in "rt":
+                values.at_hand[key] = at, f"%kept{saved}", number
+                piece += f" mov.b32 %kept{saved}, {into[0]};"
+                saved += 1
+        out.append(piece)
+    return text[:start].replace(".reg .b32", f".reg .b32 %kept<{saved + 1}>,", 1) + "".join(out), places
+
+
+def _meet(values: _Values, pieces: list[str], label: int, parted: dict[str, int]) -> None:
+    """At a label: a loop's registers have any turn's values, and paths that parted before meet."""
+    name = pieces[label][:-1]
+    back = [at for at in range(label, len(pieces)) if re.search(rf"\bbra {name}\b", pieces[at])]
+    for piece in pieces[label : back[-1]] if back else ():
+        found = _INSTRUCTION.match(piece)
+        if found and not _unseen(found) and not found[2].startswith(_NO_RESULT):
+            for register in re.findall(r"%\w+", found[3]):
+                values.define(label, register)
+    if name in parted:
+        values.join(parted[name])
+
+
+def _unseen(instruction: re.Match[str]) -> bool:
+    return (instruction[3].startswith("{") and not instruction[2].startswith("st")) or instruction[2].startswith("atom")
+
+
+def _stale(values: _Values, since: int, operands: str) -> bool:
+    return any(at > since and re.search(rf"{register}\b", operands) for at, register in values.overwritten)
+
+
+def departures(number: int) -> Iterator[tuple[str, str]]:
+    """Texts that ptxas may have made of program `number`, with what was changed last; those of most changes first."""
+    program, level = drawn(number), level_of(number)
+    text, guards = dropped_guard(program.text)
+    if guards:
+        yield DROPPED_GUARD, text
+    if level == "-O0":
+        return
+    changes: list[tuple[str, Change]] = [(SAME_MIN, same_min), (KEPT_NAN, kept_nan)]
+    if level == "-O1" and "wgmma" in text:
+        changes.append((REUSED, reused))
+    for name, change in changes:
+        yield from ((name, one) for one in _some(change, text))
+        if name != REUSED:
+            text = change(text, None)[0]
+
+
+def _some(change: Change, text: str) -> Iterator[str]:
+    """All places changed; then one; then two of them."""
+    everywhere, places = change(text, None)
+    if places:
+        yield everywhere
+    if places <= _MOST_REUSES:
+        for size in range(1, min(places, 3)):
+            yield from (change(text, frozenset(some))[0] for some in combinations(range(places), size))
+
+
+def explained(number: int, left: int) -> str:
+    """What ptxas did, if the machine then leaves what the H200 left, whose hash is `left` modulo 2^32; else ""."""
+    program = drawn(number)
+    for name, text in departures(number):
+        if _hash(replace(program, text=text), number) == left:
+            return name
+    return ""
+
+
+def _hash(program: Drawn, number: int) -> int:
+    try:
+        return hashed(answer(program, schedule_of(number)).output) % 2**32
+    except (Fault, UnknownInstructionError):
+        return -1
