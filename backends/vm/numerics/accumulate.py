@@ -77,17 +77,11 @@ def mma(
 ) -> Float32:
     """float32 [M, N] from a [M, K], b [N, K] and c [M, N], or no c when the accumulator is overwritten.
 
-        `k_per_instruction` is the K of one instruction (16 for 16-bit inputs, 8 for tf32, 32 for 8-bit), `kind` the input
-        type (and `b_kind` that of B, if another); only `hopper` uses them. tf32 inputs must already have lost their low 13
-    <<<<<<< HEAD
-        bits. `to_half`: the result of `hopper` is rounded to f16. `stored`, bool [M, K]: the elements that a sparse A
-        has; what is not stored is multiplied with nothing, not even with an infinity or NaN of B. ValueError for shapes
-        that do not fit, a K that is no multiple of `k_per_instruction`, or an unknown kind or policy.
-    =======
-        bits. `to_half`: the caller rounds the result to f16. `stored`, bool [M, K]: the elements that a sparse A has; what
-        is not stored is multiplied with nothing, not even with an infinity or NaN of B. ValueError for shapes that do not
-        fit, a K that is no multiple of `k_per_instruction`, or an unknown kind, of which the ring has bf16 alone.
-    >>>>>>> main
+    `k_per_instruction` is the K of one instruction (16 for 16-bit inputs, 8 for tf32, 32 for 8-bit), `kind` the input
+    type (and `b_kind` that of B, if another); only `hopper` uses them. tf32 inputs must already have lost their low 13
+    bits. `to_half`: the result of `hopper` is rounded to f16. `stored`, bool [M, K]: the elements that a sparse A has;
+    what is not stored is multiplied with nothing, not even with an infinity or NaN of B. ValueError for shapes that do
+    not fit, a K that is no multiple of `k_per_instruction`, or an unknown kind, of which the ring has bf16 alone.
     """
     _check(a, b, c, k_per_instruction, kind)
     if policy == "ring":
