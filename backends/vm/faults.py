@@ -121,13 +121,8 @@ def report(fault: Fault) -> None:
     take(fault)
 
 
-def collects() -> bool:
-    """Whether a launch runs. It takes what is reported: a door collects, a row that is judged ends or counts."""
-    return _TAKES.get() is not None
-
-
 def at_line(line: int) -> str:
-    """The end of a clause about another access: readers keep their line for those who collect, and 0 is unknown."""
+    """The end of a clause about another access; of line 0 nothing is known."""
     return f" at PTX line {line}" if line else ""
 
 

@@ -383,7 +383,7 @@ COLLECTED_ONLY: Final = frozenset(
         "tmem-load-used-unwaited", "unspecified-result", "tmem-mma-unordered", "wgmma-fence-early", "lanes-unordered",
     }
 )  # fmt: skip
-"""Rules that only a run that collects reports. A judged row counts what breaks them and fails on none."""
+"""Rules on which only a door fails. A judged row counts what breaks them and fails on none."""
 COUNTERS: Final[Mapping[str, str]] = {
     "mbarrier-init-unfenced": "mbarrier_inits_unfenced",
     "missing-tcgen05-fence": "tcgen05_fences_missing",

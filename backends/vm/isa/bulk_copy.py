@@ -10,7 +10,7 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, OtherAccess, collects, report
+from backends.vm.faults import Fault, OtherAccess, report
 from backends.vm.machine.access import resolve
 from backends.vm.machine.code import Wait
 from backends.vm.machine.cta import Cta
@@ -74,7 +74,7 @@ def _shared_targets(warp: Warp, address: int, mask: int | None) -> list[tuple[Ct
 def _barrier_for(warp: Warp, cta: Cta, address: int, *, multicast: bool, pair: bool) -> MBarrier:
     """The mbarrier that is signalled for data landing in `cta`."""
     found = _signalled(warp, cta, address, multicast=multicast, pair=pair)
-    if collects() and not found.announced and warp.clock.fenced[found.creator] < found.created:
+    if not found.announced and warp.clock.fenced[found.creator] < found.created:
         other = OtherAccess(warp.agents.name(found.creator), "initialised", found.line)
         report(Fault("mbarrier-init-unfenced", f"a copy signals the mbarrier that {other.who} initialised at PTX line "
                      f"{found.line}, with no fence.mbarrier_init or fence.proxy.async in between", address=found.offset,
@@ -118,7 +118,7 @@ def _issuers(b: Binder) -> Callable[[Warp], list[int]]:
 
 def _check_lanes(warp: Warp, lane: int, granules: Granules) -> None:
     """One lane alone issues a copy of what its warp has written. A copy that all issue gathers them."""
-    if collects() and count_nonzero(warp.mask) == 1:
+    if count_nonzero(warp.mask) == 1:
         offsets, by = 4 * granules, np.full(granules.size, lane)
         warp.cta.smem.check_lanes(offsets, 4, by, (warp.agent, warp.meetings), "copied by")
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, collects, report
+from backends.vm.faults import Fault, report
 from backends.vm.machine.warp import Mask, Warp
 from backends.vm.ptx.ast import Immediate
 
@@ -159,9 +159,8 @@ def _counted(step: Step, counter: str, outside: Callable[[Warp], Mask]) -> Step:
     def run(warp: Warp) -> object:
         if count_nonzero(outside(warp) & warp.mask):
             warp.cta.machine.counters[counter] += 1
-            if collects():
-                report(Fault("unspecified-result", f"this counts among {counter.replace('_', ' ')}, for which the ISA "
-                             "gives no result", lane=int((outside(warp) & warp.mask).argmax())))  # fmt: skip
+            report(Fault("unspecified-result", f"this counts among {counter.replace('_', ' ')}, for which the ISA "
+                         "gives no result", lane=int((outside(warp) & warp.mask).argmax())))  # fmt: skip
         return step(warp)
 
     return run

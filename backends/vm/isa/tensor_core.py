@@ -11,7 +11,7 @@ import numpy.typing as npt
 from backends.vm.bind.binder import AddressOf, Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, collects, report
+from backends.vm.faults import Fault, report
 from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.isa.mbarrier_ops import places
 from backends.vm.isa.ring_ops import check_multiplied
@@ -405,9 +405,8 @@ def copy(b: Binder) -> Step:
                 cta.tmem.undefine(bits, cta.smem.first_origin(granules, line))
         if unordered:
             warp.cta.machine.counters["tmem_unordered_copies"] += 1
-            if collects():
-                report(Fault("tmem-copy-unordered", "tcgen05.cp overwrites what an earlier mma reads, and nothing has "
-                             "shown the end of that"))  # fmt: skip
+            report(Fault("tmem-copy-unordered", "tcgen05.cp overwrites what an earlier mma reads, and nothing has "
+                         "shown the end of that"))  # fmt: skip
 
         def perform() -> None:
             for cta in ctas:

@@ -15,7 +15,7 @@ import numpy as np
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, collects, report
+from backends.vm.faults import Fault, report
 from backends.vm.isa.tensor_operands import GROUPS, group_of, pair, same_group
 from backends.vm.machine.access import resolve, uniform
 from backends.vm.machine.code import NEXT, Wait
@@ -347,13 +347,11 @@ def wait_store(b: Binder) -> Step:
 
 @opcode("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync", section="9.7.16.11.1", counter="fence")
 def fence(b: Binder) -> Step:
-    """Order only, and only those who collect hear of one that is missing: kernels leave them out."""
+    """Order only, and a judged row counts one that is missing alone: kernels leave them out."""
     b.expect(0)
     before = b.instruction.parts[-1].startswith("fence::before")
 
     def step(warp: Warp) -> None:
-        if not collects():
-            return
         if before:
             warp.agents.tensor_fences.setdefault(warp.agent, []).append(int(warp.clock.seen[warp.agent]))
             warp.next_epoch()

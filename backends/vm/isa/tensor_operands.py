@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, collects
+from backends.vm.faults import Fault
 from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.undefined import spread
@@ -305,7 +305,7 @@ class Accumulator:
         self._kept = [np.flatnonzero(disabled[i]) if disabled is not None else None for i in range(len(issue.ctas))]
         covered = blocks(self._patches, self._lane, self._column)
         written = [covered if disabled is None else _enabled(covered, disabled[i]) for i in range(len(issue.ctas))]
-        for cta, cells in zip(issue.ctas, written, strict=True) if collects() else ():
+        for cta, cells in zip(issue.ctas, written, strict=True):
             for block in cells:
                 cta.tmem.check_pipelined(block, issue.reads, issue.writes, issue.ended)
         if added_to:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, collects, report
+from backends.vm.faults import Fault, report
 from backends.vm.memory.clocks import Carried
 from backends.vm.memory.definedness import Mask, Missing, Origin
 from backends.vm.memory.global_memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, check_alignment
@@ -124,7 +124,7 @@ def _take(
     if space.startswith("shared"):
         cta, offsets = owner(warp, space, addresses, "load")
         _count_banks(warp, offsets, size)
-        if collects() and not strong:
+        if not strong:
             cta.smem.check_lanes(offsets, size, lanes, (warp.agent, warp.meetings), "read by")
         values, hidden = cta.smem.load(offsets, size, warp.clock, warp.stamp, strong=strong)
         return values, None if hidden is None else Missing(hidden, cta.smem.origin_of(_first(offsets, hidden), 0))
@@ -193,8 +193,7 @@ def _store(
         cta, offsets = owner(warp, space, addresses, "store")
         _count_banks(warp, offsets, values.shape[1])
         cta.smem.store(offsets, values, warp.clock, warp.stamp, line, strong=strong)
-        if collects():
-            cta.smem.lanes.note(offsets, values.shape[1], lanes, 0 if strong else warp.meetings)
+        cta.smem.lanes.note(offsets, values.shape[1], lanes, 0 if strong else warp.meetings)
     elif space == "local":
         index = _local_index(warp, addresses, values.shape[1], lanes)
         warp.local.data[index], warp.local.defined[index] = values, True

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
-from backends.vm.faults import Fault, OtherAccess, collects, report
+from backends.vm.faults import Fault, OtherAccess, report
 from backends.vm.machine.code import Key
 from backends.vm.machine.engine import Operation
 
@@ -82,15 +82,15 @@ class Part:
         """Fault if another instruction used a register of `keys` since a wgmma did and no wgmma.fence lies between.
 
         The ISA wants the fence behind that other use. NVIDIA's compiler moves writes of accumulators across it (the
-        Hopper GEMM of CuTeDSL clears them after its fence), so anywhere between the two wgmma will do for those who
-        judge, and only who collects hears of a fence that comes too early.
+        Hopper GEMM of CuTeDSL clears them after its fence), so anywhere between the two wgmma will do for a judged row,
+        which counts a fence that comes too early alone.
         """
         if self.touched is None:
             report(Fault("missing-wgmma-fence", "no wgmma.fence has been executed before this wgmma"))
         elif not keys.isdisjoint(self.touched):
             report(Fault("missing-wgmma-fence", "other instructions have used registers of this wgmma since a wgmma "
                          "did, with no wgmma.fence in between (PTX ISA 9.7.15.7.1)"))  # fmt: skip
-        elif collects() and not keys.isdisjoint(self.late):
+        elif not keys.isdisjoint(self.late):
             report(Fault("wgmma-fence-early", "other instructions have used registers of this wgmma since the last "
                          "wgmma.fence: it stands before that use, not behind it"))  # fmt: skip
 

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, OtherAccess, at_line, collects, report
+from backends.vm.faults import Fault, OtherAccess, at_line, report
 from backends.vm.memory.clocks import CLUSTER_SHIFT, WAITED, Agents, Clock, Epochs, Snapshot, agent_of, merge, unordered
 from backends.vm.memory.global_memory import Buffer, Bytes, GlobalMemory
 
@@ -239,8 +239,7 @@ class GlobalRaces:
         if bulk and self.stored:
             self._check_fenced(shadow, granules, buffer, warp, "reads")
         shadow.reader[granules] = warp.agents.mark | stamp
-        if collects():
-            shadow.read_line[granules] = warp.agents.line()
+        shadow.read_line[granules] = warp.agents.line()
 
     def write(
         self,

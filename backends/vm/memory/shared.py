@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, OtherAccess, at_line, collects, report
+from backends.vm.faults import Fault, OtherAccess, at_line, report
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
     Agents,
@@ -255,8 +255,7 @@ class SharedMemory:
                 lines[at[mine]] = self.reader_line[at[mine]]
             self.many_readers[at] = True
         self.reader[granules] = stamp
-        if collects():
-            self.reader_line[granules] = self.agents.line()
+        self.reader_line[granules] = self.agents.line()
 
     def _race(self, granules: Granules, late: npt.NDArray[np.bool_], stamps: Stamps, action: str) -> None:
         """Report that `late` granules are reached too early, once for each line that the other access has."""
@@ -341,8 +340,8 @@ class SharedMemory:
     def _count_unfenced_readers(self, granules: Granules, clock: Clock) -> None:
         """Count a bulk copy over what threads have read with no proxy fence in between.
 
-        The ISA orders the two proxies by such a fence only. CUTLASS's and Triton's pipelines leave it out, so that only
-        those who collect are told.
+        The ISA orders the two proxies by such a fence only. CUTLASS's and Triton's pipelines leave it out, so that a
+        judged row counts it alone.
         """
         found = self.reader[granules]
         late = unordered(found, clock.fenced)
@@ -352,15 +351,14 @@ class SharedMemory:
         if not count_nonzero(late):
             return
         self.unfenced_overwrites += 1
-        for _, at, line in _one_a_line(granules, late, self.reader_line) if collects() else ():
+        for _, at, line in _one_a_line(granules, late, self.reader_line):
             who = self.agents.name(agent_of(int(self.reader[at])))
             self._report_relied(f"a bulk copy overwrites what {who} read", at, who, "read", line)
 
     def _report_relied(self, what: str, granule: int, who: str, did: str, line: int) -> None:
-        if collects():
-            report(Fault("unfenced-overwrite", f"{what} at PTX line {line} through the generic proxy with no "
-                         "fence.proxy.async in between", address=4 * granule,
-                         other=OtherAccess(who, did, line)))  # fmt: skip
+        report(Fault("unfenced-overwrite", f"{what} at PTX line {line} through the generic proxy with no "
+                     "fence.proxy.async in between", address=4 * granule,
+                     other=OtherAccess(who, did, line)))  # fmt: skip
 
     def async_write_ends(self, granules: Granules, stamp: int, line: int) -> None:
         """The bulk copy into `granules` has landed."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, OtherAccess, at_line, collects, report
+from backends.vm.faults import Fault, OtherAccess, at_line, report
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
     PENDING,
@@ -169,9 +169,8 @@ class TensorMemory:
         self._check_owned(index, action)
         self._check_order(index, self.writer, clock, action, "wrote")
         self.reader[index] = stamp
-        if collects():
-            self._check_tensor_fences(index, self.writer, clock, stamp, action)
-            self.reader_line[index] = self.agents.line()
+        self._check_tensor_fences(index, self.writer, clock, stamp, action)
+        self.reader_line[index] = self.agents.line()
         defined = self.defined[index]
         return count_nonzero(defined) == defined.size
 
@@ -206,9 +205,8 @@ class TensorMemory:
         self._check_order(index, self.writer, clock, action, "wrote", own)
         self._check_order(index, self.reader, clock, action, "read")
         self._check_loaded(index, action)
-        if collects():
-            self._check_tensor_fences(index, self.writer, clock, stamp, action)
-            self._check_tensor_fences(index, self.reader, clock, stamp, action)
+        self._check_tensor_fences(index, self.writer, clock, stamp, action)
+        self._check_tensor_fences(index, self.reader, clock, stamp, action)
         self.defined[index] = True
         self.writer[index] = stamp
         self.writer_line[index] = line
@@ -323,17 +321,16 @@ class TensorMemory:
             return
         used = not count_nonzero(lines > 0)
         self.unwaited_overwrites += used
-        if not used or collects():
-            lane, column = self._first(index, lines != 0 if used else lines > 0)
-            line, who = abs(int(self.loading[lane, column])), self.agents.name(agent_of(int(self.reader[lane, column])))
-            rule, may = (
-                ("tmem-load-used-unwaited", "was never waited for, though its registers were used")
-                if used
-                else ("tmem-load-not-waited", "may still read")
-            )
-            report(Fault(rule, f"{action} lane {lane}, column {column}, where the tcgen05.ld of PTX line {line} by "
-                         f"{who} {may}: tcgen05.wait::ld is missing", address=lane << 16 | column,
-                         other=OtherAccess(who, "reads", line)))  # fmt: skip
+        lane, column = self._first(index, lines != 0 if used else lines > 0)
+        line, who = abs(int(self.loading[lane, column])), self.agents.name(agent_of(int(self.reader[lane, column])))
+        rule, may = (
+            ("tmem-load-used-unwaited", "was never waited for, though its registers were used")
+            if used
+            else ("tmem-load-not-waited", "may still read")
+        )
+        report(Fault(rule, f"{action} lane {lane}, column {column}, where the tcgen05.ld of PTX line {line} by "
+                     f"{who} {may}: tcgen05.wait::ld is missing", address=lane << 16 | column,
+                     other=OtherAccess(who, "reads", line)))  # fmt: skip
         self.loading[index] = 0
 
     def load_begins(self, index: Index, clock: Clock, stamp: int, line: int) -> bool:
