@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.program import TARGETS
-from megamoe.vm import captured
+from megamoe.vm import begin_capture, capturing, end_capture, submit
 
 _NAMES = {"sm_90a": "megamoe vm, sm_90a", "sm_100a": "megamoe vm, sm_100a"}
 MEMORY = 64 << 30
@@ -100,21 +100,15 @@ class HostGraph:
     """A graph (torch.cuda.CUDAGraph): launches and torch's own work, done at each replay."""
 
     def __init__(self, keep_graph: bool = False) -> None:
-        self._work, self._open = list[Callable[[], object]](), ExitStack()
+        self._work = list[Callable[[], object]]()
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         """What follows waits for the replay."""
-        self._open.enter_context(captured(self.add))
-        _GRAPHS.append(self)
+        begin_capture(self._work.append)
 
     def capture_end(self) -> None:
         """What follows is done at once."""
-        _GRAPHS.remove(self)
-        self._open.close()
-
-    def add(self, work: Callable[[], object]) -> None:
-        """One thing more to do at each replay."""
-        self._work.append(work)
+        end_capture(self._work.append)
 
     def replay(self) -> None:
         """Do it all, in order."""
@@ -130,12 +124,8 @@ class HostGraph:
         return 0, id(self)
 
 
-_GRAPHS = list[HostGraph]()
-"""The graphs that capture, the innermost last."""
-
-
 @contextmanager
-def capturing(cuda_graph: HostGraph, *asked: object, **options: object) -> Iterator[None]:
+def captured(cuda_graph: HostGraph, *asked: object, **options: object) -> Iterator[None]:
     """torch.cuda.graph."""
     cuda_graph.capture_begin()
     try:
@@ -144,15 +134,15 @@ def capturing(cuda_graph: HostGraph, *asked: object, **options: object) -> Itera
         cuda_graph.capture_end()
 
 
-def _into_graph(graph: HostGraph, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _into_graph(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """A call of torch inside of a capture: what writes to a tensor waits; what makes one is done now and again."""
     name = getattr(func, "__name__", "")
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or named.get("out") is not None:
-        graph.add(partial(func, *args, **named))
+        submit(partial(func, *args, **named))
         return named.get("out", args[0])
     made = func(*args, **named)
     if isinstance(made, torch.Tensor) and not (args and made is args[0]) and made._base is None:
-        graph.add(lambda: made.copy_(func(*args, **named)))
+        submit(lambda: made.copy_(func(*args, **named)))
     return made
 
 
@@ -177,7 +167,7 @@ class _CudaIsHost(TorchFunctionMode):
             return True
         named = {key: _host_device(value) for key, value in (kwargs or {}).items() if key != "pin_memory"}
         given = tuple(map(_host_device, args))
-        made = _into_graph(_GRAPHS[-1], func, given, named) if _GRAPHS else func(*given, **named)
+        made = _into_graph(func, given, named) if capturing() else func(*given, **named)
         # What is given back as it came has its allocation, and autograd may keep it.
         if type(made) is torch.Tensor and name in _ALLOCATING and not any(made is one for one in given):
             _align(made)
@@ -285,7 +275,7 @@ def _answers(target: str, sm_count: int) -> dict[str, Any]:
         "ExternalStream": HostStream,
         "Event": HostEvent,
         "CUDAGraph": HostGraph,
-        "graph": capturing,
+        "graph": captured,
         "graph_pool_handle": same((0, 0)),
-        "is_current_stream_capturing": lambda: bool(_GRAPHS),
+        "is_current_stream_capturing": capturing,
     }

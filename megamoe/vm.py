@@ -258,24 +258,30 @@ def sentences(machine: KernelMachine) -> Iterator[None]:
 # Work that a graph is made of
 
 _CAPTURES = list[Callable[[Callable[[], object]], object]]()
+"""What the graphs that capture do with work, the innermost last."""
 
 
 def submit(work: Callable[[], object]) -> None:
-    """Do a launch, or leave it to the graph that captures those of this process."""
+    """Do a launch or work of torch, or leave it to the innermost graph that captures what this process does."""
     if _CAPTURES:
         _CAPTURES[-1](work)
     else:
         work()
 
 
-@contextmanager
-def captured(keep: Callable[[Callable[[], object]], object]) -> Iterator[None]:
-    """Give launches to `keep`, and do none of them."""
+def capturing() -> bool:
+    """Whether what is submitted waits for a replay."""
+    return bool(_CAPTURES)
+
+
+def begin_capture(keep: Callable[[Callable[[], object]], object]) -> None:
+    """Give what is submitted to `keep`, and do none of it."""
     _CAPTURES.append(keep)
-    try:
-        yield
-    finally:
-        _CAPTURES.remove(keep)
+
+
+def end_capture(keep: Callable[[Callable[[], object]], object]) -> None:
+    """ValueError if `keep` captures nothing."""
+    _CAPTURES.remove(keep)
 
 
 # Memory
