@@ -15,7 +15,7 @@ from megamoe.spec.case_space import Axis, CaseSpace, OutsideError, Range
 from megamoe.spec.expression import Expression, ExpressionError, HasValue, parse_expression
 from megamoe.spec.marked_yaml import KeyPath, MarkedYaml, SpecError, nearest, parse_marked_yaml, read_text
 from megamoe.spec.schema import AxisEntry, OverrideEntry, ProfileEntry, RangeEntry, Role, SpecEntry, read_entry
-from megamoe.spec.spec import Override, Profile, Spec, TensorSpec, Thresholds, Tolerance
+from megamoe.spec.spec import Override, Profile, Spec, TensorSpec, Thresholds, Tolerance, told
 
 MAX_CELLS = 20_000
 RESERVED = ("inputs", "seed", "op", "null", "true", "false")
@@ -73,10 +73,6 @@ def _holds(constraint: Expression, axes: Mapping[str, AxisValue]) -> bool:
         return bool(constraint.value(axes))
     except ExpressionError:
         return False  # as for CaseSpace: no case is there
-
-
-def _told(axes: Mapping[str, AxisValue]) -> str:
-    return " and ".join(f"{name} is {spell(value)}" for name, value in axes.items())
 
 
 class _Builder:
@@ -256,7 +252,7 @@ class _Builder:
                 try:
                     tensor.role_in(axes)
                 except ExpressionError as error:
-                    raise self.document.error(("tensors", name, "when"), f"{error}, where {_told(axes)}") from None
+                    raise self.document.error(("tensors", name, "when"), f"{error}, where {told(axes)}") from None
 
     def _hold_outputs(self, tensors: Mapping[str, TensorSpec]) -> None:
         """SpecError if some values of the axes that decide about outputs leave none, or if that cannot be seen."""
@@ -273,7 +269,7 @@ class _Builder:
             raise self.document.error(("tensors",), sentence)
         for axes in points:
             if not any(tensor.role_in(axes) == "output" for tensor in outputs):
-                where = f" if {_told(axes)}" if axes else ""
+                where = f" if {told(axes)}" if axes else ""
                 sentence = f"none is there with role: output{where}, so nothing would be compared"
                 raise self.document.error(("tensors",), sentence)
 

@@ -24,6 +24,11 @@ DEFAULT_THRESHOLD = 0.02
 __all__ = ["Profile", "Spec", "SpecError", "TensorSpec", "Tolerance"]
 
 
+def told(axes: Mapping[str, AxisValue]) -> str:
+    """Values of axes in words, for sentences."""
+    return " and ".join(f"{name} is {spell(value)}" for name, value in axes.items())
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor of an op. `shape` holds axis names or expressions over axes.
@@ -190,21 +195,23 @@ class Spec:
 
     def tensors_of(self, case: Case) -> dict[str, TensorSpec]:
         """The tensors that `case` has, in the order of the spec."""
-        there = {name: self._at(name, case) for name in self.tensors}
+        axes = dict(case.axes)
+        there = {name: self._at(name, case, axes) for name in self.tensors}
         return {name: tensor for name, tensor in there.items() if tensor}
 
     def shape(self, tensor: str, case: Case) -> tuple[int, ...]:
         """The shape of `tensor` in `case`, in elements. SpecError if `case` has no such tensor."""
         if tensor not in self.tensors:
             raise self.document.error(("tensors",), f"there is no tensor {tensor!r}; {nearest(tensor, self.tensors)}")
-        spec = self._at(tensor, case)
+        axes = dict(case.axes)
+        spec = self._at(tensor, case, axes)
         if spec is None:
-            seen = " and ".join(f"{name} is {spell(case[name])}" for name in self.tensors[tensor].conditions)
+            seen = told({name: axes[name] for name in self.tensors[tensor].conditions})
             raise self.document.error(("tensors", tensor), f"{case.id} has no {tensor}: {seen}")
         path: KeyPath = ("tensors", tensor, "shape")
         if (other := self.tensors[tensor].shape_if) is not None and spec.dims is other[2]:
             path = ("tensors", tensor, "shape_if", other[0])
-        return tuple(self._extent((*path, i), dim, case) for i, dim in enumerate(spec.dims))
+        return tuple(self._extent((*path, i), dim, case, axes) for i, dim in enumerate(spec.dims))
 
     def cases(self, matrix: str) -> list[Case]:
         """The cases of a matrix: rows in the order of the file, the last axis of a product fastest."""
@@ -230,15 +237,16 @@ class Spec:
         """`error` with the line of the rule that it breaks, if the file states that rule."""
         return self.document.error(error.rule, str(error)) if error.rule else SpecError(str(error))
 
-    def _at(self, tensor: str, case: Case) -> TensorSpec | None:
+    def _at(self, tensor: str, case: Case, axes: Mapping[str, AxisValue]) -> TensorSpec | None:
+        """`axes`: those of `case`."""
         try:
-            return self.tensors[tensor].at(dict(case.axes))
+            return self.tensors[tensor].at(axes)
         except ExpressionError as error:
             raise self.document.error(("tensors", tensor, "when"), f"{error} in {case.id}") from None
 
-    def _extent(self, path: KeyPath, dim: Expression, case: Case) -> int:
+    def _extent(self, path: KeyPath, dim: Expression, case: Case, axes: Mapping[str, AxisValue]) -> int:
         try:
-            extent = dim.value(dict(case.axes))
+            extent = dim.value(axes)
         except ExpressionError as error:
             raise self.document.error(path, f"{error} in {case.id}") from None
         if isinstance(extent, bool) or not isinstance(extent, int) or extent < 0:
