@@ -131,9 +131,7 @@ def _included(text: str, folder: Path, seen: set[Path]) -> Iterator[tuple[str, s
 @lru_cache(maxsize=64)
 def _compiled(source: _Source, _headers: tuple[tuple[str, str], ...]) -> str:
     said = list[str]()
-    nvrtc = False
     for name, compiler in _compilers():
-        nvrtc |= name.startswith("NVRTC")
         try:
             return compiler(source)
         except _WordsError as words:
@@ -142,7 +140,9 @@ def _compiled(source: _Source, _headers: tuple[tuple[str, str], ...]) -> str:
                 raise LaunchRefusedError(said[-1]) from None
     if not said:
         raise UnsupportedError(NONE_HERE)
-    raise LaunchRefusedError("; ".join(said if nvrtc else [*said, NVRTC_MAY]))
+    if nvrtc_binding() is None:
+        said.append(NVRTC_MAY)
+    raise LaunchRefusedError("; ".join(said))
 
 
 def available() -> list[str]:
@@ -155,7 +155,7 @@ def _compilers() -> Iterator[tuple[str, Callable[[_Source], str]]]:
         yield f"nvcc ({place})", partial(_by_nvcc, place)
     if (nvrtc := nvrtc_binding()) is not None:
         _, major, minor = nvrtc.nvrtcVersion()
-        yield f"NVRTC {major}.{minor}", partial(_by_nvrtc, nvrtc)
+        yield f"NVRTC {major}.{minor}", partial(_by_nvrtc, nvrtc, f"{major}.{minor}")
 
 
 def nvccs() -> list[str]:
@@ -192,7 +192,7 @@ def _by_nvcc(compiler: str, source: _Source) -> str:
         return ptx.read_text("utf-8").replace(str(place), TEXT_NAME)
 
 
-def _by_nvrtc(nvrtc: Any, source: _Source) -> str:
+def _by_nvrtc(nvrtc: Any, version: str, source: _Source) -> str:
     with scratch_folder("nvrtc") as folder:
         place, headers, host = source.placed(folder), folder / "cuda", folder / "host"
         # As with nvcc's --expt-relaxed-constexpr, a function of no annotation may be called by a kernel.
@@ -204,8 +204,7 @@ def _by_nvrtc(nvrtc: Any, source: _Source) -> str:
             _write_host_headers(host)
             options.append(f"-I{host}")
         # The name of a header is the same in every run.
-        _, major, minor = nvrtc.nvrtcVersion()
-        names = {str(place): TEXT_NAME, str(headers): f"/NVRTC-{major}.{minor}", str(host): "/megamoe-host-headers"}
+        names = {str(place): TEXT_NAME, str(headers): f"/NVRTC-{version}", str(host): "/megamoe-host-headers"}
 
         def named(text: str) -> str:
             for path, name in names.items():
