@@ -23,7 +23,7 @@ import torch
 
 from megamoe.codec.nvfp4 import SF_VEC_SIZE, interleave, swizzle_scales, swizzled_shape
 from megamoe.torch_ops.calls import spec_of
-from megamoe.torch_ops.moe import INTERLEAVE, MoeWeights
+from megamoe.torch_ops.moe import INTERLEAVE, MoeWeights, stay_bf16
 
 PROJECTIONS: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """gate, up and down by each of the two habits of naming."""
@@ -54,13 +54,14 @@ def load_moe_weights(
     "model.layers.3.mlp"; None if only one layer has experts. `experts`: those that this rank holds, None for all.
     `shared`: the shared experts too. `activations`: for those of bf16 no `input_scale` is read, nor need it be there.
 
-    ValueError, with the name of the tensor, for what is missing, of another shape or dtype, or no number;
-    FileNotFoundError if there is no such checkpoint; ImportError without safetensors.
+    ValueError, with the name of the tensor, for what is missing, of another shape or dtype, or no number, and for other
+    `activations`; FileNotFoundError if there is no such checkpoint; ImportError without safetensors.
     """
+    calibrated = not stay_bf16(activations)
     with ExitStack() as stack:
         source = _Tensors(checkpoint) if isinstance(checkpoint, Mapping) else _Files(Path(checkpoint), stack)
         layer = _Layer.found(source, prefix)
-        return layer.weights(layer.chosen(experts), torch.device(device), shared, activations == "nvfp4")
+        return layer.weights(layer.chosen(experts), torch.device(device), shared, calibrated)
 
 
 class _Tensors:

@@ -194,8 +194,7 @@ def moe(
     """
     if weight not in ("after", "before"):
         raise ValueError(f"weight is {weight!r}; it is 'after' or 'before'")
-    if activations not in ("nvfp4", "bf16"):
-        raise ValueError(f"activations is {activations!r}; it is 'nvfp4' or 'bf16'")
+    bf16 = stay_bf16(activations)
     if not isinstance(weights, MoeWeights):
         raise ValueError(f"weights is a {type(weights).__name__}; make MoeWeights of them, or load_moe_weights(...)")
     require_kinds(
@@ -203,8 +202,15 @@ def moe(
     )
     tensors = weights.tensors()
     require_one_device(TENSORS, (x, topk_ids, topk_weights, *tensors))
-    options = (weights.interleave, clamp, weight == "before", backend, weights.shared, activations == "bf16")
+    options = (weights.interleave, clamp, weight == "before", backend, weights.shared, bf16)
     return torch.ops.megamoe.moe.default(x, topk_ids, topk_weights, tensors, *options)
+
+
+def stay_bf16(activations: str) -> bool:
+    """Whether `activations` is "bf16". ValueError if it is not "nvfp4" either."""
+    if activations not in ("nvfp4", "bf16"):
+        raise ValueError(f"activations is {activations!r}; it is 'nvfp4' or 'bf16'")
+    return activations == "bf16"
 
 
 def _moe(

@@ -424,6 +424,8 @@ def test_scales_of_inputs_are_not_read_for_bf16_activations(weights: megamoe.Moe
         megamoe.moe(x, found, ids, w)
     with pytest.raises(ValueError, match="activations is 'fp8'"):
         megamoe.moe(x, found, ids, w, activations="fp8")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="activations is 'fp8'"):
+        megamoe.load_moe_weights(held, activations="fp8")  # pyright: ignore[reportArgumentType]
 
 
 def _without(name: str) -> Callable[[Tensors], Tensors]:
