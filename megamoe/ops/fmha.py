@@ -459,6 +459,8 @@ def _attend(
     sink = inputs["sink"] if case["sinks"] else torch.full((case.int("heads"),), -math.inf, device=q.device)
     sink = sink.view(kv_heads, -1).repeat_interleave(t, dim=1)
     step = max(1, SCORES // max(1, case.int("s_k")))
+    if not case.int("s_k"):
+        attend_rows = _keyless_rows
     for kv in product(range(batch), range(kv_heads)):
         for start in range(0, rows, step):
             here = (*kv, slice(start, start + step))
@@ -471,9 +473,12 @@ def _attend(
     return outputs
 
 
+def _keyless_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax) -> Rows:
+    """Rows of a sequence without keys, exact and rounded alike."""
+    return torch.zeros_like(q), softmax.sink
+
+
 def _exact_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax) -> Rows:
-    if not len(k):
-        return torch.zeros_like(q), softmax.sink
     s = (q.double() @ k.double().mT).mul_(softmax.scale).masked_fill_(~softmax.visible, -math.inf)
     lse = torch.logaddexp(torch.logsumexp(s, dim=-1), softmax.sink.double())
     p = s.sub_(_finite(lse)[:, None]).exp_()
@@ -481,8 +486,6 @@ def _exact_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Soft
 
 
 def _rounded_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax) -> Rows:
-    if not len(k):
-        return torch.zeros_like(q), softmax.sink
     s = (q.float() @ k.float().mT).masked_fill_(~softmax.visible, -math.inf)
     log2_e = math.log2(math.e)
     to_base_2 = torch.tensor(softmax.scale * log2_e, dtype=torch.float32, device=q.device)
