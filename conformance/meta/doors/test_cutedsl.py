@@ -19,8 +19,6 @@ import megamoe.cutedsl
 from megamoe import torch_cuda
 from megamoe.vm import KernelFault, LaunchRefusedError, UnsupportedError
 
-"""Of a door over a bare launch of the machine (the issue's bar), of CPU: other work on the host does not count."""
-
 
 @cute.kernel
 def axpy_kernel(x: cute.Tensor, y: cute.Tensor, a: cutlass.Float32, n: cutlass.Int32):
