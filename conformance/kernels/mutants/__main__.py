@@ -20,7 +20,6 @@ from conformance.kernels.mutants.campaign import (
     SCHEDULES,
     Outcome,
     Plan,
-    Ran,
     Record,
     built_no_more,
     drops,
@@ -29,11 +28,12 @@ from conformance.kernels.mutants.campaign import (
     run,
     subjects,
 )
+from conformance.kernels.mutants.journal import Ran
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant
 from conformance.kernels.mutants.search import Effort, as_row, hunts
 from conformance.kernels.mutants.smoke import smoked
 from conformance.kernels.mutants.table import DROPS, RECORD, TABLE, drops_table, kind_of, reason_of, reasons, table
-from conformance.kernels.mutants.unmutated import UNMUTATED, Watch, watch
+from conformance.kernels.mutants.unmutated import Watch, watch
 from megamoe.contract import UnsupportedError
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import Selection, SelectionError
@@ -46,12 +46,12 @@ def main(given: list[str]) -> int:
         if options.table:
             known = Record(*(options.record or [RECORD]))
             TABLE.write_text(table(known, reasons()), "utf-8")
-            print(f"{TABLE}: {len(known.outcomes)} mutants")
+            print(f"{TABLE}: {len(known.results)} mutants")
             return 0
         if options.forget or options.smoke:
             return _amended(Record(*(options.record or [RECORD])), options)
         if options.unmutated is not None:
-            return _unmutated(Watch(*(options.record or [UNMUTATED])), options, given)
+            return _unmutated(Watch(*(options.record or ())), options, given)
         if options.drops:
             DROPS.write_text(drops_table({target: drops(target) for target in DROPPED}, reasons()), "utf-8")
             print(f"{DROPS} is written")
@@ -79,7 +79,7 @@ def _campaign(options: argparse.Namespace, given: list[str]) -> int:
         return _alone(options.id, options.text, plan)
     todo = planned(plan, subjects(selection))
     if options.again or options.holes:
-        lived = {one.id for one in record.outcomes if not one.killed}
+        lived = {one.id for one in record.results if not one.killed}
         lived -= _equivalent(record) if options.holes else set[str]()
         todo = [pair for pair in todo if pair[1].id in lived]
     if not todo:
@@ -92,15 +92,15 @@ def _campaign(options: argparse.Namespace, given: list[str]) -> int:
         unexplained += not outcome.killed and reason_of(outcome, known) is None
         print(f"{at}/{len(todo)} {_told(outcome)}", flush=True)
     left = sum(mutant.id not in (ran if again else record.by_id) for _, mutant in todo)
-    killed = sum(one.killed for one in record.outcomes)
-    print(f"{record.path}: {killed} of {len(record.outcomes)} killed; {left} of this call are left to run")
+    killed = sum(one.killed for one in record.results)
+    print(f"{record.path}: {killed} of {len(record.results)} killed; {left} of this call are left to run")
     return int(bool(unexplained))
 
 
 def _search(record: Record, selection: Selection, effort: Effort) -> int:
     """For each survivor of `record` whose reason is a hole: a case that kills it, and in the end the rows to add."""
     known = reasons()
-    told = [(one, reason_of(one, known)) for one in record.outcomes if not one.killed]
+    told = [(one, reason_of(one, known)) for one in record.results if not one.killed]
     holes = {one.id for one, why in told if why is None or why.verdict == "hole"}
     if not holes:
         raise ValueError(f"{record.path} has no survivor that is a hole, so there is nothing to search for")
@@ -125,7 +125,7 @@ def _search(record: Record, selection: Selection, effort: Effort) -> int:
 
 def _equivalent(record: Record) -> set[str]:
     known = reasons()
-    told = [(one, reason_of(one, known)) for one in record.outcomes if not one.killed]
+    told = [(one, reason_of(one, known)) for one in record.results if not one.killed]
     return {one.id for one, why in told if why is not None and why.verdict == "equivalent"}
 
 
@@ -148,9 +148,8 @@ def _unmutated(record: Watch, options: argparse.Namespace, given: list[str]) -> 
         fate = one.left_out or "; ".join(one.errors) or "no error"
         rows = f"{record.rows}/{options.unmutated} rows"
         print(f"{rows}, {one.case} on {one.backend} {one.target}: {fate}, {one.seconds:.1f} s", flush=True)
-    wrong = [one for one in record.seen.values() if one.errors]
-    print(f"{record.path}: {record.rows} rows, {len(wrong)} cases with an error")
-    return int(bool(wrong))
+    print(f"{record.path}: {record.rows} rows, {len(record.wrong)} cases with an error")
+    return int(bool(record.wrong))
 
 
 def _alone(name: str | None, text: str | None, plan: Plan) -> int:

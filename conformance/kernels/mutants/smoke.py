@@ -55,7 +55,7 @@ def smoked(
     begun = time.process_time()
     built = {program_id(one.built[0].program.ptx): one for one in subjects(selection)}
     of_program: dict[str, dict[str, Mutant]] = {}
-    for one in record.outcomes:
+    for one in record.results:
         known = check_of(one)
         if one.id in excused or (known is not None and (known or not again)):
             continue
