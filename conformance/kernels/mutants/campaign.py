@@ -145,7 +145,7 @@ class Subject:
     op: str
     built: list[Built] = field(default_factory=list[Built])
     _baselines: dict[tuple[str, str], _Baseline] = field(default_factory=dict[tuple[str, str], _Baseline])
-    _collections: dict[str, Collection] = field(default_factory=dict[str, Collection])
+    _collections: dict[tuple[str, str], Collection] = field(default_factory=dict[tuple[str, str], Collection])
     _code: Mapping[str, str | None] | None = None
 
     @property
@@ -173,9 +173,10 @@ class Subject:
 
     def collection(self, built: Built, schedule: str) -> Collection:
         """What a run of the program itself that collects tells."""
-        if built.case.id not in self._collections:
-            self._collections[built.case.id] = collected(built, built.program, RunOptions(schedule=schedule))
-        return self._collections[built.case.id]
+        key = (built.case.id, schedule)
+        if key not in self._collections:
+            self._collections[key] = collected(built, built.program, RunOptions(schedule=schedule))
+        return self._collections[key]
 
     def telling(self, schedule: str) -> list[Built]:
         """The first case, and those of at most MAX_COLLECTED elements that execute a line which no smaller one does."""
@@ -345,17 +346,21 @@ def verdict(built: Built, program: Program | HostProgram, options: RunOptions) -
         ran = guarded.run(program, options)
     except Exception as error:
         return *_ended_by(error), {}
-    counters = ran.execution.counters
+    return *judged(built, ran), ran.execution.counters
+
+
+def judged(built: Built, ran: GuardedRun) -> tuple[str, str]:
+    """The check that fails and its sentence, or two empty strings."""
     if ran.execution.violation:
         slug = re.match(r"\[([\w-]+)\]", ran.execution.violation)
-        return f"rule:{slug[1]}" if slug else "refused", ran.execution.violation, counters
-    if damage := guarded.arena.damage():
-        return "guard", damage, counters
+        return f"rule:{slug[1]}" if slug else "refused", ran.execution.violation
+    if damage := ran.guarded.arena.damage():
+        return "guard", damage
     judgement = compared(built.spec, built.expected, ran.outputs)
-    wrong = complaints(guarded.arena, built.expected, judgement)
+    wrong = complaints(ran.guarded.arena, built.expected, judgement)
     if judgement.passed and not wrong:
-        return "", "", counters
-    return _check_of(judgement) if not judgement.passed else "unwritten", wrong or judgement.sentence, counters
+        return "", ""
+    return _check_of(judgement) if not judgement.passed else "unwritten", wrong or judgement.sentence
 
 
 def _check_of(judgement: Judgement) -> str:

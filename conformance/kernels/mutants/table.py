@@ -76,11 +76,20 @@ def reason_of(one: Outcome, known: Sequence[Reason]) -> Reason | None:
     return next((each for each in known if each.explains(one)), None)
 
 
+def survivors(record: Record, known: Sequence[Reason]) -> list[tuple[Outcome, Reason | None]]:
+    """What no check killed, each with the reason that explains it."""
+    return [(one, reason_of(one, known)) for one in record.results if not one.killed]
+
+
+def equivalent(told: Iterable[tuple[Outcome, Reason | None]]) -> set[str]:
+    """Ids of survivors that no run on silicon can tell."""
+    return {one.id for one, why in told if why is not None and why.verdict == "equivalent"}
+
+
 def table(record: Record, known: Sequence[Reason]) -> str:
     """Markdown of a record."""
-    found = record.results
-    told = [(one, reason_of(one, known)) for one in found if not one.killed]
-    equal = {one.id for one, why in told if why is not None and why.verdict == "equivalent"}
+    found, told = record.results, survivors(record, known)
+    equal = equivalent(told)
     lines = [
         "# Mutants",
         "",
