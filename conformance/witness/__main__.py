@@ -29,6 +29,7 @@ from conformance.witness.record import (
     table,
 )
 from conformance.witness.witness import Witness
+from megamoe.records.provenance import installed_version
 
 LIMIT_SECONDS = 600
 
@@ -91,7 +92,7 @@ def main(arguments: list[str]) -> int:
 
 def absent(packages: Iterable[str]) -> list[str]:
     """Those of `packages` that are not installed."""
-    return sorted({name for name in packages if not any(metadata.distributions(name=name))})
+    return sorted({name for name in packages if installed_version(name) is None})
 
 
 def _of_wheels(chosen: list[Witness], only: str) -> int:

@@ -24,7 +24,6 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,6 +42,7 @@ from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.machine import KernelFault, LaunchRefusedError
 from megamoe.findings import KernelFinding, Ledger
 from megamoe.records.files import write_file
+from megamoe.records.provenance import installed_version
 from megamoe.vm import Device
 
 SETTLED = ("ok", "argued", "defect", "uncompiled")
@@ -79,10 +79,7 @@ class Checkout:
 
         Where the environment has another version, `pip install --target DIR/NAME==VERSION` brings the right one.
         """
-        try:
-            installed = metadata.version(self.distribution)
-        except metadata.PackageNotFoundError:
-            installed = ""
+        installed = installed_version(self.distribution)
         if installed and self.version in ("", installed):
             return installed, ""
         beside = None if sources is None else sources / f"{self.distribution}=={self.version}"

@@ -174,22 +174,20 @@ def _wgmma_keys(uses: Sequence[Key], defines: Sequence[Key]) -> tuple[frozenset[
 class _Flow:
     """Bits of registers. `flying`: they may be in flight; `open`: and they are in no group yet.
 
-    Since a wgmma.fence, `used`: by a wgmma; `touched`: by another instruction after that use; `late`: by another
-    instruction at all.
+    `unfenced`: no wgmma has used them since the entry, nor has a wgmma.fence come. `late`: another instruction has used
+    them since the last wgmma.fence. What lacks a fence for all (Part.touched) is one or the other.
     """
 
     flying: int = 0
     open: int = 0
-    used: int = 0
-    touched: int = 0
+    unfenced: int = 0
     late: int = 0
 
     def __or__(self, other: _Flow) -> _Flow:
         return _Flow(
             self.flying | other.flying,
             self.open | other.open,
-            self.used | other.used,
-            self.touched | other.touched,
+            self.unfenced | other.unfenced,
             self.late | other.late,
         )
 
@@ -220,13 +218,13 @@ class _Analysis:
         """The state after instruction `index`."""
         item, mask = self.graph.code[index], self.masks[index]
         if item.spelt(_MULTIPLY):
-            return _Flow(flow.flying | mask, flow.open | mask, flow.used | mask, flow.touched & ~mask, flow.late)
+            return _Flow(flow.flying | mask, flow.open | mask, flow.unfenced & ~mask, flow.late)
         if not item.spelt("wgmma."):
-            return replace(flow, touched=flow.touched | mask & flow.used, late=flow.late | mask) if mask else flow
+            return replace(flow, late=flow.late | mask) if mask & ~flow.late else flow
         if item.guard is not None:
             return flow
         if item.spelt(_FENCE):
-            return replace(flow, used=0, touched=0, late=0)
+            return replace(flow, unfenced=0, late=0)
         if item.spelt(_WAIT) and _allowed(item.instruction) == 0:
             return replace(flow, flying=flow.open)
         return replace(flow, open=0) if item.spelt(_COMMIT) else flow
@@ -243,14 +241,14 @@ def check_warpgroup_registers(graph: FlowGraph) -> None:
     analysis = _Analysis(graph)
     if not analysis.bits:
         return
-    entry = _Flow(touched=(1 << len(analysis.bits)) - 1)
+    entry = _Flow(unfenced=(1 << len(analysis.bits)) - 1)
     unfenced: dict[int, int] = {}
     for block, flow in zip(graph.blocks, graph.before_blocks(entry, _Flow(), analysis.after, or_), strict=True):
         for index in block:
             item, mask = graph.code[index], analysis.masks[index]
             if item.spelt(_MULTIPLY):
-                if mask & (flow.touched | flow.late):
-                    unfenced[index] = mask & (flow.touched | flow.late)
+                if doubtful := mask & (flow.unfenced | flow.late):
+                    unfenced[index] = doubtful
             elif mask & flow.flying:
                 item.step = _idle(item.step, analysis.keys(mask & flow.flying), item.instruction.text)
             flow = analysis.after(flow, index)

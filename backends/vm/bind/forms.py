@@ -162,11 +162,10 @@ def in_ring(*families: Bind) -> Callable[[Bind], Bind]:
 
 def bind_in_ring(form: Form, parts: tuple[str, ...]) -> Bind | None:
     """What binds an instruction there: None if it computes with floats and has no counterpart."""
-    known = _IN_RING.get(form.bind)
+    if not any(map(_FLOATS.fullmatch, parts)):
+        return form.bind
     moves = parts[0] in _MOVES and "reduce" not in parts
-    if known is None and not moves and any(map(_FLOATS.fullmatch, parts)):
-        return None
-    return known or form.bind
+    return _IN_RING.get(form.bind, form.bind if moves else None)
 
 
 def opcode(

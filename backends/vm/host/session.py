@@ -99,7 +99,7 @@ class Session:
 
     def entries(self, ptx: str) -> Mapping[str, tuple[Variable, ...]]:
         """The entries of a module and their parameters. PtxSyntaxError for text that is not PTX."""
-        functions = load(ptx, self._parsed).module.functions
+        functions = self._load(ptx).module.functions
         return {name: function.params for name, function in functions.items() if function.is_entry}
 
     def _load(self, ptx: str) -> LoadedModule:

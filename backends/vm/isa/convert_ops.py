@@ -12,8 +12,6 @@ from backends.vm.numerics.convert import WIDTH, Modifiers, UnknownConversionErro
 from backends.vm.numerics.cvt_scalar import SIGNED
 from backends.vm.ptx.ast import Operand
 
-FLOATS = frozenset(WIDTH) - {name for name in WIDTH if name[0] in "us" and name[1:].isdecimal()}
-"""Types that are no integers."""
 _INTEGERS = "u8 u16 u32 u64 s8 s16 s32 s64"
 _SCALARS = _INTEGERS + " f16 bf16 f32 f64"
 _FP8 = "e4m3x2 e5m2x2"

@@ -91,10 +91,8 @@ def setp(b: Binder) -> Step:
 
 @in_ring(convert_ops.cvt)
 def cvt(b: Binder) -> Step:
-    """float32 to bf16, alone or in pairs, and back. Conversions between integers are what they always are."""
+    """float32 to pairs of bf16."""
     *between, dst, src = b.instruction.parts[1:]
-    if not {dst, src} & convert_ops.FLOATS:
-        return convert_ops.cvt(b)
     if src != "f32" or dst != "bf16x2" or {"relu", "satfinite"} & set(between):
         raise b.outside_ring()
     d, high, low = b.expect(3)

@@ -14,6 +14,7 @@ from backends.vm.machine import access
 from backends.vm.machine.undefined import BecameUndefined, spread, undefined_words
 from backends.vm.machine.warp import Warp
 from backends.vm.numerics import accumulate
+from backends.vm.numerics.f32 import Float32
 from backends.vm.numerics.formats import F16, encode
 from backends.vm.tensor.fragments import (
     MATRIX_ROW_BYTES,
@@ -27,6 +28,7 @@ from backends.vm.tensor.fragments import (
     transposed_matrix,
 )
 from backends.vm.tensor.operand_types import to_float32
+from backends.vm.tensor.warp_fragments import Raw
 
 _ELEMENT_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "u8": 8, "s8": 8}
 _S32_MIN, _S32_MAX = -(2**31), 2**31 - 1
@@ -54,6 +56,24 @@ def _accumulator(element: str) -> Fragment:
     return Fragment(wide.shape, 16, rows, columns)
 
 
+def summed(
+    warp: Warp,
+    left: Float32,
+    right: Float32,
+    c: Raw,
+    c_type: str,
+    kind: str,
+    stored: accumulate.Mask | None = None,
+    d_type: str = "",
+    most: int = 1024,
+) -> Raw:
+    """D, of `d_type` or else of `c_type`, of float32 A [m, k] and B [k, n], and raw C. `stored`: of a sparse A."""
+    addend = to_float32(c, c_type)
+    policy, half = warp.cta.machine.accumulate, (d_type or c_type) == "f16"
+    found = accumulate.warp_product(left, right.T, addend, kind, policy, to_half=half, stored=stored, most=most)
+    return encode(found.astype(np.float64), F16) if half else found.view(np.uint32)
+
+
 @opcode("mma.sync.aligned.<shape>.row.col.<d>.<a>.<b>.<c>", section="9.7.14.5.14", counter="mma",
         shape="m16n8k8 m16n8k16", d="f32 f16", a="f16", b="f16", c="f32 f16")  # fmt: skip
 @opcode("mma.sync.aligned.<shape>.row.col.f32.<a>.<b>.f32", section="9.7.14.5.14", counter="mma",
@@ -77,11 +97,8 @@ def mma(b: Binder) -> Step:
         whole_warp(warp, what)
         left = to_float32(to_matrix(_gather(warp, rows_a), a_fragment), a_type)
         right = to_float32(to_matrix(_gather(warp, rows_b), b_fragment), b_type)
-        addend = to_float32(to_matrix(_gather(warp, rows_c), c_fragment), c_type)
-        policy = warp.cta.machine.accumulate
-        total = accumulate.warp_product(left, right.T, addend, a_type, policy, to_half=c_type == "f16")
-        codes = encode(total.astype(np.float64), F16).astype(np.uint16) if c_type == "f16" else total.view(np.uint32)
-        _scatter(warp, rows, to_registers(codes, c_fragment))
+        codes = summed(warp, left, right, to_matrix(_gather(warp, rows_c), c_fragment), c_type, a_type)
+        _scatter(warp, rows, to_registers(codes.astype(f"u{c_fragment.element_bits // 8}"), c_fragment))
         _count(warp, k)
 
     _carry_products(b, rows, (rows_a, rows_b, rows_c), (a_fragment, b_fragment, c_fragment))

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.isa.warp_mma import whole_warp
-from backends.vm.isa.warp_mma_types import HeldFragment, integer_product, summed
+from backends.vm.isa.warp_mma import summed, whole_warp
+from backends.vm.isa.warp_mma_types import HeldFragment, integer_product
 from backends.vm.machine.warp import Warp
 from backends.vm.numerics.accumulate import Mask
 from backends.vm.tensor.operand_types import to_float32

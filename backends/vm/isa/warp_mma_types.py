@@ -13,11 +13,11 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
-from backends.vm.isa.warp_mma import whole_warp
+from backends.vm.isa.warp_mma import summed, whole_warp
 from backends.vm.machine import access
 from backends.vm.machine.warp import Warp
-from backends.vm.numerics import accumulate, f64
-from backends.vm.numerics.formats import E2M1, F16, Rounding, decode, encode
+from backends.vm.numerics import f64
+from backends.vm.numerics.formats import E2M1, Rounding, decode
 from backends.vm.ptx.ast import Operand
 from backends.vm.tensor.operand_types import scale_factors, to_float32
 from backends.vm.tensor.warp_fragments import (
@@ -166,24 +166,6 @@ def mma_bits(b: Binder) -> Step:
 
 # FP8, FP6 and FP4 of sm_120a. Elements of mxf4 kinds are packed, others lie in bytes: FP6 in the low six bits, FP4 in
 # bits 5 to 2 (PTX ISA 9.7.14.2).
-
-
-def summed(
-    warp: Warp,
-    left: npt.NDArray[np.float32],
-    right: npt.NDArray[np.float32],
-    c: Raw,
-    c_type: str,
-    kind: str,
-    stored: accumulate.Mask | None = None,
-    d_type: str = "",
-    most: int = 1024,
-) -> Raw:
-    """D, of `d_type` or else of `c_type`, of float32 A [m, k] and B [k, n], and raw C. `stored`: of a sparse A."""
-    addend = to_float32(c, c_type)
-    policy, half = warp.cta.machine.accumulate, (d_type or c_type) == "f16"
-    found = accumulate.warp_product(left, right.T, addend, kind, policy, to_half=half, stored=stored, most=most)
-    return encode(found.astype(np.float64), F16) if half else found.view(np.uint32)
 
 
 @opcode("mma.sync.aligned.m16n8k32.row.col.kind::f8f6f4.<d>.<a>.<b>.<c>", section=_SECTION, counter="mma",

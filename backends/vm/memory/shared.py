@@ -112,11 +112,16 @@ class SharedMemory:
     def check_lanes(self, offsets: Addresses, size: int, lanes: Addresses, by: tuple[int, int], action: str) -> None:
         """Report what other lanes of the same warp wrote since the warp met last, before `lanes` [n] reach `size` bytes
         at each of `offsets` [n]. `by`: the warp's agent, and how often it has met."""
+        if lanes.size != offsets.size:
+            return  # ldmatrix, which gathers the lanes
         agent, meetings = by
-        granules = _granules(offsets[:, None] + np.arange(size)) if size >= 4 else offsets[:, None] >> 2
-        if lanes.size != offsets.size or int(granules.min()) < 0 or int(granules.max()) >= self.writer.size:
-            return  # ldmatrix, which gathers the lanes, or an address that is a fault
-        foreign = self.lanes.foreign(granules, lanes, meetings) & (agent_of(self.writer[granules]) == agent)
+        granules = (offsets[:, None] + np.arange(0, size, 4)) >> 2
+        if int(granules.min()) < 0 or int(granules.max()) >= self.writer.size:
+            return  # an address that is a fault
+        foreign = self.lanes.foreign(granules, lanes, meetings)
+        if not count_nonzero(foreign):
+            return
+        foreign &= agent_of(self.writer[granules]) == agent
         for at, granule, line in list(_one_a_line(granules, foreign, self.writer_line)):
             lane, by_lane = int(lanes[at or 0]), int(self.lanes.lane[granule])
             who = f"lane {by_lane} of the same warp" if by_lane >= 0 else "the warp"

@@ -20,7 +20,6 @@ from conformance.kernels.mutants.campaign import (
     SCHEDULES,
     Outcome,
     Plan,
-    Ran,
     Record,
     built_no_more,
     drops,
@@ -29,11 +28,23 @@ from conformance.kernels.mutants.campaign import (
     run,
     subjects,
 )
+from conformance.kernels.mutants.journal import Ran
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant
 from conformance.kernels.mutants.search import Effort, as_row, hunts
 from conformance.kernels.mutants.smoke import smoked
-from conformance.kernels.mutants.table import DROPS, RECORD, TABLE, drops_table, kind_of, reason_of, reasons, table
-from conformance.kernels.mutants.unmutated import UNMUTATED, Watch, watch
+from conformance.kernels.mutants.table import (
+    DROPS,
+    RECORD,
+    TABLE,
+    drops_table,
+    equivalent,
+    kind_of,
+    reason_of,
+    reasons,
+    survivors,
+    table,
+)
+from conformance.kernels.mutants.unmutated import Watch, watch
 from megamoe.contract import UnsupportedError
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import Selection, SelectionError
@@ -46,12 +57,12 @@ def main(given: list[str]) -> int:
         if options.table:
             known = Record(*(options.record or [RECORD]))
             TABLE.write_text(table(known, reasons()), "utf-8")
-            print(f"{TABLE}: {len(known.outcomes)} mutants")
+            print(f"{TABLE}: {len(known.results)} mutants")
             return 0
         if options.forget or options.smoke:
             return _amended(Record(*(options.record or [RECORD])), options)
         if options.unmutated is not None:
-            return _unmutated(Watch(*(options.record or [UNMUTATED])), options, given)
+            return _unmutated(Watch(*(options.record or ())), options, given)
         if options.drops:
             DROPS.write_text(drops_table({target: drops(target) for target in DROPPED}, reasons()), "utf-8")
             print(f"{DROPS} is written")
@@ -77,31 +88,29 @@ def _campaign(options: argparse.Namespace, given: list[str]) -> int:
     plan = Plan(selection, options.sync, options.others, options.seed, (number, of), tuple(options.program or ()))
     if options.id or options.text:
         return _alone(options.id, options.text, plan)
-    todo = planned(plan, subjects(selection))
+    todo, known = planned(plan, subjects(selection)), reasons()
     if options.again or options.holes:
-        lived = {one.id for one in record.outcomes if not one.killed}
-        lived -= _equivalent(record) if options.holes else set[str]()
-        todo = [pair for pair in todo if pair[1].id in lived]
+        lived = survivors(record, known)
+        chosen = {one.id for one, _ in lived} - (equivalent(lived) if options.holes else set[str]())
+        todo = [pair for pair in todo if pair[1].id in chosen]
     if not todo:
         raise ValueError("no program with PTX is selected, so there is nothing to change")
-    record.append(Ran(shlex.join(given), _machine(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", len(todo)))
-    known, unexplained = reasons(), 0
-    again, ran = options.again or options.holes, set[str]()
+    record.append(_call(given, len(todo)))
+    again, ran, unexplained = options.again or options.holes, set[str](), 0
     for at, outcome in run(todo, record, tuple(options.schedule or SCHEDULES), options.seconds, again=again):
         ran.add(outcome.id)
         unexplained += not outcome.killed and reason_of(outcome, known) is None
         print(f"{at}/{len(todo)} {_told(outcome)}", flush=True)
     left = sum(mutant.id not in (ran if again else record.by_id) for _, mutant in todo)
-    killed = sum(one.killed for one in record.outcomes)
-    print(f"{record.path}: {killed} of {len(record.outcomes)} killed; {left} of this call are left to run")
+    killed = sum(one.killed for one in record.results)
+    print(f"{record.path}: {killed} of {len(record.results)} killed; {left} of this call are left to run")
     return int(bool(unexplained))
 
 
 def _search(record: Record, selection: Selection, effort: Effort) -> int:
     """For each survivor of `record` whose reason is a hole: a case that kills it, and in the end the rows to add."""
-    known = reasons()
-    told = [(one, reason_of(one, known)) for one in record.outcomes if not one.killed]
-    holes = {one.id for one, why in told if why is None or why.verdict == "hole"}
+    lived = survivors(record, reasons())
+    holes = {one.id for one, _ in lived} - equivalent(lived)
     if not holes:
         raise ValueError(f"{record.path} has no survivor that is a hole, so there is nothing to search for")
     todo = [pair for pair in planned(Plan(selection, None, None), subjects(selection)) if pair[1].id in holes]
@@ -123,12 +132,6 @@ def _search(record: Record, selection: Selection, effort: Effort) -> int:
     return 0
 
 
-def _equivalent(record: Record) -> set[str]:
-    known = reasons()
-    told = [(one, reason_of(one, known)) for one in record.outcomes if not one.killed]
-    return {one.id for one, why in told if why is not None and why.verdict == "equivalent"}
-
-
 def _amended(record: Record, options: argparse.Namespace) -> int:
     """Leaves out programs that are built no more; asks the rows of the profile smoke."""
     if options.forget:
@@ -136,21 +139,20 @@ def _amended(record: Record, options: argparse.Namespace) -> int:
             record.forget(name)
             print(f"{record.path}: without {name}, which is built no more")
     if options.smoke:
-        for one in smoked(record, _equivalent(record), options.seconds, again=options.again):
+        for one in smoked(record, equivalent(survivors(record, reasons())), options.seconds, again=options.again):
             print(f"{one.id}: {one.smoke or 'no row of smoke kills it'}", flush=True)
     return 0
 
 
 def _unmutated(record: Watch, options: argparse.Namespace, given: list[str]) -> int:
     """Programs as they are, until `record` has so many rows; status 1 if one has an error."""
-    record.append(Ran(shlex.join(given), _machine(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", options.unmutated))
+    record.append(_call(given, options.unmutated))
     for one in watch(record, options.unmutated, options.seconds):
         fate = one.left_out or "; ".join(one.errors) or "no error"
         rows = f"{record.rows}/{options.unmutated} rows"
         print(f"{rows}, {one.case} on {one.backend} {one.target}: {fate}, {one.seconds:.1f} s", flush=True)
-    wrong = [one for one in record.seen.values() if one.errors]
-    print(f"{record.path}: {record.rows} rows, {len(wrong)} cases with an error")
-    return int(bool(wrong))
+    print(f"{record.path}: {record.rows} rows, {len(record.wrong)} cases with an error")
+    return int(bool(record.wrong))
 
 
 def _alone(name: str | None, text: str | None, plan: Plan) -> int:
@@ -180,10 +182,11 @@ def _told(one: Outcome) -> str:
     return f"{fate}{same}: {one.id} `{one.before}` -> `{one.after}`, {one.runs} runs, {one.seconds:.1f} s"
 
 
-def _machine() -> str:
-    """The git tree of backends/vm."""
+def _call(given: list[str], planned: int) -> Ran:
+    """This call, which begins now."""
     command = ["git", "rev-parse", "--short=12", "HEAD:backends/vm"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    tree = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    return Ran(shlex.join(given), tree, f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", planned)
 
 
 def _count(text: str) -> int | None:

@@ -9,12 +9,11 @@ a few with its findings collected, as the doors do, a mutant of synchronisation 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
@@ -22,6 +21,7 @@ from pathlib import Path
 from backends.vm import executor as machine
 from backends.vm.faults import Fault, Findings
 from backends.vm.rules import COUNTERS
+from conformance.kernels.mutants.journal import Journal
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant, mutants, program_id
 from megamoe.contract import Case, HostProgram, Program, RunOptions, UnsupportedError, load_backend, load_executor
 from megamoe.contract.assembly import assembled
@@ -145,7 +145,7 @@ class Subject:
     op: str
     built: list[Built] = field(default_factory=list[Built])
     _baselines: dict[tuple[str, str], _Baseline] = field(default_factory=dict[tuple[str, str], _Baseline])
-    _collections: dict[str, Collection] = field(default_factory=dict[str, Collection])
+    _collections: dict[tuple[str, str], Collection] = field(default_factory=dict[tuple[str, str], Collection])
     _code: Mapping[str, str | None] | None = None
 
     @property
@@ -173,9 +173,10 @@ class Subject:
 
     def collection(self, built: Built, schedule: str) -> Collection:
         """What a run of the program itself that collects tells."""
-        if built.case.id not in self._collections:
-            self._collections[built.case.id] = collected(built, built.program, RunOptions(schedule=schedule))
-        return self._collections[built.case.id]
+        key = (built.case.id, schedule)
+        if key not in self._collections:
+            self._collections[key] = collected(built, built.program, RunOptions(schedule=schedule))
+        return self._collections[key]
 
     def telling(self, schedule: str) -> list[Built]:
         """The first case, and those of at most MAX_COLLECTED elements that execute a line which no smaller one does."""
@@ -345,17 +346,21 @@ def verdict(built: Built, program: Program | HostProgram, options: RunOptions) -
         ran = guarded.run(program, options)
     except Exception as error:
         return *_ended_by(error), {}
-    counters = ran.execution.counters
+    return *judged(built, ran), ran.execution.counters
+
+
+def judged(built: Built, ran: GuardedRun) -> tuple[str, str]:
+    """The check that fails and its sentence, or two empty strings."""
     if ran.execution.violation:
         slug = re.match(r"\[([\w-]+)\]", ran.execution.violation)
-        return f"rule:{slug[1]}" if slug else "refused", ran.execution.violation, counters
-    if damage := guarded.arena.damage():
-        return "guard", damage, counters
+        return f"rule:{slug[1]}" if slug else "refused", ran.execution.violation
+    if damage := ran.guarded.arena.damage():
+        return "guard", damage
     judgement = compared(built.spec, built.expected, ran.outputs)
-    wrong = complaints(guarded.arena, built.expected, judgement)
+    wrong = complaints(ran.guarded.arena, built.expected, judgement)
     if judgement.passed and not wrong:
-        return "", "", counters
-    return _check_of(judgement) if not judgement.passed else "unwritten", wrong or judgement.sentence, counters
+        return "", ""
+    return _check_of(judgement) if not judgement.passed else "unwritten", wrong or judgement.sentence
 
 
 def _check_of(judgement: Judgement) -> str:
@@ -399,70 +404,22 @@ def parsed_nowhere() -> Iterator[None]:
         machine.PARSED = before
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """One call of the tool: its arguments, the git tree of the machine, when it began, how many mutants it planned."""
-
-    command: str
-    machine: str
-    started: str
-    planned: int
-
-
-class Record:
-    """A record of campaigns: JSON lines, one a mutant and one a call. A torn last line is cut off.
-
-    Of a mutant that was run again the last line counts.
-    """
+class Record(Journal[Outcome]):
+    """A record of campaigns."""
 
     def __init__(self, *paths: Path) -> None:
         """`paths`: files of shards; the first is written to."""
-        self.path = paths[0]
-        self.calls: list[Ran] = []
-        self.by_id: dict[str, Outcome] = {}
-        for path in paths:
-            self._read(path)
-
-    @property
-    def outcomes(self) -> list[Outcome]:
-        """What became of each mutant."""
-        return list(self.by_id.values())
-
-    def _read(self, path: Path) -> None:
-        text = path.read_text("utf-8") if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            path.write_text(whole, "utf-8")
-        for line in whole.splitlines():
-            found = json.loads(line)
-            if "command" in found:
-                self.calls.append(Ran(**found))
-            else:
-                self.by_id[found["id"]] = Outcome(**found)
-
-    def append(self, line: Outcome | Ran) -> None:
-        """Write one more line."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as out:
-            out.write(f"{json.dumps(asdict(line))}\n")
-        if isinstance(line, Ran):
-            self.calls.append(line)
-        else:
-            self.by_id[line.id] = line
+        super().__init__(Outcome, *paths)
 
     def forget(self, program: str) -> None:
         """Leave out what became of the mutants of a program, by its name."""
-        self.by_id = {name: one for name, one in self.by_id.items() if one.program != program}
-        lines = [*self.calls, *self.by_id.values()]
-        new = self.path.with_suffix(".new")
-        new.write_text("".join(f"{json.dumps(asdict(line))}\n" for line in lines), "utf-8")
-        new.replace(self.path)
+        self.leave_out({one.id for one in self.results if one.program == program})
 
 
 def built_no_more(record: Record) -> list[str]:
     """Names of programs whose text their backend does not build any more for the case of the name."""
     specs, gone = load_specs(None), list[str]()
-    for name in dict.fromkeys(one.program for one in record.outcomes):
+    for name in dict.fromkeys(one.program for one in record.results):
         backend, target, case_id, text = name.split()
         program = program_of(backend, target, specs[case_id.partition(":")[0]].parse_case(case_id))
         if program is None or program_id(program.ptx) != text:

@@ -34,9 +34,8 @@ def check_of(one: Outcome) -> str | None:
 
 def killer(subject: Subject, mutant: Mutant) -> str:
     """The check of a row of smoke that kills `mutant`, the smallest case first; "" for none. `subject`: of SMOKE."""
-    schedules = dict.fromkeys(schedule for _, schedule in sorted(rows()))
-    turns = ((schedule, built) for schedule in schedules for built in subject.built)
-    return next((check for schedule, built in turns if (check := killed_by(subject, built, mutant, schedule)[0])), "")
+    turns = ((built, schedule) for built in subject.built for case, schedule in sorted(rows()) if case == built.case.id)
+    return next((check for built, schedule in turns if (check := killed_by(subject, built, mutant, schedule)[0])), "")
 
 
 def smoked(
@@ -55,7 +54,7 @@ def smoked(
     begun = time.process_time()
     built = {program_id(one.built[0].program.ptx): one for one in subjects(selection)}
     of_program: dict[str, dict[str, Mutant]] = {}
-    for one in record.outcomes:
+    for one in record.results:
         known = check_of(one)
         if one.id in excused or (known is not None and (known or not again)):
             continue

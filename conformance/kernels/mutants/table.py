@@ -16,7 +16,7 @@ from conformance import ROOT
 from conformance.kernels.mutants.campaign import DROPPED, SCHEDULES, Outcome, Record
 from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION
 from conformance.kernels.mutants.smoke import check_of
-from conformance.kernels.mutants.unmutated import UNMUTATED, Watch
+from conformance.kernels.mutants.unmutated import Watch
 from conformance.kernels.mutants.unmutated import told as told_of_rows
 from megamoe.spec.marked_yaml import read_marked_yaml
 
@@ -76,11 +76,20 @@ def reason_of(one: Outcome, known: Sequence[Reason]) -> Reason | None:
     return next((each for each in known if each.explains(one)), None)
 
 
+def survivors(record: Record, known: Sequence[Reason]) -> list[tuple[Outcome, Reason | None]]:
+    """What no check killed, each with the reason that explains it."""
+    return [(one, reason_of(one, known)) for one in record.results if not one.killed]
+
+
+def equivalent(told: Iterable[tuple[Outcome, Reason | None]]) -> set[str]:
+    """Ids of survivors that no run on silicon can tell."""
+    return {one.id for one, why in told if why is not None and why.verdict == "equivalent"}
+
+
 def table(record: Record, known: Sequence[Reason]) -> str:
     """Markdown of a record."""
-    found = record.outcomes
-    told = [(one, reason_of(one, known)) for one in found if not one.killed]
-    equal = {one.id for one, why in told if why is not None and why.verdict == "equivalent"}
+    found, told = record.results, survivors(record, known)
+    equal = equivalent(told)
     lines = [
         "# Mutants",
         "",
@@ -109,7 +118,7 @@ def table(record: Record, known: Sequence[Reason]) -> str:
         "Made by `nox -s mutants -- --unmutated 5000`, from `results/unmutated.jsonl`: findings are "
         "collected, and the bits are those of the run in order.",
         "",
-        *told_of_rows(Watch(UNMUTATED)),
+        *told_of_rows(Watch()),
         "",
         "## By class",
         "",

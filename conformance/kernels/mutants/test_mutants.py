@@ -11,7 +11,6 @@ import pytest
 from conformance.kernels.mutants.campaign import (
     Outcome,
     Plan,
-    Ran,
     Record,
     Subject,
     built_no_more,
@@ -21,11 +20,12 @@ from conformance.kernels.mutants.campaign import (
     run,
     subjects,
 )
+from conformance.kernels.mutants.journal import Ran
 from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION, Edit, LaunchEdit, Mutant, instructions, mutants
 from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunt
 from conformance.kernels.mutants.smoke import check_of, smoked
 from conformance.kernels.mutants.table import RECORD, TABLE, Reason, reason_of, reasons, table
-from conformance.kernels.mutants.unmutated import UNMUTATED, Watch, told, watched
+from conformance.kernels.mutants.unmutated import Watch, told, watched
 from megamoe.contract import BufferArg, Launch, Program, ScalarArg, TensorMapArg
 from megamoe.spec.marked_yaml import parse_marked_yaml
 from megamoe.spec.selection import Selection
@@ -202,9 +202,9 @@ def test_a_sample_of_the_tool(program: Subject, tmp_path: Path) -> None:
     for part in parts:
         list(run(part, record, ("eager", "lazy")))
     assert not list(run(todo, Record(tmp_path / "mutants.jsonl"), ("eager",))), "a record that is whole runs nothing"
-    lived = [one for one in record.outcomes if not one.killed and reason_of(one, known) is None]
+    lived = [one for one in record.results if not one.killed and reason_of(one, known) is None]
     assert not lived, f"neither killed nor explained: {[f'{one.id} {one.before} -> {one.after}' for one in lived]}"
-    ordering = [one for one in record.outcomes if one.kind in SYNCHRONISATION]
+    ordering = [one for one in record.results if one.kind in SYNCHRONISATION]
     assert sum(one.killed for one in ordering) > len(ordering) / 2, "the machine notices hardly anything"
 
 
@@ -306,7 +306,7 @@ def test_smoke_is_asked_about_what_another_row_killed(program: Subject, tmp_path
     assert check_of(replace(killed, case="fmha:hd=64,t=1,s_k=1", schedule="eager")) == "rule:race"
     part = replace(SELECTION, cases=SELECTION.cases[:1])
     list(smoked(record, selection=part))
-    said = {one.id: one.smoke for one in Record(record.path).outcomes}
+    said = {one.id: one.smoke for one in Record(record.path).results}
     assert said[wait.id], "a row of smoke runs without a wait, and nothing is said"
     assert (said[none.id], said[elsewhere.id]) == ("", ""), f"smoke is said to kill what it cannot: {said}"
 
@@ -324,18 +324,14 @@ def test_what_is_watched_has_no_error_and_a_planted_one_is_told(program: Subject
     with record.path.open("a") as out:
         out.write('{"backend": "pt')
     again = Watch(record.path)
-    assert (again.rows, again.seen) == (4, record.seen), "a torn line is cut off, and the others stay"
+    assert (again.rows, again.by_id) == (4, record.by_id), "a torn line is cut off, and the others stay"
     said = "\n".join(told(again))
     assert "4 rows: 2 cases of backends and targets under random orders, 1 with an error." in said
     assert broken.errors[0] in said, "the table hides what was found"
 
 
 def test_the_rows_of_programs_as_they_are_have_no_error() -> None:
-    wrong = [
-        f"{one.case} on {one.backend} {one.target}: {one.errors[0]}"
-        for one in Watch(UNMUTATED).seen.values()
-        if one.errors
-    ]
+    wrong = [f"{one.case} on {one.backend} {one.target}: {one.errors[0]}" for one in Watch().wrong]
     assert not wrong, f"the machine blames programs as they are: {wrong}"
 
 
@@ -352,7 +348,7 @@ def test_a_torn_line_is_cut_off_and_run_again(tmp_path: Path) -> None:
 
 def test_the_published_table_is_that_of_the_record_and_every_survivor_has_a_reason() -> None:
     known, record = reasons(), Record(RECORD)
-    survivors = [one for one in record.outcomes if not one.killed]
+    survivors = [one for one in record.results if not one.killed]
     lacking = [one.id for one in survivors if reason_of(one, known) is None]
     assert not lacking, f"survivors.yaml says nothing about {lacking}"
     used = {reason_of(one, known) for one in survivors}

@@ -7,12 +7,11 @@ row is judged, and then under orders of its own seeds, which must leave the same
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,9 +20,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from conformance import ROOT
 from conformance.kernels.laws.law import laws_of
 from conformance.kernels.laws.strategies import cases
-from conformance.kernels.mutants.campaign import Built, Ran, collected, program_of
+from conformance.kernels.mutants.campaign import Built, collected, judged, program_of
+from conformance.kernels.mutants.journal import Journal
 from megamoe.contract import Case, RunOptions
-from megamoe.judge.judge import compared, complaints
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
 
@@ -59,43 +58,27 @@ class Watched:
     seconds: float = 0.0
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def id(self) -> tuple[str, str, str]:
         """What names it."""
         return self.backend, self.target, self.case
 
 
-class Watch:
-    """The record of what was watched: JSON lines, one a call and one a case. A torn last line is cut off."""
+class Watch(Journal[Watched]):
+    """The record of what was watched."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.calls: list[Ran] = []
-        self.seen: dict[tuple[str, str, str], Watched] = {}
-        text = path.read_text("utf-8") if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            path.write_text(whole, "utf-8")
-        for line in map(json.loads, whole.splitlines()):
-            if "command" in line:
-                self.calls.append(Ran(**line))
-            else:
-                one = Watched(**{**line, "errors": tuple(line["errors"])})
-                self.seen[one.key] = one
+    def __init__(self, path: Path = UNMUTATED) -> None:
+        """`path`: the file that is read, and written to."""
+        super().__init__(Watched, path)
 
     @property
     def rows(self) -> int:
         """Rows that ran."""
-        return sum(one.rows for one in self.seen.values())
+        return sum(one.rows for one in self.results)
 
-    def append(self, line: Watched | Ran) -> None:
-        """Write one more line."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as out:
-            out.write(f"{json.dumps(asdict(line))}\n")
-        if isinstance(line, Ran):
-            self.calls.append(line)
-        else:
-            self.seen[line.key] = line
+    @property
+    def wrong(self) -> list[Watched]:
+        """What has an error."""
+        return [one for one in self.results if one.errors]
 
 
 def drawn(op: str, count: int, seed: int) -> list[Case]:
@@ -127,15 +110,15 @@ def candidates(seed: int = 0) -> list[tuple[str, str, Case]]:
 def watched(backend: str, target: str, built: Built, seeds: Sequence[int]) -> Watched:
     """Run a program once in order and then under random:SEED for each of `seeds`."""
     about = (backend, target, built.case.id)
-    expected = built.expected
+    # Its references are no part of the time.
+    _ = built.expected
     begun = time.process_time()
     first = collected(built, built.program, RunOptions(schedule="eager"))
     if (spent := time.process_time() - begun) > MAX_SECONDS:
         return Watched(*about, left_out=f"it takes more than {MAX_SECONDS:g} s", seconds=round(spent, 2))
-    errors: list[str] = []
-    alone, judgement = first.ran, compared(built.spec, expected, first.ran.outputs)
-    if wrong := alone.fault() or complaints(alone.guarded.arena, expected, judgement) or judgement.sentence:
-        errors.append(f"eager: {wrong}"[:300])
+    alone = first.ran
+    _, wrong = judged(built, alone)
+    errors = [f"eager: {wrong}"[:300]] if wrong else []
     relied, notes = Counter[str](), Counter[str]()
     for seed in seeds:
         schedule = f"random:{seed}"
@@ -162,7 +145,7 @@ def watch(record: Watch, rows: int, seconds: float | None = None) -> Iterator[Wa
     for place, (backend, target, case) in enumerate(candidates()):
         if record.rows >= rows or (seconds is not None and time.process_time() - begun > seconds):
             return
-        if (backend, target, case.id) in record.seen:
+        if (backend, target, case.id) in record.by_id:
             continue
         program = program_of(backend, target, case)
         built = None if program is None else Built(specs[case.op], case, program)
@@ -172,13 +155,12 @@ def watch(record: Watch, rows: int, seconds: float | None = None) -> Iterator[Wa
             record.append(Watched(backend, target, case.id, left_out=f"more than {MAX_ELEMENTS} elements"))
         else:
             record.append(watched(backend, target, built, range(place * ORDERS, (place + 1) * ORDERS)))
-            yield record.seen[backend, target, case.id]
+            yield record.by_id[backend, target, case.id]
 
 
 def told(record: Watch) -> list[str]:
     """Lines of Markdown of a record."""
-    ran = [one for one in record.seen.values() if one.rows]
-    wrong = [one for one in record.seen.values() if one.errors]
+    ran, wrong = [one for one in record.results if one.rows], record.wrong
     places = Counter[str]()
     relied, notes = Counter[str](), Counter[str]()
     for one in ran:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations, count
 from typing import Final
 
 from backends.vm.faults import Fault, UnknownInstructionError
 from conformance.silicon.whole.drawn import Drawn, drawn
-from conformance.silicon.whole.on_device import DRAWN_MODULE, LEVELS, hashed
+from conformance.silicon.whole.on_device import level_of
 from conformance.silicon.whole.on_machine import answer, schedule_of
 
 DROPPED_GUARD: Final = "the guard of testp.normal or testp.subnormal is dropped"
@@ -35,11 +36,6 @@ _MOST_REUSES: Final = 8
 Key = tuple[str, str]
 Change = Callable[[str, frozenset[int] | None], tuple[str, int]]
 """Text, and which of its places are changed (None: all), to the changed text and the number of places."""
-
-
-def level_of(number: int) -> str:
-    """The level that ptxas assembled program `number` with on the device machine."""
-    return LEVELS[number // DRAWN_MODULE % len(LEVELS)]
 
 
 def dropped_guard(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
@@ -161,19 +157,19 @@ def _stale(values: _Values, since: int, operands: str) -> bool:
     return any(at > since and re.search(rf"{register}\b", operands) for at, register in values.overwritten)
 
 
-def departures(number: int) -> Iterator[tuple[str, str]]:
-    """Texts that ptxas may have made of program `number`, with what was changed last; those of most changes first."""
+def departures(number: int) -> Iterator[tuple[str, Drawn]]:
+    """What ptxas may have made of program `number`, with what was changed last; those of most changes first."""
     program, level = drawn(number), level_of(number)
     text, guards = dropped_guard(program.text)
     if guards:
-        yield DROPPED_GUARD, text
+        yield DROPPED_GUARD, replace(program, text=text)
     if level == "-O0":
         return
     changes: list[tuple[str, Change]] = [(SAME_MIN, same_min), (KEPT_NAN, kept_nan)]
     if level == "-O1" and "wgmma" in text:
         changes.append((REUSED, reused))
     for name, change in changes:
-        yield from ((name, one) for one in _some(change, text))
+        yield from ((name, replace(program, text=one)) for one in _some(change, text))
         if name != REUSED:
             text = change(text, None)[0]
 
@@ -190,15 +186,8 @@ def _some(change: Change, text: str) -> Iterator[str]:
 
 def explained(number: int, left: int) -> str:
     """What ptxas did, if the machine then leaves what the H200 left, whose hash is `left` modulo 2^32; else ""."""
-    program = drawn(number)
-    for name, text in departures(number):
-        if _hash(replace(program, text=text), number) == left:
-            return name
+    for name, changed in departures(number):
+        with suppress(Fault, UnknownInstructionError):
+            if answer(changed, schedule_of(number)).lower_half == left:
+                return name
     return ""
-
-
-def _hash(program: Drawn, number: int) -> int:
-    try:
-        return hashed(answer(program, schedule_of(number)).output) % 2**32
-    except (Fault, UnknownInstructionError):
-        return -1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from conformance.silicon.whole.programs import FILL, LONGS, SLOT, WORDS, TiledMap, Whole, kept, show, vector
+from conformance.silicon.whole.programs import ANOTHER, FILL, LONGS, SLOT, WORDS, TiledMap, Whole, kept, show, vector
 
 
 def copy_programs() -> Iterator[Whole]:
@@ -44,7 +44,7 @@ def copy_programs() -> Iterator[Whole]:
 cp.async.ca.shared.global [%r40], [%d20+0], 16;
 cp.async.mbarrier.arrive{noinc}.shared.b64 [gate]; mbarrier.arrive.shared.b64 %d5, [gate];
 ON: mbarrier.try_wait.parity.shared.b64 %p1, [gate], 0; @!%p1 bra ON;
-xor.b32 %r9, %tx, 77; mad.lo.u32 %r9, %r9, 16, %r41; ld.shared.v2.b64 {{%d1, %d2}}, [%r9]; {kept("%d1", "%d2")}"""
+{ANOTHER} ld.shared.v2.b64 {{%d1, %d2}}, [%r9]; {kept("%d1", "%d2")}"""
         yield Whole(f"cp.async.mbarrier.arrive{noinc}", body, 128)
 
 

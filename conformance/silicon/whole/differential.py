@@ -15,16 +15,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from backends.vm.faults import Fault, UnknownInstructionError
-from conformance.silicon.whole.as_ptxas import explained, level_of
+from conformance.silicon.whole.as_ptxas import explained
 from conformance.silicon.whole.drawn import drawn
-from conformance.silicon.whole.merge import DRAWN, DrawnAnswers
-from conformance.silicon.whole.on_device import DRAWN_MODULE, hashed
+from conformance.silicon.whole.merge import DRAWN, DrawnAnswers, Hashes
+from conformance.silicon.whole.on_device import DRAWN_MODULE, hashed, level_of
 from conformance.silicon.whole.on_machine import answer, schedule_of
-
-Hashes = npt.NDArray[np.uint64]
 
 
 def machine_hash(number: int) -> tuple[int, str]:
@@ -41,10 +38,10 @@ def _some(folder: Path, first: int) -> list[str]:
     file = folder / f"{first}.npy"
     if file.exists():
         return []
-    both = [machine_hash(number) for number in range(first, first + DRAWN_MODULE)]
-    np.save(folder / f"part-{first}.npy", np.array([one for one, _ in both], np.uint64))
+    answers = [machine_hash(number) for number in range(first, first + DRAWN_MODULE)]
+    np.save(folder / f"part-{first}.npy", np.array([one for one, _ in answers], np.uint64))
     (folder / f"part-{first}.npy").replace(file)
-    return [f"program {first + i}: {said}" for i, (_, said) in enumerate(both) if said]
+    return [f"program {first + i}: {said}" for i, (_, said) in enumerate(answers) if said]
 
 
 def run(folder: Path, first: int, count: int, jobs: int) -> list[str]:
@@ -57,11 +54,11 @@ def run(folder: Path, first: int, count: int, jobs: int) -> list[str]:
     return found
 
 
-def both(folder: Path) -> Iterator[tuple[int, Hashes, npt.NDArray[np.uint32]]]:
-    """For each run of programs that both have: its first number, the machine's hashes, the H200's low 32 bits."""
-    for first, theirs in DrawnAnswers.read(DRAWN).modules.items():
+def both(folder: Path, held: DrawnAnswers) -> Iterator[tuple[int, Hashes, Hashes]]:
+    """For each module that both have: its first number, and the lower halves of the machine's and the H200's hashes."""
+    for first, theirs in held.modules.items():
         if (mine := folder / f"{first}.npy").exists():
-            yield first, np.load(mine), theirs
+            yield first, np.load(mine).astype(np.uint32), theirs
 
 
 def main() -> None:
@@ -74,12 +71,12 @@ def main() -> None:
     if asked.run:
         for said in run(asked.folder, asked.run[0], asked.run[1], asked.jobs):
             print(said, flush=True)
-    failed = DrawnAnswers.read(DRAWN).failed
+    held = DrawnAnswers.read(DRAWN)
     total, unlike = 0, dict[int, int]()
-    for first, mine, theirs in both(asked.folder):
+    for first, mine, theirs in both(asked.folder, held):
         total += len(mine)
-        unlike |= {first + int(at): int(theirs[at]) for at in np.flatnonzero(mine.astype(np.uint32) != theirs)}
-    ran = sorted(set(unlike) - failed)
+        unlike |= {first + int(at): int(theirs[at]) for at in np.flatnonzero(mine != theirs)}
+    ran = sorted(set(unlike) - held.failed)
     with ProcessPoolExecutor(asked.jobs, initializer=os.nice, initargs=(10,)) as pool:
         reasons = dict(zip(ran, pool.map(explained, ran, map(unlike.__getitem__, ran), chunksize=8), strict=True))
     lost = len(unlike) - len(ran)

@@ -67,8 +67,13 @@ class DrawnAnswers:
                     modules[int(name)] = _module(file, int(name), found[name], failed)
         if not modules:
             raise MergeError(f"{out} has no module of random programs; ask.py ran out of time before the first")
-        held = {number for number in failed if number - number % DRAWN_MODULE in modules}
+        held = {number for number in failed if _module_of(number) in modules}
         return cls(modules, frozenset(held))
+
+    def left(self, number: int) -> int:
+        """The lower half of the hash of what program `number` left. KeyError if its module never ran."""
+        first = _module_of(number)
+        return int(self.modules[first][number - first])
 
     def with_more(self, more: DrawnAnswers) -> DrawnAnswers:
         """These and more; a module that is held stays. MergeError where a program that ran twice left other bytes."""
@@ -77,7 +82,7 @@ class DrawnAnswers:
                 if number not in self.failed | more.failed:
                     raise MergeError(f"program {number} left other bytes than when it ran before; ask again, and find "
                                      "out why it does before either is taken")  # fmt: skip
-        added = {number for number in more.failed if number - number % DRAWN_MODULE not in self.modules}
+        added = {number for number in more.failed if _module_of(number) not in self.modules}
         return DrawnAnswers({**more.modules, **self.modules}, self.failed | added)
 
     def arrays(self) -> dict[str, npt.NDArray[np.uint32]]:
@@ -88,6 +93,11 @@ class DrawnAnswers:
             "hashes": np.stack([self.modules[first] for first in firsts]),
             "failed": np.array(sorted(self.failed), np.uint32),
         }
+
+
+def _module_of(number: int) -> int:
+    """By its first program."""
+    return number - number % DRAWN_MODULE
 
 
 def _failed_in(file: Path) -> frozenset[int]:

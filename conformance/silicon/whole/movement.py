@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from conformance.silicon.whole.programs import LONGS, SLOT, WORDS, Whole, kept
+from conformance.silicon.whole.programs import ANOTHER, LONGS, SLOT, WORDS, Whole, kept
 
 
 def barrier_programs() -> Iterator[Whole]:
@@ -41,7 +41,7 @@ def barrier_programs() -> Iterator[Whole]:
     ]
     for meeting in (*plain, *reduced):
         body = f"""{WORDS} {SLOT} mov.u32 %r8, 0; st.shared.v4.b32 [%r40], {{%r0, %r1, %r2, %r3}}; {meeting}
-xor.b32 %r9, %tx, 77; mad.lo.u32 %r9, %r9, 16, %r41; ld.shared.b64 %d1, [%r9+8]; {kept("%d1", "%r8")}"""
+{ANOTHER} ld.shared.b64 %d1, [%r9+8]; {kept("%d1", "%r8")}"""
         yield Whole(f"meets {meeting}", body, 128)
     for arrive, sync in (
         ("bar.arrive 1, 128;", "bar.sync 1, 128;"),
@@ -50,7 +50,7 @@ xor.b32 %r9, %tx, 77; mad.lo.u32 %r9, %r9, 16, %r41; ld.shared.b64 %d1, [%r9+8];
         ("barrier.cta.arrive.aligned 3, 128;", "barrier.cta.sync.aligned 3, 128;"),
     ):
         body = f"""{WORDS} {SLOT} st.shared.v4.b32 [%r40], {{%r0, %r1, %r2, %r3}}; setp.lt.u32 %p1, %tx, 64;
-mov.b64 %d1, 0; @%p1 bra ARRIVES; {sync} xor.b32 %r9, %tx, 77; mad.lo.u32 %r9, %r9, 16, %r41; ld.shared.b64 %d1, [%r9];
+mov.b64 %d1, 0; @%p1 bra ARRIVES; {sync} {ANOTHER} ld.shared.b64 %d1, [%r9];
 bra DONE; ARRIVES: {arrive} DONE: {kept("%d1")}"""
         yield Whole(f"arrives {arrive}", body, 128)
     for mask, guard in (
@@ -492,7 +492,7 @@ def barrier_histories() -> Iterator[Whole]:
 st.shared.v4.b32 [%r40], {{%r0, %r1, %r2, %r3}};
 {"fence.acq_rel.cta;" if sem == ".relaxed" else ""} mbarrier.arrive{arrive}{scope}.shared::cta.b64 %d5, [gate];
 ON: mbarrier.{way}{sem}{scope}.shared::cta.b64 %p1, [gate], %d5; @!%p1 bra ON;
-{"fence.acq_rel.cta;" if sem == ".relaxed" else ""} xor.b32 %r9, %tx, 77; mad.lo.u32 %r9, %r9, 16, %r41;
+{"fence.acq_rel.cta;" if sem == ".relaxed" else ""} {ANOTHER}
 ld.shared.b64 %d1, [%r9]; mbarrier.arrive{arrive}{scope}.shared.b64 %d6, [gate];
 mov.u32 %r30, gate; cvt.u64.u32 %d8, %r30; cvta.shared.u64 %d8, %d8;
 TWO: mbarrier.{way}.parity{sem}{scope}.b64 %p1, [%d8], 1; @!%p1 bra TWO; {kept("%d1")}"""

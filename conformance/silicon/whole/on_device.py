@@ -84,6 +84,11 @@ def drawer_of(file: Path) -> int:
     return crc32(file.read_bytes())
 
 
+def level_of(number: int) -> str:
+    """The level that ptxas assembles program `number` of drawn ones with."""
+    return LEVELS[number // DRAWN_MODULE % len(LEVELS)]
+
+
 def _assemble(source: Path, cubin: Path, level: str = "-O3") -> str:
     done = subprocess.run(
         ["ptxas", level, "-arch=sm_90a", "-o", str(cubin), str(source)], capture_output=True, text=True, check=False
@@ -234,7 +239,7 @@ def _assembled(folder: Path, out: Path, first: int, count: int) -> str:
     every = [drawn.drawn(number) for number in range(first, first + count)]
     source, cubin = out / "raw" / f"{first}.ptx", out / "raw" / f"{first}.part"
     source.write_text("\n".join([drawn.HEAD + drawn.FUNCTIONS, *(one.text for one in every)]))
-    said = _assemble(source, cubin, LEVELS[first // DRAWN_MODULE % len(LEVELS)])
+    said = _assemble(source, cubin, level_of(first))
     source.unlink()
     rows = [{"entry": one.entry, "threads": one.threads, "map": one.map_number} for one in every]
     (out / "raw" / f"{first}.json").write_text(json.dumps(rows))

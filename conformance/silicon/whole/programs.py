@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from conformance.silicon.whole.drawn import HEAD, input_words
+from conformance.silicon.whole.drawn import input_words
 from conformance.silicon.whole.on_device import WHOLE_BYTES
 
 CODES, PAIRS, SINGLES, ADDENDS = 0, 8192, 9216, 10240
@@ -77,11 +77,6 @@ class Whole:
             )
         )
 
-    @property
-    def ptx(self) -> str:
-        """A module of this program alone."""
-        return HEAD + self.text
-
 
 _FLOATS = {
     "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16), "tf32": np.dtype(np.float32),
@@ -145,6 +140,8 @@ add.u32 %t, %t, %r5; setp.lt.u32 %p0, %t, 8192; @%p0 bra FILLING; fence.proxy.as
 
 SLOT = "shl.b32 %r40, %tx, 4; mov.u32 %r41, tile; add.u32 %r40, %r40, %r41;"
 """%r40: 16 bytes of `tile` that are the thread's own."""
+ANOTHER = "xor.b32 %r9, %tx, 77; mad.lo.u32 %r9, %r9, 16, %r41;"
+"""%r9: those of another thread of 128, behind SLOT."""
 WORDS = "mul.wide.u32 %d20, %tx, 16; add.u64 %d20, %d20, %in; ld.global.v4.b32 {%r0, %r1, %r2, %r3}, [%d20];"
 LONGS = "ld.global.v2.b64 {%d0, %d1}, [%d20];"
 

@@ -11,18 +11,17 @@ import pytest
 from backends.vm.isa import memory_access
 from backends.vm.numerics import accumulate
 from backends.vm.numerics.accumulate import Adder
-from conformance import SILICON
 from conformance.silicon.whole import as_ptxas
 from conformance.silicon.whole.drawn import MIN_INSTRUCTIONS, drawn
 from conformance.silicon.whole.forms import answers, difference, identity, programs
-from conformance.silicon.whole.on_device import hashed
+from conformance.silicon.whole.merge import DRAWN, DrawnAnswers
 from conformance.silicon.whole.on_machine import answer, schedule_of
 
 PROGRAMS = list(programs())
 PARTS = 8
 MATRICES = ("mma.", "wmma.", "wgmma.")
 SUM = memory_access._single_sum
-HASHES = np.load(SILICON / "whole" / "drawn.npz")
+DRAWN_ANSWERS = DrawnAnswers.read(DRAWN)
 RANDOM = (1, 2, 3, 10, 17, 20, 30, 33, 50, 1234, 2060, 15440, 30240)
 
 FAULTS = [
@@ -76,18 +75,11 @@ def test_an_altered_rule_of_the_machine_is_noticed(
     assert program.name in said
 
 
-def left_by_an_h200(number: int) -> int:
-    at, row = np.argwhere(HASHES["first"][:, None] + np.arange(HASHES["hashes"].shape[1]) == number)[0]
-    return int(HASHES["hashes"][at, row])
-
-
 @pytest.mark.parametrize("number", RANDOM)
 def test_random_programs_leave_what_an_h200_left(number: int) -> None:
     left = answer(drawn(number), schedule_of(number))
     assert not left.found, f"program {number}: the machine finds {left.found[0]}"
-    assert hashed(left.output) % 2**32 == left_by_an_h200(number), (
-        f"program {number} leaves other bytes than on an H200"
-    )
+    assert left.lower_half == DRAWN_ANSWERS.left(number), f"program {number} leaves other bytes than on an H200"
 
 
 @pytest.mark.parametrize(
@@ -102,8 +94,8 @@ def test_random_programs_notice_an_altered_rule(
     monkeypatch: pytest.MonkeyPatch, number: int, what: str, planted: object
 ) -> None:
     monkeypatch.setattr(accumulate, what, planted)
-    left = hashed(answer(drawn(number), schedule_of(number)).output) % 2**32
-    assert left != left_by_an_h200(number), f"accumulate.{what} altered: program {number} does not notice"
+    left = answer(drawn(number), schedule_of(number)).lower_half
+    assert left != DRAWN_ANSWERS.left(number), f"accumulate.{what} altered: program {number} does not notice"
 
 
 @pytest.mark.parametrize(
@@ -117,8 +109,8 @@ def test_random_programs_notice_an_altered_rule(
     ],
 )
 def test_what_ptxas_made_of_a_program_leaves_what_an_h200_left(number: int, name: str) -> None:
-    left = left_by_an_h200(number)
-    assert hashed(answer(drawn(number), schedule_of(number)).output) % 2**32 != left, (
+    left = DRAWN_ANSWERS.left(number)
+    assert answer(drawn(number), schedule_of(number)).lower_half != left, (
         f"program {number} agrees as it is: it shows nothing of ptxas"
     )
     assert as_ptxas.explained(number, left) == name, f"program {number} is not explained by: {name}"
