@@ -119,15 +119,24 @@ def ld(b: Binder) -> Step:
         if missing is not None:
             leave_undefined(warp, missing)
 
-    read: list[npt.NDArray[np.generic]] = [np.empty(0), np.empty(0)]
+    read: list[npt.NDArray[np.generic]] = [np.empty(0)]
+    held: list[tuple[str, int, npt.NDArray[np.generic]]] = []
 
     def parameter(warp: Warp) -> None:
         """All lanes, and all warps of a launch, read the same bytes."""
         params = warp.cta.machine.params
         if read[0] is not params:
-            read[:] = [params, access.load_parameter(warp, address(warp)[:1], size).view(dtype)[0]]
-        for column, view, row in targets:
-            np.copyto(getattr(warp, view)[row], read[1][column], where=warp.where, casting="unsafe")
+            values = access.load_parameter(warp, address(warp)[:1], size).view(dtype)[0]
+            types = [getattr(warp, view)[row].dtype for _, view, row in targets]
+            held[:] = [
+                (view, row, values[column].astype(to)) for (column, view, row), to in zip(targets, types, strict=True)
+            ]
+            read[:] = [params]
+        for view, row, value in held:
+            if warp.where is True:
+                getattr(warp, view)[row].fill(value)
+            else:
+                np.copyto(getattr(warp, view)[row], value, where=warp.where)
 
     named = isinstance(a, Address) and isinstance(a.base, Symbol)
     return parameter if space == "param" and named and words == 1 else step

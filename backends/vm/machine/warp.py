@@ -160,7 +160,7 @@ class Warp:
         self.executed = [0] * len(code.blocks)
         self.local = LocalMemory.of(cta.local_size)
         self.alive = np.arange(LANES) < lanes
-        self.undefined = UndefinedRegisters.unwritten(code.unwritten, self.alive)
+        self.undefined = UndefinedRegisters.at_start(code, lanes)
         self.strands = [Strand(0, self.alive.copy())]
         self.block = 0
         self._steps: Iterator[Step] | None = None
@@ -191,11 +191,8 @@ class Warp:
         """Write special registers and symbol addresses. Called once, when the CTA is complete."""
         for name, (_, row) in self.code.rows.specials.items():
             self.u32[row][:] = special.value(name, self)
-        for (name, offset, width), (_, row) in self.code.rows.addresses.items():
-            if name != "_":
-                address = self.cta.symbol_address(name, generic=width == 64) + offset
-                rows = self.u64 if width == 64 else self.u32
-                rows[row][:] = address & (2**width - 1)
+        for row, width, address in self.cta.symbols():
+            (self.u64 if width == 64 else self.u32)[row].fill(address)
 
     def set_mask(self, mask: Mask) -> None:
         """Make `mask` the active lanes."""
