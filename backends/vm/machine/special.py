@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -84,7 +85,7 @@ def value(name: str, warp: Warp) -> npt.NDArray[np.uint32] | int:
     if base == "tid":
         return _thread(warp.index, place.block)[_AXES.index(axis)]
     if axis:
-        return _triple(base, place)[_AXES.index(axis)]
+        return _SIZES_AND_PLACES[base](place)[_AXES.index(axis)]
     return np.asarray(_single(base, warp, place, np.arange(LANES, dtype=np.int64))).astype(np.uint32)
 
 
@@ -95,16 +96,15 @@ def _thread(warp: int, block: Dim3) -> tuple[npt.NDArray[np.uint32], ...]:
     return linear % x, linear // x % y, linear // (x * y)
 
 
-def _triple(base: str, place: Place) -> Dim3:
-    return {
-        "ntid": place.block,
-        "ctaid": place.ctaid,
-        "nctaid": place.grid,
-        "clusterid": place.clusterid,
-        "nclusterid": _divide(place.grid, place.cluster),
-        "cluster_ctaid": place.cluster_ctaid,
-        "cluster_nctaid": place.cluster,
-    }[base]
+_SIZES_AND_PLACES: dict[str, Callable[[Place], Dim3]] = {
+    "ntid": lambda place: place.block,
+    "ctaid": lambda place: place.ctaid,
+    "nctaid": lambda place: place.grid,
+    "clusterid": lambda place: place.clusterid,
+    "nclusterid": lambda place: _divide(place.grid, place.cluster),
+    "cluster_ctaid": lambda place: place.cluster_ctaid,
+    "cluster_nctaid": lambda place: place.cluster,
+}
 
 
 def _single(base: str, warp: Warp, place: Place, lanes: npt.NDArray[np.int64]) -> object:
