@@ -136,11 +136,11 @@ def test_any_number_of_splits_gives_attention(target: Target, text: str, splits:
     ("text", "way", "splits"),
     [
         ("hd=64,t=3,s_k=300,heads=4,kv_heads=2,causal=true,window=150,sinks=true", "keys", 3),
-        ("hd=64,t=150,s_k=100,heads=2,causal=true,sinks=true", "rows", 1),
+        ("hd=64,t=150,s_k=100,heads=2,causal=true,sinks=true", THREE_GROUPS, 1),
         ("hd=512,t=3,s_k=150,heads=2,sinks=true,kv=latent", "columns", 2),
     ],
 )
-def test_a_sink_counts_once(text: str, way: Share, splits: int) -> None:
+def test_a_sink_counts_once(text: str, way: Share | Sm90FmhaPlan, splits: int) -> None:
     case = case_of(text)
     seen, broken = outputs(case, program_of("sm_90a", case, way, splits=splits), "random:3")
     assert broken is None, f"{case.id}: {broken}"
