@@ -183,7 +183,7 @@ WRAP_BYTES = 1 << 34
 
 
 def clipped_tensors(mK: cute.Tensor, mV: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """K (row, column, end, wrap) and V (column, row, end, wrap) of mK and mV (row, kv_head, hd), as TMA loads some rows.
+    """K (row, column, end, wrap) and V (column, row, end, wrap) of mK and mV (row, kv_head, hd): TMA loads some rows.
 
     Column c of kv head h is h * hd + c. A box shall have the rows from `first` on, and zeros for all but the first
     `valid` of them. It begins at row CLIP_END - valid, of CLIP_END, so that TMA takes the others for rows past the end.

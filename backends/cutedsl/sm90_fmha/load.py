@@ -110,7 +110,7 @@ def load_boxes(
     column: cutlass.Constexpr,
     by_key: cutlass.Constexpr,
 ):
-    """Load the boxes of a slab, whose first key is `key` and whose first column of its head `column`. `rows`: of box_rows.
+    """Load the boxes of a slab: keys from `key` on, columns of the head from `column` on. `rows`: of box_rows.
 
     `by_key`: whether keys are the first mode, as in K, or the second, as in V.
     """
