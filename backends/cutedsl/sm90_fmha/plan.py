@@ -36,7 +36,7 @@ DECODE_T = 16
 CHUNK_T = 128
 """The most query tokens a sequence for which hd 64 takes two warpgroups and tiles of 224 keys: a row tile or less. For
 more it takes three: 16 x 256 queries on 1024 keys take 84 us, and 86 in tiles of 128 rows. At hd 256 tiles have 64 keys
-up to so many, where 128 rows on 8192 keys take 248.9 us and 250.9 with 80 (h200-fmha-small-rows.json), else 80."""
+up to so many, where 128 rows on 8192 keys take 248.9 us and 250.9 with 80 (h200-fmha-turns.json), else 80."""
 SHORT_KEYS = 2048
 """The longest cache whose split follows from t and s_k alone."""
 SHORT_SPLIT_KEYS = 512
@@ -71,8 +71,8 @@ class Sm90FmhaPlan:
     long as MMAs, and two warpgroups leave both units idle half of the time) and with columns. `cluster`: CTAs that run
     side by side; neighbours share keys, and L2 serves loads of one tile that come together as one. `sinks`: whether
     rows begin with the sink of their head. `ragged`: whether sequences have lengths of their own. `page_size`: the keys
-    of a page; 0: the keys of a sequence lie together. `o_halves`: work items that share a tile, each with its columns of
-    V and O. `short_parts`: whether parts of O are rounded to bf16.
+    of a page; 0: the keys of a sequence lie together. `o_halves`: work items that share a tile, each with its columns
+    of V and O. `short_parts`: whether parts of O are rounded to bf16.
     """
 
     hd: int
@@ -341,10 +341,10 @@ def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
 def kernel_plan(sizes: FmhaSizes, ragged: bool = False) -> Sm90FmhaPlan:
     """The kernel for a case. It depends on hd, t and s_k only, so neither batch nor grouping of heads changes a bit.
 
-    But for hd 512 where one row tile has a long cache for itself. All CTAs then have parts of it, and what they write
-    and read back of O is as much as the cache's sixteenth: two CTAs divide the columns of V, and parts are bf16. 64 rows
-    on 32768 keys take 29.7 us so, 31.3 with parts in fp32, and 32.5 with all columns in each CTA and parts in fp32
-    (results/records/h200-fmha-small-rows.json). With more rows it is slower: K is read twice.
+    But for hd 512 where one row tile has a long cache for itself. Every CTA then has a part, and they write and read
+    back O 128 times. So two CTAs divide the columns of V, and parts are bf16. 64 rows on 32768 keys take 29.7 us so,
+    31.3 with parts in fp32, and 32.5 with all columns in each CTA (results/records/h200-fmha-turns.json). With more
+    rows it is slower: K is read twice.
 
     Sequences of their own lengths take registers: with three warpgroups, or at hd 256 with 80 keys, ptxas spills.
     """

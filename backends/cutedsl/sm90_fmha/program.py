@@ -31,7 +31,9 @@ def fmha_program(
         return attention_call(compiled_row(row), case, 1, max_ctas)
     features = {"sinks": bool(case["sinks"]), "ragged": bool(case["ragged"]), "page_size": case.int("page_size")}
     plan = dataclasses.replace(plan or kernel_plan(sizes, features["ragged"]), **features)
-    return attention_call(compiled(plan), case, splits or split_count(sizes, features["ragged"]), max_ctas, plan.short_parts)
+    return attention_call(
+        compiled(plan), case, splits or split_count(sizes, features["ragged"]), max_ctas, plan.short_parts
+    )
 
 
 @functools.cache
