@@ -107,7 +107,7 @@ class Sm90Fmha:
     def _make_tma(self, call: SimpleNamespace) -> Inputs:
         plan = self.plan
         if plan.ragged:
-            mK, mV = clipped_tensors((plan.k_box, plan.v_box), call.mK, call.mV)
+            mK, mV = clipped_tensors(call.mK, call.mV)
             return Inputs(
                 call.mQ,
                 make_tma(mK, layout_k_box(plan), (plan.k_box, plan.slab_columns)),

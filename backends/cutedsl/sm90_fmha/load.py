@@ -16,7 +16,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import dsl_user_op
 
-from backends.cutedsl.attention_tiles import AttentionItem, Inputs, Problem, Sequence
+from backends.cutedsl.attention_tiles import CLIP_END, AttentionItem, Inputs, Problem, Sequence
 from backends.cutedsl.ring import (
     RingPlace,
     RingSlot,
@@ -110,18 +110,19 @@ def load_boxes(
     column: cutlass.Constexpr,
     by_key: cutlass.Constexpr,
 ):
-    """Load the boxes of a slab, whose first key is `key` and whose first column `column`. `rows`: of box_rows.
+    """Load the boxes of a slab: keys from `key` on, columns of the head from `column` on. `rows`: of box_rows.
 
     `by_key`: whether keys are the first mode, as in K, or the second, as in V.
     """
     mode = cutlass.const_expr(0 if by_key else 1)
     box = cutlass.const_expr(cute.size(views.sX, mode=[mode]))
     tiler = cutlass.const_expr((cute.size(views.sX, mode=[0]), cute.size(views.sX, mode=[1])))
+    column = sequence.first_column + column
     for i in cutlass.range(cute.size(views.sX, mode=[2]), unroll=1):
         valid = cutlass.max(cutlass.min(sequence.s_k - key - i * box, Int32(box)), Int32(0))
         row = cute.arch.shuffle_sync(rows, i)
-        gX = views.coordinates[None, None, row + valid, sequence.kv_head]
-        first = (box - valid, column) if by_key else (column, box - valid)
+        gX = views.coordinates[None, None, row + valid, CLIP_END]
+        first = (CLIP_END - valid, column) if by_key else (column, CLIP_END - valid)
         gX = cute.local_tile(cute.domain_offset(first, gX), tiler, (0, 0))
         sX = views.sX[None, None, i, None]
         shared, coordinates = cpasync.tma_partition(

@@ -125,9 +125,13 @@ def check_alignment(addresses: Addresses, size: int, access: str) -> None:
 
 
 class GlobalMemory:
-    """Buffers by address. An access outside of every buffer is a fault that names the nearest one."""
+    """Buffers by address. An access outside of every buffer is a fault that names the nearest one.
+
+    `loaded_by_map`: the buffer that tensor loads have read, by the address that their map begins at.
+    """
 
     def __init__(self) -> None:
+        self.loaded_by_map: dict[int, Buffer] = {}
         self._bases: list[int] = []
         self._buffers: list[Buffer] = []
         self._next = FIRST_ADDRESS
@@ -151,16 +155,18 @@ class GlobalMemory:
         """Unmap a buffer."""
         index = self._buffers.index(buffer)
         del self._bases[index], self._buffers[index]
+        self.loaded_by_map.clear()
 
     def find(self, address: int, size: int, access: str) -> Buffer:
         """The buffer that holds bytes address .. address + size - 1."""
         index = bisect.bisect(self._bases, address) - 1
         if index >= 0 and address + size <= self._buffers[index].end:
             return self._buffers[index]
-        raise Fault("out-of-bounds", f"{access} of {size} bytes is outside of every buffer{self._nearest(address)}",
+        raise Fault("out-of-bounds", f"{access} of {size} bytes is outside of every buffer{self.nearest(address)}",
                     address=address)  # fmt: skip
 
-    def _nearest(self, address: int) -> str:
+    def nearest(self, address: int) -> str:
+        """The end of a sentence about an address in no buffer: which one is nearest."""
         if not self._buffers:
             return ""
 
