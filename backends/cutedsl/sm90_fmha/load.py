@@ -63,7 +63,7 @@ def make_loads(plan: Sm90FmhaPlan, inputs: Inputs, smem: Sm90Smem) -> Loads:
     """The views of all stages."""
     if plan.ragged:
         sK = cute.flat_divide(smem.sK, (plan.k_box, plan.slab_columns))[None, None, None, 0, None]
-        sV = cute.flat_divide(smem.sV, (plan.hd, plan.v_box))[None, None, 0, None, None]
+        sV = cute.flat_divide(smem.sV, (plan.v_columns, plan.v_box))[None, None, 0, None, None]
         return Loads(inputs.q, BoxViews(*inputs.k, sK), BoxViews(*inputs.v, sV))
 
     def views(tensor: TmaTensor, tiler: tuple[int, int], sX: cute.Tensor) -> TmaViews:
@@ -72,7 +72,7 @@ def make_loads(plan: Sm90FmhaPlan, inputs: Inputs, smem: Sm90Smem) -> Loads:
     return Loads(
         views(inputs.q, (GROUP_M, plan.hd), smem.sQ),
         views(inputs.k, (plan.tile_n, plan.slab_columns), smem.sK),
-        views(inputs.v, (plan.hd, plan.v_keys), smem.sV),
+        views(inputs.v, (plan.v_columns, plan.v_keys), smem.sV),
     )
 
 
@@ -168,7 +168,7 @@ def load_v(
     item: AttentionItem,
 ):
     """Load one V tile, slab by slab. Returns the next place in the ring."""
-    for slab in cutlass.range_constexpr(plan.slabs):
+    for slab in cutlass.range_constexpr(plan.v_slabs):
         key = rows = tile
         if cutlass.const_expr(plan.ragged):
             key = tile * plan.tile_n + slab * plan.v_keys
@@ -178,7 +178,7 @@ def load_v(
         if cutlass.const_expr(plan.ragged):
             load_boxes(loads.v, slot, item.sequence, key, rows, 0, False)
         else:
-            loads.v.load((0, tile * plan.slabs + slab, item.kv_batch), slot)
+            loads.v.load((item.o_half if plan.o_halves > 1 else 0, tile * plan.v_slabs + slab, item.kv_batch), slot)
         place = advanced(ring, place)
     return place
 
