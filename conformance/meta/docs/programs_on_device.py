@@ -4,8 +4,9 @@
     python3 programs_on_device.py run PROGRAMS.json OUT.json [--logs FOLDER]     there: numpy and cuda.bindings alone
 
 A delay widens the window of a race, and changes nothing that the kernel promises: the mended kernel is right with it,
-too. Before each launch another kernel fills all shared memory with 0xa5. A wait for an mbarrier gives up after a while,
-so that a kernel that would hang ends. Each program has a process of its own, since some fault.
+too. Before each launch another kernel fills all shared memory with 0xa5; `--no-dirt` leaves that out, and so does a run
+whose filler fails. A wait for an mbarrier gives up after a while, so that a kernel that would hang ends. Each program
+has a process of its own, since some fault.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import argparse
 import ast
 import ctypes
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -33,7 +36,7 @@ Launch = Callable[..., None]
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 MAX_LAUNCHES = 2000
-SECONDS = 2.0
+SECONDS = 1.0
 LAUNCHES_UNDER_TOOLS = 3
 PATIENCE_NS = 100_000_000
 """Of a wait for an mbarrier, in nanoseconds."""
@@ -54,9 +57,7 @@ def _late(which: str) -> str:
 _SECOND_WARP, _FIRST_WARP, _FIRST_CTA = _late("%tid.x ge 32"), _late("%tid.x lt 32"), _late("%ctaid.x eq 0")
 _WIDE = ", ".join(f"%wide{number}" for number in range(128))
 _ZEROS = "".join(f"  mov.f32 %wide{number}, 0f00000000;\n" for number in range(128))
-_PRODUCTS = 16 * (
-    f"  wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {{{_WIDE}}}, %ones, %ones, 1, 1, 1, 0, 0;\n"
-)
+_PRODUCTS = 16 * (f"  wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {{{_WIDE}}}, %ones, %ones, 1, 1, 1, 0, 0;\n")
 _BUSY = (
     ("  mov.u32 %r5, 0;", f"  .reg .f32 %wide<128>;\n  .reg .b64 %ones;\n  and.b64 %ones, %rd2, 0x3fff;\n{_ZEROS}"),
     ("  wgmma.mma_async", _PRODUCTS),
@@ -65,13 +66,15 @@ _BUSY = (
         "  .reg .pred %never;\n  setp.eq.f32 %never, %wide0, 0f3f000000;\n  @%never mov.f32 %d0, %wide0;\n",
     ),
 )
-"""Work for the tensor core ahead of the product that counts: both operands are one core matrix of ones, over and over."""
+"""Work for the tensor core ahead of the product that counts: both operands are one core matrix of ones."""
 LATE: Mapping[str, tuple[tuple[str, str], ...]] = {
     "found/cutlass-one-barrier-exchange": (("  ld.shared.b32 %r6", _SECOND_WARP),),
     "found/cutlass-mbarrier-init": (("  @%first mbarrier.init", _FIRST_WARP),),
     "found/fla-hgrn-rows": (("  st.global.b32 [%rd1], %r2;", _SECOND_WARP),),
     "found/gluon-im2col-stage": _BUSY,
-    "found/cutlass-relaxed-barrier": (("  st.shared::cluster.b32", 64 * "  st.volatile.shared::cluster.b32 [%r3], %r1;\n"),),
+    "found/cutlass-relaxed-barrier": (
+        ("  st.shared::cluster.b32", 64 * "  st.volatile.shared::cluster.b32 [%r3], %r1;\n"),
+    ),
     "found/cutlass-cta-scope": (("  st.shared.b32 [%r2], %r4;", 64 * "  st.volatile.shared.b32 [%r2], %r0;\n"),),
     "found/cutlass-neighbour-ends": (("  mapa.", _FIRST_CTA),),
     "rules/cluster-life": (("  mapa.", _FIRST_CTA),),
@@ -152,23 +155,24 @@ def patient(ptx: str) -> str:
     return given.replace("\n{\n", f"\n{begin}", 1)
 
 
-_DIRT = f""".version 8.7
+def filler(size: int) -> str:
+    """A kernel `dirt` whose 1024 threads fill `size` bytes of shared memory: a multiple of 4, 4096 at least."""
+    return f""".version 8.7
 .target sm_90a
 .address_size 64
 .extern .shared .align 16 .b8 smem[];
 .visible .entry dirt()
 {{
-  .reg .b32 %r<4>;
+  .reg .b32 %r<3>;
   .reg .pred %p;
   mov.u32 %r0, %tid.x;
+  shl.b32 %r0, %r0, 2;
   mov.u32 %r1, smem;
-  mad.lo.u32 %r1, %r0, 4, %r1;
-  mov.u32 %r2, 0;
 FILL:
-  st.volatile.shared.b32 [%r1], 0xa5a5a5a5;
-  add.u32 %r1, %r1, 4096;
-  add.u32 %r2, %r2, 4096;
-  setp.lt.u32 %p, %r2, {DIRT_BYTES};
+  add.u32 %r2, %r1, %r0;
+  st.volatile.shared.b32 [%r2], 0xa5a5a5a5;
+  add.u32 %r0, %r0, 4096;
+  setp.lt.u32 %p, %r0, {size};
   @%p bra FILL;
   ret;
 }}
@@ -190,10 +194,15 @@ class Gpu:
         self._buffers: list[Any] = []
         self._dirt = None
         if dirty:
-            dirt = self._call(self._driver.cuModuleLoadData(_DIRT.encode() + b"\0"))
+            dirt = self._call(self._driver.cuModuleLoadData(filler(DIRT_BYTES).encode() + b"\0"))
             self._dirt = self._call(self._driver.cuModuleGetFunction(dirt, b"dirt"))
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._call(self._driver.cuFuncSetAttribute(self._dirt, attribute, DIRT_BYTES))
+
+    def fill(self) -> None:
+        """All shared memory of the device, with 0xa5."""
+        self._call(self._driver.cuLaunchKernel(self._dirt, 132, 1, 1, 1024, 1, 1, DIRT_BYTES, 0, 0, 0))
+        self._call(self._driver.cuCtxSynchronize())
 
     def _call(self, result: tuple[Any, ...]) -> Any:
         code, *values = result
@@ -205,7 +214,7 @@ class Gpu:
         """As `megamoe.vm.Device.launch`: NumPy arrays and integers."""
         driver, arrays, held = self._driver, list[tuple[Any, Any]](), list[Any]()
         if self._dirt is not None:
-            self._call(driver.cuLaunchKernel(self._dirt, 132, 1, 1, 1024, 1, 1, DIRT_BYTES, 0, 0, 0))
+            self.fill()
         for one in arguments:
             if isinstance(one, int):
                 held.append(ctypes.c_uint32(one))
@@ -284,59 +293,93 @@ def tried(python: str, launch: Launch, launches: int, seconds: float) -> dict[st
     return {"launches": done, "wrong": wrong, "elements": elements, "launches_with_wrong": bad, "error": error}
 
 
-def one(program: Program, under_tool: bool) -> dict[str, Any]:
+def _nothing(error: str) -> dict[str, Any]:
+    return {"launches": 0, "wrong": 0, "elements": 0, "launches_with_wrong": 0, "error": error}
+
+
+def one(program: Program, under_tool: bool, dirty: bool) -> dict[str, Any]:
     """The answer of the device to one program, in this process."""
     try:
-        gpu = Gpu(patient(program["kernel"]), dirty=not under_tool)
+        gpu = Gpu(patient(program["kernel"]), dirty)
     except RuntimeError as refused:
-        return {"launches": 0, "wrong": 0, "elements": 0, "launches_with_wrong": 0, "error": f"loading: {refused}"}
+        return _nothing(f"loading: {refused}")
     launches = LAUNCHES_UNDER_TOOLS if under_tool else MAX_LAUNCHES
     answer = tried(program["python"], gpu.launch, launches, SECONDS)
     return answer if answer["error"] else {**answer, "gave_up": gpu.gave_up()}
 
 
 def summary(log: str) -> dict[str, Any]:
-    """The number of errors of a log of compute-sanitizer, -1 if it has none, and the first that it describes."""
-    found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", log)
+    """How many errors and warnings a log of compute-sanitizer has, -1 if it does not say, and its first."""
+    found = re.search(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)", log)
+    errors = sum(int(number) for number in found.groups() if number) if found else -1
     lines = [line.removeprefix("=========").strip() for line in log.splitlines() if line.startswith("=========")]
-    said = [line for line in lines if line and not re.match(r"COMPUTE-SANITIZER|(?:ERROR|RACECHECK) SUMMARY|at |by ", line)]
-    return {"errors": int(found[1]) if found else -1, "says": said[0] if said and found and int(found[1]) else ""}
+    said = [
+        line for line in lines if line and not re.match(r"COMPUTE-SANITIZER|(?:ERROR|RACECHECK) SUMMARY|at |by ", line)
+    ]
+    return {"errors": errors, "says": said[0] if said and errors > 0 else ""}
 
 
-def run(file: Path, logs: Path) -> dict[str, Any]:
-    """Every program plainly, then the programs with a defect under every tool and the mended under racecheck and synccheck."""
+def asked_of_tools(programs: Sequence[Program]) -> Iterator[tuple[int, str]]:
+    """Number of a program and a tool. The late ones are kernels of ours, and left out."""
+    for number, program in enumerate(programs):
+        if program["name"].endswith(" late"):
+            continue
+        wanted = {
+            "memcheck": bool(program["rule"]),
+            "racecheck": True,
+            "synccheck": True,
+            "initcheck": program["rule"].startswith("uninitialised"),
+        }
+        yield from ((number, tool) for tool in TOOLS if wanted[tool])
+
+
+def answered(command: Sequence[str], seconds: float) -> dict[str, Any]:
+    """What a child prints last, or that it did not end, or how. Its own children end with it."""
+    try:
+        child = subprocess.Popen(
+            [*command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+    except FileNotFoundError as missing:
+        return _nothing(str(missing))
+    try:
+        said, complained = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        return _nothing("it did not end")
+    try:
+        return json.loads(said.strip().rpartition("\n")[2])
+    except ValueError:
+        last = complained.strip().rpartition("\n")[2][:300]
+        return _nothing(f"exit {child.returncode}: {last}")
+
+
+def run(file: Path, logs: Path, dirty: bool) -> dict[str, Any]:
+    """Every program plainly, then those with a defect under the tools and the mended under racecheck and synccheck."""
     programs: list[Program] = json.loads(file.read_text("utf-8"))
     logs.mkdir(parents=True, exist_ok=True)
 
-    def child(number: int, tool: str = "") -> tuple[subprocess.CompletedProcess[str] | None, str]:
-        log = logs / f"{number}-{tool}.log"
-        sanitizer = ["compute-sanitizer", "--tool", tool, "--log-file", str(log), "--print-limit", "3"] if tool else []
-        if tool == "racecheck":
-            sanitizer += ["--racecheck-report", "all"]
-        command = [*sanitizer, sys.executable, __file__, "one", str(file), str(number), *(["--tool"] if tool else [])]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=40 if tool else 20)
-        except (subprocess.TimeoutExpired, FileNotFoundError):
-            done = None
-        return done, log.read_text("utf-8", "replace")[:4000] if tool and log.exists() else ""
-
     def plain(number: int) -> dict[str, Any]:
-        done, _ = child(number)
-        if done is None:
-            return {"launches": 0, "wrong": 0, "elements": 0, "launches_with_wrong": 0, "error": "it did not end"}
-        last = done.stdout.strip().rpartition("\n")[2]
-        try:
-            return json.loads(last)
-        except ValueError:
-            said = done.stderr.strip().rpartition("\n")[2][:300]
-            return {"launches": 0, "wrong": 0, "elements": 0, "launches_with_wrong": 0, "error": f"exit {done.returncode}: {said}"}
+        given = [sys.executable, __file__, "one", str(file), str(number), *([] if dirty else ["--no-dirt"])]
+        return answered(given, 12)
 
     def checked(asked: tuple[int, str]) -> dict[str, Any]:
-        done, log = child(*asked)
-        return {"ended": done is not None, **summary(log)}
+        number, tool = asked
+        log = logs / f"{number}-{tool}.log"
+        command = ["compute-sanitizer", "--tool", tool, "--log-file", str(log), "--print-limit", "3"]
+        if tool == "racecheck":
+            command += ["--racecheck-report", "all"]
+        command += [sys.executable, __file__, "one", str(file), str(number), "--no-dirt", "--tool"]
+        answer = answered(command, 30)
+        said = log.read_text("utf-8", "replace") if log.exists() else ""
+        return {"launches": answer["launches"], "error": answer["error"], **summary(said)}
 
     began = time.monotonic()
-    with ThreadPoolExecutor(4) as pool:
+    if dirty:
+        failed = answered([sys.executable, __file__, "fill", str(file)], 20)["error"]
+        dirty = not failed
+        print(f"filler: {failed or 'works'}", flush=True)
+    with ThreadPoolExecutor(12) as pool:
         table = {one["name"]: {"rule": one["rule"], **answer}
                  for one, answer in zip(programs, pool.map(plain, range(len(programs))), strict=True)}  # fmt: skip
     for name, answer in table.items():
@@ -344,35 +387,44 @@ def run(file: Path, logs: Path) -> dict[str, Any]:
               f"{answer['launches_with_wrong']}/{answer['launches']} gave up {answer.get('gave_up', '')} "
               f"{answer['error']}")  # fmt: skip
     print(f"{time.monotonic() - began:.1f} s plainly", flush=True)
-    asked = [(number, tool) for number, one in enumerate(programs) for tool in TOOLS
-             if one["rule"] or tool in ("racecheck", "synccheck")]  # fmt: skip
-    with ThreadPoolExecutor(14) as pool:
+    asked = list(asked_of_tools(programs))
+    with ThreadPoolExecutor(15) as pool:
         said = list(pool.map(checked, asked))
     for (number, tool), answer in zip(asked, said, strict=True):
         name = programs[number]["name"]
         table[name].setdefault("sanitizer", {})[tool] = answer
     for name, answer in table.items():
-        print(f"{name:42} " + " ".join(f"{tool[:4]} {one['errors'] if one['ended'] else 'hangs'}"
+        print(f"{name:42} " + " ".join(f"{tool[:4]} {one['errors']} of {one['launches']} {one['error'][:60]}"
                                        for tool, one in answer.get("sanitizer", {}).items()))  # fmt: skip
     print(f"{time.monotonic() - began:.1f} s in all")
-    return table
+    return {"dirt": dirty, "programs": table}
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The commands of the head of this file, and `one`, which `run` starts."""
+    """The commands of the head of this file, and `one` and `fill`, which `run` starts."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=("pack", "run", "one"))
+    parser.add_argument("command", choices=("pack", "run", "one", "fill"))
     parser.add_argument("file", type=Path)
     parser.add_argument("other", nargs="?", default="")
     parser.add_argument("--tool", action="store_true")
+    parser.add_argument("--no-dirt", action="store_true")
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     given = parser.parse_args(arguments)
     if given.command == "pack":
         given.file.write_text(json.dumps(pack(), indent=1) + "\n", "utf-8")
+    elif given.command == "fill":
+        try:
+            Gpu(json.loads(given.file.read_text("utf-8"))[0]["kernel"], dirty=True).fill()
+        except RuntimeError as refused:
+            print(json.dumps(_nothing(str(refused))))
+        else:
+            print(json.dumps(_nothing("")))
     elif given.command == "one":
-        print(json.dumps(one(json.loads(given.file.read_text("utf-8"))[int(given.other)], given.tool)))
+        program = json.loads(given.file.read_text("utf-8"))[int(given.other)]
+        print(json.dumps(one(program, given.tool, dirty=not given.no_dirt)))
     else:
-        Path(given.other).write_text(json.dumps(run(given.file, given.logs), indent=1) + "\n", "utf-8")
+        answer = run(given.file, given.logs, dirty=not given.no_dirt)
+        Path(given.other).write_text(json.dumps(answer, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
