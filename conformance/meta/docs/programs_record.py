@@ -104,7 +104,9 @@ def _of_tools(broken: list[Answer]) -> str:
     tools = list(dict.fromkeys(tool for one in broken if not reported(one) for tool in looked(one)))
     if missed:
         named = ", ".join(dict.fromkeys(missed))
-        found.append(f"{' and '.join(f'`{tool}`' for tool in tools)} report nothing of {named}")
+        *others, last = [f"`{tool}`" for tool in tools] or ["no tool"]
+        who = f"{', '.join(others)} and {last}" if others else last
+        found.append(f"{who} of compute-sanitizer report{'' if others else 's'} nothing of {named}")
     return "; ".join(dict.fromkeys(found)) + "."
 
 

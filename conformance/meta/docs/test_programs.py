@@ -151,7 +151,10 @@ def test_a_paragraph_tells_every_answer_of_its_page() -> None:
     )
     assert "`global-race`: none of 6,000 values was wrong in 2,000 launches. " in told["rules/two"]
     assert "`ended-cta`: launch 2,001 ended with `CUDA_ERROR_LAUNCH_FAILED`. " in told["rules/two"]
-    assert "`memcheck` and `racecheck` and `synccheck` report nothing of `global-race`" in told["rules/two"]
+    assert (
+        "`memcheck`, `racecheck` and `synccheck` of compute-sanitizer report nothing of `global-race`"
+        in told["rules/two"]
+    )
     wrong = {**RECORD, "found/one 2": _answer("", 5)}
     assert "Mended, 5 of 6,000 values were wrong" in paragraphs(wrong)["found/one"]
     assert not complaints(RECORD)
