@@ -10,6 +10,7 @@ wait are left alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import length_hint
@@ -40,6 +41,9 @@ FIRST_PATIENCE = 4096
 LATER_PATIENCE = 32
 """The same in a warp that has spun before."""
 TURN = 32
+LAST_BLOCKS = 256
+"""How long the other lanes of a warp that met a rule run on, for an assertion that has failed in them."""
+_STOP = re.compile(r"(@\S+\s+)?(trap\b|call\S*\s+__assertfail\b)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +378,8 @@ class Warp:
                 outcome = self._carry(block, steps)
         except Fault as fault:
             self.locate(fault)
+            if fault.rule == "diverged":
+                self._stop_elsewhere(strand)
             raise
         except Exception as error:
             instruction = self.instruction
@@ -385,6 +391,19 @@ class Warp:
             strand.wait = outcome
             return
         self._move(strand, outcome if isinstance(outcome, int) else strand.block + 1)
+
+    def _stop_elsewhere(self, strand: Strand) -> None:
+        """Let the lanes that are missed here run to a failed assertion or a trap, which says why they are."""
+        others = [one for one in self.strands if one is not strand]
+        stops = (one for block in self.code.blocks for one in block.instructions if _STOP.match(one.text))
+        if len(others) == len(self.strands) or not any(True for _ in stops):
+            return
+        self.strands[:] = others
+        try:
+            self.run(LAST_BLOCKS)
+        except Fault as fault:
+            if fault.rule in ("assert", "trap"):
+                raise
 
     def _carry(self, block: Block, steps: Iterator[Step]) -> object:
         """Execute the `steps` of a block that are left, of which some touch undefined registers, and its tail."""
