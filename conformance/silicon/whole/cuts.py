@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from conformance.silicon.whole.drawn import Drawn
 
 _PIECE = re.compile(r"\bL\d+:|(?:(?!\bL\d+:)[^;])+;?")
-_RESULTS = re.compile(r"[\s{]*(?:@!?%\w+ )?([a-z][\w.:]*) (\{[^}]*\}|[^,;]*)[,;]")
+_RESULTS = re.compile(r"[\s{}]*(?:@!?%\w+ )?([a-z][\w.:]*) (\{[^}]*\}|[^,;]*)[,;]")
 _MEETING = re.compile(r"bar\.red\.")
 _FIRST, _LAST = "mbarrier.init", "\nmov.u32 %t0, 0; selp.b32 %t1"
 
@@ -35,13 +35,13 @@ def _droppable(piece: str) -> bool:
 def _dropped(piece: str) -> str:
     """What is left of a statement: threads that met still meet."""
     found = _RESULTS.match(piece)
-    lead = piece[: len(piece) - len(piece.lstrip(" \n{"))]
+    lead = piece[: len(piece) - len(piece.lstrip(" \n{}"))]
     return lead + ("bar.sync 0;" if found and _MEETING.match(found[1]) else "")
 
 
 def statements(program: Drawn) -> list[str]:
     """Those that write a register, in the order of the text."""
-    return [piece.strip(" \n{") for piece in _parts(program.text)[1] if _droppable(piece)]
+    return [piece.strip(" \n{}") for piece in _parts(program.text)[1] if _droppable(piece)]
 
 
 def cut(program: Drawn, kept: int) -> Drawn:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import cache
+from inspect import getfile
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -81,7 +82,7 @@ def pack(folder: Path) -> None:
     (folder / "maps.json").write_text(json.dumps(maps))
     (folder / "held.json").write_text(json.dumps(sorted(DrawnAnswers.read(DRAWN).modules)))
     for module in (drawn, cuts):
-        file = Path(module.__file__)
+        file = Path(getfile(module))
         (folder / file.name).write_text(file.read_text("utf-8"))
     (folder / "ask.py").write_text(Path(__file__).read_text("utf-8"))
 
@@ -409,7 +410,7 @@ def _told(raw: Path, told: Path, number: int) -> None:
     for level in sorted(set(LEVELS)):
         if (file := raw / f"{number}{level}.npy").exists():
             left = np.load(file)
-            arrays[level] = left[-1]
+            arrays[level] = left[-1].copy()
             if level == level_of(number):
                 left[1:] ^= left[:-1].copy()
                 arrays["cuts"] = left[:-1]
