@@ -111,7 +111,7 @@ def abs_of_set(text: str, only: frozenset[int] | None = None) -> tuple[str, int]
 
 
 def twice(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
-    """With -O3, in loops of an even number of turns: the reciprocal of a flushed subnormal is an infinity."""
+    """With -O3 and -O1, in unrolled loops of an even number of turns. The reciprocal of a flushed subnormal is infinite."""
     return _substituted(_RECIPROCAL, "", text, only)
 
 
@@ -250,9 +250,7 @@ def departures(number: int) -> Iterator[tuple[str, Drawn]]:
         changes += [(SAME_MIN, same_min), (KEPT_NAN, kept_nan), (HALVES, halves)]
         if level == "-O1":
             changes += [(ABS_OF_SET, abs_of_set), *[(REUSED, reused)][: "wgmma" in text]]
-        else:
-            changes.append((TWICE, twice))
-        changes.append((SWAPPED, swapped))
+        changes += [(TWICE, twice), (SWAPPED, swapped)]
     for name, change in changes:
         yield from ((name, replace(program, text=one)) for one in _some(change, text))
         if name not in _NOT_EVERYWHERE:
