@@ -111,7 +111,7 @@ def abs_of_set(text: str, only: frozenset[int] | None = None) -> tuple[str, int]
 
 
 def twice(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
-    """With -O3 and -O1, in unrolled loops of an even number of turns. The reciprocal of a flushed subnormal is infinite."""
+    """With -O3 and -O1, in unrolled loops of an even number of turns: 1 / a flushed subnormal is an infinity."""
     return _substituted(_RECIPROCAL, "", text, only)
 
 
