@@ -266,11 +266,13 @@ def _half_update(kind: str, op: str) -> Callable[..., int]:
     return update
 
 
-def _single_sum(*, flush: bool) -> Callable[..., float]:
-    """f32, NaN canonical. Global memory flushes subnormal operands and results, shared memory does not (9.7.13.5)."""
+def _single_sum(*, flush: bool) -> Callable[..., int]:
+    """f32 as integers, as a signalling NaN would not survive Python's numbers; the sum's NaN is canonical.
+    Global memory flushes subnormal operands and results, shared memory does not (9.7.13.5)."""
 
-    def update(old: float, x: float, _: object) -> float:
-        return float(f32.add(np.array([old], np.float32), np.array([x], np.float32), ftz=flush)[0])
+    def update(old: int, x: int, _: object) -> int:
+        a, b = np.array([[old], [x]], np.uint32).view(np.float32)
+        return int(f32.add(a, b, ftz=flush).view(np.uint32)[0])
 
     return update
 
@@ -321,6 +323,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
         update = _UPDATES[next(part for part in parts if part in _UPDATES)]
     sem, scope = b.words["sem"], b.words["scope"]
     single = kind == "f32" and "add" in parts
+    kind = "b32" if single else kind
     element = _Element.of(kind)
     view = element.view
     target = None if d is None or isinstance(d, Sink) else b.destination(d, view)
