@@ -24,7 +24,7 @@ from backends.vm.machine.machine import Machine
 from backends.vm.machine.special import Dim3
 from backends.vm.memory.global_memory import Buffer
 from conformance.kernels.mutants.campaign import Built, Plan, Record, Subject, planned, program_of, subjects
-from conformance.kernels.mutants.mutant import Mutant, mutants, program_id
+from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant, mutants, program_id
 from conformance.kernels.mutants.table import RECORD
 from megamoe.contract import HostProgram, Program
 from megamoe.contract.assembly import assemblers
@@ -173,6 +173,7 @@ class Carried:
                 "number": number,
                 "id": "" if mutant is None else mutant.id,
                 "kind": "" if mutant is None else mutant.kind,
+                "orders": mutant is not None and mutant.kind in SYNCHRONISATION,
                 "base": base,
                 "call": name,
             }

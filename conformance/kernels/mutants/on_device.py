@@ -2,9 +2,10 @@
 
 `python -m conformance.kernels.mutants.carried FOLDER` writes what travels, this file included. On the device machine
 `python3 FOLDER/on_device.py FOLDER OUT SECONDS [PROCESSES]` runs each mutant on the row that FOLDER names, RUNS times
-alone and once under each of TOOLS, and writes OUT/mutants.json: a list of answers. It needs the driver and
-compute-sanitizer alone. Entries are called NAME_mNUMBER, so that a line of compute-sanitizer names the mutant it is
-about. A mutant that hangs or faults ends its process, as the driver has no way back from that; another goes on behind.
+alone and once under each of TOOLS, and writes OUT/mutants.json: a list of answers. Where FOLDER has `alone.json`, the
+answers of an earlier call, mutants do not run alone again. It needs the driver and compute-sanitizer alone. Entries are
+called NAME_mNUMBER, so that a line of compute-sanitizer names the mutant it is about. A mutant that hangs or faults
+ends its process, as the driver has no way back from that; another goes on behind.
 """
 
 from __future__ import annotations
@@ -24,15 +25,29 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
-TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+DEADLOCK = "racecheck, deadlocks"
+"""Racecheck as it looks for waits without end, which it does if it is asked."""
+TOOLS = {
+    "memcheck": ("--tool", "memcheck"),
+    "racecheck": ("--tool", "racecheck"),
+    "synccheck": ("--tool", "synccheck"),
+    "initcheck": ("--tool", "initcheck"),
+    DEADLOCK: ("--tool", "racecheck", "--racecheck-deadlock-timeout", "1000"),
+}
 ALONE = "alone"
 """In the place of a tool: no tool."""
+HANG_TOOLS = (DEADLOCK, "synccheck")
+"""What mutants run under that do not end by themselves."""
 RUNS = 20
 """Launches of a mutant without a tool."""
-PATIENCE = {ALONE: 0.5}
+PATIENCE = {ALONE: 0.5, "synccheck": 3.0, DEADLOCK: 4.0}
 """Seconds that a launch may take, by tool; a launch of these rows takes less than a millisecond."""
 TOOL_PATIENCE = 5.0
-CHUNK = 6
+START = 5.0
+"""Seconds more until a process has said something."""
+LAST_WORDS = 2.5
+"""Seconds that a process may live after it has said that a launch hangs: with the tool's reports."""
+CHUNK = 8
 """Mutants that a process is given at once."""
 TOOL_FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
 REPORT_LENGTH = 700
@@ -224,12 +239,16 @@ def _one(
     return "wrong" if wrong else "right", {"wrong": wrong, "of": len(sums), "sum": wanted}
 
 
+Job = tuple[str, list[int]]
+"""A tool, and the mutants that a process runs under it."""
+
+
 class Stage:
-    """Jobs (a tool and mutants), each a process, some side by side, until none is left or time is up."""
+    """Jobs, each a process, some side by side, until none is left or time is up."""
 
     def __init__(self, folder: Path, out: Path, deadline: float, processes: int) -> None:
         self.folder, self.out, self.deadline, self.processes = folder, out, deadline, processes
-        self.jobs: deque[tuple[str, list[int]]] = deque()
+        self.jobs: deque[Job] = deque()
         self.answers: dict[tuple[str, int], dict[str, Any]] = {}
         self.lock = Lock()
         self.count = 0
@@ -263,20 +282,21 @@ class Stage:
         begun = time.monotonic()
         with log.open("wb") as sink:
             child = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
-            stalled = self._watched(child, told, PATIENCE.get(tool, TOOL_PATIENCE))
+            stalled = self._watched(child, told, PATIENCE.get(tool, TOOL_PATIENCE) + START)
         found = self._read(tool, told, log, stalled=stalled, seconds=round(time.monotonic() - begun, 2))
         # A process that says nothing of its first mutant would be started for ever.
         return found or {numbers[0]}
 
     def _watched(self, child: subprocess.Popen[bytes], told: Path, patience: float) -> bool:
         """Whether it had to be killed, because it said nothing for longer than a start and a launch take."""
-        size, since = -1, time.monotonic()
+        size, since, hung = -1, time.monotonic(), False
         while child.poll() is None:
             time.sleep(0.01)
             now = told.stat().st_size if told.exists() else 0
             if now != size:
                 size, since = now, time.monotonic()
-            if time.monotonic() - since > patience + 6 or time.monotonic() > self.deadline + 3:
+                hung = size > 0 and '"status": "hang"' in told.read_text().splitlines()[-1]
+            if time.monotonic() - since > (LAST_WORDS if hung else patience) or time.monotonic() > self.deadline + 3:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
                 return True
@@ -310,7 +330,7 @@ def reports(log: str) -> dict[int, tuple[dict[str, int], str]]:
         if number is None:
             continue
         head = kind_of(block.splitlines()[0])
-        heads, first = found.setdefault(int(number[1]), ({}, block[:REPORT_LENGTH]))
+        heads, _ = found.setdefault(int(number[1]), ({}, block[:REPORT_LENGTH]))
         heads[head] = heads.get(head, 0) + 1
     return found
 
@@ -326,7 +346,8 @@ def sanitizer(tool: str) -> list[str]:
     """The command that a process runs under."""
     places = [shutil.which("compute-sanitizer"), *(f"{folder}/compute-sanitizer" for folder in TOOL_FOLDERS)]
     found = next((one for one in places if one and Path(one).exists()), "compute-sanitizer")
-    return [found, "--tool", tool, "--print-limit", "100000", "--target-processes", "application-only"]
+    limits = ("--print-limit", "20000", "--show-backtrace", "no", "--target-processes", "application-only")
+    return [found, *TOOLS[tool], *limits]
 
 
 def main(folder: Path, out: Path, seconds: float, processes: int) -> None:
@@ -335,30 +356,56 @@ def main(folder: Path, out: Path, seconds: float, processes: int) -> None:
     (out / "raw").mkdir(parents=True, exist_ok=True)
     rows = json.loads((folder / "rows.json").read_text())["rows"]
     bases = [row["number"] for row in rows if not row["id"]]
-    # If time runs out, what ran is a sample of all.
-    named = {hashlib.sha256(row["id"].encode()).hexdigest(): row["number"] for row in rows if row["id"]}
-    others = [named[one] for one in sorted(named)]
+    others = drawn(rows)
     stage = Stage(folder, out, begun + seconds, processes)
-    stage.jobs.extend((ALONE, [one]) for one in bases)
-    stage.perform()
+    before = folder / "alone.json"
+    if before.exists():
+        stage.answers = {(ALONE, one["number"]): one for one in json.loads(before.read_text()) if one["tool"] == ALONE}
+    else:
+        stage.jobs.extend((ALONE, [one]) for one in bases)
+        stage.perform()
     known = {rows[one]["base"]: stage.answers.get((ALONE, one), {}).get("sum") for one in bases}
     (out / "known.json").write_text(json.dumps(known))
     print(f"programs as they are: {_counted(stage, ALONE, bases)}, {time.monotonic() - begun:.1f} s", flush=True)
-    stage.jobs.extend((ALONE, others[at : at + CHUNK]) for at in range(0, len(others), CHUNK))
-    stage.perform()
+    if not before.exists():
+        stage.jobs.extend((ALONE, others[at : at + CHUNK]) for at in range(0, len(others), CHUNK))
+        stage.perform()
     print(f"mutants alone: {_counted(stage, ALONE, others)}, {time.monotonic() - begun:.1f} s", flush=True)
-    hanging = [one for one in others if stage.answers.get((ALONE, one), {}).get("status") in ("hang", "died", None)]
-    going = [one for one in others if one not in set(hanging)]
-    for some in (bases, going):
-        for at in range(0, len(some), CHUNK):
-            stage.jobs.extend((tool, some[at : at + CHUNK]) for tool in TOOLS)
-    stage.jobs.extend((tool, [one]) for one in hanging for tool in ("synccheck", "racecheck"))
-    stage.perform()
+    fates = {one: stage.answers.get((ALONE, one), {}).get("status") for one in others}
+    for name, jobs in under_tools(bases, others, fates).items():
+        stage.jobs.extend(jobs)
+        stage.perform()
+        print(f"{name}: {len(stage.answers)} answers, {time.monotonic() - begun:.1f} s", flush=True)
+        (out / "mutants.json").write_text(json.dumps(list(stage.answers.values())))
     for tool in TOOLS:
         print(f"{tool}, as they are: {_counted(stage, tool, bases)}", flush=True)
         print(f"{tool}: {_counted(stage, tool, others)}", flush=True)
-    (out / "mutants.json").write_text(json.dumps(list(stage.answers.values())))
-    print(f"{len(stage.answers)} answers, {time.monotonic() - begun:.1f} s", flush=True)
+
+
+def drawn(rows: list[dict[str, Any]]) -> list[int]:
+    """Mutants, those of synchronisation first, else by lot: if time runs out, what ran is a sample of all."""
+    lots = {row["number"]: hashlib.sha256(row["id"].encode()).hexdigest() for row in rows if row["id"]}
+    return sorted(lots, key=lambda one: (not rows[one]["orders"], lots[one]))
+
+
+def under_tools(
+    bases: list[int], others: list[int], fates: dict[int, str | None]
+) -> dict[str, list[tuple[str, list[int]]]]:
+    """Jobs by stage. Mutants that do not end by themselves are last, as a process of theirs takes the longest."""
+    asked = [tool for tool in TOOLS if tool != DEADLOCK]
+    ending = [one for one in others if fates[one] in ("right", "wrong")]
+    faulty = [one for one in others if fates[one] == "fault"]
+    hanging = [one for one in others if fates[one] not in ("right", "wrong", "fault")]
+    return {
+        "programs as they are": [(tool, some) for some in _chunks(bases) for tool in TOOLS],
+        "mutants that end": [(tool, some) for some in _chunks(ending) for tool in asked],
+        "mutants that fault": [(tool, [one]) for one in faulty for tool in asked[:3]],
+        "mutants that hang": [(tool, [one]) for one in hanging for tool in HANG_TOOLS],
+    }
+
+
+def _chunks(numbers: list[int]) -> list[list[int]]:
+    return [numbers[at : at + CHUNK] for at in range(0, len(numbers), CHUNK)]
 
 
 def _counted(stage: Stage, tool: str, numbers: list[int]) -> dict[str, int]:
