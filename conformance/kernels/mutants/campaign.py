@@ -48,8 +48,8 @@ MAX_COLLECTED = 1 << 18
 COLLECTED = "collected"
 """In the place of a schedule: the first one, with findings collected."""
 FEW_CTAS = "few_ctas"
-"""In the place of a schedule, with their number behind a colon: the first one, with and without findings collected, on
-few CTAs."""
+"""In the place of a schedule, with their number behind a colon: the first two on few CTAs, and the first with findings
+collected."""
 
 
 class OverTime(Exception):
@@ -329,7 +329,7 @@ def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ct
         yield from (_Turn(schedule, subject, built, schedule) for built in subject.built[-LATER_CASES:])
     for count, few in subject.few.items() if few_ctas else ():
         name, built = f"{FEW_CTAS}:{count}", few.built[0]
-        yield _Turn(name, few, built, first)
+        yield from (_Turn(name, few, built, schedule) for schedule in schedules[:2])
         if orders:
             yield _Turn(name, few, built, first, True)
 

@@ -15,8 +15,8 @@ from backends.cutedsl.sm100_moe.program import moe_program as sm100_moe_program
 from megamoe.contract import Case, HostProgram, Program, UnsupportedError, load_backend
 from megamoe.spec.spec import Spec
 
-COUNTS = (2, 5)
-"""CTAs. By two each computes several tiles. Among five, tiles are left that CTAs of the CuTeDSL kernels share."""
+COUNTS = (1, 5)
+"""CTAs. One computes all tiles, and fills a ring several times. Among five, tiles are left that CTAs of the CuTeDSL kernels share."""
 SIZES = ((384, 384), (768, 384), (768, 768))
 """Values of hidden and intermediate, cheapest first: several tiles of an expert, and three steps or more along K."""
 STAGES = ("layer", "l1", "l2")

@@ -56,7 +56,7 @@ def seen_of(rows: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, An
         asked = by_number.get(row["number"], {})
         if (alone := asked.get(ALONE)) is None:
             continue
-        fate = {"died": "fault"}.get(alone["status"], alone["status"])
+        fate = "fault" if alone["status"] == "died" else str(alone["status"])
         tools = {
             tool: dict(asked[tool]["reports"])
             for tool in TOOLS

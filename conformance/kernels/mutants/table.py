@@ -99,7 +99,7 @@ def table(record: Record, known: Sequence[Reason]) -> str:
         "`nox -s mutants -- --table`, from `results/mutants.jsonl`. `conformance/kernels/mutants/mutant.py` has the",
         "classes, `survivors.yaml` there the reasons. A mutant is killed by a verdict other than passed, or by a",
         "finding that the program itself has not; the schedule `collected` is eager with findings collected, as at the",
-        "doors, and `few_ctas:N` is eager on N persistent CTAs (`few_ctas.py` there). `nox -s mutants -- --id ID` runs",
+        "doors, and `few_ctas:N` is N persistent CTAs (`few_ctas.py` there). `nox -s mutants -- --id ID` runs",
         "one again.",
         "",
         _sum("All", found, equal),
