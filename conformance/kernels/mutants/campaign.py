@@ -4,6 +4,7 @@ Killed means: a verdict other than passed, a finding of grade error or portabili
 the program itself has not, or more of a counter of WORK. A program is a PTX text; its cases are all cases of the
 selection that build this text. A mutant runs on each of them, the first schedule first, until one kills it. It runs on
 a few with its findings collected, as the doors do, a mutant of synchronisation as soon as it lives on the first case.
+At last it runs on few CTAs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from backends.vm import executor as machine
 from backends.vm.faults import Fault, Findings
 from backends.vm.rules import COUNTERS
+from conformance.kernels.mutants.few_ctas import on_few_ctas
 from conformance.kernels.mutants.journal import Journal
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant, mutants, program_id
 from megamoe.contract import Case, HostProgram, Program, RunOptions, UnsupportedError, load_backend, load_executor
@@ -45,6 +47,9 @@ MAX_COLLECTED = 1 << 18
 """Elements of the inputs of a case that runs with its findings collected, unless it is the smallest."""
 COLLECTED = "collected"
 """In the place of a schedule: the first one, with findings collected."""
+FEW_CTAS = "few_ctas"
+"""In the place of a schedule, with their number behind a colon: the first two on few CTAs, and the first with findings
+collected."""
 
 
 class OverTime(Exception):
@@ -147,6 +152,19 @@ class Subject:
     _baselines: dict[tuple[str, str], _Baseline] = field(default_factory=dict[tuple[str, str], _Baseline])
     _collections: dict[tuple[str, str], Collection] = field(default_factory=dict[tuple[str, str], Collection])
     _code: Mapping[str, str | None] | None = None
+    _few: Mapping[int, Subject] | None = None
+
+    @property
+    def few(self) -> Mapping[int, Subject]:
+        """The program on few CTAs, by their number."""
+        if self._few is None:
+            first = self.built[0]
+            made = on_few_ctas(self.backend, self.target, first.spec, first.case, first.program.ptx)
+            self._few = {
+                count: Subject(self.backend, self.target, self.op, [Built(first.spec, case, program)])
+                for count, (case, program) in made.items()
+            }
+        return self._few
 
     @property
     def code(self) -> Mapping[str, str | None]:
@@ -252,32 +270,27 @@ def _lot(seed: int, text: str) -> str:
 
 
 def examine(
-    subject: Subject, mutant: Mutant, schedules: Sequence[str] = SCHEDULES, *, ask_assemblers: bool = True
+    subject: Subject,
+    mutant: Mutant,
+    schedules: Sequence[str] = SCHEDULES,
+    *,
+    ask_assemblers: bool = True,
+    few_ctas: bool = True,
 ) -> Outcome:
     """Run a mutant on every case of its program until a check kills it.
 
     Schedules beyond the first are for the largest cases. What is the same machine code, if assemblers are asked after
-    the first run, is left alone.
+    the first run, is left alone. `few_ctas`: whether it runs on few CTAs too.
     """
     begun, runs, same = time.process_time(), 0, None
     about = (mutant.id, subject.name, mutant.kind, mutant.line, _short(mutant.before), _short(mutant.after))
-    largest = subject.built[-LATER_CASES:]
-    turns = [(schedules[0], built) for built in subject.built]
-    telling = [(COLLECTED, built) for built in reversed(subject.telling(schedules[0]))]
-    if mutant.kind in SYNCHRONISATION:
-        turns[1:1] = telling
-    else:
-        turns += telling
-    turns += [(schedule, built) for schedule in schedules[1:] for built in largest]
-    for schedule, built in turns:
-        if schedule == COLLECTED:
-            check, sentence = _found_by(subject, built, mutant, schedules[0])
-        else:
-            check, sentence = killed_by(subject, built, mutant, schedule)
+    for turn in _turns(subject, mutant, schedules, few_ctas=few_ctas):
+        look = _found_by if turn.collects else killed_by
+        check, sentence = look(turn.subject, turn.built, mutant, turn.schedule)
         runs += 1
-        spent = round(time.process_time() - begun, 2)
         if check:
-            fate = (check, built.case.id, schedule, sentence[:160])
+            spent = round(time.process_time() - begun, 2)
+            fate = (check, turn.built.case.id, turn.name, sentence[:160])
             return Outcome(*about, *fate, same_code=same, runs=runs, seconds=spent)
         if runs == 1 and mutant.launch is None and ask_assemblers:
             same = _same_code(subject, mutant)
@@ -285,10 +298,40 @@ def examine(
             break
     reached = None
     if mutant.line and not same:
-        told = (subject.collection(built, schedules[0]) for built in subject.telling(schedules[0]))
+        asked = [subject, *(subject.few.values() if few_ctas else ())]
+        told = (one.collection(built, schedules[0]) for one in asked for built in one.telling(schedules[0]))
         reached = any(mutant.line in one.lines for one in told)
     spent = round(time.process_time() - begun, 2)
     return Outcome(*about, same_code=same, reached=reached, runs=runs, seconds=spent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One run of a mutant. `name`: what an outcome calls its schedule. `collects`: whether findings are collected."""
+
+    name: str
+    subject: Subject
+    built: Built
+    schedule: str
+    collects: bool = False
+
+
+def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ctas: bool) -> Iterator[_Turn]:
+    first, *others = schedules
+    orders = mutant.kind in SYNCHRONISATION
+    judged = [_Turn(first, subject, built, first) for built in subject.built]
+    telling = [_Turn(COLLECTED, subject, built, first, True) for built in reversed(subject.telling(first))]
+    yield from judged[:1]
+    yield from telling if orders else ()
+    yield from judged[1:]
+    yield from () if orders else telling
+    for schedule in others:
+        yield from (_Turn(schedule, subject, built, schedule) for built in subject.built[-LATER_CASES:])
+    for count, few in subject.few.items() if few_ctas else ():
+        name, built = f"{FEW_CTAS}:{count}", few.built[0]
+        yield from (_Turn(name, few, built, schedule) for schedule in schedules[:2])
+        if orders:
+            yield _Turn(name, few, built, first, True)
 
 
 def killed_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:

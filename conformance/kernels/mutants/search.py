@@ -53,7 +53,7 @@ class Hunt:
         if built is None:
             return False
         alone = replace(self.subject, built=[built])
-        found = examine(alone, self.mutant, self.effort.schedules, ask_assemblers=False)
+        found = examine(alone, self.mutant, self.effort.schedules, ask_assemblers=False, few_ctas=False)
         self.tried[case.id] = found = replace(found, program=self.subject.name)
         if found.killed:
             self.killer = found

@@ -15,6 +15,8 @@ from typing import Literal
 from conformance import ROOT
 from conformance.kernels.mutants.campaign import DROPPED, SCHEDULES, Outcome, Record
 from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION
+from conformance.kernels.mutants.silicon import read as read_silicon
+from conformance.kernels.mutants.silicon import told as told_of_silicon
 from conformance.kernels.mutants.smoke import check_of
 from conformance.kernels.mutants.unmutated import Watch
 from conformance.kernels.mutants.unmutated import told as told_of_rows
@@ -97,7 +99,8 @@ def table(record: Record, known: Sequence[Reason]) -> str:
         "`nox -s mutants -- --table`, from `results/mutants.jsonl`. `conformance/kernels/mutants/mutant.py` has the",
         "classes, `survivors.yaml` there the reasons. A mutant is killed by a verdict other than passed, or by a",
         "finding that the program itself has not; the schedule `collected` is eager with findings collected, as at the",
-        "doors. `nox -s mutants -- --id ID` runs one again.",
+        "doors, and `few_ctas:N` is N persistent CTAs (`few_ctas.py` there). `nox -s mutants -- --id ID` runs",
+        "one again.",
         "",
         _sum("All", found, equal),
         _sum("Of them synchronisation", [one for one in found if one.kind in SYNCHRONISATION], equal),
@@ -120,6 +123,9 @@ def table(record: Record, known: Sequence[Reason]) -> str:
         "",
         *told_of_rows(Watch()),
         "",
+        *told_of_silicon(
+            read_silicon(), {one.id for one in found if one.killed}, {one.id for one in found if not one.killed}
+        ),
         "## By class",
         "",
         "| class | mutants | killed | equivalent | holes | killed of those not equivalent |",

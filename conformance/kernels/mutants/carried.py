@@ -1,0 +1,257 @@
+"""`python -m conformance.kernels.mutants.carried FOLDER`: what on_device.py takes along to an H200.
+
+Of each sm_90a mutant of the record: its machine code, the launches, and the inputs of the row that killed it in the VM,
+or of the largest row of its program that is not too large, where none did. Launches are those that the VM is given,
+host programs' included. `--draw SYNC OTHERS SEED` adds mutants of the smoke profile's programs of the NVFP4 layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import struct
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from backends.vm import executor as vm
+from backends.vm.machine.code import BoundFunction
+from backends.vm.machine.machine import Machine
+from backends.vm.machine.special import Dim3
+from backends.vm.memory.global_memory import Buffer
+from conformance.kernels.mutants.campaign import Built, Plan, Record, Subject, planned, program_of, subjects
+from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant, mutants, program_id
+from conformance.kernels.mutants.table import RECORD
+from megamoe.contract import HostProgram, Program
+from megamoe.contract.assembly import assemblers
+from megamoe.judge.guarded import GuardedCase
+from megamoe.ops import reference
+from megamoe.spec.load import load_specs
+from megamoe.spec.selection import Selection
+
+TARGET = "sm_90a"
+ELEMENTS = 300_000
+"""Of the inputs of a row that carries a mutant which no row killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A launch that was asked for."""
+
+    entry: str
+    grid: Dim3
+    block: Dim3
+    cluster: Dim3
+    dynamic_smem: int
+    dependent: bool
+    params: tuple[bytes, ...]
+
+
+class Noting(Machine):
+    """A machine that notes launches and performs none. `latest` is the one that was made last."""
+
+    latest: Noting
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.noted: list[Noted] = []
+        Noting.latest = self
+
+    def launch(
+        self,
+        function: BoundFunction,
+        grid: Dim3,
+        block: Dim3,
+        params: Sequence[bytes],
+        cluster: Dim3 = (1, 1, 1),
+        dynamic_smem: int = 0,
+        *,
+        dependent: bool = False,
+        cooperative: bool = False,
+    ) -> None:
+        """Note it."""
+        if cooperative:
+            raise ValueError(f"{function.name} is a cooperative launch; the launcher on the device makes none")
+        given = tuple(bytes(one) for one in params)
+        self.noted.append(Noted(function.name, grid, block, cluster, dynamic_smem, dependent, given))
+
+    def buffers(self) -> Iterator[Buffer]:
+        """Every buffer that was mapped, by address."""
+        yield from self.memory._buffers  # pyright: ignore[reportPrivateUsage]
+
+
+def noted(built: Built, program: Program | HostProgram) -> tuple[Noting, tuple[str, ...]]:
+    """What `program` asks of a machine on the inputs of a case, and the names of the outputs."""
+    before, vm.Machine = vm.Machine, Noting
+    try:
+        inputs = reference(built.case.op).make_inputs(built.case)
+        guarded = GuardedCase(built.spec, built.case, vm.VmExecutor(), inputs)
+        guarded.run(program)
+    finally:
+        vm.Machine = before
+    return Noting.latest, tuple(guarded.arena.outputs)
+
+
+def places(launch: Noted, buffers: Sequence[Buffer]) -> list[tuple[int, int, str, int]]:
+    """Where addresses stand among the parameters: parameter, byte, buffer, offset into it."""
+    found: list[tuple[int, int, str, int]] = []
+    for number, param in enumerate(launch.params):
+        for byte in range(0, len(param) - 7, 8):
+            (word,) = struct.unpack_from("<Q", param, byte)
+            for one in buffers:
+                if one.base <= word < one.base + max(one.data.size, 1):
+                    found.append((number, byte, one.name, word - one.base))
+    return found
+
+
+@dataclass(slots=True)
+class Carried:
+    """The folder: `rows` and `calls` of rows.json."""
+
+    folder: Path
+    rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    calls: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+
+    def __post_init__(self) -> None:
+        for name in ("bytes", "code"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+
+    def call(self, name: str, built: Built, program: Program | HostProgram) -> str:
+        """Keep the launches and inputs of `program` on a case, once by `name`."""
+        if name in self.calls:
+            return name
+        machine, outputs = noted(built, program)
+        buffers = list(machine.buffers())
+        # An input that has a scratch buffer's name stays apart: names are those of the program.
+        self.calls[name] = {
+            "launches": [
+                {
+                    "entry": one.entry,
+                    "grid": one.grid,
+                    "block": one.block,
+                    "cluster": one.cluster,
+                    "smem": one.dynamic_smem,
+                    "dependent": one.dependent,
+                    "params": [param.hex() for param in one.params],
+                    "places": places(one, buffers),
+                }
+                for one in machine.noted
+            ],
+            "buffers": [
+                (one.name, one.data.size, None if one.name in program.scratch else self._kept(one.data.tobytes()))
+                for one in buffers
+            ],
+            "outputs": outputs,
+        }
+        return name
+
+    def _kept(self, data: bytes) -> str:
+        name = hashlib.sha256(data).hexdigest()[:16]
+        path = self.folder / "bytes" / name
+        if not path.exists():
+            path.write_bytes(data)
+        return name
+
+    def row(self, subject: Subject, built: Built, mutant: Mutant | None) -> str:
+        """Keep a mutant, or None for the program as it is; a sentence if it cannot be."""
+        program, number = built.program, len(self.rows)
+        base = f"{subject.backend} {program_id(program.ptx)} {built.case.id}"
+        changed = program if mutant is None else mutant.of(program)
+        name = base if mutant is None or mutant.launch is None else f"{base} {mutant.id}"
+        try:
+            self.call(name, built, changed if mutant is None or mutant.launch is not None else program)
+            code = cubin(_numbered(changed.ptx, [one["entry"] for one in self.calls[name]["launches"]], number))
+        except Exception as error:
+            return f"{'' if mutant is None else mutant.id}: {type(error).__name__}: {str(error)[:200]}"
+        (self.folder / "code" / f"{number}.cubin").write_bytes(code)
+        self.rows.append(
+            {
+                "number": number,
+                "id": "" if mutant is None else mutant.id,
+                "kind": "" if mutant is None else mutant.kind,
+                "orders": mutant is not None and mutant.kind in SYNCHRONISATION,
+                "base": base,
+                "call": name,
+            }
+        )
+        return ""
+
+    def write(self) -> None:
+        """rows.json and the launcher."""
+        (self.folder / "rows.json").write_text(json.dumps({"rows": self.rows, "calls": self.calls}))
+        launcher = Path(__file__).with_name("on_device.py")
+        (self.folder / "on_device.py").write_text(launcher.read_text("utf-8"), "utf-8")
+
+
+def _numbered(ptx: str, entries: Sequence[str], number: int) -> str:
+    for entry in set(entries):
+        ptx = re.sub(rf"(?<![\w$]){re.escape(entry)}(?![\w$])", f"{entry}_m{number:04d}", ptx)
+    return ptx
+
+
+def cubin(ptx: str) -> bytes:
+    """Of the first assembler that there is."""
+    return next(iter(assemblers().values()))()(ptx, TARGET).cubin
+
+
+def of_record(record: Record) -> Iterator[tuple[Subject, Built, Mutant]]:
+    """Mutants of a record whose program is still built, each with the case that killed it."""
+    specs = load_specs(None)
+    known: dict[str, tuple[Subject, Mapping[str, Mutant]] | None] = {}
+    for one in record.results:
+        backend, target, case_id, text = one.program.split()
+        if target != TARGET:
+            continue
+        if one.program not in known:
+            built = built_of(specs, backend, case_id, text)
+            known[one.program] = None
+            if built is not None:
+                by_id = {each.id: each for each in mutants(built.program)}
+                known[one.program] = Subject(backend, target, built.case.op, [built]), by_id
+        if (found := known[one.program]) is None or one.id not in found[1]:
+            continue
+        built = built_of(specs, backend, one.case, text) if one.case else found[0].built[0]
+        if built is not None:
+            yield found[0], built, found[1][one.id]
+
+
+def built_of(specs: Mapping[str, Any], backend: str, case_id: str, text: str) -> Built | None:
+    """The program of a case, if it has this text."""
+    spec = specs[case_id.partition(":")[0]]
+    case = spec.parse_case(case_id)
+    program = program_of(backend, TARGET, case)
+    return Built(spec, case, program) if program is not None and program_id(program.ptx) == text else None
+
+
+def drawn_ones(synchronisation: int, others: int, seed: int) -> Iterator[tuple[Subject, Built, Mutant]]:
+    """As `nox -s mutants -- --op nvfp4_moe --target sm_90a` draws them, each on the first case of its program."""
+    selection = Selection("smoke", ("nvfp4_moe",), targets=(TARGET,), executors=("vm",))
+    for subject, mutant in planned(Plan(selection, synchronisation, others, seed), subjects(selection)):
+        yield subject, subject.built[0], mutant
+
+
+def main(given: list[str]) -> None:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--record", type=Path, default=RECORD)
+    parser.add_argument("--draw", type=int, nargs=3, metavar=("SYNC", "OTHERS", "SEED"))
+    options = parser.parse_args(given)
+    carried = Carried(options.folder)
+    every = {one[2].id: one for one in of_record(Record(options.record))}
+    if options.draw:
+        every = {one[2].id: one for one in drawn_ones(*options.draw)} | every
+    bases = {(one.backend, built.program.ptx, built.case.id): (one, built) for one, built, _ in every.values()}
+    left = [said for one, built in bases.values() if (said := carried.row(one, built, None))]
+    left += [said for one in every.values() if (said := carried.row(*one))]
+    carried.write()
+    print("\n".join(left))
+    print(f"{len(carried.rows)} rows, of them {len(bases)} of programs as they are; {len(left)} are left out")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,55 @@
+"""A program on few persistent CTAs, each of which computes several tiles, or parts of them that it hands over.
+
+A device has more SMs than a small case has tiles, so in rows of a matrix hardly any CTA of a grouped GEMM has a second.
+Tests of the kernels run them so too: conformance/kernels/ptx/test_hopper_moe.py and test_moe_layer.py,
+conformance/kernels/cutedsl/test_moe.py and test_sm90_moe.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+from backends.cutedsl.sm90_moe.program import moe_program as sm90_moe_program
+from backends.cutedsl.sm100_moe.program import moe_program as sm100_moe_program
+from megamoe.contract import Case, HostProgram, Program, UnsupportedError, load_backend
+from megamoe.spec.spec import Spec
+
+COUNTS = (1, 5)
+"""CTAs. One computes all tiles, and fills a ring several times. Among five, tiles are left that CTAs of the CuTeDSL kernels share."""
+SIZES = ((384, 384), (768, 384), (768, 768))
+"""Values of hidden and intermediate, cheapest first: several tiles of an expert, and three steps or more along K."""
+STAGES = ("layer", "l1", "l2")
+"""Those with a grouped GEMM."""
+GEMMS = ("moe_swiglu", "moe_rows")
+"""How entries of the grouped GEMMs of the backend `ptx` begin."""
+
+
+def on_few_ctas(
+    backend: str, target: str, spec: Spec, case: Case, text: str
+) -> dict[int, tuple[Case, Program | HostProgram]]:
+    """Programs by their CTAs, of a case like `case`, but skewed if that builds `text`, and of the first of SIZES that
+    does; none for a case without a grouped GEMM."""
+    if case.op != "nvfp4_moe" or case["stage"] not in STAGES:
+        return {}
+    for load, (hidden, intermediate) in product(("skewed", case["load"]), SIZES):
+        sized = spec.vary(case, hidden=hidden, intermediate=intermediate, load=load)
+        made = {count: (sized, _built(backend, target, sized, count)) for count in COUNTS}
+        if all(program.ptx == text for _, program in made.values()):
+            return made
+    return {}
+
+
+def _built(backend: str, target: str, case: Case, count: int) -> Program | HostProgram:
+    if backend == "cutedsl":
+        return sm90_moe_program(case, count) if target == "sm_90a" else sm100_moe_program(case, max_ctas=count)
+    program = load_backend(backend).build(case, "sm_90a" if target == "sm_90a" else "sm_100a")
+    if not isinstance(program, Program):
+        raise UnsupportedError(
+            f"{case.id}: the grids of {backend}'s {type(program).__name__} cannot be told to be smaller"
+        )
+    launches = (
+        replace(one, grid=(min(count, one.grid[0]), 1, 1)) if one.entry.startswith(GEMMS) else one
+        for one in program.launches
+    )
+    return replace(program, launches=tuple(launches))

@@ -1,0 +1,241 @@
+"""Mutants on a device: what is packed, how processes are watched, what is read out of reports, and the table of it.
+
+The driver and compute-sanitizer are stand-ins here: a process that writes what one of on_device.py would.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conformance.kernels.mutants import on_device, silicon
+from conformance.kernels.mutants.campaign import Outcome, Record, Subject, subjects
+from conformance.kernels.mutants.carried import Carried, of_record
+from conformance.kernels.mutants.few_ctas import COUNTS, on_few_ctas
+from conformance.kernels.mutants.mutant import mutants
+from conformance.kernels.mutants.on_device import ALONE, DEADLOCK, Stage, drawn, kind_of, placed, reports, under_tools
+from conformance.kernels.mutants.silicon import seen_of, told
+from megamoe.contract import Program
+from megamoe.contract.assembly import assemblers
+from megamoe.spec.load import load_specs
+from megamoe.spec.selection import Selection
+
+CASE = "fmha:hd=64,t=17,s_k=96,lse=false"
+LOG = """\
+========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at k_m0012+0x1d0 and Read access at k_m0012+0x240 [96 hazards]
+=========
+========= Error: Race reported between Write access at k_m0012+0x2d0 and Read access at k_m0012+0x340 [4 hazards]
+=========
+========= Invalid __global__ write of size 4 bytes
+=========     at other_m0007+0x70
+=========     by thread (0,0,0) in block (1,0,0)
+=========
+========= Program hit CUDA_ERROR_LAUNCH_FAILED (error 719) due to "unspecified launch failure" on CUDA API call
+========= ERROR SUMMARY: 3 errors
+"""
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    (found,) = subjects(Selection(cases=(CASE,), backends=("ptx",), targets=("sm_90a",), executors=("vm",)))
+    return found
+
+
+def test_a_report_is_counted_for_the_mutant_that_it_names_and_no_other() -> None:
+    found = reports(LOG)
+    assert set(found) == {7, 12}, f"what names no kernel belongs to nobody: {found}"
+    (heads, first) = found[12]
+    assert list(heads.values()) == [2], f"two races that differ in addresses alone are one kind: {heads}"
+    assert "+0x1d0" in first, "the first report is kept in full"
+    assert "m0012" not in kind_of(LOG.splitlines()[1]), "a kind says nothing of which mutant it was"
+
+
+def test_addresses_are_put_where_the_parameters_have_them() -> None:
+    launch = {"params": ["00" * 16, "ff" * 4], "places": [(0, 8, "q", 32)]}
+    params = placed(launch, {"q": 0x1000})
+    assert params == [bytes(8) + (0x1020).to_bytes(8, "little"), b"\xff" * 4], f"{params}"
+
+
+def test_mutants_that_hang_come_last_and_alone() -> None:
+    rows = [{"number": at, "id": name, "orders": name == "d"} for at, name in enumerate(("", "a", "b", "c", "d"))]
+    order = drawn(rows)
+    assert order[0] == 4, f"what orders comes first: {order}"
+    stages = under_tools([0], order, {1: "right", 2: "hang", 3: "fault", 4: "wrong"})
+    assert list(stages)[-1] == "mutants that hang"
+    assert stages["mutants that hang"] == [(DEADLOCK, [2]), ("synccheck", [2])], f"{stages}"
+    assert all(some == [4, 1] for _, some in stages["mutants that end"]), f"{stages}"
+    assert all(tool != DEADLOCK for jobs in list(stages.values())[1:3] for tool, _ in jobs)
+
+
+def _stage(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Stage:
+    """A stage whose processes run `script`: argv[1] is the file of what they tell, argv[2] their mutants."""
+    child = folder / "on_device.py"
+    child.write_text(f"import json, os, sys, time\ntold, numbers = sys.argv[5], sys.argv[6].split(',')\n{script}")
+    (folder / "raw").mkdir()
+    monkeypatch.setattr(on_device, "PATIENCE", {ALONE: 0.1})
+    monkeypatch.setattr(on_device, "START", 0.4)
+    monkeypatch.setattr(on_device, "LAST_WORDS", 0.2)
+    return Stage(folder, folder, time.monotonic() + 60, 2)
+
+
+TELL = "say = lambda text: open(told, 'a').write(text + '\\n')\n"
+
+
+def test_a_process_that_hangs_or_dies_costs_its_own_mutant_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutant 1 says nothing more, 2 ends its process, 4 says that it hangs and then stays."""
+    stage = _stage(tmp_path, monkeypatch, TELL + (
+        "for one in numbers:\n"
+        "    say(one)\n"
+        "    if one == '1': time.sleep(60)\n"
+        "    if one == '2': os._exit(1)\n"
+        "    say(json.dumps({'number': int(one), 'status': 'hang' if one == '4' else 'right'}))\n"
+        "    if one == '4': time.sleep(60)\n"
+    ))  # fmt: skip
+    stage.jobs.append((ALONE, [0, 1, 2, 3, 4, 5]))
+    begun = time.monotonic()
+    stage.perform()
+    fates = {number: one["status"] for (_, number), one in stage.answers.items()}
+    assert fates == {0: "right", 1: "hang", 2: "died", 3: "right", 4: "hang", 5: "right"}, f"{fates}"
+    assert time.monotonic() - begun < 30, "a process that sleeps for a minute was waited for"
+
+
+def test_what_a_tool_prints_comes_to_its_mutant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_device, "sanitizer", lambda _: [])
+    stage = _stage(tmp_path, monkeypatch, TELL + (
+        f"print({LOG!r})\n"
+        "for one in numbers:\n"
+        "    say(one)\n"
+        "    say(json.dumps({'number': int(one), 'status': 'right'}))\n"
+    ))  # fmt: skip
+    stage.jobs.append(("racecheck", [7, 8, 12]))
+    stage.perform()
+    blamed = {number for (_, number), one in stage.answers.items() if one["reports"]}
+    assert blamed == {7, 12}, f"{stage.answers}"
+
+
+def test_a_tool_that_is_missing_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that never says a word is not started for ever, and its mutants have not run."""
+    stage = _stage(tmp_path, monkeypatch, "os._exit(0)\n")
+    stage.jobs.append((ALONE, [0, 1]))
+    stage.perform()
+    assert not stage.answers, f"nobody spoke, and this is what they said: {stage.answers}"
+
+
+def test_what_is_carried_is_what_the_machine_would_be_given(subject: Subject, tmp_path: Path) -> None:
+    if not assemblers():
+        pytest.skip("unsupported: no ptxas, which makes the machine code that travels")
+    built = subject.built[0]
+    drop = next(one for one in mutants(built.program) if one.kind == "drop")
+    shape = next(one for one in mutants(built.program) if one.launch is not None and one.launch.field == "block")
+    carried = Carried(tmp_path)
+    assert [carried.row(subject, built, one) for one in (None, drop, shape)] == ["", "", ""]
+    carried.write()
+    held = json.loads((tmp_path / "rows.json").read_text())
+    plain, dropped, shaped = held["rows"]
+    assert plain["call"] == dropped["call"] != shaped["call"], "a mutant of a launch has launches of its own"
+    assert [one["orders"] for one in held["rows"]] == [False, True, False]
+    call, other = held["calls"][plain["call"]], held["calls"][shaped["call"]]
+    assert call["launches"][0]["block"] != other["launches"][0]["block"], "the changed launch was not carried"
+    assert call["outputs"] == ["o"], f"{call['outputs']}"
+    names = {name: (size, file) for name, size, file in call["buffers"]}
+    size, file = names["q"]
+    assert size == 17 * 64 * 2, f"q is {size} bytes"
+    assert (tmp_path / "bytes" / file).stat().st_size == size
+    assert call["launches"][0]["places"], "no address is left to be put in"
+    code = [(tmp_path / "code" / f"{number}.cubin").read_bytes() for number in (0, 1)]
+    assert b"_m0001" in code[1], "entries are named by their mutants"
+    assert code[0] != code[1].replace(b"_m0001", b"_m0000"), f"{drop.before} was not taken out"
+    assert (tmp_path / "on_device.py").read_text() == Path(on_device.__file__).read_text()
+
+
+def test_a_mutant_that_no_assembler_takes_is_left_out_with_a_sentence(subject: Subject, tmp_path: Path) -> None:
+    if not assemblers():
+        pytest.skip("unsupported: no ptxas")
+    built = subject.built[0]
+    program = built.program
+    assert isinstance(program, Program)
+    broken = replace(built, program=replace(program, ptx=program.ptx.replace("ret;", "rett;")))
+    carried = Carried(tmp_path)
+    assert carried.row(subject, broken, None), "what does not assemble was carried"
+    assert not carried.rows
+
+
+def test_mutants_of_programs_that_are_built_no_more_stay_here(subject: Subject, tmp_path: Path) -> None:
+    one = next(mutants(subject.built[0].program))
+    record = Record(tmp_path / "mutants.jsonl")
+    record.append(Outcome(one.id, subject.name, one.kind, one.line, one.before, one.after, "rule:race", CASE, "eager"))
+    record.append(Outcome("0123456789ab/drop/1.0", f"ptx sm_90a {CASE} 0123456789ab", "drop", 1, "", ""))
+    record.append(Outcome("x/drop/1.0", f"ptx sm_100a {CASE} 0123456789ab", "drop", 1, "", ""))
+    assert [mutant.id for _, _, mutant in of_record(record)] == [one.id]
+
+
+ROWS = [
+    {"number": 0, "id": "", "kind": "", "base": "p"},
+    {"number": 1, "id": "a/drop/1.0", "kind": "drop", "base": "p"},
+    {"number": 2, "id": "a/store/2.0", "kind": "store", "base": "p"},
+    {"number": 3, "id": "a/drop/3.0", "kind": "drop", "base": "p"},
+]
+
+
+def _answer(number: int, tool: str, status: str, **more: object) -> dict[str, object]:
+    return {"number": number, "tool": tool, "status": status, "reports": {}, **more}
+
+
+def test_the_table_says_what_each_of_them_noticed() -> None:
+    answers = [
+        _answer(0, ALONE, "right", wrong=0, of=20), _answer(0, "memcheck", "right"),
+        _answer(1, ALONE, "right", wrong=0, of=20), _answer(1, "racecheck", "right", reports={"a race": 2}),
+        _answer(2, ALONE, "wrong", wrong=3, of=20), _answer(2, "memcheck", "right"), _answer(2, "synccheck", "died"),
+    ]  # fmt: skip
+    seen = seen_of(ROWS, answers)
+    assert [one.id for one in seen] == ["", "a/drop/1.0", "a/store/2.0"], "what did not run is not there"
+    assert seen[2].tools == {"memcheck": {}}, "a tool that died has said nothing"
+    said = told(seen, {"a/drop/1.0"}, {"a/store/2.0"})
+    text = "\n".join(said)
+    assert "- `a/store/2.0` is wrong on the H200, and lives in the VM" in said, text
+    assert any(line.startswith("| drop | 1 | 1 | 0 | 0 | 0 | 1 of 1 |  | 1 of 1 |") for line in said), text
+    assert "| racecheck | a race | 1 |" in said, text
+    assert not told([], set(), set()), "no record, no section"
+
+
+def test_the_record_has_no_mutant_that_is_seen_on_silicon_and_lives_in_the_vm() -> None:
+    """The machine's word against an H200's: what is wrong, faults or hangs there dies here."""
+    lived = {one.id: one for one in Record(silicon.ROOT / "results" / "mutants.jsonl").results if not one.killed}
+    missed = [
+        f"{one.id} ({one.fate}): {lived[one.id].before}"
+        for one in silicon.read()
+        if one.id in lived and one.fate != "right"
+    ]
+    assert not missed, f"an H200 shows what the machine lets live: {missed}"
+
+
+def test_programs_as_they_are_were_right_on_silicon() -> None:
+    plain = [one for one in silicon.read() if not one.id]
+    assert plain, "the record has no program as it is to compare mutants with"
+    wrong = [one.base for one in plain if one.fate != "right"]
+    assert not wrong, f"not right as they are: {wrong}"
+
+
+@pytest.mark.parametrize("backend", ["ptx", "cutedsl"])
+def test_few_ctas_build_the_same_text_and_take_several_tiles(backend: str) -> None:
+    case_id = "nvfp4_moe:hidden=128,intermediate=128,num_experts=2,tokens=3,topk=2,activations=bf16,stage=l1"
+    (few,) = subjects(Selection(cases=(case_id,), backends=(backend,), targets=("sm_90a",), executors=("vm",))) or (
+        None,
+    )
+    if few is None:
+        pytest.skip(f"unsupported: {backend} builds nothing here")
+    assert set(few.few) == set(COUNTS), f"{few.name}: no size of few_ctas.SIZES builds its text"
+    for count, one in few.few.items():
+        program = one.built[0].program
+        assert program.ptx == few.built[0].program.ptx
+        if isinstance(program, Program):
+            assert program.launches[-1].grid == (count, 1, 1), f"{program.launches[-1].grid} CTAs, not {count}"
+    spec = load_specs(None)["nvfp4_moe"]
+    assert not on_few_ctas(backend, "sm_90a", spec, spec.vary(few.built[0].case, stage="combine"), "")
