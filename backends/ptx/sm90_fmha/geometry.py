@@ -151,13 +151,18 @@ class PairTiling:
 
     @property
     def k_bytes(self) -> int:
-        """Bytes of K, or of V, of one tile."""
+        """Bytes of K of one tile."""
         return self.tile_n * self.hd * 2
+
+    @property
+    def v_bytes(self) -> int:
+        """Bytes of V of one tile that are not those of K."""
+        return 0 if self.latent else self.k_bytes
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of one stage."""
-        return self.k_bytes if self.latent else 2 * self.k_bytes
+        return self.k_bytes + self.v_bytes
 
     @property
     def stages(self) -> int:
