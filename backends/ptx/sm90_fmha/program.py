@@ -1,7 +1,8 @@
-"""Forward attention on sm_90a as a program of the harness: which of the two kernels, and in how many parts.
+"""Forward attention on sm_90a as a program of the harness: which of the three kernels, and in how many parts.
 
 kernel.py has a warpgroup a CTA, and two or three CTAs an SM: for few rows, which wait for memory. pair.py has a warp
-that loads and two warpgroups that consume: for many rows a key, and for hd 512.
+that loads and two warpgroups that consume: for many rows a key, and for hd 512. one_row.py has no tensor cores: for one
+query on few keys.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from backends.ptx.attention import FmhaParams, FmhaShape, tensor_map
 from backends.ptx.sm90_fmha.geometry import PAIR_THREADS, THREADS, PairTiling, Sm90FmhaTiling
 from backends.ptx.sm90_fmha.kernel import entry_name, kernel_text
+from backends.ptx.sm90_fmha.one_row import row_program, row_tiling
 from backends.ptx.sm90_fmha.pair import pair_name, pair_text
 from backends.ptx.split_keys import MAX_SPLIT_QUERIES, SPLIT_KEYS, KeyPlan, partial_arguments, split_program
 from megamoe.contract import Case, KernelArg, Launch, Program
@@ -66,6 +68,9 @@ def fmha_program(case: Case, part_keys: int | None = None) -> Program:
     `part_keys`: keys that a CTA visits, a multiple of the tile; it replaces the rules.
     """
     shape = FmhaShape.of(case, "sm_90a")
+    row = row_tiling(shape)
+    if row and part_keys is None:
+        return row_program(shape, row)
     latent = shape.values == "k"
     tiling = PairTiling(shape.hd, latent) if has_pair(shape) else Sm90FmhaTiling(shape.hd)
     part_keys = part_keys_of(shape, tiling) if part_keys is None else part_keys

@@ -134,7 +134,7 @@ def tile_maximum(x: Builder, scores: list[Register]) -> Register:
     for score in scores[2:]:
         x.emit("max.f32", most, most, score)
     for distance in QUAD:
-        x.emit("max.f32", most, most, _from_lane(x, most, distance))
+        x.emit("max.f32", most, most, from_lane(x, most, distance))
     return most
 
 
@@ -154,8 +154,9 @@ def _raise_reference(frame: Sm90FmhaFrame, row: QueryRow, most: Register) -> tup
 def quad_sum(x: Builder, value: Register) -> None:
     """Sums over the four lanes of a row; all of them get the sum."""
     for distance in QUAD:
-        x.emit("add.rn.f32", value, value, _from_lane(x, value, distance))
+        x.emit("add.rn.f32", value, value, from_lane(x, value, distance))
 
 
-def _from_lane(x: Builder, value: Register, distance: int) -> Register:
+def from_lane(x: Builder, value: Register, distance: int) -> Register:
+    """What the lane at `distance` has."""
     return x.let("other", "shfl.sync.bfly.b32", value, distance, FULL_CLAMP, FULL_WARP)

@@ -24,6 +24,7 @@ from backends.ptx.sm90_fmha.geometry import THREADS as SM90_THREADS
 from backends.ptx.sm90_fmha.geometry import PairTiling, Sm90FmhaTiling
 from backends.ptx.sm90_fmha.kernel import PTX_VERSION as SM90_VERSION
 from backends.ptx.sm90_fmha.kernel import kernel_text as sm90_text
+from backends.ptx.sm90_fmha.one_row import MAX_KEYS, RowTiling, row_text
 from backends.ptx.sm90_fmha.pair import pair_text
 from backends.ptx.sm100_fmha.geometry import Sm100FmhaTiling
 from backends.ptx.sm100_fmha.kernel import PTX_VERSION, kernel_text
@@ -290,6 +291,15 @@ def test_the_declared_version_of_sm_90a_is_the_lowest() -> None:
 def test_two_consumers_of_sm_90a_assemble_without_spills(tiling: PairTiling, part_keys: int | None) -> None:
     assembly = assembled(pair_text(tiling, part_keys), "sm_90a")
     assert local_memory_bytes(assembly) == 0, f"{tiling} uses local memory: {assembly}"
+
+
+@pytest.mark.parametrize("hd", [64, 128])
+def test_one_row_of_sm_90a_assembles_without_spills(hd: int) -> None:
+    tiling = RowTiling(hd)
+    assembly = assembled(row_text(tiling), "sm_90a")
+    assert local_memory_bytes(assembly) == 0, f"{tiling} uses local memory: {assembly}"
+    assert tiling.turns * tiling.keys_of_turn == MAX_KEYS, f"{tiling}: {tiling.turns} turns"
+    hold_places_apart(tiling.smem)
 
 
 @pytest.mark.parametrize("tiling", PAIRS, ids=str)
