@@ -30,8 +30,8 @@ from backends.ptx.sm90_fmha.softmax import from_lane
 from megamoe.contract import Launch, Program
 
 MIN_KEYS, MAX_KEYS = 129, 512
-"""It reads all keys of a row of O for that row alone, so longer caches, and several tokens, are better off in tiles that
-rows share. Up to 128 keys two tiles, both loaded at once, take as long: 5.6 and 6.1 us at hd 64 and 128
+"""It reads all keys of a row of O for that row alone. So longer caches, and several tokens, are better off in tiles
+that rows share. Up to 128 keys two tiles, both loaded at once, take as long: 5.6 and 6.1 us at hd 64 and 128
 (results/records/h200-fmha-turns.json)."""
 WARPS, LANES = 32, 32
 VECTOR = 8
