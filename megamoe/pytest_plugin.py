@@ -29,7 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--megamoe-schedule", metavar="NAME", default="eager", help="eager, lazy or random:SEED")
     group.addoption("--megamoe-profile", metavar="NAME", default="default", help="strict, default or lenient")
     group.addoption("--megamoe-suppress", metavar="FILE", help="YAML of findings that do not count")
-    group.addoption("--megamoe-findings", metavar="FILE", help="write findings: .txt, .json, .sarif or .xml (JUnit)")
+    group.addoption(
+        "--megamoe-findings",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="write findings: .txt, .json, .sarif or .xml (JUnit); may be given several times",
+    )
     group.addoption("--megamoe-sm-count", metavar="N", type=int, default=4, help="what persistent kernels are told")
 
 
@@ -37,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Open the doors before a test module is imported, since modules ask whether there is a GPU."""
     target = config.getoption("--megamoe-vm")
     if target is None:
-        idle = [name for name in ("suppress", "findings") if config.getoption(f"--megamoe-{name}") is not None]
+        idle = [name for name in ("suppress", "findings") if config.getoption(f"--megamoe-{name}")]
         if config.getoption("--megamoe-profile") != "default":
             idle.append("profile")
         if idle:
@@ -56,10 +62,11 @@ def pytest_configure(config: pytest.Config) -> None:
             profile=str(config.getoption("--megamoe-profile")),
             suppress=config.getoption("--megamoe-suppress"),
         )
-        if (file := config.getoption("--megamoe-findings")) is not None:
+        if files := _files(config):
             from megamoe.export.findings import form_of
 
-            form_of(Path(file))
+            for file in files:
+                form_of(file)
     except (UnsupportedError, ValueError) as refused:
         raise pytest.UsageError(f"--megamoe-vm: {refused}") from None
     opened.enter_context(torch_cuda.on_host(target, sm_count))
@@ -71,6 +78,10 @@ def pytest_configure(config: pytest.Config) -> None:
     opened.callback(vm.ON_FAULT.remove, faults.append)
     config.stash[_DEVICE] = device
     config.add_cleanup(opened.close)
+
+
+def _files(config: pytest.Config) -> list[Path]:
+    return [Path(str(one)) for one in config.getoption("--megamoe-findings") or ()]
 
 
 def _open(name: str, device: Device, sm_count: int, opened: ExitStack) -> None:
@@ -109,11 +120,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write the findings of this process."""
     config = session.config
-    device, file = config.stash.get(_DEVICE, None), config.getoption("--megamoe-findings")
-    if device is not None and file is not None:
-        from megamoe.export.findings import CheckedRun, form_of, rendered
+    device, files = config.stash.get(_DEVICE, None), _files(config)
+    if device is None or not files:
+        return
+    from megamoe.export.findings import CheckedRun, form_of, rendered
 
-        path = Path(file)
+    for path in files:
         # With pytest-xdist each worker has kernels of its own, and so a file of its own.
         if (worker := getattr(config, "workerinput", {}).get("workerid")) is not None:
             path = path.with_name(f"{path.stem}.{worker}{path.suffix}")

@@ -70,9 +70,16 @@ PAGES: Final[Mapping[str, Parameter]] = {"mSeqused_k": _lengths("batch"), "mBloc
 """Its keys: from where to where, or how many and in which pages."""
 
 
-def parameters_of(sinks: bool, ragged: bool = False, paged: bool = False) -> Mapping[str, Parameter]:
-    """What a host function takes, with or without sinks, lengths of sequences, pages."""
+SHORT_PARTS: Final[Mapping[str, Parameter]] = {"mO_part": TensorParameter("bf16", ("part_elements",))}
+"""What differs where partials of O are rounded to bf16."""
+
+
+def parameters_of(
+    sinks: bool, ragged: bool = False, paged: bool = False, short_parts: bool = False
+) -> Mapping[str, Parameter]:
+    """What a host function takes, with or without sinks, lengths of sequences, pages, partials in bf16."""
     parameters = {**PARAMETERS, **SINK} if sinks else PARAMETERS
+    parameters = {**parameters, **SHORT_PARTS} if short_parts else parameters
     return {**parameters, **RAGGED, **(PAGES if paged else STARTS)} if ragged else parameters
 
 
@@ -98,7 +105,9 @@ def sizes_of(case: Case) -> FmhaSizes:
     )
 
 
-def attention_call(artifact: Artifact, case: Case, splits: int, max_ctas: int) -> HostProgram:
+def attention_call(
+    artifact: Artifact, case: Case, splits: int, max_ctas: int, short_parts: bool = False
+) -> HostProgram:
     """The call of `artifact`, a host function of the parameters of `case`, that performs `case` in `splits` parts.
 
     Where K and V are one latent tensor the kernel reads it as both. The second read of a tile comes soon after the
@@ -112,7 +121,7 @@ def attention_call(artifact: Artifact, case: Case, splits: int, max_ctas: int) -
     sizes |= {"part_rows": part_rows, "part_elements": part_rows * hd}
     sizes |= {axis: case.int(axis) for axis in ("heads", "kv_heads", "batch", "total_q", "total_k")}
     sizes |= {"starts": case.int("batch") + 1, "pages": -(-sized.s_k // page) if page else 0}
-    parameters = parameters_of(bool(case["sinks"]), bool(case["ragged"]), page > 0)
+    parameters = parameters_of(bool(case["sinks"]), bool(case["ragged"]), page > 0, short_parts)
     values = "k" if case["kv"] == "latent" else "v"
     window, scale = case["window"], case["scale"]
     scalars = {
@@ -124,7 +133,9 @@ def attention_call(artifact: Artifact, case: Case, splits: int, max_ctas: int) -
         "splits": splits,
         "max_ctas": max_ctas,
     }
-    workspaces = {"o_part": _O_PART, "lse_part": _LSE_PART} | ({} if case["lse"] else {"lse": _LSE})
+    o_part = parameters["mO_part"]
+    assert isinstance(o_part, TensorParameter)
+    workspaces = {"o_part": o_part, "lse_part": _LSE_PART} | ({} if case["lse"] else {"lse": _LSE})
     names = {name: name.removeprefix("m").lower() for name in parameters} | {"mV": values}
     return artifact.program(
         call_arguments(parameters, sizes, scalars, names),

@@ -28,6 +28,8 @@ class Plan(Protocol):
     """
 
     @property
+    def hd(self) -> int: ...
+    @property
     def tile_m(self) -> int: ...
     @property
     def tile_n(self) -> int: ...
@@ -77,10 +79,11 @@ class Lengths(NamedTuple):
 
 class Sequence(NamedTuple):
     """Sequence `number`: its queries and keys, and the first of them in q and, without pages, in k. `kv_head`: of its
-    work item."""
+    work item; the columns of that in k and v begin at `first_column`."""
 
     number: Int32
     kv_head: Int32
+    first_column: Int32
     t: Int32
     s_k: Int32
     first_q: Int32
@@ -113,7 +116,7 @@ class Problem(NamedTuple):
     kv_heads: Int32 | None = None
     group: Int32 | None = None
 
-    def sequence(self, kv_batch: Int32) -> Sequence | None:
+    def sequence(self, kv_batch: Int32, hd: int) -> Sequence | None:
         """The sequence of a kv_batch, where sequences have lengths of their own."""
         lengths, kv_heads = self.lengths, self.kv_heads
         if lengths is None or kv_heads is None:
@@ -127,7 +130,8 @@ class Problem(NamedTuple):
             first_k = lengths.mStarts_k[number]
             s_k = lengths.mStarts_k[number + 1] - first_k
         t = lengths.mStarts_q[number + 1] - first_q
-        return Sequence(number, kv_batch % kv_heads, t, s_k, first_q, first_k)
+        kv_head = kv_batch % kv_heads
+        return Sequence(number, kv_head, kv_head * hd, t, s_k, first_q, first_k)
 
     def of(self, sequence: Sequence | None, plan: Plan) -> Problem:
         """The sizes of one sequence. One without queries has no rows; its t is 1, so that rows can be divided by it."""
@@ -172,22 +176,35 @@ def tma_tensors(hd: int, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor) -> t
     )
 
 
-def clipped_tensors(boxes: tuple[int, int], mK: cute.Tensor, mV: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """K (box, hd, end, kv_head) and V (hd, box, end, kv_head) of mK and mV (row, kv_head, hd), as TMA loads some rows.
+CLIP_END = 1 << 30
+"""One past the last row of `clipped_tensors`, and the place in mode `wrap`."""
+WRAP_BYTES = 1 << 34
+"""CLIP_END times as much is 2^64, which is nothing to an address."""
 
-    A box of `boxes` rows of K, or of V, shall have the rows from `first` on, and zeros for all but the first `valid` of
-    them. It begins at row box - valid, of `box` rows, so that TMA takes the others for rows past the end. Mode `end`
-    has the same stride; it is first + valid, and what both are too much is taken off the address. Triton's ragged
+
+def clipped_tensors(mK: cute.Tensor, mV: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """K (row, column, end, wrap) and V (column, row, end, wrap) of mK and mV (row, kv_head, hd): TMA loads some rows.
+
+    Column c of kv head h is h * hd + c. A box shall have the rows from `first` on, and zeros for all but the first
+    `valid` of them. It begins at row CLIP_END - valid, of CLIP_END, so that TMA takes the others for rows past the end.
+    Mode `end` has the same stride; it is first + valid. CLIP_END rows are too much then. Mode `wrap`, always CLIP_END,
+    takes them off: its stride is that of a row less than WRAP_BYTES, and addresses wrap around at 2^64. Triton's ragged
     tensor descriptors are made like this (triton.tools.ragged_tma).
+
+    So the map begins where the tensor does. A map that begins below it would need no wrapping, but TMA of an H200 reads
+    the first byte of the map for a box without a row (results/records/h200-tma-out-of-bounds.json), and below a tensor
+    there may be no memory.
     """
-    (rows, kv_heads, hd), (k_box, v_box) = mK.shape, boxes
+    rows, kv_heads, hd = mK.shape
     step = cute.assume(Int64(kv_heads) * hd, divby=hd)
+    wrap = cute.assume(Int64(WRAP_BYTES // 2) - step, divby=hd)
+    rest, rest_strides = (rows + 1, CLIP_END + 1), (step, wrap)
 
-    def clipped(mX: cute.Tensor, box: int, shape: tuple, stride: tuple) -> cute.Tensor:
-        layout = cute.make_layout((*shape, rows + 1, kv_heads), stride=(*stride, step, hd))
-        return cute.make_tensor(mX.iterator - cute.assume(box * step, divby=hd), layout)
+    def clipped(mX: cute.Tensor, shape: tuple, strides: tuple) -> cute.Tensor:
+        return cute.make_tensor(mX.iterator, cute.make_layout((*shape, *rest), stride=(*strides, *rest_strides)))
 
-    return clipped(mK, k_box, (k_box, hd), (step, 1)), clipped(mV, v_box, (hd, v_box), (1, step))
+    columns = kv_heads * hd
+    return clipped(mK, (CLIP_END, columns), (step, 1)), clipped(mV, (columns, CLIP_END), (1, step))
 
 
 def ragged_problem_of(call: SimpleNamespace, plan: Plan) -> Problem:
@@ -238,7 +255,7 @@ def attention_item(plan: Plan, problem: Problem, index: Int32) -> AttentionItem:
     rest = rest // problem.row_tiles
     split = rest % problem.splits
     kv_batch = rest // problem.splits
-    sequence = problem.sequence(kv_batch)
+    sequence = problem.sequence(kv_batch, plan.hd)
     problem = problem.of(sequence, plan)
 
     first_row = row_tile * tile_m

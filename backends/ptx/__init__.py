@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from backends.ptx.sm90_fmha.kernel import fmha_program as hopper_fmha_program
+from backends.ptx.sm90_fmha.program import fmha_program as hopper_fmha_program
 from backends.ptx.sm90_moe.launch import moe_program as hopper_moe_program
 from backends.ptx.sm100_fmha.kernel import fmha_program
 from backends.ptx.sm100_moe.launch import moe_program

@@ -188,9 +188,9 @@ class Builder(Emitter):
         """Blocks until the thread's bulk groups have read their shared memory."""
         self.emit("cp.async.bulk.wait_group.read", 0, guard=guard, note=note)
 
-    def fence_proxy_async(self) -> None:
-        """Makes this thread's writes to shared memory visible to tensor copies."""
-        self.emit("fence.proxy.async.shared::cta")
+    def fence_proxy_async(self, note: str = "") -> None:
+        """What this thread has done in shared memory, or waited for, comes before copies and MMAs that follow."""
+        self.emit("fence.proxy.async.shared::cta", note=note)
 
     # Tensor cores
 

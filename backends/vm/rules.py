@@ -232,6 +232,13 @@ _ALL = (
         "tensor-coordinates", "5.5", "Coordinates that the copy does not take.", "Give one a dimension, in range.",
     ),
     _error(
+        "tensor-base", "5.5",
+        "A tensor load of a box that begins outside of its tensor, with a map that begins outside of the tensor's "
+        "memory: an H200 reads the first byte of the map for such a box, and ends in an illegal address if nothing is "
+        "there (results/records/h200-tma-out-of-bounds.json).",
+        "Let the map begin where the tensor does, or issue no load of a box that begins outside.",
+    ),
+    _error(
         "bulk-copy", "9.7.9.25", "A bulk copy of a size that hardware refuses, or a reduction that its elements lack.",
         "Copy a multiple of 16 bytes. Give the map elements of a type that the operation takes.",
     ),

@@ -32,12 +32,15 @@ CEILINGS = {"copy_bytes_per_s": 4.25e12, "bf16_flops_per_s": 797e12, "flushed_l2
 DEVICE = H200.model_copy(update={"name": "Simulated H200", **CEILINGS})
 
 
-def full_matrix(runs: int = 3, seed: int = 0, samples: int = 120) -> Iterator[list[AnyLine]]:
-    """The lines of each run, the oldest first: every case of the profiles `full` (VM) and `gpu` (device)."""
+def full_matrix(runs: int = 3, seed: int = 0, samples: int = 120, one_in: int = 1) -> Iterator[list[AnyLine]]:
+    """The lines of each run, the oldest first: every case of the profiles `full` (VM) and `gpu` (device).
+
+    One case in `one_in` has run on the device.
+    """
     for number in range(runs):
         random = Random(f"{seed} {number}")
         run = f"2026110{number + 1}T000000Z-0000000{number}"
-        yield [_header(run, number), *_vm_lines(run, random), *_device_lines(run, random, samples)]
+        yield [_header(run, number), *_vm_lines(run, random), *_device_lines(run, random, samples, one_in)]
 
 
 def write_runs(folder: Path, lines: Sequence[Sequence[AnyLine]]) -> list[Path]:
@@ -65,9 +68,9 @@ def _vm_lines(run: str, random: Random) -> Iterator[AnyLine]:
                     yield _figures(run, case, backend, target)
 
 
-def _device_lines(run: str, random: Random, samples: int) -> Iterator[AnyLine]:
+def _device_lines(run: str, random: Random, samples: int, one_in: int) -> Iterator[AnyLine]:
     for spec in (specs()[op] for op in PEERS):
-        for case in spec.profile("gpu").cases:
+        for case in spec.profile("gpu").cases[::one_in]:
             for backend in (*BACKENDS, *PEERS[spec.op]):
                 yield _record(run, Row(case.id, backend, "sm_90a", "gpu", "eager"), random)
                 for temperature in ("cold", "hot"):

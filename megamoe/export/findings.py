@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from os.path import normpath
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -151,7 +152,9 @@ def _sarif_rule(finding: KernelFinding) -> dict[str, Any]:
 
 
 def _sarif_result(finding: KernelFinding, index: int, ledger: Ledger) -> dict[str, Any]:
-    location = _sarif_location(finding.place)
+    # Code hosts show what lies in the repository, and nothing in a header of the toolkit that was inlined.
+    shown = next((one for one in finding.source if not _uri(one.file).startswith("file:")), finding.place)
+    location = _sarif_location(shown)
     location["logicalLocations"] = [{"name": finding.kernel or "a host function", "kind": "function"}]
     result: dict[str, Any] = {
         "ruleId": finding.rule,
@@ -162,7 +165,9 @@ def _sarif_result(finding: KernelFinding, index: int, ledger: Ledger) -> dict[st
         "occurrenceCount": finding.times,
         "partialFingerprints": {"site/v2": _fingerprint(finding)},
     }
-    related = [(one, "called from here") for one in finding.source[1:]]
+    inlined = finding.source.index(shown) if shown in finding.source else 0
+    related = [(one, "inlined here") for one in finding.source[:inlined]]
+    related += [(one, "called from here") for one in finding.source[inlined + 1 :]]
     if finding.other is not None and finding.other.source:
         related.append((finding.other.source[0], str(finding.other)))
     if related:
@@ -194,7 +199,7 @@ def _sarif_location(place: SourceLine) -> dict[str, Any]:
 
 def _uri(file: str) -> str:
     """A file below the folder of the run by its relative path, as code hosts want it; another one by its own."""
-    path = Path(file)
+    path = Path(normpath(file))
     if not path.is_absolute():
         return quote(path.as_posix())
     here = Path.cwd()

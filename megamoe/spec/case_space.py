@@ -201,6 +201,13 @@ class CaseSpace:
         given = {name: self._read(name, text) for name, text in texts.items()}
         return self.point(given, inputs, int(seed))
 
+    def keeps_constraints(self, values: Mapping[str, AxisValue]) -> bool:
+        """Whether these values, one for every axis and each within its limits, are those of a case."""
+        try:
+            return all(constraint.value(values) for constraint in self.constraints)
+        except ExpressionError:
+            return False
+
     def undrawn(self, case: Case) -> OutsideError | None:
         """Why property tests never draw `case`; None if they may."""
         for name, value in case.axes:

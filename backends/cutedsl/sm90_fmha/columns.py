@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from backends.cutedsl.attention_tiles import Outputs, Problem
@@ -171,7 +171,10 @@ def score_warpgroup(
         for i in cutlass.range_constexpr(ROWS):
             inverse, lse = row_results(rows, problem.scale_log2, i)
             rInverse[i] = inverse
-            store_lse(outputs, problem.splits, row_place(plan, own, outputs, item, consumer, i), lse, thread % 32)
+            place = row_place(plan, own, outputs, item, consumer, i)
+            if cutlass.const_expr(plan.o_halves > 1):
+                place = place._replace(exists=place.exists & Boolean(item.o_half == 0))
+            store_lse(outputs, problem.splits, place, lse, thread % 32)
         wait_empty(rings.p, p_place)
         store_factors(smem.sFactor, rInverse, p_place.stage, thread)
         make_full(rings.p, p_place)
@@ -220,7 +223,7 @@ def value_warpgroup(
             wait_full(rings.go, p_place)
             before = v_place.stage
             warpgroup.fence()
-            for slab in cutlass.range_constexpr(plan.slabs):
+            for slab in cutlass.range_constexpr(plan.v_slabs):
                 wait_full(rings.v, v_place)
                 for k_block in cutlass.range_constexpr(plan.v_keys // 16):
                     tOrP = tOrPs[None, None, slab * (plan.v_keys // 16) + k_block, p_place.stage]
@@ -245,4 +248,7 @@ def value_warpgroup(
         p_place = advanced(rings.p, p_place)
         for i in cutlass.range_constexpr(ROWS):
             place = row_place(plan, own, outputs, item, consumer, i)
-            store_o(plan, own, outputs, place, row_values(rO, i), rInverse[i], half * plan.o_columns, thread % 32)
+            column = half * plan.o_columns
+            if cutlass.const_expr(plan.o_halves > 1):
+                column = item.o_half * plan.v_columns + column
+            store_o(plan, own, outputs, place, row_values(rO, i), rInverse[i], column, thread % 32)

@@ -40,7 +40,13 @@ def load_parts(rPart: cute.Tensor, mO_part: cute.Tensor, first: Int32, stride: i
         split = first + k * stride
         if split < splits:
             offset = cute.assume(part + split * step, divby=vector)
-            cute.autovec_copy(cute.make_tensor(mO_part.iterator + offset, cute.make_layout(vector)), rPart[None, k])
+            gPart = cute.make_tensor(mO_part.iterator + offset, cute.make_layout(vector))
+            if cutlass.const_expr(mO_part.element_type is BFloat16):
+                rShort = cute.make_rmem_tensor(vector, BFloat16)
+                cute.autovec_copy(gPart, rShort)
+                rPart[None, k].store(rShort.load().to(Float32))
+            else:
+                cute.autovec_copy(gPart, rPart[None, k])
         else:
             rPart[None, k].fill(0.0)
 

@@ -86,21 +86,31 @@ def store_row(
     A thread has two columns of each block of 8. Of O in bf16 a quad transposes four blocks, so that each lane stores
     one block, 16 bytes. All lanes take part in that, whether or not their row exists.
     """
-    blocks = cutlass.const_expr(cute.size(rRow, mode=[1]))
-    if splits == 1:
-        for group in cutlass.range_constexpr(blocks // 4):
-            rWords = cute.make_rmem_tensor(4, Int32)
-            for k in cutlass.range_constexpr(4):
-                rWords[k] = bf16_pair(rRow[0, 4 * group + k], rRow[1, 4 * group + k])
-            quad_transposed(rWords, lane)
-            if exists:
-                rBlock = cute.make_tensor(cute.recast_ptr(rWords.iterator, dtype=BFloat16), cute.make_layout(8))
-                cute.autovec_copy(rBlock, elements_at(outputs.mO, offset + 8 * (4 * group + lane % 4), 8))
+    if cutlass.const_expr(outputs.mO_part.element_type is BFloat16):
+        if splits == 1:
+            store_short(rRow, outputs.mO, offset, lane, exists)
+        else:
+            store_short(rRow, outputs.mO_part, part_offset, lane, exists)
+    elif splits == 1:
+        store_short(rRow, outputs.mO, offset, lane, exists)
     elif exists:
-        for block in cutlass.range_constexpr(blocks):
+        for block in cutlass.range_constexpr(cute.size(rRow, mode=[1])):
             rPart = cute.make_rmem_tensor(2, Float32)
             rPart.store(rRow[None, block].load())
             cute.autovec_copy(rPart, elements_at(outputs.mO_part, part_offset + 8 * block + 2 * (lane % 4), 2))
+
+
+@cute.jit
+def store_short(rRow: cute.Tensor, mO: cute.Tensor, offset: Int64, lane: Int32, exists: Boolean):
+    """Store this thread's part of one row in bf16 from `offset` on, as store_row says."""
+    for group in cutlass.range_constexpr(cute.size(rRow, mode=[1]) // 4):
+        rWords = cute.make_rmem_tensor(4, Int32)
+        for k in cutlass.range_constexpr(4):
+            rWords[k] = bf16_pair(rRow[0, 4 * group + k], rRow[1, 4 * group + k])
+        quad_transposed(rWords, lane)
+        if exists:
+            rBlock = cute.make_tensor(cute.recast_ptr(rWords.iterator, dtype=BFloat16), cute.make_layout(8))
+            cute.autovec_copy(rBlock, elements_at(mO, offset + 8 * (4 * group + lane % 4), 8))
 
 
 @cute.jit

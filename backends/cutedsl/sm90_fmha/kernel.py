@@ -85,6 +85,8 @@ class Sm90Fmha:
         outputs = Outputs(call.mO, call.mLSE, call.mO_part, call.mLSE_part)
         name = f"hd{plan.hd}_{plan.share}_{plan.groups}x{plan.tile_n}" + ("_sinks" if plan.sinks else "")
         name += f"_paged{plan.page_size}" if plan.page_size else "_ragged" if plan.ragged else ""
+        name += f"_{plan.o_halves}th" if plan.o_halves > 1 else ""
+        name += "_short" if plan.short_parts else ""
         self.kernel.set_name_prefix(f"sm90_fmha_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         combine_kernel.set_name_prefix(f"sm90_fmha_combine_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         problem = ragged_problem_of(call, plan) if plan.ragged else problem_of(call, plan)
@@ -105,17 +107,17 @@ class Sm90Fmha:
     def _make_tma(self, call: SimpleNamespace) -> Inputs:
         plan = self.plan
         if plan.ragged:
-            mK, mV = clipped_tensors((plan.k_box, plan.v_box), call.mK, call.mV)
+            mK, mV = clipped_tensors(call.mK, call.mV)
             return Inputs(
                 call.mQ,
                 make_tma(mK, layout_k_box(plan), (plan.k_box, plan.slab_columns)),
-                make_tma(mV, layout_v_box(plan), (plan.hd, plan.v_box)),
+                make_tma(mV, layout_v_box(plan), (plan.v_columns, plan.v_box)),
             )
         mQ, mK, mV = tma_tensors(plan.hd, call.mQ, call.mK, call.mV)
         return Inputs(
             make_tma(mQ, layout_q(plan), (GROUP_M, plan.hd)),
             make_tma(mK, layout_k(plan), (plan.tile_n, plan.slab_columns)),
-            make_tma(mV, layout_v(plan), (plan.hd, plan.v_keys)),
+            make_tma(mV, layout_v(plan), (plan.v_columns, plan.v_keys)),
         )
 
     @cute.kernel

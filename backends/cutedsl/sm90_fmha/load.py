@@ -16,7 +16,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import dsl_user_op
 
-from backends.cutedsl.attention_tiles import AttentionItem, Inputs, Problem, Sequence
+from backends.cutedsl.attention_tiles import CLIP_END, AttentionItem, Inputs, Problem, Sequence
 from backends.cutedsl.ring import (
     RingPlace,
     RingSlot,
@@ -63,7 +63,7 @@ def make_loads(plan: Sm90FmhaPlan, inputs: Inputs, smem: Sm90Smem) -> Loads:
     """The views of all stages."""
     if plan.ragged:
         sK = cute.flat_divide(smem.sK, (plan.k_box, plan.slab_columns))[None, None, None, 0, None]
-        sV = cute.flat_divide(smem.sV, (plan.hd, plan.v_box))[None, None, 0, None, None]
+        sV = cute.flat_divide(smem.sV, (plan.v_columns, plan.v_box))[None, None, 0, None, None]
         return Loads(inputs.q, BoxViews(*inputs.k, sK), BoxViews(*inputs.v, sV))
 
     def views(tensor: TmaTensor, tiler: tuple[int, int], sX: cute.Tensor) -> TmaViews:
@@ -72,7 +72,7 @@ def make_loads(plan: Sm90FmhaPlan, inputs: Inputs, smem: Sm90Smem) -> Loads:
     return Loads(
         views(inputs.q, (GROUP_M, plan.hd), smem.sQ),
         views(inputs.k, (plan.tile_n, plan.slab_columns), smem.sK),
-        views(inputs.v, (plan.hd, plan.v_keys), smem.sV),
+        views(inputs.v, (plan.v_columns, plan.v_keys), smem.sV),
     )
 
 
@@ -110,18 +110,19 @@ def load_boxes(
     column: cutlass.Constexpr,
     by_key: cutlass.Constexpr,
 ):
-    """Load the boxes of a slab, whose first key is `key` and whose first column `column`. `rows`: of box_rows.
+    """Load the boxes of a slab: keys from `key` on, columns of the head from `column` on. `rows`: of box_rows.
 
     `by_key`: whether keys are the first mode, as in K, or the second, as in V.
     """
     mode = cutlass.const_expr(0 if by_key else 1)
     box = cutlass.const_expr(cute.size(views.sX, mode=[mode]))
     tiler = cutlass.const_expr((cute.size(views.sX, mode=[0]), cute.size(views.sX, mode=[1])))
+    column = sequence.first_column + column
     for i in cutlass.range(cute.size(views.sX, mode=[2]), unroll=1):
         valid = cutlass.max(cutlass.min(sequence.s_k - key - i * box, Int32(box)), Int32(0))
         row = cute.arch.shuffle_sync(rows, i)
-        gX = views.coordinates[None, None, row + valid, sequence.kv_head]
-        first = (box - valid, column) if by_key else (column, box - valid)
+        gX = views.coordinates[None, None, row + valid, CLIP_END]
+        first = (CLIP_END - valid, column) if by_key else (column, CLIP_END - valid)
         gX = cute.local_tile(cute.domain_offset(first, gX), tiler, (0, 0))
         sX = views.sX[None, None, i, None]
         shared, coordinates = cpasync.tma_partition(
@@ -167,7 +168,7 @@ def load_v(
     item: AttentionItem,
 ):
     """Load one V tile, slab by slab. Returns the next place in the ring."""
-    for slab in cutlass.range_constexpr(plan.slabs):
+    for slab in cutlass.range_constexpr(plan.v_slabs):
         key = rows = tile
         if cutlass.const_expr(plan.ragged):
             key = tile * plan.tile_n + slab * plan.v_keys
@@ -177,7 +178,7 @@ def load_v(
         if cutlass.const_expr(plan.ragged):
             load_boxes(loads.v, slot, item.sequence, key, rows, 0, False)
         else:
-            loads.v.load((0, tile * plan.slabs + slab, item.kv_batch), slot)
+            loads.v.load((item.o_half if plan.o_halves > 1 else 0, tile * plan.v_slabs + slab, item.kv_batch), slot)
         place = advanced(ring, place)
     return place
 

@@ -123,7 +123,7 @@ def layout_k(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
 
 def layout_v(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
     """All rings as V slabs."""
-    tiler = (GROUP_M, plan.hd, plan.v_keys)
+    tiler = (GROUP_M, plan.v_columns, plan.v_keys)
     stages = plan.v_stages if plan.share == "columns" else plan.ring_stages * plan.rings
     return hopper_helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, tiler, BFloat16, stages)
 
@@ -137,7 +137,7 @@ def layout_k_box(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
 
 def layout_v_box(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
     """Some keys of a slab of V."""
-    return hopper_helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, (GROUP_M, plan.hd, plan.v_box), BFloat16, 1)
+    return hopper_helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, (GROUP_M, plan.v_columns, plan.v_box), BFloat16, 1)
 
 
 def layout_p(plan: Sm90FmhaPlan) -> cute.ComposedLayout:

@@ -52,7 +52,8 @@ def greatest_divisor(a: Int32, b: Int32) -> Int32:
 def head_tiles_of(plan: Sm90FmhaPlan, problem: Problem) -> Int32:
     """The row tiles of a query head, if its tokens fill whole tiles; else all rows are taken for one head's."""
     tiles, rest = parts(problem.t, Int32(plan.tile_m))
-    return Int32(cutlass.select_(rest == 0, tiles, problem.row_tiles))
+    head_tiles = Int32(cutlass.select_(rest == 0, tiles, problem.row_tiles))
+    return head_tiles if plan.o_halves == 1 else head_tiles * plan.o_halves
 
 
 def hand_size(plan: Sm90FmhaPlan, problem: Problem) -> Int32:

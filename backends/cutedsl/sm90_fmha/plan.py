@@ -7,8 +7,8 @@ Pure arithmetic without CuTeDSL: the harness asks for workspaces and splits on m
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from backends.cutedsl.attention import FmhaSizes
 from backends.cutedsl.device import H200_SM_COUNT, SMEM_BYTES, WARPGROUP
@@ -35,7 +35,8 @@ DECODE_T = 16
 """The most query tokens a sequence for which the warpgroups share the keys and not the rows."""
 CHUNK_T = 128
 """The most query tokens a sequence for which hd 64 takes two warpgroups and tiles of 224 keys: a row tile or less. For
-more it takes three: 16 x 256 queries on 1024 keys take 84 us, and 86 in tiles of 128 rows."""
+more it takes three: 16 x 256 queries on 1024 keys take 84 us, and 86 in tiles of 128 rows. At hd 256 tiles have 64 keys
+up to so many, where 128 rows on 8192 keys take 248.9 us and 250.9 with 80 (h200-fmha-turns.json), else 80."""
 SHORT_KEYS = 2048
 """The longest cache whose split follows from t and s_k alone."""
 SHORT_SPLIT_KEYS = 512
@@ -45,6 +46,9 @@ TINY_KEYS = 512
 and not one: hd 128 takes 9.9 us in four splits, cuDNN 13.3 (results/records/h200-fmha-clean-flush.json)."""
 TINY_SPLIT_KEYS = 128
 """Keys of a split of a tiny cache for many queries."""
+ROW_KEYS = (128, 512)
+"""Keys that one_row.py is compiled for. It reads all keys of a row of O for that row alone, so longer caches, and
+several tokens, are better off in tiles that rows share."""
 ITEM_KEYS = 64
 """The cost of beginning and ending a work item, in keys that a CTA could read in that time."""
 COMBINE_KEYS = 192
@@ -67,7 +71,8 @@ class Sm90FmhaPlan:
     long as MMAs, and two warpgroups leave both units idle half of the time) and with columns. `cluster`: CTAs that run
     side by side; neighbours share keys, and L2 serves loads of one tile that come together as one. `sinks`: whether
     rows begin with the sink of their head. `ragged`: whether sequences have lengths of their own. `page_size`: the keys
-    of a page; 0: the keys of a sequence lie together.
+    of a page; 0: the keys of a sequence lie together. `o_halves`: work items that share a tile, each with its columns
+    of V and O. `short_parts`: whether parts of O are rounded to bf16.
     """
 
     hd: int
@@ -78,8 +83,8 @@ class Sm90FmhaPlan:
     sinks: bool = False
     ragged: bool = False
     page_size: int = 0
-    o_halves: ClassVar[int] = 1
-    """Work items that share a tile."""
+    o_halves: int = 1
+    short_parts: bool = False
 
     def part_begin(self, problem: Problem, split: Int32) -> Int32:
         """The first key tile of a split: splits differ by a tile at most."""
@@ -97,13 +102,23 @@ class Sm90FmhaPlan:
 
     @property
     def slabs(self) -> int:
-        """Slabs of a K tile, or of a V tile."""
+        """Slabs of a K tile."""
         return self.hd // self.slab_columns
 
     @property
+    def v_columns(self) -> int:
+        """Columns of V, and of O, that a work item has."""
+        return self.hd // self.o_halves
+
+    @property
     def v_keys(self) -> int:
-        """Keys of a slab of V: it has the bytes of a slab of K, and all columns."""
-        return self.tile_n // self.slabs
+        """Keys of a slab of V: it has the bytes of a slab of K, and all columns of the work item."""
+        return self.tile_n * self.slab_columns // self.v_columns
+
+    @property
+    def v_slabs(self) -> int:
+        """Slabs of a V tile."""
+        return self.tile_n // self.v_keys
 
     @property
     def slab_bytes(self) -> int:
@@ -123,7 +138,7 @@ class Sm90FmhaPlan:
     @property
     def o_columns(self) -> int:
         """Columns of O a warpgroup."""
-        return self.hd // 2 if self.share == "columns" else self.hd
+        return self.v_columns // 2 if self.share == "columns" else self.hd
 
     @property
     def pv_columns(self) -> int:
@@ -269,6 +284,45 @@ class Sm90FmhaPlan:
         return self.share != "keys"
 
 
+@dataclass(frozen=True, slots=True)
+class OneRowPlan:
+    """The compile-time shape of one_row.py: head dimension, and the most keys."""
+
+    hd: int
+    keys: int
+    warps: int = 32
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.warps
+
+    @property
+    def keys_of_warp(self) -> int:
+        """Keys that a warp has at once: a lane has 16 bytes of one."""
+        return 32 // (self.hd // 8)
+
+    @property
+    def keys_of_turn(self) -> int:
+        """Keys that the CTA has at once."""
+        return self.warps * self.keys_of_warp
+
+    @property
+    def turns(self) -> int:
+        """Keys of a thread."""
+        return self.keys // self.keys_of_turn
+
+
+def one_row_plan(sizes: FmhaSizes) -> OneRowPlan | None:
+    """The kernel for one query on few keys, without sinks and pages; None where tiles are the faster.
+
+    Of hd, t and s_k alone, as kernel_plan.
+    """
+    if sizes.t != 1 or sizes.hd not in (64, 128):
+        return None
+    return next((OneRowPlan(sizes.hd, keys) for keys in ROW_KEYS if sizes.s_k <= keys), None)
+
+
 def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
     """The plan with two consumer warpgroups.
 
@@ -287,43 +341,51 @@ def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
 def kernel_plan(sizes: FmhaSizes, ragged: bool = False) -> Sm90FmhaPlan:
     """The kernel for a case. It depends on hd, t and s_k only, so neither batch nor grouping of heads changes a bit.
 
+    But for hd 512 where one row tile has a long cache for itself. Every CTA then has a part, and they write and read
+    back O 128 times. So two CTAs divide the columns of V, and parts are bf16. 64 rows on 32768 keys take 29.7 us so,
+    31.3 with parts in fp32, and 32.5 with all columns in each CTA (results/records/h200-fmha-turns.json). With more
+    rows it is slower: K is read twice.
+
     Sequences of their own lengths take registers: with three warpgroups, or at hd 256 with 80 keys, ptxas spills.
     """
     if sizes.hd == 512:
-        return standard_plan(512, "columns")
+        plan = standard_plan(512, "columns")
+        alone = sizes.kv_batches == 1 and sizes.rows <= plan.tile_m and sizes.s_k > SHORT_KEYS
+        return replace(plan, o_halves=2, short_parts=True) if alone and not ragged else plan
     if sizes.t <= DECODE_T or sizes.s_k <= TINY_KEYS:
         return standard_plan(sizes.hd, "keys")
     if sizes.hd == 64 and sizes.t > CHUNK_T:
         return Sm90FmhaPlan(64, "rows", 128, 2 if ragged else 3)
-    if ragged and sizes.hd == 256:
+    if sizes.hd == 256 and (ragged or sizes.t <= CHUNK_T):
         return Sm90FmhaPlan(256, "rows", 64)
     return standard_plan(sizes.hd, "rows")
 
 
-def split_count(sizes: FmhaSizes, sm_count: int = H200_SM_COUNT) -> int:
+def split_count(sizes: FmhaSizes, ragged: bool = False, sm_count: int = H200_SM_COUNT) -> int:
     """The number of parts that the keys of a sequence are split into (1: no split, no combine kernel).
 
     Up to SHORT_KEYS keys the count follows from t and s_k alone. Then the bits of a sequence's result depend neither on
     the batch that it is served in nor on how its heads are grouped (laws batch_invariant, gqa_equals_expanded_mha).
     Longer caches are split so that the machine is full. There the laws hold at equal plans only.
     """
-    plan = kernel_plan(sizes)
+    plan = kernel_plan(sizes, ragged)
     if sizes.s_k <= SHORT_KEYS:
         if sizes.t <= DECODE_T:
             return -(-sizes.s_k // SHORT_SPLIT_KEYS)
         return -(-sizes.s_k // TINY_SPLIT_KEYS) if sizes.s_k <= TINY_KEYS else 1
-    items = sizes.kv_batches * -(-sizes.rows // plan.tile_m)
+    items = sizes.kv_batches * -(-sizes.rows // plan.tile_m) * plan.o_halves
+    part = 2 * min(sizes.rows, plan.tile_m) // (plan.o_halves * (2 if plan.short_parts else 1))
     tiles = -(-sizes.s_k // plan.tile_n)
 
     def cost(splits: int) -> int:
         """Keys that the busiest CTA reads, and its other work in the same unit.
 
-        A row of O in fp32, written and read back, has the bytes of two keys.
+        A row of O in fp32, written and read back, has the bytes of two keys: `part` for all rows of an item.
         """
         waves = -(-items * splits // sm_count)
         item = -(-tiles // splits) * plan.tile_n + ITEM_KEYS
         if splits == 1:
             return waves * item
-        return waves * (item + 2 * min(sizes.rows, plan.tile_m)) + COMBINE_KEYS
+        return waves * (item + part) + COMBINE_KEYS
 
     return min(range(1, min(MAX_SPLITS, tiles) + 1), key=cost)

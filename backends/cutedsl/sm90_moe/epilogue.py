@@ -54,7 +54,8 @@ class ColumnRows(NamedTuple):
 
 class ColumnConsumer(NamedTuple):
     """A thread of the consumers: its number among them, its warpgroup, its number there, its lane's row and column of
-    an 8 x 8 part of an accumulator, and whether it is the first lane of its warp."""
+    an 8 x 8 part of an accumulator, whether it is the first lane of its warp, and where its codes and its block scales
+    lie in the weights of a stage, in bytes."""
 
     thread: Int32
     group: Int32
@@ -62,6 +63,8 @@ class ColumnConsumer(NamedTuple):
     quad: Int32
     quad_lane: Int32
     leads: Boolean
+    codes_at: Int32
+    scales_at: Int32
 
 
 def here(value: Int32) -> Int32:
@@ -117,13 +120,22 @@ def store_activations(
                 round_block(tensors.a2, piece.first_row + start + token, of_row, rH)
 
 
-def scale_of(tensors: ColumnActivations | ColumnRows, expert: Int32) -> Float32:
-    """What the end of a tile needs of its expert: the global scale of a2, or the factor of rows."""
-    if isinstance(tensors, ColumnActivations):
-        return Float32(1.0) if tensors.mA2_gs is None else Float32(tensors.mA2_gs[expert])
-    if tensors.mA2_gs is None:
-        return Float32(tensors.mW2_gs[expert] * result_factor(True))
-    return Float32(tensors.mA2_gs[expert] * tensors.mW2_gs[expert] * result_factor(False))
+class ExpertScales(NamedTuple):
+    """Global scales of an expert, as they are in memory: of a2, 1 if it is bf16, and of w2, 1 in L1.
+
+    They are loaded before the products of a tile and first used behind them. A product of the two in between would wait
+    for memory, 400 to 600 cycles a tile (results/records/README.md).
+    """
+
+    a2: Float32
+    w2: Float32
+
+
+def scales_of(tensors: ColumnActivations | ColumnRows, expert: Int32) -> ExpertScales:
+    """What the end of a tile needs of its expert."""
+    one = Float32(1.0)
+    a2 = one if tensors.mA2_gs is None else Float32(tensors.mA2_gs[expert])
+    return ExpertScales(a2, one if isinstance(tensors, ColumnActivations) else Float32(tensors.mW2_gs[expert]))
 
 
 @cute.jit
@@ -131,11 +143,12 @@ def store_rows(
     plan: Sm90MoePlan,
     tensors: ColumnRows,
     piece: ColumnPiece,
-    scale: Float32,
+    scales: ExpertScales,
     rAcc: cute.Tensor,
     consumer: ColumnConsumer,
 ):
     """The end of a tile of L2. Rows of W past the last do not exist where a tile is larger than what is left."""
+    scale = scales.a2 * scales.w2 * result_factor(plan.bf16)
     hidden, pair = here(tensors.mRows.shape[1]), here(2 * consumer.quad_lane)
     element = piece.tile_m * plan.tile_m + consumer.group * GROUP_M + consumer.in_group // 32 * 16 + consumer.quad * 2
     limit = cutlass.select_(element < hidden, piece.rows - pair, Int32(0))

@@ -24,13 +24,18 @@ from backends.cutedsl.sm90_moe.epilogue import (
     ColumnActivations,
     ColumnConsumer,
     ColumnRows,
-    scale_of,
+    ExpertScales,
+    scales_of,
     store_activations,
     store_rows,
 )
 from backends.cutedsl.sm90_moe.multiply import GemmSmem, multiply
 from backends.cutedsl.sm90_moe.plan import (
+    BLOCK_BYTES,
+    CODES_BYTES,
     GROUP_M,
+    LANE_BYTES,
+    PAIR_BYTES,
     PRODUCER_REGISTERS,
     ROW_BYTES,
     STAGED_PITCH,
@@ -53,7 +58,11 @@ def bulk_load(target: cute.Pointer, source: cute.Pointer, size: int, barrier: cu
 def load_piece(
     plan: Sm90MoePlan, gemm: ColumnGemm, smem: GemmSmem, ring: StageRing, place: RingPlace, piece: ColumnPiece
 ):
-    """The stages of a piece. Of a tile that is larger than what is left of W, the last panel is loaded twice."""
+    """The stages of a piece. Of a tile that is larger than what is left of W, the last panel is loaded twice.
+
+    Consumers read weights through the generic proxy. The fence that the ISA asks for between that and a copy over them
+    is the producer's, behind the barrier: one warp has it, and none of those that multiply.
+    """
     units = gemm.turns * TURN_UNITS
     tokens = piece.column * gemm.pitch + Int64(piece.first) * (TURN_UNITS * plan.width * ROW_BYTES)
     panels = []
@@ -65,6 +74,7 @@ def load_piece(
     stages = (piece.stop - piece.first) * (TURN_UNITS // plan.units)
     for stage in cutlass.range(stages, unroll=1):
         cute.arch.mbarrier_wait(ring.empty + place.stage, place.parity)
+        cute.arch.fence_proxy("async.shared", space="cta")
         with cute.arch.elect_one():
             barrier = ring.full + place.stage
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, plan.a_bytes + plan.b_bytes)
@@ -96,7 +106,7 @@ def finish(
     smem: GemmSmem,
     tensors: ColumnActivations | ColumnRows,
     piece: ColumnPiece,
-    scale: Float32,
+    scales: ExpertScales,
     rAcc: cute.Tensor,
     consumer: ColumnConsumer,
 ):
@@ -107,9 +117,9 @@ def finish(
         if piece.stop < gemm.turns:
             take_over(plan, gemm, rAcc, consumer.thread)
         if cutlass.const_expr(not plan.swiglu):
-            store_rows(plan, tensors, piece, scale, rAcc, consumer)
+            store_rows(plan, tensors, piece, scales, rAcc, consumer)
         else:
-            store_activations(plan, tensors, piece, scale, rAcc, smem.sStaged, consumer)
+            store_activations(plan, tensors, piece, scales.a2, rAcc, smem.sStaged, consumer)
 
 
 @cute.jit
@@ -129,10 +139,25 @@ def consumer_warpgroup(
     for number in cutlass.range(items.pieces, unroll=1):
         following = entry_at(gemm, items, number + 1)
         piece = piece_at(gemm, items, number, entry)
-        scale = scale_of(tensors, piece.expert)
+        scales = scales_of(tensors, piece.expert)
         place = multiply(plan, smem, ring, place, piece.stop - piece.first, rAcc, consumer)
-        finish(plan, gemm, smem, tensors, piece, scale, rAcc, consumer)
+        finish(plan, gemm, smem, tensors, piece, scales, rAcc, consumer)
         entry = following
+
+
+def consumer_of(plan: Sm90MoePlan, number: Int32, group: Int32, in_group: Int32) -> ColumnConsumer:
+    """Thread `number` of the consumers."""
+    warp, lane = in_group // 32, in_group % 32
+    block = group // 2 * (plan.units * UNIT_BYTES) + group % 2 * BLOCK_BYTES
+    codes_at = kept(block + in_group * LANE_BYTES, lane)
+    scales_at = kept(block + CODES_BYTES + (warp * 8 + lane // 4) * PAIR_BYTES, lane)
+    return ColumnConsumer(number, group, in_group, lane // 4, lane % 4, Boolean(lane == 0), codes_at, scales_at)
+
+
+def kept(value: Int32, lane: Int32) -> Int32:
+    """`value` of thread `lane` of a warp, in a register. From threadIdx ptxas would compute it anew in each turn of the
+    loop, which costs issue slots; it does not see through a shuffle."""
+    return Int32(cute.arch.shuffle_sync(value, lane))
 
 
 def allocate(plan: Sm90MoePlan, allocator: memory.SmemAllocator) -> GemmSmem:
@@ -170,9 +195,7 @@ def grouped_gemm(plan: Sm90MoePlan, gemm: ColumnGemm, tensors: ColumnActivations
         cute.arch.setmaxregister_increase(plan.consumer_registers)
         number, in_group = thread - WARPGROUP, thread % WARPGROUP
         group = cute.arch.make_warp_uniform((warp - 4) // 4)
-        consumer = ColumnConsumer(
-            number, group, in_group, in_group % 32 // 4, in_group % 4, Boolean(in_group % 32 == 0)
-        )
+        consumer = consumer_of(plan, number, group, in_group)
         consumer_warpgroup(plan, gemm, smem, tensors, ring, consumer)
 
 

@@ -3,7 +3,8 @@
 """The products of a tile: weights out of shared memory into registers, unpacked, times the tokens.
 
 By wgmma, a warpgroup has two sets of registers for A: while the tensor core multiplies with one, the threads unpack the
-next unit into the other. A stage is given back when its wgmmas are known to be done, one unit later.
+next unit into the other. A stage is given back when its wgmmas are known to be done, one unit later. The codes of all
+units of a stage are loaded at once: an unpacking that begins with a load waits for it (results/records/README.md).
 
 Of eight columns each warp multiplies its 16 rows by itself, by mma.sync: wgmma takes 15 cycles of an H200 whatever N,
 and four warps that wait for each other (results/records/h200-moe-clean-flush.json).
@@ -24,8 +25,6 @@ from cutlass.utils import hopper_helpers
 from backends.cutedsl.ring import RingPlace, StageRing, advanced, wait_full
 from backends.cutedsl.sm90_moe.epilogue import ColumnConsumer
 from backends.cutedsl.sm90_moe.plan import (
-    BLOCK_BYTES,
-    CODES_BYTES,
     GROUP_M,
     K_STEPS,
     LANE_BYTES,
@@ -92,12 +91,11 @@ def load_unit(
 ):
     """What this thread unpacks of a unit."""
     rCodes, rScales = weights
-    in_group, group = consumer.in_group, consumer.group
-    block = stage * plan.a_bytes + (group // 2 * plan.units + unit) * UNIT_BYTES + group % 2 * BLOCK_BYTES
-    codes = cute.recast_ptr(sA.iterator + cute.assume(block + in_group * LANE_BYTES, divby=LANE_BYTES), dtype=Uint32)
+    begin = stage * plan.a_bytes + unit * UNIT_BYTES
+    place = cute.assume(begin + consumer.codes_at, divby=LANE_BYTES)
+    codes = cute.recast_ptr(sA.iterator + place, dtype=Uint32)
     cute.autovec_copy(cute.make_tensor(codes, cute.make_layout(cute.size(rCodes))), rCodes)
-    pair = block + CODES_BYTES + (in_group // 32 * 8 + consumer.quad) * PAIR_BYTES
-    scales = cute.recast_ptr(sA.iterator + cute.assume(pair, divby=PAIR_BYTES), dtype=Uint32)
+    scales = cute.recast_ptr(sA.iterator + cute.assume(begin + consumer.scales_at, divby=PAIR_BYTES), dtype=Uint32)
     cute.autovec_copy(cute.make_tensor(scales, cute.make_layout(cute.size(rScales))), rScales)
 
 
@@ -168,7 +166,7 @@ def multiply_by_warpgroups(
     consumer: ColumnConsumer,
 ):
     """The loop of `multiply` by wgmma."""
-    weights = make_unit()
+    weights = [make_unit() for _ in range(plan.units)]
     mma = make_mma(plan)
     mma.set(warpgroup.Field.ACCUMULATE, True)
     slice_of = mma.get_slice(0)
@@ -183,8 +181,9 @@ def multiply_by_warpgroups(
             inside = cutlass.const_expr(unit % plan.units)
             if cutlass.const_expr(inside == 0):
                 wait_full(ring, place)
-            load_unit(plan, smem.sA, place.stage, inside, weights, consumer)
-            unpack(weights.rCodes, weights.rScales, rA[unit], plan.bf16)
+                for loaded in cutlass.range_constexpr(plan.units):
+                    load_unit(plan, smem.sA, place.stage, loaded, weights[loaded], consumer)
+            unpack(weights[inside].rCodes, weights[inside].rScales, rA[unit], plan.bf16)
             tCrA = cute.make_tensor(cute.recast_ptr(rA[unit].iterator, dtype=operand_of(plan)), layout_a)
             warpgroup.fence()
             for step in cutlass.range_constexpr(K_STEPS):

@@ -8,9 +8,10 @@ masks and exclusive ors turn them into f16 (unpack.py). Rows g of w1 are gates a
 outputs, whatever the interleave. Rows g and g + 8 of w2 are neighbours in memory: then a thread has two neighbouring
 elements of rows.
 
-Lane 0 of each row pair also makes 8 bytes of block scales. A byte has 5 bits of exponent and 3 of mantissa, which hold
-every e4m3 without subnormals: bits 14 to 7 of the f16 scale * 2^7. No byte is made for a zero, so codes under a zero
-scale become zeros.
+Lane 0 of each row pair also makes 8 bytes of block scales. A scale has 5 bits of exponent and 3 of mantissa, which hold
+every e4m3 without subnormals: bits 14 to 7 of the f16 scale * 2^7. Those of row g lie there, of one block in each half
+of a word, those of row g + 8 in the same word turned to the right by eight bits. There is no zero, so codes under a
+zero scale become zeros.
 """
 
 import cutlass
@@ -20,6 +21,7 @@ from cutlass import Int32, Int64, Uint32
 from backends.cutedsl.moe.nvfp4 import Nvfp4, scale_word
 from backends.cutedsl.sm90_moe.expand import scale_pair
 from backends.cutedsl.sm90_moe.plan import BLOCK_BYTES, CODES_BYTES, GROUP_M, LANE_BYTES, PAIR_BYTES, PANEL_ROWS, UNIT_K
+from backends.cutedsl.sm90_moe.unpack import OTHER_ROW, SCALE_MASK, turned
 
 THREADS = 2 * PANEL_ROWS
 UNIT_WORDS = UNIT_K // 8
@@ -30,8 +32,8 @@ COMBINED = (
     *((3, 0x5000_5000), (-3, 0x0400_0400), (-2, 0x0100_0100)),
 )
 """Exclusive ors that undo those of unpack.py, in this order: how far the word moves to the left, which bits change."""
-SCALE_REBIAS = 0x0038_0038
-"""7 more in the exponent, above 3 bits of mantissa."""
+SCALE_REBIAS = 0x1C00_1C00
+"""7 more in the exponent, above 10 bits of mantissa."""
 
 
 @cute.jit
@@ -69,11 +71,9 @@ def uncombined(word: Uint32) -> Uint32:
     return word
 
 
-def scale_bytes(scales: Uint32) -> tuple[Uint32, Uint32]:
-    """Four block scales as two words: bytes 0 and 2 hold those of two neighbouring blocks."""
-    low, high = (
-        (scale_pair(half) >> 7 & Uint32(0x00FF_00FF)) + Uint32(SCALE_REBIAS) for half in (scales, scales >> 16)
-    )
+def scale_words(scales: Uint32) -> tuple[Uint32, Uint32]:
+    """Four block scales as two words of two neighbouring blocks each, the bits of unpack.SCALE_MASK."""
+    low, high = (scale_pair(half) + Uint32(SCALE_REBIAS) & Uint32(SCALE_MASK) for half in (scales, scales >> 16))
     return low, high
 
 
@@ -108,7 +108,7 @@ def repack_kernel(w: Nvfp4, mPacked: cute.Tensor, interleave_log2: Int32):
     if lane % 4 == 0:
         rScales = cute.make_rmem_tensor(2, Uint32)
         for half in cutlass.range_constexpr(2):
-            rScales[half] = scale_bytes(scales)[half] | scale_bytes(other_scales)[half] << 8
+            rScales[half] = scale_words(scales)[half] | turned(scale_words(other_scales)[half], -OTHER_ROW)
         pair = block * BLOCK_BYTES + CODES_BYTES + (group % 4 * 8 + quad) * PAIR_BYTES
         pairs = cute.recast_ptr(mPacked.iterator + cute.assume(pair, divby=PAIR_BYTES), dtype=Uint32)
         cute.autovec_copy(rScales, cute.make_tensor(pairs, cute.make_layout(2)))

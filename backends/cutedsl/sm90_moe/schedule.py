@@ -143,7 +143,6 @@ def hand_over(plan: Sm90MoePlan, gemm: ColumnGemm, rAcc: cute.Tensor, thread: In
     cute.arch.sync_warp()
     if thread % 32 == 0:
         flag = gemm.mFlags.iterator + block * (plan.consumers // 32) + thread // 32
-        cute.arch.fence_acq_rel_gpu()
         cute.arch.store(flag, Int32(1), sem="release", scope="gpu")
 
 

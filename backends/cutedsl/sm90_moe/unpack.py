@@ -20,26 +20,33 @@ from cutlass import Uint32
 CODE_MASK = 0x8E00_8E00
 SHIFTS = ((6, False), (9, False), (2, True), (-3, True))
 """Of A, B, C and D: how far the word moves to the left, and whether the word itself is combined with that."""
-SCALE_SHIFT = 7
-"""A byte of a block scale is bits 14 to 7 of the f16 scale * 2^7."""
-BYTES_0_AND_2, BYTES_1_AND_3 = 0x4240, 0x4341
-"""Selectors of prmt: each of the two bytes in a half of its own, a byte of the other, zero operand above it."""
-
+SCALE_MASK = 0x7F80_7F80
+"""Where a word of block scales holds those of row g: bits 14 to 7 of the f16 scale * 2^7, of one block in each half."""
+OTHER_ROW = 8
+"""Those of row g + 8 are there when the word is turned to the left by so many bits."""
 
 BF16_MASK = 0x81C0_81C0
 """Sign and magnitude of a bf16 code * 2^-126. A block scale times 2^119 brings it to the same number as in f16; times
 2^126 it would be more than bf16 holds."""
-BF16_SCALE_SHIFT, BF16_SCALE_BITS = 4, 0x7000_7000
-"""The same byte is bits 11 to 4 of the bf16 scale * 2^119, below three bits that are set."""
+BF16_SCALE_SHIFT, BF16_SCALE_MASK, BF16_SCALE_BITS = 3, 0x0FF0_0FF0, 0x7000_7000
+"""The same eight bits, so many to the right, are bits 11 to 4 of the bf16 scale * 2^119, below three that are set."""
 
 
 def row_scales(word: Uint32, bf16: bool) -> tuple[Uint32, Uint32]:
     """Pairs, of row g and of row g + 8: the block scales of two neighbouring blocks, f16 * 2^7 or bf16 * 2^119."""
-    picked = tuple(Uint32(cute.arch.prmt(word, 0, selector)) for selector in (BYTES_0_AND_2, BYTES_1_AND_3))
     if bf16:
-        row, other = (pair << BF16_SCALE_SHIFT | Uint32(BF16_SCALE_BITS) for pair in picked)
+        row, other = (
+            turned(word, turn - BF16_SCALE_SHIFT) & Uint32(BF16_SCALE_MASK) | Uint32(BF16_SCALE_BITS)
+            for turn in (0, OTHER_ROW)
+        )
         return row, other
-    return picked[0] << SCALE_SHIFT, picked[1] << SCALE_SHIFT
+    return word & Uint32(SCALE_MASK), turned(word, OTHER_ROW) & Uint32(SCALE_MASK)
+
+
+def turned(word: Uint32, turn: int) -> Uint32:
+    """`word` rotated to the left by `turn` bits, to the right if it is negative."""
+    text = f"shf.l.wrap.b32 {{$w0}}, {{$r0}}, {{$r0}}, {turn % 32};"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[word])
 
 
 def times(a: Uint32, b: Uint32, kind: str = "f16x2") -> Uint32:

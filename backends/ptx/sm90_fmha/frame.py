@@ -17,15 +17,17 @@ from backends.ptx.attention import (
 from backends.ptx.builder import TID_X, Builder
 from backends.ptx.operands import Register
 from backends.ptx.shared_memory import Smem
-from backends.ptx.sm90_fmha.geometry import TILE_M, Sm90FmhaTiling
+from backends.ptx.sm90_fmha.geometry import PairTiling, Sm90FmhaTiling
 from backends.ptx.split_keys import KeyPart, SplitFmhaParams
+
+Tiling = Sm90FmhaTiling | PairTiling
 
 
 @dataclass(frozen=True, slots=True)
 class Sm90FmhaFrame(FmhaFrame):
     """Registers that all parts read."""
 
-    tiling: Sm90FmhaTiling
+    tiling: Tiling
     params: FmhaParams
     is_leader: Register
     """Thread 0, which loads."""
@@ -33,7 +35,7 @@ class Sm90FmhaFrame(FmhaFrame):
     """This CTA's part of the keys where they are split."""
 
 
-def open_frame(x: Builder, tiling: Sm90FmhaTiling, part_keys: int | None) -> Sm90FmhaFrame:
+def open_frame(x: Builder, tiling: Tiling, part_keys: int | None) -> Sm90FmhaFrame:
     """Declares the parameters, computes the tile range and sets up the barriers.
 
     `part_keys`: keys of a part where CTAs share them, a multiple of tile_n.
@@ -44,7 +46,7 @@ def open_frame(x: Builder, tiling: Sm90FmhaTiling, part_keys: int | None) -> Sm9
     x.section("which rows, which keys")
     thread = x.let("thread", "mov.u32", TID_X)
     is_leader = x.let("is_leader", "setp.eq.u32", thread, 0)
-    cta = CtaTile.read(x, tiling, TILE_M)
+    cta = CtaTile.read(x, tiling, tiling.tile_m)
     part = _part(x, params, cta.batch, part_keys)
     batch_head, offset = cta.batch_head(x, axes), position_offset(x, axes)
     keys = _key_tiles(x, tiling, axes, offset, part)
@@ -76,7 +78,7 @@ def _part(x: Builder, params: FmhaParams, batch: Register, part_keys: int | None
     return None
 
 
-def _key_tiles(x: Builder, tiling: Sm90FmhaTiling, axes: FmhaAxes, offset: Register, part: KeyPart | None) -> KeyTiles:
+def _key_tiles(x: Builder, tiling: Tiling, axes: FmhaAxes, offset: Register, part: KeyPart | None) -> KeyTiles:
     x.comment("Some row's query is the first of its sequence, some row's the last, or nearly: t is 128 at most. So the")
     x.comment("tiles are those that any query of the sequence sees: from the window of query 0 to the reach of t - 1.")
     last = x.let("last_position", "sub.s32", axes.s_k, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.ptx.shared_memory import SmemLayout
+from backends.ptx.shared_memory import MAX_SMEM, SmemLayout
 
 TILE_M = 64
 """Folded query rows a CTA: M of wgmma."""
@@ -19,24 +19,29 @@ MAX_O_COLUMNS = 256
 
 @dataclass(frozen=True, slots=True)
 class Sm90FmhaTiling:
-    """The tiling of one hd."""
+    """The tiling of one hd where a warpgroup is a CTA: kernel.py, up to hd 256."""
 
     hd: int
 
     @property
+    def tile_m(self) -> int:
+        """Folded query rows a CTA."""
+        return TILE_M
+
+    @property
     def tile_n(self) -> int:
         """Keys a tile."""
-        return 64 if self.hd < 512 else 32
+        return 64
 
     @property
     def o_columns(self) -> int:
         """Columns of O (and V) that one CTA owns."""
-        return min(self.hd, MAX_O_COLUMNS)
+        return self.hd
 
     @property
     def halves(self) -> int:
-        """CTAs that share a row tile, each with its own columns of O."""
-        return self.hd // self.o_columns
+        """CTAs that share a row tile."""
+        return 1
 
     @property
     def panel_bytes(self) -> int:
@@ -66,7 +71,7 @@ class Sm90FmhaTiling:
     @property
     def stages(self) -> int:
         """Tiles in flight: enough to keep the memory busy, few enough that two CTAs fit an SM up to hd = 128."""
-        return {64: 4, 128: 3, 256: 2, 512: 3}[self.hd]
+        return {64: 4, 128: 3, 256: 2}[self.hd]
 
     @property
     def smem(self) -> SmemLayout:
@@ -75,6 +80,117 @@ class Sm90FmhaTiling:
         layout = layout.with_place("ring", self.stages * self.stage_bytes, 1024)
         layout = layout.with_mbarriers("q_full")
         return layout.with_mbarriers("k_full", self.stages).with_mbarriers("v_full", self.stages)
+
+
+PAIR_THREADS = 3 * THREADS
+"""The producer's warpgroup, and two consumers."""
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
+"""After setmaxnreg: 128 x (24 + 2 x 240) are the 64,512 registers that 384 threads are launched with, 168 each."""
+PAIR_WARPS = 8
+"""Warps of both consumers."""
+PAIR_BYTES = 8
+"""One f32 of each of a thread's two rows."""
+BARRIER_BYTES = 1024
+"""Shared memory that is left for mbarriers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairTiling:
+    """The tiling of one hd where a warp loads and two warpgroups consume: pair.py.
+
+    `latent`: whether K and V are one tensor. A tile is then loaded once, and read as both.
+    """
+
+    hd: int
+    latent: bool = False
+
+    @property
+    def shares_columns(self) -> bool:
+        """Whether the consumers have the same 64 rows and half of the columns of O each, not 64 rows each."""
+        return self.hd > MAX_O_COLUMNS
+
+    @property
+    def tile_m(self) -> int:
+        """Folded query rows a CTA."""
+        return TILE_M if self.shares_columns else 2 * TILE_M
+
+    @property
+    def tile_n(self) -> int:
+        """Keys a tile."""
+        return 128 if self.hd <= 128 else 64
+
+    @property
+    def score_keys(self) -> int:
+        """Keys of a tile whose scores a consumer computes."""
+        return self.tile_n // 2 if self.shares_columns else self.tile_n
+
+    @property
+    def o_columns(self) -> int:
+        """Columns of O a consumer."""
+        return min(self.hd, MAX_O_COLUMNS)
+
+    @property
+    def halves(self) -> int:
+        """CTAs that share a row tile."""
+        return 1
+
+    @property
+    def panel_bytes(self) -> int:
+        """Bytes of 64 columns of K or V of one tile."""
+        return self.tile_n * ROW_BYTES
+
+    @property
+    def q_panel_bytes(self) -> int:
+        """Bytes of 64 columns of Q."""
+        return self.tile_m * ROW_BYTES
+
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of the resident query tile."""
+        return self.tile_m * self.hd * 2
+
+    @property
+    def k_bytes(self) -> int:
+        """Bytes of K of one tile."""
+        return self.tile_n * self.hd * 2
+
+    @property
+    def v_bytes(self) -> int:
+        """Bytes of V of one tile that are not those of K."""
+        return 0 if self.latent else self.k_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of one stage."""
+        return self.k_bytes + self.v_bytes
+
+    @property
+    def stages(self) -> int:
+        """Tiles in flight: what shared memory holds beside Q and P."""
+        return (MAX_SMEM - BARRIER_BYTES - self.q_bytes - self.p_bytes - self.exchange_bytes) // self.stage_bytes
+
+    @property
+    def p_bytes(self) -> int:
+        """Bytes of P of one tile, which the consumers hand to each other where they share columns."""
+        return TILE_M * self.tile_n * 2 if self.shares_columns else 0
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes of two numbers a thread, which the consumers show each other where they share columns."""
+        return 2 * THREADS * PAIR_BYTES if self.shares_columns else 0
+
+    @property
+    def smem(self) -> SmemLayout:
+        """Q, the ring (a stage is K, then V), P and two numbers a thread if columns are shared, and the mbarriers."""
+        layout = SmemLayout().with_place("q", self.q_bytes, 1024)
+        layout = layout.with_place("ring", self.stages * self.stage_bytes, 1024)
+        if self.shares_columns:
+            layout = layout.with_place("p", self.p_bytes, 1024).with_place("exchange", self.exchange_bytes, 16)
+        layout = layout.with_mbarriers("q_full")
+        for name in ("k",) if self.latent else ("k", "v"):
+            layout = layout.with_mbarriers(f"{name}_full", self.stages)
+            layout = layout.with_mbarriers(f"{name}_empty", self.stages, arrivals=PAIR_WARPS)
+        return layout
 
 
 def descriptor_bits(leading_bytes: int = 0) -> int:

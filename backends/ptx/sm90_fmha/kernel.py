@@ -2,8 +2,7 @@
 
 Q K^T takes both operands from shared memory. P stays in registers: the accumulator of the first wgmma, neighbours
 packed into bf16 pairs, already lies as the second one wants its A operand. V is read as it was stored, keys outermost,
-by the transposing (MN-major) form of B. At hd = 512 the accumulator of O would take 256 registers a thread, so two CTAs
-share a row tile. Each has 256 columns of V and O; both compute all of S, as on sm_100a.
+by the transposing (MN-major) form of B. pair.py has hd 512, where O would take 256 registers a thread, and many rows.
 
 With few queries (decoding) the keys are split over CTAs, and a second kernel combines their partial results.
 
@@ -17,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from backends.ptx.attention import PANEL_COLUMNS, FmhaParams, FmhaShape, inverse_of, log_sum_exp, tensor_map
+from backends.ptx.attention import PANEL_COLUMNS, inverse_of, log_sum_exp
 from backends.ptx.builder import Builder
 from backends.ptx.emitter import module_text
 from backends.ptx.operands import Register, Vector, at
@@ -32,20 +31,12 @@ from backends.ptx.sm90_fmha.geometry import (
 )
 from backends.ptx.sm90_fmha.loads import KvCursor, load_first, load_next
 from backends.ptx.sm90_fmha.softmax import Accumulators, QueryRow, probabilities, quad_sum
-from backends.ptx.split_keys import (
-    F32_BYTES,
-    KeyPart,
-    KeyPlan,
-    combine_kernel,
-    partial_arguments,
-    split_program,
-)
-from megamoe.contract import Case, KernelArg, Launch, Program
+from backends.ptx.split_keys import F32_BYTES, KeyPart, combine_kernel
 
 PTX_VERSION = (8, 0)
 """wgmma appeared in PTX ISA 8.0."""
-_MMA = "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16"
-_PLUS_A, _PLUS_B, _K_MAJOR, _MN_MAJOR = 1, 1, 0, 1
+MMA = "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16"
+PLUS_A, PLUS_B, K_MAJOR, MN_MAJOR = 1, 1, 0, 1
 
 
 def entry_name(hd: int) -> str:
@@ -73,9 +64,9 @@ def _attention(hd: int, part_keys: int | None) -> Builder:
     sums = Accumulators.open(frame)
     _tiles(frame, sums)
     if frame.part is None:
-        _epilogue(frame, sums)
+        epilogue(frame, sums)
     else:
-        _partial_epilogue(frame, sums, frame.part)
+        partial_epilogue(frame, sums, frame.part)
     x.emit("ret")
     return x
 
@@ -90,11 +81,11 @@ class Products:
     never: Register
 
     @classmethod
-    def open(cls, frame: Sm90FmhaFrame) -> Products:
-        """Makes the registers."""
+    def open(cls, frame: Sm90FmhaFrame, q_data: Register | None = None) -> Products:
+        """Makes the registers. `q_data`: the address of the first row of Q; None: of the place q."""
         x, tiles = frame.x, frame.keys.count
-        q_data = x.let("q_data", "add.u32", frame.smem.base, frame.smem.layout["q"])
-        q = _descriptor(x, "q", q_data)
+        q_data = q_data or x.let("q_data", "add.u32", frame.smem.base, frame.smem.layout["q"])
+        q = descriptor(x, "q", q_data)
         return cls(q, x.let("always", "setp.eq.u32", tiles, tiles), x.let("never", "setp.ne.u32", tiles, tiles))
 
 
@@ -126,15 +117,15 @@ def _score(frame: Sm90FmhaFrame, cursor: KvCursor, products: Products, scores: V
     x, tiling = frame.x, frame.tiling
     x.comment("S = Q K^T")
     x.wait(at(cursor.k_full), cursor.parity, "k_full")
-    k = _descriptor(x, "k", cursor.data)
+    k = descriptor(x, "k", cursor.data)
     x.wgmma_fence()
     for step in range(tiling.hd // MMA_K):
         panel, inside = divmod(step * MMA_K, PANEL_COLUMNS)
-        a = _advanced(x, products.q, panel * TILE_M * ROW_BYTES + 2 * inside)
-        b = _advanced(x, k, panel * tiling.panel_bytes + 2 * inside)
+        a = advanced(x, products.q, panel * TILE_M * ROW_BYTES + 2 * inside)
+        b = advanced(x, k, panel * tiling.panel_bytes + 2 * inside)
         accumulates = products.always if step else products.never
-        kinds = (_PLUS_A, _PLUS_B, _K_MAJOR, _K_MAJOR)
-        x.emit(_MMA.format(n=tiling.tile_n), scores, a, b, accumulates, *kinds)
+        kinds = (PLUS_A, PLUS_B, K_MAJOR, K_MAJOR)
+        x.emit(MMA.format(n=tiling.tile_n), scores, a, b, accumulates, *kinds)
     x.wgmma_finish()
 
 
@@ -144,24 +135,26 @@ def _accumulate(frame: Sm90FmhaFrame, cursor: KvCursor, products: Products, p: V
     x.comment("O += P V")
     x.wait(at(cursor.v_full), cursor.parity, "v_full")
     v_data = x.let("v_data", "add.u32", cursor.data, tiling.k_bytes)
-    v = _descriptor(x, "v", v_data, tiling.panel_bytes)
+    v = descriptor(x, "v", v_data, tiling.panel_bytes)
     x.wgmma_fence()
     for step in range(tiling.tile_n // MMA_K):
-        b = _advanced(x, v, step * MMA_K * ROW_BYTES)
+        b = advanced(x, v, step * MMA_K * ROW_BYTES)
         a = p[4 * step : 4 * step + 4]
-        x.emit(_MMA.format(n=tiling.o_columns), outputs, a, b, products.always, _PLUS_A, _PLUS_B, _MN_MAJOR)
+        x.emit(MMA.format(n=tiling.o_columns), outputs, a, b, products.always, PLUS_A, PLUS_B, MN_MAJOR)
     x.wgmma_finish()
 
 
-def _descriptor(x: Builder, name: str, data: Register, leading_bytes: int = 0) -> Register:
+def descriptor(x: Builder, name: str, data: Register, leading_bytes: int = 0) -> Register:
+    """The descriptor of the operand at `data`."""
     return x.matrix_descriptor(f"{name}_descriptor", data, descriptor_bits(leading_bytes), start=f"{name}_start")
 
 
-def _advanced(x: Builder, descriptor: Register, offset: int) -> Register:
-    return descriptor if offset == 0 else x.let("descriptor", "add.u64", descriptor, offset // 16)
+def advanced(x: Builder, operand: Register, offset: int) -> Register:
+    """A descriptor `offset` bytes further on."""
+    return operand if offset == 0 else x.let("descriptor", "add.u64", operand, offset // 16)
 
 
-def _epilogue(frame: Sm90FmhaFrame, sums: Accumulators) -> None:
+def epilogue(frame: Sm90FmhaFrame, sums: Accumulators) -> None:
     """O / sum as bf16, and lse."""
     x, params = frame.x, frame.params
     x.section("epilogue: O / sum, and lse")
@@ -186,7 +179,7 @@ def _epilogue(frame: Sm90FmhaFrame, sums: Accumulators) -> None:
                 x.emit("st.global.b32", at(address, 16 * block), pair)
 
 
-def _partial_epilogue(frame: Sm90FmhaFrame, sums: Accumulators, part: KeyPart) -> None:
+def partial_epilogue(frame: Sm90FmhaFrame, sums: Accumulators, part: KeyPart) -> None:
     """O as it stands, in fp32, with its reference and row sum; the combine kernel adds up the parts."""
     x = frame.x
     x.section("epilogue: partial results")
@@ -233,34 +226,3 @@ def _description(tiling: Sm90FmhaTiling) -> list[str]:
         "One warpgroup; thread 0 loads. Dynamic shared memory, in bytes:",
     ]
     return lines + tiling.smem.described()
-
-
-def fmha_program(case: Case, part_keys: int | None = None) -> Program:
-    """The program of an fmha case on sm_90a: one launch, or two and workspaces where the keys are split.
-
-    `part_keys`: keys that a CTA visits, a multiple of the tile; it replaces the rule of split_keys.py.
-    """
-    shape = FmhaShape.of(case, "sm_90a")
-    tiling = Sm90FmhaTiling(shape.hd)
-    plan = KeyPlan.of(shape, tiling.tile_n, part_keys)
-    attention = Launch(
-        entry=entry_name(shape.hd),
-        grid=(-(-shape.rows // TILE_M) * tiling.halves, shape.kv_heads, shape.batch * plan.parts),
-        block=(THREADS, 1, 1),
-        args=_arguments(shape, tiling, plan.parts),
-        dynamic_smem=tiling.smem.size,
-    )
-    if plan.parts == 1:
-        return Program(target="sm_90a", ptx=kernel_text(shape.hd), launches=(attention,))
-    return split_program("sm_90a", kernel_text(shape.hd, plan.part_keys), attention, shape, plan.parts)
-
-
-def _arguments(shape: FmhaShape, tiling: Sm90FmhaTiling, splits: int) -> tuple[KernelArg, ...]:
-    maps = {
-        "q": tensor_map(shape, "q", shape.rows, TILE_M),
-        "k": tensor_map(shape, "k", shape.s_k, tiling.tile_n),
-        "v": tensor_map(shape, shape.values, shape.s_k, tiling.tile_n),
-    }
-    if splits == 1:
-        return FmhaParams.arguments(**maps, lse="lse" if shape.lse else None, axes=shape.axes())
-    return partial_arguments(shape, maps, splits)

@@ -73,28 +73,38 @@ class Accumulators:
 def probabilities(frame: Sm90FmhaFrame, sums: Accumulators, scores: Vector, key: Register) -> Vector:
     """P of the tile at `key`, made from its scores S, as the bf16 pairs that wgmma takes for A. O is rescaled."""
     x = frame.x
-    _mask(frame, sums.rows, scores, key)
-    for index, row in enumerate(sums.rows):
-        mine = _of_row(scores, index)
-        rescale, shift = _raise_reference(frame, row, mine)
-        for register in _of_row(sums.outputs, index):
-            x.emit("mul.rn.f32", register, register, rescale)
-        for score in mine:
-            x.emit("fma.rn.f32", score, score, frame.axes.scale_log2, shift)
-            x.emit("ex2.approx.ftz.f32", score, score)
-            x.emit("add.rn.f32", row.total, row.total, score)
+    mask(frame, sums.rows, scores, key)
+    for index in range(2):
+        exponentials(frame, sums, scores, index, tile_maximum(x, of_row(scores, index)))
+    return packed(x, scores)
+
+
+def exponentials(frame: Sm90FmhaFrame, sums: Accumulators, scores: Vector, index: int, most: Register) -> None:
+    """The scores of row `index` become its exponentials, once `most`, the tile's maximum, has raised the reference."""
+    x, row = frame.x, sums.rows[index]
+    rescale, shift = _raise_reference(frame, row, most)
+    for register in of_row(sums.outputs, index):
+        x.emit("mul.rn.f32", register, register, rescale)
+    for score in of_row(scores, index):
+        x.emit("fma.rn.f32", score, score, frame.axes.scale_log2, shift)
+        x.emit("ex2.approx.ftz.f32", score, score)
+        x.emit("add.rn.f32", row.total, row.total, score)
+
+
+def packed(x: Builder, scores: Vector) -> Vector:
+    """Neighbours as pairs of bf16."""
     return tuple(
         x.let("p", "cvt.rn.bf16x2.f32", odd, even) for even, odd in zip(scores[::2], scores[1::2], strict=True)
     )
 
 
-def _of_row(registers: Vector, row: int) -> list[Register]:
+def of_row(registers: Vector, row: int) -> list[Register]:
     return [register for index, register in enumerate(registers) if index // 2 % 2 == row]
 
 
-def _mask(frame: Sm90FmhaFrame, rows: tuple[QueryRow, QueryRow], scores: Vector, key: Register) -> None:
+def mask(frame: Sm90FmhaFrame, rows: tuple[QueryRow, QueryRow], scores: Vector, key: Register) -> None:
     """Hides the keys outside [first, end); a warp whose rows see the whole tile skips this."""
-    x, tile_n = frame.x, frame.tiling.tile_n
+    x, tile_n = frame.x, 2 * len(scores)
     column = x.let("my_column", "and.b32", frame.thread, 3)
     x.emit("shl.b32", column, column, 1)
     x.emit("add.u32", column, column, key)
@@ -118,14 +128,19 @@ def _mask(frame: Sm90FmhaFrame, rows: tuple[QueryRow, QueryRow], scores: Vector,
             x.emit("selp.f32", score, score, MINUS_INFINITY, visible)
 
 
-def _raise_reference(frame: Sm90FmhaFrame, row: QueryRow, scores: list[Register]) -> tuple[Register, Register]:
-    """Raises the row's reference to the tile's maximum; returns 2^(old - new) and what to add to a scaled score."""
-    x = frame.x
+def tile_maximum(x: Builder, scores: list[Register]) -> Register:
+    """The greatest score of a row."""
     most = x.let("tile_max", "max.f32", scores[0], scores[1])
     for score in scores[2:]:
         x.emit("max.f32", most, most, score)
     for distance in QUAD:
-        x.emit("max.f32", most, most, _from_lane(x, most, distance))
+        x.emit("max.f32", most, most, from_lane(x, most, distance))
+    return most
+
+
+def _raise_reference(frame: Sm90FmhaFrame, row: QueryRow, most: Register) -> tuple[Register, Register]:
+    """Raises the row's reference to the tile's maximum; returns 2^(old - new) and what to add to a scaled score."""
+    x = frame.x
     raised = x.let("raised", "mul.rn.f32", most, frame.axes.scale_log2)
     x.emit("max.f32", raised, raised, row.reference)
     shift = shift_of(x, raised)
@@ -139,8 +154,9 @@ def _raise_reference(frame: Sm90FmhaFrame, row: QueryRow, scores: list[Register]
 def quad_sum(x: Builder, value: Register) -> None:
     """Sums over the four lanes of a row; all of them get the sum."""
     for distance in QUAD:
-        x.emit("add.rn.f32", value, value, _from_lane(x, value, distance))
+        x.emit("add.rn.f32", value, value, from_lane(x, value, distance))
 
 
-def _from_lane(x: Builder, value: Register, distance: int) -> Register:
+def from_lane(x: Builder, value: Register, distance: int) -> Register:
+    """What the lane at `distance` has."""
     return x.let("other", "shfl.sync.bfly.b32", value, distance, FULL_CLAMP, FULL_WARP)

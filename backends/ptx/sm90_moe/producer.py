@@ -39,6 +39,7 @@ def _load_tile(frame: ColumnFrame, ring: RingCursor, tile: ColumnTile) -> None:
     unit = x.let("load_unit", "mov.b32", 0)
     with x.while_below("load_stages", unit, params.units, "k_finished", (unit, tiling.units)):
         ring.wait("ring_empty")
+        x.fence_proxy_async("the weights here were read through the generic proxy")
         full = ring.barrier("ring_full")
         x.emit("mbarrier.arrive.expect_tx.shared::cta.b64", SINK, full, stage_bytes)
         data, panel_bytes = ring.data("a", tiling.a_bytes), tiling.units * UNIT_BYTES

@@ -171,6 +171,31 @@ def _plan(
     return plan_box(tensor_map, coordinates, address, direction)
 
 
+def _check_base(warp: Warp, lane: int, tensor_map: TensorMap, coordinates: list[int], plan: BoxPlan) -> None:
+    """Report a load whose box begins outside of its tensor where the map does not begin in the memory of the tensor.
+
+    An H200 reads the first byte of the map for such a box, of which nothing else need be in memory; not for a box that
+    begins inside, nor for a store, a reduction or a prefetch (facts.md 6.4). Where that byte lies in another buffer
+    than what the map was seen to load, all is well only for as long as the two lie so.
+    """
+    base, memory = tensor_map.address, warp.cta.machine.memory
+    sides = zip(coordinates, tensor_map.dims, strict=True)
+    axis = next((axis for axis, (start, extent) in enumerate(sides) if not 0 <= start < extent), None)
+    begins = memory.holding(base)
+    if axis is None:
+        tensor = memory.holding(int(plan.global_addresses[0]))
+        if tensor is not None:
+            memory.loaded_by_map[base] = tensor
+        return
+    tensor = memory.loaded_by_map.get(base, begins)
+    if begins is None or begins is not tensor:
+        where = f"in no buffer{memory.nearest(base)}" if begins is None else f"in `{begins.name}`"
+        of = "its tensor" if tensor is None else f"`{tensor.name}`"
+        report(Fault("tensor-base", f"a box that begins at {coordinates}, outside of {of} (dimension {axis} is "
+                     f"{tensor_map.dims[axis]}), is loaded with a map that begins {where}",
+                     lane=lane, address=base))  # fmt: skip
+
+
 def _offsets(b: Binder, operand: Operand) -> list[int]:
     """The rows of the im2col offsets, the width first: as many as there are dimensions between channels and images."""
     return [b.source(item, "u16") for item in b.vector(operand, int(b.words["dim"][0]) - 2)]
@@ -218,7 +243,7 @@ def _missing(buffer: Buffer, offsets: npt.NDArray[np.int64], piece_bytes: int) -
 def tensor_load(b: Binder) -> Step:
     """A box from global memory into shared memory, signalled by complete_tx on an mbarrier."""
     multicast, pair = bool(b.words["multicast::cluster"]), b.words["group"] == "cta_group::2"
-    pixels = b.words["mode"] == "im2col"
+    pixels, tiled = b.words["mode"] == "im2col", b.words["mode"] in ("", "tile")
     destination, source, barrier, *rest = b.hinted(3 + pixels + multicast)
     offset_rows = _offsets(b, rest.pop(0)) if pixels else []
     tensor, to, signal = _TensorOperand(b, source), _shared(b, destination), _shared(b, barrier)
@@ -233,7 +258,10 @@ def tensor_load(b: Binder) -> Step:
                 raise b.outside_ring()  # it rounds
             mask = int(warp.u16[mask_row][lane]) if mask_row is not None else None
             offsets = [int(warp.u16[row][lane]) for row in offset_rows]
-            plan = _plan(b, tensor_map, tensor.coordinates(warp, lane), address & OFFSET_MASK, offsets)
+            coordinates = tensor.coordinates(warp, lane)
+            plan = _plan(b, tensor_map, coordinates, address & OFFSET_MASK, offsets)
+            if tiled:
+                _check_base(warp, lane, tensor_map, coordinates, plan)
             counters = warp.cta.machine.counters
             counters["tma_loads"] += 1
             counters["tma_load_bytes"] += int(plan.in_bounds.sum()) * plan.piece_bytes

@@ -119,15 +119,24 @@ def ld(b: Binder) -> Step:
         if missing is not None:
             leave_undefined(warp, missing)
 
-    read: list[npt.NDArray[np.generic]] = [np.empty(0), np.empty(0)]
+    read: list[npt.NDArray[np.generic]] = [np.empty(0)]
+    held: list[tuple[str, int, npt.NDArray[np.generic]]] = []
 
     def parameter(warp: Warp) -> None:
         """All lanes, and all warps of a launch, read the same bytes."""
         params = warp.cta.machine.params
         if read[0] is not params:
-            read[:] = [params, access.load_parameter(warp, address(warp)[:1], size).view(dtype)[0]]
-        for column, view, row in targets:
-            np.copyto(getattr(warp, view)[row], read[1][column], where=warp.where, casting="unsafe")
+            values = access.load_parameter(warp, address(warp)[:1], size).view(dtype)[0]
+            types = [getattr(warp, view)[row].dtype for _, view, row in targets]
+            held[:] = [
+                (view, row, values[column].astype(to)) for (column, view, row), to in zip(targets, types, strict=True)
+            ]
+            read[:] = [params]
+        for view, row, value in held:
+            if warp.where is True:
+                getattr(warp, view)[row].fill(value)
+            else:
+                np.copyto(getattr(warp, view)[row], value, where=warp.where)
 
     named = isinstance(a, Address) and isinstance(a.base, Symbol)
     return parameter if space == "param" and named and words == 1 else step
@@ -257,11 +266,13 @@ def _half_update(kind: str, op: str) -> Callable[..., int]:
     return update
 
 
-def _single_sum(*, flush: bool) -> Callable[..., float]:
-    """f32, NaN canonical. Global memory flushes subnormal operands and results, shared memory does not (9.7.13.5)."""
+def _single_sum(*, flush: bool) -> Callable[..., int]:
+    """f32 as integers, as a signalling NaN would not survive Python's numbers; the sum's NaN is canonical.
+    Global memory flushes subnormal operands and results, shared memory does not (9.7.13.5)."""
 
-    def update(old: float, x: float, _: object) -> float:
-        return float(f32.add(np.array([old], np.float32), np.array([x], np.float32), ftz=flush)[0])
+    def update(old: int, x: int, _: object) -> int:
+        a, b = np.array([[old], [x]], np.uint32).view(np.float32)
+        return int(f32.add(a, b, ftz=flush).view(np.uint32)[0])
 
     return update
 
@@ -312,6 +323,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
         update = _UPDATES[next(part for part in parts if part in _UPDATES)]
     sem, scope = b.words["sem"], b.words["scope"]
     single = kind == "f32" and "add" in parts
+    kind = "b32" if single else kind
     element = _Element.of(kind)
     view = element.view
     target = None if d is None or isinstance(d, Sink) else b.destination(d, view)

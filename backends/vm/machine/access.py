@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]
 
+_ALL_LANES = np.arange(32)
+_ALL_LANES.flags.writeable = False
 _SPACE_OF_WINDOW = {0: "global", 1: "shared::cluster", 2: "local", 3: "param"}
+
+
+def active(warp: Warp) -> Addresses:
+    """The numbers of the active lanes."""
+    return _ALL_LANES if warp.where is True else np.flatnonzero(warp.mask)
 
 
 def uniform(values: npt.NDArray[np.integer], what: str) -> int:
@@ -76,7 +83,7 @@ def load(
     warp: Warp, space: str, addresses: Addresses, size: int, *, strong: bool = False, lanes: Addresses | None = None
 ) -> Bytes:
     """As `take`, for an instruction that depends on each byte: Fault if one is undefined."""
-    lanes = np.flatnonzero(warp.mask) if lanes is None else lanes
+    lanes = active(warp) if lanes is None else lanes
     values, missing = take(warp, space, addresses, size, strong=strong, lanes=lanes)
     if missing is not None:
         lane, byte = np.argwhere(missing.bytes_)[0].tolist()
@@ -98,7 +105,7 @@ def take(
 
     `lanes` own the addresses: the active ones unless given.
     """
-    lanes = np.flatnonzero(warp.mask) if lanes is None else lanes
+    lanes = active(warp) if lanes is None else lanes
     groups = _groups(space, addresses)
     if groups is not None:
         values, hidden, origin = (
@@ -140,7 +147,7 @@ def _take(
         machine.races.read(buffer, addresses, size, warp, warp.stamp)
     hidden = None if buffer.state is None else buffer.missing(offsets, size)
     missing = None if hidden is None else Missing(hidden, buffer.origin_of(_first(offsets, hidden), 0))
-    return buffer.data[offsets[:, None] + np.arange(size)], missing
+    return buffer.read(offsets, size), missing
 
 
 def _first(offsets: Addresses, hidden: Mask) -> int:
@@ -172,7 +179,7 @@ def store(
     lanes: Addresses | None = None,
 ) -> None:
     """Write uint8 [n, size] at each address. `lanes` own the addresses: the active ones unless given."""
-    lanes = np.flatnonzero(warp.mask) if lanes is None else lanes
+    lanes = active(warp) if lanes is None else lanes
     groups = _groups(space, addresses)
     if groups is not None:
         for group in groups:
@@ -208,7 +215,7 @@ def undefine(
     warp: Warp, space: str, addresses: Addresses, missing: Mask, origin: Origin, *, lanes: Addresses | None = None
 ) -> None:
     """After a `store`: the bytes `missing` [n, size] of what it wrote are undefined and come from `origin`."""
-    lanes = np.flatnonzero(warp.mask) if lanes is None else lanes
+    lanes = active(warp) if lanes is None else lanes
     rows = np.flatnonzero(missing.any(axis=1))
     lanes, addresses, missing = lanes[rows], addresses[rows], missing[rows]
     for group in _groups(space, addresses) or [np.arange(rows.size)]:

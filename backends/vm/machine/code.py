@@ -21,7 +21,7 @@ import numpy.typing as npt
 from backends.vm.ptx.ast import Function, Instruction, Variable
 
 if TYPE_CHECKING:
-    from backends.vm.machine.undefined import Carrier
+    from backends.vm.machine.undefined import Carrier, Undefined
     from backends.vm.machine.warp import Warp
     from backends.vm.memory.definedness import Origin
 
@@ -82,12 +82,16 @@ class Block:
 
 @dataclass(slots=True)
 class Code:
-    """The blocks of a function. `unwritten`: the registers that some path reads before it has written them."""
+    """The blocks of a function. `unwritten`: the registers that some path reads before it has written them.
+
+    `at_start`: these at the start of a warp, by the number of its lanes, once somebody has asked.
+    """
 
     function: Function
     blocks: list[Block]
     rows: RegisterRows
     unwritten: Mapping[Key, Origin]
+    at_start: dict[int, dict[Key, Undefined]] = field(default_factory=dict[int, "dict[Key, Undefined]"])
 
 
 @dataclass(slots=True)
@@ -219,6 +223,7 @@ class RegisterFile:
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._storage: dict[int, Row] = {}
+        self._literals: dict[int, tuple[RegisterRows, int]] = {}
         self._views: dict[str, list[Row]] = {}
 
     def begin(self, rows: RegisterRows) -> None:
@@ -232,8 +237,14 @@ class RegisterFile:
                 storage = self._storage[width] = np.zeros((total, LANES, 2) if width == 128 else (total, LANES), dtype)
                 for name in VIEWS_OF_WIDTH[width]:
                     self._views.pop(name, None)
+                self._literals.pop(width, None)
             else:
                 storage[:count] = 0
+            # Nothing writes literals: they lie there still if the warp before ran the same function.
+            held = self._literals.get(width)
+            if held is not None and held[0] is rows and held[1] == len(literals):
+                continue
+            self._literals[width] = rows, len(literals)
             if literals and width == 128:
                 storage[-len(literals) :] = [[[bits & (2**64 - 1), bits >> 64]] for bits in reversed(literals)]
             elif literals:

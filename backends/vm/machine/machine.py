@@ -420,13 +420,13 @@ class Run:
                 self.engine.settle(operation.kernel, operation.line)
 
     def _count(self, warps: list[Warp]) -> None:
-        counters = self.machine.counters
-        for warp in warps:
-            for block, times in zip(warp.code.blocks, warp.executed, strict=True):
-                if times:
-                    self.machine.blocks_run[id(block)] = block
-                    for name, number in block.classes.items():
-                        counters[f"instructions_{name}"] += number * times
+        counters, blocks = self.machine.counters, warps[0].code.blocks
+        times = np.array([warp.executed for warp in warps], np.int64).sum(axis=0)
+        for index in np.flatnonzero(times).tolist():
+            block = blocks[index]
+            self.machine.blocks_run[id(block)] = block
+            for name, number in block.classes.items():
+                counters[f"instructions_{name}"] += number * int(times[index])
 
     def advance(self, warp: Warp, quantum: int) -> int:
         """Let a warp run up to `quantum` blocks. Returns how many it ran."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,30 +78,33 @@ SPECIAL_REGISTERS = frozenset(
 """Special registers that keep one value for the whole life of a warp. Only `mov` reads clocks."""
 
 
-def value(name: str, warp: Warp) -> npt.NDArray[np.uint32]:
-    """The 32 lanes of special register `name`, shape [32] or broadcastable to it."""
+def value(name: str, warp: Warp) -> npt.NDArray[np.uint32] | int:
+    """Special register `name`: uint32 [32], or what all lanes have."""
     base, _, axis = name[1:].partition(".")
     place = warp.cta.place
-    lanes = np.arange(LANES, dtype=np.int64)
-    if axis:
-        return np.asarray(_triple(base, warp, place, lanes)[_AXES.index(axis)]).astype(np.uint32)
-    return np.asarray(_single(base, warp, place, lanes)).astype(np.uint32)
-
-
-def _triple(base: str, warp: Warp, place: Place, lanes: npt.NDArray[np.int64]) -> tuple[object, object, object]:
     if base == "tid":
-        linear = warp.index * LANES + lanes
-        x, y, _ = place.block
-        return linear % x, linear // x % y, linear // (x * y)
-    return {
-        "ntid": place.block,
-        "ctaid": place.ctaid,
-        "nctaid": place.grid,
-        "clusterid": place.clusterid,
-        "nclusterid": _divide(place.grid, place.cluster),
-        "cluster_ctaid": place.cluster_ctaid,
-        "cluster_nctaid": place.cluster,
-    }[base]
+        return _thread(warp.index, place.block)[_AXES.index(axis)]
+    if axis:
+        return _SIZES_AND_PLACES[base](place)[_AXES.index(axis)]
+    return np.asarray(_single(base, warp, place, np.arange(LANES, dtype=np.int64))).astype(np.uint32)
+
+
+@lru_cache(maxsize=256)
+def _thread(warp: int, block: Dim3) -> tuple[npt.NDArray[np.uint32], ...]:
+    linear = warp * LANES + np.arange(LANES, dtype=np.uint32)
+    x, y, _ = block
+    return linear % x, linear // x % y, linear // (x * y)
+
+
+_SIZES_AND_PLACES: dict[str, Callable[[Place], Dim3]] = {
+    "ntid": lambda place: place.block,
+    "ctaid": lambda place: place.ctaid,
+    "nctaid": lambda place: place.grid,
+    "clusterid": lambda place: place.clusterid,
+    "nclusterid": lambda place: _divide(place.grid, place.cluster),
+    "cluster_ctaid": lambda place: place.cluster_ctaid,
+    "cluster_nctaid": lambda place: place.cluster,
+}
 
 
 def _single(base: str, warp: Warp, place: Place, lanes: npt.NDArray[np.int64]) -> object:

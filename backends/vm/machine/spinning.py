@@ -27,7 +27,7 @@ QUIET_TURNS = 16
 CLOCK_PATIENCE = 200_000
 """Blocks that a warp which reads clocks may run while nothing happens: a second or two."""
 DIVERGED_PATIENCE = 3 * FIRST_PATIENCE
-"""The same for a diverged warp, whose other lanes get a turn only after FIRST_PATIENCE of them."""
+"""The same for a warp that has other lanes which could run: they get a turn only after FIRST_PATIENCE of them."""
 _POLLS = ("ld", "atom", "mbarrier")
 _CLOCKS = ("%clock", "%globaltimer")
 
@@ -87,7 +87,9 @@ class SpinWatch:
         state = _state(warp, clocks)
         recurs = state in known.states
         known.states.add(state)
-        patience = CLOCK_PATIENCE if clocks else DIVERGED_PATIENCE if len(warp.strands) > 1 else 0
+        # Lanes that wait for the ones that spin change nothing.
+        others = any(strand.wait is None or strand.wait.ready() for strand in warp.strands[1:])
+        patience = CLOCK_PATIENCE if clocks else DIVERGED_PATIENCE if others else 0
         return recurs and total - known.first >= patience
 
 

@@ -6,7 +6,7 @@ through the `Carrier` that binding has made for each of them: it says what becom
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ from backends.vm.machine.code import BYTES_OF_VIEW, LANES, STORAGE, WIDTH_OF_VIE
 from backends.vm.memory.definedness import Mask, Origin
 
 if TYPE_CHECKING:
+    from backends.vm.machine.code import Code
     from backends.vm.machine.warp import Warp
 
 
@@ -78,10 +79,15 @@ class UndefinedRegisters(dict[Key, Undefined]):
     """By register; those that are not here are defined in every lane."""
 
     @classmethod
-    def unwritten(cls, origins: Mapping[Key, Origin], alive: Mask) -> UndefinedRegisters:
-        """The registers that some path reads unwritten, at the start of a warp with the lanes `alive`."""
-        bits = {width: all_bits(width, alive) for width in {width for width, _ in origins}}
-        return cls({key: Undefined(bits[key[0]], origin) for key, origin in origins.items()})
+    def at_start(cls, code: Code, lanes: int) -> UndefinedRegisters:
+        """The registers that some path reads unwritten, at the start of a warp of `lanes` lanes."""
+        found = code.at_start.get(lanes)
+        if found is None:
+            alive = np.arange(LANES) < lanes
+            bits = {width: all_bits(width, alive) for width in {width for width, _ in code.unwritten}}
+            found = {key: Undefined(bits[key[0]], origin) for key, origin in code.unwritten.items()}
+            code.at_start[lanes] = found
+        return cls(found)
 
     def bits(self, key: Key) -> Bits:
         """The undefined bits of a register."""

@@ -10,6 +10,7 @@ wait are left alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import length_hint
@@ -40,6 +41,9 @@ FIRST_PATIENCE = 4096
 LATER_PATIENCE = 32
 """The same in a warp that has spun before."""
 TURN = 32
+LAST_BLOCKS = 256
+"""How long the other lanes of a warp that met a rule run on, for an assertion that has failed in them."""
+_STOP = re.compile(r"(@\S+\s+)?(trap\b|call\S*\s+__assertfail\b)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,7 @@ class Warp:
         self.executed = [0] * len(code.blocks)
         self.local = LocalMemory.of(cta.local_size)
         self.alive = np.arange(LANES) < lanes
-        self.undefined = UndefinedRegisters.unwritten(code.unwritten, self.alive)
+        self.undefined = UndefinedRegisters.at_start(code, lanes)
         self.strands = [Strand(0, self.alive.copy())]
         self.block = 0
         self._steps: Iterator[Step] | None = None
@@ -191,11 +195,8 @@ class Warp:
         """Write special registers and symbol addresses. Called once, when the CTA is complete."""
         for name, (_, row) in self.code.rows.specials.items():
             self.u32[row][:] = special.value(name, self)
-        for (name, offset, width), (_, row) in self.code.rows.addresses.items():
-            if name != "_":
-                address = self.cta.symbol_address(name, generic=width == 64) + offset
-                rows = self.u64 if width == 64 else self.u32
-                rows[row][:] = address & (2**width - 1)
+        for row, width, address in self.cta.symbols():
+            (self.u64 if width == 64 else self.u32)[row].fill(address)
 
     def set_mask(self, mask: Mask) -> None:
         """Make `mask` the active lanes."""
@@ -377,6 +378,8 @@ class Warp:
                 outcome = self._carry(block, steps)
         except Fault as fault:
             self.locate(fault)
+            if fault.rule == "diverged":
+                self._stop_elsewhere(strand)
             raise
         except Exception as error:
             instruction = self.instruction
@@ -388,6 +391,19 @@ class Warp:
             strand.wait = outcome
             return
         self._move(strand, outcome if isinstance(outcome, int) else strand.block + 1)
+
+    def _stop_elsewhere(self, strand: Strand) -> None:
+        """Let the lanes that are missed here run to a failed assertion or a trap, which says why they are."""
+        others = [one for one in self.strands if one is not strand]
+        stops = (one for block in self.code.blocks for one in block.instructions if _STOP.match(one.text))
+        if len(others) == len(self.strands) or not any(True for _ in stops):
+            return
+        self.strands[:] = others
+        try:
+            self.run(LAST_BLOCKS)
+        except Fault as fault:
+            if fault.rule in ("assert", "trap"):
+                raise
 
     def _carry(self, block: Block, steps: Iterator[Step]) -> object:
         """Execute the `steps` of a block that are left, of which some touch undefined registers, and its tail."""

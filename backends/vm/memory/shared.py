@@ -249,7 +249,8 @@ class SharedMemory:
         """Keep the last reader in `reader`. An earlier one that nothing orders before it moves to `readers`."""
         found = self.reader[granules]
         late = unordered(found, clock.seen)
-        if late is not None:
+        # The four warps of a wgmma read as one.
+        if late is not None and count_nonzero(late := late & (found != stamp)):
             at, kept = granules[late], found[late]
             by = agent_of(kept)
             for agent in set(by.tolist()):

@@ -26,7 +26,8 @@ Factor = tuple[Float32, npt.NDArray[np.int32]]
 @dataclass(frozen=True, slots=True)
 class Adder:
     """How a tensor core of the Hopper generation adds: every product and C truncated to a multiple of
-    2^(E - `fraction_bits`), E the largest exponent among them, the sum truncated to `significand_bits`."""
+    2^(E - `fraction_bits`), E the largest exponent among them, the sum truncated to `significand_bits`. A sum of an
+    instruction with D in f16 is rounded to f16 as it is."""
 
     fraction_bits: int
     significand_bits: int
@@ -34,8 +35,6 @@ class Adder:
 
 # Measured for all of sm_90a (conformance/silicon/whole); the types below 8 bits are taken to share FP8's adder.
 _WIDE, _NARROW = Adder(25, 24), Adder(13, 14)
-_NARROW_TO_HALF = Adder(13, 24)
-"""Of FP8 with D in f16: the sum is not cut before it is rounded to f16."""
 ADDERS: dict[str, Adder] = {
     "f16": _WIDE,
     "bf16": _WIDE,
@@ -97,15 +96,18 @@ def mma(
         total = a.astype(np.float64) @ b.astype(np.float64).T
         return canonical((total if c is None else total + c).astype(np.float32))
     accumulator = c
-    adder = _NARROW_TO_HALF if to_half and ADDERS[kind] is _NARROW else ADDERS[kind]
+    adder, last = ADDERS[kind], a.shape[1] - k_per_instruction
     for k in range(0, a.shape[1], k_per_instruction):
         group = slice(k, k + k_per_instruction)
         kept = None if stored is None else stored[:, group]
         left = _exponent(a[:, group], _LEAST_EXPONENTS.get(kind, _LEAST_OF_C))
         right = _exponent(b[:, group], _LEAST_EXPONENTS.get(b_kind or kind, _LEAST_OF_C))
-        accumulator = _instruction((a[:, group], left), (b[:, group], right), accumulator, adder, kept)
+        total, exponent = _sum((a[:, group], left), (b[:, group], right), accumulator, adder, kept)
+        if to_half and k == last:
+            return canonical(_to_half(np.ldexp(total, exponent)))
+        accumulator = canonical(_truncate(total, exponent, adder.significand_bits))
     assert accumulator is not None
-    return _to_half(accumulator) if to_half else accumulator
+    return accumulator
 
 
 def warp_product(
@@ -164,8 +166,11 @@ def _exponent(x: Float32, least: int) -> np.ndarray[tuple[int, ...], np.dtype[np
     return np.where(x == 0, _ZERO_EXPONENT, np.maximum(np.frexp(x)[1] - 1, least)).astype(np.int32)
 
 
-def _instruction(left: Factor, right: Factor, c: Float32 | None, adder: Adder, stored: Mask | None) -> Float32:
-    """One instruction: all of K is one group, added exactly after the truncation."""
+def _sum(
+    left: Factor, right: Factor, c: Float32 | None, adder: Adder, stored: Mask | None
+) -> tuple[Float64, npt.NDArray[np.int64]]:
+    """One instruction's: all of K is one group, added exactly after the truncation. [M, N] numbers, and the [M, N]
+    exponents of 2 that they count with."""
     (a, exponents_a), (b, exponents_b) = left, right
     largest = (
         np.full((a.shape[0], b.shape[0]), _ZERO_EXPONENT) if c is None else _exponent(c, _LEAST_OF_C).astype(np.int64)
@@ -180,15 +185,15 @@ def _instruction(left: Factor, right: Factor, c: Float32 | None, adder: Adder, s
         if stored is not None:
             products[~stored[:, k]] = 0
         total += np.trunc(np.ldexp(products, scale))
-    return canonical(_truncate(total, -scale, adder.significand_bits))
+    return total, -scale
 
 
-def _to_half(total: Float32) -> Float32:
-    """Rounded to f16 once more; as in f32, a negative sum that underflows is +0."""
-    return canonical(total.astype(np.float16).astype(np.float32) + np.float32(0))
+def _to_half(total: Float64) -> Float32:
+    """Rounded to f16, once; as in f32, a negative sum that underflows is +0."""
+    return total.astype(np.float16).astype(np.float32) + np.float32(0)
 
 
-def _truncate(total: Float64, exponent: np.ndarray[tuple[int, ...], np.dtype[np.int64]], bits: int) -> Float32:
+def _truncate(total: Float64, exponent: npt.NDArray[np.int64], bits: int) -> Float32:
     """total * 2^exponent truncated to `bits` significant bits, then towards zero into float32."""
     drop = np.maximum(np.frexp(total)[1] - bits, 0)
     kept = np.ldexp(np.trunc(np.ldexp(total, -drop)), drop + exponent)

@@ -159,22 +159,23 @@ class Scopes:
 
     def find(self, token: Token) -> Operand | None:
         """A Register, the Vector of a vector register, or a Symbol; None for a name that nothing declares."""
+        name = str(token)  # Tokens are compared in Python.
         for scope in reversed(self._scopes):
-            found = scope.names.get(token)
+            found = scope.names.get(name)
             if found is not None:
                 return found
-            of = scope.range_of(token) if scope.ranges else None
+            of = scope.range_of(name) if scope.ranges else None
             if of is not None:
-                found = self._register(self._unique(token, scope.suffix), of.type, of.vector)
-                scope.names[str(token)] = found
+                found = self._register(self._unique(name, scope.suffix), of.type, of.vector)
+                scope.names[name] = found
                 return found
-        if token in self._module_names:
-            return Symbol(str(token))
-        if token[0] == "%" and _SPECIAL.fullmatch(token):
-            return Register(str(token))
-        if token == "WARP_SZ":
+        if name in self._module_names:
+            return Symbol(name)
+        if name[0] == "%" and _SPECIAL.fullmatch(name):
+            return Register(name)
+        if name == "WARP_SZ":
             return _WARP_SZ
-        return self._component(token) if "." in token else None
+        return self._component(token) if "." in name else None
 
     def _component(self, token: Token) -> Operand | None:
         base, _, component = token.partition(".")
@@ -311,7 +312,7 @@ class FunctionBuilder:
         opcode = raw.opcode
         parts = _parts(opcode)
         operands = tuple([self._operand(each, opcode) for each in raw.operands])
-        self._append(raw.guard, opcode, parts, operands, raw.end)
+        self._append(raw, parts, operands)
 
     def _call(self, raw: RawCall) -> None:
         groups = [
@@ -321,29 +322,19 @@ class FunctionBuilder:
         ]
         if raw.prototype is not None:
             groups.append(self._symbol(raw.prototype, str(raw.prototype)))
-        self._append(raw.guard, raw.opcode, _parts(raw.opcode), tuple(groups), raw.end)
+        self._append(raw, _parts(raw.opcode), tuple(groups))
 
     def _arguments(self, raw: RawArguments | None, opcode: Token) -> Vector:
         if raw is None:
             return Vector(())
         return Vector(tuple(self._operand(each, opcode) for each in raw.items))
 
-    def _append(
-        self, guard: Token | None, opcode: Token, parts: tuple[str, ...], operands: tuple[Operand, ...], end: int
-    ) -> None:
-        first = guard if guard is not None else opcode
-        text = self._source[first.start_pos : end]
+    def _append(self, raw: RawInstruction | RawCall, parts: tuple[str, ...], operands: tuple[Operand, ...]) -> None:
+        text = self._source[raw.start : raw.end]
         if "/" in text:
             text = _COMMENT.sub(" ", text)
-        self._instructions.append(
-            Instruction(
-                parts,
-                operands,
-                self._guard(guard) if guard is not None else None,
-                first.line or 0,
-                " ".join(text.split()),
-            )
-        )
+        guard = self._guard(raw.guard) if raw.guard is not None else None
+        self._instructions.append(Instruction(parts, operands, guard, raw.line, " ".join(text.split())))
 
     def _guard(self, token: Token) -> Guard:
         spelt = token[1:].lstrip()
@@ -382,7 +373,7 @@ class FunctionBuilder:
         return Symbol(base.name, offset)
 
     def _name(self, token: Token, opcode: Token | None) -> Operand:
-        if token == "_":
+        if str(token) == "_":
             return _SINK
         found = self._scopes.find(token)
         if found is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 
 from lark import Lark, Token, UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
+from backends.vm.ptx import plain
 from backends.vm.ptx.ast import Function, Module, Variable
 from backends.vm.ptx.functions import FunctionBuilder, Scopes
 from backends.vm.ptx.tree import MisreadError, PtxSyntaxError, RawFunction, RawModule, RawVariable
@@ -64,10 +66,11 @@ _CONSTANT = {_NAMED[each] for each in ("INT", "FLOAT", "UNARY", "SIGN", "LPAR")}
 
 
 @cache
-def _grammar() -> Lark:
+def grammar(extension: str = "") -> Lark:
+    """The parser of ptx.lark and `extension`, which builds the tree whose names are not resolved."""
     text = resources.files("backends.vm.ptx").joinpath("ptx.lark").read_text(encoding="utf-8")
     return Lark(
-        text,
+        text + extension,
         start="module",
         parser="lalr",
         lexer="contextual",
@@ -82,14 +85,22 @@ def parse(text: str, name: str = "<ptx>") -> Module:
     `name` stands in errors. PtxSyntaxError, a sentence with line and column, for anything that is not PTX as the
     grammar has it, and for a name that is declared twice or not at all.
     """
+    # Plain statements hold no places: text that has an error is read again for the place, each token by itself.
+    with suppress(UnexpectedInput, MisreadError):
+        return module_of(text, grammar(plain.EXTENSION))
     try:
-        raw = _grammar().parse(text)
-        assert isinstance(raw, RawModule)
-        return _ModuleBuilder(text).build(raw)
+        return module_of(text, grammar())
     except UnexpectedInput as error:
         raise _unexpected(error, text, name) from None
     except MisreadError as problem:
         raise PtxSyntaxError(str(problem), name, problem.line, problem.column) from None
+
+
+def module_of(text: str, read: Lark) -> Module:
+    """The module that `text` states; UnexpectedInput or MisreadError if it is none."""
+    raw = read.parse(text)
+    assert isinstance(raw, RawModule)
+    return _ModuleBuilder(text).build(raw)
 
 
 class _ModuleBuilder:
@@ -178,7 +189,7 @@ def _one_of(expected: Iterable[str]) -> str:
 def _spelling(terminal: str) -> str:
     if terminal in _NAMED:
         return _NAMED[terminal]
-    pattern = next((each.pattern for each in _grammar().terminals if each.name == terminal), None)
+    pattern = next((each.pattern for each in grammar().terminals if each.name == terminal), None)
     if pattern is not None and pattern.type == "str":
         return f"'{pattern.value}'"
     return "." + terminal.lower()

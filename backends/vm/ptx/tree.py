@@ -79,11 +79,13 @@ RawOperand = Token | Constant | RawDisplaced | RawPair | RawVector | RawAddress
 
 
 class RawInstruction(NamedTuple):
-    """An instruction; `end` is the offset in the text just after its semicolon."""
+    """An instruction; `start` and `end` are offsets in the text, of its first character and after its semicolon."""
 
     guard: Token | None
     opcode: Token
     operands: Sequence[RawOperand]
+    line: int
+    start: int
     end: int
 
 
@@ -96,6 +98,8 @@ class RawCall(NamedTuple):
     target: Token
     arguments: RawArguments | None
     prototype: Token | None
+    line: int
+    start: int
     end: int
 
 

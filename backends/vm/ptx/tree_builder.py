@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from lark import Token, Transformer
 
-from backends.vm.ptx import literals
+from backends.vm.ptx import literals, plain
 from backends.vm.ptx.literals import Constant, ConstantError
 from backends.vm.ptx.tree import (
     MisreadError,
@@ -174,16 +174,20 @@ class TreeBuilder(Transformer[Token, RawModule]):
         first, end = children[0], children[-1]
         assert isinstance(first, Token)
         assert isinstance(end, Token)
+        place = first.line or 0, first.start_pos or 0, end.end_pos or 0
         if first.type == "GUARD":
             opcode = children[1]
             assert isinstance(opcode, Token)
-            return RawInstruction(first, opcode, children[2:-1], end.end_pos or 0)
-        return RawInstruction(None, first, children[1:-1], end.end_pos or 0)
+            return RawInstruction(first, opcode, children[2:-1], *place)
+        return RawInstruction(None, first, children[1:-1], *place)
+
+    def PLAIN(self, token: Token) -> list[RawInstruction]:  # noqa: N802
+        return plain.instructions(token)
 
     def call(self, children: list[object]) -> RawCall:
         guards, (opcode,) = _tokens(children, "GUARD"), _tokens(children, "CALL")
         target, *prototypes = _tokens(children, "OPERAND_NAME")
-        at = children.index(target)
+        at, first = children.index(target), (guards or [opcode])[0]
         returns, arguments = _all(children[:at], RawArguments), _all(children[at:], RawArguments)
         return RawCall(
             guard=guards[0] if guards else None,
@@ -192,6 +196,8 @@ class TreeBuilder(Transformer[Token, RawModule]):
             target=target,
             arguments=arguments[0] if arguments else None,
             prototype=prototypes[0] if prototypes else None,
+            line=first.line or 0,
+            start=first.start_pos or 0,
             end=_tokens(children, "END")[0].end_pos or 0,
         )
 
@@ -263,10 +269,16 @@ class TreeBuilder(Transformer[Token, RawModule]):
         (label,) = _tokens(children, "LABEL")
         return RawPrototype(label)
 
-    def block(self, children: list[RawStatement]) -> RawBlock:
-        begin, *statements = children
+    def block(self, children: list[RawStatement | list[RawInstruction]]) -> RawBlock:
+        begin, *found = children
         assert isinstance(begin, Token)
-        return RawBlock(begin, [each for each in statements if not _is_dropped(each)])
+        statements: list[RawStatement] = []
+        for each in found:
+            if isinstance(each, list):
+                statements += each
+            elif not _is_dropped(each):
+                statements.append(each)
+        return RawBlock(begin, statements)
 
     def entry(self, children: list[object]) -> RawFunction:
         return _function(children, is_entry=True)

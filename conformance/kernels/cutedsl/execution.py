@@ -11,7 +11,7 @@ import torch
 
 from conformance.kernels.laws.law import spec_of
 from megamoe.contract import Case, HostProgram, RunOptions, UnsupportedError, load_executor
-from megamoe.judge.guarded import GuardedCase
+from megamoe.judge.guarded import GuardedCase, GuardedRun
 
 SCHEDULES = ("eager", "lazy", "random:1", "random:2")
 Made = TypeVar("Made")
@@ -32,8 +32,17 @@ def outputs(
 
     `inputs`: None for those that the reference makes.
     """
-    ran = GuardedCase(spec_of(case.op), case, load_executor("vm"), inputs).run(program, RunOptions(schedule=schedule))
+    ran = _run(case, program, schedule, inputs)
     return ran.outputs, ran.fault() or None
+
+
+def counters(case: Case, program: HostProgram) -> dict[str, int]:
+    """What the machine counts of a run of `program`."""
+    return dict(_run(case, program, "eager", None).execution.counters)
+
+
+def _run(case: Case, program: HostProgram, schedule: str, inputs: dict[str, torch.Tensor] | None) -> GuardedRun:
+    return GuardedCase(spec_of(case.op), case, load_executor("vm"), inputs).run(program, RunOptions(schedule=schedule))
 
 
 def without(pattern: str) -> Callable[[str], str]:

@@ -10,10 +10,10 @@ import torch
 
 from backends.cutedsl.compile.artifact import Artifact
 from backends.cutedsl.sm90_fmha import program as sm90
-from backends.cutedsl.sm90_fmha.plan import Share, Sm90FmhaPlan, standard_plan
+from backends.cutedsl.sm90_fmha.plan import ROW_KEYS, OneRowPlan, Share, Sm90FmhaPlan, standard_plan
 from backends.cutedsl.sm100_fmha import program as sm100
 from conformance.kernels.cutedsl.execution import SCHEDULES, made, outputs, without
-from conformance.kernels.cutedsl.test_fmha_plan import HEAD_DIMENSIONS, PLANS
+from conformance.kernels.cutedsl.test_fmha_plan import HEAD_DIMENSIONS, ONE_ROW_TILE, PLANS
 from conformance.kernels.laws.law import inputs_of, spec_of
 from megamoe.contract import Case, HostProgram, Target
 from megamoe.judge.tolerance import compare
@@ -63,6 +63,12 @@ def test_no_kernel_of_sm_90a_uses_local_memory(plan: Sm90FmhaPlan) -> None:
     hold_to_registers(str(plan), made(lambda: sm90.compiled(plan)), 3)
 
 
+@pytest.mark.parametrize("keys", ROW_KEYS)
+@pytest.mark.parametrize("hd", [64, 128])
+def test_no_kernel_of_one_row_uses_local_memory(hd: int, keys: int) -> None:
+    hold_to_registers(f"hd {hd}, {keys} keys", made(lambda: sm90.compiled_row(OneRowPlan(hd, keys))), 1)
+
+
 # sm_100a: an odd number of tiles an item makes the two softmax warpgroups change places from item to item; the second
 # case has items that see no key at all between items that do. sm_90a: two row tiles, several key tiles a warpgroup, a
 # ragged end, and items that see no key between items that do; with three warpgroups, row tiles by pairs and one by one,
@@ -86,6 +92,7 @@ def test_no_kernel_of_sm_90a_uses_local_memory(plan: Sm90FmhaPlan) -> None:
         ("sm_90a", "hd=64,t=150,s_k=330,heads=2,kv_heads=1,causal=true", THREE_GROUPS),
         ("sm_90a", "hd=512,t=4,s_k=200,batch=2", "columns"),
         ("sm_90a", "hd=512,t=70,s_k=150,causal=true", "columns"),
+        ("sm_90a", "hd=512,t=70,s_k=150,causal=true", ONE_ROW_TILE),
     ],
 )
 def test_ctas_and_schedules_change_no_bit(target: Target, text: str, way: Share | Sm90FmhaPlan | None) -> None:
@@ -131,16 +138,45 @@ def test_any_number_of_splits_gives_attention(target: Target, text: str, splits:
     hold_to_reference(case, seen, f"{splits} splits")
 
 
+@pytest.mark.parametrize("splits", [3, 40])
+def test_halves_of_columns_and_short_parts_give_attention(splits: int) -> None:
+    case = case_of("hd=512,t=2,s_k=530,heads=8,kv_heads=1")
+    seen, broken = outputs(case, program_of("sm_90a", case, ONE_ROW_TILE, splits=splits), "random:5")
+    assert broken is None, f"{case.id} in {splits} splits: {broken}"
+    hold_to_reference(case, seen, f"{ONE_ROW_TILE}, {splits} splits")
+
+
+# A whole turn of keys and a part of one; keys that a window hides, before the first turn ends and within it; two heads
+# of a KV head; large scores; no lse.
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hd=64,t=1,s_k=128",
+        "hd=64,t=1,s_k=333,causal=true,window=100,batch=2",
+        "hd=128,t=1,s_k=65,heads=4,kv_heads=2,inputs=large_logits",
+        "hd=128,t=1,s_k=512,lse=false,window=500",
+    ],
+)
+def test_one_row_gives_attention(text: str) -> None:
+    case = case_of(text)
+    program = program_of("sm_90a", case)
+    assert "sm90_fmha_row" in program.ptx, f"{case.id} is computed in tiles"
+    for schedule in ("eager", "random:4"):
+        seen, broken = outputs(case, program, schedule)
+        assert broken is None, f"{case.id} under {schedule}: {broken}"
+        hold_to_reference(case, seen, f"a CTA a row, {schedule}")
+
+
 # The sink belongs to one of the warpgroups that share keys, and to one part. Rows that see no key; heads share a tile.
 @pytest.mark.parametrize(
     ("text", "way", "splits"),
     [
         ("hd=64,t=3,s_k=300,heads=4,kv_heads=2,causal=true,window=150,sinks=true", "keys", 3),
-        ("hd=64,t=150,s_k=100,heads=2,causal=true,sinks=true", "rows", 1),
+        ("hd=64,t=150,s_k=100,heads=2,causal=true,sinks=true", THREE_GROUPS, 1),
         ("hd=512,t=3,s_k=150,heads=2,sinks=true,kv=latent", "columns", 2),
     ],
 )
-def test_a_sink_counts_once(text: str, way: Share, splits: int) -> None:
+def test_a_sink_counts_once(text: str, way: Share | Sm90FmhaPlan, splits: int) -> None:
     case = case_of(text)
     seen, broken = outputs(case, program_of("sm_90a", case, way, splits=splits), "random:3")
     assert broken is None, f"{case.id}: {broken}"
@@ -224,6 +260,7 @@ FAULTS: dict[str, tuple[Target, str, str]] = {
     "no arrivals on empty stages": ("sm_90a", "hd=128,t=4,s_k=500", r"mbarrier\.arrive\.shared"),
     "P through shared memory without a proxy fence on sm_90a": ("sm_90a", "hd=512,t=4,s_k=300", r"fence\.proxy\.async"),
     "no barrier around the merge": ("sm_90a", "hd=64,t=4,s_k=300", r"bar\.sync\s+1,"),
+    "no barrier before warps are added up": ("sm_90a", "hd=64,t=1,s_k=128", r"(bar|barrier)\.sync"),
     "Q copied without a wait": ("sm_90a", COPIED, r"cp\.async\.wait_group"),
     "Q copied without a proxy fence": ("sm_90a", COPIED, r"fence\.proxy\.async"),
     "a combine kernel that does not wait": ("sm_90a", "hd=64,t=4,s_k=1100", r"griddepcontrol\.wait"),

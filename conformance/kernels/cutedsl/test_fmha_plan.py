@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata
 
 import pytest
@@ -15,7 +16,7 @@ from backends.cutedsl import BACKEND
 from backends.cutedsl.attention import FmhaSizes
 from backends.cutedsl.device import H200_SM_COUNT, TMEM_COLUMNS, WARPGROUP
 from backends.cutedsl.sm90_fmha.plan import MAX_SPLITS as SM90_MAX_SPLITS
-from backends.cutedsl.sm90_fmha.plan import SHORT_KEYS, Share, Sm90FmhaPlan, kernel_plan, standard_plan
+from backends.cutedsl.sm90_fmha.plan import SHORT_KEYS, Share, Sm90FmhaPlan, kernel_plan, one_row_plan, standard_plan
 from backends.cutedsl.sm90_fmha.plan import split_count as sm90_split_count
 from backends.cutedsl.sm100_fmha.plan import (
     MAX_SPLITS,
@@ -118,10 +119,13 @@ def test_another_target_is_refused_by_name() -> None:
 
 
 SHARES: tuple[Share, ...] = ("rows", "keys")
+ONE_ROW_TILE = replace(standard_plan(512, "columns"), o_halves=2, short_parts=True)
 PLANS = (
     *(standard_plan(hd, share) for hd in (64, 128, 256) for share in SHARES),
     *(Sm90FmhaPlan(64, "rows", 128, groups) for groups in (2, 3)),
     standard_plan(512, "columns"),
+    ONE_ROW_TILE,
+    Sm90FmhaPlan(256, "rows", 64),
 )
 MAX_BOX_ROWS = 256
 
@@ -195,6 +199,7 @@ def test_short_caches_are_split_alike_in_every_batch(sizes: FmhaSizes, rows: int
     short = FmhaSizes(sizes.hd, sizes.t, min(sizes.s_k, SHORT_KEYS), sizes.rows, sizes.kv_batches)
     other = FmhaSizes(short.hd, short.t, short.s_k, rows, kv_batches)
     assert kernel_plan(short) == kernel_plan(other), f"{short} and {other} have different kernels"
+    assert one_row_plan(short) == one_row_plan(other), f"{short} and {other} have different kernels"
     assert sm90_split_count(short) == sm90_split_count(other), f"{short} and {other} are split differently"
 
 
@@ -202,7 +207,24 @@ def test_short_caches_are_split_alike_in_every_batch(sizes: FmhaSizes, rows: int
 def test_decoding_one_sequence_fills_the_machine(hd: int) -> None:
     kv_heads = 1 if hd == 512 else 8
     sizes = FmhaSizes(hd, 1, 32768, 64 // kv_heads, kv_heads)
-    ctas = kv_heads * sm90_split_count(sizes)
+    ctas = kv_heads * sm90_split_count(sizes) * kernel_plan(sizes).o_halves
     assert 0.9 * H200_SM_COUNT <= ctas <= H200_SM_COUNT, (
         f"hd {hd}: {ctas} CTAs decode one sequence on {H200_SM_COUNT} SMs"
     )
+
+
+@given(SIZES)
+def test_a_kernel_of_one_row_has_every_key_once(sizes: FmhaSizes) -> None:
+    plan = one_row_plan(sizes)
+    if plan is None:
+        return
+    assert sizes.t == 1, f"{sizes}: {plan} has rows of one token"
+    assert sizes.s_k <= plan.keys == plan.turns * plan.keys_of_turn, f"{sizes}: {plan} has {plan.turns} turns"
+    assert plan.threads <= 1024, f"{plan}: a CTA has 1024 threads at most"
+    assert 8 * plan.turns <= REGISTER_FILE // plan.threads, f"{plan}: K and V of a thread take all of its registers"
+
+
+def test_long_caches_and_many_tokens_have_tiles() -> None:
+    assert one_row_plan(FmhaSizes(64, 1, 128, 1, 1)), "one row on 128 keys has a kernel of its own"
+    for t, s_k in ((2, 128), (1, 513)):
+        assert one_row_plan(FmhaSizes(64, t, s_k, t, 1)) is None, f"t {t}, s_k {s_k} has tiles"

@@ -56,11 +56,12 @@ def same_rows(case: Case, one: dict[str, torch.Tensor], other: dict[str, torch.T
     return None
 
 
-@pytest.mark.parametrize("interleave", [8, 64])
+# The interleave is compiled into L1 alone, so the layer is compiled for one and L1 for another.
+@pytest.mark.parametrize(("stage", "interleave", "kernels"), [("layer", 8, 5), ("l1", 64, 3)])
 @pytest.mark.parametrize("cta_group", CTA_GROUPS)
-def test_no_kernel_uses_local_memory(cta_group: int, interleave: int) -> None:
-    artifact = made(lambda: compiled("layer", cta_group, interleave))
-    assert len(artifact.resources) == 5, f"routing, gather, L1, L2 and combine expected: {sorted(artifact.resources)}"
+def test_no_kernel_uses_local_memory(cta_group: int, stage: str, interleave: int, kernels: int) -> None:
+    artifact = made(lambda: compiled(stage, cta_group, interleave))
+    assert len(artifact.resources) == kernels, f"{kernels} kernels expected of {stage}: {sorted(artifact.resources)}"
     for kernel, resources in artifact.resources.items():
         assert resources.stack == 0, f"{kernel} has {resources.stack} bytes of stack a thread"
 
@@ -70,7 +71,7 @@ def test_no_kernel_uses_local_memory(cta_group: int, interleave: int) -> None:
     "text",
     [
         "hidden=128,intermediate=128,num_experts=2,tokens=150,topk=2,load=skewed,clamp=0.5",
-        "hidden=384,intermediate=128,num_experts=2,tokens=260,topk=1,weight=before,interleave=16,stage=l1",
+        "hidden=384,intermediate=128,num_experts=2,tokens=260,topk=1,weight=before,interleave=64,stage=l1",
         "hidden=384,intermediate=384,num_experts=3,tokens=40,topk=2,load=skewed,stage=l2,inputs=poisoned_padding",
     ],
 )
@@ -92,15 +93,15 @@ def test_neither_pairs_nor_the_number_of_ctas_change_a_bit(text: str) -> None:
 @pytest.mark.parametrize("cta_group", CTA_GROUPS)
 def test_a_kernel_for_another_interleave_is_noticed(cta_group: int) -> None:
     """Gate and up of other rows of W1 meet in the registers: no row of h may look right by chance."""
-    case = case_of("hidden=128,intermediate=128,num_experts=2,tokens=20,interleave=16,stage=l1")
-    program = program_of(case_of("hidden=128,intermediate=128,num_experts=2,tokens=20,stage=l1"), cta_group=cta_group)
+    case = case_of("hidden=128,intermediate=128,num_experts=2,tokens=20,stage=l1")
+    program = program_of(spec_of(case.op).vary(case, interleave=64), cta_group=cta_group)
     seen, broken = outputs(case, program)
     assert broken is None, f"{case.id}: {broken}"
     verdict = compared(spec_of(case.op), expected_of(case, inputs_of(case)), seen)
-    assert not verdict.passed, f"{case.id}: the kernel for an interleave of 8 gives the outputs of 16"
+    assert not verdict.passed, f"{case.id}: the kernel for an interleave of 64 gives the outputs of 8"
 
 
-L1 = "hidden=256,intermediate=128,num_experts=2,tokens=20,stage=l1"
+L1 = "hidden=256,intermediate=128,num_experts=2,tokens=20,interleave=64,stage=l1"
 L2 = "hidden=256,intermediate=128,num_experts=2,tokens=20,stage=l2"
 FAULTS = {
     "rows through shared memory without a proxy fence": (L2, without(r"fence\.proxy\.async")),

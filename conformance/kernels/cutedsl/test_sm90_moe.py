@@ -20,7 +20,7 @@ from backends.cutedsl.sm90_moe.plan import (
     width_for,
 )
 from backends.cutedsl.sm90_moe.program import compiled, moe_program
-from conformance.kernels.cutedsl.execution import made, outputs, without
+from conformance.kernels.cutedsl.execution import counters, made, outputs, without
 from conformance.kernels.laws.law import inputs_of, spec_of
 from megamoe.contract import Case, HostProgram
 from megamoe.judge.comparison import compared, expected_of
@@ -112,6 +112,19 @@ def test_a_planted_fault_is_noticed(name: str) -> None:
     assert faulty.ptx != program.ptx, f"{name}: the kernel has no such instruction any more"
     seen, broken = outputs(case_of(L2), faulty, "lazy")
     assert broken or refusal(L2, seen), f"{name}: nobody minds"
+
+
+UNFENCED = "smem_unfenced_overwrites"
+
+
+def test_copies_over_weights_that_threads_have_read_are_fenced() -> None:
+    """Threads read weights through the generic proxy; the ISA wants a proxy fence before a bulk copy over them."""
+    program = program_of(L2, max_ctas=2)
+    found = counters(case_of(L2), program).get(UNFENCED, 0)
+    assert not found, f"{found} bulk copies overwrite what threads have read, with no proxy fence in between"
+    bare = replace(program, ptx=without(r"fence\.proxy\.async")(program.ptx))
+    assert bare.ptx != program.ptx, "the kernel has no proxy fence"
+    assert counters(case_of(L2), bare).get(UNFENCED, 0), "the fences are gone, and nobody minds"
 
 
 def test_a_call_on_weights_that_were_not_prepared_is_noticed() -> None:

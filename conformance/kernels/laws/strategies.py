@@ -153,7 +153,7 @@ def _fits(law: Law, work: Callable[[Axes], int], budget: int, axes: Axes, name: 
 
 def _admits(law: Law, spec: Spec, axes: Axes, name: str, value: AxisValue) -> bool:
     candidate = {**axes, name: value}
-    return spec.admits(candidate) is None and law.speaks_of(candidate)
+    return spec.space.keeps_constraints(candidate) and law.speaks_of(candidate)
 
 
 def _value(

@@ -262,7 +262,7 @@ def test_what_no_case_executes_is_not_argued_by_what_was_seen() -> None:
 
 def test_more_work_than_the_program_s_own_kills() -> None:
     """First keys rounded up to below 0: tiles that no row sees, and right results."""
-    windowed = "fmha:hd=64,t=1,s_k=512,causal=true,window=100"
+    windowed = "fmha:hd=64,t=2,s_k=512,causal=true,window=100"
     (subject,) = subjects(replace(SELECTION, cases=(windowed,)))
     (wider,) = (one for one in mutants(subject.built[0].program) if one.after.startswith("or.b32 %first_key"))
     found = examine(subject, wider, ("eager",), ask_assemblers=False)

@@ -21,9 +21,11 @@ from backends.ptx.moe.shape import SwigluVariant
 from backends.ptx.operands import at
 from backends.ptx.shared_memory import MAX_SMEM, SmemLayout
 from backends.ptx.sm90_fmha.geometry import THREADS as SM90_THREADS
-from backends.ptx.sm90_fmha.geometry import Sm90FmhaTiling
+from backends.ptx.sm90_fmha.geometry import PairTiling, Sm90FmhaTiling
 from backends.ptx.sm90_fmha.kernel import PTX_VERSION as SM90_VERSION
 from backends.ptx.sm90_fmha.kernel import kernel_text as sm90_text
+from backends.ptx.sm90_fmha.one_row import MAX_KEYS, RowTiling, row_text
+from backends.ptx.sm90_fmha.pair import pair_text
 from backends.ptx.sm100_fmha.geometry import Sm100FmhaTiling
 from backends.ptx.sm100_fmha.kernel import PTX_VERSION, kernel_text
 from backends.ptx.sm100_moe.geometry import ACCUMULATOR_STRIDE, HALF_N, SF_COLUMN, SF_SLOT_COLUMNS, SF_SLOTS, TILE_N
@@ -265,8 +267,12 @@ MAX_REGISTERS = 255
 MAX_REGISTERS_OF_AN_SM = 65536
 
 
+SINGLE_HD = SUPPORTED_HD[:-1]
+PAIRS = (*(PairTiling(hd) for hd in SUPPORTED_HD), PairTiling(256, latent=True), PairTiling(512, latent=True))
+
+
 @pytest.mark.parametrize("part_keys", [None, SPLIT_KEYS])
-@pytest.mark.parametrize("hd", SUPPORTED_HD)
+@pytest.mark.parametrize("hd", SINGLE_HD)
 def test_fmha_of_sm_90a_assembles_without_spills(hd: int, part_keys: int | None) -> None:
     assembly = assembled(sm90_text(hd, part_keys), "sm_90a")
     assert local_memory_bytes(assembly) == 0, f"hd={hd} uses local memory: {assembly}"
@@ -280,10 +286,34 @@ def test_the_declared_version_of_sm_90a_is_the_lowest() -> None:
         assembled(sm90_text(64).replace(".version 8.0", ".version 7.8"), "sm_90a")
 
 
-@pytest.mark.parametrize("hd", SUPPORTED_HD)
+@pytest.mark.parametrize("part_keys", [None, SPLIT_KEYS])
+@pytest.mark.parametrize("tiling", PAIRS, ids=str)
+def test_two_consumers_of_sm_90a_assemble_without_spills(tiling: PairTiling, part_keys: int | None) -> None:
+    assembly = assembled(pair_text(tiling, part_keys), "sm_90a")
+    assert local_memory_bytes(assembly) == 0, f"{tiling} uses local memory: {assembly}"
+
+
+@pytest.mark.parametrize("hd", [64, 128])
+def test_one_row_of_sm_90a_assembles_without_spills(hd: int) -> None:
+    tiling = RowTiling(hd)
+    assembly = assembled(row_text(tiling), "sm_90a")
+    assert local_memory_bytes(assembly) == 0, f"{tiling} uses local memory: {assembly}"
+    assert tiling.turns * tiling.keys_of_turn == MAX_KEYS, f"{tiling}: {tiling.turns} turns"
+    hold_places_apart(tiling.smem)
+
+
+@pytest.mark.parametrize("tiling", PAIRS, ids=str)
+def test_two_consumers_of_sm_90a_fit_the_machine(tiling: PairTiling) -> None:
+    consumers = 2 if tiling.shares_columns else 1
+    assert consumers * tiling.o_columns == tiling.hd, f"{tiling}: O is not covered exactly"
+    assert tiling.tile_n & tiling.tile_n - 1 == 0, "tiles begin at multiples of a power of two"
+    assert tiling.stages >= (1 if tiling.shares_columns else 2), f"{tiling}: {tiling.stages} tiles on their way"
+    hold_places_apart(tiling.smem)
+
+
+@pytest.mark.parametrize("hd", SINGLE_HD)
 def test_fmha_of_sm_90a_fits_the_machine(hd: int) -> None:
     tiling = Sm90FmhaTiling(hd)
-    assert tiling.halves * tiling.o_columns == hd, f"hd={hd}: the CTAs of a row tile do not cover O exactly"
     assert tiling.tile_n & tiling.tile_n - 1 == 0, "tiles begin at multiples of a power of two"
     hold_places_apart(tiling.smem)
 

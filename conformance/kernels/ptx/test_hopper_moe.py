@@ -145,6 +145,21 @@ def test_preparing_again_changes_and_costs_nothing() -> None:
     assert counted.execution.counters != first.execution.counters, "the counters do not see a launch more"
 
 
+UNFENCED = "smem_unfenced_overwrites"
+
+
+def test_copies_over_weights_that_threads_have_read_are_fenced() -> None:
+    """Threads read weights through the generic proxy; the ISA wants a proxy fence before a bulk copy over them."""
+    axes = f"{SMALL},stage=l1"
+    guarded, program = GuardedCase(spec(), case_of(axes), load_executor("vm")), built(axes, ctas=1)
+    found = guarded.run(program).execution.counters.get(UNFENCED, 0)
+    assert not found, f"{found} bulk copies overwrite what threads have read, with no proxy fence in between"
+    fence = "fence.proxy.async.shared::cta;"
+    assert fence in program.ptx, "the kernel has no proxy fence"
+    bare = replace(program, ptx=program.ptx.replace(fence, ""))
+    assert guarded.run(bare).execution.counters.get(UNFENCED, 0), "the fences are gone, and nobody minds"
+
+
 @pytest.mark.parametrize(("interleave", "inputs"), [(8, "full_range"), (32, "zero_blocks")])
 def test_repacked_weights_are_the_weights(interleave: int, inputs: str) -> None:
     """Unpacked by the layout's own definition, fragments and block scales give every weight, in gate and up pairs."""

@@ -26,6 +26,8 @@ SMS = 132
 HEIRS = 2 * SMS * 20
 LOADED = 196608
 COLD_BYTES = 1 << 29
+PAGES = ("cutlass-tma-refill", "gluon-persistent-matmul", "triton-attention-backward")
+"""Those whose kernels show something when many CTAs run them. programs_on_device.py runs all, as they stand."""
 RECORD = Path(__file__).parents[3] / "results" / "records" / "h200-found.json"
 
 _HEAD = ".version 8.7\n.target sm_90a\n.address_size 64\n"
@@ -154,7 +156,7 @@ LOOK:
 
 
 def pack() -> dict[str, dict[str, str]]:
-    """Name -> "as found" and "mended" -> PTX, of the sm_90a pages of docs/found and the two kernels above."""
+    """Name -> "as found" and "mended" -> PTX, of PAGES and the three kernels above."""
     from conformance.meta.docs.pages import pages, trials
 
     found = {"own-write": {"as found": _OWN_WRITE.replace("FENCE\n", ""),
@@ -163,8 +165,8 @@ def pack() -> dict[str, dict[str, str]]:
                          "mended": _BARRIER.replace("FENCE", "  fence.proxy.async.shared::cta;")},
              "heir": {"as found": _HEIR}}  # fmt: skip
     for path in pages():
-        both = list(trials(path))
-        if path.parent.name == "found" and "sm_90a" in both[0].kernel:
+        if path.parent.name == "found" and path.stem in PAGES:
+            both = list(trials(path))
             found[path.stem] = {"as found": both[0].kernel, "mended": both[1].kernel}
     return found
 
@@ -182,15 +184,16 @@ class Question:
     smem: int = 0
 
 
-def _questions() -> dict[str, Question]:
+def questions(device: str) -> dict[str, Question]:
+    """How each kernel of `pack` is launched, with tensors on `device`."""
     import torch
 
     ctas = 4 * SMS
-    out = torch.zeros(ctas * ROUNDS * 128, dtype=torch.int32, device="cuda")
-    order = torch.arange(out.numel(), dtype=torch.int32, device="cuda")
-    x = torch.arange(128, dtype=torch.int32, device="cuda")
-    bad = torch.zeros(2, dtype=torch.int32, device="cuda")
-    cold = torch.zeros(COLD_BYTES // 4, dtype=torch.int32, device="cuda")
+    out = torch.zeros(ctas * ROUNDS * 128, dtype=torch.int32, device=device)
+    order = torch.arange(out.numel(), dtype=torch.int32, device=device)
+    x = torch.arange(128, dtype=torch.int32, device=device)
+    bad = torch.zeros(2, dtype=torch.int32, device=device)
+    cold = torch.zeros(COLD_BYTES // 4, dtype=torch.int32, device=device)
 
     def unequal(size: int, expected: Any) -> Callable[[], int]:
         return lambda: int((out[:size] != expected).sum())
@@ -225,11 +228,11 @@ def run(kernels: dict[str, dict[str, str]]) -> dict[str, Any]:
             raise SystemExit(f"{doing}: {code}")
         return values[0] if values else None
 
-    questions = _questions()
+    asked_of = questions("cuda")
     table: dict[str, Any] = {}
     for name, variants in kernels.items():
         for variant, ptx in variants.items():
-            asked = questions[name]
+            asked = asked_of[name]
             module = call(driver.cuModuleLoadData(ptx.encode() + b"\0"), f"loading {name}")
             kernel = call(driver.cuModuleGetFunction(module, b"kernel"), f"finding {name}")
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

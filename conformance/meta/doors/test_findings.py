@@ -417,6 +417,27 @@ def test_a_file_in_the_folder_of_the_run_has_a_relative_uri(tmp_path: Path, monk
     assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "my%20kernels/a.cu"
 
 
+def test_a_finding_in_an_inlined_header_is_shown_where_the_kernel_calls_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A code host has no line of a toolkit's header to show."""
+    monkeypatch.chdir(tmp_path)
+    header = SourceLine("/usr/cuda/bin/../include/atomics.hpp", 84, 3, "atomicAdd")
+    called, deeper = SourceLine(str(tmp_path / "a.cu"), 10, 3), SourceLine(str(tmp_path / "a.cu"), 20)
+    for source, place, others in (
+        ((header, called, deeper), "a.cu", ["inlined here", "called from here"]),
+        ((called, deeper), "a.cu", ["called from here"]),
+        ((header,), "file:///usr/cuda/include/atomics.hpp", []),
+    ):
+        ledger = Ledger()
+        ledger.take([finding(source=source, other=None)])
+        (result,) = json.loads(rendered(CheckedRun(ledger), "sarif"))["runs"][0]["results"]
+        shown = result["locations"][0]["physicalLocation"]
+        assert shown["artifactLocation"]["uri"] == place
+        assert shown["region"]["startLine"] == (10 if place == "a.cu" else 84)
+        assert [one["message"]["text"] for one in result.get("relatedLocations", [])] == others
+
+
 def test_junit_has_a_failure_for_what_counts() -> None:
     root = ElementTree.fromstring(rendered(run_of_all_sorts(), "junit"))
     cases = list(root.iter("testcase"))

@@ -250,6 +250,7 @@ def test_a_test_suite_runs_and_findings_fail_it(tmp_path: Path) -> None:
     suppress = tmp_path / "suppress.yaml"
     suppress.write_text("- {rule: race, kernel: no_such_kernel, reason: to be stale}\n")
     options = ("--megamoe-findings", "found.json", "--megamoe-suppress", "suppress.yaml", "--megamoe-profile", "strict")
+    options += ("--megamoe-findings", "found.sarif")
     said = _pytest(tmp_path, SUITE, "--megamoe-vm", "sm_100a", *options)
     assert "2 failed, 1 passed" in said, said
     assert "FAILED test_kernels.py::test_fault" in said, said
@@ -263,6 +264,7 @@ def test_a_test_suite_runs_and_findings_fail_it(tmp_path: Path) -> None:
     assert Path(one.place.file).name == "test_kernels.py", "a finding of a Triton kernel names its Python file"
     assert "tl.load(x + tl.arange" in lines[one.place.line - 1], f"line {one.place} is not that of the access"
     assert one.times == 2, "two tests meet one fault"
+    assert '"ruleId": "out-of-bounds"' in (tmp_path / "found.sarif").read_text(), "a second file is written, too"
 
 
 @pytest.mark.parametrize(

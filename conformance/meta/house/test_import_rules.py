@@ -170,10 +170,28 @@ def allowed(room: str) -> frozenset[str]:
     return TABLE[room] if room in TABLE else TABLE[f"{room.rpartition('.')[0]}.*"]
 
 
+_LOOKED_AT = (
+    ast.Import, ast.ImportFrom, ast.Call, ast.Attribute, ast.Subscript, ast.ClassDef, ast.FunctionDef,
+    ast.AsyncFunctionDef,
+)  # fmt: skip
+
+
+@cache
+def _nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """The nodes of a tree that any rule looks at: it is walked once for all of them."""
+    return tuple(node for node in ast.walk(tree) if isinstance(node, _LOOKED_AT))
+
+
+def _last_name(call: ast.Call) -> str:
+    """`c` of a call of `a.b.c`; "" if what is called has no name."""
+    func = call.func
+    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+
+
 def imports(path: str, tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Absolute names that a file imports, lazily, for types only or not, and the lines on which it does."""
     parent = _module(path).split(".") if path.endswith("__init__.py") else _module(path).split(".")[:-1]
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -181,8 +199,8 @@ def imports(path: str, tree: ast.AST) -> Iterator[tuple[str, int]]:
             start = ".".join([*base, *([node.module] if node.module else [])])
             yield from ((f"{start}.{alias.name}", node.lineno) for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            called = ast.unparse(node.func)
-            if called.endswith(("import_module", "__import__")) and isinstance(node.args[0].value, str):
+            called = _last_name(node).endswith(("import_module", "__import__"))
+            if called and isinstance(node.args[0].value, str):
                 yield node.args[0].value, node.lineno
 
 
@@ -233,9 +251,11 @@ def configuration_comes_in_by_three_doors(path: str, text: str, tree: ast.Module
     ):
         return
     stored = (ast.Store, ast.Del)
-    written = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.ctx, stored)}
-    for node in ast.walk(tree):
+    written = {id(n.value) for n in _nodes(tree) if isinstance(n, ast.Subscript) and isinstance(n.ctx, stored)}
+    for node in _nodes(tree):
         if isinstance(node, ast.Attribute):
+            if f"os.{node.attr}" not in ENVIRONMENT:
+                continue
             reads = f"{ast.unparse(node.value)}.{node.attr}" in ENVIRONMENT and id(node) not in written
         elif isinstance(node, ast.ImportFrom):
             reads = any(f"{node.module}.{one.name}" in ENVIRONMENT for one in node.names)
@@ -260,8 +280,8 @@ def only_cli_prints(path: str, text: str, tree: ast.Module) -> Iterator[str]:
         or _is_a_command(path, tree)
     ):
         return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
+    for node in _nodes(tree):
+        if isinstance(node, ast.Call) and (_last_name(node) in ("print", "Console") or "sys.std" in text):
             called = ast.unparse(node.func)
             if called.rpartition(".")[2] in ("print", "Console") or called.startswith(("sys.stdout", "sys.stderr")):
                 yield f"{path}:{node.lineno}: only cli prints, not {called}()"
@@ -276,7 +296,7 @@ def nothing_is_longer_than_a_reader_bears(path: str, text: str, tree: ast.Module
     """Files, functions and signatures have limits."""
     if (lines := text.count("\n")) > MAX_LINES:
         yield f"{path}: {lines} lines; a file has at most {MAX_LINES}"
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES:
@@ -317,7 +337,7 @@ def classes_named_twice(files: Mapping[str, str]) -> list[str]:
     """Public class names that stand in two modules and are not in SAME_IDEA, and names in it that no longer do."""
     places: dict[str, list[str]] = defaultdict(list)
     for path, text in files.items():
-        for node in ast.walk(_tree(text)):
+        for node in _nodes(_tree(text)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(path)
     twice = {name: paths for name, paths in places.items() if len(paths) > 1}

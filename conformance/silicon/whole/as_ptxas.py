@@ -1,7 +1,7 @@
 """What ptxas 13.0 makes of a drawn program where that is not what the program says.
 
-Four departures were found because an H200 left other bytes than the machine. Each is a change of the program's text; a
-program that leaves the H200's bytes once it is changed is explained: bytes meet by chance once in 2^32 trials.
+These departures were found because an H200 left other bytes than the machine. Each is a change of the program's text; a
+program that leaves the H200's bytes once it is changed is explained: hashes meet by chance once in 2^64 trials.
 This says what ptxas does to the random programs. It is no model of ptxas.
 """
 
@@ -22,17 +22,33 @@ from conformance.silicon.whole.on_machine import answer, schedule_of
 DROPPED_GUARD: Final = "the guard of testp.normal or testp.subnormal is dropped"
 KEPT_NAN: Final = "abs.f32 under a guard keeps the bits of a NaN"
 SAME_MIN: Final = "min.f32 of a register and itself keeps the bits of a NaN"
+CONVERTED: Final = "st.u8 or st.b16 of a register with the result of an f32 instruction stores it as an integer"
+HALVES: Final = "abs.f16x2 of what is no negative f32 is dropped"
+ABS_OF_SET: Final = "abs.f32 of the -1 of a set is 1"
+TWICE: Final = "rcp.approx.ftz of rcp.approx.ftz is the operand"
+SWAPPED: Final = "operands of an f64 instruction are swapped, so that of two NaN the other one is left"
 REUSED: Final = "an expression is reused although its operand was overwritten"
 _GUARDED_TESTP = re.compile(r"@!?%p\d (testp\.(?:normal|subnormal))")
 _GUARDED_ABS = re.compile(r"(@!?%p\d) abs\.f32 (%r\d+), (%r\d+);")
 _SAME_MIN = re.compile(r"min\.f32 (%r\d+), (%r\d+), \2;")
+_ABS, _ABS_OF_HALVES = re.compile(r"abs\.f32$"), re.compile(r"abs\.f16x2$")
+_RECIPROCAL = re.compile(r"(?:@!?%p\d )?rcp\.approx\.ftz\.f32 (%r\d+), \1;")
+_DOUBLES = re.compile(r"((?:add|mul|fma)\.rn|min)\.f64 (%d\d), (%d\d), (?!\3)(%d\d)")
+_NARROW = re.compile(r"\bst\.\w+\.(u8|b16) (\[[^]]*\]), (%r\d+);")
+_BLOCK_ENDS = re.compile(
+    r"bra|brx|bar|barrier|call|fence|div\.[us]|rem|mma|ldmatrix|stmatrix|movmatrix|wgmma|vote|shfl|match|redux|"
+    r"rcp\.rn|sqrt\.rn|lg2|rsqrt"
+)
+_NOT_ONE_SINGLE = re.compile(r"copysign|div\.full|lg2|rsqrt|mma|setp|testp|set\.\w+\.u32")
 _PIECE = re.compile(r"\bL\d+:|(?:(?!\bL\d+:)[^;])+;?")
 _INSTRUCTION = re.compile(r"[\s{]*(@!?%\w+ )?([a-z][\w.:]*) (\{[^}]*\}|[^,;]*)(?:, ([^;]*))?;")
 _NO_RESULT = ("st.", "red.", "bra", "brx", "bar.sync", "bar.arrive", "bar.warp", "barrier", "fence", "cp.", "wgmma")
 _NOT_PURE = re.compile(
     r"ld|st|atom|red|bar|mbarrier|cp|vote|shfl|match|elect|call|bra|brx|wgmma|mma|add\.cc|addc|sub\.cc|subc|mad\S*\.cc"
 )
-_MOST_REUSES: Final = 8
+_MOST_PLACES: Final = 8
+_NOT_EVERYWHERE: Final = (REUSED, TWICE)
+"""Found at some places, and wrong at the others: what is tried next has none of it."""
 Key = tuple[str, str]
 Change = Callable[[str, frozenset[int] | None], tuple[str, int]]
 """Text, and which of its places are changed (None: all), to the changed text and the number of places."""
@@ -51,6 +67,74 @@ def kept_nan(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
 def same_min(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
     """With -O3 and -O1, which take a for min(a, a): NaN should become 0x7fffffff."""
     return _substituted(_SAME_MIN, r"mov.b32 \1, \2;", text, only)
+
+
+def converted(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
+    """At all levels, by ptxas 13.0; mended in 13.5. It knows the type of a register's last result in a basic block, and
+    takes the store of fewer bits of an f32 for a conversion, with saturation and towards zero."""
+    singles, places, out = set[str](), 0, list[str]()
+    for piece in _PIECE.findall(text):
+        found = _INSTRUCTION.match(piece)
+        if re.fullmatch(r"L\d+:", piece) or (found and _ends_block(found)):
+            singles.clear()
+        if found and (narrow := _NARROW.search(piece)) and narrow[3] in singles:
+            places += 1
+            if only is None or places - 1 in only:
+                kind, _, register = narrow.groups()
+                store = narrow[0].replace(register + ";", "%narrow;").replace(f".{kind} ", f".b{kind[1:]} ")
+                piece = piece.replace(narrow[0], f"cvt.rzi.u{kind[1:]}.f32 %narrow, {register}; {store}")
+        elif found and not found[2].startswith(_NO_RESULT):
+            into = set(re.findall(r"%r\d+", found[3]))
+            singles = singles | into if _leaves_single(found[2]) else singles - into
+        out.append(piece)
+    return "".join(out).replace(".reg .b32", ".reg .b32 %narrow,", 1) if places else text, places
+
+
+def _ends_block(instruction: re.Match[str]) -> bool:
+    guard, opcode = instruction[1], instruction[2]
+    return bool(_BLOCK_ENDS.match(opcode) or (guard and opcode.startswith(("st.", "ld.", "red.", "atom."))))
+
+
+def _leaves_single(opcode: str) -> bool:
+    parts = opcode.split(".")
+    return (parts[-2] if parts[0] == "cvt" else parts[-1]) == "f32" and not _NOT_ONE_SINGLE.match(opcode)
+
+
+def halves(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
+    """With -O3 and -O1: what abs.f32 or saturation left has no sign, of which an f16x2 has two."""
+    return _by_last_result(_ABS_OF_HALVES, re.compile(r"abs\.f32|\S*\.sat\S*\.f32"), "mov.b32", text, only)
+
+
+def abs_of_set(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
+    """With -O1: the -1 of set is a NaN to abs.f32."""
+    return _by_last_result(_ABS, re.compile(r"set\.\w+\.u32"), "abs.s32", text, only)
+
+
+def twice(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
+    """With -O3 and -O1, in unrolled loops of an even number of turns: 1 / a flushed subnormal is an infinity."""
+    return _substituted(_RECIPROCAL, "", text, only)
+
+
+def _by_last_result(
+    what: re.Pattern[str], last: re.Pattern[str], by: str, text: str, only: frozenset[int] | None
+) -> tuple[str, int]:
+    """`what`, an instruction of one operand, becomes `by` where the operand's last result is of opcode `last`."""
+    opcodes, places, out = dict[str, str](), 0, list[str]()
+    for piece in _PIECE.findall(text):
+        found = _INSTRUCTION.match(piece)
+        if found and what.match(found[2]) and last.match(opcodes.get(found[4], "")):
+            places += 1
+            if only is None or places - 1 in only:
+                piece = piece.replace(found[2], by, 1)
+        if found and not found[2].startswith(_NO_RESULT):
+            opcodes |= dict.fromkeys(re.findall(r"%r\d+", found[3]), found[2])
+        out.append(piece)
+    return "".join(out), places
+
+
+def swapped(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
+    """With -O3 and -O1: which NaN is left is the first operand's."""
+    return _substituted(_DOUBLES, r"\1.f64 \2, \4, \3", text, only)
 
 
 def _substituted(pattern: re.Pattern[str], by: str, text: str, only: frozenset[int] | None) -> tuple[str, int]:
@@ -160,17 +244,16 @@ def _stale(values: _Values, since: int, operands: str) -> bool:
 def departures(number: int) -> Iterator[tuple[str, Drawn]]:
     """What ptxas may have made of program `number`, with what was changed last; those of most changes first."""
     program, level = drawn(number), level_of(number)
-    text, guards = dropped_guard(program.text)
-    if guards:
-        yield DROPPED_GUARD, replace(program, text=text)
-    if level == "-O0":
-        return
-    changes: list[tuple[str, Change]] = [(SAME_MIN, same_min), (KEPT_NAN, kept_nan)]
-    if level == "-O1" and "wgmma" in text:
-        changes.append((REUSED, reused))
+    text = program.text
+    changes: list[tuple[str, Change]] = [(DROPPED_GUARD, dropped_guard), (CONVERTED, converted)]
+    if level != "-O0":
+        changes += [(SAME_MIN, same_min), (KEPT_NAN, kept_nan), (HALVES, halves)]
+        if level == "-O1":
+            changes += [(ABS_OF_SET, abs_of_set), *[(REUSED, reused)][: "wgmma" in text]]
+        changes += [(TWICE, twice), (SWAPPED, swapped)]
     for name, change in changes:
         yield from ((name, replace(program, text=one)) for one in _some(change, text))
-        if name != REUSED:
+        if name not in _NOT_EVERYWHERE:
             text = change(text, None)[0]
 
 
@@ -179,15 +262,15 @@ def _some(change: Change, text: str) -> Iterator[str]:
     everywhere, places = change(text, None)
     if places:
         yield everywhere
-    if places <= _MOST_REUSES:
+    if places <= _MOST_PLACES:
         for size in range(1, min(places, 3)):
             yield from (change(text, frozenset(some))[0] for some in combinations(range(places), size))
 
 
 def explained(number: int, left: int) -> str:
-    """What ptxas did, if the machine then leaves what the H200 left, whose hash is `left` modulo 2^32; else ""."""
+    """What ptxas did, if the machine then leaves what the H200 left, whose hash is `left`; else ""."""
     for name, changed in departures(number):
         with suppress(Fault, UnknownInstructionError):
-            if answer(changed, schedule_of(number)).lower_half == left:
+            if answer(changed, schedule_of(number)).hash == left:
                 return name
     return ""

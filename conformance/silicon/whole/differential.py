@@ -20,7 +20,7 @@ from backends.vm.faults import Fault, UnknownInstructionError
 from conformance.silicon.whole.as_ptxas import explained
 from conformance.silicon.whole.drawn import drawn
 from conformance.silicon.whole.merge import DRAWN, DrawnAnswers, Hashes
-from conformance.silicon.whole.on_device import DRAWN_MODULE, hashed, level_of
+from conformance.silicon.whole.on_device import DRAWN_MODULE, level_of
 from conformance.silicon.whole.on_machine import answer, schedule_of
 
 
@@ -30,7 +30,7 @@ def machine_hash(number: int) -> tuple[int, str]:
         left = answer(drawn(number), schedule_of(number))
     except (Fault, UnknownInstructionError) as error:
         return 0, str(error)
-    return hashed(left.output), left.found[0] if left.found else ""
+    return left.hash, left.found[0] if left.found else ""
 
 
 def _some(folder: Path, first: int) -> list[str]:
@@ -55,10 +55,10 @@ def run(folder: Path, first: int, count: int, jobs: int) -> list[str]:
 
 
 def both(folder: Path, held: DrawnAnswers) -> Iterator[tuple[int, Hashes, Hashes]]:
-    """For each module that both have: its first number, and the lower halves of the machine's and the H200's hashes."""
+    """For each module that both have: its first number, and the machine's and the H200's hashes."""
     for first, theirs in held.modules.items():
         if (mine := folder / f"{first}.npy").exists():
-            yield first, np.load(mine).astype(np.uint32), theirs
+            yield first, np.load(mine), theirs
 
 
 def main() -> None:

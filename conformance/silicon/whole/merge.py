@@ -1,9 +1,8 @@
 """Takes what an H200 left into the record: `python -m conformance.silicon.whole.merge OUT`, OUT of ask.py.
 
 OUT/whole.npz are the outputs of the programs of forms; their checksums go to answers.npz, and the opcodes that ran to
-witnessed.json. OUT/hashes-FIRST.npz are the hashes of random programs; their lower halves go to drawn.npz, with the
-numbers of those that OUT/drawn-failed.txt names. What is held already must be answered alike. Nothing is written if
-anything is refused.
+witnessed.json. OUT/hashes.npz are the hashes of random programs; they go to drawn.npz, with the numbers of those that
+OUT/drawn-failed.txt names. What is held already must be answered alike. Nothing is written if anything is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from conformance.silicon.whole.on_device import DRAWN_MODULE, drawer_of
 from conformance.silicon.whole.on_machine import answer, checksums
 from megamoe.records.files import write_file
 
-Hashes = npt.NDArray[np.uint32]
+Hashes = npt.NDArray[np.uint64]
 DRAWN = SILICON / "whole" / "drawn.npz"
 _FAILED = re.compile(r"drawn_(\d+): \S")
 
@@ -40,8 +39,8 @@ class MergeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DrawnAnswers:
-    """Random programs that an H200 ran: `modules`, by the number of the first program, uint32 [250] each, the lower
-    half of the hash of what each program leaves; and the numbers of those that hung or failed, whose hash is 0."""
+    """Random programs that an H200 ran: `modules`, by the number of the first program, uint64 [250] each, the
+    hash of what each program leaves; and the numbers of those that hung or failed, whose hash is 0."""
 
     modules: Mapping[int, Hashes]
     failed: frozenset[int]
@@ -58,7 +57,7 @@ class DrawnAnswers:
         neither what they left nor that they failed."""
         failed = _failed_in(out / "drawn-failed.txt")
         modules: dict[int, Hashes] = {}
-        for file in sorted(out.glob("hashes-*.npz")):
+        if (file := out / "hashes.npz").exists():
             found = np.load(file)
             if "drawer" not in found.files or int(found["drawer"]) != drawer_of(Path(drawn.__file__)):
                 raise MergeError(f"{file} is of other programs than those that drawn.py draws; pack and ask again")
@@ -71,7 +70,7 @@ class DrawnAnswers:
         return cls(modules, frozenset(held))
 
     def left(self, number: int) -> int:
-        """The lower half of the hash of what program `number` left. KeyError if its module never ran."""
+        """The hash of what program `number` left. KeyError if its module never ran."""
         first = _module_of(number)
         return int(self.modules[first][number - first])
 
@@ -85,7 +84,7 @@ class DrawnAnswers:
         added = {number for number in more.failed if _module_of(number) not in self.modules}
         return DrawnAnswers({**more.modules, **self.modules}, self.failed | added)
 
-    def arrays(self) -> dict[str, npt.NDArray[np.uint32]]:
+    def arrays(self) -> dict[str, npt.NDArray[np.uint32] | Hashes]:
         """What drawn.npz holds of them."""
         firsts = sorted(self.modules)
         return {
@@ -118,7 +117,7 @@ def _module(file: Path, first: int, hashes: npt.NDArray[Any], failed: frozenset[
     silent = set((first + np.flatnonzero(hashes == 0)).tolist()) - failed
     if silent:
         raise MergeError(f"{file} has no hash of program {min(silent)}, which drawn-failed.txt does not name either")
-    return hashes.astype(np.uint32)
+    return hashes
 
 
 def _packed(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
@@ -166,9 +165,9 @@ def main(given: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the folder in which ask.py left its answers")
     out: Path = parser.parse_args(given).out
-    forms, random = (out / "whole.npz").exists(), any(out.glob("hashes-*.npz"))
+    forms, random = (out / "whole.npz").exists(), (out / "hashes.npz").exists()
     if not forms and not random:
-        print(f"{out} has neither whole.npz nor hashes-*.npz; give the folder OUT of ask.py", file=sys.stderr)
+        print(f"{out} has neither whole.npz nor hashes.npz; give the folder OUT of ask.py", file=sys.stderr)
         return 2
     try:
         # Random programs can be refused, and nothing shall be written then.

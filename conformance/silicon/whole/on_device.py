@@ -3,11 +3,14 @@
 As the device machine has neither a network nor the virtual machine, there are three steps:
 `python -m conformance.silicon.whole.on_device pack FOLDER` writes what travels; there,
 `python3 FOLDER/ask.py FOLDER OUT whole` runs the program of every form and writes OUT/whole.npz, and
-`python3 FOLDER/ask.py FOLDER OUT drawn FIRST COUNT [SECONDS]` draws, assembles and runs random programs and writes the
-hashes of what they leave to OUT/hashes-FIRST.npz; with `--show` the outputs themselves;
+`python3 FOLDER/ask.py FOLDER OUT drawn FIRST COUNT [SECONDS]` draws, assembles and runs random programs that have no
+answer yet and writes the hashes of what they leave to OUT/hashes.npz;
 `python -m conformance.silicon.whole.merge OUT` takes OUT's answers into answers.npz and drawn.npz.
-ask.py is this file: it needs NumPy, ptxas and the driver alone. A program that fails or hangs ends its process, as the
-driver has no way back from that; another process goes on behind it.
+`.. drawn` is two steps, which can be taken alone: `.. assemble FIRST COUNT SECONDS` needs no GPU, only cores, and
+`.. launch SECONDS` runs what is assembled. `.. tell SECONDS NUMBER ..` writes OUT/told/NUMBER.npz: all that random
+programs leave at each level of ptxas, and all that their cuts (cuts.py) leave; parted.py reads it.
+ask.py is this file: it needs NumPy, ptxas (or what MEGAMOE_PTXAS names) and the driver alone. A program that fails or
+hangs ends its process, as the driver has no way back from that; another process goes on behind it.
 """
 
 from __future__ import annotations
@@ -19,8 +22,14 @@ import struct
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from functools import cache
+from inspect import getfile
+from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryFile
+from threading import Thread
 from typing import Any
 from zlib import crc32
 
@@ -32,14 +41,17 @@ WHOLE_BYTES = 65536
 LEVELS = ("-O3", "-O0", "-O1", "-O0")
 """Of ptxas, a module of drawn programs after the other."""
 DRAWN_MODULE = 250
+LAUNCHERS = 3
+"""Processes that launch random programs: one waits for a program that hangs, or starts anew, while others go on."""
 PLACE = struct.pack("<Q", 0x7F4000000000)
 """The address that maps are encoded with; the device's own is put in its place."""
 
 
 def pack(folder: Path) -> None:
     """PTX of the forms with what each is launched on, the inputs, the maps, and the drawer of programs."""
-    from conformance.silicon.whole import drawn
+    from conformance.silicon.whole import cuts, drawn
     from conformance.silicon.whole.forms import answered, programs
+    from conformance.silicon.whole.merge import DRAWN, DrawnAnswers
     from conformance.silicon.whole.on_machine import drawn_map, encoded
     from conformance.silicon.whole.programs import given
 
@@ -68,15 +80,27 @@ def pack(folder: Path) -> None:
     np.savez_compressed(folder / "inputs.npz", allow_pickle=False, **{name: given(name) for name in names})
     maps = [encoded(drawn_map(number), base).hex() for number in range(len(drawn.MAPS))]
     (folder / "maps.json").write_text(json.dumps(maps))
-    (folder / "drawn.py").write_text(Path(drawn.__file__).read_text("utf-8"))
+    (folder / "held.json").write_text(json.dumps(sorted(DrawnAnswers.read(DRAWN).modules)))
+    for module in (drawn, cuts):
+        file = Path(getfile(module))
+        (folder / file.name).write_text(file.read_text("utf-8"))
     (folder / "ask.py").write_text(Path(__file__).read_text("utf-8"))
 
 
+@cache
+def _weights(count: int) -> Any:
+    """`count` odd numbers of 64 bits, as splitmix64 draws them."""
+    with np.errstate(over="ignore"):
+        z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return z ^ z >> np.uint64(31) | np.uint64(1)
+
+
 def hashed(output: Any) -> int:
-    """Of a drawn program's output: the sum of its 64-bit words, word j times 2 j + 1, modulo 2^64."""
-    words = output.view(np.uint64)
-    weights = 2 * np.arange(words.size, dtype=np.uint64) + np.uint64(1)
-    return int((words * weights).sum(dtype=np.uint64))
+    """Of a drawn program's output: the sum of its 32-bit words, each times a number of 64 bits, modulo 2^64."""
+    words = output.view(np.uint32).astype(np.uint64)
+    return int((words * _weights(words.size)).sum(dtype=np.uint64))
 
 
 def drawer_of(file: Path) -> int:
@@ -90,8 +114,9 @@ def level_of(number: int) -> str:
 
 
 def _assemble(source: Path, cubin: Path, level: str = "-O3") -> str:
+    ptxas = os.environ.get("MEGAMOE_PTXAS", "ptxas")
     done = subprocess.run(
-        ["ptxas", level, "-arch=sm_90a", "-o", str(cubin), str(source)], capture_output=True, text=True, check=False
+        [ptxas, level, "-arch=sm_90a", "-o", str(cubin), str(source)], capture_output=True, text=True, check=False
     )
     return "" if done.returncode == 0 else f"{source.name}: {done.stderr[:2000]}"
 
@@ -166,17 +191,19 @@ def _until_done(command: list[str], failed: Path, seconds: float, most: int) -> 
     a line to `failed`, and does not run that one again."""
     begun = time.monotonic()
     for _ in range(most):
-        try:
-            left = max(seconds - (time.monotonic() - begun), 1)
-            done = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False)
-        except subprocess.TimeoutExpired:
-            print("out of time", flush=True)
-            return
-        if done.returncode == 0:
-            return
-        if done.returncode != 3:
-            print(done.stderr[-1500:], flush=True)
-            return
+        with TemporaryFile() as said:
+            try:
+                left = max(seconds - (time.monotonic() - begun), 1)
+                done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=said, timeout=left, check=False)
+            except subprocess.TimeoutExpired:
+                print("out of time", flush=True)
+                return
+            if done.returncode == 0:
+                return
+            if done.returncode != 3:
+                said.seek(0)
+                print(said.read().decode(errors="replace")[-1500:], flush=True)
+                return
     print(f"more than {most} programs failed: see {failed.name}", flush=True)
 
 
@@ -231,107 +258,208 @@ def ask_whole(folder: Path, out: Path) -> None:
     print(f"{len(found)} of {sum(map(len, parts))} programs of forms answered")
 
 
-def _assembled(folder: Path, out: Path, first: int, count: int) -> str:
-    """A module of drawn programs, and what to launch, in OUT/raw; what ptxas had against it."""
+def _cores() -> int:
+    return max((os.cpu_count() or 2) - 1, 1)
+
+
+def _pool(jobs: int) -> ProcessPoolExecutor:
+    """Not forked: threads of this process wait for launchers, and a fork would keep their locks and pipes."""
+    return ProcessPoolExecutor(jobs, get_context("forkserver"))
+
+
+def _assembled(folder: Path, raw: Path, name: str, every: Iterable[Any], level: str) -> str:
+    """Module `name` of drawn programs, and what to launch, in `raw`; what ptxas had against it."""
     sys.path.insert(0, str(folder))
     import drawn  # type: ignore[import-not-found]
 
-    every = [drawn.drawn(number) for number in range(first, first + count)]
-    source, cubin = out / "raw" / f"{first}.ptx", out / "raw" / f"{first}.part"
-    source.write_text("\n".join([drawn.HEAD + drawn.FUNCTIONS, *(one.text for one in every)]))
-    said = _assemble(source, cubin, level_of(first))
+    programs, source, cubin = list(every), raw / f"{name}.ptx", raw / f"{name}.part"
+    source.write_text("\n".join([drawn.HEAD + drawn.FUNCTIONS, *(one.text for one in programs)]))
+    said = _assemble(source, cubin, level)
     source.unlink()
-    rows = [{"entry": one.entry, "threads": one.threads, "map": one.map_number} for one in every]
-    (out / "raw" / f"{first}.json").write_text(json.dumps(rows))
+    rows = [{"entry": one.entry, "threads": one.threads, "map": one.map_number} for one in programs]
+    (raw / f"{name}.json").write_text(json.dumps(rows))
     if not said:
-        cubin.rename(out / "raw" / f"{first}.cubin")
+        cubin.rename(raw / f"{name}.cubin")
     return said
 
 
-def _run_drawn(folder: Path, out: Path, *, show: bool) -> None:
-    """Modules as they are assembled, until OUT/raw/all is there and none is left."""
+def _drawn_module(folder: Path, raw: Path, first: int, count: int) -> str:
     sys.path.insert(0, str(folder))
     import drawn  # type: ignore[import-not-found]
 
-    device, failed = Device(), out / "drawn-failed.txt"
+    if (raw / f"{first}.json").exists():
+        return ""
+    every = [drawn.drawn(number) for number in range(first, first + count)]
+    return _assembled(folder, raw, str(first), every, level_of(first))
+
+
+def _told_module(folder: Path, raw: Path, number: int, level: str) -> str:
+    """Of the program alone; with its cuts before it at the level that it was drawn for."""
+    sys.path.insert(0, str(folder))
+    import cuts  # type: ignore[import-not-found]
+    import drawn  # type: ignore[import-not-found]
+
+    whole = drawn.drawn(number)
+    every = [*cuts.every_cut(whole), whole] if level == level_of(number) else [whole]
+    return _assembled(folder, raw, f"{number}{level}", every, level)
+
+
+def _launch_all(folder: Path, out: Path, slot: int, *, show: bool) -> None:
+    """Modules as they are assembled, until OUT/raw/all is there and none is left. Of each, the hashes of what its
+    programs leave, 0 for one that failed; with `show` all that they leave."""
+    sys.path.insert(0, str(folder))
+    import drawn  # type: ignore[import-not-found]
+
+    raw, device, failed = out / "raw", Device(), out / "drawn-failed.txt"
     bits = np.load(folder / "inputs.npz")["bits"]
     given, output, skipped = device.memory(bits.size, bits), device.memory(drawn.OUTPUT_BYTES), _skipped(failed)
     maps = [_placed(one, given) for one in json.loads((folder / "maps.json").read_text())]
     while True:
-        last = (out / "raw" / "all").exists()
-        for cubin in sorted((out / "raw").glob("*.cubin")):
-            module, hashes, shown = device.load(cubin), list[int](), dict[str, Any]()
-            for row in json.loads(cubin.with_suffix(".json").read_text()):
-                if row["entry"] in skipped:
-                    hashes.append(0)
-                    continue
+        last = (raw / "all").exists()
+        for cubin in [*sorted(raw.glob(f"*.mine{slot}")), *sorted(raw.glob("*.cubin"))]:
+            mine = cubin.with_suffix(f".mine{slot}")
+            try:
+                cubin.rename(mine)
+            except FileNotFoundError:
+                continue
+            rows, module = json.loads(cubin.with_suffix(".json").read_text()), device.load(mine)
+            left = np.zeros((len(rows), drawn.OUTPUT_BYTES), np.uint8)
+            for at, row in enumerate(rows):
                 try:
-                    found = device.left(module, row, given, output, maps[row["map"]], drawn.OUTPUT_BYTES)
+                    if row["entry"] not in skipped:
+                        left[at] = device.left(module, row, given, output, maps[row["map"]], drawn.OUTPUT_BYTES)
                 except RuntimeError as error:
                     _failing(failed, row["entry"], error)
-                    return
-                hashes.append(hashed(found))
-                if show:
-                    shown[row["entry"]] = found
-            np.save(cubin.with_suffix(".npy"), np.array(hashes, np.uint64))
             if show:
-                np.savez_compressed(out / f"shown-{cubin.stem}.npz", allow_pickle=False, **shown)
+                np.save(raw / f"{cubin.stem}.part", left)
+                (raw / f"{cubin.stem}.part.npy").rename(cubin.with_suffix(".npy"))
+            else:
+                gone = [row["entry"] in skipped for row in rows]
+                hashes = [0 if lost else hashed(one) for one, lost in zip(left, gone, strict=True)]
+                np.save(cubin.with_suffix(".npy"), np.array(hashes, np.uint64))
             device.driver.cuModuleUnload(module)
-            cubin.unlink()
+            mine.unlink()
         if last:
             os._exit(0)
         time.sleep(0.05)
 
 
-def ask_drawn(folder: Path, out: Path, first: int, count: int, seconds: float, *, show: bool) -> None:
-    """`count` programs from number `first` on, a module at a time, for about `seconds`; OUT/hashes-FIRST.npz has the
-    hashes by the number of the first program of a module, 0 for a program that failed, of drawn-failed.txt."""
-    from concurrent.futures import ProcessPoolExecutor
-    from threading import Thread
+def _launchers(folder: Path, out: Path, seconds: float, *, show: bool = False) -> list[Thread]:
+    """Started, for `seconds` at most; they end once OUT/raw/all is there and all modules ran."""
+    (out / "raw" / "all").unlink(missing_ok=True)
+    threads: list[Thread] = []
+    for slot in range(LAUNCHERS):
+        command = [sys.executable, __file__, str(folder), str(out), "launch-all", str(slot), *["--show"][: int(show)]]
+        threads.append(Thread(target=_until_done, args=(command, out / "drawn-failed.txt", seconds, 400)))
+        threads[-1].start()
+    return threads
 
+
+def _until_assembled(waiting: list[Future[str]], seconds: float) -> None:
     begun = time.monotonic()
+    for one in waiting:
+        if time.monotonic() - begun > seconds:
+            one.cancel()
+        elif said := one.result():
+            print(said, flush=True)
+
+
+def assemble_drawn(folder: Path, out: Path, first: int, count: int, seconds: float, jobs: int) -> None:
+    """Modules of `count` programs from number `first` on, for about `seconds`, but for those that are answered."""
     raw = out / "raw"
-    raw.mkdir(exist_ok=True)
-    command = [sys.executable, __file__, str(folder), str(out), "run-drawn", *(["--show"] if show else [])]
-    runner = Thread(target=_until_done, args=(command, out / "drawn-failed.txt", seconds + 12, 40))
-    runner.start()
-    step = min(DRAWN_MODULE, count)
-    with ProcessPoolExecutor(max((os.cpu_count() or 2) - 1, 1)) as pool:
-        waiting = [
-            pool.submit(_assembled, folder, out, at, min(step, first + count - at))
-            for at in range(first, first + count, step)
-        ]
-        for one in waiting:
-            if time.monotonic() - begun > seconds:
-                one.cancel()
-            elif said := one.result():
-                print(said, flush=True)
-    (raw / "all").touch()
-    runner.join()
-    hashes = {file.stem: np.load(file) for file in sorted(raw.glob("*.npy"))}
+    raw.mkdir(parents=True, exist_ok=True)
+    done = {*json.loads((folder / "held.json").read_text()), *(int(one.stem) for one in raw.glob("*.json"))}
+    with _pool(jobs) as pool:
+        firsts = [at for at in range(first, first + count, DRAWN_MODULE) if at not in done]
+        size = min(DRAWN_MODULE, count)
+        _until_assembled([pool.submit(_drawn_module, folder, raw, at, size) for at in firsts], seconds)
+
+
+def _gathered(folder: Path, out: Path) -> None:
+    """OUT/hashes.npz: by the number of the first program of a module, the hashes, 0 for a program that failed."""
+    hashes = {file.stem: np.load(file) for file in sorted((out / "raw").glob("*.npy"))}
     drawer = np.array(drawer_of(folder / "drawn.py"), np.uint32)
-    np.savez_compressed(out / f"hashes-{first}.npz", allow_pickle=False, drawer=drawer, **hashes)
+    np.savez_compressed(out / "hashes.npz", allow_pickle=False, drawer=drawer, **hashes)
+    print(f"{sum(map(len, hashes.values()))} drawn programs have run", flush=True)
+
+
+def launch_drawn(folder: Path, out: Path, seconds: float) -> None:
+    """All modules that are assembled now."""
+    threads = _launchers(folder, out, seconds)
+    (out / "raw" / "all").touch()
+    for one in threads:
+        one.join()
+    _gathered(folder, out)
+
+
+def ask_drawn(folder: Path, out: Path, first: int, count: int, seconds: float) -> None:
+    """Assemble for about `seconds`, and launch meanwhile."""
+    (out / "raw").mkdir(exist_ok=True)
+    threads = _launchers(folder, out, seconds + 20)
+    assemble_drawn(folder, out, first, count, seconds, _cores())
+    (out / "raw" / "all").touch()
+    for one in threads:
+        one.join()
+    _gathered(folder, out)
+
+
+def _told(raw: Path, told: Path, number: int) -> None:
+    """`-O0` and so on: uint8 [OUTPUT_BYTES], what the program leaves at a level; `cuts`: uint8 [cuts, OUTPUT_BYTES],
+    what its cuts leave, each but the first XOR that of the one before. Zeros where one failed."""
+    arrays: dict[str, Any] = {}
+    for level in sorted(set(LEVELS)):
+        if (file := raw / f"{number}{level}.npy").exists():
+            left = np.load(file)
+            arrays[level] = left[-1].copy()
+            if level == level_of(number):
+                left[1:] ^= left[:-1].copy()
+                arrays["cuts"] = left[:-1]
+    if arrays:
+        np.savez_compressed(told / f"{number}.npz", allow_pickle=False, **arrays)
+
+
+def ask_told(folder: Path, out: Path, seconds: float, numbers: list[int]) -> None:
+    """Each program of `numbers` and its cuts, for about `seconds`."""
+    raw, told = out / "raw", out / "told"
+    raw.mkdir(parents=True, exist_ok=True)
+    told.mkdir(exist_ok=True)
+    threads = _launchers(folder, out, seconds + 10, show=True)
+    with _pool(_cores()) as pool:
+        tasks = [(number, level) for level in sorted(set(LEVELS)) for number in numbers]
+        tasks.sort(key=lambda task: level_of(task[0]) == task[1])
+        _until_assembled([pool.submit(_told_module, folder, raw, *task) for task in tasks], seconds)
+        (raw / "all").touch()
+        for one in threads:
+            one.join()
+        list(pool.map(_told, [raw] * len(numbers), [told] * len(numbers), numbers))
     for file in raw.iterdir():
         file.unlink()
     raw.rmdir()
-    print(f"{sum(map(len, hashes.values()))} drawn programs ran in {time.monotonic() - begun:.0f} s")
+    print(f"{len(list(told.iterdir()))} programs told", flush=True)
 
 
 def main(arguments: list[str]) -> None:
     """See above."""
-    show = "--show" in arguments
     words = [one for one in arguments if one != "--show"]
     if words[0] == "pack":
         pack(Path(words[1]))
-    elif words[2] == "run-whole":
-        _run_whole(Path(words[0]), Path(words[1]))
-    elif words[2] == "run-drawn":
-        _run_drawn(Path(words[0]), Path(words[1]), show=show)
-    elif words[2] == "whole":
-        ask_whole(Path(words[0]), Path(words[1]))
+        return
+    folder, out, step, given = Path(words[0]), Path(words[1]), words[2], words[3:]
+    if step == "run-whole":
+        _run_whole(folder, out)
+    elif step == "launch-all":
+        _launch_all(folder, out, int(given[0]), show="--show" in arguments)
+    elif step == "whole":
+        ask_whole(folder, out)
+    elif step == "tell":
+        ask_told(folder, out, float(given[0]), [int(one) for one in given[1:]])
+    elif step == "launch":
+        launch_drawn(folder, out, float(given[0]))
+    elif step == "assemble":
+        jobs = int(given[3]) if len(given) > 3 else _cores()
+        assemble_drawn(folder, out, int(given[0]), int(given[1]), float(given[2]), jobs)
     else:
-        seconds = float(words[5]) if len(words) > 5 else 1e9
-        ask_drawn(Path(words[0]), Path(words[1]), int(words[3]), int(words[4]), seconds, show=show)
+        ask_drawn(folder, out, int(given[0]), int(given[1]), float(given[2]) if len(given) > 2 else 1e9)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ class Answer:
     opcodes: frozenset[str]
 
     @property
-    def lower_half(self) -> int:
-        """Of the hash of the output, as drawn.npz has it."""
-        return hashed(self.output) % 2**32
+    def hash(self) -> int:
+        """Of the output, as drawn.npz has it."""
+        return hashed(self.output)
 
 
 def encoded(tensor_map: TiledMap | None, address: int) -> bytes:

@@ -11,9 +11,26 @@ import numpy as np
 import pytest
 
 from backends.vm.faults import Fault, UnknownInstructionError
+from backends.vm.memory.global_memory import GAP
 from backends.vm.tensor.tensor_map import ELEMENT_TYPES, Im2col
 from conformance import SILICON
-from conformance.vm.kernel import FENCE, SYNC, Array, Kernel, Map, assert_clean, init, wait
+from conformance.vm.kernel import (
+    EXPECT,
+    FENCE,
+    LOAD,
+    MAPS,
+    STORE,
+    SYNC,
+    Array,
+    Kernel,
+    Map,
+    X,
+    assert_blamed,
+    assert_clean,
+    copy_kernel,
+    init,
+    wait,
+)
 from conformance.vm.tensor.test_tma_box import (
     COUNTING,
     GOLDEN,
@@ -628,3 +645,76 @@ END: ret;"""
             wanted[place] = np.arange(CHANNELS) + CHANNELS * i
     assert np.array_equal(found["x"], wanted)
     assert wanted.any(), "the test writes something"
+
+
+# Where a map begins. `x` is u32 [4, 16]; a map of it that begins some rows below it, and the boxes of four rows that it
+# is asked for. An H200 faults where a box begins outside and the map below memory: h200-tma-out-of-bounds.json.
+BELOW = Map("x", "u32", (16, 4, 8), (64, 64), (16, 4, 1), offset=-4 * 64)
+
+
+def below(at: tuple[int, int, int], m: Map = BELOW, mark: str = " //!") -> Kernel:
+    """Four rows of the map `m` at `at` go to `out` as they are."""
+    load = (
+        f"{EXPECT}\n{LOAD.replace('.2d.', '.3d.').replace('{%r30, %r30}', '{' + ', '.join(map(str, at)) + '}')}{mark}"
+    )
+    return copy_kernel({"load": load, "compute": ""}, maps={**MAPS, "from": m}, target="sm_90a")
+
+
+STRAY = {"behind": (0, 4, 0), "behind, elsewhere": (0, 4, 6), "before": (0, -4, 4), "half before": (0, -2, 4),
+         "in the last mode": (0, 0, 8), "in the columns": (16, 0, 4)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRAY)
+def test_a_box_that_begins_outside_reads_where_its_map_begins(name: str) -> None:
+    kernel = below(STRAY[name])
+    assert_blamed(kernel, "tensor-base", "begins in no buffer; the nearest is `x`", "256 bytes before the start")
+    there = replace(BELOW, offset=0, dims=(16, 4, 1))
+    outside = below(STRAY[name], there, "")
+    found, _ = outside.run()
+    rows = np.arange(4) + STRAY[name][1]
+    inside = (rows >= 0) & (rows < 4) & (STRAY[name][0] == 0) & (STRAY[name][2] == 0)
+    assert np.array_equal(found["out"].reshape(4, 16), np.where(inside[:, None], X.reshape(4, 16)[rows % 4], 0))
+
+
+def test_a_box_that_begins_inside_reads_what_it_has_alone() -> None:
+    """Rows `first` to `first + valid - 1`, and zeros, by a map that begins below the tensor."""
+    for first, valid in ((0, 1), (0, 4), (1, 3), (3, 1)):
+        wanted = np.zeros((4, 16), np.uint32)
+        wanted[:valid] = X.reshape(4, 16)[first : first + valid]
+        assert_clean(below((0, 4 - valid, first + valid), mark=""), {"out": wanted.reshape(-1)}, ("eager", "lazy"))
+
+
+def test_a_map_may_not_begin_in_another_buffer_than_its_tensor() -> None:
+    """There they lie so by chance. A box that begins inside has shown which tensor it is."""
+    rows = 2 * GAP // 64
+    begins_in_before = Map("x", "u32", (16, rows + 4), (64,), (16, 4), offset=-2 * GAP)
+    inside, outside = (LOAD.replace("{%r30, %r30}", f"{{0, {row}}}") for row in (rows, rows + 4))
+    other = [text.replace("[mbar]", "[other]") for text in (EXPECT, inside)]
+    load = "\n".join([*other, wait("other", 0), EXPECT, f"{outside} //!"])
+    buffers = {"before": np.zeros(64, np.uint32), "x": X}
+    kernel = copy_kernel({"load": load}, maps={**MAPS, "from": begins_in_before})
+    assert_blamed(replace(kernel, buffers={**buffers, **kernel.buffers}), "tensor-base", "outside of `x`",
+                  "begins in `before`", schedules=("eager", "lazy"))  # fmt: skip
+
+
+def test_addresses_wrap_around() -> None:
+    """Triton's ragged descriptors and our attention over sequences of their own lengths have maps that do."""
+    end = 1 << 30
+    wrapping = Map("x", "u32", (16, end, 5, end + 1), (64, 64, (1 << 34) - 64), (16, 4, 1, 1))
+    for first, valid in ((0, 1), (0, 4), (1, 3), (3, 1), (0, 0), (4, 0)):
+        wanted = np.zeros((4, 16), np.uint32)
+        wanted[:valid] = X.reshape(4, 16)[first : first + valid]
+        at = f"{{0, {end - valid}, {first + valid}, {end}}}"
+        load = f"{EXPECT}\n{LOAD.replace('.2d.', '.4d.').replace('{%r30, %r30}', at)}"
+        kernel = copy_kernel({"load": load, "compute": ""}, maps={**MAPS, "from": wrapping})
+        assert_clean(kernel, {"out": wanted.reshape(-1)}, ("eager", "lazy"))
+
+
+@pytest.mark.parametrize("operation", ["store", "reduction", "prefetch"])
+def test_only_loads_read_where_their_map_begins(operation: str) -> None:
+    reduction = STORE.replace("cp.async.", "cp.reduce.async.").replace("cta.tile", "cta.add.tile")
+    said = {"store": STORE, "reduction": reduction,
+            "prefetch": "cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%to, {%r30, %r30}];"}[operation]  # fmt: skip
+    instruction = said.replace(".2d.", ".3d.").replace("{%r30, %r30}", "{0, 4, 0}")
+    kernel = copy_kernel({"store": instruction}, maps={**MAPS, "to": replace(BELOW, buffer="out")})
+    assert_clean(kernel, {"out": np.zeros(64)}, ("eager", "lazy"))

@@ -192,6 +192,50 @@ def test_what_a_kernel_prints_is_handed_on() -> None:
     assert said == "  0|1.50| seven|ff%\n  1|1.50| seven|ff%\n"
 
 
+def _asserting(meeting: str) -> str:
+    """An assertion that lanes 16 to 31 fail, behind what the others meet at, as Triton's device_assert has it."""
+    return f"""
+.extern .func __assertfail (.param .b64 a, .param .b64 b, .param .b32 c, .param .b64 d, .param .b64 e);
+.global .align 1 .b8 words[8] = {{{_bytes("too big")}}};
+.visible .entry k(.param .u64 y)
+{{
+  .reg .b32 %r<4>;
+  .reg .b64 %rd<4>;
+  .reg .pred %p<2>;
+  mov.u32 %r1, %tid.x;
+  setp.lt.u32 %p1, %r1, 16;
+  @!%p1 bra FAILED;
+  {meeting}
+  ret;
+FAILED:
+  {{ .param .b64 a; .param .b64 b; .param .b32 c; .param .b64 d; .param .b64 e;
+    mov.u64 %rd1, words;
+    cvta.global.u64 %rd2, %rd1;
+    st.param.b64 [a], %rd2; st.param.b64 [b], %rd2; st.param.b32 [c], 7; st.param.b64 [d], %rd2; st.param.b64 [e], 1;
+    call.uni __assertfail, (a, b, c, d, e); }}
+  trap;
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    "meeting", ["bar.sync 0;", "shfl.sync.idx.b32 %r2, %r1, 0, 31, -1;", "bar.sync 0; bar.sync 0;", ""]
+)
+def test_lanes_that_failed_an_assertion_are_missed_for_that(meeting: str) -> None:
+    """The others come to a barrier first, and that the warp is diverged there says nothing of the reason."""
+    with pytest.raises(Fault, match="assertion `too big` failed in too big, too big:7") as caught:
+        _run(_asserting(meeting))
+    assert (caught.value.rule, caught.value.lane) == ("assert", 16)
+
+
+def test_lanes_that_are_gone_for_no_assertion_are_missed_at_the_barrier() -> None:
+    """Though there is one in the kernel, and though what they do is wrong in another way."""
+    for elsewhere in ("  bar.sync 1;\n", "  ld.global.u32 %r2, [%rd3];\n", "AGAIN: bra.uni AGAIN;\n"):
+        with pytest.raises(Fault) as caught:
+            _run(_asserting("bar.sync 0;").replace("FAILED:\n", f"FAILED:\n{elsewhere}"))
+        assert (caught.value.rule, caught.value.text) == ("diverged", "bar.sync 0;"), elsewhere
+
+
 @pytest.mark.parametrize("form", ["%1000000000d", "%.1000000000f", f"%{'9' * 3000}d", "%d %1025x"])
 def test_a_kernel_cannot_ask_for_any_width(form: str) -> None:
     with pytest.raises(Fault, match="at most 1024 are made") as caught:

@@ -85,6 +85,21 @@ def test_atomics_return_the_old_value(name: str, space: str) -> None:
     assert_clean(kernel, {"out": word, "word": np.array(expected, np.uint32)}, schedules=("eager",))
 
 
+@pytest.mark.parametrize("space", ["shared", "global"])
+def test_an_atomic_sum_returns_a_signalling_nan_as_it_is(space: str) -> None:
+    """Drawn programs 1794, 2538 on an H200. The sum is the canonical NaN."""
+    place, buf = ("buf", ".shared .b32 buf;") if space == "shared" else ("%word", "")
+    put, get = (
+        ("st.shared.b32 [buf], %r1;", "ld.shared.b32 %r3, [buf];") if buf else ("", "ld.global.b32 %r3, [%word];")
+    )
+    body = f"""{buf} ld.global.b32 %r1, [%word]; {put} mov.f32 %f1, 0f3F800000;
+    atom.{space}.add.f32 %f2, [{place}], %f1; {get}
+    st.global.f32 [%out], %f2; st.global.b32 [%out+4], %r3; ret;"""
+    buffers = {"word": np.array([0xFFA80001], np.uint32), "out": np.zeros(2, np.uint32)}
+    found = Kernel(body, buffers, block=(1, 1, 1)).run()[0]["out"].tolist()
+    assert found == [0xFFA80001, 0x7FFFFFFF], f"the old word and the sum are {[hex(one) for one in found]}"
+
+
 def test_compare_and_swap_lets_one_lane_win() -> None:
     body = """add.u32 %r1, %tx, 1; atom.global.cas.b32 %r2, [%out], 0, %r1;
     setp.eq.u32 %p1, %r2, 0; @%p1 red.global.add.u32 [%out+4], 1; ret;"""

@@ -206,6 +206,8 @@ def test_a_deadlock_report_says_who_waits_for_what(name: str) -> None:
 
 def test_trap() -> None:
     assert_blamed(Kernel("setp.gt.u32 %p1, %tx, 40;\n@%p1 trap; //!\nret;", block=(64, 1, 1)), "trap", "warp 1", "trap")
+    missed = "setp.lt.u32 %p1, %tx, 16;\n@!%p1 bra STOP;\nbar.sync 0;\nret;\nSTOP: trap; //!"
+    assert_blamed(Kernel(missed), "trap", "warp 0", "trap")
 
 
 ENDLESS = {

@@ -85,6 +85,20 @@ def test_a_negative_sum_that_underflows_in_f16_is_plus_zero(monkeypatch: pytest.
     assert _underflows(), "rounding alone keeps the sign: this test can fail"
 
 
+def _beside_a_tie() -> float:
+    a = np.array([[1, 2.0**-11, 2.0**-12] + 13 * [0]], np.float32)
+    b = np.array([[1, 1, 2.0**-13] + 13 * [0]], np.float32)
+    return float(mma(a, b, None, k_per_instruction=16, kind="f16", policy="hopper", to_half=True)[0, 0])
+
+
+def test_a_sum_in_f16_is_rounded_with_all_of_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 + 2^-11 is a tie; 2^-25 beside it counts, although f32 would not hold it."""
+    assert _beside_a_tie() == 1 + 2.0**-10, "drawn programs 17140, 23960 on an H200: rounded up"
+    rounded = accumulate._to_half
+    monkeypatch.setattr(accumulate, "_to_half", lambda total: rounded(total.astype(np.float32).astype(np.float64)))
+    assert _beside_a_tie() == 1, "rounding to f32 first loses it: this test can fail"
+
+
 @pytest.mark.parametrize("kind", K)
 @pytest.mark.parametrize("policy", ["fast", "exact"])
 def test_fast_and_exact_lie_beside_an_h200(kind: str, policy: Policy) -> None:

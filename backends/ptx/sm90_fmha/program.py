@@ -1,0 +1,102 @@
+"""Forward attention on sm_90a as a program of the harness: which of the three kernels, and in how many parts.
+
+kernel.py has a warpgroup a CTA, and two or three CTAs an SM: for few rows, which wait for memory. pair.py has a warp
+that loads and two warpgroups that consume: for many rows a key, and for hd 512. one_row.py has no tensor cores: for one
+query on few keys.
+"""
+
+from __future__ import annotations
+
+from backends.ptx.attention import FmhaParams, FmhaShape, tensor_map
+from backends.ptx.sm90_fmha.geometry import PAIR_THREADS, THREADS, PairTiling, Sm90FmhaTiling
+from backends.ptx.sm90_fmha.kernel import entry_name, kernel_text
+from backends.ptx.sm90_fmha.one_row import row_program, row_tiling
+from backends.ptx.sm90_fmha.pair import pair_name, pair_text
+from backends.ptx.split_keys import MAX_SPLIT_QUERIES, SPLIT_KEYS, KeyPlan, partial_arguments, split_program
+from megamoe.contract import Case, KernelArg, Launch, Program
+
+SM_COUNT = 132
+SHORT_KEYS = 2048
+"""The longest cache whose parts follow from t and s_k alone (split_keys.py), and so the bits of a row with them. Longer
+caches are split so that the machine is full."""
+MAX_PARTS = 128
+ITEM_KEYS = 64
+"""The cost of beginning and ending a part, in keys that an SM could read in that time if all of them read."""
+COMBINE_COST = 192 * 64
+"""The cost of the combine kernel in the same unit, times hd: a key of hd 64 is read in an eighth of the time of hd 512.
+"""
+COMBINED_COST = 15 * 64
+"""The cost of each part that it adds, likewise."""
+PAIR_PACE = 0.75
+"""The least time a key of pair.py, in the same unit, where other SMs leave it more of the memory than its share."""
+
+
+def has_pair(shape: FmhaShape) -> bool:
+    """Whether a case is one for pair.py. Of hd, t and s_k alone, so that batch and heads change no bit of a row."""
+    return shape.hd == 512 or (shape.t > MAX_SPLIT_QUERIES and shape.s_k > SPLIT_KEYS)
+
+
+def part_keys_of(shape: FmhaShape, tiling: Sm90FmhaTiling | PairTiling) -> int | None:
+    """Keys of a part of a long cache, a multiple of the tile; None for a short one.
+
+    Each SM has its share of the parts, one after the other: it is the memory that they wait for.
+    """
+    if shape.s_k <= SHORT_KEYS:
+        return None
+    items = shape.batch * shape.kv_heads * -(-shape.rows // tiling.tile_m)
+    tiles = -(-shape.s_k // tiling.tile_n)
+
+    pace = PAIR_PACE if isinstance(tiling, PairTiling) else 1.0
+
+    def cost(parts: int) -> float:
+        keys = -(-tiles // parts) * tiling.tile_n
+        share = min(items * parts, SM_COUNT) / SM_COUNT
+        item = keys * max(share, pace) + ITEM_KEYS
+        combine = 0.0
+        if parts > 1:
+            item += 2 * min(shape.rows, tiling.tile_m)
+            combine = (COMBINE_COST + COMBINED_COST * parts) / shape.hd
+        return -(-items * parts // SM_COUNT) * item + combine
+
+    best = min(range(1, min(MAX_PARTS, tiles) + 1), key=cost)
+    return -(-tiles // best) * tiling.tile_n
+
+
+def fmha_program(case: Case, part_keys: int | None = None) -> Program:
+    """The program of an fmha case on sm_90a: one launch, or two and workspaces where the keys are split.
+
+    `part_keys`: keys that a CTA visits, a multiple of the tile; it replaces the rules.
+    """
+    shape = FmhaShape.of(case, "sm_90a")
+    row = row_tiling(shape)
+    if row and part_keys is None:
+        return row_program(shape, row)
+    latent = shape.values == "k"
+    tiling = PairTiling(shape.hd, latent) if has_pair(shape) else Sm90FmhaTiling(shape.hd)
+    part_keys = part_keys_of(shape, tiling) if part_keys is None else part_keys
+    plan = KeyPlan.of(shape, tiling.tile_n, part_keys)
+    if isinstance(tiling, PairTiling):
+        name, threads, text = pair_name(tiling), PAIR_THREADS, pair_text(tiling, plan.part_keys)
+    else:
+        name, threads, text = entry_name(shape.hd), THREADS, kernel_text(shape.hd, plan.part_keys)
+    attention = Launch(
+        entry=name,
+        grid=(-(-shape.rows // tiling.tile_m) * tiling.halves, shape.kv_heads, shape.batch * plan.parts),
+        block=(threads, 1, 1),
+        args=_arguments(shape, tiling, plan.parts),
+        dynamic_smem=tiling.smem.size,
+    )
+    if plan.parts == 1:
+        return Program(target="sm_90a", ptx=text, launches=(attention,))
+    return split_program("sm_90a", text, attention, shape, plan.parts)
+
+
+def _arguments(shape: FmhaShape, tiling: Sm90FmhaTiling | PairTiling, splits: int) -> tuple[KernelArg, ...]:
+    maps = {
+        "q": tensor_map(shape, "q", shape.rows, tiling.tile_m),
+        "k": tensor_map(shape, "k", shape.s_k, tiling.tile_n),
+        "v": tensor_map(shape, shape.values, shape.s_k, tiling.tile_n),
+    }
+    if splits == 1:
+        return FmhaParams.arguments(**maps, lse="lse" if shape.lse else None, axes=shape.axes())
+    return partial_arguments(shape, maps, splits)

@@ -1,0 +1,262 @@
+"""Kernels of attention in turns on the same buffers, on a device whose time is dear.
+
+    python3 -m conformance.bench.turns pack FILE                  # where CuTeDSL compiles: no device is needed
+    python3 -m conformance.bench.turns time FILE OUT.json [SECONDS]    # on the device
+    python3 -m conformance.bench.turns record OUT.json RECORD.json     # times as results/records holds them
+
+FILE has the programs of some rows, by row and by name: `pack` puts both backends there for the decode and prefill
+rows of specs/fmha.yaml and some small ones. Another script may make such a file of other plans: `packed` writes it.
+
+`time` holds each result against float64 and, over all of it, against the first kernel of its row; then it takes medians
+of ROUNDS x SAMPLES samples, each kernel at every place of the order, after a flush that reads. A peer that refuses a
+row, or is not installed, is left out; `bad` in OUT says what failed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import lzma
+import math
+import pickle
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megamoe.contract import Case, DeviceLostError, HostProgram, Program, PythonProgram, RunOptions, UnsupportedError
+from megamoe.spec.load import load_specs
+
+Packed = dict[str, dict[str, "Program | HostProgram"]]
+ROUNDS, SAMPLES = 6, 5
+SECONDS = 120.0
+MAX_ERROR, MAX_LSE_ERROR, MAX_APART = 6e-3, 1e-3, 8e-3
+"""Relative error of o, absolute error of lse, relative distance of o from that of the first kernel."""
+CHECKED_HEADS = 4
+"""Query heads of the first sequence that are held against float64."""
+CHECKED_SCORES = 1 << 26
+SMALL = (
+    *(f"hd={hd},t={t},s_k={s_k}" for hd in (64, 128) for t in (1, 128) for s_k in (128, 512)),
+    "hd=64,t=128,s_k=128,causal=true",
+)
+OURS, PTX, BEFORE = "ours", "ptx", "before"
+PEERS = ("cudnn", "cudnn folded", "sdpa flash", "fa3", "fa4", "cudnn-frontend")
+
+
+def rows() -> list[str]:
+    """The rows of `pack`: small ones, decode, prefill."""
+    spec = load_specs()["fmha"]
+    small = [spec.parse_case(f"fmha:{row}") for row in SMALL]
+    return [case.id.removeprefix("fmha:") for case in (*small, *spec.matrices["decode"], *spec.matrices["prefill"])]
+
+
+def packed(programs: Packed, path: Path) -> None:
+    """Writes `programs`, a name's program by row."""
+    path.write_bytes(lzma.compress(pickle.dumps(programs), preset=3))
+
+
+def pack(path: Path) -> None:
+    """Both backends' programs of `rows`."""
+    from backends.cutedsl import BACKEND as CUTEDSL
+    from backends.ptx import BACKEND as RAW_PTX
+
+    spec, programs = load_specs()["fmha"], Packed()
+    for row in rows():
+        case = spec.parse_case(f"fmha:{row}")
+        programs[row] = {OURS: CUTEDSL.build(case, "sm_90a"), PTX: RAW_PTX.build(case, "sm_90a")}
+        print(row, flush=True)
+    packed(programs, path)
+
+
+def peers(case: Case) -> dict[str, PythonProgram]:
+    """The peers that take `case` and are installed, by their names in records."""
+    from backends.peers import attention
+
+    torch_kernels = (attention.CUDNN, attention.CUDNN_FOLDED, attention.FLASH)
+    wheels = (attention.FA3, attention.FLASH_ATTN_4, attention.CUDNN_FRONTEND)
+    known = dict(zip(PEERS, (*torch_kernels, *wheels), strict=True))
+    if case["heads"] == case["kv_heads"]:
+        del known["cudnn folded"]
+    found: dict[str, PythonProgram] = {}
+    for name, peer in known.items():
+        try:
+            found[name] = peer.build(case, "sm_90a")
+        except UnsupportedError:
+            continue
+    return found
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def tensors_of(case: Case) -> Tensors:
+    """Random inputs, and outputs."""
+    batch, heads, kv_heads, t, s_k, hd = (case.int(name) for name in ("batch", "heads", "kv_heads", "t", "s_k", "hd"))
+    random = torch.Generator(device="cuda").manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random, device="cuda", dtype=torch.bfloat16)
+
+    tensors = {"q": normal(batch, heads, t, hd), "k": normal(batch, kv_heads, s_k, hd)}
+    if case["kv"] == "apart":
+        tensors["v"] = normal(batch, kv_heads, s_k, hd)
+    tensors["o"] = torch.empty(batch, heads, t, hd, device="cuda", dtype=torch.bfloat16)
+    tensors["lse"] = torch.empty(batch, heads, t, device="cuda")
+    return tensors
+
+
+def oracle(case: Case, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse of the first heads of the first sequence in float64."""
+    t, s_k, hd = (case.int(name) for name in ("t", "s_k", "hd"))
+    most = max(1, min(CHECKED_HEADS, CHECKED_SCORES // (t * s_k)))
+    group = case.int("heads") // case.int("kv_heads")
+    q = tensors["q"][0, :most].double()
+    of_head = torch.arange(len(q), device="cuda") // group
+    k, v = (tensors[name][0, of_head].double() for name in ("k", "v" if "v" in tensors else "k"))
+    scores = q @ k.transpose(-1, -2) / math.sqrt(hd)
+    if case["causal"]:
+        last = torch.arange(t, device="cuda")[:, None] + s_k - t
+        scores = scores.masked_fill(torch.arange(s_k, device="cuda") > last, -math.inf)
+    return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
+
+
+def time_row(case: Case, programs: Mapping[str, Program | HostProgram]) -> dict[str, Any]:
+    """Errors and samples of each kernel of a row, and of a bare read of its keys and values."""
+    from backends.gpu.bare_read import bare_read_us
+    from backends.gpu.executor import EXECUTOR
+    from backends.gpu.stopwatch import DeviceStopwatch
+
+    tensors = tensors_of(case)
+    o, lse = oracle(case, tensors)
+    first: torch.Tensor | None = None
+    errors, bad, watches = dict[str, tuple[float, float, float]](), dict[str, Any](), dict[str, DeviceStopwatch]()
+    with ExitStack() as stack:
+        for name, program in {**programs, **peers(case)}.items():
+            tensors["o"].fill_(math.nan)
+            tensors["lse"].fill_(math.nan)
+            try:
+                call = stack.enter_context(EXECUTOR.bind(program, tensors, RunOptions()))
+                call.enqueue()
+                call.collect()
+                torch.cuda.synchronize()
+                watches[name] = DeviceStopwatch(call, cold_by_graph=True)
+            except DeviceLostError:
+                raise
+            except Exception as error:
+                bad[name] = repr(error)[:200]
+                continue
+            seen = tensors["o"].float()
+            first = seen if first is None else first
+            heads = len(o)
+            found = (
+                ((seen[0, :heads].double() - o).norm() / o.norm()).item(),
+                (tensors["lse"][0, :heads].double() - lse).abs().max().item(),
+                ((seen - first).norm() / first.norm()).item(),
+            )
+            errors[name] = found
+            if not all(error < most for error, most in zip(found, (MAX_ERROR, MAX_LSE_ERROR, MAX_APART), strict=True)):
+                bad[name] = found
+        names = list(watches)
+        samples: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(ROUNDS):
+            start = turn % len(names)
+            for name in names[start:] + names[:start]:
+                samples[name] += watches[name].samples("cold", 1, SAMPLES)
+    bytes_read = case.int("batch") * case.int("kv_heads") * case.int("s_k") * case.int("hd") * 2
+    bytes_read *= 2 if "v" in tensors else 1
+    bare_us = bare_read_us(EXECUTOR, "sm_90a", bytes_read, "clean")
+    return {
+        "us": {name: round(statistics.median(times), 2) for name, times in samples.items()},
+        "bare_read_us": round(bare_us or 0.0, 2),
+        "bytes": bytes_read,
+        "errors": errors,
+        "bad": bad,
+        "samples": samples,
+    }
+
+
+def time_rows(path: Path, out: Path, seconds: float) -> int:
+    """Times the rows of a file until the seconds are over. The number of rows that have something bad, or were left."""
+    programs: Packed = pickle.loads(lzma.decompress(path.read_bytes()))
+    began, spec = time.monotonic(), load_specs()["fmha"]
+    found: dict[str, Any] = {}
+    wrong = 0
+    for row, kernels in programs.items():
+        if time.monotonic() - began > seconds:
+            print(f"out of time at {row}")
+            return wrong + len(programs) - len(found)
+        case = spec.parse_case(f"fmha:{row}")
+        try:
+            one = time_row(case, kernels)
+        except DeviceLostError:
+            traceback.print_exc(limit=3)
+            return wrong + len(programs) - len(found)
+        except Exception:
+            traceback.print_exc(limit=3)
+            one = {"us": {}, "bare_read_us": 0.0, "bad": {"row": "no result"}}
+        found[row] = one
+        wrong += bool(one["bad"])
+        times = ", ".join(f"{name} {us:.2f}" for name, us in one["us"].items())
+        print(
+            f"{row} bare {one['bare_read_us']:.1f} | {times}" + (f" | BAD {one['bad']}" if one["bad"] else ""),
+            flush=True,
+        )
+        out.write_text(json.dumps(found))
+        gc.collect()
+        torch.cuda.empty_cache()
+    print(f"{time.monotonic() - began:.0f} s")
+    return wrong
+
+
+def record(out: Path, target: Path) -> None:
+    """Times and errors without the samples. `us`: OURS, the kernel BEFORE it where there is one, and the peers."""
+    found = json.loads(out.read_text("utf-8"))
+    spec = load_specs()["fmha"]
+    lines: dict[str, Any] = {}
+    for row, one in found.items():
+        case = spec.parse_case(f"fmha:{row}")
+        compared = {name: us for name, us in one["us"].items() if name in (OURS, BEFORE, *PEERS)}
+        line: dict[str, Any] = {"us": compared}
+        variants = {name: us for name, us in one["us"].items() if name not in compared}
+        line |= {"variants": variants} if variants else {}
+        line |= {key: one[key] for key in ("bare_read_us", "bytes", "errors", "bad") if one.get(key)}
+        if case.int("t") > 16:
+            tera = _tera_flops(case)
+            line["tflops"] = {name: round(tera / (us * 1e-6), 1) for name, us in compared.items()}
+        lines[row] = line
+    text = ",\n".join(f" {json.dumps(row)}: {json.dumps(line)}" for row, line in lines.items())
+    target.write_text(f"{{\n{text}\n}}\n", "utf-8")
+
+
+def _tera_flops(case: Case) -> float:
+    """Products of a row; pairs that a causal mask hides are not counted."""
+    t, s_k = case.int("t"), case.int("s_k")
+    pairs = sum(max(s_k - t + i + 1, 0) for i in range(t)) if case["causal"] else t * s_k
+    return 4.0 * case.int("batch") * case.int("heads") * case.int("hd") * pairs / 1e12
+
+
+def main(words: list[str]) -> int:
+    """The command line. The exit status is 1 if a row has something bad or was left, 2 for unusable words."""
+    match words:
+        case ["pack", path]:
+            pack(Path(path))
+        case ["time", path, out]:
+            return min(time_rows(Path(path), Path(out), SECONDS), 1)
+        case ["time", path, out, seconds]:
+            return min(time_rows(Path(path), Path(out), float(seconds)), 1)
+        case ["record", out, target]:
+            record(Path(out), Path(target))
+        case _:
+            print(__doc__)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

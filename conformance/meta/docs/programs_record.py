@@ -1,0 +1,190 @@
+"""What an H200 did with the programs of pages, as the paragraphs of those pages and as docs/compute-sanitizer.md.
+
+`python -m conformance.meta.docs.programs_record` writes both anew from results/records/h200-programs.json, which
+programs_on_device.py makes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from conformance import ROOT
+from conformance.meta.docs.programs_on_device import TOOLS
+
+Answer = Mapping[str, Any]
+RECORD = ROOT / "results" / "records" / "h200-programs.json"
+TABLE = ROOT / "docs" / "compute-sanitizer.md"
+WIDTH = 120
+_MADE = "made by conformance/meta/docs/programs_on_device.py."
+_LINK = f"Record: [results/records/{RECORD.name}](../../results/records/{RECORD.name}), {_MADE}"
+_UNKNOWN = re.compile(
+    r"\bNot run\.|What silicon\s+does with\s+the\s+kernels?\s+of\s+this\s+page\s+was\s+not\s+measured\."
+)
+_PARAGRAPH = re.compile(r"^On an H200,? (?:(?!\n\n).)*?programs_on_device\.py\.", re.MULTILINE | re.DOTALL)
+
+
+def recorded() -> dict[str, Answer]:
+    """Name of a program -> what the device did with it."""
+    return json.loads(RECORD.read_text("utf-8"))["programs"]
+
+
+def happened(answer: Answer) -> str:
+    """One clause."""
+    launches = f"{answer['launches']:,} launches"
+    if answer["error"] == "it did not end":
+        return "a launch did not end"
+    if answer["error"]:
+        return f"launch {answer['launches'] + 1:,} ended with `{answer['error']}`"
+    if answer["gave_up"]:
+        return f"threads waited in vain {answer['gave_up']:,} times in {launches}"
+    if not answer["elements"]:
+        return f"{launches} ended without an error"
+    if answer["wrong"]:
+        bad = f"{answer['launches_with_wrong']:,} of {launches}"
+        return f"{answer['wrong']:,} of {answer['elements']:,} values were wrong, in {bad}"
+    return f"none of {answer['elements']:,} values was wrong in {launches}"
+
+
+def right(answer: Answer) -> bool:
+    """Whether launches ended, and each value was the one that the page asserts."""
+    return bool(answer["launches"]) and not (answer["error"] or answer["wrong"] or answer["gave_up"])
+
+
+def reported(answer: Answer) -> list[str]:
+    """The tools of compute-sanitizer that report something."""
+    return [tool for tool, one in answer.get("sanitizer", {}).items() if one["errors"] > 0]
+
+
+def looked(answer: Answer) -> list[str]:
+    """The tools that report something, or under which launches ended with nothing to report."""
+    said = answer.get("sanitizer", {})
+    return [tool for tool, one in said.items() if one["errors"] > 0 or (one["launches"] and not one["errors"])]
+
+
+def complaints(programs: Mapping[str, Answer]) -> list[str]:
+    """What should not be in a record: mended programs that are wrong, and tools that launched nothing."""
+    said = list[str]()
+    for name, answer in programs.items():
+        if not answer["rule"] and not right(answer):
+            said.append(f"{name} is mended, and {happened(answer)}")
+        said += [f"{name}: {tool} saw no launch" for tool in answer.get("sanitizer", {}) if tool not in looked(answer)]
+    return said
+
+
+def paragraphs(programs: Mapping[str, Answer]) -> dict[str, str]:
+    """Page, as folder/stem -> its paragraph, for every page that has no record of its own."""
+    told = dict[str, str]()
+    for page in dict.fromkeys(name.split(" ")[0] for name in programs):
+        here = {name.partition(" ")[2]: one for name, one in programs.items() if name.split(" ")[0] == page}
+        if page.startswith("control/"):
+            continue
+        broken = {number: one for number, one in here.items() if one["rule"] and not number.endswith(" late")}
+        clauses = list[str]()
+        for number, one in broken.items():
+            late = here.get(f"{number} late")
+            rule = f"`{one['rule']}`: " if len(broken) > 1 else ""
+            clauses.append(rule + happened(one) + (f"; with a party late, {happened(late)}" if late else ""))
+        mended = [one for one in here.values() if not one["rule"]]
+        wrong = [happened(one) for one in mended if not right(one)]
+        launches = sum(one["launches"] for one in mended)
+        cured = f"Mended, {'; '.join(wrong)}." if wrong else f"Mended, all of {launches:,} launches were right."
+        many = "On an H200, in the order of the kernels below: " if len(broken) > 1 else "On an H200 "
+        told[page] = f"{many}{'. '.join(clauses)}. {cured} {_of_tools(list(broken.values()))} {_LINK}"
+    return told
+
+
+def _of_tools(broken: list[Answer]) -> str:
+    found = [f"`{tool}` of compute-sanitizer reports `{one['rule']}`" for one in broken for tool in reported(one)]
+    missed = [f"`{one['rule']}`" for one in broken if not reported(one)]
+    tools = list(dict.fromkeys(tool for one in broken if not reported(one) for tool in looked(one)))
+    if missed:
+        named = ", ".join(dict.fromkeys(missed))
+        *others, last = [f"`{tool}`" for tool in tools] or ["no tool"]
+        who = f"{', '.join(others)} and {last}" if others else last
+        found.append(f"{who} of compute-sanitizer report{'' if others else 's'} nothing of {named}")
+    return "; ".join(dict.fromkeys(found)) + "."
+
+
+def table(programs: Mapping[str, Answer]) -> str:
+    """The page docs/compute-sanitizer.md."""
+    shown = {name: one for name, one in programs.items() if not name.startswith("control/")}
+    plain = {name: one for name, one in shown.items() if not name.endswith(" late")}
+    broken = {name: one for name, one in plain.items() if one["rule"]}
+    mended = {name: one for name, one in plain.items() if not one["rule"]}
+    noticed = sum(bool(reported(one)) for one in broken.values())
+    wrong = sum(not (right(one) and right(shown.get(f"{name} late", one))) for name, one in broken.items())
+    alarms = [f"{name} ({', '.join(reported(one))})" for name, one in mended.items() if reported(one)]
+    head = (
+        f"The {len(broken)} programs of sm_90a with a defect in docs/rules and docs/found, on an H200. "
+        "The machine reports each; tests run the pages. "
+        f"compute-sanitizer reports {noticed}. {wrong} went wrong on silicon, as they are or with a party late: "
+        "a delay ahead of one side of the race. "
+        f"Of {len(mended)} mended programs compute-sanitizer reports {', '.join(alarms) or 'none'}. "
+        "racecheck is for shared memory, memcheck for addresses, synccheck for barriers and masks, "
+        "and most rules of asynchronous units have no tool there."
+    )
+    source = (
+        "`python -m conformance.meta.docs.programs_record` makes this page of "
+        f"[results/records/{RECORD.name}](../results/records/{RECORD.name}). "
+        "The number of a tool is that of its errors and warnings in three launches."
+    )
+    lines = ["# compute-sanitizer beside the machine", "", *_lines(head), "", *_lines(source), ""]
+    lines.append(f"| program | the machine | the H200 | with a party late | {' | '.join(TOOLS)} |")
+    lines.append("|---|---|---|---|" + "---|" * len(TOOLS))
+    for name, one in broken.items():
+        page, _, number = name.partition(" ")
+        late = shown.get(f"{name} late")
+        counts = " | ".join(_count(one, tool) for tool in TOOLS)
+        said = f"{happened(one)} | {happened(late) if late else ''}"
+        lines.append(f"| [{page}]({page}.md) {number} | `{one['rule']}` | {said} | {counts} |")
+    return "\n".join(lines) + "\n"
+
+
+def _count(answer: Answer, tool: str) -> str:
+    if tool not in answer.get("sanitizer", {}):
+        return ""
+    return str(max(answer["sanitizer"][tool]["errors"], 0)) if tool in looked(answer) else "not known"
+
+
+def _lines(paragraph: str) -> list[str]:
+    return textwrap.wrap(" ".join(paragraph.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def renewed(text: str, paragraph: str) -> str:
+    """The text of a page with its paragraph: in place of the last one, or of the words that nobody has looked.
+
+    ValueError if it has neither. The words may end a paragraph, and others may follow them.
+    """
+    wrapped = "\n".join(_lines(paragraph))
+    if _PARAGRAPH.search(text):
+        return _PARAGRAPH.sub(lambda _: wrapped, text, count=1)
+    before, *rest = _UNKNOWN.split(text, maxsplit=1)
+    if not rest:
+        raise ValueError("the page says neither what the H200 did nor that nobody has looked")
+    following, _, others = rest[0].partition("\n\n")
+    parts = [before.rstrip(), wrapped, "\n".join(_lines(following)), others]
+    return "\n\n".join(part for part in parts if part.strip()).rstrip("\n") + "\n"
+
+
+def main() -> None:
+    """Write the pages anew. A page with a record of its own, and one that says nothing of silicon, stays as it is."""
+    programs = recorded()
+    TABLE.write_text(table(programs), "utf-8")
+    for page, paragraph in paragraphs(programs).items():
+        path = ROOT / "docs" / f"{page}.md"
+        text = path.read_text("utf-8")
+        try:
+            path.write_text(renewed(text, paragraph), "utf-8")
+        except ValueError as kept:
+            print(f"{page}: {kept}")
+    for complaint in complaints(programs):
+        print(f"complaint: {complaint}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

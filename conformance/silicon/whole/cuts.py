@@ -1,0 +1,66 @@
+"""A random program without its end, to see at which statement an H200 and the machine part.
+
+Cut k keeps the first k statements that write %r, %d or %p, and drops the later ones. What decides who runs what, where
+threads meet and what is stored stays, so that a cut is a program without undefined behaviour as well: it stores what
+its registers then hold. This file needs the standard library alone, as the device machine cuts programs, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from conformance.silicon.whole.drawn import Drawn
+
+_PIECE = re.compile(r"\bL\d+:|(?:(?!\bL\d+:)[^;])+;?")
+_RESULTS = re.compile(r"[\s{}]*(?:@!?%\w+ )?([a-z][\w.:]*) (\{[^}]*\}|[^,;]*)[,;]")
+_MEETING = re.compile(r"bar\.red\.")
+_FIRST, _LAST = "mbarrier.init", "\nmov.u32 %t0, 0; selp.b32 %t1"
+
+
+def _parts(text: str) -> tuple[str, list[str], str]:
+    """What stands before the drawn statements, these, and what stands behind them."""
+    start, end = text.index("\n", text.index(_FIRST)), text.index(_LAST)
+    return text[:start], _PIECE.findall(text[start:end]), text[end:]
+
+
+def _droppable(piece: str) -> bool:
+    found = _RESULTS.match(piece)
+    return bool(found and re.search(r"%[rdp]\d", found[2]) and "[" not in found[2])
+
+
+def _dropped(piece: str) -> str:
+    """What is left of a statement: threads that met still meet."""
+    found = _RESULTS.match(piece)
+    lead = piece[: len(piece) - len(piece.lstrip(" \n{}"))]
+    return lead + ("bar.sync 0;" if found and _MEETING.match(found[1]) else "")
+
+
+def statements(program: Drawn) -> list[str]:
+    """Those that write a register, in the order of the text."""
+    return [piece.strip(" \n{}") for piece in _parts(program.text)[1] if _droppable(piece)]
+
+
+def cut(program: Drawn, kept: int) -> Drawn:
+    """The program with the first `kept` statements, of an entry of its own."""
+    before, pieces, behind = _parts(program.text)
+    out: list[str] = []
+    for piece in pieces:
+        drop = _droppable(piece) and kept <= 0
+        kept -= _droppable(piece)
+        out.append(_dropped(piece) if drop else piece)
+    return replace(program, text=before + "".join(out) + behind)
+
+
+def every_cut(program: Drawn) -> Iterator[Drawn]:
+    """From none of the statements to all of them; entries are numbered."""
+    for kept in range(len(statements(program)) + 1):
+        entry = f"{program.entry}_{kept}"
+        yield replace(cut(program, kept), entry=entry, text=_renamed(cut(program, kept).text, program.entry, entry))
+
+
+def _renamed(text: str, entry: str, by: str) -> str:
+    return text.replace(f".entry {entry}(", f".entry {by}(", 1)
