@@ -34,8 +34,8 @@ MIN_KEYS, MAX_KEYS = 129, 512
 that rows share. Up to 128 keys two tiles, both loaded at once, take as long: 5.6 and 6.1 us at hd 64 and 128
 (results/records/h200-fmha-turns.json)."""
 MAX_ROWS = 264
-"""Rows of O, query heads of all sequences, for which a row has a CTA: two for each SM of an H200. 2,048 rows on 512 keys
-take 50 us so and 15 us in tiles (results/records/h200-fmha-last.json)."""
+"""Rows of O, query heads of all sequences, for which a row has a CTA: two for each SM of an H200. 2,048 rows on
+512 keys take 50 us so and 15 us in tiles (results/records/h200-fmha-last.json)."""
 WARPS, LANES = 32, 32
 VECTOR = 8
 """Columns of a lane: 16 bytes."""
