@@ -16,7 +16,8 @@ from megamoe.contract import Case, HostProgram, Program, UnsupportedError, load_
 from megamoe.spec.spec import Spec
 
 COUNTS = (1, 5)
-"""CTAs. One computes all tiles, and fills a ring several times. Among five, tiles are left that CTAs of the CuTeDSL kernels share."""
+"""CTAs. One computes all tiles, and fills a ring several times. Among five, tiles are left that CTAs of the CuTeDSL
+kernels share."""
 SIZES = ((384, 384), (768, 384), (768, 768))
 """Values of hidden and intermediate, cheapest first: several tiles of an expert, and three steps or more along K."""
 STAGES = ("layer", "l1", "l2")
