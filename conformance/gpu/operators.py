@@ -7,7 +7,9 @@ names have it.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import platform
 import statistics
 import sys
@@ -285,6 +287,79 @@ def by_the_codec(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return codes, swizzle_scales(sf), gs
 
 
+QUERIES, KEYS = (4, 0, 1, 3), (700, 30, 0, 9)
+"""Of each sequence."""
+
+
+def sequences(page: int) -> tuple[tuple[torch.Tensor, ...], megamoe.SequenceLengths]:
+    """q, k and v of hd 128, and lengths: keys one behind the other, or in pages of `page` keys. The rest is NaN."""
+    starts = torch.tensor([0, *itertools.accumulate(QUERIES)], device="cuda", dtype=torch.int32)
+    q = torch.randn(sum(QUERIES), 8, 128, device="cuda", dtype=torch.bfloat16)
+    given: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": 4, "max_seqlen_k": 704}
+    if not page:
+        ends = torch.tensor([0, *itertools.accumulate(KEYS)], device="cuda", dtype=torch.int32)
+        k, v = (torch.randn(sum(KEYS), 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        return (q, k, v), megamoe.SequenceLengths(**given, cu_seqlens_k=ends)
+    used = torch.tensor(KEYS, device="cuda", dtype=torch.int32)
+    table = torch.randperm(4 * 704 // page, device="cuda").int().view(4, -1)
+    k, v = (torch.full((table.numel(), page, 2, 128), math.nan, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for number, length in enumerate(KEYS):
+        key = torch.arange(length, device="cuda")
+        for cache in (k, v):
+            values = torch.randn(length, 2, 128, device="cuda", dtype=torch.bfloat16)
+            cache[table[number, key // page].long(), key % page] = values
+    return (q, k, v), megamoe.SequenceLengths(**given, seqused_k=used, block_table=table)
+
+
+def keys_of(cache: torch.Tensor, lengths: megamoe.SequenceLengths, number: int) -> torch.Tensor:
+    """[1, kv_heads, keys, hd] of one sequence."""
+    if lengths.block_table is not None:
+        cache = cache[lengths.block_table[number].long()].flatten(0, 1)[: KEYS[number]]
+    else:
+        cache = cache[sum(KEYS[:number]) :][: KEYS[number]]
+    return cache.transpose(0, 1)[None]
+
+
+def sequences_are_right(backend: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for page in (0, 16):
+        (q, k, v), lengths = sequences(page)
+
+        def call(*qkv: torch.Tensor, lengths: megamoe.SequenceLengths = lengths) -> torch.Tensor:
+            o = megamoe.attention(*qkv, causal=True, lengths=lengths, backend=backend)
+            assert isinstance(o, torch.Tensor)
+            return o
+
+        def compare(o: torch.Tensor, what: str, given: Any = (q, k, v, lengths, page)) -> None:
+            q, k, v, lengths, page = given
+            for number, t in enumerate(QUERIES):
+                own = slice(sum(QUERIES[:number]), sum(QUERIES[: number + 1]))
+                if t and not KEYS[number]:
+                    hold(f"o of a sequence without keys is 0, {what}, page {page}", not o[own].any())
+                elif t:
+                    own_k, own_v = (keys_of(cache, lengths, number) for cache in (k, v))
+                    wanted = expected(q[own].transpose(0, 1)[None], own_k, own_v, True)
+                    seen = cosine(o[own].transpose(0, 1)[None], wanted)
+                    found[f"{what}, page {page}, sequence {number}"] = seen
+                    hold(f"cosine {seen} of sequence {number}, {what}, page {page}", seen >= MIN_COSINE)
+
+        compare(call(q, k, v), "a call")
+        with without_waiting():
+            call(q, k, v)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = call(q, k, v)
+        q.copy_(torch.randn_like(q))
+        if lengths.block_table is not None:
+            order = torch.randperm(len(k), device="cuda")
+            k.copy_(k[order])
+            v.copy_(v[order])
+            lengths.block_table.copy_(order.argsort()[lengths.block_table.long()])
+        graph.replay()
+        compare(o, "a graph with other values")
+    return found
+
+
 def quantisation_is_right(_: str) -> dict[str, bool]:
     for tokens, hidden in ((1, 128), (130, 7168), (300, 384)):
         x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
@@ -310,6 +385,7 @@ def main() -> int:
     steps: list[tuple[Callable[[str], object], str]] = [(dispatcher_cost, "")]
     for backend in BACKENDS:
         steps += [(step, backend) for step in (attention_cost, attention_is_right, attention_in_graphs_and_streams)]
+    steps += [(sequences_are_right, "cutedsl")]
     steps += [(quantisation_is_right, ""), (moe_is_right, "ptx"), (moe_cost, "ptx")]
     for step, backend in steps:
         if not any(word in step.__name__ for word in sys.argv[2:] or [""]):

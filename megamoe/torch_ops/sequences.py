@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megamoe.contract import UnsupportedError
 from megamoe.torch_ops.calls import (
     OpCall,
     Output,
@@ -108,11 +107,6 @@ def _call_of(given: tuple[Given | None, ...], max_q: int, max_k: int, lse: bool,
     device, *others = {one.device for one in given if one is not None}
     if others:
         raise ValueError(f"{TENSORS} must be on one device")
-    if given[7] is not None and device >= 0:
-        raise UnsupportedError(
-            "attention over pages does not run on a GPU yet: two of its four rows end in an illegal address on an H200 "
-            "(conformance/expected.yaml); give keys that lie together, with cu_seqlens_k"
-        )
     inputs = tuple(name for name, one in zip(_INPUTS, given, strict=True) if one is not None)
     return fmha_call(sizes, inputs, device, lse, options)
 

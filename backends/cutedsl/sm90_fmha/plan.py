@@ -49,6 +49,10 @@ TINY_SPLIT_KEYS = 128
 ROW_KEYS = (128, 512)
 """Keys that one_row.py is compiled for. It reads all keys of a row of O for that row alone, so longer caches, and
 several tokens, are better off in tiles that rows share."""
+MAX_ROWS = 2 * H200_SM_COUNT
+"""Rows of O, query heads of all sequences, for which one_row.py is taken: a row has an SM for itself. 2,048 rows on 512
+keys take 51 us so and 16 us in tiles (results/records/h200-fmha-last.json). What property tests draw has at most 256, so
+there the laws batch_invariant and gqa_equals_expanded_mha hold; the grouping of heads never matters."""
 ITEM_KEYS = 64
 """The cost of beginning and ending a work item, in keys that a CTA could read in that time."""
 COMBINE_KEYS = 192
@@ -316,9 +320,9 @@ class OneRowPlan:
 def one_row_plan(sizes: FmhaSizes) -> OneRowPlan | None:
     """The kernel for one query on few keys, without sinks and pages; None where tiles are the faster.
 
-    Of hd, t and s_k alone, as kernel_plan.
+    Of hd, t, s_k and the number of rows.
     """
-    if sizes.t != 1 or sizes.hd not in (64, 128):
+    if sizes.t != 1 or sizes.hd not in (64, 128) or sizes.rows * sizes.kv_batches > MAX_ROWS:
         return None
     return next((OneRowPlan(sizes.hd, keys) for keys in ROW_KEYS if sizes.s_k <= keys), None)
 

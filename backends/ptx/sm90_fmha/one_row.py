@@ -33,6 +33,9 @@ MIN_KEYS, MAX_KEYS = 129, 512
 """It reads all keys of a row of O for that row alone. So longer caches, and several tokens, are better off in tiles
 that rows share. Up to 128 keys two tiles, both loaded at once, take as long: 5.6 and 6.1 us at hd 64 and 128
 (results/records/h200-fmha-turns.json)."""
+MAX_ROWS = 264
+"""Rows of O, query heads of all sequences, for which a row has a CTA: two for each SM of an H200. 2,048 rows on 512 keys
+take 50 us so and 15 us in tiles (results/records/h200-fmha-last.json)."""
 WARPS, LANES = 32, 32
 VECTOR = 8
 """Columns of a lane: 16 bytes."""
@@ -92,9 +95,9 @@ class RowParams(Parameters):
 
 
 def row_tiling(shape: FmhaShape) -> RowTiling | None:
-    """The kernel for a case of one query on few keys; None for others. Of hd, t and s_k alone."""
+    """The kernel for a case of one query on few keys; None for others. Of hd, t, s_k and the number of rows."""
     fits = shape.t == 1 and shape.hd in (64, 128) and MIN_KEYS <= shape.s_k <= MAX_KEYS
-    return RowTiling(shape.hd) if fits else None
+    return RowTiling(shape.hd) if fits and shape.batch * shape.kv_heads * shape.rows <= MAX_ROWS else None
 
 
 def row_program(shape: FmhaShape, tiling: RowTiling) -> Program:

@@ -161,12 +161,13 @@ def test_sequences_are_each_what_the_definition_says(page: int) -> None:
         assert not len(off) or off.max() < 1e-3, f"lse of sequence {number}"
 
 
-def test_pages_on_a_gpu_are_refused_in_words() -> None:
+def test_pages_are_taken_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequences, "fmha_call", lambda sizes, inputs, device, *_: (sizes.page_size, inputs, device))
     (q, k, v), lengths = of_sequences(16)
     tensors = (q, k, v, None, lengths.cu_seqlens_q, None, lengths.seqused_k, lengths.block_table)
     given = tuple(None if one is None else sequences.Given(one.shape, one.dtype, 0) for one in tensors)
-    with pytest.raises(UnsupportedError, match="does not run on a GPU yet"):
-        sequences._call_of(given, 3, 24, True)
+    asked = sequences._call_of.__wrapped__(given, 3, 24, True)
+    assert asked == (16, ("q", "k", "v", "cu_seqlens_q", "seqused_k", "block_table"), 0)
 
 
 def test_sequences_on_two_devices_are_refused() -> None:

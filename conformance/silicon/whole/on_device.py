@@ -9,7 +9,7 @@ answer yet and writes the hashes of what they leave to OUT/hashes.npz;
 `.. drawn` is two steps, which can be taken alone: `.. assemble FIRST COUNT SECONDS` needs no GPU, only cores, and
 `.. launch SECONDS` runs what is assembled. `.. tell SECONDS NUMBER ..` writes OUT/told/NUMBER.npz: all that random
 programs leave at each level of ptxas, and all that their cuts (cuts.py) leave; parted.py reads it.
-ask.py is this file: it needs NumPy, ptxas (or what MEGAMOE_PTXAS names) and the driver alone. A program that fails or
+ask.py is this file: it needs NumPy, ptxas and the driver alone. A program that fails or
 hangs ends its process, as the driver has no way back from that; another process goes on behind it.
 """
 
@@ -114,9 +114,8 @@ def level_of(number: int) -> str:
 
 
 def _assemble(source: Path, cubin: Path, level: str = "-O3") -> str:
-    ptxas = os.environ.get("MEGAMOE_PTXAS", "ptxas")
     done = subprocess.run(
-        [ptxas, level, "-arch=sm_90a", "-o", str(cubin), str(source)], capture_output=True, text=True, check=False
+        ["ptxas", level, "-arch=sm_90a", "-o", str(cubin), str(source)], capture_output=True, text=True, check=False
     )
     return "" if done.returncode == 0 else f"{source.name}: {done.stderr[:2000]}"
 
