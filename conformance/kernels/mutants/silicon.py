@@ -10,7 +10,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION
 from conformance.kernels.mutants.on_device import ALONE, TOOLS
 from megamoe.records.files import write_file
 
-SILICON = ROOT / "results" / "records" / "h200-mutants.jsonl"
+SILICON = ROOT / "results" / "records" / "h200-mutants.json"
 FATES = ("right", "wrong", "fault", "hang")
 """What comes of a mutant without a tool. Wrong: the bits of a launch are not those of the program as it is."""
 
@@ -69,25 +69,28 @@ def seen_of(rows: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, An
 
 def read(path: Path = SILICON) -> list[Seen]:
     """The record; nothing where there is none."""
-    return [Seen(**json.loads(line)) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    return [Seen(**one) for one in json.loads(path.read_text("utf-8"))] if path.exists() else []
 
 
 def told(seen: Sequence[Seen], killed: Collection[str], lived: Collection[str]) -> list[str]:
     """Markdown. `killed`, `lived`: ids of mutants that the machine kills, and of those that it does not."""
-    mutants = [one for one in seen if one.id]
+    whole = [one for one in seen if not one.id]
+    mutants = [_without_false_alarms(one, whole) for one in seen if one.id]
     if not mutants:
         return []
-    whole = [one for one in seen if not one.id]
     return [
         "## On an H200, and under compute-sanitizer",
         "",
-        "Mutants of sm_90a programs on the case that kills them in the VM, from `results/records/h200-mutants.jsonl`:",
+        "Mutants of sm_90a programs on the case that kills them in the VM, from `results/records/h200-mutants.json`:",
         "launched alone (20 launches, bits compared with those of the program as it is), then once under each tool of",
         "compute-sanitizer. `conformance/kernels/mutants/carried.py` and `on_device.py` there say how.",
         "",
         f"Programs as they are: {len(whole)}, {sum(one.fate == 'right' for one in whole)} right; {_tools_of(whole)}.",
         "",
-        "A cell of a tool: mutants that it reports, of those that it was run on.",
+        *(f"- {tool} reports `{one.base}` as it is" for one in whole for tool in one.reporting),
+        "",
+        "A cell of a tool: mutants that it reports, of those that it was run on. Mutants of a program that it reports",
+        "as it is are left out. What hangs was run under none, for want of time.",
         "",
         "| class | mutants | right | wrong | fault | hang | VM kills | " + " | ".join(TOOLS) + " | any tool |",
         "|---" * (8 + len(TOOLS)) + "|",
@@ -103,6 +106,11 @@ def told(seen: Sequence[Seen], killed: Collection[str], lived: Collection[str]) 
         "",
         *_reports(mutants),
     ]
+
+
+def _without_false_alarms(one: Seen, whole: Sequence[Seen]) -> Seen:
+    blamed = {tool for each in whole if each.base == one.base for tool in each.reporting}
+    return replace(one, tools={tool: said for tool, said in one.tools.items() if tool not in blamed})
 
 
 def _any(kind: str, mutants: Sequence[Seen]) -> bool:
@@ -160,7 +168,8 @@ def _reports(mutants: Sequence[Seen]) -> list[str]:
 def main(rows: Path, answers: Path) -> None:
     """See above."""
     seen = seen_of(json.loads(rows.read_text("utf-8"))["rows"], json.loads(answers.read_text("utf-8")))
-    write_file(SILICON, "".join(f"{json.dumps(asdict(one))}\n" for one in seen), "what the H200 said")
+    rows_of = ",\n".join(json.dumps(asdict(one)) for one in seen)
+    write_file(SILICON, f"[\n{rows_of}\n]\n", "what the H200 said")
     print(f"{SILICON}: {len(seen)} rows")
 
 

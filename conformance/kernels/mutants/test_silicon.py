@@ -203,6 +203,10 @@ def test_the_table_says_what_each_of_them_noticed() -> None:
     assert any(line.startswith("| drop | 1 | 1 | 0 | 0 | 0 | 1 of 1 |  | 1 of 1 |") for line in said), text
     assert "| racecheck | a race | 1 |" in said, text
     assert not told([], set(), set()), "no record, no section"
+    alarmed = [replace(seen[0], tools={"racecheck": {"a race": 1}}), *seen[1:]]
+    said = told(alarmed, {"a/drop/1.0"}, {"a/store/2.0"})
+    assert "- racecheck reports `p` as it is" in said, "a false alarm is hidden"
+    assert "| racecheck | a race | 1 |" not in said, "what a tool says of the program too is no kill"
 
 
 def test_the_record_has_no_mutant_that_is_seen_on_silicon_and_lives_in_the_vm() -> None:
