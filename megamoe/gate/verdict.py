@@ -154,8 +154,9 @@ def _closing(
 
 def _problem(record: Record, entries: Sequence[Expectation], passed_before: bool) -> str | None:
     """Why `record` closes the gate; None if it does not."""
-    if len(entries) > 1:
-        return f"{entries[0].where} and {entries[1].where} both speak about {record.row}; keep one"
+    other = next((one for one in entries if one.entry.status != entries[0].entry.status), None)
+    if other is not None:
+        return f"{entries[0].where} and {other.where} both speak about {record.row}, and say different things; keep one"
     if not entries:
         before = ", which passed in the baseline" if passed_before else ""
         return None if record.status == "passed" else f"{record.status}{before}: {record.sentence}"

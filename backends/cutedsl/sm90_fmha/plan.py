@@ -51,8 +51,8 @@ ROW_KEYS = (128, 512)
 several tokens, are better off in tiles that rows share."""
 MAX_ROWS = 2 * H200_SM_COUNT
 """Rows of O, query heads of all sequences, for which one_row.py is taken: a row has an SM for itself. 2,048 rows on 512
-keys take 51 us so and 16 us in tiles (results/records/h200-fmha-last.json). What property tests draw has at most 256, so
-there the laws batch_invariant and gqa_equals_expanded_mha hold; the grouping of heads never matters."""
+keys take 51 us so and 16 us in tiles (results/records/h200-fmha-last.json). Property tests draw at most 256, so that
+the laws batch_invariant and gqa_equals_expanded_mha hold; the grouping of heads never matters."""
 ITEM_KEYS = 64
 """The cost of beginning and ending a work item, in keys that a CTA could read in that time."""
 COMBINE_KEYS = 192

@@ -124,9 +124,19 @@ def test_an_expectation_holds_for_its_own_row_only() -> None:
         assert not verdict.passed, f"{change} is another row"
 
 
-def test_two_entries_for_one_row_close_it() -> None:
-    verdict = judge_run([ROW], [_record(ROW, "failed")], [expectation(), expectation(case="fmha:*")])
-    assert "both speak about" in verdict.problems[0]
+def test_two_entries_that_disagree_about_one_row_close_it() -> None:
+    for status in ("failed", "unsupported"):
+        entries = [expectation(), expectation(case="fmha:*", status="unsupported")]
+        verdict = judge_run([ROW], [_record(ROW, status)], entries)
+        assert not verdict.passed, f"{status} is what one entry says, and the other something else"
+        assert "both speak about" in verdict.problems[0]
+
+
+def test_a_row_may_be_expected_for_two_reasons() -> None:
+    """A backend that has neither sinks nor lengths of their own refuses a row with both."""
+    entries = [expectation(), expectation(case="fmha:*")]
+    assert judge_run([ROW], [_record(ROW, "failed")], entries).passed, "both entries say that it fails"
+    assert not judge_run([ROW], [_record(ROW, "passed")], entries).passed, "both are wrong about a row that passes"
 
 
 def test_a_missing_record_is_missing_even_if_a_failure_is_expected() -> None:
