@@ -30,6 +30,11 @@ CASES = {
     "nvfp4_moe": [*MOE.cases("stages"), *MOE.cases("small")[:4]],
 }
 EXECUTOR = "conformance.fakes.peers_on_cpu:EXECUTOR"
+BIASED = {
+    ("torch-grouped-mm", "nvfp4_moe:hidden=256,intermediate=384,num_experts=4,tokens=60,load=skewed,stage=l2"),
+}
+"""Where a peer's roundings have a bias beyond the bar. torch-grouped-mm rounds activations times both global scales to
+bf16 (backends/peers/grouped_gemm.py). On this row that alone is a bias of -6.5e-4; one rounding of the result has -9e-6."""
 
 DECODE = "fmha:hd=128,t=1,s_k=256,heads=8"
 RAGGED = "batch=2,ragged=true,total_q=2,total_k=300"
@@ -130,11 +135,18 @@ def test_nothing_heavy_is_imported_to_list_peers() -> None:
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
 def test_what_a_peer_computes_is_judged_right(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    records = [judged(peer, case.id) for case in CASES[peer.op]]
+    records = [judged(peer, case.id) for case in CASES[peer.op] if (peer.name, case.id) not in BIASED]
     wrong = [f"{one.status}: {one.sentence}" for one in records if one.status not in ("passed", "unsupported")]
     assert not wrong, f"{peer.name}, called on tensors of the spec:\n" + "\n".join(wrong)
     passed = sum(one.status == "passed" for one in records)
     assert passed >= 2, f"{peer.name} does only {passed} of {len(records)} cases"
+
+
+@pytest.mark.parametrize(("name", "case"), sorted(BIASED))
+def test_a_peer_whose_roundings_have_a_bias_is_told_so(name: str, case: str) -> None:
+    record = judged(BY_NAME[name], case)
+    assert record.status == "failed", f"{name} on {case} is {record.status}; take it out of BIASED"
+    assert "bias error" in record.sentence, record.sentence
 
 
 @pytest.mark.parametrize("name", ["torch-sdpa-math", "torch-grouped-mm"])
