@@ -34,7 +34,7 @@ BIASED = {
     ("torch-grouped-mm", "nvfp4_moe:hidden=256,intermediate=384,num_experts=4,tokens=60,load=skewed,stage=l2"),
 }
 """Where a peer's roundings have a bias beyond the bar. torch-grouped-mm rounds activations times both global scales to
-bf16 (backends/peers/grouped_gemm.py). On this row that alone is a bias of -6.5e-4; one rounding of the result has -9e-6."""
+bf16 (backends/peers/grouped_gemm.py). On this row that alone is a bias of -6.5e-4; rounding the result once, -9e-6."""
 
 DECODE = "fmha:hd=128,t=1,s_k=256,heads=8"
 RAGGED = "batch=2,ragged=true,total_q=2,total_k=300"
