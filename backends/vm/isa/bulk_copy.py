@@ -18,9 +18,10 @@ from backends.vm.machine.engine import Copy, CopyGroups, submit
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import Clock, stamp
 from backends.vm.memory.definedness import Missing, lost_in_reduction
-from backends.vm.memory.global_memory import DEFINED, Buffer
+from backends.vm.memory.global_memory import Buffer
 from backends.vm.memory.global_races import Pieces
 from backends.vm.memory.mbarrier import MBarrier
+from backends.vm.memory.pieces import read_pieces, write_pieces
 from backends.vm.memory.shared import MAX_DYNAMIC, OFFSET_MASK, RANK_SHIFT
 from backends.vm.ptx.ast import Address, Operand
 from backends.vm.tensor.tensor_map import MAP_BYTES, ORDINALS, TensorMap, decode_tensor_map, replace_field
@@ -31,11 +32,9 @@ from backends.vm.tensor.tma_box import (
     plan_box,
     plan_gather4,
     plan_im2col,
-    read_pieces,
     reduced,
     reduced_bytes,
     rounded_to_tf32,
-    write_pieces,
 )
 
 Granules = npt.NDArray[np.int64]
@@ -226,13 +225,11 @@ def _read_global(warp: Warp, plan: BoxPlan, tensor_map: TensorMap) -> Read:
 
 def _missing(buffer: Buffer, offsets: npt.NDArray[np.int64], piece_bytes: int) -> Missing | None:
     """The undefined bytes of pieces of a buffer."""
-    if buffer.state is None:
+    hidden = buffer.missing(offsets, piece_bytes)
+    if hidden is None:
         return None
-    defined = read_pieces(buffer.state, offsets, piece_bytes) == DEFINED
-    if count_nonzero(defined) == defined.size:
-        return None
-    piece, byte = np.argwhere(~defined)[0].tolist()
-    return Missing(~defined, buffer.origin_of(int(offsets[piece]) + byte, 0))
+    piece, byte = np.argwhere(hidden)[0].tolist()
+    return Missing(hidden, buffer.origin_of(int(offsets[piece]) + byte, 0))
 
 
 @opcode("cp.async.bulk.tensor.<dim>.<dst>.global{.<mode>}.mbarrier::complete_tx::bytes{.multicast::cluster}"

@@ -12,6 +12,7 @@ from backends.vm.faults import Fault, report
 from backends.vm.memory.clocks import Carried
 from backends.vm.memory.definedness import Mask, Missing, Origin
 from backends.vm.memory.global_memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, check_alignment
+from backends.vm.memory.pieces import read_pieces
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT, wavefronts
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _take(
         machine.races.read(buffer, addresses, size, warp, warp.stamp)
     hidden = None if buffer.state is None else buffer.missing(offsets, size)
     missing = None if hidden is None else Missing(hidden, buffer.origin_of(_first(offsets, hidden), 0))
-    return buffer.read(offsets, size), missing
+    return read_pieces(buffer.data, offsets, size), missing
 
 
 def _first(offsets: Addresses, hidden: Mask) -> int:
