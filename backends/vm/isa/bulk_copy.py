@@ -11,7 +11,7 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, report
-from backends.vm.machine.access import resolve
+from backends.vm.machine.access import active, resolve
 from backends.vm.machine.code import Wait
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.engine import Copy, CopyGroups, submit
@@ -94,7 +94,7 @@ def _signalled(warp: Warp, cta: Cta, address: int, *, multicast: bool, pair: boo
 
 
 def _lanes(warp: Warp) -> list[int]:
-    return np.flatnonzero(warp.mask).tolist()
+    return active(warp).tolist()
 
 
 def _issuers(b: Binder) -> Callable[[Warp], list[int]]:
@@ -634,7 +634,7 @@ def replace(b: Binder) -> Step:
 
     def step(warp: Warp) -> None:
         values = warp.u64[row] if view == "u64" else warp.u32[row]
-        for lane in np.flatnonzero(warp.mask).tolist():
+        for lane in active(warp).tolist():
             value = int(values[lane])
 
             def change(raw: bytes, value: int = value) -> bytes:

@@ -201,7 +201,7 @@ def st_bulk(b: Binder) -> Step:
     address, row, space, line = b.address(a), b.source(size, view), b.words["space"], b.instruction.line
 
     def step(warp: Warp) -> None:
-        for lane in np.flatnonzero(warp.mask).tolist():
+        for lane in access.active(warp).tolist():
             count = int(getattr(warp, view)[row][lane])
             if count % 8 or count > MAX_BULK_STORE:
                 raise Fault("bulk-store", f"{count} bytes where st.bulk takes a multiple of 8 up to {MAX_BULK_STORE}",
@@ -333,7 +333,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
     read = access.take if "exch" in parts else _defined
 
     def step(warp: Warp) -> None:
-        lanes = np.flatnonzero(warp.mask)
+        lanes = access.active(warp)
         places, first, which = np.unique(address(warp)[lanes] + offset, return_index=True, return_inverse=True)
         change = _single_sum(flush=access.resolve(space, places)[0] == "global") if single else update
         access.synchronise(warp, space, places, sem, scope, acquire=True, release=False)
@@ -477,7 +477,7 @@ def discard(b: Binder) -> Step:
     missing = np.ones((1, DISCARDED), np.bool_)
 
     def step(warp: Warp) -> None:
-        for lane in np.flatnonzero(warp.mask):
+        for lane in access.active(warp):
             at, lanes = address(warp)[lane : lane + 1], np.array([lane])
             check_alignment(at, DISCARDED, "discard")
             buffer = warp.cta.machine.memory.find(int(at[0]), DISCARDED, "discard")

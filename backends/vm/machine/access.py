@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, report
+from backends.vm.machine.code import LANES
 from backends.vm.memory.clocks import Carried
 from backends.vm.memory.definedness import Mask, Missing, Origin
 from backends.vm.memory.global_memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, check_alignment
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]
 
-_ALL_LANES = np.arange(32)
+_ALL_LANES = np.arange(LANES)
 _ALL_LANES.flags.writeable = False
 _SPACE_OF_WINDOW = {0: "global", 1: "shared::cluster", 2: "local", 3: "param"}
 
