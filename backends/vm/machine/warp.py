@@ -11,7 +11,7 @@ wait are left alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import length_hint
 from typing import TYPE_CHECKING
@@ -191,11 +191,11 @@ class Warp:
         setattr(self, name, rows)
         return rows
 
-    def fill_symbols(self) -> None:
-        """Write special registers and symbol addresses. Called once, when the CTA is complete."""
+    def fill_symbols(self, symbols: Iterable[tuple[int, int, int]]) -> None:
+        """Write special registers and `symbols`: row, width and content. Called once, when the CTA is complete."""
         for name, (_, row) in self.code.rows.specials.items():
             self.u32[row][:] = special.value(name, self)
-        for row, width, address in self.cta.symbols():
+        for row, width, address in symbols:
             (self.u64 if width == 64 else self.u32)[row].fill(address)
 
     def set_mask(self, mask: Mask) -> None:
