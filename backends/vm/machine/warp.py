@@ -68,6 +68,11 @@ class Strand:
     mask: Mask
     wait: Wait | None = None
 
+    @property
+    def able(self) -> bool:
+        """Whether the lanes can go on: they wait for nothing, or what they wait for has come."""
+        return self.wait is None or self.wait.ready()
+
 
 @dataclass(slots=True)
 class LaneTurns:
@@ -95,7 +100,7 @@ class LaneTurns:
             self._choose(warp)
 
     def _choose(self, warp: Warp) -> None:
-        able = [strand for strand in warp.strands[1:] if strand.wait is None or strand.wait.ready()]
+        able = [strand for strand in warp.strands[1:] if strand.able]
         self.quiet = 0
         if able:
             self.given += 1
@@ -106,7 +111,7 @@ class LaneTurns:
     def _bring_forward(self, warp: Warp) -> bool:
         for position, strand in enumerate(warp.strands):
             if strand.mask[self.chosen]:
-                if strand.wait is not None and not strand.wait.ready():
+                if not strand.able:
                     return False
                 warp.strands.insert(0, warp.strands.pop(position))
                 return True
@@ -289,7 +294,7 @@ class Warp:
     def yield_strand(self) -> bool:
         """Let another strand run while the foremost one waits (independent thread scheduling). False if none can."""
         for position, strand in enumerate(self.strands):
-            if strand.wait is None or strand.wait.ready():
+            if strand.able:
                 self.strands.insert(0, self.strands.pop(position))
                 return position > 0
         return False
