@@ -400,8 +400,8 @@ class Warp:
     def _stop_elsewhere(self, strand: Strand) -> None:
         """Let the lanes that are missed here run to a failed assertion or a trap, which says why they are."""
         others = [one for one in self.strands if one is not strand]
-        stops = (one for block in self.code.blocks for one in block.instructions if _STOP.match(one.text))
-        if len(others) == len(self.strands) or not any(True for _ in stops):
+        instructions = (one for block in self.code.blocks for one in block.instructions)
+        if len(others) == len(self.strands) or not any(_STOP.match(one.text) for one in instructions):
             return
         self.strands[:] = others
         try:
