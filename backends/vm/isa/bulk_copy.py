@@ -180,12 +180,12 @@ def _check_base(warp: Warp, lane: int, tensor_map: TensorMap, coordinates: list[
     base, memory = tensor_map.address, warp.cta.machine.memory
     sides = zip(coordinates, tensor_map.dims, strict=True)
     axis = next((axis for axis, (start, extent) in enumerate(sides) if not 0 <= start < extent), None)
-    begins = memory.holding(base)
     if axis is None:
         tensor = memory.holding(int(plan.global_addresses[0]))
         if tensor is not None:
             memory.loaded_by_map[base] = tensor
         return
+    begins = memory.holding(base)
     tensor = memory.loaded_by_map.get(base, begins)
     if begins is None or begins is not tensor:
         where = f"in no buffer{memory.nearest(base)}" if begins is None else f"in `{begins.name}`"

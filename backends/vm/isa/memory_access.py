@@ -119,19 +119,19 @@ def ld(b: Binder) -> Step:
         if missing is not None:
             leave_undefined(warp, missing)
 
-    read: list[npt.NDArray[np.generic]] = [np.empty(0)]
-    held: list[tuple[str, int, npt.NDArray[np.generic]]] = []
+    read: npt.NDArray[np.uint8] | None = None
+    held: list[tuple[str, int, np.generic]] = []
 
     def parameter(warp: Warp) -> None:
         """All lanes, and all warps of a launch, read the same bytes."""
+        nonlocal read, held
         params = warp.cta.machine.params
-        if read[0] is not params:
+        if read is not params:
             values = access.load_parameter(warp, address(warp)[:1], size).view(dtype)[0]
-            types = [getattr(warp, view)[row].dtype for _, view, row in targets]
-            held[:] = [
-                (view, row, values[column].astype(to)) for (column, view, row), to in zip(targets, types, strict=True)
+            held = [
+                (view, row, values[column].astype(getattr(warp, view)[row].dtype)) for column, view, row in targets
             ]
-            read[:] = [params]
+            read = params
         for view, row, value in held:
             if warp.where is True:
                 getattr(warp, view)[row].fill(value)
