@@ -11,16 +11,17 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, report
-from backends.vm.machine.access import resolve
+from backends.vm.machine.access import active, resolve
 from backends.vm.machine.code import Wait
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.engine import Copy, CopyGroups, submit
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import Clock, stamp
 from backends.vm.memory.definedness import Missing, lost_in_reduction
-from backends.vm.memory.global_memory import DEFINED, Buffer
+from backends.vm.memory.global_memory import Buffer
 from backends.vm.memory.global_races import Pieces
 from backends.vm.memory.mbarrier import MBarrier
+from backends.vm.memory.pieces import read_pieces, write_pieces
 from backends.vm.memory.shared import MAX_DYNAMIC, OFFSET_MASK, RANK_SHIFT
 from backends.vm.ptx.ast import Address, Operand
 from backends.vm.tensor.tensor_map import MAP_BYTES, ORDINALS, TensorMap, decode_tensor_map, replace_field
@@ -31,11 +32,9 @@ from backends.vm.tensor.tma_box import (
     plan_box,
     plan_gather4,
     plan_im2col,
-    read_pieces,
     reduced,
     reduced_bytes,
     rounded_to_tf32,
-    write_pieces,
 )
 
 Granules = npt.NDArray[np.int64]
@@ -95,7 +94,7 @@ def _signalled(warp: Warp, cta: Cta, address: int, *, multicast: bool, pair: boo
 
 
 def _lanes(warp: Warp) -> list[int]:
-    return np.flatnonzero(warp.mask).tolist()
+    return active(warp).tolist()
 
 
 def _issuers(b: Binder) -> Callable[[Warp], list[int]]:
@@ -181,12 +180,12 @@ def _check_base(warp: Warp, lane: int, tensor_map: TensorMap, coordinates: list[
     base, memory = tensor_map.address, warp.cta.machine.memory
     sides = zip(coordinates, tensor_map.dims, strict=True)
     axis = next((axis for axis, (start, extent) in enumerate(sides) if not 0 <= start < extent), None)
-    begins = memory.holding(base)
     if axis is None:
         tensor = memory.holding(int(plan.global_addresses[0]))
         if tensor is not None:
             memory.loaded_by_map[base] = tensor
         return
+    begins = memory.holding(base)
     tensor = memory.loaded_by_map.get(base, begins)
     if begins is None or begins is not tensor:
         where = f"in no buffer{memory.nearest(base)}" if begins is None else f"in `{begins.name}`"
@@ -226,13 +225,11 @@ def _read_global(warp: Warp, plan: BoxPlan, tensor_map: TensorMap) -> Read:
 
 def _missing(buffer: Buffer, offsets: npt.NDArray[np.int64], piece_bytes: int) -> Missing | None:
     """The undefined bytes of pieces of a buffer."""
-    if buffer.state is None:
+    hidden = buffer.missing(offsets, piece_bytes)
+    if hidden is None:
         return None
-    defined = read_pieces(buffer.state, offsets, piece_bytes) == DEFINED
-    if count_nonzero(defined) == defined.size:
-        return None
-    piece, byte = np.argwhere(~defined)[0].tolist()
-    return Missing(~defined, buffer.origin_of(int(offsets[piece]) + byte, 0))
+    piece, byte = np.argwhere(hidden)[0].tolist()
+    return Missing(hidden, buffer.origin_of(int(offsets[piece]) + byte, 0))
 
 
 @opcode("cp.async.bulk.tensor.<dim>.<dst>.global{.<mode>}.mbarrier::complete_tx::bytes{.multicast::cluster}"
@@ -637,7 +634,7 @@ def replace(b: Binder) -> Step:
 
     def step(warp: Warp) -> None:
         values = warp.u64[row] if view == "u64" else warp.u32[row]
-        for lane in np.flatnonzero(warp.mask).tolist():
+        for lane in active(warp).tolist():
             value = int(values[lane])
 
             def change(raw: bytes, value: int = value) -> bytes:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
-from backends.vm.machine.access import resolve
+from backends.vm.machine.access import active, resolve
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.engine import submit
 from backends.vm.machine.warp import Warp
@@ -93,7 +93,7 @@ def st_async(b: Binder) -> Step:
     size, what = len(rows) * int(kind[1:]) // 8, "red.async" if operation else "st.async"
 
     def step(warp: Warp) -> None:
-        for lane in np.flatnonzero(warp.mask).tolist():
+        for lane in active(warp).tolist():
             (cta, offset), (at, place) = to(warp, lane), signal(warp, lane)
             if at is not cta:
                 said = f"the mbarrier of {what} lies in another CTA than its destination"
@@ -166,7 +166,7 @@ def try_cancel(b: Binder) -> Step:
     line, text = b.instruction.line, b.instruction.text
 
     def step(warp: Warp) -> None:
-        for lane in np.flatnonzero(warp.mask).tolist():
+        for lane in active(warp).tolist():
             offset, place = to(warp, lane), signal(warp, lane)
             granules = np.arange(offset >> 2, (offset + RESPONSE_BYTES) >> 2, dtype=np.int64)
             told = [(cta, cta.mbarrier(place, warp.clock)) for cta in _told(warp, everybody)]

@@ -12,6 +12,7 @@ from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.isa.mbarrier_ops import places
+from backends.vm.machine.access import active
 from backends.vm.machine.code import Wait
 from backends.vm.machine.engine import Copy, ThreadGroups, submit
 from backends.vm.machine.warp import Warp
@@ -29,7 +30,7 @@ def _groups(warp: Warp) -> list[ThreadGroups]:
     plain, agent = warp.copies.plain, warp.copies.plain_agent
     if agent is None:
         agent = warp.copies.plain_agent = warp.agents.new_copy()
-    return [plain.setdefault(lane, ThreadGroups(agent, agent)) for lane in np.flatnonzero(warp.mask).tolist()]
+    return [plain.setdefault(lane, ThreadGroups(agent, agent)) for lane in active(warp).tolist()]
 
 
 @opcode("cp.async.<cache>.<dst>.global{.L2::cache_hint}{.<prefetch>}", section="9.7.9.25.3.1", counter="memory",
@@ -53,7 +54,7 @@ def cp_async(b: Binder) -> Step:
         return np.full(lanes.size, size) if count_row is None else warp.u32[count_row][lanes].astype(np.int64)
 
     def step(warp: Warp) -> None:
-        lanes = np.flatnonzero(warp.mask)
+        lanes = active(warp)
         targets, sources, valid = to(warp)[lanes], origin(warp)[lanes], counts(warp, lanes)
         smem, cluster = warp.cta.smem, warp.cta.cluster
         try:

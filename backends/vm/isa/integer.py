@@ -157,10 +157,11 @@ def _counted(step: Step, counter: str, outside: Callable[[Warp], Mask]) -> Step:
     """
 
     def run(warp: Warp) -> object:
-        if count_nonzero(outside(warp) & warp.mask):
+        found = outside(warp) & warp.mask
+        if count_nonzero(found):
             warp.cta.machine.counters[counter] += 1
             report(Fault("unspecified-result", f"this counts among {counter.replace('_', ' ')}, for which the ISA "
-                         "gives no result", lane=int((outside(warp) & warp.mask).argmax())))  # fmt: skip
+                         "gives no result", lane=int(found.argmax())))  # fmt: skip
         return step(warp)
 
     return run

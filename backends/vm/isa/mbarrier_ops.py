@@ -11,7 +11,7 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
-from backends.vm.machine.access import resolve, visit
+from backends.vm.machine.access import active, resolve, visit
 from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.warp import Warp
@@ -32,7 +32,7 @@ def places(b: Binder, operand: Operand, *, remote: bool = False) -> Callable[[Wa
     space = b.words.get("space", "") or ("" if b.width(getattr(operand, "base", operand)) == 64 else "shared")
 
     def find(warp: Warp) -> Iterator[tuple[Where, list[int]]]:
-        lanes = np.flatnonzero(warp.mask)
+        lanes = active(warp)
         where, addresses = resolve(space, address(warp)[lanes])
         for value in dict.fromkeys(addresses.tolist()):
             cta = warp.cta

@@ -119,19 +119,19 @@ def ld(b: Binder) -> Step:
         if missing is not None:
             leave_undefined(warp, missing)
 
-    read: list[npt.NDArray[np.generic]] = [np.empty(0)]
-    held: list[tuple[str, int, npt.NDArray[np.generic]]] = []
+    read: npt.NDArray[np.uint8] | None = None
+    held: list[tuple[str, int, np.generic]] = []
 
     def parameter(warp: Warp) -> None:
         """All lanes, and all warps of a launch, read the same bytes."""
+        nonlocal read, held
         params = warp.cta.machine.params
-        if read[0] is not params:
+        if read is not params:
             values = access.load_parameter(warp, address(warp)[:1], size).view(dtype)[0]
-            types = [getattr(warp, view)[row].dtype for _, view, row in targets]
-            held[:] = [
-                (view, row, values[column].astype(to)) for (column, view, row), to in zip(targets, types, strict=True)
+            held = [
+                (view, row, values[column].astype(getattr(warp, view)[row].dtype)) for column, view, row in targets
             ]
-            read[:] = [params]
+            read = params
         for view, row, value in held:
             if warp.where is True:
                 getattr(warp, view)[row].fill(value)
@@ -201,7 +201,7 @@ def st_bulk(b: Binder) -> Step:
     address, row, space, line = b.address(a), b.source(size, view), b.words["space"], b.instruction.line
 
     def step(warp: Warp) -> None:
-        for lane in np.flatnonzero(warp.mask).tolist():
+        for lane in access.active(warp).tolist():
             count = int(getattr(warp, view)[row][lane])
             if count % 8 or count > MAX_BULK_STORE:
                 raise Fault("bulk-store", f"{count} bytes where st.bulk takes a multiple of 8 up to {MAX_BULK_STORE}",
@@ -333,7 +333,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
     read = access.take if "exch" in parts else _defined
 
     def step(warp: Warp) -> None:
-        lanes = np.flatnonzero(warp.mask)
+        lanes = access.active(warp)
         places, first, which = np.unique(address(warp)[lanes] + offset, return_index=True, return_inverse=True)
         change = _single_sum(flush=access.resolve(space, places)[0] == "global") if single else update
         access.synchronise(warp, space, places, sem, scope, acquire=True, release=False)
@@ -477,7 +477,7 @@ def discard(b: Binder) -> Step:
     missing = np.ones((1, DISCARDED), np.bool_)
 
     def step(warp: Warp) -> None:
-        for lane in np.flatnonzero(warp.mask):
+        for lane in access.active(warp):
             at, lanes = address(warp)[lane : lane + 1], np.array([lane])
             check_alignment(at, DISCARDED, "discard")
             buffer = warp.cta.machine.memory.find(int(at[0]), DISCARDED, "discard")

@@ -39,7 +39,7 @@ def call(b: Binder) -> Step:
     result = b.destination(results[0], "u64") if results else None
 
     def step(warp: Warp) -> None:
-        for lane in np.flatnonzero(warp.mask).tolist():
+        for lane in access.active(warp).tolist():
             answer = function(warp, lane, [int(warp.u64[row][lane]) for row in rows])
             if result is not None and answer is not None:
                 warp.u64[result][lane] = answer

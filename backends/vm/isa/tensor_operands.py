@@ -16,6 +16,7 @@ import numpy.typing as npt
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.isa.bulk_copy import granules_of
+from backends.vm.machine.access import active
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.undefined import spread
 from backends.vm.machine.warp import Warp
@@ -80,7 +81,7 @@ def group_of(words: str) -> CtaGroup:
 
 def elected_lane(warp: Warp, what: str) -> int:
     """The one lane that issues."""
-    lanes = np.flatnonzero(warp.mask)
+    lanes = active(warp)
     if lanes.size != 1:
         raise Fault("issued-by-many", f"{what} is issued by {lanes.size} lanes at once; one elected lane issues it")
     return int(lanes[0])

@@ -9,9 +9,11 @@ import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, report
+from backends.vm.machine.code import LANES
 from backends.vm.memory.clocks import Carried
 from backends.vm.memory.definedness import Mask, Missing, Origin
 from backends.vm.memory.global_memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, check_alignment
+from backends.vm.memory.pieces import read_pieces
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT, wavefronts
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]
 
-_ALL_LANES = np.arange(32)
+_ALL_LANES = np.arange(LANES)
 _ALL_LANES.flags.writeable = False
 _SPACE_OF_WINDOW = {0: "global", 1: "shared::cluster", 2: "local", 3: "param"}
 
@@ -147,7 +149,7 @@ def _take(
         machine.races.read(buffer, addresses, size, warp, warp.stamp)
     hidden = None if buffer.state is None else buffer.missing(offsets, size)
     missing = None if hidden is None else Missing(hidden, buffer.origin_of(_first(offsets, hidden), 0))
-    return buffer.read(offsets, size), missing
+    return read_pieces(buffer.data, offsets, size), missing
 
 
 def _first(offsets: Addresses, hidden: Mask) -> int:

@@ -73,13 +73,13 @@ class Cta:
         self._accumulators: dict[tuple[int, ...], int] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.visits: dict[int, Visit] = {}
-        self._symbols: list[tuple[int, int, int]] | None = None
         self.warps = [
             Warp(code, self, index, min(LANES, shape.threads - LANES * index), take_registers(code.rows))
             for index in range(agents.warps_per_cta)
         ]
+        symbols = self._symbols()
         for warp in self.warps:
-            warp.fill_symbols()
+            warp.fill_symbols(symbols)
 
     @cached_property
     def tmem(self) -> TensorMemory:
@@ -114,15 +114,13 @@ class Cta:
         """Bits 31..24 of this CTA's shared addresses."""
         return self.place.cta_rank << RANK_SHIFT
 
-    def symbols(self) -> list[tuple[int, int, int]]:
+    def _symbols(self) -> list[tuple[int, int, int]]:
         """Row, width and content of each register that holds the address of a symbol, the same in all warps."""
-        if self._symbols is None:
-            self._symbols = [
-                (row, width, self.symbol_address(name, generic=width == 64) + offset & (1 << width) - 1)
-                for (name, offset, width), (_, row) in self.function.code.rows.addresses.items()
-                if name != "_"
-            ]
-        return self._symbols
+        return [
+            (row, width, self.symbol_address(name, generic=width == 64) + offset & (1 << width) - 1)
+            for (name, offset, width), (_, row) in self.function.code.rows.addresses.items()
+            if name != "_"
+        ]
 
     def symbol_address(self, name: str, *, generic: bool) -> int:
         """The address of a variable or parameter in its own state space."""

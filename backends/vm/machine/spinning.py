@@ -88,7 +88,7 @@ class SpinWatch:
         recurs = state in known.states
         known.states.add(state)
         # Lanes that wait for the ones that spin change nothing.
-        others = any(strand.wait is None or strand.wait.ready() for strand in warp.strands[1:])
+        others = any(strand.able for strand in warp.strands[1:])
         patience = CLOCK_PATIENCE if clocks else DIVERGED_PATIENCE if others else 0
         return recurs and total - known.first >= patience
 

@@ -11,7 +11,7 @@ wait are left alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import length_hint
 from typing import TYPE_CHECKING
@@ -68,6 +68,11 @@ class Strand:
     mask: Mask
     wait: Wait | None = None
 
+    @property
+    def able(self) -> bool:
+        """Whether the lanes can go on: they wait for nothing, or what they wait for has come."""
+        return self.wait is None or self.wait.ready()
+
 
 @dataclass(slots=True)
 class LaneTurns:
@@ -95,7 +100,7 @@ class LaneTurns:
             self._choose(warp)
 
     def _choose(self, warp: Warp) -> None:
-        able = [strand for strand in warp.strands[1:] if strand.wait is None or strand.wait.ready()]
+        able = [strand for strand in warp.strands[1:] if strand.able]
         self.quiet = 0
         if able:
             self.given += 1
@@ -106,7 +111,7 @@ class LaneTurns:
     def _bring_forward(self, warp: Warp) -> bool:
         for position, strand in enumerate(warp.strands):
             if strand.mask[self.chosen]:
-                if strand.wait is not None and not strand.wait.ready():
+                if not strand.able:
                     return False
                 warp.strands.insert(0, warp.strands.pop(position))
                 return True
@@ -191,11 +196,11 @@ class Warp:
         setattr(self, name, rows)
         return rows
 
-    def fill_symbols(self) -> None:
-        """Write special registers and symbol addresses. Called once, when the CTA is complete."""
+    def fill_symbols(self, symbols: Iterable[tuple[int, int, int]]) -> None:
+        """Write special registers and `symbols`: row, width and content. Called once, when the CTA is complete."""
         for name, (_, row) in self.code.rows.specials.items():
             self.u32[row][:] = special.value(name, self)
-        for row, width, address in self.cta.symbols():
+        for row, width, address in symbols:
             (self.u64 if width == 64 else self.u32)[row].fill(address)
 
     def set_mask(self, mask: Mask) -> None:
@@ -289,7 +294,7 @@ class Warp:
     def yield_strand(self) -> bool:
         """Let another strand run while the foremost one waits (independent thread scheduling). False if none can."""
         for position, strand in enumerate(self.strands):
-            if strand.wait is None or strand.wait.ready():
+            if strand.able:
                 self.strands.insert(0, self.strands.pop(position))
                 return position > 0
         return False
@@ -395,8 +400,8 @@ class Warp:
     def _stop_elsewhere(self, strand: Strand) -> None:
         """Let the lanes that are missed here run to a failed assertion or a trap, which says why they are."""
         others = [one for one in self.strands if one is not strand]
-        stops = (one for block in self.code.blocks for one in block.instructions if _STOP.match(one.text))
-        if len(others) == len(self.strands) or not any(True for _ in stops):
+        instructions = (one for block in self.code.blocks for one in block.instructions)
+        if len(others) == len(self.strands) or not any(_STOP.match(one.text) for one in instructions):
             return
         self.strands[:] = others
         try:

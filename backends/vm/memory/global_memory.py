@@ -12,6 +12,7 @@ import numpy.typing as npt
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, report
 from backends.vm.memory.definedness import Mask, Origin, Sources
+from backends.vm.memory.pieces import read_pieces
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]
@@ -26,8 +27,6 @@ GAP = 1 << 20
 
 HEAP_BYTES = 8 << 20
 """Of the heap of kernels, unless the host asks for another size (CUDA programming guide, heap memory allocation)."""
-
-_ELEMENTS = {2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("V16")}
 
 NEVER, DEFINED, HIDDEN = 0, 1, 2
 """The state of a byte: nobody has written it, it is defined, or an undefined value was stored there."""
@@ -59,25 +58,11 @@ class Buffer:
         self.state = np.zeros(self.data.size, np.uint8)
         self.scratch = scratch
 
-    def read(self, offsets: Addresses, size: int) -> Bytes:
-        """The `size` bytes at each of `offsets` [n], whose addresses are multiples of it: uint8 [n, size]."""
-        return self._elements(self.data, offsets, size)
-
-    def _elements(self, of: Bytes, offsets: Addresses, size: int) -> Bytes:
-        # To take whole elements costs a quarter of what it costs to take their bytes.
-        element = _ELEMENTS.get(size)
-        if element is None or of.size % size or self.base % size:
-            return of[offsets[:, None] + np.arange(size)]
-        return of.view(element)[offsets // size].view(np.uint8).reshape(-1, size)
-
     def missing(self, offsets: Addresses, size: int) -> Mask | None:
-        """Which of `size` bytes at each of `offsets` [n] are undefined, bool [n, size]. None: none of them.
-
-        The addresses are multiples of `size`.
-        """
+        """Which of `size` bytes at each of `offsets` [n] are undefined, bool [n, size]. None: none of them."""
         if self.state is None:
             return None
-        defined = self._elements(self.state, offsets, size) == DEFINED
+        defined = read_pieces(self.state, offsets, size) == DEFINED
         return None if count_nonzero(defined) == defined.size else ~defined
 
     def origin_of(self, offset: int, line: int) -> Origin:
@@ -220,7 +205,7 @@ class GlobalMemory:
         if buffer is None:
             return np.stack([self.load(addresses[i : i + 1], size)[0] for i in range(addresses.size)])
         buffer.check_defined(offsets, size, "this load")
-        return buffer.read(offsets, size)
+        return read_pieces(buffer.data, offsets, size)
 
     def store(self, addresses: Addresses, values: Bytes) -> None:
         """Write uint8 [n, size] at each address; where lanes collide the highest lane wins."""

@@ -35,7 +35,6 @@ MAX_ROWS = (227 << 10) // UNIT_BYTES
 
 # NaN fill by element bits, as an H200 writes it (facts.md 6.4).
 _NAN_FILL = {16: 0x7FF7, 32: 0x7FF77FF7, 64: 0x7FF77FF77FF77FF7}
-_PIECE_DTYPE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,27 +281,6 @@ def _fill(tensor_map: TensorMap, piece_bytes: int, *, needed: bool) -> Bytes:
     bits = tensor_map.element.bits
     element = np.frombuffer(_NAN_FILL[bits].to_bytes(bits // 8, "little"), dtype=np.uint8)
     return np.tile(element, piece_bytes * 8 // bits)
-
-
-def read_pieces(memory: Bytes, offsets: IntArray, piece_bytes: int) -> Bytes:
-    """Pieces of `memory` (uint8, contiguous) that start at byte `offsets`: uint8 [pieces, piece_bytes].
-
-    Fastest when the length of `memory` and all offsets are multiples of `piece_bytes`. The caller has checked bounds.
-    """
-    if memory.size % piece_bytes or (offsets % piece_bytes).any():
-        return memory[offsets[:, None] + np.arange(piece_bytes)]
-    pieces = memory.view(_PIECE_DTYPE[piece_bytes]).take(offsets // piece_bytes)
-    return pieces.view(np.uint8).reshape(-1, piece_bytes)
-
-
-def write_pieces(memory: Bytes, offsets: IntArray, pieces: Bytes) -> None:
-    """Write uint8 [pieces, piece_bytes] (contiguous) to `memory` at byte `offsets`; the inverse of `read_pieces`."""
-    piece_bytes = pieces.shape[1]
-    if memory.size % piece_bytes or (offsets % piece_bytes).any():
-        memory[offsets[:, None] + np.arange(piece_bytes)] = pieces
-        return
-    dtype = _PIECE_DTYPE[piece_bytes]
-    memory.view(dtype)[offsets // piece_bytes] = pieces.view(dtype)[:, 0]
 
 
 def rounded_to_tf32(values: NDArray[np.uint32]) -> NDArray[np.uint32]:

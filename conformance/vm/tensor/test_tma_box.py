@@ -8,14 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.vm.faults import Fault
+from backends.vm.memory.pieces import read_pieces, write_pieces
 from backends.vm.tensor.tensor_map import TensorMap, decode_tensor_map, encode_tensor_map
 from backends.vm.tensor.tma_box import (
     BoxPlan,
     plan_box,
     plan_gather4,
-    read_pieces,
     rounded_to_tf32,
-    write_pieces,
 )
 from conformance import SILICON
 
