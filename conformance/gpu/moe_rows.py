@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import pickle
 import statistics
 import sys
@@ -35,6 +34,7 @@ import torch
 from backends.gpu.driver import clocks
 from backends.gpu.executor import EXECUTOR
 from backends.gpu.stopwatch import DeviceStopwatch
+from backends.peers.grouped_gemm import humming_gemm, humming_layer
 from megamoe.codec.nvfp4 import dequantise, global_scale, quantise, swizzle_scales, unswizzle_scales
 from megamoe.codec.routing import Routing, expert_rows, routing
 from megamoe.contract import AnyProgram, Case, PreparedCall, RunOptions
@@ -174,23 +174,22 @@ def accumulator_scale(product: Product, tensors: Tensors) -> torch.Tensor:
     return tensors["w1_gs"] if product.w == "w1" else tensors["a2_gs"] * tensors["w2_gs"]
 
 
-def _humming_layer(product: Product, tensors: Tensors, scale: torch.Tensor) -> Any:
-    os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
-    layer = import_module("humming.layer").HummingLayer(
-        shape_n=product.rows, shape_k=product.k, num_experts=len(scale), torch_dtype=torch.bfloat16,
-        weight_config={"quant_method": "modelopt", "quant_algo": "nvfp4"},
-    ).cuda()  # fmt: skip
-    sf = unswizzle_scales(tensors[f"{product.w}_sf"], product.rows, product.k // 16).view(torch.float8_e4m3fn)
-    layer.load_from_tensors({"weight": tensors[f"{product.w}_codes"], "weight_scale": sf, "weight_scale_2": scale})
-    layer.transform()
-    return layer
+def _weights(product: Product, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 [experts, rows, k / 2] and uint8 [experts, rows, k / 16]: codes and block scales, row after row."""
+    sf = unswizzle_scales(tensors[f"{product.w}_sf"], product.rows, product.k // 16)
+    return tensors[f"{product.w}_codes"], sf
+
+
+def _ends(case: Case, routes: Routing) -> torch.Tensor:
+    """int64 [experts]: the number of routes up to and including those of each expert."""
+    return routes.expert.bincount(minlength=case.int("num_experts")).cumsum(0)
 
 
 class Peers:
     """Other people's GEMMs on the operands of a case; weights in their forms are kept from row to row."""
 
     def __init__(self) -> None:
-        self._layers: dict[str, Any] = {}
+        self._layers: dict[str, torch.nn.Module] = {}
         self._dense: dict[str, torch.Tensor] = {}
 
     def _activations(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, Routing]:
@@ -217,20 +216,9 @@ class Peers:
         """HummingLayer (modelopt, nvfp4), grouped_contiguous, its heuristic configuration."""
         (a, routes), product = self._activations(case, tensors), Product.of(case)
         if product.w not in self._layers:
-            self._layers[product.w] = _humming_layer(product, tensors, accumulator_scale(product, tensors))
-        layer = self._layers[product.w]
-        counts = routes.expert.bincount(minlength=case.int("num_experts"))
-        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        y = torch.empty(len(a), product.rows, dtype=torch.bfloat16, device=a.device)
-        kind = {"gemm_type": "grouped_contiguous"}
-        tuning = import_module("humming.tune").get_heuristics_config(
-            layer.humming_config, shape_m=len(a), gemm_type="grouped_contiguous"
-        )
-
-        def gemm() -> torch.Tensor:
-            layer(a, outputs=y, expert_layout=offsets, valid_shape_m=len(a), compute_config=kind, tuning_config=tuning)
-            return y
-
+            scale = accumulator_scale(product, tensors)
+            self._layers[product.w] = humming_layer(*_weights(product, tensors), scale)
+        gemm = humming_gemm(self._layers[product.w], a, _ends(case, routes), product.rows)
         return self._ended(case, tensors, routes, gemm)
 
     def torch_bf16(self, case: Case, tensors: Tensors) -> PeerCall:
@@ -238,11 +226,10 @@ class Peers:
         (a, routes), product = self._activations(case, tensors), Product.of(case)
         if product.w not in self._dense:
             self._dense.clear()
-            sf = unswizzle_scales(tensors[f"{product.w}_sf"], product.rows, product.k // 16)
-            self._dense[product.w] = dequantise(tensors[f"{product.w}_codes"], sf, dtype=torch.bfloat16)
+            self._dense[product.w] = dequantise(*_weights(product, tensors), dtype=torch.bfloat16)
         w = self._dense[product.w].transpose(-2, -1)
         a = (a.float() * accumulator_scale(product, tensors)[routes.expert][:, None]).bfloat16()
-        ends = routes.expert.bincount(minlength=case.int("num_experts")).cumsum(0).int()
+        ends = _ends(case, routes).int()
         return self._ended(case, tensors, routes, lambda: torch.ops.aten._grouped_mm(a, w, ends))
 
 
