@@ -19,7 +19,7 @@ All of that is prepared, not timed; `collect` copies the results to the expert r
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -29,8 +29,6 @@ from backends.peers.peer import OwnResults, Peer, Tensors
 from megamoe.contract import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from megamoe.contract import Case, PreparedCall
@@ -118,20 +116,27 @@ _GEMM: Final = "grouped_contiguous"
 
 
 def _prepare_humming(case: Case, tensors: Tensors) -> PreparedCall:
-    import torch
-
-    # Our measurements were made with humming compiling one kernel after the other.
-    os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
     rows = expert_rows(case, tensors)
     a = activations(case, tensors, rows)
-    layer = _layer(case, tensors)
-    offsets = torch.nn.functional.pad(rows.ends, (1, 0))
-    y = torch.empty(len(a), case.int("hidden"), dtype=torch.bfloat16, device=a.device)
+    layer = humming_layer(tensors["w2_codes"], weight_scales(case, tensors), output_scale(tensors))
+    gemm = humming_gemm(layer, a, rows.ends, case.int("hidden"))
+    return OwnResults(lambda: (gemm(),), partial(place_rows, tensors, rows))
+
+
+def humming_gemm(layer: torch.nn.Module, a: torch.Tensor, ends: torch.Tensor, n: int) -> Callable[[], torch.Tensor]:
+    """Multiplies `a`, bf16 [routes, k] sorted by expert, by `layer`; bf16 [routes, n], each time the same memory.
+
+    `ends`: int64 [num_experts], the number of rows up to and including those of each expert.
+    """
+    import torch
+
+    offsets = torch.nn.functional.pad(ends, (1, 0))
+    y = torch.empty(len(a), n, dtype=torch.bfloat16, device=a.device)
     # A single configuration serves any number of rows. In a list each has a range, and the launcher looks up one row
     # first, however many the call has: a list that covers all from one row on is dozens of kernels to compile.
     tuning = import_module("humming.tune").get_heuristics_config(layer.humming_config, shape_m=len(a), gemm_type=_GEMM)
 
-    def launch() -> Sequence[torch.Tensor]:
+    def gemm() -> torch.Tensor:
         layer(
             a,
             outputs=y,
@@ -140,33 +145,34 @@ def _prepare_humming(case: Case, tensors: Tensors) -> PreparedCall:
             compute_config={"gemm_type": _GEMM},
             tuning_config=tuning,
         )
-        return (y,)
+        return y
 
-    return OwnResults(launch, partial(place_rows, tensors, rows))
+    return gemm
 
 
-def _layer(case: Case, tensors: Tensors) -> torch.nn.Module:
-    """The experts' second weights, with their bytes in the order that the kernel wants."""
+def humming_layer(codes: torch.Tensor, sf: torch.Tensor, scale: torch.Tensor) -> torch.nn.Module:
+    """Weights of experts, with their bytes in the order that the kernel wants.
+
+    `codes` uint8 [num_experts, n, k / 2]; `sf` uint8 [num_experts, n, k / 16], block scales row after row; `scale` f32
+    [num_experts], the factor of an accumulator.
+    """
     import torch
 
+    # Our measurements were made with humming compiling one kernel after the other.
+    os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
+    experts, n, k = codes.shape[0], codes.shape[1], 2 * codes.shape[2]
     layer = (
         import_module("humming.layer")
         .HummingLayer(
-            shape_n=case.int("hidden"),
-            shape_k=case.int("intermediate"),
-            num_experts=case.int("num_experts"),
+            shape_n=n,
+            shape_k=k,
+            num_experts=experts,
             torch_dtype=torch.bfloat16,
             weight_config={"quant_method": "modelopt", "quant_algo": "nvfp4"},
         )
-        .to(tensors["w2_codes"].device)
+        .to(codes.device)
     )
-    layer.load_from_tensors(
-        {
-            "weight": tensors["w2_codes"],
-            "weight_scale": weight_scales(case, tensors).view(torch.float8_e4m3fn),
-            "weight_scale_2": output_scale(tensors),
-        }
-    )
+    layer.load_from_tensors({"weight": codes, "weight_scale": sf.view(torch.float8_e4m3fn), "weight_scale_2": scale})
     layer.transform()
     return layer
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import pickle
 import statistics
 import sys
@@ -35,6 +34,7 @@ import torch
 from backends.gpu.driver import clocks
 from backends.gpu.executor import EXECUTOR
 from backends.gpu.stopwatch import DeviceStopwatch
+from backends.peers.grouped_gemm import humming_gemm, humming_layer
 from megamoe.codec.nvfp4 import dequantise, global_scale, quantise, swizzle_scales, unswizzle_scales
 from megamoe.codec.routing import Routing, expert_rows, routing
 from megamoe.contract import AnyProgram, Case, PreparedCall, RunOptions
@@ -157,9 +157,9 @@ def read_bytes(case: Case, routes: int) -> int:
 
 @dataclass
 class PeerCall:
-    """Another's kernels, ready. `result()`: what `error` compares."""
+    """Another's kernels, ready. `launch()`: bf16 [routes, hidden] of l2, None where the row's own tensors are written."""
 
-    launch: Callable[[], object]
+    launch: Callable[[], torch.Tensor | None]
 
     def enqueue(self) -> None:
         """Launches on torch's current stream."""
@@ -174,23 +174,22 @@ def accumulator_scale(product: Product, tensors: Tensors) -> torch.Tensor:
     return tensors["w1_gs"] if product.w == "w1" else tensors["a2_gs"] * tensors["w2_gs"]
 
 
-def _humming_layer(product: Product, tensors: Tensors, scale: torch.Tensor) -> Any:
-    os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
-    layer = import_module("humming.layer").HummingLayer(
-        shape_n=product.rows, shape_k=product.k, num_experts=len(scale), torch_dtype=torch.bfloat16,
-        weight_config={"quant_method": "modelopt", "quant_algo": "nvfp4"},
-    ).cuda()  # fmt: skip
-    sf = unswizzle_scales(tensors[f"{product.w}_sf"], product.rows, product.k // 16).view(torch.float8_e4m3fn)
-    layer.load_from_tensors({"weight": tensors[f"{product.w}_codes"], "weight_scale": sf, "weight_scale_2": scale})
-    layer.transform()
-    return layer
+def _weights(product: Product, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 [experts, rows, k / 2] and uint8 [experts, rows, k / 16]: codes and block scales, row after row."""
+    sf = unswizzle_scales(tensors[f"{product.w}_sf"], product.rows, product.k // 16)
+    return tensors[f"{product.w}_codes"], sf
+
+
+def _ends(case: Case, routes: Routing) -> torch.Tensor:
+    """int64 [experts]: the number of routes up to and including those of each expert."""
+    return routes.expert.bincount(minlength=case.int("num_experts")).cumsum(0)
 
 
 class Peers:
     """Other people's GEMMs on the operands of a case; weights in their forms are kept from row to row."""
 
     def __init__(self) -> None:
-        self._layers: dict[str, Any] = {}
+        self._layers: dict[str, torch.nn.Module] = {}
         self._dense: dict[str, torch.Tensor] = {}
 
     def _activations(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, Routing]:
@@ -217,20 +216,9 @@ class Peers:
         """HummingLayer (modelopt, nvfp4), grouped_contiguous, its heuristic configuration."""
         (a, routes), product = self._activations(case, tensors), Product.of(case)
         if product.w not in self._layers:
-            self._layers[product.w] = _humming_layer(product, tensors, accumulator_scale(product, tensors))
-        layer = self._layers[product.w]
-        counts = routes.expert.bincount(minlength=case.int("num_experts"))
-        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        y = torch.empty(len(a), product.rows, dtype=torch.bfloat16, device=a.device)
-        kind = {"gemm_type": "grouped_contiguous"}
-        tuning = import_module("humming.tune").get_heuristics_config(
-            layer.humming_config, shape_m=len(a), gemm_type="grouped_contiguous"
-        )
-
-        def gemm() -> torch.Tensor:
-            layer(a, outputs=y, expert_layout=offsets, valid_shape_m=len(a), compute_config=kind, tuning_config=tuning)
-            return y
-
+            scale = accumulator_scale(product, tensors)
+            self._layers[product.w] = humming_layer(*_weights(product, tensors), scale)
+        gemm = humming_gemm(self._layers[product.w], a, _ends(case, routes), product.rows)
         return self._ended(case, tensors, routes, gemm)
 
     def torch_bf16(self, case: Case, tensors: Tensors) -> PeerCall:
@@ -238,11 +226,10 @@ class Peers:
         (a, routes), product = self._activations(case, tensors), Product.of(case)
         if product.w not in self._dense:
             self._dense.clear()
-            sf = unswizzle_scales(tensors[f"{product.w}_sf"], product.rows, product.k // 16)
-            self._dense[product.w] = dequantise(tensors[f"{product.w}_codes"], sf, dtype=torch.bfloat16)
+            self._dense[product.w] = dequantise(*_weights(product, tensors), dtype=torch.bfloat16)
         w = self._dense[product.w].transpose(-2, -1)
         a = (a.float() * accumulator_scale(product, tensors)[routes.expert][:, None]).bfloat16()
-        ends = routes.expert.bincount(minlength=case.int("num_experts")).cumsum(0).int()
+        ends = _ends(case, routes).int()
         return self._ended(case, tensors, routes, lambda: torch.ops.aten._grouped_mm(a, w, ends))
 
 
@@ -332,7 +319,7 @@ def kernel_times(call: PreparedCall, replays: int = 5) -> dict[str, float]:
     )
     last: float | None = None
     for start, end, name in events:
-        if "moe" not in name and "megamoe" not in name:
+        if "moe" not in name:
             last = None
             continue
         found.setdefault(name, []).append(end - (start if last is None else last))
@@ -342,7 +329,26 @@ def kernel_times(call: PreparedCall, replays: int = 5) -> dict[str, float]:
 
 Way = Callable[[Case, Tensors], AnyProgram | PeerCall]
 Ways = Mapping[str, Way]
+Held = Mapping[str, Mapping[str, AnyProgram]]
+"""Programs by the name of their file and by case."""
 PEERS: Final = ("humming", "torch bf16 grouped mm")
+
+
+def bound(way: Way, case: Case, tensors: Tensors, stack: ExitStack) -> PreparedCall:
+    """What `way` launches on `tensors`, until `stack` is closed."""
+    made = way(case, tensors)
+    return made if isinstance(made, PeerCall) else stack.enter_context(EXECUTOR.bind(made, tensors, RunOptions()))
+
+
+def launched(call: PreparedCall) -> torch.Tensor | None:
+    """Launches once and waits; what a peer returns."""
+    found = None
+    if isinstance(call, PeerCall):
+        found = call.launch()
+    else:
+        call.enqueue()
+    torch.cuda.synchronize()
+    return found
 
 
 def measured(case: Case, operands: Operands, ways: Ways, *, profiled: bool = True) -> dict[str, Any]:
@@ -353,33 +359,22 @@ def measured(case: Case, operands: Operands, ways: Ways, *, profiled: bool = Tru
     report: dict[str, Any] = {"case": case.id, "routes_here": routes, "floor_us": floor and round(floor, 1)}
     errors: dict[str, object] = {}
     kernels: dict[str, object] = {}
-    outputs: dict[str, torch.Tensor] = {}
+    first: torch.Tensor | None = None
     watched: list[Watched] = []
     with ExitStack() as stack:
-        for name, make in ways.items():
+        for name, way in ways.items():
             try:
-                made = make(case, tensors)
-                call = (
-                    made
-                    if isinstance(made, PeerCall)
-                    else stack.enter_context(EXECUTOR.bind(made, tensors, RunOptions()))
-                )
+                call = bound(way, case, tensors, stack)
                 spoil(case, tensors)
-                if isinstance(made, PeerCall) and case["stage"] == "l2":
-                    errors[name] = f"{error_of(case, tensors, made.launch()):.1e}"  # pyright: ignore[reportArgumentType]
+                found = launched(call)
+                if case["stage"] == "layer":
+                    y = tensors["y"].double()
+                    first = y if first is None else first
+                    errors[name] = f"{float((y - first).norm() / first.norm()):.1e} from the first"
                 else:
-                    call.enqueue()
-                    torch.cuda.synchronize()
-                    if case["stage"] == "layer":
-                        outputs[name] = tensors["y"].clone()
-                        first = next(iter(outputs.values())).double()
-                        errors[name] = (
-                            f"{float((outputs[name].double() - first).norm() / first.norm()):.1e} from the first"
-                        )
-                    else:
-                        errors[name] = f"{error_of(case, tensors):.1e}"
+                    errors[name] = f"{error_of(case, tensors, found):.1e}"
                 watched.append(Watched(name, DeviceStopwatch(call, cold_by_graph=True), [], []))
-                if profiled and not isinstance(made, PeerCall):
+                if profiled and not isinstance(call, PeerCall):
                     kernels[name] = kernel_times(call)
             except Exception as error:
                 traceback.print_exc()
@@ -402,14 +397,9 @@ def measured(case: Case, operands: Operands, ways: Ways, *, profiled: bool = Tru
 def run_once(case: Case, operands: Operands, ways: Ways) -> None:
     """Every way once."""
     tensors = operands.tensors(case)
-    for make in ways.values():
-        made = make(case, tensors)
+    for way in ways.values():
         with ExitStack() as stack:
-            call = (
-                made if isinstance(made, PeerCall) else stack.enter_context(EXECUTOR.bind(made, tensors, RunOptions()))
-            )
-            call.enqueue()
-            torch.cuda.synchronize()
+            launched(bound(way, case, tensors, stack))
 
 
 def packed(backend: str, rows: Sequence[str]) -> dict[str, AnyProgram]:
@@ -418,12 +408,9 @@ def packed(backend: str, rows: Sequence[str]) -> dict[str, AnyProgram]:
     return {case.id: getattr(import_module(module), attribute).build(case, TARGET) for case in cases_of(rows)}
 
 
-def ways_of(programs: Sequence[Path], peers: bool) -> dict[str, Way]:
+def ways_of(held: Held, peers: bool) -> dict[str, Way]:
     """Every way to do a row by name."""
-    found: dict[str, Way] = {}
-    for path in programs:
-        held: dict[str, AnyProgram] = pickle.loads(path.read_bytes())
-        found[path.stem] = lambda case, _, held=held: held[case.id]
+    found: dict[str, Way] = {name: lambda case, _, ours=ours: ours[case.id] for name, ours in held.items()}
     if peers:
         them = Peers()
         found |= dict(zip(PEERS, (them.humming, them.torch_bf16), strict=True))
@@ -448,12 +435,11 @@ def ways_for(case: Case, ways: Ways) -> dict[str, Way]:
     return {name: way for name, way in ways.items() if case["stage"] != "layer" or name not in PEERS}
 
 
-def dry_run(rows: Sequence[str], programs: Sequence[Path], peers: bool) -> int:
+def dry_run(rows: Sequence[str], held: Held, peers: bool) -> int:
     """Prints the ways of each row; returns how many programs the files lack."""
-    ways, missing = ways_of(programs, peers), 0
-    held = {path.stem: frozenset(pickle.loads(path.read_bytes())) for path in programs}
+    ways, missing = ways_of(held, peers), 0
     for case in cases_of(rows):
-        lacking = [name for name, ids in held.items() if case.id not in ids]
+        lacking = [name for name, ours in held.items() if case.id not in ours]
         missing += len(lacking)
         print(f"{case.id}: {', '.join(ways_for(case, ways))}" + (f"; not in {', '.join(lacking)}" if lacking else ""))
     return missing
@@ -477,11 +463,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.pack:
         given.file.write_bytes(pickle.dumps(packed(given.pack, rows)))
         return 0
+    held: Held = {path.stem: pickle.loads(path.read_bytes()) for path in given.programs}
     if given.dry_run:
-        return dry_run(rows, given.programs, not given.without_peers)
+        return dry_run(rows, held, not given.without_peers)
     began = time.monotonic()
     torch.manual_seed(0)
-    operands, ways = Operands(), ways_of(given.programs, not given.without_peers)
+    operands, ways = Operands(), ways_of(held, not given.without_peers)
     reports: list[dict[str, Any]] = []
     if given.once:
         for case in cases_of(rows):

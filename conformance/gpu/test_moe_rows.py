@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from conformance.fakes.peers_on_cpu import install
 from conformance.gpu.moe_rows import (
     PEERS,
     ROWS,
     Operands,
+    Peers,
     Tensors,
     cases_of,
     error_of,
@@ -75,6 +77,19 @@ def test_an_output_that_nobody_wrote_has_a_large_error(stage: str) -> None:
     case, tensors = _answered(stage)
     spoil(case, tensors)
     assert not error_of(case, tensors) < 0.9, f"{stage}: outputs that were never written pass for an answer"
+
+
+def test_peers_multiply_the_operands_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for their kernels, which compute in float32."""
+    install(monkeypatch)
+    case, tensors = _answered("l2")
+    spoil(case, tensors)
+    for peer in (Peers().humming, Peers().torch_bf16):
+        found = peer(case, tensors).launch()
+        error = error_of(case, tensors, found)
+        assert error < 6e-3, f"{peer.__name__}: an error of {error} on the operands of {case.id}"
+        found[0] = 0
+        assert error_of(case, tensors, found) > 0.05, f"{peer.__name__}: a row of zeros passes for a result"
 
 
 def test_a_dry_run_names_the_ways_of_each_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -245,11 +245,8 @@ class Gpu:
         """How many threads gave a wait up, in all launches."""
         if not self._patient:
             return 0
-        code, *found = self._driver.cuModuleGetGlobal(self._module, b"gave_up")
-        if int(code):
-            raise RuntimeError(code.name)
-        count = ctypes.c_uint32()
-        self._call(self._driver.cuMemcpyDtoH(ctypes.addressof(count), found[0], 4))
+        address, count = self._call(self._driver.cuModuleGetGlobal(self._module, b"gave_up")), ctypes.c_uint32()
+        self._call(self._driver.cuMemcpyDtoH(ctypes.addressof(count), address, 4))
         return count.value
 
 

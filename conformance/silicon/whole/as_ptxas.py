@@ -15,6 +15,7 @@ from itertools import combinations, count
 from typing import Final
 
 from backends.vm.faults import Fault, UnknownInstructionError
+from conformance.silicon.whole.cuts import PIECE
 from conformance.silicon.whole.drawn import Drawn, drawn
 from conformance.silicon.whole.on_device import level_of
 from conformance.silicon.whole.on_machine import answer, schedule_of
@@ -40,7 +41,6 @@ _BLOCK_ENDS = re.compile(
     r"rcp\.rn|sqrt\.rn|lg2|rsqrt"
 )
 _NOT_ONE_SINGLE = re.compile(r"copysign|div\.full|lg2|rsqrt|mma|setp|testp|set\.\w+\.u32")
-_PIECE = re.compile(r"\bL\d+:|(?:(?!\bL\d+:)[^;])+;?")
 _INSTRUCTION = re.compile(r"[\s{]*(@!?%\w+ )?([a-z][\w.:]*) (\{[^}]*\}|[^,;]*)(?:, ([^;]*))?;")
 _NO_RESULT = ("st.", "red.", "bra", "brx", "bar.sync", "bar.arrive", "bar.warp", "barrier", "fence", "cp.", "wgmma")
 _NOT_PURE = re.compile(
@@ -73,7 +73,7 @@ def converted(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
     """At all levels, by ptxas 13.0; mended in 13.5. It knows the type of a register's last result in a basic block, and
     takes the store of fewer bits of an f32 for a conversion, with saturation and towards zero."""
     singles, places, out = set[str](), 0, list[str]()
-    for piece in _PIECE.findall(text):
+    for piece in PIECE.findall(text):
         found = _INSTRUCTION.match(piece)
         if re.fullmatch(r"L\d+:", piece) or (found and _ends_block(found)):
             singles.clear()
@@ -120,7 +120,7 @@ def _by_last_result(
 ) -> tuple[str, int]:
     """`what`, an instruction of one operand, becomes `by` where the operand's last result is of opcode `last`."""
     opcodes, places, out = dict[str, str](), 0, list[str]()
-    for piece in _PIECE.findall(text):
+    for piece in PIECE.findall(text):
         found = _INSTRUCTION.match(piece)
         if found and what.match(found[2]) and last.match(opcodes.get(found[4], "")):
             places += 1
@@ -179,7 +179,7 @@ def reused(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
     """With -O1, in programs with wgmma: ptxas does not see that a vector of results (of wgmma, mma, ldmatrix, a load)
     or an atomic defines its registers, and takes an earlier result for the same expression of their new contents."""
     start = text.index("\n", text.index("mbarrier.init"))
-    pieces = _PIECE.findall(text[start:])
+    pieces = PIECE.findall(text[start:])
     values, out, places, saved = _Values(), list[str](), 0, 0
     parted: dict[str, int] = {}
     for at, piece in enumerate(pieces):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from conformance.silicon.whole.drawn import Drawn
 
-_PIECE = re.compile(r"\bL\d+:|(?:(?!\bL\d+:)[^;])+;?")
+PIECE = re.compile(r"\bL\d+:|(?:(?!\bL\d+:)[^;])+;?")
+"""A label or a statement of a drawn program's text, with what stands before it."""
 _RESULTS = re.compile(r"[\s{}]*(?:@!?%\w+ )?([a-z][\w.:]*) (\{[^}]*\}|[^,;]*)[,;]")
 _MEETING = re.compile(r"bar\.red\.")
 _FIRST, _LAST = "mbarrier.init", "\nmov.u32 %t0, 0; selp.b32 %t1"
@@ -24,7 +25,7 @@ _FIRST, _LAST = "mbarrier.init", "\nmov.u32 %t0, 0; selp.b32 %t1"
 def _parts(text: str) -> tuple[str, list[str], str]:
     """What stands before the drawn statements, these, and what stands behind them."""
     start, end = text.index("\n", text.index(_FIRST)), text.index(_LAST)
-    return text[:start], _PIECE.findall(text[start:end]), text[end:]
+    return text[:start], PIECE.findall(text[start:end]), text[end:]
 
 
 def _droppable(piece: str) -> bool:
@@ -58,8 +59,8 @@ def cut(program: Drawn, kept: int) -> Drawn:
 def every_cut(program: Drawn) -> Iterator[Drawn]:
     """From none of the statements to all of them; entries are numbered."""
     for kept in range(len(statements(program)) + 1):
-        entry = f"{program.entry}_{kept}"
-        yield replace(cut(program, kept), entry=entry, text=_renamed(cut(program, kept).text, program.entry, entry))
+        one, entry = cut(program, kept), f"{program.entry}_{kept}"
+        yield replace(one, entry=entry, text=_renamed(one.text, program.entry, entry))
 
 
 def _renamed(text: str, entry: str, by: str) -> str:

@@ -22,8 +22,9 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from inspect import getfile
 from multiprocessing import get_context
@@ -343,15 +344,20 @@ def _launch_all(folder: Path, out: Path, slot: int, *, show: bool) -> None:
         time.sleep(0.05)
 
 
-def _launchers(folder: Path, out: Path, seconds: float, *, show: bool = False) -> list[Thread]:
-    """Started, for `seconds` at most; they end once OUT/raw/all is there and all modules ran."""
-    (out / "raw" / "all").unlink(missing_ok=True)
+@contextmanager
+def _launching(folder: Path, out: Path, seconds: float, *, show: bool = False) -> Iterator[None]:
+    """Launchers run meanwhile, for `seconds` at most; at the end OUT/raw/all is written, and they run what is left."""
+    every = out / "raw" / "all"
+    every.unlink(missing_ok=True)
     threads: list[Thread] = []
     for slot in range(LAUNCHERS):
         command = [sys.executable, __file__, str(folder), str(out), "launch-all", str(slot), *["--show"][: int(show)]]
         threads.append(Thread(target=_until_done, args=(command, out / "drawn-failed.txt", seconds, 400)))
         threads[-1].start()
-    return threads
+    yield
+    every.touch()
+    for one in threads:
+        one.join()
 
 
 def _until_assembled(waiting: list[Future[str]], seconds: float) -> None:
@@ -384,21 +390,16 @@ def _gathered(folder: Path, out: Path) -> None:
 
 def launch_drawn(folder: Path, out: Path, seconds: float) -> None:
     """All modules that are assembled now."""
-    threads = _launchers(folder, out, seconds)
-    (out / "raw" / "all").touch()
-    for one in threads:
-        one.join()
+    with _launching(folder, out, seconds):
+        pass
     _gathered(folder, out)
 
 
 def ask_drawn(folder: Path, out: Path, first: int, count: int, seconds: float) -> None:
     """Assemble for about `seconds`, and launch meanwhile."""
     (out / "raw").mkdir(exist_ok=True)
-    threads = _launchers(folder, out, seconds + 20)
-    assemble_drawn(folder, out, first, count, seconds, _cores())
-    (out / "raw" / "all").touch()
-    for one in threads:
-        one.join()
+    with _launching(folder, out, seconds + 20):
+        assemble_drawn(folder, out, first, count, seconds, _cores())
     _gathered(folder, out)
 
 
@@ -422,14 +423,11 @@ def ask_told(folder: Path, out: Path, seconds: float, numbers: list[int]) -> Non
     raw, told = out / "raw", out / "told"
     raw.mkdir(parents=True, exist_ok=True)
     told.mkdir(exist_ok=True)
-    threads = _launchers(folder, out, seconds + 10, show=True)
     with _pool(_cores()) as pool:
-        tasks = [(number, level) for level in sorted(set(LEVELS)) for number in numbers]
-        tasks.sort(key=lambda task: level_of(task[0]) == task[1])
-        _until_assembled([pool.submit(_told_module, folder, raw, *task) for task in tasks], seconds)
-        (raw / "all").touch()
-        for one in threads:
-            one.join()
+        with _launching(folder, out, seconds + 10, show=True):
+            tasks = [(number, level) for level in sorted(set(LEVELS)) for number in numbers]
+            tasks.sort(key=lambda task: level_of(task[0]) == task[1])
+            _until_assembled([pool.submit(_told_module, folder, raw, *task) for task in tasks], seconds)
         list(pool.map(_told, [raw] * len(numbers), [told] * len(numbers), numbers))
     for file in raw.iterdir():
         file.unlink()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -56,10 +56,9 @@ def _place(at: int, mine: int, theirs: int) -> tuple[int, str, int, int]:
 
 
 def _left(program: Drawn, number: int) -> Bytes:
-    text = dropped_guard(program.text)[0]
+    changed = replace(program, text=dropped_guard(program.text)[0])
     try:
-        return answer(Drawn(program.entry, text, program.threads, program.map_number, program.engine),
-                      schedule_of(number)).output  # fmt: skip
+        return answer(changed, schedule_of(number)).output
     except (Fault, UnknownInstructionError):
         return np.zeros(0, np.uint8)
 
