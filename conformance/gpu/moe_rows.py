@@ -157,7 +157,7 @@ def read_bytes(case: Case, routes: int) -> int:
 
 @dataclass
 class PeerCall:
-    """Another's kernels, ready. `launch()`: bf16 [routes, hidden] of l2, None where the row's own tensors are written."""
+    """Another's kernels, ready. `launch()`: bf16 [routes, hidden] of l2, None if it writes the row's own tensors."""
 
     launch: Callable[[], torch.Tensor | None]
 

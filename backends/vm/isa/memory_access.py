@@ -128,9 +128,7 @@ def ld(b: Binder) -> Step:
         params = warp.cta.machine.params
         if read is not params:
             values = access.load_parameter(warp, address(warp)[:1], size).view(dtype)[0]
-            held = [
-                (view, row, values[column].astype(getattr(warp, view)[row].dtype)) for column, view, row in targets
-            ]
+            held = [(view, row, values[column].astype(getattr(warp, view)[row].dtype)) for column, view, row in targets]
             read = params
         for view, row, value in held:
             if warp.where is True:
