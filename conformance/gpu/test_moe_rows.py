@@ -86,6 +86,7 @@ def test_peers_multiply_the_operands_of_the_row(monkeypatch: pytest.MonkeyPatch)
     spoil(case, tensors)
     for peer in (Peers().humming, Peers().torch_bf16):
         found = peer(case, tensors).launch()
+        assert found is not None, f"{peer.__name__} returns nothing of l2"
         error = error_of(case, tensors, found)
         assert error < 6e-3, f"{peer.__name__}: an error of {error} on the operands of {case.id}"
         found[0] = 0
