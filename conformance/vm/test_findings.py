@@ -168,6 +168,26 @@ END: ret;"""
     return Kernel(body, {"out": np.zeros(32, np.uint32), "copy": np.zeros(32, np.uint32)})
 
 
+ALL_ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [mbar];"
+ONE_ARRIVES = f"setp.eq.u32 %p3, %lane, 0; @%p3 {ALL_ARRIVE}"
+
+
+def handed_over(arrival: str, *, count: int = 1, take: str = "ld.shared.u32 %r1, [%r17];", behind: str = "") -> Kernel:
+    """Lanes of warp 0 store and arrive at an mbarrier; warp 1 waits for it and reads what they stored."""
+    body = f""".shared .align 16 .b8 cells[128]; .shared .align 8 .b64 mbar; mov.u32 %r41, cells;
+{init("mbar", count=count)}
+mad.lo.u32 %r17, %lane, 4, %r41; setp.ne.u32 %p2, %warp, 0; @%p2 bra READER;
+st.shared.u32 [%r17], %lane; {FENCE}
+{arrival}
+{behind}
+bra END;
+READER: {wait("mbar", 0)}
+{take}
+mul.wide.u32 %rd1, %lane, 4; add.u64 %rd1, %rd1, %out; st.global.u32 [%rd1], %r1;
+END: ret;"""
+    return Kernel(body, {"out": np.zeros(32, np.uint32)}, block=(64, 1, 1))
+
+
 LANES_MEET, WGMMA_FENCE = "bar.warp.sync 0xffffffff;", "wgmma.fence.sync.aligned;"
 SIGNAL = COMMIT.replace("[mbar]", "[other]")
 UNFENCED_INIT = init("mbar", "other").replace("fence.mbarrier_init.release.cluster;\n", "")
@@ -263,6 +283,38 @@ def test_a_lane_that_copies_alone_waits_for_the_other_lanes() -> None:
     assert any("cp.async.bulk" in text for text in texts), f"the copy by lane 0 is not found: {texts}"
     own = exchanged("").body.replace("xor.b32 %r17, %r17, 4;", "").replace("cp.async.bulk.global", "// ")
     assert not collected(Kernel(own, exchanged("").buffers))[0], "a lane needs no barrier behind itself"
+
+
+def test_an_arrival_of_one_lane_releases_what_the_others_stored_before_they_met() -> None:
+    """compute-sanitizer's racecheck takes the mended kernel for the broken one (docs/compute-sanitizer.md)."""
+    for schedule in SCHEDULES:
+        found, data = collected(handed_over(ONE_ARRIVES), schedule)
+        assert slugs(found) == ["lanes-unordered"], f"{schedule}: planted, found {list(map(str, found))}"
+        assert "lane 1 of warp 0 wrote" in str(found[0]), f"{found[0]}"
+        assert np.array_equal(data["out"], np.arange(32)), "the run goes on"
+    copy = "cp.async.bulk.global.shared::cta.bulk_group [%out], [cells], 128;"
+    drain = "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
+    take = f"setp.ne.u32 %p3, %lane, 0; @%p3 bra END; mov.u32 %r1, 1; {copy} {drain}"
+    copied, _ = collected(handed_over(ONE_ARRIVES, take=take))
+    assert "lanes-unordered" in slugs(copied), f"an asynchronous reader is not told: {list(map(str, copied))}"
+
+
+def test_what_releases_all_that_is_read_is_no_finding() -> None:
+    own = handed_over(ONE_ARRIVES, take="ld.shared.u32 %r1, [cells];")
+    rightly = {
+        "lanes meet ahead of the arrival": handed_over(f"{LANES_MEET} {ONE_ARRIVES}"),
+        "another instruction gathers them": handed_over(f"elect.sync %r2|%p3, 0xffffffff; @%p3 {ALL_ARRIVE}"),
+        "every lane arrives": handed_over(ALL_ARRIVE, count=32),
+        "every lane arrives, then one once more": handed_over(f"{ALL_ARRIVE} {ONE_ARRIVES}", count=33),
+        "only what the arriving lane stored is read": own,
+        "lanes meet only behind, and arrive again": handed_over(
+            ONE_ARRIVES, count=2, behind=f"{LANES_MEET} {ONE_ARRIVES}"
+        ),
+    }
+    for what, kernel in rightly.items():
+        for schedule in SCHEDULES:
+            found, _ = collected(kernel, schedule)
+            assert not found, f"{what}, {schedule}: {list(map(str, found))}"
 
 
 def test_every_grade_has_rules_and_each_that_is_no_error_is_planted() -> None:

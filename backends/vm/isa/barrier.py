@@ -10,7 +10,7 @@ from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.cta import NAMED_BARRIERS, NamedBarrier
-from backends.vm.machine.warp import Warp
+from backends.vm.machine.warp import Gathering, Warp
 from backends.vm.ptx.ast import Operand
 
 
@@ -127,27 +127,29 @@ def reduce(b: Binder) -> Step:
 
 @opcode("bar.warp.sync", section="9.7.13.2", kind="tail", counter="barrier")
 def warp_sync(b: Binder) -> Step:
-    """Wait for all named lanes of the warp that still run."""
+    """Wait for all named lanes of the warp that still run, at this instruction or another one of the same mask."""
     members = b.source(b.expect(1)[0], "u32")
 
     def step(warp: Warp) -> object:
-        mask, block = warp.mask, warp.block
+        mask = warp.mask
         bits = int(warp.u32[members][int(mask.argmax())])
         named = (bits >> np.arange(32) & 1).astype(np.bool_)
         if not count_nonzero(named & mask) or count_nonzero(mask & ~named):
             raise Fault("barrier-misuse", f"bar.warp.sync {bits:#x} by lanes that it does not name",
                         lane=int((mask & ~named).argmax()))  # fmt: skip
 
-        def here() -> bool:
-            gathered = np.zeros(32, np.bool_)
-            for strand in warp.strands:
-                if strand.block == block and strand.wait is not None:
-                    gathered |= strand.mask
-            return not count_nonzero(named & warp.alive & ~gathered)
-
         warp.meetings += 1
         if not count_nonzero(named & warp.alive & ~mask):
             return NEXT
+        gathering = warp.gatherings.setdefault(bits, Gathering())
+        gathering.here |= mask
+
+        def here() -> bool:
+            if not gathering.over and not count_nonzero(named & warp.alive & ~gathering.here):
+                gathering.over = True
+                del warp.gatherings[bits]
+            return gathering.over
+
         return Wait(ready=here, reason=lambda: f"the lanes {bits:#x} of its warp to reach bar.warp.sync",
                     finish=warp.rejoin, local=True)  # fmt: skip
 

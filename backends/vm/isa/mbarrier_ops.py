@@ -134,7 +134,7 @@ def arrive(b: Binder) -> Step:
             count = len(lanes) if expects or given is None else int(given.sum())
             barrier.arrive(count, _by(warp, b), *_released(warp, relaxed=relaxed, narrow=narrow), drop=drop)
         if not relaxed:
-            warp.next_epoch()
+            warp.next_epoch(warp.active_bits())
 
     return step
 

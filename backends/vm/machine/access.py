@@ -203,6 +203,7 @@ def _store(
         _count_banks(warp, offsets, values.shape[1])
         cta.smem.store(offsets, values, warp.clock, warp.stamp, line, strong=strong)
         cta.smem.lanes.note(offsets, values.shape[1], lanes, 0 if strong else warp.meetings)
+        warp.stored_at = warp.meetings
     elif space == "local":
         index = _local_index(warp, addresses, values.shape[1], lanes)
         warp.local.data[index], warp.local.defined[index] = values, True
@@ -346,4 +347,4 @@ def synchronise(
         if release and gives:
             flags.setdefault(key, Carried()).give(warp.clock, rank, narrow=narrow)
     if release:
-        warp.next_epoch()
+        warp.next_epoch(warp.active_bits())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import length_hint
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from backends.vm.machine.engine import CopyGroups
 from backends.vm.machine.undefined import BecameUndefined, UndefinedRegisters
 from backends.vm.memory.clocks import Carried, Clock, stamp
 from backends.vm.memory.definedness import Sources
+from backends.vm.memory.lane_releases import EVERY, NOBODY
 from backends.vm.memory.tmem import Index
 
 if TYPE_CHECKING:
@@ -72,6 +73,14 @@ class Strand:
     def able(self) -> bool:
         """Whether the lanes can go on: they wait for nothing, or what they wait for has come."""
         return self.wait is None or self.wait.ready()
+
+
+@dataclass(slots=True)
+class Gathering:
+    """Lanes that have come to a bar.warp.sync of one mask. `over`: all that it names have."""
+
+    here: Mask = field(default_factory=lambda: np.zeros(LANES, np.bool_))
+    over: bool = False
 
 
 @dataclass(slots=True)
@@ -138,7 +147,8 @@ class Warp:
 
     Relaxed arrivals carry `released`, what a fence has covered, and to the warp's own CTA `released_to_cta`. A fence
     acquires what relaxed waits have `noticed`, by mbarrier. `met`: what a barrier of the cluster has shown to be over.
-    `meetings` counts, from 1, what may order the lanes among themselves.
+    `meetings` counts, from 1, what may order the lanes among themselves; `stored_at` is their number at the last store
+    to shared memory. `gatherings`: by mask, the lanes that wait at bar.warp.sync.
     """
 
     pred: list[Mask]
@@ -187,6 +197,8 @@ class Warp:
         self.copies = CopyGroups()
         self.turns = LaneTurns()
         self.meetings = 1
+        self.stored_at = 0
+        self.gatherings: dict[int, Gathering] = {}
 
     def __getattr__(self, name: str) -> list[Row]:
         """A view of the registers, made when an instruction first needs it: most are never needed."""
@@ -221,11 +233,17 @@ class Warp:
                         f"{lanes.tolist()} are elsewhere", lane=int(lanes[0]))  # fmt: skip
         self.meetings += 1
 
-    def next_epoch(self) -> None:
-        """Begin an epoch: what this warp has released does not cover what it does from now on."""
+    def next_epoch(self, lanes: int = EVERY) -> None:
+        """Begin an epoch: what `lanes` of this warp have released does not cover what it does from now on."""
         epoch = int(self.clock.seen[self.agent]) + 1
+        if self.stored_at == self.meetings:
+            self.agents.releases.note(self.agent, epoch - 1, self.meetings, lanes)
         self.clock.seen[self.agent] = epoch
         self.stamp = stamp(self.agent, epoch)
+
+    def active_bits(self) -> int:
+        """The active lanes as bits; EVERY if all living ones are."""
+        return EVERY if self.full else int.from_bytes(np.packbits(self.mask, bitorder="little").tobytes(), "little")
 
     def fence_proxy(self, *, shared: bool, global_: bool) -> None:
         """`fence.proxy.async`: the asynchronous proxy sees what is ordered before now in these memories."""
@@ -233,7 +251,7 @@ class Warp:
             self.clock.fence_proxy()
         if global_ and self.cta.machine.races.stored:
             self.clock.grid_part().fence_proxy(self.agents.serial, self.clock.seen)
-        self.next_epoch()
+        self.next_epoch(NOBODY)
 
     @property
     def name(self) -> str:
@@ -346,7 +364,7 @@ class Warp:
         strand = self.strands[0]
         others = [other for other in self.strands[1:] if other.block == strand.block and other.wait is not None]
         for other in others:
-            if other.wait is not None and other.wait.local:
+            if other.wait is not None and other.wait.local and other.able:
                 strand.mask = strand.mask | other.mask
                 self.strands.remove(other)
         self.set_mask(strand.mask)

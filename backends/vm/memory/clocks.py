@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
+from backends.vm.memory.lane_releases import LaneReleases
 
 ACCUMULATORS = 8
 """Accumulators of a CTA whose chains of MMAs are told apart; 512 columns hold four of 128."""
@@ -51,6 +52,7 @@ class Agents:
     line: Callable[[], int] = int
     acting: Callable[[], int] = int
     tensor_fences: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    releases: LaneReleases = field(default_factory=LaneReleases)
 
     @property
     def first_engine(self) -> int:

@@ -4,13 +4,17 @@ The lanes of a warp are threads of their own since sm_70. The machine lets them 
 instruction, sooner than silicon must, so that schedules never show a missing bar.warp.sync. Clocks are by warp. This
 tells lanes apart instead: lanes that have not met since a write (no bar.warp.sync, no other instruction that gathers
 lanes, no wait) are not ordered by it. Whatever may order them counts as a meeting, so that what is found is found
-rightly.
+rightly. An arrival of one lane publishes what that lane did, and what others did before they met it (PTX ISA 8.8): so
+another warp, which waits for that arrival alone, is not ordered behind the others' later writes.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+
+from backends.vm.memory.clocks import EPOCH_MASK, Epochs, Stamps, agent_of
+from backends.vm.memory.lane_releases import LaneReleases
 
 Addresses = npt.NDArray[np.int64]
 
@@ -35,3 +39,13 @@ class LaneWrites:
     def foreign(self, granules: Addresses, lanes: Addresses, meetings: int) -> npt.NDArray[np.bool_]:
         """Which of granules [n, k] another lane than lanes [n] wrote since the warp met for the `meetings`-th time."""
         return (self.met[granules] == meetings) & (self.lane[granules] != lanes[:, None])
+
+    def loose(self, granules: Addresses, stamps: Stamps, seen: Epochs, releases: LaneReleases) -> npt.NDArray[np.bool_]:
+        """Which of `granules`, last written as `stamps` say, were released by other lanes alone to who has `seen` so
+        much."""
+        agents, epochs = agent_of(stamps), stamps & EPOCH_MASK
+        asked = np.isin(agents, list(releases.partial)) & (self.met[granules] > 0) & (epochs <= seen[agents])
+        for at in zip(*np.nonzero(asked), strict=True):
+            lane, met, agent = int(self.lane[granules[at]]), int(self.met[granules[at]]), int(agents[at])
+            asked[at] = releases.leave_out(agent, lane, met, int(epochs[at]), int(seen[agent]))
+        return asked

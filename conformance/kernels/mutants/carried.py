@@ -3,6 +3,8 @@
 Of each sm_90a mutant of the record: its machine code, the launches, and the inputs of the row that killed it in the VM,
 or of the largest row of its program that is not too large, where none did. Launches are those that the VM is given,
 host programs' included. `--draw SYNC OTHERS SEED` adds mutants of the smoke profile's programs of the NVFP4 layer.
+`--hanging`: those alone that hang in the record of an H200 (silicon.py), with waits that give up, so that tools see an
+end; and their programs as they are, with the same waits.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from backends.vm.machine.special import Dim3
 from backends.vm.memory.global_memory import Buffer
 from conformance.kernels.mutants.campaign import Built, Plan, Record, Subject, planned, program_of, subjects
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant, mutants, program_id
+from conformance.kernels.mutants.on_device import RUNS
+from conformance.kernels.mutants.silicon import read
 from conformance.kernels.mutants.table import RECORD
+from conformance.meta.docs.programs_on_device import patient
 from megamoe.contract import HostProgram, Program
 from megamoe.contract.assembly import assemblers
 from megamoe.judge.guarded import GuardedCase
@@ -36,6 +41,8 @@ from megamoe.spec.selection import Selection
 TARGET = "sm_90a"
 ELEMENTS = 300_000
 """Of the inputs of a row that carries a mutant which no row killed."""
+PATIENCE_NS = 150_000_000
+"""Of waits that give up: more than a program that ends takes under any tool, in nanoseconds from its begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +117,10 @@ def places(launch: Noted, buffers: Sequence[Buffer]) -> list[tuple[int, int, str
 
 @dataclass(slots=True)
 class Carried:
-    """The folder: `rows` and `calls` of rows.json."""
+    """The folder: `rows` and `calls` of rows.json. `hanging`: waits of its programs give up."""
 
     folder: Path
+    hanging: bool = False
     rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     calls: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
@@ -164,7 +172,8 @@ class Carried:
         name = base if mutant is None or mutant.launch is None else f"{base} {mutant.id}"
         try:
             self.call(name, built, changed if mutant is None or mutant.launch is not None else program)
-            code = cubin(_numbered(changed.ptx, [one["entry"] for one in self.calls[name]["launches"]], number))
+            text = patient(changed.ptx, PATIENCE_NS) if self.hanging else changed.ptx
+            code = cubin(_numbered(text, [one["entry"] for one in self.calls[name]["launches"]], number))
         except Exception as error:
             return f"{'' if mutant is None else mutant.id}: {type(error).__name__}: {str(error)[:200]}"
         (self.folder / "code" / f"{number}.cubin").write_bytes(code)
@@ -176,6 +185,7 @@ class Carried:
                 "orders": mutant is not None and mutant.kind in SYNCHRONISATION,
                 "base": base,
                 "call": name,
+                "runs": 1 if self.hanging else RUNS,
             }
         )
         return ""
@@ -219,6 +229,20 @@ def of_record(record: Record) -> Iterator[tuple[Subject, Built, Mutant]]:
             yield found[0], built, found[1][one.id]
 
 
+def of_silicon(fate: str) -> Iterator[tuple[Subject, Built, Mutant]]:
+    """Mutants of the record of an H200 with this fate whose program is still built, each with the case it ran on."""
+    specs = load_specs(None)
+    bases: dict[str, list[str]] = {}
+    for one in read():
+        if one.id and one.fate == fate:
+            bases.setdefault(one.base, []).append(one.id)
+    for base, ids in bases.items():
+        backend, text, case_id = base.split()
+        if (built := built_of(specs, backend, case_id, text)) is not None:
+            subject = Subject(backend, TARGET, built.case.op, [built])
+            yield from ((subject, built, one) for one in mutants(built.program) if one.id in ids)
+
+
 def built_of(specs: Mapping[str, Any], backend: str, case_id: str, text: str) -> Built | None:
     """The program of a case, if it has this text."""
     spec = specs[case_id.partition(":")[0]]
@@ -240,9 +264,11 @@ def main(given: list[str]) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--record", type=Path, default=RECORD)
     parser.add_argument("--draw", type=int, nargs=3, metavar=("SYNC", "OTHERS", "SEED"))
+    parser.add_argument("--hanging", action="store_true")
     options = parser.parse_args(given)
-    carried = Carried(options.folder)
-    every = {one[2].id: one for one in of_record(Record(options.record))}
+    carried = Carried(options.folder, options.hanging)
+    chosen = of_silicon("hang") if options.hanging else of_record(Record(options.record))
+    every = {one[2].id: one for one in chosen}
     if options.draw:
         every = {one[2].id: one for one in drawn_ones(*options.draw)} | every
     bases = {(one.backend, built.program.ptx, built.case.id): (one, built) for one, built, _ in every.values()}

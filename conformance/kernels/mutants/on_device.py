@@ -40,7 +40,7 @@ HANG_TOOLS = (DEADLOCK, "synccheck")
 """What mutants run under that do not end by themselves."""
 RUNS = 20
 """Launches of a mutant without a tool."""
-PATIENCE = {ALONE: 0.5, "synccheck": 3.0, DEADLOCK: 4.0}
+PATIENCE = {ALONE: 1.0, "synccheck": 3.0, DEADLOCK: 4.0}
 """Seconds that a launch may take, by tool; a launch of these rows takes less than a millisecond."""
 TOOL_PATIENCE = 5.0
 START = 5.0
@@ -217,7 +217,7 @@ def _one(
     )
     addresses = {name: device.memory(size) for name, size, _ in call["buffers"]}
     sums: list[str] = []
-    for _ in range(RUNS if tool == ALONE else 1):
+    for _ in range(row["runs"] if tool == ALONE else 1):
         for name, size, file in call["buffers"]:
             # initcheck takes what the host wrote for initialised.
             bare = tool == "initcheck" and (file is None or name in call["outputs"])

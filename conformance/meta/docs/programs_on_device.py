@@ -135,24 +135,32 @@ def _controls() -> Iterator[dict[str, str]]:
 # On the device
 
 
-def patient(ptx: str) -> str:
-    """`ptx` with waits for mbarriers that give up after PATIENCE_NS, and count that in the variable `gave_up`."""
-    given, waits = re.subn(
-        r"^(WAIT|EMPTY|FULL):\n((?:.*\n)??  mbarrier\.try_wait.*\n)(  @!)",
-        r"\1:\n\2  mov.u64 %now, %globaltimer;\n  setp.gt.u64 %spent, %now, %until;\n  @%spent bra GAVE_UP;\n\3",
-        ptx,
+def patient(ptx: str, nanoseconds: int = PATIENCE_NS) -> str:
+    """`ptx` with waits for mbarriers that give up `nanoseconds` after their kernel has begun: the thread counts that in
+    the variable `gave_up`, and exits."""
+    parts = re.split(r"^(?=.*\.entry\b)", ptx, flags=re.MULTILINE)
+    given = [parts[0], *(_patient_entry(one, nanoseconds) for one in parts[1:])]
+    if "".join(given) == ptx:
+        return ptx
+    return "".join([given[0], ".visible .global .align 4 .u32 gave_up;\n", *given[1:]])
+
+
+def _patient_entry(entry: str, nanoseconds: int) -> str:
+    text, waits = re.subn(
+        r"^.*mbarrier\.try_wait\S*\s+(%?\w+),.*;",
+        r"\g<0>\n  mov.u64 %patience_now, %globaltimer;\n"
+        r"  setp.gt.and.u64 %patience_spent, %patience_now, %patience_ends, !\1;\n"
+        r"  @%patience_spent red.global.add.u32 [gave_up], 1;\n  @%patience_spent exit;",
+        entry,
         flags=re.MULTILINE,
     )
     if not waits:
-        return ptx
+        return entry
     begin = (
-        "{\n  .reg .b64 %now, %until;\n  .reg .pred %spent;\n"
-        f"  mov.u64 %until, %globaltimer;\n  add.u64 %until, %until, {PATIENCE_NS};\n"
+        "{\n  .reg .b64 %patience_now, %patience_ends;\n  .reg .pred %patience_spent;\n"
+        f"  mov.u64 %patience_ends, %globaltimer;\n  add.u64 %patience_ends, %patience_ends, {nanoseconds};\n"
     )
-    given = given.replace(".visible .entry", ".visible .global .align 4 .u32 gave_up;\n.visible .entry", 1)
-    end = given.rindex("}")
-    given = f"{given[:end]}GAVE_UP:\n  red.global.add.u32 [gave_up], 1;\n  exit;\n{given[end:]}"
-    return given.replace("\n{\n", f"\n{begin}", 1)
+    return re.sub(r"^\s*\{\n", begin, text, count=1, flags=re.MULTILINE)
 
 
 def filler(size: int) -> str:

@@ -45,7 +45,7 @@ def test_a_late_party_changes_no_finding(program: Program, tmp_path: Path) -> No
 def test_every_wait_has_an_end_and_changes_nothing_before_it(tmp_path: Path) -> None:
     for one in PACKED:
         waits = one["kernel"].count("mbarrier.try_wait")
-        assert patient(one["kernel"]).count("bra GAVE_UP;") == waits, f"{one['name']}: {waits} waits"
+        assert patient(one["kernel"]).count("@%patience_spent exit;") == waits, f"{one['name']}: {waits} waits"
     (ring,) = (one for one in PACKED if one["name"] == "rules/mbarrier 2")
     assert patient(ring["kernel"]) != ring["kernel"]
     assert outcome(Trial(patient(ring["kernel"]), ring["python"], ""), tmp_path) == ""

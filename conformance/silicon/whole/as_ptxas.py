@@ -41,7 +41,7 @@ _BLOCK_ENDS = re.compile(
     r"rcp\.rn|sqrt\.rn|lg2|rsqrt"
 )
 _NOT_ONE_SINGLE = re.compile(r"copysign|div\.full|lg2|rsqrt|mma|setp|testp|set\.\w+\.u32")
-_INSTRUCTION = re.compile(r"[\s{]*(@!?%\w+ )?([a-z][\w.:]*) (\{[^}]*\}|[^,;]*)(?:, ([^;]*))?;")
+_INSTRUCTION = re.compile(r"[\s{}]*(@!?%\w+ )?([a-z][\w.:]*) (\{[^}]*\}|[^,;]*)(?:, ([^;]*))?;")
 _NO_RESULT = ("st.", "red.", "bra", "brx", "bar.sync", "bar.arrive", "bar.warp", "barrier", "fence", "cp.", "wgmma")
 _NOT_PURE = re.compile(
     r"ld|st|atom|red|bar|mbarrier|cp|vote|shfl|match|elect|call|bra|brx|wgmma|mma|add\.cc|addc|sub\.cc|subc|mad\S*\.cc"
@@ -207,7 +207,7 @@ def reused(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
             if (known := values.at_hand.get(key)) and _stale(values, known[0], operands):
                 places += 1
                 if only is None or places - 1 in only:
-                    out.append(piece.replace(found.group().lstrip(" \n{"), f"mov.b32 {into[0]}, {known[1]};"))
+                    out.append(piece.replace(found.group().lstrip(" \n{}"), f"mov.b32 {into[0]}, {known[1]};"))
                     values.define(at, into[0], known[2])
                     continue
                 known = None

@@ -9,6 +9,7 @@ answer yet and writes the hashes of what they leave to OUT/hashes.npz;
 `.. drawn` is two steps, which can be taken alone: `.. assemble FIRST COUNT SECONDS` needs no GPU, only cores, and
 `.. launch SECONDS` runs what is assembled. `.. tell SECONDS NUMBER ..` writes OUT/told/NUMBER.npz: all that random
 programs leave at each level of ptxas, and all that their cuts (cuts.py) leave; parted.py reads it.
+`.. levels SECONDS NUMBER ..` leaves the cuts out: another ptxas, first on the path, answers in seconds.
 ask.py is this file: it needs NumPy, ptxas and the driver alone. A program that fails or
 hangs ends its process, as the driver has no way back from that; another process goes on behind it.
 """
@@ -25,7 +26,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from inspect import getfile
 from multiprocessing import get_context
 from pathlib import Path
@@ -293,14 +294,14 @@ def _drawn_module(folder: Path, raw: Path, first: int, count: int) -> str:
     return _assembled(folder, raw, str(first), every, level_of(first))
 
 
-def _told_module(folder: Path, raw: Path, number: int, level: str) -> str:
+def _told_module(folder: Path, raw: Path, number: int, level: str, *, with_cuts: bool) -> str:
     """Of the program alone; with its cuts before it at the level that it was drawn for."""
     sys.path.insert(0, str(folder))
     import cuts  # type: ignore[import-not-found]
     import drawn  # type: ignore[import-not-found]
 
     whole = drawn.drawn(number)
-    every = [*cuts.every_cut(whole), whole] if level == level_of(number) else [whole]
+    every = [*cuts.every_cut(whole), whole] if with_cuts and level == level_of(number) else [whole]
     return _assembled(folder, raw, f"{number}{level}", every, level)
 
 
@@ -403,7 +404,7 @@ def ask_drawn(folder: Path, out: Path, first: int, count: int, seconds: float) -
     _gathered(folder, out)
 
 
-def _told(raw: Path, told: Path, number: int) -> None:
+def _told(raw: Path, told: Path, number: int, *, with_cuts: bool) -> None:
     """`-O0` and so on: uint8 [OUTPUT_BYTES], what the program leaves at a level; `cuts`: uint8 [cuts, OUTPUT_BYTES],
     what its cuts leave, each but the first XOR that of the one before. Zeros where one failed."""
     arrays: dict[str, Any] = {}
@@ -411,15 +412,15 @@ def _told(raw: Path, told: Path, number: int) -> None:
         if (file := raw / f"{number}{level}.npy").exists():
             left = np.load(file)
             arrays[level] = left[-1].copy()
-            if level == level_of(number):
+            if with_cuts and level == level_of(number):
                 left[1:] ^= left[:-1].copy()
                 arrays["cuts"] = left[:-1]
     if arrays:
         np.savez_compressed(told / f"{number}.npz", allow_pickle=False, **arrays)
 
 
-def ask_told(folder: Path, out: Path, seconds: float, numbers: list[int]) -> None:
-    """Each program of `numbers` and its cuts, for about `seconds`."""
+def ask_told(folder: Path, out: Path, seconds: float, numbers: list[int], *, with_cuts: bool) -> None:
+    """Each program of `numbers` and, if asked for, its cuts, for about `seconds`."""
     raw, told = out / "raw", out / "told"
     raw.mkdir(parents=True, exist_ok=True)
     told.mkdir(exist_ok=True)
@@ -427,8 +428,10 @@ def ask_told(folder: Path, out: Path, seconds: float, numbers: list[int]) -> Non
         with _launching(folder, out, seconds + 10, show=True):
             tasks = [(number, level) for level in sorted(set(LEVELS)) for number in numbers]
             tasks.sort(key=lambda task: level_of(task[0]) == task[1])
-            _until_assembled([pool.submit(_told_module, folder, raw, *task) for task in tasks], seconds)
-        list(pool.map(_told, [raw] * len(numbers), [told] * len(numbers), numbers))
+            _until_assembled(
+                [pool.submit(_told_module, folder, raw, *task, with_cuts=with_cuts) for task in tasks], seconds
+            )
+        list(pool.map(partial(_told, raw, told, with_cuts=with_cuts), numbers))
     for file in raw.iterdir():
         file.unlink()
     raw.rmdir()
@@ -448,8 +451,8 @@ def main(arguments: list[str]) -> None:
         _launch_all(folder, out, int(given[0]), show="--show" in arguments)
     elif step == "whole":
         ask_whole(folder, out)
-    elif step == "tell":
-        ask_told(folder, out, float(given[0]), [int(one) for one in given[1:]])
+    elif step in ("tell", "levels"):
+        ask_told(folder, out, float(given[0]), [int(one) for one in given[1:]], with_cuts=step == "tell")
     elif step == "launch":
         launch_drawn(folder, out, float(given[0]))
     elif step == "assemble":

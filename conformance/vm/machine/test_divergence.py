@@ -71,6 +71,14 @@ CASES = {
         "mov.u32 %r1, 1; setp.eq.u32 %p1, %warp, 1; @%p1 ret; bar.sync 0; bar.sync 0;",
         np.where(LANES < 32, 1, 77),
     ),
+    "halves of a warp that gather at different instructions": (
+        """.shared .align 16 .b8 cells[256]; mov.u32 %r2, cells; mad.lo.u32 %r2, %tx, 4, %r2; st.shared.u32 [%r2], %tx;
+        xor.b32 %r3, %r2, 64; setp.lt.u32 %p1, %lane, 16; @%p1 bra LOW;
+        add.u32 %r1, %r1, 100; bar.warp.sync 0xffffffff; ld.shared.u32 %r5, [%r3]; bra JOIN;
+        LOW: bar.warp.sync 0xffffffff; ld.shared.u32 %r5, [%r3];
+        JOIN: mov.u32 %r1, %r5; bar.warp.sync 0xffffffff;""",
+        LANES ^ 16,
+    ),
     "named lanes gather one by one": (
         """mov.u32 %r3, 0;
         LOOP: add.u32 %r3, %r3, 1; setp.lt.u32 %p1, %r3, %lane; @%p1 bra LOOP;
