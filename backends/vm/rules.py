@@ -369,9 +369,9 @@ _ALL = (
     _relied(
         "lanes-unordered", "8.7.1",
         "A lane uses what another lane of its warp has written to shared memory, and nothing makes it wait for that: "
-        "lanes are threads of their own.",
+        "lanes are threads of their own. Or another warp does, which has waited for an arrival of other lanes alone.",
         "Kernels that take the lanes of a warp to run in step.",
-        "Execute bar.warp.sync between the write and the other lane's use.",
+        "Execute bar.warp.sync between the write and the other lane's use, or its arrival.",
         "bar.warp.sync",
     ),
     # Worth a look.
@@ -404,6 +404,7 @@ PAGES: Final[Mapping[str, str]] = {
     "unawaited-copies": "bulk copies that nobody awaits",
     "mbarrier": "phases, counts and parity",
     "races": "races of generic memory and scopes",
+    "lanes": "lanes of one warp",
     "cluster-life": "the life of a cluster",
     "tcgen05-order": "tcgen05 fences and waits",
     "tensor-memory": "allocation and lanes",
@@ -428,7 +429,7 @@ def as_markdown() -> str:
         "[Bring your kernel](../bring-your-kernel.md) says how to read a finding, choose a profile and suppress one.",
         "Sections are those of the PTX ISA 9.1. `python -m backends.vm.rules > docs/rules/README.md` makes this page.",
         "",
-        "Ten families have a page: what goes wrong, the smallest kernel that shows it, its finding, the "
+        "Eleven families have a page: what goes wrong, the smallest kernel that shows it, its finding, the "
         "cure, and which public bugs it was.",
         "",
         *(f"- [{name}]({name}.md): {about}" for name, about in PAGES.items()),

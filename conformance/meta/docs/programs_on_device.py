@@ -78,6 +78,7 @@ LATE: Mapping[str, tuple[tuple[str, str], ...]] = {
     "found/cutlass-cta-scope": (("  st.shared.b32 [%r2], %r4;", 64 * "  st.volatile.shared.b32 [%r2], %r0;\n"),),
     "found/cutlass-neighbour-ends": (("  mapa.", _FIRST_CTA),),
     "rules/cluster-life": (("  mapa.", _FIRST_CTA),),
+    "rules/lanes": (("  st.shared.b32 [%r2], %r0;", _FIRST_WARP),),
     "rules/mbarrier": (("WAIT:\n", _late("%tid.x ge 0")),),
     "rules/races": (("  ld.shared.b32 %r4", _SECOND_WARP),),
     "rules/races between CTAs": (
