@@ -1,11 +1,13 @@
 """What an H200 and compute-sanitizer said of mutants, as a record, and as a part of results/mutants.md.
 
 `python -m conformance.kernels.mutants.silicon ROWS.json MUTANTS.json` writes the record from what carried.py wrote and
-what on_device.py brought back.
+what on_device.py brought back. `.. ROWS.json MUTANTS.json --into` puts answers of tools into the record that is there,
+`.. --patient` those of programs whose waits give up (`carried --hanging`).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections import Counter
@@ -20,6 +22,8 @@ from conformance.kernels.mutants.on_device import ALONE, TOOLS
 from megamoe.records.files import write_file
 
 SILICON = ROOT / "results" / "records" / "h200-mutants.json"
+_BITS = [tool for tool in TOOLS if tool != "initcheck"]
+"""Tools under which outputs are filled before a launch, so that their bits can be compared."""
 FATES = ("right", "wrong", "fault", "hang")
 """What comes of a mutant without a tool. Wrong: the bits of a launch are not those of the program as it is."""
 
@@ -29,7 +33,7 @@ class Seen:
     """A mutant on an H200, or with no `id` a program as it is. `base`: the program, with the case that it ran on.
 
     `fate`: one of FATES. `wrong` of `launches` had other bits than the program as it is. `tools`: how often a tool made
-    each kind of report; a tool that is not there did not run, or died.
+    each kind of report; a tool that is not there did not run, or died. `patient`: the same, once waits give up.
     """
 
     id: str
@@ -39,6 +43,7 @@ class Seen:
     wrong: int = 0
     launches: int = 0
     tools: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    patient: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
 
     @property
     def reporting(self) -> tuple[str, ...]:
@@ -48,23 +53,52 @@ class Seen:
 
 def seen_of(rows: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[Seen]:
     """From the rows of rows.json and the list of mutants.json. Rows that did not run alone are left out."""
-    by_number: dict[int, dict[str, Mapping[str, Any]]] = {}
-    for one in answers:
-        by_number.setdefault(one["number"], {})[one["tool"]] = one
+    by_number = _by_number(answers)
     found: list[Seen] = []
     for row in rows:
         asked = by_number.get(row["number"], {})
         if (alone := asked.get(ALONE)) is None:
             continue
         fate = "fault" if alone["status"] == "died" else str(alone["status"])
-        tools = {
-            tool: dict(asked[tool]["reports"])
-            for tool in TOOLS
-            if tool in asked and (asked[tool]["reports"] or asked[tool]["status"] != "died")
-        }
         counts = (alone.get("wrong", 0), alone.get("of", 0))
-        found.append(Seen(row["id"], row["kind"], row["base"], fate, *counts, tools))
+        found.append(Seen(row["id"], row["kind"], row["base"], fate, *counts, _told_by(asked)))
     return found
+
+
+def _by_number(answers: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Mapping[str, Any]]]:
+    found: dict[int, dict[str, Mapping[str, Any]]] = {}
+    for one in answers:
+        found.setdefault(one["number"], {})[one["tool"]] = one
+    return found
+
+
+def _told_by(asked: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """What the tools reported; nothing of one that died and has reported nothing."""
+    return {
+        tool: dict(asked[tool]["reports"])
+        for tool in TOOLS
+        if tool in asked and (asked[tool]["reports"] or asked[tool]["status"] != "died")
+    }
+
+
+def with_tools(
+    seen: Sequence[Seen], rows: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]], *, patient: bool
+) -> list[Seen]:
+    """The record with more answers of tools. `patient`: they are of programs whose waits give up. A program as it is
+    that has other bits then was not done before its waits gave up; a tool that made it so slow has no say."""
+    by_number = _by_number(answers)
+    more: dict[tuple[str, str], dict[str, dict[str, int]]] = {}
+    hasty: set[tuple[str, str]] = set()
+    for row in rows:
+        asked = {tool: one for tool, one in by_number.get(row["number"], {}).items() if tool != ALONE}
+        more[row["base"], row["id"]] = _told_by(asked)
+        if patient and not row["id"]:
+            hasty |= {(row["base"], tool) for tool, one in asked.items() if one["status"] != "right" and tool in _BITS}
+    said = [(one, more.get((one.base, one.id), {})) for one in seen]
+    told = [(one, {tool: of for tool, of in new.items() if (one.base, tool) not in hasty}) for one, new in said]
+    if patient:
+        return [replace(one, patient=one.patient | new) for one, new in told]
+    return [replace(one, tools=one.tools | new) for one, new in told]
 
 
 def read(path: Path = SILICON) -> list[Seen]:
@@ -90,7 +124,7 @@ def told(seen: Sequence[Seen], killed: Collection[str], lived: Collection[str]) 
         *(f"- {tool} reports `{one.base}` as it is" for one in whole for tool in one.reporting),
         "",
         "A cell of a tool: mutants that it reports, of those that it was run on. Mutants of a program that it reports",
-        "as it is are left out. What hangs was run under none, for want of time.",
+        "as it is are left out. What hangs ran under that of the deadlocks alone: what other tools say is below.",
         "",
         "| class | mutants | right | wrong | fault | hang | VM kills | " + " | ".join(TOOLS) + " | any tool |",
         "|---" * (8 + len(TOOLS)) + "|",
@@ -105,6 +139,7 @@ def told(seen: Sequence[Seen], killed: Collection[str], lived: Collection[str]) 
         *_compared(mutants, killed, lived),
         "",
         *_reports(mutants),
+        *_hanging(seen),
     ]
 
 
@@ -165,13 +200,49 @@ def _reports(mutants: Sequence[Seen]) -> list[str]:
             *(f"| {tool} | {kind} | {count} |" for (tool, kind), count in ranked), ""]  # fmt: skip
 
 
-def main(rows: Path, answers: Path) -> None:
+def _hanging(seen: Sequence[Seen]) -> list[str]:
+    """What tools say of mutants that hang, once their waits give up."""
+    alarmed = {(one.base, tool) for one in seen if not one.id for tool in TOOLS if one.patient.get(tool)}
+    ran = {
+        tool: [one for one in seen if one.id and tool in one.patient and (one.base, tool) not in alarmed]
+        for tool in TOOLS
+    }
+    if not any(ran.values()):
+        return []
+    lines = [
+        "Mutants that hang, once more with waits for mbarriers that give up 150 ms after their kernel has begun",
+        "(`carried --hanging`): a thread whose wait does so exits, and a launch ends. initcheck then reports that the",
+        "next kernel reads what the one that gave up has not written, which is no finding about the mutant.",
+        "",
+        "| tool | ran on | reports | what |",
+        "|---|---|---|---|",
+    ]
+    for tool, some in ran.items():
+        kinds = Counter(kind for one in some for kind in one.patient[tool])
+        what = "; ".join(f"{kind} ({count})" for kind, count in kinds.most_common())
+        if some:
+            lines.append(f"| {tool} | {len(some)} | {sum(bool(one.patient[tool]) for one in some)} | {what} |")
+    return [*lines, ""]
+
+
+def main(given: Sequence[str]) -> None:
     """See above."""
-    seen = seen_of(json.loads(rows.read_text("utf-8"))["rows"], json.loads(answers.read_text("utf-8")))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("answers", type=Path)
+    parser.add_argument("--into", action="store_true")
+    parser.add_argument("--patient", action="store_true")
+    options = parser.parse_args(given)
+    rows = json.loads(options.rows.read_text("utf-8"))["rows"]
+    answers = json.loads(options.answers.read_text("utf-8"))
+    if options.into or options.patient:
+        seen = with_tools(read(), rows, answers, patient=options.patient)
+    else:
+        seen = seen_of(rows, answers)
     rows_of = ",\n".join(json.dumps(asdict(one)) for one in seen)
     write_file(SILICON, f"[\n{rows_of}\n]\n", "what the H200 said")
     print(f"{SILICON}: {len(seen)} rows")
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:3]))
+    main(sys.argv[1:])

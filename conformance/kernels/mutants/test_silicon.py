@@ -14,11 +14,11 @@ import pytest
 
 from conformance.kernels.mutants import on_device, silicon
 from conformance.kernels.mutants.campaign import Outcome, Record, Subject, subjects
-from conformance.kernels.mutants.carried import Carried, of_record
+from conformance.kernels.mutants.carried import Carried, of_record, of_silicon
 from conformance.kernels.mutants.few_ctas import COUNTS, on_few_ctas
 from conformance.kernels.mutants.mutant import mutants
 from conformance.kernels.mutants.on_device import ALONE, DEADLOCK, Stage, drawn, kind_of, placed, reports, under_tools
-from conformance.kernels.mutants.silicon import seen_of, told
+from conformance.kernels.mutants.silicon import Seen, seen_of, told, with_tools
 from megamoe.contract import Program
 from megamoe.contract.assembly import assemblers
 from megamoe.spec.load import load_specs
@@ -207,6 +207,43 @@ def test_the_table_says_what_each_of_them_noticed() -> None:
     said = told(alarmed, {"a/drop/1.0"}, {"a/store/2.0"})
     assert "- racecheck reports `p` as it is" in said, "a false alarm is hidden"
     assert "| racecheck | a race | 1 |" not in said, "what a tool says of the program too is no kill"
+
+
+def test_tools_have_their_say_of_what_hangs_once_waits_give_up() -> None:
+    """But for a tool under which the program itself does not come to its end before that, or that reports it, too."""
+    rows = [*ROWS, {"number": 4, "id": "", "kind": "", "base": "slow"}]
+    rows += [{"number": 5, "id": "b/drop/1.0", "kind": "drop", "base": "slow"}]
+    hangs = [Seen(str(row["id"]), str(row["kind"]), str(row["base"]), "hang" if row["id"] else "right") for row in rows]
+    race, gone = {"a race": 1}, {"an exit": 1}
+    answers = [
+        _answer(0, "racecheck", "right"), _answer(0, "synccheck", "right", reports=gone),
+        _answer(1, "racecheck", "wrong", reports=race), _answer(1, "synccheck", "wrong", reports=gone),
+        _answer(2, "racecheck", "wrong"), _answer(2, "synccheck", "wrong"),
+        _answer(4, "racecheck", "wrong"), _answer(5, "racecheck", "wrong", reports=race),
+    ]  # fmt: skip
+    seen = with_tools(hangs, rows, answers, patient=True)
+    assert [one.patient.get("racecheck") for one in seen] == [{}, race, {}, None, None, None], "the slow one has no say"
+    assert not any(one.tools for one in seen), "what gives up is not the mutant as it is"
+    table = told(seen, set(), set())
+    assert "| racecheck | 2 | 1 | a race (1) |" in table, "\n".join(table)
+    assert not any(line.startswith("| synccheck | 2 |") for line in table), "it reports the program as it is, too"
+    plain = with_tools(hangs, rows, answers, patient=False)
+    assert plain[1].tools == {"racecheck": race, "synccheck": gone}, "as it is, each answer counts"
+    assert plain[1].fate == "hang", "a tool changes nothing of what became of it alone"
+
+
+def test_mutants_that_hang_are_carried_with_waits_that_give_up(subject: Subject, tmp_path: Path) -> None:
+    if not assemblers():
+        pytest.skip("unsupported: no ptxas")
+    hanging = {one.id for _, _, one in of_silicon("hang")}
+    assert hanging, "no program of the record that hangs is built any more"
+    assert hanging <= {one.id for one in silicon.read() if one.fate == "hang"}
+    plain, patient = Carried(tmp_path / "plain"), Carried(tmp_path / "patient", hanging=True)
+    for carried in (plain, patient):
+        assert not carried.row(subject, subject.built[0], None)
+    codes = [(one.folder / "code" / "0.cubin").read_bytes() for one in (plain, patient)]
+    assert [b"gave_up" in code for code in codes] == [False, True], "only what hangs has waits that give up"
+    assert [one.rows[0]["runs"] for one in (plain, patient)] == [on_device.RUNS, 1]
 
 
 def test_the_record_has_no_mutant_that_is_seen_on_silicon_and_lives_in_the_vm() -> None:

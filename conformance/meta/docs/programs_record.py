@@ -1,7 +1,7 @@
 """What an H200 did with the programs of pages, as the paragraphs of those pages and as docs/compute-sanitizer.md.
 
 `python -m conformance.meta.docs.programs_record` writes both anew from results/records/h200-programs.json, which
-programs_on_device.py makes.
+programs_on_device.py makes, and h200-racecheck.json there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from conformance import ROOT
@@ -18,8 +18,10 @@ from conformance.meta.docs.programs_on_device import TOOLS
 
 Answer = Mapping[str, Any]
 RECORD = ROOT / "results" / "records" / "h200-programs.json"
+RACECHECK = ROOT / "results" / "records" / "h200-racecheck.json"
 TABLE = ROOT / "docs" / "compute-sanitizer.md"
 WIDTH = 120
+_PRINTED, _OR_MORE = 20_000, " or more"
 _MADE = "made by conformance/meta/docs/programs_on_device.py."
 _LINK = f"Record: [results/records/{RECORD.name}](../../results/records/{RECORD.name}), {_MADE}"
 _UNKNOWN = re.compile(
@@ -111,7 +113,7 @@ def _of_tools(broken: list[Answer]) -> str:
 
 
 def table(programs: Mapping[str, Answer]) -> str:
-    """The page docs/compute-sanitizer.md."""
+    """The page docs/compute-sanitizer.md, but for its last part."""
     shown = {name: one for name, one in programs.items() if not name.startswith("control/")}
     plain = {name: one for name, one in shown.items() if not name.endswith(" late")}
     broken = {name: one for name, one in plain.items() if one["rule"]}
@@ -145,6 +147,39 @@ def table(programs: Mapping[str, Answer]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def arrivals(changed: Sequence[Answer]) -> str:
+    """The part of that page about reports that are wrong. `changed`: programs of ours, each as it is and changed."""
+    paragraphs = (
+        "An arrival at an mbarrier releases what its thread did, and what other threads did before a barrier with it: "
+        "causality is transitive (PTX ISA 8.9.4). racecheck takes for ordered what the arriving thread itself did. "
+        "So it reports programs of ours as they are, where the lanes of a warp meet (bar.warp.sync) and one of them "
+        "arrives: in attention the factors of rows that the other lanes stored, in the NVFP4 layer the weights that "
+        "they loaded. Where each lane arrives it reports nothing. With bar.sync of the warps in place of bar.warp.sync "
+        "it reports the same, and with neither, too: its report does not tell the right program from the wrong one. "
+        "Of the attention kernel without either the machine says `lanes-unordered` "
+        "([rules/lanes.md](rules/lanes.md)); in the NVFP4 layer mma.sync still gathers the lanes.",
+        "Programs of [results/records/h200-racecheck.json](../results/records/h200-racecheck.json): bits of "
+        "launches that differ from those of the program as it is, and hazards of one launch, of which racecheck prints "
+        f"{_PRINTED:,}.",
+    )
+    lines = ["", "## What racecheck reports of arrivals", ""]
+    for one in paragraphs:
+        lines += [*_lines(one), ""]
+    lines += ["| program | changed | launches that differ | hazards |", "|---|---|---|---|"]
+    for one in changed:
+        hazards = ", ".join(
+            f"{count:,}{_OR_MORE * (count == _PRINTED)} {kind}" for kind, count in one["hazards"].items()
+        )
+        differ = f"{one['wrong']:,} of {one['launches']:,}"
+        lines.append(f"| `{one['program']}` | {one['change']} | {differ} | {hazards or 'none'} |")
+    return "\n".join(lines) + "\n"
+
+
+def sanitizer_page() -> str:
+    """docs/compute-sanitizer.md, of both records."""
+    return table(recorded()) + arrivals(json.loads(RACECHECK.read_text("utf-8")))
+
+
 def _count(answer: Answer, tool: str) -> str:
     if tool not in answer.get("sanitizer", {}):
         return ""
@@ -174,7 +209,7 @@ def renewed(text: str, paragraph: str) -> str:
 def main() -> None:
     """Write the pages anew. A page with a record of its own, and one that says nothing of silicon, stays as it is."""
     programs = recorded()
-    TABLE.write_text(table(programs), "utf-8")
+    TABLE.write_text(sanitizer_page(), "utf-8")
     for page, paragraph in paragraphs(programs).items():
         path = ROOT / "docs" / f"{page}.md"
         text = path.read_text("utf-8")

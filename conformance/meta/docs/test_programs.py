@@ -51,6 +51,43 @@ def test_every_wait_has_an_end_and_changes_nothing_before_it(tmp_path: Path) -> 
     assert outcome(Trial(patient(ring["kernel"]), ring["python"], ""), tmp_path) == ""
 
 
+TWO_ENTRIES = """.version 8.7
+.target sm_90a
+.address_size 64
+.visible .entry idle()
+{
+  ret;
+}
+.visible .entry kernel(.param .u64 out)
+{
+  .shared .align 8 .b64 never;
+  .reg .b64 %rd;
+  .reg .pred P1;
+  ld.param.u64 %rd, [out];
+  mbarrier.init.shared::cta.b64 [never], 1;
+  {
+  LAB_WAIT:
+  mbarrier.try_wait.parity.shared.b64 P1, [never], 0, 10000000;
+  @P1 bra.uni DONE;
+  bra.uni LAB_WAIT;
+  DONE:
+  }
+  st.global.b32 [%rd], 7;
+  ret;
+}
+"""
+
+
+def test_a_wait_in_vain_ends_its_thread(tmp_path: Path) -> None:
+    """In any entry, and however its loop is written."""
+    given = patient(TWO_ENTRIES, 0)
+    assert given.partition(".visible .entry kernel")[0].count("%patience") == 0, "an entry without waits is changed"
+    (tmp_path / "kernel.ptx").write_text(given, "utf-8")
+    out = np.zeros(1, np.uint32)
+    megamoe.vm.Device("sm_90a").launch(str(tmp_path / "kernel.ptx"), "kernel", 1, 1, out)
+    assert not out[0], "the thread went on"
+
+
 def test_wrong_elements_are_counted_launch_by_launch() -> None:
     python = (
         "import numpy as np\nimport megamoe.vm\nout = np.zeros(4)\nvm = megamoe.vm.Device('sm_90a')\n"

@@ -22,7 +22,7 @@ from conformance.silicon.whole.on_machine import answer, schedule_of
 
 DROPPED_GUARD: Final = "the guard of testp.normal or testp.subnormal is dropped"
 KEPT_NAN: Final = "abs.f32 under a guard keeps the bits of a NaN"
-SAME_MIN: Final = "min.f32 of a register and itself keeps the bits of a NaN"
+SAME_MIN: Final = "min of a register and itself keeps the bits of a NaN"
 CONVERTED: Final = "st.u8 or st.b16 of a register with the result of an f32 instruction stores it as an integer"
 HALVES: Final = "abs.f16x2 of what is no negative f32 is dropped"
 ABS_OF_SET: Final = "abs.f32 of the -1 of a set is 1"
@@ -31,9 +31,9 @@ SWAPPED: Final = "operands of an f64 instruction are swapped, so that of two NaN
 REUSED: Final = "an expression is reused although its operand was overwritten"
 _GUARDED_TESTP = re.compile(r"@!?%p\d (testp\.(?:normal|subnormal))")
 _GUARDED_ABS = re.compile(r"(@!?%p\d) abs\.f32 (%r\d+), (%r\d+);")
-_SAME_MIN = re.compile(r"min\.f32 (%r\d+), (%r\d+), \2;")
+_SAME_MIN = re.compile(r"min\.f(32|64) (%[rd]\d+), (%[rd]\d+), \3;")
 _ABS, _ABS_OF_HALVES = re.compile(r"abs\.f32$"), re.compile(r"abs\.f16x2$")
-_RECIPROCAL = re.compile(r"(?:@!?%p\d )?rcp\.approx\.ftz\.f32 (%r\d+), \1;")
+_RECIPROCAL = re.compile(r"(@!?%p\d )?rcp\.approx\.ftz\.f32 (%r\d+), (%r\d+);")
 _DOUBLES = re.compile(r"((?:add|mul|fma)\.rn|min)\.f64 (%d\d), (%d\d), (?!\3)(%d\d)")
 _NARROW = re.compile(r"\bst\.\w+\.(u8|b16) (\[[^]]*\]), (%r\d+);")
 _BLOCK_ENDS = re.compile(
@@ -66,7 +66,7 @@ def kept_nan(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
 
 def same_min(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
     """With -O3 and -O1, which take a for min(a, a): NaN should become 0x7fffffff."""
-    return _substituted(_SAME_MIN, r"mov.b32 \1, \2;", text, only)
+    return _substituted(_SAME_MIN, r"mov.b\1 \2, \3;", text, only)
 
 
 def converted(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
@@ -111,8 +111,16 @@ def abs_of_set(text: str, only: frozenset[int] | None = None) -> tuple[str, int]
 
 
 def twice(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
-    """With -O3 and -O1, in unrolled loops of an even number of turns: 1 / a flushed subnormal is an infinity."""
-    return _substituted(_RECIPROCAL, "", text, only)
+    """With -O3 and -O1, mostly in unrolled loops: 1 / a flushed subnormal is an infinity."""
+    known = (
+        r"rcp.approx.ftz.f32 %once, \3; setp.eq.u32 %again, \3, %left; selp.b32 %once, %given, %once, %again; "
+        r"\1mov.b32 %given, \3; \1mov.b32 %left, %once; \1mov.b32 \2, %once;"
+    )
+    changed, places = _substituted(_RECIPROCAL, known, text, only)
+    if changed == text:
+        return text, places
+    declared = changed.replace(".reg .b32", ".reg .pred %again; .reg .b32 %once, %given, %left,", 1)
+    return declared.replace("mov.u32 %tx,", "mov.b32 %given, 0; mov.b32 %left, 0x7FC00123; mov.u32 %tx,", 1), places
 
 
 def _by_last_result(

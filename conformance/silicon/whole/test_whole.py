@@ -124,6 +124,8 @@ def test_random_programs_notice_an_altered_rule(
         (85, as_ptxas.SAME_MIN),
         (234, as_ptxas.KEPT_NAN),
         (3835, as_ptxas.CONVERTED),
+        (54389, as_ptxas.CONVERTED),
+        (35674, as_ptxas.SAME_MIN),
         (1151, as_ptxas.SWAPPED),
         (4613, as_ptxas.HALVES),
         (15665, as_ptxas.ABS_OF_SET),
