@@ -25,12 +25,12 @@ from backends.vm.machine.code import BoundFunction
 from backends.vm.machine.machine import Machine
 from backends.vm.machine.special import Dim3
 from backends.vm.memory.global_memory import Buffer
+from conformance.fakes.patient import patient
 from conformance.kernels.mutants.campaign import Built, Plan, Record, Subject, planned, program_of, subjects
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant, mutants, program_id
 from conformance.kernels.mutants.on_device import RUNS
 from conformance.kernels.mutants.silicon import read
 from conformance.kernels.mutants.table import RECORD
-from conformance.meta.docs.programs_on_device import patient
 from megamoe.contract import HostProgram, Program
 from megamoe.contract.assembly import assemblers
 from megamoe.judge.guarded import GuardedCase
@@ -41,8 +41,6 @@ from megamoe.spec.selection import Selection
 TARGET = "sm_90a"
 ELEMENTS = 300_000
 """Of the inputs of a row that carries a mutant which no row killed."""
-PATIENCE_NS = 150_000_000
-"""Of waits that give up: more than a program that ends takes under any tool, in nanoseconds from its begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +170,7 @@ class Carried:
         name = base if mutant is None or mutant.launch is None else f"{base} {mutant.id}"
         try:
             self.call(name, built, changed if mutant is None or mutant.launch is not None else program)
-            text = patient(changed.ptx, PATIENCE_NS) if self.hanging else changed.ptx
+            text = patient(changed.ptx) if self.hanging else changed.ptx
             code = cubin(_numbered(text, [one["entry"] for one in self.calls[name]["launches"]], number))
         except Exception as error:
             return f"{'' if mutant is None else mutant.id}: {type(error).__name__}: {str(error)[:200]}"

@@ -30,7 +30,7 @@ from typing import Any
 from unittest.mock import patch
 
 Program = Mapping[str, str]
-"""What `pack` writes of one: name, rule, kernel (PTX), python."""
+"""What `pack` writes of one: name, rule, kernel (PTX), python, and patient: the kernel with waits that give up."""
 Launch = Callable[..., None]
 """What the programs call as `vm.launch`."""
 
@@ -38,8 +38,6 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 MAX_LAUNCHES = 2000
 SECONDS = 1.0
 LAUNCHES_UNDER_TOOLS = 3
-PATIENCE_NS = 100_000_000
-"""Of a wait for an mbarrier, in nanoseconds."""
 DIRT_BYTES = 227 * 1024
 _ALLOCATED = 512
 
@@ -102,6 +100,7 @@ def widened(name: str, kernel: str) -> str:
 
 def pack() -> list[dict[str, str]]:
     """Every program of the sm_90a pages, and two controls that compute-sanitizer must notice."""
+    from conformance.fakes.patient import patient
     from conformance.meta.docs.pages import pages, trials
 
     packed: list[dict[str, str]] = []
@@ -114,7 +113,7 @@ def pack() -> list[dict[str, str]]:
             packed.append(one)
             if late := widened(name, trial.kernel):
                 packed.append({**one, "name": f"{one['name']} late", "kernel": late})
-    return [*packed, *_controls()]
+    return [{**one, "patient": patient(one["kernel"])} for one in (*packed, *_controls())]
 
 
 def _controls() -> Iterator[dict[str, str]]:
@@ -134,34 +133,6 @@ def _controls() -> Iterator[dict[str, str]]:
 
 
 # On the device
-
-
-def patient(ptx: str, nanoseconds: int = PATIENCE_NS) -> str:
-    """`ptx` with waits for mbarriers that give up `nanoseconds` after their kernel has begun: the thread counts that in
-    the variable `gave_up`, and exits."""
-    parts = re.split(r"^(?=.*\.entry\b)", ptx, flags=re.MULTILINE)
-    given = [parts[0], *(_patient_entry(one, nanoseconds) for one in parts[1:])]
-    if "".join(given) == ptx:
-        return ptx
-    return "".join([given[0], ".visible .global .align 4 .u32 gave_up;\n", *given[1:]])
-
-
-def _patient_entry(entry: str, nanoseconds: int) -> str:
-    text, waits = re.subn(
-        r"^.*mbarrier\.try_wait\S*\s+(%?\w+),.*;",
-        r"\g<0>\n  mov.u64 %patience_now, %globaltimer;\n"
-        r"  setp.gt.and.u64 %patience_spent, %patience_now, %patience_ends, !\1;\n"
-        r"  @%patience_spent red.global.add.u32 [gave_up], 1;\n  @%patience_spent exit;",
-        entry,
-        flags=re.MULTILINE,
-    )
-    if not waits:
-        return entry
-    begin = (
-        "{\n  .reg .b64 %patience_now, %patience_ends;\n  .reg .pred %patience_spent;\n"
-        f"  mov.u64 %patience_ends, %globaltimer;\n  add.u64 %patience_ends, %patience_ends, {nanoseconds};\n"
-    )
-    return re.sub(r"^\s*\{\n", begin, text, count=1, flags=re.MULTILINE)
 
 
 def filler(size: int) -> str:
@@ -306,7 +277,7 @@ def _nothing(error: str) -> dict[str, Any]:
 def one(program: Program, under_tool: bool, dirty: bool) -> dict[str, Any]:
     """The answer of the device to one program, in this process."""
     try:
-        gpu = Gpu(patient(program["kernel"]), dirty)
+        gpu = Gpu(program["patient"], dirty)
     except RuntimeError as refused:
         return _nothing(f"loading: {refused}")
     launches = LAUNCHES_UNDER_TOOLS if under_tool else MAX_LAUNCHES

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import megamoe.vm
+from conformance.fakes.patient import patient
 from conformance.meta.docs import on_device, programs_on_device, programs_record
 from conformance.meta.docs.pages import Trial, outcome
-from conformance.meta.docs.programs_on_device import Program, answered, filler, patient, summary, tried
+from conformance.meta.docs.programs_on_device import Program, answered, filler, summary, tried
 from conformance.meta.docs.programs_record import complaints, happened, paragraphs, renewed, right, table
 from megamoe.vm import KernelFault
 
