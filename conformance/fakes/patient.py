@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 PATIENCE_NS = 150_000_000
-"""From the begin of a kernel, in nanoseconds: more than any of ours takes under a tool of compute-sanitizer."""
+"""From the begin of a kernel, in nanoseconds: more than nearly all of ours take under a tool."""
 
 
 def patient(ptx: str, nanoseconds: int = PATIENCE_NS) -> str:
