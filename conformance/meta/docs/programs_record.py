@@ -156,8 +156,10 @@ def arrivals(changed: Sequence[Answer]) -> str:
         "arrives: in attention the factors of rows that the other lanes stored, in the NVFP4 layer the weights that "
         "they loaded. Where each lane arrives it reports nothing. With bar.sync of the warps in place of bar.warp.sync "
         "it reports the same, and with neither, too: its report does not tell the right program from the wrong one. "
-        "Of the attention kernel without either the machine says `lanes-unordered` "
-        "([rules/lanes.md](rules/lanes.md)); in the NVFP4 layer mma.sync still gathers the lanes.",
+        "So it is with the smallest kernel of [rules/lanes.md](rules/lanes.md), where an H200 shows which is right. "
+        "Of the attention kernel without either the machine says `lanes-unordered`; in the NVFP4 layer mma.sync still "
+        "gathers the lanes. What attention has read it releases behind elect.sync, which gathers them, too; of its "
+        "memory order the ISA says nothing.",
         "Programs of [results/records/h200-racecheck.json](../results/records/h200-racecheck.json): bits of "
         "launches that differ from those of the program as it is, and hazards of one launch, of which racecheck prints "
         f"{_PRINTED:,}.",
