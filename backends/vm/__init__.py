@@ -17,7 +17,8 @@ collectors hear of, and a judged row counts it: a missing tcgen05.fence (`tcgen0
 (`mbarrier_inits_unfenced`), tcgen05.wait::ld where a register of the load has been used (`tmem_unwaited_overwrites`), a
 tcgen05.cp or an mma into what an mma of another accumulator still reads (`tmem_unordered_copies`,
 `tmem_unordered_mmas`), a wgmma.fence before another use of the registers (`wgmma_fences_early`), a lane that uses what
-another lane of its warp wrote to shared memory with nothing between (`lanes_unordered`), a bulk copy over what threads
+another lane of its warp wrote to shared memory with nothing between, or another warp that has waited for an arrival of
+other lanes alone (`lanes_unordered`), a bulk copy over what threads
 have read with no fence.proxy.async in between (`smem_unfenced_overwrites`), and, as a note, operands that the ISA has
 no result for (`remainders_by_zero`, `bit_fields_beyond_255`). The gate fails where one of these counts grows.
 

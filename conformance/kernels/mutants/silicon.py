@@ -122,6 +122,11 @@ def told(seen: Sequence[Seen], killed: Collection[str], lived: Collection[str]) 
         f"Programs as they are: {len(whole)}, {sum(one.fate == 'right' for one in whole)} right; {_tools_of(whole)}.",
         "",
         *(f"- {tool} reports `{one.base}` as it is" for one in whole for tool in one.reporting),
+        *(
+            ["", "docs/compute-sanitizer.md says why such a report is wrong."]
+            if any(one.reporting for one in whole)
+            else []
+        ),
         "",
         "A cell of a tool: mutants that it reports, of those that it was run on. Mutants of a program that it reports",
         "as it is are left out. What hangs ran under that of the deadlocks alone: what other tools say is below.",
