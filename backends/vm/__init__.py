@@ -18,9 +18,9 @@ collectors hear of, and a judged row counts it: a missing tcgen05.fence (`tcgen0
 tcgen05.cp or an mma into what an mma of another accumulator still reads (`tmem_unordered_copies`,
 `tmem_unordered_mmas`), a wgmma.fence before another use of the registers (`wgmma_fences_early`), a lane that uses what
 another lane of its warp wrote to shared memory with nothing between, or another warp that has waited for an arrival of
-other lanes alone (`lanes_unordered`), a bulk copy over what threads
-have read with no fence.proxy.async in between (`smem_unfenced_overwrites`), and, as a note, operands that the ISA has
-no result for (`remainders_by_zero`, `bit_fields_beyond_255`). The gate fails where one of these counts grows.
+other lanes alone (`lanes_unordered`), a bulk copy over what threads have read with no fence.proxy.async in between
+(`smem_unfenced_overwrites`), and, as a note, operands that the ISA has no result for (`remainders_by_zero`,
+`bit_fields_beyond_255`). The gate fails where one of these counts grows.
 
 Undefined values (registers, shared, tensor, local, output and workspace memory that nobody wrote) travel with their
 bytes, as in Valgrind's memcheck. They are a fault where they decide something: an address, a branch, a guard of what

@@ -292,6 +292,8 @@ def test_an_arrival_of_one_lane_releases_what_the_others_stored_before_they_met(
         assert slugs(found) == ["lanes-unordered"], f"{schedule}: planted, found {list(map(str, found))}"
         assert "lane 1 of warp 0 wrote" in str(found[0]), f"{found[0]}"
         assert np.array_equal(data["out"], np.arange(32)), "the run goes on"
+    elected, _ = collected(handed_over(f"elect.sync %r2|%p3, 0xffffffff; @%p3 {ALL_ARRIVE}"))
+    assert slugs(elected) == ["lanes-unordered"], f"to elect a lane orders no memory: {list(map(str, elected))}"
     copy = "cp.async.bulk.global.shared::cta.bulk_group [%out], [cells], 128;"
     drain = "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
     take = f"setp.ne.u32 %p3, %lane, 0; @%p3 bra END; mov.u32 %r1, 1; {copy} {drain}"
@@ -303,7 +305,7 @@ def test_what_releases_all_that_is_read_is_no_finding() -> None:
     own = handed_over(ONE_ARRIVES, take="ld.shared.u32 %r1, [cells];")
     rightly = {
         "lanes meet ahead of the arrival": handed_over(f"{LANES_MEET} {ONE_ARRIVES}"),
-        "another instruction gathers them": handed_over(f"elect.sync %r2|%p3, 0xffffffff; @%p3 {ALL_ARRIVE}"),
+        "another instruction gathers them": handed_over(f"vote.sync.any.pred %p2, %p3, 0xffffffff; {ONE_ARRIVES}"),
         "every lane arrives": handed_over(ALL_ARRIVE, count=32),
         "every lane arrives, then one once more": handed_over(f"{ALL_ARRIVE} {ONE_ARRIVES}", count=33),
         "only what the arriving lane stored is read": own,

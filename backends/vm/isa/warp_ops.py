@@ -30,8 +30,10 @@ def _lanes_of(bits: int) -> Lanes:
     return lanes
 
 
-def member_groups(b: Binder, operand: Operand) -> Callable[[Warp], list[Lanes]]:
+def member_groups(b: Binder, operand: Operand, *, orders: bool = True) -> Callable[[Warp], list[Lanes]]:
     """The sets of lanes that work together: those that give the same membermask. Usually there is one.
+
+    `orders`: whether it counts as what may order them (backends.vm.memory.lanes).
 
     Fault if a named lane is not here or an executing lane does not name itself (PTX ISA: undefined behaviour).
     """
@@ -51,7 +53,7 @@ def member_groups(b: Binder, operand: Operand) -> Callable[[Warp], list[Lanes]]:
 
     def groups(warp: Warp) -> list[Lanes]:
         masks = warp.u32[row]
-        warp.meetings += 1
+        warp.meetings += orders
         first = masks[warp.mask.argmax()]
         if not count_nonzero(masks != first):
             return [group(warp, int(first), warp.mask)]
@@ -187,12 +189,15 @@ def activemask(b: Binder) -> Step:
 
 @opcode("elect.sync", section="9.7.13.14", counter="warp")
 def elect(b: Binder) -> Step:
-    """The lowest named lane is the leader (measured on an H200 with 4 masks); d is its number in every lane."""
+    """The lowest named lane is the leader (measured on an H200 with 4 masks); d is its number in every lane.
+
+    It orders no memory (PTX ISA 9.7.13.14), and who has elected a lane lets it arrive, or copy, for the others.
+    """
     d, mask = b.expect(2)
     first, second = b.pair(d)
     rd = b.destination(first, "u32")
     rp = b.destination(second, "pred") if second is not None else None
-    groups = member_groups(b, mask)
+    groups = member_groups(b, mask, orders=False)
 
     def step(warp: Warp) -> None:
         for named in groups(warp):

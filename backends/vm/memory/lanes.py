@@ -3,9 +3,9 @@
 The lanes of a warp are threads of their own since sm_70. The machine lets them go on together from the first common
 instruction, sooner than silicon must, so that schedules never show a missing bar.warp.sync. Clocks are by warp. This
 tells lanes apart instead: lanes that have not met since a write (no bar.warp.sync, no other instruction that gathers
-lanes, no wait) are not ordered by it. Whatever may order them counts as a meeting, so that what is found is found
-rightly. An arrival of one lane publishes what that lane did, and what others did before they met it (PTX ISA 8.8): so
-another warp, which waits for that arrival alone, is not ordered behind the others' later writes.
+lanes but elect.sync, no wait) are not ordered by it. Whatever may order them counts as a meeting, so that what is found
+is found rightly. An arrival of one lane publishes what that lane did, and what others did before they met it (PTX ISA
+8.8): so another warp, which waits for that arrival alone, is not ordered behind the others' later writes.
 """
 
 from __future__ import annotations
