@@ -65,6 +65,7 @@ def test_what_it_mentions_is_there(path: str) -> None:
 RECORDS = ROOT / "results" / "records"
 EXPECTED = ROOT / "conformance" / "expected.yaml"
 README = (ROOT / "README.md").read_text("utf-8")
+ON_A_GPU = (ROOT / "docs" / "gpu.md").read_text("utf-8")
 OURS, BEFORE = "ours", "before"
 PEERS = {"cuDNN": "cudnn", "torch flash": "sdpa flash", "FA3": "fa3", "FA4": "fa4", "cudnn-frontend": "cudnn-frontend"}
 ROW = re.compile(r"^\| `(hd=[^`]+)` \| ([\d.]+) \| ([\d.]+) \| ([A-Za-z][\w -]*?) ([\d.]+) \|$", re.MULTILINE)
@@ -104,8 +105,8 @@ def test_the_smoke_profile_prints_what_its_record_holds() -> None:
 
 
 def test_the_times_are_those_of_the_record() -> None:
-    measured, rows = _measured(), ROW.findall(README)
-    assert rows, "the README has no table of times"
+    measured, rows = _measured(), ROW.findall(ON_A_GPU)
+    assert rows, "docs/gpu.md has no table of times"
     for case, bare, ours, peer, theirs in rows:
         read, times = measured[_id(case)]
         assert (f"{read:.1f}", f"{times[OURS]:.1f}") == (bare, ours), case
@@ -117,7 +118,9 @@ def test_the_times_are_those_of_the_record() -> None:
 def test_the_count_of_rows_ahead_is_that_of_the_record() -> None:
     measured = _measured()
     ahead = [case for case, (_, times) in measured.items() if times[OURS] <= _best(times)[0]]
-    assert f"in {len(ahead)} of {len(measured)} measured rows" in README
+    said = f"in {len(ahead)} of {len(measured)} measured rows"
+    for page, text in (("README.md", README), ("docs/gpu.md", ON_A_GPU)):
+        assert said in " ".join(text.split()), f"{page} does not say {said!r}"
 
 
 def test_the_broken_rule_is_what_the_vm_says() -> None:
@@ -129,9 +132,16 @@ def test_the_broken_rule_is_what_the_vm_says() -> None:
     assert " ".join(shown.split()) == said
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([\w./-]+)\)", README))))
-def test_what_it_links_to_is_there(path: str) -> None:
-    assert (ROOT / path).exists()
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+CODE = re.compile(r"^```.*?^```|`[^`\n]+`(?!\])", re.DOTALL | re.MULTILINE)
+LINKS = sorted(
+    {(page, to) for page in PAGES for to in re.findall(r"\]\(([\w./-]+)\)", CODE.sub("", page.read_text("utf-8")))}
+)
+
+
+@pytest.mark.parametrize(("page", "to"), LINKS, ids=lambda value: str(value).removeprefix(f"{ROOT}/"))
+def test_what_it_links_to_is_there(page: Path, to: str) -> None:
+    assert (page.parent / to).exists(), f"{page.relative_to(ROOT)} links to {to}, which is not there"
 
 
 RESULTS_README = (ROOT / "results" / "README.md").read_text("utf-8")
