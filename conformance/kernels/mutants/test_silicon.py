@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from conformance.kernels.mutants import on_device, silicon
+from conformance.kernels.mutants import carried, on_device, silicon
 from conformance.kernels.mutants.campaign import Outcome, Record, Subject, subjects
 from conformance.kernels.mutants.carried import Carried, of_record, of_silicon
 from conformance.kernels.mutants.few_ctas import COUNTS, on_few_ctas
-from conformance.kernels.mutants.mutant import mutants
+from conformance.kernels.mutants.mutant import mutants, program_id
 from conformance.kernels.mutants.on_device import ALONE, DEADLOCK, Stage, drawn, kind_of, placed, reports, under_tools
 from conformance.kernels.mutants.silicon import Seen, seen_of, told, with_tools
 from megamoe.contract import Program
@@ -232,15 +232,20 @@ def test_tools_have_their_say_of_what_hangs_once_waits_give_up() -> None:
     assert plain[1].fate == "hang", "a tool changes nothing of what became of it alone"
 
 
-def test_mutants_that_hang_are_carried_with_waits_that_give_up(subject: Subject, tmp_path: Path) -> None:
+def test_mutants_that_hang_are_carried_with_waits_that_give_up(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not assemblers():
         pytest.skip("unsupported: no ptxas")
-    hanging = {one.id for _, _, one in of_silicon("hang")}
-    assert hanging, "no program of the record that hangs is built any more"
-    assert hanging <= {one.id for one in silicon.read() if one.fate == "hang"}
+    first, second, *_ = mutants(subject.built[0].program)
+    base = f"ptx {program_id(subject.built[0].program.ptx)} {CASE}"
+    recorded = [Seen(first.id, "", base, "hang"), Seen(second.id, "", base, "right")]
+    recorded += [Seen("x/drop/1.0", "", f"ptx 0123456789ab {CASE}", "hang"), Seen("", "", base, "right")]
+    monkeypatch.setattr(carried, "read", lambda: recorded)
+    assert [mutant.id for _, _, mutant in of_silicon("hang")] == [first.id], "what does not hang, or is built no more"
     plain, patient = Carried(tmp_path / "plain"), Carried(tmp_path / "patient", hanging=True)
-    for carried in (plain, patient):
-        assert not carried.row(subject, subject.built[0], None)
+    for one in (plain, patient):
+        assert not one.row(subject, subject.built[0], None)
     codes = [(one.folder / "code" / "0.cubin").read_bytes() for one in (plain, patient)]
     assert [b"gave_up" in code for code in codes] == [False, True], "only what hangs has waits that give up"
     assert [one.rows[0]["runs"] for one in (plain, patient)] == [on_device.RUNS, 1]
