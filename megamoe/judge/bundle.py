@@ -109,15 +109,15 @@ def _write_tensors(
 
     groups = {"inputs": inputs, "outputs": outputs, "oracle": oracle}
     torch.save(
-        {name: {key: t.detach().clone() for key, t in group.items()} for name, group in groups.items()},
+        {name: {key: t.detach().cpu().clone() for key, t in group.items()} for name, group in groups.items()},
         place / "tensors.pt",
     )
     for name in outputs.keys() & oracle.keys():
         if is_poison(outputs[name]).all():
             continue
-        error = (outputs[name].double() - oracle[name].double()).abs().numpy()
+        seen, wanted = outputs[name].cpu().double(), oracle[name].cpu().double()
         # The log-sum-exp of an empty row must be -inf, so equal infinities are no error.
-        error[(outputs[name].double() == oracle[name].double()).numpy()] = 0.0
+        error = (seen - wanted).abs().masked_fill_(seen == wanted, 0.0).numpy()
         np.save(place / f"{name}.error.npy", error)
         (place / f"{name}.error.txt").write_text(heat_map(name, error), encoding="utf-8")
 
