@@ -194,7 +194,8 @@ def _normal(case: Case, name: str, shape: Shape, device: Device) -> Stack:
     drawn = (counted_normal(case, name, first * each, count * each, device) for first, count in counts)
     parts = [_quantised(name, part.view(-1, *shape[1:])) for part in drawn]
     codes, sf, gs = (torch.cat(part) for part in zip(*parts, strict=True))
-    return codes, sf, gs
+    # Of millions of numbers the largest is always the same, and so would all global scales be.
+    return codes, sf, gs * _spread(case, f"{name}_spread", len(gs)).to(device)
 
 
 def _quantised(name: str, values: torch.Tensor) -> Stack:
@@ -234,6 +235,11 @@ def _unit(case: Case, name: str, shape: tuple[int, int, int], scales: torch.Tens
     mean_square = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).square().mean() * scales.square().mean()
     spread = 0.75 + 0.5 * uniform(case, f"{name}_gs", shape[:1])
     return (spread * _deviation(name, shape[-1]) / math.sqrt(float(mean_square))).float()
+
+
+def _spread(case: Case, stream: str, count: int) -> torch.Tensor:
+    """float32 [count]: 0.75 to 1.25."""
+    return (0.75 + 0.5 * uniform(case, stream, (count,))).float()
 
 
 DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
