@@ -18,6 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint16, Uint32
 from backends.cutedsl.moe.layout import SF_VEC_SIZE
 from backends.cutedsl.moe.nvfp4 import Nvfp4, scale_offset
 from backends.cutedsl.sm90_moe.plan import ROW_BYTES, UNIT_K, result_factor
+from backends.cutedsl.sm90_moe.schedule import count_and_entry
 from backends.cutedsl.sm90_moe.unpack import times
 
 THREADS = 128
@@ -146,27 +147,6 @@ def expand_row(x: RowsOf, expanded: Expanded, source: Int32, column: Int32, row:
                 cute.autovec_copy(rChunk, cute.make_tensor(target, cute.make_layout(CHUNK_BYTES // 4)))
 
 
-class First(NamedTuple):
-    """How many rows all column tiles have, and the table's entry of this CTA's first: rows of `expert`, from
-    `first_row` on."""
-
-    end: Int32
-    expert: Int32
-    first_row: Int32
-    rows: Int32
-
-
-def first_of(expanded: Expanded, block: Int32) -> First:
-    """Both at once. The compiler would ask for the entry where it knows that there is one, a load's time later."""
-    entry = expanded.mColumns.iterator + (1 + block // expanded.width) * 4
-    tiles, expert, first_row, rows = cute.arch.inline_ptx(
-        "ld.global.b32 {$w0}, [{$r0}]; ld.global.v2.b32 {{$w1}, {$w2}}, [{$r1}]; ld.global.b32 {$w3}, [{$r1}+8];",
-        write_only_types=[Int32] * 4,
-        read_only_args=[expanded.mColumns.iterator, entry],
-    )
-    return First(tiles * expanded.width, expert, first_row, rows)
-
-
 @cute.kernel
 def gather_kernel(x: RowsOf, expanded: Expanded, factors: Factors):
     """Tokens `x` as the rows of column tiles, and their factors. A CTA takes one row after another."""
@@ -176,8 +156,8 @@ def gather_kernel(x: RowsOf, expanded: Expanded, factors: Factors):
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     mFactor, mWeight = factors.mFactor, factors.mWeight
-    end, expert, first_row, rows = first_of(expanded, block)
-    for index in cutlass.range(block, end, blocks, unroll=1):
+    columns, (expert, first_row, rows) = count_and_entry(expanded.mColumns, block // expanded.width)
+    for index in cutlass.range(block, columns * expanded.width, blocks, unroll=1):
         column, row = index // expanded.width, index % expanded.width
         if index != block:
             expert, first_row, rows = (expanded.mColumns[1 + column, field] for field in range(3))
@@ -208,8 +188,8 @@ def expand_kernel(a: RowsOf, expanded: Expanded):
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
-    end, _, first_row, rows = first_of(expanded, block)
-    for index in cutlass.range(block, end, blocks, unroll=1):
+    columns, (_, first_row, rows) = count_and_entry(expanded.mColumns, block // expanded.width)
+    for index in cutlass.range(block, columns * expanded.width, blocks, unroll=1):
         column, row = index // expanded.width, index % expanded.width
         if index != block:
             first_row, rows = (expanded.mColumns[1 + column, field] for field in range(1, 3))
