@@ -24,11 +24,13 @@ from backends.cutedsl.sm90_moe.unpack import times
 THREADS = 128
 CTAS_PER_SM = 24
 """More than are there at a time: where rows are few, a CTA has one each, and who is done first takes the next."""
-AT_ONCE = 7
+AT_ONCE = 4
 """Chunks of a thread that are asked for before the first is used: all of a row of 7168 or less."""
 CHUNK_BYTES = 16
 """What the swizzle moves together: four elements of each of two blocks."""
 CHUNKS = ROW_BYTES // CHUNK_BYTES
+UNITS = THREADS // CHUNKS
+"""That the threads of a CTA take at a time."""
 
 
 class Expanded(NamedTuple):
@@ -127,22 +129,23 @@ def make_chunk(x: RowsOf, rLoaded: cute.Tensor, rChunk: cute.Tensor):
 def expand_row(x: RowsOf, expanded: Expanded, source: Int32, column: Int32, row: Int32, thread: Int32):
     """All of a row, 16 bytes a thread at a time, so that a warp writes whole rows of a unit.
 
-    Chunk c of a unit: elements 4 (c % 4) and on of blocks 2 (c / 4) and its next; it is stored at c ^ row % 8.
+    Chunk c of a unit: elements 4 (c % 4) and on of blocks 2 (c / 4) and its next; it is stored at c ^ row % 8. A thread
+    has the same one of each of its units.
     """
     rLoaded = cute.make_rmem_tensor((CHUNK_BYTES // 4, AT_ONCE), Uint32)
     rChunk = cute.make_rmem_tensor(CHUNK_BYTES // 4, Uint32)
-    first, chunks = Int64(column) * expanded.pitch + row * ROW_BYTES, expanded.units * CHUNKS
-    for begin in cutlass.range(thread, chunks, AT_ONCE * THREADS, unroll=1):
+    inside = thread % CHUNKS
+    first = Int64(column) * expanded.pitch + row * ROW_BYTES + (inside ^ row % CHUNKS) * CHUNK_BYTES
+    for begin in cutlass.range(thread // CHUNKS, expanded.units, AT_ONCE * UNITS, unroll=1):
         for turn in cutlass.range_constexpr(AT_ONCE):
-            chunk = begin + turn * THREADS
-            if chunk < chunks:
-                load_chunk(x, source, chunk // CHUNKS, chunk % CHUNKS, rLoaded[None, turn])
+            unit = begin + turn * UNITS
+            if unit < expanded.units:
+                load_chunk(x, source, unit, inside, rLoaded[None, turn])
         for turn in cutlass.range_constexpr(AT_ONCE):
-            chunk = begin + turn * THREADS
-            if chunk < chunks:
+            unit = begin + turn * UNITS
+            if unit < expanded.units:
                 make_chunk(x, rLoaded[None, turn], rChunk)
-                inside = chunk % CHUNKS
-                place = first + chunk // CHUNKS * expanded.width * ROW_BYTES + (inside ^ row % CHUNKS) * CHUNK_BYTES
+                place = first + unit * expanded.width * ROW_BYTES
                 target = cute.recast_ptr(expanded.mRows.iterator + cute.assume(place, divby=CHUNK_BYTES), dtype=Uint32)
                 cute.autovec_copy(rChunk, cute.make_tensor(target, cute.make_layout(CHUNK_BYTES // 4)))
 
