@@ -328,7 +328,7 @@ class _CaseBench:
     def _lay_out(self) -> None:
         """Puts the inputs on the device once and computes the references there."""
         self.stages.enter(None, "drawing the inputs", 600.0)
-        inputs = reference(self.case.op).make_inputs(self.case)
+        inputs = reference(self.case.op).make_inputs(self.case, self.device)
         self.stages.enter(None, "copying the inputs", 120.0)
         self.arena = self.buffers.lay_out(self.spec, self.case, inputs)
         if sum(tensor.nbytes for tensor in inputs.values()) <= MAX_DIGESTED_BYTES:

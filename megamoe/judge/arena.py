@@ -99,7 +99,7 @@ class SealedCopy:
         return hashlib.sha256(b"".join(_digests(self._bytes))).hexdigest()
 
 
-HASHED: Final = 1 << 25
+HASHED: Final = 1 << 29
 """Bytes of a tensor up to which its blocks are digested by SHA-256, on the host."""
 
 
