@@ -159,7 +159,9 @@ def gather_kernel(x: RowsOf, expanded: Expanded, factors: Factors):
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     mFactor, mWeight = factors.mFactor, factors.mWeight
-    columns, (expert, first_row, rows) = count_and_entry(expanded.mColumns, block // expanded.width)
+    columns, entry = count_and_entry(expanded.mColumns, block // expanded.width)
+    # One by one: to a name within parentheses the compiler assigns nothing in the loop, and says nothing.
+    expert, first_row, rows = entry.expert, entry.first_row, entry.rows
     for index in cutlass.range(block, columns * expanded.width, blocks, unroll=1):
         column, row = index // expanded.width, index % expanded.width
         if index != block:
@@ -191,7 +193,8 @@ def expand_kernel(a: RowsOf, expanded: Expanded):
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
-    columns, (_, first_row, rows) = count_and_entry(expanded.mColumns, block // expanded.width)
+    columns, entry = count_and_entry(expanded.mColumns, block // expanded.width)
+    first_row, rows = entry.first_row, entry.rows
     for index in cutlass.range(block, columns * expanded.width, blocks, unroll=1):
         column, row = index // expanded.width, index % expanded.width
         if index != block:
