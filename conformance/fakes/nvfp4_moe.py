@@ -23,7 +23,7 @@ from megamoe.codec.nvfp4 import (
     global_scale,
     quantise,
 )
-from megamoe.contract import Case
+from megamoe.contract import Case, Execution, Program, RunOptions
 
 TILE: Final = 128
 # Faults that the judge catches, in words. Each is a mistake that people make in kernels.
@@ -354,6 +354,19 @@ class Kernel:
                     out.view(torch.int16)[0, 0] ^= self.run & 1
 
 
+@dataclass
+class FakeDevice(FakeExecutor):
+    """It computes on a CUDA device, so that the judge has large rows there: results/records/planted."""
+
+    device: str = "cuda"
+
+    def run(self, program: Program, tensors: Mapping[str, torch.Tensor], options: RunOptions) -> Execution:
+        """See FakeExecutor."""
+        with torch.device(self.device):
+            return super().run(program, tensors, options)
+
+
 EXECUTOR = FakeExecutor(emulate)
+DEVICE = FakeDevice(emulate)
 BACKENDS = {name: NamedBackend(name, "nvfp4_moe") for name in (*FAULTS, *LAW_FAULTS, *STYLES)}
 globals().update({name.upper(): backend for name, backend in BACKENDS.items()})

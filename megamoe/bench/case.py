@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from megamoe.bench.device import BoundCall, Buffers, bare_read_of, facts_of, is_cuda, throttled_since
+from megamoe.bench.device import BoundCall, Buffers, bare_read_of, facts_of, throttled_since
 from megamoe.bench.timing import (
     TEMPERATURES,
     Contender,
@@ -48,7 +48,7 @@ from megamoe.contract import (
     Target,
     UnsupportedError,
 )
-from megamoe.judge.arena import Arena
+from megamoe.judge.arena import Arena, is_cuda
 from megamoe.judge.comparison import Expected, compared, complaints, expected_of
 from megamoe.judge.figures import leave_program, program_sha256
 from megamoe.judge.guarded import Built, needed_work
@@ -328,7 +328,7 @@ class _CaseBench:
     def _lay_out(self) -> None:
         """Puts the inputs on the device once and computes the references there."""
         self.stages.enter(None, "drawing the inputs", 600.0)
-        inputs = reference(self.case.op).make_inputs(self.case)
+        inputs = reference(self.case.op).make_inputs(self.case, self.device)
         self.stages.enter(None, "copying the inputs", 120.0)
         self.arena = self.buffers.lay_out(self.spec, self.case, inputs)
         if sum(tensor.nbytes for tensor in inputs.values()) <= MAX_DIGESTED_BYTES:

@@ -16,7 +16,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from megamoe.contract import DeviceFacts, Flush, HostProgram, Program, Temperature
-from megamoe.judge.arena import Arena, block_bytes, device_block, layouts_of, shared_block
+from megamoe.judge.arena import Arena, Lent, block_bytes, is_cuda, layouts_of, lent_block
 from megamoe.judge.guarded import Built
 from megamoe.runner import timed
 from megamoe.runner.process import Runner, RunnerFaultError
@@ -27,11 +27,6 @@ if TYPE_CHECKING:
     from megamoe.spec.spec import Spec
 
 _SAMPLES: TypeAdapter[list[float]] = TypeAdapter(list[float])
-
-
-def is_cuda(device: str) -> bool:
-    """Whether a torch device is one of CUDA's."""
-    return torch.device(device).type == "cuda"
 
 
 @dataclass(slots=True)
@@ -92,27 +87,22 @@ class Buffers:
     device: str
     left_s: Callable[[], float]
     arena: Arena = field(init=False)
-    handle: Mapping[str, object] | None = None
-    descriptor: int | None = None
+    lent: Lent = field(init=False)
     open_in: dict[int, Runner] = field(default_factory=dict[int, Runner])
     memory: ExitStack = field(default_factory=ExitStack)
 
     def lay_out(self, spec: Spec, case: Case, inputs: Mapping[str, torch.Tensor]) -> Arena:
         """Puts the inputs there, once for all programs."""
-        size = block_bytes(layouts_of(spec, case))
-        if is_cuda(self.device):
-            self.handle, block = device_block(size, self.device)
-        else:
-            self.descriptor, block = self.memory.enter_context(shared_block(size))
-        self.arena = Arena(spec, case, inputs, self.device, shared=block)
+        self.lent = self.memory.enter_context(lent_block(block_bytes(layouts_of(spec, case)), self.device))
+        self.arena = Arena(spec, case, inputs, self.device, shared=self.lent.block)
         return self.arena
 
     def bind(self, runner: Runner, backend: str, built: Built) -> BoundCall:
         """`built` in `runner`, which maps the buffers if it has not yet. Raises what Runner.ask raises."""
         self.synchronise()
         if runner.number not in self.open_in:
-            told = {"executor": self.executor, "tensors": self.arena.told, "handle": self.handle}
-            runner.ask(timed.OPEN, told, self.left_s(), memory=self.descriptor)
+            told = {"executor": self.executor, "tensors": self.arena.told, "handle": self.lent.handle}
+            runner.ask(timed.OPEN, told, self.left_s(), memory=self.lent.descriptor)
             self.open_in[runner.number] = runner
         if built.call is None:
             sent = encoded(cast("Program | HostProgram", built.program))

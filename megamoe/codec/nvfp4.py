@@ -110,7 +110,7 @@ def global_scale(values: torch.Tensor, per: int = 0) -> torch.Tensor:
     """
     flat = values.reshape(*values.shape[:per], -1)
     largest = torch.maximum(flat.amax(dim=-1), -flat.amin(dim=-1)).float()
-    return torch.where(largest > 0, largest / (E2M1_MAX * E4M3_MAX), 1.0)
+    return torch.where(largest > 0, _quotient(largest, E2M1_MAX * E4M3_MAX), 1.0)
 
 
 def quantise(values: torch.Tensor, gs: torch.Tensor, *, check: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +146,7 @@ def _quantise_rows(values: torch.Tensor, gs: torch.Tensor, codes: torch.Tensor, 
     """Rows [n, k] under gs [n, 1] into packed codes and sf; the largest magnitudes of the blocks [n, k / 16]."""
     block = values.float().view(*sf.shape, SF_VEC_SIZE)
     largest = block.abs().amax(dim=-1)
-    sf.copy_(_saturated_e4m3(largest / E2M1_MAX / gs))
+    sf.copy_(_saturated_e4m3(_quotient(largest, E2M1_MAX) / gs))
     step = sf.view(torch.float8_e4m3fn).float().mul_(gs)
     # A block of scale 0: anything / inf is 0, and so is its code.
     scaled = block / step.masked_fill_(step <= 0, torch.inf)[..., None]
@@ -157,6 +157,11 @@ def _quantise_rows(values: torch.Tensor, gs: torch.Tensor, codes: torch.Tensor, 
     if sf.device.type != "cpu" or not bool(sf.all()):
         codes.view(*sf.shape, SF_VEC_SIZE // 2).masked_fill_((sf == 0)[..., None], 0)
     return largest
+
+
+def _quotient(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    # By a number of the host, torch multiplies with its reciprocal on a CUDA device: another last bit than on a CPU.
+    return values / values.new_full((), divisor)
 
 
 def _chunk(tensor: torch.Tensor) -> int:

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import torch
 
+from megamoe.spec.draws import scrambled
+
 if TYPE_CHECKING:
     from megamoe.contract import Case
     from megamoe.spec.spec import Spec
@@ -42,7 +44,7 @@ class Seal(Protocol):
         ...
 
     def sha256(self) -> str:
-        """Hexadecimal SHA-256 over the SHA-256 of each block as sealed."""
+        """Hexadecimal SHA-256 over the digests of the blocks as sealed: a function of the bytes alone."""
         ...
 
 
@@ -52,7 +54,7 @@ def seal(body: torch.Tensor) -> Seal:
 
 
 class Digests:
-    """SHA-256 of every block."""
+    """The digest of every block."""
 
     def __init__(self, body: torch.Tensor) -> None:
         self._digests = _digests(body)
@@ -97,9 +99,29 @@ class SealedCopy:
         return hashlib.sha256(b"".join(_digests(self._bytes))).hexdigest()
 
 
+HASHED: Final = 1 << 29
+"""Bytes of a tensor up to which its blocks are digested by SHA-256, on the host."""
+
+
 def _digests(body: torch.Tensor) -> list[bytes]:
+    """Of each block; 128 bits by integer arithmetic, on the device of `body`, if there are more than HASHED bytes."""
+    if body.numel() > HASHED:
+        mixed = _mixed(body).cpu().numpy()
+        return [one.tobytes() for one in mixed]
     stored = body.cpu().numpy().data
     return [hashlib.sha256(stored[i : i + SEAL_BYTES]).digest() for i in range(0, len(stored), SEAL_BYTES)]
+
+
+def _mixed(body: torch.Tensor) -> torch.Tensor:
+    """int64 [blocks, 2]: two sums over scrambled words, each by its place; 0 fills up the last block."""
+    words = SEAL_BYTES // 8
+    places = scrambled(torch.arange(2 * words, device=body.device)).view(2, words)
+    found: list[torch.Tensor] = []
+    for part in body.split(_CHUNK // 8):
+        filled = torch.nn.functional.pad(part, (0, -part.numel() % SEAL_BYTES))
+        mixed = scrambled(filled.view(torch.int64).view(-1, words) + places[0])
+        found.append(torch.stack((mixed.sum(dim=1), (mixed * places[1]).sum(dim=1)), dim=1))
+    return torch.cat(found)
 
 
 ALIGNMENT: Final = 256
@@ -427,6 +449,48 @@ def shared_block(size: int) -> Iterator[tuple[int, torch.Tensor]]:
         yield descriptor, torch.frombuffer(mmap.mmap(descriptor, max(size, 1)), dtype=torch.uint8)
     finally:
         os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A block of memory that another process maps: in host memory by a descriptor, on a device by a handle."""
+
+    block: torch.Tensor
+    descriptor: int | None = None
+    handle: Mapping[str, object] | None = None
+
+
+@contextmanager
+def lent_block(size: int, device: str) -> Iterator[Lent]:
+    """A block of `size` bytes on `device` that another process can map."""
+    if is_cuda(device):
+        handle, block = device_block(size, device)
+        yield Lent(block, handle=handle)
+    else:
+        with shared_block(size) as (descriptor, block):
+            yield Lent(block, descriptor)
+
+
+def is_cuda(device: str) -> bool:
+    """Whether a torch device is one of CUDA's."""
+    return torch.device(device).type == "cuda"
+
+
+ON_DEVICE: Final = 1 << 28
+"""Bytes of tensors from which on a case is drawn, judged and kept on the device that runs it."""
+
+
+def home_of(layouts: Mapping[str, Layout], device: str) -> str:
+    """Where the judge has the tensors and references of a case that runs on `device`: there if they are large, else on
+    the CPU."""
+    return device if is_cuda(device) and block_bytes(layouts) >= ON_DEVICE else "cpu"
+
+
+def give_device_memory_back() -> None:
+    """Returns what this process holds of the device and does not use, so that others find it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
 
 
 MIN_SEGMENT: Final = 32 << 20

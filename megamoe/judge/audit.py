@@ -64,7 +64,7 @@ class Audit:
 
     def _on_other_inputs(self) -> str:
         case = self.spec.vary(self.expected.case, seed=secrets.randbelow(1 << 31))
-        expected = expected_of(case, reference(case.op).make_inputs(case))
+        expected = expected_of(case, reference(case.op).make_inputs(case, self.expected.device))
         wrong = self._wrong(expected, self._run(expected))
         return f"on other inputs, of a seed drawn after it was built: {wrong}" if wrong else ""
 

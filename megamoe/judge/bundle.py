@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 HEAT_ROWS, HEAT_COLUMNS = 32, 64
 MAX_TRACEBACK = 100_000
+MAX_KEPT = 1 << 28
+"""Bytes of tensors, and of an error, that a bundle takes: a row has gigabytes, and its rerun makes them again."""
 _SHADES = " .:-=+*#%@"
 
 
@@ -58,8 +60,9 @@ def write_bundle(folder: Path, row: Row, contents: BundleContents, specs: Path |
 
     tensors.pt holds {"inputs", "outputs", "oracle"} for torch.load. For every output, NAME.error.npy is the absolute
     error against the oracle (float64, NaN where the output is NaN), and NAME.error.txt a heat map of it; for none that
-    was not written at all, as after a launch that was refused. `specs`: the
-    folder of specs that the run was given. OSError if it cannot be written; then there is none of this row.
+    was not written at all, as after a launch that was refused. What has more than MAX_KEPT bytes is left out, but for
+    the heat map. `specs`: the folder of specs that the run was given. OSError if it cannot be written; then there is
+    none of this row.
     """
     place = folder / bundle_name(row)
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,18 +110,24 @@ def _write_tensors(
 
     from megamoe.judge.arena import is_poison
 
-    groups = {"inputs": inputs, "outputs": outputs, "oracle": oracle}
+    groups = {
+        name: group
+        for name, group in {"inputs": inputs, "outputs": outputs, "oracle": oracle}.items()
+        if sum(tensor.nbytes for tensor in group.values()) <= MAX_KEPT
+    }
     torch.save(
-        {name: {key: t.detach().clone() for key, t in group.items()} for name, group in groups.items()},
+        {name: {key: t.detach().cpu().clone() for key, t in group.items()} for name, group in groups.items()},
         place / "tensors.pt",
     )
     for name in outputs.keys() & oracle.keys():
         if is_poison(outputs[name]).all():
             continue
-        error = (outputs[name].double() - oracle[name].double()).abs().numpy()
+        wanted = oracle[name].double()
+        seen = outputs[name].to(wanted.device).double()
         # The log-sum-exp of an empty row must be -inf, so equal infinities are no error.
-        error[(outputs[name].double() == oracle[name].double()).numpy()] = 0.0
-        np.save(place / f"{name}.error.npy", error)
+        error = (seen - wanted).abs().masked_fill_(seen == wanted, 0.0).cpu().numpy()
+        if error.nbytes <= MAX_KEPT:
+            np.save(place / f"{name}.error.npy", error)
         (place / f"{name}.error.txt").write_text(heat_map(name, error), encoding="utf-8")
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megamoe.judge.tolerance import Judgement, compare
-from megamoe.ops import Codes, Latitude, Sample, reference
+from megamoe.ops import Sample, reference
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +24,8 @@ Tensors = Mapping[str, "torch.Tensor"]
 class Expected:
     """The references of one case, or of a sample of it where the whole would cost too much.
 
-    `oracle` and `simulated` are on the CPU, `inputs` on the device that computed the references. With a `sample`, all
-    three, and `case`, are those of the sample.
+    `inputs`, `oracle` and `simulated` are on the device that computed the references, where outputs are compared with
+    them, too. With a `sample`, all three, and `case`, are those of the sample.
     """
 
     case: Case
@@ -36,14 +36,19 @@ class Expected:
 
     @cached_property
     def free(self) -> Tensors:
-        """bool, on the CPU: output elements that may hold anything."""
-        return on_cpu(reference(self.case.op).free(self.case, self.inputs))
+        """bool: output elements that may hold anything."""
+        return reference(self.case.op).free(self.case, self.inputs)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the references are."""
+        return next(iter(self.inputs.values())).device
 
     def part(self, outputs: Tensors) -> Tensors:
-        """The part of the whole case's outputs that is judged, on the CPU."""
-        if self.sample is None:
-            return on_cpu(outputs)
-        return {name: outputs[name][rows.to(outputs[name].device)].cpu() for name, rows in self.sample.rows.items()}
+        """The part of the whole case's outputs that is judged, beside the references."""
+        if self.sample is not None:
+            outputs = {name: outputs[name][rows.to(outputs[name].device)] for name, rows in self.sample.rows.items()}
+        return {name: tensor.to(self.device) for name, tensor in outputs.items()}
 
 
 def expected_of(case: Case, inputs: Tensors, max_flops: int | None = None) -> Expected:
@@ -56,8 +61,7 @@ def expected_of(case: Case, inputs: Tensors, max_flops: int | None = None) -> Ex
     sample = None if max_flops is None else room.sample(case, inputs, max_flops)
     if sample is not None:
         case, inputs = sample.case, sample.inputs
-    oracle, simulated = room.oracle(case, inputs), room.simulated(case, inputs)
-    return Expected(case, inputs, on_cpu(oracle), on_cpu(simulated), sample)
+    return Expected(case, inputs, room.oracle(case, inputs), room.simulated(case, inputs), sample)
 
 
 def compared(spec: Spec, expected: Expected, outputs: Tensors) -> Judgement:
@@ -65,9 +69,6 @@ def compared(spec: Spec, expected: Expected, outputs: Tensors) -> Judgement:
     case, room = expected.case, reference(expected.case.op)
     part = expected.part(outputs)
     tensors = spec.tensors_of(case)
-    latitude = room.latitude(
-        case, expected.inputs, _beside(expected.inputs, part), _beside(expected.inputs, expected.oracle)
-    )
     return compare(
         case,
         part,
@@ -78,7 +79,7 @@ def compared(spec: Spec, expected: Expected, outputs: Tensors) -> Judgement:
         axes={name: tensors[name].shape for name in expected.oracle},
         absolute_scale=room.ABSOLUTE_SCALE,
         free=expected.free,
-        latitude=_latitude_on_cpu(latitude),
+        latitude=room.latitude(case, expected.inputs, part, expected.oracle),
     )
 
 
@@ -94,22 +95,3 @@ def complaints(arena: Arena, expected: Expected, judgement: Judgement) -> str:
     sampled = f" (among {expected.sample.doc}, which alone were judged)" if expected.sample else ""
     verdict = f"{judgement.sentence}{sampled}" if judgement.sentence else ""
     return "; ".join(sentence for sentence in (arena.damage(), never, verdict) if sentence)
-
-
-def on_cpu(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """The tensors in host memory. Does not copy those that are there already."""
-    return {name: tensor.cpu() for name, tensor in tensors.items()}
-
-
-def _beside(inputs: Tensors, tensors: Tensors) -> Tensors:
-    """`tensors` on the device of `inputs`."""
-    device = next(iter(inputs.values())).device
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
-
-
-def _latitude_on_cpu(latitude: Latitude) -> Latitude:
-    codes = {
-        name: Codes(part.seen.cpu(), part.lowest.cpu(), part.highest.cpu(), part.axes, part.rows.cpu())
-        for name, part in latitude.codes.items()
-    }
-    return Latitude(on_cpu(latitude.oracle), codes)

@@ -116,8 +116,8 @@ class Ran:
 
     @property
     def outputs(self) -> dict[str, torch.Tensor]:
-        """Every output of the case, on the CPU."""
-        return {name: self.arena.tensors[name].cpu() for name in self.arena.outputs}
+        """Every output of the case."""
+        return {name: self.arena.tensors[name] for name in self.arena.outputs}
 
 
 class InThisProcess:
@@ -128,6 +128,10 @@ class InThisProcess:
         """The program of `row`; raises what the backend raises."""
         program = build_program(row, case, load_backend(row.backend), load_executor(row.executor))
         return Built(program, software=program.software if isinstance(program, PythonProgram) else {})
+
+    def device(self, row: Row, deadline: float) -> str:
+        """Where the executor of `row` runs programs."""
+        return getattr(load_executor(row.executor), "device", "cpu")
 
     def run(self, row: Row, built: Built, tensors: tuple[Spec, Case, Tensors], deadline: float) -> Ran:
         """Runs a program once on poisoned outputs; raises what the executor raises."""

@@ -2,8 +2,8 @@
 
 A *builder* imports the backend and hands the program over as data. A *machine* imports the executor, and nothing of the
 backend, and runs that data: what ran is what was hashed. A Python call cannot travel; it runs in its builder. The judge
-draws the inputs after the build. The tensors lie in a block of shared memory that the judge owns, and it takes a copy
-of the block before it looks at it.
+draws the inputs after the build. The tensors lie in a block of memory that the judge owns and shares, on the host or on
+the device of the executor, and it takes a copy of the block before it looks at it.
 
 Both processes are kept for the rows that follow, and the judge looks for what they keep in mind (megamoe.judge.audit).
 An executor is an instrument: the judge believes its counters. One of the user's own (package.module:ATTRIBUTE) may
@@ -19,10 +19,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
+import torch
+
 from megamoe import CHECKOUT
 from megamoe.contract import DeviceLostError, HostProgram, Program, RunOptions, Target, UnsupportedError
 from megamoe.contract.cache import keys_kept_from
-from megamoe.judge.arena import Arena, block_bytes, layouts_of, shared_block
+from megamoe.judge.arena import Arena, block_bytes, is_cuda, layouts_of, lent_block
 from megamoe.judge.guarded import Built, Ran
 from megamoe.runner import requests
 from megamoe.runner.child import Confinement
@@ -30,8 +32,6 @@ from megamoe.runner.process import Runner, RunnerDiedError, RunnerFaultError, nu
 from megamoe.runner.wire import Frame, WireError, decoded, encoded, told_case
 
 if TYPE_CHECKING:
-    import torch
-
     from megamoe.contract import Case, Row
     from megamoe.spec.spec import Spec
 
@@ -87,6 +87,10 @@ class Processes:
             self.told[key] = machine.ask(requests.EXECUTOR, about, _left(deadline)).told
         return self.told[key]
 
+    def device(self, row: Row, deadline: float) -> str:
+        """Where the executor of `row` runs programs."""
+        return str(self.machine(row, deadline)["device"])
+
     def run(
         self, row: Row, built: Built, tensors: tuple[Spec, Case, Tensors], deadline: float, fresh: bool = False
     ) -> Ran:
@@ -107,11 +111,16 @@ class Processes:
             else:
                 runner = self._other_machine(row) if fresh else self._machine(row)
         try:
-            with shared_block(block_bytes(layouts)) as (descriptor, block):
-                arena = Arena(spec, case, inputs, shared=block)
+            home = str(next(iter(inputs.values())).device)
+            with lent_block(block_bytes(layouts), home) as lent:
+                arena = Arena(spec, case, inputs, home, shared=lent.block)
                 options = RunOptions(schedule=row.schedule, outputs=arena.outputs)
                 asked = {**sent.told, "executor": row.executor, "options": asdict(options), "tensors": arena.told}
-                answer = runner.ask(requests.RUN, asked, _left(deadline), sent.parts, descriptor)
+                asked |= {} if lent.handle is None else {"handle": lent.handle}
+                if is_cuda(home):
+                    # The runner looks from another process.
+                    torch.cuda.synchronize()
+                answer = runner.ask(requests.RUN, asked, _left(deadline), sent.parts, lent.descriptor)
                 arena.taken()
         except (DeviceLostError, RunnerFaultError):
             # Its device, or its memory, may be broken.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from megamoe.contract import DeviceLostError, Row, Status, UnsupportedError
+from megamoe.judge.arena import home_of, layouts_of
 from megamoe.judge.audit import Audit, Audits
 from megamoe.judge.bundle import BundleContents, unwritten, write_bundle
 from megamoe.judge.comparison import Expected, compared, complaints, expected_of
@@ -70,15 +71,15 @@ def _specs(folder: Path | None) -> dict[str, Spec]:
 
 # The last case and its references. Rows of one case under several schedules follow each other, and the float64 oracle
 # costs more than a small kernel. One case at a time: the references of a large one take gigabytes.
-_LAST: dict[Case, Expected] = {}
+_LAST: dict[tuple[Case, str], Expected] = {}
 
 
-def _expected(case: Case) -> Expected:
-    """Inputs, oracle and simulated reference of `case`."""
-    if case not in _LAST:
+def _expected(case: Case, home: str) -> Expected:
+    """Inputs, oracle and simulated reference of `case`, on the device `home`."""
+    if (case, home) not in _LAST:
         _LAST.clear()
-        _LAST[case] = expected_of(case, reference(case.op).make_inputs(case))
-    return _LAST[case]
+        _LAST[case, home] = expected_of(case, reference(case.op).make_inputs(case, home))
+    return _LAST[case, home]
 
 
 def judge(
@@ -147,7 +148,7 @@ def _investigate(row: Row, specs: Mapping[str, Spec], findings: _Findings, bench
     built = bench.runners.build(row, case, deadline)
     findings.ptx, findings.artifact = built.ptx, built.artifact
     assembling = _assembling(row, built, bench.assemblies)
-    expected = _expected(case)
+    expected = _expected(case, home_of(layouts_of(spec, case), bench.runners.device(row, deadline)))
     findings.inputs, findings.oracle = expected.inputs, expected.oracle
     began = time.perf_counter()
     ran = bench.runners.run(row, built, (spec, case, expected.inputs), deadline)

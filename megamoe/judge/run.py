@@ -159,6 +159,7 @@ def _record(row: Row, status: Status, sentence: str, settings: RunSettings) -> R
 
 
 def _judge_row(row: Row, settings: RunSettings) -> Record:
+    from megamoe.judge.arena import give_device_memory_back
     from megamoe.judge.judge import judge
 
     folders = {"failures": settings.failures, "outputs": settings.outputs, "programs": settings.programs}
@@ -166,6 +167,7 @@ def _judge_row(row: Row, settings: RunSettings) -> Record:
         return judge(row, settings.run, specs=settings.specs, bench=_bench(settings), **folders)
     finally:
         give_memory_back()
+        give_device_memory_back()
 
 
 @cache

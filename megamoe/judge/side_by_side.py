@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,9 @@ from megamoe.records.lines import Agreement, Record
 if TYPE_CHECKING:
     import torch
 
-Outputs = Mapping[str, npt.NDArray[np.float64]]
+Outputs = Mapping[str, npt.NDArray[np.generic]]
+_BF16: Final = "bf16 "
+"""Before the name of an output whose array holds the bits of bf16, which numpy lacks."""
 
 
 def _file(folder: Path, row: Row) -> Path:
@@ -29,9 +31,17 @@ def _file(folder: Path, row: Row) -> Path:
 
 
 def leave_outputs(folder: Path, row: Row, outputs: Mapping[str, torch.Tensor]) -> None:
-    """Save the outputs of `row` as float64 arrays; float64 is exact for all formats in use."""
-    arrays = {name: tensor.double().cpu().numpy() for name, tensor in outputs.items()}
+    """Save the outputs of `row`, exactly."""
+    arrays = dict(_stored(name, tensor.cpu()) for name, tensor in outputs.items())
     np.savez(_file(folder, row), **arrays)  # pyright: ignore[reportArgumentType]  (no output is called allow_pickle)
+
+
+def _stored(name: str, tensor: torch.Tensor) -> tuple[str, npt.NDArray[np.generic]]:
+    import torch
+
+    if tensor.dtype == torch.bfloat16:
+        return f"{_BF16}{name}", tensor.view(torch.uint16).numpy()
+    return name, tensor.numpy() if tensor.dtype in (torch.float32, torch.uint8) else tensor.double().numpy()
 
 
 def _outputs(folder: Path, row: Row) -> Outputs | None:
@@ -39,7 +49,11 @@ def _outputs(folder: Path, row: Row) -> Outputs | None:
     if not path.exists():
         return None
     with np.load(path) as arrays:
-        return {name: arrays[name] for name in arrays.files}
+        return {name.removeprefix(_BF16): _loaded(name, arrays[name]) for name in arrays.files}
+
+
+def _loaded(name: str, array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    return (array.astype(np.uint32) << 16).view(np.float32) if name.startswith(_BF16) else array
 
 
 def agreements(run: str, records: Iterable[Record], folder: Path) -> list[Agreement]:
@@ -76,14 +90,15 @@ def _agreement(run: str, group: Sequence[Record], folder: Path) -> Agreement | N
     )
 
 
-def _apart(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> dict[str, float]:
+def _apart(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> dict[str, float]:
     """`max` and `rms` of the difference where both are finite; `unequal`: share of elements that differ."""
-    unequal = ~((a == b) | (np.isnan(a) & np.isnan(b)))
+    unequal = (a != b) & ~(np.isnan(a) & np.isnan(b))
     both = np.isfinite(a) & np.isfinite(b)
-    difference = np.abs(a[both] - b[both])
+    here = unequal & both
+    difference = np.abs(a[here].astype(np.float64) - b[here].astype(np.float64))
     return {
         "max": float(difference.max(initial=0.0)),
-        "rms": float(np.sqrt(np.mean(difference**2))) if difference.size else 0.0,
+        "rms": float(np.sqrt(np.sum(difference**2) / max(1, np.count_nonzero(both)))),
         "unequal": float(unequal.mean()),
     }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -96,13 +96,13 @@ def build(request: Frame) -> Frame:
 
 
 def run(request: Frame) -> Frame:
-    """`executor`, `options`, `tensors`, a program or the `number` of a call, and the memory -> counters, violation."""
+    """`executor`, `options`, `tensors`, a program or the `number` of a call, and the memory or a device's `handle` ->
+    counters, violation."""
     executor = load_executor(request.told["executor"])
     program: AnyProgram = built_call(request.told["number"]) if "number" in request.told else decoded(request)
     options = request.told["options"]
-    assert request.memory is not None
     with (
-        tensors_in(request.memory, request.told["tensors"], getattr(executor, "device", "cpu")) as tensors,
+        _tensors_of(request, getattr(executor, "device", "cpu")) as tensors,
         telling(getattr(executor, "whereabouts", None)),
     ):
         execution = executor.run(
@@ -129,6 +129,38 @@ def assemble(request: Frame) -> Frame:
     """`target` and the PTX -> what every assembler makes of it; assemblers are entry points, like backends."""
     found = assembled(request.parts[0].decode(), request.told["target"])
     return Frame({"assembled": [asdict(one) for one in found]})
+
+
+def _tensors_of(request: Frame, device: str) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+    if request.memory is None:
+        return tensors_on_device(request.told["handle"], request.told["tensors"])
+    return tensors_in(request.memory, request.told["tensors"], device)
+
+
+@contextmanager
+def tensors_on_device(handle: Json, told: Sequence[Json]) -> Iterator[Mapping[str, torch.Tensor]]:
+    """The tensors in a block that another process has on the device. At the end they are let go of."""
+    import torch
+
+    block = block_on_device(handle)
+    tensors = {one["name"]: tensor_in(block, one) for one in told}
+    del block
+    yield tensors
+    torch.cuda.synchronize()
+    tensors.clear()
+    # The next program may be another process's, and large.
+    torch.cuda.empty_cache()
+
+
+def block_on_device(handle: Json) -> torch.Tensor:
+    """The block of another process on the same device (megamoe.judge.arena.device_block made the handle)."""
+    import torch
+
+    torch.cuda.init()
+    known = {name: bytes.fromhex(value) if isinstance(value, str) else value for name, value in handle.items()}
+    order = ("device", "memory", "size", "offset", "counter", "counter_offset", "event", "wait")
+    storage: Any = torch.UntypedStorage._new_shared_cuda(*(known[name] for name in order))
+    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{known['device']}").set_(storage)
 
 
 @contextmanager

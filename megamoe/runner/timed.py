@@ -10,7 +10,7 @@ import mmap
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from megamoe.contract import (
     AnyProgram,
@@ -21,8 +21,8 @@ from megamoe.contract import (
     UnsupportedError,
     load_executor,
 )
-from megamoe.runner.requests import built_call, tensor_in
-from megamoe.runner.wire import Frame, Json, decoded
+from megamoe.runner.requests import block_on_device, built_call, tensor_in
+from megamoe.runner.wire import Frame, decoded
 
 if TYPE_CHECKING:
     import torch
@@ -86,21 +86,10 @@ def open_buffers(request: Frame) -> Frame:
     if request.memory is not None:
         block = torch.frombuffer(mmap.mmap(request.memory, 0), dtype=torch.uint8)
     else:
-        block = _of_device(request.told["handle"])
+        block = block_on_device(request.told["handle"])
     tensors = {one["name"]: tensor_in(block, one) for one in request.told["tensors"]}
     _OPENED.append(_Opened(_executor(request), tensors))
     return Frame({})
-
-
-def _of_device(handle: Json) -> torch.Tensor:
-    """The block of another process on the same device (megamoe.judge.arena.device_block made the handle)."""
-    import torch
-
-    torch.cuda.init()
-    known = {name: bytes.fromhex(value) if isinstance(value, str) else value for name, value in handle.items()}
-    order = ("device", "memory", "size", "offset", "counter", "counter_offset", "event", "wait")
-    storage: Any = torch.UntypedStorage._new_shared_cuda(*(known[name] for name in order))
-    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{known['device']}").set_(storage)
 
 
 def bind(request: Frame) -> Frame:

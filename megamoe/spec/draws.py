@@ -1,4 +1,8 @@
-"""Random tensors with the same bits everywhere: drawn on the CPU from a case id and the name of a stream."""
+"""Random tensors with the same bits everywhere, from a case id and the name of a stream.
+
+Most are drawn on the CPU, one number after the other. Tensors of gigabytes are drawn by counting: a number depends on
+its place alone, by integer arithmetic that every device does alike, so that a device draws what it will hold.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,18 @@ if TYPE_CHECKING:
     from megamoe.contract import Case
 
 QUANTILES: Final = 1 << 16
+NUMBERS_A_WORD: Final = 4
+"""Numbers that 64 bits give."""
 
 
 def generator(case: Case, stream: str) -> torch.Generator:
     """The generator of one stream of `case`, independent of the case's other streams."""
+    return torch.Generator().manual_seed(_seed(case, stream) >> 1)
+
+
+def _seed(case: Case, stream: str) -> int:
     # The id leaves defaults out, so a new axis with a default does not change the inputs of earlier cases.
-    digest = hashlib.sha256(f"{case.id}|{stream}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return int.from_bytes(hashlib.sha256(f"{case.id}|{stream}".encode()).digest()[:8], "little")
 
 
 def uniform(case: Case, stream: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -43,6 +52,34 @@ def normal(case: Case, stream: str, shape: tuple[int, ...]) -> torch.Tensor:
         level = torch.randint(QUANTILES, batch.shape, generator=source, dtype=torch.int32)
         torch.index_select(_quantiles(), 0, level.flatten(), out=batch.view(-1))
     return drawn
+
+
+def counted_normal(case: Case, stream: str, first: int, count: int, device: str | torch.device) -> torch.Tensor:
+    """float32 [count] on `device`: the N(0, 1) numbers `first` to `first + count - 1` of a stream.
+
+    ValueError if `first` or `count` is no multiple of NUMBERS_A_WORD.
+    """
+    if first % NUMBERS_A_WORD or count % NUMBERS_A_WORD:
+        raise ValueError(f"numbers {first} to {first + count - 1}: both must be multiples of {NUMBERS_A_WORD}")
+    place = torch.arange(first // NUMBERS_A_WORD, (first + count) // NUMBERS_A_WORD, device=device)
+    level = scrambled(place.mul_(_signed(GOLDEN)).add_(_signed(_seed(case, stream)))).view(torch.int16)
+    return torch.index_select(_quantiles().to(device), 0, level.int().bitwise_and_(QUANTILES - 1))
+
+
+GOLDEN: Final = 0x9E3779B97F4A7C15
+
+
+def scrambled(words: torch.Tensor) -> torch.Tensor:
+    """`words`, int64, each replaced by a number that looks random: the last steps of splitmix64 (Steele, Lea and Flood,
+    Fast splittable pseudorandom number generators, 2014)."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        # The shift is that of unsigned words.
+        words.bitwise_xor_((words >> shift).bitwise_and_((1 << 64 - shift) - 1)).mul_(_signed(factor))
+    return words
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
 
 
 def signs(case: Case, stream: str, shape: tuple[int, ...]) -> torch.Tensor:

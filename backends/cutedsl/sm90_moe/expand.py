@@ -18,17 +18,19 @@ from cutlass import Float32, Int32, Int64, Uint16, Uint32
 from backends.cutedsl.moe.layout import SF_VEC_SIZE
 from backends.cutedsl.moe.nvfp4 import Nvfp4, scale_offset
 from backends.cutedsl.sm90_moe.plan import ROW_BYTES, UNIT_K, result_factor
+from backends.cutedsl.sm90_moe.schedule import count_and_entry
 from backends.cutedsl.sm90_moe.unpack import times
 
 THREADS = 128
 CTAS_PER_SM = 24
 """More than are there at a time: where rows are few, a CTA has one each, and who is done first takes the next."""
-AT_ONCE = 3
-"""Chunks of a thread that are asked for before the first is used: all of a row of 3072. What is left over goes one by
-one, which made a row of 3072 three loads long with four at once."""
+AT_ONCE = 4
+"""Chunks of a thread that are asked for before the first is used: all of a row of 7168 or less."""
 CHUNK_BYTES = 16
 """What the swizzle moves together: four elements of each of two blocks."""
 CHUNKS = ROW_BYTES // CHUNK_BYTES
+UNITS = THREADS // CHUNKS
+"""That the threads of a CTA take at a time."""
 
 
 class Expanded(NamedTuple):
@@ -89,50 +91,63 @@ LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632
 
 
 @cute.jit
-def turn_chunk(mX: cute.Tensor, source: Int32, unit: Int32, inside: Int32, rChunk: cute.Tensor):
-    """rChunk (4) u32: chunk `inside` of a unit of row `source` of bf16."""
-    rWords = cute.make_rmem_tensor((2, 2), Uint32)
-    first = Int64(source) * mX.shape[1] + unit * UNIT_K + inside // 4 * (2 * SF_VEC_SIZE) + inside % 4 * 4
-    for block in cutlass.range_constexpr(2):
-        pointer = mX.iterator + cute.assume(first + block * SF_VEC_SIZE, divby=4)
-        words = cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), cute.make_layout(2))
-        cute.autovec_copy(words, rWords[None, block])
-    for word in cutlass.range_constexpr(2):
-        for half, halves in enumerate((LOW_HALVES, HIGH_HALVES)):
-            rChunk[2 * word + half] = Uint32(cute.arch.prmt(rWords[word, 0], rWords[word, 1], halves))
+def load_chunk(x: RowsOf, source: Int32, unit: Int32, inside: Int32, rLoaded: cute.Tensor):
+    """rLoaded (4) u32: what chunk `inside` of a unit of row `source` is made of. Nothing here waits for it."""
+    if cutlass.const_expr(isinstance(x, Nvfp4)):
+        row_bytes, atoms = x.codes.shape[1], x.sf.shape[1]
+        pair, part = inside // 4, inside % 4
+        codes = Int64(source) * row_bytes + unit * (UNIT_K // 2) + pair * 16 + part * 2
+        rLoaded[0] = half_word(x.codes, codes)
+        rLoaded[1] = half_word(x.codes, codes + 8)
+        rLoaded[2] = half_word(x.sf, scale_offset(source, atoms, unit) + pair * 2)
+    else:
+        first = Int64(source) * x.shape[1] + unit * UNIT_K + inside // 4 * (2 * SF_VEC_SIZE) + inside % 4 * 4
+        for block in cutlass.range_constexpr(2):
+            pointer = x.iterator + cute.assume(first + block * SF_VEC_SIZE, divby=4)
+            words = cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), cute.make_layout(2))
+            for word in cutlass.range_constexpr(2):
+                rLoaded[2 * block + word] = words[word]
 
 
 @cute.jit
-def expand_chunk(x: Nvfp4, source: Int32, unit: Int32, inside: Int32, rChunk: cute.Tensor):
-    """rChunk (4) u32: chunk `inside` of a unit of row `source`."""
-    row_bytes, atoms = x.codes.shape[1], x.sf.shape[1]
-    pair, part = inside // 4, inside % 4
-    codes = Int64(source) * row_bytes + unit * (UNIT_K // 2) + pair * 16 + part * 2
-    word = half_word(x.codes, codes) | half_word(x.codes, codes + 8) << 16
-    scales = times_two_to_7(scale_pair(half_word(x.sf, scale_offset(source, atoms, unit) + pair * 2)))
-    for element in cutlass.range_constexpr(4):
-        code = word >> 4 * element & Uint32(0x000F_000F)
-        value = (code & Uint32(0x0008_0008)) << 12 | (code & Uint32(0x0007_0007)) << 9
-        rChunk[element] = times(value, scales)
+def make_chunk(x: RowsOf, rLoaded: cute.Tensor, rChunk: cute.Tensor):
+    """rChunk (4) u32: the chunk, of an element of the first block and one of the second in turns."""
+    if cutlass.const_expr(isinstance(x, Nvfp4)):
+        word = rLoaded[0] | rLoaded[1] << 16
+        scales = times_two_to_7(scale_pair(rLoaded[2]))
+        for element in cutlass.range_constexpr(4):
+            code = word >> 4 * element & Uint32(0x000F_000F)
+            value = (code & Uint32(0x0008_0008)) << 12 | (code & Uint32(0x0007_0007)) << 9
+            rChunk[element] = times(value, scales)
+    else:
+        for word in cutlass.range_constexpr(2):
+            for half, halves in enumerate((LOW_HALVES, HIGH_HALVES)):
+                rChunk[2 * word + half] = Uint32(cute.arch.prmt(rLoaded[word], rLoaded[2 + word], halves))
 
 
 @cute.jit
 def expand_row(x: RowsOf, expanded: Expanded, source: Int32, column: Int32, row: Int32, thread: Int32):
     """All of a row, 16 bytes a thread at a time, so that a warp writes whole rows of a unit.
 
-    Chunk c of a unit: elements 4 (c % 4) and on of blocks 2 (c / 4) and its next; it is stored at c ^ row % 8.
+    Chunk c of a unit: elements 4 (c % 4) and on of blocks 2 (c / 4) and its next; it is stored at c ^ row % 8. A thread
+    has the same one of each of its units.
     """
+    rLoaded = cute.make_rmem_tensor((CHUNK_BYTES // 4, AT_ONCE), Uint32)
     rChunk = cute.make_rmem_tensor(CHUNK_BYTES // 4, Uint32)
-    first = Int64(column) * expanded.pitch + row * ROW_BYTES
-    for chunk in cutlass.range(thread, expanded.units * CHUNKS, THREADS, unroll=AT_ONCE):
-        unit, inside = chunk // CHUNKS, chunk % CHUNKS
-        if cutlass.const_expr(isinstance(x, Nvfp4)):
-            expand_chunk(x, source, unit, inside, rChunk)
-        else:
-            turn_chunk(x, source, unit, inside, rChunk)
-        place = first + unit * expanded.width * ROW_BYTES + (inside ^ row % CHUNKS) * CHUNK_BYTES
-        target = cute.recast_ptr(expanded.mRows.iterator + cute.assume(place, divby=CHUNK_BYTES), dtype=Uint32)
-        cute.autovec_copy(rChunk, cute.make_tensor(target, cute.make_layout(CHUNK_BYTES // 4)))
+    inside = thread % CHUNKS
+    first = Int64(column) * expanded.pitch + row * ROW_BYTES + (inside ^ row % CHUNKS) * CHUNK_BYTES
+    for begin in cutlass.range(thread // CHUNKS, expanded.units, AT_ONCE * UNITS, unroll=1):
+        for turn in cutlass.range_constexpr(AT_ONCE):
+            unit = begin + turn * UNITS
+            if unit < expanded.units:
+                load_chunk(x, source, unit, inside, rLoaded[None, turn])
+        for turn in cutlass.range_constexpr(AT_ONCE):
+            unit = begin + turn * UNITS
+            if unit < expanded.units:
+                make_chunk(x, rLoaded[None, turn], rChunk)
+                place = first + unit * expanded.width * ROW_BYTES
+                target = cute.recast_ptr(expanded.mRows.iterator + cute.assume(place, divby=CHUNK_BYTES), dtype=Uint32)
+                cute.autovec_copy(rChunk, cute.make_tensor(target, cute.make_layout(CHUNK_BYTES // 4)))
 
 
 @cute.kernel
@@ -144,9 +159,13 @@ def gather_kernel(x: RowsOf, expanded: Expanded, factors: Factors):
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     mFactor, mWeight = factors.mFactor, factors.mWeight
-    for index in cutlass.range(block, expanded.mColumns[0, 0] * expanded.width, blocks, unroll=1):
+    columns, entry = count_and_entry(expanded.mColumns, block // expanded.width)
+    # One by one: to a name within parentheses the compiler assigns nothing in the loop, and says nothing.
+    expert, first_row, rows = entry.expert, entry.first_row, entry.rows
+    for index in cutlass.range(block, columns * expanded.width, blocks, unroll=1):
         column, row = index // expanded.width, index % expanded.width
-        expert, first_row, rows = (expanded.mColumns[1 + column, field] for field in range(3))
+        if index != block:
+            expert, first_row, rows = (expanded.mColumns[1 + column, field] for field in range(3))
         factor, weight = Float32(0.0), Float32(0.0)
         if row < rows:
             route = factors.mRouteOfRow[first_row + row]
@@ -174,8 +193,11 @@ def expand_kernel(a: RowsOf, expanded: Expanded):
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
-    for index in cutlass.range(block, expanded.mColumns[0, 0] * expanded.width, blocks, unroll=1):
+    columns, entry = count_and_entry(expanded.mColumns, block // expanded.width)
+    first_row, rows = entry.first_row, entry.rows
+    for index in cutlass.range(block, columns * expanded.width, blocks, unroll=1):
         column, row = index // expanded.width, index % expanded.width
-        first_row, rows = (expanded.mColumns[1 + column, field] for field in range(1, 3))
+        if index != block:
+            first_row, rows = (expanded.mColumns[1 + column, field] for field in range(1, 3))
         if row < rows:
             expand_row(a, expanded, first_row + row, column, row, thread)

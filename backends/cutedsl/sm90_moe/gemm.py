@@ -90,9 +90,8 @@ def load_piece(
 @cute.jit
 def load_warp(plan: Sm90MoePlan, gemm: ColumnGemm, smem: GemmSmem, ring: StageRing):
     """The producer's work loop. The next entry is read while this piece is loaded."""
-    items = walk(plan, gemm)
+    items, entry = walk(plan, gemm)
     place = ring_start(ring, True)
-    entry = entry_at(gemm, items, Int32(0))
     for number in cutlass.range(items.pieces, unroll=1):
         following = entry_at(gemm, items, number + 1)
         place = load_piece(plan, gemm, smem, ring, place, piece_at(gemm, items, number, entry))
@@ -132,10 +131,9 @@ def consumer_warpgroup(
     consumer: ColumnConsumer,
 ):
     """The work loop of a consumer."""
-    items = walk(plan, gemm)
+    items, entry = walk(plan, gemm)
     place = ring_start(ring, False)
     rAcc = cute.make_rmem_tensor(plan.width // 2, Float32)
-    entry = entry_at(gemm, items, Int32(0))
     for number in cutlass.range(items.pieces, unroll=1):
         following = entry_at(gemm, items, number + 1)
         piece = piece_at(gemm, items, number, entry)

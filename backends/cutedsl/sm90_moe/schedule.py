@@ -72,12 +72,36 @@ def uniform(value: Int32) -> Int32:
     )
 
 
-def walk(plan: Sm90MoePlan, gemm: ColumnGemm) -> ColumnWalk:
-    """The work of this CTA."""
+class Entry(NamedTuple):
+    """What the table says of a column tile: `rows` of `expert`, from `first_row` on."""
+
+    expert: Int32
+    first_row: Int32
+    rows: Int32
+
+
+def count_and_entry(mColumns: cute.Tensor, column: Int32) -> tuple[Int32, Entry]:
+    """How many column tiles there are, and the entry of tile `column`, which means nothing if there are fewer.
+
+    Both are asked for at once. The compiler would ask for the entry where it knows that there is one, a load's time
+    later.
+    """
+    count, expert, first_row, rows = cute.arch.inline_ptx(
+        "ld.global.b32 {$w0}, [{$r0}]; ld.global.v2.b32 {{$w1}, {$w2}}, [{$r1}]; ld.global.b32 {$w3}, [{$r1}+8];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[mColumns.iterator, mColumns.iterator + (1 + column) * 4],
+    )
+    return count, Entry(expert, first_row, rows)
+
+
+@cute.jit
+def walk(plan: Sm90MoePlan, gemm: ColumnGemm) -> tuple[ColumnWalk, Entry]:
+    """The work of this CTA, and the entry of its first piece."""
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     tiles_m = (gemm.panels + plan.panels - 1) // plan.panels
-    tiles = uniform(gemm.mColumns[0, 0]) * tiles_m
+    count, entry = count_and_entry(gemm.mColumns, block // tiles_m)
+    tiles = uniform(count) * tiles_m
     workers = cutlass.max(cutlass.min(blocks, tiles), Int32(1))
     whole = cutlass.max(tiles // workers - 1, Int32(0))
     shared = (tiles - whole * workers) * gemm.turns
@@ -85,15 +109,10 @@ def walk(plan: Sm90MoePlan, gemm: ColumnGemm) -> ColumnWalk:
     begin, end = place * shared // workers, (place + 1) * shared // workers
     parts = (end - 1) // gemm.turns - begin // gemm.turns + 1
     pieces = cutlass.select_((block < workers) & (end > begin), whole + parts, Int32(0))
-    return ColumnWalk(whole, whole * workers, begin, end, pieces, tiles_m)
-
-
-class Entry(NamedTuple):
-    """What the table says of a column tile: `rows` of `expert`, from `first_row` on."""
-
-    expert: Int32
-    first_row: Int32
-    rows: Int32
+    items = ColumnWalk(whole, whole * workers, begin, end, pieces, tiles_m)
+    if whole == 0:
+        entry = entry_at(gemm, items, Int32(0))
+    return items, entry
 
 
 @cute.jit

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from backends.cutedsl.sm90_moe import expand
 from backends.cutedsl.sm90_moe.plan import (
     BLOCK_BYTES,
     CODES_BYTES,
@@ -97,6 +98,16 @@ def test_ctas_that_share_tiles_agree_with_the_reference(text: str, schedules: tu
             assert torch.equal(tensor.view(torch.uint8), wanted[name].view(torch.uint8)), (
                 f"{text}: {name} under {schedule} differs from {schedules[0]}: a sum depends on who is first"
             )
+
+
+@pytest.mark.parametrize("stage", ["l1", "l2"])
+def test_a_cta_expands_one_row_after_another(stage: str) -> None:
+    """On 132 SMs that takes more than 3168 rows. Rows of the second expert have other tokens than those before them."""
+    text = f"hidden=128,intermediate=128,num_experts=2,tokens=28,stage={stage}"
+    assert expand.CTAS_PER_SM < 2 * 16, "the rows of two column tiles, for the CTAs of one SM"
+    seen, broken = outputs(case_of(text), program_of(text, max_ctas=1), "eager")
+    assert broken is None, f"{text}: {broken}"
+    assert not refusal(text, seen), f"{text}: {refusal(text, seen)}"
 
 
 FAULTS = {

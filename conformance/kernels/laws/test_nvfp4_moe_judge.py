@@ -99,6 +99,31 @@ def test_planted_fault_is_caught(fault: str) -> None:
         assert not verdict.passed, f"{case_id} passes although {FAULTS[fault]}: {verdict.metrics}"
 
 
+LARGE_FAULTS = {
+    "wrong_expert": (LAYER, L1),
+    "k_block_dropped": (LAYER, L1),
+    "k_block_dropped_l2": (LAYER, L2),
+    "neighbour_scale": (LAYER, L1),
+    "global_scale_of_first_expert": (LAYER, L2),
+    "one_wrong_element": (LAYER, L2),
+}
+
+
+@pytest.mark.parametrize("fault", [*LARGE_FAULTS, "correct"])
+def test_as_large_rows_are_drawn_and_digested_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tells a large row from a small one: draws by counting, other digests, choices settled in portions."""
+    monkeypatch.setattr("megamoe.ops.nvfp4_moe.inputs.COUNTED", 4096)
+    monkeypatch.setattr("megamoe.judge.arena.HASHED", 4096)
+    monkeypatch.setattr("megamoe.ops.nvfp4_moe.settle.HELD", 16)
+    references.cache_clear()
+    try:
+        for case_id in LARGE_FAULTS.get(fault, (LAYER, L1, L2)):
+            verdict = judged(SPEC.parse_case(case_id), fault)
+            assert verdict.passed == (fault == "correct"), f"{case_id}: {verdict.sentence or verdict.metrics}"
+    finally:
+        references.cache_clear()
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_legal_kernels_pass_on_the_matrix(style: str) -> None:
     """No flake: other steps along K and another order, truncated sums, approximate reciprocals and exponentials."""

@@ -15,6 +15,7 @@ from megamoe.judge.arena import (
     Seal,
     SealedCopy,
     coordinate,
+    home_of,
     is_poison,
     seal,
 )
@@ -154,6 +155,36 @@ def test_inputs_are_copied_and_their_hash_tells_them_apart() -> None:
     changed = Arena(spec, case, inputs).input_sha256
     assert changed["q"] != second.input_sha256["q"], "another input has another hash"
     assert changed["k"] == second.input_sha256["k"], "k is as it was"
+
+
+def test_digests_of_large_tensors_tell_them_apart_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are integer arithmetic on the device of the tensor: bits, places and whole blocks count."""
+    monkeypatch.setattr("megamoe.judge.arena.HASHED", SEAL_BYTES)
+    body = torch.arange(5 * SEAL_BYTES + 100).to(torch.uint8)
+    body[SEAL_BYTES : 2 * SEAL_BYTES] = 7
+    changed = {"nothing": body.clone()}
+    for at in (0, SEAL_BYTES - 1, 3 * SEAL_BYTES, len(body) - 1):
+        changed[f"a bit of byte {at}"] = body.clone()
+        changed[f"a bit of byte {at}"][at] ^= 1
+    changed["two blocks, exchanged"] = body[torch.arange(len(body)).view(-1)].clone()
+    changed["two blocks, exchanged"][: 2 * SEAL_BYTES] = body[: 2 * SEAL_BYTES].roll(SEAL_BYTES)
+    changed["two words, exchanged"] = body.clone()
+    changed["two words, exchanged"][:16] = body[:16].roll(8)
+    sealed = seal(body)
+    for what, other in changed.items():
+        same = what == "nothing"
+        assert (seal(other).sha256() == sealed.sha256()) == same, f"{what} was changed"
+        assert (sealed.broken(other) == []) == same, f"{what} was changed"
+    assert sealed.broken(changed[f"a bit of byte {3 * SEAL_BYTES}"]) == [3], "it tells which block"
+
+
+def test_only_large_tensors_of_a_device_are_at_home_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megamoe.judge.arena.ON_DEVICE", 4096)
+    small, large = ({"x": Layout((size,), torch.uint8, "input")} for size in (1024, 8192))
+    found = {(device, name): home_of(one, device) for device in ("cpu", "cuda") for name, one in
+             (("small", small), ("large", large))}  # fmt: skip
+    assert found.pop(("cuda", "large")) == "cuda", "its draws and references take minutes on a CPU"
+    assert set(found.values()) == {"cpu"}, f"{found}: the verdict on a small case is the CPU's"
 
 
 def test_a_case_without_lse_has_no_memory_for_it() -> None:

@@ -22,7 +22,7 @@ from megamoe.contract import Row, Status
 from megamoe.judge.arena import Arena, Layout, block_bytes, shared_block
 from megamoe.judge.run import RunSettings, judged
 from megamoe.records.lines import Record
-from megamoe.runner import capabilities
+from megamoe.runner import capabilities, requests
 from megamoe.runner.child import landlock_version
 from megamoe.runner.wire import Frame, WireError, decoded
 
@@ -173,6 +173,22 @@ def test_memory_cannot_be_taken_from_the_judge() -> None:
         arena.taken()
         shared.fill_(2.0)
         assert torch.equal(arena.tensors["y"], torch.ones(4)), "a late write reached what is judged"
+
+
+def test_a_runner_lets_go_of_memory_on_a_device_once_its_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it still had mapped would be there for a late write, and missing for the next row."""
+    layouts = {"x": Layout((4,), torch.float32, "input"), "y": Layout((4,), torch.float32, "output")}
+    arena, done = Arena.of_layouts(layouts, {"x": torch.ones(4)}), list[str]()
+    monkeypatch.setattr(requests, "block_on_device", lambda handle: arena._block)  # pyright: ignore
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
+    with requests.tensors_on_device({}, arena.told) as tensors:
+        assert torch.equal(tensors["x"], torch.ones(4)), "tensors lie where the judge says"
+        tensors["y"].fill_(3.0)
+        assert not done, "the program has not run yet"
+    assert done == ["synchronize", "empty_cache"], "the judge looks from another process, at what is complete"
+    assert not tensors, "the runner still holds the judge's memory"
+    assert torch.equal(arena.tensors["y"], torch.full((4,), 3.0)), "what it wrote is there"
 
 
 MESSAGES = {

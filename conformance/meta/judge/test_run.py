@@ -167,6 +167,16 @@ def test_a_failure_leaves_its_evidence(tmp_path: Path) -> None:
     assert record.bundle in record.sentence, "the sentence must say where the evidence is"
 
 
+def test_the_evidence_of_a_large_row_leaves_out_what_its_rerun_makes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megamoe.judge.bundle.MAX_KEPT", 1)
+    record = _judge(_row("SCALES"), tmp_path)
+    assert record.bundle is not None
+    assert torch.load(Path(record.bundle) / "tensors.pt") == {}, "all tensors are larger than a byte"
+    assert sorted(path.name for path in Path(record.bundle).glob("*.error.*")) == ["lse.error.txt", "o.error.txt"]
+
+
 def test_a_launch_that_was_refused_has_no_picture_of_its_error(tmp_path: Path) -> None:
     record = _judge(_row("IS_REFUSED"), tmp_path)
     assert record.bundle is not None

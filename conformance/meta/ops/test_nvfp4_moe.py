@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections import Counter
 
 import pytest
 import torch
 
+from conformance import ROOT
 from conformance.kernels.laws.law import specs
-from megamoe.codec.nvfp4 import decode_e2m1, decode_e4m3, dequantise, unswizzle_scales
+from megamoe.codec.nvfp4 import SF_VEC_SIZE, decode_e2m1, decode_e4m3, dequantise, unswizzle_scales
 from megamoe.codec.routing import routing
 from megamoe.contract import Case
 from megamoe.judge.arena import DTYPES
 from megamoe.ops import reference
 from megamoe.ops.nvfp4_moe.inputs import draw_topk_ids, input_names, output_names
+from megamoe.spec.draws import counted_normal
 
 SPEC = specs()["nvfp4_moe"]
 MOE = reference("nvfp4_moe")
@@ -170,14 +174,46 @@ def test_the_oracle_is_the_sum_written_out(weight: str, clamp: float | None) -> 
     assert any(abs(a) > 3 * scale * a2_gs for a in seen), "codes of a block reach its largest"
 
 
-def test_weights_too_large_to_draw_are_still_of_different_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megamoe.ops.nvfp4_moe.inputs.POOL", 2 * 256 * 128)
+COUNTED = "megamoe.ops.nvfp4_moe.inputs.COUNTED"
+
+
+def test_weights_drawn_by_counting_are_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real layer's are. No expert is another's, and their numbers are those of a normal distribution."""
+    monkeypatch.setattr(COUNTED, 2 * 256 * 128)
     case = SPEC.case(hidden=128, intermediate=128, num_experts=7, tokens=1)
     inputs = MOE.make_inputs(case)
-    for name in ("w1_codes", "w2_codes"):
-        experts = {inputs[name][expert].numpy().tobytes() for expert in range(7)}
+    for name, rows in (("w1", 256), ("w2", 128)):
+        experts = {inputs[f"{name}_codes"][expert].numpy().tobytes() for expert in range(7)}
         assert len(experts) == 7, f"two experts have the same {name}"
+        assert len(inputs[f"{name}_gs"].unique()) == 7, f"two experts have the same global scale of {name}"
+        sf = unswizzle_scales(inputs[f"{name}_sf"], rows, 128 // SF_VEC_SIZE)
+        values = dequantise(inputs[f"{name}_codes"], sf, inputs[f"{name}_gs"]) * 128**0.5
+        assert values.mean().abs() < 0.02, f"{name} has the mean {values.mean()}; N(0, 1) is asked for"
+        assert values.std(dim=(1, 2)).sub(1).abs().max() < 0.3, f"{name} has the deviations {values.std(dim=(1, 2))}"
     assert tuple(inputs["w1_sf"].shape) == SPEC.shape("w1_sf", case)
+
+
+def test_what_is_drawn_by_counting_does_not_depend_on_where_or_in_what_portions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An H200 and this CPU draw the same bits: the device's digests are a record."""
+    held = json.loads((ROOT / "results" / "records" / "h200-moe-draws.json").read_text())
+    for drawn in held["drawn"]:
+        monkeypatch.setattr(COUNTED, drawn["counted_from"])
+        made = MOE.make_inputs(SPEC.parse_case(drawn["case"]))
+        found = {name: hashlib.sha256(bytes_of(made[name])).hexdigest() for name in drawn["sha256"]}
+        assert found == drawn["sha256"], f"{drawn['case']}, counted from {drawn['counted_from']} numbers on"
+    case = SPEC.case(hidden=256, intermediate=128, num_experts=5, tokens=1)
+    whole = counted_normal(case, "w1", 0, 4096, "cpu")
+    parts = torch.cat([counted_normal(case, "w1", first, 512, "cpu") for first in range(0, 4096, 512)])
+    assert torch.equal(whole, parts), "a number depends on its place alone"
+    assert not torch.equal(whole, counted_normal(case, "w2", 0, 4096, "cpu")), "another stream has other numbers"
+    with pytest.raises(ValueError, match="must be multiples of 4"):
+        counted_normal(case, "w1", 2, 512, "cpu")
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def test_poisoned_padding_is_poison() -> None:

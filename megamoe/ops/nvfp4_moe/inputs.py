@@ -24,7 +24,7 @@ from megamoe.codec.nvfp4 import (
 )
 from megamoe.codec.routing import expert_rows, routing
 from megamoe.ops import Sample, distribution_of
-from megamoe.spec.draws import generator, normal, uniform
+from megamoe.spec.draws import counted_normal, generator, normal, uniform
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
@@ -101,38 +101,44 @@ _LOADS: Final = {"balanced": _balanced, "skewed": _skewed, "one_token": _one_tok
 
 Inputs = dict[str, torch.Tensor]
 Stack = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Shape = tuple[int, int, int]
+Device = str | torch.device
+Distribution = Callable[["Case", str, Shape, Device], Stack]
 
-# Of weights with more elements than this, a few experts are drawn; the others are these, rotated along the rows.
-POOL: Final = 1 << 25
+# Stacks of more numbers are drawn by counting, so many at a time: those of a real layer take minutes one by one.
+COUNTED: Final = 1 << 26
 # About the largest activation after SwiGLU of N(0, 1) gates and ups.
 LARGEST_ACTIVATION: Final = 8.0
-ROTATION: Final = 37
 NAN_SCALE: Final = 0x7F
 
 
-def make_inputs(case: Case, device: str | torch.device = "cpu") -> Inputs:
-    """Every input of the case's stage, drawn on the CPU and then moved to `device`.
+def make_inputs(case: Case, device: Device = "cpu") -> Inputs:
+    """Every input of the case's stage, on `device`; the weights of a real layer are drawn there.
 
     The bits depend on the case's id alone. ValueError for an unknown distribution.
     """
-    stack = distribution_of(case, DISTRIBUTIONS)
+    draw_stack = distribution_of(case, DISTRIBUTIONS)
+
+    def stack(name: str, count: int, rows: int, k: int) -> Stack:
+        return draw_stack(case, name, (count, rows, k), device)
+
     wanted = input_names(case)
     made: Inputs = {"topk_ids": draw_topk_ids(case), "topk_weights": _topk_weights(case), "a2_gs": _a2_gs(case)}
     if "x_codes" in wanted:
-        made |= _operand("x", stack(case, "x", (case.int("tokens"), 1, case.int("hidden"))), _padding(case), rows=True)
+        made |= _operand("x", stack("x", case.int("tokens"), 1, case.int("hidden")), _padding(case), rows=True)
     if "x" in wanted:
-        made["x"] = _plain(case, "x", (case.int("tokens"), case.int("hidden")))
+        made["x"] = _plain(case, "x", (case.int("tokens"), case.int("hidden")), device)
     if "w1_codes" in wanted:
-        shape = (case.int("num_experts"), 2 * case.int("intermediate"), case.int("hidden"))
-        made |= _operand("w1", _weights(case, "w1", shape), _padding(case))
+        w1 = stack("w1", case.int("num_experts"), 2 * case.int("intermediate"), case.int("hidden"))
+        made |= _operand("w1", w1, _padding(case))
     if "w2_codes" in wanted:
-        shape = (case.int("num_experts"), case.int("hidden"), case.int("intermediate"))
-        made |= _operand("w2", _weights(case, "w2", shape), _padding(case))
+        w2 = stack("w2", case.int("num_experts"), case.int("hidden"), case.int("intermediate"))
+        made |= _operand("w2", w2, _padding(case))
     made |= {name: draw(case, made) for name, draw in _EXPERT_ROWS.items() if name in wanted}
     if "a2_codes" in wanted:
-        made |= _a2(case, made)
+        made |= _a2(case, made, stack("a2", expert_rows(case), 1, case.int("intermediate")))
     if "a2" in wanted:
-        a2 = _plain(case, "a2", (expert_rows(case), case.int("intermediate")))
+        a2 = _plain(case, "a2", (expert_rows(case), case.int("intermediate")), device)
         made["a2"] = _pad_rows(case, made, a2, math.nan)
     return {name: made[name].to(device) for name in wanted}
 
@@ -169,26 +175,6 @@ def _operand(name: str, stack: Stack, padding: int, *, rows: bool = False) -> In
     return {f"{name}_codes": codes, f"{name}_sf": swizzle_scales(sf, padding), f"{name}_gs": gs}
 
 
-def _weights(case: Case, name: str, shape: tuple[int, int, int]) -> Stack:
-    """One matrix an expert. A real layer has more numbers than can be drawn in seconds: see POOL."""
-    experts, per_expert = shape[0], shape[1] * shape[2]
-    pool = min(experts, max(1, POOL // per_expert))
-    codes, sf, gs = DISTRIBUTIONS[case.inputs](case, name, (pool, *shape[1:]))
-    if pool < experts:
-        turns = [(expert % pool, ROTATION * (expert // pool)) for expert in range(experts)]
-        codes, sf = (_rotations(part, turns) for part in (codes, sf))
-        gs = gs[torch.arange(experts) % pool] * (0.75 + 0.5 * uniform(case, f"{name}_spread", (experts,))).float()
-    return codes, sf, gs
-
-
-def _rotations(pool: torch.Tensor, turns: list[tuple[int, int]]) -> torch.Tensor:
-    whole = torch.empty(len(turns), *pool.shape[1:], dtype=pool.dtype)
-    for made, (source, turn) in zip(whole, turns, strict=True):
-        turn %= len(made)
-        made[turn:], made[:turn] = pool[source, : len(made) - turn], pool[source, len(made) - turn :]
-    return whole
-
-
 def _padding(case: Case) -> int:
     return NAN_SCALE if case.inputs == "poisoned_padding" else 0
 
@@ -198,14 +184,27 @@ def _deviation(name: str, k: int) -> float:
     return 1.0 if name == "x" else 1.0 / math.sqrt(k)
 
 
-def _normal(case: Case, name: str, shape: tuple[int, int, int]) -> Stack:
+def _normal(case: Case, name: str, shape: Shape, device: Device) -> Stack:
     """bf16 N(0, 1) or N(0, 1 / K), quantised with a global scale for each token or expert."""
-    values = (normal(case, name, shape) * _deviation(name, shape[-1])).bfloat16()
-    gs = global_scale(values, per=1)
-    return *quantise(values, gs), gs
+    each = math.prod(shape[1:])
+    if shape[0] * each <= COUNTED:
+        return _quantised(name, normal(case, name, shape).to(device))
+    step = max(1, COUNTED // each)
+    counts = ((first, min(step, shape[0] - first)) for first in range(0, shape[0], step))
+    drawn = (counted_normal(case, name, first * each, count * each, device) for first, count in counts)
+    parts = [_quantised(name, part.view(-1, *shape[1:])) for part in drawn]
+    codes, sf, gs = (torch.cat(part) for part in zip(*parts, strict=True))
+    # Of millions of numbers the largest is always the same, and so would all global scales be.
+    return codes, sf, gs * _spread(case, f"{name}_spread", len(gs)).to(device)
 
 
-def _zero_blocks(case: Case, name: str, shape: tuple[int, int, int]) -> Stack:
+def _quantised(name: str, values: torch.Tensor) -> Stack:
+    rounded = values.mul_(_deviation(name, values.shape[-1])).bfloat16()
+    gs = global_scale(rounded, per=1)
+    return *quantise(rounded, gs), gs
+
+
+def _zero_blocks(case: Case, name: str, shape: Shape, device: Device) -> Stack:
     """As normal, but half of the blocks are zero, and so are the first token and the first 64 rows of every expert."""
     values = normal(case, name, shape) * _deviation(name, shape[-1])
     kept = uniform(case, f"{name}_zero", (*shape[:-1], shape[-1] // SF_VEC_SIZE)) < 0.5
@@ -215,7 +214,7 @@ def _zero_blocks(case: Case, name: str, shape: tuple[int, int, int]) -> Stack:
     return *quantise(values, gs), gs
 
 
-def _full_range(case: Case, name: str, shape: tuple[int, int, int]) -> Stack:
+def _full_range(case: Case, name: str, shape: Shape, device: Device) -> Stack:
     """All 16 codes and all 127 block scales, equally likely."""
     source = generator(case, f"{name}_codes")
     codes = torch.randint(256, (*shape[:-1], shape[-1] // 2), generator=source, dtype=torch.uint8)
@@ -223,9 +222,9 @@ def _full_range(case: Case, name: str, shape: tuple[int, int, int]) -> Stack:
     return codes, sf, _unit(case, name, shape, decode_e4m3(torch.arange(0x7F, dtype=torch.uint8)))
 
 
-def _saturating_scales(case: Case, name: str, shape: tuple[int, int, int]) -> Stack:
+def _saturating_scales(case: Case, name: str, shape: Shape, device: Device) -> Stack:
     """Block scales of 448 or one of the three below it. Activations need more than 448 and 6 (see _a2_gs)."""
-    codes, _, _ = _full_range(case, name, shape)
+    codes, _, _ = _full_range(case, name, shape, device)
     source = generator(case, f"{name}_sf")
     sf = torch.randint(0x7B, 0x7F, (*shape[:-1], shape[-1] // SF_VEC_SIZE), generator=source, dtype=torch.uint8)
     return codes, sf, _unit(case, name, shape, decode_e4m3(torch.arange(0x7B, 0x7F, dtype=torch.uint8)))
@@ -238,7 +237,12 @@ def _unit(case: Case, name: str, shape: tuple[int, int, int], scales: torch.Tens
     return (spread * _deviation(name, shape[-1]) / math.sqrt(float(mean_square))).float()
 
 
-DISTRIBUTIONS: Final[Mapping[str, Callable[[Case, str, tuple[int, int, int]], Stack]]] = {
+def _spread(case: Case, stream: str, count: int) -> torch.Tensor:
+    """float32 [count]: 0.75 to 1.25."""
+    return (0.75 + 0.5 * uniform(case, stream, (count,))).float()
+
+
+DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
     "normal": _normal,
     "full_range": _full_range,
     "saturating_scales": _saturating_scales,
@@ -252,12 +256,12 @@ DISTRIBUTIONS: Final[Mapping[str, Callable[[Case, str, tuple[int, int, int]], St
 MAX_ROW_EXPONENT: Final = 20
 
 
-def _plain(case: Case, name: str, shape: tuple[int, int]) -> torch.Tensor:
+def _plain(case: Case, name: str, shape: tuple[int, int], device: Device) -> torch.Tensor:
     """bf16 activations: N(0, 1) or N(0, 1 / K) as in _normal, with the zeros of _zero_blocks.
 
     Under `full_range` each row is times a power of two.
     """
-    values = normal(case, name, shape) * _deviation(name, shape[-1])
+    values = normal(case, name, shape).to(device if case.inputs == "normal" else "cpu") * _deviation(name, shape[-1])
     if case.inputs == "zero_blocks":
         kept = uniform(case, f"{name}_zero", (shape[0], shape[1] // SF_VEC_SIZE)) < 0.5
         values *= kept.repeat_interleave(SF_VEC_SIZE, dim=-1)
@@ -296,9 +300,9 @@ def _rows(case: Case, made: Inputs) -> torch.Tensor:
 _EXPERT_ROWS: Final[Mapping[str, Callable[[Case, Inputs], torch.Tensor]]] = {"h": _h, "rows": _rows}
 
 
-def _a2(case: Case, made: Inputs) -> Inputs:
+def _a2(case: Case, made: Inputs, stack: Stack) -> Inputs:
     """Requantised activations for the stage l2. Scales of padding rows are NaN if padding is poisoned."""
-    codes, sf, _ = DISTRIBUTIONS[case.inputs](case, "a2", (expert_rows(case), 1, case.int("intermediate")))
+    codes, sf, _ = stack
     sf = _pad_rows(case, made, sf.squeeze(1), NAN_SCALE)
     return {"a2_codes": codes.squeeze(1), "a2_sf": swizzle_scales(sf, _padding(case))}
 
@@ -307,7 +311,7 @@ def _pad_rows(case: Case, made: Inputs, rows: torch.Tensor, poison: float) -> to
     if case.inputs == "poisoned_padding":
         padding = torch.ones(len(rows), dtype=torch.bool)
         padding[routing(case, made["topk_ids"]).row] = False
-        rows[padding] = poison
+        rows[padding.to(rows.device)] = poison
     return rows
 
 

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from megamoe.codec.nvfp4 import E2M1_MAX, SF_VEC_SIZE, decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3
+from megamoe.codec.nvfp4 import (
+    E2M1_MAX,
+    SF_VEC_SIZE,
+    decode_e2m1,
+    decode_e4m3,
+    encode_e2m1,
+    encode_e4m3,
+    unswizzle_scales,
+)
 from megamoe.codec.routing import Routing
 from megamoe.ops.nvfp4_moe.stages import ULP, Activation, Inputs, Requantised, weight_columns
 
@@ -105,7 +113,8 @@ def _blocks(values: torch.Tensor) -> torch.Tensor:
 
 # A row whose rms error is below this many ulps of bf16 stays as it is: it passes anyway.
 LEFT_ALONE: Final = 0.25
-# Rows of `hidden` doubles held at once.
+# Rows of `hidden` doubles held at once, and made at once.
+HELD: Final = 1 << 14
 ENTRIES: Final = 1024
 
 
@@ -118,43 +127,56 @@ def settled(
     odd = error.square().mean(dim=1).sqrt() > LEFT_ALONE * scale
     odd &= torch.isfinite(error).all(dim=1)
     y = oracle.clone()
-    direction, token = _directions(case, inputs, routes, legal, odd)
-    for one in token.unique().tolist():
-        mine = direction[token == one]
-        y[one] += _taken(mine, error[one]) @ mine
+    w2_sf = unswizzle_scales(inputs["w2_sf"], case.int("hidden"), case.int("intermediate") // SF_VEC_SIZE)
+    token = routes.token[legal.route]
+    counts = token.bincount(minlength=len(y)) * odd
+    tokens = counts.nonzero().flatten()
+    step = max(1, HELD // max(1, int(counts.max())))
+    for first in range(0, len(tokens), step):
+        chosen = torch.zeros_like(odd)
+        chosen[tokens[first : first + step]] = True
+        direction, owner = _directions(case, inputs, w2_sf, routes, legal, chosen[token])
+        y.index_add_(0, owner, direction * _taken(direction, owner, error)[:, None])
     return y
 
 
 def _directions(
-    case: Case, inputs: Inputs, routes: Routing, legal: Choices, odd: torch.Tensor
+    case: Case, inputs: Inputs, w2_sf: torch.Tensor, routes: Routing, legal: Choices, kept: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each choice adds to y, float64 [choices, hidden], and its token, int64 [choices], for tokens in `odd`."""
-    kept = odd[routes.token[legal.route]]
+    """What each choice adds to y, float64 [choices, hidden], and its token, int64 [choices], of the entries `kept`."""
     number, route, column, change = (part[kept] for part in (legal.number, legal.route, legal.column, legal.change))
     if case["weight"] == "after":
         change = change * inputs["topk_weights"][routes.token[route], routes.choice[route]].double()
     names, slot = number.unique(return_inverse=True)
     direction = torch.zeros(len(names), case.int("hidden"), dtype=torch.float64, device=change.device)
-    for expert in routes.expert[route].unique().tolist():
-        here = (routes.expert[route] == expert).nonzero().flatten()
-        columns, place = column[here].unique(return_inverse=True)
-        w2 = weight_columns(case, inputs, expert, columns)
-        for some in torch.arange(len(here), device=here.device).split(ENTRIES):
-            direction.index_add_(0, slot[here[some]], w2[place[some]] * change[here[some]][:, None])
+    for some in torch.arange(len(slot), device=slot.device).split(ENTRIES):
+        w2 = weight_columns(inputs, w2_sf, routes.expert[route[some]], column[some])
+        direction.index_add_(0, slot[some], w2 * change[some][:, None])
     token = torch.empty(len(names), dtype=torch.int64, device=change.device)
     token[slot] = routes.token[route]
     return direction, token
 
 
-def _taken(direction: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-    """float64 [choices], 1 for each choice taken: greedily, the one that explains most first."""
-    gram, fit = direction @ direction.mT, direction @ error
+def _taken(direction: torch.Tensor, token: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """float64 [choices], 1 for each choice taken: greedily for each token, the one that explains most first."""
+    order = token.argsort(stable=True)
+    names, counts = token[order].unique_consecutive(return_counts=True)
+    line = torch.arange(len(names), device=token.device).repeat_interleave(counts)
+    place = torch.arange(len(order), device=token.device) - (counts.cumsum(0) - counts)[line]
+    # One line a token, as long as the longest.
+    padded = direction.new_zeros(len(names), int(counts.max()), direction.shape[1])
+    padded[line, place] = direction[order]
+    gram, fit = padded @ padded.mT, (padded @ error[names][:, :, None]).squeeze(2)
+    own, each = gram.diagonal(dim1=1, dim2=2), torch.arange(len(names), device=token.device)
     taken = torch.zeros_like(fit)
-    for _ in range(len(fit)):
-        gain = torch.where(taken == 0, 2 * fit - gram.diagonal(), -1.0)
-        best = int(gain.argmax())
-        if float(gain[best]) <= 0:
+    for _ in range(fit.shape[1]):
+        # A place that is no choice gains 0.
+        gain, best = torch.where(taken == 0, 2 * fit - own, -1.0).max(dim=1)
+        helps = (gain > 0).double()
+        if not bool(helps.any()):
             break
-        taken[best] = 1.0
-        fit = fit - gram[best]
-    return taken
+        taken[each, best] += helps
+        fit = fit - gram[each, best] * helps[:, None]
+    found = torch.empty_like(token, dtype=torch.float64)
+    found[order] = taken[line, place]
+    return found

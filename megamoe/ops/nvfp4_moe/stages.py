@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from megamoe.codec.nvfp4 import SF_VEC_SIZE, deinterleave, dequantise, quantise, unswizzle_scales
+from megamoe.codec.nvfp4 import (
+    SF_VEC_SIZE,
+    decode_e2m1,
+    decode_scales,
+    deinterleave,
+    dequantise,
+    quantise,
+    unswizzle_scales,
+)
 from megamoe.codec.routing import Routing
 
 if TYPE_CHECKING:
@@ -102,7 +110,7 @@ def l2(case: Case, inputs: Inputs, routes: Routing, a2: torch.Tensor, dtype: tor
     return rows
 
 
-def _gs2(inputs: Inputs, expert: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def _gs2(inputs: Inputs, expert: int | torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     scale = inputs["w2_gs"][expert].to(dtype)
     return inputs["a2_gs"][expert].to(dtype) * scale if "a2_gs" in inputs else scale
 
@@ -126,11 +134,12 @@ def _weights(
     return dequantise(inputs[f"{name}_codes"][expert], sf, dtype=dtype)
 
 
-def weight_columns(case: Case, inputs: Inputs, expert: int, column: torch.Tensor) -> torch.Tensor:
-    """float64 [columns, hidden]: columns of one expert's W2, times the global scales of W2 and of its activations."""
-    hidden, blocks = case.int("hidden"), case.int("intermediate") // SF_VEC_SIZE
-    sf = unswizzle_scales(inputs["w2_sf"][expert], hidden, blocks)
-    needed, place = (column // SF_VEC_SIZE).unique(return_inverse=True)
-    codes = inputs["w2_codes"][expert].view(hidden, blocks, SF_VEC_SIZE // 2)[:, needed]
-    values = dequantise(codes.flatten(1), sf[:, needed], dtype=torch.float64)
-    return values[:, place * SF_VEC_SIZE + column % SF_VEC_SIZE].mT * _gs2(inputs, expert)
+def weight_columns(inputs: Inputs, w2_sf: torch.Tensor, expert: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """float64 [n, hidden]: columns [n] of the W2 of experts [n], times the global scales of W2 and of its activations.
+
+    `w2_sf`: uint8 [num_experts, hidden, intermediate / 16], not swizzled.
+    """
+    pair = inputs["w2_codes"][expert, :, column // 2]
+    codes = torch.where((column % 2 == 0)[:, None], pair & 15, pair >> 4)
+    scales = decode_scales(w2_sf[expert, :, column // SF_VEC_SIZE], torch.float64)
+    return decode_e2m1(codes, torch.float64) * scales * _gs2(inputs, expert)[:, None]
