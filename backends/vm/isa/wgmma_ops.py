@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.isa.ring_ops import check_multiplied
@@ -22,7 +23,7 @@ from backends.vm.isa.tensor_operands import hidden_units
 from backends.vm.machine.access import uniform
 from backends.vm.machine.code import Key, Wait
 from backends.vm.machine.engine import submit
-from backends.vm.machine.undefined import BecameUndefined, spread
+from backends.vm.machine.undefined import BecameUndefined, UndefinedRegisters, spread
 from backends.vm.machine.warp import Warp
 from backends.vm.machine.warpgroup import Multiplication, Part, part_of, warpgroup_of
 from backends.vm.memory.clocks import stamp
@@ -175,6 +176,8 @@ def mma_async(b: Binder) -> Step:
             for key in accumulators:
                 undefined.clear_lanes(key, warp.mask)
             return
+        if enabled and left is None and right is not None and stays(undefined, right):
+            raise BecameUndefined
         if enabled:
             lost |= to_matrix(np.array([undefined.bits((32, row)) for row in added]), fragment) != 0
         if rows_a:
@@ -190,6 +193,24 @@ def mma_async(b: Binder) -> Step:
             undefined.put((32, row), bits, warp.mask, own or origin)
         raise BecameUndefined
 
+    def stays(undefined: UndefinedRegisters, right: Lost) -> bool:
+        """Whether A is defined, and the accumulators have already lost the columns that B makes them lose, and no other
+        bits. In a loop along K they have, after the first round."""
+        if not undefined.keys().isdisjoint(inputs):
+            return False
+        known = lost_columns.get(pattern := right.rows.tobytes())
+        if known is None:
+            lost = np.broadcast_to(right.rows, fragment.shape)
+            known = lost_columns[pattern] = list(to_registers(spread(lost, fragment.element_bits), fragment))
+        for row, bits in zip(added, known, strict=True):
+            found = undefined.get((32, row))
+            if found is None and count_nonzero(bits):
+                return False
+            if found is not None and (not found.origin.read or count_nonzero(found.bits != bits)):
+                return False
+        return True
+
+    lost_columns: dict[bytes, list[Words]] = {}
     touched = accumulators | inputs
     b.carry(lambda warp, run: run(warp), *((32, row) for row in (*added, *rows_a)))
     return step
