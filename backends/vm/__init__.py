@@ -2,7 +2,8 @@
 
 `executor.EXECUTOR` puts the machine behind the harness's contract, `machine.Machine` runs launches. A launch goes:
 `ptx/` (text to syntax tree) -> `bind/` (tree to code: blocks of steps) -> `machine/` (warps that a scheduler moves;
-`engine` holds the copies and tensor-core work that run beside them). `isa/` holds the instruction families, and they
+`engine` holds the copies and tensor-core work that run beside them). `bind/lanes.py` makes machine code of what blocks
+that run often compute on registers, `machine.code.OFTEN` of them and `lanes.WORTH` say when. `isa/` holds the instruction families, and they
 register in `bind/forms.py`. `load.py` does all up to the launch. `results/coverage.md` lists every spelling, its PTX
 ISA section and how its meaning is known. `facts.md N.M` in comments is conformance/vm/facts.md.
 

@@ -235,7 +235,7 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
             return cast("Traced", np.where(cast("Any", a < 0), -a, a)) if signed else a
         if ufunc is np.bitwise_count:
             return self._made(a.dtype, self.intrinsic("ctpop", a.value), shape)
-        raise TypeError(f"np.{ufunc.__name__} of {a.dtype} cannot be traced")
+        raise TypeError(f"np.{ufunc.__name__} cannot be traced on {a.dtype}")
 
     def _shifted(self, ufunc: np.ufunc, a: Traced, by: Traced) -> Traced:
         """As NumPy: by the width or more, all bits are those that move in. LLVM leaves that open."""
