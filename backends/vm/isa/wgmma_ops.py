@@ -7,8 +7,9 @@ schedule lets the operation end, and so are the registers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -176,7 +177,7 @@ def mma_async(b: Binder) -> Step:
             for key in accumulators:
                 undefined.clear_lanes(key, warp.mask)
             return
-        if enabled and left is None and right is not None and stays(undefined, right):
+        if enabled and left is None and undefined.keys().isdisjoint(inputs) and _lost(undefined, added, right, form):
             raise BecameUndefined
         if enabled:
             lost |= to_matrix(np.array([undefined.bits((32, row)) for row in added]), fragment) != 0
@@ -193,27 +194,33 @@ def mma_async(b: Binder) -> Step:
             undefined.put((32, row), bits, warp.mask, own or origin)
         raise BecameUndefined
 
-    def stays(undefined: UndefinedRegisters, right: Lost) -> bool:
-        """Whether A is defined, and the accumulators have already lost the columns that B makes them lose, and no other
-        bits. In a loop along K they have, after the first round."""
-        if not undefined.keys().isdisjoint(inputs):
-            return False
-        known = lost_columns.get(pattern := right.rows.tobytes())
-        if known is None:
-            lost = np.broadcast_to(right.rows, fragment.shape)
-            known = lost_columns[pattern] = list(to_registers(spread(lost, fragment.element_bits), fragment))
-        for row, bits in zip(added, known, strict=True):
-            found = undefined.get((32, row))
-            if found is None and count_nonzero(bits):
-                return False
-            if found is not None and (not found.origin.read or count_nonzero(found.bits != bits)):
-                return False
-        return True
-
-    lost_columns: dict[bytes, list[Words]] = {}
     touched = accumulators | inputs
     b.carry(lambda warp, run: run(warp), *((32, row) for row in (*added, *rows_a)))
     return step
+
+
+def _lost(undefined: UndefinedRegisters, accumulators: Sequence[int], right: Lost | None, form: _Form) -> bool:
+    """Whether `accumulators` have lost the columns that B makes them lose and nothing else.
+
+    In a loop along K they have, after the first round.
+    """
+    if right is None:
+        return False
+    for row, bits in zip(accumulators, _lost_columns(right.rows.tobytes(), form), strict=True):
+        found = undefined.get((32, row))
+        if found is None and count_nonzero(bits):
+            return False
+        if found is not None and (not found.origin.read or count_nonzero(found.bits != bits)):
+            return False
+    return True
+
+
+@lru_cache(maxsize=256)
+def _lost_columns(rows: bytes, form: _Form) -> tuple[Words, ...]:
+    """The undefined bits of each accumulator register where `rows` of B, bool [n], are undefined."""
+    fragment = form.accumulator
+    lost = np.broadcast_to(np.frombuffer(rows, np.bool_), fragment.shape)
+    return tuple(to_registers(spread(lost, fragment.element_bits), fragment))
 
 
 def _sparse(stored: Fetch, metadata: Words, form: _Form) -> tuple[Fetch, accumulate.Mask]:
