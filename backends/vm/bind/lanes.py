@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import count
 from typing import Any, Final, cast
 
 import numpy as np
@@ -42,6 +43,7 @@ _WIDTHS: Final = tuple(STORAGE)
 _BYTES: Final = {width: LANES * np.dtype(kind).itemsize * (2 if width == 128 else 1) for width, kind in STORAGE.items()}
 """Of a row."""
 _POINTER: Final = ir.PointerType()
+_NUMBERS: Final = count()
 _MASK_BYTES: Final = ir.VectorType(ir.IntType(8), LANES)
 
 WORTH = 200
@@ -277,7 +279,7 @@ def _made(instruction: Instruction, rows: RegisterRows) -> _Code:
 def _machine_code(instruction: Instruction, binder: _KindBinder) -> int | None:
     """Machine code `void f(bounds, rows, mask)`; `rows` has a bound and an offset from it for each place."""
     module = ir.Module("lanes")
-    made = ir.Function(module, ir.FunctionType(ir.VoidType(), [_POINTER] * 3), "f")
+    made = ir.Function(module, ir.FunctionType(ir.VoidType(), [_POINTER] * 3), f"lanes_{next(_NUMBERS)}")
     b = ir.IRBuilder(made.append_basic_block())
     bounds, rows, mask = made.args
 
@@ -298,7 +300,7 @@ def _machine_code(instruction: Instruction, binder: _KindBinder) -> int | None:
     for cell in cells.values():
         cell.store(active)
     b.ret_void()
-    return linked(module, "f")
+    return linked(module, made.name)
 
 
 # Runs.
@@ -321,7 +323,7 @@ def _runner() -> ir.Module:
         return b.load(b.gep(at, [ir.Constant(INDEX, number)], source_etype=INDEX), typ=INDEX)
 
     own = b.alloca(_MASK_BYTES)
-    count, first = word(program, 0), b.gep(program, [one], source_etype=INDEX)
+    number, first = word(program, 0), b.gep(program, [one], source_etype=INDEX)
     b.branch(loop)
     b.position_at_end(loop)
     at, left = b.phi(_POINTER), b.phi(INDEX)
@@ -345,7 +347,7 @@ def _runner() -> ir.Module:
     rest = b.sub(left, one)
     at.add_incoming(first, entry)
     at.add_incoming(following, call)
-    left.add_incoming(count, entry)
+    left.add_incoming(number, entry)
     left.add_incoming(rest, call)
     b.cbranch(b.icmp_unsigned("==", rest, ir.Constant(INDEX, 0)), end, loop)
     b.position_at_end(end)
