@@ -2,9 +2,10 @@
 
 `executor.EXECUTOR` puts the machine behind the harness's contract, `machine.Machine` runs launches. A launch goes:
 `ptx/` (text to syntax tree) -> `bind/` (tree to code: blocks of steps) -> `machine/` (warps that a scheduler moves;
-`engine` holds the copies and tensor-core work that run beside them). `isa/` holds the instruction families, and they
-register in `bind/forms.py`. `load.py` does all up to the launch. `results/coverage.md` lists every spelling, its PTX
-ISA section and how its meaning is known. `facts.md N.M` in comments is conformance/vm/facts.md.
+`engine` holds the copies and tensor-core work that run beside them). `bind/lanes.py` makes machine code of what blocks
+compute on registers, if they run often (`machine.code.OFTEN`, `lanes.WORTH`). `isa/` holds the instruction families,
+and they register in `bind/forms.py`. `load.py` does all up to the launch. `results/coverage.md` lists every spelling,
+its PTX ISA section and how its meaning is known. `facts.md N.M` in comments is conformance/vm/facts.md.
 
 Rooms, lowest first; each imports only rooms before it: rules; faults; ptx, numerics; tensor; memory; machine; bind;
 trace, isa; load, coverage; host; executor.

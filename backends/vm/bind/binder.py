@@ -43,6 +43,7 @@ class Binder:
     """One instruction as its family sees it: the `words` that its form chose, its operands, and rows for them.
 
     `uses` and `defines` gather the registers that the family asks for; `reads`, `addresses` and `carrying` as in Bound.
+    `places` has every row that it asks for, literals included, in its order.
     Rows of literals are negative. Literals lie
     after the registers of their width, last one first: a negative index finds them however many registers there are.
     """
@@ -55,6 +56,7 @@ class Binder:
     reads: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     addresses: list[Key] = field(default_factory=list[Key])
     carrying: Carrying | None = None
+    places: list[Key] = field(default_factory=list[Key])
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -100,6 +102,7 @@ class Binder:
         row = self._source(operand, view, wider=wider)
         width = self.width(operand)
         self.reads.append((view if width in (0, WIDTH_OF_VIEW[view]) else f"u{width}", row))
+        self.places.append((width or WIDTH_OF_VIEW[view], row))
         return row
 
     def _source(self, operand: Operand, view: str, *, wider: bool) -> int:
@@ -131,13 +134,15 @@ class Binder:
         """Row of a destination in `view`. The sink `_` gets a row that nobody reads."""
         width = WIDTH_OF_VIEW[view]
         if isinstance(operand, Sink):
-            return self.rows.address("_", 0, width)[1]
+            self.places.append(self.rows.address("_", 0, width))
+            return self.places[-1][1]
         if not isinstance(operand, Register) or operand.name not in self.rows.rows:
             raise self.error(f"operand {operand} cannot be written")
         key = self._register(operand)
         if key[0] != width and not (wider and width < key[0] <= 64):
             raise self.error(f"`{operand.name}` holds {key[0]} bits where {view} needs {width}")
         self.defines.append(key)
+        self.places.append(key)
         return key[1]
 
     def vector(self, operand: Operand, *counts: int) -> tuple[Operand, ...]:

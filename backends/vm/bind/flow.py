@@ -39,6 +39,8 @@ class Bound:
 
     `guard`: row of the predicate, and whether it is negated. `reads`: view and row of each source, literals included,
     in the order in which the family has bound them. `addresses`: the registers among `uses` that hold an address.
+    `places`: the rows of all operands, as the family has asked for them. `plain`: the step as the family has made it,
+    which may be wrapped in `step`; None if it computes in the ring.
     """
 
     instruction: Instruction
@@ -50,6 +52,8 @@ class Bound:
     reads: tuple[tuple[str, int], ...] = ()
     addresses: frozenset[Key] = frozenset()
     carry: Carrying | None = None
+    places: tuple[Key, ...] = ()
+    plain: Step | None = None
 
     @property
     def guard_key(self) -> Key | None:

@@ -15,6 +15,7 @@ from backends.vm.bind.calls import with_calls_in_place
 from backends.vm.bind.definedness import InstructionCarrier, unwritten_registers
 from backends.vm.bind.flow import Bound, FlowGraph, check_warpgroup_registers, end_loads_at_use
 from backends.vm.bind.forms import Form, bind_in_ring, find
+from backends.vm.bind.lanes import RunFinder
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, UnknownInstructionError
 from backends.vm.machine.code import HANDLED, NEXT, Block, BoundFunction, Code, RegisterRows, Step
@@ -151,7 +152,7 @@ def build(
     unwritten = unwritten_registers(graph, rows)
     check_warpgroup_registers(graph)
     end_loads_at_use(graph)
-    return Code(function, [_block(function, bound, block, block_of) for block in blocks], rows, unwritten)
+    return Code(function, [_block(function, bound, block, block_of, rows) for block in blocks], rows, unwritten)
 
 
 def _in_ring(form: Form, binder: Binder) -> Step:
@@ -186,7 +187,8 @@ def _bind(instruction: Instruction, rows: RegisterRows, target: str, version: Ve
     if refusal is not None:
         raise binder.error(refusal)
     return Bound(instruction, form, step, tuple(binder.uses), tuple(binder.defines), guard, tuple(binder.reads),
-                 frozenset(binder.addresses), binder.carrying)  # fmt: skip
+                 frozenset(binder.addresses), binder.carrying, tuple(binder.places),
+                 None if ring else step)  # fmt: skip
 
 
 def _leaders(function: Function, bound: list[Bound]) -> list[int]:
@@ -230,7 +232,9 @@ def _successors(function: Function, bound: list[Bound], block: range) -> list[in
     return [target for target in targets if target < len(bound)]
 
 
-def _block(function: Function, bound: list[Bound], indices: range, block_of: Mapping[int, int]) -> Block:
+def _block(
+    function: Function, bound: list[Bound], indices: range, block_of: Mapping[int, int], rows: RegisterRows
+) -> Block:
     body = [bound[index] for index in indices]
     block = Block([], [item.instruction for item in body], carriers=[InstructionCarrier(item) for item in body])
     block.classes.update(item.form.counter for item in body)
@@ -241,6 +245,7 @@ def _block(function: Function, bound: list[Bound], indices: range, block_of: Map
             block.tail = step
         else:
             block.steps.append(step)
+    block.find_runs = RunFinder(body[: len(block.steps)], rows)
     return block
 
 

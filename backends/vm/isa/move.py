@@ -11,9 +11,11 @@ from backends.vm.counting import count_nonzero
 from backends.vm.machine.code import LANES
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.global_memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
+from backends.vm.numerics.traced import is_traced, taken
 from backends.vm.ptx.ast import Operand, Register, Sink, Vector
 
 _VIEW = {16: "u16", 32: "u32", 64: "u64", 128: "u64x2"}
+Words = npt.NDArray[np.uint32]
 _PAIR = {(32, 16): "u16x2", (64, 32): "u32x2"}
 """The view of a register as two halves, by its width and theirs."""
 _SCALARS = "b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64"
@@ -177,17 +179,36 @@ def prmt(b: Binder) -> Step:
     ra, rc, rs = (b.source(item, "u32") for item in (a, c, selector))
 
     def step(warp: Warp) -> None:
-        pool = np.empty((LANES, 2), np.uint32)
-        pool[:, 0], pool[:, 1] = warp.u32[ra], warp.u32[rc]
-        control = warp.u32[rs] if selectors is None else selectors[warp.u32[rs] & 3]
-        first = int(control[0])
-        if first & 0x8888 == 0 and not count_nonzero(control != control[0]):
-            chosen = pool.view(np.uint8).take([first & 7, first >> 4 & 7, first >> 8 & 7, first >> 12 & 7], axis=1)
-        else:
-            chosen = _pick_bytes(pool.view(np.uint8), control)
-        np.copyto(warp.u32[rd], chosen.view(np.uint32)[:, 0], where=warp.where)
+        low, high, control = warp.u32[ra], warp.u32[rc], warp.u32[rs]
+        if selectors is not None:
+            control = taken(selectors, control & 3)
+        pick = _computed_bytes if is_traced(control) else _picked_bytes
+        np.copyto(warp.u32[rd], pick(low, high, control), where=warp.where)
 
     return step
+
+
+def _picked_bytes(low: Words, high: Words, control: Words) -> Words:
+    pool = np.empty((LANES, 2), np.uint32)
+    pool[:, 0], pool[:, 1] = low, high
+    first = int(control[0])
+    if first & 0x8888 == 0 and not count_nonzero(control != control[0]):
+        chosen = pool.view(np.uint8).take([first & 7, first >> 4 & 7, first >> 8 & 7, first >> 12 & 7], axis=1)
+    else:
+        chosen = _pick_bytes(pool.view(np.uint8), control)
+    return chosen.view(np.uint32)[:, 0]
+
+
+def _computed_bytes(low: Words, high: Words, control: Words) -> Words:
+    """As `_picked_bytes`, with arithmetic only."""
+    pool = high.astype(np.uint64) << np.uint64(32) | low.astype(np.uint64)
+    found = np.zeros_like(low)
+    for place in (0, 4, 8, 12):
+        pick = control >> np.uint32(place)
+        byte = (pool >> (pick.astype(np.uint64) & np.uint64(7)) * np.uint64(8)).astype(np.uint32) & np.uint32(0xFF)
+        sign = np.where(byte & np.uint32(0x80) != 0, np.uint32(0xFF), np.uint32(0))
+        found |= np.where(pick & np.uint32(8) != 0, sign, byte) << np.uint32(2 * place)
+    return found
 
 
 def _pick_bytes(pool: npt.NDArray[np.uint8], control: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:

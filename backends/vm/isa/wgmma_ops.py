@@ -7,14 +7,16 @@ schedule lets the operation end, and so are the registers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.isa.ring_ops import check_multiplied
@@ -22,7 +24,7 @@ from backends.vm.isa.tensor_operands import hidden_units
 from backends.vm.machine.access import uniform
 from backends.vm.machine.code import Key, Wait
 from backends.vm.machine.engine import submit
-from backends.vm.machine.undefined import BecameUndefined, spread
+from backends.vm.machine.undefined import BecameUndefined, UndefinedRegisters, spread
 from backends.vm.machine.warp import Warp
 from backends.vm.machine.warpgroup import Multiplication, Part, part_of, warpgroup_of
 from backends.vm.memory.clocks import stamp
@@ -175,6 +177,8 @@ def mma_async(b: Binder) -> Step:
             for key in accumulators:
                 undefined.clear_lanes(key, warp.mask)
             return
+        if enabled and left is None and undefined.keys().isdisjoint(inputs) and _lost(undefined, added, right, form):
+            raise BecameUndefined
         if enabled:
             lost |= to_matrix(np.array([undefined.bits((32, row)) for row in added]), fragment) != 0
         if rows_a:
@@ -193,6 +197,30 @@ def mma_async(b: Binder) -> Step:
     touched = accumulators | inputs
     b.carry(lambda warp, run: run(warp), *((32, row) for row in (*added, *rows_a)))
     return step
+
+
+def _lost(undefined: UndefinedRegisters, accumulators: Sequence[int], right: Lost | None, form: _Form) -> bool:
+    """Whether `accumulators` have lost the columns that B makes them lose and nothing else.
+
+    In a loop along K they have, after the first round.
+    """
+    if right is None:
+        return False
+    for row, bits in zip(accumulators, _lost_columns(right.rows.tobytes(), form), strict=True):
+        found = undefined.get((32, row))
+        if found is None and count_nonzero(bits):
+            return False
+        if found is not None and (not found.origin.read or count_nonzero(found.bits != bits)):
+            return False
+    return True
+
+
+@lru_cache(maxsize=256)
+def _lost_columns(rows: bytes, form: _Form) -> tuple[Words, ...]:
+    """The undefined bits of each accumulator register where `rows` of B, bool [n], are undefined."""
+    fragment = form.accumulator
+    lost = np.broadcast_to(np.frombuffer(rows, np.bool_), fragment.shape)
+    return tuple(to_registers(spread(lost, fragment.element_bits), fragment))
 
 
 def _sparse(stored: Fetch, metadata: Words, form: _Form) -> tuple[Fetch, accumulate.Mask]:

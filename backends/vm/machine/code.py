@@ -34,6 +34,8 @@ class _Sentinel:
 
 
 NEXT: Final = None
+OFTEN, FACTOR = 8, 4
+"""A block looks for runs after so many executions, and again after so many times as many."""
 HANDLED: Final = _Sentinel()
 
 
@@ -58,12 +60,34 @@ class Wait:
     local: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class QuickRun:
+    """`step` does the next `count` steps of a block at once, which do nothing but compute on registers, `touches`."""
+
+    step: Step
+    count: int
+    touches: frozenset[Key]
+
+
+FindRuns = Callable[[int], tuple[Mapping[int, QuickRun], bool]]
+"""The runs of a block by the index of their first step, now that it has executed so many times since it last asked; and
+whether there may be more later."""
+
+
+def _done(warp: Warp) -> None:
+    """Stands where a step is that a run has done, so that steps and instructions keep one index."""
+
+
 @dataclass(slots=True)
 class Block:
     """Steps in order, then `tail` (None: fall through). `classes` counts its instructions by counter name.
 
     `carriers`, one an instruction, run it where a register that it touches may be undefined; `touches` has all of
     these registers, once somebody has asked for them.
+
+    `quick` has the steps as they run where every register is defined: with `runs`, by the index of their first step, in
+    place. A block that has executed often asks `find_runs`, anew each time that it has executed FACTOR times as often:
+    once more after `left` times. Nobody asks where `find_runs` is None.
     """
 
     steps: list[Step]
@@ -72,6 +96,24 @@ class Block:
     classes: Counter[str] = field(default_factory=Counter[str])
     carriers: Sequence[Carrier] = ()
     touches: frozenset[Key] | None = None
+    find_runs: FindRuns | None = None
+    runs: Mapping[int, QuickRun] = field(init=False, default_factory=dict[int, "QuickRun"])
+    quick: list[Step] = field(init=False)
+    left: int = field(init=False, default_factory=lambda: OFTEN)
+    _often: int = field(init=False, default_factory=lambda: OFTEN)
+
+    def __post_init__(self) -> None:
+        self.quick = self.steps
+
+    def quicken(self) -> None:
+        """Put in place the runs that there are by now."""
+        if self.find_runs is None:
+            return
+        (self.runs, more), self.quick = self.find_runs(self._often), self.steps.copy()
+        for first, run in self.runs.items():
+            self.quick[first : first + run.count] = [run.step, *[_done] * (run.count - 1)]
+        self._often *= FACTOR
+        self.left = self._often if more else 0
 
     def touched(self) -> frozenset[Key]:
         """The registers that an instruction of the block reads or writes."""
@@ -149,7 +191,8 @@ STORAGE: dict[int, type[np.generic]] = {1: np.bool_, 16: np.uint16, 32: np.uint3
 
 VIEWS_OF_WIDTH = {width: tuple(name for name, _ in views) for width, views in _DTYPES.items()}
 WIDTH_OF_VIEW = {name: width for width, names in VIEWS_OF_WIDTH.items() for name in names}
-BYTES_OF_VIEW = {name: np.dtype(dtype).itemsize for views in _DTYPES.values() for name, dtype in views}
+DTYPE_OF_VIEW = {name: np.dtype(dtype) for views in _DTYPES.values() for name, dtype in views}
+BYTES_OF_VIEW = {name: dtype.itemsize for name, dtype in DTYPE_OF_VIEW.items()}
 """Of one element."""
 
 Row = npt.NDArray[np.generic]
@@ -218,6 +261,7 @@ class RegisterFile:
 
     Registers start as zero; bind/definedness.py finds those that may be read unwritten. Literals lie from the last row
     backwards, so that literal number i is row -(i+1). There may be more rows in between than the function has.
+    `bounds`, int64 [10]: where the rows of each width begin, then where they end.
     """
 
     def __init__(self) -> None:
@@ -225,16 +269,20 @@ class RegisterFile:
         self._storage: dict[int, Row] = {}
         self._literals: dict[int, tuple[RegisterRows, int]] = {}
         self._views: dict[str, list[Row]] = {}
+        self.bounds = np.zeros(2 * len(STORAGE), np.int64)
+        self.bounds_address = self.bounds.ctypes.data
 
     def begin(self, rows: RegisterRows) -> None:
         """Be the registers of a function with `rows`, every register zero."""
         self._counts = rows.counts
-        for width, dtype in STORAGE.items():
+        for index, (width, dtype) in enumerate(STORAGE.items()):
             literals, count = rows.constants.get(width, []), rows.counts.get(width, 0)
             storage = self._storage.get(width)
             if storage is None or len(storage) < count + len(literals):
                 total = 1 << (count + len(literals)).bit_length()
                 storage = self._storage[width] = np.zeros((total, LANES, 2) if width == 128 else (total, LANES), dtype)
+                begins = storage.ctypes.data
+                self.bounds[index], self.bounds[index + len(STORAGE)] = begins, begins + storage.nbytes
                 for name in VIEWS_OF_WIDTH[width]:
                     self._views.pop(name, None)
                 self._literals.pop(width, None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import length_hint
 from typing import TYPE_CHECKING
 
@@ -387,7 +388,10 @@ class Warp:
 
     def _execute(self, strand: Strand, block: Block) -> None:
         self.executed[strand.block] += 1
-        self._steps = steps = iter(block.steps)
+        block.left -= 1
+        if not block.left:
+            block.quicken()
+        self._steps = steps = iter(block.quick)
         try:
             try:
                 if self.undefined and not self.undefined.keys().isdisjoint(block.touched()):
@@ -428,10 +432,17 @@ class Warp:
             if fault.rule in ("assert", "trap"):
                 raise
 
-    def _carry(self, block: Block, steps: Iterator[Step]) -> object:
-        """Execute the `steps` of a block that are left, of which some touch undefined registers, and its tail."""
-        undefined, index = self.undefined, len(block.steps) - length_hint(steps)
+    def _carry(self, block: Block, left: Iterator[Step]) -> object:
+        """Execute the steps of a block that are left, of which some touch undefined registers, and its tail."""
+        undefined, index = self.undefined, len(block.steps) - length_hint(left)
+        self._steps = steps = iter(block.steps[index:])
         for step in steps:
+            run = block.runs.get(index)
+            if run is not None and undefined.keys().isdisjoint(run.touches):
+                run.step(self)
+                index += run.count
+                next(islice(steps, run.count - 1, run.count - 1), None)
+                continue
             carrier = block.carriers[index]
             index += 1
             try:

@@ -18,6 +18,7 @@ from backends.vm.numerics.compiled import compiled
 from backends.vm.numerics.f32 import SMALLEST_KEPT_RN, Float32
 from backends.vm.numerics.formats import Float64
 from backends.vm.numerics.mufu import Words
+from backends.vm.numerics.traced import is_traced
 
 Codes16 = npt.NDArray[np.uint16]
 
@@ -130,6 +131,8 @@ def _div_full_ftz(a: Words, b: Words) -> Words:
 
 
 def _float(function: Callable[..., Words], *operands: Float32) -> Float32:
+    if is_traced(operands[0]):
+        return function(*[one.view(np.uint32) for one in operands]).view(np.float32)
     return compiled(function, len(operands))(*[one.view(np.uint32) for one in operands]).view(np.float32)
 
 

@@ -18,7 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
-from backends.vm.numerics.cvt_scalar import WIDTH, Bits, Function, Modifiers, Rule, read_float, scalar_rules, take
+from backends.vm.numerics.cvt_scalar import (
+    WIDTH,
+    Bits,
+    Function,
+    Modifiers,
+    Rule,
+    bf16_nearest,
+    f16_nearest,
+    read_float,
+    scalar_rules,
+    take,
+)
 from backends.vm.numerics.formats import (
     BF16,
     F16,
@@ -30,6 +41,7 @@ from backends.vm.numerics.formats import (
     decode,
     encode,
 )
+from backends.vm.numerics.traced import is_traced, taken
 
 Uint16 = npt.NDArray[np.uint16]
 Uint8 = npt.NDArray[np.uint8]
@@ -74,7 +86,11 @@ def _pair_from_f32(dst: str, modifiers: Modifiers) -> Function:
 
 
 def _nearest_pair(half: np.dtype[np.generic]) -> Function:
+    one = f16_nearest if half == np.float16 else bf16_nearest
+
     def convert(a: Bits, b: Bits) -> Bits:
+        if is_traced(a):
+            return pack_halves(one(a), one(b))
         upper, lower = take(a, 32).view(np.float32), take(b, 32).view(np.float32)
         pairs = np.empty((*np.broadcast(upper, lower).shape, 2), half)
         pairs[..., 0] = lower
@@ -158,13 +174,13 @@ def sticky_bf16(a: Bits) -> Uint16:
 
 
 def _look_up_f32(codes: Uint8) -> Halves:
-    return lambda a, b: (codes[sticky_bf16(a)], codes[sticky_bf16(b)])
+    return lambda a, b: (taken(codes, sticky_bf16(a)), taken(codes, sticky_bf16(b)))
 
 
 def _look_up_pair(codes: Uint8) -> Halves:
     def halves(pair: Bits) -> tuple[Uint8, Uint8]:
         upper, lower = unpack_halves(pair)
-        return codes[upper], codes[lower]
+        return taken(codes, upper), taken(codes, lower)
 
     return halves
 
@@ -201,7 +217,7 @@ def _f16x2_from_small(src: str, modifiers: Modifiers) -> Function:
 
     def convert(pair: Bits) -> Bits:
         whole = pair.astype(np.uint32)
-        return pack_halves(codes[(whole >> np.uint32(bits)) & mask], codes[whole & mask])
+        return pack_halves(taken(codes, (whole >> np.uint32(bits)) & mask), taken(codes, whole & mask))
 
     return convert
 

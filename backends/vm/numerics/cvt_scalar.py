@@ -23,6 +23,7 @@ from backends.vm.numerics.formats import (
     directed,
     encode,
 )
+from backends.vm.numerics.traced import is_traced
 
 Bits = npt.NDArray[np.unsignedinteger]
 Function = Callable[..., Bits]
@@ -78,7 +79,7 @@ class Rule:
 
 def take(operand: Bits, bits: int) -> Bits:
     """The low `bits` bits; a source register may be wider than the type (PTX ISA 9.7.9.21, Notes)."""
-    return np.asarray(operand, dtype=UNSIGNED[bits])
+    return operand.astype(UNSIGNED[bits], copy=False)
 
 
 _INTEGERS = tuple(f"{sign}{bits}" for sign in "us" for bits in (8, 16, 32, 64))
@@ -100,6 +101,9 @@ def flush_f32(values: Float64) -> Float64:
 def bf16_nearest(a: Bits) -> npt.NDArray[np.uint16]:
     """cvt.rn.bf16.f32; `a` are f32 bits."""
     x = a.view(np.float32)
+    if is_traced(a):
+        # ml_dtypes cannot be followed. A carry out of the mantissa is the next exponent, or infinity.
+        return _canonical(x, ((a + np.uint32(0x7FFF) + (a >> _16 & np.uint32(1))) >> _16).astype(np.uint16))
     return _canonical(x, x.astype(ml_dtypes.bfloat16).view(np.uint16))
 
 
@@ -111,7 +115,7 @@ def f16_nearest(a: Bits) -> npt.NDArray[np.uint16]:
 
 def _canonical(x: npt.NDArray[np.float32], codes: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
     nan = x != x
-    return np.where(nan, np.uint16(F16.nan), codes) if count_nonzero(nan) else codes
+    return np.where(nan, np.uint16(F16.nan), codes) if is_traced(x) or count_nonzero(nan) else codes
 
 
 def read_float(bits: Bits, name: str) -> Float64:
@@ -231,7 +235,7 @@ def _widen_f16(a: Bits) -> Bits:
     x = a.view(np.float16)
     wide = x.astype(np.float32).view(np.uint32)
     nan = x != x
-    return np.where(nan, _F32_NAN, wide) if count_nonzero(nan) else wide
+    return np.where(nan, _F32_NAN, wide) if is_traced(x) or count_nonzero(nan) else wide
 
 
 _FAST: dict[tuple[str, str], tuple[str, Function]] = {

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
 from backends.vm.numerics.formats import Float64, Rounding, add_to_odd, directed
+from backends.vm.numerics.traced import fused, is_traced
 
 Float32 = npt.NDArray[np.float32]
 Property = Literal["finite", "infinite", "number", "notanumber", "normal", "subnormal"]
@@ -36,6 +37,9 @@ def canonical(r: Float32) -> Float32:
 
 def flush(a: Float32) -> Float32:
     """Subnormals become zero of the same sign."""
+    if is_traced(a):
+        bits = a.view(np.uint32)
+        return np.where(np.abs(a) < SMALLEST_NORMAL, bits & _SIGN, bits).view(np.float32)
     subnormal = np.abs(a) < SMALLEST_NORMAL
     return np.where(subnormal, np.copysign(np.float32(0), a), a) if count_nonzero(subnormal) else a
 
@@ -63,6 +67,8 @@ def fma_rn(a: Float32, b: Float32, c: Float32) -> Float32:
     The product is exact in float64, the sum is not: rounding it again to float32 errs only where the float64 sum lies
     exactly halfway between two float32 values, and such a sum has 28 zero bits at its end.
     """
+    if is_traced(a):
+        return canonical(fused(a, b, c))
     product = a.astype(np.float64) * b.astype(np.float64)
     total = product + c
     r = total.astype(np.float32)
@@ -209,7 +215,7 @@ def max_num(a: Float32, b: Float32) -> Float32:
 
 def _pick(choose: np.ufunc, merge: np.ufunc, a: Float32, b: Float32) -> Float32:
     r = choose(a, b)
-    if count_nonzero(r) != r.size:
+    if is_traced(r) or count_nonzero(r) != r.size:
         # Equal operands have equal bits unless they are zeros of unlike sign: there OR is -0 and AND is +0.
         r = np.where(a == b, merge(a.view(np.uint32), b.view(np.uint32)).view(np.float32), r)
     return canonical(r)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
+from backends.vm.numerics.traced import is_traced, taken
 
 Float64 = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.uint32]
@@ -86,7 +87,7 @@ def decode(codes: npt.NDArray[np.unsignedinteger], fmt: FloatFormat) -> Float64:
     """The exact value of each code, as float64; bits above the format's width must be zero."""
     if fmt is F32:
         return codes.astype(np.uint32).view(np.float32).astype(np.float64)
-    return _values(fmt)[codes]
+    return taken(_values(fmt), codes)
 
 
 def encode(
@@ -98,7 +99,7 @@ def encode(
     or where the format has no infinity. NaN gives `fmt.nan` with the sign dropped. `relu` gives +0 for a negative
     result and leaves NaN (facts.md 7.2). A value that is itself inexact must have been rounded to odd.
     """
-    bits = np.asarray(values, dtype=np.float64).view(np.uint64)
+    bits = (values if is_traced(values) else np.asarray(values, dtype=np.float64)).view(np.uint64)
     negative = (bits >> np.uint64(63)).astype(bool)
     field = ((bits >> _F64_MANTISSA) & np.uint64(0x7FF)).astype(np.int64)
     fraction = bits & _F64_FRACTION
@@ -160,12 +161,11 @@ def add_to_odd(a: Float64, b: Float64) -> Float64:
     seen = total - a
     error = (a - (total - seen)) + (b - seen)
     inexact = (error < 0) | (error > 0)
-    if not count_nonzero(inexact):
+    if not is_traced(inexact) and not count_nonzero(inexact):
         return total
-    bits = np.array(total, dtype=np.float64, copy=True).view(np.int64)
+    bits = total.view(np.int64)
     step = np.where((error > 0) == (total > 0), 1, -1)
-    bits += np.where(inexact & ((bits & 1) == 0), step, 0)
-    return bits.view(np.float64)
+    return (bits + np.where(inexact & ((bits & 1) == 0), step, 0)).view(np.float64)
 
 
 def directed(nearest: npt.NDArray[_Float], excess: Float64, rounding: Rounding) -> npt.NDArray[_Float]:

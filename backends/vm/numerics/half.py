@@ -8,6 +8,7 @@ on an H200, facts.md 7.2 and 7.3). `ftz` exists for f16 only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from backends.vm.numerics.formats import (
     decode,
     encode,
 )
+from backends.vm.numerics.traced import is_traced
 
 Codes16 = npt.NDArray[np.uint16]
 
@@ -44,17 +46,20 @@ def flush(a: Codes16, fmt: FloatFormat) -> Codes16:
     return np.where(a & exponent, a, a & _SIGN)
 
 
-def _nearest_f16(values: Float64) -> Codes16:
-    """As `encode`: NumPy rounds float64 to float16 once, to nearest."""
+def _nearest_f16(values: Float64 | Float32) -> Codes16:
+    """As `encode`: NumPy rounds to float16 once, to nearest."""
+    if is_traced(values) and values.dtype == np.float64:
+        return encode(cast("Float64", values), F16).astype(np.uint16)
     with np.errstate(over="ignore"):
         codes = values.astype(np.float16).view(np.uint16)
     return np.where(np.isnan(values), np.uint16(F16.nan), codes)
 
 
-def _finish(values: Float64, fmt: FloatFormat, ftz: bool, sat: bool, relu: bool) -> Codes16:
+def _finish(values: Float64 | Float32, fmt: FloatFormat, ftz: bool, sat: bool, relu: bool) -> Codes16:
     if sat:
         values = np.where(values > 0, np.minimum(values, 1.0), 0.0)
-    codes = _nearest_f16(values) if fmt is F16 and not relu else encode(values, fmt, relu=relu).astype(np.uint16)
+    wide = cast("Float64", values)
+    codes = _nearest_f16(values) if fmt is F16 and not relu else encode(wide, fmt, relu=relu).astype(np.uint16)
     return flush(codes, fmt) if ftz else codes
 
 
@@ -74,6 +79,10 @@ def mul(a: Codes16, b: Codes16, fmt: FloatFormat, *, ftz: bool = False, sat: boo
     """9.7.4.3."""
     if ftz:
         a, b = flush(a, fmt), flush(b, fmt)
+    if fmt is F16:
+        # Exact in float32: 22 bits, and no exponent below -48.
+        x, y = (one.view(np.float16).astype(np.float32) for one in (a, b))
+        return _finish(x * y, fmt, ftz, sat, False)
     return _finish(decode(a, fmt) * decode(b, fmt), fmt, ftz, sat, False)
 
 

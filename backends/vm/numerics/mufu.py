@@ -7,7 +7,7 @@ bits below (16 for the reciprocal). T(x) is x^2 from a squarer that drops every 
 The tables were solved from an H200's outputs, and the functions agree with it for every one of the 2^32 inputs
 (conformance/silicon/numerics/mufu_hashes.npz). That Blackwell's unit holds the same tables is an assumption.
 
-Functions take and give uint32 arrays of any shape. They use only what `compiled.Traced` can follow, so that
+Functions take and give uint32 arrays of any shape. They use only what `traced.Traced` can follow, so that
 `compiled.compiled` makes machine code of them.
 """
 
@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.numerics.compiled import taken
+from backends.vm.numerics.traced import taken
 
 Words = npt.NDArray[np.uint32]
 Int64 = npt.NDArray[np.int64]
@@ -46,6 +46,10 @@ def _squares() -> npt.NDArray[np.int32]:
     return total.astype(np.int32)
 
 
+def _taken(table: npt.NDArray[np.integer], index: Int64) -> Int64:
+    return taken(table, index).astype(np.int64)
+
+
 class _Polynomial:
     """Rows of coefficients: `at(row, x17)` is C0 + C1 x + C2 T(x). `x_shift` drops low bits of x from the C1 term."""
 
@@ -54,8 +58,8 @@ class _Polynomial:
         self.x_shift = x_shift
 
     def at(self, row: Int64, x17: Int64) -> Int64:
-        linear = taken(self.c1, row) * (x17 >> self.x_shift)
-        return taken(self.c0, row) + linear + taken(self.c2, row) * taken(_SQUARES, x17)
+        linear = _taken(self.c1, row) * (x17 >> self.x_shift)
+        return _taken(self.c0, row) + linear + _taken(self.c2, row) * _taken(_SQUARES, x17)
 
 
 _TABLES = np.load(Path(__file__).with_name("mufu_tables.npz"))
@@ -174,8 +178,8 @@ def tanh(a: Words) -> Words:
     """The hyperbolic tangent: `a` itself below 2^-8, 1 from 8 on."""
     s, e, m = _split(a)
     k = np.minimum(np.maximum(e - 119, 0), 10)
-    i = m >> taken(_TANH_SHIFT, k)
-    f = _TANH.at(taken(_TANH_FIRST, k) + (i >> 17), i & 0x1FFFF)
+    i = m >> _taken(_TANH_SHIFT, k)
+    f = _TANH.at(_taken(_TANH_FIRST, k) + (i >> 17), i & 0x1FFFF)
     r = np.where(e < 119, (e << 23) | m, np.where(e > 129, 127 << 23, _truncated(f, 39)))
     return _or_nan(a, r | s)
 

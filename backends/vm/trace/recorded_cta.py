@@ -176,7 +176,7 @@ def instrumented(code: Code, recorder: Recorder) -> Code:
     def copy(block: Block) -> Block:
         steps = [reporting(step, block.instructions[index]) for index, step in enumerate(block.steps)]
         tail = block.tail and reporting(block.tail, block.instructions[-1])
-        return replace(block, steps=steps, tail=tail)
+        return replace(block, steps=steps, tail=tail, find_runs=None)
 
     return replace(code, blocks=[copy(block) for block in code.blocks])
 

@@ -61,7 +61,7 @@ VM = {
     "memory": "faults counting",
     "tensor": "faults numerics",
     "machine": "faults counting ptx numerics memory",
-    "bind": "faults counting ptx memory tensor machine",
+    "bind": "faults counting ptx numerics memory tensor machine",
     "isa": "faults counting ptx numerics memory tensor machine bind",
     "load": "faults ptx machine bind isa",
     "host": "rules faults ptx memory tensor machine load",

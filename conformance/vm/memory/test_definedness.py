@@ -368,6 +368,41 @@ def test_wgmma_adds_to_accumulators_that_nobody_wrote() -> None:
     assert_blamed(planted, "uninitialised-register", *clauses, schedules=SOME)
 
 
+WGMMA_LOOP = """.shared .align 128 .b8 a[2048]; .shared .align 128 .b8 b[256]; .shared .align 128 .b8 c[256];
+mov.u32 %r40, a; mov.u32 %r41, b; mov.u32 %r45, c; shl.b32 %r42, %tx, 4; mov.b32 %r16, 0x3c003c00;
+add.u32 %r43, %r40, %r42; st.shared.v4.b32 [%r43], {%r16,%r16,%r16,%r16}; setp.lt.u32 %p2, %tx, 16;
+setp.ne.and.u32 %p5, %tx, 2, %p2; add.u32 %r43, %r41, %r42; @%p5 st.shared.v4.b32 [%r43], {%r16,%r16,%r16,%r16};
+setp.ne.and.u32 %p6, %tx, 5, %p2; add.u32 %r43, %r45, %r42; @%p6 st.shared.v4.b32 [%r43], {%r16,%r16,%r16,%r16};
+fence.proxy.async; bar.sync 0;
+shr.u32 %r44, %r40, 4; cvt.u64.u32 %rd1, %r44; or.b64 %rd1, %rd1, 0x0000000800400000;
+shr.u32 %r44, %r41, 4; cvt.u64.u32 %rd2, %r44; or.b64 %rd2, %rd2, 0x0000000800080000;
+shr.u32 %r44, %r45, 4; cvt.u64.u32 %rd4, %r44; or.b64 %rd4, %rd4, 0x0000000800080000;
+wgmma.fence.sync.aligned; setp.ne.u32 %p3, %warp, 99;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f0,%f1,%f2,%f3}, %rd1, %rd2, 0, 1, 1, 0, 0;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f0,%f1,%f2,%f3}, %rd1, %rd2, %p3, 1, 1, 0, 0;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f0,%f1,%f2,%f3}, %rd1, %rd4, %p3, 1, 1, 0, 0;
+wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+mul.wide.u32 %rd3, %tx, 4; add.u64 %rd3, %rd3, %out; and.b32 %r1, %tx, 3;
+"""
+"""Half of row 2 of `b` and of row 5 of `c` is unwritten: they make columns 2 and 5 of D, which threads 1 and 2 of each
+four hold in %f0 and %f1. The second wgmma loses what the first one has lost, the third another column."""
+
+
+def test_wgmma_in_a_loop_loses_each_column_of_an_undefined_row_of_b() -> None:
+    def kernel(store: str) -> Kernel:
+        return Kernel(
+            f"{WGMMA_LOOP}{store}\nret;", {"out": np.zeros(128, np.float32)}, block=(128, 1, 1), target="sm_90a"
+        )
+
+    for register, thread in (("%f0", 1), ("%f1", 2)):
+        others = f"setp.ne.u32 %p4, %r1, {thread}; @%p4 st.global.f32 [%rd3], {register};"
+        assert_clean(kernel(others), {"out": np.where(np.arange(128) % 4 == thread, 0, 48)}, SOME)
+        clauses = (f"byte {4 * thread} of `out`", "of shared memory, which was never written")
+        assert_blamed(
+            kernel(f"st.global.f32 [%rd3], {register}; //!"), "uninitialised-shared", *clauses, schedules=SOME
+        )
+
+
 # Reductions by the copy engine: what lies under them counts as an operand.
 
 
