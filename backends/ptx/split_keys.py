@@ -9,15 +9,15 @@ reference and adds them in the order of the keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from backends.ptx.attention import MINUS_INFINITY, FmhaFrame, FmhaParams, FmhaShape, inverse_of, shift_of
-from backends.ptx.builder import CTAID_X, NCTAID_X, NCTAID_Z, TID_X, Builder
+from backends.ptx.builder import CTAID_X, CTAID_Y, FULL_WARP, NCTAID_X, NCTAID_Z, TID_X, Builder
 from backends.ptx.emitter import Predicate
-from backends.ptx.operands import Address, Register, at
+from backends.ptx.operands import Address, Register, Vector, at
 from backends.ptx.parameters import U32, Parameters, Pointer
+from backends.ptx.shared_memory import Smem, SmemLayout
 from megamoe.contract import KernelArg, Launch, Program, Target, TensorMapArg
 
 SPLIT_KEYS = 512
@@ -28,7 +28,10 @@ MAX_SPLIT_QUERIES = 16
 would cost more than they bring."""
 F32_BYTES = 4
 STATISTICS_BYTES = 2 * F32_BYTES
-AT_ONCE = 8
+WARP = 32
+COMBINED_COLUMNS = 128
+"""Columns of a row that a CTA combines, or all where there are fewer."""
+AT_ONCE = 16
 """Loads in flight a thread: one after the other, each would wait for the memory's whole latency."""
 
 
@@ -129,9 +132,10 @@ def split_program(target: Target, ptx: str, attention: Launch, shape: FmhaShape,
     rows = shape.batch * shape.kv_heads * shape.rows
     combine = Launch(
         entry=combine_name(shape.hd),
-        grid=(rows, 1, 1),
-        block=(shape.hd, 1, 1),
+        grid=(rows, shape.hd // combine_columns(shape.hd), 1),
+        block=(combine_columns(shape.hd), 1, 1),
         args=CombineParams.arguments(lse="lse" if shape.lse else None, splits=splits),
+        dynamic_smem=combine_smem(shape.hd).size,
     )
     scratch = {
         "partial_o": splits * rows * shape.hd * F32_BYTES,
@@ -156,15 +160,30 @@ def combine_name(hd: int) -> str:
     return f"fmha_combine_hd{hd}"
 
 
+def combine_columns(hd: int) -> int:
+    """Columns of a row that a CTA of the kernel for one hd combines, and its threads."""
+    return min(hd, COMBINED_COLUMNS)
+
+
+def combine_smem(hd: int) -> SmemLayout:
+    """Weight and row sum of a part for each thread, and the greatest reference that each warp has seen."""
+    columns = combine_columns(hd)
+    layout = SmemLayout().with_place("weights", columns * STATISTICS_BYTES, 16)
+    return layout.with_place("greatest", columns // WARP * F32_BYTES, 16)
+
+
 def combine_kernel(hd: int, target: Target, version: tuple[int, int]) -> Builder:
-    """Grid: one CTA of hd threads a row."""
-    x = Builder(combine_name(hd), target=target, version=version, block=hd)
-    x.header([f"Combines the parts of a row of O, hd = {hd}: one CTA a row, one thread a column."])
+    """Grid: rows, and the parts of COMBINED_COLUMNS columns of a row; a thread has a column."""
+    block = combine_columns(hd)
+    x = Builder(combine_name(hd), target=target, version=version, block=block)
+    x.header([f"Combines the parts of a row of O, hd = {hd}: a CTA has {block} columns of it, a thread one."])
     params = CombineParams.declare(x)
+    smem = Smem.declare(x, "dynamic_smem", combine_smem(hd))
     x.section("the parts of this row")
-    column = x.let("column", "mov.u32", TID_X)
+    thread = x.let("thread", "mov.u32", TID_X)
     row = x.let("row", "mov.u32", CTAID_X)
     rows = x.let("rows", "mov.u32", NCTAID_X)
+    column = x.let("column", "mad.lo.u32", x.let("chunk", "mov.u32", CTAID_Y), block, thread)
     element = x.let("element", "mul.wide.u32", row, hd)
     x.emit("add.s64", element, element, x.let("column_wide", "cvt.u64.u32", column))
     o, statistics = params.partial_o, params.partial_statistics
@@ -172,8 +191,12 @@ def combine_kernel(hd: int, target: Target, version: tuple[int, int]) -> Builder
     x.emit("add.s64", statistics, statistics, x.let("row_bytes", "mul.wide.u32", row, STATISTICS_BYTES))
     o_step = x.let("part_step", "mul.wide.u32", rows, 4 * hd)
     statistics_step = x.let("statistics_step", "mul.wide.u32", rows, STATISTICS_BYTES)
-    parts = _Parts(x, params.splits, _Strided(o, o_step), _Strided(statistics, statistics_step))
-    _store(x, params, _Element(row, column, element), _sums(parts, _shift(parts)))
+    last = x.let("last", "sub.u32", params.splits, 1)
+    of_o, of_statistics = _Strided(o, o_step), _Strided(statistics, statistics_step)
+    parts = _Parts(x, smem, thread, block, params.splits, last, of_o, of_statistics)
+    values = x.regs("part_value", "f32", AT_ONCE)
+    parts.ask(values, x.let("zero", "mov.b32", 0))
+    _store(x, params, _Element(row, column, element), _sums(parts, values, _shift(parts)))
     x.emit("ret")
     return x
 
@@ -194,15 +217,10 @@ class _Strided:
     base: Register
     step: Register
 
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """What a part says of this thread's element; `there`: whether there is such a part."""
-
-    reference: Register
-    row_sum: Register
-    value: Register
-    there: Register
+    def place(self, x: Builder, part: Register) -> Address:
+        """The address of `part` (u32)."""
+        wide = x.let("part_wide", "cvt.u64.u32", part)
+        return at(x.let("place", "mad.lo.u64", wide, self.step, self.base))
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,69 +234,85 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts of this thread's element. AT_ONCE of them are asked for before the first is used."""
+    """The parts of this thread's element. `smem`: weight and row sum of `block` parts, which all threads read."""
 
     x: Builder
+    smem: Smem
+    thread: Register
+    block: int
     splits: Register
+    last: Register
     o: _Strided
     statistics: _Strided
 
-    @contextmanager
-    def loop(self, name: str) -> Iterator[list[tuple[Register, Register]]]:
-        """The body runs for AT_ONCE parts at a time: the number of each, and whether there is one of that number.
-
-        Where there is none, the number is that of the last part.
-        """
+    def ask(self, values: Vector, first: Register) -> None:
+        """Loads this thread's element of the parts from `first` on; of the last one where there are no more."""
         x = self.x
-        first = x.let(f"{name}_first", "mov.b32", 0)
-        finished = x.reg(f"{name}_finished", "pred")
-        last = x.let(f"{name}_last", "sub.u32", self.splits, 1)
-        with x.loop(name) as loop:
-            parts: list[tuple[Register, Register]] = []
-            for index in range(AT_ONCE):
-                part = x.let("part", "add.u32", first, index)
-                there = x.let("there", "setp.lt.u32", part, self.splits)
-                x.emit("min.u32", part, part, last)
-                parts.append((x.let("part_wide", "cvt.u64.u32", part), there))
-            yield parts
-            x.emit("add.u32", first, first, AT_ONCE)
-            x.emit("setp.ge.u32", finished, first, self.splits)
-            x.emit("bra", loop.done, guard=finished)
-
-    def place(self, part: Register, table: _Strided) -> Address:
-        """The address of `part`."""
-        return at(self.x.let("place", "mad.lo.u64", part, table.step, table.base))
-
-    def load(self, part: Register, there: Register) -> _Loaded:
-        """Asks for a part."""
-        x = self.x
-        reference, row_sum = x.reg("part_reference", "f32"), x.reg("part_sum", "f32")
-        x.emit("ld.global.v2.f32", (reference, row_sum), self.place(part, self.statistics))
-        return _Loaded(reference, row_sum, x.let("part_value", "ld.global.f32", self.place(part, self.o)), there)
+        for k, value in enumerate(values):
+            part = x.let("asked", "add.u32", first, k)
+            x.emit("min.u32", part, part, self.last)
+            x.emit("ld.global.f32", value, self.o.place(x, part))
 
 
 def _shift(parts: _Parts) -> Register:
     """What to add to a reference: minus the greatest one, or 0 where no part has seen a key."""
-    x = parts.x
+    x, smem = parts.x, parts.smem
     x.section("the greatest reference")
     most = x.let("most", "mov.f32", MINUS_INFINITY)
-    with parts.loop("references") as numbers:
-        places = [parts.place(number, parts.statistics) for number, _ in numbers]
-        for reference in [x.let("reference", "ld.global.f32", place) for place in places]:
-            x.emit("max.f32", most, most, reference)
+    part = x.let("own_part", "mov.b32", parts.thread)
+    with x.while_below("references", part, parts.splits, "references_finished", (part, parts.block)):
+        reference = x.let("reference", "ld.global.f32", parts.statistics.place(x, part))
+        x.emit("max.f32", most, most, reference)
+    for step in range(WARP.bit_length() - 1):
+        other = x.let("other", "shfl.sync.bfly.b32", most, 1 << step, WARP - 1, FULL_WARP)
+        x.emit("max.f32", most, most, other)
+    warp = x.let("warp", "shr.u32", parts.thread, WARP.bit_length() - 1)
+    leads = x.let("leads", "setp.eq.u32", x.let("lane", "and.b32", parts.thread, WARP - 1), 0)
+    own = x.indexed("own_greatest", smem.base, warp, F32_BYTES)
+    x.emit("st.shared.f32", at(own, smem.layout["greatest"]), most, guard=leads)
+    x.sync_cta(note="all warps have shown theirs")
+    for index in range(parts.block // WARP):
+        of_warp = x.let("of_warp", "ld.shared.f32", smem["greatest"].plus(F32_BYTES * index))
+        x.emit("max.f32", most, most, of_warp)
     return shift_of(x, most)
 
 
-def _sums(parts: _Parts, shift: Register) -> _Sums:
-    x = parts.x
+def _sums(parts: _Parts, values: Vector, shift: Register) -> _Sums:
+    """Weights of `block` parts at a time, one a thread, in shared memory; then these parts in the order of the keys.
+
+    `values`: of the first parts.
+    """
+    x, smem = parts.x, parts.smem
     x.section("the sums")
     total, value = x.let("total", "mov.f32", 0.0), x.let("value", "mov.f32", 0.0)
-    with parts.loop("sums") as numbers:
-        for part in [parts.load(number, there) for number, there in numbers]:
-            below = x.let("below", "add.rn.f32", part.reference, shift)
-            weight = x.let("weight", "ex2.approx.ftz.f32", below)
-            x.emit("fma.rn.f32", total, part.row_sum, weight, total, guard=part.there)
-            x.emit("fma.rn.f32", value, part.value, weight, value, guard=part.there)
+    first = x.let("first", "mov.b32", 0)
+    index = x.let("index", "mov.b32", 0)
+    own = x.indexed("own_weight", smem.base, parts.thread, STATISTICS_BYTES)
+    with x.while_below("rounds", first, parts.splits, "rounds_finished", (first, parts.block)):
+        part = x.let("weighed", "add.u32", first, parts.thread)
+        x.emit("min.u32", part, part, parts.last)
+        reference, row_sum = x.reg("part_reference", "f32"), x.reg("part_sum", "f32")
+        x.emit("ld.global.v2.f32", (reference, row_sum), parts.statistics.place(x, part))
+        below = x.let("below", "add.rn.f32", reference, shift)
+        weight = x.let("weight", "ex2.approx.ftz.f32", below)
+        x.emit("st.shared.v2.f32", at(own, smem.layout["weights"]), (weight, row_sum))
+        x.sync_cta(note="all weights are there")
+        end = x.let("end", "add.u32", first, parts.block)
+        x.emit("min.u32", end, end, parts.splits)
+        read = x.let("read", "add.u32", smem.base, smem.layout["weights"])
+        steps = (index, AT_ONCE), (read, AT_ONCE * STATISTICS_BYTES)
+        with x.while_below("values", index, end, "values_finished", *steps):
+            for k, part_value in enumerate(values):
+                there = x.let("there", "setp.lt.u32", x.let("number", "add.u32", index, k), end)
+                weight, row_sum = x.reg("weight_of", "f32"), x.reg("sum_of", "f32")
+                x.emit("ld.shared.v2.f32", (weight, row_sum), at(read, k * STATISTICS_BYTES))
+                x.emit("fma.rn.f32", total, row_sum, weight, total, guard=there)
+                x.emit("fma.rn.f32", value, part_value, weight, value, guard=there)
+            following = x.let("following", "add.u32", index, AT_ONCE)
+            more = x.let("more", "setp.lt.u32", following, parts.splits)
+            with x.when(more, "next_values"):
+                parts.ask(values, following)
+        x.sync_cta(note="all threads have read the weights")
     return _Sums(total, value, shift)
 
 

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, memory
+from cutlass import Float32, Int32, memory
 from cutlass.cute.nvgpu import cpasync
 
 from backends.cutedsl.attention_tiles import (
@@ -91,7 +91,7 @@ class Sm90Fmha:
         combine_kernel.set_name_prefix(f"sm90_fmha_combine_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         problem = ragged_problem_of(call, plan) if plan.ragged else problem_of(call, plan)
         self.kernel(inputs, outputs, problem, arguments.get("mSink")).launch(
-            grid=[ctas(plan, problem, call.max_ctas), 1, 1],
+            grid=[ctas(plan, problem, call.max_ctas * plan.ctas_per_sm), 1, 1],
             block=[plan.threads, 1, 1],
             cluster=[plan.cluster, 1, 1],
             stream=call.stream,
@@ -155,7 +155,12 @@ class Sm90Fmha:
                 init_rings(q, 1, 4 * plan.groups)
                 init_rings(kv, plan.rings, plan.ring_consumers)
             self._begin()
-            if warp < 4:
+            if cutlass.const_expr(plan.lone):
+                if warp == 4:
+                    load_warp(plan, problem, make_loads(plan, inputs, smem), q, kv, Int32(0))
+                else:
+                    consumer_warpgroup(plan, problem, smem, outputs, mSink, q, kv, Consumer(Int32(0), thread))
+            elif warp < 4:
                 cute.arch.setmaxregister_decrease(plan.producer_registers)
                 if warp < plan.rings:
                     load_warp(plan, problem, make_loads(plan, inputs, smem), q, kv, warp)
@@ -210,7 +215,7 @@ class Sm90Fmha:
             return Sm90Smem(sQ, sK, sV, sP=sP, sFactor=sFactor)
         sV = cute.make_tensor(cute.recast_ptr(sK.iterator, layout_v(plan).inner), layout_v(plan).outer)
         sMerge = sStat = None
-        if plan.share == "keys":
+        if plan.merge_bytes:
             vectors = cute.make_layout((4, WARPGROUP, MERGE_REGISTERS // 4))
             sMerge = allocator.allocate_tensor(Float32, vectors, byte_alignment=16)
             sStat = allocator.allocate_tensor(Float32, cute.make_layout((WARPGROUP, 2 * ROWS)), byte_alignment=16)

@@ -90,6 +90,16 @@ class Sm90FmhaPlan:
     o_halves: int = 1
     short_parts: bool = False
 
+    @property
+    def lone(self) -> bool:
+        """Whether a CTA is one consumer warpgroup and a warp that loads."""
+        return self.groups == 1
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that an SM holds at once."""
+        return 2 if self.lone else 1
+
     def part_begin(self, problem: Problem, split: Int32) -> Int32:
         """The first key tile of a split: splits differ by a tile at most."""
         return split * problem.key_tiles // problem.splits
@@ -157,7 +167,7 @@ class Sm90FmhaPlan:
     @property
     def q_stages(self) -> int:
         """Q tiles in shared memory: two where they are small, so that the next item's loads begin under this one."""
-        return 2 if self.q_bytes <= 16 * 1024 else 1
+        return 2 if self.q_bytes <= 16 * 1024 and not self.lone else 1
 
     @property
     def rings(self) -> int:
@@ -182,12 +192,12 @@ class Sm90FmhaPlan:
     @property
     def merge_bytes(self) -> int:
         """Bytes of the buffer through which the second warpgroup hands over O."""
-        return WARPGROUP * MERGE_REGISTERS * 4 if self.share == "keys" else 0
+        return WARPGROUP * MERGE_REGISTERS * 4 if self.share == "keys" and self.groups == 2 else 0
 
     @property
     def ring_stages(self) -> int:
         """Slabs of one ring. All rings take the shared memory that is left, 12 slabs at most."""
-        left = SMEM_BYTES - self.q_stages * self.q_bytes - self.merge_bytes - self.p_stages * self.p_bytes
+        left = SMEM_BYTES // self.ctas_per_sm - self.q_stages * self.q_bytes - self.merge_bytes - self.p_stages * self.p_bytes
         return min(12, left // self.slab_bytes) // self.rings
 
     @property
@@ -203,7 +213,7 @@ class Sm90FmhaPlan:
     @property
     def threads(self) -> int:
         """Threads of a CTA: the producer's warpgroup and the consumers'."""
-        return WARPGROUP * (self.groups + 1)
+        return WARPGROUP + 32 if self.lone else WARPGROUP * (self.groups + 1)
 
     @property
     def scarce_registers(self) -> bool:
@@ -239,7 +249,7 @@ class Sm90FmhaPlan:
         longer than the softmax, and a slab of K stays in its ring longer: 1472 us so, 1421 otherwise
         (results/records/h200-fmha-trust.json, as all times in this file that name no record).
         """
-        return self.hd == 64 or (self.share == "rows" and self.hd == 128)
+        return not self.lone and (self.hd == 64 or (self.share == "rows" and self.hd == 128))
 
     @property
     def hidden_keys(self) -> int:
