@@ -224,7 +224,7 @@ def finish_item(
 ):
     """Sum the exponentials over quads, merge what warpgroups that share keys did apart, and store."""
     sum_over_quads(registers.rows)
-    if cutlass.const_expr(plan.share == "keys" and plan.groups == 2):
+    if cutlass.const_expr(plan.share == "keys"):
         merge_groups(registers, smem.sMerge, smem.sStat, problem.scale_log2, consumer)
         if consumer.group == 0:
             store_item(plan, problem, outputs, item, registers, consumer)

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, memory
+from cutlass import Float32, memory
 from cutlass.cute.nvgpu import cpasync
 
 from backends.cutedsl.attention_tiles import (
@@ -50,6 +50,7 @@ from backends.cutedsl.sm90_fmha.load import (
     load_warp_of_v,
     make_loads,
 )
+from backends.cutedsl.sm90_fmha.lone import LOAD_WARP, lone_load_warp, lone_warpgroup
 from backends.cutedsl.sm90_fmha.operands import (
     Consumer,
     Sm90Smem,
@@ -90,8 +91,11 @@ class Sm90Fmha:
         self.kernel.set_name_prefix(f"sm90_fmha_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         combine_kernel.set_name_prefix(f"sm90_fmha_combine_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         problem = ragged_problem_of(call, plan) if plan.ragged else problem_of(call, plan)
+        grid = [ctas(plan, problem, call.max_ctas), 1, 1]
+        if plan.share == "lone":
+            grid = [call.mQ.shape[0], problem.row_tiles, splits]
         self.kernel(inputs, outputs, problem, arguments.get("mSink")).launch(
-            grid=[ctas(plan, problem, call.max_ctas * plan.ctas_per_sm), 1, 1],
+            grid=grid,
             block=[plan.threads, 1, 1],
             cluster=[plan.cluster, 1, 1],
             stream=call.stream,
@@ -149,18 +153,19 @@ class Sm90Fmha:
                 init_rings(rings.go, 1, 8, producers=4)
             self._begin()
             self._share_columns(problem, make_loads(plan, inputs, smem), smem, outputs, mSink, rings)
+        elif cutlass.const_expr(plan.share == "lone"):
+            kv = allocate_rings(allocator, plan.ring_stages)
+            if warp == LOAD_WARP:
+                lone_load_warp(plan, problem, make_loads(plan, inputs, smem), q, kv)
+            else:
+                lone_warpgroup(plan, problem, smem, outputs, mSink, q, kv, thread)
         else:
             kv = allocate_rings(allocator, plan.ring_stages, plan.rings)
             if thread == 0:
                 init_rings(q, 1, 4 * plan.groups)
                 init_rings(kv, plan.rings, plan.ring_consumers)
             self._begin()
-            if cutlass.const_expr(plan.lone):
-                if warp == 4:
-                    load_warp(plan, problem, make_loads(plan, inputs, smem), q, kv, Int32(0))
-                else:
-                    consumer_warpgroup(plan, problem, smem, outputs, mSink, q, kv, Consumer(Int32(0), thread))
-            elif warp < 4:
+            if warp < 4:
                 cute.arch.setmaxregister_decrease(plan.producer_registers)
                 if warp < plan.rings:
                     load_warp(plan, problem, make_loads(plan, inputs, smem), q, kv, warp)
@@ -215,7 +220,7 @@ class Sm90Fmha:
             return Sm90Smem(sQ, sK, sV, sP=sP, sFactor=sFactor)
         sV = cute.make_tensor(cute.recast_ptr(sK.iterator, layout_v(plan).inner), layout_v(plan).outer)
         sMerge = sStat = None
-        if plan.merge_bytes:
+        if plan.share == "keys":
             vectors = cute.make_layout((4, WARPGROUP, MERGE_REGISTERS // 4))
             sMerge = allocator.allocate_tensor(Float32, vectors, byte_alignment=16)
             sStat = allocator.allocate_tensor(Float32, cute.make_layout((WARPGROUP, 2 * ROWS)), byte_alignment=16)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from backends.cutedsl.attention_tiles import Problem
 
-Share = Literal["rows", "keys", "columns"]
+Share = Literal["rows", "keys", "columns", "lone"]
 """How the two consumer warpgroups share a work item; see Sm90FmhaPlan."""
 
 GROUP_M = 64
@@ -27,6 +27,9 @@ PANEL_COLUMNS = 64
 """Columns of a panel in shared memory: one 128-byte swizzle row of bf16."""
 MERGE_REGISTERS = 32
 """Accumulator registers a thread that one pass of the merge carries over."""
+WARP = 32
+LONE_STAGES = {64: 8, 128: 6}
+"""Slabs of the ring of a lone warpgroup, so that an SM has room for two CTAs."""
 P_STAGES = 2
 """Tiles of P that the warpgroup of scores may be ahead of those that hold O."""
 MAX_SPLITS = 256
@@ -71,6 +74,8 @@ class Sm90FmhaPlan:
       Two others hold half of the columns of O each. For hd 512, where O takes 64 x 256 fp32, 128 registers a thread. K
       and V have rings of their own: a slab of K is 128 keys by 64 columns, one of V 16 keys by all columns.
 
+    - lone: a tile has 64 query rows, and one warpgroup all of its keys. A CTA has one item. For short caches: lone.py.
+
     `tile_n`: keys a tile. `groups`: consumer warpgroups of a CTA, three with rows of hd 64 (there exponentials take as
     long as MMAs, and two warpgroups leave both units idle half of the time) and with columns. `cluster`: CTAs that run
     side by side; neighbours share keys, and L2 serves loads of one tile that come together as one. `sinks`: whether
@@ -89,16 +94,6 @@ class Sm90FmhaPlan:
     page_size: int = 0
     o_halves: int = 1
     short_parts: bool = False
-
-    @property
-    def lone(self) -> bool:
-        """Whether a CTA is one consumer warpgroup and a warp that loads."""
-        return self.groups == 1
-
-    @property
-    def ctas_per_sm(self) -> int:
-        """CTAs that an SM holds at once."""
-        return 2 if self.lone else 1
 
     def part_begin(self, problem: Problem, split: Int32) -> Int32:
         """The first key tile of a split: splits differ by a tile at most."""
@@ -167,7 +162,7 @@ class Sm90FmhaPlan:
     @property
     def q_stages(self) -> int:
         """Q tiles in shared memory: two where they are small, so that the next item's loads begin under this one."""
-        return 2 if self.q_bytes <= 16 * 1024 and not self.lone else 1
+        return 2 if self.q_bytes <= 16 * 1024 and self.share != "lone" else 1
 
     @property
     def rings(self) -> int:
@@ -192,13 +187,14 @@ class Sm90FmhaPlan:
     @property
     def merge_bytes(self) -> int:
         """Bytes of the buffer through which the second warpgroup hands over O."""
-        return WARPGROUP * MERGE_REGISTERS * 4 if self.share == "keys" and self.groups == 2 else 0
+        return WARPGROUP * MERGE_REGISTERS * 4 if self.share == "keys" else 0
 
     @property
     def ring_stages(self) -> int:
         """Slabs of one ring. All rings take the shared memory that is left, 12 slabs at most."""
-        left = SMEM_BYTES // self.ctas_per_sm - self.q_stages * self.q_bytes - self.merge_bytes - self.p_stages * self.p_bytes
-        return min(12, left // self.slab_bytes) // self.rings
+        left = SMEM_BYTES - self.q_stages * self.q_bytes - self.merge_bytes - self.p_stages * self.p_bytes
+        most = LONE_STAGES[self.hd] if self.share == "lone" else 12
+        return min(most, left // self.slab_bytes) // self.rings
 
     @property
     def k_stages(self) -> int:
@@ -213,7 +209,7 @@ class Sm90FmhaPlan:
     @property
     def threads(self) -> int:
         """Threads of a CTA: the producer's warpgroup and the consumers'."""
-        return WARPGROUP + 32 if self.lone else WARPGROUP * (self.groups + 1)
+        return WARPGROUP + WARP if self.share == "lone" else WARPGROUP * (self.groups + 1)
 
     @property
     def scarce_registers(self) -> bool:
@@ -249,7 +245,7 @@ class Sm90FmhaPlan:
         longer than the softmax, and a slab of K stays in its ring longer: 1472 us so, 1421 otherwise
         (results/records/h200-fmha-trust.json, as all times in this file that name no record).
         """
-        return not self.lone and (self.hd == 64 or (self.share == "rows" and self.hd == 128))
+        return self.share != "lone" and (self.hd == 64 or (self.share == "rows" and self.hd == 128))
 
     @property
     def hidden_keys(self) -> int:
