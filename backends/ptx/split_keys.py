@@ -9,7 +9,8 @@ reference and adds them in the order of the keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from backends.ptx.attention import MINUS_INFINITY, FmhaFrame, FmhaParams, FmhaShape, inverse_of, shift_of
@@ -17,7 +18,6 @@ from backends.ptx.builder import CTAID_X, CTAID_Y, FULL_WARP, NCTAID_X, NCTAID_Z
 from backends.ptx.emitter import Predicate
 from backends.ptx.operands import Address, Register, Vector, at
 from backends.ptx.parameters import U32, Parameters, Pointer
-from backends.ptx.shared_memory import Smem, SmemLayout
 from megamoe.contract import KernelArg, Launch, Program, Target, TensorMapArg
 
 SPLIT_KEYS = 512
@@ -31,7 +31,9 @@ STATISTICS_BYTES = 2 * F32_BYTES
 WARP = 32
 COMBINED_COLUMNS = 128
 """Columns of a row that a CTA combines, or all where there are fewer."""
-AT_ONCE = 16
+REFERENCES = 4
+"""References that a lane asks for at once."""
+AT_ONCE = 8
 """Loads in flight a thread: one after the other, each would wait for the memory's whole latency."""
 
 
@@ -135,7 +137,6 @@ def split_program(target: Target, ptx: str, attention: Launch, shape: FmhaShape,
         grid=(rows, shape.hd // combine_columns(shape.hd), 1),
         block=(combine_columns(shape.hd), 1, 1),
         args=CombineParams.arguments(lse="lse" if shape.lse else None, splits=splits),
-        dynamic_smem=combine_smem(shape.hd).size,
     )
     scratch = {
         "partial_o": splits * rows * shape.hd * F32_BYTES,
@@ -165,38 +166,34 @@ def combine_columns(hd: int) -> int:
     return min(hd, COMBINED_COLUMNS)
 
 
-def combine_smem(hd: int) -> SmemLayout:
-    """Weight and row sum of a part for each thread, and the greatest reference that each warp has seen."""
-    columns = combine_columns(hd)
-    layout = SmemLayout().with_place("weights", columns * STATISTICS_BYTES, 16)
-    return layout.with_place("greatest", columns // WARP * F32_BYTES, 16)
-
-
 def combine_kernel(hd: int, target: Target, version: tuple[int, int]) -> Builder:
-    """Grid: rows, and the parts of COMBINED_COLUMNS columns of a row; a thread has a column."""
+    """Grid: rows, and the pieces of COMBINED_COLUMNS columns of a row. A thread has a column."""
     block = combine_columns(hd)
     x = Builder(combine_name(hd), target=target, version=version, block=block)
     x.header([f"Combines the parts of a row of O, hd = {hd}: a CTA has {block} columns of it, a thread one."])
     params = CombineParams.declare(x)
-    smem = Smem.declare(x, "dynamic_smem", combine_smem(hd))
     x.section("the parts of this row")
     thread = x.let("thread", "mov.u32", TID_X)
     row = x.let("row", "mov.u32", CTAID_X)
     rows = x.let("rows", "mov.u32", NCTAID_X)
-    column = x.let("column", "mad.lo.u32", x.let("chunk", "mov.u32", CTAID_Y), block, thread)
+    column = x.let("column", "mad.lo.u32", x.let("piece", "mov.u32", CTAID_Y), block, thread)
     element = x.let("element", "mul.wide.u32", row, hd)
     x.emit("add.s64", element, element, x.let("column_wide", "cvt.u64.u32", column))
     o, statistics = params.partial_o, params.partial_statistics
     x.emit("add.s64", o, o, x.let("element_bytes", "shl.b64", element, 2))
     x.emit("add.s64", statistics, statistics, x.let("row_bytes", "mul.wide.u32", row, STATISTICS_BYTES))
-    o_step = x.let("part_step", "mul.wide.u32", rows, 4 * hd)
-    statistics_step = x.let("statistics_step", "mul.wide.u32", rows, STATISTICS_BYTES)
-    last = x.let("last", "sub.u32", params.splits, 1)
-    of_o, of_statistics = _Strided(o, o_step), _Strided(statistics, statistics_step)
-    parts = _Parts(x, smem, thread, block, params.splits, last, of_o, of_statistics)
-    values = x.regs("part_value", "f32", AT_ONCE)
-    parts.ask(values, x.let("zero", "mov.b32", 0))
-    _store(x, params, _Element(row, column, element), _sums(parts, values, _shift(parts)))
+    parts = _Parts(
+        x=x,
+        lane=x.let("lane", "and.b32", thread, WARP - 1),
+        splits=params.splits,
+        last=x.let("last", "sub.u32", params.splits, 1),
+        o=_Strided(o, x.let("part_step", "mul.wide.u32", rows, 4 * hd)),
+        statistics=_Strided(statistics, x.let("statistics_step", "mul.wide.u32", rows, STATISTICS_BYTES)),
+    )
+    first = x.let("first", "mov.b32", 0)
+    values = x.regs("part_value", "f32", WARP)
+    parts.ask(values, first)
+    _store(x, params, _Element(row, column, element), _sums(parts, first, values, _shift(parts)))
     x.emit("ret")
     return x
 
@@ -234,85 +231,86 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts of this thread's element. `smem`: weight and row sum of `block` parts, which all threads read."""
+    """The parts of this thread's element, `splits` of them, the last one `last`."""
 
     x: Builder
-    smem: Smem
-    thread: Register
-    block: int
+    lane: Register
     splits: Register
     last: Register
     o: _Strided
     statistics: _Strided
 
-    def ask(self, values: Vector, first: Register) -> None:
-        """Loads this thread's element of the parts from `first` on; of the last one where there are no more."""
+    def clipped(self, first: Register, offset: int) -> Register:
+        """Part `first` + `offset`, or the last one if there are not so many."""
         x = self.x
-        for k, value in enumerate(values):
-            part = x.let("asked", "add.u32", first, k)
-            x.emit("min.u32", part, part, self.last)
-            x.emit("ld.global.f32", value, self.o.place(x, part))
+        part = x.let("part", "add.u32", first, offset)
+        x.emit("min.u32", part, part, self.last)
+        return part
+
+    @contextmanager
+    def some(self, name: str, first: Register, offset: int) -> Iterator[None]:
+        """Runs the body if there is a part `first` + `offset`; for the first of all there is."""
+        x = self.x
+        there = x.let("some", "setp.lt.u32", x.let("some_part", "add.u32", first, offset), self.splits)
+        with x.when(there, name):
+            yield
+
+    def ask(self, values: Vector, first: Register) -> None:
+        """Loads this thread's element of the WARP parts from `first` on, AT_ONCE at a time while there are any."""
+        for start in range(0, WARP, AT_ONCE):
+            with self.some("ask", first, start):
+                for k in range(start, start + AT_ONCE):
+                    self.x.emit("ld.global.f32", values[k], self.o.place(self.x, self.clipped(first, k)))
 
 
 def _shift(parts: _Parts) -> Register:
     """What to add to a reference: minus the greatest one, or 0 where no part has seen a key."""
-    x, smem = parts.x, parts.smem
+    x = parts.x
     x.section("the greatest reference")
     most = x.let("most", "mov.f32", MINUS_INFINITY)
-    part = x.let("own_part", "mov.b32", parts.thread)
-    with x.while_below("references", part, parts.splits, "references_finished", (part, parts.block)):
-        reference = x.let("reference", "ld.global.f32", parts.statistics.place(x, part))
-        x.emit("max.f32", most, most, reference)
+    own = x.let("own_part", "mov.b32", parts.lane)
+    finished = x.reg("references_finished", "pred")
+    with x.loop("references") as loop:
+        places = [parts.statistics.place(x, parts.clipped(own, k * WARP)) for k in range(REFERENCES)]
+        for reference in [x.let("reference", "ld.global.f32", place) for place in places]:
+            x.emit("max.f32", most, most, reference)
+        x.emit("add.u32", own, own, REFERENCES * WARP)
+        x.emit("setp.ge.u32", finished, own, parts.splits)
+        x.emit("bra", loop.done, guard=finished)
     for step in range(WARP.bit_length() - 1):
         other = x.let("other", "shfl.sync.bfly.b32", most, 1 << step, WARP - 1, FULL_WARP)
         x.emit("max.f32", most, most, other)
-    warp = x.let("warp", "shr.u32", parts.thread, WARP.bit_length() - 1)
-    leads = x.let("leads", "setp.eq.u32", x.let("lane", "and.b32", parts.thread, WARP - 1), 0)
-    own = x.indexed("own_greatest", smem.base, warp, F32_BYTES)
-    x.emit("st.shared.f32", at(own, smem.layout["greatest"]), most, guard=leads)
-    x.sync_cta(note="all warps have shown theirs")
-    for index in range(parts.block // WARP):
-        of_warp = x.let("of_warp", "ld.shared.f32", smem["greatest"].plus(F32_BYTES * index))
-        x.emit("max.f32", most, most, of_warp)
     return shift_of(x, most)
 
 
-def _sums(parts: _Parts, values: Vector, shift: Register) -> _Sums:
-    """Weights of `block` parts at a time, one a thread, in shared memory; then these parts in the order of the keys.
-
-    `values`: of the first parts.
-    """
-    x, smem = parts.x, parts.smem
+def _sums(parts: _Parts, first: Register, values: Vector, shift: Register) -> _Sums:
+    """The sums in the order of the keys. Lane k has the weight of part k of WARP; `values`: of the first WARP parts."""
+    x = parts.x
     x.section("the sums")
     total, value = x.let("total", "mov.f32", 0.0), x.let("value", "mov.f32", 0.0)
-    first = x.let("first", "mov.b32", 0)
-    index = x.let("index", "mov.b32", 0)
-    own = x.indexed("own_weight", smem.base, parts.thread, STATISTICS_BYTES)
-    with x.while_below("rounds", first, parts.splits, "rounds_finished", (first, parts.block)):
-        part = x.let("weighed", "add.u32", first, parts.thread)
-        x.emit("min.u32", part, part, parts.last)
+    finished = x.reg("sums_finished", "pred")
+    own = x.let("own_part", "mov.b32", parts.lane)
+    with x.loop("sums") as loop:
         reference, row_sum = x.reg("part_reference", "f32"), x.reg("part_sum", "f32")
-        x.emit("ld.global.v2.f32", (reference, row_sum), parts.statistics.place(x, part))
+        place = parts.statistics.place(x, parts.clipped(own, 0))
+        x.emit("ld.global.v2.f32", (reference, row_sum), place)
         below = x.let("below", "add.rn.f32", reference, shift)
         weight = x.let("weight", "ex2.approx.ftz.f32", below)
-        x.emit("st.shared.v2.f32", at(own, smem.layout["weights"]), (weight, row_sum))
-        x.sync_cta(note="all weights are there")
-        end = x.let("end", "add.u32", first, parts.block)
-        x.emit("min.u32", end, end, parts.splits)
-        read = x.let("read", "add.u32", smem.base, smem.layout["weights"])
-        steps = (index, AT_ONCE), (read, AT_ONCE * STATISTICS_BYTES)
-        with x.while_below("values", index, end, "values_finished", *steps):
-            for k, part_value in enumerate(values):
-                there = x.let("there", "setp.lt.u32", x.let("number", "add.u32", index, k), end)
-                weight, row_sum = x.reg("weight_of", "f32"), x.reg("sum_of", "f32")
-                x.emit("ld.shared.v2.f32", (weight, row_sum), at(read, k * STATISTICS_BYTES))
-                x.emit("fma.rn.f32", total, row_sum, weight, total, guard=there)
-                x.emit("fma.rn.f32", value, part_value, weight, value, guard=there)
-            following = x.let("following", "add.u32", index, AT_ONCE)
-            more = x.let("more", "setp.lt.u32", following, parts.splits)
-            with x.when(more, "next_values"):
-                parts.ask(values, following)
-        x.sync_cta(note="all threads have read the weights")
+        for start in range(0, WARP, AT_ONCE):
+            with parts.some("add", first, start):
+                for k in range(start, start + AT_ONCE):
+                    there = x.let("there", "setp.lt.u32", x.let("number", "add.u32", first, k), parts.splits)
+                    of_part = [
+                        x.let(name, "shfl.sync.idx.b32", mine, k, WARP - 1, FULL_WARP)
+                        for name, mine in (("weight_of", weight), ("sum_of", row_sum))
+                    ]
+                    x.emit("fma.rn.f32", total, of_part[1], of_part[0], total, guard=there)
+                    x.emit("fma.rn.f32", value, values[k], of_part[0], value, guard=there)
+        x.emit("add.u32", own, own, WARP)
+        x.emit("add.u32", first, first, WARP)
+        x.emit("setp.ge.u32", finished, first, parts.splits)
+        x.emit("bra", loop.done, guard=finished)
+        parts.ask(values, first)
     return _Sums(total, value, shift)
 
 

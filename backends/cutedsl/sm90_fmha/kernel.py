@@ -50,7 +50,7 @@ from backends.cutedsl.sm90_fmha.load import (
     load_warp_of_v,
     make_loads,
 )
-from backends.cutedsl.sm90_fmha.lone import LOAD_WARP, lone_load_warp, lone_warpgroup
+from backends.cutedsl.sm90_fmha.lone import lone_warpgroup
 from backends.cutedsl.sm90_fmha.operands import (
     Consumer,
     Sm90Smem,
@@ -91,9 +91,11 @@ class Sm90Fmha:
         self.kernel.set_name_prefix(f"sm90_fmha_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         combine_kernel.set_name_prefix(f"sm90_fmha_combine_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         problem = ragged_problem_of(call, plan) if plan.ragged else problem_of(call, plan)
-        grid = [ctas(plan, problem, call.max_ctas), 1, 1]
-        if plan.share == "lone":
+        problem = problem.with_tiles(plan) if cutlass.const_expr(plan.share == "lone") else problem
+        if cutlass.const_expr(plan.share == "lone"):
             grid = [call.mQ.shape[0], problem.row_tiles, splits]
+        else:
+            grid = [ctas(plan, problem, call.max_ctas), 1, 1]
         self.kernel(inputs, outputs, problem, arguments.get("mSink")).launch(
             grid=grid,
             block=[plan.threads, 1, 1],
@@ -127,7 +129,8 @@ class Sm90Fmha:
     @cute.kernel
     def kernel(self, inputs: Inputs, outputs: Outputs, problem: Problem, mSink: cute.Tensor | None):
         """Dispatch the warps to their roles."""
-        plan, problem = self.plan, problem.with_tiles(self.plan)
+        plan = self.plan
+        problem = problem if cutlass.const_expr(plan.share == "lone") else problem.with_tiles(plan)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -155,10 +158,7 @@ class Sm90Fmha:
             self._share_columns(problem, make_loads(plan, inputs, smem), smem, outputs, mSink, rings)
         elif cutlass.const_expr(plan.share == "lone"):
             kv = allocate_rings(allocator, plan.ring_stages)
-            if warp == LOAD_WARP:
-                lone_load_warp(plan, problem, make_loads(plan, inputs, smem), q, kv)
-            else:
-                lone_warpgroup(plan, problem, smem, outputs, mSink, q, kv, thread)
+            lone_warpgroup(plan, problem, make_loads(plan, inputs, smem), smem, outputs, mSink, q, kv, thread)
         else:
             kv = allocate_rings(allocator, plan.ring_stages, plan.rings)
             if thread == 0:

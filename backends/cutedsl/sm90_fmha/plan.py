@@ -27,7 +27,6 @@ PANEL_COLUMNS = 64
 """Columns of a panel in shared memory: one 128-byte swizzle row of bf16."""
 MERGE_REGISTERS = 32
 """Accumulator registers a thread that one pass of the merge carries over."""
-WARP = 32
 LONE_STAGES = {64: 8, 128: 6}
 """Slabs of the ring of a lone warpgroup, so that an SM has room for two CTAs."""
 P_STAGES = 2
@@ -209,7 +208,7 @@ class Sm90FmhaPlan:
     @property
     def threads(self) -> int:
         """Threads of a CTA: the producer's warpgroup and the consumers'."""
-        return WARPGROUP + WARP if self.share == "lone" else WARPGROUP * (self.groups + 1)
+        return WARPGROUP if self.share == "lone" else WARPGROUP * (self.groups + 1)
 
     @property
     def scarce_registers(self) -> bool:
