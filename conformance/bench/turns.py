@@ -55,7 +55,7 @@ PAGED = {
     "hd=128,t=512,s_k=4096,batch=8,heads=32,kv_heads=8,causal=true": ("ragged", "page 64"),
 }
 """Rows whose keys lie in other forms too: sequences behind each other, in pages of so many keys in a random order."""
-FORM = re.compile(r" (ragged|page (\d+))$")
+FORM = re.compile(r" (ragged|page \d+)$")
 OURS, PTX, BEFORE = "ours", "ptx", "before"
 PEERS = ("cudnn", "cudnn folded", "sdpa flash", "fa3", "fa4", "cudnn-frontend")
 
@@ -143,13 +143,10 @@ def tensors_of(case: Case) -> Tensors:
     return tensors
 
 
-def formed(case: Case, tensors: Tensors, name: str) -> Tensors:
-    """`tensors` as the program of this name takes them: in the form that ends it."""
-    found = FORM.search(name)
-    if not found:
-        return tensors
+def formed(case: Case, tensors: Tensors, form: str) -> Tensors:
+    """`tensors` in a form of PAGED."""
     batch, t, s_k = (case.int(axis) for axis in ("batch", "t", "s_k"))
-    page_size = int(found[2] or 0)
+    page_size = 0 if form == "ragged" else int(form.removeprefix("page "))
 
     def by_token(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.transpose(1, 2).flatten(0, 1).contiguous()
@@ -191,10 +188,15 @@ def time_row(case: Case, programs: Mapping[str, Program | HostProgram]) -> dict[
     tensors = tensors_of(case)
     o, lse = oracle(case, tensors)
     first: torch.Tensor | None = None
+    forms = {"": tensors}
     errors, bad, watches = dict[str, tuple[float, float, float]](), dict[str, Any](), dict[str, DeviceStopwatch]()
     with ExitStack() as stack:
         for name, program in {**programs, **peers(case)}.items():
-            form = formed(case, tensors, name)
+            ending = FORM.search(name)
+            form_name = ending[1] if ending else ""
+            if form_name not in forms:
+                forms[form_name] = formed(case, tensors, form_name)
+            form = forms[form_name]
             form["o"].fill_(math.nan)
             form["lse"].fill_(math.nan)
             try:
