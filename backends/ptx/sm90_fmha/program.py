@@ -8,14 +8,13 @@ query on few keys.
 from __future__ import annotations
 
 from backends.ptx.attention import FmhaParams, FmhaShape, tensor_map
-from backends.ptx.sm90_fmha.geometry import PAIR_THREADS, THREADS, PairTiling, Sm90FmhaTiling
+from backends.ptx.sm90_fmha.geometry import PAIR_THREADS, SM_COUNT, THREADS, PairTiling, Sm90FmhaTiling, Tiling
 from backends.ptx.sm90_fmha.kernel import entry_name, kernel_text
 from backends.ptx.sm90_fmha.one_row import row_program, row_tiling
 from backends.ptx.sm90_fmha.pair import pair_name, pair_text
 from backends.ptx.split_keys import MAX_SPLIT_QUERIES, SPLIT_KEYS, KeyPlan, partial_arguments, split_program
 from megamoe.contract import Case, KernelArg, Launch, Program
 
-SM_COUNT = 132
 SHORT_KEYS = 2048
 """The longest cache whose parts follow from t and s_k alone (split_keys.py), and so the bits of a row with them. Longer
 caches are split so that the machine is full."""
@@ -36,7 +35,7 @@ def has_pair(shape: FmhaShape) -> bool:
     return shape.hd == 512 or (shape.t > MAX_SPLIT_QUERIES and shape.s_k > SPLIT_KEYS)
 
 
-def part_keys_of(shape: FmhaShape, tiling: Sm90FmhaTiling | PairTiling) -> int | None:
+def part_keys_of(shape: FmhaShape, tiling: Tiling) -> int | None:
     """Keys of a part of a long cache, a multiple of the tile; None for a short one.
 
     Each SM has its share of the parts, one after the other: it is the memory that they wait for.
@@ -91,7 +90,7 @@ def fmha_program(case: Case, part_keys: int | None = None) -> Program:
     return split_program("sm_90a", text, attention, shape, plan.parts)
 
 
-def _arguments(shape: FmhaShape, tiling: Sm90FmhaTiling | PairTiling, splits: int) -> tuple[KernelArg, ...]:
+def _arguments(shape: FmhaShape, tiling: Tiling, splits: int) -> tuple[KernelArg, ...]:
     maps = {
         "q": tensor_map(shape, "q", shape.rows, tiling.tile_m),
         "k": tensor_map(shape, "k", shape.s_k, tiling.tile_n),
