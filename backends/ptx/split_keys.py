@@ -18,6 +18,7 @@ from backends.ptx.builder import CTAID_X, CTAID_Y, FULL_WARP, NCTAID_X, NCTAID_Z
 from backends.ptx.emitter import Predicate
 from backends.ptx.operands import Address, Register, Vector, at
 from backends.ptx.parameters import U32, Parameters, Pointer
+from backends.ptx.shared_memory import Smem, SmemLayout
 from megamoe.contract import KernelArg, Launch, Program, Target, TensorMapArg
 
 SPLIT_KEYS = 512
@@ -137,6 +138,7 @@ def split_program(target: Target, ptx: str, attention: Launch, shape: FmhaShape,
         grid=(rows, shape.hd // combine_columns(shape.hd), 1),
         block=(combine_columns(shape.hd), 1, 1),
         args=CombineParams.arguments(lse="lse" if shape.lse else None, splits=splits),
+        dynamic_smem=combine_smem(shape.hd).size,
     )
     scratch = {
         "partial_o": splits * rows * shape.hd * F32_BYTES,
@@ -166,12 +168,18 @@ def combine_columns(hd: int) -> int:
     return min(hd, COMBINED_COLUMNS)
 
 
+def combine_smem(hd: int) -> SmemLayout:
+    """Weight and row sum of WARP parts, for each warp."""
+    return SmemLayout().with_place("weights", combine_columns(hd) * STATISTICS_BYTES, 16)
+
+
 def combine_kernel(hd: int, target: Target, version: tuple[int, int]) -> Builder:
     """Grid: rows, and the pieces of COMBINED_COLUMNS columns of a row. A thread has a column."""
     block = combine_columns(hd)
     x = Builder(combine_name(hd), target=target, version=version, block=block)
     x.header([f"Combines the parts of a row of O, hd = {hd}: a CTA has {block} columns of it, a thread one."])
     params = CombineParams.declare(x)
+    smem = Smem.declare(x, "dynamic_smem", combine_smem(hd))
     x.section("the parts of this row")
     thread = x.let("thread", "mov.u32", TID_X)
     row = x.let("row", "mov.u32", CTAID_X)
@@ -184,7 +192,9 @@ def combine_kernel(hd: int, target: Target, version: tuple[int, int]) -> Builder
     x.emit("add.s64", statistics, statistics, x.let("row_bytes", "mul.wide.u32", row, STATISTICS_BYTES))
     parts = _Parts(
         x=x,
+        thread=thread,
         lane=x.let("lane", "and.b32", thread, WARP - 1),
+        weights=smem.base,
         splits=params.splits,
         last=x.let("last", "sub.u32", params.splits, 1),
         o=_Strided(o, x.let("part_step", "mul.wide.u32", rows, 4 * hd)),
@@ -231,10 +241,12 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts of this thread's element, `splits` of them, the last one `last`."""
+    """The parts of this thread's element, `splits` of them, the last one `last`. `weights`: address of combine_smem."""
 
     x: Builder
+    thread: Register
     lane: Register
+    weights: Register
     splits: Register
     last: Register
     o: _Strided
@@ -284,33 +296,40 @@ def _shift(parts: _Parts) -> Register:
 
 
 def _sums(parts: _Parts, first: Register, values: Vector, shift: Register) -> _Sums:
-    """The sums in the order of the keys. Lane k has the weight of part k of WARP; `values`: of the first WARP parts."""
+    """The sums in the order of the keys. A lane weighs one of WARP parts; `values`: of the first WARP parts."""
     x = parts.x
     x.section("the sums")
     total, value = x.let("total", "mov.f32", 0.0), x.let("value", "mov.f32", 0.0)
     finished = x.reg("sums_finished", "pred")
-    own = x.let("own_part", "mov.b32", parts.lane)
+    part = x.let("weighed", "mov.b32", parts.lane)
+    own = x.indexed("own_weight", parts.weights, parts.thread, STATISTICS_BYTES)
+    of_warp = x.let("warp_weights", "sub.u32", parts.thread, parts.lane)
+    x.emit("mad.lo.u32", of_warp, of_warp, STATISTICS_BYTES, parts.weights)
     with x.loop("sums") as loop:
         reference, row_sum = x.reg("part_reference", "f32"), x.reg("part_sum", "f32")
-        place = parts.statistics.place(x, parts.clipped(own, 0))
+        place = parts.statistics.place(x, parts.clipped(part, 0))
         x.emit("ld.global.v2.f32", (reference, row_sum), place)
         below = x.let("below", "add.rn.f32", reference, shift)
         weight = x.let("weight", "ex2.approx.ftz.f32", below)
+        x.emit("st.shared.v2.f32", at(own), (weight, row_sum))
+        x.sync_warp()
         for start in range(0, WARP, AT_ONCE):
             with parts.some("add", first, start):
-                for k in range(start, start + AT_ONCE):
-                    there = x.let("there", "setp.lt.u32", x.let("number", "add.u32", first, k), parts.splits)
-                    of_part = [
-                        x.let(name, "shfl.sync.idx.b32", mine, k, WARP - 1, FULL_WARP)
-                        for name, mine in (("weight_of", weight), ("sum_of", row_sum))
-                    ]
-                    x.emit("fma.rn.f32", total, of_part[1], of_part[0], total, guard=there)
-                    x.emit("fma.rn.f32", value, values[k], of_part[0], value, guard=there)
-        x.emit("add.u32", own, own, WARP)
-        x.emit("add.u32", first, first, WARP)
+                for k in range(start, start + AT_ONCE, 2):
+                    pair = x.regs("weight_and_sum", "f32", 4)
+                    x.emit("ld.shared.v4.f32", pair, at(of_warp, k * STATISTICS_BYTES))
+                    for half in range(2):
+                        number = x.let("number", "add.u32", first, k + half)
+                        there = x.let("there", "setp.lt.u32", number, parts.splits)
+                        weight, row_sum = pair[2 * half : 2 * half + 2]
+                        x.emit("fma.rn.f32", total, row_sum, weight, total, guard=there)
+                        x.emit("fma.rn.f32", value, values[k + half], weight, value, guard=there)
+        for register in (part, first):
+            x.emit("add.u32", register, register, WARP)
         x.emit("setp.ge.u32", finished, first, parts.splits)
         x.emit("bra", loop.done, guard=finished)
         parts.ask(values, first)
+        x.sync_warp()
     return _Sums(total, value, shift)
 
 

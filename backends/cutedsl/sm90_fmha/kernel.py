@@ -91,7 +91,6 @@ class Sm90Fmha:
         self.kernel.set_name_prefix(f"sm90_fmha_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         combine_kernel.set_name_prefix(f"sm90_fmha_combine_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         problem = ragged_problem_of(call, plan) if plan.ragged else problem_of(call, plan)
-        problem = problem.with_tiles(plan) if cutlass.const_expr(plan.share == "lone") else problem
         if cutlass.const_expr(plan.share == "lone"):
             grid = [call.mQ.shape[0], problem.row_tiles, splits]
         else:
@@ -129,8 +128,7 @@ class Sm90Fmha:
     @cute.kernel
     def kernel(self, inputs: Inputs, outputs: Outputs, problem: Problem, mSink: cute.Tensor | None):
         """Dispatch the warps to their roles."""
-        plan = self.plan
-        problem = problem if cutlass.const_expr(plan.share == "lone") else problem.with_tiles(plan)
+        plan, problem = self.plan, problem.with_tiles(self.plan)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:

@@ -27,8 +27,6 @@ PANEL_COLUMNS = 64
 """Columns of a panel in shared memory: one 128-byte swizzle row of bf16."""
 MERGE_REGISTERS = 32
 """Accumulator registers a thread that one pass of the merge carries over."""
-LONE_STAGES = {64: 8, 128: 6}
-"""Slabs of the ring of a lone warpgroup, so that an SM has room for two CTAs."""
 P_STAGES = 2
 """Tiles of P that the warpgroup of scores may be ahead of those that hold O."""
 MAX_SPLITS = 256
@@ -73,7 +71,7 @@ class Sm90FmhaPlan:
       Two others hold half of the columns of O each. For hd 512, where O takes 64 x 256 fp32, 128 registers a thread. K
       and V have rings of their own: a slab of K is 128 keys by 64 columns, one of V 16 keys by all columns.
 
-    - lone: a tile has 64 query rows, and one warpgroup all of its keys. A CTA has one item. For short caches: lone.py.
+    - lone: a tile has 64 query rows. A CTA is one warpgroup and has one tile of keys, a split. For short caches: lone.py.
 
     `tile_n`: keys a tile. `groups`: consumer warpgroups of a CTA, three with rows of hd 64 (there exponentials take as
     long as MMAs, and two warpgroups leave both units idle half of the time) and with columns. `cluster`: CTAs that run
@@ -192,7 +190,7 @@ class Sm90FmhaPlan:
     def ring_stages(self) -> int:
         """Slabs of one ring. All rings take the shared memory that is left, 12 slabs at most."""
         left = SMEM_BYTES - self.q_stages * self.q_bytes - self.merge_bytes - self.p_stages * self.p_bytes
-        most = LONE_STAGES[self.hd] if self.share == "lone" else 12
+        most = 2 if self.share == "lone" else 12
         return min(most, left // self.slab_bytes) // self.rings
 
     @property
