@@ -138,7 +138,7 @@ def split_program(target: Target, ptx: str, attention: Launch, shape: FmhaShape,
         grid=(rows, shape.hd // combine_columns(shape.hd), 1),
         block=(combine_columns(shape.hd), 1, 1),
         args=CombineParams.arguments(lse="lse" if shape.lse else None, splits=splits),
-        dynamic_smem=combine_smem(shape.hd).size,
+        dynamic_smem=COMBINE_SMEM.size,
     )
     scratch = {
         "partial_o": splits * rows * shape.hd * F32_BYTES,
@@ -168,9 +168,9 @@ def combine_columns(hd: int) -> int:
     return min(hd, COMBINED_COLUMNS)
 
 
-def combine_smem(hd: int) -> SmemLayout:
-    """Weight and row sum of WARP parts, for each warp."""
-    return SmemLayout().with_place("weights", combine_columns(hd) * STATISTICS_BYTES, 16)
+WEIGHTS_BYTES = WARP * STATISTICS_BYTES
+COMBINE_SMEM = SmemLayout().with_place("weights", 2 * WEIGHTS_BYTES, 2 * WEIGHTS_BYTES)
+"""Weight and row sum of WARP parts, and of the WARP parts before them, which some warps may still read."""
 
 
 def combine_kernel(hd: int, target: Target, version: tuple[int, int]) -> Builder:
@@ -179,7 +179,7 @@ def combine_kernel(hd: int, target: Target, version: tuple[int, int]) -> Builder
     x = Builder(combine_name(hd), target=target, version=version, block=block)
     x.header([f"Combines the parts of a row of O, hd = {hd}: a CTA has {block} columns of it, a thread one."])
     params = CombineParams.declare(x)
-    smem = Smem.declare(x, "dynamic_smem", combine_smem(hd))
+    smem = Smem.declare(x, "dynamic_smem", COMBINE_SMEM)
     x.section("the parts of this row")
     thread = x.let("thread", "mov.u32", TID_X)
     row = x.let("row", "mov.u32", CTAID_X)
@@ -194,7 +194,7 @@ def combine_kernel(hd: int, target: Target, version: tuple[int, int]) -> Builder
         x=x,
         thread=thread,
         lane=x.let("lane", "and.b32", thread, WARP - 1),
-        weights=smem.base,
+        weights=x.let("weights", "add.u32", smem.base, COMBINE_SMEM["weights"]),
         splits=params.splits,
         last=x.let("last", "sub.u32", params.splits, 1),
         o=_Strided(o, x.let("part_step", "mul.wide.u32", rows, 4 * hd)),
@@ -241,7 +241,7 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts of this thread's element, `splits` of them, the last one `last`. `weights`: address of combine_smem."""
+    """The parts of this thread's element, `splits` of them, the last one `last`."""
 
     x: Builder
     thread: Register
@@ -296,28 +296,27 @@ def _shift(parts: _Parts) -> Register:
 
 
 def _sums(parts: _Parts, first: Register, values: Vector, shift: Register) -> _Sums:
-    """The sums in the order of the keys. A lane weighs one of WARP parts; `values`: of the first WARP parts."""
+    """The sums in the order of the keys. A lane of warp 0 weighs one of WARP parts; `values`: of the first of them."""
     x = parts.x
     x.section("the sums")
     total, value = x.let("total", "mov.f32", 0.0), x.let("value", "mov.f32", 0.0)
     finished = x.reg("sums_finished", "pred")
     part = x.let("weighed", "mov.b32", parts.lane)
+    weighs = x.let("weighs", "setp.lt.u32", parts.thread, WARP)
     own = x.indexed("own_weight", parts.weights, parts.thread, STATISTICS_BYTES)
-    of_warp = x.let("warp_weights", "sub.u32", parts.thread, parts.lane)
-    x.emit("mad.lo.u32", of_warp, of_warp, STATISTICS_BYTES, parts.weights)
     with x.loop("sums") as loop:
         reference, row_sum = x.reg("part_reference", "f32"), x.reg("part_sum", "f32")
         place = parts.statistics.place(x, parts.clipped(part, 0))
         x.emit("ld.global.v2.f32", (reference, row_sum), place)
         below = x.let("below", "add.rn.f32", reference, shift)
         weight = x.let("weight", "ex2.approx.ftz.f32", below)
-        x.emit("st.shared.v2.f32", at(own), (weight, row_sum))
-        x.sync_warp()
+        x.emit("st.shared.v2.f32", at(own), (weight, row_sum), guard=weighs)
+        x.sync_cta(note="the weights are there")
         for start in range(0, WARP, AT_ONCE):
             with parts.some("add", first, start):
                 for k in range(start, start + AT_ONCE, 2):
                     pair = x.regs("weight_and_sum", "f32", 4)
-                    x.emit("ld.shared.v4.f32", pair, at(of_warp, k * STATISTICS_BYTES))
+                    x.emit("ld.shared.v4.f32", pair, at(parts.weights, k * STATISTICS_BYTES))
                     for half in range(2):
                         number = x.let("number", "add.u32", first, k + half)
                         there = x.let("there", "setp.lt.u32", number, parts.splits)
@@ -328,8 +327,9 @@ def _sums(parts: _Parts, first: Register, values: Vector, shift: Register) -> _S
             x.emit("add.u32", register, register, WARP)
         x.emit("setp.ge.u32", finished, first, parts.splits)
         x.emit("bra", loop.done, guard=finished)
+        for register in (own, parts.weights):
+            x.emit("xor.b32", register, register, WEIGHTS_BYTES)
         parts.ask(values, first)
-        x.sync_warp()
     return _Sums(total, value, shift)
 
 

@@ -49,10 +49,14 @@ TINY_SPLIT_KEYS = 128
 ROW_KEYS = (128, 512)
 """Keys that one_row.py is compiled for. It reads all keys of a row of O for that row alone, so longer caches, and
 several tokens, are better off in tiles that rows share."""
-MAX_ROWS = 2 * H200_SM_COUNT
-"""Rows of O, query heads of all sequences, for which one_row.py is taken: a row has an SM for itself. 2,048 rows on 512
-keys take 51 us so and 16 us in tiles (results/records/h200-fmha-last.json). Property tests draw at most 256, so that
-the laws batch_invariant and gqa_equals_expanded_mha hold; the grouping of heads never matters."""
+MAX_ROWS = H200_SM_COUNT
+"""Rows of O, query heads of all sequences, for which one_row.py is taken: a row has an SM for itself. Property tests
+draw at most 128, so that the laws batch_invariant and gqa_equals_expanded_mha hold; the grouping of heads never
+matters."""
+LONE_KEYS = 128
+"""Keys of a tile of lone.py, all that a CTA has."""
+LONE_HEADS = 2 * H200_SM_COUNT
+"""Query heads of all sequences for which lone.py is taken where a cache has several tiles, which are then combined."""
 ITEM_KEYS = 64
 """The cost of beginning and ending a work item, in keys that a CTA could read in that time."""
 COMBINE_KEYS = 192
@@ -328,6 +332,18 @@ def one_row_plan(sizes: FmhaSizes) -> OneRowPlan | None:
     if sizes.t != 1 or sizes.hd not in (64, 128) or sizes.rows * sizes.kv_batches > MAX_ROWS:
         return None
     return next((OneRowPlan(sizes.hd, keys) for keys in ROW_KEYS if sizes.s_k <= keys), None)
+
+
+def lone_plan(sizes: FmhaSizes) -> Sm90FmhaPlan | None:
+    """The kernel of one tile of keys a CTA, for short caches, whose parts are its tiles; None where others are faster.
+
+    Of hd, t, s_k and the number of query heads.
+    """
+    if sizes.hd not in (64, 128):
+        return None
+    few = sizes.rows // sizes.t * sizes.kv_batches <= LONE_HEADS
+    short = sizes.s_k <= (SHORT_KEYS if sizes.t <= DECODE_T else TINY_KEYS if sizes.t <= CHUNK_T else 0)
+    return Sm90FmhaPlan(sizes.hd, "lone", LONE_KEYS, 1) if sizes.s_k <= LONE_KEYS or (few and short) else None
 
 
 def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:

@@ -24,10 +24,14 @@ ITEM_KEYS = 64
 COMBINE_COST = 192 * 64
 """The cost of the combine kernel in the same unit, times hd: a key of hd 64 is read in an eighth of the time of hd 512.
 """
-COMBINED_COST = 15 * 64
-"""The cost of each part that it adds, likewise."""
-PAIR_PACE = 0.75
-"""The least time a key of pair.py, in the same unit, where other SMs leave it more of the memory than its share."""
+COMBINED_COST = 96
+"""The cost of each part that it adds, likewise: 128 parts take 0.9 us more than 64 where one sequence of 32768 keys of
+hd 512 is split (results/records/h200-fmha-parts.json, as all times here)."""
+PACE = {64: 1.2, 128: 1.0, 256: 1.0}
+"""The least time a key of a CTA of kernel.py, in the same unit, where other SMs leave it more of the memory than its
+share."""
+PAIR_PACE = 0.55
+"""Likewise of pair.py. That sequence of hd 512 takes 30.3 us in 74 parts, 31.9 in 86, 33.4 in 52 and 36.9 in 43."""
 
 
 def has_pair(shape: FmhaShape) -> bool:
@@ -45,17 +49,18 @@ def part_keys_of(shape: FmhaShape, tiling: Tiling) -> int | None:
     items = shape.batch * shape.kv_heads * -(-shape.rows // tiling.tile_m)
     tiles = -(-shape.s_k // tiling.tile_n)
 
-    pace = PAIR_PACE if isinstance(tiling, PairTiling) else 1.0
+    pace = PAIR_PACE if isinstance(tiling, PairTiling) else PACE[shape.hd]
 
     def cost(parts: int) -> float:
         keys = -(-tiles // parts) * tiling.tile_n
-        share = min(items * parts, SM_COUNT) / SM_COUNT
-        item = keys * max(share, pace) + ITEM_KEYS
+        ctas = items * parts
+        share = max(ctas / SM_COUNT, pace) if ctas <= SM_COUNT else min(-(-ctas // SM_COUNT), tiling.ctas_per_sm)
+        item = keys * share + ITEM_KEYS
         combine = 0.0
         if parts > 1:
             item += 2 * min(shape.rows, tiling.tile_m)
             combine = (COMBINE_COST + COMBINED_COST * parts) / shape.hd
-        return -(-items * parts // SM_COUNT) * item + combine
+        return -(-ctas // (tiling.ctas_per_sm * SM_COUNT)) * item + combine
 
     best = min(range(1, min(MAX_PARTS, tiles) + 1), key=cost)
     return -(-tiles // best) * tiling.tile_n
