@@ -50,13 +50,17 @@ ROW_KEYS = (128, 512)
 """Keys that one_row.py is compiled for. It reads all keys of a row of O for that row alone, so longer caches, and
 several tokens, are better off in tiles that rows share."""
 MAX_ROWS = H200_SM_COUNT
-"""Rows of O, query heads of all sequences, for which one_row.py is taken: a row has an SM for itself. Property tests
-draw at most 128, so that the laws batch_invariant and gqa_equals_expanded_mha hold; the grouping of heads never
-matters."""
+"""Rows of O, query heads of all sequences, for which one_row.py is taken: a row has an SM for itself. 256 rows on 512
+keys take 9.7 us so at hd 64 and 13.4 at hd 128, and 8.5 and 10.1 by lone.py (results/records/h200-fmha-short.json).
+Property tests draw at most 128, so that the laws batch_invariant and gqa_equals_expanded_mha hold; the grouping of
+heads never matters."""
 LONE_KEYS = 128
 """Keys of a tile of lone.py, all that a CTA has."""
-LONE_HEADS = 2 * H200_SM_COUNT
-"""Query heads of all sequences for which lone.py is taken where a cache has several tiles, which are then combined."""
+LONE_CTAS = 4 * H200_SM_COUNT
+"""CTAs for which lone.py is taken where a cache has several tiles, which are then combined. 8 sequences of 8 kv heads
+on 1024 keys, 512 CTAs, take 11.6 us so at hd 64 and 16.1 at hd 128, and 14.2 and 17.4 by warpgroups that share keys; 32 on
+512 keys, 1,024 CTAs, 17.0 and 25.9, and 15.9 and 22.8. 8 heads of 128 queries on 2048 keys take 10.0 us for 26.1
+(results/records/h200-fmha-short.json). Property tests draw less than that."""
 ITEM_KEYS = 64
 """The cost of beginning and ending a work item, in keys that a CTA could read in that time."""
 COMBINE_KEYS = 192
@@ -75,7 +79,7 @@ class Sm90FmhaPlan:
       Two others hold half of the columns of O each. For hd 512, where O takes 64 x 256 fp32, 128 registers a thread. K
       and V have rings of their own: a slab of K is 128 keys by 64 columns, one of V 16 keys by all columns.
 
-    - lone: a tile has 64 query rows. A CTA is one warpgroup and has one tile of keys, a split. For short caches: lone.py.
+    - lone: a tile has 64 query rows. A CTA is one warpgroup, and has one tile of keys, a split. For short caches.
 
     `tile_n`: keys a tile. `groups`: consumer warpgroups of a CTA, three with rows of hd 64 (there exponentials take as
     long as MMAs, and two warpgroups leave both units idle half of the time) and with columns. `cluster`: CTAs that run
@@ -337,13 +341,15 @@ def one_row_plan(sizes: FmhaSizes) -> OneRowPlan | None:
 def lone_plan(sizes: FmhaSizes) -> Sm90FmhaPlan | None:
     """The kernel of one tile of keys a CTA, for short caches, whose parts are its tiles; None where others are faster.
 
-    Of hd, t, s_k and the number of query heads.
+    Of hd, t, s_k and the number of CTAs.
     """
     if sizes.hd not in (64, 128):
         return None
-    few = sizes.rows // sizes.t * sizes.kv_batches <= LONE_HEADS
-    short = sizes.s_k <= (SHORT_KEYS if sizes.t <= DECODE_T else TINY_KEYS if sizes.t <= CHUNK_T else 0)
-    return Sm90FmhaPlan(sizes.hd, "lone", LONE_KEYS, 1) if sizes.s_k <= LONE_KEYS or (few and short) else None
+    plan = Sm90FmhaPlan(sizes.hd, "lone", LONE_KEYS, 1)
+    tiles = -(-sizes.s_k // plan.tile_n)
+    ctas = sizes.kv_batches * -(-sizes.rows // plan.tile_m) * tiles
+    few = sizes.t <= CHUNK_T and sizes.s_k <= SHORT_KEYS and ctas <= LONE_CTAS
+    return plan if tiles == 1 or few else None
 
 
 def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
