@@ -58,9 +58,9 @@ LONE_KEYS = 128
 """Keys of a tile of lone.py, all that a CTA has."""
 LONE_CTAS = 4 * H200_SM_COUNT
 """CTAs for which lone.py is taken where a cache has several tiles, which are then combined. 8 sequences of 8 kv heads
-on 1024 keys, 512 CTAs, take 11.6 us so at hd 64 and 16.1 at hd 128, and 14.2 and 17.4 by warpgroups that share keys; 32 on
-512 keys, 1,024 CTAs, 17.0 and 25.9, and 15.9 and 22.8. 8 heads of 128 queries on 2048 keys take 10.0 us for 26.1
-(results/records/h200-fmha-short.json). Property tests draw less than that."""
+on 1024 keys, 512 CTAs, take 11.6 us so at hd 64 and 16.1 at hd 128, and 14.2 and 17.4 by warpgroups that share keys. 32
+sequences on 512 keys, 1,024 CTAs, take 17.0 and 25.9, and 15.9 and 22.8. 8 heads of 128 queries on 2048 keys take 10.0
+us for 26.1 (results/records/h200-fmha-short.json). Property tests draw less than that."""
 ITEM_KEYS = 64
 """The cost of beginning and ending a work item, in keys that a CTA could read in that time."""
 COMBINE_KEYS = 192

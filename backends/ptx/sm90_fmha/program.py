@@ -18,6 +18,12 @@ from megamoe.contract import Case, KernelArg, Launch, Program
 SHORT_KEYS = 2048
 """The longest cache whose parts follow from t and s_k alone (split_keys.py), and so the bits of a row with them. Longer
 caches are split so that the machine is full."""
+TINY_PART_KEYS = 128
+"""Keys of a part of a cache of up to SPLIT_KEYS for more queries than such caches are split for otherwise."""
+TINY_QUERIES = 128
+"""The most queries of a sequence for which so few keys are split. More have many row tiles."""
+TINY_CTAS = 4 * SM_COUNT
+"""The most CTAs that this may make, as more would not be at work at once. Property tests draw less than that."""
 MAX_PARTS = 128
 ITEM_KEYS = 64
 """The cost of beginning and ending a part, in keys that an SM could read in that time if all of them read."""
@@ -40,13 +46,15 @@ def has_pair(shape: FmhaShape) -> bool:
 
 
 def part_keys_of(shape: FmhaShape, tiling: Tiling) -> int | None:
-    """Keys of a part of a long cache, a multiple of the tile; None for a short one.
+    """Keys of a part, a multiple of the tile; None where split_keys.py has the rule.
 
     Each SM has its share of the parts, one after the other: it is the memory that they wait for.
     """
-    if shape.s_k <= SHORT_KEYS:
-        return None
     items = shape.batch * shape.kv_heads * -(-shape.rows // tiling.tile_m)
+    if shape.s_k <= SHORT_KEYS:
+        tiny = shape.hd <= 128 and MAX_SPLIT_QUERIES < shape.t <= TINY_QUERIES and shape.s_k <= SPLIT_KEYS
+        tiny = tiny and items * -(-shape.s_k // TINY_PART_KEYS) <= TINY_CTAS
+        return TINY_PART_KEYS if tiny else None
     tiles = -(-shape.s_k // tiling.tile_n)
 
     pace = PAIR_PACE if isinstance(tiling, PairTiling) else PACE[shape.hd]
