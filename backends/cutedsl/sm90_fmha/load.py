@@ -94,12 +94,12 @@ def key_row(plan: Sm90FmhaPlan, problem: Problem, sequence: Sequence, key: Int32
 
 @cute.jit
 def tile_rows(plan: Sm90FmhaPlan, problem: Problem, item: AttentionItem, tile: Int32, box: cutlass.Constexpr):
-    """Where a tile lies in k and v, where sequences have lengths of their own; else the number of the tile.
+    """Where a tile lies in k and v, where sequences have lengths of their own; else None.
 
     In pages the rows of its boxes of `box` keys, in lane i that of box i, so that all are looked up at once. Else the
     row of its first key, in all lanes.
     """
-    rows = tile
+    rows = None
     if cutlass.const_expr(plan.ragged):
         key = tile * plan.tile_n
         if cutlass.const_expr(plan.page_size > 0):
@@ -149,7 +149,7 @@ def load_k(
     ring: StageRing,
     place: RingPlace,
     tile: Int32,
-    rows: Int32,
+    rows: Int32 | None,
     item: AttentionItem,
 ):
     """Load one K tile, slab by slab. `rows`: of tile_rows. Returns the next place in the ring."""
@@ -172,7 +172,7 @@ def load_v(
     ring: StageRing,
     place: RingPlace,
     tile: Int32,
-    rows: Int32,
+    rows: Int32 | None,
     item: AttentionItem,
 ):
     """Load one V tile, slab by slab. `rows`: of tile_rows. Returns the next place in the ring."""
@@ -226,7 +226,7 @@ def load_warp(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, q: StageRing, 
                     q_place = advanced(q, q_place)
             for i in cutlass.range(ring, item.tiles, plan.rings, unroll=1):
                 tile = item.first_tile + i
-                v_rows = rows if plan.ragged else tile
+                v_rows = rows
                 if i + plan.rings < item.tiles:
                     rows = tile_rows(plan, problem, item, tile + plan.rings, plan.k_box)
                     kv_place = load_k(plan, problem, loads, kv, kv_place, tile + plan.rings, rows, item)
