@@ -185,7 +185,8 @@ def load_v(
                 first_box = cutlass.const_expr(slab * (plan.v_keys // plan.v_box))
                 load_boxes(loads.v, slot, item.sequence, key, rows, 0, False, first_box)
             else:
-                load_boxes(loads.v, slot, item.sequence, key, rows + slab * plan.v_keys, 0, False)
+                first: Int32 = rows  # pyright: ignore[reportAssignmentType] (const_expr narrows nothing)
+                load_boxes(loads.v, slot, item.sequence, key, first + slab * plan.v_keys, 0, False)
         else:
             loads.v.load((item.o_half if plan.o_halves > 1 else 0, tile * plan.v_slabs + slab, item.kv_batch), slot)
         place = advanced(ring, place)

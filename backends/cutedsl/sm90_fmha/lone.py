@@ -75,7 +75,6 @@ def lone_warpgroup(
     consumer = Consumer(Int32(0), thread)
     operands, registers = make_operands(plan, smem), make_registers(plan)
     begin_rows(plan, problem, item, registers.rows, mSink, consumer)
-    registers.rO.fill(0.0)
     if item.tiles > 0:
         rKeys = visible_keys(plan, problem, item, consumer)
         wait_full(q, q_place)
@@ -84,7 +83,9 @@ def lone_warpgroup(
         mask_tile(plan, problem, item, registers.rS, item.first_tile, rKeys, consumer)
         softmax_tile(plan, problem, registers, kv, v_place)
         round_p(registers.rS, registers.rP)
-        issue_pv(plan, operands, registers, kv, v_place)
+        issue_pv(plan, operands, registers, kv, v_place, adds=False)
         warpgroup.wait_group(0)
+    else:
+        registers.rO.fill(0.0)
     cute.arch.griddepcontrol_launch_dependents()
     finish_item(plan, problem, outputs, smem, item, registers, consumer)
