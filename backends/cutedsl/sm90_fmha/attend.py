@@ -97,7 +97,7 @@ def issue_pv(
     waits: cutlass.Constexpr = True,
     adds: cutlass.Constexpr = True,
 ):
-    """Issue O += P V of the tile at `place`, or O = P V without `adds`. Returns the next place. `waits`: of issue_qk."""
+    """Issue O += P V of the tile at `place`, or O = P V without `adds`. Returns the next place. `waits`: see above."""
     pv_mma = make_pv_mma(plan)
     pv_mma.set(warpgroup.Field.ACCUMULATE, True)
     pv_thread = pv_mma.get_slice(0)

@@ -35,8 +35,8 @@ MIN_KEYS, MAX_KEYS = 129, 512
 that rows share. Up to 128 keys two tiles, both loaded at once, take as long: 5.6 and 6.1 us at hd 64 and 128
 (results/records/h200-fmha-turns.json)."""
 MAX_ROWS = SM_COUNT
-"""Rows of O, query heads of all sequences, for which a row has a CTA, and so an SM. 256 rows of hd 128 on 256 and 512
-keys take 12.7 and 12.6 us so, and 8.2 and 11.0 us in tiles (results/records/h200-fmha-short.json)."""
+"""Rows of O, query heads of all sequences, for which a row has a CTA, and so an SM. 256 rows of hd 128 on 256 keys
+take 12.7 us so, and 8.2 in tiles (results/records/h200-fmha-short.json)."""
 WARPS, LANES = 32, 32
 VECTOR = 8
 """Columns of a lane: 16 bytes."""
