@@ -248,13 +248,20 @@ def problem_of(call: SimpleNamespace, plan: Plan) -> Problem:
 
 def attention_item(plan: Plan, problem: Problem, index: Int32) -> AttentionItem:
     """Work item `index`. Neighbours share keys, O halves first, then row tiles, so that L2 serves the second reader."""
-    tile_m, tile_n = plan.tile_m, plan.tile_n
     o_half = index % plan.o_halves
     rest = index // plan.o_halves
     row_tile = rest % problem.row_tiles
     rest = rest // problem.row_tiles
     split = rest % problem.splits
     kv_batch = rest // problem.splits
+    return item_at(plan, problem, kv_batch, split, row_tile, o_half)
+
+
+def item_at(
+    plan: Plan, problem: Problem, kv_batch: Int32, split: Int32, row_tile: Int32, o_half: Int32
+) -> AttentionItem:
+    """The work item of these numbers."""
+    tile_m, tile_n = plan.tile_m, plan.tile_n
     sequence = problem.sequence(kv_batch, plan.hd)
     problem = problem.of(sequence, plan)
 

@@ -98,6 +98,12 @@ def wait_empty(ring: StageRing, place: RingPlace):
 def acquire(ring: StageRing, place: RingPlace, size: cutlass.Constexpr):
     """Wait until the stage is empty, and announce `size` bytes to it."""
     wait_empty(ring, place)
+    announce(ring, place, size)
+
+
+@cute.jit
+def announce(ring: StageRing, place: RingPlace, size: cutlass.Constexpr):
+    """Announce `size` bytes to the stage, which nobody reads any more."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ring.full + place.stage, size)
 

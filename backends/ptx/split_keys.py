@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from backends.ptx.attention import MINUS_INFINITY, FmhaFrame, FmhaParams, FmhaShape, inverse_of, shift_of
-from backends.ptx.builder import CTAID_X, NCTAID_X, NCTAID_Z, TID_X, Builder
+from backends.ptx.builder import CTAID_X, CTAID_Y, FULL_WARP, NCTAID_X, NCTAID_Z, TID_X, Builder
 from backends.ptx.emitter import Predicate
-from backends.ptx.operands import Address, Register, at
+from backends.ptx.operands import Address, Register, Vector, at
 from backends.ptx.parameters import U32, Parameters, Pointer
+from backends.ptx.shared_memory import Smem, SmemLayout
 from megamoe.contract import KernelArg, Launch, Program, Target, TensorMapArg
 
 SPLIT_KEYS = 512
@@ -28,6 +29,11 @@ MAX_SPLIT_QUERIES = 16
 would cost more than they bring."""
 F32_BYTES = 4
 STATISTICS_BYTES = 2 * F32_BYTES
+WARP = 32
+COMBINED_COLUMNS = 128
+"""Columns of a row that a CTA combines, or all where there are fewer."""
+REFERENCES = 4
+"""References that a lane asks for at once."""
 AT_ONCE = 8
 """Loads in flight a thread: one after the other, each would wait for the memory's whole latency."""
 
@@ -129,9 +135,10 @@ def split_program(target: Target, ptx: str, attention: Launch, shape: FmhaShape,
     rows = shape.batch * shape.kv_heads * shape.rows
     combine = Launch(
         entry=combine_name(shape.hd),
-        grid=(rows, 1, 1),
-        block=(shape.hd, 1, 1),
+        grid=(rows, shape.hd // combine_columns(shape.hd), 1),
+        block=(combine_columns(shape.hd), 1, 1),
         args=CombineParams.arguments(lse="lse" if shape.lse else None, splits=splits),
+        dynamic_smem=COMBINE_SMEM.size,
     )
     scratch = {
         "partial_o": splits * rows * shape.hd * F32_BYTES,
@@ -156,24 +163,47 @@ def combine_name(hd: int) -> str:
     return f"fmha_combine_hd{hd}"
 
 
+def combine_columns(hd: int) -> int:
+    """Columns of a row that a CTA of the kernel for one hd combines, and its threads."""
+    return min(hd, COMBINED_COLUMNS)
+
+
+WEIGHTS_BYTES = WARP * STATISTICS_BYTES
+COMBINE_SMEM = SmemLayout().with_place("weights", 2 * WEIGHTS_BYTES, 2 * WEIGHTS_BYTES)
+"""Weight and row sum of WARP parts, and of the WARP parts before them, which some warps may still read."""
+
+
 def combine_kernel(hd: int, target: Target, version: tuple[int, int]) -> Builder:
-    """Grid: one CTA of hd threads a row."""
-    x = Builder(combine_name(hd), target=target, version=version, block=hd)
-    x.header([f"Combines the parts of a row of O, hd = {hd}: one CTA a row, one thread a column."])
+    """Grid: rows, and the pieces of COMBINED_COLUMNS columns of a row. A thread has a column."""
+    block = combine_columns(hd)
+    x = Builder(combine_name(hd), target=target, version=version, block=block)
+    x.header([f"Combines the parts of a row of O, hd = {hd}: a CTA has {block} columns of it, a thread one."])
     params = CombineParams.declare(x)
+    smem = Smem.declare(x, "dynamic_smem", COMBINE_SMEM)
     x.section("the parts of this row")
-    column = x.let("column", "mov.u32", TID_X)
+    thread = x.let("thread", "mov.u32", TID_X)
     row = x.let("row", "mov.u32", CTAID_X)
     rows = x.let("rows", "mov.u32", NCTAID_X)
+    column = x.let("column", "mad.lo.u32", x.let("piece", "mov.u32", CTAID_Y), block, thread)
     element = x.let("element", "mul.wide.u32", row, hd)
     x.emit("add.s64", element, element, x.let("column_wide", "cvt.u64.u32", column))
     o, statistics = params.partial_o, params.partial_statistics
     x.emit("add.s64", o, o, x.let("element_bytes", "shl.b64", element, 2))
     x.emit("add.s64", statistics, statistics, x.let("row_bytes", "mul.wide.u32", row, STATISTICS_BYTES))
-    o_step = x.let("part_step", "mul.wide.u32", rows, 4 * hd)
-    statistics_step = x.let("statistics_step", "mul.wide.u32", rows, STATISTICS_BYTES)
-    parts = _Parts(x, params.splits, _Strided(o, o_step), _Strided(statistics, statistics_step))
-    _store(x, params, _Element(row, column, element), _sums(parts, _shift(parts)))
+    parts = _Parts(
+        x=x,
+        thread=thread,
+        lane=x.let("lane", "and.b32", thread, WARP - 1),
+        weights=x.let("weights", "add.u32", smem.base, COMBINE_SMEM["weights"]),
+        splits=params.splits,
+        last=x.let("last", "sub.u32", params.splits, 1),
+        o=_Strided(o, x.let("part_step", "mul.wide.u32", rows, 4 * hd)),
+        statistics=_Strided(statistics, x.let("statistics_step", "mul.wide.u32", rows, STATISTICS_BYTES)),
+    )
+    first = x.let("first", "mov.b32", 0)
+    values = x.regs("part_value", "f32", WARP)
+    parts.ask(values, first)
+    _store(x, params, _Element(row, column, element), _sums(parts, first, values, _shift(parts)))
     x.emit("ret")
     return x
 
@@ -194,15 +224,10 @@ class _Strided:
     base: Register
     step: Register
 
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """What a part says of this thread's element; `there`: whether there is such a part."""
-
-    reference: Register
-    row_sum: Register
-    value: Register
-    there: Register
+    def place(self, x: Builder, part: Register) -> Address:
+        """The address of `part` (u32)."""
+        wide = x.let("part_wide", "cvt.u64.u32", part)
+        return at(x.let("place", "mad.lo.u64", wide, self.step, self.base))
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,45 +241,38 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts of this thread's element. AT_ONCE of them are asked for before the first is used."""
+    """The parts of this thread's element, `splits` of them, the last one `last`."""
 
     x: Builder
+    thread: Register
+    lane: Register
+    weights: Register
     splits: Register
+    last: Register
     o: _Strided
     statistics: _Strided
 
+    def clipped(self, first: Register, offset: int) -> Register:
+        """Part `first` + `offset`, or the last one if there are not so many."""
+        x = self.x
+        part = x.let("part", "add.u32", first, offset)
+        x.emit("min.u32", part, part, self.last)
+        return part
+
     @contextmanager
-    def loop(self, name: str) -> Iterator[list[tuple[Register, Register]]]:
-        """The body runs for AT_ONCE parts at a time: the number of each, and whether there is one of that number.
-
-        Where there is none, the number is that of the last part.
-        """
+    def some(self, name: str, first: Register, offset: int) -> Iterator[None]:
+        """Runs the body if there is a part `first` + `offset`; for the first of all there is."""
         x = self.x
-        first = x.let(f"{name}_first", "mov.b32", 0)
-        finished = x.reg(f"{name}_finished", "pred")
-        last = x.let(f"{name}_last", "sub.u32", self.splits, 1)
-        with x.loop(name) as loop:
-            parts: list[tuple[Register, Register]] = []
-            for index in range(AT_ONCE):
-                part = x.let("part", "add.u32", first, index)
-                there = x.let("there", "setp.lt.u32", part, self.splits)
-                x.emit("min.u32", part, part, last)
-                parts.append((x.let("part_wide", "cvt.u64.u32", part), there))
-            yield parts
-            x.emit("add.u32", first, first, AT_ONCE)
-            x.emit("setp.ge.u32", finished, first, self.splits)
-            x.emit("bra", loop.done, guard=finished)
+        there = x.let("some", "setp.lt.u32", x.let("some_part", "add.u32", first, offset), self.splits)
+        with x.when(there, name):
+            yield
 
-    def place(self, part: Register, table: _Strided) -> Address:
-        """The address of `part`."""
-        return at(self.x.let("place", "mad.lo.u64", part, table.step, table.base))
-
-    def load(self, part: Register, there: Register) -> _Loaded:
-        """Asks for a part."""
-        x = self.x
-        reference, row_sum = x.reg("part_reference", "f32"), x.reg("part_sum", "f32")
-        x.emit("ld.global.v2.f32", (reference, row_sum), self.place(part, self.statistics))
-        return _Loaded(reference, row_sum, x.let("part_value", "ld.global.f32", self.place(part, self.o)), there)
+    def ask(self, values: Vector, first: Register) -> None:
+        """Loads this thread's element of the WARP parts from `first` on, AT_ONCE at a time while there are any."""
+        for start in range(0, WARP, AT_ONCE):
+            with self.some("ask", first, start):
+                for k in range(start, start + AT_ONCE):
+                    self.x.emit("ld.global.f32", values[k], self.o.place(self.x, self.clipped(first, k)))
 
 
 def _shift(parts: _Parts) -> Register:
@@ -262,23 +280,56 @@ def _shift(parts: _Parts) -> Register:
     x = parts.x
     x.section("the greatest reference")
     most = x.let("most", "mov.f32", MINUS_INFINITY)
-    with parts.loop("references") as numbers:
-        places = [parts.place(number, parts.statistics) for number, _ in numbers]
+    own = x.let("own_part", "mov.b32", parts.lane)
+    finished = x.reg("references_finished", "pred")
+    with x.loop("references") as loop:
+        places = [parts.statistics.place(x, parts.clipped(own, k * WARP)) for k in range(REFERENCES)]
         for reference in [x.let("reference", "ld.global.f32", place) for place in places]:
             x.emit("max.f32", most, most, reference)
+        x.emit("add.u32", own, own, REFERENCES * WARP)
+        x.emit("setp.ge.u32", finished, own, parts.splits)
+        x.emit("bra", loop.done, guard=finished)
+    for step in range(WARP.bit_length() - 1):
+        other = x.let("other", "shfl.sync.bfly.b32", most, 1 << step, WARP - 1, FULL_WARP)
+        x.emit("max.f32", most, most, other)
     return shift_of(x, most)
 
 
-def _sums(parts: _Parts, shift: Register) -> _Sums:
+def _sums(parts: _Parts, first: Register, values: Vector, shift: Register) -> _Sums:
+    """The sums in the order of the keys. A lane of warp 0 weighs one of WARP parts; `values`: of the first of them."""
     x = parts.x
     x.section("the sums")
     total, value = x.let("total", "mov.f32", 0.0), x.let("value", "mov.f32", 0.0)
-    with parts.loop("sums") as numbers:
-        for part in [parts.load(number, there) for number, there in numbers]:
-            below = x.let("below", "add.rn.f32", part.reference, shift)
-            weight = x.let("weight", "ex2.approx.ftz.f32", below)
-            x.emit("fma.rn.f32", total, part.row_sum, weight, total, guard=part.there)
-            x.emit("fma.rn.f32", value, part.value, weight, value, guard=part.there)
+    finished = x.reg("sums_finished", "pred")
+    part = x.let("weighed", "mov.b32", parts.lane)
+    weighs = x.let("weighs", "setp.lt.u32", parts.thread, WARP)
+    own = x.indexed("own_weight", parts.weights, parts.thread, STATISTICS_BYTES)
+    with x.loop("sums") as loop:
+        reference, row_sum = x.reg("part_reference", "f32"), x.reg("part_sum", "f32")
+        place = parts.statistics.place(x, parts.clipped(part, 0))
+        x.emit("ld.global.v2.f32", (reference, row_sum), place)
+        below = x.let("below", "add.rn.f32", reference, shift)
+        weight = x.let("weight", "ex2.approx.ftz.f32", below)
+        x.emit("st.shared.v2.f32", at(own), (weight, row_sum), guard=weighs)
+        x.sync_cta(note="the weights are there")
+        for start in range(0, WARP, AT_ONCE):
+            with parts.some("add", first, start):
+                for k in range(start, start + AT_ONCE, 2):
+                    pair = x.regs("weight_and_sum", "f32", 4)
+                    x.emit("ld.shared.v4.f32", pair, at(parts.weights, k * STATISTICS_BYTES))
+                    for half in range(2):
+                        number = x.let("number", "add.u32", first, k + half)
+                        there = x.let("there", "setp.lt.u32", number, parts.splits)
+                        weight, row_sum = pair[2 * half : 2 * half + 2]
+                        x.emit("fma.rn.f32", total, row_sum, weight, total, guard=there)
+                        x.emit("fma.rn.f32", value, values[k + half], weight, value, guard=there)
+        for register in (part, first):
+            x.emit("add.u32", register, register, WARP)
+        x.emit("setp.ge.u32", finished, first, parts.splits)
+        x.emit("bra", loop.done, guard=finished)
+        for register in (own, parts.weights):
+            x.emit("xor.b32", register, register, WEIGHTS_BYTES)
+        parts.ask(values, first)
     return _Sums(total, value, shift)
 
 

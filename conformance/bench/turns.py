@@ -1,11 +1,13 @@
 """Kernels of attention in turns on the same buffers, on a device whose time is dear.
 
-    python3 -m conformance.bench.turns pack FILE                  # where CuTeDSL compiles: no device is needed
+    python3 -m conformance.bench.turns pack FILE [paged]         # where CuTeDSL compiles: no device is needed
     python3 -m conformance.bench.turns time FILE OUT.json [SECONDS]    # on the device
     python3 -m conformance.bench.turns record OUT.json RECORD.json     # times as results/records holds them
 
 FILE has the programs of some rows, by row and by name: `pack` puts both backends there for the decode and prefill
-rows of specs/fmha.yaml and some small ones. Another script may make such a file of other plans: `packed` writes it.
+rows of specs/fmha.yaml and some small ones; with `paged` CuTeDSL's of a few rows in each form that keys may lie in.
+Another script may make such a file of other plans: `packed` writes it. A name that ends in a form is of a program that
+takes the row's numbers in that form: "ours page 64".
 
 `time` holds each result against float64 and, over all of it, against the first kernel of its row; then it takes medians
 of ROUNDS x SAMPLES samples, each kernel at every place of the order, after a flush that reads. A peer that refuses a
@@ -19,6 +21,7 @@ import json
 import lzma
 import math
 import pickle
+import re
 import statistics
 import sys
 import time
@@ -45,6 +48,14 @@ SMALL = (
     *(f"hd={hd},t={t},s_k={s_k}" for hd in (64, 128) for t in (1, 128) for s_k in (128, 512)),
     "hd=64,t=128,s_k=128,causal=true",
 )
+PAGED = {
+    "hd=128,t=1,s_k=8192,batch=32,heads=64,kv_heads=8": ("ragged", "page 16", "page 64"),
+    "hd=64,t=1,s_k=8192,batch=32,heads=64,kv_heads=8": ("ragged", "page 64"),
+    "hd=512,t=1,s_k=4096,batch=64,heads=128,kv=latent": ("ragged", "page 64"),
+    "hd=128,t=512,s_k=4096,batch=8,heads=32,kv_heads=8,causal=true": ("ragged", "page 64"),
+}
+"""Rows whose keys lie in other forms too: sequences behind each other, in pages of so many keys in a random order."""
+FORM = re.compile(r" (ragged|page \d+)$")
 OURS, PTX, BEFORE = "ours", "ptx", "before"
 PEERS = ("cudnn", "cudnn folded", "sdpa flash", "fa3", "fa4", "cudnn-frontend")
 
@@ -72,6 +83,27 @@ def pack(path: Path) -> None:
         programs[row] = {OURS: CUTEDSL.build(case, "sm_90a"), PTX: RAW_PTX.build(case, "sm_90a")}
         print(row, flush=True)
     packed(programs, path)
+
+
+def pack_paged(path: Path) -> None:
+    """CuTeDSL's programs of PAGED."""
+    from backends.cutedsl import BACKEND as CUTEDSL
+
+    spec, programs = load_specs()["fmha"], Packed()
+    for row, forms in PAGED.items():
+        case = spec.parse_case(f"fmha:{row}")
+        found = programs[row] = {OURS: CUTEDSL.build(case, "sm_90a")}
+        for form in forms:
+            found[f"{OURS} {form}"] = CUTEDSL.build(spec.parse_case(f"fmha:{in_form(case, form)}"), "sm_90a")
+        print(row, flush=True)
+    packed(programs, path)
+
+
+def in_form(case: Case, form: str) -> str:
+    """The axes of a row whose sequences all have `t` and `s_k`, in a form of PAGED."""
+    batch, t, s_k = (case.int(name) for name in ("batch", "t", "s_k"))
+    axes = f"{case.id.removeprefix('fmha:')},ragged=true,total_q={batch * t},total_k={batch * s_k}"
+    return axes if form == "ragged" else f"{axes},page_size={form.removeprefix('page ')}"
 
 
 def peers(case: Case) -> dict[str, PythonProgram]:
@@ -111,6 +143,27 @@ def tensors_of(case: Case) -> Tensors:
     return tensors
 
 
+def formed(case: Case, tensors: Tensors, form: str) -> Tensors:
+    """`tensors` in a form of PAGED."""
+    batch, t, s_k = (case.int(axis) for axis in ("batch", "t", "s_k"))
+    page_size = 0 if form == "ragged" else int(form.removeprefix("page "))
+
+    def by_token(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.transpose(1, 2).flatten(0, 1).contiguous()
+
+    keys = torch.arange(batch * s_k, device="cuda")
+    of_form: Tensors = {"cu_seqlens_q": t * torch.arange(batch + 1, device="cuda", dtype=torch.int32)}
+    if page_size:
+        shuffled = torch.randperm(batch * s_k // page_size, generator=torch.Generator().manual_seed(1)).cuda()
+        of_form["block_table"] = shuffled.reshape(batch, -1).int()
+        of_form["seqused_k"] = torch.full((batch,), s_k, device="cuda", dtype=torch.int32)
+        keys = shuffled.argsort()[keys // page_size] * page_size + keys % page_size
+    else:
+        of_form["cu_seqlens_k"] = s_k * torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+    of_form |= {axis: by_token(tensors[axis])[keys] for axis in ("k", "v") if axis in tensors}
+    return of_form | {axis: by_token(tensors[axis]) for axis in ("q", "o", "lse")}
+
+
 def oracle(case: Case, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse of the first heads of the first sequence in float64."""
     t, s_k, hd = (case.int(name) for name in ("t", "s_k", "hd"))
@@ -135,13 +188,19 @@ def time_row(case: Case, programs: Mapping[str, Program | HostProgram]) -> dict[
     tensors = tensors_of(case)
     o, lse = oracle(case, tensors)
     first: torch.Tensor | None = None
+    forms = {"": tensors}
     errors, bad, watches = dict[str, tuple[float, float, float]](), dict[str, Any](), dict[str, DeviceStopwatch]()
     with ExitStack() as stack:
         for name, program in {**programs, **peers(case)}.items():
-            tensors["o"].fill_(math.nan)
-            tensors["lse"].fill_(math.nan)
+            ending = FORM.search(name)
+            form_name = ending[1] if ending else ""
+            if form_name not in forms:
+                forms[form_name] = formed(case, tensors, form_name)
+            form = forms[form_name]
+            form["o"].fill_(math.nan)
+            form["lse"].fill_(math.nan)
             try:
-                call = stack.enter_context(EXECUTOR.bind(program, tensors, RunOptions()))
+                call = stack.enter_context(EXECUTOR.bind(program, form, RunOptions()))
                 call.enqueue()
                 call.collect()
                 torch.cuda.synchronize()
@@ -151,12 +210,14 @@ def time_row(case: Case, programs: Mapping[str, Program | HostProgram]) -> dict[
             except Exception as error:
                 bad[name] = repr(error)[:200]
                 continue
-            seen = tensors["o"].float()
+            seen, seen_lse = form["o"].float(), form["lse"]
+            if form is not tensors:
+                seen, seen_lse = (x.unflatten(0, (case.int("batch"), -1)).transpose(1, 2) for x in (seen, seen_lse))
             first = seen if first is None else first
             heads = len(o)
             found = (
                 ((seen[0, :heads].double() - o).norm() / o.norm()).item(),
-                (tensors["lse"][0, :heads].double() - lse).abs().max().item(),
+                (seen_lse[0, :heads].double() - lse).abs().max().item(),
                 ((seen - first).norm() / first.norm()).item(),
             )
             errors[name] = found
@@ -246,6 +307,8 @@ def main(words: list[str]) -> int:
     match words:
         case ["pack", path]:
             pack(Path(path))
+        case ["pack", path, "paged"]:
+            pack_paged(Path(path))
         case ["time", path, out]:
             return min(time_rows(Path(path), Path(out), SECONDS), 1)
         case ["time", path, out, seconds]:

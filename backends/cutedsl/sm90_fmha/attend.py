@@ -95,8 +95,9 @@ def issue_pv(
     kv: StageRing,
     place: RingPlace,
     waits: cutlass.Constexpr = True,
+    adds: cutlass.Constexpr = True,
 ):
-    """Issue O += P V of the tile at `place`. Returns the next place. `waits`: as of issue_qk."""
+    """Issue O += P V of the tile at `place`, or O = P V without `adds`. Returns the next place. `waits`: see above."""
     pv_mma = make_pv_mma(plan)
     pv_mma.set(warpgroup.Field.ACCUMULATE, True)
     pv_thread = pv_mma.get_slice(0)
@@ -109,6 +110,8 @@ def issue_pv(
     if cutlass.const_expr(waits):
         wait_full(kv, place)
     for k_block in cutlass.range_constexpr(plan.tile_n // 16):
+        if cutlass.const_expr(not adds):
+            pv_mma.set(warpgroup.Field.ACCUMULATE, k_block != 0)
         cute.gemm(pv_mma, tOrO, tOrP[None, None, k_block], operands.tOrV[None, None, k_block, place.stage], tOrO)
     warpgroup.commit_group()
     return advanced(kv, place)

@@ -50,6 +50,7 @@ from backends.cutedsl.sm90_fmha.load import (
     load_warp_of_v,
     make_loads,
 )
+from backends.cutedsl.sm90_fmha.lone import lone_warpgroup
 from backends.cutedsl.sm90_fmha.operands import (
     Consumer,
     Sm90Smem,
@@ -90,8 +91,12 @@ class Sm90Fmha:
         self.kernel.set_name_prefix(f"sm90_fmha_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         combine_kernel.set_name_prefix(f"sm90_fmha_combine_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         problem = ragged_problem_of(call, plan) if plan.ragged else problem_of(call, plan)
+        if cutlass.const_expr(plan.share == "lone"):
+            grid = [call.mQ.shape[0], problem.row_tiles, splits]
+        else:
+            grid = [ctas(plan, problem, call.max_ctas), 1, 1]
         self.kernel(inputs, outputs, problem, arguments.get("mSink")).launch(
-            grid=[ctas(plan, problem, call.max_ctas), 1, 1],
+            grid=grid,
             block=[plan.threads, 1, 1],
             cluster=[plan.cluster, 1, 1],
             stream=call.stream,
@@ -149,6 +154,9 @@ class Sm90Fmha:
                 init_rings(rings.go, 1, 8, producers=4)
             self._begin()
             self._share_columns(problem, make_loads(plan, inputs, smem), smem, outputs, mSink, rings)
+        elif cutlass.const_expr(plan.share == "lone"):
+            kv = allocate_rings(allocator, plan.ring_stages)
+            lone_warpgroup(plan, problem, make_loads(plan, inputs, smem), smem, outputs, mSink, q, kv, thread)
         else:
             kv = allocate_rings(allocator, plan.ring_stages, plan.rings)
             if thread == 0:

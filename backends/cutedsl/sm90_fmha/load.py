@@ -93,11 +93,19 @@ def key_row(plan: Sm90FmhaPlan, problem: Problem, sequence: Sequence, key: Int32
 
 
 @cute.jit
-def box_rows(plan: Sm90FmhaPlan, problem: Problem, sequence: Sequence, key: Int32, box: cutlass.Constexpr):
-    """The rows of boxes of `box` keys from `key` on: in lane i that of box i, so that all are looked up at once."""
-    if cutlass.const_expr(plan.page_size > 0):
-        key = key + cute.arch.lane_idx() * box
-    return key_row(plan, problem, sequence, key)
+def tile_rows(plan: Sm90FmhaPlan, problem: Problem, item: AttentionItem, tile: Int32, box: cutlass.Constexpr):
+    """Where a tile lies in k and v, where sequences have lengths of their own; else None.
+
+    In pages the rows of its boxes of `box` keys, in lane i that of box i, so that all are looked up at once. Else the
+    row of its first key, in all lanes.
+    """
+    rows = None
+    if cutlass.const_expr(plan.ragged):
+        key = tile * plan.tile_n
+        if cutlass.const_expr(plan.page_size > 0):
+            key = key + cute.arch.lane_idx() * box
+        rows = key_row(plan, problem, item.sequence, key)
+    return rows
 
 
 @cute.jit
@@ -109,10 +117,12 @@ def load_boxes(
     rows: Int32,
     column: cutlass.Constexpr,
     by_key: cutlass.Constexpr,
+    first_box: cutlass.Constexpr = 0,
 ):
-    """Load the boxes of a slab: keys from `key` on, columns of the head from `column` on. `rows`: of box_rows.
+    """Load the boxes of a slab: keys from `key` on, columns of the head from `column` on. `rows`: as of tile_rows.
 
-    `by_key`: whether keys are the first mode, as in K, or the second, as in V.
+    `by_key`: whether keys are the first mode, as in K, or the second, as in V. `first_box`: the slab's first of the
+    tile.
     """
     mode = cutlass.const_expr(0 if by_key else 1)
     box = cutlass.const_expr(cute.size(views.sX, mode=[mode]))
@@ -120,7 +130,7 @@ def load_boxes(
     column = sequence.first_column + column
     for i in cutlass.range(cute.size(views.sX, mode=[2]), unroll=1):
         valid = cutlass.max(cutlass.min(sequence.s_k - key - i * box, Int32(box)), Int32(0))
-        row = cute.arch.shuffle_sync(rows, i)
+        row = cute.arch.shuffle_sync(rows, first_box + i)
         gX = views.coordinates[None, None, row + valid, CLIP_END]
         first = (CLIP_END - valid, column) if by_key else (column, CLIP_END - valid)
         gX = cute.local_tile(cute.domain_offset(first, gX), tiler, (0, 0))
@@ -139,18 +149,15 @@ def load_k(
     ring: StageRing,
     place: RingPlace,
     tile: Int32,
+    rows: Int32 | None,
     item: AttentionItem,
 ):
-    """Load one K tile, slab by slab. Returns the next place in the ring."""
-    key = rows = tile
-    if cutlass.const_expr(plan.ragged):
-        key = tile * plan.tile_n
-        rows = box_rows(plan, problem, item.sequence, key, plan.k_box)
+    """Load one K tile, slab by slab. `rows`: of tile_rows. Returns the next place in the ring."""
     for slab in cutlass.range_constexpr(plan.slabs):
         acquire(ring, place, plan.slab_bytes)
         slot = RingSlot(ring, place)
         if cutlass.const_expr(plan.ragged):
-            load_boxes(loads.k, slot, item.sequence, key, rows, slab * plan.slab_columns, True)
+            load_boxes(loads.k, slot, item.sequence, tile * plan.tile_n, rows, slab * plan.slab_columns, True)
         else:
             loads.k.load((tile, slab, item.kv_batch), slot)
         place = advanced(ring, place)
@@ -165,18 +172,21 @@ def load_v(
     ring: StageRing,
     place: RingPlace,
     tile: Int32,
+    rows: Int32 | None,
     item: AttentionItem,
 ):
-    """Load one V tile, slab by slab. Returns the next place in the ring."""
+    """Load one V tile, slab by slab. `rows`: of tile_rows. Returns the next place in the ring."""
     for slab in cutlass.range_constexpr(plan.v_slabs):
-        key = rows = tile
-        if cutlass.const_expr(plan.ragged):
-            key = tile * plan.tile_n + slab * plan.v_keys
-            rows = box_rows(plan, problem, item.sequence, key, plan.v_box)
         acquire(ring, place, plan.slab_bytes)
         slot = RingSlot(ring, place)
         if cutlass.const_expr(plan.ragged):
-            load_boxes(loads.v, slot, item.sequence, key, rows, 0, False)
+            key = tile * plan.tile_n + slab * plan.v_keys
+            if cutlass.const_expr(plan.page_size > 0):
+                first_box = cutlass.const_expr(slab * (plan.v_keys // plan.v_box))
+                load_boxes(loads.v, slot, item.sequence, key, rows, 0, False, first_box)
+            else:
+                first: Int32 = rows  # pyright: ignore[reportAssignmentType] (const_expr narrows nothing)
+                load_boxes(loads.v, slot, item.sequence, key, first + slab * plan.v_keys, 0, False)
         else:
             loads.v.load((item.o_half if plan.o_halves > 1 else 0, tile * plan.v_slabs + slab, item.kv_batch), slot)
         place = advanced(ring, place)
@@ -208,17 +218,20 @@ def load_warp(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, q: StageRing, 
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
         item = dealt_item(plan, problem, number)
         if item.tiles > 0:
+            rows = tile_rows(plan, problem, item, item.first_tile + ring, plan.k_box)
             if ring < item.tiles:
-                kv_place = load_k(plan, problem, loads, kv, kv_place, item.first_tile + ring, item)
+                kv_place = load_k(plan, problem, loads, kv, kv_place, item.first_tile + ring, rows, item)
             if cutlass.const_expr(not plan.ragged):  # noqa: SIM102 (one is decided at compile time, one at run time)
                 if ring == 0:
                     load_q(plan, loads, q, q_place, item)
                     q_place = advanced(q, q_place)
             for i in cutlass.range(ring, item.tiles, plan.rings, unroll=1):
                 tile = item.first_tile + i
+                v_rows = rows
                 if i + plan.rings < item.tiles:
-                    kv_place = load_k(plan, problem, loads, kv, kv_place, tile + plan.rings, item)
-                kv_place = load_v(plan, problem, loads, kv, kv_place, tile, item)
+                    rows = tile_rows(plan, problem, item, tile + plan.rings, plan.k_box)
+                    kv_place = load_k(plan, problem, loads, kv, kv_place, tile + plan.rings, rows, item)
+                kv_place = load_v(plan, problem, loads, kv, kv_place, tile, v_rows, item)
     cute.arch.griddepcontrol_launch_dependents()
 
 
@@ -230,7 +243,8 @@ def load_warp_of_k(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, k: StageR
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
         item = dealt_item(plan, problem, number)
         for i in cutlass.range(item.tiles, unroll=1):
-            place = load_k(plan, problem, loads, k, place, item.first_tile + i, item)
+            rows = tile_rows(plan, problem, item, item.first_tile + i, plan.k_box)
+            place = load_k(plan, problem, loads, k, place, item.first_tile + i, rows, item)
 
 
 @cute.jit
@@ -245,7 +259,8 @@ def load_warp_of_v(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, q: StageR
                 load_q(plan, loads, q, q_place, item)
                 q_place = advanced(q, q_place)
         for i in cutlass.range(item.tiles, unroll=1):
-            place = load_v(plan, problem, loads, v, place, item.first_tile + i, item)
+            rows = tile_rows(plan, problem, item, item.first_tile + i, plan.v_box)
+            place = load_v(plan, problem, loads, v, place, item.first_tile + i, rows, item)
     cute.arch.griddepcontrol_launch_dependents()
 
 

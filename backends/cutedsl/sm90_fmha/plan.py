@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from backends.cutedsl.attention_tiles import Problem
 
-Share = Literal["rows", "keys", "columns"]
+Share = Literal["rows", "keys", "columns", "lone"]
 """How the two consumer warpgroups share a work item; see Sm90FmhaPlan."""
 
 GROUP_M = 64
@@ -49,10 +49,18 @@ TINY_SPLIT_KEYS = 128
 ROW_KEYS = (128, 512)
 """Keys that one_row.py is compiled for. It reads all keys of a row of O for that row alone, so longer caches, and
 several tokens, are better off in tiles that rows share."""
-MAX_ROWS = 2 * H200_SM_COUNT
-"""Rows of O, query heads of all sequences, for which one_row.py is taken: a row has an SM for itself. 2,048 rows on 512
-keys take 51 us so and 16 us in tiles (results/records/h200-fmha-last.json). Property tests draw at most 256, so that
-the laws batch_invariant and gqa_equals_expanded_mha hold; the grouping of heads never matters."""
+MAX_ROWS = H200_SM_COUNT
+"""Rows of O, query heads of all sequences, for which one_row.py is taken: a row has an SM for itself. 256 rows on 512
+keys take 9.7 us so at hd 64 and 13.4 at hd 128, and 8.5 and 10.1 by lone.py (results/records/h200-fmha-short.json).
+Property tests draw at most 128, so that the laws batch_invariant and gqa_equals_expanded_mha hold; the grouping of
+heads never matters."""
+LONE_KEYS = 128
+"""Keys of a tile of lone.py, all that a CTA has."""
+LONE_CTAS = 4 * H200_SM_COUNT
+"""CTAs for which lone.py is taken where a cache has several tiles, which are then combined. 8 sequences of 8 kv heads
+on 1024 keys, 512 CTAs, take 11.6 us so at hd 64 and 16.1 at hd 128, and 14.2 and 17.4 by warpgroups that share keys. 32
+sequences on 512 keys, 1,024 CTAs, take 17.0 and 25.9, and 15.9 and 22.8. 8 heads of 128 queries on 2048 keys take 10.0
+us for 26.1 (results/records/h200-fmha-short.json). Property tests draw less than that."""
 ITEM_KEYS = 64
 """The cost of beginning and ending a work item, in keys that a CTA could read in that time."""
 COMBINE_KEYS = 192
@@ -70,6 +78,8 @@ class Sm90FmhaPlan:
     - columns: a tile has 64 query rows. One warpgroup computes S and the softmax, and hands P over in shared memory.
       Two others hold half of the columns of O each. For hd 512, where O takes 64 x 256 fp32, 128 registers a thread. K
       and V have rings of their own: a slab of K is 128 keys by 64 columns, one of V 16 keys by all columns.
+
+    - lone: a tile has 64 query rows. A CTA is one warpgroup, and has one tile of keys, a split. For short caches.
 
     `tile_n`: keys a tile. `groups`: consumer warpgroups of a CTA, three with rows of hd 64 (there exponentials take as
     long as MMAs, and two warpgroups leave both units idle half of the time) and with columns. `cluster`: CTAs that run
@@ -157,7 +167,7 @@ class Sm90FmhaPlan:
     @property
     def q_stages(self) -> int:
         """Q tiles in shared memory: two where they are small, so that the next item's loads begin under this one."""
-        return 2 if self.q_bytes <= 16 * 1024 else 1
+        return 2 if self.q_bytes <= 16 * 1024 and self.share != "lone" else 1
 
     @property
     def rings(self) -> int:
@@ -188,7 +198,8 @@ class Sm90FmhaPlan:
     def ring_stages(self) -> int:
         """Slabs of one ring. All rings take the shared memory that is left, 12 slabs at most."""
         left = SMEM_BYTES - self.q_stages * self.q_bytes - self.merge_bytes - self.p_stages * self.p_bytes
-        return min(12, left // self.slab_bytes) // self.rings
+        most = 2 if self.share == "lone" else 12
+        return min(most, left // self.slab_bytes) // self.rings
 
     @property
     def k_stages(self) -> int:
@@ -203,7 +214,7 @@ class Sm90FmhaPlan:
     @property
     def threads(self) -> int:
         """Threads of a CTA: the producer's warpgroup and the consumers'."""
-        return WARPGROUP * (self.groups + 1)
+        return WARPGROUP if self.share == "lone" else WARPGROUP * (self.groups + 1)
 
     @property
     def scarce_registers(self) -> bool:
@@ -239,7 +250,7 @@ class Sm90FmhaPlan:
         longer than the softmax, and a slab of K stays in its ring longer: 1472 us so, 1421 otherwise
         (results/records/h200-fmha-trust.json, as all times in this file that name no record).
         """
-        return self.hd == 64 or (self.share == "rows" and self.hd == 128)
+        return self.share != "lone" and (self.hd == 64 or (self.share == "rows" and self.hd == 128))
 
     @property
     def hidden_keys(self) -> int:
@@ -325,6 +336,20 @@ def one_row_plan(sizes: FmhaSizes) -> OneRowPlan | None:
     if sizes.t != 1 or sizes.hd not in (64, 128) or sizes.rows * sizes.kv_batches > MAX_ROWS:
         return None
     return next((OneRowPlan(sizes.hd, keys) for keys in ROW_KEYS if sizes.s_k <= keys), None)
+
+
+def lone_plan(sizes: FmhaSizes) -> Sm90FmhaPlan | None:
+    """The kernel of one tile of keys a CTA, for short caches, whose parts are its tiles; None where others are faster.
+
+    Of hd, t, s_k and the number of CTAs.
+    """
+    if sizes.hd not in (64, 128):
+        return None
+    plan = Sm90FmhaPlan(sizes.hd, "lone", LONE_KEYS, 1)
+    tiles = -(-sizes.s_k // plan.tile_n)
+    ctas = sizes.kv_batches * -(-sizes.rows // plan.tile_m) * tiles
+    few = sizes.t <= CHUNK_T and sizes.s_k <= SHORT_KEYS and ctas <= LONE_CTAS
+    return plan if tiles == 1 or few else None
 
 
 def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:

@@ -11,7 +11,7 @@ from backends.cutedsl.compile.artifact import Artifact
 from backends.cutedsl.compile.compile import compile_host_function, compiled_kernel
 from backends.cutedsl.compile.parameters import fake_values
 from backends.cutedsl.device import H200_SM_COUNT
-from backends.cutedsl.sm90_fmha.plan import OneRowPlan, Sm90FmhaPlan, kernel_plan, one_row_plan, split_count
+from backends.cutedsl.sm90_fmha.plan import OneRowPlan, Sm90FmhaPlan, kernel_plan, lone_plan, one_row_plan, split_count
 from megamoe.contract import HostProgram
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ def fmha_program(
     row = one_row_plan(sizes)
     if row and not (plan or splits or case["sinks"] or case["ragged"]):
         return attention_call(compiled_row(row), case, 1, max_ctas)
+    lone = lone_plan(sizes)
+    if lone and not (plan or splits or case["ragged"]):
+        plan, splits = lone, -(-sizes.s_k // lone.tile_n)
     features = {"sinks": bool(case["sinks"]), "ragged": bool(case["ragged"]), "page_size": case.int("page_size")}
     plan = dataclasses.replace(plan or kernel_plan(sizes, features["ragged"]), **features)
     return attention_call(

@@ -17,10 +17,8 @@ from backends.ptx.attention import (
 from backends.ptx.builder import TID_X, Builder
 from backends.ptx.operands import Register
 from backends.ptx.shared_memory import Smem
-from backends.ptx.sm90_fmha.geometry import PairTiling, Sm90FmhaTiling
+from backends.ptx.sm90_fmha.geometry import Tiling
 from backends.ptx.split_keys import KeyPart, SplitFmhaParams
-
-Tiling = Sm90FmhaTiling | PairTiling
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from backends.ptx.shared_memory import MAX_SMEM, SmemLayout
@@ -13,121 +14,47 @@ MMA_K = 16
 ROW_BYTES = 128
 SWIZZLE_ATOM_BYTES = 8 * ROW_BYTES
 THREADS = 128
+SM_COUNT = 132
+"""SMs of an H200."""
 MAX_O_COLUMNS = 256
 """N of wgmma is 256 at most; its f32 accumulator then takes 128 registers a thread."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sm90FmhaTiling:
-    """The tiling of one hd where a warpgroup is a CTA: kernel.py, up to hd 256."""
+class Tiling(ABC):
+    """The tiling of one hd: a tile of query rows that stays in shared memory, and tiles of keys that come by."""
 
     hd: int
 
     @property
+    @abstractmethod
     def tile_m(self) -> int:
         """Folded query rows a CTA."""
-        return TILE_M
 
     @property
+    @abstractmethod
     def tile_n(self) -> int:
         """Keys a tile."""
-        return 64
 
     @property
+    @abstractmethod
     def o_columns(self) -> int:
-        """Columns of O (and V) that one CTA owns."""
-        return self.hd
+        """Columns of O (and V) that one warpgroup owns."""
 
     @property
-    def halves(self) -> int:
-        """CTAs that share a row tile."""
+    @abstractmethod
+    def stages(self) -> int:
+        """Tiles in flight."""
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that keep an SM busy."""
         return 1
 
     @property
-    def panel_bytes(self) -> int:
-        """Bytes of 64 columns of K or V of one tile."""
-        return self.tile_n * ROW_BYTES
-
-    @property
-    def q_bytes(self) -> int:
-        """Bytes of the resident query tile."""
-        return TILE_M * self.hd * 2
-
-    @property
-    def k_bytes(self) -> int:
-        """Bytes of K of one tile."""
-        return self.tile_n * self.hd * 2
-
-    @property
-    def v_bytes(self) -> int:
-        """Bytes of this CTA's columns of V of one tile."""
-        return self.tile_n * self.o_columns * 2
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of one stage."""
-        return self.k_bytes + self.v_bytes
-
-    @property
-    def stages(self) -> int:
-        """Tiles in flight: enough to keep the memory busy, few enough that two CTAs fit an SM up to hd = 128."""
-        return {64: 4, 128: 3, 256: 2}[self.hd]
-
-    @property
+    @abstractmethod
     def smem(self) -> SmemLayout:
-        """Q, the ring (a stage is K, then V), and the mbarriers."""
-        layout = SmemLayout().with_place("q", self.q_bytes, 1024)
-        layout = layout.with_place("ring", self.stages * self.stage_bytes, 1024)
-        layout = layout.with_mbarriers("q_full")
-        return layout.with_mbarriers("k_full", self.stages).with_mbarriers("v_full", self.stages)
-
-
-PAIR_THREADS = 3 * THREADS
-"""The producer's warpgroup, and two consumers."""
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-"""After setmaxnreg: 128 x (24 + 2 x 240) are the 64,512 registers that 384 threads are launched with, 168 each."""
-PAIR_WARPS = 8
-"""Warps of both consumers."""
-PAIR_BYTES = 8
-"""One f32 of each of a thread's two rows."""
-BARRIER_BYTES = 1024
-"""Shared memory that is left for mbarriers."""
-
-
-@dataclass(frozen=True, slots=True)
-class PairTiling:
-    """The tiling of one hd where a warp loads and two warpgroups consume: pair.py.
-
-    `latent`: whether K and V are one tensor. A tile is then loaded once, and read as both.
-    """
-
-    hd: int
-    latent: bool = False
-
-    @property
-    def shares_columns(self) -> bool:
-        """Whether the consumers have the same 64 rows and half of the columns of O each, not 64 rows each."""
-        return self.hd > MAX_O_COLUMNS
-
-    @property
-    def tile_m(self) -> int:
-        """Folded query rows a CTA."""
-        return TILE_M if self.shares_columns else 2 * TILE_M
-
-    @property
-    def tile_n(self) -> int:
-        """Keys a tile."""
-        return 128 if self.hd <= 128 else 64
-
-    @property
-    def score_keys(self) -> int:
-        """Keys of a tile whose scores a consumer computes."""
-        return self.tile_n // 2 if self.shares_columns else self.tile_n
-
-    @property
-    def o_columns(self) -> int:
-        """Columns of O a consumer."""
-        return min(self.hd, MAX_O_COLUMNS)
+        """Q, the ring (a stage is K, then V), what warpgroups hand each other, and the mbarriers."""
 
     @property
     def halves(self) -> int:
@@ -157,12 +84,102 @@ class PairTiling:
     @property
     def v_bytes(self) -> int:
         """Bytes of V of one tile that are not those of K."""
-        return 0 if self.latent else self.k_bytes
+        return self.k_bytes
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of one stage."""
         return self.k_bytes + self.v_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Sm90FmhaTiling(Tiling):
+    """The tiling where a warpgroup is a CTA: kernel.py, up to hd 256."""
+
+    @property
+    def tile_m(self) -> int:
+        """Folded query rows a CTA."""
+        return TILE_M
+
+    @property
+    def tile_n(self) -> int:
+        """Keys a tile."""
+        return 64
+
+    @property
+    def o_columns(self) -> int:
+        """Columns of O (and V) that one warpgroup owns."""
+        return self.hd
+
+    @property
+    def stages(self) -> int:
+        """Tiles in flight: enough to keep the memory busy, few enough that two CTAs fit an SM up to hd = 128."""
+        return {64: 4, 128: 3, 256: 2}[self.hd]
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that keep an SM busy: 8 heads of 32768 keys of hd 64 take 24.8 us in 256 CTAs and 27.7 in 128."""
+        return 2 if self.hd == 64 else 1
+
+    @property
+    def smem(self) -> SmemLayout:
+        """Q, the ring, and the mbarriers."""
+        layout = SmemLayout().with_place("q", self.q_bytes, 1024)
+        layout = layout.with_place("ring", self.stages * self.stage_bytes, 1024)
+        layout = layout.with_mbarriers("q_full")
+        return layout.with_mbarriers("k_full", self.stages).with_mbarriers("v_full", self.stages)
+
+
+PAIR_THREADS = 3 * THREADS
+"""The producer's warpgroup, and two consumers."""
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
+"""After setmaxnreg: 128 x (24 + 2 x 240) are the 64,512 registers that 384 threads are launched with, 168 each."""
+PAIR_WARPS = 8
+"""Warps of both consumers."""
+PAIR_BYTES = 8
+"""One f32 of each of a thread's two rows."""
+BARRIER_BYTES = 1024
+"""Shared memory that is left for mbarriers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairTiling(Tiling):
+    """The tiling where a warp loads and two warpgroups consume: pair.py.
+
+    `latent`: whether K and V are one tensor. A tile is then loaded once, and read as both.
+    """
+
+    latent: bool = False
+
+    @property
+    def shares_columns(self) -> bool:
+        """Whether the consumers have the same 64 rows and half of the columns of O each, not 64 rows each."""
+        return self.hd > MAX_O_COLUMNS
+
+    @property
+    def tile_m(self) -> int:
+        """Folded query rows a CTA."""
+        return TILE_M if self.shares_columns else 2 * TILE_M
+
+    @property
+    def tile_n(self) -> int:
+        """Keys a tile."""
+        return 128 if self.hd <= 128 else 64
+
+    @property
+    def score_keys(self) -> int:
+        """Keys of a tile whose scores a consumer computes."""
+        return self.tile_n // 2 if self.shares_columns else self.tile_n
+
+    @property
+    def o_columns(self) -> int:
+        """Columns of O a consumer."""
+        return min(self.hd, MAX_O_COLUMNS)
+
+    @property
+    def v_bytes(self) -> int:
+        """Bytes of V of one tile that are not those of K."""
+        return 0 if self.latent else self.k_bytes
 
     @property
     def stages(self) -> int:
@@ -181,7 +198,7 @@ class PairTiling:
 
     @property
     def smem(self) -> SmemLayout:
-        """Q, the ring (a stage is K, then V), P and two numbers a thread if columns are shared, and the mbarriers."""
+        """Q, the ring, P and two numbers a thread if columns are shared, and the mbarriers."""
         layout = SmemLayout().with_place("q", self.q_bytes, 1024)
         layout = layout.with_place("ring", self.stages * self.stage_bytes, 1024)
         if self.shares_columns:

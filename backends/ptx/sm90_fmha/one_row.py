@@ -25,6 +25,7 @@ from backends.ptx.builder import CTAID_X, TID_X, Builder
 from backends.ptx.operands import Register, Vector, at
 from backends.ptx.parameters import Parameters, Pointer
 from backends.ptx.shared_memory import Smem, SmemLayout
+from backends.ptx.sm90_fmha.geometry import SM_COUNT
 from backends.ptx.sm90_fmha.kernel import PTX_VERSION
 from backends.ptx.sm90_fmha.softmax import from_lane
 from megamoe.contract import Launch, Program
@@ -33,9 +34,9 @@ MIN_KEYS, MAX_KEYS = 129, 512
 """It reads all keys of a row of O for that row alone. So longer caches, and several tokens, are better off in tiles
 that rows share. Up to 128 keys two tiles, both loaded at once, take as long: 5.6 and 6.1 us at hd 64 and 128
 (results/records/h200-fmha-turns.json)."""
-MAX_ROWS = 264
-"""Rows of O, query heads of all sequences, for which a row has a CTA: two for each SM of an H200. 2,048 rows on
-512 keys take 50 us so and 15 us in tiles (results/records/h200-fmha-last.json)."""
+MAX_ROWS = SM_COUNT
+"""Rows of O, query heads of all sequences, for which a row has a CTA, and so an SM. 256 rows of hd 128 on 256 keys
+take 12.7 us so, and 8.2 in tiles (results/records/h200-fmha-short.json)."""
 WARPS, LANES = 32, 32
 VECTOR = 8
 """Columns of a lane: 16 bytes."""

@@ -8,27 +8,36 @@ query on few keys.
 from __future__ import annotations
 
 from backends.ptx.attention import FmhaParams, FmhaShape, tensor_map
-from backends.ptx.sm90_fmha.geometry import PAIR_THREADS, THREADS, PairTiling, Sm90FmhaTiling
+from backends.ptx.sm90_fmha.geometry import PAIR_THREADS, SM_COUNT, THREADS, PairTiling, Sm90FmhaTiling, Tiling
 from backends.ptx.sm90_fmha.kernel import entry_name, kernel_text
 from backends.ptx.sm90_fmha.one_row import row_program, row_tiling
 from backends.ptx.sm90_fmha.pair import pair_name, pair_text
 from backends.ptx.split_keys import MAX_SPLIT_QUERIES, SPLIT_KEYS, KeyPlan, partial_arguments, split_program
 from megamoe.contract import Case, KernelArg, Launch, Program
 
-SM_COUNT = 132
 SHORT_KEYS = 2048
 """The longest cache whose parts follow from t and s_k alone (split_keys.py), and so the bits of a row with them. Longer
 caches are split so that the machine is full."""
+TINY_PART_KEYS = 128
+"""Keys of a part of a cache of up to SPLIT_KEYS for more queries than such caches are split for otherwise."""
+TINY_QUERIES = 128
+"""The most queries of a sequence for which so few keys are split. More have many row tiles."""
+TINY_CTAS = 4 * SM_COUNT
+"""The most CTAs that this may make, as more would not be at work at once. Property tests draw less than that."""
 MAX_PARTS = 128
 ITEM_KEYS = 64
 """The cost of beginning and ending a part, in keys that an SM could read in that time if all of them read."""
 COMBINE_COST = 192 * 64
 """The cost of the combine kernel in the same unit, times hd: a key of hd 64 is read in an eighth of the time of hd 512.
 """
-COMBINED_COST = 15 * 64
-"""The cost of each part that it adds, likewise."""
-PAIR_PACE = 0.75
-"""The least time a key of pair.py, in the same unit, where other SMs leave it more of the memory than its share."""
+COMBINED_COST = 96
+"""The cost of each part that it adds, likewise: 128 parts take 0.9 us more than 64 where one sequence of 32768 keys of
+hd 512 is split (results/records/h200-fmha-parts.json, as all times here)."""
+PACE = {64: 1.2, 128: 1.0, 256: 1.0}
+"""The least time a key of a CTA of kernel.py, in the same unit, where other SMs leave it more of the memory than its
+share."""
+PAIR_PACE = 0.55
+"""Likewise of pair.py. That sequence of hd 512 takes 30.3 us in 74 parts, 31.9 in 86, 33.4 in 52 and 36.9 in 43."""
 
 
 def has_pair(shape: FmhaShape) -> bool:
@@ -36,27 +45,30 @@ def has_pair(shape: FmhaShape) -> bool:
     return shape.hd == 512 or (shape.t > MAX_SPLIT_QUERIES and shape.s_k > SPLIT_KEYS)
 
 
-def part_keys_of(shape: FmhaShape, tiling: Sm90FmhaTiling | PairTiling) -> int | None:
-    """Keys of a part of a long cache, a multiple of the tile; None for a short one.
+def part_keys_of(shape: FmhaShape, tiling: Tiling) -> int | None:
+    """Keys of a part, a multiple of the tile; None where split_keys.py has the rule.
 
     Each SM has its share of the parts, one after the other: it is the memory that they wait for.
     """
-    if shape.s_k <= SHORT_KEYS:
-        return None
     items = shape.batch * shape.kv_heads * -(-shape.rows // tiling.tile_m)
+    if shape.s_k <= SHORT_KEYS:
+        tiny = shape.hd <= 128 and MAX_SPLIT_QUERIES < shape.t <= TINY_QUERIES and shape.s_k <= SPLIT_KEYS
+        tiny = tiny and items * -(-shape.s_k // TINY_PART_KEYS) <= TINY_CTAS
+        return TINY_PART_KEYS if tiny else None
     tiles = -(-shape.s_k // tiling.tile_n)
 
-    pace = PAIR_PACE if isinstance(tiling, PairTiling) else 1.0
+    pace = PAIR_PACE if isinstance(tiling, PairTiling) else PACE[shape.hd]
 
     def cost(parts: int) -> float:
         keys = -(-tiles // parts) * tiling.tile_n
-        share = min(items * parts, SM_COUNT) / SM_COUNT
-        item = keys * max(share, pace) + ITEM_KEYS
+        ctas = items * parts
+        share = max(ctas / SM_COUNT, pace) if ctas <= SM_COUNT else min(-(-ctas // SM_COUNT), tiling.ctas_per_sm)
+        item = keys * share + ITEM_KEYS
         combine = 0.0
         if parts > 1:
             item += 2 * min(shape.rows, tiling.tile_m)
             combine = (COMBINE_COST + COMBINED_COST * parts) / shape.hd
-        return -(-items * parts // SM_COUNT) * item + combine
+        return -(-ctas // (tiling.ctas_per_sm * SM_COUNT)) * item + combine
 
     best = min(range(1, min(MAX_PARTS, tiles) + 1), key=cost)
     return -(-tiles // best) * tiling.tile_n
@@ -91,7 +103,7 @@ def fmha_program(case: Case, part_keys: int | None = None) -> Program:
     return split_program("sm_90a", text, attention, shape, plan.parts)
 
 
-def _arguments(shape: FmhaShape, tiling: Sm90FmhaTiling | PairTiling, splits: int) -> tuple[KernelArg, ...]:
+def _arguments(shape: FmhaShape, tiling: Tiling, splits: int) -> tuple[KernelArg, ...]:
     maps = {
         "q": tensor_map(shape, "q", shape.rows, tiling.tile_m),
         "k": tensor_map(shape, "k", shape.s_k, tiling.tile_n),

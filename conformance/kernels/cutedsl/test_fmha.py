@@ -13,7 +13,7 @@ from backends.cutedsl.sm90_fmha import program as sm90
 from backends.cutedsl.sm90_fmha.plan import ROW_KEYS, OneRowPlan, Share, Sm90FmhaPlan, standard_plan
 from backends.cutedsl.sm100_fmha import program as sm100
 from conformance.kernels.cutedsl.execution import SCHEDULES, made, outputs, without
-from conformance.kernels.cutedsl.test_fmha_plan import HEAD_DIMENSIONS, ONE_ROW_TILE, PLANS
+from conformance.kernels.cutedsl.test_fmha_plan import HEAD_DIMENSIONS, LONE, ONE_ROW_TILE, PLANS
 from conformance.kernels.laws.law import inputs_of, spec_of
 from megamoe.contract import Case, HostProgram, Target
 from megamoe.judge.tolerance import compare
@@ -58,7 +58,7 @@ def test_no_kernel_of_sm_100a_uses_local_memory(hd: int) -> None:
     hold_to_registers(f"hd {hd}", made(lambda: sm100.compiled(hd)), 2)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("plan", [*PLANS, *LONE], ids=str)
 def test_no_kernel_of_sm_90a_uses_local_memory(plan: Sm90FmhaPlan) -> None:
     hold_to_registers(str(plan), made(lambda: sm90.compiled(plan)), 3)
 
@@ -167,6 +167,27 @@ def test_one_row_gives_attention(text: str) -> None:
         hold_to_reference(case, seen, f"a CTA a row, {schedule}")
 
 
+# Rows of two heads in a row tile; row tiles of which one sees no key of a part; parts that a window hides from all; a
+# part of one key; large scores; no lse; one latent tensor.
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hd=64,t=100,s_k=200,heads=2,kv_heads=1,causal=true,inputs=large_logits",
+        "hd=64,t=3,s_k=513,batch=2,causal=true,window=90,lse=false",
+        "hd=128,t=128,s_k=128,causal=true,sinks=true",
+        "hd=128,t=5,s_k=257,heads=4,kv_heads=2,kv=latent",
+    ],
+)
+def test_a_lone_warpgroup_gives_attention(text: str) -> None:
+    case = case_of(text)
+    program = program_of("sm_90a", case)
+    assert "_lone_" in program.ptx, f"{case.id} has another kernel"
+    for schedule in ("lazy", "random:4"):
+        seen, broken = outputs(case, program, schedule)
+        assert broken is None, f"{case.id} under {schedule}: {broken}"
+        hold_to_reference(case, seen, f"a tile a CTA, {schedule}")
+
+
 # The sink belongs to one of the warpgroups that share keys, and to one part. Rows that see no key; heads share a tile.
 @pytest.mark.parametrize(
     ("text", "way", "splits"),
@@ -257,9 +278,11 @@ FAULTS: dict[str, tuple[Target, str, str]] = {
     "no arrivals of threads on barriers": ("sm_100a", "hd=64,t=4,s_k=300", r"mbarrier\.arrive\.shared"),
     "no commits of the tensor core": ("sm_100a", "hd=64,t=4,s_k=300", r"tcgen05\.commit"),
     "no wait of the MMAs for registers": ("sm_90a", "hd=128,t=40,s_k=600", r"wgmma\.wait_group"),
-    "no arrivals on empty stages": ("sm_90a", "hd=128,t=4,s_k=500", r"mbarrier\.arrive\.shared"),
+    "no arrivals on empty stages": ("sm_90a", "hd=256,t=4,s_k=500", r"mbarrier\.arrive\.shared"),
     "P through shared memory without a proxy fence on sm_90a": ("sm_90a", "hd=512,t=4,s_k=300", r"fence\.proxy\.async"),
-    "no barrier around the merge": ("sm_90a", "hd=64,t=4,s_k=300", r"bar\.sync\s+1,"),
+    "no barrier around the merge": ("sm_90a", "hd=256,t=4,s_k=300", r"bar\.sync\s+1,"),
+    "no barrier before one is waited for": ("sm_90a", "hd=64,t=2,s_k=128", r"(bar|barrier)\.sync"),
+    "a lone warpgroup does not wait for the MMAs": ("sm_90a", "hd=64,t=2,s_k=128", r"wgmma\.wait_group"),
     "no barrier before warps are added up": ("sm_90a", "hd=64,t=1,s_k=128", r"(bar|barrier)\.sync"),
     "Q copied without a wait": ("sm_90a", COPIED, r"cp\.async\.wait_group"),
     "Q copied without a proxy fence": ("sm_90a", COPIED, r"fence\.proxy\.async"),

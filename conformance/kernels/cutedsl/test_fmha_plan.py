@@ -16,11 +16,14 @@ from backends.cutedsl import BACKEND
 from backends.cutedsl.attention import FmhaSizes
 from backends.cutedsl.device import H200_SM_COUNT, TMEM_COLUMNS, WARPGROUP
 from backends.cutedsl.sm90_fmha.plan import (
+    LONE_CTAS,
+    LONE_KEYS,
     MAX_ROWS,
     SHORT_KEYS,
     Share,
     Sm90FmhaPlan,
     kernel_plan,
+    lone_plan,
     one_row_plan,
     standard_plan,
 )
@@ -37,6 +40,7 @@ from backends.cutedsl.sm100_fmha.plan import (
     Sm100FmhaPlan,
     split_count,
 )
+from conformance.kernels.laws.strategies import drawing_of
 from megamoe.contract import Target, UnsupportedError
 from megamoe.spec.load import load_specs
 
@@ -135,6 +139,7 @@ PLANS = (
     ONE_ROW_TILE,
     Sm90FmhaPlan(256, "rows", 64),
 )
+LONE = tuple(Sm90FmhaPlan(hd, "lone", LONE_KEYS, 1) for hd in (64, 128))
 MAX_BOX_ROWS = 256
 
 SIZES = st.builds(
@@ -241,12 +246,39 @@ def test_long_caches_and_many_tokens_have_tiles() -> None:
 
 def test_many_sequences_have_tiles() -> None:
     """2,048 rows, a CTA each, take three times as long as tiles that they share."""
-    assert one_row_plan(FmhaSizes(64, 1, 128, 8, 32)), "256 rows have a CTA each"
+    assert one_row_plan(FmhaSizes(64, 1, 128, 8, 16)), "128 rows have a CTA each"
     assert one_row_plan(FmhaSizes(64, 1, 128, 8, 256)) is None, "2,048 rows share tiles"
+
+
+@pytest.mark.parametrize("plan", LONE, ids=str)
+def test_two_lone_warpgroups_fit_an_sm(plan: Sm90FmhaPlan) -> None:
+    assert (plan.threads, plan.ring_stages) == (WARPGROUP, 2), f"{plan}: K and V of one tile, and who computes"
+    total = plan.q_stages * plan.q_bytes + plan.ring_stages * plan.slab_bytes + 48
+    assert 2 * (total + 1024) <= MAX_SMEM + 1024, f"{plan}: {total} bytes of shared memory a CTA"
+    held = (plan.tile_n + plan.tile_n // 2 + plan.o_columns) // 2
+    assert held + 24 <= REGISTER_FILE // (2 * plan.threads), f"{plan}: S, P and O take {held} registers"
+
+
+def test_short_caches_have_a_tile_a_cta() -> None:
+    for t, s_k, rows, kv_batches in ((1, 512, 8, 32), (1, 2048, 8, 8), (128, 2048, 128, 8), (4096, 128, 4096, 64)):
+        plan = lone_plan(FmhaSizes(64, t, s_k, rows, kv_batches))
+        assert plan == LONE[0], f"{kv_batches} x {rows} rows on {s_k} keys: {plan}"
+    for t, s_k, rows, kv_batches in ((1, 2049, 8, 8), (129, 512, 129, 1), (1, 512, 8, 256), (128, 2048, 128, 64)):
+        plan = lone_plan(FmhaSizes(64, t, s_k, rows, kv_batches))
+        assert plan is None, f"{kv_batches} x {rows} rows on {s_k} keys are too many for {plan}"
+
+
+@pytest.mark.parametrize("s_k", [LONE_KEYS + 1, 512, SHORT_KEYS])
+def test_draws_of_property_tests_are_too_small_for_another_kernel(s_k: int) -> None:
+    """Or batch_invariant would compare the kernel of a tile a CTA with the one for many CTAs."""
+    drawing = drawing_of("fmha")
+    row_tiles = LONE_CTAS // -(-s_k // LONE_KEYS) + 1
+    work = drawing.work({"hd": 64, "t": 1, "s_k": s_k, "batch": row_tiles, "heads": 1, "kv_heads": 1})
+    assert work > drawing.budget, f"{row_tiles} row tiles on {s_k} keys may be drawn"
 
 
 def test_draws_of_property_tests_have_one_kernel_for_every_batch() -> None:
     """Or batch_invariant would compare two kernels, which round in different places."""
-    axes = load_specs(None)["fmha"].axes
-    rows = int(axes["batch"].drawn.max or 0) * int(axes["heads"].drawn.max or 0)
-    assert rows <= MAX_ROWS, f"a draw may have {rows} rows, and its sequences alone another kernel"
+    drawing = drawing_of("fmha")
+    work = drawing.work({"hd": 64, "t": 1, "s_k": 1, "batch": MAX_ROWS + 1, "heads": 1, "kv_heads": 1})
+    assert work > drawing.budget, f"a draw may have {MAX_ROWS + 1} rows, and its sequences alone another kernel"

@@ -21,6 +21,10 @@ MAX_SEED = 2**20
 LISTED = 64
 # An element costs some 10 us of host time where a kernel handles it by itself.
 ANY_BUDGET = 1 << 16
+# hd 512 has two key tiles under each of three schedules; what needs more is in `beyond`.
+FMHA_BUDGET = 5_000
+# Query heads of all sequences, at most.
+ALIKE_HEADS = 128
 # Numbers are drawn in steps of a thousandth, so that an id is short.
 FLOAT_STEPS = 1000
 
@@ -50,13 +54,15 @@ def _fmha_work(axes: Axes) -> int:
     """About 0.1 ms each of host time on the PTX virtual machine, for the kernel that takes it longest.
 
     Tiles of 64 rows by 64 keys. A row tile begins and ends once for each part of its keys, which costs more than a tile
-    of keys. Where there are several parts, a CTA a row merges them.
+    of keys. Where there are several parts, a CTA a row merges them. More query heads than ALIKE_HEADS are too many:
+    kernels of one query differ by their number, and a batch would be compared with sequences that have another one.
     """
     hd, t, s_k, batch, heads, kv_heads = (int(axes[name] or 0) for name in _FMHA_SIZES)
     row_tiles = batch * kv_heads * -(-(heads // kv_heads) * t // 64)
     parts = -(-s_k // 512) if t <= 16 else -(-min(s_k, 512) // 128)
     merged = batch * heads * t * (5 + hd // 20) if parts > 1 else 0
-    return 300 + row_tiles * (parts * (100 + hd) + -(-s_k // 64) * (3 * hd // 5)) + merged
+    too_many = FMHA_BUDGET if batch * heads > ALIKE_HEADS else 0
+    return 300 + too_many + row_tiles * (parts * (100 + hd) + -(-s_k // 64) * (3 * hd // 5)) + merged
 
 
 def _moe_work(axes: Axes) -> int:
@@ -85,8 +91,7 @@ _FMHA_SIZES = ("hd", "t", "s_k", "batch", "heads", "kv_heads")
 DRAWINGS: dict[str, Drawing] = {
     "fmha": Drawing(
         work=_fmha_work,
-        # hd 512 has two key tiles under each of three schedules; what needs more is in `beyond`.
-        budget=5_000,
+        budget=FMHA_BUDGET,
         first=("hd", "t", "s_k", "batch", "heads"),
         last=("kv_heads", "causal", "window", "scale", "lse", "kv", "sinks"),
         # Keys in two parts, which a combine kernel adds up, and two key tiles of two sequences.
