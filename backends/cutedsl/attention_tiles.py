@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from backends.cutedsl.device import LOG2_E
+from backends.cutedsl.divisor import Divisor, divisor_of
 from backends.cutedsl.tma import TmaTensor
 
 RESCALE_THRESHOLD = 8.0
@@ -90,6 +91,14 @@ class Sequence(NamedTuple):
     first_k: Int32
 
 
+class Divisors(NamedTuple):
+    """What rows and work items are divided by where all sequences have the same lengths."""
+
+    t: Divisor
+    row_tiles: Divisor
+    splits: Divisor
+
+
 class Problem(NamedTuple):
     """Run-time sizes. `rows` counts the query rows of one (batch, kv head): heads // kv_heads * t, head-major.
 
@@ -115,6 +124,7 @@ class Problem(NamedTuple):
     lengths: Lengths | None = None
     kv_heads: Int32 | None = None
     group: Int32 | None = None
+    divisors: Divisors | None = None
 
     def sequence(self, kv_batch: Int32, hd: int) -> Sequence | None:
         """The sequence of a kv_batch, where sequences have lengths of their own."""
@@ -139,6 +149,18 @@ class Problem(NamedTuple):
             return self
         t, rows = cutlass.max(sequence.t, Int32(1)), sequence.t * self.group
         return self._replace(t=t, s_k=sequence.s_k, rows=rows).with_tiles(plan)
+
+    def with_divisors(self) -> Problem:
+        """The same with its divisors, computed on the host; without, where sequences have lengths of their own."""
+        if self.lengths is not None:
+            return self
+        return self._replace(divisors=Divisors(*map(divisor_of, (self.t, self.row_tiles, self.splits))))
+
+    def head_and_token(self, row: Int32, same: bool = True) -> tuple[Int32, Int32]:
+        """The query head of a row among those of its kv head, and its token. `same`: as in Divisor.parts."""
+        if self.divisors is None:
+            return row // self.t, row % self.t
+        return self.divisors.t.parts(row, same)
 
     def with_tiles(self, plan: Plan) -> Problem:
         """The same with its key tiles."""
@@ -250,10 +272,14 @@ def attention_item(plan: Plan, problem: Problem, index: Int32) -> AttentionItem:
     """Work item `index`. Neighbours share keys, O halves first, then row tiles, so that L2 serves the second reader."""
     o_half = index % plan.o_halves
     rest = index // plan.o_halves
-    row_tile = rest % problem.row_tiles
-    rest = rest // problem.row_tiles
-    split = rest % problem.splits
-    kv_batch = rest // problem.splits
+    if problem.divisors is None:
+        row_tile = rest % problem.row_tiles
+        rest = rest // problem.row_tiles
+        split = rest % problem.splits
+        kv_batch = rest // problem.splits
+    else:
+        rest, row_tile = problem.divisors.row_tiles.parts(rest)
+        kv_batch, split = problem.divisors.splits.parts(rest)
     return item_at(plan, problem, kv_batch, split, row_tile, o_half)
 
 
@@ -267,9 +293,10 @@ def item_at(
 
     first_row = row_tile * tile_m
     last_row = cutlass.min(first_row + tile_m, problem.rows) - 1
-    one_head = Boolean(first_row // problem.t == last_row // problem.t)
-    token_low = cutlass.select_(one_head, first_row % problem.t, Int32(0))
-    token_high = cutlass.select_(one_head, last_row % problem.t, problem.t - 1)
+    (first_head, first_token), (last_head, last_token) = (problem.head_and_token(row) for row in (first_row, last_row))
+    one_head = Boolean(first_head == last_head)
+    token_low = cutlass.select_(one_head, first_token, Int32(0))
+    token_high = cutlass.select_(one_head, last_token, problem.t - 1)
     low = token_low + problem.s_k - problem.t
     high = token_high + problem.s_k - problem.t
 

@@ -24,7 +24,7 @@ from backends.cutedsl.sm90_fmha.operands import (
     make_registers,
     visible_keys,
 )
-from backends.cutedsl.sm90_fmha.order import deal, dealt_item, parts
+from backends.cutedsl.sm90_fmha.order import Order, deal, dealt_item, parts
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.softmax import (
     ROWS,
@@ -121,6 +121,7 @@ def issue_pv(
 def consumer_warpgroup(
     plan: Sm90FmhaPlan,
     problem: Problem,
+    order: Order,
     smem: Sm90Smem,
     outputs: Outputs,
     mSink: cute.Tensor | None,
@@ -138,9 +139,9 @@ def consumer_warpgroup(
     if cutlass.const_expr(plan.turns):  # noqa: SIM102 (one is decided at compile time, one at run time)
         if group == plan.groups - 1:
             give_turn(plan, group)
-    hand = deal(plan, problem)
+    hand = deal(plan, problem, order)
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
-        item = dealt_item(plan, problem, number)
+        item = dealt_item(plan, problem, order, number)
         own = problem.of(item.sequence, plan)
         begin_rows(plan, own, item, registers.rows, mSink, consumer)
         registers.rO.fill(0.0)
@@ -179,7 +180,7 @@ def begin_rows(
             is_first = is_first and Boolean(consumer.group == 0)
         for i in cutlass.range_constexpr(ROWS):
             if is_first and row + 8 * i < problem.rows:
-                head = first_head + (row + 8 * i) // problem.t
+                head = first_head + problem.head_and_token(row + 8 * i, same=False)[0]
                 sink = mSink[head]  # pyright: ignore[reportOptionalSubscript] (const_expr narrows nothing)
                 state.rMax[i] = sink * (LOG2_E / problem.scale_log2)
                 state.rSum[i] = cutlass.select_(consumer.thread % 4 == 0, Float32(1.0), Float32(0.0))
@@ -280,8 +281,9 @@ def own_tiles(plan: Sm90FmhaPlan, problem: Problem, item: AttentionItem, group: 
         return item.tiles
     first_row = item.row_tile * plan.tile_m + group * GROUP_M
     last_row = cutlass.min(first_row + GROUP_M, problem.rows) - 1
-    one_head = Boolean(parts(first_row, problem.t)[0] == parts(last_row, problem.t)[0])
-    last_token = cutlass.select_(one_head, parts(last_row, problem.t)[1], problem.t - 1)
+    last_head, token = problem.head_and_token(last_row)
+    one_head = Boolean(problem.head_and_token(first_row)[0] == last_head)
+    last_token = cutlass.select_(one_head, token, problem.t - 1)
     key_end = cutlass.max(cutlass.min(last_token + problem.s_k - problem.t + problem.right + 1, problem.s_k), Int32(0))
     tile_end = parts(key_end + plan.tile_n - 1, Int32(plan.tile_n))[0]
     seen = cutlass.max(cutlass.min(tile_end - item.first_tile, item.tiles), Int32(0))

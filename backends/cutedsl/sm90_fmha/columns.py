@@ -9,7 +9,8 @@ the next one is done:
     softmax                S[i] -> P[i]               S[i+1] -> P[i+1]
 
 Without that order the MMAs of P V, which two warpgroups issue, would be done before those of S, and the tensor core
-would rest during the softmax.
+would rest during the softmax. But where few rows wait for keys it rests anyway, and slabs of V are to be free soon:
+with `eager_values` P V of a tile starts when P is there.
 """
 
 from typing import NamedTuple
@@ -34,7 +35,7 @@ from backends.cutedsl.sm90_fmha.operands import (
     make_qk_mma,
     visible_keys,
 )
-from backends.cutedsl.sm90_fmha.order import deal, dealt_item
+from backends.cutedsl.sm90_fmha.order import Order, deal, dealt_item
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.softmax import (
     ROWS,
@@ -127,6 +128,7 @@ def store_factors(sFactor: cute.Tensor, rFactor: cute.Tensor, stage: Int32, thre
 def score_warpgroup(
     plan: Sm90FmhaPlan,
     problem: Problem,
+    order: Order,
     smem: Sm90Smem,
     outputs: Outputs,
     mSink: cute.Tensor | None,
@@ -139,9 +141,9 @@ def score_warpgroup(
     operands = make_operands(plan, smem)
     rS = cute.make_rmem_tensor(plan.tile_n // 2, Float32)
     rows = make_row_state()
-    hand = deal(plan, problem)
+    hand = deal(plan, problem, order)
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
-        item = dealt_item(plan, problem, number)
+        item = dealt_item(plan, problem, order, number)
         own = problem.of(item.sequence, plan)
         begin_rows(plan, own, item, rows, mSink, consumer)
         if item.tiles > 0:
@@ -150,8 +152,9 @@ def score_warpgroup(
             before = p_place
             for i in cutlass.range(item.tiles, unroll=1):
                 k_place = compute_scores(plan, operands, rS, rings.k, k_place)
-                if i > 0:
-                    let_go(rings.go, before)
+                if cutlass.const_expr(not plan.eager_values):  # noqa: SIM102 (one is decided at compile time)
+                    if i > 0:
+                        let_go(rings.go, before)
                 if i == item.tiles - 1:
                     release(rings.q, q_place.stage)
                 mask_tile(plan, own, item, rS, item.first_tile + i, rKeys, consumer)
@@ -164,7 +167,8 @@ def score_warpgroup(
                 make_full(rings.p, p_place)
                 before = p_place
                 p_place = advanced(rings.p, p_place)
-            let_go(rings.go, before)
+            if cutlass.const_expr(not plan.eager_values):
+                let_go(rings.go, before)
             q_place = advanced(rings.q, q_place)
         sum_over_quads(rows)
         rInverse = cute.make_rmem_tensor(ROWS, Float32)
@@ -178,7 +182,8 @@ def score_warpgroup(
         wait_empty(rings.p, p_place)
         store_factors(smem.sFactor, rInverse, p_place.stage, thread)
         make_full(rings.p, p_place)
-        let_go(rings.go, p_place)
+        if cutlass.const_expr(not plan.eager_values):
+            let_go(rings.go, p_place)
         p_place = advanced(rings.p, p_place)
 
 
@@ -195,6 +200,7 @@ def load_factors(sFactor: cute.Tensor, stage: Int32, thread: Int32) -> cute.Tens
 def value_warpgroup(
     plan: Sm90FmhaPlan,
     problem: Problem,
+    order: Order,
     smem: Sm90Smem,
     outputs: Outputs,
     rings: ColumnRings,
@@ -211,16 +217,17 @@ def value_warpgroup(
     layout_o = pv_thread.make_fragment_C(pv_thread.partition_shape_C((GROUP_M, plan.pv_columns))).layout
     parts = cutlass.const_expr(plan.o_columns // plan.pv_columns)
     rO = cute.make_rmem_tensor(GROUP_M * plan.o_columns // WARPGROUP, Float32)
-    hand = deal(plan, problem)
+    hand = deal(plan, problem, order)
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
-        item = dealt_item(plan, problem, number)
+        item = dealt_item(plan, problem, order, number)
         own = problem.of(item.sequence, plan)
         rO.fill(0.0)
         for _ in cutlass.range(item.tiles, unroll=1):
             wait_full(rings.p, p_place)
             rFactor = load_factors(smem.sFactor, p_place.stage, thread)
             rescale(rO, rFactor)
-            wait_full(rings.go, p_place)
+            if cutlass.const_expr(not plan.eager_values):
+                wait_full(rings.go, p_place)
             before = v_place.stage
             warpgroup.fence()
             for slab in cutlass.range_constexpr(plan.v_slabs):
@@ -242,7 +249,8 @@ def value_warpgroup(
             release(rings.p, p_place.stage)
             p_place = advanced(rings.p, p_place)
         wait_full(rings.p, p_place)
-        wait_full(rings.go, p_place)
+        if cutlass.const_expr(not plan.eager_values):
+            wait_full(rings.go, p_place)
         rInverse = load_factors(smem.sFactor, p_place.stage, thread)
         release(rings.p, p_place.stage)
         p_place = advanced(rings.p, p_place)

@@ -10,7 +10,6 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
 from backends.cutedsl.device import LN2, WARPGROUP
 from backends.cutedsl.sm90_fmha.operands import Consumer, Registers, Sm90Smem, first_row
-from backends.cutedsl.sm90_fmha.order import parts
 from backends.cutedsl.sm90_fmha.plan import MERGE_REGISTERS, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.softmax import ROWS, RowState, bf16_pair, fma, quad_reduced, row_values
 
@@ -133,7 +132,7 @@ def row_place(
     """The place of row `i` of this thread."""
     row = first_row(plan, item, consumer) + 8 * i
     if item.sequence is not None:
-        head, token = parts(row, problem.t)
+        head, token = problem.head_and_token(row, same=False)
         _, heads, _ = outputs.mO.shape
         flat = Int64(item.sequence.first_q + token) * heads + item.sequence.kv_head * problem.group + head
         part = (Int64(item.split) * outputs.mO.shape[0]) * heads + flat

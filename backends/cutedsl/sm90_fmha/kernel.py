@@ -62,7 +62,7 @@ from backends.cutedsl.sm90_fmha.operands import (
     layout_v_box,
     make_tma,
 )
-from backends.cutedsl.sm90_fmha.order import ctas
+from backends.cutedsl.sm90_fmha.order import Order, order_of
 from backends.cutedsl.sm90_fmha.plan import (
     GROUP_M,
     MERGE_REGISTERS,
@@ -91,11 +91,12 @@ class Sm90Fmha:
         self.kernel.set_name_prefix(f"sm90_fmha_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         combine_kernel.set_name_prefix(f"sm90_fmha_combine_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         problem = ragged_problem_of(call, plan) if plan.ragged else problem_of(call, plan)
+        problem, order = problem.with_divisors(), order_of(plan, problem, call.max_ctas)
         if cutlass.const_expr(plan.share == "lone"):
             grid = [call.mQ.shape[0], problem.row_tiles, splits]
         else:
-            grid = [ctas(plan, problem, call.max_ctas), 1, 1]
-        self.kernel(inputs, outputs, problem, arguments.get("mSink")).launch(
+            grid = [order.grid, 1, 1]
+        self.kernel(inputs, outputs, problem, order, arguments.get("mSink")).launch(
             grid=grid,
             block=[plan.threads, 1, 1],
             cluster=[plan.cluster, 1, 1],
@@ -126,7 +127,7 @@ class Sm90Fmha:
         )
 
     @cute.kernel
-    def kernel(self, inputs: Inputs, outputs: Outputs, problem: Problem, mSink: cute.Tensor | None):
+    def kernel(self, inputs: Inputs, outputs: Outputs, problem: Problem, order: Order, mSink: cute.Tensor | None):
         """Dispatch the warps to their roles."""
         plan, problem = self.plan, problem.with_tiles(self.plan)
         thread, _, _ = cute.arch.thread_idx()
@@ -153,7 +154,7 @@ class Sm90Fmha:
                 init_rings(rings.p, 1, 8, producers=4)
                 init_rings(rings.go, 1, 8, producers=4)
             self._begin()
-            self._share_columns(problem, make_loads(plan, inputs, smem), smem, outputs, mSink, rings)
+            self._share_columns(problem, order, make_loads(plan, inputs, smem), smem, outputs, mSink, rings)
         elif cutlass.const_expr(plan.share == "lone"):
             kv = allocate_rings(allocator, plan.ring_stages)
             lone_warpgroup(plan, problem, make_loads(plan, inputs, smem), smem, outputs, mSink, q, kv, thread)
@@ -166,13 +167,13 @@ class Sm90Fmha:
             if warp < 4:
                 cute.arch.setmaxregister_decrease(plan.producer_registers)
                 if warp < plan.rings:
-                    load_warp(plan, problem, make_loads(plan, inputs, smem), q, kv, warp)
+                    load_warp(plan, problem, order, make_loads(plan, inputs, smem), q, kv, warp)
                 if cutlass.const_expr(plan.ragged):
-                    load_warp_of_q(plan, problem, inputs.q, smem.sQ, q, warp)
+                    load_warp_of_q(plan, problem, order, inputs.q, smem.sQ, q, warp)
             else:
                 cute.arch.setmaxregister_increase(plan.consumer_registers)
                 consumer = Consumer(cute.arch.make_warp_uniform((warp - 4) // 4), thread % WARPGROUP)
-                consumer_warpgroup(plan, problem, smem, outputs, mSink, q, kv, consumer)
+                consumer_warpgroup(plan, problem, order, smem, outputs, mSink, q, kv, consumer)
 
     def _begin(self) -> None:
         """Let all threads see the barriers."""
@@ -183,6 +184,7 @@ class Sm90Fmha:
     def _share_columns(
         self,
         problem: Problem,
+        order: Order,
         loads: Loads,
         smem: Sm90Smem,
         outputs: Outputs,
@@ -196,18 +198,18 @@ class Sm90Fmha:
         if warp < 4:
             cute.arch.setmaxregister_decrease(plan.producer_registers)
             if warp == 0:
-                load_warp_of_k(plan, problem, loads, rings.k)
+                load_warp_of_k(plan, problem, order, loads, rings.k)
             elif warp == 1:
-                load_warp_of_v(plan, problem, loads, rings.q, rings.v)
+                load_warp_of_v(plan, problem, order, loads, rings.q, rings.v)
             if cutlass.const_expr(plan.ragged):
-                load_warp_of_q(plan, problem, loads.q, smem.sQ, rings.q, warp)
+                load_warp_of_q(plan, problem, order, loads.q, smem.sQ, rings.q, warp)
         elif warp < 8:
             cute.arch.setmaxregister_increase(plan.score_registers)
-            score_warpgroup(plan, problem, smem, outputs, mSink, rings, thread % WARPGROUP)
+            score_warpgroup(plan, problem, order, smem, outputs, mSink, rings, thread % WARPGROUP)
         else:
             cute.arch.setmaxregister_increase(plan.consumer_registers)
             half = cute.arch.make_warp_uniform((warp - 8) // 4)
-            value_warpgroup(plan, problem, smem, outputs, rings, half, thread % WARPGROUP)
+            value_warpgroup(plan, problem, order, smem, outputs, rings, half, thread % WARPGROUP)
 
     def _allocate(self, allocator: memory.SmemAllocator) -> Sm90Smem:
         plan = self.plan

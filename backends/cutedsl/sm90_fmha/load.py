@@ -29,7 +29,7 @@ from backends.cutedsl.ring import (
     wait_empty,
 )
 from backends.cutedsl.sm90_fmha.operands import Sm90Smem
-from backends.cutedsl.sm90_fmha.order import deal, dealt_item, parts
+from backends.cutedsl.sm90_fmha.order import Order, deal, dealt_item, parts
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
 from backends.cutedsl.tma import TmaTensor, TmaViews, tma_views
 
@@ -204,7 +204,9 @@ def load_q(plan: Sm90FmhaPlan, loads: Loads, q: StageRing, place: RingPlace, ite
 
 
 @cute.jit
-def load_warp(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, q: StageRing, kv: StageRing, ring: Int32):
+def load_warp(
+    plan: Sm90FmhaPlan, problem: Problem, order: Order, loads: Loads, q: StageRing, kv: StageRing, ring: Int32
+):
     """The work loop of the producer of ring `ring`. The producer of ring 0 loads Q too, after the first K tile.
 
     K runs one tile ahead of V: the consumers issue S of the next tile before P V of this one. After the last load the
@@ -214,9 +216,9 @@ def load_warp(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, q: StageRing, 
     kv = ring_number(kv, ring)
     kv_place = ring_start(kv, True)
     q_place = ring_start(q, True)
-    hand = deal(plan, problem)
+    hand = deal(plan, problem, order)
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
-        item = dealt_item(plan, problem, number)
+        item = dealt_item(plan, problem, order, number)
         if item.tiles > 0:
             rows = tile_rows(plan, problem, item, item.first_tile + ring, plan.k_box)
             if ring < item.tiles:
@@ -236,24 +238,24 @@ def load_warp(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, q: StageRing, 
 
 
 @cute.jit
-def load_warp_of_k(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, k: StageRing):
+def load_warp_of_k(plan: Sm90FmhaPlan, problem: Problem, order: Order, loads: Loads, k: StageRing):
     """The work loop of the producer of K, where K and V have rings of their own."""
     place = ring_start(k, True)
-    hand = deal(plan, problem)
+    hand = deal(plan, problem, order)
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
-        item = dealt_item(plan, problem, number)
+        item = dealt_item(plan, problem, order, number)
         for i in cutlass.range(item.tiles, unroll=1):
             rows = tile_rows(plan, problem, item, item.first_tile + i, plan.k_box)
             place = load_k(plan, problem, loads, k, place, item.first_tile + i, rows, item)
 
 
 @cute.jit
-def load_warp_of_v(plan: Sm90FmhaPlan, problem: Problem, loads: Loads, q: StageRing, v: StageRing):
+def load_warp_of_v(plan: Sm90FmhaPlan, problem: Problem, order: Order, loads: Loads, q: StageRing, v: StageRing):
     """The work loop of the producer of Q and V, where K and V have rings of their own."""
     q_place, place = ring_start(q, True), ring_start(v, True)
-    hand = deal(plan, problem)
+    hand = deal(plan, problem, order)
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
-        item = dealt_item(plan, problem, number)
+        item = dealt_item(plan, problem, order, number)
         if cutlass.const_expr(not plan.ragged):  # noqa: SIM102 (one is decided at compile time, one at run time)
             if item.tiles > 0:
                 load_q(plan, loads, q, q_place, item)
@@ -294,7 +296,7 @@ def copy_q(
     for i in cutlass.range(plan.tile_m * chunks // LANES, unroll=4):
         number = i * LANES + lane
         row, chunk = number // chunks, number % chunks
-        head, token = parts(item.row_tile * plan.tile_m + row, problem.t)
+        head, token = problem.head_and_token(item.row_tile * plan.tile_m + row, same=False)
         exists = item.row_tile * plan.tile_m + row < problem.rows
         flat = Int64(sequence.first_q + token) * heads + first_head + head
         panel = (row // GROUP_M) * chunks // VECTOR + chunk // VECTOR
@@ -304,14 +306,16 @@ def copy_q(
 
 
 @cute.jit
-def load_warp_of_q(plan: Sm90FmhaPlan, problem: Problem, mQ: cute.Tensor, sQ: cute.Tensor, q: StageRing, warp: Int32):
+def load_warp_of_q(
+    plan: Sm90FmhaPlan, problem: Problem, order: Order, mQ: cute.Tensor, sQ: cute.Tensor, q: StageRing, warp: Int32
+):
     """The work loop of the warp that copies Q, where sequences have lengths of their own. Other warps do nothing."""
     if warp == Q_WARP:
         place = ring_start(q, True)
         lane = cute.arch.lane_idx()
-        hand = deal(plan, problem)
+        hand = deal(plan, problem, order)
         for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
-            item = dealt_item(plan, problem, number)
+            item = dealt_item(plan, problem, order, number)
             if item.tiles > 0:
                 wait_empty(q, place)
                 copy_q(plan, problem.of(item.sequence, plan), mQ, sQ, place.stage, item, lane)

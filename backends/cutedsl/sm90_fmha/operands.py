@@ -76,7 +76,8 @@ def visible_keys(plan: Sm90FmhaPlan, problem: Problem, item: AttentionItem, cons
     rKeys = cute.make_rmem_tensor((ROWS, 2), Int32)
     row = first_row(plan, item, consumer)
     for i in cutlass.range_constexpr(ROWS):
-        position = (row + 8 * i) % problem.t + problem.s_k - problem.t
+        token = (row + 8 * i) % problem.t if plan.groups == 3 else problem.head_and_token(row + 8 * i, same=False)[1]
+        position = token + problem.s_k - problem.t
         rKeys[i, 0] = cutlass.max(position - problem.left + 1, Int32(0))
         rKeys[i, 1] = cutlass.min(position + problem.right + 1, problem.s_k)
     return rKeys

@@ -5,26 +5,49 @@ Items are dealt to the CTAs in turn. That is all where they are equal, and where
 
 Under a causal mask the row tiles of a query head differ in their number of keys. A CTA then takes them in pairs, the
 heaviest that is left of a head and the lightest. All pairs are as heavy, and the CTAs work on few heads at once, whose
-keys and values stay in L2. Pairs do not fill the last round. So where a head has many tiles, the last heads, two rounds
-of pairs and more, are dealt tile by tile: the heaviest tiles of all of them first, forwards and backwards by turns. For
-4096 queries on as many keys of 64 heads, counted in keys, 132 SMs are then busy 99.8 % of the time with tiles of 128
-rows and 98.4 % with tiles of 192; with pairs alone 97 and 90 %.
+keys and values stay in L2. Pairs do not fill the last round. So the last heads, two rounds of pairs and more, are dealt
+tile by tile: the heaviest tiles of all of them first, forwards and backwards by turns. For 4096 queries on as many keys
+of 64 heads, counted in keys, 132 SMs are then busy 99.8 % of the time with tiles of 128 rows and 98.4 % with tiles of
+192; with pairs alone 97 and 90 %.
+
+Where a head has few tiles, all of them are dealt in one round, the rounds forwards and backwards by turns. The CTAs of
+a head then read its keys at the same time, and once from memory. 512 queries on 4096 keys of 64 heads of hd 256 take
+181 us so and 190 by pairs. If tiles have rows of several heads the last one of a kv head is the lightest: there are
+pairs then.
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Boolean, Int32, Uint32
 
 from backends.cutedsl.attention_tiles import AttentionItem, Problem, attention_item
-from backends.cutedsl.device import H200_SM_COUNT
+from backends.cutedsl.divisor import Divisor, divisor_of
 from backends.cutedsl.sm90_fmha.plan import Sm90FmhaPlan
 
 MIN_TILES = 8
-"""Row tiles of a head from which on its last heads are dealt tile by tile. Fewer are alike enough for pairs."""
+"""Row tiles of a head from which on heads are dealt by pairs, and the last ones tile by tile."""
 SINGLE_ROUNDS = 2
 """Rounds of pairs, at least, that are dealt tile by tile."""
+
+
+class Order(NamedTuple):
+    """How items are dealt, of the launch. Where the warpgroups share the keys, `grid` alone matters.
+
+    grid: CTAs. head_tiles: row tiles of a query head. whole_heads: 1 where a round has all tiles of its heads. Of the
+    first `paired_heads` heads a CTA has `paired` items, in pairs; of the others it has one in each of `rounds` rounds,
+    and the `left` ones go to some. single_heads: heads that are dealt in rounds.
+    """
+
+    grid: Int32
+    head_tiles: Divisor
+    whole_heads: Int32
+    paired_heads: Int32
+    paired: Int32
+    rounds: Int32
+    left: Int32
+    single_heads: Divisor
 
 
 class Deal(NamedTuple):
@@ -49,93 +72,111 @@ def greatest_divisor(a: Int32, b: Int32) -> Int32:
     return a
 
 
-def head_tiles_of(plan: Sm90FmhaPlan, problem: Problem) -> Int32:
-    """The row tiles of a query head, if its tokens fill whole tiles; else all rows are taken for one head's."""
+class HeadTiles(NamedTuple):
+    """Row tiles of a query head. `whole`: its tokens fill them; else all rows of a kv head are taken for one head's.
+
+    `few`: under a causal mask, a round could have all tiles of its heads, and there are rounds.
+    """
+
+    number: Int32
+    whole: Boolean
+    few: Boolean
+
+
+def head_tiles_of(plan: Sm90FmhaPlan, problem: Problem, max_ctas: Int32) -> HeadTiles:
+    """The row tiles of a query head."""
     tiles, rest = parts(problem.t, Int32(plan.tile_m))
-    head_tiles = Int32(cutlass.select_(rest == 0, tiles, problem.row_tiles))
-    return head_tiles if plan.o_halves == 1 else head_tiles * plan.o_halves
+    whole = Boolean(rest == 0)
+    count = Int32(cutlass.select_(whole, tiles, problem.row_tiles)) * plan.o_halves
+    few = (count > 1) & (count < MIN_TILES) & (count <= max_ctas) & (problem.work_items > max_ctas)
+    return HeadTiles(count, whole, Boolean(few & (problem.splits == 1) & (problem.right == 0)))
 
 
-def hand_size(plan: Sm90FmhaPlan, problem: Problem) -> Int32:
-    """Items that a CTA is dealt at a time: two under a causal mask where heads have few tiles and there are enough."""
-    head_tiles = head_tiles_of(plan, problem)
-    pairs = (head_tiles > 1) & (head_tiles < MIN_TILES) & (problem.splits == 1)
-    pairs = pairs & (problem.right == 0) & (problem.work_items > H200_SM_COUNT)
-    return Int32(cutlass.select_(pairs, Int32(2), Int32(1)))
-
-
-def ctas(plan: Sm90FmhaPlan, problem: Problem, max_ctas: Int32) -> Int32:
+def ctas(plan: Sm90FmhaPlan, problem: Problem, tiles: HeadTiles, max_ctas: Int32) -> Int32:
     """As few CTAs as do the work in as many rounds as `max_ctas` would; where items differ, as many as have work.
 
-    Rounded up to whole clusters.
+    Rounded up to whole clusters, and to whole heads where rounds have these, but down if `max_ctas` are too few.
 
     With 256 items on 132 SMs, 128 CTAs take two each. On an H200 those read 32 caches of 8 heads of hd 128 in 238.4 us;
     a kernel that only reads takes 236.5 (results/records/h200-fmha-clean-flush.json).
     """
-    hands = problem.work_items
-    if plan.share != "keys":
-        size = hand_size(plan, problem)
-        hands = (hands + size - 1) // size
-    rounds = (hands + max_ctas - 1) // max_ctas
-    few = (hands + rounds - 1) // rounds
+    rounds = (problem.work_items + max_ctas - 1) // max_ctas
+    few = (problem.work_items + rounds - 1) // rounds
     if plan.share == "keys":
         return few
-    unequal = (problem.right == 0) & (hand_size(plan, problem) == 1)
-    count = Int32(cutlass.select_(unequal, cutlass.min(max_ctas, problem.work_items), few))
+    most = cutlass.min(max_ctas, problem.work_items)
+    heads = cutlass.min((few + tiles.number - 1) // tiles.number, max_ctas // tiles.number)
+    count = Int32(cutlass.select_((problem.right == 0) & ~tiles.few, most, few))
+    count = Int32(cutlass.select_(tiles.few & tiles.whole, heads * tiles.number, count))
     return (count + plan.cluster - 1) // plan.cluster * plan.cluster
 
 
 @cute.jit
-def paired_heads_of(plan: Sm90FmhaPlan, problem: Problem) -> Int32:
-    """Query heads that are dealt by pairs before the others are dealt tile by tile: as many pairs to every CTA.
-
-    The consumers have no register to spare, so they compute this again for each item.
-    """
-    grid, _, _ = cute.arch.grid_dim()
-    head_tiles = head_tiles_of(plan, problem)
-    head_pairs, odd = parts(head_tiles, Int32(2))
+def paired_heads_of(problem: Problem, tiles: HeadTiles, grid: Int32) -> Int32:
+    """Heads that are dealt by pairs before the others are dealt in rounds: as many pairs to every CTA."""
+    head_pairs, odd = parts(tiles.number, Int32(2))
     paired_heads = Int32(0)
-    if problem.right == 0 and odd == 0 and head_tiles >= MIN_TILES:
+    if problem.right == 0 and odd == 0:
         unit, _ = parts(grid, greatest_divisor(grid, head_pairs))
-        paired = cutlass.max(problem.work_items // 2 - SINGLE_ROUNDS * grid, Int32(0))
-        paired_heads = parts(paired, unit * head_pairs)[0] * unit
+        pairs = problem.work_items // 2
+        if tiles.number >= MIN_TILES:
+            paired_heads = parts(cutlass.max(pairs - SINGLE_ROUNDS * grid, Int32(0)), unit * head_pairs)[0] * unit
+        elif tiles.few and not tiles.whole:
+            paired_heads = parts(pairs, unit * head_pairs)[0] * unit
     return paired_heads
 
 
 @cute.jit
-def deal(plan: Sm90FmhaPlan, problem: Problem) -> Deal:
+def order_of(plan: Sm90FmhaPlan, problem: Problem, max_ctas: Int32) -> Order:
+    """The order of a launch, computed on the host."""
+    tiles = head_tiles_of(plan, problem, max_ctas)
+    grid = ctas(plan, problem, tiles, max_ctas)
+    paired_heads = paired_heads_of(problem, tiles, grid)
+    paired_items = paired_heads * tiles.number
+    rounds, left = parts(problem.work_items - paired_items, grid)
+    single_heads = cutlass.max(parts(problem.work_items, tiles.number)[0] - paired_heads, Int32(1))
+    return Order(
+        grid=grid,
+        head_tiles=divisor_of(tiles.number),
+        whole_heads=Int32(cutlass.select_(tiles.few & tiles.whole, Int32(1), Int32(0))),
+        paired_heads=paired_heads,
+        paired=parts(paired_items, grid)[0],
+        rounds=rounds,
+        left=left,
+        single_heads=divisor_of(single_heads),
+    )
+
+
+@cute.jit
+def deal(plan: Sm90FmhaPlan, problem: Problem, order: Order) -> Deal:
     """The numbers of this CTA's work items."""
     block, _, _ = cute.arch.block_idx()
-    grid, _, _ = cute.arch.grid_dim()
-    hand = Deal(block, problem.work_items, grid)
+    hand = Deal(block, problem.work_items, order.grid)
     if cutlass.const_expr(plan.share != "keys"):
-        size = hand_size(plan, problem)
-        paired_items = paired_heads_of(plan, problem) * head_tiles_of(plan, problem)
-        rounds, left = parts(problem.work_items - paired_items, grid * size)
-        turn = cutlass.select_((problem.right == 0) & (size == 1) & (rounds % 2 == 1), grid - 1 - block, block)
-        last = cutlass.min(cutlass.max(left - turn * size, Int32(0)), size)
-        hand = Deal(Int32(0), parts(paired_items, grid)[0] + rounds * size + last, Int32(1))
+        backwards = (problem.right == 0) & (order.rounds % 2 == 1)
+        turn = cutlass.select_(backwards, order.grid - 1 - block, block)
+        last = cutlass.select_(turn < order.left, Int32(1), Int32(0))
+        hand = Deal(Int32(0), order.paired + order.rounds + last, Int32(1))
     return hand
 
 
 @cute.jit
-def dealt_item(plan: Sm90FmhaPlan, problem: Problem, number: Int32) -> AttentionItem:
+def dealt_item(plan: Sm90FmhaPlan, problem: Problem, order: Order, number: Int32) -> AttentionItem:
     """The work item at `number` of this CTA's deal."""
     index = number
     if cutlass.const_expr(plan.share != "keys"):
         block, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
+        grid, head_tiles = order.grid, order.head_tiles
         index = number * grid + block
         if problem.right == 0:
-            head_tiles = head_tiles_of(plan, problem)
-            paired_heads = paired_heads_of(plan, problem)
-            turn = number - parts(paired_heads * head_tiles, grid)[0]
-            if turn < 0 or hand_size(plan, problem) == 2:
-                head, place = parts((block + (number >> 1) * grid) * 2 + number % 2, head_tiles)
+            turn = number - order.paired
+            if turn < 0:
+                head, place = head_tiles.parts((block + (number >> 1) * grid) * 2 + (number & 1))
                 half = place >> 1
-                index = head * head_tiles + cutlass.select_(place % 2 == 0, head_tiles - 1 - half, half)
+                index = head * head_tiles.value + cutlass.select_(place % 2 == 0, head_tiles.value - 1 - half, half)
             else:
-                single = turn * grid + cutlass.select_(turn % 2 == 1, grid - 1 - block, block)
-                light, head = parts(single, parts(problem.work_items, head_tiles)[0] - paired_heads)
-                index = (paired_heads + head) * head_tiles + head_tiles - 1 - light
+                index = turn * grid + cutlass.select_(turn % 2 == 1, grid - 1 - block, block)
+                if order.whole_heads == 0:
+                    light, head = order.single_heads.parts(index)
+                    index = (order.paired_heads + head + 1) * head_tiles.value - 1 - light
     return attention_item(plan, problem, index)

@@ -35,8 +35,11 @@ DECODE_T = 16
 """The most query tokens a sequence for which the warpgroups share the keys and not the rows."""
 CHUNK_T = 128
 """The most query tokens a sequence for which hd 64 takes two warpgroups and tiles of 224 keys: a row tile or less. For
-more it takes three: 16 x 256 queries on 1024 keys take 84 us, and 86 in tiles of 128 rows. At hd 256 tiles have 64 keys
-up to so many, where 128 rows on 8192 keys take 248.9 us and 250.9 with 80 (h200-fmha-turns.json), else 80."""
+more it takes three: 16 x 256 queries on 1024 keys take 84 us, and 86 in tiles of 128 rows. At hd 128 and 256 tiles have
+64 keys up to so many, else 128 and 80."""
+LONG_T = 1024
+"""The fewest query tokens for which CTAs of hd 256 run alone. Neighbours share loads of fewer: 512 queries on 4096 keys
+take 178 us in clusters of two and 181 without. 4096 causal queries take 790 and 779 (h200-fmha-attempts.json)."""
 SHORT_KEYS = 2048
 """The longest cache whose split follows from t and s_k alone."""
 SHORT_SPLIT_KEYS = 512
@@ -86,7 +89,8 @@ class Sm90FmhaPlan:
     side by side; neighbours share keys, and L2 serves loads of one tile that come together as one. `sinks`: whether
     rows begin with the sink of their head. `ragged`: whether sequences have lengths of their own. `page_size`: the keys
     of a page; 0: the keys of a sequence lie together. `o_halves`: work items that share a tile, each with its columns
-    of V and O. `short_parts`: whether parts of O are rounded to bf16.
+    of V and O. `short_parts`: whether parts of O are rounded to bf16. `eager_values`: whether P V of a tile, where they
+    share columns, starts when P is there, and not when S of the next tile is done. `max_slabs`: slabs in all rings.
     """
 
     hd: int
@@ -99,10 +103,14 @@ class Sm90FmhaPlan:
     page_size: int = 0
     o_halves: int = 1
     short_parts: bool = False
+    max_slabs: int = 12
+    eager_values: bool = False
 
     def part_begin(self, problem: Problem, split: Int32) -> Int32:
         """The first key tile of a split: splits differ by a tile at most."""
-        return split * problem.key_tiles // problem.splits
+        if problem.divisors is None:
+            return split * problem.key_tiles // problem.splits
+        return problem.divisors.splits.parts(split * problem.key_tiles)[0]
 
     @property
     def tile_m(self) -> int:
@@ -196,9 +204,9 @@ class Sm90FmhaPlan:
 
     @property
     def ring_stages(self) -> int:
-        """Slabs of one ring. All rings take the shared memory that is left, 12 slabs at most."""
+        """Slabs of one ring. All rings take the shared memory that is left, `max_slabs` slabs at most."""
         left = SMEM_BYTES - self.q_stages * self.q_bytes - self.merge_bytes - self.p_stages * self.p_bytes
-        most = 2 if self.share == "lone" else 12
+        most = 2 if self.share == "lone" else self.max_slabs
         return min(most, left // self.slab_bytes) // self.rings
 
     @property
@@ -223,8 +231,8 @@ class Sm90FmhaPlan:
 
     @property
     def producer_registers(self) -> int:
-        """Registers of a thread of the producer's warpgroup after setmaxnreg."""
-        return 40 if self.scarce_registers else 24
+        """Registers of a thread of the producer's warpgroup after setmaxnreg. The warp that copies Q needs more."""
+        return 40 if self.scarce_registers or (self.ragged and self.groups == 2) else 24
 
     @property
     def consumer_registers(self) -> int:
@@ -358,36 +366,49 @@ def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
     Rows: S, P and O take 3/4 tile_n + hd / 2 of a thread's 240 registers. At hd 64 larger tiles are faster where a
     sequence has few rows (128 rows on 8192 keys: 74 us with 224 keys a tile, 77 with 192, 80 with 160), and smaller
     ones where tiles are masked. At hd 128 tiles of 128 keys are as fast as of 160 or faster.
-    Keys, columns: shared memory decides. A ring has one or two slabs in use and the others on their way.
+    Keys, columns: shared memory decides. A ring has one or two slabs in use and the others on their way. Where keys are
+    shared that is less than would fit: 32 caches of hd 64 take 126.7 us with 12 slabs of 64 keys, 126.4 with eight and
+    128.1 with 12 of 128 (results/records/h200-fmha-attempts.json).
     """
     if share == "rows":
         return Sm90FmhaPlan(hd, share, {64: 224, 128: 128, 256: 80}[hd])
     if share == "columns":
         return Sm90FmhaPlan(hd, share, 128, 3, cluster=2)
-    return Sm90FmhaPlan(hd, share, {64: 128, 128: 64, 256: 32}[hd])
+    return Sm90FmhaPlan(hd, share, {64: 64, 128: 64, 256: 32}[hd], max_slabs=10 if hd == 64 else 8)
 
 
 def kernel_plan(sizes: FmhaSizes, ragged: bool = False) -> Sm90FmhaPlan:
     """The kernel for a case. It depends on hd, t and s_k only, so neither batch nor grouping of heads changes a bit.
 
     But for hd 512 where one row tile has a long cache for itself. Every CTA then has a part, and they write and read
-    back O 128 times. So two CTAs divide the columns of V, and parts are bf16. 64 rows on 32768 keys take 29.7 us so,
+    back O 128 times. So two CTAs divide the columns of V, and parts are bf16. 64 rows on 32768 keys took 29.7 us so,
     31.3 with parts in fp32, and 32.5 with all columns in each CTA (results/records/h200-fmha-turns.json). With more
-    rows it is slower: K is read twice.
+    rows it is slower: K is read twice. With tiles of 64 keys they take 26.4, and 28.5 with 128: the last ones are done
+    sooner after they have come.
+
+    Up to CHUNK_T queries wait for memory, and an H200 reads more slowly where more than some 100 KiB an SM are under
+    way: 128 rows of hd 128 on 8192 keys take 126.9 us with six slabs of 64 keys, 129.8 with eight and 130.6 with six of
+    128; of hd 256 249.7 with four of 64 and 255.2 with five (results/records/h200-fmha-attempts.json, with the times
+    of 64 keys above).
 
     Sequences of their own lengths take registers: with three warpgroups, or at hd 256 with 80 keys, ptxas spills.
     """
     if sizes.hd == 512:
-        plan = standard_plan(512, "columns")
+        plan = replace(standard_plan(512, "columns"), eager_values=sizes.t <= CHUNK_T)
         alone = sizes.kv_batches == 1 and sizes.rows <= plan.tile_m and sizes.s_k > SHORT_KEYS
-        return replace(plan, o_halves=2, short_parts=True) if alone and not ragged else plan
+        if not alone or ragged:
+            return plan
+        return replace(plan, tile_n=64, o_halves=2, short_parts=True, eager_values=True, max_slabs=20)
     if sizes.t <= DECODE_T or sizes.s_k <= TINY_KEYS:
         return standard_plan(sizes.hd, "keys")
     if sizes.hd == 64 and sizes.t > CHUNK_T:
         return Sm90FmhaPlan(64, "rows", 128, 2 if ragged else 3)
-    if sizes.hd == 256 and (ragged or sizes.t <= CHUNK_T):
+    if sizes.t <= CHUNK_T and sizes.hd > 64:
+        return Sm90FmhaPlan(sizes.hd, "rows", 64, max_slabs=6 if sizes.hd == 128 else 4)
+    if sizes.hd == 256 and ragged:
         return Sm90FmhaPlan(256, "rows", 64)
-    return standard_plan(sizes.hd, "rows")
+    plan = standard_plan(sizes.hd, "rows")
+    return replace(plan, cluster=2) if sizes.hd == 256 and sizes.t < LONG_T else plan
 
 
 def split_count(sizes: FmhaSizes, ragged: bool = False, sm_count: int = H200_SM_COUNT) -> int:

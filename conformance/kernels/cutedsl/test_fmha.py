@@ -21,6 +21,7 @@ from megamoe.ops import reference
 from megamoe.ops.fmha import key_rows
 
 THREE_GROUPS = Sm90FmhaPlan(64, "rows", 128, 3)
+CLUSTERS = replace(standard_plan(256, "rows"), cluster=2)
 COPIED = "hd=64,t=3,s_k=60,batch=2,ragged=true,total_q=4,total_k=90"
 
 
@@ -72,7 +73,8 @@ def test_no_kernel_of_one_row_uses_local_memory(hd: int, keys: int) -> None:
 # sm_100a: an odd number of tiles an item makes the two softmax warpgroups change places from item to item; the second
 # case has items that see no key at all between items that do. sm_90a: two row tiles, several key tiles a warpgroup, a
 # ragged end, and items that see no key between items that do; with three warpgroups, row tiles by pairs and one by one,
-# and a row tile whose second head sees fewer tiles than its first. With columns, CTAs run in clusters of two.
+# and a row tile whose second head sees fewer tiles than its first; with two, heads of two row tiles in whole rounds.
+# With columns, CTAs run in clusters of two.
 @pytest.mark.parametrize(
     ("target", "text", "way"),
     [
@@ -81,16 +83,16 @@ def test_no_kernel_of_one_row_uses_local_memory(hd: int, keys: int) -> None:
         ("sm_100a", "hd=128,t=100,s_k=30,heads=4,causal=true", None),
         ("sm_100a", "hd=256,t=5,s_k=130,batch=3", None),
         ("sm_100a", "hd=512,t=4,s_k=200,batch=2", None),
-        ("sm_90a", "hd=64,t=128,s_k=450,causal=true", "rows"),
+        ("sm_90a", "hd=64,t=256,s_k=450,heads=2,causal=true", "rows"),
         ("sm_90a", "hd=64,t=1536,s_k=250,heads=3,causal=true", THREE_GROUPS),
         ("sm_90a", "hd=64,t=200,s_k=300,batch=2,heads=2,window=150", THREE_GROUPS),
-        ("sm_90a", "hd=256,t=130,s_k=200,heads=2,causal=true", "rows"),
+        ("sm_90a", "hd=256,t=130,s_k=200,heads=2,causal=true", CLUSTERS),
         ("sm_90a", "hd=64,t=70,s_k=500,causal=true,window=150", "keys"),
         ("sm_90a", "hd=128,t=100,s_k=30,heads=2,causal=true", "rows"),
         ("sm_90a", "hd=128,t=3,s_k=400,heads=6,kv_heads=3", "keys"),
         ("sm_90a", "hd=256,t=5,s_k=130,batch=3", "keys"),
         ("sm_90a", "hd=64,t=150,s_k=330,heads=2,kv_heads=1,causal=true", THREE_GROUPS),
-        ("sm_90a", "hd=512,t=4,s_k=200,batch=2", "columns"),
+        ("sm_90a", "hd=512,t=4,s_k=200,batch=2", None),
         ("sm_90a", "hd=512,t=70,s_k=150,causal=true", "columns"),
         ("sm_90a", "hd=512,t=70,s_k=150,causal=true", ONE_ROW_TILE),
     ],

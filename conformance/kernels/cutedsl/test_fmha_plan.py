@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from dataclasses import replace
 from importlib import metadata
 
 import pytest
@@ -131,11 +130,12 @@ def test_another_target_is_refused_by_name() -> None:
 
 
 SHARES: tuple[Share, ...] = ("rows", "keys")
-ONE_ROW_TILE = replace(standard_plan(512, "columns"), o_halves=2, short_parts=True)
+ONE_ROW_TILE = kernel_plan(FmhaSizes(hd=512, t=1, s_k=32768, rows=64, kv_batches=1))
 PLANS = (
     *(standard_plan(hd, share) for hd in (64, 128, 256) for share in SHARES),
     *(Sm90FmhaPlan(64, "rows", 128, groups) for groups in (2, 3)),
     standard_plan(512, "columns"),
+    kernel_plan(FmhaSizes(hd=512, t=1, s_k=8192, rows=64, kv_batches=32)),
     ONE_ROW_TILE,
     Sm90FmhaPlan(256, "rows", 64),
 )
