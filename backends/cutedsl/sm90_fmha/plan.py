@@ -37,9 +37,6 @@ CHUNK_T = 128
 """The most query tokens a sequence for which hd 64 takes two warpgroups and tiles of 224 keys: a row tile or less. For
 more it takes three: 16 x 256 queries on 1024 keys take 84 us, and 86 in tiles of 128 rows. At hd 128 and 256 tiles have
 64 keys up to so many, else 128 and 80."""
-LONG_T = 1024
-"""The fewest query tokens for which CTAs of hd 256 run alone. Neighbours share loads of fewer: 512 queries on 4096 keys
-take 178 us in clusters of two and 181 without. 4096 causal queries take 790 and 779 (h200-fmha-attempts.json)."""
 SHORT_KEYS = 2048
 """The longest cache whose split follows from t and s_k alone."""
 SHORT_SPLIT_KEYS = 512
@@ -366,12 +363,14 @@ def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
     Rows: S, P and O take 3/4 tile_n + hd / 2 of a thread's 240 registers. At hd 64 larger tiles are faster where a
     sequence has few rows (128 rows on 8192 keys: 74 us with 224 keys a tile, 77 with 192, 80 with 160), and smaller
     ones where tiles are masked. At hd 128 tiles of 128 keys are as fast as of 160 or faster.
+    At hd 256 neighbours share loads: 512 queries on 4096 keys take 181 us in clusters of two and 183 without, 4096 1478
+    and 1549, at the power cap (results/records/h200-fmha-rows.json).
     Keys, columns: shared memory decides. A ring has one or two slabs in use and the others on their way. Where keys are
     shared that is less than would fit: 32 caches of hd 64 take 126.7 us with 12 slabs of 64 keys, 126.4 with eight and
     128.1 with 12 of 128 (results/records/h200-fmha-attempts.json).
     """
     if share == "rows":
-        return Sm90FmhaPlan(hd, share, {64: 224, 128: 128, 256: 80}[hd])
+        return Sm90FmhaPlan(hd, share, {64: 224, 128: 128, 256: 80}[hd], cluster=2 if hd == 256 else 1)
     if share == "columns":
         return Sm90FmhaPlan(hd, share, 128, 3, cluster=2)
     return Sm90FmhaPlan(hd, share, {64: 64, 128: 64, 256: 32}[hd], max_slabs=10 if hd == 64 else 8)
@@ -394,11 +393,11 @@ def kernel_plan(sizes: FmhaSizes, ragged: bool = False) -> Sm90FmhaPlan:
     Sequences of their own lengths take registers: with three warpgroups, or at hd 256 with 80 keys, ptxas spills.
     """
     if sizes.hd == 512:
-        plan = replace(standard_plan(512, "columns"), eager_values=sizes.t <= CHUNK_T)
+        plan = replace(standard_plan(512, "columns"), eager_values=True)
         alone = sizes.kv_batches == 1 and sizes.rows <= plan.tile_m and sizes.s_k > SHORT_KEYS
         if not alone or ragged:
             return plan
-        return replace(plan, tile_n=64, o_halves=2, short_parts=True, eager_values=True, max_slabs=20)
+        return replace(plan, tile_n=64, o_halves=2, short_parts=True, max_slabs=20)
     if sizes.t <= DECODE_T or sizes.s_k <= TINY_KEYS:
         return standard_plan(sizes.hd, "keys")
     if sizes.hd == 64 and sizes.t > CHUNK_T:
@@ -407,8 +406,7 @@ def kernel_plan(sizes: FmhaSizes, ragged: bool = False) -> Sm90FmhaPlan:
         return Sm90FmhaPlan(sizes.hd, "rows", 64, max_slabs=6 if sizes.hd == 128 else 4)
     if sizes.hd == 256 and ragged:
         return Sm90FmhaPlan(256, "rows", 64)
-    plan = standard_plan(sizes.hd, "rows")
-    return replace(plan, cluster=2) if sizes.hd == 256 and sizes.t < LONG_T else plan
+    return standard_plan(sizes.hd, "rows")
 
 
 def split_count(sizes: FmhaSizes, ragged: bool = False, sm_count: int = H200_SM_COUNT) -> int:

@@ -21,7 +21,6 @@ from megamoe.ops import reference
 from megamoe.ops.fmha import key_rows
 
 THREE_GROUPS = Sm90FmhaPlan(64, "rows", 128, 3)
-CLUSTERS = replace(standard_plan(256, "rows"), cluster=2)
 COPIED = "hd=64,t=3,s_k=60,batch=2,ragged=true,total_q=4,total_k=90"
 
 
@@ -86,7 +85,7 @@ def test_no_kernel_of_one_row_uses_local_memory(hd: int, keys: int) -> None:
         ("sm_90a", "hd=64,t=256,s_k=450,heads=2,causal=true", "rows"),
         ("sm_90a", "hd=64,t=1536,s_k=250,heads=3,causal=true", THREE_GROUPS),
         ("sm_90a", "hd=64,t=200,s_k=300,batch=2,heads=2,window=150", THREE_GROUPS),
-        ("sm_90a", "hd=256,t=130,s_k=200,heads=2,causal=true", CLUSTERS),
+        ("sm_90a", "hd=256,t=130,s_k=200,heads=2,causal=true", "rows"),
         ("sm_90a", "hd=64,t=70,s_k=500,causal=true,window=150", "keys"),
         ("sm_90a", "hd=128,t=100,s_k=30,heads=2,causal=true", "rows"),
         ("sm_90a", "hd=128,t=3,s_k=400,heads=6,kv_heads=3", "keys"),
