@@ -172,12 +172,18 @@ ALL_ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [mbar];"
 ONE_ARRIVES = f"setp.eq.u32 %p3, %lane, 0; @%p3 {ALL_ARRIVE}"
 
 
-def handed_over(arrival: str, *, count: int = 1, take: str = "ld.shared.u32 %r1, [%r17];", behind: str = "") -> Kernel:
+ST, STMATRIX = "st.shared.u32 [%r17], %lane;", "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r18], {%lane};"
+
+
+def handed_over(
+    arrival: str, *, count: int = 1, store: str = ST, take: str = "ld.shared.u32 %r1, [%r17];", behind: str = ""
+) -> Kernel:
     """Lanes of warp 0 store and arrive at an mbarrier; warp 1 waits for it and reads what they stored."""
     body = f""".shared .align 16 .b8 cells[128]; .shared .align 8 .b64 mbar; mov.u32 %r41, cells;
 {init("mbar", count=count)}
-mad.lo.u32 %r17, %lane, 4, %r41; setp.ne.u32 %p2, %warp, 0; @%p2 bra READER;
-st.shared.u32 [%r17], %lane; {FENCE}
+mad.lo.u32 %r17, %lane, 4, %r41; and.b32 %r18, %lane, 7; mad.lo.u32 %r18, %r18, 16, %r41;
+setp.ne.u32 %p2, %warp, 0; @%p2 bra READER;
+{store} {FENCE}
 {arrival}
 {behind}
 bra END;
@@ -294,6 +300,8 @@ def test_an_arrival_of_one_lane_releases_what_the_others_stored_before_they_met(
         assert np.array_equal(data["out"], np.arange(32)), "the run goes on"
     elected, _ = collected(handed_over(f"elect.sync %r2|%p3, 0xffffffff; @%p3 {ALL_ARRIVE}"))
     assert slugs(elected) == ["lanes-unordered"], f"to elect a lane orders no memory: {list(map(str, elected))}"
+    matrix, _ = collected(handed_over(ONE_ARRIVES, store=STMATRIX))
+    assert slugs(matrix) == ["lanes-unordered"], f"all lanes have stored the matrix: {list(map(str, matrix))}"
     copy = "cp.async.bulk.global.shared::cta.bulk_group [%out], [cells], 128;"
     drain = "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
     take = f"setp.ne.u32 %p3, %lane, 0; @%p3 bra END; mov.u32 %r1, 1; {copy} {drain}"
@@ -308,6 +316,9 @@ def test_what_releases_all_that_is_read_is_no_finding() -> None:
         "another instruction gathers them": handed_over(f"vote.sync.any.pred %p2, %p3, 0xffffffff; {ONE_ARRIVES}"),
         "every lane arrives": handed_over(ALL_ARRIVE, count=32),
         "every lane arrives, then one once more": handed_over(f"{ALL_ARRIVE} {ONE_ARRIVES}", count=33),
+        "every lane arrives, then one once more, of a matrix": handed_over(
+            f"{ALL_ARRIVE} {ONE_ARRIVES}", count=33, store=STMATRIX
+        ),
         "only what the arriving lane stored is read": own,
         "lanes meet only behind, and arrive again": handed_over(
             ONE_ARRIVES, count=2, behind=f"{LANES_MEET} {ONE_ARRIVES}"

@@ -145,11 +145,13 @@ def tensors_on_device(handle: Json, told: Sequence[Json]) -> Iterator[Mapping[st
     block = block_on_device(handle)
     tensors = {one["name"]: tensor_in(block, one) for one in told}
     del block
-    yield tensors
-    torch.cuda.synchronize()
-    tensors.clear()
-    # The next program may be another process's, and large.
-    torch.cuda.empty_cache()
+    try:
+        yield tensors
+        torch.cuda.synchronize()
+    finally:
+        tensors.clear()
+        # The next program may be another process's, and large.
+        torch.cuda.empty_cache()
 
 
 def block_on_device(handle: Json) -> torch.Tensor:

@@ -23,6 +23,7 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.definedness import PURE
 from backends.vm.bind.flow import Bound
 from backends.vm.bind.forms import find
+from backends.vm.faults import UnknownInstructionError
 from backends.vm.machine.code import (
     DTYPE_OF_VIEW,
     LANES,
@@ -293,8 +294,9 @@ def _machine_code(instruction: Instruction, binder: _KindBinder) -> int | None:
             bound = b.load(b.gep(bounds, [word(2 * index)], source_etype=_POINTER), typ=_POINTER)
             cells[key] = _Cell(b, key[0], b.gep(bound, [word(2 * index + 1)], source_etype=ir.IntType(8)))
         step(cast("Warp", _SymbolicWarp(cells)))
-    except (TypeError, AttributeError, ValueError, IndexError):
-        # What Traced, the symbolic warp and NumPy raise where the step asks for more than they can tell.
+    except (TypeError, AttributeError, ValueError, LookupError, UnknownInstructionError):
+        # What Traced, the symbolic warp and NumPy raise where the step asks for more than they can tell, and the family
+        # where it rejects a literal that it does not see.
         return None
     active = _truth(b, mask)
     for cell in cells.values():

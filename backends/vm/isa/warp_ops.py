@@ -191,7 +191,7 @@ def activemask(b: Binder) -> Step:
 def elect(b: Binder) -> Step:
     """The lowest named lane is the leader (measured on an H200 with 4 masks); d is its number in every lane.
 
-    It orders no memory (PTX ISA 9.7.13.14), and who has elected a lane lets it arrive, or copy, for the others.
+    It promises no order of memory (PTX ISA 9.7.13.14), and who has elected a lane lets it arrive, or copy, for all.
     """
     d, mask = b.expect(2)
     first, second = b.pair(d)

@@ -6,11 +6,13 @@ an epoch, of those few warps of which some lanes arrive alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 EVERY, NOBODY = (1 << 32) - 1, 0
 """Lanes as bits."""
+KEPT = 1024
+"""Releases of a warp that are known, at least. A write before them counts as ordered."""
 
 
 @dataclass(slots=True)
@@ -25,21 +27,25 @@ class LaneReleases:
 
     def note(self, agent: int, epoch: int, meetings: int, lanes: int) -> None:
         """`lanes` of a warp that has met `meetings` times have released what is over in `epoch`."""
-        self.by_agent.setdefault(agent, []).append((epoch, meetings, lanes))
+        releases = self.by_agent.setdefault(agent, [])
+        releases.append((epoch, meetings, lanes))
+        if len(releases) > 2 * KEPT:
+            del releases[:KEPT]
         if lanes not in (EVERY, NOBODY):
             self.partial.add(agent)
 
     def leave_out(self, agent: int, lane: int, meetings: int, epoch: int, seen: int) -> bool:
-        """Whether what `lane` wrote in `epoch` is in no release up to the epoch `seen`, whose own one is known."""
-        since = list(self._since(agent, epoch, seen))
-        if not since or since[0][:2] != (seen, meetings):
-            return False
-        return not any(lane >= 0 and lanes >> lane & 1 for _, _, lanes in since)
+        """Whether what `lane` wrote in `epoch` is in no release up to the epoch `seen`, whose own one is known.
 
-    def _since(self, agent: int, epoch: int, seen: int) -> Iterator[tuple[int, int, int]]:
-        """Releases of the epochs `epoch` to `seen`, the last one first."""
-        for one in reversed(self.by_agent[agent]):
-            if one[0] < epoch:
-                return
-            if one[0] <= seen:
-                yield one
+        `lane` -1: it is not known which of the warp.
+        """
+        releases = self.by_agent[agent]
+        at = bisect_right(releases, seen, key=lambda one: one[0])
+        if at == 0 or releases[at - 1][:2] != (seen, meetings):
+            return False
+        while at and releases[at - 1][0] >= epoch:
+            at -= 1
+            lanes = releases[at][2]
+            if lanes == EVERY or (lane >= 0 and lanes >> lane & 1):
+                return False
+        return at > 0 or len(releases) < KEPT
