@@ -19,6 +19,8 @@ from megamoe.runner.limits import share_of_memory
 from megamoe.runner.process import manner_of_death
 
 if TYPE_CHECKING:
+    from pebble import ProcessPool
+
     from megamoe.judge.judge import Bench
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -100,8 +102,10 @@ def _one_pool(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, N
                 )
                 future.add_done_callback(partial(_hand_over, finished, row))
         for _ in rows:
-            row, future = _next(finished)
-            record = _record_of_future(row, future, settings)
+            found = _next(finished, pool)
+            if found is None:
+                break
+            record = _record_of_future(*found, settings)
             if record is not None:
                 yield record
         pool.close()
@@ -117,13 +121,20 @@ def _hand_over(finished: queue.SimpleQueue[tuple[Row, Future[Record]]], row: Row
     finished.put((row, future))
 
 
-def _next(finished: queue.SimpleQueue[tuple[Row, Future[Record]]]) -> tuple[Row, Future[Record]]:
+def _next(
+    finished: queue.SimpleQueue[tuple[Row, Future[Record]]], pool: ProcessPool
+) -> tuple[Row, Future[Record]] | None:
+    """The next row that has finished, and its future. None if the pool has ended and tells of no other row."""
+    over = False
     # A get() without a time limit blocks Ctrl-C on some platforms.
     while True:
         try:
             return finished.get(timeout=_POLL_S)
         except queue.Empty:
-            continue
+            # A pool whose workers die as they start can end without a word of a row that it was just given.
+            if over:
+                return None
+            over = not pool.active
 
 
 def _record_of_future(row: Row, future: Future[Record], settings: RunSettings) -> Record | None:

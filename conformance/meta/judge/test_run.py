@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from pebble import ThreadPool
 
 from conformance import ROOT
 from conformance.fakes import backends as fake_backends
@@ -101,6 +103,21 @@ def test_workers_that_cannot_start_are_not_started_for_ever(monkeypatch: pytest.
     found = list(judged([_row("WORKS"), NEIGHBOURS[0]], RunSettings("run-1", jobs=2, timeout_s=TIMEOUT_S)))
     assert [record.status for record in found] == ["crashed", "crashed"]
     assert "no worker process could be started" in found[0].sentence
+
+
+class _EndedPool(ThreadPool):
+    """A pool that ends and says nothing of its rows, as one did whose workers died while they started."""
+
+    def schedule(self, *_: object, **__: object) -> Future[Record]:
+        self.stop()
+        return Future()
+
+
+def test_a_pool_that_ends_without_a_word_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megamoe.judge.run.worker_pool", lambda workers, module: _EndedPool(max_workers=1))
+    (record,) = judged([_row("WORKS")], RunSettings("run-1", timeout_s=TIMEOUT_S))
+    assert record.status == "crashed"
+    assert record.sentence.startswith("no worker process could be started for this row")
 
 
 @pytest.mark.parametrize(
