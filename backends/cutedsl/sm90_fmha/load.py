@@ -144,7 +144,6 @@ def load_boxes(
 @cute.jit
 def load_k(
     plan: Sm90FmhaPlan,
-    problem: Problem,
     loads: Loads,
     ring: StageRing,
     place: RingPlace,
@@ -167,7 +166,6 @@ def load_k(
 @cute.jit
 def load_v(
     plan: Sm90FmhaPlan,
-    problem: Problem,
     loads: Loads,
     ring: StageRing,
     place: RingPlace,
@@ -222,7 +220,7 @@ def load_warp(
         if item.tiles > 0:
             rows = tile_rows(plan, problem, item, item.first_tile + ring, plan.k_box)
             if ring < item.tiles:
-                kv_place = load_k(plan, problem, loads, kv, kv_place, item.first_tile + ring, rows, item)
+                kv_place = load_k(plan, loads, kv, kv_place, item.first_tile + ring, rows, item)
             if cutlass.const_expr(not plan.ragged):  # noqa: SIM102 (one is decided at compile time, one at run time)
                 if ring == 0:
                     load_q(plan, loads, q, q_place, item)
@@ -232,8 +230,8 @@ def load_warp(
                 v_rows = rows
                 if i + plan.rings < item.tiles:
                     rows = tile_rows(plan, problem, item, tile + plan.rings, plan.k_box)
-                    kv_place = load_k(plan, problem, loads, kv, kv_place, tile + plan.rings, rows, item)
-                kv_place = load_v(plan, problem, loads, kv, kv_place, tile, v_rows, item)
+                    kv_place = load_k(plan, loads, kv, kv_place, tile + plan.rings, rows, item)
+                kv_place = load_v(plan, loads, kv, kv_place, tile, v_rows, item)
     cute.arch.griddepcontrol_launch_dependents()
 
 
@@ -246,7 +244,7 @@ def load_warp_of_k(plan: Sm90FmhaPlan, problem: Problem, order: Order, loads: Lo
         item = dealt_item(plan, problem, order, number)
         for i in cutlass.range(item.tiles, unroll=1):
             rows = tile_rows(plan, problem, item, item.first_tile + i, plan.k_box)
-            place = load_k(plan, problem, loads, k, place, item.first_tile + i, rows, item)
+            place = load_k(plan, loads, k, place, item.first_tile + i, rows, item)
 
 
 @cute.jit
@@ -262,7 +260,7 @@ def load_warp_of_v(plan: Sm90FmhaPlan, problem: Problem, order: Order, loads: Lo
                 q_place = advanced(q, q_place)
         for i in cutlass.range(item.tiles, unroll=1):
             rows = tile_rows(plan, problem, item, item.first_tile + i, plan.v_box)
-            place = load_v(plan, problem, loads, v, place, item.first_tile + i, rows, item)
+            place = load_v(plan, loads, v, place, item.first_tile + i, rows, item)
     cute.arch.griddepcontrol_launch_dependents()
 
 

@@ -203,8 +203,7 @@ class Sm90FmhaPlan:
     def ring_stages(self) -> int:
         """Slabs of one ring. All rings take the shared memory that is left, `max_slabs` slabs at most."""
         left = SMEM_BYTES - self.q_stages * self.q_bytes - self.merge_bytes - self.p_stages * self.p_bytes
-        most = 2 if self.share == "lone" else self.max_slabs
-        return min(most, left // self.slab_bytes) // self.rings
+        return min(self.max_slabs, left // self.slab_bytes) // self.rings
 
     @property
     def k_stages(self) -> int:
@@ -350,7 +349,7 @@ def lone_plan(sizes: FmhaSizes) -> Sm90FmhaPlan | None:
     """
     if sizes.hd not in (64, 128):
         return None
-    plan = Sm90FmhaPlan(sizes.hd, "lone", LONE_KEYS, 1)
+    plan = standard_plan(sizes.hd, "lone")
     tiles = -(-sizes.s_k // plan.tile_n)
     ctas = sizes.kv_batches * -(-sizes.rows // plan.tile_m) * tiles
     few = sizes.t <= CHUNK_T and sizes.s_k <= SHORT_KEYS and ctas <= LONE_CTAS
@@ -358,7 +357,7 @@ def lone_plan(sizes: FmhaSizes) -> Sm90FmhaPlan | None:
 
 
 def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
-    """The plan with two consumer warpgroups.
+    """The plan of a way to share the work, unless sizes ask for another.
 
     Rows: S, P and O take 3/4 tile_n + hd / 2 of a thread's 240 registers. At hd 64 larger tiles are faster where a
     sequence has few rows (128 rows on 8192 keys: 74 us with 224 keys a tile, 77 with 192, 80 with 160), and smaller
@@ -369,6 +368,8 @@ def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
     shared that is less than would fit: 32 caches of hd 64 take 126.7 us with 12 slabs of 64 keys, 126.4 with eight and
     128.1 with 12 of 128 (results/records/h200-fmha-attempts.json).
     """
+    if share == "lone":
+        return Sm90FmhaPlan(hd, share, LONE_KEYS, 1, max_slabs=2)
     if share == "rows":
         return Sm90FmhaPlan(hd, share, {64: 224, 128: 128, 256: 80}[hd], cluster=2 if hd == 256 else 1)
     if share == "columns":

@@ -139,7 +139,7 @@ PLANS = (
     ONE_ROW_TILE,
     Sm90FmhaPlan(256, "rows", 64),
 )
-LONE = tuple(Sm90FmhaPlan(hd, "lone", LONE_KEYS, 1) for hd in (64, 128))
+LONE = tuple(standard_plan(hd, "lone") for hd in (64, 128))
 MAX_BOX_ROWS = 256
 
 SIZES = st.builds(
