@@ -46,6 +46,16 @@ def hold_to_reference(
     assert verdict.passed, f"{case.id} with {what}: {verdict.sentence}"
 
 
+def hold_to_attention(
+    case: Case, program: HostProgram, what: str, *schedules: str, inputs: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Runs `program` under each of `schedules`; `inputs`: None for those that the reference makes."""
+    for schedule in schedules:
+        seen, broken = outputs(case, program, schedule, inputs)
+        assert broken is None, f"{case.id} with {what} under {schedule}: {broken}"
+        hold_to_reference(case, seen, f"{what} under {schedule}", inputs)
+
+
 def hold_to_registers(what: str, artifact: Artifact, kernels: int) -> None:
     names = sorted(artifact.resources)
     assert len(names) == kernels, f"{what}: attention and {kernels - 1} to combine expected, found {names}"
@@ -134,17 +144,14 @@ SPLIT_CASES: dict[Target, tuple[str, ...]] = {
 def test_any_number_of_splits_gives_attention(target: Target, text: str, splits: int) -> None:
     """With more splits than key tiles some parts see no key. They have no weight."""
     case = case_of(text)
-    seen, broken = outputs(case, program_of(target, case, splits=splits), "random:5")
-    assert broken is None, f"{case.id} in {splits} splits: {broken}"
-    hold_to_reference(case, seen, f"{splits} splits")
+    hold_to_attention(case, program_of(target, case, splits=splits), f"{splits} splits", "random:5")
 
 
 @pytest.mark.parametrize("splits", [3, 40])
 def test_halves_of_columns_and_short_parts_give_attention(splits: int) -> None:
     case = case_of("hd=512,t=2,s_k=530,heads=8,kv_heads=1")
-    seen, broken = outputs(case, program_of("sm_90a", case, ONE_ROW_TILE, splits=splits), "random:5")
-    assert broken is None, f"{case.id} in {splits} splits: {broken}"
-    hold_to_reference(case, seen, f"{ONE_ROW_TILE}, {splits} splits")
+    program = program_of("sm_90a", case, ONE_ROW_TILE, splits=splits)
+    hold_to_attention(case, program, f"{ONE_ROW_TILE}, {splits} splits", "random:5")
 
 
 # A whole turn of keys and a part of one; keys that a window hides, before the first turn ends and within it; two heads
@@ -162,10 +169,7 @@ def test_one_row_gives_attention(text: str) -> None:
     case = case_of(text)
     program = program_of("sm_90a", case)
     assert "sm90_fmha_row" in program.ptx, f"{case.id} is computed in tiles"
-    for schedule in ("eager", "random:4"):
-        seen, broken = outputs(case, program, schedule)
-        assert broken is None, f"{case.id} under {schedule}: {broken}"
-        hold_to_reference(case, seen, f"a CTA a row, {schedule}")
+    hold_to_attention(case, program, "a CTA a row", "eager", "random:4")
 
 
 # Rows of two heads in a row tile; row tiles of which one sees no key of a part; parts that a window hides from all; a
@@ -183,10 +187,7 @@ def test_a_lone_warpgroup_gives_attention(text: str) -> None:
     case = case_of(text)
     program = program_of("sm_90a", case)
     assert "_lone_" in program.ptx, f"{case.id} has another kernel"
-    for schedule in ("lazy", "random:4"):
-        seen, broken = outputs(case, program, schedule)
-        assert broken is None, f"{case.id} under {schedule}: {broken}"
-        hold_to_reference(case, seen, f"a tile a CTA, {schedule}")
+    hold_to_attention(case, program, "a tile a CTA", "lazy", "random:4")
 
 
 # The sink belongs to one of the warpgroups that share keys, and to one part. Rows that see no key; heads share a tile.
@@ -200,9 +201,7 @@ def test_a_lone_warpgroup_gives_attention(text: str) -> None:
 )
 def test_a_sink_counts_once(text: str, way: Share | Sm90FmhaPlan, splits: int) -> None:
     case = case_of(text)
-    seen, broken = outputs(case, program_of("sm_90a", case, way, splits=splits), "random:3")
-    assert broken is None, f"{case.id}: {broken}"
-    hold_to_reference(case, seen, f"{way}, {splits} splits")
+    hold_to_attention(case, program_of("sm_90a", case, way, splits=splits), f"{way}, {splits} splits", "random:3")
 
 
 def rising(case: Case, factor: float) -> dict[str, torch.Tensor]:
@@ -231,9 +230,7 @@ def test_scores_may_rise_above_the_maxima_before_them(
     case = case_of(text)
     inputs = rising(case, factor)
     program = program_of("sm_90a", case, way, splits=1)
-    seen, broken = outputs(case, program, "random:2", inputs)
-    assert broken is None, f"{case.id}, scores {factor} times as large: {broken}"
-    hold_to_reference(case, seen, f"scores {factor} times as large", inputs)
+    hold_to_attention(case, program, f"scores {factor} times as large", "random:2", inputs=inputs)
     faulty = replace(program, ptx=without(fault)(program.ptx))
     assert outputs(case, faulty, inputs=inputs)[1], f"{case.id}: no row needs {fault}, scores {factor} times as large"
 
