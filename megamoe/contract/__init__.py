@@ -18,6 +18,7 @@ from megamoe.contract.backend import (
     TimedExecutor,
     UnsupportedError,
     backend_names,
+    device_of,
     executor_names,
     load_backend,
     load_executor,

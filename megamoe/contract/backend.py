@@ -301,6 +301,11 @@ def load_executor(name: str) -> Executor:
     return loaded
 
 
+def device_of(executor: Executor) -> str:
+    """The torch device on which `executor` runs programs: the CPU, unless it says otherwise."""
+    return str(getattr(executor, "device", "cpu"))
+
+
 def open_machine(name: str, target: str, **options: object) -> KernelMachine:
     """A machine for the doors, opened by the function registered under `name`; raises as load_backend.
 

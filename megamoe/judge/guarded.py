@@ -14,6 +14,7 @@ from megamoe.contract import (
     RunOptions,
     Target,
     UnsupportedError,
+    device_of,
     load_backend,
     load_executor,
 )
@@ -36,7 +37,7 @@ class GuardedCase:
         """`inputs`: None for those that the reference makes."""
         self.case, self.executor = case, executor
         self.inputs = reference(case.op).make_inputs(case) if inputs is None else inputs
-        self.arena = Arena(spec, case, self.inputs, getattr(executor, "device", "cpu"))
+        self.arena = Arena(spec, case, self.inputs, device_of(executor))
 
     @cached_property
     def free(self) -> Tensors:
@@ -131,7 +132,7 @@ class InThisProcess:
 
     def device(self, row: Row, deadline: float) -> str:
         """Where the executor of `row` runs programs."""
-        return getattr(load_executor(row.executor), "device", "cpu")
+        return device_of(load_executor(row.executor))
 
     def run(self, row: Row, built: Built, tensors: tuple[Spec, Case, Tensors], deadline: float) -> Ran:
         """Runs a program once on poisoned outputs; raises what the executor raises."""

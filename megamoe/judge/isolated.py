@@ -115,8 +115,8 @@ class Processes:
             with lent_block(block_bytes(layouts), home) as lent:
                 arena = Arena(spec, case, inputs, home, shared=lent.block)
                 options = RunOptions(schedule=row.schedule, outputs=arena.outputs)
-                asked = {**sent.told, "executor": row.executor, "options": asdict(options), "tensors": arena.told}
-                asked |= {} if lent.handle is None else {"handle": lent.handle}
+                asked = {**sent.told, "executor": row.executor, "options": asdict(options)}
+                asked |= {"tensors": arena.told, "handle": lent.handle}
                 if is_cuda(home):
                     # The runner looks from another process.
                     torch.cuda.synchronize()

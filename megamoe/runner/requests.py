@@ -22,6 +22,7 @@ from megamoe.contract import (
     RunOptions,
     Target,
     TimedExecutor,
+    device_of,
     load_backend,
     load_executor,
 )
@@ -66,7 +67,7 @@ def about_executor(request: Frame) -> Frame:
     asked: list[str] = request.told["targets"]
     return Frame(
         {
-            "device": str(getattr(executor, "device", "cpu")),
+            "device": device_of(executor),
             "schedules": None if schedules is None else [str(name) for name in schedules],
             "timed": isinstance(executor, TimedExecutor),
             "unavailable": {target: _said(executor.unavailable(cast(Target, target))) for target in asked},
@@ -102,7 +103,7 @@ def run(request: Frame) -> Frame:
     program: AnyProgram = built_call(request.told["number"]) if "number" in request.told else decoded(request)
     options = request.told["options"]
     with (
-        _tensors_of(request, getattr(executor, "device", "cpu")) as tensors,
+        _tensors_of(request, device_of(executor)) as tensors,
         telling(getattr(executor, "whereabouts", None)),
     ):
         execution = executor.run(
