@@ -127,7 +127,7 @@ def make_inputs(case: Case, device: Device = "cpu") -> Inputs:
     if "x_codes" in wanted:
         made |= _operand("x", stack("x", case.int("tokens"), 1, case.int("hidden")), _padding(case), rows=True)
     if "x" in wanted:
-        made["x"] = _plain(case, "x", (case.int("tokens"), case.int("hidden")), device)
+        made["x"] = _plain(case, "x", (case.int("tokens"), case.int("hidden")))
     if "w1_codes" in wanted:
         w1 = stack("w1", case.int("num_experts"), 2 * case.int("intermediate"), case.int("hidden"))
         made |= _operand("w1", w1, _padding(case))
@@ -138,7 +138,7 @@ def make_inputs(case: Case, device: Device = "cpu") -> Inputs:
     if "a2_codes" in wanted:
         made |= _a2(case, made, stack("a2", expert_rows(case), 1, case.int("intermediate")))
     if "a2" in wanted:
-        a2 = _plain(case, "a2", (expert_rows(case), case.int("intermediate")), device)
+        a2 = _plain(case, "a2", (expert_rows(case), case.int("intermediate")))
         made["a2"] = _pad_rows(case, made, a2, math.nan)
     return {name: made[name].to(device) for name in wanted}
 
@@ -195,7 +195,7 @@ def _normal(case: Case, name: str, shape: Shape, device: Device) -> Stack:
     parts = [_quantised(name, part.view(-1, *shape[1:])) for part in drawn]
     codes, sf, gs = (torch.cat(part) for part in zip(*parts, strict=True))
     # Of millions of numbers the largest is always the same, and so would all global scales be.
-    return codes, sf, gs * _spread(case, f"{name}_spread", len(gs)).to(device)
+    return codes, sf, gs * _spread(case, f"{name}_spread", len(gs)).float().to(device)
 
 
 def _quantised(name: str, values: torch.Tensor) -> Stack:
@@ -233,13 +233,13 @@ def _saturating_scales(case: Case, name: str, shape: Shape, device: Device) -> S
 def _unit(case: Case, name: str, shape: tuple[int, int, int], scales: torch.Tensor) -> torch.Tensor:
     """float32 [shape[0]]: global scales that give uniform codes under these block scales the deviation of `normal`."""
     mean_square = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).square().mean() * scales.square().mean()
-    spread = 0.75 + 0.5 * uniform(case, f"{name}_gs", shape[:1])
+    spread = _spread(case, f"{name}_gs", shape[0])
     return (spread * _deviation(name, shape[-1]) / math.sqrt(float(mean_square))).float()
 
 
 def _spread(case: Case, stream: str, count: int) -> torch.Tensor:
-    """float32 [count]: 0.75 to 1.25."""
-    return (0.75 + 0.5 * uniform(case, stream, (count,))).float()
+    """[count]: 0.75 to 1.25."""
+    return 0.75 + 0.5 * uniform(case, stream, (count,))
 
 
 DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
@@ -256,12 +256,12 @@ DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
 MAX_ROW_EXPONENT: Final = 20
 
 
-def _plain(case: Case, name: str, shape: tuple[int, int], device: Device) -> torch.Tensor:
+def _plain(case: Case, name: str, shape: tuple[int, int]) -> torch.Tensor:
     """bf16 activations: N(0, 1) or N(0, 1 / K) as in _normal, with the zeros of _zero_blocks.
 
     Under `full_range` each row is times a power of two.
     """
-    values = normal(case, name, shape).to(device if case.inputs == "normal" else "cpu") * _deviation(name, shape[-1])
+    values = normal(case, name, shape) * _deviation(name, shape[-1])
     if case.inputs == "zero_blocks":
         kept = uniform(case, f"{name}_zero", (shape[0], shape[1] // SF_VEC_SIZE)) < 0.5
         values *= kept.repeat_interleave(SF_VEC_SIZE, dim=-1)
