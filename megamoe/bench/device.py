@@ -19,7 +19,7 @@ from megamoe.contract import DeviceFacts, Flush, HostProgram, Program, Temperatu
 from megamoe.judge.arena import Arena, Lent, block_bytes, is_cuda, layouts_of, lent_block
 from megamoe.judge.guarded import Built
 from megamoe.runner import timed
-from megamoe.runner.process import Runner, RunnerFaultError
+from megamoe.runner.process import Runner, RunnerDiedError, RunnerFaultError
 from megamoe.runner.wire import Frame, encoded
 
 if TYPE_CHECKING:
@@ -120,8 +120,12 @@ class Buffers:
     def close(self) -> None:
         """Makes the runners let go of the memory. Raises what Runner.ask raises."""
         with self.memory:
-            for runner in self.open_in.values():
-                runner.ask(timed.CLOSE, {}, self.left_s())
+            try:
+                for runner in self.open_in.values():
+                    runner.ask(timed.CLOSE, {}, self.left_s())
+            except RunnerDiedError:
+                self.lent.give_up()
+                raise
 
 
 def facts_of(machine: Runner, executor: str, limit_s: float) -> DeviceFacts:

@@ -15,7 +15,7 @@ import os
 import random
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import torch
@@ -48,9 +48,16 @@ class Seal(Protocol):
         ...
 
 
-def seal(body: torch.Tensor) -> Seal:
-    """Seals `body`: by digests in host memory; on a device by a copy there, so that checking needs no transfer."""
-    return Digests(body) if body.device.type == "cpu" else SealedCopy(body)
+def seal(body: torch.Tensor, given: torch.Tensor | None = None) -> Seal:
+    """Seals `body`: by digests in host memory; on a device by a copy there, so that checking needs no transfer.
+
+    `given`: a tensor of the same bytes that nobody changes. On the device of `body` it is that copy.
+    """
+    if body.device.type == "cpu":
+        return Digests(body)
+    if given is not None and given.device == body.device and given.is_contiguous():
+        return SealedCopy(given.view(-1).view(torch.uint8))
+    return SealedCopy(body.clone())
 
 
 class Digests:
@@ -74,10 +81,10 @@ class Digests:
 
 
 class SealedCopy:
-    """A copy of the bytes on the same device."""
+    """A copy of the bytes on the same device, which nobody changes."""
 
-    def __init__(self, body: torch.Tensor) -> None:
-        self._bytes = body.clone()
+    def __init__(self, copy: torch.Tensor) -> None:
+        self._bytes = copy
 
     def whole(self, body: torch.Tensor) -> torch.Tensor:
         """See Seal."""
@@ -202,8 +209,9 @@ class Arena:
     """The tensors of one case, by name, in `tensors`. Inputs are copied in; outputs hold POISON until written.
 
     All lie in one block of memory. `guard`: bytes of each band, a positive multiple of 256. `shared`: a block of
-    `block_bytes` bytes (uint8, aligned) that another process sees too. ValueError if an input is missing, superfluous,
-    or of the wrong shape or dtype.
+    `block_bytes` bytes (uint8, aligned) that another process sees too. Inputs that are on `device`, if that is none of
+    the host, must stay as they are: they seal their copies. ValueError if an input is missing, superfluous, or of the
+    wrong shape or dtype.
     """
 
     def __init__(
@@ -247,7 +255,8 @@ class Arena:
             plot.memory[plot.memory.numel() - guard :] = self._pattern
         for name, tensor in inputs.items():
             self.tensors[name].copy_(tensor)
-        self._seals = {name: seal(self._plots[name].body) for name in inputs}
+        self._seals = {name: seal(self._plots[name].body, tensor) for name, tensor in inputs.items()}
+        self._found = dict[str, list[str]]()
         self.poison()
 
     def _place(self, layouts: Mapping[str, Layout], block: torch.Tensor) -> None:
@@ -260,8 +269,13 @@ class Arena:
         self.tensors: dict[str, torch.Tensor] = {name: plot.tensor for name, plot in self._plots.items()}
 
     def taken(self) -> None:
-        """Moves the arena to a private copy of its block as it is now, which nobody else can change."""
-        self._place({name: plot.layout for name, plot in self._plots.items()}, self._block.clone())
+        """Moves the outputs to a private copy of them as they are now, which nobody else can change, and lets go of the
+        block. Inputs are looked at here for the last time, and are no tensors of the arena any more."""
+        self._found = {name: self._damage_to(name) for name in self._seals}
+        self._block = self._block.new_empty(0)
+        for name, plot in self._plots.items():
+            self._plots[name] = replace(plot, memory=self._block if name in self._seals else plot.memory.clone())
+        self.tensors = {name: self._plots[name].tensor for name in self.outputs}
 
     @property
     def told(self) -> list[dict[str, object]]:
@@ -340,6 +354,8 @@ class Arena:
         return "; ".join(found) or None
 
     def _damage_to(self, name: str) -> list[str]:
+        if name in self._found:
+            return self._found[name]
         plot, guard = self._plots[name], self._pattern.numel()
         size = plot.body.numel()
         lower = (plot.memory[:guard] != self._pattern).nonzero().flatten()
@@ -463,6 +479,14 @@ class Lent:
     block: torch.Tensor
     descriptor: int | None = None
     handle: Mapping[str, object] | None = None
+
+    def give_up(self) -> None:
+        """Says in place of a process that has ended that it maps the block no more: torch would keep it for that one,
+        as long as this process lives. Call it while the block is there."""
+        if self.handle is not None:
+            torch.UntypedStorage._release_ipc_counter_cuda(  # pyright: ignore[reportPrivateUsage]
+                bytes.fromhex(str(self.handle["counter"])), self.handle["counter_offset"]
+            )
 
 
 @contextmanager

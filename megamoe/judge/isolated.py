@@ -24,7 +24,7 @@ import torch
 from megamoe import CHECKOUT
 from megamoe.contract import DeviceLostError, HostProgram, Program, RunOptions, Target, UnsupportedError
 from megamoe.contract.cache import keys_kept_from
-from megamoe.judge.arena import Arena, block_bytes, is_cuda, layouts_of, lent_block
+from megamoe.judge.arena import Arena, block_bytes, give_device_memory_back, is_cuda, layouts_of, lent_block
 from megamoe.judge.guarded import Built, Ran
 from megamoe.runner import requests
 from megamoe.runner.child import Confinement
@@ -118,14 +118,17 @@ class Processes:
                 asked = {**sent.told, "executor": row.executor, "options": asdict(options)}
                 asked |= {"tensors": arena.told, "handle": lent.handle}
                 if is_cuda(home):
-                    # The runner looks from another process.
+                    # The runner looks from another process, and takes from the device what it needs.
                     torch.cuda.synchronize()
-                answer = runner.ask(requests.RUN, asked, _left(deadline), sent.parts, lent.descriptor)
+                    give_device_memory_back()
+                try:
+                    answer = runner.ask(requests.RUN, asked, _left(deadline), sent.parts, lent.descriptor)
+                except (DeviceLostError, RunnerFaultError, RunnerDiedError):
+                    # Its device, or its memory, may be broken.
+                    runner.end()
+                    lent.give_up()
+                    raise
                 arena.taken()
-        except (DeviceLostError, RunnerFaultError):
-            # Its device, or its memory, may be broken.
-            runner.end()
-            raise
         finally:
             if fresh and isinstance(built.program, HostProgram):
                 runner.end()

@@ -113,7 +113,8 @@ NAN_SCALE: Final = 0x7F
 
 
 def make_inputs(case: Case, device: Device = "cpu") -> Inputs:
-    """Every input of the case's stage, on `device`; the weights of a real layer are drawn there.
+    """Every input of the case's stage, on `device`; the weights of a real layer are drawn there, once for the cases of
+    that layer that follow each other: do not change them.
 
     The bits depend on the case's id alone. ValueError for an unknown distribution.
     """
@@ -128,12 +129,23 @@ def make_inputs(case: Case, device: Device = "cpu") -> Inputs:
         made |= _operand("x", stack("x", case.int("tokens"), 1, case.int("hidden")), _padding(case), rows=True)
     if "x" in wanted:
         made["x"] = _plain(case, "x", (case.int("tokens"), case.int("hidden")))
-    if "w1_codes" in wanted:
-        w1 = stack("w1", case.int("num_experts"), 2 * case.int("intermediate"), case.int("hidden"))
-        made |= _operand("w1", w1, _padding(case))
-    if "w2_codes" in wanted:
-        w2 = stack("w2", case.int("num_experts"), case.int("hidden"), case.int("intermediate"))
-        made |= _operand("w2", w2, _padding(case))
+    layer = _layer_of(case)
+    if any(key[:2] != (layer.id, str(device)) for key in _KEPT):
+        _KEPT.clear()
+    for name, rows, k in (
+        ("w1", 2 * case.int("intermediate"), case.int("hidden")),
+        ("w2", case.int("hidden"), case.int("intermediate")),
+    ):
+        if f"{name}_codes" not in wanted:
+            continue
+        shape = (case.int("num_experts"), rows, k)
+        if draw_stack is not _normal or math.prod(shape) <= COUNTED:
+            made |= _operand(name, draw_stack(case, name, shape, device), _padding(case))
+            continue
+        key = (layer.id, str(device), name)
+        if key not in _KEPT:
+            _KEPT[key] = _operand(name, _normal(layer, name, shape, device), _padding(case))
+        made |= _KEPT[key]
     made |= {name: draw(case, made) for name, draw in _EXPERT_ROWS.items() if name in wanted}
     if "a2_codes" in wanted:
         made |= _a2(case, made, stack("a2", expert_rows(case), 1, case.int("intermediate")))
@@ -141,6 +153,18 @@ def make_inputs(case: Case, device: Device = "cpu") -> Inputs:
         a2 = _plain(case, "a2", (expert_rows(case), case.int("intermediate")))
         made["a2"] = _pad_rows(case, made, a2, math.nan)
     return {name: made[name].to(device) for name in wanted}
+
+
+_OF_WEIGHTS: Final = ("hidden", "intermediate", "num_experts", "inputs", "seed")
+_KEPT: Final[dict[tuple[str, str, str], Inputs]] = {}
+"""The weights of the last real layer, by layer, device and name: those of 384 experts take seconds to draw."""
+
+
+def _layer_of(case: Case) -> Case:
+    """`case` under an id of what shapes its weights: rows of one real layer, as it is used, have the same weights."""
+    op, _, axes = case.id.partition(":")
+    kept = [axis for axis in axes.split(",") if axis.partition("=")[0] in _OF_WEIGHTS]
+    return replace(case, id=f"{op}:{','.join(kept)}")
 
 
 _W1: Final = ("w1_codes", "w1_sf", "w1_gs")

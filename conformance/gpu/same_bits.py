@@ -1,0 +1,143 @@
+"""Rows on a device and in the machine, bit by bit.
+
+    python -m conformance.gpu.same_bits run FILE --executor gpu --op nvfp4_moe     on an H200
+    python -m conformance.gpu.same_bits run FILE --executor vm --op nvfp4_moe      anywhere
+    python -m conformance.gpu.same_bits compare RECORD --device FILE ... --machine FILE ...
+
+`run` draws the inputs of each row of a profile, as the judge does, and keeps what its program of sm_90a leaves; the
+machine models an H200's tensor core to the bit. `--part 2/8` is the second eighth of the rows. `compare` counts the
+elements that differ in any bit. Elements that may hold anything count as equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import pickle
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from conformance.gpu.probe import differences
+from megamoe.contract import HostProgram, RunOptions, UnsupportedError, load_backend, load_executor
+from megamoe.judge.guarded import GuardedCase
+from megamoe.spec.load import load_specs
+from megamoe.spec.selection import Selection, owed_rows
+
+TARGET: Final = "sm_90a"
+BACKENDS: Final = ("cutedsl", "ptx")
+
+
+@dataclass(frozen=True)
+class Left:
+    """What one program left. `program`: SHA-256 of its PTX, and of its host object if there is one. `fault`: what the
+    judge would say of the memory, or the error that came instead; "" for none."""
+
+    program: str
+    outputs: Mapping[str, torch.Tensor]
+    fault: str
+
+
+Key = tuple[str, str]
+"""A case and a backend."""
+
+
+def rows_of(op: str, profile: str, backends: Sequence[str]) -> list[Key]:
+    """The rows of `op` in `profile`, the most work first."""
+    selection = Selection(profile, ops=(op,), backends=tuple(backends), targets=(TARGET,), schedules=("eager",))
+    return [(row.case, row.backend) for row in owed_rows(load_specs(), selection)]
+
+
+def left_by(key: Key, executor_name: str) -> Left | None:
+    """What the program of a row leaves; None if its backend has none."""
+    case_id, backend = key
+    spec = load_specs()[case_id.partition(":")[0]]
+    case = spec.parse_case(case_id)
+    try:
+        program = load_backend(backend).build(case, TARGET)
+    except UnsupportedError:
+        return None
+    text = (program.ptx or "").encode() + (program.host_object if isinstance(program, HostProgram) else b"")
+    name = hashlib.sha256(text).hexdigest()
+    options = RunOptions(accumulate="hopper") if executor_name == "vm" else RunOptions()
+    try:
+        ran = GuardedCase(spec, case, load_executor(executor_name)).run(program, options)
+        return Left(name, ran.settled, ran.fault())
+    except Exception as error:
+        return Left(name, {}, f"{type(error).__name__}: {error}"[:500])
+
+
+def compared(device: Mapping[Key, Left], machine: Mapping[Key, Left]) -> list[dict[str, object]]:
+    """A line a row that ran on both sides. ValueError for a row of which they ran different programs."""
+    found: list[dict[str, object]] = []
+    for key in sorted(device.keys() & machine.keys()):
+        here, there = device[key], machine[key]
+        if here.program != there.program:
+            raise ValueError(
+                f"{key[0]} of {key[1]}: the device ran the program {here.program}, the machine {there.program}"
+            )
+        line: dict[str, object] = {"case": key[0], "backend": key[1], "target": TARGET, "program_sha256": here.program}
+        if here.fault or there.fault:
+            line |= {"device": here.fault, "machine": there.fault}
+        else:
+            sizes = {name: tensor.numel() for name, tensor in there.outputs.items()}
+            line |= {"differing": differences(here.outputs, there.outputs), "elements": sizes}
+        found.append(line)
+    return found
+
+
+def _run(given: argparse.Namespace) -> int:
+    index, count = map(int, given.part.split("/"))
+    found: dict[Key, Left] = {}
+    for key in rows_of(given.op, given.profile, given.backend or BACKENDS)[index - 1 :: count]:
+        if (left := left_by(key, given.executor)) is not None:
+            found[key] = left
+            given.file.write_bytes(pickle.dumps(found))
+            print(f"{key[0]} {key[1]}: {left.fault or 'ran'}", flush=True)
+    return sum(bool(left.fault) for left in found.values())
+
+
+def _compare(given: argparse.Namespace) -> int:
+    device, machine = (
+        {key: left for path in paths for key, left in pickle.loads(path.read_bytes()).items()}
+        for paths in (given.device, given.machine)
+    )
+    found = compared(device, machine)
+    given.file.write_text("[\n" + ",\n".join(json.dumps(line) for line in found) + "\n]\n")
+    differing = [line for line in found if "differing" not in line or any(dict(line["differing"]).values())]  # pyright: ignore
+    for line in differing:
+        print(json.dumps(line))
+    print(
+        f"{len(found)} rows, {len(differing)} of them differ; {len(device)} on the device, {len(machine)} by the machine"
+    )
+    return len(differing)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs or compares; the status is the number of rows with a fault, or of those that differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    run = commands.add_parser("run", help="keep what programs leave")
+    run.add_argument("file", type=Path, help="takes it: a pickle, for files of your own alone")
+    run.add_argument("--executor", default="vm")
+    run.add_argument("--op", required=True)
+    run.add_argument("--profile", default="full")
+    run.add_argument("--backend", action="append", help="both of ours if none is given")
+    run.add_argument("--part", default="1/1", help="I/N: only the I-th of N parts")
+    run.set_defaults(do=_run)
+    compare = commands.add_parser("compare", help="count the elements that differ")
+    compare.add_argument("file", type=Path, help="takes the record")
+    compare.add_argument("--device", type=Path, nargs="+", required=True)
+    compare.add_argument("--machine", type=Path, nargs="+", required=True)
+    compare.set_defaults(do=_compare)
+    given = parser.parse_args(arguments)
+    return given.do(given)
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 125))
