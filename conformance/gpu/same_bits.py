@@ -112,9 +112,7 @@ def _compare(given: argparse.Namespace) -> int:
     differing = [line for line in found if "differing" not in line or any(dict(line["differing"]).values())]  # pyright: ignore
     for line in differing:
         print(json.dumps(line))
-    print(
-        f"{len(found)} rows, {len(differing)} of them differ; {len(device)} on the device, {len(machine)} by the machine"
-    )
+    print(f"{len(found)} rows, {len(differing)} differ; the device ran {len(device)}, the machine {len(machine)}")
     return len(differing)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -112,6 +114,26 @@ def test_several_damages_are_all_told() -> None:
     assert "input x" in damage, damage
     assert "above tensor z" in damage, damage
     assert "0 bytes past its end at byte 12" in damage, damage
+
+
+def test_what_was_wrong_when_it_was_taken_is_told_and_nothing_that_comes_later() -> None:
+    room = arena()
+    x, outside = room.tensors["x"], {name: bytes_around(room.tensors[name]) for name in ("x", "z")}
+    x[0, 0] = 9.0
+    for storage, start in outside.values():
+        storage[start - 1] ^= 0xFF
+    room.tensors["y"].fill_(1.0)
+    damage = room.damage()
+    room.taken()
+    assert room.damage() == damage, "a look at what was taken differs from one at the block"
+    assert damage is not None, "nothing is said of a changed input and two bands"
+    assert all(word in damage for word in ("input x", "below tensor x", "below tensor z")), damage
+    x.fill_(-1.0)
+    for storage, _ in outside.values():
+        storage.zero_()
+    assert room.damage() == damage, "a late write reached what is judged"
+    assert torch.equal(room.tensors["y"], torch.ones(SHAPE, dtype=torch.bfloat16)), "and what was written"
+    assert room.unwritten() == {"y": 0, "z": 3}, "what nobody has written is still told"
 
 
 @pytest.mark.parametrize("dtype", OUTPUTS, ids=str)
@@ -231,7 +253,11 @@ def test_scaled_inputs_all_differ_from_what_they_were_and_come_back_bit_by_bit()
         assert not all(torch.equal(first[name], held.tensors[name]) for name in inputs), "another seed, other inputs"
 
 
-SEALS = (Digests, SealedCopy)
+def copied(bytes_: torch.Tensor) -> SealedCopy:
+    return SealedCopy(bytes_.clone())
+
+
+SEALS: tuple[Callable[[torch.Tensor], Seal], ...] = (Digests, copied)
 SIZES = (0, 1, 7, 8, SEAL_BYTES, 3 * SEAL_BYTES + 5)
 
 
@@ -241,18 +267,18 @@ def body(size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", SEALS)
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_whole_is_whole(kind: type[Digests | SealedCopy], size: int) -> None:
+def test_what_is_whole_is_whole(kind: Callable[[torch.Tensor], Seal], size: int) -> None:
     bytes_ = body(size)
-    sealed: Seal = kind(bytes_)
+    sealed = kind(bytes_)
     assert bool(sealed.whole(bytes_)), f"{size} bytes"
     assert sealed.broken(bytes_) == []
 
 
 @pytest.mark.parametrize("kind", SEALS)
 @pytest.mark.parametrize("size", [size for size in SIZES if size])
-def test_one_flipped_bit_breaks_its_block_alone(kind: type[Digests | SealedCopy], size: int) -> None:
+def test_one_flipped_bit_breaks_its_block_alone(kind: Callable[[torch.Tensor], Seal], size: int) -> None:
     bytes_ = body(size)
-    sealed: Seal = kind(bytes_)
+    sealed = kind(bytes_)
     for place in {0, size // 2, size - 1}:
         bytes_[place] ^= 0x80
         assert not bool(sealed.whole(bytes_)), f"bit flipped in byte {place} of {size}"
@@ -262,13 +288,29 @@ def test_one_flipped_bit_breaks_its_block_alone(kind: type[Digests | SealedCopy]
 
 
 @pytest.mark.parametrize("kind", SEALS)
-def test_the_digest_is_that_of_what_was_sealed(kind: type[Digests | SealedCopy]) -> None:
+def test_the_digest_is_that_of_what_was_sealed(kind: Callable[[torch.Tensor], Seal]) -> None:
     bytes_ = body(3 * SEAL_BYTES)
     before = Digests(bytes_).sha256()
-    sealed: Seal = kind(bytes_)
+    sealed = kind(bytes_)
     bytes_.zero_()
     assert sealed.sha256() == before, "whatever happens to the memory later"
 
 
 def test_host_memory_is_sealed_by_digests() -> None:
     assert isinstance(seal(body(8)), Digests)
+    given = body(8)
+    assert isinstance(seal(body(8), given), Digests), "whatever else has these bytes"
+
+
+def test_memory_of_a_device_is_sealed_by_what_was_copied_there() -> None:
+    """A second copy of the weights of 384 experts has 14 GB."""
+    given, there = torch.empty(2, 3, device="meta"), torch.empty(24, dtype=torch.uint8, device="meta")
+
+    def own(sealed: Seal) -> bool:
+        assert isinstance(sealed, SealedCopy), f"{type(sealed).__name__} brings what it seals to the host"
+        return sealed._bytes.untyped_storage()._cdata != given.untyped_storage()._cdata  # pyright: ignore
+
+    assert not own(seal(there, given)), "the copy was copied"
+    assert own(seal(there)), "nothing else has these bytes"
+    assert own(seal(there, torch.empty(2, 3))), "a tensor of the host cannot be compared there"
+    assert own(seal(there, given.mT)), "bytes of another order"

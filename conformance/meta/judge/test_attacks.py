@@ -10,6 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,18 +21,25 @@ import torch
 from conformance import ROOT
 from conformance.fakes import adversaries, backends
 from megamoe.cli.main import main
-from megamoe.contract import Row, Status
-from megamoe.judge.arena import Arena, Layout, block_bytes, shared_block
+from megamoe.contract import DeviceLostError, Program, Row, Status
+from megamoe.judge import isolated
+from megamoe.judge.arena import Arena, Layout, Lent, block_bytes, shared_block
+from megamoe.judge.guarded import Built
+from megamoe.judge.isolated import Processes
 from megamoe.judge.run import RunSettings, judged
+from megamoe.ops import reference
 from megamoe.records.lines import Record
 from megamoe.runner import capabilities, requests
 from megamoe.runner.child import landlock_version
+from megamoe.runner.process import RunnerDiedError, RunnerFaultError
 from megamoe.runner.wire import Frame, WireError, decoded
+from megamoe.spec.load import load_specs
 
 CASE = "fmha:hd=64,t=1,s_k=128"
 ROOM = adversaries.__name__
 DEVICE = f"{ROOM}:DEVICE"
 LOCKED = landlock_version() > 0
+LOST = DeviceLostError.__new__(DeviceLostError)
 
 # Attribute -> the status, and words of the sentence. What only Landlock stops is skipped without it.
 ATTACKS: dict[str, tuple[Status, str]] = {
@@ -173,6 +183,46 @@ def test_memory_cannot_be_taken_from_the_judge() -> None:
         arena.taken()
         shared.fill_(2.0)
         assert torch.equal(arena.tensors["y"], torch.ones(4)), "a late write reached what is judged"
+
+
+@dataclass
+class Dying:
+    """A runner that fails at what it is asked."""
+
+    error: Exception
+    ended: bool = False
+
+    def ask(self, *_: object) -> Frame:
+        raise self.error
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize(
+    "error", [RunnerDiedError("died"), RunnerDiedError("was late", late=True), RunnerFaultError("failed", ""), LOST]
+)
+def test_a_runner_that_dies_keeps_no_memory_of_a_device(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch counts who maps a block, and a process that dies does not count itself out."""
+    spec = load_specs()["fmha"]
+    case, row = spec.parse_case(CASE), Row(CASE, "ptx", "sm_90a", "gpu", "eager")
+    done, runner = list[tuple[object, ...]](), Dying(error)
+
+    @contextmanager
+    def lent(size: int, device: str) -> Iterator[Lent]:
+        yield Lent(torch.empty(size, dtype=torch.uint8), handle={"counter": b"/name".hex(), "counter_offset": 7})
+        done.append(("freed",))
+
+    def released(*told: object) -> None:
+        done.append((*told, runner.ended))
+
+    monkeypatch.setattr(isolated, "lent_block", lent)
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", released)
+    monkeypatch.setattr(Processes, "_machine", lambda *_: runner)
+    built = Built(Program("sm_90a", "", ()))
+    with pytest.raises(type(error)):
+        Processes((), 0).run(row, built, (spec, case, reference("fmha").make_inputs(case)), time.monotonic() + 60)
+    assert done[:1] == [(b"/name", 7, True)], f"{done}: the runner has ended, and the block is given up in its place"
 
 
 def test_a_runner_lets_go_of_memory_on_a_device_once_its_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ import torch
 from conformance import ROOT
 from conformance.kernels.laws.law import specs
 from megamoe.codec.nvfp4 import SF_VEC_SIZE, decode_e2m1, decode_e4m3, dequantise, unswizzle_scales
-from megamoe.codec.routing import routing
+from megamoe.codec.routing import Routing, routing
 from megamoe.contract import Case
 from megamoe.judge.arena import DTYPES
 from megamoe.ops import reference
 from megamoe.ops.nvfp4_moe.inputs import draw_topk_ids, input_names, output_names
+from megamoe.ops.nvfp4_moe.stages import Activation, activation
 from megamoe.spec.draws import counted_normal
 
 SPEC = specs()["nvfp4_moe"]
@@ -210,6 +212,51 @@ def test_what_is_drawn_by_counting_does_not_depend_on_where_or_in_what_portions(
     assert not torch.equal(whole, counted_normal(case, "w2", 0, 4096, "cpu")), "another stream has other numbers"
     with pytest.raises(ValueError, match="must be multiples of 4"):
         counted_normal(case, "w1", 2, 512, "cpu")
+
+
+def test_rows_of_one_real_layer_share_its_weights_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(COUNTED, 128 * 128)
+    case = SPEC.case(hidden=128, intermediate=128, num_experts=4, tokens=5, topk=2)
+    first, others = MOE.make_inputs(case), {"tokens": 6, "load": "skewed", "stage": "l2"}
+    for axis, value in others.items():
+        made = MOE.make_inputs(SPEC.vary(case, **{axis: value}))
+        assert made["w2_codes"] is first["w2_codes"], f"with another {axis} the same weights were drawn again"
+        assert not torch.equal(made["topk_ids"], first["topk_ids"]), f"routes do not change with {axis}"
+    for what, other in {
+        "seed": SPEC.vary(case, seed=1),
+        "hidden": SPEC.vary(case, hidden=256),
+        "num_experts": SPEC.vary(case, num_experts=5),
+        "inputs": SPEC.vary(case, inputs="poisoned_padding"),
+    }.items():
+        made = MOE.make_inputs(other)
+        assert not torch.equal(made["w2_codes"][:4, :128].flatten(), first["w2_codes"].flatten()), f"another {what}"
+    again = MOE.make_inputs(case)
+    assert again["w1_codes"] is not first["w1_codes"], "weights are kept that another layer has followed"
+    assert all(torch.equal(again[name], first[name]) for name in first), "the bits depend on what was drawn before"
+
+
+@pytest.mark.parametrize("stage", ["layer", "l1"])
+def test_references_of_one_case_share_its_activations(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of no other: neither of other inputs nor of the same tensors with other numbers."""
+    asked: list[str] = []
+
+    def noted(case: Case, inputs: Mapping[str, torch.Tensor], routes: Routing) -> Activation:
+        asked.append(case.id)
+        return activation(case, inputs, routes)
+
+    monkeypatch.setattr("megamoe.ops.nvfp4_moe.reference.activation", noted)
+    case = SPEC.case(hidden=128, intermediate=128, num_experts=2, tokens=5, topk=2, stage=stage)
+    inputs = MOE.make_inputs(case)
+    oracle = MOE.oracle(case, inputs)
+    MOE.latitude(case, inputs, MOE.simulated(case, inputs), oracle)
+    assert asked == [case.id], "the activations of one case are computed once"
+    changed = {**inputs, "w1_gs": inputs["w1_gs"] * 2}
+    name = "y" if stage == "layer" else "a2_sf"
+    assert not torch.equal(MOE.oracle(case, changed)[name], oracle[name]), "another tensor went unnoticed"
+    inputs["w1_gs"].mul_(2)
+    assert torch.equal(MOE.oracle(case, inputs)[name], MOE.oracle(case, changed)[name]), "a change went unnoticed"
+    clamped = SPEC.vary(case, clamp=0.01)
+    assert not torch.equal(MOE.oracle(clamped, inputs)[name], MOE.oracle(case, inputs)[name]), "another case did"
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
