@@ -22,7 +22,7 @@ from megamoe.codec.nvfp4 import (
     unswizzle_scales,
 )
 from megamoe.codec.routing import Routing
-from megamoe.ops.nvfp4_moe.stages import ULP, Activation, Inputs, Requantised, weight_columns
+from megamoe.ops.nvfp4_moe.stages import ULP, Activation, Inputs, Requantised, gs2, weight_columns, weights
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
@@ -113,6 +113,9 @@ def _blocks(values: torch.Tensor) -> torch.Tensor:
 
 # A row whose rms error is below this many ulps of bf16 stays as it is: it passes anyway.
 LEFT_ALONE: Final = 0.25
+# A choice explains error once it is in it by half. What is in it by less than this is not looked at: choices that were
+# taken before may hide that much of it, and where they hide more, the next round finds it.
+ASKED: Final = 0.25
 # Rows of `hidden` doubles held at once, and made at once.
 HELD: Final = 1 << 14
 ENTRIES: Final = 1024
@@ -122,31 +125,67 @@ def settled(
     case: Case, inputs: Inputs, routes: Routing, legal: Choices, actual: torch.Tensor, oracle: torch.Tensor
 ) -> torch.Tensor:
     """float64 [tokens, hidden]: `oracle` with each of the `legal` choices that brings it closer to `actual`."""
-    error = actual.double().to(oracle.device) - oracle
+    y, seen = oracle.clone(), actual.double().to(oracle.device)
     scale = oracle.square().mean(dim=1).sqrt() * torch.finfo(torch.bfloat16).eps
-    odd = error.square().mean(dim=1).sqrt() > LEFT_ALONE * scale
-    odd &= torch.isfinite(error).all(dim=1)
-    y = oracle.clone()
     w2_sf = unswizzle_scales(inputs["w2_sf"], case.int("hidden"), case.int("intermediate") // SF_VEC_SIZE)
     token = routes.token[legal.route]
-    counts = token.bincount(minlength=len(y)) * odd
-    tokens = counts.nonzero().flatten()
-    step = max(1, HELD // max(1, int(counts.max())))
-    for first in range(0, len(tokens), step):
-        chosen = torch.zeros_like(odd)
-        chosen[tokens[first : first + step]] = True
-        direction, owner = _directions(case, inputs, w2_sf, routes, legal, chosen[token])
-        y.index_add_(0, owner, direction * _taken(direction, owner, error)[:, None])
+    left = torch.ones(legal.count, dtype=torch.bool, device=y.device)
+    before = -1
+    while before != (before := int(left.sum())):
+        error = seen - y
+        odd = (error.square().mean(dim=1).sqrt() > LEFT_ALONE * scale) & torch.isfinite(error).all(dim=1)
+        asked = _asked(case, inputs, routes, legal, error, odd[token] & left[legal.number])
+        counts = token[asked].bincount(minlength=len(y))
+        tokens = counts.nonzero().flatten()
+        step = max(1, HELD // max(1, int(counts.max())))
+        for first in range(0, len(tokens), step):
+            chosen = torch.zeros_like(odd)
+            chosen[tokens[first : first + step]] = True
+            names, direction, owner = _directions(case, inputs, w2_sf, routes, legal, asked & chosen[token])
+            taken = _taken(direction, owner, error)
+            y.index_add_(0, owner, direction * taken[:, None])
+            left[names[taken > 0]] = False
     return y
+
+
+def _asked(
+    case: Case, inputs: Inputs, routes: Routing, legal: Choices, error: torch.Tensor, kept: torch.Tensor
+) -> torch.Tensor:
+    """bool [entries]: those of `kept` whose choice is in the error of its token, by ASKED of its size."""
+    here = kept.nonzero().flatten()
+    if not len(here):
+        return kept
+    fits = torch.zeros(len(routes.row), case.int("intermediate"), dtype=torch.float64, device=error.device)
+    sizes = torch.zeros(case.int("num_experts"), fits.shape[1], dtype=torch.float64, device=error.device)
+    wanted = set(routes.expert[legal.route[here]].unique().tolist())
+    for expert, entries in routes.experts():
+        if expert not in wanted:
+            continue
+        w2 = weights(inputs, "w2", expert, case.int("hidden"), case.int("intermediate")) * gs2(inputs, expert)
+        torch.mm(error[routes.token[entries]], w2, out=fits[entries])
+        sizes[expert] = w2.square().sum(dim=0)
+    number, route, column = (part[here] for part in (legal.number, legal.route, legal.column))
+    change = _weighted(case, inputs, routes, route, legal.change[here])
+    fit, size = (torch.zeros(legal.count, dtype=torch.float64, device=error.device) for _ in range(2))
+    fit.index_add_(0, number, change * fits[route, column])
+    size.index_add_(0, number, change.square() * sizes[routes.expert[route], column])
+    return kept & (fit > ASKED * size)[legal.number]
+
+
+def _weighted(case: Case, inputs: Inputs, routes: Routing, route: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+    """`change` [n] of a2 in `route` [n], times what its row of y is summed with."""
+    if case["weight"] == "before":
+        return change
+    return change * inputs["topk_weights"][routes.token[route], routes.choice[route]].double()
 
 
 def _directions(
     case: Case, inputs: Inputs, w2_sf: torch.Tensor, routes: Routing, legal: Choices, kept: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each choice adds to y, float64 [choices, hidden], and its token, int64 [choices], of the entries `kept`."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the choices of the entries `kept`, int64 [choices] each: their numbers; their tokens; and between, float64
+    [choices, hidden], what each adds to y."""
     number, route, column, change = (part[kept] for part in (legal.number, legal.route, legal.column, legal.change))
-    if case["weight"] == "after":
-        change = change * inputs["topk_weights"][routes.token[route], routes.choice[route]].double()
+    change = _weighted(case, inputs, routes, route, change)
     names, slot = number.unique(return_inverse=True)
     direction = torch.zeros(len(names), case.int("hidden"), dtype=torch.float64, device=change.device)
     for some in torch.arange(len(slot), device=slot.device).split(ENTRIES):
@@ -154,7 +193,7 @@ def _directions(
         direction.index_add_(0, slot[some], w2 * change[some][:, None])
     token = torch.empty(len(names), dtype=torch.int64, device=change.device)
     token[slot] = routes.token[route]
-    return direction, token
+    return names, direction, token
 
 
 def _taken(direction: torch.Tensor, token: torch.Tensor, error: torch.Tensor) -> torch.Tensor:

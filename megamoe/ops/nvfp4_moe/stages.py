@@ -59,7 +59,7 @@ def activation(case: Case, inputs: Inputs, routes: Routing) -> Activation:
     for expert, here in routes.experts():
         token = routes.token[here]
         x = numbers[token].double()
-        w1 = _weights(inputs, "w1", expert, 2 * case.int("intermediate"), case.int("hidden"))
+        w1 = weights(inputs, "w1", expert, 2 * case.int("intermediate"), case.int("hidden"))
         scale = x_gs[token].double()[:, None] * inputs["w1_gs"][expert].double()
         gate, up = deinterleave((x @ w1.mT * scale).mT, case.int("interleave"))
         norm = x.norm(dim=1, keepdim=True) * w1.norm(dim=1) * scale
@@ -105,12 +105,13 @@ def l2(case: Case, inputs: Inputs, routes: Routing, a2: torch.Tensor, dtype: tor
     """[routes, hidden] of `dtype`: activations a2 [routes, intermediate] (with their global scale) through W2."""
     rows = torch.empty(len(a2), case.int("hidden"), dtype=dtype, device=a2.device)
     for expert, here in routes.experts():
-        w2 = _weights(inputs, "w2", expert, case.int("hidden"), case.int("intermediate"), dtype)
-        rows[here] = a2[here].to(dtype) @ w2.mT * _gs2(inputs, expert, dtype)
+        w2 = weights(inputs, "w2", expert, case.int("hidden"), case.int("intermediate"), dtype)
+        rows[here] = a2[here].to(dtype) @ w2.mT * gs2(inputs, expert, dtype)
     return rows
 
 
-def _gs2(inputs: Inputs, expert: int | torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def gs2(inputs: Inputs, expert: int | torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """The factor of the sums of l2: the global scales of W2 and, if they have any, of its activations."""
     scale = inputs["w2_gs"][expert].to(dtype)
     return inputs["a2_gs"][expert].to(dtype) * scale if "a2_gs" in inputs else scale
 
@@ -126,7 +127,7 @@ def combine(case: Case, routes: Routing, rows: torch.Tensor, topk_weights: torch
     return y
 
 
-def _weights(
+def weights(
     inputs: Inputs, name: str, expert: int, rows: int, k: int, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
     """[rows, k]: codes times block scales of one expert, without the global scale; exact in `dtype`."""
@@ -142,4 +143,4 @@ def weight_columns(inputs: Inputs, w2_sf: torch.Tensor, expert: torch.Tensor, co
     pair = inputs["w2_codes"][expert, :, column // 2]
     codes = torch.where((column % 2 == 0)[:, None], pair & 15, pair >> 4)
     scales = decode_scales(w2_sf[expert, :, column // SF_VEC_SIZE], torch.float64)
-    return decode_e2m1(codes, torch.float64) * scales * _gs2(inputs, expert)[:, None]
+    return decode_e2m1(codes, torch.float64) * scales * gs2(inputs, expert)[:, None]
