@@ -296,7 +296,7 @@ class Watched:
         ]  # fmt: skip
 
 
-def kernel_times(call: PreparedCall, replays: int = 5) -> dict[str, float]:
+def kernel_times(call: PreparedCall, replays: int = ROUNDS * SAMPLES) -> dict[str, float]:
     """Microseconds by kernel: from the end of the one before (the first: from its own start) to its own end, cold,
     medians."""
     from torch.profiler import ProfilerActivity, profile
@@ -358,7 +358,8 @@ def measured(case: Case, operands: Operands, ways: Ways, *, profiled: bool = Tru
     floor = floor_us(case, routes)
     report: dict[str, Any] = {"case": case.id, "routes_here": routes, "floor_us": floor and round(floor, 1)}
     errors: dict[str, object] = {}
-    kernels: dict[str, object] = {}
+    kernels: dict[str, dict[str, float]] = {}
+    calls: dict[str, PreparedCall] = {}
     first: torch.Tensor | None = None
     watched: list[Watched] = []
     with ExitStack() as stack:
@@ -374,8 +375,7 @@ def measured(case: Case, operands: Operands, ways: Ways, *, profiled: bool = Tru
                 else:
                     errors[name] = f"{error_of(case, tensors, found):.1e}"
                 watched.append(Watched(name, DeviceStopwatch(call, cold_by_graph=True), [], []))
-                if profiled and not isinstance(call, PeerCall):
-                    kernels[name] = kernel_times(call)
+                calls[name] = call
             except Exception as error:
                 traceback.print_exc()
                 report.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"[:300]
@@ -384,6 +384,9 @@ def measured(case: Case, operands: Operands, ways: Ways, *, profiled: bool = Tru
             for one in (*watched[at:], *watched[:at]):
                 one.samples += one.watch.samples("cold", 1, SAMPLES)
                 one.mhz.append(clocks().sm_mhz)
+        # Behind the rounds, as a device that is at its power cap then runs at another clock than one that was idle.
+        if profiled:
+            kernels = {name: kernel_times(call) for name, call in calls.items() if not isinstance(call, PeerCall)}
     report["us"] = {one.name: one.summary() for one in watched}
     report["sm_mhz"] = {one.name: one.mhz for one in watched}
     report["throttled"] = EXECUTOR.throttled()
