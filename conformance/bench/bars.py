@@ -1,7 +1,8 @@
 """How far measured rows are from the bars that were set for them: python -m conformance.bench.bars > results/bars.md.
 
 A bar holds microseconds of one session, all of a row by turns on the same buffers, against a peer, a bare read of its
-bytes, or the other backend. The record is one of `conformance.bench.turns record`.
+bytes, a floor, a row's own GEMMs, or the other backend. Records are those of `conformance.bench.turns record` and of
+`conformance.gpu.moe_rows`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Final
 
 from conformance import ROOT
 from conformance.bench.turns import OURS, PEERS
+from conformance.gpu.moe_rows import BANDWIDTH
 from megamoe.contract import Case
 from megamoe.spec.load import load_specs
 
@@ -84,11 +86,58 @@ def _over_a_bare_read(case: Case, bare: float) -> tuple[float, str] | None:
     return None
 
 
+LAYERS: Final = RECORDS / "h200-moe-rows.json"
+_ROWS_AN_EXPERT: Final = (1, 4, 16, 64, 256)
+FLOORS: Final = {"l1": (277, 278, 281, 343, 1370), "l2": (139, 139, 142, 167, 670)}
+"""Microseconds of 48 experts of 7168 / 3072 by _ROWS_AN_EXPERT: their bytes at 4.25 TB/s, or their products."""
+SHARES: Final = (0.85, 0.85, 0.85, 0.70, 0.80)
+"""Of the floors that a GEMM has to reach."""
+BESIDE_GEMMS_US: Final = 25
+_GEMMS: Final = ("swiglu", "rows")
+"""What the names of a layer's kernels have in them."""
+
+
+def layer_bars(rows: Sequence[Mapping[str, Any]]) -> Iterator[Bar]:
+    """The bars of a record of NVFP4 layers and of their GEMMs."""
+    spec = load_specs()["nvfp4_moe"]
+    for line in rows:
+        case = spec.parse_case(line["case"])
+        row, times = _short(case), {name: float(found[0]) for name, found in line["us"].items()}
+        ours = times["cutedsl"]
+        yield Bar(row, "cutedsl", ours, *_asked_of_layer(case, line))
+        for name, us in sorted(times.items(), key=lambda one: one[1]):
+            if name not in ("cutedsl", "ptx"):
+                yield Bar(row, "cutedsl", ours, us, name)
+                break
+        yield Bar(row, "ptx", times["ptx"], RAW_PTX_OVER_CUTEDSL * ours, f"{RAW_PTX_OVER_CUTEDSL} x CuTeDSL")
+
+
+def _asked_of_layer(case: Case, line: Mapping[str, Any]) -> tuple[float, str]:
+    routes, hidden = int(line["routes_here"]), case.int("hidden")
+    if case["stage"] != "layer":
+        at = _ROWS_AN_EXPERT.index(routes // case.int("num_experts"))
+        floor = FLOORS[str(case["stage"])][at]
+        return floor / SHARES[at], f"floor {floor} / {SHARES[at]}"
+    kernels: Times = line["kernels_us"]["cutedsl"]
+    gemms = sum(us for name, us in kernels.items() if any(part in name for part in _GEMMS))
+    gathered = routes * hidden * (9 / 16 + 2)
+    combined = 2 * hidden * (routes + case.int("tokens"))
+    moved = 1e6 * (gathered + combined) / BANDWIDTH
+    return gemms + BESIDE_GEMMS_US + moved, f"GEMMs {gemms:.1f} + {BESIDE_GEMMS_US} + {moved:.1f} of gather and combine"
+
+
+def _short(case: Case) -> str:
+    if case["stage"] == "layer":
+        return f"layer, {case.int('tokens')} tokens"
+    return f"{case['stage']}, {case.int('tokens') * case.int('topk') // case.int('num_experts')} rows an expert"
+
+
 def page() -> str:
     """results/bars.md."""
     rows = json.loads(ATTENTION.read_text("utf-8"))
-    bars = list(attention_bars(rows))
-    return "\n".join([*_HEAD, "", *_attention(rows, bars), ""])
+    layers = json.loads(LAYERS.read_text("utf-8"))["rows"]
+    parts = (*_attention(rows, list(attention_bars(rows))), "", *_layers(list(layer_bars(layers))))
+    return "\n".join([*_HEAD, "", *parts, ""])
 
 
 _HEAD: Final = (
@@ -116,6 +165,22 @@ def _attention(rows: Mapping[str, Mapping[str, Any]], bars: Sequence[Bar]) -> It
             f"| `{row}` | {line['bare_read_us']:.1f} | {peer.us:.1f} | {peer.against} {peer.allowed:.1f}{_missed(peer)}"
             f" | {f'at most {read.allowed:.1f}{_missed(read)}' if read else ''}"
             f" | {f'{raw.us / peer.us:.2f}{_missed(raw)}' if raw else ''} |"
+        )
+
+
+def _layers(bars: Sequence[Bar]) -> Iterator[str]:
+    yield "## NVFP4 layer"
+    yield ""
+    yield f"48 experts of 7168 / 3072. Record: [{LAYERS.name}](records/{LAYERS.name}). {_tally(bars)}"
+    yield ""
+    yield "| row | CuTeDSL | at most | best peer | raw PTX / CuTeDSL |"
+    yield "|---|---|---|---|---|"
+    for row in dict.fromkeys(bar.row for bar in bars):
+        asked, *peers, raw = (bar for bar in bars if bar.row == row)
+        best = "".join(f"{peer.against} {peer.allowed:.1f}{_missed(peer)}" for peer in peers)
+        yield (
+            f"| {row} | {asked.us:.1f} | {asked.allowed:.1f}: {asked.against}{_missed(asked)} | {best}"
+            f" | {raw.us / asked.us:.2f}{_missed(raw)} |"
         )
 
 

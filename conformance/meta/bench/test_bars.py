@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.bench.bars import PAGE, attention_bars, page
+from conformance.bench.bars import PAGE, attention_bars, layer_bars, page
 
 ONE_SEQUENCE = "hd=512,t=1,s_k=32768,heads=64"
 
@@ -26,3 +26,27 @@ def test_each_bar_is_held(ours: float, ptx: float, peer: float, bare: float, mis
     line = {"us": {"ours": ours, "before": 1.0, "fa3": peer}, "variants": {"ptx": ptx}, "bare_read_us": bare}
     found = [bar.against for bar in attention_bars({ONE_SEQUENCE: line}) if not bar.met]
     assert found == missed, "a time over its bar is missed by it, and by no other; the kernel before is no peer"
+
+
+LAYER = "nvfp4_moe:hidden=7168,intermediate=3072,num_experts=48,tokens=4096,topk=8,load=slice"
+L2 = "nvfp4_moe:hidden=7168,intermediate=3072,num_experts=48,tokens=96,topk=8,stage=l2"
+
+
+@pytest.mark.parametrize(
+    ("case", "us", "missed"),
+    [
+        (L2, {"cutedsl": 167.0, "ptx": 208.0, "humming": 168.0}, []),
+        (L2, {"cutedsl": 167.2, "ptx": 208.0, "humming": 168.0}, ["floor 142 / 0.85"]),
+        (L2, {"cutedsl": 167.0, "ptx": 209.0, "humming": 166.0, "torch": 165.0}, ["torch", "1.25 x CuTeDSL"]),
+        (LAYER, {"cutedsl": 1070.4, "ptx": 1100.0}, []),
+        (LAYER, {"cutedsl": 1070.6, "ptx": 1100.0}, ["GEMMs 1000.0 + 25 + 45.6 of gather and combine"]),
+    ],
+)
+def test_each_bar_of_a_layer_is_held(case: str, us: dict[str, float], missed: list[str]) -> None:
+    """4128 routes of 7168 numbers are read as NVFP4 and written as f16; as many are combined to 4096, in bf16."""
+    kernels = {"sm90_moe_gather_3": 26.0, "sm90_moe_swiglu_4": 700.0, "sm90_moe_rows_6": 300.0}
+    line = {
+        "case": case, "routes_here": 4128 if case == LAYER else 768, "us": {name: [one] for name, one in us.items()},
+        "kernels_us": {"cutedsl": kernels},
+    }  # fmt: skip
+    assert [bar.against for bar in layer_bars([line]) if not bar.met] == missed

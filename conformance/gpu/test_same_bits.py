@@ -1,0 +1,52 @@
+"""Rows on a device against the machine: what counts as the same, and the record of an H200."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from conformance import ROOT
+from conformance.gpu.same_bits import BACKENDS, Left, compared, left_by, main, rows_of
+
+RECORD = ROOT / "results" / "records" / "h200-moe-agreement.json"
+KEY = ("nvfp4_moe:hidden=128,intermediate=128,num_experts=4,tokens=10,topk=2,weight=before,stage=combine", "ptx")
+
+
+def test_an_h200_has_the_machines_bits_in_every_small_row() -> None:
+    lines = json.loads(RECORD.read_text("utf-8"))
+    found = {(line["case"], line["backend"]): line for line in lines}
+    assert found.keys() == set(rows_of("nvfp4_moe", "full", BACKENDS)), "a row of the full profile is not in the record"
+    wrong = [line for line in lines if "differing" not in line or any(line["differing"].values())]
+    assert not wrong, f"README.md of the records says that no bit differs: {wrong[:2]}"
+    assert all(all(line["elements"].values()) for line in lines), "a row compared nothing"
+
+
+def test_one_bit_that_differs_is_seen_and_so_is_another_program(tmp_path: Path) -> None:
+    left = left_by(KEY, "vm")
+    assert left is not None, f"{KEY} has no program"
+    assert not left.fault, left.fault
+    assert compared({KEY: left}, {KEY: left})[0]["differing"] == {"y": 0}, "a run differs from itself"
+    flipped = {name: tensor.clone() for name, tensor in left.outputs.items()}
+    flipped["y"].view(torch.int16)[3, 5] ^= 1
+    assert compared({KEY: replace(left, outputs=flipped)}, {KEY: left})[0]["differing"] == {"y": 1}
+    lost = compared({KEY: Left(left.program, {}, "DeviceError: lost")}, {KEY: left})[0]
+    assert "differing" not in lost, "a row that failed on the device counts as the same"
+    assert lost["device"] == "DeviceError: lost", f"{lost} does not say what became of the row"
+    with pytest.raises(ValueError, match="the device ran the program 0"):
+        compared({KEY: replace(left, program="0")}, {KEY: left})
+
+
+def test_the_command_takes_parts_and_counts_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last row of a profile has the least work."""
+    rows = rows_of("nvfp4_moe", "smoke", ["ptx"])
+    part = ["--op", "nvfp4_moe", "--profile", "smoke", "--backend", "ptx", "--part", f"{len(rows)}/{len(rows)}"]
+    here, record = str(tmp_path / "here"), tmp_path / "record.json"
+    assert main(["run", here, *part]) == 0
+    assert main(["compare", str(record), "--device", here, "--machine", here]) == 0
+    assert "1 rows, 0 differ; the device ran 1, the machine 1" in capsys.readouterr().out
+    (line,) = json.loads(record.read_text("utf-8"))
+    assert (line["case"], line["backend"]) == rows[-1], "another row ran"
