@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from conformance import ROOT
 from conformance.bench.turns import OURS, PEERS
-from conformance.gpu.moe_rows import BANDWIDTH
 from megamoe.contract import Case
 from megamoe.spec.load import load_specs
 
@@ -93,6 +92,8 @@ FLOORS: Final = {"l1": (277, 278, 281, 343, 1370), "l2": (139, 139, 142, 167, 67
 SHARES: Final = (0.85, 0.85, 0.85, 0.70, 0.80)
 """Of the floors that a GEMM has to reach."""
 BESIDE_GEMMS_US: Final = 25
+COPY_RATE: Final = 4.25e12
+"""Bytes a second, read and written, that the floors of issue 13 have."""
 _GEMMS: Final = ("swiglu", "rows")
 """What the names of a layer's kernels have in them."""
 
@@ -122,7 +123,7 @@ def _asked_of_layer(case: Case, line: Mapping[str, Any]) -> tuple[float, str]:
     gemms = sum(us for name, us in kernels.items() if any(part in name for part in _GEMMS))
     gathered = routes * hidden * (9 / 16 + 2)
     combined = 2 * hidden * (routes + case.int("tokens"))
-    moved = 1e6 * (gathered + combined) / BANDWIDTH
+    moved = 1e6 * (gathered + combined) / COPY_RATE
     return gemms + BESIDE_GEMMS_US + moved, f"GEMMs {gemms:.1f} + {BESIDE_GEMMS_US} + {moved:.1f} of gather and combine"
 
 
