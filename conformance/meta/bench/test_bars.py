@@ -37,8 +37,12 @@ L2 = "nvfp4_moe:hidden=7168,intermediate=3072,num_experts=48,tokens=96,topk=8,st
     [
         (L2, {"cutedsl": 167.0, "ptx": 208.0, "humming": 168.0}, []),
         (L2, {"cutedsl": 167.2, "ptx": 208.0, "humming": 168.0}, ["floor 142 / 0.85"]),
-        (L2, {"cutedsl": 167.0, "ptx": 209.0, "humming": 166.0, "torch": 165.0}, ["torch", "1.25 x CuTeDSL"]),
-        (LAYER, {"cutedsl": 1070.4, "ptx": 1100.0}, []),
+        (
+            L2,
+            {"cutedsl": 167.0, "ptx": 209.0, "humming": 166.0, "torch bf16 grouped mm": 165.0},
+            ["torch bf16 grouped mm", "1.25 x CuTeDSL"],
+        ),
+        (LAYER, {"cutedsl": 1070.4, "ptx": 1100.0, "before": 1.0}, []),
         (LAYER, {"cutedsl": 1070.6, "ptx": 1100.0}, ["GEMMs 1000.0 + 25 + 45.6 of gather and combine"]),
     ],
 )
