@@ -80,8 +80,12 @@ def compile_host_function(
         # would turn this one into an unrelated error.
         warnings.filterwarnings("ignore", message="This static loop has")
         kept = f"--gpu-arch {target} --keep-ptx --keep-cubin --dump-dir={folder} --enable-tvm-ffi"
+        # An engine to call it here would have its host code generated once more: what is kept is the object.
         compiled = cast(
-            _Compiled, cute.compile(function, *args, options=f"{kept} {_host_target()} {options}", **named_args)
+            _Compiled,
+            cute.compile(
+                function, *args, options=f"{kept} {_host_target()} {options}", no_jit_engine=True, **named_args
+            ),
         )
         ptx, cubin = _text(compiled.__ptx__), compiled.__cubin__
     # For a function that launches nothing, these attributes hold file names instead.
