@@ -20,6 +20,9 @@ COUNTS = (1, 5)
 kernels share."""
 SIZES = ((384, 384), (768, 384), (768, 768))
 """Values of hidden and intermediate, cheapest first: several tiles of an expert, and three steps or more along K."""
+SHORT = {"l1": (128, 896), "l2": (1792, 128)}
+"""By stage, one step along K and seven tiles of weight rows. Where a tile has several steps, a stage of the ring that a
+warp gives back without the others is covered by the stage before it, so that each must be the first of a tile once."""
 STAGES = ("layer", "l1", "l2")
 """Those with a grouped GEMM."""
 GEMMS = ("moe_swiglu", "moe_rows")
@@ -28,15 +31,21 @@ GEMMS = ("moe_swiglu", "moe_rows")
 
 def on_few_ctas(
     backend: str, target: str, spec: Spec, case: Case, text: str
-) -> dict[int, tuple[Case, Program | HostProgram]]:
+) -> dict[int, list[tuple[Case, Program | HostProgram]]]:
     """Programs by their CTAs, of a case like `case`, but skewed if that builds `text`, and of the first of SIZES that
-    does; none for a case without a grouped GEMM."""
+    does; on one CTA of SHORT, too; none for a case without a grouped GEMM."""
     if case.op != "nvfp4_moe" or case["stage"] not in STAGES:
         return {}
-    for load, (hidden, intermediate) in product(("skewed", case["load"]), SIZES):
+
+    def of(hidden: int, intermediate: int, load: object, count: int) -> tuple[Case, Program | HostProgram]:
         sized = spec.vary(case, hidden=hidden, intermediate=intermediate, load=load)
-        made = {count: (sized, _built(backend, target, sized, count)) for count in COUNTS}
-        if all(program.ptx == text for _, program in made.values()):
+        return sized, _built(backend, target, sized, count)
+
+    for load, size in product(("skewed", case["load"]), SIZES):
+        made = {count: [of(*size, load, count)] for count in COUNTS}
+        if all(program.ptx == text for ((_, program),) in made.values()):
+            short = of(*SHORT.get(case["stage"], size), load, 1)
+            made[1] += [short] if case["stage"] in SHORT and short[1].ptx == text else []
             return made
     return {}
 
