@@ -20,11 +20,10 @@ COUNTS = (1, 5)
 kernels share."""
 SIZES = ((384, 384), (768, 384), (768, 768))
 """Values of hidden and intermediate, cheapest first: several tiles of an expert, and three steps or more along K."""
-SHORT = {"l1": (128, 896), "l2": (1792, 128)}
-"""By stage, one step along K and seven tiles of weight rows. Where a tile has several steps, a stage of the ring that a
-warp gives back without the others is covered by the stage before it, so that each must be the first of a tile once."""
-STAGES = ("layer", "l1", "l2")
-"""Those with a grouped GEMM."""
+_SHORT_L1, _SHORT_L2 = (128, 896), (1792, 128)
+SHORT = {"l1": (_SHORT_L1,), "l2": (_SHORT_L2,), "layer": (_SHORT_L1, _SHORT_L2)}
+"""By stage, hidden and intermediate for one step along K and seven tiles of weight rows. Where a tile has several steps, a stage of the ring that a
+warp gives back without the others is covered by the stage before it, so that each must be the first of a tile once. Other stages have no grouped GEMM."""
 GEMMS = ("moe_swiglu", "moe_rows")
 """How entries of the grouped GEMMs of the backend `ptx` begin."""
 
@@ -34,7 +33,7 @@ def on_few_ctas(
 ) -> dict[int, list[tuple[Case, Program | HostProgram]]]:
     """Programs by their CTAs, of a case like `case`, but skewed if that builds `text`, and of the first of SIZES that
     does; on one CTA of SHORT, too; none for a case without a grouped GEMM."""
-    if case.op != "nvfp4_moe" or case["stage"] not in STAGES:
+    if case.op != "nvfp4_moe" or case["stage"] not in SHORT:
         return {}
 
     def of(hidden: int, intermediate: int, load: object, count: int) -> tuple[Case, Program | HostProgram]:
@@ -44,8 +43,8 @@ def on_few_ctas(
     for load, size in product(("skewed", case["load"]), SIZES):
         made = {count: [of(*size, load, count)] for count in COUNTS}
         if all(program.ptx == text for ((_, program),) in made.values()):
-            short = of(*SHORT.get(case["stage"], size), load, 1)
-            made[1] += [short] if case["stage"] in SHORT and short[1].ptx == text else []
+            short = [of(*one, load, 1) for one in SHORT[case["stage"]]]
+            made[1] += [one for one in short if one[1].ptx == text]
             return made
     return {}
 
