@@ -163,10 +163,10 @@ def page() -> str:
         "Made by `python -m conformance.silicon.whole.errata --page`; a test keeps it current. Of 100,000 random",
         "programs without undefined behaviour some leave other bytes on an H200 by -O1 or -O3 of ptxas 13.0 than by",
         "-O0, and by -O0 those that the machine leaves. [The record](../results/records/random_programs.txt) counts",
-        "them, [conformance/silicon](../conformance/silicon/README.md) lists the faults that a change of the text says.",
-        f"Of the others {len(least())} were made small on the H200 by `smallest.py` there. What is left of each is in",
+        "them, [conformance/silicon](../conformance/silicon/README.md) has the faults that a changed text says. Of",
+        f"the others {len(least())} were made small on the H200 by `smallest.py` there. What is left of each is in",
         "`conformance/silicon/whole/least.json`: the machine finds nothing undefined in any, and leaves what -O0 left.",
-        "Here is the least program of each kind, without labels, what orders threads, and what loads and stores registers.",
+        "Here is the least of each kind, without labels, what orders threads, and what loads and stores registers.",
         "",
     ]
     for kind in ERRATA:
