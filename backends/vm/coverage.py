@@ -19,6 +19,16 @@ WITNESSED = Path(__file__).parents[2] / "results" / "witness_opcodes.json"
 MEASURED = Path(__file__).parents[2] / "conformance" / "vm" / "isa" / "witnessed.json"
 """By data file under conformance/silicon: the opcodes that a GPU executed to give what is in it."""
 
+NOT_ASKED = {
+    "brkpt": "It ends the context.",
+    "trap": "It ends the context.",
+    "multimem.": "It needs a multicast object, memory of several GPUs.",
+    "cvta{.to}.<space>.u32": "ptxas makes no machine code of 32-bit addresses for sm_90 and later.",
+    "st.async{.weak}{.shared::cluster}.mbarrier": "It is of PTX 9.2, and the ptxas of the device's toolkit writes 9.0.",
+    "call{.uni}": "Direct calls run in random programs, of which hashes alone are kept.",
+}
+"""Why a form that ptxas takes for sm_90a has no witness on hardware, by how its spelling begins."""
+
 ISA_EDITION = "9.1"
 """The edition of the PTX ISA that the section numbers of the forms refer to."""
 
@@ -102,6 +112,8 @@ def as_markdown() -> str:
             f"| `{form.spelling}` | {form.section} | {_witness(form)} | {', '.join(seconds.get(form, ()))} |"
             for form in members
         ]
+    lines += ["", "## What ptxas takes for sm_90a, and no GPU was asked", "", "| forms | why not |", "|---|---|"]
+    lines += [f"| `{begin}` | {why} |" for begin, why in NOT_ASKED.items()]
     lines += ["", "## What ran on a GPU", "", "Files are under conformance/silicon.", ""]
     lines += ["| data | opcodes |", "|---|---|"]
     files: dict[str, list[str]] = {}

@@ -11,7 +11,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, memory
 
 from backends.cutedsl.attention_tiles import Outputs
 from backends.cutedsl.device import LN2, LOG2_E
-from backends.cutedsl.sm90_fmha.plan import MAX_SPLITS
+from backends.cutedsl.sm90_fmha.plan import LONE_KEYS, MAX_SPLITS, SHORT_KEYS
 from backends.cutedsl.sm90_fmha.softmax import fma
 
 WARPS = 8
@@ -19,7 +19,7 @@ WARPS = 8
 spread over many SMs."""
 LANES = 32
 FEW_SPLITS = 32
-"""The most splits that one warp combines."""
+"""The most splits that one warp combines. The tiles of a lone warpgroup's short cache are fewer."""
 AHEAD = 16
 """Partials that a thread loads at once."""
 
@@ -136,4 +136,5 @@ def launch_combine(
 
 assert MAX_SPLITS % (WARPS * AHEAD) == 0
 assert FEW_SPLITS % AHEAD == 0
+assert SHORT_KEYS // LONE_KEYS <= FEW_SPLITS
 assert LANES % WARPS == 0

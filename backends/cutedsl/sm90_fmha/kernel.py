@@ -105,7 +105,10 @@ class Sm90Fmha:
         )
         if splits > 1:
             all_rows = call.mQ.shape[0] * (call.mQ.shape[1] if plan.ragged else problem.rows)
-            if splits <= FEW_SPLITS:
+            # Under an `or` of both conditions the second kernel would be compiled for a lone warpgroup, too.
+            if cutlass.const_expr(plan.share == "lone"):  # noqa: SIM114
+                launch_combine(plan.hd, 1, outputs, all_rows, splits, call.stream)
+            elif splits <= FEW_SPLITS:
                 launch_combine(plan.hd, 1, outputs, all_rows, splits, call.stream)
             else:
                 launch_combine(plan.hd, COMBINE_WARPS, outputs, all_rows, splits, call.stream)

@@ -37,6 +37,11 @@ _ARITHMETIC: Final = {
     np.bitwise_and: ("and_", ""), np.bitwise_or: ("or_", ""), np.bitwise_xor: ("xor", ""),
 }  # fmt: skip
 _LOGIC: Final = {np.logical_and: "and_", np.logical_or: "or_", np.logical_xor: "xor"}
+_OF_BOOLS: Final[Mapping[np.ufunc, np.ufunc | None]] = {
+    np.add: np.logical_or, np.multiply: np.logical_and, np.subtract: None, np.negative: None, np.floor_divide: None,
+    np.fmod: None, np.left_shift: None, np.right_shift: None,
+}  # fmt: skip
+"""What NumPy does with bools; None where that is no bool, or an error."""
 _TABLES: Final[list[npt.NDArray[Any]]] = []
 """Machine code reads them, so they stay."""
 _QUOTIENTS: Final = {np.floor_divide: ("sdiv", "udiv"), np.fmod: ("srem", "urem")}
@@ -202,11 +207,15 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         a, *others = self._alike(*operands)
         b, floating, signed, shape = self.builder, a.dtype.kind == "f", a.dtype.kind == "i", a.shape
         c = others[0] if others else a
+        if a.dtype == np.dtype(bool) and ufunc in _OF_BOOLS:
+            if (of_bools := _OF_BOOLS[ufunc]) is None:
+                raise TypeError(f"np.{ufunc.__name__} of bools is no bool in NumPy")
+            ufunc = of_bools
         if ufunc in _ARITHMETIC and _ARITHMETIC[ufunc][floating]:
             return self._made(a.dtype, getattr(b, _ARITHMETIC[ufunc][floating])(a.value, c.value), shape)
         if ufunc in _LOGIC and a.dtype == np.dtype(bool):
             return self._made(bool, getattr(b, _LOGIC[ufunc])(a.value, c.value), shape)
-        if ufunc in (np.left_shift, np.right_shift):
+        if ufunc in (np.left_shift, np.right_shift) and not floating:
             return self._shifted(ufunc, a, c)
         if ufunc in _COMPARISONS:
             compare = b.fcmp_ordered if floating else b.icmp_signed if signed else b.icmp_unsigned
@@ -222,7 +231,7 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
             return self._quotient(ufunc, a, c)
         if ufunc is np.isnan and floating:
             return self._made(bool, b.fcmp_unordered("uno", a.value, a.value), shape)
-        if ufunc is np.invert:
+        if ufunc is np.invert and not floating:
             return self._made(a.dtype, b.not_(a.value), shape)
         if ufunc is np.logical_not and a.dtype == np.dtype(bool):
             return self._made(bool, b.not_(a.value), shape)
@@ -233,8 +242,8 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
             return (a.view(unsigned) & unsigned.type((1 << (8 * unsigned.itemsize - 1)) - 1)).view(a.dtype)
         if ufunc is np.absolute:
             return cast("Traced", np.where(cast("Any", a < 0), -a, a)) if signed else a
-        if ufunc is np.bitwise_count:
-            return self._made(a.dtype, self.intrinsic("ctpop", a.value), shape)
+        if ufunc is np.bitwise_count and a.dtype.kind == "u":
+            return self._made(a.dtype, self.intrinsic("ctpop", a.value), shape).astype(np.uint8)
         raise TypeError(f"np.{ufunc.__name__} cannot be traced on {a.dtype}")
 
     def _shifted(self, ufunc: np.ufunc, a: Traced, by: Traced) -> Traced:
@@ -249,14 +258,20 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         return shifted if arithmetic else cast("Traced", np.where(inside, shifted, 0))
 
     def _quotient(self, ufunc: np.ufunc, a: Traced, by: Traced) -> Traced:
-        """Of integers, where `by` is not 0; towards zero. A processor stops at the least integer by -1."""
+        """Of integers, where `by` is not 0: rounded down, and the rest of what is rounded towards zero.
+
+        A processor stops at the least integer by -1.
+        """
         b, signed = self.builder, a.dtype.kind == "i"
         if not signed:
             return self._made(a.dtype, getattr(b, _QUOTIENTS[ufunc][1])(a.value, by.value), a.shape)
         negates = cast("Any", by == -1)
         safe = cast("Any", np.where(negates, 1, by))
         found = self._made(a.dtype, getattr(b, _QUOTIENTS[ufunc][0])(a.value, safe.value), a.shape)
-        return cast("Traced", np.where(negates, -a if ufunc is np.floor_divide else 0, found))
+        if ufunc is np.fmod:
+            return cast("Traced", np.where(negates, 0, found))
+        above = cast("Any", (a < 0) ^ (by < 0)) & (found * safe != a)
+        return cast("Traced", np.where(negates, -a, found - above.astype(a.dtype)))
 
     def __array_function__(
         self, function: Callable[..., object], types: object, operands: tuple[Any, ...], options: Mapping[str, Any]

@@ -31,6 +31,7 @@ from conformance.kernels.mutants.campaign import (
 from conformance.kernels.mutants.journal import Ran
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant
 from conformance.kernels.mutants.search import Effort, as_row, hunts
+from conformance.kernels.mutants.silicon import remember
 from conformance.kernels.mutants.smoke import smoked
 from conformance.kernels.mutants.table import (
     DROPS,
@@ -135,6 +136,7 @@ def _search(record: Record, selection: Selection, effort: Effort) -> int:
 def _amended(record: Record, options: argparse.Namespace) -> int:
     """Leaves out programs that are built no more; asks the rows of the profile smoke."""
     if options.forget:
+        remember({str(one.id): one.killed for one in record.results})
         for name in built_no_more(record):
             record.forget(name)
             print(f"{record.path}: without {name}, which is built no more")

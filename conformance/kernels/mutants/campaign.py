@@ -161,8 +161,8 @@ class Subject:
             first = self.built[0]
             made = on_few_ctas(self.backend, self.target, first.spec, first.case, first.program.ptx)
             self._few = {
-                count: Subject(self.backend, self.target, self.op, [Built(first.spec, case, program)])
-                for count, (case, program) in made.items()
+                count: Subject(self.backend, self.target, self.op, [Built(first.spec, *one) for one in some])
+                for count, some in made.items()
             }
         return self._few
 
@@ -328,10 +328,11 @@ def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ct
     for schedule in others:
         yield from (_Turn(schedule, subject, built, schedule) for built in subject.built[-LATER_CASES:])
     for count, few in subject.few.items() if few_ctas else ():
-        name, built = f"{FEW_CTAS}:{count}", few.built[0]
-        yield from (_Turn(name, few, built, schedule) for schedule in schedules[:2])
-        if orders:
-            yield _Turn(name, few, built, first, True)
+        name = f"{FEW_CTAS}:{count}"
+        for built in few.built:
+            yield from (_Turn(name, few, built, schedule) for schedule in schedules[:2])
+            if orders:
+                yield _Turn(name, few, built, first, True)
 
 
 def killed_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from itertools import product
 
 from backends.cutedsl.sm90_moe.program import moe_program as sm90_moe_program
 from backends.cutedsl.sm100_moe.program import moe_program as sm100_moe_program
-from megamoe.contract import Case, HostProgram, Program, UnsupportedError, load_backend
+from megamoe.contract import AxisValue, Case, HostProgram, Program, UnsupportedError, load_backend
 from megamoe.spec.spec import Spec
 
 COUNTS = (1, 5)
@@ -20,23 +20,33 @@ COUNTS = (1, 5)
 kernels share."""
 SIZES = ((384, 384), (768, 384), (768, 768))
 """Values of hidden and intermediate, cheapest first: several tiles of an expert, and three steps or more along K."""
-STAGES = ("layer", "l1", "l2")
-"""Those with a grouped GEMM."""
+_SHORT_L1, _SHORT_L2 = (128, 896), (1792, 128)
+SHORT = {"l1": (_SHORT_L1,), "l2": (_SHORT_L2,), "layer": (_SHORT_L1, _SHORT_L2)}
+"""By stage, of those with a grouped GEMM, hidden and intermediate for one step along K and seven tiles of weight rows.
+Where a tile has several steps, a stage of the ring that a warp gives back without the others is covered by the stage
+before it, so that each must be the first of a tile once."""
 GEMMS = ("moe_swiglu", "moe_rows")
 """How entries of the grouped GEMMs of the backend `ptx` begin."""
 
 
 def on_few_ctas(
     backend: str, target: str, spec: Spec, case: Case, text: str
-) -> dict[int, tuple[Case, Program | HostProgram]]:
+) -> dict[int, list[tuple[Case, Program | HostProgram]]]:
     """Programs by their CTAs, of a case like `case`, but skewed if that builds `text`, and of the first of SIZES that
-    does; none for a case without a grouped GEMM."""
-    if case.op != "nvfp4_moe" or case["stage"] not in STAGES:
+    does; on one CTA of SHORT, too; none for a case without a grouped GEMM."""
+    stage = str(case["stage"]) if case.op == "nvfp4_moe" else ""
+    if stage not in SHORT:
         return {}
-    for load, (hidden, intermediate) in product(("skewed", case["load"]), SIZES):
-        sized = spec.vary(case, hidden=hidden, intermediate=intermediate, load=load)
-        made = {count: (sized, _built(backend, target, sized, count)) for count in COUNTS}
-        if all(program.ptx == text for _, program in made.values()):
+
+    def of(size: tuple[int, int], load: AxisValue, count: int) -> tuple[Case, Program | HostProgram]:
+        sized = spec.vary(case, hidden=size[0], intermediate=size[1], load=load)
+        return sized, _built(backend, target, sized, count)
+
+    for load, size in product(("skewed", case["load"]), SIZES):
+        made = {count: [of(size, load, count)] for count in COUNTS}
+        if all(program.ptx == text for ((_, program),) in made.values()):
+            short = [of(one, load, 1) for one in SHORT[stage]]
+            made[1] += [one for one in short if one[1].ptx == text]
             return made
     return {}
 

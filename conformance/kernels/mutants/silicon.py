@@ -34,6 +34,7 @@ class Seen:
 
     `fate`: one of FATES. `wrong` of `launches` had other bits than the program as it is. `tools`: how often a tool made
     each kind of report; a tool that is not there did not run, or died. `patient`: the same, once waits give up.
+    `vm`: whether the machine killed it; None where nobody asked, or the record of campaigns has it.
     """
 
     id: str
@@ -44,6 +45,7 @@ class Seen:
     launches: int = 0
     tools: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
     patient: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    vm: bool | None = None
 
     @property
     def reporting(self) -> tuple[str, ...]:
@@ -106,8 +108,19 @@ def read(path: Path = SILICON) -> list[Seen]:
     return [Seen(**one) for one in json.loads(path.read_text("utf-8"))] if path.exists() else []
 
 
+def remember(killed: Mapping[str, bool], path: Path = SILICON) -> None:
+    """Keep what the machine did with mutants, by their ids: their programs are about to be forgotten."""
+    seen = read(path)
+    told = [replace(one, vm=killed.get(one.id, one.vm)) for one in seen]
+    if told != seen:
+        _write(told, path)
+
+
 def told(seen: Sequence[Seen], killed: Collection[str], lived: Collection[str]) -> list[str]:
-    """Markdown. `killed`, `lived`: ids of mutants that the machine kills, and of those that it does not."""
+    """Markdown. `killed`, `lived`: ids of mutants that the machine kills, and of those that it does not; what it did
+    with those that neither names is in `seen`."""
+    killed = {*killed, *(one.id for one in seen if one.vm and one.id not in lived)}
+    lived = {*lived, *(one.id for one in seen if one.vm is False and one.id not in killed)}
     whole = [one for one in seen if not one.id]
     mutants = [_without_false_alarms(one, whole) for one in seen if one.id]
     if not mutants:
@@ -230,6 +243,11 @@ def _hanging(seen: Sequence[Seen]) -> list[str]:
     return [*lines, ""]
 
 
+def _write(seen: Sequence[Seen], path: Path) -> None:
+    rows = ",\n".join(json.dumps(asdict(one)) for one in seen)
+    write_file(path, f"[\n{rows}\n]\n", "what the H200 said")
+
+
 def main(given: Sequence[str]) -> None:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -244,8 +262,7 @@ def main(given: Sequence[str]) -> None:
         seen = with_tools(read(), rows, answers, patient=options.patient)
     else:
         seen = seen_of(rows, answers)
-    rows_of = ",\n".join(json.dumps(asdict(one)) for one in seen)
-    write_file(SILICON, f"[\n{rows_of}\n]\n", "what the H200 said")
+    _write(seen, SILICON)
     print(f"{SILICON}: {len(seen)} rows")
 
 

@@ -51,7 +51,7 @@ PLACE = struct.pack("<Q", 0x7F4000000000)
 
 def pack(folder: Path) -> None:
     """PTX of the forms with what each is launched on, the inputs, the maps, and the drawer of programs."""
-    from conformance.silicon.whole import cuts, drawn
+    from conformance.silicon.whole import cuts, drawn, smallest
     from conformance.silicon.whole.forms import answered, programs
     from conformance.silicon.whole.merge import DRAWN, DrawnAnswers
     from conformance.silicon.whole.on_machine import drawn_map, encoded
@@ -83,7 +83,7 @@ def pack(folder: Path) -> None:
     maps = [encoded(drawn_map(number), base).hex() for number in range(len(drawn.MAPS))]
     (folder / "maps.json").write_text(json.dumps(maps))
     (folder / "held.json").write_text(json.dumps(sorted(DrawnAnswers.read(DRAWN).modules)))
-    for module in (drawn, cuts):
+    for module in (drawn, cuts, smallest):
         file = Path(getfile(module))
         (folder / file.name).write_text(file.read_text("utf-8"))
     (folder / "ask.py").write_text(Path(__file__).read_text("utf-8"))
@@ -182,7 +182,8 @@ class Device:
             raise RuntimeError((name.value or b"an unknown error").decode())
 
 
-def _placed(tensor_map: str, address: int) -> bytes:
+def placed(tensor_map: str, address: int) -> bytes:
+    """An encoded map of a tensor at `address`."""
     raw = bytes.fromhex(tensor_map)
     return struct.pack("<Q", address) + raw[8:] if raw[:8] == PLACE else raw
 
@@ -234,7 +235,7 @@ def _run_whole(folder: Path, out: Path) -> None:
             try:
                 module = module or device.load(out / f"part-{number}.cubin")
                 np.save(
-                    done, device.left(module, row, inputs[row["given"]], output, _placed(row["map"], over), WHOLE_BYTES)
+                    done, device.left(module, row, inputs[row["given"]], output, placed(row["map"], over), WHOLE_BYTES)
                 )
             except RuntimeError as error:
                 _failing(failed, row["entry"], error)
@@ -314,7 +315,7 @@ def _launch_all(folder: Path, out: Path, slot: int, *, show: bool) -> None:
     raw, device, failed = out / "raw", Device(), out / "drawn-failed.txt"
     bits = np.load(folder / "inputs.npz")["bits"]
     given, output, skipped = device.memory(bits.size, bits), device.memory(drawn.OUTPUT_BYTES), _skipped(failed)
-    maps = [_placed(one, given) for one in json.loads((folder / "maps.json").read_text())]
+    maps = [placed(one, given) for one in json.loads((folder / "maps.json").read_text())]
     while True:
         last = (raw / "all").exists()
         for cubin in [*sorted(raw.glob(f"*.mine{slot}")), *sorted(raw.glob("*.cubin"))]:

@@ -1,0 +1,214 @@
+"""What ptxas 13.0 makes of random programs where no change of the text says it (as_ptxas.py): least programs, by class.
+
+`least.json` has, of each program that smallest.py made small on an H200, the statements that stay, a word of the output
+that the levels of ptxas part in, what -O0 left there (`right`) and what the level of the program left (`left`).
+`python -m conformance.silicon.whole.errata` runs all of them on the machine; `.. --page` writes docs/ptxas.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from conformance import ROOT
+from conformance.silicon.whole.drawn import drawn
+from conformance.silicon.whole.on_device import level_of
+from conformance.silicon.whole.on_machine import answer
+from conformance.silicon.whole.smallest import pieces_of
+
+LEAST = Path(__file__).with_name("least.json")
+PAGE = ROOT / "docs" / "ptxas.md"
+_FRAME = re.compile(r"mad\.wide\.u32 %u0|st\.global\.v\d\.b\d+ \[%u0|(selp|or)\.b32 %t[01], |mov\.u32 %t0, 0;")
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """Program `number` with the statements `kept` (places of smallest.pieces_of)."""
+
+    number: int
+    kept: tuple[int, ...]
+    word: int
+    right: int
+    left: int
+
+    @property
+    def statements(self) -> tuple[str, ...]:
+        """Those that stay, but what orders threads."""
+        pieces = pieces_of(drawn(self.number)).pieces
+        return tuple(pieces[at].strip(" \n{}") for at in self.kept)
+
+    @property
+    def shown(self) -> str:
+        """The statements that compute, without those that store registers at the end."""
+        return " ".join(one for one in self.statements if not _FRAME.match(one))
+
+    @property
+    def on_machine(self) -> tuple[int, list[str]]:
+        """What the machine leaves in the word, and what it finds."""
+        program = drawn(self.number)
+        found = answer(replace(program, text=pieces_of(program).text(self.kept)))
+        return int(found.output.view(np.uint32)[self.word]), found.found
+
+
+@dataclass(frozen=True, slots=True)
+class Erratum:
+    """`signs`: patterns that are all in the statements of a least program. The first class that fits counts."""
+
+    name: str
+    does: str
+    signs: tuple[str, ...]
+
+
+_LOOP = r"sub\.u32 %l\d, %l\d, 1;"
+ERRATA = (
+    Erratum(
+        "an expression is reused",
+        "Beside `wgmma`, an expression over a register is taken for an equal one before it, although the register, or "
+        "the result of the first, was overwritten in between.",
+        (r"wgmma\.mma_async", r"(and|mov)\.b32 %t\d"),
+    ),
+    Erratum(
+        "the sign of the least integer",
+        "`neg.s32` and `abs.s32` wrap: of 0x80000000 they are 0x80000000. What follows is made as if the result had "
+        "the opposite sign, or none.",
+        (r"(neg|abs)\.s32", r"slct|cvt\.sat"),
+    ),
+    Erratum(
+        "two approximations become one",
+        "What divides by `rcp(a)` multiplies by `a`, and what divides by `ex2(a)` or inverts it takes `ex2(-a)`: "
+        "the last bits differ.",
+        (r"(rcp|ex2)\.approx\.ftz\.f32 (%r\d+), [^;]*;.*(div|rcp)\.approx\.ftz\.f32 [^;]*\2;",),
+    ),
+    Erratum(
+        "abs of what set left",
+        "`abs.f32` of the -1 of `set` should be 0x7fffffff.",
+        (r"set\.gtu\.u32\.f32", r"\babs\.f32"),
+    ),
+    Erratum(
+        "a NaN keeps its bits",
+        "`abs.f32` becomes a modifier of what reads it, or of a select where another instruction overwrites its result "
+        "under a guard. A NaN should become 0x7fffffff.",
+        (r"(?<![.\w])abs\.f32",),
+    ),
+    Erratum(
+        "abs of halves is dropped",
+        "`abs.f16x2` of what `ex2` or saturation left: an f32 without a sign still has one in its lower half.",
+        (r"abs\.f16x2 %r\d+, (%r\d+);", r"ex2\.approx|\.sat"),
+    ),
+    Erratum(
+        "an addition of a loop is lost",
+        "`mad.hi.u32` that adds to its own result in an unrolled loop adds once less.",
+        (r"mad\.hi\.u32 (%r\d+), (%r\d+), (%r\d+), (%r\d+);", _LOOP, r"^(?!.*testp)(?!.*xor\.pred)"),
+    ),
+    Erratum(
+        "the second of two comparisons",
+        "`setp` of two halves, of whose predicates only the second is used, with an operand of a narrow load: the "
+        "upper half of one operand is compared with the lower half of the other.",
+        (r"setp\.\w+\.b?f16x2 %p\d\|%p\d", r"ld\.\w+(\.nc)?\.[us](8|16)"),
+    ),
+    Erratum(
+        "a guard that a loop changes",
+        "In a loop behind a branch on a predicate, instructions under this predicate are made as if it stayed as it "
+        "was, although the loop sets it anew.",
+        (r"@!?%p\d bra", _LOOP, r"(setp|testp|(and|xor|not)\.pred|lop3)\S* %"),
+    ),
+    Erratum(
+        "an unordered comparison behind a branch",
+        "`setp.gtu.ftz.f32`, whose predicate guards one instruction, which then runs against it, or does not.",
+        (r"setp\.gtu\.ftz\.f32 (%p\d), [^;]*;.* @!?\1 ",),
+    ),
+)
+
+
+@cache
+def least() -> tuple[Least, ...]:
+    """All of least.json, by their numbers."""
+    return tuple(Least(**{**row, "kept": tuple(row["kept"])}) for row in json.loads(LEAST.read_text("utf-8")))
+
+
+def class_of(one: Least) -> Erratum | None:
+    """The class of a least program; None for one that has no name."""
+    text = " ".join(one.statements)
+    return next((kind for kind in ERRATA if all(re.search(sign, text) for sign in kind.signs)), None)
+
+
+def wrong(some: Sequence[Least]) -> list[str]:
+    """What the machine does otherwise than the H200 by -O0."""
+    said: list[str] = []
+    for one in some:
+        mine, found = one.on_machine
+        if found or mine != one.right or one.left == one.right:
+            silicon = f"by -O0 {one.right:#x}, by {level_of(one.number)} {one.left:#x}"
+            said.append(f"{one.number}: {mine:#x}, {silicon}; {found[:1]}")
+    return said
+
+
+def page() -> str:
+    """Markdown: by class how many, what ptxas does, and the least of the least programs."""
+    of: dict[str, list[Least]] = {}
+    for one in least():
+        kind = class_of(one)
+        of.setdefault(kind.name if kind else "", []).append(one)
+    lines = [
+        "# What ptxas does to programs",
+        "",
+        "Made by `python -m conformance.silicon.whole.errata --page`; a test keeps it current. Of 100,000 random",
+        "programs without undefined behaviour some leave other bytes on an H200 by -O1 or -O3 of ptxas 13.0 than by",
+        "-O0, and by -O0 those that the machine leaves. [The record](../results/records/random_programs.txt) counts",
+        "them, [conformance/silicon](../conformance/silicon/README.md) has the faults that a changed text says. Of",
+        f"the others {len(least())} were made small on the H200 by `smallest.py` there. What is left of each is in",
+        "`conformance/silicon/whole/least.json`: the machine finds nothing undefined in any, and leaves what -O0 left.",
+        "Here is the least of each kind, without labels, what orders threads, and what loads and stores registers.",
+        "",
+    ]
+    for kind in ERRATA:
+        some = of.get(kind.name, [])
+        if some:
+            lines += _section(kind.name, kind.does, some)
+    if nameless := of.get("", []):
+        lines += _section("no name", "What the optimiser did to these is not known.", nameless)
+    return "\n".join(lines)
+
+
+def _section(name: str, does: str, some: Sequence[Least]) -> list[str]:
+    first = min(some, key=lambda one: (len(one.kept), one.number))
+    levels = sorted({level_of(one.number) for one in some})
+    shown = "\n".join(part.strip() for part in re.findall(r"[^;]*;", first.shown))
+    told = textwrap.wrap(f"{len(some)} program{'s'[: len(some) > 1]}, {' and '.join(levels)}. {does}", 120)
+    numbers = textwrap.wrap(f"All: {', '.join(str(one.number) for one in some)}.", 120)
+    return [
+        f"## {name[0].upper()}{name[1:]}",
+        "",
+        *told,
+        "",
+        "```text",
+        shown,
+        "```",
+        "",
+        f"Program {first.number}, {level_of(first.number)}: a word is {first.left:#x}, and by -O0 {first.right:#x}.",
+        *numbers,
+        "",
+    ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """See above."""
+    if list(arguments) == ["--page"]:
+        PAGE.write_text(page(), "utf-8")
+        return 0
+    with np.errstate(all="ignore"):
+        said = wrong(least())
+    print("\n".join([*said, f"{len(said)} of {len(least())} differ from -O0 on the H200"]))
+    return int(bool(said))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
