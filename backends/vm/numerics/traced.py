@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import Any, Final, cast
+from weakref import WeakSet
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -39,6 +40,8 @@ _ARITHMETIC: Final = {
 _LOGIC: Final = {np.logical_and: "and_", np.logical_or: "or_", np.logical_xor: "xor"}
 _TABLES: Final[list[npt.NDArray[Any]]] = []
 """Machine code reads them, so they stay."""
+_BOUND: Final[WeakSet[Any]] = WeakSet()
+"""The modules that say where tables lie."""
 _QUOTIENTS: Final = {np.floor_divide: ("sdiv", "udiv"), np.fmod: ("srem", "urem")}
 
 
@@ -46,6 +49,11 @@ def llvm_type(dtype: npt.DTypeLike, shape: Shape = ()) -> Any:
     """The LLVM type of an element, or of the vector of an array."""
     element = _TYPES[np.dtype(dtype)]
     return ir.VectorType(element, prod(shape)) if shape else element
+
+
+def holds_addresses(module: ir.Module) -> bool:
+    """Whether `module` means something in this process alone."""
+    return module in _BOUND
 
 
 def is_traced(a: object) -> bool:
@@ -280,6 +288,7 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
     def of(self, table: npt.NDArray[Any]) -> Traced:
         """The elements of `table` at these indices. The code reads the table where NumPy has it."""
         _TABLES.append(table)
+        _BOUND.add(self.builder.module)
         b, element = self.builder, llvm_type(table.dtype)
         base = b.inttoptr(ir.Constant(INDEX, table.ctypes.data), ir.PointerType())
         index = self.astype(np.int64).value
