@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from backends.cutedsl.device import LOG2_E
-from backends.cutedsl.divisor import Divisor, divisor_of
+from backends.cutedsl.divisor import Divisor, divisor_of, parts
 from backends.cutedsl.tma import TmaTensor
 
 RESCALE_THRESHOLD = 8.0
@@ -131,7 +131,7 @@ class Problem(NamedTuple):
         lengths, kv_heads = self.lengths, self.kv_heads
         if lengths is None or kv_heads is None:
             return None
-        number, first_k = kv_batch // kv_heads, Int32(0)
+        (number, kv_head), first_k = parts(kv_batch, kv_heads), Int32(0)
         first_q = lengths.mStarts_q[number]
         if lengths.mUsed_k is not None:
             s_k = lengths.mUsed_k[number]
@@ -140,7 +140,6 @@ class Problem(NamedTuple):
             first_k = lengths.mStarts_k[number]
             s_k = lengths.mStarts_k[number + 1] - first_k
         t = lengths.mStarts_q[number + 1] - first_q
-        kv_head = kv_batch % kv_heads
         return Sequence(number, kv_head, kv_head * hd, t, s_k, first_q, first_k)
 
     def of(self, sequence: Sequence | None, plan: Plan) -> Problem:
@@ -159,7 +158,7 @@ class Problem(NamedTuple):
     def head_and_token(self, row: Int32, same: bool = True) -> tuple[Int32, Int32]:
         """The query head of a row among those of its kv head, and its token. `same`: as in Divisor.parts."""
         if self.divisors is None:
-            return row // self.t, row % self.t
+            return parts(row, self.t)
         return self.divisors.t.parts(row, same)
 
     def with_tiles(self, plan: Plan) -> Problem:
@@ -273,10 +272,8 @@ def attention_item(plan: Plan, problem: Problem, index: Int32) -> AttentionItem:
     o_half = index % plan.o_halves
     rest = index // plan.o_halves
     if problem.divisors is None:
-        row_tile = rest % problem.row_tiles
-        rest = rest // problem.row_tiles
-        split = rest % problem.splits
-        kv_batch = rest // problem.splits
+        rest, row_tile = parts(rest, problem.row_tiles)
+        kv_batch, split = parts(rest, problem.splits)
     else:
         rest, row_tile = problem.divisors.row_tiles.parts(rest)
         kv_batch, split = problem.divisors.splits.parts(rest)

@@ -1,8 +1,9 @@
 # pyright: reportMissingImports=false
-"""Division by numbers that are known when a kernel is launched.
+"""Division of numbers that are not negative.
 
 A division by a run-time number is some forty instructions, one after another. Ten of them, before the first load, take
-an H200 more than a microsecond. The host divides once; on the device a multiplication and a shift are left.
+an H200 more than a microsecond. What is known when a kernel is launched the host divides by once; on the device
+a multiplication and a shift are left.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ def high_word(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
     values = [value.ir_value(loc=loc, ip=ip) for value in (a, b)]
     instructions = "{ .reg .b32 low; .reg .b64 product; mul.wide.u32 product, $1, $2; mov.b64 {low, $0}, product; }"
     return Uint32(llvm.inline_asm(T.i32(), values, instructions, "=r,r,r", loc=loc, ip=ip))
+
+
+def parts(number: Int32, size: Int32) -> tuple[Int32, Int32]:
+    """Quotient and remainder of numbers that are not negative: a quarter of the registers of a signed division."""
+    quotient = Uint32(number) // Uint32(size)
+    return Int32(quotient), number - Int32(quotient) * size
 
 
 class Divisor(NamedTuple):

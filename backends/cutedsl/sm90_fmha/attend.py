@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from backends.cutedsl.attention_tiles import AttentionItem, Outputs, Problem
 from backends.cutedsl.device import LOG2_E, WARPGROUP
+from backends.cutedsl.divisor import parts
 from backends.cutedsl.ring import RingPlace, StageRing, advanced, release, ring_number, ring_start, wait_full
 from backends.cutedsl.sm90_fmha.epilogue import finish_item
 from backends.cutedsl.sm90_fmha.operands import (
@@ -24,7 +25,7 @@ from backends.cutedsl.sm90_fmha.operands import (
     make_registers,
     visible_keys,
 )
-from backends.cutedsl.sm90_fmha.order import Order, deal, dealt_item, parts
+from backends.cutedsl.sm90_fmha.order import Order, deal, dealt_item
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
 from backends.cutedsl.sm90_fmha.softmax import (
     ROWS,
@@ -172,8 +173,8 @@ def begin_rows(
     """
     reset(state)
     if cutlass.const_expr(mSink is not None):
-        heads = problem.group if plan.ragged else problem.rows // problem.t
-        first_head = item.kv_batch % (cute.size(mSink) // heads) * heads
+        heads = problem.group if plan.ragged else problem.head_and_token(problem.rows)[0]
+        first_head = parts(item.kv_batch, parts(Int32(cute.size(mSink)), heads)[0])[1] * heads
         row = first_row(plan, item, consumer)
         is_first = Boolean(item.split == 0)
         if cutlass.const_expr(plan.share == "keys"):

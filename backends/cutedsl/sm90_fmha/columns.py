@@ -2,15 +2,11 @@
 """Consumers that share the columns of O: one warpgroup computes S and the softmax, two others O += P V, a half each.
 
 P, the factors of O and at the end the reciprocals of the row sums go through a ring of tiles in shared memory, to which
-both of the others read along. They multiply O by its factors as soon as P is there, but start P V of a tile when S of
-the next one is done:
+both of the others read along. When P of a tile is there they multiply O by its factors and start P V.
 
-    tensor core    S[i]    P[i-1] V[i-1]    S[i+1]    P[i] V[i]
-    softmax                S[i] -> P[i]               S[i+1] -> P[i+1]
-
-Without that order the MMAs of P V, which two warpgroups issue, would be done before those of S, and the tensor core
-would rest during the softmax. But where few rows wait for keys it rests anyway, and slabs of V are to be free soon:
-with `eager_values` P V of a tile starts when P is there.
+P V of a tile could wait for S of the next, so that the tensor core has work during the softmax. Then slabs of V are free
+later, and that costs more: 64 sequences of 128 heads on 4096 keys take 137 us, and 141 if it waits
+(results/records/h200-fmha-attempts.json).
 """
 
 from typing import NamedTuple
@@ -49,16 +45,12 @@ from backends.cutedsl.sm90_fmha.softmax import (
 
 
 class ColumnRings(NamedTuple):
-    """The rings of Q, slabs of K, slabs of V and tiles of P.
-
-    P is made full by the warps that compute it. `go` has a barrier a tile of P too: P V may start.
-    """
+    """The rings of Q, slabs of K, slabs of V and tiles of P. P is made full by the warps that compute it."""
 
     q: StageRing
     k: StageRing
     v: StageRing
     p: StageRing
-    go: StageRing
 
 
 @cute.jit
@@ -92,13 +84,6 @@ def compute_scores(plan: Sm90FmhaPlan, operands: Operands, rS: cute.Tensor, k: S
     warpgroup.wait_group(0)
     release(k, before)
     return place
-
-
-@cute.jit
-def let_go(go: StageRing, place: RingPlace):
-    """Let P V of the tile at `place` start."""
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(go.full + place.stage)
 
 
 @cute.jit
@@ -149,12 +134,8 @@ def score_warpgroup(
         if item.tiles > 0:
             rKeys = visible_keys(plan, own, item, consumer)
             wait_full(rings.q, q_place)
-            before = p_place
             for i in cutlass.range(item.tiles, unroll=1):
                 k_place = compute_scores(plan, operands, rS, rings.k, k_place)
-                if cutlass.const_expr(not plan.eager_values):  # noqa: SIM102 (one is decided at compile time)
-                    if i > 0:
-                        let_go(rings.go, before)
                 if i == item.tiles - 1:
                     release(rings.q, q_place.stage)
                 mask_tile(plan, own, item, rS, item.first_tile + i, rKeys, consumer)
@@ -165,10 +146,7 @@ def score_warpgroup(
                 store_factors(smem.sFactor, rows.rFactor, p_place.stage, thread)
                 store_p(plan, rS, smem.sP, p_place.stage, thread)
                 make_full(rings.p, p_place)
-                before = p_place
                 p_place = advanced(rings.p, p_place)
-            if cutlass.const_expr(not plan.eager_values):
-                let_go(rings.go, before)
             q_place = advanced(rings.q, q_place)
         sum_over_quads(rows)
         rInverse = cute.make_rmem_tensor(ROWS, Float32)
@@ -182,8 +160,6 @@ def score_warpgroup(
         wait_empty(rings.p, p_place)
         store_factors(smem.sFactor, rInverse, p_place.stage, thread)
         make_full(rings.p, p_place)
-        if cutlass.const_expr(not plan.eager_values):
-            let_go(rings.go, p_place)
         p_place = advanced(rings.p, p_place)
 
 
@@ -226,8 +202,6 @@ def value_warpgroup(
             wait_full(rings.p, p_place)
             rFactor = load_factors(smem.sFactor, p_place.stage, thread)
             rescale(rO, rFactor)
-            if cutlass.const_expr(not plan.eager_values):
-                wait_full(rings.go, p_place)
             before = v_place.stage
             warpgroup.fence()
             for slab in cutlass.range_constexpr(plan.v_slabs):
@@ -249,8 +223,6 @@ def value_warpgroup(
             release(rings.p, p_place.stage)
             p_place = advanced(rings.p, p_place)
         wait_full(rings.p, p_place)
-        if cutlass.const_expr(not plan.eager_values):
-            wait_full(rings.go, p_place)
         rInverse = load_factors(smem.sFactor, p_place.stage, thread)
         release(rings.p, p_place.stage)
         p_place = advanced(rings.p, p_place)

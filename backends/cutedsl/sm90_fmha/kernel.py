@@ -145,14 +145,12 @@ class Sm90Fmha:
                 allocate_rings(allocator, plan.k_stages),
                 allocate_rings(allocator, plan.v_stages),
                 allocate_rings(allocator, plan.p_stages),
-                allocate_rings(allocator, plan.p_stages),
             )
             if thread == 0:
                 init_rings(q, 1, 4)
                 init_rings(rings.k, 1, 4)
                 init_rings(rings.v, 1, 8)
                 init_rings(rings.p, 1, 8, producers=4)
-                init_rings(rings.go, 1, 8, producers=4)
             self._begin()
             self._share_columns(problem, order, make_loads(plan, inputs, smem), smem, outputs, mSink, rings)
         elif cutlass.const_expr(plan.share == "lone"):

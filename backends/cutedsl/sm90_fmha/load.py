@@ -17,6 +17,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import dsl_user_op
 
 from backends.cutedsl.attention_tiles import CLIP_END, AttentionItem, Inputs, Problem, Sequence
+from backends.cutedsl.divisor import parts
 from backends.cutedsl.ring import (
     RingPlace,
     RingSlot,
@@ -29,7 +30,7 @@ from backends.cutedsl.ring import (
     wait_empty,
 )
 from backends.cutedsl.sm90_fmha.operands import Sm90Smem
-from backends.cutedsl.sm90_fmha.order import Order, deal, dealt_item, parts
+from backends.cutedsl.sm90_fmha.order import Order, deal, dealt_item
 from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
 from backends.cutedsl.tma import TmaTensor, TmaViews, tma_views
 

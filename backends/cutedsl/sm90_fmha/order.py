@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32
+from cutlass import Boolean, Int32
 
 from backends.cutedsl.attention_tiles import AttentionItem, Problem, attention_item
-from backends.cutedsl.divisor import Divisor, divisor_of
+from backends.cutedsl.divisor import Divisor, divisor_of, parts
 from backends.cutedsl.sm90_fmha.plan import Sm90FmhaPlan
 
 MIN_TILES = 8
@@ -56,12 +56,6 @@ class Deal(NamedTuple):
     start: Int32
     stop: Int32
     step: Int32
-
-
-def parts(number: Int32, size: Int32) -> tuple[Int32, Int32]:
-    """Quotient and remainder of numbers that are not negative: a quarter of the registers of a signed division."""
-    quotient = Uint32(number) // Uint32(size)
-    return Int32(quotient), number - Int32(quotient) * size
 
 
 @cute.jit

@@ -86,8 +86,7 @@ class Sm90FmhaPlan:
     side by side; neighbours share keys, and L2 serves loads of one tile that come together as one. `sinks`: whether
     rows begin with the sink of their head. `ragged`: whether sequences have lengths of their own. `page_size`: the keys
     of a page; 0: the keys of a sequence lie together. `o_halves`: work items that share a tile, each with its columns
-    of V and O. `short_parts`: whether parts of O are rounded to bf16. `eager_values`: whether P V of a tile, where they
-    share columns, starts when P is there, and not when S of the next tile is done. `max_slabs`: slabs in all rings.
+    of V and O. `short_parts`: whether parts of O are rounded to bf16. `max_slabs`: slabs in all rings.
     """
 
     hd: int
@@ -101,7 +100,6 @@ class Sm90FmhaPlan:
     o_halves: int = 1
     short_parts: bool = False
     max_slabs: int = 12
-    eager_values: bool = False
 
     def part_begin(self, problem: Problem, split: Int32) -> Int32:
         """The first key tile of a split: splits differ by a tile at most."""
@@ -228,7 +226,7 @@ class Sm90FmhaPlan:
     @property
     def producer_registers(self) -> int:
         """Registers of a thread of the producer's warpgroup after setmaxnreg. The warp that copies Q needs more."""
-        return 40 if self.scarce_registers or (self.ragged and self.groups == 2) else 24
+        return 40 if self.scarce_registers and self.ragged else 24
 
     @property
     def consumer_registers(self) -> int:
@@ -394,7 +392,7 @@ def kernel_plan(sizes: FmhaSizes, ragged: bool = False) -> Sm90FmhaPlan:
     Sequences of their own lengths take registers: with three warpgroups, or at hd 256 with 80 keys, ptxas spills.
     """
     if sizes.hd == 512:
-        plan = replace(standard_plan(512, "columns"), eager_values=True)
+        plan = standard_plan(512, "columns")
         alone = sizes.kv_batches == 1 and sizes.rows <= plan.tile_m and sizes.s_k > SHORT_KEYS
         if not alone or ragged:
             return plan

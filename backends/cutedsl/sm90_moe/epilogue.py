@@ -124,7 +124,7 @@ class ExpertScales(NamedTuple):
     """Global scales of an expert, as they are in memory: of a2, 1 if it is bf16, and of w2, 1 in L1.
 
     They are loaded before the products of a tile and first used behind them. A product of the two in between would wait
-    for memory, 400 to 600 cycles a tile (results/records/README.md).
+    for memory, 400 to 600 cycles a tile (results/attempts.md).
     """
 
     a2: Float32

@@ -4,7 +4,7 @@
 
 By wgmma, a warpgroup has two sets of registers for A: while the tensor core multiplies with one, the threads unpack the
 next unit into the other. A stage is given back when its wgmmas are known to be done, one unit later. The codes of all
-units of a stage are loaded at once: an unpacking that begins with a load waits for it (results/records/README.md).
+units of a stage are loaded at once: an unpacking that begins with a load waits for it (results/attempts.md).
 
 Of eight columns each warp multiplies its 16 rows by itself, by mma.sync: wgmma takes 15 cycles of an H200 whatever N,
 and four warps that wait for each other (results/records/h200-moe-clean-flush.json).

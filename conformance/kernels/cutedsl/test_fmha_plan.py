@@ -155,7 +155,7 @@ SIZES = st.builds(
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_shared_memory_of_sm_90a_fits(plan: Sm90FmhaPlan) -> None:
     statistics = WARPGROUP * 16 if plan.share == "keys" else 0
-    barriers = 16 * (plan.q_stages + plan.rings * plan.ring_stages + 2 * plan.p_stages)
+    barriers = 16 * (plan.q_stages + plan.rings * plan.ring_stages + plan.p_stages)
     p_bytes = plan.p_stages * (plan.p_bytes + 4 * plan.tile_m)
     operands = plan.q_stages * plan.q_bytes + plan.rings * plan.ring_stages * plan.slab_bytes + plan.merge_bytes
     total = operands + p_bytes + statistics + barriers + 16

@@ -1,0 +1,133 @@
+"""How far measured rows are from the bars that were set for them: python -m conformance.bench.bars > results/bars.md.
+
+A bar holds microseconds of one session, all of a row by turns on the same buffers, against a peer, a bare read of its
+bytes, or the other backend. The record is one of `conformance.bench.turns record`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from conformance import ROOT
+from conformance.bench.turns import OURS, PEERS
+from megamoe.contract import Case
+from megamoe.spec.load import load_specs
+
+RECORDS: Final = ROOT / "results" / "records"
+ATTENTION: Final = RECORDS / "h200-fmha-rows.json"
+PAGE: Final = ROOT / "results" / "bars.md"
+RAW_PTX_OVER_CUTEDSL: Final = 1.25
+PRODUCT_FLOPS: Final = 775e12
+"""Of a bf16 product of 8192 x 8192 x 8192 on an H200, the session of issue 12's prefill rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """`us` may be at most `allowed`, which `against` explains."""
+
+    row: str
+    backend: str
+    us: float
+    allowed: float
+    against: str
+
+    @property
+    def met(self) -> bool:
+        """Whether it is."""
+        return self.us <= self.allowed
+
+    @property
+    def over(self) -> float:
+        """By which share of what is allowed it is missed; negative if it is met."""
+        return self.us / self.allowed - 1
+
+
+Times = Mapping[str, float]
+
+
+def attention_bars(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Bar]:
+    """The bars of a record of attention."""
+    spec = load_specs()["fmha"]
+    for row, line in rows.items():
+        case = spec.parse_case(f"fmha:{row}")
+        times: Times = {**line["us"], **line.get("variants", {})}
+        ours, bare = times[OURS], float(line["bare_read_us"])
+        name, us = min(((name, times[name]) for name in PEERS if name in times), key=lambda one: one[1])
+        yield Bar(row, "cutedsl", ours, us, name)
+        read = _over_a_bare_read(case, bare)
+        if read:
+            yield Bar(row, "cutedsl", ours, *read)
+        if case.int("t") <= 128 and "ptx" in times:
+            yield Bar(row, "ptx", times["ptx"], RAW_PTX_OVER_CUTEDSL * ours, f"{RAW_PTX_OVER_CUTEDSL} x CuTeDSL")
+
+
+def _over_a_bare_read(case: Case, bare: float) -> tuple[float, str] | None:
+    """Microseconds that a row of many keys may take, and what they are made of. None for a row with no such bar."""
+    hd, t, batch = (case.int(axis) for axis in ("hd", "t", "batch"))
+    if case.int("s_k") < 8192:
+        return None
+    if t == 1 and batch == 1:
+        more = 6 if hd == 512 else 4
+        return bare + more, f"bare read {bare:.1f} + {more}"
+    if t == 1 and batch == 32:
+        factor = 1.10 if hd == 512 else 1.03
+        return factor * bare, f"{factor:.2f} x bare read {bare:.1f}"
+    if t == 128 and hd == 512:
+        flops = 4 * batch * case.int("heads") * t * case.int("s_k") * hd
+        return 1.25 * max(bare, 1e6 * flops / PRODUCT_FLOPS), f"1.25 x bare read {bare:.1f}"
+    if t == 128:
+        factor = 1.17 if hd == 64 else 1.05
+        return factor * bare, f"{factor:.2f} x bare read {bare:.1f}"
+    return None
+
+
+def page() -> str:
+    """results/bars.md."""
+    rows = json.loads(ATTENTION.read_text("utf-8"))
+    bars = list(attention_bars(rows))
+    return "\n".join([*_HEAD, "", *_attention(rows, bars), ""])
+
+
+_HEAD: Final = (
+    "# Bars on an H200",
+    "",
+    "Made by `python -m conformance.bench.bars > results/bars.md` from the records that it names. Medians in",
+    "microseconds with a cold L2, emptied by reading; all of a row by turns on the same buffers in one session. What",
+    "was tried for the rows that miss: [attempts.md](attempts.md).",
+)
+
+
+def _attention(rows: Mapping[str, Mapping[str, Any]], bars: Sequence[Bar]) -> Iterator[str]:
+    yield "## Attention"
+    yield ""
+    yield f"Record: [{ATTENTION.name}](records/{ATTENTION.name}). {_tally(bars)}"
+    yield ""
+    yield "| row | bare read | CuTeDSL | best peer | over a bare read | raw PTX / CuTeDSL |"
+    yield "|---|---|---|---|---|---|"
+    for row, line in rows.items():
+        of_row = [bar for bar in bars if bar.row == row]
+        peer, *others = of_row
+        read = next((bar for bar in others if bar.backend == "cutedsl"), None)
+        raw = next((bar for bar in others if bar.backend == "ptx"), None)
+        yield (
+            f"| `{row}` | {line['bare_read_us']:.1f} | {peer.us:.1f} | {peer.against} {peer.allowed:.1f}{_missed(peer)}"
+            f" | {f'at most {read.allowed:.1f}{_missed(read)}' if read else ''}"
+            f" | {f'{raw.us / peer.us:.2f}{_missed(raw)}' if raw else ''} |"
+        )
+
+
+def _tally(bars: Sequence[Bar]) -> str:
+    missed = sorted((bar for bar in bars if not bar.met), key=lambda bar: -bar.over)
+    told = "; ".join(f"`{bar.row}` {100 * bar.over:.1f} % ({bar.backend}: {bar.against})" for bar in missed)
+    return f"{len(bars) - len(missed)} of {len(bars)} bars are met." + (f" Missed: {told}." if missed else "")
+
+
+def _missed(bar: Bar) -> str:
+    return "" if bar.met else f" **{100 * bar.over:+.1f} %**"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
