@@ -78,7 +78,7 @@ class Kind:
         return self.element * len(self.registers)
 
 
-class Place:
+class MemoryWords:
     """A memory as machine code finds it, at `address`: what SHARED_FIELDS or GLOBAL_FIELDS name, arrays by where they
     lie."""
 

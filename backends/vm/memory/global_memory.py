@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, report
-from backends.vm.memory.compiled_access import Place
+from backends.vm.memory.compiled_access import MemoryWords
 from backends.vm.memory.definedness import Mask, Origin, Sources
 from backends.vm.memory.pieces import read_pieces
 
@@ -48,7 +48,7 @@ class Buffer:
     state: npt.NDArray[np.uint8] | None = None
     scratch: bool = False
     sources: Sources = field(default_factory=Sources)
-    place: Place | None = None
+    place: MemoryWords | None = None
 
     @property
     def end(self) -> int:

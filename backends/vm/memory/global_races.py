@@ -26,7 +26,7 @@ import numpy.typing as npt
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, at_line, report
 from backends.vm.memory.clocks import CLUSTER_SHIFT, WAITED, Agents, Clock, Epochs, Snapshot, agent_of, merge, unordered
-from backends.vm.memory.compiled_access import GLOBAL_FIELDS, Place
+from backends.vm.memory.compiled_access import GLOBAL_FIELDS, MemoryWords
 from backends.vm.memory.global_memory import Buffer, Bytes, GlobalMemory
 
 
@@ -285,7 +285,7 @@ class GlobalRaces:
         shadow.writer[granules] = warp.agents.mark | stamp
         shadow.line[granules] = line
 
-    def place(self, buffer: Buffer, size: int, clock: Clock) -> Place | None:
+    def place(self, buffer: Buffer, size: int, clock: Clock) -> MemoryWords | None:
         """`buffer` and its marks as machine code finds them, for accesses of `size` bytes by the owner of `clock`.
 
         None where those of an earlier launch count too.
@@ -300,7 +300,7 @@ class GlobalRaces:
             marks = (0, 0, None, None, None, None)
             if shadow is not None:
                 marks = (shadow.base, shadow.shift, shadow.writer, shadow.reader, shadow.line, shadow.read_line)
-            known = buffer.place = Place(buffer.data.size, buffer.data, buffer.state, *marks)
+            known = buffer.place = MemoryWords(buffer.data.size, buffer.data, buffer.state, *marks)
         return known
 
     def copied_from(

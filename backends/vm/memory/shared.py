@@ -24,7 +24,7 @@ from backends.vm.memory.clocks import (
     agent_of,
     unordered,
 )
-from backends.vm.memory.compiled_access import Place
+from backends.vm.memory.compiled_access import MemoryWords
 from backends.vm.memory.definedness import Mask, Missing, Origin, Sources
 from backends.vm.memory.lanes import LaneWrites
 
@@ -76,7 +76,7 @@ class SharedMemory:
         self.allocs: set[int] = set()
         self.lanes = LaneWrites(padded // 4)
         partial = agents.releases.partial
-        self.place: Place | None = Place(
+        self.place: MemoryWords | None = MemoryWords(
             RESERVED, self.size, self.data, self.defined, self.in_flight, self.writer, self.reader, self.writer_line,
             self.reader_line, self.contested, self.many_readers, self.lanes.lane, self.lanes.met, partial,
         )  # fmt: skip

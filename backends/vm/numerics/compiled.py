@@ -42,7 +42,7 @@ def _linker() -> llvm.ExecutionEngine:
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(1))
 
 
-class Shelf(Protocol):
+class CodeShelf(Protocol):
     """Where machine code lies between processes. It must give back only what this user has put there: it is run."""
 
     def kept(self, name: str, decoded: Callable[[bytes], bytes]) -> bytes | None:
@@ -54,11 +54,11 @@ class Shelf(Protocol):
         ...
 
 
-_shelf: Shelf | None = None
+_shelf: CodeShelf | None = None
 _addresses: dict[str, int] = {}
 
 
-def keep_between_processes(shelf: Shelf | None) -> None:
+def keep_between_processes(shelf: CodeShelf | None) -> None:
     """From now on, look for machine code on `shelf`, and put there what is made."""
     global _shelf
     _shelf = shelf

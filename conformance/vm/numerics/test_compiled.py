@@ -37,22 +37,35 @@ def _called(address: int, x: int) -> int:
     return int(ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(address)(x))
 
 
-def _as_a_new_process(patch: pytest.MonkeyPatch) -> None:
-    engine = compiled._linker.__wrapped__()  # pyright: ignore[reportPrivateUsage]
-    patch.setattr(compiled, "_addresses", {})
-    patch.setattr(compiled, "_linker", lambda: engine)
+class _Linker:
+    """Takes objects and runs none: a second linker of one process would free what the first one has."""
+
+    def __init__(self) -> None:
+        self.taken = list[object]()
+
+    def add_object_file(self, file: object) -> None:
+        self.taken.append(file)
+
+    def finalize_object(self) -> None:
+        pass
+
+    def get_function_address(self, name: str) -> int:
+        return int(name.removeprefix(f"{compiled.ENTRY}_")[:8], 16)
 
 
 def test_machine_code_is_found_by_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the shelf has is run and not made again; another text has another name."""
-    shelf = _Shelf()
+    """What the shelf has is linked and not made again; another text has another name."""
+    shelf, linker = _Shelf(), _Linker()
     monkeypatch.setattr(compiled, "_shelf", shelf)
-    _as_a_new_process(monkeypatch)
+    monkeypatch.setattr(compiled, "_addresses", {})
     assert _called(compiled.linked(_adds(5)), 2) == 7
     assert len(shelf) == 1, f"one function was made, and the shelf has {list(shelf)}"
-    _as_a_new_process(monkeypatch)
+    (name,) = shelf
+    monkeypatch.setattr(compiled, "_addresses", {})
+    monkeypatch.setattr(compiled, "_linker", lambda: linker)
     monkeypatch.setattr(compiled.llvm, "parse_assembly", _refused)
-    assert _called(compiled.linked(_adds(5)), 3) == 8, "the next process has found something else"
+    assert compiled.linked(_adds(5)) == int(name[:8], 16), "the next process looks for another function"
+    assert len(linker.taken) == 1, f"{len(linker.taken)} objects were linked"
     with pytest.raises(AssertionError, match="made again"):
         compiled.linked(_adds(6))
 
