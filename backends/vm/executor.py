@@ -16,6 +16,7 @@ from backends.vm.host.abi import scalar_bytes
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
 from backends.vm.memory.global_memory import Buffer
+from backends.vm.numerics.compiled import keep_between_processes
 from backends.vm.ptx.tree import PtxSyntaxError
 from backends.vm.tensor.tensor_map import encode_tensor_map
 from backends.vm.trace.recorder import Recorder
@@ -36,7 +37,8 @@ from megamoe.contract.cache import user_cache
 MAX_WORKSPACES = 4 << 30
 """Bytes of all workspaces of a program: more than those of any layer that a CPU runs in a minute."""
 PARSED = user_cache("ptx")
-"""Where parsed modules are kept between processes; see backends.vm.ptx.parse_cache."""
+"""Where parsed modules are kept between processes; see backends.vm.ptx.parse_cache. Machine code is, too."""
+keep_between_processes(PARSED)
 
 
 class VmExecutor:

@@ -164,6 +164,10 @@ class Binder:
 
     def address(self, operand: Operand) -> AddressOf:
         """A function from a warp to the 32 lane addresses (int64) of `[base + offset]`."""
+        return self.addressed(operand)[0]
+
+    def addressed(self, operand: Operand) -> tuple[AddressOf, Key, int]:
+        """As `address`; then the register of the base and the offset."""
         if isinstance(operand, Address):
             base, offset = operand.base, operand.offset
         elif isinstance(operand, Register):
@@ -179,12 +183,12 @@ class Binder:
         if width == 64:
             row = self.source(base, "s64")
             self.addresses.append((64, row))
-            return lambda warp: warp.s64[row] + offset
+            return (lambda warp: warp.s64[row] + offset), (64, row), offset
         if width != 32:
             raise self.error(f"an address register holds 32 or 64 bits, this one {width}")
         row = self.source(base, "u32")
         self.addresses.append((32, row))
-        return lambda warp: warp.u32[row].astype(np.int64) + offset
+        return (lambda warp: warp.u32[row].astype(np.int64) + offset), (32, row), offset
 
     def _literal_bits(self, operand: Immediate, view: str) -> int:
         width = WIDTH_OF_VIEW[view]

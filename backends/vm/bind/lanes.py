@@ -12,7 +12,6 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import count
 from typing import Any, Final, cast
 
 import numpy as np
@@ -32,19 +31,14 @@ from backends.vm.machine.code import (
     Key,
     QuickRun,
     RegisterRows,
+    place_of,
 )
 from backends.vm.machine.warp import Warp
-from backends.vm.numerics.compiled import linked
+from backends.vm.numerics.compiled import ENTRY, linked
 from backends.vm.numerics.traced import INDEX, Traced, llvm_type
 from backends.vm.ptx.ast import Immediate, Instruction, Negated, Operand, Pair, Register, Vector
 
-_EVERY_LANE: Final = np.ones(LANES, np.bool_)
-_EVERY_LANE_ADDRESS: Final = _EVERY_LANE.ctypes.data
-_WIDTHS: Final = tuple(STORAGE)
-_BYTES: Final = {width: LANES * np.dtype(kind).itemsize * (2 if width == 128 else 1) for width, kind in STORAGE.items()}
-"""Of a row."""
 _POINTER: Final = ir.PointerType()
-_NUMBERS: Final = count()
 _MASK_BYTES: Final = ir.VectorType(ir.IntType(8), LANES)
 
 WORTH = 200
@@ -278,9 +272,9 @@ def _made(instruction: Instruction, rows: RegisterRows) -> _Code:
 
 
 def _machine_code(instruction: Instruction, binder: _KindBinder) -> int | None:
-    """Machine code `void f(bounds, rows, mask)`; `rows` has a bound and an offset from it for each place."""
+    """Machine code `void entry(bounds, rows, mask)`; `rows` has a bound and an offset from it for each place."""
     module = ir.Module("lanes")
-    made = ir.Function(module, ir.FunctionType(ir.VoidType(), [_POINTER] * 3), f"lanes_{next(_NUMBERS)}")
+    made = ir.Function(module, ir.FunctionType(ir.VoidType(), [_POINTER] * 3), ENTRY)
     b = ir.IRBuilder(made.append_basic_block())
     bounds, rows, mask = made.args
 
@@ -302,20 +296,20 @@ def _machine_code(instruction: Instruction, binder: _KindBinder) -> int | None:
     for cell in cells.values():
         cell.store(active)
     b.ret_void()
-    return linked(module, made.name)
+    return linked(module)
 
 
 # Runs.
 
 
 def _runner() -> ir.Module:
-    """`void run(program, bounds, mask)`: call the functions of a program, each with its rows.
+    """`void entry(program, bounds, mask)`: call the functions of a program, each with its rows.
 
     A program is words: the number of instructions, then for each its function, its guard (0: none, 1: a predicate, 2: a
     negated one), the bound and the offset of the predicate, the number of words that follow, and the rows.
     """
     module = ir.Module("run")
-    made = ir.Function(module, ir.FunctionType(ir.VoidType(), [_POINTER] * 3), "run")
+    made = ir.Function(module, ir.FunctionType(ir.VoidType(), [_POINTER] * 3), ENTRY)
     program, bounds, mask = made.args
     b = ir.IRBuilder(made.append_basic_block())
     loop, guarded, call, end = (made.append_basic_block() for _ in range(4))
@@ -360,30 +354,23 @@ def _runner() -> ir.Module:
 @cache
 def _run() -> Callable[[int, int, int], None]:
     kind = ctypes.PYFUNCTYPE(None, *[ctypes.c_void_p] * 3)
-    return cast("Callable[[int, int, int], None]", kind(linked(_runner(), "run")))
-
-
-def _words(key: Key) -> tuple[int, int]:
-    """A row as programs have it: the index of the bound that it is counted from, and the offset in bytes."""
-    width, row = key
-    return _WIDTHS.index(width) + (len(_WIDTHS) if row < 0 else 0), row * _BYTES[width]
+    return cast("Callable[[int, int, int], None]", kind(linked(_runner())))
 
 
 def _quick_run(run: Sequence[tuple[Bound, int]]) -> QuickRun:
     words = [len(run)]
     touches = set[Key]()
     for item, function in run:
-        guard = (0, 0, 0) if item.guard is None else (1 + item.guard[1], *_words((1, item.guard[0])))
+        guard = (0, 0, 0) if item.guard is None else (1 + item.guard[1], *place_of((1, item.guard[0])))
         words += [function, *guard, 2 * len(item.places)]
-        words += [word for key in item.places for word in _words(key)]
+        words += [word for key in item.places for word in place_of(key)]
         touches.update(item.uses, item.defines)
     program = np.array(words, np.int64)
     return QuickRun(partial(_perform, program, program.ctypes.data), len(run), frozenset(touches))
 
 
 def _perform(program: npt.NDArray[np.int64], address: int, warp: Warp) -> None:
-    every = warp.where is True
-    _run()(address, warp.registers.bounds_address, _EVERY_LANE_ADDRESS if every else warp.mask.ctypes.data)
+    _run()(address, warp.registers.bounds_address, warp.mask_address)
 
 
 class RunFinder:

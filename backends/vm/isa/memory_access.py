@@ -14,8 +14,10 @@ from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine import access
 from backends.vm.machine.code import LANES, WIDTH_OF_VIEW
+from backends.vm.machine.quick_access import SPACES, QuickAccess
 from backends.vm.machine.undefined import BecameUndefined, undefined_words
 from backends.vm.machine.warp import Warp
+from backends.vm.memory.compiled_access import NO, UNDEFINED
 from backends.vm.memory.definedness import Missing, Origin
 from backends.vm.memory.global_memory import check_alignment
 from backends.vm.numerics import f32, half
@@ -87,10 +89,15 @@ def ld(b: Binder) -> Step:
     size = len(items) * dtype.itemsize * words
     views = [(column, _view_for(b, item, kind)) for column, item in enumerate(items) if not isinstance(item, Sink)]
     targets = [(column, view, b.destination(items[column], view, wider=True)) for column, view in views]
-    address = b.address(a)
+    address, base, offset = b.addressed(a)
     sem, scope = b.words.get("sem", ""), b.words.get("scope", "")
     strong = "sem" in b.words and _strong(b)
     used, line = b.rows.used, b.instruction.line
+    rows_of = {column: (WIDTH_OF_VIEW[view], row) for column, view, row in targets}
+    quick = None
+    if space in SPACES and not strong:
+        quick = QuickAccess(space, (base, offset), dtype.itemsize * words, [rows_of.get(i) for i in range(len(items))],
+                            line, stores=False, signed=kind[0] == "s")  # fmt: skip
 
     def leave_undefined(warp: Warp, missing: Missing) -> None:
         """Of the registers that nothing reads, nothing is said: a compiler loads whole vectors."""
@@ -101,10 +108,17 @@ def ld(b: Binder) -> Step:
         raise BecameUndefined
 
     def step(warp: Warp) -> None:
+        answer = NO if quick is None else quick.perform(warp)
+        if answer != NO and not answer & UNDEFINED:
+            return
         addresses = address(warp)
         whole = warp.where is True
         if not whole:
             addresses = addresses[warp.mask]
+        if quick is not None and answer != NO:
+            missing = quick.missing(warp, addresses)
+            assert missing is not None, "the machine code has seen undefined bytes"
+            leave_undefined(warp, missing)
         if strong:
             access.synchronise(warp, space, addresses, sem, scope, acquire=True, release=False)
         loaded, missing = access.take(warp, space, addresses, size, strong=strong)
@@ -148,11 +162,19 @@ def st(b: Binder) -> Step:
     items = _items(b, source)
     dtype = _element(kind)
     rows = [(view := _view_for(b, item, kind), b.source(item, view, wider=True)) for item in items]
-    address = b.address(a)
+    address, base, offset = b.addressed(a)
     line = b.instruction.line
     strong, sem, scope = _strong(b), b.words["sem"], b.words["scope"]
+    keys = tuple((WIDTH_OF_VIEW[view], row) for view, row in rows)
+    quick = None
+    if space in SPACES and not strong:
+        quick = QuickAccess(
+            space, (base, offset), dtype.itemsize * (2 if kind == "b128" else 1), keys, line, stores=True
+        )
 
     def step(warp: Warp) -> None:
+        if quick is not None and quick.perform(warp) != NO:
+            return
         values = np.empty((LANES, len(rows) * (2 if kind == "b128" else 1)), dtype)
         for column, (view, row) in enumerate(rows):
             register = getattr(warp, view)[row]
@@ -181,7 +203,6 @@ def st(b: Binder) -> Step:
             access.undefine(warp, space, address(warp)[warp.mask], missing, origin.stored_at(line, warp.name))
         return outcome
 
-    keys = tuple((WIDTH_OF_VIEW[view], row) for view, row in rows)
     b.carry(carry, *keys)
     return step
 

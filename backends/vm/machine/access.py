@@ -12,7 +12,7 @@ from backends.vm.faults import Fault, report
 from backends.vm.machine.code import LANES
 from backends.vm.memory.clocks import Carried
 from backends.vm.memory.definedness import Mask, Missing, Origin
-from backends.vm.memory.global_memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, check_alignment
+from backends.vm.memory.global_memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, Buffer, check_alignment
 from backends.vm.memory.pieces import read_pieces
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT, wavefronts
 
@@ -132,7 +132,7 @@ def _take(
     space, addresses = resolve(space, addresses)
     if space.startswith("shared"):
         cta, offsets = owner(warp, space, addresses, "load")
-        _count_banks(warp, offsets, size)
+        count_banks(warp, offsets, size)
         if not strong:
             cta.smem.check_lanes(offsets, size, lanes, (warp.agent, warp.meetings), "read by")
         values, hidden = cta.smem.load(offsets, size, warp.clock, warp.stamp, strong=strong)
@@ -147,9 +147,13 @@ def _take(
         return _split_load(warp, addresses, size, lanes, strong=strong)
     if buffer.writable and not strong:
         machine.races.read(buffer, addresses, size, warp, warp.stamp)
+    return read_pieces(buffer.data, offsets, size), missing_in(buffer, offsets, size)
+
+
+def missing_in(buffer: Buffer, offsets: Addresses, size: int) -> Missing | None:
+    """The undefined ones of `size` bytes at each of `offsets` [n] in global memory."""
     hidden = None if buffer.state is None else buffer.missing(offsets, size)
-    missing = None if hidden is None else Missing(hidden, buffer.origin_of(_first(offsets, hidden), 0))
-    return read_pieces(buffer.data, offsets, size), missing
+    return None if hidden is None else Missing(hidden, buffer.origin_of(_first(offsets, hidden), 0))
 
 
 def _first(offsets: Addresses, hidden: Mask) -> int:
@@ -200,7 +204,7 @@ def _store(
     warp.cta.machine.engine.events += 1
     if space.startswith("shared"):
         cta, offsets = owner(warp, space, addresses, "store")
-        _count_banks(warp, offsets, values.shape[1])
+        count_banks(warp, offsets, values.shape[1])
         cta.smem.store(offsets, values, warp.clock, warp.stamp, line, strong=strong)
         cta.smem.lanes.note(offsets, values.shape[1], lanes, 0 if strong else warp.meetings)
         warp.stored_at = warp.meetings
@@ -314,7 +318,8 @@ def _local_index(
     return lanes[:, None].astype(np.intp), addresses[:, None] + np.arange(size)
 
 
-def _count_banks(warp: Warp, offsets: Addresses, size: int) -> None:
+def count_banks(warp: Warp, offsets: Addresses, size: int) -> None:
+    """Count the passes over the banks of an access of `size` bytes a lane."""
     counters = warp.cta.machine.counters
     least, taken = wavefronts(offsets, size)
     counters["smem_wavefronts"] += taken

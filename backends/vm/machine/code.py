@@ -200,6 +200,18 @@ Key = tuple[int, int]
 """A register: its container width in bits, and its row among the registers of that width."""
 
 
+_WIDTHS: Final = tuple(STORAGE)
+BYTES_OF_ROW: Final = {
+    width: LANES * np.dtype(kind).itemsize * (2 if width == 128 else 1) for width, kind in STORAGE.items()
+}
+
+
+def place_of(key: Key) -> tuple[int, int]:
+    """A row as machine code finds it: the index of the bound that it is counted from, and the offset in bytes."""
+    width, row = key
+    return _WIDTHS.index(width) + (len(_WIDTHS) if row < 0 else 0), row * BYTES_OF_ROW[width]
+
+
 @dataclass(slots=True)
 class RegisterRows:
     """Rows given to the registers, literals, special registers and symbol addresses of one function.

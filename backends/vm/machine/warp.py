@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import length_hint
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,8 @@ LATER_PATIENCE = 32
 TURN = 32
 LAST_BLOCKS = 256
 """How long the other lanes of a warp that met a rule run on, for an assertion that has failed in them."""
+_EVERY_LANE: Final = np.ones(LANES, np.bool_)
+_EVERY_LANE_ADDRESS: Final = _EVERY_LANE.ctypes.data
 _STOP = re.compile(r"(@\S+\s+)?(trap\b|call\S*\s+__assertfail\b)")
 
 
@@ -175,6 +177,7 @@ class Warp:
         self.agent = agent = self.agents.warp(cta.place.cta_rank, index)
         self.clock = Clock.zero(self.agents.count)
         self.clock.seen[agent] = 1
+        self.seen_address: int = self.clock.seen.ctypes.data
         self.stamp = stamp(agent, 1)
         self.registers = file
         self.executed = [0] * len(code.blocks)
@@ -220,6 +223,11 @@ class Warp:
         """Make `mask` the active lanes."""
         self.mask = mask
         self.where = True if count_nonzero(mask) == LANES else mask
+
+    @property
+    def mask_address(self) -> int:
+        """Where machine code finds the active lanes, a byte each."""
+        return _EVERY_LANE_ADDRESS if self.where is True else self.mask.ctypes.data
 
     @property
     def full(self) -> bool:

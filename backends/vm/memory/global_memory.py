@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, report
+from backends.vm.memory.compiled_access import MemoryWords
 from backends.vm.memory.definedness import Mask, Origin, Sources
 from backends.vm.memory.pieces import read_pieces
 
@@ -37,7 +38,7 @@ class Buffer:
     """A named stretch of global memory; `data` is the host's own memory, uint8 [size].
 
     `state` uint8 [size] says of each byte whether it is defined (NEVER, DEFINED, HIDDEN). None: all bytes are.
-    `scratch`: a workspace, of which nobody looks at what a launch leaves.
+    `scratch`: a workspace, of which nobody looks at what a launch leaves. `place`: as machine code has found it last.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Buffer:
     state: npt.NDArray[np.uint8] | None = None
     scratch: bool = False
     sources: Sources = field(default_factory=Sources)
+    place: MemoryWords | None = None
 
     @property
     def end(self) -> int:

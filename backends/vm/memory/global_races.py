@@ -26,6 +26,7 @@ import numpy.typing as npt
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, at_line, report
 from backends.vm.memory.clocks import CLUSTER_SHIFT, WAITED, Agents, Clock, Epochs, Snapshot, agent_of, merge, unordered
+from backends.vm.memory.compiled_access import GLOBAL_FIELDS, MemoryWords
 from backends.vm.memory.global_memory import Buffer, Bytes, GlobalMemory
 
 
@@ -75,8 +76,7 @@ class LaunchChain:
 
         A write may not meet its reads either.
         """
-        waited = has_waited(clock)
-        for earlier in self.after if waited else self.before:
+        for earlier in self._overlapping(clock):
             shadow = earlier.shadows.get(buffer.base)
             if shadow is None:
                 continue
@@ -92,10 +92,17 @@ class LaunchChain:
                 offset = shadow.offset_in(buffer, at)
                 report(Fault("dependent-launch-not-awaited", f"byte {offset} of `{buffer.name}` is "
                              f"{'overwritten' if writes else 'read'}, but {earlier.kernel}, which {did}, may still "
-                             f"run: {self._missing(earlier, waited=waited)}",
+                             f"run: {self._missing(earlier, waited=has_waited(clock))}",
                              lane=int(np.argwhere(found)[0][0]) if by_lane else None, address=buffer.base + offset,
                              other=OtherAccess(earlier.kernel, "wrote" if wrote else "read", line)))  # fmt: skip
                 return
+
+    def concerns(self, buffer: Buffer, clock: Clock) -> bool:
+        """Whether a launch that may still run has accessed `buffer`."""
+        return any(buffer.base in earlier.shadows for earlier in self._overlapping(clock))
+
+    def _overlapping(self, clock: Clock) -> list[Earlier]:
+        return self.after if has_waited(clock) else self.before
 
     def _missing(self, earlier: Earlier, *, waited: bool) -> str:
         if not waited:
@@ -122,6 +129,7 @@ Marks = int | npt.NDArray[np.int64]
 Pieces = tuple[Addresses, int, int]
 """Addresses of pieces that a copy writes, their size in bytes, and the stamp of the copy."""
 COARSE = 16
+_STATE, _WRITER = (GLOBAL_FIELDS.index(name) for name in ("state", "writer"))
 STAMP_MASK = (1 << CLUSTER_SHIFT) - 1
 
 
@@ -174,8 +182,8 @@ class Shadow:
         for first in sorted(firsts.tolist()):
             yield int(where[first][0]), int(at[first]), int(lines[at[first]])
 
-    def granules(self, addresses: Addresses, size: int) -> Addresses:
-        """Granules [n, granules] of accesses of `size` bytes at addresses [n]. Splits granules if need be."""
+    def split_for(self, size: int) -> None:
+        """Split granules where accesses of `size` bytes need finer ones."""
         exact = (size & -size).bit_length() - 1
         if exact < self.shift:
             times = 1 << self.shift - exact
@@ -184,6 +192,10 @@ class Shadow:
             self.line = np.repeat(self.line, times)
             self.read_line = np.repeat(self.read_line, times)
             self.shift = exact
+
+    def granules(self, addresses: Addresses, size: int) -> Addresses:
+        """Granules [n, granules] of accesses of `size` bytes at addresses [n]. Splits granules if need be."""
+        self.split_for(size)
         first = (addresses - self.base >> self.shift)[:, None]
         return first if size >> self.shift == 1 else first + np.arange(size >> self.shift)
 
@@ -272,6 +284,24 @@ class GlobalRaces:
         self.stored |= not bulk
         shadow.writer[granules] = warp.agents.mark | stamp
         shadow.line[granules] = line
+
+    def place(self, buffer: Buffer, size: int, clock: Clock) -> MemoryWords | None:
+        """`buffer` and its marks as machine code finds them, for accesses of `size` bytes by the owner of `clock`.
+
+        None where those of an earlier launch count too.
+        """
+        if self.chain.before and buffer.writable and self.chain.concerns(buffer, clock):
+            return None
+        shadow = self._shadow(buffer) if buffer.writable else None
+        if shadow is not None:
+            shadow.split_for(size)
+        known, writer = buffer.place, None if shadow is None else shadow.writer
+        if known is None or known.fields[_STATE] is not buffer.state or known.fields[_WRITER] is not writer:
+            marks = (0, 0, None, None, None, None)
+            if shadow is not None:
+                marks = (shadow.base, shadow.shift, shadow.writer, shadow.reader, shadow.line, shadow.read_line)
+            known = buffer.place = MemoryWords(buffer.data.size, buffer.data, buffer.state, *marks)
+        return known
 
     def copied_from(
         self, memory: GlobalMemory, addresses: Addresses, size: int, warp: Accessor, stamp: int, *, bulk: bool

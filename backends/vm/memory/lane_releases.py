@@ -9,21 +9,28 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 EVERY, NOBODY = (1 << 32) - 1, 0
 """Lanes as bits."""
 KEPT = 1024
 """Releases of a warp that are known, at least. A write before them counts as ordered."""
+MAX_AGENTS = 1 << 10
+"""As many as a stamp of clocks.py tells apart."""
 
 
 @dataclass(slots=True)
 class LaneReleases:
     """What the warps of a cluster have released while lanes had stored what the others had not met behind.
 
-    `by_agent`: epoch, meetings and releasing lanes, in order. `partial`: the warps of which some lanes released alone.
+    `by_agent`: epoch, meetings and releasing lanes, in order. `partial`: of which warps some lanes released alone, by
+    agent; `any_partial`: whether there is one.
     """
 
     by_agent: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict[int, list[tuple[int, int, int]]])
-    partial: set[int] = field(default_factory=set[int])
+    partial: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(MAX_AGENTS, np.bool_))
+    any_partial: bool = False
 
     def note(self, agent: int, epoch: int, meetings: int, lanes: int) -> None:
         """`lanes` of a warp that has met `meetings` times have released what is over in `epoch`."""
@@ -32,7 +39,7 @@ class LaneReleases:
         if len(releases) > 2 * KEPT:
             del releases[:KEPT]
         if lanes not in (EVERY, NOBODY):
-            self.partial.add(agent)
+            self.partial[agent] = self.any_partial = True
 
     def leave_out(self, agent: int, lane: int, meetings: int, epoch: int, seen: int) -> bool:
         """Whether what `lane` wrote in `epoch` is in no release up to the epoch `seen`, whose own one is known.

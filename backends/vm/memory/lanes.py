@@ -44,7 +44,7 @@ class LaneWrites:
         """Which of `granules`, last written as `stamps` say, were released by other lanes alone to who has `seen` so
         much."""
         agents, epochs = agent_of(stamps), stamps & EPOCH_MASK
-        asked = np.isin(agents, list(releases.partial)) & (self.met[granules] > 0) & (epochs <= seen[agents])
+        asked = releases.partial[agents] & (self.met[granules] > 0) & (epochs <= seen[agents])
         for at in zip(*np.nonzero(asked), strict=True):
             lane, met, agent = int(self.lane[granules[at]]), int(self.met[granules[at]]), int(agents[at])
             asked[at] = releases.leave_out(agent, lane, met, int(epochs[at]), int(seen[agent]))

@@ -24,6 +24,7 @@ from backends.vm.memory.clocks import (
     agent_of,
     unordered,
 )
+from backends.vm.memory.compiled_access import MemoryWords
 from backends.vm.memory.definedness import Mask, Missing, Origin, Sources
 from backends.vm.memory.lanes import LaneWrites
 
@@ -51,7 +52,7 @@ class SharedMemory:
     those granules.
     `unfenced_overwrites` counts bulk copies over what threads have read with no proxy fence in between. `allocs`: PTX
     lines of tcgen05.alloc, whose one word counts as such a read when a copy overwrites it. `lanes`: kept for those who
-    collect.
+    collect. `place`: as machine code finds this memory; None where somebody looks at each access.
     """
 
     def __init__(self, agents: Agents, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
@@ -74,6 +75,11 @@ class SharedMemory:
         self.unfenced_overwrites = 0
         self.allocs: set[int] = set()
         self.lanes = LaneWrites(padded // 4)
+        partial = agents.releases.partial
+        self.place: MemoryWords | None = MemoryWords(
+            RESERVED, self.size, self.data, self.defined, self.in_flight, self.writer, self.reader, self.writer_line,
+            self.reader_line, self.contested, self.many_readers, self.lanes.lane, self.lanes.met, partial,
+        )  # fmt: skip
 
     def check(self, offsets: Addresses, size: int, access: str) -> None:
         """Fault unless every access of `size` bytes lies inside this CTA's shared memory and is aligned to it."""
@@ -210,7 +216,7 @@ class SharedMemory:
         return True
 
     def _check_writers(self, granules: Granules, clock: Clock, action: str) -> None:
-        if self.agents.releases.partial:
+        if self.agents.releases.any_partial:
             self._check_released(granules, clock, action)
         late = unordered(self.writer[granules], clock.seen)
         if late is not None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import Any, Final, cast
+from weakref import WeakSet
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -44,6 +45,8 @@ _OF_BOOLS: Final[Mapping[np.ufunc, np.ufunc | None]] = {
 """What NumPy does with bools; None where that is no bool, or an error."""
 _TABLES: Final[list[npt.NDArray[Any]]] = []
 """Machine code reads them, so they stay."""
+_BOUND: Final[WeakSet[Any]] = WeakSet()
+"""The modules that say where tables lie."""
 _QUOTIENTS: Final = {np.floor_divide: ("sdiv", "udiv"), np.fmod: ("srem", "urem")}
 
 
@@ -51,6 +54,11 @@ def llvm_type(dtype: npt.DTypeLike, shape: Shape = ()) -> Any:
     """The LLVM type of an element, or of the vector of an array."""
     element = _TYPES[np.dtype(dtype)]
     return ir.VectorType(element, prod(shape)) if shape else element
+
+
+def holds_addresses(module: ir.Module) -> bool:
+    """Whether `module` means something in this process alone."""
+    return module in _BOUND
 
 
 def is_traced(a: object) -> bool:
@@ -295,6 +303,7 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
     def of(self, table: npt.NDArray[Any]) -> Traced:
         """The elements of `table` at these indices. The code reads the table where NumPy has it."""
         _TABLES.append(table)
+        _BOUND.add(self.builder.module)
         b, element = self.builder, llvm_type(table.dtype)
         base = b.inttoptr(ir.Constant(INDEX, table.ctypes.data), ir.PointerType())
         index = self.astype(np.int64).value

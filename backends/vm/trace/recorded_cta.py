@@ -85,6 +85,7 @@ class RecordedSharedMemory(SharedMemory):
 
     def __init__(self, plain: SharedMemory, touch: TouchSmem) -> None:
         self.__dict__.update(plain.__dict__)
+        self.place = None
         self._touch = touch
 
     def load(

@@ -58,7 +58,7 @@ VM = {
     "counting": "",
     "ptx": "faults",
     "numerics": "counting",
-    "memory": "faults counting",
+    "memory": "faults counting numerics",
     "tensor": "faults numerics",
     "machine": "faults counting ptx numerics memory",
     "bind": "faults counting ptx numerics memory tensor machine",
@@ -66,7 +66,7 @@ VM = {
     "load": "faults ptx machine bind isa",
     "host": "rules faults ptx memory tensor machine load",
     "trace": "faults counting ptx memory machine megamoe.contract",
-    "executor": "faults ptx memory tensor machine load host trace megamoe.contract",
+    "executor": "faults ptx numerics memory tensor machine load host trace megamoe.contract",
     "coverage": "ptx bind isa",
 }
 KERNELS = "megamoe.contract megamoe.codec"

@@ -1,0 +1,141 @@
+"""The accesses of one ld or st, as machine code where nothing is out of the ordinary: which memory that is, and what of
+it the warp and its machine have to know. The access itself is backends.vm.memory.compiled_access.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.machine import access
+from backends.vm.machine.code import Key, place_of
+from backends.vm.memory.compiled_access import CONFLICT, NO, SERVED_SHIFT, Kind, Perform, performer, program
+from backends.vm.memory.definedness import Missing
+from backends.vm.memory.global_memory import SHARED_WINDOW, WINDOW_SHIFT
+from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
+
+if TYPE_CHECKING:
+    from backends.vm.machine.warp import Warp
+
+Addresses = npt.NDArray[np.int64]
+
+WORTH: Final = 200
+"""So many accesses of a kind by NumPy take as long as to make its machine code."""
+SPACES: Final = ("", "global", "shared", "shared::cta", "shared::cluster")
+
+
+@dataclass(slots=True)
+class _Code:
+    """Of a kind: how often its instructions have run without machine code, and that, once it is made."""
+
+    kind: Kind
+    demand: int = 0
+    perform: Perform | None = None
+
+    def wanted(self) -> Perform | None:
+        """The machine code, for an instruction that is about to run."""
+        if self.perform is None:
+            self.demand += 1
+            if self.demand >= WORTH:
+                self.perform = performer(self.kind)
+        return self.perform
+
+
+_CODES: Final[dict[Kind, _Code]] = {}
+
+
+class QuickAccess:
+    """The weak accesses of an instruction to one of SPACES.
+
+    `address`: the register of the base, and what is added. `element`: bytes of an element in memory. `registers`: one
+    an element, None where it goes nowhere.
+    """
+
+    def __init__(
+        self,
+        space: str,
+        address: tuple[Key, int],
+        element: int,
+        registers: Sequence[Key | None],
+        line: int,
+        *,
+        stores: bool,
+        signed: bool = False,
+    ) -> None:
+        self._space, self._stores = space, stores
+        (width, self._row), self._offset = address
+        self._view = "s64" if width == 64 else "u32"
+        self._size = element * len(registers)
+        sizes = tuple(0 if key is None else key[0] // 8 for key in registers)
+        self._shared, self._global = (
+            _CODES.setdefault(kind, _Code(kind))
+            for kind in (Kind(memory, stores, width // 8, element, signed, sizes) for memory in ("shared", "global"))
+        )
+        places = [(0, 0) if key is None else place_of(key) for key in registers]
+        self._program = program(place_of((width, self._row)), self._offset, line, places)
+        self._program_address: int = self._program.ctypes.data
+
+    def perform(self, warp: Warp) -> int:
+        """What the machine code answers. After NO nothing has been done."""
+        cta = warp.cta
+        if self._space in ("shared", "shared::cta"):
+            return self._in_shared(warp, cta.rank_bits)
+        first = 0 if warp.where is True else int(warp.mask.argmax())
+        address = int(getattr(warp, self._view)[self._row][first]) + self._offset
+        window = address >> WINDOW_SHIFT
+        if self._space == "global" or (self._space == "" and window == 0):
+            return self._in_global(warp, address)
+        base = cta.rank_bits + (SHARED_WINDOW if self._space == "" else 0)
+        return self._in_shared(warp, base) if address >> RANK_SHIFT == base >> RANK_SHIFT else NO
+
+    def missing(self, warp: Warp, addresses: Addresses) -> Missing | None:
+        """The bytes that an answer calls undefined. `addresses`: those of the active lanes."""
+        where, own = access.resolve(self._space, addresses)
+        if where.startswith("shared"):
+            return warp.cta.smem.missing(own & OFFSET_MASK, self._size)
+        buffer, offsets = warp.cta.machine.memory.locate(own, self._size, "load")
+        assert buffer is not None, "one place has answered"
+        return access.missing_in(buffer, offsets, self._size)
+
+    def _in_shared(self, warp: Warp, base: int) -> int:
+        cta = warp.cta
+        perform, place = self._shared.wanted(), cta.smem.place
+        if perform is None or place is None:
+            return NO
+        answer = perform(self._program_address, warp.registers.bounds_address, warp.mask_address, place.address,
+                         warp.seen_address, base, warp.stamp, warp.meetings, warp.agent)  # fmt: skip
+        if answer == NO:
+            return NO
+        if answer & CONFLICT:
+            access.count_banks(warp, self._addresses(warp) & OFFSET_MASK, self._size)
+        else:
+            cta.machine.counters["smem_wavefronts"] += answer >> SERVED_SHIFT
+            cta.machine.counters["smem_bank_conflicts"] += 0
+        if self._stores:
+            cta.machine.engine.events += 1
+            warp.stored_at = warp.meetings
+        return answer
+
+    def _in_global(self, warp: Warp, address: int) -> int:
+        machine = warp.cta.machine
+        perform, buffer = self._global.wanted(), machine.memory.holding(address)
+        if perform is None or buffer is None or (self._stores and not buffer.writable):
+            return NO
+        place = machine.races.place(buffer, self._size, warp.clock)
+        if place is None:
+            return NO
+        mark = warp.agents.mark | warp.stamp
+        answer = perform(self._program_address, warp.registers.bounds_address, warp.mask_address, place.address,
+                         warp.seen_address, buffer.base, mark, warp.meetings, warp.agent)  # fmt: skip
+        if self._stores and answer != NO:
+            machine.engine.events += 1
+            machine.races.stored = True
+        return answer
+
+    def _addresses(self, warp: Warp) -> Addresses:
+        rows = getattr(warp, self._view)[self._row].astype(np.int64) + self._offset
+        return rows if warp.where is True else rows[warp.mask]

@@ -1,0 +1,387 @@
+"""Loads and stores of a warp that meet nothing out of the ordinary, as machine code: checks, marks and data at once.
+
+The machine code says no, and has changed nothing, where an address is out of bounds or misaligned, a copy is in flight,
+the last access of another agent is not known to be ordered before, or a rule needs more than this to be judged. What is
+then to be said is said in one place, by SharedMemory, Buffer and GlobalRaces, which do the access anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+
+from backends.vm.memory.clocks import CLUSTER_SHIFT, EPOCH_BITS, EPOCH_MASK
+from backends.vm.numerics.compiled import ENTRY, linked
+
+LANES: Final = 32
+BANKS: Final = 32
+NO: Final = -1
+UNDEFINED, CONFLICT, SERVED_SHIFT = 1, 2, 2
+"""Of an answer: a byte that was read is undefined; lanes want several words of one bank; above, how many groups of
+lanes the banks of shared memory have served."""
+DEFINED_BYTE: Final = 1
+
+_I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
+_POINTER: Final = ir.PointerType()
+_BANK_WORDS: Final = ir.VectorType(_I32, BANKS)
+
+Words = npt.NDArray[np.int64]
+Memory = Literal["shared", "global"]
+Perform = Callable[[int, int, int, int, int, int, int, int, int], int]
+"""Of the addresses of a program, the bounds of the registers, the mask, the place and the clock; then the base of the
+addresses, the warp's mark, how often it has met, and its agent. The answer."""
+
+SHARED_FIELDS: Final = (
+    "first", "end", "data", "defined", "in_flight", "writer", "reader", "writer_line", "reader_line", "contested",
+    "many_readers", "lane", "met", "partial",
+)  # fmt: skip
+GLOBAL_FIELDS: Final = (
+    "end",
+    "data",
+    "state",
+    "shadow_base",
+    "shift",
+    "writer",
+    "reader",
+    "writer_line",
+    "reader_line",
+)
+"""What a place tells: bytes from and to, then addresses of arrays; of global memory 0 where there is no such array."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What decides the machine code of an access.
+
+    `address`: bytes of the register of the address. `element`: bytes in memory; `registers`: bytes of each register's
+    lane, 0 for one that is not there.
+    """
+
+    memory: Memory
+    stores: bool
+    address: int
+    element: int
+    signed: bool
+    registers: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of one lane."""
+        return self.element * len(self.registers)
+
+
+class MemoryWords:
+    """A memory as machine code finds it, at `address`: what SHARED_FIELDS or GLOBAL_FIELDS name, arrays by where they
+    lie."""
+
+    __slots__ = ("_words", "address", "fields")
+
+    def __init__(self, *fields: int | npt.NDArray[Any] | None) -> None:
+        self.fields = fields
+        words = [one.ctypes.data if isinstance(one, np.ndarray) else one or 0 for one in fields]
+        self._words = np.array(words, np.int64)
+        self.address: int = self._words.ctypes.data
+
+
+@cache
+def performer(kind: Kind) -> Perform:
+    """The machine code of all accesses of a kind."""
+    module = ir.Module("access")
+    function = ir.Function(module, ir.FunctionType(_I64, [_POINTER] * 5 + [_I64] * 4), ENTRY)
+    _Access(kind, function).emit()
+    made = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 4)
+    return cast("Perform", made(linked(module)))
+
+
+def program(address: tuple[int, int], offset: int, line: int, registers: Sequence[tuple[int, int]]) -> Words:
+    """What an instruction tells its performer: the place of the address, what is added, the PTX line, the places of the
+    registers. A place is the index of a bound of the register file and the offset from there in bytes."""
+    return np.array([*address, offset, line, *(word for place in registers for word in place)], np.int64)
+
+
+class _Access:
+    """Writes the machine code of a kind. Two passes over the lanes: the first looks, the second acts."""
+
+    def __init__(self, kind: Kind, function: ir.Function) -> None:
+        self.kind = kind
+        self.shared = kind.memory == "shared"
+        self.b = b = ir.IRBuilder(function.append_basic_block())
+        self.no = function.append_basic_block()
+        self.program, self.bounds, self.mask, place, self.clock, self.base, self.mark, self.met, self.agent = (
+            function.args
+        )
+        fields = SHARED_FIELDS if self.shared else GLOBAL_FIELDS
+        self.place = {name: self.at(place, i, _I64) for i, name in enumerate(fields)}
+        self.line = b.trunc(self.at(self.program, 3, _I32, scale=2), _I32)
+        self.addresses = self._row(0)
+        self.offset = self.at(self.program, 2, _I64)
+        self.rows = [self._row(4 + 2 * i) if size else None for i, size in enumerate(kind.registers)]
+        self.undefined, self.conflict = self._variable(_I64), self._variable(_I64)
+
+    def emit(self) -> None:
+        """All of the function."""
+        b = self.b
+        served = self._variable(_I64)
+        banks = b.inttoptr(b.ptrtoint(b.alloca(_BANK_WORDS), _I64), _POINTER) if self.shared else None
+        waiting = self._variable(_I64)
+        if banks is not None:
+            self._clear(banks)
+        with self._lanes() as lane:
+            at = self._checked(lane)
+            with self._granules(at) as granule:
+                self._look_at(granule, lane)
+            if not self.kind.stores:
+                self._look_for_undefined(at)
+            if banks is not None:
+                self._count_banks(banks, at, waiting, served)
+        if self.shared:
+            left = b.icmp_signed(">", self._value(waiting), _word(0))
+            self._set(served, b.add(self._value(served), b.zext(left, _I64)))
+        with self._lanes() as lane:
+            at = self._place_of(lane)
+            with self._granules(at) as granule:
+                self._mark(granule, lane)
+            self._move(lane, at)
+        answer = b.or_(self._value(self.undefined), b.shl(self._value(self.conflict), _word(1)))
+        b.ret(b.or_(answer, b.shl(self._value(served), _word(SERVED_SHIFT))))
+        b.position_at_end(self.no)
+        b.ret(_word(NO))
+
+    # What an access looks at.
+
+    def _place_of(self, lane: Any) -> Any:
+        """Where the bytes of a lane lie, from `base` on."""
+        kind = _I64 if self.kind.address == 8 else _I32
+        address = self.at(self.addresses, lane, kind)
+        if kind is _I32:
+            address = self.b.zext(address, _I64)
+        return self.b.sub(self.b.add(address, self.offset), self.base)
+
+    def _checked(self, lane: Any) -> Any:
+        b, size, at = self.b, self.kind.size, self._place_of(lane)
+        low = self.place["first"] if self.shared else _word(0)
+        bad = b.or_(b.icmp_signed("<", at, low), b.icmp_signed(">", at, b.sub(self.place["end"], _word(size))))
+        address = at if self.shared else b.add(at, self.base)
+        self._refuse(b.or_(bad, b.icmp_signed("!=", b.and_(address, _word(size - 1)), _word(0))))
+        return at
+
+    def _look_at(self, granule: Any, lane: Any) -> None:
+        """Refuse what is not plainly in order about the last accesses of a granule."""
+        if self.shared:
+            self._look_at_shared(granule, lane)
+            return
+        b = self.b
+        for marks in ("writer", "reader") if self.kind.stores else ("writer",):
+            found = self.at(self._pointer(marks), granule, _I64)
+            foreign = b.icmp_signed("!=", b.ashr(found, _word(CLUSTER_SHIFT)), b.ashr(self.mark, _word(CLUSTER_SHIFT)))
+            with b.if_then(b.icmp_signed("!=", found, _word(0))):
+                self._refuse(foreign)
+                self._refuse(self._late(b.trunc(found, _I32)))
+
+    def _look_at_shared(self, granule: Any, lane: Any) -> None:
+        b = self.b
+        bad = b.icmp_signed("!=", self._of("in_flight", granule, _I32), ir.Constant(_I32, 0))
+        writer = self._of("writer", granule, _I32)
+        late = self._late(writer)
+        if not (self.kind.stores and self.kind.size < 4):
+            late = b.and_(late, b.not_(self._set_in("contested", granule)))
+        bad = b.or_(bad, late)
+        reader = self._of("reader", granule, _I32)
+        if self.kind.stores:
+            bad = b.or_(bad, b.or_(self._late(reader), self._set_in("many_readers", granule)))
+        else:
+            by = b.ashr(writer, ir.Constant(_I32, EPOCH_BITS))
+            met = self._of("met", granule, _I32)
+            other = b.icmp_signed("!=", self.at(self._pointer("lane"), granule, _I8), b.trunc(lane, _I8))
+            own = b.icmp_signed("==", b.sext(by, _I64), self.agent)
+            since = b.icmp_signed("==", b.sext(met, _I64), self.met)
+            bad = b.or_(bad, b.and_(b.and_(other, own), since))
+            alone = b.and_(self._set_in("partial", b.sext(by, _I64)), b.icmp_signed(">", met, ir.Constant(_I32, 0)))
+            bad = b.or_(bad, alone)
+            mine = b.icmp_signed("==", reader, b.trunc(self.mark, _I32))
+            bad = b.or_(bad, b.and_(b.not_(mine), self._late(reader)))
+        self._refuse(bad)
+
+    def _look_for_undefined(self, at: Any) -> None:
+        """Note whether a byte is undefined."""
+        b, size = self.b, self.kind.size
+        name = "defined" if self.shared else "state"
+        kind = ir.IntType(8 * size)
+        whole = ir.Constant(kind, int.from_bytes(bytes([DEFINED_BYTE]) * size, "little"))
+
+        def look() -> None:
+            pointer = b.gep(self._pointer(name), [at], source_etype=_I8)
+            bad = b.icmp_unsigned("!=", b.load(pointer, typ=kind, align=1), whole)
+            self._set(self.undefined, b.or_(self._value(self.undefined), b.zext(bad, _I64)))
+
+        if self.shared:
+            look()
+        else:
+            with b.if_then(b.icmp_signed("!=", self.place[name], _word(0))):
+                look()
+
+    def _count_banks(self, banks: Any, at: Any, waiting: Any, served: Any) -> None:
+        """Lanes are served in groups, whose lanes share a word or want words of other banks, or else there is a
+        conflict. `waiting`: lanes of the group that is not full."""
+        b, words = self.b, max(self.kind.size // 4, 1)
+        first = b.ashr(at, _word(2))
+        for i in range(words):
+            word = b.trunc(b.add(first, _word(i)), _I32)
+            bank = b.gep(banks, [b.zext(b.and_(word, ir.Constant(_I32, BANKS - 1)), _I64)], source_etype=_I32)
+            held = b.load(bank, typ=_I32)
+            free = b.icmp_signed("==", held, ir.Constant(_I32, -1))
+            clash = b.and_(b.not_(free), b.icmp_signed("!=", held, word))
+            self._set(self.conflict, b.or_(self._value(self.conflict), b.zext(clash, _I64)))
+            b.store(word, bank)
+        self._set(waiting, b.add(self._value(waiting), _word(1)))
+        with b.if_then(b.icmp_signed("==", self._value(waiting), _word(max(BANKS // words, 1)))):
+            self._set(waiting, _word(0))
+            self._set(served, b.add(self._value(served), _word(1)))
+            self._clear(banks)
+
+    def _clear(self, banks: Any) -> None:
+        self.b.store(ir.Constant(_BANK_WORDS, [-1] * BANKS), banks, align=4)
+
+    def _late(self, stamp: Any) -> Any:
+        """Whether a stamp lies outside of what the clock has seen."""
+        b = self.b
+        agent = b.sext(b.ashr(stamp, ir.Constant(_I32, EPOCH_BITS)), _I64)
+        epoch = b.zext(b.and_(stamp, ir.Constant(_I32, EPOCH_MASK)), _I64)
+        return b.icmp_signed(">", epoch, self.at(self.clock, agent, _I64))
+
+    # What an access does.
+
+    def _mark(self, granule: Any, lane: Any) -> None:
+        b = self.b
+        kind, mark = (_I32, b.trunc(self.mark, _I32)) if self.shared else (_I64, self.mark)
+        own = "writer" if self.kind.stores else "reader"
+
+        def put() -> None:
+            self.put(self._pointer(own), granule, mark, kind)
+            self.put(self._pointer(f"{own}_line"), granule, self.line, _I32)
+
+        if not self.shared:
+            with b.if_then(b.icmp_signed("!=", self.place[own], _word(0))):
+                put()
+            return
+        put()
+        if self.kind.stores:
+            self.put(self._pointer("lane"), granule, b.trunc(lane, _I8), _I8)
+            whole = self.kind.size >= 4
+            self.put(self._pointer("met"), granule, b.trunc(self.met if whole else _word(0), _I32), _I32)
+            if whole:
+                self.put(self._pointer("contested"), granule, ir.Constant(_I8, 0), _I8)
+
+    def _move(self, lane: Any, at: Any) -> None:
+        b, element = self.b, ir.IntType(8 * self.kind.element)
+        for i, (row, size) in enumerate(zip(self.rows, self.kind.registers, strict=True)):
+            if row is None:
+                continue
+            wide = ir.IntType(8 * size)
+            register = b.gep(row, [lane], source_etype=wide)
+            place = b.gep(self._pointer("data"), [b.add(at, _word(i * self.kind.element))], source_etype=_I8)
+            if self.kind.stores:
+                value = b.load(register, typ=wide, align=1)
+                b.store(value if wide == element else b.trunc(value, element), place, align=1)
+            else:
+                value = b.load(place, typ=element, align=1)
+                extend = b.sext if self.kind.signed else b.zext
+                b.store(value if wide == element else extend(value, wide), register, align=1)
+        if not self.kind.stores:
+            return
+        size, name = self.kind.size, "defined" if self.shared else "state"
+        whole = ir.Constant(ir.IntType(8 * size), int.from_bytes(bytes([DEFINED_BYTE]) * size, "little"))
+        with b.if_then(b.icmp_signed("!=", self.place[name], _word(0))):
+            b.store(whole, b.gep(self._pointer(name), [at], source_etype=_I8), align=1)
+
+    # Words of the small language that this is written in.
+
+    def at(self, pointer: Any, index: Any, kind: Any, *, scale: int = 1) -> Any:
+        """Element `index` of an array."""
+        index = _word(scale * index) if isinstance(index, int) else index
+        return self.b.load(self.b.gep(pointer, [index], source_etype=kind), typ=kind, align=1)
+
+    def put(self, pointer: Any, index: Any, value: Any, kind: Any) -> None:
+        """Write element `index` of an array."""
+        self.b.store(value, self.b.gep(pointer, [index], source_etype=kind), align=1)
+
+    def _row(self, first: int) -> Any:
+        bound = self.at(self.bounds, self.at(self.program, first, _I64), _I64)
+        return self.b.inttoptr(self.b.add(bound, self.at(self.program, first + 1, _I64)), _POINTER)
+
+    def _pointer(self, name: str) -> Any:
+        return self.b.inttoptr(self.place[name], _POINTER)
+
+    def _of(self, name: str, index: Any, kind: Any) -> Any:
+        return self.at(self._pointer(name), index, kind)
+
+    def _set_in(self, name: str, index: Any) -> Any:
+        return self.b.icmp_unsigned("!=", self._of(name, index, _I8), ir.Constant(_I8, 0))
+
+    def _refuse(self, condition: Any) -> None:
+        following = self.b.append_basic_block()
+        self.b.cbranch(condition, self.no, following)
+        self.b.position_at_end(following)
+
+    def _variable(self, kind: Any) -> Any:
+        made = self.b.alloca(kind)
+        self.b.store(ir.Constant(kind, 0), made)
+        return made
+
+    def _value(self, variable: Any) -> Any:
+        return self.b.load(variable, typ=_I64)
+
+    def _set(self, variable: Any, value: Any) -> None:
+        self.b.store(value, variable)
+
+    @contextmanager
+    def _each(self, first: Any, last: Any) -> Iterator[Any]:
+        """What is written within is done for each index from `first` to `last`, both included."""
+        b = self.b
+        before, body = b.block, b.append_basic_block()
+        b.branch(body)
+        b.position_at_end(body)
+        index = b.phi(_I64)
+        index.add_incoming(first, before)
+        yield index
+        following = b.add(index, _word(1))
+        index.add_incoming(following, b.block)
+        end = b.append_basic_block()
+        b.cbranch(b.icmp_signed("<=", following, last), body, end)
+        b.position_at_end(end)
+
+    @contextmanager
+    def _lanes(self) -> Iterator[Any]:
+        """For each active lane."""
+        with self._each(_word(0), _word(LANES - 1)) as lane:
+            active = self.b.icmp_unsigned("!=", self.at(self.mask, lane, _I8), ir.Constant(_I8, 0))
+            with self.b.if_then(active):
+                yield lane
+
+    @contextmanager
+    def _granules(self, at: Any) -> Iterator[Any]:
+        """For each granule of the bytes of a lane. Buffers that nobody may write have none."""
+        b, size = self.b, self.kind.size
+        if self.shared:
+            first, last = b.ashr(at, _word(2)), b.ashr(b.add(at, _word(size - 1)), _word(2))
+            with self._each(first, last) as granule:
+                yield granule
+            return
+        with b.if_then(b.icmp_signed("!=", self.place["writer"], _word(0))):
+            begins = b.sub(b.add(at, self.base), self.place["shadow_base"])
+            first = b.ashr(begins, self.place["shift"])
+            last = b.ashr(b.add(begins, _word(size - 1)), self.place["shift"])
+            with self._each(first, last) as granule:
+                yield granule
+
+
+def _word(value: int) -> ir.Constant:
+    return ir.Constant(_I64, value)

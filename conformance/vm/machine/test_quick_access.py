@@ -1,0 +1,130 @@
+"""Loads and stores as machine code do what NumPy's do: memory, counters and findings, in programs drawn at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from llvmlite import ir
+
+from backends.vm.faults import Fault, Findings
+from backends.vm.machine import quick_access
+from backends.vm.machine.machine import Machine
+from backends.vm.machine.quick_access import QuickAccess
+from backends.vm.memory import compiled_access
+from backends.vm.memory.compiled_access import NO
+from conformance.vm.kernel import Kernel
+
+_TYPES = {"u8": 1, "s8": 1, "u16": 2, "s16": 2, "b32": 4, "s32": 4, "u64": 8, "b64": 8}
+_SPACES = {"shared": "%r1", "global": "%rd2", "": "%rd3"}
+_ACCESSES = 30
+_PROGRAMS = range(12)
+
+
+def _kernel(seed: int, mark: str) -> Kernel:
+    """Warps that load and store where they like, mostly in order and in bounds, between barriers; `mark`: a comment."""
+    draw = Random(seed)
+    lines = [".shared .align 16 .b8 s[4096];", "mov.u32 %r0, s; cvta.shared.u64 %rd1, s;", "mul.lo.u32 %r9, %tx, 77;"]
+    lines += [f"xor.b32 %r{10 + i}, %r9, {i}; mul.wide.u32 %rd{8 + i}, %r9, {3 + i};" for i in range(4)]
+    lines += [f"and.b32 %r2, %tx, {mask}; setp.ne.u32 %p{i}, %r2, 0;" for i, mask in enumerate((1, 24, 7))]
+    for _ in range(_ACCESSES):
+        if draw.random() < 0.35:
+            lines.append(draw.choice(["bar.sync 0;", "bar.sync 0;", "bar.warp.sync -1;"]))
+        kind, space = draw.choice(list(_TYPES)), draw.choice(list(_SPACES))
+        count = draw.choice([1, 1, 2, 4]) if _TYPES[kind] < 8 else draw.choice([1, 2])
+        size = count * _TYPES[kind]
+        stride = draw.choice([size] * 8 + [0, 2 * size, 4 * size])
+        offset = size * draw.randrange(8) + (draw.random() < 0.02) + (5000 if draw.random() < 0.01 else 0)
+        lines += [f"mul.lo.u32 %r1, %tx, {stride}; cvt.u64.u32 %rd2, %r1; add.u32 %r1, %r1, %r0;",
+                  "add.u64 %rd3, %rd2, %rd1; add.u64 %rd2, %rd2, %x;"]  # fmt: skip
+        names = [f"%rd{8 + i}" if _TYPES[kind] == 8 else f"%r{10 + i}" for i in range(count)]
+        vector = f".v{count}" if count > 1 else ""
+        registers = f"{{{', '.join(names)}}}" if count > 1 else names[0]
+        place = f"[{_SPACES[space]} + {offset}]"
+        guard = draw.choice(["", "", "", "@%p0 ", "@!%p1 ", "@%p2 "])
+        spelt = f"{'.' if space else ''}{space}{vector}.{kind}"
+        operands = f"ld{spelt} {registers}, {place};" if draw.random() < 0.5 else f"st{spelt} {place}, {registers};"
+        lines.append(guard + operands)
+    lines.append(
+        "mul.wide.u32 %rd2, %tx, 16; mov.u32 %r3, %cta; mul.wide.u32 %rd4, %r3, 1024; add.u64 %rd2, %rd2, %rd4;"
+    )
+    lines.append("add.u64 %rd2, %rd2, %y; st.global.v4.b32 [%rd2], {%r10, %r11, %r12, %r13}; ret;")
+    buffers = {"x": np.zeros(4096, np.uint8), "y": np.zeros(512, np.uint32)}
+    return Kernel("\n".join([*lines, f"// {mark}"]), buffers, grid=(2, 1, 1), block=(64 - draw.choice([0, 19]), 1, 1))
+
+
+def _outcome(kernel: Kernel) -> tuple[object, ...]:
+    """All that can be seen of a run that goes on after what it can."""
+    machine = Machine("random:1")
+    machine.findings = found = Findings()
+    memory, ended = {}, ""
+    try:
+        memory = {name: data.tobytes() for name, data in kernel.launch(machine).items()}
+    except Fault as fault:
+        ended = str(fault)
+    told = [(str(one), one.lane, one.address, one.times) for one in found.by_site.values()]
+    return memory, ended, told, dict(machine.counters)
+
+
+def _answers(patch: pytest.MonkeyPatch) -> list[int]:
+    """The answers of the machine code from now on; it is used from the first access on."""
+    answers = list[int]()
+    perform: Callable[[QuickAccess, Any], int] = QuickAccess.perform
+
+    def noted(self: QuickAccess, warp: Any) -> int:
+        answers.append(perform(self, warp))
+        return answers[-1]
+
+    patch.setattr(quick_access, "WORTH", 0)
+    patch.setattr(QuickAccess, "perform", noted)
+    return answers
+
+
+def _both(seed: int, mark: str = "") -> list[int]:
+    """Run a program both ways and compare. The answers of the machine code. What is bound of a text stays."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(QuickAccess, "perform", lambda self, warp: NO)
+        plain = _outcome(_kernel(seed, mark))
+    with pytest.MonkeyPatch.context() as patch:
+        answers = _answers(patch)
+        quick = _outcome(_kernel(seed, mark))
+    for name, wanted, seen in zip(("memory", "the fault", "findings", "counters"), plain, quick, strict=True):
+        assert seen == wanted, f"program {seed}: {name} with machine code: {seen}\nwithout: {wanted}"
+    return answers
+
+
+def test_machine_code_does_as_numpy_does() -> None:
+    """The same memory, counters and findings; the programs reach what machine code does and what it refuses."""
+    answers = [answer for seed in _PROGRAMS for answer in _both(seed)]
+    done = [answer for answer in answers if answer != NO]
+    assert 400 < len(done) < len(answers), f"{len(done)} of {len(answers)} accesses by machine code"
+    for bit, what in ((compiled_access.UNDEFINED, "undefined byte"), (compiled_access.CONFLICT, "bank conflict")):
+        assert any(answer & bit for answer in done), f"no program has met an {what}"
+
+
+def _never_late(self: object, stamp: object) -> ir.Constant:
+    return ir.Constant(ir.IntType(1), 0)
+
+
+def _nothing(*arguments: object) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("method", "broken"), [("_late", _never_late), ("_look_for_undefined", _nothing), ("_count_banks", _nothing)]
+)
+def test_machine_code_that_does_not_look_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, method: str, broken: object
+) -> None:
+    """One look less, and some program tells."""
+    monkeypatch.setattr(compiled_access._Access, method, broken)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(quick_access, "_CODES", {})
+    compiled_access.performer.cache_clear()
+    try:
+        with pytest.raises(AssertionError, match="with machine code"):
+            list(map(_both, _PROGRAMS, [method] * len(_PROGRAMS)))
+    finally:
+        compiled_access.performer.cache_clear()
