@@ -15,7 +15,6 @@ from typing import Any, cast
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from conformance import MAX_KEPT_MIB
 from megamoe.runner.child import collect_seldom, give_memory_back
 
 # Kernels are small, and threads that wait for each other cost more than they save: ten times more on two busy cores.
@@ -62,7 +61,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_protocol() -> Generator[None, object, object]:
     """Gives the memory of tests back: the allocator would keep up to 4 GB of it."""
     result = yield
-    give_memory_back(MAX_KEPT_MIB)
+    give_memory_back()
     return result
 
 

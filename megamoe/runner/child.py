@@ -258,14 +258,14 @@ def spare_shared_pages() -> None:
     _resident_mib = resident_mib()
 
 
-def give_memory_back(most_kept_mib: float = MAX_KEPT_MIB) -> None:
-    """Returns freed memory to the system once the process has grown by that much: cycles, and what malloc keeps.
+def give_memory_back() -> None:
+    """Returns freed memory to the system once the process has grown by MAX_KEPT_MIB: cycles, and what malloc keeps.
 
     What is left then are decoded kernels, a million objects that form no cycle: the collector is kept off them, as a
     look at them all takes 0.3 s.
     """
     global _resident_mib
-    if resident_mib() < _resident_mib + most_kept_mib:
+    if resident_mib() < _resident_mib + MAX_KEPT_MIB:
         return
     gc.collect()
     gc.freeze()

@@ -9,7 +9,6 @@ from hypothesis import Phase, given, note, reject, settings
 from hypothesis import strategies as st
 from hypothesis.vendor.pretty import RepresentationPrinter
 
-from conformance import MAX_KEPT_MIB
 from conformance.kernels.laws.law import Bench, Law, Machine, spec_of, specs
 from conformance.kernels.laws.strategies import cases, schedules
 from megamoe.contract import Case, UnsupportedError, spell
@@ -83,7 +82,7 @@ def conduct(law: Law, machine: Machine, trial: Trial, tally: Tally) -> None:
             pytest.skip(f"unsupported: {machine} declined the first {tally.declined} cases of {law.name}; {error}")
         reject()
     finally:
-        give_memory_back(MAX_KEPT_MIB)
+        give_memory_back()
     tally.held += 1
 
 
