@@ -21,7 +21,7 @@ SCHEDULES = ("eager", "lazy", "random:0")
 EXAMPLES = 12
 hunting = settings(max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
 # Draws vary with the constants that Hypothesis finds in loaded modules; a planted fault ends the search when it is met.
-searching = settings(hunting, max_examples=400)
+searching = settings(hunting, max_examples=2_000)
 
 
 class OutOfScopeError(Exception):
