@@ -225,8 +225,13 @@ class Sm90FmhaPlan:
 
     @property
     def producer_registers(self) -> int:
-        """Registers of a thread of the producer's warpgroup after setmaxnreg. The warp that copies Q needs more."""
-        return 40 if self.scarce_registers and self.ragged else 24
+        """Registers of a thread of the producer's warpgroup after setmaxnreg.
+
+        The warp that copies Q needs more at hd 256, where lengths of their own take tiles of 64 keys; consumers of such
+        tiles have enough. 4096 queries on as many keys take 1434 us in tiles of 80 keys so, and 1526 with 40; 128
+        queries on 8192 keys in tiles of 64 248.3, and 250.1 with 24 (results/records/h200-fmha-rows.json).
+        """
+        return 40 if self.scarce_registers and self.tile_n == 64 else 24
 
     @property
     def consumer_registers(self) -> int:
