@@ -366,7 +366,7 @@ def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
     sequence has few rows (128 rows on 8192 keys: 74 us with 224 keys a tile, 77 with 192, 80 with 160), and smaller
     ones where tiles are masked. At hd 128 tiles of 128 keys are as fast as of 160 or faster.
     At hd 256 neighbours share loads: 512 queries on 4096 keys take 181 us in clusters of two and 183 without, 4096 1478
-    and 1549, at the power cap (results/records/h200-fmha-rows.json).
+    and 1549, at the power cap (results/records/h200-fmha-variants.json).
     Keys, columns: shared memory decides. A ring has one or two slabs in use and the others on their way. Where keys are
     shared that is less than would fit: 32 caches of hd 64 take 126.7 us with 12 slabs of 64 keys, 126.4 with eight and
     128.1 with 12 of 128 (results/records/h200-fmha-attempts.json).
