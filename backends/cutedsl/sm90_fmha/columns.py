@@ -5,7 +5,7 @@ P, the factors of O and at the end the reciprocals of the row sums go through a 
 both of the others read along. When P of a tile is there they multiply O by its factors and start P V.
 
 P V of a tile could wait for S of the next, so that the tensor core has work during the softmax. Then slabs of V are
-free later, and that costs more: 64 sequences of 128 heads on 4096 keys take 139 us, and 145 if it waits
+free later, and that costs more: 64 sequences of 128 heads on 4096 keys take 137 us, and 141 if it waits
 (results/records/h200-fmha-attempts.json).
 """
 

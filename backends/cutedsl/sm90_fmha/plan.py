@@ -225,8 +225,13 @@ class Sm90FmhaPlan:
 
     @property
     def producer_registers(self) -> int:
-        """Registers of a thread of the producer's warpgroup after setmaxnreg. The warp that copies Q needs more."""
-        return 40 if self.scarce_registers and self.ragged else 24
+        """Registers of a thread of the producer's warpgroup after setmaxnreg.
+
+        The warp that copies Q needs more at hd 256, where lengths of their own take tiles of 64 keys; consumers of such
+        tiles have enough. 4096 queries on as many keys take 1434 us in tiles of 80 keys so, and 1526 with 40; 128
+        queries on 8192 keys in tiles of 64 248.3, and 250.1 with 24 (results/records/h200-fmha-rows.json).
+        """
+        return 40 if self.scarce_registers and self.tile_n == 64 else 24
 
     @property
     def consumer_registers(self) -> int:
@@ -361,7 +366,7 @@ def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
     sequence has few rows (128 rows on 8192 keys: 74 us with 224 keys a tile, 77 with 192, 80 with 160), and smaller
     ones where tiles are masked. At hd 128 tiles of 128 keys are as fast as of 160 or faster.
     At hd 256 neighbours share loads: 512 queries on 4096 keys take 181 us in clusters of two and 183 without, 4096 1478
-    and 1549, at the power cap (results/records/h200-fmha-rows.json).
+    and 1549, at the power cap (results/records/h200-fmha-variants.json).
     Keys, columns: shared memory decides. A ring has one or two slabs in use and the others on their way. Where keys are
     shared that is less than would fit: 32 caches of hd 64 take 126.7 us with 12 slabs of 64 keys, 126.4 with eight and
     128.1 with 12 of 128 (results/records/h200-fmha-attempts.json).
