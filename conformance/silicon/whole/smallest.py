@@ -287,19 +287,19 @@ def _worker(folder: Path, out: Path, until: float, numbers: Sequence[int]) -> No
 
 
 def _all_ptxas() -> Iterator[str]:
-    for folder in os.environ["PATH"].split(os.pathsep):
+    for folder in os.get_exec_path():
         if found := shutil.which("ptxas", path=folder):
             yield found
 
 
 def main(arguments: Sequence[str]) -> None:
-    """See above."""
-    folder, out, seconds, numbers = Path(arguments[0]), Path(arguments[1]), float(arguments[2]), arguments[3:]
-    if os.environ.get("SMALLEST_UNTIL"):
-        _worker(folder, out, float(os.environ["SMALLEST_UNTIL"]), [int(one) for one in numbers])
+    """See above. A worker is given "until TIME" in place of SECONDS."""
+    folder, out, *rest = Path(arguments[0]), Path(arguments[1]), *arguments[2:]
+    if rest[0] == "until":
+        _worker(folder, out, float(rest[1]), [int(one) for one in rest[2:]])
+    seconds, numbers = float(rest[0]), rest[1:]
     out.mkdir(parents=True, exist_ok=True)
     until, jobs = time.time() + seconds, max((os.cpu_count() or 2) - 1, 1)
-    environment = {**os.environ, "SMALLEST_UNTIL": str(until)}
     shares = [list(numbers[at::jobs]) for at in range(jobs)]
     running: dict[int, subprocess.Popen[bytes]] = {}
     started = [0] * jobs
@@ -308,7 +308,7 @@ def main(arguments: Sequence[str]) -> None:
             one = running.get(at)
             if share and (one is None or one.poll() not in (None, 0)) and time.time() < until and started[at] < 40:
                 started[at] += 1
-                running[at] = subprocess.Popen([sys.executable, __file__, *arguments[:3], *share], env=environment)
+                running[at] = subprocess.Popen([sys.executable, __file__, *arguments[:2], "until", str(until), *share])
         if running and all(one.poll() == 0 for one in running.values()):
             break
         time.sleep(0.05)
