@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+from backends.cutedsl.sm90_fmha.program import fmha_program as sm90_fmha_program
 from backends.cutedsl.sm90_moe.program import moe_program as sm90_moe_program
+from backends.cutedsl.sm100_fmha.program import fmha_program as sm100_fmha_program
 from backends.cutedsl.sm100_moe.program import moe_program as sm100_moe_program
 from megamoe.contract import AxisValue, Case, HostProgram, Program, UnsupportedError, load_backend
 from megamoe.spec.spec import Spec
@@ -25,6 +27,8 @@ SHORT = {"l1": (_SHORT_L1,), "l2": (_SHORT_L2,), "layer": (_SHORT_L1, _SHORT_L2)
 """By stage, of those with a grouped GEMM, hidden and intermediate for one step along K and seven tiles of weight rows.
 Where a tile has several steps, a stage of the ring that a warp gives back without the others is covered by the stage
 before it, so that each must be the first of a tile once."""
+SEQUENCES, KEYS = 4, {64: 500, 128: 400, 256: 300, 512: 200}
+"""Sequences and, by head dimension, their keys, with which CuTeDSL's attention on one CTA fills its rings twice."""
 GEMMS = ("moe_swiglu", "moe_rows")
 """How entries of the grouped GEMMs of the backend `ptx` begin."""
 
@@ -34,6 +38,8 @@ def on_few_ctas(
 ) -> dict[int, list[tuple[Case, Program | HostProgram]]]:
     """Programs by their CTAs, of a case like `case`, but skewed if that builds `text`, and of the first of SIZES that
     does; on one CTA of SHORT, too; none for a case without a grouped GEMM."""
+    if case.op == "fmha":
+        return _attention(backend, target, spec, case, text)
     stage = str(case["stage"]) if case.op == "nvfp4_moe" else ""
     if stage not in SHORT:
         return {}
@@ -49,6 +55,18 @@ def on_few_ctas(
             made[1] += [one for one in short if one[1].ptx == text]
             return made
     return {}
+
+
+def _attention(
+    backend: str, target: str, spec: Spec, case: Case, text: str
+) -> dict[int, list[tuple[Case, Program | HostProgram]]]:
+    """SEQUENCES of KEYS on one CTA; none where the kernel is one that `max_ctas` and `splits` do not reach."""
+    if backend != "cutedsl" or case["ragged"]:
+        return {}
+    sized = spec.vary(case, s_k=KEYS[case.int("hd")], batch=SEQUENCES)
+    of = sm90_fmha_program if target == "sm_90a" else sm100_fmha_program
+    program = of(sized, splits=1, max_ctas=1)
+    return {1: [(sized, program)]} if program.ptx == text else {}
 
 
 def _built(backend: str, target: str, case: Case, count: int) -> Program | HostProgram:
