@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
+from backends.vm import coverage
 from backends.vm.bind import availability
 from backends.vm.bind.availability import Feature
-from backends.vm.bind.forms import REFUSED
+from backends.vm.bind.forms import REFUSED, Form, all_forms, find
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.load import load
+from backends.vm.ptx.ast import Instruction
 from conformance.acceptance.answers import DATA, TABLE, Answers, Comparison, as_markdown, compared, read_answers
 from conformance.acceptance.machine import why_not_bound
 from conformance.acceptance.spellings import Question, questions
@@ -103,3 +106,25 @@ def test_a_module_is_refused_with_what_it_would_need(target: str, version: str, 
     with pytest.raises(UnknownInstructionError, match="PTX line 7") as refusal:
         module.entry("k")
     assert clause in str(refusal.value)
+
+
+def unwitnessed() -> list[str]:
+    """Forms of which ptxas takes a spelling for sm_90a, without a witness on hardware and without a reason."""
+    taken: set[Form] = set()
+    for question, since in read_answers().since.items():
+        if "sm_90a" in since:
+            with suppress(UnknownInstructionError):
+                taken.add(find(Instruction(tuple(question.opcode.split(".")), (), None, 1, question.opcode))[0])
+    left = [form.spelling for form in taken if form not in coverage.hardware()]
+    return [one for one in left if not one.startswith(tuple(coverage.NOT_ASKED))]
+
+
+def test_hardware_witnesses_what_ptxas_takes_for_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for a list with reasons, each of which is about a form that has no witness."""
+    left = unwitnessed()
+    assert not left, f"ask an H200 (conformance/silicon/README.md), or say why not: {sorted(left)}"
+    bare = [form.spelling for form in all_forms() if form not in coverage.hardware()]
+    idle = [one for one in coverage.NOT_ASKED if not any(spelling.startswith(one) for spelling in bare)]
+    assert not idle, f"hardware witnesses these, so that no reason is needed: {idle}"
+    monkeypatch.setattr(coverage, "NOT_ASKED", {"brkpt": ""})
+    assert "trap" in unwitnessed(), "a form without a witness and without a reason is not noticed"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from backends.vm import coverage
-from backends.vm.bind.forms import Form, all_forms, find
+from backends.vm.bind.forms import all_forms, find
 from backends.vm.coverage import MEASURED, as_json, as_markdown, main
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.ptx.ast import Instruction
 from conformance import ROOT, SILICON
-from conformance.acceptance.answers import read_answers
 
 HERE = Path(__file__).parent
 TABLE = ROOT / "results" / "coverage.md"
@@ -74,28 +72,6 @@ def test_a_form_is_witnessed_for_the_words_that_ran(tmp_path: Path, monkeypatch:
                     coverage.hardware()
         finally:
             coverage.hardware.cache_clear()
-
-
-def unwitnessed() -> list[str]:
-    """Forms of which ptxas takes a spelling for sm_90a, without a witness on hardware and without a reason."""
-    taken: set[Form] = set()
-    for question, since in read_answers().since.items():
-        if "sm_90a" in since:
-            with suppress(UnknownInstructionError):
-                taken.add(find(instruction(question.opcode))[0])
-    left = [form.spelling for form in taken if form not in coverage.hardware()]
-    return [one for one in left if not one.startswith(tuple(coverage.NOT_ASKED))]
-
-
-def test_hardware_witnesses_what_ptxas_takes_for_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for a list with reasons, each of which is about a form that has no witness."""
-    left = unwitnessed()
-    assert not left, f"ask an H200 (conformance/silicon/README.md), or say why not: {sorted(left)}"
-    bare = [form.spelling for form in all_forms() if form not in coverage.hardware()]
-    idle = [one for one in coverage.NOT_ASKED if not any(spelling.startswith(one) for spelling in bare)]
-    assert not idle, f"hardware witnesses these, so that no reason is needed: {idle}"
-    monkeypatch.setattr(coverage, "NOT_ASKED", {"brkpt": ""})
-    assert "trap" in unwitnessed(), "a form without a witness and without a reason is not noticed"
 
 
 def test_bad_arguments_are_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
