@@ -114,8 +114,7 @@ def unwitnessed() -> list[str]:
     for question, since in read_answers().since.items():
         if "sm_90a" in since:
             with suppress(UnknownInstructionError):
-                words = tuple(question.opcode.split("."))
-                taken.add(find(Instruction(words, (), None, 1, question.opcode))[0])
+                taken.add(find(Instruction(tuple(question.opcode.split(".")), (), None, 1, question.opcode))[0])
     left = [form.spelling for form in taken if form not in coverage.hardware()]
     return [one for one in left if not one.startswith(tuple(coverage.NOT_ASKED))]
 

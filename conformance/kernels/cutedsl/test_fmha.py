@@ -70,7 +70,7 @@ def test_no_kernel_of_sm_100a_uses_local_memory(hd: int) -> None:
 
 @pytest.mark.parametrize("plan", [*PLANS, *LONE], ids=str)
 def test_no_kernel_of_sm_90a_uses_local_memory(plan: Sm90FmhaPlan) -> None:
-    hold_to_registers(str(plan), made(lambda: sm90.compiled(plan)), 3)
+    hold_to_registers(str(plan), made(lambda: sm90.compiled(plan)), 2 if plan.share == "lone" else 3)
 
 
 @pytest.mark.parametrize("keys", ROW_KEYS)

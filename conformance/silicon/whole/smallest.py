@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -287,19 +286,19 @@ def _worker(folder: Path, out: Path, until: float, numbers: Sequence[int]) -> No
 
 
 def _all_ptxas() -> Iterator[str]:
-    for folder in os.get_exec_path():
-        if found := shutil.which("ptxas", path=folder):
-            yield found
+    """Those of the path, the first of it first."""
+    found = subprocess.run(["which", "-a", "ptxas"], capture_output=True, text=True, check=False).stdout
+    yield from found.split()
 
 
 def main(arguments: Sequence[str]) -> None:
-    """See above. A worker is given "until TIME" in place of SECONDS."""
-    folder, out, *rest = Path(arguments[0]), Path(arguments[1]), *arguments[2:]
-    if rest[0] == "until":
-        _worker(folder, out, float(rest[1]), [int(one) for one in rest[2:]])
-    seconds, numbers = float(rest[0]), rest[1:]
+    """See above."""
+    if arguments[0] == "--until":
+        _worker(Path(arguments[2]), Path(arguments[3]), float(arguments[1]), [int(one) for one in arguments[4:]])
+    folder, out, seconds, numbers = Path(arguments[0]), Path(arguments[1]), float(arguments[2]), arguments[3:]
     out.mkdir(parents=True, exist_ok=True)
     until, jobs = time.time() + seconds, max((os.cpu_count() or 2) - 1, 1)
+    worker = [sys.executable, __file__, "--until", str(until), str(folder), str(out)]
     shares = [list(numbers[at::jobs]) for at in range(jobs)]
     running: dict[int, subprocess.Popen[bytes]] = {}
     started = [0] * jobs
@@ -308,7 +307,7 @@ def main(arguments: Sequence[str]) -> None:
             one = running.get(at)
             if share and (one is None or one.poll() not in (None, 0)) and time.time() < until and started[at] < 40:
                 started[at] += 1
-                running[at] = subprocess.Popen([sys.executable, __file__, *arguments[:2], "until", str(until), *share])
+                running[at] = subprocess.Popen([*worker, *share])
         if running and all(one.poll() == 0 for one in running.values()):
             break
         time.sleep(0.05)
