@@ -43,7 +43,7 @@ class Lanes:
         self.set_mask(np.ones(LANES, np.bool_))
 
     def set_mask(self, mask: npt.NDArray[np.bool_]) -> None:
-        self.mask, self.where = mask, True if mask.all() else mask
+        self.mask, self.where, self.mask_address = mask, True if mask.all() else mask, mask.ctypes.data
 
     def __getattr__(self, view: str) -> list[Row]:
         return self.registers.view(view)
