@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from llvmlite import ir
 
 from backends.vm.numerics import traced
-from backends.vm.numerics.compiled import linked
+from backends.vm.numerics.compiled import ENTRY, linked
 from backends.vm.numerics.traced import Traced, llvm_type
 
 LANES = 32
@@ -24,13 +23,12 @@ BINARY = (
     np.bitwise_xor, np.logical_and, np.logical_or, np.logical_xor, np.left_shift, np.right_shift, np.equal,
     np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal, np.minimum, np.maximum, np.fmin, np.fmax,
 )  # fmt: skip
-_names = itertools.count()
 
 
 def by_machine_code(function: Callable[..., Any], *operands: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """`function` of arrays of 32 elements, traced. TypeError where it cannot be followed."""
-    module, pointer, name = ir.Module("traced"), ir.PointerType(), f"traced_{next(_names)}"
-    made = ir.Function(module, ir.FunctionType(ir.VoidType(), [pointer] * (len(operands) + 1)), name)
+    module, pointer = ir.Module("traced"), ir.PointerType()
+    made = ir.Function(module, ir.FunctionType(ir.VoidType(), [pointer] * (len(operands) + 1)), ENTRY)
     b = ir.IRBuilder(made.append_basic_block())
     given: list[Traced] = []
     for place, one in zip(made.args, operands, strict=False):
@@ -42,7 +40,7 @@ def by_machine_code(function: Callable[..., Any], *operands: npt.NDArray[Any]) -
     b.store(stored.value, made.args[-1], align=1)
     b.ret_void()
     out = np.empty(LANES, result.dtype)
-    call = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * len(made.args))(linked(module, name))
+    call = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * len(made.args))(linked(module))
     call(*[one.ctypes.data for one in operands], out.ctypes.data)
     return out
 
