@@ -78,7 +78,9 @@ def _over_a_bare_read(case: Case, bare: float) -> tuple[float, str] | None:
         return factor * bare, f"{factor:.2f} x bare read {bare:.1f}"
     if t == 128 and hd == 512:
         flops = 4 * batch * case.int("heads") * t * case.int("s_k") * hd
-        return 1.25 * max(bare, 1e6 * flops / PRODUCT_FLOPS), f"1.25 x bare read {bare:.1f}"
+        product = 1e6 * flops / PRODUCT_FLOPS
+        larger = f"bare read {bare:.1f}" if bare >= product else f"products {product:.1f}"
+        return 1.25 * max(bare, product), f"1.25 x {larger}"
     if t == 128:
         factor = 1.17 if hd == 64 else 1.05
         return factor * bare, f"{factor:.2f} x bare read {bare:.1f}"
@@ -131,7 +133,8 @@ def _asked_of_layer(case: Case, line: Mapping[str, Any]) -> tuple[float, str]:
 def _short(case: Case) -> str:
     if case["stage"] == "layer":
         return f"layer, {case.int('tokens')} tokens"
-    return f"{case['stage']}, {case.int('tokens') * case.int('topk') // case.int('num_experts')} rows an expert"
+    rows = case.int("tokens") * case.int("topk") // case.int("num_experts")
+    return f"{case['stage']}, {rows} row{'s' if rows > 1 else ''} an expert"
 
 
 def page() -> str:
@@ -188,8 +191,10 @@ def _layers(bars: Sequence[Bar]) -> Iterator[str]:
 
 def _tally(bars: Sequence[Bar]) -> str:
     missed = sorted((bar for bar in bars if not bar.met), key=lambda bar: -bar.over)
-    told = "; ".join(f"`{bar.row}` {100 * bar.over:.1f} % ({bar.backend}: {bar.against})" for bar in missed)
-    return f"{len(bars) - len(missed)} of {len(bars)} bars are met." + (f" Missed: {told}." if missed else "")
+    told = [f"- `{bar.row}`: by {100 * bar.over:.1f} %, {bar.backend} against {bar.against}" for bar in missed]
+    return "\n".join(
+        [f"{len(bars) - len(missed)} of {len(bars)} bars are met." + (" Missed:\n" if missed else ""), *told]
+    )
 
 
 def _missed(bar: Bar) -> str:

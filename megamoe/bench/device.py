@@ -118,14 +118,17 @@ class Buffers:
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        """Makes the runners let go of the memory. Raises what Runner.ask raises."""
+        """Makes all runners let go of the memory. Raises what Runner.ask raises; if runners died, that of the first."""
+        died: RunnerDiedError | None = None
         with self.memory:
-            try:
-                for runner in self.open_in.values():
+            for runner in self.open_in.values():
+                try:
                     runner.ask(timed.CLOSE, {}, self.left_s())
-            except RunnerDiedError:
+                except RunnerDiedError as error:
+                    died = died or error
+            if died is not None:
                 self.lent.give_up()
-                raise
+                raise died
 
 
 def facts_of(machine: Runner, executor: str, limit_s: float) -> DeviceFacts:

@@ -51,13 +51,18 @@ class Seal(Protocol):
 def seal(body: torch.Tensor, given: torch.Tensor | None = None) -> Seal:
     """Seals `body`: by digests in host memory; on a device by a copy there, so that checking needs no transfer.
 
-    `given`: a tensor of the same bytes that nobody changes. On the device of `body` it is that copy.
+    `given`: a tensor of the same bytes that nobody changes. On the device of `body` it is that copy, if it lies in
+    words.
     """
     if body.device.type == "cpu":
         return Digests(body)
-    if given is not None and given.device == body.device and given.is_contiguous():
+    if given is not None and given.device == body.device and given.is_contiguous() and _lies_in_words(given):
         return SealedCopy(given.view(-1).view(torch.uint8))
     return SealedCopy(body.clone())
+
+
+def _lies_in_words(tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() % 8 == 0 and tensor.storage_offset() * tensor.element_size() % 8 == 0
 
 
 class Digests:
@@ -271,10 +276,12 @@ class Arena:
     def taken(self) -> None:
         """Moves the outputs to a private copy of them as they are now, which nobody else can change, and lets go of the
         block. Inputs are looked at here for the last time, and are no tensors of the arena any more."""
+        # Outputs first: to look at large inputs takes long enough for one who still writes.
+        private = {name: plot.memory.clone() for name, plot in self._plots.items() if name not in self._seals}
         self._found = {name: self._damage_to(name) for name in self._seals}
         self._block = self._block.new_empty(0)
         for name, plot in self._plots.items():
-            self._plots[name] = replace(plot, memory=self._block if name in self._seals else plot.memory.clone())
+            self._plots[name] = replace(plot, memory=private.get(name, self._block))
         self.tensors = {name: self._plots[name].tensor for name in self.outputs}
 
     @property

@@ -95,7 +95,8 @@ def ld(b: Binder) -> Step:
     used, line = b.rows.used, b.instruction.line
     rows_of = {column: (WIDTH_OF_VIEW[view], row) for column, view, row in targets}
     quick = None
-    if space in SPACES and not strong:
+    # Where undefined bytes are loaded, the addresses are asked for once more, behind the load.
+    if space in SPACES and not strong and base not in rows_of.values():
         quick = QuickAccess(space, (base, offset), dtype.itemsize * words, [rows_of.get(i) for i in range(len(items))],
                             line, stores=False, signed=kind[0] == "s")  # fmt: skip
 

@@ -42,6 +42,9 @@ def _kernel(seed: int, mark: str) -> Kernel:
                   "add.u64 %rd3, %rd2, %rd1; add.u64 %rd2, %rd2, %x;"]  # fmt: skip
         names = [f"%rd{8 + i}" if _TYPES[kind] == 8 else f"%r{10 + i}" for i in range(count)]
         vector = f".v{count}" if count > 1 else ""
+        if draw.random() < 0.2 and _TYPES[kind] == (4 if space == "shared" else 8):
+            # A load may put its data where its address was.
+            names[0] = _SPACES[space]
         registers = f"{{{', '.join(names)}}}" if count > 1 else names[0]
         place = f"[{_SPACES[space]} + {offset}]"
         guard = draw.choice(["", "", "", "@%p0 ", "@!%p1 ", "@%p2 "])

@@ -143,9 +143,11 @@ def make_inputs(case: Case, device: Device = "cpu") -> Inputs:
             made |= _operand(name, draw_stack(case, name, shape, device), _padding(case))
             continue
         key = (layer.id, str(device), name)
-        if key not in _KEPT:
-            _KEPT[key] = _operand(name, _normal(layer, name, shape, device), _padding(case))
-        made |= _KEPT[key]
+        kept, versions = _KEPT.get(key, (None, None))
+        if kept is None or versions != _versions(kept):
+            kept = _operand(name, _normal(layer, name, shape, device), _padding(case))
+            _KEPT[key] = kept, _versions(kept)
+        made |= kept
     made |= {name: draw(case, made) for name, draw in _EXPERT_ROWS.items() if name in wanted}
     if "a2_codes" in wanted:
         made |= _a2(case, made, stack("a2", expert_rows(case), 1, case.int("intermediate")))
@@ -156,8 +158,13 @@ def make_inputs(case: Case, device: Device = "cpu") -> Inputs:
 
 
 _OF_WEIGHTS: Final = ("hidden", "intermediate", "num_experts", "inputs", "seed")
-_KEPT: Final[dict[tuple[str, str, str], Inputs]] = {}
-"""The weights of the last real layer, by layer, device and name: those of 384 experts take seconds to draw."""
+_KEPT: Final[dict[tuple[str, str, str], tuple[Inputs, list[int]]]] = {}
+"""The weights of the last real layer, by layer, device and name, and their versions: those of 384 experts take seconds
+to draw. What somebody has changed is drawn anew."""
+
+
+def _versions(tensors: Inputs) -> list[int]:
+    return [tensor._version for tensor in tensors.values()]
 
 
 def _layer_of(case: Case) -> Case:
