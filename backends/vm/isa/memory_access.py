@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -89,7 +90,7 @@ def ld(b: Binder) -> Step:
     size = len(items) * dtype.itemsize * words
     views = [(column, _view_for(b, item, kind)) for column, item in enumerate(items) if not isinstance(item, Sink)]
     targets = [(column, view, b.destination(items[column], view, wider=True)) for column, view in views]
-    address, base, offset = b.addressed(a)
+    address, base, _ = addressed = b.addressed(a)
     sem, scope = b.words.get("sem", ""), b.words.get("scope", "")
     strong = "sem" in b.words and _strong(b)
     used, line = b.rows.used, b.instruction.line
@@ -97,10 +98,10 @@ def ld(b: Binder) -> Step:
     quick = None
     # Where undefined bytes are loaded, the addresses are asked for once more, behind the load.
     if space in SPACES and not strong and base not in rows_of.values():
-        quick = QuickAccess(space, (base, offset), dtype.itemsize * words, [rows_of.get(i) for i in range(len(items))],
+        quick = QuickAccess(space, addressed, dtype.itemsize * words, [rows_of.get(i) for i in range(len(items))],
                             line, stores=False, signed=kind[0] == "s")  # fmt: skip
 
-    def leave_undefined(warp: Warp, missing: Missing) -> None:
+    def leave_undefined(warp: Warp, missing: Missing) -> NoReturn:
         """Of the registers that nothing reads, nothing is said: a compiler loads whole vectors."""
         parts, origin = undefined_words(missing.bytes_, dtype), missing.origin.read_at(line)
         for column, view, row in targets:
@@ -163,15 +164,13 @@ def st(b: Binder) -> Step:
     items = _items(b, source)
     dtype = _element(kind)
     rows = [(view := _view_for(b, item, kind), b.source(item, view, wider=True)) for item in items]
-    address, base, offset = b.addressed(a)
+    address, *_ = addressed = b.addressed(a)
     line = b.instruction.line
     strong, sem, scope = _strong(b), b.words["sem"], b.words["scope"]
     keys = tuple((WIDTH_OF_VIEW[view], row) for view, row in rows)
     quick = None
     if space in SPACES and not strong:
-        quick = QuickAccess(
-            space, (base, offset), dtype.itemsize * (2 if kind == "b128" else 1), keys, line, stores=True
-        )
+        quick = QuickAccess(space, addressed, dtype.itemsize * (2 if kind == "b128" else 1), keys, line, stores=True)
 
     def step(warp: Warp) -> None:
         if quick is not None and quick.perform(warp) != NO:

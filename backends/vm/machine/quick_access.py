@@ -4,7 +4,7 @@ it the warp and its machine have to know. The access itself is backends.vm.memor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -51,14 +51,14 @@ _CODES: Final[dict[Kind, _Code]] = {}
 class QuickAccess:
     """The weak accesses of an instruction to one of SPACES.
 
-    `address`: the register of the base, and what is added. `element`: bytes of an element in memory. `registers`: one
-    an element, None where it goes nowhere.
+    `addressed`: the lane addresses of a warp, the register of their base, and what is added to it. `element`: bytes of
+    an element in memory. `registers`: one an element, None where it goes nowhere.
     """
 
     def __init__(
         self,
         space: str,
-        address: tuple[Key, int],
+        addressed: tuple[Callable[[Warp], Addresses], Key, int],
         element: int,
         registers: Sequence[Key | None],
         line: int,
@@ -67,7 +67,7 @@ class QuickAccess:
         signed: bool = False,
     ) -> None:
         self._space, self._stores = space, stores
-        (width, self._row), self._offset = address
+        self._address, (width, self._row), self._offset = addressed
         self._view = "s64" if width == 64 else "u32"
         self._size = element * len(registers)
         sizes = tuple(0 if key is None else key[0] // 8 for key in registers)
@@ -111,7 +111,8 @@ class QuickAccess:
         if answer == NO:
             return NO
         if answer & CONFLICT:
-            access.count_banks(warp, self._addresses(warp) & OFFSET_MASK, self._size)
+            own = self._address(warp)
+            access.count_banks(warp, (own if warp.where is True else own[warp.mask]) & OFFSET_MASK, self._size)
         else:
             cta.machine.counters["smem_wavefronts"] += answer >> SERVED_SHIFT
             cta.machine.counters["smem_bank_conflicts"] += 0
@@ -135,7 +136,3 @@ class QuickAccess:
             machine.engine.events += 1
             machine.races.stored = True
         return answer
-
-    def _addresses(self, warp: Warp) -> Addresses:
-        rows = getattr(warp, self._view)[self._row].astype(np.int64) + self._offset
-        return rows if warp.where is True else rows[warp.mask]

@@ -19,15 +19,16 @@ import numpy.typing as npt
 from llvmlite import ir
 
 from backends.vm.memory.clocks import CLUSTER_SHIFT, EPOCH_BITS, EPOCH_MASK
+from backends.vm.memory.definedness import DEFINED
 from backends.vm.numerics.compiled import ENTRY, linked
 
 LANES: Final = 32
 BANKS: Final = 32
+"""Of shared memory, a word of four bytes wide."""
 NO: Final = -1
 UNDEFINED, CONFLICT, SERVED_SHIFT = 1, 2, 2
 """Of an answer: a byte that was read is undefined; lanes want several words of one bank; above, how many groups of
 lanes the banks of shared memory have served."""
-DEFINED_BYTE: Final = 1
 
 _I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 _POINTER: Final = ir.PointerType()
@@ -44,16 +45,8 @@ SHARED_FIELDS: Final = (
     "many_readers", "lane", "met", "partial",
 )  # fmt: skip
 GLOBAL_FIELDS: Final = (
-    "end",
-    "data",
-    "state",
-    "shadow_base",
-    "shift",
-    "writer",
-    "reader",
-    "writer_line",
-    "reader_line",
-)
+    "end", "data", "state", "shadow_base", "shift", "writer", "reader", "writer_line", "reader_line",
+)  # fmt: skip
 """What a place tells: bytes from and to, then addresses of arrays; of global memory 0 where there is no such array."""
 
 
@@ -215,7 +208,7 @@ class _Access:
         b, size = self.b, self.kind.size
         name = "defined" if self.shared else "state"
         kind = ir.IntType(8 * size)
-        whole = ir.Constant(kind, int.from_bytes(bytes([DEFINED_BYTE]) * size, "little"))
+        whole = _defined(size)
 
         def look() -> None:
             pointer = b.gep(self._pointer(name), [at], source_etype=_I8)
@@ -298,9 +291,8 @@ class _Access:
         if not self.kind.stores:
             return
         size, name = self.kind.size, "defined" if self.shared else "state"
-        whole = ir.Constant(ir.IntType(8 * size), int.from_bytes(bytes([DEFINED_BYTE]) * size, "little"))
         with b.if_then(b.icmp_signed("!=", self.place[name], _word(0))):
-            b.store(whole, b.gep(self._pointer(name), [at], source_etype=_I8), align=1)
+            b.store(_defined(size), b.gep(self._pointer(name), [at], source_etype=_I8), align=1)
 
     # Words of the small language that this is written in.
 
@@ -381,6 +373,11 @@ class _Access:
             last = b.ashr(b.add(begins, _word(size - 1)), self.place["shift"])
             with self._each(first, last) as granule:
                 yield granule
+
+
+def _defined(size: int) -> ir.Constant:
+    """What says that `size` bytes are defined."""
+    return ir.Constant(ir.IntType(8 * size), int.from_bytes(bytes([DEFINED]) * size, "little"))
 
 
 def _word(value: int) -> ir.Constant:

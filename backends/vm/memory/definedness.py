@@ -16,6 +16,8 @@ import numpy.typing as npt
 from backends.vm.faults import Fault
 
 Mask = npt.NDArray[np.bool_]
+NEVER, DEFINED, HIDDEN = 0, 1, 2
+"""The state of a byte: nobody has written it, it is defined, or an undefined value was stored there."""
 MAX_SOURCES: Final = 1 << 18
 """Places of one memory of which the origin of an undefined value is kept."""
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, report
 from backends.vm.memory.compiled_access import MemoryWords
-from backends.vm.memory.definedness import Mask, Origin, Sources
+from backends.vm.memory.definedness import DEFINED, HIDDEN, Mask, Origin, Sources
 from backends.vm.memory.pieces import read_pieces
 
 Bytes = npt.NDArray[np.uint8]
@@ -28,9 +28,6 @@ GAP = 1 << 20
 
 HEAP_BYTES = 8 << 20
 """Of the heap of kernels, unless the host asks for another size (CUDA programming guide, heap memory allocation)."""
-
-NEVER, DEFINED, HIDDEN = 0, 1, 2
-"""The state of a byte: nobody has written it, it is defined, or an undefined value was stored there."""
 
 
 @dataclass(slots=True, eq=False)

@@ -24,7 +24,7 @@ from backends.vm.memory.clocks import (
     agent_of,
     unordered,
 )
-from backends.vm.memory.compiled_access import MemoryWords
+from backends.vm.memory.compiled_access import BANKS, MemoryWords
 from backends.vm.memory.definedness import Mask, Missing, Origin, Sources
 from backends.vm.memory.lanes import LaneWrites
 
@@ -33,7 +33,6 @@ Addresses = npt.NDArray[np.int64]
 Granules = npt.NDArray[np.int64]
 
 RESERVED = 0x400
-BANKS = 32
 WHOLE = 0x01010101
 """Four defined bytes as one word of `defined`."""
 MBARRIER = -1

@@ -1,6 +1,7 @@
 """A program on few persistent CTAs, each of which computes several tiles, or parts of them that it hands over.
 
-A device has more SMs than a small case has tiles, so in rows of a matrix hardly any CTA of a grouped GEMM has a second.
+A device has more SMs than a small case has tiles, so in rows of a matrix hardly any CTA of a grouped GEMM, or of
+CuTeDSL's attention, has a second.
 Tests of the kernels run them so too: conformance/kernels/ptx/test_hopper_moe.py and test_moe_layer.py,
 conformance/kernels/cutedsl/test_moe.py and test_sm90_moe.py.
 """
@@ -33,18 +34,22 @@ GEMMS = ("moe_swiglu", "moe_rows")
 """How entries of the grouped GEMMs of the backend `ptx` begin."""
 
 
-def on_few_ctas(
-    backend: str, target: str, spec: Spec, case: Case, text: str
-) -> dict[int, list[tuple[Case, Program | HostProgram]]]:
-    """Programs by their CTAs, of a case like `case`, but skewed if that builds `text`, and of the first of SIZES that
-    does; on one CTA of SHORT, too; none for a case without a grouped GEMM."""
+Sized = tuple[Case, Program | HostProgram]
+
+
+def on_few_ctas(backend: str, target: str, spec: Spec, case: Case, text: str) -> dict[int, list[Sized]]:
+    """Programs by their CTAs, of cases like `case` that build `text`; none where there is no such case.
+
+    A grouped GEMM: skewed if that builds `text`, of the first of SIZES that does, and on one CTA of SHORT too.
+    Attention: SEQUENCES of KEYS on one CTA.
+    """
     if case.op == "fmha":
         return _attention(backend, target, spec, case, text)
     stage = str(case["stage"]) if case.op == "nvfp4_moe" else ""
     if stage not in SHORT:
         return {}
 
-    def of(size: tuple[int, int], load: AxisValue, count: int) -> tuple[Case, Program | HostProgram]:
+    def of(size: tuple[int, int], load: AxisValue, count: int) -> Sized:
         sized = spec.vary(case, hidden=size[0], intermediate=size[1], load=load)
         return sized, _built(backend, target, sized, count)
 
@@ -57,10 +62,8 @@ def on_few_ctas(
     return {}
 
 
-def _attention(
-    backend: str, target: str, spec: Spec, case: Case, text: str
-) -> dict[int, list[tuple[Case, Program | HostProgram]]]:
-    """SEQUENCES of KEYS on one CTA; none where the kernel is one that `max_ctas` and `splits` do not reach."""
+def _attention(backend: str, target: str, spec: Spec, case: Case, text: str) -> dict[int, list[Sized]]:
+    """None where the kernel is one that `max_ctas` and `splits` do not reach."""
     if backend != "cutedsl" or case["ragged"]:
         return {}
     sized = spec.vary(case, s_k=KEYS[case.int("hd")], batch=SEQUENCES)

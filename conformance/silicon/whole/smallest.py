@@ -130,6 +130,15 @@ def pieces_of(program: Drawn) -> Pieces:
         if result:
             for name in _TEMPORARY.findall(into):
                 last[name] = at
+    _keep_together(made, forward)
+    return made
+
+
+def _keep_together(made: Pieces, forward: Sequence[tuple[int, int]]) -> None:
+    """What warps meet in needs the branches over it, a table goes with its switch, and what stays keeps what it needs.
+
+    `forward`: branches and their labels, of those that lead on.
+    """
     for branch, target in forward:
         for at in range(branch + 1, target):
             if _TOGETHER.search(made.pieces[at]):
@@ -141,7 +150,6 @@ def pieces_of(program: Drawn) -> Pieces:
         made.follows[table] = switch
     while grown := {need for at in made.stays for need in made.needs[at]} - made.stays:
         made.stays |= grown
-    return made
 
 
 def smallest(pieces: Pieces, kept: Sequence[int], disagrees: Disagrees, keep: Callable[[list[int]], None]) -> list[int]:

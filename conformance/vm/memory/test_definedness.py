@@ -14,8 +14,8 @@ import pytest
 from backends.vm.faults import Findings
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
-from backends.vm.memory.definedness import Origin
-from backends.vm.memory.global_memory import DEFINED, Buffer
+from backends.vm.memory.definedness import DEFINED, Origin
+from backends.vm.memory.global_memory import Buffer
 from conformance.vm.kernel import FENCE, Array, Kernel, assert_blamed, assert_clean, copy_kernel, init, wait
 from conformance.vm.kernel import STORE as STORE_BOX
 from conformance.vm.tensor_kernel import COMMIT, LOAD, MMA, STAGES, STORE, mma_kernel
