@@ -35,7 +35,7 @@ BEYOND = [
     for machine in machines(law.op)
 ]
 # Large cases take most of the time, and a fault at the edge of a tile does not need one.
-SHARES = (1, 4, 4, 4)
+SHARES = (1, 4, 4, 4, 8, 8, 8, 8)
 TALLIES: dict[tuple[str, Machine], Tally] = defaultdict(Tally)
 
 

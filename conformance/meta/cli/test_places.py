@@ -6,8 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from conformance import ROOT
 from conformance.fakes import backends as fake_backends
 from conformance.fakes.results import record, timing
 from megamoe.cli.main import main
-from megamoe.contract import Row, scratch
+from megamoe.contract import Row
 from megamoe.judge.isolated import Processes
 from megamoe.judge.judge import judge
 from megamoe.records.files import RecordWriter, read_records
@@ -231,38 +229,6 @@ def test_nothing_that_others_have_named_leaves_the_folder(
 
 
 # Kills
-
-
-def test_what_a_killed_run_left_is_cleared_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        monkeypatch.setenv("TMPDIR", name)
-        _kill_a_run_and_run_another(tmp_path, Path(name))
-
-
-def _kill_a_run_and_run_another(tmp_path: Path, place: Path) -> None:
-    command = [sys.executable, "-m", "megamoe", *_asked("run", "WORKS", "--output", str(tmp_path / "r.jsonl"))]
-    command += ["--backend", f"{FAKE}:HANGS"]
-    killed = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    path = tmp_path / "r.jsonl"
-    while killed.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") == 2):
-        time.sleep(0.02)
-    killed.kill()
-    killed.communicate(timeout=60)
-    assert list(place.iterdir()), "the kill must leave something, or this tests nothing"
-    done = subprocess.run(
-        [sys.executable, "-m", "megamoe", *_asked("run", "WORKS", "--output", str(tmp_path / "s.jsonl"))],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    # The keepers of the second run's processes clear up once these have ended.
-    deadline = time.monotonic() + 20
-    while list(place.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not list(place.iterdir()), "what the killed run left must be gone after the next"
-    assert scratch.PREFIX.startswith("."), "a listing shows nothing of ours"
 
 
 # The keys of the caches

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import date, timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from conformance.kernels.laws.law import specs
 from megamoe.cli.main import main
 from megamoe.cli.run import INTERRUPTED_BEFORE
 from megamoe.cli.terminal import complain, console, print_verdict
+from megamoe.contract import scratch
 from megamoe.gate.verdict import judge_run
 from megamoe.records.files import RecordWriter, newest_run, read_records
 from megamoe.records.lines import record_of
@@ -223,17 +225,39 @@ def test_an_interrupted_run_leaves_a_readable_file_and_says_so(tmp_path: Path) -
     assert sorted(record.status for record in read_records(tmp_path / "r.jsonl").records) == ["not_run", "passed"]
 
 
-def test_a_killed_run_leaves_a_readable_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = _start(tmp_path)
+def test_a_killed_run_leaves_a_readable_file_and_the_next_clears_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name, monkeypatch.context() as patch:
+        patch.setenv("TMPDIR", name)
+        _kill(_start(tmp_path))
+        assert list(Path(name).iterdir()), "the kill must leave something, or this tests nothing"
+        _run_another(tmp_path)
+        # The keepers of the second run's processes clear up once these have ended.
+        deadline = time.monotonic() + 20
+        while list(Path(name).iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not list(Path(name).iterdir()), "what the killed run left must be gone after the next"
+    assert scratch.PREFIX.startswith("."), "a listing shows nothing of ours"
+    assert [record.status for record in read_records(tmp_path / "r.jsonl").records] == ["passed"]
+    assert main(["gate", "r.jsonl"]) == 1
+    assert f"there is no record of {CASE} on {FAKE}:HANGS" in capsys.readouterr().out
+
+
+def _kill(run: subprocess.Popen[str]) -> None:
     run.kill()
     try:
         run.communicate(timeout=60)
     except subprocess.TimeoutExpired:
         os.killpg(run.pid, signal.SIGKILL)
         pytest.fail("the workers of a killed run must end with it: their output pipe is still open")
-    assert [record.status for record in read_records(tmp_path / "r.jsonl").records] == ["passed"]
-    assert main(["gate", "r.jsonl"]) == 1
-    assert f"there is no record of {CASE} on {FAKE}:HANGS" in capsys.readouterr().out
+
+
+def _run_another(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megamoe", "run", "--case", CASE, "--jobs", "1", *_options("WORKS")]
+    command += ["--output", str(tmp_path / "s.jsonl")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def _begun(lines: int, torn: bytes = b"") -> tuple[str, ...]:
