@@ -62,11 +62,15 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class QuickRun:
-    """`step` does the next `count` steps of a block at once, which do nothing but compute on registers, `touches`."""
+    """`step` does the next `count` steps of a block at once, which do nothing but compute on registers, `touches`.
+
+    `singly` makes the steps that do the same one by one, for when one of the registers is undefined.
+    """
 
     step: Step
     count: int
     touches: frozenset[Key]
+    singly: Callable[[], Sequence[Step]]
 
 
 FindRuns = Callable[[int], tuple[Mapping[int, QuickRun], bool]]
@@ -87,7 +91,8 @@ class Block:
 
     `quick` has the steps as they run where every register is defined: with `runs`, by the index of their first step, in
     place. A block that has executed often asks `find_runs`, anew each time that it has executed FACTOR times as often:
-    once more after `left` times. Nobody asks where `find_runs` is None.
+    once more after `left` times. Nobody asks where `find_runs` is None. `single` has the steps of the runs that had to
+    be taken apart.
     """
 
     steps: list[Step]
@@ -98,6 +103,7 @@ class Block:
     touches: frozenset[Key] | None = None
     find_runs: FindRuns | None = None
     runs: Mapping[int, QuickRun] = field(init=False, default_factory=dict[int, "QuickRun"])
+    single: dict[int, Step] = field(init=False, default_factory=dict[int, Step])
     quick: list[Step] = field(init=False)
     left: int = field(init=False, default_factory=lambda: OFTEN)
     _often: int = field(init=False, default_factory=lambda: OFTEN)
@@ -109,11 +115,16 @@ class Block:
         """Put in place the runs that there are by now."""
         if self.find_runs is None:
             return
-        (self.runs, more), self.quick = self.find_runs(self._often), self.steps.copy()
+        (self.runs, more), self.quick, self.single = self.find_runs(self._often), self.steps.copy(), {}
         for first, run in self.runs.items():
             self.quick[first : first + run.count] = [run.step, *[_done] * (run.count - 1)]
         self._often *= FACTOR
         self.left = self._often if more else 0
+
+    def take_apart(self, first: int) -> None:
+        """Fill in `single` for the run that begins with step `first`."""
+        if first not in self.single:
+            self.single.update(enumerate(self.runs[first].singly(), first))
 
     def touched(self) -> frozenset[Key]:
         """The registers that an instruction of the block reads or writes."""

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from backends.vm.machine import access
 from backends.vm.machine.code import Key, place_of
-from backends.vm.memory.compiled_access import CONFLICT, NO, SERVED_SHIFT, Kind, Perform, performer, program
+from backends.vm.memory.access_code import NO
+from backends.vm.memory.compiled_access import CONFLICT, SERVED_SHIFT, Kind, Perform, performer, program
 from backends.vm.memory.definedness import Missing
 from backends.vm.memory.global_memory import SHARED_WINDOW, WINDOW_SHIFT
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT

@@ -15,7 +15,7 @@ from backends.vm.machine import quick_access
 from backends.vm.machine.machine import Machine
 from backends.vm.machine.quick_access import QuickAccess
 from backends.vm.memory import compiled_access
-from backends.vm.memory.compiled_access import NO
+from backends.vm.memory.access_code import NO
 from conformance.vm.kernel import Kernel
 
 _TYPES = {"u8": 1, "s8": 1, "u16": 2, "s16": 2, "b32": 4, "s32": 4, "u64": 8, "b64": 8}
