@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -34,6 +35,7 @@ _ELEMENT_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "u8": 
 _S32_MIN, _S32_MAX = -(2**31), 2**31 - 1
 
 
+@cache
 def _inputs(element: str, k: int) -> tuple[Fragment, Fragment]:
     """Fragments of A [16, k] and B [k, 8]: the first registers of the widest form of the same element width."""
     bits = _ELEMENT_BITS[element]
@@ -46,6 +48,7 @@ def _narrow(full: Fragment, axis: int, k: int) -> Fragment:
     return Fragment(shape, full.element_bits, full.rows[:kept], full.columns[:kept])
 
 
+@cache
 def _accumulator(element: str) -> Fragment:
     """C and D [16, 8]: 4 registers of 32 bits, or 2 of two f16 each, neighbouring columns together."""
     wide = mma_fragment("c", 32)
@@ -134,16 +137,22 @@ def _carry_products(
 ) -> None:
     """An element of D depends on a row of A, a column of B and one element of C."""
     line = b.instruction.line
-    keys = [(32, row) for operand in operands for row in operand]
+    each = [tuple((32, row) for row in operand) for operand in operands]
+    keys = [key for operand in each for key in operand]
 
     def carry(warp: Warp, run: Step) -> object:
         undefined = warp.undefined
         origin = undefined.origin(keys, line)
         a, right, c = (
-            to_matrix(np.stack([undefined.bits((32, row)) for row in operand]), fragment) != 0
-            for operand, fragment in zip(operands, fragments, strict=True)
-        )
-        lost = a.any(axis=1)[:, None] | right.any(axis=0)[None, :] | c
+            None if undefined.keys().isdisjoint(operand)
+            else to_matrix(np.array([undefined.bits(key) for key in operand]), fragment) != 0
+            for operand, fragment in zip(each, fragments, strict=True)
+        )  # fmt: skip
+        lost = np.zeros(fragments[2].shape, np.bool_) if c is None else c
+        if a is not None:
+            lost |= a.any(axis=1)[:, None]
+        if right is not None:
+            lost |= right.any(axis=0)[None, :]
         outcome = run(warp)
         undefined.put_rows(rows, to_registers(spread(lost, fragments[2].element_bits), fragments[2]), warp.mask, origin)
         return outcome
@@ -162,12 +171,11 @@ def _operands(b: Binder, *fragments: Fragment) -> tuple[list[int], list[list[int
 
 
 def _gather(warp: Warp, rows: list[int]) -> Words:
-    return np.stack([warp.u32[row] for row in rows])
+    return warp.registers.words[rows]
 
 
 def _scatter(warp: Warp, rows: list[int], registers: Words) -> None:
-    for row, words in zip(rows, registers, strict=True):
-        warp.u32[row][...] = words
+    warp.registers.words[rows] = registers
 
 
 def _count(warp: Warp, k: int) -> None:
@@ -218,8 +226,7 @@ def ldmatrix(b: Binder) -> Step:
         whole_warp(warp, what)
         where, addresses = _resolve(space, addresses_of(warp)[: _ROWS * count], what)
         values, missing = access.take(warp, where, addresses, MATRIX_ROW_BYTES)
-        for row, words in zip(rows, load_matrices(values, transposed=transposed), strict=True):
-            warp.u32[row][...] = words
+        _scatter(warp, rows, load_matrices(values, transposed=transposed))
         if missing is not None:
             hidden = undefined_words(missing.bytes_, np.dtype(np.uint8))
             words = load_matrices(hidden, transposed=transposed)
@@ -247,8 +254,7 @@ def stmatrix(b: Binder) -> Step:
     def step(warp: Warp) -> None:
         whole_warp(warp, what)
         where, addresses = _resolve(space, addresses_of(warp)[: _ROWS * count], what)
-        registers: Words = np.stack([warp.u32[row] for row in rows])
-        access.store(warp, where, addresses, store_matrices(registers, transposed=transposed), line)
+        access.store(warp, where, addresses, store_matrices(_gather(warp, rows), transposed=transposed), line)
 
     keys = [(32, row) for row in rows]
 

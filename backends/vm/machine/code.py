@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -320,6 +320,11 @@ class RegisterFile:
                 storage[-len(literals) :] = [[[bits & (2**64 - 1), bits >> 64]] for bits in reversed(literals)]
             elif literals:
                 storage[-len(literals) :] = np.array(literals[::-1], dtype)[:, None]
+
+    @property
+    def words(self) -> npt.NDArray[np.uint32]:
+        """The registers of 32 bits and their literals, by row: [rows, 32]."""
+        return cast("npt.NDArray[np.uint32]", self._storage[32])
 
     def content(self, without: frozenset[Key]) -> bytes:
         """The values of all registers but those of `without`."""
