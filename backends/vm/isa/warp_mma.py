@@ -6,14 +6,19 @@ from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine import access
+from backends.vm.machine.code import LANES, SCRATCH
+from backends.vm.machine.quick_access import QuickAccess
 from backends.vm.machine.undefined import BecameUndefined, spread, undefined_words
 from backends.vm.machine.warp import Warp
+from backends.vm.memory.access_code import NO
+from backends.vm.memory.compiled_access import UNDEFINED
 from backends.vm.numerics import accumulate
 from backends.vm.numerics.f32 import Float32
 from backends.vm.numerics.formats import F16, encode
@@ -220,21 +225,39 @@ def ldmatrix(b: Binder) -> Step:
     d, address = b.expect(2)
     count, space, transposed = _COUNT[b.words["count"]], b.words["space"], bool(b.words["trans"])
     rows = [b.destination(item, "u32") for item in b.vector(d, count)]
-    addresses_of, what = b.address(address), b.instruction.opcode
+    addresses_of, _, _ = addressed = b.addressed(address)
+    what, line, halves = b.instruction.opcode, b.instruction.line, _halves_in_scratch(count, transposed)
+    quick = QuickAccess(space, addressed, 4, [(32, 0)] * len(SCRATCH), line, stores=False, rows=_ROWS * count)
 
     def step(warp: Warp) -> None:
         whole_warp(warp, what)
-        where, addresses = _resolve(space, addresses_of(warp)[: _ROWS * count], what)
-        values, missing = access.take(warp, where, addresses, MATRIX_ROW_BYTES)
-        _scatter(warp, rows, load_matrices(values, transposed=transposed))
+        answer = quick.perform(warp)
+        if answer == NO:
+            where, addresses = _resolve(space, addresses_of(warp)[: _ROWS * count], what)
+            values, missing = access.take(warp, where, addresses, MATRIX_ROW_BYTES)
+            words = load_matrices(values, transposed=transposed)
+        else:
+            missing = quick.missing(warp, addresses_of(warp)[: _ROWS * count]) if answer & UNDEFINED else None
+            words = SCRATCH.view(np.uint16).take(halves).view(np.uint32)[..., 0]
+        _scatter(warp, rows, words)
         if missing is not None:
             hidden = undefined_words(missing.bytes_, np.dtype(np.uint8))
             words = load_matrices(hidden, transposed=transposed)
             warp.undefined.put_rows(rows, words, warp.mask, missing.origin.read_at(line))
             raise BecameUndefined
 
-    line = b.instruction.line
     return step
+
+
+@cache
+def _halves_in_scratch(count: int, transposed: bool) -> NDArray[np.int64]:
+    """Which 16-bit half of SCRATCH, counted in order, each half of the registers is: [count, 32, 2].
+
+    A row of a matrix is a column of SCRATCH, of four words.
+    """
+    row, half = np.indices((_ROWS * count, MATRIX_ROW_BYTES // 2), dtype=np.uint16)
+    where = (half // 2 * LANES + row) * 2 + half % 2
+    return load_matrices(where.view(np.uint8), transposed=transposed).view(np.uint16).reshape(count, LANES, 2).astype(int)
 
 
 @opcode(

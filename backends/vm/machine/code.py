@@ -217,6 +217,11 @@ BYTES_OF_ROW: Final = {
 }
 
 
+SCRATCH: Final = np.zeros((4, LANES), np.uint32)
+"""Where machine code puts words that an instruction then takes to its registers."""
+SCRATCH_PLACES: Final = tuple((2 * len(_WIDTHS), row * SCRATCH.strides[0]) for row in range(len(SCRATCH)))
+
+
 def place_of(key: Key) -> tuple[int, int]:
     """A row as machine code finds it: the index of the bound that it is counted from, and the offset in bytes."""
     width, row = key
@@ -284,7 +289,7 @@ class RegisterFile:
 
     Registers start as zero; bind/definedness.py finds those that may be read unwritten. Literals lie from the last row
     backwards, so that literal number i is row -(i+1). There may be more rows in between than the function has.
-    `bounds`, int64 [10]: where the rows of each width begin, then where they end.
+    `bounds`, int64 [11]: where the rows of each width begin, then where they end, and where SCRATCH is.
     """
 
     def __init__(self) -> None:
@@ -292,7 +297,8 @@ class RegisterFile:
         self._storage: dict[int, Row] = {}
         self._literals: dict[int, tuple[RegisterRows, int]] = {}
         self._views: dict[str, list[Row]] = {}
-        self.bounds = np.zeros(2 * len(STORAGE), np.int64)
+        self.bounds = np.zeros(2 * len(STORAGE) + 1, np.int64)
+        self.bounds[-1] = SCRATCH.ctypes.data
         self.bounds_address = self.bounds.ctypes.data
 
     def begin(self, rows: RegisterRows) -> None:

@@ -27,12 +27,16 @@ _PROGRAMS = range(12)
 def _kernel(seed: int, mark: str) -> Kernel:
     """Warps that load and store where they like, mostly in order and in bounds, between barriers; `mark`: a comment."""
     draw = Random(seed)
+    threads = 64 - draw.choice([0, 19])
     lines = [".shared .align 16 .b8 s[4096];", "mov.u32 %r0, s; cvta.shared.u64 %rd1, s;", "mul.lo.u32 %r9, %tx, 77;"]
     lines += [f"xor.b32 %r{10 + i}, %r9, {i}; mul.wide.u32 %rd{8 + i}, %r9, {3 + i};" for i in range(4)]
     lines += [f"and.b32 %r2, %tx, {mask}; setp.ne.u32 %p{i}, %r2, 0;" for i, mask in enumerate((1, 24, 7))]
     for _ in range(_ACCESSES):
         if draw.random() < 0.35:
             lines.append(draw.choice(["bar.sync 0;", "bar.sync 0;", "bar.warp.sync -1;"]))
+        if threads == 64 and draw.random() < 0.15:
+            lines.append(_rows_of_matrices(draw))
+            continue
         kind, space = draw.choice(list(_TYPES)), draw.choice(list(_SPACES))
         count = draw.choice([1, 1, 2, 4]) if _TYPES[kind] < 8 else draw.choice([1, 2])
         size = count * _TYPES[kind]
@@ -56,7 +60,17 @@ def _kernel(seed: int, mark: str) -> Kernel:
     )
     lines.append("add.u64 %rd2, %rd2, %y; st.global.v4.b32 [%rd2], {%r10, %r11, %r12, %r13}; ret;")
     buffers = {"x": np.zeros(4096, np.uint8), "y": np.zeros(512, np.uint32)}
-    return Kernel("\n".join([*lines, f"// {mark}"]), buffers, grid=(2, 1, 1), block=(64 - draw.choice([0, 19]), 1, 1))
+    return Kernel("\n".join([*lines, f"// {mark}"]), buffers, grid=(2, 1, 1), block=(threads, 1, 1))
+
+
+def _rows_of_matrices(draw: Random) -> str:
+    """An ldmatrix of rows that lie in order, or all in one place, of addresses in either space."""
+    count, turned, stride = draw.choice([1, 2, 4]), draw.choice(["", ".trans"]), draw.choice([16, 16, 16, 32, 0])
+    spelt, base = draw.choice([(".shared", "%r1"), ("", "%rd3")])
+    registers = ", ".join(f"%r{10 + i}" for i in range(count))
+    begin = f"mul.lo.u32 %r1, %tx, {stride}; cvt.u64.u32 %rd3, %r1; add.u32 %r1, %r1, %r0; add.u64 %rd3, %rd3, %rd1;"
+    offset = 16 * draw.randrange(8) + (4 if draw.random() < 0.05 else 0)
+    return f"{begin} ldmatrix.sync.aligned.m8n8.x{count}{turned}{spelt}.b16 {{{registers}}}, [{base} + {offset}];"
 
 
 def _outcome(kernel: Kernel) -> tuple[object, ...]:
