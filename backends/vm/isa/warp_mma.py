@@ -257,7 +257,8 @@ def _halves_in_scratch(count: int, transposed: bool) -> NDArray[np.int64]:
     """
     row, half = np.indices((_ROWS * count, MATRIX_ROW_BYTES // 2), dtype=np.uint16)
     where = (half // 2 * LANES + row) * 2 + half % 2
-    return load_matrices(where.view(np.uint8), transposed=transposed).view(np.uint16).reshape(count, LANES, 2).astype(int)
+    found = load_matrices(where.view(np.uint8), transposed=transposed)
+    return found.view(np.uint16).reshape(count, LANES, 2).astype(np.int64)
 
 
 @opcode(

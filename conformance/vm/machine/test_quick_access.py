@@ -11,6 +11,7 @@ import pytest
 from llvmlite import ir
 
 from backends.vm.faults import Fault, Findings
+from backends.vm.isa import warp_mma
 from backends.vm.machine import quick_access
 from backends.vm.machine.machine import Machine
 from backends.vm.machine.quick_access import QuickAccess
@@ -145,3 +146,11 @@ def test_machine_code_that_does_not_look_is_found_out(
             list(map(_both, _PROGRAMS, [method] * len(_PROGRAMS)))
     finally:
         compiled_access.performer.cache_clear()
+
+
+def test_rows_of_matrices_in_wrong_places_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ldmatrix that takes its halves from the wrong lanes, and some program tells."""
+    known = warp_mma._halves_in_scratch  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(warp_mma, "_halves_in_scratch", lambda count, turned: known(count, not turned))
+    with pytest.raises(AssertionError, match="with machine code"):
+        list(map(_both, _PROGRAMS, ["halves"] * len(_PROGRAMS)))
