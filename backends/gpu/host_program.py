@@ -23,7 +23,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 from backends.gpu.driver import call, described, driver, lost_to
-from backends.gpu.kernels import address_of, current_stream, gathered, scalar_bytes, scratch_memory
+from backends.gpu.kernels import address_of, current_stream, scalar_bytes, scratch_memory
 from megamoe.contract import (
     BufferArg,
     DeviceError,
@@ -276,34 +276,32 @@ class _FfiHost:
         self._values = ffi_values(args, dict.fromkeys(names, 0), device, 0)
         places = {name: index for index, name in enumerate(names)}
         slots = self._values.slots
-        self._cells: list[ctypes.c_uint64] = []
-        pointers: list[tuple[int, int]] = []
+        self._cells: list[tuple[int, int, ctypes.c_uint64]] = []
         self._streams: list[ctypes.c_uint64] = []
+        self._stream = 0
         for slot, arg in zip(slots, args, strict=False):
-            # A DLTensor begins with its address.
+            cell = ctypes.c_uint64.from_address(ctypes.addressof(slot) + FfiAny.value.offset)
             if isinstance(arg, TensorArg):
-                self._cells.append(ctypes.c_uint64.from_address(slot.value.pointer))
-                pointers.append((places[arg.tensor], arg.offset))
-            elif isinstance(arg, BufferArg | StreamArg):
-                cell = ctypes.c_uint64.from_address(ctypes.addressof(slot) + FfiAny.value.offset)
-                if isinstance(arg, BufferArg):
-                    self._cells.append(cell)
-                    pointers.append((places[arg.tensor], arg.offset))
-                else:
-                    self._streams.append(cell)
-        self._gather = gathered(pointers)
+                # A DLTensor begins with its address.
+                self._cells.append((places[arg.tensor], arg.offset, ctypes.c_uint64.from_address(cell.value)))
+            elif isinstance(arg, BufferArg):
+                self._cells.append((places[arg.tensor], arg.offset, cell))
+            elif isinstance(arg, StreamArg):
+                self._streams.append(cell)
         self._result = FfiAny()
         self._entry = entry
-        self._entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]
-        self._given = (None, ctypes.addressof(slots), len(args), ctypes.addressof(self._result))
+        # References to what lies there: without argument types ctypes passes them in half the time of addresses.
+        self._given = (None, ctypes.byref(slots), len(args), ctypes.byref(self._result))
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
         """DeviceError with the function's own words if it refuses its arguments, or with a CUDA error."""
         with self._lock:
-            for cell, address in zip(self._cells, self._gather(addresses), strict=True):
-                cell.value = address
-            for cell in self._streams:
-                cell.value = stream
+            for place, offset, cell in self._cells:
+                cell.value = addresses[place] + offset
+            if stream != self._stream:
+                for cell in self._streams:
+                    cell.value = stream
+                self._stream = stream
             if not self._streams:
                 self._ffi.TVMFFIEnvSetStream(CUDA, self._device, ctypes.c_void_p(stream), None)
             if self._entry(*self._given):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -13,7 +14,17 @@ from backends.gpu.kernels import scalar_bytes
 from backends.vm.host import arguments as vm
 from backends.vm.machine.machine import Machine
 from backends.vm.memory.global_memory import Buffer
-from megamoe.contract import BufferArg, DeviceError, HostArg, PackedFields, ScalarArg, ShapeArg, StreamArg, TensorArg
+from megamoe.contract import (
+    BufferArg,
+    DeviceError,
+    HostArg,
+    HostProgram,
+    PackedFields,
+    ScalarArg,
+    ShapeArg,
+    StreamArg,
+    TensorArg,
+)
 
 STREAM = vm.GIVEN_STREAM
 ARGUMENTS: list[HostArg] = [
@@ -56,6 +67,24 @@ def test_tvm_ffi_values_are_those_of_the_vm(argument: HostArg, buffers: dict[str
     ours = host_program.ffi_values([argument], addresses, 0, STREAM)
     theirs = vm.pass_by_ffi([argument], buffers)
     assert _told(ours.slots[0]) == _told(theirs.values[0])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.skipif(find_spec("tvm_ffi") is None, reason="TVM FFI comes with the extra `cutedsl`")
+def test_a_warm_call_passes_what_one_made_anew_would() -> None:
+    seen: list[list[object]] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
+    def entry(_: object, values: int, count: int, result: object) -> int:
+        size = ctypes.sizeof(host_program.FfiAny)
+        seen.append([_told(host_program.FfiAny.from_address(values + size * index)) for index in range(count)])
+        return 0
+
+    program = HostProgram(target="sm_90a", ptx="", host_object=b"", entry="entry", args=tuple(ARGUMENTS))
+    warm = host_program._FfiHost(program, ARGUMENTS, ("y", "x"), entry, 0)
+    for address, stream in ((1 << 12, STREAM), (1 << 13, STREAM), (1 << 13, STREAM + 8), (1 << 12, 0)):
+        warm((7, address), stream)
+        anew = host_program.ffi_values(ARGUMENTS, {"x": address}, 0, stream)
+        assert seen.pop() == [_told(one) for one in anew.slots], f"x at {address:#x}, stream {stream:#x}"  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("argument", ARGUMENTS, ids=str)

@@ -4,9 +4,10 @@ The program runs on other inputs, of a seed drawn now, and must be right on them
 or read from a file is not. Then it runs on the first inputs again, in the same process and in a new one, and must do
 what it did: on a machine whose runs repeat bit for bit the same bits and counters, on another a right result.
 
-That costs three runs and one oracle. So it is done for a sample: of each op, backend, target and executor the row with
-the least work, unless it ran for more than MAX_CHOSEN_S, and of the rows that ran for at most MAX_DRAWN_S one in
-AUDITED_OF at random. A kernel that is wrong in rows that nobody audits, and knows which, is not noticed.
+That costs three runs and one oracle. So it is done for a sample: of each op, backend, target, executor and shapes of
+large inputs the row with the least work, unless it ran for more than MAX_CHOSEN_S, and of the rows that ran for at most
+MAX_DRAWN_S one in AUDITED_OF at random. A kernel that is wrong in rows that nobody audits, and knows which, is not
+noticed.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def _returned(ray: Any, finished: Any) -> object:
 
 def judged_on_cluster(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:
     """As megamoe.judge.run.judged, on the cluster that this process has `joined`."""
-    audited = chosen_for_audits(rows)
+    audited = chosen_for_audits(rows, settings.specs)
     told = _ray().put(settings)
     tasks = [replace(task_of(rows[0], settings.specs), row=row, audited=row in audited) for row in rows]
     for row, answer in shared_out((task.row, (judged_there, (task, told))) for task in tasks):

@@ -8,8 +8,9 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from megamoe.contract import Row, Status
 from megamoe.judge.worker import interrupts_held_back, worker_pool
@@ -17,17 +18,22 @@ from megamoe.records.lines import Record, record_of
 from megamoe.runner.child import give_memory_back
 from megamoe.runner.limits import share_of_memory
 from megamoe.runner.process import manner_of_death
+from megamoe.spec.load import load_specs
+from megamoe.spec.marked_yaml import SpecError
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
 
     from megamoe.judge.judge import Bench
+    from megamoe.spec.spec import Spec
 
 DEFAULT_TIMEOUT_S = 300.0
 GRACE_S = 30.0
 """How much longer than a row a worker may take before it is ended: it ends what it runs by itself, and compares."""
 UNKNOWN_EXIT = 255
 """What multiprocessing says of a process whose server of forks has died: that says nothing about the row."""
+LARGE: Final = 1 << 25
+"""Elements of an input from which on rows may share it: real weights are drawn once a layer."""
 _POLL_S = 0.5
 
 
@@ -63,14 +69,33 @@ def judged(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None
     pool itself breaks (a worker dies while it starts), the remaining rows go to a fresh pool. If a fresh pool finishes
     no row at all, they are recorded as crashed.
     """
-    settings = replace(settings, audited=chosen_for_audits(rows))
+    settings = replace(settings, audited=chosen_for_audits(rows, settings.specs))
     for group in backends_apart(rows):
         yield from _judged_of_one_backend(group, settings)
 
 
-def chosen_for_audits(rows: Sequence[Row]) -> frozenset[Row]:
-    """The last row of each op, backend, target and executor: the one with the least work."""
-    return frozenset({(row.op, row.backend, row.target, row.executor): row for row in rows}.values())
+def chosen_for_audits(rows: Sequence[Row], specs: Path | None) -> frozenset[Row]:
+    """The last row, that with the least work, of each op, backend, target, executor and shapes of large inputs.
+
+    Rows of one real layer have the same weights, as a model does. What a backend kept of them by their shape would be
+    right in all of these rows, but not on the weights that an audit draws.
+    """
+    known = load_specs(specs)
+    cases = {row.case: row.op for row in rows}
+    large = {case: _large_inputs(known.get(op), case) for case, op in cases.items()}
+    return frozenset({(row.op, row.backend, row.target, row.executor, large[row.case]): row for row in rows}.values())
+
+
+def _large_inputs(spec: Spec | None, case_id: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Name and shape of each input of LARGE elements or more; () for a case that `spec` refuses: its row says why."""
+    if spec is None:
+        return ()
+    try:
+        case = spec.parse_case(case_id)
+        shapes = {name: spec.shape(name, case) for name, one in spec.tensors_of(case).items() if one.role == "input"}
+    except SpecError:
+        return ()
+    return tuple((name, shape) for name, shape in shapes.items() if prod(shape) >= LARGE)
 
 
 def backends_apart(rows: Sequence[Row]) -> list[list[Row]]:

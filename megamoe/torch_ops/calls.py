@@ -284,6 +284,8 @@ class DeviceCall:
         scratch = {name: size for name, size in program.scratch.items() if name not in made}
         self._kept_offsets, self._kept_bytes = _laid_out(kept)
         self._offsets, self._bytes = _laid_out(scratch)
+        self._places: dict[int, list[int]] = {}
+        """stream -> addresses of the workspaces in the block that its calls share, which is never freed."""
         self._loaded: LoadedProgram = executor.load(
             program, (*wanted.inputs, *(one.name for one in wanted.outputs), *kept, *scratch)
         )
@@ -314,26 +316,29 @@ class DeviceCall:
             base = self._prepared(inputs, stream).data_ptr()
             addresses += [base + offset for offset in self._kept_offsets]
         if self._bytes:
-            # What is enqueued on the stream later may have its memory: it may die before the kernels end.
-            _held, base = self._workspaces(stream)
-            for offset in self._offsets:
-                addresses.append(base + offset)
+            places = self._places.get(stream)
+            if places is None or torch._C._cuda_isCurrentStreamCapturing():
+                # What is enqueued on the stream later may have its memory: it may die before the kernels end.
+                _held, places = self._workspaces(stream)
+            addresses += places
         self._launch(addresses, stream)
         return outputs
 
-    def _workspaces(self, stream: int) -> tuple[torch.Tensor, int]:
-        """Memory for the workspaces, and its address. Small ones share a block a stream, whose calls run in order.
+    def _workspaces(self, stream: int) -> tuple[torch.Tensor, list[int]]:
+        """Memory for the workspaces, and their addresses. Small ones share a block a stream, whose calls run in order.
 
         A graph has memory of its own: its replays may run beside the stream that it was captured on.
         """
-        if self._bytes > SHARED_BYTES or torch._C._cuda_isCurrentStreamCapturing():
-            block = _block(self._bytes)
-            return block, block.data_ptr()
-        found = _SHARED.get((self._device, stream))
-        if found is None:
-            block = _block(SHARED_BYTES)
-            found = _SHARED[self._device, stream] = block, block.data_ptr()
-        return found
+        shared = self._bytes <= SHARED_BYTES and not torch._C._cuda_isCurrentStreamCapturing()
+        block = _SHARED.get((self._device, stream)) if shared else None
+        if block is None:
+            block = _block(SHARED_BYTES if shared else self._bytes)
+        base = block.data_ptr()
+        places = [base + offset for offset in self._offsets]
+        if shared:
+            _SHARED[self._device, stream] = block
+            self._places[stream] = places
+        return block, places
 
     def _prepared(self, inputs: Sequence[torch.Tensor], stream: int) -> torch.Tensor:
         """The weights in the kernels' own layout, made by the first call and again when they have changed.
@@ -412,7 +417,7 @@ def forget_layouts(weights: Iterable[torch.Tensor]) -> None:
             one.versions = None
 
 
-_SHARED: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+_SHARED: dict[tuple[int, int], torch.Tensor] = {}
 """(device, stream) -> SHARED_BYTES for small workspaces, as torch keeps them for cuBLAS."""
 _PREPARED: dict[tuple[object, tuple[int, ...]], _Prepared] = {}
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from concurrent.futures import Future
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +24,14 @@ from megamoe.judge.arena import Arena
 from megamoe.judge.bundle import heat_map
 from megamoe.judge.comparison import Expected, compared, complaints, expected_of
 from megamoe.judge.judge import judge
-from megamoe.judge.run import RunSettings, judged
+from megamoe.judge.run import RunSettings, chosen_for_audits, judged
 from megamoe.judge.side_by_side import agreements, leave_outputs
 from megamoe.ops import reference
+from megamoe.ops.nvfp4_moe.inputs import COUNTED
 from megamoe.records.files import read_records
 from megamoe.records.lines import Record, record_of
 from megamoe.spec.load import load_specs
+from megamoe.spec.selection import Selection, owed_rows
 
 CASE = "fmha:hd=64,t=2,s_k=3"
 # Rows need half a second; a machine with ten times as much work as cores must not time them out.
@@ -74,6 +77,22 @@ def test_a_row_that_dies_has_its_status_and_sentence(records: dict[Row, Record],
     assert record.status == status
     assert record.sentence.startswith(sentence)
     assert record.sentence.endswith(record.row.rerun)
+
+
+def test_each_real_layer_has_an_audited_row() -> None:
+    """Rows of a layer share its weights: only on those of another seed does it show that a backend keeps any."""
+    spec = load_specs()["nvfp4_moe"]
+    chosen = Selection(profile="gpu", ops=("nvfp4_moe",), backends=("ptx", "cutedsl"), executors=("gpu",))
+    rows = owed_rows({spec.op: spec}, chosen)
+    picked, layers = chosen_for_audits(rows, None), dict[tuple[object, ...], list[Row]]()
+    for row in rows:
+        case = spec.parse_case(row.case)
+        shapes = {name: spec.shape(name, case) for name in ("w1_codes", "w2_codes") if name in spec.tensors_of(case)}
+        if any(2 * prod(shape) > COUNTED for shape in shapes.values()):
+            layers.setdefault((row.backend, row.target, *shapes.items()), []).append(row)
+    assert layers, "the profile has no real layer, so nothing was tested"
+    for layer, rows_of_it in layers.items():
+        assert picked.intersection(rows_of_it), f"none of the {len(rows_of_it)} rows of {layer} is audited"
 
 
 def test_its_neighbours_pass(records: dict[Row, Record]) -> None:

@@ -326,6 +326,10 @@ def test_a_call_on_a_device_computes_the_same_and_gives_its_workspaces_back() ->
         workspaces = device.given[5:]
         call(given)
         assert device.given[5:] == workspaces, "small workspaces share no block"
+        device.stream = 1
+        call(given)
+        assert not set(device.given[5:]) & set(workspaces), "streams, whose calls run side by side, share them"
+        device.stream = 0
         device.capturing = True
         call(given)
         assert not set(device.given[5:]) & set(workspaces), "a graph would share its workspaces with other calls"
