@@ -116,9 +116,7 @@ def remember(killed: Mapping[str, bool], path: Path = SILICON) -> None:
         _write(told, path)
 
 
-def told(
-    seen: Sequence[Seen], killed: Collection[str], lived: Collection[str], programs: Collection[str]
-) -> list[str]:
+def told(seen: Sequence[Seen], killed: Collection[str], lived: Collection[str], programs: Collection[str]) -> list[str]:
     """Markdown. `killed`, `lived`: ids of mutants that the machine kills, and of those that it does not; what it did
     with those that neither names is in `seen`. `programs`: the ids of texts that the campaigns are about today."""
     killed = {*killed, *(one.id for one in seen if one.vm and one.id not in lived)}
@@ -134,8 +132,8 @@ def told(
         "Mutants of sm_90a programs on the case that kills them in the VM, from `results/records/h200-mutants.json`:",
         "launched alone (20 launches, bits compared with those of the program as it is), then once under each tool of",
         "compute-sanitizer. `conformance/kernels/mutants/carried.py` and `on_device.py` there say how. They are of the",
-        f"kernels of that session: of their {len(texts)} texts {len(texts & set(programs))} are among those of the rest of "
-        "this page, and the others are of older kernels.",
+        f"kernels of that session: of their {len(texts)} texts {len(texts & set(programs))} are among those of the",
+        "rest of this page, and the others are of older kernels.",
         "",
         f"Programs as they are: {len(whole)}, {sum(one.fate == 'right' for one in whole)} right; {_tools_of(whole)}.",
         "",

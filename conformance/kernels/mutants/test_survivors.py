@@ -12,7 +12,7 @@ from backends.cutedsl.sm90_fmha.plan import LONE_KEYS, SHORT_KEYS
 from backends.vm.machine.cta import Cta
 from conformance.kernels.mutants.campaign import Built, Outcome, Record, collected, program_of
 from conformance.kernels.mutants.mutant import mutants, program_id
-from conformance.kernels.mutants.table import RECORD, reason_of, reasons, survivors
+from conformance.kernels.mutants.table import RECORD, reasons, survivors
 from megamoe.contract import HostProgram, Program, RunOptions
 from megamoe.spec.load import load_specs
 
@@ -47,7 +47,7 @@ def test_what_is_said_to_leave_the_same_bits_leaves_them(one: Outcome) -> None:
 
 
 def test_other_bits_are_seen() -> None:
-    """A planted fault: a killed mutant of the same program and class as one that is argued for."""
+    """A planted fault: a mutant that a metric killed."""
     killed = [one for one in Record(RECORD).results if one.check.startswith("metric:") and one.schedule == "eager"]
     built, one = next((built, one) for one in killed if one.case in one.program and (built := _built(one)) is not None)
     (mutant,) = (each for each in mutants(built.program) if each.id == one.id)
@@ -56,7 +56,7 @@ def test_other_bits_are_seen() -> None:
 
 @pytest.mark.parametrize(("hd", "mbarriers"), [(256, 2), (128, 0)])
 def test_one_softmax_warpgroup_gives_way_to_nobody(hd: int, mbarriers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two mbarriers of the chain lie idle at hd 256, where one warpgroup computes exponentials; at hd 128 two do."""
+    """The two mbarriers of the chain lie idle at hd 256, where one warpgroup has all exponentials. At hd 128 two do."""
     ended, check_exit = list[Cta](), Cta.check_exit
     monkeypatch.setattr(Cta, "check_exit", lambda cta: (ended.append(cta), check_exit(cta)))
     case = load_specs(None)["fmha"].parse_case(f"fmha:hd={hd},t=1,s_k=512")
@@ -69,4 +69,5 @@ def test_one_softmax_warpgroup_gives_way_to_nobody(hd: int, mbarriers: int, monk
 
 
 def test_a_lone_warpgroup_has_16_parts_at_most() -> None:
-    assert SHORT_KEYS // LONE_KEYS <= 16, f"{SHORT_KEYS // LONE_KEYS} parts: survivors.yaml says that part 26 is not there"
+    parts = SHORT_KEYS // LONE_KEYS
+    assert parts <= 16, f"a short cache has {parts} parts, and survivors.yaml says that none has part 26"
