@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
-from backends.cutedsl import BACKEND
 from backends.cutedsl.compile.artifact import Artifact
 from backends.cutedsl.sm90_fmha import program as sm90
 from backends.cutedsl.sm90_fmha.plan import ROW_KEYS, OneRowPlan, Share, Sm90FmhaPlan, standard_plan
 from backends.cutedsl.sm100_fmha import program as sm100
-from conformance import ROOT
 from conformance.kernels.cutedsl.execution import SCHEDULES, made, outputs, without
 from conformance.kernels.cutedsl.test_fmha_plan import HEAD_DIMENSIONS, LONE, ONE_ROW_TILE, PLANS
 from conformance.kernels.laws.law import inputs_of, spec_of
@@ -22,11 +19,8 @@ from megamoe.contract import Case, HostProgram, Target
 from megamoe.judge.tolerance import compare
 from megamoe.ops import reference
 from megamoe.ops.fmha import key_rows
-from megamoe.records.files import read_records
-from megamoe.records.lines import Figures
 
 THREE_GROUPS = Sm90FmhaPlan(64, "rows", 128, 3)
-RECORD = ROOT / "results/records/h200-fmha-gpu-profile.jsonl"
 COPIED = "hd=64,t=3,s_k=60,batch=2,ragged=true,total_q=4,total_k=90"
 
 
@@ -74,34 +68,9 @@ def test_no_kernel_of_sm_100a_uses_local_memory(hd: int) -> None:
     hold_to_registers(f"hd {hd}", made(lambda: sm100.compiled(hd)), 2)
 
 
-# Each compiles for three to five seconds, and no other test takes it. Rows have the first two, and the third with
-# sequences of their own lengths alone.
-RECORDED = {
-    "hd128_keys_2x64": standard_plan(128, "keys"),
-    "hd256_rows_2x64": Sm90FmhaPlan(256, "rows", 64),
-    "hd64_rows_2x128_ragged": Sm90FmhaPlan(64, "rows", 128, 2),
-}
-"""Plans by the names of their kernels."""
-
-
-@pytest.mark.parametrize("plan", [*(plan for plan in PLANS if plan not in RECORDED.values()), *LONE], ids=str)
+@pytest.mark.parametrize("plan", [*PLANS, *LONE], ids=str)
 def test_no_kernel_of_sm_90a_uses_local_memory(plan: Sm90FmhaPlan) -> None:
     hold_to_registers(str(plan), made(lambda: sm90.compiled(plan)), 2 if plan.share == "lone" else 3)
-
-
-def using_local_memory(kernels: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Names of those of which figures say so."""
-    return [name for name, figures in kernels.items() if figures["stack_bytes"] + figures["spill_bytes"]]
-
-
-def test_no_kernel_of_the_rows_for_a_device_uses_local_memory() -> None:
-    """What `nox -s conformance -- --profile gpu` recorded, of other plans and with sinks, lengths and pages too."""
-    assert using_local_memory({"spilt": {"stack_bytes": 8, "spill_bytes": 0}}), "8 bytes of stack are not seen"
-    lines = [line for line in read_records(RECORD).lines if isinstance(line, Figures) and line.backend == BACKEND.name]
-    missing = [name for name in RECORDED if not any(f"sm90_fmha_{name}_0" in line.kernels for line in lines)]
-    assert not missing, f"no row of {RECORD.name} has these kernels, which no test compiles: {missing}"
-    found = {line.case: local for line in lines if (local := using_local_memory(line.kernels))}
-    assert not found, f"{RECORD.name}: these kernels use local memory: {found}"
 
 
 @pytest.mark.parametrize("keys", ROW_KEYS)
@@ -222,12 +191,12 @@ def test_a_lone_warpgroup_gives_attention(text: str) -> None:
 
 
 # The sink belongs to one of the warpgroups that share keys, and to one part. Rows that see no key; heads share a tile.
-# Warpgroups that share columns have sinks in a row of the full profile.
 @pytest.mark.parametrize(
     ("text", "way", "splits"),
     [
         ("hd=64,t=3,s_k=300,heads=4,kv_heads=2,causal=true,window=150,sinks=true", "keys", 3),
         ("hd=64,t=150,s_k=100,heads=2,causal=true,sinks=true", THREE_GROUPS, 1),
+        ("hd=512,t=3,s_k=150,heads=2,sinks=true,kv=latent", "columns", 2),
     ],
 )
 def test_a_sink_counts_once(text: str, way: Share | Sm90FmhaPlan, splits: int) -> None:
