@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
@@ -220,6 +221,13 @@ BYTES_OF_ROW: Final = {
 SCRATCH: Final = np.zeros((4, LANES), np.uint32)
 """Where machine code puts words that an instruction then takes to its registers."""
 SCRATCH_PLACES: Final = tuple((2 * len(_WIDTHS), row * SCRATCH.strides[0]) for row in range(len(SCRATCH)))
+
+
+def index_of(rows: Sequence[int]) -> slice | npt.NDArray[np.intp]:
+    """What takes `rows` of RegisterFile.words at once: a slice, which costs no copy, where they are neighbours."""
+    if rows and rows[0] >= 0 and all(b - a == 1 for a, b in pairwise(rows)):
+        return slice(rows[0], rows[-1] + 1)
+    return np.array(rows, np.intp)
 
 
 def place_of(key: Key) -> tuple[int, int]:

@@ -275,7 +275,7 @@ class Warp:
             self.clock.grid_part().fence_proxy(self.agents.serial, self.clock.seen)
         self.next_epoch(NOBODY)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """How reports call this warp."""
         return f"CTA {self.cta.place.ctaid}, warp {self.index}"
