@@ -39,8 +39,8 @@ class Bound:
 
     `guard`: row of the predicate, and whether it is negated. `reads`: view and row of each source, literals included,
     in the order in which the family has bound them. `addresses`: the registers among `uses` that hold an address.
-    `places`: the rows of all operands, as the family has asked for them. `plain`: the step as the family has made it,
-    which may be wrapped in `step`; None if it computes in the ring.
+    `places`: the rows of all operands, as the family has asked for them. `plain`: the step as the family has made it;
+    None if it computes in the ring. `before`: what data-flow has put before it in `step`, in order.
     """
 
     instruction: Instruction
@@ -54,6 +54,17 @@ class Bound:
     carry: Carrying | None = None
     places: tuple[Key, ...] = ()
     plain: Step | None = None
+    before: tuple[Callable[[Warp], None], ...] = ()
+
+    def begin_with(self, first: Callable[[Warp], None]) -> None:
+        """Do `first` before all that `step` does."""
+        step = self.step
+
+        def run(warp: Warp) -> object:
+            first(warp)
+            return step(warp)
+
+        self.step, self.before = run, (first, *self.before)
 
     @property
     def guard_key(self) -> Key | None:
@@ -137,8 +148,7 @@ def end_loads_at_use(graph: FlowGraph) -> None:
         for index in block:
             used = pending & touched[index]
             if used:
-                item = graph.code[index]
-                item.step = _ending(item.step, tuple(line for i, line in enumerate(lines) if used >> i & 1))
+                graph.code[index].begin_with(_ending(tuple(line for i, line in enumerate(lines) if used >> i & 1)))
             pending = after(pending, index)
 
 
@@ -150,14 +160,13 @@ def _loads_of(item: Bound, loading: dict[Key, int]) -> int:
     return found
 
 
-def _ending(step: Step, lines: tuple[int, ...]) -> Step:
-    def run(warp: Warp) -> object:
+def _ending(lines: tuple[int, ...]) -> Callable[[Warp], None]:
+    def end(warp: Warp) -> None:
         for line in lines:
             for cells in warp.tmem_loads.get(line, {}).values():
                 warp.cta.tmem.load_used(cells, line)
-        return step(warp)
 
-    return run
+    return end
 
 
 # Registers of wgmma: which instructions may touch them in flight, and which wgmma may lack its wgmma.fence.
@@ -254,7 +263,7 @@ def check_warpgroup_registers(graph: FlowGraph) -> None:
                 if doubtful := mask & (flow.unfenced | flow.late):
                     unfenced[index] = doubtful
             elif mask & flow.flying:
-                item.step = _idle(item.step, analysis.keys(mask & flow.flying), item.instruction.text)
+                item.begin_with(_idle(analysis.keys(mask & flow.flying), item.instruction.text))
             flow = analysis.after(flow, index)
     _watch_fences(analysis, unfenced)
 
@@ -265,36 +274,28 @@ def _watch_fences(analysis: _Analysis, unfenced: dict[int, int]) -> None:
         doubtful |= mask
     for index, (item, mask) in enumerate(zip(analysis.graph.code, analysis.masks, strict=True)):
         if index in unfenced:
-            item.step = _fenced(item.step, analysis.keys(unfenced[index]))
+            item.begin_with(_fenced(analysis.keys(unfenced[index])))
         elif mask & doubtful and not item.spelt("wgmma."):
-            item.step = _noted(item.step, analysis.keys(mask & doubtful))
+            item.begin_with(_noted(analysis.keys(mask & doubtful)))
 
 
-def _wrapped(step: Step, before: Callable[[Warp], None]) -> Step:
-    def run(warp: Warp) -> object:
-        before(warp)
-        return step(warp)
-
-    return run
-
-
-def _idle(step: Step, keys: frozenset[Key], text: str) -> Step:
+def _idle(keys: frozenset[Key], text: str) -> Callable[[Warp], None]:
     def check(warp: Warp) -> None:
         group = warp.cta.warpgroups.get(warp.index // 4)
         if group is not None:
             group.parts[warp.index % 4].check_access(keys, f"`{text}`")
 
-    return _wrapped(step, check)
+    return check
 
 
-def _fenced(step: Step, keys: frozenset[Key]) -> Step:
-    return _wrapped(step, lambda warp: part_of(warp).check_fenced(keys))
+def _fenced(keys: frozenset[Key]) -> Callable[[Warp], None]:
+    return lambda warp: part_of(warp).check_fenced(keys)
 
 
-def _noted(step: Step, keys: frozenset[Key]) -> Step:
+def _noted(keys: frozenset[Key]) -> Callable[[Warp], None]:
     def note(warp: Warp) -> None:
         group = warp.cta.warpgroups.get(warp.index // 4)
         if group is not None:
             group.parts[warp.index % 4].touch(keys)
 
-    return _wrapped(step, note)
+    return note

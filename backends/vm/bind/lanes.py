@@ -3,7 +3,8 @@
 The machine code of an instruction is made of the very step that its family has bound: the step runs once on symbolic
 registers (numerics.traced). It takes the rows of its operands, so one function serves every instruction of the kind,
 whatever its registers and literals, in all launches of the process. A step that cannot be traced, as it decides by
-values or asks for more of the warp than registers, stays as it is, and so does one that data-flow has wrapped.
+values or asks for more of the warp than registers, stays as it is. One before which data-flow wants something done is a
+run of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from backends.vm.machine.code import (
     Key,
     QuickRun,
     RegisterRows,
+    Step,
     place_of,
 )
 from backends.vm.machine.warp import Warp
@@ -358,15 +360,29 @@ def _run() -> Callable[[int, int, int], None]:
 
 
 def _quick_run(run: Sequence[tuple[Bound, int]]) -> QuickRun:
+    touches = frozenset[Key]().union(*(keys for item, _ in run for keys in (item.uses, item.defines)))
+    return QuickRun(_step(run), len(run), touches, lambda: [_step([one]) for one in run])
+
+
+def _step(run: Sequence[tuple[Bound, int]]) -> Step:
+    """The machine code of a run, which begins with what comes before its first instruction."""
     words = [len(run)]
-    touches = set[Key]()
     for item, function in run:
         guard = (0, 0, 0) if item.guard is None else (1 + item.guard[1], *place_of((1, item.guard[0])))
         words += [function, *guard, 2 * len(item.places)]
         words += [word for key in item.places for word in place_of(key)]
-        touches.update(item.uses, item.defines)
     program = np.array(words, np.int64)
-    return QuickRun(partial(_perform, program, program.ctypes.data), len(run), frozenset(touches))
+    step = partial(_perform, program, program.ctypes.data)
+    before = run[0][0].before
+    if not before:
+        return step
+
+    def begun(warp: Warp) -> None:
+        for first in before:
+            first(warp)
+        step(warp)
+
+    return begun
 
 
 def _perform(program: npt.NDArray[np.int64], address: int, warp: Warp) -> None:
@@ -391,16 +407,17 @@ class RunFinder:
         return self._runs(codes), any(code is not None and not code.made for code in codes)
 
     def _code(self, item: Bound) -> _Code | None:
-        computes = item.plain is item.step and item.form.counter in PURE
+        computes = item.plain is not None and not (item.before and item.guard) and item.form.counter in PURE
         return _code_of(item.instruction, self._rows) if computes else None
 
     def _runs(self, codes: Sequence[_Code | None]) -> dict[int, QuickRun]:
         runs = dict[int, QuickRun]()
         run: list[tuple[Bound, int]] = []
         for index, code in enumerate([*codes, None]):
-            if code is not None and code.address is not None:
-                run.append((self._items[index], code.address))
-            elif run:
+            made = code is not None and code.address is not None
+            if run and (not made or run[0][0].before or self._items[index].before):
                 runs[index - len(run)] = _quick_run(run)
                 run = []
+            if code is not None and code.address is not None:
+                run.append((self._items[index], code.address))
         return runs

@@ -18,7 +18,8 @@ from backends.vm.machine.code import LANES, WIDTH_OF_VIEW
 from backends.vm.machine.quick_access import SPACES, QuickAccess
 from backends.vm.machine.undefined import BecameUndefined, undefined_words
 from backends.vm.machine.warp import Warp
-from backends.vm.memory.compiled_access import NO, UNDEFINED
+from backends.vm.memory.access_code import NO
+from backends.vm.memory.compiled_access import UNDEFINED
 from backends.vm.memory.definedness import Missing, Origin
 from backends.vm.memory.global_memory import check_alignment
 from backends.vm.numerics import f32, half

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine import access
+from backends.vm.machine.code import LANES, SCRATCH
+from backends.vm.machine.quick_access import QuickAccess
 from backends.vm.machine.undefined import BecameUndefined, spread, undefined_words
 from backends.vm.machine.warp import Warp
+from backends.vm.memory.access_code import NO
+from backends.vm.memory.compiled_access import UNDEFINED
 from backends.vm.numerics import accumulate
 from backends.vm.numerics.f32 import Float32
 from backends.vm.numerics.formats import F16, encode
@@ -34,6 +40,7 @@ _ELEMENT_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "u8": 
 _S32_MIN, _S32_MAX = -(2**31), 2**31 - 1
 
 
+@cache
 def _inputs(element: str, k: int) -> tuple[Fragment, Fragment]:
     """Fragments of A [16, k] and B [k, 8]: the first registers of the widest form of the same element width."""
     bits = _ELEMENT_BITS[element]
@@ -46,6 +53,7 @@ def _narrow(full: Fragment, axis: int, k: int) -> Fragment:
     return Fragment(shape, full.element_bits, full.rows[:kept], full.columns[:kept])
 
 
+@cache
 def _accumulator(element: str) -> Fragment:
     """C and D [16, 8]: 4 registers of 32 bits, or 2 of two f16 each, neighbouring columns together."""
     wide = mma_fragment("c", 32)
@@ -134,16 +142,22 @@ def _carry_products(
 ) -> None:
     """An element of D depends on a row of A, a column of B and one element of C."""
     line = b.instruction.line
-    keys = [(32, row) for operand in operands for row in operand]
+    each = [tuple((32, row) for row in operand) for operand in operands]
+    keys = [key for operand in each for key in operand]
 
     def carry(warp: Warp, run: Step) -> object:
         undefined = warp.undefined
         origin = undefined.origin(keys, line)
         a, right, c = (
-            to_matrix(np.stack([undefined.bits((32, row)) for row in operand]), fragment) != 0
-            for operand, fragment in zip(operands, fragments, strict=True)
-        )
-        lost = a.any(axis=1)[:, None] | right.any(axis=0)[None, :] | c
+            None if undefined.keys().isdisjoint(operand)
+            else to_matrix(np.array([undefined.bits(key) for key in operand]), fragment) != 0
+            for operand, fragment in zip(each, fragments, strict=True)
+        )  # fmt: skip
+        lost = np.zeros(fragments[2].shape, np.bool_) if c is None else c
+        if a is not None:
+            lost |= a.any(axis=1)[:, None]
+        if right is not None:
+            lost |= right.any(axis=0)[None, :]
         outcome = run(warp)
         undefined.put_rows(rows, to_registers(spread(lost, fragments[2].element_bits), fragments[2]), warp.mask, origin)
         return outcome
@@ -162,12 +176,11 @@ def _operands(b: Binder, *fragments: Fragment) -> tuple[list[int], list[list[int
 
 
 def _gather(warp: Warp, rows: list[int]) -> Words:
-    return np.stack([warp.u32[row] for row in rows])
+    return warp.registers.words[rows]
 
 
 def _scatter(warp: Warp, rows: list[int], registers: Words) -> None:
-    for row, words in zip(rows, registers, strict=True):
-        warp.u32[row][...] = words
+    warp.registers.words[rows] = registers
 
 
 def _count(warp: Warp, k: int) -> None:
@@ -212,22 +225,40 @@ def ldmatrix(b: Binder) -> Step:
     d, address = b.expect(2)
     count, space, transposed = _COUNT[b.words["count"]], b.words["space"], bool(b.words["trans"])
     rows = [b.destination(item, "u32") for item in b.vector(d, count)]
-    addresses_of, what = b.address(address), b.instruction.opcode
+    addresses_of, _, _ = addressed = b.addressed(address)
+    what, line, halves = b.instruction.opcode, b.instruction.line, _halves_in_scratch(count, transposed)
+    quick = QuickAccess(space, addressed, 4, [(32, 0)] * len(SCRATCH), line, stores=False, rows=_ROWS * count)
 
     def step(warp: Warp) -> None:
         whole_warp(warp, what)
-        where, addresses = _resolve(space, addresses_of(warp)[: _ROWS * count], what)
-        values, missing = access.take(warp, where, addresses, MATRIX_ROW_BYTES)
-        for row, words in zip(rows, load_matrices(values, transposed=transposed), strict=True):
-            warp.u32[row][...] = words
+        answer = quick.perform(warp)
+        if answer == NO:
+            where, addresses = _resolve(space, addresses_of(warp)[: _ROWS * count], what)
+            values, missing = access.take(warp, where, addresses, MATRIX_ROW_BYTES)
+            words = load_matrices(values, transposed=transposed)
+        else:
+            missing = quick.missing(warp, addresses_of(warp)[: _ROWS * count]) if answer & UNDEFINED else None
+            words = SCRATCH.view(np.uint16).take(halves).view(np.uint32)[..., 0]
+        _scatter(warp, rows, words)
         if missing is not None:
             hidden = undefined_words(missing.bytes_, np.dtype(np.uint8))
             words = load_matrices(hidden, transposed=transposed)
             warp.undefined.put_rows(rows, words, warp.mask, missing.origin.read_at(line))
             raise BecameUndefined
 
-    line = b.instruction.line
     return step
+
+
+@cache
+def _halves_in_scratch(count: int, transposed: bool) -> NDArray[np.int64]:
+    """Which 16-bit half of SCRATCH, counted in order, each half of the registers is: [count, 32, 2].
+
+    A row of a matrix is a column of SCRATCH, of four words.
+    """
+    row, half = np.indices((_ROWS * count, MATRIX_ROW_BYTES // 2), dtype=np.uint16)
+    where = (half // 2 * LANES + row) * 2 + half % 2
+    found = load_matrices(where.view(np.uint8), transposed=transposed)
+    return found.view(np.uint16).reshape(count, LANES, 2).astype(np.int64)
 
 
 @opcode(
@@ -247,8 +278,7 @@ def stmatrix(b: Binder) -> Step:
     def step(warp: Warp) -> None:
         whole_warp(warp, what)
         where, addresses = _resolve(space, addresses_of(warp)[: _ROWS * count], what)
-        registers: Words = np.stack([warp.u32[row] for row in rows])
-        access.store(warp, where, addresses, store_matrices(registers, transposed=transposed), line)
+        access.store(warp, where, addresses, store_matrices(_gather(warp, rows), transposed=transposed), line)
 
     keys = [(32, row) for row in rows]
 

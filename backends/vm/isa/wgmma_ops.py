@@ -89,7 +89,22 @@ class _Form:
     @property
     def accumulator(self) -> Fragment:
         """The accumulator's 16 rows of one warp."""
-        return _first_warp(wgmma_accumulator(self.n, 16 if self.d_type == "f16" else 32), self.n)
+        return _accumulator(self.n, 16 if self.d_type == "f16" else 32)
+
+    @property
+    def operand_a(self) -> Fragment:
+        """A in registers: the 16 rows of one warp."""
+        return _operand_a(self.bits, self.stored_k)
+
+
+@lru_cache(maxsize=128)
+def _accumulator(n: int, element_bits: int) -> Fragment:
+    return _first_warp(wgmma_accumulator(n, element_bits), n)
+
+
+@lru_cache(maxsize=8)
+def _operand_a(element_bits: int, k: int) -> Fragment:
+    return _first_warp(wgmma_operand_a(element_bits), k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +198,7 @@ def mma_async(b: Binder) -> Step:
             lost |= to_matrix(np.array([undefined.bits((32, row)) for row in added]), fragment) != 0
         if rows_a:
             words = np.array([undefined.bits((32, row)) for row in rows_a])
-            lost |= (to_matrix(words, _first_warp(wgmma_operand_a(form.bits), form.stored_k)) != 0).any(axis=1)[:, None]
+            lost |= (to_matrix(words, form.operand_a) != 0).any(axis=1)[:, None]
         for one, rows in ((left, (slice(None), None)), (right, (None, slice(None)))):
             if one is not None:
                 lost |= one.rows[rows]
@@ -285,12 +300,11 @@ def _smem_a(warp: Warp, raw: int, form: _Form, reads: int) -> _Operand:
 
 
 def _registers_a(warp: Warp, rows: list[int], form: _Form) -> _Operand:
-    fragment = _first_warp(wgmma_operand_a(form.bits), form.stored_k)
-    return _Operand(lambda: to_float32(to_matrix(_gather(warp, rows), fragment), form.a_type))
+    return _Operand(lambda: to_float32(to_matrix(_gather(warp, rows), form.operand_a), form.a_type))
 
 
 def _gather(warp: Warp, rows: list[int]) -> Words:
-    return np.array([warp.u32[row] for row in rows])
+    return warp.registers.words[rows]
 
 
 def _performer(
@@ -311,10 +325,7 @@ def _performer(
     def perform() -> None:
         left, right = (-a() if form.negate_a else a()), (-b() if form.negate_b else b())
         old = to_matrix(_gather(warp, rows), fragment) if accumulate_d else None
-        registers = warp.u32
-        found = _multiplied(left, right, old, form, policy, stored)
-        for row, words in zip(rows, to_registers(found, fragment), strict=True):
-            registers[row][...] = words
+        warp.registers.words[rows] = to_registers(_multiplied(left, right, old, form, policy, stored), fragment)
         part.ended += 1
 
     return perform

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -62,11 +62,15 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class QuickRun:
-    """`step` does the next `count` steps of a block at once, which do nothing but compute on registers, `touches`."""
+    """`step` does the next `count` steps of a block at once, which do nothing but compute on registers, `touches`.
+
+    `singly` makes the steps that do the same one by one, for when one of the registers is undefined.
+    """
 
     step: Step
     count: int
     touches: frozenset[Key]
+    singly: Callable[[], Sequence[Step]]
 
 
 FindRuns = Callable[[int], tuple[Mapping[int, QuickRun], bool]]
@@ -87,7 +91,8 @@ class Block:
 
     `quick` has the steps as they run where every register is defined: with `runs`, by the index of their first step, in
     place. A block that has executed often asks `find_runs`, anew each time that it has executed FACTOR times as often:
-    once more after `left` times. Nobody asks where `find_runs` is None.
+    once more after `left` times. Nobody asks where `find_runs` is None. `single` has the steps of the runs that had to
+    be taken apart.
     """
 
     steps: list[Step]
@@ -98,6 +103,7 @@ class Block:
     touches: frozenset[Key] | None = None
     find_runs: FindRuns | None = None
     runs: Mapping[int, QuickRun] = field(init=False, default_factory=dict[int, "QuickRun"])
+    single: dict[int, Step] = field(init=False, default_factory=dict[int, Step])
     quick: list[Step] = field(init=False)
     left: int = field(init=False, default_factory=lambda: OFTEN)
     _often: int = field(init=False, default_factory=lambda: OFTEN)
@@ -109,11 +115,16 @@ class Block:
         """Put in place the runs that there are by now."""
         if self.find_runs is None:
             return
-        (self.runs, more), self.quick = self.find_runs(self._often), self.steps.copy()
+        (self.runs, more), self.quick, self.single = self.find_runs(self._often), self.steps.copy(), {}
         for first, run in self.runs.items():
             self.quick[first : first + run.count] = [run.step, *[_done] * (run.count - 1)]
         self._often *= FACTOR
         self.left = self._often if more else 0
+
+    def take_apart(self, first: int) -> None:
+        """Fill in `single` for the run that begins with step `first`."""
+        if first not in self.single:
+            self.single.update(enumerate(self.runs[first].singly(), first))
 
     def touched(self) -> frozenset[Key]:
         """The registers that an instruction of the block reads or writes."""
@@ -206,6 +217,11 @@ BYTES_OF_ROW: Final = {
 }
 
 
+SCRATCH: Final = np.zeros((4, LANES), np.uint32)
+"""Where machine code puts words that an instruction then takes to its registers."""
+SCRATCH_PLACES: Final = tuple((2 * len(_WIDTHS), row * SCRATCH.strides[0]) for row in range(len(SCRATCH)))
+
+
 def place_of(key: Key) -> tuple[int, int]:
     """A row as machine code finds it: the index of the bound that it is counted from, and the offset in bytes."""
     width, row = key
@@ -273,7 +289,7 @@ class RegisterFile:
 
     Registers start as zero; bind/definedness.py finds those that may be read unwritten. Literals lie from the last row
     backwards, so that literal number i is row -(i+1). There may be more rows in between than the function has.
-    `bounds`, int64 [10]: where the rows of each width begin, then where they end.
+    `bounds`, int64 [11]: where the rows of each width begin, then where they end, and where SCRATCH is.
     """
 
     def __init__(self) -> None:
@@ -281,7 +297,8 @@ class RegisterFile:
         self._storage: dict[int, Row] = {}
         self._literals: dict[int, tuple[RegisterRows, int]] = {}
         self._views: dict[str, list[Row]] = {}
-        self.bounds = np.zeros(2 * len(STORAGE), np.int64)
+        self.bounds = np.zeros(2 * len(STORAGE) + 1, np.int64)
+        self.bounds[-1] = SCRATCH.ctypes.data
         self.bounds_address = self.bounds.ctypes.data
 
     def begin(self, rows: RegisterRows) -> None:
@@ -309,6 +326,11 @@ class RegisterFile:
                 storage[-len(literals) :] = [[[bits & (2**64 - 1), bits >> 64]] for bits in reversed(literals)]
             elif literals:
                 storage[-len(literals) :] = np.array(literals[::-1], dtype)[:, None]
+
+    @property
+    def words(self) -> npt.NDArray[np.uint32]:
+        """The registers of 32 bits and their literals, by row: [rows, 32]."""
+        return cast("npt.NDArray[np.uint32]", self._storage[32])
 
     def content(self, without: frozenset[Key]) -> bytes:
         """The values of all registers but those of `without`."""

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.machine import access
-from backends.vm.machine.code import Key, place_of
-from backends.vm.memory.compiled_access import CONFLICT, NO, SERVED_SHIFT, Kind, Perform, performer, program
+from backends.vm.machine.code import LANES, SCRATCH_PLACES, Key, place_of
+from backends.vm.memory.access_code import NO
+from backends.vm.memory.compiled_access import CONFLICT, SERVED_SHIFT, Kind, Perform, performer, program
 from backends.vm.memory.definedness import Missing
 from backends.vm.memory.global_memory import SHARED_WINDOW, WINDOW_SHIFT
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
@@ -52,7 +53,8 @@ class QuickAccess:
     """The weak accesses of an instruction to one of SPACES.
 
     `addressed`: the lane addresses of a warp, the register of their base, and what is added to it. `element`: bytes of
-    an element in memory. `registers`: one an element, None where it goes nowhere.
+    an element in memory. `registers`: one an element, None where it goes nowhere. `rows`: not 0 where a whole warp
+    loads so many rows of 16 bytes of its own shared memory, at the addresses of the first lanes; they go to SCRATCH.
     """
 
     def __init__(
@@ -65,8 +67,11 @@ class QuickAccess:
         *,
         stores: bool,
         signed: bool = False,
+        rows: int = 0,
     ) -> None:
-        self._space, self._stores = space, stores
+        self._space, self._stores, self._rows = space, stores, rows
+        self._givers = np.arange(LANES) < (rows or LANES)
+        self._givers_address: int = self._givers.ctypes.data
         self._address, (width, self._row), self._offset = addressed
         self._view = "s64" if width == 64 else "u32"
         self._size = element * len(registers)
@@ -75,7 +80,7 @@ class QuickAccess:
             _CODES.setdefault(kind, _Code(kind))
             for kind in (Kind(memory, stores, width // 8, element, signed, sizes) for memory in ("shared", "global"))
         )
-        places = [(0, 0) if key is None else place_of(key) for key in registers]
+        places = SCRATCH_PLACES if rows else [(0, 0) if key is None else place_of(key) for key in registers]
         self._program = program(place_of((width, self._row)), self._offset, line, places)
         self._program_address: int = self._program.ctypes.data
 
@@ -88,7 +93,7 @@ class QuickAccess:
         address = int(getattr(warp, self._view)[self._row][first]) + self._offset
         window = address >> WINDOW_SHIFT
         if self._space == "global" or (self._space == "" and window == 0):
-            return self._in_global(warp, address)
+            return NO if self._rows else self._in_global(warp, address)
         base = cta.rank_bits + (SHARED_WINDOW if self._space == "" else 0)
         return self._in_shared(warp, base) if address >> RANK_SHIFT == base >> RANK_SHIFT else NO
 
@@ -106,13 +111,15 @@ class QuickAccess:
         perform, place = self._shared.wanted(), cta.smem.place
         if perform is None or place is None:
             return NO
-        answer = perform(self._program_address, warp.registers.bounds_address, warp.mask_address, place.address,
-                         warp.seen_address, base, warp.stamp, warp.meetings, warp.agent)  # fmt: skip
+        mask = self._givers_address if self._rows else warp.mask_address
+        answer = perform(self._program_address, warp.registers.bounds_address, mask, place.address, warp.seen_address,
+                         base, warp.stamp, warp.meetings, warp.agent)  # fmt: skip
         if answer == NO:
             return NO
         if answer & CONFLICT:
             own = self._address(warp)
-            access.count_banks(warp, (own if warp.where is True else own[warp.mask]) & OFFSET_MASK, self._size)
+            own = own[: self._rows] if self._rows else own if warp.where is True else own[warp.mask]
+            access.count_banks(warp, own & OFFSET_MASK, self._size)
         else:
             cta.machine.counters["smem_wavefronts"] += answer >> SERVED_SHIFT
             cta.machine.counters["smem_bank_conflicts"] += 0

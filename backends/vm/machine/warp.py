@@ -446,12 +446,14 @@ class Warp:
         self._steps = steps = iter(block.steps[index:])
         for step in steps:
             run = block.runs.get(index)
-            if run is not None and undefined.keys().isdisjoint(run.touches):
-                run.step(self)
-                index += run.count
-                next(islice(steps, run.count - 1, run.count - 1), None)
-                continue
-            carrier = block.carriers[index]
+            if run is not None:
+                if undefined.keys().isdisjoint(run.touches):
+                    run.step(self)
+                    index += run.count
+                    next(islice(steps, run.count - 1, run.count - 1), None)
+                    continue
+                block.take_apart(index)
+            step, carrier = block.single.get(index, step), block.carriers[index]
             index += 1
             try:
                 if not undefined or undefined.keys().isdisjoint(carrier.touches):

@@ -18,36 +18,25 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 
-from backends.vm.memory.clocks import CLUSTER_SHIFT, EPOCH_BITS, EPOCH_MASK
+from backends.vm.memory.access_code import GLOBAL_FIELDS, I8, I32, I64, POINTER, SHARED_FIELDS, MemoryCode, number
+from backends.vm.memory.clocks import CLUSTER_SHIFT, EPOCH_BITS
 from backends.vm.memory.definedness import DEFINED
 from backends.vm.numerics.compiled import ENTRY, linked
 
 LANES: Final = 32
 BANKS: Final = 32
 """Of shared memory, a word of four bytes wide."""
-NO: Final = -1
 UNDEFINED, CONFLICT, SERVED_SHIFT = 1, 2, 2
 """Of an answer: a byte that was read is undefined; lanes want several words of one bank; above, how many groups of
 lanes the banks of shared memory have served."""
 
-_I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
-_POINTER: Final = ir.PointerType()
-_BANK_WORDS: Final = ir.VectorType(_I32, BANKS)
+_BANK_WORDS: Final = ir.VectorType(I32, BANKS)
 
 Words = npt.NDArray[np.int64]
 Memory = Literal["shared", "global"]
 Perform = Callable[[int, int, int, int, int, int, int, int, int], int]
 """Of the addresses of a program, the bounds of the registers, the mask, the place and the clock; then the base of the
 addresses, the warp's mark, how often it has met, and its agent. The answer."""
-
-SHARED_FIELDS: Final = (
-    "first", "end", "data", "defined", "in_flight", "writer", "reader", "writer_line", "reader_line", "contested",
-    "many_readers", "lane", "met", "partial",
-)  # fmt: skip
-GLOBAL_FIELDS: Final = (
-    "end", "data", "state", "shadow_base", "shift", "writer", "reader", "writer_line", "reader_line",
-)  # fmt: skip
-"""What a place tells: bytes from and to, then addresses of arrays; of global memory 0 where there is no such array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +60,11 @@ class Kind:
         return self.element * len(self.registers)
 
 
-class MemoryWords:
-    """A memory as machine code finds it, at `address`: what SHARED_FIELDS or GLOBAL_FIELDS name, arrays by where they
-    lie."""
-
-    __slots__ = ("_words", "address", "fields")
-
-    def __init__(self, *fields: int | npt.NDArray[Any] | None) -> None:
-        self.fields = fields
-        words = [one.ctypes.data if isinstance(one, np.ndarray) else one or 0 for one in fields]
-        self._words = np.array(words, np.int64)
-        self.address: int = self._words.ctypes.data
-
-
 @cache
 def performer(kind: Kind) -> Perform:
     """The machine code of all accesses of a kind."""
     module = ir.Module("access")
-    function = ir.Function(module, ir.FunctionType(_I64, [_POINTER] * 5 + [_I64] * 4), ENTRY)
+    function = ir.Function(module, ir.FunctionType(I64, [POINTER] * 5 + [I64] * 4), ENTRY)
     _Access(kind, function).emit()
     made = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 4)
     return cast("Perform", made(linked(module)))
@@ -100,31 +76,27 @@ def program(address: tuple[int, int], offset: int, line: int, registers: Sequenc
     return np.array([*address, offset, line, *(word for place in registers for word in place)], np.int64)
 
 
-class _Access:
+class _Access(MemoryCode):
     """Writes the machine code of a kind. Two passes over the lanes: the first looks, the second acts."""
 
     def __init__(self, kind: Kind, function: ir.Function) -> None:
         self.kind = kind
         self.shared = kind.memory == "shared"
-        self.b = b = ir.IRBuilder(function.append_basic_block())
-        self.no = function.append_basic_block()
-        self.program, self.bounds, self.mask, place, self.clock, self.base, self.mark, self.met, self.agent = (
-            function.args
-        )
-        fields = SHARED_FIELDS if self.shared else GLOBAL_FIELDS
-        self.place = {name: self.at(place, i, _I64) for i, name in enumerate(fields)}
-        self.line = b.trunc(self.at(self.program, 3, _I32, scale=2), _I32)
+        self.program, self.bounds, self.mask, place, clock, self.base, self.mark, self.met, self.agent = function.args
+        super().__init__(function, place, SHARED_FIELDS if self.shared else GLOBAL_FIELDS, clock)
+        b = self.b
+        self.line = b.trunc(self.at(self.program, 3, I32, scale=2), I32)
         self.addresses = self._row(0)
-        self.offset = self.at(self.program, 2, _I64)
+        self.offset = self.at(self.program, 2, I64)
         self.rows = [self._row(4 + 2 * i) if size else None for i, size in enumerate(kind.registers)]
-        self.undefined, self.conflict = self._variable(_I64), self._variable(_I64)
+        self.undefined, self.conflict = self._variable(I64), self._variable(I64)
 
     def emit(self) -> None:
         """All of the function."""
         b = self.b
-        served = self._variable(_I64)
-        banks = b.inttoptr(b.ptrtoint(b.alloca(_BANK_WORDS), _I64), _POINTER) if self.shared else None
-        waiting = self._variable(_I64)
+        served = self._variable(I64)
+        banks = b.inttoptr(b.ptrtoint(b.alloca(_BANK_WORDS), I64), POINTER) if self.shared else None
+        waiting = self._variable(I64)
         if banks is not None:
             self._clear(banks)
         with self._lanes() as lane:
@@ -136,34 +108,32 @@ class _Access:
             if banks is not None:
                 self._count_banks(banks, at, waiting, served)
         if self.shared:
-            left = b.icmp_signed(">", self._value(waiting), _word(0))
-            self._set(served, b.add(self._value(served), b.zext(left, _I64)))
+            left = b.icmp_signed(">", self._value(waiting), number(0))
+            self._set(served, b.add(self._value(served), b.zext(left, I64)))
         with self._lanes() as lane:
             at = self._place_of(lane)
             with self._granules(at) as granule:
                 self._mark(granule, lane)
             self._move(lane, at)
-        answer = b.or_(self._value(self.undefined), b.shl(self._value(self.conflict), _word(1)))
-        b.ret(b.or_(answer, b.shl(self._value(served), _word(SERVED_SHIFT))))
-        b.position_at_end(self.no)
-        b.ret(_word(NO))
+        answer = b.or_(self._value(self.undefined), b.shl(self._value(self.conflict), number(1)))
+        self._end(b.or_(answer, b.shl(self._value(served), number(SERVED_SHIFT))))
 
     # What an access looks at.
 
     def _place_of(self, lane: Any) -> Any:
         """Where the bytes of a lane lie, from `base` on."""
-        kind = _I64 if self.kind.address == 8 else _I32
+        kind = I64 if self.kind.address == 8 else I32
         address = self.at(self.addresses, lane, kind)
-        if kind is _I32:
-            address = self.b.zext(address, _I64)
+        if kind is I32:
+            address = self.b.zext(address, I64)
         return self.b.sub(self.b.add(address, self.offset), self.base)
 
     def _checked(self, lane: Any) -> Any:
         b, size, at = self.b, self.kind.size, self._place_of(lane)
-        low = self.place["first"] if self.shared else _word(0)
-        bad = b.or_(b.icmp_signed("<", at, low), b.icmp_signed(">", at, b.sub(self.place["end"], _word(size))))
+        low = self.place["first"] if self.shared else number(0)
+        bad = b.or_(b.icmp_signed("<", at, low), b.icmp_signed(">", at, b.sub(self.place["end"], number(size))))
         address = at if self.shared else b.add(at, self.base)
-        self._refuse(b.or_(bad, b.icmp_signed("!=", b.and_(address, _word(size - 1)), _word(0))))
+        self._refuse(b.or_(bad, b.icmp_signed("!=", b.and_(address, number(size - 1)), number(0))))
         return at
 
     def _look_at(self, granule: Any, lane: Any) -> None:
@@ -173,35 +143,40 @@ class _Access:
             return
         b = self.b
         for marks in ("writer", "reader") if self.kind.stores else ("writer",):
-            found = self.at(self._pointer(marks), granule, _I64)
-            foreign = b.icmp_signed("!=", b.ashr(found, _word(CLUSTER_SHIFT)), b.ashr(self.mark, _word(CLUSTER_SHIFT)))
-            with b.if_then(b.icmp_signed("!=", found, _word(0))):
+            found = self.at(self._pointer(marks), granule, I64)
+            serial, own = (b.ashr(one, number(CLUSTER_SHIFT)) for one in (found, self.mark))
+            foreign = b.icmp_signed("!=", serial, own)
+            with b.if_then(b.icmp_signed("!=", found, number(0))):
                 self._refuse(foreign)
-                self._refuse(self._late(b.trunc(found, _I32)))
+                self._refuse(self._late(b.trunc(found, I32)))
 
     def _look_at_shared(self, granule: Any, lane: Any) -> None:
         b = self.b
-        bad = b.icmp_signed("!=", self._of("in_flight", granule, _I32), ir.Constant(_I32, 0))
-        writer = self._of("writer", granule, _I32)
+        bad = b.icmp_signed("!=", self._of("in_flight", granule, I32), ir.Constant(I32, 0))
+        writer = self._of("writer", granule, I32)
         late = self._late(writer)
         if not (self.kind.stores and self.kind.size < 4):
             late = b.and_(late, b.not_(self._set_in("contested", granule)))
         bad = b.or_(bad, late)
-        reader = self._of("reader", granule, _I32)
+        reader = self._of("reader", granule, I32)
         if self.kind.stores:
-            bad = b.or_(bad, b.or_(self._late(reader), self._set_in("many_readers", granule)))
+            bad = b.or_(bad, self._late(reader))
+            if self.kind.size < 4:
+                bad = b.or_(bad, self._set_in("many_readers", granule))
         else:
-            by = b.ashr(writer, ir.Constant(_I32, EPOCH_BITS))
-            met = self._of("met", granule, _I32)
-            other = b.icmp_signed("!=", self.at(self._pointer("lane"), granule, _I8), b.trunc(lane, _I8))
-            own = b.icmp_signed("==", b.sext(by, _I64), self.agent)
-            since = b.icmp_signed("==", b.sext(met, _I64), self.met)
+            by = b.ashr(writer, ir.Constant(I32, EPOCH_BITS))
+            met = self._of("met", granule, I32)
+            other = b.icmp_signed("!=", self.at(self._pointer("lane"), granule, I8), b.trunc(lane, I8))
+            own = b.icmp_signed("==", b.sext(by, I64), self.agent)
+            since = b.icmp_signed("==", b.sext(met, I64), self.met)
             bad = b.or_(bad, b.and_(b.and_(other, own), since))
-            alone = b.and_(self._set_in("partial", b.sext(by, _I64)), b.icmp_signed(">", met, ir.Constant(_I32, 0)))
+            alone = b.and_(self._set_in("partial", b.sext(by, I64)), b.icmp_signed(">", met, ir.Constant(I32, 0)))
             bad = b.or_(bad, alone)
-            mine = b.icmp_signed("==", reader, b.trunc(self.mark, _I32))
-            bad = b.or_(bad, b.and_(b.not_(mine), self._late(reader)))
         self._refuse(bad)
+        if not self.kind.stores:
+            self._check_keepable(reader, b.trunc(self.mark, I32))
+        elif self.kind.size >= 4:
+            self._check_kept(granule)
 
     def _look_for_undefined(self, at: Any) -> None:
         """Note whether a byte is undefined."""
@@ -211,67 +186,60 @@ class _Access:
         whole = _defined(size)
 
         def look() -> None:
-            pointer = b.gep(self._pointer(name), [at], source_etype=_I8)
+            pointer = b.gep(self._pointer(name), [at], source_etype=I8)
             bad = b.icmp_unsigned("!=", b.load(pointer, typ=kind, align=1), whole)
-            self._set(self.undefined, b.or_(self._value(self.undefined), b.zext(bad, _I64)))
+            self._set(self.undefined, b.or_(self._value(self.undefined), b.zext(bad, I64)))
 
         if self.shared:
             look()
         else:
-            with b.if_then(b.icmp_signed("!=", self.place[name], _word(0))):
+            with b.if_then(b.icmp_signed("!=", self.place[name], number(0))):
                 look()
 
     def _count_banks(self, banks: Any, at: Any, waiting: Any, served: Any) -> None:
         """Lanes are served in groups, whose lanes share a word or want words of other banks, or else there is a
         conflict. `waiting`: lanes of the group that is not full."""
         b, words = self.b, max(self.kind.size // 4, 1)
-        first = b.ashr(at, _word(2))
+        first = b.ashr(at, number(2))
         for i in range(words):
-            word = b.trunc(b.add(first, _word(i)), _I32)
-            bank = b.gep(banks, [b.zext(b.and_(word, ir.Constant(_I32, BANKS - 1)), _I64)], source_etype=_I32)
-            held = b.load(bank, typ=_I32)
-            free = b.icmp_signed("==", held, ir.Constant(_I32, -1))
+            word = b.trunc(b.add(first, number(i)), I32)
+            bank = b.gep(banks, [b.zext(b.and_(word, ir.Constant(I32, BANKS - 1)), I64)], source_etype=I32)
+            held = b.load(bank, typ=I32)
+            free = b.icmp_signed("==", held, ir.Constant(I32, -1))
             clash = b.and_(b.not_(free), b.icmp_signed("!=", held, word))
-            self._set(self.conflict, b.or_(self._value(self.conflict), b.zext(clash, _I64)))
+            self._set(self.conflict, b.or_(self._value(self.conflict), b.zext(clash, I64)))
             b.store(word, bank)
-        self._set(waiting, b.add(self._value(waiting), _word(1)))
-        with b.if_then(b.icmp_signed("==", self._value(waiting), _word(max(BANKS // words, 1)))):
-            self._set(waiting, _word(0))
-            self._set(served, b.add(self._value(served), _word(1)))
+        self._set(waiting, b.add(self._value(waiting), number(1)))
+        with b.if_then(b.icmp_signed("==", self._value(waiting), number(max(BANKS // words, 1)))):
+            self._set(waiting, number(0))
+            self._set(served, b.add(self._value(served), number(1)))
             self._clear(banks)
 
     def _clear(self, banks: Any) -> None:
         self.b.store(ir.Constant(_BANK_WORDS, [-1] * BANKS), banks, align=4)
 
-    def _late(self, stamp: Any) -> Any:
-        """Whether a stamp lies outside of what the clock has seen."""
-        b = self.b
-        agent = b.sext(b.ashr(stamp, ir.Constant(_I32, EPOCH_BITS)), _I64)
-        epoch = b.zext(b.and_(stamp, ir.Constant(_I32, EPOCH_MASK)), _I64)
-        return b.icmp_signed(">", epoch, self.at(self.clock, agent, _I64))
-
     # What an access does.
 
     def _mark(self, granule: Any, lane: Any) -> None:
         b = self.b
-        kind, mark = (_I32, b.trunc(self.mark, _I32)) if self.shared else (_I64, self.mark)
-        own = "writer" if self.kind.stores else "reader"
-
-        def put() -> None:
-            self.put(self._pointer(own), granule, mark, kind)
-            self.put(self._pointer(f"{own}_line"), granule, self.line, _I32)
-
         if not self.shared:
-            with b.if_then(b.icmp_signed("!=", self.place[own], _word(0))):
-                put()
+            own = "writer" if self.kind.stores else "reader"
+            with b.if_then(b.icmp_signed("!=", self.place[own], number(0))):
+                self.put(self._pointer(own), granule, self.mark, I64)
+                self.put(self._pointer(f"{own}_line"), granule, self.line, I32)
             return
-        put()
-        if self.kind.stores:
-            self.put(self._pointer("lane"), granule, b.trunc(lane, _I8), _I8)
-            whole = self.kind.size >= 4
-            self.put(self._pointer("met"), granule, b.trunc(self.met if whole else _word(0), _I32), _I32)
-            if whole:
-                self.put(self._pointer("contested"), granule, ir.Constant(_I8, 0), _I8)
+        mark = b.trunc(self.mark, I32)
+        if not self.kind.stores:
+            self._note_reader(granule, mark, self.line)
+            return
+        self.put(self._pointer("writer"), granule, mark, I32)
+        self.put(self._pointer("writer_line"), granule, self.line, I32)
+        self.put(self._pointer("lane"), granule, b.trunc(lane, I8), I8)
+        whole = self.kind.size >= 4
+        self.put(self._pointer("met"), granule, b.trunc(self.met if whole else number(0), I32), I32)
+        if whole:
+            self.put(self._pointer("contested"), granule, ir.Constant(I8, 0), I8)
+            self._forget_kept(granule)
 
     def _move(self, lane: Any, at: Any) -> None:
         b, element = self.b, ir.IntType(8 * self.kind.element)
@@ -280,7 +248,7 @@ class _Access:
                 continue
             wide = ir.IntType(8 * size)
             register = b.gep(row, [lane], source_etype=wide)
-            place = b.gep(self._pointer("data"), [b.add(at, _word(i * self.kind.element))], source_etype=_I8)
+            place = b.gep(self._pointer("data"), [b.add(at, number(i * self.kind.element))], source_etype=I8)
             if self.kind.stores:
                 value = b.load(register, typ=wide, align=1)
                 b.store(value if wide == element else b.trunc(value, element), place, align=1)
@@ -291,70 +259,18 @@ class _Access:
         if not self.kind.stores:
             return
         size, name = self.kind.size, "defined" if self.shared else "state"
-        with b.if_then(b.icmp_signed("!=", self.place[name], _word(0))):
-            b.store(_defined(size), b.gep(self._pointer(name), [at], source_etype=_I8), align=1)
-
-    # Words of the small language that this is written in.
-
-    def at(self, pointer: Any, index: Any, kind: Any, *, scale: int = 1) -> Any:
-        """Element `index` of an array."""
-        index = _word(scale * index) if isinstance(index, int) else index
-        return self.b.load(self.b.gep(pointer, [index], source_etype=kind), typ=kind, align=1)
-
-    def put(self, pointer: Any, index: Any, value: Any, kind: Any) -> None:
-        """Write element `index` of an array."""
-        self.b.store(value, self.b.gep(pointer, [index], source_etype=kind), align=1)
+        with b.if_then(b.icmp_signed("!=", self.place[name], number(0))):
+            b.store(_defined(size), b.gep(self._pointer(name), [at], source_etype=I8), align=1)
 
     def _row(self, first: int) -> Any:
-        bound = self.at(self.bounds, self.at(self.program, first, _I64), _I64)
-        return self.b.inttoptr(self.b.add(bound, self.at(self.program, first + 1, _I64)), _POINTER)
-
-    def _pointer(self, name: str) -> Any:
-        return self.b.inttoptr(self.place[name], _POINTER)
-
-    def _of(self, name: str, index: Any, kind: Any) -> Any:
-        return self.at(self._pointer(name), index, kind)
-
-    def _set_in(self, name: str, index: Any) -> Any:
-        return self.b.icmp_unsigned("!=", self._of(name, index, _I8), ir.Constant(_I8, 0))
-
-    def _refuse(self, condition: Any) -> None:
-        following = self.b.append_basic_block()
-        self.b.cbranch(condition, self.no, following)
-        self.b.position_at_end(following)
-
-    def _variable(self, kind: Any) -> Any:
-        made = self.b.alloca(kind)
-        self.b.store(ir.Constant(kind, 0), made)
-        return made
-
-    def _value(self, variable: Any) -> Any:
-        return self.b.load(variable, typ=_I64)
-
-    def _set(self, variable: Any, value: Any) -> None:
-        self.b.store(value, variable)
-
-    @contextmanager
-    def _each(self, first: Any, last: Any) -> Iterator[Any]:
-        """What is written within is done for each index from `first` to `last`, both included."""
-        b = self.b
-        before, body = b.block, b.append_basic_block()
-        b.branch(body)
-        b.position_at_end(body)
-        index = b.phi(_I64)
-        index.add_incoming(first, before)
-        yield index
-        following = b.add(index, _word(1))
-        index.add_incoming(following, b.block)
-        end = b.append_basic_block()
-        b.cbranch(b.icmp_signed("<=", following, last), body, end)
-        b.position_at_end(end)
+        bound = self.at(self.bounds, self.at(self.program, first, I64), I64)
+        return self.b.inttoptr(self.b.add(bound, self.at(self.program, first + 1, I64)), POINTER)
 
     @contextmanager
     def _lanes(self) -> Iterator[Any]:
         """For each active lane."""
-        with self._each(_word(0), _word(LANES - 1)) as lane:
-            active = self.b.icmp_unsigned("!=", self.at(self.mask, lane, _I8), ir.Constant(_I8, 0))
+        with self._each(number(0), number(LANES - 1)) as lane:
+            active = self.b.icmp_unsigned("!=", self.at(self.mask, lane, I8), ir.Constant(I8, 0))
             with self.b.if_then(active):
                 yield lane
 
@@ -363,14 +279,14 @@ class _Access:
         """For each granule of the bytes of a lane. Buffers that nobody may write have none."""
         b, size = self.b, self.kind.size
         if self.shared:
-            first, last = b.ashr(at, _word(2)), b.ashr(b.add(at, _word(size - 1)), _word(2))
+            first, last = b.ashr(at, number(2)), b.ashr(b.add(at, number(size - 1)), number(2))
             with self._each(first, last) as granule:
                 yield granule
             return
-        with b.if_then(b.icmp_signed("!=", self.place["writer"], _word(0))):
+        with b.if_then(b.icmp_signed("!=", self.place["writer"], number(0))):
             begins = b.sub(b.add(at, self.base), self.place["shadow_base"])
             first = b.ashr(begins, self.place["shift"])
-            last = b.ashr(b.add(begins, _word(size - 1)), self.place["shift"])
+            last = b.ashr(b.add(begins, number(size - 1)), self.place["shift"])
             with self._each(first, last) as granule:
                 yield granule
 
@@ -378,7 +294,3 @@ class _Access:
 def _defined(size: int) -> ir.Constant:
     """What says that `size` bytes are defined."""
     return ir.Constant(ir.IntType(8 * size), int.from_bytes(bytes([DEFINED]) * size, "little"))
-
-
-def _word(value: int) -> ir.Constant:
-    return ir.Constant(_I64, value)

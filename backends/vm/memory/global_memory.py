@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, report
-from backends.vm.memory.compiled_access import MemoryWords
+from backends.vm.memory.access_code import MemoryWords
 from backends.vm.memory.definedness import DEFINED, HIDDEN, Mask, Origin, Sources
 from backends.vm.memory.pieces import read_pieces
 

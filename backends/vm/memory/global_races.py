@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, at_line, report
+from backends.vm.memory.access_code import GLOBAL_FIELDS, MemoryWords
 from backends.vm.memory.clocks import CLUSTER_SHIFT, WAITED, Agents, Clock, Epochs, Snapshot, agent_of, merge, unordered
-from backends.vm.memory.compiled_access import GLOBAL_FIELDS, MemoryWords
 from backends.vm.memory.global_memory import Buffer, Bytes, GlobalMemory
 
 

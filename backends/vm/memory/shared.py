@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, at_line, report
+from backends.vm.memory.access_code import NO, MemoryWords
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
     Agents,
@@ -24,7 +25,8 @@ from backends.vm.memory.clocks import (
     agent_of,
     unordered,
 )
-from backends.vm.memory.compiled_access import BANKS, MemoryWords
+from backends.vm.memory.compiled_access import BANKS
+from backends.vm.memory.compiled_granules import Deed, Demand
 from backends.vm.memory.definedness import Mask, Missing, Origin, Sources
 from backends.vm.memory.lanes import LaneWrites
 
@@ -41,6 +43,7 @@ RANK_SHIFT = 24
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
 MAX_DYNAMIC = 232448
 """Bytes of dynamic shared memory that a block may have on sm_90 and sm_100 (facts.md 0.1)."""
+_DEMAND = Demand()
 
 
 class SharedMemory:
@@ -71,6 +74,7 @@ class SharedMemory:
         self.contested = np.zeros(padded // 4, np.bool_)
         self.many_readers = np.zeros(padded // 4, np.bool_)
         self.readers: dict[int, npt.NDArray[np.int32]] = {}
+        self._reader_words = np.zeros(1 + 2 * agents.count, np.int64)
         self.unfenced_overwrites = 0
         self.allocs: set[int] = set()
         self.lanes = LaneWrites(padded // 4)
@@ -78,6 +82,7 @@ class SharedMemory:
         self.place: MemoryWords | None = MemoryWords(
             RESERVED, self.size, self.data, self.defined, self.in_flight, self.writer, self.reader, self.writer_line,
             self.reader_line, self.contested, self.many_readers, self.lanes.lane, self.lanes.met, partial,
+            self._reader_words, self.reader.size,
         )  # fmt: skip
 
     def check(self, offsets: Addresses, size: int, access: str) -> None:
@@ -272,14 +277,21 @@ class SharedMemory:
             at, kept = granules[late], found[late]
             by = agent_of(kept)
             for agent in set(by.tolist()):
-                if agent not in self.readers:
-                    self.readers[agent] = np.zeros((2, self.reader.size), np.int32)
-                (epochs, lines), mine = self.readers[agent], by == agent
+                (epochs, lines), mine = self._kept_of(agent), by == agent
                 epochs[at[mine]] = np.maximum(epochs[at[mine]], kept[mine] & EPOCH_MASK)
                 lines[at[mine]] = self.reader_line[at[mine]]
             self.many_readers[at] = True
         self.reader[granules] = stamp
         self.reader_line[granules] = self.agents.line()
+
+    def _kept_of(self, agent: int) -> npt.NDArray[np.int32]:
+        """Where readings of an agent that was not the last reader are kept; machine code finds it too."""
+        if agent not in self.readers:
+            known, kept = len(self.readers), np.zeros((2, self.reader.size), np.int32)
+            self.readers[agent] = kept
+            self._reader_words[1 + 2 * known : 3 + 2 * known] = agent, kept.ctypes.data
+            self._reader_words[0] = known + 1
+        return self.readers[agent]
 
     def _race(self, granules: Granules, late: npt.NDArray[np.bool_], stamps: Stamps, action: str) -> None:
         """Report that `late` granules are reached too early, once for each line that the other access has."""
@@ -329,11 +341,28 @@ class SharedMemory:
                          "fence.proxy.async in between", address=4 * at,
                          other=OtherAccess(who, "wrote", line)))  # fmt: skip
 
+    def _quickly(
+        self, deed: Deed, granules: Granules, clock: Clock | None, stamp: int, line: int, *, generic: bool = False
+    ) -> int:
+        """What the machine code answers. After NO nothing has been done."""
+        perform = None if self.place is None else _DEMAND.wanted(deed)
+        if self.place is None or perform is None or not granules.flags.c_contiguous:
+            return NO
+        seen = 0 if clock is None else clock.seen.ctypes.data
+        fenced = 0 if clock is None or generic else clock.fenced.ctypes.data
+        return perform(
+            self.place.address, granules.ctypes.data, seen, fenced, granules.size, stamp, line, self.agents.first_engine
+        )
+
     def async_read(self, granules: Granules, clock: Clock, stamp: int, what: str) -> bool:
         """Checks before the asynchronous proxy (TMA store, MMA operand) reads whole 4-byte `granules`.
 
         Whether all of them are defined.
         """
+        line = self.agents.line()
+        answer = self._quickly("read", granules, clock, stamp, line)
+        if answer != NO:
+            return not answer
         self._check_inside(granules, f"{what} reads")
         clash = self._check_idle(granules, f"read by {what}")
         whole = self.defined.view(np.uint32)[granules] == WHOLE
@@ -350,6 +379,8 @@ class SharedMemory:
 
         `generic`: cp.async and st.async write through the generic proxy and so need no proxy fence.
         """
+        if self._quickly("write begins", granules, clock, 0, line, generic=generic) != NO:
+            return
         self._check_inside(granules, f"{what} writes")
         clash = self._check_idle(granules, "overwritten")
         if not clash:
@@ -386,6 +417,8 @@ class SharedMemory:
 
     def async_write_ends(self, granules: Granules, stamp: int, line: int) -> None:
         """The bulk copy into `granules` has landed."""
+        if self._quickly("write ends", granules, None, stamp, line) != NO:
+            return
         self.in_flight[granules] = 0
         self.contested[granules] = False
         self.defined.reshape(-1, 4)[granules] = True

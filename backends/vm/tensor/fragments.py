@@ -8,7 +8,7 @@ the row and the column of every element of every register, from the low bits up.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -26,9 +26,10 @@ MATRIX_ROW_BYTES = 16
 _DTYPE: dict[int, type[np.unsignedinteger]] = {8: np.uint8, 16: np.uint16, 32: np.uint32}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Fragment:
-    """How registers hold a matrix of `shape`: `rows`, `columns` int64 [registers, threads, 32 / element_bits]."""
+    """How registers hold a matrix of `shape`, each element once: `rows`, `columns` int64 [registers, threads,
+    32 / element_bits]."""
 
     shape: tuple[int, int]
     element_bits: int
@@ -40,19 +41,25 @@ class Fragment:
         """32-bit registers that a thread holds."""
         return self.rows.shape[0]
 
+    @cached_property
+    def places(self) -> IntArray:
+        """Which element of the matrix, counted row by row, each one of the registers is."""
+        return self.rows * self.shape[1] + self.columns
+
+    @cached_property
+    def sources(self) -> IntArray:
+        """Which element of the registers, counted in order, each one of the matrix is: of `shape`."""
+        return np.argsort(self.places, axis=None).reshape(self.shape)
+
 
 def to_matrix(registers: Words, fragment: Fragment) -> Elements:
     """The matrix, raw elements of `fragment.shape`, from registers uint32 [registers, threads]."""
-    elements = np.ascontiguousarray(registers)[..., None].view(_DTYPE[fragment.element_bits])
-    matrix = np.empty_like(elements, shape=fragment.shape)
-    matrix[fragment.rows, fragment.columns] = elements
-    return matrix
+    return np.ascontiguousarray(registers).view(_DTYPE[fragment.element_bits]).take(fragment.sources)
 
 
 def to_registers(matrix: Elements, fragment: Fragment) -> Words:
     """Registers uint32 [registers, threads] from the matrix, raw elements of `fragment.shape`."""
-    values = np.ascontiguousarray(matrix[fragment.rows, fragment.columns])
-    return values.view(np.uint32)[..., 0]
+    return matrix.take(fragment.places).view(np.uint32)[..., 0]
 
 
 def _fragment(shape: tuple[int, int], element_bits: int, rows: IntArray, columns: IntArray) -> Fragment:

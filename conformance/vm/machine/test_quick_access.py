@@ -11,11 +11,12 @@ import pytest
 from llvmlite import ir
 
 from backends.vm.faults import Fault, Findings
+from backends.vm.isa import warp_mma
 from backends.vm.machine import quick_access
 from backends.vm.machine.machine import Machine
 from backends.vm.machine.quick_access import QuickAccess
 from backends.vm.memory import compiled_access
-from backends.vm.memory.compiled_access import NO
+from backends.vm.memory.access_code import NO
 from conformance.vm.kernel import Kernel
 
 _TYPES = {"u8": 1, "s8": 1, "u16": 2, "s16": 2, "b32": 4, "s32": 4, "u64": 8, "b64": 8}
@@ -27,12 +28,16 @@ _PROGRAMS = range(12)
 def _kernel(seed: int, mark: str) -> Kernel:
     """Warps that load and store where they like, mostly in order and in bounds, between barriers; `mark`: a comment."""
     draw = Random(seed)
+    threads = 64 - draw.choice([0, 19])
     lines = [".shared .align 16 .b8 s[4096];", "mov.u32 %r0, s; cvta.shared.u64 %rd1, s;", "mul.lo.u32 %r9, %tx, 77;"]
     lines += [f"xor.b32 %r{10 + i}, %r9, {i}; mul.wide.u32 %rd{8 + i}, %r9, {3 + i};" for i in range(4)]
     lines += [f"and.b32 %r2, %tx, {mask}; setp.ne.u32 %p{i}, %r2, 0;" for i, mask in enumerate((1, 24, 7))]
     for _ in range(_ACCESSES):
         if draw.random() < 0.35:
             lines.append(draw.choice(["bar.sync 0;", "bar.sync 0;", "bar.warp.sync -1;"]))
+        if threads == 64 and draw.random() < 0.15:
+            lines.append(_rows_of_matrices(draw))
+            continue
         kind, space = draw.choice(list(_TYPES)), draw.choice(list(_SPACES))
         count = draw.choice([1, 1, 2, 4]) if _TYPES[kind] < 8 else draw.choice([1, 2])
         size = count * _TYPES[kind]
@@ -56,7 +61,17 @@ def _kernel(seed: int, mark: str) -> Kernel:
     )
     lines.append("add.u64 %rd2, %rd2, %y; st.global.v4.b32 [%rd2], {%r10, %r11, %r12, %r13}; ret;")
     buffers = {"x": np.zeros(4096, np.uint8), "y": np.zeros(512, np.uint32)}
-    return Kernel("\n".join([*lines, f"// {mark}"]), buffers, grid=(2, 1, 1), block=(64 - draw.choice([0, 19]), 1, 1))
+    return Kernel("\n".join([*lines, f"// {mark}"]), buffers, grid=(2, 1, 1), block=(threads, 1, 1))
+
+
+def _rows_of_matrices(draw: Random) -> str:
+    """An ldmatrix of rows that lie in order, or all in one place, of addresses in either space."""
+    count, turned, stride = draw.choice([1, 2, 4]), draw.choice(["", ".trans"]), draw.choice([16, 16, 16, 32, 0])
+    spelt, base = draw.choice([(".shared", "%r1"), ("", "%rd3")])
+    registers = ", ".join(f"%r{10 + i}" for i in range(count))
+    begin = f"mul.lo.u32 %r1, %tx, {stride}; cvt.u64.u32 %rd3, %r1; add.u32 %r1, %r1, %r0; add.u64 %rd3, %rd3, %rd1;"
+    offset = 16 * draw.randrange(8) + (4 if draw.random() < 0.05 else 0)
+    return f"{begin} ldmatrix.sync.aligned.m8n8.x{count}{turned}{spelt}.b16 {{{registers}}}, [{base} + {offset}];"
 
 
 def _outcome(kernel: Kernel) -> tuple[object, ...]:
@@ -131,3 +146,11 @@ def test_machine_code_that_does_not_look_is_found_out(
             list(map(_both, _PROGRAMS, [method] * len(_PROGRAMS)))
     finally:
         compiled_access.performer.cache_clear()
+
+
+def test_rows_of_matrices_in_wrong_places_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ldmatrix that takes its halves from the wrong lanes, and some program tells."""
+    known = warp_mma._halves_in_scratch  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(warp_mma, "_halves_in_scratch", lambda count, turned: known(count, not turned))
+    with pytest.raises(AssertionError, match="with machine code"):
+        list(map(_both, _PROGRAMS, ["halves"] * len(_PROGRAMS)))

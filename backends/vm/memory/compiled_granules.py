@@ -1,0 +1,242 @@
+"""What the asynchronous proxy does to many granules of shared memory at once, as machine code where nothing is out of
+the ordinary: an operand or a box is checked and marked in microseconds.
+
+As in compiled_access, the machine code says no and has changed nothing where more is to be judged or said than that
+everything is ordered before; SharedMemory then does it anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Final, Literal, cast
+
+from llvmlite import ir
+
+from backends.vm.memory.access_code import I8, I32, I64, POINTER, SHARED_FIELDS, MemoryCode, number
+from backends.vm.numerics.compiled import ENTRY, linked
+
+WORTH: Final = 100
+"""So many times by NumPy take as long as to make the machine code."""
+_TOGETHER: Final = 4
+"""Granules that are looked at in one vector where they are neighbours: operands and boxes lie in units of 16 bytes."""
+_BYTES, _WORDS, _PLACES = (ir.VectorType(kind, _TOGETHER) for kind in (I8, I32, I64))
+
+Deed = Literal["read", "write begins", "write ends"]
+Perform = Callable[[int, int, int, int, int, int, int, int], int]
+"""Of the addresses of the place, of the granules (int64), of the clock and of what of it the asynchronous proxy sees (0
+for a copy by the generic one); then how many granules there are, the mark, the PTX line, and the first agent that is no
+warp. NO, or whether a byte is undefined."""
+
+
+@cache
+def performer(deed: Deed) -> Perform:
+    """The machine code of all that do this."""
+    module = ir.Module("granules")
+    function = ir.Function(module, ir.FunctionType(I64, [POINTER] * 4 + [I64] * 4), ENTRY)
+    _GranuleAccess(deed, function).emit()
+    made = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4)
+    return cast("Perform", made(linked(module)))
+
+
+class Demand:
+    """How often each deed was done without machine code, in this process."""
+
+    def __init__(self) -> None:
+        self._times = dict[Deed, int]()
+
+    def wanted(self, deed: Deed) -> Perform | None:
+        """The machine code, for one that is about to happen; None while it is not worth it."""
+        times = self._times[deed] = self._times.get(deed, 0) + 1
+        return performer(deed) if times > WORTH else None
+
+
+class _GranuleAccess(MemoryCode):
+    """Writes the machine code of a deed. Two passes over the granules: the first looks, the second acts."""
+
+    def __init__(self, deed: Deed, function: ir.Function) -> None:
+        self.deed: Deed = deed
+        place, self.granules, clock, self.fenced, self.count, mark, line, self.engine = function.args
+        super().__init__(function, place, SHARED_FIELDS, clock)
+        b = self.b
+        self.mark, self.line = b.trunc(mark, I32), b.trunc(line, I32)
+        self.generic = b.icmp_unsigned("==", b.ptrtoint(self.fenced, I64), number(0))
+        # Neighbours mostly have one stamp: the last ones that were found to be in order are known.
+        self.writer, self.reader = (b.alloca(I32) for _ in range(2))
+        b.store(ir.Constant(I32, 0), self.writer)
+        b.store(self.mark if deed == "read" else ir.Constant(I32, 0), self.reader)
+        self.keeps, self.undefined = self._variable(I64), self._variable(I64)
+
+    def emit(self) -> None:
+        """All of the function."""
+        with self._groups() as (first, neighbours, single):
+            self._look(first, neighbours, single)
+        with self._groups() as (first, neighbours, single):
+            self._act(first, neighbours, single)
+        self._end(self._value(self.undefined))
+
+    @contextmanager
+    def _groups(self) -> Iterator[tuple[Any, Any, Callable[[], Any]]]:
+        """For each group of granules: the first one, whether the others follow it in memory, and a loop over all."""
+        b = self.b
+        with (
+            b.if_then(b.icmp_signed(">", self.count, number(0))),
+            self._each(number(0), b.ashr(b.sub(self.count, number(1)), number(2))) as group,
+        ):
+            index = b.shl(group, number(2))
+            last = b.add(index, number(_TOGETHER - 1))
+            whole = b.icmp_signed("<", last, self.count)
+            last = b.select(whole, last, b.sub(self.count, number(1)))
+            first = self.at(self.granules, index, I64)
+            steps = [self.at(self.granules, b.select(whole, b.add(index, number(i)), last), I64) for i in range(1, 4)]
+            for i, one in enumerate(steps, 1):
+                whole = b.and_(whole, b.icmp_signed("==", one, b.add(first, number(i))))
+
+            @contextmanager
+            def single() -> Iterator[Any]:
+                with self._each(index, last) as i:
+                    yield self.at(self.granules, i, I64)
+
+            yield first, whole, single
+
+    # What is looked at.
+
+    def _look(self, first: Any, neighbours: Any, single: Callable[[], Any]) -> None:
+        b = self.b
+        inside = b.and_(self._inside(first), self._inside(b.add(first, number(_TOGETHER - 1))))
+        near, end = b.append_basic_block(), b.append_basic_block()
+        apart = b.append_basic_block()
+        b.cbranch(b.and_(neighbours, inside), near, apart)
+        b.position_at_end(near)
+        b.cbranch(self._plain(first), end, apart)
+        b.position_at_end(apart)
+        with single() as granule:
+            self._refuse(b.not_(self._inside(granule)))
+            if self.deed != "write ends":
+                self._refuse(b.icmp_signed("!=", self._of("in_flight", granule, I32), ir.Constant(I32, 0)))
+                self._look_at_writer(granule)
+                self._look_at_reader(granule)
+        b.branch(end)
+        b.position_at_end(end)
+
+    def _plain(self, first: Any) -> Any:
+        """Whether nothing need be looked at closely in neighbours."""
+        b = self.b
+        if self.deed == "write ends":
+            return ir.Constant(ir.IntType(1), 1)
+        idle = self._all("in_flight", first, ir.Constant(I32, 0))
+        written = self._all("writer", first, b.load(self.writer, typ=I32))
+        read = self._all("reader", first, b.load(self.reader, typ=I32))
+        plain = b.and_(idle, b.and_(written, read))
+        return plain if self.deed == "read" else b.and_(plain, self._few_readers(first))
+
+    def _few_readers(self, first: Any) -> Any:
+        return self._same(self._vector("many_readers", first, I8, _BYTES), ir.Constant(_BYTES, [0] * _TOGETHER))
+
+    def _inside(self, granule: Any) -> Any:
+        b = self.b
+        low = b.icmp_signed(">=", granule, b.ashr(self.place["first"], number(2)))
+        return b.and_(low, b.icmp_signed("<", granule, b.ashr(self.place["end"], number(2))))
+
+    def _look_at_writer(self, granule: Any) -> None:
+        b, writer = self.b, self._of("writer", granule, I32)
+        late = self._late(writer)
+        met = self._of("met", granule, I32)
+        partial = self._set_in("partial", self._agent(writer))
+        self._refuse(b.and_(late, b.not_(self._set_in("contested", granule))))
+        self._refuse(b.and_(partial, b.icmp_signed(">", met, ir.Constant(I32, 0))))
+        with b.if_then(b.not_(self.generic)):
+            self._refuse(self._beyond(self.fenced, writer))
+        with b.if_then(b.not_(b.or_(late, partial))):
+            b.store(writer, self.writer)
+
+    def _look_at_reader(self, granule: Any) -> None:
+        b, reader = self.b, self._of("reader", granule, I32)
+        if self.deed == "read":
+            self._check_keepable(reader, self.mark)
+            kept = self._kept_beside(reader, self.mark)
+            self._set(self.keeps, b.or_(self._value(self.keeps), b.zext(kept, I64)))
+            with b.if_then(b.not_(kept)):
+                b.store(reader, self.reader)
+            return
+        self._refuse(self._late(reader))
+        self._check_kept(granule)
+        with b.if_then(b.not_(self.generic)):
+            warps = b.icmp_signed("<", self._agent(reader), self.engine)
+            self._refuse(b.and_(warps, self._beyond(self.fenced, reader)))
+        b.store(reader, self.reader)
+
+    # What is done.
+
+    def _act(self, first: Any, neighbours: Any, single: Callable[[], Any]) -> None:
+        b = self.b
+        together = neighbours
+        if self.deed == "read":
+            together = b.and_(together, b.icmp_signed("==", self._value(self.keeps), number(0)))
+        near, apart, end = (b.append_basic_block() for _ in range(3))
+        b.cbranch(together, near, apart)
+        b.position_at_end(near)
+        self._mark(first, _TOGETHER)
+        if self.deed == "write begins":
+            with b.if_then(b.not_(self._few_readers(first))), single() as granule:
+                self._forget_kept(granule)
+        b.branch(end)
+        b.position_at_end(apart)
+        with single() as granule:
+            if self.deed == "read":
+                self._note_reader(granule, self.mark, self.line)
+            elif self.deed == "write begins":
+                self._forget_kept(granule)
+            self._mark(granule, 1)
+        b.branch(end)
+        b.position_at_end(end)
+
+    def _mark(self, granule: Any, count: int) -> None:
+        b = self.b
+        if self.deed == "read":
+            if count > 1:
+                self._fill("reader", granule, self.mark, count)
+                self._fill("reader_line", granule, self.line, count)
+            defined = self._vector("defined", b.shl(granule, number(2)), I8, ir.IntType(32 * count))
+            whole = ir.Constant(ir.IntType(32 * count), int.from_bytes(bytes([1]) * 4 * count, "little"))
+            bad = b.zext(b.icmp_unsigned("!=", defined, whole), I64)
+            self._set(self.undefined, b.or_(self._value(self.undefined), bad))
+        elif self.deed == "write begins":
+            self._fill("in_flight", granule, self.line, count)
+        else:
+            self._fill("in_flight", granule, ir.Constant(I32, 0), count)
+            self._fill("contested", granule, ir.Constant(I8, 0), count)
+            self._fill("writer", granule, self.mark, count)
+            self._fill("writer_line", granule, self.line, count)
+            place = b.gep(self._pointer("defined"), [b.shl(granule, number(2))], source_etype=I8)
+            b.store(ir.Constant(ir.IntType(32 * count), int.from_bytes(bytes([1]) * 4 * count, "little")), place,
+                    align=1)  # fmt: skip
+
+    # Vectors.
+
+    def _vector(self, name: str, index: Any, element: Any, kind: Any) -> Any:
+        pointer = self.b.gep(self._pointer(name), [index], source_etype=element)
+        return self.b.load(pointer, typ=kind, align=1)
+
+    def _all(self, name: str, first: Any, value: Any) -> Any:
+        """Whether the words of neighbours are all `value`."""
+        return self._same(self._vector(name, first, I32, _WORDS), self._spread(value, _WORDS))
+
+    def _same(self, a: Any, b: Any) -> Any:
+        differ = self.b.bitcast(self.b.icmp_signed("!=", a, b), ir.IntType(_TOGETHER))
+        return self.b.icmp_unsigned("==", differ, ir.Constant(ir.IntType(_TOGETHER), 0))
+
+    def _spread(self, value: Any, kind: Any) -> Any:
+        made: Any = ir.Constant(kind, ir.Undefined)
+        for i in range(_TOGETHER):
+            made = self.b.insert_element(made, value, ir.Constant(I32, i))
+        return made
+
+    def _fill(self, name: str, granule: Any, value: Any, count: int) -> None:
+        kind = value.type
+        place = self.b.gep(self._pointer(name), [granule], source_etype=kind)
+        if count > 1:
+            value = self._spread(value, ir.VectorType(kind, count))
+        self.b.store(value, place, align=1)

@@ -1,0 +1,147 @@
+"""What the asynchronous proxy does as machine code is what NumPy does: every array and every finding, at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from llvmlite import ir
+
+from backends.vm.faults import Fault, collecting
+from backends.vm.memory import compiled_granules, shared
+from backends.vm.memory.access_code import NO
+from backends.vm.memory.clocks import Agents, Clock, stamp
+from backends.vm.memory.compiled_granules import Demand, Perform
+from backends.vm.memory.shared import RESERVED, SharedMemory
+
+_DEEDS = 60
+_PROGRAMS = range(60)
+_BYTES = 256
+_LINES = 5
+
+
+def _granules(draw: np.random.Generator) -> shared.Granules:
+    """Units of neighbours in any order, some of them ragged, apart or, rarely, outside."""
+    units = draw.permutation(_BYTES // 16)[: draw.integers(1, 6)] * 4
+    if draw.random() < 0.2:
+        units = units + draw.integers(0, 4)
+    found = (RESERVED // 4 + units[:, None] + np.arange(draw.choice([4, 4, 4, 1, 3]))).ravel()
+    if draw.random() < 0.1:
+        found = draw.permutation(found)
+    if draw.random() < 0.02:
+        found = found - RESERVED // 4 + int(draw.choice([0, 310]))
+    return np.ascontiguousarray(found, np.int64)
+
+
+def _deed(draw: np.random.Generator, memory: SharedMemory, clocks: list[Clock]) -> Callable[[], object]:
+    """One thing that may happen to `memory`, mostly by somebody who has seen all that was done, or another one has."""
+    agents, agent = memory.agents, int(draw.integers(len(clocks)))
+    clock, line = clocks[agent], int(draw.integers(1, _LINES))
+    own = agent if draw.random() < 0.7 else agents.first_copy + agent
+    clock.seen[own] = epoch = int(clock.seen[own]) + 1
+    chosen = draw.random()
+    known = clocks if chosen < 0.4 else [clock, clocks[draw.integers(len(clocks))]] if chosen < 0.95 else [clock]
+    clock.seen[:] = np.maximum.reduce([one.seen for one in known])
+    if draw.random() < 0.8:
+        clock.fence_proxy()
+    granules, mark = _granules(draw), stamp(own, epoch)
+    chosen = draw.random()
+    if chosen < 0.45:
+        return lambda: memory.async_read(granules, clock, mark, "the tensor core")
+    if chosen < 0.6:
+        generic = draw.random() < 0.3
+        return lambda: memory.async_write_begins(granules, clock, line, "a copy", generic=generic)
+    if chosen < 0.85:
+        return lambda: memory.async_write_ends(granules, mark, line)
+    offsets = RESERVED + 4 * draw.permutation(_BYTES // 4)[:8]
+    if chosen < 0.9:
+        return lambda: memory.load(offsets, 4, clock, mark)[0].tolist()
+    size = int(draw.choice([1, 4]))
+    values = draw.integers(0, 255, (8, size)).astype(np.uint8)
+
+    def store() -> None:
+        memory.store(offsets, values, clock, mark, line)
+        memory.lanes.note(offsets, size, np.arange(8), 1)
+        agents.releases.note(own, epoch, 1, int(draw.choice([1, (1 << 32) - 1])))
+
+    return store
+
+
+def _outcome(seed: int) -> tuple[object, ...]:
+    """All that can be seen of a program of deeds."""
+    draw, agents = np.random.default_rng(seed), Agents(1, 1, 4, line=lambda: 7)
+    memory, clocks = SharedMemory(agents, 0, _BYTES), [Clock.zero(agents.count) for _ in range(4)]
+    told, answers = list[str](), list[object]()
+    with collecting(lambda fault: told.append(f"{fault} {fault.lane} {fault.address}")):
+        for _ in range(_DEEDS):
+            try:
+                answers.append(_deed(draw, memory, clocks)())
+            except (Fault, IndexError) as error:
+                answers.append(f"{error} {getattr(error, 'lane', None)} {getattr(error, 'address', None)}")
+    arrays = (memory.in_flight, memory.writer, memory.reader, memory.writer_line, memory.reader_line, memory.defined,
+              memory.contested, memory.many_readers)  # fmt: skip
+    kept = {agent: found.tolist() for agent, found in memory.readers.items()}
+    return answers, told, memory.unfenced_overwrites, kept, *(one.tolist() for one in arrays)
+
+
+def _both(seed: int) -> list[int]:
+    """Run a program both ways and compare. The answers of the machine code."""
+    answers = list[int]()
+
+    def noted(deed: compiled_granules.Deed) -> Perform:
+        def perform(*arguments: int) -> int:
+            answers.append(compiled_granules.performer(deed)(*arguments))
+            return answers[-1]
+
+        return perform
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Demand, "wanted", lambda self, deed: None)
+        plain = _outcome(seed)
+        patch.setattr(Demand, "wanted", lambda self, deed: noted(deed))
+        quick = _outcome(seed)
+    for number, (wanted, seen) in enumerate(zip(plain, quick, strict=True)):
+        assert seen == wanted, f"program {seed}, observation {number}, with machine code: {seen}\nwithout: {wanted}"
+    return answers
+
+
+def test_machine_code_does_as_numpy_does() -> None:
+    """Arrays and findings are the same; programs reach what the machine code does, and what it refuses."""
+    answers = [answer for seed in _PROGRAMS for answer in _both(seed)]
+    assert {0, 1, NO} == set(answers), f"the machine code has answered {sorted(set(answers))} only"
+    done = sum(answer != NO for answer in answers)
+    assert 500 < done < len(answers), f"{done} of {len(answers)} deeds by machine code"
+
+
+def _never(self: object, *arguments: object) -> ir.Constant:
+    return ir.Constant(ir.IntType(1), 0)
+
+
+def _nothing(*arguments: object) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("method", "broken"),
+    [
+        ("_late", _never),
+        ("_beyond", _never),
+        ("_kept_beside", _never),
+        ("_check_kept", _nothing),
+        ("_forget_kept", _nothing),
+        ("_look_at_writer", _nothing),
+    ],
+)
+def test_machine_code_that_does_not_look_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, method: str, broken: object
+) -> None:
+    """One look less, and some program tells."""
+    code = compiled_granules._GranuleAccess  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(code, method, broken)
+    compiled_granules.performer.cache_clear()
+    try:
+        with pytest.raises(AssertionError, match="with machine code"):
+            list(map(_both, _PROGRAMS))
+    finally:
+        compiled_granules.performer.cache_clear()
