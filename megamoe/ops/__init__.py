@@ -9,9 +9,9 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
+
     from megamoe.contract import Case
 
 Distribution = TypeVar("Distribution")
@@ -40,7 +40,7 @@ class Latitude:
     hold codes; `Codes` alone judges them.
     """
 
-    oracle: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    oracle: Mapping[str, torch.Tensor] = field(default_factory=dict)
     codes: Mapping[str, Codes] = field(default_factory=dict[str, Codes])
 
 
@@ -108,6 +108,8 @@ class Reference(Protocol):
 
 def full_precision(case: Case) -> None:
     """ValueError if torch was told to lower the precision of fp32 matrix products, which simulated references need."""
+    import torch
+
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
         raise ValueError(

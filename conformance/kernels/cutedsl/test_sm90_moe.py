@@ -3,6 +3,7 @@ every schedule, planted faults are noticed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -112,8 +113,9 @@ def test_a_cta_expands_one_row_after_another(stage: str) -> None:
     assert not refusal(text, seen), f"{text}: {refusal(text, seen)}"
 
 
-FAULTS = {
-    "sums taken before they are there": without(r"st\.release\.gpu"),
+# A flag that is never set would only be waited for, until the machine has waited long enough.
+FAULTS: dict[str, Callable[[str], str]] = {
+    "sums taken before they are there": lambda ptx: ptx.replace("st.release.gpu", "st.relaxed.gpu"),
     "stages given back while the tensor core reads them": without(r"wgmma\.wait_group"),
 }
 

@@ -23,11 +23,12 @@ COUNTS = (1, 5)
 kernels share."""
 SIZES = ((384, 384), (768, 384), (768, 768))
 """Values of hidden and intermediate, cheapest first: several tiles of an expert, and three steps or more along K."""
-_SHORT_L1, _SHORT_L2 = (128, 896), (1792, 128)
+_SHORT_L1, _SHORT_L2 = (128, 1280), (2560, 128)
 SHORT = {"l1": (_SHORT_L1,), "l2": (_SHORT_L2,), "layer": (_SHORT_L1, _SHORT_L2)}
-"""By stage, of those with a grouped GEMM, hidden and intermediate for one step along K and seven tiles of weight rows.
+"""By stage, of those with a grouped GEMM, hidden and intermediate for one step along K and 2560 weight rows.
 Where a tile has several steps, a stage of the ring that a warp gives back without the others is covered by the stage
-before it, so that each must be the first of a tile once."""
+before it. So each must be the first of a tile, and be filled again: raw PTX has 5 stages for tiles of 256 weight rows,
+and 9 for tiles of 128."""
 SEQUENCES, KEYS = 4, {64: 500, 128: 400, 256: 300, 512: 200}
 """Sequences and, by head dimension, their keys, with which CuTeDSL's attention on one CTA fills its rings twice."""
 GEMMS = ("moe_swiglu", "moe_rows")

@@ -116,21 +116,24 @@ def remember(killed: Mapping[str, bool], path: Path = SILICON) -> None:
         _write(told, path)
 
 
-def told(seen: Sequence[Seen], killed: Collection[str], lived: Collection[str]) -> list[str]:
+def told(seen: Sequence[Seen], killed: Collection[str], lived: Collection[str], programs: Collection[str]) -> list[str]:
     """Markdown. `killed`, `lived`: ids of mutants that the machine kills, and of those that it does not; what it did
-    with those that neither names is in `seen`."""
+    with those that neither names is in `seen`. `programs`: the ids of texts that the campaigns are about today."""
     killed = {*killed, *(one.id for one in seen if one.vm and one.id not in lived)}
     lived = {*lived, *(one.id for one in seen if one.vm is False and one.id not in killed)}
     whole = [one for one in seen if not one.id]
     mutants = [_without_false_alarms(one, whole) for one in seen if one.id]
     if not mutants:
         return []
+    texts = {one.base.split()[1] for one in seen}
     return [
         "## On an H200, and under compute-sanitizer",
         "",
         "Mutants of sm_90a programs on the case that kills them in the VM, from `results/records/h200-mutants.json`:",
         "launched alone (20 launches, bits compared with those of the program as it is), then once under each tool of",
-        "compute-sanitizer. `conformance/kernels/mutants/carried.py` and `on_device.py` there say how.",
+        "compute-sanitizer. `conformance/kernels/mutants/carried.py` and `on_device.py` there say how. They are of the",
+        f"kernels of that session: of their {len(texts)} texts {len(texts & set(programs))} are among those of the",
+        "rest of this page, and the others are of older kernels.",
         "",
         f"Programs as they are: {len(whole)}, {sum(one.fate == 'right' for one in whole)} right; {_tools_of(whole)}.",
         "",

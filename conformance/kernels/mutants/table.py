@@ -26,6 +26,8 @@ RECORD = ROOT / "results" / "mutants.jsonl"
 TABLE = ROOT / "results" / "mutants.md"
 DROPS = ROOT / "results" / "mutations.md"
 REASONS = Path(__file__).with_name("survivors.yaml")
+FLAGS = ("reached", "same_bits")
+"""Keys of a reason that are true or false."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class Reason:
 
     "equivalent": no run on silicon can tell, and `why` argues it. "hole": a check or a case is missing. `reached`: it
     speaks about mutants of lines that a case executes with its findings collected, or about those that none does.
+    `same_bits`: all outputs of the case in the name of the mutant's program are the program's own, bit for bit;
+    test_survivors.py runs them.
     """
 
     verdict: Literal["equivalent", "hole"]
@@ -43,6 +47,7 @@ class Reason:
     after: str = "*"
     program: str = "*"
     reached: bool | None = None
+    same_bits: bool = False
 
     def explains(self, one: Outcome) -> bool:
         """Whether it speaks about an outcome."""
@@ -64,9 +69,10 @@ def reasons(path: Path = REASONS) -> list[Reason]:
             raise ValueError(f"{path}, entry {number}: its keys are {sorted(keys)}; needed are verdict and why")
         if entry["verdict"] not in ("equivalent", "hole"):
             raise ValueError(f"{path}, entry {number}: verdict {entry['verdict']!r} is neither equivalent nor hole")
-        if not isinstance(entry.get("reached", True), bool):
-            raise ValueError(f"{path}, entry {number}: reached {entry['reached']!r} is neither true nor false")
-        words = {name: one if name == "reached" else " ".join(str(one).split()) for name, one in entry.items()}
+        for name in FLAGS:
+            if not isinstance(entry.get(name, True), bool):
+                raise ValueError(f"{path}, entry {number}: {name} {entry[name]!r} is neither true nor false")
+        words = {name: one if name in FLAGS else " ".join(str(one).split()) for name, one in entry.items()}
         made.append(Reason(**words))  # pyright: ignore[reportArgumentType]
     return made
 
@@ -124,7 +130,10 @@ def table(record: Record, known: Sequence[Reason]) -> str:
         *told_of_rows(Watch()),
         "",
         *told_of_silicon(
-            read_silicon(), {one.id for one in found if one.killed}, {one.id for one in found if not one.killed}
+            read_silicon(),
+            {one.id for one in found if one.killed},
+            {one.id for one in found if not one.killed},
+            {one.id.partition("/")[0] for one in found},
         ),
         "## By class",
         "",
@@ -150,7 +159,7 @@ def table(record: Record, known: Sequence[Reason]) -> str:
         "",
         "| program | mutants | killed | equivalent | holes |",
         "|---|---|---|---|---|",
-        *(_program(name, [one for one in found if one.program == name], equal) for name in _names(found)),
+        *(_program(some, equal) for some in _by_program(found)),
         "",
         "## Survivors that are not equivalent",
         "",
@@ -168,8 +177,12 @@ def _any(found: Iterable[Outcome], kind: str) -> bool:
     return any(one.kind == kind for one in found)
 
 
-def _names(found: Iterable[Outcome]) -> list[str]:
-    return sorted({one.program for one in found})
+def _by_program(found: Iterable[Outcome]) -> list[list[Outcome]]:
+    """The mutants of each text. Its name has the first case of a call, so that calls name one text in several ways."""
+    texts: dict[str, list[Outcome]] = {}
+    for one in sorted(found, key=lambda each: each.program):
+        texts.setdefault(one.program.rpartition(" ")[2], []).append(one)
+    return list(texts.values())
 
 
 def _sum(what: str, found: Sequence[Outcome], equal: set[str]) -> str:
@@ -196,9 +209,9 @@ def _class(kind: str, found: Sequence[Outcome], equal: set[str]) -> str:
     return f"| {kind} | {len(found)} | {killed} | {same} | {len(found) - killed - same} | {share} |"
 
 
-def _program(name: str, found: Sequence[Outcome], equal: set[str]) -> str:
+def _program(found: Sequence[Outcome], equal: set[str]) -> str:
     killed, same = sum(one.killed for one in found), sum(one.id in equal for one in found)
-    return f"| `{name}` | {len(found)} | {killed} | {same} | {len(found) - killed - same} |"
+    return f"| `{found[0].program}` | {len(found)} | {killed} | {same} | {len(found) - killed - same} |"
 
 
 def _counted(what: str, found: Sequence[Outcome], of: Callable[[Outcome], str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from conformance.kernels.mutants.campaign import (
+    FEW_CTAS,
     Outcome,
     Plan,
     Record,
@@ -27,8 +29,9 @@ from conformance.kernels.mutants.smoke import check_of, smoked
 from conformance.kernels.mutants.table import RECORD, TABLE, Reason, reason_of, reasons, table
 from conformance.kernels.mutants.unmutated import Watch, told, watched
 from megamoe.contract import BufferArg, Launch, Program, ScalarArg, TensorMapArg
+from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import parse_marked_yaml
-from megamoe.spec.selection import Selection
+from megamoe.spec.selection import Selection, owed_rows
 
 PTX = """\
 .version 8.6
@@ -355,6 +358,14 @@ def test_the_published_table_is_that_of_the_record_and_every_survivor_has_a_reas
     stale = [one.why for one in known if one not in used]
     assert not stale, f"no survivor of the record needs these entries of survivors.yaml: {stale}"
     assert TABLE.read_text("utf-8") == table(record, known), "out of date; run: nox -s mutants -- --table"
+
+
+def test_what_is_killed_is_killed_on_rows_that_a_profile_has_or_on_few_ctas() -> None:
+    profiles = [Selection(name, executors=("vm",)) for name in ("smoke", "full")]
+    cases = {row.case for one in profiles for row in owed_rows(load_specs(None), one)}
+    killed = [one for one in Record(RECORD).results if one.killed and not one.schedule.startswith(FEW_CTAS)]
+    beside = Counter(one.case for one in killed if one.case not in cases)
+    assert not beside, f"kills on cases that are no rows of smoke or full: {dict(beside)}"
 
 
 @pytest.mark.parametrize(

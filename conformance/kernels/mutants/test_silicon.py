@@ -177,10 +177,10 @@ def test_mutants_of_programs_that_are_built_no_more_stay_here(subject: Subject, 
 
 
 ROWS = [
-    {"number": 0, "id": "", "kind": "", "base": "p"},
-    {"number": 1, "id": "a/drop/1.0", "kind": "drop", "base": "p"},
-    {"number": 2, "id": "a/store/2.0", "kind": "store", "base": "p"},
-    {"number": 3, "id": "a/drop/3.0", "kind": "drop", "base": "p"},
+    {"number": 0, "id": "", "kind": "", "base": "ptx a fmha:p"},
+    {"number": 1, "id": "a/drop/1.0", "kind": "drop", "base": "ptx a fmha:p"},
+    {"number": 2, "id": "a/store/2.0", "kind": "store", "base": "ptx a fmha:p"},
+    {"number": 3, "id": "a/drop/3.0", "kind": "drop", "base": "ptx a fmha:p"},
 ]
 
 
@@ -197,22 +197,24 @@ def test_the_table_says_what_each_of_them_noticed() -> None:
     seen = seen_of(ROWS, answers)
     assert [one.id for one in seen] == ["", "a/drop/1.0", "a/store/2.0"], "what did not run is not there"
     assert seen[2].tools == {"memcheck": {}}, "a tool that died has said nothing"
-    said = told(seen, {"a/drop/1.0"}, {"a/store/2.0"})
+    said = told(seen, {"a/drop/1.0"}, {"a/store/2.0"}, ())
     text = "\n".join(said)
     assert "- `a/store/2.0` is wrong on the H200, and lives in the VM" in said, text
     assert any(line.startswith("| drop | 1 | 1 | 0 | 0 | 0 | 1 of 1 |  | 1 of 1 |") for line in said), text
     assert "| racecheck | a race | 1 |" in said, text
-    assert not told([], set(), set()), "no record, no section"
+    assert not told([], (), (), ()), "no record, no section"
+    assert "of their 1 texts 0 are" in " ".join(said), "older kernels are not told from today's"
+    assert "of their 1 texts 1 are" in " ".join(told(seen, (), (), {"a"})), "today's kernels are called older ones"
     alarmed = [replace(seen[0], tools={"racecheck": {"a race": 1}}), *seen[1:]]
-    said = told(alarmed, {"a/drop/1.0"}, {"a/store/2.0"})
-    assert "- racecheck reports `p` as it is" in said, "a false alarm is hidden"
+    said = told(alarmed, {"a/drop/1.0"}, {"a/store/2.0"}, ())
+    assert "- racecheck reports `ptx a fmha:p` as it is" in said, "a false alarm is hidden"
     assert "| racecheck | a race | 1 |" not in said, "what a tool says of the program too is no kill"
 
 
 def test_tools_have_their_say_of_what_hangs_once_waits_give_up() -> None:
     """But for a tool under which the program itself does not come to its end before that, or that reports it, too."""
-    rows = [*ROWS, {"number": 4, "id": "", "kind": "", "base": "slow"}]
-    rows += [{"number": 5, "id": "b/drop/1.0", "kind": "drop", "base": "slow"}]
+    rows = [*ROWS, {"number": 4, "id": "", "kind": "", "base": "ptx b fmha:slow"}]
+    rows += [{"number": 5, "id": "b/drop/1.0", "kind": "drop", "base": "ptx b fmha:slow"}]
     hangs = [Seen(str(row["id"]), str(row["kind"]), str(row["base"]), "hang" if row["id"] else "right") for row in rows]
     race, gone = {"a race": 1}, {"an exit": 1}
     answers = [
@@ -224,7 +226,7 @@ def test_tools_have_their_say_of_what_hangs_once_waits_give_up() -> None:
     seen = with_tools(hangs, rows, answers, patient=True)
     assert [one.patient.get("racecheck") for one in seen] == [{}, race, {}, None, None, None], "the slow one has no say"
     assert not any(one.tools for one in seen), "what gives up is not the mutant as it is"
-    table = told(seen, set(), set())
+    table = told(seen, (), (), ())
     assert "| racecheck | 2 | 1 | a race (1) |" in table, "\n".join(table)
     assert not any(line.startswith("| synccheck | 2 |") for line in table), "it reports the program as it is, too"
     plain = with_tools(hangs, rows, answers, patient=False)
@@ -262,16 +264,16 @@ def test_the_record_has_no_mutant_that_is_seen_on_silicon_and_lives_in_the_vm() 
 def test_what_the_machine_did_is_kept_when_a_program_is_forgotten(tmp_path: Path) -> None:
     file = tmp_path / "seen.json"
     rows = [
-        Seen("a/drop/1.0", "drop", "a", "wrong"),
-        Seen("a/store/2.0", "store", "a", "right"),
-        Seen("", "", "a", "right"),
+        Seen("a/drop/1.0", "drop", "ptx a fmha:p", "wrong"),
+        Seen("a/store/2.0", "store", "ptx a fmha:p", "right"),
+        Seen("", "", "ptx a fmha:p", "right"),
     ]
     file.write_text(json.dumps([asdict(one) for one in rows]))
     silicon.remember({"a/drop/1.0": True, "b/drop/1.0": False}, file)
     silicon.remember({"a/store/2.0": False}, file)
     kept = silicon.read(file)
     assert [one.vm for one in kept] == [True, False, None], "an answer was lost, or is another mutant's"
-    assert "Of 1 that are wrong" in "\n".join(told(kept, set(), set())), "the table does not ask what was kept"
+    assert "Of 1 that are wrong" in "\n".join(told(kept, (), (), ())), "the table does not ask what was kept"
 
 
 def test_programs_as_they_are_were_right_on_silicon() -> None:

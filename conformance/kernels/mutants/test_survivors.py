@@ -1,0 +1,73 @@
+"""What survivors.yaml argues with, held: the same bits, an mbarrier that nobody uses, parts that a cache has not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from backends.cutedsl.device import WARPGROUP
+from backends.cutedsl.sm90_fmha.plan import LONE_KEYS, SHORT_KEYS
+from backends.vm.machine.cta import Cta
+from conformance.kernels.mutants.campaign import Built, Outcome, Record, collected, program_of
+from conformance.kernels.mutants.mutant import mutants, program_id
+from conformance.kernels.mutants.table import RECORD, reasons, survivors
+from megamoe.contract import HostProgram, Program, RunOptions
+from megamoe.spec.load import load_specs
+
+
+def _changed(built: Built, program: Program | HostProgram) -> list[str]:
+    """Outputs of a case of which `program` leaves other bits than the program as it is."""
+    in_order = RunOptions(schedule="eager")
+    own, other = (collected(built, one, in_order).ran.settled for one in (built.program, program))
+    return [name for name in own if not torch.equal(own[name].view(torch.uint8), other[name].view(torch.uint8))]
+
+
+def _built(one: Outcome) -> Built | None:
+    """The program of an outcome on the case in its name, unless its backend builds another by now."""
+    backend, target, case_id, text = one.program.split()
+    spec = load_specs(None)[case_id.partition(":")[0]]
+    program = program_of(backend, target, case := spec.parse_case(case_id))
+    return Built(spec, case, program) if program is not None and program_id(program.ptx) == text else None
+
+
+def _argued() -> Sequence[Outcome]:
+    known = reasons()
+    return [one for one, why in survivors(Record(RECORD), known) if why is not None and why.same_bits]
+
+
+@pytest.mark.parametrize("one", _argued(), ids=lambda one: one.id)
+def test_what_is_said_to_leave_the_same_bits_leaves_them(one: Outcome) -> None:
+    if (built := _built(one)) is None:
+        pytest.skip(f"{one.program} is built no more; `nox -s mutants -- --forget` takes it out of the record")
+    (mutant,) = (each for each in mutants(built.program) if each.id == one.id)
+    changed = _changed(built, mutant.of(built.program))
+    assert not changed, f"{one.id} `{one.before}` -> `{one.after}` changes {changed} of {built.case.id}"
+
+
+def test_other_bits_are_seen() -> None:
+    """A planted fault: a mutant that a metric killed."""
+    killed = [one for one in Record(RECORD).results if one.check.startswith("metric:") and one.schedule == "eager"]
+    built, one = next((built, one) for one in killed if one.case in one.program and (built := _built(one)) is not None)
+    (mutant,) = (each for each in mutants(built.program) if each.id == one.id)
+    assert _changed(built, mutant.of(built.program)), f"{one.id} was killed by {one.check}, and changes no bit"
+
+
+@pytest.mark.parametrize(("hd", "mbarriers"), [(256, 2), (128, 0)])
+def test_one_softmax_warpgroup_gives_way_to_nobody(hd: int, mbarriers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two mbarriers of the chain lie idle at hd 256, where one warpgroup has all exponentials. At hd 128 two do."""
+    ended, check_exit = list[Cta](), Cta.check_exit
+    monkeypatch.setattr(Cta, "check_exit", lambda cta: (ended.append(cta), check_exit(cta)))
+    case = load_specs(None)["fmha"].parse_case(f"fmha:hd={hd},t=1,s_k=512")
+    program = program_of("cutedsl", "sm_100a", case)
+    assert program is not None, f"cutedsl has no program of {case.id}"
+    collected(Built(load_specs(None)["fmha"], case, program), program, RunOptions(schedule="eager"))
+    (cta,) = ended
+    idle = [one for one in cta.mbarriers.values() if one.unused and one.expected == WARPGROUP]
+    assert len(idle) == mbarriers, f"{len(idle)} mbarriers of a warpgroup are not used: {[one.offset for one in idle]}"
+
+
+def test_a_lone_warpgroup_has_16_parts_at_most() -> None:
+    parts = SHORT_KEYS // LONE_KEYS
+    assert parts <= 16, f"a short cache has {parts} parts, and survivors.yaml says that none has part 26"
