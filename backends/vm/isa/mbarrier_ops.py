@@ -34,14 +34,15 @@ def places(b: Binder, operand: Operand, *, remote: bool = False) -> Callable[[Wa
     def find(warp: Warp) -> Iterator[tuple[Where, list[int]]]:
         lanes = active(warp)
         where, addresses = resolve(space, address(warp)[lanes])
-        for value in dict.fromkeys(addresses.tolist()):
+        named = dict.fromkeys(addresses.tolist())
+        for value in named:
             cta = warp.cta
             if where == "shared::cluster" and remote:
                 cta = warp.cta.cluster.cta_of(value, "an mbarrier operation")
                 visit(warp, cta, "an mbarrier operation", b.instruction.line)
             elif where != "shared::cluster" or value >> 24 != warp.cta.place.cta_rank:
                 warp.cta.own_offset(value, "mbarrier operation")
-            yield (cta, value & OFFSET_MASK), lanes[addresses == value].tolist()
+            yield (cta, value & OFFSET_MASK), (lanes if len(named) == 1 else lanes[addresses == value]).tolist()
 
     return find
 
@@ -186,11 +187,12 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
         values = warp.u32[row] if by_parity else warp.u64[row] >> np.uint64(63)
         for (cta, offset), lanes in find(warp):
             barrier = cta.mbarrier(offset, warp.clock)
-            for parity in dict.fromkeys(values[lanes].tolist()):
+            told = values[lanes].tolist()
+            for parity in dict.fromkeys(told):
                 asked.append((barrier, int(parity) & 1))
                 passed = barrier.passed(int(parity) & 1)
                 warp.meetings += passed
-                answers[[lane for lane in lanes if values[lane] == parity]] = passed
+                answers[[lane for lane, one in zip(lanes, told, strict=True) if one == parity]] = passed
                 if passed and (relaxed or narrow):
                     barrier.completed.over(warp.met)
                 if passed and relaxed:

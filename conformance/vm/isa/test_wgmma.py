@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from backends.vm.bind import lanes
 from backends.vm.faults import Fault, UnknownInstructionError
+from backends.vm.machine import code
 from backends.vm.tensor.fragments import to_matrix, to_registers, wgmma_accumulator, wgmma_operand_a
 from conformance import SILICON
 from conformance.vm.kernel import Kernel
@@ -212,6 +214,29 @@ def test_a_forgotten_wait_or_fence_is_found(rule: str, body: str, schedule: str)
     with pytest.raises(Fault) as caught:
         f16_case(body.replace("LOW", low), schedule)
     assert caught.value.rule == rule, f"found {caught.value} where the broken rule is {rule}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"{FENCE} MMA {COMMIT} xor.b32 %index, %index, 3; mov.b32 %d3, 0; xor.b32 %index, %index, 3; {WAIT} 0;",
+        f"{FENCE} MMA {COMMIT} {WAIT} 0; xor.b32 %x, %x, 4; mul.f32 %d0, %d0, %d0; {MMA} {COMMIT} {WAIT} 0;",
+    ],
+    ids=["a register in flight", "no fence"],
+)
+def test_machine_code_of_what_touches_registers_of_wgmma_finds_the_same(
+    monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    """The same sentence of the same line, whether the instructions about it are machine code or not."""
+    said: list[tuple[str, int]] = []
+    # Another text: what is bound of a text stays.
+    for often, text in ((1 << 40, body), (1, f"{body} // again")):
+        monkeypatch.setattr(code, "OFTEN", often)
+        monkeypatch.setattr(lanes, "WORTH", 0)
+        with pytest.raises(Fault) as caught:
+            f16_case(text)
+        said.append((str(caught.value), caught.value.line))
+    assert said[0] == said[1], f"with machine code: {said[1]}; without: {said[0]}"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
