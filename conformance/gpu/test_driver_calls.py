@@ -37,7 +37,8 @@ ATTEMPTS = {
     "moved": ("moved", ""),
     "move refused": ("moved", "cuTensorMapReplaceAddress=1"),
 }
-# One process imports; a fork of it makes each attempt. The import takes as long as ten attempts.
+# One process imports and assembles, which takes as long as ten attempts; a fork of it makes each attempt,
+# and leaves torch where it is: to take it apart takes longer.
 SCRIPT = """
 import json, os, sys
 import backends.gpu.kernels as kernels
@@ -60,13 +61,17 @@ def attempt(probe, moves):
     except DeviceError as error:
         print(type(error).__name__, error)
     print("lost to:", DeviceLostError.met)
+made = {name: getattr(probes, name)() for name in ("product_probe", "exchange_probe")}
+for probe in made.values():
+    kernels.device_code(probe.program.ptx, probe.program.target)
 for name, (probe, failure) in json.loads(sys.argv[1]).items():
     if os.fork() == 0:
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), 1)
         if failure:
             os.environ["FAKE_FAILURE"] = failure
-        attempt(getattr(probes, "product_probe" if probe == "moved" else probe)(), probe == "moved")
-        sys.exit()
+        attempt(made["product_probe" if probe == "moved" else probe], probe == "moved")
+        sys.stdout.flush()
+        os._exit(0)
     if os.wait()[1] != 0:
         sys.exit(f"attempt {name} failed")
 """

@@ -169,6 +169,7 @@ def cluster_arrive(b: Binder) -> Step:
             raise Fault("barrier-misuse", "barrier.cluster.arrive by a thread that has not waited since its last "
                         "arrival", lane=int(twice.argmax()))  # fmt: skip
         warp.cluster_arrived |= warp.mask
+        cluster.awaited = True
         warp.cluster_owed |= warp.mask
         warp.cluster_phase[warp.mask] = cluster.generation + 1
         cluster.arriving.join(warp.released if relaxed else warp.clock)

@@ -21,6 +21,7 @@ from backends.vm.ptx.ast import Operand
 Lanes = npt.NDArray[np.bool_]
 
 _LANE = np.arange(LANES, dtype=np.int64)
+_ALL_NAME_ALL = b"\xff" * 4 * LANES
 
 
 @lru_cache(maxsize=256)
@@ -54,6 +55,8 @@ def member_groups(b: Binder, operand: Operand, *, orders: bool = True) -> Callab
     def groups(warp: Warp) -> list[Lanes]:
         masks = warp.u32[row]
         warp.meetings += orders
+        if warp.where is True and masks.tobytes() == _ALL_NAME_ALL:
+            return [warp.mask]
         first = masks[warp.mask.argmax()]
         if not count_nonzero(masks != first):
             return [group(warp, int(first), warp.mask)]
@@ -76,8 +79,8 @@ def shfl(b: Binder) -> Step:
     def step(warp: Warp) -> None:
         groups(warp)
         source, valid = _partner(mode, warp.u32[rb].tobytes(), warp.u32[rc].tobytes())
-        absent = warp.mask & valid & ~warp.mask[source]
-        if count_nonzero(absent):
+        absent = False if warp.where is True else warp.mask & valid & ~warp.mask[source]
+        if absent is not False and count_nonzero(absent):
             at = int(np.flatnonzero(absent)[0])
             raise Fault("diverged", f"shfl reads lane {source[at]}, which is not active", lane=at)
         np.copyto(warp.u32[rd], warp.u32[ra][source], where=warp.where)

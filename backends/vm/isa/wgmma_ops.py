@@ -22,7 +22,7 @@ from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.isa.ring_ops import check_multiplied
 from backends.vm.isa.tensor_operands import hidden_units
 from backends.vm.machine.access import uniform
-from backends.vm.machine.code import Key, Wait
+from backends.vm.machine.code import Key, Wait, index_of
 from backends.vm.machine.engine import submit
 from backends.vm.machine.undefined import BecameUndefined, UndefinedRegisters, spread
 from backends.vm.machine.warp import Warp
@@ -52,6 +52,8 @@ from backends.vm.tensor.sparsity import Granularity, codes_in_registers, dense, 
 
 Float32 = npt.NDArray[np.float32]
 Fetch = Callable[[], Float32]
+Rows = slice | npt.NDArray[np.intp]
+Places = npt.NDArray[np.int64]
 
 ROWS = 16
 _BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8}
@@ -157,7 +159,7 @@ def mma_async(b: Binder) -> Step:
     accumulators: frozenset[Key] = frozenset((32, row) for row in rows_d)
     inputs: frozenset[Key] = frozenset((32, row) for row in rows_a)
     line, text = b.instruction.line, b.instruction.text
-    shape = f"m64n{form.n} of {form.d_type}"
+    shape, index_a, index_d = f"m64n{form.n} of {form.d_type}", index_of(rows_a), index_of(rows_d)
 
     def step(warp: Warp) -> None:
         warp.converged("wgmma.mma_async")
@@ -169,16 +171,16 @@ def mma_async(b: Binder) -> Step:
         )
         group = warpgroup_of(warp)
         part, serial = group.issue(warp, line, raws)
-        part.used |= accumulators | inputs
+        part.used |= touched
         part.check_overlap(accumulators, inputs, shape)
         reads = stamp(group.agent, serial)
-        left = _registers_a(warp, rows_a, form) if rows_a else _smem_a(warp, raws[0], form, reads)
+        left = _registers_a(warp, index_a, form) if rows_a else _smem_a(warp, raws[0], form, reads)
         right = _smem(warp, raw_b, form.n, form.bits, form.k, form.major_b, form.b_type, reads, "B")
         enabled = bool(warp.pred[predicate][int(warp.mask.argmax())]) != negated
         _count(warp, form)
         fetch, stored = (left.fetch, None) if metadata is None else _sparse(left.fetch, warp.u32[metadata].copy(), form)
         perform = _performer(
-            warp, part, rows_d, fragment, form, fetch, right.fetch, accumulate_d=enabled, stored=stored
+            warp, part, index_d, fragment, form, fetch, right.fetch, accumulate_d=enabled, stored=stored
         )
         operation = submit(warp, "a wgmma", line, text, perform, queue=part, signals=(group,))
         part.open.append(Multiplication(accumulators, inputs, shape, line, part.issued - 1, serial, operation))
@@ -272,16 +274,9 @@ def _smem(
     part: slice | None = None,
 ) -> _Operand:  # fmt: skip
     """Check an operand in shared memory now; it is float32 [rows, k], or the rows of `part`."""
-    descriptor = decode_matrix_descriptor(raw, "sm_90a")
-    if major == "k" and 0 < descriptor.swizzle.span < k * bits // 8:
-        raise Fault("matrix-descriptor", f"operand {which} has rows of {k * bits // 8} bytes, more than its swizzle "
-                    f"{descriptor.swizzle.value} spans (PTX ISA 9.7.15.5.1)")  # fmt: skip
-    units = unit_addresses(descriptor, rows, k, bits, major, "sm_90a")
-    if part is not None:
-        rows = part.stop - part.start
-        units = units[part] if major == "k" else units[:, part.start * bits // 128 : part.stop * bits // 128]
+    units, granules = _places(raw, rows, bits, k, major, which, None if part is None else (part.start, part.stop))
+    rows = rows if part is None else part.stop - part.start
     smem = warp.cta.smem
-    granules = granules_of(units.ravel(), 16)
     whole = smem.async_read(granules, warp.clock, reads, f"operand {which} of wgmma")
 
     def fetch() -> Float32:
@@ -293,24 +288,35 @@ def _smem(
     return _Operand(fetch, Lost((hidden != 0).any(axis=1), smem.first_origin(granules, 0)))
 
 
+@lru_cache(maxsize=256)
+def _places(
+    raw: int, rows: int, bits: int, k: int, major: Major, which: str, part: tuple[int, int] | None
+) -> tuple[Places, Places]:
+    """The addresses of the units of an operand, and their granules. Loops come back to few descriptors."""
+    descriptor = decode_matrix_descriptor(raw, "sm_90a")
+    if major == "k" and 0 < descriptor.swizzle.span < k * bits // 8:
+        raise Fault("matrix-descriptor", f"operand {which} has rows of {k * bits // 8} bytes, more than its swizzle "
+                    f"{descriptor.swizzle.value} spans (PTX ISA 9.7.15.5.1)")  # fmt: skip
+    units = unit_addresses(descriptor, rows, k, bits, major, "sm_90a")
+    if part is not None:
+        units = units[slice(*part)] if major == "k" else units[:, part[0] * bits // 128 : part[1] * bits // 128]
+    return units, granules_of(units.ravel(), 16)
+
+
 def _smem_a(warp: Warp, raw: int, form: _Form, reads: int) -> _Operand:
     first = ROWS * (warp.index % 4)
     part = slice(first, first + ROWS)
     return _smem(warp, raw, 64, form.bits, form.stored_k, form.major_a, form.a_type, reads, "A", part)
 
 
-def _registers_a(warp: Warp, rows: list[int], form: _Form) -> _Operand:
-    return _Operand(lambda: to_float32(to_matrix(_gather(warp, rows), form.operand_a), form.a_type))
-
-
-def _gather(warp: Warp, rows: list[int]) -> Words:
-    return warp.registers.words[rows]
+def _registers_a(warp: Warp, rows: Rows, form: _Form) -> _Operand:
+    return _Operand(lambda: to_float32(to_matrix(warp.registers.words[rows], form.operand_a), form.a_type))
 
 
 def _performer(
     warp: Warp,
     part: Part,
-    rows: list[int],
+    rows: Rows,
     fragment: Fragment,
     form: _Form,
     a: Fetch,
@@ -324,7 +330,7 @@ def _performer(
 
     def perform() -> None:
         left, right = (-a() if form.negate_a else a()), (-b() if form.negate_b else b())
-        old = to_matrix(_gather(warp, rows), fragment) if accumulate_d else None
+        old = to_matrix(warp.registers.words[rows], fragment) if accumulate_d else None
         warp.registers.words[rows] = to_registers(_multiplied(left, right, old, form, policy, stored), fragment)
         part.ended += 1
 

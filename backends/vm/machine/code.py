@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
@@ -221,6 +222,13 @@ SCRATCH_ROWS: Final = 4
 SCRATCH_PLACES: Final = tuple((2 * len(_WIDTHS), row * BYTES_OF_ROW[32]) for row in range(SCRATCH_ROWS))
 
 
+def index_of(rows: Sequence[int]) -> slice | npt.NDArray[np.intp]:
+    """What takes `rows` of RegisterFile.words at once: a slice, which costs no copy, where they are neighbours."""
+    if rows and rows[0] >= 0 and all(b - a == 1 for a, b in pairwise(rows)):
+        return slice(rows[0], rows[-1] + 1)
+    return np.array(rows, np.intp)
+
+
 def place_of(key: Key) -> tuple[int, int]:
     """A row as machine code finds it: the index of the bound that it is counted from, and the offset in bytes."""
     width, row = key
@@ -245,6 +253,7 @@ class RegisterRows:
     addresses: dict[tuple[str, int, int], Key] = field(default_factory=dict[tuple[str, int, int], Key])
     used: set[Key] = field(default_factory=set[Key])
     _literals: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    _written: dict[int, Row] = field(default_factory=dict[int, "Row"])
 
     @classmethod
     def of(cls, types: Mapping[str, str], symbols: Mapping[str, str]) -> RegisterRows:
@@ -267,6 +276,16 @@ class RegisterRows:
             pool = self.constants.setdefault(width, [])
             pool.append(bits)
             known = self._literals[width, bits] = -len(pool)
+        return known
+
+    def literals(self, width: int) -> Row:
+        """The literals of `width` bits, the last one first, as rows of one lane that all lanes share."""
+        found = self.constants[width]
+        known = self._written.get(width)
+        if known is None or len(known) != len(found):
+            wide = [[[bits & (2**64 - 1), bits >> 64]] for bits in reversed(found)]
+            known = np.array(wide, np.uint64) if width == 128 else np.array(found[::-1], STORAGE[width])[:, None]
+            self._written[width] = known
         return known
 
     def special(self, name: str) -> Key:
@@ -323,10 +342,8 @@ class RegisterFile:
             if held is not None and held[0] is rows and held[1] == len(literals):
                 continue
             self._literals[width] = rows, len(literals)
-            if literals and width == 128:
-                storage[-len(literals) :] = [[[bits & (2**64 - 1), bits >> 64]] for bits in reversed(literals)]
-            elif literals:
-                storage[-len(literals) :] = np.array(literals[::-1], dtype)[:, None]
+            if literals:
+                storage[-len(literals) :] = rows.literals(width)
 
     @property
     def words(self) -> npt.NDArray[np.uint32]:

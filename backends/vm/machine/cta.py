@@ -287,7 +287,8 @@ class Cluster:
     """CTAs that are launched together. `first`: the coordinates of the first one.
 
     `met` is what was over when all threads met at a barrier of the cluster. It bounds how long CTAs must live, and
-    holds for relaxed arrivals too, which make nothing visible. `meeting` has the arrivals of the current phase.
+    holds for relaxed arrivals too, which make nothing visible. `meeting` has the arrivals of the current phase, of
+    which `awaited` says that there are some.
     """
 
     def __init__(self, run: Run, first: Dim3) -> None:
@@ -301,6 +302,7 @@ class Cluster:
         self.meeting = np.zeros(self.agents.count, np.int64)
         self.met = np.zeros(self.agents.count, np.int64)
         self.generation = 0
+        self.awaited = False
         self.flags: dict[tuple[str, int], Carried] = {}
         self.ctas: list[Cta] = []
         size = shape.cluster
@@ -324,14 +326,13 @@ class Cluster:
 
     def complete_phase(self) -> None:
         """End the phase of the cluster barrier when every living thread has arrived (PTX ISA 9.7.13.3)."""
-        warps = self.warps
+        warps = self.warps if self.awaited else []
         if any(count_nonzero(warp.alive & ~warp.cluster_arrived) for warp in warps):
             return
-        if not any(count_nonzero(warp.alive) for warp in warps):
-            return
-        if any(count_nonzero(warp.cluster_arrived) for warp in warps):
+        if any(count_nonzero(warp.alive) for warp in warps):
             for warp in warps:
                 warp.cluster_arrived[:] = False
+            self.awaited = False
             self.generation += 1
             self.released.join(self.arriving)
             self.arriving.clear()

@@ -86,7 +86,9 @@ def value(name: str, warp: Warp) -> npt.NDArray[np.uint32] | int:
         return _thread(warp.index, place.block)[_AXES.index(axis)]
     if axis:
         return _SIZES_AND_PLACES[base](place)[_AXES.index(axis)]
-    return np.asarray(_single(base, warp, place, np.arange(LANES, dtype=np.int64))).astype(np.uint32)
+    if base in _OF_LANES:
+        return _OF_LANES[base]
+    return _single(base, warp, place)
 
 
 @lru_cache(maxsize=256)
@@ -107,28 +109,34 @@ _SIZES_AND_PLACES: dict[str, Callable[[Place], Dim3]] = {
 }
 
 
-def _single(base: str, warp: Warp, place: Place, lanes: npt.NDArray[np.int64]) -> object:
-    ones = np.int64(1)
-    if base.startswith("lanemask"):
-        below, here = (ones << lanes) - 1, ones << lanes
-        full = 2**32 - 1
-        return {"eq": here, "lt": below, "le": below | here, "gt": full & ~(below | here), "ge": full & ~below}[
-            base[9:]
-        ]
+def _of_lanes() -> dict[str, npt.NDArray[np.uint32]]:
+    lane = np.arange(LANES, dtype=np.uint64)
+    here = np.uint64(1) << lane
+    below, full = here - np.uint64(1), np.uint64(2**32 - 1)
+    found = {
+        "laneid": lane, "lanemask_eq": here, "lanemask_lt": below, "lanemask_le": below | here,
+        "lanemask_gt": full & ~(below | here), "lanemask_ge": full & ~below,
+    }  # fmt: skip
+    return {name: values.astype(np.uint32) for name, values in found.items()}
+
+
+_OF_LANES = _of_lanes()
+
+
+def _single(base: str, warp: Warp, place: Place) -> int:
     if base in _ENVIRONMENT:
         # The ISA leaves them to the driver (10.27). cooperative_groups reads the address of the grid's barrier there.
         workspace = warp.cta.machine.grid_workspace
         return {"envreg1": workspace >> 32, "envreg2": workspace & 0xFFFF_FFFF}.get(base, 0)
     smem = warp.cta.smem
     return {
-        "laneid": lanes,
         "warpid": warp.index,
         "nwarpid": len(warp.cta.warps),
         "smid": 0,
         "nsmid": 1,
         "gridid": 0,
         "cluster_ctarank": place.cta_rank,
-        "cluster_nctarank": int(np.prod(place.cluster)),
+        "cluster_nctarank": place.cluster[0] * place.cluster[1] * place.cluster[2],
         "is_explicit_cluster": int(place.cluster != (1, 1, 1)),
         "dynamic_smem_size": smem.dynamic_size,
         "total_smem_size": smem.size,

@@ -164,6 +164,9 @@ class UndefinedRegisters(dict[Key, Undefined]):
 
     def forget_dead(self, alive: Mask) -> None:
         """Lanes have ended: their registers hold nothing any more."""
+        if not count_nonzero(alive):
+            self.clear()
+            return
         for key, found in list(self.items()):
             self.put(key, no_bits(key[0]), ~alive, found.origin)
 

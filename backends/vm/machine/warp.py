@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from operator import length_hint
 from typing import TYPE_CHECKING, Final
@@ -181,7 +182,6 @@ class Warp:
         self.stamp = stamp(agent, 1)
         self.registers = file
         self.executed = [0] * len(code.blocks)
-        self.local = LocalMemory.of(cta.local_size)
         self.alive = np.arange(LANES) < lanes
         self.undefined = UndefinedRegisters.at_start(code, lanes)
         self.strands = [Strand(0, self.alive.copy())]
@@ -192,8 +192,6 @@ class Warp:
         self.cluster_arrived = np.zeros(LANES, np.bool_)
         self.cluster_phase = np.zeros(LANES, np.int64)
         self.cluster_owed = np.zeros(LANES, np.bool_)
-        self.released = Clock.zero(self.agents.count)
-        self.released_to_cta = Clock.zero(self.agents.count)
         self.noticed: dict[int, Carried] = {}
         self.met = np.zeros(self.agents.count, np.int64)
         self.tmem_stores: list[Index] = []
@@ -203,6 +201,21 @@ class Warp:
         self.meetings = 1
         self.stored_at = 0
         self.gatherings: dict[int, Gathering] = {}
+
+    @cached_property
+    def local(self) -> LocalMemory:
+        """Local memory, made on first use, as the clocks below are: most warps never use them."""
+        return LocalMemory.of(self.cta.local_size)
+
+    @cached_property
+    def released(self) -> Clock:
+        """See above."""
+        return Clock.zero(self.agents.count)
+
+    @cached_property
+    def released_to_cta(self) -> Clock:
+        """See above."""
+        return Clock.zero(self.agents.count)
 
     def __getattr__(self, name: str) -> list[Row]:
         """A view of the registers, made when an instruction first needs it: most are never needed."""
@@ -262,7 +275,7 @@ class Warp:
             self.clock.grid_part().fence_proxy(self.agents.serial, self.clock.seen)
         self.next_epoch(NOBODY)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """How reports call this warp."""
         return f"CTA {self.cta.place.ctaid}, warp {self.index}"

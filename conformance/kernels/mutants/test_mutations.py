@@ -127,7 +127,7 @@ def test_a_kernel_that_does_not_wait_for_the_launch_before(cta_group: int) -> No
         assert violation.startswith(f"[dependent-launch-not-awaited] kernel {entry}, PTX line"), violation
 
 
-SLOTS = "hidden=1536,intermediate=128,num_experts=1,tokens=20,stage=l1"
+SLOTS = "hidden=1536,intermediate=128,num_experts=1,tokens=20,interleave=64,stage=l1"
 """K tiles that go more than once round the slots of scales."""
 
 
