@@ -285,6 +285,7 @@ class RegisterRows:
         if known is None or len(known) != len(found):
             wide = [[[bits & (2**64 - 1), bits >> 64]] for bits in reversed(found)]
             known = np.array(wide, np.uint64) if width == 128 else np.array(found[::-1], STORAGE[width])[:, None]
+            known.setflags(write=False)
             self._written[width] = known
         return known
 
