@@ -13,7 +13,7 @@ from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine import access
-from backends.vm.machine.code import LANES, SCRATCH
+from backends.vm.machine.code import LANES, SCRATCH_ROWS
 from backends.vm.machine.quick_access import QuickAccess
 from backends.vm.machine.undefined import BecameUndefined, spread, undefined_words
 from backends.vm.machine.warp import Warp
@@ -227,7 +227,7 @@ def ldmatrix(b: Binder) -> Step:
     rows = [b.destination(item, "u32") for item in b.vector(d, count)]
     addresses_of, _, _ = addressed = b.addressed(address)
     what, line, halves = b.instruction.opcode, b.instruction.line, _halves_in_scratch(count, transposed)
-    quick = QuickAccess(space, addressed, 4, [(32, 0)] * len(SCRATCH), line, stores=False, rows=_ROWS * count)
+    quick = QuickAccess(space, addressed, 4, [(32, 0)] * SCRATCH_ROWS, line, stores=False, rows=_ROWS * count)
 
     def step(warp: Warp) -> None:
         whole_warp(warp, what)
@@ -238,7 +238,7 @@ def ldmatrix(b: Binder) -> Step:
             words = load_matrices(values, transposed=transposed)
         else:
             missing = quick.missing(warp, addresses_of(warp)[: _ROWS * count]) if answer & UNDEFINED else None
-            words = SCRATCH.view(np.uint16).take(halves).view(np.uint32)[..., 0]
+            words = warp.registers.scratch.view(np.uint16).take(halves).view(np.uint32)[..., 0]
         _scatter(warp, rows, words)
         if missing is not None:
             hidden = undefined_words(missing.bytes_, np.dtype(np.uint8))
@@ -251,9 +251,9 @@ def ldmatrix(b: Binder) -> Step:
 
 @cache
 def _halves_in_scratch(count: int, transposed: bool) -> NDArray[np.int64]:
-    """Which 16-bit half of SCRATCH, counted in order, each half of the registers is: [count, 32, 2].
+    """Which 16-bit half of a warp's scratch, counted in order, each half of the registers is: [count, 32, 2].
 
-    A row of a matrix is a column of SCRATCH, of four words.
+    A row of a matrix is a column of the scratch, of four words.
     """
     row, half = np.indices((_ROWS * count, MATRIX_ROW_BYTES // 2), dtype=np.uint16)
     where = (half // 2 * LANES + row) * 2 + half % 2

@@ -15,6 +15,7 @@ from backends.vm.faults import Fault
 from backends.vm.machine.code import LANES, WIDTH_OF_VIEW, Key
 from backends.vm.machine.undefined import all_bits, lanes_of, no_bits
 from backends.vm.machine.warp import Warp
+from backends.vm.memory.lane_releases import EVERY
 from backends.vm.numerics import f32
 from backends.vm.ptx.ast import Operand
 
@@ -56,7 +57,7 @@ def member_groups(b: Binder, operand: Operand, *, orders: bool = True) -> Callab
         masks = warp.u32[row]
         warp.meetings += orders
         if warp.where is True and masks.tobytes() == _ALL_NAME_ALL:
-            return [warp.mask]
+            return [_lanes_of(EVERY)]
         first = masks[warp.mask.argmax()]
         if not count_nonzero(masks != first):
             return [group(warp, int(first), warp.mask)]

@@ -300,7 +300,10 @@ def _places(
     units = unit_addresses(descriptor, rows, k, bits, major, "sm_90a")
     if part is not None:
         units = units[slice(*part)] if major == "k" else units[:, part[0] * bits // 128 : part[1] * bits // 128]
-    return units, granules_of(units.ravel(), 16)
+    granules = granules_of(units.ravel(), 16)
+    units.setflags(write=False)
+    granules.setflags(write=False)
+    return units, granules
 
 
 def _smem_a(warp: Warp, raw: int, form: _Form, reads: int) -> _Operand:

@@ -218,9 +218,8 @@ BYTES_OF_ROW: Final = {
 }
 
 
-SCRATCH: Final = np.zeros((4, LANES), np.uint32)
-"""Where machine code puts words that an instruction then takes to its registers."""
-SCRATCH_PLACES: Final = tuple((2 * len(_WIDTHS), row * SCRATCH.strides[0]) for row in range(len(SCRATCH)))
+SCRATCH_ROWS: Final = 4
+SCRATCH_PLACES: Final = tuple((2 * len(_WIDTHS), row * BYTES_OF_ROW[32]) for row in range(SCRATCH_ROWS))
 
 
 def index_of(rows: Sequence[int]) -> slice | npt.NDArray[np.intp]:
@@ -286,6 +285,7 @@ class RegisterRows:
         if known is None or len(known) != len(found):
             wide = [[[bits & (2**64 - 1), bits >> 64]] for bits in reversed(found)]
             known = np.array(wide, np.uint64) if width == 128 else np.array(found[::-1], STORAGE[width])[:, None]
+            known.setflags(write=False)
             self._written[width] = known
         return known
 
@@ -308,7 +308,8 @@ class RegisterFile:
 
     Registers start as zero; bind/definedness.py finds those that may be read unwritten. Literals lie from the last row
     backwards, so that literal number i is row -(i+1). There may be more rows in between than the function has.
-    `bounds`, int64 [11]: where the rows of each width begin, then where they end, and where SCRATCH is.
+    `bounds`, int64 [11]: where the rows of each width begin, then where they end, and where `scratch` is. `scratch`,
+    uint32 [4, 32]: where machine code puts words that an instruction then takes to its registers.
     """
 
     def __init__(self) -> None:
@@ -317,7 +318,8 @@ class RegisterFile:
         self._literals: dict[int, tuple[RegisterRows, int]] = {}
         self._views: dict[str, list[Row]] = {}
         self.bounds = np.zeros(2 * len(STORAGE) + 1, np.int64)
-        self.bounds[-1] = SCRATCH.ctypes.data
+        self.scratch = np.zeros((SCRATCH_ROWS, LANES), np.uint32)
+        self.bounds[-1] = self.scratch.ctypes.data
         self.bounds_address = self.bounds.ctypes.data
 
     def begin(self, rows: RegisterRows) -> None:

@@ -54,7 +54,8 @@ class QuickAccess:
 
     `addressed`: the lane addresses of a warp, the register of their base, and what is added to it. `element`: bytes of
     an element in memory. `registers`: one an element, None where it goes nowhere. `rows`: not 0 where a whole warp
-    loads so many rows of 16 bytes of its own shared memory, at the addresses of the first lanes; they go to SCRATCH.
+    loads so many rows of 16 bytes of its own shared memory, at the addresses of the first lanes; they go to the scratch
+    of its registers.
     """
 
     def __init__(

@@ -117,7 +117,10 @@ def _of_lanes() -> dict[str, npt.NDArray[np.uint32]]:
         "laneid": lane, "lanemask_eq": here, "lanemask_lt": below, "lanemask_le": below | here,
         "lanemask_gt": full & ~(below | here), "lanemask_ge": full & ~below,
     }  # fmt: skip
-    return {name: values.astype(np.uint32) for name, values in found.items()}
+    made = {name: values.astype(np.uint32) for name, values in found.items()}
+    for values in made.values():
+        values.setflags(write=False)
+    return made
 
 
 _OF_LANES = _of_lanes()

@@ -154,3 +154,31 @@ def test_rows_of_matrices_in_wrong_places_are_found_out(monkeypatch: pytest.Monk
     monkeypatch.setattr(warp_mma, "_halves_in_scratch", lambda count, turned: known(count, not turned))
     with pytest.raises(AssertionError, match="with machine code"):
         list(map(_both, _PROGRAMS, ["halves"] * len(_PROGRAMS)))
+
+
+def _rows_of(first: int) -> Kernel:
+    """Each lane stores a row of 16 bytes, which an ldmatrix loads: the bits are those of `first`, first + 1 and on."""
+    body = f""".shared .align 16 .b8 s[512]; mov.u32 %r0, s; mad.lo.u32 %r0, %tx, 16, %r0; add.u32 %r1, %tx, {first};
+    st.shared.v4.b32 [%r0], {{%r1, %r1, %r1, %r1}}; bar.warp.sync -1;
+    ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r2, %r3, %r4, %r5}}, [%r0];
+    mul.wide.u32 %rd0, %tx, 16; add.u64 %rd0, %rd0, %out; st.global.v4.b32 [%rd0], {{%r2, %r3, %r4, %r5}}; ret;"""
+    return Kernel(body, {"out": np.zeros((32, 4), np.uint32)})
+
+
+def test_machines_of_two_threads_do_not_mix_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python may turn to another thread's machine behind any machine code, here behind that of an ldmatrix."""
+    mine, other = _rows_of(100), _rows_of(9000)
+    wanted, perform, answers = mine.run()[0]["out"], QuickAccess.perform, list[int]()
+
+    def interrupted(self: QuickAccess, warp: Any) -> int:
+        answers.append(perform(self, warp))
+        monkeypatch.setattr(QuickAccess, "perform", perform)
+        other.run()
+        monkeypatch.setattr(QuickAccess, "perform", interrupted)
+        return answers[-1]
+
+    monkeypatch.setattr(quick_access, "WORTH", 0)
+    monkeypatch.setattr(QuickAccess, "perform", interrupted)
+    found = mine.run()[0]["out"]
+    assert NO not in answers, f"the answers are {answers}; all accesses go by machine code"
+    assert found.tolist() == wanted.tolist(), f"rows of the other machine: {found.tolist()}, not {wanted.tolist()}"
