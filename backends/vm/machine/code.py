@@ -122,10 +122,10 @@ class Block:
         self._often *= FACTOR
         self.left = self._often if more else 0
 
-    def take_apart(self, first: int) -> None:
-        """Fill in `single` for the run that begins with step `first`."""
+    def take_apart(self, first: int, run: QuickRun) -> None:
+        """Fill in `single` for `run`, which begins with step `first`."""
         if first not in self.single:
-            self.single.update(enumerate(self.runs[first].singly(), first))
+            self.single.update(enumerate(run.singly(), first))
 
     def touched(self) -> frozenset[Key]:
         """The registers that an instruction of the block reads or writes."""

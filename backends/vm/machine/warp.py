@@ -465,7 +465,7 @@ class Warp:
                     index += run.count
                     next(islice(steps, run.count - 1, run.count - 1), None)
                     continue
-                block.take_apart(index)
+                block.take_apart(index, run)
             step, carrier = block.single.get(index, step), block.carriers[index]
             index += 1
             try:
