@@ -451,7 +451,8 @@ def as_markdown() -> str:
         "A row of the matrix fails on errors and on `portability`, as the profile `strict` does at the doors, but for "
         f"{len(relied)} rules: {', '.join(relied)}.",
         "The doors (`megamoe check`, `megamoe.vm`, `megamoe.triton`, `megamoe.cutedsl`, pytest) report them, and "
-        "`strict` fails on them. A row counts what breaks them, and `megamoe gate` fails where a count grows.",
+        "`strict` fails on them. A row counts what breaks them, and `megamoe gate` fails where a count grows; of a "
+        "backend that is not registered `megamoe run` tells the counts.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -31,7 +31,7 @@ from conformance.vm.kernel import (
 from conformance.vm.kernel import STAGES as COPY_STAGES
 from conformance.vm.tensor_kernel import COMMIT, MMA, STAGES, mma_kernel
 from conformance.vm.tensor_kernel import LOAD as TMEM_LOAD
-from megamoe.diff.directions import direction
+from megamoe.diff.directions import NOT_FAILED_ON, direction
 
 SCHEDULES = ("eager", "lazy", "random:1")
 AFTER, BEFORE = "tcgen05.fence::after_thread_sync;", "tcgen05.fence::before_thread_sync;"
@@ -258,6 +258,7 @@ def test_a_judged_row_counts_what_it_does_not_fail_on(rule: str) -> None:
         kernel.launch(machine)
         counted.append(machine.counters.get(COUNTERS[rule], 0))
         assert direction(COUNTERS[rule]) == "cost", f"more of {COUNTERS[rule]} is worse, and the gate does not know it"
+        assert COUNTERS[rule] in NOT_FAILED_ON, f"a run passes with {COUNTERS[rule]} and does not tell"
     broken, mended = counted
     assert broken, f"[{rule}] is broken, and {COUNTERS[rule]} does not say so"
     assert not mended, f"{COUNTERS[rule]} is {mended} of a kernel that keeps [{rule}]"

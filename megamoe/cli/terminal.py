@@ -25,6 +25,7 @@ from rich.segment import Segment
 from rich.table import Table
 
 from megamoe.contract import STATUSES, Row, Status
+from megamoe.diff.directions import NOT_FAILED_ON
 from megamoe.gate.verdict import Finding, Verdict
 from megamoe.records.lines import MAX_LINE_TEXT, Record, shortened
 
@@ -199,7 +200,24 @@ def print_verdict(verdict: Verdict, records: Sequence[Record], quiet: bool = Fal
     findings = sorted(verdict.findings, key=lambda one: one.closes)
     for sentence in _sentences(findings, verdict.records, summed_up):
         out.print(on_one_line(sentence), markup=False)
+    if counted := _counted_only(records):
+        out.print(counted, markup=False)
     out.print(verdict.line, style="bold green" if verdict.passed else "bold red")
+
+
+def _counted_only(records: Sequence[Record]) -> str:
+    """What rows of unregistered backends passed with, though the ISA forbids it; "" if nothing.
+
+    Of the others the gate holds these counters to a baseline.
+    """
+    counts, rows = Counter[str](), 0
+    for record in records:
+        if record.status == "passed" and ":" in record.backend:
+            found = {name: count for name in NOT_FAILED_ON if (count := record.counters.get(name, 0))}
+            counts.update(found)
+            rows += bool(found)
+    told = ", ".join(f"{name} {count}" for name, count in counts.items())
+    return f"{rows} rows passed with what a row does not fail on: {told}; see docs/rules/README.md" if told else ""
 
 
 def _sentences(findings: Sequence[Finding], records: Mapping[Row, Record | None], summed_up: str) -> Iterator[str]:

@@ -10,13 +10,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import Final, Literal
 
 from megamoe.records.keys import KeyedLine
 from megamoe.records.lines import Figures, Record, Timing
 
 Direction = Literal["cost", "fact"]
 Trend = Literal["worse", "vanished", "better", "changed"]
+
+NOT_FAILED_ON: Final = (
+    "lanes_unordered",
+    "mbarrier_inits_unfenced",
+    "smem_unfenced_overwrites",
+    "tcgen05_fences_missing",
+    "tmem_unordered_copies",
+    "tmem_unordered_mmas",
+    "wgmma_fences_early",
+    "tmem_unwaited_overwrites",
+)
+"""Orders that the ISA asks for and a judged row does not fail on."""
 
 # "cost": more of it is worse. "fact": a property of the case, which no kernel can change.
 _DIRECTIONS: Mapping[str, Direction] = {
@@ -29,21 +41,13 @@ _DIRECTIONS: Mapping[str, Direction] = {
     "mma_flops": "cost",
     "mma_instructions": "cost",
     "smem_bank_conflicts": "cost",
-    "smem_unfenced_overwrites": "cost",
     "smem_wavefronts": "cost",
     "tma_load_bytes": "cost",
     "tma_loads": "cost",
     "tma_store_bytes": "cost",
     "tma_stores": "cost",
     "tmem_columns": "cost",
-    # Orders that the ISA asks for and a judged row does not fail on.
-    "lanes_unordered": "cost",
-    "mbarrier_inits_unfenced": "cost",
-    "tcgen05_fences_missing": "cost",
-    "tmem_unordered_copies": "cost",
-    "tmem_unordered_mmas": "cost",
-    "wgmma_fences_early": "cost",
-    "tmem_unwaited_overwrites": "cost",
+    **dict.fromkeys(NOT_FAILED_ON, "cost"),
     "useful_flops": "fact",
     "minimum_bytes": "fact",
     "registers": "cost",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from conformance.kernels.mutants.table import (
     DROPS,
     RECORD,
     TABLE,
+    Reason,
     drops_table,
     equivalent,
     kind_of,
@@ -50,18 +52,18 @@ from megamoe.contract import UnsupportedError
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import Selection, SelectionError
 
+RUNS = Path("results/runs/mutants.jsonl")
+
 
 def main(given: list[str]) -> int:
-    """Status 0; 1 if a mutant without a reason survived; 2 for a call that means nothing."""
+    """Status 0; 1 if a mutant without a reason survived, or of somebody's own backend one that is not equivalent; 2 for
+    a call that means nothing; 130 for Ctrl-C."""
     options = _options(given)
     try:
         if options.table:
-            known = Record(*(options.record or [RECORD]))
-            TABLE.write_text(table(known, reasons()), "utf-8")
-            print(f"{TABLE}: {len(known.results)} mutants")
-            return 0
+            return _table(Record(*_records(options, RECORD)))
         if options.forget or options.smoke:
-            return _amended(Record(*(options.record or [RECORD])), options)
+            return _amended(Record(*_records(options, RECORD)), options)
         if options.unmutated is not None:
             return _unmutated(Watch(*(options.record or ())), options, given)
         if options.drops:
@@ -69,13 +71,32 @@ def main(given: list[str]) -> int:
             print(f"{DROPS} is written")
             return 0
         return _campaign(options, given)
-    except (SelectionError, SpecError, UnsupportedError, ValueError) as error:
+    except (SelectionError, SpecError, UnsupportedError, ValueError, OSError) as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("mutants: stopped; the same call goes on where its record ends", file=sys.stderr)
+        return 130
+
+
+def _records(options: argparse.Namespace, default: Path) -> list[Path]:
+    """The files of `--record`, or `default`; of somebody's own backend always the one that its campaigns write."""
+    own = any(":" in name for name in options.backend or ())
+    return options.record or [RUNS if own else default]
+
+
+def _table(record: Record) -> int:
+    if not record.results:
+        raise ValueError(f"{record.path} has no mutants; name what a campaign has written with --record")
+    ours = record.path.resolve() == RECORD
+    place = TABLE if ours else record.path.with_suffix(".md")
+    place.write_text(table(record, reasons(), ours=ours), "utf-8")
+    print(f"{place}: {len(record.results)} mutants")
+    return 0
 
 
 def _campaign(options: argparse.Namespace, given: list[str]) -> int:
-    record = Record(*(options.record or [Path("results/runs/mutants.jsonl")]))
+    record = Record(*_records(options, RUNS))
     selection = Selection(
         options.profile,
         *(tuple(names or ()) for names in (options.op, options.case, options.where, options.backend, options.target)),
@@ -100,12 +121,19 @@ def _campaign(options: argparse.Namespace, given: list[str]) -> int:
     again, ran, unexplained = options.again or options.holes, set[str](), 0
     for at, outcome in run(todo, record, tuple(options.schedule or SCHEDULES), options.seconds, again=again):
         ran.add(outcome.id)
-        unexplained += not outcome.killed and reason_of(outcome, known) is None
+        unexplained += not outcome.killed and blamed(outcome, known)
         print(f"{at}/{len(todo)} {_told(outcome)}", flush=True)
     left = sum(mutant.id not in (ran if again else record.by_id) for _, mutant in todo)
-    killed = sum(one.killed for one in record.results)
-    print(f"{record.path}: {killed} of {len(record.results)} killed; {left} of this call are left to run")
+    killed, same = sum(one.killed for one in record.results), len(equivalent(survivors(record, known)))
+    holes = len(record.results) - killed - same
+    print(f"{record.path}: {killed} killed, {same} equivalent, {holes} holes; {left} of this call are left to run")
     return int(bool(unexplained))
+
+
+def blamed(survivor: Outcome, known: Sequence[Reason]) -> bool:
+    """Whether nothing excuses a survivor. Reasons why a check is missing are those of our own backends."""
+    why, own = reason_of(survivor, known), ":" in survivor.program.partition(" ")[0]
+    return why is None or (own and why.verdict == "hole")
 
 
 def _search(record: Record, selection: Selection, effort: Effort) -> int:
@@ -119,11 +147,15 @@ def _search(record: Record, selection: Selection, effort: Effort) -> int:
     todo.sort(key=lambda pair: pair[1].kind in SYNCHRONISATION)
     if not todo:
         raise ValueError(f"none of the {len(holes)} holes of {record.path} is in a program of this selection")
+    print(f"{len(todo)} holes, each for up to {effort.examples} draws and {effort.seconds:g} s", flush=True)
     rows: dict[str, list[str]] = {}
     for at, one in enumerate(hunts(todo, effort), 1):
         fate = f"{one.killer.check} on {one.killer.case}, {one.killer.schedule}" if one.killer else "still lives"
         change = f"`{one.mutant.before}` -> `{one.mutant.after}`"
-        print(f"{at}/{len(todo)} {fate}: {one.mutant.id} {change}, {len(one.tried)} cases", flush=True)
+        print(
+            f"{at}/{len(todo)} {fate}: {one.mutant.id} {change}, {len(one.tried)} drawn cases build its text",
+            flush=True,
+        )
         if one.killer is not None:
             row = as_row(one.spec.parse_case(one.killer.case))
             rows.setdefault(f"specs/{one.subject.op}.yaml {row}", []).append(one.mutant.id)
@@ -192,7 +224,19 @@ def _call(given: list[str], planned: int) -> Ran:
 
 
 def _count(text: str) -> int | None:
+    if text != "all" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor `all`")
     return None if text == "all" else int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return seconds
 
 
 def _options(given: list[str]) -> argparse.Namespace:
@@ -204,19 +248,29 @@ def _options(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--sync", type=_count, default=10, metavar="N", help="mutants of synchronisation, or `all`")
     parser.add_argument("--others", type=_count, default=10, metavar="N", help="mutants of other classes, or `all`")
     parser.add_argument("--seed", type=int, default=0, help="which are drawn")
-    parser.add_argument("--shard", default="1/1", metavar="i/n", help="every n-th mutant, from the i-th on")
-    parser.add_argument("--seconds", type=float, help="processor time after which no mutant begins; of one hunt")
-    parser.add_argument("--record", action="append", type=Path, help="JSON lines; more than one for shards")
+    parser.add_argument(
+        "--shard", default="1/1", metavar="i/n", help="every n-th mutant, from the i-th on; each to a record of its own"
+    )
+    parser.add_argument("--seconds", type=_seconds, help="processor time after which no mutant begins; of one hunt")
+    parser.add_argument(
+        "--record",
+        action="append",
+        type=Path,
+        help=f"JSON lines, by default {RUNS}; several for shards, of which the first is written to. --table, --smoke "
+        "and --forget take results/mutants.jsonl unless --backend names one of your own",
+    )
     parser.add_argument("--again", action="store_true", help="run what lived, of those drawn, once more")
     parser.add_argument("--holes", action="store_true", help="as --again, but none that is equivalent")
     parser.add_argument("--smoke", action="store_true", help="ask what rows of the profile smoke kill, of the record")
     parser.add_argument("--forget", action="store_true", help="leave programs that are built no more out of the record")
-    parser.add_argument("--id", help="run this mutant alone and say what kills it")
+    parser.add_argument(
+        "--id", help="run this mutant alone, of a --case and --backend that build its program, and say what kills it"
+    )
     parser.add_argument("--text", help="run the mutants of the instructions with TEXT alone, as tcgen05.wait::st")
     parser.add_argument("--drops", action="store_true", help="write results/mutations.md: two programs, run now")
     parser.add_argument("--search", type=int, metavar="N", help="draw up to N cases to kill a hole of the record")
     parser.add_argument("--unmutated", type=int, metavar="N", help="N rows of programs as they are, in random orders")
-    parser.add_argument("--table", action="store_true", help="write results/mutants.md from the record")
+    parser.add_argument("--table", action="store_true", help="write the record's table beside it")
     return parser.parse_args(given)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Hashable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,26 +35,32 @@ class Ran:
 
 
 class Journal(Generic[Kept]):
-    """Results by their ids, and the calls that made them. A torn last line of a file is cut off."""
+    """Results by their ids, and the calls that made them.
+
+    A torn last line, as a kill leaves it, counts for nothing, and the next line is written over it.
+    """
 
     def __init__(self, kind: type[Kept], *paths: Path) -> None:
-        """`kind`: of the results. `paths`: files of shards; the first is written to."""
+        """`kind`: of the results. `paths`: files of shards; the first is written to. ValueError for another file."""
         self.path = paths[0]
         self.calls: list[Ran] = []
         self.by_id: dict[Hashable, Kept] = {}
+        self._whole: int | None = None
         for path in paths:
             self._read(kind, path)
 
     def _read(self, kind: type[Kept], path: Path) -> None:
-        text = path.read_text("utf-8") if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            path.write_text(whole, "utf-8")
-        for line in map(json.loads, whole.splitlines()):
-            if "command" in line:
-                self._keep(Ran(**line))
-            else:
-                self._keep(kind(**{key: tuple(one) if isinstance(one, list) else one for key, one in line.items()}))
+        held = path.read_bytes() if path.exists() else b""
+        whole = held[: held.rfind(b"\n") + 1]
+        if path == self.path and whole != held:
+            self._whole = len(whole)
+        for number, line in enumerate(whole.splitlines() or held.splitlines(), 1):
+            try:
+                self._keep(_line(kind, line))
+            except (ValueError, TypeError, AttributeError):
+                raise ValueError(
+                    f"{path}:{number}: {line[:60]!r} is no line of a {kind.__name__}; name another file with --record"
+                ) from None
 
     def _keep(self, line: Kept | Ran) -> None:
         if isinstance(line, Ran):
@@ -69,6 +76,9 @@ class Journal(Generic[Kept]):
     def append(self, line: Kept | Ran) -> None:
         """Write one more line."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self._whole is not None:
+            os.truncate(self.path, self._whole)
+            self._whole = None
         with self.path.open("a", encoding="utf-8") as out:
             out.write(_text(line))
         self._keep(line)
@@ -77,6 +87,14 @@ class Journal(Generic[Kept]):
         """Write the file anew without the results of these ids."""
         self.by_id = {name: one for name, one in self.by_id.items() if name not in ids}
         write_file(self.path, "".join(map(_text, (*self.calls, *self.by_id.values()))), "the lines of")
+
+
+def _line(kind: type[Kept], text: bytes) -> Kept | Ran:
+    """ValueError, TypeError or AttributeError for a line of another file."""
+    line = json.loads(text)
+    if "command" in line:
+        return Ran(**line)
+    return kind(**{key: tuple(one) if isinstance(one, list) else one for key, one in line.items()})
 
 
 def _text(line: Result | Ran) -> str:

@@ -94,15 +94,15 @@ def equivalent(told: Iterable[tuple[Outcome, Reason | None]]) -> set[str]:
     return {one.id for one, why in told if why is not None and why.verdict == "equivalent"}
 
 
-def table(record: Record, known: Sequence[Reason]) -> str:
-    """Markdown of a record."""
+def table(record: Record, known: Sequence[Reason], *, ours: bool = True) -> str:
+    """Markdown of a record. `ours`: with what was run of the project's programs unchanged, and on a device."""
     found, told = record.results, survivors(record, known)
     equal = equivalent(told)
     lines = [
         "# Mutants",
         "",
-        "Programs of both backends with one thing changed, run in the VM until a check kills them: made by",
-        "`nox -s mutants -- --table`, from `results/mutants.jsonl`. `conformance/kernels/mutants/mutant.py` has the",
+        "Programs with one thing changed, run in the VM until a check kills them: made by `nox -s mutants -- --table`,",
+        f"from `{record.path.name}` (docs/mutants.md). `conformance/kernels/mutants/mutant.py` has the",
         "classes, `survivors.yaml` there the reasons. A mutant is killed by a verdict other than passed, or by a",
         "finding that the program itself has not; the schedule `collected` is eager with findings collected, as at the",
         "doors, and `few_ctas:N` is N persistent CTAs (`few_ctas.py` there). `nox -s mutants -- --id ID` runs",
@@ -114,27 +114,7 @@ def table(record: Record, known: Sequence[Reason]) -> str:
         "",
         "Synchronisation is drawn more often than the rest, so that the shares by class are what compares.",
         "",
-        "What was run (options; how many mutants these draw, of which `--seconds` may leave some; when; the git tree",
-        "of `backends/vm`). Of a mutant that was run again the last outcome counts:",
-        "",
-        *(
-            f"- `{one.command}`: {one.planned} mutants, {one.started}, `backends/vm` {one.machine}"
-            for one in record.calls
-        ),
-        "",
-        "## Programs as they are",
-        "",
-        "Made by `nox -s mutants -- --unmutated 5000`, from `results/unmutated.jsonl`: findings are "
-        "collected, and the bits are those of the run in order.",
-        "",
-        *told_of_rows(Watch()),
-        "",
-        *told_of_silicon(
-            read_silicon(),
-            {one.id for one in found if one.killed},
-            {one.id for one in found if not one.killed},
-            {one.id.partition("/")[0] for one in found},
-        ),
+        *(_of_our_programs(found) if ours else ()),
         "## By class",
         "",
         "| class | mutants | killed | equivalent | holes | killed of those not equivalent |",
@@ -169,8 +149,36 @@ def table(record: Record, known: Sequence[Reason]) -> str:
         "| why | mutants | classes |",
         "|---|---|---|",
         *_equivalents(told),
+        "",
+        "## What was run",
+        "",
+        "Options; how many mutants these draw, of which `--seconds` may leave some; when; the git tree of",
+        "`backends/vm`. Of a mutant that was run again the last outcome counts.",
+        "",
+        *(
+            f"- `{one.command}`: {one.planned} mutants, {one.started}, `backends/vm` {one.machine}"
+            for one in record.calls
+        ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _of_our_programs(found: Sequence[Outcome]) -> list[str]:
+    return [
+        "## Programs as they are",
+        "",
+        "Made by `nox -s mutants -- --unmutated 5000`, from `results/unmutated.jsonl`: findings are "
+        "collected, and the bits are those of the run in order.",
+        "",
+        *told_of_rows(Watch()),
+        "",
+        *told_of_silicon(
+            read_silicon(),
+            {one.id for one in found if one.killed},
+            {one.id for one in found if not one.killed},
+            {one.id.partition("/")[0] for one in found},
+        ),
+    ]
 
 
 def _any(found: Iterable[Outcome], kind: str) -> bool:

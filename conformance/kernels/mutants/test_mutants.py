@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from conformance.kernels.mutants.__main__ import blamed, main
 from conformance.kernels.mutants.campaign import (
     FEW_CTAS,
     Outcome,
@@ -345,8 +346,61 @@ def test_a_torn_line_is_cut_off_and_run_again(tmp_path: Path) -> None:
     record.append(Outcome("a/drop/1.0", "p", "drop", 1, "bar.sync 0;", ""))
     whole = path.read_text()
     path.write_text(f'{whole}{{"id": "a/drop/2')
-    again = Record(path)
-    assert (path.read_text(), set(again.by_id), len(again.calls)) == (whole, {"a/drop/1.0"}, 1)
+    torn, again = path.read_text(), Record(path)
+    assert (path.read_text(), set(again.by_id), len(again.calls)) == (torn, {"a/drop/1.0"}, 1), "reading writes nothing"
+    again.append(record.calls[0])
+    assert path.read_text() == whole + whole.splitlines(keepends=True)[0], "the next line is written over the torn one"
+
+
+@pytest.mark.parametrize("held", ['{"my": "data"}', '{"my": "data"}\n', "some\nnotes", '{"id": 3}\n', "[1]\n", "3"])
+@pytest.mark.parametrize("option", ["--table", "--smoke", "--holes"])
+def test_a_file_that_is_no_record_is_left_as_it_is(
+    held: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "notes.jsonl"
+    path.write_text(held)
+    assert main([option, "--record", str(path), "--case", "fmha:hd=64,t=1,s_k=1"]) == 2
+    assert f"{path}:1: " in (told := capsys.readouterr().err), told
+    assert "name another file with --record" in told, told
+    assert (path.read_text(), list(tmp_path.iterdir())) == (held, [path]), "somebody's file was changed"
+
+
+def test_the_table_of_somebody_s_record_lies_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record, before = Record(tmp_path / "mine.jsonl"), TABLE.read_text("utf-8")
+    assert main(["--table", "--record", str(record.path)]) == 2, "there is nothing to tell"
+    assert main(["--table", "--record", str(tmp_path)]) == 2, "a folder is no record"
+    record.append(Outcome("a/drop/1.0", "mine:BACKEND sm_90a fmha:hd=64,t=1,s_k=1 a", "drop", 1, "bar.sync 0;", ""))
+    assert main(["--table", "--record", str(record.path)]) == 0
+    assert str(place := tmp_path / "mine.md") in capsys.readouterr().out
+    assert "All: 1 mutants" in (told := place.read_text("utf-8")), told
+    assert "unmutated" not in told, "what was run of other programs is in it"
+    assert TABLE.read_text("utf-8") == before, "the project's table was written"
+
+
+def test_a_hole_excuses_no_backend_of_somebody_s_own() -> None:
+    """Our reasons say which check is missing, which is no news to whoever asks how good hers are."""
+    ours = Outcome("a/drop/1.0", "ptx sm_90a fmha:hd=64,t=1,s_k=1 a", "rounding", 1, "no such;", "")
+    known = [Reason("hole", "a check is missing")]
+    assert not blamed(ours, known), "a listed hole has its reason"
+    own = replace(ours, program="mine:BACKEND sm_90a fmha:hd=64,t=1,s_k=1 a")
+    assert blamed(own, known), "her campaign ends with status 0 and a hole"
+    assert not blamed(own, [Reason("equivalent", "nothing can tell")]), "no run can tell, and she is blamed"
+    assert blamed(ours, []), "a survivor without a reason"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--sync", "alll"], "'alll' is neither a number nor `all`"),
+        (["--others", "-1"], "'-1' is neither a number nor `all`"),
+        (["--seconds", "-1"], "'-1' is no number of seconds"),
+        (["--seconds", "nan"], "'nan' is no number of seconds"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    assert (ended.value.code, said in capsys.readouterr().err) == (2, True)
 
 
 def test_the_published_table_is_that_of_the_record_and_every_survivor_has_a_reason() -> None:

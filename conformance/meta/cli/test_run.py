@@ -17,6 +17,7 @@ from rich.text import Text
 
 from conformance import ROOT
 from conformance.fakes import backends as fake_backends
+from conformance.fakes.results import judged
 from conformance.fakes.simulated_device import EXECUTOR
 from conformance.kernels.laws.law import specs
 from megamoe.cli.main import main
@@ -369,6 +370,21 @@ def test_control_characters_of_a_sentence_never_reach_a_terminal(capsys: pytest.
     assert not set(out + err) & {chr(code) for code in (*range(9), *range(11, 32), *range(127, 160), 0x202E)}
     assert "\n90 passed" not in out.partition("0 passed, 1 failed")[0], "a sentence makes no line of its own"
     assert "\\x1b[2J" in out, "what was there is seen"
+
+
+@pytest.mark.parametrize(("backend", "told"), [("mine:BACKEND", True), ("ptx", False)])
+def test_what_a_row_only_counts_is_told_of_a_backend_without_a_baseline(
+    backend: str, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = {CASE: 12, "fmha:hd=64,t=2,s_k=9": 0}
+    records = [
+        judged(parse_row(f"{case} on {backend} sm_100a vm eager"), {"mbarrier_inits_unfenced": count, "tma_loads": 3})
+        for case, count in counts.items()
+    ]
+    print_verdict(judge_run([record.row for record in records], records), records)
+    out = " ".join(capsys.readouterr().out.split())
+    wanted = "1 rows passed with what a row does not fail on: mbarrier_inits_unfenced 12; see docs/rules/README.md"
+    assert (wanted in out) is told, f"of {backend} the gate {'does not hold' if told else 'holds'} the counter: {out}"
 
 
 @pytest.mark.parametrize("how", ["sys.exit(0)", "sys.exit()", "raise SystemExit", "raise KeyboardInterrupt"])
