@@ -258,9 +258,10 @@ def test_files(tmp_path: Path) -> None:
         assert wanted in words, f"the picture does not say {wanted!r}"
 
 
-def test_a_missing_assembler_is_a_sentence() -> None:
-    (one, *_) = assembled("this is no PTX", "sm_100a")
+def test_what_an_assembler_refuses_is_a_sentence() -> None:
+    (one, *_) = assembled("this is no PTX\nnor is this", "sm_100a")
     assert one.sentence, "PTX that no assembler takes must end in a sentence"
+    assert "\n" not in one.sentence, f"it has several lines: {one.sentence!r}"
     assert not one.numbers
 
 

@@ -81,6 +81,11 @@ def _one(name: str, load: Callable[[], Assemble], ptx: str, target: Target) -> A
         numbers = tuple((label, int(getattr(result, attribute))) for label, attribute in _LABELS.items())
         return Assembled(name, numbers, None, result.kernels, hashlib.sha256(result.cubin).hexdigest())
     except UnsupportedError as error:
-        return Assembled(name, sentence=str(error))
+        return Assembled(name, sentence=_sentence(str(error)))
     except Exception as error:
-        return Assembled(name, sentence=f"{type(error).__name__}: {error}", refused=True)
+        return Assembled(name, sentence=_sentence(f"{type(error).__name__}: {error}"), refused=True)
+
+
+def _sentence(said: str) -> str:
+    """The lines of an assembler in one."""
+    return "; ".join(line.strip() for line in said.splitlines() if line.strip())
