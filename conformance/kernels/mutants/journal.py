@@ -56,6 +56,8 @@ class Journal(Generic[Kept]):
             self._whole = len(whole)
         for number, line in enumerate(whole.splitlines() or held.splitlines(), 1):
             try:
+                if not whole:
+                    raise ValueError("a file without a whole line may be anybody's")
                 self._keep(_line(kind, line))
             except (ValueError, TypeError, AttributeError):
                 raise ValueError(
@@ -87,6 +89,7 @@ class Journal(Generic[Kept]):
         """Write the file anew without the results of these ids."""
         self.by_id = {name: one for name, one in self.by_id.items() if name not in ids}
         write_file(self.path, "".join(map(_text, (*self.calls, *self.by_id.values()))), "the lines of")
+        self._whole = None
 
 
 def _line(kind: type[Kept], text: bytes) -> Kept | Ran:

@@ -352,7 +352,34 @@ def test_a_torn_line_is_cut_off_and_run_again(tmp_path: Path) -> None:
     assert path.read_text() == whole + whole.splitlines(keepends=True)[0], "the next line is written over the torn one"
 
 
-@pytest.mark.parametrize("held", ['{"my": "data"}', '{"my": "data"}\n', "some\nnotes", '{"id": 3}\n', "[1]\n", "3"])
+def test_a_torn_record_that_is_written_anew_is_appended_to(tmp_path: Path) -> None:
+    """As by --forget --smoke: where the file was whole says nothing of what was written since."""
+    record = Record(tmp_path / "mutants.jsonl")
+    one = Outcome("a/drop/1.0", "p", "drop", 1, "bar.sync 0;", "")
+    others = [replace(one, id=f"b/drop/{at}.0") for at in range(3)]
+    for each in (one, *others):
+        record.append(each)
+    with record.path.open("a") as out:
+        out.write('{"id": "a/drop/2')
+    torn = Record(record.path)
+    torn.leave_out({one.id})
+    torn.append(replace(one, id="c/drop/1.0"))
+    wanted = [*(each.id for each in others), "c/drop/1.0"]
+    assert list(Record(record.path).by_id) == wanted, f"the file holds {record.path.read_bytes()[-200:]!r}"
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        '{"command": "a", "machine": "", "started": "", "planned": 1}',
+        '{"my": "data"}',
+        '{"my": "data"}\n',
+        "some\nnotes",
+        '{"id": 3}\n',
+        "[1]\n",
+        "3",
+    ],
+)
 @pytest.mark.parametrize("option", ["--table", "--smoke", "--holes"])
 def test_a_file_that_is_no_record_is_left_as_it_is(
     held: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
