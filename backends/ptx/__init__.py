@@ -5,6 +5,7 @@ A kernel is imported to build it: an assembler of this package is asked in a pro
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from megamoe.contract import Program, Target, UnsupportedError
@@ -13,13 +14,37 @@ if TYPE_CHECKING:
     from megamoe.contract import Case
 
 
-KERNELS: Final[tuple[tuple[str, Target], ...]] = (
-    ("fmha", "sm_90a"),
-    ("fmha", "sm_100a"),
-    ("nvfp4_moe", "sm_90a"),
-    ("nvfp4_moe", "sm_100a"),
-)
-"""Ops, each with a target."""
+def _sm90_fmha(case: Case, part_keys: int | None) -> Program:
+    from backends.ptx.sm90_fmha.program import fmha_program
+
+    return fmha_program(case, part_keys)
+
+
+def _sm100_fmha(case: Case, part_keys: int | None) -> Program:
+    from backends.ptx.sm100_fmha.kernel import fmha_program
+
+    return fmha_program(case, part_keys)
+
+
+def _sm90_moe(case: Case, _: int | None) -> Program:
+    from backends.ptx.sm90_moe.launch import moe_program
+
+    return moe_program(case)
+
+
+def _sm100_moe(case: Case, _: int | None) -> Program:
+    from backends.ptx.sm100_moe.launch import moe_program
+
+    return moe_program(case)
+
+
+KERNELS: Final[Mapping[tuple[str, Target], Callable[[Case, int | None], Program]]] = {
+    ("fmha", "sm_90a"): _sm90_fmha,
+    ("fmha", "sm_100a"): _sm100_fmha,
+    ("nvfp4_moe", "sm_90a"): _sm90_moe,
+    ("nvfp4_moe", "sm_100a"): _sm100_moe,
+}
+"""Of a case and the keys of a part, by op and target."""
 
 
 class PtxBackend:
@@ -36,26 +61,10 @@ class PtxBackend:
 
     def build(self, case: Case, target: Target) -> Program:
         """The program of `case`. Raises UnsupportedError for an op, target or shape without a kernel."""
-        match case.op, target:
-            case "fmha", "sm_90a":
-                from backends.ptx.sm90_fmha.program import fmha_program as hopper_fmha_program
-
-                return hopper_fmha_program(case, self.part_keys)
-            case "fmha", "sm_100a":
-                from backends.ptx.sm100_fmha.kernel import fmha_program
-
-                return fmha_program(case, self.part_keys)
-            case "nvfp4_moe", "sm_90a":
-                from backends.ptx.sm90_moe.launch import moe_program as hopper_moe_program
-
-                return hopper_moe_program(case)
-            case "nvfp4_moe", "sm_100a":
-                from backends.ptx.sm100_moe.launch import moe_program
-
-                return moe_program(case)
-            case _:
-                known = ", ".join(f"{op} on {known_target}" for op, known_target in KERNELS)
-                raise UnsupportedError(f"{case.id}: the ptx backend has no {case.op} for {target}; it has {known}")
+        if (case.op, target) not in KERNELS:
+            known = ", ".join(f"{op} on {known_target}" for op, known_target in KERNELS)
+            raise UnsupportedError(f"{case.id}: the ptx backend has no {case.op} for {target}; it has {known}")
+        return KERNELS[case.op, target](case, self.part_keys)
 
 
 BACKEND = PtxBackend()

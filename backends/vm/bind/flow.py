@@ -33,6 +33,16 @@ class Carrying:
     travels: frozenset[Key]
 
 
+def preceded(first: Callable[[Warp], None], step: Step) -> Step:
+    """`step`, with `first` before it."""
+
+    def run(warp: Warp) -> object:
+        first(warp)
+        return step(warp)
+
+    return run
+
+
 @dataclass(slots=True)
 class Bound:
     """One instruction with its meaning: the form, the step, the registers that it reads and writes.
@@ -58,13 +68,7 @@ class Bound:
 
     def begin_with(self, first: Callable[[Warp], None]) -> None:
         """Do `first` before all that `step` does."""
-        step = self.step
-
-        def run(warp: Warp) -> object:
-            first(warp)
-            return step(warp)
-
-        self.step, self.before = run, (first, *self.before)
+        self.step, self.before = preceded(first, self.step), (first, *self.before)
 
     @property
     def guard_key(self) -> Key | None:

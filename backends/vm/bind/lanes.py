@@ -21,7 +21,7 @@ from llvmlite import ir
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.definedness import PURE
-from backends.vm.bind.flow import Bound
+from backends.vm.bind.flow import Bound, preceded
 from backends.vm.bind.forms import find
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.machine.code import (
@@ -372,17 +372,10 @@ def _step(run: Sequence[tuple[Bound, int]]) -> Step:
         words += [function, *guard, 2 * len(item.places)]
         words += [word for key in item.places for word in place_of(key)]
     program = np.array(words, np.int64)
-    step = partial(_perform, program, program.ctypes.data)
-    before = run[0][0].before
-    if not before:
-        return step
-
-    def begun(warp: Warp) -> None:
-        for first in before:
-            first(warp)
-        step(warp)
-
-    return begun
+    step: Step = partial(_perform, program, program.ctypes.data)
+    for first in reversed(run[0][0].before):
+        step = preceded(first, step)
+    return step
 
 
 def _perform(program: npt.NDArray[np.int64], address: int, warp: Warp) -> None:

@@ -80,8 +80,7 @@ def shfl(b: Binder) -> Step:
     def step(warp: Warp) -> None:
         groups(warp)
         source, valid = _partner(mode, warp.u32[rb].tobytes(), warp.u32[rc].tobytes())
-        absent = False if warp.where is True else warp.mask & valid & ~warp.mask[source]
-        if absent is not False and count_nonzero(absent):
+        if warp.where is not True and count_nonzero(absent := warp.mask & valid & ~warp.mask[source]):
             at = int(np.flatnonzero(absent)[0])
             raise Fault("diverged", f"shfl reads lane {source[at]}, which is not active", lane=at)
         np.copyto(warp.u32[rd], warp.u32[ra][source], where=warp.where)

@@ -5,7 +5,7 @@ it the warp and its machine have to know. The access itself is backends.vm.memor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from backends.vm.machine import access
 from backends.vm.machine.code import LANES, SCRATCH_PLACES, Key, place_of
-from backends.vm.memory.access_code import NO
+from backends.vm.memory.access_code import NO, OnDemand
 from backends.vm.memory.compiled_access import CONFLICT, SERVED_SHIFT, Kind, Perform, performer, program
 from backends.vm.memory.definedness import Missing
 from backends.vm.memory.global_memory import SHARED_WINDOW, WINDOW_SHIFT
@@ -29,24 +29,7 @@ WORTH: Final = 200
 SPACES: Final = ("", "global", "shared", "shared::cta", "shared::cluster")
 
 
-@dataclass(slots=True)
-class _Code:
-    """Of a kind: how often its instructions have run without machine code, and that, once it is made."""
-
-    kind: Kind
-    demand: int = 0
-    perform: Perform | None = None
-
-    def wanted(self) -> Perform | None:
-        """The machine code, for an instruction that is about to run."""
-        if self.perform is None:
-            self.demand += 1
-            if self.demand >= WORTH:
-                self.perform = performer(self.kind)
-        return self.perform
-
-
-_CODES: Final[dict[Kind, _Code]] = {}
+_CODES: Final[dict[Kind, OnDemand[Perform]]] = {}
 
 
 class QuickAccess:
@@ -78,7 +61,7 @@ class QuickAccess:
         self._size = element * len(registers)
         sizes = tuple(0 if key is None else key[0] // 8 for key in registers)
         self._shared, self._global = (
-            _CODES.setdefault(kind, _Code(kind))
+            _CODES.setdefault(kind, OnDemand(partial(performer, kind)))
             for kind in (Kind(memory, stores, width // 8, element, signed, sizes) for memory in ("shared", "global"))
         )
         places = SCRATCH_PLACES if rows else [(0, 0) if key is None else place_of(key) for key in registers]
@@ -109,7 +92,7 @@ class QuickAccess:
 
     def _in_shared(self, warp: Warp, base: int) -> int:
         cta = warp.cta
-        perform, place = self._shared.wanted(), cta.smem.place
+        perform, place = self._shared.wanted(WORTH), cta.smem.place
         if perform is None or place is None:
             return NO
         mask = self._givers_address if self._rows else warp.mask_address
@@ -131,7 +114,7 @@ class QuickAccess:
 
     def _in_global(self, warp: Warp, address: int) -> int:
         machine = warp.cta.machine
-        perform, buffer = self._global.wanted(), machine.memory.holding(address)
+        perform, buffer = self._global.wanted(WORTH), machine.memory.holding(address)
         if perform is None or buffer is None or (self._stores and not buffer.writable):
             return NO
         place = machine.races.place(buffer, self._size, warp.clock)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 
 from backends.vm.memory.clocks import EPOCH_BITS, EPOCH_MASK
+from backends.vm.memory.definedness import DEFINED
+from backends.vm.numerics.compiled import ENTRY, linked
 
 NO: Final = -1
 """The answer of machine code that refuses. It has changed nothing then."""
@@ -44,6 +47,39 @@ class MemoryWords:
 def number(value: int) -> ir.Constant:
     """A constant of 64 bits."""
     return ir.Constant(I64, value)
+
+
+def defined(size: int) -> ir.Constant:
+    """What says that `size` bytes are defined."""
+    return ir.Constant(ir.IntType(8 * size), int.from_bytes(bytes([DEFINED]) * size, "little"))
+
+
+def callable_of(write: Callable[[ir.Function], object], pointers: int, numbers: int) -> Callable[..., int]:
+    """A function of so many addresses and then numbers of 64 bits that gives one, whose machine code `write` writes."""
+    module = ir.Module("access")
+    write(ir.Function(module, ir.FunctionType(I64, [POINTER] * pointers + [I64] * numbers), ENTRY))
+    kind = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * pointers, *[ctypes.c_int64] * numbers)
+    return cast("Callable[..., int]", kind(linked(module)))
+
+
+Made = TypeVar("Made")
+
+
+class OnDemand(Generic[Made]):
+    """Machine code that `make` makes once the same has been done by NumPy so often that this takes as long."""
+
+    def __init__(self, make: Callable[[], Made]) -> None:
+        self._make = make
+        self._times = 0
+        self._made: Made | None = None
+
+    def wanted(self, worth: int) -> Made | None:
+        """The machine code, for what is about to be done; None before the time `worth`."""
+        if self._made is None:
+            self._times += 1
+            if self._times >= worth:
+                self._made = self._make()
+        return self._made
 
 
 class MemoryCode:

@@ -7,21 +7,29 @@ then to be said is said in one place, by SharedMemory, Buffer and GlobalRaces, w
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 
-from backends.vm.memory.access_code import GLOBAL_FIELDS, I8, I32, I64, POINTER, SHARED_FIELDS, MemoryCode, number
+from backends.vm.memory.access_code import (
+    GLOBAL_FIELDS,
+    I8,
+    I32,
+    I64,
+    POINTER,
+    SHARED_FIELDS,
+    MemoryCode,
+    callable_of,
+    defined,
+    number,
+)
 from backends.vm.memory.clocks import CLUSTER_SHIFT, EPOCH_BITS
-from backends.vm.memory.definedness import DEFINED
-from backends.vm.numerics.compiled import ENTRY, linked
 
 LANES: Final = 32
 BANKS: Final = 32
@@ -63,11 +71,7 @@ class Kind:
 @cache
 def performer(kind: Kind) -> Perform:
     """The machine code of all accesses of a kind."""
-    module = ir.Module("access")
-    function = ir.Function(module, ir.FunctionType(I64, [POINTER] * 5 + [I64] * 4), ENTRY)
-    _Access(kind, function).emit()
-    made = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 4)
-    return cast("Perform", made(linked(module)))
+    return callable_of(lambda function: _Access(kind, function).emit(), 5, 4)
 
 
 def program(address: tuple[int, int], offset: int, line: int, registers: Sequence[tuple[int, int]]) -> Words:
@@ -183,7 +187,7 @@ class _Access(MemoryCode):
         b, size = self.b, self.kind.size
         name = "defined" if self.shared else "state"
         kind = ir.IntType(8 * size)
-        whole = _defined(size)
+        whole = defined(size)
 
         def look() -> None:
             pointer = b.gep(self._pointer(name), [at], source_etype=I8)
@@ -260,7 +264,7 @@ class _Access(MemoryCode):
             return
         size, name = self.kind.size, "defined" if self.shared else "state"
         with b.if_then(b.icmp_signed("!=", self.place[name], number(0))):
-            b.store(_defined(size), b.gep(self._pointer(name), [at], source_etype=I8), align=1)
+            b.store(defined(size), b.gep(self._pointer(name), [at], source_etype=I8), align=1)
 
     def _row(self, first: int) -> Any:
         bound = self.at(self.bounds, self.at(self.program, first, I64), I64)
@@ -289,8 +293,3 @@ class _Access(MemoryCode):
             last = b.ashr(b.add(begins, number(size - 1)), self.place["shift"])
             with self._each(first, last) as granule:
                 yield granule
-
-
-def _defined(size: int) -> ir.Constant:
-    """What says that `size` bytes are defined."""
-    return ir.Constant(ir.IntType(8 * size), int.from_bytes(bytes([DEFINED]) * size, "little"))

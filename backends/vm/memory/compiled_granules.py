@@ -7,16 +7,24 @@ everything is ordered before; SharedMemory then does it anew.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, Final, Literal, cast
+from functools import cache, partial
+from typing import Any, Final, Literal, get_args
 
 from llvmlite import ir
 
-from backends.vm.memory.access_code import I8, I32, I64, POINTER, SHARED_FIELDS, MemoryCode, number
-from backends.vm.numerics.compiled import ENTRY, linked
+from backends.vm.memory.access_code import (
+    I8,
+    I32,
+    I64,
+    SHARED_FIELDS,
+    MemoryCode,
+    OnDemand,
+    callable_of,
+    defined,
+    number,
+)
 
 WORTH: Final = 100
 """So many times by NumPy take as long as to make the machine code."""
@@ -34,23 +42,15 @@ warp. NO, or whether a byte is undefined."""
 @cache
 def performer(deed: Deed) -> Perform:
     """The machine code of all that do this."""
-    module = ir.Module("granules")
-    function = ir.Function(module, ir.FunctionType(I64, [POINTER] * 4 + [I64] * 4), ENTRY)
-    _GranuleAccess(deed, function).emit()
-    made = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4)
-    return cast("Perform", made(linked(module)))
+    return callable_of(lambda function: _GranuleAccess(deed, function).emit(), 4, 4)
 
 
-class Demand:
-    """How often each deed was done without machine code, in this process."""
+_CODES: Final[dict[Deed, OnDemand[Perform]]] = {deed: OnDemand(partial(performer, deed)) for deed in get_args(Deed)}
 
-    def __init__(self) -> None:
-        self._times = dict[Deed, int]()
 
-    def wanted(self, deed: Deed) -> Perform | None:
-        """The machine code, for one that is about to happen; None while it is not worth it."""
-        times = self._times[deed] = self._times.get(deed, 0) + 1
-        return performer(deed) if times > WORTH else None
+def wanted(deed: Deed) -> Perform | None:
+    """The machine code, for one that is about to happen; None while it is not worth it."""
+    return _CODES[deed].wanted(WORTH)
 
 
 class _GranuleAccess(MemoryCode):
@@ -199,9 +199,8 @@ class _GranuleAccess(MemoryCode):
             if count > 1:
                 self._fill("reader", granule, self.mark, count)
                 self._fill("reader_line", granule, self.line, count)
-            defined = self._vector("defined", b.shl(granule, number(2)), I8, ir.IntType(32 * count))
-            whole = ir.Constant(ir.IntType(32 * count), int.from_bytes(bytes([1]) * 4 * count, "little"))
-            bad = b.zext(b.icmp_unsigned("!=", defined, whole), I64)
+            found = self._vector("defined", b.shl(granule, number(2)), I8, ir.IntType(32 * count))
+            bad = b.zext(b.icmp_unsigned("!=", found, defined(4 * count)), I64)
             self._set(self.undefined, b.or_(self._value(self.undefined), bad))
         elif self.deed == "write begins":
             self._fill("in_flight", granule, self.line, count)
@@ -211,8 +210,7 @@ class _GranuleAccess(MemoryCode):
             self._fill("writer", granule, self.mark, count)
             self._fill("writer_line", granule, self.line, count)
             place = b.gep(self._pointer("defined"), [b.shl(granule, number(2))], source_etype=I8)
-            b.store(ir.Constant(ir.IntType(32 * count), int.from_bytes(bytes([1]) * 4 * count, "little")), place,
-                    align=1)  # fmt: skip
+            b.store(defined(4 * count), place, align=1)
 
     # Vectors.
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, at_line, report
+from backends.vm.memory import compiled_granules
 from backends.vm.memory.access_code import NO, MemoryWords
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
@@ -26,7 +27,7 @@ from backends.vm.memory.clocks import (
     unordered,
 )
 from backends.vm.memory.compiled_access import BANKS
-from backends.vm.memory.compiled_granules import Deed, Demand
+from backends.vm.memory.compiled_granules import Deed
 from backends.vm.memory.definedness import Mask, Missing, Origin, Sources
 from backends.vm.memory.lanes import LaneWrites
 
@@ -43,7 +44,6 @@ RANK_SHIFT = 24
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
 MAX_DYNAMIC = 232448
 """Bytes of dynamic shared memory that a block may have on sm_90 and sm_100 (facts.md 0.1)."""
-_DEMAND = Demand()
 
 
 class SharedMemory:
@@ -345,7 +345,7 @@ class SharedMemory:
         self, deed: Deed, granules: Granules, clock: Clock | None, stamp: int, line: int, *, generic: bool = False
     ) -> int:
         """What the machine code answers. After NO nothing has been done."""
-        perform = None if self.place is None else _DEMAND.wanted(deed)
+        perform = None if self.place is None else compiled_granules.wanted(deed)
         if self.place is None or perform is None or not granules.flags.c_contiguous:
             return NO
         seen = 0 if clock is None else clock.seen.ctypes.data

@@ -12,7 +12,7 @@ from backends.vm.faults import Fault, collecting
 from backends.vm.memory import compiled_granules, shared
 from backends.vm.memory.access_code import NO
 from backends.vm.memory.clocks import Agents, Clock, stamp
-from backends.vm.memory.compiled_granules import Demand, Perform
+from backends.vm.memory.compiled_granules import Perform
 from backends.vm.memory.shared import RESERVED, SharedMemory
 
 _DEEDS = 60
@@ -97,9 +97,9 @@ def _both(seed: int) -> list[int]:
         return perform
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Demand, "wanted", lambda self, deed: None)
+        patch.setattr(compiled_granules, "wanted", lambda deed: None)
         plain = _outcome(seed)
-        patch.setattr(Demand, "wanted", lambda self, deed: noted(deed))
+        patch.setattr(compiled_granules, "wanted", noted)
         quick = _outcome(seed)
     for number, (wanted, seen) in enumerate(zip(plain, quick, strict=True)):
         assert seen == wanted, f"program {seed}, observation {number}, with machine code: {seen}\nwithout: {wanted}"
