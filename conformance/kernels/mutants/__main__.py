@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 from conformance import ROOT
@@ -119,7 +120,9 @@ def _campaign(options: argparse.Namespace, given: list[str]) -> int:
         raise ValueError("no program with PTX is selected, so there is nothing to change")
     record.append(_call(given, len(todo)))
     again, ran, unexplained = options.again or options.holes, set[str](), 0
-    for at, outcome in run(todo, record, tuple(options.schedule or SCHEDULES), options.seconds, again=again):
+    argued = partial(excused, known=known)
+    schedules = tuple(options.schedule or SCHEDULES)
+    for at, outcome in run(todo, record, schedules, options.seconds, again=again, argued=argued):
         ran.add(outcome.id)
         unexplained += not outcome.killed and blamed(outcome, known)
         print(f"{at}/{len(todo)} {_told(outcome)}", flush=True)
@@ -128,6 +131,12 @@ def _campaign(options: argparse.Namespace, given: list[str]) -> int:
     holes = len(record.results) - killed - same
     print(f"{record.path}: {killed} killed, {same} equivalent, {holes} holes; {left} of this call are left to run")
     return int(bool(unexplained))
+
+
+def excused(survivor: Outcome, known: Sequence[Reason]) -> bool:
+    """Whether a survivor is equivalent for a reason that is known."""
+    why = reason_of(survivor, known)
+    return why is not None and why.verdict == "equivalent"
 
 
 def blamed(survivor: Outcome, known: Sequence[Reason]) -> bool:
