@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from conformance.kernels.mutants import carried, on_device, silicon
-from conformance.kernels.mutants.campaign import Outcome, Record, Subject, subjects
+from conformance.kernels.mutants.campaign import Outcome, Record, Subject, program_of, subjects
 from conformance.kernels.mutants.carried import Carried, of_record, of_silicon
 from conformance.kernels.mutants.few_ctas import COUNTS, on_few_ctas
 from conformance.kernels.mutants.mutant import mutants, program_id
@@ -301,3 +301,12 @@ def test_few_ctas_build_the_same_text_and_take_several_tiles(backend: str) -> No
             assert program.launches[-1].grid == (count, 1, 1), f"{program.launches[-1].grid} CTAs, not {count}"
     spec = load_specs(None)["nvfp4_moe"]
     assert not on_few_ctas(backend, "sm_90a", spec, spec.vary(few.built[0].case, stage="combine"), "")
+
+
+def test_a_kernel_that_does_not_read_how_many_sms_there_are_has_nothing_on_few_ctas(subject: Subject) -> None:
+    """Raw-PTX attention has a CTA a tile: for one SM it is the program that it is."""
+    built = subject.built[0]
+    few = built.spec.vary(built.case, sms=1)
+    assert few.id == f"{built.case.id},sms=1", f"the axis is in no id: {few.id}"
+    assert program_of("ptx", "sm_90a", few) == built.program, "attention of raw PTX reads the axis by now: test it"
+    assert not subject.few, f"it would run as it is once more: {list(subject.few)}"
