@@ -3,7 +3,7 @@
 Of each sm_90a mutant of the record whose row has at most ELEMENTS: its machine code, the launches, and the inputs of
 the row that killed it in the VM, or of the first of its program, where none did. Launches are those that the VM is
 given, host programs' included. `--draw SYNC OTHERS SEED` adds mutants of the smoke profile's programs of the NVFP4
-layer. `--some N`: only N of them all, by lot.
+layer. `--some N`: only N of them all, by lot, and of those that deadlock in the VM, which cost seconds each, an eighth.
 `--hanging`: those alone that hang in the record of an H200 (silicon.py), with waits that give up, so that tools see an
 end; and their programs as they are, with the same waits.
 """
@@ -116,10 +116,12 @@ def places(launch: Noted, buffers: Sequence[Buffer]) -> list[tuple[int, int, str
 
 @dataclass(slots=True)
 class Carried:
-    """The folder: `rows` and `calls` of rows.json. `hanging`: waits of its programs give up."""
+    """The folder: `rows` and `calls` of rows.json. `hanging`: waits of its programs give up. `stuck`: ids of mutants
+    that deadlock in the VM."""
 
     folder: Path
     hanging: bool = False
+    stuck: frozenset[str] = frozenset()
     rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     calls: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
@@ -182,6 +184,7 @@ class Carried:
                 "id": "" if mutant is None else mutant.id,
                 "kind": "" if mutant is None else mutant.kind,
                 "orders": mutant is not None and mutant.kind in SYNCHRONISATION,
+                "stuck": mutant is not None and mutant.id in self.stuck,
                 "base": base,
                 "call": name,
                 "runs": 1 if self.hanging else RUNS,
@@ -266,12 +269,18 @@ def main(given: list[str]) -> None:
     parser.add_argument("--some", type=int, metavar="N")
     parser.add_argument("--hanging", action="store_true")
     options = parser.parse_args(given)
-    carried = Carried(options.folder, options.hanging)
-    chosen = of_silicon("hang") if options.hanging else of_record(Record(options.record))
+    record = Record(options.record)
+    stuck = frozenset(one.id for one in record.results if one.check == "rule:deadlock")
+    carried = Carried(options.folder, options.hanging, stuck)
+    chosen = of_silicon("hang") if options.hanging else of_record(record)
     every = {one[2].id: one for one in chosen}
     if options.draw:
         every = {one[2].id: one for one in drawn_ones(*options.draw)} | every
-    every = {name: every[name] for name in sorted(every, key=lot)[: options.some]}
+    if options.some is not None:
+        ranked = sorted(every, key=lot)
+        few = [name for name in ranked if name in stuck][: options.some // 8]
+        rest = [name for name in ranked if name not in stuck][: options.some - len(few)]
+        every = {name: every[name] for name in (*few, *rest)}
     bases = {(one.backend, built.program.ptx, built.case.id): (one, built) for one, built, _ in every.values()}
     left = [said for one, built in bases.values() if (said := carried.row(one, built, None))]
     left += [said for one in every.values() if (said := carried.row(*one))]

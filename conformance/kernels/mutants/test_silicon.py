@@ -17,7 +17,17 @@ from conformance.kernels.mutants.campaign import Outcome, Record, Subject, progr
 from conformance.kernels.mutants.carried import Carried, of_record, of_silicon
 from conformance.kernels.mutants.few_ctas import COUNTS, on_few_ctas
 from conformance.kernels.mutants.mutant import mutants, program_id
-from conformance.kernels.mutants.on_device import ALONE, DEADLOCK, Stage, drawn, kind_of, placed, reports, under_tools
+from conformance.kernels.mutants.on_device import (
+    ALONE,
+    DEADLOCK,
+    Stage,
+    drawn,
+    kind_of,
+    parts,
+    placed,
+    reports,
+    under_tools,
+)
 from conformance.kernels.mutants.silicon import Seen, seen_of, told, with_tools
 from megamoe.contract import Program
 from megamoe.contract.assembly import assemblers
@@ -70,6 +80,8 @@ def test_mutants_that_hang_come_last_and_alone() -> None:
     assert stages["mutants that hang"] == [(DEADLOCK, [2])], f"{stages}"
     assert all(some == [4, 1] for _, some in stages["mutants that end"]), f"{stages}"
     assert all(tool != DEADLOCK for jobs in list(stages.values())[1:3] for tool, _ in jobs)
+    rows[4]["stuck"] = True
+    assert list(parts(rows, order).values())[-1] == [4], "what holds the device up comes before the others"
 
 
 def _stage(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Stage:
