@@ -383,7 +383,7 @@ def _limited(whole: _Baseline) -> Iterator[int]:
 def _found_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:
     """The first finding that the program itself has not, which ends the run. What ends it otherwise counts where the
     case is judged."""
-    findings = _UntilNew(own=frozenset(one.site for one in subject.collection(built, schedule).found))
+    findings = UntilNew(own=frozenset(one.site for one in subject.collection(built, schedule).found))
     with _limited(subject.baseline(built, schedule)) as steps:
         options = RunOptions(schedule=schedule, step_budget=steps)
         try:
@@ -395,7 +395,7 @@ def _found_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> 
 
 
 @dataclass(slots=True)
-class _UntilNew(Findings):
+class UntilNew(Findings):
     """Findings of a run that ends with the first that the program itself has not. `own`: sites of those it has."""
 
     own: frozenset[tuple[object, ...]] = frozenset()
@@ -406,7 +406,7 @@ class _UntilNew(Findings):
 
     def add(self, fault: Fault, *, ends: bool) -> None:
         """Take a fault, and raise it if it is new."""
-        super().add(fault, ends=ends)
+        Findings.add(self, fault, ends=ends)
         if not ends and self.is_new(fault):
             raise fault
 

@@ -16,7 +16,9 @@ from conformance.kernels.mutants.campaign import (
     Plan,
     Record,
     Subject,
+    UntilNew,
     built_no_more,
+    collected,
     drawn,
     examine,
     planned,
@@ -30,7 +32,7 @@ from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunt
 from conformance.kernels.mutants.smoke import check_of, smoked
 from conformance.kernels.mutants.table import RECORD, TABLE, Reason, reason_of, reasons, table
 from conformance.kernels.mutants.unmutated import Watch, told, watched
-from megamoe.contract import BufferArg, Launch, Program, ScalarArg, TensorMapArg
+from megamoe.contract import BufferArg, Launch, Program, RunOptions, ScalarArg, TensorMapArg
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import parse_marked_yaml
 from megamoe.spec.selection import Selection, owed_rows
@@ -250,6 +252,40 @@ def test_a_mutant_of_no_consequence_survives_as_the_same_code(program: Subject) 
     outcome = examine(program, one)
     assert not outcome.killed, outcome.sentence
     assert outcome.same_code is not False, "white space changes no machine code"
+
+
+def test_what_is_equivalent_by_an_argument_runs_as_far_as_the_argument_asks(program: Subject) -> None:
+    moves = [one for one in mutants(program.built[0].program) if one.kind == "move"]
+    earlier = next(one for one in moves if one.before.startswith("mbarrier.arrive.expect_tx"))
+    whole = examine(program, earlier, ask_assemblers=False)
+    assert (whole.killed, whole.reached) == (False, True), f"{earlier.before} -> {earlier.after}: {whole}"
+    none = examine(program, earlier, ask_assemblers=False, argued=lambda _: True)
+    assert (none.runs, none.killed) == (0, False), "it needs no run, and has some"
+    seen = examine(program, earlier, ask_assemblers=False, argued=lambda lived: lived.reached is True)
+    assert 0 < seen.runs < whole.runs, f"{seen.runs} of {whole.runs} runs where the machine is asked about its line"
+
+
+def test_a_mutant_runs_on_the_cases_that_execute_its_line(program: Subject) -> None:
+    """Of others the run is that of the program as it is."""
+    lines = [program.collection(one, "eager").lines for one in program.built]
+    line = next(iter(lines[-1] - lines[0]))
+    found = [one.case.id for one in program.executing(line, "eager")]
+    assert found == [one.case.id for one, of in zip(program.built, lines, strict=True) if line in of]
+    assert 0 < len(found) < len(program.built), f"line {line}: {found}"
+    assert program.executing(0, "eager") == program.built, "a changed launch concerns every case"
+
+
+def test_a_run_whose_findings_are_collected_ends_with_the_first_new_one(program: Subject) -> None:
+    built = program.built[0]
+    fence = next(one for one in mutants(built.program) if one.kind == "drop" and one.before.startswith("wgmma.fence"))
+    in_order, other = RunOptions(schedule="eager"), fence.of(built.program)
+    every = collected(built, other, in_order).found
+    often = sum(one.times for one in every)
+    assert often > 1, f"a fence less was noticed {often} times"
+    (first,) = collected(built, other, in_order, UntilNew()).found
+    assert first.times == 1, f"{first.rule} was noticed, and the run went on"
+    known = collected(built, other, in_order, UntilNew(own=frozenset(one.site for one in every))).found
+    assert sum(one.times for one in known) == often, "what the program itself has ends its runs"
 
 
 def test_a_program_that_fails_by_itself_is_refused(program: Subject) -> None:
