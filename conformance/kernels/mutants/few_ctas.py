@@ -19,12 +19,16 @@ COUNTS = (1, 5)
 kernels share."""
 SIZES = ((384, 384), (768, 384), (768, 768))
 """Values of hidden and intermediate, cheapest first: several tiles of an expert, and three steps or more along K."""
+TOKENS = (20, 40, 72)
+"""Tokens that are tried before those of the case: they choose the width of a tile, and so the text."""
 _SHORT_L1, _SHORT_L2 = (128, 1280), (2560, 128)
 SHORT = {"l1": (_SHORT_L1,), "l2": (_SHORT_L2,), "layer": (_SHORT_L1, _SHORT_L2)}
 """By stage, of those with a grouped GEMM, hidden and intermediate for one step along K and 2560 weight rows.
 Where a tile has several steps, a stage of the ring that a warp gives back without the others is covered by the stage
 before it. So each must be the first of a tile, and be filled again: raw PTX has 5 stages for tiles of 256 weight rows,
 and 9 for tiles of 128."""
+MANY = 128
+"""Tokens of which the first of SIZES has several tiles a CTA, and SHORT takes ten seconds and more."""
 SEQUENCES, KEYS = 4, {64: 500, 128: 400, 256: 300, 512: 200}
 """Sequences and, by head dimension, their keys, with which CuTeDSL's attention on one CTA fills its rings twice."""
 
@@ -34,7 +38,7 @@ Sized = tuple[Case, Program | HostProgram]
 def on_few_ctas(backend: str, target: str, spec: Spec, case: Case, text: str) -> dict[int, list[Sized]]:
     """Programs by their CTAs, of cases like `case` that build `text`; none where there is no such case.
 
-    A grouped GEMM: skewed if that builds `text`, of the first of SIZES that does, and on one CTA of SHORT too.
+    A grouped GEMM: skewed if that builds `text`, of the first of TOKENS and SIZES that do, and on one CTA of SHORT too.
     Attention: SEQUENCES of KEYS on one CTA.
     """
     if case.op == "fmha":
@@ -43,14 +47,17 @@ def on_few_ctas(backend: str, target: str, spec: Spec, case: Case, text: str) ->
     if stage not in SHORT:
         return {}
 
-    def of(size: tuple[int, int], load: AxisValue, count: int) -> Sized | None:
-        sized = spec.vary(case, hidden=size[0], intermediate=size[1], load=load)
+    def of(size: tuple[int, int], load: AxisValue, tokens: int, count: int) -> Sized | None:
+        sized = spec.vary(case, hidden=size[0], intermediate=size[1], load=load, tokens=tokens)
         return _on(backend, target, spec, sized, count, text)
 
-    for load, size in product(dict.fromkeys(("skewed", case["load"])), SIZES):
-        made = {count: one for count in COUNTS if (one := of(size, load, count)) is not None}
+    own = case.int("tokens")
+    fewer = (*(tokens for tokens in TOKENS if tokens < own), own)
+    for load, tokens, size in product(dict.fromkeys(("skewed", case["load"])), fewer, SIZES):
+        made = {count: one for count in COUNTS if (one := of(size, load, tokens, count)) is not None}
         if made:
-            short = [one for sizes in SHORT[stage] if (one := of(sizes, load, 1)) is not None]
+            sizes = SHORT[stage] if tokens < MANY else ()
+            short = [one for size in sizes if (one := of(size, load, tokens, 1)) is not None]
             return {count: [one, *(short if count == 1 else ())] for count, one in made.items()}
     return {}
 
