@@ -28,7 +28,7 @@ def driver() -> Any:
 
 @cache
 def driver_library() -> ctypes.CDLL:
-    """The driver's own library, for the call that the bindings cannot make (kernels.encoded_map) and those of each launch."""
+    """The driver's own library: for kernels.encoded_map, which the bindings cannot do, and the calls of a launch."""
     return ctypes.CDLL("libcuda.so.1")
 
 
