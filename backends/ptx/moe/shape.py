@@ -30,7 +30,8 @@ class SwigluVariant:
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
-    """The axes of one case. `clamp` is 0 if the case has none. `bf16`: activations are bf16, else NVFP4."""
+    """The axes of one case. `clamp` is 0 if the case has none. `bf16`: activations are bf16, else NVFP4. `sms`: those
+    that persistent CTAs are launched for, if not those of the device."""
 
     hidden: int
     intermediate: int
@@ -41,6 +42,7 @@ class MoeShape:
     clamp: float
     stage: str
     bf16: bool
+    sms: int | None
 
     @classmethod
     def of(cls, case: Case, target: Target) -> MoeShape:
@@ -70,6 +72,7 @@ class MoeShape:
             clamp=0.0 if clamp is None else float(clamp),
             stage=str(case["stage"]),
             bf16=case["activations"] == "bf16",
+            sms=None if case["sms"] is None else case.int("sms"),
         )
 
     @property
