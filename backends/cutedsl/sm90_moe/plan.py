@@ -1,7 +1,8 @@
 """The plan of the sm_90a MoE kernels: tiles, how the repacked operands lie in memory, the ring, who does what.
 
 Operands are swapped: weights are A of wgmma, from registers, and M; tokens are B, from shared memory, and N. A tile is
-64 weight rows of each warpgroup by one column tile: up to `width` rows of one expert.
+a panel of 128 weight rows of each of two warpgroups by one column tile: up to `width` rows of one expert. A warpgroup
+multiplies its panel as two blocks of 64 rows: waits, descriptors and tokens serve both.
 
 Both operands are in units of 64 along K, so that a stage of the ring is a few bulk copies of bytes that lie together:
 
@@ -17,14 +18,24 @@ Pure arithmetic without CuTeDSL: the harness asks for workspaces on machines tha
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from backends.cutedsl.device import SMEM_BYTES, WARPGROUP
 from backends.cutedsl.moe.layout import SF_VEC_SIZE
 
-GROUP_M = 64
-"""Weight rows a warpgroup: M of wgmma."""
-PANEL_ROWS = 128
+BLOCK_ROWS = 64
+"""Weight rows of a wgmma: its M."""
+BLOCKS = 2
+"""Of a panel."""
+PANEL_ROWS = BLOCKS * BLOCK_ROWS
+PANELS = 2
+"""Of a tile, one for each warpgroup that multiplies."""
+TILE_M = PANELS * PANEL_ROWS
+CONSUMERS = PANELS * WARPGROUP
+"""Threads that multiply."""
+THREADS = CONSUMERS + WARPGROUP
+"""Those that multiply, and the producer's warpgroup."""
 UNIT_K = 64
 K_STEPS = UNIT_K // 16
 LANE_BYTES = 4 * K_STEPS
@@ -32,24 +43,28 @@ LANE_BYTES = 4 * K_STEPS
 PAIR_BYTES = 2 * UNIT_K // SF_VEC_SIZE
 """Block scales of a pair of rows in a unit."""
 CODES_BYTES = WARPGROUP * LANE_BYTES
-BLOCK_BYTES = CODES_BYTES + GROUP_M // 2 * PAIR_BYTES
-UNIT_BYTES = PANEL_ROWS // GROUP_M * BLOCK_BYTES
+BLOCK_BYTES = CODES_BYTES + BLOCK_ROWS // 2 * PAIR_BYTES
+UNIT_BYTES = BLOCKS * BLOCK_BYTES
 ROW_BYTES = 2 * UNIT_K
 """A token in a unit, a span of the 128-byte swizzle."""
 TURN_UNITS = 2
 """Units that the multiplying loop takes at a time, each with registers of its own for A. K is a multiple of 128."""
-WIDTHS = (8, 16, 32, 64, 128, 256)
+WIDTHS = range(8, 136, 8)
+"""What wgmma takes, up to 128: two blocks of more have more accumulators than a thread has room for."""
 FEW_COLUMNS = 64
-"""The widest column tile of four warpgroups: the accumulators of a wider one leave a thread too few registers."""
+"""The widest column tile with two units a stage: those of wider ones would leave too few stages."""
+DEVIATIONS = 1.5
+"""By which an expert may have more rows than the mean and still take one column tile: nine of ten do."""
 WARP_COLUMNS = 8
 """Columns of a tile that each warp multiplies by itself."""
 MAX_STAGED_TOKENS = 64
 """Tokens in shared memory whose blocks of 16 are one a thread of a warpgroup."""
-STAGED_PITCH = GROUP_M // 2 + 4
-"""f32 of a staged token: 32 outputs of a warpgroup, and four that keep tokens in different banks."""
+STAGED_PITCH = BLOCK_ROWS // 2 + 4
+"""f32 of a staged token: 32 outputs of a block, and four that keep tokens in different banks."""
 MAX_STAGES = 12
 """Of the ring, whatever fits: more than twice what saturates memory."""
-PRODUCER_REGISTERS = 24
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
+"""After setmaxnreg: a CTA has the 168 that each thread is launched with, and no more. To ask for more hangs an H200."""
 COLUMN_FIELDS = 4
 """int32 of an entry of the table of column tiles."""
 OPERAND_BIAS = 7
@@ -67,9 +82,6 @@ class Sm90MoePlan:
     """The compile-time shape of a grouped GEMM. `width`: columns of a tile, N of wgmma, one of WIDTHS. `swiglu`: L1,
     else L2. `bf16`: operands are bf16, as the tokens are; else f16, which holds NVFP4 numbers.
 
-    Up to 64 columns: four warpgroups, 256 weight rows. All traffic is weights, and unpacking must keep up with it.
-    More: two warpgroups, 128 weight rows, with 128 accumulators a thread.
-
     One kernel has one width: ptxas 13.5 gives each width of several registers of its own and then serialises wgmmas.
     """
 
@@ -78,45 +90,19 @@ class Sm90MoePlan:
     bf16: bool = False
 
     @property
-    def groups(self) -> int:
-        """Warpgroups that multiply."""
-        return 4 if self.width <= FEW_COLUMNS else 2
-
-    @property
-    def panels(self) -> int:
-        """Panels of weights a tile."""
-        return self.groups * GROUP_M // PANEL_ROWS
-
-    @property
-    def tile_m(self) -> int:
-        """Weight rows a tile."""
-        return self.groups * GROUP_M
-
-    @property
-    def consumers(self) -> int:
-        """Threads that multiply."""
-        return WARPGROUP * self.groups
-
-    @property
-    def threads(self) -> int:
-        """Those that multiply, and the producer's warpgroup."""
-        return self.consumers + WARPGROUP
-
-    @property
-    def consumer_registers(self) -> int:
-        """Registers of a consumer's thread after setmaxnreg: 640 threads are launched with 96 each, 384 with 168."""
-        launched = (1 << 16) // self.threads // 8 * 8 * self.threads
-        return (launched - PRODUCER_REGISTERS * WARPGROUP) // self.consumers // 8 * 8
+    def sums(self) -> int:
+        """Accumulators a thread, those of one block behind those of the other."""
+        return BLOCKS * self.width // 2
 
     @property
     def units(self) -> int:
-        """Units of K a stage. Two units of many columns would leave too few stages."""
+        """Units of K a stage."""
         return TURN_UNITS if self.width <= FEW_COLUMNS else 1
 
     @property
     def a_bytes(self) -> int:
         """Weights of a stage."""
-        return self.panels * self.units * UNIT_BYTES
+        return PANELS * self.units * UNIT_BYTES
 
     @property
     def b_bytes(self) -> int:
@@ -131,7 +117,7 @@ class Sm90MoePlan:
     @property
     def staged_bytes(self) -> int:
         """Bytes of the staging of L1's epilogue, of all warpgroups."""
-        return 0 if not self.swiglu else self.groups * self.staged_tokens * STAGED_PITCH * 4
+        return 0 if not self.swiglu else PANELS * self.staged_tokens * STAGED_PITCH * 4
 
     @property
     def stages(self) -> int:
@@ -141,10 +127,12 @@ class Sm90MoePlan:
 
 
 def width_for(routes: int, num_experts: int, balanced: bool) -> int:
-    """The column tile worth having: the mean rows of an expert where loads are `balanced`, else up to twice that."""
+    """The column tile worth having. It holds the mean rows of an expert where loads are `balanced`, else what most have
+    whose rows come by chance, with a deviation of the root of the mean; or an equal part of that."""
     mean = routes / num_experts
-    wanted = mean if balanced else min(max(mean, min(2 * mean, FEW_COLUMNS)), routes)
-    return next((width for width in WIDTHS if width >= wanted), WIDTHS[-1])
+    likely = min(mean if balanced else mean + DEVIATIONS * math.sqrt(mean), routes)
+    part = likely / math.ceil(likely / WIDTHS[-1])
+    return next(width for width in WIDTHS if width >= part)
 
 
 def max_columns(routes: int, num_experts: int, width: int) -> int:
