@@ -2,7 +2,7 @@
 """The persistent grouped GEMM on sm_90a.
 
 warpgroup 0   the producer: a warp brings weights and tokens, a stage at a time; its registers go to the others
-the others    the consumers, 128 weight rows each: the products (multiply.py), then the epilogue
+the others    the consumers, one or two blocks of 64 weight rows each: the products (multiply.py), then the epilogue
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from backends.cutedsl.sm90_moe.epilogue import (
 )
 from backends.cutedsl.sm90_moe.multiply import GemmSmem, multiply, sums_of
 from backends.cutedsl.sm90_moe.plan import (
+    BLOCK_BYTES,
     BLOCK_ROWS,
     BLOCKS,
     CODES_BYTES,
-    CONSUMER_REGISTERS,
-    CONSUMERS,
     LANE_BYTES,
     PAIR_BYTES,
     PANELS,
@@ -118,9 +117,9 @@ def finish(
     else:
         if piece.stop < gemm.turns:
             take_over(plan, gemm, rAcc, consumer.thread)
-        for block in cutlass.range_constexpr(BLOCKS):
-            rows = (piece.tile_m * PANELS + consumer.group) * BLOCKS + block
-            rSums = sums_of(rAcc, block)
+        for block in cutlass.range_constexpr(plan.group_blocks):
+            rows = (piece.tile_m * plan.groups + consumer.group) * plan.group_blocks + block
+            rSums = sums_of(plan, rAcc, block)
             if cutlass.const_expr(not plan.swiglu):
                 store_rows(plan, tensors, piece, scales, rSums, rows, consumer)
             else:
@@ -152,9 +151,10 @@ def consumer_warpgroup(
 def consumer_of(plan: Sm90MoePlan, number: Int32, group: Int32, in_group: Int32) -> ColumnConsumer:
     """Thread `number` of the consumers."""
     warp, lane = in_group // 32, in_group % 32
-    panel = group * (plan.units * UNIT_BYTES)
-    codes_at = kept(panel + in_group * LANE_BYTES, lane)
-    scales_at = kept(panel + CODES_BYTES + (warp * 8 + lane // 4) * PAIR_BYTES, lane)
+    first = group * plan.group_blocks
+    block = first // BLOCKS * (plan.units * UNIT_BYTES) + first % BLOCKS * BLOCK_BYTES
+    codes_at = kept(block + in_group * LANE_BYTES, lane)
+    scales_at = kept(block + CODES_BYTES + (warp * 8 + lane // 4) * PAIR_BYTES, lane)
     return ColumnConsumer(number, group, in_group, lane // 4, lane % 4, Boolean(lane == 0), codes_at, scales_at)
 
 
@@ -171,7 +171,7 @@ def allocate(plan: Sm90MoePlan, allocator: memory.SmemAllocator) -> GemmSmem:
     sStaged = None
     if plan.swiglu:
         stride = (STAGED_PITCH, 1, plan.staged_tokens * STAGED_PITCH)
-        layout = cute.make_layout((plan.staged_tokens, BLOCK_ROWS // 2, PANELS), stride=stride)
+        layout = cute.make_layout((plan.staged_tokens, BLOCK_ROWS // 2, plan.groups), stride=stride)
         sStaged = allocator.allocate_tensor(Float32, layout, byte_alignment=16)
     return GemmSmem(sB, sA, sStaged)
 
@@ -185,7 +185,7 @@ def grouped_gemm(plan: Sm90MoePlan, gemm: ColumnGemm, tensors: ColumnActivations
     smem = allocate(plan, allocator)
     ring = allocate_rings(allocator, plan.stages)
     if thread == 0:
-        init_rings(ring, 1, CONSUMERS // 32)
+        init_rings(ring, 1, plan.consumers // 32)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     cute.arch.griddepcontrol_wait()
@@ -196,7 +196,7 @@ def grouped_gemm(plan: Sm90MoePlan, gemm: ColumnGemm, tensors: ColumnActivations
         if warp == 0:
             load_warp(plan, gemm, smem, ring)
     else:
-        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        cute.arch.setmaxregister_increase(plan.consumer_registers)
         number, in_group = thread - WARPGROUP, thread % WARPGROUP
         group = cute.arch.make_warp_uniform((warp - 4) // 4)
         consumer = consumer_of(plan, number, group, in_group)

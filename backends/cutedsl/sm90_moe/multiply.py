@@ -2,10 +2,10 @@
 # pyright: reportMissingImports=false
 """The products of a tile: weights out of shared memory into registers, unpacked, times the tokens.
 
-A warpgroup has two blocks of 64 weight rows. By wgmma, each has registers for A of its own: while the tensor core
-multiplies with those of one, the threads unpack the other, or the next unit of this one. A stage is given back when its
-wgmmas are known to be done, one block later. All codes of a stage are loaded at once: an unpacking that begins with a
-load waits for it (results/attempts.md).
+By wgmma, a warpgroup multiplies two blocks of 64 weight rows, each with registers for A of its own: while the tensor
+core multiplies with those of one, the threads unpack the other, or the next unit of this one. A stage is given back
+when its wgmmas are known to be done, one block later. All codes of a stage are loaded at once: an unpacking that begins
+with a load waits for it (results/attempts.md).
 
 Of eight columns each warp multiplies its 16 rows by itself, by mma.sync: wgmma takes 15 cycles of an H200 whatever N,
 and four warps that wait for each other (results/records/h200-moe-clean-flush.json).
@@ -28,7 +28,6 @@ from backends.cutedsl.sm90_moe.epilogue import ColumnConsumer
 from backends.cutedsl.sm90_moe.plan import (
     BLOCK_BYTES,
     BLOCK_ROWS,
-    BLOCKS,
     K_STEPS,
     LANE_BYTES,
     PAIR_BYTES,
@@ -60,11 +59,11 @@ class UnitRegisters(NamedTuple):
     rScales: cute.Tensor
 
 
-def make_unit() -> tuple[UnitRegisters, ...]:
+def make_unit(plan: Sm90MoePlan) -> tuple[UnitRegisters, ...]:
     """Registers for each block of a unit."""
     return tuple(
         UnitRegisters(cute.make_rmem_tensor(K_STEPS, Uint32), cute.make_rmem_tensor(K_STEPS // 2, Uint32))
-        for _ in range(BLOCKS)
+        for _ in range(plan.group_blocks)
     )
 
 
@@ -91,9 +90,9 @@ def tokens_of(plan: Sm90MoePlan, sB: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(pointer, cute.append(cute.append(unit, stages[0]), stages[1]))
 
 
-def sums_of(rAcc: cute.Tensor, block: int) -> cute.Tensor:
+def sums_of(plan: Sm90MoePlan, rAcc: cute.Tensor, block: int) -> cute.Tensor:
     """The accumulators of one block of weight rows."""
-    count = cute.size(rAcc) // BLOCKS
+    count = plan.width // 2
     return cute.make_tensor(rAcc.iterator + block * count, cute.make_layout(count))
 
 
@@ -107,7 +106,7 @@ def load_unit(
     consumer: ColumnConsumer,
 ):
     """What this thread unpacks of a unit, of each block."""
-    for block in cutlass.range_constexpr(BLOCKS):
+    for block in cutlass.range_constexpr(plan.group_blocks):
         rCodes, rScales = weights[block]
         begin = stage * plan.a_bytes + (unit * UNIT_BYTES + block * BLOCK_BYTES)
         place = cute.assume(begin + consumer.codes_at, divby=LANE_BYTES)
@@ -184,15 +183,15 @@ def multiply_by_warpgroups(
     consumer: ColumnConsumer,
 ):
     """The loop of `multiply` by wgmma."""
-    weights = [make_unit() for _ in range(plan.units)]
+    weights = [make_unit(plan) for _ in range(plan.units)]
     mma = make_mma(plan)
     mma.set(warpgroup.Field.ACCUMULATE, True)
     slice_of = mma.get_slice(0)
     tCrB = slice_of.make_fragment_B(slice_of.partition_B(tokens_of(plan, smem.sB)))
     layout_c = slice_of.make_fragment_C(slice_of.partition_shape_C((BLOCK_ROWS, plan.width))).layout
-    tCrC = [cute.make_tensor(sums_of(rAcc, block).iterator, layout_c) for block in range(BLOCKS)]
+    tCrC = [cute.make_tensor(sums_of(plan, rAcc, block).iterator, layout_c) for block in range(plan.group_blocks)]
     layout_a = slice_of.make_fragment_A(slice_of.partition_shape_A((BLOCK_ROWS, UNIT_K))).layout
-    rA = [cute.make_rmem_tensor((4, K_STEPS), Uint32) for _ in range(BLOCKS)]
+    rA = [cute.make_rmem_tensor((4, K_STEPS), Uint32) for _ in range(plan.group_blocks)]
     before = place.stage
     for turn in cutlass.range(turns, unroll=1):
         for unit in cutlass.range_constexpr(TURN_UNITS):
@@ -201,7 +200,7 @@ def multiply_by_warpgroups(
                 wait_full(ring, place)
                 for loaded in cutlass.range_constexpr(plan.units):
                     load_unit(plan, smem.sA, place.stage, loaded, weights[loaded], consumer)
-            for block in cutlass.range_constexpr(BLOCKS):
+            for block in cutlass.range_constexpr(plan.group_blocks):
                 rCodes, rScales = weights[inside][block]
                 unpack(rCodes, rScales, rA[block], plan.bf16)
                 tCrA = cute.make_tensor(cute.recast_ptr(rA[block].iterator, dtype=operand_of(plan)), layout_a)
@@ -248,28 +247,25 @@ def multiply_by_warps(
     rAcc: cute.Tensor,
     consumer: ColumnConsumer,
 ):
-    """The loop of `multiply` by mma.sync. The weights of a unit are loaded while the one before is multiplied."""
-    weights = make_unit()
+    """The loop of `multiply` by mma.sync, of one block a warpgroup. The weights of a unit are loaded while the one before
+    is multiplied."""
+    weights = make_unit(plan)
     wait_full(ring, place)
     load_unit(plan, smem.sA, place.stage, 0, weights, consumer)
     operand = operand_of(plan)
     mma = cute.make_mma_atom(warp_level.MmaF16BF16Op(operand, Float32, (16, WARP_COLUMNS, 16)))
-    rA = [cute.make_rmem_tensor((4, K_STEPS), Uint32) for _ in range(BLOCKS)]
+    rA = cute.make_rmem_tensor((4, K_STEPS), Uint32)
     rB = cute.make_rmem_tensor((2, K_STEPS), Uint32)
-    layout_a = cute.make_layout((8, K_STEPS))
-    tCrA = [cute.make_tensor(cute.recast_ptr(words.iterator, dtype=operand), layout_a) for words in rA]
+    tCrA = cute.make_tensor(cute.recast_ptr(rA.iterator, dtype=operand), cute.make_layout((8, K_STEPS)))
     tCrB = cute.make_tensor(cute.recast_ptr(rB.iterator, dtype=operand), cute.make_layout((4, K_STEPS)))
-    rSums = [sums_of(rAcc, block) for block in range(BLOCKS)]
     for turn in cutlass.range(turns, unroll=1):
         for unit in cutlass.range_constexpr(TURN_UNITS):
             inside = cutlass.const_expr(unit % plan.units)
             load_tokens(plan, smem.sB, place.stage, inside, rB, consumer)
-            for block in cutlass.range_constexpr(BLOCKS):
-                unpack(weights[block].rCodes, weights[block].rScales, rA[block], plan.bf16)
+            unpack(weights[0].rCodes, weights[0].rScales, rA, plan.bf16)
             load_next(plan, smem, ring, place, unit, turn + 1 < turns, weights, consumer)
             for step in cutlass.range_constexpr(K_STEPS):
-                for block in cutlass.range_constexpr(BLOCKS):
-                    cute.mma_atom_call(mma, rSums[block], tCrA[block][None, step], tCrB[None, step], rSums[block])
+                cute.mma_atom_call(mma, rAcc, tCrA[None, step], tCrB[None, step], rAcc)
             if cutlass.const_expr(inside == plan.units - 1):
                 cute.arch.sync_warp()
                 give_back(ring, place.stage, consumer.leads)

@@ -1,8 +1,8 @@
 """The plan of the sm_90a MoE kernels: tiles, how the repacked operands lie in memory, the ring, who does what.
 
 Operands are swapped: weights are A of wgmma, from registers, and M; tokens are B, from shared memory, and N. A tile is
-a panel of 128 weight rows of each of two warpgroups by one column tile: up to `width` rows of one expert. A warpgroup
-multiplies its panel as two blocks of 64 rows: waits, descriptors and tokens serve both.
+256 weight rows by one column tile: up to `width` rows of one expert. A warpgroup multiplies two blocks of 64 weight
+rows: waits, descriptors and tokens serve both.
 
 Both operands are in units of 64 along K, so that a stage of the ring is a few bulk copies of bytes that lie together:
 
@@ -30,12 +30,7 @@ BLOCKS = 2
 """Of a panel."""
 PANEL_ROWS = BLOCKS * BLOCK_ROWS
 PANELS = 2
-"""Of a tile, one for each warpgroup that multiplies."""
-TILE_M = PANELS * PANEL_ROWS
-CONSUMERS = PANELS * WARPGROUP
-"""Threads that multiply."""
-THREADS = CONSUMERS + WARPGROUP
-"""Those that multiply, and the producer's warpgroup."""
+"""Of a tile."""
 UNIT_K = 64
 K_STEPS = UNIT_K // 16
 LANE_BYTES = 4 * K_STEPS
@@ -63,8 +58,7 @@ STAGED_PITCH = BLOCK_ROWS // 2 + 4
 """f32 of a staged token: 32 outputs of a block, and four that keep tokens in different banks."""
 MAX_STAGES = 12
 """Of the ring, whatever fits: more than twice what saturates memory."""
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-"""After setmaxnreg: a CTA has the 168 that each thread is launched with, and no more. To ask for more hangs an H200."""
+PRODUCER_REGISTERS = 24
 COLUMN_FIELDS = 4
 """int32 of an entry of the table of column tiles."""
 OPERAND_BIAS = 7
@@ -90,9 +84,36 @@ class Sm90MoePlan:
     bf16: bool = False
 
     @property
+    def group_blocks(self) -> int:
+        """Blocks of weight rows a warpgroup. Warps that multiply by themselves wait for loads, which more of them hide:
+        with two blocks the layer of 8 tokens takes 90.1 us where it takes 88.2 (results/attempts.md)."""
+        return 1 if self.width == WARP_COLUMNS else BLOCKS
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that multiply."""
+        return PANELS * BLOCKS // self.group_blocks
+
+    @property
+    def consumers(self) -> int:
+        """Threads that multiply."""
+        return WARPGROUP * self.groups
+
+    @property
+    def threads(self) -> int:
+        """Those that multiply, and the producer's warpgroup."""
+        return self.consumers + WARPGROUP
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a consumer's thread after setmaxnreg: 640 threads are launched with 96 each, 384 with 168."""
+        launched = (1 << 16) // self.threads // 8 * 8 * self.threads
+        return (launched - PRODUCER_REGISTERS * WARPGROUP) // self.consumers // 8 * 8
+
+    @property
     def sums(self) -> int:
         """Accumulators a thread, those of one block behind those of the other."""
-        return BLOCKS * self.width // 2
+        return self.group_blocks * self.width // 2
 
     @property
     def units(self) -> int:
@@ -117,7 +138,7 @@ class Sm90MoePlan:
     @property
     def staged_bytes(self) -> int:
         """Bytes of the staging of L1's epilogue, of all warpgroups."""
-        return 0 if not self.swiglu else PANELS * self.staged_tokens * STAGED_PITCH * 4
+        return 0 if not self.swiglu else self.groups * self.staged_tokens * STAGED_PITCH * 4
 
     @property
     def stages(self) -> int:

@@ -23,7 +23,6 @@ from backends.cutedsl.moe.parameters import CONSTANTS as TENSOR_CONSTANTS
 from backends.cutedsl.moe.parameters import DIVISORS, OPERANDS, RESULTS, experts_of, sizes_of
 from backends.cutedsl.sm90_moe.plan import (
     COLUMN_FIELDS,
-    CONSUMERS,
     PANEL_ROWS,
     ROW_BYTES,
     UNIT_BYTES,
@@ -158,8 +157,8 @@ def _sizes(case: Case, plan: Sm90MoePlan, max_ctas: int) -> dict[str, int]:
         "w1_column_bytes": hidden_units * plan.width * ROW_BYTES,
         "w2_column_bytes": intermediate_units * plan.width * ROW_BYTES,
         "ctas": max_ctas,
-        "partial_sums": plan.sums * CONSUMERS,
-        "flag_count": max_ctas * CONSUMERS // 32,
+        "partial_sums": plan.sums * plan.consumers,
+        "flag_count": max_ctas * plan.consumers // 32,
     }
 
 

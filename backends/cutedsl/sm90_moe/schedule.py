@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from backends.cutedsl.sm90_moe.plan import CONSUMERS, PANELS, Sm90MoePlan
+from backends.cutedsl.sm90_moe.plan import PANELS, Sm90MoePlan
 
 
 class ColumnGemm(NamedTuple):
@@ -147,9 +147,9 @@ def piece_at(gemm: ColumnGemm, items: ColumnWalk, number: Int32, entry: Entry) -
 
 def partial(plan: Sm90MoePlan, gemm: ColumnGemm, block: Int32, thread: Int32, registers: int) -> cute.Tensor:
     """(register): the sums of a thread of `block` on their way to another CTA."""
-    slot = plan.sums * CONSUMERS
+    slot = plan.sums * plan.consumers
     pointer = gemm.mPartials.iterator + Int64(block) * slot + thread
-    return cute.make_tensor(pointer, cute.make_layout(registers, stride=CONSUMERS))
+    return cute.make_tensor(pointer, cute.make_layout(registers, stride=plan.consumers))
 
 
 @cute.jit
@@ -161,7 +161,7 @@ def hand_over(plan: Sm90MoePlan, gemm: ColumnGemm, rAcc: cute.Tensor, thread: In
         gSums[register] = rAcc[register]
     cute.arch.sync_warp()
     if thread % 32 == 0:
-        flag = gemm.mFlags.iterator + block * (CONSUMERS // 32) + thread // 32
+        flag = gemm.mFlags.iterator + block * (plan.consumers // 32) + thread // 32
         cute.arch.store(flag, Int32(1), sem="release", scope="gpu")
 
 
@@ -169,7 +169,7 @@ def hand_over(plan: Sm90MoePlan, gemm: ColumnGemm, rAcc: cute.Tensor, thread: In
 def take_over(plan: Sm90MoePlan, gemm: ColumnGemm, rAcc: cute.Tensor, thread: Int32):
     """Adds the sums of the CTA that computes the rest of the tile."""
     block, _, _ = cute.arch.block_idx()
-    flag = gemm.mFlags.iterator + (block - 1) * (CONSUMERS // 32) + thread // 32
+    flag = gemm.mFlags.iterator + (block - 1) * (plan.consumers // 32) + thread // 32
     ready = Int32(0)
     while ready == 0:
         ready = uniform(cute.arch.load(flag, Int32, sem="acquire", scope="gpu"))

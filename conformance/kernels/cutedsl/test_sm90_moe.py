@@ -14,10 +14,7 @@ from backends.cutedsl.sm90_moe.plan import (
     BLOCK_BYTES,
     BLOCK_ROWS,
     CODES_BYTES,
-    CONSUMER_REGISTERS,
-    CONSUMERS,
     PRODUCER_REGISTERS,
-    THREADS,
     UNIT_K,
     WIDTHS,
     Sm90MoePlan,
@@ -61,13 +58,10 @@ def test_a_plan_fits_the_machine(plan: Sm90MoePlan) -> None:
     assert plan.stages >= 4, f"{plan}: a stage is given back one unit late; a ring of {plan.stages} cannot hide that"
     assert plan.b_bytes % 1024 == 0, f"{plan}: a stage of tokens begins within a pattern of the swizzle"
     registers = plan.sums + OPERAND_REGISTERS
-    assert registers <= CONSUMER_REGISTERS, f"{plan}: {registers} registers for sums and operands"
-
-
-def test_the_registers_of_all_roles_are_there() -> None:
-    wanted = CONSUMER_REGISTERS * CONSUMERS + PRODUCER_REGISTERS * 128
-    launched = SM_REGISTERS // THREADS // 8 * 8 * THREADS
-    assert wanted <= launched, f"setmaxnreg asks for {wanted} of {launched} registers: an H200 waits for ever"
+    assert registers <= plan.consumer_registers, f"{plan}: {registers} registers for sums and operands"
+    wanted = plan.consumer_registers * plan.consumers + PRODUCER_REGISTERS * 128
+    launched = SM_REGISTERS // plan.threads // 8 * 8 * plan.threads
+    assert wanted <= launched, f"{plan}: setmaxnreg asks for {wanted} of {launched} registers: an H200 waits for ever"
 
 
 def test_a_block_of_weights_is_four_and_a_half_bits_an_element() -> None:
