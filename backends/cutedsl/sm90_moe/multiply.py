@@ -247,7 +247,7 @@ def multiply_by_warps(
     rAcc: cute.Tensor,
     consumer: ColumnConsumer,
 ):
-    """The loop of `multiply` by mma.sync, of one block a warpgroup. The weights of a unit are loaded while the one before
+    """The loop of `multiply` by mma.sync, of one block a warpgroup. Weights of a unit are loaded while the one before
     is multiplied."""
     weights = make_unit(plan)
     wait_full(ring, place)

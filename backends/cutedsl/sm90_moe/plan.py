@@ -48,8 +48,9 @@ WIDTHS = range(8, 136, 8)
 """What wgmma takes, up to 128: two blocks of more have more accumulators than a thread has room for."""
 FEW_COLUMNS = 64
 """The widest column tile with two units a stage: those of wider ones would leave too few stages."""
-DEVIATIONS = 1.5
-"""By which an expert may have more rows than the mean and still take one column tile: nine of ten do."""
+TILE_COLUMNS, UNIT_COLUMNS = 93, 25
+"""What a column tile costs beside its columns, in columns, and how much more where a stage is one unit: 16 columns take
+8.8 us a tile of 48 experts of 7168 / 3072, 32 take 10.1, 64 12.7, 80 16.1 and 128 20.3 (h200-moe-forms.json)."""
 WARP_COLUMNS = 8
 """Columns of a tile that each warp multiplies by itself."""
 MAX_STAGED_TOKENS = 64
@@ -148,12 +149,23 @@ class Sm90MoePlan:
 
 
 def width_for(routes: int, num_experts: int, balanced: bool) -> int:
-    """The column tile worth having. It holds the mean rows of an expert where loads are `balanced`, else what most have
-    whose rows come by chance, with a deviation of the root of the mean; or an equal part of that."""
+    """The column tile that costs least. Rows of an expert are `balanced`, or come by chance, as a binomial."""
     mean = routes / num_experts
-    likely = min(mean if balanced else mean + DEVIATIONS * math.sqrt(mean), routes)
-    part = likely / math.ceil(likely / WIDTHS[-1])
-    return next(width for width in WIDTHS if width >= part)
+    deviation = 0.0 if balanced else math.sqrt(mean * (1 - 1 / num_experts))
+
+    def cost(width: int) -> float:
+        columns = TILE_COLUMNS + width + (UNIT_COLUMNS if width > FEW_COLUMNS else 0)
+        return likely_tiles(mean, deviation, width) * columns
+
+    return min(WIDTHS, key=cost)
+
+
+def likely_tiles(mean: float, deviation: float, width: int) -> float:
+    """Column tiles of an expert whose rows are normal, or `mean` if `deviation` is 0, in the mean."""
+    if deviation == 0:
+        return math.ceil(mean / width)
+    most = math.ceil((mean + 6 * deviation) / width)
+    return sum(math.erfc((tile * width + 0.5 - mean) / (math.sqrt(2) * deviation)) / 2 for tile in range(most))
 
 
 def max_columns(routes: int, num_experts: int, width: int) -> int:
