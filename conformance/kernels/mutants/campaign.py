@@ -337,9 +337,9 @@ def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ct
     """The runs of a mutant: first those after which an argument is heard, then the others.
 
     Of what orders, in the record of 979 that died: 713 on the cheapest case, 119 on few CTAs, where rings wrap, 89 on
-    another case, 48 as findings were collected, and 10 under the other schedules, which the largest case runs. Of the
-    rest all died in order, but for 2 without a guard that died on few CTAs; a wait without its loop dies only where a
-    schedule lets it give up.
+    another case (one of them of a program that runs on few CTAs), 48 as findings were collected, and 10 under the other
+    schedules, which the largest case runs. Of the rest all died in order, but for 2 without a guard that died on few
+    CTAs; a wait without its loop dies only where a schedule lets it give up.
     """
     first, *others = schedules
     cases = subject.executing(mutant.line, first)
@@ -356,10 +356,12 @@ def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ct
         yield judged
         yield [*alike, *telling[-1:], *(late if mutant.kind in ("guard", "predicate") else ())]
         return
-    told = [_Turn(*each, first, True) for each in few]
-    yield [*judged[:1], *alike[:1], *telling[-1:], *told[:1]]
-    lazy = [_Turn(*each, schedule) for each in few[:1] for schedule in others[:1]]
-    yield [*telling[:-1], *judged[1:], *alike[1:], *told[1:], *lazy, *late]
+    each = {turn.name: turn for turn in reversed(alike)}
+    told = [_Turn(*one, first, True) for one in few[:1]]
+    yield [*judged[:1], *reversed(each.values()), *telling[-1:], *told]
+    lazy = [_Turn(*one, schedule) for one in few[:1] for schedule in others[:1]]
+    rest = [turn for turn in alike if turn not in each.values()]
+    yield [*telling[:-1], *judged[max(1, len(judged) - 1) if few else 1 :], *rest, *lazy, *late]
 
 
 def killed_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:

@@ -31,7 +31,7 @@ from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION, Edit, Lau
 from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunt
 from conformance.kernels.mutants.smoke import check_of, smoked
 from conformance.kernels.mutants.table import RECORD, TABLE, Reason, reason_of, reasons, table
-from conformance.kernels.mutants.unmutated import Watch, told, watched
+from conformance.kernels.mutants.unmutated import Watch, told, watch, watched
 from megamoe.contract import BufferArg, Launch, Program, RunOptions, ScalarArg, TensorMapArg
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import parse_marked_yaml
@@ -370,6 +370,15 @@ def test_what_is_watched_has_no_error_and_a_planted_one_is_told(program: Subject
     said = "\n".join(told(again))
     assert "4 rows: 2 cases of backends and targets under random orders, 1 with an error." in said
     assert broken.errors[0] in said, "the table hides what was found"
+
+
+def test_rows_of_a_program_that_is_another_by_now_are_run_again(program: Subject, tmp_path: Path) -> None:
+    clean = watched("ptx", "sm_90a", program.built[0], range(4, 5))
+    record = Watch(tmp_path / "unmutated.jsonl")
+    record.append(replace(clean, text="0123456789ab", errors=("of the program that was",)))
+    (again,) = watch(record, clean.rows)
+    assert replace(again, seconds=clean.seconds) == clean, f"{again}"
+    assert not list(watch(record, clean.rows)), "rows of the program as it is are run again"
 
 
 def test_the_rows_of_programs_as_they_are_have_no_error() -> None:

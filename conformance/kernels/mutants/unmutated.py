@@ -22,6 +22,7 @@ from conformance.kernels.laws.law import laws_of
 from conformance.kernels.laws.strategies import cases
 from conformance.kernels.mutants.campaign import Built, collected, judged, program_of
 from conformance.kernels.mutants.journal import Journal
+from conformance.kernels.mutants.mutant import program_id
 from megamoe.contract import Case, RunOptions
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
@@ -43,7 +44,7 @@ class Watched:
 
     `rows`: orders that ran, random:`first` and those that follow; 0 if it was left out, and `left_out` says why.
     `errors`: sentences of what is an error. `relied`, `notes`: rules of grade portability, and notes, with the number
-    of rows that met them.
+    of rows that met them. `text`: the first digits of the SHA-256 of the program's.
     """
 
     backend: str
@@ -56,6 +57,7 @@ class Watched:
     notes: dict[str, int] = field(default_factory=dict[str, int])
     left_out: str = ""
     seconds: float = 0.0
+    text: str = ""
 
     @property
     def id(self) -> tuple[str, str, str]:
@@ -109,13 +111,13 @@ def candidates(seed: int = 0) -> list[tuple[str, str, Case]]:
 
 def watched(backend: str, target: str, built: Built, seeds: Sequence[int]) -> Watched:
     """Run a program once in order and then under random:SEED for each of `seeds`."""
-    about = (backend, target, built.case.id)
+    about, text = (backend, target, built.case.id), program_id(built.program.ptx)
     # Its references are no part of the time.
     _ = built.expected
     begun = time.process_time()
     first = collected(built, built.program, RunOptions(schedule="eager"))
     if (spent := time.process_time() - begun) > MAX_SECONDS:
-        return Watched(*about, left_out=f"it takes more than {MAX_SECONDS:g} s", seconds=round(spent, 2))
+        return Watched(*about, left_out=f"it takes more than {MAX_SECONDS:g} s", seconds=round(spent, 2), text=text)
     alone = first.ran
     _, wrong = judged(built, alone)
     errors = [f"eager: {wrong}"[:300]] if wrong else []
@@ -129,7 +131,7 @@ def watched(backend: str, target: str, built: Built, seeds: Sequence[int]) -> Wa
         wrong = "" if errors else one.ran.fault() or _moved(alone.settled, one.ran.settled)
         errors += [f"{schedule}: {wrong}"[:300]] if wrong else []
     spent = round(time.process_time() - begun, 2)
-    return Watched(*about, seeds[0], len(seeds), tuple(errors), dict(relied), dict(notes), seconds=spent)
+    return Watched(*about, seeds[0], len(seeds), tuple(errors), dict(relied), dict(notes), seconds=spent, text=text)
 
 
 def _moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
@@ -139,9 +141,17 @@ def _moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> s
 
 
 def watch(record: Watch, rows: int, seconds: float | None = None) -> Iterator[Watched]:
-    """Watch until `record` has `rows` rows, for at most `seconds` of processor time; what it has is not run again."""
+    """Watch until `record` has `rows` rows, for at most `seconds` of processor time. What it has is not run again, but
+    for cases of which a backend builds another text by now, under the orders that it had."""
     begun = time.process_time()
     specs = load_specs(None)
+    for one in [each for each in record.results if each.rows]:
+        case = specs[one.case.partition(":")[0]].parse_case(one.case)
+        program = program_of(one.backend, one.target, case)
+        if program is not None and program_id(program.ptx) != one.text:
+            orders = range(one.first, one.first + one.rows)
+            record.append(watched(one.backend, one.target, Built(specs[case.op], case, program), orders))
+            yield record.by_id[one.id]
     for place, (backend, target, case) in enumerate(candidates()):
         if record.rows >= rows or (seconds is not None and time.process_time() - begun > seconds):
             return
