@@ -71,7 +71,7 @@ def moe_program(case: Case) -> Program:
 
 def widest(shape: MoeShape) -> int:
     """The widest column tile of the case's kernels."""
-    return widest_for(shape.routes, shape.num_experts)
+    return widest_for(shape.expected_routes, shape.num_experts)
 
 
 def _columns(shape: MoeShape) -> int:
