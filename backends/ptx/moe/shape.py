@@ -33,9 +33,9 @@ class SwigluVariant:
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
-    """The axes of one case. `clamp` is 0 if the case has none. `bf16`: activations are bf16, else NVFP4.
-    `expected_routes`: what comes to this rank, as whoever calls it knows. `sms`: those that persistent CTAs are
-    launched for, if not those of the device."""
+    """The axes of one case. `clamp` is 0 if the case has none. `bf16`: activations are bf16, else NVFP4. `sms`: those
+    that persistent CTAs are launched for, if not those of the device. `expected_routes`: what comes to this rank, as
+    whoever calls it knows."""
 
     hidden: int
     intermediate: int
@@ -46,8 +46,8 @@ class MoeShape:
     clamp: float
     stage: str
     bf16: bool
-    expected_routes: int
     sms: int | None
+    expected_routes: int
 
     @classmethod
     def of(cls, case: Case, target: Target) -> MoeShape:
@@ -77,8 +77,8 @@ class MoeShape:
             clamp=0.0 if clamp is None else float(clamp),
             stage=str(case["stage"]),
             bf16=case["activations"] == "bf16",
-            expected_routes=_expected_routes(case),
             sms=None if case["sms"] is None else case.int("sms"),
+            expected_routes=_expected_routes(case),
         )
 
     @property

@@ -14,19 +14,19 @@ from itertools import product
 from megamoe.contract import AxisValue, Case, HostProgram, Program, UnsupportedError, load_backend
 from megamoe.spec.spec import Spec
 
-COUNTS = (1, 5)
-"""CTAs. One computes all tiles, and fills a ring several times. Among five, tiles are left that CTAs of the CuTeDSL
+COUNTS = (1, 3)
+"""CTAs. One computes all tiles, and fills a ring several times. Among three, tiles are left that CTAs of the CuTeDSL
 kernels share."""
 SIZES = ((384, 384), (768, 384), (768, 768))
 """Values of hidden and intermediate, cheapest first: several tiles of an expert, and three steps or more along K."""
 TOKENS = (20, 40, 72)
 """Tokens that are tried before those of the case: they choose the width of a tile, and so the text."""
-_SHORT_L1, _SHORT_L2 = (128, 1280), (2560, 128)
+_SHORT_L1, _SHORT_L2 = (128, 2816), (5632, 128)
 SHORT = {"l1": (_SHORT_L1,), "l2": (_SHORT_L2,), "layer": (_SHORT_L1, _SHORT_L2)}
-"""By stage, of those with a grouped GEMM, hidden and intermediate for one step along K and 2560 weight rows.
+"""By stage, of those with a grouped GEMM, hidden and intermediate for one step along K and 5632 weight rows.
 Where a tile has several steps, a stage of the ring that a warp gives back without the others is covered by the stage
-before it. So each must be the first of a tile, and be filled again: raw PTX has 5 stages for tiles of 256 weight rows,
-and 9 for tiles of 128."""
+before it. So each must be the first of a tile, and be filled again: raw PTX has 5 stages for tiles of 256 weight rows
+and 9 for tiles of 128, CuTeDSL 11 for tiles of 256."""
 MANY = 128
 """Tokens of which the first of SIZES has several tiles a CTA, and SHORT takes ten seconds and more."""
 SEQUENCES, KEYS = 4, {64: 500, 128: 400, 256: 300, 512: 200}
