@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 import numpy as np
@@ -45,7 +45,7 @@ class Lanes:
     def set_mask(self, mask: npt.NDArray[np.bool_]) -> None:
         self.mask, self.where, self.mask_address = mask, True if mask.all() else mask, mask.ctypes.data
 
-    def __getattr__(self, view: str) -> list[Row]:
+    def __getattr__(self, view: str) -> Mapping[int, Row]:
         return self.registers.view(view)
 
 

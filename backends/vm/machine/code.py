@@ -303,6 +303,20 @@ class RegisterRows:
         return self.addresses[key]
 
 
+class Shown(dict[int, Row]):
+    """Rows as one view shows them, by row. Each is made when somebody asks: with machine code, few are."""
+
+    __slots__ = ("_shown",)
+
+    def __init__(self, shown: Row) -> None:
+        super().__init__()
+        self._shown = shown
+
+    def __missing__(self, row: int) -> Row:
+        made = self[row] = self._shown[row]
+        return made
+
+
 class RegisterFile:
     """The registers of one warp: rows of each width, [registers and literals, 32], for 128 bits [.., 32, 2].
 
@@ -316,7 +330,7 @@ class RegisterFile:
         self._counts: dict[int, int] = {}
         self._storage: dict[int, Row] = {}
         self._literals: dict[int, tuple[RegisterRows, int]] = {}
-        self._views: dict[str, list[Row]] = {}
+        self._views: dict[str, Shown] = {}
         self.bounds = np.zeros(2 * len(STORAGE) + 1, np.int64)
         self.scratch = np.zeros((SCRATCH_ROWS, LANES), np.uint32)
         self.bounds[-1] = self.scratch.ctypes.data
@@ -360,7 +374,7 @@ class RegisterFile:
             parts.append((np.delete(rows, sorted(left), axis=0) if left else rows).tobytes())
         return b"".join(parts)
 
-    def view(self, name: str) -> list[Row]:
+    def view(self, name: str) -> Shown:
         """The rows as the view `name` shows them: arrays [32], or [32, n] for packed views."""
         if name not in self._views:
             width = WIDTH_OF_VIEW[name]
@@ -368,13 +382,13 @@ class RegisterFile:
             shown = rows.view(dict(_DTYPES[width])[name])
             if width in (32, 64) and shown.shape != rows.shape:
                 shown = shown.reshape(rows.shape[0], LANES, shown.shape[-1] // LANES)
-            self._views[name] = list(shown)
+            self._views[name] = Shown(shown)
         return self._views[name]
 
 
 # To make a file, with an array for each row, takes longer than many a warp runs.
 _SPARE: list[RegisterFile] = []
-_MAX_SPARE = 24
+_MAX_SPARE = 64
 
 
 def take_registers(rows: RegisterRows) -> RegisterFile:

@@ -11,7 +11,7 @@ wait are left alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine import special
-from backends.vm.machine.code import HANDLED, LANES, NEXT, WIDTH_OF_VIEW, Block, Code, RegisterFile, Row, Step, Wait
+from backends.vm.machine.code import HANDLED, LANES, NEXT, WIDTH_OF_VIEW, Block, Code, RegisterFile, Shown, Step, Wait
 from backends.vm.machine.engine import CopyGroups
 from backends.vm.machine.undefined import BecameUndefined, UndefinedRegisters
 from backends.vm.memory.clocks import Carried, Clock, stamp
@@ -146,7 +146,7 @@ def merged(strands: list[Strand]) -> list[Strand]:
 class Warp:
     """32 lanes of a CTA running one function.
 
-    Register rows are lists of arrays of shape [32], one list for each way to read them (`f32`, `u64`, `pred`, ...).
+    Register rows are arrays of shape [32], found by row, for each way to read them (`f32`, `u64`, `pred`, ...).
     `mask` holds the active lanes. `where` is the same for ufuncs, or True when all 32 are active.
 
     Relaxed arrivals carry `released`, what a fence has covered, and to the warp's own CTA `released_to_cta`. A fence
@@ -155,20 +155,20 @@ class Warp:
     to shared memory. `gatherings`: by mask, the lanes that wait at bar.warp.sync.
     """
 
-    pred: list[Mask]
-    u16: list[npt.NDArray[np.uint16]]
-    s16: list[npt.NDArray[np.int16]]
-    f16: list[npt.NDArray[np.float16]]
-    u32: list[npt.NDArray[np.uint32]]
-    s32: list[npt.NDArray[np.int32]]
-    f32: list[npt.NDArray[np.float32]]
-    u16x2: list[npt.NDArray[np.uint16]]
-    u64: list[npt.NDArray[np.uint64]]
-    s64: list[npt.NDArray[np.int64]]
-    f64: list[npt.NDArray[np.float64]]
-    f32x2: list[npt.NDArray[np.float32]]
-    u32x2: list[npt.NDArray[np.uint32]]
-    u64x2: list[npt.NDArray[np.uint64]]
+    pred: Mapping[int, Mask]
+    u16: Mapping[int, npt.NDArray[np.uint16]]
+    s16: Mapping[int, npt.NDArray[np.int16]]
+    f16: Mapping[int, npt.NDArray[np.float16]]
+    u32: Mapping[int, npt.NDArray[np.uint32]]
+    s32: Mapping[int, npt.NDArray[np.int32]]
+    f32: Mapping[int, npt.NDArray[np.float32]]
+    u16x2: Mapping[int, npt.NDArray[np.uint16]]
+    u64: Mapping[int, npt.NDArray[np.uint64]]
+    s64: Mapping[int, npt.NDArray[np.int64]]
+    f64: Mapping[int, npt.NDArray[np.float64]]
+    f32x2: Mapping[int, npt.NDArray[np.float32]]
+    u32x2: Mapping[int, npt.NDArray[np.uint32]]
+    u64x2: Mapping[int, npt.NDArray[np.uint64]]
 
     def __init__(self, code: Code, cta: Cta, index: int, lanes: int, file: RegisterFile) -> None:
         self.code = code
@@ -217,7 +217,7 @@ class Warp:
         """See above."""
         return Clock.zero(self.agents.count)
 
-    def __getattr__(self, name: str) -> list[Row]:
+    def __getattr__(self, name: str) -> Shown:
         """A view of the registers, made when an instruction first needs it: most are never needed."""
         if name not in WIDTH_OF_VIEW:
             raise AttributeError(f"a warp has no {name!r}")
