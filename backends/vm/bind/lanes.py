@@ -440,16 +440,29 @@ class RunFinder:
     def __init__(self, items: Sequence[Bound], rows: RegisterRows, steps: Sequence[Step]) -> None:
         self._items, self._rows, self._steps = items, rows, steps
         self._codes: list[_Code | None] = []
+        self._left: list[int] = []
+        self._known: dict[int, QuickRun] = {}
 
     def __call__(self, times: int) -> tuple[dict[int, QuickRun], bool]:
         """The runs, and whether there may be more of them later."""
-        codes = self._codes = self._codes or [self._code(item) for item in self._items]
-        for index, code in enumerate(codes):
-            if code is not None and not code.made:
+        first = not self._codes
+        if first:
+            self._codes = [self._code(item) for item in self._items]
+        left = list[int]()
+        for index in range(len(self._items)) if first else self._left:
+            code = self._codes[index]
+            if code is None:
+                continue
+            if not code.made:
                 code.demand += times
                 if code.demand >= WORTH:
-                    codes[index] = _made(self._items[index].instruction, self._rows)
-        return self._runs(codes), any(code is not None and not code.made for code in codes)
+                    code = self._codes[index] = _made(self._items[index].instruction, self._rows)
+            if not code.made:
+                left.append(index)
+        if first or len(left) < len(self._left):
+            self._known = self._runs(self._codes)
+        self._left = left
+        return self._known, bool(left)
 
     def _code(self, item: Bound) -> _Code | None:
         wanted = item.form.counter in PURE or item.form.bind in _WRITTEN

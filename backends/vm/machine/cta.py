@@ -328,6 +328,13 @@ class Cluster:
             ctaid = (first[0] + x, first[1] + y, first[2] + z)
             self.ctas.append(Cta(run, self, Place(shape.grid, size, shape.block, ctaid, rank)))
 
+    def part(self) -> None:
+        """Nobody comes back to a cluster that has ended: CTAs and warps let go of each other, so that their memory is
+        free at once, without a search for cycles."""
+        for cta in self.ctas:
+            cta.warps = []
+        self.ctas = []
+
     def next_copy(self) -> int:
         """A serial number for a bulk copy; as an agent, that is its epoch."""
         self.copy_serial += 1
