@@ -28,10 +28,10 @@ class CutedslBackend:
     def __init__(self, name: str = "cutedsl", cta_group: int | None = None) -> None:
         self.name = name
         self.kernels: dict[tuple[str, Target], Callable[[Case], HostProgram]] = {
-            ("fmha", "sm_90a"): sm90_fmha_program,
-            ("fmha", "sm_100a"): fmha_program,
-            ("nvfp4_moe", "sm_90a"): sm90_moe_program,
-            ("nvfp4_moe", "sm_100a"): lambda case: moe_program(case, cta_group),
+            ("fmha", "sm_90a"): lambda case: sm90_fmha_program(case, **_on_few(case, splits=1)),
+            ("fmha", "sm_100a"): lambda case: fmha_program(case, **_on_few(case, splits=1)),
+            ("nvfp4_moe", "sm_90a"): lambda case: sm90_moe_program(case, **_on_few(case)),
+            ("nvfp4_moe", "sm_100a"): lambda case: moe_program(case, cta_group, **_on_few(case)),
         }
 
     def targets(self, op: str) -> tuple[Target, ...]:
@@ -44,6 +44,11 @@ class CutedslBackend:
             known = ", ".join(f"{op} on {known_target}" for op, known_target in self.kernels)
             raise UnsupportedError(f"{case.id}: the cutedsl backend has no {case.op} for {target}; it has {known}")
         return self.kernels[case.op, target](case)
+
+
+def _on_few(case: Case, **then: int) -> dict[str, int]:
+    """What a program is told of the axis `sms`, and what is so `then`: keys in parts are for SMs that are idle."""
+    return {} if case["sms"] is None else {"max_ctas": case.int("sms"), **then}
 
 
 BACKEND = CutedslBackend()

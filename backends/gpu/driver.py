@@ -28,7 +28,7 @@ def driver() -> Any:
 
 @cache
 def driver_library() -> ctypes.CDLL:
-    """The driver's own library, for the one call that the bindings cannot make (see arguments.encoded_map)."""
+    """The driver's own library: for kernels.encoded_map, which the bindings cannot do, and the calls of a launch."""
     return ctypes.CDLL("libcuda.so.1")
 
 

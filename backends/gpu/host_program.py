@@ -261,8 +261,8 @@ class LoadedHost:
             bound = _PackedHost(program, tuple(names), entry)
             self.prepare, self.launch = partial(bound, program.prepare), partial(bound, program.args)
         else:
-            self.prepare = _FfiHost(program, program.prepare, tuple(names), entry, device)
-            self.launch = _FfiHost(program, program.args, tuple(names), entry, device)
+            self.prepare = _FfiHost(program, program.prepare, tuple(names), entry, device).enqueue
+            self.launch = _FfiHost(program, program.args, tuple(names), entry, device).enqueue
 
 
 class _FfiHost:
@@ -293,7 +293,7 @@ class _FfiHost:
         # References to what lies there: without argument types ctypes passes them in half the time of addresses.
         self._given = (None, ctypes.byref(slots), len(args), ctypes.byref(self._result))
 
-    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+    def enqueue(self, addresses: Sequence[int], stream: int) -> None:
         """DeviceError with the function's own words if it refuses its arguments, or with a CUDA error."""
         with self._lock:
             for place, offset, cell in self._cells:

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from operator import itemgetter
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
@@ -143,16 +142,8 @@ class LoadedKernels:
     """
 
     def __init__(self, program: Program, names: Sequence[str], module: Any) -> None:
-        self._prepare = _Launches(program.prepare, names, module)
-        self._launches = _Launches(program.launches, names, module)
-
-    def prepare(self, addresses: Sequence[int], stream: int) -> None:
-        """Enqueues what is done once for the same weights."""
-        self._prepare.enqueue(addresses, stream)
-
-    def launch(self, addresses: Sequence[int], stream: int) -> None:
-        """Enqueues every launch; DeviceError if the driver refuses one."""
-        self._launches.enqueue(addresses, stream)
+        self.prepare = _Launches(program.prepare, names, module).enqueue
+        self.launch = _Launches(program.launches, names, module).enqueue
 
 
 class KernelCall:
@@ -187,33 +178,34 @@ class _Launches:
     def __init__(self, launches: Sequence[Launch], names: Sequence[str], module: Any) -> None:
         self._lock = Lock()
         self._context = call("cuCtxGetCurrent", doing="looking up the device's context")
+        # Not through cuda.bindings, which wraps each argument: what a call costs is mostly this.
+        self._launch = driver_library().cuLaunchKernelEx
         self._stream: int | None = None
-        self._maps: list[_Map] = []
-        self._held: list[ctypes.Array[ctypes.c_char]] = []
-        self._pointers: list[tuple[int, int]] = []
+        self._held: list[ctypes.c_uint64 | ctypes.Array[ctypes.c_char]] = []
+        self._cells: list[tuple[int, int, ctypes.c_uint64]] = []
+        self._maps: list[tuple[int, int, _Map]] = []
         places = {name: index for index, name in enumerate(names)}
-        count = sum(isinstance(arg, BufferArg) for launch in launches for arg in launch.args)
-        self._pack = struct.Struct(f"<{count}Q").pack_into
-        self._block = ctypes.create_string_buffer(max(8 * count, 1))
         self._steps = [_Step(launch, self._parameters(launch, places), module) for launch in launches]
-        self._gather = gathered(self._pointers)
+        self._given = [(step.given, step) for step in self._steps]
 
     def enqueue(self, addresses: Sequence[int], stream: int) -> None:
+        """Enqueues every launch; DeviceError if the driver refuses one."""
         with self._lock:
-            self._pack(self._block, 0, *self._gather(addresses))
-            for one in self._maps:
-                one.point_at(addresses[one.place] + one.arg.offset)
+            for place, offset, cell in self._cells:
+                cell.value = addresses[place] + offset
+            for place, offset, one in self._maps:
+                if one.address != addresses[place] + offset:
+                    one.point_at(addresses[place] + offset)
             if stream != self._stream:
                 for step in self._steps:
                     step.stream.value = stream
                 self._stream = stream
-            launch = _launch_kernel()
-            for step in self._steps:
-                code = launch(step.config_address, step.kernel, step.parameters_address, None)
+            for given, step in self._given:
+                code = self._launch(*given)
                 if code == NO_CONTEXT:
                     # A thread that has asked the runtime for nothing yet.
                     call("cuCtxSetCurrent", self._context, doing="entering the device's context")
-                    code = launch(step.config_address, step.kernel, step.parameters_address, None)
+                    code = self._launch(*given)
                 if code:
                     raise failure("cuLaunchKernelEx", driver().CUresult(code), step.said)
 
@@ -227,24 +219,19 @@ class _Launches:
                 continue
             place = address_of(arg.tensor, 0, places)
             if isinstance(arg, BufferArg):
-                found.append(ctypes.addressof(self._block) + 8 * len(self._pointers))
-                self._pointers.append((place, arg.offset))
+                self._cells.append((place, arg.offset, ctypes.c_uint64()))
+                found.append(ctypes.addressof(self._cells[-1][-1]))
             else:
-                self._maps.append(_Map(arg, place))
-                found.append(self._maps[-1].at)
+                self._maps.append((place, arg.offset, _Map(arg)))
+                found.append(self._maps[-1][-1].at)
         return found
 
 
-def gathered(pointers: Sequence[tuple[int, int]]) -> Callable[[Sequence[int]], Sequence[int]]:
-    """Takes `pointers`, (which one, plus how many bytes), out of a sequence of addresses."""
-    places = [place for place, _ in pointers]
-    if any(offset for _, offset in pointers) or len(places) < 2:
-        return lambda addresses: [addresses[place] + offset for place, offset in pointers]
-    return itemgetter(*places)
-
-
 class _Step:
-    """A launch whose parameters lie at `parameters`. `stream`: the field of its configuration in the driver's form."""
+    """A launch whose parameters lie at `parameters`.
+
+    `given`: what the driver takes. `stream`: the field of its configuration in the driver's form.
+    """
 
     def __init__(self, launch: Launch, parameters: Sequence[int], module: Any) -> None:
         self.said = (
@@ -255,49 +242,37 @@ class _Step:
             "cuModuleGetFunction", module, launch.entry.encode(), doing=f"looking up the kernel {launch.entry}"
         )
         _opt_in(kernel, launch)
-        self.kernel = int(kernel)
         self._config = _configuration(launch)
-        self.config_address = int(self._config.getPtr())
-        self.stream = ctypes.c_void_p.from_address(self.config_address + STREAM_OFFSET)
+        config = int(self._config.getPtr())
+        self.stream = ctypes.c_void_p.from_address(config + STREAM_OFFSET)
         self._pointers = (ctypes.c_void_p * max(len(parameters), 1))(*parameters)
-        self.parameters_address = ctypes.addressof(self._pointers)
+        # References, made once: without argument types ctypes passes them in half the time of addresses.
+        references = (ctypes.byref(ctypes.c_char.from_address(at)) for at in (config, int(kernel)))
+        self.given = (*references, ctypes.byref(self._pointers), None)
 
 
 class _Map:
-    """A tensor map in host memory, aligned as the driver wants it."""
+    """A tensor map in host memory, aligned as the driver wants it. `address`: of its tensor, None before the first."""
 
-    def __init__(self, arg: TensorMapArg, place: int) -> None:
-        self.arg, self.place = arg, place
-        self._address: int | None = None
+    def __init__(self, arg: TensorMapArg) -> None:
+        self._arg = arg
+        self.address: int | None = None
         self._room = ctypes.create_string_buffer(MAP_BYTES + ALIGNMENT)
         self.at = -(-ctypes.addressof(self._room) // ALIGNMENT) * ALIGNMENT
+        self._cell = ctypes.c_void_p()
+        self._replace = driver_library().cuTensorMapReplaceAddress
+        self._given = (ctypes.byref(ctypes.c_char.from_address(self.at)), self._cell)
 
     def point_at(self, address: int) -> None:
         """Makes it a map of the tensor at `address`. DeviceError, with all that was asked, if the driver refuses."""
-        if address == self._address:
-            return
-        if self._address is None:
-            ctypes.memmove(self.at, encoded_map(self.arg, address), MAP_BYTES)
-        elif code := _replace_address()(self.at, address):
+        self._cell.value = address
+        if self.address is None:
+            ctypes.memmove(self.at, encoded_map(self._arg, address), MAP_BYTES)
+        elif code := self._replace(*self._given):
             returned = described(driver().CUresult(code))
-            said = _asked(self.arg, address)
+            said = _asked(self._arg, address)
             raise DeviceError(f"cuTensorMapReplaceAddress returned {returned} while moving {said}")
-        self._address = address
-
-
-@cache
-def _launch_kernel() -> Any:
-    # Not through cuda.bindings, which wraps each argument: what a call costs is mostly this.
-    function = driver_library().cuLaunchKernelEx
-    function.argtypes = [ctypes.c_void_p] * 4
-    return function
-
-
-@cache
-def _replace_address() -> Any:
-    function = driver_library().cuTensorMapReplaceAddress
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return function
+        self.address = address
 
 
 def _configuration(launch: Launch) -> Any:

@@ -82,7 +82,7 @@ def test_a_warm_call_passes_what_one_made_anew_would() -> None:
     program = HostProgram(target="sm_90a", ptx="", host_object=b"", entry="entry", args=tuple(ARGUMENTS))
     warm = host_program._FfiHost(program, ARGUMENTS, ("y", "x"), entry, 0)
     for address, stream in ((1 << 12, STREAM), (1 << 13, STREAM), (1 << 13, STREAM + 8), (1 << 12, 0)):
-        warm((7, address), stream)
+        warm.enqueue((7, address), stream)
         anew = host_program.ffi_values(ARGUMENTS, {"x": address}, 0, stream)
         assert seen.pop() == [_told(one) for one in anew.slots], f"x at {address:#x}, stream {stream:#x}"  # pyright: ignore[reportArgumentType]
 

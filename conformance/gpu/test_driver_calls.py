@@ -34,8 +34,9 @@ ATTEMPTS = {
     "fault": ("exchange_probe", "fault=700"),
     **{call: ("product_probe", f"{call}=1") for call in REFUSED},
     "thread": ("product_probe", "thread"),
-    "moved": ("moved", ""),
-    "move refused": ("moved", "cuTensorMapReplaceAddress=1"),
+    "moved": ("moved product_probe", ""),
+    "move refused": ("moved product_probe", "cuTensorMapReplaceAddress=1"),
+    "pointers": ("moved exchange_probe", ""),
 }
 # One process imports and assembles, which takes as long as ten attempts; a fork of it makes each attempt,
 # and leaves torch where it is: to take it apart takes longer.
@@ -69,7 +70,7 @@ for name, (probe, failure) in json.loads(sys.argv[1]).items():
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), 1)
         if failure:
             os.environ["FAKE_FAILURE"] = failure
-        attempt(made["product_probe" if probe == "moved" else probe], probe == "moved")
+        attempt(made[probe.removeprefix("moved ")], probe.startswith("moved "))
         sys.stdout.flush()
         os._exit(0)
     if os.wait()[1] != 0:
@@ -135,6 +136,12 @@ def test_a_loaded_program_goes_with_its_tensors(told: dict[str, list[str]]) -> N
     assert launches[2].endswith(f"first={int(moved[0], 16):016x}"), "the kernel reads a map that has not moved"
     said = next(line for line in told["move refused"] if line.startswith("DeviceError "))
     assert "cuTensorMapReplaceAddress returned CUDA_ERROR_INVALID_VALUE (invalid argument) while moving" in said
+
+
+def test_a_pointer_is_that_of_its_call(told: dict[str, list[str]]) -> None:
+    launches = [line for line in told["pointers"] if line.startswith("grid=")]
+    seen = [int(line.rpartition("first=")[2], 16) for line in launches]
+    assert seen == [1 << 12, 1 << 12, 1 << 13], "the kernel reads where an earlier call's tensor was"
 
 
 def test_a_thread_without_a_context_enters_that_of_the_program(told: dict[str, list[str]]) -> None:

@@ -290,17 +290,21 @@ class DeviceCall:
             program, (*wanted.inputs, *(one.name for one in wanted.outputs), *kept, *scratch)
         )
         self._launch = self._loaded.launch
+        # Code that torch.compile writes calls these names of torch._C too: their public kin parse options and make
+        # objects of streams, which costs as much as the launch. A torch without CUDA has none of them.
+        self._current_device: Callable[[], int] = torch._C._cuda_getDevice
+        self._stream_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self._capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
         self._weights = tuple(i for i, name in enumerate(wanted.inputs) if name in wanted.weights) if kept else ()
         self._kind = (wanted.device, _maker_of(program), tuple(kept.items()))
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Enqueues it on torch's current stream. DeviceError if the driver refuses."""
-        # Code that torch.compile writes calls these names of torch._C too: their public kin parse options and make
-        # objects of streams, which costs as much as the launch.
-        if torch._C._cuda_getDevice() != self._device:
-            with torch.cuda.device(self._device):
+        device = self._device
+        if self._current_device() != device:
+            with torch.cuda.device(device):
                 return self(inputs)
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        stream = self._stream_of(device)
         addresses: list[int] = []
         for tensor in inputs:
             address = tensor.data_ptr()
@@ -317,7 +321,7 @@ class DeviceCall:
             addresses += [base + offset for offset in self._kept_offsets]
         if self._bytes:
             places = self._places.get(stream)
-            if places is None or torch._C._cuda_isCurrentStreamCapturing():
+            if places is None or self._capturing():
                 # What is enqueued on the stream later may have its memory: it may die before the kernels end.
                 _held, places = self._workspaces(stream)
             addresses += places
@@ -329,7 +333,7 @@ class DeviceCall:
 
         A graph has memory of its own: its replays may run beside the stream that it was captured on.
         """
-        shared = self._bytes <= SHARED_BYTES and not torch._C._cuda_isCurrentStreamCapturing()
+        shared = self._bytes <= SHARED_BYTES and not self._capturing()
         block = _SHARED.get((self._device, stream)) if shared else None
         if block is None:
             block = _block(SHARED_BYTES if shared else self._bytes)

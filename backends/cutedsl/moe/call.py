@@ -28,12 +28,11 @@ def named(family: str, kernel, name: str):
 
 def launch_combine(family: str, call: SimpleNamespace) -> None:
     """y from the rows of the experts. `call`: the arguments of the host function by name."""
-    vectors = call.y.shape[0] * (call.y.shape[1] // combine.COLUMNS)
     ids, weights, topk = flat(call.topk_ids), flat(call.topk_weights), call.topk_ids.shape[1]
     kernel, weighted = named(family, combine.combine_kernel, "combine"), 1 - call.weight_before
     kernel(ids, weights, call.row_of_route, call.rows, call.y, topk, weighted).launch(
-        grid=[ceil_div(vectors, combine.COMBINE_THREADS), 1, 1],
-        block=[combine.COMBINE_THREADS, 1, 1],
+        grid=[call.y.shape[0], ceil_div(call.y.shape[1], combine.COLUMNS), 1],
+        block=[combine.THREADS, 1, 1],
         stream=call.stream,
         use_pdl=True,
     )

@@ -1,19 +1,24 @@
 # pyright: reportMissingImports=false
-"""Combine: the expert rows of a token summed in ascending k, fp32; a thread takes eight columns."""
+"""Combine: the expert rows of a token summed in ascending k, fp32.
+
+A CTA takes a token and COLUMNS of its columns. Each lane of a warp reads where the row of one of at most 16 choices is:
+all of them take the time of two loads, where a thread that reads them one by one waits for each.
+"""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64
 
-COMBINE_THREADS = 256
-COLUMNS = 8
+THREADS = 128
+VECTOR = 8
 """Columns a thread: 16 bytes of bf16."""
+COLUMNS = THREADS * VECTOR
 
 
-def row_vector(mRows: cute.Tensor, row: Int32, vectors: Int32, vector: Int32) -> cute.Tensor:
-    """Eight columns of one row."""
-    pointer = mRows.iterator + cute.assume((Int64(row) * vectors + vector) * COLUMNS, divby=COLUMNS)
-    return cute.make_tensor(pointer, cute.make_layout(COLUMNS))
+def row_vector(mRows: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
+    """(VECTOR): the elements of a row from `column` on; 64-bit offsets."""
+    pointer = mRows.iterator + cute.assume(Int64(row) * mRows.shape[1] + column, divby=VECTOR)
+    return cute.make_tensor(pointer, cute.make_layout(VECTOR))
 
 
 @cute.kernel
@@ -26,24 +31,30 @@ def combine_kernel(
     topk: Int32,
     weighted: Int32,
 ):
-    """mY (tokens, hidden) bf16 from mRows (rows, hidden) bf16, times mTopkWeights unless `weighted` is 0."""
+    """mY (tokens, hidden) bf16 from mRows (rows, hidden) bf16, times mTopkWeights unless `weighted` is 0. Grid: tokens,
+    then COLUMNS of hidden."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
-    vectors = mY.shape[1] // COLUMNS
-    index = block * COMBINE_THREADS + thread
-    token, vector = index // vectors, index % vectors
-    if token < mY.shape[0]:
-        rSum = cute.make_rmem_tensor(COLUMNS, Float32)
-        rRow = cute.make_rmem_tensor(COLUMNS, BFloat16)
-        rSum.fill(0.0)
-        for k in cutlass.range(topk, unroll=1):
-            route = token * topk + k
-            if mTopkIds[route] >= 0:
-                weight = cutlass.select_(Boolean(weighted != 0), mTopkWeights[route], Float32(1.0))
-                cute.autovec_copy(row_vector(mRows, mRowOfRoute[route], vectors, vector), rRow)
-                rSum.store(rSum.load() + rRow.load().to(Float32) * weight)
-        rY = cute.make_rmem_tensor(COLUMNS, BFloat16)
-        rY.store(rSum.load().to(BFloat16))
-        cute.autovec_copy(rY, row_vector(mY, token, vectors, vector))
+    token, part, _ = cute.arch.block_idx()
+    lane = cute.arch.lane_idx()
+    column = part * COLUMNS + thread * VECTOR
+    exists = column < mY.shape[1]
+    rSum = cute.make_rmem_tensor(VECTOR, Float32)
+    rRow = cute.make_rmem_tensor(VECTOR, BFloat16)
+    rSum.fill(0.0)
+    row, weight = Int32(-1), Float32(1.0)
+    if lane < topk:
+        route = token * topk + lane
+        if mTopkIds[route] >= 0:
+            row = mRowOfRoute[route]
+            if weighted != 0:
+                weight = mTopkWeights[route]
+    for k in cutlass.range(topk, unroll=1):
+        row_k, weight_k = cute.arch.shuffle_sync(row, k), cute.arch.shuffle_sync(weight, k)
+        if exists & (row_k >= 0):
+            cute.autovec_copy(row_vector(mRows, row_k, column), rRow)
+            rSum.store(rSum.load() + rRow.load().to(Float32) * weight_k)
+    if exists:
+        rRow.store(rSum.load().to(BFloat16))
+        cute.autovec_copy(rRow, row_vector(mY, token, column))

@@ -2,7 +2,7 @@
 # pyright: reportMissingImports=false
 """The epilogues of the grouped GEMMs, from accumulators in registers.
 
-Registers 4 b + 2 r + c of a thread: weight row 16 warp + lane / 4 + 8 r of the warpgroup's 64 and column 8 b +
+Registers 4 b + 2 r + c of a thread: weight row 16 warp + lane / 4 + 8 r of a block of 64 and column 8 b +
 2 (lane % 4) + c. repack.py puts the gate of an output in row g and its up in row g + 8, and two neighbouring rows of w2
 likewise.
 
@@ -20,13 +20,14 @@ from backends.cutedsl.device import LOG2_E, WARPGROUP
 from backends.cutedsl.moe.layout import SF_VEC_SIZE
 from backends.cutedsl.moe.nvfp4 import Nvfp4
 from backends.cutedsl.sm90_moe.expand import RowsOf
-from backends.cutedsl.sm90_moe.plan import GROUP_M, Sm90MoePlan, result_factor
+from backends.cutedsl.sm90_moe.plan import BLOCK_ROWS, Sm90MoePlan, result_factor
 from backends.cutedsl.sm90_moe.requantise import CODE_WORDS, quantise_block, round_block, store_block
 from backends.cutedsl.sm90_moe.schedule import ColumnPiece
 
-OUTPUTS = GROUP_M // 2
-"""Activations that a warpgroup has of a token."""
-BLOCKS = OUTPUTS // SF_VEC_SIZE
+OUTPUTS = BLOCK_ROWS // 2
+"""Activations that a block of weight rows gives of a token."""
+SCALED = OUTPUTS // SF_VEC_SIZE
+"""Blocks of 16 of them, with a scale each."""
 STAGING_BARRIER = 1
 """Named barriers: warpgroup g meets at STAGING_BARRIER + g."""
 
@@ -55,7 +56,7 @@ class ColumnRows(NamedTuple):
 class ColumnConsumer(NamedTuple):
     """A thread of the consumers: its number among them, its warpgroup, its number there, its lane's row and column of
     an 8 x 8 part of an accumulator, whether it is the first lane of its warp, and where its codes and its block scales
-    lie in the weights of a stage, in bytes."""
+    of its warpgroup's first block lie in the weights of a stage, in bytes."""
 
     thread: Int32
     group: Int32
@@ -92,17 +93,19 @@ def store_activations(
     gs: Float32,
     rAcc: cute.Tensor,
     sStaged: cute.Tensor,
+    rows: Int32,
     consumer: ColumnConsumer,
 ):
-    """The end of a tile of L1. sStaged (token, output, warpgroup) f32."""
+    """The end of block `rows` of w1 in a tile. sStaged (token, output, warpgroup) f32. w1 has an even number of panels,
+    so no tile is larger than what is left of it."""
     rH = cute.make_rmem_tensor(SF_VEC_SIZE, Float32)
     rCodes = cute.make_rmem_tensor(CODE_WORDS, Uint32)
     in_group, pair = here(consumer.in_group), here(2 * consumer.quad_lane)
     output = in_group // 32 * 8 + consumer.quad
-    token, block = in_group // BLOCKS, in_group % BLOCKS
+    token, block = in_group // SCALED, in_group % SCALED
     for start in cutlass.range_constexpr(0, plan.width, plan.staged_tokens):
         cute.arch.barrier(barrier_id=STAGING_BARRIER + consumer.group, number_of_threads=WARPGROUP)
-        for part in cutlass.range_constexpr(start // 8, (start + plan.staged_tokens) // 8):
+        for part in cutlass.range_constexpr(start // 8, min(start + plan.staged_tokens, plan.width) // 8):
             for c in cutlass.range_constexpr(2):
                 column = 8 * part + pair + c
                 factor, weight = tensors.mFactor[piece.column, column], tensors.mWeight[piece.column, column]
@@ -112,7 +115,7 @@ def store_activations(
         if token < plan.staged_tokens and start + token < piece.rows:
             sBlock = cute.logical_divide(sStaged[token, None, consumer.group], cute.make_layout(SF_VEC_SIZE))
             cute.autovec_copy(sBlock[None, block], rH)
-            of_row = (piece.tile_m * plan.groups + consumer.group) * BLOCKS + block
+            of_row = rows * SCALED + block
             if cutlass.const_expr(isinstance(tensors.a2, Nvfp4)):
                 sf = quantise_block(rH, gs, rCodes)
                 store_block(tensors.a2, piece.first_row + start + token, of_row, rCodes, sf)
@@ -145,12 +148,14 @@ def store_rows(
     piece: ColumnPiece,
     scales: ExpertScales,
     rAcc: cute.Tensor,
+    rows: Int32,
     consumer: ColumnConsumer,
 ):
-    """The end of a tile of L2. Rows of W past the last do not exist where a tile is larger than what is left."""
+    """The end of block `rows` of w2 in a tile. Rows of W past the last do not exist where a tile is larger than what is
+    left."""
     scale = scales.a2 * scales.w2 * result_factor(plan.bf16)
     hidden, pair = here(tensors.mRows.shape[1]), here(2 * consumer.quad_lane)
-    element = piece.tile_m * plan.tile_m + consumer.group * GROUP_M + consumer.in_group // 32 * 16 + consumer.quad * 2
+    element = rows * BLOCK_ROWS + consumer.in_group // 32 * 16 + consumer.quad * 2
     limit = cutlass.select_(element < hidden, piece.rows - pair, Int32(0))
     first = Int64(piece.first_row + pair) * hidden + element
     rPair = cute.make_rmem_tensor(2, Float32)

@@ -2,7 +2,7 @@
 """The persistent grouped GEMM on sm_90a.
 
 warpgroup 0   the producer: a warp brings weights and tokens, a stage at a time; its registers go to the others
-the others    the consumers, 64 weight rows each: the products (multiply.py), then the epilogue
+the others    the consumers, one or two blocks of 64 weight rows each: the products (multiply.py), then the epilogue
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from backends.cutedsl.sm90_moe.epilogue import (
     store_activations,
     store_rows,
 )
-from backends.cutedsl.sm90_moe.multiply import GemmSmem, multiply
+from backends.cutedsl.sm90_moe.multiply import GemmSmem, multiply, sums_of
 from backends.cutedsl.sm90_moe.plan import (
     BLOCK_BYTES,
+    BLOCK_ROWS,
+    BLOCKS,
     CODES_BYTES,
-    GROUP_M,
     LANE_BYTES,
     PAIR_BYTES,
+    PANELS,
     PRODUCER_REGISTERS,
     ROW_BYTES,
     STAGED_PITCH,
@@ -66,8 +68,8 @@ def load_piece(
     units = gemm.turns * TURN_UNITS
     tokens = piece.column * gemm.pitch + Int64(piece.first) * (TURN_UNITS * plan.width * ROW_BYTES)
     panels = []
-    for part in cutlass.range_constexpr(plan.panels):
-        panel = cutlass.min(piece.tile_m * plan.panels + part, gemm.panels - 1)
+    for part in cutlass.range_constexpr(PANELS):
+        panel = cutlass.min(piece.tile_m * PANELS + part, gemm.panels - 1)
         unit = Int64(piece.expert * gemm.panels + panel) * units + piece.first * TURN_UNITS
         panels.append(unit * UNIT_BYTES)
     a_size = cutlass.const_expr(plan.units * UNIT_BYTES)
@@ -78,7 +80,7 @@ def load_piece(
         with cute.arch.elect_one():
             barrier = ring.full + place.stage
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, plan.a_bytes + plan.b_bytes)
-            for part in cutlass.range_constexpr(plan.panels):
+            for part in cutlass.range_constexpr(PANELS):
                 source = gemm.mPacked.iterator + (panels[part] + stage * a_size)
                 bulk_load(smem.sA.iterator + (place.stage * plan.a_bytes + part * a_size), source, a_size, barrier)
             source = gemm.mTokens.iterator + (tokens + Int64(stage) * plan.b_bytes)
@@ -90,7 +92,7 @@ def load_piece(
 @cute.jit
 def load_warp(plan: Sm90MoePlan, gemm: ColumnGemm, smem: GemmSmem, ring: StageRing):
     """The producer's work loop. The next entry is read while this piece is loaded."""
-    items, entry = walk(plan, gemm)
+    items, entry = walk(gemm)
     place = ring_start(ring, True)
     for number in cutlass.range(items.pieces, unroll=1):
         following = entry_at(gemm, items, number + 1)
@@ -115,10 +117,13 @@ def finish(
     else:
         if piece.stop < gemm.turns:
             take_over(plan, gemm, rAcc, consumer.thread)
-        if cutlass.const_expr(not plan.swiglu):
-            store_rows(plan, tensors, piece, scales, rAcc, consumer)
-        else:
-            store_activations(plan, tensors, piece, scales.a2, rAcc, smem.sStaged, consumer)
+        for block in cutlass.range_constexpr(plan.group_blocks):
+            rows = (piece.tile_m * plan.groups + consumer.group) * plan.group_blocks + block
+            rSums = sums_of(plan, rAcc, block)
+            if cutlass.const_expr(not plan.swiglu):
+                store_rows(plan, tensors, piece, scales, rSums, rows, consumer)
+            else:
+                store_activations(plan, tensors, piece, scales.a2, rSums, smem.sStaged, rows, consumer)
 
 
 @cute.jit
@@ -131,9 +136,9 @@ def consumer_warpgroup(
     consumer: ColumnConsumer,
 ):
     """The work loop of a consumer."""
-    items, entry = walk(plan, gemm)
+    items, entry = walk(gemm)
     place = ring_start(ring, False)
-    rAcc = cute.make_rmem_tensor(plan.width // 2, Float32)
+    rAcc = cute.make_rmem_tensor(plan.sums, Float32)
     for number in cutlass.range(items.pieces, unroll=1):
         following = entry_at(gemm, items, number + 1)
         piece = piece_at(gemm, items, number, entry)
@@ -146,7 +151,8 @@ def consumer_warpgroup(
 def consumer_of(plan: Sm90MoePlan, number: Int32, group: Int32, in_group: Int32) -> ColumnConsumer:
     """Thread `number` of the consumers."""
     warp, lane = in_group // 32, in_group % 32
-    block = group // 2 * (plan.units * UNIT_BYTES) + group % 2 * BLOCK_BYTES
+    first = group * plan.group_blocks
+    block = first // BLOCKS * (plan.units * UNIT_BYTES) + first % BLOCKS * BLOCK_BYTES
     codes_at = kept(block + in_group * LANE_BYTES, lane)
     scales_at = kept(block + CODES_BYTES + (warp * 8 + lane // 4) * PAIR_BYTES, lane)
     return ColumnConsumer(number, group, in_group, lane // 4, lane % 4, Boolean(lane == 0), codes_at, scales_at)
@@ -165,7 +171,7 @@ def allocate(plan: Sm90MoePlan, allocator: memory.SmemAllocator) -> GemmSmem:
     sStaged = None
     if plan.swiglu:
         stride = (STAGED_PITCH, 1, plan.staged_tokens * STAGED_PITCH)
-        layout = cute.make_layout((plan.staged_tokens, GROUP_M // 2, plan.groups), stride=stride)
+        layout = cute.make_layout((plan.staged_tokens, BLOCK_ROWS // 2, plan.groups), stride=stride)
         sStaged = allocator.allocate_tensor(Float32, layout, byte_alignment=16)
     return GemmSmem(sB, sA, sStaged)
 

@@ -28,7 +28,7 @@ from backends.cutedsl.moe.nvfp4 import Nvfp4
 from backends.cutedsl.sm90_moe import expand, repack, requantise, routing
 from backends.cutedsl.sm90_moe.epilogue import ColumnActivations, ColumnRows
 from backends.cutedsl.sm90_moe.gemm import rows_kernel, swiglu_kernel
-from backends.cutedsl.sm90_moe.plan import PANEL_ROWS, ROW_BYTES, UNIT_K, Sm90MoePlan
+from backends.cutedsl.sm90_moe.plan import PANEL_ROWS, PANELS, ROW_BYTES, UNIT_K, Sm90MoePlan
 from backends.cutedsl.sm90_moe.schedule import ColumnGemm
 
 FAMILY = "sm90_moe"
@@ -115,7 +115,7 @@ class Sm90Moe:
             turns=expanded.units // 2,
             pitch=expanded.pitch,
         )
-        tiles = (call.columns.shape[0] - 1) * ceil_div(panels, plan.panels)
+        tiles = (call.columns.shape[0] - 1) * ceil_div(panels, PANELS)
         grid = [cutlass.min(tiles, call.max_ctas), 1, 1]
         block = [plan.threads, 1, 1]
         return gemm, {"grid": grid, "block": block, "stream": call.stream, "min_blocks_per_mp": 1, "use_pdl": True}

@@ -2,9 +2,10 @@
 # pyright: reportMissingImports=false
 """The products of a tile: weights out of shared memory into registers, unpacked, times the tokens.
 
-By wgmma, a warpgroup has two sets of registers for A: while the tensor core multiplies with one, the threads unpack the
-next unit into the other. A stage is given back when its wgmmas are known to be done, one unit later. The codes of all
-units of a stage are loaded at once: an unpacking that begins with a load waits for it (results/attempts.md).
+By wgmma, a warpgroup multiplies two blocks of 64 weight rows, each with registers for A of its own: while the tensor
+core multiplies with those of one, the threads unpack the other, or the next unit of this one. A stage is given back
+when its wgmmas are known to be done, one block later. All codes of a stage are loaded at once: an unpacking that begins
+with a load waits for it (results/attempts.md).
 
 Of eight columns each warp multiplies its 16 rows by itself, by mma.sync: wgmma takes 15 cycles of an H200 whatever N,
 and four warps that wait for each other (results/records/h200-moe-clean-flush.json).
@@ -25,7 +26,8 @@ from cutlass.utils import hopper_helpers
 from backends.cutedsl.ring import RingPlace, StageRing, advanced, wait_full
 from backends.cutedsl.sm90_moe.epilogue import ColumnConsumer
 from backends.cutedsl.sm90_moe.plan import (
-    GROUP_M,
+    BLOCK_BYTES,
+    BLOCK_ROWS,
     K_STEPS,
     LANE_BYTES,
     PAIR_BYTES,
@@ -51,15 +53,18 @@ class GemmSmem(NamedTuple):
 
 
 class UnitRegisters(NamedTuple):
-    """What a thread unpacks of a unit: a word of codes a k-step, a word of block scales for two; u32."""
+    """What a thread unpacks of a block in a unit: a word of codes a k-step, a word of block scales for two; u32."""
 
     rCodes: cute.Tensor
     rScales: cute.Tensor
 
 
-def make_unit() -> UnitRegisters:
-    """Registers for a unit."""
-    return UnitRegisters(cute.make_rmem_tensor(K_STEPS, Uint32), cute.make_rmem_tensor(K_STEPS // 2, Uint32))
+def make_unit(plan: Sm90MoePlan) -> tuple[UnitRegisters, ...]:
+    """Registers for each block of a unit."""
+    return tuple(
+        UnitRegisters(cute.make_rmem_tensor(K_STEPS, Uint32), cute.make_rmem_tensor(K_STEPS // 2, Uint32))
+        for _ in range(plan.group_blocks)
+    )
 
 
 def operand_of(plan: Sm90MoePlan) -> type[Float16] | type[BFloat16]:
@@ -69,7 +74,7 @@ def operand_of(plan: Sm90MoePlan) -> type[Float16] | type[BFloat16]:
 
 def make_mma(plan: Sm90MoePlan) -> cute.TiledMma:
     """(64, width) += A B, A from registers, both K-major."""
-    k_major, operand, tile = OperandMajorMode.K, operand_of(plan), (GROUP_M, plan.width)
+    k_major, operand, tile = OperandMajorMode.K, operand_of(plan), (BLOCK_ROWS, plan.width)
     return hopper_helpers.make_trivial_tiled_mma(
         operand, operand, k_major, k_major, Float32, (1, 1, 1), tile, warpgroup.OperandSource.RMEM
     )
@@ -77,7 +82,7 @@ def make_mma(plan: Sm90MoePlan) -> cute.TiledMma:
 
 def tokens_of(plan: Sm90MoePlan, sB: cute.Tensor) -> cute.Tensor:
     """(column, K, unit of stage, stage) f16 or bf16, as wgmma reads them."""
-    operand, tile = operand_of(plan), (GROUP_M, plan.width, UNIT_K)
+    operand, tile = operand_of(plan), (BLOCK_ROWS, plan.width, UNIT_K)
     layout = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, operand, 1)
     unit = cute.select(layout.outer, [0, 1])
     stages = cute.make_layout((plan.units, plan.stages), stride=(plan.width * UNIT_K, plan.b_bytes // 2))
@@ -85,18 +90,30 @@ def tokens_of(plan: Sm90MoePlan, sB: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(pointer, cute.append(cute.append(unit, stages[0]), stages[1]))
 
 
+def sums_of(plan: Sm90MoePlan, rAcc: cute.Tensor, block: int) -> cute.Tensor:
+    """The accumulators of one block of weight rows."""
+    count = plan.width // 2
+    return cute.make_tensor(rAcc.iterator + block * count, cute.make_layout(count))
+
+
 @cute.jit
 def load_unit(
-    plan: Sm90MoePlan, sA: cute.Tensor, stage: Int32, unit: int, weights: UnitRegisters, consumer: ColumnConsumer
+    plan: Sm90MoePlan,
+    sA: cute.Tensor,
+    stage: Int32,
+    unit: int,
+    weights: tuple[UnitRegisters, ...],
+    consumer: ColumnConsumer,
 ):
-    """What this thread unpacks of a unit."""
-    rCodes, rScales = weights
-    begin = stage * plan.a_bytes + unit * UNIT_BYTES
-    place = cute.assume(begin + consumer.codes_at, divby=LANE_BYTES)
-    codes = cute.recast_ptr(sA.iterator + place, dtype=Uint32)
-    cute.autovec_copy(cute.make_tensor(codes, cute.make_layout(cute.size(rCodes))), rCodes)
-    scales = cute.recast_ptr(sA.iterator + cute.assume(begin + consumer.scales_at, divby=PAIR_BYTES), dtype=Uint32)
-    cute.autovec_copy(cute.make_tensor(scales, cute.make_layout(cute.size(rScales))), rScales)
+    """What this thread unpacks of a unit, of each block."""
+    for block in cutlass.range_constexpr(plan.group_blocks):
+        rCodes, rScales = weights[block]
+        begin = stage * plan.a_bytes + (unit * UNIT_BYTES + block * BLOCK_BYTES)
+        place = cute.assume(begin + consumer.codes_at, divby=LANE_BYTES)
+        codes = cute.recast_ptr(sA.iterator + place, dtype=Uint32)
+        cute.autovec_copy(cute.make_tensor(codes, cute.make_layout(cute.size(rCodes))), rCodes)
+        scales = cute.recast_ptr(sA.iterator + cute.assume(begin + consumer.scales_at, divby=PAIR_BYTES), dtype=Uint32)
+        cute.autovec_copy(cute.make_tensor(scales, cute.make_layout(cute.size(rScales))), rScales)
 
 
 def give_back(ring: StageRing, stage: Int32, leads: Boolean) -> None:
@@ -117,7 +134,7 @@ def load_next(
     place: RingPlace,
     unit: cutlass.Constexpr,
     exists: Boolean,
-    weights: UnitRegisters,
+    weights: tuple[UnitRegisters, ...],
     consumer: ColumnConsumer,
 ):
     """The weights of the unit behind unit `unit` of a turn, which is in the stage at `place`. `exists`: whether another
@@ -166,15 +183,15 @@ def multiply_by_warpgroups(
     consumer: ColumnConsumer,
 ):
     """The loop of `multiply` by wgmma."""
-    weights = [make_unit() for _ in range(plan.units)]
+    weights = [make_unit(plan) for _ in range(plan.units)]
     mma = make_mma(plan)
     mma.set(warpgroup.Field.ACCUMULATE, True)
     slice_of = mma.get_slice(0)
     tCrB = slice_of.make_fragment_B(slice_of.partition_B(tokens_of(plan, smem.sB)))
-    layout_c = slice_of.make_fragment_C(slice_of.partition_shape_C((GROUP_M, plan.width))).layout
-    tCrC = cute.make_tensor(rAcc.iterator, layout_c)
-    layout_a = slice_of.make_fragment_A(slice_of.partition_shape_A((GROUP_M, UNIT_K))).layout
-    rA = [cute.make_rmem_tensor((4, K_STEPS), Uint32) for _ in range(TURN_UNITS)]
+    layout_c = slice_of.make_fragment_C(slice_of.partition_shape_C((BLOCK_ROWS, plan.width))).layout
+    tCrC = [cute.make_tensor(sums_of(plan, rAcc, block).iterator, layout_c) for block in range(plan.group_blocks)]
+    layout_a = slice_of.make_fragment_A(slice_of.partition_shape_A((BLOCK_ROWS, UNIT_K))).layout
+    rA = [cute.make_rmem_tensor((4, K_STEPS), Uint32) for _ in range(plan.group_blocks)]
     before = place.stage
     for turn in cutlass.range(turns, unroll=1):
         for unit in cutlass.range_constexpr(TURN_UNITS):
@@ -183,15 +200,18 @@ def multiply_by_warpgroups(
                 wait_full(ring, place)
                 for loaded in cutlass.range_constexpr(plan.units):
                     load_unit(plan, smem.sA, place.stage, loaded, weights[loaded], consumer)
-            unpack(weights[inside].rCodes, weights[inside].rScales, rA[unit], plan.bf16)
-            tCrA = cute.make_tensor(cute.recast_ptr(rA[unit].iterator, dtype=operand_of(plan)), layout_a)
-            warpgroup.fence()
-            for step in cutlass.range_constexpr(K_STEPS):
-                cute.gemm(mma, tCrC, tCrA[None, None, step], tCrB[None, None, step, inside, place.stage], tCrC)
-            warpgroup.commit_group()
-            warpgroup.wait_group(1)
-            if cutlass.const_expr(inside == 0):
-                give_back(ring, before, consumer.leads if unit > 0 else consumer.leads & (turn > 0))
+            for block in cutlass.range_constexpr(plan.group_blocks):
+                rCodes, rScales = weights[inside][block]
+                unpack(rCodes, rScales, rA[block], plan.bf16)
+                tCrA = cute.make_tensor(cute.recast_ptr(rA[block].iterator, dtype=operand_of(plan)), layout_a)
+                warpgroup.fence()
+                for step in cutlass.range_constexpr(K_STEPS):
+                    tokens = tCrB[None, None, step, inside, place.stage]
+                    cute.gemm(mma, tCrC[block], tCrA[None, None, step], tokens, tCrC[block])
+                warpgroup.commit_group()
+                warpgroup.wait_group(1)
+                if cutlass.const_expr(inside == 0 and block == 0):
+                    give_back(ring, before, consumer.leads if unit > 0 else consumer.leads & (turn > 0))
             if cutlass.const_expr(inside == plan.units - 1):
                 before = place.stage
                 place = advanced(ring, place)
@@ -227,8 +247,9 @@ def multiply_by_warps(
     rAcc: cute.Tensor,
     consumer: ColumnConsumer,
 ):
-    """The loop of `multiply` by mma.sync. The weights of a unit are loaded while the one before is multiplied."""
-    weights = make_unit()
+    """The loop of `multiply` by mma.sync, of one block a warpgroup. Weights of a unit are loaded while the one before
+    is multiplied."""
+    weights = make_unit(plan)
     wait_full(ring, place)
     load_unit(plan, smem.sA, place.stage, 0, weights, consumer)
     operand = operand_of(plan)
@@ -241,7 +262,7 @@ def multiply_by_warps(
         for unit in cutlass.range_constexpr(TURN_UNITS):
             inside = cutlass.const_expr(unit % plan.units)
             load_tokens(plan, smem.sB, place.stage, inside, rB, consumer)
-            unpack(weights.rCodes, weights.rScales, rA, plan.bf16)
+            unpack(weights[0].rCodes, weights[0].rScales, rA, plan.bf16)
             load_next(plan, smem, ring, place, unit, turn + 1 < turns, weights, consumer)
             for step in cutlass.range_constexpr(K_STEPS):
                 cute.mma_atom_call(mma, rAcc, tCrA[None, step], tCrB[None, step], rAcc)

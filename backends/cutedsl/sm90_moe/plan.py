@@ -1,7 +1,8 @@
 """The plan of the sm_90a MoE kernels: tiles, how the repacked operands lie in memory, the ring, who does what.
 
 Operands are swapped: weights are A of wgmma, from registers, and M; tokens are B, from shared memory, and N. A tile is
-64 weight rows of each warpgroup by one column tile: up to `width` rows of one expert.
+256 weight rows by one column tile: up to `width` rows of one expert. A warpgroup multiplies two blocks of 64 weight
+rows: waits, descriptors and tokens serve both.
 
 Both operands are in units of 64 along K, so that a stage of the ring is a few bulk copies of bytes that lie together:
 
@@ -17,14 +18,19 @@ Pure arithmetic without CuTeDSL: the harness asks for workspaces on machines tha
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from backends.cutedsl.device import SMEM_BYTES, WARPGROUP
 from backends.cutedsl.moe.layout import SF_VEC_SIZE
 
-GROUP_M = 64
-"""Weight rows a warpgroup: M of wgmma."""
-PANEL_ROWS = 128
+BLOCK_ROWS = 64
+"""Weight rows of a wgmma: its M."""
+BLOCKS = 2
+"""Of a panel."""
+PANEL_ROWS = BLOCKS * BLOCK_ROWS
+PANELS = 2
+"""Of a tile."""
 UNIT_K = 64
 K_STEPS = UNIT_K // 16
 LANE_BYTES = 4 * K_STEPS
@@ -32,21 +38,25 @@ LANE_BYTES = 4 * K_STEPS
 PAIR_BYTES = 2 * UNIT_K // SF_VEC_SIZE
 """Block scales of a pair of rows in a unit."""
 CODES_BYTES = WARPGROUP * LANE_BYTES
-BLOCK_BYTES = CODES_BYTES + GROUP_M // 2 * PAIR_BYTES
-UNIT_BYTES = PANEL_ROWS // GROUP_M * BLOCK_BYTES
+BLOCK_BYTES = CODES_BYTES + BLOCK_ROWS // 2 * PAIR_BYTES
+UNIT_BYTES = BLOCKS * BLOCK_BYTES
 ROW_BYTES = 2 * UNIT_K
 """A token in a unit, a span of the 128-byte swizzle."""
 TURN_UNITS = 2
 """Units that the multiplying loop takes at a time, each with registers of its own for A. K is a multiple of 128."""
-WIDTHS = (8, 16, 32, 64, 128, 256)
+WIDTHS = range(8, 136, 8)
+"""What wgmma takes, up to 128: two blocks of more have more accumulators than a thread has room for."""
 FEW_COLUMNS = 64
-"""The widest column tile of four warpgroups: the accumulators of a wider one leave a thread too few registers."""
+"""The widest column tile with two units a stage: those of wider ones would leave too few stages."""
+TILE_COLUMNS, UNIT_COLUMNS = 93, 25
+"""What a column tile costs beside its columns, in columns, and how much more where a stage is one unit: 16 columns take
+8.8 us a tile of 48 experts of 7168 / 3072, 32 take 10.1, 64 12.7, 80 16.1 and 128 20.3 (h200-moe-forms.json)."""
 WARP_COLUMNS = 8
 """Columns of a tile that each warp multiplies by itself."""
 MAX_STAGED_TOKENS = 64
 """Tokens in shared memory whose blocks of 16 are one a thread of a warpgroup."""
-STAGED_PITCH = GROUP_M // 2 + 4
-"""f32 of a staged token: 32 outputs of a warpgroup, and four that keep tokens in different banks."""
+STAGED_PITCH = BLOCK_ROWS // 2 + 4
+"""f32 of a staged token: 32 outputs of a block, and four that keep tokens in different banks."""
 MAX_STAGES = 12
 """Of the ring, whatever fits: more than twice what saturates memory."""
 PRODUCER_REGISTERS = 24
@@ -67,9 +77,6 @@ class Sm90MoePlan:
     """The compile-time shape of a grouped GEMM. `width`: columns of a tile, N of wgmma, one of WIDTHS. `swiglu`: L1,
     else L2. `bf16`: operands are bf16, as the tokens are; else f16, which holds NVFP4 numbers.
 
-    Up to 64 columns: four warpgroups, 256 weight rows. All traffic is weights, and unpacking must keep up with it.
-    More: two warpgroups, 128 weight rows, with 128 accumulators a thread.
-
     One kernel has one width: ptxas 13.5 gives each width of several registers of its own and then serialises wgmmas.
     """
 
@@ -78,19 +85,15 @@ class Sm90MoePlan:
     bf16: bool = False
 
     @property
+    def group_blocks(self) -> int:
+        """Blocks of weight rows a warpgroup. Warps that multiply by themselves wait for loads, which more of them hide:
+        with two blocks the layer of 8 tokens takes 90.1 us where it takes 88.2 (results/attempts.md)."""
+        return 1 if self.width == WARP_COLUMNS else BLOCKS
+
+    @property
     def groups(self) -> int:
         """Warpgroups that multiply."""
-        return 4 if self.width <= FEW_COLUMNS else 2
-
-    @property
-    def panels(self) -> int:
-        """Panels of weights a tile."""
-        return self.groups * GROUP_M // PANEL_ROWS
-
-    @property
-    def tile_m(self) -> int:
-        """Weight rows a tile."""
-        return self.groups * GROUP_M
+        return PANELS * BLOCKS // self.group_blocks
 
     @property
     def consumers(self) -> int:
@@ -109,14 +112,19 @@ class Sm90MoePlan:
         return (launched - PRODUCER_REGISTERS * WARPGROUP) // self.consumers // 8 * 8
 
     @property
+    def sums(self) -> int:
+        """Accumulators a thread, those of one block behind those of the other."""
+        return self.group_blocks * self.width // 2
+
+    @property
     def units(self) -> int:
-        """Units of K a stage. Two units of many columns would leave too few stages."""
+        """Units of K a stage."""
         return TURN_UNITS if self.width <= FEW_COLUMNS else 1
 
     @property
     def a_bytes(self) -> int:
         """Weights of a stage."""
-        return self.panels * self.units * UNIT_BYTES
+        return PANELS * self.units * UNIT_BYTES
 
     @property
     def b_bytes(self) -> int:
@@ -141,10 +149,23 @@ class Sm90MoePlan:
 
 
 def width_for(routes: int, num_experts: int, balanced: bool) -> int:
-    """The column tile worth having: the mean rows of an expert where loads are `balanced`, else up to twice that."""
+    """The column tile that costs least. Rows of an expert are `balanced`, or come by chance, as a binomial."""
     mean = routes / num_experts
-    wanted = mean if balanced else min(max(mean, min(2 * mean, FEW_COLUMNS)), routes)
-    return next((width for width in WIDTHS if width >= wanted), WIDTHS[-1])
+    deviation = 0.0 if balanced else math.sqrt(mean * (1 - 1 / num_experts))
+
+    def cost(width: int) -> float:
+        columns = TILE_COLUMNS + width + (UNIT_COLUMNS if width > FEW_COLUMNS else 0)
+        return likely_tiles(mean, deviation, width) * columns
+
+    return min(WIDTHS, key=cost)
+
+
+def likely_tiles(mean: float, deviation: float, width: int) -> float:
+    """Column tiles of an expert whose rows are normal, or `mean` if `deviation` is 0, in the mean."""
+    if deviation == 0:
+        return math.ceil(mean / width)
+    most = math.ceil((mean + 6 * deviation) / width)
+    return sum(math.erfc((tile * width + 0.5 - mean) / (math.sqrt(2) * deviation)) / 2 for tile in range(most))
 
 
 def max_columns(routes: int, num_experts: int, width: int) -> int:

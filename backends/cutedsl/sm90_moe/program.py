@@ -157,7 +157,7 @@ def _sizes(case: Case, plan: Sm90MoePlan, max_ctas: int) -> dict[str, int]:
         "w1_column_bytes": hidden_units * plan.width * ROW_BYTES,
         "w2_column_bytes": intermediate_units * plan.width * ROW_BYTES,
         "ctas": max_ctas,
-        "partial_sums": plan.width // 2 * plan.consumers,
+        "partial_sums": plan.sums * plan.consumers,
         "flag_count": max_ctas * plan.consumers // 32,
     }
 

@@ -20,7 +20,7 @@ from cutlass import Int32, Int64, Uint32
 
 from backends.cutedsl.moe.nvfp4 import Nvfp4, scale_word
 from backends.cutedsl.sm90_moe.expand import scale_pair
-from backends.cutedsl.sm90_moe.plan import BLOCK_BYTES, CODES_BYTES, GROUP_M, LANE_BYTES, PAIR_BYTES, PANEL_ROWS, UNIT_K
+from backends.cutedsl.sm90_moe.plan import BLOCK_BYTES, BLOCKS, CODES_BYTES, LANE_BYTES, PAIR_BYTES, PANEL_ROWS, UNIT_K
 from backends.cutedsl.sm90_moe.unpack import OTHER_ROW, SCALE_MASK, turned
 
 THREADS = 2 * PANEL_ROWS
@@ -101,7 +101,7 @@ def repack_kernel(w: Nvfp4, mPacked: cute.Tensor, interleave_log2: Int32):
             words = rRow if field % 2 == 0 else rOther
             word = word | placed(code_pair(words, first, quad_lane + 4 * (field // 2)), field)
         rPacked[step] = uncombined(word)
-    block = (Int64(panel) * units + unit) * (PANEL_ROWS // GROUP_M) + group // 4
+    block = (Int64(panel) * units + unit) * BLOCKS + group // 4
     place = block * BLOCK_BYTES + (group % 4 * 32 + lane) * LANE_BYTES
     target = cute.recast_ptr(mPacked.iterator + cute.assume(place, divby=LANE_BYTES), dtype=Uint32)
     cute.autovec_copy(rPacked, cute.make_tensor(target, cute.make_layout(LANE_BYTES // 4)))

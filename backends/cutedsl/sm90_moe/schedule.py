@@ -2,7 +2,7 @@
 # pyright: reportMissingImports=false
 """Which pieces of which tiles a CTA computes, and how two CTAs share a tile.
 
-A tile is a column tile by tile_m weight rows. Tiles of one column tile are neighbours, so that CTAs which run at the
+A tile is a column tile by 256 weight rows. Tiles of one column tile are neighbours, so that CTAs which run at the
 same time read the same tokens. CTAs take whole tiles in turn while two rounds or more are left. What is left then, less
 than two tiles a CTA, is cut into stretches of K that are equally long, so no CTA is idle in a last round. Two rounds
 of 1344 tiles for 132 CTAs would cost a twelfth.
@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from backends.cutedsl.sm90_moe.plan import Sm90MoePlan
+from backends.cutedsl.sm90_moe.plan import PANELS, Sm90MoePlan
 
 
 class ColumnGemm(NamedTuple):
@@ -95,11 +95,11 @@ def count_and_entry(mColumns: cute.Tensor, column: Int32) -> tuple[Int32, Entry]
 
 
 @cute.jit
-def walk(plan: Sm90MoePlan, gemm: ColumnGemm) -> tuple[ColumnWalk, Entry]:
+def walk(gemm: ColumnGemm) -> tuple[ColumnWalk, Entry]:
     """The work of this CTA, and the entry of its first piece."""
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
-    tiles_m = (gemm.panels + plan.panels - 1) // plan.panels
+    tiles_m = (gemm.panels + PANELS - 1) // PANELS
     count, entry = count_and_entry(gemm.mColumns, block // tiles_m)
     tiles = uniform(count) * tiles_m
     workers = cutlass.max(cutlass.min(blocks, tiles), Int32(1))
@@ -147,7 +147,7 @@ def piece_at(gemm: ColumnGemm, items: ColumnWalk, number: Int32, entry: Entry) -
 
 def partial(plan: Sm90MoePlan, gemm: ColumnGemm, block: Int32, thread: Int32, registers: int) -> cute.Tensor:
     """(register): the sums of a thread of `block` on their way to another CTA."""
-    slot = plan.width // 2 * plan.consumers
+    slot = plan.sums * plan.consumers
     pointer = gemm.mPartials.iterator + Int64(block) * slot + thread
     return cute.make_tensor(pointer, cute.make_layout(registers, stride=plan.consumers))
 

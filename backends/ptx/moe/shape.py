@@ -12,6 +12,9 @@ INTERLEAVES = (8, 16, 32, 64)
 EXTENT_MULTIPLE = 128
 """hidden and intermediate are multiples of it: a tile of W1 is whole, and no scale factor atom is shared."""
 
+SLICES = 8
+"""Ranks that share the experts where the load is a slice."""
+
 
 @dataclass(frozen=True, slots=True)
 class SwigluVariant:
@@ -30,7 +33,9 @@ class SwigluVariant:
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
-    """The axes of one case. `clamp` is 0 if the case has none. `bf16`: activations are bf16, else NVFP4."""
+    """The axes of one case. `clamp` is 0 if the case has none. `bf16`: activations are bf16, else NVFP4. `sms`: those
+    that persistent CTAs are launched for, if not those of the device. `expected_routes`: what comes to this rank, as
+    whoever calls it knows."""
 
     hidden: int
     intermediate: int
@@ -41,6 +46,8 @@ class MoeShape:
     clamp: float
     stage: str
     bf16: bool
+    sms: int | None
+    expected_routes: int
 
     @classmethod
     def of(cls, case: Case, target: Target) -> MoeShape:
@@ -70,6 +77,8 @@ class MoeShape:
             clamp=0.0 if clamp is None else float(clamp),
             stage=str(case["stage"]),
             bf16=case["activations"] == "bf16",
+            sms=None if case["sms"] is None else case.int("sms"),
+            expected_routes=_expected_routes(case),
         )
 
     @property
@@ -87,3 +96,10 @@ class MoeShape:
         """Rows of a tensor of expert rows: what the spec gives a stage by itself, what a layer needs in workspaces."""
         whole = (self.routes + (TILE_M - 1) * self.num_experts) // TILE_M * TILE_M
         return self.row_tiles * TILE_M if self.stage == "layer" else whole
+
+
+def _expected_routes(case: Case) -> int:
+    """Of a slice, those to shared experts and an equal part of the others."""
+    tokens, shared = case.int("tokens"), case.int("shared")
+    routes = tokens * (case.int("topk") - shared)
+    return tokens * shared + (-(-routes // SLICES) if case["load"] == "slice" else routes)

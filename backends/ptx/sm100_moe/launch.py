@@ -185,7 +185,7 @@ def _gemm(shape: MoeShape, kernel: GemmKernel, operands: _Operands, own: tuple[K
     )
     launch = Launch(
         entry=kernel.builder.entry,
-        grid=(min(SM_COUNT, shape.row_tiles * n_tiles), 1, 1),
+        grid=(min(shape.sms or SM_COUNT, shape.row_tiles * n_tiles), 1, 1),
         block=(THREADS, 1, 1),
         args=(*common, *own),
         dynamic_smem=kernel.smem,

@@ -35,7 +35,10 @@ BLOCK_BYTES = CODES_BYTES + 4 * 8 * SCALE_BYTES
 UNIT_BYTES = PANEL_ROWS // WARPGROUP_ROWS * BLOCK_BYTES
 ROW_BYTES = 2 * UNIT_K
 """One row of B in a unit, a span of the 128-byte swizzle."""
-WIDTHS = (8, 16, 32, 64, 128, 256)
+WIDEST = (8, 16, 32, 64, 128, 256)
+"""Of column tiles: a kernel for each."""
+WIDTHS = (8, 16, 32, 64, 96, 112, 128, 256)
+"""A tile has the narrowest that holds its rows: above 64 columns it takes as long as its columns."""
 PRODUCER_REGISTERS = 24
 MAX_COLUMNS_OF_FOUR = 64
 """Accumulators of wider tiles leave too few registers for four warpgroups."""
@@ -68,7 +71,7 @@ def widest_for(routes: int, num_experts: int) -> int:
     """The widest column tile worth having: twice the mean rows of an expert where that costs little, the mean above."""
     mean = routes / num_experts
     wanted = min(max(mean, min(2 * mean, MAX_COLUMNS_OF_FOUR)), routes)
-    return next((width for width in WIDTHS if width >= wanted), WIDTHS[-1])
+    return next((width for width in WIDEST if width >= wanted), WIDEST[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,7 @@ class ColumnTiling:
         ptxas 13.0 then serialises wgmmas. Sets of two cost 2 to 5 % of time at 64 columns, nothing at 256
         (results/records/h200-moe-backends.json).
         """
-        return UNIT_STEPS // 2 if self.widest in (MAX_COLUMNS_OF_FOUR, WIDTHS[-1]) else UNIT_STEPS
+        return UNIT_STEPS // 2 if self.widest in (MAX_COLUMNS_OF_FOUR, WIDEST[-1]) else UNIT_STEPS
 
     @property
     def sets(self) -> int:

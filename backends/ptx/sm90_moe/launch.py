@@ -71,7 +71,7 @@ def moe_program(case: Case) -> Program:
 
 def widest(shape: MoeShape) -> int:
     """The widest column tile of the case's kernels."""
-    return widest_for(shape.routes, shape.num_experts)
+    return widest_for(shape.expected_routes, shape.num_experts)
 
 
 def _columns(shape: MoeShape) -> int:
@@ -178,7 +178,7 @@ def _multiply(shape: MoeShape, gemm: _Gemm, kernel: ColumnKernel, own: tuple[Ker
     )
     launch = Launch(
         entry=kernel.builder.entry,
-        grid=(min(SM_COUNT, _columns(shape) * tiles_m), 1, 1),
+        grid=(min(shape.sms or SM_COUNT, _columns(shape) * tiles_m), 1, 1),
         block=(kernel.tiling.threads, 1, 1),
         args=(*common, *own),
         dynamic_smem=kernel.tiling.smem.size,

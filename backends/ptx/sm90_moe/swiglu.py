@@ -94,7 +94,7 @@ class SwigluColumns:
         at_once = min(width, frame.tiling.staged_rows)
         for first in range(0, width, at_once):
             frame.sync_warpgroup("the staging is free")
-            for group in range(first // 8, (first + at_once) // 8):
+            for group in range(first // 8, min(first + at_once, width) // 8):
                 mine = accumulator[4 * group : 4 * group + 4]
                 self._stage(mine, _pair(x, factors, group), weights and _pair(x, weights, group), 8 * group - first)
             frame.sync_warpgroup("the staging is full")

@@ -12,8 +12,8 @@ import torch
 from backends.cutedsl.sm90_moe import program as sm90
 from backends.cutedsl.sm90_moe.plan import (
     BLOCK_BYTES,
+    BLOCK_ROWS,
     CODES_BYTES,
-    GROUP_M,
     PRODUCER_REGISTERS,
     UNIT_K,
     WIDTHS,
@@ -28,9 +28,11 @@ from megamoe.contract import Case, HostProgram
 from megamoe.judge.comparison import compared, expected_of
 
 MAX_SMEM, SM_REGISTERS = 227 * 1024, 1 << 16
+OPERAND_REGISTERS = 80
+"""Two blocks of A, 16 words each, and what they are unpacked from; addresses and descriptors."""
 PLANS = [Sm90MoePlan(width, swiglu) for width in WIDTHS for swiglu in (True, False)]
 L2 = "hidden=128,intermediate=1280,num_experts=3,tokens=9,stage=l2"
-"""Three tiles for two CTAs, each of more stages than a ring has; half of a tile is past the end of W."""
+"""Three tiles for two CTAs, each of more stages than a ring has; the second panel of a tile is past the end of W."""
 W4A16 = "hidden=384,intermediate=128,num_experts=3,tokens=12,topk=2,activations=bf16,stage=l1,inputs=full_range"
 L1 = "hidden=384,intermediate=128,num_experts=3,tokens=12,topk=2,load=slice,weight=before,clamp=0.5,stage=l1"
 
@@ -55,13 +57,15 @@ def test_a_plan_fits_the_machine(plan: Sm90MoePlan) -> None:
     assert total + 1024 <= MAX_SMEM, f"{plan}: {total} bytes of shared memory, {MAX_SMEM} exist"
     assert plan.stages >= 4, f"{plan}: a stage is given back one unit late; a ring of {plan.stages} cannot hide that"
     assert plan.b_bytes % 1024 == 0, f"{plan}: a stage of tokens begins within a pattern of the swizzle"
+    registers = plan.sums + OPERAND_REGISTERS
+    assert registers <= plan.consumer_registers, f"{plan}: {registers} registers for sums and operands"
     wanted = plan.consumer_registers * plan.consumers + PRODUCER_REGISTERS * 128
     launched = SM_REGISTERS // plan.threads // 8 * 8 * plan.threads
     assert wanted <= launched, f"{plan}: setmaxnreg asks for {wanted} of {launched} registers: an H200 waits for ever"
 
 
 def test_a_block_of_weights_is_four_and_a_half_bits_an_element() -> None:
-    elements = GROUP_M * UNIT_K
+    elements = BLOCK_ROWS * UNIT_K
     assert elements * 4.5 / 8 == BLOCK_BYTES, f"{BLOCK_BYTES} bytes for {elements} elements"
     assert elements // 2 == CODES_BYTES, f"{CODES_BYTES} bytes of codes for {elements} elements"
 
@@ -78,9 +82,27 @@ def test_every_distribution_of_routes_fits_the_table_of_column_tiles(routes: int
             assert needed <= most, f"{counts} routes need {needed} tiles of {width} columns; the table holds {most}"
 
 
+@pytest.mark.parametrize("mean", [11, 21, 43, 85, 128, 171, 600])
+def test_most_columns_hold_a_row(mean: int) -> None:
+    """A wide tile takes as long as its columns. Loads as they come by chance, so some experts have more than most."""
+    experts = 48
+    counts = torch.randint(experts, (mean * experts,), generator=torch.Generator().manual_seed(mean)).bincount()
+    width = width_for(mean * experts, experts, balanced=False)
+    columns = int((-(-counts // width) * width).sum())
+    assert columns <= 1.6 * mean * experts, f"{columns} columns in tiles of {width} for {mean * experts} rows"
+
+
+def test_an_epilogue_stages_what_is_left_of_a_width() -> None:
+    """104 columns: 64 tokens in the staging of L1, then 40."""
+    text = "hidden=128,intermediate=128,num_experts=1,tokens=101,topk=1,stage=l1"
+    seen, broken = outputs(case_of(text), program_of(text, width=104), "lazy")
+    assert broken is None, f"{text}: {broken}"
+    assert not refusal(text, seen), f"{text}: {refusal(text, seen)}"
+
+
 @pytest.mark.parametrize("stage", ["l1", "l2"])
 def test_no_kernel_uses_local_memory(stage: str) -> None:
-    for kernel, resources in made(lambda: sm90.compiled(stage, 16)).resources.items():
+    for kernel, resources in made(lambda: sm90.compiled(stage, WIDTHS[-1])).resources.items():
         assert resources.stack == 0, f"{kernel} has {resources.stack} bytes of stack a thread"
 
 

@@ -2,9 +2,9 @@
 
 Killed means: a verdict other than passed, a finding of grade error or portability (or a counter of FINDINGS) that
 the program itself has not, or more of a counter of WORK. A program is a PTX text; its cases are all cases of the
-selection that build this text. A mutant runs on each of them, the first schedule first, until one kills it. It runs on
-a few with its findings collected, as the doors do, a mutant of synchronisation as soon as it lives on the first case.
-At last it runs on few CTAs.
+selection that build this text, and some on few CTAs. A mutant runs on those that execute its line until one kills it:
+in `_turns` is the order, in which those that kill most in a second come first. What lives where it is looked at most
+closely and is equivalent by an argument runs no further.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -42,7 +42,7 @@ WORK = ("mma_flops", "tma_load_bytes", "tma_store_bytes")
 """Counters of work that depend on no order. The gate, which holds them against the baseline, fails where one grows."""
 SCHEDULES = ("eager", "lazy", "random:3", "late_warp:0")
 LATER_CASES = 2
-"""How many cases of a program, the largest, run under schedules beyond the first."""
+"""How many cases of a mutant, the largest, run under schedules beyond the first."""
 MAX_COLLECTED = 1 << 18
 """Elements of the inputs of a case that runs with its findings collected, unless it is the smallest."""
 COLLECTED = "collected"
@@ -50,6 +50,8 @@ COLLECTED = "collected"
 FEW_CTAS = "few_ctas"
 """In the place of a schedule, with their number behind a colon: the first two on few CTAs, and the first with findings
 collected."""
+Argued = Callable[["Outcome"], bool]
+"""Whether a survivor is equivalent by an argument."""
 
 
 class OverTime(Exception):
@@ -196,18 +198,29 @@ class Subject:
             self._collections[key] = collected(built, built.program, RunOptions(schedule=schedule))
         return self._collections[key]
 
+    def collects(self, built: Built) -> bool:
+        """Whether a case runs with its findings collected: the smallest one, and those of MAX_COLLECTED elements."""
+        return built is self.built[0] or built.size <= MAX_COLLECTED
+
     def telling(self, schedule: str) -> list[Built]:
-        """The first case, and those of at most MAX_COLLECTED elements that execute a line which no smaller one does."""
+        """The first case, and those that are collected and execute a line which no smaller one does."""
         found: list[Built] = []
         seen = frozenset[int]()
-        for one in self.built:
-            if found and one.size > MAX_COLLECTED:
-                break
+        for one in filter(self.collects, self.built):
             lines = self.collection(one, schedule).lines
             if not lines <= seen:
                 found.append(one)
                 seen |= lines
         return found
+
+    def executing(self, line: int, schedule: str) -> list[Built]:
+        """The cases that execute a line, and those of which nobody knows as they are too large to be collected. Line 0:
+        all cases."""
+        return [
+            one
+            for one in self.built
+            if not line or not self.collects(one) or line in self.collection(one, schedule).lines
+        ]
 
 
 def subjects(selection: Selection) -> list[Subject]:
@@ -276,33 +289,37 @@ def examine(
     *,
     ask_assemblers: bool = True,
     few_ctas: bool = True,
+    argued: Argued | None = None,
 ) -> Outcome:
-    """Run a mutant on every case of its program until a check kills it.
+    """Run a mutant on the cases of its program that execute its line until a check kills it.
 
-    Schedules beyond the first are for the largest cases. What is the same machine code, if assemblers are asked after
-    the first run, is left alone. `few_ctas`: whether it runs on few CTAs too.
+    Schedules beyond the first are for the largest cases. What is the same machine code, if assemblers are asked, or
+    equivalent because it is `argued`, is left alone behind the first turns. `few_ctas`: whether it runs on few, too.
     """
-    begun, runs, same = time.process_time(), 0, None
+    begun, runs = time.process_time(), 0
     about = (mutant.id, subject.name, mutant.kind, mutant.line, _short(mutant.before), _short(mutant.after))
-    for turn in _turns(subject, mutant, schedules, few_ctas=few_ctas):
-        look = _found_by if turn.collects else killed_by
-        check, sentence = look(turn.subject, turn.built, mutant, turn.schedule)
-        runs += 1
-        if check:
-            spent = round(time.process_time() - begun, 2)
-            fate = (check, turn.built.case.id, turn.name, sentence[:160])
-            return Outcome(*about, *fate, same_code=same, runs=runs, seconds=spent)
-        if runs == 1 and mutant.launch is None and ask_assemblers:
-            same = _same_code(subject, mutant)
-        if same:
+    lived = Outcome(*about)
+    for turns in _turns(subject, mutant, schedules, few_ctas=few_ctas):
+        for turn in turns:
+            look = _found_by if turn.collects else killed_by
+            check, sentence = look(turn.subject, turn.built, mutant, turn.schedule)
+            runs += 1
+            if check:
+                spent = round(time.process_time() - begun, 2)
+                fate = (check, turn.built.case.id, turn.name, sentence[:160])
+                return Outcome(*about, *fate, same_code=lived.same_code, runs=runs, seconds=spent)
+        if lived.reached is None and mutant.line:
+            asked = [subject, *(subject.few.values() if few_ctas else ())]
+            told = (one.collection(built, schedules[0]) for one in asked for built in one.telling(schedules[0]))
+            lived = replace(lived, reached=any(mutant.line in one.lines for one in told))
+        if argued is not None and argued(lived):
             break
-    reached = None
-    if mutant.line and not same:
-        asked = [subject, *(subject.few.values() if few_ctas else ())]
-        told = (one.collection(built, schedules[0]) for one in asked for built in one.telling(schedules[0]))
-        reached = any(mutant.line in one.lines for one in told)
-    spent = round(time.process_time() - begun, 2)
-    return Outcome(*about, same_code=same, reached=reached, runs=runs, seconds=spent)
+        if lived.same_code is None and mutant.launch is None and ask_assemblers:
+            lived = replace(lived, same_code=_same_code(subject, mutant))
+        if lived.same_code:
+            lived = replace(lived, reached=None)
+            break
+    return replace(lived, runs=runs, seconds=round(time.process_time() - begun, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,23 +333,32 @@ class _Turn:
     collects: bool = False
 
 
-def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ctas: bool) -> Iterator[_Turn]:
+def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ctas: bool) -> Iterator[list[_Turn]]:
+    """The runs of a mutant: first those after which an argument is heard, then the others.
+
+    Most of what orders dies on the cheapest case, most of the rest on few CTAs, where rings wrap, or as its findings
+    are collected. Other schedules kill hardly anything that lived so far, and are run on the largest cases.
+    """
     first, *others = schedules
     orders = mutant.kind in SYNCHRONISATION
-    judged = [_Turn(first, subject, built, first) for built in subject.built]
-    telling = [_Turn(COLLECTED, subject, built, first, True) for built in reversed(subject.telling(first))]
-    yield from judged[:1]
-    yield from telling if orders else ()
-    yield from judged[1:]
-    yield from () if orders else telling
-    for schedule in others:
-        yield from (_Turn(schedule, subject, built, schedule) for built in subject.built[-LATER_CASES:])
-    for count, few in subject.few.items() if few_ctas else ():
+    cases = subject.executing(mutant.line, first)
+    judged = [_Turn(first, subject, built, first) for built in cases]
+    told = [built for built in subject.telling(first) if built in cases]
+    telling = [_Turn(COLLECTED, subject, built, first, True) for built in told]
+    few, rest = list[_Turn](), list[_Turn]()
+    for count, one in subject.few.items() if few_ctas else ():
         name = f"{FEW_CTAS}:{count}"
-        for built in few.built:
-            yield from (_Turn(name, few, built, schedule) for schedule in schedules[:2])
-            if orders:
-                yield _Turn(name, few, built, first, True)
+        for built in one.executing(mutant.line, first):
+            few.append(_Turn(name, one, built, first))
+            rest += [_Turn(name, one, built, schedule) for schedule in others[:1]]
+            rest += [_Turn(name, one, built, first, True)] if orders else []
+    late = [_Turn(schedule, subject, built, schedule) for schedule in others for built in cases[-LATER_CASES:]]
+    if orders:
+        yield [*judged[:1], *few[:1], *telling[:1], *[turn for turn in rest if turn.collects][:1]]
+        yield [*telling[1:], *judged[1:], *few[1:], *rest, *late]
+    else:
+        yield [*judged, *telling]
+        yield [*few, *late, *rest]
 
 
 def killed_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:
@@ -354,24 +380,44 @@ def _limited(whole: _Baseline) -> Iterator[int]:
 
 
 def _found_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:
-    """The first finding that the program itself has not. What ends the run counts where the case is judged."""
-    own = {one.site for one in subject.collection(built, schedule).found}
+    """The first finding that the program itself has not, which ends the run. What ends it otherwise counts where the
+    case is judged."""
+    findings = _UntilNew(own=frozenset(one.site for one in subject.collection(built, schedule).found))
     with _limited(subject.baseline(built, schedule)) as steps:
         options = RunOptions(schedule=schedule, step_budget=steps)
         try:
-            found = collected(built, mutant.of(built.program), options)
+            found = collected(built, mutant.of(built.program), options, findings)
         except Exception as error:
             return _ended_by(error)
-    new = [one for one in found.found if one.site not in own and one.about.grade != "note"]
+    new = [one for one in found.found if findings.is_new(one)]
     return (f"rule:{new[0].rule}", str(new[0])) if new else ("", "")
 
 
-def collected(built: Built, program: Program | HostProgram, options: RunOptions) -> Collection:
-    """A run that goes on after what the machine can go on after."""
+@dataclass(slots=True)
+class _UntilNew(Findings):
+    """Findings of a run that ends with the first that the program itself has not. `own`: sites of those it has."""
+
+    own: frozenset[tuple[object, ...]] = frozenset()
+
+    def is_new(self, fault: Fault) -> bool:
+        """Whether it kills a mutant."""
+        return fault.site not in self.own and fault.about.grade != "note"
+
+    def add(self, fault: Fault, *, ends: bool) -> None:
+        """Take a fault, and raise it if it is new."""
+        super().add(fault, ends=ends)
+        if not ends and self.is_new(fault):
+            raise fault
+
+
+def collected(
+    built: Built, program: Program | HostProgram, options: RunOptions, findings: Findings | None = None
+) -> Collection:
+    """A run that goes on after what the machine can go on after, unless `findings` ends it."""
     listening = machine.VmExecutor()
-    listening.findings = Findings()
+    listening.findings = found = Findings() if findings is None else findings
     ran = GuardedCase(built.spec, built.case, listening, built.expected.inputs).run(program, options)
-    return Collection(tuple(listening.findings.by_site.values()), listening.lines_run, ran)
+    return Collection(tuple(found.by_site.values()), listening.lines_run, ran)
 
 
 def _ended_by(error: Exception) -> tuple[str, str]:
@@ -478,10 +524,11 @@ def run(
     seconds: float | None = None,
     *,
     again: bool = False,
+    argued: Argued | None = None,
 ) -> Iterator[tuple[int, Outcome]]:
     """Examine what `record` lacks of `todo`, for at most `seconds` of processor time: places in `todo`, outcomes.
 
-    `again`: examine all of it, whatever the record has.
+    `again`: examine all of it, whatever the record has, and hear no argument.
     """
     begun = time.process_time()
     for at, (subject, mutant) in enumerate(todo, 1):
@@ -490,7 +537,7 @@ def run(
         if seconds is not None and time.process_time() - begun > seconds:
             return
         with parsed_nowhere():
-            outcome = examine(subject, mutant, schedules)
+            outcome = examine(subject, mutant, schedules, argued=None if again else argued)
         if (known := record.by_id.get(mutant.id)) is not None:
             outcome = replace(outcome, smoke=known.smoke)
         record.append(outcome)

@@ -1,8 +1,9 @@
 """`python -m conformance.kernels.mutants.carried FOLDER`: what on_device.py takes along to an H200.
 
-Of each sm_90a mutant of the record: its machine code, the launches, and the inputs of the row that killed it in the VM,
-or of the largest row of its program that is not too large, where none did. Launches are those that the VM is given,
-host programs' included. `--draw SYNC OTHERS SEED` adds mutants of the smoke profile's programs of the NVFP4 layer.
+Of each sm_90a mutant of the record whose row has at most ELEMENTS: its machine code, the launches, and the inputs of
+the row that killed it in the VM, or of the first of its program, where none did. Launches are those that the VM is
+given, host programs' included. `--draw SYNC OTHERS SEED` adds mutants of the smoke profile's programs of the NVFP4
+layer. `--some N`: only N of them all, by lot.
 `--hanging`: those alone that hang in the record of an H200 (silicon.py), with waits that give up, so that tools see an
 end; and their programs as they are, with the same waits.
 """
@@ -28,7 +29,7 @@ from backends.vm.memory.global_memory import Buffer
 from conformance.fakes.patient import patient
 from conformance.kernels.mutants.campaign import Built, Plan, Record, Subject, planned, program_of, subjects
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant, mutants, program_id
-from conformance.kernels.mutants.on_device import RUNS
+from conformance.kernels.mutants.on_device import RUNS, lot
 from conformance.kernels.mutants.silicon import read
 from conformance.kernels.mutants.table import RECORD
 from megamoe.contract import HostProgram, Program
@@ -40,7 +41,7 @@ from megamoe.spec.selection import Selection
 
 TARGET = "sm_90a"
 ELEMENTS = 300_000
-"""Of the inputs of a row that carries a mutant which no row killed."""
+"""Of the inputs of a row that travels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,7 @@ def of_record(record: Record) -> Iterator[tuple[Subject, Built, Mutant]]:
         if (found := known[one.program]) is None or one.id not in found[1]:
             continue
         built = built_of(specs, backend, one.case, text) if one.case else found[0].built[0]
-        if built is not None:
+        if built is not None and built.size <= ELEMENTS:
             yield found[0], built, found[1][one.id]
 
 
@@ -262,6 +263,7 @@ def main(given: list[str]) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--record", type=Path, default=RECORD)
     parser.add_argument("--draw", type=int, nargs=3, metavar=("SYNC", "OTHERS", "SEED"))
+    parser.add_argument("--some", type=int, metavar="N")
     parser.add_argument("--hanging", action="store_true")
     options = parser.parse_args(given)
     carried = Carried(options.folder, options.hanging)
@@ -269,6 +271,7 @@ def main(given: list[str]) -> None:
     every = {one[2].id: one for one in chosen}
     if options.draw:
         every = {one[2].id: one for one in drawn_ones(*options.draw)} | every
+    every = {name: every[name] for name in sorted(every, key=lot)[: options.some]}
     bases = {(one.backend, built.program.ptx, built.case.id): (one, built) for one, built, _ in every.values()}
     left = [said for one, built in bases.values() if (said := carried.row(one, built, None))]
     left += [said for one in every.values() if (said := carried.row(*one))]

@@ -2,19 +2,15 @@
 
 A device has more SMs than a small case has tiles, so in rows of a matrix hardly any CTA of a grouped GEMM, or of
 CuTeDSL's attention, has a second.
+The axis `sms` of a case says for how many SMs they are launched; a backend that does not read it has nothing here.
 Tests of the kernels run them so too: conformance/kernels/ptx/test_hopper_moe.py and test_moe_layer.py,
 conformance/kernels/cutedsl/test_moe.py and test_sm90_moe.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
-from backends.cutedsl.sm90_fmha.program import fmha_program as sm90_fmha_program
-from backends.cutedsl.sm90_moe.program import moe_program as sm90_moe_program
-from backends.cutedsl.sm100_fmha.program import fmha_program as sm100_fmha_program
-from backends.cutedsl.sm100_moe.program import moe_program as sm100_moe_program
 from megamoe.contract import AxisValue, Case, HostProgram, Program, UnsupportedError, load_backend
 from megamoe.spec.spec import Spec
 
@@ -31,9 +27,6 @@ before it. So each must be the first of a tile, and be filled again: raw PTX has
 and 9 for tiles of 128."""
 SEQUENCES, KEYS = 4, {64: 500, 128: 400, 256: 300, 512: 200}
 """Sequences and, by head dimension, their keys, with which CuTeDSL's attention on one CTA fills its rings twice."""
-GEMMS = ("moe_swiglu", "moe_rows")
-"""How entries of the grouped GEMMs of the backend `ptx` begin."""
-
 
 Sized = tuple[Case, Program | HostProgram]
 
@@ -50,39 +43,33 @@ def on_few_ctas(backend: str, target: str, spec: Spec, case: Case, text: str) ->
     if stage not in SHORT:
         return {}
 
-    def of(size: tuple[int, int], load: AxisValue, count: int) -> Sized:
+    def of(size: tuple[int, int], load: AxisValue, count: int) -> Sized | None:
         sized = spec.vary(case, hidden=size[0], intermediate=size[1], load=load)
-        return sized, _built(backend, target, sized, count)
+        return _on(backend, target, spec, sized, count, text)
 
-    for load, size in product(("skewed", case["load"]), SIZES):
-        made = {count: [of(size, load, count)] for count in COUNTS}
-        if all(program.ptx == text for ((_, program),) in made.values()):
-            short = [of(one, load, 1) for one in SHORT[stage]]
-            made[1] += [one for one in short if one[1].ptx == text]
-            return made
+    for load, size in product(dict.fromkeys(("skewed", case["load"])), SIZES):
+        made = {count: one for count in COUNTS if (one := of(size, load, count)) is not None}
+        if made:
+            short = [one for sizes in SHORT[stage] if (one := of(sizes, load, 1)) is not None]
+            return {count: [one, *(short if count == 1 else ())] for count, one in made.items()}
     return {}
 
 
 def _attention(backend: str, target: str, spec: Spec, case: Case, text: str) -> dict[int, list[Sized]]:
-    """None where the kernel is one that `max_ctas` and `splits` do not reach."""
-    if backend != "cutedsl" or case["ragged"]:
+    if case["ragged"]:
         return {}
     sized = spec.vary(case, s_k=KEYS[case.int("hd")], batch=SEQUENCES)
-    of = sm90_fmha_program if target == "sm_90a" else sm100_fmha_program
-    program = of(sized, splits=1, max_ctas=1)
-    return {1: [(sized, program)]} if program.ptx == text else {}
+    one = _on(backend, target, spec, sized, 1, text)
+    return {1: [one]} if one is not None else {}
 
 
-def _built(backend: str, target: str, case: Case, count: int) -> Program | HostProgram:
-    if backend == "cutedsl":
-        return sm90_moe_program(case, count) if target == "sm_90a" else sm100_moe_program(case, max_ctas=count)
-    program = load_backend(backend).build(case, "sm_90a" if target == "sm_90a" else "sm_100a")
-    if not isinstance(program, Program):
-        raise UnsupportedError(
-            f"{case.id}: the grids of {backend}'s {type(program).__name__} cannot be told to be smaller"
-        )
-    launches = (
-        replace(one, grid=(min(count, one.grid[0]), 1, 1)) if one.entry.startswith(GEMMS) else one
-        for one in program.launches
-    )
-    return replace(program, launches=tuple(launches))
+def _on(backend: str, target: str, spec: Spec, case: Case, count: int, text: str) -> Sized | None:
+    """`case` for so many SMs; None where that is another text, or changes nothing."""
+    few, built = spec.vary(case, sms=count), load_backend(backend)
+    try:
+        whole, program = (built.build(one, "sm_90a" if target == "sm_90a" else "sm_100a") for one in (case, few))
+    except UnsupportedError:
+        return None
+    if not isinstance(program, (Program, HostProgram)) or program.ptx != text or program == whole:
+        return None
+    return few, program

@@ -36,8 +36,6 @@ TOOLS = {
 }
 ALONE = "alone"
 """In the place of a tool: no tool."""
-HANG_TOOLS = (DEADLOCK, "synccheck")
-"""What mutants run under that do not end by themselves."""
 RUNS = 20
 """Launches of a mutant without a tool."""
 PATIENCE = {ALONE: 1.0, "synccheck": 3.0, DEADLOCK: 4.0}
@@ -253,6 +251,12 @@ class Stage:
         self.lock = Lock()
         self.count = 0
 
+    def keep(self) -> None:
+        """Write what is known so far: a machine that is taken back loses what runs, and no more."""
+        whole, part = self.out / "mutants.json", self.out / "mutants.part"
+        part.write_text(json.dumps(list(self.answers.values())))
+        part.replace(whole)
+
     def perform(self) -> None:
         """Until all is done."""
         threads = [Thread(target=self._work) for _ in range(self.processes)]
@@ -317,6 +321,7 @@ class Stage:
             for number, one in found.items():
                 heads, first = said.get(number, ({}, ""))
                 self.answers[tool, number] = {**one, "tool": tool, "reports": heads, "first": first, "process": seconds}
+            self.keep()
         if tool == ALONE and any(one["status"] == "died" for one in found.values()):
             print(log.read_text(errors="replace")[-600:], flush=True)
         return set(found)
@@ -376,7 +381,6 @@ def main(folder: Path, out: Path, seconds: float, processes: int) -> None:
         stage.jobs.extend(jobs)
         stage.perform()
         print(f"{name}: {len(stage.answers)} answers, {time.monotonic() - begun:.1f} s", flush=True)
-        (out / "mutants.json").write_text(json.dumps(list(stage.answers.values())))
     for tool in TOOLS:
         print(f"{tool}, as they are: {_counted(stage, tool, bases)}", flush=True)
         print(f"{tool}: {_counted(stage, tool, others)}", flush=True)
@@ -384,8 +388,13 @@ def main(folder: Path, out: Path, seconds: float, processes: int) -> None:
 
 def drawn(rows: list[dict[str, Any]]) -> list[int]:
     """Mutants, those of synchronisation first, else by lot: if time runs out, what ran is a sample of all."""
-    lots = {row["number"]: hashlib.sha256(row["id"].encode()).hexdigest() for row in rows if row["id"]}
+    lots = {row["number"]: lot(row["id"]) for row in rows if row["id"]}
     return sorted(lots, key=lambda one: (not rows[one]["orders"], lots[one]))
+
+
+def lot(name: str) -> str:
+    """What the order of mutants, by their ids, is drawn by."""
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def under_tools(
@@ -400,7 +409,7 @@ def under_tools(
         "programs as they are": [(tool, some) for some in _chunks(bases) for tool in TOOLS],
         "mutants that end": [(tool, some) for some in _chunks(ending) for tool in asked],
         "mutants that fault": [(tool, [one]) for one in faulty for tool in asked[:3]],
-        "mutants that hang": [(tool, [one]) for one in hanging for tool in HANG_TOOLS],
+        "mutants that hang": [(DEADLOCK, [one]) for one in hanging],
     }
 
 

@@ -33,12 +33,14 @@ class Effort:
 
 @dataclass(slots=True)
 class Hunt:
-    """The search for one mutant. `tried`: the cases that built its text. `killer`: the smallest case that killed it."""
+    """The search for one mutant. `tried`: the cases that built its text. `others`: those that built another or none.
+    `killer`: the smallest case that killed it."""
 
     subject: Subject
     mutant: Mutant
     effort: Effort
     tried: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
+    others: set[str] = field(default_factory=set[str])
     killer: Outcome | None = None
     _begun: float = field(default_factory=time.process_time)
 
@@ -47,10 +49,13 @@ class Hunt:
         does not pass there: that is a find of another kind."""
         if case.id in self.tried:
             return self.tried[case.id].killed
+        if case.id in self.others:
+            return False
         if time.process_time() - self._begun > self.effort.seconds:
             return False
         built = self._built(case)
         if built is None:
+            self.others.add(case.id)
             return False
         alone = replace(self.subject, built=[built])
         found = examine(alone, self.mutant, self.effort.schedules, ask_assemblers=False, few_ctas=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conformance.kernels.mutants.__main__ import blamed, main
+from conformance.kernels.mutants.__main__ import main
 from conformance.kernels.mutants.campaign import (
     FEW_CTAS,
     Outcome,
@@ -23,6 +23,7 @@ from conformance.kernels.mutants.campaign import (
     run,
     subjects,
 )
+from conformance.kernels.mutants.command import blamed
 from conformance.kernels.mutants.journal import Ran
 from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION, Edit, LaunchEdit, Mutant, instructions, mutants
 from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunt
@@ -239,6 +240,7 @@ def test_a_search_leaves_other_programs_alone(program: Subject) -> None:
     one = Hunt(program, next(mutants(program.built[0].program)), Effort())
     assert not one.kills(program.built[0].spec.parse_case("fmha:hd=128,t=1,s_k=8"))
     assert not one.tried, "it ran on a program that the mutant was not made from"
+    assert len(one.others) == 1, "a draw that says nothing about the mutant is not counted"
 
 
 def test_a_mutant_of_no_consequence_survives_as_the_same_code(program: Subject) -> None:
@@ -401,6 +403,7 @@ def test_the_table_of_somebody_s_record_lies_beside_it(tmp_path: Path, capsys: p
     assert str(place := tmp_path / "mine.md") in capsys.readouterr().out
     assert "All: 1 mutants" in (told := place.read_text("utf-8")), told
     assert "unmutated" not in told, "what was run of other programs is in it"
+    assert "excuses only what rests on PTX alone" in told, "which reasons are applied is not said"
     assert TABLE.read_text("utf-8") == before, "the project's table was written"
 
 
@@ -411,7 +414,11 @@ def test_a_hole_excuses_no_backend_of_somebody_s_own() -> None:
     assert not blamed(ours, known), "a listed hole has its reason"
     own = replace(ours, program="mine:BACKEND sm_90a fmha:hd=64,t=1,s_k=1 a")
     assert blamed(own, known), "her campaign ends with status 0 and a hole"
-    assert not blamed(own, [Reason("equivalent", "nothing can tell")]), "no run can tell, and she is blamed"
+    assert not blamed(own, [Reason("equivalent", "nothing can tell", any_program=True)]), "no run can tell her program"
+    assert blamed(own, [Reason("equivalent", "so our kernel is made")]), "what is true of our programs excuses hers"
+    asked = Reason("equivalent", "the machine would have told", reached=True)
+    assert not blamed(replace(own, reached=True), [asked]), "the machine was asked about this mutant"
+    assert blamed(replace(own, reached=True), [replace(asked, program="*sm_90a*")]), "it names programs of ours"
     assert blamed(ours, []), "a survivor without a reason"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from conformance.kernels.mutants import carried, on_device, silicon
-from conformance.kernels.mutants.campaign import Outcome, Record, Subject, subjects
+from conformance.kernels.mutants.campaign import Outcome, Record, Subject, program_of, subjects
 from conformance.kernels.mutants.carried import Carried, of_record, of_silicon
 from conformance.kernels.mutants.few_ctas import COUNTS, on_few_ctas
 from conformance.kernels.mutants.mutant import mutants, program_id
@@ -67,7 +67,7 @@ def test_mutants_that_hang_come_last_and_alone() -> None:
     assert order[0] == 4, f"what orders comes first: {order}"
     stages = under_tools([0], order, {1: "right", 2: "hang", 3: "fault", 4: "wrong"})
     assert list(stages)[-1] == "mutants that hang"
-    assert stages["mutants that hang"] == [(DEADLOCK, [2]), ("synccheck", [2])], f"{stages}"
+    assert stages["mutants that hang"] == [(DEADLOCK, [2])], f"{stages}"
     assert all(some == [4, 1] for _, some in stages["mutants that end"]), f"{stages}"
     assert all(tool != DEADLOCK for jobs in list(stages.values())[1:3] for tool, _ in jobs)
 
@@ -104,6 +104,8 @@ def test_a_process_that_hangs_or_dies_costs_its_own_mutant_only(
     fates = {number: one["status"] for (_, number), one in stage.answers.items()}
     assert fates == {0: "right", 1: "hang", 2: "died", 3: "right", 4: "hang", 5: "right"}, f"{fates}"
     assert time.monotonic() - begun < 30, "a process that sleeps for a minute was waited for"
+    written = json.loads((tmp_path / "mutants.json").read_text())
+    assert written == list(stage.answers.values()), "what was known was not written as it came"
 
 
 def test_what_a_tool_prints_comes_to_its_mutant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,3 +301,12 @@ def test_few_ctas_build_the_same_text_and_take_several_tiles(backend: str) -> No
             assert program.launches[-1].grid == (count, 1, 1), f"{program.launches[-1].grid} CTAs, not {count}"
     spec = load_specs(None)["nvfp4_moe"]
     assert not on_few_ctas(backend, "sm_90a", spec, spec.vary(few.built[0].case, stage="combine"), "")
+
+
+def test_a_kernel_that_does_not_read_how_many_sms_there_are_has_nothing_on_few_ctas(subject: Subject) -> None:
+    """Raw-PTX attention has a CTA a tile: for one SM it is the program that it is."""
+    built = subject.built[0]
+    few = built.spec.vary(built.case, sms=1)
+    assert few.id == f"{built.case.id},sms=1", f"the axis is in no id: {few.id}"
+    assert program_of("ptx", "sm_90a", few) == built.program, "attention of raw PTX reads the axis by now: test it"
+    assert not subject.few, f"it would run as it is once more: {list(subject.few)}"

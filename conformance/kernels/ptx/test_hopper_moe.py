@@ -18,7 +18,7 @@ from backends.ptx.shared_memory import MAX_SMEM
 from backends.ptx.sm90_moe.geometry import (
     PRODUCER_REGISTERS,
     UNIT_STEPS,
-    WIDTHS,
+    WIDEST,
     ColumnTiling,
     widest_for,
     widths_up_to,
@@ -31,6 +31,7 @@ from conformance.kernels.ptx.test_moe_layer import Tensors, case_of, differences
 from megamoe.codec.nvfp4 import decode_e4m3, unpack, unswizzle_scales
 from megamoe.codec.routing import routing
 from megamoe.contract import BufferArg, Case, Launch, Program, RunOptions, load_executor
+from megamoe.judge.comparison import compared, expected_of
 from megamoe.judge.guarded import GuardedCase
 from megamoe.ops import reference
 
@@ -38,7 +39,7 @@ SM_REGISTERS = 1 << 16
 STAGES = ("layer", "l1", "requantise", "l2", "combine")
 SMALL = "hidden=512,intermediate=256,num_experts=2,tokens=20,topk=1,load=skewed"
 """More stages of one CTA than the ring has, tiles for mma.sync and tiles for wgmma."""
-TILINGS = [ColumnTiling.of(widest, rows) for widest in WIDTHS for rows in (128, 256)]
+TILINGS = [ColumnTiling.of(widest, rows) for widest in WIDEST for rows in (128, 256)]
 
 
 def built(axes: str, *, ctas: int | None = None) -> Program:
@@ -273,6 +274,15 @@ def test_column_tiles_hold_every_row_once(axes: str) -> None:
     for expert, first, rows, width in columns:
         assert width == next(one for one in widths if one >= rows), f"{axes}: {rows} rows in a tile of {width}"
         assert expert_of_row[first] == expert, f"{axes}: row {first} is not of expert {expert}"
+
+
+@pytest.mark.parametrize("stage", ["l1", "l2"])
+def test_an_epilogue_stages_what_is_left_of_an_odd_width(stage: str) -> None:
+    """101 rows in 112 columns: three times 32 tokens in the staging, then 16."""
+    axes = f"hidden=128,intermediate=128,num_experts=1,tokens=101,topk=1,stage={stage}"
+    case = case_of(axes)
+    verdict = compared(spec(), expected_of(case, reference(case.op).make_inputs(case)), plain(axes))
+    assert verdict.passed, f"{axes}: {verdict.sentence}"
 
 
 def test_the_declared_version_is_the_lowest() -> None:
