@@ -194,8 +194,8 @@ def _joined(truths: Sequence[Compute], every: bool) -> Test:
 
 
 def _number(node: ast.expr) -> Callable[[Mapping[str, AxisValue]], int]:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        constant = int(node.value)
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        constant = node.value
         return lambda axes: constant
     term = _computed(node)
 
