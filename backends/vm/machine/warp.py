@@ -469,7 +469,7 @@ class Warp:
 
     def _carry(self, block: Block, left: Iterator[Step]) -> object:
         """Execute the steps of a block that are left, of which some touch undefined registers, and its tail."""
-        undefined, end = self.undefined, len(block.steps)
+        undefined, end, carriers = self.undefined, len(block.steps), block.carriers
         self._steps, index = iter(block.steps), end - length_hint(left)
         while index < end:
             self.at_step(index)
@@ -479,7 +479,7 @@ class Warp:
                     self._carry_run(block, index, run)
                     index += run.count
                     continue
-                step, carrier = block.steps[index], block.carriers[index]
+                step, carrier = block.steps[index], carriers[index]
                 index += 1
                 if undefined.keys().isdisjoint(carrier.touches):
                     step(self)
@@ -490,26 +490,26 @@ class Warp:
         self._steps = None
         if block.tail is None:
             return NEXT
-        carrier = block.carriers[index]
+        carrier = carriers[index]
         return block.tail(self) if undefined.keys().isdisjoint(carrier.touches) else carrier.carry(self, block.tail)
 
     def _carry_run(self, block: Block, begin: int, run: QuickRun) -> None:
         """Execute `run`, which begins at step `begin`: where nothing is undefined, as much as there is at once."""
-        undefined, end = self.undefined, begin + run.count
+        undefined, end, carriers = self.undefined, begin + run.count, block.carriers
         if undefined.keys().isdisjoint(run.touches):
             run.step(self)
             return
         index = begin
         while index < end:
             ahead = index
-            while ahead < end and undefined.keys().isdisjoint(block.carriers[ahead].touches):
+            while ahead < end and undefined.keys().isdisjoint(carriers[ahead].touches):
                 ahead += 1
             if ahead > index:
                 run.part(self, index - begin, ahead - index)
                 index = ahead
                 continue
             self.at_step(index)
-            block.carriers[index].carry(self, partial(run.part, first=index - begin, count=1))
+            carriers[index].carry(self, partial(run.part, first=index - begin, count=1))
             index += 1
 
     def at_step(self, index: int) -> None:
