@@ -11,6 +11,7 @@ wait are left alone.
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -194,7 +195,7 @@ class Warp:
         self.seen_address: int = self.clock.seen.ctypes.data
         self.stamp = stamp(agent, 1)
         self.registers = file
-        self.executed = [0] * len(code.blocks)
+        self.executed = array("q", bytes(8 * len(code.blocks)))
         self.alive = np.arange(LANES) < lanes
         self.undefined = UndefinedRegisters.at_start(code, lanes)
         self.strands = [Strand(0, self.alive.copy())]
