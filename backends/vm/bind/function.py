@@ -236,7 +236,7 @@ def _block(
     function: Function, bound: list[Bound], indices: range, block_of: Mapping[int, int], rows: RegisterRows
 ) -> Block:
     body = [bound[index] for index in indices]
-    block = Block([], [item.instruction for item in body], carriers=[InstructionCarrier(item) for item in body])
+    block = Block([], [item.instruction for item in body], make_carriers=lambda: [*map(InstructionCarrier, body)])
     block.classes.update(item.form.counter for item in body)
     after = block_of.get(indices.stop, len(block_of))
     for item in body:
