@@ -6,7 +6,8 @@
 
 `run` draws the inputs of each row of a profile, as the judge does, and keeps what its program of sm_90a leaves; the
 machine models an H200's tensor core to the bit. `--part 2/8` is the second eighth of the rows. `compare` counts the
-elements that differ in any bit. Elements that may hold anything count as equal.
+elements that differ in any bit. Elements that may hold anything count as equal. With `--known RECORD` a row that an
+older record has of the same program is not run again, and `compare` takes its line from there.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import hashlib
 import json
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -53,8 +54,8 @@ def rows_of(op: str, profile: str, backends: Sequence[str]) -> list[Key]:
     return [(row.case, row.backend) for row in owed_rows(load_specs(), selection)]
 
 
-def left_by(key: Key, executor_name: str) -> Left | None:
-    """What the program of a row leaves; None if its backend has none."""
+def left_by(key: Key, executor_name: str, known: Container[tuple[str, str, str]] = ()) -> Left | None:
+    """What the program of a row leaves; None if its backend has none, or if `known` has the row of this program."""
     case_id, backend = key
     spec = load_specs()[case_id.partition(":")[0]]
     case = spec.parse_case(case_id)
@@ -64,6 +65,8 @@ def left_by(key: Key, executor_name: str) -> Left | None:
         return None
     text = (program.ptx or "").encode() + (program.host_object if isinstance(program, HostProgram) else b"")
     name = hashlib.sha256(text).hexdigest()
+    if (*key, name) in known:
+        return None
     options = RunOptions(accumulate="hopper") if executor_name == "vm" else RunOptions()
     try:
         ran = GuardedCase(spec, case, load_executor(executor_name)).run(program, options)
@@ -94,12 +97,22 @@ def compared(device: Mapping[Key, Left], machine: Mapping[Key, Left]) -> list[di
 def _run(given: argparse.Namespace) -> int:
     index, count = map(int, given.part.split("/"))
     found: dict[Key, Left] = {}
+    given.file.write_bytes(pickle.dumps(found))
+    known = {(*_key(line), line["program_sha256"]) for line in _lines(given.known)}
     for key in rows_of(given.op, given.profile, given.backend or BACKENDS)[index - 1 :: count]:
-        if (left := left_by(key, given.executor)) is not None:
+        if (left := left_by(key, given.executor, known)) is not None:
             found[key] = left
             given.file.write_bytes(pickle.dumps(found))
             print(f"{key[0]} {key[1]}: {left.fault or 'ran'}", flush=True)
     return sum(bool(left.fault) for left in found.values())
+
+
+def _lines(record: Path | None) -> list[dict[str, Any]]:
+    return [] if record is None else json.loads(record.read_text("utf-8"))
+
+
+def _key(line: Mapping[str, Any]) -> Key:
+    return line["case"], line["backend"]
 
 
 def _compare(given: argparse.Namespace) -> int:
@@ -107,7 +120,8 @@ def _compare(given: argparse.Namespace) -> int:
         {key: left for path in paths for key, left in pickle.loads(path.read_bytes()).items()}
         for paths in (given.device, given.machine)
     )
-    found = compared(device, machine)
+    lines = {_key(line): line for line in (*_lines(given.known), *compared(device, machine))}
+    found = [lines[key] for key in sorted(lines)]
     given.file.write_text("[\n" + ",\n".join(json.dumps(line) for line in found) + "\n]\n")
     differing = [line for line in found if "differing" not in line or any(dict(line["differing"]).values())]  # pyright: ignore
     for line in differing:
@@ -127,11 +141,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--profile", default="full")
     run.add_argument("--backend", action="append", help="both of ours if none is given")
     run.add_argument("--part", default="1/1", help="I/N: only the I-th of N parts")
+    run.add_argument("--known", type=Path, help="a record: not its rows, if their programs are today's")
     run.set_defaults(do=_run)
     compare = commands.add_parser("compare", help="count the elements that differ")
     compare.add_argument("file", type=Path, help="takes the record")
     compare.add_argument("--device", type=Path, nargs="+", required=True)
     compare.add_argument("--machine", type=Path, nargs="+", required=True)
+    compare.add_argument("--known", type=Path, help="a record, whose other rows the new one takes over")
     compare.set_defaults(do=_compare)
     given = parser.parse_args(arguments)
     return given.do(given)

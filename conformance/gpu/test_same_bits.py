@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,3 +56,10 @@ def test_the_command_takes_parts_and_counts_what_differs(tmp_path: Path, capsys:
     assert "1 rows, 0 differ; the device ran 1, the machine 1" in capsys.readouterr().out
     (line,) = json.loads(record.read_text("utf-8"))
     assert (line["case"], line["backend"]) == rows[-1], "another row ran"
+    known = ["--known", str(record)]
+    assert main(["run", here, *part, *known]) == 0
+    assert main(["compare", str(record), "--device", here, "--machine", here, *known]) == 0
+    assert "1 rows, 0 differ; the device ran 0" in capsys.readouterr().out, "a known row of the same program ran again"
+    record.write_text(json.dumps([line | {"program_sha256": "0"}]), "utf-8")
+    assert main(["run", here, *part, *known]) == 0
+    assert list(pickle.loads(Path(here).read_bytes())) == [rows[-1]], "a row of another program counts as known"
