@@ -387,7 +387,8 @@ def kernel_plan(sizes: FmhaSizes, ragged: bool = False) -> Sm90FmhaPlan:
     back O 128 times. So two CTAs divide the columns of V, and parts are bf16. 64 rows on 32768 keys took 29.7 us so,
     31.3 with parts in fp32, and 32.5 with all columns in each CTA (results/records/h200-fmha-turns.json). With more
     rows it is slower: K is read twice. With tiles of 64 keys they take 26.4, and 28.5 with 128: the last ones are done
-    sooner after they have come.
+    sooner after they have come. Of 15 slabs a whole tile of K and 7 slabs of V are under way: 25.5, where 18 slabs take
+    26.3, 16 26.0 and 14 28.5 (results/records/h200-fmha-forms.json).
 
     Up to CHUNK_T queries wait for memory, and an H200 reads more slowly where more than some 100 KiB an SM are under
     way: 128 rows of hd 128 on 8192 keys take 126.9 us with six slabs of 64 keys, 129.8 with eight and 130.6 with six of
@@ -401,7 +402,7 @@ def kernel_plan(sizes: FmhaSizes, ragged: bool = False) -> Sm90FmhaPlan:
         alone = sizes.kv_batches == 1 and sizes.rows <= plan.tile_m and sizes.s_k > SHORT_KEYS
         if not alone or ragged:
             return plan
-        return replace(plan, tile_n=64, o_halves=2, short_parts=True, max_slabs=20)
+        return replace(plan, tile_n=64, o_halves=2, short_parts=True, max_slabs=15)
     if sizes.t <= DECODE_T or sizes.s_k <= TINY_KEYS:
         return standard_plan(sizes.hd, "keys")
     if sizes.hd == 64 and sizes.t > CHUNK_T:
