@@ -15,14 +15,16 @@ from typing import Any, cast
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from megamoe.runner.child import collect_seldom, give_memory_back
+from megamoe.runner.child import give_memory_back
 
 # Kernels are small, and threads that wait for each other cost more than they save: ten times more on two busy cores.
 # numpy and torch read these when they are imported, which is after this file.
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-collect_seldom()
+# Most cycles are machines that a test has done with: memory is given back, and they with it, between tests and trials.
+# To look for them within a test took a twentieth of the time of all.
+gc.set_threshold(2_000_000, 50, 100)
 
 # An example runs kernels, which takes as long as it takes, and a backend may decline many of the cases drawn.
 _SLOW = settings(

@@ -1,7 +1,7 @@
 """Worker processes: forked from a server that holds torch, quiet at their start, ended with their parent.
 
 A worker that imports torch by itself is ready after 2.6 s; one that is forked with it, after 0.02 s (two cores). The
-server holds besides what reads specs and records (PRELOADED), and nothing that runs a kernel or knows an output. It has
+server holds besides the specs and what reads records (PRELOADED), nothing that runs a kernel or knows an output. It has
 never initialised CUDA and has one thread, so that a fork of it is as clean as a fresh interpreter.
 """
 

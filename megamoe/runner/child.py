@@ -259,20 +259,32 @@ def spare_shared_pages() -> None:
 
 
 def give_memory_back() -> None:
-    """Returns freed memory to the system once the process has grown by MAX_KEPT_MIB: cycles, and what malloc keeps.
+    """Returns freed memory to the system once the process has grown by MAX_KEPT_MIB: what malloc keeps, and cycles
+    where that is not enough.
 
     What is left then are decoded kernels, a million objects that form no cycle: the collector is kept off them, as a
     look at them all takes 0.3 s.
     """
     global _resident_mib
-    if resident_mib() < _resident_mib + MAX_KEPT_MIB:
+    if not _has_grown():
+        return
+    _trim()
+    if not _has_grown():
         return
     gc.collect()
     gc.freeze()
+    _trim()
+    _resident_mib = resident_mib()
+
+
+def _has_grown() -> bool:
+    return resident_mib() >= _resident_mib + MAX_KEPT_MIB
+
+
+def _trim() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    _resident_mib = resident_mib()
 
 
 def resident_mib() -> float:

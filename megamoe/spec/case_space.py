@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -201,12 +201,15 @@ class CaseSpace:
         given = {name: self._read(name, text) for name, text in texts.items()}
         return self.point(given, inputs, int(seed))
 
-    def keeps_constraints(self, values: Mapping[str, AxisValue]) -> bool:
-        """Whether these values, one for every axis and each within its limits, are those of a case."""
-        try:
-            return all(constraint.value(values) for constraint in self.constraints)
-        except ExpressionError:
-            return False
+    def keeping_constraints(self, values: Mapping[str, AxisValue], name: str) -> Callable[[AxisValue], bool]:
+        """Which values of the axis `name` are those of a case with `values`, one for every axis, each in its limits.
+
+        Constraints that do not name the axis are asked once.
+        """
+        if not _hold((one for one in self.constraints if name not in one.names), values):
+            return lambda value: False
+        asked = [one for one in self.constraints if name in one.names]
+        return lambda value: _hold(asked, {**values, name: value})
 
     def undrawn(self, case: Case) -> OutsideError | None:
         """Why property tests never draw `case`; None if they may."""
@@ -263,3 +266,10 @@ class CaseSpace:
         if seed:
             parts.append(f"seed={seed}")
         return f"{self.op}:{','.join(parts)}"
+
+
+def _hold(constraints: Iterable[Expression], values: Mapping[str, AxisValue]) -> bool:
+    try:
+        return all(one.value(values) for one in constraints)
+    except ExpressionError:
+        return False

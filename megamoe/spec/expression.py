@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -18,6 +18,7 @@ from megamoe.spec.marked_yaml import nearest
 
 Term = int | bool | None
 Compute = Callable[[Mapping[str, AxisValue]], Term]
+Test = Callable[[Mapping[str, AxisValue]], bool]
 
 MAX_LENGTH = 160
 _ALLOWED = re.compile(r"[A-Za-z0-9_ ()+\-*/%<>=!]+")
@@ -168,8 +169,7 @@ def _computed(node: ast.expr) -> Compute:
             of, one, other = _ARITHMETIC[type(op)], _number(left), _number(right)
             return lambda axes: of(one(axes), other(axes))
         case ast.BoolOp(op=op, values=values):
-            truths, every = [_computed(value) for value in values], all if isinstance(op, ast.And) else any
-            return lambda axes: every(truth(axes) for truth in truths)
+            return _joined([_computed(value) for value in values], every=isinstance(op, ast.And))
         case ast.Compare():
             return _compared(node)
         case _:
@@ -182,7 +182,21 @@ def _term(name: str, value: AxisValue) -> Term:
     return value
 
 
+def _joined(truths: Sequence[Compute], every: bool) -> Test:
+    """Whether all of `truths` hold, or any of them; they are asked in this order, no more of them than needed."""
+    if len(truths) == 1:
+        (only,) = truths
+        return lambda axes: bool(only(axes))
+    first, rest = truths[0], _joined(truths[1:], every)
+    if every:
+        return lambda axes: bool(first(axes)) and rest(axes)
+    return lambda axes: bool(first(axes)) or rest(axes)
+
+
 def _number(node: ast.expr) -> Callable[[Mapping[str, AxisValue]], int]:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        constant = node.value
+        return lambda axes: constant
     term = _computed(node)
 
     def number(axes: Mapping[str, AxisValue]) -> int:
@@ -195,13 +209,12 @@ def _number(node: ast.expr) -> Callable[[Mapping[str, AxisValue]], int]:
     return number
 
 
-def _compared(node: ast.Compare) -> Callable[[Mapping[str, AxisValue]], bool]:
+def _compared(node: ast.Compare) -> Test:
     sides = [node.left, *node.comparators]
-    links = [_link(op, *pair) for op, pair in zip(node.ops, pairwise(sides), strict=True)]
-    return lambda axes: all(link(axes) for link in links)
+    return _joined([_link(op, *pair) for op, pair in zip(node.ops, pairwise(sides), strict=True)], every=True)
 
 
-def _link(op: ast.cmpop, left: ast.expr, right: ast.expr) -> Callable[[Mapping[str, AxisValue]], bool]:
+def _link(op: ast.cmpop, left: ast.expr, right: ast.expr) -> Test:
     if isinstance(op, ast.Eq | ast.NotEq):
         one, other, equal = _computed(left), _computed(right), isinstance(op, ast.Eq)
         return lambda axes: (one(axes) == other(axes)) is equal

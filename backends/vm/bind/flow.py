@@ -286,8 +286,8 @@ def _watch_fences(analysis: _Analysis, unfenced: dict[int, int]) -> None:
 def _idle(keys: frozenset[Key], text: str) -> Callable[[Warp], None]:
     def check(warp: Warp) -> None:
         group = warp.cta.warpgroups.get(warp.index // 4)
-        if group is not None:
-            group.parts[warp.index % 4].check_access(keys, f"`{text}`")
+        if group is not None and (part := group.parts[warp.index % 4]).busy:
+            part.check_access(keys, f"`{text}`")
 
     return check
 

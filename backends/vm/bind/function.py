@@ -245,7 +245,7 @@ def _block(
             block.tail = step
         else:
             block.steps.append(step)
-    block.find_runs = RunFinder(body[: len(block.steps)], rows)
+    block.find_runs = RunFinder(body[: len(block.steps)], rows, block.steps)
     return block
 
 

@@ -3,8 +3,8 @@
 The machine code of an instruction is made of the very step that its family has bound: the step runs once on symbolic
 registers (numerics.traced). It takes the rows of its operands, so one function serves every instruction of the kind,
 whatever its registers and literals, in all launches of the process. A step that cannot be traced, as it decides by
-values or asks for more of the warp than registers, stays as it is. One before which data-flow wants something done is a
-run of its own.
+values or asks for more of the warp than registers, stays as it is, unless its family writes its machine code (`writes`)
+for when nothing is out of the ordinary. One before which data-flow wants something done begins a run.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
+from itertools import accumulate
 from typing import Any, Final, cast
 
 import numpy as np
-import numpy.typing as npt
 from llvmlite import ir
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.definedness import PURE
-from backends.vm.bind.flow import Bound, preceded
-from backends.vm.bind.forms import find
+from backends.vm.bind.flow import Bound
+from backends.vm.bind.forms import Bind, find
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.machine.code import (
     DTYPE_OF_VIEW,
@@ -41,6 +41,8 @@ from backends.vm.numerics.traced import INDEX, Traced, llvm_type
 from backends.vm.ptx.ast import Immediate, Instruction, Negated, Operand, Pair, Register, Vector
 
 _POINTER: Final = ir.PointerType()
+_FUNCTION: Final = ir.FunctionType(INDEX, [_POINTER] * 3)
+"""Of the machine code of an instruction."""
 _MASK_BYTES: Final = ir.VectorType(ir.IntType(8), LANES)
 
 WORTH = 200
@@ -55,7 +57,7 @@ Kind = tuple[object, ...]
 class _Row(Traced):
     """A register as one of its views shows it."""
 
-    def __init__(self, cell: _Cell, view: str) -> None:
+    def __init__(self, cell: Cell, view: str) -> None:
         dtype, width = DTYPE_OF_VIEW[view], cell.width
         elements = max(width // 8, 1) // dtype.itemsize
         super().__init__(cell.builder, dtype, None, (LANES,) if elements == 1 else (LANES, elements))
@@ -97,7 +99,7 @@ class _Column(Traced):
 
 
 @dataclass(slots=True)
-class _Cell:
+class Cell:
     """A register while a step is traced. `place`: the pointer to its row. `written`: what it holds since a write."""
 
     builder: ir.IRBuilder
@@ -116,7 +118,7 @@ class _Cell:
         if self.written is not None:
             return self.written
         if self.loaded is None:
-            self.loaded = _truth(self.builder, self.place) if self.width == 1 else self._load(self.type)
+            self.loaded = truth(self.builder, self.place) if self.width == 1 else self._load(self.type)
         return self.loaded
 
     def _load(self, kind: Any) -> Any:
@@ -136,7 +138,7 @@ class _Cell:
         b.store(b.select(mask, new, self._load(kind)), self.place, align=8)
 
 
-def _truth(b: ir.IRBuilder, place: Any) -> Any:
+def truth(b: ir.IRBuilder, place: Any) -> Any:
     """The bytes of a mask or a predicate as bits."""
     found = b.load(place, typ=_MASK_BYTES, align=1)
     return b.icmp_unsigned("!=", found, ir.Constant(_MASK_BYTES, [0] * LANES))
@@ -155,7 +157,7 @@ class _SymbolicWarp:
 
     where = True
 
-    def __init__(self, cells: dict[Key, _Cell]) -> None:
+    def __init__(self, cells: dict[Key, Cell]) -> None:
         self.cells = cells
 
     def __getattr__(self, name: str) -> _View:
@@ -273,10 +275,28 @@ def _made(instruction: Instruction, rows: RegisterRows) -> _Code:
     return code
 
 
+Write = Callable[[ir.IRBuilder, Sequence[Cell], Any, Instruction], None]
+"""Writes machine code for an instruction whose operands are in cells, in the order in which the family asks for them,
+and of which the lanes of a mask are active. Where it returns 1 it refuses, and must not have changed anything."""
+_WRITTEN: Final[dict[Bind, Write]] = {}
+
+
+def writes(family: Bind) -> Callable[[Write], Write]:
+    """Register what writes the machine code of a family whose steps ask for more than registers. Each of these steps
+    is a meeting of the warp's lanes."""
+
+    def register(write: Write) -> Write:
+        _WRITTEN[family] = write
+        return write
+
+    return register
+
+
 def _machine_code(instruction: Instruction, binder: _KindBinder) -> int | None:
-    """Machine code `void entry(bounds, rows, mask)`; `rows` has a bound and an offset from it for each place."""
+    """Machine code `int64 entry(bounds, rows, mask)`; `rows` has a bound and an offset from it for each place. Its
+    answer is 0, or 1 where it refuses."""
     module = ir.Module("lanes")
-    made = ir.Function(module, ir.FunctionType(ir.VoidType(), [_POINTER] * 3), ENTRY)
+    made = ir.Function(module, _FUNCTION, ENTRY)
     b = ir.IRBuilder(made.append_basic_block())
     bounds, rows, mask = made.args
 
@@ -284,20 +304,24 @@ def _machine_code(instruction: Instruction, binder: _KindBinder) -> int | None:
         return b.load(b.gep(rows, [ir.Constant(INDEX, number)], source_etype=INDEX), typ=INDEX)
 
     try:
-        step = find(instruction)[0].bind(binder)
-        cells = dict[Key, _Cell]()
+        family = find(instruction)[0].bind
+        step = family(binder)
+        cells = dict[Key, Cell]()
         for index, key in enumerate(binder.places):
             bound = b.load(b.gep(bounds, [word(2 * index)], source_etype=_POINTER), typ=_POINTER)
-            cells[key] = _Cell(b, key[0], b.gep(bound, [word(2 * index + 1)], source_etype=ir.IntType(8)))
-        step(cast("Warp", _SymbolicWarp(cells)))
+            cells[key] = Cell(b, key[0], b.gep(bound, [word(2 * index + 1)], source_etype=ir.IntType(8)))
+        if family in _WRITTEN:
+            _WRITTEN[family](b, [cells[key] for key in binder.places], mask, instruction)
+        else:
+            step(cast("Warp", _SymbolicWarp(cells)))
     except (TypeError, AttributeError, ValueError, LookupError, UnknownInstructionError):
         # What Traced, the symbolic warp and NumPy raise where the step asks for more than they can tell, and the family
         # where it rejects a literal that it does not see.
         return None
-    active = _truth(b, mask)
+    active = truth(b, mask)
     for cell in cells.values():
         cell.store(active)
-    b.ret_void()
+    b.ret(ir.Constant(INDEX, 0))
     return linked(module)
 
 
@@ -305,27 +329,27 @@ def _machine_code(instruction: Instruction, binder: _KindBinder) -> int | None:
 
 
 def _runner() -> ir.Module:
-    """`void entry(program, bounds, mask)`: call the functions of a program, each with its rows.
+    """`int64 entry(program, number, bounds, mask)`: call the functions of so many instructions of a program, each with
+    its rows. How many it has called before the one that refuses, or all.
 
-    A program is words: the number of instructions, then for each its function, its guard (0: none, 1: a predicate, 2: a
-    negated one), the bound and the offset of the predicate, the number of words that follow, and the rows.
+    A program has for each instruction its function, its guard (0: none, 1: a predicate, 2: a negated one), the bound
+    and the offset of the predicate, the number of words that follow, and the rows.
     """
     module = ir.Module("run")
-    made = ir.Function(module, ir.FunctionType(ir.VoidType(), [_POINTER] * 3), ENTRY)
-    program, bounds, mask = made.args
+    made = ir.Function(module, ir.FunctionType(INDEX, [_POINTER, INDEX, _POINTER, _POINTER]), ENTRY)
+    program, number, bounds, mask = made.args
     b = ir.IRBuilder(made.append_basic_block())
-    loop, guarded, call, end = (made.append_basic_block() for _ in range(4))
-    entry, one = b.block, ir.Constant(INDEX, 1)
+    loop, guarded, call, done, end = (made.append_basic_block() for _ in range(5))
+    entry, zero, one = b.block, ir.Constant(INDEX, 0), ir.Constant(INDEX, 1)
 
     def word(at: Any, number: int) -> Any:
         return b.load(b.gep(at, [ir.Constant(INDEX, number)], source_etype=INDEX), typ=INDEX)
 
     own = b.alloca(_MASK_BYTES)
-    number, first = word(program, 0), b.gep(program, [one], source_etype=INDEX)
     b.branch(loop)
     b.position_at_end(loop)
-    at, left = b.phi(_POINTER), b.phi(INDEX)
-    b.cbranch(b.icmp_unsigned("==", word(at, 1), ir.Constant(INDEX, 0)), call, guarded)
+    at, count = b.phi(_POINTER), b.phi(INDEX)
+    b.cbranch(b.icmp_unsigned("==", word(at, 1), zero), call, guarded)
     b.position_at_end(guarded)
     bound = b.load(b.gep(bounds, [word(at, 2)], source_etype=_POINTER), typ=_POINTER)
     predicate = b.load(b.gep(bound, [word(at, 3)], source_etype=ir.IntType(8)), typ=_MASK_BYTES, align=1)
@@ -338,69 +362,113 @@ def _runner() -> ir.Module:
     here = b.phi(_POINTER)
     here.add_incoming(mask, loop)
     here.add_incoming(own, guarded)
-    function = b.inttoptr(word(at, 0), made.ftype.as_pointer())
+    function = b.inttoptr(word(at, 0), _FUNCTION.as_pointer())
     rows = b.gep(at, [ir.Constant(INDEX, 5)], source_etype=INDEX)
-    b.call(function, [bounds, rows, here])
+    refused = b.call(function, [bounds, rows, here])
+    b.cbranch(b.icmp_unsigned("==", refused, zero), done, end)
+    b.position_at_end(done)
     following = b.gep(rows, [word(at, 4)], source_etype=INDEX)
-    rest = b.sub(left, one)
-    at.add_incoming(first, entry)
-    at.add_incoming(following, call)
-    left.add_incoming(number, entry)
-    left.add_incoming(rest, call)
-    b.cbranch(b.icmp_unsigned("==", rest, ir.Constant(INDEX, 0)), end, loop)
+    so_far = b.add(count, one)
+    at.add_incoming(program, entry)
+    at.add_incoming(following, done)
+    count.add_incoming(zero, entry)
+    count.add_incoming(so_far, done)
+    b.cbranch(b.icmp_unsigned("==", so_far, number), end, loop)
     b.position_at_end(end)
-    b.ret_void()
+    answer = b.phi(INDEX)
+    answer.add_incoming(count, call)
+    answer.add_incoming(so_far, done)
+    b.ret(answer)
     return module
 
 
 @cache
-def _run() -> Callable[[int, int, int], None]:
-    kind = ctypes.PYFUNCTYPE(None, *[ctypes.c_void_p] * 3)
-    return cast("Callable[[int, int, int], None]", kind(linked(_runner())))
+def _run() -> Callable[[int, int, int, int], int]:
+    kind = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+    return cast("Callable[[int, int, int, int], int]", kind(linked(_runner())))
 
 
-def _quick_run(run: Sequence[tuple[Bound, int]]) -> QuickRun:
-    touches = frozenset[Key]().union(*(keys for item, _ in run for keys in (item.uses, item.defines)))
-    return QuickRun(_step(run), len(run), touches, lambda: [_step([one]) for one in run])
+class _Run:
+    """A run from step `begin` of its block. `items`: its instructions with their functions; `steps`: what does the same
+    one by one."""
+
+    __slots__ = ("_addresses", "_before", "_begin", "_meets", "_program", "_steps", "count", "touches")
+
+    def __init__(self, begin: int, items: Sequence[tuple[Bound, int]], steps: Sequence[Step]) -> None:
+        self.count = len(items)
+        self.touches = frozenset[Key]().union(*(keys for item, _ in items for keys in (item.uses, item.defines)))
+        words, places = list[int](), list[int]()
+        for item, function in items:
+            guard = (0, 0, 0) if item.guard is None else (1 + item.guard[1], *place_of((1, item.guard[0])))
+            places.append(len(words))
+            words += [function, *guard, 2 * len(item.places)]
+            words += [word for key in item.places for word in place_of(key)]
+        self._program = np.array(words, np.int64)
+        base: int = self._program.ctypes.data
+        self._addresses = [base + self._program.itemsize * place for place in places]
+        self._begin, self._steps, self._before = begin, steps, items[0][0].before
+        meets = [0, *accumulate(item.form.bind in _WRITTEN for item, _ in items)]
+        self._meets = meets if meets[-1] else None
+
+    def step(self, warp: Warp) -> None:
+        """All of it."""
+        self.part(warp, 0, self.count)
+
+    def part(self, warp: Warp, first: int, count: int) -> None:
+        """`count` of its instructions, from number `first`; data-flow may want something done before number 0."""
+        if first == 0:
+            for before in self._before:
+                before(warp)
+        end = first + count
+        while first < end:
+            done = first + _perform(self._addresses[first], end - first, warp)
+            if self._meets is not None:
+                warp.meetings += self._meets[done] - self._meets[first]
+            first = done + 1
+            if done < end:
+                warp.at_step(self._begin + done)
+                self._steps[done](warp)
 
 
-def _step(run: Sequence[tuple[Bound, int]]) -> Step:
-    """The machine code of a run, which begins with what comes before its first instruction."""
-    words = [len(run)]
-    for item, function in run:
-        guard = (0, 0, 0) if item.guard is None else (1 + item.guard[1], *place_of((1, item.guard[0])))
-        words += [function, *guard, 2 * len(item.places)]
-        words += [word for key in item.places for word in place_of(key)]
-    program = np.array(words, np.int64)
-    step: Step = partial(_perform, program, program.ctypes.data)
-    for first in reversed(run[0][0].before):
-        step = preceded(first, step)
-    return step
-
-
-def _perform(program: npt.NDArray[np.int64], address: int, warp: Warp) -> None:
-    _run()(address, warp.registers.bounds_address, warp.mask_address)
+def _perform(program: int, number: int, warp: Warp) -> int:
+    return _run()(program, number, warp.registers.bounds_address, warp.mask_address)
 
 
 class RunFinder:
-    """Finds the runs among the instructions of a block; see machine.code.FindRuns."""
+    """Finds the runs among the instructions of a block; see machine.code.FindRuns. `steps`: what does each of them."""
 
-    def __init__(self, items: Sequence[Bound], rows: RegisterRows) -> None:
-        self._items, self._rows = items, rows
+    def __init__(self, items: Sequence[Bound], rows: RegisterRows, steps: Sequence[Step]) -> None:
+        self._items, self._rows, self._steps = items, rows, steps
         self._codes: list[_Code | None] = []
+        self._left: list[int] = []
+        self._known: dict[int, QuickRun] = {}
 
     def __call__(self, times: int) -> tuple[dict[int, QuickRun], bool]:
         """The runs, and whether there may be more of them later."""
-        codes = self._codes = self._codes or [self._code(item) for item in self._items]
-        for index, code in enumerate(codes):
-            if code is not None and not code.made:
+        first = not self._codes
+        if first:
+            self._codes = [self._code(item) for item in self._items]
+        left = list[int]()
+        for index in range(len(self._items)) if first else self._left:
+            code = self._codes[index]
+            if code is None:
+                continue
+            if not code.made:
                 code.demand += times
                 if code.demand >= WORTH:
-                    codes[index] = _made(self._items[index].instruction, self._rows)
-        return self._runs(codes), any(code is not None and not code.made for code in codes)
+                    code = self._codes[index] = _made(self._items[index].instruction, self._rows)
+            if not code.made:
+                left.append(index)
+        if first or len(left) < len(self._left):
+            self._known = self._runs(self._codes)
+        self._left = left
+        return self._known, bool(left)
 
     def _code(self, item: Bound) -> _Code | None:
-        computes = item.plain is not None and not (item.before and item.guard) and item.form.counter in PURE
+        wanted = item.form.counter in PURE or item.form.bind in _WRITTEN
+        computes = wanted and item.plain is not None
+        if item.before and (item.guard or item.form.bind in _WRITTEN):
+            return None
         return _code_of(item.instruction, self._rows) if computes else None
 
     def _runs(self, codes: Sequence[_Code | None]) -> dict[int, QuickRun]:
@@ -408,8 +476,9 @@ class RunFinder:
         run: list[tuple[Bound, int]] = []
         for index, code in enumerate([*codes, None]):
             made = code is not None and code.address is not None
-            if run and (not made or run[0][0].before or self._items[index].before):
-                runs[index - len(run)] = _quick_run(run)
+            if run and (not made or self._items[index].before):
+                begin = index - len(run)
+                runs[begin] = _Run(begin, run, self._steps[begin:index])
                 run = []
             if code is not None and code.address is not None:
                 run.append((self._items[index], code.address))

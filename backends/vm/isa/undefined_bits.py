@@ -92,7 +92,14 @@ def convert_address(seen: Computing) -> Found:
 @carries("and", "or", "xor", sources=(2,))
 def two_bits(seen: Computing) -> Found:
     """Each bit by itself: a defined 0 decides an `and`, a defined 1 an `or`, and `xor r, r` is 0."""
-    return [_by_table(seen, {"and": 0b1000, "or": 0b1110, "xor": 0b0110}[seen.parts[0]])]
+    a, c = seen.bits(0), seen.bits(1)
+    hidden = a | c
+    if seen.parts[0] == "xor":
+        return [np.zeros_like(hidden) if seen.same(0, 1) else hidden]
+    left, right = seen.values(0), seen.values(1)
+    if seen.parts[0] == "or":
+        left, right = ~left, ~right
+    return [hidden & (left | a) & (right | c)]
 
 
 @carries("not", sources=(1,))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
+from backends.vm.bind.lanes import Cell, truth, writes
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine.code import LANES, WIDTH_OF_VIEW, Key
@@ -17,7 +20,8 @@ from backends.vm.machine.undefined import all_bits, lanes_of, no_bits
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.lane_releases import EVERY
 from backends.vm.numerics import f32
-from backends.vm.ptx.ast import Operand
+from backends.vm.numerics.traced import INDEX, Traced, llvm_type
+from backends.vm.ptx.ast import Instruction, Operand
 
 Lanes = npt.NDArray[np.bool_]
 
@@ -75,7 +79,7 @@ def shfl(b: Binder) -> Step:
     rd = b.destination(first, "u32")
     rp = b.destination(second, "pred") if second is not None else None
     ra, rb, rc = b.source(a, "u32"), b.source(lane, "u32"), b.source(limits, "u32")
-    groups, mode = member_groups(b, mask), b.words["mode"]
+    groups, mode = member_groups(b, mask), _mode(b.instruction)
 
     def step(warp: Warp) -> None:
         groups(warp)
@@ -106,23 +110,44 @@ def shfl(b: Binder) -> Step:
 def _partner(mode: str, offsets: bytes, limits: bytes) -> tuple[npt.NDArray[np.int64], Lanes]:
     """The lane that each lane reads and whether it is in range, from rows b and c (uint32 [32]) as bytes."""
     b, c = (np.frombuffer(row, np.uint32).astype(np.int64) for row in (offsets, limits))
-    b = b & 31
-    clamp, segment = c & 31, c >> 8 & 31
-    highest = (_LANE & segment) | (clamp & ~segment)
-    lowest = _LANE & segment
-    if mode == "up":
-        source = _LANE - b
-        valid = source >= highest
-    elif mode == "down":
-        source = _LANE + b
-        valid = source <= highest
-    elif mode == "bfly":
-        source = _LANE ^ b
-        valid = source <= highest
-    else:
-        source = lowest | (b & ~segment)
-        valid = source <= highest
-    return np.where(valid, source, _LANE), valid
+    return _partner_of(mode, b, c, _LANE)
+
+
+def _partner_of(mode: str, b: Any, c: Any, lane: Any) -> tuple[Any, Any]:
+    """As _partner, of signed integers; `lane` numbers the lanes."""
+    b, clamp, segment = b & 31, c & 31, c >> 8 & 31
+    highest, lowest = (lane & segment) | (clamp & ~segment), lane & segment
+    source = {"up": lane - b, "down": lane + b, "bfly": lane ^ b, "idx": lowest | (b & ~segment)}[mode]
+    valid = source >= highest if mode == "up" else source <= highest
+    return np.where(valid, source, lane), valid
+
+
+def _mode(instruction: Instruction) -> str:
+    return instruction.parts[2]
+
+
+@writes(shfl)
+def _shfl_of_a_whole_warp(b: ir.IRBuilder, cells: Sequence[Cell], mask: Any, instruction: Instruction) -> None:
+    """Where all lanes are here and name all of them."""
+    *written, a, lane, limits, members = cells
+    word, all_lanes = ir.IntType(32), llvm_type(np.int32, (LANES,))
+
+    def every(bits: Any) -> Any:
+        return b.icmp_signed("==", b.bitcast(bits, word), ir.Constant(word, -1))
+
+    named = b.icmp_signed("==", members.content(), ir.Constant(all_lanes, [-1] * LANES))
+    with b.if_then(b.not_(b.and_(every(truth(b, mask)), every(named)))):
+        b.ret(ir.Constant(INDEX, 1))
+    number = Traced(b, np.int32, ir.Constant(all_lanes, list(range(LANES))), (LANES,))
+    by, within = (Traced(b, np.int32, one.content(), (LANES,)) for one in (lane, limits))
+    source, valid = _partner_of(_mode(instruction), by, within, number)
+    found: Any = ir.Constant(all_lanes, ir.Undefined)
+    for i in range(LANES):
+        place = ir.Constant(word, i)
+        from_ = b.gep(a.place, [b.extract_element(source.value, place)], source_etype=word)
+        found = b.insert_element(found, b.load(from_, typ=word, align=4), place)
+    for cell, value in zip(written, (found, valid.value), strict=False):
+        cell.written = value
 
 
 @opcode("vote.sync.<mode>.pred", section="9.7.13.9", counter="warp", mode="all any uni")

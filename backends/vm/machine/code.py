@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -61,17 +61,22 @@ class Wait:
     local: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class QuickRun:
-    """`step` does the next `count` steps of a block at once, which do nothing but compute on registers, `touches`.
+class QuickRun(Protocol):
+    """Does the next `count` steps of a block at once, which touch registers alone, `touches`; or some of them, for when
+    one of the registers is undefined."""
 
-    `singly` makes the steps that do the same one by one, for when one of the registers is undefined.
-    """
+    @property
+    def count(self) -> int: ...
+    @property
+    def touches(self) -> frozenset[Key]: ...
 
-    step: Step
-    count: int
-    touches: frozenset[Key]
-    singly: Callable[[], Sequence[Step]]
+    def step(self, warp: Warp) -> None:
+        """All of them."""
+        ...
+
+    def part(self, warp: Warp, first: int, count: int) -> None:
+        """`count` of them, from number `first` of the run."""
+        ...
 
 
 FindRuns = Callable[[int], tuple[Mapping[int, QuickRun], bool]]
@@ -92,8 +97,7 @@ class Block:
 
     `quick` has the steps as they run where every register is defined: with `runs`, by the index of their first step, in
     place. A block that has executed often asks `find_runs`, anew each time that it has executed FACTOR times as often:
-    once more after `left` times. Nobody asks where `find_runs` is None. `single` has the steps of the runs that had to
-    be taken apart.
+    once more after `left` times. Nobody asks where `find_runs` is None.
     """
 
     steps: list[Step]
@@ -104,7 +108,6 @@ class Block:
     touches: frozenset[Key] | None = None
     find_runs: FindRuns | None = None
     runs: Mapping[int, QuickRun] = field(init=False, default_factory=dict[int, "QuickRun"])
-    single: dict[int, Step] = field(init=False, default_factory=dict[int, Step])
     quick: list[Step] = field(init=False)
     left: int = field(init=False, default_factory=lambda: OFTEN)
     _often: int = field(init=False, default_factory=lambda: OFTEN)
@@ -116,16 +119,11 @@ class Block:
         """Put in place the runs that there are by now."""
         if self.find_runs is None:
             return
-        (self.runs, more), self.quick, self.single = self.find_runs(self._often), self.steps.copy(), {}
+        (self.runs, more), self.quick = self.find_runs(self._often), self.steps.copy()
         for first, run in self.runs.items():
             self.quick[first : first + run.count] = [run.step, *[_done] * (run.count - 1)]
         self._often *= FACTOR
         self.left = self._often if more else 0
-
-    def take_apart(self, first: int, run: QuickRun) -> None:
-        """Fill in `single` for `run`, which begins with step `first`."""
-        if first not in self.single:
-            self.single.update(enumerate(run.singly(), first))
 
     def touched(self) -> frozenset[Key]:
         """The registers that an instruction of the block reads or writes."""
@@ -208,6 +206,7 @@ BYTES_OF_VIEW = {name: dtype.itemsize for name, dtype in DTYPE_OF_VIEW.items()}
 """Of one element."""
 
 Row = npt.NDArray[np.generic]
+RowIndex = slice | npt.NDArray[np.intp]
 Key = tuple[int, int]
 """A register: its container width in bits, and its row among the registers of that width."""
 
@@ -222,7 +221,7 @@ SCRATCH_ROWS: Final = 4
 SCRATCH_PLACES: Final = tuple((2 * len(_WIDTHS), row * BYTES_OF_ROW[32]) for row in range(SCRATCH_ROWS))
 
 
-def index_of(rows: Sequence[int]) -> slice | npt.NDArray[np.intp]:
+def index_of(rows: Sequence[int]) -> RowIndex:
     """What takes `rows` of RegisterFile.words at once: a slice, which costs no copy, where they are neighbours."""
     if rows and rows[0] >= 0 and all(b - a == 1 for a, b in pairwise(rows)):
         return slice(rows[0], rows[-1] + 1)
@@ -303,6 +302,20 @@ class RegisterRows:
         return self.addresses[key]
 
 
+class Shown(dict[int, Row]):
+    """Rows as one view shows them, by row. Each is made when somebody asks: with machine code, few are."""
+
+    __slots__ = ("_shown",)
+
+    def __init__(self, shown: Row) -> None:
+        super().__init__()
+        self._shown = shown
+
+    def __missing__(self, row: int) -> Row:
+        made = self[row] = self._shown[row]
+        return made
+
+
 class RegisterFile:
     """The registers of one warp: rows of each width, [registers and literals, 32], for 128 bits [.., 32, 2].
 
@@ -316,7 +329,7 @@ class RegisterFile:
         self._counts: dict[int, int] = {}
         self._storage: dict[int, Row] = {}
         self._literals: dict[int, tuple[RegisterRows, int]] = {}
-        self._views: dict[str, list[Row]] = {}
+        self._views: dict[str, Shown] = {}
         self.bounds = np.zeros(2 * len(STORAGE) + 1, np.int64)
         self.scratch = np.zeros((SCRATCH_ROWS, LANES), np.uint32)
         self.bounds[-1] = self.scratch.ctypes.data
@@ -346,6 +359,10 @@ class RegisterFile:
             if literals:
                 storage[-len(literals) :] = rows.literals(width)
 
+    def write(self, width: int, rows: RowIndex, content: Row) -> None:
+        """Write [rows, 32] or [rows, 1] to registers of `width` bits."""
+        self._storage[width][rows] = content
+
     @property
     def words(self) -> npt.NDArray[np.uint32]:
         """The registers of 32 bits and their literals, by row: [rows, 32]."""
@@ -360,7 +377,7 @@ class RegisterFile:
             parts.append((np.delete(rows, sorted(left), axis=0) if left else rows).tobytes())
         return b"".join(parts)
 
-    def view(self, name: str) -> list[Row]:
+    def view(self, name: str) -> Shown:
         """The rows as the view `name` shows them: arrays [32], or [32, n] for packed views."""
         if name not in self._views:
             width = WIDTH_OF_VIEW[name]
@@ -368,13 +385,13 @@ class RegisterFile:
             shown = rows.view(dict(_DTYPES[width])[name])
             if width in (32, 64) and shown.shape != rows.shape:
                 shown = shown.reshape(rows.shape[0], LANES, shown.shape[-1] // LANES)
-            self._views[name] = list(shown)
+            self._views[name] = Shown(shown)
         return self._views[name]
 
 
 # To make a file, with an array for each row, takes longer than many a warp runs.
 _SPARE: list[RegisterFile] = []
-_MAX_SPARE = 24
+_MAX_SPARE = 64
 
 
 def take_registers(rows: RegisterRows) -> RegisterFile:

@@ -10,7 +10,8 @@ import numpy as np
 
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, report
-from backends.vm.machine.code import LANES, take_registers
+from backends.vm.machine import special
+from backends.vm.machine.code import LANES, STORAGE, Row, RowIndex, index_of, take_registers
 from backends.vm.machine.special import Dim3, Place
 from backends.vm.machine.warp import Warp
 from backends.vm.machine.warpgroup import RegisterPool, Warpgroup
@@ -77,9 +78,9 @@ class Cta:
             Warp(code, self, index, min(LANES, shape.threads - LANES * index), take_registers(code.rows))
             for index in range(agents.warps_per_cta)
         ]
-        symbols = self._symbols()
+        common = self._common_registers(self.warps[0])
         for warp in self.warps:
-            warp.fill_symbols(symbols)
+            warp.fill_symbols(common)
 
     @cached_property
     def tmem(self) -> TensorMemory:
@@ -114,13 +115,29 @@ class Cta:
         """Bits 31..24 of this CTA's shared addresses."""
         return self.place.cta_rank << RANK_SHIFT
 
-    def _symbols(self) -> list[tuple[int, int, int]]:
-        """Row, width and content of each register that holds the address of a symbol, the same in all warps."""
-        return [
-            (row, width, self.symbol_address(name, generic=width == 64) + offset & (1 << width) - 1)
-            for (name, offset, width), (_, row) in self.function.code.rows.addresses.items()
-            if name != "_"
+    def _common_registers(self, warp: Warp) -> list[tuple[int, RowIndex, Row]]:
+        """Width, rows and content of the registers that hold the address of a symbol, or what is special and the same
+        in all warps."""
+        rows = self.function.code.rows
+        found: dict[int, dict[int, int]] = {32: {}, 64: {}}
+        by_lane: dict[int, Row] = {}
+        for (name, offset, width), (_, row) in rows.addresses.items():
+            if name != "_":
+                address = self.symbol_address(name, generic=width == 64) + offset & (1 << width) - 1
+                found[64 if width == 64 else 32][row] = address
+        for name, (_, row) in rows.specials.items():
+            if not special.differs(name):
+                value = special.value(name, warp)
+                if isinstance(value, int):
+                    found[32][row] = value
+                else:
+                    by_lane[row] = value
+        common: list[tuple[int, RowIndex, Row]] = [
+            (width, index_of(list(known)), np.array(list(known.values()), STORAGE[width])[:, None])
+            for width, known in found.items()
+            if known
         ]
+        return [*common, (32, index_of(list(by_lane)), np.array(list(by_lane.values())))] if by_lane else common
 
     def symbol_address(self, name: str, *, generic: bool) -> int:
         """The address of a variable or parameter in its own state space."""
@@ -310,6 +327,13 @@ class Cluster:
             x, y, z = rank % size[0], rank // size[0] % size[1], rank // (size[0] * size[1])
             ctaid = (first[0] + x, first[1] + y, first[2] + z)
             self.ctas.append(Cta(run, self, Place(shape.grid, size, shape.block, ctaid, rank)))
+
+    def part(self) -> None:
+        """Nobody comes back to a cluster that has ended: CTAs and warps let go of each other, so that their memory is
+        free at once, without a search for cycles."""
+        for cta in self.ctas:
+            cta.warps = []
+        self.ctas = []
 
     def next_copy(self) -> int:
         """A serial number for a bulk copy; as an agent, that is its epoch."""

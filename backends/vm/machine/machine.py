@@ -408,6 +408,8 @@ class Run:
             for warp in cluster.warps:
                 give_registers_back(warp.registers)
             self.warps = [warp for warp in self.warps if warp.cta.cluster is not cluster]
+            if self.machine.observer is None:
+                cluster.part()
         return bool(over)
 
     def _check_nothing_pending(self, cluster: Cluster) -> None:

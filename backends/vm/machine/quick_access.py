@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from backends.vm.machine import access
 from backends.vm.machine.code import LANES, SCRATCH_PLACES, Key, place_of
-from backends.vm.memory.access_code import NO, OnDemand
+from backends.vm.memory.access_code import NO, NO_ROOM, OnDemand
 from backends.vm.memory.compiled_access import CONFLICT, SERVED_SHIFT, Kind, Perform, performer, program
 from backends.vm.memory.definedness import Missing
 from backends.vm.memory.global_memory import SHARED_WINDOW, WINDOW_SHIFT
@@ -96,8 +96,10 @@ class QuickAccess:
         if perform is None or place is None:
             return NO
         mask = self._givers_address if self._rows else warp.mask_address
-        answer = perform(self._program_address, warp.registers.bounds_address, mask, place.address, warp.seen_address,
-                         base, warp.stamp, warp.meetings, warp.agent)  # fmt: skip
+        arguments = (self._program_address, warp.registers.bounds_address, mask, place.address, warp.seen_address,
+                     base, warp.stamp, warp.meetings, warp.agent)  # fmt: skip
+        while (answer := perform(*arguments)) <= NO_ROOM:
+            cta.smem.keep_readings_of(NO_ROOM - answer)
         if answer == NO:
             return NO
         if answer & CONFLICT:

@@ -78,6 +78,11 @@ SPECIAL_REGISTERS = frozenset(
 """Special registers that keep one value for the whole life of a warp. Only `mov` reads clocks."""
 
 
+def differs(name: str) -> bool:
+    """Whether the warps of a CTA have unlike values of special register `name`."""
+    return name.startswith("%tid.") or name == "%warpid"
+
+
 def value(name: str, warp: Warp) -> npt.NDArray[np.uint32] | int:
     """Special register `name`: uint32 [32], or what all lanes have."""
     base, _, axis = name[1:].partition(".")

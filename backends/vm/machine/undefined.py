@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -63,9 +64,16 @@ def no_bits(width: int) -> Bits:
 
 
 def all_bits(width: int, lanes: Mask) -> Bits:
-    """A row whose bits are undefined in `lanes`, bool [32]."""
+    """A row whose bits are undefined in `lanes`, bool [32]. It is read-only."""
+    return _all_bits(width, lanes.tobytes())
+
+
+@lru_cache(maxsize=1024)
+def _all_bits(width: int, lanes: bytes) -> Bits:
+    """A computation goes on in the lanes in which it began: few sets of lanes come up."""
     row = no_bits(width)
-    row[lanes] = True if width == 1 else 2**width - 1 if width < 128 else 2**64 - 1
+    row[np.frombuffer(lanes, np.bool_)] = True if width == 1 else 2**width - 1 if width < 128 else 2**64 - 1
+    row.setflags(write=False)
     return row
 
 

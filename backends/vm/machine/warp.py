@@ -11,12 +11,11 @@ wait are left alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import islice
+from functools import cached_property, partial
 from operator import length_hint
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +23,21 @@ import numpy.typing as npt
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine import special
-from backends.vm.machine.code import HANDLED, LANES, NEXT, WIDTH_OF_VIEW, Block, Code, RegisterFile, Row, Step, Wait
+from backends.vm.machine.code import (
+    HANDLED,
+    LANES,
+    NEXT,
+    WIDTH_OF_VIEW,
+    Block,
+    Code,
+    QuickRun,
+    RegisterFile,
+    Row,
+    RowIndex,
+    Shown,
+    Step,
+    Wait,
+)
 from backends.vm.machine.engine import CopyGroups
 from backends.vm.machine.undefined import BecameUndefined, UndefinedRegisters
 from backends.vm.memory.clocks import Carried, Clock, stamp
@@ -146,7 +159,7 @@ def merged(strands: list[Strand]) -> list[Strand]:
 class Warp:
     """32 lanes of a CTA running one function.
 
-    Register rows are lists of arrays of shape [32], one list for each way to read them (`f32`, `u64`, `pred`, ...).
+    Register rows are arrays of shape [32], found by row, for each way to read them (`f32`, `u64`, `pred`, ...).
     `mask` holds the active lanes. `where` is the same for ufuncs, or True when all 32 are active.
 
     Relaxed arrivals carry `released`, what a fence has covered, and to the warp's own CTA `released_to_cta`. A fence
@@ -155,20 +168,20 @@ class Warp:
     to shared memory. `gatherings`: by mask, the lanes that wait at bar.warp.sync.
     """
 
-    pred: list[Mask]
-    u16: list[npt.NDArray[np.uint16]]
-    s16: list[npt.NDArray[np.int16]]
-    f16: list[npt.NDArray[np.float16]]
-    u32: list[npt.NDArray[np.uint32]]
-    s32: list[npt.NDArray[np.int32]]
-    f32: list[npt.NDArray[np.float32]]
-    u16x2: list[npt.NDArray[np.uint16]]
-    u64: list[npt.NDArray[np.uint64]]
-    s64: list[npt.NDArray[np.int64]]
-    f64: list[npt.NDArray[np.float64]]
-    f32x2: list[npt.NDArray[np.float32]]
-    u32x2: list[npt.NDArray[np.uint32]]
-    u64x2: list[npt.NDArray[np.uint64]]
+    pred: Mapping[int, Mask]
+    u16: Mapping[int, npt.NDArray[np.uint16]]
+    s16: Mapping[int, npt.NDArray[np.int16]]
+    f16: Mapping[int, npt.NDArray[np.float16]]
+    u32: Mapping[int, npt.NDArray[np.uint32]]
+    s32: Mapping[int, npt.NDArray[np.int32]]
+    f32: Mapping[int, npt.NDArray[np.float32]]
+    u16x2: Mapping[int, npt.NDArray[np.uint16]]
+    u64: Mapping[int, npt.NDArray[np.uint64]]
+    s64: Mapping[int, npt.NDArray[np.int64]]
+    f64: Mapping[int, npt.NDArray[np.float64]]
+    f32x2: Mapping[int, npt.NDArray[np.float32]]
+    u32x2: Mapping[int, npt.NDArray[np.uint32]]
+    u64x2: Mapping[int, npt.NDArray[np.uint64]]
 
     def __init__(self, code: Code, cta: Cta, index: int, lanes: int, file: RegisterFile) -> None:
         self.code = code
@@ -217,7 +230,7 @@ class Warp:
         """See above."""
         return Clock.zero(self.agents.count)
 
-    def __getattr__(self, name: str) -> list[Row]:
+    def __getattr__(self, name: str) -> Shown:
         """A view of the registers, made when an instruction first needs it: most are never needed."""
         if name not in WIDTH_OF_VIEW:
             raise AttributeError(f"a warp has no {name!r}")
@@ -225,12 +238,13 @@ class Warp:
         setattr(self, name, rows)
         return rows
 
-    def fill_symbols(self, symbols: Iterable[tuple[int, int, int]]) -> None:
-        """Write special registers and `symbols`: row, width and content. Called once, when the CTA is complete."""
+    def fill_symbols(self, common: Iterable[tuple[int, RowIndex, Row]]) -> None:
+        """Write special registers, and `common`: width, rows and content. Called once, when the CTA is complete."""
+        for width, rows, content in common:
+            self.registers.write(width, rows, content)
         for name, (_, row) in self.code.rows.specials.items():
-            self.u32[row][:] = special.value(name, self)
-        for row, width, address in symbols:
-            (self.u64 if width == 64 else self.u32)[row].fill(address)
+            if special.differs(name):
+                self.u32[row][:] = special.value(name, self)
 
     def set_mask(self, mask: Mask) -> None:
         """Make `mask` the active lanes."""
@@ -455,31 +469,52 @@ class Warp:
 
     def _carry(self, block: Block, left: Iterator[Step]) -> object:
         """Execute the steps of a block that are left, of which some touch undefined registers, and its tail."""
-        undefined, index = self.undefined, len(block.steps) - length_hint(left)
-        self._steps = steps = iter(block.steps[index:])
-        for step in steps:
+        undefined, end = self.undefined, len(block.steps)
+        self._steps, index = iter(block.steps), end - length_hint(left)
+        while index < end:
+            self.at_step(index)
             run = block.runs.get(index)
-            if run is not None:
-                if undefined.keys().isdisjoint(run.touches):
-                    run.step(self)
-                    index += run.count
-                    next(islice(steps, run.count - 1, run.count - 1), None)
-                    continue
-                block.take_apart(index, run)
-            step, carrier = block.single.get(index, step), block.carriers[index]
-            index += 1
             try:
-                if not undefined or undefined.keys().isdisjoint(carrier.touches):
+                if run is not None:
+                    self._carry_run(block, index, run)
+                    index += run.count
+                    continue
+                step, carrier = block.steps[index], block.carriers[index]
+                index += 1
+                if undefined.keys().isdisjoint(carrier.touches):
                     step(self)
                 else:
                     carrier.carry(self, step)
             except BecameUndefined:
-                continue
+                index = end - length_hint(self._steps)
         self._steps = None
         if block.tail is None:
             return NEXT
         carrier = block.carriers[index]
         return block.tail(self) if undefined.keys().isdisjoint(carrier.touches) else carrier.carry(self, block.tail)
+
+    def _carry_run(self, block: Block, begin: int, run: QuickRun) -> None:
+        """Execute `run`, which begins at step `begin`: where nothing is undefined, as much as there is at once."""
+        undefined, end = self.undefined, begin + run.count
+        if undefined.keys().isdisjoint(run.touches):
+            run.step(self)
+            return
+        index = begin
+        while index < end:
+            ahead = index
+            while ahead < end and undefined.keys().isdisjoint(block.carriers[ahead].touches):
+                ahead += 1
+            if ahead > index:
+                run.part(self, index - begin, ahead - index)
+                index = ahead
+                continue
+            self.at_step(index)
+            block.carriers[index].carry(self, partial(run.part, first=index - begin, count=1))
+            index += 1
+
+    def at_step(self, index: int) -> None:
+        """Step `index` of the block is the one that runs."""
+        cast("Any", self._steps).__setstate__(index + 1)
 
     def locate(self, fault: Fault) -> None:
         """Fill in that `fault` is of the instruction that runs, unless its place is known."""

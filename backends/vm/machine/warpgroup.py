@@ -55,6 +55,11 @@ class Part:
     touched: set[Key] | None = None
     late: set[Key] = field(default_factory=set[Key])
 
+    @property
+    def busy(self) -> bool:
+        """Whether there may be something that no wait has covered."""
+        return bool(self.open or self.committed)
+
     def pending(self) -> list[Multiplication]:
         """Everything that no wait has covered, oldest first."""
         return [item for group in [*self.committed, self.open] for item in group]
@@ -161,7 +166,7 @@ class Warpgroup:
 
     def ended(self, number: int) -> bool:
         """Whether all four shares of all multiplications up to `number` have ended."""
-        return min(part.ended for part in self.parts) > number
+        return all(part.ended > number for part in self.parts)
 
 
 REGISTERS = 65536

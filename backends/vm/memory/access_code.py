@@ -16,7 +16,9 @@ from backends.vm.memory.definedness import DEFINED
 from backends.vm.numerics.compiled import ENTRY, linked
 
 NO: Final = -1
-"""The answer of machine code that refuses. It has changed nothing then."""
+"""The answer of machine code that refuses. It has changed nothing then, nor after an answer below."""
+NO_ROOM: Final = -2
+"""Where nothing but a place for the readings of an agent is missing, the answer is this less the agent."""
 I8, I32, I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 POINTER: Final = ir.PointerType()
 
@@ -190,7 +192,7 @@ class MemoryCode:
                     self.put(kept, row, zero, I32)
 
     def _check_keepable(self, reader: Any, mark: Any) -> None:
-        """Refuse if `reader` must be kept beside the one of `mark`, and there is no place for it."""
+        """Ask for a place if `reader` must be kept beside the one of `mark`, and there is none for it."""
         b = self.b
         with b.if_then(self._kept_beside(reader, mark)):
             found = self._known
@@ -198,7 +200,8 @@ class MemoryCode:
             with self._kept_readers() as (agent, _):
                 own = b.icmp_signed("==", agent, self._agent(reader))
                 self._set(found, b.or_(self._value(found), b.zext(own, I64)))
-            self._refuse(b.icmp_signed("==", self._value(found), number(0)))
+            with b.if_then(b.icmp_signed("==", self._value(found), number(0))):
+                b.ret(b.sub(number(NO_ROOM), self._agent(reader)))
 
     def _note_reader(self, granule: Any, mark: Any, line: Any) -> None:
         """Whoever `mark` stands for reads a granule; a reader that nothing orders before is kept."""

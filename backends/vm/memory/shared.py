@@ -17,7 +17,7 @@ import numpy.typing as npt
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, at_line, report
 from backends.vm.memory import compiled_granules
-from backends.vm.memory.access_code import NO, MemoryWords
+from backends.vm.memory.access_code import NO, NO_ROOM, MemoryWords
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
     Agents,
@@ -277,15 +277,16 @@ class SharedMemory:
             at, kept = granules[late], found[late]
             by = agent_of(kept)
             for agent in set(by.tolist()):
-                (epochs, lines), mine = self._kept_of(agent), by == agent
+                (epochs, lines), mine = self.keep_readings_of(agent), by == agent
                 epochs[at[mine]] = np.maximum(epochs[at[mine]], kept[mine] & EPOCH_MASK)
                 lines[at[mine]] = self.reader_line[at[mine]]
             self.many_readers[at] = True
         self.reader[granules] = stamp
         self.reader_line[granules] = self.agents.line()
 
-    def _kept_of(self, agent: int) -> npt.NDArray[np.int32]:
-        """Where readings of an agent that was not the last reader are kept; machine code finds it too."""
+    def keep_readings_of(self, agent: int) -> npt.NDArray[np.int32]:
+        """Where readings of an agent that was not the last reader are kept, made on first use; machine code finds it
+        too."""
         if agent not in self.readers:
             known, kept = len(self.readers), np.zeros((2, self.reader.size), np.int32)
             self.readers[agent] = kept
@@ -350,9 +351,11 @@ class SharedMemory:
             return NO
         seen = 0 if clock is None else clock.seen.ctypes.data
         fenced = 0 if clock is None or generic else clock.fenced.ctypes.data
-        return perform(
-            self.place.address, granules.ctypes.data, seen, fenced, granules.size, stamp, line, self.agents.first_engine
-        )
+        arguments = (self.place.address, granules.ctypes.data, seen, fenced, granules.size, stamp, line,
+                     self.agents.first_engine)  # fmt: skip
+        while (answer := perform(*arguments)) <= NO_ROOM:
+            self.keep_readings_of(NO_ROOM - answer)
+        return answer
 
     def async_read(self, granules: Granules, clock: Clock, stamp: int, what: str) -> bool:
         """Checks before the asynchronous proxy (TMA store, MMA operand) reads whole 4-byte `granules`.

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from conformance.kernels.laws.law import Axes, Law, spec_of
 from megamoe.contract import AxisValue, Case
 from megamoe.spec.case_space import Axis
-from megamoe.spec.spec import Spec
 
 T = TypeVar("T")
 MAX_SEED = 2**20
@@ -140,7 +139,7 @@ def cases(draw: st.DrawFn, law: Law, share: int = 1) -> Case:
     for name in order:
         if name not in law.fixed:
             fits = partial(_fits, law, drawing.work, budget, axes, name)
-            admits = partial(_admits, law, spec, axes, name)
+            admits = partial(_admits, law, axes, name, spec.space.keeping_constraints(axes, name))
             low = law.least.get(name)
             axes[name] = _value(draw, spec.axes[name], low, drawing.edges.get(name, ()), fits, admits)
     return spec.case(inputs=_one_of(draw, spec.inputs), seed=draw(_between(0, MAX_SEED)), **axes)
@@ -156,9 +155,8 @@ def _fits(law: Law, work: Callable[[Axes], int], budget: int, axes: Axes, name: 
     return sum(work(run) for run in law.runs({**axes, name: value})) <= budget
 
 
-def _admits(law: Law, spec: Spec, axes: Axes, name: str, value: AxisValue) -> bool:
-    candidate = {**axes, name: value}
-    return spec.space.keeps_constraints(candidate) and law.speaks_of(candidate)
+def _admits(law: Law, axes: Axes, name: str, keeps: Callable[[AxisValue], bool], value: AxisValue) -> bool:
+    return keeps(value) and law.speaks_of({**axes, name: value})
 
 
 def _value(
@@ -172,7 +170,7 @@ def _value(
     if axis.kind == "bool":
         return (bool(axis.default), not axis.default)[draw(_below(2))]
     if axis.choices is not None:
-        return _one_of(draw, [value for value in axis.choices if fits(value) and admits(value)])
+        return _one_of(draw, [value for value in axis.choices if admits(value) and fits(value)])
     if axis.kind == "float":
         if axis.optional and not draw(_below(2)):
             return None
@@ -184,7 +182,7 @@ def _value(
     if way < 0:
         return None
     if high - low < LISTED:
-        listed = [value for value in range(low, high + 1) if fits(value) and admits(value)]
+        listed = [value for value in range(low, high + 1) if admits(value) and fits(value)]
         return _one_of(draw, (not way and [value for value in listed if value in edges]) or listed)
     top = _greatest(low, high, fits)
     if way:

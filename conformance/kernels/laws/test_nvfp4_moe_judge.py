@@ -73,7 +73,8 @@ KILLS = {
 }
 
 
-@lru_cache(maxsize=64)
+# More than the cases of the matrix, which every style asks for in turn.
+@lru_cache(maxsize=256)
 def references(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     inputs = MOE.make_inputs(case)
     return inputs, MOE.oracle(case, inputs), MOE.simulated(case, inputs)
