@@ -33,7 +33,7 @@ def test_the_page_names_each_example() -> None:
 def test_the_costs_on_the_page_are_those_of_the_record() -> None:
     page = (ROOT / "docs" / "torch.md").read_text("utf-8")
     record = json.loads((ROOT / "results" / "records" / "h200-torch-ops.json").read_text("utf-8"))
-    found = record["operators, the session of h200-fmha-gpu-profile"]
+    found = record["operators, the session of h200-fmha-forms"]
     for line, name in {
         "the operator": "torch.ops.megamoe.attention",
         "of it allocating outputs and workspaces, and the launch": "launch path: allocate, address, launch",
